@@ -128,7 +128,8 @@ mutants: $(VENV)/.test-tools  ## run the mutants of tools/mutants, each against 
 	$(BIN)/python tools/mutants/run.py --out $(TARGET_DIR)/mutants/results.json
 
 loom:  ## the model checker over pins and jobs, in a target folder of its own
-	RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=2 cargo test -p llm-datadist-core --lib --test integration --target-dir target/loom -- loom_
+	RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=2 cargo test -p llm-datadist-core --lib --target-dir target/loom -- loom_tests::
+	RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=2 cargo test -p llm-datadist-core --test loom_pins --target-dir target/loom
 
 asan:  ## the Rust tests of the core and the C interface with the address sanitizer
 	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address --cfg=sanitized" LSAN_OPTIONS="suppressions=$(CURDIR)/tests/lsan.txt" cargo test --locked --target $(TRIPLE) \

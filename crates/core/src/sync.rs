@@ -4,7 +4,7 @@
 //! Code that holds a lock changes a few fields or map entries and calls nothing that can panic half-way, so what
 //! a panicking thread leaves behind is consistent.
 //!
-//! With `--cfg loom` they are loom's, for the models in `tests/integration/loom_pin.rs`,
+//! With `--cfg loom` they are loom's, for the models in `tests/loom_pins.rs`,
 //! `copy/workers/loom_tests.rs` and `transfer/task/loom_tests.rs`. Locks in statics are taken from `std` directly,
 //! because loom has none.
 

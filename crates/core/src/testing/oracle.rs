@@ -131,7 +131,6 @@ pub struct TwinEntry {
     pub name: usize,
     kind: CacheKind,
     registered: bool,
-    pool_bytes: u64,
     by_id: bool,
     keys: Vec<(CacheKey, u32)>,
 }
@@ -139,24 +138,11 @@ pub struct TwinEntry {
 /// Model of the cache table: live caches and their keys, as lists that are searched from the front.
 #[derive(Clone, Debug, Default)]
 pub struct TwinTable {
-    /// Size of the only pool in bytes.
-    capacity: u64,
     entries: Vec<TwinEntry>,
     names: usize,
 }
 
 impl TwinTable {
-    /// Creates a table with a pool of `capacity` bytes.
-    #[must_use]
-    pub fn new(capacity: u64) -> Self {
-        TwinTable { capacity, ..TwinTable::default() }
-    }
-
-    /// Bytes allocated from the pool.
-    pub fn used_bytes(&self) -> u64 {
-        self.entries.iter().map(|entry| entry.pool_bytes).sum()
-    }
-
     /// Numbers of all live caches.
     pub fn alive(&self) -> Vec<usize> {
         self.entries.iter().map(|entry| entry.name).collect()
@@ -175,25 +161,20 @@ impl TwinTable {
         })
     }
 
-    /// Allocates a cache: first the memory, then the keys. A refused call leaves nothing behind (contract
-    /// §7.1, §7.3, §12.2).
+    /// Allocates a cache. A refused call leaves nothing behind (contract §7.1, §7.3, §12.2).
     pub fn allocate(
         &mut self,
         kind: CacheKind,
         rows: usize,
-        pool_bytes: u64,
         keys: &[Option<CacheKey>],
     ) -> Result<usize, ErrorKind> {
         if keys.len() > rows {
             return Err(ErrorKind::InvalidArgument);
         }
-        if self.used_bytes() + pool_bytes > self.capacity {
-            return Err(ErrorKind::OutOfMemory);
-        }
         if keys.iter().flatten().any(|&key| self.find_key(key).is_some()) {
             return Err(ErrorKind::KeyTaken);
         }
-        Ok(self.enter(kind, false, pool_bytes, keys))
+        Ok(self.enter(kind, false, keys))
     }
 
     /// Registers a cache. This never conflicts: a key that named another cache now names this one (contract
@@ -204,18 +185,12 @@ impl TwinTable {
                 entry.keys.retain(|(known, _)| known != key);
             }
         }
-        let name = self.enter(kind, true, 0, keys);
+        let name = self.enter(kind, true, keys);
         self.sweep();
         name
     }
 
-    fn enter(
-        &mut self,
-        kind: CacheKind,
-        registered: bool,
-        pool_bytes: u64,
-        keys: &[Option<CacheKey>],
-    ) -> usize {
+    fn enter(&mut self, kind: CacheKind, registered: bool, keys: &[Option<CacheKey>]) -> usize {
         let name = self.names;
         self.names += 1;
         let mut bound: Vec<(CacheKey, u32)> = Vec::new();
@@ -225,7 +200,7 @@ impl TwinTable {
                 bound.push((*key, row));
             }
         }
-        self.entries.push(TwinEntry { name, kind, registered, pool_bytes, by_id: true, keys: bound });
+        self.entries.push(TwinEntry { name, kind, registered, by_id: true, keys: bound });
         name
     }
 

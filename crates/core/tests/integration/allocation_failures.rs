@@ -1,14 +1,12 @@
-//! Want of memory: each allocation of a call fails in turn, and the call says so, and nothing has changed.
+//! Lack of memory: each allocation of a call fails in turn. The call returns the error, and nothing has changed.
 //!
-//! Only lists are made to fail: allocations of `LEAST` bytes and more. One that is not made fallibly ends the process, which is
-//! how these tests fail. Not for: how much memory there is to be (`protocol`), or limits of the system
-//! (`tests/test_out_of_memory.py`).
+//! Only lists fail: allocations of `LEAST` bytes and more. An allocation that is not made fallibly ends the process. `protocol`
+//! tests how much memory a message may take, `tests/test_out_of_memory.py` limits of the system.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use llm_datadist_core::testing::cache::{pin_reads, pin_writes};
-use llm_datadist_core::testing::net::{Address, Local, Transport};
 use llm_datadist_core::testing::plan::{
     BlockPairs, Blocks, CopyPlan, Ends, Moves, Piece, Span, SpanList, Wave,
 };
@@ -23,29 +21,48 @@ use llm_datadist_core::{
 };
 
 use crate::counting_allocator;
-use crate::fixtures::{Own, config, desc, patterned, try_adopt};
+use crate::fixtures::{Own, config, desc, local_streams, patterned, try_adopt};
 
-/// What the lists of these tests have at least, and what is always of one size has not.
+/// The least size of a list of these tests. Allocations of a constant size are smaller.
 const LEAST: usize = 16 << 10;
 /// Entries of a list.
 const MANY: u64 = 5000;
 
-/// Has each allocation of `work` fail in turn; `after` looks at what is left each time. How many there were.
-fn each_fails<T>(work: impl Fn() -> Result<T>, after: impl Fn()) -> usize {
+/// Runs `work` on prepared values, with the first, then the second … of its allocations failing, until none fails.
+/// `judge` gets each result and whether an allocation failed. Returns how many allocations there were.
+fn each_judged<P, T>(
+    prepare: impl Fn() -> P,
+    work: impl Fn(&mut P) -> Result<T>,
+    judge: impl Fn(&P, Result<T>, bool),
+) -> usize {
     for nth in 0.. {
-        let (result, failed) = counting_allocator::failing(LEAST, nth, &work);
+        let mut prepared = prepare();
+        let (result, failed) = counting_allocator::failing(LEAST, nth, || work(&mut prepared));
+        if let (true, Err(error)) = (failed, &result) {
+            assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{error}");
+        }
+        assert!(!failed || result.is_err(), "allocation {nth} failed without an error");
+        judge(&prepared, result, failed);
         if !failed {
-            assert!(result.is_ok(), "{:?}", result.err());
             return nth;
         }
-        let error = result.err().unwrap_or_else(|| panic!("allocation {nth} failed, and nobody said so"));
-        assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{error}");
-        after();
     }
     unreachable!()
 }
 
-/// The same for what leaves nothing behind; at least `least` of its allocations were looked at.
+/// Does this for a call that succeeds once it has its memory; `after` checks the state after each failure.
+fn each_fails<T>(work: impl Fn() -> Result<T>, after: impl Fn()) -> usize {
+    let judge = |&(): &(), result: Result<T>, failed: bool| {
+        if failed {
+            after();
+        } else if let Err(error) = result {
+            panic!("{error}");
+        }
+    };
+    each_judged(|| (), |()| work(), judge)
+}
+
+/// Does this for a call without effects, which has at least `least` such allocations.
 fn only_fails<T>(what: &str, least: usize, work: impl Fn() -> Result<T>) {
     let failed = each_fails(work, || ());
     assert!(failed >= least, "{what}: {failed} allocations");
@@ -87,16 +104,9 @@ fn planning_fails_whole() {
         }
         let piece = |&(src, dst): &(u64, u64)| Piece { src: 16 * src, dst: 16 * dst + 5, len: 16 };
         let pieces: Vec<Piece> = request.pairs.iter().map(piece).collect();
-        for nth in 0.. {
-            let mut moves = Moves { pieces: pieces.clone().into(), num_tensors: 1, ..Moves::default() };
-            let (plan, failed) = counting_allocator::failing(LEAST, nth, || CopyPlan::moves(&mut moves));
-            if let Err(error) = plan {
-                assert_eq!((error.kind(), failed), (ErrorKind::OutOfMemory, true), "{name}");
-            } else {
-                assert!(!failed && nth > 0, "{name}");
-                break;
-            }
-        }
+        let moves = || Moves { pieces: pieces.clone().into(), num_tensors: 1, ..Moves::default() };
+        let planned = |_: &Moves, plan: Result<_>, failed| assert_eq!(plan.is_err(), failed, "{name}");
+        assert!(each_judged(moves, CopyPlan::moves, planned) > 0, "{name}");
     }
 }
 
@@ -129,8 +139,7 @@ fn fetch(plan: WirePlan) -> Request {
     Request::Fetch { name, cache: 3, plan, source, num_tensors: 2, tensor_bytes: 1 << 40, limit_ms: 9 }
 }
 
-/// What its owner does with a request: an error for want of memory comes with the request, whose other fields are as good as
-/// any, or instead of it.
+/// What the owner does with a request. Lack of memory is an error of decoding, or one in the decoded request.
 fn served(body: &[u8]) -> Result<(Vec<u64>, Vec<u64>)> {
     let Request::Fetch { plan, .. } = protocol::decode(body)? else { panic!("another request") };
     let plan = CopyPlan::try_from(plan)?;
@@ -216,23 +225,19 @@ fn caches_are_entered_whole_or_not_at_all() {
         (snapshot.table, snapshot.device_pool.unwrap().pool.used_bytes)
     };
     let batch = desc(Placement::Device, 1, KEYS as usize, 16);
-    // Room that was made stays, so each allocation fails in a table of its own.
-    for nth in 0.. {
-        let engine = engine();
-        let before = state(&engine);
-        let (made, failed) =
-            counting_allocator::failing(LEAST, nth, || engine.allocate(&batch, CacheKind::Batch, &keys));
-        assert_eq!(made.is_err(), failed, "{nth}");
-        if let Err(error) = made {
-            assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{error}");
-            assert_eq!(state(&engine), before);
-            assert!(engine.find_key(key(KEYS / 2)).is_err());
-        }
-        if !failed {
-            assert!(nth > 64, "{nth}");
-            break;
-        }
-    }
+    // Room that was made stays, so each allocation fails in an engine of its own.
+    let made = each_judged(
+        || {
+            let engine = engine();
+            (state(&engine), engine)
+        },
+        |(_, engine)| engine.allocate(&batch, CacheKind::Batch, &keys),
+        |(before, engine), made, failed| {
+            assert_eq!(made.is_err(), failed);
+            assert!(!failed || (state(engine) == *before && engine.find_key(key(KEYS / 2)).is_err()));
+        },
+    );
+    assert!(made > 64, "{made}");
     let engine = engine();
     let state = || state(&engine);
     // A registered cache takes the keys of another, which keeps them until it has.
@@ -274,48 +279,43 @@ fn a_call_that_gets_no_memory_moves_nothing() {
     let pairs: Vec<(i64, i64)> =
         (0..MANY).map(|k| (shuffled(k) as i64, (MANY + shuffled(7 * k % MANY)) as i64)).collect();
     let bytes = || -> u64 { engine.stats().ops.iter().map(|(_, op)| op.bytes).sum() };
-    own.write(&content);
-    other.write(&content_of_other);
-    let before = bytes();
-    let untouched = || {
-        assert!(own.read() == content && other.read() == content_of_other);
-        assert_eq!(bytes(), before);
-    };
-    // Neither do they leave pins behind: the same rows are pinned again in the next round.
-    let copies = each_fails(|| engine.copy_blocks(&ends[0], &pairs), untouched);
-    let mut expected = content.clone();
-    for tensor in &mut expected {
-        for &(src, dst) in &pairs {
-            let (src, dst) = (src as usize * 16, dst as usize * 16);
-            tensor.copy_within(src..src + 16, dst);
+    let moved = |from: &[Vec<u8>], to: &[Vec<u8>]| {
+        let mut to = to.to_vec();
+        for (from, to) in from.iter().zip(&mut to) {
+            for &(src, dst) in &pairs {
+                let (src, dst) = (src as usize * 16, dst as usize * 16);
+                to[dst..dst + 16].copy_from_slice(&from[src..src + 16]);
+            }
         }
-    }
-    assert!(copies >= 6 && own.read() == expected, "{copies}");
-    own.write(&content);
-    let before = bytes();
-    let untouched = || {
-        assert!(own.read() == content && other.read() == content_of_other);
-        assert_eq!(bytes(), before);
+        to
     };
-    let swaps = each_fails(|| engine.swap_blocks(&ends[0], &ends[1], &pairs), untouched);
-    let mut expected = content_of_other.clone();
-    for (from, to) in content.iter().zip(&mut expected) {
-        for &(src, dst) in &pairs {
-            let (src, dst) = (src as usize * 16, dst as usize * 16);
-            to[dst..dst + 16].copy_from_slice(&from[src..src + 16]);
-        }
+    let copied = (moved(&content, &content), content_of_other.clone());
+    let swapped = (content.clone(), moved(&content, &content_of_other));
+    // Failed calls leave no pins behind: the same rows are pinned again in the next round.
+    for (swaps, expected) in [(false, copied), (true, swapped)] {
+        own.write(&content);
+        other.write(&content_of_other);
+        let before = bytes();
+        let call = || {
+            if swaps {
+                engine.swap_blocks(&ends[0], &ends[1], &pairs)
+            } else {
+                engine.copy_blocks(&ends[0], &pairs)
+            }
+        };
+        let failed = each_fails(call, || {
+            assert!(own.read() == content && other.read() == content_of_other);
+            assert_eq!(bytes(), before);
+        });
+        assert!(failed >= 6 && (own.read(), other.read()) == expected, "{failed}");
     }
-    assert!(swaps >= 6 && other.read() == expected, "{swaps}");
 }
 
 /// A frame without memory for its body is read away, whichever of the steps fails in which the body grows: the stream goes on.
 #[test]
 fn a_frame_that_gets_no_memory_is_read_away() {
     let soon = || Deadline::after(Duration::from_secs(20));
-    let (transport, at) = (Local::default(), Address::Local("short".to_owned()));
-    let listener = transport.listen(&at).unwrap();
-    let local = transport.dial(&at, soon()).unwrap();
-    let remote = crate::fixtures::accepted(&*listener).unwrap();
+    let (local, remote) = local_streams("short");
     let large = protocol::encode(&Request::Locate { addrs: vec![1 << 40; 200_000], limit_ms: 1 }).unwrap();
     let small = protocol::encode(&Request::Ping { limit_ms: 2 }).unwrap();
     let hear = || remote.receive(MESSAGE_LIMIT, Duration::ZERO, soon());
@@ -358,17 +358,15 @@ fn pins_fail_whole() {
     only_fails("numbers", 1, || pin_reads(&own.cache, vec![0], late()));
     let held = pin_writes(&own.cache, vec![5], late()).unwrap();
     let soon = || Deadline::after(Duration::from_millis(5));
-    for nth in 0.. {
-        let list = all();
-        let (pin, failed) = counting_allocator::failing(LEAST, nth, || pin_writes(&own.cache, list, soon()));
-        let error = pin.unwrap_err();
-        let kind = if failed { ErrorKind::OutOfMemory } else { ErrorKind::Timeout };
-        assert_eq!(error.kind(), kind, "{nth}");
-        if !failed {
-            assert!(nth > 0);
-            break;
-        }
-    }
+    let pinned = each_judged(
+        all,
+        |list| pin_writes(&own.cache, std::mem::take(list), soon()),
+        |_, pin, failed| {
+            let kind = if failed { ErrorKind::OutOfMemory } else { ErrorKind::Timeout };
+            assert_eq!(pin.unwrap_err().kind(), kind);
+        },
+    );
+    assert!(pinned > 0);
     drop(held);
     pin_writes(&own.cache, all(), late()).unwrap();
 }

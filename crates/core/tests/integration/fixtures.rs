@@ -11,13 +11,15 @@ use std::time::Duration;
 
 use llm_datadist_core::testing::device::sim::SimDevice;
 use llm_datadist_core::testing::device::{Copier, Copy, Device, DeviceSet, HostReach};
-use llm_datadist_core::testing::memory::Region;
 use llm_datadist_core::testing::memory::kernels::Kernel;
-use llm_datadist_core::testing::net::{Accepted, Listener, Stream};
+use llm_datadist_core::testing::memory::{Region, Tensors};
+use llm_datadist_core::testing::net::{Accepted, Address, Listener, Local, Stream, Transport};
+use llm_datadist_core::testing::plan::{BlockPairs, CopyPlan, Ends};
 use llm_datadist_core::{
-    Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, End, Error, ErrorKind,
-    Placement, PoolConfig, Result, Role,
+    Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, Deadline, End, Error,
+    ErrorKind, Placement, PoolConfig, Result, Role,
 };
+use tracing::{Level, Subscriber, span};
 
 /// Shows that a test did not look at something, and why: also where the harness keeps what a passing test prints.
 pub fn skipped(why: &str) {
@@ -296,6 +298,86 @@ pub fn contents(cache: &Cache) -> Vec<Vec<u8>> {
         .iter()
         .map(|&addr| unsafe { std::slice::from_raw_parts(addr as *const u8, len) }.to_vec())
         .collect()
+}
+
+/// Sets a flag when dropped, so that threads that look at it also end where the test fails.
+pub struct StopOnDrop<'a>(pub &'a AtomicBool);
+
+impl Drop for StopOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// A subscriber that keeps the level and the text of every event of one target.
+#[derive(Clone)]
+pub struct EventLog {
+    target: &'static str,
+    lines: Arc<Mutex<Vec<(Level, String)>>>,
+}
+
+impl EventLog {
+    pub fn new(target: &'static str) -> EventLog {
+        EventLog { target, lines: Arc::default() }
+    }
+
+    pub fn lines(&self) -> Vec<(Level, String)> {
+        self.lines.lock().unwrap().clone()
+    }
+}
+
+impl Subscriber for EventLog {
+    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+        metadata.target() == self.target
+    }
+    fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
+        span::Id::from_u64(1)
+    }
+    fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
+    fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
+    fn event(&self, event: &tracing::Event<'_>) {
+        use std::fmt::Write as _;
+        struct Text(String);
+        impl tracing::field::Visit for Text {
+            fn record_debug(&mut self, _: &tracing::field::Field, value: &dyn std::fmt::Debug) {
+                write!(self.0, "{value:?}").unwrap();
+            }
+        }
+        let mut text = Text(String::new());
+        event.record(&mut text);
+        self.lines.lock().unwrap().push((*event.metadata().level(), text.0));
+    }
+    fn enter(&self, _: &span::Id) {}
+    fn exit(&self, _: &span::Id) {}
+}
+
+/// Both ends of a stream in this process.
+pub fn local_streams(name: &str) -> (Stream, Stream) {
+    let transport = Local::default();
+    let at = Address::Local(name.to_owned());
+    let listener = transport.listen(&at).unwrap();
+    let dialled = transport.dial(&at, Deadline::after(Duration::from_secs(60))).unwrap();
+    (dialled, accepted(&*listener).unwrap())
+}
+
+/// Tensors of rows over one buffer, which `fill` fills by tensor and offset.
+pub fn tensors_over(
+    tensors: usize,
+    rows: usize,
+    row: usize,
+    fill: impl Fn(usize, usize) -> u8,
+) -> (Arc<Buffer>, Arc<Tensors>) {
+    let tensor = rows * row;
+    let buffer = Buffer::new(tensors * tensor, |at| fill(at / tensor, at % tensor));
+    let addrs: Vec<u64> = (0..tensors).map(|index| buffer.addr() + (index * tensor) as u64).collect();
+    let adopted = adopt(&desc(Placement::Host, tensors as u32, rows, row), CacheKind::Blocks, &addrs);
+    (buffer, Arc::new(Tensors::adopted(adopted)))
+}
+
+/// The plan of pairs of blocks between two caches.
+pub fn block_plan(pairs: &[(u64, u64)], block_bytes: u64, num_tensors: u32) -> CopyPlan {
+    CopyPlan::blocks(&BlockPairs { pairs: pairs.to_vec(), block_bytes, num_tensors }, Ends::TwoCaches)
+        .unwrap()
 }
 
 /// The next stream at `listener`, which somebody has dialled or is about to; `None` once it is closed.

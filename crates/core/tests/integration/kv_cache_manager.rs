@@ -1,22 +1,20 @@
-//! The mode of the `KvCacheManager`: its options, its pool, its rules for copies, and two engines of one cluster id.
+//! The mode of the `KvCacheManager`: its options, its pool and its rules for copies.
 //!
-//! Not for: order of checks and codes (the Python tests), or what is alike in both modes.
+//! `tests/test_kv_mode_peers.py` covers two engines of one cluster id, other Python tests the order of checks.
 
 use std::collections::BTreeMap;
-use std::fs;
-use std::path::Path;
 use std::time::Duration;
 
-use llm_datadist_core::testing::memory::{usable_bytes, usable_under};
 use llm_datadist_core::testing::validate::{self, Side};
 use llm_datadist_core::{
-    CacheKey, CacheKind, ClusterId, Config, CopyArgs, DataDist, End, Error, ErrorKind, Geometry, Layers,
-    Mode, Name, PeerAddress, Placement, PoolConfig, PullRows, RemoteName, Role, Share,
+    CacheKind, ClusterId, Config, CopyArgs, DataDist, End, ErrorKind, Geometry, Layers, Mode, Name,
+    PeerAddress, Placement, PoolConfig, PullRows, RemoteName, Role, Share,
 };
 
-use crate::fixtures::{self, Own, desc};
+use crate::arguments::refused;
+use crate::fixtures::{self, desc};
 use CacheKind::{Batch, Blocks};
-use ErrorKind::{CacheNotFound, InvalidArgument, NotLinked, OutOfMemory};
+use ErrorKind::InvalidArgument;
 use Placement::{Device, Host};
 
 const LONG: Duration = Duration::from_secs(20);
@@ -35,12 +33,6 @@ fn engine(cluster: u64, mode: Mode) -> DataDist {
     config.sync_timeout = LONG;
     config.links.listen = Some("127.0.0.1:0".parse().unwrap());
     DataDist::open(config).unwrap()
-}
-
-fn link(local: &DataDist, remote: &DataDist) {
-    let listening = remote.listening().into_iter().collect();
-    let peer = PeerAddress { cluster: remote.config().cluster, remote: listening, local: vec![] };
-    local.link_clusters(&[peer], LONG).remove(0).unwrap();
 }
 
 #[test]
@@ -102,72 +94,6 @@ fn shares() {
     assert_eq!(Share::of(0.95), Share::DEFAULT);
 }
 
-/// Files under a folder that stands for the root of a machine.
-fn machine(files: &[(&str, &str)]) -> u64 {
-    let root = std::env::temp_dir().join(format!(
-        "llm-limits-{:?}-{}",
-        std::thread::current().id(),
-        std::process::id()
-    ));
-    for (path, text) in files {
-        let path = root.join(path);
-        fs::create_dir_all(path.parent().unwrap()).unwrap();
-        fs::write(path, text).unwrap();
-    }
-    let usable = usable_under(&root);
-    if Path::new(&root).exists() {
-        fs::remove_dir_all(&root).unwrap();
-    }
-    usable
-}
-
-#[test]
-fn the_memory_a_process_may_use() {
-    let meminfo = ("proc/meminfo", "MemTotal:  9000 kB\nMemFree: 10 kB\nMemAvailable:    4000 kB\n");
-    let available = 4000 << 10;
-    assert_eq!(machine(&[]), u64::MAX, "nothing is known");
-    assert_eq!(machine(&[meminfo]), available);
-
-    // Version 2: the nearest limit of all groups around counts, less what is used and cannot be dropped.
-    let own = ("proc/self/cgroup", "0::/slice/job\n");
-    let unlimited = ("sys/fs/cgroup/slice/job/memory.max", "max\n");
-    assert_eq!(machine(&[meminfo, own, unlimited]), available);
-    let outer = [
-        ("sys/fs/cgroup/slice/memory.max", "1000000\n"),
-        ("sys/fs/cgroup/slice/memory.current", "700000\n"),
-        ("sys/fs/cgroup/slice/memory.stat", "anon 1\ninactive_file 100000\nactive_file 50000\nshmem 9\n"),
-    ];
-    let with = |more: &[(&'static str, &'static str)]| {
-        let mut all = vec![meminfo, own, unlimited];
-        all.extend(more);
-        machine(&all)
-    };
-    assert_eq!(with(&outer), 1_000_000 - (700_000 - 150_000));
-    assert_eq!(with(&[("sys/fs/cgroup/slice/memory.max", "5000")]), 5000, "what is used is not known");
-    let over = [outer[0], ("sys/fs/cgroup/slice/memory.current", "1100000")];
-    assert_eq!(with(&over), 0);
-    // In a container the path is the host's, and the top folder is the container's own group.
-    let inside = ("sys/fs/cgroup/memory.max", "3000");
-    assert_eq!(machine(&[meminfo, ("proc/self/cgroup", "0::/docker/abc\n"), inside]), 3000);
-
-    // Version 1, among other controllers.
-    let own = ("proc/self/cgroup", "5:cpu,cpuacct:/a\n4:memory:/job\n0::/\n");
-    let base = "sys/fs/cgroup/memory/job";
-    assert_eq!(base.len(), 24);
-    let limit = ("sys/fs/cgroup/memory/job/memory.limit_in_bytes", "2000000");
-    let used = ("sys/fs/cgroup/memory/job/memory.usage_in_bytes", "900000");
-    let stat = (
-        "sys/fs/cgroup/memory/job/memory.stat",
-        "inactive_file 1\nactive_file 1\ntotal_inactive_file 100000\n",
-    );
-    assert_eq!(machine(&[meminfo, own, limit, used, stat]), 2_000_000 - (900_000 - 100_001));
-    let none = ("sys/fs/cgroup/memory/job/memory.limit_in_bytes", "9223372036854771712");
-    assert_eq!(machine(&[meminfo, own, none]), available);
-
-    let here = usable_bytes();
-    assert!((1 << 20..1 << 50).contains(&here), "{here}");
-}
-
 #[test]
 fn a_pool_unasked() {
     let open = |share| {
@@ -189,128 +115,44 @@ fn a_pool_unasked() {
         fixtures::fill(&cache, &fixtures::patterned(1, 2, 256));
         assert!(engine.stats().host_pool.is_none());
     }
-    // No room is not no pool: it is a pool that has none, which may be waited for.
-    let none = open(Share::of(0.0));
-    assert_eq!(none.stats().device_pool.unwrap().pool.capacity_bytes, 1 << 16);
-    let error = none.allocate(&desc(Device, 2, 4, 1 << 16), Batch, &[]).unwrap_err();
-    assert_eq!(error.kind(), OutOfMemory);
 }
 
 fn side(num_tensors: u32, rows: usize, row_bytes: usize, kind: CacheKind, placement: Placement) -> Side {
     Side { geometry: Geometry::new(&desc(placement, num_tensors, rows, row_bytes)).unwrap(), kind, placement }
 }
 
-fn refused<T: std::fmt::Debug>(result: llm_datadist_core::Result<T>, facts: &[&str]) -> Error {
-    let error = result.unwrap_err();
-    assert_eq!(error.kind(), InvalidArgument, "{error}");
-    assert!(facts.iter().all(|fact| error.to_string().contains(fact)), "{error}: {facts:?}");
-    error
-}
-
 #[test]
 fn rows_of_either_kind() {
     let (local, cache) = (side(2, 10, 128, Batch, Host), side(2, 20, 128, Batch, Device));
     assert_eq!(validate::swap_rows(local, cache, &[(9, 19)]).unwrap().pairs, [(9, 19)]);
-    assert_eq!(
-        validate::swap_rows(cache, side(2, 10, 128, Blocks, Host), &[(19, 9)]).unwrap().block_bytes,
-        128
-    );
-    refused(validate::swap_rows(local, cache, &[(10, 0)]), &["source block=10", "0 to 9"]);
-    refused(validate::swap_rows(cache, cache, &[]), &["placements"]);
-    refused(validate::swap_rows(local, side(2, 20, 64, Batch, Device), &[]), &["block sizes"]);
-    refused(validate::swap_rows(local, side(3, 20, 128, Batch, Device), &[]), &["num_tensors"]);
+    let blocks = validate::swap_rows(cache, side(2, 10, 128, Blocks, Host), &[(19, 9)]);
+    assert_eq!(blocks.unwrap().block_bytes, 128);
+    for (dst, pairs, fact) in [
+        (cache, &[(10, 0)][..], "source block=10"),
+        (side(2, 20, 128, Batch, Host), &[], "placements"),
+        (side(2, 20, 64, Batch, Device), &[], "block sizes"),
+        (side(3, 20, 128, Batch, Device), &[], "num_tensors"),
+    ] {
+        refused(validate::swap_rows(local, dst, pairs), &[fact]);
+    }
     assert_eq!(validate::copy_rows(cache, &[(0, 19)]).unwrap().num_tensors, 2);
     refused(validate::copy_rows(local, &[(0, 1)]), &["cache is in host"]);
     refused(validate::copy_rows(cache, &[(0, 20)]), &["destination block=20"]);
     let args = CopyArgs { dst_batch_index: 0, src_batch_index: 1, offset: 0, size: -1 };
     assert_eq!(validate::copy_on_device(cache, cache, args).unwrap().src_offset, 128);
-    refused(validate::copy_on_device(local, cache, args), &["src is in host"]);
-    refused(validate::copy_on_device(cache, local, args), &["dst is in host"]);
-    refused(validate::copy_on_device(local, local, args), &["dst is in host"]);
-}
-
-#[test]
-fn copies_follow_the_mode() {
-    for mode in [Mode::CacheManager, Mode::KvCacheManager] {
-        let engine = engine(1, mode);
-        let device = engine.allocate(&desc(Device, 2, 4, 64), Batch, &[]).unwrap();
-        let host = engine.allocate(&desc(Host, 2, 4, 64), Batch, &[]).unwrap();
-        let own = Own::loose(&desc(Host, 2, 4, 64), Blocks);
-        let bytes = fixtures::patterned(3, 2, 256);
-        fixtures::fill(&device, &bytes);
-        fixtures::fill(&host, &bytes);
-        let args = CopyArgs { dst_batch_index: 0, src_batch_index: 1, offset: 0, size: -1 };
-        let end = |cache: &llm_datadist_core::Cache| End::Managed(cache.id());
-        let first = mode == Mode::KvCacheManager;
-        assert_eq!(engine.copy_cache(&end(&device), &end(&host), args).is_err(), first);
-        assert_eq!(engine.copy_cache(&end(&host), &end(&device), args).is_err(), first);
-        assert!(engine.copy_cache(&end(&device), &end(&device), args).is_ok());
-        assert_eq!(engine.copy_blocks(&end(&device), &[(1, 3)]).is_ok(), first);
-        assert_eq!(
-            engine.swap_blocks(&end(&device), &End::Loose(own.cache.clone()), &[(2, 1)]).is_ok(),
-            first
-        );
-        let mut expected = bytes.clone();
-        for (tensor, all) in expected.iter_mut().enumerate() {
-            all[..64].copy_from_slice(&bytes[tensor][64..128]);
-            if first {
-                all[192..].copy_from_slice(&bytes[tensor][64..128]);
-            }
-        }
-        assert!(fixtures::contents(&device) == expected, "{mode:?}");
-        if first {
-            for (tensor, all) in own.read().iter().enumerate() {
-                assert_eq!(all[64..128], bytes[tensor][128..192]);
-            }
-        }
-    }
-}
-
-/// Clients of the old mode call prefill and decode both cluster 0.
-#[test]
-fn two_engines_of_one_id() {
-    for mode in [Mode::KvCacheManager, Mode::CacheManager] {
-        let (local, remote) = (engine(0, mode), engine(0, mode));
-        let key = CacheKey::Request { model: 0, id: 5 };
-        let theirs = remote.allocate(&desc(Device, 2, 2, 64), Batch, &[Some(key)]).unwrap();
-        let ours = local.allocate(&desc(Device, 2, 2, 64), Batch, &[]).unwrap();
-        let bytes = fixtures::patterned(9, 2, 128);
-        fixtures::fill(&theirs, &bytes);
-        let pull = |engine: &DataDist, rows: &PullRows| {
-            let from = RemoteName { cluster: ClusterId(0), name: Name::Key(key) };
-            engine.pull(from, &End::Managed(ours.id()), rows, Layers::ALL)
-        };
-        let slot = PullRows::Slot { local: 1, size: -1 };
-        let unlinked = pull(&local, &slot).unwrap_err().kind();
-        assert_eq!(unlinked, if mode == Mode::KvCacheManager { NotLinked } else { InvalidArgument });
-        link(&local, &remote);
-        if mode == Mode::CacheManager {
-            assert_eq!(pull(&local, &slot).unwrap_err().kind(), InvalidArgument, "the own id stays refused");
-            continue;
-        }
-        pull(&local, &PullRows::Part { local: 1, remote_offset: 10, local_offset: 30, size: 20 }).unwrap();
-        let got = fixtures::contents(&ours);
-        for tensor in 0..2 {
-            assert_eq!(got[tensor][94..114], bytes[tensor][10..30]);
-            assert_eq!(got[tensor][..94], [0; 94]);
-            assert_eq!(got[tensor][114..], [0; 14]);
-        }
-        // That was a pull of the key, and the link is one of both sides.
-        assert_eq!(pull(&local, &slot).unwrap_err().kind(), CacheNotFound);
-        let mine = local.allocate(&desc(Device, 2, 2, 64), Batch, &[Some(key)]).unwrap();
-        let bytes = fixtures::patterned(4, 2, 128);
-        fixtures::fill(&mine, &bytes);
-        let from = RemoteName { cluster: ClusterId(0), name: Name::Row { cache: mine.id(), row: 0 } };
-        let whole = PullRows::Slot { local: 0, size: -1 };
-        remote.pull(from, &End::Managed(theirs.id()), &whole, Layers::ALL).unwrap();
-        assert_eq!(fixtures::contents(&theirs)[1][..64], bytes[1][..64]);
+    for (src, dst, fact) in
+        [(local, cache, "src is in host"), (cache, local, "dst is in host"), (local, local, "dst is in host")]
+    {
+        refused(validate::copy_on_device(src, dst, args), &[fact]);
     }
 }
 
 #[test]
 fn an_engine_linked_with_itself_pulls_nothing() {
     let engine = engine(3, Mode::KvCacheManager);
-    link(&engine, &engine);
+    let listening = engine.listening().into_iter().collect();
+    let itself = PeerAddress { cluster: ClusterId(3), remote: listening, local: vec![] };
+    engine.link_clusters(&[itself], LONG).remove(0).unwrap();
     let cache = engine.allocate(&desc(Device, 2, 2, 64), Batch, &[]).unwrap();
     let from = RemoteName { cluster: ClusterId(3), name: Name::Row { cache: cache.id(), row: 0 } };
     let pulled =

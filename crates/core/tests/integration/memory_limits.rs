@@ -1,13 +1,15 @@
-//! Inside a memory control group, where allocations do not fail: what does not fit is refused before memory is touched.
+//! Limits of memory: how they are read, and refusals before memory is touched in a memory control group, where allocations
+//! do not fail.
 //!
-//! The tests make a group of their own, which takes root and a control group file system. Not for: reading the limits
-//! (`kv_cache_manager`), which is tested against folders.
+//! One test makes a group of its own, which takes root and a control group file system.
 
 use std::path::{Path, PathBuf};
 
-use llm_datadist_core::testing::memory::{refuse_beyond_room, refuse_beyond_room_under, usable_bytes};
+use llm_datadist_core::testing::memory::{
+    refuse_beyond_room, refuse_beyond_room_under, usable_bytes, usable_under,
+};
 use llm_datadist_core::{
-    CacheKind, Config, DataDist, End, Error, ErrorKind, HugeChoice, Placement, PoolConfig, Result,
+    CacheKind, Config, DataDist, End, ErrorKind, HugeChoice, Placement, PoolConfig, Result,
 };
 
 use crate::child_process::{self, report};
@@ -113,25 +115,76 @@ fn lists_of_a_call_take_what_is_asked_for() {
     assert!((8..=128).contains(&each), "{each} bytes for each block");
 }
 
-#[test]
-fn room_is_what_the_group_has_left() {
-    let root = std::env::temp_dir().join(format!("llm-groups-{}", std::process::id()));
-    for (path, text) in [
-        ("proc/meminfo", "MemAvailable: 4096 kB\n"),
-        ("proc/self/cgroup", "0::/job\n"),
-        ("sys/fs/cgroup/job/memory.max", "1000000\n"),
-        ("sys/fs/cgroup/job/memory.current", "400000\n"),
-    ] {
+/// Runs `ask` with a folder that stands for the root of a machine with these files.
+fn with_files<T>(files: &[(&str, &str)], ask: impl FnOnce(&Path) -> T) -> T {
+    let (thread, process) = (std::thread::current().id(), std::process::id());
+    let root = std::env::temp_dir().join(format!("llm-limits-{thread:?}-{process}"));
+    for (path, text) in files {
         let path = root.join(path);
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
         std::fs::write(path, text).unwrap();
     }
-    let asked = |bytes| refuse_beyond_room_under(&root, "lists", bytes);
-    let (fits, error): (Result<()>, Error) = (asked(600_000), asked(600_001).unwrap_err());
-    std::fs::remove_dir_all(&root).unwrap();
-    fits.unwrap();
-    assert_eq!(error.kind(), ErrorKind::OutOfMemory);
-    let facts = ["bytes", "usable_bytes"].map(|name| error.fact(name));
-    assert_eq!(facts, [Some("600001"), Some("600000")], "{error}");
-    assert!(error.to_string().starts_with("lists need more memory"), "{error}");
+    let answer = ask(&root);
+    if root.exists() {
+        std::fs::remove_dir_all(&root).unwrap();
+    }
+    answer
+}
+
+#[test]
+fn the_memory_a_process_may_use() {
+    let meminfo = ("proc/meminfo", "MemTotal:  9000 kB\nMemFree: 10 kB\nMemAvailable:    4000 kB\n");
+    let available = 4000 << 10;
+    // Version 2: the nearest limit of all groups around counts, less what is used and cannot be dropped.
+    let job = ("proc/self/cgroup", "0::/slice/job\n");
+    let unlimited = ("sys/fs/cgroup/slice/job/memory.max", "max\n");
+    let limit = ("sys/fs/cgroup/slice/memory.max", "1000000\n");
+    let used = ("sys/fs/cgroup/slice/memory.current", "700000\n");
+    let over = ("sys/fs/cgroup/slice/memory.current", "1100000");
+    let stat = "anon 1\ninactive_file 100000\nactive_file 50000\nshmem 9\n";
+    let stat = ("sys/fs/cgroup/slice/memory.stat", stat);
+    // In a container the path is the host's, and the top folder is the container's own group.
+    let container = ("proc/self/cgroup", "0::/docker/abc\n");
+    let container_limit = ("sys/fs/cgroup/memory.max", "3000");
+    // Version 1, among other controllers.
+    let job_1 = ("proc/self/cgroup", "5:cpu,cpuacct:/a\n4:memory:/job\n0::/\n");
+    let limit_1 = ("sys/fs/cgroup/memory/job/memory.limit_in_bytes", "2000000");
+    let unlimited_1 = (limit_1.0, "9223372036854771712");
+    let used_1 = ("sys/fs/cgroup/memory/job/memory.usage_in_bytes", "900000");
+    let stat_1 = "inactive_file 1\nactive_file 1\ntotal_inactive_file 100000\n";
+    let stat_1 = ("sys/fs/cgroup/memory/job/memory.stat", stat_1);
+    let cases: [(&[(&str, &str)], u64); 9] = [
+        (&[], u64::MAX),
+        (&[meminfo], available),
+        (&[meminfo, job, unlimited], available),
+        (&[meminfo, job, unlimited, limit, used, stat], 1_000_000 - (700_000 - 150_000)),
+        (&[meminfo, job, unlimited, limit], 1_000_000),
+        (&[meminfo, job, unlimited, limit, over], 0),
+        (&[meminfo, container, container_limit], 3000),
+        (&[meminfo, job_1, limit_1, used_1, stat_1], 2_000_000 - (900_000 - 100_001)),
+        (&[meminfo, job_1, unlimited_1], available),
+    ];
+    for (files, bytes) in cases {
+        assert_eq!(with_files(files, usable_under), bytes, "{files:?}");
+    }
+    let here = usable_bytes();
+    assert!((1 << 20..1 << 50).contains(&here), "{here}");
+}
+
+#[test]
+fn room_is_what_the_group_has_left() {
+    let files = [
+        ("proc/meminfo", "MemAvailable: 4096 kB\n"),
+        ("proc/self/cgroup", "0::/job\n"),
+        ("sys/fs/cgroup/job/memory.max", "1000000\n"),
+        ("sys/fs/cgroup/job/memory.current", "400000\n"),
+    ];
+    with_files(&files, |root| {
+        refuse_beyond_room_under(root, "lists", 600_000).unwrap();
+        let error = refuse_beyond_room_under(root, "lists", 600_001).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::OutOfMemory);
+        let facts = ["bytes", "usable_bytes"].map(|name| error.fact(name));
+        assert_eq!(facts, [Some("600001"), Some("600000")], "{error}");
+        assert!(error.to_string().starts_with("lists need more memory"), "{error}");
+    });
 }

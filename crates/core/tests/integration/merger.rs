@@ -1,6 +1,6 @@
-//! Huge pages on request: only what was touched is merged, nothing changes but the size of the pages, and it ends.
+//! Merging the memory of pools into huge pages: only touched memory is merged, and its bytes stay the same.
 //!
-//! Whether the kernel merges at all is asked with plain calls first; where it does not, the tests say so. Not for: speed.
+//! `tests/test_huge_pages.py` covers when an engine merges. Plain calls first ask whether the kernel merges at all; where it does not, the tests say that they are skipped.
 #![allow(unsafe_code, reason = "the test's own mapping of a descriptor, and its own question to the kernel")]
 
 use std::ffi::c_void;
@@ -20,15 +20,17 @@ use llm_datadist_core::testing::memory::kernels::{Kernel, copy};
 use llm_datadist_core::testing::memory::{
     MapBudget, PeerMapping, PeerProcess, Refusal, Region, Tensors, allow_readers, own_probe,
 };
-use llm_datadist_core::testing::tensors;
-use llm_datadist_core::{CacheKind, DataDist, Deadline, End, ErrorKind, HugeChoice, Placement};
+use llm_datadist_core::{CacheKind, Config, DataDist, Deadline, HugeChoice, Placement};
 use rustix::fs::{MemfdFlags, memfd_create};
 
-use crate::fixtures::{Buffer, adopt, config, desc, pattern, skipped};
-use Placement::{Device, Host};
+use crate::fixtures::{Buffer, StopOnDrop, adopt, config, desc, pattern, skipped};
+use crate::registered_pages::Pages;
+use Placement::Host;
 
 const UNIT: usize = Region::UNIT_BYTES as usize;
 const PAGE: usize = 4096;
+pub(crate) const CHOICES: [HugeChoice; 5] =
+    [HugeChoice::Auto, HugeChoice::Off, HugeChoice::Merge, HugeChoice::MergeRegistered, HugeChoice::Eager];
 
 /// Why this kernel does not put pages of shared memory into huge ones when asked, and only then; by what it says of
 /// itself.
@@ -216,10 +218,10 @@ fn the_merger_ends_when_there_is_nothing_left() {
     drop(merger);
 }
 
-/// Copies, reads through a peer's mapping and reads through the kernel go on while units are merged: every byte read is
-/// right all the time, and every byte written is there at the end.
+/// One thread reads through a peer's mapping, one through the kernel and one writes while units are merged. Every byte
+/// read is right, and every byte written is there at the end.
 #[test]
-fn nobody_sees_it_happen() {
+fn readers_and_writers_do_not_notice_merging() {
     const UNITS: usize = 48;
     const BLOCK: usize = 48 << 10;
     if !merges() {
@@ -236,153 +238,54 @@ fn nobody_sees_it_happen() {
     let process = PeerProcess::open(own, own_probe().unwrap()).unwrap();
     let merger = Merger::new([region.clone()]);
     let stop = AtomicBool::new(false);
-
-    /// Stops the readers also where the test fails, which would wait for them.
-    struct Stopping<'a>(&'a AtomicBool);
-    impl Drop for Stopping<'_> {
-        fn drop(&mut self) {
-            self.0.store(true, Ordering::Relaxed);
-        }
-    }
+    let all = BLOCK as u64;
 
     // The first half is only read.
-    let checked = |source: &(dyn Fn(usize) -> Tensors + Sync), by: &dyn Fn(&Tensors, &Tensors)| {
+    let read_blocks = |by_kernel: bool| {
         let (mut seen, mut turn) = (0, 0);
         while !stop.load(Ordering::Relaxed) || seen == 0 {
             turn = (turn * 5 + 4099) % (half / PAGE);
             let at = (turn * PAGE).min(half - BLOCK);
             let buffer = Buffer::new(BLOCK, |_| 0);
-            by(&source(at), &Tensors::adopted(buffer.adopt(0, BLOCK)));
-            let wrong = buffer
-                .read(0, BLOCK)
-                .iter()
-                .enumerate()
-                .find(|&(i, &byte)| byte != pattern(4, 0, at + i))
-                .map(|(i, _)| i);
+            let to = Tensors::adopted(buffer.adopt(0, BLOCK));
+            let to = to.window(0, 0, all).unwrap();
+            if by_kernel {
+                let addr = region.base() + at as u64;
+                let from = Tensors::of_process(process.clone(), [addr].into(), all).unwrap();
+                process.read(&[(from.window(0, 0, all).unwrap(), to)]).unwrap();
+            } else {
+                let from = Tensors::mapped(peer.clone(), [at as u64], all).unwrap();
+                copy(from.window(0, 0, all).unwrap(), to, Kernel::PLAIN).unwrap();
+            }
+            let bytes = buffer.read(0, BLOCK);
+            let wrong = (0..BLOCK).find(|&i| bytes[i] != pattern(4, 0, at + i));
             assert_eq!(wrong, None, "a byte of the block at {at} is wrong");
             seen += 1;
         }
-        seen
     };
-    let all = BLOCK as u64;
-    let plain = |from: &Tensors, to: &Tensors| {
-        copy(from.window(0, 0, all).unwrap(), to.window(0, 0, all).unwrap(), Kernel::PLAIN).unwrap();
-    };
-    let seen: Vec<usize> = thread::scope(|scope| {
-        let mapped = |at: usize| Tensors::mapped(peer.clone(), [at as u64], all).unwrap();
-        let asked = |at: usize| {
-            let addr = region.base() + at as u64;
-            Tensors::of_process(process.clone(), [addr].into(), all).unwrap()
-        };
-        let by_kernel = |from: &Tensors, to: &Tensors| {
-            process.read(&[(from.window(0, 0, all).unwrap(), to.window(0, 0, all).unwrap())]).unwrap();
-        };
-        let mapped = scope.spawn(move || checked(&mapped, &plain));
-        let asked = scope.spawn(move || checked(&asked, &by_kernel));
+    thread::scope(|scope| {
+        for by_kernel in [false, true] {
+            let read_blocks = &read_blocks;
+            scope.spawn(move || read_blocks(by_kernel));
+        }
         // The second half is written anew, in an order that meets the merger everywhere.
         let writer = scope.spawn(|| {
-            let mut written = 0;
-            for step in 0..half / UNIT * 8 {
-                let at = half + (step * 37 % (half / UNIT * 8)) * (UNIT / 8);
+            let steps = half / UNIT * 8;
+            for step in 0..steps {
+                let at = half + (step * 37 % steps) * (UNIT / 8);
                 touch(&region, 5, at..at + UNIT / 8);
-                written += 1;
             }
-            written
         });
-        let stopping = Stopping(&stop);
+        let _stopping = StopOnDrop(&stop);
         merger.check_for_work();
-        let written = writer.join().unwrap();
+        writer.join().unwrap();
         ended(&merger);
-        drop(stopping);
-        vec![mapped.join().unwrap(), asked.join().unwrap(), written]
     });
-    assert!(seen[0] > 10 && seen[1] > 10 && seen[2] == half / UNIT * 8, "{seen:?}");
-    // Units that were being read through the kernel each time they were tried may be left.
+    // Units that the kernel was reading each time they were tried may be left.
     assert!(merger.merged(&region).bytes as usize >= half, "{:?}", merger.merged(&region));
     let bytes = read(&region, 0, UNITS * UNIT);
-    let expected = |at: usize| pattern(if at < half { 4 } else { 5 }, 0, at);
-    let wrong = bytes.iter().enumerate().find(|&(at, &byte)| byte != expected(at));
+    let wrong = (0..bytes.len()).find(|&at| bytes[at] != pattern(if at < half { 4 } else { 5 }, 0, at));
     assert_eq!(wrong, None);
-}
-
-#[test]
-fn an_engine_merges_what_it_works_with_and_only_if_it_may() {
-    if !merges() {
-        return;
-    }
-    for (choice, expected) in [
-        (HugeChoice::Auto, false),
-        (HugeChoice::Off, false),
-        (HugeChoice::Merge, true),
-        (HugeChoice::MergeRegistered, true),
-    ] {
-        let mut config = config(48 << 20);
-        config.huge_pages = choice;
-        let engine = DataDist::open(config).unwrap();
-        let local = engine.allocate(&desc(Host, 2, 16, 1 << 20), CacheKind::Blocks, &[]).unwrap();
-        let remote = engine.allocate(&desc(Device, 2, 16, 1 << 20), CacheKind::Blocks, &[]).unwrap();
-        let (local, remote) = (End::Managed(local.id()), End::Managed(remote.id()));
-        let pairs: Vec<_> = (0..16).map(|block| (block, 15 - block)).collect();
-        // Three times 32 MiB: after the second it looks, and 32 MiB of each pool were touched by then.
-        for _ in 0..3 {
-            engine.swap_blocks(&remote, &local, &pairs).unwrap();
-        }
-        let until = Instant::now() + Duration::from_secs(20);
-        let merged = || engine.stats().host_pool.unwrap().merged_bytes;
-        while expected && merged() < 32 << 20 {
-            assert!(Instant::now() < until, "only {} bytes", merged());
-            thread::sleep(Duration::from_millis(1));
-        }
-        assert_eq!(merged(), if expected { 32 << 20 } else { 0 }, "{choice:?}");
-        let report = engine.stats().host_pool.unwrap();
-        assert_eq!(report.merge_errno, None);
-        assert_eq!(report.committed_bytes, 32 << 20, "what was not touched is not committed");
-        assert_eq!(engine.huge_bytes(Host), report.merged_bytes);
-    }
-}
-
-#[test]
-fn eager_pools_are_there_when_open_returns() {
-    let can = merges();
-    let mut config = config((32 << 20) + 4096);
-    config.huge_pages = HugeChoice::Eager;
-    let engine = DataDist::open(config.clone()).unwrap();
-    let stats = engine.stats();
-    for (placement, report) in [(Host, stats.host_pool.unwrap()), (Device, stats.device_pool.unwrap())] {
-        assert!(report.committed_bytes >= (32 << 20) + 4096, "{report:?}");
-        if can {
-            assert_eq!(report.merged_bytes, 34 << 20, "{report:?}");
-            assert_eq!(engine.huge_bytes(placement), 34 << 20);
-        }
-    }
-    // And it works, from zeros on.
-    let cache = engine.allocate(&desc(Device, 1, 8, 1 << 20), CacheKind::Blocks, &[]).unwrap();
-    let buffer = Buffer::new(1 << 20, |_| 9);
-    let to = Tensors::adopted(buffer.adopt(0, 1 << 20));
-    let window = tensors(&cache).window(0, 7 << 20, 1 << 20).unwrap();
-    copy(window, to.window(0, 0, 1 << 20).unwrap(), Kernel::PLAIN).unwrap();
-    assert_eq!(buffer.read(0, 1 << 20), vec![0; 1 << 20]);
-    drop(cache);
-    // Nothing is left for the background, however much is moved.
-    drop(engine);
-}
-
-#[test]
-fn eager_asks_for_no_more_than_there_is() {
-    let mut config = config(1 << 20);
-    config.huge_pages = HugeChoice::Eager;
-    config.device_pool.as_mut().unwrap().memory_size = 1 << 46;
-    let error = DataDist::open(config.clone()).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::OutOfMemory);
-    let fact = |name: &str| error.fact(name).unwrap().parse::<u64>().unwrap();
-    // What can be reserved for the small one is not counted.
-    let small = if reserve() > 0 { 0 } else { 2 << 20 };
-    assert_eq!(fact("pool_bytes"), (1 << 46) + small, "{error}");
-    assert!(fact("usable_bytes") < 1 << 46 && error.to_string().contains("eager"), "{error}");
-    // Otherwise such a pool is address space.
-    config.huge_pages = HugeChoice::Auto;
-    let engine = DataDist::open(config).unwrap();
-    assert_eq!(engine.stats().device_pool.unwrap().committed_bytes, 0);
 }
 
 #[test]
@@ -399,75 +302,34 @@ fn memory_of_a_device_is_left_alone() {
     assert!(region.commit(0).unwrap().is_err() && region.merge(0).is_err());
 }
 
-/// Bytes in huge pages in a range of this process's own memory, as the kernel says.
-fn own_huge_bytes(at: u64, len: usize) -> u64 {
-    let (mut inside, mut sum) = (false, 0);
-    for line in std::fs::read_to_string("/proc/self/smaps").unwrap().lines() {
-        let range = line.split(' ').next().and_then(|range| range.split_once('-'));
-        let number = |text| u64::from_str_radix(text, 16).ok();
-        if let Some((from, to)) = range.and_then(|(from, to)| Some((number(from)?, number(to)?))) {
-            inside = from >= at && to <= at + len as u64;
-        } else if inside && line.starts_with("AnonHugePages:") {
-            sum += line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() << 10;
-        }
-    }
-    sum
-}
-
 #[test]
-fn registered_memory_is_merged_only_if_that_was_asked_for() {
+fn registered_memory_is_merged_at_once_by_eager_engines_only() {
     if !merges() {
         return;
     }
-    let mut huge = Vec::new();
-    let choices = [
-        HugeChoice::Auto,
-        HugeChoice::Off,
-        HugeChoice::Merge,
-        HugeChoice::MergeRegistered,
-        HugeChoice::Eager,
-    ];
-    for choice in choices {
-        let mut config = config(1 << 20);
-        config.huge_pages = choice;
-        let engine = DataDist::open(config).unwrap();
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-        let (len, rights) = (10 * UNIT, libc::PROT_READ | libc::PROT_WRITE);
-        // SAFETY: no address is asked for, so the kernel chooses a range nobody uses.
-        let at = unsafe { libc::mmap(null_mut(), len, rights, flags, -1, 0) };
-        assert_ne!(at, libc::MAP_FAILED);
-        // SAFETY: advice on the mapping just made: small pages at a touch, whatever this system prefers.
-        unsafe { libc::madvise(at, len, libc::MADV_NOHUGEPAGE) };
-        for offset in (0..len).step_by(PAGE) {
-            // SAFETY: inside the mapping just made.
-            unsafe { ((at as usize + offset) as *mut u8).write(pattern(6, 0, offset)) };
-        }
+    let huge = CHOICES.map(|choice| {
+        let engine = DataDist::open(Config { huge_pages: choice, ..config(1 << 20) }).unwrap();
+        let pages = Pages::new(10, None);
+        pages.advise(libc::MADV_NOHUGEPAGE);
+        pages.write(0, 10 * UNIT);
         // Four tensors that lie end to end, off every alignment, with other bytes around them.
-        let first = at as u64 + 4096;
+        let first = pages.at() as u64 + 4096;
         let addrs: Vec<u64> = (0..4).map(|tensor| first + tensor * 2 * UNIT as u64).collect();
         let adopted = adopt(&desc(Host, 4, 2, UNIT), CacheKind::Blocks, &addrs);
         let cache = engine.register(adopted, &[], Some(false)).unwrap();
-        huge.push(own_huge_bytes(at as u64, len));
-        for offset in (0..len).step_by(PAGE) {
-            // SAFETY: inside the mapping, which nobody writes now.
-            let byte = unsafe { ((at as usize + offset) as *const u8).read() };
-            assert_eq!(byte, pattern(6, 0, offset));
-        }
+        let huge = pages.huge();
+        pages.check(0, 10 * UNIT);
         engine.unregister(cache.id()).unwrap();
         drop((cache, engine));
-        // SAFETY: the mapping made above; the engine that was given its addresses is gone.
-        unsafe { libc::munmap(at, len) };
-    }
-    assert_eq!(huge[..4], [0; 4]);
-    // Eight units long, so seven at least are whole ones wherever it starts.
-    assert!((7 * UNIT as u64..=8 * UNIT as u64).contains(&huge[4]), "{huge:?}");
+        huge
+    });
+    // The tensors are eight units long and off their edges, so seven are whole ones.
+    assert_eq!(huge, [0, 0, 0, 0, 7 * UNIT]);
 }
 
 #[test]
 fn memory_that_is_not_there_is_registered_as_before() {
-    let mut config = config(1 << 20);
-    config.huge_pages = HugeChoice::Eager;
-    let engine = DataDist::open(config).unwrap();
+    let engine = DataDist::open(Config { huge_pages: HugeChoice::Eager, ..config(1 << 20) }).unwrap();
     for at in [4096, 1 << 46, u64::MAX - (64 << 20)] {
         let adopted = adopt(&desc(Host, 1, 8, UNIT), CacheKind::Blocks, &[at]);
         let cache = engine.register(adopted, &[], Some(false)).unwrap();

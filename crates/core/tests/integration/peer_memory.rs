@@ -18,17 +18,17 @@ use llm_datadist_core::testing::memory::{
     Generations, MapBudget, PeerGenerations, PeerMapping, PeerProcess, Probe, Reach, Region, Tensors,
     allow_readers, own_probe, socket_io,
 };
-use llm_datadist_core::testing::plan::{BlockPairs, CopyPlan, Ends};
-use llm_datadist_core::{CacheKind, Config, Deadline, ErrorKind, Placement, Result, SwapInPath};
+use llm_datadist_core::testing::plan::CopyPlan;
+use llm_datadist_core::{Config, Deadline, ErrorKind, Placement, SwapInPath};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap, mprotect};
 
 use crate::child_process::{self, Process, report};
-use crate::fixtures::{Buffer, adopt, config, desc, pattern, skipped};
+use crate::fixtures::{Buffer, block_plan, config, pattern, skipped, tensors_over};
 
 const TENSORS: usize = 3;
-const ROWS: usize = 40;
-const ROW: usize = 16 << 10;
+pub(crate) const ROWS: usize = 40;
+pub(crate) const ROW: usize = 16 << 10;
 const TENSOR: usize = ROWS * ROW;
 const STRAIGHT: Staging = Staging { path: SwapInPath::Auto, buffer_bytes: 1 << 20 };
 
@@ -42,13 +42,14 @@ fn source(tensor: usize, at: usize, len: usize) -> Vec<u8> {
     (at..at + len).map(|at| pattern(9, tensor, at)).collect()
 }
 
-/// The peer: a region with patterns, and generations that rise at the places that it reads.
+/// The peer: a region with patterns, and generations that rise at the places that it reads. A silent one has memory
+/// behind userfaultfd, too.
 #[test]
-#[ignore = "started by the tests below"]
+#[ignore = "started by the tests below and those of reader_threads.rs"]
 fn peer() {
-    if child_process::role().is_none() {
-        return;
-    }
+    let Some(role) = child_process::role() else { return };
+    let silent = if role == "silent" { behind_userfaultfd(TENSOR) } else { Ok(0) };
+    let silent = silent.map_or_else(|error| format!("refused: {error}"), |at| at.to_string());
     allow_readers();
     let region = Arc::new(Region::shared("peer", offset(TENSORS) as u64).unwrap());
     let offsets = (0..TENSORS).map(|tensor| offset(tensor) as u64);
@@ -65,7 +66,7 @@ fn peer() {
     let probe = own_probe().unwrap();
     let fds = [region.descriptor(), generations.descriptor()].map(|fd| fd.unwrap().as_raw_fd());
     let secret = u128::from_le_bytes(probe.secret);
-    report(format_args!("{} {} {} {} {secret}", fds[0], fds[1], region.base(), probe.address));
+    report(format_args!("{} {} {} {} {secret} {silent}", fds[0], fds[1], region.base(), probe.address));
     for line in io::stdin().lines() {
         generations.bump(line.unwrap().parse().unwrap());
         report("bumped");
@@ -73,21 +74,28 @@ fn peer() {
 }
 
 /// The peer, as this process sees it.
-struct Peer {
-    process: Process,
+pub(crate) struct Peer {
+    pub process: Process,
     fds: [String; 2],
     base: u64,
-    probe: Probe,
+    pub probe: Probe,
+    /// The address of silent memory, or why there is none.
+    pub silent: Result<u64, String>,
 }
 
 impl Peer {
     fn start() -> Peer {
-        let mut process = Process::start("peer_memory::peer", "peer");
+        Peer::start_as("peer")
+    }
+
+    pub fn start_as(role: &str) -> Peer {
+        let mut process = Process::start("peer_memory::peer", role);
         let words = process.report();
         let fds = [0, 1].map(|word| format!("/proc/{}/fd/{}", process.pid(), words[word]));
         let secret = words[4].parse::<u128>().unwrap().to_le_bytes();
         let probe = Probe { address: words[3].parse().unwrap(), secret };
-        Peer { process, fds, base: words[2].parse().unwrap(), probe }
+        let silent = words[5].parse().map_err(|_| words[5..].join(" "));
+        Peer { process, fds, base: words[2].parse().unwrap(), probe, silent }
     }
 
     /// The descriptor of its region (0) or of its generations (1), as if it had passed it over a socket.
@@ -117,17 +125,44 @@ impl Peer {
         self.read_at((0..TENSORS).map(|tensor| self.base + offset(tensor) as u64).collect())
     }
 
+    /// The address of the first tensor in the peer.
+    pub fn addr(&self) -> u64 {
+        self.base + offset(0) as u64
+    }
+
     fn read_at(&self, addrs: Vec<u64>) -> Arc<Tensors> {
         Arc::new(Tensors::of_process(self.memory(), addrs, TENSOR as u64).unwrap())
     }
 }
 
+/// Returns memory that this process never fills in: a thread that touches it waits until this process ends.
+fn behind_userfaultfd(len: usize) -> io::Result<u64> {
+    const API: libc::c_ulong = 0xC018_AA3F;
+    const REGISTER: libc::c_ulong = 0xC020_AA00;
+    let (rights, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+    // SAFETY: no address is asked for.
+    let at = unsafe { libc::mmap(null_mut(), len, rights, flags, -1, 0) };
+    assert_ne!(at, libc::MAP_FAILED);
+    // SAFETY: the call takes flags alone.
+    let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let mut api = [0xAA_u64, 0, 0];
+    let mut register = [at as u64, len as u64, 1, 0];
+    for (order, given) in [(API, api.as_mut_ptr()), (REGISTER, register.as_mut_ptr())] {
+        // SAFETY: each order reads and writes the struct of integers it is given, which outlives the call.
+        let done = unsafe { libc::ioctl(fd as i32, order, given) };
+        if done != 0 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    Ok(at as u64)
+}
+
 /// Tensors of this process over one buffer.
 fn local() -> (Arc<Buffer>, Arc<Tensors>) {
-    let buffer = Buffer::new(TENSORS * TENSOR, |_| 0xEE);
-    let addrs: Vec<u64> = (0..TENSORS).map(|tensor| buffer.addr() + (tensor * TENSOR) as u64).collect();
-    let adopted = adopt(&desc(Placement::Host, TENSORS as u32, ROWS, ROW), CacheKind::Blocks, &addrs);
-    (buffer, Arc::new(Tensors::adopted(adopted)))
+    tensors_over(TENSORS, ROWS, ROW, |_, _| 0xEE)
 }
 
 /// A budget that every mapping of these tests fits.
@@ -150,15 +185,14 @@ fn run(
     src: &Arc<Tensors>,
     dst: &Arc<Tensors>,
     progress: &Arc<Progress>,
-) -> Result<Outcome> {
+) -> llm_datadist_core::Result<Outcome> {
     // The peer calls its memory device memory; it is reached all the same.
     let (src, dst) = ((src, Placement::Device), (dst, Placement::Host));
     engine.run(plan(pairs), src, dst, STRAIGHT, soon(), progress)
 }
 
 fn plan(pairs: &[(u64, u64)]) -> CopyPlan {
-    let request = BlockPairs { pairs: pairs.to_vec(), block_bytes: ROW as u64, num_tensors: TENSORS as u32 };
-    CopyPlan::blocks(&request, Ends::TwoCaches).unwrap()
+    block_plan(pairs, ROW as u64, TENSORS as u32)
 }
 
 /// Pairs of blocks, some of them written twice, so that there are waves.
@@ -232,7 +266,7 @@ fn descriptors_that_could_kill_the_reader_are_refused() {
 }
 
 #[test]
-fn tensors_of_a_peer_stay_inside_its_memory() {
+fn tensors_of_a_peer_are_inside_its_memory_and_never_a_destination() {
     let peer = Peer::start();
     let region = peer.mapping();
     for (offset, bytes) in [(region.len() - 4095, 4096), (u64::MAX, 2), (0, region.len() + 1)] {
@@ -240,11 +274,6 @@ fn tensors_of_a_peer_stay_inside_its_memory() {
     }
     let error = Tensors::of_process(peer.memory(), vec![4096, u64::MAX - 100], 4096).unwrap_err();
     assert_eq!(error.fact("pid"), Some(peer.process.pid().to_string().as_str()));
-}
-
-#[test]
-fn memory_of_a_peer_is_never_a_destination() {
-    let peer = Peer::start();
     let (buffer, own) = local();
     let (socket, _other) = UnixStream::pair().unwrap();
     for remote in [peer.mapped(), peer.read()] {
@@ -340,7 +369,7 @@ fn a_peer_that_is_killed_while_it_is_read_is_an_error_with_its_reason() {
 #[test]
 fn an_address_that_is_not_mapped_is_named_and_what_came_before_it_counts() {
     let peer = Peer::start();
-    let remote = peer.read_at(vec![peer.base + offset(0) as u64, 4096, peer.base + offset(2) as u64]);
+    let remote = peer.read_at(vec![peer.addr(), 4096, peer.base + offset(2) as u64]);
     let (buffer, own) = local();
     let progress = Arc::new(Progress::default());
     let reversed: Vec<_> = (0..ROWS as u64).map(|row| (row, ROWS as u64 - 1 - row)).collect();
@@ -425,37 +454,25 @@ fn memory_that_a_device_cannot_reach_is_refused_and_the_ring_is_not_used() {
     }
 }
 
+/// `progress.rs` sends plans in ranges that cut windows.
 #[test]
-fn windows_go_through_a_socket_in_order_and_in_parts() {
+fn windows_that_a_socket_cannot_move_are_errors() {
     let (one, two) = UnixStream::pair().unwrap();
     let peer = Peer::start();
     let (mapped, (buffer, own)) = (peer.mapped(), local());
-    // More windows than one call takes, among them empty ones and one larger than the socket's buffer.
-    let lens = (0..1500).map(|piece| if piece == 700 { 300_000 } else { piece % 7 * 31 });
-    let (mut from, mut to, mut total) = (Vec::new(), Vec::new(), 0);
-    for len in lens {
-        from.push(mapped.window(1, total, len).unwrap());
-        to.push(own.window(0, total, len).unwrap());
-        total += len;
-    }
-    let receive_from = |skip| socket_io::receive(two.as_fd(), &to, skip);
-    let send_from = |skip| socket_io::send(one.as_fd(), &from, skip);
-    assert_eq!(receive_from(0).unwrap_err().kind(), io::ErrorKind::WouldBlock, "nothing has arrived yet");
-    let (mut sent, mut received) = (0, 0);
-    while received < total {
-        sent += send_from(sent).unwrap() as u64;
-        // Each call moves another amount, so that windows are cut.
-        received += receive_from(received).unwrap() as u64;
-    }
-    assert_eq!((sent, received), (total, total));
-    assert_eq!(send_from(total).unwrap(), 0);
-    assert!(buffer.read(0, total as usize) == source(1, 0, total as usize));
+    let (from, to) = (mapped.window(1, 0, 310).unwrap(), own.window(0, 0, 310).unwrap());
+    let receive = |skip| socket_io::receive(two.as_fd(), &[to], skip);
+    assert_eq!(receive(0).unwrap_err().kind(), io::ErrorKind::WouldBlock, "nothing has arrived yet");
+    assert_eq!(socket_io::send(one.as_fd(), &[from], 0).unwrap(), 310);
+    assert_eq!(socket_io::send(one.as_fd(), &[from], 310).unwrap(), 0);
+    assert_eq!(receive(0).unwrap(), 310);
+    assert!(buffer.read(0, 310) == source(1, 0, 310));
     // With nothing left to ask for there is an error, because 0 is the end of the stream.
-    assert!(receive_from(total).is_err());
-    // Dropping it would not do: a process that another test is starting may hold it for a moment.
+    assert!(receive(310).is_err());
+    // A process that another test is starting may hold the socket, so dropping it would not do.
     one.shutdown(std::net::Shutdown::Both).unwrap();
-    assert_eq!(receive_from(0).unwrap(), 0);
-    let broken = socket_io::send(two.as_fd(), &from, 0).unwrap_err();
+    assert_eq!(receive(0).unwrap(), 0);
+    let broken = socket_io::send(two.as_fd(), &[from], 0).unwrap_err();
     assert_eq!(broken.kind(), io::ErrorKind::BrokenPipe);
     // Memory that only the kernel reads cannot be sent.
     assert!(socket_io::send(two.as_fd(), &[peer.read().window(0, 0, 8).unwrap()], 0).is_err());

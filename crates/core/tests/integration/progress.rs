@@ -1,27 +1,19 @@
-//! What has arrived, after success and after failure; and stretches of plans through a stream.
+//! What has arrived, compared with a model that looks at every byte; and ranges of plans through a stream.
 //!
-//! Judged by a twin that looks at every byte. Not for: sockets (`transport`) or other processes (`peer_memory`).
+//! `links/broken_streams.rs` covers streams that break.
 
 use std::collections::BTreeSet;
 use std::io::Read;
 use std::os::fd::AsFd;
-use std::sync::Arc;
 use std::time::Duration;
 
 use llm_datadist_core::testing::copy::{Arrived, CopyEngine, Progress};
-use llm_datadist_core::testing::memory::Tensors;
-use llm_datadist_core::testing::net::{Address, Fault, Faults, Local, Stream, Transport};
-use llm_datadist_core::testing::plan::{BlockPairs, CopyPlan, Ends, Span};
-use llm_datadist_core::{CacheKind, Deadline, ErrorKind, Placement};
+use llm_datadist_core::testing::plan::{CopyPlan, Span};
+use llm_datadist_core::{Deadline, ErrorKind};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use crate::fixtures::{Buffer, accepted, adopt, desc, pattern, proptest_cases};
-
-fn plan(pairs: &[(u64, u64)], block_bytes: u64, num_tensors: u32) -> CopyPlan {
-    CopyPlan::blocks(&BlockPairs { pairs: pairs.to_vec(), block_bytes, num_tensors }, Ends::TwoCaches)
-        .unwrap()
-}
+use crate::fixtures::{block_plan, local_streams, pattern, proptest_cases, tensors_over};
 
 /// The rows whose planned bytes all lie at positions that are done, byte by byte.
 fn twin(plan: &CopyPlan, row_bytes: u64, done: impl Fn(u64) -> bool) -> Vec<(u32, BTreeSet<u64>)> {
@@ -64,10 +56,9 @@ fn what_arrived_is_what_the_twin_says() {
         prop::collection::vec(any::<bool>(), 1..40),
         any::<u64>(),
     );
-    let mut partly = 0;
     TestRunner::new(proptest_cases(400))
         .run(&input, |(pairs, tensors, row_bytes, taken, seed)| {
-            let plan = plan(&pairs, 6, tensors);
+            let plan = block_plan(&pairs, 6, tensors);
             let unit = plan.bytes().div_ceil(taken.len() as u64);
             let progress = Progress::default();
             let mut order: Vec<usize> = (0..taken.len()).filter(|&unit| taken[unit]).collect();
@@ -83,43 +74,17 @@ fn what_arrived_is_what_the_twin_says() {
             Ok(())
         })
         .unwrap();
-    // And by hand, so that the twin is looked at too: of two tensors, the second's second row is missing.
-    let plan = plan(&[(0, 4), (9, 2)], 10, 2);
+    // The model is checked by hand: of two tensors, the second one's second row is missing.
+    let plan = block_plan(&[(0, 4), (9, 2)], 10, 2);
     let progress = Progress::default();
-    progress.done(0, 25);
-    for Arrived { tensor, rows } in progress.arrived(&plan, 10).unwrap() {
-        partly += 1;
-        assert_eq!((tensor, rows), (0, vec![2..3, 4..5]));
+    for (from, to, second) in [(0, 25, &[][..]), (25, 39, &[4]), (39, 40, &[2, 4])] {
+        progress.done(from, to);
+        let expected = [(0, &[2, 4][..]), (1, second)].into_iter().filter(|(_, rows)| !rows.is_empty());
+        let expected: Vec<_> =
+            expected.map(|(tensor, rows)| (tensor, rows.iter().copied().collect())).collect();
+        assert_eq!(as_sets(&progress.arrived(&plan, 10).unwrap()), expected);
     }
-    assert_eq!(partly, 1);
-    progress.done(25, 39);
-    assert_eq!(as_sets(&progress.arrived(&plan, 10).unwrap())[1], (1, BTreeSet::from([4])));
-    progress.done(39, 40);
-    assert_eq!(as_sets(&progress.arrived(&plan, 10).unwrap())[1], (1, BTreeSet::from([2, 4])));
     assert_eq!(progress.bytes(), 40);
-}
-
-/// Tensors over one buffer.
-fn memory(
-    tensors: usize,
-    rows: usize,
-    row: usize,
-    fill: impl Fn(usize, usize) -> u8,
-) -> (Arc<Buffer>, Arc<Tensors>) {
-    let tensor = rows * row;
-    let buffer = Buffer::new(tensors * tensor, |at| fill(at / tensor, at % tensor));
-    let addrs: Vec<u64> = (0..tensors).map(|index| buffer.addr() + (index * tensor) as u64).collect();
-    let adopted = adopt(&desc(Placement::Host, tensors as u32, rows, row), CacheKind::Blocks, &addrs);
-    (buffer, Arc::new(Tensors::adopted(adopted)))
-}
-
-fn pair(name: &str) -> (Stream, Stream) {
-    let transport = Local::default();
-    let at = Address::Local(name.to_owned());
-    let listener = transport.listen(&at).unwrap();
-    let local = transport.dial(&at, soon()).unwrap();
-    let remote = accepted(&*listener).unwrap();
-    (local, remote)
 }
 
 fn soon() -> Deadline {
@@ -151,13 +116,13 @@ fn expected(pairs: &[(u64, u64)], tensors: usize) -> Vec<u8> {
 
 #[test]
 fn a_plan_through_a_stream_ends_like_a_plan_in_memory() {
-    let plan = plan(&shuffled(), ROW as u64, 3);
+    let plan = block_plan(&shuffled(), ROW as u64, 3);
     assert!(plan.waves().len() > 1);
-    let (_kept, src) = memory(3, ROWS, ROW, |tensor, at| pattern(4, tensor, at));
+    let (_kept, src) = tensors_over(3, ROWS, ROW, |tensor, at| pattern(4, tensor, at));
     // In one stretch, and in three that cut pieces and waves.
     for cuts in [vec![], vec![1_234_567, plan.bytes() - 17]] {
-        let (buffer, dst) = memory(3, ROWS, ROW, |_, _| 0xEE);
-        let (local, remote) = pair("progress");
+        let (buffer, dst) = tensors_over(3, ROWS, ROW, |_, _| 0xEE);
+        let (local, remote) = local_streams("progress");
         let progress = Progress::default();
         let mut from = 0;
         for to in cuts.into_iter().chain([plan.bytes()]) {
@@ -174,7 +139,7 @@ fn a_plan_through_a_stream_ends_like_a_plan_in_memory() {
         let whole = 0..ROWS as u64;
         assert_eq!(all, [0, 1, 2].map(|tensor| Arrived { tensor, rows: vec![whole.clone()] }));
     }
-    let (local, _far) = pair("progress");
+    let (local, _far) = local_streams("progress");
     let error = CopyEngine::send(&plan, 0..plan.bytes() + 1, &src, &local, soon()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::System, "a stretch beyond the plan");
 }
@@ -187,14 +152,10 @@ fn zeros_stand_before_each_stretch_however_it_is_cut() {
         let bytes = blocks * BLOCK;
         // One piece a block, read backwards; and one piece for all of them.
         let backwards: Vec<(u64, u64)> = (0..blocks as u64).rev().zip(0..).collect();
-        let pieces = CopyPlan::blocks(
-            &BlockPairs { pairs: backwards, block_bytes: BLOCK as u64, num_tensors: 1 },
-            Ends::TwoCaches,
-        )
-        .unwrap();
+        let pieces = block_plan(&backwards, BLOCK as u64, 1);
         let whole = Span { src: 0, dst: 0, len: bytes as u64, count: 1, src_step: 0, dst_step: 0 };
         let whole = CopyPlan::from_parts(1, 0, 0, vec![vec![whole]]).unwrap();
-        let (_kept, src) = memory(1, blocks, BLOCK, |_, at| pattern(4, 0, at) | 1);
+        let (_kept, src) = tensors_over(1, blocks, BLOCK, |_, at| pattern(4, 0, at) | 1);
         // In the order of the plan.
         let order: Vec<u8> = pieces
             .pieces(0, bytes as u64)
@@ -208,7 +169,7 @@ fn zeros_stand_before_each_stretch_however_it_is_cut() {
             wanted.extend(stretch);
         }
         let range = from as u64..bytes as u64;
-        let (local, remote) = pair("progress");
+        let (local, remote) = local_streams("progress");
         let mut got = vec![1; wanted.len()];
         std::thread::scope(|scope| {
             scope.spawn(|| CopyEngine::send(&pieces, range.clone(), &src, &local, soon()).unwrap());
@@ -216,48 +177,11 @@ fn zeros_stand_before_each_stretch_however_it_is_cut() {
             remote.read_exact(&mut got).unwrap();
         });
         assert!(got == wanted, "{blocks} blocks from {from}");
-        let (buffer, dst) = memory(1, blocks, BLOCK, |_, _| 0xEE);
+        let (buffer, dst) = tensors_over(1, blocks, BLOCK, |_, _| 0xEE);
         std::thread::scope(|scope| {
             scope.spawn(|| CopyEngine::send(&pieces, range.clone(), &src, &local, soon()).unwrap());
             CopyEngine::receive(&whole, range.clone(), &dst, &remote, soon(), &Progress::default()).unwrap();
         });
         assert!(buffer.read(from, bytes - from) == order[from..], "{blocks} blocks from {from}");
     }
-}
-
-#[test]
-fn a_stream_that_breaks_leaves_rows_that_are_whole() {
-    let plan =
-        plan(&(0..ROWS as u64).map(|row| (row, ROWS as u64 - 1 - row)).collect::<Vec<_>>(), ROW as u64, 2);
-    let (_kept, src) = memory(2, ROWS, ROW, |tensor, at| pattern(4, tensor, at));
-    let mut seen = 0;
-    for cut in [0, 4999, 1_300_000, plan.bytes() - 1] {
-        let (buffer, dst) = memory(2, ROWS, ROW, |_, _| 0xEE);
-        let (local, remote) = pair("progress");
-        let remote = remote.with_faults(Faults { receiving: Some(Fault::Cut(cut)), ..Faults::default() });
-        let progress = Progress::default();
-        let error = std::thread::scope(|scope| {
-            // It may find that nobody takes the rest.
-            scope.spawn(|| CopyEngine::send(&plan, 0..plan.bytes(), &src, &local, soon()));
-            let error =
-                CopyEngine::receive(&plan, 0..plan.bytes(), &dst, &remote, soon(), &progress).unwrap_err();
-            remote.close();
-            error
-        });
-        assert!(progress.bytes() <= cut, "{} of {cut}", progress.bytes());
-        assert_eq!(error.fact("copied_bytes"), Some(progress.bytes().to_string().as_str()), "{error}");
-        assert_eq!(error.fact("of_bytes"), Some(plan.bytes().to_string().as_str()), "{error}");
-        for Arrived { tensor, rows } in progress.arrived(&plan, ROW as u64).unwrap() {
-            for row in rows.into_iter().flatten() {
-                let from = (ROWS - 1 - row as usize) * ROW;
-                let whole: Vec<u8> = (from..from + ROW).map(|at| pattern(4, tensor as usize, at)).collect();
-                assert!(
-                    buffer.read((tensor as usize * ROWS + row as usize) * ROW, ROW) == whole,
-                    "row {row}"
-                );
-                seen += 1;
-            }
-        }
-    }
-    assert!(seen > ROWS, "{seen}");
 }

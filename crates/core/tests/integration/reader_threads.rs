@@ -1,24 +1,21 @@
-//! Memory of a process that does not answer the kernel. A read leaves at its deadline, keeps what the kernel may still write
-//! to, and costs a bounded number of threads.
+//! Memory of a process that does not answer the kernel. A read ends at its deadline, keeps the memory that the kernel may
+//! still write to, and costs a bounded number of threads.
 //!
 //! Most tests stall reads of addresses of this process (`memory::stalled`); one has a peer with userfaultfd memory.
-#![allow(unsafe_code, reason = "memory behind userfaultfd")]
 
-use std::io;
-use std::ptr::null_mut;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use llm_datadist_core::testing::copy::{CopyEngine, STILL_READING, Staging};
 use llm_datadist_core::testing::device::DeviceSet;
 use llm_datadist_core::testing::memory::stalled::Stall;
-use llm_datadist_core::testing::memory::{PeerProcess, Probe, Tensors, allow_readers, own_probe};
-use llm_datadist_core::testing::plan::{BlockPairs, CopyPlan, Ends};
+use llm_datadist_core::testing::memory::{PeerProcess, Probe, Tensors, own_probe};
+use llm_datadist_core::testing::plan::CopyPlan;
 use llm_datadist_core::{CacheKind, Config, Deadline, ErrorKind, Placement, Result, SwapInPath};
 
-use crate::child_process::{self, Process, report};
-use crate::fixtures::{Buffer, adopt, config, desc, pattern, skipped};
+use crate::fixtures::{Buffer, EventLog, adopt, block_plan, config, desc, pattern, skipped, tensors_over};
+use crate::peer_memory::{Peer, ROW, ROWS};
 
 const STRAIGHT: Staging = Staging { path: SwapInPath::Auto, buffer_bytes: 1 << 20 };
 /// Threads that one process can cost, by default.
@@ -56,19 +53,10 @@ impl Read {
     }
 
     fn from(from: Tensors, src: Arc<Buffer>, rows: usize, row: usize) -> Read {
-        let dst = Buffer::new(rows * row, |_| 0xEE);
-        let to = adopt(&desc(Placement::Host, 1, rows, row), CacheKind::Blocks, &[dst.addr()]);
-        let pairs = (0..rows as u64).map(|at| (at, at)).collect();
-        let request = BlockPairs { pairs, block_bytes: row as u64, num_tensors: 1 };
-        let plan = CopyPlan::blocks(&request, Ends::TwoCaches).unwrap();
-        Read {
-            src,
-            dst,
-            from: Arc::new(from),
-            to: Arc::new(Tensors::adopted(to)),
-            plan,
-            pins: Arc::default(),
-        }
+        let (dst, to) = tensors_over(1, rows, row, |_, _| 0xEE);
+        let pairs: Vec<_> = (0..rows as u64).map(|at| (at, at)).collect();
+        let plan = block_plan(&pairs, row as u64, 1);
+        Read { src, dst, from: Arc::new(from), to, plan, pins: Arc::default() }
     }
 
     fn stall(&self) -> Stall {
@@ -102,6 +90,13 @@ impl Read {
         eventually("the end of the kernel's calls", || Arc::strong_count(&self.pins) == 1);
         assert_eq!(Arc::strong_count(&self.to), 1);
     }
+}
+
+/// A copy of the first tensor of a peer, at `at` in its memory.
+fn of_peer(peer: &Peer, at: u64) -> Read {
+    let process = PeerProcess::open(peer.process.pid(), peer.probe).unwrap();
+    let from = Tensors::of_process(process, vec![at], (ROWS * ROW) as u64).unwrap();
+    Read::from(from, Buffer::new(ROWS * ROW, |at| pattern(9, 0, at)), ROWS, ROW)
 }
 
 fn eventually(what: &str, mut there: impl FnMut() -> bool) {
@@ -158,7 +153,8 @@ fn one_process_costs_a_bounded_number_of_threads_and_then_fails_fast() {
     assert_eq!(error.fact(STILL_READING), None, "nothing of this call is under way");
     assert_eq!(error.fact("pid"), Some(own_pid().to_string().as_str()));
     // Neither copies inside this process nor reads of another one wait for those threads.
-    Peer::start("answers").read().run(&engine, LONG).unwrap();
+    let peer = Peer::start_as("peer");
+    of_peer(&peer, peer.addr()).run(&engine, LONG).unwrap();
     let mut local = Read::new(4, 256 << 10);
     let adopted = adopt(&desc(Placement::Host, 1, 4, 256 << 10), CacheKind::Blocks, &[local.src.addr()]);
     local.from = Arc::new(Tensors::adopted(adopted));
@@ -198,139 +194,35 @@ fn opening_a_silent_process_gives_up_at_its_limit() {
     assert_eq!(open(LONG).unwrap().pid(), own_pid());
 }
 
-/// Keeps the texts of events.
-struct Log(Arc<Mutex<Vec<String>>>);
-
-impl tracing::Subscriber for Log {
-    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
-        metadata.target() == "llm_datadist::memory"
-    }
-
-    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
-        tracing::span::Id::from_u64(1)
-    }
-
-    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
-
-    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
-
-    fn event(&self, event: &tracing::Event<'_>) {
-        use std::fmt::Write as _;
-        struct Text(String);
-        impl tracing::field::Visit for Text {
-            fn record_debug(&mut self, _: &tracing::field::Field, value: &dyn std::fmt::Debug) {
-                write!(self.0, "{value:?}").unwrap();
-            }
-        }
-        let mut text = Text(event.metadata().level().to_string() + " ");
-        event.record(&mut text);
-        self.0.lock().unwrap().push(text.0);
-    }
-
-    fn enter(&self, _: &tracing::span::Id) {}
-
-    fn exit(&self, _: &tracing::span::Id) {}
-}
-
 #[test]
 fn an_engine_that_ends_meanwhile_logs_it_and_unmaps_nothing() {
     let (engine, read) = (engine(), Read::new(4, 4096));
     let stall = read.stall();
     read.lose(&engine);
-    let lines = Arc::default();
-    tracing::subscriber::with_default(Log(Arc::clone(&lines)), || drop(engine));
-    let lines = lines.lock().unwrap().clone();
-    let [line] = lines.as_slice() else { panic!("{lines:?}") };
-    assert!(line.starts_with("ERROR ") && line.contains(&own_pid().to_string()), "{line}");
-    assert!(line.contains("stays mapped"), "{line}");
+    let log = EventLog::new("llm_datadist::memory");
+    tracing::subscriber::with_default(log.clone(), || drop(engine));
+    let lines = log.lines();
+    let [(tracing::Level::ERROR, line)] = lines.as_slice() else { panic!("{lines:?}") };
+    assert!(line.contains(&own_pid().to_string()) && line.contains("stays mapped"), "{line}");
     assert!(read.is_held());
     drop(stall);
     read.eventually_released();
 }
 
-/// Returns memory that this process never fills in: a thread that touches it waits until this process ends.
-fn behind_userfaultfd(len: usize) -> io::Result<u64> {
-    const API: libc::c_ulong = 0xC018_AA3F;
-    const REGISTER: libc::c_ulong = 0xC020_AA00;
-    let (rights, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-    // SAFETY: no address is asked for.
-    let at = unsafe { libc::mmap(null_mut(), len, rights, flags, -1, 0) };
-    assert_ne!(at, libc::MAP_FAILED);
-    // SAFETY: the call takes flags alone.
-    let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    let mut api = [0xAA_u64, 0, 0];
-    let mut register = [at as u64, len as u64, 1, 0];
-    for (order, given) in [(API, api.as_mut_ptr()), (REGISTER, register.as_mut_ptr())] {
-        // SAFETY: each order reads and writes the struct of integers it is given, which outlives the call.
-        let done = unsafe { libc::ioctl(fd as i32, order, given) };
-        if done != 0 {
-            return Err(io::Error::last_os_error());
-        }
-    }
-    Ok(at as u64)
-}
-
-const BYTES: usize = 64 << 10;
-
-/// A peer with memory that answers, or does not, until its input ends.
-#[test]
-#[ignore = "started by the tests of this file"]
-fn peer() {
-    let Some(role) = child_process::role() else { return };
-    allow_readers();
-    let answers = Buffer::new(BYTES, |at| pattern(9, 0, at));
-    let memory = if role == "silent" { behind_userfaultfd(BYTES) } else { Ok(answers.addr()) };
-    let probe = own_probe().unwrap();
-    match memory {
-        Ok(at) => report(format_args!("{at} {} {}", probe.address, u128::from_le_bytes(probe.secret))),
-        Err(error) => report(format_args!("refused: {error}")),
-    }
-    let _ = io::stdin().read_line(&mut String::new());
-}
-
-struct Peer {
-    process: Process,
-    /// The address of its memory, the address of its secret, and the secret.
-    words: Vec<String>,
-}
-
-impl Peer {
-    fn start(role: &str) -> Peer {
-        let mut process = Process::start("reader_threads::peer", role);
-        let words = process.report();
-        Peer { process, words }
-    }
-
-    fn at(&self) -> u64 {
-        self.words[0].parse().unwrap()
-    }
-
-    fn read(&self) -> Read {
-        let secret = self.words[2].parse::<u128>().unwrap().to_le_bytes();
-        let probe = Probe { address: self.words[1].parse().unwrap(), secret };
-        let process = PeerProcess::open(self.process.pid(), probe).unwrap();
-        let from = Tensors::of_process(process, vec![self.at()], BYTES as u64).unwrap();
-        Read::from(from, Buffer::new(BYTES, |at| pattern(9, 0, at)), 4, BYTES / 4)
-    }
-}
-
 #[test]
 fn memory_behind_userfaultfd_costs_a_timeout_until_the_peer_ends() {
-    let peer = Peer::start("silent");
-    if peer.words[0] == "refused:" {
-        return skipped(&format!(
-            "userfaultfd needs root or vm.unprivileged_userfaultfd=1: {:?}",
-            peer.words
-        ));
-    }
-    let (engine, read, pid) = (engine(), peer.read(), peer.process.pid());
+    let peer = Peer::start_as("silent");
+    let at = match &peer.silent {
+        Ok(at) => *at,
+        Err(why) => {
+            return skipped(&format!("userfaultfd needs root or vm.unprivileged_userfaultfd=1: {why}"));
+        }
+    };
+    let (engine, read, pid) = (engine(), of_peer(&peer, at), peer.process.pid());
     lose(pid, || read.run(&engine, SHORT));
     assert!(read.is_held());
     // Its secret may lie there as well: linking does not hang either.
-    let hidden = Probe { address: peer.at() + 4096, secret: [1; 16] };
+    let hidden = Probe { address: at + 4096, secret: [1; 16] };
     lose(pid, || engine.open_process(pid, hidden, Deadline::after(SHORT)).map(drop));
     // An engine may end before the peer does.
     drop(engine);

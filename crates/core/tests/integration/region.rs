@@ -1,9 +1,6 @@
-//! Shared regions: lazily committed, visible through their descriptor, aligned for huge pages, checked for adopted memory.
-//!
-//! Not for: splitting them (`pool`).
+//! Shared regions: lazily committed, aligned for huge pages; and checks of adopted memory.
 
 use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use llm_datadist_core::testing::memory::kernels::{Kernel, copy};
@@ -15,32 +12,10 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_get_seals, fstat, memfd_create};
 use rustix::process::{Resource, Rlimit, setrlimit};
 
 use crate::child_process::{self, report};
-use crate::fixtures::{Buffer, adopt, desc, pattern, skipped};
+use crate::fixtures::{Buffer, adopt, desc, skipped};
 
 fn carved(region: &Arc<Region>, offset: u64, bytes: u64) -> Tensors {
     Tensors::carved(region.clone(), [offset], bytes, Box::new(())).unwrap()
-}
-
-#[test]
-fn what_is_written_is_seen_through_the_descriptor() {
-    let region = Arc::new(Region::shared("test", 1 << 20).unwrap());
-    let source = Buffer::new(5000, |at| pattern(1, 0, at));
-    let from = Tensors::adopted(source.adopt(0, 5000));
-    let to = carved(&region, 70_000, 5000);
-    copy(from.window(0, 0, 5000).unwrap(), to.window(0, 0, 5000).unwrap(), Kernel::PLAIN).unwrap();
-    // What another process does with the descriptor it was passed.
-    let file = File::from(region.descriptor().unwrap().try_clone_to_owned().unwrap());
-    let mut seen = vec![0; 5000];
-    file.read_exact_at(&mut seen, 70_000).unwrap();
-    assert_eq!(seen, source.read(0, 5000));
-    // Not back: that process cannot write, nor make it shorter or longer (`peer_memory` maps it).
-    assert!(file.write_all_at(&[0xA5; 100], 70_000).is_err());
-    assert!(file.set_len(1 << 10).is_err());
-    assert!(file.set_len(1 << 30).is_err());
-    let back = Buffer::new(100, |_| 0);
-    let target = Tensors::adopted(back.adopt(0, 100));
-    copy(to.window(0, 0, 100).unwrap(), target.window(0, 0, 100).unwrap(), Kernel::PLAIN).unwrap();
-    assert_eq!(back.read(0, 100), source.read(0, 100));
 }
 
 #[test]
@@ -59,37 +34,25 @@ fn a_region_costs_nothing_until_it_is_touched() {
 }
 
 #[test]
-fn a_tensor_outside_its_region_is_refused() {
-    let region = Arc::new(Region::shared("test", 1 << 20).unwrap());
-    for (offset, bytes) in [((1 << 20) - 4095, 4096), (u64::MAX, 1), (0, (1 << 20) + 1)] {
-        assert!(
-            Tensors::carved(region.clone(), [offset], bytes, Box::new(())).is_err(),
-            "{offset} + {bytes}"
-        );
-    }
-}
-
-#[test]
-fn unmapped_adopted_memory_is_named_before_a_copy_touches_it() {
-    let wild = Tensors::adopted(adopt(&desc(Placement::Host, 1, 4, 1024), CacheKind::Blocks, &[4096]));
-    for access in [Access::Read, Access::Write] {
-        let error = wild.check_mapped(access).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
-        assert!(error.to_string().contains("0x1000"), "{error}");
-    }
+fn adopted_memory_must_be_mapped_with_the_right_to_access() {
+    let tensors = |addr, rows| adopt(&desc(Placement::Host, 1, rows, 64), CacheKind::Blocks, &[addr]);
     let buffer = Buffer::new(4096, |_| 0);
-    let fine = Tensors::adopted(buffer.adopt(0, 4096));
-    fine.check_mapped(Access::Write).unwrap();
-}
-
-#[test]
-fn read_only_memory_may_be_read_and_not_written() {
-    // The text of this very program: mapped readable, not writable.
-    let code = read_only_memory_may_be_read_and_not_written as fn() as usize as u64 & !63;
-    let tensors = Tensors::adopted(adopt(&desc(Placement::Host, 1, 1, 64), CacheKind::Blocks, &[code]));
-    tensors.check_mapped(Access::Read).unwrap();
-    let error = tensors.check_mapped(Access::Write).unwrap_err();
-    assert!(error.to_string().contains("not mapped writable"), "{error}");
+    // The text of this program is mapped readable, not writable.
+    let code = adopted_memory_must_be_mapped_with_the_right_to_access as fn() as usize as u64 & !63;
+    for (addr, rows, access, refusal) in [
+        (4096, 64, Access::Read, Some("0x1000")),
+        (4096, 64, Access::Write, Some("0x1000")),
+        (buffer.addr(), 64, Access::Write, None),
+        (code, 1, Access::Read, None),
+        (code, 1, Access::Write, Some("not mapped writable")),
+    ] {
+        let checked = Tensors::adopted(tensors(addr, rows)).check_mapped(access);
+        assert_eq!(checked.is_err(), refusal.is_some(), "{addr:x} {access:?}");
+        if let (Err(error), Some(text)) = (checked, refusal) {
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+            assert!(error.to_string().contains(text), "{error}");
+        }
+    }
 }
 
 #[test]
@@ -144,23 +107,19 @@ fn under(limit: &str) -> [String; 3] {
 #[test]
 #[cfg_attr(sanitized, ignore = "the sanitizer has its own allocator and needs address space")]
 fn only_missing_memory_is_out_of_memory() {
-    for said in under("files") {
-        assert!(said.starts_with("System 24 ") && said.contains("ulimit -n"), "{said}");
-        assert!(said.contains("limit_open_files=64"), "{said}");
+    for (limit, error, advice, fact) in [
+        ("files", "System 24 ", "ulimit -n", "limit_open_files=64"),
+        // The least is 2 MiB, because a region is made of whole huge pages.
+        ("size", "System 27 ", "ulimit -f", "limit_file_bytes=1048576"),
+    ] {
+        for report in under(limit) {
+            assert!(report.starts_with(error), "{report}");
+            assert!(report.contains(advice) && report.contains(fact), "{report}");
+        }
     }
     let [large, small, generations] = under("addresses");
     assert!(large.starts_with("OutOfMemory 12 no memory for the test pool"), "{large}");
     assert_eq!((small.as_str(), generations.as_str()), ("made", "made"));
-}
-
-#[test]
-fn file_size_limit_is_an_error_and_no_signal() {
-    let [large, small, generations] = under("size");
-    for said in [large, small, generations] {
-        // 2 MiB are the least: a region is made of whole huge pages.
-        assert!(said.starts_with("System 27 ") && said.contains("ulimit -f"), "{said}");
-        assert!(said.contains("limit_file_bytes=1048576"), "{said}");
-    }
 }
 
 #[test]

@@ -65,6 +65,11 @@ impl Pages {
         unsafe { ((self.at() + offset) as *const u8).read_volatile() }
     }
 
+    pub(crate) fn check(&self, from: usize, to: usize) {
+        let wrong = (from..to).find(|&offset| self.byte(offset) != pattern(SEED, 0, offset));
+        assert_eq!(wrong, None, "a byte changed");
+    }
+
     /// All of it as one registered tensor of blocks.
     pub(crate) fn tensors(&self) -> Tensors {
         let side = desc(Placement::Host, 1, self.len / PAGE, PAGE);
@@ -91,7 +96,7 @@ impl Pages {
         (huge, present)
     }
 
-    fn huge(&self) -> usize {
+    pub(crate) fn huge(&self) -> usize {
         self.facts().0
     }
 }
@@ -153,9 +158,8 @@ fn registered_memory_is_merged_where_it_is_present_and_private() {
     assert_eq!(bench.facts().0, 0, "nothing is merged before the first check");
     assert_eq!(bench.run(), (3 * UNIT, 3 * UNIT));
     assert_eq!(pages.facts().1, present, "nothing was committed");
-    for offset in (0..3 * UNIT - PAGE).chain(6 * UNIT..7 * UNIT) {
-        assert_eq!(pages.byte(offset), pattern(SEED, 0, offset), "at {offset}");
-    }
+    pages.check(0, 3 * UNIT - PAGE);
+    pages.check(6 * UNIT, 7 * UNIT);
     // What is left is not tried again at once, but when memory is registered.
     pages.write(2 * UNIT, 3 * UNIT);
     bench.0.check_for_work();

@@ -1,4 +1,5 @@
-//! What peers ask of the cache table: names, generations, and keys released by pulls; compared with a naive model.
+//! Random calls of the cache table, local and from peers, compared with a naive model: caches, keys, names, generations,
+//! and keys released by pulls.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -9,7 +10,7 @@ use llm_datadist_core::testing::memory::{Generations, Region, Tensors};
 use llm_datadist_core::testing::model::Name;
 use llm_datadist_core::testing::oracle::TwinTable;
 use llm_datadist_core::testing::validate::{Side, bindings};
-use llm_datadist_core::{Cache, CacheId, CacheKey, CacheKind, ErrorKind, Geometry, Placement};
+use llm_datadist_core::{Cache, CacheId, CacheKey, CacheKind, ErrorKind, Geometry, Placement, Result};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
@@ -18,12 +19,13 @@ use CacheKind::{Batch, Blocks};
 
 type Keys = Vec<Option<CacheKey>>;
 
-fn request(id: u64) -> CacheKey {
-    CacheKey::Request { model: 0, id }
+/// The numbers 0 to 3 are two ids of two models.
+fn request(number: u64) -> CacheKey {
+    CacheKey::Request { model: number / 2, id: number % 2 }
 }
 
-fn prefix(id: u64) -> CacheKey {
-    CacheKey::Prefix { model: 0, id }
+fn prefix(number: u64) -> CacheKey {
+    CacheKey::Prefix { model: number / 2, id: number % 2 }
 }
 
 fn row(cache: CacheId, row: u32) -> Name {
@@ -52,23 +54,23 @@ impl Real {
         Real { table: Table::new(generations.clone()), generations, region }
     }
 
-    fn enter(&self, Shape { allocated, kind, tensors, rows, keys }: &Shape) -> Option<Arc<Cache>> {
+    fn enter(&self, Shape { allocated, kind, tensors, rows, keys }: &Shape) -> Result<Arc<Cache>> {
         let desc = desc(Placement::Host, *tensors, *rows as usize, 4);
         let keys = bindings(keys).unwrap();
         if !allocated {
             let addrs: Vec<u64> = (1..=u64::from(*tensors)).map(|tensor| tensor * 4096).collect();
-            return Some(self.table.register(adopt(&desc, *kind, &addrs), &keys, true).unwrap());
+            return self.table.register(adopt(&desc, *kind, &addrs), &keys, true);
         }
         let side = Side { geometry: Geometry::new(&desc).unwrap(), kind: *kind, placement: Placement::Host };
         let offsets = (0..u64::from(*tensors)).map(|tensor| tensor * 64);
         let memory = Tensors::carved(self.region.clone(), offsets, rows * 4, Box::new(())).unwrap();
-        self.table.allocate(&desc, side, memory, &keys).ok()
+        self.table.allocate(&desc, side, memory, &keys)
     }
 }
 
 /// Every key that a call may name.
 fn all_keys() -> impl Iterator<Item = CacheKey> {
-    let blocks = std::iter::once(CacheKey::Blocks { model: 0 });
+    let blocks = (0..2).map(|model| CacheKey::Blocks { model });
     (0..4).map(request).chain((0..3).map(prefix)).chain(blocks)
 }
 
@@ -82,7 +84,7 @@ struct Twin {
 
 impl Twin {
     fn new() -> Twin {
-        Twin { table: TwinTable::new(u64::MAX), caches: vec![], pulled: BTreeMap::new() }
+        Twin { table: TwinTable::default(), caches: vec![], pulled: BTreeMap::new() }
     }
 
     fn alive(&self, at: usize) -> bool {
@@ -117,7 +119,13 @@ impl Twin {
     }
 
     /// contract §12.3.
-    fn consume(&mut self, name: Name, cache: CacheId, first: u32, count: u32) -> Result<(), ErrorKind> {
+    fn consume(
+        &mut self,
+        name: Name,
+        cache: CacheId,
+        first: u32,
+        count: u32,
+    ) -> std::result::Result<(), ErrorKind> {
         if matches!(name, Name::Key(CacheKey::Prefix { .. } | CacheKey::Blocks { .. })) {
             return Ok(());
         }
@@ -162,7 +170,7 @@ fn keys() -> impl Strategy<Value = CacheKey> {
     prop_oneof![
         6 => (0..4u64).prop_map(request),
         2 => (0..3u64).prop_map(prefix),
-        1 => Just(CacheKey::Blocks { model: 0 }),
+        1 => (0..2u64).prop_map(|model| CacheKey::Blocks { model }),
     ]
 }
 
@@ -206,17 +214,19 @@ impl Both {
     fn call(&mut self, call: &Call) {
         match call {
             Call::Enter(shape) => {
-                let made = self.real.enter(shape);
                 let entered = if shape.allocated {
-                    self.twin.table.allocate(shape.kind, shape.rows as usize, 0, &shape.keys).is_ok()
+                    self.twin.table.allocate(shape.kind, shape.rows as usize, &shape.keys)
                 } else {
-                    self.twin.table.register(shape.kind, &shape.keys);
-                    true
+                    Ok(self.twin.table.register(shape.kind, &shape.keys))
                 };
-                assert_eq!(made.is_some(), entered);
-                if let Some(cache) = made {
-                    self.twin.caches.push((cache.id(), shape.clone()));
-                    self.made.push(Arc::downgrade(&cache));
+                match self.real.enter(shape) {
+                    Ok(cache) => {
+                        let index = entered.expect("the twin refuses it");
+                        assert!(index == self.made.len() && (cache.id().0 as usize) == index + 1);
+                        self.twin.caches.push((cache.id(), shape.clone()));
+                        self.made.push(Arc::downgrade(&cache));
+                    }
+                    Err(error) => assert_eq!(Err(error.kind()), entered, "{error}"),
                 }
             }
             Call::Deallocate(pick) => {
@@ -267,6 +277,7 @@ impl Both {
         for (at, made) in self.made.iter().enumerate() {
             assert_eq!(made.strong_count() > 0, self.twin.alive(at), "cache {at}");
         }
+        assert_eq!(self.real.table.state().keys, self.twin.table.keys() as u64);
         for &((place, generation), at, keys) in &self.described {
             let expected = self.twin.alive(at) && self.twin.keys(at) == keys;
             assert_eq!(self.real.generations.of(place) == generation, expected);

@@ -1,6 +1,6 @@
 //! Pins of rows: many readers or one writer, up to the deadline, without deadlocks.
 //!
-//! `loom_pin.rs` checks the same protocol in every order of two or three threads.
+//! `../loom_pins.rs` checks the same protocol in every order of two or three threads.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};

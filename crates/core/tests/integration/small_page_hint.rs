@@ -1,11 +1,5 @@
-//! The hint about small pages: one line where peers read registered memory slowly by it, and none anywhere else.
-//!
-//! Not for: how logs reach Python (`tests/test_logging.py`).
-#![allow(clippy::print_stdout, reason = "how the child tells its parent")]
+//! The hint about small pages: one line where peers read registered memory slowly, and none anywhere else.
 
-use std::fmt::{Debug, Write};
-use std::process::Command;
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use llm_datadist_core::testing::config::Token;
@@ -15,50 +9,18 @@ use llm_datadist_core::{
     CacheId, CacheKind, ClusterId, Config, DataDist, End, HugeChoice, Layers, Name, PeerAddress, Placement,
     PoolConfig, PullRows, RemoteName, Role,
 };
-use tracing::field::{Field, Visit};
-use tracing::span::{Attributes, Id, Record};
-use tracing::{Event, Level, Metadata, Subscriber};
+use tracing::Level;
 
-use crate::fixtures::{adopt, desc, skipped};
+use crate::child_process::{self, report};
+use crate::fixtures::{EventLog, adopt, desc, skipped};
+use crate::merger::CHOICES;
 use crate::registered_pages::{PAGE, Pages, asked};
 
 const UNIT: usize = Region::UNIT_BYTES as usize;
-/// Set in the child, which reports what its engines logged.
-const CHILD: &str = "LLM_DATADIST_TEST_HINTS";
 const LONG: Duration = Duration::from_secs(20);
 
-/// Keeps the lines that are logged about huge pages.
-#[derive(Clone, Default)]
-struct Heard(Arc<Mutex<Vec<(Level, String)>>>);
-
-impl Heard {
-    fn lines(&self) -> Vec<(Level, String)> {
-        self.0.lock().unwrap().clone()
-    }
-}
-
-impl Subscriber for Heard {
-    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        metadata.target() == "llm_datadist::huge_pages"
-    }
-    fn new_span(&self, _: &Attributes<'_>) -> Id {
-        Id::from_u64(1)
-    }
-    fn record(&self, _: &Id, _: &Record<'_>) {}
-    fn record_follows_from(&self, _: &Id, _: &Id) {}
-    fn event(&self, event: &Event<'_>) {
-        struct Text(String);
-        impl Visit for Text {
-            fn record_debug(&mut self, _: &Field, value: &dyn Debug) {
-                write!(self.0, "{value:?}").unwrap();
-            }
-        }
-        let mut text = Text(String::new());
-        event.record(&mut text);
-        self.0.lock().unwrap().push((*event.metadata().level(), text.0));
-    }
-    fn enter(&self, _: &Id) {}
-    fn exit(&self, _: &Id) {}
+fn log() -> EventLog {
+    EventLog::new("llm_datadist::huge_pages")
 }
 
 /// Units of registered memory in small pages, whatever this system prefers.
@@ -84,7 +46,7 @@ fn one_hint_is_given_where_registered_memory_lies_in_small_pages() {
     if !told() {
         return;
     }
-    let heard = Heard::default();
+    let heard = log();
     let _on_this_thread = tracing::subscriber::set_default(heard.clone());
     let merger = Merger::default().hinting();
     let (pages, other) = (small(4), small(2));
@@ -115,7 +77,7 @@ fn memory_in_huge_pages_gets_no_hint() {
     if !asked() || !told() {
         return;
     }
-    let heard = Heard::default();
+    let heard = log();
     let _on_this_thread = tracing::subscriber::set_default(heard.clone());
     let own = OwnPages::open().unwrap();
     let pages = Pages::new(2, None);
@@ -142,18 +104,16 @@ fn engine(cluster: u64, choice: HugeChoice) -> DataDist {
     DataDist::open(config).unwrap()
 }
 
-/// What the owner logs when a peer pulls registered memory in small pages by process id, for each choice.
-fn hints() -> Vec<usize> {
-    let heard = Heard::default();
+/// Reports, for each choice, what the owner logs when a peer pulls registered memory in small pages by process id.
+#[test]
+#[ignore = "started by the test below"]
+fn hints() {
+    if child_process::role().is_none() {
+        return;
+    }
+    let heard = log();
     tracing::subscriber::set_global_default(heard.clone()).unwrap();
-    let choices = [
-        HugeChoice::Auto,
-        HugeChoice::Off,
-        HugeChoice::Merge,
-        HugeChoice::MergeRegistered,
-        HugeChoice::Eager,
-    ];
-    let counts = choices.map(|choice| {
+    for choice in CHOICES {
         let before = heard.lines().len();
         let pages = small(4);
         pages.write(0, 4 * UNIT);
@@ -170,25 +130,14 @@ fn hints() -> Vec<usize> {
         for _ in 0..2 {
             local.pull(from, &End::Managed(to.id()), &rows, Layers::ALL).unwrap();
         }
-        heard.lines().len() - before
-    });
-    counts.to_vec()
+        report(heard.lines().len() - before);
+    }
 }
 
 #[test]
 fn an_engine_hints_where_it_leaves_registered_memory_alone() {
-    if std::env::var_os(CHILD).is_some() {
-        println!("hints {:?}", hints());
-        return;
+    if told() {
+        // Auto, off, merge, merge_registered, eager.
+        assert_eq!(child_process::run("small_page_hint::hints", "owner"), ["1", "0", "1", "0", "0"]);
     }
-    if !told() {
-        return;
-    }
-    let mut child = Command::new(std::env::current_exe().unwrap());
-    let name = "small_page_hint::an_engine_hints_where_it_leaves_registered_memory_alone";
-    child.args(["--exact", name, "--nocapture", "--test-threads=1"]).env(CHILD, "1");
-    let done = child.output().unwrap();
-    let said = String::from_utf8_lossy(&done.stdout).into_owned();
-    // Auto, off, merge, merge_registered, eager.
-    assert!(done.status.success() && said.contains("hints [1, 0, 1, 0, 0]"), "{done:?}");
 }

@@ -2,7 +2,7 @@
 //! leave.
 //!
 //! Part of the library's own tests, because the job is private. To run it: `RUSTFLAGS="--cfg loom"
-//! LOOM_MAX_PREEMPTIONS=2 cargo test -p llm-datadist-core --lib --target-dir target/loom -- loom_`.
+//! LOOM_MAX_PREEMPTIONS=2 cargo test -p llm-datadist-core --lib --target-dir target/loom -- loom_tests::`.
 
 use std::sync::Arc as Shared;
 use std::sync::atomic::{AtomicU64, Ordering as Std};

@@ -1,7 +1,7 @@
 //! A task and its lanes under loom: every order of a lane at work, of who says that layers are ready, and of who ends it.
 //!
 //! Part of the library's own tests (carriers are private). `RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=2 cargo test -p
-//! llm-datadist-core --lib --target-dir target/loom -- loom_`. Loom's clock stands still: no patience, and no lane that is left
+//! llm-datadist-core --lib --target-dir target/loom -- loom_tests::`. Loom's clock stands still: no patience, and no lane that is left
 //! over goes before its engine.
 
 use std::sync::atomic::{AtomicU64, Ordering as Std};
