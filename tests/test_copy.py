@@ -7,7 +7,7 @@ from typing import Any, Callable
 import numpy as np
 import pytest
 
-from conftest import PAGE, options, pool
+from conftest import options, pool
 from llm_datadist import CacheDesc, CacheKey, DataType, LLMException, Placement
 from memory import GONE, INT64_MAX, LE, TE, UINT64_MAX, contents, desc, fill, refused, same
 
@@ -24,15 +24,6 @@ def test_whole_slot_between_all_placements(manager: Any, source: Placement, to: 
         target[3] = origin[1]
     assert same(contents(dst), expected)
     assert same(contents(src), from_)
-
-
-def test_defaults_copy_slot_zero_to_slot_zero(manager: Any) -> None:
-    src, dst = manager.allocate_cache(desc()), manager.allocate_cache(desc())
-    expected, from_ = fill(dst, 1), fill(src, 2)
-    manager.copy_cache(dst, src)
-    for target, origin in zip(expected, from_):
-        target[0] = origin[0]
-    assert same(contents(dst), expected)
 
 
 def test_keywords_have_their_names(manager: Any) -> None:
@@ -56,17 +47,6 @@ def test_offset_and_size(manager: Any, offset: int, size: int) -> None:
     stop = 256 if size == -1 else offset + size
     for target, origin in zip(expected, from_):
         target[1, offset:stop] = origin[2, offset:stop]
-    assert same(contents(dst), expected)
-
-
-@pytest.mark.parametrize("row_bytes", [1, 63, 64, 4095, 4096, 4097, 65536, 300_001])
-def test_row_sizes_around_kernel_boundaries(start: Callable[..., Any], row_bytes: int) -> None:
-    manager = start(options(pool(8 << 20), None)).cache_manager
-    src, dst = manager.allocate_cache(desc(2, row_bytes)), manager.allocate_cache(desc(3, row_bytes))
-    expected, from_ = fill(dst, 1), fill(src, 2)
-    manager.copy_cache(dst, src, 2, 1)
-    for target, origin in zip(expected, from_):
-        target[2] = origin[1]
     assert same(contents(dst), expected)
 
 
@@ -112,22 +92,6 @@ def test_strides_may_differ_when_the_range_fits(manager: Any) -> None:
             manager.copy_cache(small, large, *bad)
 
 
-def test_shapes_and_types_may_differ_when_sizes_fit(manager: Any) -> None:
-    src = manager.allocate_cache(CacheDesc(1, [2, 8, 16], DataType.DT_FLOAT))
-    dst = manager.allocate_cache(CacheDesc(1, (4, 512), DataType.DT_UINT8))
-    expected, from_ = fill(dst, 1), fill(src, 2)
-    manager.copy_cache(dst, src, 3, 1)
-    expected[0].reshape(4, 512)[3] = from_[0].reshape(2, 512)[1]
-    assert same(contents(dst), expected)
-
-
-def test_different_tensor_counts_do_not_match(manager: Any) -> None:
-    src, dst = manager.allocate_cache(desc(tensors=2)), manager.allocate_cache(desc(tensors=3))
-    for left, right in ((src, dst), (dst, src)):
-        with refused(manager, LE, [src, dst]):
-            manager.copy_cache(left, right)
-
-
 @pytest.mark.contract("19.copy-cache-range", "20.8")
 @pytest.mark.parametrize(
     "args",
@@ -161,17 +125,6 @@ def test_out_of_range(manager: Any, args: tuple[int, ...]) -> None:
         manager.copy_cache(dst, src, *args)
     with refused(manager, LE, [src, dst]):
         manager.copy_cache(src, src, *args)
-
-
-def test_blocks_caches_have_no_slots(manager: Any) -> None:
-    batch, blocks = manager.allocate_cache(desc()), manager.allocate_blocks_cache(desc())
-    for left, right in ((batch, blocks), (blocks, batch), (blocks, blocks)):
-        with refused(manager, LE, [batch, blocks]):
-            manager.copy_cache(left, right)
-    with refused(manager, LE, [batch, blocks]):
-        manager.copy_blocks(batch, {0: [1]})
-    with refused(manager, LE, [batch, blocks]):
-        manager.copy_blocks(batch, {})
 
 
 def test_a_cache_kept_by_its_keys_can_still_be_copied(manager: Any) -> None:
@@ -272,15 +225,6 @@ def test_a_long_mapping(manager: Any) -> None:
     pairs = generator.integers(0, rows, (4000, 2))
     expected = twin(fill(cache, 1), [(int(source), int(target)) for source, target in pairs])
     manager.copy_blocks(cache, pairs)
-    assert same(contents(cache), expected)
-
-
-@pytest.mark.parametrize("row_bytes", [1, PAGE - 1, PAGE, 3 * PAGE + 5])
-def test_block_sizes(manager: Any, row_bytes: int) -> None:
-    cache = manager.allocate_blocks_cache(desc(6, row_bytes, 2))
-    mapping = {0: [1, 2], 5: [4], 4: [3], 2: [0]}
-    expected = twin(fill(cache, 1), pairs_of(mapping))
-    manager.copy_blocks(cache, mapping)
     assert same(contents(cache), expected)
 
 

@@ -94,14 +94,6 @@ def test_between_the_two_pools(forced: Any, inward: bool) -> None:
         assert same(contents(src), from_)
 
 
-def test_keyword_names(manager: Any) -> None:
-    user = UserTensors(5, 64, 2)
-    npu = manager.allocate_blocks_cache(desc(5, 64, 2))
-    expected = swapped(fill(npu, 1), user.arrays, pairs_of(SEED))
-    manager.swap_blocks(src_cache=user.cpu_cache(), dst_cache=npu, src_to_dst=SEED)
-    assert same(contents(npu), expected)
-
-
 @pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint32, np.int64, np.uint64])
 def test_pairs_as_an_array(forced: Any, dtype: type) -> None:
     user = UserTensors(10, 128, 2, seed=3)
@@ -115,27 +107,6 @@ def test_pairs_as_an_array(forced: Any, dtype: type) -> None:
     expected = swapped(fill(npu, 9), user.arrays, repeated.tolist())
     forced.swap_blocks(user.cpu_cache(), npu, np.asfortranarray(repeated))
     assert same(contents(npu), expected)
-
-
-def test_a_long_swap_with_repeated_destinations(forced: Any) -> None:
-    rows = 400
-    user = UserTensors(rows, 96, 2, seed=4)
-    npu = forced.allocate_blocks_cache(desc(rows, 96, 2))
-    pairs = np.random.default_rng(5).integers(0, rows, (3000, 2))
-    expected = swapped(fill(npu, 1), user.arrays, pairs.tolist())
-    forced.swap_blocks(user.cpu_cache(), npu, pairs)
-    assert same(contents(npu), expected)
-    expected = swapped(user.snapshot(), contents(npu), pairs[::-1].tolist())
-    forced.swap_blocks(npu, user.cpu_cache(), pairs[::-1])
-    assert same(user.snapshot(), expected)
-
-
-def test_a_registered_cache_swaps_like_an_allocated_one(manager: Any) -> None:
-    device, host = UserTensors(6, 100, 2, seed=1), UserTensors(4, 100, 2, seed=2)
-    registered = manager.register_blocks_cache(device.describe(Placement.DEVICE), device.addrs)
-    expected = swapped(device.snapshot(), host.arrays, [(3, 5), (0, 0)])
-    manager.swap_blocks(host.cpu_cache(), registered, {3: 5, 0: 0})
-    assert same(device.snapshot(), expected)
 
 
 @pytest.mark.parametrize(("path", "moved", "idle"), [("direct", "direct", "ring"), ("ring", "ring", "direct")])
@@ -164,16 +135,6 @@ def test_the_automatic_path_is_counted_too(manager: Any) -> None:
     npu = manager.allocate_blocks_cache(desc(10, 256, 2))
     manager.swap_blocks(user.cpu_cache(), npu, MIXED)
     assert sum(swaps_in(manager).values()) > 0
-
-
-def test_swapping_leaves_the_pools_as_they_were(forced: Any) -> None:
-    user = UserTensors(10, 256, 2)
-    npu = forced.allocate_blocks_cache(desc(10, 256, 2))
-    before = pool_facts(forced)["used_bytes"]
-    for _ in range(5):
-        forced.swap_blocks(user.cpu_cache(), npu, MIXED)
-        forced.swap_blocks(npu, user.cpu_cache(), MIXED)
-    assert pool_facts(forced)["used_bytes"] == before
 
 
 def test_a_full_device_pool_can_still_swap_in(start: Callable[..., Any]) -> None:
