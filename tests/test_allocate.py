@@ -123,14 +123,6 @@ def test_pool_statistics(manager: Any) -> None:
     assert pool_facts(manager, "host")["peak_used_bytes"] == 0
 
 
-def test_bytes_beyond_the_last_whole_page_are_not_used(start: Callable[..., Any]) -> None:
-    manager = start(options(pool(4 * PAGE + 100), None)).cache_manager
-    with refused(manager, OOM):
-        manager.allocate_cache(desc(1, 4 * PAGE + 1, 1))
-    manager.allocate_cache(desc(1, 4 * PAGE, 1))
-    assert used(manager)["device"] == 4 * PAGE
-
-
 @pytest.mark.contract("19.allocate-cache")
 def test_a_partly_possible_allocation_leaks_nothing(manager: Any) -> None:
     key = CacheKey(1, 5)

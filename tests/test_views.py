@@ -70,20 +70,6 @@ def test_dlpack(manager: Any, data_type: DataType) -> None:
     assert (array == 0).all()
 
 
-def test_a_capsule_that_nobody_takes_is_dropped_quietly(manager: Any) -> None:
-    cache = manager.allocate_cache(desc())
-    view = manager.tensor_views(cache)[0]
-    for _ in range(3):
-        capsule = view.__dlpack__()
-        assert type(capsule).__name__ == "PyCapsule"
-        del capsule
-    gc.collect()
-    manager.deallocate_cache(cache)
-    del view
-    gc.collect()
-    assert used(manager)["device"] == 0
-
-
 def test_bf16_has_a_capsule_too(manager: Any) -> None:
     view = manager.tensor_views(manager.allocate_cache(CacheDesc(1, [4], DataType.DT_BF16)))[0]
     assert type(view.__dlpack__()).__name__ == "PyCapsule"
