@@ -222,16 +222,6 @@ def test_keys_come_as_list_or_tuple_and_may_be_fewer_than_slots(manager: Any, se
     assert used(manager)["device"] == 0
 
 
-@pytest.mark.contract("19.key-per-slot")
-def test_more_keys_than_slots(manager: Any) -> None:
-    keys = [CacheKey(1, number) for number in range(3)]
-    with refused(manager, LE):
-        manager.allocate_cache(desc(2), keys)
-    with refused(manager, LE):
-        manager.allocate_cache(desc(2), [*keys[:2], CacheKey(1, UINT64_MAX)])
-    manager.allocate_cache(desc(3), keys)
-
-
 @pytest.mark.contract("19.bound-key")
 @pytest.mark.parametrize("released_by", ["removal", "last reference"])
 def test_a_bound_key_cannot_be_bound_again_before_its_release(manager: Any, released_by: str) -> None:
@@ -285,21 +275,6 @@ def test_placeholders_bind_nothing(manager: Any) -> None:
     assert used(manager)["device"] == pages(desc(4))
     manager.remove_cache_key(CacheKey(1, 1))
     assert used(manager)["device"] == 0
-
-
-def test_prefix_keys_live_apart_from_request_keys(manager: Any) -> None:
-    prefix = CacheKey(1, req_id=5, prefix_id=7)
-    cache = manager.allocate_cache(desc(1), [prefix])
-    request = manager.allocate_cache(desc(2), [CacheKey(1, req_id=5), CacheKey(1, req_id=7)])
-    with refused(manager, LE, [cache, request]):
-        manager.allocate_cache(desc(1), [CacheKey(1, req_id=6, prefix_id=7)])
-    manager.allocate_cache(desc(1), [CacheKey(1, req_id=6, model_id=1, prefix_id=7)])
-    before = used(manager)["device"]
-    manager.deallocate_cache(cache)
-    manager.remove_cache_key(CacheKey(1, req_id=7))
-    assert used(manager)["device"] == before
-    manager.remove_cache_key(CacheKey(1, req_id=UINT64_MAX, prefix_id=7))
-    assert used(manager)["device"] == before - pages(desc(1))
 
 
 @pytest.mark.contract("19.allocate-blocks-cache", "19.deallocate-blocks-cache")

@@ -1,6 +1,6 @@
-"""The `KvCacheManager` mode between two processes, in the call shapes of its clients.
+"""The `KvCacheManager` mode between two processes, with the calls that its clients make.
 
-Here is the decoder, the other process is the prompt; where possible, both have one cluster id.
+This process is the decoder, the other one the prompt; where possible, both have one cluster id.
 """
 
 from __future__ import annotations
