@@ -285,6 +285,19 @@ def test_push_blocks(one_sided: Bench) -> None:
     )
 
 
+def test_positions_are_those_of_the_contract(one_sided: Bench) -> None:
+    manager, batch, blocks = one_sided.manager, one_sided.batch, one_sided.blocks
+    slot, all_blocks = CacheKeyByIdAndIndex(FAR, 1, 2), BlocksCacheKey(FAR, 1)
+    for call in (
+        lambda: manager.pull_cache(slot, batch, 3, 256),
+        lambda: manager.pull_blocks(all_blocks, blocks, [0], (1,)),
+        lambda: manager.push_cache(slot, batch, 3, range(1), range(1, 2), -1, 1),
+        lambda: manager.push_blocks(all_blocks, blocks, [0], [1], range(4), range(4), 1),
+    ):
+        with raising(NOT_LINKED):
+            call()
+
+
 @pytest.mark.contract("20.14")
 @pytest.mark.parametrize(
     ("given", "text"),
