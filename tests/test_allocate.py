@@ -81,13 +81,6 @@ def test_ids_count_up_and_are_not_used_twice(manager: Any) -> None:
     assert third.cache_id > second.cache_id
 
 
-@pytest.mark.parametrize("data_type", list(DataType))
-def test_every_data_type_can_be_allocated(manager: Any, data_type: DataType) -> None:
-    made_of = CacheDesc(1, (2, 1024), data_type)
-    manager.allocate_cache(made_of)
-    assert used(manager)["device"] == pages(made_of)
-
-
 @pytest.mark.contract("19.mem-pool-cfg", "19.host-mem-pool-cfg")
 @pytest.mark.parametrize("shift", [10, 12, 16, 20])
 @pytest.mark.parametrize("extra", [-1, 0, 1])
@@ -128,29 +121,6 @@ def test_pool_statistics(manager: Any) -> None:
     manager.deallocate_cache(two)
     assert pool_facts(manager)["largest_free_run_bytes"] == POOL
     assert pool_facts(manager, "host")["peak_used_bytes"] == 0
-
-
-def test_bytes_beyond_the_last_whole_page_are_not_used(start: Callable[..., Any]) -> None:
-    manager = start(options(pool(4 * PAGE + 100), None)).cache_manager
-    with refused(manager, OOM):
-        manager.allocate_cache(desc(1, 4 * PAGE + 1, 1))
-    manager.allocate_cache(desc(1, 4 * PAGE, 1))
-    assert used(manager)["device"] == 4 * PAGE
-
-
-def test_the_whole_pool_can_be_taken_again_and_again(manager: Any) -> None:
-    for _ in range(3):
-        caches = [manager.allocate_cache(desc(1, PAGE, 8)) for _ in range(POOL // PAGE // 8)]
-        assert used(manager)["device"] == POOL
-        addresses = [address for cache in caches for address in cache.tensor_addrs]
-        assert len(set(addresses)) == POOL // PAGE
-        assert max(addresses) - min(addresses) == POOL - PAGE
-        with refused(manager, OOM, caches):
-            manager.allocate_cache(desc(1, 1, 1))
-        for cache in [*caches[::2], *caches[1::2]]:
-            manager.deallocate_cache(cache)
-        assert pool_facts(manager)["largest_free_run_bytes"] == POOL
-    manager.allocate_cache(desc(1, POOL, 1))
 
 
 @pytest.mark.contract("19.allocate-cache")
@@ -222,18 +192,6 @@ def test_release_waits_for_the_id_and_every_key(manager: Any) -> None:
     assert not live(manager, cache)
 
 
-@pytest.mark.contract("19.double-reference")
-def test_keys_first_then_the_id(manager: Any) -> None:
-    keys = [CacheKey(1, req_id=1), CacheKey(1, req_id=2)]
-    cache = manager.allocate_cache(desc(2), keys)
-    taken = used(manager)
-    for key in keys:
-        manager.remove_cache_key(key)
-        assert used(manager) == taken
-    manager.deallocate_cache(cache)
-    assert used(manager) == {"device": 0, "host": 0}
-
-
 @pytest.mark.contract("19.deallocate-cache", "19.remove-cache-key")
 def test_releasing_twice_or_something_unknown_is_no_operation(manager: Any) -> None:
     key = CacheKey(1, 1)
@@ -254,13 +212,6 @@ def test_releasing_twice_or_something_unknown_is_no_operation(manager: Any) -> N
     assert same(contents(other), bytes_before)
 
 
-def test_the_cluster_id_of_a_key_does_not_matter(manager: Any) -> None:
-    cache = manager.allocate_cache(desc(), [CacheKey(1, 7, 3)])
-    manager.deallocate_cache(cache)
-    manager.remove_cache_key(CacheKey(99, 7, 3))
-    assert used(manager)["device"] == 0
-
-
 @pytest.mark.contract("19.key-per-slot")
 @pytest.mark.parametrize("sequence", [list, tuple])
 def test_keys_come_as_list_or_tuple_and_may_be_fewer_than_slots(manager: Any, sequence: Callable[..., Any]) -> None:
@@ -269,16 +220,6 @@ def test_keys_come_as_list_or_tuple_and_may_be_fewer_than_slots(manager: Any, se
     assert used(manager)["device"] > 0
     manager.remove_cache_key(CacheKey(1, 1))
     assert used(manager)["device"] == 0
-
-
-@pytest.mark.contract("19.key-per-slot")
-def test_more_keys_than_slots(manager: Any) -> None:
-    keys = [CacheKey(1, number) for number in range(3)]
-    with refused(manager, LE):
-        manager.allocate_cache(desc(2), keys)
-    with refused(manager, LE):
-        manager.allocate_cache(desc(2), [*keys[:2], CacheKey(1, UINT64_MAX)])
-    manager.allocate_cache(desc(3), keys)
 
 
 @pytest.mark.contract("19.bound-key")
@@ -336,44 +277,6 @@ def test_placeholders_bind_nothing(manager: Any) -> None:
     assert used(manager)["device"] == 0
 
 
-@pytest.mark.contract("20.17")
-def test_placeholders_and_blocks_keys_do_not_clash(manager: Any) -> None:
-    blocks = manager.allocate_blocks_cache(desc(), BlocksCacheKey(1, 0))
-    written = fill(blocks, 3)
-    batch = manager.allocate_cache(desc(2), [CacheKey(1, UINT64_MAX, 0), CacheKey(1, UINT64_MAX, 0)])
-    manager.remove_cache_key(CacheKey(1, UINT64_MAX, 0))
-    with refused(manager, LE, [blocks]):
-        manager.allocate_blocks_cache(desc(), BlocksCacheKey(1, 0))
-    manager.deallocate_cache(batch)
-    assert same(contents(blocks), written)
-    assert used(manager)["device"] == pages(desc())
-
-
-def test_prefix_keys_live_apart_from_request_keys(manager: Any) -> None:
-    prefix = CacheKey(1, req_id=5, prefix_id=7)
-    cache = manager.allocate_cache(desc(1), [prefix])
-    request = manager.allocate_cache(desc(2), [CacheKey(1, req_id=5), CacheKey(1, req_id=7)])
-    with refused(manager, LE, [cache, request]):
-        manager.allocate_cache(desc(1), [CacheKey(1, req_id=6, prefix_id=7)])
-    manager.allocate_cache(desc(1), [CacheKey(1, req_id=6, model_id=1, prefix_id=7)])
-    before = used(manager)["device"]
-    manager.deallocate_cache(cache)
-    manager.remove_cache_key(CacheKey(1, req_id=7))
-    assert used(manager)["device"] == before
-    manager.remove_cache_key(CacheKey(1, req_id=UINT64_MAX, prefix_id=7))
-    assert used(manager)["device"] == before - pages(desc(1))
-
-
-def test_a_prefix_key_without_request_is_no_placeholder(manager: Any) -> None:
-    cache = manager.allocate_cache(desc(1), [CacheKey(1, UINT64_MAX, prefix_id=3)])
-    manager.deallocate_cache(cache)
-    assert used(manager)["device"] == pages(desc(1))
-    manager.remove_cache_key(CacheKey(1, UINT64_MAX))
-    assert used(manager)["device"] == pages(desc(1))
-    manager.remove_cache_key(CacheKey(1, UINT64_MAX, prefix_id=3))
-    assert used(manager)["device"] == 0
-
-
 @pytest.mark.contract("19.allocate-blocks-cache", "19.deallocate-blocks-cache")
 def test_blocks_cache_goes_at_once_with_its_key(manager: Any) -> None:
     key = BlocksCacheKey(1, 4)
@@ -388,28 +291,6 @@ def test_blocks_cache_goes_at_once_with_its_key(manager: Any) -> None:
         manager.copy_blocks(cache, {0: [1]})
     manager.allocate_blocks_cache(desc(), key)
     manager.copy_blocks(other, {0: [1]})
-
-
-def test_a_freed_id_is_gone_for_copies(manager: Any) -> None:
-    cache, other = manager.allocate_cache(desc()), manager.allocate_cache(desc())
-    manager.deallocate_cache(cache)
-    for call in (
-        lambda: manager.copy_cache(other, cache),
-        lambda: manager.copy_cache(cache, other),
-        lambda: manager.copy_cache(cache, cache),
-    ):
-        with refused(manager, GONE, [other]):
-            call()
-
-
-@pytest.mark.contract("19.deallocate-cache", "19.deallocate-blocks-cache")
-def test_each_release_insists_on_its_kind(manager: Any) -> None:
-    batch, blocks = manager.allocate_cache(desc()), manager.allocate_blocks_cache(desc())
-    with refused(manager, LE, [batch, blocks]):
-        manager.deallocate_cache(blocks)
-    with refused(manager, LE, [batch, blocks]):
-        manager.deallocate_blocks_cache(batch)
-    assert len(batch.tensor_addrs) == len(blocks.tensor_addrs) == 2
 
 
 def test_dropping_the_handle_frees_nothing(manager: Any) -> None:
@@ -454,12 +335,6 @@ def test_changing_the_descriptor_later_does_not_change_the_cache(manager: Any) -
 def test_highest_and_lowest_rank(manager: Any, rank: int) -> None:
     cache = manager.allocate_cache(CacheDesc(1, [2] + [1] * (rank - 1), DataType.DT_INT8))
     assert cache.cache_desc.batch_size == 2
-
-
-def test_a_batch_dimension_other_than_the_first_has_no_slots(manager: Any) -> None:
-    with raising(LE):
-        cache = manager.allocate_cache(CacheDesc(1, [2, 4], DataType.DT_INT8, batch_dim_index=1))
-        manager.copy_cache(cache, cache, 1, 0)
 
 
 def test_huge_tensor_count_is_refused_without_reserving_for_it() -> None:

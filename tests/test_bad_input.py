@@ -367,6 +367,7 @@ ORDER: list[tuple[str, Callable[[Bench], tuple[Any, ...]], Expected]] = [
     ("copy_blocks", lambda _: (5, None), TE),
     ("copy_blocks", lambda b: (b.batch, {0: 1}), TE),
     ("copy_blocks", lambda b: (b.batch, {0: [99]}), LE),
+    ("copy_blocks", lambda b: (b.batch, {}), LE),
     ("copy_blocks", lambda b: (b.batch, None), AE),
     ("swap_blocks", lambda _: ("x", None, None), TE),
     ("swap_blocks", lambda b: (b.batch, "x", None), TE),
@@ -381,16 +382,6 @@ def test_the_first_check_decides(
 ) -> None:
     with refused(bench.manager, expected, bench.caches, [bench.user]):
         getattr(bench.manager, call)(*make(bench))
-
-
-@pytest.mark.parametrize("key", [True, "0", None, 1.0])
-def test_mapping_errors_name_what_is_supported(bench: Bench, key: Any) -> None:
-    with pytest.raises(TypeError, match="only support"):
-        bench.manager.copy_blocks(bench.blocks, {key: [1]})
-    with pytest.raises(TypeError, match="inner type only support"):
-        bench.manager.copy_blocks(bench.blocks, {0: [1, key]})
-    with pytest.raises(TypeError, match="only support"):
-        bench.manager.copy_blocks(bench.blocks, {0: (1,)})
 
 
 @pytest.mark.parametrize("number", [-1, 0, 9999, INT64_MAX, -INT64_MAX - 1])

@@ -14,6 +14,7 @@ from typing import Any, Callable
 import numpy as np
 import pytest
 
+from kv_caches import cpu, desc, table
 from llm_datadist import (
     BlocksCacheKey,
     Cache,
@@ -27,10 +28,9 @@ from llm_datadist import (
     LLMException,
     LLMRole,
     LLMStatusCode,
-    Placement,
     Tensor,
 )
-from memory import AE, GONE, LE, TE, VE, UserTensors, at, in_fresh_process, raising, run_fresh
+from memory import AE, GONE, LE, TE, VE, at, in_fresh_process, raising, run_fresh
 from mistakes import coded, fails
 
 UINT64_MAX = 2**64 - 1
@@ -68,10 +68,6 @@ def decoder(begin: Callable[..., LLMDataDist]) -> KvCacheManager:
     return begin(LLMRole.DECODER).kv_cache_manager
 
 
-def desc(rows: int = 4, row_bytes: int = 64, tensors: int = 2, placement: Placement = Placement.DEVICE) -> CacheDesc:
-    return CacheDesc(tensors, (rows, row_bytes), DataType.DT_UINT8, placement)
-
-
 def arrays(cache: KvCache) -> list[np.ndarray]:
     (addrs,) = cache.per_device_tensor_addrs
     return [at(addr, cache.cache_desc.size).reshape(cache.cache_desc.shape) for addr in addrs]
@@ -82,17 +78,6 @@ def fill(cache: KvCache, seed: int) -> list[np.ndarray]:
     for array in arrays(cache):
         array[:] = generator.integers(0, 256, array.shape, dtype=np.uint8)
     return [array.copy() for array in arrays(cache)]
-
-
-def table(manager: KvCacheManager) -> tuple[int, int, int]:
-    """Caches, keys, and bytes of the pool that are used."""
-    stats = manager.stats()
-    return stats["table"]["caches"], stats["table"]["keys"], stats["pools"]["device"]["used_bytes"]
-
-
-def cpu(rows: int = 4, row_bytes: int = 64, count: int = 2) -> tuple[KvCache, UserTensors]:
-    own = UserTensors(rows, row_bytes, count)
-    return KvCache.create_cpu_cache(own.describe(), own.addrs), own
 
 
 def test_the_property_follows_the_mode(begin: Callable[..., LLMDataDist]) -> None:
@@ -110,8 +95,6 @@ def test_the_property_follows_the_mode(begin: Callable[..., LLMDataDist]) -> Non
     assert caught.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
     dist.finalize()
     assert not manager.is_initialized()
-    with pytest.raises(RuntimeError):
-        _ = dist.kv_cache_manager
     dist.init(options())
     assert dist.kv_cache_manager is not manager
     assert not manager.is_initialized()

@@ -6,6 +6,7 @@ from typing import Callable
 
 import pytest
 
+from kv_caches import cpu, desc, table
 from llm_datadist import (
     BlocksCacheKey,
     CacheDesc,
@@ -34,21 +35,6 @@ def prompt(start: Callable[..., LLMDataDist]) -> KvCacheManager:
 @pytest.fixture
 def decoder(start: Callable[..., LLMDataDist]) -> KvCacheManager:
     return start(dict(KV_OPTIONS), 0, LLMRole.DECODER).kv_cache_manager
-
-
-def desc(rows: int = 4, row_bytes: int = 64, tensors: int = 2, placement: Placement = Placement.DEVICE) -> CacheDesc:
-    return CacheDesc(tensors, (rows, row_bytes), DataType.DT_UINT8, placement)
-
-
-def table(manager: KvCacheManager) -> tuple[int, int, int]:
-    """Caches, keys, and bytes of the pool that are used."""
-    stats = manager.stats()
-    return stats["table"]["caches"], stats["table"]["keys"], stats["pools"]["device"]["used_bytes"]
-
-
-def cpu(rows: int = 4, row_bytes: int = 64, count: int = 2) -> tuple[KvCache, UserTensors]:
-    own = UserTensors(rows, row_bytes, count)
-    return KvCache.create_cpu_cache(own.describe(), own.addrs), own
 
 
 def test_allocate_cache_checks_in_order(decoder: KvCacheManager) -> None:

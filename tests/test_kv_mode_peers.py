@@ -1,6 +1,6 @@
-"""The `KvCacheManager` mode between two processes, in the call shapes of its clients.
+"""The `KvCacheManager` mode between two processes, with the calls that its clients make.
 
-Here is the decoder, the other process is the prompt; where possible, both have one cluster id.
+This process is the decoder, the other one the prompt; where possible, both have one cluster id.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from llm_datadist import (
-    BlocksCacheKey,
     CacheDesc,
     CacheKey,
     DataType,
@@ -175,32 +174,6 @@ def test_links_of_the_mode(both: Any) -> None:
     assert equal(here.read("kv"), pattern(1, 2, 1, 64))
 
 
-def test_a_stream_of_requests_through_a_small_pool(both: Any) -> None:
-    """Allocate, fill, let go; a full pool empties as requests are pulled."""
-    there, here = both()
-    here.allocate("kv", 1, 1 << 18)
-    full, turns = 0, 30
-    waiting: list[int] = []
-
-    def pull() -> None:
-        request = waiting.pop(0)
-        here.pull_cache(by_request(0, request), "kv")
-        assert equal(here.read("kv"), pattern(request, 2, 1, 1 << 18))
-
-    for request in range(turns):
-        key = by_request(0, request)
-        while (told := code(there.allocate, "kv", 1, 1 << 18, keys=[key], seed=request)) != OK:
-            assert told == "LLM_DEVICE_OUT_OF_MEMORY"
-            full += 1
-            pull()
-        there.deallocate("kv")
-        waiting.append(request)
-    assert full > turns // 2
-    while waiting:
-        pull()
-    assert remains(there) == (0, 0, 0)
-
-
 class Layers(LayerSynchronizer):
     """Layers that are ready as told; the rest waits until `gate` opens."""
 
@@ -313,29 +286,3 @@ def test_connector_that_tries_again(ends: Ends) -> None:
         manager.pull_cache(CacheKey(4, 1, 0), cache, 0)
         got = create_npu_tensors((4, 1 << 16), DataType.DT_UINT8, cache.per_device_tensor_addrs[0])
         assert all(np.array_equal(a[0], b[0]) for a, b in zip(got, pattern(1, 2, 4, 1 << 16)))
-
-
-def test_graph_demo(ends: Ends) -> None:
-    """The default limit of `link_clusters`, one slot of a batch a request, then remove and deallocate."""
-    prompt = ends.peer(kv_options(), 0)
-    keys = [by_request(0, number) for number in range(4)]
-    prompt.allocate("kv", 4, 128, keys=keys, seed=2)
-    with LLMDataDist(LLMRole.DECODER, 1) as decoder:
-        decoder.init({"ge.exec.deviceId": "0", "llm.SyncKvCacheWaitTime": "5000"})
-        _, codes = decoder.link_clusters([info(0, prompt.address)])
-        assert codes == [LLMStatusCode.LLM_SUCCESS]
-        manager = decoder.kv_cache_manager
-        cache = manager.allocate_cache(CacheDesc(2, (4, 128), DataType.DT_UINT8))
-        for slot in (3, 0, 2):
-            manager.pull_cache(CacheKey(prompt_cluster_id=0, req_id=slot), cache, slot)
-        for index, made in enumerate(pattern(2, 2, 4, 128)):
-            (tensor,) = manager.get_cache_tensors(cache, index)
-            assert np.array_equal(tensor.numpy()[[3, 0, 2]], made[[3, 0, 2]])
-        prompt.deallocate("kv")
-        assert prompt.stats()["table"] == {"caches": 1, "keys": 1}
-        prompt.remove_key(keys[1])
-        assert prompt.stats()["table"] == {"caches": 0, "keys": 0}
-        with pytest.raises(LLMException) as caught:
-            manager.pull_blocks(BlocksCacheKey(0), manager.allocate_blocks_cache(cache.cache_desc), [0], [0])
-        assert caught.value.status_code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
-        manager.deallocate_cache(cache)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from conftest import options
-from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, Placement
-from memory import GONE, LE, UserTensors, contents, desc, fill, raising, refused, same, used
+from llm_datadist import BlocksCacheKey, CacheKey, Placement
+from memory import GONE, LE, UserTensors, desc, raising, refused, same, used
 
 
 @pytest.mark.parametrize("placement", list(Placement))
@@ -27,33 +27,6 @@ def test_registered_cache(manager: Any, placement: Placement, blocks: bool, remo
     manager.unregister_cache(cache.cache_id)
     with raising(GONE):
         _ = manager.copy_blocks(cache, {0: [1]}) if blocks else manager.copy_cache(cache, cache, 1, 0)
-
-
-def test_ids_are_shared_with_allocation(manager: Any) -> None:
-    user = UserTensors()
-    ids = [
-        manager.allocate_cache(desc()).cache_id,
-        manager.register_cache(user.describe(Placement.DEVICE), user.addrs).cache_id,
-        manager.register_blocks_cache(user.describe(Placement.DEVICE), user.addrs).cache_id,
-        manager.allocate_blocks_cache(desc()).cache_id,
-    ]
-    assert ids == [1, 2, 3, 4]
-
-
-def test_registered_memory_is_copied_to_and_from(manager: Any) -> None:
-    user = UserTensors(4, 300, 2, seed=1)
-    registered = manager.register_cache(user.describe(Placement.DEVICE), user.addrs)
-    own = manager.allocate_cache(desc(4, 300, 2))
-    expected = fill(own, 2)
-    manager.copy_cache(own, registered, 3, 1)
-    for target, origin in zip(expected, user.arrays):
-        target[3] = origin[1]
-    assert same(contents(own), expected)
-    user_expected = user.snapshot()
-    manager.copy_cache(registered, own, 0, 2, 10, 20)
-    for target, origin in zip(user_expected, expected):
-        target[0, 10:30] = origin[2, 10:30]
-    assert same(user.snapshot(), user_expected)
 
 
 def test_memory_may_be_registered_again_and_unregistered_twice(manager: Any) -> None:
@@ -103,15 +76,6 @@ def test_a_second_blocks_registration_takes_the_key(manager: Any) -> None:
         manager.allocate_blocks_cache(desc(), BlocksCacheKey(1, 3))
     manager.unregister_cache(second.cache_id)
     manager.copy_blocks(first, {0: [1]})
-
-
-@pytest.mark.parametrize("shape", [[0, 4], [2, -1], [1] * 32, [2**32, 2**32], [2**62, 4]])
-@pytest.mark.parametrize("blocks", [False, True])
-def test_descriptors_without_a_size_are_refused(manager: Any, shape: list[int], blocks: bool) -> None:
-    user = UserTensors()
-    register = manager.register_blocks_cache if blocks else manager.register_cache
-    with refused(manager, LE, users=[user]):
-        register(CacheDesc(1, shape, DataType.DT_INT8), user.addrs[:1])
 
 
 def test_registering_needs_no_pool_and_no_page_alignment(start: Any) -> None:

@@ -39,33 +39,6 @@ TRANSFER_FIELDS: dict[str, tuple[list[Any], list[tuple[Any, Expected]]]] = {
         [*[(bad, TE) for bad in (None, "0", 0.0, True)], *[(bad, VE) for bad in (-1, 2**32, 2**100)]],
     ),
 }
-TRANSFER_FIELDS: dict[str, tuple[list[Any], list[tuple[Any, Expected]]]] = {
-    "dst_cluster_id": (
-        [0, 2, UINT64_MAX],
-        [*[(bad, TE) for bad in (None, "1", 1.0, True, [1])], *[(bad, VE) for bad in (-1, UINT64_MAX + 1, 2**100)]],
-    ),
-    "dst_addrs": (
-        [[1, 2], (3, 4), [UINT64_MAX], [0], ()],
-        [
-            *[
-                (bad, TE)
-                for bad in (None, 5, "12", {1, 2}, range(2), {1: 2}, [1, "2"], [None], (1, 2.0), [True], [-1, "2"])
-            ],
-            *[(bad, VE) for bad in ([-1], [1, UINT64_MAX + 1], (1, 2**100))],
-        ],
-    ),
-    "src_layer_range": (
-        [None, range(1), range(3, 40)],
-        [
-            *[(bad, TE) for bad in ([0, 1], 1, "range", (0, 1), slice(0, 1))],
-            *[(bad, LE) for bad in (range(0), range(4, 1), range(0, 5, 2), range(0, 1, -1), range(-1, 2), range(3, 3))],
-        ],
-    ),
-    "src_batch_index": (
-        [0, 7, UINT32_MAX],
-        [*[(bad, TE) for bad in (None, "0", 0.0, True)], *[(bad, VE) for bad in (-1, 2**32, 2**100)]],
-    ),
-}
 GOOD_TRANSFER = {"dst_cluster_id": 1, "dst_addrs": [1, 2], "src_layer_range": range(1), "src_batch_index": 0}
 
 

@@ -374,33 +374,25 @@ def test_integer_list_validator(name: str) -> None:
             check("the_arg", (0, bad))
 
 
-def test_check_inner() -> None:
-    assert utils.check_inner("the_arg", (1, 2), int) is None
-    assert utils.check_inner("the_arg", [], int) is None
-    for bad in ([1, "2"], [True], [None], (1.0,)):
-        with pytest.raises(TypeError, match="inner type only support") as caught:
-            utils.check_inner("the_arg", bad, int)
-        assert "the_arg" in str(caught.value)
-
-
 @pytest.mark.contract("20.20")
 def test_check_dict() -> None:
-    assert utils.check_dict("d", {}, int, int) is None
-    assert utils.check_dict("d", {1: "x"}, int, str) is None
-    assert utils.check_dict("d", {1: [1, 2], 2: []}, int, list, int) is None
-    assert utils.check_dict("d", {True: True}, bool, bool) is None
+    assert utils.check_inner("the_arg", (1, 2), int) is None
+    for bad in ([1, "2"], [True], [None], (1.0,)):
+        with pytest.raises(TypeError, match="the_arg inner type only support"):
+            utils.check_inner("the_arg", bad, int)
+    for good in (({}, int, int), ({1: "x"}, int, str), ({1: [1], 2: []}, int, list, int), ({True: True}, bool, bool)):
+        assert utils.check_dict("d", *good) is None
     for value, k_class, v_class, match in (
         ({"1": 1}, int, int, "d dict key only support"),
         ({True: 1}, int, int, "d dict key only support"),
         ({1: "1"}, int, int, "d dict value only support"),
         ({1: False}, int, int, "d dict value only support"),
         ({1: (1,)}, int, list, "d dict value only support"),
+        ({1: [1, "2"]}, int, list, r"dict value.*inner type only support"),
+        ({1: [True]}, int, list, r"dict value.*inner type only support"),
     ):
         with pytest.raises(TypeError, match=match):
-            utils.check_dict("d", value, k_class, v_class)
-    for inner in ([1, "2"], [True]):
-        with pytest.raises(TypeError, match=r"dict value.*inner type only support"):
-            utils.check_dict("d", {1: inner}, int, list, int)
+            utils.check_dict("d", value, k_class, v_class, int)
     with pytest.raises(AttributeError):
         utils.check_dict("d", None, int, int)
 

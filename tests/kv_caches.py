@@ -1,0 +1,21 @@
+"""Caches of the `KvCacheManager`: descriptors, CPU caches, and what the engine holds."""
+
+from __future__ import annotations
+
+from llm_datadist import CacheDesc, DataType, KvCache, KvCacheManager, Placement
+from memory import UserTensors
+
+
+def desc(rows: int = 4, row_bytes: int = 64, tensors: int = 2, placement: Placement = Placement.DEVICE) -> CacheDesc:
+    return CacheDesc(tensors, (rows, row_bytes), DataType.DT_UINT8, placement)
+
+
+def table(manager: KvCacheManager) -> tuple[int, int, int]:
+    """Caches, keys, and bytes of the pool that are used."""
+    stats = manager.stats()
+    return stats["table"]["caches"], stats["table"]["keys"], stats["pools"]["device"]["used_bytes"]
+
+
+def cpu(rows: int = 4, row_bytes: int = 64, count: int = 2) -> tuple[KvCache, UserTensors]:
+    own = UserTensors(rows, row_bytes, count)
+    return KvCache.create_cpu_cache(own.describe(), own.addrs), own
