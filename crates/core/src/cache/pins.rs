@@ -81,7 +81,7 @@ pub fn pin_reads(cache: &Arc<Cache>, reads: Vec<u64>, deadline: Deadline) -> Res
 /// With `ahead`, the reader passes writers that are still waiting, but not one that holds the rows. This is
 /// for a peer that serves a push of this process at the same time. Without it there could be a cycle: the
 /// peer holds the rows into which it reads, the push may wait for these rows, a local writer waits for the
-/// push, and the peer's read waits for the writer (`a_pull_meets_a_transfer_and_a_writer`).
+/// push, and the peer's read waits for the writer (`push_pull_and_copy_do_not_deadlock`).
 pub fn pin_reads_for(cache: &Arc<Cache>, reads: Vec<u64>, ahead: bool, deadline: Deadline) -> Result<Pin> {
     pin_one(cache, RowUse { reads, writes: vec![], ahead }, deadline)
 }

@@ -2,7 +2,7 @@
 //! is gone.
 //!
 //! It has one lock, held for a few hash lookups and never during a copy. Memory returns to its pool when the
-//! last [`Arc`] of a cache drops, so not before a copy of it has ended (`released_during_a_copy`).
+//! last [`Arc`] of a cache drops, so not before a copy of it has ended (`memory_released_during_a_copy_returns_when_the_copy_ends`).
 
 mod pulled;
 mod remote;

@@ -64,7 +64,7 @@ pub(super) fn choose(devices: &DeviceSet, src: End<'_>, dst: End<'_>, forced: Sw
 
 /// Memory of another process is copied directly or not at all. The ring is for swap-ins: its stages would
 /// copy the bytes a second time before it is known whether they are still current
-/// (`what_a_device_cannot_reach_is_refused_and_the_ring_is_never_used`).
+/// (`memory_that_a_device_cannot_reach_is_refused_and_the_ring_is_not_used`).
 fn from_peer(devices: &DeviceSet, src: End<'_>, dst: End<'_>) -> Result<Route> {
     let direct = device(devices, src, dst).host_reach() == HostReach::Direct;
     let here = dst.0.host_addressable();

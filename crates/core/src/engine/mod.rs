@@ -183,7 +183,7 @@ impl DataDist {
     /// that use it. The caller may free the memory once this succeeds. An unknown id is no error.
     ///
     /// After `Err(Timeout)`, no other call finds the cache, and the same call waits again
-    /// (`a_cache_that_is_still_used_is_waited_for_again`).
+    /// (`unregister_waits_each_time_while_the_cache_is_in_use`).
     pub fn unregister(&self, id: CacheId) -> Result<()> {
         self.cluster.stats.timed(Op::Register, || {
             let Some(cache) = self.cluster.table.unregister(id)? else { return Ok(()) };

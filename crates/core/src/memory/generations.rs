@@ -3,7 +3,7 @@
 //!
 //! A peer that reads memory one-sidedly compares this number with the one that it was sent with the place,
 //! before the read and again after it. Only if both are equal does it accept the bytes
-//! (`generations_of_another_process_are_seen_as_they_rise`). The table in `cache` decides when a number
+//! (`generations_of_a_peer_are_seen_as_they_rise`). The table in `cache` decides when a number
 //! rises.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

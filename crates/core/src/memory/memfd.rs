@@ -71,7 +71,7 @@ fn text(limit: Option<u64>) -> String {
 }
 
 /// Seals a file that this process has already mapped. From then on others can only read it, and its length is
-/// fixed (`nobody_maps_a_region_for_writing_after_its_owner`). Returns `false` if the kernel cannot do this
+/// fixed (`only_the_owner_maps_a_region_for_writing`). Returns `false` if the kernel cannot do this
 /// (before 5.1); the file must then not be shared.
 pub(super) fn seal(descriptor: &OwnedFd) -> bool {
     let seals = SealFlags::FUTURE_WRITE | SealFlags::SHRINK | SealFlags::GROW;

@@ -3,7 +3,7 @@
 //!
 //! A process id can be reused, and a process can replace its program. So every read also fetches the secret
 //! that the peer sent over its link, and the bytes are accepted only if the secret is still in place
-//! (`only_the_process_that_told_the_secret_is_read`). Memory that can be mapped is read by `peer_mapping`
+//! (`only_the_process_with_the_secret_is_read`). Memory that can be mapped is read by `peer_mapping`
 //! instead.
 
 use std::io;
@@ -65,7 +65,7 @@ impl PeerProcess {
     /// Opens the process `pid`, and checks that it holds the secret of `probe` and may be read.
     ///
     /// Returns `Err` of kind [`ErrorKind::NotEnabled`] if the kernel denies permission or does not support
-    /// these calls; a link may then use another transport (`refused_permission_is_told_apart`). Other causes
+    /// these calls; a link may then use another transport (`a_refused_permission_is_told_apart`). Other causes
     /// are of kind [`ErrorKind::System`], or [`ErrorKind::NotLinked`] if the process ends before its secret
     /// is read.
     pub fn open(pid: i32, probe: Probe) -> Result<Arc<PeerProcess>> {

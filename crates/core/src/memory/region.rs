@@ -204,7 +204,7 @@ impl Aligned {
             // A fixed mapping that fails may have removed the reservation below it, and another thread may
             // have mapped something there since. Only the two ends, which the call did not touch, certainly
             // belong to this function. What remains of the middle stays reserved
-            // (`a_region_in_the_making_takes_nobodys_addresses`).
+            // (`regions_take_only_free_addresses`).
             for (from, to) in [(held, base), (base + len, held + held_len)] {
                 // SAFETY: this part of the reservation lies outside the range of the failed call, and nothing
                 // refers to it.

@@ -37,7 +37,7 @@ const END: u32 = 2;
 /// 2^32 divided by the golden ratio: multiples of it are spread far apart.
 const SALT_STEP: u32 = 0x9E37_79B9;
 /// First ticket number of the next pool. Pools issue different tickets for the same range, so an extent that
-/// is given to the wrong pool is refused (`the_extent_of_another_pool_is_refused`). It has no other effect.
+/// is given to the wrong pool is refused (`only_the_owner_of_a_live_extent_frees_it`). It has no other effect.
 static NEXT_SALT: AtomicU32 = AtomicU32::new(0);
 
 /// A range allocated by a [`Pool`], and the only way to free it. Copies refer to the same range.
@@ -217,7 +217,7 @@ impl Pool {
 
     /// Frees `extent`. Returns `false`, and changes nothing, if this pool has not allocated it in this form:
     /// it was freed before, belongs to another pool, or its public fields were changed
-    /// (`a_second_free_is_refused`). Within 2^31 allocations of one pool the refusal is certain.
+    /// (`only_the_owner_of_a_live_extent_frees_it`). Within 2^31 allocations of one pool the refusal is certain.
     #[inline]
     pub fn free(&mut self, extent: Extent) -> bool {
         let index = extent.node();

@@ -243,7 +243,7 @@ fn enter(
     let link = Link::new(id, kind, peer, reach, stream.clone(), None, shared.server.budget());
     // The first control message confirms that this side has entered the link. The right to send is held until
     // then, so that a thread that finds the link cannot send before it; the peer uses the link only after
-    // this message (`members_meet_in_either_order_and_calls_wait_for_it`).
+    // this message (`test_either_side_comes_seconds_later`).
     let first = link.sending.lock();
     shared.enroll(&link)?;
     if let Kind::Communicator(id) = kind {

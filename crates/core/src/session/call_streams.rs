@@ -98,7 +98,7 @@ impl Link {
         }
         drop(calls);
         let opened = opened.inspect_err(|_| self.changed.notify_all());
-        // (`calls_to_a_peer_that_has_gone`)
+        // (`a_peer_that_no_longer_listens_cannot_be_called`)
         let gone = |error: Error| match error.kind() {
             ErrorKind::LinkFailed => {
                 Error::new(ErrorKind::NotLinked, "the peer cannot be reached any more").because(error)

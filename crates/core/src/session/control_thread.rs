@@ -2,7 +2,7 @@
 //!
 //! It sleeps until one of its descriptors is readable or the next heartbeat is due, and never waits for a
 //! peer. A part of a message is kept until the rest arrives, and a peer that does not read its control stream
-//! loses its link (`peer_that_does_not_read_its_control_stream_loses_only_its_own_link`). The threads of
+//! loses its link (`test_peers_that_do_not_read_their_control_stream_are_dropped`). The threads of
 //! `server` answer calls and perform handshake steps that may take long.
 
 use std::sync::{Arc, Weak};

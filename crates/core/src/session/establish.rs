@@ -23,7 +23,7 @@ use crate::protocol::{Attached, Comm, Control, HANDSHAKE_LIMIT, Party, Purpose, 
 impl Shared {
     /// Returns `Err` with `AlreadyLinked` if `cluster` is linked. A link that the peer made counts unless both
     /// sides may link to each other (`both_ways`). A link whose peer does not answer a ping is
-    /// broken instead, which makes room for a new one (`a_dead_link_makes_room`).
+    /// broken instead, which makes room for a new one (`a_silent_link_is_replaced`).
     pub(super) fn unless_linked(self: &Arc<Self>, cluster: ClusterId, deadline: Deadline) -> Result<()> {
         let both_ways = self.cluster.config.links.both_ways;
         let counts = |kind| kind == Kind::Outgoing || (kind == Kind::Incoming && !both_ways);
@@ -160,7 +160,7 @@ impl Shared {
 
     /// Enters a finished link into the registry and replaces older links of the same peer. If another process
     /// with the same cluster id is linked and its link works, returns `Err`
-    /// (`a_process_that_was_replaced_is_noticed`).
+    /// (`nobody_takes_the_place_of_a_link_that_works`).
     pub(super) fn enroll(self: &Arc<Self>, link: &Arc<Link>) -> Result<()> {
         let Peer { cluster, instance, .. } = &link.peer;
         for stale in self.state.enroll(link, self.patience())? {

@@ -120,7 +120,7 @@ impl Communicator {
 
     /// Whether to make another round. If not, the search is marked as ended. Once the first limit has passed,
     /// members that were never linked are given up, and the others are searched for without a time limit
-    /// (`a_member_that_stays_away_for_long_is_met_again`).
+    /// (`a_member_that_returns_after_the_limit_is_linked_again`).
     fn goes_on(&self, shared: &Arc<Shared>, deadline: Deadline, reported: &mut bool) -> bool {
         let mut progress = self.progress.lock();
         let late = deadline.passed() && !progress.left && !progress.missing.is_empty() && !*reported;

@@ -152,7 +152,7 @@ impl Links {
     }
 
     /// Returns the link to another engine with the id `cluster`. Without the cache manager, that engine may
-    /// have the same cluster id as this one (`two_engines_of_one_id`). A link of this engine to itself is
+    /// have the same cluster id as this one (`test_layers_travel_between_clusters_of_one_id`). A link of this engine to itself is
     /// refused, because it carries no transfers.
     pub(crate) fn find_other(&self, cluster: ClusterId, deadline: Deadline) -> Result<Arc<Link>> {
         self.shared.find_other(cluster, deadline)
@@ -236,7 +236,7 @@ fn one_address(peer: &PeerAddress) -> Result<Address> {
 }
 
 /// Decides the result of an unlink that the peer did not answer. A link that has ended counts as unlinked
-/// (`both_sides_may_unlink_at_once`, `a_goodbye_that_is_read_late_is_one`).
+/// (`both_sides_may_unlink_at_once`, `a_goodbye_that_is_read_late_counts`).
 #[cold]
 fn unlinked(link: &Link, error: Error, deadline: Deadline) -> Result<()> {
     if error.kind() == ErrorKind::NotLinked {

@@ -4,7 +4,7 @@
 //! The owner is not asked and takes no lock, so it may write, free or reuse the memory during the copy. A reader
 //! therefore begins a [`PeerSnapshot`], copies, and accepts the bytes only if [`PeerSnapshot::validate`] finds the
 //! owner's generation number unchanged and no push of this process to the same cache in between. Otherwise it
-//! discards them. This is a sequence lock across processes (`a_pull_never_mixes_generations`).
+//! discards them. This is a sequence lock across processes (`pull_never_mixes_generations`).
 //!
 //! The position on racing reads: the memory belongs to another process, so no rule of this program's memory model
 //! orders its writes. The copy moves bytes through raw pointers or a system call, never through a reference, and

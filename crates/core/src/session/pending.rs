@@ -2,7 +2,7 @@
 //!
 //! A stalled connection costs one descriptor for the time of a handshake, and no thread. When the limit is
 //! reached, the oldest unauthenticated connection is dropped, so that silent connections keep no peer out
-//! (`strangers_keep_no_peer_out`).
+//! (`test_strangers_are_borne_and_forgotten`).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

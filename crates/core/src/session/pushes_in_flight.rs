@@ -2,8 +2,8 @@
 //!
 //! An owner pins the rows that it writes or sends, but a mapped read does not ask the owner. If such a read
 //! overlaps with a push or a layer from the same process, its bytes are discarded and requested from the
-//! owner instead (`pulls_and_layers_of_the_same_rows`). A push that the peer did not confirm counts as long
-//! as the peer may still be executing it (`a_push_without_an_answer`). Writes by the owner itself are not
+//! owner instead (`readers_see_one_version_of_a_row`). A push that the peer did not confirm counts as long
+//! as the peer may still be executing it (`unanswered_push_keeps_reads_out_of_place`). Writes by the owner itself are not
 //! tracked; docs/links.md states what is guaranteed for those.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};

@@ -124,7 +124,7 @@ impl State {
 
     /// Enters a link and returns the links that it replaces, which the same peer or its predecessor left
     /// behind. Refuses a link of a communicator that was left
-    /// (`nothing_is_left_of_a_communicator_that_was_left_at_once`). Also refuses a link that would replace
+    /// (`a_communicator_that_is_left_at_once_leaves_nothing`). Also refuses a link that would replace
     /// one that [works](Link::works): the cluster id and instance number in a handshake prove nothing.
     pub(super) fn enroll(&self, link: &Arc<Link>, patience: Duration) -> Result<Vec<Arc<Link>>> {
         let mut entries = self.entries.lock();

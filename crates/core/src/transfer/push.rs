@@ -24,7 +24,7 @@ impl Call {
             return Ok(Moved::Bytes(0));
         }
         // Before the rows are pinned: a read request of the peer that arrives meanwhile must know that this
-        // side may hold them (`a_pull_meets_a_transfer_and_a_writer`).
+        // side may hold them (`push_pull_and_copy_do_not_deadlock`).
         let writing = self.link.pushes.begin(known.cache);
         let _pinned = pin_reads(&self.local, local_rows, self.deadline)?;
         self.cluster.still_registered(&self.local)?;
