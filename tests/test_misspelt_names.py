@@ -59,10 +59,10 @@ def test_init_names_the_option_or_pool_key_that_was_meant(
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="LLM_DATADIST"):
         dist = start({**options(), key: value})
-    assert warnings(caplog) == ([said] if said else [])
-    assert "value of it" not in caplog.text
-    caplog.clear()
-    dist.switch_role(dist._role, {"llm.listenIpInf": "127.0.0.1:0"})
+        assert warnings(caplog) == ([said] if said else [])
+        assert "value of it" not in caplog.text
+        caplog.clear()
+        dist.switch_role(dist._role, {"llm.listenIpInf": "127.0.0.1:0"})
     assert warnings(caplog)[0] == OPTION.format("llm.listenIpInf", "llm.listenIpInfo")
 
 

@@ -2,16 +2,15 @@
 //! specific to Python.
 //!
 //! ```text
-//!  API          engine
-//!  operations   transfer   session   cluster   stats
+//!  operations   engine   transfer
+//!  sessions     session   cluster   stats
 //!  movement     copy   huge_pages            copy: the only module that moves bytes of caches
-//!  I/O          net   protocol
-//!  resources    cache   pool   device   memory   token_file
+//!  resources    cache   pool   device   memory   net   protocol   token_file
 //!  decisions    validate   plan              pure: no memory access, no I/O, no clock
-//!  base         config   model   status   error   fallible   log   sync
+//!  vocabulary   config   model   status   error   fallible   log   sync
 //! ```
 //!
-//! A module uses only modules on its own line or below. `docs/architecture.md` has the exact table, which
+//! A module uses only modules of its own row or of rows below. `docs/architecture.md` has the exact table, which
 //! `tests/test_architecture.py` checks. The modules are private; this page is the whole interface:
 //!
 //! - **Open an engine:** [`DataDist::open`] with a [`Config`]: [`Role`], [`ClusterId`], [`Mode`],

@@ -1,8 +1,8 @@
 //! The locks of the engine. They differ from those of the standard library in one point: a panic does not poison
 //! them.
 //!
-//! Code that holds a lock changes a few fields or map entries and calls nothing that can panic half-way, so what
-//! a panicking thread leaves behind is consistent.
+//! Code that holds a lock changes a few fields or map entries at a time, so what a panicking thread leaves behind
+//! is consistent.
 //!
 //! With `--cfg loom` they are loom's, for the models in `tests/loom_pins.rs`,
 //! `copy/workers/loom_tests.rs` and `transfer/task/loom_tests.rs`. Locks in statics are taken from `std` directly,

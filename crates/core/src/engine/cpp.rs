@@ -84,6 +84,7 @@ impl DataDist {
     ) -> Result<()> {
         self.cluster.stats.timed(Op::CopyBlocks, || {
             let deadline = self.deadline();
+            super::room_for_lists(src_blocks.len().saturating_mul(dst_blocks_list.len()))?;
             let pairs = validate::cpp::block_lists(src_blocks, dst_blocks_list)?;
             let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
             let request = validate::copy_kv_blocks(src.side(), dst.side(), &pairs)?;

@@ -1,7 +1,7 @@
 //! An allocator for the Python and C libraries that keeps the memory of a few long lists between calls.
 //!
 //! A call with thousands of blocks builds lists of up to a few MiB. The C library returns such memory to the
-//! kernel after each call, and faulting it in again took longer than planning the call (docs/performance.md).
+//! kernel after each call, and faulting it in again took longer than planning the call (DESIGN.md, "Memory").
 //! The thresholds of the C library belong to the host process, so they are not changed
 //! (`test_opening_an_engine_leaves_malloc_alone`). Only allocations of the library that declares this
 //! allocator use it. The memory of caches does not.

@@ -68,6 +68,7 @@ fn inside() {
     large.huge_pages = HugeChoice::Off;
     say("lazy", DataDist::open(large).map(drop));
     say("lists", many_pairs());
+    say("destinations", many_destinations());
     say("small", refuse_beyond_room("test", MIB));
 }
 
@@ -83,6 +84,19 @@ fn many_pairs() -> Result<()> {
     refused
 }
 
+/// The same with block lists of the C++ class, which take no memory before they are paired.
+fn many_destinations() -> Result<()> {
+    let config = Config { huge_pages: HugeChoice::Off, ..config(64 * MIB) };
+    let engine = DataDist::open(config)?;
+    let cache = engine.allocate(&desc(Placement::Device, 1, 1024, 16), CacheKind::Blocks, &[])?;
+    let (from, to): (Vec<u64>, Vec<u64>) = (0..512).map(|block| (block, 512 + block)).unzip();
+    let lists = vec![to.as_slice(); usize::try_from(PAIRS).unwrap() / from.len()];
+    let end = End::Managed(cache.id());
+    let refused = engine.copy_kv_blocks(&end, &end, &from, &lists);
+    engine.copy_kv_blocks(&end, &end, &from, &lists[..1])?;
+    refused
+}
+
 #[test]
 fn group_without_room_refuses_before_memory_is_touched() {
     let group = match Group::new() {
@@ -94,6 +108,7 @@ fn group_without_room_refuses_before_memory_is_touched() {
         ("eager", "OutOfMemory ", "pool_bytes="),
         ("lazy", "done", ""),
         ("lists", "OutOfMemory ", "usable_bytes="),
+        ("destinations", "OutOfMemory ", "usable_bytes="),
         ("small", "done", ""),
     ] {
         let head = format!("{name} ");

@@ -27,19 +27,19 @@ const LANE_AHEAD: usize = 256;
 /// become one lane each.
 const CUT: usize = LANES * 4096;
 
-/// One piece: the windows of a [`Copy`] as pointers.
+/// The windows of a [`Copy`] as pointers.
 #[derive(Clone, Copy)]
-struct Piece {
+struct Stretch {
     from: *const u8,
     to: *mut u8,
     len: usize,
 }
 
-impl Piece {
-    fn of(copy: &Copy<'_>) -> Piece {
+impl Stretch {
+    fn of(copy: &Copy<'_>) -> Stretch {
         // A window lies in an address space, so its length fits.
         let len = usize::try_from(copy.src.len()).unwrap_or(0);
-        Piece { from: copy.src.addr() as *const u8, to: copy.dst.addr() as *mut u8, len }
+        Stretch { from: copy.src.addr() as *const u8, to: copy.dst.addr() as *mut u8, len }
     }
 
     /// Returns the number of bytes before the first destination byte that starts a cache line, at most the
@@ -61,7 +61,7 @@ impl Next {
 
     fn of(copy: Option<&Copy<'_>>) -> Next {
         copy.map_or(Next::NONE, |copy| {
-            let Piece { from, len, .. } = Piece::of(copy);
+            let Stretch { from, len, .. } = Stretch::of(copy);
             Next { from, len }
         })
     }
@@ -80,7 +80,7 @@ pub(super) unsafe fn one(batch: &[Copy<'_>]) {
         } else {
             // SAFETY: the windows lie inside live tensors (promise 3), have equal lengths because the pair is
             // sound, and do not overlap.
-            unsafe { lone(Piece::of(copy), Next::of(batch.get(index + 1))) };
+            unsafe { lone(Stretch::of(copy), Next::of(batch.get(index + 1))) };
         }
     }
     _mm_sfence();
@@ -103,18 +103,18 @@ pub(super) unsafe fn four<const STREAM: bool>(batch: &[Copy<'_>]) {
         } else if first.src.len() >= CUT as u64 {
             // SAFETY: the windows lie inside live tensors (promise 3), have equal lengths because the pair is
             // sound, and do not overlap.
-            unsafe { cut::<STREAM>(Piece::of(first), Next::of(others.first())) };
+            unsafe { cut::<STREAM>(Stretch::of(first), Next::of(others.first())) };
             rest = others;
         } else if let Some(four) = four {
             let next = rest.get(LANES..).unwrap_or_default();
             let next = [0, 1, 2, 3].map(|lane| Next::of(next.get(lane)));
             // SAFETY: as above for each of the four pieces. They have the same length and alignment because
             // they are `alike`.
-            unsafe { together::<STREAM>(four.each_ref().map(Piece::of), next) };
+            unsafe { together::<STREAM>(four.each_ref().map(Stretch::of), next) };
             rest = rest.get(LANES..).unwrap_or_default();
         } else if STREAM {
             // SAFETY: as above.
-            unsafe { lone(Piece::of(first), Next::of(others.first())) };
+            unsafe { lone(Stretch::of(first), Next::of(others.first())) };
             rest = others;
         } else {
             plain(first);
@@ -141,7 +141,7 @@ fn alike(four: &[Copy<'_>; LANES]) -> bool {
 ///
 /// `from..from + len` is readable, `to..to + len` is writable, the two do not overlap, and the CPU has AVX2.
 #[target_feature(enable = "avx2")]
-unsafe fn lone(piece: Piece, next: Next) {
+unsafe fn lone(piece: Stretch, next: Next) {
     let head = piece.head();
     let steps = (piece.len - head) / STEP;
     // SAFETY: `head + steps * STEP <= len`, and the destination is aligned from `head` on.
@@ -156,7 +156,7 @@ unsafe fn lone(piece: Piece, next: Next) {
 ///
 /// As for [`lone`].
 #[target_feature(enable = "avx2")]
-unsafe fn cut<const STREAM: bool>(piece: Piece, next: Next) {
+unsafe fn cut<const STREAM: bool>(piece: Stretch, next: Next) {
     let head = piece.head();
     let lane = (piece.len - head) / (LANES * STEP) * STEP;
     let next_lane = next.len / (LANES * STEP) * STEP;
@@ -180,7 +180,7 @@ unsafe fn cut<const STREAM: bool>(piece: Piece, next: Next) {
 /// As for [`lone`], for each piece. All pieces have the same length, and their destinations have the same
 /// offset from the start of a cache line.
 #[target_feature(enable = "avx2")]
-unsafe fn together<const STREAM: bool>(pieces: [Piece; LANES], next: [Next; LANES]) {
+unsafe fn together<const STREAM: bool>(pieces: [Stretch; LANES], next: [Next; LANES]) {
     let head = pieces[0].head();
     let steps = (pieces[0].len - head) / STEP;
     // SAFETY: `head + steps * STEP <= len` for each piece, and each destination is aligned from `head` on.
@@ -192,8 +192,8 @@ unsafe fn together<const STREAM: bool>(pieces: [Piece; LANES], next: [Next; LANE
 }
 
 /// Returns the part of the piece from byte `skip` on. `skip` is at most its length.
-fn at(piece: Piece, skip: usize) -> Piece {
-    Piece {
+fn at(piece: Stretch, skip: usize) -> Stretch {
+    Stretch {
         from: piece.from.wrapping_add(skip),
         to: piece.to.wrapping_add(skip),
         len: piece.len.saturating_sub(skip),
@@ -205,7 +205,7 @@ fn at(piece: Piece, skip: usize) -> Piece {
 /// # Safety
 ///
 /// As for [`lone`], and `head <= tail <= len`.
-unsafe fn edges(piece: Piece, head: usize, tail: usize) {
+unsafe fn edges(piece: Stretch, head: usize, tail: usize) {
     // Most blocks have neither part, and a call that copies nothing would cost a block of 4 KiB a few
     // percent.
     if head > 0 {
@@ -230,7 +230,7 @@ unsafe fn edges(piece: Piece, head: usize, tail: usize) {
 #[target_feature(enable = "avx2")]
 #[inline]
 unsafe fn lanes<const N: usize, const AHEAD: usize, const STREAM: bool>(
-    pieces: [Piece; N],
+    pieces: [Stretch; N],
     steps: usize,
     next: [Next; N],
 ) {
@@ -282,7 +282,7 @@ fn hint(from: *const u8) {
     clippy::multiple_unsafe_ops_per_block,
     reason = "one loop body: four loads and four stores of one step"
 )]
-unsafe fn one_step<const STREAM: bool>(piece: Piece, step: usize) {
+unsafe fn one_step<const STREAM: bool>(piece: Stretch, step: usize) {
     // SAFETY: `(step + 1) * STEP` bytes are readable and writable, and `to` is a multiple of 64.
     unsafe {
         let source = piece.from.add(step * STEP).cast::<__m256i>();
