@@ -8,11 +8,9 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
-use crate::convert::{self, held_int, inner_only_support, is_int, only_support, shown};
+use crate::convert::{self, Any, held_int, inner_only_support, is_int, only_support, shown};
 use crate::error::{invalid, raise};
 use crate::{engine, raw};
-
-type Any<'py> = Bound<'py, PyAny>;
 
 /// Reads a list or tuple of block indices. `None` passes here, and fails where its length is needed.
 pub(crate) fn listed_or_none(name: &str, value: &Any<'_>) -> PyResult<Option<Vec<i64>>> {

@@ -9,11 +9,9 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyInt, PyString, PyType};
 
 use crate::arguments::KeyArg;
-use crate::convert::{self, inner_only_support, int, only_support};
+use crate::convert::{self, Any, inner_only_support, int, only_support};
 use crate::error::raise;
 use crate::transfer;
-
-type Any<'py> = Bound<'py, PyAny>;
 
 /// Reads an argument that is one class, or a list or tuple of classes.
 fn classes<'py>(given: &Any<'py>) -> PyResult<Vec<Bound<'py, PyType>>> {

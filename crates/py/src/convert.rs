@@ -15,7 +15,8 @@ use pyo3::types::{PyBool, PyInt, PyList, PyString, PyTuple, PyType};
 use crate::error::{invalid, raise};
 use crate::python_types::PythonTypes;
 
-type Any<'py> = Bound<'py, PyAny>;
+/// Any Python object.
+pub(crate) type Any<'py> = Bound<'py, PyAny>;
 
 /// Creates the `TypeError` for a value of the wrong type. Clients match the words `only support`.
 #[cold]

@@ -11,7 +11,7 @@ use pyo3::types::{IntoPyDict, PyDict, PyList, PyString};
 
 use crate::arguments::{Arg, BlocksArg, CacheArg, DescArg, IntArg, KeyArg};
 use crate::cache::{ManagedCache, TensorView};
-use crate::convert::{self, shown};
+use crate::convert::{self, Any, shown};
 use crate::engine::Engine;
 use crate::error::{self, invalid, raise};
 use crate::layerwise::{self, Given, Transfer};
@@ -20,8 +20,6 @@ use crate::python_types::PythonTypes;
 use crate::task::TransferTask;
 use crate::transfer::{self, LayerArgs};
 use crate::{local, log, stats};
-
-type Any<'py> = Bound<'py, PyAny>;
 
 /// An engine. `close` ends it; later calls raise `LLMException(LLM_ENGINE_FINALIZED)`.
 #[pyclass(frozen, module = "llm_datadist._core")]

@@ -13,14 +13,12 @@ use pyo3::prelude::*;
 use pyo3::types::{PyList, PyRange, PyTuple};
 
 use crate::arguments::{Arg, BlocksArg, CacheArg, IntArg, KeyArg};
-use crate::convert::{self, inner_only_support, int, is_int, only_support};
+use crate::convert::{self, Any, inner_only_support, int, is_int, only_support};
 use crate::datadist::DataDist;
 use crate::error::{invalid, raise};
 use crate::python_types::PythonTypes;
 use crate::remote_key::KeyClass;
 use crate::transfer;
-
-type Any<'py> = Bound<'py, PyAny>;
 
 /// The checked arguments of a layer-wise transfer.
 pub(crate) struct Transfer {

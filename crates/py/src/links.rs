@@ -12,11 +12,9 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyList, PyString, PyTuple};
 
-use crate::convert::{self, inner_only_support, int, is_int, only_support, shown, text};
+use crate::convert::{self, Any, inner_only_support, int, is_int, only_support, shown, text};
 use crate::error::{Codes, invalid, raise};
 use crate::python_types::PythonTypes;
-
-type Any<'py> = Bound<'py, PyAny>;
 
 /// Reads a timeout: milliseconds above 0.
 pub(crate) fn timeout(value: &Any<'_>) -> PyResult<Duration> {
@@ -94,7 +92,7 @@ fn addresses(name: &str, list: &Any<'_>) -> PyResult<Vec<SocketAddr>> {
 fn ip_address(value: &Any<'_>) -> PyResult<IpAddr> {
     if let Ok(given) = value.cast::<PyString>() {
         let parsed = text("ip", given)?.parse();
-        return parsed.map_err(|_| PyRuntimeError::new_err(format!("ip = {} is no address", shown(value))));
+        return parsed.map_err(|_| PyRuntimeError::new_err(format!("ip={} must be an IP address", shown(value))));
     }
     Ok(IpAddr::V4(Ipv4Addr::from(int::<u32>("ip", value)?.to_le_bytes())))
 }

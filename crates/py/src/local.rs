@@ -9,10 +9,8 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
 
 use crate::arguments::{BlocksArg, CacheArg, IntArg};
-use crate::convert::{self, only_support};
+use crate::convert::{self, Any, only_support};
 use crate::datadist::DataDist;
-
-type Any<'py> = Bound<'py, PyAny>;
 
 /// Source, destination and pairs of blocks.
 type Swap = (End, End, Vec<(i64, i64)>);

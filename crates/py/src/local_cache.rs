@@ -8,11 +8,9 @@ use pyo3::intern;
 use pyo3::prelude::*;
 
 use crate::cache::{LooseCache, ManagedCache};
-use crate::convert::{any_int, int};
+use crate::convert::{Any, any_int, int};
 use crate::datadist::DataDist;
 use crate::error::{invalid, raise};
-
-type Any<'py> = Bound<'py, PyAny>;
 
 /// A `Cache` or `KvCache` with its handle.
 pub(crate) struct LocalCache<'a, 'py> {

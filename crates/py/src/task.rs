@@ -12,12 +12,10 @@ use llm_datadist_core::{Deadline, Error, ErrorKind, Outcome, StatusCode, Task};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
-use crate::convert::optional_int;
+use crate::convert::{Any, optional_int};
 use crate::engine::{self, Held};
 use crate::error::{Codes, exception, raise};
 use crate::python_types::PythonTypes;
-
-type Any<'py> = Bound<'py, PyAny>;
 
 /// A handle of one transfer. Dropping it does not end the transfer.
 #[pyclass(frozen, module = "llm_datadist._core")]

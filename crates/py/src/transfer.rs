@@ -9,12 +9,10 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyRange, PyRangeMethods, PyString};
 
 use crate::arguments::{BlocksArg, CacheArg, IntArg, KeyArg};
-use crate::convert::{int, only_support, shown};
+use crate::convert::{Any, int, only_support, shown};
 use crate::datadist::DataDist;
 use crate::error::{invalid, raise};
 use crate::remote_key::KeyClass;
-
-type Any<'py> = Bound<'py, PyAny>;
 
 /// The checked arguments of a pull.
 pub(crate) struct Pull {
