@@ -1,4 +1,4 @@
-//! The calls of the class, with checked values. Pointers are the matter of `abi`, rules that of `core::validate::cpp`.
+//! The calls of the class, with checked values. `abi` handles pointers; `core::validate::cpp` has the rules for arguments.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

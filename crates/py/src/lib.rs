@@ -45,7 +45,7 @@ macro_rules! functions {
 static LISTS: KeptLists = KeptLists::new();
 
 /// Native module of `llm_datadist`; its stub `_core.pyi` documents every name.
-// `gil_used`: `raw` reads lists on the word that no other thread of the interpreter runs (`tests/test_bad_input.py`).
+// `gil_used`: `raw` reads lists, which is sound only while no other thread of the interpreter runs (`tests/test_bad_input.py`).
 // A function and no declarative module: the refusal must come before the first class is made, because the classes are
 // made once in a process and belong to the interpreter that made them (`tests/test_subinterpreter.py`).
 #[pymodule(gil_used = true)]

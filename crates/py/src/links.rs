@@ -92,7 +92,8 @@ fn addresses(name: &str, list: &Any<'_>) -> PyResult<Vec<SocketAddr>> {
 fn ip_address(value: &Any<'_>) -> PyResult<IpAddr> {
     if let Ok(given) = value.cast::<PyString>() {
         let parsed = text("ip", given)?.parse();
-        return parsed.map_err(|_| PyRuntimeError::new_err(format!("ip={} must be an IP address", shown(value))));
+        return parsed
+            .map_err(|_| PyRuntimeError::new_err(format!("ip={} must be an IP address", shown(value))));
     }
     Ok(IpAddr::V4(Ipv4Addr::from(int::<u32>("ip", value)?.to_le_bytes())))
 }

@@ -98,7 +98,7 @@ class Prefill:
         self._kill_at = kill_at
         self._asked: dict[int, list[int]] = {}
         self._slots: dict[int, list[int]] = {}
-        self._pulled: list[int] = []  # what prefill may overwrite; told with the next request
+        self._pulled: list[int] = []  # what prefill may overwrite; sent with the next request
         self._total = self._total_before = 0
         self._lost_at: float | None = None
         self._process: _Process | None = None

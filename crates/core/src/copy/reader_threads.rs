@@ -28,6 +28,7 @@ const FACTOR_OF_ALL: usize = 8;
 const IDLE: Duration = Duration::from_secs(1);
 /// Stack size in bytes: enough for one unit, whose lists are on the heap.
 const STACK: usize = 256 << 10;
+
 /// The reader threads of one engine.
 pub(super) struct Readers(Arc<Shared>);
 

@@ -21,14 +21,14 @@ use crate::plan::{CopyPlan, Piece};
 const WINDOWS: usize = 256;
 
 impl CopyEngine {
-    /// Checks that `src` can be sent through a socket, before anything is promised to the peer. Returns
+    /// Checks that `src` can be sent through a socket, before the peer is told to expect it. Returns
     /// `Err(NotEnabled)` if the CPU cannot address the memory.
     pub fn can_send(src: &Tensors) -> Result<()> {
         src.check_mapped(Access::Read)?;
         if src.host_addressable() { Ok(()) } else { Err(unreachable(src.reach(), "read")) }
     }
 
-    /// Checks that `dst` can be received through a socket, before anything is promised to the peer. Returns
+    /// Checks that `dst` can be received through a socket, before the peer is told to expect it. Returns
     /// `Err(NotEnabled)` if the CPU cannot write the memory.
     pub fn can_receive(dst: &Tensors) -> Result<()> {
         dst.check_mapped(Access::Write)?;

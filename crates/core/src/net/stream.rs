@@ -196,7 +196,7 @@ impl Stream {
     }
 }
 
-/// What a test interferes with.
+/// The points at which a test can interfere (`net::interference`).
 impl Stream {
     pub(super) fn allowed(&self, way: Way, len: usize) -> io::Result<Option<usize>> {
         self.faults.as_ref().map_or(Ok(Some(len)), |faults| faults.allow(way, len))

@@ -8,6 +8,7 @@ use crate::net::Stream;
 
 /// Most calls of one link in progress at a time. Further calls wait.
 pub(super) const MOST_CALLS: usize = 64;
+
 /// The call streams of one link.
 #[derive(Debug, Default)]
 pub(super) struct Calls {

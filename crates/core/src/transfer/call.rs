@@ -16,6 +16,7 @@ use crate::validate;
 /// Most attempts of a call whose remote cache keeps changing. Each attempt costs a request, and the deadline
 /// keeps running.
 const MOST_ROUNDS: usize = 8;
+
 /// Result of an attempt that did not fail.
 pub(crate) enum Moved {
     /// All bytes are in place; this is their number.
