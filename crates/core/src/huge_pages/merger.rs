@@ -8,7 +8,7 @@ use std::thread::Builder;
 use std::time::Duration;
 
 use super::commit::{Commit, UNITS_OF_A_PART};
-use super::pace::{Closing, Merged, Pace};
+use super::pace::{BETWEEN_TRIES, Closing, Merged, Pace, REST, TRIES};
 use super::pool_merge::Merging;
 use super::registered::Lending;
 use super::small_page_hint::Hint;
@@ -185,10 +185,20 @@ impl Drop for Merger {
 impl Shared {
     /// Runs on the thread: merges until nothing more is due or the merger is closed.
     fn work(&self) {
-        let mut pace = Pace::new(&self.closing);
+        let (mut pace, mut tries) = (Pace::new(&self.closing), 0);
         loop {
-            self.regions.iter().filter(|region| region.due()).for_each(|region| region.walk(&mut pace));
-            self.lending.iter().filter(|lending| lending.due()).for_each(|lending| lending.walk(&mut pace));
+            tries += 1;
+            let retry = if tries < TRIES { BETWEEN_TRIES } else { REST };
+            let mut busy = false;
+            for region in self.regions.iter().filter(|region| region.due()) {
+                busy |= region.walk(&mut pace, retry);
+            }
+            for lending in self.lending.iter().filter(|lending| lending.due()) {
+                busy |= lending.walk(&mut pace, retry);
+            }
+            if busy && tries < TRIES && self.closing.sleep(BETWEEN_TRIES) {
+                continue;
+            }
             // Under the lock, a concurrent check for work either sees the thread running, or starts another
             // one.
             let mut state = self.closing.state.lock();

@@ -10,8 +10,11 @@ use crate::sync::{Condvar, Mutex};
 const PAUSES: u32 = 9;
 /// Shorter periods of work are added up before a pause.
 const WORTH_A_PAUSE: Duration = Duration::from_micros(200);
-/// How long units are left alone that could not be merged, because their pages were in use or memory was short.
-const REST: Duration = Duration::from_secs(10);
+/// How often a thread tries units whose pages are in use, and the pause between.
+pub(super) const TRIES: u32 = 8;
+pub(super) const BETWEEN_TRIES: Duration = Duration::from_millis(100);
+/// How long units are left alone afterwards, or if memory was short.
+pub(super) const REST: Duration = Duration::from_secs(10);
 /// Bytes that must be free; otherwise nothing is merged.
 pub(super) const SPARE: u64 = 256 << 20;
 /// Number of units that are merged between two checks of the free memory.
@@ -44,9 +47,9 @@ impl Again {
         *self.0.lock() = None;
     }
 
-    /// Records that a pass left units.
-    pub(super) fn later(&self) {
-        self.0.lock().get_or_insert(Instant::now() + REST);
+    /// Records that a pass left units, which are to be tried again after `pause`.
+    pub(super) fn later(&self, pause: Duration) {
+        self.0.lock().get_or_insert(Instant::now() + pause);
     }
 }
 

@@ -5,9 +5,9 @@
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use super::pace::{Again, Merged, Pace, SPARE, UNITS_PER_CHECK};
+use super::pace::{Again, Merged, Pace, REST, SPARE, UNITS_PER_CHECK};
 use crate::memory::{Refusal, Region, usable_under};
 use crate::sync::Mutex;
 
@@ -43,35 +43,40 @@ impl Merging {
         able && (touched() || self.again.due())
     }
 
-    /// Merges the units that are touched.
-    pub(super) fn walk(&self, pace: &mut Pace<'_>) {
+    /// Merges the units that are touched. Returns whether some were in use, which are due again after `retry`.
+    pub(super) fn walk(&self, pace: &mut Pace<'_>, retry: Duration) -> bool {
         self.again.begin();
         self.seen.store(self.region.committed_bytes(), Ordering::Relaxed);
         let mut units = std::mem::take(&mut *self.units.lock());
-        let left = self.walk_over(&mut units, pace);
+        let busy = self.walk_over(&mut units, pace);
         *self.units.lock() = units;
-        if left {
-            self.again.later();
+        if busy {
+            self.again.later(retry);
         }
+        busy
     }
 
-    /// Returns whether units are left that may be merged later.
+    /// Returns whether some units were in use.
     fn walk_over(&self, units: &mut Vec<bool>, pace: &mut Pace<'_>) -> bool {
-        let (mut next, mut tried, mut left) = (0, 0, false);
+        let (mut next, mut tried, mut busy) = (0, 0, false);
         loop {
             let since = Instant::now();
-            let Some(index) = self.open_unit(units, next) else { return left };
+            let Some(index) = self.open_unit(units, next) else { return busy };
             next = index + 1;
             let touched = self.region.touched_bytes(index as u64);
             if touched >= ENOUGH {
                 if tried % UNITS_PER_CHECK == 0 && usable_under(Path::new("/")) < SPARE {
-                    return true;
+                    self.again.later(REST);
+                    return busy;
                 }
                 tried += 1;
                 match self.region.merge(index as u64) {
                     Ok(()) => self.done(&mut units[index], touched),
-                    Err(Refusal::Busy) => left = true,
-                    Err(Refusal::NoMemory) => return true,
+                    Err(Refusal::Busy) => busy = true,
+                    Err(Refusal::NoMemory) => {
+                        self.again.later(REST);
+                        return busy;
+                    }
                     Err(refusal) => {
                         units[index] = true;
                         if self.refused(refusal) {
@@ -81,7 +86,7 @@ impl Merging {
                 }
             }
             if !pace.keep(since) {
-                return left;
+                return busy;
             }
         }
     }
@@ -162,7 +167,7 @@ mod tests {
     }
 
     fn walk(merging: &Merging) {
-        merging.walk(&mut Pace::new(&Closing::default()));
+        merging.walk(&mut Pace::new(&Closing::default()), REST);
     }
 
     #[test]
