@@ -96,7 +96,7 @@ conformance: build capi $(VENV)/.test-tools  ## run the tests that prove the con
 lint: build $(VENV)/.test-tools  ## formatting, clippy, ruff, mypy, stubs; warnings are errors
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
-	cargo clippy -p llm-datadist-core -p llm-datadist-py -p llm-datadist-capi -- -D warnings  # without the feature `testing`: finds dead code
+	cargo clippy -p llm-datadist-core -p llm-datadist-embed -p llm-datadist-py -p llm-datadist-capi -- -D warnings  # without the feature `testing`: finds dead code
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --quiet
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

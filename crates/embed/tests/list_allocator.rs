@@ -6,7 +6,7 @@
 use std::alloc::{GlobalAlloc, Layout};
 use std::thread;
 
-use llm_datadist_core::testing::memory::KeptLists;
+use llm_datadist_embed::KeptLists;
 
 const KIB: usize = 1 << 10;
 
