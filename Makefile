@@ -133,7 +133,7 @@ loom:  ## the model checker over pins and jobs, in a target folder of its own
 
 asan:  ## the Rust tests of the core and the C interface with the address sanitizer
 	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address --cfg=sanitized" LSAN_OPTIONS="suppressions=$(CURDIR)/tests/lsan.txt" cargo test --locked --target $(TRIPLE) \
-		--target-dir "$(TARGET_DIR)/asan" -p llm-datadist-core -p llm-datadist-capi --lib --test integration
+		--target-dir "$(TARGET_DIR)/asan" -p llm-datadist-core -p llm-datadist-capi -p llm-datadist-embed --lib --test integration --test list_allocator
 
 valgrind:  ## the Rust tests of the memory code under valgrind, shortened
 	tests/valgrind.sh
