@@ -11,7 +11,7 @@ use crate::cache::Cache;
 use crate::config::Mode;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{CacheId, ClusterId, Name};
-use crate::plan::CopyPlan;
+use crate::plan::{CopyPlan, Ends};
 use crate::session;
 use crate::stats::Op;
 use crate::transfer::{Call, Moved};
@@ -83,8 +83,8 @@ impl DataDist {
                     // `call.name` is without the slot.
                     let mut moves = validate::push(call.local.side(), remote, rows, layers)
                         .map_err(|error| error.with("name", to.name))?;
-                    let local_rows = std::mem::take(&mut moves.local_rows);
-                    let plan = Arc::new(CopyPlan::moves(&mut moves)?);
+                    let local_rows = std::mem::take(&mut moves.src_rows);
+                    let plan = Arc::new(CopyPlan::moves(&mut moves, Ends::TwoCaches)?);
                     let outcome = call.push(known, &plan, local_rows)?;
                     if let (PushRows::Slot { local: row }, Moved::Bytes(1..), true) =
                         (rows, &outcome, moves.whole)

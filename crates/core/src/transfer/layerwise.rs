@@ -12,7 +12,7 @@ use crate::cluster::Cluster;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::{CacheId, Deadline, Name};
-use crate::plan::CopyPlan;
+use crate::plan::{CopyPlan, Ends};
 use crate::protocol::AddressLocation;
 use crate::session::{Finder, Known, Link};
 use crate::stats::Op;
@@ -154,7 +154,7 @@ impl LayerPush {
             self.to.src_row,
             LayerDestination::Cache(remote),
         )?;
-        let plan = CopyPlan::moves(&mut moves)?;
+        let plan = CopyPlan::moves(&mut moves, Ends::TwoCaches)?;
         let part = |index: u32| {
             let src = (range.first + index) * self.per_layer;
             let dst = (first_layer + index) * self.per_layer;
@@ -162,7 +162,7 @@ impl LayerPush {
             fallible::collect(LAYERS, std::iter::once(part))
         };
         let layers = fallible::try_collect(LAYERS, (0..range.end - range.first).map(part))?;
-        Ok(Route { link, local_rows: moves.local_rows, layers })
+        Ok(Route { link, local_rows: moves.src_rows, layers })
     }
 
     fn to_addresses(&self, link: Arc<Link>, addrs: &[u64], deadline: Deadline) -> Result<Route> {
@@ -228,8 +228,8 @@ impl TensorPlans<'_> {
         let (local, to) =
             (self.push.local.side(), LayerDestination::Memory { offset: spot.offset, tensor_bytes });
         let mut moves = validate::layer_moves(local, &self.push.rows, self.push.to.src_row, to)?;
-        let plan = CopyPlan::moves(&mut moves)?;
-        self.local_rows = moves.local_rows;
+        let plan = CopyPlan::moves(&mut moves, Ends::TwoCaches)?;
+        self.local_rows = moves.src_rows;
         self.plans.push((place, plan.clone()));
         Ok(plan)
     }
