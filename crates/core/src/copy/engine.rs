@@ -96,10 +96,15 @@ impl CopyEngine {
     /// Opens process `pid` as [`PeerProcess::open`] does, on a reader thread. Returns `Err` once `deadline`
     /// has passed, even if the memory of that process does not answer.
     pub fn open_process(&self, pid: i32, probe: Probe, deadline: Deadline) -> Result<Arc<PeerProcess>> {
-        let opening = Arc::new(Opening { pid, probe, opened: Mutex::default() });
-        self.readers.run(pid, opening.clone(), 1, 1, (deadline, None))?;
-        let opened = opening.opened.lock().take();
-        opened.unwrap_or_else(|| Err(Error::new(ErrorKind::System, "the peer's process was not opened")))
+        let opened = Arc::new(Mutex::new(None));
+        let result = opened.clone();
+        let open = move |_| {
+            *result.lock() = Some(PeerProcess::open(pid, probe)?);
+            Ok(())
+        };
+        self.readers.run(pid, Arc::new(open), 1, 1, (deadline, None))?;
+        let opened = opened.lock().take();
+        opened.ok_or_else(|| Error::new(ErrorKind::System, "the peer's process was not opened"))
     }
 
     /// Moves every byte of `plan`, one wave after the other.
@@ -168,20 +173,5 @@ impl CopyEngine {
         };
         ended.map_err(|error| with_copied_bytes(error, progress, bytes))?;
         Ok(Outcome { bytes, route })
-    }
-}
-
-/// A process that a reader thread opens.
-struct Opening {
-    pid: i32,
-    probe: Probe,
-    opened: Mutex<Option<Result<Arc<PeerProcess>>>>,
-}
-
-impl Work for Opening {
-    fn unit(&self, _: usize) -> Result<()> {
-        let opened = PeerProcess::open(self.pid, self.probe);
-        *self.opened.lock() = Some(opened);
-        Ok(())
     }
 }

@@ -16,30 +16,10 @@ use crate::plan::{CopyPlan, Ends};
 use crate::protocol::AddressLocation;
 use crate::session::{Finder, Known, Link};
 use crate::stats::Op;
-use crate::sync::Mutex;
 use crate::validate::{self, Destination, LayerDestination, LayerRows, RemoteCache, Target};
 
 /// Name of these lists in out-of-memory errors.
 const LAYERS: &str = "the layers of a transfer";
-
-/// A destination that can never be reached, and why.
-pub(crate) struct Refused(Mutex<Option<Error>>);
-
-impl Refused {
-    pub(crate) fn new(error: Error) -> Self {
-        Refused(Mutex::new(Some(error)))
-    }
-}
-
-impl Carrier for Refused {
-    fn find(&self) -> Result<()> {
-        self.0.lock().take().map_or(Ok(()), Err)
-    }
-
-    fn layer(&self, _: u32) -> Result<u64> {
-        Err(Error::new(ErrorKind::System, "a layer for a destination that was refused"))
-    }
-}
 
 /// Pushes layers to one destination.
 pub(crate) struct LayerPush {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::call::{Call, Moved};
-use crate::copy::{CopyEngine, Progress, Work};
+use crate::copy::{CopyEngine, Progress};
 use crate::error::{Error, ErrorKind, Result};
 use crate::plan::{CopyPlan, Wave};
 use crate::protocol::{MOST_AHEAD, Reply, Request, WirePlan};
@@ -61,10 +61,19 @@ impl Streams {
         }
         let (deadline, cluster) = (self.call.deadline, self.call.cluster.clone());
         let each = bytes.div_ceil(count);
-        let parts = Arc::new(Parts { streams: self, each, bytes, part, stale: AtomicBool::new(false) });
+        // Whether the owner reported, for any part, that the cache has changed.
+        let stale = Arc::new(AtomicBool::new(false));
+        let changed = stale.clone();
+        let work = move |index: usize| {
+            let from = index as u64 * each;
+            if let Moved::Stale = part(&self, from..(from + each).min(bytes))? {
+                changed.store(true, Ordering::Release);
+            }
+            Ok(())
+        };
         let units = usize::try_from(bytes.div_ceil(each)).unwrap_or(usize::MAX);
-        cluster.engine.streamers()?.run(parts.clone(), units, deadline)?;
-        Ok(if parts.stale.load(Ordering::Acquire) { Moved::Stale } else { Moved::Bytes(bytes) })
+        cluster.engine.streamers()?.run(Arc::new(work), units, deadline)?;
+        Ok(if stale.load(Ordering::Acquire) { Moved::Stale } else { Moved::Bytes(bytes) })
     }
 
     /// Sends one request and receives its bytes into place.
@@ -169,26 +178,5 @@ impl Streams {
             Reply::Stale => Ok(()),
             reply => Err(self.call.link.unexpected(&reply)),
         }
-    }
-}
-
-/// A transfer in several parts.
-struct Parts<F> {
-    streams: Streams,
-    each: u64,
-    bytes: u64,
-    part: F,
-    /// Whether the owner reported, for any part, that the cache has changed.
-    stale: AtomicBool,
-}
-
-impl<F: Fn(&Streams, Range<u64>) -> Result<Moved> + Send + Sync + 'static> Work for Parts<F> {
-    fn unit(&self, index: usize) -> Result<()> {
-        let from = index as u64 * self.each;
-        let to = (from + self.each).min(self.bytes);
-        if let Moved::Stale = (self.part)(&self.streams, from..to)? {
-            self.stale.store(true, Ordering::Release);
-        }
-        Ok(())
     }
 }

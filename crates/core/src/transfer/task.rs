@@ -33,8 +33,8 @@ pub(crate) struct Delivery {
     pub(crate) cluster: ClusterId,
     /// Layers that it receives.
     pub(crate) layers: LayerRange,
-    /// Carrier that pushes them.
-    pub(crate) carrier: Arc<dyn Carrier>,
+    /// Carrier that pushes them, or why the destination can never be reached.
+    pub(crate) carrier: Result<Arc<dyn Carrier>>,
 }
 
 /// Outcome of a destination.
@@ -128,25 +128,31 @@ impl Task {
             Error::new(ErrorKind::System, "no descriptor for a transfer to say that it has ended")
                 .because(errno)
         })?;
-        let slot = |Delivery { cluster, layers, carrier }| Slot {
-            carrier: Some(carrier),
-            cluster,
-            range: layers,
-            next: layers.first,
-            found: false,
-            queued: true,
-            busy: false,
-            outcome: None,
-            bytes: 0,
+        let slot = |Delivery { cluster, layers, carrier }| {
+            let (carrier, outcome) = match carrier {
+                Ok(carrier) => (Some(carrier), None),
+                Err(error) => (None, Some(Err(Arc::new(error)))),
+            };
+            Slot {
+                queued: carrier.is_some(),
+                carrier,
+                cluster,
+                range: layers,
+                next: layers.first,
+                found: false,
+                busy: false,
+                outcome,
+                bytes: 0,
+            }
         };
         let slots: Vec<_> = deliveries.into_iter().map(slot).collect();
-        let all = 0..slots.len();
+        let queued: Vec<_> = (0..slots.len()).filter(|&index| slots[index].queued).collect();
         let state =
             State { ready: 0, over: false, awaited: None, alarm: None, slots, dropping: 0, ended: false };
         let task =
             Arc::new(Task { lanes, patience, state: Mutex::new(state), changed: Condvar::new(), ended });
         task.finish_ended(task.state.lock());
-        task.send(all);
+        task.send(queued);
         Ok(task)
     }
 
