@@ -14,7 +14,7 @@ pub(crate) enum Moved {
 
 /// Direction of the bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Way {
+pub enum Way {
     In,
     Out,
 }

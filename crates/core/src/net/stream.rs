@@ -33,24 +33,24 @@ pub struct Stream {
     /// [`OPEN`], [`BROKEN`] or [`CLOSED`].
     state: AtomicU8,
     /// `None` outside tests.
-    pub(crate) faults: Option<Box<dyn Interference>>,
+    pub faults: Option<Box<dyn Interference>>,
     /// The minimum pace of the peer, if there is one.
     pub(super) pace: Mutex<Option<Pace>>,
 }
 
 /// What a transport knows about a connection that it made.
 #[derive(Clone, Debug)]
-pub(crate) struct About {
+pub struct About {
     /// Name of the transport, for logs and `stats()`.
-    pub(crate) transport: &'static str,
-    pub(crate) peer: String,
-    pub(crate) same_host: bool,
-    pub(crate) carries_descriptors: bool,
-    pub(crate) credentials: Option<Credentials>,
+    pub transport: &'static str,
+    pub peer: String,
+    pub same_host: bool,
+    pub carries_descriptors: bool,
+    pub credentials: Option<Credentials>,
 }
 
 impl Stream {
-    pub(crate) fn new(socket: OwnedFd, about: About) -> Stream {
+    pub fn new(socket: OwnedFd, about: About) -> Stream {
         Stream {
             _kept: Kept::new(&socket),
             socket,

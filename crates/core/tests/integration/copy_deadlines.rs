@@ -7,11 +7,11 @@ use std::thread;
 use std::time::Duration;
 
 use llm_datadist_core::testing::copy::{CopyEngine, Staging};
-use llm_datadist_core::testing::device::sim::SimDevice;
 use llm_datadist_core::testing::device::{self, Copier, Copy, DeviceSet, HostReach};
 use llm_datadist_core::testing::memory::kernels::Kernel;
 use llm_datadist_core::testing::memory::{Region, Tensors};
 use llm_datadist_core::{Cache, CacheKind, Deadline, Error, ErrorKind, Placement, SwapInPath};
+use llm_datadist_testing::SimDevice;
 
 use crate::fixtures::{
     block_plan, config, contents, copied_bytes, desc, end, engine_on, fill, patterned, same_rows,

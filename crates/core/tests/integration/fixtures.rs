@@ -9,16 +9,16 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use llm_datadist_core::testing::device::sim::SimDevice;
 use llm_datadist_core::testing::device::{Copier, Copy, Device, DeviceSet, HostReach};
 use llm_datadist_core::testing::memory::kernels::Kernel;
 use llm_datadist_core::testing::memory::{Region, Tensors};
-use llm_datadist_core::testing::net::{Accepted, Address, Listener, Local, Stream, Transport};
+use llm_datadist_core::testing::net::{Accepted, Address, Listener, Stream, Transport};
 use llm_datadist_core::testing::plan::{CopyPlan, Ends, Moves, Pieces};
 use llm_datadist_core::{
     Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, Deadline, End, Error,
     ErrorKind, Placement, PoolConfig, Result, Role,
 };
+use llm_datadist_testing::{Local, SimDevice};
 use tracing::{Level, Subscriber, span};
 
 /// Shows that a test did not look at something, and why: also where the harness keeps what a passing test prints.

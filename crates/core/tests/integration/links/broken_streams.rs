@@ -8,12 +8,13 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use llm_datadist_core::testing::device::DeviceSet;
-use llm_datadist_core::testing::net::{Fault, Faults, Faulty, Tcp, Unix};
+use llm_datadist_core::testing::net::{Tcp, Unix};
 use llm_datadist_core::testing::session::Transports;
 use llm_datadist_core::{
     CacheKey, CacheKind, DataDist, Error, ErrorKind, Layers, Name, Placement, PullRows, PushRows,
     TransportChoice,
 };
+use llm_datadist_testing::{Fault, Faults, Faulty};
 
 use super::{Held, LONG, Way, address, config, eventually, link, of, open, request, times};
 use crate::fixtures::desc;

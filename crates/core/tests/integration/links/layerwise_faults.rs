@@ -9,11 +9,12 @@ use std::thread;
 use std::time::Duration;
 
 use llm_datadist_core::testing::device::{DeviceSet, HostReach};
-use llm_datadist_core::testing::net::{Fault, Faults, Faulty, Tcp, Unix};
+use llm_datadist_core::testing::net::{Tcp, Unix};
 use llm_datadist_core::{
     CacheId, CacheKind, ClusterId, CopyArgs, DataDist, Destination, End, Error, ErrorKind, Layers, Name,
     Outcome, Placement, PullRows, Result, Target, TransportChoice,
 };
+use llm_datadist_testing::{Fault, Faults, Faulty};
 
 use super::layerwise::{
     SLOTS, addressed, all_ready, blocks, failure, finish, is_done, named, start, to, wait,
