@@ -54,8 +54,7 @@ impl DataDist {
                     call.pull(known, &mut moves)
                 })
             })?;
-            self.cluster.stats.add_bytes(Op::Pull, bytes);
-            self.cluster.merger.moved(bytes);
+            self.cluster.moved(Op::Pull, bytes);
             Ok(())
         })
     }
@@ -96,8 +95,7 @@ impl DataDist {
                     Ok(outcome)
                 })
             })?;
-            self.cluster.stats.add_bytes(Op::Push, bytes);
-            self.cluster.merger.moved(bytes);
+            self.cluster.moved(Op::Push, bytes);
             Ok(())
         })
     }

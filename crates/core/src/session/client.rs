@@ -12,9 +12,9 @@ use super::message_io;
 use super::remote_cache::Known;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::{CacheId, Deadline, Name};
+use crate::model::{AddressLocation, CacheId, Deadline, Name};
 use crate::net::POLL_TIME;
-use crate::protocol::{AddressLocation, MAX_ADDRS, MESSAGE_LIMIT, Record, Reply, Request};
+use crate::protocol::{MAX_ADDRS, MESSAGE_LIMIT, Record, Reply, Request};
 use crate::validate::RemoteCache;
 
 /// Extra time in milliseconds that the owner keeps trying after the caller's deadline. A caller checks its

@@ -11,9 +11,8 @@ use crate::cache::Cache;
 use crate::cluster::Cluster;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::{CacheId, Deadline, Name};
+use crate::model::{AddressLocation, CacheId, Deadline, Name};
 use crate::plan::{CopyPlan, Ends};
-use crate::protocol::AddressLocation;
 use crate::session::{Finder, Known, Link};
 use crate::stats::Op;
 use crate::validate::{self, Destination, LayerDestination, LayerRows, RemoteCache, Target};
@@ -72,8 +71,7 @@ impl Carrier for LayerPush {
             let push_part = |part: &Part| self.push_part(route, part, deadline);
             let bytes = parts.iter().map(push_part).sum::<Result<u64>>();
             let bytes = bytes.map_err(|error| route.link.named(error).with("layer", layer))?;
-            self.cluster.stats.add_bytes(Op::Layer, bytes);
-            self.cluster.merger.moved(bytes);
+            self.cluster.moved(Op::Layer, bytes);
             Ok(bytes)
         })
     }
@@ -158,7 +156,7 @@ impl LayerPush {
                 let tensors = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
                 let plan = plans_of_tensors.plan(&link, run[0], deadline)?;
                 let plan = plan.in_tensors(tensors(src_tensor), run[0].tensor, tensors(run.len()));
-                fallible::push(LAYERS, &mut parts, Part { cache: CacheId(run[0].cache), plan })?;
+                fallible::push(LAYERS, &mut parts, Part { cache: run[0].cache, plan })?;
                 src_tensor += run.len();
             }
             fallible::push(LAYERS, &mut layers, parts)?;
@@ -199,8 +197,7 @@ struct TensorPlans<'a> {
 impl TensorPlans<'_> {
     /// Returns the plan for a tensor that goes to `spot`.
     fn plan(&mut self, link: &Link, spot: AddressLocation, deadline: Deadline) -> Result<CopyPlan> {
-        let tensor_bytes =
-            self.known(link, CacheId(spot.cache), deadline)?.remote.side.geometry.tensor_bytes();
+        let tensor_bytes = self.known(link, spot.cache, deadline)?.remote.side.geometry.tensor_bytes();
         let place = (spot.offset, tensor_bytes);
         if let Some((_, plan)) = self.plans.iter().find(|(known, _)| *known == place) {
             return Ok(plan.clone());

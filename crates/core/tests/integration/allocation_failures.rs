@@ -7,10 +7,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use llm_datadist_core::testing::cache::{pin_reads, pin_writes};
+use llm_datadist_core::testing::model::AddressLocation;
 use llm_datadist_core::testing::plan::{Blocks, CopyPlan, Ends, Moves, Piece, Span, SpanList, Wave};
 use llm_datadist_core::testing::protocol::{
-    self, AddressLocation, Arrived, HEADER, Location, MESSAGE_LIMIT, Place, Record, Reply, Request, Run,
-    WireName, WirePlan,
+    self, Arrived, HEADER, Location, MESSAGE_LIMIT, Place, Record, Reply, Request, Run, WireName, WirePlan,
 };
 use llm_datadist_core::testing::validate::{self, RemoteCache, Side};
 use llm_datadist_core::{
@@ -202,7 +202,7 @@ fn other_lists_of_messages_fail_whole() {
     let mut record = Record::new(Place { place: 1, generation: 2 }, CacheId(3), 0, side);
     record.location = Location::Process { runs };
     reads(&protocol::encode(&Reply::Described(record)).unwrap(), "runs");
-    let spot = AddressLocation { cache: 1, tensor: 2, offset: 1 << 40 };
+    let spot = AddressLocation { cache: CacheId(1), tensor: 2, offset: 1 << 40 };
     reads(&protocol::encode(&Reply::Located(vec![spot; MANY as usize])).unwrap(), "spots");
     let rows = (0..MANY).map(|k| (2 * k, 2 * k + 1)).collect();
     let arrived = vec![Arrived { tensor: 3, rows }];
