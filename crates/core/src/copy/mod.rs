@@ -24,4 +24,5 @@ pub use peer_read::STILL_READING;
 pub use progress::Arrived;
 pub use progress::{Progress, arrived};
 pub use route::{Route, Staging};
+#[cfg(feature = "testing")]
 pub use workers::Work;

@@ -69,12 +69,7 @@ impl DataDist {
             super::room_for_lists(pushed_blocks(rows))?;
             validate::push_local(local.side(), rows, layers)?;
             let link = self.links.find_other(to.cluster, deadline)?;
-            // Here the slot is an argument, not part of the name, so a slot that does not exist is an invalid
-            // argument (contract §7.14).
-            let (name, row) = match to.name {
-                Name::Row { cache, row } => (Name::Row { cache, row: 0 }, Some(row)),
-                name @ Name::Key(_) => (name, None),
-            };
+            let (name, row) = to.name.without_slot();
             let call = Call { cluster: self.cluster.clone(), link, name, local, deadline };
             let bytes = call.counted(|| {
                 call.rounds(|known| {

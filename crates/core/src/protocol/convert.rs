@@ -208,17 +208,13 @@ impl Reply {
         }
     }
 
-    /// Returns the error for a failure that the peer reported. Its facts are appended to the text, because an
-    /// [`Error`] can only have facts with fixed names.
-    pub fn error(kind: u8, message: &str, facts: &[(String, String)], arrived: Vec<Arrived>) -> Error {
-        let facts: Vec<String> = facts.iter().map(|(name, value)| format!("{name}={value}")).collect();
-        let text =
-            if facts.is_empty() { message.to_owned() } else { format!("{message} ({})", facts.join(", ")) };
+    /// Returns the error for a failure that the peer reported.
+    pub fn error(kind: u8, message: &str, arrived: Vec<Arrived>) -> Error {
         let rows = |arrived: Arrived| {
             (arrived.tensor, arrived.rows.into_iter().map(|(from, to)| from..to).collect())
         };
         let arrived = arrived.into_iter().map(rows).collect();
-        Error::new(local_kind(kind_of(kind)), printable(&text)).with_arrived(arrived)
+        Error::new(local_kind(kind_of(kind)), printable(message)).with_arrived(arrived)
     }
 
     pub fn name(&self) -> &'static str {

@@ -18,9 +18,7 @@ use crate::fallible;
 use crate::model::{CacheId, Deadline, Geometry, Name};
 use crate::net::Stream;
 use crate::plan::CopyPlan;
-use crate::protocol::{
-    self, Location, MESSAGE_LIMIT, MOST_AHEAD, Place, Record, Reply, Request, WireName, WirePlan,
-};
+use crate::protocol::{self, Location, MESSAGE_LIMIT, MOST_AHEAD, Place, Record, Reply, Request, WirePlan};
 use crate::stats::Op;
 use crate::validate;
 
@@ -98,8 +96,8 @@ struct Call<'a> {
 
 impl Call<'_> {
     fn serve(&self, request: Request) -> Result<(), Ended> {
-        let named = |name: WireName, cache, limit_ms| NamedCache {
-            name: name.into(),
+        let named = |name, cache, limit_ms| NamedCache {
+            name,
             cache: CacheId(cache),
             deadline: self.limit(limit_ms),
         };
@@ -116,14 +114,14 @@ impl Call<'_> {
             }
             Request::Fetch { name, cache, plan, source, num_tensors, tensor_bytes, limit_ms } => {
                 let source = (&source, num_tensors, tensor_bytes);
-                let call = named(name, cache, limit_ms);
+                let call = named(name.into(), cache, limit_ms);
                 self.answer_with(call.deadline, || self.fetch(&call, plan, source))
             }
             Request::Read { name, cache, plan, from, to, limit_ms } => {
-                self.read(&named(name, cache, limit_ms), plan, from, to)
+                self.read(&named(name.into(), cache, limit_ms), plan, from, to)
             }
             Request::Write { name, cache, plan, from, to, ahead, limit_ms } => {
-                self.write(&named(name, cache, limit_ms), plan, (from, to), ahead)
+                self.write(&named(name.into(), cache, limit_ms), plan, (from, to), ahead)
             }
             Request::Locate { addrs, limit_ms } => {
                 self.answer_with(self.limit(limit_ms), || self.locate(&addrs))

@@ -130,8 +130,8 @@ impl Link {
     /// Turns a reply that reports a failure into `Err`.
     pub(crate) fn refusal(&self, reply: Reply) -> Result<Reply> {
         match reply {
-            Reply::Failed { kind, message, facts, arrived } => {
-                Err(self.named(Reply::error(kind, &message, &facts, arrived)).with(REPORTED_BY, "the peer"))
+            Reply::Failed { kind, message, arrived, .. } => {
+                Err(self.named(Reply::error(kind, &message, arrived)).with(REPORTED_BY, "the peer"))
             }
             reply => Ok(reply),
         }

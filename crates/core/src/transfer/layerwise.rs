@@ -116,12 +116,7 @@ impl LayerPush {
     }
 
     fn to_cache(&self, link: Arc<Link>, name: Name, first_layer: u32, deadline: Deadline) -> Result<Route> {
-        // Here the slot is an argument, not part of the name, so a slot that does not exist is an invalid
-        // argument (contract §7.14).
-        let (name, row) = match name {
-            Name::Row { cache, row } => (Name::Row { cache, row: 0 }, Some(row)),
-            name @ Name::Key(_) => (name, None),
-        };
+        let (name, row) = name.without_slot();
         let known = ask(&link, name, deadline)?;
         let remote = RemoteCache { row: row.unwrap_or(known.remote.row), ..known.remote };
         let range = self.to.src_layers;

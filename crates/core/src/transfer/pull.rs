@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::call::{Call, Moved};
-use super::stream;
+use super::stream::Streams;
 use crate::cache::{Pin, pin_writes};
 use crate::copy::{Progress, STILL_READING, Staging, arrived};
 use crate::error::{ErrorKind, Result};
@@ -80,7 +80,8 @@ impl Call {
 
     /// Receives the bytes over sockets. On this path the owner reads, under its own pins.
     fn receive(&self, known: &Arc<Known>, plan: &Arc<CopyPlan>, progress: &Arc<Progress>) -> Result<Moved> {
-        stream::receive(self.streams(known, plan), progress.clone())
+        let streams = Streams { call: self.clone(), known: known.clone(), plan: plan.clone() };
+        streams.receive(progress.clone())
     }
 
     /// Asks the owner, after a read from memory of a cache whose description is out of date, whether the memory

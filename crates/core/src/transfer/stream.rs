@@ -23,30 +23,17 @@ const MOST_PIECES: u64 = 128;
 
 /// One transfer through sockets.
 pub(super) struct Streams {
-    call: Call,
-    known: Arc<Known>,
-    plan: Arc<CopyPlan>,
-}
-
-impl Call {
-    /// Returns the transfer through sockets for this call.
-    pub(super) fn streams(&self, known: &Arc<Known>, plan: &Arc<CopyPlan>) -> Streams {
-        Streams { call: self.clone(), known: known.clone(), plan: plan.clone() }
-    }
-}
-
-/// Receives the bytes of the plan into the local cache.
-pub(super) fn receive(streams: Streams, progress: Arc<Progress>) -> Result<Moved> {
-    streams.in_parts(move |streams, range| streams.receive(range, &progress))
-}
-
-/// Sends the bytes of the plan from the local cache; they are in place when this returns. It uses one stream,
-/// because parts of a push would write the same rows of other tensors, and the owner pins whole rows.
-pub(super) fn send(streams: &Streams) -> Result<Moved> {
-    streams.send(0..streams.plan.bytes())
+    pub(super) call: Call,
+    pub(super) known: Arc<Known>,
+    pub(super) plan: Arc<CopyPlan>,
 }
 
 impl Streams {
+    /// Receives the bytes of the plan into the local cache.
+    pub(super) fn receive(self, progress: Arc<Progress>) -> Result<Moved> {
+        self.in_parts(move |streams, range| streams.receive_range(range, &progress))
+    }
+
     /// Runs `part` for the whole plan, or for several ranges of it at the same time.
     fn in_parts(
         self,
@@ -77,7 +64,7 @@ impl Streams {
     }
 
     /// Sends one request and receives its bytes into place.
-    fn receive(&self, range: Range<u64>, progress: &Progress) -> Result<Moved> {
+    fn receive_range(&self, range: Range<u64>, progress: &Progress) -> Result<Moved> {
         let bytes = range.end - range.start;
         let request = Request::Read {
             name: self.call.name.into(),
@@ -99,25 +86,26 @@ impl Streams {
         Ok(Moved::Bytes(bytes))
     }
 
-    /// Sends one request and the bytes, and receives the reply that they are in place. Few bytes follow the
-    /// request without waiting for a reply, which takes one round trip instead of two
+    /// Sends the bytes of the plan from the local cache, and receives the reply that they are in place. It uses
+    /// one stream, because parts of a push would write the same rows of other tensors, and the owner pins whole
+    /// rows. Few bytes follow the request without waiting for a reply, which takes one round trip instead of two
     /// (`few_bytes_follow_their_request`).
-    fn send(&self, range: Range<u64>) -> Result<Moved> {
-        let bytes = range.end - range.start;
+    pub(super) fn send(&self) -> Result<Moved> {
+        let bytes = self.plan.bytes();
         let mut lease = self.call.link.lease(self.call.deadline)?;
         let ahead = self.ahead(bytes);
         let request = Request::Write {
             name: self.call.name.into(),
             cache: self.known.cache.0,
             plan: WirePlan::try_from(&*self.plan)?,
-            from: range.start,
-            to: range.end,
+            from: 0,
+            to: bytes,
             ahead,
             limit_ms: limit_ms(self.call.deadline),
         };
         let local = self.call.local.tensors();
         let moved = |lease: &Lease<'_>| {
-            CopyEngine::send(&self.plan, range, local, lease.stream(), self.call.deadline)
+            CopyEngine::send(&self.plan, 0..bytes, local, lease.stream(), self.call.deadline)
         };
         let answer = if ahead {
             let said = || {
