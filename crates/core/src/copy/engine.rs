@@ -22,7 +22,7 @@ use crate::sync::Mutex;
 
 /// Result of a copy that succeeded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Outcome {
+pub struct CopyOutcome {
     /// Bytes moved. Each byte counts once.
     pub bytes: u64,
     /// Route that the bytes took.
@@ -121,7 +121,7 @@ impl CopyEngine {
         staging: Staging,
         limit: impl Into<Limit>,
         progress: &Arc<Progress>,
-    ) -> Result<Outcome> {
+    ) -> Result<CopyOutcome> {
         self.run_holding(plan, src, dst, staging, limit, progress, Arc::new(()))
     }
 
@@ -137,7 +137,7 @@ impl CopyEngine {
         limit: impl Into<Limit>,
         progress: &Arc<Progress>,
         held: Held,
-    ) -> Result<Outcome> {
+    ) -> Result<CopyOutcome> {
         let limit = limit.into();
         let route = super::route::choose(&self.devices, src, dst, staging.path)?;
         src.0.check_mapped(Access::Read)?;
@@ -172,6 +172,6 @@ impl CopyEngine {
             }
         };
         ended.map_err(|error| with_copied_bytes(error, progress, bytes))?;
-        Ok(Outcome { bytes, route })
+        Ok(CopyOutcome { bytes, route })
     }
 }

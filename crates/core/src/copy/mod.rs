@@ -13,7 +13,7 @@ mod socket;
 mod staging_ring;
 mod workers;
 
-pub use engine::{CopyEngine, Outcome};
+pub use engine::{CopyEngine, CopyOutcome};
 #[cfg(feature = "testing")]
 pub use kernel_choice::Source;
 #[cfg(feature = "testing")]

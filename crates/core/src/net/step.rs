@@ -5,7 +5,7 @@ use std::time::Duration;
 use rustix::event::Timespec;
 
 /// Result of one attempt.
-pub(crate) enum Moved {
+pub(crate) enum StepResult {
     Bytes(usize),
     /// The peer sends no more bytes.
     Ended,

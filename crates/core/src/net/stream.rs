@@ -15,7 +15,7 @@ use rustix::net::{Shutdown, shutdown};
 
 use super::interference::Interference;
 use super::pace::Pace;
-use super::step::{Moved, Way, timespec};
+use super::step::{StepResult, Way, timespec};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Credentials, Kept, take_descriptors};
 use crate::sync::Mutex;
@@ -159,9 +159,9 @@ impl Stream {
     }
 
     /// Runs one step that does not sleep. An error of the socket breaks the stream.
-    pub(super) fn step(&self, mut step: impl FnMut(&Stream) -> io::Result<Moved>) -> Result<Moved> {
+    pub(super) fn step(&self, mut step: impl FnMut(&Stream) -> io::Result<StepResult>) -> Result<StepResult> {
         if !self.usable()? {
-            return Ok(Moved::Ended);
+            return Ok(StepResult::Ended);
         }
         loop {
             match step(self) {
@@ -212,8 +212,8 @@ impl Stream {
     }
 
     /// Counts what has passed.
-    pub(super) fn passed(&self, way: Way, moved: Moved) -> Moved {
-        if let (Some(faults), &Moved::Bytes(bytes)) = (&self.faults, &moved) {
+    pub(super) fn passed(&self, way: Way, moved: StepResult) -> StepResult {
+        if let (Some(faults), &StepResult::Bytes(bytes)) = (&self.faults, &moved) {
             faults.passed(way, bytes);
         }
         moved

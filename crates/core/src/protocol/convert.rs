@@ -133,20 +133,20 @@ impl Record {
 
     /// Returns sizes, kind and placement of the remote cache. `Err(NotLinked)` if they are invalid.
     pub fn side(&self) -> Result<Side> {
-        let nonsense = |what: &str| {
+        let senseless = |what: &str| {
             let text = format!("the peer described cache {} with {what} that make no sense", self.cache);
             Error::new(ErrorKind::NotLinked, text)
         };
         let placement = Placement::ALL.into_iter().find(|&known| known as u8 == self.placement);
-        let placement = placement.ok_or_else(|| nonsense("places"))?;
-        let dim = |number: u64| i64::try_from(number).map_err(|_| nonsense("sizes"));
+        let placement = placement.ok_or_else(|| senseless("places"))?;
+        let dim = |number: u64| i64::try_from(number).map_err(|_| senseless("sizes"));
         let desc = CacheDesc {
             num_tensors: self.num_tensors,
             shape: vec![dim(self.rows)?, dim(self.row_bytes)?],
             data_type: DataType::Uint8,
             placement,
         };
-        let geometry = Geometry::new(&desc).map_err(|error| nonsense("sizes").because(error))?;
+        let geometry = Geometry::new(&desc).map_err(|error| senseless("sizes").because(error))?;
         let kind = if self.blocks { CacheKind::Blocks } else { CacheKind::Batch };
         Ok(Side { geometry, kind, placement })
     }

@@ -191,10 +191,11 @@ impl Call<'_> {
     /// Finds the caches in which addresses lie. Returns `Err` with `InvalidArgument` if an address lies in no
     /// cache that peers may access.
     fn locate(&self, addrs: &[u64]) -> Result<Reply> {
-        let spots = self.cluster.table.locate(addrs)?;
-        let spot = |(at, found): (usize, Option<_>)| found.ok_or_else(|| unknown_address(at, addrs[at]));
-        let spots = fallible::try_collect("the places of addresses", spots.into_iter().enumerate().map(spot));
-        spots.map(Reply::Located)
+        let locations = self.cluster.table.locate(addrs)?;
+        let located = |(at, found): (usize, Option<_>)| found.ok_or_else(|| unknown_address(at, addrs[at]));
+        let locations =
+            fallible::try_collect("the places of addresses", locations.into_iter().enumerate().map(located));
+        locations.map(Reply::Located)
     }
 
     /// Returns the cache of a request, or `None` if its name no longer leads to that cache. Returns `Err`
@@ -315,8 +316,8 @@ impl Call<'_> {
     ) -> Result<Option<T>, Ended> {
         let reply = match begun {
             Ok(Some(begun)) => {
-                let said = ready(self.stream, &Reply::Ready { bytes }, deadline);
-                return said.map(|()| Some(begun)).map_err(Ended::Broken);
+                let sent = ready(self.stream, &Reply::Ready { bytes }, deadline);
+                return sent.map(|()| Some(begun)).map_err(Ended::Broken);
             }
             Ok(None) => Reply::Stale,
             Err(error) => Reply::failed(&error),

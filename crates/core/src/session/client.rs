@@ -55,7 +55,7 @@ impl Link {
         let addrs_asked = fallible::copied("the lists of a request", addrs)?;
         let request = Request::Locate { addrs: addrs_asked, limit_ms: limit_ms(deadline) };
         match self.ask(&request, deadline)? {
-            Reply::Located(spots) if spots.len() == addrs.len() => Ok(spots),
+            Reply::Located(locations) if locations.len() == addrs.len() => Ok(locations),
             reply => Err(self.unexpected(&reply)),
         }
     }

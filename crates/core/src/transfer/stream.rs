@@ -108,10 +108,10 @@ impl Streams {
             CopyEngine::send(&self.plan, 0..bytes, local, lease.stream(), self.call.deadline)
         };
         let answer = if ahead {
-            let said = || {
+            let send = || {
                 send_message_before(lease.stream(), &request, self.call.deadline).and_then(|()| moved(&lease))
             };
-            self.call.link.exchange_with(&lease, self.call.deadline, said)
+            self.call.link.exchange_with(&lease, self.call.deadline, send)
         } else {
             if !self.ready(&mut lease, &request, bytes, moved)? {
                 return Ok(Moved::Stale);

@@ -442,7 +442,7 @@ struct CarryJob {
 }
 
 /// Next step of such a job.
-enum Step {
+enum CarryStep {
     Find(Arc<dyn Carrier>),
     Layer(Arc<dyn Carrier>, u32),
     Rest,
@@ -452,9 +452,9 @@ impl Job for CarryJob {
     fn run(mut self: Box<Self>) {
         loop {
             let moved = match self.next() {
-                Step::Find(carrier) => carrier.find().map(|()| None),
-                Step::Layer(carrier, layer) => carrier.layer(layer).map(Some),
-                Step::Rest => break,
+                CarryStep::Find(carrier) => carrier.find().map(|()| None),
+                CarryStep::Layer(carrier, layer) => carrier.layer(layer).map(Some),
+                CarryStep::Rest => break,
             };
             self.record(moved);
         }
@@ -467,18 +467,20 @@ impl Job for CarryJob {
 }
 
 impl CarryJob {
-    fn next(&self) -> Step {
+    fn next(&self) -> CarryStep {
         let mut state = self.task.state.lock();
         let ready = state.ready;
         let slot = &mut state.slots[self.index];
         (slot.queued, slot.busy) = (false, true);
         match (&slot.outcome, &slot.carrier) {
-            (None, Some(carrier)) if !slot.found => return Step::Find(carrier.clone()),
-            (None, Some(carrier)) if slot.next < ready => return Step::Layer(carrier.clone(), slot.next),
+            (None, Some(carrier)) if !slot.found => return CarryStep::Find(carrier.clone()),
+            (None, Some(carrier)) if slot.next < ready => {
+                return CarryStep::Layer(carrier.clone(), slot.next);
+            }
             _ => slot.busy = false,
         }
         self.task.finish_ended(state);
-        Step::Rest
+        CarryStep::Rest
     }
 
     fn record(&self, moved: Result<Option<u64>>) {
