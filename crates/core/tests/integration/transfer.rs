@@ -1,6 +1,6 @@
 //! Which pulls and pushes are legal, and which bytes they move: rules and plans, compared with a naive model.
 //!
-//! Links and real memory are covered by `links/pull.rs` and `links/push.rs`.
+//! Links and real memory are covered by `links/pull_and_push.rs`.
 
 use std::cell::Cell;
 use std::collections::BTreeSet;

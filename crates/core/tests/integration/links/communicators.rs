@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU16, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use llm_datadist_core::{CacheKind, ClusterId, CommStatus, DataDist, ErrorKind, Role, Token};
+use llm_datadist_core::{CacheKind, ClusterId, CommStatus, Config, DataDist, ErrorKind, Role, Token};
 
 use super::{Held, Way, check_pull, config, device, eventually, of, open, pull_slot, row};
 use crate::log;
@@ -28,20 +28,17 @@ fn port() -> u16 {
     10_000 + (std::process::id() % 50) as u16 * 440 + PORTS.fetch_add(20, Ordering::Relaxed) % 440
 }
 
-fn member(cluster: u64, way: Way, port: u16, limit: Duration) -> DataDist {
-    member_with(cluster, way, port, |config| config.links.total = limit)
-}
-
-fn member_with(
-    cluster: u64,
-    way: Way,
-    port: u16,
-    change: impl Fn(&mut llm_datadist_core::Config),
-) -> DataDist {
+fn member_with(cluster: u64, way: Way, port: u16, change: impl Fn(&mut Config)) -> DataDist {
     let mut config = config(cluster, way);
     (config.links.listen, config.links.rank_port, config.links.total) = (None, port, LIMIT);
     change(&mut config);
     open(config, way)
+}
+
+/// Clusters 1 and 2, which use one port.
+fn members(way: Way, limit: Duration) -> (u16, [DataDist; 2]) {
+    let port = port();
+    (port, [1, 2].map(|cluster| member_with(cluster, way, port, |config| config.links.total = limit)))
 }
 
 /// Enters a communicator whose name only this process uses.
@@ -62,31 +59,36 @@ fn ready(engine: &DataDist, comm: u64) {
     });
 }
 
+/// Has both members enter a communicator, and waits for it.
+fn meet(members: &[DataDist; 2], name: &str) -> [u64; 2] {
+    let comms = members.each_ref().map(|member| enter(member, name));
+    members.iter().zip(comms).for_each(|(member, comm)| ready(member, comm));
+    comms
+}
+
 #[test]
 fn the_latest_of_two_communicators_carries_the_calls() {
     for way in [Way::Shm, Way::Tcp] {
-        let port = port();
-        let (low, high) = (member(1, way, port, LIMIT), member(2, way, port, LIMIT));
-        assert_eq!(enter(&low, "first"), 1);
+        let (_, members) = members(way, LIMIT);
+        let [low, high] = &members;
+        assert_eq!(enter(low, "first"), 1);
         assert_eq!(low.comm_status(1).unwrap(), CommStatus::Preparing);
         assert_eq!(low.switch_role(Role::Mix, None).unwrap_err().kind(), ErrorKind::LinksExist);
         thread::scope(|scope| {
-            let early = scope.spawn(|| check_pull(&low, &high));
-            assert_eq!(enter(&high, "first"), 1);
+            let early = scope.spawn(|| check_pull(low, high));
+            assert_eq!(enter(high, "first"), 1);
             early.join().unwrap();
         });
-        ready(&high, 1);
+        ready(high, 1);
         assert_eq!(low.stats().links[0].transport, if way == Way::Shm { "shm" } else { "tcp" });
-        assert_eq!((enter(&low, "second"), enter(&high, "second")), (2, 2));
-        ready(&low, 2);
-        ready(&high, 2);
+        assert_eq!(meet(&members, "second"), [2, 2]);
         let calls = || low.stats().links.iter().map(|link| link.transfers.calls).collect::<Vec<_>>();
         let before = calls();
-        check_pull(&low, &high);
+        check_pull(low, high);
         assert_eq!(calls(), [before[0], before[1] + 1]);
         low.unlink(1).unwrap();
-        check_pull(&low, &high);
-        check_pull(&high, &low);
+        check_pull(low, high);
+        check_pull(high, low);
         low.unlink(2).unwrap();
         eventually("the end of the links", || low.stats().links.is_empty() && high.stats().links.is_empty());
         for unknown in [0, 1, 2, 3, u64::MAX] {
@@ -100,20 +102,17 @@ fn the_latest_of_two_communicators_carries_the_calls() {
 #[test]
 fn members_of_different_names_fail_and_may_enter_again() {
     for way in [Way::Shm, Way::Tcp] {
-        let (port, limit) = (port(), Duration::from_millis(400));
-        let (low, high) = (member(1, way, port, limit), member(2, way, port, limit));
-        enter(&low, "one");
-        enter(&high, "another");
-        assert_eq!(high.check_link(ClusterId(1)).unwrap_err().kind(), ErrorKind::NotLinked);
-        for engine in [&low, &high] {
+        let (_, members) = members(way, Duration::from_millis(400));
+        enter(&members[0], "one");
+        enter(&members[1], "another");
+        assert_eq!(members[1].check_link(ClusterId(1)).unwrap_err().kind(), ErrorKind::NotLinked);
+        for engine in &members {
             eventually("the failure", || engine.comm_status(1).unwrap() == CommStatus::Failed);
             assert!(engine.stats().links.is_empty());
         }
         eventually("a line that says why", || !log::texts(&["failed after", "rank 0"]).is_empty());
-        assert_eq!((enter(&low, "same"), enter(&high, "same")), (2, 2));
-        ready(&low, 2);
-        ready(&high, 2);
-        check_pull(&low, &high);
+        assert_eq!(meet(&members, "same"), [2, 2]);
+        check_pull(&members[0], &members[1]);
     }
 }
 
@@ -121,14 +120,13 @@ fn members_of_different_names_fail_and_may_enter_again() {
 #[test]
 fn members_of_different_modes_fail_at_once() {
     for first in [0, 1] {
-        let port = port();
+        let (port, name) = (port(), format!("modes {first}"));
         let members = [1, 2].map(|cluster| {
             member_with(cluster, Way::Shm, port, |config| {
                 config.links.total = Duration::from_secs(3600);
                 config.remote_accessible = cluster == 2;
             })
         });
-        let name = format!("modes {first}");
         for at in [first, 1 - first] {
             assert_eq!(enter(&members[at], &name), 1);
         }
@@ -142,20 +140,18 @@ fn members_of_different_modes_fail_at_once() {
 
 #[test]
 fn a_member_that_returns_after_the_limit_is_linked_again() {
-    let (port, limit) = (port(), Duration::from_millis(600));
-    let (low, high) = (member(1, Way::Tcp, port, limit), member(2, Way::Tcp, port, limit));
-    let comms = (enter(&low, "long"), enter(&high, "long"));
-    ready(&low, comms.0);
-    ready(&high, comms.1);
-    let dialled = [&low, &high].map(|engine| engine.stats().links[0].outgoing);
+    let (port, members) = members(Way::Tcp, Duration::from_millis(600));
+    let comms = meet(&members, "long");
+    let dialled = members.each_ref().map(|engine| engine.stats().links[0].outgoing);
     assert_eq!(dialled, [false, true], "the higher rank dials");
+    let [low, high] = members;
     drop(low);
     let address = format!("127.0.0.1:{port}");
     eventually("the line about the lost member", || {
         !log::texts(&[&address, "still searches for"]).is_empty()
     });
-    assert_eq!(high.comm_status(comms.1).unwrap(), CommStatus::Ready);
-    let low = member(1, Way::Tcp, port, LIMIT);
+    assert_eq!(high.comm_status(comms[1]).unwrap(), CommStatus::Ready);
+    let low = member_with(1, Way::Tcp, port, |_| ());
     let again = enter(&low, "long");
     ready(&low, again);
     eventually("the link of the other side", || high.check_link(ClusterId(1)).is_ok());
@@ -169,28 +165,25 @@ fn a_member_that_returns_after_the_limit_is_linked_again() {
 /// A link that comes about while its communicator is left does not stay.
 #[test]
 fn a_communicator_that_is_left_at_once_leaves_nothing() {
-    let port = port();
-    let (low, high) = (member(1, Way::Tcp, port, LIMIT), member(2, Way::Tcp, port, LIMIT));
+    let (_, members) = members(Way::Tcp, LIMIT);
     for round in 0..40u64 {
-        let comms = (enter(&low, "brief"), enter(&high, "brief"));
+        let comms = members.each_ref().map(|member| enter(member, "brief"));
         thread::sleep(Duration::from_micros(round * 97 % 3000));
-        for (engine, comm) in [(&low, comms.0), (&high, comms.1)] {
-            engine.unlink(comm).unwrap();
-            assert!(engine.stats().links.is_empty(), "round {round}");
+        for (member, comm) in members.iter().zip(comms) {
+            member.unlink(comm).unwrap();
+            assert!(member.stats().links.is_empty(), "round {round}");
         }
     }
     thread::sleep(Duration::from_millis(50));
-    assert!(low.stats().links.is_empty() && high.stats().links.is_empty());
-    let comms = (enter(&low, "last"), enter(&high, "last"));
-    ready(&low, comms.0);
-    ready(&high, comms.1);
+    assert!(members.iter().all(|member| member.stats().links.is_empty()));
+    meet(&members, "last");
 }
 
 /// Communicators entered at once share one listener, which ends with the last of them.
 #[test]
 fn communicators_share_a_listener() {
     let port = port();
-    let engine = member(1, Way::Tcp, port, LIMIT);
+    let engine = member_with(1, Way::Tcp, port, |_| ());
     let comms: Vec<u64> = thread::scope(|scope| {
         let engine = &engine;
         let entering: Vec<_> =
@@ -209,10 +202,8 @@ fn communicators_share_a_listener() {
 /// Two jobs on one host use the same names, each with a port of its own.
 #[test]
 fn jobs_with_other_ports_keep_apart() {
-    let jobs = [port(), port()].map(|port| [1, 2].map(|cluster| member(cluster, Way::Shm, port, LIMIT)));
-    for engine in jobs.iter().flatten() {
-        enter(engine, "job");
-    }
+    let jobs = [(); 2].map(|()| members(Way::Shm, LIMIT).1);
+    jobs.iter().flatten().for_each(|engine| _ = enter(engine, "job"));
     for (seed, [low, high]) in jobs.iter().enumerate() {
         ready(low, 1);
         ready(high, 1);
@@ -234,10 +225,7 @@ fn an_address_of_another_host_opens_all_interfaces_only_with_a_token() {
         });
         enter_with(&engine, &format!("elsewhere {port}"), ELSEWHERE);
         assert_eq!(TcpStream::connect(("127.0.0.1", port)).is_ok(), token.is_some());
-        let line = match token {
-            Some(_) => "listens on all interfaces",
-            None => "open to members of this host only",
-        };
+        let line = token.map_or("open to members of this host only", |_| "listens on all interfaces");
         assert!(!log::texts(&[&format!("elsewhere {port}"), line]).is_empty());
     }
 }

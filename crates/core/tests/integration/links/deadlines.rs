@@ -5,15 +5,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use llm_datadist_core::{
-    CacheKey, CacheKind, ClusterId, End, ErrorKind, Layers, Name, PeerAddress, Placement, PullRows, PushRows,
-    Result,
-};
+use llm_datadist_core::{CacheKey, CacheKind, ClusterId, ErrorKind, Name, Placement, Result};
 
 use super::fake_peer::Fake;
 use super::layerwise_faults::Slow;
 use super::{
-    Held, LONG, Pair, WAYS, Way, config, eventually, link, of, open, pull_slot, request, row, times,
+    Held, LONG, Pair, WAYS, Way, config, eventually, link, of, open, pull_blocks, pull_slot, push_blocks,
+    request, row, times,
 };
 use crate::fixtures::{adopt, desc};
 
@@ -33,10 +31,8 @@ fn late_calls_time_out() {
         remote.fill(1);
         let name = of(2, Name::Key(KEY));
         for _ in 0..times(12) {
-            let rows = PullRows::Blocks { remote: all.clone(), local: all.clone() };
-            let pulled = pair.local.pull(name, &local.end(), &rows, Layers::ALL);
-            let rows = PushRows::Blocks { remote: all.clone(), local: all.clone() };
-            let pushed = pair.local.push(&local.end(), name, &rows, Layers::ALL);
+            let pulled = pull_blocks(&pair.local, name, &local, &all, &all);
+            let pushed = push_blocks(&pair.local, &local, &all, name, &all);
             for (what, result) in [("pull", pulled), ("push", pushed)] {
                 if let Err(error) = result {
                     assert_eq!(error.kind(), ErrorKind::Timeout, "{way:?} {what} {millis} ms: {error}");
@@ -54,10 +50,7 @@ fn pull_of_a_pinned_row_times_out() {
     let source = Held::new(&slow.remote, false, &shape, Blocks, &[Some(KEY)]);
     let into = Held::pool(&slow.local, &shape, Blocks);
     let bytes = source.fill(1);
-    let pull = |block| {
-        let rows = PullRows::Blocks { remote: vec![block], local: vec![0] };
-        slow.local.pull(of(2, Name::Key(KEY)), &into.end(), &rows, Layers::ALL)
-    };
+    let pull = |block| pull_blocks(&slow.local, of(2, Name::Key(KEY)), &into, &[block], &[0]);
     slow.holding(&source, |release| {
         let late = pull(1).unwrap_err();
         assert_eq!(late.kind(), ErrorKind::Timeout, "{late}");
@@ -88,15 +81,8 @@ fn asked_here(call: impl FnOnce()) -> usize {
 /// The binding runs the interpreter's signal handlers in `interrupted_by`.
 #[test]
 fn only_the_calling_thread_checks_for_interrupts() {
-    let silent: Vec<_> = (0..2).map(|_| std::net::TcpListener::bind("127.0.0.1:0").unwrap()).collect();
-    let peers: Vec<_> = (50..)
-        .zip(&silent)
-        .map(|(cluster, listener)| PeerAddress {
-            cluster: ClusterId(cluster),
-            remote: vec![listener.local_addr().unwrap()],
-            local: vec![],
-        })
-        .collect();
+    let silent = [50, 51].map(|cluster| Fake::new(cluster, 1));
+    let peers = silent.each_ref().map(Fake::address);
     let local = open(config(1, Way::Tcp), Way::Tcp).interrupted_by(note_thread);
     let asked = asked_here(|| {
         let results = local.link_clusters(&peers, Duration::from_millis(250));
@@ -141,11 +127,7 @@ fn interrupted_call_ends() {
     drop(silent.accept());
     for outgoing in [true, false] {
         let _control = if outgoing {
-            thread::scope(|scope| {
-                let peer = scope.spawn(|| silent.linked());
-                link().unwrap();
-                peer.join().unwrap()
-            })
+            silent.linked_by(&engine, || silent.linked()).1
         } else {
             // The engine asks for a stream, and none comes.
             silent.link(&engine, 5).unwrap()
@@ -172,27 +154,22 @@ fn unanswered_push_keeps_reads_out_of_place() {
     for way in WAYS.into_iter().filter(|way| way.shares()) {
         let slow = Slow::new(way, Duration::from_secs(1));
         let shape = desc(Placement::Host, 2, 4, 64);
-        let source = Held::pool(&slow.local, &shape, Blocks);
-        let into = Held::pool(&slow.local, &shape, Blocks);
+        let [source, into] = [(); 2].map(|()| Held::pool(&slow.local, &shape, Blocks));
         let remote = Held::new(&slow.remote, false, &shape, Blocks, &[Some(KEY)]);
         let (bytes, before) = (source.fill(1), remote.fill(2));
         let name = of(2, Name::Key(KEY));
-        let push = |source: &End| {
-            let rows = PushRows::Blocks { local: vec![1], remote: vec![1] };
-            slow.local.push(source, name, &rows, Layers::ALL)
-        };
+        let push = |source: &Held| push_blocks(&slow.local, source, &[1], name, &[1]);
         // Usually this side gives up first. On a machine that stood still the peer may answer in time.
         let unanswered = || {
             eventually("a push without an answer", || {
-                let error = push(&source.end()).unwrap_err();
+                let error = push(&source).unwrap_err();
                 assert_eq!(error.kind(), ErrorKind::Timeout, "{way:?}: {error}");
                 error.fact("said_by").is_none()
             });
         };
         let pull = || {
             into.fill(3);
-            let rows = PullRows::Blocks { remote: vec![1], local: vec![1] };
-            slow.local.pull(name, &into.end(), &rows, Layers::ALL)
+            pull_blocks(&slow.local, name, &into, &[1], &[1])
         };
         let pulled = |bytes: &[Vec<u8>], what: &str| {
             let got = into.read();
@@ -211,8 +188,8 @@ fn unanswered_push_keeps_reads_out_of_place() {
         remote.write(&before);
         // The source is memory that is not there: the peer finds out and refuses.
         let hollow = adopt(&shape, Blocks, &[4096, 8192]);
-        let hollow = slow.local.register(hollow, &[], Some(true)).unwrap();
-        let error = push(&End::Managed(hollow.id())).unwrap_err();
+        let hollow = Held { cache: slow.local.register(hollow, &[], Some(true)).unwrap(), own: None };
+        let error = push(&hollow).unwrap_err();
         assert_eq!((error.kind(), error.fact("said_by")), (ErrorKind::System, Some("the peer")), "{error}");
         slow.holding(&remote, |release| {
             in_place("the peer refused the push");

@@ -3,6 +3,7 @@
 //! Not for: expectations.
 
 use std::os::fd::AsFd;
+use std::thread;
 use std::time::Duration;
 
 use hmac::{Hmac, KeyInit, Mac};
@@ -34,9 +35,9 @@ pub fn hear<T: DeserializeOwned>(stream: &Stream) -> Result<T> {
     protocol::open(kind, &body)
 }
 
-fn mac(token: &[u8], side: &[u8], hello: &[u8], nonce: [u8; 16]) -> [u8; 32] {
+fn mac(token: &[u8], side: &[u8], hello: &[u8], nonce: [u8; 16], rest: &[u8]) -> [u8; 32] {
     let mut mac = Hmac::<sha2::Sha256>::new_from_slice(token).unwrap();
-    for part in [side, &[0], hello, &nonce] {
+    for part in [side, &[0], hello, &nonce, rest] {
         mac.update(part);
     }
     mac.finalize().into_bytes().into()
@@ -45,11 +46,7 @@ fn mac(token: &[u8], side: &[u8], hello: &[u8], nonce: [u8; 16]) -> [u8; 32] {
 /// The proof of the side that accepts is over its welcome too, with zeros in place of the proof.
 pub fn welcome_mac(token: &[u8], hello: &[u8], nonce: [u8; 16], welcome: &Welcome) -> [u8; 32] {
     let blank = protocol::encode(&Welcome { mac: [0; 32], ..welcome.clone() }).unwrap();
-    let mut mac = Hmac::<sha2::Sha256>::new_from_slice(token).unwrap();
-    for part in [&b"acceptor"[..], &[0], hello, &nonce, &blank[HEADER..]] {
-        mac.update(part);
-    }
-    mac.finalize().into_bytes().into()
+    mac(token, b"acceptor", hello, nonce, &blank[HEADER..])
 }
 
 /// Offers the engine at the other end the very memory that it offers.
@@ -84,12 +81,6 @@ impl Fake {
         PeerAddress { cluster: ClusterId(self.party.cluster), remote: vec![at], local: vec![] }
     }
 
-    /// What a neighbour who asked at a port is sent to.
-    pub fn local(&self) -> String {
-        let Address::Unix(name) = self.listener.address() else { unreachable!("a local socket") };
-        name
-    }
-
     /// The next stream that comes.
     pub fn accept(&self) -> Stream {
         let stream = accepted(&*self.listener).unwrap();
@@ -110,7 +101,7 @@ impl Fake {
         let nonce = [7; 16];
         say(&stream, &Challenge { nonce });
         let proof: Proof = hear(&stream).unwrap();
-        assert_eq!(proof.mac, mac(b"", b"dialer", &said, nonce));
+        assert_eq!(proof.mac, mac(b"", b"dialer", &said, nonce, b""));
         let welcome = Welcome { from: self.party, mac: [0; 32], local, secret: None };
         say(&stream, &Welcome { mac: welcome_mac(b"", &said, nonce, &welcome), ..welcome.clone() });
         (stream, hello.purpose)
@@ -125,6 +116,15 @@ impl Fake {
         }
         say(&stream, &Control::Pong);
         stream
+    }
+
+    /// Has `engine` link to this process, which `play` answers.
+    pub fn linked_by<T: Send>(&self, engine: &DataDist, play: impl FnOnce() -> T + Send) -> (Result<()>, T) {
+        thread::scope(|scope| {
+            let peer = scope.spawn(play);
+            let linked = engine.link_clusters(&[self.address()], LONG).remove(0);
+            (linked, peer.join().unwrap())
+        })
     }
 
     /// Greets `engine`, as far as a welcome.
@@ -156,7 +156,7 @@ impl Fake {
         let frame = protocol::encode(&hello)?;
         stream.send(&frame, soon())?;
         let challenge: Challenge = hear(&stream)?;
-        say(&stream, &Proof { mac: mac(token, b"dialer", &frame[HEADER..], challenge.nonce) });
+        say(&stream, &Proof { mac: mac(token, b"dialer", &frame[HEADER..], challenge.nonce, b"") });
         let welcome: Welcome = hear(&stream)?;
         assert_eq!(welcome.mac, welcome_mac(token, &frame[HEADER..], challenge.nonce, &welcome));
         Ok((stream, welcome))
@@ -178,8 +178,7 @@ impl Fake {
         if control.carries_descriptors() {
             mirror(&control);
         }
-        let told: Control = hear(&control).unwrap();
-        assert_eq!(told, Control::Pong);
+        assert_eq!(hear::<Control>(&control).unwrap(), Control::Pong);
         (control, dial(Purpose::Call { link: id, reverse: false }))
     }
 

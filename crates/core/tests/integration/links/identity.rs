@@ -11,7 +11,7 @@ use llm_datadist_core::testing::net::{Address, Transport, Unix};
 use llm_datadist_core::testing::protocol::{
     Challenge, Control, HANDSHAKE_LIMIT, Hello, Proof, Purpose, Welcome, decode,
 };
-use llm_datadist_core::{CacheKind, ClusterId, Config, ErrorKind, Mode, Token};
+use llm_datadist_core::{CacheKind, ClusterId, Config, ErrorKind, Mode, Result, Token};
 
 use super::fake_peer::{Fake, hear, say, soon, welcome_mac};
 use super::{
@@ -31,21 +31,16 @@ fn host() -> String {
     fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap().trim().to_owned()
 }
 
-/// Checks that a link still answers.
-fn answers(control: &llm_datadist_core::testing::net::Stream) {
-    say(control, &Control::Ping);
-    assert_eq!(hear::<Control>(control).unwrap(), Control::Pong);
+fn check_refused<T: std::fmt::Debug>(result: Result<T>, why: &str) {
+    let refused = result.unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::LinkFailed);
+    assert!(refused.to_string().contains(why), "{refused}");
 }
 
-#[test]
-fn processes_of_one_user_link_without_a_token() {
-    for (way, transport) in [(Way::Shm, "shm"), (Way::Tcp, "tcp")] {
-        let (local, remote) = (open(strict(1, way), way), open(strict(2, way), way));
-        link(&local, &remote).unwrap();
-        assert_eq!(local.stats().links[0].transport, transport);
-        check_pull(&local, &remote);
-        check_pull(&remote, &local);
-    }
+/// Checks that a link still answers.
+pub(super) fn answers(control: &llm_datadist_core::testing::net::Stream) {
+    say(control, &Control::Ping);
+    assert_eq!(hear::<Control>(control).unwrap(), Control::Pong);
 }
 
 #[test]
@@ -59,8 +54,8 @@ fn a_stranger_is_refused_for_the_reason_that_is_logged() {
         Purpose::Meet,
     ] {
         let refused = stranger.dial(&engine, purpose).unwrap_err();
-        assert_eq!(refused.kind(), ErrorKind::LinkFailed);
         let text = refused.to_string();
+        assert_eq!(refused.kind(), ErrorKind::LinkFailed);
         assert!(text.contains("no token is set") && text.contains("llm.LinkAcceptRemote = 1"), "{text}");
     }
     assert!(engine.stats().links.is_empty());
@@ -75,9 +70,8 @@ fn a_peer_with_a_token_learns_that_the_other_side_has_none() {
         let [mut with, mut without] = [1, 2].map(|cluster| strict(cluster, Way::Shm));
         (with.links.accept_remote, without.links.accept_remote) = (accept_remote, accept_remote);
         with.links.token = Some(Token::new("sixteen letters or more"));
-        let refused = link(&open(with, Way::Shm), &open(without, Way::Shm)).unwrap_err();
-        assert_eq!(refused.kind(), ErrorKind::LinkFailed);
-        assert!(refused.to_string().contains("uses a token, and this side has none"), "{refused}");
+        let refused = link(&open(with, Way::Shm), &open(without, Way::Shm));
+        check_refused(refused, "uses a token, and this side has none");
     }
 }
 
@@ -86,13 +80,8 @@ fn a_listener_that_proves_nothing_is_not_linked() {
     for way in [Way::Shm, Way::Tcp] {
         let engine = open(strict(1, way), way);
         let fake = Fake::new(2, 1);
-        thread::scope(|scope| {
-            let peer = scope.spawn(|| fake.greet());
-            let refused = engine.link_clusters(&[fake.address()], LONG).remove(0).unwrap_err();
-            assert_eq!(refused.kind(), ErrorKind::LinkFailed);
-            assert!(refused.to_string().contains("has not proved"), "{refused}");
-            drop(peer.join().unwrap());
-        });
+        let refused = fake.linked_by(&engine, || fake.greet()).0;
+        check_refused(refused, "has not proved");
         assert!(engine.stats().links.is_empty());
     }
 }
@@ -113,38 +102,31 @@ fn the_local_socket_takes_no_descriptor_of_a_stranger() {
     assert!(refused.to_string().contains("errno=1"), "{refused}");
 }
 
-/// Another process may know the cluster id and the instance of a peer.
+/// Another process may know the cluster id and the instance of a peer. One of many rivals is admitted.
 #[test]
 fn nobody_takes_the_place_of_a_link_that_works() {
     let engine = open(config(1, Way::Tcp), Way::Tcp);
-    let peer = Fake::new(2, 1);
-    let control = peer.link(&engine, 7).unwrap();
-    for id in [7, 8] {
-        let refused = Fake::new(2, 1).link(&engine, id).unwrap_err();
-        assert_eq!(refused.kind(), ErrorKind::LinkFailed);
-        assert!(refused.to_string().contains("its link works"), "{refused}");
+    let link = |instance| {
+        let peer = Fake::new(2, instance);
+        peer.link(&engine, instance).ok().map(|control| (peer, instance, control))
+    };
+    let mut admitted: Vec<_> = thread::scope(|scope| {
+        let rivals: Vec<_> = (1..=16).map(|instance| scope.spawn(move || link(instance))).collect();
+        rivals.into_iter().filter_map(|rival| rival.join().unwrap()).collect()
+    });
+    let (peer, instance, control) = admitted.pop().unwrap();
+    assert!(admitted.is_empty());
+    for id in [instance, instance + 1] {
+        check_refused(Fake::new(2, instance).link(&engine, id), "its link works");
     }
     answers(&control);
-    peer.call(&engine, 7).unwrap();
+    peer.call(&engine, instance).unwrap();
     // The process itself closes its link before it makes another one.
     drop(control);
-    let again = peer.link(&engine, 9).unwrap();
+    let _again = peer.link(&engine, 99).unwrap();
     eventually("one link", || engine.stats().links.len() == 1);
-    assert!(peer.call(&engine, 7).is_err());
-    peer.call(&engine, 9).unwrap();
-    drop(again);
-}
-
-#[test]
-fn one_of_many_rivals_for_a_cluster_id_is_admitted() {
-    let engine = open(config(1, Way::Tcp), Way::Tcp);
-    let links: Vec<_> = thread::scope(|scope| {
-        let link = |instance| Fake::new(2, instance).link(&engine, instance).ok();
-        let all: Vec<_> = (1..=16).map(|instance| scope.spawn(move || link(instance))).collect();
-        all.into_iter().filter_map(|link| link.join().unwrap()).collect()
-    });
-    assert_eq!(links.len(), 1);
-    answers(&links[0]);
+    assert!(peer.call(&engine, instance).is_err());
+    peer.call(&engine, 99).unwrap();
 }
 
 /// A process that claims to be the peer can make a link in the other direction. Calls do not take it.
@@ -174,24 +156,19 @@ fn a_link_made_by_a_claimant_takes_no_calls() {
 fn a_welcome_cannot_be_changed_on_the_way() {
     let local = open(config(1, Way::Shm), Way::Shm);
     let fake = Fake::new(2, 1);
-    thread::scope(|scope| {
-        let peer = scope.spawn(|| {
-            let stream = fake.accept();
-            let (_, body) = stream.receive(HANDSHAKE_LIMIT, Duration::ZERO, soon()).unwrap().unwrap();
-            let hello: Hello = decode(&body).unwrap();
-            assert!(matches!(hello.purpose, Purpose::Link { probe_local: true, .. }));
-            say(&stream, &Challenge { nonce: [7; 16] });
-            hear::<Proof>(&stream).unwrap();
-            let welcome = Welcome { from: fake.party, mac: [0; 32], local: None, secret: None };
-            let mac = welcome_mac(b"", &body, [7; 16], &welcome);
-            say(&stream, &Welcome { mac, local: Some("elsewhere".into()), ..welcome });
-            stream
-        });
-        let refused = local.link_clusters(&[fake.address()], LONG).remove(0).unwrap_err();
-        assert_eq!(refused.kind(), ErrorKind::LinkFailed);
-        assert!(refused.to_string().contains("token"), "{refused}");
-        drop(peer.join().unwrap());
+    let (refused, _stream) = fake.linked_by(&local, || {
+        let stream = fake.accept();
+        let (_, body) = stream.receive(HANDSHAKE_LIMIT, Duration::ZERO, soon()).unwrap().unwrap();
+        let hello: Hello = decode(&body).unwrap();
+        assert!(matches!(hello.purpose, Purpose::Link { probe_local: true, .. }));
+        say(&stream, &Challenge { nonce: [7; 16] });
+        hear::<Proof>(&stream).unwrap();
+        let welcome = Welcome { from: fake.party, mac: [0; 32], local: None, secret: None };
+        let mac = welcome_mac(b"", &body, [7; 16], &welcome);
+        say(&stream, &Welcome { mac, local: Some("elsewhere".into()), ..welcome });
+        stream
     });
+    check_refused(refused, "token");
 }
 
 #[test]
@@ -199,14 +176,11 @@ fn another_process_at_the_local_socket_is_not_the_peer() {
     let [local, impostor] = [1, 2].map(|cluster| open(config(cluster, Way::Shm), Way::Shm));
     let socket = Fake::new(1, 5).local_of(&impostor, host()).unwrap();
     let fake = Fake::new(2, 1);
-    thread::scope(|scope| {
-        let peer = scope.spawn(|| (fake.greet_with(Some(socket)), fake.linked()));
-        local.link_clusters(&[fake.address()], LONG).remove(0).unwrap();
-        assert_eq!(local.stats().links[0].transport, "tcp");
-        assert!(!log::texts(&["another process answers"]).is_empty());
-        eventually("nothing at the impostor", || impostor.stats().links.is_empty());
-        drop(peer.join().unwrap());
-    });
+    let (linked, _streams) = fake.linked_by(&local, || (fake.greet_with(Some(socket)), fake.linked()));
+    linked.unwrap();
+    assert_eq!(local.stats().links[0].transport, "tcp");
+    assert!(!log::texts(&["another process answers"]).is_empty());
+    eventually("nothing at the impostor", || impostor.stats().links.is_empty());
 }
 
 /// In the `KvCacheManager` mode a peer may have the cluster id of this engine, which is never taken for the peer.
@@ -214,14 +188,11 @@ fn another_process_at_the_local_socket_is_not_the_peer() {
 fn a_peer_of_the_same_id_is_not_this_engine() {
     let [local, remote] =
         [(); 2].map(|()| open(Config { mode: Mode::KvCacheManager, ..config(1, Way::Tcp) }, Way::Tcp));
-    let [into, source] =
-        [&local, &remote].map(|engine| Held::pool(engine, &device(2, 1, 64), CacheKind::Batch));
-    let pull = || pull_slot(&local, of(1, row(&source, 0)), &into);
-    assert_eq!(pull().unwrap_err().kind(), ErrorKind::NotLinked);
+    let into = Held::pool(&local, &device(2, 1, 64), CacheKind::Batch);
+    let unlinked = || pull_slot(&local, of(1, row(&into, 0)), &into).unwrap_err();
+    assert_eq!(unlinked().kind(), ErrorKind::NotLinked);
     link(&local, &remote).unwrap();
-    let bytes = source.fill(3);
-    pull().unwrap();
-    assert!(into.read() == bytes);
+    check_pull(&local, &remote);
     unlink(&local, &remote).unwrap();
-    assert_eq!(pull().unwrap_err().kind(), ErrorKind::NotLinked);
+    assert_eq!(unlinked().kind(), ErrorKind::NotLinked);
 }

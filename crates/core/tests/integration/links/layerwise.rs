@@ -10,7 +10,6 @@ use llm_datadist_core::{
 };
 
 use super::{Held, LONG, Pair, WAYS, device, each, row};
-use crate::fixtures::desc;
 
 use CacheKind::Batch;
 
@@ -69,12 +68,12 @@ pub(super) fn failure(task: &Task, at: usize) -> Arc<Error> {
 
 #[test]
 fn slots_arrive_by_name_and_by_address() {
-    each(|_, _, pair, ends| {
-        if ends.local.1 == Placement::Host {
+    each(|_, pair, local, remote| {
+        if local.placement == Placement::Host {
             return;
         }
-        let local = Held::new(&pair.local, ends.local.0, &desc(ends.local.1, 8, 3, 100), Batch, &[]);
-        let remote = Held::new(&pair.remote, ends.remote.0, &desc(ends.remote.1, 10, 4, 128), Batch, &[]);
+        let local = local.held(&pair.local, (8, 3, 100), Batch, &[]);
+        let remote = remote.held(&pair.remote, (10, 4, 128), Batch, &[]);
         let (bytes, mut expected) = (local.fill(1), remote.fill(2));
         // Layers 1 to 3 of slot 2 go to layers 2 to 4 of slot 1.
         let mut by_name = to(2, Target::Cache { name: row(&remote, 1), first_layer: 2 }, 4);

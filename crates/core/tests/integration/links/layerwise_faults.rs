@@ -4,24 +4,23 @@
 //! Not for: bytes of a sound transfer (`layerwise`), tasks alone (`transfer/task/tests.rs`).
 
 use std::cell::Cell;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use llm_datadist_core::testing::device::{DeviceSet, HostReach};
-use llm_datadist_core::testing::net::{Tcp, Unix};
+use llm_datadist_core::testing::device::HostReach;
 use llm_datadist_core::{
     CacheId, CacheKind, ClusterId, CopyArgs, DataDist, Destination, End, Error, ErrorKind, Layers, Name,
-    Outcome, Placement, PullRows, Result, Target, TransportChoice,
+    Outcome, Placement, PullRows, Target, Task,
 };
-use llm_datadist_testing::{Fault, Faults, Faulty};
 
+use super::broken_streams::{Bed, faults};
 use super::layerwise::{
     SLOTS, addressed, all_ready, blocks, failure, finish, is_done, named, start, to, wait,
 };
 use super::{
-    Held, LONG, Pair, WAYS, Way, address, config, device, eventually, link, of, open, open_gated, push_slot,
-    request, row, times, unlink,
+    Held, LONG, Pair, WAYS, Way, config, device, eventually, link, of, open, open_gated, push_slot, request,
+    row, times, unlink,
 };
 use crate::fixtures::{Gated, desc};
 
@@ -31,50 +30,26 @@ use CacheKind::{Batch, Blocks};
 #[test]
 fn stream_fault_ends_only_its_own_destination() {
     const BYTES: usize = 3000;
-    let kinds: [(&str, fn(u64) -> Fault); 3] =
-        [("cut", Fault::Cut), ("stall", Fault::Stall), ("garble", Fault::Garble)];
     let step = if times(1) > 1 { 7 } else { 83 };
     let places = (150..700).step_by(step).chain([2 * BYTES as u64, 5 * BYTES as u64]);
-    let cases: Vec<_> = kinds
-        .into_iter()
-        .flat_map(|(name, fault)| places.clone().map(move |at| (name, at, Some(fault(at)))))
-        .flat_map(|(name, at, fault)| {
-            let sending = Faults { sending: fault, ..Faults::default() };
-            let receiving = Faults { receiving: fault, ..Faults::default() };
-            [(name, "out", at, sending), (name, "in", at, receiving)]
-        })
-        .collect();
     for way in [Way::Tcp, Way::Shm] {
-        let armed: Arc<Mutex<Option<Faults>>> = Arc::default();
-        let next = armed.clone();
-        let faults = move |_| next.lock().unwrap().take().unwrap_or_default();
-        let mut settings = config(1, way);
-        settings.sync_timeout = Duration::from_millis(500);
-        let mut transports = way.transports();
-        if way == Way::Shm {
-            settings.links.transport = TransportChoice::Shm;
-            transports.unix = Arc::new(Faulty::new(Arc::new(Unix), faults));
-        } else {
-            transports.tcp = Arc::new(Faulty::new(Arc::new(Tcp), faults));
-        }
-        let local = DataDist::open_over(settings, DeviceSet::host_only(), transports).unwrap();
-        let (bad, good) = (open(config(2, way), way), open(config(3, way), way));
-        link(&local, &good).unwrap();
+        let bed = Bed::new(way, Duration::from_millis(500));
+        let (local, bad, good) = (&bed.local, &bed.remote, open(config(3, way), way));
+        link(local, &good).unwrap();
         let shape = device(8, 1, BYTES);
-        let source = Held::pool(&local, &shape, Batch);
-        let into = [&bad, &good].map(|remote| Held::new(remote, true, &shape, Batch, &[]));
+        let source = Held::pool(local, &shape, Batch);
+        let into = [bad, &good].map(|remote| Held::new(remote, true, &shape, Batch, &[]));
         let (mut failed, mut partly) = (0, 0);
-        for &(name, direction, at, faults) in &cases {
-            let what = format!("{way:?}, {name} {direction} at {at}");
-            let garbled = name == "garble";
-            link(&local, &bad).unwrap();
+        for broken in faults(way, places.clone()) {
+            let what = &broken.what;
+            link(local, bad).unwrap();
             // This opens the stream to the good peer, so that the fault hits the other one.
             local.check_link(ClusterId(3)).unwrap();
             let bytes = source.fill(1);
             let before = into.each_ref().map(|held| held.fill(2));
-            *armed.lock().unwrap() = Some(faults);
-            let task =
-                start(&local, &source, &SLOTS, &[to(2, addressed(&into[0]), 4), to(3, named(&into[1]), 4)]);
+            bed.arm(&broken);
+            let aims = [to(2, addressed(&into[0]), 4), to(3, named(&into[1]), 4)];
+            let task = start(local, &source, &SLOTS, &aims);
             finish(&task);
             let got = into[0].read();
             // The source may be overwritten as soon as the task is done.
@@ -85,17 +60,14 @@ fn stream_fault_ends_only_its_own_destination() {
             assert_eq!(arrived.bytes, u64::from(arrived.layers) * 2 * BYTES as u64);
             if !is_done(&task, 0) {
                 let error = failure(&task, 0);
-                let fits = matches!(error.kind(), ErrorKind::NotLinked | ErrorKind::Timeout);
-                assert!(fits || garbled, "{what}: {error}");
+                broken.explains(&error, [ErrorKind::NotLinked, ErrorKind::Timeout]);
                 assert_eq!(error.fact("cluster"), Some("2"), "{what}: {error}");
                 assert!(arrived.layers < 4);
                 failed += 1;
                 partly += usize::from(arrived.layers > 0);
             }
-            *armed.lock().unwrap() = None;
-            local.unlink_clusters(&[address(&bad)], LONG, true).remove(0).unwrap();
-            eventually("the end of the link", || bad.stats().links.is_empty());
-            if garbled {
+            bed.clean();
+            if broken.garbles {
                 continue;
             }
             let tensors = 2 * arrived.layers as usize;
@@ -146,6 +118,12 @@ impl Slow {
             assert!(swap.take().is_none(), "the swap was not released");
         });
     }
+}
+
+/// Marks a layer ready, and waits until it has arrived.
+fn send(task: &Arc<Task>, layer: u32) {
+    task.ready(layer);
+    eventually("the layer", || task.progress()[0].layers == layer + 1);
 }
 
 /// Block `at` of each tensor, of 64 bytes.
@@ -207,8 +185,7 @@ fn unlinking_between_layers_ends_the_destination() {
         let into = Held::new(&pair.remote, true, &device(6, 1, 100), Batch, &[]);
         let (bytes, before) = (source.fill(1), into.fill(2));
         let task = start(&pair.local, &source, &SLOTS, &[to(2, addressed(&into), 3)]);
-        task.ready(0);
-        eventually("layer 0", || task.progress()[0].layers == 1);
+        send(&task, 0);
         unlink(&pair.local, &pair.remote).unwrap();
         link(&pair.local, &pair.remote).unwrap();
         finish(&task);
@@ -284,14 +261,11 @@ fn freed_destination_is_never_replaced_by_another() {
         for target in targets {
             let remote = keyed();
             let task = start(&pair.local, &source, &SLOTS, &[to(2, target(&remote), 3)]);
-            task.ready(0);
-            eventually("layer 0", || task.progress()[0].layers == 1);
-            assert_eq!(remote.read()[..2], bytes[..2]);
+            send(&task, 0);
             pair.remote.remove_key(request(5)).unwrap();
             let second = keyed();
             let before = second.fill(2);
-            task.ready(1);
-            eventually("layer 1", || task.progress()[0].layers == 2);
+            send(&task, 1);
             assert_eq!(remote.read()[..4], bytes[..4]);
             assert!(second.read() == before, "{way:?}: the new cache of the key was written");
             pair.remote.remove_key(request(5)).unwrap();
@@ -317,57 +291,53 @@ fn freed_destination_is_never_replaced_by_another() {
 /// A call has found the cache and waits for a row when the cache is unregistered: it touches none of the memory.
 #[test]
 fn unregistered_memory_is_not_touched_by_waiting_calls() {
-    type Call = fn(&DataDist, &Held, &Held, &Held) -> Result<()>;
     const INTO: CopyArgs = CopyArgs { dst_batch_index: 1, src_batch_index: 0, offset: 0, size: -1 };
     const OUT_OF: CopyArgs = CopyArgs { dst_batch_index: 0, src_batch_index: 1, ..INTO };
-    let calls: [(&str, Call); 5] = [
-        ("copy out", |local, taken, own, _| local.copy_cache(&own.end(), &taken.end(), OUT_OF)),
-        ("copy in", |local, taken, own, _| local.copy_cache(&taken.end(), &own.end(), INTO)),
-        ("pull", |local, taken, _, remote| {
-            let rows = PullRows::Slot { local: 1, size: -1 };
-            local.pull(of(2, row(remote, 0)), &taken.end(), &rows, Layers::ALL)
-        }),
-        ("push", |local, taken, _, remote| push_slot(local, taken, 1, of(2, row(remote, 0)))),
-        ("layer", |local, taken, _, remote| {
-            let aim = Destination { src_row: 1, ..to(2, named(remote), 1) };
-            let task = local.transfer_async(&taken.end(), &SLOTS, vec![aim], None)?;
-            finish(&task);
-            let error = failure(&task, 0);
-            Err(Error::new(error.kind(), error.to_string()))
-        }),
-    ];
-    for way in WAYS {
+    for (way, name) in WAYS
+        .into_iter()
+        .flat_map(|way| ["copy out", "copy in", "pull", "push", "layer"].map(|name| (way, name)))
+    {
         let gate = Gated::new(HostReach::Direct);
         let local = open_gated(config(1, way), way, &gate);
         let remote = open(config(2, way), way);
         link(&local, &remote).unwrap();
-        for (name, call) in calls {
-            let shape = device(2, 2, 64);
-            let pool = Held::pool(&local, &shape, Batch);
-            let registered = |engine| Held::new(engine, true, &shape, Batch, &[]);
-            let (taken, own, into) = (registered(&local), registered(&local), registered(&remote));
-            taken.fill(1);
-            let (theirs, ours) = (into.fill(2), own.fill(3));
-            gate.shut();
-            thread::scope(|scope| {
-                let pinning = scope.spawn(|| local.copy_cache(&taken.end(), &pool.end(), INTO));
-                gate.wait_for(1);
-                let waiting = scope.spawn(|| call(&local, &taken, &own, &into));
-                thread::sleep(Duration::from_millis(30));
-                let gone = scope.spawn(|| local.unregister(taken.cache.id()));
-                eventually("the end of its id", || local.find(taken.cache.id()).is_err());
-                gate.open();
-                pinning.join().unwrap().unwrap();
-                gone.join().unwrap().unwrap();
-                let mine = taken.fill(7);
-                let error = waiting.join().unwrap().unwrap_err();
-                assert_eq!(error.kind(), ErrorKind::CacheNotFound, "{way:?} {name}: {error}");
-                assert!(taken.read() == mine, "{way:?} {name}: it was written");
-            });
-            assert!(into.read() == theirs && own.read() == ours, "{way:?} {name}: it was read");
-            pool.free(&local);
-            own.free(&local);
-            into.free(&remote);
-        }
+        let pool = Held::pool(&local, &device(2, 2, 64), Batch);
+        let [taken, own, into] =
+            [&local, &local, &remote].map(|engine| Held::new(engine, true, &device(2, 2, 64), Batch, &[]));
+        let call = || match name {
+            "copy out" => local.copy_cache(&own.end(), &taken.end(), OUT_OF),
+            "copy in" => local.copy_cache(&taken.end(), &own.end(), INTO),
+            "pull" => {
+                let rows = PullRows::Slot { local: 1, size: -1 };
+                local.pull(of(2, row(&into, 0)), &taken.end(), &rows, Layers::ALL)
+            }
+            "push" => push_slot(&local, &taken, 1, of(2, row(&into, 0))),
+            _ => {
+                let aim = Destination { src_row: 1, ..to(2, named(&into), 1) };
+                let task = local.transfer_async(&taken.end(), &SLOTS, vec![aim], None)?;
+                finish(&task);
+                let error = failure(&task, 0);
+                Err(Error::new(error.kind(), error.to_string()))
+            }
+        };
+        taken.fill(1);
+        let (theirs, ours) = (into.fill(2), own.fill(3));
+        gate.shut();
+        thread::scope(|scope| {
+            let pinning = scope.spawn(|| local.copy_cache(&taken.end(), &pool.end(), INTO));
+            gate.wait_for(1);
+            let waiting = scope.spawn(call);
+            thread::sleep(Duration::from_millis(30));
+            let gone = scope.spawn(|| local.unregister(taken.cache.id()));
+            eventually("the end of its id", || local.find(taken.cache.id()).is_err());
+            gate.open();
+            pinning.join().unwrap().unwrap();
+            gone.join().unwrap().unwrap();
+            let mine = taken.fill(7);
+            let error = waiting.join().unwrap().unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::CacheNotFound, "{way:?} {name}: {error}");
+            assert!(taken.read() == mine, "{way:?} {name}: it was written");
+        });
+        assert!(into.read() == theirs && own.read() == ours, "{way:?} {name}: it was read");
     }
 }

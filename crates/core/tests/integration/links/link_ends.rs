@@ -9,6 +9,7 @@ use llm_datadist_core::{ClusterId, ErrorKind};
 use rustix::net::{Shutdown, shutdown};
 
 use super::fake_peer::{Fake, hear, say, soon};
+use super::identity::answers;
 use super::{LONG, Way, config, eventually, link, open};
 
 /// An engine may end before its control thread has heard of a link.
@@ -29,26 +30,24 @@ fn an_engine_that_ends_at_once_says_goodbye() {
 #[test]
 fn a_goodbye_that_is_read_late_counts() {
     let local = open(config(1, Way::Shm), Way::Shm);
-    let at = Address::Unix(format!("llm-datadist-test-{}-late-goodbye", std::process::id()));
-    let (listener, fake) = (Fake::new(2, 1), Fake::at(&Unix, &at, 2, 1));
+    let name = format!("llm-datadist-test-{}-late-goodbye", std::process::id());
+    let (listener, fake) = (Fake::new(2, 1), Fake::at(&Unix, &Address::Unix(name.clone()), 2, 1));
+    let (linked, (_greeted, control)) =
+        listener.linked_by(&local, || (listener.greet_with(Some(name)), fake.linked()));
+    linked.unwrap();
     thread::scope(|scope| {
-        let peer = scope.spawn(|| {
-            let greeted = listener.greet_with(Some(fake.local()));
-            let control = fake.linked();
+        scope.spawn(|| {
             let (call, purpose) = fake.greet();
             assert!(matches!(purpose, Purpose::Call { .. }), "{purpose:?}");
             let request: Request = hear(&call).unwrap();
+            assert!(matches!(request, Request::Unlink { .. }), "{request:?}");
             // The engine notices only when it sends that it can send no more.
             shutdown(&control, Shutdown::Read).unwrap();
             drop(call);
             thread::sleep(Duration::from_millis(200));
             say(&control, &Control::Bye { reason: "the peer unlinked".into(), unlinked: true });
-            (greeted, control, request)
         });
-        local.link_clusters(&[listener.address()], LONG).remove(0).unwrap();
         local.unlink_clusters(&[listener.address()], LONG, false).remove(0).unwrap();
-        let (_, _, request) = peer.join().unwrap();
-        assert!(matches!(request, Request::Unlink { .. }), "{request:?}");
     });
     assert!(local.stats().links.is_empty());
 }
@@ -58,16 +57,12 @@ fn a_goodbye_that_is_read_late_counts() {
 fn a_peer_that_no_longer_listens_cannot_be_called() {
     let engine = open(config(1, Way::Tcp), Way::Tcp);
     let fake = Fake::new(2, 1);
-    let control = thread::scope(|scope| {
-        let peer = scope.spawn(|| fake.linked());
-        engine.link_clusters(&[fake.address()], LONG).remove(0).unwrap();
-        peer.join().unwrap()
-    });
+    let (linked, _control) = fake.linked_by(&engine, || fake.linked());
+    linked.unwrap();
     drop(fake);
     let error = engine.check_link(ClusterId(2)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::NotLinked, "{error}");
     assert!(error.to_string().contains("cannot be reached"), "{error}");
-    drop(control);
 }
 
 #[test]
@@ -76,14 +71,9 @@ fn a_silent_link_is_replaced() {
     short.links.heartbeat = Duration::from_millis(400);
     let engine = open(short, Way::Tcp);
     let fake = Fake::new(2, 1);
-    thread::scope(|scope| {
-        let peer = scope.spawn(|| (fake.linked(), fake.linked()));
-        for _ in 0..2 {
-            engine.link_clusters(&[fake.address()], LONG).remove(0).unwrap();
-        }
-        assert_eq!(engine.stats().links.len(), 1);
-        drop(peer.join().unwrap());
-    });
+    let links = [(); 2].map(|()| fake.linked_by(&engine, || fake.linked()));
+    assert!(links.iter().all(|(linked, _)| linked.is_ok()));
+    assert_eq!(engine.stats().links.len(), 1);
 }
 
 /// A control message may arrive in pieces. Half of one is no sign of life.
@@ -118,8 +108,7 @@ fn the_streams_of_one_peer_are_bounded() {
     };
     assert!(refused.to_string().contains("too many streams"), "{refused}");
     assert!(streams.len() >= 64);
-    say(&control, &Control::Ping);
-    assert_eq!(hear::<Control>(&control).unwrap(), Control::Pong);
+    answers(&control);
     streams.clear();
     eventually("room for one more", || fake.call(&engine, 7).is_ok());
 }

@@ -11,13 +11,11 @@ use llm_datadist_core::testing::protocol::{
     self, MOST_AHEAD, Place, Record, Reply, Request, WireName, WirePlan, WireSpan, WireSteps,
 };
 use llm_datadist_core::testing::validate::Side;
-use llm_datadist_core::{
-    CacheId, CacheKind, DataDist, Error, ErrorKind, Geometry, Layers, Name, Placement, PushRows,
-};
+use llm_datadist_core::{CacheId, CacheKind, DataDist, Error, ErrorKind, Geometry, Name, Placement};
 
 use super::fake_peer::{Fake, hear, say, soon};
-use super::{Held, LONG, Ports, Way, config, device, eventually, of, open};
-use crate::fixtures::{Buffer, pattern};
+use super::{Held, Ports, Way, config, device, of, open, push_blocks};
+use crate::fixtures::{Buffer, Own, pattern};
 
 const BLOCK: u64 = 4096;
 const TENSORS: u32 = 2;
@@ -134,11 +132,9 @@ fn bytes_behind_a_refused_request_are_skipped() {
     use ErrorKind::{InvalidArgument as Wrong, NotLinked};
     each(|owner| {
         let before = owner.into.fill(1);
-        let closed = crate::fixtures::Own::new(
-            &device(TENSORS, BLOCKS as usize, BLOCK as usize),
-            CacheKind::Blocks,
-            |adopted| owner.engine.register(adopted, &[], Some(false)).unwrap(),
-        );
+        let shape = device(TENSORS, BLOCKS as usize, BLOCK as usize);
+        let register = |adopted| owner.engine.register(adopted, &[], Some(false)).unwrap();
+        let closed = Own::new(&shape, CacheKind::Blocks, register);
         let shut = closed.read();
         let good = || plan(0, BLOCK);
         let uneven = WireSteps::Spans { waves: vec![2], spans: SpanList::default() };
@@ -184,9 +180,9 @@ fn peer_that_dies_behind_its_request_leaves_no_pin() {
             owner.write(plan(0, BLOCK), (0, WHOLE), &bytes(behind));
             owner.call.close();
             owner.is_free();
+            assert_eq!(owner.engine.stats().links.len(), 1);
             if behind == 0 {
                 owner.into.write(&before);
-                eventually("the end of the call", || owner.engine.stats().links.len() == 1);
                 assert!(owner.into.read() == before, "written without bytes");
             }
         });
@@ -208,8 +204,8 @@ fn few_bytes_follow_their_request() {
         // Rows that are not neighbours, so that they are not joined.
         let rows: Vec<i64> = (0..count).map(|row: i64| row * row % 7 % 2 + 2 * row).collect();
         let block = |tensor: &[u8], row: i64| tensor[row as usize * len as usize..][..len as usize].to_vec();
-        let expected = own.iter().flat_map(|tensor| rows.iter().flat_map(|&row| block(tensor, row)));
-        let expected: Vec<u8> = expected.collect();
+        let expected: Vec<u8> =
+            own.iter().flat_map(|tensor| rows.iter().flat_map(|&row| block(tensor, row))).collect();
         let total = expected.len() as u64;
         let take = |call: &Stream| {
             let got = Buffer::new(expected.len(), |_| 0);
@@ -221,9 +217,10 @@ fn few_bytes_follow_their_request() {
             assert!(got.read(0, expected.len()) == expected, "other bytes");
         };
         let fake = Fake::new(2, 1);
+        let (linked, _control) = fake.linked_by(&engine, || fake.linked());
+        linked.unwrap();
         thread::scope(|scope| {
-            let peer = scope.spawn(|| {
-                let control = fake.linked();
+            scope.spawn(|| {
                 let (call, _) = fake.greet();
                 let Request::Describe { .. } = hear(&call).unwrap() else { panic!("not asked what it is") };
                 let mut record = Record::new(Place { place: 0, generation: 0 }, CacheId(5), 0, side);
@@ -247,17 +244,13 @@ fn few_bytes_follow_their_request() {
                     }
                     say(&call, &Reply::Done { bytes: to });
                 }
-                control
             });
-            engine.link_clusters(&[fake.address()], LONG).remove(0).unwrap();
-            let rows = PushRows::Blocks { local: rows.clone(), remote: rows.clone() };
             let to = of(2, Name::Row { cache: CacheId(5), row: 0 });
-            let push = || engine.push(&local.end(), to, &rows, Layers::ALL);
+            let push = || push_blocks(&engine, &local, &rows, to, &rows);
             let error = push().unwrap_err();
             assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{error}");
             assert!(error.to_string().contains("not today"), "{error}");
             push().unwrap();
-            drop(peer.join().unwrap());
         });
     }
 }

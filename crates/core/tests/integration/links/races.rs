@@ -13,12 +13,15 @@ use llm_datadist_core::{
 
 use super::layerwise::{SLOTS, is_done, start, to, wait};
 use super::{
-    Held, LONG, Pair, WAYS, Way, address, config, device, eventually, link, of, open, open_gated, pull_slot,
-    push_slot, request, row, times, unlink,
+    Held, LONG, Pair, WAYS, Way, address, check_pull, config, device, eventually, link, of, open, open_gated,
+    pull_slot, push_slot, request, row, times, unlink,
 };
 use crate::fixtures::{self, Buffer, Gated, adopt};
 
 use CacheKind::Batch;
+
+/// A copy of slot 1 to slot 0.
+const FROM_1: CopyArgs = CopyArgs { src_batch_index: 1, dst_batch_index: 0, offset: 0, size: -1 };
 
 /// Runs `work` on `count` threads at once.
 fn together(count: usize, work: impl Fn(usize) + Sync) {
@@ -34,53 +37,45 @@ fn until(millis: u32) -> Instant {
     Instant::now() + Duration::from_millis(u64::from(times(millis)))
 }
 
-/// Each pull releases its own key and so changes the cache under all others: none of them fails.
+/// Slots are pulled at once, whole or a layer at a time: the last layer of a slot releases its key, and so changes the cache
+/// under all other pulls. None of them fails.
 #[test]
-fn keys_of_one_cache_are_pulled_at_once() {
-    for way in WAYS {
+fn last_layer_of_each_slot_releases_its_key() {
+    const COUNT: usize = 64;
+    for (way, layers) in WAYS.into_iter().flat_map(|way| [1, 8].map(|layers| (way, layers))) {
         let pair = Pair::new(way);
-        for round in 0..times(6) {
-            let keys: Vec<_> = (0..256).map(|id| Some(request(id))).collect();
-            let remote = Held::new(&pair.remote, false, &device(2, 256, 512), Batch, &keys);
+        let tensors = 8 / layers as u32;
+        for round in 0..times(3) {
+            let keys: Vec<_> = (0..=COUNT as u64).map(|id| Some(request(id))).collect();
+            let remote = Held::new(&pair.remote, false, &device(8, COUNT + 1, 512), Batch, &keys);
             let bytes = remote.fill(round as u8);
             together(16, |index| {
-                let local = Held::pool(&pair.local, &device(2, 1, 512), Batch);
-                for id in (index..256).step_by(16) {
-                    pull_slot(&pair.local, of(2, Name::Key(request(id as u64))), &local)
-                        .unwrap_or_else(|error| panic!("{way:?} {id}: {error}"));
-                    assert!((0..2).all(|t| local.read()[t] == bytes[t][id * 512..][..512]));
+                let local = Held::pool(&pair.local, &device(tensors, 1, 512), Batch);
+                for pull in (index..COUNT * layers).step_by(16) {
+                    let (slot, layer) = (pull / layers, pull % layers);
+                    let src = Some(LayerRange { first: layer as u32, end: layer as u32 + 1 });
+                    let name = if layer % 2 == 0 {
+                        Name::Key(request(slot as u64))
+                    } else {
+                        row(&remote, slot as u32)
+                    };
+                    let rows = PullRows::Slot { local: 0, size: -1 };
+                    let layers = Layers { src, dst: None, tensors_per_layer: tensors };
+                    pair.local
+                        .pull(of(2, name), &local.end(), &rows, layers)
+                        .unwrap_or_else(|error| panic!("{way:?}, slot {slot}, layer {layer}: {error}"));
+                    let source = &bytes[layer * tensors as usize..];
+                    assert!(
+                        local.read().iter().zip(source).all(|(got, all)| *got == all[slot * 512..][..512])
+                    );
                 }
                 local.free(&pair.local);
             });
-            assert_eq!(pair.remote.stats().table.keys, 0);
             remote.free(&pair.remote);
-        }
-    }
-}
-
-/// Pulls of single layers at once: the last of them releases the key of its slot, and only that one.
-#[test]
-fn last_layer_releases_the_key() {
-    for way in WAYS {
-        let pair = Pair::new(way);
-        for round in 0..u64::from(times(20)) {
-            let keys = [request(round * 2), request(round * 2 + 1)];
-            let remote = Held::new(&pair.remote, false, &device(8, 2, 64), Batch, &keys.map(Some));
-            together(8, |layer| {
-                let local = Held::pool(&pair.local, &device(1, 1, 64), Batch);
-                let src = Some(LayerRange { first: layer as u32, end: layer as u32 + 1 });
-                let layers = Layers { src, dst: None, tensors_per_layer: 1 };
-                let name = if layer % 2 == 0 { Name::Key(keys[0]) } else { row(&remote, 0) };
-                let rows = PullRows::Slot { local: 0, size: -1 };
-                pair.local.pull(of(2, name), &local.end(), &rows, layers).unwrap();
-                local.free(&pair.local);
-            });
-            assert!(pair.remote.find_key(keys[0]).is_err());
-            assert!(pair.remote.find_key(keys[1]).is_ok(), "the other slot keeps its own");
-            remote.free(&pair.remote);
-            assert_eq!(pair.remote.stats().table.caches, 1, "the second key still holds it");
-            pair.remote.remove_key(keys[1]).unwrap();
-            assert_eq!(pair.remote.stats().table.caches, 0);
+            let table = || (pair.remote.stats().table.caches, pair.remote.stats().table.keys);
+            assert_eq!(table(), (1, 1), "the slot that was not pulled keeps its key, which holds the cache");
+            pair.remote.remove_key(request(COUNT as u64)).unwrap();
+            assert_eq!(table(), (0, 0));
         }
     }
 }
@@ -132,16 +127,13 @@ fn pull_never_mixes_generations() {
                             continue;
                         }
                         local.write(&images(0));
-                        match pull_slot(&pair.local, of(2, Name::Row { cache: CacheId(id), row: 0 }), &local)
-                        {
-                            Ok(()) => {
-                                assert!(local.read() == images(id), "{what}: {id} is mixed");
-                                good.store(true, Ordering::Relaxed);
-                            }
-                            Err(error) => {
-                                assert_eq!(error.kind(), ErrorKind::CacheNotFound, "{what}: {error}");
-                            }
+                        let name = Name::Row { cache: CacheId(id), row: 0 };
+                        if let Err(error) = pull_slot(&pair.local, of(2, name), &local) {
+                            assert_eq!(error.kind(), ErrorKind::CacheNotFound, "{what}: {error}");
+                            continue;
                         }
+                        assert!(local.read() == images(id), "{what}: {id} is mixed");
+                        good.store(true, Ordering::Relaxed);
                     }
                 });
             }
@@ -262,9 +254,7 @@ fn everything_at_once_leaves_nothing() {
             local.stats().links.is_empty() && remote.stats().links.is_empty()
         });
         link(&local, &remote).unwrap();
-        let into = Held::pool(&local, &shape, Batch);
-        pull_slot(&local, of(2, row(&source, 0)), &into).unwrap();
-        assert!(into.read() == bytes);
+        check_pull(&local, &remote);
     }
 }
 
@@ -272,7 +262,6 @@ fn everything_at_once_leaves_nothing() {
 #[test]
 fn readers_see_one_version_of_a_row() {
     const BYTES: usize = 128 << 10;
-    const FROM_1: CopyArgs = CopyArgs { src_batch_index: 1, dst_batch_index: 0, offset: 0, size: -1 };
     for (way, one_sided) in WAYS.into_iter().flat_map(|way| [(way, false), (way, true)]) {
         let pair = Pair::with(way, |config| config.remote_accessible = one_sided);
         let shape = device(2, 2, BYTES);
@@ -348,9 +337,8 @@ fn endless_readers_let_a_copy_in() {
         }
         eventually("the readers", || turns.load(Ordering::SeqCst) >= 2 * READERS);
         // Reads that have begun finish first. More pass ten copies only if later readers go before a copy.
-        let args = CopyArgs { src_batch_index: 1, dst_batch_index: 0, offset: 0, size: -1 };
         let before = turns.load(Ordering::SeqCst);
-        let copied = (0..10).try_for_each(|_| remote.copy_cache(&hot.end(), &hot.end(), args));
+        let copied = (0..10).try_for_each(|_| remote.copy_cache(&hot.end(), &hot.end(), FROM_1));
         let passed = turns.load(Ordering::SeqCst) - before;
         over.store(true, Ordering::SeqCst);
         assert!(copied.is_ok() && passed <= 50 * READERS, "{passed} pulls passed: {copied:?}");
@@ -371,13 +359,12 @@ fn push_pull_and_copy_do_not_deadlock() {
             [&pair.local, &pair.remote].map(|engine| Held::pool(engine, &device(2, 2, BYTES), Batch));
         local.write(&rows);
         remote.write(&rows);
-        let args = CopyArgs { src_batch_index: 1, dst_batch_index: 0, offset: 0, size: -1 };
         together(3, |index| {
             for _ in 0..times(300) {
                 match index {
                     0 => push_slot(&pair.local, &local, 0, of(2, row(&remote, 0))),
                     1 => pull_slot(&pair.remote, of(1, row(&local, 0)), &remote),
-                    _ => pair.local.copy_cache(&local.end(), &local.end(), args),
+                    _ => pair.local.copy_cache(&local.end(), &local.end(), FROM_1),
                 }
                 .unwrap();
             }

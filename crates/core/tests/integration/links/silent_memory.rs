@@ -6,11 +6,9 @@ use std::time::Duration;
 
 use llm_datadist_core::testing::copy::STILL_READING;
 use llm_datadist_core::testing::memory::stalled::Stall;
-use llm_datadist_core::{
-    CacheKind, DataDist, Error, ErrorKind, Layers, Name, Placement, PullRows, PushRows, Result,
-};
+use llm_datadist_core::{CacheKind, DataDist, Error, ErrorKind, Placement, Result};
 
-use super::{Held, Pair, Way, eventually, of, row};
+use super::{Held, Pair, Way, eventually, of, pull_blocks, push_blocks, row};
 use crate::fixtures::desc;
 
 const ROWS: usize = 4;
@@ -33,18 +31,12 @@ fn stall(held: &Held) -> Stall {
     Stall::new(at..at + held.cache.geometry().tensor_bytes())
 }
 
-fn name(held: &Held) -> Name {
-    row(held, 0)
-}
-
 fn pull(pair: &Pair, from: &Held, to: &Held, block: i64) -> Result<()> {
-    let rows = PullRows::Blocks { remote: vec![block], local: vec![block] };
-    pair.local.pull(of(2, name(from)), &to.end(), &rows, Layers::ALL)
+    pull_blocks(&pair.local, of(2, row(from, 0)), to, &[block], &[block])
 }
 
 fn push(pair: &Pair, from: &Held, to: &Held, block: i64) -> Result<()> {
-    let rows = PushRows::Blocks { local: vec![block], remote: vec![block] };
-    pair.local.push(&from.end(), of(2, name(to)), &rows, Layers { tensors_per_layer: 1, ..Layers::ALL })
+    push_blocks(&pair.local, from, &[block], of(2, row(to, 0)), &[block])
 }
 
 fn timed_out<T: std::fmt::Debug>(result: Result<T>) -> Error {
@@ -113,7 +105,6 @@ fn push_of_silent_memory_leaves_the_peer_free_to_serve() {
     let loud_bytes = loud.fill(2);
     silent.fill(1);
     let remote = blocks(&pair.remote, false);
-    let _before = remote.fill(3);
     let stalled = stall(&silent);
     while stalled.waiting() == 0 {
         timed_out(push(&pair, &silent, &remote, 1));
@@ -151,24 +142,22 @@ fn push_of_silent_memory_takes_no_thread_of_the_peer_for_as_long_as_it_says() {
 
 #[test]
 fn engine_that_is_finalized_meanwhile_keeps_its_pool_mapped() {
-    let Pair { local, remote } = pair();
-    let silent = blocks(&remote, true);
-    silent.fill(1);
-    let to = blocks(&local, false);
+    let pair = pair();
+    let silent = blocks(&pair.remote, true);
+    let to = blocks(&pair.local, false);
     let at = to.cache.addrs()[0];
     let mapped = || {
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
         maps.lines().any(|line| {
             let (range, rest) = line.split_once(' ').unwrap();
-            let (from, to) = range.split_once('-').unwrap();
-            let number = |text| u64::from_str_radix(text, 16).unwrap();
-            (number(from)..number(to)).contains(&at) && rest.contains("llm_datadist host pool")
+            let mut ends = range.split('-').map(|text| u64::from_str_radix(text, 16).unwrap());
+            let range = ends.next().unwrap()..ends.next().unwrap();
+            range.contains(&at) && rest.contains("llm_datadist host pool")
         })
     };
     let stalled = stall(&silent);
-    let pair = Pair { local, remote };
     lose(|| pull(&pair, &silent, &to, 0));
-    let Pair { local, remote: _far } = pair;
+    let Pair { local, remote: _remote } = pair;
     drop(to);
     drop(local);
     assert!(mapped(), "the kernel may still write there");

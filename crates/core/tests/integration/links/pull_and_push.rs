@@ -1,0 +1,184 @@
+//! Pulls and pushes: which bytes arrive, over every transport, in both modes, between all kinds of memory.
+//!
+//! `tests/test_pull.py`, `tests/test_push.py` and `tests/test_cpp.py` cover layouts and refusals between processes. Not for: what
+//! goes wrong (`broken_streams`, `races`).
+
+use llm_datadist_core::{
+    CacheKey, CacheKind, ErrorKind, LayerRange, Layers, Name, Placement, PullRows, PushRows,
+};
+
+use super::{Held, Pair, WAYS, Way, device, each, of, pull_blocks, push_slot, request, row};
+use crate::fixtures::{Own, desc};
+
+use CacheKind::{Batch, Blocks};
+
+const KEY: CacheKey = CacheKey::Blocks { model: 7 };
+
+fn layers(src: (u32, u32), dst: (u32, u32), tensors_per_layer: u32) -> Layers {
+    let range = |(first, end)| Some(LayerRange { first, end });
+    Layers { src: range(src), dst: range(dst), tensors_per_layer }
+}
+
+/// How a slot reaches the other cache.
+#[derive(Clone, Copy, Debug)]
+enum Call {
+    /// A pull of so many bytes, or of a whole slot of the caller's cache with -1.
+    Pull(i64),
+    /// The size of the caller's slot counts.
+    Push,
+}
+
+/// Slots arrive, named by key or by id. A call with every tensor of an allocated slot releases its key, as contract §17.4 says
+/// of pushes.
+#[test]
+fn slots_arrive() {
+    use Call::{Pull, Push};
+    // Bytes of a slot of the source and of the destination; calls; layers; first tensor read, first tensor written, how many.
+    type Case = (usize, usize, &'static [Call], Layers, (usize, usize, usize));
+    let cases: [Case; 6] = [
+        (64, 64, &[Pull(-1), Push], Layers::ALL, (0, 0, 6)),
+        (96, 64, &[Pull(-1)], layers((1, 3), (0, 2), 2), (2, 0, 4)),
+        (5000, 4999, &[Pull(33)], layers((1, 2), (0, 1), 3), (3, 0, 3)),
+        (64, 96, &[Pull(1), Push], layers((2, 5), (3, 6), 1), (2, 3, 3)),
+        (4097, 4097, &[Push], layers((1, 2), (0, 1), 2), (2, 0, 2)),
+        // Six tensors and seven to a layer make no layer.
+        (64, 64, &[Push], Layers { tensors_per_layer: 7, ..Layers::ALL }, (0, 0, 0)),
+    ];
+    each(|one_sided, pair, local, remote| {
+        let calls = cases.iter().flat_map(|case| case.2.iter().map(move |call| (case, *call)));
+        for (&(from, to, _, layers, (src, dst, count)), call) in calls {
+            let what = format!("{call:?}, {from} to {to}");
+            let (ends, memory) = match call {
+                Pull(_) => ([&pair.remote, &pair.local], [remote, local]),
+                Push => ([&pair.local, &pair.remote], [local, remote]),
+            };
+            let keys = [Some(request(1)), Some(request(2)), None];
+            let source = memory[0].held(ends[0], (6, 3, from), Batch, &keys);
+            let into = memory[1].held(ends[1], (6, 3, to), Batch, &[]);
+            let (bytes, mut expected) = (source.fill(1), into.fill(2));
+            let len = match call {
+                Pull(-1) => to,
+                Pull(size) => size as usize,
+                Push => from,
+            };
+            for tensor in 0..count {
+                let slot = &bytes[src + tensor][from..][..len];
+                expected[dst + tensor][2 * to..][..len].copy_from_slice(slot);
+            }
+            let result = match call {
+                Pull(size) => {
+                    let name = if size == -1 { Name::Key(request(2)) } else { row(&source, 1) };
+                    let rows = PullRows::Slot { local: 2, size };
+                    pair.local.pull(of(2, name), &into.end(), &rows, layers)
+                }
+                Push => {
+                    let missing = push_slot(&pair.local, &source, 0, of(2, row(&into, 9))).unwrap_err();
+                    assert_eq!(missing.kind(), ErrorKind::InvalidArgument);
+                    assert!(
+                        missing.fact("name").is_some_and(|name| name.starts_with("slot 9 of")),
+                        "{missing}"
+                    );
+                    let rows = PushRows::Slot { local: 1 };
+                    pair.local.push(&source.end(), of(2, row(&into, 2)), &rows, layers)
+                }
+            };
+            result.unwrap_or_else(|error| panic!("{what}: {error}"));
+            assert!(into.read() == expected, "{what}");
+            assert!(source.read() == bytes, "{what}: the source changed");
+            let served = matches!(call, Push) || !one_sided;
+            let released = count == 6 && served && !memory[0].registered;
+            assert_eq!(ends[0].find_key(request(2)).is_err(), released, "{what}");
+            ends[0].find_key(request(1)).unwrap();
+            [1, 2].into_iter().for_each(|key| ends[0].remove_key(request(key)).unwrap());
+            source.free(ends[0]);
+            into.free(ends[1]);
+        }
+    });
+}
+
+#[test]
+fn blocks_are_pushed() {
+    let (from, to) = ([0, 1, 2, 7, 6, 3, 3, 5], [2, 3, 4, 1, 0, 8, 5, 2]);
+    each(|_, pair, local, remote| {
+        for (layers, (src, dst, count)) in [(Layers::ALL, (0, 0, 4)), (layers((1, 2), (0, 1), 2), (2, 0, 2))]
+        {
+            let source = local.held(&pair.local, (4, 8, 100), Blocks, &[]);
+            let into = remote.held(&pair.remote, (4, 9, 100), Blocks, &[Some(KEY)]);
+            let (bytes, mut expected) = (source.fill(3), into.fill(4));
+            for tensor in 0..count {
+                for (from, to) in from.into_iter().zip(to) {
+                    let block = &bytes[src + tensor][from * 100..][..100];
+                    expected[dst + tensor][to * 100..][..100].copy_from_slice(block);
+                }
+            }
+            let [local, remote] = [from, to].map(|blocks| blocks.map(|block| block as i64).to_vec());
+            let rows = PushRows::Blocks { local, remote };
+            pair.local.push(&source.end(), of(2, Name::Key(KEY)), &rows, layers).unwrap();
+            assert!(into.read() == expected);
+            source.free(&pair.local);
+            into.free(&pair.remote);
+        }
+    });
+}
+
+#[test]
+fn large_pulls_over_several_streams_keep_their_order() {
+    const BLOCKS: usize = 36;
+    const BYTES: usize = 1 << 20;
+    let pair = Pair::with(Way::Tcp, |config| config.links.streams = 3);
+    let shape = desc(Placement::Host, 1, BLOCKS, BYTES);
+    let remote = Held::new(&pair.remote, false, &shape, Blocks, &[Some(KEY)]);
+    let local = Held::pool(&pair.local, &device(1, BLOCKS, BYTES), Blocks);
+    let source = remote.fill(1);
+    let straight: Vec<i64> = (0..BLOCKS as i64).collect();
+    let scattered: Vec<i64> = straight.iter().map(|block| block * 7 % BLOCKS as i64).collect();
+    let cases = [
+        (scattered.clone(), straight.clone()),
+        (straight.clone(), scattered.clone()),
+        // Every block is written twice: the last write counts, whichever stream it takes.
+        ([&straight[..], &scattered].concat(), straight.repeat(2)),
+    ];
+    for (theirs, ours) in cases {
+        let mut expected = local.fill(2);
+        for (&from, &to) in theirs.iter().zip(&ours) {
+            let (from, to) = (from as usize * BYTES, to as usize * BYTES);
+            expected[0][to..to + BYTES].copy_from_slice(&source[0][from..from + BYTES]);
+        }
+        pull_blocks(&pair.local, of(2, Name::Key(KEY)), &local, &theirs, &ours).unwrap();
+        assert!(local.read() == expected);
+    }
+    let served = pair.remote.stats().links.remove(0);
+    assert_eq!(served.requests.calls, 0, "the owner asks nothing");
+}
+
+/// A pull is checked against the cache that is there, not against a description remembered from an earlier pull.
+#[test]
+fn remembered_description_does_not_decide_what_is_legal() {
+    for way in WAYS {
+        let pair = Pair::new(way);
+        let local = Held::pool(&pair.local, &desc(Placement::Host, 2, 4, 64), Blocks);
+        let pull = |block| pull_blocks(&pair.local, of(2, Name::Key(KEY)), &local, &[block], &[0]);
+        for blocks in [4, 9, 8] {
+            let shape = desc(Placement::Host, 2, blocks, 64);
+            let remote = Held::new(&pair.remote, false, &shape, Blocks, &[Some(KEY)]);
+            let bytes = remote.fill(blocks as u8);
+            pull(blocks as i64 - 1).unwrap();
+            assert_eq!(local.read()[1][..64], bytes[1][(blocks - 1) * 64..]);
+            remote.free(&pair.remote);
+        }
+        // The cache is gone. Block 100 would not have fitted it either.
+        for block in [0, 100] {
+            let error = pull(block).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::CacheNotFound, "{way:?}: {error}");
+        }
+        // The same key names caches that are closed and open to peers in turn.
+        let mut caches = vec![];
+        for open in [false, true, false, true] {
+            caches.push(Own::new(&desc(Placement::Host, 2, 4, 64), Blocks, |adopted| {
+                pair.remote.register(adopted, &[Some(KEY)], Some(open)).unwrap()
+            }));
+            let refused = pull(0).err().map(|error| error.kind());
+            assert_eq!(refused, (!open).then_some(ErrorKind::InvalidArgument), "{way:?}");
+        }
+    }
+}
