@@ -62,7 +62,8 @@ def other(commit: str) -> Path:
         for name, before in RENAMED.items():
             source = source.replace(name, before)
     if not any((core / name).exists() for name in ("memory/list_allocator.rs", "mem/kept.rs")):
-        source = re.sub(r"use [^\n]*::KeptLists;\n|/// As the libraries[^\n]*\n#\[global_allocator\]\n[^\n]*\n", "", source)
+        without = r"use [^\n]*::KeptLists;\n|/// As the libraries[^\n]*\n#\[global_allocator\]\n[^\n]*\n"
+        source = re.sub(without, "", source)
     (tree / "benches" / "latency.rs").write_text(source, encoding="utf-8")
     manifest = tree / "crates" / "core" / "Cargo.toml"
     if 'name = "latency"' not in manifest.read_text(encoding="utf-8"):

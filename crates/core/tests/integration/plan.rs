@@ -112,8 +112,8 @@ fn long_lists_are_planned_as_short_ones_are() {
     let place = |k: u64| (k * 1789) % count + if k.is_multiple_of(7) { 1 << 30 } else { 0 };
     let pieces: Vec<Piece> =
         (0..count).map(|k| Piece { src: place(k) * len, dst: (k * 991 % count) * len, len }).collect();
-    let moves = |pieces: Vec<Piece>| Moves { pieces: pieces.into(), num_tensors: 1, ..Moves::default() };
-    let plan = CopyPlan::moves(&mut moves(pieces.clone()), Ends::TwoCaches).unwrap();
+    let request = |pieces: Vec<Piece>| Moves { pieces: pieces.into(), num_tensors: 1, ..Moves::default() };
+    let plan = CopyPlan::moves(&mut request(pieces.clone()), Ends::TwoCaches).unwrap();
     let moved: Vec<(u64, u64, u64)> =
         plan.pieces(0, plan.bytes()).map(|(_, piece)| (piece.src, piece.dst, piece.len)).collect();
     let mut expected: Vec<(u64, u64, u64)> =
@@ -129,7 +129,7 @@ fn long_lists_are_planned_as_short_ones_are() {
     // One destination twice: the order counts again.
     let mut twice = pieces;
     twice[2999].dst = twice[0].dst;
-    let plan = CopyPlan::moves(&mut moves(twice), Ends::TwoCaches).unwrap();
+    let plan = CopyPlan::moves(&mut request(twice), Ends::TwoCaches).unwrap();
     assert_eq!(plan.waves().len(), 2);
 }
 
