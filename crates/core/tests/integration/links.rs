@@ -8,9 +8,7 @@ mod deadlines;
 pub mod fake_peer;
 mod identity;
 mod layerwise;
-mod layerwise_addresses;
 mod layerwise_faults;
-mod link_ends;
 mod linking;
 mod memory_offers;
 mod pull_and_push;
@@ -173,6 +171,11 @@ impl Pair {
     }
 }
 
+/// A pair over every transport. A test that fails shows which one.
+fn pairs() -> impl Iterator<Item = Pair> {
+    WAYS.into_iter().inspect(|way| eprintln!("{way:?}")).map(Pair::new)
+}
+
 /// The cache `name` of the cluster that is not this one.
 fn of(cluster: u64, name: Name) -> RemoteName {
     RemoteName { cluster: ClusterId(cluster), name }
@@ -328,13 +331,8 @@ impl Memory {
         kind: CacheKind,
         keys: &[Option<CacheKey>],
     ) -> Held {
-        Held::new(
-            engine,
-            self.registered,
-            &fixtures::desc(self.placement, tensors, rows, row_bytes),
-            kind,
-            keys,
-        )
+        let desc = fixtures::desc(self.placement, tensors, rows, row_bytes);
+        Held::new(engine, self.registered, &desc, kind, keys)
     }
 }
 

@@ -42,26 +42,6 @@ fn late_calls_time_out() {
     }
 }
 
-/// The owner waits for a pinned row within the caller's limit, and serves other rows meanwhile.
-#[test]
-fn pull_of_a_pinned_row_times_out() {
-    let slow = Slow::new(Way::Tcp, Duration::from_millis(400));
-    let shape = desc(Placement::Host, 1, 4, 64);
-    let source = Held::new(&slow.remote, false, &shape, Blocks, &[Some(KEY)]);
-    let into = Held::pool(&slow.local, &shape, Blocks);
-    let bytes = source.fill(1);
-    let pull = |block| pull_blocks(&slow.local, of(2, Name::Key(KEY)), &into, &[block], &[0]);
-    slow.holding(&source, |release| {
-        let late = pull(1).unwrap_err();
-        assert_eq!(late.kind(), ErrorKind::Timeout, "{late}");
-        pull(2).unwrap();
-        assert_eq!(into.read()[0][..64], bytes[0][128..192]);
-        release();
-    });
-    pull(1).unwrap();
-    assert_eq!(into.read()[0][..64], [0; 64], "not what the owner's own call left there");
-}
-
 static ASKED: Mutex<Vec<thread::ThreadId>> = Mutex::new(Vec::new());
 
 fn note_thread() -> bool {
@@ -147,8 +127,8 @@ fn interrupted_call_ends() {
     }
 }
 
-/// A push that was not answered may still be carried out: until then no read is made in place, though the peer pins the
-/// rows. One that the peer refused is over.
+/// A push that was not answered may still be carried out: until then no read is made in place. The owner makes it wait for a
+/// pinned row within the caller's limit, and serves other rows meanwhile. A push that the peer refused is over.
 #[test]
 fn unanswered_push_keeps_reads_out_of_place() {
     for way in WAYS.into_iter().filter(|way| way.shares()) {
@@ -196,6 +176,7 @@ fn unanswered_push_keeps_reads_out_of_place() {
             unanswered();
             let error = pull().unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Timeout, "{way:?}, behind the owner's pin: {error}");
+            pull_blocks(&slow.local, name, &into, &[2], &[2]).unwrap();
             eventually("a read in place", || pull().is_ok());
             in_place("the push can come no more");
             release();

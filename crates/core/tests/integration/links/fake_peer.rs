@@ -88,7 +88,7 @@ impl Fake {
         stream
     }
 
-    /// The next stream, greeted; and what for.
+    /// The next stream, greeted, and its purpose.
     pub fn greet(&self) -> (Stream, Purpose) {
         self.greet_with(None)
     }
@@ -165,10 +165,8 @@ impl Fake {
     /// Makes a link to `engine`: its control stream.
     pub fn link(&self, engine: &DataDist, id: u64) -> Result<Stream> {
         let stream = self.dial(engine, Purpose::Link { link: id, comm: None, probe_local: false })?;
-        match hear(&stream)? {
-            Control::Pong => Ok(stream),
-            other => panic!("{other:?} for a word that the link is made"),
-        }
+        assert_eq!(hear::<Control>(&stream)?, Control::Pong);
+        Ok(stream)
     }
 
     /// A link to `engine` over `transport`, and a stream of it to call on: control, call.

@@ -16,11 +16,11 @@ use llm_datadist_core::{
 
 use super::broken_streams::{Bed, faults};
 use super::layerwise::{
-    SLOTS, addressed, all_ready, blocks, failure, finish, is_done, named, start, to, wait,
+    SLOTS, addressed, all_ready, blocks, check_failed, failure, finish, is_done, named, start, to, wait,
 };
 use super::{
-    Held, LONG, Pair, WAYS, Way, config, device, eventually, link, of, open, open_gated, push_slot, request,
-    row, times, unlink,
+    Held, LONG, Pair, WAYS, Way, config, device, eventually, link, of, open, open_gated, pairs, push_slot,
+    request, row, times, unlink,
 };
 use crate::fixtures::{Gated, desc};
 
@@ -149,12 +149,7 @@ fn pinned_row_delays_only_its_own_destination() {
             assert!(block(&free.read(), 1) == block(&bytes, 2), "{way:?}");
             if times_out {
                 wait(&task);
-                for at in [0, 2] {
-                    let error = failure(&task, at);
-                    assert_eq!(error.kind(), ErrorKind::Timeout, "{way:?}: {error}");
-                    let facts = (error.fact("cluster"), error.fact("layer"));
-                    assert_eq!(facts, (Some("2"), Some("0")), "{error}");
-                }
+                [0, 2].into_iter().for_each(|at| check_failed(&task, at, ErrorKind::Timeout, 0));
                 release();
                 return;
             }
@@ -179,8 +174,7 @@ fn pinned_row_delays_only_its_own_destination() {
 /// The transfer does not go on over a new link, as another process may have taken the cluster id.
 #[test]
 fn unlinking_between_layers_ends_the_destination() {
-    for way in WAYS {
-        let pair = Pair::new(way);
+    for pair in pairs() {
         let source = Held::pool(&pair.local, &device(6, 1, 100), Batch);
         let into = Held::new(&pair.remote, true, &device(6, 1, 100), Batch, &[]);
         let (bytes, before) = (source.fill(1), into.fill(2));
@@ -189,9 +183,7 @@ fn unlinking_between_layers_ends_the_destination() {
         unlink(&pair.local, &pair.remote).unwrap();
         link(&pair.local, &pair.remote).unwrap();
         finish(&task);
-        let error = failure(&task, 0);
-        assert_eq!(error.kind(), ErrorKind::NotLinked, "{way:?}: {error}");
-        assert_eq!((error.fact("layer"), error.fact("cluster")), (Some("1"), Some("2")), "{error}");
+        check_failed(&task, 0, ErrorKind::NotLinked, 1);
         assert_eq!(into.read(), [&bytes[..2], &before[2..]].concat());
     }
 }
@@ -206,21 +198,15 @@ fn closing_the_engine_ends_its_transfers() {
         source.fill(1);
         let before = held.fill(2);
         let aims = vec![to(2, named(&held), 2); 2];
-        let args = blocks(&[2], &[1]);
-        let task = slow.local.transfer_async(&source.end(), &args, aims, Some(LONG * 9)).unwrap();
+        let task = start(&slow.local, &source, &blocks(&[2], &[1]), &aims);
         assert!(task.wanted(0));
         let local = std::mem::replace(&mut slow.local, open(config(9, way), way));
         slow.holding(&held, |release| {
             task.ready(0);
-            eventually("the request", || {
-                slow.remote.stats().links.iter().any(|link| link.cluster == ClusterId(1))
-            });
             thread::sleep(Duration::from_millis(50));
             drop(local);
             assert!(task.done(), "{way:?}: the engine closed, and a transfer goes on");
-            for at in 0..2 {
-                assert_eq!(failure(&task, at).kind(), ErrorKind::Closed);
-            }
+            assert!((0..2).all(|at| failure(&task, at).kind() == ErrorKind::Closed));
             source.fill(9);
             assert!(!task.wanted(1) && !task.cancel());
             task.ready(1);
@@ -250,8 +236,7 @@ fn missing_source_fails_every_destination() {
 /// The transfer stays with the cache it began with, when its key names another cache and when it is freed.
 #[test]
 fn freed_destination_is_never_replaced_by_another() {
-    for way in WAYS {
-        let pair = Pair::new(way);
+    for pair in pairs() {
         let shape = device(6, 1, 3000);
         let source = Held::pool(&pair.local, &shape, Batch);
         let bytes = source.fill(1);
@@ -267,7 +252,7 @@ fn freed_destination_is_never_replaced_by_another() {
             let before = second.fill(2);
             send(&task, 1);
             assert_eq!(remote.read()[..4], bytes[..4]);
-            assert!(second.read() == before, "{way:?}: the new cache of the key was written");
+            assert!(second.read() == before, "the new cache of the key was written");
             pair.remote.remove_key(request(5)).unwrap();
             let addrs = remote.cache.addrs().to_vec();
             remote.free(&pair.remote);
@@ -277,10 +262,8 @@ fn freed_destination_is_never_replaced_by_another() {
             let before = third.fill(3);
             task.ready(2);
             wait(&task);
-            let error = failure(&task, 0);
-            assert_eq!(error.kind(), ErrorKind::CacheNotFound, "{way:?}: {error}");
-            assert_eq!(error.fact("layer"), Some("2"));
-            assert!(third.read() == before, "{way:?}: another cache was written");
+            check_failed(&task, 0, ErrorKind::CacheNotFound, 2);
+            assert!(third.read() == before, "another cache was written");
             pair.remote.remove_key(request(5)).unwrap();
             second.free(&pair.remote);
             third.free(&pair.remote);

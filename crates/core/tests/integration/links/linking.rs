@@ -1,4 +1,4 @@
-//! How links are made, refused and ended, and connections of unauthenticated peers.
+//! How links are made, refused and ended: goodbyes, peers that are gone, silent or not authenticated, and surplus streams.
 //!
 //! `tests/test_links.py` and `tests/test_link_security.py` cover what `link_clusters` answers. Not for: faults (`broken_streams`).
 
@@ -8,15 +8,17 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use llm_datadist_core::testing::protocol::{Control, Purpose, Reply, Request, WireName};
+use llm_datadist_core::testing::net::{Address, Unix};
+use llm_datadist_core::testing::protocol::{Control, Purpose, Reply, Request, WireName, encode};
 use llm_datadist_core::{CacheKind, ClusterId, ErrorKind, PeerAddress, Result, Role, Token};
+use rustix::net::{Shutdown, shutdown};
 
-use super::fake_peer::{Fake, hear, say};
+use super::fake_peer::{Fake, hear, say, soon};
+use super::identity::answers;
 use super::{
     Held, LONG, Pair, WAYS, Way, address, check_pull, config, device, eventually, link, of, open, pull_slot,
     row, times, unlink,
 };
-
 use crate::child_process::{self, report};
 use crate::log;
 
@@ -26,14 +28,24 @@ fn kind_of(result: Result<()>) -> ErrorKind {
     result.unwrap_err().kind()
 }
 
+/// The option `both_ways` lets both sides link. Either side ends all links.
 #[test]
 fn links_are_made_and_ended_by_either_side() {
-    for way in WAYS {
-        let (local, remote) = (open(config(1, way), way), open(config(u64::MAX, way), way));
+    for (way, both_ways) in WAYS.into_iter().flat_map(|way| [(way, false), (way, true)]) {
+        let [local, remote] = [1, u64::MAX].map(|cluster| {
+            let mut config = config(cluster, way);
+            config.links.both_ways = both_ways;
+            open(config, way)
+        });
+        let counts = || [local.stats().links.len(), remote.stats().links.len()];
         assert_eq!(kind_of(local.remap()), ErrorKind::NotLinked);
         assert!(local.link_clusters(&[], LONG).is_empty());
         for force in [false, true, true] {
             link(&local, &remote).unwrap();
+            if both_ways {
+                link(&remote, &local).unwrap();
+            }
+            assert_eq!(counts(), [1 + usize::from(both_ways); 2]);
             assert_eq!(kind_of(link(&local, &remote)), ErrorKind::AlreadyLinked);
             assert_eq!(kind_of(link(&remote, &local)), ErrorKind::AlreadyLinked);
             local.remap().unwrap();
@@ -47,33 +59,16 @@ fn links_are_made_and_ended_by_either_side() {
             assert_eq!(unlinked.is_ok(), force);
             if !force {
                 assert_eq!(kind_of(unlinked), ErrorKind::InvalidArgument);
-                assert_eq!(local.stats().links.len(), 1);
+                assert_eq!(counts(), [1 + usize::from(both_ways); 2]);
                 unlink(&local, &remote).unwrap();
-                assert!(remote.stats().links.is_empty());
             }
             assert!(local.stats().links.is_empty());
             unlink(&local, &remote).unwrap(); // not an error
-            eventually("its end there", || remote.stats().links.is_empty());
+            eventually("its end there", || counts() == [0, 0]);
         }
         link(&local, &remote).unwrap();
         unlink(&remote, &local).unwrap();
-        eventually("its end here", || local.stats().links.is_empty());
-    }
-}
-
-#[test]
-fn option_lets_both_sides_link() {
-    for way in WAYS {
-        let Pair { local, remote } = Pair::with(way, |config| config.links.both_ways = true);
-        assert_eq!(kind_of(link(&local, &remote)), ErrorKind::AlreadyLinked);
-        link(&remote, &local).unwrap();
-        assert_eq!(kind_of(link(&remote, &local)), ErrorKind::AlreadyLinked);
-        assert_eq!((local.stats().links.len(), remote.stats().links.len()), (2, 2));
-        check_pull(&local, &remote);
-        check_pull(&remote, &local);
-        unlink(&local, &remote).unwrap();
-        eventually("the end of both", || remote.stats().links.is_empty());
-        assert!(local.stats().links.is_empty());
+        eventually("its end here", || counts() == [0, 0]);
     }
 }
 
@@ -278,5 +273,117 @@ fn links_count_what_they_do() {
         assert!(links[0].requests.calls > u64::from(way == Way::Tcp));
         let bare = Pair::with(way, |config| (config.host_pool, config.device_pool) = (None, None));
         assert_eq!(bare.local.stats().links[0].pools, if way.shares() { "none" } else { "stream" });
+    }
+}
+
+/// An engine may end before its control thread has heard of a link.
+#[test]
+fn an_engine_that_ends_at_once_says_goodbye() {
+    let local = open(config(1, Way::Tcp), Way::Tcp);
+    for round in 0..100 {
+        let remote = open(config(2, Way::Tcp), Way::Tcp);
+        link(&local, &remote).unwrap();
+        drop(remote);
+        eventually("the end of the link", || local.stats().links.is_empty());
+        let why = local.check_link(ClusterId(2)).unwrap_err().to_string();
+        assert!(why.contains("finalized"), "round {round}: {why}");
+    }
+}
+
+/// The peer unlinks while it is asked to: the request ends, it takes no more messages, and its goodbye is read late.
+#[test]
+fn a_goodbye_that_is_read_late_counts() {
+    let local = open(config(1, Way::Shm), Way::Shm);
+    let name = format!("llm-datadist-test-{}-late-goodbye", std::process::id());
+    let (listener, fake) = (Fake::new(2, 1), Fake::at(&Unix, &Address::Unix(name.clone()), 2, 1));
+    let (linked, (_greeted, control)) =
+        listener.linked_by(&local, || (listener.greet_with(Some(name)), fake.linked()));
+    linked.unwrap();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let (call, purpose) = fake.greet();
+            assert!(matches!(purpose, Purpose::Call { .. }), "{purpose:?}");
+            let request: Request = hear(&call).unwrap();
+            assert!(matches!(request, Request::Unlink { .. }), "{request:?}");
+            // The engine notices only when it sends that it can send no more.
+            shutdown(&control, Shutdown::Read).unwrap();
+            drop(call);
+            thread::sleep(Duration::from_millis(200));
+            say(&control, &Control::Bye { reason: "the peer unlinked".into(), unlinked: true });
+        });
+        local.unlink_clusters(&[listener.address()], LONG, false).remove(0).unwrap();
+    });
+    assert!(local.stats().links.is_empty());
+}
+
+/// A call that needs one more stream to a peer that no longer listens is not linked.
+#[test]
+fn a_peer_that_no_longer_listens_cannot_be_called() {
+    let engine = open(config(1, Way::Tcp), Way::Tcp);
+    let fake = Fake::new(2, 1);
+    let (linked, _control) = fake.linked_by(&engine, || fake.linked());
+    linked.unwrap();
+    drop(fake);
+    let error = engine.check_link(ClusterId(2)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NotLinked, "{error}");
+    assert!(error.to_string().contains("cannot be reached"), "{error}");
+}
+
+#[test]
+fn a_silent_link_is_replaced() {
+    let mut short = config(1, Way::Tcp);
+    short.links.heartbeat = Duration::from_millis(400);
+    let engine = open(short, Way::Tcp);
+    let fake = Fake::new(2, 1);
+    let links = [(); 2].map(|()| fake.linked_by(&engine, || fake.linked()));
+    assert!(links.iter().all(|(linked, _)| linked.is_ok()));
+    assert_eq!(engine.stats().links.len(), 1);
+}
+
+/// A control message may arrive in pieces. Half of one is no sign of life.
+#[test]
+fn half_a_control_message_is_no_sign_of_life() {
+    let mut short = config(1, Way::Tcp);
+    (short.links.heartbeat, short.links.silence) = (Duration::from_millis(50), Duration::from_millis(400));
+    let engine = open(short, Way::Tcp);
+    let control = Fake::new(2, 1).link(&engine, 7).unwrap();
+    let ping = encode(&Control::Ping).unwrap();
+    control.send(&ping[..3], soon()).unwrap();
+    control.send(&ping[3..], soon()).unwrap();
+    while hear::<Control>(&control).unwrap() != Control::Pong {}
+    control.send(&ping[..3], soon()).unwrap();
+    eventually("the end of the link", || engine.stats().links.is_empty());
+    let why = engine.check_link(ClusterId(2)).unwrap_err().to_string();
+    assert!(why.contains("no sign of life"), "{why}");
+}
+
+#[test]
+fn the_streams_of_one_peer_are_bounded() {
+    let engine = open(config(1, Way::Tcp), Way::Tcp);
+    let fake = Fake::new(2, 1);
+    let control = fake.link(&engine, 7).unwrap();
+    let mut streams = vec![];
+    let refused = loop {
+        match fake.call(&engine, 7) {
+            Ok(stream) => streams.push(stream),
+            Err(error) => break error,
+        }
+        assert!(streams.len() <= 256);
+    };
+    assert!(refused.to_string().contains("too many streams"), "{refused}");
+    assert!(streams.len() >= 64);
+    answers(&control);
+    streams.clear();
+    eventually("room for one more", || fake.call(&engine, 7).is_ok());
+}
+
+#[test]
+fn streams_that_were_not_asked_for_are_closed() {
+    let engine = open(config(1, Way::Tcp), Way::Tcp);
+    let fake = Fake::new(9, 1);
+    let _control = fake.link(&engine, 7).unwrap();
+    for _ in 0..8 {
+        let stream = fake.dial(&engine, Purpose::Call { link: 7, reverse: true }).unwrap();
+        eventually("the end of the stream", || stream.abandoned());
     }
 }

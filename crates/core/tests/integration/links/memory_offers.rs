@@ -3,19 +3,18 @@
 //! Not for: whose memory is read (`peer_memory`), or memory that does not answer (`reader_threads`).
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::time::Duration;
 
-use llm_datadist_core::testing::memory::{Generations, MapBudget};
+use llm_datadist_core::testing::memory::Generations;
 use llm_datadist_core::testing::net::Address;
 use llm_datadist_core::testing::protocol::{self, Attach, Attached, Control, HANDSHAKE_LIMIT};
 use llm_datadist_core::testing::stats::LinkState;
-use llm_datadist_core::{CacheKind, Config, DataDist, Deadline, Placement, PoolConfig};
+use llm_datadist_core::{CacheKind, Config, DataDist, Placement, PoolConfig};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::process::{Resource, Rlimit, setrlimit};
 
 use super::fake_peer::{Fake, hear, say, soon};
 use super::{
-    Held, LONG, Pair, Ports, Way, config, eventually, link, of, open, pull_blocks, push_blocks, row, unlink,
+    Held, Pair, Ports, Way, config, eventually, link, of, open, pull_blocks, push_blocks, row, unlink,
 };
 use crate::child_process::{self, report};
 use crate::fixtures::desc;
@@ -36,21 +35,17 @@ fn sparse(len: u64, seals: SealFlags) -> OwnedFd {
 /// An engine that links to a peer which offers `offer` and sends `descriptors`: what it says of the offer, and its link.
 fn offered(engine: &DataDist, offer: &Attach, descriptors: &[OwnedFd]) -> (Attached, LinkState) {
     let fake = Fake::at(&Ports, &Address::Tcp("127.0.0.1:0".parse().unwrap()), 9, 1);
-    let address = fake.address();
-    let (said, control) = std::thread::scope(|scope| {
-        let peer = scope.spawn(move || {
-            let (stream, _) = fake.greet();
-            stream.receive_with(HANDSHAKE_LIMIT, soon()).unwrap().unwrap();
-            let descriptors: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
-            stream.send_with(&protocol::encode(offer).unwrap(), &descriptors, soon()).unwrap();
-            let said: Attached = hear(&stream).unwrap();
-            say(&stream, &Attached { mapped: Ok(()), registered: Ok(()) });
-            say(&stream, &Control::Pong);
-            (said, stream)
-        });
-        engine.link_clusters(&[address], LONG).remove(0).unwrap();
-        peer.join().unwrap()
+    let (linked, (said, control)) = fake.linked_by(engine, || {
+        let (stream, _) = fake.greet();
+        stream.receive_with(HANDSHAKE_LIMIT, soon()).unwrap().unwrap();
+        let descriptors: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
+        stream.send_with(&protocol::encode(offer).unwrap(), &descriptors, soon()).unwrap();
+        let said: Attached = hear(&stream).unwrap();
+        say(&stream, &Attached { mapped: Ok(()), registered: Ok(()) });
+        say(&stream, &Control::Pong);
+        (said, stream)
     });
+    linked.unwrap();
     let state = engine.stats().links.remove(0);
     drop(control);
     eventually("the end of the link", || engine.stats().links.is_empty());
@@ -207,15 +202,4 @@ fn pools_that_are_not_mapped_travel_through_sockets() {
         assert_eq!(local.registered, if limit == 0 { "stream" } else { "process" });
         assert!(local.refusal.unwrap().contains("link_remote_memory"));
     }
-}
-
-#[test]
-fn budget_counts_what_is_mapped() {
-    // Nothing is being unmapped, so no refusal waits. The unit tests of `map_budget` cover the facts of a refusal.
-    let (budget, hour) = (MapBudget::new(Some(100)), Deadline::after(Duration::from_secs(3600)));
-    let (one, _two) = (budget.reserve(60, hour).unwrap(), budget.reserve(40, hour).unwrap());
-    drop(one);
-    assert_eq!(budget.used(), 40);
-    assert!(budget.reserve(61, hour).is_err() && budget.reserve(u64::MAX, hour).is_err());
-    assert!(MapBudget::new(None).limit() > 4 << 20, "four times the memory of this machine");
 }

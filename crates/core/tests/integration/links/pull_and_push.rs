@@ -7,7 +7,7 @@ use llm_datadist_core::{
     CacheKey, CacheKind, ErrorKind, LayerRange, Layers, Name, Placement, PullRows, PushRows,
 };
 
-use super::{Held, Pair, WAYS, Way, device, each, of, pull_blocks, push_slot, request, row};
+use super::{Held, Pair, Way, device, each, of, pairs, pull_blocks, push_slot, request, row};
 use crate::fixtures::{Own, desc};
 
 use CacheKind::{Batch, Blocks};
@@ -154,8 +154,7 @@ fn large_pulls_over_several_streams_keep_their_order() {
 /// A pull is checked against the cache that is there, not against a description remembered from an earlier pull.
 #[test]
 fn remembered_description_does_not_decide_what_is_legal() {
-    for way in WAYS {
-        let pair = Pair::new(way);
+    for pair in pairs() {
         let local = Held::pool(&pair.local, &desc(Placement::Host, 2, 4, 64), Blocks);
         let pull = |block| pull_blocks(&pair.local, of(2, Name::Key(KEY)), &local, &[block], &[0]);
         for blocks in [4, 9, 8] {
@@ -169,7 +168,7 @@ fn remembered_description_does_not_decide_what_is_legal() {
         // The cache is gone. Block 100 would not have fitted it either.
         for block in [0, 100] {
             let error = pull(block).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::CacheNotFound, "{way:?}: {error}");
+            assert_eq!(error.kind(), ErrorKind::CacheNotFound, "{error}");
         }
         // The same key names caches that are closed and open to peers in turn.
         let mut caches = vec![];
@@ -178,7 +177,7 @@ fn remembered_description_does_not_decide_what_is_legal() {
                 pair.remote.register(adopted, &[Some(KEY)], Some(open)).unwrap()
             }));
             let refused = pull(0).err().map(|error| error.kind());
-            assert_eq!(refused, (!open).then_some(ErrorKind::InvalidArgument), "{way:?}");
+            assert_eq!(refused, (!open).then_some(ErrorKind::InvalidArgument));
         }
     }
 }

@@ -14,7 +14,7 @@ use llm_datadist_core::{
 use super::layerwise::{SLOTS, is_done, start, to, wait};
 use super::{
     Held, LONG, Pair, WAYS, Way, address, check_pull, config, device, eventually, link, of, open, open_gated,
-    pull_slot, push_slot, request, row, times, unlink,
+    pairs, pull_slot, push_slot, request, row, times, unlink,
 };
 use crate::fixtures::{self, Buffer, Gated, adopt};
 
@@ -61,9 +61,7 @@ fn last_layer_of_each_slot_releases_its_key() {
                     };
                     let rows = PullRows::Slot { local: 0, size: -1 };
                     let layers = Layers { src, dst: None, tensors_per_layer: tensors };
-                    pair.local
-                        .pull(of(2, name), &local.end(), &rows, layers)
-                        .unwrap_or_else(|error| panic!("{way:?}, slot {slot}, layer {layer}: {error}"));
+                    pair.local.pull(of(2, name), &local.end(), &rows, layers).unwrap();
                     let source = &bytes[layer * tensors as usize..];
                     assert!(
                         local.read().iter().zip(source).all(|(got, all)| *got == all[slot * 512..][..512])
@@ -172,8 +170,7 @@ fn nothing_arrives_from_a_cache_freed_meanwhile() {
 #[test]
 fn unregistered_memory_is_not_written_by_a_peer() {
     const BYTES: usize = 24 << 20;
-    for way in WAYS {
-        let pair = Pair::new(way);
+    for pair in pairs() {
         let shape = device(1, 1, BYTES);
         let source = Held::pool(&pair.local, &shape, Batch);
         source.write(&[vec![1; BYTES]]);
@@ -191,20 +188,18 @@ fn unregistered_memory_is_not_written_by_a_peer() {
                 memory.write(0, &vec![2; BYTES]);
             });
             let pushed = memory.read(0, BYTES).iter().position(|&byte| byte != 2);
-            assert_eq!(pushed, None, "{way:?}: pushed over the caller's bytes");
+            assert_eq!(pushed, None, "pushed over the caller's bytes");
         }
     }
 }
 
 #[test]
 fn both_sides_may_unlink_at_once() {
-    for way in WAYS {
-        let pair = Pair::new(way);
+    for pair in pairs() {
         let ends = [&pair.local, &pair.remote];
         for round in 0..times(60) {
             together(2, |index| {
-                unlink(ends[index], ends[1 - index])
-                    .unwrap_or_else(|error| panic!("{way:?} round {round}: {error}"));
+                unlink(ends[index], ends[1 - index]).unwrap_or_else(|error| panic!("round {round}: {error}"));
             });
             eventually("the end of the link", || ends.iter().all(|end| end.stats().links.is_empty()));
             link(ends[0], ends[1]).unwrap();
