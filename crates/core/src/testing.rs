@@ -102,5 +102,5 @@ macro_rules! internals {
 
 internals! {
     cache config copy device error fallible huge_pages memory model net plan pool protocol session stats status
-    token_file validate
+    token_file transfer validate
 }

@@ -39,27 +39,27 @@ pub(crate) trait Job: Send {
 
 /// The lanes of one engine. Drop refuses the jobs that have not begun, and waits for the lanes to end.
 #[derive(Debug, Default)]
-pub(crate) struct Executor {
+pub struct Executor {
     handle: ExecutorHandle,
 }
 
 /// Hands jobs to lanes. It may outlive the engine, and keeps no lane alive.
 #[derive(Clone, Default)]
-pub(crate) struct ExecutorHandle(pub(crate) Arc<Shared>);
+pub struct ExecutorHandle(Arc<Shared>);
 
 /// Identifies a job that runs at a set time.
 pub(crate) type Alarm = (Instant, u64);
 
 #[derive(Default)]
-pub(crate) struct Shared {
+struct Shared {
     state: Mutex<State>,
     /// Notified when there is a job, when a thread ends, and when the executor closes.
     changed: Condvar,
     /// Notified when the alarms change and when the executor closes.
     alarms_changed: Condvar,
     /// Test only: behave as if the system had no thread to give.
-    #[cfg(all(test, not(loom)))]
-    pub(crate) no_threads: std::sync::atomic::AtomicBool,
+    #[cfg(feature = "testing")]
+    no_threads: std::sync::atomic::AtomicBool,
 }
 
 #[derive(Default)]
@@ -125,7 +125,7 @@ impl State {
 
 impl Executor {
     /// Returns the handle that hands jobs to the lanes.
-    pub(crate) fn handle(&self) -> &ExecutorHandle {
+    pub fn handle(&self) -> &ExecutorHandle {
         &self.handle
     }
 }
@@ -199,22 +199,28 @@ impl ExecutorHandle {
         self.0.alarms_changed.notify_one();
     }
 
+    /// Sets whether the executor behaves as if the system had no thread to give.
+    #[cfg(feature = "testing")]
+    pub fn refuse_threads(&self, refuse: bool) {
+        self.0.no_threads.store(refuse, std::sync::atomic::Ordering::SeqCst);
+    }
+
     /// Number of threads.
-    #[cfg(test)]
-    pub(crate) fn threads(&self) -> usize {
+    #[cfg(feature = "testing")]
+    pub fn threads(&self) -> usize {
         let state = self.0.state.lock();
         state.lanes + usize::from(state.clock)
     }
 
     /// Number of alarms that are set.
-    #[cfg(test)]
-    pub(crate) fn alarms(&self) -> usize {
+    #[cfg(feature = "testing")]
+    pub fn alarms(&self) -> usize {
         self.0.state.lock().alarms.len()
     }
 
     /// Starts a thread that runs `body`.
     fn start(&self, name: &str, body: fn(&Shared)) -> io::Result<()> {
-        #[cfg(all(test, not(loom)))]
+        #[cfg(feature = "testing")]
         if self.0.no_threads.load(std::sync::atomic::Ordering::SeqCst) {
             return Err(io::Error::from_raw_os_error(libc::EAGAIN));
         }

@@ -9,7 +9,6 @@ mod stream;
 mod task;
 
 pub(crate) use call::{Call, Moved};
-pub(crate) use executor::Executor;
+pub use executor::Executor;
 pub(crate) use layerwise::LayerPush;
-pub use task::{Carried, Outcome, Task};
-pub(crate) use task::{Carrier, Delivery};
+pub use task::{Carried, Carrier, Delivery, Outcome, Task};

@@ -19,7 +19,7 @@ use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::validate::LayerRange;
 
 /// Pushes layers to one destination.
-pub(crate) trait Carrier: Send + Sync {
+pub trait Carrier: Send + Sync {
     /// Finds the destination. Called once, before the first layer, and usually before that layer is ready.
     fn find(&self) -> Result<()>;
 
@@ -28,13 +28,13 @@ pub(crate) trait Carrier: Send + Sync {
 }
 
 /// One destination of a task that is to start.
-pub(crate) struct Delivery {
+pub struct Delivery {
     /// Cluster of the destination.
-    pub(crate) cluster: ClusterId,
+    pub cluster: ClusterId,
     /// Layers that it receives.
-    pub(crate) layers: LayerRange,
+    pub layers: LayerRange,
     /// Carrier that pushes them, or why the destination can never be reached.
-    pub(crate) carrier: Result<Arc<dyn Carrier>>,
+    pub carrier: Result<Arc<dyn Carrier>>,
 }
 
 /// Outcome of a destination.
@@ -119,7 +119,7 @@ struct Slot {
 impl Task {
     /// Starts a transfer of the layers of each delivery by its carrier. With `patience`, a destination fails if
     /// the wait for its next layer takes longer. Returns `Err(System)` if there is no file descriptor left.
-    pub(crate) fn start(
+    pub fn start(
         lanes: ExecutorHandle,
         deliveries: Vec<Delivery>,
         patience: Option<Duration>,
@@ -223,7 +223,7 @@ impl Task {
     }
 
     /// Ends all destinations that have not ended, because the engine closes.
-    pub(crate) fn close(&self) -> bool {
+    pub fn close(&self) -> bool {
         self.end(|| Error::new(ErrorKind::Closed, "the engine was finalized during the transfer"))
     }
 
@@ -523,9 +523,6 @@ impl std::fmt::Debug for Slot {
         f.debug_struct("Slot").field("range", &self.range).field("next", &self.next).finish_non_exhaustive()
     }
 }
-
-#[cfg(all(test, not(loom)))]
-mod tests;
 
 #[cfg(all(test, loom))]
 mod loom_tests;

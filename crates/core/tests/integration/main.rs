@@ -53,6 +53,7 @@ mod row_pins;
 mod small_page_hint;
 mod stats;
 mod swap_ring;
+mod task;
 mod token_file;
 mod transfer;
 mod transport;

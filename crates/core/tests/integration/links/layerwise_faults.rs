@@ -1,7 +1,7 @@
 //! Layer-wise transfers whose destination breaks, hangs, is unlinked or freed, or whose source goes. The other destinations
 //! of the same transfer get every byte.
 //!
-//! Not for: bytes of a sound transfer (`layerwise`), tasks alone (`transfer/task/tests.rs`).
+//! Not for: bytes of a sound transfer (`layerwise`), tasks alone (`task.rs`).
 
 use std::cell::Cell;
 use std::sync::Arc;

@@ -4,14 +4,15 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
 use std::{array, thread};
 
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use super::*;
-use crate::transfer::Executor;
+use llm_datadist_core::testing::transfer::{Carried, Carrier, Delivery, Executor, Outcome, Task};
+use llm_datadist_core::{ClusterId, Deadline, Error, ErrorKind, LayerRange, Result};
 
 const LONG: Duration = Duration::from_secs(20);
 
@@ -486,7 +487,7 @@ fn a_dropped_task_holds_nothing() {
 #[test]
 fn a_lane_that_cannot_be_started() {
     let lanes = Executor::default();
-    let no_threads = |none| lanes.handle().0.no_threads.store(none, Ordering::SeqCst);
+    let no_threads = |none| lanes.handle().refuse_threads(none);
     no_threads(true);
     let [a, b, c, d] = array::from_fn(|_| Script::good());
     let task = start(&lanes, &[(0, 2, &a), (0, 2, &b)], Some(LONG));
