@@ -523,6 +523,3 @@ impl std::fmt::Debug for Slot {
         f.debug_struct("Slot").field("range", &self.range).field("next", &self.next).finish_non_exhaustive()
     }
 }
-
-#[cfg(all(test, loom))]
-mod loom_tests;

@@ -1,16 +1,17 @@
 //! A task and its lanes under loom: every order of a lane at work, of who says that layers are ready, and of who ends it.
 //!
-//! Part of the library's own tests (carriers are private). `RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=2 cargo test -p
-//! llm-datadist-core --lib --target-dir target/loom -- loom_tests::`. Loom's clock stands still: no patience, and no lane that is left
-//! over goes before its engine.
+//! `make loom` runs it. Loom's clock stands still: no patience, and no lane that is left over goes before its engine.
+#![cfg(loom)]
+#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stderr, reason = "a test")]
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering as Std};
+use std::time::Duration;
 
+use llm_datadist_core::testing::transfer::{Carrier, Delivery, Executor, Outcome, Task};
+use llm_datadist_core::{ClusterId, Deadline, Error, ErrorKind, LayerRange, Result};
 use loom::sync::atomic::{AtomicUsize, Ordering};
 use loom::thread;
-
-use super::*;
-use crate::transfer::Executor;
 
 /// Counts layers; fails at one of them; must not be at work once the task is said to have ended.
 struct Counts {
