@@ -69,12 +69,6 @@ impl DataDist {
         Self::open_with(config, DeviceSet::host_only(), Transports::default())
     }
 
-    /// Opens an engine over `devices`.
-    #[cfg(feature = "testing")]
-    pub fn open_on(config: Config, devices: DeviceSet) -> Result<Self> {
-        Self::open_with(config, devices, Transports::default())
-    }
-
     /// Opens an engine over `devices` whose streams come from `transports`.
     #[cfg(feature = "testing")]
     pub fn open_over(config: Config, devices: DeviceSet, transports: Transports) -> Result<Self> {

@@ -114,7 +114,8 @@ impl PendingStream {
             }
             Step::Attached(pending, offered) => {
                 let seen: Attached = protocol::open(kind, &body).map_err(Refusal::unreadable)?;
-                let reach = shared.reached(offered, seen);
+                shared.note_readers();
+                let reach = Reach::complete(&shared.cluster, offered, seen);
                 Ok(Next::Long(LongStep { pending, stream, until, what: What::Enter(Some(reach)) }))
             }
         }

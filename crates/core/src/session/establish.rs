@@ -10,7 +10,7 @@ use super::dial::Dialer;
 use super::handshake::Key;
 use super::link::{Kind, Link, Peer};
 use super::message_io;
-use super::peer_memory::{self, Offered, Reach};
+use super::peer_memory::{self, Reach};
 use super::registry::RIVAL_LINK;
 use super::shared::Shared;
 use crate::config::TransportChoice;
@@ -18,7 +18,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::random;
 use crate::model::{ClusterId, Deadline};
 use crate::net::{Address, Stream};
-use crate::protocol::{Attached, Comm, Control, HANDSHAKE_LIMIT, Party, Purpose, Welcome};
+use crate::protocol::{Comm, Control, HANDSHAKE_LIMIT, Party, Purpose, Welcome};
 
 impl Shared {
     /// Returns `Err` with `AlreadyLinked` if `cluster` is linked. A link that the peer made counts unless both
@@ -113,7 +113,12 @@ impl Shared {
         shown: Option<String>,
         deadline: Deadline,
     ) -> Result<Arc<Link>> {
-        let reach = self.reach(&stream, deadline)?;
+        // Memory is exchanged with descriptors, so only over a stream that carries them.
+        let mut reach = None;
+        if stream.carries_descriptors() {
+            reach = Some(Reach::exchange(&self.cluster, &stream, deadline)?);
+            self.note_readers();
+        }
         if reach.is_none() && self.cluster.config.links.transport == TransportChoice::Shm {
             let text = "llm.LinkTransport = shm, but the peer is reached by sockets only";
             return Err(Error::new(ErrorKind::LinkFailed, text).with("peer", stream.peer()));
@@ -130,25 +135,8 @@ impl Shared {
         Ok(link)
     }
 
-    /// Exchanges memory with the peer over `stream`. Returns `None` if the stream cannot carry descriptors.
-    fn reach(&self, stream: &Stream, deadline: Deadline) -> Result<Option<Reach>> {
-        if !stream.carries_descriptors() {
-            return Ok(None);
-        }
-        let reach = Reach::exchange(&self.cluster, stream, deadline)?;
-        self.note_readers();
-        Ok(Some(reach))
-    }
-
-    /// Completes the exchange on the accepting side. `offered` is the memory taken from the peer's offer;
-    /// `seen` is the peer's report of what it can read of this process.
-    pub(super) fn reached(&self, offered: Offered, seen: Attached) -> Reach {
-        self.note_readers();
-        Reach::complete(&self.cluster, offered, seen)
-    }
-
     /// Logs, once, that other processes may now read this one.
-    fn note_readers(&self) {
+    pub(super) fn note_readers(&self) {
         if peer_memory::guarded() && !self.opened_to_readers.swap(true, Ordering::Relaxed) {
             tracing::warn!(
                 target: "llm_datadist::links",

@@ -296,17 +296,16 @@ fn discard(descriptors: Vec<OwnedFd>) {
     if descriptors.is_empty() {
         return;
     }
-    if RUNNING.fetch_add(1, Ordering::Relaxed) < MOST {
-        let begun = Builder::new().name("llm-discard".into()).spawn(move || {
-            drop(descriptors);
-            RUNNING.fetch_sub(1, Ordering::Relaxed);
-        });
-        if begun.is_err() {
-            RUNNING.fetch_sub(1, Ordering::Relaxed);
-        }
-    } else {
+    if RUNNING.fetch_add(1, Ordering::Relaxed) >= MOST {
         RUNNING.fetch_sub(1, Ordering::Relaxed);
-        std::mem::forget(descriptors);
+        return std::mem::forget(descriptors);
+    }
+    let begun = Builder::new().name("llm-discard".into()).spawn(move || {
+        drop(descriptors);
+        RUNNING.fetch_sub(1, Ordering::Relaxed);
+    });
+    if begun.is_err() {
+        RUNNING.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

@@ -49,13 +49,9 @@ impl Shared {
         let registry = Arc::new(Registry::new(limits, control.bell().clone()));
         let answers = Answers::new(cluster.clone());
         let server = Server::new(answers, registry.clone(), refusals.clone(), threads.clone(), limits)?;
+        let (instance, watched) = (me.party.instance, control.clone());
         Ok(Shared {
-            listeners: Listeners::new(
-                cluster.clone(),
-                me.party.instance,
-                control.clone(),
-                transports.clone(),
-            ),
+            listeners: Listeners::new(cluster.clone(), instance, watched, transports.clone()),
             me,
             registry,
             control,

@@ -14,6 +14,7 @@ use llm_datadist_core::testing::memory::kernels::Kernel;
 use llm_datadist_core::testing::memory::{Region, Tensors};
 use llm_datadist_core::testing::net::{Accepted, Address, Listener, Stream, Transport};
 use llm_datadist_core::testing::plan::{CopyPlan, Ends, Moves, Pieces};
+use llm_datadist_core::testing::session::Transports;
 use llm_datadist_core::{
     Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, Deadline, End, Error,
     ErrorKind, Placement, PoolConfig, Result, Role,
@@ -267,7 +268,7 @@ pub fn config(bytes: u64) -> Config {
 }
 
 pub fn engine_on(config: Config, device: Arc<dyn Device>) -> DataDist {
-    DataDist::open_on(config, DeviceSet::with_device(device)).unwrap()
+    DataDist::open_over(config, DeviceSet::with_device(device), Transports::default()).unwrap()
 }
 
 pub fn proptest_cases(default: u32) -> proptest::test_runner::Config {
