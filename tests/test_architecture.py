@@ -64,6 +64,15 @@ def is_test(path: Path) -> bool:
     return path.stem in ("tests", "loom_tests") or "tests" in path.relative_to(ROOT).parts
 
 
+def code_of(path: Path) -> str:
+    """The production part of a Rust file, with strings and comments blanked."""
+    return production(blank(path.read_text(encoding="utf-8")))
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def rust_files(folder: Path) -> list[Path]:
     files = sorted(path for path in folder.rglob("*.rs") if not is_test(path))
     assert files, f"no Rust files in {folder}"
@@ -78,9 +87,14 @@ def shown(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+def module_path(path: Path) -> tuple[str, ...]:
+    """Module path of a core file: `copy/mod.rs` → `("copy",)`."""
+    parts = path.relative_to(CORE).with_suffix("").parts
+    return parts[:-1] if parts[-1] in ("mod", "lib") else parts
+
+
 def module_of(path: Path) -> str:
-    first = path.relative_to(CORE).parts[0]
-    return first.removesuffix(".rs")
+    return path.relative_to(CORE).parts[0].removesuffix(".rs")
 
 
 def cells(line: str) -> list[str]:
@@ -172,23 +186,9 @@ def reexports() -> dict[str, str]:
 
 def target_of(path: str, file: Path, roots: dict[str, str]) -> str | None:
     """Which top-level module a path leads to; None when it stays inside or leaves the crate."""
-    parts = path.split("::")
-    place = list(file.relative_to(CORE).with_suffix("").parts)
-    if place[-1] in ("mod", "lib"):
-        place.pop()
-    if parts[0] == "super":
-        while parts and parts[0] == "super":
-            place = place[:-1]
-            parts.pop(0)
-        full = [*place, *parts]
-    elif parts[0] == "crate":
-        full = parts[1:]
-    else:
-        return None
-    if not full or full[0] in ("self", "*"):
-        return None
-    first = roots.get(full[0], full[0])
-    return None if first == module_of(file) else first
+    full = absolute(path, module_path(file), {})
+    first = full and roots.get(full[0], full[0])
+    return first if first and first != module_of(file) else None
 
 
 def test_arrows_run_one_way() -> None:
@@ -201,7 +201,7 @@ def test_arrows_run_one_way() -> None:
     assert not missing, f"not in the table of {shown(TABLE)}: {sorted(missing)}"
     uses, wrong = 0, []
     for path in files:
-        for used in use_paths(production(blank(path.read_text(encoding="utf-8")))):
+        for used in use_paths(code_of(path)):
             target = target_of(used, path, roots)
             if target is None or target not in modules:
                 continue
@@ -210,6 +210,7 @@ def test_arrows_run_one_way() -> None:
                 wrong.append(f"{shown(path)}: {used} ({module_of(path)} may not use {target})")
     assert uses, "no use lines found"
     assert not wrong, "\n".join(wrong)
+    assert not circular({module: targets - {module} for module, targets in allowed.items()}), "the table has a circle"
 
 
 def circular(graph: dict[str, set[str]]) -> set[str]:
@@ -225,18 +226,6 @@ def circular(graph: dict[str, set[str]]) -> set[str]:
         return seen
 
     return {node for node in graph if node in reached(node)}
-
-
-def test_the_table_itself_has_no_circle() -> None:
-    allowed = {module: targets - {module} for module, targets in arrows().items()}
-    assert allowed
-    assert not circular(allowed)
-
-
-def module_path(path: Path) -> tuple[str, ...]:
-    """Module path of a core file: `copy/mod.rs` → `("copy",)`."""
-    parts = path.relative_to(CORE).with_suffix("").parts
-    return parts[:-1] if parts[-1] in ("mod", "lib") else parts
 
 
 def absolute(path: str, module: tuple[str, ...], modules: dict[tuple[str, ...], Path]) -> tuple[str, ...] | None:
@@ -255,7 +244,7 @@ def absolute(path: str, module: tuple[str, ...], modules: dict[tuple[str, ...], 
 def file_graph() -> dict[str, set[str]]:
     """Core file → core files whose items its production part names; what it only re-exports is not counted."""
     modules = {module_path(path): path for path in rust_files(CORE) if path.name != "lib.rs"}
-    code = {module: production(blank(path.read_text(encoding="utf-8"))) for module, path in modules.items()}
+    code = {module: code_of(path) for module, path in modules.items()}
     facade = r"(^|[;{}\n])\s*pub(?:\([^)]*\))?\s+use\s+([^;]+);"
     exported: dict[tuple[str, ...], dict[str, tuple[str, ...]]] = {}
     for module, text in code.items():
@@ -295,13 +284,6 @@ def test_files_import_one_another_in_no_circle() -> None:
     assert not circular(graph), f"files that import one another: {sorted(circular(graph))}"
 
 
-def may_be_unsafe(path: Path) -> bool:
-    """The rooms for unsafe code; the file that lets each of them in is not one."""
-    relative = path.relative_to(ROOT).as_posix()
-    rooms = ("crates/core/src/memory/", "crates/core/src/device/cuda/", "crates/capi/src/abi/")
-    return relative.startswith(rooms) or relative in ("crates/py/src/raw.rs", "crates/embed/src/list_allocator.rs")
-
-
 def reasoned(lines: list[str], number: int) -> bool:
     """Whether a `SAFETY:` comment stands on this line or directly above its statement."""
     if "SAFETY:" in lines[number]:
@@ -319,15 +301,17 @@ def reasoned(lines: list[str], number: int) -> bool:
 
 
 def test_unsafe_stays_in_its_rooms_and_is_reasoned() -> None:
+    core = ("crates/core/src/memory/", "crates/core/src/device/cuda/")
+    rooms = (*core, "crates/capi/src/abi/", "crates/py/src/raw.rs", "crates/embed/src/list_allocator.rs")
     found, outside, silent = 0, [], []
     for path in rust_everywhere():
         text = path.read_text(encoding="utf-8")
-        code, commented = blank(text).splitlines(), blank(text, keep_comments=True).splitlines()
+        code, commented = (blank(text, keep_comments=kept).splitlines() for kept in (False, True))
         for number, line in enumerate(code):
             if not re.search(r"\bunsafe\b", line):
                 continue
             found += 1
-            if not may_be_unsafe(path):
+            if not shown(path).startswith(rooms):
                 outside.append(f"{shown(path)}:{number + 1}")
             following = " ".join([line[line.index("unsafe") :], *code[number + 1 : number + 3]])
             if re.match(r"unsafe\s*(\{|impl\b)", following) and not reasoned(commented, number):
@@ -342,20 +326,25 @@ def test_a_binding_uses_only_what_the_core_re_exports(crate: Path) -> None:
     roots = set(reexports()) | {"bindings"}  # rules, and lists of any length: see docs/architecture.md
     other = {BINDING: "cpp", INTERFACE: "validate"}[crate]  # the rules of the other binding
     assert len(roots) > 1, "the core re-exports nothing"
+    allowed = (
+        "std",
+        "core",
+        "alloc",
+        "crate",
+        "super",
+        "self",
+        "llm_datadist_embed",
+        "pyo3" if crate == BINDING else "libc",
+    )
     uses, wrong = 0, []
     for path in rust_files(crate):
-        code = production(blank(path.read_text(encoding="utf-8")))
-        paths = use_paths(code) + re.findall(r"\bllm_datadist_core\s*::\s*\w+", code)
-        for used in paths:
+        code = code_of(path)
+        for used in use_paths(code) + re.findall(r"\bllm_datadist_core\s*::\s*\w+", code):
             parts = [part.strip() for part in used.split("::")]
             uses += 1
-            if parts[0] in ("std", "core", "alloc", "crate", "super", "self"):
-                continue
-            if parts[0] in ("llm_datadist_embed", "pyo3" if crate == BINDING else "libc"):
-                continue
             folder = path.parent
             local = (folder / f"{parts[0]}.rs").is_file() or (folder / parts[0]).is_dir()
-            if local and path.name in ("lib.rs", "mod.rs"):
+            if parts[0] in allowed or (local and path.name in ("lib.rs", "mod.rs")):
                 continue
             core = parts[0] == "llm_datadist_core" and len(parts) > 1 and (parts[1] in roots or parts[1] == "self")
             if core and parts[1:3] != ["bindings", other]:
@@ -365,17 +354,20 @@ def test_a_binding_uses_only_what_the_core_re_exports(crate: Path) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def closing(code: str, start: int, brackets: str) -> int:
+    """Where the bracket that opens at `start` closes."""
+    depth = 0
+    for end in range(start, len(code)):
+        depth += (code[end] == brackets[0]) - (code[end] == brackets[1])
+        if depth == 0:
+            return end
+    return len(code)
+
+
 def attributes(code: str, name: str) -> list[str]:
     """The text of every attribute `#[name ...]`, also inside `cfg_attr`."""
-    found = []
-    for match in re.finditer(rf"#\[[^\]]*?\b{name}\b", code):
-        depth, end = 0, match.start() + 1
-        for end in range(match.start() + 1, len(code)):
-            depth += (code[end] == "[") - (code[end] == "]")
-            if depth == 0:
-                break
-        found.append(code[match.start() : end + 1])
-    return found
+    found = re.finditer(rf"#\[[^\]]*?\b{name}\b", code)
+    return [code[match.start() : closing(code, match.start() + 1, "[]") + 1] for match in found]
 
 
 def test_every_class_of_the_binding_is_frozen() -> None:
@@ -420,7 +412,7 @@ STDLIB = getattr(sys, "stdlib_module_names", None)
 def test_the_front_imports_only_the_standard_library_and_itself() -> None:
     found, wrong = 0, []
     for path in python_files():
-        for name, eager, line in imports(ast.parse(path.read_text(encoding="utf-8"))):
+        for name, eager, line in imports(tree_of(path)):
             found += 1
             if name in ("llm_datadist", "llm_datadist_v1", "__future__") or name in (STDLIB or ()):
                 continue
@@ -432,19 +424,13 @@ def test_the_front_imports_only_the_standard_library_and_itself() -> None:
 
 
 def test_no_file_grows_out_of_one_head() -> None:
-    files = [*rust_everywhere(), *python_files()]
     long = {}
-    for path in files:
+    for path in [*rust_everywhere(), *python_files()]:
         text = path.read_text(encoding="utf-8")
         lines = len((production(text) if path.suffix == ".rs" else text).splitlines())
         if lines > LONGEST:
             long[shown(path)] = lines
     assert not long, f"production part over {LONGEST} lines: {long}"
-
-
-# What may be longer, and why.
-LONG_FUNCTIONS: dict[str, str] = {}
-LONG_METHODS: dict[str, str] = {}
 
 
 def functions(code: str) -> Iterator[tuple[str, int, int]]:
@@ -456,12 +442,7 @@ def functions(code: str) -> Iterator[tuple[str, int, int]]:
             place += 1
         if code[place : place + 1] != "{":
             continue
-        end, depth = place, 0
-        while end < len(code):
-            depth += (code[end] == "{") - (code[end] == "}")
-            if depth == 0:
-                break
-            end += 1
+        end = closing(code, place, "{}")
         yield match[1], code.count("\n", 0, match.start()) + 1, max(code.count("\n", place, end) - 1, 0)
 
 
@@ -481,27 +462,24 @@ def pymethods(code: str) -> str:
 
 
 def test_functions_fit_on_a_screen() -> None:
-    found: dict[str, int] = {}
-    for path in rust_everywhere():
-        for name, _, lines in functions(blank(production(path.read_text(encoding="utf-8")))):
-            found[f"{shown(path)}:{name}"] = lines
+    found = [(lines, shown(path), name) for path in rust_everywhere() for name, _, lines in functions(code_of(path))]
     for path in python_files():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                found[f"{shown(path)}:{node.name}"] = statements(node)
+        nodes = [node for node in ast.walk(tree_of(path)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        found += [(statements(node), shown(path), node.name) for node in nodes]
     assert len(found) > 100, "this guard looked at next to nothing"
-    long = {place: lines for place, lines in found.items() if lines > LONGEST_FUNCTION}
-    assert set(long) == set(LONG_FUNCTIONS), f"over {LONGEST_FUNCTION} lines: {long}"
+    long = [function for function in found if function[0] > LONGEST_FUNCTION]
+    assert not long, f"over {LONGEST_FUNCTION} lines: {long}"
 
 
 def test_methods_of_the_binding_convert_enter_and_call() -> None:
-    found: dict[str, int] = {}
-    for path in rust_files(BINDING):
-        for name, _, lines in functions(pymethods(blank(path.read_text(encoding="utf-8")))):
-            found[f"{shown(path)}:{name}"] = lines
+    found = [
+        (lines, shown(path), name)
+        for path in rust_files(BINDING)
+        for name, _, lines in functions(pymethods(blank(path.read_text(encoding="utf-8"))))
+    ]
     assert len(found) > 15, "this guard looked at next to nothing"
-    long = {place: lines for place, lines in found.items() if lines > LONGEST_METHOD}
-    assert set(long) == set(LONG_METHODS), f"over {LONGEST_METHOD} lines: {long}"
+    long = [method for method in found if method[0] > LONGEST_METHOD]
+    assert not long, f"over {LONGEST_METHOD} lines: {long}"
 
 
 EMPTY_NAMES = ("manager", "util", "utils", "common", "helper", "helpers", "inner")
@@ -517,7 +495,7 @@ def test_names_say_what_things_are() -> None:
         names += [(shown(path), name) for name in re.findall(r"\b(?:struct|enum|trait|type|mod|union) (\w+)", code)]
     for path in python_files():
         names += [(shown(path), part) for part in path.relative_to(PYTHON).with_suffix("").parts]
-        tree = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        tree = ast.walk(tree_of(path))
         names += [(shown(path), node.name) for node in tree if isinstance(node, ast.ClassDef)]
     assert len(names) > 100, "this guard looked at next to nothing"
     empty = [(path, name) for path, name in names if name not in GIVEN_NAMES and set(words(name)) & set(EMPTY_NAMES)]
@@ -534,12 +512,8 @@ def test_the_readers_understand_what_they_read() -> None:
     assert code.count("unsafe") == 1
     assert code.index("unsafe") > code.index("let c")
     assert blank("fn f<'a>(x: &'a str) -> &'a str { x }") == "fn f<'a>(x: &'a str) -> &'a str { x }"
-    assert list(leaves("crate::{a::B, c::{self, D as E}, f}")) == [
-        "crate::a::B",
-        "crate::c::self",
-        "crate::c::D",
-        "crate::f",
-    ]
+    found = list(leaves("crate::{a::B, c::{self, D as E}, f}"))
+    assert found == ["crate::a::B", "crate::c::self", "crate::c::D", "crate::f"]
     assert use_paths("use crate::{a::B,\n c};\nlet x = crate::d::new();") == ["crate::a::B", "crate::c", "crate::d"]
     deep = CORE / "engine" / "ring.rs"
     assert target_of("super::route::X", deep, {}) is None
@@ -550,15 +524,11 @@ def test_the_readers_understand_what_they_read() -> None:
     assert names_in("words, plan (spans), device/*") == ["words", "plan", "device"]
     assert reasoned(["    // SAFETY: checked above,", "    // twice.", "    let x =", "        unsafe { y };"], 3)
     assert not reasoned(["// SAFETY: another", "f();", "unsafe { y };"], 2)
-    assert attributes("#[pyclass(module = 1, frozen)]\nstruct A;\n#[pyclass]\nstruct B;", "pyclass") == [
-        "#[pyclass(module = 1, frozen)]",
-        "#[pyclass]",
-    ]
+    found = attributes("#[pyclass(module = 1, frozen)]\nstruct A;\n#[pyclass]\nstruct B;", "pyclass")
+    assert found == ["#[pyclass(module = 1, frozen)]", "#[pyclass]"]
     assert list(functions("fn a<T>(x: [u8; 2]) -> T\n{\n f();\n {}\n}\ntrait B { fn c(); }")) == [("a", 1, 2)]
-    assert pymethods("fn a() {}\n#[pymethods]\nimpl B {\n fn c() {}\n}\nfn d() {}\n").split() == [
-        "#[pymethods]",
-        *("impl", "B", "{", "fn", "c()", "{}"),
-    ]
+    methods = pymethods("fn a() {}\n#[pymethods]\nimpl B {\n fn c() {}\n}\nfn d() {}\n")
+    assert methods.split() == ["#[pymethods]", "impl", "B", "{", "fn", "c()", "{}"]
     assert words("LLMDataDist") == ["llm", "data", "dist"]
     assert words("_cache_manager2") == ["cache", "manager2"]
     assert production("fn a() {}\n#[cfg(test)]\nmod tests {\n}\n") == "fn a() {}\n"
