@@ -96,8 +96,8 @@ conformance: build capi $(VENV)/.test-tools  ## run the tests that prove the con
 lint: build $(VENV)/.test-tools  ## formatting, clippy, ruff, mypy, stubs; warnings are errors
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
-	cargo clippy -p llm-datadist-core -p llm-datadist-py -p llm-datadist-capi -- -D warnings  # without the feature `testing`: finds dead code
-	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --quiet
+	cargo clippy -p llm-datadist-core -p llm-datadist-embed -p llm-datadist-py -p llm-datadist-capi -- -D warnings  # without the feature `testing`: finds dead code
+	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --exclude llm-datadist-testing --no-deps --quiet
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -133,7 +133,7 @@ loom:  ## the model checker over pins and jobs, in a target folder of its own
 
 asan:  ## the Rust tests of the core and the C interface with the address sanitizer
 	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address --cfg=sanitized" LSAN_OPTIONS="suppressions=$(CURDIR)/tests/lsan.txt" cargo test --locked --target $(TRIPLE) \
-		--target-dir "$(TARGET_DIR)/asan" -p llm-datadist-core -p llm-datadist-capi --lib --test integration
+		--target-dir "$(TARGET_DIR)/asan" -p llm-datadist-core -p llm-datadist-capi -p llm-datadist-embed --lib --test integration --test list_allocator
 
 valgrind:  ## the Rust tests of the memory code under valgrind, shortened
 	tests/valgrind.sh

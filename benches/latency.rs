@@ -25,11 +25,12 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::testing::memory::{KeptLists, Region};
+use llm_datadist_core::testing::memory::Region;
 use llm_datadist_core::{
     Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, End, Layers, Name,
     PeerAddress, Placement, PoolConfig, PullRows, RemoteName, Role,
 };
+use llm_datadist_embed::KeptLists;
 
 /// As the libraries for Python and C have it.
 #[global_allocator]

@@ -20,7 +20,7 @@ use std::time::Instant;
 
 use llm_datadist_core::testing::cache::Table;
 use llm_datadist_core::testing::memory::{Generations, Region, Tensors};
-use llm_datadist_core::testing::plan::{BlockPairs, CopyPlan, Ends};
+use llm_datadist_core::testing::plan::{CopyPlan, Ends, Moves, Pieces};
 use llm_datadist_core::testing::validate::Side;
 use llm_datadist_core::{CacheDesc, CacheKey, CacheKind, DataType, Geometry, Placement};
 
@@ -144,8 +144,8 @@ fn planning() {
     println!("\nplanning 4,096 pairs in 80 tensors, microseconds, median of 101");
     let (from, to) = (shuffled(4096), shuffled(8192));
     let shuffled: Vec<_> = from.iter().copied().zip(to.iter().copied()).collect();
-    let ascending = (0..4096).map(|block| (block, block + 5000)).collect();
-    let chain = (0..4096).map(|block| (block, block + 1)).collect();
+    let ascending: Vec<(u64, u64)> = (0..4096).map(|block| (block, block + 5000)).collect();
+    let chain: Vec<(u64, u64)> = (0..4096).map(|block| (block, block + 1)).collect();
     let lists = [
         ("shuffled, two caches", shuffled.clone(), Ends::TwoCaches),
         ("shuffled, one cache", shuffled, Ends::OneCache),
@@ -153,10 +153,12 @@ fn planning() {
         ("chain of 4,096 waves", chain, Ends::OneCache),
     ];
     for (name, pairs, ends) in lists {
-        let request = BlockPairs { pairs, block_bytes: 65536, num_tensors: 80 };
-        let times = (0..101)
-            .map(|_| each(1, || drop(std::hint::black_box(CopyPlan::blocks(&request, ends).unwrap()))))
-            .collect();
+        // From the checked list on: its pieces, and the plan.
+        let planned = || {
+            let pieces = Pieces::blocks(65536, pairs.iter().copied()).unwrap();
+            CopyPlan::moves(&mut Moves { pieces, num_tensors: 80, ..Moves::default() }, ends).unwrap()
+        };
+        let times = (0..101).map(|_| each(1, || drop(std::hint::black_box(planned())))).collect();
         println!("{name:24} {:9.0}", median(times) / 1e3);
     }
 }

@@ -1,6 +1,6 @@
 """Memory of long lists: kept by the library's own allocator, while the `malloc` of the process stays as it was.
 
-Not for: the allocator itself (`crates/core/tests/integration/list_allocator.rs`).
+Not for: the allocator itself (`crates/embed/tests/list_allocator.rs`).
 """
 
 from __future__ import annotations

@@ -305,7 +305,7 @@ def test_prefill_ends_with_its_input() -> None:
     ("options", "reason"),
     [
         *[(["--device-pool", text], "is not a size in bytes") for text in ("12parsecs", "0")],
-        (["--host-pool", "21GiB"], "of at most 20 GB"),
+        (["--host-pool", "21GiB"], "of at most 20 GiB"),
         (["--device-pool", "64KiB"], "--device-pool: 65,536 bytes do not hold one block"),
         (["--host-pool", "4KiB"], "--host-pool: 4,096 bytes do not hold one block"),
         *[(["--layers", text], f"'{text}' is not a whole number from 1 to 1,024") for text in ("0", "-1")],

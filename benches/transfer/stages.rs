@@ -7,7 +7,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use llm_datadist_core::testing::model::Geometry;
-use llm_datadist_core::testing::plan::{CopyPlan, Moves};
+use llm_datadist_core::testing::plan::{CopyPlan, Ends, Moves};
 use llm_datadist_core::testing::protocol::{self, HEADER, Location, Request, Run, WireName, WirePlan};
 use llm_datadist_core::testing::validate::{self, Layers, PushRows, RemoteCache, Side};
 use llm_datadist_core::{CacheKind, DataDist, Placement};
@@ -86,7 +86,7 @@ fn checked(side: Side, list: &PushRows) -> Moves {
 
 #[inline(never)]
 fn planned(moves: &mut Moves) -> CopyPlan {
-    CopyPlan::moves(moves).unwrap()
+    CopyPlan::moves(moves, Ends::TwoCaches).unwrap()
 }
 
 #[inline(never)]

@@ -4,10 +4,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use llm_datadist_core::testing::model::{AddressLocation, CacheId};
 use llm_datadist_core::testing::plan::{Span, SpanList};
 use llm_datadist_core::testing::protocol::{
     self, Arrived, Attach, Attached, Challenge, Comm, Control, Hello, Location, Pairs, Party, Place, Proof,
-    Purpose, Record, Reply, Request, Run, AddressLocation, Welcome, WireName, WirePlan, WireSteps,
+    Purpose, Record, Reply, Request, Run, Welcome, WireName, WirePlan, WireSteps,
 };
 use llm_datadist_core::{Error, ErrorKind};
 use serde::Serialize;
@@ -114,7 +115,7 @@ fn replies(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     let arrived = vec![Arrived { tensor: 1, rows: vec![(0, 3), (5, 6)] }];
     let facts = vec![("cluster".into(), "1".into())];
     add(8, "failed", frame(&Reply::Failed { kind: 4, message: "gone".into(), facts, arrived }));
-    add(8, "located", frame(&Reply::Located(vec![AddressLocation { cache: 3, tensor: 1, offset: 4096 }])));
+    add(8, "located", frame(&Reply::Located(vec![AddressLocation { cache: CacheId(3), tensor: 1, offset: 4096 }])));
 }
 
 fn plans() -> Vec<(&'static str, WirePlan)> {

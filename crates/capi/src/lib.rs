@@ -23,7 +23,7 @@ mod failure;
 mod log;
 mod objects;
 
-use llm_datadist_core::bindings::KeptLists;
+use llm_datadist_embed::KeptLists;
 
 /// The allocator of this library alone. The program's `malloc` is not changed.
 #[global_allocator]

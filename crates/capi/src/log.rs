@@ -7,7 +7,8 @@ use std::cell::Cell;
 use std::io::Write;
 use std::sync::{Once, PoisonError, RwLock};
 
-use llm_datadist_core::{Error, ErrorKind, Level, Line, Result, Sink, install_log};
+use llm_datadist_core::{Error, ErrorKind, Result};
+use llm_datadist_embed::{Level, Line, Sink, install_log};
 
 /// A function of the program. It is called with a level, a target and a text.
 pub(crate) type Callback = Box<dyn Fn(i32, &str, &str) + Send + Sync>;

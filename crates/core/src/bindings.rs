@@ -1,7 +1,7 @@
 //! For `crates/py` and `crates/capi` only: rules that their setters and constructors share with the engine,
 //! and what a library loaded into another program needs.
 
-pub use crate::memory::{KeptLists, abandon as abandon_sockets, remember_process, this_process};
+pub use crate::memory::{abandon as abandon_sockets, remember_process, this_process};
 
 /// Lists whose length the caller chooses: a failed allocation is an error, not the end of the process.
 pub mod fallible {

@@ -13,7 +13,7 @@ use crate::huge_pages::Merger;
 use crate::memory::{self, Generations, MapBudget};
 use crate::model::Placement;
 use crate::pool::Arena;
-use crate::stats::Stats;
+use crate::stats::{Op, Stats};
 
 /// The state of one cluster.
 #[derive(Debug)]
@@ -90,6 +90,12 @@ impl Cluster {
     pub fn arena(&self, placement: Placement) -> Result<&Arc<Arena>> {
         let missing = || Error::new(ErrorKind::NotEnabled, format!("there is no {placement} pool"));
         self.pool(placement).ok_or_else(missing)
+    }
+
+    /// Counts bytes that a call moved over a link, and has the merger check for work now and then.
+    pub fn moved(&self, op: Op, bytes: u64) {
+        self.stats.add_bytes(op, bytes);
+        self.merger.moved(bytes);
     }
 
     /// Returns the generation numbers of all places of the table.

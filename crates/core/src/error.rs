@@ -9,9 +9,20 @@ use std::sync::Arc;
 /// Result type of every fallible function in the crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// The closed list of error kinds. A new kind does not compile until `status` gives it a code.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum ErrorKind {
+macro_rules! kinds {
+    ($($(#[$doc:meta])* $kind:ident,)*) => {
+        /// The closed list of error kinds. A new kind does not compile until `status` gives it a code.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum ErrorKind { $($(#[$doc])* $kind,)* }
+
+        impl ErrorKind {
+            /// All kinds, for tables and for the test that each has a code, a cause and a line in the documentation.
+            pub const ALL: [ErrorKind; [$(stringify!($kind)),*].len()] = [$(ErrorKind::$kind,)*];
+        }
+    };
+}
+
+kinds! {
     /// An argument is out of range or breaks a rule, although its type and width are right.
     InvalidArgument,
     /// There is no cache or key with that name.
@@ -47,29 +58,6 @@ pub enum ErrorKind {
     KeyTaken,
     /// The two caches of a copy have different numbers of tensors.
     TensorCountMismatch,
-}
-
-impl ErrorKind {
-    /// All kinds, for tables and for the test that each has a code, a cause and a line in the documentation.
-    pub const ALL: [ErrorKind; 17] = [
-        ErrorKind::InvalidArgument,
-        ErrorKind::CacheNotFound,
-        ErrorKind::OutOfMemory,
-        ErrorKind::Timeout,
-        ErrorKind::Closed,
-        ErrorKind::Forked,
-        ErrorKind::NotEnabled,
-        ErrorKind::NotLinked,
-        ErrorKind::AlreadyLinked,
-        ErrorKind::LinkFailed,
-        ErrorKind::UnlinkFailed,
-        ErrorKind::LinksExist,
-        ErrorKind::Interrupted,
-        ErrorKind::System,
-        ErrorKind::Cancelled,
-        ErrorKind::KeyTaken,
-        ErrorKind::TensorCountMismatch,
-    ];
 }
 
 /// An error: a kind, a message, named facts and a cause.

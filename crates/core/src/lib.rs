@@ -7,7 +7,7 @@
 //!  movement     copy   huge_pages            copy: the only module that moves bytes of caches
 //!  resources    cache   pool   device   memory   net   protocol   token_file
 //!  decisions    validate   plan              pure: no memory access, no I/O, no clock
-//!  vocabulary   config   model   status   error   fallible   log   sync
+//!  vocabulary   config   model   status   error   fallible   sync
 //! ```
 //!
 //! A module uses only modules of its own row or of rows below. `docs/architecture.md` has the exact table, which
@@ -24,8 +24,8 @@
 //!   [`LayerRange`]s; the C++ class names its peers by [`CacheIndex`] and [`ExtParam`].
 //! - **Transfer layer by layer:** [`LayerwiseArgs`], [`Destination`], [`Target`]; a [`Task`] with its
 //!   [`Outcome`]s and what it has [`Carried`].
-//! - **Observe:** [`Snapshot`] ([`PoolReport`], [`LinkState`], [`OpState`]) and the log ([`install_log`],
-//!   [`Sink`], [`Line`], [`Level`]).
+//! - **Observe:** [`Snapshot`] ([`PoolReport`], [`LinkState`], [`OpState`]). The log is `tracing`
+//!   events with targets `llm_datadist::*`.
 //! - **Errors:** [`Error`] with its [`ErrorKind`] and facts; [`StatusCode`] for the bindings.
 //!
 //! [`bindings`] serves `crates/py` and `crates/capi` alone. The feature `testing` adds the module `testing`,
@@ -137,7 +137,6 @@ mod engine;
 mod error;
 mod fallible;
 mod huge_pages;
-mod log;
 #[expect(unsafe_code, reason = "the only module of the core that dereferences addresses")]
 mod memory;
 mod model;
@@ -162,7 +161,6 @@ pub use config::{
 };
 pub use engine::{CacheIndex, DataDist, End, RemoteName};
 pub use error::{Error, ErrorKind, Result};
-pub use log::{Level, Line, Sink, install as install_log};
 pub use memory::Adopted;
 pub use model::{
     CacheDesc, CacheId, CacheKey, CacheKind, ClusterId, DataType, Deadline, Geometry, NO_ID, Name, Placement,

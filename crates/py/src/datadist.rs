@@ -15,7 +15,7 @@ use crate::convert::{self, Any, shown};
 use crate::engine::Engine;
 use crate::error::{self, invalid, raise};
 use crate::layerwise::{self, Given, Transfer};
-use crate::links::{self, Membership, by_rank};
+use crate::links::{self, ClusterInfos, Membership, by_rank};
 use crate::python_types::PythonTypes;
 use crate::task::TransferTask;
 use crate::transfer::{self, LayerArgs};
@@ -81,11 +81,11 @@ impl DataDist {
     ) -> PyResult<Bound<'py, PyList>> {
         let py = clusters.py();
         let timeout = links::timeout(timeout)?;
-        let infos = links::infos(clusters)?;
+        let infos = ClusterInfos::read(clusters)?;
         if needs_local {
-            links::local_given(&infos)?;
+            infos.local_given()?;
         }
-        let peers = links::peers(&infos)?;
+        let peers = infos.peers()?;
         let linked = self.engine.enter(py, |engine| Ok(links::link(engine, &peers, timeout, one_local)));
         log::drain(py)?;
         links::codes(py, &linked?, self.engine.codes())
@@ -101,9 +101,9 @@ impl DataDist {
     ) -> PyResult<Bound<'py, PyList>> {
         let py = clusters.py();
         let timeout = links::timeout(timeout)?;
-        let infos = links::infos(clusters)?;
+        let infos = ClusterInfos::read(clusters)?;
         let force = links::force(force)? || always_force;
-        let peers = links::peers(&infos)?;
+        let peers = infos.peers()?;
         let call = |engine: &_| Ok(links::unlink(engine, &peers, timeout, force, strict));
         let unlinked = self.engine.enter(py, call);
         log::drain(py)?;

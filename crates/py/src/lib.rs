@@ -30,8 +30,8 @@ mod stats;
 mod task;
 mod transfer;
 
-use llm_datadist_core::bindings::KeptLists;
 use llm_datadist_core::{DataType, StatusCode};
+use llm_datadist_embed::KeptLists;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 

@@ -25,22 +25,54 @@ pub(crate) fn timeout(value: &Any<'_>) -> PyResult<Duration> {
     }
 }
 
-/// Reads a list or tuple of `LLMClusterInfo`.
-pub(crate) fn infos<'py>(value: &Any<'py>) -> PyResult<Vec<Any<'py>>> {
-    let infos: Vec<Any<'py>> = if let Ok(list) = value.cast::<PyList>() {
-        list.iter().collect()
-    } else if let Ok(tuple) = value.cast::<PyTuple>() {
-        tuple.iter().collect()
-    } else {
-        return Err(only_support("clusters", "['list', 'tuple']", value));
-    };
-    let class = &PythonTypes::get(value.py())?.cluster_info;
-    for info in &infos {
-        if !convert::instance(info, class)? {
-            return Err(inner_only_support("clusters", "['LLMClusterInfo']", info));
+/// The clusters of a link call: objects of the class `LLMClusterInfo`.
+pub(crate) struct ClusterInfos<'py>(Vec<Any<'py>>);
+
+impl<'py> ClusterInfos<'py> {
+    /// Reads a list or tuple of `LLMClusterInfo`.
+    pub(crate) fn read(value: &Any<'py>) -> PyResult<Self> {
+        let infos: Vec<Any<'py>> = if let Ok(list) = value.cast::<PyList>() {
+            list.iter().collect()
+        } else if let Ok(tuple) = value.cast::<PyTuple>() {
+            tuple.iter().collect()
+        } else {
+            return Err(only_support("clusters", "['list', 'tuple']", value));
+        };
+        let class = &PythonTypes::get(value.py())?.cluster_info;
+        for info in &infos {
+            if !convert::instance(info, class)? {
+                return Err(inner_only_support("clusters", "['LLMClusterInfo']", info));
+            }
         }
+        Ok(ClusterInfos(infos))
     }
-    Ok(infos)
+
+    /// Checks that every cluster has a local address (contract §6.8, row 5).
+    pub(crate) fn local_given(&self) -> PyResult<()> {
+        for info in &self.0 {
+            if info.getattr(intern!(info.py(), "_local_ip_info_list"))?.is_empty()? {
+                let text = "local_ip_info_list is empty; append_local_ip_info was not called, and no llm.LocalCommRes given";
+                return Err(raise(info.py(), &Error::new(ErrorKind::InvalidArgument, text)));
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the addresses of the clusters.
+    pub(crate) fn peers(&self) -> PyResult<Vec<PeerAddress>> {
+        let id = |info: &Any<'_>| {
+            int("remote_cluster_id", &info.getattr(intern!(info.py(), "_remote_cluster_id"))?).map(ClusterId)
+        };
+        let ids: Vec<ClusterId> = self.0.iter().map(id).collect::<PyResult<_>>()?;
+        let peer = |(cluster, info): (ClusterId, &Any<'_>)| {
+            let py = info.py();
+            let remote =
+                addresses("remote_ip_info_list", &info.getattr(intern!(py, "_remote_ip_info_list"))?)?;
+            let local = addresses("local_ip_info_list", &info.getattr(intern!(py, "_local_ip_info_list"))?)?;
+            Ok(PeerAddress { cluster, remote, local })
+        };
+        ids.into_iter().zip(&self.0).map(peer).collect()
+    }
 }
 
 /// Reads `force`, which must be a `bool`, or `None` for `False`.
@@ -50,32 +82,6 @@ pub(crate) fn force(value: &Any<'_>) -> PyResult<bool> {
     }
     let flag = value.cast::<PyBool>().map_err(|_| only_support("force", "['bool']", value))?;
     Ok(flag.is_true())
-}
-
-/// Checks that every cluster has a local address (contract §6.8, row 5).
-pub(crate) fn local_given(infos: &[Any<'_>]) -> PyResult<()> {
-    for info in infos {
-        if info.getattr(intern!(info.py(), "_local_ip_info_list"))?.is_empty()? {
-            let text = "local_ip_info_list is empty; append_local_ip_info was not called, and no llm.LocalCommRes given";
-            return Err(raise(info.py(), &Error::new(ErrorKind::InvalidArgument, text)));
-        }
-    }
-    Ok(())
-}
-
-/// Returns the addresses of the clusters.
-pub(crate) fn peers(infos: &[Any<'_>]) -> PyResult<Vec<PeerAddress>> {
-    let id = |info: &Any<'_>| {
-        int("remote_cluster_id", &info.getattr(intern!(info.py(), "_remote_cluster_id"))?).map(ClusterId)
-    };
-    let ids: Vec<ClusterId> = infos.iter().map(id).collect::<PyResult<_>>()?;
-    let peer = |(cluster, info): (ClusterId, &Any<'_>)| {
-        let py = info.py();
-        let remote = addresses("remote_ip_info_list", &info.getattr(intern!(py, "_remote_ip_info_list"))?)?;
-        let local = addresses("local_ip_info_list", &info.getattr(intern!(py, "_local_ip_info_list"))?)?;
-        Ok(PeerAddress { cluster, remote, local })
-    };
-    ids.into_iter().zip(infos).map(peer).collect()
 }
 
 fn addresses(name: &str, list: &Any<'_>) -> PyResult<Vec<SocketAddr>> {

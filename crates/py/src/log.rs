@@ -13,7 +13,7 @@ use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 use std::thread;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use llm_datadist_core::{Level, Line, Sink, install_log};
+use llm_datadist_embed::{Level, Line, Sink, install_log};
 use pyo3::prelude::*;
 
 use crate::python_types::PythonTypes;

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 BUILT_IN_REQUESTS = 12_000
 _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_LARGEST_POOL = 20 * 10**9
+_LARGEST_POOL = 20 * 2**30
 _HALF_WAY = 0
 _MOST_WORKERS = 256  # that the engine allows (`copy_workers`)
 _STANDARD_OUTPUT = "-"
@@ -328,5 +328,5 @@ def _bytes(text: str) -> int:
     match = re.fullmatch(r"([0-9]{1,18}) ?([KMG]iB|)", text, re.IGNORECASE)
     size = int(match[1]) * _UNITS[match[2].upper()] if match else 0
     if not 0 < size <= _LARGEST_POOL:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size in bytes (as in 160MiB) of at most 20 GB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size in bytes (as in 160MiB) of at most 20 GiB")
     return size

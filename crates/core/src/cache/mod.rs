@@ -10,4 +10,4 @@ mod table;
 
 pub use cache::{Cache, Origin};
 pub use pins::{Pin, pin, pin_reads, pin_reads_for, pin_writes, rows_of_a_pin, unpinned};
-pub use table::{AddressLocation, Table, TableState};
+pub use table::{Table, TableState};

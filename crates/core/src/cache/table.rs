@@ -7,8 +7,6 @@
 mod pulled;
 mod remote;
 
-pub use remote::AddressLocation;
-
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 

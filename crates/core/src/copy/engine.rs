@@ -22,7 +22,7 @@ use crate::sync::Mutex;
 
 /// Result of a copy that succeeded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Outcome {
+pub struct CopyOutcome {
     /// Bytes moved. Each byte counts once.
     pub bytes: u64,
     /// Route that the bytes took.
@@ -96,10 +96,15 @@ impl CopyEngine {
     /// Opens process `pid` as [`PeerProcess::open`] does, on a reader thread. Returns `Err` once `deadline`
     /// has passed, even if the memory of that process does not answer.
     pub fn open_process(&self, pid: i32, probe: Probe, deadline: Deadline) -> Result<Arc<PeerProcess>> {
-        let opening = Arc::new(Opening { pid, probe, opened: Mutex::default() });
-        self.readers.run(pid, opening.clone(), 1, 1, (deadline, None))?;
-        let opened = opening.opened.lock().take();
-        opened.unwrap_or_else(|| Err(Error::new(ErrorKind::System, "the peer's process was not opened")))
+        let opened = Arc::new(Mutex::new(None));
+        let result = opened.clone();
+        let open = move |_| {
+            *result.lock() = Some(PeerProcess::open(pid, probe)?);
+            Ok(())
+        };
+        self.readers.run(pid, Arc::new(open), 1, 1, (deadline, None))?;
+        let opened = opened.lock().take();
+        opened.ok_or_else(|| Error::new(ErrorKind::System, "the peer's process was not opened"))
     }
 
     /// Moves every byte of `plan`, one wave after the other.
@@ -116,7 +121,7 @@ impl CopyEngine {
         staging: Staging,
         limit: impl Into<Limit>,
         progress: &Arc<Progress>,
-    ) -> Result<Outcome> {
+    ) -> Result<CopyOutcome> {
         self.run_holding(plan, src, dst, staging, limit, progress, Arc::new(()))
     }
 
@@ -132,7 +137,7 @@ impl CopyEngine {
         limit: impl Into<Limit>,
         progress: &Arc<Progress>,
         held: Held,
-    ) -> Result<Outcome> {
+    ) -> Result<CopyOutcome> {
         let limit = limit.into();
         let route = super::route::choose(&self.devices, src, dst, staging.path)?;
         src.0.check_mapped(Access::Read)?;
@@ -167,21 +172,6 @@ impl CopyEngine {
             }
         };
         ended.map_err(|error| with_copied_bytes(error, progress, bytes))?;
-        Ok(Outcome { bytes, route })
-    }
-}
-
-/// A process that a reader thread opens.
-struct Opening {
-    pid: i32,
-    probe: Probe,
-    opened: Mutex<Option<Result<Arc<PeerProcess>>>>,
-}
-
-impl Work for Opening {
-    fn unit(&self, _: usize) -> Result<()> {
-        let opened = PeerProcess::open(self.pid, self.probe);
-        *self.opened.lock() = Some(opened);
-        Ok(())
+        Ok(CopyOutcome { bytes, route })
     }
 }

@@ -13,7 +13,7 @@ mod socket;
 mod staging_ring;
 mod workers;
 
-pub use engine::{CopyEngine, Outcome};
+pub use engine::{CopyEngine, CopyOutcome};
 #[cfg(feature = "testing")]
 pub use kernel_choice::Source;
 #[cfg(feature = "testing")]
@@ -24,4 +24,5 @@ pub use peer_read::STILL_READING;
 pub use progress::Arrived;
 pub use progress::{Progress, arrived};
 pub use route::{Route, Staging};
+#[cfg(feature = "testing")]
 pub use workers::Work;

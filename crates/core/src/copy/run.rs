@@ -46,17 +46,14 @@ impl Copying {
     /// Copies directly from the source to the destination, one wave after the other.
     pub(super) fn direct(&self, workers: &Workers, limit: Limit) -> Result<()> {
         limit.begin()?;
-        let mut start = 0;
-        for index in 0..self.plan.waves().len() {
-            let wave = DirectWave::new(self.clone(), index, start, workers.count());
-            start += wave.total;
-            let units = wave.units();
+        for (wave, units) in self.waves(workers.count()) {
+            let last = wave.wave + 1 == self.plan.waves().len();
             if wave.total <= INLINE || units == 1 {
-                (0..units).try_for_each(|unit| wave.unit(unit))?;
+                wave.all(units)?;
             } else {
                 workers.run(Arc::new(wave), units, limit)?;
             }
-            if index + 1 < self.plan.waves().len() {
+            if !last {
                 limit.check("copying")?;
             }
         }
@@ -69,18 +66,26 @@ impl Copying {
         let limits = (deadline, self.progress.silence);
         let small = self.plan.bytes() <= INLINE;
         if small && self.plan.waves().len() > 1 {
-            return readers.run(pid, Arc::new(Whole { copying: self.clone(), workers }), 1, 1, limits);
+            // All waves, one after the other, as one unit.
+            let copying = self.clone();
+            let whole = move |_| copying.waves(workers).try_for_each(|(wave, units)| wave.all(units));
+            return readers.run(pid, Arc::new(whole), 1, 1, limits);
         }
         // One thread does a small read alone, because sharing it costs as much as copying a block.
         let most = if small { 1 } else { workers };
+        let mut waves = self.waves(workers);
+        waves.try_for_each(|(wave, units)| readers.run(pid, Arc::new(wave), units, most, limits))
+    }
+
+    /// Returns each wave with the number of units into which it is cut.
+    fn waves(&self, workers: usize) -> impl Iterator<Item = (DirectWave, usize)> + '_ {
         let mut start = 0;
-        for index in 0..self.plan.waves().len() {
+        (0..self.plan.waves().len()).map(move |index| {
             let wave = DirectWave::new(self.clone(), index, start, workers);
             start += wave.total;
             let units = wave.units();
-            readers.run(pid, Arc::new(wave), units, most, limits)?;
-        }
-        Ok(())
+            (wave, units)
+        })
     }
 
     pub(super) fn read_window(&self, index: usize, piece: Piece) -> Result<Window<'_>> {
@@ -89,24 +94,6 @@ impl Copying {
 
     pub(super) fn write_window(&self, index: usize, piece: Piece) -> Result<Window<'_>> {
         write_window(&self.plan, &self.dst, index, piece)
-    }
-}
-
-/// All waves of a small copy, one after the other, as one unit.
-struct Whole {
-    copying: Copying,
-    workers: usize,
-}
-
-impl Work for Whole {
-    fn unit(&self, _: usize) -> Result<()> {
-        let mut start = 0;
-        for index in 0..self.copying.plan.waves().len() {
-            let wave = DirectWave::new(self.copying.clone(), index, start, self.workers);
-            start += wave.total;
-            (0..wave.units()).try_for_each(|unit| wave.unit(unit))?;
-        }
-        Ok(())
     }
 }
 
@@ -155,6 +142,11 @@ impl DirectWave {
 
     fn units(&self) -> usize {
         usize::try_from(self.total.div_ceil(self.unit)).unwrap_or(usize::MAX)
+    }
+
+    /// Runs all units on this thread.
+    fn all(&self, units: usize) -> Result<()> {
+        (0..units).try_for_each(|unit| self.unit(unit))
     }
 }
 

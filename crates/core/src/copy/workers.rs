@@ -20,6 +20,12 @@ pub trait Work: Send + Sync + 'static {
     fn unit(&self, index: usize) -> Result<()>;
 }
 
+impl<F: Fn(usize) -> Result<()> + Send + Sync + 'static> Work for F {
+    fn unit(&self, index: usize) -> Result<()> {
+        self(index)
+    }
+}
+
 /// Persistent workers. Drop joins their threads.
 #[derive(Debug)]
 pub struct Workers {

@@ -2,8 +2,8 @@
 //! implementations.
 //!
 //! A [`Copier`] copies; a [`Device`] also owns memory. There is one file for each implementation. Host memory
-//! always exists. `process` copies out of other processes. `testing::sim` is a fake device for tests, whose
-//! addresses the CPU must not dereference.
+//! always exists. `process` copies out of other processes. The simulated device of the tests is in
+//! `crates/testing`; the CPU must not dereference its addresses.
 
 mod host;
 mod process;

@@ -7,12 +7,11 @@
 use std::time::Duration;
 
 use super::links::{each, link_failed};
-use super::{CacheIndex, DataDist, End, RemoteName, ends};
+use super::{CacheIndex, DataDist, End, RemoteName};
 use crate::config::Role;
 use crate::copy::Staging;
 use crate::error::{Error, Result};
 use crate::model::{CacheId, Name};
-use crate::plan::CopyPlan;
 use crate::session::PeerAddress;
 use crate::stats::Op;
 use crate::validate::{self, ExtParam, PullRows, PushRows};
@@ -87,9 +86,8 @@ impl DataDist {
             super::room_for_lists(src_blocks.len().saturating_mul(dst_blocks_list.len()))?;
             let pairs = validate::cpp::block_lists(src_blocks, dst_blocks_list)?;
             let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
-            let request = validate::copy_kv_blocks(src.side(), dst.side(), &pairs)?;
-            let plan = CopyPlan::blocks(&request, ends(&src, &dst))?;
-            self.run(Op::CopyBlocks, (&src, &dst), request.pairs, plan, Staging::DEFAULT, deadline)
+            let moves = validate::copy_kv_blocks(src.side(), dst.side(), &pairs)?;
+            self.run(Op::CopyBlocks, (&src, &dst), moves, Staging::DEFAULT, deadline)
         })
     }
 

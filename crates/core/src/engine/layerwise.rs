@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::{DataDist, End};
 use crate::error::{Error, Result};
-use crate::transfer::{Carrier, Delivery, LayerPush, Refused, Task};
+use crate::transfer::{Carrier, Delivery, LayerPush, Task};
 use crate::validate::{self, Destination, LayerwiseArgs};
 
 impl DataDist {
@@ -52,8 +52,7 @@ impl DataDist {
                 // Without the source, it is unknown whether these are its layers.
                 layers.end = layers.first;
             }
-            let refused = |error| -> Arc<dyn Carrier> { Arc::new(Refused::new(error)) };
-            Delivery { cluster: to.cluster, layers, carrier: carrier(to).unwrap_or_else(refused) }
+            Delivery { cluster: to.cluster, layers, carrier: carrier(to) }
         };
         let task =
             Task::start(self.lanes.handle().clone(), to.into_iter().map(with_layers).collect(), patience)?;

@@ -18,10 +18,9 @@ use crate::config::{Config, HugeChoice, Mode, Role};
 use crate::copy::{Limit, Staging};
 use crate::device::DeviceSet;
 use crate::error::Result;
-use crate::fallible;
 use crate::memory::{self, Adopted};
 use crate::model::{CacheDesc, CacheId, CacheKey, CacheKind, Deadline, Placement};
-use crate::plan::{CopyPlan, CopyRange, Ends};
+use crate::plan::{CopyPlan, Ends, Moves};
 use crate::pool::Arena;
 use crate::session::{Links, Transports};
 use crate::stats::{Op, PoolReport, Snapshot};
@@ -227,12 +226,11 @@ impl DataDist {
             let deadline = self.deadline();
             room_for_lists(pairs.len())?;
             let cache = self.resolve(cache)?;
-            let request = match self.mode() {
+            let moves = match self.mode() {
                 Mode::CacheManager => validate::copy_blocks(cache.side(), pairs),
                 Mode::KvCacheManager => validate::copy_rows(cache.side(), pairs),
             }?;
-            let plan = CopyPlan::blocks(&request, Ends::OneCache)?;
-            self.run(Op::CopyBlocks, (&cache, &cache), request.pairs, plan, Staging::DEFAULT, deadline)
+            self.run(Op::CopyBlocks, (&cache, &cache), moves, Staging::DEFAULT, deadline)
         })
     }
 
@@ -251,13 +249,13 @@ impl DataDist {
         self.cluster.stats.timed(op, || {
             let (src, dst) = (src?, dst?);
             room_for_lists(pairs.len())?;
-            let request = match self.mode() {
+            let moves = match self.mode() {
                 Mode::CacheManager => validate::swap_blocks(src.side(), dst.side(), pairs),
                 Mode::KvCacheManager => validate::swap_rows(src.side(), dst.side(), pairs),
             }?;
-            let plan = CopyPlan::blocks(&request, Ends::TwoCaches)?;
-            let staging = Staging { path: self.cluster.config.swap_in, buffer_bytes: request.block_bytes };
-            self.run(op, (&src, &dst), request.pairs, plan, staging, deadline)
+            let buffer_bytes = src.geometry().row_bytes();
+            let staging = Staging { path: self.cluster.config.swap_in, buffer_bytes };
+            self.run(op, (&src, &dst), moves, staging, deadline)
         })
     }
 
@@ -292,36 +290,31 @@ impl DataDist {
         src: &End,
         dst: &End,
         args: CopyArgs,
-        checked: fn(validate::Side, validate::Side, CopyArgs) -> Result<CopyRange>,
+        checked: fn(validate::Side, validate::Side, CopyArgs) -> Result<Moves>,
     ) -> Result<()> {
         self.cluster.stats.timed(Op::CopyCache, || {
             let deadline = self.deadline();
             let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
-            let range = checked(src.side(), dst.side(), args)?;
-            let plan = CopyPlan::range(&range, ends(&src, &dst))?;
-            let rows = vec![(range.src_row, range.dst_row)];
-            self.run(Op::CopyCache, (&src, &dst), rows, plan, Staging::DEFAULT, deadline)
+            let moves = checked(src.side(), dst.side(), args)?;
+            self.run(Op::CopyCache, (&src, &dst), moves, Staging::DEFAULT, deadline)
         })
     }
 
-    /// Pins both ends, moves the bytes, and counts them.
+    /// Plans the moves, pins both ends, moves the bytes, and counts them.
     fn run(
         &self,
         op: Op,
         (src, dst): (&Arc<Cache>, &Arc<Cache>),
-        rows: Vec<(u64, u64)>,
-        plan: CopyPlan,
+        mut moves: Moves,
         staging: Staging,
         deadline: Deadline,
     ) -> Result<()> {
+        let one_cache = Arc::ptr_eq(src, dst);
+        let plan = CopyPlan::moves(&mut moves, if one_cache { Ends::OneCache } else { Ends::TwoCaches })?;
         if plan.waves().is_empty() {
             return Ok(());
         }
-        let what = "the lists of a request";
-        let reads = fallible::collect(what, rows.iter().map(|row| row.0))?;
-        let writes = fallible::collect(what, rows.iter().map(|row| row.1))?;
-        drop(rows);
-        let _pins = pin((src, reads), (dst, writes), deadline)?;
+        let _pins = pin((src, moves.src_rows), (dst, moves.dst_rows), deadline)?;
         self.cluster.still_registered(src)?;
         self.cluster.still_registered(dst)?;
         let ends = ((src.tensors(), src.placement()), (dst.tensors(), dst.placement()));
@@ -385,8 +378,4 @@ fn room_for_lists(blocks: usize) -> Result<()> {
         return Ok(());
     }
     memory::refuse_beyond_room("the lists of this call", (blocks as u64).saturating_mul(BYTES_OF_A_BLOCK))
-}
-
-fn ends(src: &Arc<Cache>, dst: &Arc<Cache>) -> Ends {
-    if Arc::ptr_eq(src, dst) { Ends::OneCache } else { Ends::TwoCaches }
 }

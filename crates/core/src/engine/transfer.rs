@@ -11,7 +11,7 @@ use crate::cache::Cache;
 use crate::config::Mode;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{CacheId, ClusterId, Name};
-use crate::plan::CopyPlan;
+use crate::plan::{CopyPlan, Ends};
 use crate::session;
 use crate::stats::Op;
 use crate::transfer::{Call, Moved};
@@ -54,8 +54,7 @@ impl DataDist {
                     call.pull(known, &mut moves)
                 })
             })?;
-            self.cluster.stats.add_bytes(Op::Pull, bytes);
-            self.cluster.merger.moved(bytes);
+            self.cluster.moved(Op::Pull, bytes);
             Ok(())
         })
     }
@@ -70,12 +69,7 @@ impl DataDist {
             super::room_for_lists(pushed_blocks(rows))?;
             validate::push_local(local.side(), rows, layers)?;
             let link = self.links.find_other(to.cluster, deadline)?;
-            // Here the slot is an argument, not part of the name, so a slot that does not exist is an invalid
-            // argument (contract §7.14).
-            let (name, row) = match to.name {
-                Name::Row { cache, row } => (Name::Row { cache, row: 0 }, Some(row)),
-                name @ Name::Key(_) => (name, None),
-            };
+            let (name, row) = to.name.without_slot();
             let call = Call { cluster: self.cluster.clone(), link, name, local, deadline };
             let bytes = call.counted(|| {
                 call.rounds(|known| {
@@ -83,8 +77,8 @@ impl DataDist {
                     // `call.name` is without the slot.
                     let mut moves = validate::push(call.local.side(), remote, rows, layers)
                         .map_err(|error| error.with("name", to.name))?;
-                    let local_rows = std::mem::take(&mut moves.local_rows);
-                    let plan = Arc::new(CopyPlan::moves(&mut moves)?);
+                    let local_rows = std::mem::take(&mut moves.src_rows);
+                    let plan = Arc::new(CopyPlan::moves(&mut moves, Ends::TwoCaches)?);
                     let outcome = call.push(known, &plan, local_rows)?;
                     if let (PushRows::Slot { local: row }, Moved::Bytes(1..), true) =
                         (rows, &outcome, moves.whole)
@@ -96,8 +90,7 @@ impl DataDist {
                     Ok(outcome)
                 })
             })?;
-            self.cluster.stats.add_bytes(Op::Push, bytes);
-            self.cluster.merger.moved(bytes);
+            self.cluster.moved(Op::Push, bytes);
             Ok(())
         })
     }

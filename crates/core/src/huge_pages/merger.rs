@@ -7,9 +7,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::Builder;
 use std::time::Duration;
 
-use super::commit::{Commit, UNITS_OF_A_PART};
 use super::pace::{BETWEEN_TRIES, Closing, Merged, Pace, REST, TRIES};
-use super::pool_merge::Merging;
+use super::pool_merge::{Merging, UNITS_OF_A_PART};
 use super::registered::Lending;
 use super::small_page_hint::Hint;
 use crate::copy::CopyEngine;
@@ -115,7 +114,9 @@ impl Merger {
             let parts =
                 usize::try_from(region.region.units().div_ceil(UNITS_OF_A_PART)).unwrap_or(usize::MAX);
             // No deadline: this is work and no wait, and it takes as long as the memory is large.
-            engine.spread(Arc::new(Commit(region.clone())), parts, Deadline::after(Duration::MAX))?;
+            let region = region.clone();
+            let commit = Arc::new(move |part| region.commit_part(part));
+            engine.spread(commit, parts, Deadline::after(Duration::MAX))?;
         }
         Ok(())
     }

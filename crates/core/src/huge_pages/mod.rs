@@ -15,9 +15,8 @@
 //! Registered memory is merged only if the option requests that by name. It is merged as far as it is
 //! present, once peers may read it through the kernel (`registered`). Otherwise one hint is logged if it lies
 //! in small pages (`small_page_hint`). Pools that are to be committed in advance are committed and merged at
-//! once (`commit`). The system calls are in `memory`.
+//! once (`Merger::commit`). The system calls are in `memory`.
 
-mod commit;
 mod merger;
 mod pace;
 mod pool_merge;

@@ -8,12 +8,16 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::pace::{Again, Merged, Pace, REST, SPARE, UNITS_PER_CHECK};
+use crate::error::Result;
 use crate::memory::{Refusal, Region, usable_under};
 use crate::sync::Mutex;
 
 /// Bytes of a unit that must be touched before it is merged. Merging commits the rest of the unit, so it adds
 /// at most a seventh of what is in use.
 const ENOUGH: u64 = Region::UNIT_BYTES / 8 * 7;
+
+/// Number of units that a worker commits in one part of the work.
+pub(super) const UNITS_OF_A_PART: u64 = 16;
 
 /// One region and its progress.
 #[derive(Debug)]
@@ -94,7 +98,7 @@ impl Merging {
     /// Returns whether `refusal` applies to the whole region permanently, and records it if so. The kernel
     /// does not support or does not permit merging if this is its answer before anything of the region was
     /// merged.
-    pub(super) fn refused(&self, refusal: Refusal) -> bool {
+    fn refused(&self, refusal: Refusal) -> bool {
         match refusal {
             Refusal::Unable(errno) if self.merged.load(Ordering::Relaxed) == 0 => {
                 let _ = self.refusal.set(errno);
@@ -104,8 +108,25 @@ impl Merging {
         }
     }
 
+    /// Commits the units of one part of the region, in huge pages as far as the kernel permits.
+    pub(super) fn commit_part(&self, part: usize) -> Result<()> {
+        let first = part as u64 * UNITS_OF_A_PART;
+        for unit in first..(first + UNITS_OF_A_PART).min(self.region.units()) {
+            match self.region.commit(unit)? {
+                Ok(()) => self.committed(unit),
+                // A region of reserved huge pages needs no merging, so only a region of ordinary pages
+                // records the refusal.
+                Err(refusal) if self.region.merges() => {
+                    self.refused(refusal);
+                }
+                Err(_) => {}
+            }
+        }
+        Ok(())
+    }
+
     /// Records that all of `unit` was committed in one huge page.
-    pub(super) fn committed(&self, unit: u64) {
+    fn committed(&self, unit: u64) {
         let index = usize::try_from(unit).unwrap_or(usize::MAX);
         let mut units = self.units.lock();
         if units.len() <= index {
@@ -147,8 +168,6 @@ mod tests {
     use rustix::pipe::{SpliceFlags, pipe, splice};
 
     use super::*;
-    use crate::copy::Work;
-    use crate::huge_pages::commit::Commit;
     use crate::huge_pages::pace::Closing;
     use crate::memory::Tensors;
     use crate::memory::kernels::{Kernel, copy};
@@ -203,7 +222,7 @@ mod tests {
             Arc::new(Region::shared("test", 4 * Region::UNIT_BYTES).unwrap().made_of_reserved_pages());
         assert!(!region.merges());
         let merging = Arc::new(Merging::new(region.clone()));
-        Commit(merging.clone()).unit(0).unwrap();
+        merging.commit_part(0).unwrap();
         assert_eq!(region.committed_bytes(), 4 * Region::UNIT_BYTES);
         assert_eq!((merging.refusal.get(), merging.merged.load(Ordering::Relaxed)), (None, 0));
     }

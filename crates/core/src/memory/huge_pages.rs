@@ -137,7 +137,7 @@ impl Adopted {
     /// fails.
     pub fn merge(&self, mut check: impl FnMut() -> Result<()>) -> Result<u64> {
         let mut merged = 0;
-        for (start, end) in units_within(stretches(self.addrs(), self.side().geometry.tensor_bytes())) {
+        for (start, end) in units_within(ranges(self.addrs(), self.side().geometry.tensor_bytes())) {
             // SAFETY: the advice does not change any contents, and the kernel reports addresses that are not
             // mapped.
             let _ = unsafe { libc::madvise(start as *mut c_void, end - start, libc::MADV_HUGEPAGE) };
@@ -157,7 +157,7 @@ impl Tensors {
     /// caller's.
     pub fn whole_units(&self) -> Vec<u64> {
         let addrs = if self.adopted_here() { self.addrs() } else { &[] };
-        let spans = units_within(stretches(addrs, self.tensor_bytes()));
+        let spans = units_within(ranges(addrs, self.tensor_bytes()));
         spans.flat_map(|(from, to)| (from..to).step_by(HUGE_PAGE)).map(|at| at as u64).collect()
     }
 }
@@ -243,7 +243,7 @@ impl OwnPages {
 }
 
 /// Returns the bytes of equal tensors as address ranges, ascending and disjoint.
-fn stretches(addrs: &[u64], bytes: u64) -> Vec<(u64, u64)> {
+fn ranges(addrs: &[u64], bytes: u64) -> Vec<(u64, u64)> {
     let mut tensors: Vec<_> = addrs.iter().map(|&at| (at, at.saturating_add(bytes))).collect();
     tensors.sort_unstable();
     let mut apart: Vec<(u64, u64)> = Vec::new();
@@ -257,8 +257,8 @@ fn stretches(addrs: &[u64], bytes: u64) -> Vec<(u64, u64)> {
 }
 
 /// Returns the whole units inside address ranges. Units that contain bytes outside the ranges are left out.
-fn units_within(stretches: Vec<(u64, u64)>) -> impl Iterator<Item = (usize, usize)> {
-    stretches.into_iter().filter_map(|(from, to)| {
+fn units_within(ranges: Vec<(u64, u64)>) -> impl Iterator<Item = (usize, usize)> {
+    ranges.into_iter().filter_map(|(from, to)| {
         let (from, to) = (usize::try_from(from).ok()?, usize::try_from(to).ok()?);
         let (first, end) = (from.checked_next_multiple_of(HUGE_PAGE)?, to / HUGE_PAGE * HUGE_PAGE);
         Some((first, end)).filter(|(first, end)| first < end)

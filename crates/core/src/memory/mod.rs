@@ -25,7 +25,6 @@ mod generations;
 mod huge_pages;
 pub mod kernels;
 mod limits;
-mod list_allocator;
 mod map_budget;
 mod memfd;
 mod page_faults;
@@ -49,7 +48,6 @@ pub use huge_pages::{OwnPages, Refusal};
 #[cfg(feature = "testing")]
 pub use limits::refuse_beyond_room_under;
 pub use limits::{refuse_beyond_room, usable_bytes, usable_under};
-pub use list_allocator::KeptLists;
 pub use map_budget::{MapBudget, Reserved};
 pub use page_faults::faulted;
 pub use peer_credentials::{Credentials, peer_credentials, same_user, take_descriptors};

@@ -60,6 +60,19 @@ pub enum Name {
     },
 }
 
+impl Name {
+    /// Returns the name of the whole cache, and the slot if the name has one.
+    ///
+    /// Where a slot is an argument of the call, and not part of the name, a slot that does not exist is an
+    /// invalid argument (contract §7.14).
+    pub(crate) fn without_slot(self) -> (Name, Option<u32>) {
+        match self {
+            Name::Row { cache, row } => (Name::Row { cache, row: 0 }, Some(row)),
+            Name::Key(_) => (self, None),
+        }
+    }
+}
+
 impl fmt::Display for Name {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -7,5 +7,5 @@ mod keys;
 
 pub use cache_spec::{CacheDesc, CacheKind, DataType, Geometry, Placement, tensor_bytes};
 pub use deadline::Deadline;
-pub use ids::{CacheId, ClusterId};
+pub use ids::{AddressLocation, CacheId, ClusterId};
 pub use keys::{CacheKey, NO_ID, Name};

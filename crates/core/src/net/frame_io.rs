@@ -1,7 +1,7 @@
 //! Sends and receives frames, with the descriptors that they carry, over a stream.
 //!
 //! Every call tries the socket first, and sleeps in `poll` only if it must. A call that expects a reply soon
-//! may poll for a limited time without sleeping (`patience`). At most one thread sends and one receives at a
+//! may poll for a limited time without sleeping (`poll_time`). At most one thread sends and one receives at a
 //! time; the owner of the stream ensures this.
 
 use std::io::{self, IoSlice, IoSliceMut};
@@ -15,7 +15,7 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, recv, recvmsg, send, sendmsg,
 };
 
-use super::step::{Moved, Way};
+use super::step::{StepResult, Way};
 use super::stream::Stream;
 use super::transmission::Transfer;
 use crate::error::{Error, ErrorKind, Result};
@@ -72,8 +72,8 @@ impl Stream {
                 _ => self.push(&frame[sent..], SendFlags::empty()),
             };
             match step {
-                Ok(Moved::Bytes(bytes)) => sent += bytes,
-                Ok(Moved::NotYet | Moved::Ended) => {
+                Ok(StepResult::Bytes(bytes)) => sent += bytes,
+                Ok(StepResult::NotYet | StepResult::Ended) => {
                     return Err(self.over("the peer does not read its socket").with("peer", self.peer()));
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -83,16 +83,16 @@ impl Stream {
         Ok(())
     }
 
-    /// Returns whether there is something to receive, or the end of the stream, within `patience`. Meanwhile
+    /// Returns whether there is something to receive, or the end of the stream, within `poll_time`. Meanwhile
     /// the thread polls and yields to other threads.
-    pub fn readable_within(&self, patience: Duration) -> bool {
+    pub fn readable_within(&self, poll_time: Duration) -> bool {
         let since = Instant::now();
         loop {
             let peeked = recv(&self.socket, &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT);
             if !matches!(peeked, Err(Errno::AGAIN | Errno::INTR)) {
                 return true;
             }
-            if since.elapsed() >= patience {
+            if since.elapsed() >= poll_time {
                 return false;
             }
             std::thread::yield_now();
@@ -117,17 +117,17 @@ impl Stream {
     /// Receives the next frame, of at most `limit` body bytes: its kind and body. Returns `None` if the
     /// stream ended between two frames, or if this side closed it.
     ///
-    /// The thread polls for `patience` and yields to other threads before it sleeps. Descriptors of the frame
+    /// The thread polls for `poll_time` and yields to other threads before it sleeps. Descriptors of the frame
     /// are closed. After a header that cannot be read, a refusal may still be sent but nothing can be
     /// received (`a_refusal_answers_another_version`).
     pub fn receive(
         &self,
         limit: usize,
-        patience: Duration,
+        poll_time: Duration,
         deadline: Deadline,
     ) -> Result<Option<(u8, Vec<u8>)>> {
         // The kernel closes descriptors for which the call provides no room.
-        self.frame(limit, patience, deadline, |rest| self.pull(rest), |_| Ok(((), deadline)))
+        self.frame(limit, poll_time, deadline, |rest| self.pull(rest), |_| Ok(((), deadline)))
             .map(|frame| frame.map(|(kind, body, ())| (kind, body)))
     }
 
@@ -156,16 +156,16 @@ impl Stream {
     fn frame<T>(
         &self,
         limit: usize,
-        patience: Duration,
+        poll_time: Duration,
         deadline: Deadline,
-        mut step: impl FnMut(&mut [u8]) -> io::Result<Moved>,
+        mut step: impl FnMut(&mut [u8]) -> io::Result<StepResult>,
         admit: impl FnOnce(usize) -> Result<(T, Deadline)>,
     ) -> Result<Option<(u8, Vec<u8>, T)>> {
         if !self.usable()? {
             return Ok(None);
         }
         let mut transfer = Transfer::new(self, Way::In, deadline);
-        transfer.patience = patience.min(deadline.left());
+        transfer.poll_time = poll_time.min(deadline.left());
         let (mut header, mut filled) = ([0; HEADER], 0);
         while filled < HEADER {
             match transfer.attempt(filled as u64, || step(&mut header[filled..]))? {
@@ -220,15 +220,15 @@ impl Stream {
 
 /// The system calls. None of them sleeps.
 impl Stream {
-    fn push(&self, bytes: &[u8], flags: SendFlags) -> io::Result<Moved> {
-        let Some(most) = self.allowed(Way::Out, bytes.len())? else { return Ok(Moved::NotYet) };
+    fn push(&self, bytes: &[u8], flags: SendFlags) -> io::Result<StepResult> {
+        let Some(most) = self.allowed(Way::Out, bytes.len())? else { return Ok(StepResult::NotYet) };
         let bytes = self.garbled(&bytes[..most]);
         let sent = outcome(send(&self.socket, &bytes, flags | SendFlags::DONTWAIT | SendFlags::NOSIGNAL))?;
         Ok(self.passed(Way::Out, sent))
     }
 
-    fn push_with(&self, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<Moved> {
-        let Some(most) = self.allowed(Way::Out, bytes.len())? else { return Ok(Moved::NotYet) };
+    fn push_with(&self, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<StepResult> {
+        let Some(most) = self.allowed(Way::Out, bytes.len())? else { return Ok(StepResult::NotYet) };
         let bytes = self.garbled(&bytes[..most]);
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
         let mut control = SendAncillaryBuffer::new(&mut space);
@@ -240,14 +240,18 @@ impl Stream {
         Ok(self.passed(Way::Out, sent))
     }
 
-    pub(super) fn pull(&self, rest: &mut [u8]) -> io::Result<Moved> {
-        let Some(most) = self.allowed(Way::In, rest.len())? else { return Ok(Moved::NotYet) };
+    pub(super) fn pull(&self, rest: &mut [u8]) -> io::Result<StepResult> {
+        let Some(most) = self.allowed(Way::In, rest.len())? else { return Ok(StepResult::NotYet) };
         let got = recv(&self.socket, &mut rest[..most], RecvFlags::DONTWAIT).map(|(bytes, _)| bytes);
         self.received(rest, got)
     }
 
-    pub(super) fn pull_with(&self, rest: &mut [u8], descriptors: &mut Vec<OwnedFd>) -> io::Result<Moved> {
-        let Some(most) = self.allowed(Way::In, rest.len())? else { return Ok(Moved::NotYet) };
+    pub(super) fn pull_with(
+        &self,
+        rest: &mut [u8],
+        descriptors: &mut Vec<OwnedFd>,
+    ) -> io::Result<StepResult> {
+        let Some(most) = self.allowed(Way::In, rest.len())? else { return Ok(StepResult::NotYet) };
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
@@ -267,11 +271,11 @@ impl Stream {
         self.received(rest, got)
     }
 
-    fn received(&self, rest: &mut [u8], got: rustix::io::Result<usize>) -> io::Result<Moved> {
+    fn received(&self, rest: &mut [u8], got: rustix::io::Result<usize>) -> io::Result<StepResult> {
         if let (Some(faults), Ok(bytes)) = (&self.faults, got) {
             faults.garble(Way::In, &mut rest[..bytes]);
         }
-        let moved = if got == Ok(0) { Moved::Ended } else { outcome(got)? };
+        let moved = if got == Ok(0) { StepResult::Ended } else { outcome(got)? };
         Ok(self.passed(Way::In, moved))
     }
 }
@@ -282,10 +286,10 @@ impl AsFd for Stream {
     }
 }
 
-fn outcome(result: rustix::io::Result<usize>) -> io::Result<Moved> {
+fn outcome(result: rustix::io::Result<usize>) -> io::Result<StepResult> {
     match result {
-        Ok(bytes) => Ok(Moved::Bytes(bytes)),
-        Err(Errno::AGAIN) => Ok(Moved::NotYet),
+        Ok(bytes) => Ok(StepResult::Bytes(bytes)),
+        Err(Errno::AGAIN) => Ok(StepResult::NotYet),
         Err(errno) => Err(errno.into()),
     }
 }

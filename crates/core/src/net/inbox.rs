@@ -4,7 +4,7 @@
 use std::os::fd::OwnedFd;
 
 use super::frame_io::Received;
-use super::step::Moved;
+use super::step::StepResult;
 use super::stream::Stream;
 use crate::error::Result;
 use crate::protocol::{HEADER, Header};
@@ -40,10 +40,10 @@ impl Inbox {
             let step =
                 |stream: &Stream| if expected { stream.pull_with(rest, kept) } else { stream.pull(rest) };
             match stream.step(step)? {
-                Moved::Bytes(bytes) => self.filled += bytes,
-                Moved::NotYet => return Ok(Arrival::Partial),
-                Moved::Ended if self.filled == 0 => return Ok(Arrival::Ended),
-                Moved::Ended => return Err(stream.ended(self.filled as u64)),
+                StepResult::Bytes(bytes) => self.filled += bytes,
+                StepResult::NotYet => return Ok(Arrival::Partial),
+                StepResult::Ended if self.filled == 0 => return Ok(Arrival::Ended),
+                StepResult::Ended => return Err(stream.ended(self.filled as u64)),
             }
         }
         let header = Header::parse(self.header, limit).map_err(|error| {
@@ -56,9 +56,9 @@ impl Inbox {
         while self.filled < HEADER + header.length {
             let rest = &mut self.body[self.filled - HEADER..];
             match stream.step(|stream| stream.pull(rest))? {
-                Moved::Bytes(bytes) => self.filled += bytes,
-                Moved::NotYet => return Ok(Arrival::Partial),
-                Moved::Ended => return Err(stream.ended(self.filled as u64)),
+                StepResult::Bytes(bytes) => self.filled += bytes,
+                StepResult::NotYet => return Ok(Arrival::Partial),
+                StepResult::Ended => return Err(stream.ended(self.filled as u64)),
             }
         }
         self.filled = 0;

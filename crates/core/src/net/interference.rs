@@ -1,5 +1,5 @@
 //! The place where a test can make a stream misbehave; outside tests nothing interferes
-//! (`testing::faulty` has the faults).
+//! (`crates/testing` has the faults).
 
 use std::fmt::Debug;
 use std::io;
@@ -7,7 +7,7 @@ use std::io;
 use super::step::Way;
 
 /// What happens to the bytes of one stream on their way through its socket.
-pub(crate) trait Interference: Debug + Send + Sync {
+pub trait Interference: Debug + Send + Sync {
     /// Returns how many of `len` bytes may pass now; `None` while the stream stalls.
     fn allow(&self, way: Way, len: usize) -> io::Result<Option<usize>>;
 

@@ -1,7 +1,7 @@
 //! Transports to another engine. Each can dial an address and listen at one, and both give a [`Stream`].
 //!
 //! ```text
-//!  Transport  tcp (hosts)   unix (one host, carries descriptors)   testing::in_process (one process)
+//!  Transport  tcp (hosts)   unix (one host, carries descriptors)   crates/testing: in_process (one process)
 //!      │ dial, accept
 //!      ▼
 //!   Stream    frames, descriptors, windows; one socket, whichever transport made it
@@ -27,14 +27,14 @@ pub use frame_io::MAX_DESCRIPTORS;
 pub use frame_io::Received;
 pub use inbox::{Arrival, Inbox};
 #[cfg(feature = "testing")]
-pub(crate) use interference::Interference;
+pub use interference::Interference;
 #[cfg(feature = "testing")]
 pub use payload::LEAD;
 pub use payload::{LEAD_INTERVAL, leads};
 #[cfg(feature = "testing")]
-pub(crate) use step::Way;
+pub use step::Way;
 #[cfg(feature = "testing")]
-pub(crate) use stream::About;
+pub use stream::About;
 pub use stream::Stream;
 pub use tcp::Tcp;
 pub use unix::Unix;
@@ -50,7 +50,7 @@ use crate::model::Deadline;
 /// How long a thread polls a socket before it sleeps: about the time of one switch between two processes.
 pub const POLL_TIME: Duration = Duration::from_micros(60);
 /// Connections that may wait to be accepted. The kernel reduces this to the administrator's limit.
-pub(crate) const BACKLOG: u16 = 1024;
+pub const BACKLOG: u16 = 1024;
 
 /// Address at which an engine listens.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -118,17 +118,17 @@ pub trait Listener: fmt::Debug + Send + Sync {
 }
 
 /// Error of a socket call at a local address.
-pub(crate) fn unavailable(address: &Address, doing: &str, errno: rustix::io::Errno) -> Error {
+pub fn unavailable(address: &Address, doing: &str, errno: rustix::io::Errno) -> Error {
     Error::new(ErrorKind::System, format!("cannot {doing} {address}")).errno(errno)
 }
 
 /// Error of a socket call on the way to `address`.
-pub(crate) fn unreachable(address: &Address, doing: &str, errno: rustix::io::Errno) -> Error {
+pub fn unreachable(address: &Address, doing: &str, errno: rustix::io::Errno) -> Error {
     Error::new(ErrorKind::LinkFailed, format!("cannot {doing} {address}")).errno(errno)
 }
 
 /// Error for an address of another transport.
-pub(crate) fn unsupported_address(transport: &dyn Transport, address: &Address) -> Error {
+pub fn unsupported_address(transport: &dyn Transport, address: &Address) -> Error {
     let text = format!("{} cannot reach {address}: an address of another transport", transport.name());
     Error::new(ErrorKind::LinkFailed, text)
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use rustix::net::SendFlags;
 
 use super::Stream;
-use super::step::{Moved, Way};
+use super::step::{StepResult, Way};
 use super::transmission::Transfer;
 use crate::error::Result;
 use crate::memory::{Window, socket_io};
@@ -73,7 +73,7 @@ impl Stream {
     pub fn receive_lead(&self, deadline: Deadline) -> Result<()> {
         let mut transfer = Transfer::new(self, Way::In, deadline);
         if self.about.same_host {
-            transfer.patience = super::POLL_TIME.min(deadline.left());
+            transfer.poll_time = super::POLL_TIME.min(deadline.left());
         }
         let (mut lead, mut done) = ([0; LEAD], 0);
         while done < LEAD {
@@ -103,7 +103,7 @@ impl Stream {
         let mut transfer = Transfer::new(self, way, deadline);
         let mut polls = if way == Way::In && self.about.same_host { POLLS } else { 0 };
         if polls > 0 || (way == Way::In && left <= FEW) {
-            transfer.patience = super::POLL_TIME.min(deadline.left());
+            transfer.poll_time = super::POLL_TIME.min(deadline.left());
         }
         // Finished windows leave the list, so that no step iterates over them again.
         let (mut windows, mut skip) = (windows, 0);
@@ -119,14 +119,14 @@ impl Stream {
             let bytes = transfer.next(*done, || self.step_windows(windows, skip, way))? as u64;
             if polls > 0 && transfer.polled_in_vain() {
                 polls -= 1;
-                transfer.patience = if polls > 0 { transfer.patience } else { Duration::ZERO };
+                transfer.poll_time = if polls > 0 { transfer.poll_time } else { Duration::ZERO };
             }
             (skip, *done) = (skip + bytes, *done + bytes);
         }
         Ok(())
     }
 
-    fn step_windows(&self, windows: &[Window<'_>], skip: u64, way: Way) -> io::Result<Moved> {
+    fn step_windows(&self, windows: &[Window<'_>], skip: u64, way: Way) -> io::Result<StepResult> {
         let most = match &self.faults {
             None => Some(windows.len()),
             Some(faults) => {
@@ -134,17 +134,17 @@ impl Stream {
                 faults.allow_windows(way, &lens, skip)?
             }
         };
-        let Some(most) = most else { return Ok(Moved::NotYet) };
+        let Some(most) = most else { return Ok(StepResult::NotYet) };
         let (socket, windows) = (self.socket.as_fd(), &windows[..most.min(MOST_WINDOWS)]);
         let result = match way {
             Way::Out => socket_io::send(socket, windows, skip),
             Way::In => socket_io::receive(socket, windows, skip),
         };
         let moved = match result {
-            Ok(0) if way == Way::In => Moved::Ended,
+            Ok(0) if way == Way::In => StepResult::Ended,
             Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-            Ok(bytes) => Moved::Bytes(bytes),
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Moved::NotYet,
+            Ok(bytes) => StepResult::Bytes(bytes),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => StepResult::NotYet,
             Err(error) => return Err(error),
         };
         Ok(self.passed(way, moved))

@@ -5,7 +5,7 @@ use std::time::Duration;
 use rustix::event::Timespec;
 
 /// Result of one attempt.
-pub(crate) enum Moved {
+pub(crate) enum StepResult {
     Bytes(usize),
     /// The peer sends no more bytes.
     Ended,
@@ -14,7 +14,7 @@ pub(crate) enum Moved {
 
 /// Direction of the bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Way {
+pub enum Way {
     In,
     Out,
 }

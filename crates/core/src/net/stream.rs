@@ -15,7 +15,7 @@ use rustix::net::{Shutdown, shutdown};
 
 use super::interference::Interference;
 use super::pace::Pace;
-use super::step::{Moved, Way, timespec};
+use super::step::{StepResult, Way, timespec};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Credentials, Kept, take_descriptors};
 use crate::sync::Mutex;
@@ -33,24 +33,24 @@ pub struct Stream {
     /// [`OPEN`], [`BROKEN`] or [`CLOSED`].
     state: AtomicU8,
     /// `None` outside tests.
-    pub(crate) faults: Option<Box<dyn Interference>>,
+    pub faults: Option<Box<dyn Interference>>,
     /// The minimum pace of the peer, if there is one.
     pub(super) pace: Mutex<Option<Pace>>,
 }
 
 /// What a transport knows about a connection that it made.
 #[derive(Clone, Debug)]
-pub(crate) struct About {
+pub struct About {
     /// Name of the transport, for logs and `stats()`.
-    pub(crate) transport: &'static str,
-    pub(crate) peer: String,
-    pub(crate) same_host: bool,
-    pub(crate) carries_descriptors: bool,
-    pub(crate) credentials: Option<Credentials>,
+    pub transport: &'static str,
+    pub peer: String,
+    pub same_host: bool,
+    pub carries_descriptors: bool,
+    pub credentials: Option<Credentials>,
 }
 
 impl Stream {
-    pub(crate) fn new(socket: OwnedFd, about: About) -> Stream {
+    pub fn new(socket: OwnedFd, about: About) -> Stream {
         Stream {
             _kept: Kept::new(&socket),
             socket,
@@ -159,9 +159,9 @@ impl Stream {
     }
 
     /// Runs one step that does not sleep. An error of the socket breaks the stream.
-    pub(super) fn step(&self, mut step: impl FnMut(&Stream) -> io::Result<Moved>) -> Result<Moved> {
+    pub(super) fn step(&self, mut step: impl FnMut(&Stream) -> io::Result<StepResult>) -> Result<StepResult> {
         if !self.usable()? {
-            return Ok(Moved::Ended);
+            return Ok(StepResult::Ended);
         }
         loop {
             match step(self) {
@@ -212,8 +212,8 @@ impl Stream {
     }
 
     /// Counts what has passed.
-    pub(super) fn passed(&self, way: Way, moved: Moved) -> Moved {
-        if let (Some(faults), &Moved::Bytes(bytes)) = (&self.faults, &moved) {
+    pub(super) fn passed(&self, way: Way, moved: StepResult) -> StepResult {
+        if let (Some(faults), &StepResult::Bytes(bytes)) = (&self.faults, &moved) {
             faults.passed(way, bytes);
         }
         moved

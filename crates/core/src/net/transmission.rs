@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 
-use super::step::{Moved, Way, timespec};
+use super::step::{StepResult, Way, timespec};
 use super::stream::Stream;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
@@ -17,7 +17,7 @@ pub(super) struct Transfer<'a> {
     way: Way,
     deadline: Deadline,
     /// How long to poll for its first bytes without sleeping.
-    pub(super) patience: Duration,
+    pub(super) poll_time: Duration,
     /// Whether it has slept since [`Transfer::polled_in_vain`] was last called.
     slept: bool,
     /// When it first found nothing to move.
@@ -37,7 +37,7 @@ impl<'a> Transfer<'a> {
             stream,
             way,
             deadline,
-            patience: Duration::ZERO,
+            poll_time: Duration::ZERO,
             slept: false,
             since: None,
             asked: None,
@@ -46,7 +46,7 @@ impl<'a> Transfer<'a> {
     }
 
     /// Returns how many bytes the next step moves. The end of the stream is an error.
-    pub(super) fn next(&mut self, done: u64, step: impl FnMut() -> io::Result<Moved>) -> Result<usize> {
+    pub(super) fn next(&mut self, done: u64, step: impl FnMut() -> io::Result<StepResult>) -> Result<usize> {
         self.attempt(done, step)?.ok_or_else(|| self.stream.ended(done))
     }
 
@@ -55,7 +55,7 @@ impl<'a> Transfer<'a> {
     pub(super) fn attempt(
         &mut self,
         done: u64,
-        mut step: impl FnMut() -> io::Result<Moved>,
+        mut step: impl FnMut() -> io::Result<StepResult>,
     ) -> Result<Option<usize>> {
         let (mut slept, mut on) = (false, if done > 0 { self.check_deadline() } else { Ok(()) });
         let failed = loop {
@@ -63,12 +63,12 @@ impl<'a> Transfer<'a> {
                 break error;
             }
             match step() {
-                Ok(Moved::Bytes(bytes)) => {
+                Ok(StepResult::Bytes(bytes)) => {
                     self.unpaced += bytes as u64;
                     return Ok(Some(bytes));
                 }
-                Ok(Moved::Ended) => return Ok(None),
-                Ok(Moved::NotYet) => on = self.wait(slept).map(|sleeping| slept = sleeping),
+                Ok(StepResult::Ended) => return Ok(None),
+                Ok(StepResult::NotYet) => on = self.wait(slept).map(|sleeping| slept = sleeping),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if memory_refused(&error) => {
                     break Error::new(ErrorKind::System, "memory cannot be sent or received").because(error);
@@ -125,11 +125,11 @@ impl<'a> Transfer<'a> {
     }
 
     /// Sleeps until the socket may be ready, and returns `true`. Returns `false` without sleeping while
-    /// patience is left.
+    /// polling time is left.
     fn wait(&mut self, slept: bool) -> Result<bool> {
-        if !self.patience.is_zero() {
+        if !self.poll_time.is_zero() {
             let since = *self.since.get_or_insert_with(Instant::now);
-            if since.elapsed() < self.patience {
+            if since.elapsed() < self.poll_time {
                 std::thread::yield_now();
                 return Ok(false);
             }

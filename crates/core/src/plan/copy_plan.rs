@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use super::block_waves;
 use super::order::{self, Ends};
-use super::request::{BlockPairs, CopyRange, Moves, Pieces};
-use super::spans::{PLAN, Piece, Span};
+use super::request::{Moves, Pieces};
+use super::spans::{PLAN, Piece};
 use super::waves::Wave;
 use crate::error::Result;
 use crate::fallible;
@@ -25,47 +25,24 @@ pub struct CopyPlan {
 }
 
 impl CopyPlan {
-    /// Plans one range in every tensor. The plan is empty if the range is copied onto itself.
-    pub fn range(range: &CopyRange, ends: Ends) -> Result<Self> {
-        let onto_itself = ends == Ends::OneCache && range.src_offset == range.dst_offset;
-        let spans = if onto_itself {
-            vec![]
-        } else {
-            vec![Span::single(range.src_offset, range.dst_offset, range.bytes)]
-        };
-        Ok(Self::new(range.num_tensors, vec![Wave::new(spans)?]))
-    }
-
-    /// Plans the copying of whole blocks, with the same result as copying the pairs one by one in the order
-    /// given.
-    pub fn blocks(request: &BlockPairs, ends: Ends) -> Result<Self> {
-        let len = request.block_bytes;
-        let moved = |&(src, dst): &(u64, u64)| ends == Ends::TwoCaches || src != dst;
-        let any = request.pairs.iter().fold(0, |any, &(src, dst)| any | src | dst);
-        let waves = if u32::try_from(any).is_ok() {
-            #[expect(clippy::cast_possible_truncation, reason = "no number has a higher bit")]
-            let narrow = request.pairs.iter().map(|&(src, dst)| (src as u32, dst as u32));
-            let mut pairs = fallible::collect(PLAN, narrow)?;
-            if !request.pairs.iter().all(moved) {
-                pairs.retain(|(src, dst)| src != dst);
-            }
-            block_waves::waves(len, (0, 0), pairs, ends)?
-        } else {
-            let piece = |&(src, dst): &(u64, u64)| Piece { src: src * len, dst: dst * len, len };
-            let mut pairs = fallible::copied(PLAN, &request.pairs)?;
-            pairs.retain(moved);
-            in_order(pairs, ends, piece)?
-        };
-        Ok(Self::new(request.num_tensors, waves))
-    }
-
-    /// Plans a pull or push between two caches, with the same result as moving piece after piece in the order
-    /// given. Takes the pieces out of `moves`.
-    pub fn moves(moves: &mut Moves) -> Result<Self> {
+    /// Plans the moves of a call, with the same result as moving piece after piece in the order given. A piece
+    /// that is copied onto itself is left out. Takes the pieces out of `moves`.
+    pub fn moves(moves: &mut Moves, ends: Ends) -> Result<Self> {
+        let one_cache = ends == Ends::OneCache;
         // The pieces are taken, not copied: allocating memory for a long list costs more than planning it.
         let waves = match std::mem::take(&mut moves.pieces) {
-            Pieces::Blocks { len, first, pairs } => block_waves::waves(len, first, pairs, Ends::TwoCaches)?,
-            Pieces::Listed(pieces) => in_order(pieces, Ends::TwoCaches, |&piece| piece)?,
+            Pieces::Blocks { len, first, mut pairs } => {
+                if one_cache {
+                    pairs.retain(|(src, dst)| src != dst);
+                }
+                block_waves::waves(len, first, pairs, ends)?
+            }
+            Pieces::Listed(mut pieces) => {
+                if one_cache {
+                    pieces.retain(|piece| piece.src != piece.dst);
+                }
+                in_order(pieces, ends)?
+            }
         };
         let plan = Self::new(moves.num_tensors, waves);
         Ok(CopyPlan { src_tensor: moves.src_tensor, dst_tensor: moves.dst_tensor, ..plan })
@@ -122,12 +99,12 @@ impl CopyPlan {
 }
 
 /// Returns the waves of `pieces`, with neighbours joined.
-fn in_order<T: order::Pair>(pieces: Vec<T>, ends: Ends, piece: impl Fn(&T) -> Piece) -> Result<Vec<Wave>> {
+fn in_order(pieces: Vec<Piece>, ends: Ends) -> Result<Vec<Wave>> {
     let levels =
         if order::order_matters(&pieces, ends)? { order::levels(&pieces, ends)? } else { vec![pieces] };
-    let wave = |mut wave: Vec<T>| {
+    let wave = |mut wave: Vec<Piece>| {
         order::by_source(&mut wave)?;
-        Wave::new(order::strided(order::contiguous(wave.iter().map(&piece))?)?)
+        Wave::new(order::strided(order::contiguous(wave.into_iter())?)?)
     };
     fallible::try_collect(PLAN, levels.into_iter().map(wave))
 }

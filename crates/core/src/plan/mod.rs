@@ -24,7 +24,7 @@ pub use copy_plan::CopyPlan;
 pub use order::Ends;
 pub use packed_spans::{Received, SpanList, read_list};
 pub(crate) use range_list::RangeList;
-pub use request::{BlockPairs, CopyRange, Moves, Pieces};
+pub use request::{Moves, Pieces};
 pub(crate) use request::{REQUEST, total_bytes};
 pub use spans::Piece;
 #[cfg(feature = "testing")]

@@ -22,12 +22,6 @@ pub(super) trait Pair: Copy {
     fn ends(&self) -> (u64, u64);
 }
 
-impl Pair for (u64, u64) {
-    fn ends(&self) -> (u64, u64) {
-        *self
-    }
-}
-
 impl Pair for Piece {
     fn ends(&self) -> (u64, u64) {
         (self.src, self.dst)

@@ -10,38 +10,17 @@ use crate::fallible;
 /// Name of the lists of a request in out-of-memory errors.
 pub(crate) const REQUEST: &str = "the lists of a request";
 
-/// One range of bytes to copy, the same in every tensor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CopyRange {
-    pub src_row: u64,
-    pub dst_row: u64,
-    /// First byte read, from the start of the tensor.
-    pub src_offset: u64,
-    /// First byte written, from the start of the tensor.
-    pub dst_offset: u64,
-    /// Number of bytes, above 0.
-    pub bytes: u64,
-    pub num_tensors: u32,
-}
-
-/// Whole blocks to copy, in the order given. Every block number is in range.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct BlockPairs {
-    pub pairs: Vec<(u64, u64)>,
-    /// Bytes of one block in one tensor.
-    pub block_bytes: u64,
-    pub num_tensors: u32,
-}
-
-/// What a pull or push moves: the same pieces, in the order given, in each of `num_tensors` tensors.
+/// What a call moves: the same pieces, in the order given, in each of `num_tensors` tensors.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Moves {
     pub pieces: Pieces,
     pub src_tensor: u32,
     pub dst_tensor: u32,
     pub num_tensors: u32,
-    /// Rows of the local cache that the call uses. Rows may repeat.
-    pub local_rows: Vec<u64>,
+    /// Rows of the source cache that are read, if it is a local cache. Rows may repeat.
+    pub src_rows: Vec<u64>,
+    /// Rows of the destination cache that are written, if it is a local cache. Rows may repeat.
+    pub dst_rows: Vec<u64>,
     /// Whether every tensor of the source is read.
     pub whole: bool,
 }
@@ -75,10 +54,7 @@ impl From<Vec<Piece>> for Pieces {
 impl Pieces {
     /// Returns blocks of `len` bytes from pairs of source and destination block numbers, each of which must
     /// lie inside its tensor. `Err(InvalidArgument)` if they have 2^63 bytes or more in all.
-    pub(crate) fn blocks(
-        len: u64,
-        pairs: impl ExactSizeIterator<Item = (u64, u64)> + Clone,
-    ) -> Result<Pieces> {
+    pub fn blocks(len: u64, pairs: impl ExactSizeIterator<Item = (u64, u64)> + Clone) -> Result<Pieces> {
         total_bytes(pairs.len() as u64, len)?;
         let any = pairs.clone().fold(0, |any, (src, dst)| any | src | dst);
         if u32::try_from(any).is_ok() {

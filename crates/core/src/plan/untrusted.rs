@@ -115,7 +115,9 @@ impl CopyPlan {
     /// number of tensors and the bytes of each; `None` for an end that is checked elsewhere. Returns
     /// `Err(InvalidArgument)` if a piece lies outside.
     pub fn check_ends(&self, src: Option<(u32, u64)>, dst: Option<(u32, u64)>) -> Result<()> {
-        for (end, of, first) in [(End::Read, src, self.src_tensor), (End::Written, dst, self.dst_tensor)] {
+        for (end, of, first) in
+            [(PlanEnd::Read, src, self.src_tensor), (PlanEnd::Written, dst, self.dst_tensor)]
+        {
             let Some((tensors, tensor_bytes)) = of else { continue };
             if u64::from(first) + u64::from(self.num_tensors()) > u64::from(tensors) {
                 let text = format!("{} tensors from tensor {first} are not in a cache", self.num_tensors());
@@ -124,7 +126,7 @@ impl CopyPlan {
             for wave in self.waves() {
                 // No byte is written twice within a wave, so a wave cannot write more bytes than the tensor
                 // has.
-                if end == End::Written && wave.tensor_bytes() > tensor_bytes {
+                if end == PlanEnd::Written && wave.tensor_bytes() > tensor_bytes {
                     return Err(outside(end, tensor_bytes).with("wave_bytes", wave.tensor_bytes()));
                 }
                 end.check(wave, tensor_bytes)?;
@@ -136,28 +138,28 @@ impl CopyPlan {
     /// Returns the rows of `row_bytes` bytes that are read, in ascending order, each once. A peer's plan must
     /// have passed [`check_ends`](Self::check_ends); then there are at most as many rows as the cache has.
     pub fn src_rows(&self, row_bytes: u64) -> Result<Vec<u64>> {
-        rows(self.waves(), row_bytes, End::Read)
+        rows(self.waves(), row_bytes, PlanEnd::Read)
     }
 
     /// Returns the rows of `row_bytes` bytes that are written; otherwise like [`src_rows`](Self::src_rows).
     pub fn dst_rows(&self, row_bytes: u64) -> Result<Vec<u64>> {
-        rows(self.waves(), row_bytes, End::Written)
+        rows(self.waves(), row_bytes, PlanEnd::Written)
     }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum End {
+enum PlanEnd {
     Read,
     Written,
 }
 
-impl End {
+impl PlanEnd {
     fn name(self) -> &'static str {
-        if self == End::Read { "read" } else { "written" }
+        if self == PlanEnd::Read { "read" } else { "written" }
     }
 
     fn of<T>(self, ends: (T, T)) -> T {
-        if self == End::Read { ends.0 } else { ends.1 }
+        if self == PlanEnd::Read { ends.0 } else { ends.1 }
     }
 
     /// Checks that every piece of `wave` lies inside a tensor.
@@ -170,7 +172,7 @@ impl End {
                 Err(outside(self, tensor_bytes).with("block_bytes", blocks.len))
             };
         }
-        let reach = |span: &Span| if self == End::Read { span.reads() } else { span.writes() };
+        let reach = |span: &Span| if self == PlanEnd::Read { span.reads() } else { span.writes() };
         let beyond = |span: &Span| reach(span).is_none_or(|range| range.end > tensor_bytes);
         match wave.spans().find(beyond) {
             Some(span) => Err(outside(self, tensor_bytes).with("span", format_args!("{span:?}"))),
@@ -233,7 +235,7 @@ impl End {
     }
 }
 
-fn outside(end: End, tensor_bytes: u64) -> Error {
+fn outside(end: PlanEnd, tensor_bytes: u64) -> Error {
     Error::invalid("a plan reaches beyond its tensors")
         .with("which", end.name())
         .with("tensor_bytes", tensor_bytes)
@@ -256,7 +258,7 @@ fn total(bytes: u64, tensors: u32) -> Result<()> {
     })
 }
 
-fn rows(waves: &[Wave], row_bytes: u64, end: End) -> Result<Vec<u64>> {
+fn rows(waves: &[Wave], row_bytes: u64, end: PlanEnd) -> Result<Vec<u64>> {
     let row_bytes = row_bytes.max(1);
     if let [wave] = waves
         && let Some(blocks) = wave.blocks()

@@ -133,20 +133,20 @@ impl Record {
 
     /// Returns sizes, kind and placement of the remote cache. `Err(NotLinked)` if they are invalid.
     pub fn side(&self) -> Result<Side> {
-        let nonsense = |what: &str| {
+        let senseless = |what: &str| {
             let text = format!("the peer described cache {} with {what} that make no sense", self.cache);
             Error::new(ErrorKind::NotLinked, text)
         };
         let placement = Placement::ALL.into_iter().find(|&known| known as u8 == self.placement);
-        let placement = placement.ok_or_else(|| nonsense("places"))?;
-        let dim = |number: u64| i64::try_from(number).map_err(|_| nonsense("sizes"));
+        let placement = placement.ok_or_else(|| senseless("places"))?;
+        let dim = |number: u64| i64::try_from(number).map_err(|_| senseless("sizes"));
         let desc = CacheDesc {
             num_tensors: self.num_tensors,
             shape: vec![dim(self.rows)?, dim(self.row_bytes)?],
             data_type: DataType::Uint8,
             placement,
         };
-        let geometry = Geometry::new(&desc).map_err(|error| nonsense("sizes").because(error))?;
+        let geometry = Geometry::new(&desc).map_err(|error| senseless("sizes").because(error))?;
         let kind = if self.blocks { CacheKind::Blocks } else { CacheKind::Batch };
         Ok(Side { geometry, kind, placement })
     }
@@ -208,17 +208,13 @@ impl Reply {
         }
     }
 
-    /// Returns the error for a failure that the peer reported. Its facts are appended to the text, because an
-    /// [`Error`] can only have facts with fixed names.
-    pub fn error(kind: u8, message: &str, facts: &[(String, String)], arrived: Vec<Arrived>) -> Error {
-        let facts: Vec<String> = facts.iter().map(|(name, value)| format!("{name}={value}")).collect();
-        let text =
-            if facts.is_empty() { message.to_owned() } else { format!("{message} ({})", facts.join(", ")) };
+    /// Returns the error for a failure that the peer reported.
+    pub fn error(kind: u8, message: &str, arrived: Vec<Arrived>) -> Error {
         let rows = |arrived: Arrived| {
             (arrived.tensor, arrived.rows.into_iter().map(|(from, to)| from..to).collect())
         };
         let arrived = arrived.into_iter().map(rows).collect();
-        Error::new(local_kind(kind_of(kind)), printable(&text)).with_arrived(arrived)
+        Error::new(local_kind(kind_of(kind)), printable(message)).with_arrived(arrived)
     }
 
     pub fn name(&self) -> &'static str {

@@ -13,6 +13,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use super::plan_codec::WirePlan;
 use crate::fallible;
+use crate::model::AddressLocation;
 
 /// Most facts that are read from a failure.
 pub const MAX_FACTS: usize = 64;
@@ -229,14 +230,6 @@ pub enum Reply {
     },
     /// Reply to [`Request::Locate`]: one spot for each address.
     Located(#[serde(deserialize_with = "addresses")] Vec<AddressLocation>),
-}
-
-/// The cache, tensor and offset of an address.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct AddressLocation {
-    pub cache: i64,
-    pub tensor: u32,
-    pub offset: u64,
 }
 
 /// Complete rows of one tensor of the destination.

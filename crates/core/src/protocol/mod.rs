@@ -12,12 +12,12 @@ mod messages;
 mod plan_codec;
 
 pub use convert::{kind_number, kind_of};
-pub use messages::{
-    AddressLocation, Attach, Attached, Challenge, Comm, Control, Hello, Location, MAX_ADDRS, MAX_RUNS, Party,
-    Place, Proof, Purpose, Record, Reply, Request, Run, Welcome,
-};
 #[cfg(feature = "testing")]
 pub use messages::{Arrived, MAX_FACTS, WireName};
+pub use messages::{
+    Attach, Attached, Challenge, Comm, Control, Hello, Location, MAX_ADDRS, MAX_RUNS, Party, Place, Proof,
+    Purpose, Record, Reply, Request, Run, Welcome,
+};
 pub use plan_codec::WirePlan;
 #[cfg(feature = "testing")]
 pub use plan_codec::{Pairs, WireSpan, WireSteps};

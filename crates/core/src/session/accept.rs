@@ -3,7 +3,7 @@
 //!
 //! The control thread performs each step as soon as its frame has arrived, and never waits. Two steps may
 //! take longer: mapping the memory that the peer offers, and entering the link, which may end other links.
-//! Server threads perform those, a few at a time ([`Work`]). `pending` limits the number of connections and
+//! Server threads perform those, a few at a time ([`LongStep`]). `pending` limits the number of connections and
 //! their time.
 
 use std::os::fd::OwnedFd;
@@ -59,14 +59,14 @@ pub(super) enum Next {
     /// It waits for its next message, and the peer is authenticated.
     Proven(PendingStream),
     /// A server thread performs the next step.
-    Work(Work),
+    Long(LongStep),
     /// The handshake is finished. If the connection became a link or a stream of a link, that now holds the
     /// stream.
     Done,
 }
 
 /// A step that may take long.
-pub(super) struct Work {
+pub(super) struct LongStep {
     pending: Making,
     stream: Arc<Stream>,
     until: Deadline,
@@ -110,21 +110,21 @@ impl PendingStream {
             Step::Attach(pending) => {
                 stream.expect_descriptors(false);
                 let offered: Attach = protocol::open(kind, &body).map_err(Refusal::unreadable)?;
-                Ok(Next::Work(Work { pending, stream, until, what: What::Take(offered, descriptors) }))
+                Ok(Next::Long(LongStep { pending, stream, until, what: What::Take(offered, descriptors) }))
             }
             Step::Attached(pending, offered) => {
                 let seen: Attached = protocol::open(kind, &body).map_err(Refusal::unreadable)?;
                 let reach = shared.reached(offered, seen);
-                Ok(Next::Work(Work { pending, stream, until, what: What::Enter(Some(reach)) }))
+                Ok(Next::Long(LongStep { pending, stream, until, what: What::Enter(Some(reach)) }))
             }
         }
     }
 }
 
-impl Work {
+impl LongStep {
     /// Performs the step, on a server thread.
     pub(super) fn run(self, shared: &Arc<Shared>) -> Result<Next, Refusal> {
-        let Work { pending, stream, until, what } = self;
+        let LongStep { pending, stream, until, what } = self;
         match what {
             What::Take(attach, descriptors) => {
                 let (offered, attached) = Reach::take(&shared.cluster, &attach, descriptors, &stream, until);
@@ -170,7 +170,7 @@ fn admit(
         Purpose::Knock { comm } => {
             stream.send_now(&welcome(None, false)?, &[])?;
             stream.close();
-            shared.state.member_listens(comm);
+            shared.registry.member_listens(comm);
             Ok(Next::Done)
         }
         Purpose::Link { link, comm, probe_local } => {
@@ -188,14 +188,14 @@ fn admit(
                 let text = "llm.LinkTransport = tcp on this side: it makes links over TCP only";
                 return Err(Refusal::new(Reason::Other, Error::new(ErrorKind::LinkFailed, text)));
             }
-            shared.state.room_for_incoming(cluster)?;
+            shared.registry.room_for_incoming(cluster)?;
             // The peer sends its offer right after it has received the welcome.
             stream.expect_descriptors(true);
             stream.send_now(&welcome(None, false)?, &[])?;
             let peer = Peer { cluster, instance: from.instance, address: stream.peer().to_owned() };
             let pending = Making { id: *link, kind, peer };
             if !stream.carries_descriptors() {
-                return Ok(Next::Work(Work { pending, stream, until, what: What::Enter(None) }));
+                return Ok(Next::Long(LongStep { pending, stream, until, what: What::Enter(None) }));
             }
             Reach::offer(&shared.cluster, |frame, descriptors| stream.send_now(frame, descriptors))?;
             Ok(Next::Proven(PendingStream { stream, local, until, step: Step::Attach(pending) }))
@@ -212,7 +212,7 @@ fn admit_call(
     reverse: bool,
 ) -> Result<Next, Refusal> {
     let from = challenged.hello.from;
-    let link = shared.state.by_id(ClusterId(from.cluster), from.instance, link).ok_or_else(|| {
+    let link = shared.registry.by_id(ClusterId(from.cluster), from.instance, link).ok_or_else(|| {
         Error::new(ErrorKind::NotLinked, "there is no such link on this side any more; link again")
     })?;
     let welcome = challenged.welcome(&shared.me, None, false)?;
@@ -247,12 +247,12 @@ fn enter(
     let first = link.sending.lock();
     shared.enroll(&link)?;
     if let Kind::Communicator(id) = kind {
-        shared.state.joined(id, cluster);
+        shared.registry.joined(id, cluster);
     }
     let sent = link.send_control_with(&first, &Control::Pong);
     drop(first);
     sent.inspect_err(|error| {
-        shared.state.lost(&link, &error.to_string());
+        shared.registry.lost(&link, &error.to_string());
     })?;
     Ok(())
 }
@@ -261,7 +261,7 @@ fn enter(
 /// entered the communicator.
 fn kind(shared: &Arc<Shared>, comm: Option<&Comm>) -> Result<Kind> {
     let Some(comm) = comm else { return Ok(Kind::Incoming) };
-    let known = shared.state.comm(comm).ok_or_else(|| {
+    let known = shared.registry.comm(comm).ok_or_else(|| {
         let (cluster, name) = (shared.me.party.cluster, &comm.name);
         let text = format!("cluster {cluster} has not called link({name:?}) with these members (yet)");
         Error::new(ErrorKind::NotLinked, text)
@@ -273,9 +273,9 @@ fn kind(shared: &Arc<Shared>, comm: Option<&Comm>) -> Result<Kind> {
 fn fail_communicator(shared: &Arc<Shared>, challenged: &ChallengedPeer, refusal: &Refusal) {
     let Purpose::Link { comm: Some(comm), .. } = &challenged.hello.purpose else { return };
     if refusal.reason == Reason::Mode
-        && let Some(known) = shared.state.comm(comm)
+        && let Some(known) = shared.registry.comm(comm)
     {
         known.fail(ClusterId(challenged.hello.from.cluster), &refusal.error.to_string());
-        shared.state.announce();
+        shared.registry.announce();
     }
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::link::Link;
 use super::message_io::{send_message, send_message_before};
 use super::peer_memory::location;
-use crate::cache::{self, Cache, Origin, Pin, pin_reads_for, pin_writes, rows_of_a_pin};
+use crate::cache::{Cache, Origin, Pin, pin_reads_for, pin_writes, rows_of_a_pin};
 use crate::cluster::Cluster;
 use crate::copy::{CopyEngine, Progress, Staging, arrived};
 use crate::error::{Error, ErrorKind, Result};
@@ -18,9 +18,7 @@ use crate::fallible;
 use crate::model::{CacheId, Deadline, Geometry, Name};
 use crate::net::Stream;
 use crate::plan::CopyPlan;
-use crate::protocol::{
-    self, AddressLocation, Location, MESSAGE_LIMIT, MOST_AHEAD, Place, Record, Reply, Request, WirePlan,
-};
+use crate::protocol::{self, Location, MESSAGE_LIMIT, MOST_AHEAD, Place, Record, Reply, Request, WirePlan};
 use crate::stats::Op;
 use crate::validate;
 
@@ -98,6 +96,11 @@ struct Call<'a> {
 
 impl Call<'_> {
     fn serve(&self, request: Request) -> Result<(), Ended> {
+        let named = |name, cache, limit_ms| NamedCache {
+            name,
+            cache: CacheId(cache),
+            deadline: self.limit(limit_ms),
+        };
         match request {
             Request::Describe { name, limit_ms } => {
                 self.answer_with(self.limit(limit_ms), || self.describe(name.into()))
@@ -111,19 +114,14 @@ impl Call<'_> {
             }
             Request::Fetch { name, cache, plan, source, num_tensors, tensor_bytes, limit_ms } => {
                 let source = (&source, num_tensors, tensor_bytes);
-                let call =
-                    NamedCache { name: name.into(), cache: CacheId(cache), deadline: self.limit(limit_ms) };
+                let call = named(name.into(), cache, limit_ms);
                 self.answer_with(call.deadline, || self.fetch(&call, plan, source))
             }
             Request::Read { name, cache, plan, from, to, limit_ms } => {
-                let call =
-                    NamedCache { name: name.into(), cache: CacheId(cache), deadline: self.limit(limit_ms) };
-                self.read(&call, plan, from, to)
+                self.read(&named(name.into(), cache, limit_ms), plan, from, to)
             }
             Request::Write { name, cache, plan, from, to, ahead, limit_ms } => {
-                let call =
-                    NamedCache { name: name.into(), cache: CacheId(cache), deadline: self.limit(limit_ms) };
-                self.write(&call, plan, (from, to), ahead)
+                self.write(&named(name.into(), cache, limit_ms), plan, (from, to), ahead)
             }
             Request::Locate { addrs, limit_ms } => {
                 self.answer_with(self.limit(limit_ms), || self.locate(&addrs))
@@ -193,13 +191,11 @@ impl Call<'_> {
     /// Finds the caches in which addresses lie. Returns `Err` with `InvalidArgument` if an address lies in no
     /// cache that peers may access.
     fn locate(&self, addrs: &[u64]) -> Result<Reply> {
-        let spots = self.cluster.table.locate(addrs)?;
-        let spot = |(at, found): (usize, Option<cache::AddressLocation>)| {
-            let found = found.ok_or_else(|| unknown_address(at, addrs[at]))?;
-            Ok(AddressLocation { cache: found.cache.0, tensor: found.tensor, offset: found.offset })
-        };
-        let spots = fallible::try_collect("the places of addresses", spots.into_iter().enumerate().map(spot));
-        spots.map(Reply::Located)
+        let locations = self.cluster.table.locate(addrs)?;
+        let located = |(at, found): (usize, Option<_>)| found.ok_or_else(|| unknown_address(at, addrs[at]));
+        let locations =
+            fallible::try_collect("the places of addresses", locations.into_iter().enumerate().map(located));
+        locations.map(Reply::Located)
     }
 
     /// Returns the cache of a request, or `None` if its name no longer leads to that cache. Returns `Err`
@@ -246,8 +242,7 @@ impl Call<'_> {
         self.stream.restart_pace();
         let sent = CopyEngine::send(&plan, from..to, cache.tensors(), self.stream, call.deadline);
         sent.map_err(Ended::Broken)?;
-        self.cluster.stats.add_bytes(Op::Served, bytes);
-        self.cluster.merger.moved(bytes);
+        self.cluster.moved(Op::Served, bytes);
         Ok(())
     }
 
@@ -281,8 +276,7 @@ impl Call<'_> {
         let taken = CopyEngine::receive(&plan, from..to, tensors, self.stream, call.deadline, &progress);
         taken.map_err(Ended::Broken)?;
         drop(pin);
-        self.cluster.stats.add_bytes(Op::Served, bytes);
-        self.cluster.merger.moved(bytes);
+        self.cluster.moved(Op::Served, bytes);
         self.reply(&Reply::Done { bytes }, call.deadline)
     }
 
@@ -322,8 +316,8 @@ impl Call<'_> {
     ) -> Result<Option<T>, Ended> {
         let reply = match begun {
             Ok(Some(begun)) => {
-                let said = ready(self.stream, &Reply::Ready { bytes }, deadline);
-                return said.map(|()| Some(begun)).map_err(Ended::Broken);
+                let sent = ready(self.stream, &Reply::Ready { bytes }, deadline);
+                return sent.map(|()| Some(begun)).map_err(Ended::Broken);
             }
             Ok(None) => Reply::Stale,
             Err(error) => Reply::failed(&error),
@@ -361,8 +355,7 @@ impl Call<'_> {
             engine.run_holding(plan.clone(), from, to, Staging::DEFAULT, call.deadline, &progress, held);
         match run {
             Ok(outcome) => {
-                self.cluster.stats.add_bytes(Op::Served, outcome.bytes);
-                self.cluster.merger.moved(outcome.bytes);
+                self.cluster.moved(Op::Served, outcome.bytes);
                 Ok(Reply::Done { bytes: outcome.bytes })
             }
             // The kernel permitted this when the link was made, and refuses it now.

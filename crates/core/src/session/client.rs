@@ -12,9 +12,9 @@ use super::message_io;
 use super::remote_cache::Known;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::{CacheId, Deadline, Name};
+use crate::model::{AddressLocation, CacheId, Deadline, Name};
 use crate::net::POLL_TIME;
-use crate::protocol::{AddressLocation, MAX_ADDRS, MESSAGE_LIMIT, Record, Reply, Request};
+use crate::protocol::{MAX_ADDRS, MESSAGE_LIMIT, Record, Reply, Request};
 use crate::validate::RemoteCache;
 
 /// Extra time in milliseconds that the owner keeps trying after the caller's deadline. A caller checks its
@@ -55,7 +55,7 @@ impl Link {
         let addrs_asked = fallible::copied("the lists of a request", addrs)?;
         let request = Request::Locate { addrs: addrs_asked, limit_ms: limit_ms(deadline) };
         match self.ask(&request, deadline)? {
-            Reply::Located(spots) if spots.len() == addrs.len() => Ok(spots),
+            Reply::Located(locations) if locations.len() == addrs.len() => Ok(locations),
             reply => Err(self.unexpected(&reply)),
         }
     }
@@ -130,8 +130,8 @@ impl Link {
     /// Turns a reply that reports a failure into `Err`.
     pub(crate) fn refusal(&self, reply: Reply) -> Result<Reply> {
         match reply {
-            Reply::Failed { kind, message, facts, arrived } => {
-                Err(self.named(Reply::error(kind, &message, &facts, arrived)).with(REPORTED_BY, "the peer"))
+            Reply::Failed { kind, message, arrived, .. } => {
+                Err(self.named(Reply::error(kind, &message, arrived)).with(REPORTED_BY, "the peer"))
             }
             reply => Ok(reply),
         }

@@ -198,7 +198,7 @@ impl Communicator {
         };
         let mut name = format!("llm_datadist.{user}.comm.");
         for byte in &digest[..16] {
-            // PushInFlight to a `String` cannot fail.
+            // Writing to a `String` cannot fail.
             let _ = write!(name, "{byte:02x}");
         }
         Address::Unix(name)

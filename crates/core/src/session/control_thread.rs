@@ -43,7 +43,7 @@ fn run(control: &ControlPoller, weak: &Weak<Shared>, mut watch: Watch) {
                 BELL => {
                     // Silenced before the links are read, so that later changes ring again.
                     control.bell().silence();
-                    let Some(links) = shared.state.all() else {
+                    let Some(links) = shared.registry.all() else {
                         return watch.pending.close(&control.poller);
                     };
                     watch.change(control, &shared, links);
@@ -162,7 +162,7 @@ impl Watch {
             Ok(None) => {}
             // A peer that unlinked (`true`) is not searched for again. An engine that was finalized may be
             // started again.
-            Ok(Some((goodbye, true))) => drop(shared.state.lost(&link, &goodbye)),
+            Ok(Some((goodbye, true))) => drop(shared.registry.lost(&link, &goodbye)),
             Ok(Some((goodbye, false))) => member_search::link_died(shared, &link, &goodbye),
             Err(error) => member_search::link_died(shared, &link, &error.to_string()),
         }

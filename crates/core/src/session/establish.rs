@@ -28,13 +28,13 @@ impl Shared {
         let both_ways = self.cluster.config.links.both_ways;
         let counts = |kind| kind == Kind::Outgoing || (kind == Kind::Incoming && !both_ways);
         while let Some(link) =
-            self.state.links_to(cluster).into_iter().find(|link| link.alive() && counts(link.kind))
+            self.registry.links_to(cluster).into_iter().find(|link| link.alive() && counts(link.kind))
         {
-            if link.answers((self.patience() / 2).min(deadline.left() / 2)) {
+            if link.answers((self.silence_limit() / 2).min(deadline.left() / 2)) {
                 let text = format!("cluster {cluster} is linked already");
                 return Err(Error::new(ErrorKind::AlreadyLinked, text).with("peer", &link.peer.address));
             }
-            self.state.lost(&link, "the peer did not answer when it was to be linked again");
+            self.registry.lost(&link, "the peer did not answer when it was to be linked again");
         }
         Ok(())
     }
@@ -163,7 +163,7 @@ impl Shared {
     /// (`nobody_takes_the_place_of_a_link_that_works`).
     pub(super) fn enroll(self: &Arc<Self>, link: &Arc<Link>) -> Result<()> {
         let Peer { cluster, instance, .. } = &link.peer;
-        for stale in self.state.enroll(link, self.patience())? {
+        for stale in self.registry.enroll(link, self.silence_limit())? {
             let again = stale.peer.instance == *instance;
             let why = if again { "the peer linked again" } else { "the peer was restarted and linked again" };
             if stale.alive() && !again && !stale.control.abandoned() {

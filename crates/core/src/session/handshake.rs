@@ -133,7 +133,7 @@ pub(super) fn dial(
 /// A peer whose hello was received and answered with a challenge.
 #[derive(Debug)]
 pub(super) struct ChallengedPeer {
-    said: Vec<u8>,
+    hello_body: Vec<u8>,
     challenge: Challenge,
     accepted_keys: Vec<AcceptedKey>,
     /// The key that the peer has proved to know.
@@ -151,19 +151,19 @@ struct AcceptedKey {
 }
 
 impl ChallengedPeer {
-    /// Reads the hello in a frame of `kind` with the body `said`. Returns the peer and the challenge frame to
+    /// Reads the hello in a frame of `kind` with the body `hello_body`. Returns the peer and the challenge frame to
     /// send.
     pub(super) fn challenge(
         stream: &Stream,
         me: &Identity,
         config: &LinkConfig,
-        (kind, said): (u8, Vec<u8>),
+        (kind, hello_body): (u8, Vec<u8>),
     ) -> Result<(ChallengedPeer, Vec<u8>), Refusal> {
-        let hello: Hello = protocol::open(kind, &said).map_err(Refusal::unreadable)?;
+        let hello: Hello = protocol::open(kind, &hello_body).map_err(Refusal::unreadable)?;
         let accepted_keys = accepted_keys(stream, me, config, &hello)?;
         let challenge = Challenge { nonce: random()? };
         let frame = protocol::encode(&challenge)?;
-        Ok((ChallengedPeer { said, challenge, accepted_keys, key: Key::Empty, hello }, frame))
+        Ok((ChallengedPeer { hello_body, challenge, accepted_keys, key: Key::Empty, hello }, frame))
     }
 
     /// Checks the proof in a frame. Returns `Ok(false)` if it only entitles the peer to learn the name of the
@@ -177,7 +177,7 @@ impl ChallengedPeer {
         let given: Proof = protocol::open(kind, body).map_err(Refusal::unreadable)?;
         let mut open = None;
         for accepted in &self.accepted_keys {
-            let expected = keyed(&accepted.key, b"dialer", &self.said, &self.challenge)?;
+            let expected = keyed(&accepted.key, b"dialer", &self.hello_body, &self.challenge)?;
             if open.is_none() && expected.verify_slice(&given.mac).is_ok() {
                 open = Some((accepted.key.clone(), accepted.name_only));
             }
@@ -215,7 +215,7 @@ impl ChallengedPeer {
         };
         let mut welcome = Welcome { from: me.party, mac: [0; 32], local, secret };
         welcome.mac =
-            acceptor(&self.key, &self.said, &self.challenge, &welcome)?.finalize().into_bytes().into();
+            acceptor(&self.key, &self.hello_body, &self.challenge, &welcome)?.finalize().into_bytes().into();
         protocol::encode(&welcome)
     }
 }

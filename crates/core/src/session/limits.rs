@@ -88,7 +88,7 @@ pub(super) struct PeerBudget {
 
 /// A share of the budget, returned when dropped.
 #[derive(Debug)]
-pub(crate) struct Held {
+pub(crate) struct BudgetShare {
     /// The peer, the size class and the number of bytes.
     of: Option<(Arc<PeerBudget>, usize, u64)>,
 }
@@ -101,12 +101,16 @@ impl PeerBudget {
     /// Waits until a request of `bytes` fits. Returns the share of the budget, and the deadline by which all
     /// of the request must have arrived from a peer that may be silent for `silence`. Returns `Err` with
     /// `OutOfMemory` if it does not fit by then.
-    pub(super) fn admit(self: &Arc<Self>, bytes: usize, silence: Duration) -> Result<(Held, Deadline)> {
+    pub(super) fn admit(
+        self: &Arc<Self>,
+        bytes: usize,
+        silence: Duration,
+    ) -> Result<(BudgetShare, Deadline)> {
         let bytes = bytes as u64;
         let until = Deadline::after(silence + Duration::from_secs(bytes / BODY_RATE))
             .named("the time limit of a request body");
         if bytes <= FREE {
-            return Ok((Held { of: None }, until));
+            return Ok((BudgetShare { of: None }, until));
         }
         let class = usize::from(bytes > MEDIUM.of_one);
         let Bounds { of_one, of_all } = CLASSES[class];
@@ -127,11 +131,11 @@ impl PeerBudget {
         all[class] += bytes;
         self.used.lock()[class] += bytes;
         drop(all);
-        Ok((Held { of: Some((self.clone(), class, bytes)) }, until))
+        Ok((BudgetShare { of: Some((self.clone(), class, bytes)) }, until))
     }
 }
 
-impl Drop for Held {
+impl Drop for BudgetShare {
     fn drop(&mut self) {
         let Some((peer, class, bytes)) = self.of.take() else { return };
         let mut all = peer.all.used.lock();

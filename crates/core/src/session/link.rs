@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use hashbrown::HashMap;
 
 use super::dial::Dialer;
-use super::limits::{Budget, Held, PeerBudget};
+use super::limits::{Budget, BudgetShare, PeerBudget};
 use super::peer_memory::Reach;
 use super::pushes_in_flight::PushesInFlight;
 use super::remote_cache::{self, Known};
@@ -202,10 +202,10 @@ impl Link {
         self.broken.get().map_or(Ok(()), |(when, why)| Err(broken(self.peer.cluster, *when, why)))
     }
 
-    /// Whether the peer gave a sign of life within `patience`, or a message from it is waiting to be read.
+    /// Whether the peer gave a sign of life within `silence_limit`, or a message from it is waiting to be read.
     /// Each side sends something at least once per heartbeat, so this neither asks the peer nor waits.
-    pub(super) fn works(&self, patience: Duration) -> bool {
-        let recent = || self.silent() < patience || self.control.readable_within(Duration::ZERO);
+    pub(super) fn works(&self, silence_limit: Duration) -> bool {
+        let recent = || self.silent() < silence_limit || self.control.readable_within(Duration::ZERO);
         self.alive() && !self.control.abandoned() && recent()
     }
 
@@ -231,7 +231,7 @@ impl Link {
 
     /// Waits until a request of `bytes` fits the budget of the peer. Returns the share of the budget and the
     /// deadline by which the request must have arrived.
-    pub(crate) fn admit(&self, bytes: usize, silence: Duration) -> Result<(Held, Deadline)> {
+    pub(crate) fn admit(&self, bytes: usize, silence: Duration) -> Result<(BudgetShare, Deadline)> {
         self.budget.admit(bytes, silence).map_err(|error| self.named(error))
     }
 

@@ -83,8 +83,7 @@ impl Listeners {
         let now = open.main.as_ref().and_then(OpenListener::port);
         match (asked, now) {
             (None, _) => {
-                open.main.take().into_iter().for_each(|listener| listener.close(&self.control));
-                open.local.take().into_iter().for_each(|(_, listener)| listener.close(&self.control));
+                self.close_main(&mut open);
                 return Ok(());
             }
             (Some(asked), Some(now))
@@ -173,14 +172,17 @@ impl Listeners {
     /// Closes all listeners, and opens no new ones.
     pub(super) fn close(&self) {
         let mut open = self.open.lock();
-        open.closed = true;
-        let Open { main, local, others, .. } = &mut *open;
-        let local = local.take().map(|(_, listener)| listener);
-        for listener in
-            main.take().into_iter().chain(local).chain(others.drain().map(|(_, (listener, _))| listener))
-        {
+        self.close_main(&mut open);
+        for (_, (listener, _)) in open.others.drain() {
             listener.close(&self.control);
         }
+        open.closed = true;
+    }
+
+    /// Closes the main listener and the local socket.
+    fn close_main(&self, open: &mut Open) {
+        let local = open.local.take().map(|(_, listener)| listener);
+        open.main.take().into_iter().chain(local).for_each(|listener| listener.close(&self.control));
     }
 
     /// Listens at `address`. The control thread accepts the connections.

@@ -26,11 +26,11 @@ const LONG_REST: Duration = Duration::from_secs(5);
 /// Handles a peer that ended but may return: if its link belongs to a communicator and this side dials, it
 /// searches for the peer again.
 pub(super) fn link_died(shared: &Arc<Shared>, link: &Arc<Link>, why: &str) {
-    if !shared.state.lost(link, why) {
+    if !shared.registry.lost(link, why) {
         return;
     }
     let Kind::Communicator(id) = link.kind else { return };
-    let Some(comm) = shared.state.comm_by_id(id) else { return };
+    let Some(comm) = shared.registry.comm_by_id(id) else { return };
     if !comm.dials(link.peer.cluster) {
         return;
     }
@@ -106,12 +106,12 @@ impl Communicator {
                     if !link.alive() {
                         self.miss(end.cluster);
                     }
-                    shared.state.announce();
+                    shared.registry.announce();
                 }
                 // The two configurations do not match, so further attempts are useless.
                 Err(error) if error.kind() == ErrorKind::InvalidArgument => {
                     self.fail(end.cluster, &error.to_string());
-                    shared.state.announce();
+                    shared.registry.announce();
                 }
                 Err(error) => drop(self.progress.lock().why.insert(end.cluster, error.to_string())),
             }
@@ -138,7 +138,7 @@ impl Communicator {
         drop(progress);
         if let Some(note) = note {
             tracing::error!(target: "llm_datadist::links", "{note}");
-            shared.state.announce();
+            shared.registry.announce();
         }
         on
     }

@@ -27,7 +27,7 @@ pub(super) fn enter(shared: &Arc<Shared>, comm: Comm, ends: Vec<RankEnd>) -> Res
     let progress = Progress { missing: others.collect(), ..Progress::default() };
     let config = &shared.cluster.config.links;
     let (limit, one_try) = (config.total, TRY.min(config.total / config.retries.max(1)));
-    let entered = shared.state.enter(|id| Communicator {
+    let entered = shared.registry.enter(|id| Communicator {
         id,
         comm,
         own,
@@ -47,14 +47,14 @@ pub(super) fn enter(shared: &Arc<Shared>, comm: Comm, ends: Vec<RankEnd>) -> Res
 
 /// Leaves a communicator and ends its links.
 pub(super) fn leave(shared: &Arc<Shared>, id: u64) -> Result<()> {
-    let comm = shared.state.leave(id)?;
+    let comm = shared.registry.leave(id)?;
     for address in comm.abandon() {
         shared.listeners.leave(&address);
     }
     for end in &comm.ends {
-        for link in shared.state.links_to(end.cluster) {
+        for link in shared.registry.links_to(end.cluster) {
             if link.kind == Kind::Communicator(id) {
-                shared.state.drop_link(&link, "it was unlinked here");
+                shared.registry.drop_link(&link, "it was unlinked here");
             }
         }
     }

@@ -27,16 +27,16 @@ pub(crate) fn send_message_before<T: Serialize>(
     stream.send_before(&protocol::encode(message)?, deadline)
 }
 
-/// Receives one message of at most `limit` bytes. Polls the stream for `patience` before it sleeps. Returns
+/// Receives one message of at most `limit` bytes. Polls the stream for `poll_time` before it sleeps. Returns
 /// `Err` with the error of the peer if a refusal arrives instead, and with `NotLinked` if the stream has
 /// ended.
 pub(crate) fn receive_message<T: DeserializeOwned>(
     stream: &Stream,
     limit: usize,
-    patience: Duration,
+    poll_time: Duration,
     deadline: Deadline,
 ) -> Result<T> {
-    let (kind, body) = stream.receive(limit, patience, deadline)?.ok_or_else(|| ended(stream))?;
+    let (kind, body) = stream.receive(limit, poll_time, deadline)?.ok_or_else(|| ended(stream))?;
     protocol::open(kind, &body)
 }
 

@@ -6,7 +6,7 @@
 //! link (rank table) ── member_search ──────────┘      └── call streams ──── server (threads call `answers`)
 //! ```
 //!
-//! One lock (`state`) guards the set of links. It is held for look-ups only and never while waiting for a
+//! One lock (`registry`) guards the set of links. It is held for look-ups only and never while waiting for a
 //! socket. A thread that holds it may lock the progress of a communicator, never the other way round.
 
 mod accept;
@@ -105,7 +105,7 @@ impl Links {
     /// exists whose peer still answers.
     pub(crate) fn link(&self, peer: &PeerAddress, deadline: Deadline) -> Result<()> {
         let address = one_address(peer)?;
-        let _turn = self.shared.state.turn_to_link(peer.cluster, deadline)?;
+        let _turn = self.shared.registry.turn_to_link(peer.cluster, deadline)?;
         self.shared.unless_linked(peer.cluster, deadline)?;
         control_thread::start(&self.shared)?;
         self.shared.connect(&address, peer.cluster, None, Kind::Outgoing, deadline).map(|_| ())
@@ -119,9 +119,9 @@ impl Links {
         if !force {
             one_address(peer)?;
         }
-        self.shared.state.forget_broken(peer.cluster);
+        self.shared.registry.forget_broken(peer.cluster);
         let mut result = Ok(());
-        for link in self.shared.state.links_to(peer.cluster) {
+        for link in self.shared.registry.links_to(peer.cluster) {
             if let Kind::Communicator(_) = link.kind {
                 continue;
             }
@@ -129,15 +129,15 @@ impl Links {
                 let done = link.drain(deadline).and_then(|()| link.unlink(deadline));
                 result = result.and(done.or_else(|error| unlinked(&link, error, deadline)));
             }
-            self.shared.state.drop_link(&link, "it was unlinked here");
+            self.shared.registry.drop_link(&link, "it was unlinked here");
         }
         result
     }
 
-    /// Returns the link for calls to `cluster`, chosen as in `State::find`. Waits for a link that a
+    /// Returns the link for calls to `cluster`, chosen as in `Registry::find`. Waits for a link that a
     /// communicator is still preparing.
     pub(crate) fn find(&self, cluster: ClusterId, deadline: Deadline) -> Result<Arc<Link>> {
-        self.shared.state.find(cluster, self.shared.patience(), deadline)
+        self.shared.registry.find(cluster, self.shared.silence_limit(), deadline)
     }
 
     /// Returns a handle that finds links as [`find_other`](Self::find_other) does without keeping the engine
@@ -171,23 +171,23 @@ impl Links {
 
     /// Returns the progress of a communicator.
     pub(crate) fn comm_status(&self, comm: u64) -> Result<CommStatus> {
-        self.shared.state.comm_status(comm)
+        self.shared.registry.comm_status(comm)
     }
 
     /// Whether a link exists or is being made.
     pub(crate) fn any(&self) -> bool {
-        self.shared.state.any()
+        self.shared.registry.any()
     }
 
     /// Whether a communicator was ever entered.
     pub(crate) fn ranked(&self) -> bool {
-        self.shared.state.ranked()
+        self.shared.registry.ranked()
     }
 
     /// Moves the main listener to `address`, or closes it. Returns `Err` with `LinksExist` if a link exists
     /// or is being made.
     pub(crate) fn listen(&self, address: Option<SocketAddr>) -> Result<()> {
-        let _quiet = self.shared.state.quiet()?;
+        let _quiet = self.shared.registry.quiet()?;
         self.move_listener(address)
     }
 
@@ -200,14 +200,14 @@ impl Links {
 
     /// Returns the state of every link.
     pub(crate) fn states(&self) -> Vec<LinkState> {
-        self.shared.state.states()
+        self.shared.registry.states()
     }
 }
 
 impl Drop for Links {
     fn drop(&mut self) {
         self.shared.listeners.close();
-        self.shared.state.close();
+        self.shared.registry.close();
         self.shared.server.close();
         self.shared.control.bell().ring();
         self.shared.threads.wait(CLOSE_WAIT);

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::accept::{Next, PendingStream, Work};
+use super::accept::{LongStep, Next, PendingStream};
 use super::handshake::HANDSHAKE_TIME;
 use super::poller::{Bell, Poller, Watching};
 use super::refusals::{Reason, Refusal};
@@ -171,13 +171,13 @@ impl PendingStreams {
                 }
                 self.wait(shared, poller, number, pending);
             }
-            Ok(Next::Work(work)) => {
+            Ok(Next::Long(step)) => {
                 if let Some(entry) = self.all.get_mut(&number) {
-                    (entry.proven, entry.enters) = (true, work.enters());
+                    (entry.proven, entry.enters) = (true, step.enters());
                     // Data that arrives meanwhile waits in the socket.
                     entry.unwatch(poller);
                 }
-                self.have_done(shared, number, work);
+                self.have_done(shared, number, step);
             }
             Ok(Next::Done) => {
                 if let Some(mut entry) = self.all.remove(&number) {
@@ -189,7 +189,7 @@ impl PendingStreams {
     }
 
     /// Has a server thread perform `work`.
-    fn have_done(&self, shared: &Arc<Shared>, number: u64, work: Work) {
+    fn have_done(&self, shared: &Arc<Shared>, number: u64, work: LongStep) {
         let (weak, returned, stream) = (Arc::downgrade(shared), self.returned.clone(), work.stream().clone());
         let step = Box::new(move || {
             if let Some(shared) = weak.upgrade() {

@@ -30,7 +30,7 @@ const MOST_LINKS: usize = 4096;
 const MOST_BROKEN: usize = 1024;
 
 /// The registry of one engine.
-pub(super) struct State {
+pub(super) struct Registry {
     limits: Connections,
     /// Wakes the control thread, which watches the links that are registered.
     control: Arc<Bell>,
@@ -55,19 +55,19 @@ struct Entries {
 
 /// The right to link one cluster. Other callers wait until it is dropped.
 pub(super) struct TurnToLink<'a> {
-    state: &'a State,
+    registry: &'a Registry,
     cluster: ClusterId,
 }
 
 impl Drop for TurnToLink<'_> {
     fn drop(&mut self) {
-        self.state.entries.lock().linking.remove(&self.cluster);
-        self.state.changed.notify_all();
+        self.registry.entries.lock().linking.remove(&self.cluster);
+        self.registry.changed.notify_all();
     }
 }
 
 /// Refuses new links while it exists.
-pub(super) struct Quiet<'a>(&'a State);
+pub(super) struct Quiet<'a>(&'a Registry);
 
 impl Drop for Quiet<'_> {
     fn drop(&mut self) {
@@ -75,9 +75,9 @@ impl Drop for Quiet<'_> {
     }
 }
 
-impl State {
-    pub(super) fn new(limits: Connections, control: Arc<Bell>) -> State {
-        State { limits, control, entries: Mutex::default(), changed: Condvar::new() }
+impl Registry {
+    pub(super) fn new(limits: Connections, control: Arc<Bell>) -> Registry {
+        Registry { limits, control, entries: Mutex::default(), changed: Condvar::new() }
     }
 
     /// Refuses a link from a peer if peers have made too many. Links of the same `cluster` do not count,
@@ -116,7 +116,7 @@ impl State {
         loop {
             entries.open()?;
             if entries.linking.insert(cluster) {
-                return Ok(TurnToLink { state: self, cluster });
+                return Ok(TurnToLink { registry: self, cluster });
             }
             entries = self.wait(entries, deadline, "waiting for another call that links the same cluster")?;
         }
@@ -126,7 +126,7 @@ impl State {
     /// behind. Refuses a link of a communicator that was left
     /// (`a_communicator_that_is_left_at_once_leaves_nothing`). Also refuses a link that would replace
     /// one that [works](Link::works): the cluster id and instance number in a handshake prove nothing.
-    pub(super) fn enroll(&self, link: &Arc<Link>, patience: Duration) -> Result<Vec<Arc<Link>>> {
+    pub(super) fn enroll(&self, link: &Arc<Link>, silence_limit: Duration) -> Result<Vec<Arc<Link>>> {
         let mut entries = self.entries.lock();
         entries.open()?;
         if let Kind::Communicator(id) = link.kind
@@ -146,7 +146,7 @@ impl State {
         let all = entries.links.entry(link.peer.cluster).or_default();
         // Checked under the lock, so that one of two simultaneous links is refused. The check of the socket
         // does not wait.
-        if let Some(rival) = all.iter().find(|old| replaces(link, old) && old.works(patience)) {
+        if let Some(rival) = all.iter().find(|old| replaces(link, old) && old.works(silence_limit)) {
             return Err(taken(link, rival));
         }
         let (stale, kept) = all.drain(..).partition(|old| !old.alive() || replaces(link, old));
@@ -216,19 +216,19 @@ impl State {
     }
 
     /// Returns the link that calls to `cluster` use: the oldest whose peer gave a sign of life within
-    /// `patience`, so that a later link takes no calls from it. If that is a link of a communicator, the
+    /// `silence_limit`, so that a later link takes no calls from it. If that is a link of a communicator, the
     /// latest such link to the same process is used. Without a recent sign of life, returns the latest link
     /// that is alive. Waits for a communicator that is still preparing the link. Returns `Err` with
     /// `NotLinked` if there is none.
     pub(super) fn find(
         &self,
         cluster: ClusterId,
-        patience: Duration,
+        silence_limit: Duration,
         deadline: Deadline,
     ) -> Result<Arc<Link>> {
         let mut entries = self.entries.lock();
         loop {
-            if let Some(link) = entries.links.get(&cluster).and_then(|all| usable(all, patience)) {
+            if let Some(link) = entries.links.get(&cluster).and_then(|all| usable(all, silence_limit)) {
                 return Ok(link.clone());
             }
             let preparing = entries.comms.values().find(|comm| comm.prepares(cluster)).cloned();
@@ -401,11 +401,11 @@ impl Entries {
     }
 }
 
-fn usable(all: &[Arc<Link>], patience: Duration) -> Option<&Arc<Link>> {
+fn usable(all: &[Arc<Link>], silence_limit: Duration) -> Option<&Arc<Link>> {
     if let [only] = all {
         return only.alive().then_some(only);
     }
-    let responsive = |link: &&Arc<Link>| link.alive() && link.silent() < patience;
+    let responsive = |link: &&Arc<Link>| link.alive() && link.silent() < silence_limit;
     let Some(oldest) = all.iter().find(responsive) else { return all.iter().rev().find(|link| link.alive()) };
     // Among several communicators with one process, the latest is used (contract §6.5).
     let same_process = |link: &&Arc<Link>| responsive(link) && link.peer.instance == oldest.peer.instance;

@@ -18,7 +18,7 @@ use super::limits::{Budget, Connections};
 use super::link::Link;
 use super::poller::{Bell, Poller, Watching};
 use super::refusals::{Reason, Refusal, Refusals};
-use super::registry::State as Registry;
+use super::registry::Registry;
 use super::threads::Threads;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
@@ -62,7 +62,7 @@ struct State {
     /// Turns that have a slot and wait for a thread.
     ready: VecDeque<(Turn, Slot)>,
     /// Handshake steps that wait for a thread. `working` counts the threads that perform one.
-    work: VecDeque<Step>,
+    work: VecDeque<HandshakeStep>,
     working: usize,
     /// Links that have ended and are to be dropped.
     ended: Vec<Arc<Link>>,
@@ -70,7 +70,7 @@ struct State {
 }
 
 /// A handshake step that may take long.
-type Step = Box<dyn FnOnce() + Send>;
+type HandshakeStep = Box<dyn FnOnce() + Send>;
 
 #[derive(Clone)]
 struct Call {
@@ -161,7 +161,7 @@ impl Server {
     }
 
     /// Has a thread perform a handshake step. Returns `Err` with `System` if no thread can be started for it.
-    pub(super) fn work(self: &Arc<Self>, step: Step) -> Result<()> {
+    pub(super) fn work(self: &Arc<Self>, step: HandshakeStep) -> Result<()> {
         self.state.lock().work.push_back(step);
         self.work.ring();
         self.keep_one()

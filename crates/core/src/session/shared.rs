@@ -12,7 +12,7 @@ use super::limits::Connections;
 use super::link::Link;
 use super::listeners::Listeners;
 use super::refusals::Refusals;
-use super::registry::State;
+use super::registry::Registry;
 use super::server::Server;
 use super::threads::Threads;
 use crate::cluster::Cluster;
@@ -25,7 +25,7 @@ const REPLACED_AFTER: (Duration, Duration) = (Duration::from_secs(2), Duration::
 pub(crate) struct Shared {
     pub(super) cluster: Arc<Cluster>,
     pub(super) me: Identity,
-    pub(super) state: Arc<State>,
+    pub(super) registry: Arc<Registry>,
     pub(super) control: Arc<ControlPoller>,
     pub(super) server: Arc<Server>,
     pub(super) limits: Connections,
@@ -46,9 +46,9 @@ impl Shared {
         let (threads, refusals) = (Arc::<Threads>::default(), Arc::<Refusals>::default());
         let me = Identity::new(config.cluster, config.remote_accessible)?;
         let control = Arc::new(ControlPoller::new()?);
-        let state = Arc::new(State::new(limits, control.bell().clone()));
+        let registry = Arc::new(Registry::new(limits, control.bell().clone()));
         let answers = Answers::new(cluster.clone());
-        let server = Server::new(answers, state.clone(), refusals.clone(), threads.clone(), limits)?;
+        let server = Server::new(answers, registry.clone(), refusals.clone(), threads.clone(), limits)?;
         Ok(Shared {
             listeners: Listeners::new(
                 cluster.clone(),
@@ -57,7 +57,7 @@ impl Shared {
                 transports.clone(),
             ),
             me,
-            state,
+            registry,
             control,
             server: Arc::new(server),
             limits,
@@ -71,12 +71,12 @@ impl Shared {
 
     /// How long a peer may be silent before its link may be treated as dead: two heartbeats, clamped to
     /// [`REPLACED_AFTER`] so that neither a slow network nor a very long heartbeat makes the value unreasonable.
-    pub(super) fn patience(&self) -> Duration {
+    pub(super) fn silence_limit(&self) -> Duration {
         self.cluster.config.links.heartbeat.saturating_mul(2).clamp(REPLACED_AFTER.0, REPLACED_AFTER.1)
     }
 
     pub(super) fn find_other(&self, cluster: ClusterId, deadline: Deadline) -> Result<Arc<Link>> {
-        let link = self.state.find(cluster, self.patience(), deadline)?;
+        let link = self.registry.find(cluster, self.silence_limit(), deadline)?;
         if link.peer.instance == self.me.party.instance { Err(own(cluster)) } else { Ok(link) }
     }
 }

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::cache::TableState;
-use crate::copy::{Outcome, Route};
+use crate::copy::{CopyOutcome, Route};
 use crate::error::Result;
 use crate::model::ClusterId;
 use crate::pool::PoolState;
@@ -160,7 +160,7 @@ impl Stats {
     }
 
     /// Counts the bytes that a copy moved and, for a swap-in, its route.
-    pub fn moved(&self, op: Op, outcome: &Outcome) {
+    pub fn moved(&self, op: Op, outcome: &CopyOutcome) {
         self.ops[op as usize].moved(outcome.bytes);
         if op == Op::SwapIn {
             let way = if outcome.route == Route::Ring { &self.ring } else { &self.direct };

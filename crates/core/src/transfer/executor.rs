@@ -2,8 +2,8 @@
 //! runs jobs at a set time.
 //!
 //! A transfer whose next layer is still being computed takes no lane, so there are as many threads as layers
-//! in transit, not as transfers (`tasks_that_wait_take_no_threads`). One place, that is one destination
-//! cluster, cannot take all lanes either: jobs for a peer that stalls delay only jobs for the same peer
+//! in transit, not as transfers (`tasks_that_wait_take_no_threads`). One destination cluster cannot
+//! take all lanes either: jobs for a peer that stalls delay only jobs for the same peer
 //! (`every_place_gets_a_lane_and_at_most_32`).
 
 use std::collections::{BTreeMap, VecDeque};
@@ -21,9 +21,9 @@ use crate::sync::{Builder, Condvar, Mutex};
 
 /// How long an idle lane is kept.
 const KEEP: Duration = Duration::from_secs(30);
-/// Most lanes of one engine. Further jobs wait, except the first one of a place.
+/// Most lanes of one engine. Further jobs wait, except the first one of a cluster.
 const MOST: usize = 512;
-/// Most lanes at work for one place: half of the streams of a link.
+/// Most lanes at work for one cluster: half of the streams of a link.
 const MOST_OF_ONE: usize = 32;
 /// How long the end of an engine waits for lanes whose links it has closed.
 const CLOSE_WAIT: Duration = Duration::from_secs(10);
@@ -64,9 +64,9 @@ pub(crate) struct Shared {
 
 #[derive(Default)]
 struct State {
-    /// Jobs that may run now, each with its place.
+    /// Jobs that may run now, each with its cluster.
     jobs: VecDeque<(ClusterId, Box<dyn Job>)>,
-    places: HashMap<ClusterId, Place>,
+    clusters: HashMap<ClusterId, ClusterJobs>,
     /// Lanes that wait for jobs, including those that are only starting.
     idle: usize,
     lanes: usize,
@@ -79,7 +79,7 @@ struct State {
 
 /// A destination of jobs.
 #[derive(Default)]
-struct Place {
+struct ClusterJobs {
     /// Jobs at work, or about to be.
     taken: usize,
     /// Jobs that wait until one of the others ends.
@@ -87,36 +87,37 @@ struct Place {
 }
 
 impl State {
-    /// Notes that a job for `place` has ended, and queues the job that has waited longest for this place.
-    fn over(&mut self, place: ClusterId) {
-        let Some(at) = self.places.get_mut(&place) else { return };
+    /// Notes that a job for `cluster` has ended, and queues the job that has waited longest for this cluster.
+    fn over(&mut self, cluster: ClusterId) {
+        let Some(at) = self.clusters.get_mut(&cluster) else { return };
         match at.waiting.pop_front() {
-            Some(job) => self.jobs.push_back((place, job)),
+            Some(job) => self.jobs.push_back((cluster, job)),
             None => at.taken -= 1,
         }
         if at.taken == 0 {
-            self.places.remove(&place);
+            self.clusters.remove(&cluster);
         }
     }
 
-    /// Takes the next job for the lane whose last job was for `last`: another one for that place if no other
-    /// lane works for it. So a place keeps its lane as long as it has work
+    /// Takes the next job for the lane whose last job was for `last`: another one for that cluster if no other
+    /// lane works for it. So a cluster keeps its lane as long as it has work
     /// (`every_place_gets_a_lane_and_at_most_32`).
     fn next(&mut self, last: Option<ClusterId>) -> Option<(ClusterId, Box<dyn Job>)> {
-        let alone = |place: &ClusterId| {
-            let queued = self.jobs.iter().filter(|(to, _)| to == place).count();
-            self.places.get(place).is_some_and(|at| at.taken == queued)
+        let alone = |cluster: &ClusterId| {
+            let queued = self.jobs.iter().filter(|(to, _)| to == cluster).count();
+            self.clusters.get(cluster).is_some_and(|at| at.taken == queued)
         };
-        let own = last.filter(alone).and_then(|place| self.jobs.iter().position(|(to, _)| *to == place));
+        let own = last.filter(alone).and_then(|cluster| self.jobs.iter().position(|(to, _)| *to == cluster));
         self.jobs.remove(own.unwrap_or(0))
     }
 
     /// Takes every job that is not at work.
     fn all(&mut self) -> Vec<Box<dyn Job>> {
         let ready: Vec<_> = self.jobs.drain(..).collect();
-        let waiting: Vec<_> = self.places.values_mut().flat_map(|place| place.waiting.drain(..)).collect();
-        for (place, _) in &ready {
-            self.over(*place);
+        let waiting: Vec<_> =
+            self.clusters.values_mut().flat_map(|cluster| cluster.waiting.drain(..)).collect();
+        for (cluster, _) in &ready {
+            self.over(*cluster);
         }
         ready.into_iter().map(|(_, job)| job).chain(waiting).collect()
     }
@@ -130,27 +131,27 @@ impl Executor {
 }
 
 impl ExecutorHandle {
-    /// Has the next free lane run `job`, which is for `place`. Never waits for a lane. If no thread can be
+    /// Has the next free lane run `job`, which is for `cluster`. Never waits for a lane. If no thread can be
     /// started, the existing lanes run the job; without any lane, it is refused
     /// (`a_lane_that_cannot_be_started`).
-    pub(crate) fn carry(&self, place: ClusterId, job: Box<dyn Job>) {
+    pub(crate) fn carry(&self, cluster: ClusterId, job: Box<dyn Job>) {
         let mut state = self.0.state.lock();
         if state.closed {
             drop(state);
             return job.refused(closed());
         }
-        let at = state.places.entry(place).or_default();
+        let at = state.clusters.entry(cluster).or_default();
         if at.taken == MOST_OF_ONE {
             return at.waiting.push_back(job);
         }
         at.taken += 1;
-        // A place without a lane gets one, however many others stall
+        // A cluster without a lane gets one, however many others stall
         // (`every_place_gets_a_lane_and_at_most_32`).
         let first = at.taken == 1;
         if first {
-            state.jobs.push_front((place, job));
+            state.jobs.push_front((cluster, job));
         } else {
-            state.jobs.push_back((place, job));
+            state.jobs.push_back((cluster, job));
         }
         if state.idle < state.jobs.len() && (state.lanes < MOST || first) {
             // Under the lock, so that a lane that is counted does exist.
@@ -255,12 +256,12 @@ impl Shared {
         state.idle -= 1;
         let mut last = None;
         loop {
-            if let Some((place, job)) = state.next(last.take()) {
+            if let Some((cluster, job)) = state.next(last.take()) {
                 drop(state);
                 run(job);
                 state = self.state.lock();
-                state.over(place);
-                last = Some(place);
+                state.over(cluster);
+                last = Some(cluster);
             } else if state.closed {
                 break;
             } else {

@@ -11,35 +11,14 @@ use crate::cache::Cache;
 use crate::cluster::Cluster;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::{CacheId, Deadline, Name};
-use crate::plan::CopyPlan;
-use crate::protocol::AddressLocation;
+use crate::model::{AddressLocation, CacheId, Deadline, Name};
+use crate::plan::{CopyPlan, Ends};
 use crate::session::{Finder, Known, Link};
 use crate::stats::Op;
-use crate::sync::Mutex;
 use crate::validate::{self, Destination, LayerDestination, LayerRows, RemoteCache, Target};
 
 /// Name of these lists in out-of-memory errors.
 const LAYERS: &str = "the layers of a transfer";
-
-/// A destination that can never be reached, and why.
-pub(crate) struct Refused(Mutex<Option<Error>>);
-
-impl Refused {
-    pub(crate) fn new(error: Error) -> Self {
-        Refused(Mutex::new(Some(error)))
-    }
-}
-
-impl Carrier for Refused {
-    fn find(&self) -> Result<()> {
-        self.0.lock().take().map_or(Ok(()), Err)
-    }
-
-    fn layer(&self, _: u32) -> Result<u64> {
-        Err(Error::new(ErrorKind::System, "a layer for a destination that was refused"))
-    }
-}
 
 /// Pushes layers to one destination.
 pub(crate) struct LayerPush {
@@ -49,11 +28,11 @@ pub(crate) struct LayerPush {
     rows: Arc<LayerRows>,
     per_layer: u32,
     to: Destination,
-    route: OnceLock<Route>,
+    found: OnceLock<FoundDestination>,
 }
 
-/// How a destination is reached.
-struct Route {
+/// A destination whose link and caches were found.
+struct FoundDestination {
     link: Arc<Link>,
     /// Rows of the local cache that are read.
     local_rows: Vec<u64>,
@@ -72,28 +51,27 @@ impl Carrier for LayerPush {
         let deadline = self.deadline();
         let found = self.finder.find(self.to.cluster, deadline);
         let link = found.map_err(|error| error.with("cluster", self.to.cluster))?;
-        let route = self.route(link.clone(), deadline).map_err(|error| link.named(error))?;
-        // Called once, so the route cannot be set already.
-        let _ = self.route.set(route);
+        let found = self.resolve(link.clone(), deadline).map_err(|error| link.named(error))?;
+        // Called once, so the found cannot be set already.
+        let _ = self.found.set(found);
         Ok(())
     }
 
     fn layer(&self, layer: u32) -> Result<u64> {
         self.cluster.stats.timed(Op::Layer, || {
             let deadline = self.deadline();
-            let parts = self.route.get().and_then(|route| {
+            let parts = self.found.get().and_then(|found| {
                 let index = layer.checked_sub(self.to.src_layers.first)?;
-                Some((route, route.layers.get(index as usize)?))
+                Some((found, found.layers.get(index as usize)?))
             });
-            let Some((route, parts)) = parts else {
+            let Some((found, parts)) = parts else {
                 let text = "a layer of a transfer whose destination was not found";
                 return Err(Error::new(ErrorKind::System, text).with("layer", layer));
             };
-            let push_part = |part: &Part| self.push_part(route, part, deadline);
+            let push_part = |part: &Part| self.push_part(found, part, deadline);
             let bytes = parts.iter().map(push_part).sum::<Result<u64>>();
-            let bytes = bytes.map_err(|error| route.link.named(error).with("layer", layer))?;
-            self.cluster.stats.add_bytes(Op::Layer, bytes);
-            self.cluster.merger.moved(bytes);
+            let bytes = bytes.map_err(|error| found.link.named(error).with("layer", layer))?;
+            self.cluster.moved(Op::Layer, bytes);
             Ok(bytes)
         })
     }
@@ -108,26 +86,26 @@ impl LayerPush {
         per_layer: u32,
         to: Destination,
     ) -> Self {
-        LayerPush { cluster, finder, local, rows, per_layer, to, route: OnceLock::new() }
+        LayerPush { cluster, finder, local, rows, per_layer, to, found: OnceLock::new() }
     }
 
     fn deadline(&self) -> Deadline {
         Deadline::after(self.cluster.config.sync_timeout)
     }
 
-    fn push_part(&self, route: &Route, part: &Part, deadline: Deadline) -> Result<u64> {
+    fn push_part(&self, found: &FoundDestination, part: &Part, deadline: Deadline) -> Result<u64> {
         let call = Call {
             cluster: self.cluster.clone(),
-            link: route.link.clone(),
+            link: found.link.clone(),
             name: by_id(part.cache),
             local: self.local.clone(),
             deadline,
         };
-        let (rows, plan) = (|| fallible::copied(LAYERS, &route.local_rows), Arc::new(part.plan.clone()));
+        let (rows, plan) = (|| fallible::copied(LAYERS, &found.local_rows), Arc::new(part.plan.clone()));
         call.counted(|| call.rounds(|known| call.push(known, &plan, rows()?)))
     }
 
-    fn route(&self, link: Arc<Link>, deadline: Deadline) -> Result<Route> {
+    fn resolve(&self, link: Arc<Link>, deadline: Deadline) -> Result<FoundDestination> {
         if self.cluster.config.remote_accessible {
             validate::reachable("the cache of this side", self.local.remote_accessible())?;
         }
@@ -137,13 +115,14 @@ impl LayerPush {
         }
     }
 
-    fn to_cache(&self, link: Arc<Link>, name: Name, first_layer: u32, deadline: Deadline) -> Result<Route> {
-        // Here the slot is an argument, not part of the name, so a slot that does not exist is an invalid
-        // argument (contract §7.14).
-        let (name, row) = match name {
-            Name::Row { cache, row } => (Name::Row { cache, row: 0 }, Some(row)),
-            name @ Name::Key(_) => (name, None),
-        };
+    fn to_cache(
+        &self,
+        link: Arc<Link>,
+        name: Name,
+        first_layer: u32,
+        deadline: Deadline,
+    ) -> Result<FoundDestination> {
+        let (name, row) = name.without_slot();
         let known = ask(&link, name, deadline)?;
         let remote = RemoteCache { row: row.unwrap_or(known.remote.row), ..known.remote };
         let range = self.to.src_layers;
@@ -154,7 +133,7 @@ impl LayerPush {
             self.to.src_row,
             LayerDestination::Cache(remote),
         )?;
-        let plan = CopyPlan::moves(&mut moves)?;
+        let plan = CopyPlan::moves(&mut moves, Ends::TwoCaches)?;
         let part = |index: u32| {
             let src = (range.first + index) * self.per_layer;
             let dst = (first_layer + index) * self.per_layer;
@@ -162,28 +141,28 @@ impl LayerPush {
             fallible::collect(LAYERS, std::iter::once(part))
         };
         let layers = fallible::try_collect(LAYERS, (0..range.end - range.first).map(part))?;
-        Ok(Route { link, local_rows: moves.local_rows, layers })
+        Ok(FoundDestination { link, local_rows: moves.src_rows, layers })
     }
 
-    fn to_addresses(&self, link: Arc<Link>, addrs: &[u64], deadline: Deadline) -> Result<Route> {
-        let spots = link.locate(addrs, deadline)?;
+    fn to_addresses(&self, link: Arc<Link>, addrs: &[u64], deadline: Deadline) -> Result<FoundDestination> {
+        let locations = link.locate(addrs, deadline)?;
         let mut plans_of_tensors =
             TensorPlans { push: self, known: Vec::new(), plans: Vec::new(), local_rows: Vec::new() };
         let (per_layer, first) = (self.per_layer.max(1) as usize, self.to.src_layers.first as usize);
         let mut layers = Vec::new();
-        for (index, spots) in spots.chunks(per_layer).enumerate() {
+        for (index, locations) in locations.chunks(per_layer).enumerate() {
             let mut parts = Vec::new();
             let mut src_tensor = (first + index) * per_layer;
-            for run in spots.chunk_by(neighbours) {
+            for run in locations.chunk_by(neighbours) {
                 let tensors = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
                 let plan = plans_of_tensors.plan(&link, run[0], deadline)?;
                 let plan = plan.in_tensors(tensors(src_tensor), run[0].tensor, tensors(run.len()));
-                fallible::push(LAYERS, &mut parts, Part { cache: CacheId(run[0].cache), plan })?;
+                fallible::push(LAYERS, &mut parts, Part { cache: run[0].cache, plan })?;
                 src_tensor += run.len();
             }
             fallible::push(LAYERS, &mut layers, parts)?;
         }
-        Ok(Route { link, local_rows: plans_of_tensors.local_rows, layers })
+        Ok(FoundDestination { link, local_rows: plans_of_tensors.local_rows, layers })
     }
 }
 
@@ -217,19 +196,18 @@ struct TensorPlans<'a> {
 }
 
 impl TensorPlans<'_> {
-    /// Returns the plan for a tensor that goes to `spot`.
-    fn plan(&mut self, link: &Link, spot: AddressLocation, deadline: Deadline) -> Result<CopyPlan> {
-        let tensor_bytes =
-            self.known(link, CacheId(spot.cache), deadline)?.remote.side.geometry.tensor_bytes();
-        let place = (spot.offset, tensor_bytes);
+    /// Returns the plan for a tensor that goes to `location`.
+    fn plan(&mut self, link: &Link, location: AddressLocation, deadline: Deadline) -> Result<CopyPlan> {
+        let tensor_bytes = self.known(link, location.cache, deadline)?.remote.side.geometry.tensor_bytes();
+        let place = (location.offset, tensor_bytes);
         if let Some((_, plan)) = self.plans.iter().find(|(known, _)| *known == place) {
             return Ok(plan.clone());
         }
         let (local, to) =
-            (self.push.local.side(), LayerDestination::Memory { offset: spot.offset, tensor_bytes });
+            (self.push.local.side(), LayerDestination::Memory { offset: location.offset, tensor_bytes });
         let mut moves = validate::layer_moves(local, &self.push.rows, self.push.to.src_row, to)?;
-        let plan = CopyPlan::moves(&mut moves)?;
-        self.local_rows = moves.local_rows;
+        let plan = CopyPlan::moves(&mut moves, Ends::TwoCaches)?;
+        self.local_rows = moves.src_rows;
         self.plans.push((place, plan.clone()));
         Ok(plan)
     }

@@ -10,6 +10,6 @@ mod task;
 
 pub(crate) use call::{Call, Moved};
 pub(crate) use executor::Executor;
-pub(crate) use layerwise::{LayerPush, Refused};
+pub(crate) use layerwise::LayerPush;
 pub use task::{Carried, Outcome, Task};
 pub(crate) use task::{Carrier, Delivery};

@@ -3,23 +3,23 @@
 use std::sync::Arc;
 
 use super::call::{Call, Moved};
-use super::stream;
+use super::stream::Streams;
 use crate::cache::{Pin, pin_writes};
 use crate::copy::{Progress, STILL_READING, Staging, arrived};
 use crate::error::{ErrorKind, Result};
 use crate::model::{CacheKey, Name};
-use crate::plan::{CopyPlan, Moves};
+use crate::plan::{CopyPlan, Ends, Moves};
 use crate::session::{Known, PeerSnapshot, Validity};
 
 impl Call {
     /// Pulls the bytes of `moves`: reads memory of the peer that this process can access, otherwise asks for
     /// a stream. The key is released last.
     pub(crate) fn pull(&self, known: &Arc<Known>, moves: &mut Moves) -> Result<Moved> {
-        let plan = Arc::new(CopyPlan::moves(moves)?);
+        let plan = Arc::new(CopyPlan::moves(moves, Ends::TwoCaches)?);
         if plan.waves().is_empty() {
             return Ok(Moved::Bytes(0));
         }
-        let pinned = Arc::new(pin_writes(&self.local, std::mem::take(&mut moves.local_rows), self.deadline)?);
+        let pinned = Arc::new(pin_writes(&self.local, std::mem::take(&mut moves.dst_rows), self.deadline)?);
         self.cluster.still_registered(&self.local)?;
         let mut progress = Arc::new(Progress::default());
         let outcome = self.pull_bytes(known, &plan, &mut progress, &pinned);
@@ -80,7 +80,8 @@ impl Call {
 
     /// Receives the bytes over sockets. On this path the owner reads, under its own pins.
     fn receive(&self, known: &Arc<Known>, plan: &Arc<CopyPlan>, progress: &Arc<Progress>) -> Result<Moved> {
-        stream::receive(self.streams(known, plan), progress.clone())
+        let streams = Streams { call: self.clone(), known: known.clone(), plan: plan.clone() };
+        streams.receive(progress.clone())
     }
 
     /// Asks the owner, after a read from memory of a cache whose description is out of date, whether the memory

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::call::{Call, Moved};
-use super::stream;
+use super::stream::Streams;
 use crate::cache::pin_reads;
 use crate::error::Result;
 use crate::plan::CopyPlan;
@@ -60,6 +60,6 @@ impl Call {
                 reply => return Err(self.link.unexpected(&reply)),
             }
         }
-        stream::send(&self.streams(known, plan))
+        Streams { call: self.clone(), known: known.clone(), plan: plan.clone() }.send()
     }
 }

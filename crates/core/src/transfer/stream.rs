@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::call::{Call, Moved};
-use crate::copy::{CopyEngine, Progress, Work};
+use crate::copy::{CopyEngine, Progress};
 use crate::error::{Error, ErrorKind, Result};
 use crate::plan::{CopyPlan, Wave};
 use crate::protocol::{MOST_AHEAD, Reply, Request, WirePlan};
@@ -23,30 +23,17 @@ const MOST_PIECES: u64 = 128;
 
 /// One transfer through sockets.
 pub(super) struct Streams {
-    call: Call,
-    known: Arc<Known>,
-    plan: Arc<CopyPlan>,
-}
-
-impl Call {
-    /// Returns the transfer through sockets for this call.
-    pub(super) fn streams(&self, known: &Arc<Known>, plan: &Arc<CopyPlan>) -> Streams {
-        Streams { call: self.clone(), known: known.clone(), plan: plan.clone() }
-    }
-}
-
-/// Receives the bytes of the plan into the local cache.
-pub(super) fn receive(streams: Streams, progress: Arc<Progress>) -> Result<Moved> {
-    streams.in_parts(move |streams, range| streams.receive(range, &progress))
-}
-
-/// Sends the bytes of the plan from the local cache; they are in place when this returns. It uses one stream,
-/// because parts of a push would write the same rows of other tensors, and the owner pins whole rows.
-pub(super) fn send(streams: &Streams) -> Result<Moved> {
-    streams.send(0..streams.plan.bytes())
+    pub(super) call: Call,
+    pub(super) known: Arc<Known>,
+    pub(super) plan: Arc<CopyPlan>,
 }
 
 impl Streams {
+    /// Receives the bytes of the plan into the local cache.
+    pub(super) fn receive(self, progress: Arc<Progress>) -> Result<Moved> {
+        self.in_parts(move |streams, range| streams.receive_range(range, &progress))
+    }
+
     /// Runs `part` for the whole plan, or for several ranges of it at the same time.
     fn in_parts(
         self,
@@ -61,14 +48,23 @@ impl Streams {
         }
         let (deadline, cluster) = (self.call.deadline, self.call.cluster.clone());
         let each = bytes.div_ceil(count);
-        let parts = Arc::new(Parts { streams: self, each, bytes, part, stale: AtomicBool::new(false) });
+        // Whether the owner reported, for any part, that the cache has changed.
+        let stale = Arc::new(AtomicBool::new(false));
+        let changed = stale.clone();
+        let work = move |index: usize| {
+            let from = index as u64 * each;
+            if let Moved::Stale = part(&self, from..(from + each).min(bytes))? {
+                changed.store(true, Ordering::Release);
+            }
+            Ok(())
+        };
         let units = usize::try_from(bytes.div_ceil(each)).unwrap_or(usize::MAX);
-        cluster.engine.streamers()?.run(parts.clone(), units, deadline)?;
-        Ok(if parts.stale.load(Ordering::Acquire) { Moved::Stale } else { Moved::Bytes(bytes) })
+        cluster.engine.streamers()?.run(Arc::new(work), units, deadline)?;
+        Ok(if stale.load(Ordering::Acquire) { Moved::Stale } else { Moved::Bytes(bytes) })
     }
 
     /// Sends one request and receives its bytes into place.
-    fn receive(&self, range: Range<u64>, progress: &Progress) -> Result<Moved> {
+    fn receive_range(&self, range: Range<u64>, progress: &Progress) -> Result<Moved> {
         let bytes = range.end - range.start;
         let request = Request::Read {
             name: self.call.name.into(),
@@ -90,31 +86,32 @@ impl Streams {
         Ok(Moved::Bytes(bytes))
     }
 
-    /// Sends one request and the bytes, and receives the reply that they are in place. Few bytes follow the
-    /// request without waiting for a reply, which takes one round trip instead of two
+    /// Sends the bytes of the plan from the local cache, and receives the reply that they are in place. It uses
+    /// one stream, because parts of a push would write the same rows of other tensors, and the owner pins whole
+    /// rows. Few bytes follow the request without waiting for a reply, which takes one round trip instead of two
     /// (`few_bytes_follow_their_request`).
-    fn send(&self, range: Range<u64>) -> Result<Moved> {
-        let bytes = range.end - range.start;
+    pub(super) fn send(&self) -> Result<Moved> {
+        let bytes = self.plan.bytes();
         let mut lease = self.call.link.lease(self.call.deadline)?;
         let ahead = self.ahead(bytes);
         let request = Request::Write {
             name: self.call.name.into(),
             cache: self.known.cache.0,
             plan: WirePlan::try_from(&*self.plan)?,
-            from: range.start,
-            to: range.end,
+            from: 0,
+            to: bytes,
             ahead,
             limit_ms: limit_ms(self.call.deadline),
         };
         let local = self.call.local.tensors();
         let moved = |lease: &Lease<'_>| {
-            CopyEngine::send(&self.plan, range, local, lease.stream(), self.call.deadline)
+            CopyEngine::send(&self.plan, 0..bytes, local, lease.stream(), self.call.deadline)
         };
         let answer = if ahead {
-            let said = || {
+            let send = || {
                 send_message_before(lease.stream(), &request, self.call.deadline).and_then(|()| moved(&lease))
             };
-            self.call.link.exchange_with(&lease, self.call.deadline, said)
+            self.call.link.exchange_with(&lease, self.call.deadline, send)
         } else {
             if !self.ready(&mut lease, &request, bytes, moved)? {
                 return Ok(Moved::Stale);
@@ -169,26 +166,5 @@ impl Streams {
             Reply::Stale => Ok(()),
             reply => Err(self.call.link.unexpected(&reply)),
         }
-    }
-}
-
-/// A transfer in several parts.
-struct Parts<F> {
-    streams: Streams,
-    each: u64,
-    bytes: u64,
-    part: F,
-    /// Whether the owner reported, for any part, that the cache has changed.
-    stale: AtomicBool,
-}
-
-impl<F: Fn(&Streams, Range<u64>) -> Result<Moved> + Send + Sync + 'static> Work for Parts<F> {
-    fn unit(&self, index: usize) -> Result<()> {
-        let from = index as u64 * self.each;
-        let to = (from + self.each).min(self.bytes);
-        if let Moved::Stale = (self.part)(&self.streams, from..to)? {
-            self.stale.store(true, Ordering::Release);
-        }
-        Ok(())
     }
 }

@@ -33,8 +33,8 @@ pub(crate) struct Delivery {
     pub(crate) cluster: ClusterId,
     /// Layers that it receives.
     pub(crate) layers: LayerRange,
-    /// Carrier that pushes them.
-    pub(crate) carrier: Arc<dyn Carrier>,
+    /// Carrier that pushes them, or why the destination can never be reached.
+    pub(crate) carrier: Result<Arc<dyn Carrier>>,
 }
 
 /// Outcome of a destination.
@@ -128,25 +128,31 @@ impl Task {
             Error::new(ErrorKind::System, "no descriptor for a transfer to say that it has ended")
                 .because(errno)
         })?;
-        let slot = |Delivery { cluster, layers, carrier }| Slot {
-            carrier: Some(carrier),
-            cluster,
-            range: layers,
-            next: layers.first,
-            found: false,
-            queued: true,
-            busy: false,
-            outcome: None,
-            bytes: 0,
+        let slot = |Delivery { cluster, layers, carrier }| {
+            let (carrier, outcome) = match carrier {
+                Ok(carrier) => (Some(carrier), None),
+                Err(error) => (None, Some(Err(Arc::new(error)))),
+            };
+            Slot {
+                queued: carrier.is_some(),
+                carrier,
+                cluster,
+                range: layers,
+                next: layers.first,
+                found: false,
+                busy: false,
+                outcome,
+                bytes: 0,
+            }
         };
         let slots: Vec<_> = deliveries.into_iter().map(slot).collect();
-        let all = 0..slots.len();
+        let queued: Vec<_> = (0..slots.len()).filter(|&index| slots[index].queued).collect();
         let state =
             State { ready: 0, over: false, awaited: None, alarm: None, slots, dropping: 0, ended: false };
         let task =
             Arc::new(Task { lanes, patience, state: Mutex::new(state), changed: Condvar::new(), ended });
         task.finish_ended(task.state.lock());
-        task.send(all);
+        task.send(queued);
         Ok(task)
     }
 
@@ -436,7 +442,7 @@ struct CarryJob {
 }
 
 /// Next step of such a job.
-enum Step {
+enum CarryStep {
     Find(Arc<dyn Carrier>),
     Layer(Arc<dyn Carrier>, u32),
     Rest,
@@ -446,9 +452,9 @@ impl Job for CarryJob {
     fn run(mut self: Box<Self>) {
         loop {
             let moved = match self.next() {
-                Step::Find(carrier) => carrier.find().map(|()| None),
-                Step::Layer(carrier, layer) => carrier.layer(layer).map(Some),
-                Step::Rest => break,
+                CarryStep::Find(carrier) => carrier.find().map(|()| None),
+                CarryStep::Layer(carrier, layer) => carrier.layer(layer).map(Some),
+                CarryStep::Rest => break,
             };
             self.record(moved);
         }
@@ -461,18 +467,20 @@ impl Job for CarryJob {
 }
 
 impl CarryJob {
-    fn next(&self) -> Step {
+    fn next(&self) -> CarryStep {
         let mut state = self.task.state.lock();
         let ready = state.ready;
         let slot = &mut state.slots[self.index];
         (slot.queued, slot.busy) = (false, true);
         match (&slot.outcome, &slot.carrier) {
-            (None, Some(carrier)) if !slot.found => return Step::Find(carrier.clone()),
-            (None, Some(carrier)) if slot.next < ready => return Step::Layer(carrier.clone(), slot.next),
+            (None, Some(carrier)) if !slot.found => return CarryStep::Find(carrier.clone()),
+            (None, Some(carrier)) if slot.next < ready => {
+                return CarryStep::Layer(carrier.clone(), slot.next);
+            }
             _ => slot.busy = false,
         }
         self.task.finish_ended(state);
-        Step::Rest
+        CarryStep::Rest
     }
 
     fn record(&self, moved: Result<Option<u64>>) {

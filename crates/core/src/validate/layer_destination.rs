@@ -50,7 +50,7 @@ pub fn layer_moves(local: Side, rows: &LayerRows, src_row: u32, to: LayerDestina
             }
         }
     }
-    let (pieces, local_rows) = pieces(here, rows, src_row)?;
+    let (pieces, src_rows) = pieces(here, rows, src_row)?;
     let (first, room) = match (to, rows) {
         (LayerDestination::Memory { offset, tensor_bytes }, _) => {
             (offset, tensor_bytes.saturating_sub(offset))
@@ -66,7 +66,7 @@ pub fn layer_moves(local: Side, rows: &LayerRows, src_row: u32, to: LayerDestina
         return Err(too_small(rows, at, piece, room));
     }
     let pieces = pieces.shifted(first);
-    Ok(Moves { pieces, src_tensor: 0, dst_tensor: 0, num_tensors: 1, local_rows, whole: false })
+    Ok(Moves { pieces, num_tensors: 1, src_rows, ..Moves::default() })
 }
 
 /// Checks that the layers to be written are in the remote cache: `layers` layers of `per_layer` tensors each,

@@ -184,11 +184,11 @@ pub(super) struct Tensors {
 }
 
 impl Tensors {
-    pub(super) fn moves(self, pieces: Pieces, local_rows: Vec<u64>, whole: bool) -> Moves {
+    pub(super) fn moves(self, pieces: Pieces, whole: bool) -> Moves {
         // Both were found to be inside a cache, whose number of tensors fits in 32 bits.
         let first = |tensor: u64| u32::try_from(tensor).unwrap_or(u32::MAX);
         let (src_tensor, dst_tensor) = (first(self.src), first(self.dst));
-        Moves { pieces, src_tensor, dst_tensor, num_tensors: self.count, local_rows, whole }
+        Moves { pieces, src_tensor, dst_tensor, num_tensors: self.count, whole, ..Moves::default() }
     }
 }
 

@@ -38,7 +38,7 @@ use std::fmt::Display;
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
 use crate::model::{CacheDesc, CacheKey, CacheKind, Geometry, Placement};
-use crate::plan::{BlockPairs, CopyRange, total_bytes};
+use crate::plan::{Moves, Piece, Pieces, REQUEST, total_bytes};
 
 /// One end of a copy, as far as the checks need it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -186,7 +186,7 @@ pub fn copy_size(size: i64) -> Result<()> {
 
 /// Checks a copy of one range of one slot in every tensor (contract §7.9). `Err(TensorCountMismatch)` if the caches
 /// have different numbers of tensors; otherwise `Err(InvalidArgument)`.
-pub fn copy_cache(src: Side, dst: Side, args: CopyArgs) -> Result<CopyRange> {
+pub fn copy_cache(src: Side, dst: Side, args: CopyArgs) -> Result<Moves> {
     let CopyArgs { dst_batch_index, src_batch_index, offset, size } = args;
     batch_cache("src", src.kind)?;
     batch_cache("dst", dst.kind)?;
@@ -208,18 +208,18 @@ pub fn copy_cache(src: Side, dst: Side, args: CopyArgs) -> Result<CopyRange> {
         let slots = format!("slots of {} and {} bytes", from.row_bytes(), to.row_bytes());
         return Err(too_long(size, bytes, room - offset, &format!("{slots} from offset {offset} on")));
     }
-    Ok(CopyRange {
-        src_row,
-        dst_row,
-        src_offset: src_row * from.row_bytes() + offset,
-        dst_offset: dst_row * to.row_bytes() + offset,
-        bytes,
+    let (src, dst) = (src_row * from.row_bytes() + offset, dst_row * to.row_bytes() + offset);
+    Ok(Moves {
+        pieces: vec![Piece { src, dst, len: bytes }].into(),
         num_tensors: from.num_tensors(),
+        src_rows: vec![src_row],
+        dst_rows: vec![dst_row],
+        ..Moves::default()
     })
 }
 
 /// Checks a copy of the original's `CopyKvCache`: the same ranges, but only from device memory.
-pub fn copy_kv_cache(src: Side, dst: Side, args: CopyArgs) -> Result<CopyRange> {
+pub fn copy_kv_cache(src: Side, dst: Side, args: CopyArgs) -> Result<Moves> {
     on_device("src_cache", src.placement)?;
     copy_cache(src, dst, args)
 }
@@ -237,27 +237,27 @@ pub fn on_device(name: &str, placement: Placement) -> Result<()> {
 
 /// Checks a copy in `KvCacheManager` mode: like [`copy_cache`], but from device to device only
 /// (contract §9.2).
-pub fn copy_on_device(src: Side, dst: Side, args: CopyArgs) -> Result<CopyRange> {
+pub fn copy_on_device(src: Side, dst: Side, args: CopyArgs) -> Result<Moves> {
     on_device("dst", dst.placement)?;
     on_device("src", src.placement)?;
     copy_cache(src, dst, args)
 }
 
 /// Checks a copy of blocks within one cache (contract §7.10).
-pub fn copy_blocks(cache: Side, pairs: &[(i64, i64)]) -> Result<BlockPairs> {
+pub fn copy_blocks(cache: Side, pairs: &[(i64, i64)]) -> Result<Moves> {
     blocks_cache("cache", cache.kind)?;
-    block_pairs(pairs, cache.geometry, cache.geometry)
+    block_moves(pairs, cache.geometry, cache.geometry)
 }
 
 /// Checks a copy of blocks in `KvCacheManager` mode: like [`copy_blocks`], but for rows of a device cache of
 /// either kind (contract §9.1).
-pub fn copy_rows(cache: Side, pairs: &[(i64, i64)]) -> Result<BlockPairs> {
+pub fn copy_rows(cache: Side, pairs: &[(i64, i64)]) -> Result<Moves> {
     on_device("cache", cache.placement)?;
-    block_pairs(pairs, cache.geometry, cache.geometry)
+    block_moves(pairs, cache.geometry, cache.geometry)
 }
 
 /// Checks a swap of blocks between a host cache and a device cache (contract §7.11).
-pub fn swap_blocks(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<BlockPairs> {
+pub fn swap_blocks(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<Moves> {
     blocks_cache("src_cache", src.kind)?;
     blocks_cache("dst_cache", dst.kind)?;
     swap_rows(src, dst, pairs)
@@ -265,7 +265,7 @@ pub fn swap_blocks(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<BlockPa
 
 /// Checks a swap in `KvCacheManager` mode: like [`swap_blocks`], but for rows of caches of either kind
 /// (contract §9.1).
-pub fn swap_rows(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<BlockPairs> {
+pub fn swap_rows(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<Moves> {
     let checked = equal_pairs(src, dst, pairs)?;
     if src.placement == dst.placement {
         return Err(mismatch(
@@ -279,7 +279,7 @@ pub fn swap_rows(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<BlockPair
 
 /// Checks a copy of the C++ class's `CopyKvBlocks`: rows of caches of either kind, but not from host to host
 /// (contract, C++ §4).
-pub fn copy_kv_blocks(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<BlockPairs> {
+pub fn copy_kv_blocks(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<Moves> {
     let checked = equal_pairs(src, dst, pairs)?;
     if (src.placement, dst.placement) == (Placement::Host, Placement::Host) {
         return Err(mismatch("placements (one must be device)", src.placement, dst.placement));
@@ -287,7 +287,7 @@ pub fn copy_kv_blocks(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<Bloc
     Ok(checked)
 }
 
-fn equal_pairs(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<BlockPairs> {
+fn equal_pairs(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<Moves> {
     let (from, to) = (src.geometry, dst.geometry);
     if from.row_bytes() != to.row_bytes() {
         return Err(mismatch("block sizes", from.row_bytes(), to.row_bytes()));
@@ -295,21 +295,25 @@ fn equal_pairs(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<BlockPairs>
     if from.num_tensors() != to.num_tensors() {
         return Err(mismatch("num_tensors", from.num_tensors(), to.num_tensors()));
     }
-    block_pairs(pairs, from, to)
+    block_moves(pairs, from, to)
 }
 
 fn mismatch(what: &str, src: impl Display, dst: impl Display) -> Error {
     Error::invalid(format!("src_cache and dst_cache do not match: {what} {src} and {dst}"))
 }
 
-fn block_pairs(pairs: &[(i64, i64)], src: Geometry, dst: Geometry) -> Result<BlockPairs> {
+fn block_moves(pairs: &[(i64, i64)], src: Geometry, dst: Geometry) -> Result<Moves> {
     let blocks = (pairs.len() as u64).saturating_mul(u64::from(src.num_tensors()));
     total_bytes(blocks, src.row_bytes())?;
-    let mut checked = fallible::with_capacity(crate::plan::REQUEST, pairs.len())?;
+    let mut src_rows = fallible::with_capacity(REQUEST, pairs.len())?;
+    let mut dst_rows = fallible::with_capacity(REQUEST, pairs.len())?;
     for &(from, to) in pairs {
-        checked.push((row("source block", from, src)?, row("destination block", to, dst)?));
+        src_rows.push(row("source block", from, src)?);
+        dst_rows.push(row("destination block", to, dst)?);
     }
-    Ok(BlockPairs { pairs: checked, block_bytes: src.row_bytes(), num_tensors: src.num_tensors() })
+    let rows = src_rows.iter().copied().zip(dst_rows.iter().copied());
+    let pieces = Pieces::blocks(src.row_bytes(), rows)?;
+    Ok(Moves { pieces, num_tensors: src.num_tensors(), src_rows, dst_rows, ..Moves::default() })
 }
 
 /// Returns a row of the cache, which is given as any kind of number.

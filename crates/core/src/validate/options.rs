@@ -84,13 +84,13 @@ fn own_options<'a>(config: &mut Config, text: &impl Fn(&str) -> Option<&'a str>)
         config.copy_workers = usize::try_from(count).ok();
     }
     if let Some(path) = text("llm.SwapInPath") {
-        config.swap_in = values::swap_in_path(path)?;
+        config.swap_in = one_of("swap_in_path", path, &values::SWAP_IN_PATHS)?;
     }
     if let Some(kernel) = text("llm.CopyKernel") {
-        config.kernel = values::copy_kernel(kernel)?;
+        config.kernel = one_of("copy_kernel", kernel, &values::COPY_KERNELS)?;
     }
     if let Some(choice) = text("llm.HugePages") {
-        config.huge_pages = values::huge_pages(choice)?;
+        config.huge_pages = one_of("huge_pages", choice, &values::HUGE_PAGES)?;
     }
     Ok(())
 }
@@ -118,7 +118,7 @@ fn links<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<LinkConfig> {
         links.pin_limit = Duration::from_millis(limit);
     }
     if let Some(transport) = text("llm.LinkTransport") {
-        links.transport = values::link_transport(transport)?;
+        links.transport = one_of("link_transport", transport, &values::LINK_TRANSPORTS)?;
     }
     if let Some(streams) = number(text, "llm.LinkStreams", "link_streams")? {
         links.streams = usize::try_from(streams).unwrap_or(1);

@@ -139,7 +139,7 @@ pub fn pull(local: Side, remote: RemoteCache, rows: &PullRows, layers: Layers) -
     }
     reachable("the remote cache", remote.accessible)?;
     let slot = u64::from(remote.row) * peer.row_bytes();
-    let (pieces, local_rows) = match rows {
+    let (pieces, dst_rows) = match rows {
         PullRows::Slot { local: index, size } => {
             let len = slot_bytes("the remote cache", *size, own, peer)?;
             let index = u64::from(*index);
@@ -166,7 +166,7 @@ pub fn pull(local: Side, remote: RemoteCache, rows: &PullRows, layers: Layers) -
         }
     };
     let whole = tensors.count == peer.num_tensors();
-    Ok(tensors.moves(pieces, local_rows, whole))
+    Ok(Moves { dst_rows, ..tensors.moves(pieces, whole) })
 }
 
 /// Checks what needs only the local cache of a push.
@@ -199,7 +199,7 @@ pub fn push(local: Side, remote: RemoteCache, rows: &PushRows, layers: Layers) -
     reachable("the remote cache", remote.accessible)?;
     let tensors = push_layers(own, layers)?;
     within("dst_layer_range", tensors.dst, tensors.count, "the remote cache", peer)?;
-    let (pieces, local_rows) = match rows {
+    let (pieces, src_rows) = match rows {
         PushRows::Slot { local: index } => {
             batch_cache("the remote cache", remote.side.kind)?;
             remote_row(remote, ErrorKind::InvalidArgument)?;
@@ -227,9 +227,9 @@ pub fn push(local: Side, remote: RemoteCache, rows: &PushRows, layers: Layers) -
     };
     let whole = tensors.count == own.num_tensors();
     if tensors.count == 0 {
-        return Ok(tensors.moves(Pieces::default(), vec![], false));
+        return Ok(tensors.moves(Pieces::default(), false));
     }
-    Ok(tensors.moves(pieces, local_rows, whole))
+    Ok(Moves { src_rows, ..tensors.moves(pieces, whole) })
 }
 
 pub(super) fn remote_row(remote: RemoteCache, kind: ErrorKind) -> Result<()> {

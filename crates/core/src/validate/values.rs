@@ -20,6 +20,21 @@ const TOKEN_CHARACTERS: usize = 16;
 /// Most bytes of a path: the limit of the kernel, without the null byte.
 const PATH_BYTES: usize = 4095;
 
+/// The texts of `swap_in_path`, `copy_kernel`, `huge_pages` and `link_transport`, and what they choose.
+pub(super) const SWAP_IN_PATHS: [(&str, SwapInPath); 3] =
+    [("auto", SwapInPath::Auto), ("direct", SwapInPath::Direct), ("ring", SwapInPath::Ring)];
+pub(super) const COPY_KERNELS: [(&str, KernelChoice); 3] =
+    [("auto", KernelChoice::Auto), ("plain", KernelChoice::Plain), ("streaming", KernelChoice::Streaming)];
+pub(super) const HUGE_PAGES: [(&str, HugeChoice); 5] = [
+    ("auto", HugeChoice::Auto),
+    ("off", HugeChoice::Off),
+    ("merge", HugeChoice::Merge),
+    ("merge_registered", HugeChoice::MergeRegistered),
+    ("eager", HugeChoice::Eager),
+];
+pub(super) const LINK_TRANSPORTS: [(&str, TransportChoice); 3] =
+    [("auto", TransportChoice::Auto), ("shm", TransportChoice::Shm), ("tcp", TransportChoice::Tcp)];
+
 /// Returns the lowest and the highest value of a property of `LlmConfig` that is a whole number, and its unit.
 /// `i64::MAX` stands for no upper limit.
 fn range(name: &str) -> Result<(i64, i64, &'static str)> {
@@ -59,13 +74,13 @@ pub(super) fn number_from(key: &str, name: &str, text: &str) -> Result<u64> {
 /// Checks the property `name` of `LlmConfig`, which is a text with a rule of its own.
 pub fn text(name: &str, text: &str) -> Result<()> {
     match name {
-        "copy_kernel" => copy_kernel(text).map(drop),
-        "huge_pages" => huge_pages(text).map(drop),
+        "copy_kernel" => one_of(name, text, &COPY_KERNELS).map(drop),
+        "huge_pages" => one_of(name, text, &HUGE_PAGES).map(drop),
         "link_token" => link_token(text).map(drop),
         "link_token_file" => link_token_file(text).map(drop),
-        "link_transport" => link_transport(text).map(drop),
+        "link_transport" => one_of(name, text, &LINK_TRANSPORTS).map(drop),
         "rank_hosts" => rank_hosts(text).map(drop),
-        "swap_in_path" => swap_in_path(text).map(drop),
+        "swap_in_path" => one_of(name, text, &SWAP_IN_PATHS).map(drop),
         _ => Err(Error::invalid(format!("{name} is no option that is a text"))),
     }
 }
@@ -73,34 +88,6 @@ pub fn text(name: &str, text: &str) -> Result<()> {
 /// Checks `mem_utilization`: a share from 0.0 to 1.0.
 pub fn mem_utilization(value: f64) -> Result<()> {
     ensure((0.0..=1.0).contains(&value), || Error::out_of_range("mem_utilization", value, "0.0 to 1.0"))
-}
-
-/// Reads `swap_in_path`: `auto`, `direct` or `ring`.
-pub fn swap_in_path(text: &str) -> Result<SwapInPath> {
-    let paths = [("auto", SwapInPath::Auto), ("direct", SwapInPath::Direct), ("ring", SwapInPath::Ring)];
-    one_of("swap_in_path", text, &paths)
-}
-
-/// Reads `copy_kernel`: `auto`, `plain` or `streaming`.
-pub fn copy_kernel(text: &str) -> Result<KernelChoice> {
-    let kernels = [
-        ("auto", KernelChoice::Auto),
-        ("plain", KernelChoice::Plain),
-        ("streaming", KernelChoice::Streaming),
-    ];
-    one_of("copy_kernel", text, &kernels)
-}
-
-/// Reads `huge_pages`: `auto`, `off`, `merge`, `merge_registered` or `eager`.
-pub fn huge_pages(text: &str) -> Result<HugeChoice> {
-    let choices = [
-        ("auto", HugeChoice::Auto),
-        ("off", HugeChoice::Off),
-        ("merge", HugeChoice::Merge),
-        ("merge_registered", HugeChoice::MergeRegistered),
-        ("eager", HugeChoice::Eager),
-    ];
-    one_of("huge_pages", text, &choices)
 }
 
 /// Reads `link_token`: at least 16 characters. Error messages never contain the value.
@@ -133,13 +120,6 @@ pub(super) fn link_silence(silence: Duration, heartbeat: Duration) -> Result<()>
         let allowed = format!("at least two heartbeats, {}", 2 * heartbeat.as_millis());
         Error::argument("link_silence", silence.as_millis(), allowed)
     })
-}
-
-/// Reads `link_transport`: `auto`, `shm` or `tcp`.
-pub fn link_transport(text: &str) -> Result<TransportChoice> {
-    let choices =
-        [("auto", TransportChoice::Auto), ("shm", TransportChoice::Shm), ("tcp", TransportChoice::Tcp)];
-    one_of("link_transport", text, &choices)
 }
 
 /// Reads `rank_hosts`: a JSON object that maps a `device_ip` or cluster id to `ip:port`. Port 0 is invalid.

@@ -7,12 +7,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use llm_datadist_core::testing::cache::{pin_reads, pin_writes};
-use llm_datadist_core::testing::plan::{
-    BlockPairs, Blocks, CopyPlan, Ends, Moves, Piece, Span, SpanList, Wave,
-};
+use llm_datadist_core::testing::model::AddressLocation;
+use llm_datadist_core::testing::plan::{Blocks, CopyPlan, Ends, Moves, Piece, Span, SpanList, Wave};
 use llm_datadist_core::testing::protocol::{
-    self, AddressLocation, Arrived, HEADER, Location, MESSAGE_LIMIT, Place, Record, Reply, Request, Run,
-    WireName, WirePlan,
+    self, Arrived, HEADER, Location, MESSAGE_LIMIT, Place, Record, Reply, Request, Run, WireName, WirePlan,
 };
 use llm_datadist_core::testing::validate::{self, RemoteCache, Side};
 use llm_datadist_core::{
@@ -21,7 +19,7 @@ use llm_datadist_core::{
 };
 
 use crate::counting_allocator;
-use crate::fixtures::{Own, config, desc, local_streams, patterned, try_adopt};
+use crate::fixtures::{Own, block_moves, block_plan, config, desc, local_streams, patterned, try_adopt};
 
 /// The least size of a list of these tests. Allocations of a constant size are smaller.
 const LEAST: usize = 16 << 10;
@@ -98,15 +96,17 @@ fn lists() -> Vec<(&'static str, Vec<(u64, u64)>)> {
 #[test]
 fn planning_fails_whole() {
     for (name, pairs) in lists() {
-        let request = BlockPairs { pairs, block_bytes: 16, num_tensors: 2 };
-        for ends in [Ends::OneCache, Ends::TwoCaches] {
-            only_fails(name, 1, || CopyPlan::blocks(&request, ends));
-        }
         let piece = |&(src, dst): &(u64, u64)| Piece { src: 16 * src, dst: 16 * dst + 5, len: 16 };
-        let pieces: Vec<Piece> = request.pairs.iter().map(piece).collect();
-        let moves = || Moves { pieces: pieces.clone().into(), num_tensors: 1, ..Moves::default() };
-        let planned = |_: &Moves, plan: Result<_>, failed| assert_eq!(plan.is_err(), failed, "{name}");
-        assert!(each_judged(moves, CopyPlan::moves, planned) > 0, "{name}");
+        let pieces: Vec<Piece> = pairs.iter().map(piece).collect();
+        let pieces = Moves { pieces: pieces.into(), num_tensors: 1, ..Moves::default() };
+        let blocks = block_moves(&pairs, 16, 2);
+        for (moves, ends) in
+            [(&blocks, Ends::OneCache), (&blocks, Ends::TwoCaches), (&pieces, Ends::TwoCaches)]
+        {
+            let planned = |_: &Moves, plan: Result<_>, failed| assert_eq!(plan.is_err(), failed, "{name}");
+            let plan = |moves: &mut Moves| CopyPlan::moves(moves, ends);
+            assert!(each_judged(|| moves.clone(), plan, planned) > 0, "{name}");
+        }
     }
 }
 
@@ -149,8 +149,7 @@ fn served(body: &[u8]) -> Result<(Vec<u64>, Vec<u64>)> {
 #[test]
 fn plans_are_sent_and_served_whole() {
     for (name, pairs) in lists() {
-        let plan = CopyPlan::blocks(&BlockPairs { pairs, block_bytes: 16, num_tensors: 2 }, Ends::TwoCaches);
-        let plan = plan.unwrap();
+        let plan = block_plan(&pairs, 16, 2);
         let written = || protocol::encode(&fetch(WirePlan::try_from(&plan)?));
         let failed = each_fails(written, || ());
         let long = plan.waves().iter().map(Wave::num_spans).sum::<usize>() > 4000;
@@ -203,7 +202,7 @@ fn other_lists_of_messages_fail_whole() {
     let mut record = Record::new(Place { place: 1, generation: 2 }, CacheId(3), 0, side);
     record.location = Location::Process { runs };
     reads(&protocol::encode(&Reply::Described(record)).unwrap(), "runs");
-    let spot = AddressLocation { cache: 1, tensor: 2, offset: 1 << 40 };
+    let spot = AddressLocation { cache: CacheId(1), tensor: 2, offset: 1 << 40 };
     reads(&protocol::encode(&Reply::Located(vec![spot; MANY as usize])).unwrap(), "spots");
     let rows = (0..MANY).map(|k| (2 * k, 2 * k + 1)).collect();
     let arrived = vec![Arrived { tensor: 3, rows }];

@@ -1,5 +1,6 @@
 //! Validation of call arguments and single values: the kind of each error, the facts in its message, and the bounds.
 
+use llm_datadist_core::testing::plan::{Moves, Piece};
 use llm_datadist_core::testing::validate::{self, CopyArgs, Pools, Side};
 use llm_datadist_core::{
     CacheDesc, CacheKey, CacheKind, DataType, Error, ErrorKind, Geometry, Placement, Result, Role,
@@ -120,13 +121,17 @@ fn args(dst: u32, src: u32, offset: u64, size: i64) -> CopyArgs {
     CopyArgs { dst_batch_index: dst, src_batch_index: src, offset, size }
 }
 
+fn listed(moves: &Moves) -> Vec<Piece> {
+    moves.pieces.iter().collect()
+}
+
 #[test]
 fn copies_of_slots() {
     let (src, dst) = (side(2, 3, 100, Batch, Device), side(2, 4, 64, Batch, Host));
     let copy = |args| validate::copy_cache(src, dst, args);
     let done = copy(args(3, 2, 10, 54)).unwrap();
-    assert_eq!((done.src_row, done.dst_row, done.src_offset, done.dst_offset), (2, 3, 210, 202));
-    assert_eq!((done.bytes, done.num_tensors), (54, 2));
+    assert_eq!(listed(&done), [Piece { src: 210, dst: 202, len: 54 }]);
+    assert_eq!((&done.src_rows[..], &done.dst_rows[..], done.num_tensors), (&[2][..], &[3][..], 2));
     for size in [0, -2, i64::MIN] {
         refused(copy(args(0, 0, 0, size)), &[&format!("size={size}"), "-1, or a number of bytes above 0"]);
     }
@@ -145,16 +150,16 @@ fn copies_of_slots() {
     refused(validate::copy_cache(blocks, dst, args(0, 0, 0, 1)), &["src is a blocks cache", "continuous"]);
     refused(validate::copy_cache(src, blocks, args(0, 0, 0, 1)), &["dst is a blocks cache"]);
     // In the other direction, −1 is the rest of the smaller slot and fits.
-    assert_eq!(validate::copy_cache(dst, src, args(0, 0, 60, -1)).unwrap().bytes, 4);
+    assert_eq!(listed(&validate::copy_cache(dst, src, args(0, 0, 60, -1)).unwrap())[0].len, 4);
     refused(validate::copy_kv_cache(dst, src, args(0, 0, 0, 1)), &["src_cache is in host memory"]);
     assert_eq!(validate::copy_kv_cache(src, dst, args(3, 2, 10, 54)).unwrap(), done);
     // The largest slot, and the slot with the highest index.
     let huge = side(1, 1, i64::MAX, Batch, Host);
     let all = validate::copy_cache(huge, huge, args(0, 0, i64::MAX as u64 - 1, -1)).unwrap();
-    assert_eq!((all.src_offset, all.bytes), (i64::MAX as u64 - 1, 1));
+    assert_eq!((listed(&all)[0].src, listed(&all)[0].len), (i64::MAX as u64 - 1, 1));
     let many = side(1, 1 << 40, 1 << 22, Batch, Host);
     let last = validate::copy_cache(many, many, args(u32::MAX, u32::MAX, 1, 1)).unwrap();
-    assert_eq!(last.dst_offset, (u64::from(u32::MAX) << 22) + 1);
+    assert_eq!(listed(&last)[0].dst, (u64::from(u32::MAX) << 22) + 1);
 }
 
 #[test]
@@ -162,9 +167,13 @@ fn copies_and_swaps_of_blocks() {
     let (cache, local) = (side(2, 20, 128, Blocks, Device), side(2, 10, 128, Blocks, Host));
     let slots = |rows, placement| side(2, rows, 128, Batch, placement);
     let done = validate::copy_blocks(cache, &[(0, 19), (19, 0), (5, 5)]).unwrap();
-    assert_eq!((done.block_bytes, done.num_tensors), (128, 2));
-    assert_eq!(done.pairs, [(0, 19), (19, 0), (5, 5)]);
-    assert_eq!(validate::copy_blocks(cache, &[]).unwrap().pairs, []);
+    let block = |src: u64, dst: u64| Piece { src: src * 128, dst: dst * 128, len: 128 };
+    assert_eq!(listed(&done), [block(0, 19), block(19, 0), block(5, 5)]);
+    assert_eq!(
+        (&done.src_rows[..], &done.dst_rows[..], done.num_tensors),
+        (&[0, 19, 5][..], &[19, 0, 5][..], 2)
+    );
+    assert_eq!(listed(&validate::copy_blocks(cache, &[]).unwrap()), []);
     refused(validate::copy_blocks(slots(20, Device), &[]), &["cache is a continuous cache", "blocks"]);
     for bad in [-1, 20, i64::MIN, i64::MAX, 1 << 32] {
         let text = bad.to_string();
@@ -176,8 +185,8 @@ fn copies_and_swaps_of_blocks() {
     refused(validate::copy_blocks(huge, &pairs), &["8589934592 blocks", "2^63"]);
     validate::copy_blocks(huge, &pairs[1..]).unwrap();
 
-    assert_eq!(validate::swap_blocks(local, cache, &[(9, 19)]).unwrap().pairs, [(9, 19)]);
-    assert_eq!(validate::swap_blocks(cache, local, &[]).unwrap().pairs, []);
+    assert_eq!(listed(&validate::swap_blocks(local, cache, &[(9, 19)]).unwrap()), [block(9, 19)]);
+    assert_eq!(listed(&validate::swap_blocks(cache, local, &[]).unwrap()), []);
     // In the order of the contract. Each of the first five also breaks the rule of a later case.
     let cases: [(Side, Side, (i64, i64), &[&str]); 10] = [
         (slots(10, Host), side(2, 20, 64, Batch, Device), (0, 0), &["src_cache", "blocks cache"]),

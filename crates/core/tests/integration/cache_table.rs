@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use llm_datadist_core::testing::cache::{pin_reads, pin_writes};
 use llm_datadist_core::testing::device::HostReach;
-use llm_datadist_core::testing::device::sim::SimDevice;
 use llm_datadist_core::testing::tensors;
 use llm_datadist_core::{
     CacheId, CacheKey, CacheKind, Config, CopyArgs, DataDist, Deadline, End, ErrorKind, Placement, SwapInPath,
 };
+use llm_datadist_testing::SimDevice;
 
 use crate::fixtures::{Gated, Own, config, desc, engine_on};
 use CacheKind::{Batch, Blocks};

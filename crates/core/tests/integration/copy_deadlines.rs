@@ -7,14 +7,15 @@ use std::thread;
 use std::time::Duration;
 
 use llm_datadist_core::testing::copy::{CopyEngine, Staging};
-use llm_datadist_core::testing::device::sim::SimDevice;
 use llm_datadist_core::testing::device::{self, Copier, Copy, DeviceSet, HostReach};
 use llm_datadist_core::testing::memory::kernels::Kernel;
 use llm_datadist_core::testing::memory::{Region, Tensors};
-use llm_datadist_core::testing::plan::{BlockPairs, CopyPlan, Ends};
 use llm_datadist_core::{Cache, CacheKind, Deadline, Error, ErrorKind, Placement, SwapInPath};
+use llm_datadist_testing::SimDevice;
 
-use crate::fixtures::{config, contents, copied_bytes, desc, end, engine_on, fill, patterned, same_rows};
+use crate::fixtures::{
+    block_plan, config, contents, copied_bytes, desc, end, engine_on, fill, patterned, same_rows,
+};
 use CacheKind::Blocks;
 use HostReach::{Direct, Staged};
 use Placement::{Device, Host};
@@ -166,9 +167,8 @@ fn a_limit_on_the_whole_copy_ends_it_half_way() {
             let region = Arc::new(devices.at(placement).allocate("test", len).unwrap());
             Arc::new(Tensors::carved(region, [0], len, Box::new(())).unwrap())
         });
-        let pairs = scattered().into_iter().map(|(from, to)| (from as u64, to as u64)).collect();
-        let request = BlockPairs { pairs, block_bytes: ROW as u64, num_tensors: 1 };
-        let plan = CopyPlan::blocks(&request, Ends::TwoCaches).unwrap();
+        let pairs: Vec<_> = scattered().into_iter().map(|(from, to)| (from as u64, to as u64)).collect();
+        let plan = block_plan(&pairs, ROW as u64, 1);
         let limit = Deadline::after(Duration::from_secs(3600)).over_when(Some(device.passed));
         let staging = Staging { path, buffer_bytes: ROW as u64 };
         let run = engine.run(plan, (&src, Host), (&dst, Device), staging, limit, &Arc::default());

@@ -8,8 +8,8 @@ use std::thread;
 use std::time::Duration;
 
 use llm_datadist_core::testing::device::HostReach;
-use llm_datadist_core::testing::device::sim::SimDevice;
 use llm_datadist_core::{CacheKind, DataDist, End, Error, ErrorKind, Placement, Snapshot, SwapInPath};
+use llm_datadist_testing::SimDevice;
 
 use crate::fixtures::{Gated, Own, config, copied_bytes, desc, end, engine_on, same_rows};
 use CacheKind::Blocks;

@@ -6,11 +6,11 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use llm_datadist_core::testing::device::HostReach;
-use llm_datadist_core::testing::device::sim::SimDevice;
 use llm_datadist_core::{
     CacheId, CacheKey, CacheKind, ClusterId, CopyArgs, DataDist, Destination, End, Error, ErrorKind,
     LayerRange, LayerwiseArgs, Outcome, PeerAddress, Placement, Role, StatusCode, SwapInPath, Target,
 };
+use llm_datadist_testing::SimDevice;
 
 use crate::fixtures::{Own, config, desc, engine_on};
 use crate::links::fake_peer::Fake;

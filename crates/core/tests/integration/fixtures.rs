@@ -9,16 +9,16 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use llm_datadist_core::testing::device::sim::SimDevice;
 use llm_datadist_core::testing::device::{Copier, Copy, Device, DeviceSet, HostReach};
 use llm_datadist_core::testing::memory::kernels::Kernel;
 use llm_datadist_core::testing::memory::{Region, Tensors};
-use llm_datadist_core::testing::net::{Accepted, Address, Listener, Local, Stream, Transport};
-use llm_datadist_core::testing::plan::{BlockPairs, CopyPlan, Ends};
+use llm_datadist_core::testing::net::{Accepted, Address, Listener, Stream, Transport};
+use llm_datadist_core::testing::plan::{CopyPlan, Ends, Moves, Pieces};
 use llm_datadist_core::{
     Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, Deadline, End, Error,
     ErrorKind, Placement, PoolConfig, Result, Role,
 };
+use llm_datadist_testing::{Local, SimDevice};
 use tracing::{Level, Subscriber, span};
 
 /// Shows that a test did not look at something, and why: also where the harness keeps what a passing test prints.
@@ -374,10 +374,15 @@ pub fn tensors_over(
     (buffer, Arc::new(Tensors::adopted(adopted)))
 }
 
+/// Pairs of blocks to move.
+pub fn block_moves(pairs: &[(u64, u64)], block_bytes: u64, num_tensors: u32) -> Moves {
+    let pieces = Pieces::blocks(block_bytes, pairs.iter().copied()).unwrap();
+    Moves { pieces, num_tensors, ..Moves::default() }
+}
+
 /// The plan of pairs of blocks between two caches.
 pub fn block_plan(pairs: &[(u64, u64)], block_bytes: u64, num_tensors: u32) -> CopyPlan {
-    CopyPlan::blocks(&BlockPairs { pairs: pairs.to_vec(), block_bytes, num_tensors }, Ends::TwoCaches)
-        .unwrap()
+    CopyPlan::moves(&mut block_moves(pairs, block_bytes, num_tensors), Ends::TwoCaches).unwrap()
 }
 
 /// The next stream at `listener`, which somebody has dialled or is about to; `None` once it is closed.

@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use llm_datadist_core::testing::plan::{Moves, Piece};
 use llm_datadist_core::testing::validate::{self, Side};
 use llm_datadist_core::{
     CacheKind, ClusterId, Config, CopyArgs, DataDist, End, ErrorKind, Geometry, Layers, Mode, Name,
@@ -124,9 +125,11 @@ fn side(num_tensors: u32, rows: usize, row_bytes: usize, kind: CacheKind, placem
 #[test]
 fn rows_of_either_kind() {
     let (local, cache) = (side(2, 10, 128, Batch, Host), side(2, 20, 128, Batch, Device));
-    assert_eq!(validate::swap_rows(local, cache, &[(9, 19)]).unwrap().pairs, [(9, 19)]);
+    let first = |moves: llm_datadist_core::Result<Moves>| moves.unwrap().pieces.iter().next().unwrap();
+    let block = |src, dst| Piece { src, dst, len: 128 };
+    assert_eq!(first(validate::swap_rows(local, cache, &[(9, 19)])), block(9 * 128, 19 * 128));
     let blocks = validate::swap_rows(cache, side(2, 10, 128, Blocks, Host), &[(19, 9)]);
-    assert_eq!(blocks.unwrap().block_bytes, 128);
+    assert_eq!(first(blocks), block(19 * 128, 9 * 128));
     for (dst, pairs, fact) in [
         (cache, &[(10, 0)][..], "source block=10"),
         (side(2, 20, 128, Batch, Host), &[], "placements"),
@@ -139,7 +142,7 @@ fn rows_of_either_kind() {
     refused(validate::copy_rows(local, &[(0, 1)]), &["cache is in host"]);
     refused(validate::copy_rows(cache, &[(0, 20)]), &["destination block=20"]);
     let args = CopyArgs { dst_batch_index: 0, src_batch_index: 1, offset: 0, size: -1 };
-    assert_eq!(validate::copy_on_device(cache, cache, args).unwrap().src_offset, 128);
+    assert_eq!(first(validate::copy_on_device(cache, cache, args)), block(128, 0));
     for (src, dst, fact) in
         [(local, cache, "src is in host"), (cache, local, "dst is in host"), (local, local, "dst is in host")]
     {

@@ -2,8 +2,7 @@
 //!
 //! `links/layerwise.rs` covers engines.
 
-use llm_datadist_core::testing::plan::CopyPlan;
-use llm_datadist_core::testing::plan::Moves;
+use llm_datadist_core::testing::plan::{CopyPlan, Ends, Moves};
 use llm_datadist_core::testing::validate::{
     LayerDestination, LayerRows, RemoteCache, Side, destination_layers, layer_moves,
 };
@@ -28,7 +27,11 @@ fn carried(
     src: &[Vec<u8>],
     dst: &mut [Vec<u8>],
 ) -> u64 {
-    let plan = CopyPlan::moves(&mut moves).unwrap().in_tensors(layer * per_layer, to * per_layer, per_layer);
+    let plan = CopyPlan::moves(&mut moves, Ends::TwoCaches).unwrap().in_tensors(
+        layer * per_layer,
+        to * per_layer,
+        per_layer,
+    );
     for (tensor, piece) in plan.pieces(0, plan.bytes()) {
         let from = &src[plan.src_tensor() as usize + tensor][piece.src as usize..][..piece.len as usize];
         dst[plan.dst_tensor() as usize + tensor][piece.dst as usize..][..from.len()].copy_from_slice(from);
@@ -152,7 +155,7 @@ fn judge(case: &Case, done: &mut [u32; 2]) {
     match (planned, bytes) {
         (Err(error), None) => assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{case:?}"),
         (Ok(moves), Some(bytes)) => {
-            let read: std::collections::BTreeSet<_> = moves.local_rows.iter().copied().collect();
+            let read: std::collections::BTreeSet<_> = moves.src_rows.iter().copied().collect();
             let rows_read = if case.form % 3 == 1 { ours } else { vec![slots.0 as u64] };
             assert_eq!(read, rows_read.into_iter().collect(), "the rows that are pinned: {case:?}");
             assert_eq!(carried(moves, (layer, to, per_layer), &source, &mut got), bytes, "{case:?}");

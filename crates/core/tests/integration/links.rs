@@ -22,12 +22,14 @@ use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
 use llm_datadist_core::testing::device::DeviceSet;
-use llm_datadist_core::testing::net::{Accepted, Address, Listener, Local, Stream, Tcp, Transport, Unix};
+use llm_datadist_core::testing::net::{Accepted, Address, Listener, Stream, Tcp, Transport, Unix};
 use llm_datadist_core::testing::session::Transports;
 use llm_datadist_core::{
     Cache, CacheDesc, CacheKey, CacheKind, ClusterId, Config, DataDist, Deadline, End, Layers, Name,
     PeerAddress, Placement, PoolConfig, PullRows, PushRows, RemoteName, Result, Role, TransportChoice,
 };
+
+use llm_datadist_testing::Local;
 
 use crate::fixtures::{self, Gated, Own};
 use crate::log;

@@ -7,12 +7,12 @@ use std::cell::Cell;
 use std::sync::Arc;
 
 use llm_datadist_core::testing::device::HostReach;
-use llm_datadist_core::testing::device::sim::SimDevice;
 use llm_datadist_core::testing::memory::kernels::Kernel;
-use llm_datadist_core::testing::oracle::{Twin, TwinCache};
 use llm_datadist_core::{
     CacheDesc, CacheKind, CopyArgs, DataDist, End, ErrorKind, KernelChoice, Placement, SwapInPath,
 };
+use llm_datadist_testing::SimDevice;
+use llm_datadist_testing::oracle::{Twin, TwinCache};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 

@@ -7,7 +7,8 @@
 use std::fmt::Debug;
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 
-use llm_datadist_core::{CacheKey, CacheKind, DataDist, Level, Line, Placement, Sink, install_log};
+use llm_datadist_core::{CacheKey, CacheKind, DataDist, Placement};
+use llm_datadist_embed::{Level, Line, Sink, install_log};
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Metadata, Subscriber};

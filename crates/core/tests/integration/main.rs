@@ -34,7 +34,6 @@ mod kv_cache_manager;
 mod layer_destination;
 mod layerwise_arguments;
 mod links;
-mod list_allocator;
 mod local_copies;
 mod log;
 mod memory_limits;

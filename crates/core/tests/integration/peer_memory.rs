@@ -10,8 +10,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use llm_datadist_core::testing::copy::{Arrived, CopyEngine, Outcome, Progress, Staging};
-use llm_datadist_core::testing::device::sim::SimDevice;
+use llm_datadist_core::testing::copy::{Arrived, CopyEngine, CopyOutcome, Progress, Staging};
 use llm_datadist_core::testing::device::{DeviceSet, HostReach};
 use llm_datadist_core::testing::memory::kernels::{Kernel, copy};
 use llm_datadist_core::testing::memory::{
@@ -20,6 +19,7 @@ use llm_datadist_core::testing::memory::{
 };
 use llm_datadist_core::testing::plan::CopyPlan;
 use llm_datadist_core::{Config, Deadline, ErrorKind, Placement, SwapInPath};
+use llm_datadist_testing::SimDevice;
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap, mprotect};
 
@@ -185,7 +185,7 @@ fn run(
     src: &Arc<Tensors>,
     dst: &Arc<Tensors>,
     progress: &Arc<Progress>,
-) -> llm_datadist_core::Result<Outcome> {
+) -> llm_datadist_core::Result<CopyOutcome> {
     // The peer calls its memory device memory; it is reached all the same.
     let (src, dst) = ((src, Placement::Device), (dst, Placement::Host));
     engine.run(plan(pairs), src, dst, STRAIGHT, soon(), progress)

@@ -4,18 +4,16 @@
 
 use std::collections::HashSet;
 
-use llm_datadist_core::testing::plan::{
-    BlockPairs, Blocks, CopyPlan, CopyRange, Ends, Moves, Piece, Pieces, Span, SpanList, Wave,
-};
+use llm_datadist_core::testing::plan::{Blocks, CopyPlan, Ends, Moves, Piece, Pieces, Span, SpanList, Wave};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use crate::fixtures::proptest_cases;
+use crate::fixtures::{block_moves, proptest_cases};
 
 type Pairs = Vec<(u64, u64)>;
 
 fn plan(pairs: &[(u64, u64)], block_bytes: u64, ends: Ends) -> CopyPlan {
-    CopyPlan::blocks(&BlockPairs { pairs: pairs.to_vec(), block_bytes, num_tensors: 3 }, ends).unwrap()
+    CopyPlan::moves(&mut block_moves(pairs, block_bytes, 3), ends).unwrap()
 }
 
 fn pieces(wave: &Wave) -> Vec<Piece> {
@@ -114,9 +112,8 @@ fn long_lists_are_planned_as_short_ones_are() {
     let place = |k: u64| (k * 1789) % count + if k.is_multiple_of(7) { 1 << 30 } else { 0 };
     let pieces: Vec<Piece> =
         (0..count).map(|k| Piece { src: place(k) * len, dst: (k * 991 % count) * len, len }).collect();
-    let plan =
-        CopyPlan::moves(&mut Moves { pieces: pieces.clone().into(), num_tensors: 1, ..Moves::default() })
-            .unwrap();
+    let request = |pieces: Vec<Piece>| Moves { pieces: pieces.into(), num_tensors: 1, ..Moves::default() };
+    let plan = CopyPlan::moves(&mut request(pieces.clone()), Ends::TwoCaches).unwrap();
     let moved: Vec<(u64, u64, u64)> =
         plan.pieces(0, plan.bytes()).map(|(_, piece)| (piece.src, piece.dst, piece.len)).collect();
     let mut expected: Vec<(u64, u64, u64)> =
@@ -132,8 +129,7 @@ fn long_lists_are_planned_as_short_ones_are() {
     // One destination twice: the order counts again.
     let mut twice = pieces;
     twice[2999].dst = twice[0].dst;
-    let plan =
-        CopyPlan::moves(&mut Moves { pieces: twice.into(), num_tensors: 1, ..Moves::default() }).unwrap();
+    let plan = CopyPlan::moves(&mut request(twice), Ends::TwoCaches).unwrap();
     assert_eq!(plan.waves().len(), 2);
 }
 
@@ -348,22 +344,18 @@ fn the_spans_of_a_large_swap_are_few() {
 
 #[test]
 fn a_range_is_one_span_and_onto_itself_nothing() {
-    let range = |src_offset, dst_offset| CopyRange {
-        src_row: 0,
-        dst_row: 0,
-        src_offset,
-        dst_offset,
-        bytes: 7,
-        num_tensors: 5,
+    let range = |src, dst, ends| {
+        let pieces = vec![Piece { src, dst, len: 7 }].into();
+        CopyPlan::moves(&mut Moves { pieces, num_tensors: 5, ..Moves::default() }, ends).unwrap()
     };
-    let plan = CopyPlan::range(&range(3, 9), Ends::OneCache).unwrap();
+    let plan = range(3, 9, Ends::OneCache);
     assert_eq!(
         plan.waves()[0].spans().collect::<Vec<_>>(),
         [Span { src: 3, dst: 9, len: 7, count: 1, src_step: 0, dst_step: 0 }]
     );
     assert_eq!((plan.waves().len(), plan.bytes(), plan.num_tensors()), (1, 35, 5));
-    assert_eq!(CopyPlan::range(&range(3, 3), Ends::TwoCaches).unwrap().bytes(), 35);
-    let onto_itself = CopyPlan::range(&range(3, 3), Ends::OneCache).unwrap();
+    assert_eq!(range(3, 3, Ends::TwoCaches).bytes(), 35);
+    let onto_itself = range(3, 3, Ends::OneCache);
     assert_eq!((onto_itself.waves().len(), onto_itself.bytes()), (0, 0));
 }
 
@@ -585,8 +577,11 @@ fn scattered_blocks_do_what_copying_one_by_one_does() {
                 .collect();
             let pieces = Pieces::Blocks { len, first, pairs };
             prop_assert_eq!(pieces.iter().collect::<Vec<_>>(), naive.clone());
-            let plan =
-                CopyPlan::moves(&mut Moves { pieces, num_tensors: tensors, ..Moves::default() }).unwrap();
+            let plan = CopyPlan::moves(
+                &mut Moves { pieces, num_tensors: tensors, ..Moves::default() },
+                Ends::TwoCaches,
+            )
+            .unwrap();
             let bytes = 20 + 320 * len;
             let mut expected: Vec<Option<u64>> = vec![None; bytes as usize];
             for piece in &naive {

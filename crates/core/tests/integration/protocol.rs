@@ -4,12 +4,13 @@
 
 use std::sync::Arc;
 
+use llm_datadist_core::testing::model::AddressLocation;
 use llm_datadist_core::testing::model::Name;
 use llm_datadist_core::testing::plan::{CopyPlan, Span, SpanList};
 use llm_datadist_core::testing::protocol::{
-    self, AddressLocation, Arrived, Attach, Attached, Challenge, Comm, Control, HANDSHAKE_LIMIT, HEADER,
-    Header, Hello, Location, MAX_FACTS, MESSAGE, MESSAGE_LIMIT, Pairs, Party, Place, Proof, Purpose, REFUSAL,
-    Record, Reply, Request, Run, Welcome, WireName, WirePlan, WireSpan, WireSteps,
+    self, Arrived, Attach, Attached, Challenge, Comm, Control, HANDSHAKE_LIMIT, HEADER, Header, Hello,
+    Location, MAX_FACTS, MESSAGE, MESSAGE_LIMIT, Pairs, Party, Place, Proof, Purpose, REFUSAL, Record, Reply,
+    Request, Run, Welcome, WireName, WirePlan, WireSpan, WireSteps,
 };
 use llm_datadist_core::testing::validate::Side;
 use llm_datadist_core::{CacheId, CacheKey, CacheKind, Error, ErrorKind, Placement};
@@ -194,7 +195,7 @@ fn request_bytes() {
     golden(&Request::Ping { limit_ms: 0 }, "4c440501020000000600");
     golden(&Request::Locate { addrs: vec![4096, 300], limit_ms: 5 }, "4c4405010700000007028020ac0205");
     golden(
-        &Reply::Located(vec![AddressLocation { cache: 3, tensor: 2, offset: 300 }]),
+        &Reply::Located(vec![AddressLocation { cache: CacheId(3), tensor: 2, offset: 300 }]),
         "4c4405010600000006010602ac02",
     );
 }
@@ -501,14 +502,12 @@ fn runs_of_many_tensors_are_short() {
 }
 
 #[test]
-fn failures_keep_kind_message_and_facts() {
+fn failures_keep_kind_and_message() {
     let error = Error::new(ErrorKind::OutOfMemory, "no room").with("asked_bytes", 5);
-    let Reply::Failed { kind, message, facts, arrived } = Reply::failed(&error) else { panic!() };
-    let back = Reply::error(kind, &message, &facts, arrived);
+    let Reply::Failed { kind, message, arrived, .. } = Reply::failed(&error) else { panic!() };
+    let back = Reply::error(kind, &message, arrived);
     assert_eq!((back.kind(), back.to_string()), (error.kind(), error.to_string()));
-    let facts = [("a".to_owned(), "1".to_owned()), ("b".to_owned(), "2".to_owned())];
-    assert_eq!(Reply::error(99, "odd", &facts, Vec::new()).to_string(), "odd (a=1, b=2)");
-    assert_eq!(Reply::error(99, "odd", &facts, Vec::new()).kind(), ErrorKind::System);
+    assert_eq!(Reply::error(99, "odd", Vec::new()).kind(), ErrorKind::System);
 }
 
 #[test]

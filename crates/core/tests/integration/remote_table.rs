@@ -8,9 +8,9 @@ use std::sync::{Arc, Weak};
 use llm_datadist_core::testing::cache::Table;
 use llm_datadist_core::testing::memory::{Generations, Region, Tensors};
 use llm_datadist_core::testing::model::Name;
-use llm_datadist_core::testing::oracle::TwinTable;
 use llm_datadist_core::testing::validate::{Side, bindings};
 use llm_datadist_core::{Cache, CacheId, CacheKey, CacheKind, ErrorKind, Geometry, Placement, Result};
+use llm_datadist_testing::oracle::TwinTable;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 

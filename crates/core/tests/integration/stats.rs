@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use llm_datadist_core::testing::device::HostReach;
-use llm_datadist_core::testing::device::sim::SimDevice;
 use llm_datadist_core::testing::stats::{BUCKETS, Counters};
 use llm_datadist_core::{
     CacheId, CacheKey, CacheKind, CopyArgs, DataDist, End, KernelChoice, OpState, Placement, SwapInPath,
 };
+use llm_datadist_testing::SimDevice;
 
 use crate::fixtures::{Own, adopt, config, desc, engine_on};
 use CacheKind::{Batch, Blocks};

@@ -6,7 +6,7 @@ use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::fmt::Debug;
 
-use llm_datadist_core::testing::plan::{CopyPlan, Moves, Piece};
+use llm_datadist_core::testing::plan::{CopyPlan, Ends, Moves, Piece};
 use llm_datadist_core::testing::validate::{
     self, ExtParam, LayerRange, Layers, PullRows, PushRows, RemoteCache, Side, accessible, pull,
     pull_kv_layers, pull_local, push, push_kv_cache, push_local,
@@ -213,7 +213,7 @@ fn plan_does(moves: &Moves, bytes: &[Byte], (src, dst): (Side, Side), cut: u64) 
     for &((tensor, read), (into, written)) in bytes {
         expected[into as usize][written as usize] = from[tensor as usize][read as usize];
     }
-    let plan = CopyPlan::moves(&mut moves.clone()).unwrap();
+    let plan = CopyPlan::moves(&mut moves.clone(), Ends::TwoCaches).unwrap();
     assert_eq!((plan.src_tensor(), plan.dst_tensor()), (moves.src_tensor, moves.dst_tensor));
     assert_eq!(plan.bytes(), bytes.len() as u64);
     let ends = |side: Side| Some((side.geometry.num_tensors(), side.geometry.tensor_bytes()));
@@ -345,10 +345,14 @@ fn agrees_with_the_model(pulls: bool, answer: impl Fn(&Case) -> Answers) {
                 }
                 (Ok(moves), Ok(()), Ok(bytes)) => {
                     plan_does(&moves, &bytes, (src, dst), case.cut);
-                    let plan = CopyPlan::moves(&mut moves.clone()).unwrap();
+                    let plan = CopyPlan::moves(&mut moves.clone(), Ends::TwoCaches).unwrap();
                     let stride = case.local.geometry.row_bytes();
-                    let rows = if pulls { plan.dst_rows(stride) } else { plan.src_rows(stride) };
-                    prop_assert_eq!(sorted(moves.local_rows.clone()), rows.unwrap());
+                    let (rows, planned) = if pulls {
+                        (&moves.dst_rows, plan.dst_rows(stride))
+                    } else {
+                        (&moves.src_rows, plan.src_rows(stride))
+                    };
+                    prop_assert_eq!(sorted(rows.clone()), planned.unwrap());
                     prop_assert_eq!(moves.whole, moves.num_tensors == src.geometry.num_tensors());
                     done.set(done.get() + 1);
                 }

@@ -11,11 +11,10 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::testing::net::{
-    Accepted, Address, Fault, Faults, Faulty, Listener, Local, Stream, Tcp, Transport, Unix,
-};
+use llm_datadist_core::testing::net::{Accepted, Address, Listener, Stream, Tcp, Transport, Unix};
 use llm_datadist_core::testing::protocol::{self, HANDSHAKE_LIMIT, HEADER, MESSAGE, MESSAGE_LIMIT, REFUSAL};
 use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
+use llm_datadist_testing::{Fault, Faults, Faulty, Local};
 
 use crate::counting_allocator;
 use crate::fixtures::{accepted, pattern, skipped};

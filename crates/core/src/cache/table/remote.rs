@@ -10,7 +10,7 @@ use crate::cache::shards::TABLE;
 use crate::cache::{Cache, Origin};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::{CacheId, CacheKey, CacheKind, Name};
+use crate::model::{AddressLocation, CacheId, CacheKey, CacheKind, Name};
 
 /// The key that ids of 0 and below stand for in a public name (contract §12.4).
 const KEY_ZERO: CacheKey = CacheKey::Request { model: 0, id: 0 };
@@ -24,14 +24,6 @@ pub struct Resolved {
     pub generation: u64,
     /// The batch slot; 0 for a blocks cache.
     pub row: u32,
-}
-
-/// The location of an address.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct AddressLocation {
-    pub cache: CacheId,
-    pub tensor: u32,
-    pub offset: u64,
 }
 
 /// Number of caches that are visited while the lock is held once.

@@ -42,7 +42,8 @@ fn explore(fails_at: Option<u32>, other: fn(&Arc<Task>), ends: &'static [Option<
         let (layers, over) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
         let carrier = Counts { layers: layers.clone(), fails_at, over: over.clone() };
         let range = LayerRange { first: 0, end: 2 };
-        let deliveries = vec![Delivery { cluster: ClusterId(2), layers: range, carrier: Arc::new(carrier) }];
+        let deliveries =
+            vec![Delivery { cluster: ClusterId(2), layers: range, carrier: Ok(Arc::new(carrier)) }];
         let task = Task::start(lanes.handle().clone(), deliveries, None).unwrap();
         let acts = {
             let task = task.clone();

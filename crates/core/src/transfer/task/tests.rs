@@ -112,8 +112,8 @@ impl Drop for Scripted {
 type To<'a> = (u32, u32, &'a Arc<Script>);
 
 fn delivery(cluster: u64, &(first, end, script): &To<'_>) -> Delivery {
-    let carrier = Arc::new(Scripted(script.clone()));
-    Delivery { cluster: ClusterId(cluster), layers: LayerRange { first, end }, carrier }
+    let carrier: Arc<dyn Carrier> = Arc::new(Scripted(script.clone()));
+    Delivery { cluster: ClusterId(cluster), layers: LayerRange { first, end }, carrier: Ok(carrier) }
 }
 
 fn start(lanes: &Executor, to: &[To<'_>], patience: Option<Duration>) -> Arc<Task> {

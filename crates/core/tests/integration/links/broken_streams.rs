@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use llm_datadist_core::testing::device::DeviceSet;
-use llm_datadist_core::testing::net::{Fault, Faults, Faulty};
 use llm_datadist_core::{CacheKey, CacheKind, DataDist, Error, ErrorKind, Name, Result, TransportChoice};
+use llm_datadist_testing::{Fault, Faults, Faulty};
 
 use super::{
     Held, LONG, Way, address, config, device, eventually, link, of, open, pull_blocks, pull_slot, push_slot,

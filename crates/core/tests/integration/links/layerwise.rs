@@ -7,9 +7,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
+use llm_datadist_core::testing::model::AddressLocation;
 use llm_datadist_core::testing::net::Stream;
 use llm_datadist_core::testing::protocol::{
-    AddressLocation, HEADER, MAX_ADDRS, Place, Record, Reply, Request, decode, encode,
+    HEADER, MAX_ADDRS, Place, Record, Reply, Request, decode, encode,
 };
 use llm_datadist_core::testing::validate::Side;
 use llm_datadist_core::{
@@ -168,7 +169,7 @@ fn wrong_locations_from_a_peer_fail_the_transfer() {
     let side = Side { geometry, kind: Batch, placement: Placement::Device };
     let mut record = Record::new(Place { place: 0, generation: 0 }, CacheId(7), 0, side);
     record.accessible = true;
-    let spot = |cache, tensor, offset| AddressLocation { cache, tensor, offset };
+    let spot = |cache, tensor, offset| AddressLocation { cache: CacheId(cache), tensor, offset };
     let first = spot(7, 0, 0);
     let [before_last, last] = [u32::MAX - 1, u32::MAX].map(|tensor| spot(7, tensor, 0));
     let cases = [
@@ -213,7 +214,7 @@ fn wrong_locations_from_a_peer_fail_the_transfer() {
 #[test]
 fn too_many_addresses_take_bounded_memory() {
     for count in [MAX_ADDRS, MAX_ADDRS + 1, 20 * MAX_ADDRS] {
-        let spot = AddressLocation { cache: 1, tensor: 1, offset: 1 };
+        let spot = AddressLocation { cache: CacheId(1), tensor: 1, offset: 1 };
         let request = encode(&Request::Locate { addrs: vec![1; count], limit_ms: 0 }).unwrap();
         let reply = encode(&Reply::Located(vec![spot; count])).unwrap();
         let located = peak(|| decode::<Request>(&request[HEADER..]).is_ok());
@@ -256,7 +257,7 @@ fn addresses_are_found_among_many_caches() {
             .partition(|&(cache, offset)| cache % 3 != 0 && offset % 128 < 64);
         let expected = open.iter().map(|&(cache, offset)| {
             let (tensor, offset) = (u32::from(offset < 64), offset % 128);
-            AddressLocation { cache: cache as i64 + 1, tensor, offset }
+            AddressLocation { cache: CacheId(cache as i64 + 1), tensor, offset }
         });
         let expected: Vec<_> = expected.collect();
         assert!(expected.len() > 1000);

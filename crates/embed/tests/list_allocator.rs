@@ -2,11 +2,18 @@
 //!
 //! `benches/latency.rs` and `tests/test_threads.py` measure what it gains.
 #![allow(unsafe_code, clippy::multiple_unsafe_ops_per_block, reason = "the calls of an allocator")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    clippy::needless_for_each,
+    reason = "a test that fails"
+)]
 
 use std::alloc::{GlobalAlloc, Layout};
 use std::thread;
 
-use llm_datadist_core::testing::memory::KeptLists;
+use llm_datadist_embed::KeptLists;
 
 const KIB: usize = 1 << 10;
 

@@ -1,5 +1,5 @@
-//! Test support for tests and benchmarks (feature `testing`), never part of a release build: a plain
-//! reference model of the engine. The simulated device is `device::sim`.
+//! Opens the private modules to tests and benchmarks (feature `testing`); never part of a release build. The
+//! tools of the tests are in `crates/testing`.
 //!
 //! # What must not compile
 //!
@@ -83,11 +83,6 @@
 //! let _ = Geometry { num_tensors: 1, rows: 1, row_bytes: u64::MAX };
 //! ```
 
-mod faulty;
-mod in_process;
-pub mod oracle;
-pub mod sim;
-
 /// Returns the memory of a cache.
 pub fn tensors(cache: &crate::Cache) -> &std::sync::Arc<crate::memory::Tensors> {
     cache.tensors()
@@ -106,21 +101,6 @@ macro_rules! internals {
 }
 
 internals! {
-    cache config copy error fallible huge_pages memory model plan pool protocol session stats status token_file
-    validate
-}
-
-/// The devices of the crate, and a simulated one.
-#[allow(missing_docs, reason = "the module documents itself")]
-pub mod device {
-    pub use super::sim;
-    pub use crate::device::*;
-}
-
-/// The transports of the crate, one within a process, and one whose streams have faults.
-#[allow(missing_docs, reason = "the module documents itself")]
-pub mod net {
-    pub use super::faulty::{Fault, Faults, Faulty};
-    pub use super::in_process::Local;
-    pub use crate::net::*;
+    cache config copy device error fallible huge_pages memory model net plan pool protocol session stats status
+    token_file validate
 }

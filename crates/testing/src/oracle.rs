@@ -5,9 +5,9 @@
 //! (`tests/integration/local_copies.rs`), so these cases check the model too. It ignores speed, threads and
 //! deadlines.
 
-use crate::error::ErrorKind;
-use crate::model::{CacheKey, CacheKind, Placement};
-use crate::validate::CopyArgs;
+use llm_datadist_core::testing::error::ErrorKind;
+use llm_datadist_core::testing::model::{CacheKey, CacheKind, Placement};
+use llm_datadist_core::testing::validate::CopyArgs;
 
 /// A cache as its bytes, with one vector per tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -47,7 +47,7 @@ pub fn install(sink: impl Sink) -> bool {
 }
 
 /// Renders `event` as a line.
-pub fn line(event: &Event<'_>) -> Line {
+fn line(event: &Event<'_>) -> Line {
     let metadata = event.metadata();
     let mut fields = FieldText::default();
     event.record(&mut fields);

@@ -9,11 +9,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use crate::device::{Copier, Copy, Device, HostReach};
-use crate::error::{Error, ErrorKind, Result};
-use crate::memory::kernels::{self, Kernel};
-use crate::memory::{Region, Tensors, Window};
-use crate::sync::Mutex;
+use llm_datadist_core::testing::device::{Copier, Copy, Device, HostReach};
+use llm_datadist_core::testing::error::{Error, ErrorKind, Result};
+use llm_datadist_core::testing::memory::kernels::{self, Kernel};
+use llm_datadist_core::testing::memory::{Region, Tensors, Window};
+use std::sync::{Mutex, PoisonError};
 
 /// Not canonical on any 64-bit machine, so an access faults.
 const BASE: u64 = 0xDEAD_0000_0000_0000;
@@ -84,7 +84,7 @@ impl SimDevice {
         if window.host_addressable() {
             return None;
         }
-        let memory = self.memory.lock();
+        let memory = self.memory.lock().unwrap_or_else(PoisonError::into_inner);
         let inside = |backing: &&Backing| {
             (backing.base..backing.base + backing.bytes.tensor_bytes()).contains(&window.addr())
         };
@@ -103,7 +103,7 @@ impl Device for SimDevice {
     fn allocate(&self, name: &str, len: u64) -> Result<Region> {
         let real = Arc::new(Region::shared(name, len)?);
         let bytes = Arc::new(Tensors::carved(real, [0], len, Box::new(()))?);
-        let mut memory = self.memory.lock();
+        let mut memory = self.memory.lock().unwrap_or_else(PoisonError::into_inner);
         let base = memory.last().map_or(BASE, |last| last.base + last.bytes.tensor_bytes() + 4096);
         memory.push(Backing { base, bytes });
         Ok(Region::opaque(base, len))

@@ -11,14 +11,14 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
-use crate::error::Result;
-use crate::memory::peer_credentials;
-use crate::model::Deadline;
-use crate::net::{
+use llm_datadist_core::testing::error::Result;
+use llm_datadist_core::testing::memory::peer_credentials;
+use llm_datadist_core::testing::model::Deadline;
+use llm_datadist_core::testing::net::{
     About, Accepted, Address, BACKLOG, Listener, Stream, Transport, unavailable, unreachable,
     unsupported_address,
 };
-use crate::sync::{Mutex, MutexGuard};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Streams within one process. Clones share their listeners; a new value has none.
 #[derive(Clone, Default)]
@@ -129,7 +129,7 @@ impl Drop for Queued {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock()
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl fmt::Debug for Local {

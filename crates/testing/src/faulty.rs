@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use rustix::io::Errno;
 
-use crate::error::Result;
-use crate::model::Deadline;
-use crate::net::{Address, Interference, Listener, Stream, Transport, Way, unreachable};
+use llm_datadist_core::testing::error::Result;
+use llm_datadist_core::testing::model::Deadline;
+use llm_datadist_core::testing::net::{Address, Interference, Listener, Stream, Transport, Way, unreachable};
 
 /// A fault in one direction. Bytes count from the start of the stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,21 +64,14 @@ impl Transport for Faulty {
         if faults.refuse {
             return Err(unreachable(to, "connect to", Errno::CONNREFUSED));
         }
-        Ok(self.under.dial(to, deadline)?.with_faults(faults))
+        let mut stream = self.under.dial(to, deadline)?;
+        let running = |fault| Running { fault, gone: AtomicU64::new(0) };
+        stream.faults = Some(Box::new(Ways([faults.receiving, faults.sending].map(running))));
+        Ok(stream)
     }
 
     fn listen(&self, at: &Address) -> Result<Box<dyn Listener>> {
         self.under.listen(at)
-    }
-}
-
-impl Stream {
-    /// Returns the same stream with `faults`.
-    #[must_use]
-    pub fn with_faults(mut self, faults: Faults) -> Stream {
-        let running = |fault| Running { fault, gone: AtomicU64::new(0) };
-        self.faults = Some(Box::new(Ways([faults.receiving, faults.sending].map(running))));
-        self
     }
 }
 
