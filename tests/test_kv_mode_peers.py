@@ -88,24 +88,6 @@ def test_a_cache_that_was_let_go_waits_for_its_pull(both: Any, far: int, near: i
     assert remains(there) == (0, 0, 0)
 
 
-def test_ids_count_from_one(both: Any) -> None:
-    """A client pulls by `CacheKeyByIdAndIndex(cluster, 1..4, 0)`."""
-    there, here = both(1, 2)
-    here.allocate("kv", 1, 64)
-    for number in (1, 2, 3, 4):
-        assert there.allocate(f"kv{number}", 2, 64, seed=number) == number
-        for slot in (0, 1):
-            here.pull_cache(by_slot(1, number, slot), "kv")
-            assert equal(here.read("kv"), [tensor[slot : slot + 1] for tensor in pattern(number, 2, 2, 64)])
-    there.deallocate("kv2")
-    for gone in ((2, 0), (5, 0), (1, 2)):
-        assert code(here.pull_cache, by_slot(1, *gone), "kv") == GONE
-    # By id a slot that has a key uses the key up (contract §12.3).
-    there.allocate("kv5", 1, 64, keys=[by_request(1, 8)])
-    here.pull_cache(by_slot(1, 5), "kv")
-    assert code(here.pull_cache, by_request(1, 8), "kv") == GONE
-
-
 def test_offsets(both: Any, transport: str) -> None:
     there, here = both(llm__LinkTransport=transport)
     here.allocate("kv", 4, 160)
@@ -169,8 +151,10 @@ def test_links_of_the_mode(both: Any) -> None:
     assert code(here.pull_cache, by_request(0, 1), "kv") == UNLINKED
     assert here.link_clusters([there.at]) == (OK, [OK])
     there.allocate("kv", 1, 64, keys=[by_request(0, 1)], seed=1)
-    here.pull_cache(by_request(0, 1), "kv")
+    here.pull_cache(by_slot(0, 1), "kv")
     assert equal(here.read("kv"), pattern(1, 2, 1, 64))
+    # By id a slot that has a key uses the key up (contract §12.3).
+    assert code(here.pull_cache, by_request(0, 1), "kv") == GONE
 
 
 def test_layers_travel_between_clusters_of_one_id(ends: Ends) -> None:
