@@ -8,7 +8,7 @@ from typing import Any, Callable
 import pytest
 
 from conftest import PAGE, POOL, options, pool
-from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, LLMException, Placement
+from llm_datadist import CacheDesc, CacheKey, DataType, LLMException, Placement
 from memory import (
     GONE,
     LE,
@@ -214,22 +214,6 @@ def test_placeholders_bind_nothing(manager: Any) -> None:
     assert used(manager)["device"] == pages(desc(4))
     manager.remove_cache_key(CacheKey(1, 1))
     assert used(manager)["device"] == 0
-
-
-@pytest.mark.contract("19.allocate-blocks-cache", "19.deallocate-blocks-cache")
-def test_blocks_cache_goes_at_once_with_its_key(manager: Any) -> None:
-    key = BlocksCacheKey(1, 4)
-    cache = manager.allocate_blocks_cache(desc(), key)
-    with refused(manager, LE, [cache]):
-        manager.allocate_blocks_cache(desc(), BlocksCacheKey(2, 4))
-    other = manager.allocate_blocks_cache(desc(), BlocksCacheKey(1, 5))
-    manager.deallocate_blocks_cache(cache)
-    assert cache.tensor_addrs == []
-    assert used(manager)["device"] == pages(desc())
-    with raising(GONE):
-        manager.copy_blocks(cache, {0: [1]})
-    manager.allocate_blocks_cache(desc(), key)
-    manager.copy_blocks(other, {0: [1]})
 
 
 def test_dropping_the_handle_frees_nothing(manager: Any) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from typing import Any, Callable
+from unittest.mock import Mock
 
 import pytest
 
 from conftest import options
 from llm_datadist import (
-    BlocksCacheKey,
     Cache,
     CacheKey,
     KvCache,
@@ -19,38 +18,29 @@ from llm_datadist import (
     LLMException,
     LLMRole,
     LLMStatusCode,
-    Placement,
     Status,
 )
-from memory import desc, used
+from memory import UserTensors, desc, raising, used
+from mistakes import coded
 from two_modes import CACHE_MANAGER, KV_OPTIONS, MODES
 
 
-def test_with_block_finalizes_the_engine() -> None:
-    with LLMDataDist(LLMRole.PROMPT, 1) as dist:
+@pytest.mark.parametrize("error", [None, KeyError("mine")])
+def test_with_block_finalizes_the_engine(error: KeyError | None) -> None:
+    with contextlib.suppress(KeyError), LLMDataDist(LLMRole.PROMPT, 1) as dist:
         dist.init(options())
         manager = dist.cache_manager
         assert LLMDataDist.llm_engine_instance is dist
+        if error:
+            raise error
     assert LLMDataDist.llm_engine_instance is None
-    with pytest.raises(LLMException) as caught:
+    with raising(coded(LLMStatusCode.LLM_ENGINE_FINALIZED)):
         manager.allocate_cache(desc())
-    assert caught.value.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED
 
 
-def test_with_block_finalizes_an_engine_whose_block_raised() -> None:
-    def fail() -> None:
-        with LLMDataDist(LLMRole.PROMPT, 1) as dist:
-            dist.init(options())
-            raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        fail()
-    assert LLMDataDist.llm_engine_instance is None
-
-
-def test_with_block_accepts_an_engine_that_is_not_initialised() -> None:
-    with LLMDataDist(LLMRole.PROMPT, 1) as never:
-        assert never.cluster_id == 1
+def test_with_block_does_not_suppress_an_exception_and_accepts_an_engine_that_is_not_initialised() -> None:
+    with pytest.raises(KeyError, match="mine"), LLMDataDist(LLMRole.PROMPT, 1):
+        raise KeyError("mine")
     with LLMDataDist(LLMRole.PROMPT, 1) as early:
         early.init(options())
         early.finalize()
@@ -60,10 +50,8 @@ def test_with_block_accepts_an_engine_that_is_not_initialised() -> None:
 def test_failing_finalize_does_not_hide_the_exception_of_the_block(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(_: LLMDataDist) -> None:
-        raise LLMException("pool is stuck", status_code=LLMStatusCode.LLM_FAILED)
-
-    monkeypatch.setattr(LLMDataDist, "finalize", fail)
+    error = LLMException("pool is stuck", status_code=LLMStatusCode.LLM_FAILED)
+    monkeypatch.setattr(LLMDataDist, "finalize", Mock(side_effect=error))
     with pytest.raises(KeyError, match="mine"), LLMDataDist(LLMRole.PROMPT, 1):
         raise KeyError("mine")
     assert [record.levelname for record in caplog.records] == ["ERROR"]
@@ -99,14 +87,9 @@ def test_keys_hold_a_cache_beyond_its_with_block(manager: Any) -> None:
 
 
 def test_with_block_unregisters_a_registered_cache(manager: Any) -> None:
-    memory = ctypes.create_string_buffer(1 << 16)
-    addresses = [ctypes.addressof(memory)] * desc().num_tensors
-    for blocks in (False, True):
-        if blocks:
-            registered = manager.register_blocks_cache(desc(), addresses, BlocksCacheKey(1))
-        else:
-            registered = manager.register_cache(desc(), addresses)
-        with registered as cache:
+    addresses = UserTensors().addrs
+    for register in (manager.register_cache, manager.register_blocks_cache):
+        with register(desc(), addresses) as cache:
             assert manager.stats()["table"]["caches"] == 1
         assert manager.stats()["table"] == {"caches": 0, "keys": 0}
         assert list(cache.tensor_addrs) == addresses
@@ -116,10 +99,9 @@ def test_with_block_unregisters_a_registered_cache(manager: Any) -> None:
 
 def test_with_block_outlives_the_engine_and_takes_cpu_caches(start: Callable[..., LLMDataDist]) -> None:
     dist = start()
-    memory = ctypes.create_string_buffer(1 << 16)
-    host = desc(placement=Placement.HOST)
-    with Cache.create_cpu_cache(host, [ctypes.addressof(memory)] * host.num_tensors) as cpu:
-        assert len(cpu.tensor_addrs) == host.num_tensors
+    user = UserTensors()
+    with user.cpu_cache() as cpu:
+        assert cpu.tensor_addrs == user.addrs
     with dist.cache_manager.allocate_cache(desc()):
         dist.finalize()
 
@@ -127,12 +109,10 @@ def test_with_block_outlives_the_engine_and_takes_cpu_caches(start: Callable[...
 def test_failing_release_is_raised_unless_the_block_raised(
     manager: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(_: Any, __: int) -> None:
-        raise LLMException("a transfer uses the memory", status_code=LLMStatusCode.LLM_TIMEOUT)
-
-    memory = ctypes.create_string_buffer(1 << 16)
-    cache = manager.register_cache(desc(), [ctypes.addressof(memory)] * desc().num_tensors)
-    monkeypatch.setattr(type(manager), "unregister_cache", fail)
+    user = UserTensors()
+    cache = manager.register_cache(desc(), user.addrs)
+    error = LLMException("a transfer uses the memory", status_code=LLMStatusCode.LLM_TIMEOUT)
+    monkeypatch.setattr(type(manager), "unregister_cache", Mock(side_effect=error))
     with pytest.raises(LLMException, match="a transfer uses the memory"), cache:
         pass
     with pytest.raises(KeyError, match="mine"), cache:

@@ -8,21 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from peers import (
-    GONE,
-    INVALID,
-    OK,
-    UNLINKED,
-    End,
-    Ends,
-    Peer,
-    by_blocks,
-    by_request,
-    by_slot,
-    code,
-    equal,
-    pattern,
-)
+from peers import GONE, INVALID, OK, UNLINKED, End, Ends, Peer, by_blocks, by_request, by_slot, code, equal, pattern
 
 
 def test_what_was_pushed_is_the_peers_own(one_sided: tuple[End, Peer]) -> None:
@@ -99,18 +85,6 @@ def test_an_id_of_0_or_less_is_the_key_of_request_0(one_sided: tuple[End, Peer])
     for left, right in zip(expected, pattern(2, 2, 2, 64)):
         left[0] = right[1]
     assert equal(far.read("f"), expected)
-
-
-def test_both_sides_push_at_once(one_sided: tuple[End, Peer]) -> None:
-    near, far = one_sided
-    far.allocate("f", 16, 2000, 2, blocks=True, keys=[by_blocks(2)])
-    near.allocate("n", 16, 2000, 2, blocks=True, keys=[by_blocks(1)], seed=3)
-    far.allocate("g", 16, 2000, 2, blocks=True, seed=4)
-    there = far.begin("at_once", [["push_blocks", [by_blocks(1), "g", list(range(8)), list(range(8, 16))], {}]] * 4, 20)
-    here = near.at_once([["push_blocks", [by_blocks(2), "n", list(range(8)), list(range(8))], {}]] * 4, 20)
-    assert here == there.result() == [OK] * 4
-    assert equal([tensor[:8] for tensor in far.read("f")], [tensor[:8] for tensor in pattern(3, 2, 16, 2000)])
-    assert equal([tensor[8:] for tensor in near.read("n")], [tensor[:8] for tensor in pattern(4, 2, 16, 2000)])
 
 
 def test_sixty_thousand_blocks_and_a_small_call_after(ends: Ends, transport: str) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +30,8 @@ def test_tensor_desc() -> None:
     desc.shape.append(3)
     shape.append(4)
     assert (desc.dtype, desc.shape) == (DataType.DT_FLOAT, [1, 2])
+    tensor = Tensor(np.array([1.5, 2.0], dtype=np.float32))
+    assert str(tensor) == "Tensor([1.5 2. ],tensor_desc=TensorDesc(dtype=DataType.DT_FLOAT, shape=[2]))"
     assert TensorDesc(DataType.DT_FLOAT, (3,)).shape == [3]
     assert TensorDesc(None, []).dtype is None  # type: ignore[arg-type]
     for args in [(0, [1]), (DataType.DT_FLOAT, 1), (DataType.DT_FLOAT, ["1"]), (DataType.DT_FLOAT, [True])]:
@@ -66,6 +67,8 @@ def test_brain_floats() -> None:
     wide = Tensor(bits.view(np.float16), TensorDesc(DataType.DT_BF16, [7])).numpy()
     assert wide.tolist() == expected
     assert np.signbit(wide[1])
+    (shown,) = create_npu_tensors([7], DataType.DT_BF16, [bits.ctypes.data])  # the bits themselves
+    assert (shown.dtype, shown.tolist()) == (bits.dtype, bits.tolist())
 
 
 def test_strings() -> None:
@@ -102,11 +105,6 @@ def test_there_are_no_native_handles() -> None:
         assert caught.value.status_code == LLMStatusCode.LLM_FEATURE_NOT_ENABLED
 
 
-def test_how_a_tensor_shows() -> None:
-    tensor = Tensor(np.array([1.5, 2.0], dtype=np.float32))
-    assert str(tensor) == "Tensor([1.5 2. ],tensor_desc=TensorDesc(dtype=DataType.DT_FLOAT, shape=[2]))"
-
-
 @pytest.mark.parametrize("kind", NUMBERS)
 def test_arrays_over_addresses(kind: DataType) -> None:
     owners = [made(kind), made(kind) + 1 if kind != DataType.DT_BOOL else made(kind)]
@@ -124,13 +122,7 @@ def test_arrays_over_addresses(kind: DataType) -> None:
     assert owners[0][1, 2] == 1
 
 
-def test_brain_floats_show_their_bits() -> None:
-    bits = np.array([0x3F80, 0x4000], dtype=np.uint16)
-    (view,) = create_npu_tensors([2], DataType.DT_BF16, [bits.ctypes.data])
-    assert (view.dtype, view.tolist()) == (np.dtype(np.uint16), [0x3F80, 0x4000])
-
-
-def test_memory_that_is_not_there_is_refused() -> None:
+def test_unusable_arguments_and_memory_that_is_not_there_are_refused() -> None:
     page = mmap.PAGESIZE
     with mmap.mmap(-1, 4 * page) as held:
         buffer = (ctypes.c_ubyte * 1).from_buffer(held)
@@ -140,6 +132,9 @@ def test_memory_that_is_not_there_is_refused() -> None:
         (view,) = create_npu_tensors([2 * page], DataType.DT_UINT8, [address])
         view[:] = 7
         assert at(address, 2 * page).tolist() == [7] * 2 * page
+        for wrong in (None, "no such dtype", complex, object(), DataType.DT_STRING):
+            with raising(TE):
+                create_npu_tensors([1], wrong, [address])  # type: ignore[arg-type]
         for dtype in (DataType.DT_UINT8, np.uint8):
             with raising(LE):  # its end may only be read
                 create_npu_tensors([2 * page + 1], dtype, [address])
@@ -153,13 +148,6 @@ def test_memory_that_is_not_there_is_refused() -> None:
     ]:
         with raising(expected):
             create_npu_tensors(shape, DataType.DT_UINT8, addrs)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("dtype", [None, "no such dtype", complex, object(), DataType.DT_STRING])
-def test_dtypes_without_a_counterpart(dtype: Any) -> None:
-    memory = np.zeros(16, dtype=np.uint8)
-    with raising(TE):
-        create_npu_tensors([1], dtype, [memory.ctypes.data])
 
 
 FAKE = """
