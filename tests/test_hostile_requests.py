@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 U32, U64 = 2**32 - 1, 2**64 - 1
 
 
-# -- frames that are not completed -----------------------------------------------------------------------------------
-
-
 def _sends(wire: Wire, data: bytes) -> bool:
     """Whether the stream is still there to send on."""
     try:
@@ -111,9 +108,6 @@ def test_slow_requests_of_others_do_not_starve_a_long_one() -> None:
         trial.judge(links=9, streams=9, busy=9)
 
 
-# -- rows ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("trickles", [False, True])
 @pytest.mark.parametrize("verb", ["read", "write", "write ahead"])
 def test_a_peer_that_stalls_loses_its_rows(verb: str, trickles: bool) -> None:
@@ -184,8 +178,6 @@ def test_many_peers_that_hold_rows() -> None:
         trial.join(40, "tcp")
         trial.judge(links=5, streams=calls, busy=5)
 
-
-# -- what nobody asked for -------------------------------------------------------------------------------------------
 
 NONSENSE: dict[str, bytes] = {
     "done": m.done(2**63),

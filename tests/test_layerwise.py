@@ -137,9 +137,6 @@ def test_configs_of_one_transfer_have_results_of_their_own(ends: Ends, way: dict
     assert steps.layers == [0, 1, 2, 3], "a layer that several need is asked for once"
 
 
-# -- the synchronizer ------------------------------------------------------------------------------------------------
-
-
 def test_layers_are_asked_for_once_in_order_and_only_if_needed(ends: Ends) -> None:
     transfer = Transfer(ends, None, 2, 64, 10)
     to, steps = transfer.to, Steps()

@@ -41,9 +41,6 @@ def compute():
 """
 
 
-# -- finalize --------------------------------------------------------------------------------------------------------
-
-
 def test_finalize_with_a_synchronizer_that_blocks(ends: Ends, way: dict[str, Any]) -> None:
     transfer = Transfer(ends, way, 3, llm__SyncKvCacheWaitTime=300)
     near, to, steps = transfer.near, transfer.to, Steps(allowed=2)
@@ -67,9 +64,6 @@ def test_finalize_with_a_synchronizer_that_blocks(ends: Ends, way: dict[str, Any
     near.allocate("n", 3, 64, 8, seed=1)
     transfer.again()
     assert results(task, 0) == ended
-
-
-# -- the end of the sending process ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -187,9 +181,6 @@ def test_a_task_after_its_engine_was_closed_at_exit(ends: Ends) -> None:
     assert out.strip() == "LLM_ENGINE_FINALIZED ['LLM_ENGINE_FINALIZED'] True False", out
 
 
-# -- fork ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_forked_child_has_no_part_in_the_transfer(ends: Ends, way: dict[str, Any]) -> None:
     decoder = Decoder(ends, way)
     status, out, err = decoder.run("""
@@ -234,8 +225,6 @@ def test_a_forked_child_that_outlives_its_parent(ends: Ends) -> None:
     eventually(decoder.whole, what="the bytes")
     eventually(lambda: decoder.near.links() == [], what="the end of the link")
 
-
-# -- a sending process that dies or stops ----------------------------------------------------------------------------
 
 FLOWS = """
 print("flows", flush=True)

@@ -12,21 +12,7 @@ import pytest
 
 from layers import FAILED, Steps, Transfer, launch, layers_done, names, results, unlinked, walkers
 from llm_datadist import LLMStatusCode
-from peers import (
-    GONE,
-    OK,
-    THOROUGH,
-    TIMEOUT,
-    UNLINKED,
-    Ends,
-    by_request,
-    equal,
-    eventually,
-    linked,
-    pattern,
-)
-
-# -- peers and links -------------------------------------------------------------------------------------------------
+from peers import GONE, OK, THOROUGH, TIMEOUT, UNLINKED, Ends, by_request, equal, eventually, linked, pattern
 
 
 @pytest.mark.parametrize("moment", ["before", "between", "during"])
@@ -117,9 +103,6 @@ def test_a_peer_that_stops_with_a_layer_under_way(ends: Ends, way: dict[str, Any
     to.slot(transfer.source, range(1, 3), 1)
     peer.rest(0.1)
     to.check("a layer of the first transfer arrived after its end")
-
-
-# -- memory that goes ------------------------------------------------------------------------------------------------
 
 
 def test_a_destination_that_is_unregistered_between_layers(ends: Ends, way: dict[str, Any]) -> None:

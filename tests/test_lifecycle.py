@@ -168,11 +168,7 @@ def test_a_missing_role_is_noticed_by_init() -> None:
 
 @pytest.mark.contract("19.mem-pool-cfg", "19.host-mem-pool-cfg")
 @pytest.mark.parametrize(
-    "text",
-    [
-        '{"memory_size": 65536}',
-        '{"memory_size": 1024, "page_shift": 10, "other": [1, {"memory_size": "x"}]}',
-    ],
+    "text", ['{"memory_size": 65536}', '{"memory_size": 1024, "page_shift": 10, "other": [1, {"memory_size": "x"}]}']
 )
 @pytest.mark.parametrize("key", ["llm.MemPoolConfig", "llm.HostMemPoolConfig"])
 def test_good_pool_description(start: Callable[..., Any], text: str, key: str) -> None:

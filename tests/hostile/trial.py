@@ -120,13 +120,7 @@ class Watch:
 class Trial:
     """A victim, two honest peers and a watch. `judge` ends it with the verdict."""
 
-    def __init__(
-        self,
-        *,
-        open_files: int | None = None,
-        honest: Iterable[str] = ("tcp", "auto"),
-        **given: Any,
-    ) -> None:
+    def __init__(self, *, open_files: int | None = None, honest: Iterable[str] = ("tcp", "auto"), **given: Any) -> None:
         self.open_files = open_files
         prefix = () if open_files is None else ("bash", "-c", f'ulimit -n {open_files} && exec "$@"', "limited")
         self.common: dict[str, Any] = {
@@ -159,8 +153,6 @@ class Trial:
             self.close()
             raise
 
-    # -- honest peers --------------------------------------------------------------------------------------------
-
     def join(self, cluster: int, transport: str, **given: Any) -> peers.Peer:
         """An honest peer that has linked to the victim and pulled once."""
         made = self.ends.peer(options(**{**self.common, "llm__LinkTransport": transport, **given}), cluster)
@@ -181,8 +173,6 @@ class Trial:
             self.answers.append(each.begin("pull_while", str(self.running), str(mark), VICTIM, "n"))
         eventually(lambda: all(mark.exists() for mark in marks), what="the first pull of every honest peer")
         self.watch = Watch(self.victim.process.pid)
-
-    # -- hostile peers -------------------------------------------------------------------------------------------
 
     def attacker(self, cluster: int = 66, **given: Any) -> Peer:
         return Peer(cluster, TOKEN, **given)
@@ -218,8 +208,6 @@ class Trial:
         link = eventually(lambda: listener.links)[0]
         self.tender.add(link)
         return listener, link
-
-    # -- the verdict ---------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """The honest peers stop pulling; keeps what they report."""
