@@ -46,7 +46,6 @@ readable = pytest.mark.skipif(not shutil.which("readelf"), reason="no readelf")
 
 
 def run(command: Sequence[Any], **given: Any) -> str:
-    """Run a program; its output, or a failure that shows what it said."""
     done = subprocess.run(  # noqa: S603  (compilers, and what they made of our own files)
         list(map(str, command)), capture_output=True, text=True, timeout=600, check=False, **given
     )
@@ -95,7 +94,6 @@ class Cpp:
 
     @property
     def at(self) -> tuple[int, str]:
-        """Where Python ends link to."""
         return self.cluster, f"127.0.0.1:{self.port}"
 
     def make(
@@ -109,24 +107,20 @@ class Cpp:
         return int(told[1]) if len(told) > 1 else -1
 
     def write(self, name: str, content: Sequence[np.ndarray]) -> None:
-        """Fill every tensor."""
         assert self.ask("write", name, *(tensor.tobytes().hex() for tensor in content)) == [SUCCESS]
 
     def read(self, name: str) -> list[np.ndarray]:
-        """The bytes of every tensor."""
         _, rows, size = self.shapes[name]
         status, *content = self.ask("read", name)
         assert status == SUCCESS
         return [np.frombuffer(bytes.fromhex(text), np.uint8).reshape(rows, size) for text in content]
 
     def close(self) -> None:
-        """End the process; it must exit with 0."""
         self.process.communicate(timeout=LIMIT)
         assert self.process.returncode == 0
 
 
 def listed(blocks: Sequence[int]) -> str:
-    """A list as a command has it."""
     return " ".join(map(str, (len(blocks), *blocks)))
 
 

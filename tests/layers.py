@@ -69,7 +69,6 @@ class Steps(LayerSynchronizer):
 
     @property
     def layers(self) -> list[int]:
-        """The layers it was asked for."""
         return [layer for layer, _ in self.asked]
 
 
@@ -184,12 +183,10 @@ class Transfer:
         return Far(peer or self.peer, self.accessible, name, *(shape or self.shape), **{"seed": 2, **how})
 
     def start(self, steps: Any = None, to: Optional[Sequence[Any]] = None, **lists: Any) -> Any:
-        """Start a transfer: of all layers to every peer, unless configs are given."""
         every = [far.to(range(self.layers)) for far in self.all]
         return launch(self.near, "n", every if to is None else to, steps, **lists)
 
     def send(self, steps: Any = None, to: Optional[Sequence[Any]] = None, **lists: Any) -> list[Optional[str]]:
-        """`start`, and the results."""
         return results(self.start(steps, to, **lists))
 
     def begun(self, layers: int, to: Optional[Sequence[Any]] = None, **lists: Any) -> tuple[Steps, Any]:
@@ -206,7 +203,6 @@ class Transfer:
             far.check(why)
 
     def again(self) -> None:
-        """Another transfer succeeds."""
         assert set(self.send()) == {OK}
         self.arrived()
 
@@ -222,12 +218,10 @@ def unlinked(near: End, cluster: int) -> None:
 
 
 def layers_done(task: Any) -> list[int]:
-    """The number of layers of each config that have arrived."""
     return [one.layers_done for one in task.progress()]
 
 
 def walkers() -> list[threading.Thread]:
-    """The threads of this process that call synchronizers."""
     return [thread for thread in threading.enumerate() if thread.name == "llm-layers"]
 
 
@@ -271,7 +265,6 @@ class Decoder:
         self.good = pattern(1, 20, 1, 6400)
 
     def start(self, text: str, *, until: str = "") -> subprocess.Popen[str]:
-        """Start a program, and wait until it prints the line `until`."""
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("ASCEND_", "LLM_DATADIST_"))}
         given = [self.near.listening(), self.way["accessible"], self.way["llm__LinkTransport"], self.cache]
         program = subprocess.Popen(  # noqa: S603
@@ -288,11 +281,9 @@ class Decoder:
         return program
 
     def run(self, text: str) -> tuple[int, str, str]:
-        """Run a program to its end: status, output, errors."""
         return finish(self.start(text))
 
     def whole(self) -> bool:
-        """Whether every byte of the transfer has arrived."""
         return equal(self.near.read("f"), self.good)
 
 

@@ -44,9 +44,6 @@ def _descriptors() -> int:
 MANY = min(1000 if SOAK else 300, _descriptors())
 
 
-# -- the client and the numbers --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("local", [False, True], ids=["tcp", "local"])
 def test_a_fair_peer_reads_and_writes(local: bool) -> None:
     """Otherwise the attacks would fail for the wrong reason."""
@@ -70,9 +67,6 @@ def test_a_fair_peer_reads_and_writes(local: bool) -> None:
 def test_the_documentation_quotes_the_budgets() -> None:
     text = (Path(__file__).resolve().parents[1] / "docs" / "security.md").read_text(encoding="utf-8")
     assert budgets.table() in text, "run `python -m hostile.budgets` in the folder of the tests"
-
-
-# -- memory that is offered ------------------------------------------------------------------------------------------
 
 
 def _odd_descriptors(trial: Trial) -> dict[str, int]:
@@ -155,8 +149,6 @@ def test_descriptors_with_other_frames_are_closed() -> None:
         trial.judge(links=2, mapped=GENERATIONS)
 
 
-# -- peers that stall ------------------------------------------------------------------------------------------------
-
 GREETING = ("connect", "half header", "header", "half hello", "hello", "half proof")
 AFTER = ("welcome", "half attach", "attach", "attached")
 
@@ -233,9 +225,6 @@ def test_links_leave_descriptors_to_the_application(limit: int) -> None:
         text = f"after {made} links and {streams} streams the process has {engine} of {limit} descriptors"
         assert trial.victim.open_files(8) == "", text
         trial.judge(links=made, streams=streams, mapped=made * GENERATIONS)
-
-
-# -- control streams -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("local", "count"), [(True, 250), (False, 20)])

@@ -5,129 +5,15 @@ from __future__ import annotations
 import fcntl
 import mmap
 import random
-import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Callable
 
-import numpy as np
 import pytest
 
 from hostile import messages as m
-from hostile.client import (
-    F_ADD_SEALS,
-    GENERATIONS,
-    LIMIT,
-    SEALS,
-    Offer,
-    Wire,
-    ask,
-    frame,
-    header,
-    memory,
-    payload,
-    take,
-)
+from hostile.client import F_ADD_SEALS, GENERATIONS, SEALS, Offer, Wire, ask, frame, header, memory
 from hostile.trial import GONE, MIB, PREY, PREY_BYTES, PREY_ROWS, PULL_LIMIT, SILENCE, SLACK, Trial, prey_of
-from peers import OK, SOAK, by_blocks, equal, pattern
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-
-# -- plans -----------------------------------------------------------------------------------------------------------
-
-
-def _sequential(before: np.ndarray, data: bytes, moves: Sequence[tuple[int, int]]) -> np.ndarray:
-    """The cache after the bytes were written piece after piece: the model that shares nothing with the engine."""
-    after, at = before.reshape(-1).copy(), 0
-    for dst, length in moves:
-        after[dst : dst + length] = np.frombuffer(data[at : at + length], dtype=np.uint8)
-        at += length
-    return after.reshape(before.shape)
-
-
-TWICE: dict[str, tuple[bytes, list[tuple[int, int]]]] = {
-    "pairs": (m.plan_blocks(1000, [(0, 3), (1, 4), (2, 3)]), [(3000, 1000), (4000, 1000), (3000, 1000)]),
-    "spans": (
-        m.plan_spans([2], [m.span(0, 500, 1000), m.span(1000, 1000, 1000)]),
-        [(500, 1000), (1000, 1000)],
-    ),
-    "strided spans": (
-        m.plan_spans([2], [m.span(0, 0, 100, 10, 100, 200), m.span(1000, 200, 100, 10, 100, 300)]),
-        [(200 * k, 100) for k in range(10)] + [(200 + 300 * k, 100) for k in range(10)],
-    ),
-    "one span": (m.plan_spans([1], [m.span(0, 0, 100, 10, 100, 50)]), [(50 * k, 100) for k in range(10)]),
-    "a step of zero": (m.plan_spans([1], [m.span(0, 0, 100, 10, 100, 0)]), [(0, 100)] * 10),
-}
-
-
-@pytest.mark.parametrize("ahead", [True, False])
-def test_a_destination_named_twice_is_refused_or_written_in_order(ahead: bool) -> None:
-    with Trial(honest=["tcp"]) as trial:
-        _, call = trial.fair_call()
-        cache, name = prey_of(call), m.name_blocks(1)
-        trial.begin()
-        for what, (plan, moves) in TWICE.items():
-            before = trial.victim.read("prey")[0]
-            total = sum(length for _, length in moves)
-            data = random.Random(1).randbytes(total)  # noqa: S311
-            call.say(m.write(name, cache, plan, 0, total, ahead))
-            if ahead:
-                call.send(data)
-            told = m.read_reply(call.hear())
-            if told["is"] == "Ready":
-                call.send(payload(data))
-                told = m.read_reply(call.hear())
-            after = trial.victim.read("prey")[0]
-            assert told["is"] in {"Done", "Failed"}, (what, told)
-            expected = _sequential(before, data, moves) if told["is"] == "Done" else before
-            assert np.array_equal(after, expected), what
-        trial.judge(links=1, streams=1, busy=1)
-
-
-def test_a_destination_named_twice_by_a_fetch_has_one_writer() -> None:
-    """The victim's workers copy out of the peer's memory: two of them must not write one block."""
-    block, blocks = 256 << 10, 16
-    with Trial(honest=["tcp"], llm__CopyWorkers=4) as trial:
-        region = memory(block * blocks, 0)
-        with mmap.mmap(region, block * blocks) as own:
-            own[:] = b"".join(bytes([number + 1]) * block for number in range(blocks))
-        fcntl.fcntl(region, F_ADD_SEALS, SEALS)
-        offer = Offer([memory(GENERATIONS), region], regions=(block * blocks, None))
-        trial.held.callback(offer.close)
-        link = trial.link(100, local=True, offer=offer)
-        call = link.call()
-        cache = prey_of(call)
-
-        def fetch(plan: bytes) -> dict[str, object]:
-            source = m.in_region([m.run(0, 0, 1)])
-            return ask(call, m.fetch(m.name_blocks(1), cache, plan, source, 1, block * blocks))
-
-        trial.begin()
-        plans = (
-            m.plan_blocks(block, [(number, 3) for number in range(blocks)]),
-            m.plan_spans([blocks], [m.span(number * block, 3 * block, block) for number in range(blocks)]),
-        )
-        before = _prey(call, cache, 3 * block, block)
-        # Two writers do not always meet, so that one round says little.
-        for number in range(100):
-            link.control.say(m.PING)  # on a busy machine the rounds take longer than a link may be silent
-            told = fetch(plans[number % 2])
-            assert told["is"] in {"Done", "Failed"}, told
-            # The last one named counts.
-            expected = bytes([blocks]) * block if told["is"] == "Done" else before
-            assert _prey(call, cache, 3 * block, block) == expected
-        # A fair plan works, so that the attack got as far as the copy.
-        assert fetch(m.plan_blocks(block, [(1, 2)])) == {"is": "Done", "bytes": block}
-        trial.judge(links=1, streams=1, busy=1, mapped=GENERATIONS)
-
-
-def _prey(call: Wire, cache: int, start: int, count: int) -> bytes:
-    """Bytes of the first tensor of the cache under attack."""
-    plan = m.plan_spans([1], [m.span(start, 0, count)])
-    assert ask(call, m.read(m.name_blocks(1), cache, plan, 0, count)) == {"is": "Ready", "bytes": count}
-    return take(call, count)
+from peers import OK, SOAK, by_blocks, equal, meanwhile, pattern, together
 
 
 def _long_plan(kind: str) -> bytes:
@@ -159,81 +45,69 @@ def test_plans_of_millions_of_pieces_take_bounded_memory(kind: str) -> None:
             m.fetch(name, cache, plan, m.HIDDEN, 1, PREY),
         ):
             calls = [link.call() for link, _ in links]
-            threads = [threading.Thread(target=_ask_and_ignore, args=(call, request), daemon=True) for call in calls]
-            for thread in threads:
-                thread.start()
-            for thread, call in zip(threads, calls):
-                thread.join(30)
-                assert not thread.is_alive(), "no answer to a long plan"
+
+            def ask_for_it(number: int, calls: list[Wire] = calls, request: bytes = request) -> None:
+                with suppress(ConnectionError, AssertionError):  # the engine may have had enough of it
+                    calls[number].socket.settimeout(25)
+                    ask(calls[number], request)
+
+            together(len(calls), ask_for_it)  # a timeout is raised
+            for call in calls:
                 call.close()
         trial.judge(links=2, streams=6, busy=2)
 
 
-def _ask_and_ignore(call: Wire, request: bytes) -> None:
-    with suppress(*GONE):
-        call.socket.settimeout(25)
-        ask(call, request)
-
-
 U32, U64 = 2**32 - 1, 2**64 - 1
 one_span = m.plan_spans([1], [m.span(0, 0, 64)])
+# What the numbers of a plan may be: `plans_of_peers` in `plan.rs`. Here: that every request checks them.
 BOUNDS: dict[str, tuple[bytes, int, int]] = {
     "backwards": (one_span, 64, 0),
     "beyond the plan": (one_span, 0, 65),
+    "a block written twice": (m.plan_blocks(64, [(0, 3), (1, 4), (2, 3)]), 0, 192),
+    "spans that overlap": (m.plan_spans([2], [m.span(0, 500, 1000), m.span(1000, 1000, 1000)]), 0, 2000),
+    "a step shorter than its pieces": (m.plan_spans([1], [m.span(0, 0, 100, 10, 100, 50)]), 0, 1000),
+    "a step of zero": (m.plan_spans([1], [m.span(0, 0, 100, 10, 100, 0)]), 0, 1000),
     "no tensors": (m.plan_spans([1], [m.span(0, 0, 64)], 0), 0, 0),
-    "too many tensors": (m.plan_spans([1], [m.span(0, 0, 64)], U32), 0, 64),
     "a tensor that is not there": (m.plan_spans([1], [m.span(0, 0, 64)], 1, 2, 2), 0, 64),
     "past the end": (m.plan_spans([1], [m.span(PREY - 63, PREY - 63, 64)]), 0, 64),
     "from 2^64-1": (m.plan_spans([1], [m.span(U64, U64, 64)]), 0, 64),
-    "no bytes": (m.plan_spans([1], [m.span(0, 0, 0)]), 0, 0),
-    "no pieces": (m.plan_spans([1], [m.span(0, 0, 64, 0)]), 0, 0),
     "2^40 pieces of a byte": (m.plan_spans([1], [m.span(0, 0, 1, 1 << 40, 1, 1)]), 0, 64),
-    "steps below zero": (m.plan_spans([1], [m.span(0, 0, 64, 2, -64, -64)]), 0, 128),
-    "the largest step": (m.plan_spans([1], [m.span(0, 0, 64, 3, 2**63 - 1, 2**63 - 1)]), 0, 192),
     "a block past the end": (m.plan_blocks(PREY_BYTES, [(PREY_ROWS, PREY_ROWS)]), 0, PREY_BYTES),
     "block 2^32-1": (m.plan_blocks(PREY_BYTES, [(U32, U32)]), 0, PREY_BYTES),
     "blocks of 2^63 bytes": (m.plan_blocks(2**63, [(2, 2)]), 0, 64),
-    "blocks of no bytes": (m.plan_blocks(0, [(0, 0)]), 0, 0),
-    "blocks from 2^64-1": (m.plan_blocks(64, [(1, 1)], base=(U64, U64)), 0, 64),
     "fewer waves than spans": (m.plan_spans([1], [m.span(0, 0, 64), m.span(64, 64, 64)]), 0, 128),
-    "more spans in a wave than there are": (m.plan_spans([U32], [m.span(0, 0, 64)]), 0, 64),
-    "more waves than spans": (m.plan_spans([1, 1, 1], [m.span(0, 0, 64)]), 0, 64),
-    "an empty wave": (m.plan_spans([0, 1], [m.span(0, 0, 64)]), 0, 64),
-    "waves that add up past 2^32": (m.plan_spans([U32, U32], [m.span(0, 0, 64), m.span(64, 64, 64)]), 0, 64),
 }
 
 # Not messages at all: the stream may end.
 UNREADABLE: dict[str, bytes] = {
-    "pairs of three bytes": m.plan_blocks(64, b"\3" + bytes(6)),
     "half a pair": m.plan_blocks(64, b"\4" + bytes(6)),
-    "pairs without a width": m.plan_blocks(64, b""),
     "a list longer than its frame": m.uint(1) + m.uint(0) * 3 + m.uint(U64),
-    "pairs longer than their frame": m.uint(1) + m.uint(0) + m.uint(0) + m.uint(1) + m.uint(8) * 3 + m.uint(U64),
     "steps of a third kind": m.uint(1) + m.uint(0) + m.uint(0) + m.uint(2),
 }
 
 
 @pytest.mark.parametrize("verb", ["read", "write", "fetch"])
 def test_plans_whose_numbers_lie_are_refused(verb: str) -> None:
-    """Each is answered with `Failed`, the stream goes on, and not a byte of the cache changes."""
+    """Each is ask_for_it with `Failed`, the stream goes on, and not a byte of the cache changes."""
     with Trial(honest=["tcp"]) as trial:
         link, call = trial.fair_call()
         cache, name = prey_of(call), m.name_blocks(1)
-        make: dict[str, Callable[[bytes, int, int], bytes]] = {
-            "read": lambda plan, start, end: m.read(name, cache, plan, start, end),
-            "write": lambda plan, start, end: m.write(name, cache, plan, start, end),
-            "fetch": lambda plan, _start, _end: m.fetch(name, cache, plan, m.in_region([m.run(0, 0, 1)]), 1, PREY),
-        }
+
+        def request(plan: bytes, start: int, end: int) -> bytes:
+            if verb == "fetch":
+                return m.fetch(name, cache, plan, m.in_region([m.run(0, 0, 1)]), 1, PREY)
+            return (m.read if verb == "read" else m.write)(name, cache, plan, start, end)
+
         # A fetch names no range, and over TCP nothing can be fetched, whatever the plan says.
         allowed = {"Failed", "Unreachable"} if verb == "fetch" else {"Failed"}
         trial.begin()
         for what, (plan, start, end) in BOUNDS.items():
-            told = ask(call, make[verb](plan, start, end))
+            told = ask(call, request(plan, start, end))
             assert told["is"] in allowed, (what, told)
             assert ask(call, m.ping())["is"] == "Done", what
         for what, plan in UNREADABLE.items():
             with suppress(OSError):
-                told = ask(call, make[verb](plan, 0, 64))
+                told = ask(call, request(plan, 0, 64))
                 assert told["is"] == "Failed", (what, told)
             call = link.call()
         assert equal(trial.victim.read("prey"), pattern(5, 2, PREY_ROWS, PREY_BYTES))
@@ -259,8 +133,6 @@ def test_addresses_by_the_million() -> None:
         time.sleep(1)
         trial.judge(links=1, streams=6, busy=1)
 
-
-# -- memory that is described wrongly --------------------------------------------------------------------------------
 
 REGION = 1 << 20
 PLACES: dict[str, bytes] = {
@@ -313,14 +185,12 @@ def test_generations_that_never_rest_end_the_pull_in_time() -> None:
         numbers = mmap.mmap(generations, 4096)
         trial.held.callback(numbers.close)
         fcntl.fcntl(generations, F_ADD_SEALS, SEALS)
-        over = threading.Event()
         count = 0
 
         def raise_it() -> None:
             nonlocal count
-            while not over.is_set():
-                count += 1
-                numbers[0:8] = count.to_bytes(8, "little")
+            count += 1
+            numbers[0:8] = count.to_bytes(8, "little")
 
         def serve(wire: Wire) -> None:
             while wire.hear():
@@ -329,16 +199,11 @@ def test_generations_that_never_rest_end_the_pull_in_time() -> None:
         offer = Offer([generations, memory(REGION)], regions=(REGION, None))
         trial.held.callback(offer.close)
         trial.listen(serve, offer)
-        thread = threading.Thread(target=raise_it, daemon=True)
-        thread.start()
-        trial.begin()
-        try:
+        with meanwhile(raise_it):
+            trial.begin()
             for _ in range(3):
                 _, seconds, text = trial.victim.timed("pull_blocks", by_blocks(77), "n", [0], [0])
                 assert seconds < 1 + SLACK, text
-        finally:
-            over.set()
-            thread.join(LIMIT)
         trial.judge(links=1, streams=2, busy=1, mapped=2 * GENERATIONS)
 
 

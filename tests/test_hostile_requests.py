@@ -12,18 +12,15 @@ import pytest
 
 from hostile import budgets
 from hostile import messages as m
-from hostile.client import AHEAD, LIMIT, Wire, ask, frame, header, payload
+from hostile.client import AHEAD, Wire, ask, frame, header, payload
 from hostile.trial import GONE, MIB, PREY, PREY_BYTES, PREY_ROWS, PULL_LIMIT, SILENCE, SLACK, VICTIM, Trial, prey_of
-from peers import OK, by_blocks, equal, eventually, pattern, together
+from peers import OK, by_blocks, equal, eventually, meanwhile, pattern, together
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
 U32, U64 = 2**32 - 1, 2**64 - 1
-
-
-# -- frames that are not completed -----------------------------------------------------------------------------------
 
 
 def _sends(wire: Wire, data: bytes) -> bool:
@@ -97,38 +94,18 @@ def test_slow_requests_of_others_do_not_starve_a_long_one() -> None:
         order = np.random.default_rng(1).permutation(rows)
         wires = [trial.fair_call(100 + number)[1] for number in range(8)]
         trial.begin()
-        over = threading.Event()
+        left = [wire for wire in wires if _sends(wire, header(64 * MIB))]
 
         def feed() -> None:
-            left = [wire for wire in wires if _sends(wire, header(64 * MIB))]
-            while not over.wait(0.25):
-                left = [wire for wire in left if _sends(wire, bytes(32 << 10))]
+            left[:] = [wire for wire in left if _sends(wire, bytes(32 << 10))]
+            time.sleep(0.25)
 
-        thread = threading.Thread(target=feed, daemon=True)
-        thread.start()
-        try:
+        with meanwhile(feed):
             time.sleep(0.5)
             for _ in range(3):
                 honest.pull_blocks(by_blocks(VICTIM, 9), "m", order.tolist(), list(range(rows)))
             assert equal(honest.read("m"), [tensor[order] for tensor in pattern(4, 2, rows, 64)])
-        finally:
-            over.set()
-            thread.join(LIMIT)
         trial.judge(links=9, streams=9, busy=9)
-
-
-# -- rows ------------------------------------------------------------------------------------------------------------
-
-
-def _trickle(wire: Wire, taking: bool, until: float) -> None:
-    """Take or give a byte now and then."""
-    with suppress(OSError):
-        while time.monotonic() < until:
-            if taking:
-                wire.socket.recv(1)
-            else:
-                wire.send(b"\0")
-            time.sleep(0.05)
 
 
 @pytest.mark.parametrize("trickles", [False, True])
@@ -150,12 +127,17 @@ def test_a_peer_that_stalls_loses_its_rows(verb: str, trickles: bool) -> None:
         else:
             call.say((m.read if verb == "read" else m.write)(name, cache, plan, 0, 2 * PREY))
             assert m.read_reply(call.hear())["is"] == "Ready", "the rows are pinned from now on"
-        if trickles:
-            until = time.monotonic() + limit
-            thread = threading.Thread(target=_trickle, args=(call, verb == "read", until), daemon=True)
-            thread.start()
-            trial.held.callback(thread.join, LIMIT)
-        writer.push_blocks(by_blocks(VICTIM, 1), "w", range(PREY_ROWS), range(PREY_ROWS))
+
+        def trickle() -> None:
+            with suppress(OSError):
+                if verb == "read":
+                    call.socket.recv(1)
+                else:
+                    call.send(b"\0")
+            time.sleep(0.05)
+
+        with meanwhile(*([trickle] if trickles else [])):
+            writer.push_blocks(by_blocks(VICTIM, 1), "w", range(PREY_ROWS), range(PREY_ROWS))
         assert equal(trial.victim.read("prey"), pattern(9, 2, PREY_ROWS, PREY_BYTES))
         trial.judge(links=2, streams=2, busy=2)
         assert not trial.tender.ended, "the link itself goes on"
@@ -196,8 +178,6 @@ def test_many_peers_that_hold_rows() -> None:
         trial.join(40, "tcp")
         trial.judge(links=5, streams=calls, busy=5)
 
-
-# -- what nobody asked for -------------------------------------------------------------------------------------------
 
 NONSENSE: dict[str, bytes] = {
     "done": m.done(2**63),

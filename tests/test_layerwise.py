@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from layers import Far, Steps, Transfer, launch, names, results
-from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, LLMStatusCode, TransferConfig, TransferWithCacheKeyConfig
+from llm_datadist import BlocksCacheKey, LLMStatusCode, TransferConfig, TransferWithCacheKeyConfig
 from llm_datadist.layerwise import LayerProgress
 from peers import GONE, INVALID, OK, UNLINKED, Ends, equal, eventually, pattern
 
@@ -74,28 +74,19 @@ def test_a_blocks_cache_without_lists_sends_its_first_block(ends: Ends, way: dic
         to.check((src, dst))
 
 
-def test_what_does_not_fit_the_remote_cache_is_refused_with_nothing_moved(ends: Ends) -> None:
-    """For destinations by key; `test_seed_contract.py` has those by address."""
-    transfer = Transfer(ends, {"accessible": True}, 3, 100, 2)
-    near, to, both = transfer.near, transfer.to, range(2)
-    near.allocate("b", 6, 32, 4, blocks=True, seed=6)
-    short = transfer.far("short", shape=(2, 99, 2))
-    blocks = transfer.far("blocks", shape=(4, 32, 2), blocks=True, model=1)
-    wide = transfer.far("wide", shape=(4, 33, 2), blocks=True, model=2)
-    no_cache = TransferWithCacheKeyConfig(CacheKeyByIdAndIndex(2, 10**9), both, both)
+def test_blocks_of_another_size_and_missing_keys_are_refused_with_nothing_moved(ends: Ends) -> None:
+    """`layer_destination.rs` has slots, blocks and layers that the remote cache lacks."""
+    transfer = Transfer(ends, {"accessible": True}, 6, 32, 2, blocks=True)
+    wide, both = transfer.far("wide", shape=(4, 33, 2), blocks=True, model=1), range(2)
     no_key = TransferWithCacheKeyConfig(BlocksCacheKey(2, 77), both, both)
-    for what, name, config, lists, code in (
-        ("a slot that is a byte short", "n", short.to(both), {}, INVALID),
-        ("no such slot", "n", to.to(both, slot=3), {}, INVALID),
-        ("no such layer", "n", to.to(both, 1), {}, INVALID),
-        ("no such cache", "n", no_cache, {}, GONE),
-        ("pieces of another size", "n", blocks.to(both), {"dst": [0, 1], "size": 16}, INVALID),
-        ("no such block", "b", blocks.to(both), {"src": [0, 1], "dst": [0, 4]}, INVALID),
-        ("no such key", "b", no_key, {"src": [0], "dst": [0]}, GONE),
-        ("blocks of another size", "b", wide.to(both), {}, INVALID),
+    transfer.near.allocate("slots", 3, 100, 4)
+    for name, config, lists, code in (
+        ("slots", wide.to(both), {"dst": [0, 1], "size": 16}, INVALID),
+        ("n", wide.to(both), {}, INVALID),
+        ("n", no_key, {"src": [0], "dst": [0]}, GONE),
     ):
-        assert results(launch(near, name, [config], **lists)) == [code], what
-    for far in (to, short, blocks, wide):
+        assert results(launch(transfer.near, name, [config], **lists)) == [code]
+    for far in (transfer.to, wide):
         far.check()
 
 
@@ -144,9 +135,6 @@ def test_configs_of_one_transfer_have_results_of_their_own(ends: Ends, way: dict
     assert names(errors[5], cluster=7), errors[5]
     assert errors[5].status_code == LLMStatusCode.LLM_NOT_YET_LINK
     assert steps.layers == [0, 1, 2, 3], "a layer that several need is asked for once"
-
-
-# -- the synchronizer ------------------------------------------------------------------------------------------------
 
 
 def test_layers_are_asked_for_once_in_order_and_only_if_needed(ends: Ends) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import signal
-import threading
 import time
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 from layers import FINALIZED, Decoder, Steps, Transfer, finish, layers_done, results, unlinked
 from llm_datadist import LLMStatusCode
-from peers import LIMIT, OK, THOROUGH, Ends, equal, eventually, linked, options, pattern
+from peers import OK, THOROUGH, Ends, equal, eventually, linked, options, pattern, together
 
 ASYNCIO = """
 import asyncio
@@ -42,24 +41,14 @@ def compute():
 """
 
 
-# -- finalize --------------------------------------------------------------------------------------------------------
-
-
 def test_finalize_with_a_synchronizer_that_blocks(ends: Ends, way: dict[str, Any]) -> None:
     transfer = Transfer(ends, way, 3, llm__SyncKvCacheWaitTime=300)
     near, to, steps = transfer.near, transfer.to, Steps(allowed=2)
     task = transfer.start(steps, [to.to(range(4)), to.to(range(1), slot=1), to.to(range(3, 4), slot=2)])
     steps.reached(2)
     eventually(lambda: layers_done(task)[:2] == [2, 1], what="two layers")
-    waiting: list[Any] = []
-    waits = threading.Thread(target=lambda: waiting.append(task.synchronize()))
-    finalizes = threading.Thread(target=near.finalize)
-    for thread in (waits, finalizes):
-        thread.start()
-    for thread in (waits, finalizes):
-        thread.join(LIMIT)
-        assert not thread.is_alive(), "finalize waits for a synchronizer that blocks"
-    assert waiting == [LLMStatusCode.LLM_ENGINE_FINALIZED]
+    waited, _ = together(2, lambda number: near.finalize() if number else task.synchronize())
+    assert waited is LLMStatusCode.LLM_ENGINE_FINALIZED
     ended = results(task, 0)
     assert ended[:2] == [FINALIZED, OK]
     assert ended[2] in (None, FINALIZED)
@@ -77,23 +66,6 @@ def test_finalize_with_a_synchronizer_that_blocks(ends: Ends, way: dict[str, Any
     assert results(task, 0) == ended
 
 
-def test_finalize_while_layers_arrive_waits_for_them(ends: Ends, way: dict[str, Any]) -> None:
-    transfer = Transfer(ends, way, 1, 6400, 20)
-
-    class Model(Steps):
-        def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
-            time.sleep(0.005)
-            return super().synchronize_layer(layer_index, timeout_in_millis)
-
-    task = transfer.start(Model())
-    transfer.near.finalize()
-    assert results(task) == [OK]
-    transfer.arrived()
-
-
-# -- the end of the sending process ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("program", "status", "printed"),
     [
@@ -109,19 +81,7 @@ def test_finalize_while_layers_arrive_waits_for_them(ends: Ends, way: dict[str, 
         (ASYNCIO, 0, ""),
         (EXECUTOR, 0, ""),
     ],
-    ids=[
-        "end",
-        "exit",
-        "dropped",
-        "raises",
-        "finalize",
-        "many",
-        "thread",
-        "daemon",
-        "late",
-        "asyncio",
-        "executor",
-    ],
+    ids=["end", "exit", "dropped", "raises", "finalize", "many", "thread", "daemon", "late", "asyncio", "executor"],
 )
 @pytest.mark.parametrize("accessible", [False, True])
 def test_a_process_delivers_its_transfers_at_its_end(
@@ -221,9 +181,6 @@ def test_a_task_after_its_engine_was_closed_at_exit(ends: Ends) -> None:
     assert out.strip() == "LLM_ENGINE_FINALIZED ['LLM_ENGINE_FINALIZED'] True False", out
 
 
-# -- fork ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_forked_child_has_no_part_in_the_transfer(ends: Ends, way: dict[str, Any]) -> None:
     decoder = Decoder(ends, way)
     status, out, err = decoder.run("""
@@ -268,8 +225,6 @@ def test_a_forked_child_that_outlives_its_parent(ends: Ends) -> None:
     eventually(decoder.whole, what="the bytes")
     eventually(lambda: decoder.near.links() == [], what="the end of the link")
 
-
-# -- a sending process that dies or stops ----------------------------------------------------------------------------
 
 FLOWS = """
 print("flows", flush=True)

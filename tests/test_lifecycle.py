@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import textwrap
 import threading
-import time
 from pathlib import Path
 from typing import Any, Callable
 
@@ -30,7 +29,7 @@ from memory import (
     same,
     used,
 )
-from peers import together
+from peers import eventually, together
 
 ENGINE = """
 import ctypes, os, sys, warnings
@@ -95,20 +94,15 @@ def test_init_again_with_the_same_dictionary_starts_from_nothing(again: str) -> 
         for dist in (first, second, first):
             dist.init(given)
             assert given == before
+            given.clear()  # the options are copied
             manager = dist.cache_manager
             assert manager.allocate_cache(desc()).cache_id == 1
             assert used(manager)["device"] == 2 * PAGE
             dist.finalize()
+            given.update(before)
     finally:
         first.finalize()
         second.finalize()
-
-
-def test_options_are_copied(start: Callable[..., Any]) -> None:
-    given = options()
-    dist = start(given)
-    given.clear()
-    dist.cache_manager.allocate_cache(desc())
 
 
 @pytest.mark.contract("19.mem-pool-cfg", "19.host-mem-pool-cfg")
@@ -174,11 +168,7 @@ def test_a_missing_role_is_noticed_by_init() -> None:
 
 @pytest.mark.contract("19.mem-pool-cfg", "19.host-mem-pool-cfg")
 @pytest.mark.parametrize(
-    "text",
-    [
-        '{"memory_size": 65536}',
-        '{"memory_size": 1024, "page_shift": 10, "other": [1, {"memory_size": "x"}]}',
-    ],
+    "text", ['{"memory_size": 65536}', '{"memory_size": 1024, "page_shift": 10, "other": [1, {"memory_size": "x"}]}']
 )
 @pytest.mark.parametrize("key", ["llm.MemPoolConfig", "llm.HostMemPoolConfig"])
 def test_good_pool_description(start: Callable[..., Any], text: str, key: str) -> None:
@@ -280,11 +270,7 @@ def test_many_engines_one_after_the_other_leave_no_thread_behind(start: Callable
         cache = dist.cache_manager.allocate_cache(desc(4, 100_000))
         dist.cache_manager.copy_cache(cache, cache, 1, 0)
         dist.finalize()
-    for _ in range(1000):  # threads that were told to end may need a moment to leave the list
-        if len(list(tasks.iterdir())) <= before:
-            break
-        time.sleep(0.01)
-    assert len(list(tasks.iterdir())) <= before
+    eventually(lambda: len(list(tasks.iterdir())) <= before, what="the end of all threads")
 
 
 def run_engine(text: str) -> str:

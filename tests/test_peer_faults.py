@@ -55,9 +55,6 @@ def works(near: Any) -> None:
     assert equal(near.read("n"), pattern(1, 2, 4, 5000))
 
 
-# -- kills -----------------------------------------------------------------------------------------------------------
-
-
 def test_kills_at_random_points_of_a_pull(ends: Ends, way: dict[str, Any]) -> None:
     """50 rounds in each way, or LLM_DATADIST_SOAK of them. Each links to a new process of the same cluster id."""
     nursery = ends.spare()
@@ -134,9 +131,6 @@ def test_a_puller_that_dies_holds_no_memory_and_takes_no_key(ends: Ends, way: di
         for key in keys:
             near.remove_key(key)
         eventually(lambda: near.used() == 0, what="the memory")
-
-
-# -- stopped peers ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.contract("19.sync-kv-timeout")
@@ -224,9 +218,6 @@ def test_finalize_with_a_stopped_peer_ends(ends: Ends, way: dict[str, Any]) -> N
     works(near)
     with far.stopped():
         assert near.within(3, "finalize")[0] == OK
-
-
-# -- forks and Ctrl-C ------------------------------------------------------------------------------------------------
 
 
 def test_a_forked_child_gets_an_error_and_harms_nothing(ends: Ends, way: dict[str, Any]) -> None:

@@ -14,8 +14,6 @@ BEGIN, END = "<!-- budgets: begin -->", "<!-- budgets: end -->"
 
 
 class Budget(NamedTuple):
-    """One number and its meaning."""
-
     value: int
     unit: str
     meaning: str
@@ -66,12 +64,10 @@ ROLES = frozenset(
 
 
 def value(name: str) -> int:
-    """The number of a budget."""
     return BUDGETS[name].value
 
 
 def open_files(limit: int | None) -> int:
-    """A soft limit of open files, or this process's own."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
 
 
@@ -91,7 +87,6 @@ def streams(limit: int | None) -> int:
 
 
 def table() -> str:
-    """The table as the documentation has it."""
     rows = []
     for name, budget in BUDGETS.items():
         number = f"1/{budget.value} of the open-file limit" if name in DIVISORS else f"{budget.value:,} {budget.unit}"

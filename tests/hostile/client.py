@@ -47,7 +47,6 @@ def header(length: int, kind: int = MESSAGE, version: int = VERSION) -> bytes:
 
 
 def frame(body: bytes, kind: int = MESSAGE, version: int = VERSION) -> bytes:
-    """A frame as it should be."""
     return header(len(body), kind, version) + body
 
 
@@ -56,14 +55,11 @@ class EndedError(ConnectionError):
 
 
 class Wire:
-    """One socket that carries frames."""
-
     def __init__(self, made: socket.socket, limit: float = LIMIT) -> None:
         self.socket = made
         made.settimeout(limit)
 
     def send(self, data: bytes) -> None:
-        """Bytes, whatever they mean."""
         self.socket.sendall(data)
 
     def say(self, body: bytes, descriptors: Sequence[int] = ()) -> None:
@@ -90,7 +86,6 @@ class Wire:
         return body
 
     def exactly(self, count: int) -> bytes:
-        """So many bytes."""
         got = bytearray()
         while len(got) < count:
             more = self.socket.recv(min(count - len(got), 1 << 20))
@@ -118,8 +113,6 @@ class Wire:
 
 
 class Link:
-    """One link of a hostile peer."""
-
     def __init__(self, peer: Peer, number: int, control: Wire, dial: Callable[[], Wire] | None) -> None:
         self.peer, self.number, self.control = peer, number, control
         self.dial = dial
@@ -127,7 +120,6 @@ class Link:
         self.calls: list[Wire] = []
 
     def call(self) -> Wire:
-        """One more call stream."""
         assert self.dial is not None, "the engine dialled this link"
         wire = self.dial()
         self.calls.append(wire)
@@ -136,13 +128,11 @@ class Link:
         return wire
 
     def close(self) -> None:
-        """Close all streams without a goodbye."""
         for wire in [self.control, *self.calls]:
             wire.close()
 
 
 def ask(wire: Wire, request: bytes) -> dict[str, Any]:
-    """Make a request on a call stream; the answer."""
     wire.say(request)
     return m.read_reply(wire.hear())
 
@@ -280,7 +270,6 @@ class Peer:
 
 
 def dial_tcp(address: str, window: int | None = None, limit: float = LIMIT) -> Wire:
-    """A connection to `ip:port`; `window` sets the receive buffer."""
     host, port = address.rsplit(":", 1)
     assert host == "127.0.0.1", "only the loopback is attacked"
     wire = Wire(socket.socket(), limit)
@@ -292,7 +281,6 @@ def dial_tcp(address: str, window: int | None = None, limit: float = LIMIT) -> W
 
 
 def dial_local(name: str, limit: float = LIMIT) -> Wire:
-    """A connection to an abstract name."""
     wire = Wire(socket.socket(socket.AF_UNIX), limit)
     wire.socket.connect(b"\0" + name.encode())
     return wire
@@ -380,7 +368,6 @@ class Tender:
         self.thread.start()
 
     def add(self, *links: Link) -> None:
-        """Look after these links from now on."""
         with self.lock:
             for link in links:
                 self.selector.register(link.control.socket, selectors.EVENT_READ, link)

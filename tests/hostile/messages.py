@@ -25,17 +25,14 @@ def comm(name: str, members: list[tuple[int, int]], listener: str) -> bytes:
 
 
 def purpose_link(link: int, probe: bool = False) -> bytes:
-    """Variant 0: the control stream of a new link, which is not of a communicator."""
     return uint(0) + uint(link) + some(None) + flag(probe)
 
 
 def purpose_call(link: int) -> bytes:
-    """Variant 1: a call stream of a link, for calls of the side that dials."""
     return uint(1) + uint(link) + flag(False)
 
 
 def purpose_meet() -> bytes:
-    """Variant 2: asks for the secret."""
     return uint(2)
 
 
@@ -45,7 +42,6 @@ def purpose_knock(communicator: bytes) -> bytes:
 
 
 def hello(purpose: bytes, who: bytes, host: str, nonce: bytes) -> bytes:
-    """The first message of a greeting, which expects no cluster."""
     return purpose + who + some(None) + text(host) + nonce
 
 
@@ -57,7 +53,6 @@ def read_hello(body: bytes) -> dict[str, Any]:
 
 
 def welcome(who: bytes, mac: bytes, local: str | None) -> bytes:
-    """The last message of a greeting, without a secret."""
     return who + mac + some(None if local is None else text(local)) + some(None)
 
 
@@ -99,22 +94,18 @@ PING, PONG, DIAL = uint(0), uint(1), uint(3)
 
 
 def bye(reason: str = "the test ends it", unlinked: bool = False) -> bytes:
-    """The link ends."""
     return uint(2) + text(reason) + flag(unlinked)
 
 
 def name_request(model: int, number: int) -> bytes:
-    """A cache by a request id."""
     return uint(0) + uint(model) + uint(number)
 
 
 def name_blocks(model: int = 0) -> bytes:
-    """The blocks cache of a model."""
     return uint(2) + uint(model)
 
 
 def name_row(cache: int, row: int = 0) -> bytes:
-    """A row of a cache by its id."""
     return uint(3) + sint(cache) + uint(row)
 
 
@@ -145,24 +136,20 @@ def plan_blocks(
 
 
 def pack(pairs: list[tuple[int, int]]) -> bytes:
-    """Pairs of numbers as a byte string, four bytes for each number."""
     return b"\x04" + b"".join(number.to_bytes(4, "little") for pair in pairs for number in pair)
 
 
 def describe(name: bytes, limit_ms: int = NEVER) -> bytes:
-    """Request 0."""
     return uint(0) + name + uint(limit_ms)
 
 
 def read(name: bytes, cache: int, plan: bytes, start: int, end: int, limit_ms: int = NEVER) -> bytes:
-    """Request 1: send me these bytes."""
     return uint(1) + name + sint(cache) + plan + uint(start) + uint(end) + uint(limit_ms)
 
 
 def write(
     name: bytes, cache: int, plan: bytes, start: int, end: int, ahead: bool = False, limit_ms: int = NEVER
 ) -> bytes:
-    """Request 2: take these bytes."""
     return uint(2) + name + sint(cache) + plan + uint(start) + uint(end) + flag(ahead) + uint(limit_ms)
 
 
@@ -174,17 +161,14 @@ def fetch(
 
 
 def consume(name: bytes, cache: int, first: int, count: int, limit_ms: int = NEVER) -> bytes:
-    """Request 4: these tensors have been pulled."""
     return uint(4) + name + sint(cache) + uint(first) + uint(count) + uint(limit_ms)
 
 
 def unlink(limit_ms: int = NEVER) -> bytes:
-    """Request 5."""
     return uint(5) + uint(limit_ms)
 
 
 def ping(limit_ms: int = NEVER) -> bytes:
-    """Request 6."""
     return uint(6) + uint(limit_ms)
 
 
@@ -220,39 +204,24 @@ def ready(count: int) -> bytes:
 
 
 def done(count: int = 0) -> bytes:
-    """Reply 2."""
     return uint(2) + uint(count)
 
 
 def unreachable(reason: str) -> bytes:
-    """Reply 4."""
     return uint(4) + text(reason)
 
 
 def failed(kind: int, message: str, facts: list[tuple[str, str]], arrived: list[bytes]) -> bytes:
-    """Reply 5."""
     return uint(5) + bytes([kind]) + text(message) + many([text(a) + text(b) for a, b in facts]) + many(arrived)
 
 
-def described(
-    *,
-    place: int = 0,
-    generation: int = 0,
-    cache: int = 1,
-    row: int = 0,
-    tensors: int = 2,
-    rows: int = 4,
-    row_bytes: int = 256,
-    blocks: bool = True,
-    placement: int = 0,
-    allocated: bool = True,
-    accessible: bool = True,
-    location: bytes = HIDDEN,
-) -> bytes:
-    """Reply 0: a cache."""
-    sizes = uint(row) + uint(tensors) + uint(rows) + uint(row_bytes)
-    flags = flag(blocks) + bytes([placement]) + flag(allocated) + flag(accessible)
-    return uint(0) + uint(place) + uint(generation) + sint(cache) + sizes + flags + location
+def described(*, location: bytes = HIDDEN, **given: int) -> bytes:
+    """Reply 0: a cache of 2 tensors of 4 blocks of 256 bytes, unless other numbers are given."""
+    cache = {"place": 0, "generation": 0, "tensors": 2, "rows": 4, "row_bytes": 256, "placement": 0, "allocated": 1}
+    cache.update(given)
+    names = uint(0) + uint(cache["place"]) + uint(cache["generation"]) + sint(1)
+    sizes = uint(0) + uint(cache["tensors"]) + uint(cache["rows"]) + uint(cache["row_bytes"])
+    return names + sizes + bytes([True, cache["placement"], cache["allocated"], True]) + location
 
 
 def read_reply(body: bytes) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from hostile.client import Peer, dial_local, dial_tcp
 
 
 def tell(what: Any) -> None:
-    """One line for the test."""
     print(json.dumps(what), flush=True)  # noqa: T201
 
 
@@ -36,7 +35,6 @@ def in_thread(work: Callable[..., None], *args: Any) -> None:
 
 
 def greet(way: str, at: str) -> dict[str, Any]:
-    """Greet as a peer without a token; what the engine answered."""
     try:
         with closing(dial_local(at) if way == "local" else dial_tcp(at)) as wire:
             return {"welcome": Peer(66, None).greet(wire, m.purpose_link(1))["proved"]}
@@ -76,7 +74,6 @@ def _carry(source: socket.socket, target: socket.socket) -> None:
 
 
 def forward(address: str) -> None:
-    """Pipe every connection to `address` until the input ends."""
     host, port = address.rsplit(":", 1)
     door = socket.create_server(("127.0.0.1", 0))
     tell(f"127.0.0.1:{door.getsockname()[1]}")

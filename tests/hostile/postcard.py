@@ -12,7 +12,6 @@ from typing import Any, Callable
 
 
 def uint(number: int) -> bytes:
-    """An unsigned number of 16 bits or more, or the length of something, or the number of a variant."""
     assert 0 <= number < 2**64, number
     out = bytearray()
     while number >= 0x80:
@@ -23,32 +22,26 @@ def uint(number: int) -> bytes:
 
 
 def sint(number: int) -> bytes:
-    """A signed number of 64 bits."""
     return uint((number << 1) ^ (number >> 63) if number >= 0 else ((-number) << 1) - 1)
 
 
 def flag(value: bool) -> bytes:
-    """A boolean."""
     return bytes([value])
 
 
 def blob(data: bytes) -> bytes:
-    """A byte string."""
     return uint(len(data)) + data
 
 
 def text(value: str) -> bytes:
-    """A string."""
     return blob(value.encode())
 
 
 def some(encoded: bytes | None) -> bytes:
-    """An option whose value is encoded already."""
     return b"\x00" if encoded is None else b"\x01" + encoded
 
 
 def many(encoded: list[bytes]) -> bytes:
-    """A list whose items are encoded already."""
     return uint(len(encoded)) + b"".join(encoded)
 
 
@@ -59,24 +52,20 @@ class Reader:
         self.body, self.at = body, 0
 
     def raw(self, count: int) -> bytes:
-        """So many bytes."""
         taken = self.body[self.at : self.at + count]
         assert len(taken) == count, "the body is too short"
         self.at += count
         return taken
 
     def byte(self) -> int:
-        """One byte."""
         return self.raw(1)[0]
 
     def flag(self) -> bool:
-        """A boolean."""
         value = self.byte()
         assert value in {0, 1}, value
         return value == 1
 
     def uint(self) -> int:
-        """An unsigned number."""
         number, shift = 0, 0
         while True:
             byte = self.byte()
@@ -86,20 +75,16 @@ class Reader:
                 return number
 
     def sint(self) -> int:
-        """A signed number."""
         number = self.uint()
         return number >> 1 if number & 1 == 0 else -((number + 1) >> 1)
 
     def text(self) -> str:
-        """A string."""
         return self.raw(self.uint()).decode()
 
     def some(self, read: Callable[[], Any]) -> Any:
-        """An option."""
         return read() if self.flag() else None
 
     def many(self, read: Callable[[], Any]) -> list[Any]:
-        """A list."""
         return [read() for _ in range(self.uint())]
 
     def done(self) -> None:

@@ -40,7 +40,6 @@ GONE = (OSError, AssertionError)  # what an attacker sees when the engine has ha
 
 
 def _sizes(pid: int, *names: str) -> list[int]:
-    """Sizes in bytes that /proc has of a process."""
     lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return [int(lines[name].split()[0]) * 1024 for name in names]
 
@@ -57,7 +56,6 @@ def usage(pid: int) -> dict[str, int]:
 
 
 def thread_names(pid: int) -> list[str]:
-    """The names of a process's threads, without the number at the end of some."""
     names = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(OSError):  # it has ended meanwhile
@@ -76,7 +74,6 @@ def switches(pid: int) -> int:
 
 
 def cpu_ticks(pid: int) -> int:
-    """Clock ticks of CPU time that a process has used in all."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return int(fields[11]) + int(fields[12])
 
@@ -109,7 +106,6 @@ class Watch:
                 self._sample()
 
     def close(self) -> None:
-        """Take the last sample."""
         self.over.set()
         self.thread.join(5)
         with suppress(OSError, KeyError):
@@ -124,13 +120,7 @@ class Watch:
 class Trial:
     """A victim, two honest peers and a watch. `judge` ends it with the verdict."""
 
-    def __init__(
-        self,
-        *,
-        open_files: int | None = None,
-        honest: Iterable[str] = ("tcp", "auto"),
-        **given: Any,
-    ) -> None:
+    def __init__(self, *, open_files: int | None = None, honest: Iterable[str] = ("tcp", "auto"), **given: Any) -> None:
         self.open_files = open_files
         prefix = () if open_files is None else ("bash", "-c", f'ulimit -n {open_files} && exec "$@"', "limited")
         self.common: dict[str, Any] = {
@@ -163,8 +153,6 @@ class Trial:
             self.close()
             raise
 
-    # -- honest peers --------------------------------------------------------------------------------------------
-
     def join(self, cluster: int, transport: str, **given: Any) -> peers.Peer:
         """An honest peer that has linked to the victim and pulled once."""
         made = self.ends.peer(options(**{**self.common, "llm__LinkTransport": transport, **given}), cluster)
@@ -186,10 +174,7 @@ class Trial:
         eventually(lambda: all(mark.exists() for mark in marks), what="the first pull of every honest peer")
         self.watch = Watch(self.victim.process.pid)
 
-    # -- hostile peers -------------------------------------------------------------------------------------------
-
     def attacker(self, cluster: int = 66, **given: Any) -> Peer:
-        """A peer that will be let in."""
         return Peer(cluster, TOKEN, **given)
 
     @cached_property
@@ -206,7 +191,6 @@ class Trial:
         return link
 
     def try_link(self, cluster: int = 66, **given: Any) -> None:
-        """`link`, unless the victim refuses it."""
         with suppress(*GONE):
             self.link(cluster, **given)
 
@@ -224,8 +208,6 @@ class Trial:
         link = eventually(lambda: listener.links)[0]
         self.tender.add(link)
         return listener, link
-
-    # -- the verdict ---------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """The honest peers stop pulling; keeps what they report."""
@@ -288,7 +270,6 @@ class Trial:
         eventually(back, what=f"the return to {before}")
 
     def close(self) -> None:
-        """End all processes."""
         self.running.unlink(missing_ok=True)
         for answer in self.answers:
             with suppress(Exception):
