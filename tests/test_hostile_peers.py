@@ -1,9 +1,8 @@
 """Peers that were admitted, or are about to be, and attack: an honest pair must not notice, and the costs stay bounded.
 
 Each test plays one attack with `hostile`, a client of the wire protocol that shares no code with the engine. During the
-attack two honest peers pull from the victim, one over TCP and one by shared memory. `Trial.judge` demands that every
-pull of theirs ended in time with the right bytes, that their links are the ones they had at first, and that threads,
-descriptors and memory of the victim stayed within `hostile/budgets.py`. LLM_DATADIST_SOAK asks for larger attacks.
+attack honest peers pull from the victim. `Trial.judge` checks their pulls and links, and that the victim stayed within
+`hostile/budgets.py`. LLM_DATADIST_SOAK asks for larger attacks.
 Not for: who is admitted (`test_link_security.py`, `test_second_user.py`), attacks with requests
 (`test_hostile_requests.py`) and with plans (`test_hostile_plans.py`).
 """
@@ -87,17 +86,14 @@ def _odd_descriptors(trial: Trial) -> dict[str, int]:
 
 
 def _lies(trial: Trial) -> Iterator[tuple[str, Offer]]:
-    """Offers in which something is wrong."""
+    """Offers in which something is wrong; `memory_offers.rs` has the sizes, seals and number of regions."""
     page = 4096
-    for length in (0, 1 << 40, 2**63, 2**64 - 1):
-        yield f"a region of {length} bytes", Offer([memory(GENERATIONS), memory(page)], regions=(length, None))
-    yield "a region that is not sealed", Offer([memory(GENERATIONS), memory(page, 0)], regions=(page, None))
+    yield "a region of no bytes", Offer([memory(GENERATIONS), memory(page)], regions=(0, None))
     yield "generations too short", Offer([memory(page)])
     yield "generations not sealed", Offer([memory(GENERATIONS, 0)])
     yield "only sealed against growth", Offer([memory(GENERATIONS, 0x4)])
     yield "no generations", Offer([], generations=False)
     yield "no descriptor where one was said", Offer([])
-    yield "one descriptor where three were said", Offer([memory(GENERATIONS)], regions=(page, page))
     yield "eight descriptors where one was said", Offer([memory(GENERATIONS) for _ in range(8)])
     yield "nine descriptors", Offer([memory(GENERATIONS) for _ in range(9)])
     yield "as many descriptors as the kernel carries", Offer([memory(page) for _ in range(253)])

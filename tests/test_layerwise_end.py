@@ -207,25 +207,6 @@ def test_a_forked_child_has_no_part_in_the_transfer(ends: Ends, way: dict[str, A
     assert decoder.whole()
 
 
-def test_a_forked_child_that_outlives_its_parent(ends: Ends) -> None:
-    decoder = Decoder(ends)
-    status, _, err = decoder.run("""
-        import warnings
-        warnings.simplefilter("ignore")
-        steps = Steps(allowed=2)
-        task = go(steps)
-        steps.reached(2)
-        if os.fork() == 0:
-            os.close(1), os.close(2)
-            time.sleep(2)
-            os._exit(0)
-        steps.allow()
-    """)
-    assert status == 0, err
-    eventually(decoder.whole, what="the bytes")
-    eventually(lambda: decoder.near.links() == [], what="the end of the link")
-
-
 FLOWS = """
 print("flows", flush=True)
 while True:
