@@ -86,14 +86,17 @@ def _odd_descriptors(trial: Trial) -> dict[str, int]:
 
 
 def _lies(trial: Trial) -> Iterator[tuple[str, Offer]]:
-    """Offers in which something is wrong; `memory_offers.rs` has the sizes, seals and number of regions."""
+    """Offers in which something is wrong."""
     page = 4096
-    yield "a region of no bytes", Offer([memory(GENERATIONS), memory(page)], regions=(0, None))
+    for length in (0, 1 << 40, 2**63, 2**64 - 1):
+        yield f"a region of {length} bytes", Offer([memory(GENERATIONS), memory(page)], regions=(length, None))
+    yield "a region that is not sealed", Offer([memory(GENERATIONS), memory(page, 0)], regions=(page, None))
     yield "generations too short", Offer([memory(page)])
     yield "generations not sealed", Offer([memory(GENERATIONS, 0)])
     yield "only sealed against growth", Offer([memory(GENERATIONS, 0x4)])
     yield "no generations", Offer([], generations=False)
     yield "no descriptor where one was said", Offer([])
+    yield "one descriptor where three were said", Offer([memory(GENERATIONS)], regions=(page, page))
     yield "eight descriptors where one was said", Offer([memory(GENERATIONS) for _ in range(8)])
     yield "nine descriptors", Offer([memory(GENERATIONS) for _ in range(9)])
     yield "as many descriptors as the kernel carries", Offer([memory(page) for _ in range(253)])
