@@ -1,9 +1,8 @@
 """Peers that were admitted, or are about to be, and attack: an honest pair must not notice, and the costs stay bounded.
 
 Each test plays one attack with `hostile`, a client of the wire protocol that shares no code with the engine. During the
-attack two honest peers pull from the victim, one over TCP and one by shared memory. `Trial.judge` demands that every
-pull of theirs ended in time with the right bytes, that their links are the ones they had at first, and that threads,
-descriptors and memory of the victim stayed within `hostile/budgets.py`. LLM_DATADIST_SOAK asks for larger attacks.
+attack honest peers pull from the victim. `Trial.judge` checks their pulls and links, and that the victim stayed within
+`hostile/budgets.py`. LLM_DATADIST_SOAK asks for larger attacks.
 Not for: who is admitted (`test_link_security.py`, `test_second_user.py`), attacks with requests
 (`test_hostile_requests.py`) and with plans (`test_hostile_plans.py`).
 """

@@ -25,11 +25,10 @@ U32, U64 = 2**32 - 1, 2**64 - 1
 
 def _sends(wire: Wire, data: bytes) -> bool:
     """Whether the stream is still there to send on."""
-    try:
+    with suppress(OSError):
         wire.send(data)
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def pump(wires: Sequence[Wire], data: memoryview) -> int:

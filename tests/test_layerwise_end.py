@@ -66,6 +66,20 @@ def test_finalize_with_a_synchronizer_that_blocks(ends: Ends, way: dict[str, Any
     assert results(task, 0) == ended
 
 
+def test_finalize_while_layers_arrive_waits_for_them(ends: Ends, way: dict[str, Any]) -> None:
+    transfer = Transfer(ends, way, 1, 6400, 20)
+
+    class Model(Steps):
+        def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
+            time.sleep(0.005)
+            return super().synchronize_layer(layer_index, timeout_in_millis)
+
+    task = transfer.start(Model())
+    transfer.near.finalize()
+    assert results(task) == [OK]
+    transfer.arrived()
+
+
 @pytest.mark.parametrize(
     ("program", "status", "printed"),
     [
@@ -205,25 +219,6 @@ def test_a_forked_child_has_no_part_in_the_transfer(ends: Ends, way: dict[str, A
     """)
     assert (status, out) == (0, "['LLM_SUCCESS']\n"), out + err
     assert decoder.whole()
-
-
-def test_a_forked_child_that_outlives_its_parent(ends: Ends) -> None:
-    decoder = Decoder(ends)
-    status, _, err = decoder.run("""
-        import warnings
-        warnings.simplefilter("ignore")
-        steps = Steps(allowed=2)
-        task = go(steps)
-        steps.reached(2)
-        if os.fork() == 0:
-            os.close(1), os.close(2)
-            time.sleep(2)
-            os._exit(0)
-        steps.allow()
-    """)
-    assert status == 0, err
-    eventually(decoder.whole, what="the bytes")
-    eventually(lambda: decoder.near.links() == [], what="the end of the link")
 
 
 FLOWS = """

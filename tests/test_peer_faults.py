@@ -23,6 +23,7 @@ from peers import (
     THOROUGH,
     TIMEOUT,
     UNLINKED,
+    End,
     Ends,
     Peer,
     Refused,
@@ -212,12 +213,11 @@ def test_a_silent_peer_breaks_the_link_and_comes_back(ends: Ends, accessible: bo
     eventually(lambda: len(far.links()) == 1)
 
 
-def test_finalize_with_a_stopped_peer_ends(ends: Ends, way: dict[str, Any]) -> None:
-    near, far = ends.pair(**way)
-    caches(near, far)
-    works(near)
-    with far.stopped():
-        assert near.within(3, "finalize")[0] == OK
+def test_finalize_with_a_stopped_peer_ends(pair: tuple[End, Peer]) -> None:
+    caches(*pair)
+    works(pair[0])
+    with pair[1].stopped():
+        assert pair[0].within(3, "finalize")[0] == OK
 
 
 def test_a_forked_child_gets_an_error_and_harms_nothing(ends: Ends, way: dict[str, Any]) -> None:
