@@ -64,11 +64,6 @@ def prompt(begin: Callable[..., LLMDataDist]) -> KvCacheManager:
     return begin().kv_cache_manager
 
 
-@pytest.fixture
-def decoder(begin: Callable[..., LLMDataDist]) -> KvCacheManager:
-    return begin(LLMRole.DECODER).kv_cache_manager
-
-
 def arrays(cache: KvCache) -> list[np.ndarray]:
     (addrs,) = cache.per_device_tensor_addrs
     return [at(addr, cache.cache_desc.size).reshape(cache.cache_desc.shape) for addr in addrs]
@@ -91,11 +86,8 @@ def test_the_property_follows_the_mode(begin: Callable[..., LLMDataDist]) -> Non
     assert manager is dist._kv_cache_manager
     assert isinstance(manager, KvCacheManager)
     assert manager.is_initialized()
-    with pytest.raises(LLMException, match="EnableCacheManager") as caught:
-        _ = dist.cache_manager
-    assert caught.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
+    fails(lambda: dist.cache_manager, LE, "EnableCacheManager")
     dist.finalize()
-    assert not manager.is_initialized()
     dist.init(options())
     assert dist.kv_cache_manager is not manager
     assert not manager.is_initialized()
@@ -408,19 +400,15 @@ def test_threads_allocate_and_drop(prompt: KvCacheManager) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("key", "value"),
     [
-        {"ge.exec.deviceId": "0;1"},
-        {"ge.exec.deviceId": "x"},
-        {"ge.exec.deviceId": ""},
-        {"llm.ClusterInfo": "no JSON"},
-        {"llm.ClusterInfo": '{"listen_ip_info": [{"ip": 16777343}]}'},
-        {"llm.listenIpInfo": "127.0.0.1:1;127.0.0.1:2"},
-        {"llm.listenIpInfo": "127.0.0.1"},
+        *[("ge.exec.deviceId", bad) for bad in ("0;1", "x", "")],
+        *[("llm.ClusterInfo", bad) for bad in ("no JSON", '{"listen_ip_info": [{"ip": 16777343}]}')],
+        *[("llm.listenIpInfo", bad) for bad in ("127.0.0.1:1;127.0.0.1:2", "127.0.0.1")],
     ],
 )
-def test_options_without_meaning(begin: Callable[..., LLMDataDist], settings: dict[str, str]) -> None:
-    given = {**options(pool=None), **settings}
+def test_options_without_meaning(begin: Callable[..., LLMDataDist], key: str, value: str) -> None:
+    given = {**options(pool=None), key: value}
     before = dict(given)
     fails(lambda: begin(settings=given), LE)
     assert given == before, "an init that failed leaves the caller's dict alone"
