@@ -9,16 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from conftest import options
-from llm_datadist import (
-    Cache,
-    KvCache,
-    LLMConfig,
-    LLMDataDist,
-    LLMException,
-    LLMRole,
-    LLMStatusCode,
-    Status,
-)
+from llm_datadist import Cache, KvCache, LLMConfig, LLMDataDist, LLMException, LLMRole, LLMStatusCode, Status
 from memory import UserTensors, desc, raising
 from mistakes import coded
 from two_modes import CACHE_MANAGER, KV_OPTIONS, MODES
