@@ -24,7 +24,6 @@ from llm_datadist import (
     DataType,
     KvCache,
     KvCacheManager,
-    LLMConfig,
     LLMDataDist,
     LLMException,
     LLMRole,
@@ -489,11 +488,7 @@ def test_cluster_info_is_stored_back(begin: Callable[..., LLMDataDist]) -> None:
 
 
 def test_cluster_info_says_where_to_listen(begin: Callable[..., LLMDataDist]) -> None:
-    config = LLMConfig()
-    config.device_id = 0
-    config.cluster_info = json.dumps({"cluster_id": 0, "listen_ip_info": [{"ip": "127.0.0.1", "port": 0}]})
-    prompt = begin(settings=config.generate_options())
-    assert (prompt.listen_ip_info or "").startswith("127.0.0.1:")
-    prompt.finalize()
-    decoder = begin(LLMRole.DECODER, config.generate_options())
-    assert decoder.listen_ip_info is None
+    info = {"cluster_id": 0, "listen_ip_info": [{"ip": 16777343, "port": 0}]}
+    for role, expected in ((LLMRole.PROMPT, "127.0.0.1:"), (LLMRole.DECODER, "None")):
+        with begin(role, options(llm__ClusterInfo=json.dumps(info))) as dist:
+            assert str(dist.listen_ip_info).startswith(expected)
