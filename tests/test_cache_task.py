@@ -332,17 +332,17 @@ def test_await_leaves_the_loop_the_transfer_and_the_descriptors_alone(transfer: 
 
 
 def test_cancelling_a_task_ends_every_await(transfer: Transfer) -> None:
+    steps = Steps(allowed=0)
+
     async def main() -> Any:
-        steps = Steps(allowed=0)
         task = transfer.start(steps)
         waiting = [asyncio.ensure_future(wait(task)) for _ in range(3)]
         await asyncio.sleep(0.02)
         assert task.cancel()
-        codes = await asyncio.wait_for(asyncio.gather(*waiting), LIMIT)
-        steps.allow()
-        return codes
+        return await asyncio.wait_for(asyncio.gather(*waiting), LIMIT)
 
     assert asyncio.run(main()) == [LOST] * 3
+    steps.allow()
 
 
 def test_loops_in_several_threads_and_a_loop_that_is_closed(transfer: Transfer) -> None:

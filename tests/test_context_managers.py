@@ -9,18 +9,8 @@ from unittest.mock import Mock
 import pytest
 
 from conftest import options
-from llm_datadist import (
-    Cache,
-    CacheKey,
-    KvCache,
-    LLMConfig,
-    LLMDataDist,
-    LLMException,
-    LLMRole,
-    LLMStatusCode,
-    Status,
-)
-from memory import UserTensors, desc, raising, used
+from llm_datadist import Cache, KvCache, LLMConfig, LLMDataDist, LLMException, LLMRole, LLMStatusCode, Status
+from memory import UserTensors, desc, raising
 from mistakes import coded
 from two_modes import CACHE_MANAGER, KV_OPTIONS, MODES
 
@@ -76,14 +66,6 @@ def test_with_block_deallocates_a_cache(start: Callable[..., LLMDataDist], mode:
         assert list(getattr(cache, addresses)) == []
         with cache:  # deallocated already
             pass
-
-
-def test_keys_hold_a_cache_beyond_its_with_block(manager: Any) -> None:
-    with manager.allocate_cache(desc(), [CacheKey(1, 7)]):
-        pass
-    assert used(manager)["device"] > 0
-    manager.remove_cache_key(CacheKey(1, 7))
-    assert used(manager)["device"] == 0
 
 
 def test_with_block_unregisters_a_registered_cache(manager: Any) -> None:

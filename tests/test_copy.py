@@ -11,32 +11,20 @@ from llm_datadist import CacheDesc, DataType, LLMException, Placement
 from memory import INT64_MAX, LE, TE, UINT64_MAX, contents, desc, fill, refused, same
 
 
-@pytest.mark.contract("19.copy-cache")
+@pytest.mark.contract("19.copy-cache", "19.copy-cache-range")
 @pytest.mark.parametrize("to", list(Placement))
 @pytest.mark.parametrize("source", list(Placement))
-def test_whole_slot_between_all_placements(manager: Any, source: Placement, to: Placement) -> None:
-    src = manager.allocate_cache(desc(4, 700, 3, source))
-    dst = manager.allocate_cache(desc(4, 700, 3, to))
-    expected, from_ = fill(dst, 1), fill(src, 2)
-    assert manager.copy_cache(dst, src, 3, 1) is None
-    for target, origin in zip(expected, from_):
-        target[3] = origin[1]
-    assert same(contents(dst), expected)
-    assert same(contents(src), from_)
-
-
-@pytest.mark.contract("19.copy-cache-range")
-@pytest.mark.parametrize("dst_bytes", [256, 300])
 @pytest.mark.parametrize(("offset", "size"), [(0, 256), (0, 255), (1, 255), (7, 100), (0, -1), (1, -1), (255, -1)])
-def test_offset_and_size(manager: Any, offset: int, size: int, dst_bytes: int) -> None:
-    src, dst = manager.allocate_cache(desc()), manager.allocate_cache(desc(2, dst_bytes))
+def test_offset_and_size(manager: Any, offset: int, size: int, source: Placement, to: Placement) -> None:
+    src, dst = manager.allocate_cache(desc(4, 256, 3, source)), manager.allocate_cache(desc(2, 300, 3, to))
     expected, from_ = fill(dst, 3), fill(src, 4)
     where = {"dst_batch_index": 1, "src_batch_index": 2, "offset": offset, "size": size, "req_id": UINT64_MAX}
-    manager.copy_cache(dst=dst, src=src, **where)
+    assert manager.copy_cache(dst=dst, src=src, **where) is None
     stop = 256 if size == -1 else offset + size
     for target, origin in zip(expected, from_):
         target[1, offset:stop] = origin[2, offset:stop]
     assert same(contents(dst), expected)
+    assert same(contents(src), from_)
 
 
 @pytest.mark.contract("19.copy-cache-range", "20.8")
@@ -83,18 +71,6 @@ def pairs_of(mapping: dict[int, list[int]]) -> list[tuple[int, int]]:
     return [(source, target) for source, targets in mapping.items() for target in targets]
 
 
-@pytest.mark.contract("19.copy-blocks")
-@pytest.mark.parametrize("placement", list(Placement))
-@pytest.mark.parametrize("mapping", MAPPINGS, ids=str)
-def test_blocks_are_copied_in_the_order_given(
-    manager: Any, mapping: dict[int, list[int]], placement: Placement
-) -> None:
-    cache = manager.allocate_blocks_cache(desc(8, 100, 3, placement))
-    expected = twin(fill(cache, 1), pairs_of(mapping))
-    assert manager.copy_blocks(cache, mapping) is None
-    assert same(contents(cache), expected)
-
-
 class Tensor:
     """What torch's tensors have in common with arrays: a `dtype` without a `kind`, and `__array__`."""
 
@@ -127,13 +103,16 @@ FORMS: dict[str, Callable[[np.ndarray], Any]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_pairs_as_an_array(manager: Any, form: str) -> None:
-    cache = manager.allocate_blocks_cache(desc(8, 100, 3))
+@pytest.mark.contract("19.copy-blocks")
+@pytest.mark.parametrize("placement", list(Placement))
+@pytest.mark.parametrize("form", ["dictionary", *FORMS])
+def test_blocks_are_copied_in_the_order_given(manager: Any, form: str, placement: Placement) -> None:
+    cache = manager.allocate_blocks_cache(desc(8, 100, 3, placement))
     for mapping in MAPPINGS:
         pairs = pairs_of(mapping)
         expected = twin(fill(cache, 1), pairs)
-        manager.copy_blocks(cache, FORMS[form](np.array(pairs, dtype=np.int64).reshape(-1, 2)))
+        array = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+        assert manager.copy_blocks(cache, mapping if form == "dictionary" else FORMS[form](array)) is None
         assert same(contents(cache), expected)
 
 

@@ -89,9 +89,8 @@ def test_keys_of_prefixes_blocks_and_registered_caches_stay(served: tuple[End, P
     assert equal(near.read("n"), pattern(2, 2, 1, 64))
     for used_up in (by_request(2, 7), by_request(2, 7, 3)):
         assert code(near.pull_cache, used_up, "n") == GONE
-    far.deallocate("g")
-    far.deallocate("blocks")
-    far.deallocate("f")
+    for name in ("g", "blocks", "f"):
+        far.deallocate(name)
     assert far.used() == 2 * PAGE, "the prefix holds it"
     far.remove_key(prefix(7))
     assert far.used() == 0

@@ -24,7 +24,6 @@ from llm_datadist import (
     DataType,
     KvCache,
     KvCacheManager,
-    LLMConfig,
     LLMDataDist,
     LLMException,
     LLMRole,
@@ -64,11 +63,6 @@ def prompt(begin: Callable[..., LLMDataDist]) -> KvCacheManager:
     return begin().kv_cache_manager
 
 
-@pytest.fixture
-def decoder(begin: Callable[..., LLMDataDist]) -> KvCacheManager:
-    return begin(LLMRole.DECODER).kv_cache_manager
-
-
 def arrays(cache: KvCache) -> list[np.ndarray]:
     (addrs,) = cache.per_device_tensor_addrs
     return [at(addr, cache.cache_desc.size).reshape(cache.cache_desc.shape) for addr in addrs]
@@ -91,11 +85,8 @@ def test_the_property_follows_the_mode(begin: Callable[..., LLMDataDist]) -> Non
     assert manager is dist._kv_cache_manager
     assert isinstance(manager, KvCacheManager)
     assert manager.is_initialized()
-    with pytest.raises(LLMException, match="EnableCacheManager") as caught:
-        _ = dist.cache_manager
-    assert caught.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
+    fails(lambda: dist.cache_manager, LE, "EnableCacheManager")
     dist.finalize()
-    assert not manager.is_initialized()
     dist.init(options())
     assert dist.kv_cache_manager is not manager
     assert not manager.is_initialized()
@@ -408,19 +399,15 @@ def test_threads_allocate_and_drop(prompt: KvCacheManager) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("key", "value"),
     [
-        {"ge.exec.deviceId": "0;1"},
-        {"ge.exec.deviceId": "x"},
-        {"ge.exec.deviceId": ""},
-        {"llm.ClusterInfo": "no JSON"},
-        {"llm.ClusterInfo": '{"listen_ip_info": [{"ip": 16777343}]}'},
-        {"llm.listenIpInfo": "127.0.0.1:1;127.0.0.1:2"},
-        {"llm.listenIpInfo": "127.0.0.1"},
+        *[("ge.exec.deviceId", bad) for bad in ("0;1", "x", "")],
+        *[("llm.ClusterInfo", bad) for bad in ("no JSON", '{"listen_ip_info": [{"ip": 16777343}]}')],
+        *[("llm.listenIpInfo", bad) for bad in ("127.0.0.1:1;127.0.0.1:2", "127.0.0.1")],
     ],
 )
-def test_options_without_meaning(begin: Callable[..., LLMDataDist], settings: dict[str, str]) -> None:
-    given = {**options(pool=None), **settings}
+def test_options_without_meaning(begin: Callable[..., LLMDataDist], key: str, value: str) -> None:
+    given = {**options(pool=None), key: value}
     before = dict(given)
     fails(lambda: begin(settings=given), LE)
     assert given == before, "an init that failed leaves the caller's dict alone"
@@ -501,11 +488,7 @@ def test_cluster_info_is_stored_back(begin: Callable[..., LLMDataDist]) -> None:
 
 
 def test_cluster_info_says_where_to_listen(begin: Callable[..., LLMDataDist]) -> None:
-    config = LLMConfig()
-    config.device_id = 0
-    config.cluster_info = json.dumps({"cluster_id": 0, "listen_ip_info": [{"ip": "127.0.0.1", "port": 0}]})
-    prompt = begin(settings=config.generate_options())
-    assert (prompt.listen_ip_info or "").startswith("127.0.0.1:")
-    prompt.finalize()
-    decoder = begin(LLMRole.DECODER, config.generate_options())
-    assert decoder.listen_ip_info is None
+    info = {"cluster_id": 0, "listen_ip_info": [{"ip": 16777343, "port": 0}]}
+    for role, expected in ((LLMRole.PROMPT, "127.0.0.1:"), (LLMRole.DECODER, "None")):
+        with begin(role, options(llm__ClusterInfo=json.dumps(info))) as dist:
+            assert str(dist.listen_ip_info).startswith(expected)

@@ -35,32 +35,23 @@ def decoder(start: Callable[..., LLMDataDist]) -> KvCacheManager:
     return start(dict(KV_OPTIONS), 0, LLMRole.DECODER).kv_cache_manager
 
 
-def test_allocate_cache_checks_in_order(decoder: KvCacheManager) -> None:
-    none, host = desc(tensors=0), desc(placement=Placement.HOST)
+def test_allocations_check_in_order(decoder: KvCacheManager) -> None:
+    none, host, keys, key = desc(tensors=0), desc(placement=Placement.HOST), [CacheKey(0, 1)], BlocksCacheKey(0, 1)
     nothing_host = desc(tensors=0, placement=Placement.HOST)
-    for args, expected, text in [
-        ((1, 1), TE, "cache_desc"),
-        ((none, [CacheKey(0, 1), 2]), TE, "inner type"),
-        ((None, []), AE, ""),
-        ((nothing_host, [CacheKey(0, 1)]), LE, "num_tensors"),
-        ((host, [CacheKey(0, 1)]), LE, "host memory"),
-        ((desc(), [CacheKey(0, 1)]), LE, "PROMPT"),
+    batch, blocks = decoder.allocate_cache, decoder.allocate_blocks_cache
+    for allocate, args, expected, text in [
+        (batch, (1, 1), TE, "cache_desc"),
+        (batch, (none, [CacheKey(0, 1), 2]), TE, "inner type"),
+        (batch, (None, []), AE, ""),
+        (blocks, (1, 1), TE, "cache_desc"),
+        (blocks, (None, CacheKey(0, 1)), TE, "blocks_cache_key"),
+        (blocks, (None, None), AE, ""),
+        *[(call, (nothing_host, given), LE, "num_tensors") for call, given in ((batch, keys), (blocks, key))],
+        *[(call, (host, given), LE, "host memory") for call, given in ((batch, keys), (blocks, key))],
+        (batch, (desc(), keys), LE, "PROMPT"),
+        (blocks, (desc(), key), LE, "DECODER"),
     ]:
-        fails(lambda args=args: decoder.allocate_cache(*args), expected, text, args)
-    assert table(decoder) == (0, 0, 0)
-
-
-def test_allocate_blocks_cache_checks_in_order(decoder: KvCacheManager) -> None:
-    key = BlocksCacheKey(0, 1)
-    for args, expected, text in [
-        ((1, 1), TE, "cache_desc"),
-        ((None, CacheKey(0, 1)), TE, "blocks_cache_key"),
-        ((None, None), AE, ""),
-        ((desc(tensors=0, placement=Placement.HOST), key), LE, "num_tensors"),
-        ((desc(placement=Placement.HOST), key), LE, "host memory"),
-        ((desc(), key), LE, "DECODER"),
-    ]:
-        fails(lambda args=args: decoder.allocate_blocks_cache(*args), expected, text, args)
+        fails(lambda allocate=allocate, args=args: allocate(*args), expected, text, args)
     assert table(decoder) == (0, 0, 0)
 
 

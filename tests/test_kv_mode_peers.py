@@ -16,16 +16,12 @@ from llm_datadist import (
     CacheKey,
     DataType,
     LLMClusterInfo,
-    LLMConfig,
     LLMDataDist,
     LLMException,
     LLMRole,
-    LLMStatusCode,
     TransferConfig,
 )
 from llm_datadist.tensors import create_npu_tensors
-from memory import raising
-from mistakes import coded
 from peers import (
     GONE,
     INVALID,
@@ -225,33 +221,3 @@ def test_simple_pipe_and_buffer(ends: Ends) -> None:
             kv_cache_manager.pull_cache(CacheKey(0, request, 1), kv_cache_manager.allocate_cache(desc), 0)
         data_dist.unlink_clusters([info(0, prompt.address)], 5000)
     assert prompt.stats()["table"]["caches"] == 0
-
-
-def test_connector_that_tries_again(ends: Ends) -> None:
-    """Options through `ge_options` and `buf_pool_cfg`, links tried until both codes say success."""
-    config = LLMConfig()
-    config.ge_options = kv_options(pool=1 << 20)
-    config.buf_pool_cfg = '{"buf_cfg":[{"total_size":2097152,"blk_size":256,"max_buf_size":256}]}'
-    prompt = ends.peer(kv_options(), 4)
-    prompt.finalize()
-    with LLMDataDist(LLMRole.DECODER, 5) as decoder:
-        decoder.init(config.generate_options())
-        failed = LLMStatusCode.LLM_LINK_FAILED
-        assert decoder.link_clusters([info(4, prompt.address)], 5000) == (failed, [failed])
-        prompt.open(kv_options(), 4, "PROMPT")
-
-        def linked() -> bool:
-            overall, codes = decoder.link_clusters([info(4, prompt.address)], 5000)
-            return overall == SUCCESS == codes[0]
-
-        eventually(linked)
-        manager = decoder.kv_cache_manager
-        caches = [manager.allocate_cache(CacheDesc(2, (4, 1 << 16), DataType.DT_UINT8)) for _ in range(2)]
-        with raising(coded(LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY)):
-            manager.allocate_cache(caches[0].cache_desc)
-        manager.deallocate_cache(caches[0])
-        cache = manager.allocate_cache(caches[0].cache_desc)
-        prompt.allocate("kv", 4, 1 << 16, keys=[by_request(4, 1)], seed=1)
-        manager.pull_cache(CacheKey(4, 1, 0), cache, 0)
-        got = create_npu_tensors((4, 1 << 16), DataType.DT_UINT8, cache.per_device_tensor_addrs[0])
-        assert all(np.array_equal(a[0], b[0]) for a, b in zip(got, pattern(1, 2, 4, 1 << 16)))

@@ -11,7 +11,6 @@ import itertools
 import random
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 
 from peers import (
@@ -28,12 +27,13 @@ from peers import (
     by_slot,
     code,
     equal,
-    outcome,
     pattern,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import numpy as np
 
     Tensors = Sequence[tuple[int, int]] | None  # which tensor of the peer goes to which here
 
@@ -75,12 +75,7 @@ class Twin:
 
     def check(self, what: object = "") -> None:
         """Compare every byte."""
-        for number, (got, wanted) in enumerate(zip(self.near.read(self.name), self.expected)):
-            differ = np.argwhere(got != wanted)
-            assert not len(differ), f"{what}: tensor {number}: {len(differ)} bytes differ, the first at {differ[0]}"
-
-
-# -- bytes -----------------------------------------------------------------------------------------------------------
+        assert equal(self.near.read(self.name), self.expected), what
 
 
 @pytest.mark.parametrize("layout", ["slots", "pieces", "blocks"])
@@ -127,9 +122,6 @@ def test_random_geometries_between_all_placements_and_origins(pair: tuple[End, P
         far.release("f")
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------
-
-
 def test_what_is_refused_moves_nothing(pair: tuple[End, Peer], way: dict[str, Any]) -> None:
     """Where the peer's cache decides; `test_transfer_arguments.py` has what is wrong without it."""
     near, far = pair
@@ -138,7 +130,6 @@ def test_what_is_refused_moves_nothing(pair: tuple[End, Peer], way: dict[str, An
     narrow = far.allocate("narrow", 2, 60, 4)
     blocks = far.allocate("blocks", 4, 64, 4, blocks=True, keys=[by_blocks(2)], seed=1)
     far.allocate("other", 4, 65, 4, blocks=True, keys=[by_blocks(2, 1)])
-    far.allocate("fewer", 4, 64, 2, blocks=True, keys=[by_blocks(2, 2)])
     closed = far.register("closed", 1, 64, 4, accessible=False)
     host, device = far.register("host", 1, 64, 4, host=True), far.register("device", 1, 64, 4)
     near.allocate("n", 2, 64, 4, seed=2)
@@ -152,8 +143,6 @@ def test_what_is_refused_moves_nothing(pair: tuple[End, Peer], way: dict[str, An
         *[(GONE, key, -1) for key in unknown if not one_sided],
         (UNLINKED, by_slot(3, 1), -1),
         (INVALID, by_slot(2, narrow), -1),  # -1 is the size of the near slot
-        (INVALID, by_slot(2, narrow), 61),
-        (INVALID, by_slot(2, blocks), -1),
         (INVALID, by_slot(2, closed), -1),
     ):
         assert code(near.pull_cache, key, "n", 0, size) == expected, (key, size)
@@ -163,13 +152,11 @@ def test_what_is_refused_moves_nothing(pair: tuple[End, Peer], way: dict[str, An
         (GONE, by_blocks(2, 9), [0], [0]),
         *[(GONE, key, [], [0]) for key in unknown],
         (INVALID, by_blocks(2, 1), [0], [0]),  # blocks of another size
-        (INVALID, by_blocks(2, 2), [0], [0]),  # another number of tensors
         *[(INVALID, by_blocks(2), [0, block], [0, 1]) for block in (4, 2**40)],
         (INVALID, by_slot(2, cache), [], [0, 1]),  # more blocks than the slot fills
         *[(INVALID, by_slot(2, blocks), [], [0]) for _ in range(not one_sided)],
     ):
         assert code(near.pull_blocks, key, "nb", src, dst) == expected, (key, src, dst)
-    assert "3" in outcome(lambda: near.pull_cache(by_slot(3, 1), "n"))[1]
     slots.check()
     into.check()
     # Accessible is the default of registered device memory, and matters to one-sided pulls alone at the near end.
@@ -182,19 +169,15 @@ def test_what_is_refused_moves_nothing(pair: tuple[End, Peer], way: dict[str, An
     into.check()
 
 
-# -- caches that come and go -----------------------------------------------------------------------------------------
-
-
 def test_caches_that_come_and_go(pair: tuple[End, Peer]) -> None:
     near, far = pair
     near.allocate("n", 1, 4096, 2)
     near.allocate("b", 1, 64, 2, blocks=True)
     old: list[int] = []
     for number in range(8):
-        registered, host = bool(number % 2), number % 3 == 0
-        cache = far.make("f", 1, 4096, 2, registered=registered, host=host, seed=100 + number)
-        key = [by_blocks(2)]
-        far.make("g", 1, 64, 2, registered=registered, host=host, blocks=True, keys=key, seed=50 + number)
+        how = {"registered": bool(number % 2), "host": number % 3 == 0}
+        cache = far.make("f", 1, 4096, 2, **how)
+        far.make("g", 1, 64, 2, blocks=True, keys=[by_blocks(2)], seed=50 + number, **how)
         for seed in (100 + number, number):  # the present bytes are pulled, also from what was pulled before
             far.fill("f", seed)
             near.pull_cache(by_slot(2, cache), "n")
