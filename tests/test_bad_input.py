@@ -138,6 +138,11 @@ TOO_LARGE_DESCS: list[tuple[Any, Expected]] = [
     *[(int8(shape), OOM) for shape in ([1 << 40], [1, (2 << 20) + 1], [2**62 - 1])],
     *[(int8([1], count), OOM) for count in (513, 100_000)],
 ]
+ALLOCATED_DESCS = [(None, AE), *[(bad, TE) for bad in NO_DESC], *IMPOSSIBLE_DESCS, *TOO_LARGE_DESCS]
+REGISTERED_DESCS = [
+    *[(None, AE), *[(bad, TE) for bad in NO_DESC], (int8([4], 0), LE), (int8([4], 3), LE)],
+    *[(int8(list(row[0].shape), 2, row[0].data_type), LE) for row in IMPOSSIBLE_DESCS[1:]],
+]
 KEY_LISTS: list[tuple[Any, Expected]] = [
     (bad, TE)
     for bad in (
@@ -191,9 +196,7 @@ ARRAYS: list[tuple[Any, Expected]] = [
 ]
 
 TABLE: dict[tuple[str, str], list[tuple[Any, Expected]]] = {
-    ("allocate_cache", "cache_desc"): [
-        (None, AE), *[(bad, TE) for bad in NO_DESC], *IMPOSSIBLE_DESCS, *TOO_LARGE_DESCS
-    ],
+    ("allocate_cache", "cache_desc"): ALLOCATED_DESCS,
     ("allocate_cache", "cache_keys"): [
         *KEY_LISTS,
         ([CacheKey(1, number) for number in range(100, 105)], LE),
@@ -202,9 +205,7 @@ TABLE: dict[tuple[str, str], list[tuple[Any, Expected]]] = {
         ([CacheKey(1, 1)], LE),
         ([CacheKey(1, 90), CacheKey(9, 1)], LE),
     ],
-    ("allocate_blocks_cache", "cache_desc"): [
-        (None, AE), *[(bad, TE) for bad in NO_DESC], *IMPOSSIBLE_DESCS, *TOO_LARGE_DESCS
-    ],
+    ("allocate_blocks_cache", "cache_desc"): ALLOCATED_DESCS,
     ("allocate_blocks_cache", "blocks_cache_key"): [
         *[(bad, TE) for bad in (1, True, "key", [], [BlocksCacheKey(1)], CacheKey(1, 1), CacheKeyByIdAndIndex(1, 1))],
         (BlocksCacheKey(2, 7), LE),
@@ -224,17 +225,11 @@ TABLE: dict[tuple[str, str], list[tuple[Any, Expected]]] = {
         (None, AE),
         *[(bad, TE) for bad in (1, True, "key", [], [CacheKey(1, 1)], BlocksCacheKey(1), CacheKeyByIdAndIndex(1, 1))],
     ],
-    ("register_cache", "cache_desc"): [
-        (None, AE), *[(bad, TE) for bad in NO_DESC], (int8([4], 0), LE), (int8([4], 3), LE),
-        *[(int8(list(row[0].shape), 2, row[0].data_type), LE) for row in IMPOSSIBLE_DESCS[1:]],
-    ],
+    ("register_cache", "cache_desc"): REGISTERED_DESCS,
     ("register_cache", "addrs"): ADDRESS_LISTS,
     ("register_cache", "cache_keys"): KEY_LISTS,
     ("register_cache", "remote_accessible"): FLAGS,
-    ("register_blocks_cache", "cache_desc"): [
-        (None, AE), *[(bad, TE) for bad in NO_DESC], (int8([4], 0), LE), (int8([4], 3), LE),
-        *[(int8(list(row[0].shape), 2, row[0].data_type), LE) for row in IMPOSSIBLE_DESCS[1:]],
-    ],
+    ("register_blocks_cache", "cache_desc"): REGISTERED_DESCS,
     ("register_blocks_cache", "addrs"): ADDRESS_LISTS,
     ("register_blocks_cache", "blocks_cache_key"): [
         (bad, TE) for bad in (1, True, "key", [], [BlocksCacheKey(1)], CacheKey(1, 1), ())
