@@ -109,6 +109,7 @@ NO_CACHE: list[Any] = [
     1, True, 1.5, "cache", [], Cache, Built("a list of caches", lambda b: [b.batch]),
     Built("a descriptor", lambda _: desc()), Built("a key", lambda _: CacheKey(1, 1)),
 ]  # fmt: skip
+CACHES: list[tuple[Any, Expected]] = [(None, AE), *[(bad, TE) for bad in NO_CACHE]]
 NO_DESC: list[Any] = [1, True, "desc", [], {}, CacheDesc, Built("a cache", lambda b: b.batch), DataType.DT_INT8]
 
 
@@ -211,16 +212,11 @@ TABLE: dict[tuple[str, str], list[tuple[Any, Expected]]] = {
         (BlocksCacheKey(2, 7), LE),
     ],
     ("deallocate_cache", "cache"): [
-        (None, AE),
-        *[(bad, TE) for bad in NO_CACHE],
+        *CACHES,
         (Built("a blocks cache", lambda b: b.blocks), LE),
         (Built("a CPU cache", lambda b: b.cpu), LE),
     ],
-    ("deallocate_blocks_cache", "cache"): [
-        (None, AE),
-        *[(bad, TE) for bad in NO_CACHE],
-        (Built("a batch cache", lambda b: b.batch), LE),
-    ],
+    ("deallocate_blocks_cache", "cache"): [*CACHES, (Built("a batch cache", lambda b: b.batch), LE)],
     ("remove_cache_key", "cache_key"): [
         (None, AE),
         *[(bad, TE) for bad in (1, True, "key", [], [CacheKey(1, 1)], BlocksCacheKey(1), CacheKeyByIdAndIndex(1, 1))],
@@ -237,14 +233,14 @@ TABLE: dict[tuple[str, str], list[tuple[Any, Expected]]] = {
     ("register_blocks_cache", "remote_accessible"): FLAGS,
     ("unregister_cache", "cache_id"): [*INT64, *[(bad, TE) for bad in ("cache", Built("a cache", lambda b: b.batch))]],
     ("copy_cache", "dst"): [
-        (None, AE), *[(bad, TE) for bad in NO_CACHE],
+        *CACHES,
         (Built("a blocks cache", lambda b: b.blocks), LE),
         (Built("a CPU cache", lambda b: b.cpu), LE),
         (Built("other tensors", lambda b: b.manager.allocate_cache(desc(4, 256, 3))), LE),
         (Built("small slots", lambda b: b.manager.allocate_cache(desc(4, 127, 2))), LE),
     ],
     ("copy_cache", "src"): [
-        (None, AE), *[(bad, TE) for bad in NO_CACHE],
+        *CACHES,
         (Built("a blocks cache", lambda b: b.blocks), LE),
         (Built("a CPU cache", lambda b: b.cpu), LE),
         (Built("other tensors", lambda b: b.manager.allocate_cache(desc(4, 256, 1))), LE),
@@ -254,22 +250,20 @@ TABLE: dict[tuple[str, str], list[tuple[Any, Expected]]] = {
     ("copy_cache", "offset"): [*UINT64, (129, LE), (255, LE), (256, LE), (2**63, LE), (UINT64_MAX - 127, LE)],
     ("copy_cache", "size"): [*INT64, (0, LE), (-2, LE), (-INT64_MAX - 1, LE), (257, LE), (INT64_MAX, LE)],
     ("copy_cache", "req_id"): [row for row in UINT64 if row[0] is not None],
-    ("copy_blocks", "cache"): [
-        (None, AE), *[(bad, TE) for bad in NO_CACHE], (Built("a batch cache", lambda b: b.batch), LE)
-    ],
+    ("copy_blocks", "cache"): [*CACHES, (Built("a batch cache", lambda b: b.batch), LE)],
     ("copy_blocks", "copy_block_info"): [*BLOCK_MAPS, *ARRAYS],
     ("swap_blocks", "src_cache"): [
-        (None, AE), *[(bad, TE) for bad in NO_CACHE],
+        *CACHES,
         (Built("a batch cache", lambda b: b.batch), MISMATCH),
         (Built("the target", lambda b: b.blocks), MISMATCH),
     ],
     ("swap_blocks", "dst_cache"): [
-        (None, AE), *[(bad, TE) for bad in NO_CACHE],
+        *CACHES,
         (Built("a batch cache", lambda b: b.batch), MISMATCH),
         (Built("the source", lambda b: b.cpu), MISMATCH),
     ],
     ("swap_blocks", "src_to_dst"): [*SWAP_MAPS, *ARRAYS],
-    ("tensor_views", "cache"): [(None, AE), *[(bad, TE) for bad in NO_CACHE]],
+    ("tensor_views", "cache"): CACHES,
 }  # fmt: skip
 ROWS = [(call, argument, bad, expected) for (call, argument), rows in TABLE.items() for bad, expected in rows]
 

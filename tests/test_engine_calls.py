@@ -7,9 +7,9 @@ from typing import Any, Callable
 import pytest
 
 from conftest import PAGE, options
-from llm_datadist import LLMClusterInfo, LLMDataDist, LLMException, LLMRole, LLMStatusCode, MemInfo, Memtype
+from llm_datadist import LLMDataDist, LLMException, LLMRole, LLMStatusCode, MemInfo, Memtype
 from memory import LE, TE, VE, Expected, contents, desc, fill, raising, run_fresh, same
-from mistakes import Row, check, coded
+from mistakes import Row, check, coded, info
 from peers import Ends, code
 from two_modes import CACHE_MANAGER, KV_OPTIONS, MODES, SUCCESS
 
@@ -95,18 +95,6 @@ def test_one_engine_at_a_time_and_init_again_does_nothing(mode: str, start: Call
     other.init(given)
     assert LLMDataDist.llm_engine_instance is other
     other.finalize()
-
-
-def info(cluster: Any = 2, local: int = 1, remote: int = 1) -> LLMClusterInfo:
-    """A peer that nobody is."""
-    made = LLMClusterInfo()
-    if cluster is not None:
-        made.remote_cluster_id = cluster
-    for _ in range(local):
-        made.append_local_ip_info("127.0.0.1", 0)
-    for _ in range(remote):
-        made.append_remote_ip_info("127.0.0.1", 1)
-    return made
 
 
 @pytest.mark.contract("20.11")
