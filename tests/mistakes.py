@@ -8,7 +8,7 @@ from typing import Any, Callable
 
 import pytest
 
-from llm_datadist import LLMException, LLMStatusCode
+from llm_datadist import LLMClusterInfo, LLMException, LLMStatusCode
 from memory import Expected
 
 
@@ -26,6 +26,18 @@ def fails(call: Callable[[], Any], expected: Expected, text: str = "", what: obj
         assert text in str(caught.value), str(caught.value)
     except AssertionError as failure:
         raise AssertionError(f"{what}: {failure}") from caught.value
+
+
+def info(cluster: int | None = 2, remote: int = 1, local: int = 1, port: int = 1) -> LLMClusterInfo:
+    """A peer with so many addresses of each side."""
+    made = LLMClusterInfo()
+    if cluster is not None:
+        made.remote_cluster_id = cluster
+    for _ in range(remote):
+        made.append_remote_ip_info("127.0.0.1", port)
+    for _ in range(local):
+        made.append_local_ip_info("127.0.0.1", 0)
+    return made
 
 
 @dataclass

@@ -109,6 +109,7 @@ NO_CACHE: list[Any] = [
     1, True, 1.5, "cache", [], Cache, Built("a list of caches", lambda b: [b.batch]),
     Built("a descriptor", lambda _: desc()), Built("a key", lambda _: CacheKey(1, 1)),
 ]  # fmt: skip
+CACHES: list[tuple[Any, Expected]] = [(None, AE), *[(bad, TE) for bad in NO_CACHE]]
 NO_DESC: list[Any] = [1, True, "desc", [], {}, CacheDesc, Built("a cache", lambda b: b.batch), DataType.DT_INT8]
 
 
@@ -137,6 +138,11 @@ IMPOSSIBLE_DESCS: list[tuple[Any, Expected]] = [
 TOO_LARGE_DESCS: list[tuple[Any, Expected]] = [
     *[(int8(shape), OOM) for shape in ([1 << 40], [1, (2 << 20) + 1], [2**62 - 1])],
     *[(int8([1], count), OOM) for count in (513, 100_000)],
+]
+ALLOCATED_DESCS = [(None, AE), *[(bad, TE) for bad in NO_DESC], *IMPOSSIBLE_DESCS, *TOO_LARGE_DESCS]
+REGISTERED_DESCS = [
+    *[(None, AE), *[(bad, TE) for bad in NO_DESC], (int8([4], 0), LE), (int8([4], 3), LE)],
+    *[(int8(list(row[0].shape), 2, row[0].data_type), LE) for row in IMPOSSIBLE_DESCS[1:]],
 ]
 KEY_LISTS: list[tuple[Any, Expected]] = [
     (bad, TE)
@@ -191,9 +197,7 @@ ARRAYS: list[tuple[Any, Expected]] = [
 ]
 
 TABLE: dict[tuple[str, str], list[tuple[Any, Expected]]] = {
-    ("allocate_cache", "cache_desc"): [
-        (None, AE), *[(bad, TE) for bad in NO_DESC], *IMPOSSIBLE_DESCS, *TOO_LARGE_DESCS
-    ],
+    ("allocate_cache", "cache_desc"): ALLOCATED_DESCS,
     ("allocate_cache", "cache_keys"): [
         *KEY_LISTS,
         ([CacheKey(1, number) for number in range(100, 105)], LE),
@@ -202,39 +206,26 @@ TABLE: dict[tuple[str, str], list[tuple[Any, Expected]]] = {
         ([CacheKey(1, 1)], LE),
         ([CacheKey(1, 90), CacheKey(9, 1)], LE),
     ],
-    ("allocate_blocks_cache", "cache_desc"): [
-        (None, AE), *[(bad, TE) for bad in NO_DESC], *IMPOSSIBLE_DESCS, *TOO_LARGE_DESCS
-    ],
+    ("allocate_blocks_cache", "cache_desc"): ALLOCATED_DESCS,
     ("allocate_blocks_cache", "blocks_cache_key"): [
         *[(bad, TE) for bad in (1, True, "key", [], [BlocksCacheKey(1)], CacheKey(1, 1), CacheKeyByIdAndIndex(1, 1))],
         (BlocksCacheKey(2, 7), LE),
     ],
     ("deallocate_cache", "cache"): [
-        (None, AE),
-        *[(bad, TE) for bad in NO_CACHE],
+        *CACHES,
         (Built("a blocks cache", lambda b: b.blocks), LE),
         (Built("a CPU cache", lambda b: b.cpu), LE),
     ],
-    ("deallocate_blocks_cache", "cache"): [
-        (None, AE),
-        *[(bad, TE) for bad in NO_CACHE],
-        (Built("a batch cache", lambda b: b.batch), LE),
-    ],
+    ("deallocate_blocks_cache", "cache"): [*CACHES, (Built("a batch cache", lambda b: b.batch), LE)],
     ("remove_cache_key", "cache_key"): [
         (None, AE),
         *[(bad, TE) for bad in (1, True, "key", [], [CacheKey(1, 1)], BlocksCacheKey(1), CacheKeyByIdAndIndex(1, 1))],
     ],
-    ("register_cache", "cache_desc"): [
-        (None, AE), *[(bad, TE) for bad in NO_DESC], (int8([4], 0), LE), (int8([4], 3), LE),
-        *[(int8(list(row[0].shape), 2, row[0].data_type), LE) for row in IMPOSSIBLE_DESCS[1:]],
-    ],
+    ("register_cache", "cache_desc"): REGISTERED_DESCS,
     ("register_cache", "addrs"): ADDRESS_LISTS,
     ("register_cache", "cache_keys"): KEY_LISTS,
     ("register_cache", "remote_accessible"): FLAGS,
-    ("register_blocks_cache", "cache_desc"): [
-        (None, AE), *[(bad, TE) for bad in NO_DESC], (int8([4], 0), LE), (int8([4], 3), LE),
-        *[(int8(list(row[0].shape), 2, row[0].data_type), LE) for row in IMPOSSIBLE_DESCS[1:]],
-    ],
+    ("register_blocks_cache", "cache_desc"): REGISTERED_DESCS,
     ("register_blocks_cache", "addrs"): ADDRESS_LISTS,
     ("register_blocks_cache", "blocks_cache_key"): [
         (bad, TE) for bad in (1, True, "key", [], [BlocksCacheKey(1)], CacheKey(1, 1), ())
@@ -242,14 +233,14 @@ TABLE: dict[tuple[str, str], list[tuple[Any, Expected]]] = {
     ("register_blocks_cache", "remote_accessible"): FLAGS,
     ("unregister_cache", "cache_id"): [*INT64, *[(bad, TE) for bad in ("cache", Built("a cache", lambda b: b.batch))]],
     ("copy_cache", "dst"): [
-        (None, AE), *[(bad, TE) for bad in NO_CACHE],
+        *CACHES,
         (Built("a blocks cache", lambda b: b.blocks), LE),
         (Built("a CPU cache", lambda b: b.cpu), LE),
         (Built("other tensors", lambda b: b.manager.allocate_cache(desc(4, 256, 3))), LE),
         (Built("small slots", lambda b: b.manager.allocate_cache(desc(4, 127, 2))), LE),
     ],
     ("copy_cache", "src"): [
-        (None, AE), *[(bad, TE) for bad in NO_CACHE],
+        *CACHES,
         (Built("a blocks cache", lambda b: b.blocks), LE),
         (Built("a CPU cache", lambda b: b.cpu), LE),
         (Built("other tensors", lambda b: b.manager.allocate_cache(desc(4, 256, 1))), LE),
@@ -259,22 +250,20 @@ TABLE: dict[tuple[str, str], list[tuple[Any, Expected]]] = {
     ("copy_cache", "offset"): [*UINT64, (129, LE), (255, LE), (256, LE), (2**63, LE), (UINT64_MAX - 127, LE)],
     ("copy_cache", "size"): [*INT64, (0, LE), (-2, LE), (-INT64_MAX - 1, LE), (257, LE), (INT64_MAX, LE)],
     ("copy_cache", "req_id"): [row for row in UINT64 if row[0] is not None],
-    ("copy_blocks", "cache"): [
-        (None, AE), *[(bad, TE) for bad in NO_CACHE], (Built("a batch cache", lambda b: b.batch), LE)
-    ],
+    ("copy_blocks", "cache"): [*CACHES, (Built("a batch cache", lambda b: b.batch), LE)],
     ("copy_blocks", "copy_block_info"): [*BLOCK_MAPS, *ARRAYS],
     ("swap_blocks", "src_cache"): [
-        (None, AE), *[(bad, TE) for bad in NO_CACHE],
+        *CACHES,
         (Built("a batch cache", lambda b: b.batch), MISMATCH),
         (Built("the target", lambda b: b.blocks), MISMATCH),
     ],
     ("swap_blocks", "dst_cache"): [
-        (None, AE), *[(bad, TE) for bad in NO_CACHE],
+        *CACHES,
         (Built("a batch cache", lambda b: b.batch), MISMATCH),
         (Built("the source", lambda b: b.cpu), MISMATCH),
     ],
     ("swap_blocks", "src_to_dst"): [*SWAP_MAPS, *ARRAYS],
-    ("tensor_views", "cache"): [(None, AE), *[(bad, TE) for bad in NO_CACHE]],
+    ("tensor_views", "cache"): CACHES,
 }  # fmt: skip
 ROWS = [(call, argument, bad, expected) for (call, argument), rows in TABLE.items() for bad, expected in rows]
 

@@ -12,7 +12,6 @@ import pytest
 
 from conftest import options, pool
 from llm_datadist import LLMConfig, LlmConfig
-from llm_datadist.engine_config import EngineConfig
 from memory import LE, TE, VE, Expected, pool_facts, raising
 from mistakes import fails
 
@@ -333,9 +332,3 @@ def test_the_bound_of_json_is_64_levels(levels: int) -> None:
         fails(lambda: setattr(config, "cluster_info", text), VE, "nested deeper than 64 levels")
     else:
         config.cluster_info = text
-
-
-def test_each_device_has_one_listener() -> None:
-    two_for_one = {"ge.exec.deviceId": "0", "llm.listenIpInfo": "127.0.0.1:1;127.0.0.1:2"}
-    with raising(LE):
-        EngineConfig.from_engine_options(True, two_for_one)

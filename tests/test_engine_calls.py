@@ -7,24 +7,11 @@ from typing import Any, Callable
 import pytest
 
 from conftest import PAGE, options
-from llm_datadist import (
-    LLMClusterInfo,
-    LLMDataDist,
-    LLMException,
-    LLMRole,
-    LLMStatusCode,
-    MemInfo,
-    Memtype,
-)
+from llm_datadist import LLMDataDist, LLMException, LLMRole, LLMStatusCode, MemInfo, Memtype
 from memory import LE, TE, VE, Expected, contents, desc, fill, raising, run_fresh, same
-from mistakes import Row, check, coded
+from mistakes import Row, check, coded, info
 from peers import Ends, code
-from two_modes import (
-    CACHE_MANAGER,
-    KV_OPTIONS,
-    MODES,
-    SUCCESS,
-)
+from two_modes import CACHE_MANAGER, KV_OPTIONS, MODES, SUCCESS
 
 INVALID = LLMStatusCode.LLM_PARAM_INVALID
 FAILED = coded(LLMStatusCode.LLM_FAILED)
@@ -72,16 +59,8 @@ def test_init_names_the_first_missing_option(given: dict[str, str], text: str) -
 @pytest.mark.parametrize(
     ("size", "expected"),
     [
-        (5, TE),
-        (b"5", TE),
-        (1.5, TE),
-        ("1,2", LE),
-        ("1,", LE),
-        (",", LE),
-        ("abc", LE),
-        ("", LE),
-        ("-1", LE),
-        ("1.5", LE),
+        *[(bad, TE) for bad in (5, b"5", 1.5)],
+        *[(bad, LE) for bad in ("1,2", "1,", ",", "abc", "", "-1", "1.5")],
     ],
 )
 def test_the_size_of_graph_memory_is_an_integer(mode: str, size: Any, expected: Expected) -> None:
@@ -116,18 +95,6 @@ def test_one_engine_at_a_time_and_init_again_does_nothing(mode: str, start: Call
     other.init(given)
     assert LLMDataDist.llm_engine_instance is other
     other.finalize()
-
-
-def info(cluster: Any = 2, local: int = 1, remote: int = 1) -> LLMClusterInfo:
-    """A peer that nobody is."""
-    made = LLMClusterInfo()
-    if cluster is not None:
-        made.remote_cluster_id = cluster
-    for _ in range(local):
-        made.append_local_ip_info("127.0.0.1", 0)
-    for _ in range(remote):
-        made.append_remote_ip_info("127.0.0.1", 1)
-    return made
 
 
 @pytest.mark.contract("20.11")
@@ -259,26 +226,14 @@ def test_remap_registered_memory(ends: Ends) -> None:
         near.dist.cache_manager.remap_registered_memory(one)
 
 
-ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "allocate_cache": (None,),
-    "allocate_blocks_cache": (None,),
-    "register_cache": (None, None),
-    "register_blocks_cache": (None, None),
-    "deallocate_cache": (None,),
-    "deallocate_blocks_cache": (None,),
-    "copy_cache": (None, None),
-    "copy_blocks": (None, None),
-    "pull_cache": (None, None),
-    "pull_blocks": (None, None),
-    "push_cache": (None, None),
-    "push_blocks": (None, None),
-    "unregister_cache": (None,),
-    "remove_cache_key": (None,),
-    "remap_registered_memory": (None,),
-    "swap_blocks": (None, None, None),
-    "transfer_cache_async": (None, None, None),
-    "tensor_views": (None,),
-    "stats": (),
+# How many arguments each call needs.
+ARGUMENTS = {
+    **dict.fromkeys(("allocate_cache", "allocate_blocks_cache", "deallocate_cache", "deallocate_blocks_cache"), 1),
+    **dict.fromkeys(("unregister_cache", "remove_cache_key", "remap_registered_memory", "tensor_views"), 1),
+    **dict.fromkeys(("register_cache", "register_blocks_cache", "copy_cache", "copy_blocks"), 2),
+    **dict.fromkeys(("pull_cache", "pull_blocks", "push_cache", "push_blocks"), 2),
+    **dict.fromkeys(("swap_blocks", "transfer_cache_async"), 3),
+    "stats": 0,
 }
 
 
@@ -294,9 +249,9 @@ def test_an_expired_manager_reaches_no_engine(again: bool, start: Callable[..., 
         dist.init(options())
         heir = dist.cache_manager.allocate_cache(desc())
         written = fill(heir, 1)
-    for name, arguments in ARGUMENTS.items():
+    for name, count in ARGUMENTS.items():
         with raising(EXPIRED):
-            getattr(manager, name)(*arguments)
+            getattr(manager, name)(*[None] * count)
     with raising(EXPIRED):
         manager.deallocate_cache(cache)
     with raising(EXPIRED):

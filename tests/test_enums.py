@@ -12,7 +12,7 @@ import pytest
 
 from llm_datadist import DataType, LLMException, LLMRole, LLMStatusCode, Memtype, Placement, RegisterMemStatus, Status
 from llm_datadist.status import code_2_status, handle_llm_status, raise_if_false, raise_if_true
-from llm_datadist.v2.llm_types import int_to_mem_status_dict
+from llm_datadist.v2.llm_types import CacheDesc, int_to_mem_status_dict
 
 STATUS = {
     "LLM_SUCCESS": 0,
@@ -163,10 +163,12 @@ def test_memory_status_by_number() -> None:
 
 
 @pytest.mark.contract("19.float16")
-def test_data_type_members_in_order() -> None:
+def test_data_type_members_in_order_and_their_sizes() -> None:
     assert [member.name for member in DataType] == list(DATA_TYPES)
     assert {member.name: member.value for member in DataType} == {n: row[0] for n, row in DATA_TYPES.items()}
     assert not issubclass(DataType, int)
+    for name, (_, size, _) in DATA_TYPES.items():
+        assert CacheDesc(1, [2, 3], DataType[name]).size == 6 * size, name
 
 
 def test_native_constants_have_the_same_numbers() -> None:

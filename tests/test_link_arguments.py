@@ -13,16 +13,9 @@ from typing import Any, Callable
 import pytest
 
 from conftest import options
-from llm_datadist import (
-    LLMClusterInfo,
-    LLMDataDist,
-    LLMException,
-    LLMRole,
-    LLMStatusCode,
-    RegisterMemStatus,
-)
+from llm_datadist import LLMDataDist, LLMException, LLMRole, LLMStatusCode, RegisterMemStatus
 from memory import AE, LE, TE, UINT32_MAX, UINT64_MAX, VE, Expected, raising, run_fresh
-from mistakes import Row, check, coded, fails
+from mistakes import Row, check, coded, fails, info
 from peers import free_port
 
 SUCCESS, INVALID = LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_PARAM_INVALID
@@ -32,18 +25,6 @@ NOT_ENABLED = coded(LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
 FAILED = coded(LLMStatusCode.LLM_FAILED)
 
 V1 = {"ge.exec.deviceId": "0"}
-
-
-def info(cluster: int | None = 2, remote: int = 1, local: int = 1, port: int = 1) -> LLMClusterInfo:
-    """A peer with so many addresses of each side."""
-    made = LLMClusterInfo()
-    if cluster is not None:
-        made.remote_cluster_id = cluster
-    for _ in range(remote):
-        made.append_remote_ip_info("127.0.0.1", port)
-    for _ in range(local):
-        made.append_local_ip_info("127.0.0.1", 0)
-    return made
 
 
 @pytest.fixture

@@ -180,6 +180,7 @@ def test_engine_config() -> None:
         ({"ge.exec.deviceId": "0;x"}, LE),
         ({"ge.exec.deviceId": "-1"}, LE),
         ({"ge.exec.deviceId": "0;1", "llm.listenIpInfo": "1.2.3.4:1"}, LE),
+        ({"ge.exec.deviceId": "0", "llm.listenIpInfo": "127.0.0.1:1;127.0.0.1:2"}, LE),
         ({"ge.exec.deviceId": "0", "llm.listenIpInfo": "1.2.3.4"}, LE),
         ({"ge.exec.deviceId": "0", "llm.listenIpInfo": "1.2.3.4:1:2"}, LE),
         ({"ge.exec.deviceId": "0", "llm.listenIpInfo": "1.2.3.4:x"}, VE),

@@ -83,22 +83,30 @@ def per_layer() -> list[Row]:
     ]
 
 
-def pull_ranges(name: str) -> list[Row]:
+def ranges(name: str) -> list[Row]:
+    """Rows that pulls and pushes share."""
     return [
         *[Row({name: bad}, TE, name) for bad in (0, [0, 1], (0, 1), "range", slice(0, 1))],
         *[Row({name: bad}, LE, "step 1") for bad in (range(0, 4, 2), range(2, 0, -1), range(0, 2**80, 2**70))],
         *[Row({name: bad}, LE, "0 or above") for bad in (range(-1, 1), range(-(2**70), 1))],
-        *[Row({name: bad}, VE, "uint32") for bad in (range(2**32 + 1), range(2**32, 1), range(2**70), range(-5))],
     ]
 
 
-def push_ranges(name: str) -> list[Row]:
+def pull_ranges(name: str) -> list[Row]:
+    wide = (range(2**32 + 1), range(2**32, 1), range(2**70), range(-5))
+    return [*ranges(name), *[Row({name: bad}, VE, "uint32") for bad in wide]]
+
+
+def push_ranges() -> list[Row]:
+    rows: list[Row] = []
+    for name in ("src_layer_range", "dst_layer_range"):
+        rows += [*ranges(name), Row({name: range(0, 1, -1)}, LE, "step 1")]
+        rows += [Row({name: bad}, LE, "at least one layer") for bad in (range(0), range(4, 1), range(2**70, 1))]
+        rows += [Row({name: bad}, LE, "2^32") for bad in (range(2**32 + 1), range(2**70))]
     return [
-        *[Row({name: bad}, TE, name) for bad in (0, [0, 1], (0, 1), "range")],
-        *[Row({name: bad}, LE, "step 1") for bad in (range(0, 4, 2), range(0, 1, -1))],
-        *[Row({name: bad}, LE, "0 or above") for bad in (range(-1, 1), range(-(2**70), 1))],
-        *[Row({name: bad}, LE, "at least one layer") for bad in (range(0), range(4, 1), range(2**70, 1))],
-        *[Row({name: bad}, LE, "2^32") for bad in (range(2**32 + 1), range(2**70))],
+        *rows,
+        Row({"src_layer_range": range(1)}, LE, "without dst_layer_range"),
+        Row({"src_layer_range": range(2), "dst_layer_range": range(1)}, LE, "2 layers and dst_layer_range 1"),
     ]
 
 
@@ -241,10 +249,7 @@ def test_push_cache(one_sided: Bench) -> None:
             Row({"src_cache": bench.blocks}, LE, "src_cache"),
             Row({"src_cache": bench.sideways}, LE, "batch_dim_index"),
             *per_layer(),
-            *push_ranges("src_layer_range"),
-            *push_ranges("dst_layer_range"),
-            Row({"src_layer_range": range(1)}, LE, "without dst_layer_range"),
-            Row({"src_layer_range": range(2), "dst_layer_range": range(1)}, LE, "2 layers and dst_layer_range 1"),
+            *push_ranges(),
             *[Row({"size": bad}, TE, "size") for bad in (None, "x", 1.0)],
             *[Row({"size": bad}, VE, "int64") for bad in (2**63, -(2**63) - 1)],
             *[Row({"size": bad}, LE, "size") for bad in (0, 1, 256, -2)],
@@ -272,10 +277,7 @@ def test_push_blocks(one_sided: Bench) -> None:
             *[Row({"dst_blocks": empty}, LE, "dst_blocks") for empty in ([], ())],
             Row({"dst_blocks": None}, TE, "dst_blocks"),
             *per_layer(),
-            *push_ranges("src_layer_range"),
-            *push_ranges("dst_layer_range"),
-            Row({"src_layer_range": range(1)}, LE, "without dst_layer_range"),
-            Row({"src_layer_range": range(2), "dst_layer_range": range(1)}, LE, "2 layers and dst_layer_range 1"),
+            *push_ranges(),
             Row({"dst_cache_key": None}, AE),
             Row({"dst_cache_key": BlocksCacheKey(1)}, LE),
             Row({"src_cache": bench.gone_blocks}, GONE),
@@ -302,19 +304,12 @@ def test_positions_are_those_of_the_contract(one_sided: Bench) -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        (None, "mem_infos"),
-        ("x", "mem_infos"),
-        (5, "mem_infos"),
-        ((MemInfo(Memtype.MEM_TYPE_DEVICE, 1, 1),), "mem_infos"),
+        *[(bad, "mem_infos") for bad in (None, "x", 5, (MemInfo(Memtype.MEM_TYPE_DEVICE, 1, 1),))],
         ([MemInfo(Memtype.MEM_TYPE_DEVICE, 1, 1), 5], "5, which is not a MemInfo"),
         ([None], "None, which is not a MemInfo"),
-        (MemInfo(Memtype.MEM_TYPE_HOST, 0, 0), "mem_type"),
-        (MemInfo(None, 1, 1), "mem_type"),
-        (MemInfo(Memtype.MEM_TYPE_DEVICE, 0, 0), "addr"),
-        (MemInfo(Memtype.MEM_TYPE_DEVICE, None, 1), "addr"),
-        (MemInfo(Memtype.MEM_TYPE_DEVICE, 1, 0), "size"),
-        (MemInfo(Memtype.MEM_TYPE_DEVICE, 1, -1), "size"),
-        (MemInfo(Memtype.MEM_TYPE_DEVICE, 1, None), "size"),
+        *[(MemInfo(*bad), "mem_type") for bad in ((Memtype.MEM_TYPE_HOST, 0, 0), (None, 1, 1))],
+        *[(MemInfo(Memtype.MEM_TYPE_DEVICE, *bad), "addr") for bad in ((0, 0), (None, 1))],
+        *[(MemInfo(Memtype.MEM_TYPE_DEVICE, 1, size), "size") for size in (0, -1, None)],
         ([], "at least one"),
     ],
 )

@@ -33,10 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 FP16 = DataType.DT_FLOAT16
-SIZES = {
-    "DT_FLOAT": 4, "DT_FLOAT16": 2, "DT_BF16": 2, "DT_INT8": 1, "DT_INT16": 2, "DT_UINT16": 2, "DT_UINT8": 1,
-    "DT_INT32": 4, "DT_INT64": 8, "DT_UINT32": 4, "DT_UINT64": 8, "DT_BOOL": 1, "DT_DOUBLE": 8, "DT_STRING": 16,
-}  # fmt: skip
 
 # Wrong values for an integer of a stated width; `None` is listed apart where it is allowed.
 NO_INTEGER: list[Any] = [True, False, 1.0, float("nan"), "1", "nan", b"1", [1], (1,), {}, object(), 1j]
@@ -177,12 +173,6 @@ def test_desc_text() -> None:
     )
     assert repr(made) == text
     assert str(made) == text
-
-
-@pytest.mark.contract("19.float16")
-@pytest.mark.parametrize("name", SIZES)
-def test_desc_size_of_every_type(name: str) -> None:
-    assert CacheDesc(1, [2, 3], DataType[name]).size == 6 * SIZES[name]
 
 
 @pytest.mark.parametrize(
