@@ -65,6 +65,7 @@ def table(*devices: dict[str, str], server: str = "127.0.0.1", version: str = "1
 
 PLAIN = table(device(0, 0), device(1, 1))
 RANKS = {1: 0, 2: 1}
+either_rank = pytest.mark.parametrize("ranks", [RANKS, {2: 0, 1: 1}])
 
 
 def both(near: Any, far: Any, name: str = "pair", text: str = PLAIN) -> tuple[int, int]:
@@ -88,9 +89,8 @@ def moves(near: Any, far: Peer, seed: int = 1) -> None:
 
 
 @pytest.mark.parametrize("near_first", [True, False])
-@pytest.mark.parametrize("near_rank", [0, 1])
-def test_either_side_comes_seconds_later(ends: Ends, port: int, near_first: bool, near_rank: int) -> None:
-    ranks = {1: 0, 2: 1} if near_rank == 0 else {2: 0, 1: 1}
+@either_rank
+def test_either_side_comes_seconds_later(ends: Ends, port: int, near_first: bool, ranks: dict[int, int]) -> None:
     far, near = ends.peer(given(port)), ends.near(given(port))
     first, second = (near, far) if near_first else (far, near)
     comm = first.link("pair", ranks, PLAIN)
@@ -151,9 +151,8 @@ def test_a_pull_while_preparing_waits(ends: Ends, port: int) -> None:
     assert equal(near.read("n"), pattern(1, 2, 1, 64))
 
 
-@pytest.mark.parametrize("near_rank", [0, 1])
-def test_pulls_that_wait_do_not_disturb_the_link_they_wait_for(ends: Ends, port: int, near_rank: int) -> None:
-    ranks = {1: 0, 2: 1} if near_rank == 0 else {2: 0, 1: 1}
+@either_rank
+def test_pulls_that_wait_do_not_disturb_the_link_they_wait_for(ends: Ends, port: int, ranks: dict[int, int]) -> None:
     limits = {"llm__SyncKvCacheWaitTime": 8000}
     far, near = ends.peer(given(port, **limits)), ends.near(given(port, **limits))
     key = [by_blocks(2)]
@@ -178,12 +177,11 @@ def test_pulls_that_wait_do_not_disturb_the_link_they_wait_for(ends: Ends, port:
 # -- peers that come back --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("near_rank", [0, 1])
+@either_rank
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_restarted_decoder_links_again_and_the_prefill_process_need_not(
-    ends: Ends, port: int, near_rank: int, killed: bool
+    ends: Ends, port: int, ranks: dict[int, int], killed: bool
 ) -> None:
-    ranks = {1: 0, 2: 1} if near_rank == 0 else {2: 0, 1: 1}
     near, far = ends.near(given(port)), ends.peer(given(port))
     comm, other = near.link("pair", ranks, PLAIN), far.link("pair", ranks, PLAIN)
     assert near.settled(comm) == far.settled(other) == "OK"

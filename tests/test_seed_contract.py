@@ -16,25 +16,8 @@ import pytest
 
 import llm_datadist
 from conftest import PAGE, options, pool
-from llm_datadist import (
-    BlocksCacheKey,
-    Cache,
-    CacheKey,
-    LLMConfig,
-    LLMDataDist,
-    LLMException,
-    LLMRole,
-    LLMStatusCode,
-)
-from memory import (
-    LE,
-    UINT64_MAX,
-    Expected,
-    UserTensors,
-    desc,
-    raising,
-    used,
-)
+from llm_datadist import BlocksCacheKey, Cache, CacheKey, LLMConfig, LLMDataDist, LLMException, LLMRole, LLMStatusCode
+from memory import LE, UINT64_MAX, Expected, UserTensors, desc, raising, used
 from peers import LIMIT, OK, Ends, by_request, code, equal, pattern
 from two_modes import CACHE_MANAGER, KV_OPTIONS, MODES, SUCCESS, Gate, Pair, config, sent, synchronizer
 

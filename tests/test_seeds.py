@@ -254,11 +254,7 @@ STATEMENTS: dict[str, tuple[list[str], list[str]]] = {
     "deprecated.md:deallocate_blocks_cache": (ALLOCATE_RETURNS, ALLOCATE_LIMITS),
     "deprecated.md:copy_blocks": ([RETURNS, WRONG_TYPES, IN_TIME], []),
     "deprecated.md:swap_blocks": (
-        [
-            RETURNS,
-            "test_swap.py::test_mismatch_is_both_exceptions_and_moves_nothing",
-            "test_bad_input.py::test_bad_argument",
-        ],
+        [RETURNS, "test_swap.py::test_mismatch_is_both_exceptions_and_moves_nothing", WRONG_TYPES],
         ["test_swap.py::test_mismatch_is_both_exceptions_and_moves_nothing"],
     ),
     "deprecated.md:mem_pool_cfg": (
