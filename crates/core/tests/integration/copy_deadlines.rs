@@ -139,16 +139,9 @@ fn outlasts_its_limit(
 fn a_copy_that_has_begun_outlasts_its_limit() {
     outlasts_its_limit(Direct, SwapInPath::Auto, Device, Device, &scattered());
     outlasts_its_limit(Direct, SwapInPath::Auto, Device, Device, &chain());
-}
-
-#[test]
-fn a_swap_that_has_begun_outlasts_its_limit() {
     outlasts_its_limit(Direct, SwapInPath::Auto, Host, Device, &scattered());
     outlasts_its_limit(Staged, SwapInPath::Auto, Device, Host, &scattered());
-}
-
-#[test]
-fn a_swap_in_that_has_entered_the_ring_outlasts_its_limit() {
+    // Both of these go through the ring.
     outlasts_its_limit(Staged, SwapInPath::Auto, Host, Device, &scattered());
     outlasts_its_limit(Direct, SwapInPath::Ring, Host, Device, &scattered());
 }

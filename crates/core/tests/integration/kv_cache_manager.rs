@@ -6,13 +6,13 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use llm_datadist_core::testing::plan::{Moves, Piece};
-use llm_datadist_core::testing::validate::{self, Side};
+use llm_datadist_core::testing::validate;
 use llm_datadist_core::{
-    CacheKind, ClusterId, Config, CopyArgs, DataDist, End, ErrorKind, Geometry, Layers, Mode, Name,
-    PeerAddress, Placement, PoolConfig, PullRows, RemoteName, Role, Share,
+    CacheKind, ClusterId, Config, CopyArgs, DataDist, End, ErrorKind, Layers, Mode, Name, PeerAddress,
+    Placement, PoolConfig, PullRows, RemoteName, Role, Share,
 };
 
-use crate::arguments::refused;
+use crate::arguments::{refused, side};
 use crate::fixtures::{self, desc};
 use CacheKind::{Batch, Blocks};
 use ErrorKind::InvalidArgument;
@@ -116,10 +116,6 @@ fn a_pool_unasked() {
         fixtures::fill(&cache, &fixtures::patterned(1, 2, 256));
         assert!(engine.stats().host_pool.is_none());
     }
-}
-
-fn side(num_tensors: u32, rows: usize, row_bytes: usize, kind: CacheKind, placement: Placement) -> Side {
-    Side { geometry: Geometry::new(&desc(placement, num_tensors, rows, row_bytes)).unwrap(), kind, placement }
 }
 
 #[test]
