@@ -1,17 +1,13 @@
-"""The parts of the replay command: traces, block table against a naive twin, contents, channel.
+"""The parts of the replay command: traces, block table against a naive twin, contents, channel."""
 
-Tests marked with `public_trace` are skipped, and counted as skipped, where the public trace is absent.
-"""
-
-from __future__ import annotations
-
+import itertools
 import json
 import math
 import os
 import random
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 import pytest
@@ -19,20 +15,14 @@ import pytest
 from llm_datadist.replay.channel import Channel, ChannelError
 from llm_datadist.replay.content import Pattern, Tail, flip
 from llm_datadist.replay.geometry import Geometry
-from llm_datadist.replay.table import BlockTable, Plan
+from llm_datadist.replay.table import BlockTable
 from llm_datadist.replay.trace import Request, TraceError, describe, make_trace, read_trace
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
 PUBLIC_TRACE = Path(__file__).resolve().parents[2] / "shared" / "data" / "conversation_trace.jsonl"
-
-
 public_trace = pytest.mark.skipif(not PUBLIC_TRACE.exists(), reason="needs ../shared/data/conversation_trace.jsonl")
 
 
-def test_made_trace_has_the_shape_of_the_public_one() -> None:
+def test_made_trace_has_the_shape_of_the_public_one():
     made = make_trace(6000, seed=1)
     found = describe(made)
     lengths = sorted(request.input_tokens for request in made)
@@ -46,7 +36,7 @@ def test_made_trace_has_the_shape_of_the_public_one() -> None:
 
 
 @public_trace
-def test_public_trace_is_read_whole_and_the_made_one_is_near_it() -> None:
+def test_public_trace_is_read_whole_and_the_made_one_is_near_it():
     public, made = (describe(trace) for trace in (read_trace(str(PUBLIC_TRACE)), make_trace(12_031, seed=3)))
     assert (public["requests"], public["block_references"], public["distinct_blocks"]) == (12_031, 288_500, 182_790)
     for name in ("block_references", "distinct_blocks", "most_blocks_in_a_request", "span_s"):
@@ -54,9 +44,9 @@ def test_public_trace_is_read_whole_and_the_made_one_is_near_it() -> None:
 
 
 @pytest.mark.parametrize("tokens", [16, 512, 4096])
-def test_made_requests_are_well_formed(tokens: int) -> None:
+def test_made_requests_are_well_formed(tokens):
     made = make_trace(400, seed=5, block_tokens=tokens)
-    before: dict[int, int | None] = {}
+    before = {}
     for request in made:
         assert len(request.blocks) == -(-request.input_tokens // tokens)
         assert len(set(request.blocks)) == len(request.blocks)
@@ -69,13 +59,13 @@ def test_made_requests_are_well_formed(tokens: int) -> None:
 GOOD = {"timestamp": 3000, "input_length": 600, "output_length": 7, "hash_ids": [4, 9]}
 
 
-def write_trace(folder: Path, *lines: object) -> str:
+def write_trace(folder, *lines):
     path = folder / "trace.jsonl"
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     return str(path)
 
 
-def test_trace_file_is_read(tmp_path: Path) -> None:
+def test_trace_file_is_read(tmp_path):
     path = write_trace(tmp_path, GOOD, "", {**GOOD, "hash_ids": [4, 10], "extra": 1})
     assert read_trace(path) == [Request(3000, 600, 7, (4, 9)), Request(3000, 600, 7, (4, 10))]
     assert len(read_trace(path, limit=1)) == 1
@@ -99,7 +89,7 @@ def test_trace_file_is_read(tmp_path: Path) -> None:
         ({**GOOD, "hash_ids": [4, 4]}, "stands twice"),
     ],
 )
-def test_trace_error_names_file_line_and_reason(tmp_path: Path, line: object, reason: str) -> None:
+def test_trace_error_names_file_line_and_reason(tmp_path, line, reason):
     path = write_trace(tmp_path, GOOD, line)
     with pytest.raises(TraceError) as caught:
         read_trace(path)
@@ -107,7 +97,7 @@ def test_trace_error_names_file_line_and_reason(tmp_path: Path, line: object, re
     assert reason in str(caught.value)
 
 
-def test_unreadable_traces_are_refused(tmp_path: Path) -> None:
+def test_unreadable_traces_are_refused(tmp_path):
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe")
     for path in (write_trace(tmp_path), str(tmp_path / "absent"), str(tmp_path), str(binary)):
@@ -118,72 +108,61 @@ def test_unreadable_traces_are_refused(tmp_path: Path) -> None:
 class Twin:
     """The same policy, block by block and by scanning: ids and time stamps, no slots."""
 
-    def __init__(self, device_slots: int, host_slots: int) -> None:
+    def __init__(self, device_slots, host_slots):
         self.device_slots, self.host_slots = device_slots, host_slots
-        self.device: dict[int, int] = {}  # id -> time it became idle, 0 while referenced
-        self.references: dict[int, int] = {}
-        self.host: dict[int, int] = {}  # id -> time it came
+        self.device = {}  # id -> time it became idle, 0 while referenced
+        self.references = Counter()
+        self.host = {}  # id -> time it came
         self.private = 0
-        self.clock = 0
+        self.clock = itertools.count(1)
 
-    def tick(self) -> int:
-        self.clock += 1
-        return self.clock
-
-    def admit(self, blocks: list[int], private: int) -> tuple[set[int], set[int], set[int]] | None:
+    def admit(self, blocks, private):
         """Return the ids swapped in, computed and gone; None when it does not fit."""
-        pinned = {block for block in self.device if self.references.get(block)} | {
-            b for b in blocks if b in self.device
-        }
+        pinned = {block for block in self.device if self.references[block] or block in blocks}
         new = [block for block in blocks if block not in self.device]
         if len(pinned) + len(new) + private + self.private > self.device_slots:
             return None
-        for block in blocks:
-            self.references[block] = self.references.get(block, 0) + 1
+        self.references.update(blocks)
         swapped_in = {block for block in new if block in self.host}
-        gone: set[int] = set()
-        for _ in range(len(new) + private):
-            used = len(self.device) + self.private
-            if used == self.device_slots:
-                gone |= self._swap_one_out(swapped_in)
-            self.private += 1  # the slot just taken; shared ones are named below
-        self.private -= len(new)
+        gone = set()
+        taken = len(self.device) + self.private
+        for _ in range(taken + len(new) + private - self.device_slots):
+            gone |= self._swap_one_out(swapped_in)
+        self.private += private
         for block in new:
             self.device[block] = 0
             self.host.pop(block, None)
         return swapped_in, set(new) - swapped_in, gone
 
-    def _swap_one_out(self, kept: set[int]) -> set[int]:
-        idle = [block for block in self.device if not self.references.get(block)]
-        victim = min(idle, key=self.device.__getitem__)
+    def _swap_one_out(self, kept):
+        victim = min((block for block in self.device if not self.references[block]), key=self.device.get)
         del self.device[victim]
-        if len(self.host) < self.host_slots:
-            self.host[victim] = self.tick()
-            return set()
-        candidates = [block for block in self.host if block not in kept]
-        if not candidates:
-            return {victim}
-        oldest = min(candidates, key=self.host.__getitem__)
-        del self.host[oldest]
-        self.host[victim] = self.tick()
-        return {oldest}
+        if len(self.host) >= self.host_slots:
+            candidates = [block for block in self.host if block not in kept]
+            if not candidates:
+                return {victim}
+            oldest = min(candidates, key=self.host.get)
+            del self.host[oldest]
+            self.host[victim] = next(self.clock)
+            return {oldest}
+        self.host[victim] = next(self.clock)
+        return set()
 
-    def finish(self, blocks: list[int], private: int) -> None:
+    def finish(self, blocks, private):
         for block in reversed(blocks):
             self.references[block] -= 1
             if not self.references[block]:
-                self.device[block] = self.tick()
+                self.device[block] = next(self.clock)
         self.private -= private
 
 
 class Memory:
     """Slots that hold ids: carries plans out, so that a slot used too early shows as a wrong id."""
 
-    def __init__(self, device_slots: int, host_slots: int) -> None:
-        self.device: list[int | None] = [None] * device_slots
-        self.host: list[int | None] = [None] * host_slots
+    def __init__(self):
+        self.device, self.host = {}, {}
 
-    def carry_out(self, plan: Plan) -> None:
+    def carry_out(self, plan):
         for block, source, target in plan.swap_out:
             assert self.device[source] == block
             self.host[target] = block
@@ -198,31 +177,27 @@ class Memory:
             assert self.device[slot] == block
 
 
-def _check_places(table: BlockTable, twin: Twin, memory: Memory, private: list[int]) -> None:
+def _check_places(table, twin, memory, private):
     device, host = table.cached()
     assert set(device) == set(twin.device)
     assert set(host) == set(twin.host)
     assert not set(device) & set(host), "a block lies in one place"
     slots = [*device.values(), *private]
-    assert len(set(slots)) == len(slots) <= twin.device_slots, "a slot has one use"
-    assert len(set(host.values())) == len(host) <= twin.host_slots
-    for block, slot in device.items():
-        assert memory.device[slot] == block
-    for block, slot in host.items():
-        assert memory.host[slot] == block
+    assert len(set(slots)) == len(slots), "a slot has one use"
+    assert set(slots) <= set(range(twin.device_slots))
+    assert len(set(host.values())) == len(host)
+    assert set(host.values()) <= set(range(twin.host_slots))
+    assert all(memory.device[slot] == block for block, slot in device.items())
+    assert all(memory.host[slot] == block for block, slot in host.items())
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_block_table_agrees_with_the_twin(seed: int) -> None:
+def test_block_table_agrees_with_the_twin(seed):
     dice = random.Random(seed)  # noqa: S311
-    device_slots, host_slots = dice.randint(4, 40), dice.randint(1, 60)
+    sizes = dice.randint(4, 40), dice.randint(1, 60)
     ids = dice.choice([30, 80, 300])
-    table, twin, memory = (
-        BlockTable(device_slots, host_slots),
-        Twin(device_slots, host_slots),
-        Memory(device_slots, host_slots),
-    )
-    running: list[tuple[list[int], list[int]]] = []
+    table, twin, memory = BlockTable(*sizes), Twin(*sizes), Memory()
+    running = []
     refused = gone_in_all = 0
     for _ in range(300):
         if running and dice.random() < 0.45:
@@ -235,13 +210,12 @@ def test_block_table_agrees_with_the_twin(seed: int) -> None:
             private = dice.randint(0, 3)
             plan, expected = table.plan(blocks, private), twin.admit(blocks, private)
             assert (plan is None) == (expected is None)
-            if plan is None or expected is None:
+            if plan is None:
                 refused += 1
             else:
                 memory.carry_out(plan)
-                assert {move[0] for move in plan.swap_in} == expected[0]
-                assert {move[0] for move in plan.writes} == expected[1]
-                assert {*plan.evicted, *plan.dropped} == expected[2]
+                moved = {move[0] for move in plan.swap_in}, {move[0] for move in plan.writes}
+                assert (*moved, {*plan.evicted, *plan.dropped}) == expected
                 assert len(plan.private) == private
                 assert sorted(b for b, *_ in (*plan.hits, *plan.swap_in, *plan.writes)) == sorted(blocks)
                 running.append((blocks, plan.private))
@@ -250,22 +224,20 @@ def test_block_table_agrees_with_the_twin(seed: int) -> None:
     assert refused or gone_in_all, "the pools must have been under pressure"
 
 
-def test_oldest_blocks_leave_first_and_prefixes_last() -> None:
+def test_oldest_blocks_leave_first_and_prefixes_last():
     table = BlockTable(4, 2)
     for blocks in ([1, 2], [3, 4]):
-        assert table.plan(blocks, 0) is not None
+        table.plan(blocks, 0)
         table.release(blocks, [])
     plan = table.plan([5], 0)
-    assert plan is not None
     assert [move[0] for move in plan.swap_out] == [2], "the end of the oldest chain goes first"
     plan = table.plan([6, 7], 0)
-    assert plan is not None
     assert {move[0] for move in plan.swap_out} == {1, 4}
     assert plan.evicted == [2]
     assert table.plan([1, 2, 3], 0) is None, "only the block 3 is idle"
 
 
-def test_every_wrong_byte_is_found() -> None:
+def test_every_wrong_byte_is_found():
     pattern = Pattern(tensors=3, row_bytes=64, seed=1)
     rows = [np.zeros((4, 8), dtype=np.uint64) for _ in range(3)]
     pattern.fill(rows, 2, 77)
@@ -274,7 +246,6 @@ def test_every_wrong_byte_is_found() -> None:
         for offset in range(64):
             flip(rows, 2, tensor, offset)
             wrong = pattern.mismatch(rows, 2, 77)
-            assert wrong is not None
             assert (wrong.tensor, wrong.offset, wrong.expected ^ wrong.got) == (tensor, offset, 0x40)
             flip(rows, 2, tensor, offset)
     assert pattern.mismatch(rows, 2, 77) is None
@@ -283,7 +254,7 @@ def test_every_wrong_byte_is_found() -> None:
     assert pattern.mismatch(rows, 2, 77) is not None
 
 
-def test_tail_changes_its_bytes_and_no_other() -> None:
+def test_tail_changes_its_bytes_and_no_other():
     pattern = Pattern(tensors=2, row_bytes=64, seed=1)
     rows = [np.zeros((1, 8), dtype=np.uint64) for _ in range(2)]
     pattern.fill(rows, 0, 5)
@@ -295,12 +266,11 @@ def test_tail_changes_its_bytes_and_no_other() -> None:
         assert list(changed) == list(range(10, 30))
     assert pattern.mismatch(rows, 0, 5, tail) is None
     wrong = pattern.mismatch(rows, 0, 5)
-    assert wrong is not None
     assert (wrong.tensor, wrong.offset) == (0, 10)
 
 
 @pytest.fixture
-def pipes() -> Iterator[list[BinaryIO]]:
+def pipes():
     """The ends of two pipes: reading and writing, reading and writing."""
     numbers = [*os.pipe(), *os.pipe()]
     files = [open(number, "rwrw"[at] + "b", buffering=0) for at, number in enumerate(numbers)]  # noqa: PTH123, SIM115
@@ -309,15 +279,15 @@ def pipes() -> Iterator[list[BinaryIO]]:
         file.close()
 
 
-def channel(reading: BinaryIO, writing: BinaryIO) -> Channel:
+def channel(reading, writing):
     return Channel(reading.fileno(), writing.fileno())
 
 
-def test_two_ends_that_both_write_do_not_wait_for_each_other(pipes: list[BinaryIO]) -> None:
+def test_two_ends_that_both_write_do_not_wait_for_each_other(pipes):
     to_left, from_right, to_right, from_left = pipes
     large = {"text": "x" * 2**20}
 
-    def exchange(end: Channel) -> object:
+    def exchange(end):
         end.send(large, 20.0)
         return end.receive(20.0)
 
@@ -326,7 +296,7 @@ def test_two_ends_that_both_write_do_not_wait_for_each_other(pipes: list[BinaryI
         assert list(pool.map(exchange, ends)) == [large, large]
 
 
-def test_messages_are_taken_apart(pipes: list[BinaryIO]) -> None:
+def test_messages_are_taken_apart(pipes):
     reading, writing, _, other = pipes
     end = channel(reading, other)
     writing.write(b'{"a":1}\n{"b":2}\n{"c"')
@@ -339,7 +309,7 @@ def test_messages_are_taken_apart(pipes: list[BinaryIO]) -> None:
             channel(reading, other).receive(5.0)
 
 
-def test_waits_end_at_their_limit_and_with_the_other_process(pipes: list[BinaryIO]) -> None:
+def test_waits_end_at_their_limit_and_with_the_other_process(pipes):
     reading, writing, to_other, from_here = pipes
     end = channel(reading, from_here)
     with pytest.raises(ChannelError, match=r"did not answer within 0.05 s"):
@@ -356,7 +326,7 @@ def test_waits_end_at_their_limit_and_with_the_other_process(pipes: list[BinaryI
 
 
 @pytest.mark.parametrize("pool", range(600_000, 700_000, 7001))
-def test_device_bytes_is_the_inverse_of_device_blocks(pool: int) -> None:
+def test_device_bytes_is_the_inverse_of_device_blocks(pool):
     shape = Geometry(layers=2, heads=1, head_dim=8, dtype="float16", tokens=24)
     blocks = shape.device_blocks(pool, 4)
     assert blocks > 0

@@ -3,29 +3,23 @@
 Not for: the transfer itself (`test_layerwise.py`), or how fast it is (the command prints it, nothing here asserts it).
 """
 
-from __future__ import annotations
-
-import math
 import os
 import re
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parent.parent
-EXAMPLE = ROOT / "examples" / "transformer"
+EXAMPLE = Path(__file__).parent.parent / "examples" / "transformer"
 sys.path.insert(0, str(EXAMPLE))
 
 from generation import Generation, Request, Workload, differences, in_one_process  # noqa: E402
 from layouts import Contiguous, Paged, Plain, Rows  # noqa: E402
 from model import Chunk, Layer, Model, Shape  # noqa: E402
 
-LIMIT_S = 300.0
 ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS"), "1")
 SHAPES = [
     Shape(layers=2, hidden=24, heads=6, kv_heads=3, inner=40, vocabulary=50, tokens=32),
@@ -34,70 +28,53 @@ SHAPES = [
 ]
 
 
-def twin(model: Model, tokens: list[int]) -> list[float]:
-    """The logits after the last token, by plain loops over positions, heads and values; no cache, no batch."""
-    shape, last = model.shape, len(tokens) - 1
-    stream = [[float(value) for value in model.embedding[token]] for token in tokens]
+def twin(model, tokens):
+    """The logits after the last token, by loops over positions and heads, in double precision; no cache, no batch."""
+    stream = [model.embedding[token].astype(float) for token in tokens]
     for layer in model.layers:
-        attended = twin_attention(shape, layer, [twin_norm(row, layer.attention_norm) for row in stream])
-        stream = [added(row, more) for row, more in zip(stream, attended)]
-        stream = [added(row, twin_mlp(layer, twin_norm(row, layer.mlp_norm))) for row in stream]
-    return times(twin_norm(stream[last], model.final_norm), model.unembedding)
+        rows = [twin_norm(row, layer.attention_norm) for row in stream]
+        stream = [row + twin_attention(model.shape, layer, rows, here) for here, row in enumerate(stream)]
+        stream = [row + twin_mlp(layer, twin_norm(row, layer.mlp_norm)) for row in stream]
+    return twin_norm(stream[-1], model.final_norm) @ model.unembedding
 
 
-def twin_attention(shape: Shape, layer: Layer, rows: list[list[float]]) -> list[list[float]]:
-    """Each head of each position looks at every earlier position; heads share keys and values in groups."""
+def twin_attention(shape, layer, rows, here):
+    """Each head of a position looks at every earlier position; heads share keys and values in groups."""
     size, group = shape.head_dim, shape.heads // shape.kv_heads
-    queries = [times(row, layer.query) for row in rows]
-    keys = [times(row, layer.key) for row in rows]
-    values = [times(row, layer.value) for row in rows]
-    result = []
-    for here in range(len(rows)):
-        mixed: list[float] = []
-        for head in range(shape.heads):
-            query = turned(queries[here][head * size : (head + 1) * size], here)
-            low = head // group * size
-            scores = []
-            for there in range(here + 1):
-                key = turned(keys[there][low : low + size], there)
-                scores.append(math.exp(sum(a * b for a, b in zip(query, key)) / math.sqrt(size)))
-            mixed += [
-                sum(score * values[there][place] for there, score in enumerate(scores)) / sum(scores)
-                for place in range(low, low + size)
-            ]
-        result.append(times(mixed, layer.output))
-    return result
+    mixed = []
+    for head in range(shape.heads):
+        own, shared = (slice(at * size, (at + 1) * size) for at in (head, head // group))
+        query = turned((rows[here] @ layer.query)[own], here)
+        keys = [turned((row @ layer.key)[shared], there) for there, row in enumerate(rows[: here + 1])]
+        scores = np.array([np.exp(query @ key / np.sqrt(size)) for key in keys])
+        mixed += list(sum(score * (row @ layer.value)[shared] for score, row in zip(scores, rows)) / sum(scores))
+    return np.array(mixed) @ layer.output
 
 
-def turned(head: list[float], position: int) -> list[float]:
+def turned(head, position):
     """Rotary positions: pair `i` of a head is a complex number, turned by position / 10000^(i / pairs)."""
     half = len(head) // 2
-    pairs = [complex(head[i], head[i + half]) for i in range(half)]
-    angles = [position / 10000 ** (i / half) for i in range(half)]
-    moved = [pair * complex(math.cos(angle), math.sin(angle)) for pair, angle in zip(pairs, angles)]
-    return [pair.real for pair in moved] + [pair.imag for pair in moved]
+    pairs = head[:half] + 1j * head[half:]
+    moved = [pair * np.exp(1j * position / 10000 ** (i / half)) for i, pair in enumerate(pairs)]
+    return np.concatenate([np.real(moved), np.imag(moved)])
 
 
-def twin_norm(row: list[float], weight: np.ndarray) -> list[float]:
-    mean = sum(value * value for value in row) / len(row)
-    return [value / math.sqrt(mean + 1e-5) * float(scale) for value, scale in zip(row, weight)]
+def twin_norm(row, weight):
+    return row / np.sqrt(np.mean(row * row) + 1e-5) * weight
 
 
-def twin_mlp(layer: Layer, row: list[float]) -> list[float]:
-    gate, up = times(row, layer.gate), times(row, layer.up)
-    return times([g / (1 + math.exp(-g)) * u for g, u in zip(gate, up)], layer.down)
+def twin_mlp(layer, row):
+    gate = row @ layer.gate
+    return (gate / (1 + np.exp(-gate)) * (row @ layer.up)) @ layer.down
 
 
-def times(row: list[float], matrix: np.ndarray) -> list[float]:
-    return [sum(value * float(weight) for value, weight in zip(row, column)) for column in matrix.T]
+every_shape = pytest.mark.parametrize(
+    "shape", SHAPES, ids=lambda shape: f"{shape.heads} heads, {shape.kv_heads} for KV"
+)
 
 
-def added(left: list[float], right: list[float]) -> list[float]:
-    return [a + b for a, b in zip(left, right)]
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.heads} heads, {shape.kv_heads} for KV")
-def test_model_against_naive_twin(shape: Shape) -> None:
+@every_shape
+def test_model_against_naive_twin(shape):
     model, dice = Model(shape, 3), np.random.default_rng(4)
     sequences = [dice.integers(shape.vocabulary, size=length).tolist() for length in (9, 1, 6)]
     expected = [twin(model, sequence) for sequence in sequences]
@@ -111,34 +88,35 @@ def test_model_against_naive_twin(shape: Shape) -> None:
     np.testing.assert_allclose(in_pieces[0], expected[0], rtol=1e-3, atol=2e-4)
 
 
-def test_the_twin_is_not_easily_pleased() -> None:
+def test_the_twin_is_not_easily_pleased():
     """Logits are far apart in units of the tolerance above, and every part of the model matters to them."""
     shape = SHAPES[0]
     model, tokens = Model(shape, 3), [5, 8, 13, 21]
-    right = np.array(twin(model, tokens))
+    right = twin(model, tokens)
     assert right.std() > 0.3
     for number, name in enumerate(Layer._fields):
         changed = Model(shape, 3)
         part = np.roll(changed.layers[0][number], 1)
         changed.layers[0] = changed.layers[0]._replace(**{name: part})
-        assert np.abs(np.array(twin(changed, tokens)) - right).max() > 0.01, name
-    assert np.abs(np.array(twin(model, [8, 5, 13, 21])) - right).max() > 0.01, "positions"
+        assert np.abs(twin(changed, tokens) - right).max() > 0.01, name
+    assert np.abs(twin(model, [8, 5, 13, 21]) - right).max() > 0.01, "positions"
 
 
-def tensors(shape: Shape, rows: int, tokens: int) -> list[Any]:
+def tensors(shape, rows, tokens):
     """Memory nobody wrote to: whatever is read from it unwritten spoils the result."""
-    return [
-        np.full((rows, tokens, shape.kv_heads, shape.head_dim), np.nan, np.float32) for _ in range(2 * shape.layers)
-    ]
+    size = rows, tokens, shape.kv_heads, shape.head_dim
+    return [np.full(size, np.nan, np.float32) for _ in range(2 * shape.layers)]
 
 
-def generated(work: Workload, cache: Any) -> Generation:
+def generated(work, cache, spoil=None):
     """As `in_one_process`, on another cache; rows are reserved when a group begins and released at its end."""
     model, made = work.model(), Generation(work.requests)
     for group in work.groups:
         for number in group:
-            cache.rows.reserve(number, cache.rows_for(work.requests[number].tokens))
+            table = cache.rows.reserve(number, cache.rows_for(work.requests[number].tokens))
         made.take(group, model.forward(made.prompts(group), cache))
+        if spoil:
+            spoil(table)
         while batch := made.step(group):
             made.take([chunk.request for chunk in batch], model.forward(batch, cache))
         for number in group:
@@ -146,8 +124,8 @@ def generated(work: Workload, cache: Any) -> Generation:
     return made
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.heads} heads, {shape.kv_heads} for KV")
-def test_layouts_are_bit_identical(shape: Shape) -> None:
+@every_shape
+def test_layouts_are_bit_identical(shape):
     dice = np.random.default_rng(2)
     lengths = [1, 4, 5, 16, 19, 24]  # at, below and above the end of a block of 4
     requests = [Request(dice.integers(shape.vocabulary, size=length).tolist(), 3 + length % 3) for length in lengths]
@@ -161,7 +139,7 @@ def test_layouts_are_bit_identical(shape: Shape) -> None:
         assert differences(work, expected, generated(work, blocks)) == []
 
 
-def test_blocks_of_a_request_lie_scattered() -> None:
+def test_blocks_of_a_request_lie_scattered():
     rows = Rows(40, seed=1)
     table = rows.reserve(7, 20)
     assert table != sorted(table)
@@ -174,22 +152,18 @@ def test_blocks_of_a_request_lie_scattered() -> None:
 
 
 @pytest.mark.parametrize("tensor", range(4))
-def test_one_wrong_value_in_a_cache_shows(tensor: int) -> None:
+def test_one_wrong_value_in_a_cache_shows(tensor):
     """One bit of one value of the KV of one token: no layer, key or value goes unread."""
-    shape = SHAPES[0]
-    work = Workload(shape, 1, [Request([3, 1, 4, 1, 5, 9], 4)], [[0]], block_tokens=4)
-    expected, made, model = in_one_process(work), Generation(work.requests), work.model()
-    memory = tensors(shape, 6, 4)
-    cache = Paged(memory, 1)
-    (block, *_) = cache.rows.reserve(0, 3)
-    made.take([0], model.forward(made.prompts([0]), cache))
-    memory[tensor].view(np.uint32)[block, 1, 2, 3] ^= 1 << 20
-    while batch := made.step([0]):
-        made.take([0], model.forward(batch, cache))
-    assert differences(work, expected, made) != []
+    work = Workload(SHAPES[0], 1, [Request([3, 1, 4, 1, 5, 9], 4)], [[0]], block_tokens=4)
+    memory = tensors(SHAPES[0], 6, 4)
+
+    def spoil(table):
+        memory[tensor].view(np.uint32)[table[0], 1, 2, 3] ^= 1 << 20
+
+    assert differences(work, in_one_process(work), generated(work, Paged(memory, 1), spoil)) != []
 
 
-def test_differences_are_found() -> None:
+def test_differences_are_found():
     work = Workload(SHAPES[0], 1, [Request([3, 1, 4], 3), Request([1, 5], 2)], [[0, 1]])
     left, right = in_one_process(work), in_one_process(work)
     assert differences(work, left, right) == []
@@ -203,23 +177,17 @@ def test_differences_are_found() -> None:
     assert differences(work, left, right)[0] == "request 0: 3 tokens were asked for, [3, 3, 2, 3] are there"
 
 
-def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(  # noqa: S603  (this interpreter, our own files)
-        [sys.executable, "-W", "error", *arguments],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+def run(*arguments, **variables):
+    command = [sys.executable, "-W", "error", *arguments]
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)  # noqa: S603
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_the_command_shows_what_it_claims(transport: str) -> None:
+def test_the_command_shows_what_it_claims(transport):
     """`--prove` makes the order of events certain: unless a layer arrives before compute ends, the command fails."""
     done = run(str(EXAMPLE), "--small", "--prove", "--transport", transport)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert (done.returncode, done.stderr) == (0, "")
     shape = Shape(layers=6, hidden=64, heads=4, kv_heads=2, inner=160, vocabulary=96, tokens=160)
     work = Workload.make(shape, groups=3)
     assert str(shape) in done.stdout
@@ -240,14 +208,14 @@ def test_the_command_shows_what_it_claims(transport: str) -> None:
     assert int(swaps["paged"]) > len(work.requests)
 
 
-def run_patched(patch: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_patched(patch, *arguments, **variables):
     """The command with the lines of `patch` run before it, after `import generation`."""
     start = f"import runpy, sys\nsys.path.insert(0, {str(EXAMPLE)!r})\nimport generation\n"
     end = f"\nsys.argv = {['transformer', *arguments]!r}\nrunpy.run_path({str(EXAMPLE)!r}, run_name='__main__')\n"
     return run("-c", start + textwrap.dedent(patch) + end, **variables)
 
 
-def test_the_command_fails_on_one_wrong_bit_of_one_logit() -> None:
+def test_the_command_fails_on_one_wrong_bit_of_one_logit():
     patch = """
     import numpy
     right = generation.in_one_process
@@ -265,7 +233,7 @@ def test_the_command_fails_on_one_wrong_bit_of_one_logit() -> None:
 
 @pytest.mark.parametrize("delay", [0, 0.6])
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
-def test_the_command_ends_when_a_process_dies(victim: str, delay: float) -> None:
+def test_the_command_ends_when_a_process_dies(victim, delay):
     """Killed at its start, or about when it is linked and works."""
     patch = f"""
     import multiprocessing.connection, time
