@@ -4,15 +4,12 @@ The reserved kind needs an administrator's reserve (`/proc/sys/vm/nr_hugepages`)
 counted, and so are those of merging where this kernel does not merge on request. Not for: speed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Callable
 
 import numpy as np
 import pytest
@@ -20,21 +17,21 @@ import pytest
 from conftest import options, pool
 from llm_datadist import CacheDesc, DataType, LLMException
 from memory import LE, OOM, run_fresh
-from peers import Ends, by_blocks, equal, linked, pattern
+from peers import by_blocks, equal, linked, pattern
 from peers import options as peer_options
 
 HUGE = 2 << 20
 MAP_FIXED, MADV_COLLAPSE = 0x10, 25
 
 
-def free_reserve() -> int:
+def free_reserve():
     """Bytes of reserved huge pages of 2 MiB that nobody uses."""
     facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
     size = int(facts.get("Hugepagesize", "0 kB").split()[0]) << 10
     return int(facts.get("HugePages_Free", "0")) * size if size == HUGE else 0
 
 
-def merges() -> bool:
+def merges():
     """Whether this kernel puts shared memory into huge pages when asked, and only then. Asked without the engine."""
     setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
     if not setting.is_file() or not any(word in setting.read_text() for word in ("[never]", "[advise]")):
@@ -51,7 +48,7 @@ def merges() -> bool:
     os.pwrite(file, b"x", 0)
     libc.mmap(start, HUGE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | MAP_FIXED, file, 0)
     os.close(file)
-    done: int = libc.madvise(start, HUGE, MADV_COLLAPSE)
+    done = libc.madvise(start, HUGE, MADV_COLLAPSE)
     libc.munmap(held, 2 * HUGE)
     return done == 0
 
@@ -59,12 +56,12 @@ def merges() -> bool:
 needs_merging = pytest.mark.skipif(not merges(), reason="this kernel does not put memory into huge pages on request")
 
 
-def merged(manager: Any) -> dict[str, int]:
+def merged(end):
     """Bytes of each pool that the engine had put into huge pages."""
-    return {name: facts["merged_bytes"] for name, facts in manager.stats()["pools"].items()}
+    return {name: facts["merged_bytes"] for name, facts in end.stats()["pools"].items()}
 
 
-def mergers() -> int:
+def mergers():
     count = 0
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # it has ended meanwhile
@@ -76,7 +73,7 @@ def mergers() -> int:
 LIMIT_S = 300.0
 
 
-def awaited(what: Callable[[], bool], limit: float = LIMIT_S) -> bool:
+def awaited(what, limit=LIMIT_S):
     """Whether it becomes true within the limit."""
     until = time.monotonic() + limit
     while not what():
@@ -86,42 +83,45 @@ def awaited(what: Callable[[], bool], limit: float = LIMIT_S) -> bool:
     return True
 
 
-def touched(manager: Any, size: int) -> None:
-    cache = manager.allocate_blocks_cache(CacheDesc(1, [1, size], DataType.DT_UINT8))
-    manager.tensor_views(cache)[0].numpy()[:] = 7
+def byte_blocks(manager, *shape):
+    """A new blocks cache of one tensor, and its bytes."""
+    cache = manager.allocate_blocks_cache(CacheDesc(1, list(shape), DataType.DT_UINT8))
+    return manager.tensor_views(cache)[0].numpy()
 
 
-def test_what_was_granted_is_measured(start: Callable[..., Any]) -> None:
+def device(manager):
+    return manager.stats()["pools"]["device"]
+
+
+def test_what_was_granted_is_measured(start):
     manager = start(options(pool(8 << 20), pool(4 << 20))).cache_manager
     assert manager.huge_page_bytes() == {"device": 0, "host": 0}, "nothing is committed yet"
-    touched(manager, 8 << 20)
-    facts = manager.stats()["pools"]
-    granted = manager.huge_page_bytes()
-    assert facts["device"]["huge_pages"] in ("reserved", "advised", "unavailable")
-    assert facts["device"]["committed_bytes"] >= 8 << 20 or facts["device"]["huge_pages"] == "reserved"
-    assert granted["device"] % HUGE == 0
-    assert granted["device"] <= 8 << 20
+    byte_blocks(manager, 1, 8 << 20)[:] = 7
+    facts, granted = device(manager), manager.huge_page_bytes()
+    assert facts["huge_pages"] in ("reserved", "advised", "unavailable")
+    assert facts["committed_bytes"] >= 8 << 20 or facts["huge_pages"] == "reserved"
+    assert granted["device"] in range(0, (8 << 20) + 1, HUGE)
     assert granted["host"] == 0
 
 
 @pytest.mark.skipif(free_reserve() < 8 << 20, reason="the kernel has no reserve of four huge pages of 2 MiB")
-def test_a_reserve_that_is_large_enough_is_used(start: Callable[..., Any]) -> None:
+def test_a_reserve_that_is_large_enough_is_used(start):
     manager = start(options(pool(8 << 20), None)).cache_manager
-    touched(manager, 8 << 20)
-    assert manager.stats()["pools"]["device"]["huge_pages"] == "reserved"
+    byte_blocks(manager, 1, 8 << 20)[:] = 7
+    assert device(manager)["huge_pages"] == "reserved"
     assert manager.huge_page_bytes()["device"] == 8 << 20
 
 
-def test_a_reserve_that_is_too_small_is_left_alone(start: Callable[..., Any]) -> None:
+def test_a_reserve_that_is_too_small_is_left_alone(start):
     before = free_reserve()
     manager = start(options(pool(before + (64 << 20)), None)).cache_manager
-    touched(manager, 4 << 20)
-    assert manager.stats()["pools"]["device"]["huge_pages"] != "reserved"
+    byte_blocks(manager, 1, 4 << 20)[:] = 7
+    assert device(manager)["huge_pages"] != "reserved"
     assert free_reserve() == before
 
 
 @pytest.mark.parametrize("text", ["", "Auto", "merge-registered", "x" * 1000])
-def test_init_refuses_other_words(text: str, start: Callable[..., Any]) -> None:
+def test_init_refuses_other_words(text, start):
     with pytest.raises(LLMException) as caught:
         start({**options(), "llm.HugePages": text})
     LE.judge(caught.value)
@@ -131,24 +131,23 @@ def test_init_refuses_other_words(text: str, start: Callable[..., Any]) -> None:
 
 
 @needs_merging
-def test_eager_pools_are_committed_and_merged_when_init_returns(start: Callable[..., Any]) -> None:
+def test_eager_pools_are_committed_and_merged_when_init_returns(start):
     manager = start(options(pool(8 << 20), pool(3 << 20), llm__HugePages="eager")).cache_manager
-    facts = manager.stats()["pools"]
-    if facts["device"]["huge_pages"] != "reserved":
-        assert merged(manager) == {"device": 8 << 20, "host": 4 << 20}, "whole huge pages"
-    assert facts["device"]["merge_errno"] is None
-    assert manager.huge_page_bytes() == {"device": 8 << 20, "host": 4 << 20}
-    cache = manager.allocate_blocks_cache(CacheDesc(1, [8, 1 << 20], DataType.DT_UINT8))
-    assert not manager.tensor_views(cache)[0].numpy().any(), "fresh memory is zeros"
+    whole_pages = {"device": 8 << 20, "host": 4 << 20}
+    if device(manager)["huge_pages"] != "reserved":
+        assert merged(manager) == whole_pages
+    assert device(manager)["merge_errno"] is None
+    assert manager.huge_page_bytes() == whole_pages
+    assert not byte_blocks(manager, 8, 1 << 20).any(), "fresh memory is zeros"
 
 
-def test_an_eager_pool_that_is_larger_than_the_memory_is_refused(start: Callable[..., Any]) -> None:
+def test_an_eager_pool_that_is_larger_than_the_memory_is_refused(start):
     with pytest.raises(LLMException) as caught:
         start(options(pool(1 << 46, 30), None, llm__HugePages="eager"))
     OOM.judge(caught.value)
     assert all(word in str(caught.value) for word in ("eager", f"pool_bytes={1 << 46}", "usable_bytes=")), caught.value
     manager = start(options(pool(1 << 46, 30), None)).cache_manager
-    assert manager.stats()["pools"]["device"]["committed_bytes"] == 0, "address space, unless eager"
+    assert device(manager)["committed_bytes"] == 0, "address space, unless eager"
 
 
 # Huge pages are forbidden to the process, as in some containers: everything works, and says why there are none.
@@ -188,16 +187,15 @@ for word in ("eager", "merge", "merge_registered", "auto", "off"):
 
 
 @needs_merging
-def test_a_kernel_that_refuses_is_no_error_and_says_so() -> None:
+def test_a_kernel_that_refuses_is_no_error_and_says_so():
     told = run_fresh(REFUSED_BY_THE_KERNEL).splitlines()
     asked = [f"{word} 0 22" for word in ("eager", "merge", "merge_registered") for _ in range(2)]
     assert told == [*asked, *["auto 0 None"] * 2, *["off 0 None"] * 2]
 
 
-def half_used(manager: Any, size: int) -> Any:
+def half_used(manager, size):
     """A cache of which the first half is written, after which one is allocated that makes the engine look for work."""
-    cache = manager.allocate_blocks_cache(CacheDesc(1, [2, size // 2], DataType.DT_UINT8))
-    view = manager.tensor_views(cache)[0].numpy()
+    view = byte_blocks(manager, 2, size // 2)
     view[0] = 7
     manager.allocate_blocks_cache(CacheDesc(1, [1, size], DataType.DT_UINT8))
     return view
@@ -205,9 +203,7 @@ def half_used(manager: Any, size: int) -> Any:
 
 @needs_merging
 @pytest.mark.parametrize("word", [None, "auto", "off", "merge", "merge_registered"])
-def test_what_is_used_is_merged_in_the_background_where_asked_and_nothing_else(
-    word: str | None, start: Callable[..., Any]
-) -> None:
+def test_what_is_used_is_merged_in_the_background_where_asked_and_nothing_else(word, start):
     extra = {} if word is None else {"llm__HugePages": word}
     manager = start(options(pool(128 << 20), pool(8 << 20), **extra)).cache_manager
     view = half_used(manager, 64 << 20)
@@ -216,9 +212,8 @@ def test_what_is_used_is_merged_in_the_background_where_asked_and_nothing_else(
     assert awaited(lambda: merged(manager)["device"] == wanted), merged(manager)
     assert awaited(lambda: mergers() == 0), "the thread ends when there is nothing left"
     assert merged(manager) == {"device": wanted, "host": 0}
-    facts = manager.stats()["pools"]
-    assert facts["device"]["committed_bytes"] == 32 << 20, "what nobody touched stays uncommitted"
-    assert facts["host"]["committed_bytes"] == 0
+    committed = {name: facts["committed_bytes"] for name, facts in manager.stats()["pools"].items()}
+    assert committed == {"device": 32 << 20, "host": 0}, "what nobody touched stays uncommitted"
     assert manager.huge_page_bytes()["device"] == wanted
     assert (view[0] == 7).all()
     assert not view[1].any()
@@ -230,7 +225,7 @@ def test_what_is_used_is_merged_in_the_background_where_asked_and_nothing_else(
 
 
 @needs_merging
-def test_its_thread_ends_with_the_engine(start: Callable[..., Any]) -> None:
+def test_its_thread_ends_with_the_engine(start):
     dist = start(options(pool(512 << 20), None, llm__HugePages="merge"))
     view = half_used(dist.cache_manager, 256 << 20)
     assert awaited(lambda: mergers() == 1)
@@ -240,88 +235,75 @@ def test_its_thread_ends_with_the_engine(start: Callable[..., Any]) -> None:
 
 
 @needs_merging
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_transfers_between_processes_go_on_while_both_merge(transport: str) -> None:
+def test_transfers_between_processes_go_on_while_both_merge(transport, ends):
     rows, row_bytes = 768, 32 << 10  # 48 MiB in each of two processes
-    with Ends() as ends:
-        given = {"accessible": True, "pool": 112 << 20, "llm__LinkTransport": transport, "llm__HugePages": "merge"}
-        peer = ends.peer(peer_options(**given))
-        near = ends.near(peer_options(**given))
-        near.allocate("c", rows, row_bytes, blocks=True, seed=1)
-        peer.allocate("c", rows, row_bytes, blocks=True, keys=[by_blocks(2)], seed=2)
-        ours, theirs = (np.stack(pattern(seed, 2, rows, row_bytes)) for seed in (1, 2))
-        linked(near, peer)  # with which both begin to merge, over shared memory
-        manager, key, chance = near.dist.cache_manager, by_blocks(2), np.random.default_rng(7)
-        done, wanted, until = 0, 48 << 20, time.monotonic() + LIMIT_S
-        while done < 8 or (transport == "auto" and min(both(manager, peer)) < wanted):
-            assert time.monotonic() < until, both(manager, peer)
-            take, into, give, onto, spare = (chance.permutation(rows)[:96] for _ in range(5))
-            near.pull_blocks(key, "c", take.tolist(), into.tolist())
-            ours[:, into] = theirs[:, take]
-            near.push_blocks(key, "c", give.tolist(), onto.tolist())
-            theirs[:, onto] = ours[:, give]
-            near.copy_blocks("c", list(zip(spare[:48].tolist(), spare[48:].tolist())))
-            ours[:, spare[48:]] = ours[:, spare[:48]]
-            done += 1
-        assert equal(near.read("c"), list(ours)), f"after {done} rounds"
-        near.allocate("all", rows, row_bytes, blocks=True)
-        near.pull_blocks(key, "all", list(range(rows)), list(range(rows)))
-        assert equal(near.read("all"), list(theirs)), f"after {done} rounds"
-
-
-def units_of(end: Any, name: str, size: int) -> int:
-    """Bytes of the whole huge pages inside the one tensor of a cache."""
-    start = end.addresses(name)[0]
-    return int((start + size) // HUGE * HUGE - -(-start // HUGE) * HUGE)
+    given = {"accessible": True, "pool": 112 << 20, "llm__LinkTransport": transport, "llm__HugePages": "merge"}
+    peer, near = ends.peer(peer_options(**given)), ends.near(peer_options(**given))
+    key, every = by_blocks(2), list(range(rows))
+    near.allocate("c", rows, row_bytes, blocks=True, seed=1)
+    peer.allocate("c", rows, row_bytes, blocks=True, keys=[key], seed=2)
+    ours, theirs = (np.stack(pattern(seed, 2, rows, row_bytes)) for seed in (1, 2))
+    linked(near, peer)  # with which both begin to merge, over shared memory
+    chance, done, until = np.random.default_rng(7), 0, time.monotonic() + LIMIT_S
+    while done < 8 or (transport == "auto" and min(merged(end)["device"] for end in (near, peer)) < 48 << 20):
+        assert time.monotonic() < until, (merged(near), merged(peer))
+        take, into, give, onto, spare = (chance.permutation(rows)[:96] for _ in range(5))
+        near.pull_blocks(key, "c", take.tolist(), into.tolist())
+        ours[:, into] = theirs[:, take]
+        near.push_blocks(key, "c", give.tolist(), onto.tolist())
+        theirs[:, onto] = ours[:, give]
+        near.copy_blocks("c", list(zip(spare[:48].tolist(), spare[48:].tolist())))
+        ours[:, spare[48:]] = ours[:, spare[:48]]
+        done += 1
+    assert equal(near.read("c"), list(ours)), f"after {done} rounds"
+    near.allocate("all", rows, row_bytes, blocks=True)
+    near.pull_blocks(key, "all", every, every)
+    assert equal(near.read("all"), list(theirs)), f"after {done} rounds"
 
 
 @needs_merging
 @pytest.mark.parametrize(
     ("word", "transport"),
-    [("merge_registered", "auto"), ("merge", "auto"), ("auto", "auto"), ("off", "auto"), ("merge_registered", "tcp")],
+    [*((word, "auto") for word in ("merge_registered", "merge", "auto", "off")), ("merge_registered", "tcp")],
 )
-def test_registered_memory_is_merged_where_asked_once_a_peer_reads_it_through_the_kernel(
-    word: str, transport: str
-) -> None:
-    rows, row_bytes = 24, 512 << 10
-    size = rows * row_bytes
-    given = {"accessible": True, "llm__LinkTransport": transport, "llm__HugePages": word}
-    with Ends() as ends:
-        near, peer = ends.near(peer_options(**given)), ends.peer(peer_options(**given))
-        peer.register("c", rows, row_bytes, 1, blocks=True, keys=[by_blocks(2)], seed=1)
-        near.register("c", rows, row_bytes, 1, blocks=True, seed=2)
-        for end in (near, peer):
-            end.register("spare", 2, row_bytes, 1, blocks=True)
-        linked(near, peer)
-        assert near.stats()["registered_merged_bytes"] == peer.stats()["registered_merged_bytes"] == 0, "nobody read it"
-        ours, theirs = (pattern(seed, 1, rows, row_bytes)[0] for seed in (2, 1))
-        merging = word == "merge_registered" and transport == "auto"
+def test_registered_memory_is_merged_where_asked_once_a_peer_reads_it_through_the_kernel(word, transport, ends):
+    rows, row_bytes, key = 24, 512 << 10, by_blocks(2)
+    given = peer_options(accessible=True, llm__LinkTransport=transport, llm__HugePages=word)
+    near, peer = ends.near(given), ends.peer(given)
+    for end, keys, seed in ((near, [], 2), (peer, [key], 1)):
+        end.register("c", rows, row_bytes, 1, blocks=True, keys=keys, seed=seed)
+        end.register("spare", 2, row_bytes, 1, blocks=True)
+    linked(near, peer)
+    ours, theirs = (pattern(seed, 1, rows, row_bytes)[0] for seed in (2, 1))
 
-        def merged_of(end: Any, other: Any) -> None:
-            wanted = units_of(end, "c", size) if merging else 0
-            before = other.stats()["registered_merged_bytes"]
-            until = time.monotonic() + LIMIT_S
-            while not awaited(lambda: end.stats()["registered_merged_bytes"] >= wanted, 1.0):
-                assert time.monotonic() < until, (wanted, end.stats())
-                # The kernel may refuse for a while. Copies prompt the merger to check again.
-                for _ in range((64 << 20) // row_bytes):
-                    end.copy_blocks("spare", [(0, 1)])
-            assert end.stats()["registered_merged_bytes"] == wanted
-            assert other.stats()["registered_merged_bytes"] == before, "what nobody reads is left alone"
+    def merged_bytes(end):
+        return end.stats()["registered_merged_bytes"]
 
-        near.pull_blocks(by_blocks(2), "c", [3, 1], [0, 7])
-        ours[[0, 7]] = theirs[[3, 1]]
-        merged_of(peer, near)
-        near.push_blocks(by_blocks(2), "c", [5, 4, 2], [9, 8, 1], tensor_num_per_layer=1)
-        theirs[[9, 8, 1]] = ours[[5, 4, 2]]
-        merged_of(near, peer)
-        near.pull_blocks(by_blocks(2), "c", list(range(12, 24)), list(range(12)))
-        ours[:12] = theirs[12:24]
-        assert equal(near.read("c"), [ours])
-        assert equal(peer.read("c"), [theirs])
-        near.unregister("c")
-        peer.unregister("c")
+    def check_merged(end, other):
+        wanted = 0
+        if word == "merge_registered" and transport == "auto":  # the whole huge pages inside the tensor
+            (start,) = end.addresses("c")
+            wanted = (start + rows * row_bytes) // HUGE * HUGE - -(-start // HUGE) * HUGE
+        before = merged_bytes(other)
+        until = time.monotonic() + LIMIT_S
+        while not awaited(lambda: merged_bytes(end) >= wanted, 1.0):
+            assert time.monotonic() < until, (wanted, end.stats())
+            # The kernel may refuse for a while. Copies prompt the merger to check again.
+            for _ in range((64 << 20) // row_bytes):
+                end.copy_blocks("spare", [(0, 1)])
+        assert merged_bytes(end) == wanted
+        assert merged_bytes(other) == before, "what nobody reads is left alone"
 
-
-def both(manager: Any, peer: Any) -> tuple[int, int]:
-    return merged(manager)["device"], peer.stats()["pools"]["device"]["merged_bytes"]
+    assert (merged_bytes(near), merged_bytes(peer)) == (0, 0), "nobody read it"
+    near.pull_blocks(key, "c", [3, 1], [0, 7])
+    ours[[0, 7]] = theirs[[3, 1]]
+    check_merged(peer, near)
+    near.push_blocks(key, "c", [5, 4, 2], [9, 8, 1], tensor_num_per_layer=1)
+    theirs[[9, 8, 1]] = ours[[5, 4, 2]]
+    check_merged(near, peer)
+    near.pull_blocks(key, "c", list(range(12, 24)), list(range(12)))
+    ours[:12] = theirs[12:24]
+    assert equal(near.read("c"), [ours])
+    assert equal(peer.read("c"), [theirs])
+    near.unregister("c")
+    peer.unregister("c")
