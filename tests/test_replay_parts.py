@@ -1,6 +1,5 @@
 """The parts of the replay command: traces, block table against a naive twin, contents, channel."""
 
-import itertools
 import json
 import math
 import os
@@ -106,53 +105,43 @@ def test_unreadable_traces_are_refused(tmp_path):
 
 
 class Twin:
-    """The same policy, block by block and by scanning: ids and time stamps, no slots."""
+    """The same policy with plain lists of ids, oldest first; no slots."""
 
     def __init__(self, device_slots, host_slots):
         self.device_slots, self.host_slots = device_slots, host_slots
-        self.device = {}  # id -> time it became idle, 0 while referenced
         self.references = Counter()
-        self.host = {}  # id -> time it came
+        self.idle, self.host = [], []
         self.private = 0
-        self.clock = itertools.count(1)
+
+    @property
+    def device(self):
+        return {*self.idle, *+self.references}
 
     def admit(self, blocks, private):
         """Return the ids swapped in, computed and gone; None when it does not fit."""
-        pinned = {block for block in self.device if self.references[block] or block in blocks}
-        new = [block for block in blocks if block not in self.device]
-        if len(pinned) + len(new) + private + self.private > self.device_slots:
+        idle = [block for block in self.idle if block not in blocks]
+        new = set(blocks) - self.device
+        surplus = len(self.device) + self.private + len(new) + private - self.device_slots
+        if surplus > len(idle):
             return None
-        self.references.update(blocks)
-        swapped_in = {block for block in new if block in self.host}
+        swapped_in = new & set(self.host)
         gone = set()
-        taken = len(self.device) + self.private
-        for _ in range(taken + len(new) + private - self.device_slots):
-            gone |= self._swap_one_out(swapped_in)
+        victims = max(surplus, 0)
+        for victim in idle[:victims]:
+            self.host.append(victim)
+            if len(self.host) > self.host_slots:
+                oldest = next(block for block in self.host if block not in swapped_in)
+                self.host.remove(oldest)
+                gone.add(oldest)
+        self.idle = idle[victims:]
+        self.host = [block for block in self.host if block not in new]
+        self.references.update(blocks)
         self.private += private
-        for block in new:
-            self.device[block] = 0
-            self.host.pop(block, None)
-        return swapped_in, set(new) - swapped_in, gone
-
-    def _swap_one_out(self, kept):
-        victim = min((block for block in self.device if not self.references[block]), key=self.device.get)
-        del self.device[victim]
-        if len(self.host) >= self.host_slots:
-            candidates = [block for block in self.host if block not in kept]
-            if not candidates:
-                return {victim}
-            oldest = min(candidates, key=self.host.get)
-            del self.host[oldest]
-            self.host[victim] = next(self.clock)
-            return {oldest}
-        self.host[victim] = next(self.clock)
-        return set()
+        return swapped_in, new - swapped_in, gone
 
     def finish(self, blocks, private):
-        for block in reversed(blocks):
-            self.references[block] -= 1
-            if not self.references[block]:
-                self.device[block] = next(self.clock)
+        self.references.subtract(blocks)
+        self.idle += [block for block in reversed(blocks) if not self.references[block]]
         self.private -= private
 
 
@@ -179,7 +168,7 @@ class Memory:
 
 def _check_places(table, twin, memory, private):
     device, host = table.cached()
-    assert set(device) == set(twin.device)
+    assert set(device) == twin.device
     assert set(host) == set(twin.host)
     assert not set(device) & set(host), "a block lies in one place"
     slots = [*device.values(), *private]
