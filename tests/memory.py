@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from llm_datadist import Cache, CacheDesc, DataType, LLMException, LLMStatusCode, Placement
+from peers import equal, pattern
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -33,28 +34,22 @@ def at(address: int, length: int) -> np.ndarray:
     return np.frombuffer((ctypes.c_ubyte * length).from_address(address), dtype=np.uint8)
 
 
-def desc(
-    rows: int = 4,
-    row_bytes: int = 256,
-    tensors: int = 2,
-    placement: Placement = Placement.DEVICE,
-) -> CacheDesc:
+def desc(rows: int = 4, row_bytes: int = 256, tensors: int = 2, placement: Placement = Placement.DEVICE) -> CacheDesc:
     """A descriptor counted in bytes: `rows` slots or blocks of `row_bytes` each."""
     return CacheDesc(tensors, [rows, row_bytes], DataType.DT_INT8, placement)
 
 
 def tensors(cache: Cache) -> list[np.ndarray]:
     """All tensors of a cache as byte arrays shaped (rows, bytes of one row)."""
-    size = cache.cache_desc.size
-    rows = cache.cache_desc.shape[0]
+    size, rows = cache.cache_desc.size, cache.cache_desc.shape[0]
     return [at(address, size).reshape(rows, size // rows) for address in cache.tensor_addrs]
 
 
 def fill(cache: Cache, seed: int) -> list[np.ndarray]:
     """Write a pattern that differs in every tensor and row; return a copy of what was written."""
-    generator = np.random.default_rng(seed)
-    for tensor in tensors(cache):
-        tensor[:] = generator.integers(0, 256, tensor.shape, dtype=np.uint8)
+    memory = tensors(cache)
+    for tensor, made in zip(memory, pattern(seed, len(memory), *memory[0].shape)):
+        tensor[:] = made
     return contents(cache)
 
 
@@ -65,30 +60,25 @@ def contents(cache: Cache) -> list[np.ndarray]:
 
 def same(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> bool:
     """Whether two lists of byte arrays hold equal bytes (and at least one byte)."""
-    assert left
     assert all(tensor.size for tensor in left)
-    return len(left) == len(right) and all(np.array_equal(a, b) for a, b in zip(left, right))
+    return equal(left, right)
 
 
 class UserTensors:
     """Caller-owned tensors for CPU caches and registrations; keeps the memory alive."""
 
     def __init__(self, rows: int = 4, row_bytes: int = 256, count: int = 2, seed: int = 0) -> None:
-        generator = np.random.default_rng(seed)
         self.rows, self.row_bytes, self.count = rows, row_bytes, count
-        self.arrays = [generator.integers(0, 256, (rows, row_bytes), dtype=np.uint8) for _ in range(count)]
+        self.arrays = pattern(seed, count, rows, row_bytes)
         self.addrs = [int(array.ctypes.data) for array in self.arrays]
 
     def describe(self, placement: Placement = Placement.HOST) -> CacheDesc:
-        """The descriptor that fits these tensors."""
         return desc(self.rows, self.row_bytes, self.count, placement)
 
     def cpu_cache(self) -> Cache:
-        """A CPU cache handle over these tensors."""
         return Cache.create_cpu_cache(self.describe(), self.addrs)
 
     def snapshot(self) -> list[np.ndarray]:
-        """A copy of the bytes."""
         return [array.copy() for array in self.arrays]
 
 
@@ -100,7 +90,6 @@ def pools(manager: Any) -> dict[str, Any]:
 
 
 def pool_facts(manager: Any, name: str = "device") -> Any:
-    """Statistics of one pool."""
     return pools(manager)[name]
 
 
@@ -118,7 +107,7 @@ def used(manager: Any) -> dict[str, int | None]:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a refused call must raise: one of `kinds`; an LLMException must carry one of `codes`."""
+    """What a refused call must raise: one of `kinds`; an LLMException must carry one of `codes` and be `also` these."""
 
     name: str
     kinds: tuple[type[BaseException], ...]
@@ -135,8 +124,7 @@ class Expected:
         if isinstance(error, LLMException):
             assert LLMException in self.kinds, shown
             assert error.status_code in self.codes, f"{error.status_code}: {shown}"
-            for kind in self.also:
-                assert isinstance(error, kind), f"{type(error).__mro__} lacks {kind.__name__}"
+            assert all(isinstance(error, kind) for kind in self.also), f"{type(error).__mro__}: {shown}"
         assert str(error).strip(), "the error has no text"
 
 
@@ -154,7 +142,6 @@ WIDE = Expected("ValueError or LLMException(PARAM_INVALID)", (ValueError, LLMExc
 
 @contextmanager
 def raising(expected: Expected) -> Iterator[None]:
-    """The block must raise what `expected` says."""
     with pytest.raises(BaseException) as caught:  # noqa: PT011  (judged below)
         yield
     if isinstance(caught.value, (KeyboardInterrupt, SystemExit)):
@@ -164,21 +151,19 @@ def raising(expected: Expected) -> Iterator[None]:
 
 @contextmanager
 def refused(
-    manager: Any,
-    expected: Expected,
-    caches: Iterable[Cache] = (),
-    users: Iterable[UserTensors] = (),
+    manager: Any, expected: Expected, caches: Iterable[Cache] = (), users: Iterable[UserTensors] = ()
 ) -> Iterator[None]:
     """The block must raise `expected` and leave the pools and the bytes of `caches` and `users` as they were."""
     caches, users = list(caches), list(users)
-    pools_before = used(manager)
-    bytes_before = [contents(cache) for cache in caches] + [user.snapshot() for user in users]
+
+    def memory() -> list[list[np.ndarray]]:
+        return [contents(cache) for cache in caches] + [user.snapshot() for user in users]
+
+    pools_before, bytes_before = used(manager), memory()
     with raising(expected):
         yield
     assert used(manager) == pools_before, "a refused call changed a pool"
-    bytes_after = [contents(cache) for cache in caches] + [user.snapshot() for user in users]
-    for before, after in zip(bytes_before, bytes_after):
-        assert same(before, after), "a refused call changed bytes"
+    assert all(map(same, bytes_before, memory())), "a refused call changed bytes"
 
 
 def in_fresh_process(code: str, timeout: float = 300.0, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, Optional
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ class Refusal(Exception):  # noqa: N818
 
 
 def need(holds: bool, *codes: str) -> None:
-    """Refuse unless `holds`."""
     if not holds:
         raise Refusal(*codes)
 
@@ -54,12 +54,7 @@ class Pages:
 
     def runs(self) -> list[int]:
         """Lengths of all free runs, in pages."""
-        found, length = [], 0
-        for taken in [*self.taken, True]:
-            if taken and length:
-                found.append(length)
-            length = 0 if taken else length + 1
-        return found
+        return [len(list(run)) for taken, run in groupby(self.taken) if not taken]
 
     def count(self, size: int) -> int:
         """Pages that one tensor of `size` bytes takes."""
@@ -69,18 +64,18 @@ class Pages:
         """Whether so many equal tensors fit into the free runs."""
         return sum(run // self.count(size) for run in self.runs()) >= tensors
 
-    def mark(self, address: int, size: int, taken: bool) -> None:
-        """Take or give back the pages of one tensor; each must have been in the other state."""
-        first, rest = divmod(address - self.base, self.page)
-        assert rest == 0, "a tensor does not start on a page of its pool"
-        assert 0 <= first <= first + self.count(size) <= len(self.taken), "a tensor lies outside its pool"
-        for number in range(first, first + self.count(size)):
-            assert self.taken[number] is not taken, "two tensors share a page"
-            self.taken[number] = taken
+    def mark(self, entry: Entry, taken: bool) -> None:
+        """Take or give back the pages of the tensors of a cache; each must have been in the other state."""
+        count = self.count(entry.size)
+        for address in entry.addresses:
+            first, rest = divmod(address - self.base, self.page)
+            assert rest == 0, "a tensor does not start on a page of its pool"
+            assert 0 <= first <= first + count <= len(self.taken), "a tensor lies outside its pool"
+            assert set(self.taken[first : first + count]) == {not taken}, "two tensors share a page"
+            self.taken[first : first + count] = [taken] * count
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in taken pages."""
         return sum(self.taken) * self.page
 
     @property
@@ -133,15 +128,11 @@ class Twin:
 
     def allocated(self, number: int, entry: Entry, keys: Sequence[Optional[Identity]]) -> None:
         """Note where the engine put a new cache."""
-        assert number > self.last_id, "a cache id was used twice"
-        self.last_id = number
+        self.registered(number, entry)
         entry.pool = self.pools[entry.device]
-        for address in entry.addresses:
-            entry.pool.mark(address, entry.size, taken=True)
+        entry.pool.mark(entry, taken=True)
         entry.keys = {key for key in keys if key is not None}
-        for key in entry.keys:
-            self.bound[key] = number
-        self.entries[number] = entry
+        self.bound.update(dict.fromkeys(entry.keys, number))
 
     def registered(self, number: int, entry: Entry) -> None:
         """Note a registration of caller-owned memory."""
@@ -164,25 +155,20 @@ class Twin:
 
     def remove_key(self, key: Optional[Identity]) -> None:
         """Unbind a key; the last reference frees the cache."""
-        if key is None or key not in self.bound or key[0] == "blocks":
-            return
-        number = self.bound.pop(key)
-        self.entries[number].keys.discard(key)
-        self._release_if_unheld(number)
+        if key in self.bound and key[0] != "blocks":
+            number = self.bound.pop(key)
+            self.entries[number].keys.discard(key)
+            self._release_if_unheld(number)
 
     def unregister(self, number: int) -> None:
-        """Forget a registration."""
-        entry = self.entries.get(number)
-        if entry is not None and entry.pool is None:
+        if number in self.entries and self.entries[number].pool is None:
             del self.entries[number]
 
     def _release_if_unheld(self, number: int) -> None:
         entry = self.entries[number]
-        if entry.pool is None or entry.by_id or entry.keys:
-            return
-        for address in entry.addresses:
-            entry.pool.mark(address, entry.size, taken=False)
-        del self.entries[number]
+        if entry.pool is not None and not entry.by_id and not entry.keys:
+            entry.pool.mark(entry, taken=False)
+            del self.entries[number]
 
     # -- moving bytes -------------------------------------------------------------------------------------------
 
@@ -205,26 +191,19 @@ class Twin:
         """`copy_blocks`, pair after pair."""
         need(handle[1], INVALID)
         entry = self.entries.get(handle[0])
-        rows = None if entry is None else entry.rows
-        bad = any(not 0 <= number < (rows or 2**63) for pair in pairs for number in pair)
-        need(entry is not None or not bad, GONE, INVALID)
-        need(entry is not None, GONE)
+        rows = entry.rows if entry else 2**63
+        bad = any(not 0 <= number < rows for pair in pairs for number in pair)
+        need(entry is not None, GONE, *[INVALID] * bad)
         need(not bad, INVALID)
-        assert entry is not None
         for tensor in entry.data:
             for source, target in pairs:
                 tensor[target] = tensor[source].copy()
 
     def swap(self, src: Entry, dst: Entry, gone: bool, pairs: Pairs) -> None:
         """`swap_blocks` between two caches as their handles describe them, pair after pair."""
-        bad = not (
-            src.blocks
-            and dst.blocks
-            and src.row_bytes == dst.row_bytes
-            and src.tensors == dst.tensors
-            and src.device != dst.device
-            and all(0 <= source < src.rows and 0 <= target < dst.rows for source, target in pairs)
-        )
+        fit = src.blocks and dst.blocks and src.row_bytes == dst.row_bytes and src.tensors == dst.tensors
+        inside = all(0 <= source < src.rows and 0 <= target < dst.rows for source, target in pairs)
+        bad = not (fit and inside and src.device != dst.device)
         need(not (bad and gone), INVALID, GONE)
         need(not bad, INVALID)
         need(not gone, GONE)
