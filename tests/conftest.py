@@ -1,8 +1,8 @@
-"""Fixtures shared by the Python tests: one small engine per test, always finalized.
+"""Fixtures shared by the Python tests.
 
-Only one `LLMDataDist` may be initialised in a process, so every engine comes from `start`, which closes whatever
-it opened when the test ends. Pools are a few MiB. Not for: expectations about results (they belong to the tests) and
-reading memory (`memory.py`).
+Only one `LLMDataDist` may be initialised in a process, so every engine comes from `start` or `ends`, which close what
+they opened when the test ends. Not for: expectations about results (they belong to the tests) and reading memory
+(`memory.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import signal
 from contextlib import ExitStack
+from functools import cache
 from typing import TYPE_CHECKING, Any, Callable
 
 import pytest
@@ -51,7 +52,6 @@ settings.load_profile("thorough" if THOROUGH else "short")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What `make conformance` and `test_conformance.py` ask for."""
     parser.addoption("--write-contract", action="store_true", help="write docs/conformance.md from this run")
     parser.addoption("--show-contract", action="store_true", help="print which test proves which item")
 
@@ -63,7 +63,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Say what the markers say, or write it down."""
     witness: Any = session.config.pluginmanager.get_plugin("contract")
     if session.config.getoption("--show-contract"):
         print(f"\ncontract: {witness.proofs}")  # noqa: T201  (it was asked for)
@@ -77,13 +76,10 @@ def pool(memory_size: Any = POOL, page_shift: Any = PAGE_SHIFT) -> str:
 
 def options(device: str | None = pool(), host: str | None = pool(), **extra: str) -> dict[str, str]:
     """The options of a cache-manager engine with small pools; `extra` uses `__` for the dot of a key."""
-    made = {"llm.EnableCacheManager": "1", "ge.exec.deviceId": "0"}
-    if device is not None:
-        made["llm.MemPoolConfig"] = device
-    if host is not None:
-        made["llm.HostMemPoolConfig"] = host
-    made.update({key.replace("__", "."): value for key, value in extra.items()})
-    return made
+    pools = {"llm.MemPoolConfig": device, "llm.HostMemPoolConfig": host}
+    given = {key: text for key, text in pools.items() if text is not None}
+    more = {key.replace("__", "."): value for key, value in extra.items()}
+    return {"llm.EnableCacheManager": "1", "ge.exec.deviceId": "0", **given, **more}
 
 
 @pytest.fixture
@@ -91,9 +87,7 @@ def start() -> Iterator[Callable[..., LLMDataDist]]:
     """A function that initialises an engine; everything it started is finalized afterwards."""
     opened: list[LLMDataDist] = []
 
-    def begin(
-        settings_: dict[str, str] | None = None, cluster_id: int = 1, role: LLMRole = LLMRole.PROMPT
-    ) -> LLMDataDist:
+    def begin(settings_: Any = None, cluster_id: int = 1, role: LLMRole = LLMRole.PROMPT) -> LLMDataDist:
         dist = LLMDataDist(role, cluster_id)
         opened.append(dist)
         dist.init(options() if settings_ is None else settings_)
@@ -163,14 +157,11 @@ def held() -> Iterator[ExitStack]:
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """A function that compiles a program once."""
-    made: dict[tuple[str, ...], Path] = {}
     folder = tmp_path_factory.mktemp("cpp")
 
+    @cache
     def program(name: str, compiler: str = cpp_programs.COMPILERS[0], *more: str) -> Path:
-        key = (name, compiler, *more)
-        if key not in made:
-            sources = [cpp_programs.SOURCES / f"{part}.cpp" for part in (name, *more)]
-            made[key] = cpp_programs.build(compiler, folder / f"{len(made)}-{name}", sources)
-        return made[key]
+        sources = [cpp_programs.SOURCES / f"{part}.cpp" for part in (name, *more)]
+        return cpp_programs.build(compiler, folder / "-".join([name, compiler.replace("/", "-"), *more]), sources)
 
     return program

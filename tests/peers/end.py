@@ -54,10 +54,7 @@ def _info(peer: Sequence[Any]) -> LLMClusterInfo:
 def _layers(kwargs: dict[str, Any]) -> dict[str, Any]:
     names = {"src_layers": "src_layer_range", "dst_layers": "dst_layer_range", "n": "tensor_num_per_layer"}
     made = {names.get(name, name): value for name, value in kwargs.items()}
-    for name in ("src_layer_range", "dst_layer_range"):
-        if made.get(name) is not None:
-            made[name] = range(*made[name])
-    return made
+    return {name: range(*value) if name.endswith("_range") and value else value for name, value in made.items()}
 
 
 def _desc(rows: int, row_bytes: int, tensors: int, host: bool) -> CacheDesc:
@@ -77,7 +74,6 @@ class End(Process):
 
     @property
     def manager(self) -> Any:
-        """The manager of its mode."""
         return self.dist.cache_manager if self.dist._enable_cache_mgr else self.dist.kv_cache_manager
 
     # -- life ----------------------------------------------------------------------------------------------------
@@ -91,13 +87,11 @@ class End(Process):
         return self.dist.listen_ip_info
 
     def finalize(self) -> None:
-        """Close the engine and forget its caches."""
         self.held.clear()
         if self.dist is not None:
             self.dist.finalize()
 
     def reset(self) -> None:
-        """Back to a process without an engine."""
         self.finalize()
         self.dist = None
 
@@ -111,27 +105,14 @@ class End(Process):
         return self.dist.stats()
 
     def links(self) -> list[Any]:
-        """The links the statistics show."""
         return self.dist.stats()["links"]
 
     def used(self, pool: str = "device") -> int:
-        """Bytes taken from a pool."""
         return self.dist.stats()["pools"][pool]["used_bytes"]
 
     # -- caches --------------------------------------------------------------------------------------------------
 
-    def allocate(
-        self,
-        name: str,
-        rows: int = 4,
-        row_bytes: int = 256,
-        tensors: int = 2,
-        *,
-        host: bool = False,
-        blocks: bool = False,
-        keys: Sequence[Key] = (),
-        seed: int | None = None,
-    ) -> int:
+    def allocate(self, name, rows=4, row_bytes=256, tensors=2, *, host=False, blocks=False, keys=(), seed=None) -> int:
         """Allocate a cache under a name; returns its id. `keys`: of a batch cache one a slot, of a blocks cache one."""
         desc, given = _desc(rows, row_bytes, tensors, host), [cache_key(key) for key in keys]
         manager = self.manager
@@ -139,17 +120,7 @@ class End(Process):
         return self._hold(name, handle, [_over(address, rows, row_bytes) for address in _addresses(handle)], seed)
 
     def register(
-        self,
-        name: str,
-        rows: int = 4,
-        row_bytes: int = 256,
-        tensors: int = 2,
-        *,
-        host: bool = False,
-        blocks: bool = False,
-        keys: Sequence[Key] = (),
-        accessible: bool | None = None,
-        seed: int | None = None,
+        self, name, rows=4, row_bytes=256, tensors=2, *, host=False, blocks=False, keys=(), accessible=None, seed=None
     ) -> int:
         """Register memory of this process under a name; returns its id."""
         arrays = [np.zeros((rows, row_bytes), dtype=np.uint8) for _ in range(tensors)]
@@ -205,12 +176,10 @@ class End(Process):
             array[:] = made
 
     def paint(self, name: str, value: int) -> None:
-        """Write one value everywhere."""
         for array in self.held[name].arrays:
             array[:] = value
 
     def read(self, name: str) -> list[np.ndarray]:
-        """A copy of the bytes."""
         return [array.copy() for array in self.held[name].arrays]
 
     def addresses(self, name: str) -> list[int]:
@@ -286,21 +255,22 @@ class End(Process):
         Creates the file `pulled` after the first pull. Returns how many pulls there were, how many brought other bytes
         than the first one, the seconds of the slowest, and how often each outcome came, with the first error's text.
         """
-        rows = range(len(self.held[name].arrays[0]))
-        right: list[np.ndarray] | None = None
-        pulls, wrong, slowest, codes, first = 0, 0, 0.0, Counter[str](), ""
+        rows, right = range(len(self.held[name].arrays[0])), None
+        seen: dict[str, Any] = {"pulls": 0, "wrong": 0, "slowest": 0.0, "codes": Counter(), "text": ""}
         until = time.monotonic() + 6 * LIMIT
         while Path(running).exists() and time.monotonic() < until:
             self.paint(name, 0)
             code, seconds, text = self.timed("pull_blocks", by_blocks(cluster), name, rows, rows)
             if code == OK:
                 right = right or self.read(name)
-                wrong += not equal(right, self.held[name].arrays)
-            pulls, slowest, first = pulls + 1, max(slowest, seconds), first or text
-            codes[code] += 1
+                seen["wrong"] += not equal(right, self.held[name].arrays)
+            seen["pulls"] += 1
+            seen["slowest"] = max(seen["slowest"], seconds)
+            seen["text"] = seen["text"] or text
+            seen["codes"][code] += 1
             Path(pulled).touch()
             time.sleep(pause)
-        return {"pulls": pulls, "wrong": wrong, "slowest": slowest, "codes": codes, "text": first}
+        return seen
 
     def at_once(self, calls: Sequence[Sequence[Any]], repeat: int = 1) -> list[str]:
         """The outcomes of calls `[name, args, kwargs]`, all at once, each in a thread; the last of `repeat` times."""

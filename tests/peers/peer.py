@@ -96,7 +96,6 @@ class Peer:
         return os.pread(log, os.fstat(log).st_size, 0).decode(errors="replace")[-20000:]
 
     def signal(self, number: int) -> None:
-        """Send a signal to it."""
         os.kill(self.process.pid, number)
 
     def stop(self) -> None:
@@ -107,7 +106,6 @@ class Peer:
         eventually(lambda: state.read_text().rsplit(")", 1)[1].split()[0] == "T", what="the stop")
 
     def go_on(self) -> None:
-        """Let it run again."""
         self.signal(signal.SIGCONT)
 
     @contextmanager
@@ -157,7 +155,6 @@ class Ends:
         return self.here
 
     def spare(self) -> Peer:
-        """A process without an engine."""
         return self.adopt(Ends.idle.pop() if Ends.idle else Peer())
 
     def adopt(self, peer: Peer) -> Peer:
@@ -206,7 +203,6 @@ def linked(near: Any, *far: Peer) -> None:
 
 
 def no_link(end: Any) -> None:
-    """Wait until an end has no link."""
     eventually(lambda: end.links() == [], what="the end of the link")
 
 

@@ -45,9 +45,8 @@ class Process:
         """Be another user from now on, one that the kernel lets look at its own files in /proc."""
         import encodings.idna  # noqa: F401, PLC0415
 
-        pickle.dumps(
-            pattern(0, 1, 1, 1)
-        )  # numpy imports parts of itself late, from files that the user may not be able to read
+        # numpy imports parts of itself late, from files that the user may not be able to read.
+        pickle.dumps(pattern(0, 1, 1, 1))
         os.setgroups([])
         os.setgid(user)
         os.setuid(user)

@@ -99,10 +99,6 @@ class Proxy(_Door):
         """Let `count` more bytes pass `"up"` to the listener, or `"down"` from it."""
         self.cut, self.left[way] = cut, count
 
-    def deafen(self) -> None:
-        """Let nothing pass any more, and close nothing."""
-        self.left.update(up=0, down=0)
-
     def accepted(self, caller: socket.socket) -> None:
         callee = socket.create_connection(split(self.to), timeout=LIMIT)
         callee.settimeout(None)

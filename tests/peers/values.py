@@ -37,25 +37,20 @@ Key = tuple[Any, ...]
 def options(*, accessible: Any = False, pool: Any = POOL, listen: Any = None, **extra: Any) -> dict[str, str]:
     """Options of a small engine; `extra` uses `__` for the dot of a key."""
     size = json.dumps({"memory_size": pool, "page_shift": 12})
-    return {
-        "llm.EnableCacheManager": "1",
-        "ge.exec.deviceId": "0",
-        "llm.MemPoolConfig": size,
-        "llm.HostMemPoolConfig": size,
-        "llm.EnableRemoteCacheAccessible": "1" if accessible else "0",
-        **_more(listen, extra),
-    }
+    made = {"llm.EnableCacheManager": "1", "ge.exec.deviceId": "0", "llm.MemPoolConfig": size}
+    made |= {"llm.HostMemPoolConfig": size, "llm.EnableRemoteCacheAccessible": "1" if accessible else "0"}
+    return made | _more(listen, extra)
 
 
 def kv_options(*, pool: Any = POOL, listen: Any = None, **extra: Any) -> dict[str, str]:
     """Options of a small engine without the cache manager, as clients write them."""
     made = {"ge.exec.deviceId": "0", "llm.SyncKvCacheWaitTime": "5000", "ge.flowGraphMemMaxSize": str(pool)}
-    return {**made, **_more(listen, extra)}
+    return made | _more(listen, extra)
 
 
 def _more(listen: Any, extra: dict[str, Any]) -> dict[str, str]:
     made = {} if listen is None else {"llm.listenIpInfo": listen}
-    return {**made, **{key.replace("__", "."): str(value) for key, value in extra.items()}}
+    return made | {key.replace("__", "."): str(value) for key, value in extra.items()}
 
 
 def by_request(cluster: int, req: int, model: int = 0, prefix: int = UINT64_MAX) -> Key:
@@ -119,7 +114,7 @@ def outcome(call: Callable[[], Any]) -> tuple[str, str]:
 
 
 def code(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """The name of the status code a call ends with, or of another exception's class."""
+    """The first of `outcome`."""
     return outcome(lambda: call(*args, **kwargs))[0]
 
 
