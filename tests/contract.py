@@ -103,9 +103,6 @@ ITEMS = (
 KEYS = [item.key for item in ITEMS]
 
 
-# -- the specification -----------------------------------------------------------------------------------------------
-
-
 def section(text: str, number: int) -> str:
     """The text of one chapter of the specification."""
     found = re.search(rf"^## {number}\. .*?(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
@@ -122,9 +119,6 @@ def specified(text: str) -> dict[str, str]:
 
 def lines(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"^(\d+)\. ", section(text, 20), re.MULTILINE)]
-
-
-# -- the witness -----------------------------------------------------------------------------------------------------
 
 
 class Ended(NamedTuple):

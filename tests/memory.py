@@ -169,14 +169,8 @@ def refused(
 def in_fresh_process(code: str, timeout: float = 300.0, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run Python code in a new interpreter with warnings as errors; a crash of the engine cannot end the tests."""
     clean = {key: value for key, value in os.environ.items() if key != "ASCEND_GLOBAL_LOG_LEVEL"}
-    return subprocess.run(  # noqa: S603  (this interpreter, our own code)
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env={**clean, **environment},
-    )
+    command, env = [sys.executable, "-W", "error", "-c", textwrap.dedent(code)], {**clean, **environment}
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=timeout, env=env)  # noqa: S603
 
 
 def run_fresh(code: str, **environment: str) -> str:

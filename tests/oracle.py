@@ -114,8 +114,6 @@ class Twin:
         self.bound: dict[Identity, int] = {}
         self.last_id = 0
 
-    # -- allocation ---------------------------------------------------------------------------------------------
-
     def may_allocate(
         self, device: bool, tensors: int, rows: int, row_bytes: int, keys: Sequence[Optional[Identity]]
     ) -> None:
@@ -169,8 +167,6 @@ class Twin:
         if entry.pool is not None and not entry.by_id and not entry.keys:
             entry.pool.mark(entry, taken=False)
             del self.entries[number]
-
-    # -- moving bytes -------------------------------------------------------------------------------------------
 
     def copy(
         self, dst: tuple[int, bool], src: tuple[int, bool], dst_row: int, src_row: int, offset: int, size: int

@@ -231,15 +231,14 @@ slots = real(self, number, blocks)
 if slots and number >= 30:
     content.flip(self._rows, slots[-1], 1, 77)
 """
-SLOTS = "real(self, number, blocks)"
 
 
 @pytest.mark.parametrize(
     ("lines", "slots", "reason"),
     [
         (WRONG_SLOT_BYTE, "slots", "(pulled, slot "),
-        ("", f"[slot + (number == 30) for slot in {SLOTS}]", "(pulled, slot "),
-        ("self._staging_pattern = content.Pattern(2, 256, 99)", SLOTS, "staging cache: "),
+        ("", "[slot + (number == 30) for slot in real(self, number, blocks)]", "(pulled, slot "),
+        ("self._staging_pattern = content.Pattern(2, 256, 99)", "real(self, number, blocks)", "staging cache: "),
     ],
 )
 def test_wrong_bytes_of_prefill_are_found(faulty, capsys, lines, slots, reason):

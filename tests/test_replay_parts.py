@@ -1,5 +1,6 @@
 """The parts of the replay command: traces, block table against a naive twin, contents, channel."""
 
+import itertools
 import json
 import math
 import os
@@ -226,33 +227,32 @@ def test_oldest_blocks_leave_first_and_prefixes_last():
     assert table.plan([1, 2, 3], 0) is None, "only the block 3 is idle"
 
 
+def zeros(tensors, rows):
+    return [np.zeros((rows, 8), dtype=np.uint64) for _ in range(tensors)]
+
+
 def test_every_wrong_byte_is_found():
-    pattern = Pattern(tensors=3, row_bytes=64, seed=1)
-    rows = [np.zeros((4, 8), dtype=np.uint64) for _ in range(3)]
+    pattern, rows = Pattern(tensors=3, row_bytes=64, seed=1), zeros(3, 4)
     pattern.fill(rows, 2, 77)
-    assert pattern.mismatch(rows, 2, 77) is None
-    for tensor in range(3):
-        for offset in range(64):
-            flip(rows, 2, tensor, offset)
-            wrong = pattern.mismatch(rows, 2, 77)
-            assert (wrong.tensor, wrong.offset, wrong.expected ^ wrong.got) == (tensor, offset, 0x40)
-            flip(rows, 2, tensor, offset)
-    assert pattern.mismatch(rows, 2, 77) is None
+    for tensor, offset in itertools.product(range(3), range(64)):
+        assert pattern.mismatch(rows, 2, 77) is None
+        flip(rows, 2, tensor, offset)
+        wrong = pattern.mismatch(rows, 2, 77)
+        assert (wrong.tensor, wrong.offset, wrong.expected ^ wrong.got) == (tensor, offset, 0x40)
+        flip(rows, 2, tensor, offset)
     assert pattern.mismatch(rows, 2, 78) is not None
     rows[0], rows[1] = rows[1], rows[0]
     assert pattern.mismatch(rows, 2, 77) is not None
 
 
 def test_tail_changes_its_bytes_and_no_other():
-    pattern = Pattern(tensors=2, row_bytes=64, seed=1)
-    rows = [np.zeros((1, 8), dtype=np.uint64) for _ in range(2)]
+    pattern, rows = Pattern(tensors=2, row_bytes=64, seed=1), zeros(2, 1)
     pattern.fill(rows, 0, 5)
     before = [tensor.view(np.uint8).copy() for tensor in rows]
     tail = Tail(10, 30, salt=200)
     pattern.append(rows, 0, tail)
     for old, tensor in zip(before, rows):
-        changed = np.flatnonzero(old[0] != tensor.view(np.uint8)[0])
-        assert list(changed) == list(range(10, 30))
+        assert list(np.flatnonzero(old != tensor.view(np.uint8))) == list(range(10, 30))
     assert pattern.mismatch(rows, 0, 5, tail) is None
     wrong = pattern.mismatch(rows, 0, 5)
     assert (wrong.tensor, wrong.offset) == (0, 10)
@@ -301,17 +301,18 @@ def test_messages_are_taken_apart(pipes):
 def test_waits_end_at_their_limit_and_with_the_other_process(pipes):
     reading, writing, to_other, from_here = pipes
     end = channel(reading, from_here)
-    with pytest.raises(ChannelError, match=r"did not answer within 0.05 s"):
-        end.receive(0.05)
-    with pytest.raises(ChannelError, match=r"took no message within 0.05 s"):
-        end.send({"text": "x" * 2**20}, 0.05)
+
+    def refused(text, call, *args):
+        with pytest.raises(ChannelError, match=text):
+            call(*args)
+
+    refused(r"did not answer within 0.05 s", end.receive, 0.05)
+    refused(r"took no message within 0.05 s", end.send, {"text": "x" * 2**20}, 0.05)
     writing.write(b'{"half')
     writing.close()
     to_other.close()
-    with pytest.raises(ChannelError, match="closed the channel"):
-        end.receive(5.0)
-    with pytest.raises(ChannelError, match=r"closed the channel \(Broken pipe\)"):
-        end.send({}, 5.0)
+    refused("closed the channel", end.receive, 5.0)
+    refused(r"closed the channel \(Broken pipe\)", end.send, {}, 5.0)
 
 
 @pytest.mark.parametrize("pool", range(600_000, 700_000, 7001))

@@ -53,21 +53,16 @@ def python_path(stand_ins=""):
 
 def run(out, *words, stand_ins=""):
     """Run the program; the file it wrote, and what it printed."""
-    done = subprocess.run(  # noqa: S603  (this program)
-        [sys.executable, str(BENCH), "--quick", "--rounds", "2", "--mib", "4", "--out", str(out), *words],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": python_path(stand_ins)},
-    )
+    command = [sys.executable, BENCH, "--quick", "--rounds", "2", "--mib", "4", "--out", out, *words]
+    environment = {**os.environ, "PYTHONPATH": python_path(stand_ins)}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300, env=environment)  # noqa: S603
     return json.loads((out / "peers.json").read_text()), done.stdout + done.stderr
 
 
-def stand_in(folder, body):
-    """A package with the name of a peer that does `body` when it is imported."""
-    (folder / "nixl_cu12").mkdir(parents=True)
-    (folder / "nixl_cu12" / "__init__.py").write_text(body)
+def stand_in(folder, name, body):
+    """A package of this name that does `body` when it is imported."""
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").write_text(body)
     return folder
 
 
@@ -115,19 +110,14 @@ def test_ours_the_limit_and_numpy_are_measured_compared_and_reported(tmp_path):
     assert all(row["median"] is not None for row in kept if row["system"] in ("ours", "numpy"))
 
 
-def test_a_peer_that_is_not_here_is_a_row_with_its_reason(tmp_path):
-    ins = stand_in(tmp_path / "in", "raise ImportError('libibverbs1 missing')")
-    document, _ = run(tmp_path / "out", "--only", "local", "--systems", "nixl", stand_ins=ins)
-    rows = of(document["rows"], system="nixl")
-    assert rows
-    assert all(row["note"] == "ImportError: libibverbs1 missing" and "median" not in row for row in rows)
-    assert "| nixl | ImportError: libibverbs1 missing |" in (tmp_path / "out" / "peers.md").read_text()
-
-
-def test_a_peer_that_ends_the_process_is_named_and_the_others_are_measured(tmp_path):
-    ins = stand_in(tmp_path / "in", "import os\nos.kill(os.getpid(), 11)")
-    document, said = run(tmp_path / "out", "--only", "local", "--systems", "nixl,numpy", stand_ins=ins)
-    fallen = of(document["rows"], system="nixl")
+def test_peers_that_are_not_here_or_end_the_process_are_named_and_the_others_are_measured(tmp_path):
+    stand_in(tmp_path / "in", "torch", "raise ImportError('libibverbs1 missing')")
+    ins = stand_in(tmp_path / "in", "nixl_cu12", "import os\nos.kill(os.getpid(), 11)")
+    document, said = run(tmp_path / "out", "--only", "local", "--systems", "torch,nixl,numpy", stand_ins=ins)
+    absent, fallen = (of(document["rows"], system=name) for name in ("torch", "nixl"))
+    assert absent
+    assert all(row["note"] == "ImportError: libibverbs1 missing" and "median" not in row for row in absent)
+    assert "| torch | ImportError: libibverbs1 missing |" in (tmp_path / "out" / "peers.md").read_text()
     assert len(fallen) == 3  # one for each part, which was run again without it
     assert all("took the process down: ended by SIGSEGV" in row["note"] for row in fallen)
     assert sum(row.get("median", 0) > 0 for row in of(document["rows"], system="numpy")) >= 6
@@ -136,7 +126,7 @@ def test_a_peer_that_ends_the_process_is_named_and_the_others_are_measured(tmp_p
 
 def test_a_part_that_hangs_is_cut_off_with_all_it_started(tmp_path, program, monkeypatch):
     body = "import subprocess, sys, time\nprint(subprocess.Popen(['sleep', '600']).pid, flush=True)\ntime.sleep(600)"
-    monkeypatch.setenv("PYTHONPATH", python_path(stand_in(tmp_path / "in", body)))
+    monkeypatch.setenv("PYTHONPATH", python_path(stand_in(tmp_path / "in", "nixl_cu12", body)))
     record = tmp_path / "record"
     record.touch()
     ask = Ask(quick=True, rounds=1, systems=("nixl",), folder=str(tmp_path), mib=1)

@@ -76,8 +76,6 @@ class End(Process):
     def manager(self) -> Any:
         return self.dist.cache_manager if self.dist._enable_cache_mgr else self.dist.kv_cache_manager
 
-    # -- life ----------------------------------------------------------------------------------------------------
-
     def init(self, settings: dict[str, str], cluster: int = 1, role: str = "PROMPT") -> str | None:
         """Open an engine; returns where it listens."""
         if self.dist is None or self.dist.cluster_id != cluster:
@@ -109,8 +107,6 @@ class End(Process):
 
     def used(self, pool: str = "device") -> int:
         return self.dist.stats()["pools"][pool]["used_bytes"]
-
-    # -- caches --------------------------------------------------------------------------------------------------
 
     def allocate(self, name, rows=4, row_bytes=256, tensors=2, *, host=False, blocks=False, keys=(), seed=None) -> int:
         """Allocate a cache under a name; returns its id. `keys`: of a batch cache one a slot, of a blocks cache one."""
@@ -196,8 +192,6 @@ class End(Process):
     def swap_blocks(self, src: str, dst: str, pairs: Sequence[Sequence[int]]) -> None:
         self.manager.swap_blocks(self.held[src].handle, self.held[dst].handle, dict(pairs))
 
-    # -- links ---------------------------------------------------------------------------------------------------
-
     def link_clusters(self, peers: Sequence[Any], timeout: int = 5000) -> tuple[str, list[str]]:
         """`link_clusters` of `(cluster, "ip:port" or several)`; names of codes."""
         return _names(self.dist.link_clusters([_info(peer) for peer in peers], timeout))
@@ -222,8 +216,6 @@ class End(Process):
         while (status := self.status(comm)) == "PREPARING" and time.monotonic() < until:
             time.sleep(0.005)
         return status
-
-    # -- transfers -----------------------------------------------------------------------------------------------
 
     def pull_cache(self, key: Key, name: str, batch: int = 0, size: int = -1, **kwargs: Any) -> None:
         self.manager.pull_cache(cache_key(key), self.held[name].handle, batch, size, **_layers(kwargs))
