@@ -11,6 +11,14 @@ import pytest
 from llm_datadist import LLMClusterInfo, LLMException, LLMStatusCode
 from memory import Expected
 
+# Wrong values for an integer of a stated width; `None` is listed apart where it is allowed.
+NO_INTEGER: list[Any] = [True, False, 1.0, float("nan"), "1", "nan", b"1", [1], (1,), {}, object(), 1j]
+
+
+def outside(low: int, high: int) -> list[int]:
+    """Integers just and far outside [low, high]."""
+    return [low - 1, high + 1, -(2**64), 2**64, 2**64 + 1, 2**200, -(2**200)]
+
 
 def coded(code: LLMStatusCode) -> Expected:
     """An `LLMException` with this code."""

@@ -48,6 +48,7 @@ from memory import (
     raising,
     refused,
 )
+from mistakes import NO_INTEGER, outside
 
 
 class Bench:
@@ -104,7 +105,6 @@ class Built:
         return self.name
 
 
-NO_INTEGER: list[Any] = [True, False, 1.0, float("nan"), "1", "nan", b"1", [1], (1,), {}, 1j]
 NO_CACHE: list[Any] = [
     1, True, 1.5, "cache", [], Cache, Built("a list of caches", lambda b: [b.batch]),
     Built("a descriptor", lambda _: desc()), Built("a key", lambda _: CacheKey(1, 1)),
@@ -115,8 +115,7 @@ NO_DESC: list[Any] = [1, True, "desc", [], {}, CacheDesc, Built("a cache", lambd
 
 def integers(low: int, high: int) -> list[tuple[Any, Expected]]:
     """What is no integer from `low` to `high`."""
-    outside = {low - 1, high + 1, -(2**64), 2**64, 2**200, -(2**200)} - {low, high}
-    return [*[(bad, TE) for bad in (None, *NO_INTEGER)], *[(bad, VE) for bad in outside]]
+    return [*[(bad, TE) for bad in (None, *NO_INTEGER)], *[(bad, VE) for bad in outside(low, high)]]
 
 
 UINT32, UINT64, INT64 = integers(0, UINT32_MAX), integers(0, UINT64_MAX), integers(-INT64_MAX - 1, INT64_MAX)

@@ -9,7 +9,7 @@ import pytest
 from conftest import PAGE, options
 from llm_datadist import LLMDataDist, LLMException, LLMRole, LLMStatusCode, MemInfo, Memtype
 from memory import LE, TE, VE, Expected, contents, desc, fill, raising, run_fresh, same
-from mistakes import Row, check, coded, info
+from mistakes import Row, check, coded, fails, info
 from peers import Ends, code
 from two_modes import CACHE_MANAGER, KV_OPTIONS, MODES, SUCCESS
 
@@ -17,6 +17,7 @@ INVALID = LLMStatusCode.LLM_PARAM_INVALID
 FAILED = coded(LLMStatusCode.LLM_FAILED)
 NO_LINK = coded(LLMStatusCode.LLM_NOT_YET_LINK)
 EXPIRED = coded(LLMStatusCode.LLM_ENGINE_FINALIZED)
+MANAGED = {"EnableCacheManager": "1"}
 
 
 @pytest.mark.contract("20.10")
@@ -24,32 +25,24 @@ EXPIRED = coded(LLMStatusCode.LLM_ENGINE_FINALIZED)
     ("given", "text"),
     [
         # Each mistake is named although the later ones are there too.
-        ({"llm.TransferBackend": "hixl"}, "EnableCacheManager"),
-        ({"llm.TransferBackend": "x", "llm.EnableRemoteCacheAccessible": "0"}, "EnableCacheManager"),
-        ({"llm.TransferBackend": "hixl", "llm.EnableCacheManager": "0"}, "EnableCacheManager"),
-        (
-            {"llm.TransferBackend": "x", "llm.EnableCacheManager": "1", "llm.EnableRemoteCacheAccessible": "0"},
-            "EnableRemoteCacheAccessible",
-        ),
-        ({"llm.TransferBackend": "hixl", "llm.EnableCacheManager": "1"}, "listenIpInfo"),
-        (
-            {"llm.TransferBackend": "x", "llm.EnableCacheManager": "1", "llm.EnableRemoteCacheAccessible": "1"},
-            "listenIpInfo",
-        ),
-        ({"llm.LocalCommRes": "", "llm.EnableCacheManager": "0"}, ""),
-        ({"llm.EnableCacheManager": "1", "llm.listenIpInfo": "127.0.0.1"}, ""),
+        ({"TransferBackend": "hixl"}, "EnableCacheManager"),
+        ({"TransferBackend": "x", "EnableRemoteCacheAccessible": "0"}, "EnableCacheManager"),
+        ({"TransferBackend": "hixl", "EnableCacheManager": "0"}, "EnableCacheManager"),
+        ({"TransferBackend": "x", **MANAGED, "EnableRemoteCacheAccessible": "0"}, "EnableRemoteCacheAccessible"),
+        ({"TransferBackend": "hixl", **MANAGED}, "listenIpInfo"),
+        ({"TransferBackend": "x", **MANAGED, "EnableRemoteCacheAccessible": "1"}, "listenIpInfo"),
+        ({"LocalCommRes": "", "EnableCacheManager": "0"}, ""),
+        ({**MANAGED, "listenIpInfo": "127.0.0.1"}, ""),
     ],
     ids=str,
 )
 def test_init_names_the_first_missing_option(given: dict[str, str], text: str) -> None:
     dist = LLMDataDist(LLMRole.PROMPT, 1)
-    before = dict(given)
-    with pytest.raises(LLMException) as caught:
-        dist.init(given)
-    assert caught.value.status_code is INVALID
-    assert text in str(caught.value)
+    wrong = {f"llm.{key}": value for key, value in given.items()}
+    before = dict(wrong)
+    fails(lambda: dist.init(wrong), LE, text)
+    assert wrong == before
     assert LLMDataDist.llm_engine_instance is None
-    assert given == before
     dist.init(options())
     dist.finalize()
 
@@ -63,16 +56,12 @@ def test_init_names_the_first_missing_option(given: dict[str, str], text: str) -
         *[(bad, LE) for bad in ("1,2", "1,", ",", "abc", "", "-1", "1.5")],
     ],
 )
-def test_the_size_of_graph_memory_is_an_integer(mode: str, size: Any, expected: Expected) -> None:
-    flag = {"llm.EnableCacheManager": "1"} if mode == CACHE_MANAGER else {}
-    dist = LLMDataDist(LLMRole.PROMPT, 1)
+def test_the_size_of_graph_memory_is_an_integer(start: Any, mode: str, size: Any, expected: Expected) -> None:
+    given = options(None, None) if mode == CACHE_MANAGER else {"ge.exec.deviceId": "0"}
     with raising(expected):
-        dist.init({"ge.exec.deviceId": "0", **flag, "ge.flowGraphMemMaxSize": size})
+        start({**given, "ge.flowGraphMemMaxSize": size})
     assert LLMDataDist.llm_engine_instance is None
-    try:
-        dist.init({"ge.exec.deviceId": "0", **flag, "ge.flowGraphMemMaxSize": "16777216"})
-    finally:
-        dist.finalize()
+    start({**given, "ge.flowGraphMemMaxSize": "16777216"})
 
 
 @pytest.mark.contract("20.10")
@@ -114,33 +103,23 @@ def test_arguments_of_link_clusters_and_unlink_clusters(start: Callable[..., LLM
     rows += [Row({"clusters": [info(None)]}, TE)]
     good = {"clusters": [info()], "timeout": 500}
     check(getattr(dist, name), good if name == "link_clusters" else {**good, "force": False}, rows)
-    assert getattr(dist, name)([]) == (INVALID, [])
-    assert getattr(dist, name)(()) == (INVALID, [])
-    code_, each = getattr(dist, name)([info(), info(remote=0)], 1000)
-    assert each[1] is INVALID, "exactly one remote address"
-    assert code_ is INVALID, "the last that failed"
-    if name == "link_clusters":
-        assert each[0] is LLMStatusCode.LLM_LINK_FAILED
-    else:
-        assert each[0] is SUCCESS, "nothing to unlink"
+    assert getattr(dist, name)([]) == getattr(dist, name)(()) == (INVALID, [])
+    # Exactly one remote address is needed. The last that failed gives the code of all; there is nothing to unlink.
+    first = LLMStatusCode.LLM_LINK_FAILED if name == "link_clusters" else SUCCESS
+    assert getattr(dist, name)([info(), info(remote=0)], 1000) == (INVALID, [first, INVALID])
 
 
 @pytest.mark.contract("20.11")
 def test_switch_role(start: Callable[..., LLMDataDist], ends: Ends) -> None:
     dist = start()
-    for bad in (None, 1, "Prompt", True):
-        with raising(TE):
-            dist.switch_role(bad)
-    for bad_options, expected in (
-        (5, TE),
-        ([], TE),
-        ({"llm.listenIpInfo": 5}, TE),
-        ({"llm.listenIpInfo": "127.0.0.1"}, LE),
-        ({"llm.listenIpInfo": "1:2:3"}, LE),
-        ({"llm.listenIpInfo": "127.0.0.1:x"}, VE),
+    addresses = [(5, TE), ("127.0.0.1", LE), ("1:2:3", LE), ("127.0.0.1:x", VE)]
+    for given, expected in (
+        *[((bad,), TE) for bad in (None, 1, "Prompt", True)],
+        *[((LLMRole.DECODER, bad), TE) for bad in (5, [])],
+        *[((LLMRole.DECODER, {"llm.listenIpInfo": bad}), expected) for bad, expected in addresses],
     ):
         with raising(expected):
-            dist.switch_role(LLMRole.DECODER, bad_options)
+            dist.switch_role(*given)
     for role in (LLMRole.DECODER, LLMRole.DECODER, LLMRole.MIX):
         assert dist.switch_role(role) is None
         assert dist._role is role
@@ -210,9 +189,8 @@ def test_finalize_and_the_shutdown_handler() -> None:
 @pytest.mark.contract("20.13")
 def test_role_names() -> None:
     words = {LLMRole.PROMPT: "Prompt", LLMRole.DECODER: "Decoder", LLMRole.MIX: "Mix"}
-    assert {role: LLMDataDist._role_to_str(role) for role in LLMRole} == words
-    dist = LLMDataDist(LLMRole.PROMPT, 1)
-    assert dist._role_to_str(LLMRole.MIX) == "Mix"
+    for owner in (LLMDataDist, LLMDataDist(LLMRole.PROMPT, 1)):
+        assert {role: owner._role_to_str(role) for role in LLMRole} == words
 
 
 @pytest.mark.contract("20.14")

@@ -63,6 +63,7 @@ DATA_TYPES = {
     "DT_DOUBLE": (11, 8, "float64"),
     "DT_STRING": (13, 16, "S"),
 }
+NUMBERS = {name: row[0] for name, row in DATA_TYPES.items()}
 
 
 def test_status_codes_are_complete_and_exact() -> None:
@@ -112,10 +113,8 @@ def test_raise_if_false_and_true(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(LLMException) as caught:
         raise_if_true([1], "full", status_code=LLMStatusCode.LLM_LINK_BUSY)
     assert caught.value.status_code is LLMStatusCode.LLM_LINK_BUSY
-    assert [(line.levelname, line.getMessage()) for line in caplog.records] == [
-        ("ERROR", "5 is not six"),
-        ("ERROR", "full"),
-    ]
+    logged = [(line.levelname, line.getMessage()) for line in caplog.records]
+    assert logged == [("ERROR", "5 is not six"), ("ERROR", "full")]
 
 
 @pytest.mark.contract("19.llm-exception")
@@ -153,8 +152,7 @@ def test_other_enums(kind: type[enum.Enum], base: type, members: dict[str, int])
     assert issubclass(kind, base)
     assert issubclass(kind, int) == (base is enum.IntEnum)
     for member in kind:
-        assert str(member) == f"{kind.__name__}.{member.name}"
-        assert f"{member}" == f"{kind.__name__}.{member.name}"
+        assert str(member) == f"{member}" == f"{kind.__name__}.{member.name}"
 
 
 @pytest.mark.contract("20.20")
@@ -164,31 +162,22 @@ def test_memory_status_by_number() -> None:
 
 @pytest.mark.contract("19.float16")
 def test_data_type_members_in_order_and_their_sizes() -> None:
-    assert [member.name for member in DataType] == list(DATA_TYPES)
-    assert {member.name: member.value for member in DataType} == {n: row[0] for n, row in DATA_TYPES.items()}
+    assert [(member.name, member.value) for member in DataType] == list(NUMBERS.items())
     assert not issubclass(DataType, int)
     for name, (_, size, _) in DATA_TYPES.items():
         assert CacheDesc(1, [2, 3], DataType[name]).size == 6 * size, name
 
 
-def test_native_constants_have_the_same_numbers() -> None:
-    wrapper = importlib.import_module("llm_datadist.metadef_wrapper")
-    for name, row in DATA_TYPES.items():
-        assert int(getattr(wrapper, name)) == row[0]
-
-
 def test_data_type_tables() -> None:
     module = importlib.import_module("llm_datadist.data_type")
+    wrapper = importlib.import_module("llm_datadist.metadef_wrapper")
     forward = module.python_dtype_2_dwrapper_dtype
-    assert {kind.name: int(number) for kind, number in forward.items()} == {
-        name: row[0] for name, row in DATA_TYPES.items()
-    }
     backward = module._dwrapper_dtype_to_python_dtype
-    assert {int(number): kind.name for number, kind in backward.items()} == {
-        row[0]: name for name, row in DATA_TYPES.items()
-    }
-    for name, row in DATA_TYPES.items():
-        assert module.get_python_dtype_from_wrapper_dtype(row[0]) is DataType[name]
+    assert {kind.name: int(number) for kind, number in forward.items()} == NUMBERS
+    assert {int(number): kind.name for number, kind in backward.items()} == {NUMBERS[name]: name for name in NUMBERS}
+    assert {name: int(getattr(wrapper, name)) for name in NUMBERS} == NUMBERS
+    for name, number in NUMBERS.items():
+        assert module.get_python_dtype_from_wrapper_dtype(number) is DataType[name]
     for unknown in (5, -1, 28, 2**40):
         with pytest.raises(ValueError, match=str(unknown)):
             module.get_python_dtype_from_wrapper_dtype(unknown)
@@ -196,13 +185,11 @@ def test_data_type_tables() -> None:
 
 def test_numpy_tables() -> None:
     module = importlib.import_module("llm_datadist.data_type")
-    assert {kind.name: np.dtype(made) for kind, made in module.dtype_to_np_dtype.items()} == {
-        name: np.dtype(row[2]) for name, row in DATA_TYPES.items()
-    }
+    made = {DataType[name]: np.dtype(row[2]) for name, row in DATA_TYPES.items()}
+    assert {kind: np.dtype(of_numpy) for kind, of_numpy in module.dtype_to_np_dtype.items()} == made
     assert list(module.valid_np_dtypes) == list(module.dtype_to_np_dtype.values())
-    assert module.np_dtype_to_dtype == {
-        np.dtype(row[2]): DataType[name] for name, row in DATA_TYPES.items() if name != "DT_BF16"
-    }
+    del made[DataType.DT_BF16]
+    assert module.np_dtype_to_dtype == {of_numpy: kind for kind, of_numpy in made.items()}
     assert len(module.np_dtype_to_dtype) == 13
     with pytest.raises(AttributeError, match="no_such_table"):
         _ = module.no_such_table

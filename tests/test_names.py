@@ -117,25 +117,49 @@ def test_unknown_attributes(module: str) -> None:
         _ = loaded.no_such_name
 
 
-def test_signatures_of_the_manager() -> None:
-    manager = llm_datadist.KvCacheManager
-    expected = {
-        "allocate_cache": "cache_desc, cache_keys=()",
-        "allocate_blocks_cache": "cache_desc, blocks_cache_key=None",
-        "deallocate_cache": "cache",
-        "remove_cache_key": "cache_key",
+# the same for both managers, except the names of swap_blocks
+SIGNATURES = {
+    "allocate_cache": "cache_desc, cache_keys=()",
+    "allocate_blocks_cache": "cache_desc, blocks_cache_key=None",
+    "deallocate_cache": "cache",
+    "remove_cache_key": "cache_key",
+    "copy_cache": "dst, src, dst_batch_index=0, src_batch_index=0, offset=0, size=-1, req_id=None",
+    "copy_blocks": "cache, copy_block_info",
+    "transfer_cache_async": "src_cache, layer_synchronizer, transfer_configs, src_block_indices=None, "
+    "dst_block_indices=None, dst_block_memory_size=None",
+}
+OF_CLASS: dict[str, dict[str, str]] = {
+    "CacheManager": {
+        **SIGNATURES,
+        "deallocate_blocks_cache": "cache",
+        "swap_blocks": "src_cache, dst_cache, src_to_dst",
+    },
+    "KvCacheManager": {
+        **SIGNATURES,
         "pull_cache": "cache_key, kv_cache, batch_index=0, size=-1, **kwargs",
         "pull_blocks": "prompt_cache_key, decoder_kv_cache, prompt_blocks, decoder_blocks, **kwargs",
-        "copy_cache": "dst, src, dst_batch_index=0, src_batch_index=0, offset=0, size=-1, req_id=None",
-        "copy_blocks": "cache, copy_block_info",
         "swap_blocks": "src, dst, src_to_dst",
         "get_cache_tensors": "cache, tensor_index=0",
         "is_initialized": "",
-    }
-    for name, text in expected.items():
-        parameters = list(inspect.signature(getattr(manager, name)).parameters.values())[1:]
-        plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
+    },
+    "LayerSynchronizer": {"synchronize_layer": "layer_index, timeout_in_millis"},
+}
+
+
+@pytest.mark.contract(
+    "19.allocate-cache", "19.deallocate-cache", "19.remove-cache-key", "19.copy-cache", "19.allocate-blocks-cache",
+    "19.deallocate-blocks-cache", "19.copy-blocks", "19.swap-blocks", "19.transfer-cache-async",
+)  # fmt: skip
+@pytest.mark.parametrize("class_name", OF_CLASS)
+def test_signatures(class_name: str) -> None:
+    for name, text in OF_CLASS[class_name].items():
+        found = inspect.signature(getattr(getattr(llm_datadist, class_name), name)).parameters.values()
+        plain = [one.replace(annotation=one.empty) for one in found if one.name != "self"]
         assert ", ".join(map(str, plain)) == text, name
+
+
+def test_what_the_kv_cache_manager_has_not() -> None:
+    manager = llm_datadist.KvCacheManager
     assert list(inspect.signature(manager).parameters) == ["native", "role"]
     absent = ("register_cache", "register_blocks_cache", "unregister_cache", "push_cache", "push_blocks")
     assert not any(hasattr(manager, name) for name in (*absent, "remap_registered_memory", "deallocate_blocks_cache"))

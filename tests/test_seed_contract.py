@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 import time
 from typing import Any, Callable
@@ -14,48 +13,19 @@ from typing import Any, Callable
 import numpy as np
 import pytest
 
-import llm_datadist
 from conftest import PAGE, options, pool
 from llm_datadist import BlocksCacheKey, Cache, CacheKey, LLMConfig, LLMDataDist, LLMException, LLMRole, LLMStatusCode
-from memory import LE, UINT64_MAX, Expected, UserTensors, desc, raising, used
-from peers import LIMIT, OK, Ends, by_request, code, equal, pattern
+from memory import LE, UINT64_MAX, UserTensors, desc, raising, used
+from peers import LIMIT, Ends, by_request, code, equal, meanwhile, pattern, together
 from two_modes import CACHE_MANAGER, KV_OPTIONS, MODES, SUCCESS, Gate, Pair, config, sent, synchronizer
 
 INVALID = LLMStatusCode.LLM_PARAM_INVALID
-TIMEOUT = Expected("LLMException(TIMEOUT)", (LLMException,), (LLMStatusCode.LLM_TIMEOUT,))
 BIG = 512 << 20
 
 
 @pytest.fixture(params=MODES)
 def pair(ends: Ends, request: pytest.FixtureRequest) -> Pair:
     return Pair(request.param, ends)
-
-
-SIGNATURES = {
-    "allocate-cache": "cache_desc, cache_keys=()",
-    "deallocate-cache": "cache",
-    "remove-cache-key": "cache_key",
-    "copy-cache": "dst, src, dst_batch_index=0, src_batch_index=0, offset=0, size=-1, req_id=None",
-    "allocate-blocks-cache": "cache_desc, blocks_cache_key=None",
-    "deallocate-blocks-cache": "cache",
-    "copy-blocks": "cache, copy_block_info",
-    "swap-blocks": "src_cache, dst_cache, src_to_dst",
-    "transfer-cache-async": "src_cache, layer_synchronizer, transfer_configs, src_block_indices=None, "
-    "dst_block_indices=None, dst_block_memory_size=None",
-}
-
-
-def parameters(method: Any) -> str:
-    found = inspect.signature(method).parameters.values()
-    return ", ".join(str(one.replace(annotation=one.empty)) for one in found if one.name != "self")
-
-
-@pytest.mark.parametrize("item", [pytest.param(of, marks=pytest.mark.contract(f"19.{of}")) for of in SIGNATURES])
-def test_signatures(item: str, manager: Any) -> None:
-    assert parameters(getattr(manager, item.replace("-", "_"))) == SIGNATURES[item]
-    if item == "transfer-cache-async":
-        assert parameters(llm_datadist.KvCacheManager.transfer_cache_async) == SIGNATURES[item]
-        assert parameters(llm_datadist.LayerSynchronizer.synchronize_layer) == "layer_index, timeout_in_millis"
 
 
 @pytest.mark.contract(
@@ -110,16 +80,12 @@ def waits_behind_another(call: Callable[[], object]) -> None:
     """Two threads make a call of many milliseconds over the same rows until one has ended with the limit of 20 ms."""
     ended, until = threading.Event(), time.monotonic() + 60
 
-    def again() -> None:
+    def again(_: int) -> None:
         while not ended.is_set() and time.monotonic() < until:
             if code(call) == LLMStatusCode.LLM_TIMEOUT.name:
                 ended.set()
 
-    threads = [threading.Thread(target=again, daemon=True) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    together(2, again)
     assert ended.is_set(), "no call ended with its limit in a minute"
 
 
@@ -136,35 +102,16 @@ def test_sync_kv_timeout_refuses_no_call_without_copying(start: Callable[..., LL
     assert used(manager)["device"] == 0
 
 
-POOLS = {"mem_pool_cfg": "llm.MemPoolConfig", "host_mem_pool_cfg": "llm.HostMemPoolConfig"}
-by_name = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("mem_pool_cfg", marks=pytest.mark.contract("19.mem-pool-cfg")),
-        pytest.param("host_mem_pool_cfg", marks=pytest.mark.contract("19.host-mem-pool-cfg")),
-    ],
-)
-
-
-def begin(text: str, name: str) -> None:
-    made = LLMConfig()
-    setattr(made, name, text)
-    made.enable_cache_manager = True
-    dist = LLMDataDist(LLMRole.PROMPT, 1)
-    try:
-        dist.init(made.generate_options())
-    finally:
-        dist.finalize()
-
-
-@by_name
-def test_pool_texts_are_kept(name: str) -> None:
+@pytest.mark.contract("19.mem-pool-cfg", "19.host-mem-pool-cfg")
+def test_pool_texts_are_kept(start: Callable[..., LLMDataDist]) -> None:
     text = '{"memory_size": 1048576,  "page_shift": 16, "other": null}'
     made = LLMConfig()
-    setattr(made, name, text)
-    assert getattr(made, name) == text
-    assert made.generate_options()[POOLS[name]] == text, "verbatim"
-    begin(text, name)
+    made.enable_cache_manager = True
+    made.mem_pool_cfg = made.host_mem_pool_cfg = text
+    given = made.generate_options()
+    assert made.mem_pool_cfg == made.host_mem_pool_cfg == text
+    assert given["llm.MemPoolConfig"] == given["llm.HostMemPoolConfig"] == text, "verbatim"
+    start(given)
 
 
 # -- layer-wise transfers --------------------------------------------------------------------------------------------
@@ -238,34 +185,21 @@ def test_a_transfer_and_pulls_on_one_link(ends: Ends, blocks: bool, transport: s
     addrs = far.addresses("f")
     versions = [pattern(seed, tensors, rows, row_bytes) for seed in (1, 2, 3)]
     slot = ("slot", 2, far.held_id("f"), 0)
-    wrong: list[str] = []
-    ready = threading.Event()
 
-    def once() -> None:
+    def pull() -> None:
         if blocks:
             near.pull_blocks(("blocks", 2, 0), "in", [0], [1])
         else:
             near.pull_cache(slot, "in", 1)
+        for number, tensor in enumerate(near.read("in")):
+            whole = any(np.array_equal(tensor[1], version[number][0]) for version in versions)
+            assert whole, f"tensor {number} is a mixture"
 
-    def pull() -> None:
-        while not ready.is_set():
-            ended = code(once)
-            if ended != OK:
-                wrong.append(ended)
-            for number, tensor in enumerate(near.read("in")):
-                if not any(np.array_equal(tensor[1], version[number][0]) for version in versions):
-                    wrong.append(f"tensor {number} is a mixture")
-
-    thread = threading.Thread(target=pull)
-    thread.start()
-    for number in range(100):
-        lists = ([0], [0]) if blocks else ()
-        task = pair.send((src, other)[number % 2], synchronizer(), [config(2, addrs)], *lists)
-        assert task.synchronize(int(LIMIT * 1000)) is SUCCESS
-    ready.set()
-    thread.join(LIMIT)
-    assert not thread.is_alive()
-    assert wrong == []
+    with meanwhile(pull):
+        for number in range(100):
+            lists = ([0], [0]) if blocks else ()
+            task = pair.send((src, other)[number % 2], synchronizer(), [config(2, addrs)], *lists)
+            assert task.synchronize(int(LIMIT * 1000)) is SUCCESS
     expected = versions[1]
     for left, right in zip(expected, versions[2]):
         left[0] = right[0]
@@ -281,21 +215,13 @@ def test_transfers_at_once(pair: Pair) -> None:
         handle = pair.allocate(pair.near, f"n{number}", 2, 4096, 2 * layers, seed=10 + number)
         pair.allocate(pair.far, f"f{number}", 2, 4096, 2 * layers, seed=20 + number)
         sources.append((handle, pair.far.addresses(f"f{number}")))
-    gate = threading.Barrier(tasks)
-    ended: list[Any] = [None] * tasks
 
-    def go(number: int) -> None:
+    def go(number: int) -> tuple[Any, Any]:
         src, addrs = sources[number]
-        gate.wait(LIMIT)
         task = pair.send(src, synchronizer(), [config(2, addrs, None, 1)])
-        ended[number] = (task.synchronize(int(LIMIT * 1000)), task.get_results(0))
+        return task.synchronize(int(LIMIT * 1000)), task.get_results(0)
 
-    threads = [threading.Thread(target=go, args=(number,)) for number in range(tasks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
-    assert ended == [(SUCCESS, [SUCCESS])] * tasks
+    assert together(tasks, go) == [(SUCCESS, [SUCCESS])] * tasks
     for number in range(tasks):
         expected = pattern(20 + number, 2 * layers, 2, 4096)
         for left, right in zip(expected, pattern(10 + number, 2 * layers, 2, 4096)):
