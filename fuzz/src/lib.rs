@@ -147,8 +147,8 @@ fn reply(body: &[u8]) {
                 Err(error) => refused_as(&error, &[ErrorKind::NotLinked]),
             }
         }
-        Some(Reply::Failed { kind, message, facts, arrived }) => {
-            let error = Reply::error(kind, &message, &facts, arrived);
+        Some(Reply::Failed { kind, message, arrived, .. }) => {
+            let error = Reply::error(kind, &message, arrived);
             let text = error.to_string();
             // A peer's text is cut to what somebody reads, and cannot break a log line.
             assert!(text.len() < 20 << 10, "{} bytes of a peer's text are kept", text.len());
