@@ -109,7 +109,11 @@ NO_CACHE: list[Any] = [
     1, True, 1.5, "cache", [], Cache, Built("a list of caches", lambda b: [b.batch]),
     Built("a descriptor", lambda _: desc()), Built("a key", lambda _: CacheKey(1, 1)),
 ]  # fmt: skip
+BATCH_CACHE = Built("a batch cache", lambda b: b.batch)
+BLOCKS_CACHE = Built("a blocks cache", lambda b: b.blocks)
+CPU_CACHE = Built("a CPU cache", lambda b: b.cpu)
 CACHES: list[tuple[Any, Expected]] = [(None, AE), *[(bad, TE) for bad in NO_CACHE]]
+NO_BATCH_CACHES = [*CACHES, (BLOCKS_CACHE, LE), (CPU_CACHE, LE)]
 NO_DESC: list[Any] = [1, True, "desc", [], {}, CacheDesc, Built("a cache", lambda b: b.batch), DataType.DT_INT8]
 
 
@@ -199,23 +203,16 @@ TABLE: dict[tuple[str, str], list[tuple[Any, Expected]]] = {
     ("allocate_cache", "cache_desc"): ALLOCATED_DESCS,
     ("allocate_cache", "cache_keys"): [
         *KEY_LISTS,
-        ([CacheKey(1, number) for number in range(100, 105)], LE),
-        ([CacheKey(1, UINT64_MAX)] * 5, LE),
-        ([CacheKey(1, number) for number in range(100_000)], LE),
-        ([CacheKey(1, 1)], LE),
-        ([CacheKey(1, 90), CacheKey(9, 1)], LE),
+        *[([CacheKey(1, number) for number in numbers], LE) for numbers in (range(100, 105), range(100_000), [1])],
+        *[(keys, LE) for keys in ([CacheKey(1, UINT64_MAX)] * 5, [CacheKey(1, 90), CacheKey(9, 1)])],
     ],
     ("allocate_blocks_cache", "cache_desc"): ALLOCATED_DESCS,
     ("allocate_blocks_cache", "blocks_cache_key"): [
         *[(bad, TE) for bad in (1, True, "key", [], [BlocksCacheKey(1)], CacheKey(1, 1), CacheKeyByIdAndIndex(1, 1))],
         (BlocksCacheKey(2, 7), LE),
     ],
-    ("deallocate_cache", "cache"): [
-        *CACHES,
-        (Built("a blocks cache", lambda b: b.blocks), LE),
-        (Built("a CPU cache", lambda b: b.cpu), LE),
-    ],
-    ("deallocate_blocks_cache", "cache"): [*CACHES, (Built("a batch cache", lambda b: b.batch), LE)],
+    ("deallocate_cache", "cache"): NO_BATCH_CACHES,
+    ("deallocate_blocks_cache", "cache"): [*CACHES, (BATCH_CACHE, LE)],
     ("remove_cache_key", "cache_key"): [
         (None, AE),
         *[(bad, TE) for bad in (1, True, "key", [], [CacheKey(1, 1)], BlocksCacheKey(1), CacheKeyByIdAndIndex(1, 1))],
@@ -232,16 +229,12 @@ TABLE: dict[tuple[str, str], list[tuple[Any, Expected]]] = {
     ("register_blocks_cache", "remote_accessible"): FLAGS,
     ("unregister_cache", "cache_id"): [*INT64, *[(bad, TE) for bad in ("cache", Built("a cache", lambda b: b.batch))]],
     ("copy_cache", "dst"): [
-        *CACHES,
-        (Built("a blocks cache", lambda b: b.blocks), LE),
-        (Built("a CPU cache", lambda b: b.cpu), LE),
+        *NO_BATCH_CACHES,
         (Built("other tensors", lambda b: b.manager.allocate_cache(desc(4, 256, 3))), LE),
         (Built("small slots", lambda b: b.manager.allocate_cache(desc(4, 127, 2))), LE),
     ],
     ("copy_cache", "src"): [
-        *CACHES,
-        (Built("a blocks cache", lambda b: b.blocks), LE),
-        (Built("a CPU cache", lambda b: b.cpu), LE),
+        *NO_BATCH_CACHES,
         (Built("other tensors", lambda b: b.manager.allocate_cache(desc(4, 256, 1))), LE),
     ],
     ("copy_cache", "dst_batch_index"): [*UINT32, (4, LE), (2**31, LE), (UINT32_MAX, LE)],
@@ -249,18 +242,10 @@ TABLE: dict[tuple[str, str], list[tuple[Any, Expected]]] = {
     ("copy_cache", "offset"): [*UINT64, (129, LE), (255, LE), (256, LE), (2**63, LE), (UINT64_MAX - 127, LE)],
     ("copy_cache", "size"): [*INT64, (0, LE), (-2, LE), (-INT64_MAX - 1, LE), (257, LE), (INT64_MAX, LE)],
     ("copy_cache", "req_id"): [row for row in UINT64 if row[0] is not None],
-    ("copy_blocks", "cache"): [*CACHES, (Built("a batch cache", lambda b: b.batch), LE)],
+    ("copy_blocks", "cache"): [*CACHES, (BATCH_CACHE, LE)],
     ("copy_blocks", "copy_block_info"): [*BLOCK_MAPS, *ARRAYS],
-    ("swap_blocks", "src_cache"): [
-        *CACHES,
-        (Built("a batch cache", lambda b: b.batch), MISMATCH),
-        (Built("the target", lambda b: b.blocks), MISMATCH),
-    ],
-    ("swap_blocks", "dst_cache"): [
-        *CACHES,
-        (Built("a batch cache", lambda b: b.batch), MISMATCH),
-        (Built("the source", lambda b: b.cpu), MISMATCH),
-    ],
+    ("swap_blocks", "src_cache"): [*CACHES, (BATCH_CACHE, MISMATCH), (BLOCKS_CACHE, MISMATCH)],
+    ("swap_blocks", "dst_cache"): [*CACHES, (BATCH_CACHE, MISMATCH), (CPU_CACHE, MISMATCH)],
     ("swap_blocks", "src_to_dst"): [*SWAP_MAPS, *ARRAYS],
     ("tensor_views", "cache"): CACHES,
 }  # fmt: skip
@@ -321,13 +306,10 @@ def test_every_argument_of_every_call_is_in_the_table(bench: Bench) -> None:
 
 @pytest.mark.parametrize("call", sorted({name for name, _ in TABLE}))
 def test_missing_surplus_and_unknown_arguments(bench: Bench, call: str) -> None:
-    method = getattr(bench.manager, call)
-    with refused(bench.manager, TE, bench.caches, [bench.user]):
-        method()
-    with refused(bench.manager, TE, bench.caches, [bench.user]):
-        method(**bench.good[call], no_such_argument=1)
-    with refused(bench.manager, TE, bench.caches, [bench.user]):
-        method(*bench.good[call].values(), 1, 2, 3)
+    good = bench.good[call]
+    for values, words in (((), {}), ((), {**good, "no_such_argument": 1}), ((*good.values(), 1, 2, 3), {})):
+        with refused(bench.manager, TE, bench.caches, [bench.user]):
+            getattr(bench.manager, call)(*values, **words)
 
 
 # Several things wrong at once: the first check in the stated order decides.
@@ -409,22 +391,21 @@ def test_lists_are_read_under_the_lock_of_the_interpreter() -> None:
 
 def test_attribute_error_for_none_of_other_calls_names_the_argument(start: Callable[..., LLMDataDist]) -> None:
     dist = LLMDataDist(LLMRole.PROMPT, 1)
-    calls: list[tuple[str, Callable[[Any], Any]]] = [
-        ("options", lambda _: dist.init(None)),  # type: ignore[arg-type]
-        ("ge_options", lambda _: setattr(LLMConfig(), "ge_options", None)),
-        ("cache_desc", lambda _: Cache.create_cpu_cache(None, [1])),  # type: ignore[arg-type]
-        ("cache_desc", lambda _: KvCache.create_cpu_cache(None, [1])),  # type: ignore[arg-type]
-        ("the_arg", lambda _: check_dict("the_arg", None, int, int)),
-        ("cache_key", lambda manager: manager.check_cache_key(None)),
-        ("cache_key", lambda manager: manager.pull_cache(None, manager.allocate_cache(desc()))),
-        ("cache", lambda manager: manager.pull_cache(CacheKeyByIdAndIndex(2, 1), None)),
+    with pytest.raises(AttributeError, match=r"^options must not be None$"):
+        dist.init(None)  # type: ignore[arg-type]
+    manager = start().cache_manager
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("ge_options", lambda: setattr(LLMConfig(), "ge_options", None)),
+        ("cache_desc", lambda: Cache.create_cpu_cache(None, [1])),  # type: ignore[arg-type]
+        ("cache_desc", lambda: KvCache.create_cpu_cache(None, [1])),  # type: ignore[arg-type]
+        ("the_arg", lambda: check_dict("the_arg", None, int, int)),
+        ("cache_key", lambda: manager.check_cache_key(None)),
+        ("cache_key", lambda: manager.pull_cache(None, manager.allocate_cache(desc()))),
+        ("cache", lambda: manager.pull_cache(CacheKeyByIdAndIndex(2, 1), None)),
     ]
-    manager: Any = None
     for name, call in calls:
-        if name == "cache_key" and manager is None:
-            manager = start().cache_manager
         with pytest.raises(AttributeError, match=rf"^{name} must not be None$"):
-            call(manager)
+            call()
 
 
 def test_attribute_error_of_the_program_itself_is_left_alone(manager: Any) -> None:
@@ -445,9 +426,10 @@ def test_array_that_is_no_mapping_is_described(manager: Any, array: Any) -> None
     blocks = manager.allocate_blocks_cache(desc())
     host = manager.allocate_blocks_cache(desc(placement=Placement.HOST))
     described = re.escape(f"of {array.dtype} with shape {array.shape}")
-    with pytest.raises(TypeError, match=f"^copy_block_info only support .*{described}$"):
-        manager.copy_blocks(blocks, array)
-    with pytest.raises(TypeError, match=f"^src_to_dst only support .*{described}$"):
-        manager.swap_blocks(blocks, host, array)
-    with pytest.raises(TypeError, match=f"^src_blocks only support .*{described}$"):
-        manager.pull_blocks(BlocksCacheKey(2), blocks, array, [0])
+    for name, call in (
+        ("copy_block_info", lambda: manager.copy_blocks(blocks, array)),
+        ("src_to_dst", lambda: manager.swap_blocks(blocks, host, array)),
+        ("src_blocks", lambda: manager.pull_blocks(BlocksCacheKey(2), blocks, array, [0])),
+    ):
+        with pytest.raises(TypeError, match=f"^{name} only support .*{described}$"):
+            call()

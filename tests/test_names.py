@@ -198,17 +198,13 @@ def test_engine_config() -> None:
     same = {"llm.ClusterInfo": "whatever"}
     EngineConfig.gen_cluster_info_if_not_exist(7, LLMRole.PROMPT, same)
     assert same == {"llm.ClusterInfo": "whatever"}
+    listeners = [(text, LE) for text in ("127.0.0.1:1;127.0.0.1:2", "1.2.3.4", "1.2.3.4:1:2")]
+    listeners += [(text, VE) for text in ("1.2.3.4:x", "1.2.3.4:65536")]
     for wrong, expected in [
         ({}, LE),
-        ({"ge.exec.deviceId": ""}, LE),
-        ({"ge.exec.deviceId": "0;x"}, LE),
-        ({"ge.exec.deviceId": "-1"}, LE),
+        *[({"ge.exec.deviceId": devices}, LE) for devices in ("", "0;x", "-1")],
         ({"ge.exec.deviceId": "0;1", "llm.listenIpInfo": "1.2.3.4:1"}, LE),
-        ({"ge.exec.deviceId": "0", "llm.listenIpInfo": "127.0.0.1:1;127.0.0.1:2"}, LE),
-        ({"ge.exec.deviceId": "0", "llm.listenIpInfo": "1.2.3.4"}, LE),
-        ({"ge.exec.deviceId": "0", "llm.listenIpInfo": "1.2.3.4:1:2"}, LE),
-        ({"ge.exec.deviceId": "0", "llm.listenIpInfo": "1.2.3.4:x"}, VE),
-        ({"ge.exec.deviceId": "0", "llm.listenIpInfo": "1.2.3.4:65536"}, VE),
+        *[({"ge.exec.deviceId": "0", "llm.listenIpInfo": text}, expected) for text, expected in listeners],
     ]:
         with raising(expected):
             EngineConfig.from_engine_options(True, wrong)  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ from llm_datadist import (
     LLMStatusCode,
     Placement,
 )
-from memory import LE, Expected, UserTensors, at, pools, raising
+from memory import LE, Expected, UserTensors, at, pools, raising, same
 
 STEPS = 120 if THOROUGH else 50
 PAGE_SHIFT = 10
@@ -198,7 +198,7 @@ class Meeting:
 
     def deallocate(self) -> None:
         cache = self.handle()
-        kind = cache.is_blocks_cache if self.draw(MOSTLY) else not cache.is_blocks_cache
+        kind = cache.is_blocks_cache == self.draw(MOSTLY)
         release = self.manager.deallocate_blocks_cache if kind else self.manager.deallocate_cache
         self.meet(
             "deallocate",
@@ -293,8 +293,7 @@ class Meeting:
             for address, expected in zip(entry.addresses, entry.data):
                 assert np.array_equal(at(address, entry.size), expected.reshape(-1)), f"bytes of cache {number}"
         for user, _, entry in self.users:
-            for array, expected in zip(user.arrays, entry.data):
-                assert np.array_equal(array, expected), "bytes of user memory"
+            assert same(user.arrays, entry.data), "bytes of user memory"
         for name, facts in pools(self.manager).items():
             pages = self.twin.pools[name == "device"]
             assert facts["used_bytes"] == pages.used_bytes

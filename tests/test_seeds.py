@@ -163,8 +163,8 @@ def test_swap_blocks(manager: Any) -> None:
         assert (device[4] == before[3]).all()
         assert (host[2] == device[1]).all()
         assert (host[4] == device[3]).all()
-        for untouched in (0, 1, 3, 5, 6, 7):
-            assert (host[untouched] == before[untouched]).all()
+        untouched = [0, 1, 3, 5, 6, 7]
+        assert (host[untouched] == before[untouched]).all()
 
 
 @example("deprecated.md:mem_pool_cfg", "deprecated.md:host_mem_pool_cfg")
@@ -224,8 +224,10 @@ def test_transfer_cache_async(ends: Ends) -> None:
 WRONG_TYPES = "test_bad_input.py::test_bad_argument"
 IN_TIME = "test_seed_contract.py::test_sync_kv_timeout_ends_the_wait_of_a_copy"
 NEVER_LATE = "test_seed_contract.py::test_sync_kv_timeout_refuses_no_call_without_copying"
+OWN_PLACEMENT = "test_allocate.py::test_a_pool_serves_its_own_placement_only"
+RETURNS = "test_seed_contract.py::test_what_calls_return"
 ALLOCATE_RETURNS = [
-    "test_seed_contract.py::test_what_calls_return",
+    RETURNS,
     WRONG_TYPES,
     "test_allocate.py::test_a_bound_key_cannot_be_bound_again_before_its_release",
     NEVER_LATE,
@@ -234,37 +236,29 @@ ALLOCATE_LIMITS = [
     "test_seed_contract.py::test_each_slot_has_its_key",
     "test_allocate.py::test_placeholders_bind_nothing",
     "test_keys_remote.py::test_the_last_of_equal_keys_names_its_slot",
-    "test_allocate.py::test_a_pool_serves_its_own_placement_only",
+    OWN_PLACEMENT,
 ]
-RETURNS = "test_seed_contract.py::test_what_calls_return"
+POOL_RETURNS = [
+    "test_seed_contract.py::test_pool_texts_are_kept",
+    "test_config.py::test_setter_refuses_and_keeps_what_was",
+]
 MISSING = "test_allocate.py::test_releasing_twice_or_something_unknown_is_no_operation"
 # (page, section) → a test for each statement of "returns", and for each of "constraints", in their order.
 COPIES = "test_cpp.py::test_what_a_copy_refuses"
+SWAPS = "test_swap.py::test_mismatch_is_both_exceptions_and_moves_nothing"
 TRANSFERS = "test_cpp.py::test_what_a_transfer_refuses"
 STATEMENTS: dict[str, tuple[list[str], list[str]]] = {
     "deprecated.md:allocate_cache": (ALLOCATE_RETURNS, ALLOCATE_LIMITS),
     "deprecated.md:deallocate_cache": ([RETURNS, WRONG_TYPES, NEVER_LATE], [MISSING]),
     "deprecated.md:remove_cache_key": ([RETURNS, WRONG_TYPES, NEVER_LATE], [MISSING]),
     "deprecated.md:copy_cache": ([RETURNS, WRONG_TYPES, IN_TIME], [WRONG_TYPES]),
-    "deprecated.md:allocate_blocks_cache": (
-        [RETURNS, WRONG_TYPES, NEVER_LATE],
-        ["test_allocate.py::test_a_pool_serves_its_own_placement_only"],
-    ),
+    "deprecated.md:allocate_blocks_cache": ([RETURNS, WRONG_TYPES, NEVER_LATE], [OWN_PLACEMENT]),
     # The page has the text of allocate_cache here; its own words are those of the corrected manual (17.6).
     "deprecated.md:deallocate_blocks_cache": (ALLOCATE_RETURNS, ALLOCATE_LIMITS),
     "deprecated.md:copy_blocks": ([RETURNS, WRONG_TYPES, IN_TIME], []),
-    "deprecated.md:swap_blocks": (
-        [RETURNS, "test_swap.py::test_mismatch_is_both_exceptions_and_moves_nothing", WRONG_TYPES],
-        ["test_swap.py::test_mismatch_is_both_exceptions_and_moves_nothing"],
-    ),
-    "deprecated.md:mem_pool_cfg": (
-        ["test_seed_contract.py::test_pool_texts_are_kept", "test_config.py::test_setter_refuses_and_keeps_what_was"],
-        [],
-    ),
-    "deprecated.md:host_mem_pool_cfg": (
-        ["test_seed_contract.py::test_pool_texts_are_kept", "test_config.py::test_setter_refuses_and_keeps_what_was"],
-        ["test_lifecycle.py::test_host_pool_has_a_limit"],
-    ),
+    "deprecated.md:swap_blocks": ([RETURNS, SWAPS, WRONG_TYPES], [SWAPS]),
+    "deprecated.md:mem_pool_cfg": (POOL_RETURNS, []),
+    "deprecated.md:host_mem_pool_cfg": (POOL_RETURNS, ["test_lifecycle.py::test_host_pool_has_a_limit"]),
     "copy_cache.md:copy_cache": ([RETURNS, WRONG_TYPES, IN_TIME], [WRONG_TYPES]),
     "CopyKvCache.md:CopyKvCache": (["test_cpp.py::test_the_example_of_copy_kv_cache", COPIES, COPIES], [COPIES]),
     "PushKvCache.md:PushKvCache": (
@@ -281,8 +275,7 @@ STATEMENTS: dict[str, tuple[list[str], list[str]]] = {
     "transfer_cache_async.md:transfer_cache_async": (
         [
             "test_transfer_results.py::test_polling_and_waiting_with_limits",
-            "test_layerwise_arguments.py::test_every_mistake_is_named_in_order",
-            "test_layerwise_arguments.py::test_every_mistake_is_named_in_order",
+            *["test_layerwise_arguments.py::test_every_mistake_is_named_in_order"] * 2,
         ],
         [
             "test_seed_contract.py::test_transfer_of_blocks",
