@@ -101,6 +101,15 @@ impl Region {
         Ok(merge(at, HUGE_PAGE)?)
     }
 
+    /// Test only: has the kernel refuse to merge this mapping, or permits it again.
+    #[cfg(test)]
+    pub fn allow_huge_pages(&self, allowed: bool) {
+        let advice = if allowed { libc::MADV_HUGEPAGE } else { libc::MADV_NOHUGEPAGE };
+        let (at, len) = (self.base() as *mut c_void, self.units() as usize * HUGE_PAGE);
+        // SAFETY: the advice does not change any contents, and the region owns the mapping.
+        assert_eq!(unsafe { libc::madvise(at, len, advice) }, 0);
+    }
+
     /// Commits `unit`, in one huge page if the kernel permits.
     ///
     /// The inner result states why it is not in one huge page. The outer one is `Err` of kind
