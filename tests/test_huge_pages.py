@@ -69,7 +69,7 @@ def mergers():
     return count
 
 
-# After the kernel found pages in use, or had no huge page, the engine leaves the memory alone for 60 s.
+# After the kernel found pages in use, or had no huge page, the engine leaves the memory alone for 10 s.
 LIMIT_S = 300.0
 
 
