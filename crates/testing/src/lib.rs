@@ -2,6 +2,7 @@
 //!
 //! - [`oracle`] is a plain reference model of the engine.
 //! - [`SimDevice`] is a device whose memory the CPU cannot address.
+//! - [`Stall`] has reads of another process's memory wait.
 //! - [`Local`] is a transport within one process, and [`Faulty`] one whose streams break as told.
 //!
 //! # What must not compile
@@ -90,7 +91,9 @@ mod faulty;
 mod in_process;
 pub mod oracle;
 mod sim;
+mod stalled;
 
 pub use faulty::{Fault, Faults, Faulty};
 pub use in_process::Local;
 pub use sim::SimDevice;
+pub use stalled::Stall;

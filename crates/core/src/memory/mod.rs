@@ -36,8 +36,6 @@ mod random;
 mod region;
 mod smaps;
 pub mod socket_io;
-#[cfg(feature = "testing")]
-pub mod stalled;
 mod tensors;
 mod window;
 
@@ -52,6 +50,8 @@ pub use map_budget::{MapBudget, Reserved};
 pub use page_faults::faulted;
 pub use peer_credentials::{Credentials, peer_credentials, same_user, take_descriptors};
 pub use peer_mapping::PeerMapping;
+#[cfg(feature = "testing")]
+pub use peer_process::BEFORE_READ;
 pub use peer_process::{PeerProcess, Probe, allow_readers, own_probe};
 pub use process_id::{remember_process, this_process};
 pub use random::random;

@@ -1,7 +1,7 @@
 //! Memory of a process that does not answer the kernel. A read ends at its deadline, keeps the memory that the kernel may
 //! still write to, and costs a bounded number of threads.
 //!
-//! Most tests stall reads of addresses of this process (`memory::stalled`); one has a peer with userfaultfd memory.
+//! Most tests stall reads of addresses of this process (`llm_datadist_testing::Stall`); one has a peer with userfaultfd memory.
 
 use std::sync::Arc;
 use std::thread;
@@ -9,10 +9,11 @@ use std::time::{Duration, Instant};
 
 use llm_datadist_core::testing::copy::{CopyEngine, STILL_READING, Staging};
 use llm_datadist_core::testing::device::DeviceSet;
-use llm_datadist_core::testing::memory::stalled::Stall;
 use llm_datadist_core::testing::memory::{PeerProcess, Probe, Tensors, own_probe};
 use llm_datadist_core::testing::plan::CopyPlan;
 use llm_datadist_core::{CacheKind, Config, Deadline, ErrorKind, Placement, Result, SwapInPath};
+
+use llm_datadist_testing::Stall;
 
 use crate::fixtures::{Buffer, EventLog, adopt, block_plan, config, desc, pattern, skipped, tensors_over};
 use crate::peer_memory::{Peer, ROW, ROWS};

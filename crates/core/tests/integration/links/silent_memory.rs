@@ -5,10 +5,11 @@
 use std::time::Duration;
 
 use llm_datadist_core::testing::copy::STILL_READING;
-use llm_datadist_core::testing::memory::stalled::Stall;
 use llm_datadist_core::{CacheKind, DataDist, Error, ErrorKind, Placement, Result};
 
 use super::{Held, Pair, Way, eventually, of, pull_blocks, push_blocks, row};
+use llm_datadist_testing::Stall;
+
 use crate::fixtures::desc;
 
 const ROWS: usize = 4;

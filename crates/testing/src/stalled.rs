@@ -1,8 +1,10 @@
-//! Test only: stalls reads of memory by process id, as if it were behind userfaultfd, without the privileges
+//! Stalls reads of memory by process id, as if it were behind userfaultfd, without the privileges
 //! that userfaultfd needs.
 
 use std::ops::Range;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+use llm_datadist_core::testing::memory::BEFORE_READ;
 
 static STALLED: Mutex<Stalls> = Mutex::new(Stalls { ranges: Vec::new(), last: 0, waiting: Vec::new() });
 static CHANGED: Condvar = Condvar::new();
@@ -22,6 +24,8 @@ impl Stall {
     /// Makes reads of `addresses` wait from now on.
     #[must_use]
     pub fn new(addresses: Range<u64>) -> Stall {
+        // The same hook each time, so it does not matter who sets it.
+        let _ = BEFORE_READ.set(pass);
         let mut stalls = locked();
         stalls.last += 1;
         let number = stalls.last;
@@ -42,14 +46,11 @@ impl Drop for Stall {
     }
 }
 
-/// Waits as long as one of `vectors` starts in a stalled range.
-pub(super) fn pass(vectors: &[libc::iovec]) {
+/// Waits as long as one of `addresses` lies in a stalled range.
+fn pass(addresses: &[u64]) {
     let mut stalls = locked();
     let stalled = |stalls: &Stalls| {
-        vectors
-            .iter()
-            .map(|vector| vector.iov_base as u64)
-            .find(|at| stalls.ranges.iter().any(|(_, range)| range.contains(at)))
+        addresses.iter().copied().find(|at| stalls.ranges.iter().any(|(_, range)| range.contains(at)))
     };
     while let Some(at) = stalled(&stalls) {
         stalls.waiting.push(at);
