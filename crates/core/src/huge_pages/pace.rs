@@ -8,6 +8,8 @@ use crate::sync::{Condvar, Mutex};
 /// Pause after each period of work, as a multiple of it. So the merger uses a tenth of a core and seldom
 /// delays a copy.
 const PAUSES: u32 = 9;
+/// Longest pause. On a busy machine a call waits in the kernel for other cores, for much longer than it works.
+const LONGEST_PAUSE: Duration = Duration::from_millis(250);
 /// Shorter periods of work are added up before a pause.
 const WORTH_A_PAUSE: Duration = Duration::from_micros(200);
 /// How often a thread tries units whose pages are in use, and the pause between.
@@ -105,6 +107,6 @@ impl<'a> Pace<'a> {
         if self.spent < WORTH_A_PAUSE {
             return true;
         }
-        self.closing.sleep(std::mem::take(&mut self.spent) * PAUSES)
+        self.closing.sleep((std::mem::take(&mut self.spent) * PAUSES).min(LONGEST_PAUSE))
     }
 }
