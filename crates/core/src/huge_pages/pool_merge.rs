@@ -203,18 +203,18 @@ mod tests {
     fn a_refusal_counts_only_at_the_last_try() {
         let region = touched();
         let merging = Merging::new(region.clone());
-        region.allow_huge_pages(false);
+        assert!(region.allow_huge_pages(false));
         for _ in 0..3 {
             assert!(merging.walk(&mut Pace::new(&Closing::default()), false), "to be tried again");
             assert_eq!(merging.report(), Merged::default());
         }
-        region.allow_huge_pages(true);
+        assert!(region.allow_huge_pages(true));
         walk(&merging);
         let Merged { bytes, errno } = merging.report();
         assert!(errno.is_some() || bytes == UNITS as u64 * Region::UNIT_BYTES, "{bytes} bytes");
 
         let refused = Merging::new(touched());
-        refused.region.allow_huge_pages(false);
+        assert!(refused.region.allow_huge_pages(false));
         walk(&refused);
         assert!(refused.report().errno.is_some() && !refused.due());
     }
