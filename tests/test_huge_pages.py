@@ -249,21 +249,15 @@ def test_transfers_between_processes_go_on_while_both_merge(transport, ends):
 @needs_merging
 @pytest.mark.parametrize(
     ("word", "transport"),
-    [
-        # Seldom, a unit stays unmerged for minutes; why is not known yet. Reported as xfailed or xpassed.
-        pytest.param(
-            "merge_registered", "auto", marks=pytest.mark.xfail(reason="a unit may stay unmerged", strict=False)
-        ),
-        *((word, "auto") for word in ("merge", "auto", "off")),
-        ("merge_registered", "tcp"),
-    ],
+    [*((word, "auto") for word in ("merge_registered", "merge", "auto", "off")), ("merge_registered", "tcp")],
 )
 def test_registered_memory_is_merged_where_asked_once_a_peer_reads_it_through_the_kernel(word, transport, ends):
     rows, row_bytes, key = 24, 512 << 10, by_blocks(2)
     given = peer_options(accessible=True, llm__LinkTransport=transport, llm__HugePages=word)
     near, peer = ends.near(given), ends.peer(given)
     for end, keys, seed in ((near, [], 2), (peer, [key], 1)):
-        end.register("c", rows, row_bytes, 1, blocks=True, keys=keys, seed=seed)
+        # The kernel refuses a huge page that spans two mappings, as memory from the heap may.
+        end.register("c", rows, row_bytes, 1, blocks=True, keys=keys, seed=seed, mapped=True)
         end.register("spare", 2, row_bytes, 1, blocks=True)
     linked(near, peer)
     ours, theirs = (pattern(seed, 1, rows, row_bytes)[0] for seed in (2, 1))
@@ -279,9 +273,7 @@ def test_registered_memory_is_merged_where_asked_once_a_peer_reads_it_through_th
         before = merged_bytes(other)
         until = time.monotonic() + LIMIT_S
         while not awaited(lambda: merged_bytes(end) >= wanted, 1.0):
-            if time.monotonic() > until:
-                assert merges(), "the kernel merges nothing any more, for nobody"
-                pytest.fail(f"{merged_bytes(end)} of {wanted} bytes are merged: {end.stats()}")
+            assert time.monotonic() < until, (wanted, end.stats())
             # The kernel may refuse for a while. Copies prompt the merger to check again.
             for _ in range((64 << 20) // row_bytes):
                 end.copy_blocks("spare", [(0, 1)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -55,6 +56,11 @@ def _layers(kwargs: dict[str, Any]) -> dict[str, Any]:
     names = {"src_layers": "src_layer_range", "dst_layers": "dst_layer_range", "n": "tensor_num_per_layer"}
     made = {names.get(name, name): value for name, value in kwargs.items()}
     return {name: range(*value) if name.endswith("_range") and value else value for name, value in made.items()}
+
+
+def _mapped(rows: int, row_bytes: int) -> np.ndarray:
+    """An array of zeros with a mapping of its own."""
+    return np.frombuffer(mmap.mmap(-1, rows * row_bytes, mmap.MAP_PRIVATE), np.uint8).reshape(rows, row_bytes)
 
 
 def _desc(rows: int, row_bytes: int, tensors: int, host: bool) -> CacheDesc:
@@ -116,10 +122,11 @@ class End(Process):
         return self._hold(name, handle, [_over(address, rows, row_bytes) for address in _addresses(handle)], seed)
 
     def register(
-        self, name, rows=4, row_bytes=256, tensors=2, *, host=False, blocks=False, keys=(), accessible=None, seed=None
-    ) -> int:
-        """Register memory of this process under a name; returns its id."""
-        arrays = [np.zeros((rows, row_bytes), dtype=np.uint8) for _ in range(tensors)]
+        self, name, rows=4, row_bytes=256, tensors=2, *,
+        host=False, blocks=False, keys=(), accessible=None, seed=None, mapped=False,
+    ) -> int:  # fmt: skip
+        """Register memory of this process under a name; returns its id. `mapped` tensors have a mapping each."""
+        arrays = [_mapped(rows, row_bytes) if mapped else np.zeros((rows, row_bytes), np.uint8) for _ in range(tensors)]
         memory = _desc(rows, row_bytes, tensors, host), [int(array.ctypes.data) for array in arrays]
         given: Any = [cache_key(key) for key in keys]
         if blocks:

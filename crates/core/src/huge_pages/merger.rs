@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::Builder;
 use std::time::Duration;
 
-use super::pace::{BETWEEN_TRIES, Closing, Merged, Pace, TRIES};
+use super::pace::{BETWEEN_TRIES, Closing, Merged, Pace, REST, TRIES};
 use super::pool_merge::{Merging, UNITS_OF_A_PART};
 use super::registered::Lending;
 use super::small_page_hint::Hint;
@@ -189,15 +189,15 @@ impl Shared {
         let (mut pace, mut tries) = (Pace::new(&self.closing), 0);
         loop {
             tries += 1;
-            let last = tries >= TRIES;
+            let retry = if tries < TRIES { BETWEEN_TRIES } else { REST };
             let mut busy = false;
             for region in self.regions.iter().filter(|region| region.due()) {
-                busy |= region.walk(&mut pace, last);
+                busy |= region.walk(&mut pace, retry);
             }
             for lending in self.lending.iter().filter(|lending| lending.due()) {
-                busy |= lending.walk(&mut pace, last);
+                busy |= lending.walk(&mut pace, retry);
             }
-            if busy && !last && self.closing.sleep(BETWEEN_TRIES) {
+            if busy && tries < TRIES && self.closing.sleep(BETWEEN_TRIES) {
                 continue;
             }
             // Under the lock, a concurrent check for work either sees the thread running, or starts another

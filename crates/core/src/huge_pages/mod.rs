@@ -7,11 +7,10 @@
 //! then pay for one branch (`a_merger_without_registered_memory_takes_none`).
 //!
 //! The merger checks for work after much data was moved or when a link is made. Its thread ends when
-//! nothing is left (`the_merger_ends_when_there_is_nothing_left`). It tries units that are in use a few times,
-//! and believes a refusal only then (`a_refusal_counts_only_at_the_last_try`), because the kernel also refuses
-//! a unit while it moves one of its pages. Units that stay in use, or for which memory was short, are left for
-//! a later check (`units_in_use_are_tried_again_later`). It merges only memory that is in use: a unit of which
-//! less than `ENOUGH` was touched stays as it is (`what_nobody_touched_stays_uncommitted`).
+//! nothing is left (`the_merger_ends_when_there_is_nothing_left`). It tries units that are in use a few times.
+//! Those that stay in use, or for which memory was short, are left for a later check
+//! (`units_in_use_are_tried_again_later`). It merges only memory that is in use: a unit of which less than
+//! `ENOUGH` was touched stays as it is (`what_nobody_touched_stays_uncommitted`).
 //!
 //! Registered memory is merged only if the option requests that by name. It is merged as far as it is
 //! present, once peers may read it through the kernel (`registered`). Otherwise one hint is logged if it lies

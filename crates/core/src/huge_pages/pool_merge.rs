@@ -5,9 +5,9 @@
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use super::pace::{Again, BETWEEN_TRIES, Merged, Pace, REST, SPARE, UNITS_PER_CHECK};
+use super::pace::{Again, Merged, Pace, REST, SPARE, UNITS_PER_CHECK};
 use crate::error::Result;
 use crate::memory::{Refusal, Region, usable_under};
 use crate::sync::Mutex;
@@ -47,22 +47,21 @@ impl Merging {
         able && (touched() || self.again.due())
     }
 
-    /// Merges the units that are touched. Returns whether some were in use or refused, which are tried again: soon,
-    /// or after this `last` try of a series later. A refusal counts only in the last try.
-    pub(super) fn walk(&self, pace: &mut Pace<'_>, last: bool) -> bool {
+    /// Merges the units that are touched. Returns whether some were in use, which are due again after `retry`.
+    pub(super) fn walk(&self, pace: &mut Pace<'_>, retry: Duration) -> bool {
         self.again.begin();
         self.seen.store(self.region.committed_bytes(), Ordering::Relaxed);
         let mut units = std::mem::take(&mut *self.units.lock());
-        let busy = self.walk_over(&mut units, pace, last);
+        let busy = self.walk_over(&mut units, pace);
         *self.units.lock() = units;
         if busy {
-            self.again.later(if last { REST } else { BETWEEN_TRIES });
+            self.again.later(retry);
         }
         busy
     }
 
-    /// Returns whether some units are to be tried again.
-    fn walk_over(&self, units: &mut Vec<bool>, pace: &mut Pace<'_>, last: bool) -> bool {
+    /// Returns whether some units were in use.
+    fn walk_over(&self, units: &mut Vec<bool>, pace: &mut Pace<'_>) -> bool {
         let (mut next, mut tried, mut busy) = (0, 0, false);
         loop {
             let since = Instant::now();
@@ -81,14 +80,6 @@ impl Merging {
                     Err(Refusal::NoMemory) => {
                         self.again.later(REST);
                         return busy;
-                    }
-                    // The kernel gives the same answer for a page that it is moving. If it merged nothing so
-                    // far, it may be unable to, so it is not asked for every unit.
-                    Err(Refusal::Unable(_)) if !last => {
-                        busy = true;
-                        if self.merged.load(Ordering::Relaxed) == 0 {
-                            return true;
-                        }
                     }
                     Err(refusal) => {
                         units[index] = true;
@@ -195,28 +186,7 @@ mod tests {
     }
 
     fn walk(merging: &Merging) {
-        merging.walk(&mut Pace::new(&Closing::default()), true);
-    }
-
-    /// The kernel refuses a unit for good, or only while it moves one of its pages, with the same answer.
-    #[test]
-    fn a_refusal_counts_only_at_the_last_try() {
-        let region = touched();
-        let merging = Merging::new(region.clone());
-        assert!(region.allow_huge_pages(false));
-        for _ in 0..3 {
-            assert!(merging.walk(&mut Pace::new(&Closing::default()), false), "to be tried again");
-            assert_eq!(merging.report(), Merged::default());
-        }
-        assert!(region.allow_huge_pages(true));
-        walk(&merging);
-        let Merged { bytes, errno } = merging.report();
-        assert!(errno.is_some() || bytes == UNITS as u64 * Region::UNIT_BYTES, "{bytes} bytes");
-
-        let refused = Merging::new(touched());
-        assert!(refused.region.allow_huge_pages(false));
-        walk(&refused);
-        assert!(refused.report().errno.is_some() && !refused.due());
+        merging.walk(&mut Pace::new(&Closing::default()), REST);
     }
 
     #[test]

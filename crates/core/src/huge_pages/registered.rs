@@ -13,9 +13,9 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use super::pace::{Again, BETWEEN_TRIES, Pace, REST, SPARE, UNITS_PER_CHECK};
+use super::pace::{Again, Pace, REST, SPARE, UNITS_PER_CHECK};
 use crate::memory::{OwnPages, Refusal, Region, Tensors, usable_under};
 use crate::model::CacheId;
 use crate::sync::Mutex;
@@ -72,30 +72,23 @@ impl Lending {
         self.merged.load(Ordering::Relaxed)
     }
 
-    /// Merges what is present. Returns whether some of it was in use or refused, which is tried again: soon, or
-    /// after this `last` try of a series later. A refusal counts only in the last try.
-    pub(super) fn walk(&self, pace: &mut Pace<'_>, last: bool) -> bool {
+    /// Merges what is present. What is left is due again later. Returns whether some of it was in use, which is
+    /// due after `retry`.
+    pub(super) fn walk(&self, pace: &mut Pace<'_>, retry: Duration) -> bool {
         // Before the list is read, because memory that is lent from here on sets the time again.
         self.again.begin();
         let all: Vec<_> = self.lent.lock().values().cloned().collect();
         let Some(pages) = OwnPages::open() else { return false };
         let mut busy = false;
-        let whole = all.iter().all(|lent| self.walk_over(lent, &pages, pace, last, &mut busy));
+        let whole = all.iter().all(|lent| self.walk_over(lent, &pages, pace, &mut busy));
         if !whole || all.iter().any(|lent| lent.left()) {
-            self.again.later(if busy && !last { BETWEEN_TRIES } else { REST });
+            self.again.later(if busy { retry } else { REST });
         }
         busy
     }
 
     /// Returns `false` if the pass must stop: memory is short, or the merger was closed.
-    fn walk_over(
-        &self,
-        lent: &Lent,
-        pages: &OwnPages,
-        pace: &mut Pace<'_>,
-        last: bool,
-        busy: &mut bool,
-    ) -> bool {
+    fn walk_over(&self, lent: &Lent, pages: &OwnPages, pace: &mut Pace<'_>, busy: &mut bool) -> bool {
         let (mut index, mut looked) = (0, 0);
         loop {
             let since = Instant::now();
@@ -112,11 +105,6 @@ impl Lending {
                         index += 1;
                     }
                     Some(Err(Refusal::NoMemory)) => return false,
-                    // The kernel gives the same answer for a page that it is moving.
-                    Some(Err(Refusal::Unable(_))) if !last => {
-                        *busy = true;
-                        index += 1;
-                    }
                     Some(Err(Refusal::Unable(_))) => {
                         units.swap_remove(index);
                     }

@@ -101,16 +101,6 @@ impl Region {
         Ok(merge(at, HUGE_PAGE)?)
     }
 
-    /// Test only: has the kernel refuse to merge this mapping, or permits it again. Returns whether it took the
-    /// advice.
-    #[cfg(test)]
-    pub fn allow_huge_pages(&self, allowed: bool) -> bool {
-        let advice = if allowed { libc::MADV_HUGEPAGE } else { libc::MADV_NOHUGEPAGE };
-        let (at, len) = (self.base() as *mut c_void, usize::try_from(self.len()).unwrap_or(usize::MAX));
-        // SAFETY: the advice does not change any contents, and the region owns the mapping.
-        unsafe { libc::madvise(at, len, advice) == 0 }
-    }
-
     /// Commits `unit`, in one huge page if the kernel permits.
     ///
     /// The inner result states why it is not in one huge page. The outer one is `Err` of kind
