@@ -7,7 +7,7 @@ use std::cell::UnsafeCell;
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use llm_datadist_core::testing::device::{Copier, Copy, Device, DeviceSet, HostReach};
 use llm_datadist_core::testing::memory::kernels::Kernel;
@@ -27,6 +27,20 @@ pub fn skipped(why: &str) {
     let thread = std::thread::current();
     let shown = format!("skipped: {}: {why}\n", thread.name().unwrap_or("a test"));
     std::io::stderr().write_all(shown.as_bytes()).unwrap();
+}
+
+/// Waits until it is so, or fails after a minute.
+pub fn eventually(what: &str, mut there: impl FnMut() -> bool) {
+    let started = Instant::now();
+    while !there() {
+        let limit = Duration::from_secs(60);
+        assert!(
+            started.elapsed() < limit,
+            "{what} did not come about; logged: {:#?}",
+            crate::log::texts(&[])
+        );
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 /// Bytes that raw addresses may write. Read only while no copy runs.
@@ -310,16 +324,22 @@ impl Drop for StopOnDrop<'_> {
     }
 }
 
-/// A subscriber that keeps the level and the text of every event of one target.
+/// A subscriber that keeps the level, the message and the fields of every event of one target.
 #[derive(Clone)]
 pub struct EventLog {
     target: &'static str,
+    /// Called at every event.
+    call: Arc<dyn Fn() + Send + Sync>,
     lines: Arc<Mutex<Vec<(Level, String)>>>,
 }
 
 impl EventLog {
     pub fn new(target: &'static str) -> EventLog {
-        EventLog { target, lines: Arc::default() }
+        Self::calling(target, || ())
+    }
+
+    pub fn calling(target: &'static str, call: impl Fn() + Send + Sync + 'static) -> EventLog {
+        EventLog { target, call: Arc::new(call), lines: Arc::default() }
     }
 
     pub fn lines(&self) -> Vec<(Level, String)> {
@@ -340,10 +360,11 @@ impl Subscriber for EventLog {
         use std::fmt::Write as _;
         struct Text(String);
         impl tracing::field::Visit for Text {
-            fn record_debug(&mut self, _: &tracing::field::Field, value: &dyn std::fmt::Debug) {
-                write!(self.0, "{value:?}").unwrap();
+            fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
+                write!(self.0, " {}={value:?}", field.name()).unwrap();
             }
         }
+        (self.call)();
         let mut text = Text(String::new());
         event.record(&mut text);
         self.lines.lock().unwrap().push((*event.metadata().level(), text.0));

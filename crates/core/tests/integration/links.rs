@@ -19,7 +19,7 @@ mod silent_memory;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::sync::{Arc, LazyLock};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use llm_datadist_core::testing::device::DeviceSet;
 use llm_datadist_core::testing::net::{Accepted, Address, Listener, Stream, Tcp, Transport, Unix};
@@ -31,7 +31,7 @@ use llm_datadist_core::{
 
 use llm_datadist_testing::Local;
 
-use crate::fixtures::{self, Gated, Own};
+use crate::fixtures::{self, Gated, Own, eventually};
 use crate::log;
 
 /// Long enough for anything that works on a machine that is busy, short enough for a test that hangs.
@@ -298,15 +298,6 @@ impl Held {
             }
             None => fixtures::contents(&self.cache),
         }
-    }
-}
-
-/// Waits for what must come about on its own, such as the other side's notice that a link has ended.
-fn eventually(what: &str, mut there: impl FnMut() -> bool) {
-    let started = Instant::now();
-    while !there() {
-        assert!(started.elapsed() < LONG, "{what} did not come about; logged: {:#?}", log::texts(&[]));
-        std::thread::sleep(Duration::from_millis(2));
     }
 }
 

@@ -4,16 +4,12 @@
 //! subscriber. Tests run at the same time, so each looks only for lines with ids that no other test uses. Not for: how
 //! the bindings pass lines on (`tests/test_engine_log.py`, `tests/test_cpp.py`).
 
-use std::fmt::Debug;
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 
 use llm_datadist_core::{CacheKey, CacheKind, DataDist, Placement};
 use llm_datadist_embed::{Level, Line, Sink, install_log};
-use tracing::field::{Field, Visit};
-use tracing::span::{Attributes, Id, Record};
-use tracing::{Event, Metadata, Subscriber};
 
-use crate::fixtures::{Own, config, desc};
+use crate::fixtures::{EventLog, Own, config, desc};
 
 static LINES: Mutex<Vec<Line>> = Mutex::new(Vec::new());
 
@@ -54,75 +50,28 @@ fn texts_up_to(level: Level, words: &[&str]) -> Vec<String> {
     lines().iter().filter(matching).map(|line| line.text.clone()).collect()
 }
 
-/// A subscriber as an application has one, which shares nothing with the engine's own: it keeps each event's level,
-/// target and fields, and asks the engine for its counters while it handles one.
-struct Application {
-    engine: Arc<DataDist>,
-    events: Arc<Mutex<Vec<(Level, String, Vec<(String, String)>)>>>,
-}
-
-#[derive(Default)]
-struct Fields(Vec<(String, String)>);
-
-impl Visit for Fields {
-    fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
-        self.0.push((field.name().into(), format!("{value:?}")));
-    }
-}
-
-impl Subscriber for Application {
-    fn enabled(&self, _: &Metadata<'_>) -> bool {
-        true
-    }
-
-    fn new_span(&self, _: &Attributes<'_>) -> Id {
-        Id::from_u64(1)
-    }
-
-    fn record(&self, _: &Id, _: &Record<'_>) {}
-
-    fn record_follows_from(&self, _: &Id, _: &Id) {}
-
-    fn event(&self, event: &Event<'_>) {
-        // Takes the lock of the cache table: an event under that lock would never return from here.
-        assert!(self.engine.stats().table.caches >= 1);
-        let mut fields = Fields::default();
-        event.record(&mut fields);
-        let of = event.metadata();
-        self.events.lock().unwrap().push((*of.level(), of.target().to_owned(), fields.0));
-    }
-
-    fn enter(&self, _: &Id) {}
-
-    fn exit(&self, _: &Id) {}
-}
-
 #[test]
 fn second_cache_under_the_key_of_a_live_one_is_a_warning_with_both_ids() {
     let engine = Arc::new(DataDist::open(config(1 << 20)).unwrap());
-    let events = Arc::default();
-    let application = Application { engine: engine.clone(), events: Arc::clone(&events) };
+    let asked = engine.clone();
+    // Takes the lock of the cache table: an event under that lock would never return from here.
+    let log = EventLog::calling("llm_datadist::table", move || assert!(asked.stats().table.caches >= 1));
     let register = |keys: &[Option<CacheKey>]| {
         let shape = desc(Placement::Host, 1, 4, 8);
         Own::new(&shape, CacheKind::Batch, |adopted| engine.register(adopted, keys, Some(true)).unwrap())
     };
     let request = |id| Some(CacheKey::Request { model: 3, id });
-    let (first, second, third) = tracing::subscriber::with_default(application, || {
+    let (first, second, _third) = tracing::subscriber::with_default(log.clone(), || {
         let first = register(&[request(1), request(2)]);
-        assert!(events.lock().unwrap().is_empty(), "nothing is replaced yet");
-        let second = register(&[request(2), request(1)]);
-        let third = register(&[request(3)]);
-        (first, second, third)
+        assert!(log.lines().is_empty(), "nothing is replaced yet");
+        (first, register(&[request(2), request(1)]), register(&[request(3)]))
     });
-    let events = events.lock().unwrap();
-    let [(level, target, fields)] = events.as_slice() else { panic!("one event for two keys: {events:?}") };
-    assert_eq!((*level, target.as_str()), (Level::WARN, "llm_datadist::table"));
-    let field = |name: &str| fields.iter().find(|(known, _)| known == name).map(|(_, value)| value.clone());
-    assert_eq!(field("cache_id"), Some(second.cache.id().0.to_string()));
-    assert_eq!(field("replaced_cache_id"), Some(first.cache.id().0.to_string()));
-    let message = field("message").unwrap();
-    assert!(message.contains("req_id 2 of model 3 and 1 more keys"), "{message}");
-    drop(third);
+    let lines = log.lines();
+    let [(Level::WARN, line)] = lines.as_slice() else { panic!("one event for two keys: {lines:?}") };
+    let ids = [("cache_id", &second), ("replaced_cache_id", &first)];
+    let facts = ids.map(|(name, own)| format!(" {name}={}", own.cache.id().0));
+    assert!(facts.iter().all(|fact| line.contains(fact)), "{line}");
+    assert!(line.contains("req_id 2 of model 3 and 1 more keys"), "{line}");
 }
 
 #[test]

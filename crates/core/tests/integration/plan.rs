@@ -2,11 +2,13 @@
 //!
 //! Not for: memory or workers (`local_copies.rs`).
 
-use std::collections::HashSet;
+use std::cell::Cell;
+use std::collections::{BTreeSet, HashSet};
 
+use llm_datadist_core::Result;
 use llm_datadist_core::testing::plan::{Blocks, CopyPlan, Ends, Moves, Piece, Pieces, Span, SpanList, Wave};
 use proptest::prelude::*;
-use proptest::test_runner::TestRunner;
+use proptest::test_runner::{TestCaseResult, TestRunner};
 
 use crate::fixtures::{block_moves, proptest_cases};
 
@@ -355,97 +357,121 @@ fn foreign_spans() -> impl Strategy<Value = Span> {
     )
 }
 
-/// The pieces of a span, one by one, in numbers that cannot overflow.
-fn one_by_one(span: &Span) -> Vec<(i128, i128)> {
-    let mut pieces = vec![];
-    let (mut src, mut dst) = (i128::from(span.src), i128::from(span.dst));
-    for _ in 0..span.count {
-        pieces.push((src, dst));
-        src += i128::from(span.src_step);
-        dst += i128::from(span.dst_step);
-    }
-    pieces
+/// Source, destination and length of each piece of a wave, in numbers that cannot overflow.
+type Walked = Vec<[i128; 3]>;
+
+/// The pieces of a span, one by one; `None` if they are too many or empty.
+fn one_by_one(span: &Span) -> Option<Walked> {
+    let Span { src, dst, len, count, src_step, dst_step } = *span;
+    let at = |start: u64, step: i64, k: u64| i128::from(start) + i128::from(step) * i128::from(k);
+    let piece = |k| [at(src, src_step, k), at(dst, dst_step, k), i128::from(len)];
+    ((1..=1 << 20).contains(&count) && len > 0).then(|| (0..count).map(piece).collect())
 }
 
-/// Whether no two pieces of a wave write a byte in common, looked at pair by pair.
-fn once(wave: &[Span]) -> bool {
-    let pieces: Vec<(i128, i128)> = wave
-        .iter()
-        .flat_map(|span| one_by_one(span).into_iter().map(|(_, dst)| (dst, dst + i128::from(span.len))))
-        .collect();
-    let apart = |at: usize| pieces[at + 1..].iter().all(|b| pieces[at].1 <= b.0 || b.1 <= pieces[at].0);
-    (0..pieces.len()).all(apart)
+/// The rows that contain a byte of `len` bytes from any of the starts on.
+fn rows_of(starts: impl Iterator<Item = (u64, u64)>, row_bytes: u64) -> Vec<u64> {
+    let bytes = starts.flat_map(|(start, len)| start..start + len);
+    bytes.map(|byte| byte / row_bytes).collect::<BTreeSet<u64>>().into_iter().collect()
 }
 
-/// Refused or sound: no number of a peer leads to a panic, a piece outside a tensor, or a row that is not touched.
-#[test]
-fn plans_of_peers() {
-    let waves = prop::collection::vec(prop::collection::vec(foreign_spans(), 0..3), 0..3);
+/// How many plans were made, and how many of these fit into tensors of a few bytes.
+#[derive(Default)]
+struct Seen(Cell<(u32, u32)>);
+
+/// What a peer may send: tensors, the first source and the first destination, and bytes of tensors and rows.
+type Given = ([u32; 3], [u64; 3]);
+
+fn given() -> impl Strategy<Value = Given> {
     let tensors = || prop_oneof![8 => 0..4u32, 1 => Just(u32::MAX)];
-    let sizes = (1..40u64, 1..40u64, 1..9u64);
-    let seen = std::cell::Cell::new((0, 0, 0));
-    TestRunner::new(proptest_cases(6000))
-        .run(&(tensors(), tensors(), tensors(), waves, sizes), |(count, src, dst, waves, sizes)| {
-            let (src_bytes, dst_bytes, row_bytes) = sizes;
-            let (made, fits, does_not) = seen.get();
-            let sound = waves.iter().flatten().all(|span| {
-                let few = span.count > 0 && span.count <= 1 << 20 && span.len > 0;
-                few && one_by_one(span)
-                    .windows(2)
-                    .all(|two| (two[0].1 - two[1].1).unsigned_abs() >= u128::from(span.len))
-                    && one_by_one(span).iter().all(|&(src, dst)| {
-                        let end = i128::from(u64::MAX) - i128::from(span.len);
-                        (0..=end).contains(&src) && (0..=end).contains(&dst)
-                    })
+    let tensors = [tensors(), tensors(), tensors()];
+    (tensors, prop_oneof![[1..40u64, 1..40u64, 1..9u64], [1..1500u64, 1..1500u64, 1..90u64]])
+}
+
+impl Seen {
+    /// Refused or sound: no number of a peer leads to a panic, a piece outside a tensor, or a row that is not touched.
+    fn check(&self, made: &Result<CopyPlan>, given: Given, waves: Option<&[Walked]>) -> TestCaseResult {
+        let ([count, src, dst], [src_bytes, dst_bytes, row_bytes]) = given;
+        let inside = |piece: &[i128; 3], ends: [u64; 2]| {
+            (0..2).all(|end| piece[end] >= 0 && piece[end] + piece[2] <= i128::from(ends[end]))
+        };
+        let apart = |a: &[i128; 3], b: &[i128; 3]| a[1] + a[2] <= b[1] || b[1] + b[2] <= a[1];
+        let once =
+            |wave: &Walked| (0..wave.len()).all(|at| wave[at + 1..].iter().all(|b| apart(&wave[at], b)));
+        let bytes = |wave: &Walked| wave.iter().map(|piece| piece[2]).sum::<i128>();
+        let all = waves.map_or(0, |waves| waves.iter().map(bytes).sum::<i128>() * i128::from(count));
+        let sound = count > 0
+            && src.checked_add(count).is_some()
+            && dst.checked_add(count).is_some()
+            && all < 1 << 63
+            && waves.is_some_and(|waves| {
+                waves.iter().flatten().all(|piece| inside(piece, [u64::MAX; 2])) && waves.iter().all(once)
             });
-            let all =
-                |sum: u128, span: &Span| sum.saturating_add(u128::from(span.len) * u128::from(span.count));
-            let total = waves.iter().flatten().fold(0, all);
-            let sound = sound
-                && count > 0
-                && src.checked_add(count).is_some()
-                && dst.checked_add(count).is_some()
-                && total.saturating_mul(u128::from(count)) < 1 << 63;
-            let sound = sound && waves.iter().all(|wave| once(wave));
-            let Ok(plan) = CopyPlan::from_parts(count, src, dst, waves.clone()) else {
-                prop_assert!(!sound, "refused, but sound");
-                return Ok(());
-            };
-            prop_assert!(sound, "taken, but not sound");
-            prop_assert_eq!((plan.num_tensors(), plan.src_tensor(), plan.dst_tensor()), (count, src, dst));
-            prop_assert_eq!(u128::from(plan.bytes()), total * u128::from(count));
-            let inside = |piece: (i128, i128), len: u64| {
-                piece.0 + i128::from(len) <= i128::from(src_bytes)
-                    && piece.1 + i128::from(len) <= i128::from(dst_bytes)
-            };
-            let pieces =
-                waves.iter().flatten().all(|span| one_by_one(span).iter().all(|&p| inside(p, span.len)));
-            let room = waves
-                .iter()
-                .all(|wave| wave.iter().map(|span| span.len * span.count).sum::<u64>() <= dst_bytes);
-            let checked = plan.check_ends(Some((4, src_bytes)), Some((4, dst_bytes)));
-            let expected = pieces && room && src + count <= 4 && dst + count <= 4;
-            prop_assert_eq!(checked.is_ok(), expected, "{:?}", checked);
-            if expected {
-                let rows = |which: fn(&(i128, i128)) -> i128| -> Vec<u64> {
-                    let bytes = waves.iter().flatten().flat_map(|span| {
-                        let starts = one_by_one(span).into_iter().map(move |piece| which(&piece) as u64);
-                        starts.flat_map(|start| start..start + span.len)
-                    });
-                    let rows: std::collections::BTreeSet<u64> = bytes.map(|byte| byte / row_bytes).collect();
-                    rows.into_iter().collect()
-                };
-                prop_assert_eq!(plan.src_rows(row_bytes).unwrap(), rows(|piece| piece.0));
-                prop_assert_eq!(plan.dst_rows(row_bytes).unwrap(), rows(|piece| piece.1));
-                let walked: u64 = plan.pieces(0, u64::MAX).map(|(_, piece)| piece.len).sum();
-                prop_assert_eq!(walked, plan.bytes());
-            }
-            seen.set((made + 1, fits + u64::from(expected), does_not + u64::from(!expected)));
-            Ok(())
+        prop_assert_eq!(made.is_ok(), sound, "{:?}", made);
+        let (Ok(plan), Some(waves)) = (made, waves) else { return Ok(()) };
+        prop_assert_eq!((plan.num_tensors(), plan.src_tensor(), plan.dst_tensor()), (count, src, dst));
+        prop_assert_eq!(i128::from(plan.bytes()), all);
+        let fits = waves.iter().flatten().all(|piece| inside(piece, [src_bytes, dst_bytes]))
+            && waves.iter().all(|wave| bytes(wave) <= i128::from(dst_bytes))
+            && src + count <= 4
+            && dst + count <= 4;
+        let checked = plan.check_ends(Some((4, src_bytes)), Some((4, dst_bytes)));
+        prop_assert_eq!(checked.is_ok(), fits, "{:?}", checked);
+        self.0.set((self.0.get().0 + 1, self.0.get().1 + u32::from(fits)));
+        if fits {
+            let pieces = || waves.iter().flatten().map(|piece| piece.map(|number| number as u64));
+            let read = rows_of(pieces().map(|[src, _, len]| (src, len)), row_bytes);
+            let written = rows_of(pieces().map(|[_, dst, len]| (dst, len)), row_bytes);
+            prop_assert_eq!(
+                (plan.src_rows(row_bytes).unwrap(), plan.dst_rows(row_bytes).unwrap()),
+                (read, written)
+            );
+            let walked: u64 = plan.pieces(0, u64::MAX).map(|(_, piece)| piece.len).sum();
+            prop_assert_eq!(walked, plan.bytes());
+        }
+        Ok(())
+    }
+
+    fn enough(&self) {
+        let (made, fit) = self.0.get();
+        assert!(made > 100 && fit > 50 && made - fit > 50, "{made} made, {fit} fit");
+    }
+}
+
+#[test]
+fn spans_of_peers() {
+    let waves = prop::collection::vec(prop::collection::vec(foreign_spans(), 0..3), 0..3);
+    let seen = Seen::default();
+    TestRunner::new(proptest_cases(6000))
+        .run(&(given(), waves), |(given, waves)| {
+            let ([count, src, dst], _) = given;
+            let made = CopyPlan::from_parts(count, src, dst, waves.clone());
+            let wave = |wave: &Vec<Span>| wave.iter().map(one_by_one).collect::<Option<Vec<_>>>();
+            let walked: Option<Vec<Walked>> =
+                waves.iter().map(|spans| wave(spans).map(|pieces| pieces.concat())).collect();
+            seen.check(&made, given, walked.as_deref())
         })
         .unwrap();
-    let (made, fits, does_not) = seen.get();
-    assert!(made > 100 && fits > 50 && does_not > 50, "{made} made, {fits} fit, {does_not} do not");
+    seen.enough();
+}
+
+#[test]
+fn blocks_of_peers() {
+    let number = || prop_oneof![12 => 0..24u64, 1 => Just(u64::MAX), 1 => Just(1 << 63), 1 => any::<u64>()];
+    let small = || prop_oneof![12 => 0..24u32, 1 => Just(u32::MAX), 1 => any::<u32>()];
+    let blocks = ([number(), number(), number()], prop::collection::vec((small(), small()), 0..6));
+    let seen = Seen::default();
+    TestRunner::new(proptest_cases(6000))
+        .run(&(given(), blocks), |(given, ([len, src, dst], pairs))| {
+            let at = |first: u64, number: u32| i128::from(first) + i128::from(number) * i128::from(len);
+            let pieces = pairs.iter().map(|&(s, d)| [at(src, s), at(dst, d), i128::from(len)]);
+            let wave: Option<Walked> = (len > 0 && !pairs.is_empty()).then(|| pieces.collect());
+            let ([count, src_tensor, dst_tensor], _) = given;
+            let blocks = Blocks { len, src, dst, pairs: std::sync::Arc::new(pairs.clone()) };
+            let made = CopyPlan::from_blocks(count, src_tensor, dst_tensor, blocks);
+            seen.check(&made, given, wave.as_ref().map(std::slice::from_ref))
+        })
+        .unwrap();
+    seen.enough();
 }
 
 #[test]
@@ -537,7 +563,7 @@ fn scattered() -> impl Strategy<Value = (u64, (u64, u64), Vec<(u32, u32)>)> {
 /// Blocks by numbers do what the same pieces one by one do, in whatever order and wherever cut; and say the same rows.
 #[test]
 fn scattered_blocks_do_what_copying_one_by_one_does() {
-    let (in_blocks, in_waves) = (std::cell::Cell::new(0), std::cell::Cell::new(0));
+    let (in_blocks, in_waves) = (Cell::new(0), Cell::new(0));
     let cut = prop::collection::vec(any::<u64>(), 0..6);
     TestRunner::new(proptest_cases(400))
         .run(&(scattered(), cut, 1..4u32), |((len, first, pairs), cuts, tensors)| {
@@ -587,9 +613,7 @@ fn scattered_blocks_do_what_copying_one_by_one_does() {
             prop_assert_eq!(plan.bytes(), naive.len() as u64 * len * u64::from(tensors));
             for row_bytes in [1, len, len * 2, len + 1] {
                 let rows = |start: fn(&Piece) -> u64| {
-                    let bytes = naive.iter().flat_map(|piece| start(piece)..start(piece) + len);
-                    let rows: std::collections::BTreeSet<u64> = bytes.map(|byte| byte / row_bytes).collect();
-                    rows.into_iter().collect::<Vec<_>>()
+                    rows_of(naive.iter().map(|piece| (start(piece), len)), row_bytes)
                 };
                 prop_assert_eq!(plan.src_rows(row_bytes).unwrap(), rows(|piece| piece.src));
                 prop_assert_eq!(plan.dst_rows(row_bytes).unwrap(), rows(|piece| piece.dst));
@@ -629,74 +653,6 @@ fn what_joins_is_joined() {
     // Numbers that do not fit 32 bits are spans whatever they are.
     let remote: Pairs = scattered(100).iter().map(|&(src, dst)| (src + (1 << 32), dst)).collect();
     assert!(!form(&remote));
-}
-
-/// Refused or sound, as spans are: no number of a peer leads to a panic or outside.
-#[test]
-fn blocks_of_peers() {
-    let number = || prop_oneof![12 => 0..24u64, 1 => Just(u64::MAX), 1 => Just(1 << 63), 1 => any::<u64>()];
-    let small = || prop_oneof![12 => 0..24u32, 1 => Just(u32::MAX), 1 => any::<u32>()];
-    let pairs = prop::collection::vec((small(), small()), 0..6);
-    let tensors = || prop_oneof![8 => 0..4u32, 1 => Just(u32::MAX)];
-    let (made, fits) = (std::cell::Cell::new(0), std::cell::Cell::new(0));
-    TestRunner::new(proptest_cases(6000))
-        .run(
-            &(
-                (tensors(), tensors(), tensors()),
-                (number(), number(), number()),
-                pairs,
-                (1..1500u64, 1..1500u64, 1..90u64),
-            ),
-            |((count, src_tensor, dst_tensor), (len, src, dst), pairs, (src_bytes, dst_bytes, row_bytes))| {
-                let wide = |first: u64, number: u32| u128::from(first) + u128::from(number) * u128::from(len);
-                let all = u128::from(len) * pairs.len() as u128 * u128::from(count);
-                let sound = count > 0
-                    && src_tensor.checked_add(count).is_some()
-                    && dst_tensor.checked_add(count).is_some()
-                    && len > 0
-                    && !pairs.is_empty()
-                    && all < 1 << 63
-                    && pairs.iter().all(|&(s, d)| {
-                        wide(src, s) + u128::from(len) <= u128::from(u64::MAX)
-                            && wide(dst, d) + u128::from(len) <= u128::from(u64::MAX)
-                    });
-                let written: HashSet<u32> = pairs.iter().map(|pair| pair.1).collect();
-                let sound = sound && written.len() == pairs.len();
-                let blocks = Blocks { len, src, dst, pairs: std::sync::Arc::new(pairs.clone()) };
-                let plan = CopyPlan::from_blocks(count, src_tensor, dst_tensor, blocks);
-                prop_assert_eq!(plan.is_ok(), sound, "{:?}", plan);
-                let Ok(plan) = plan else { return Ok(()) };
-                made.set(made.get() + 1);
-                prop_assert_eq!(u128::from(plan.bytes()), all);
-                let inside = pairs.iter().all(|&(s, d)| {
-                    wide(src, s) + u128::from(len) <= u128::from(src_bytes)
-                        && wide(dst, d) + u128::from(len) <= u128::from(dst_bytes)
-                });
-                let expected = inside
-                    && len * pairs.len() as u64 <= dst_bytes
-                    && src_tensor + count <= 4
-                    && dst_tensor + count <= 4;
-                let checked = plan.check_ends(Some((4, src_bytes)), Some((4, dst_bytes)));
-                prop_assert_eq!(checked.is_ok(), expected, "{:?}", checked);
-                if !expected {
-                    return Ok(());
-                }
-                fits.set(fits.get() + 1);
-                let rows = |start: &dyn Fn(&(u32, u32)) -> u128| {
-                    let bytes = pairs.iter().flat_map(|pair| start(pair)..start(pair) + u128::from(len));
-                    let rows: std::collections::BTreeSet<u64> =
-                        bytes.map(|byte| byte as u64 / row_bytes).collect();
-                    rows.into_iter().collect::<Vec<_>>()
-                };
-                prop_assert_eq!(plan.src_rows(row_bytes).unwrap(), rows(&|pair| wide(src, pair.0)));
-                prop_assert_eq!(plan.dst_rows(row_bytes).unwrap(), rows(&|pair| wide(dst, pair.1)));
-                let walked: u64 = plan.pieces(0, u64::MAX).map(|(_, piece)| piece.len).sum();
-                prop_assert_eq!(walked, plan.bytes());
-                Ok(())
-            },
-        )
-        .unwrap();
-    assert!(made.get() > 500 && fits.get() > 50, "{made:?} made, {fits:?} fit");
 }
 
 /// Rows far apart are sorted, near ones are bits: each once either way.

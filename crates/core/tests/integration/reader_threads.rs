@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use llm_datadist_core::testing::copy::{CopyEngine, STILL_READING, Staging};
 use llm_datadist_core::testing::device::DeviceSet;
@@ -15,7 +15,9 @@ use llm_datadist_core::{CacheKind, Config, Deadline, ErrorKind, Placement, Resul
 
 use llm_datadist_testing::Stall;
 
-use crate::fixtures::{Buffer, EventLog, adopt, block_plan, config, desc, pattern, skipped, tensors_over};
+use crate::fixtures::{
+    Buffer, EventLog, adopt, block_plan, config, desc, eventually, pattern, skipped, tensors_over,
+};
 use crate::peer_memory::{Peer, ROW, ROWS};
 
 const STRAIGHT: Staging = Staging { path: SwapInPath::Auto, buffer_bytes: 1 << 20 };
@@ -98,14 +100,6 @@ fn of_peer(peer: &Peer, at: u64) -> Read {
     let process = PeerProcess::open(peer.process.pid(), peer.probe).unwrap();
     let from = Tensors::of_process(process, vec![at], (ROWS * ROW) as u64).unwrap();
     Read::from(from, Buffer::new(ROWS * ROW, |at| pattern(9, 0, at)), ROWS, ROW)
-}
-
-fn eventually(what: &str, mut there: impl FnMut() -> bool) {
-    let started = Instant::now();
-    while !there() {
-        assert!(started.elapsed() < LONG, "{what} did not come about");
-        thread::sleep(Duration::from_millis(2));
-    }
 }
 
 /// Makes calls until one runs out of time with a thread inside the kernel. On a busy machine a call may run out of time

@@ -5,7 +5,7 @@
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use std::{array, thread};
 
 use proptest::prelude::*;
@@ -13,6 +13,8 @@ use proptest::test_runner::TestRunner;
 
 use llm_datadist_core::testing::transfer::{Carried, Carrier, Delivery, Executor, Outcome, Task};
 use llm_datadist_core::{ClusterId, Deadline, Error, ErrorKind, LayerRange, Result};
+
+use crate::fixtures::eventually;
 
 const LONG: Duration = Duration::from_secs(20);
 
@@ -148,14 +150,6 @@ fn failure(task: &Task, at: usize) -> Arc<Error> {
 
 fn refusal() -> Error {
     Error::new(ErrorKind::System, "the layer does not come").with("layer", 7)
-}
-
-fn eventually(what: &str, there: impl Fn() -> bool) {
-    let started = Instant::now();
-    while !there() {
-        assert!(started.elapsed() < LONG, "{what} did not come about");
-        thread::sleep(Duration::from_millis(1));
-    }
 }
 
 /// A task with `count` layers to push to `cluster`, all of which stall, or wait for those that do.

@@ -14,11 +14,10 @@ use std::time::{Duration, Instant};
 use llm_datadist_core::testing::net::{Accepted, Address, Listener, Stream, Tcp, Transport, Unix};
 use llm_datadist_core::testing::protocol::{self, HANDSHAKE_LIMIT, HEADER, MESSAGE, MESSAGE_LIMIT, REFUSAL};
 use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
-use llm_datadist_testing::{Fault, Faults, Faulty, Local};
+use llm_datadist_testing::Local;
 
 use crate::counting_allocator;
 use crate::fixtures::{accepted, pattern, skipped};
-use payload::Cut;
 
 /// Long enough for anything that works, short enough for a test that hangs.
 fn soon() -> Deadline {
@@ -543,53 +542,4 @@ fn a_refusal_answers_another_version() {
         let (kind, body) = local.receive(HANDSHAKE_LIMIT, Duration::ZERO, soon()).unwrap().unwrap();
         assert!(protocol::open::<u8>(kind, &body).unwrap_err().to_string().contains("version 7"));
     });
-}
-
-/// A stream whose dialled end has `faults`, and its other end.
-fn faulty(case: &Case, faults: Faults) -> (Stream, Stream) {
-    let (_, local, remote) = connected(&Faulty::new(case.transport.clone(), move |_| faults), &case.at);
-    (local, remote)
-}
-
-#[test]
-fn injected_faults_look_like_the_peer_or_the_network() {
-    let sending = |fault| Faults { sending: Some(fault), ..Faults::default() };
-    let receiving = |fault| Faults { receiving: Some(fault), ..Faults::default() };
-    for case in cases() {
-        let (local, remote) = faulty(&case, sending(Fault::Cut(20)));
-        local.send(&frame(b"whole"), soon()).unwrap();
-        assert_eq!(kind_of(local.send(&frame(b"not so"), soon())), ErrorKind::NotLinked);
-        assert_eq!(body(&remote), b"whole");
-        stopped(receive(&remote), ErrorKind::NotLinked, 7);
-
-        let (local, remote) = faulty(&case, receiving(Fault::Cut(20)));
-        remote.send(&frame(b"whole"), soon()).unwrap();
-        remote.send(&frame(b"not so"), soon()).unwrap();
-        assert_eq!(body(&local), b"whole");
-        assert_eq!(kind_of(receive(&local)), ErrorKind::NotLinked);
-
-        let (local, _remote) = faulty(&case, sending(Fault::Stall(3)));
-        assert_eq!(kind_of(local.send(&frame(b"stuck"), short())), ErrorKind::Timeout);
-        let (local, remote) = faulty(&case, receiving(Fault::Stall(3)));
-        remote.send(&frame(b"stuck"), soon()).unwrap();
-        assert_eq!(kind_of(receive_by(&local, short())), ErrorKind::Timeout);
-
-        let (local, remote) = faulty(&case, sending(Fault::Garble(HEADER as u64 + 1)));
-        local.send(&frame(b"abc"), soon()).unwrap();
-        assert_eq!(body(&remote), [b'a', !b'b', b'c']);
-        let (local, remote) = faulty(&case, receiving(Fault::Garble(0)));
-        remote.send(&frame(b"abc"), soon()).unwrap();
-        assert_eq!(kind_of(receive(&local)), ErrorKind::LinkFailed);
-
-        let (source, target) = (Cut::new(&[100; 10], 0, |at| at as u8), Cut::new(&[1000], 0, |_| 0));
-        let (local, remote) = faulty(&case, sending(Fault::Cut(555)));
-        stopped(local.send_windows(&source.windows(), soon()), ErrorKind::NotLinked, 500);
-        assert_eq!(kind_of(remote.receive_windows(&target.windows(), soon())), ErrorKind::NotLinked);
-
-        let refuse_first = |dial| Faults { refuse: dial == 0, ..Faults::default() };
-        let refusing = Faulty::new(case.transport.clone(), refuse_first);
-        let listener = refusing.listen(&case.at).unwrap();
-        assert_eq!(kind_of(refusing.dial(&listener.address(), soon())), ErrorKind::LinkFailed);
-        refusing.dial(&listener.address(), soon()).unwrap();
-    }
 }

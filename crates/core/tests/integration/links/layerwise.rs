@@ -19,7 +19,7 @@ use llm_datadist_core::{
 };
 
 use super::fake_peer::{Fake, hear, say, soon};
-use super::{Held, LONG, Way, config, device, each, open, pairs, row};
+use super::{Held, LONG, Way, config, device, open, pairs, row};
 use crate::counting_allocator::peak;
 use crate::fixtures::{Buffer, adopt};
 
@@ -84,41 +84,6 @@ pub(super) fn check_failed(task: &Task, at: usize, kind: ErrorKind, layer: u32) 
     assert_eq!(error.kind(), kind, "{error}");
     let facts = (error.fact("cluster"), error.fact("layer"));
     assert_eq!(facts, (Some("2"), Some(layer.to_string().as_str())), "{error}");
-}
-
-#[test]
-fn slots_arrive_by_name_and_by_address() {
-    each(|_, pair, local, remote| {
-        if local.placement == Placement::Host {
-            return;
-        }
-        let local = local.held(&pair.local, (8, 3, 100), Batch, &[]);
-        let remote = remote.held(&pair.remote, (10, 4, 128), Batch, &[]);
-        let (bytes, mut expected) = (local.fill(1), remote.fill(2));
-        // Layers 1 to 3 of slot 2 go to layers 2 to 4 of slot 1.
-        let mut by_name = to(2, Target::Cache { name: row(&remote, 1), first_layer: 2 }, 4);
-        (by_name.src_layers.first, by_name.src_row) = (1, 2);
-        for tensor in 0..6 {
-            expected[4 + tensor][128..228].copy_from_slice(&bytes[2 + tensor][200..300]);
-        }
-        // Layers 0 and 1 of slot 0 go to other tensors in this order, 9 bytes into slot 3.
-        let order = [9usize, 0, 3, 2];
-        let addrs = order.map(|tensor| remote.cache.addrs()[tensor] + 3 * 128 + 9);
-        for (tensor, &there) in order.iter().enumerate() {
-            expected[there][3 * 128 + 9..3 * 128 + 109].copy_from_slice(&bytes[tensor][..100]);
-        }
-        let by_address = to(2, Target::Addresses(addrs.to_vec()), 2);
-        let task = start(&pair.local, &local, &SLOTS, &[by_name, by_address]);
-        finish(&task);
-        assert!(is_done(&task, 0) && is_done(&task, 1), "{:?}", task.outcomes());
-        assert!(remote.read() == expected);
-        assert!(local.read() == bytes, "the source changed");
-        let progress = task.progress();
-        assert_eq!((progress[0].layers, progress[0].of_layers, progress[0].bytes), (3, 3, 600));
-        assert_eq!((progress[1].layers, progress[1].of_layers, progress[1].bytes), (2, 2, 400));
-        local.free(&pair.local);
-        remote.free(&pair.remote);
-    });
 }
 
 /// Addresses point into tensors of several caches, in any order. Some of the caches share memory. A layer that does not lie in a

@@ -14,14 +14,14 @@ use super::{body, each, frame, interrupted, kind_of, raw, short, soon, stopped};
 use crate::fixtures::{Buffer, pattern};
 
 /// Memory of the test in windows of the given sizes, one after the other, with a gap of `gap` bytes between them.
-pub struct Cut {
+struct Cut {
     buffer: Arc<Buffer>,
     tensors: Tensors,
     at: Vec<(usize, usize)>,
 }
 
 impl Cut {
-    pub fn new(sizes: &[usize], gap: usize, fill: impl Fn(usize) -> u8) -> Cut {
+    fn new(sizes: &[usize], gap: usize, fill: impl Fn(usize) -> u8) -> Cut {
         let total = gap + sizes.iter().map(|size| size + gap).sum::<usize>();
         let buffer = Buffer::new(total.max(1), fill);
         let tensors = Tensors::adopted(buffer.adopt(0, total.max(1)));
@@ -35,7 +35,7 @@ impl Cut {
         Cut { buffer, tensors, at }
     }
 
-    pub fn windows(&self) -> Vec<Window<'_>> {
+    fn windows(&self) -> Vec<Window<'_>> {
         self.at.iter().map(|&(at, len)| self.tensors.window(0, at as u64, len as u64).unwrap()).collect()
     }
 
