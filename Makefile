@@ -229,15 +229,15 @@ wheel: $(VENV)/.wheel-tools  ## manylinux wheels for x86_64 and aarch64, one for
 		PATH="$(CURDIR)/$(BIN):$$PATH" $(call QUIET,"wheel for $$target",wheel-$$target) $(BIN)/maturin build --release --locked \
 			--zig --target $$target --compatibility $(MANYLINUX) --auditwheel check --out dist || exit; \
 	done
-	@$(BIN)/python tests/wheel.py check $(MANYLINUX) dist/*.whl
+	@$(BIN)/python tools/wheel.py check $(MANYLINUX) dist/*.whl
 
 test-wheel: wheel  ## the wheel in an environment of its own for each Python from 3.9 to 3.14 that is found
-	$(BIN)/python tests/wheel.py pythons dist/*$(MANYLINUX)_$$(uname -m)*.whl
+	$(BIN)/python tools/wheel.py pythons dist/*$(MANYLINUX)_$$(uname -m)*.whl
 
 sdist: $(VENV)/.build-tools  ## the source distribution into dist/, and a wheel built from it in an empty folder
 	@rm -f dist/*.tar.gz
 	@$(call QUIET,"source distribution",sdist) $(BIN)/maturin sdist --out dist
-	@$(call QUIET,"wheel from the source distribution",sdist-wheel) $(BIN)/python tests/wheel.py sdist dist/*.tar.gz
+	@$(call QUIET,"wheel from the source distribution",sdist-wheel) $(BIN)/python tools/wheel.py sdist dist/*.tar.gz
 
 build: $(VENV)/.build-tools  ## build the extension (release) and install it into .venv
 	@$(call QUIET,"engine",build) $(BIN)/maturin develop --release --locked

@@ -14,10 +14,10 @@ from contextlib import ExitStack
 from functools import cache
 from typing import TYPE_CHECKING, Any, Callable
 
+import contract
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-import contract
 import cpp_programs
 from llm_datadist import LLMDataDist, LLMRole
 from peers import Ends

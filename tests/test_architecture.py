@@ -37,16 +37,9 @@ TOKEN = re.compile(
 )
 
 
-def blank(text: str, keep_comments: bool = False) -> str:
-    """`text` with strings (and comments) blanked; line breaks stay where they are."""
-
-    def replace(match: re.Match[str]) -> str:
-        found = match.group()
-        if keep_comments and found.startswith("//"):
-            return found
-        return re.sub(r"[^\n]", " ", found)
-
-    return TOKEN.sub(replace, text)
+def blank(text: str) -> str:
+    """`text` with strings and comments blanked; line breaks stay where they are."""
+    return TOKEN.sub(lambda match: re.sub(r"[^\n]", " ", match.group()), text)
 
 
 def production(text: str) -> str:
@@ -284,41 +277,15 @@ def test_files_import_one_another_in_no_circle() -> None:
     assert not circular(graph), f"files that import one another: {sorted(circular(graph))}"
 
 
-def reasoned(lines: list[str], number: int) -> bool:
-    """Whether a `SAFETY:` comment stands on this line or directly above its statement."""
-    if "SAFETY:" in lines[number]:
-        return True
-    above = number - 1
-    while above >= 0 and number - above <= 25:
-        text = lines[above].strip()
-        if "SAFETY:" in text:
-            return True
-        comment_or_attribute = text.startswith(("//", "#[", "#!["))
-        if not comment_or_attribute and (not text or (text.endswith((";", "}", "{")) and "=" not in text[-3:])):
-            return False
-        above -= 1
-    return False
-
-
-def test_unsafe_stays_in_its_rooms_and_is_reasoned() -> None:
-    core = ("crates/core/src/memory/", "crates/core/src/device/cuda/")
-    rooms = (*core, "crates/capi/src/abi/", "crates/py/src/raw.rs", "crates/embed/src/list_allocator.rs")
-    found, outside, silent = 0, [], []
-    for path in rust_everywhere():
-        text = path.read_text(encoding="utf-8")
-        code, commented = (blank(text, keep_comments=kept).splitlines() for kept in (False, True))
-        for number, line in enumerate(code):
-            if not re.search(r"\bunsafe\b", line):
-                continue
-            found += 1
-            if not shown(path).startswith(rooms):
-                outside.append(f"{shown(path)}:{number + 1}")
-            following = " ".join([line[line.index("unsafe") :], *code[number + 1 : number + 3]])
-            if re.match(r"unsafe\s*(\{|impl\b)", following) and not reasoned(commented, number):
-                silent.append(f"{shown(path)}:{number + 1}")
-    assert found, "no unsafe found: this guard looked at nothing"
-    assert not outside, f"unsafe outside its rooms: {outside}"
-    assert not silent, f"unsafe without a SAFETY comment: {silent}"
+def test_unsafe_stays_in_its_rooms() -> None:
+    """The compiler denies it elsewhere, and clippy where no SAFETY comment explains it (`Cargo.toml`)."""
+    rooms = {CORE: "memory", INTERFACE: "abi", BINDING: "raw", EMBED: "list_allocator"}
+    found = [path for path in rust_everywhere() if "unsafe_code" in path.read_text(encoding="utf-8")]
+    assert {path.parent: path.name for path in found} == dict.fromkeys(rooms, "lib.rs")
+    for crate, room in rooms.items():
+        code = (crate / "lib.rs").read_text(encoding="utf-8")
+        lifted = re.findall(r"^#\[expect\([^\]]*\bunsafe_code\b[^\]]*\]\n(?:pub )?mod (\w+);", code, re.MULTILINE)
+        assert lifted == [room]
 
 
 @pytest.mark.parametrize("crate", [BINDING, INTERFACE], ids=["py", "capi"])
@@ -446,12 +413,6 @@ def functions(code: str) -> Iterator[tuple[str, int, int]]:
         yield match[1], code.count("\n", 0, match.start()) + 1, max(code.count("\n", place, end) - 1, 0)
 
 
-def statements(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines of a Python function's body, its docstring left out."""
-    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
-    return body[-1].end_lineno - body[0].lineno + 1 if body else 0
-
-
 def pymethods(code: str) -> str:
     """The `#[pymethods]` blocks of a blanked file, and what is not one of them blanked."""
     kept = ""
@@ -462,10 +423,8 @@ def pymethods(code: str) -> str:
 
 
 def test_functions_fit_on_a_screen() -> None:
+    """Those of Python: ruff, PLR0915."""
     found = [(lines, shown(path), name) for path in rust_everywhere() for name, _, lines in functions(code_of(path))]
-    for path in python_files():
-        nodes = [node for node in ast.walk(tree_of(path)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-        found += [(statements(node), shown(path), node.name) for node in nodes]
     assert len(found) > 100, "this guard looked at next to nothing"
     long = [function for function in found if function[0] > LONGEST_FUNCTION]
     assert not long, f"over {LONGEST_FUNCTION} lines: {long}"
@@ -522,8 +481,6 @@ def test_the_readers_understand_what_they_read() -> None:
     assert target_of("super::error::X", CORE / "engine" / "mod.rs", {}) == "error"
     assert target_of("super::error::X", CORE / "pool.rs", {}) == "error"
     assert names_in("words, plan (spans), device/*") == ["words", "plan", "device"]
-    assert reasoned(["    // SAFETY: checked above,", "    // twice.", "    let x =", "        unsafe { y };"], 3)
-    assert not reasoned(["// SAFETY: another", "f();", "unsafe { y };"], 2)
     found = attributes("#[pyclass(module = 1, frozen)]\nstruct A;\n#[pyclass]\nstruct B;", "pyclass")
     assert found == ["#[pyclass(module = 1, frozen)]", "#[pyclass]"]
     assert list(functions("fn a<T>(x: [u8; 2]) -> T\n{\n f();\n {}\n}\ntrait B { fn c(); }")) == [("a", 1, 2)]

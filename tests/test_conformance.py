@@ -8,11 +8,9 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-
 from contract import (
     ABSENT,
     ITEMS,
@@ -27,7 +25,6 @@ from contract import (
     lines,
     read_table,
     specified,
-    worst,
 )
 
 
@@ -102,33 +99,3 @@ def test_every_item_of_the_specification_is_ours() -> None:
 
 
 GOOD, BAD, SKIPPED = Ended(failed=False, skipped=""), Ended(failed=True, skipped=""), Ended(failed=False, skipped="why")
-
-
-def test_the_worst_outcome_is_the_state() -> None:
-    assert worst([("a", GOOD), ("b", GOOD)]) == "passes"
-    assert worst([("a", SKIPPED), ("b", BAD)]) == "fails: `b`"
-    assert worst([("a", GOOD), ("b", SKIPPED)]) == "skipped: why (`b`)"
-
-
-def test_a_skip_is_seen_where_the_table_says_success() -> None:
-    witness = Witness()
-    witness.proofs = {"20.1": ["a", "b"], "20.2": ["b"], "20.3": ["c"], "20.4": ["d"], "20.5": ["b"]}
-    witness.ended = {"a": GOOD, "b": SKIPPED, "d": Ended(failed=False, skipped=ABSENT)}
-    said = {key: (tests, "passes") for key, tests in witness.proofs.items()}
-    said["20.5"] = (["b", "e"], "passes")
-    found = disagreements(witness, said, there=True)
-    assert found == {
-        "20.1": ("passes", "skipped: why (`b`)"),
-        "20.2": ("passes", "skipped: why (`b`)"),
-        "20.4": ("passes", f"skipped: {ABSENT} (`d`)"),
-    }, "an item is judged where all its tests ran"
-    assert set(disagreements(witness, said, there=False)) == {"20.1", "20.2"}
-
-
-def test_the_table_is_read_as_it_is_written() -> None:
-    witness = Witness()
-    witness.proofs = {key: [f"test_x.py::test_{number}", "test_y.py::test_y"] for number, key in enumerate(KEYS)}
-    witness.ended = {test: GOOD for tests in witness.proofs.values() for test in tests}
-    expected = {key: (tests, "passes") for key, tests in witness.proofs.items()}
-    assert read_table(witness.table()) == expected
-    assert read_table(Path(__file__).read_text(encoding="utf-8")) == {}

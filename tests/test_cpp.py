@@ -12,8 +12,8 @@ import subprocess
 from typing import TYPE_CHECKING, Any, Callable
 
 import pytest
-
 from contract import NO_COMPILER
+
 from cpp_programs import (
     COMPILERS,
     DECODER,

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Callable
 
 import pytest
-
 from contract import NO_COMPILER
+
 from cpp_programs import (
     COMPILERS,
     FAILED,

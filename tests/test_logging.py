@@ -13,7 +13,6 @@ import pytest
 
 from llm_datadist import CacheKey, KvCacheManager, LLMClusterInfo, LLMDataDist, LLMException, LLMStatusCode
 from llm_datadist.cache_manager import CacheManager
-from llm_datadist.log import logged
 from llm_datadist.utils import log
 from memory import desc, run_fresh
 
@@ -270,21 +269,3 @@ def test_a_logged_method_has_the_parameters_of_its_own(owner: type) -> None:
         assert [(of.name, of.kind) for of in made.values()] == [(of.name, of.kind) for of in its.values()]
         assert (method.__defaults__, method.__kwdefaults__) == (own.__defaults__, own.__kwdefaults__)
         assert (method.__doc__, method.__qualname__) == (own.__doc__, own.__qualname__)
-
-
-def test_parameters_that_would_be_lost_are_refused(manager: Any) -> None:
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'cache_key'"):
-        manager.remove_cache_key()
-    with pytest.raises(TypeError, match="unexpected keyword argument 'size_of'"):
-        manager.push_cache(None, None, size_of=3)
-
-    def named(self: Any, key: int, *, size: int = 1) -> None: ...
-
-    def any_number(self: Any, *keys: int) -> None: ...
-
-    def by_place(self: Any, key: int, /) -> None: ...
-
-    for method in (named, any_number, by_place):
-        what = "each parameter must be allowed both by position and by name"
-        with pytest.raises(TypeError, match=f"{method.__name__} cannot be logged: {what}"):
-            logged(method)

@@ -301,16 +301,6 @@ def test_unusable_options_exit_2(capsys, options, reason):
     assert reason in capsys.readouterr().err
 
 
-def test_scale_is_that_of_the_real_model():
-    assert report.REAL_BYTES_PER_TOKEN == 327_680
-    shape = Geometry(layers=4, heads=1, head_dim=16, dtype="float16", tokens=512)
-    assert shape.block_bytes == 128 * 1024
-    assert report.scale(shape) == 1280
-    assert report.scale(Geometry(80, 8, 128, "bfloat16", 512)) == 1
-    # The default pool holds the largest request of the public trace.
-    assert shape.device_blocks(160 * 2**20, staging_caches=16) > 247 + 5
-
-
 @pytest.mark.parametrize(
     ("terminal", "quiet", "columns", "most"),
     [(True, False, 20, 12), (True, False, 300, 12), (False, False, 80, 1), (True, True, 80, 0)],

@@ -1,11 +1,9 @@
-"""The parts of the replay command: traces, block table against a naive twin, contents, channel."""
+"""The parts of the replay command: traces, block table, contents, channel."""
 
 import itertools
 import json
 import math
 import os
-import random
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -103,115 +101,6 @@ def test_unreadable_traces_are_refused(tmp_path):
     for path in (write_trace(tmp_path), str(tmp_path / "absent"), str(tmp_path), str(binary)):
         with pytest.raises(TraceError, match=r"no request|absent|directory|codec"):
             read_trace(path)
-
-
-class Twin:
-    """The same policy with plain lists of ids, oldest first; no slots."""
-
-    def __init__(self, device_slots, host_slots):
-        self.device_slots, self.host_slots = device_slots, host_slots
-        self.references = Counter()
-        self.idle, self.host = [], []
-        self.private = 0
-
-    @property
-    def device(self):
-        return {*self.idle, *+self.references}
-
-    def admit(self, blocks, private):
-        """Return the ids swapped in, computed and gone; None when it does not fit."""
-        idle = [block for block in self.idle if block not in blocks]
-        new = set(blocks) - self.device
-        surplus = len(self.device) + self.private + len(new) + private - self.device_slots
-        if surplus > len(idle):
-            return None
-        swapped_in = new & set(self.host)
-        gone = set()
-        victims = max(surplus, 0)
-        for victim in idle[:victims]:
-            self.host.append(victim)
-            if len(self.host) > self.host_slots:
-                oldest = next(block for block in self.host if block not in swapped_in)
-                self.host.remove(oldest)
-                gone.add(oldest)
-        self.idle = idle[victims:]
-        self.host = [block for block in self.host if block not in new]
-        self.references.update(blocks)
-        self.private += private
-        return swapped_in, new - swapped_in, gone
-
-    def finish(self, blocks, private):
-        self.references.subtract(blocks)
-        self.idle += [block for block in reversed(blocks) if not self.references[block]]
-        self.private -= private
-
-
-class Memory:
-    """Slots that hold ids: carries plans out, so that a slot used too early shows as a wrong id."""
-
-    def __init__(self):
-        self.device, self.host = {}, {}
-
-    def carry_out(self, plan):
-        for block, source, target in plan.swap_out:
-            assert self.device[source] == block
-            self.host[target] = block
-        for block, source, target in plan.swap_in:
-            assert self.host[source] == block
-            self.device[target] = block
-        for block, slot in plan.writes:
-            self.device[slot] = block
-        for slot in plan.private:
-            self.device[slot] = None
-        for block, slot in plan.hits:
-            assert self.device[slot] == block
-
-
-def _check_places(table, twin, memory, private):
-    device, host = table.cached()
-    assert set(device) == twin.device
-    assert set(host) == set(twin.host)
-    assert not set(device) & set(host), "a block lies in one place"
-    slots = [*device.values(), *private]
-    assert len(set(slots)) == len(slots), "a slot has one use"
-    assert set(slots) <= set(range(twin.device_slots))
-    assert len(set(host.values())) == len(host)
-    assert set(host.values()) <= set(range(twin.host_slots))
-    assert all(memory.device[slot] == block for block, slot in device.items())
-    assert all(memory.host[slot] == block for block, slot in host.items())
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_block_table_agrees_with_the_twin(seed):
-    dice = random.Random(seed)  # noqa: S311
-    sizes = dice.randint(4, 40), dice.randint(1, 60)
-    ids = dice.choice([30, 80, 300])
-    table, twin, memory = BlockTable(*sizes), Twin(*sizes), Memory()
-    running = []
-    refused = gone_in_all = 0
-    for _ in range(300):
-        if running and dice.random() < 0.45:
-            blocks, own = running.pop(dice.randrange(len(running)))
-            table.release(blocks, own)
-            twin.finish(blocks, len(own))
-        else:
-            start = dice.randrange(ids)
-            blocks = [(start + step) % ids for step in range(dice.randint(1, min(12, ids)))]
-            private = dice.randint(0, 3)
-            plan, expected = table.plan(blocks, private), twin.admit(blocks, private)
-            assert (plan is None) == (expected is None)
-            if plan is None:
-                refused += 1
-            else:
-                memory.carry_out(plan)
-                moved = {move[0] for move in plan.swap_in}, {move[0] for move in plan.writes}
-                assert (*moved, {*plan.evicted, *plan.dropped}) == expected
-                assert len(plan.private) == private
-                assert sorted(b for b, *_ in (*plan.hits, *plan.swap_in, *plan.writes)) == sorted(blocks)
-                running.append((blocks, plan.private))
-                gone_in_all += len(expected[2])
-        _check_places(table, twin, memory, [slot for _, own in running for slot in own])
-    assert refused or gone_in_all, "the pools must have been under pressure"
 
 
 def test_oldest_blocks_leave_first_and_prefixes_last():

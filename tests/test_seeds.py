@@ -14,9 +14,9 @@ import re
 from typing import Any, Callable, Optional
 
 import pytest
+from contract import ROOT, SEEDS, present
 
 from conftest import PAGE, options, pool
-from contract import ROOT, SEEDS, present
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, LLMDataDist, Placement
 from memory import UserTensors, contents, desc, fill, same, used
 from peers import Ends, equal

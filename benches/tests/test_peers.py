@@ -22,12 +22,11 @@ import numpy as np
 import pytest
 
 import groups
-import reasons
 import report
 import turns
 from ask import Ask
 from limit import KERNELS, POISON, Limit
-from rows import Row, measured, read, written
+from rows import Row, measured, read
 from turns import Entry
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,16 +137,6 @@ def test_a_part_that_hangs_is_cut_off_with_all_it_started(tmp_path, program, mon
     assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
 
-def test_parts_that_were_asked_for_are_of_a_full_run(program, monkeypatch):
-    ran = []
-    monkeypatch.setattr(program, "whole_part", lambda _, part, ask: ran.append((part, ask.quick)) or ())
-    for words in ([], ["huge"], ["in 1", "out 80"], ["nobody"]):
-        assert list(program.whole_group(groups.GROUPS[0], Ask(quick=True), words)) == []
-    ops = ("swap_out", "swap_in", "copy_blocks")
-    assert ran[:6] == [(f"{op} 2 {pages}", True) for pages in ("4K", "huge") for op in ops]
-    assert ran[6:] == [("swap_in 1 4K", True), ("swap_out 80 4K", True)]
-
-
 def contest(entries, rounds=4, **ground):
     """Rows of a contest by system and setting."""
     place = turns.Ground(Row("group", "op", ""), 1.0, **{"wrong": lambda: None, **ground})
@@ -216,12 +205,6 @@ def test_the_limits_loops_have_two_turns_before_only_the_fastest_go_on(takes):
     assert counts == {"fast": 5, "0": 5, "1": 5, "2": 5, "3": 2, "4": 2, "5": 2, "": 4}
 
 
-def test_only_seconds_take_the_place_of_the_clock(takes):
-    for answer, rate in ((None, 2.0), (0.25, 4.0), ([1, 2], 2.0), (7, 2.0)):
-        rows = contest([Entry("ours", lambda answer=answer: (takes(0.5), answer)[1])])
-        assert rows["ours"].median == rate
-
-
 def test_a_cost_is_better_when_it_is_less():
     row = Row("group", "op", "peer", unit="us")
     done = measured(row, [4.0, 6.0, 8.0], [1.0, 2.0, 4.0])
@@ -248,13 +231,6 @@ def test_wrong_bytes_and_failures_have_a_reason_and_no_figure():
         assert note in rows[name].note
     assert rows["ours"].median > 0
     assert rows["ours"].limit_ratio is None
-
-
-def test_what_is_written_is_read_again(tmp_path):
-    row = measured(Row("g", "op", "peer", "s", 4096, 7, 2, "huge", 2), [1.0, 2.0], [3.0, 3.0])
-    rows = [row, Row("g", "op", "other", note="not here")]
-    (tmp_path / "f").write_text(written({"groups": {}}, rows))
-    assert read(tmp_path / "f") == ({"groups": {}}, rows)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])
@@ -310,48 +286,6 @@ def test_the_committed_page_says_what_the_committed_file_says(tmp_path):
     assert (out / "peers.md").read_text() == (REPORT / "peers.md").read_text()
 
 
-def test_the_page_names_where_we_are_behind_and_why_and_who_is_not_here(monkeypatch):
-    row = Row("local", "swap_out", "ours", "", 16 << 10, 8, 2, verified=True)
-    beside = dataclasses.replace(row, system="peer", setting="tuned", note="polls")
-    rows = [
-        measured(row, [9.0], [9.0], [10.0]),
-        measured(beside, [12.0], [9.0], [10.0]),
-        dataclasses.replace(beside, system="gone", setting="", note="not here: libfabric"),
-        measured(dataclasses.replace(row, system="limit", setting="stream x2"), [10.0], [9.0], [10.0]),
-        measured(dataclasses.replace(row, block_bytes=4096), [10.3], [10.3], [10.0]),
-        measured(dataclasses.replace(row, block_bytes=8192), [9.6], [9.6], [10.0]),
-    ]
-    presumed = reasons.PRESUMED + "it polls"
-    known = (("local swap_in*", "another"), ("local swap_out, 8 x 16 KiB, 2 tensors: peer, *", presumed))
-    monkeypatch.setattr(reasons, "REASONS", (*known, ("*peer*", "too late")))
-    facts = json.loads((REPORT / "peers.json").read_text())["environment"]
-    page = report.markdown({"environment": facts, "groups": {}, "extra": {}}, rows)
-    for text in [
-        "2 rows, 1 of them without a reason so far",
-        "1 with one that is presumed and not profiled",
-        "| local | swap_out | 8 x 16 KiB, 2 tensors | peer, tuned | 0.75 | presumed, not profiled: it polls |",
-        "| local | swap_out | 8 x 16 KiB, 2 tensors | limit | 0.90 | **no reason yet** |",
-        "more than 2%",
-        "| local swap_out, 8 x 4 KiB, 2 tensors | 10.3 GB/s | 1.03 |",
-        "| local swap_out | gone | not here: libfabric |",
-        "| ours | 10.3 (limit 1.03) | 9.6 (limit 0.96) | 9 (limit 0.90) |",
-        "| peer, tuned | - | - | **12 (0.75)** |",
-        "- peer, tuned: polls",
-        "Not measured yet: local, between, small, many, standing, faults.",
-    ]:
-        assert text in page
-    assert page.index("## Where we are behind") < page.index("## Inside one process")
-
-
-@pytest.mark.parametrize("op", ["swap_out", "get, each", "pull pool p99", "allocate + free"])
-def test_what_moved_bytes_unseen_is_marked(op):
-    unit = "GB/s" if op == "swap_out" else "us"
-    row = measured(Row("g", op, "peer", unit=unit), [2.0])
-    assert report.cell(dataclasses.replace(row, verified=True)) == "2"
-    # An allocation moves nothing to compare.
-    assert report.cell(dataclasses.replace(row, verified=False)) == ("2" if op == "allocate + free" else "2?")
-
-
 def test_every_committed_row_behind_has_its_reason():
     """Of groups that were measured in full: what a quick run says is looked at again before anybody explains it."""
     document, rows = read(REPORT / "peers.json")
@@ -361,15 +295,3 @@ def test_every_committed_row_behind_has_its_reason():
     assert listed.count(report.NO_REASON) == len(lack)
     full = {name for name, moment in document["groups"].items() if not moment["quick"]}
     assert [text for text, it in zip(lack, bare) if it.row.group in full] == []
-
-
-def test_a_full_run_takes_fifty_minutes_at_most():
-    assert sum(group.about_s(False, group.rounds) for group in groups.GROUPS) <= 50 * 60
-    assert sum(group.about_s(True, groups.QUICK_ROUNDS) for group in groups.GROUPS) <= 5 * 60
-
-
-@pytest.mark.parametrize("name", ["requirements-peers.txt", "requirements-peers-nodeps.txt"])
-def test_the_peers_are_pinned(name):
-    lines = [line for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")]
-    assert lines
-    assert all(re.fullmatch(r"[a-z0-9_.-]+==[0-9][0-9a-z.]*", line) for line in lines), lines

@@ -43,14 +43,6 @@ def test_a_slope_is_named_for_what_it_is(shape, exponent, cost):
     assert ("SUPERLINEAR" in found.text("ns", "one")) == found.superlinear
 
 
-def test_a_linear_slope_says_what_one_more_costs():
-    found = slopes.named(points(lambda size: 1200 + 0.31 * size, noise=0))
-    assert found.fixed == pytest.approx(1200)
-    assert found.each == pytest.approx(0.31)
-    assert found.at(1_000_000) == pytest.approx(311_200)
-    assert found.text("us", "block") == "linear, 1,200 us and 0.31 us for each block"
-
-
 def test_a_fit_by_hand():
     # 1/y = 1, 1/2, 1/4 and x/y = 1, 1, 1: sums aa = 21/16, ab = 7/4, bb = 3, a = 7/4, b = 3; across = 14/16.
     assert slopes.relative([1, 2, 4], [1, 2, 4]) == pytest.approx((0, 1))
@@ -73,32 +65,6 @@ def test_a_fit_by_hand():
 )
 def test_a_curve_is_described_by_what_it_shows(cost, text):
     assert slopes.named([(size, cost(size)) for size in SIZES]).text("ns", "one") == text
-
-
-def test_a_name_needs_enough_points_and_growth():
-    falling = slopes.named(points(lambda size: 900 * size**-0.4))
-    assert (falling.shape, falling.power) == ("power", pytest.approx(-0.4, abs=0.02))
-    assert falling.text("ns", "one").startswith("falls")
-    assert slopes.named([(1, 100.0), (10, 140.0), (100, 180.0)]).shape == "logarithmic"
-    assert slopes.named([(1, 100.0), (2, 105.0)]).shape == "constant"
-    assert slopes.named([(1, 10.0), (2, 20.0)]).name == "power 1.00"
-    assert slopes.named([(64, 110.0)]).text("ns", "one") == "constant, 110 ns"
-
-
-def test_the_exponent_is_that_of_the_end_and_of_most_points():
-    curve = points(lambda size: 2.0 * size, noise=0)
-    assert slopes.steepness(curve) == pytest.approx(1.0)
-    curve[-2] = (curve[-2][0], curve[-2][1] * 5)
-    assert slopes.named(curve).exponent == pytest.approx(1.0, abs=0.35)
-    # A fixed cost hides late growth from a fit over all points.
-    assert slopes.named(points(lambda size: 1e6 + (size / 1000) ** 2, noise=0.01)).exponent > 0.02
-    assert slopes.named(points(lambda _: 1e6)).exponent == pytest.approx(0, abs=0.05)
-
-
-@pytest.mark.parametrize("wrong", [[], [(1, 0.0)], [(1, 1.0), (2, 0.0)], [(0, 1.0), (2, 1.0)]])
-def test_a_slope_of_nothing_is_refused(wrong):
-    with pytest.raises(ValueError, match="needs points"):
-        slopes.named(wrong)
 
 
 WAIT, CORE = crowd_model.Stage("", 0.03), crowd_model.Stage("core", 0.01)
@@ -140,21 +106,6 @@ def test_random_times_give_what_queueing_theory_says(clients, servers):
     assert out.rate == pytest.approx(repairmen(clients, 0.05, 0.01, servers), rel=0.02)
     # Little: clients = rate * time, all of it spent thinking, waiting or being served.
     assert out.used["core"] == pytest.approx(out.rate * 0.01 / servers, rel=0.03)
-
-
-def test_a_crowd_of_nobody_is_refused():
-    for clients, stages, servers in ((0, [CORE], 1), (1, [], 1), (1, [CORE], 0)):
-        with pytest.raises(ValueError, match="a crowd needs"):
-            crowd_model.run(clients, stages, {"core": servers})
-
-
-def test_the_work_that_is_counted():
-    # 80 layers, keys and values, 8 heads of 128, two bytes each.
-    assert fleet.TOKEN == 80 * 2 * 8 * 128 * 2 == 327_680
-    assert fleet.PROMPT_BYTES == 1_342_177_280
-    assert (fleet.PIECE, fleet.PIECES) == (32 << 10, 40_960)
-    # Eight times half of 989.4 TFLOP/s, over two operations for each of 70.6e9 parameters and 4,096 tokens.
-    assert math.isclose(fleet.DEMAND, 3.9576e15 / 5.7835e14, rel_tol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -252,34 +252,6 @@ fn rows_are(tensors: &Tensors, spec: Spec, changes: &[(i64, Spec, i64)]) {
 }
 
 #[test]
-fn copy_cache_between_all_placements() {
-    let ways = [(Device, Device), (Device, Host), (Host, Device), (Host, Host)];
-    let caches = ways.map(|(from, to)| [batch(from, 3, 4, 64, 1), batch(to, 3, 5, 64, 2)]);
-    // From one cache to the other; inside one cache; and a slot onto itself.
-    let steps = |src| {
-        let dst = src + 1;
-        [Copy(src, dst, slots(1, 4)), Copy(dst, dst, slots(4, 0)), Copy(dst, dst, slots(1, 1))]
-    };
-    let steps: Vec<_> = [0, 2, 4, 6].into_iter().flat_map(steps).collect();
-    let bytes = agreed(&setups(), caches.as_flattened(), &steps);
-    for (bytes, [a, b]) in bytes.chunks(2).zip(caches) {
-        rows_are(&bytes[0], a, &[]);
-        rows_are(&bytes[1], b, &[(4, a, 1), (0, a, 1)]);
-    }
-}
-
-#[test]
-fn copy_cache_copies_the_range_and_nothing_beside_it() {
-    // Slots of 100 and of 64 bytes: the same offset applies to both.
-    let caches = [batch(Device, 2, 3, 100, 1), batch(Host, 2, 4, 64, 2)];
-    let ranges = [(3, 0, 1), (3, 63, 1), (2, 10, 54), (1, 7, 13), (0, 0, 64)];
-    let mut steps = ranges.map(|(slot, offset, size)| Copy(0, 1, args(2, slot, offset, size))).to_vec();
-    // The rest of a slot of 64 bytes: 4 bytes.
-    steps.push(Copy(1, 0, args(1, 0, 60, -1)));
-    agreed(&some_setups(), &caches, &steps);
-}
-
-#[test]
 fn copy_blocks_in_the_order_given() {
     let cases: [(&[(i64, i64)], &[(i64, i64)]); 9] = [
         (&[], &[]),
@@ -306,26 +278,6 @@ fn copy_blocks_in_the_order_given() {
             rows_are(bytes, spec, &rows.iter().map(|&(row, from)| (row, spec, from)).collect::<Vec<_>>());
         }
     }
-}
-
-#[test]
-fn swap_blocks_both_ways() {
-    let (a, b) = (blocks(Host, 2, 10, 128, 1), blocks(Device, 2, 20, 128, 2));
-    let pairs = [(3, 4), (0, 0), (1, 1), (2, 2), (5, 6), (6, 7), (7, 8), (8, 9), (9, 19)];
-    let steps = [
-        Swap(0, 1, pairs.to_vec()),
-        // Back into other places: block 4 of the device is block 3 of the host, 18 is still its own.
-        Swap(1, 0, vec![(4, 0), (18, 9), (19, 1)]),
-        Swap(1, 0, vec![]),
-        Swap(0, 1, vec![]),
-        // Two sources into one place: the later wins, whichever way it travels.
-        Swap(0, 1, vec![(7, 15), (5, 15), (4, 16), (6, 16)]),
-    ];
-    let bytes = agreed(&setups(), &[a, b], &steps);
-    rows_are(&bytes[0], a, &[(0, a, 3), (9, b, 18), (1, a, 9)]);
-    let mut swapped: Vec<_> = pairs.iter().map(|&(from, to)| (to, a, from)).collect();
-    swapped.extend([(15, a, 5), (16, a, 6)]);
-    rows_are(&bytes[1], b, &swapped);
 }
 
 /// One byte, primes, more than a page, more than a unit of work; one tensor and many; and 24 MiB in many units.

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "docs" / "conformance.md"
 HEAD = 15  # lines of the table's page above its rows
 SHARED = ROOT.parent / "shared"
@@ -118,6 +118,7 @@ def specified(text: str) -> dict[str, str]:
 
 
 def lines(text: str) -> list[int]:
+    """Return the numbers of the lines of the acceptance checklist."""
     return [int(number) for number in re.findall(r"^(\d+)\. ", section(text, 20), re.MULTILINE)]
 
 
@@ -129,6 +130,7 @@ class Ended(NamedTuple):
 
     @property
     def state(self) -> str:
+        """Return its state in the table."""
         return "fails" if self.failed else f"skipped: {self.skipped}" if self.skipped else "passes"
 
 
@@ -150,7 +152,7 @@ class Witness:
         items.sort(key=lambda test: test.path.name == "test_conformance.py")
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Note how a marked test ended."""
         report = yield
         if any(True for _ in claims(item)):
@@ -182,6 +184,7 @@ class Witness:
 
 
 def linked(sections: str) -> str:
+    """Return the sections as links to the contract."""
     return re.sub(r"\d+(?:\.\d+)?", lambda number: f"[{number[0]}](contract.md#{number[0]})", sections)
 
 
@@ -190,7 +193,7 @@ def claims(test: pytest.Item) -> Iterator[str]:
     for mark in test.iter_markers("contract"):
         for key in mark.args:
             if key not in KEYS:
-                raise pytest.UsageError(f"{test.nodeid}: no item {key!r} in tests/contract.py")
+                raise pytest.UsageError(f"{test.nodeid}: no item {key!r} in tools/docs/contract.py")
             yield key
 
 

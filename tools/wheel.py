@@ -67,9 +67,7 @@ def audit(path: Path, tag: str) -> str:
     tool = Path(sys.executable).parent / "auditwheel"
     if not tool.is_file():
         return "NOT AUDITED by auditwheel (it needs Python 3.10)"
-    done = subprocess.run(  # noqa: S603
-        [tool, "show", path], capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
+    done = subprocess.run([tool, "show", path], capture_output=True, text=True, timeout=LIMIT_S, check=False)
     require(done.returncode == 0, path, f"auditwheel: {done.stdout}{done.stderr}")
     found = re.search(r'platform\s+tag:\s+"([^"]+)"', done.stdout)
     require(found, path, f"auditwheel names no platform tag: {done.stdout}")
@@ -93,7 +91,7 @@ def interpreter(minor: int) -> str | None:
         if place is None:
             continue
         test = f"import sys, ensurepip, venv; sys.exit(sys.version_info[:2] != (3, {minor}))"
-        if subprocess.run([place, "-c", test], capture_output=True, check=False).returncode == 0:  # noqa: S603
+        if subprocess.run([place, "-c", test], capture_output=True, check=False).returncode == 0:
             return place
     return None
 
@@ -115,7 +113,7 @@ def pythons(path: Path) -> int:
                 [own, "-m", "pip", "install", *quiet, "--only-binary=:all:", path.resolve()],
                 [own, "-I", Path(__file__).resolve(), "smoke"],
             ):
-                subprocess.run(command, cwd=folder, check=True, timeout=LIMIT_S)  # noqa: S603
+                subprocess.run(command, cwd=folder, check=True, timeout=LIMIT_S)
         used.append(f"3.{minor}")
     print(f"{path.name}: runs on Python {', '.join(used)}")
     if absent:
@@ -150,7 +148,7 @@ def smoke() -> int:
     engine.finalize()
 
     program = Path(sys.executable).parent / "llm-datadist"
-    done = subprocess.run(  # noqa: S603
+    done = subprocess.run(
         [program, "replay", "--requests", "50", "--quiet"], capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     require(done.returncode == 0, program, done.stdout + done.stderr)
@@ -165,9 +163,7 @@ def sdist(path: Path) -> int:
     own = {name: value for name, value in os.environ.items() if name not in ("CARGO_TARGET_DIR", "PYTHONPATH")}
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-deps"]
-        subprocess.run(  # noqa: S603
-            [*command, "--verbose", "--wheel-dir", folder, path.resolve()], cwd=folder, env=own, check=True
-        )
+        subprocess.run([*command, "--verbose", "--wheel-dir", folder, path.resolve()], cwd=folder, env=own, check=True)
         (wheel,) = Path(folder).glob("*.whl")
         contents(wheel)
         print(f"{path}: builds {wheel.name}")
