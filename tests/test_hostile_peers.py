@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import random
 import resource
-import socket
 import threading
 import time
 from contextlib import suppress
@@ -23,13 +22,11 @@ import pytest
 
 from hostile import budgets
 from hostile import messages as m
-from hostile.client import GENERATIONS, Offer, ask, dial_local, dial_tcp, frame, memory, payload, take
+from hostile.client import GENERATIONS, ask, dial_local, dial_tcp, frame, payload, take
 from hostile.trial import GONE, PREY, PREY_BYTES, PREY_ROWS, SILENCE, SLACK, VICTIM, Trial, usage
 from peers import SOAK, pattern
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from hostile.client import Wire
 
 
@@ -66,63 +63,6 @@ def test_a_fair_peer_reads_and_writes(local: bool) -> None:
 def test_the_documentation_quotes_the_budgets() -> None:
     text = (Path(__file__).resolve().parents[1] / "docs" / "security.md").read_text(encoding="utf-8")
     assert budgets.table() in text, "run `python -m hostile.budgets` in the folder of the tests"
-
-
-def _odd_descriptors(trial: Trial) -> dict[str, int]:
-    """Descriptors that are no memory."""
-    reading, writing = os.pipe()
-    left, right = socket.socketpair()
-    trial.held.callback(right.close)
-    return {
-        "a pipe": reading,
-        "the other end of a pipe": writing,
-        "a socket": left.detach(),
-        "a device": os.open("/dev/zero", os.O_RDWR),
-        "a folder": os.open("/", os.O_RDONLY),
-        "a path": os.open("/dev/null", os.O_PATH),
-        "a file": os.open("/proc/self/exe", os.O_RDONLY),
-        "a file of the kernel": os.open("/proc/self/mem", os.O_RDONLY),
-    }
-
-
-def _lies(trial: Trial) -> Iterator[tuple[str, Offer]]:
-    """Offers in which something is wrong."""
-    page = 4096
-    for length in (0, 1 << 40, 2**63, 2**64 - 1):
-        yield f"a region of {length} bytes", Offer([memory(GENERATIONS), memory(page)], regions=(length, None))
-    yield "a region that is not sealed", Offer([memory(GENERATIONS), memory(page, 0)], regions=(page, None))
-    yield "generations too short", Offer([memory(page)])
-    yield "generations not sealed", Offer([memory(GENERATIONS, 0)])
-    yield "only sealed against growth", Offer([memory(GENERATIONS, 0x4)])
-    yield "no generations", Offer([], generations=False)
-    yield "no descriptor where one was said", Offer([])
-    yield "one descriptor where three were said", Offer([memory(GENERATIONS)], regions=(page, page))
-    yield "eight descriptors where one was said", Offer([memory(GENERATIONS) for _ in range(8)])
-    yield "nine descriptors", Offer([memory(GENERATIONS) for _ in range(9)])
-    yield "as many descriptors as the kernel carries", Offer([memory(page) for _ in range(253)])
-    for address in (0, 4096, 2**64 - 1):
-        yield f"a probe at {address}", Offer(probe=(address, b"x" * 16))
-    for what, descriptor in _odd_descriptors(trial).items():
-        yield f"{what} in place of generations", Offer([descriptor])
-    for what, descriptor in _odd_descriptors(trial).items():
-        yield f"{what} in place of a region", Offer([memory(GENERATIONS), descriptor], regions=(page, None))
-
-
-def test_offers_that_lie_are_refused_and_leave_nothing() -> None:
-    with Trial() as trial:
-        trial.begin()
-        for what, offer in _lies(trial):
-            began = time.monotonic()
-            with suppress(OSError):
-                link = trial.link(100, local=True, offer=offer)
-                told = link.seen
-                assert "probe" in what or "eight" in what or told["mapped"], f"{what}: {told}"
-                assert "eight" in what or told["registered"], f"{what}: {told}"
-                link.close()
-            offer.close()
-            assert time.monotonic() - began < SILENCE + SLACK, f"{what}: no answer"
-        trial.judge(links=2, mapped=2 * GENERATIONS)
-        trial.recovers()
 
 
 def test_descriptors_with_other_frames_are_closed() -> None:

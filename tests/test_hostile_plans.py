@@ -11,8 +11,8 @@ from contextlib import suppress
 import pytest
 
 from hostile import messages as m
-from hostile.client import F_ADD_SEALS, GENERATIONS, SEALS, Offer, Wire, ask, frame, header, memory
-from hostile.trial import GONE, MIB, PREY, PREY_BYTES, PREY_ROWS, PULL_LIMIT, SILENCE, SLACK, Trial, prey_of
+from hostile.client import F_ADD_SEALS, GENERATIONS, SEALS, Offer, Wire, ask, frame, memory
+from hostile.trial import GONE, MIB, PREY, PREY_BYTES, PREY_ROWS, PULL_LIMIT, SLACK, Trial, prey_of
 from peers import OK, SOAK, by_blocks, equal, meanwhile, pattern, together
 
 
@@ -205,21 +205,6 @@ def test_generations_that_never_rest_end_the_pull_in_time() -> None:
                 _, seconds, text = trial.victim.timed("pull_blocks", by_blocks(77), "n", [0], [0])
                 assert seconds < 1 + SLACK, text
         trial.judge(links=1, streams=2, busy=1, mapped=2 * GENERATIONS)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [frame(b"x", kind=77), frame(b"x", version=99), header(64 * MIB + 1), frame(b"\xff" * 100), b"no frame at all"],
-    ids=["kind", "version", "length", "message", "no frame"],
-)
-def test_bad_frames_end_their_stream(bad: bytes) -> None:
-    with Trial(honest=["tcp"]) as trial:
-        trial.begin()
-        link = trial.link()
-        for wire in (link.call(), link.control):
-            wire.send(bad)
-            assert wire.ended(SILENCE + SLACK), "the stream goes on"
-        trial.judge(links=1, streams=1, busy=1)
 
 
 def test_random_streams_of_good_and_bad_frames() -> None:

@@ -26,7 +26,6 @@ from peers import (
     by_blocks,
     equal,
     eventually,
-    free_ports,
     linked,
     options,
     pattern,
@@ -39,7 +38,6 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start p
 
 NOBODY, SOMEBODY = 65534, 12345  # the user that stands for all unmapped ones, and an ordinary user
 TOKEN = "a token that both users know"  # noqa: S105
-OTHER = "a token that only the squatter knows"
 SETTINGS = ("link.?token", "link.?accept.?remote")  # what would admit the peer, however it is written
 
 
@@ -69,13 +67,6 @@ def heard(process: subprocess.Popen[str]) -> Any:
     line = process.stdout.readline()
     assert line, f"the process ended with {process.wait(10)}"
     return json.loads(line)
-
-
-def finish(process: subprocess.Popen[str]) -> Any:
-    """End the input of `other_user`; its last word."""
-    assert process.stdin is not None
-    process.stdin.close()
-    return heard(process)
 
 
 def uses(near: Any, far: Peer, seed: int = 1) -> None:
@@ -208,37 +199,3 @@ def test_a_forwarder_on_the_loopback_admits_nobody(ends: Ends, user: int) -> Non
         near = ends.near(options(accessible=True))
         assert near.link_clusters([(2, at)])[0] == OK, "the same user meets at the local socket"
         uses(near, far)
-
-
-def _table(ports: int) -> tuple[dict[str, Any], str]:
-    devices = [{"device_id": str(number), "rank_id": str(number)} for number in range(2)]
-    servers = [{"server_id": "127.0.0.1", "device": devices}]
-    return {"llm__RankPort": ports, "llm__LinkTotalTime": 10}, json.dumps({"server_count": "1", "server_list": servers})
-
-
-@pytest.mark.parametrize("token", [None, TOKEN])
-def test_a_squatter_on_the_local_name_gains_nothing(ends: Ends, token: str | None) -> None:
-    """It hears not a byte, and the members of the rank table meet without waiting for it."""
-    given, table = _table(free_ports())
-    if token is not None:
-        given["llm__LinkToken"] = token
-    # The names that the squatter can work out: those of another token, as it does not know this one.
-    near = ends.near(options(**{**given, **({} if token is None else {"llm__LinkToken": OTHER})}))
-    before = set(local_names(os.getpid()))
-    near.link("pair", {1: 0, 2: 1}, table)
-    names = sorted(set(local_names(os.getpid())) - before)
-    assert names, "the listener of the rank table has a local name"
-    near.reset()
-    far = ends.peer(options(**given))
-    near = ends.near(options(**given))
-    with running(SOMEBODY, "squat", *names) as process:
-        assert heard(process) == "ready"
-        comms = near.link("pair", {1: 0, 2: 1}, table), far.link("pair", {1: 0, 2: 1}, table)
-        # One try at the squatter's socket would take 2 s.
-        assert near.settled(comms[0], 1.9) == "OK", "the squatter delays the link"
-        assert far.settled(comms[1], 1.9) == "OK"
-        far.allocate("f", 4, 5000, 2, blocks=True, keys=[by_blocks(0)], seed=1)
-        near.allocate("n", 4, 5000, 2, blocks=True)
-        near.pull_blocks(by_blocks(2), "n", range(4), range(4))
-        assert equal(near.read("n"), pattern(1, 2, 4, 5000))
-        assert finish(process)["bytes"] == 0, "the squatter heard a greeting"

@@ -1,8 +1,7 @@
 """What another user of the host may try: run as root, this program becomes that user and does one thing.
 
 ``python other_user.py UID COMMAND ARGUMENTS`` prints JSON lines. ``greet`` greets an engine at ``tcp ADDRESS`` or
-``local NAME`` and says what came of it. ``squat`` listens at abstract names, says "ready", and when its input ends says
-how many connections came and how many bytes they brought. ``forward`` pipes TCP from a free port of the loopback to an
+``local NAME`` and says what came of it. ``forward`` pipes TCP from a free port of the loopback to an
 address. It imports all it needs before it changes the user, because that user may not be able to read it. Not for:
 engines, which become another user by `peers.End.become`.
 """
@@ -42,30 +41,6 @@ def greet(way: str, at: str) -> dict[str, Any]:
         return {"refused": str(error)}
 
 
-def squat(*names: str) -> dict[str, int]:
-    """Listen at these names until the input ends; what came."""
-    told = {"connections": 0, "bytes": 0}
-
-    def accept(door: socket.socket) -> None:
-        while True:
-            caller = door.accept()[0]
-            told["connections"] += 1
-            in_thread(count, caller)
-
-    def count(caller: socket.socket) -> None:
-        while data := caller.recv(1 << 16):
-            told["bytes"] += len(data)
-
-    for name in names:
-        door = socket.socket(socket.AF_UNIX)
-        door.bind(b"\0" + name.encode())
-        door.listen()
-        in_thread(accept, door)
-    tell("ready")
-    sys.stdin.read()
-    return told
-
-
 def _carry(source: socket.socket, target: socket.socket) -> None:
     with suppress(OSError):
         while data := source.recv(1 << 16):
@@ -94,4 +69,4 @@ if __name__ == "__main__":
     os.setgroups([])
     os.setgid(int(user))
     os.setuid(int(user))
-    tell({"greet": greet, "squat": squat, "forward": forward}[command](*arguments))
+    tell({"greet": greet, "forward": forward}[command](*arguments))

@@ -2,7 +2,7 @@
 //!
 //! A stalled connection costs one descriptor for the time of a handshake, and no thread. When the limit is
 //! reached, the oldest unauthenticated connection is dropped, so that silent connections keep no peer out
-//! (`test_strangers_are_borne_and_forgotten`).
+//! (`test_floods_of_stalled_connections_keep_nobody_out`).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -250,6 +250,11 @@ fn descriptors_that_could_kill_the_reader_are_refused() {
     let file = File::open(std::env::current_exe().unwrap()).unwrap();
     let region = Region::shared("test", mib).unwrap();
     let shared = || region.descriptor().unwrap().try_clone_to_owned().unwrap();
+    let no_memory = ["/dev/zero", "/", "/proc/self/mem"].map(|path| File::open(path).unwrap().into());
+    let (pipe, socket) = (io::pipe().unwrap(), UnixStream::pair().unwrap());
+    for descriptor in no_memory.into_iter().chain([pipe.0.into(), pipe.1.into(), socket.0.into()]) {
+        PeerMapping::map(descriptor, 4096, &budget(), soon()).unwrap_err();
+    }
     // Pools are made of whole huge pages.
     for (descriptor, len, text) in [
         (unsealed, mib, "not sealed"),
