@@ -406,30 +406,3 @@ def test_attribute_error_for_none_of_other_calls_names_the_argument(start: Calla
     for name, call in calls:
         with pytest.raises(AttributeError, match=rf"^{name} must not be None$"):
             call()
-
-
-def test_attribute_error_of_the_program_itself_is_left_alone(manager: Any) -> None:
-    class Broken(CacheDesc):
-        @property
-        def _num_tensors(self) -> int:  # type: ignore[override]
-            return self.nothing  # type: ignore[attr-defined, no-any-return]
-
-        @_num_tensors.setter
-        def _num_tensors(self, value: int) -> None: ...
-
-    with pytest.raises(AttributeError, match="has no attribute"):
-        manager.allocate_cache(Broken(1, [1], DataType.DT_INT8))
-
-
-@pytest.mark.parametrize("array", [np.array([]), np.array([], dtype=np.int64), np.zeros((0, 2)), np.zeros((2, 3), int)])
-def test_array_that_is_no_mapping_is_described(manager: Any, array: Any) -> None:
-    blocks = manager.allocate_blocks_cache(desc())
-    host = manager.allocate_blocks_cache(desc(placement=Placement.HOST))
-    described = re.escape(f"of {array.dtype} with shape {array.shape}")
-    for name, call in (
-        ("copy_block_info", lambda: manager.copy_blocks(blocks, array)),
-        ("src_to_dst", lambda: manager.swap_blocks(blocks, host, array)),
-        ("src_blocks", lambda: manager.pull_blocks(BlocksCacheKey(2), blocks, array, [0])),
-    ):
-        with pytest.raises(TypeError, match=f"^{name} only support .*{described}$"):
-            call()

@@ -171,17 +171,6 @@ def test_a_thread_that_ends_early_fails_the_transfer(transfer: Transfer, monkeyp
     assert seen.call_args.args[0].exc_type is MemoryError
 
 
-def test_a_synchronizer_whose_attributes_raise(transfer: Transfer) -> None:
-    class Fickle(Steps):
-        @property
-        def timeout_in_millis(self) -> Optional[int]:  # type: ignore[override]
-            raise ArithmeticError("gone")
-
-    with pytest.raises(ArithmeticError, match="gone"):
-        transfer.start(Fickle())
-    source_is_released(transfer)
-
-
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_native_task_that_is_dropped(transfer: Transfer, asked: bool) -> None:
     """It goes on if a thread has asked for a layer. Otherwise, as when Ctrl-C comes before the thread, it ends."""

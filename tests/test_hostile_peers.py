@@ -207,52 +207,6 @@ def test_a_storm_of_requests_for_streams_is_bounded(greets: bool) -> None:
         trial.judge(links=1, streams=budgets.value("link_streams"), busy=1)
 
 
-def test_goodbyes_and_new_links_in_a_storm() -> None:
-    """One peer links, says goodbye in every way there is, and links again."""
-    rounds = 400 if SOAK else 100
-    with Trial() as trial:
-        trial.begin()
-        for number in range(rounds):
-            peer = trial.attacker(66, instance=7)
-            with suppress(*GONE):
-                local = number % 4 == 0
-                link = peer.link_local(trial.local_name) if local else peer.link_tcp(trial.victim.address)
-                trial.held.callback(link.close)
-                way = number % 6
-                if way == 0:
-                    link.control.say(m.bye("x" * 4000, unlinked=bool(number % 2)))
-                elif way == 1:
-                    link.call().send(frame(m.unlink()) * 3)
-                elif way == 2:
-                    link.control.send(frame(m.bye()) * 50)
-                elif way == 3:
-                    link.call().say(m.describe(m.name_blocks(1)))
-                    link.control.say(m.bye("", unlinked=True))
-                elif way == 4:
-                    link.close()
-                # way 5: the next link takes its place
-        trial.judge(links=rounds, mapped=rounds * GENERATIONS)
-        trial.held.close()
-        trial.recovers()
-
-
-def test_many_links_by_one_peer() -> None:
-    """One process links under hundreds of cluster ids, and calls on each link; then it says no more."""
-    with Trial() as trial:
-        trial.begin()
-        calls = [trial.fair_call(100 + number) for number in range(MANY)]
-        for _, call in calls:
-            assert ask(call, m.ping())["is"] == "Done"
-        time.sleep(0.5)
-        assert not trial.tender.ended
-        trial.tender.__exit__()
-        until = time.monotonic() + SILENCE + 2 * SLACK
-        left = [link for link, _ in calls if not link.control.ended(max(0.05, until - time.monotonic()))]
-        trial.judge(links=MANY, streams=MANY)
-        assert not left, f"{len(left)} silent peers are still linked"
-        trial.recovers()
-
-
 def test_knocks_and_meetings_leave_nothing() -> None:
     """Streams that say who is there and end: for communicators that nobody entered, and for the secret."""
     with Trial() as trial:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import mmap
-import random
 import time
 from contextlib import suppress
 
@@ -12,8 +11,8 @@ import pytest
 
 from hostile import messages as m
 from hostile.client import F_ADD_SEALS, GENERATIONS, SEALS, Offer, Wire, ask, frame, memory
-from hostile.trial import GONE, MIB, PREY, PREY_BYTES, PREY_ROWS, PULL_LIMIT, SLACK, Trial, prey_of
-from peers import OK, SOAK, by_blocks, equal, meanwhile, pattern, together
+from hostile.trial import MIB, PREY, PREY_BYTES, PREY_ROWS, PULL_LIMIT, SLACK, Trial, prey_of
+from peers import OK, by_blocks, equal, meanwhile, pattern, together
 
 
 def _long_plan(kind: str) -> bytes:
@@ -205,37 +204,3 @@ def test_generations_that_never_rest_end_the_pull_in_time() -> None:
                 _, seconds, text = trial.victim.timed("pull_blocks", by_blocks(77), "n", [0], [0])
                 assert seconds < 1 + SLACK, text
         trial.judge(links=1, streams=2, busy=1, mapped=2 * GENERATIONS)
-
-
-def test_random_streams_of_good_and_bad_frames() -> None:
-    """Seeded sequences of valid messages, mutated ones and noise, on all kinds of streams."""
-    chance = random.Random(11)  # noqa: S311
-    name, plan = m.name_blocks(1), m.plan_blocks(4096, [(1, 2), (3, 4)])
-    good = [
-        m.ping(),
-        m.describe(name),
-        m.describe(m.name_request(0, 1)),
-        m.read(name, 2, plan, 0, 8192),
-        m.write(name, 2, plan, 0, 8192, limit_ms=50),
-        m.consume(m.name_row(2), 2, 0, 1),
-        m.fetch(name, 2, plan, m.in_process([m.run(4096, 0, 1)]), 1, PREY),
-        m.locate(m.uint(4096), 1),
-        m.PONG,
-        m.DIAL,
-    ]
-    with Trial() as trial:
-        trial.begin()
-        for number in range(2000 if SOAK else 200):
-            with suppress(*GONE):
-                link = trial.link(100 + number, local=number % 3 == 0)
-                wire = link.call() if number % 4 else link.control
-                for _ in range(chance.randint(1, 5)):
-                    body = bytearray(chance.choice(good))
-                    if body and chance.random() < 0.6:
-                        body[chance.randrange(len(body))] ^= 1 << chance.randrange(8)
-                    wire.send(frame(bytes(body)))
-                if number % 20 == 19:
-                    trial.held.close()
-        trial.held.close()
-        trial.judge(links=64, streams=64, busy=8, mapped=64 * GENERATIONS)
-        trial.recovers()

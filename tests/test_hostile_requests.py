@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -12,9 +11,9 @@ import pytest
 
 from hostile import budgets
 from hostile import messages as m
-from hostile.client import AHEAD, Wire, ask, frame, header, payload
-from hostile.trial import GONE, MIB, PREY, PREY_BYTES, PREY_ROWS, PULL_LIMIT, SILENCE, SLACK, VICTIM, Trial, prey_of
-from peers import OK, by_blocks, equal, eventually, meanwhile, pattern, together
+from hostile.client import AHEAD, Wire, ask, header, payload
+from hostile.trial import MIB, PREY, PREY_BYTES, PREY_ROWS, SILENCE, SLACK, VICTIM, Trial, prey_of
+from peers import OK, by_blocks, equal, meanwhile, pattern, together
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -160,24 +159,6 @@ def test_a_slow_reader_that_makes_progress_keeps_its_rows() -> None:
         trial.judge(links=1, streams=1, busy=1)
 
 
-def test_many_peers_that_hold_rows() -> None:
-    """64 calls of each of 4 peers read and never take their bytes."""
-    with Trial() as trial:
-        plan = m.plan_spans([1], [m.span(0, 0, PREY)], 2)
-        trial.begin()
-        calls = 0
-        for number in range(4):
-            link, call = trial.fair_call(100 + number, window=4096)
-            cache = prey_of(call)
-            for each in [call, *(link.call() for _ in range(63))]:
-                with suppress(*GONE):
-                    each.say(m.read(m.name_blocks(1), cache, plan, 0, 2 * PREY))
-                    calls += 1
-        time.sleep(1)
-        trial.join(40, "tcp")
-        trial.judge(links=5, streams=calls, busy=5)
-
-
 NONSENSE: dict[str, bytes] = {
     "done": m.done(2**63),
     "ready for more bytes than there are": m.ready(U64),
@@ -214,25 +195,3 @@ def test_answers_that_mean_nothing_fail_the_call_and_nothing_else() -> None:
                 assert seconds < 1 + SLACK, (what, call, seconds)
         trial.judge(links=1, streams=1, busy=1)
         assert not trial.tender.ended, "the link itself goes on"
-
-
-def test_answers_that_nobody_asked_for() -> None:
-    """Replies on idle call streams, requests on streams that carry the victim's calls, pongs in a storm."""
-    with Trial() as trial:
-        streams: list[Wire] = []
-        _listener, link = trial.listen(lambda wire: (streams.append(wire), threading.Event().wait(3)))
-        trial.begin()
-        begun = trial.victim.begin("timed", "pull_blocks", by_blocks(77), "n", [0], [0])
-        wire = eventually(lambda: streams)[0]
-        with suppress(OSError):
-            wire.send(frame(m.STALE) * 1000 + frame(m.done()) * 1000)
-        with suppress(OSError):
-            link.control.send(frame(m.PONG) * 100_000)
-        told, seconds, _ = begun.result()
-        assert told != OK
-        assert seconds < PULL_LIMIT / 1000 + SLACK
-        fair, call = trial.fair_call()
-        call.send(frame(m.done()) * 100)
-        assert call.ended(SILENCE + SLACK), "a reply is no request"
-        fair.control.send(frame(m.PONG) * 100_000)
-        trial.judge(links=2, streams=2, busy=2)

@@ -210,16 +210,6 @@ def test_what_is_used_is_merged_in_the_background_where_asked_and_nothing_else(w
 
 
 @needs_merging
-def test_its_thread_ends_with_the_engine(start):
-    dist = start(options(pool(512 << 20), None, llm__HugePages="merge"))
-    view = half_used(dist.cache_manager, 256 << 20)
-    assert awaited(lambda: mergers() == 1)
-    dist.finalize()
-    assert mergers() == 0
-    assert (view[0] == 7).all(), "the memory lives as long as the view"
-
-
-@needs_merging
 def test_transfers_between_processes_go_on_while_both_merge(transport, ends):
     rows, row_bytes = 768, 32 << 10  # 48 MiB in each of two processes
     given = {"accessible": True, "pool": 112 << 20, "llm__LinkTransport": transport, "llm__HugePages": "merge"}

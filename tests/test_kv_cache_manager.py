@@ -9,7 +9,6 @@ import copy
 import gc
 import json
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable
 
 import numpy as np
@@ -380,22 +379,6 @@ print(stats["caches"], stats["keys"], len(manager.get_cache_tensors(cache)))
 """
     )
     assert told.split() == ["1", "1", "1"]
-
-
-def test_threads_allocate_and_drop(prompt: KvCacheManager) -> None:
-    def work(number: int) -> None:
-        for turn in range(100):
-            key = CacheKey(0, number * 1000 + turn)
-            cache = prompt.allocate_cache(desc(), [key])
-            prompt.copy_cache(cache, cache, 1, 0)
-            if turn % 2:
-                prompt.deallocate_cache(cache)
-            del cache
-            prompt.remove_cache_key(key)
-
-    with ThreadPoolExecutor(4) as crew:
-        list(crew.map(work, range(4)))
-    assert table(prompt) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(

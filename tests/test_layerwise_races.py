@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
 from layers import FAILED, FINALIZED, Decoder, Steps, Transfer, finish, launch, layers_done, results
 from llm_datadist import CacheKeyByIdAndIndex, TransferConfig, TransferWithCacheKeyConfig
-from peers import OK, THOROUGH, TIMEOUT, UNLINKED, Ends, by_blocks, eventually, meanwhile
+from peers import OK, TIMEOUT, UNLINKED, Ends, by_blocks, eventually
 
 
 def uniform(arrays: list[np.ndarray], allowed: set[int], where: str) -> None:
@@ -19,42 +19,6 @@ def uniform(arrays: list[np.ndarray], allowed: set[int], where: str) -> None:
         for row, values in enumerate(map(np.unique, array)):
             assert len(values) == 1, f"{where}: tensor {tensor}, row {row} is mixed: {values}"
             assert int(values[0]) in allowed, (where, tensor, row, values)
-
-
-def test_transfers_copies_and_pulls_of_the_same_rows_never_mix(ends: Ends, way: dict[str, Any]) -> None:
-    transfer = Transfer(ends, way, 4, 150_000, 2, blocks=True, pool=16 << 20, llm__SyncKvCacheWaitTime=4000)
-    near, peer, rows = transfer.near, transfer.peer, range(4)
-    for value, name in enumerate(("a", "b"), 1):
-        near.allocate(name, 4, 150_000, 4, blocks=True)
-        near.paint(name, value)
-    for end in (near, peer):
-        end.allocate("host", 4, 150_000, 4, blocks=True, host=True)
-        end.paint("host", 4)
-    peer.paint("f", 9)
-
-    def sends(name: str) -> Callable[[], None]:
-        def send() -> None:
-            task = launch(near, name, [transfer.to.to(range(2))], src=list(rows), dst=list(rows))
-            assert results(task) == [OK]
-
-        return send
-
-    with meanwhile(
-        sends("a"),
-        sends("b"),
-        lambda: near.swap_blocks("host", "a", [(0, 0), (1, 2)]),
-        lambda: near.copy_blocks("b", [(0, 1), (2, 3)]),
-        lambda: near.pull_blocks(by_blocks(2), "b", [1], [0]),
-    ):
-        for _ in range(40 if THOROUGH else 5):
-            calls: list[Any] = [
-                ["copy_blocks", ["f", [(0, 1), (2, 3)]], {}],
-                ["swap_blocks", ["f", "host", [(0, 0), (1, 2)]], {}],
-                ["swap_blocks", ["host", "f", [(3, 3)]], {}],
-            ]
-            assert peer.at_once(calls, 2) == [OK] * 3
-    for end, name in ((near, "a"), (near, "b"), (peer, "f"), (peer, "host")):
-        uniform(end.read(name), {1, 2, 4, 9}, name)
 
 
 def test_rows_for_a_peer_that_stands_still_do_not_hold_up_another(ends: Ends, way: dict[str, Any]) -> None:
@@ -163,19 +127,6 @@ def test_a_synchronizer_that_ends_its_own_transfer(ends: Ends, how: str, code: s
     started.set()
     assert results(task) == [code]
     transfer.arrived(4 if code == OK else layers_done(task)[0])
-
-
-def test_one_synchronizer_for_several_transfers(ends: Ends, way: dict[str, Any]) -> None:
-    transfer = Transfer(ends, way, 8, 640)
-    to, steps = transfer.to, Steps(allowed=0)
-    tasks = [transfer.start(steps, [to.to(range(4), row=row, slot=7 - row)]) for row in range(8)]
-    steps.allow()
-    assert [results(task) for task in tasks] == [[OK]] * 8
-    assert sorted(steps.layers) == sorted(list(range(4)) * 8)
-    assert len(steps.threads) == 8
-    for row in range(8):
-        to.slot(transfer.source, range(4), row=row, slot=7 - row)
-    to.check()
 
 
 def test_arguments_that_are_changed_after_the_call(ends: Ends) -> None:

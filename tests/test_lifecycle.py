@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import textwrap
 import threading
-from pathlib import Path
 from typing import Any, Callable
 
 import pytest
@@ -29,7 +28,7 @@ from memory import (
     same,
     used,
 )
-from peers import eventually, together
+from peers import together
 
 ENGINE = """
 import ctypes, os, sys, warnings
@@ -256,21 +255,6 @@ def test_finalize_with_leftovers_is_silent(start: Callable[..., Any]) -> None:
     dist.cache_manager.allocate_blocks_cache(desc(), BlocksCacheKey(1))
     dist.cache_manager.register_cache(user.describe(Placement.DEVICE), user.addrs)
     dist.finalize()
-
-
-def test_many_engines_one_after_the_other_leave_no_thread_behind(start: Callable[..., Any]) -> None:
-    tasks = Path("/proc/self/task")
-    if not tasks.exists():
-        pytest.skip("counting threads needs /proc")
-    dist = start()
-    dist.finalize()
-    before = len(list(tasks.iterdir()))
-    for _ in range(20):
-        dist.init(options(llm__CopyWorkers="4"))
-        cache = dist.cache_manager.allocate_cache(desc(4, 100_000))
-        dist.cache_manager.copy_cache(cache, cache, 1, 0)
-        dist.finalize()
-    eventually(lambda: len(list(tasks.iterdir())) <= before, what="the end of all threads")
 
 
 def run_engine(text: str) -> str:

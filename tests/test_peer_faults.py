@@ -220,22 +220,6 @@ def test_finalize_with_a_stopped_peer_ends(pair: tuple[End, Peer]) -> None:
         assert pair[0].within(3, "finalize")[0] == OK
 
 
-def test_a_forked_child_gets_an_error_and_harms_nothing(ends: Ends, way: dict[str, Any]) -> None:
-    far, user = ends.peer(options(**way)), ends.peer(options(**way), cluster=3)
-    user.spoiled = True  # it has forked
-    linked(user, far)
-    caches(user, far)
-    for call in (["pull_blocks", by_blocks(2), "n", [0], [0]], ["links"], ["link_clusters", [far.at]], ["finalize"]):
-        status, told = user.fork_and_try(*call)
-        assert status == 7, (call[0], status, told)
-        if call[0] != "finalize":
-            assert told.startswith(("LLM_FAILED", "RuntimeError")), told
-            assert "fork" in told, told
-    assert len(far.links()) == 1
-    works(user)
-    assert user.unlink_clusters([far.at])[0] == OK
-
-
 def interrupted(user: Peer, *call: Any) -> None:
     """A call that waits must end with the `KeyboardInterrupt` of a Ctrl-C."""
     answer = user.begin(*call)

@@ -31,7 +31,6 @@ from peers import (
     eventually,
     free_port,
     free_ports,
-    linked,
     options,
     outcome,
     pattern,
@@ -138,19 +137,6 @@ def test_members_with_other_maps_do_not_meet(ends: Ends, port: int) -> None:
     comm, other = near.link("map", RANKS, PLAIN), far.link("map", {2: 0, 1: 1}, PLAIN)
     assert near.settled(comm) == far.settled(other) == "FAILED"
     both(near, far)
-
-
-def test_a_pull_while_preparing_waits(ends: Ends, port: int) -> None:
-    far, near = ends.peer(given(port)), ends.near(given(port, llm__SyncKvCacheWaitTime=8000))
-    far.allocate("f", 1, 64, 2, keys=[by_request(2, 1)], seed=1)
-    near.allocate("n", 1, 64, 2)
-    comm = near.link("pair", RANKS, PLAIN)
-    late = threading.Timer(0.5, lambda: far.link("pair", RANKS, PLAIN))
-    late.start()
-    assert near.status(comm) == "PREPARING"
-    near.pull_cache(by_request(2, 1), "n")
-    late.join(LIMIT)
-    assert equal(near.read("n"), pattern(1, 2, 1, 64))
 
 
 @either_rank
@@ -276,18 +262,6 @@ def test_registering_explicitly_after_link_clusters_is_allowed(ends: Ends) -> No
     near.register("n", 2, 64, 2, blocks=True, accessible=True)
     near.pull_blocks(by_blocks(2), "n", [0, 1], [1, 0])
     assert equal(near.read("n"), [tensor[::-1] for tensor in pattern(1, 2, 2, 64)])
-
-
-def test_link_and_link_clusters_side_by_side(ends: Ends, port: int) -> None:
-    far, near = opened(ends, port)
-    third = ends.peer(given(port), cluster=3)
-    both(near, far)
-    linked(near, third)
-    moves(near, far)
-    third.allocate("f", 1, 64, 2, keys=[by_request(3, 1)], seed=5)
-    near.allocate("n3", 1, 64, 2)
-    near.pull_cache(by_request(3, 1), "n3")
-    assert equal(near.read("n3"), pattern(5, 2, 1, 64))
 
 
 def test_many_communicators_wait_at_once(ends: Ends, port: int) -> None:

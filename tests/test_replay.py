@@ -3,7 +3,6 @@
 Not for: its parts (`test_replay_parts.py`).
 """
 
-import io
 import json
 import re
 import subprocess
@@ -12,11 +11,9 @@ import textwrap
 
 import pytest
 
-from llm_datadist.replay import prefill, report
+from llm_datadist.replay import prefill
 from llm_datadist.replay.cli import main
-from llm_datadist.replay.geometry import Geometry
 from llm_datadist.replay.node import Node
-from llm_datadist.replay.worker import Setup
 from test_replay_parts import GOOD, PUBLIC_TRACE, public_trace, write_trace
 
 # 16 KiB a block, pools under pressure.
@@ -260,19 +257,6 @@ def test_leak_of_decode_is_found(monkeypatch, capsys):
     assert "replay: LEAK: decode: 40,960 bytes in use after all was freed" in said
 
 
-def test_prefill_ends_with_its_input():
-    shape = Geometry(layers=1, heads=1, head_dim=8, dtype="int8", tokens=512)
-    setup = Setup(shape, 1, 4, shape.prefill_bytes(4), {"llm.LinkToken": "0123456789abcdef"})
-    lines = json.dumps(setup.message()) + "\n" + json.dumps({"compute": 0, "blocks": [5, 6], "free": []}) + "\n"
-    for given, answers in (("", 0), (lines, 2)):
-        done = subprocess.run(prefill.COMMAND, input=given, capture_output=True, text=True, timeout=300, check=False)  # noqa: S603
-        assert done.returncode == 1
-        said = [json.loads(line) for line in done.stdout.splitlines()]
-        assert len(said) == answers
-    assert said[0]["address"].startswith("127.0.0.1:")
-    assert said[1] == {"computed": 0, "slots": [0, 1], "total": 2}
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -299,28 +283,3 @@ def test_unusable_options_exit_2(capsys, options, reason):
         main(options)
     assert caught.value.code == 2
     assert reason in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("terminal", "quiet", "columns", "most"),
-    [(True, False, 20, 12), (True, False, 300, 12), (False, False, 80, 1), (True, True, 80, 0)],
-)
-def test_progress_is_rare_and_fits_the_terminal(monkeypatch, terminal, quiet, columns, most):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    now = [100.0]
-    monkeypatch.setattr("llm_datadist.replay.report.time.monotonic", lambda: now[0])
-    screen, shown = io.StringIO(), []
-    monkeypatch.setattr(screen, "isatty", lambda: terminal)
-    monkeypatch.setattr(screen, "write", shown.append)
-    progress = report.Progress(1000, screen, quiet)
-    for done in range(1, 1001):
-        now[0] += 0.001 if terminal else 0.006
-        progress(done, done * 20)
-    assert len(shown) <= most
-    assert bool(shown) == (most > 0)
-    for text in shown:
-        assert "decode: " in text
-        assert not terminal or len(text[1:].removesuffix("\x1b[K")) < columns
-        assert (text[1:].startswith("[#") and " blocks computed" in text) == (columns == 300)
-    progress.tell("prefill is gone")
-    assert shown[-1].endswith("replay: prefill is gone\n"), "news even when quiet"

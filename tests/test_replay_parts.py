@@ -12,7 +12,6 @@ import pytest
 
 from llm_datadist.replay.channel import Channel, ChannelError
 from llm_datadist.replay.content import Pattern, Tail, flip
-from llm_datadist.replay.geometry import Geometry
 from llm_datadist.replay.table import BlockTable
 from llm_datadist.replay.trace import Request, TraceError, describe, make_trace, read_trace
 
@@ -202,14 +201,3 @@ def test_waits_end_at_their_limit_and_with_the_other_process(pipes):
     to_other.close()
     refused("closed the channel", end.receive, 5.0)
     refused(r"closed the channel \(Broken pipe\)", end.send, {}, 5.0)
-
-
-@pytest.mark.parametrize("pool", range(600_000, 700_000, 7001))
-def test_device_bytes_is_the_inverse_of_device_blocks(pool):
-    shape = Geometry(layers=2, heads=1, head_dim=8, dtype="float16", tokens=24)
-    blocks = shape.device_blocks(pool, 4)
-    assert blocks > 0
-    smallest = shape.device_bytes(blocks, 4)
-    assert smallest <= pool
-    assert shape.device_blocks(smallest, 4) >= blocks
-    assert shape.device_blocks(shape.device_bytes(blocks + 1, 4), 4) >= blocks + 1

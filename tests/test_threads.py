@@ -12,7 +12,7 @@ import pytest
 
 from conftest import THOROUGH, options, pool
 from llm_datadist import BlocksCacheKey, CacheKey, LLMDataDist, LLMException, LLMRole, LLMStatusCode, Placement
-from memory import UserTensors, contents, desc, fill, pool_facts, same, tensors, used
+from memory import UserTensors, contents, desc, fill, same, tensors, used
 from peers import LIMIT, by_blocks, eventually, meanwhile, together
 
 if TYPE_CHECKING:
@@ -210,25 +210,6 @@ def assert_another_thread_runs(call: Callable[[], Any]) -> None:
     with meanwhile(other):
         eventually(lambda: turns, what="the other thread")
         assert any(ran_during_a_call() for _ in range(5000)), "the GIL is never released"
-
-
-def test_statistics_may_be_read_meanwhile(start: Callable[..., Any]) -> None:
-    manager = start().cache_manager
-
-    def read() -> None:
-        facts = pool_facts(manager)
-        assert facts["used_bytes"] + facts["free_bytes"] == facts["capacity_bytes"]
-        assert facts["used_bytes"] <= facts["peak_used_bytes"]
-        assert facts["largest_free_run_bytes"] <= facts["free_bytes"]
-        assert facts["used_bytes"] % (2 * 4096) == 0
-
-    def write(_: int) -> None:
-        for _ in range(20 * ROUNDS):
-            manager.deallocate_cache(manager.allocate_cache(desc(1, 4096, 2)))
-
-    with meanwhile(read, read):
-        together(3, write)
-    assert used(manager)["device"] == 0
 
 
 def test_finalize_during_swaps(start: Callable[..., Any]) -> None:

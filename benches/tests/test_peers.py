@@ -5,7 +5,6 @@ Not for: speed, which no test asserts, or the groups of two processes (`test_pee
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import os
@@ -14,19 +13,17 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections import Counter
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-import groups
 import report
 import turns
 from ask import Ask
 from limit import KERNELS, POISON, Limit
-from rows import Row, measured, read
+from rows import Row, read
 from turns import Entry
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,20 +120,6 @@ def test_peers_that_are_not_here_or_end_the_process_are_named_and_the_others_are
     assert "nixl was at it" in said
 
 
-def test_a_part_that_hangs_is_cut_off_with_all_it_started(tmp_path, program, monkeypatch):
-    body = "import subprocess, sys, time\nprint(subprocess.Popen(['sleep', '600']).pid, flush=True)\ntime.sleep(600)"
-    monkeypatch.setenv("PYTHONPATH", python_path(stand_in(tmp_path / "in", "nixl_cu12", body)))
-    record = tmp_path / "record"
-    record.touch()
-    ask = Ask(quick=True, rounds=1, systems=("nixl",), folder=str(tmp_path), mib=1)
-    ended = program.in_process(groups.Group("local", "local", 20, 20), "swap_out 2 4K", record, ask)
-    assert ended == "cut off after 20 s"
-    assert program.crumb(tmp_path) == "nixl"
-    child = int((tmp_path / "log").read_text().split()[-1])
-    state = Path(f"/proc/{child}/stat")
-    assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
-
-
 def contest(entries, rounds=4, **ground):
     """Rows of a contest by system and setting."""
     place = turns.Ground(Row("group", "op", ""), 1.0, **{"wrong": lambda: None, **ground})
@@ -165,51 +148,6 @@ def test_who_begins_changes_and_every_turn_is_poisoned_and_compared():
     contest(entries, rounds=2, poison=does("poison"), wrong=does("compare"))
     order = ["ours", "b", "c", "b", "c", "ours", "c", "ours", "b"]
     assert happened == [word for name in order for word in ("(", "poison", name, ")", "compare")]
-
-
-def test_figures_of_a_contest(takes):
-    entries = [
-        Entry("ours", partial(takes, 0.5), threads=2),
-        Entry("limit", partial(takes, 0.25), "fast"),
-        *(Entry("limit", partial(takes, 0.25 + 0.1 * more), f"slower {more}") for more in range(1, 7)),
-        Entry("peer", partial(takes, 1.0), note="said"),
-        Entry("far", partial(takes, 4.0)),
-    ]
-    rows = contest(entries)
-    assert set(rows) == {"ours", "limit fast", "peer", "far"}
-    ours, peer = rows["ours"], rows["peer"]
-    assert (ours.median, ours.limit_ratio, ours.threads) == (2.0, 0.5, 2)
-    assert (peer.median, peer.ratio, peer.limit_ratio) == (1.0, 2.0, 0.25)
-    assert (peer.note, peer.verified, len(peer.samples)) == ("said", True, 4)
-    # Who is far behind costs no more than two rounds.
-    assert rows["far"].samples == [0.25, 0.25]
-    assert rows["limit fast"].ratio is None
-    unlike = contest(entries, alike=False)
-    assert [(unlike[name].median, unlike[name].ratio) for name in ("ours", "peer")] == [(2.0, None), (1.0, None)]
-
-
-def test_the_limits_loops_have_two_turns_before_only_the_fastest_go_on(takes):
-    counts = Counter()
-
-    def entry(system, name, later, first=None):
-        def run():
-            counts[name] += 1
-            takes(first if first and counts[name] == 1 else later)
-
-        return Entry(system, run, name)
-
-    # The fastest of all was disturbed in its first turn.
-    loops = [entry("limit", "fast", 0.25, first=9.0), *(entry("limit", f"{at}", 0.5 + at / 10) for at in range(6))]
-    rows = contest([*loops, entry("ours", "", 0.5)], rounds=3)
-    assert (rows["ours"].limit_ratio, rows["limit fast"].median) == (0.5, 4.0)
-    assert counts == {"fast": 5, "0": 5, "1": 5, "2": 5, "3": 2, "4": 2, "5": 2, "": 4}
-
-
-def test_a_cost_is_better_when_it_is_less():
-    row = Row("group", "op", "peer", unit="us")
-    done = measured(row, [4.0, 6.0, 8.0], [1.0, 2.0, 4.0])
-    assert (done.median, done.low, done.high, done.ratio) == (6.0, 4.0, 8.0, 3.0)
-    assert measured(dataclasses.replace(row, unit="GB/s"), [1.0], [2.0]).ratio == 2.0
 
 
 def test_wrong_bytes_and_failures_have_a_reason_and_no_figure():

@@ -130,14 +130,3 @@ def test_a_side_that_dies_is_said(pair):
     far.signal(signal.SIGKILL)
     with pytest.raises(Failed, match="the far side ended by SIGKILL"):
         pair.lay(CASE)
-
-
-def test_a_late_answer_is_not_taken_for_another_one(pair):
-    far, _ = pair.both
-    far.signal(signal.SIGSTOP)
-    far.tell("hello")
-    with pytest.raises(Failed, match="still at it after 0 s"):
-        far.answer(0.1)
-    far.signal(signal.SIGCONT)
-    with pytest.raises(Failed, match="the far side is still at something else"):
-        pair.lay(CASE)

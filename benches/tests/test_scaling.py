@@ -43,30 +43,6 @@ def test_a_slope_is_named_for_what_it_is(shape, exponent, cost):
     assert ("SUPERLINEAR" in found.text("ns", "one")) == found.superlinear
 
 
-def test_a_fit_by_hand():
-    # 1/y = 1, 1/2, 1/4 and x/y = 1, 1, 1: sums aa = 21/16, ab = 7/4, bb = 3, a = 7/4, b = 3; across = 14/16.
-    assert slopes.relative([1, 2, 4], [1, 2, 4]) == pytest.approx((0, 1))
-    assert slopes.relative([0, 0, 0], [2, 2, 2]) == pytest.approx((2, 0))
-    # A line that would start below nothing starts at nothing, and costs what is nearest: the mean of 4 and 4.
-    fixed, each = slopes.relative([1, 10], [1, 40])
-    assert fixed == 0
-    assert each == pytest.approx((1 + 0.25) / (1 + 0.0625))
-
-
-@pytest.mark.parametrize(
-    ("cost", "text"),
-    [
-        (lambda size: 100 if size < 5000 else 180, "nearly constant, 100 to 180 ns"),
-        (lambda size: 10 if size < 5000 else 40 * (size / 4096) ** 0.6, "no simple shape, from 10 to 1,114 ns"),
-        # A curve that changes on the way may be plain at its end.
-        (lambda size: size * min(size, 4096), "linear at the end, from 1 to 4,294,967,296 ns"),
-        (lambda size: min(size, 64), "constant at the end, from 1 to 64 ns"),
-    ],
-)
-def test_a_curve_is_described_by_what_it_shows(cost, text):
-    assert slopes.named([(size, cost(size)) for size in SIZES]).text("ns", "one") == text
-
-
 WAIT, CORE = crowd_model.Stage("", 0.03), crowd_model.Stage("core", 0.01)
 
 
@@ -85,27 +61,6 @@ def test_exact_times_give_the_rate_of_the_busiest_stage(stages, servers, rates):
         assert out.used["core"] == pytest.approx(rate * 0.01 / servers, abs=0.01)
         if clients == 8:
             assert (out.p50, out.p99) == (pytest.approx(0.08), pytest.approx(0.08))
-
-
-def repairmen(clients, think, work, servers):
-    """The rate of a closed system of random times, from its balance equations: the naive twin."""
-    weights = [1.0]
-    for waiting in range(1, clients + 1):
-        arriving = (clients - waiting + 1) / think
-        leaving = min(waiting, servers) / work
-        weights.append(weights[-1] * arriving / leaving)
-    whole = sum(weights)
-    return sum(weight / whole * min(waiting, servers) / work for waiting, weight in enumerate(weights))
-
-
-@pytest.mark.parametrize("clients", [1, 2, 3, 8, 40])
-@pytest.mark.parametrize("servers", [1, 2])
-def test_random_times_give_what_queueing_theory_says(clients, servers):
-    stages = [crowd_model.Stage("", 0.05, exact=False), crowd_model.Stage("core", 0.01, exact=False)]
-    out = crowd_model.run(clients, stages, {"core": servers}, rounds=40_000, seed=clients)
-    assert out.rate == pytest.approx(repairmen(clients, 0.05, 0.01, servers), rel=0.02)
-    # Little: clients = rate * time, all of it spent thinking, waiting or being served.
-    assert out.used["core"] == pytest.approx(out.rate * 0.01 / servers, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -150,21 +105,3 @@ def test_the_comparison_shows_every_curve(tmp_path):
     assert all(f"| {shown['name']} |" in section for shown in written["curves"] + written["figures"])
     scale.draw(written, tmp_path)
     assert (tmp_path / "scale.svg").read_text() == (figures.PICTURES / "scale.svg").read_text()
-
-
-def test_every_curve_that_is_used_was_measured_up_to_its_largest_size():
-    assert not COMMITTED.quick
-    assert {name for _, _, names in drawing.PANELS for name in names} <= {curve.name for curve in COMMITTED.curves}
-    assert all(len(curve.points) >= 2 for curve in COMMITTED.curves)
-    groups = {"keys", "caches", "asked", "links", "blocks", "cores", "fan", "storm", "memory"}
-    assert groups <= {curve.group for curve in COMMITTED.curves}
-    for name, size in [
-        ("look up a key", 1_000_000),
-        ("find a cache by id", 100_000),
-        ("make one more link, shm", 512),
-        ("pull, shm of blocks of 4096 bytes", 65_536),
-        ("bytes pulled from one engine, tcp", 512),
-        ("all are linked again, tcp", 512),
-    ]:
-        sizes = [point[0] for point in COMMITTED.curve(name).points]
-        assert (sizes[0], sizes[-1] >= size) == (1, True), name

@@ -57,7 +57,7 @@ fn no_call_fails(handle: u64) -> bool {
 fn invalid_handles_are_refused_by_every_call() {
     let freed = llm_datadist_new(1, 1);
     assert_eq!(llm_datadist_free(freed), 0);
-    for handle in [0, 1, freed, u64::MAX] {
+    for handle in [0, freed, u64::MAX - 1, u64::MAX] {
         let facts = ["handle", &handle.to_string()];
         for status in every_call(handle) {
             failed(status, StatusCode::Failed, &facts);

@@ -8,7 +8,7 @@ use std::thread;
 use std::time::Duration;
 
 use llm_datadist_core::testing::device::HostReach;
-use llm_datadist_core::{CacheKind, DataDist, End, Error, ErrorKind, Placement, Snapshot, SwapInPath};
+use llm_datadist_core::{CacheKind, DataDist, ErrorKind, Placement, Snapshot, SwapInPath};
 use llm_datadist_testing::SimDevice;
 
 use crate::fixtures::{Gated, Own, config, copied_bytes, desc, end, engine_on, same_rows};
@@ -120,26 +120,6 @@ fn a_panic_on_the_calling_thread_leaves_no_worker_copying() {
         assert_eq!(inside, 0, "workers still copied for a call that had ended");
     });
     engine.copy_blocks(&end(&remote), &pairs).expect("no pin is left");
-}
-
-#[test]
-fn a_copy_made_while_its_thread_unwinds_succeeds() {
-    struct CopiesOnDrop<'a>(&'a DataDist, End, &'a mut Option<Result<(), Error>>);
-    impl Drop for CopiesOnDrop<'_> {
-        fn drop(&mut self) {
-            let pairs: Vec<_> = (0..64).map(|row| (row, 64 + row)).collect();
-            *self.2 = Some(self.0.copy_blocks(&self.1, &pairs));
-        }
-    }
-    let engine = DataDist::open(config(64 << 20)).unwrap();
-    let remote = engine.allocate(&desc(Device, 1, 128, ROW), Blocks, &[]).unwrap();
-    let mut outcome = None;
-    let unwound = catch_unwind(AssertUnwindSafe(|| {
-        let _copies = CopiesOnDrop(&engine, end(&remote), &mut outcome);
-        std::panic::panic_any("unwinding");
-    }));
-    assert!(unwound.is_err());
-    outcome.unwrap().unwrap();
 }
 
 /// Blocks 0..8 hold one letter each. Sixteen threads copy letters over blocks 8..16, in fan-outs and chains.

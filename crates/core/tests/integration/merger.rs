@@ -173,27 +173,6 @@ fn a_group_without_room_is_short_of_memory_and_not_busy() {
 }
 
 #[test]
-fn only_much_work_makes_it_look() {
-    if !merges() {
-        return;
-    }
-    let region = region(4);
-    touch(&region, 2, 0..4 * UNIT);
-    let merger = Merger::new([region.clone()]);
-    for _ in 0..63 {
-        merger.moved(1 << 20);
-    }
-    assert!(!merger.running());
-    assert_eq!(merger.merged(&region).bytes, 0);
-    merger.moved(1 << 20);
-    ended(&merger);
-    assert_eq!(merger.merged(&region).bytes as usize, 4 * UNIT);
-    // However much is moved, nothing new was touched.
-    merger.moved(u64::MAX);
-    assert!(!merger.running());
-}
-
-#[test]
 fn the_merger_ends_when_there_is_nothing_left() {
     if !merges() {
         return;
@@ -325,21 +304,4 @@ fn registered_memory_is_merged_at_once_by_eager_engines_only() {
     });
     // The tensors are eight units long and off their edges, so seven are whole ones.
     assert_eq!(huge, [0, 0, 0, 0, 7 * UNIT]);
-}
-
-#[test]
-fn memory_that_is_not_there_is_registered_as_before() {
-    let engine = DataDist::open(Config { huge_pages: HugeChoice::Eager, ..config(1 << 20) }).unwrap();
-    for at in [4096, 1 << 46, u64::MAX - (64 << 20)] {
-        let adopted = adopt(&desc(Host, 1, 8, UNIT), CacheKind::Blocks, &[at]);
-        let cache = engine.register(adopted, &[], Some(false)).unwrap();
-        engine.unregister(cache.id()).unwrap();
-    }
-    // What a region's descriptor says stays the same: nobody else may use its offset.
-    let region = region(2);
-    assert!(region.descriptor().unwrap().as_raw_fd() > 2 && region.touched_unit(0).is_none());
-    assert_eq!(
-        (region.touched_bytes(0), region.touched_bytes(2), region.touched_unit(u64::MAX)),
-        (0, 0, None)
-    );
 }

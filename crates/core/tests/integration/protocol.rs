@@ -584,31 +584,10 @@ fn a_plan_takes_a_bounded_multiple_of_its_bytes() {
     }
 }
 
-/// What is made of a plan once it was checked against the cache: the rows that are pinned.
+/// The rows that a plan pins, where a few bytes name many of them.
 #[test]
-fn the_rows_of_a_plan_take_a_bounded_multiple_of_its_bytes() {
+fn the_rows_of_a_plan_take_memory_for_each_row_once() {
     const ROW: u64 = 4096;
-    // Blocks of a quarter, a whole and one and a half rows, in no order; read again and again, and written once.
-    let many: Vec<(u32, u32)> =
-        (0..1u32 << 18).map(|k| (k * 77 % 251, (k * 101).reverse_bits() >> 14)).collect();
-    for len in [ROW / 4, ROW, ROW * 3 / 2] {
-        let frame = protocol::encode(&read(blocks(len, many.clone()))).unwrap();
-        let work = || {
-            let Request::Read { plan, .. } = protocol::decode(&frame[HEADER..]).unwrap() else { panic!() };
-            let plan = CopyPlan::try_from(plan).unwrap();
-            [plan.src_rows(ROW).unwrap(), plan.dst_rows(ROW).unwrap()]
-        };
-        let ([read, written], peak) = counting_allocator::peak(work);
-        let rows = |first: u64, number: fn(&(u32, u32)) -> u32| -> Vec<u64> {
-            let starts = many.iter().map(|pair| first + len * u64::from(number(pair)));
-            let rows =
-                starts.flat_map(|start| [start / ROW, (start + len / 2) / ROW, (start + len - 1) / ROW]);
-            rows.collect::<std::collections::BTreeSet<u64>>().into_iter().collect()
-        };
-        assert_eq!((read, written), (rows(512, |pair| pair.0), rows(4096, |pair| pair.1)), "{len}");
-        // The pairs, the rows (twice as many as pairs, of eight bytes), and a bit for each.
-        assert!(peak < 6 * frame.len(), "{peak} for {} of {len}", frame.len());
-    }
     // A few bytes that name a quarter of a million rows, sixteen times: what the rows take, not what was said.
     let count = 1u64 << 18;
     let step = 2 * ROW.cast_signed();

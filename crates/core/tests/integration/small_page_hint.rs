@@ -14,7 +14,7 @@ use tracing::Level;
 use crate::child_process::{self, report};
 use crate::fixtures::{EventLog, adopt, desc, skipped};
 use crate::merger::CHOICES;
-use crate::registered_pages::{PAGE, Pages, asked};
+use crate::registered_pages::Pages;
 
 const UNIT: usize = Region::UNIT_BYTES as usize;
 const LONG: Duration = Duration::from_secs(20);
@@ -70,27 +70,6 @@ fn one_hint_is_given_where_registered_memory_lies_in_small_pages() {
     // Each engine has a hint of its own.
     tell(&Merger::default().hinting(), 7, &pages);
     assert_eq!(heard.lines().len(), 2);
-}
-
-#[test]
-fn memory_in_huge_pages_gets_no_hint() {
-    if !asked() || !told() {
-        return;
-    }
-    let heard = log();
-    let _on_this_thread = tracing::subscriber::set_default(heard.clone());
-    let own = OwnPages::open().unwrap();
-    let pages = Pages::new(2, None);
-    pages.write(0, 2 * UNIT);
-    for unit in [0, UNIT] {
-        let at = (pages.at() + unit) as u64;
-        assert_eq!(own.merge(at), Some(Ok(())));
-        assert_eq!((own.huge(at), own.huge(at + 77 * PAGE as u64)), (Some(true), Some(true)));
-    }
-    Merger::default().hinting().lend(CacheId(1), &pages.tensors(), || true);
-    assert_eq!(heard.lines(), []);
-    // Where nothing is.
-    assert_eq!((own.huge(1 << 46), own.huge(u64::MAX - 4095)), (None, None));
 }
 
 /// An engine of a cluster and its listener.

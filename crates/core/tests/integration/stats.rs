@@ -98,18 +98,6 @@ fn every_call_is_counted_under_its_name() {
 }
 
 #[test]
-fn a_swap_of_an_unknown_cache_is_a_failed_call() {
-    let engine = DataDist::open(config(1 << 20)).unwrap();
-    let blocks = engine.allocate(&desc(Device, 2, 8, 100), Blocks, &[]).unwrap();
-    engine.swap_blocks(&End::Managed(blocks.id()), &End::Managed(CacheId(99)), &[]).unwrap_err();
-    engine.swap_blocks(&End::Managed(CacheId(99)), &End::Managed(blocks.id()), &[]).unwrap_err();
-    let swaps: Vec<_> = ops(&engine).into_iter().filter(|op| op.0.starts_with("swap")).collect();
-    assert_eq!(swaps.len(), 2);
-    let (calls, failures) = (swaps[0].1 + swaps[1].1, swaps[0].2 + swaps[1].2);
-    assert_eq!((calls, failures), (2, 2), "copy_cache and copy_blocks count the same mistake");
-}
-
-#[test]
 fn swap_ins_are_counted_by_their_way() {
     for (reach, swap_in, direct, ring) in [
         (HostReach::Direct, SwapInPath::Auto, 3, 0),
@@ -161,28 +149,6 @@ fn kernels_are_counted_and_forced() {
             KernelChoice::Auto => assert!(plain > 0 && (streaming > 0) == have_streaming, "both are tried"),
         }
     }
-}
-
-#[test]
-fn only_swaps_take_the_ring() {
-    let mut config = config(8 << 20);
-    config.swap_in = SwapInPath::Ring;
-    let engine = DataDist::open(config).unwrap();
-    let host = engine.allocate(&desc(Host, 1, 2, 1 << 20), Batch, &[]).unwrap();
-    let device = engine.allocate(&desc(Device, 1, 2, 1 << 20), Batch, &[]).unwrap();
-    let args = CopyArgs { dst_batch_index: 0, src_batch_index: 1, offset: 0, size: -1 };
-    engine.copy_cache(&End::Managed(device.id()), &End::Managed(host.id()), args).unwrap();
-    assert_eq!(engine.stats().ring_bytes, 0, "a forced ring is for swaps; a slot is no block");
-}
-
-#[test]
-fn four_workers_unless_told() {
-    let told = |workers| {
-        let mut config = config(1 << 20);
-        config.copy_workers = workers;
-        DataDist::open(config).unwrap().stats().copy_workers
-    };
-    assert_eq!([told(None), told(Some(1)), told(Some(9))], [4, 1, 9], "the seed's number, on any machine");
 }
 
 /// Counted again from the durations themselves.

@@ -434,38 +434,6 @@ fn peer_is_described() {
 }
 
 #[test]
-fn many_threads_dial_and_talk() {
-    each(|case, listener, local, remote| {
-        drop((local, remote));
-        const CALLERS: usize = 16;
-        let at = listener.address();
-        thread::scope(|scope| {
-            scope.spawn(|| {
-                for _ in 0..CALLERS {
-                    let stream = accepted(listener).unwrap();
-                    scope.spawn(move || {
-                        while let Some((_, body)) = receive(&stream).unwrap() {
-                            stream.send(&frame(&body), soon()).unwrap();
-                        }
-                    });
-                }
-            });
-            for caller in 0..CALLERS {
-                let at = &at;
-                scope.spawn(move || {
-                    let stream = case.transport.dial(at, soon()).unwrap();
-                    for turn in 0..50 {
-                        let said = vec![caller as u8; turn * 97];
-                        stream.send(&frame(&said), soon()).unwrap();
-                        assert_eq!(body(&stream), said);
-                    }
-                });
-            }
-        });
-    });
-}
-
-#[test]
 fn stream_sends_and_receives_at_once() {
     each(|_, _, local, remote| {
         thread::scope(|scope| {

@@ -171,34 +171,6 @@ fn calls_need_a_link_of_their_own() {
     assert_eq!(engine.stats().links.len(), 1);
 }
 
-#[test]
-fn five_hundred_and_twelve_links_of_one_process() {
-    // Each link takes a descriptor, and an engine leaves most of them to the application.
-    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
-    let raised = rustix::process::Rlimit { current: limit.maximum, ..limit };
-    rustix::process::setrlimit(rustix::process::Resource::Nofile, raised).unwrap();
-    let mut hub = config(1, Way::Tcp);
-    hub.links.heartbeat = Duration::from_millis(200);
-    let hub = open(hub, Way::Tcp);
-    let fakes: Vec<Fake> = (0..512).map(|id| Fake::new(100 + id, id)).collect();
-    let mut controls: Vec<_> =
-        fakes.iter().map(|fake| fake.link(&hub, fake.party.cluster).unwrap()).collect();
-    assert_eq!(hub.stats().links.len(), 512);
-    let local = open(config(2, Way::Tcp), Way::Tcp);
-    link(&local, &hub).unwrap();
-    check_pull(&local, &hub);
-    check_pull(&hub, &local);
-    controls.truncate(256);
-    eventually("the end of half of them", || hub.stats().links.len() == 257);
-    check_pull(&local, &hub);
-    drop(hub);
-    for control in &controls {
-        let messages = std::iter::from_fn(|| hear::<Control>(control).ok());
-        assert!(messages.into_iter().any(|message| matches!(message, Control::Bye { .. })), "no goodbye");
-    }
-    eventually("the end of the real one", || local.stats().links.is_empty());
-}
-
 /// Threads and descriptors of this process.
 fn resources() -> (usize, usize) {
     let count = |path| std::fs::read_dir(path).unwrap().count();
