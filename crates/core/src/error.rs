@@ -16,7 +16,7 @@ macro_rules! kinds {
         pub enum ErrorKind { $($(#[$doc])* $kind,)* }
 
         impl ErrorKind {
-            /// All kinds, for tables and for the test that each has a code, a cause and a line in the documentation.
+            /// All kinds, for tables and for the test that each has a code.
             pub const ALL: [ErrorKind; [$(stringify!($kind)),*].len()] = [$(ErrorKind::$kind,)*];
         }
     };

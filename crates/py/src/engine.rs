@@ -32,7 +32,7 @@ impl<T: Send + Sync> Held<T> {
         self.value.as_ref().ok_or_else(|| Error::new(ErrorKind::Closed, "the object was released"))
     }
 
-    /// Returns the object in the process that created it. In a forked child, locks of the copy may be held for ever.
+    /// Returns the object in the process that created it. In a forked child, locks of the copy may be held forever.
     pub(crate) fn own(&self) -> Result<&Arc<T>> {
         if self.process == this_process() { self.get() } else { Err(forked()) }
     }
@@ -97,7 +97,7 @@ impl Engine {
 
     /// Closes the engine. Later calls fail, running calls end normally, and memory lives as long as views of it.
     pub(crate) fn close(&self, py: Python<'_>) {
-        // In a forked child the lock may be held for ever, so nothing is done there.
+        // In a forked child the lock may be held forever, so nothing is done there.
         if self.process == this_process() {
             py.detach(|| {
                 let held = self.open.write().unwrap_or_else(PoisonError::into_inner).take();

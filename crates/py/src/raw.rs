@@ -22,7 +22,7 @@ use crate::engine::Held;
 pub(crate) fn main_interpreter_only() -> PyResult<()> {
     // SAFETY: the caller is attached to an interpreter, because it runs the start of a module.
     let interpreter = unsafe { ffi::PyInterpreterState_Get() };
-    // SAFETY: the interpreter of this thread, so it lives.
+    // SAFETY: this is the interpreter of this thread, so it lives.
     if unsafe { ffi::PyInterpreterState_GetID(interpreter) } == 0 {
         return Ok(());
     }
@@ -166,12 +166,12 @@ fn wrapped<'py, M: Managed>(
     // The vectors move into the box, but the memory that the tensor refers to is on the heap and does not move.
     let owned = Owned { managed: M::around(tensor), shape, strides, cache: Held::new(cache.clone()) };
     let managed = Box::into_raw(Box::new(owned));
-    // SAFETY: attached to the interpreter (`py`), a live non-null pointer, a name that lives for ever.
+    // SAFETY: this thread is attached to the interpreter (`py`), the pointer is live and not null, and the name is static.
     let capsule = unsafe { ffi::PyCapsule_New(managed.cast(), M::NAME.as_ptr(), Some(destroy::<M>)) };
     // SAFETY: the call above gave a new reference, or null with the exception set.
     let capsule = unsafe { Bound::from_owned_ptr_or_err(py, capsule) };
     if capsule.is_err() {
-        // SAFETY: no capsule came to be, so the box is still only ours.
+        // SAFETY: no capsule was made, so nothing else owns the box.
         drop(unsafe { Box::from_raw(managed) });
     }
     capsule
@@ -201,7 +201,7 @@ unsafe extern "C" fn delete<M>(managed: *mut M) {
 /// # Safety
 /// Called by Python, with a capsule made by `wrapped::<M>`.
 unsafe extern "C" fn destroy<M: Managed>(capsule: *mut ffi::PyObject) {
-    // SAFETY: Python hands its destructor the live capsule; the check sets no exception.
+    // SAFETY: Python passes the live capsule to its destructor. The check sets no exception.
     let unconsumed = unsafe { ffi::PyCapsule_IsValid(capsule, M::NAME.as_ptr()) } == 1;
     if unconsumed {
         // SAFETY: the capsule is valid under this name, so the pointer is the one `wrapped` put in.
@@ -216,12 +216,12 @@ unsafe extern "C" fn destroy<M: Managed>(capsule: *mut ffi::PyObject) {
 /// # Safety
 /// Attached to the interpreter, with a live object.
 unsafe fn word(item: *mut ffi::PyObject) -> Option<i64> {
-    // SAFETY: as promised by the caller; this reads the object's type.
+    // SAFETY: the caller promises a live object. This reads its type.
     if unsafe { ffi::PyLong_CheckExact(item) } == 0 {
         return None;
     }
     let mut overflow = 0;
-    // SAFETY: an `int` itself, so no code of Python runs, nothing can fail, and beyond 64 bits `overflow` says so.
+    // SAFETY: the object is exactly an `int`, so no Python code runs. Values beyond 64 bits set `overflow`.
     let value = unsafe { ffi::PyLong_AsLongLongAndOverflow(item, &raw mut overflow) };
     (overflow == 0).then_some(value)
 }
@@ -237,9 +237,9 @@ pub(crate) fn list_words(list: &Bound<'_, PyList>) -> Result<Option<Vec<i64>>> {
 
 fn push_words(list: &Bound<'_, PyList>, mut push: impl FnMut(i64)) -> Option<()> {
     for at in 0..isize::try_from(list.len()).ok()? {
-        // SAFETY: attached (`list` says so), a list, and its length has not changed since it was asked for.
+        // SAFETY: `list` proves attachment. The index is within the length, which has not changed since it was read.
         let item = unsafe { ffi::PyList_GetItem(list.as_ptr(), at) };
-        // SAFETY: an item that the list keeps.
+        // SAFETY: the list keeps this item alive.
         push(unsafe { word(item) }?);
     }
     Some(())
@@ -249,9 +249,9 @@ fn push_words(list: &Bound<'_, PyList>, mut push: impl FnMut(i64)) -> Option<()>
 pub(crate) fn tuple_words(tuple: &Bound<'_, PyTuple>) -> Result<Option<Vec<i64>>> {
     let mut words = fallible::with_capacity(LISTS, tuple.len())?;
     for at in 0..tuple.len().cast_signed() {
-        // SAFETY: attached (`tuple` says so), a tuple, whose length never changes.
+        // SAFETY: `tuple` proves attachment. The index is within the length, which never changes.
         let item = unsafe { ffi::PyTuple_GetItem(tuple.as_ptr(), at) };
-        // SAFETY: an item that the tuple keeps.
+        // SAFETY: the tuple keeps this item alive.
         let Some(word) = (unsafe { word(item) }) else { return Ok(None) };
         words.push(word);
     }
@@ -262,7 +262,7 @@ pub(crate) fn tuple_words(tuple: &Bound<'_, PyTuple>) -> Result<Option<Vec<i64>>
 pub(crate) fn dict_words(dict: &Bound<'_, PyDict>) -> Result<Option<Vec<(i64, i64)>>> {
     let mut words = fallible::with_capacity(LISTS, dict.len())?;
     let plain = each_item(dict, |src, dst| {
-        // SAFETY: an item that the dict keeps: nothing runs between that could change it.
+        // SAFETY: the dict keeps this item alive, and nothing that runs in between can change the dict.
         words.push((src, unsafe { word(dst.as_ptr()) }?));
         Some(())
     });
@@ -290,11 +290,11 @@ fn each_item<'py>(
 ) -> Option<()> {
     let mut at = 0;
     let (mut key, mut value) = (ptr::null_mut(), ptr::null_mut());
-    // SAFETY: attached (`dict` says so), a dict that nothing changes meanwhile; the pointers are filled in on success.
+    // SAFETY: `dict` proves attachment, and nothing changes it meanwhile. On success the pointers are set.
     while unsafe { ffi::PyDict_Next(dict.as_ptr(), &raw mut at, &raw mut key, &raw mut value) } != 0 {
-        // SAFETY: a key that the dict keeps.
+        // SAFETY: the dict keeps this key alive.
         let src = unsafe { word(key) }?;
-        // SAFETY: a value that the dict keeps, looked at before anything can change the dict.
+        // SAFETY: the dict keeps this value alive, and it is read before anything can change the dict.
         each(src, unsafe { Borrowed::from_ptr(dict.py(), value) })?;
     }
     Some(())

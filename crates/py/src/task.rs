@@ -56,7 +56,7 @@ impl TransferTask {
     }
 }
 
-/// Ends a transfer for which no thread ever asked for layers, because it would wait for ever (`tests/test_cache_task.py`).
+/// Ends a transfer for which no thread ever asked for layers, because it would wait forever (`tests/test_cache_task.py`).
 impl Drop for TransferTask {
     fn drop(&mut self) {
         if !self.walked.load(Ordering::Relaxed)

@@ -137,7 +137,7 @@ impl DataDist {
         })
     }
 
-    /// Releases a cache by its id (contract §7.2, §7.4). An unknown id is no error.
+    /// Releases a cache by its id (contract §7.2, §7.4). An unknown id is not an error.
     pub fn deallocate(&self, id: CacheId) -> Result<()> {
         self.cluster.stats.timed(Op::Deallocate, || {
             self.cluster.table.deallocate(id);
@@ -145,7 +145,7 @@ impl DataDist {
         })
     }
 
-    /// Unbinds a key (contract §7.5). An unknown key is no error.
+    /// Unbinds a key (contract §7.5). An unknown key is not an error.
     pub fn remove_key(&self, key: CacheKey) -> Result<()> {
         self.cluster.stats.timed(Op::RemoveKey, || {
             self.cluster.table.remove_key(key);
@@ -173,7 +173,7 @@ impl DataDist {
     }
 
     /// Removes a registered cache (contract §7.8), and waits for the copies and transfers of this process
-    /// that use it. The caller may free the memory once this succeeds. An unknown id is no error.
+    /// that use it. The caller may free the memory once this succeeds. An unknown id is not an error.
     ///
     /// After `Err(Timeout)`, no other call finds the cache, and the same call waits again
     /// (`unregister_waits_each_time_while_the_cache_is_in_use`).

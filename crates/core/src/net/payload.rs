@@ -117,7 +117,7 @@ impl Stream {
                 wakes.set(if polls > 0 || left - *done < WAKE_BYTES.into() { 1 } else { WAKE_BYTES });
             }
             let bytes = transfer.next(*done, || self.step_windows(windows, skip, way))? as u64;
-            if polls > 0 && transfer.polled_in_vain() {
+            if polls > 0 && transfer.slept_after_polling() {
                 polls -= 1;
                 transfer.poll_time = if polls > 0 { transfer.poll_time } else { Duration::ZERO };
             }

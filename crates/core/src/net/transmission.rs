@@ -18,7 +18,7 @@ pub(super) struct Transfer<'a> {
     deadline: Deadline,
     /// How long to poll for its first bytes without sleeping.
     pub(super) poll_time: Duration,
-    /// Whether it has slept since [`Transfer::polled_in_vain`] was last called.
+    /// Whether it has slept since [`Transfer::slept_after_polling`] was last called.
     slept: bool,
     /// When it first found nothing to move.
     since: Option<Instant>,
@@ -96,7 +96,7 @@ impl<'a> Transfer<'a> {
 
     /// Returns whether it slept for the last step, although it polled first. Polling starts again for the
     /// next step.
-    pub(super) fn polled_in_vain(&mut self) -> bool {
+    pub(super) fn slept_after_polling(&mut self) -> bool {
         self.since = None;
         std::mem::take(&mut self.slept)
     }

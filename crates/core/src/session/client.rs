@@ -22,7 +22,7 @@ use crate::validate::RemoteCache;
 const GRACE_MS: u64 = 150;
 /// Name of the error fact that marks an error reported by the peer. Such an error implies that the peer has
 /// ended the request.
-pub(crate) const REPORTED_BY: &str = "said_by";
+pub(crate) const REPORTED_BY: &str = "reported_by";
 
 impl Link {
     /// Returns the remote cache with the name `name`. Uses the stored description if no change of the cache

@@ -52,7 +52,7 @@ impl Carrier for LayerPush {
         let found = self.finder.find(self.to.cluster, deadline);
         let link = found.map_err(|error| error.with("cluster", self.to.cluster))?;
         let found = self.resolve(link.clone(), deadline).map_err(|error| link.named(error))?;
-        // Called once, so the found cannot be set already.
+        // `find` is called once, so the destination is not set yet.
         let _ = self.found.set(found);
         Ok(())
     }

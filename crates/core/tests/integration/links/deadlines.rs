@@ -144,7 +144,7 @@ fn unanswered_push_keeps_reads_out_of_place() {
             eventually("a push without an answer", || {
                 let error = push(&source).unwrap_err();
                 assert_eq!(error.kind(), ErrorKind::Timeout, "{way:?}: {error}");
-                error.fact("said_by").is_none()
+                error.fact("reported_by").is_none()
             });
         };
         let pull = || {
@@ -170,7 +170,7 @@ fn unanswered_push_keeps_reads_out_of_place() {
         let hollow = adopt(&shape, Blocks, &[4096, 8192]);
         let hollow = Held { cache: slow.local.register(hollow, &[], Some(true)).unwrap(), own: None };
         let error = push(&hollow).unwrap_err();
-        assert_eq!((error.kind(), error.fact("said_by")), (ErrorKind::System, Some("the peer")), "{error}");
+        assert_eq!((error.kind(), error.fact("reported_by")), (ErrorKind::System, Some("the peer")), "{error}");
         slow.holding(&remote, |release| {
             in_place("the peer refused the push");
             unanswered();
