@@ -50,7 +50,7 @@ impl Library {
             .status();
         assert!(status.expect("a C++ compiler").success());
         let path = CString::new(out.to_str().unwrap()).unwrap();
-        // SAFETY: a library that was compiled above, whose initialisers are those of two of our own.
+        // SAFETY: a library that was compiled above, whose initializers are those of two of our own.
         let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) };
         assert!(!handle.is_null(), "the library does not load");
         Library(handle)
@@ -58,7 +58,7 @@ impl Library {
 
     fn symbol(&self, name: &str) -> *mut c_void {
         let name = CString::new(name).unwrap();
-        // SAFETY: the library is open for ever, the name ends in a null byte.
+        // SAFETY: the library is open forever, the name ends in a null byte.
         let symbol = unsafe { libc::dlsym(self.0, name.as_ptr()) };
         assert!(!symbol.is_null(), "{name:?}");
         symbol

@@ -1,6 +1,6 @@
 """Fixtures shared by the Python tests.
 
-Only one `LLMDataDist` may be initialised in a process, so every engine comes from `start` or `ends`, which close what
+Only one `LLMDataDist` may be initialized in a process, so every engine comes from `start` or `ends`, which close what
 they opened when the test ends. Not for: expectations about results (they belong to the tests) and reading memory
 (`memory.py`).
 """
@@ -84,7 +84,7 @@ def options(device: str | None = pool(), host: str | None = pool(), **extra: str
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., LLMDataDist]]:
-    """A function that initialises an engine; everything it started is finalized afterwards."""
+    """A function that initializes an engine; everything it started is finalized afterwards."""
     opened: list[LLMDataDist] = []
 
     def begin(settings_: Any = None, cluster_id: int = 1, role: LLMRole = LLMRole.PROMPT) -> LLMDataDist:

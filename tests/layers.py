@@ -221,7 +221,7 @@ def layers_done(task: Any) -> list[int]:
     return [one.layers_done for one in task.progress()]
 
 
-def walkers() -> list[threading.Thread]:
+def layer_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "llm-layers"]
 
 

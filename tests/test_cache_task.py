@@ -20,7 +20,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from layers import FAILED, WAIT, Steps, Transfer, layers_done, names, results, walkers
+from layers import FAILED, WAIT, Steps, Transfer, layer_threads, layers_done, names, results
 from llm_datadist import CacheTask, LLMException, LLMStatusCode, layerwise
 from memory import UINT32_MAX
 from peers import INVALID, LIMIT, OK, TIMEOUT, Ends, eventually
@@ -96,7 +96,7 @@ def test_a_layer_that_does_not_get_ready(
         assert names(error, cluster=2, layer=2), error
         assert text in str(error)
         assert len(str(error)) < 700
-    eventually(lambda: not walkers(), what="the end of the thread")
+    eventually(lambda: not layer_threads(), what="the end of the thread")
     logged = [record for record in caplog.records if "synchronize_layer raised" in record.getMessage()]
     assert [bool(record.exc_info) for record in logged] == [True] * (expected == TIMEOUT), "once, with its traceback"
     transfer.again()
@@ -106,12 +106,12 @@ def test_the_time_that_one_layer_may_take(transfer: Transfer) -> None:
     to, steps = transfer.to, Steps(allowed=2, timeout_in_millis=500)
     task = transfer.start(steps, [to.to(range(2)), to.to(range(4), slot=1), to.to(range(3, 4), slot=2)])
     assert results(task) == [OK, TIMEOUT, None], "while the synchronizer waits"
-    assert walkers()
+    assert layer_threads()
     assert task.done()
     assert "timeout_in_millis" in str(task.errors()[1])
     assert names(task.errors()[1], layer=2)
     steps.allow()
-    eventually(lambda: not walkers(), what="the end of the thread")
+    eventually(lambda: not layer_threads(), what="the end of the thread")
     assert steps.asked == [(0, 500), (1, 500), (2, 500)]
     for slot in range(2):
         to.slot(transfer.source, range(2), slot=slot)
@@ -263,7 +263,7 @@ def test_cancel_between_layers(ends: Ends, way: dict[str, Any]) -> None:
     assert task.errors()[1] is None
     assert "cancelled" in str(task.errors()[0])
     steps.allow()
-    eventually(lambda: not walkers(), what="the end of the thread")
+    eventually(lambda: not layer_threads(), what="the end of the thread")
     assert steps.layers == [0, 1]
     for slot in range(2):
         to.slot(transfer.source, range(1), slot=slot)
@@ -394,7 +394,7 @@ def test_what_tasks_leave_behind(transfer: Transfer) -> None:
     def settled() -> bool:
         pairs = zip((near.resources(), peer.resources()), before)
         grown = [now[what] - then[what] for now, then in pairs for what in ("threads", "descriptors")]
-        return max(grown) <= 4 and not walkers()  # the engine keeps a few for the next tasks
+        return max(grown) <= 4 and not layer_threads()  # the engine keeps a few for the next tasks
 
     eventually(settled, what="threads and descriptors as before")
     assert (near.used(), peer.used()) == used

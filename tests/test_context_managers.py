@@ -28,7 +28,7 @@ def test_with_block_finalizes_the_engine(error: KeyError | None) -> None:
         manager.allocate_cache(desc())
 
 
-def test_with_block_does_not_suppress_an_exception_and_accepts_an_engine_that_is_not_initialised() -> None:
+def test_with_block_does_not_suppress_an_exception_and_accepts_an_engine_that_is_not_initialized() -> None:
     with pytest.raises(KeyError, match="mine"), LLMDataDist(LLMRole.PROMPT, 1):
         raise KeyError("mine")
     with LLMDataDist(LLMRole.PROMPT, 1) as early:

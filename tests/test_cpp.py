@@ -315,7 +315,7 @@ def test_caches_come_and_go(cpp: Callable[..., Cpp]) -> None:
     assert end.ask("finalize") == [SUCCESS]
     assert end.ask("finalize") == [SUCCESS]
     assert end.ask("copy own own 0 1 0 -1") == [FAILED]
-    assert end.open().make("again", 1, 4, 16, 1) == 1, "may be initialised again"
+    assert end.open().make("again", 1, 4, 16, 1) == 1, "may be initialized again"
 
 
 def test_initialize_reads_its_options(cpp: Callable[..., Cpp]) -> None:

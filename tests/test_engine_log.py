@@ -198,7 +198,7 @@ def test_finalize_in_a_handler_returns(start: Callable[..., LLMDataDist], collec
 
 
 def test_forked_child_logs_and_exits() -> None:
-    """A child has none of the threads, and its parent's lock is held for ever: here by a handler that waits."""
+    """A child has none of the threads, and its parent's lock is held forever: here by a handler that waits."""
     code = """
 warnings.simplefilter("ignore", DeprecationWarning)  # a fork with threads, which is what is tried
 entered, go_on = threading.Event(), threading.Event()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from layers import FAILED, Steps, Transfer, launch, layers_done, names, results, unlinked, walkers
+from layers import FAILED, Steps, Transfer, launch, layer_threads, layers_done, names, results, unlinked
 from llm_datadist import LLMStatusCode
 from peers import GONE, OK, THOROUGH, TIMEOUT, UNLINKED, Ends, by_request, equal, eventually, linked, pattern
 
@@ -56,7 +56,7 @@ def test_nobody_is_asked_for_layers_that_only_the_dead_needed(ends: Ends) -> Non
     steps.allow(3)
     assert results(task) == [UNLINKED, OK], "it ends though the synchronizer may wait for layer 3"
     steps.allow()
-    eventually(lambda: not walkers(), what="the end of the thread")
+    eventually(lambda: not layer_threads(), what="the end of the thread")
     assert set(steps.layers) <= {0, 1, 2, 3}, "at most the layer during which the death is noticed"
 
 

@@ -1,4 +1,4 @@
-"""Constructing, initialising, finalizing, forking and leaving the process."""
+"""Constructing, initializing, finalizing, forking and leaving the process."""
 
 from __future__ import annotations
 
@@ -391,7 +391,7 @@ def test_a_handler_inside_the_locked_part_of_finalize_does_not_wait_for_itself(
 
         def __setattr__(self, name: str, value: object) -> None:
             if name == "_initialized" and value is False:
-                assert acquired(LLMDataDist._life), "a handler in this thread would wait for ever"
+                assert acquired(LLMDataDist._life), "a handler in this thread would wait forever"
                 dist.finalize()
             super().__setattr__(name, value)
 

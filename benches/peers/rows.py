@@ -22,7 +22,7 @@ BETTER_IF_MORE = ("GB/s", "1/s")
 SCHEMA = 1
 
 
-class Missing(Exception):  # noqa: N818  (it is no error of ours: a peer is not here)
+class Missing(Exception):  # noqa: N818  (it is not an error of ours: a peer is not here)
     """A system that cannot be measured here; the text is the reason that its row shows."""
 
 

@@ -1,6 +1,6 @@
 """Many clients at few stations, event by event: what a crowd gets from one owner when everybody asks again and again.
 
-Each client goes through its stages in turn, for ever. A stage takes the time of one server of a station; a station
+Each client goes through its stages in turn, forever. A stage takes the time of one server of a station; a station
 serves in the order of arrival, with as many servers as it has. With one station of two cores this is the fan-in that
 the scale benchmark measures with real engines, which is what it is checked against. Not for: where the times come from
 (``fleet``).

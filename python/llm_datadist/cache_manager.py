@@ -86,7 +86,7 @@ class CacheManager(EngineCaches["_core.DataDist"]):
         """Drop the reference by id of a continuous cache (contract §7.2).
 
         The memory is released when no key holds it either. A cache that does not exist, or was released, and a
-        registered cache are no error: nothing is released.
+        registered cache are not an error: nothing is released.
 
         Args:
             cache: a continuous cache. Its ``tensor_addrs`` become empty.
@@ -102,7 +102,7 @@ class CacheManager(EngineCaches["_core.DataDist"]):
     def remove_cache_key(self, cache_key: CacheKey) -> None:
         """Unbind a key, and release its cache if that was the last reference (contract §7.5).
 
-        A key that does not exist is no error. Keys of registered caches stay.
+        A key that does not exist is not an error. Keys of registered caches stay.
 
         Args:
             cache_key: the key. Its cluster id is ignored.
@@ -137,7 +137,7 @@ class CacheManager(EngineCaches["_core.DataDist"]):
     def deallocate_blocks_cache(self, cache: Cache) -> None:
         """Release a blocks cache and its key at once (contract §7.4).
 
-        A cache that does not exist, a CPU cache and a registered cache are no error: nothing is released.
+        A cache that does not exist, a CPU cache and a registered cache are not an error: nothing is released.
 
         Args:
             cache: a blocks cache. Its ``tensor_addrs`` become empty.
@@ -211,8 +211,8 @@ class CacheManager(EngineCaches["_core.DataDist"]):
     def unregister_cache(self, cache_id: int) -> None:
         """Remove a registration and its keys (contract §7.8); allowed at any time.
 
-        An unknown id and the id of an allocated cache are no error: nothing is removed. The call waits for transfers
-        that use the memory, up to ``sync_kv_timeout``.
+        An unknown id and the id of an allocated cache are not an error: nothing is removed. The call waits for
+        transfers that use the memory, up to ``sync_kv_timeout``.
 
         Args:
             cache_id: id of a registered cache (int64).
@@ -382,7 +382,7 @@ class CacheManager(EngineCaches["_core.DataDist"]):
             dst_layer_range: remote layers, as many.
             size: -1: the whole local slot.
             tensor_num_per_layer: tensors of one layer (uint32, above 0). A cache with fewer tensors has no layer:
-                without ranges nothing is sent, and that is no error. Use 1 for a cache of one tensor.
+                without ranges nothing is sent, and that is not an error. Use 1 for a cache of one tensor.
 
         Raises:
             LLMException: ``LLM_PARAM_INVALID``: another mode, the own cluster, a blocks cache, layers or slots outside

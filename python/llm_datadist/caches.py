@@ -129,7 +129,7 @@ class CacheHandle:
     ) -> None:
         """Release the cache: deallocate an allocated one, unregister a registered one.
 
-        A cache that was deallocated already, a cache of a finalized engine and a CPU cache are no error: nothing is
+        A cache that was deallocated already, a cache of a finalized engine and a CPU cache are not an error: nothing is
         done. Keys of a continuous cache hold its memory beyond the block (contract §12.3).
 
         If the block raised, its exception propagates, and a failure of the release is only logged at ERROR. Otherwise

@@ -49,7 +49,7 @@ _MOST_CLUSTERS = 16
 
 
 class LLMDataDist:
-    """An engine for KV caches (contract §6). One instance of a process can be initialised at a time.
+    """An engine for KV caches (contract §6). One instance of a process can be initialized at a time.
 
     An instance is a context manager. ``with LLMDataDist(role, cluster_id) as dist:`` calls ``finalize`` at the end
     of the block, as described at ``__exit__``; ``init`` is called inside the block.
@@ -65,9 +65,9 @@ class LLMDataDist:
     """
 
     llm_engine_instance: ClassVar[Optional[LLMDataDist]] = None
-    """The initialised instance of the process, or ``None`` (contract §6)."""
+    """The initialized instance of the process, or ``None`` (contract §6)."""
 
-    # Held while an engine is opened or taken out of use, so that only one instance can be initialised. Re-entrant,
+    # Held while an engine is opened or taken out of use, so that only one instance can be initialized. Re-entrant,
     # because a signal handler may call finalize meanwhile.
     _life: ClassVar[threading.RLock] = threading.RLock()
 
@@ -102,7 +102,7 @@ class LLMDataDist:
         return f"LLMDataDist(role={self._role}, cluster_id={self._cluster_id}, {state})"
 
     def __enter__(self) -> Self:
-        """Return the instance, which need not be initialised yet."""
+        """Return the instance, which need not be initialized yet."""
         return self
 
     def __exit__(
@@ -113,7 +113,7 @@ class LLMDataDist:
     ) -> None:
         """Call ``finalize``, also if the block raised.
 
-        An instance that was never initialised, or was finalized already, is no error: nothing is done. If the block
+        An instance that was never initialized, or was finalized already, is not an error. If the block
         raised, its exception propagates, and a failure of ``finalize`` is only logged at ERROR. Otherwise that failure
         is raised.
         """
@@ -122,7 +122,7 @@ class LLMDataDist:
     def init(self, options: dict[str, str]) -> None:
         """Open the engine (contract §6.2).
 
-        The call has no effect on an initialised object, and may be repeated after a failure. Unknown keys are ignored.
+        The call has no effect on an initialized object, and may be repeated after a failure. Unknown keys are ignored.
         If a key is at most two edits away from a known one, one WARNING names that one.
 
         Args:
@@ -138,7 +138,7 @@ class LLMDataDist:
             ValueError: the port of ``llm.listenIpInfo`` is not a uint16.
             RuntimeError: in KvCacheManager mode, the address of ``llm.listenIpInfo`` of a prompt is not an IPv4
                 address.
-            LLMException: ``LLM_FAILED``: another object of the process is initialised, or the address cannot be
+            LLMException: ``LLM_FAILED``: another object of the process is initialized, or the address cannot be
                 bound; ``LLM_PARAM_INVALID``: an option, the role or the token is invalid or missing;
                 ``LLM_OUT_OF_MEMORY``, or ``LLM_DEVICE_OUT_OF_MEMORY`` in KvCacheManager mode: the system has no memory
                 for a pool.
@@ -191,7 +191,7 @@ class LLMDataDist:
     def finalize(self) -> None:
         """Close the engine: end all links, release pools and registrations (contract §6.3).
 
-        It has no effect if the object is not initialised. It waits for layer-wise transfers as long as at least one of
+        It has no effect if the object is not initialized. It waits for layer-wise transfers as long as at least one of
         their layers arrives within each ``sync_kv_timeout``; unfinished configs then get ``LLM_ENGINE_FINALIZED``.
         Managers, caches and cache ids of the engine are invalid afterwards. Memory stays mapped while a view of it
         lives. ``finalize`` must not run at the same time as other calls.
@@ -206,7 +206,7 @@ class LLMDataDist:
             for manager in managers:
                 if manager is not None:
                     manager._initialized = False  # noqa: SLF001  (an old manager never reaches a later engine)
-            # Last: only now may another object be initialised, also by a signal handler.
+            # Last: only now may another object be initialized, also by a signal handler.
             LLMDataDist.llm_engine_instance = None
         if native is not None:
             try:
@@ -220,7 +220,7 @@ class LLMDataDist:
         """The manager in CacheManager mode: the same object until ``finalize`` (contract §6.4).
 
         Raises:
-            RuntimeError: not initialised.
+            RuntimeError: not initialized.
             LLMException: ``LLM_PARAM_INVALID``: the engine is in KvCacheManager mode.
         """
         self._check_initialized()
@@ -234,7 +234,7 @@ class LLMDataDist:
         """The manager in KvCacheManager mode: the same object until ``finalize`` (contract §6.4).
 
         Raises:
-            RuntimeError: not initialised.
+            RuntimeError: not initialized.
             LLMException: ``LLM_PARAM_INVALID``: the engine is in CacheManager mode.
         """
         self._check_initialized()
@@ -250,7 +250,7 @@ class LLMDataDist:
         Peers need it if ``llm.listenIpInfo`` has port 0. The original does not have this property.
 
         Raises:
-            RuntimeError: not initialised.
+            RuntimeError: not initialized.
         """
         return self._check_initialized().listening()
 
@@ -270,7 +270,7 @@ class LLMDataDist:
             The number of the communicator, for ``query_register_mem_status`` and ``unlink``; 1 or more.
 
         Raises:
-            RuntimeError: not initialised.
+            RuntimeError: not initialized.
             AttributeError: ``cluster_rank_info`` is ``None``.
             TypeError: an argument has the wrong type.
             ValueError: a cluster id or a rank is outside its width.
@@ -292,7 +292,7 @@ class LLMDataDist:
             comm_id: the result of ``link`` (uint64).
 
         Raises:
-            RuntimeError: not initialised.
+            RuntimeError: not initialized.
             TypeError: ``comm_id`` is not an ``int``.
             ValueError: ``comm_id`` is outside uint64.
             LLMException: ``LLM_NOT_YET_LINK``: there is no such communicator; ``LLM_UNLINK_FAILED``: its links could
@@ -313,7 +313,7 @@ class LLMDataDist:
             ever.
 
         Raises:
-            RuntimeError: not initialised.
+            RuntimeError: not initialized.
             TypeError: ``comm_id`` is not an ``int``.
             ValueError: ``comm_id`` is outside uint64.
             LLMException: ``LLM_NOT_YET_LINK``: there is no such communicator; ``LLM_PARAM_INVALID``: KvCacheManager
@@ -340,7 +340,7 @@ class LLMDataDist:
             ``(LLM_CLUSTER_NUM_EXCEED_LIMIT, [])`` (contract §9.3).
 
         Raises:
-            RuntimeError: not initialised.
+            RuntimeError: not initialized.
             TypeError: an argument has the wrong type, or a peer has no ``remote_cluster_id``.
             ValueError: ``timeout`` or an address that was given as an integer is outside its width.
             LLMException: ``LLM_PARAM_INVALID``: ``timeout`` is 0 or less, or, in CacheManager mode, a peer has no local
@@ -377,7 +377,7 @@ class LLMDataDist:
             clusters give ``(LLM_CLUSTER_NUM_EXCEED_LIMIT, [])`` (contract §9.3).
 
         Raises:
-            RuntimeError: not initialised.
+            RuntimeError: not initialized.
             TypeError: an argument has the wrong type, or a peer has no ``remote_cluster_id``.
             ValueError: ``timeout`` or an address that was given as an integer is outside its width.
             LLMException: ``LLM_PARAM_INVALID``: ``timeout`` is 0 or less.
@@ -402,7 +402,7 @@ class LLMDataDist:
                 the transfer backend ``hixl``.
 
         Raises:
-            RuntimeError: not initialised.
+            RuntimeError: not initialized.
             TypeError: an argument has the wrong type.
             ValueError: the port is not a uint16.
             LLMException: ``LLM_EXIST_LINK``: a link exists; ``LLM_PARAM_INVALID``: the address is not of the form
@@ -444,7 +444,7 @@ class LLMDataDist:
             remote_cluster_id: cluster id of the peer (uint64).
 
         Raises:
-            RuntimeError: not initialised.
+            RuntimeError: not initialized.
             TypeError: ``remote_cluster_id`` is not an ``int``.
             ValueError: ``remote_cluster_id`` is outside uint64.
             LLMException: ``LLM_PARAM_INVALID``: CacheManager mode, or another role; ``LLM_NOT_YET_LINK``: there is no
@@ -462,7 +462,7 @@ class LLMDataDist:
         """Return the counters of the engine as plain dicts; ``llm_datadist.stats.Stats`` documents every field.
 
         Raises:
-            RuntimeError: not initialised.
+            RuntimeError: not initialized.
         """
         return self._check_initialized().stats()
 

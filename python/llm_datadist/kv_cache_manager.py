@@ -248,8 +248,8 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
     def deallocate_cache(self, cache: KvCache) -> None:
         """Drop the reference by id of a continuous cache, or release a blocks cache and its key (contract §9.1, §7.2).
 
-        A continuous cache is released when no key holds it either. A cache that does not exist is no error (contract
-        §17.5).
+        A continuous cache is released when no key holds it either. A cache that does not exist is not an error
+        (contract §17.5).
 
         Args:
             cache: a cache in ``DEVICE`` memory. Its ``per_device_tensor_addrs`` become empty.
@@ -265,7 +265,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
     def remove_cache_key(self, cache_key: CacheKey) -> None:
         """Unbind a key, and release its cache if that was the last reference (contract §9.1, §7.5).
 
-        The call is for ``LLMRole.PROMPT``. A key that does not exist is no error.
+        The call is for ``LLMRole.PROMPT``. A key that does not exist is not an error.
 
         Args:
             cache_key: the key. Its cluster id is ignored.

@@ -153,7 +153,7 @@ class TransferWithCacheKeyConfig(_SourceLayers):
         cache_key: the remote cache. The attribute ``dst_cluster_id`` is the cluster of this key; a key that is set
             later does not change it.
         src_layer_range: layers that are read. ``None`` is refused here, but may be set later.
-        dst_layer_range: layers that are written, as many. ``None`` is refused here.
+        dst_layer_range: layers that are written, as many as are read. ``None`` is refused here.
         src_batch_index: batch slot that is read (uint32); 0 with a ``BlocksCacheKey``.
 
     Raises:
@@ -371,25 +371,25 @@ def start(
         src_cache, layer_synchronizer, transfer_configs, src_block_indices, dst_block_indices, dst_block_memory_size
     )
     try:
-        _send_walker(engine, task, layer_synchronizer)
+        _start_layer_thread(engine, task, layer_synchronizer)
     except BaseException:
-        task.cancel()  # otherwise its configs would wait for ever
+        task.cancel()  # otherwise its configs would wait forever
         raise
     return CacheTask(task)
 
 
-def _send_walker(engine: _core.DataDist, task: _core.TransferTask, synchronizer: LayerSynchronizer) -> None:
+def _start_layer_thread(engine: _core.DataDist, task: _core.TransferTask, synchronizer: LayerSynchronizer) -> None:
     """Start the thread of a transfer that needs layers."""
     layers = task.layers()
     if not layers:
         return
     given = (task, synchronizer, layers)
-    walker = threading.Thread(target=_walk, args=given, name="llm-layers", daemon=True)
+    thread = threading.Thread(target=_request_layers, args=given, name="llm-layers", daemon=True)
     with _lock:
         _prune()
-        _under_way.append((engine, task, walker))
+        _under_way.append((engine, task, thread))
     try:
-        walker.start()
+        thread.start()
     except Exception as error:
         text = f"the thread that waits for the layers cannot be started: {error}"
         raise LLMException(text, status_code=LLMStatusCode.LLM_FAILED) from error
@@ -420,8 +420,8 @@ def drain(engine: _core.DataDist) -> None:
         _prune()
 
 
-def _walk(task: _core.TransferTask, synchronizer: LayerSynchronizer, layers: list[int]) -> None:
-    """Ask for one layer after the other. However this ends, no destination waits for ever."""
+def _request_layers(task: _core.TransferTask, synchronizer: LayerSynchronizer, layers: list[int]) -> None:
+    """Ask for one layer after the other. However this ends, no destination waits forever."""
     name_this_thread()
     asked: Optional[int] = layers[0]
     try:

@@ -9,7 +9,7 @@ __all__ = ["write"]
 
 
 def write(text: str) -> None:
-    """Print a text. A reader that closes its end early is no error: ``... | head``."""
+    """Print a text. A reader that closes its end early is not an error: ``... | head``."""
     try:
         print(text, flush=True)  # noqa: T201  (a command prints)
     except BrokenPipeError:

@@ -10,7 +10,7 @@ size_t DefaultsOfTheStructures();  // second.cpp
 int main() {
   CHECK(DefaultsOfTheStructures() == 1);
   LlmDataDist llm_datadist(1, LlmRole::kPrompt);
-  CHECK_STATUS(llm_datadist.CopyKvCache(Cache{}, Cache{}), LLM_FAILED);  // not initialised
+  CHECK_STATUS(llm_datadist.CopyKvCache(Cache{}, Cache{}), LLM_FAILED);  // not initialized
   CHECK_STATUS(llm_datadist.Initialize({{OPTION_DEVICE_ID, "0"}}), LLM_SUCCESS);
   Cache src_cache{};
   Cache dst_cache{};

@@ -65,7 +65,7 @@ class Peer:
         self.cluster = -1
 
     def open(self, settings: dict[str, str] | None = None, cluster: int = 2, role: str = "PROMPT") -> Peer:
-        """Initialise its engine; it listens at a free port of 127.0.0.1 unless the options say otherwise."""
+        """Initialize its engine; it listens at a free port of 127.0.0.1 unless the options say otherwise."""
         chosen = options() if settings is None else settings
         self.address = self.begin("init", {"llm.listenIpInfo": "127.0.0.1:0", **chosen}, cluster, role).result() or ""
         self.cluster = cluster
@@ -150,7 +150,7 @@ class Ends:
         self.busy: list[Peer] = []
 
     def near(self, settings: dict[str, str] | None = None, cluster: int = 1, role: str = "DECODER") -> End:
-        """The end in this process, initialised."""
+        """The end in this process, initialized."""
         self.here.init(options() if settings is None else settings, cluster, role)
         return self.here
 

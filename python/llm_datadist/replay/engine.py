@@ -26,7 +26,7 @@ TRANSFER_LIMIT_MS = 10_000
 
 
 class Engine:
-    """An initialised engine. Close it after use.
+    """An initialized engine. Close it after use.
 
     Args:
         role: the role of the process.

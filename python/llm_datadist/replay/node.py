@@ -58,7 +58,7 @@ class Calls:
 
 
 class Node:
-    """An initialised engine with its two blocks caches. Close it after use."""
+    """An initialized engine with its two blocks caches. Close it after use."""
 
     def __init__(
         self, geometry: Geometry, blocks: tuple[int, int], pools: tuple[int, int], extra: Mapping[str, str]

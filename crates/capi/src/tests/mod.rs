@@ -40,7 +40,7 @@ fn refused(status: u32, facts: &[&str]) {
 const SMALL: [(&str, &str); 2] =
     [("llm.DeviceId", "0"), ("llm.MemPoolConfig", r#"{"memory_size": 1048576, "page_shift": 12}"#)];
 
-/// An initialised object, freed when it drops.
+/// An initialized object, freed when it drops.
 struct Engine(u64);
 
 impl Engine {

@@ -170,7 +170,11 @@ fn unanswered_push_keeps_reads_out_of_place() {
         let hollow = adopt(&shape, Blocks, &[4096, 8192]);
         let hollow = Held { cache: slow.local.register(hollow, &[], Some(true)).unwrap(), own: None };
         let error = push(&hollow).unwrap_err();
-        assert_eq!((error.kind(), error.fact("reported_by")), (ErrorKind::System, Some("the peer")), "{error}");
+        assert_eq!(
+            (error.kind(), error.fact("reported_by")),
+            (ErrorKind::System, Some("the peer")),
+            "{error}"
+        );
         slow.holding(&remote, |release| {
             in_place("the peer refused the push");
             unanswered();

@@ -341,7 +341,7 @@ fn endless_readers_let_a_copy_in() {
 }
 
 /// A push pins `local` and waits for `remote`, the peer's pull pins `remote` and waits for `local`, and a copy into `local`
-/// waits in between: none of them waits for ever.
+/// waits in between: none of them waits forever.
 #[test]
 fn push_pull_and_copy_do_not_deadlock() {
     const BYTES: usize = 512 << 10;
