@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use llm_datadist_core::testing::model::Geometry;
 use llm_datadist_core::testing::plan::{CopyPlan, Ends, Moves};
-use llm_datadist_core::testing::protocol::{self, HEADER, Location, Request, Run, WireName, WirePlan};
+use llm_datadist_core::testing::protocol::{self, HEADER, Request, Run, WireLocation, WireName, WirePlan};
 use llm_datadist_core::testing::validate::{self, Layers, PushRows, RemoteCache, Side};
 use llm_datadist_core::{CacheKind, DataDist, Placement};
 
@@ -91,7 +91,7 @@ fn planned(moves: &mut Moves) -> CopyPlan {
 
 #[inline(never)]
 fn written(plan: &CopyPlan) -> Vec<u8> {
-    let source = Location::Region { region: 1, runs: vec![Run { start: 0, step: 0, count: 1 }] };
+    let source = WireLocation::Region { region: 1, runs: vec![Run { start: 0, step: 0, count: 1 }] };
     let request = Request::Fetch {
         name: WireName::Blocks { model: 7 },
         cache: 3,

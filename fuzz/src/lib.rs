@@ -127,13 +127,14 @@ fn request(body: &[u8]) {
 }
 
 fn reply(body: &[u8]) {
-    use llm_datadist_core::testing::protocol::{Location, Run};
+    use llm_datadist_core::testing::protocol::{Run, WireLocation};
     match decoded::<Reply>(body) {
         Some(Reply::Described(record)) => {
             if let Err(error) = record.side() {
                 refused_as(&error, &[ErrorKind::NotLinked]);
             }
-            let (Location::Region { runs, .. } | Location::Process { runs }) = &record.location else {
+            let (WireLocation::Region { runs, .. } | WireLocation::Process { runs }) = &record.location
+            else {
                 return;
             };
             let count: u64 = runs.iter().map(|run| u64::from(run.count)).sum();

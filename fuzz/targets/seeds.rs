@@ -7,8 +7,8 @@ use std::sync::Arc;
 use llm_datadist_core::testing::model::{AddressLocation, CacheId};
 use llm_datadist_core::testing::plan::{Span, SpanList};
 use llm_datadist_core::testing::protocol::{
-    self, Arrived, Attach, Attached, Challenge, Comm, Control, Hello, Location, Pairs, Party, Place, Proof,
-    Purpose, Record, Reply, Request, Run, Welcome, WireName, WirePlan, WireSteps,
+    self, Attach, Attached, Challenge, Comm, Control, EntryVersion, Hello, Pairs, Party, Proof, Purpose,
+    Reply, Request, Run, Welcome, WireCache, WireLocation, WireName, WirePlan, WireRows, WireSteps,
 };
 use llm_datadist_core::{Error, ErrorKind};
 use serde::Serialize;
@@ -83,7 +83,7 @@ fn requests(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
         "write",
         frame(&Request::Write { name, cache, plan: plan(), from: 0, to: 8, ahead: true, limit_ms }),
     );
-    let source = Location::Region { region: 1, runs: vec![Run { start: 0, step: 4096, count: 2 }] };
+    let source = WireLocation::Region { region: 1, runs: vec![Run { start: 0, step: 4096, count: 2 }] };
     let fetch =
         Request::Fetch { name, cache, plan: plan(), source, num_tensors: 2, tensor_bytes: 4096, limit_ms };
     add(7, "fetch", frame(&fetch));
@@ -93,8 +93,8 @@ fn requests(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
 }
 
 fn replies(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
-    let record = Record {
-        at: Place { place: 5, generation: 600 },
+    let record = WireCache {
+        at: EntryVersion { index: 5, generation: 600 },
         cache: 3,
         row: 2,
         num_tensors: 4,
@@ -104,7 +104,7 @@ fn replies(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
         placement: 1,
         allocated: true,
         accessible: false,
-        location: Location::Process {
+        location: WireLocation::Process {
             runs: vec![Run { start: 4096, step: 1 << 23, count: 3 }, Run { start: 1, step: 0, count: 1 }],
         },
     };
@@ -112,10 +112,14 @@ fn replies(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     add(8, "done", frame(&Reply::Done { bytes: 1 << 40 }));
     add(8, "ready", frame(&Reply::Ready { bytes: 4096 }));
     add(8, "unreachable", frame(&Reply::Unreachable { reason: "no permission".into() }));
-    let arrived = vec![Arrived { tensor: 1, rows: vec![(0, 3), (5, 6)] }];
+    let arrived = vec![WireRows { tensor: 1, rows: vec![(0, 3), (5, 6)] }];
     let facts = vec![("cluster".into(), "1".into())];
     add(8, "failed", frame(&Reply::Failed { kind: 4, message: "gone".into(), facts, arrived }));
-    add(8, "located", frame(&Reply::Located(vec![AddressLocation { cache: CacheId(3), tensor: 1, offset: 4096 }])));
+    add(
+        8,
+        "located",
+        frame(&Reply::Located(vec![AddressLocation { cache: CacheId(3), tensor: 1, offset: 4096 }])),
+    );
 }
 
 fn plans() -> Vec<(&'static str, WirePlan)> {

@@ -7,7 +7,7 @@ use llm_datadist_core::bindings::cpp;
 use llm_datadist_core::{Adopted, CacheId, DataDist, End, PeerAddress, Result, StatusCode};
 
 use crate::failure;
-use crate::objects::{Object, Open};
+use crate::objects::{Object, OpenEngine};
 
 type Texts = BTreeMap<String, String>;
 
@@ -16,7 +16,7 @@ pub(crate) fn initialize(object: &Object, options: impl FnOnce() -> Result<Texts
     object.open(|| {
         let role = cpp::role(object.role())?;
         let options = cpp::options(role, object.cluster, &options()?)?;
-        Ok(Open { engine: DataDist::open(options.config.clone())?, options })
+        Ok(OpenEngine { engine: DataDist::open(options.config.clone())?, options })
     })
 }
 
@@ -31,31 +31,36 @@ pub(crate) fn set_role(object: &Object, role: i32, options: &Texts) -> Result<()
 }
 
 /// `LinkLlmClusters`.
-pub(crate) fn link(open: &Open, peers: &[PeerAddress], timeout: Duration) -> Outcome {
+pub(crate) fn link(open: &OpenEngine, peers: &[PeerAddress], timeout: Duration) -> ClusterResults {
     let engine = &open.engine;
     let linked = if open.options.one_local {
         engine.link_clusters_from(peers, timeout)
     } else {
         engine.link_clusters(peers, timeout)
     };
-    Outcome::new(linked)
+    ClusterResults::new(linked)
 }
 
 /// `UnlinkLlmClusters`.
-pub(crate) fn unlink(open: &Open, peers: &[PeerAddress], timeout: Duration, force: bool) -> Outcome {
-    Outcome::new(open.engine.unlink_clusters(peers, timeout, force))
+pub(crate) fn unlink(
+    open: &OpenEngine,
+    peers: &[PeerAddress],
+    timeout: Duration,
+    force: bool,
+) -> ClusterResults {
+    ClusterResults::new(open.engine.unlink_clusters(peers, timeout, force))
 }
 
 /// The results of a call for several clusters.
-pub(crate) struct Outcome {
+pub(crate) struct ClusterResults {
     /// The status of each cluster, in their order.
     pub(crate) statuses: Vec<u32>,
     /// The status of the last cluster that failed.
     pub(crate) whole: u32,
 }
 
-impl Outcome {
-    fn new(results: Vec<Result<()>>) -> Outcome {
+impl ClusterResults {
+    fn new(results: Vec<Result<()>>) -> ClusterResults {
         let (mut reasons, mut whole) = (Vec::new(), StatusCode::Success);
         let mut status = |result: Result<()>| match result {
             Ok(()) => failure::status(StatusCode::Success),
@@ -69,7 +74,7 @@ impl Outcome {
         if !reasons.is_empty() {
             failure::keep(&reasons.join("; "));
         }
-        Outcome { statuses, whole: failure::status(whole) }
+        ClusterResults { statuses, whole: failure::status(whole) }
     }
 }
 

@@ -19,8 +19,8 @@ pub(crate) struct Recipient {
     pub(crate) max_level: i32,
 }
 
-/// Returns the place of the recipient in this process.
-type Place = fn() -> &'static RwLock<Option<Recipient>>;
+/// Returns the cell of the recipient in this process.
+type RecipientCell = fn() -> &'static RwLock<Option<Recipient>>;
 
 thread_local! {
     /// Whether this thread is inside the callback.
@@ -30,11 +30,11 @@ thread_local! {
 /// The numbers of the levels in C.
 const LEVELS: [(i32, Level); 4] = [(1, Level::ERROR), (2, Level::WARN), (3, Level::INFO), (4, Level::DEBUG)];
 
-/// Sends the engine's lines to the recipient at `place` from now on.
-pub(crate) fn install(place: Place) {
+/// Sends the engine's lines to the recipient at `cell` from now on.
+pub(crate) fn install(cell: RecipientCell) {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        install_log(ToProgram { place, shows_errors: shows_errors() });
+        install_log(ToProgram { cell, shows_errors: shows_errors() });
     });
 }
 
@@ -43,8 +43,8 @@ fn shows_errors() -> bool {
     std::env::var_os("LLM_DATADIST_LOG").is_none_or(|value| value != "off")
 }
 
-/// Replaces the recipient at `place`. Afterwards the old callback is not running and is never called again.
-pub(crate) fn set(place: Place, recipient: Option<Recipient>) -> Result<()> {
+/// Replaces the recipient at `cell`. Afterwards the old callback is not running and is never called again.
+pub(crate) fn set(cell: RecipientCell, recipient: Option<Recipient>) -> Result<()> {
     let refused = |text: String| Err(Error::new(ErrorKind::InvalidArgument, text));
     if INSIDE.get() {
         return refused("the log callback cannot be replaced from inside the callback".into());
@@ -52,9 +52,9 @@ pub(crate) fn set(place: Place, recipient: Option<Recipient>) -> Result<()> {
     if let Some(level) = recipient.as_ref().map(|to| to.max_level).filter(|level| !(1..=4).contains(level)) {
         return refused(format!("max_level={level} is out of range (1 to 4)"));
     }
-    install(place);
+    install(cell);
     let before = {
-        let mut current = place().write().unwrap_or_else(PoisonError::into_inner);
+        let mut current = cell().write().unwrap_or_else(PoisonError::into_inner);
         std::mem::replace(&mut *current, recipient)
     };
     drop(before);
@@ -62,7 +62,7 @@ pub(crate) fn set(place: Place, recipient: Option<Recipient>) -> Result<()> {
 }
 
 struct ToProgram {
-    place: Place,
+    cell: RecipientCell,
     /// Whether errors are shown while there is no callback.
     shows_errors: bool,
 }
@@ -74,7 +74,7 @@ impl Sink for ToProgram {
 
     fn take(&self, line: Line) {
         let level = LEVELS.iter().find(|&&(_, known)| known == line.level).map_or(4, |&(number, _)| number);
-        let recipient = (self.place)().read().unwrap_or_else(PoisonError::into_inner);
+        let recipient = (self.cell)().read().unwrap_or_else(PoisonError::into_inner);
         match recipient.as_ref() {
             Some(recipient) if level <= recipient.max_level => {
                 INSIDE.set(true);

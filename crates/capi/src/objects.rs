@@ -16,13 +16,13 @@ pub(crate) struct Object {
     pub(crate) cluster: ClusterId,
     /// The number of its role, which may be invalid.
     role: AtomicI32,
-    open: RwLock<Option<Arc<Open>>>,
+    open: RwLock<Option<Arc<OpenEngine>>>,
     /// Held while an engine is opened, so that two threads open only one.
     opening: Mutex<()>,
 }
 
 /// An open engine.
-pub(crate) struct Open {
+pub(crate) struct OpenEngine {
     /// The engine.
     pub(crate) engine: DataDist,
     /// The options with which it was opened.
@@ -77,7 +77,7 @@ fn unknown(handle: u64) -> Error {
 
 impl Object {
     /// Opens the engine, unless it is open.
-    pub(crate) fn open(&self, open: impl FnOnce() -> Result<Open>) -> Result<()> {
+    pub(crate) fn open(&self, open: impl FnOnce() -> Result<OpenEngine>) -> Result<()> {
         let _turn = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
         if self.engine().is_ok() {
             return Ok(());
@@ -104,7 +104,7 @@ impl Object {
     }
 
     /// Returns the engine while it is open.
-    pub(crate) fn engine(&self) -> Result<Arc<Open>> {
+    pub(crate) fn engine(&self) -> Result<Arc<OpenEngine>> {
         let open = self.open.read().unwrap_or_else(PoisonError::into_inner).clone();
         open.ok_or_else(|| {
             Error::new(ErrorKind::Closed, "Initialize has not succeeded, or Finalize was called")

@@ -74,16 +74,21 @@ kinds! {
 #[derive(Clone)]
 pub struct Error(Box<Report>);
 
-/// The complete rows that a failed transfer had written: pairs of a destination tensor and ranges of its
-/// rows.
-pub type Arrived = Vec<(u32, Vec<std::ops::Range<u64>>)>;
+/// The complete rows of one destination tensor that a failed transfer had written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ArrivedRows {
+    /// Index of the destination tensor.
+    pub tensor: u32,
+    /// Ranges of its rows, ascending and disjoint.
+    pub rows: Vec<std::ops::Range<u64>>,
+}
 
 #[derive(Clone)]
 struct Report {
     kind: ErrorKind,
     message: String,
     context: Vec<(&'static str, String)>,
-    arrived: Arrived,
+    arrived: Vec<ArrivedRows>,
     source: Option<Arc<dyn StdError + Send + Sync>>,
 }
 
@@ -146,14 +151,14 @@ impl Error {
 
     /// Sets the complete rows that the failed transfer had written.
     #[must_use]
-    pub fn with_arrived(mut self, arrived: Arrived) -> Self {
+    pub fn with_arrived(mut self, arrived: Vec<ArrivedRows>) -> Self {
         self.0.arrived = arrived;
         self
     }
 
     /// Returns the complete rows that a failed transfer had written. Empty if there are none, or if the error
     /// is not from a transfer.
-    pub fn arrived(&self) -> &[(u32, Vec<std::ops::Range<u64>>)] {
+    pub fn arrived(&self) -> &[ArrivedRows] {
         &self.0.arrived
     }
 

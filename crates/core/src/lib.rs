@@ -160,7 +160,7 @@ pub use config::{
     TransportChoice,
 };
 pub use engine::{CacheIndex, DataDist, End, RemoteName};
-pub use error::{Error, ErrorKind, Result};
+pub use error::{ArrivedRows, Error, ErrorKind, Result};
 pub use memory::Adopted;
 pub use model::{
     CacheDesc, CacheId, CacheKey, CacheKind, ClusterId, DataType, Deadline, Geometry, NO_ID, Name, Placement,

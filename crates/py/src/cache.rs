@@ -11,14 +11,14 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
 
 use crate::convert;
-use crate::engine::Held;
+use crate::engine::ProcessOwned;
 use crate::error::raise;
 use crate::raw::{self, DL_CPU};
 
 /// A CPU cache: memory of the caller that no engine knows.
 #[pyclass(frozen, module = "llm_datadist._core")]
 pub(crate) struct LooseCache {
-    cache: Held<Cache>,
+    cache: ProcessOwned<Cache>,
 }
 
 #[pymethods]
@@ -28,7 +28,7 @@ impl LooseCache {
         let addrs = convert::addresses("addrs", addrs)?;
         let adopted = raw::adopt(&convert::desc(cache_desc)?, CacheKind::Blocks, &addrs);
         let adopted = adopted.map_err(|error| raise(cache_desc.py(), &error))?;
-        Ok(LooseCache { cache: Held::new(Cache::loose(adopted)) })
+        Ok(LooseCache { cache: ProcessOwned::new(Cache::loose(adopted)) })
     }
 
     fn views(&self, py: Python<'_>) -> PyResult<Vec<TensorView>> {
@@ -86,7 +86,7 @@ impl ManagedCache {
 /// The caller keeps the memory of a registered cache or a CPU cache alive.
 #[pyclass(frozen, module = "llm_datadist._core")]
 pub(crate) struct TensorView {
-    cache: Held<Cache>,
+    cache: ProcessOwned<Cache>,
     index: usize,
 }
 
@@ -94,7 +94,7 @@ impl TensorView {
     /// Creates a view of every tensor of `cache`, after checking that the memory is mapped.
     pub(crate) fn all(cache: &Arc<Cache>) -> Result<Vec<Self>> {
         cache.check_views()?;
-        let view = |index| TensorView { cache: Held::new(cache.clone()), index };
+        let view = |index| TensorView { cache: ProcessOwned::new(cache.clone()), index };
         fallible::collect("the views of tensors", (0..cache.addrs().len()).map(view))
     }
 

@@ -14,7 +14,7 @@ use crate::cache::{ManagedCache, TensorView};
 use crate::convert::{self, Any, shown};
 use crate::engine::Engine;
 use crate::error::{self, invalid, raise};
-use crate::layerwise::{self, Given, Transfer};
+use crate::layerwise::{self, CheckedArguments, RawArguments};
 use crate::links::{self, ClusterInfos, Membership, by_rank};
 use crate::python_types::PythonTypes;
 use crate::task::TransferTask;
@@ -229,8 +229,8 @@ impl DataDist {
         dst_block_memory_size: IntArg<'_, '_>,
     ) -> PyResult<TransferTask> {
         let blocks = (src_block_indices, dst_block_indices, dst_block_memory_size);
-        let given = Given { src_cache, layer_synchronizer, transfer_configs, blocks };
-        let Transfer { from, args, to, patience } = layerwise::transfer(slf, &given)?;
+        let given = RawArguments { src_cache, layer_synchronizer, transfer_configs, blocks };
+        let CheckedArguments { from, args, to, patience } = layerwise::transfer(slf, &given)?;
         let start = |engine: &llm_datadist_core::DataDist| engine.transfer_async(&from, &args, to, patience);
         slf.get().engine.enter(slf.py(), start).map(|task| TransferTask::new(task, slf.get().engine.codes()))
     }

@@ -16,15 +16,15 @@ use crate::error::{self, Codes};
 ///
 /// A forked child has a copy of the handle, but not the threads behind it, and its locks may be held. So the child leaks
 /// the object instead of dropping it (`tests/test_lifecycle.py`).
-pub(crate) struct Held<T: Send + Sync> {
+pub(crate) struct ProcessOwned<T: Send + Sync> {
     process: u32,
     value: Option<Arc<T>>,
 }
 
-impl<T: Send + Sync> Held<T> {
+impl<T: Send + Sync> ProcessOwned<T> {
     /// Holds `value` for the current process.
     pub(crate) fn new(value: Arc<T>) -> Self {
-        Held { process: this_process(), value: Some(value) }
+        ProcessOwned { process: this_process(), value: Some(value) }
     }
 
     /// Returns the object.
@@ -56,7 +56,7 @@ impl<T: Send + Sync> Held<T> {
 
 /// The last reference is dropped while detached from the interpreter, because it may unmap gigabytes
 /// (`tests/test_views.py`). The deleter of a capsule may run on any thread, and when there is no interpreter any more.
-impl<T: Send + Sync> Drop for Held<T> {
+impl<T: Send + Sync> Drop for ProcessOwned<T> {
     fn drop(&mut self) {
         let Some(last) = self.last() else { return };
         let mut last = Some(last);
@@ -68,7 +68,7 @@ impl<T: Send + Sync> Drop for Held<T> {
 pub(crate) struct Engine {
     process: u32,
     codes: Codes,
-    open: RwLock<Option<Held<DataDist>>>,
+    open: RwLock<Option<ProcessOwned<DataDist>>>,
 }
 
 impl Engine {
@@ -78,7 +78,11 @@ impl Engine {
         remember_process();
         crate::log::install();
         let engine = detached(py, codes, || Ok(DataDist::open(config)?.interrupted_by(interrupted)))?;
-        Ok(Engine { process: this_process(), codes, open: RwLock::new(Some(Held::new(Arc::new(engine)))) })
+        Ok(Engine {
+            process: this_process(),
+            codes,
+            open: RwLock::new(Some(ProcessOwned::new(Arc::new(engine)))),
+        })
     }
 
     /// Runs `call` on the engine, detached from the interpreter, and maps its error.
@@ -101,7 +105,7 @@ impl Engine {
         if self.process == this_process() {
             py.detach(|| {
                 let held = self.open.write().unwrap_or_else(PoisonError::into_inner).take();
-                held.map(Held::release)
+                held.map(ProcessOwned::release)
             });
         }
     }

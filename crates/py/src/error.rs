@@ -79,7 +79,7 @@ pub(crate) fn exception(py: Python<'_>, error: &Error, codes: Codes) -> PyResult
 /// Returns the tensors of the destination, each with its complete rows as half-open ranges.
 fn arrived(error: &Error) -> Vec<(u32, Vec<(u64, u64)>)> {
     let rows = |rows: &[std::ops::Range<u64>]| rows.iter().map(|rows| (rows.start, rows.end)).collect();
-    error.arrived().iter().map(|(tensor, ranges)| (*tensor, rows(ranges))).collect()
+    error.arrived().iter().map(|arrived| (arrived.tensor, rows(&arrived.rows))).collect()
 }
 
 fn made(class: &Py<PyType>, text: &str, code: &Bound<'_, PyAny>) -> PyResult<PyErr> {

@@ -21,7 +21,7 @@ use crate::remote_key::KeyClass;
 use crate::transfer;
 
 /// The checked arguments of a layer-wise transfer.
-pub(crate) struct Transfer {
+pub(crate) struct CheckedArguments {
     /// The source cache.
     pub(crate) from: End,
     /// The rows, and the tensors of a layer.
@@ -33,7 +33,7 @@ pub(crate) struct Transfer {
 }
 
 /// The unchecked arguments.
-pub(crate) struct Given<'a, 'py> {
+pub(crate) struct RawArguments<'a, 'py> {
     /// The source.
     pub(crate) src_cache: CacheArg<'a, 'py>,
     /// The object that reports when layers are ready.
@@ -45,7 +45,10 @@ pub(crate) struct Given<'a, 'py> {
 }
 
 /// Checks the arguments of `transfer_cache_async`. A config without a layer range gets all layers (row 13).
-pub(crate) fn transfer(engine: &Bound<'_, DataDist>, given: &Given<'_, '_>) -> PyResult<Transfer> {
+pub(crate) fn transfer(
+    engine: &Bound<'_, DataDist>,
+    given: &RawArguments<'_, '_>,
+) -> PyResult<CheckedArguments> {
     let py = engine.py();
     let refused = |error: Error| raise(py, &error);
     let src_cache = given.src_cache;
@@ -71,7 +74,7 @@ pub(crate) fn transfer(engine: &Bound<'_, DataDist>, given: &Given<'_, '_>) -> P
         Ok(to)
     };
     let to = configs.iter().map(one).collect::<PyResult<_>>()?;
-    Ok(Transfer { from: cache.end(engine)?, args, to, patience })
+    Ok(CheckedArguments { from: cache.end(engine)?, args, to, patience })
 }
 
 /// Row 1: a cache of the class of the engine's mode.

@@ -1,7 +1,7 @@
 //! Unsafe code of the binding: `DLPack` capsules, addresses that the caller promises to be valid, numbers of lists.
 //!
 //! A capsule owns its tensor until a consumer renames it; then the consumer calls the deleter. Either way the deleter
-//! runs exactly once and releases one [`Held`] cache, which needs no interpreter (tests: `tests/test_views.py`).
+//! runs exactly once and releases one [`ProcessOwned`] cache, which needs no interpreter (tests: `tests/test_views.py`).
 
 use std::ffi::{CStr, c_void};
 use std::ptr;
@@ -15,7 +15,7 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
 
-use crate::engine::Held;
+use crate::engine::ProcessOwned;
 
 /// Refuses every interpreter but the first of the process. The classes of this module exist once in a process, so a second
 /// interpreter would replace those of the first (`tests/test_subinterpreter.py`).
@@ -102,7 +102,7 @@ struct Owned<M> {
     managed: M,
     shape: Vec<i64>,
     strides: Vec<i64>,
-    cache: Held<Cache>,
+    cache: ProcessOwned<Cache>,
 }
 
 /// One of the two layouts of a managed tensor.
@@ -164,7 +164,7 @@ fn wrapped<'py, M: Managed>(
         byte_offset: 0,
     };
     // The vectors move into the box, but the memory that the tensor refers to is on the heap and does not move.
-    let owned = Owned { managed: M::around(tensor), shape, strides, cache: Held::new(cache.clone()) };
+    let owned = Owned { managed: M::around(tensor), shape, strides, cache: ProcessOwned::new(cache.clone()) };
     let managed = Box::into_raw(Box::new(owned));
     // SAFETY: this thread is attached to the interpreter (`py`), the pointer is live and not null, and the name is static.
     let capsule = unsafe { ffi::PyCapsule_New(managed.cast(), M::NAME.as_ptr(), Some(destroy::<M>)) };

@@ -13,14 +13,14 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
 use crate::convert::{Any, optional_int};
-use crate::engine::{self, Held};
+use crate::engine::{self, ProcessOwned};
 use crate::error::{Codes, exception, raise};
 use crate::python_types::PythonTypes;
 
 /// A handle of one transfer. Dropping it does not end the transfer.
 #[pyclass(frozen, module = "llm_datadist._core")]
 pub(crate) struct TransferTask {
-    task: Held<Task>,
+    task: ProcessOwned<Task>,
     codes: Codes,
     /// Whether a thread asks for its layers.
     walked: AtomicBool,
@@ -29,7 +29,7 @@ pub(crate) struct TransferTask {
 impl TransferTask {
     /// Creates a handle of `task`, whose failures get these codes.
     pub(crate) fn new(task: Arc<Task>, codes: Codes) -> Self {
-        TransferTask { task: Held::new(task), codes, walked: AtomicBool::new(false) }
+        TransferTask { task: ProcessOwned::new(task), codes, walked: AtomicBool::new(false) }
     }
 
     fn code(&self, py: Python<'_>, outcome: &Outcome) -> PyResult<Option<&'static Py<PyAny>>> {

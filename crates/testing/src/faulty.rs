@@ -65,7 +65,7 @@ impl Transport for Faulty {
             return Err(unreachable(to, "connect to", Errno::CONNREFUSED));
         }
         let mut stream = self.under.dial(to, deadline)?;
-        let running = |fault| Running { fault, gone: AtomicU64::new(0) };
+        let running = |fault| ArmedFault { fault, gone: AtomicU64::new(0) };
         stream.faults = Some(Box::new(Ways([faults.receiving, faults.sending].map(running))));
         Ok(stream)
     }
@@ -77,17 +77,17 @@ impl Transport for Faulty {
 
 /// The faults of one stream while it runs: receiving, and sending.
 #[derive(Debug)]
-struct Ways([Running; 2]);
+struct Ways([ArmedFault; 2]);
 
 /// A fault, and how many bytes have passed in its direction.
 #[derive(Debug)]
-struct Running {
+struct ArmedFault {
     fault: Option<Fault>,
     gone: AtomicU64,
 }
 
 impl Ways {
-    fn of(&self, way: Way) -> &Running {
+    fn of(&self, way: Way) -> &ArmedFault {
         &self.0[usize::from(way == Way::Out)]
     }
 }
@@ -115,7 +115,7 @@ impl Interference for Ways {
     }
 
     fn garble(&self, way: Way, bytes: &mut [u8]) {
-        let Running { fault: Some(Fault::Garble(at)), gone } = self.of(way) else { return };
+        let ArmedFault { fault: Some(Fault::Garble(at)), gone } = self.of(way) else { return };
         let inside = at.checked_sub(gone.load(Ordering::Relaxed)).and_then(|at| usize::try_from(at).ok());
         if let Some(byte) = inside.and_then(|at| bytes.get_mut(at)) {
             *byte ^= 0xFF;
@@ -131,7 +131,7 @@ impl Interference for Ways {
     }
 }
 
-impl Running {
+impl ArmedFault {
     /// Returns the bytes until the fault stops the stream.
     fn left(&self) -> Option<u64> {
         match self.fault {

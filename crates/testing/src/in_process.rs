@@ -28,13 +28,13 @@ pub struct Local {
 
 /// Connections that wait at one name.
 struct Queue {
-    arrived: Mutex<Arrived>,
+    arrived: Mutex<Connections>,
     /// Counts the waiting streams, so it is readable while there is one.
     waiting: OwnedFd,
 }
 
 #[derive(Default)]
-struct Arrived {
+struct Connections {
     streams: VecDeque<Stream>,
     closed: bool,
 }

@@ -23,18 +23,18 @@ pub type LlmDatadistLogCallback = Option<
 >;
 
 /// A callback and its `user_data`.
-struct Given {
+struct CallerCallback {
     callback: unsafe extern "C" fn(i32, *const c_char, *const c_char, *mut c_void),
     user_data: *mut c_void,
 }
 
 // SAFETY: the pointer is only passed back, and the caller of `llm_datadist_set_log_callback` promised that the callback
 // may use it on any thread.
-unsafe impl Send for Given {}
+unsafe impl Send for CallerCallback {}
 // SAFETY: as above; the promise includes several threads at a time.
-unsafe impl Sync for Given {}
+unsafe impl Sync for CallerCallback {}
 
-impl Given {
+impl CallerCallback {
     fn call(&self, level: i32, target: &str, text: &str) {
         let text_of = |text: &str| CString::new(text.replace('\0', "\u{fffd}")).unwrap_or_default();
         let (target, text) = (text_of(target), text_of(text));
@@ -64,7 +64,7 @@ pub unsafe extern "C" fn llm_datadist_set_log_callback(
     max_level: i32,
 ) -> u32 {
     guarded(|| {
-        let given = callback.map(|callback| Given { callback, user_data });
+        let given = callback.map(|callback| CallerCallback { callback, user_data });
         let recipient = given.map(|given| Recipient {
             callback: Box::new(move |level, target, text| given.call(level, target, text)),
             max_level,

@@ -34,7 +34,7 @@ pub use types::{
 
 use crate::calls;
 use crate::failure::{self, caught, guarded, guarded_as};
-use crate::objects::Open;
+use crate::objects::OpenEngine;
 
 /// Returns the `LLM_DATADIST_ABI_VERSION` of the library. A program that was compiled with a higher version must not use
 /// the library.
@@ -170,7 +170,11 @@ type Clusters = (*const LlmDatadistCluster, usize, i32, *mut u32, *mut usize);
 unsafe fn each_cluster(
     handle: u64,
     (clusters, count, millis, rets, num_rets): Clusters,
-    call: impl FnOnce(&Open, &[llm_datadist_core::PeerAddress], std::time::Duration) -> calls::Outcome,
+    call: impl FnOnce(
+        &OpenEngine,
+        &[llm_datadist_core::PeerAddress],
+        std::time::Duration,
+    ) -> calls::ClusterResults,
 ) -> u32 {
     let mut whole = None;
     let status = guarded(|| {
@@ -269,11 +273,11 @@ pub extern "C" fn llm_datadist_unregister_cache(handle: u64, cache_id: i64) -> u
 }
 
 /// Runs `call` on the engine of `handle`.
-fn enter<T>(handle: u64, call: impl FnOnce(&Open) -> Result<T>) -> Result<T> {
+fn enter<T>(handle: u64, call: impl FnOnce(&OpenEngine) -> Result<T>) -> Result<T> {
     call(&*process::current().objects.get(handle)?.engine()?)
 }
 
 /// Runs `call` on the engine of `handle`, and returns its status.
-fn entered(handle: u64, call: impl FnOnce(&Open) -> Result<()>) -> u32 {
+fn entered(handle: u64, call: impl FnOnce(&OpenEngine) -> Result<()>) -> u32 {
     guarded(|| enter(handle, call))
 }

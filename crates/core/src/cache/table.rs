@@ -37,34 +37,34 @@ pub struct Table {
 
 #[derive(Debug)]
 struct State {
-    /// One generation for each place. It is raised under the lock when the cache leaves the place or loses a
+    /// One generation for each entry. It is raised under the lock when the cache leaves the entry or loses a
     /// key, and so before the memory is used again.
     generations: Arc<Generations>,
     /// The tensors of a key's slot that peers have pulled, kept until all of them have been pulled.
     pulled: HashMap<CacheKey, Pulled>,
     last_id: i64,
-    ids: Shards<CacheId, Place>,
-    /// For each key, the place of its cache and the row in it.
-    keys: Shards<CacheKey, (Place, u32)>,
-    slots: Vec<Option<Slot>>,
-    free: Vec<Place>,
+    ids: Shards<CacheId, EntryIndex>,
+    /// For each key, the entry of its cache and the row in it.
+    keys: Shards<CacheKey, (EntryIndex, u32)>,
+    entries: Vec<Option<TableEntry>>,
+    free: Vec<EntryIndex>,
     /// Registered caches that were removed and may still be in use. Only calls that wait for the end of that
     /// use need this.
     leaving: HashMap<CacheId, Weak<Cache>>,
 }
 
-/// Index of a slot. Ids and keys map to a place and not to each other, so a lookup takes one hash and one
+/// Index of an entry. Ids and keys map to an index and not to each other, so a lookup takes one hash and one
 /// index.
-type Place = u32;
+type EntryIndex = u32;
 
 #[derive(Debug)]
-struct Slot {
+struct TableEntry {
     cache: Arc<Cache>,
     /// The reference by id: `true` until the cache is deallocated.
     held: bool,
     bound: u32,
     /// The key given to each row. A removed key remains here, so that the removal need not touch this list.
-    /// An entry is valid only if `keys` still maps it to this row.
+    /// An item is valid only if `keys` still maps it to this row.
     keys: RowKeys,
 }
 
@@ -118,7 +118,7 @@ impl Table {
             last_id: 0,
             ids: Shards::new(),
             keys: Shards::new(),
-            slots: Vec::new(),
+            entries: Vec::new(),
             free: Vec::new(),
             leaving: HashMap::new(),
         };
@@ -164,7 +164,7 @@ impl Table {
         let by_row = RowKeys::of(keys)?;
         // Declared before the lock, so that caches released by a replaced key drop after the lock is
         // released.
-        let mut released: Vec<Slot> = Vec::new();
+        let mut released: Vec<TableEntry> = Vec::new();
         let mut state = self.state.lock();
         if on_bound_key == OnBoundKey::Refuse
             && let Some((key, other)) = keys.iter().find_map(|(_, key)| Some((key, state.named(*key)?.0)))
@@ -185,10 +185,10 @@ impl Table {
         state.last_id = id.0;
         let cache = Arc::new(build(id));
         let bound = u32::try_from(keys.len()).unwrap_or(u32::MAX);
-        let place = state.place(Slot { cache: cache.clone(), held: true, bound, keys: by_row });
-        state.ids.insert(id, place);
+        let index = state.insert(TableEntry { cache: cache.clone(), held: true, bound, keys: by_row });
+        state.ids.insert(id, index);
         for &(row, key) in keys {
-            state.keys.insert(key, (place, u32::try_from(row).unwrap_or(u32::MAX)));
+            state.keys.insert(key, (index, u32::try_from(row).unwrap_or(u32::MAX)));
         }
         drop(state);
         for (old, (key, count)) in replaced {
@@ -200,14 +200,14 @@ impl Table {
     /// Returns the cache with this id, or `Err` of kind [`ErrorKind::CacheNotFound`].
     pub fn find(&self, id: CacheId) -> Result<Arc<Cache>> {
         let state = self.state.lock();
-        let found = state.ids.get(&id).and_then(|&place| state.slot(place));
-        found.map(|slot| slot.cache.clone()).ok_or_else(|| no_cache(id))
+        let found = state.ids.get(&id).and_then(|&index| state.entry(index));
+        found.map(|entry| entry.cache.clone()).ok_or_else(|| no_cache(id))
     }
 
     /// Returns the cache and row that a key names, or `Err` of kind [`ErrorKind::CacheNotFound`].
     pub fn find_key(&self, key: CacheKey) -> Result<(Arc<Cache>, u32)> {
         let state = self.state.lock();
-        let found = state.named(key).map(|(slot, row)| (slot.cache.clone(), row));
+        let found = state.named(key).map(|(entry, row)| (entry.cache.clone(), row));
         found.ok_or_else(|| no_key(key))
     }
 
@@ -216,14 +216,15 @@ impl Table {
     /// §7.4).
     pub fn deallocate(&self, id: CacheId) {
         let mut state = self.state.lock();
-        let Some(&place) = state.ids.get(&id) else { return };
-        let Some(slot) = state.slot_mut(place).filter(|slot| slot.cache.origin() == Origin::Allocated) else {
+        let Some(&index) = state.ids.get(&id) else { return };
+        let Some(entry) = state.entry_mut(index).filter(|entry| entry.cache.origin() == Origin::Allocated)
+        else {
             return;
         };
-        slot.held = false;
-        let released = match slot.cache.kind() {
-            CacheKind::Batch => state.remove_if_unreferenced(place),
-            CacheKind::Blocks => state.remove(place),
+        entry.held = false;
+        let released = match entry.cache.kind() {
+            CacheKind::Batch => state.remove_if_unreferenced(index),
+            CacheKind::Blocks => state.remove(index),
         };
         drop(state);
         drop(released);
@@ -233,7 +234,7 @@ impl Table {
     /// effect on unknown keys and keys of registered caches (contract §7.5).
     pub fn remove_key(&self, key: CacheKey) {
         let mut state = self.state.lock();
-        let allocated = state.named(key).is_some_and(|(slot, _)| slot.cache.origin() == Origin::Allocated);
+        let allocated = state.named(key).is_some_and(|(entry, _)| entry.cache.origin() == Origin::Allocated);
         let released = if allocated { state.unbind(key) } else { None };
         drop(state);
         drop(released);
@@ -243,8 +244,8 @@ impl Table {
     /// when the engine closes, before its memory is released.
     pub fn retire(&self) {
         let state = self.state.lock();
-        for place in state.ids.values() {
-            state.generations.bump(*place);
+        for index in state.ids.values() {
+            state.generations.bump(*index);
         }
     }
 
@@ -253,14 +254,14 @@ impl Table {
     /// `None` for unknown and allocated ids (contract §7.8).
     pub fn unregister(&self, id: CacheId) -> Result<Option<Arc<Cache>>> {
         let mut state = self.state.lock();
-        let Some(&place) = state.ids.get(&id) else {
+        let Some(&index) = state.ids.get(&id) else {
             // A pin keeps its cache alive, so a cache that is already dropped is not in use.
             return Ok(state.leaving.get(&id).and_then(Weak::upgrade));
         };
         state.leaving.try_reserve(1).map_err(|_| fallible::out_of_memory(TABLE, state.leaving.len()))?;
-        let registered = state.slot(place).is_some_and(|slot| slot.cache.origin() == Origin::Registered);
-        let released = if registered { state.remove(place) } else { None };
-        let cache = released.map(|slot| slot.cache);
+        let registered = state.entry(index).is_some_and(|entry| entry.cache.origin() == Origin::Registered);
+        let released = if registered { state.remove(index) } else { None };
+        let cache = released.map(|entry| entry.cache);
         if let Some(cache) = &cache {
             state.leaving.retain(|_, left| left.strong_count() > 0);
             state.leaving.insert(id, Arc::downgrade(cache));
@@ -285,27 +286,27 @@ impl State {
     /// has changed.
     fn make_room(&mut self, keys: &[(u64, CacheKey)]) -> Result<()> {
         if self.free.is_empty() {
-            fallible::grow(TABLE, &mut self.slots, 1)?;
-            // Every slot may become free, and freeing must not fail.
-            let places = self.slots.len() + 1;
-            fallible::grow(TABLE, &mut self.free, places)?;
+            fallible::grow(TABLE, &mut self.entries, 1)?;
+            // Every entry may become free, and freeing must not fail.
+            let entries = self.entries.len() + 1;
+            fallible::grow(TABLE, &mut self.free, entries)?;
         }
         let id = CacheId(self.last_id + 1);
         self.ids.make_room(std::iter::once(&id))?;
         self.keys.make_room(keys.iter().map(|(_, key)| key))
     }
 
-    fn slot(&self, place: Place) -> Option<&Slot> {
-        self.slots.get(place as usize)?.as_ref()
+    fn entry(&self, index: EntryIndex) -> Option<&TableEntry> {
+        self.entries.get(index as usize)?.as_ref()
     }
 
-    fn slot_mut(&mut self, place: Place) -> Option<&mut Slot> {
-        self.slots.get_mut(place as usize)?.as_mut()
+    fn entry_mut(&mut self, index: EntryIndex) -> Option<&mut TableEntry> {
+        self.entries.get_mut(index as usize)?.as_mut()
     }
 
-    fn named(&self, key: CacheKey) -> Option<(&Slot, u32)> {
-        let &(place, row) = self.keys.get(&key)?;
-        Some((self.slot(place)?, row))
+    fn named(&self, key: CacheKey) -> Option<(&TableEntry, u32)> {
+        let &(index, row) = self.keys.get(&key)?;
+        Some((self.entry(index)?, row))
     }
 
     /// Returns the caches that `keys` name now, each with the first such key and their number.
@@ -319,59 +320,59 @@ impl State {
         replaced
     }
 
-    fn place(&mut self, slot: Slot) -> Place {
-        if let Some(place) = self.free.pop() {
-            self.slots[place as usize] = Some(slot);
-            return place;
+    fn insert(&mut self, entry: TableEntry) -> EntryIndex {
+        if let Some(index) = self.free.pop() {
+            self.entries[index as usize] = Some(entry);
+            return index;
         }
-        self.slots.push(Some(slot));
-        // A slot takes more than 32 bytes, so 2^32 of them do not fit into the memory of any machine that
+        self.entries.push(Some(entry));
+        // An entry takes more than 32 bytes, so 2^32 of them do not fit into the memory of any machine that
         // this runs on.
-        Place::try_from(self.slots.len() - 1).unwrap_or(Place::MAX)
+        EntryIndex::try_from(self.entries.len() - 1).unwrap_or(EntryIndex::MAX)
     }
 
     /// Removes a key, and returns the cache if that was its last reference.
-    fn unbind(&mut self, key: CacheKey) -> Option<Slot> {
-        let (place, _) = self.keys.remove(&key)?;
-        self.forget(place, key);
-        self.slot_mut(place)?.bound -= 1;
-        self.remove_if_unreferenced(place)
+    fn unbind(&mut self, key: CacheKey) -> Option<TableEntry> {
+        let (index, _) = self.keys.remove(&key)?;
+        self.forget(index, key);
+        self.entry_mut(index)?.bound -= 1;
+        self.remove_if_unreferenced(index)
     }
 
     /// Removes an allocated cache without references.
-    fn remove_if_unreferenced(&mut self, place: Place) -> Option<Slot> {
-        let slot = self.slot(place)?;
-        let gone = slot.cache.origin() == Origin::Allocated && !slot.held && slot.bound == 0;
-        if gone { self.take(place) } else { None }
+    fn remove_if_unreferenced(&mut self, index: EntryIndex) -> Option<TableEntry> {
+        let entry = self.entry(index)?;
+        let gone = entry.cache.origin() == Origin::Allocated && !entry.held && entry.bound == 0;
+        if gone { self.take(index) } else { None }
     }
 
     /// Removes a cache and all its keys.
-    fn remove(&mut self, place: Place) -> Option<Slot> {
-        let slot = self.take(place)?;
-        for (row, key) in slot.keys.all().iter().enumerate() {
+    fn remove(&mut self, index: EntryIndex) -> Option<TableEntry> {
+        let entry = self.take(index)?;
+        for (row, key) in entry.keys.all().iter().enumerate() {
             if let Some(key) = key
                 && let Some(&(named, at)) = self.keys.get(key)
-                && (named, at as usize) == (place, row)
+                && (named, at as usize) == (index, row)
             {
                 self.keys.remove(key);
                 self.pulled.remove(key);
             }
         }
-        Some(slot)
+        Some(entry)
     }
 
-    /// Invalidates what peers know about `place` and have pulled of `key`, which no longer names it.
-    fn forget(&mut self, place: Place, key: CacheKey) {
+    /// Invalidates what peers know about the entry and have pulled of `key`, which no longer names it.
+    fn forget(&mut self, index: EntryIndex, key: CacheKey) {
         self.pulled.remove(&key);
-        self.generations.bump(place);
+        self.generations.bump(index);
     }
 
-    fn take(&mut self, place: Place) -> Option<Slot> {
-        let slot = self.slots.get_mut(place as usize)?.take()?;
-        self.ids.remove(&slot.cache.id());
-        self.generations.bump(place);
-        self.free.push(place);
-        Some(slot)
+    fn take(&mut self, index: EntryIndex) -> Option<TableEntry> {
+        let entry = self.entries.get_mut(index as usize)?.take()?;
+        self.ids.remove(&entry.cache.id());
+        self.generations.bump(index);
+        self.free.push(index);
+        Some(entry)
     }
 }
 

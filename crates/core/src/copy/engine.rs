@@ -8,8 +8,8 @@ use std::sync::{Arc, OnceLock};
 use super::kernel_choice::{Source, Tuner};
 use super::limit::Limit;
 use super::progress::{Progress, with_copied_bytes};
-use super::route::{End, Route, Staging};
-use super::run::Held;
+use super::route::{PlacedTensors, Route, Staging};
+use super::run::KeptAlive;
 use super::workers::{Work, Workers};
 use super::{reader_threads, staging_ring};
 use crate::config::Config;
@@ -116,8 +116,8 @@ impl CopyEngine {
     pub fn run(
         &self,
         plan: impl Into<Arc<CopyPlan>>,
-        src: End<'_>,
-        dst: End<'_>,
+        src: PlacedTensors<'_>,
+        dst: PlacedTensors<'_>,
         staging: Staging,
         limit: impl Into<Limit>,
         progress: &Arc<Progress>,
@@ -131,12 +131,12 @@ impl CopyEngine {
     pub fn run_holding(
         &self,
         plan: impl Into<Arc<CopyPlan>>,
-        src: End<'_>,
-        dst: End<'_>,
+        src: PlacedTensors<'_>,
+        dst: PlacedTensors<'_>,
         staging: Staging,
         limit: impl Into<Limit>,
         progress: &Arc<Progress>,
-        held: Held,
+        held: KeptAlive,
     ) -> Result<CopyOutcome> {
         let limit = limit.into();
         let route = super::route::choose(&self.devices, src, dst, staging.path)?;

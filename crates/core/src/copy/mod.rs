@@ -20,8 +20,6 @@ pub use kernel_choice::Source;
 pub use kernel_choice::Tuner;
 pub use limit::Limit;
 pub use peer_read::STILL_READING;
-#[cfg(feature = "testing")]
-pub use progress::Arrived;
 pub use progress::{Progress, arrived};
 pub use route::{Route, Staging};
 #[cfg(feature = "testing")]

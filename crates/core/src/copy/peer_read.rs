@@ -27,7 +27,7 @@ const DOING: &str = "reading the memory of the peer's process";
 const POLLS: u32 = 64;
 
 /// A job with any kind of work.
-pub(super) trait Task: Send + Sync {
+pub(super) trait ReadJob: Send + Sync {
     /// Runs units until none is left.
     fn help(&self);
     /// Whether the caller has left before the job ended.
@@ -35,7 +35,7 @@ pub(super) trait Task: Send + Sync {
 }
 
 /// One read in progress.
-pub(super) struct Job<W> {
+pub(super) struct PeerRead<W> {
     units: usize,
     next: AtomicUsize,
     /// Number of units that are done.
@@ -44,11 +44,11 @@ pub(super) struct Job<W> {
     /// No thread is inside, and no unit is left to start.
     over: AtomicBool,
     abandoned: AtomicBool,
-    inner: Mutex<Inside<W>>,
+    state: Mutex<State<W>>,
     left: Condvar,
 }
 
-struct Inside<W> {
+struct State<W> {
     /// `None` once the caller has left, so that a late thread finds no work and keeps nothing alive.
     work: Option<Arc<W>>,
     threads: usize,
@@ -57,16 +57,16 @@ struct Inside<W> {
     failure: Option<Error>,
 }
 
-impl<W: Work> Job<W> {
+impl<W: Work> PeerRead<W> {
     pub(super) fn new(work: Arc<W>, units: usize) -> Self {
-        Job {
+        PeerRead {
             units,
             next: AtomicUsize::new(0),
             ended: AtomicUsize::new(0),
             stop: AtomicBool::new(false),
             over: AtomicBool::new(false),
             abandoned: AtomicBool::new(false),
-            inner: Mutex::new(Inside { work: Some(work), threads: 0, asleep: false, failure: None }),
+            state: Mutex::new(State { work: Some(work), threads: 0, asleep: false, failure: None }),
             left: Condvar::new(),
         }
     }
@@ -89,25 +89,25 @@ impl<W: Work> Job<W> {
     /// the error carries [`STILL_READING`].
     pub(super) fn wait(&self, pid: i32, deadline: Deadline, silence: Option<Duration>) -> Result<()> {
         poll(|| self.over());
-        let mut inner = self.inner.lock();
-        inner.asleep = true;
+        let mut state = self.state.lock();
+        state.asleep = true;
         let mut ended = Ok(());
         let mut last = (self.ended.load(Ordering::Relaxed), Instant::now());
         while !self.over() && ended.is_ok() {
             let nap = deadline.nap().min(silence.unwrap_or(Duration::MAX));
-            inner = self.left.wait_timeout(inner, nap).0;
+            state = self.left.wait_timeout(state, nap).0;
             if !self.over() {
                 // Without the lock, because a signal handler may use the engine.
-                drop(inner);
+                drop(state);
                 ended = deadline.waiting(DOING).and_then(|()| self.moves(&mut last, silence));
-                inner = self.inner.lock();
+                state = self.state.lock();
             }
         }
         // From here on, no thread can enter.
-        let work = inner.work.take();
+        let work = state.work.take();
         self.stop.store(true, Ordering::Relaxed);
         let grace = Instant::now() + GRACE;
-        while inner.threads > 0 {
+        while state.threads > 0 {
             let left = grace.saturating_duration_since(Instant::now());
             // Once the job is over, a late thread finds no unit and leaves by itself.
             if left.is_zero() && !self.over() {
@@ -115,10 +115,10 @@ impl<W: Work> Job<W> {
                 break;
             }
             let nap = left.max(Duration::from_millis(1));
-            inner = self.left.wait_timeout(inner, nap).0;
+            state = self.left.wait_timeout(state, nap).0;
         }
-        let (failure, inside) = (inner.failure.take(), inner.threads);
-        drop(inner);
+        let (failure, inside) = (state.failure.take(), state.threads);
+        drop(state);
         drop(work);
         match (inside, failure) {
             (0, Some(error)) => Err(error),
@@ -144,12 +144,12 @@ impl<W: Work> Job<W> {
     }
 }
 
-impl<W: Work> Task for Job<W> {
+impl<W: Work> ReadJob for PeerRead<W> {
     fn help(&self) {
         let work = {
-            let mut inner = self.inner.lock();
-            let Some(work) = inner.work.clone() else { return };
-            inner.threads += 1;
+            let mut state = self.state.lock();
+            let Some(work) = state.work.clone() else { return };
+            state.threads += 1;
             work
         };
         let done = catch_unwind(AssertUnwindSafe(|| self.take(&work)));
@@ -157,16 +157,16 @@ impl<W: Work> Task for Job<W> {
             done.unwrap_or_else(|_| Err(Error::new(ErrorKind::System, "a thread that reads panicked")));
         // Before leaving: once no thread is inside, none of them holds the work.
         drop(work);
-        let mut inner = self.inner.lock();
-        inner.threads -= 1;
+        let mut state = self.state.lock();
+        state.threads -= 1;
         if let Err(error) = done {
             self.stop.store(true, Ordering::Relaxed);
-            inner.failure.get_or_insert(error);
+            state.failure.get_or_insert(error);
         }
         let stopped = self.stop.load(Ordering::Relaxed);
-        if inner.threads == 0 && (stopped || self.next.load(Ordering::Relaxed) >= self.units) {
+        if state.threads == 0 && (stopped || self.next.load(Ordering::Relaxed) >= self.units) {
             self.over.store(true, Ordering::Release);
-            if inner.asleep {
+            if state.asleep {
                 self.left.notify_all();
             }
         }

@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use crate::error::{Error, Result};
+use crate::error::{ArrivedRows, Error, Result};
 use crate::fallible;
 use crate::plan::{CopyPlan, Piece, RangeList};
 use crate::sync::Mutex;
@@ -33,15 +33,6 @@ pub struct Progress {
     pub(super) silence: Option<Duration>,
     bytes: AtomicU64,
     done: Mutex<Vec<Range<u64>>>,
-}
-
-/// Rows of one destination tensor of which all planned bytes are in place.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Arrived {
-    /// Index of the destination tensor.
-    pub tensor: u32,
-    /// Ranges of its rows, ascending and disjoint.
-    pub rows: Vec<Range<u64>>,
 }
 
 impl Progress {
@@ -77,7 +68,7 @@ impl Progress {
     /// Tensors without such a row are left out, and so is everything after 2^20 ranges of rows. A row that
     /// the plan writes twice counts once both writes have happened. Returns `Err(OutOfMemory)` if there is no
     /// memory for the lists.
-    pub fn arrived(&self, plan: &CopyPlan, row_bytes: u64) -> Result<Vec<Arrived>> {
+    pub fn arrived(&self, plan: &CopyPlan, row_bytes: u64) -> Result<Vec<ArrivedRows>> {
         let mut arrived = Vec::new();
         if self.bytes() == 0 {
             return Ok(arrived);
@@ -97,7 +88,7 @@ impl Progress {
                 break;
             }
             if !rows.is_empty() {
-                fallible::push(ARRIVED, &mut arrived, Arrived { tensor, rows })?;
+                fallible::push(ARRIVED, &mut arrived, ArrivedRows { tensor, rows })?;
             }
         }
         Ok(arrived)
@@ -146,8 +137,7 @@ pub fn arrived(error: Error, progress: &Progress, plan: &CopyPlan, row_bytes: u6
         text += if tensor.rows.len() > SHOWN { " …; " } else { "; " };
     }
     let rest = if whole.len() > SHOWN { "…" } else { "nothing else" };
-    let error = error.with("arrived", format_args!("{text}{rest}"));
-    error.with_arrived(whole.into_iter().map(|tensor| (tensor.tensor, tensor.rows)).collect())
+    error.with("arrived", format_args!("{text}{rest}")).with_arrived(whole)
 }
 
 /// Returns the rows that a piece writes, the outer ones perhaps in part.

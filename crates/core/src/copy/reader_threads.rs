@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use hashbrown::HashMap;
 
-use super::peer_read::{Job, Task, poll};
+use super::peer_read::{PeerRead, ReadJob, poll};
 use super::workers::Work;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
@@ -64,7 +64,7 @@ struct State {
 #[derive(Clone)]
 struct Ticket {
     pid: i32,
-    job: Arc<dyn Task>,
+    job: Arc<dyn ReadJob>,
 }
 
 impl Readers {
@@ -94,7 +94,7 @@ impl Readers {
         most: usize,
         (deadline, silence): (Deadline, Option<Duration>),
     ) -> Result<()> {
-        let job = Arc::new(Job::new(work, units));
+        let job = Arc::new(PeerRead::new(work, units));
         self.0.submit(&Ticket { pid, job: job.clone() }, units.min(most), deadline)?;
         job.wait(pid, deadline, silence)
     }

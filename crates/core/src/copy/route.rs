@@ -26,7 +26,7 @@ impl Staging {
 }
 
 /// Memory at one end of a copy, and its placement.
-pub type End<'a> = (&'a Arc<Tensors>, Placement);
+pub type PlacedTensors<'a> = (&'a Arc<Tensors>, Placement);
 
 /// Route of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,7 +40,12 @@ pub enum Route {
 /// Returns the route from `src` to `dst`. Only copies from host to device have a choice. Returns
 /// `Err(System)` if the destination is memory of another process, and `Err(NotEnabled)` if the device does
 /// not support the route.
-pub(super) fn choose(devices: &DeviceSet, src: End<'_>, dst: End<'_>, forced: SwapInPath) -> Result<Route> {
+pub(super) fn choose(
+    devices: &DeviceSet,
+    src: PlacedTensors<'_>,
+    dst: PlacedTensors<'_>,
+    forced: SwapInPath,
+) -> Result<Route> {
     if !dst.0.reach().writable() {
         return Err(Error::new(ErrorKind::System, "memory of another process is read, never written"));
     }
@@ -65,7 +70,7 @@ pub(super) fn choose(devices: &DeviceSet, src: End<'_>, dst: End<'_>, forced: Sw
 /// Memory of another process is copied directly or not at all. The ring is for swap-ins: its stages would
 /// copy the bytes a second time before it is known whether they are still current
 /// (`memory_that_a_device_cannot_reach_is_refused_and_the_ring_is_not_used`).
-fn from_peer(devices: &DeviceSet, src: End<'_>, dst: End<'_>) -> Result<Route> {
+fn from_peer(devices: &DeviceSet, src: PlacedTensors<'_>, dst: PlacedTensors<'_>) -> Result<Route> {
     let direct = device(devices, src, dst).host_reach() == HostReach::Direct;
     let here = dst.0.host_addressable();
     if here || (src.0.host_addressable() && direct) {
@@ -77,7 +82,7 @@ fn from_peer(devices: &DeviceSet, src: End<'_>, dst: End<'_>) -> Result<Route> {
 
 /// Returns the copier for two ends: the system's kernel if the source is read by process id, otherwise the
 /// device.
-pub(super) fn copier(devices: &DeviceSet, src: End<'_>, dst: End<'_>) -> Arc<dyn Copier> {
+pub(super) fn copier(devices: &DeviceSet, src: PlacedTensors<'_>, dst: PlacedTensors<'_>) -> Arc<dyn Copier> {
     match src.0.process() {
         Some(process) => Arc::new(ProcessReader::new(process.clone())),
         None => device(devices, src, dst).clone(),
@@ -86,7 +91,11 @@ pub(super) fn copier(devices: &DeviceSet, src: End<'_>, dst: End<'_>) -> Arc<dyn
 
 /// Returns the device for a copy: the CPU if it can address both ends, otherwise the device of the device
 /// placement.
-pub(super) fn device<'a>(devices: &'a DeviceSet, src: End<'_>, dst: End<'_>) -> &'a Arc<dyn Device> {
+pub(super) fn device<'a>(
+    devices: &'a DeviceSet,
+    src: PlacedTensors<'_>,
+    dst: PlacedTensors<'_>,
+) -> &'a Arc<dyn Device> {
     let host = src.0.host_addressable() && dst.0.host_addressable();
     devices.at(if host { Placement::Host } else { Placement::Device })
 }

@@ -24,7 +24,7 @@ const INLINE: u64 = 512 << 10;
 const UNITS_PER_WORKER: u64 = 8;
 
 /// What must stay alive as long as the bytes of a copy may be touched: the pins of its rows.
-pub type Held = Arc<dyn std::any::Any + Send + Sync>;
+pub type KeptAlive = Arc<dyn std::any::Any + Send + Sync>;
 
 /// A copy in progress.
 #[derive(Clone)]
@@ -39,7 +39,7 @@ pub(super) struct Copying {
     pub(super) progress: Arc<Progress>,
     /// Kept until nothing touches the memory any more.
     #[expect(dead_code, reason = "held, not read")]
-    pub(super) held: Held,
+    pub(super) held: KeptAlive,
 }
 
 impl Copying {

@@ -53,7 +53,7 @@ impl Workers {
                 threads.push(named.spawn(|| thread.run())?);
                 Ok(())
             })
-            // The job records a panic (`Inside`) and fails its caller. The pool survives.
+            // The job records a panic (`Participant`) and fails its caller. The pool survives.
             .panic_handler(|_| {})
             .build()
             .map_err(refused)?;
@@ -75,7 +75,7 @@ impl Workers {
     /// Runs units `0..units` of `work`, and returns when no thread touches `work` any more. After a failure,
     /// or once a [`Limit::Whole`] has passed, no further unit starts. Returns the first failure.
     pub fn run(&self, work: Arc<impl Work>, units: usize, limit: impl Into<Limit>) -> Result<()> {
-        let job = Arc::new(Job {
+        let job = Arc::new(CopyJob {
             units,
             limit: limit.into(),
             next: AtomicUsize::new(0),
@@ -89,7 +89,7 @@ impl Workers {
         }
         // Also closes the job if the work panics on this thread, so that code that catches the panic finds no
         // worker inside.
-        let closing = Closing(&job);
+        let closing = CloseOnDrop(&job);
         job.help();
         drop(closing);
         job.outcome()
@@ -109,7 +109,7 @@ impl Drop for Workers {
     }
 }
 
-struct Job<W> {
+struct CopyJob<W> {
     units: usize,
     limit: Limit,
     next: AtomicUsize,
@@ -125,10 +125,10 @@ struct State<W> {
     failure: Option<Error>,
 }
 
-impl<W: Work> Job<W> {
+impl<W: Work> CopyJob<W> {
     /// Runs units until none is left, unless the job is already closed.
     fn help(&self) {
-        let Some(mut inside) = Inside::enter(self) else { return };
+        let Some(mut inside) = Participant::enter(self) else { return };
         while !self.stop.load(Ordering::Relaxed) {
             let index = self.next.fetch_add(1, Ordering::Relaxed);
             if index >= self.units {
@@ -145,7 +145,7 @@ impl<W: Work> Job<W> {
     }
 }
 
-impl<W> Job<W> {
+impl<W> CopyJob<W> {
     /// Lets no further worker in, and waits for those inside.
     fn close(&self) {
         let mut state = self.state.lock();
@@ -161,9 +161,9 @@ impl<W> Job<W> {
     }
 }
 
-struct Closing<'a, W>(&'a Job<W>);
+struct CloseOnDrop<'a, W>(&'a CopyJob<W>);
 
-impl<W> Drop for Closing<'_, W> {
+impl<W> Drop for CloseOnDrop<'_, W> {
     fn drop(&mut self) {
         self.0.close();
     }
@@ -171,19 +171,19 @@ impl<W> Drop for Closing<'_, W> {
 
 /// A worker inside a job; it leaves on drop. If `done` is not set by then, its work panicked and the job has
 /// failed.
-struct Inside<'a, W> {
-    job: &'a Job<W>,
+struct Participant<'a, W> {
+    job: &'a CopyJob<W>,
     work: Option<Arc<W>>,
     done: bool,
 }
 
-impl<'a, W: Work> Inside<'a, W> {
-    fn enter(job: &'a Job<W>) -> Option<Self> {
+impl<'a, W: Work> Participant<'a, W> {
+    fn enter(job: &'a CopyJob<W>) -> Option<Self> {
         let mut state = job.state.lock();
         let work = state.work.clone()?;
         state.inside += 1;
         drop(state);
-        Some(Inside { job, work: Some(work), done: false })
+        Some(Participant { job, work: Some(work), done: false })
     }
 
     fn unit(&self, index: usize) -> Result<()> {
@@ -191,14 +191,14 @@ impl<'a, W: Work> Inside<'a, W> {
     }
 }
 
-impl<W> Inside<'_, W> {
+impl<W> Participant<'_, W> {
     fn fail(&self, error: Error) {
         self.job.stop.store(true, Ordering::Relaxed);
         self.job.state.lock().failure.get_or_insert(error);
     }
 }
 
-impl<W> Drop for Inside<'_, W> {
+impl<W> Drop for Participant<'_, W> {
     fn drop(&mut self) {
         if !self.done {
             self.fail(Error::new(ErrorKind::System, "a copy worker panicked"));

@@ -81,7 +81,7 @@ impl DataDist {
                     let plan = Arc::new(CopyPlan::moves(&mut moves, Ends::TwoCaches)?);
                     let outcome = call.push(known, &plan, local_rows)?;
                     if let (PushRows::Slot { local: row }, Moved::Bytes(1..), true) =
-                        (rows, &outcome, moves.whole)
+                        (rows, &outcome, moves.all_tensors)
                     {
                         // A push releases the key of its slot, as a pull does (the original's
                         // `deprecated.md`; contract §17, further rulings).

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::pace::{Again, Merged, Pace, REST, SPARE, UNITS_PER_CHECK};
 use crate::error::Result;
-use crate::memory::{Refusal, Region, usable_under};
+use crate::memory::{MergeRefusal, Region, usable_under};
 use crate::sync::Mutex;
 
 /// Bytes of a unit that must be touched before it is merged. Merging commits the rest of the unit, so it adds
@@ -76,8 +76,8 @@ impl Merging {
                 tried += 1;
                 match self.region.merge(index as u64) {
                     Ok(()) => self.done(&mut units[index], touched),
-                    Err(Refusal::Busy) => busy = true,
-                    Err(Refusal::NoMemory) => {
+                    Err(MergeRefusal::Busy) => busy = true,
+                    Err(MergeRefusal::NoMemory) => {
                         self.again.later(REST);
                         return busy;
                     }
@@ -98,9 +98,9 @@ impl Merging {
     /// Returns whether `refusal` applies to the whole region permanently, and records it if so. The kernel
     /// does not support or does not permit merging if this is its answer before anything of the region was
     /// merged.
-    fn refused(&self, refusal: Refusal) -> bool {
+    fn refused(&self, refusal: MergeRefusal) -> bool {
         match refusal {
-            Refusal::Unable(errno) if self.merged.load(Ordering::Relaxed) == 0 => {
+            MergeRefusal::Unable(errno) if self.merged.load(Ordering::Relaxed) == 0 => {
                 let _ = self.refusal.set(errno);
                 true
             }

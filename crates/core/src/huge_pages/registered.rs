@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::pace::{Again, Pace, REST, SPARE, UNITS_PER_CHECK};
-use crate::memory::{OwnPages, Refusal, Region, Tensors, usable_under};
+use crate::memory::{MergeRefusal, OwnPages, Region, Tensors, usable_under};
 use crate::model::CacheId;
 use crate::sync::Mutex;
 
@@ -98,14 +98,14 @@ impl Lending {
                 let mut units = lent.0.lock();
                 let Some(units) = units.as_mut() else { return true };
                 let Some(&at) = units.get(index) else { return true };
-                match if short { Some(Err(Refusal::NoMemory)) } else { pages.merge(at) } {
+                match if short { Some(Err(MergeRefusal::NoMemory)) } else { pages.merge(at) } {
                     None => index += 1,
-                    Some(Err(Refusal::Busy)) => {
+                    Some(Err(MergeRefusal::Busy)) => {
                         *busy = true;
                         index += 1;
                     }
-                    Some(Err(Refusal::NoMemory)) => return false,
-                    Some(Err(Refusal::Unable(_))) => {
+                    Some(Err(MergeRefusal::NoMemory)) => return false,
+                    Some(Err(MergeRefusal::Unable(_))) => {
                         units.swap_remove(index);
                     }
                     Some(Ok(())) => {

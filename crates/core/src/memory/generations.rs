@@ -1,10 +1,9 @@
-//! Generation numbers of the cache table: one for each place, raised when its cache may have changed, and
+//! Generation numbers of the cache table: one for each entry, raised when its cache may have changed, and
 //! shared with peers.
 //!
-//! A peer that reads memory one-sidedly compares this number with the one that it was sent with the place,
-//! before the read and again after it. Only if both are equal does it accept the bytes
-//! (`generations_of_a_peer_are_seen_as_they_rise`). The table in `cache` decides when a number
-//! rises.
+//! A peer that reads memory one-sidedly compares this number with the one that it was sent with the entry's
+//! index, before the read and again after it. Only if both are equal does it accept the bytes
+//! (`generations_of_a_peer_are_seen_as_they_rise`). The table in `cache` decides when a number rises.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::null_mut;
@@ -16,16 +15,16 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use super::memfd::seal;
 use super::peer_mapping::refuse_shrinking;
-use super::{MapBudget, Reserved, memfd};
+use super::{MapBudget, Reservation, memfd};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
 
-/// Number of places that have a generation. They take 128 MiB of address space, of which only pages with used
-/// places use memory.
-const PLACES: u32 = 1 << 24;
-const BYTES: usize = PLACES as usize * size_of::<u64>();
+/// Number of entries that have a generation. They take 128 MiB of address space, of which only pages with
+/// used entries use memory.
+const ENTRIES: u32 = 1 << 24;
+const BYTES: usize = ENTRIES as usize * size_of::<u64>();
 
-/// The generation of every place without a number. A reader never accepts it.
+/// The generation of every entry without a number. A reader never accepts it.
 const NEVER: u64 = u64::MAX;
 
 /// The generations of this process.
@@ -53,17 +52,17 @@ impl Generations {
         made().map_err(|errno| memfd::refused("generations of the cache table", Self::BYTES, errno))
     }
 
-    /// Returns the generation of `place`. A place beyond the last number has the largest one, which no reader
-    /// accepts.
-    pub fn of(&self, place: u32) -> u64 {
-        self.numbers.of(place)
+    /// Returns the generation of the entry `index`. An entry beyond the last number has the largest one, which no
+    /// reader accepts.
+    pub fn of(&self, index: u32) -> u64 {
+        self.numbers.of(index)
     }
 
-    /// Raises the generation of `place`. From then on no reader accepts what it learned about the place
-    /// before. Other threads and processes see the new number before anything that this thread writes
+    /// Raises the generation of the entry `index`. From then on no reader accepts what it learned about the
+    /// entry before. Other threads and processes see the new number before anything that this thread writes
     /// afterwards.
-    pub fn bump(&self, place: u32) {
-        if let Some(number) = self.numbers.at(place) {
+    pub fn bump(&self, index: u32) {
+        if let Some(number) = self.numbers.at(index) {
             number.fetch_add(1, Ordering::SeqCst);
             fence(Ordering::SeqCst);
         }
@@ -81,7 +80,7 @@ impl Generations {
 pub struct PeerGenerations {
     numbers: Numbers,
     /// Returned to the budget after the memory is unmapped, because fields drop in order.
-    reserved: Reserved,
+    reserved: Reservation,
 }
 
 impl PeerGenerations {
@@ -107,12 +106,12 @@ impl PeerGenerations {
         self.reserved.release_soon();
     }
 
-    /// Returns whether `place` still has `generation`. Called after a read, `true` means that the memory had
+    /// Returns whether the entry `index` still has `generation`. Called after a read, `true` means that the memory had
     /// not been reused when it was read.
-    pub fn still(&self, place: u32, generation: u64) -> bool {
+    pub fn still(&self, index: u32, generation: u64) -> bool {
         // Keeps the reads of the data before the read of the number.
         fence(Ordering::Acquire);
-        generation != NEVER && self.numbers.of(place) == generation
+        generation != NEVER && self.numbers.of(index) == generation
     }
 }
 
@@ -127,16 +126,16 @@ impl Numbers {
         Ok(Numbers(at as usize))
     }
 
-    fn at(&self, place: u32) -> Option<&AtomicU64> {
-        let offset = place as usize * size_of::<u64>();
+    fn at(&self, index: u32) -> Option<&AtomicU64> {
+        let offset = index as usize * size_of::<u64>();
         // SAFETY: the number lies inside the mapping, which lives as long as `self`. Its file cannot shrink
         // (a peer's file is checked by `refuse_shrinking`) or belongs to this process. The number is aligned,
         // and every process accesses it only as an atomic.
-        (place < PLACES).then(|| unsafe { &*((self.0 + offset) as *const AtomicU64) })
+        (index < ENTRIES).then(|| unsafe { &*((self.0 + offset) as *const AtomicU64) })
     }
 
-    fn of(&self, place: u32) -> u64 {
-        let Some(number) = self.at(place) else { return NEVER };
+    fn of(&self, index: u32) -> u64 {
+        let Some(number) = self.at(index) else { return NEVER };
         // Only a relaxed load is permitted on read-only memory; the fence makes it an acquire load.
         let number = number.load(Ordering::Relaxed);
         fence(Ordering::Acquire);

@@ -39,7 +39,7 @@ const SCAN_HUGE: u64 = 1 << 6;
 
 /// Why the kernel did not merge a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Refusal {
+pub enum MergeRefusal {
     /// A page of the unit is in use. A later attempt may succeed.
     Busy,
     /// No huge page is free, or the control group has no room. Another attempt would make the kernel search
@@ -49,12 +49,12 @@ pub enum Refusal {
     Unable(i32),
 }
 
-impl From<io::Error> for Refusal {
+impl From<io::Error> for MergeRefusal {
     fn from(error: io::Error) -> Self {
         match error.raw_os_error() {
-            Some(libc::EAGAIN | libc::EINTR) => Refusal::Busy,
-            Some(libc::ENOMEM | libc::EBUSY) => Refusal::NoMemory,
-            other => Refusal::Unable(other.unwrap_or(0)),
+            Some(libc::EAGAIN | libc::EINTR) => MergeRefusal::Busy,
+            Some(libc::ENOMEM | libc::EBUSY) => MergeRefusal::NoMemory,
+            other => MergeRefusal::Unable(other.unwrap_or(0)),
         }
     }
 }
@@ -96,8 +96,8 @@ impl Region {
 
     /// Merges `unit` into one huge page, which commits all of it. Succeeds without effect if it already is
     /// one. The error states why the kernel did not merge it.
-    pub fn merge(&self, unit: u64) -> std::result::Result<(), Refusal> {
-        let at = self.unit_at(unit).ok_or(Refusal::Unable(libc::EINVAL))?;
+    pub fn merge(&self, unit: u64) -> std::result::Result<(), MergeRefusal> {
+        let at = self.unit_at(unit).ok_or(MergeRefusal::Unable(libc::EINVAL))?;
         Ok(merge(at, HUGE_PAGE)?)
     }
 
@@ -105,9 +105,9 @@ impl Region {
     ///
     /// The inner result states why it is not in one huge page. The outer one is `Err` of kind
     /// [`ErrorKind::OutOfMemory`] if the memory cannot be committed.
-    pub fn commit(&self, unit: u64) -> Result<std::result::Result<(), Refusal>> {
+    pub fn commit(&self, unit: u64) -> Result<std::result::Result<(), MergeRefusal>> {
         let Some(descriptor) = self.raw_descriptor().filter(|_| unit < self.units()) else {
-            return Ok(Err(Refusal::Unable(libc::EINVAL)));
+            return Ok(Err(MergeRefusal::Unable(libc::EINVAL)));
         };
         let from = unit * Self::UNIT_BYTES;
         if self.merges() {
@@ -206,7 +206,7 @@ impl OwnPages {
     /// Returns `None` if this is not so. For example, a page that was read and never written is the kernel's
     /// zero page, and a page from before a fork is shared. Otherwise the inner result states whether the
     /// kernel merged it.
-    pub fn merge(&self, at: u64) -> Option<std::result::Result<(), Refusal>> {
+    pub fn merge(&self, at: u64) -> Option<std::result::Result<(), MergeRefusal>> {
         let from = usize::try_from(at).ok().filter(|at| at.is_multiple_of(HUGE_PAGE))?;
         let mut entries = [0_u8; UNIT_PAGES * 8];
         self.0.read_exact_at(&mut entries, at / page_size() as u64 * 8).ok()?;

@@ -34,7 +34,7 @@ struct Counts {
 
 /// A reservation; returned to the budget on drop.
 #[derive(Debug)]
-pub struct Reserved {
+pub struct Reservation {
     budget: Arc<MapBudget>,
     bytes: u64,
     releasing: AtomicBool,
@@ -64,7 +64,7 @@ impl MapBudget {
     /// unmapped. Then returns `Err` of kind [`ErrorKind::System`], with the limit and the bytes in use. A
     /// limited address space is filled by half at most: a larger request is also refused, because this
     /// process could then allocate little more itself.
-    pub fn reserve(self: &Arc<Self>, bytes: u64, deadline: Deadline) -> Result<Reserved> {
+    pub fn reserve(self: &Arc<Self>, bytes: u64, deadline: Deadline) -> Result<Reservation> {
         let mut counts = self.counts.lock();
         loop {
             let Err(refused) = self.fits(bytes, counts.reserved) else { break };
@@ -74,7 +74,7 @@ impl MapBudget {
             counts = self.returned.wait_timeout(counts, deadline.nap()).0;
         }
         counts.reserved += bytes;
-        Ok(Reserved { budget: self.clone(), bytes, releasing: AtomicBool::new(false) })
+        Ok(Reservation { budget: self.clone(), bytes, releasing: AtomicBool::new(false) })
     }
 
     fn fits(&self, bytes: u64, reserved: u64) -> Result<()> {
@@ -98,7 +98,7 @@ impl MapBudget {
     }
 }
 
-impl Reserved {
+impl Reservation {
     /// Announces that this reservation will be returned soon, because its link has ended. Other requests then
     /// wait for it.
     pub fn release_soon(&self) {
@@ -108,7 +108,7 @@ impl Reserved {
     }
 }
 
-impl Drop for Reserved {
+impl Drop for Reservation {
     fn drop(&mut self) {
         let mut counts = self.budget.counts.lock();
         counts.reserved -= self.bytes;

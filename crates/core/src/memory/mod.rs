@@ -42,11 +42,11 @@ mod window;
 pub use adopted::Adopted;
 pub use fork::{Kept, abandon};
 pub use generations::{Generations, PeerGenerations};
-pub use huge_pages::{OwnPages, Refusal};
+pub use huge_pages::{MergeRefusal, OwnPages};
 #[cfg(feature = "testing")]
 pub use limits::refuse_beyond_room_under;
 pub use limits::{refuse_beyond_room, usable_bytes, usable_under};
-pub use map_budget::{MapBudget, Reserved};
+pub use map_budget::{MapBudget, Reservation};
 pub use page_faults::faulted;
 pub use peer_credentials::{Credentials, peer_credentials, same_user, take_descriptors};
 pub use peer_mapping::PeerMapping;

@@ -11,7 +11,7 @@ use rustix::fs::{SealFlags, fcntl_get_seals, fstat};
 use rustix::mm::ProtFlags;
 
 use super::region::{Aligned, HUGE_PAGE};
-use super::{MapBudget, Reserved};
+use super::{MapBudget, Reservation};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
 
@@ -48,7 +48,7 @@ pub struct PeerMapping {
     len: u64,
     mapped: Aligned,
     /// Returned to the budget after the memory is unmapped, because fields drop in order.
-    reserved: Reserved,
+    reserved: Reservation,
 }
 
 impl PeerMapping {

@@ -13,7 +13,7 @@ use crate::error::Result;
 use crate::memory::Kept;
 
 /// Makes a stream of an accepted socket; `None` if the peer is already gone.
-type Welcome = fn(OwnedFd, &Address) -> Option<Stream>;
+type MakeStream = fn(OwnedFd, &Address) -> Option<Stream>;
 
 /// A listening socket and what it needs to accept connections.
 pub(super) struct ListeningSocket {
@@ -21,12 +21,12 @@ pub(super) struct ListeningSocket {
     socket: OwnedFd,
     address: Address,
     closed: AtomicBool,
-    welcome: Welcome,
+    welcome: MakeStream,
 }
 
 impl ListeningSocket {
     /// Starts to listen with a non-blocking socket that is bound to `address`.
-    pub(super) fn open(socket: OwnedFd, address: Address, welcome: Welcome) -> Result<ListeningSocket> {
+    pub(super) fn open(socket: OwnedFd, address: Address, welcome: MakeStream) -> Result<ListeningSocket> {
         listen(&socket, BACKLOG.into()).map_err(|errno| unavailable(&address, "listen at", errno))?;
         Ok(ListeningSocket {
             _kept: Kept::new(&socket),

@@ -17,7 +17,7 @@ use rustix::net::{
 
 use super::step::{StepResult, Way};
 use super::stream::Stream;
-use super::transmission::Transfer;
+use super::transmission::Transmission;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::Deadline;
@@ -30,7 +30,7 @@ pub const MAX_DESCRIPTORS: usize = 8;
 const FIRST_STEP: usize = 64 << 10;
 
 /// Kind, body and descriptors of one frame.
-pub type Received = (u8, Vec<u8>, Vec<OwnedFd>);
+pub type ReceivedFrame = (u8, Vec<u8>, Vec<OwnedFd>);
 
 impl Stream {
     /// Sends one frame. Returns `Err(Timeout)` at the deadline, and `Err(NotLinked)` if the connection
@@ -57,8 +57,8 @@ impl Stream {
             return Err(Error::new(ErrorKind::System, text).with("limit", limit));
         }
         // The first bytes carry the descriptors. The rest of the frame follows without any.
-        let mut transfer = Transfer::new(self, Way::Out, deadline);
-        let first = transfer.next(0, || self.push_with(frame, descriptors))?;
+        let mut transmission = Transmission::new(self, Way::Out, deadline);
+        let first = transmission.next(0, || self.push_with(frame, descriptors))?;
         self.send_from(frame, first, SendFlags::empty(), deadline)
     }
 
@@ -106,10 +106,10 @@ impl Stream {
         flags: SendFlags,
         deadline: Deadline,
     ) -> Result<()> {
-        let mut transfer = Transfer::new(self, Way::Out, deadline);
+        let mut transmission = Transmission::new(self, Way::Out, deadline);
         let mut sent = from;
         while sent < frame.len() {
-            sent += transfer.next(sent as u64, || self.push(&frame[sent..], flags))?;
+            sent += transmission.next(sent as u64, || self.push(&frame[sent..], flags))?;
         }
         Ok(())
     }
@@ -144,7 +144,7 @@ impl Stream {
     }
 
     /// Receives the next frame with its descriptors, at most [`MAX_DESCRIPTORS`].
-    pub fn receive_with(&self, limit: usize, deadline: Deadline) -> Result<Option<Received>> {
+    pub fn receive_with(&self, limit: usize, deadline: Deadline) -> Result<Option<ReceivedFrame>> {
         let mut descriptors = Vec::new();
         // Descriptors are attached to the first byte of a frame, so the body has none.
         let step = |rest: &mut [u8]| self.pull_with(rest, &mut descriptors);
@@ -164,11 +164,11 @@ impl Stream {
         if !self.usable()? {
             return Ok(None);
         }
-        let mut transfer = Transfer::new(self, Way::In, deadline);
-        transfer.poll_time = poll_time.min(deadline.left());
+        let mut transmission = Transmission::new(self, Way::In, deadline);
+        transmission.poll_time = poll_time.min(deadline.left());
         let (mut header, mut filled) = ([0; HEADER], 0);
         while filled < HEADER {
-            match transfer.attempt(filled as u64, || step(&mut header[filled..]))? {
+            match transmission.attempt(filled as u64, || step(&mut header[filled..]))? {
                 Some(bytes) => filled += bytes,
                 None if filled == 0 => return Ok(None),
                 None => return Err(self.ended(filled as u64)),
@@ -182,7 +182,7 @@ impl Stream {
         // The rest of a refused body is not awaited, so nothing more is received. But a reply may still be
         // sent.
         let (held, deadline) = admit(header.length).inspect_err(|_| self.unreadable())?;
-        let mut transfer = Transfer::new(self, Way::In, deadline);
+        let mut transmission = Transmission::new(self, Way::In, deadline);
         let (mut body, mut got) = (Vec::new(), 0);
         while got < header.length {
             if got == body.len() {
@@ -190,11 +190,11 @@ impl Stream {
                 let next = header.length.min(got + got.max(FIRST_STEP));
                 if body.try_reserve_exact(next - got).is_err() {
                     drop(body);
-                    return self.discard_body(header.length, got, &mut transfer);
+                    return self.discard_body(header.length, got, &mut transmission);
                 }
                 body.resize(next, 0);
             }
-            got += transfer.next((HEADER + got) as u64, || self.pull(&mut body[got..]))?;
+            got += transmission.next((HEADER + got) as u64, || self.pull(&mut body[got..]))?;
         }
         Ok(Some((header.kind, body, held)))
     }
@@ -203,7 +203,12 @@ impl Stream {
     /// so that the stream remains usable. A short body ends the stream instead, because bytes of a cache may
     /// follow it that no call would expect.
     #[cold]
-    fn discard_body<T>(&self, length: usize, mut got: usize, transfer: &mut Transfer<'_>) -> Result<T> {
+    fn discard_body<T>(
+        &self,
+        length: usize,
+        mut got: usize,
+        transmission: &mut Transmission<'_>,
+    ) -> Result<T> {
         let error = fallible::out_of_memory("a frame of the peer", length).with("peer", &self.about.peer);
         if length <= FIRST_STEP {
             self.break_after_half();
@@ -212,7 +217,7 @@ impl Stream {
         let mut away = [0; 4096];
         while got < length {
             let most = away.len().min(length - got);
-            got += transfer.next((HEADER + got) as u64, || self.pull(&mut away[..most]))?;
+            got += transmission.next((HEADER + got) as u64, || self.pull(&mut away[..most]))?;
         }
         Err(error)
     }

@@ -3,7 +3,7 @@
 
 use std::os::fd::OwnedFd;
 
-use super::frame_io::Received;
+use super::frame_io::ReceivedFrame;
 use super::step::StepResult;
 use super::stream::Stream;
 use crate::error::Result;
@@ -23,7 +23,7 @@ pub struct Inbox {
 #[derive(Debug)]
 pub enum Arrival {
     /// A whole frame: its kind, its body, and the descriptors that it carried.
-    Frame(Received),
+    Frame(ReceivedFrame),
     /// The frame is not complete yet.
     Partial,
     /// The peer closed the stream between two frames.

@@ -24,7 +24,7 @@ mod unix;
 
 #[cfg(feature = "testing")]
 pub use frame_io::MAX_DESCRIPTORS;
-pub use frame_io::Received;
+pub use frame_io::ReceivedFrame;
 pub use inbox::{Arrival, Inbox};
 #[cfg(feature = "testing")]
 pub use interference::Interference;

@@ -8,23 +8,23 @@ use rustix::net::SendFlags;
 
 use super::Stream;
 use super::step::{StepResult, Way};
-use super::transmission::Transfer;
+use super::transmission::Transmission;
 use crate::error::Result;
 use crate::memory::{Window, socket_io};
 use crate::model::Deadline;
 use crate::protocol::MOST_AHEAD;
 
-/// Number of zero bytes before each [`LEAD_INTERVAL`] of a transfer (see [`leads`]), which is part of what
+/// Number of zero bytes before each [`LEAD_INTERVAL`] of a transmission (see [`leads`]), which is part of what
 /// [`VERSION`](crate::protocol::VERSION) stands for.
 ///
 /// The kernel copies the bytes into its own pages. Some processors do this at a fifth of their speed if the
 /// copy lies a few bytes further into its page than the original (benches/results/log.md). One cache line of
 /// zeros keeps page-aligned blocks out of this case, and moves blocks that have drifted into it out again.
 pub const LEAD: usize = 64;
-/// Bytes of a transfer from one [`LEAD`] to the next.
+/// Bytes of a transmission from one [`LEAD`] to the next.
 pub const LEAD_INTERVAL: u64 = 4 << 20;
 
-/// Whether a [`LEAD`] precedes byte `into` of a transfer of which `left` bytes remain.
+/// Whether a [`LEAD`] precedes byte `into` of a transmission of which `left` bytes remain.
 pub fn leads(into: u64, left: u64) -> bool {
     into.is_multiple_of(LEAD_INTERVAL) && left > MOST_AHEAD
 }
@@ -42,7 +42,7 @@ const DISCARDED: usize = 4 << 10;
 /// For at most this many bytes, the receiver polls for [`POLL_TIME`](super::POLL_TIME) before it sleeps, whatever the transport.
 const FEW: u64 = 48 << 10;
 
-/// Within one host, a transfer polls for its next bytes until this many of its polls have failed. Pushes
+/// Within one host, a transmission polls for its next bytes until this many of its polls have failed. Pushes
 /// benefit from it (benches/results/log.md).
 const POLLS: u8 = 8;
 
@@ -71,13 +71,13 @@ impl Stream {
 
     /// Receives and discards a [`LEAD`]. Bytes other than zeros end the stream with `Err(NotLinked)`.
     pub fn receive_lead(&self, deadline: Deadline) -> Result<()> {
-        let mut transfer = Transfer::new(self, Way::In, deadline);
+        let mut transmission = Transmission::new(self, Way::In, deadline);
         if self.about.same_host {
-            transfer.poll_time = super::POLL_TIME.min(deadline.left());
+            transmission.poll_time = super::POLL_TIME.min(deadline.left());
         }
         let (mut lead, mut done) = ([0; LEAD], 0);
         while done < LEAD {
-            done += transfer.next(done as u64, || self.pull(&mut lead[done..]))?;
+            done += transmission.next(done as u64, || self.pull(&mut lead[done..]))?;
         }
         if lead == [0; LEAD] {
             return Ok(());
@@ -88,11 +88,11 @@ impl Stream {
 
     /// Receives `bytes` bytes and discards them.
     pub fn discard_payload(&self, bytes: u64, deadline: Deadline) -> Result<()> {
-        let mut transfer = Transfer::new(self, Way::In, deadline);
+        let mut transmission = Transmission::new(self, Way::In, deadline);
         let (mut scratch, mut done) = ([0; DISCARDED], 0);
         while done < bytes {
             let most = usize::try_from(bytes - done).map_or(DISCARDED, |left| left.min(DISCARDED));
-            done += transfer.next(done, || self.pull(&mut scratch[..most]))? as u64;
+            done += transmission.next(done, || self.pull(&mut scratch[..most]))? as u64;
         }
         Ok(())
     }
@@ -100,10 +100,10 @@ impl Stream {
     fn windows(&self, windows: &[Window<'_>], way: Way, deadline: Deadline, done: &mut u64) -> Result<()> {
         let mut wakes = Wakes { stream: self, at: 1 };
         let left: u64 = windows.iter().map(Window::len).sum();
-        let mut transfer = Transfer::new(self, way, deadline);
+        let mut transmission = Transmission::new(self, way, deadline);
         let mut polls = if way == Way::In && self.about.same_host { POLLS } else { 0 };
         if polls > 0 || (way == Way::In && left <= FEW) {
-            transfer.poll_time = super::POLL_TIME.min(deadline.left());
+            transmission.poll_time = super::POLL_TIME.min(deadline.left());
         }
         // Finished windows leave the list, so that no step iterates over them again.
         let (mut windows, mut skip) = (windows, 0);
@@ -116,10 +116,10 @@ impl Stream {
             if way == Way::In && !self.about.carries_descriptors {
                 wakes.set(if polls > 0 || left - *done < WAKE_BYTES.into() { 1 } else { WAKE_BYTES });
             }
-            let bytes = transfer.next(*done, || self.step_windows(windows, skip, way))? as u64;
-            if polls > 0 && transfer.slept_after_polling() {
+            let bytes = transmission.next(*done, || self.step_windows(windows, skip, way))? as u64;
+            if polls > 0 && transmission.slept_after_polling() {
                 polls -= 1;
-                transfer.poll_time = if polls > 0 { transfer.poll_time } else { Duration::ZERO };
+                transmission.poll_time = if polls > 0 { transmission.poll_time } else { Duration::ZERO };
             }
             (skip, *done) = (skip + bytes, *done + bytes);
         }

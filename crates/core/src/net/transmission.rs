@@ -12,13 +12,13 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
 
 /// One frame or one list of windows in transit.
-pub(super) struct Transfer<'a> {
+pub(super) struct Transmission<'a> {
     stream: &'a Stream,
     way: Way,
     deadline: Deadline,
     /// How long to poll for its first bytes without sleeping.
     pub(super) poll_time: Duration,
-    /// Whether it has slept since [`Transfer::slept_after_polling`] was last called.
+    /// Whether it has slept since [`Transmission::slept_after_polling`] was last called.
     slept: bool,
     /// When it first found nothing to move.
     since: Option<Instant>,
@@ -28,12 +28,12 @@ pub(super) struct Transfer<'a> {
     unpaced: u64,
 }
 
-impl<'a> Transfer<'a> {
-    /// Interval at which a transfer that never has to wait checks its deadline.
+impl<'a> Transmission<'a> {
+    /// Interval at which a transmission that never has to wait checks its deadline.
     const ASK: Duration = Duration::from_millis(100);
 
     pub(super) fn new(stream: &'a Stream, way: Way, deadline: Deadline) -> Self {
-        Transfer {
+        Transmission {
             stream,
             way,
             deadline,

@@ -22,7 +22,7 @@ mod waves;
 pub use blocks::Blocks;
 pub use copy_plan::CopyPlan;
 pub use order::Ends;
-pub use packed_spans::{Received, SpanList, read_list};
+pub use packed_spans::{ReceivedSpans, SpanList, read_list};
 pub(crate) use range_list::RangeList;
 pub use request::{Moves, Pieces};
 pub(crate) use request::{REQUEST, total_bytes};

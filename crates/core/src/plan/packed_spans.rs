@@ -97,16 +97,16 @@ impl Serialize for SpanList {
 }
 
 /// Spans as they are read from a message: the packed list, or the error that makes the plan unusable.
-pub struct Received(pub Result<SpanList>);
+pub struct ReceivedSpans(pub Result<SpanList>);
 
-impl<'de> Deserialize<'de> for Received {
+impl<'de> Deserialize<'de> for ReceivedSpans {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
         let mut tally = Tally::default();
         let list = read_list(from, SpanList::default(), |spans: &mut SpanList, span: Span| {
             tally.add(&span)?;
             spans.push(&span)
         });
-        list.map(Received)
+        list.map(ReceivedSpans)
     }
 }
 

@@ -22,7 +22,7 @@ pub struct Moves {
     /// Rows of the destination cache that are written, if it is a local cache. Rows may repeat.
     pub dst_rows: Vec<u64>,
     /// Whether every tensor of the source is read.
-    pub whole: bool,
+    pub all_tensors: bool,
 }
 
 /// The pieces that move in one tensor, in the order given.

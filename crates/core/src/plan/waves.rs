@@ -93,7 +93,7 @@ impl Wave {
                 (usize::try_from(from / blocks.len).unwrap_or(usize::MAX), from % blocks.len)
             }
         };
-        Pieces { form: &self.form, at: from, to, index, skip }
+        WavePieces { form: &self.form, at: from, to, index, skip }
     }
 
     /// Returns the pieces of bytes `from..to`, each with its tensor. Bytes are counted along tensor 0, then
@@ -108,7 +108,7 @@ impl Wave {
     }
 }
 
-struct Pieces<'a> {
+struct WavePieces<'a> {
     form: &'a Form,
     at: u64,
     to: u64,
@@ -119,7 +119,7 @@ struct Pieces<'a> {
     skip: u64,
 }
 
-impl Pieces<'_> {
+impl WavePieces<'_> {
     /// Returns the current piece of `span`, which ends at byte `end` of one tensor, the bytes of the piece that are
     /// already done, and whether it is the last one.
     fn inside(&self, span: &Span, end: u64) -> (Piece, u64, bool) {
@@ -130,7 +130,7 @@ impl Pieces<'_> {
     }
 }
 
-impl Iterator for Pieces<'_> {
+impl Iterator for WavePieces<'_> {
     type Item = Piece;
 
     fn next(&mut self) -> Option<Piece> {

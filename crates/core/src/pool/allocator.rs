@@ -9,7 +9,7 @@
 //!
 //! - *Take* uses the head of the request's own class if it is long enough, else the head of the next class
 //!   that has one: O(1). Only if neither exists, it searches its own class run by run. So `None` means that
-//!   no free run is long enough (`agrees_with_the_naive_twin`).
+//!   no free run is long enough (`a_fit_behind_the_head_of_its_own_class_is_found`).
 //! - *Split* cuts the range from the high end of the run, so that the low remainder mostly keeps its class.
 //! - *Free* merges with both neighbours in O(1): an extent carries the index of its node.
 //!

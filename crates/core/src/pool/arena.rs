@@ -42,7 +42,7 @@ impl Arena {
                 pool.rounded(bytes).unwrap_or(bytes),
             )
         };
-        let lease = Lease { arena: self.clone(), extents };
+        let lease = ExtentLease { arena: self.clone(), extents };
         let tensors = lease
             .extents
             .iter()
@@ -69,12 +69,12 @@ impl Arena {
 }
 
 /// Extents in use; returned to the pool on drop.
-struct Lease {
+struct ExtentLease {
     arena: Arc<Arena>,
     extents: Vec<Extent>,
 }
 
-impl Drop for Lease {
+impl Drop for ExtentLease {
     fn drop(&mut self) {
         let mut pool = self.arena.pool.lock();
         for extent in &self.extents {

@@ -3,11 +3,9 @@
 //! Received values are checked as far as possible without the cache that they concern. `plan` and `validate`
 //! check the bounds; `messages` defines the bytes.
 
-use std::ops::Range;
-
-use super::messages::{Arrived, MAX_ARRIVED, Place, Record, Reply, Run, WireName};
+use super::messages::{EntryVersion, MAX_ARRIVED, Reply, Run, WireCache, WireName, WireRows};
 use super::plan_codec::{Pairs, WirePlan, WireSteps};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{ArrivedRows, Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::{CacheDesc, CacheId, CacheKey, CacheKind, DataType, Geometry, Name, Placement};
 use crate::plan::{Blocks, CopyPlan, SpanList, Wave};
@@ -112,11 +110,11 @@ impl TryFrom<WirePlan> for CopyPlan {
     }
 }
 
-impl Record {
+impl WireCache {
     /// Returns a record of row `row` of a cache with these sizes. Its location is hidden, and peers may not
     /// use it yet.
-    pub fn new(at: Place, cache: CacheId, row: u32, side: Side) -> Record {
-        Record {
+    pub fn new(at: EntryVersion, cache: CacheId, row: u32, side: Side) -> WireCache {
+        WireCache {
             at,
             cache: cache.0,
             row,
@@ -127,7 +125,7 @@ impl Record {
             placement: side.placement as u8,
             allocated: false,
             accessible: false,
-            location: super::Location::Hidden,
+            location: super::WireLocation::Hidden,
         }
     }
 
@@ -195,10 +193,10 @@ impl Reply {
         // Rows beyond the limits are left out. That is safe, because a row that is not listed does not count
         // as arrived.
         let mut left = MAX_ARRIVED - MOST_ARRIVED;
-        let mut rows = |(tensor, rows): &(u32, Vec<Range<u64>>)| {
+        let mut rows = |ArrivedRows { tensor, rows }: &ArrivedRows| {
             let rows = &rows[..rows.len().min(left)];
             left -= rows.len();
-            Arrived { tensor: *tensor, rows: rows.iter().map(|rows| (rows.start, rows.end)).collect() }
+            WireRows { tensor: *tensor, rows: rows.iter().map(|rows| (rows.start, rows.end)).collect() }
         };
         Reply::Failed {
             kind: kind_number(error.kind()),
@@ -209,9 +207,10 @@ impl Reply {
     }
 
     /// Returns the error for a failure that the peer reported.
-    pub fn error(kind: u8, message: &str, arrived: Vec<Arrived>) -> Error {
-        let rows = |arrived: Arrived| {
-            (arrived.tensor, arrived.rows.into_iter().map(|(from, to)| from..to).collect())
+    pub fn error(kind: u8, message: &str, arrived: Vec<WireRows>) -> Error {
+        let rows = |WireRows { tensor, rows }| ArrivedRows {
+            tensor,
+            rows: rows.into_iter().map(|(from, to)| from..to).collect(),
         };
         let arrived = arrived.into_iter().map(rows).collect();
         Error::new(local_kind(kind_of(kind)), printable(message)).with_arrived(arrived)

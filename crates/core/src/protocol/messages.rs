@@ -20,7 +20,7 @@ pub const MAX_FACTS: usize = 64;
 /// Most addresses in one [`Request::Locate`]. An address may take only 1 byte in the message, but takes more
 /// in memory.
 pub const MAX_ADDRS: usize = 1 << 20;
-/// Most runs in one [`Location`]: 24 MiB. A cache whose tensors need more runs is moved over sockets.
+/// Most runs in one [`WireLocation`]: 24 MiB. A cache whose tensors need more runs is moved over sockets.
 pub const MAX_RUNS: usize = 1 << 20;
 /// Most ranges of rows, in all tensors together, that a failure reports as arrived.
 pub const MAX_ARRIVED: usize = 1 << 16;
@@ -179,7 +179,7 @@ pub enum Request {
         cache: i64,
         /// Plan whose source is the caller's memory and whose destination is the cache.
         plan: WirePlan,
-        source: Location,
+        source: WireLocation,
         num_tensors: u32,
         tensor_bytes: u64,
         limit_ms: u64,
@@ -202,7 +202,7 @@ pub enum Request {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reply {
     /// Reply to [`Request::Describe`].
-    Described(Record),
+    Described(WireCache),
     /// The bytes of a read follow, or those of a write may be sent.
     Ready {
         bytes: u64,
@@ -226,7 +226,7 @@ pub enum Reply {
         facts: Vec<(String, String)>,
         /// Rows of the destination that are complete despite the failure.
         #[serde(deserialize_with = "arrived")]
-        arrived: Vec<Arrived>,
+        arrived: Vec<WireRows>,
     },
     /// Reply to [`Request::Locate`]: one spot for each address.
     Located(#[serde(deserialize_with = "addresses")] Vec<AddressLocation>),
@@ -234,24 +234,24 @@ pub enum Reply {
 
 /// Complete rows of one tensor of the destination.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Arrived {
+pub struct WireRows {
     pub tensor: u32,
     /// Ranges of rows: the first row, and the row after the last.
     #[serde(deserialize_with = "counted")]
     pub rows: Vec<(u64, u64)>,
 }
 
-/// A place in the owner's cache table, with its generation.
+/// The index of an entry of the owner's cache table, with its generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Place {
-    pub place: u32,
+pub struct EntryVersion {
+    pub index: u32,
     pub generation: u64,
 }
 
 /// A remote cache as its owner describes it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Record {
-    pub at: Place,
+pub struct WireCache {
+    pub at: EntryVersion,
     pub cache: i64,
     pub row: u32,
     pub num_tensors: u32,
@@ -264,12 +264,12 @@ pub struct Record {
     /// Whether the memory was allocated from a pool of the owner.
     pub allocated: bool,
     pub accessible: bool,
-    pub location: Location,
+    pub location: WireLocation,
 }
 
 /// Location of the tensors of a cache, for a peer on the same host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Location {
+pub enum WireLocation {
     /// In a region that was offered in [`Attach`].
     Region {
         /// 0 for the host region, 1 for the device region.
@@ -337,7 +337,7 @@ fn runs<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<Run>, D::Error> {
     from.deserialize_seq(AtMost::<Run, MAX_RUNS>(PhantomData))
 }
 
-fn arrived<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<Arrived>, D::Error> {
+fn arrived<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<WireRows>, D::Error> {
     ARRIVED_LEFT.set(MAX_ARRIVED);
     counted(from)
 }

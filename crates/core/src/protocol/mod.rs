@@ -12,12 +12,12 @@ mod messages;
 mod plan_codec;
 
 pub use convert::{kind_number, kind_of};
-#[cfg(feature = "testing")]
-pub use messages::{Arrived, MAX_FACTS, WireName};
 pub use messages::{
-    Attach, Attached, Challenge, Comm, Control, Hello, Location, MAX_ADDRS, MAX_RUNS, Party, Place, Proof,
-    Purpose, Record, Reply, Request, Run, Welcome,
+    Attach, Attached, Challenge, Comm, Control, EntryVersion, Hello, MAX_ADDRS, MAX_RUNS, Party, Proof,
+    Purpose, Reply, Request, Run, Welcome, WireCache, WireLocation,
 };
+#[cfg(feature = "testing")]
+pub use messages::{MAX_FACTS, WireName, WireRows};
 pub use plan_codec::WirePlan;
 #[cfg(feature = "testing")]
 pub use plan_codec::{Pairs, WireSpan, WireSteps};

@@ -11,7 +11,7 @@ use crate::error::{Error, Result, ensure};
 use crate::fallible;
 #[cfg(feature = "testing")]
 pub use crate::plan::Span as WireSpan;
-use crate::plan::{MOST_WAVES, Received, SpanList, read_list};
+use crate::plan::{MOST_WAVES, ReceivedSpans, SpanList, read_list};
 
 /// A plan as it is encoded.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -51,7 +51,7 @@ pub enum WireSteps {
 /// [`WireSteps`] as they are read. Each list is checked and bounded before memory is allocated for it.
 #[derive(Deserialize)]
 enum ReceivedSteps {
-    Spans { waves: ReceivedCounts, spans: Received },
+    Spans { waves: ReceivedCounts, spans: ReceivedSpans },
     Blocks { len: u64, src: u64, dst: u64, pairs: ReceivedPairs },
 }
 

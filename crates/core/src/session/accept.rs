@@ -11,13 +11,13 @@ use std::sync::Arc;
 
 use super::handshake::ChallengedPeer;
 use super::link::{Kind, Link, Peer};
-use super::peer_memory::{Offered, Reach};
+use super::peer_memory::{Offered, PeerMemory};
 use super::refusals::{Reason, Refusal};
 use super::shared::Shared;
 use crate::config::TransportChoice;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{ClusterId, Deadline};
-use crate::net::{Received, Stream};
+use crate::net::{ReceivedFrame, Stream};
 use crate::protocol::{self, Attach, Attached, Comm, Control, Purpose};
 
 /// A connection that is not yet a link or a stream of a link, and the next step of its handshake.
@@ -77,7 +77,7 @@ enum What {
     /// Map the memory that the peer offers.
     Take(Attach, Vec<OwnedFd>),
     /// Enter the link.
-    Enter(Option<Reach>),
+    Enter(Option<PeerMemory>),
 }
 
 impl PendingStream {
@@ -91,7 +91,7 @@ impl PendingStream {
     }
 
     /// Performs the step for which `frame` is the message.
-    pub(super) fn step(self, shared: &Arc<Shared>, frame: Received) -> Result<Next, Refusal> {
+    pub(super) fn step(self, shared: &Arc<Shared>, frame: ReceivedFrame) -> Result<Next, Refusal> {
         let PendingStream { stream, local, until, step } = self;
         let (kind, body, descriptors) = frame;
         match step {
@@ -115,8 +115,8 @@ impl PendingStream {
             Step::Attached(pending, offered) => {
                 let seen: Attached = protocol::open(kind, &body).map_err(Refusal::unreadable)?;
                 shared.note_readers();
-                let reach = Reach::complete(&shared.cluster, offered, seen);
-                Ok(Next::Long(LongStep { pending, stream, until, what: What::Enter(Some(reach)) }))
+                let memory = PeerMemory::complete(&shared.cluster, offered, seen);
+                Ok(Next::Long(LongStep { pending, stream, until, what: What::Enter(Some(memory)) }))
             }
         }
     }
@@ -128,12 +128,13 @@ impl LongStep {
         let LongStep { pending, stream, until, what } = self;
         match what {
             What::Take(attach, descriptors) => {
-                let (offered, attached) = Reach::take(&shared.cluster, &attach, descriptors, &stream, until);
+                let (offered, attached) =
+                    PeerMemory::take(&shared.cluster, &attach, descriptors, &stream, until);
                 stream.send_now(&protocol::encode(&attached)?, &[])?;
                 let step = Step::Attached(pending, offered);
                 Ok(Next::Proven(PendingStream { stream, local: true, until, step }))
             }
-            What::Enter(reach) => enter(shared, &stream, pending, reach).map(|()| Next::Done),
+            What::Enter(memory) => enter(shared, &stream, pending, memory).map(|()| Next::Done),
         }
     }
 
@@ -198,7 +199,7 @@ fn admit(
             if !stream.carries_descriptors() {
                 return Ok(Next::Long(LongStep { pending, stream, until, what: What::Enter(None) }));
             }
-            Reach::offer(&shared.cluster, |frame, descriptors| stream.send_now(frame, descriptors))?;
+            PeerMemory::offer(&shared.cluster, |frame, descriptors| stream.send_now(frame, descriptors))?;
             Ok(Next::Proven(PendingStream { stream, local, until, step: Step::Attach(pending) }))
         }
     }
@@ -233,7 +234,7 @@ fn enter(
     shared: &Arc<Shared>,
     stream: &Arc<Stream>,
     pending: Making,
-    reach: Option<Reach>,
+    memory: Option<PeerMemory>,
 ) -> Result<(), Refusal> {
     let Making { id, kind, peer } = pending;
     let cluster = peer.cluster;
@@ -241,7 +242,7 @@ fn enter(
         let text = "the connection was dropped before its link was complete";
         return Err(Error::new(ErrorKind::NotLinked, text).into());
     }
-    let link = Link::new(id, kind, peer, reach, stream.clone(), None, shared.server.budget());
+    let link = Link::new(id, kind, peer, memory, stream.clone(), None, shared.server.budget());
     // The first control message confirms that this side has entered the link. The right to send is held until
     // then, so that a thread that finds the link cannot send before it; the peer uses the link only after
     // this message (`test_either_side_comes_seconds_later`).

@@ -18,7 +18,9 @@ use crate::fallible;
 use crate::model::{CacheId, Deadline, Geometry, Name};
 use crate::net::Stream;
 use crate::plan::CopyPlan;
-use crate::protocol::{self, Location, MESSAGE_LIMIT, MOST_AHEAD, Place, Record, Reply, Request, WirePlan};
+use crate::protocol::{
+    self, EntryVersion, MESSAGE_LIMIT, MOST_AHEAD, Reply, Request, WireCache, WireLocation, WirePlan,
+};
 use crate::stats::Op;
 use crate::validate;
 
@@ -64,7 +66,7 @@ impl Answers {
         };
         stream.restart_pace();
         let started = Instant::now();
-        let call = Call { cluster: &self.cluster, link, stream, unlinked };
+        let call = RequestContext { cluster: &self.cluster, link, stream, unlinked };
         let served = call.serve(request);
         let done = matches!(served, Ok(()) | Err(Ended::Unlinked));
         self.cluster.stats.counted(Op::Served, started.elapsed(), done);
@@ -87,14 +89,14 @@ enum Ended {
 }
 
 /// One request that is being answered.
-struct Call<'a> {
+struct RequestContext<'a> {
     cluster: &'a Cluster,
     link: &'a Arc<Link>,
     stream: &'a Stream,
     unlinked: &'a dyn Fn(),
 }
 
-impl Call<'_> {
+impl RequestContext<'_> {
     fn serve(&self, request: Request) -> Result<(), Ended> {
         let named = |name, cache, limit_ms| NamedCache {
             name,
@@ -171,16 +173,16 @@ impl Call<'_> {
     fn describe(&self, name: Name) -> Result<Reply> {
         let found = self.cluster.table.describe(name)?;
         let cache = &found.cache;
-        let place = Place { place: found.place, generation: found.generation };
-        let mut record = Record::new(place, cache.id(), found.row, cache.side());
+        let version = EntryVersion { index: found.index, generation: found.generation };
+        let mut record = WireCache::new(version, cache.id(), found.row, cache.side());
         record.allocated = cache.origin() == Origin::Allocated;
         record.accessible = cache.remote_accessible();
-        if let Some(reach) = self.link.reach().filter(|_| record.accessible) {
-            let place = self.cluster.memory_location(cache)?;
-            if reach.seen(&place) {
-                self.cluster.described_to_peer(cache, &place);
+        if let Some(memory) = self.link.peer_memory().filter(|_| record.accessible) {
+            let at = self.cluster.memory_location(cache)?;
+            if memory.seen(&at) {
+                self.cluster.described_to_peer(cache, &at);
             }
-            record.location = location(place)?;
+            record.location = location(at)?;
             // The peer will probably read the cache, perhaps in place, which this side cannot observe. So
             // count the bytes now.
             self.cluster.merger.moved(cache.geometry().bytes());
@@ -331,12 +333,12 @@ impl Call<'_> {
         &self,
         call: &NamedCache,
         plan: WirePlan,
-        (source, num_tensors, tensor_bytes): (&Location, u32, u64),
+        (source, num_tensors, tensor_bytes): (&WireLocation, u32, u64),
     ) -> Result<Reply> {
         let plan = Arc::new(CopyPlan::try_from(plan)?);
-        let seen = self.link.reach().map(|reach| reach.tensors(source, num_tensors, tensor_bytes));
+        let seen = self.link.peer_memory().map(|memory| memory.tensors(source, num_tensors, tensor_bytes));
         let Some(tensors) = seen.transpose()?.flatten() else {
-            let refusal = self.link.reach().and_then(|reach| reach.refusal());
+            let refusal = self.link.peer_memory().and_then(|memory| memory.refusal());
             let reason = refusal.unwrap_or("the memory of the peer is not visible here").to_owned();
             return Ok(Reply::Unreachable { reason });
         };

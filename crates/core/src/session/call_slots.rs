@@ -1,7 +1,7 @@
 //! Limits how many calls of one peer are answered at a time, so that no peer occupies all threads.
 //!
 //! Each link has one slot of its own. [`SHARED`] more belong to all links, and one link may use half of those
-//! (`one_link_gets_its_own_place_and_half_of_the_shared`). Turns that find no slot wait here.
+//! (`one_link_gets_its_own_slot_and_half_of_the_shared`). Turns that find no slot wait here.
 
 use std::collections::VecDeque;
 use std::hash::Hash;
@@ -15,7 +15,7 @@ const SHARED_BY_ONE: usize = SHARED / 2;
 
 /// The kind of slot in which a call is answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Slot {
+pub(super) enum CallSlot {
     /// The own slot of the link.
     Own,
     /// A slot that all links share.
@@ -55,17 +55,17 @@ impl<Link, Turn> Default for Slots<Link, Turn> {
 impl<Link: Eq + Hash + Copy, Turn> Slots<Link, Turn> {
     /// Takes a slot for a turn of `link` and returns both. If there is none, queues the turn and returns
     /// `None`.
-    pub(super) fn enter(&mut self, link: Link, turn: Turn) -> Option<(Turn, Slot)> {
+    pub(super) fn enter(&mut self, link: Link, turn: Turn) -> Option<(Turn, CallSlot)> {
         let empty = || OfLink { own: false, shared: 0, queue: VecDeque::new() };
         let of_link = self.links.entry(link).or_insert_with(empty);
         if !of_link.own {
             of_link.own = true;
-            return Some((turn, Slot::Own));
+            return Some((turn, CallSlot::Own));
         }
         if self.shared < SHARED && of_link.may_share() {
             of_link.shared += 1;
             self.shared += 1;
-            return Some((turn, Slot::Shared));
+            return Some((turn, CallSlot::Shared));
         }
         of_link.queue.push_back(turn);
         if of_link.queue.len() == 1 {
@@ -77,19 +77,19 @@ impl<Link: Eq + Hash + Copy, Turn> Slots<Link, Turn> {
     /// Releases a slot of `link`, and returns the waiting turn that takes it. The own slot passes to a turn
     /// of the same link. A shared slot passes to the link that has waited longest among those that may use
     /// one more.
-    pub(super) fn leave(&mut self, link: Link, slot: Slot) -> Option<(Turn, Slot)> {
+    pub(super) fn leave(&mut self, link: Link, slot: CallSlot) -> Option<(Turn, CallSlot)> {
         let of_link = self.links.get_mut(&link)?;
         match slot {
-            Slot::Own => of_link.own = false,
-            Slot::Shared => {
+            CallSlot::Own => of_link.own = false,
+            CallSlot::Shared => {
                 of_link.shared -= 1;
                 self.shared -= 1;
             }
         }
         let next = match slot {
-            Slot::Own if of_link.queue.is_empty() => None,
-            Slot::Own => self.waiting.iter().position(|waits| *waits == link),
-            Slot::Shared => self.sharer(),
+            CallSlot::Own if of_link.queue.is_empty() => None,
+            CallSlot::Own => self.waiting.iter().position(|waits| *waits == link),
+            CallSlot::Shared => self.sharer(),
         };
         let Some(next) = next.and_then(|at| self.waiting.remove(at)) else {
             self.forget(link);
@@ -98,8 +98,8 @@ impl<Link: Eq + Hash + Copy, Turn> Slots<Link, Turn> {
         let of_next = self.links.get_mut(&next)?;
         let turn = of_next.queue.pop_front()?;
         match slot {
-            Slot::Own => of_next.own = true,
-            Slot::Shared => {
+            CallSlot::Own => of_next.own = true,
+            CallSlot::Shared => {
                 of_next.shared += 1;
                 self.shared += 1;
             }
@@ -114,9 +114,9 @@ impl<Link: Eq + Hash + Copy, Turn> Slots<Link, Turn> {
     }
 
     /// Whether a waiting turn could use this slot of `link`.
-    pub(super) fn wanted(&self, link: Link, slot: Slot) -> bool {
+    pub(super) fn wanted(&self, link: Link, slot: CallSlot) -> bool {
         let own_waits = self.links.get(&link).is_some_and(|of_link| !of_link.queue.is_empty());
-        own_waits || (slot == Slot::Shared && self.sharer().is_some())
+        own_waits || (slot == CallSlot::Shared && self.sharer().is_some())
     }
 
     /// Finds the first waiting link that may use one more shared slot. At most two links can have reached
@@ -143,26 +143,26 @@ mod tests {
     }
 
     #[test]
-    fn one_link_gets_its_own_place_and_half_of_the_shared() {
+    fn one_link_gets_its_own_slot_and_half_of_the_shared() {
         let mut slots = Slots::default();
         assert_eq!(fill(&mut slots, 1, 40), 1 + 16);
-        assert!(!slots.wanted(2, Slot::Shared), "who has all of its share waits for nothing of others");
+        assert!(!slots.wanted(2, CallSlot::Shared), "who has all of its share waits for nothing of others");
         assert_eq!(fill(&mut slots, 2, 40), 1 + 16);
         for other in 3..100 {
             assert_eq!(fill(&mut slots, other, 2), 1, "its own slot is always there");
         }
-        assert!(slots.wanted(3, Slot::Own) && slots.wanted(2, Slot::Shared));
+        assert!(slots.wanted(3, CallSlot::Own) && slots.wanted(2, CallSlot::Shared));
         // A shared slot passes to the link that has waited longest among those that may use it, then to the
         // others in turn.
-        assert_eq!(slots.leave(1, Slot::Shared), Some((17, Slot::Shared)), "of link 1");
-        assert_eq!(slots.leave(2, Slot::Own), Some((17, Slot::Own)), "of link 2");
-        assert_eq!(slots.leave(2, Slot::Shared), Some((1, Slot::Shared)), "of link 3");
-        assert_eq!(slots.leave(3, Slot::Own), None);
-        assert!(!slots.wanted(3, Slot::Own) && slots.wanted(3, Slot::Shared));
+        assert_eq!(slots.leave(1, CallSlot::Shared), Some((17, CallSlot::Shared)), "of link 1");
+        assert_eq!(slots.leave(2, CallSlot::Own), Some((17, CallSlot::Own)), "of link 2");
+        assert_eq!(slots.leave(2, CallSlot::Shared), Some((1, CallSlot::Shared)), "of link 3");
+        assert_eq!(slots.leave(3, CallSlot::Own), None);
+        assert!(!slots.wanted(3, CallSlot::Own) && slots.wanted(3, CallSlot::Shared));
     }
 
     #[test]
-    fn every_turn_gets_a_place_and_nothing_is_left() {
+    fn every_turn_gets_a_slot_and_nothing_is_left() {
         let (mut slots, mut taken, mut had) = (Slots::default(), VecDeque::new(), 0);
         for turn in 0..1000_u32 {
             let link = turn % 7 * (turn % 3);

@@ -25,41 +25,45 @@ const IDLE_TIME: Duration = Duration::from_secs(30);
 
 /// A stream that one call has to itself.
 #[derive(Debug)]
-pub(crate) struct Lease<'a> {
+pub(crate) struct StreamLease<'a> {
     link: &'a Link,
     stream: Arc<Stream>,
     /// Whether request and reply were complete, so that the next call may use the stream.
-    pub(crate) whole: bool,
+    pub(crate) reusable: bool,
 }
 
 impl Link {
     /// Returns a stream for one call, idle or new. Waits for its turn until `deadline`. Returns `Err` if the
     /// link has broken, the deadline passes or the caller is interrupted.
-    pub(crate) fn lease(&self, deadline: Deadline) -> Result<Lease<'_>> {
+    pub(crate) fn lease(&self, deadline: Deadline) -> Result<StreamLease<'_>> {
         let mut calls = self.calls.lock();
         calls.waiting += 1;
         let (mut calls, turn) = self.queue(calls, deadline);
         calls.waiting -= 1;
         drop(calls);
         match turn? {
-            Turn::Idle(stream) => Ok(Lease { link: self, stream, whole: false }),
-            Turn::Dial(dialer) => self.dial(dialer, deadline),
+            StreamGrant::Idle(stream) => Ok(StreamLease { link: self, stream, reusable: false }),
+            StreamGrant::Dial(dialer) => self.dial(dialer, deadline),
         }
     }
 
-    fn queue<'a>(&'a self, mut calls: Locked<'a>, deadline: Deadline) -> (Locked<'a>, Result<Turn<'a>>) {
+    fn queue<'a>(
+        &'a self,
+        mut calls: Locked<'a>,
+        deadline: Deadline,
+    ) -> (Locked<'a>, Result<StreamGrant<'a>>) {
         loop {
             if let Err(error) = self.check() {
                 return (calls, Err(error));
             }
             if let Some((stream, _)) = calls.idle.pop() {
                 calls.busy.push(stream.clone());
-                return (calls, Ok(Turn::Idle(stream)));
+                return (calls, Ok(StreamGrant::Idle(stream)));
             }
             if calls.busy.len() + calls.opening + calls.asked < MOST_CALLS {
                 if let Some(dialer) = &self.dialer {
                     calls.opening += 1;
-                    return (calls, Ok(Turn::Dial(dialer)));
+                    return (calls, Ok(StreamGrant::Dial(dialer)));
                 }
                 if calls.asked < calls.waiting {
                     calls.asked += 1;
@@ -89,7 +93,7 @@ impl Link {
         }
     }
 
-    fn dial(&self, dialer: &Dialer, deadline: Deadline) -> Result<Lease<'_>> {
+    fn dial(&self, dialer: &Dialer, deadline: Deadline) -> Result<StreamLease<'_>> {
         let opened = self.open_call_stream(dialer, false, deadline).map(Arc::new);
         let mut calls = self.calls.lock();
         calls.opening -= 1;
@@ -106,7 +110,7 @@ impl Link {
             _ => error,
         };
         let stream = opened.map_err(|error| self.break_reason_or(gone(error)))?;
-        let lease = Lease { link: self, stream, whole: false };
+        let lease = StreamLease { link: self, stream, reusable: false };
         self.check()?;
         Ok(lease)
     }
@@ -142,18 +146,18 @@ impl Link {
     }
 }
 
-impl Lease<'_> {
+impl StreamLease<'_> {
     /// Returns the stream.
     pub(crate) fn stream(&self) -> &Stream {
         &self.stream
     }
 }
 
-impl Drop for Lease<'_> {
+impl Drop for StreamLease<'_> {
     fn drop(&mut self) {
         let mut calls = self.link.calls.lock();
         calls.busy.retain(|stream| !Arc::ptr_eq(stream, &self.stream));
-        let kept = self.whole && self.link.alive() && calls.idle.len() < KEPT_STREAMS;
+        let kept = self.reusable && self.link.alive() && calls.idle.len() < KEPT_STREAMS;
         if kept {
             calls.idle.push((self.stream.clone(), Instant::now()));
         }
@@ -169,7 +173,7 @@ impl Drop for Lease<'_> {
 type Locked<'a> = MutexGuard<'a, Calls>;
 
 /// What a waiting call receives: an idle stream, or the right to open one.
-enum Turn<'a> {
+enum StreamGrant<'a> {
     Idle(Arc<Stream>),
     Dial(&'a Dialer),
 }

@@ -6,15 +6,15 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::call_streams::Lease;
+use super::call_streams::StreamLease;
 use super::link::Link;
 use super::message_io;
-use super::remote_cache::Known;
+use super::remote_cache::KnownCache;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::{AddressLocation, CacheId, Deadline, Name};
 use crate::net::POLL_TIME;
-use crate::protocol::{MAX_ADDRS, MESSAGE_LIMIT, Record, Reply, Request};
+use crate::protocol::{MAX_ADDRS, MESSAGE_LIMIT, Reply, Request, WireCache};
 use crate::validate::RemoteCache;
 
 /// Extra time in milliseconds that the owner keeps trying after the caller's deadline. A caller checks its
@@ -27,7 +27,7 @@ pub(crate) const REPORTED_BY: &str = "reported_by";
 impl Link {
     /// Returns the remote cache with the name `name`. Uses the stored description if no change of the cache
     /// is visible from here; otherwise asks the owner.
-    pub(crate) fn known(&self, name: Name, deadline: Deadline) -> Result<Arc<Known>> {
+    pub(crate) fn known(&self, name: Name, deadline: Deadline) -> Result<Arc<KnownCache>> {
         match self.record(&name) {
             Some(known) if self.current(&known) => Ok(known),
             _ => self.describe(name, deadline),
@@ -35,7 +35,7 @@ impl Link {
     }
 
     /// Asks the owner for the description of the cache with the name `name`, and stores it.
-    pub(crate) fn describe(&self, name: Name, deadline: Deadline) -> Result<Arc<Known>> {
+    pub(crate) fn describe(&self, name: Name, deadline: Deadline) -> Result<Arc<KnownCache>> {
         self.forget(&name);
         let limit_ms = limit_ms(deadline);
         let reply = self.ask(&Request::Describe { name: name.into(), limit_ms }, deadline)?;
@@ -65,7 +65,7 @@ impl Link {
     pub(crate) fn consume(
         &self,
         name: Name,
-        known: &Known,
+        known: &KnownCache,
         first: u32,
         count: u32,
         deadline: Deadline,
@@ -99,14 +99,19 @@ impl Link {
     pub(crate) fn ask(&self, request: &Request, deadline: Deadline) -> Result<Reply> {
         let mut lease = self.lease(deadline)?;
         let reply = self.exchange(&lease, request, deadline);
-        lease.whole = reply.is_ok();
+        lease.reusable = reply.is_ok();
         drop(lease);
         // A refusal is a complete reply: the call fails, but the stream remains usable.
         reply.and_then(|reply| self.refusal(reply))
     }
 
     /// Sends `request` on the stream of `lease`, and waits for the reply.
-    pub(crate) fn exchange(&self, lease: &Lease<'_>, request: &Request, deadline: Deadline) -> Result<Reply> {
+    pub(crate) fn exchange(
+        &self,
+        lease: &StreamLease<'_>,
+        request: &Request,
+        deadline: Deadline,
+    ) -> Result<Reply> {
         let send = || message_io::send_message(lease.stream(), request, deadline);
         self.exchange_with(lease, deadline, send).map_err(|error| self.break_reason_or(error))
     }
@@ -114,7 +119,7 @@ impl Link {
     /// Sends a message with `send` on the stream of `lease`, waits for the reply, and counts the request.
     pub(crate) fn exchange_with(
         &self,
-        lease: &Lease<'_>,
+        lease: &StreamLease<'_>,
         deadline: Deadline,
         send: impl FnOnce() -> Result<()>,
     ) -> Result<Reply> {
@@ -150,15 +155,15 @@ impl Link {
         self.named(Error::new(ErrorKind::System, text))
     }
 
-    fn read_record(&self, record: &Record) -> Result<Known> {
+    fn read_record(&self, record: &WireCache) -> Result<KnownCache> {
         let side = record.side()?;
-        let tensors = match self.reach() {
-            Some(reach) => {
-                reach.tensors(&record.location, record.num_tensors, side.geometry.tensor_bytes())?
+        let tensors = match self.peer_memory() {
+            Some(memory) => {
+                memory.tensors(&record.location, record.num_tensors, side.geometry.tensor_bytes())?
             }
             None => None,
         };
-        Ok(Known {
+        Ok(KnownCache {
             at: record.at,
             cache: CacheId(record.cache),
             remote: RemoteCache { side, row: record.row, accessible: record.accessible },
@@ -169,7 +174,7 @@ impl Link {
 }
 
 /// Waits for a reply on the stream of `lease`.
-pub(crate) fn reply(lease: &Lease<'_>, deadline: Deadline) -> Result<Reply> {
+pub(crate) fn reply(lease: &StreamLease<'_>, deadline: Deadline) -> Result<Reply> {
     message_io::receive_message(lease.stream(), MESSAGE_LIMIT, POLL_TIME, deadline)
 }
 

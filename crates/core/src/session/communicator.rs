@@ -43,13 +43,13 @@ pub(super) struct Communicator {
     pub(super) limit: Duration,
     /// Time limit of one attempt.
     pub(super) one_try: Duration,
-    pub(super) progress: Mutex<Progress>,
+    pub(super) progress: Mutex<CommState>,
     pub(super) changed: Condvar,
 }
 
 /// The mutable state of a communicator.
 #[derive(Default)]
-pub(super) struct Progress {
+pub(super) struct CommState {
     /// Members that are awaited or searched for now.
     pub(super) missing: Vec<ClusterId>,
     /// Members that have been linked at least once.

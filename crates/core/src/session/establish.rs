@@ -10,7 +10,7 @@ use super::dial::Dialer;
 use super::handshake::Key;
 use super::link::{Kind, Link, Peer};
 use super::message_io;
-use super::peer_memory::{self, Reach};
+use super::peer_memory::{self, PeerMemory};
 use super::registry::RIVAL_LINK;
 use super::shared::Shared;
 use crate::config::TransportChoice;
@@ -114,12 +114,12 @@ impl Shared {
         deadline: Deadline,
     ) -> Result<Arc<Link>> {
         // Memory is exchanged with descriptors, so only over a stream that carries them.
-        let mut reach = None;
+        let mut memory = None;
         if stream.carries_descriptors() {
-            reach = Some(Reach::exchange(&self.cluster, &stream, deadline)?);
+            memory = Some(PeerMemory::exchange(&self.cluster, &stream, deadline)?);
             self.note_readers();
         }
-        if reach.is_none() && self.cluster.config.links.transport == TransportChoice::Shm {
+        if memory.is_none() && self.cluster.config.links.transport == TransportChoice::Shm {
             let text = "llm.LinkTransport = shm, but the peer is reached by sockets only";
             return Err(Error::new(ErrorKind::LinkFailed, text).with("peer", stream.peer()));
         }
@@ -130,7 +130,7 @@ impl Shared {
         let address = shown.unwrap_or_else(|| dialer.address.to_string());
         let peer = Peer { cluster: ClusterId(from.cluster), instance: from.instance, address };
         let budget = self.server.budget();
-        let link = Link::new(id, kind, peer, reach, Arc::new(stream), Some(dialer), budget);
+        let link = Link::new(id, kind, peer, memory, Arc::new(stream), Some(dialer), budget);
         self.enroll(&link)?;
         Ok(link)
     }
@@ -183,14 +183,14 @@ impl Link {
     /// Returns the log line that describes the link.
     fn report(&self) -> String {
         let transport = self.control.transport();
-        let way = match self.reach() {
-            Some(reach) => {
-                let pools = match reach.unmapped() {
+        let way = match self.peer_memory() {
+            Some(memory) => {
+                let pools = match memory.unmapped() {
                     Some(why) => &format!("pools by sockets ({why}), "),
-                    None if reach.pooled() => "pools mapped, ",
+                    None if memory.pooled() => "pools mapped, ",
                     None => "",
                 };
-                let why = reach.refusal().map_or("process id".into(), |why| format!("sockets ({why})"));
+                let why = memory.refusal().map_or("process id".into(), |why| format!("sockets ({why})"));
                 format!("{transport}: {pools}registered memory by {why}")
             }
             None => format!("{transport}: sockets"),

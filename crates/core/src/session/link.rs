@@ -11,9 +11,9 @@ use hashbrown::HashMap;
 
 use super::dial::Dialer;
 use super::limits::{Budget, BudgetShare, PeerBudget};
-use super::peer_memory::Reach;
+use super::peer_memory::PeerMemory;
 use super::pushes_in_flight::PushesInFlight;
-use super::remote_cache::{self, Known};
+use super::remote_cache::{self, KnownCache};
 use super::stream_pool::{self, Calls, MOST_CALLS};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{ClusterId, Deadline, Name};
@@ -58,7 +58,7 @@ pub struct Link {
     pub(super) id: u64,
     pub(super) kind: Kind,
     pub(super) peer: Peer,
-    reach: Option<Reach>,
+    peer_memory: Option<PeerMemory>,
     pub(super) control: Arc<Stream>,
     /// Guards sending on the control stream. Held during socket I/O, which never waits: a short message is
     /// sent at once or not at all.
@@ -76,7 +76,7 @@ pub struct Link {
     last_sign_of_life: AtomicU64,
     /// Number of answered pings.
     pongs: AtomicU64,
-    records: Mutex<HashMap<Name, Arc<Known>>>,
+    records: Mutex<HashMap<Name, Arc<KnownCache>>>,
     pub(crate) pushes: PushesInFlight,
     /// Pulls and pushes in progress.
     active: AtomicUsize,
@@ -101,7 +101,7 @@ impl Link {
         id: u64,
         kind: Kind,
         peer: Peer,
-        reach: Option<Reach>,
+        peer_memory: Option<PeerMemory>,
         control: Arc<Stream>,
         dialer: Option<Dialer>,
         budget: &Arc<Budget>,
@@ -110,7 +110,7 @@ impl Link {
             id,
             kind,
             peer,
-            reach,
+            peer_memory,
             control,
             sending: Mutex::default(),
             dialer,
@@ -137,8 +137,8 @@ impl Link {
     }
 
     /// Returns which memory of the peer this process can read in place. `None` if the link has sockets only.
-    pub(crate) fn reach(&self) -> Option<&Reach> {
-        self.reach.as_ref()
+    pub(crate) fn peer_memory(&self) -> Option<&PeerMemory> {
+        self.peer_memory.as_ref()
     }
 
     /// Begins a pull or push. An unlink waits until the returned guard is dropped. Returns `Err` with
@@ -182,9 +182,11 @@ impl Link {
             cluster: self.peer.cluster,
             address: self.peer.address.clone(),
             transport: self.control.transport(),
-            pools: self.reach.as_ref().map_or("stream", Reach::pools),
-            registered: seen(self.reach.as_ref().is_some_and(|reach| reach.refusal().is_none())),
-            refusal: self.reach.as_ref().and_then(Reach::refused).map(str::to_owned),
+            pools: self.peer_memory.as_ref().map_or("stream", PeerMemory::pools),
+            registered: seen(
+                self.peer_memory.as_ref().is_some_and(|peer_memory| peer_memory.refusal().is_none()),
+            ),
+            refusal: self.peer_memory.as_ref().and_then(PeerMemory::refused).map(str::to_owned),
             outgoing: self.dialer.is_some(),
             silent_ms: u64::try_from(self.silent().as_millis()).unwrap_or(u64::MAX),
             requests: self.requests.state(),
@@ -220,7 +222,7 @@ impl Link {
         if self.broken.set((Instant::now(), why.into())).is_err() {
             return;
         }
-        self.reach.iter().for_each(Reach::release_soon);
+        self.peer_memory.iter().for_each(PeerMemory::release_soon);
         self.control.close();
         let served = self.serving.lock().streams.clone();
         for stream in self.calls.lock().end().iter().chain(&served) {
@@ -360,12 +362,12 @@ impl Link {
     }
 
     /// Returns the stored description of a remote cache.
-    pub(crate) fn record(&self, name: &Name) -> Option<Arc<Known>> {
+    pub(crate) fn record(&self, name: &Name) -> Option<Arc<KnownCache>> {
         self.records.lock().get(name).cloned()
     }
 
     /// Stores the description of a remote cache.
-    pub(crate) fn remember(&self, name: Name, known: Arc<Known>) {
+    pub(crate) fn remember(&self, name: Name, known: Arc<KnownCache>) {
         let mut records = self.records.lock();
         remote_cache::make_room(&mut records);
         records.insert(name, known);

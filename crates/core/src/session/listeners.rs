@@ -25,11 +25,11 @@ pub(super) struct Listeners {
     instance: u64,
     control: Arc<ControlPoller>,
     transports: Transports,
-    open: Mutex<Open>,
+    open: Mutex<Listening>,
 }
 
 #[derive(Default)]
-struct Open {
+struct Listening {
     closed: bool,
     main: Option<OpenListener>,
     local: Option<(String, OpenListener)>,
@@ -114,7 +114,7 @@ impl Listeners {
 
     /// Opens the local socket to which peers on this host are directed, unless it is open. Without a token
     /// they connect there first, even if they use TCP afterwards.
-    fn open_local(&self, open: &mut Open) {
+    fn open_local(&self, open: &mut Listening) {
         let config = &self.cluster.config.links;
         let unused = config.transport == TransportChoice::Tcp && config.token.is_some();
         if unused || open.local.is_some() {
@@ -180,7 +180,7 @@ impl Listeners {
     }
 
     /// Closes the main listener and the local socket.
-    fn close_main(&self, open: &mut Open) {
+    fn close_main(&self, open: &mut Listening) {
         let local = open.local.take().map(|(_, listener)| listener);
         open.main.take().into_iter().chain(local).for_each(|listener| listener.close(&self.control));
     }
@@ -192,7 +192,7 @@ impl Listeners {
         Ok(OpenListener { number: self.control.listen(listener)?, address })
     }
 
-    fn unclosed(&self) -> Result<MutexGuard<'_, Open>> {
+    fn unclosed(&self) -> Result<MutexGuard<'_, Listening>> {
         let open = self.open.lock();
         if open.closed { Err(Error::new(ErrorKind::Closed, "the engine was finalized")) } else { Ok(open) }
     }

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::communicator::{CommStatus, Communicator, Progress};
+use super::communicator::{CommState, CommStatus, Communicator};
 use super::link::{Kind, Link};
 use super::shared::Shared;
 use crate::config::TransportChoice;
@@ -130,7 +130,7 @@ impl Communicator {
             if progress.status == CommStatus::Preparing {
                 progress.status = CommStatus::Failed;
             }
-            let Progress { missing, linked_before, .. } = &mut *progress;
+            let CommState { missing, linked_before, .. } = &mut *progress;
             missing.retain(|cluster| linked_before.contains(cluster) && self.dials(*cluster));
         }
         let on = !progress.left && !progress.missing.is_empty();
@@ -186,7 +186,7 @@ impl Communicator {
     }
 
     /// Returns the result of the search, for the log.
-    fn report(&self, progress: &Progress) -> String {
+    fn report(&self, progress: &CommState) -> String {
         let view: Vec<String> =
             progress.missing.iter().map(|cluster| self.view(*cluster, &progress.why)).collect();
         let what = match progress.status {
@@ -219,7 +219,7 @@ mod tests {
     fn announcement_ends_the_pause() {
         let comm = Comm { name: "c".into(), members: vec![(1, 0), (2, 1)], listener: String::new() };
         let missing = vec![ClusterId(1)];
-        let progress = Progress { missing, searching: true, ..Progress::default() };
+        let progress = CommState { missing, searching: true, ..CommState::default() };
         let hour = Duration::from_secs(3600);
         let waiting = Communicator {
             id: 1,

@@ -4,7 +4,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::communicator::{Communicator, Progress};
+use super::communicator::{CommState, Communicator};
 use super::link::Kind;
 use super::member_search::start_search;
 use super::shared::Shared;
@@ -24,7 +24,7 @@ const TRY: Duration = Duration::from_secs(2);
 pub(super) fn enter(shared: &Arc<Shared>, comm: Comm, ends: Vec<RankEnd>) -> Result<u64> {
     let own = ClusterId(shared.me.party.cluster);
     let others = ends.iter().map(|end| end.cluster).filter(|&cluster| cluster != own);
-    let progress = Progress { missing: others.collect(), ..Progress::default() };
+    let progress = CommState { missing: others.collect(), ..CommState::default() };
     let config = &shared.cluster.config.links;
     let (limit, one_try) = (config.total, TRY.min(config.total / config.retries.max(1)));
     let entered = shared.registry.enter(|id| Communicator {

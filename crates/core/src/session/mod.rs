@@ -43,12 +43,12 @@ pub use communicator::CommStatus;
 pub use dial::Transports;
 pub use link::{Kind, Link};
 
-pub(crate) use call_streams::Lease;
+pub(crate) use call_streams::StreamLease;
 pub(crate) use client::{REPORTED_BY, limit_ms, reply};
 pub(crate) use message_io::send_message_before;
 pub(crate) use peer_memory::location;
 pub(crate) use peer_snapshot::{PeerSnapshot, Validity};
-pub(crate) use remote_cache::Known;
+pub(crate) use remote_cache::KnownCache;
 pub(crate) use shared::own;
 pub(crate) use threads::STACK as THREAD_STACK;
 

@@ -18,7 +18,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{self, PeerGenerations, PeerMapping, PeerProcess, Probe, Tensors};
 use crate::model::{Deadline, Placement};
 use crate::net::Stream;
-use crate::protocol::{self, Attach, Attached, HANDSHAKE_LIMIT, Location, MAX_RUNS, Run};
+use crate::protocol::{self, Attach, Attached, HANDSHAKE_LIMIT, MAX_RUNS, Run, WireLocation};
 
 /// Most descriptors that a peer may send: its generations and two pools.
 const MOST_DESCRIPTORS: usize = 3;
@@ -43,24 +43,24 @@ pub(crate) struct Offered {
 
 /// The memory of a peer that this process can read, and what the peer can read of this process.
 #[derive(Debug)]
-pub(crate) struct Reach {
+pub(crate) struct PeerMemory {
     taken: Offered,
     /// The peer's report of what it can read of this process.
     seen: Attached,
 }
 
-impl Reach {
+impl PeerMemory {
     /// Runs the exchange on the dialing side: offers the memory of `cluster`, takes the peer's offer, and
     /// exchanges reports.
-    pub(crate) fn exchange(cluster: &Cluster, stream: &Stream, deadline: Deadline) -> Result<Reach> {
-        Reach::offer(cluster, |frame, descriptors| stream.send_with(frame, descriptors, deadline))?;
+    pub(crate) fn exchange(cluster: &Cluster, stream: &Stream, deadline: Deadline) -> Result<PeerMemory> {
+        PeerMemory::offer(cluster, |frame, descriptors| stream.send_with(frame, descriptors, deadline))?;
         let (offered, descriptors): (Attach, _) =
             message_io::receive_message_with(stream, HANDSHAKE_LIMIT, deadline)?;
         stream.expect_descriptors(false);
-        let (taken, attached) = Reach::take(cluster, &offered, descriptors, stream, deadline);
+        let (taken, attached) = PeerMemory::take(cluster, &offered, descriptors, stream, deadline);
         message_io::send_message(stream, &attached, deadline)?;
         let seen: Attached = message_io::receive_message(stream, HANDSHAKE_LIMIT, Duration::ZERO, deadline)?;
-        Ok(Reach::complete(cluster, taken, seen))
+        Ok(PeerMemory::complete(cluster, taken, seen))
     }
 
     /// Sends, with the function `send`, what `cluster` offers.
@@ -106,10 +106,10 @@ impl Reach {
     }
 
     /// Combines the memory taken with the peer's report.
-    pub(crate) fn complete(cluster: &Cluster, taken: Offered, seen: Attached) -> Reach {
+    pub(crate) fn complete(cluster: &Cluster, taken: Offered, seen: Attached) -> PeerMemory {
         // The peer has to map each touched page of a pool at its first read, so look for pages to merge now.
         cluster.merger.check_for_work();
-        Reach { taken, seen }
+        PeerMemory { taken, seen }
     }
 
     /// Records that the link has ended, so that new links wait until this memory is unmapped.
@@ -165,20 +165,20 @@ impl Reach {
     /// read them. Returns `Err` if the location is invalid.
     pub(crate) fn tensors(
         &self,
-        location: &Location,
+        location: &WireLocation,
         count: u32,
         bytes: u64,
     ) -> Result<Option<Arc<Tensors>>> {
         let tensors = match location {
-            Location::Region { region, runs } => {
+            WireLocation::Region { region, runs } => {
                 let Some(Some(pool)) = self.taken.pools.get(usize::from(*region)) else { return Ok(None) };
                 Tensors::mapped(pool.clone(), Run::unpack(runs, count)?, bytes)?
             }
-            Location::Process { runs } => {
+            WireLocation::Process { runs } => {
                 let Ok(process) = &self.taken.process else { return Ok(None) };
                 Tensors::of_process(process.clone(), Run::unpack(runs, count)?, bytes)?
             }
-            Location::Hidden => return Ok(None),
+            WireLocation::Hidden => return Ok(None),
         };
         Ok(Some(Arc::new(tensors)))
     }
@@ -310,18 +310,18 @@ fn discard(descriptors: Vec<OwnedFd>) {
 }
 
 /// Returns the location of a cache's tensors as sent to peers.
-pub(crate) fn location(memory_location: MemoryLocation) -> Result<Location> {
+pub(crate) fn location(memory_location: MemoryLocation) -> Result<WireLocation> {
     let location = match memory_location {
         MemoryLocation::Pool(placement, offsets) => {
-            Location::Region { region: placement as u8, runs: Run::pack(&offsets)? }
+            WireLocation::Region { region: placement as u8, runs: Run::pack(&offsets)? }
         }
-        MemoryLocation::Process(addrs) => Location::Process { runs: Run::pack(&addrs)? },
-        MemoryLocation::Hidden => Location::Hidden,
+        MemoryLocation::Process(addrs) => WireLocation::Process { runs: Run::pack(&addrs)? },
+        MemoryLocation::Hidden => WireLocation::Hidden,
     };
     match &location {
         // The peer would reject a list this long. Sockets need none.
-        Location::Region { runs, .. } | Location::Process { runs } if runs.len() > MAX_RUNS => {
-            Ok(Location::Hidden)
+        WireLocation::Region { runs, .. } | WireLocation::Process { runs } if runs.len() > MAX_RUNS => {
+            Ok(WireLocation::Hidden)
         }
         _ => Ok(location),
     }

@@ -16,14 +16,14 @@
 use std::sync::Arc;
 
 use super::link::Link;
-use super::remote_cache::Known;
+use super::remote_cache::KnownCache;
 use crate::memory::Tensors;
-use crate::protocol::Place;
+use crate::protocol::EntryVersion;
 
 /// A read in progress of the memory of one remote cache.
 pub(crate) struct PeerSnapshot<'a> {
     link: &'a Link,
-    known: &'a Known,
+    known: &'a KnownCache,
     tensors: &'a Arc<Tensors>,
     /// The pushes of this process that had begun before.
     pushes: u64,
@@ -41,7 +41,7 @@ pub(crate) enum Validity {
 
 impl<'a> PeerSnapshot<'a> {
     /// Begins a read. Returns `None` if this process cannot read the memory, or is pushing to the cache.
-    pub(crate) fn begin(link: &'a Link, known: &'a Known) -> Option<PeerSnapshot<'a>> {
+    pub(crate) fn begin(link: &'a Link, known: &'a KnownCache) -> Option<PeerSnapshot<'a>> {
         let tensors = known.tensors.as_ref()?;
         Some(PeerSnapshot { link, known, tensors, pushes: link.pushes.none_now(known.cache)? })
     }
@@ -65,9 +65,9 @@ impl<'a> PeerSnapshot<'a> {
 impl Link {
     /// Whether the cache is unchanged since its owner described it, as far as this process can see. Without a
     /// mapping of the owner's generations this is always true; then the owner compares.
-    pub(super) fn current(&self, known: &Known) -> bool {
-        let Place { place, generation } = known.at;
-        let generations = self.reach().and_then(|reach| reach.generations());
-        generations.is_none_or(|generations| generations.still(place, generation))
+    pub(super) fn current(&self, known: &KnownCache) -> bool {
+        let EntryVersion { index, generation } = known.at;
+        let generations = self.peer_memory().and_then(|memory| memory.generations());
+        generations.is_none_or(|generations| generations.still(index, generation))
     }
 }

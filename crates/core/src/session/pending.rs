@@ -27,11 +27,11 @@ pub(super) struct PendingStreams {
     most: usize,
     returned: Arc<Returned>,
     /// The connections by number, so that the oldest come first.
-    all: BTreeMap<u64, Entry>,
+    all: BTreeMap<u64, PendingEntry>,
 }
 
 #[derive(Debug)]
-struct Entry {
+struct PendingEntry {
     stream: Arc<Stream>,
     proven: bool,
     /// Whether the control thread watches it for the handshake. A link made from it is watched separately.
@@ -89,8 +89,10 @@ impl PendingStreams {
             return refuse(shared, &stream, &error.into());
         }
         let waiting = Some((PendingStream::new(stream.clone(), local, until), Inbox::default()));
-        self.all
-            .insert(number, Entry { stream, proven: false, watched: true, enters: false, waiting, until });
+        self.all.insert(
+            number,
+            PendingEntry { stream, proven: false, watched: true, enters: false, waiting, until },
+        );
     }
 
     /// Returns how long to wait before the next connection is accepted, if the limit is reached and the
@@ -107,7 +109,7 @@ impl PendingStreams {
 
     /// Returns the connection to drop if room is needed: the oldest unauthenticated one. If more than half of
     /// the limit are authenticated and have not finished, it is the oldest of those.
-    fn victim(&self) -> Option<(u64, &Entry)> {
+    fn victim(&self) -> Option<(u64, &PendingEntry)> {
         let waiting = || self.all.iter().filter(|(_, entry)| !entry.enters);
         let proven = waiting().filter(|(_, entry)| entry.proven).count();
         let first = |proven: bool| waiting().find(|(_, entry)| entry.proven == proven);
@@ -236,7 +238,7 @@ impl PendingStreams {
     }
 }
 
-impl Entry {
+impl PendingEntry {
     fn unwatch(&mut self, poller: &Poller) {
         if std::mem::take(&mut self.watched) {
             poller.remove(&*self.stream);

@@ -6,7 +6,7 @@ use hashbrown::HashMap;
 
 use crate::memory::Tensors;
 use crate::model::{CacheId, Name};
-use crate::protocol::Place;
+use crate::protocol::EntryVersion;
 use crate::validate::RemoteCache;
 
 /// Most descriptions that a link stores.
@@ -26,9 +26,9 @@ pub(super) fn make_room<T>(records: &mut HashMap<Name, T>) {
 
 /// A remote cache, as its owner described it.
 #[derive(Debug)]
-pub(crate) struct Known {
+pub(crate) struct KnownCache {
     /// Its place in the owner's table, and the generation for which the description is valid.
-    pub(crate) at: Place,
+    pub(crate) at: EntryVersion,
     /// Its cache id at the owner.
     pub(crate) cache: CacheId,
     /// Its sizes, and the row to which the name leads.

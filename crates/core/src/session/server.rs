@@ -12,7 +12,7 @@ use std::time::Duration;
 use hashbrown::HashMap;
 
 use super::answers::Answers;
-use super::call_slots::{Slot, Slots};
+use super::call_slots::{CallSlot, Slots};
 use super::handshake::HANDSHAKE_TIME;
 use super::limits::{Budget, Connections};
 use super::link::Link;
@@ -53,14 +53,14 @@ pub(super) struct Server {
 #[derive(Default)]
 struct State {
     /// The streams on which peers may send requests, by poller number.
-    calls: HashMap<u64, Call>,
+    calls: HashMap<u64, CallStream>,
     last: u64,
     /// Threads that wait for work, including those that are starting.
     idle: usize,
     /// The slots in which turns are taken, and the turns that wait for one, keyed by [`Link::key`].
     slots: Slots<usize, Turn>,
     /// Turns that have a slot and wait for a thread.
-    ready: VecDeque<(Turn, Slot)>,
+    ready: VecDeque<(Turn, CallSlot)>,
     /// Handshake steps that wait for a thread. `working` counts the threads that perform one.
     work: VecDeque<HandshakeStep>,
     working: usize,
@@ -73,7 +73,7 @@ struct State {
 type HandshakeStep = Box<dyn FnOnce() + Send>;
 
 #[derive(Clone)]
-struct Call {
+struct CallStream {
     link: Arc<Link>,
     stream: Arc<Stream>,
 }
@@ -81,7 +81,7 @@ struct Call {
 /// A piece of work for the peer of one link.
 enum Turn {
     /// Answer the requests on the stream with this number.
-    Answer(u64, Call),
+    Answer(u64, CallStream),
     /// Open a stream on which the peer may send requests.
     Dial(Arc<Link>),
 }
@@ -135,7 +135,7 @@ impl Server {
         let mut state = self.state.lock();
         state.last = state.last.max(FIRST) + 1;
         let number = state.last;
-        state.calls.insert(number, Call { link: link.clone(), stream: stream.clone() });
+        state.calls.insert(number, CallStream { link: link.clone(), stream: stream.clone() });
         drop(state);
         // A request may have arrived already. If the link has ended meanwhile, its streams are closed, and
         // the poller reports that too.
@@ -275,7 +275,7 @@ impl Server {
     }
 
     /// Takes `turn`, and then the turns that inherit its slot.
-    fn take_turns(self: &Arc<Self>, turn: Turn, slot: Slot) {
+    fn take_turns(self: &Arc<Self>, turn: Turn, slot: CallSlot) {
         let mut next = Some((turn, slot));
         while let Some((turn, slot)) = next {
             let link = turn.link().clone();
@@ -288,8 +288,8 @@ impl Server {
     }
 
     /// Answers the requests on one stream until none follows at once.
-    fn take_call(&self, number: u64, call: &Call, slot: Slot) {
-        let Call { link, stream } = call;
+    fn take_call(&self, number: u64, call: &CallStream, slot: CallSlot) {
+        let CallStream { link, stream } = call;
         let on = loop {
             stream.restart_pace();
             if !self.serve(link, stream) {

@@ -15,12 +15,12 @@ pub(crate) const STACK: usize = 512 << 10;
 /// The running threads.
 #[derive(Debug, Default)]
 pub(super) struct Threads {
-    running: Mutex<Running>,
+    running: Mutex<RunningThreads>,
     ended: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Running {
+struct RunningThreads {
     count: usize,
     /// The ids of the threads that have begun to run.
     ids: HashSet<ThreadId>,

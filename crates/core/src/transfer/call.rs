@@ -10,7 +10,7 @@ use crate::cache::Cache;
 use crate::cluster::Cluster;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{Deadline, Name};
-use crate::session::{Known, Link};
+use crate::session::{KnownCache, Link};
 use crate::validate;
 
 /// Most attempts of a call whose remote cache keeps changing. Each attempt costs a request, and the deadline
@@ -50,7 +50,7 @@ impl Call {
 
     /// Finds the remote cache and attempts the transfer, again for as long as the remote cache turns out to
     /// have changed. Returns `Err(CacheNotFound)` after [`MOST_ROUNDS`] attempts.
-    pub(crate) fn rounds(&self, mut attempt: impl FnMut(&Arc<Known>) -> Result<Moved>) -> Result<u64> {
+    pub(crate) fn rounds(&self, mut attempt: impl FnMut(&Arc<KnownCache>) -> Result<Moved>) -> Result<u64> {
         let Call { link, name, deadline, .. } = self;
         self.one_sided()?;
         let mut known = link.known(*name, *deadline)?;

@@ -4,7 +4,7 @@
 //! A transfer whose next layer is still being computed takes no lane, so there are as many threads as layers
 //! in transit, not as transfers (`tasks_that_wait_take_no_threads`). One destination cluster cannot
 //! take all lanes either: jobs for a peer that stalls delay only jobs for the same peer
-//! (`every_place_gets_a_lane_and_at_most_32`).
+//! (`every_cluster_gets_a_lane_and_at_most_32`).
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -101,7 +101,7 @@ impl State {
 
     /// Takes the next job for the lane whose last job was for `last`: another one for that cluster if no other
     /// lane works for it. So a cluster keeps its lane as long as it has work
-    /// (`every_place_gets_a_lane_and_at_most_32`).
+    /// (`every_cluster_gets_a_lane_and_at_most_32`).
     fn next(&mut self, last: Option<ClusterId>) -> Option<(ClusterId, Box<dyn Job>)> {
         let alone = |cluster: &ClusterId| {
             let queued = self.jobs.iter().filter(|(to, _)| to == cluster).count();
@@ -146,7 +146,7 @@ impl ExecutorHandle {
         }
         at.taken += 1;
         // A cluster without a lane gets one, however many others stall
-        // (`every_place_gets_a_lane_and_at_most_32`).
+        // (`every_cluster_gets_a_lane_and_at_most_32`).
         let first = at.taken == 1;
         if first {
             state.jobs.push_front((cluster, job));

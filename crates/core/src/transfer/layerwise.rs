@@ -13,7 +13,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::{AddressLocation, CacheId, Deadline, Name};
 use crate::plan::{CopyPlan, Ends};
-use crate::session::{Finder, Known, Link};
+use crate::session::{Finder, KnownCache, Link};
 use crate::stats::Op;
 use crate::validate::{self, Destination, LayerDestination, LayerRows, RemoteCache, Target};
 
@@ -167,7 +167,7 @@ impl LayerPush {
 }
 
 /// Asks the owner for the current description of a remote cache, and remembers it by the id of the cache.
-fn ask(link: &Link, name: Name, deadline: Deadline) -> Result<Arc<Known>> {
+fn ask(link: &Link, name: Name, deadline: Deadline) -> Result<Arc<KnownCache>> {
     let known = link.describe(name, deadline)?;
     if known.remote.row == 0 {
         link.remember(by_id(known.cache), known.clone());
@@ -189,7 +189,7 @@ fn neighbours(a: &AddressLocation, b: &AddressLocation) -> bool {
 /// one plan serves them all.
 struct TensorPlans<'a> {
     push: &'a LayerPush,
-    known: Vec<Arc<Known>>,
+    known: Vec<Arc<KnownCache>>,
     /// Plans by offset in a tensor and size of the tensor, both in bytes.
     plans: Vec<((u64, u64), CopyPlan)>,
     local_rows: Vec<u64>,
@@ -212,7 +212,7 @@ impl TensorPlans<'_> {
         Ok(plan)
     }
 
-    fn known(&mut self, link: &Link, cache: CacheId, deadline: Deadline) -> Result<Arc<Known>> {
+    fn known(&mut self, link: &Link, cache: CacheId, deadline: Deadline) -> Result<Arc<KnownCache>> {
         if let Some(known) = self.known.iter().find(|known| known.cache == cache) {
             return Ok(known.clone());
         }

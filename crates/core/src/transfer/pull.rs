@@ -9,12 +9,12 @@ use crate::copy::{Progress, STILL_READING, Staging, arrived};
 use crate::error::{ErrorKind, Result};
 use crate::model::{CacheKey, Name};
 use crate::plan::{CopyPlan, Ends, Moves};
-use crate::session::{Known, PeerSnapshot, Validity};
+use crate::session::{KnownCache, PeerSnapshot, Validity};
 
 impl Call {
     /// Pulls the bytes of `moves`: reads memory of the peer that this process can access, otherwise asks for
     /// a stream. The key is released last.
-    pub(crate) fn pull(&self, known: &Arc<Known>, moves: &mut Moves) -> Result<Moved> {
+    pub(crate) fn pull(&self, known: &Arc<KnownCache>, moves: &mut Moves) -> Result<Moved> {
         let plan = Arc::new(CopyPlan::moves(moves, Ends::TwoCaches)?);
         if plan.waves().is_empty() {
             return Ok(Moved::Bytes(0));
@@ -45,7 +45,7 @@ impl Call {
     /// bytes that were read belonged to the cache.
     fn pull_bytes(
         &self,
-        known: &Arc<Known>,
+        known: &Arc<KnownCache>,
         plan: &Arc<CopyPlan>,
         progress: &mut Arc<Progress>,
         pinned: &Arc<Pin>,
@@ -79,14 +79,19 @@ impl Call {
     }
 
     /// Receives the bytes over sockets. On this path the owner reads, under its own pins.
-    fn receive(&self, known: &Arc<Known>, plan: &Arc<CopyPlan>, progress: &Arc<Progress>) -> Result<Moved> {
+    fn receive(
+        &self,
+        known: &Arc<KnownCache>,
+        plan: &Arc<CopyPlan>,
+        progress: &Arc<Progress>,
+    ) -> Result<Moved> {
         let streams = Streams { call: self.clone(), known: known.clone(), plan: plan.clone() };
         streams.receive(progress.clone())
     }
 
     /// Asks the owner, after a read from memory of a cache whose description is out of date, whether the memory
     /// belonged to the cache the whole time.
-    fn confirm(&self, known: &Known, read: Result<u64>, progress: &mut Arc<Progress>) -> Result<Moved> {
+    fn confirm(&self, known: &KnownCache, read: Result<u64>, progress: &mut Arc<Progress>) -> Result<Moved> {
         let unconfirmed = std::mem::take(progress);
         // Something about the cache changed, perhaps only one of its keys. Ids are never used again, so the
         // same id means the same memory.

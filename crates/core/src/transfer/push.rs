@@ -9,14 +9,14 @@ use crate::cache::pin_reads;
 use crate::error::Result;
 use crate::plan::CopyPlan;
 use crate::protocol::{Reply, Request, WirePlan};
-use crate::session::{Known, REPORTED_BY, limit_ms, location};
+use crate::session::{KnownCache, REPORTED_BY, limit_ms, location};
 
 impl Call {
     /// Pushes the bytes of `plan`: the peer reads this process's memory if it can, otherwise the bytes are
     /// sent.
     pub(crate) fn push(
         &self,
-        known: &Arc<Known>,
+        known: &Arc<KnownCache>,
         plan: &Arc<CopyPlan>,
         local_rows: Vec<u64>,
     ) -> Result<Moved> {
@@ -37,9 +37,9 @@ impl Call {
     }
 
     /// Moves the bytes of a push by the available path.
-    fn push_bytes(&self, known: &Arc<Known>, plan: &Arc<CopyPlan>) -> Result<Moved> {
+    fn push_bytes(&self, known: &Arc<KnownCache>, plan: &Arc<CopyPlan>) -> Result<Moved> {
         let memory_location = self.cluster.memory_location(&self.local)?;
-        if self.link.reach().is_some_and(|reach| reach.seen(&memory_location)) {
+        if self.link.peer_memory().is_some_and(|memory| memory.seen(&memory_location)) {
             self.cluster.described_to_peer(&self.local, &memory_location);
             let geometry = self.local.geometry();
             let request = Request::Fetch {

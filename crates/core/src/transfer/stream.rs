@@ -12,7 +12,7 @@ use crate::copy::{CopyEngine, Progress};
 use crate::error::{Error, ErrorKind, Result};
 use crate::plan::{CopyPlan, Wave};
 use crate::protocol::{MOST_AHEAD, Reply, Request, WirePlan};
-use crate::session::{Known, Lease, limit_ms, reply, send_message_before};
+use crate::session::{KnownCache, StreamLease, limit_ms, reply, send_message_before};
 
 /// Size in bytes below which one part is as fast: what a stream moves while another one is being requested.
 const PART: u64 = 8 << 20;
@@ -24,7 +24,7 @@ const MOST_PIECES: u64 = 128;
 /// One transfer through sockets.
 pub(super) struct Streams {
     pub(super) call: Call,
-    pub(super) known: Arc<Known>,
+    pub(super) known: Arc<KnownCache>,
     pub(super) plan: Arc<CopyPlan>,
 }
 
@@ -82,7 +82,7 @@ impl Streams {
         if !received {
             return Ok(Moved::Stale);
         }
-        lease.whole = true;
+        lease.reusable = true;
         Ok(Moved::Bytes(bytes))
     }
 
@@ -104,7 +104,7 @@ impl Streams {
             limit_ms: limit_ms(self.call.deadline),
         };
         let local = self.call.local.tensors();
-        let moved = |lease: &Lease<'_>| {
+        let moved = |lease: &StreamLease<'_>| {
             CopyEngine::send(&self.plan, 0..bytes, local, lease.stream(), self.call.deadline)
         };
         let answer = if ahead {
@@ -120,7 +120,7 @@ impl Streams {
         };
         match answer.map_err(|error| self.late_or(error))? {
             Reply::Done { .. } => {
-                lease.whole = true;
+                lease.reusable = true;
                 Ok(Moved::Bytes(bytes))
             }
             other => self.stale(&mut lease, other).map(|()| Moved::Stale),
@@ -136,10 +136,10 @@ impl Streams {
     /// remote cache has changed.
     fn ready(
         &self,
-        lease: &mut Lease<'_>,
+        lease: &mut StreamLease<'_>,
         request: &Request,
         bytes: u64,
-        moved: impl FnOnce(&Lease<'_>) -> Result<()>,
+        moved: impl FnOnce(&StreamLease<'_>) -> Result<()>,
     ) -> Result<bool> {
         match self.call.link.exchange(lease, request, self.call.deadline)? {
             Reply::Ready { bytes: ready } if ready == bytes => {}
@@ -159,9 +159,9 @@ impl Streams {
     }
 
     /// Handles a reply other than the expected one: `Ok` if the remote cache has changed, otherwise an error.
-    fn stale(&self, lease: &mut Lease<'_>, reply: Reply) -> Result<()> {
+    fn stale(&self, lease: &mut StreamLease<'_>, reply: Reply) -> Result<()> {
         // The peer waits for the next request, so the stream remains usable.
-        lease.whole = matches!(reply, Reply::Stale | Reply::Failed { .. });
+        lease.reusable = matches!(reply, Reply::Stale | Reply::Failed { .. });
         match self.call.link.refusal(reply)? {
             Reply::Stale => Ok(()),
             reply => Err(self.call.link.unexpected(&reply)),

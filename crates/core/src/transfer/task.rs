@@ -84,7 +84,7 @@ struct State {
     awaited: Option<Awaited>,
     /// Alarm that checks whether that wait is too long; at most one.
     alarm: Option<Alarm>,
-    slots: Vec<Slot>,
+    deliveries: Vec<DeliveryState>,
     /// Number of calls that are dropping the carriers of destinations.
     dropping: usize,
     ended: bool,
@@ -100,7 +100,7 @@ struct Awaited {
 }
 
 /// One destination.
-struct Slot {
+struct DeliveryState {
     /// `None` once the destination has ended; the memory that the carrier held is released with it.
     carrier: Option<Arc<dyn Carrier>>,
     cluster: ClusterId,
@@ -128,12 +128,12 @@ impl Task {
             Error::new(ErrorKind::System, "no descriptor for a transfer to say that it has ended")
                 .because(errno)
         })?;
-        let slot = |Delivery { cluster, layers, carrier }| {
+        let state_of = |Delivery { cluster, layers, carrier }| {
             let (carrier, outcome) = match carrier {
                 Ok(carrier) => (Some(carrier), None),
                 Err(error) => (None, Some(Err(Arc::new(error)))),
             };
-            Slot {
+            DeliveryState {
                 queued: carrier.is_some(),
                 carrier,
                 cluster,
@@ -145,10 +145,17 @@ impl Task {
                 bytes: 0,
             }
         };
-        let slots: Vec<_> = deliveries.into_iter().map(slot).collect();
-        let queued: Vec<_> = (0..slots.len()).filter(|&index| slots[index].queued).collect();
-        let state =
-            State { ready: 0, over: false, awaited: None, alarm: None, slots, dropping: 0, ended: false };
+        let deliveries: Vec<_> = deliveries.into_iter().map(state_of).collect();
+        let queued: Vec<_> = (0..deliveries.len()).filter(|&index| deliveries[index].queued).collect();
+        let state = State {
+            ready: 0,
+            over: false,
+            awaited: None,
+            alarm: None,
+            deliveries,
+            dropping: 0,
+            ended: false,
+        };
         let task =
             Arc::new(Task { lanes, patience, state: Mutex::new(state), changed: Condvar::new(), ended });
         task.finish_ended(task.state.lock());
@@ -159,7 +166,7 @@ impl Task {
     /// Returns the layers that any destination needs, ascending.
     pub fn layers(&self) -> Vec<u32> {
         let state = self.state.lock();
-        let needed = state.slots.iter().flat_map(|slot| slot.range.first..slot.range.end);
+        let needed = state.deliveries.iter().flat_map(|delivery| delivery.range.first..delivery.range.end);
         needed.collect::<std::collections::BTreeSet<_>>().into_iter().collect()
     }
 
@@ -167,7 +174,7 @@ impl Task {
     /// the wait for it starts now.
     pub fn wanted(self: &Arc<Self>, layer: u32) -> bool {
         let mut state = self.state.lock();
-        let wanted = !state.over && state.slots.iter().any(|slot| slot.awaits(layer));
+        let wanted = !state.over && state.deliveries.iter().any(|delivery| delivery.awaits(layer));
         let patience = self.patience.map(|limit| Deadline::after(limit).named("timeout_in_millis"));
         let awaited = Awaited { layer, since: Instant::now(), patience };
         state.awaited = (wanted && layer >= state.ready).then_some(awaited);
@@ -185,9 +192,9 @@ impl Task {
         state.awaited = None;
         let ready = state.ready;
         let mut moving = Vec::new();
-        for (index, slot) in state.slots.iter_mut().enumerate() {
-            if !slot.busy && !slot.queued && slot.outcome.is_none() && slot.next < ready {
-                slot.queued = true;
+        for (index, delivery) in state.deliveries.iter_mut().enumerate() {
+            if !delivery.busy && !delivery.queued && delivery.outcome.is_none() && delivery.next < ready {
+                delivery.queued = true;
                 moving.push(index);
             }
         }
@@ -250,25 +257,27 @@ impl Task {
     /// Returns the outcome of each destination.
     pub fn outcomes(&self) -> Vec<Outcome> {
         let state = self.state.lock();
-        let outcome = |slot: &Slot| match &slot.outcome {
+        let outcome = |delivery: &DeliveryState| match &delivery.outcome {
             Some(Ok(())) => Outcome::Done,
             Some(Err(error)) => Outcome::Failed(error.clone()),
-            None if slot.carrier.is_none() => Outcome::Unreached,
+            None if delivery.carrier.is_none() => Outcome::Unreached,
             None => Outcome::UnderWay,
         };
-        state.slots.iter().map(outcome).collect()
+        state.deliveries.iter().map(outcome).collect()
     }
 
     /// Returns why each destination is not done: why it failed, or what it waits for. `None` for destinations
     /// that are done, and for those that were never reached.
     pub fn reasons(&self) -> Vec<Option<Arc<Error>>> {
         let state = self.state.lock();
-        let reason = |slot: &Slot| match &slot.outcome {
+        let reason = |delivery: &DeliveryState| match &delivery.outcome {
             Some(Err(error)) => Some(error.clone()),
-            None if slot.carrier.is_some() => Some(Arc::new(slot.unfinished(state.awaited, state.ready))),
+            None if delivery.carrier.is_some() => {
+                Some(Arc::new(delivery.unfinished(state.awaited, state.ready)))
+            }
             _ => None,
         };
-        state.slots.iter().map(reason).collect()
+        state.deliveries.iter().map(reason).collect()
     }
 
     /// How long the transfer may wait for one layer, if there is a limit.
@@ -278,12 +287,12 @@ impl Task {
 
     /// Returns the progress of each destination.
     pub fn progress(&self) -> Vec<Carried> {
-        let carried = |slot: &Slot| Carried {
-            layers: slot.next - slot.range.first,
-            of_layers: slot.range.end.saturating_sub(slot.range.first),
-            bytes: slot.bytes,
+        let carried = |delivery: &DeliveryState| Carried {
+            layers: delivery.next - delivery.range.first,
+            of_layers: delivery.range.end.saturating_sub(delivery.range.first),
+            bytes: delivery.bytes,
         };
-        self.state.lock().slots.iter().map(carried).collect()
+        self.state.lock().deliveries.iter().map(carried).collect()
     }
 
     /// Returns a new descriptor that is readable once the transfer is [`done`](Self::done). The caller owns
@@ -299,9 +308,9 @@ impl Task {
         let mut any = false;
         state.over = true;
         // A destination that idles after a refusal has ended too: it was never reached.
-        let open = |slot: &&mut Slot| slot.outcome.is_none() && slot.carrier.is_some();
-        for slot in state.slots.iter_mut().filter(open) {
-            slot.outcome = Some(Err(Arc::new(error().with("cluster", slot.cluster))));
+        let open = |delivery: &&mut DeliveryState| delivery.outcome.is_none() && delivery.carrier.is_some();
+        for delivery in state.deliveries.iter_mut().filter(open) {
+            delivery.outcome = Some(Err(Arc::new(error().with("cluster", delivery.cluster))));
             any = true;
         }
         self.finish_ended(state);
@@ -311,9 +320,9 @@ impl Task {
     /// Hands the destinations at `indices`, which are marked as queued, to lanes.
     fn send(self: &Arc<Self>, indices: impl IntoIterator<Item = usize>) {
         for index in indices {
-            let place = self.state.lock().slots[index].cluster;
+            let cluster = self.state.lock().deliveries[index].cluster;
             let job = CarryJob { task: self.clone(), index, why: None, over: false };
-            self.lanes.carry(place, Box::new(job));
+            self.lanes.carry(cluster, Box::new(job));
         }
     }
 
@@ -342,9 +351,9 @@ impl Task {
         }
         state.over = true;
         let ready = state.ready;
-        for slot in state.slots.iter_mut().filter(|slot| slot.lacks(layer, ready)) {
-            let error = error.clone().with("cluster", slot.cluster).with("layer", layer);
-            slot.outcome = Some(Err(Arc::new(error)));
+        for delivery in state.deliveries.iter_mut().filter(|delivery| delivery.lacks(layer, ready)) {
+            let error = error.clone().with("cluster", delivery.cluster).with("layer", layer);
+            delivery.outcome = Some(Err(Arc::new(error)));
         }
         self.finish_ended(state);
     }
@@ -354,10 +363,16 @@ impl Task {
     fn finish_ended(&self, mut state: MutexGuard<'_, State>) {
         let (over, ready) = (state.over, state.ready);
         // A queued destination with ready layers ends once they are pushed, or once it has failed.
-        let waits = |slot: &Slot| slot.queued && slot.next < ready;
-        let ended = |slot: &&mut Slot| !slot.busy && (slot.outcome.is_some() || over && !waits(slot));
-        let gone: Vec<_> =
-            state.slots.iter_mut().filter(ended).filter_map(|slot| slot.carrier.take()).collect();
+        let waits = |delivery: &DeliveryState| delivery.queued && delivery.next < ready;
+        let ended = |delivery: &&mut DeliveryState| {
+            !delivery.busy && (delivery.outcome.is_some() || over && !waits(delivery))
+        };
+        let gone: Vec<_> = state
+            .deliveries
+            .iter_mut()
+            .filter(ended)
+            .filter_map(|delivery| delivery.carrier.take())
+            .collect();
         state.dropping += 1;
         drop(state);
         // A carrier may be the last owner of a cache, whose memory returns to a pool. So it is dropped
@@ -365,7 +380,10 @@ impl Task {
         drop(gone);
         let mut state = self.state.lock();
         state.dropping -= 1;
-        if state.ended || state.dropping > 0 || state.slots.iter().any(|slot| slot.carrier.is_some()) {
+        if state.ended
+            || state.dropping > 0
+            || state.deliveries.iter().any(|delivery| delivery.carrier.is_some())
+        {
             return;
         }
         state.ended = true;
@@ -403,7 +421,7 @@ impl Job for Late {
     fn refused(self: Box<Self>, _: Error) {}
 }
 
-impl Slot {
+impl DeliveryState {
     fn awaits(&self, layer: u32) -> bool {
         self.outcome.is_none() && (self.range.first..self.range.end).contains(&layer)
     }
@@ -470,14 +488,14 @@ impl CarryJob {
     fn next(&self) -> CarryStep {
         let mut state = self.task.state.lock();
         let ready = state.ready;
-        let slot = &mut state.slots[self.index];
-        (slot.queued, slot.busy) = (false, true);
-        match (&slot.outcome, &slot.carrier) {
-            (None, Some(carrier)) if !slot.found => return CarryStep::Find(carrier.clone()),
-            (None, Some(carrier)) if slot.next < ready => {
-                return CarryStep::Layer(carrier.clone(), slot.next);
+        let delivery = &mut state.deliveries[self.index];
+        (delivery.queued, delivery.busy) = (false, true);
+        match (&delivery.outcome, &delivery.carrier) {
+            (None, Some(carrier)) if !delivery.found => return CarryStep::Find(carrier.clone()),
+            (None, Some(carrier)) if delivery.next < ready => {
+                return CarryStep::Layer(carrier.clone(), delivery.next);
             }
-            _ => slot.busy = false,
+            _ => delivery.busy = false,
         }
         self.task.finish_ended(state);
         CarryStep::Rest
@@ -485,20 +503,20 @@ impl CarryJob {
 
     fn record(&self, moved: Result<Option<u64>>) {
         let mut state = self.task.state.lock();
-        let slot = &mut state.slots[self.index];
+        let delivery = &mut state.deliveries[self.index];
         match moved {
-            Ok(None) => slot.found = true,
+            Ok(None) => delivery.found = true,
             Ok(Some(bytes)) => {
-                slot.next += 1;
-                slot.bytes += bytes;
+                delivery.next += 1;
+                delivery.bytes += bytes;
             }
             Err(error) => {
-                let error = error.with("cluster", slot.cluster).with("layer", slot.next);
-                slot.outcome.get_or_insert(Err(Arc::new(error)));
+                let error = error.with("cluster", delivery.cluster).with("layer", delivery.next);
+                delivery.outcome.get_or_insert(Err(Arc::new(error)));
             }
         }
-        if slot.next >= slot.range.end {
-            slot.outcome.get_or_insert(Ok(()));
+        if delivery.next >= delivery.range.end {
+            delivery.outcome.get_or_insert(Ok(()));
         }
     }
 }
@@ -511,15 +529,18 @@ impl Drop for CarryJob {
         let text = "the lane of a transfer ended without a result";
         let why = self.why.take().unwrap_or_else(|| Error::new(ErrorKind::System, text));
         let mut state = self.task.state.lock();
-        let slot = &mut state.slots[self.index];
-        (slot.queued, slot.busy) = (false, false);
-        slot.outcome.get_or_insert_with(|| Err(Arc::new(why)));
+        let delivery = &mut state.deliveries[self.index];
+        (delivery.queued, delivery.busy) = (false, false);
+        delivery.outcome.get_or_insert_with(|| Err(Arc::new(why)));
         self.task.finish_ended(state);
     }
 }
 
-impl std::fmt::Debug for Slot {
+impl std::fmt::Debug for DeliveryState {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Slot").field("range", &self.range).field("next", &self.next).finish_non_exhaustive()
+        f.debug_struct("DeliveryState")
+            .field("range", &self.range)
+            .field("next", &self.next)
+            .finish_non_exhaustive()
     }
 }

@@ -177,18 +177,18 @@ fn inclusive(name: &str, (first, last): (i32, i32), layers: u32) -> Result<Layer
 
 /// `count` tensors, copied from tensor `src` of one cache into tensor `dst` of the other.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Tensors {
+pub(super) struct TensorRun {
     pub(super) src: u64,
     pub(super) dst: u64,
     pub(super) count: u32,
 }
 
-impl Tensors {
-    pub(super) fn moves(self, pieces: Pieces, whole: bool) -> Moves {
+impl TensorRun {
+    pub(super) fn moves(self, pieces: Pieces, all_tensors: bool) -> Moves {
         // Both were found to be inside a cache, whose number of tensors fits in 32 bits.
         let first = |tensor: u64| u32::try_from(tensor).unwrap_or(u32::MAX);
         let (src_tensor, dst_tensor) = (first(self.src), first(self.dst));
-        Moves { pieces, src_tensor, dst_tensor, num_tensors: self.count, whole, ..Moves::default() }
+        Moves { pieces, src_tensor, dst_tensor, num_tensors: self.count, all_tensors, ..Moves::default() }
     }
 }
 
@@ -204,7 +204,7 @@ pub(super) fn layers_given(range: Option<LayerRange>) -> Option<LayerRange> {
 
 /// Returns the tensors of a pull (contract §7.12). An empty range means all layers. A source range without a
 /// destination range must have as many tensors as the local cache.
-pub(super) fn pull_layers(local: Geometry, layers: Layers) -> Result<Tensors> {
+pub(super) fn pull_layers(local: Geometry, layers: Layers) -> Result<TensorRun> {
     let per_layer = layers.tensors_per_layer;
     let all = (0, u64::from(local.num_tensors()));
     let (src, dst) = (layers_given(layers.src), layers_given(layers.dst));
@@ -222,12 +222,12 @@ pub(super) fn pull_layers(local: Geometry, layers: Layers) -> Result<Tensors> {
         )));
     }
     let count = u32::try_from(count).unwrap_or(u32::MAX);
-    Ok(Tensors { src: src_first, dst: first, count })
+    Ok(TensorRun { src: src_first, dst: first, count })
 }
 
 /// Returns the tensors of a push (contract §7.14). Without ranges, these are all complete layers of the local
 /// cache, in both caches. There are none if the local cache has fewer tensors than one layer.
-pub(super) fn push_layers(local: Geometry, layers: Layers) -> Result<Tensors> {
+pub(super) fn push_layers(local: Geometry, layers: Layers) -> Result<TensorRun> {
     per_layer(layers)?;
     push_spans(layers)?;
     let per_layer = layers.tensors_per_layer;
@@ -235,7 +235,7 @@ pub(super) fn push_layers(local: Geometry, layers: Layers) -> Result<Tensors> {
     let all = LayerRange { first: 0, end: whole };
     let (src, dst) = (layers.src.unwrap_or(all), layers.dst.unwrap_or(all));
     if src.end == 0 {
-        return Ok(Tensors { src: 0, dst: 0, count: 0 });
+        return Ok(TensorRun { src: 0, dst: 0, count: 0 });
     }
     let (first, count) = tensors(src, per_layer);
     let (dst_first, _) = tensors(dst, per_layer);
@@ -243,7 +243,7 @@ pub(super) fn push_layers(local: Geometry, layers: Layers) -> Result<Tensors> {
         return Err(outside("src_layer_range", first, count, "src_cache", local));
     }
     divisible(local, per_layer)?;
-    Ok(Tensors { src: first, dst: dst_first, count: u32::try_from(count).unwrap_or(u32::MAX) })
+    Ok(TensorRun { src: first, dst: dst_first, count: u32::try_from(count).unwrap_or(u32::MAX) })
 }
 
 pub(super) fn per_layer(layers: Layers) -> Result<()> {

@@ -85,10 +85,11 @@ pub fn ends(
     if !clusters.iter().any(|&(cluster, _)| cluster == own) {
         return Err(Error::invalid(format!("cluster {own} is no member of the communicator")));
     }
-    let table = Table::read(rank_table)?;
-    let entries: Vec<Entry> = clusters.iter().map(|&(_, rank)| table.entry(rank)).collect::<Result<_>>()?;
+    let table = RankTable::read(rank_table)?;
+    let entries: Vec<RankEntry> =
+        clusters.iter().map(|&(_, rank)| table.entry(rank)).collect::<Result<_>>()?;
     let together = table.one_server || one_server(&entries);
-    let end = |(&(cluster, rank), entry): (&(ClusterId, u32), &Entry)| {
+    let end = |(&(cluster, rank), entry): (&(ClusterId, u32), &RankEntry)| {
         let member = Member { cluster, rank, entry, together };
         member.end(links).map_err(|error| error.with("read", read(clusters, &entries)))
     };
@@ -97,7 +98,7 @@ pub fn ends(
 
 /// The fields of the table for one rank. Strings are never empty.
 #[derive(Clone, Debug, Default)]
-struct Entry {
+struct RankEntry {
     /// Position of the server in the list, for comparison only.
     server: Option<usize>,
     server_id: Option<String>,
@@ -108,16 +109,16 @@ struct Entry {
     rank: Option<u64>,
 }
 
-struct Table {
+struct RankTable {
     /// One entry for each device, and one for each server without devices.
-    entries: Vec<Entry>,
+    entries: Vec<RankEntry>,
     one_server: bool,
     servers: usize,
     shown: String,
 }
 
-impl Table {
-    fn read(text: &str) -> Result<Table> {
+impl RankTable {
+    fn read(text: &str) -> Result<RankTable> {
         let shown = clipped(text);
         let invalid = |reason: &str| Error::invalid(format!("rank_table {reason}")).with("text", &shown);
         let table: Value = json(text).map_err(|error| invalid("is not JSON").because(error))?;
@@ -125,16 +126,16 @@ impl Table {
         let servers = list(&table, "server_list").map_err(|error| error.with("text", &shown))?;
         let mut entries = Vec::new();
         for (server, fields) in servers.iter().enumerate() {
-            let entry = Entry {
+            let entry = RankEntry {
                 server: Some(server),
                 server_id: text_field(fields, "server_id"),
                 host_ip: text_field(fields, "host_ip"),
-                ..Entry::default()
+                ..RankEntry::default()
             };
             let devices = list(fields, "device").map_err(|error| error.with("text", &shown))?;
             for device in &devices {
                 let number = |name| number_field(device, name).map_err(|error| error.with("text", &shown));
-                entries.push(Entry {
+                entries.push(RankEntry {
                     host_ip: text_field(device, "host_ip").or_else(|| entry.host_ip.clone()),
                     device_ip: text_field(device, "device_ip"),
                     device_id: number("device_id")?,
@@ -148,12 +149,12 @@ impl Table {
             }
         }
         let one_server = text_field(&table, "server_count").as_deref() == Some("1");
-        Ok(Table { entries, one_server, servers: servers.len(), shown })
+        Ok(RankTable { entries, one_server, servers: servers.len(), shown })
     }
 
     /// Returns the entry of the device with this rank. If there is none and the table has one server, returns
     /// the fields that hold for all its devices. Positions in the list are not used.
-    fn entry(&self, rank: u32) -> Result<Entry> {
+    fn entry(&self, rank: u32) -> Result<RankEntry> {
         let mut of_rank = self.entries.iter().filter(|entry| entry.rank == Some(u64::from(rank)));
         let found = of_rank.next();
         if of_rank.next().is_some() {
@@ -162,10 +163,10 @@ impl Table {
         }
         let only = || self.entries.first().filter(|_| self.servers == 1);
         let server = || {
-            only().map(|entry| Entry {
+            only().map(|entry| RankEntry {
                 server: entry.server,
                 server_id: entry.server_id.clone(),
-                ..Entry::default()
+                ..RankEntry::default()
             })
         };
         Ok(found.cloned().or_else(server).unwrap_or_default())
@@ -174,8 +175,8 @@ impl Table {
 
 /// Returns whether all members are on one server: in the same entry of the list, or in entries with the same
 /// id.
-fn one_server(entries: &[Entry]) -> bool {
-    let same = |a: &Entry, b: &Entry| {
+fn one_server(entries: &[RankEntry]) -> bool {
+    let same = |a: &RankEntry, b: &RankEntry| {
         (a.server.is_some() && a.server == b.server) || (a.server_id.is_some() && a.server_id == b.server_id)
     };
     entries.windows(2).all(|two| same(&two[0], &two[1]))
@@ -185,7 +186,7 @@ fn one_server(entries: &[Entry]) -> bool {
 struct Member<'a> {
     cluster: ClusterId,
     rank: u32,
-    entry: &'a Entry,
+    entry: &'a RankEntry,
     /// Whether all members are on one server.
     together: bool,
 }
@@ -225,7 +226,7 @@ impl Member<'_> {
     /// Describes the member by its own entry only, without the other entries and the local options. A server
     /// id that is not an IP address is left out: it may be a number that each process counts for itself.
     fn description(&self) -> String {
-        let Entry { server_id, host_ip, device_ip, device_id, device_port, .. } = self.entry;
+        let RankEntry { server_id, host_ip, device_ip, device_id, device_port, .. } = self.entry;
         let ip = |text: &Option<String>| text.as_deref().and_then(ip_address);
         let or_none = |text: Option<String>| text.unwrap_or_else(|| "-".into());
         let host = or_none(ip(host_ip).or_else(|| ip(server_id)).map(|ip| ip.to_string()));
@@ -285,7 +286,7 @@ pub(crate) fn any(ip: IpAddr) -> IpAddr {
 }
 
 /// Returns what the table contains for each member, for error messages.
-fn read(clusters: &[(ClusterId, u32)], entries: &[Entry]) -> String {
+fn read(clusters: &[(ClusterId, u32)], entries: &[RankEntry]) -> String {
     let mut text = String::new();
     for ((cluster, rank), entry) in clusters.iter().zip(entries) {
         let text_field = |text: &Option<String>| text.as_deref().map_or_else(|| "missing".into(), clipped);

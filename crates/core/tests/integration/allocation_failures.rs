@@ -10,7 +10,8 @@ use llm_datadist_core::testing::cache::{pin_reads, pin_writes};
 use llm_datadist_core::testing::model::AddressLocation;
 use llm_datadist_core::testing::plan::{Blocks, CopyPlan, Ends, Moves, Piece, Span, SpanList, Wave};
 use llm_datadist_core::testing::protocol::{
-    self, Arrived, HEADER, Location, MESSAGE_LIMIT, Place, Record, Reply, Request, Run, WireName, WirePlan,
+    self, EntryVersion, HEADER, MESSAGE_LIMIT, Reply, Request, Run, WireCache, WireLocation, WireName,
+    WirePlan, WireRows,
 };
 use llm_datadist_core::testing::validate::{self, RemoteCache, Side};
 use llm_datadist_core::{
@@ -134,7 +135,7 @@ fn checking_arguments_fails_whole() {
 }
 
 fn fetch(plan: WirePlan) -> Request {
-    let source = Location::Process { runs: vec![Run { start: 4096, step: 4096, count: 2 }] };
+    let source = WireLocation::Process { runs: vec![Run { start: 4096, step: 4096, count: 2 }] };
     let name = WireName::Blocks { model: 1 };
     Request::Fetch { name, cache: 3, plan, source, num_tensors: 2, tensor_bytes: 1 << 40, limit_ms: 9 }
 }
@@ -199,13 +200,13 @@ fn other_lists_of_messages_fail_whole() {
     };
     let geometry = Geometry::new(&desc(Placement::Host, 2, 4, 16)).unwrap();
     let side = Side { geometry, kind: CacheKind::Batch, placement: Placement::Host };
-    let mut record = Record::new(Place { place: 1, generation: 2 }, CacheId(3), 0, side);
-    record.location = Location::Process { runs };
+    let mut record = WireCache::new(EntryVersion { index: 1, generation: 2 }, CacheId(3), 0, side);
+    record.location = WireLocation::Process { runs };
     reads(&protocol::encode(&Reply::Described(record)).unwrap(), "runs");
     let spot = AddressLocation { cache: CacheId(1), tensor: 2, offset: 1 << 40 };
     reads(&protocol::encode(&Reply::Located(vec![spot; MANY as usize])).unwrap(), "spots");
     let rows = (0..MANY).map(|k| (2 * k, 2 * k + 1)).collect();
-    let arrived = vec![Arrived { tensor: 3, rows }];
+    let arrived = vec![WireRows { tensor: 3, rows }];
     let failed = Reply::Failed { kind: 1, message: "no".into(), facts: vec![], arrived };
     reads(&protocol::encode(&failed).unwrap(), "arrived");
     let locate = protocol::encode(&Request::Locate { addrs: numbers, limit_ms: 1 }).unwrap();

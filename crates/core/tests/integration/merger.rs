@@ -18,7 +18,7 @@ use llm_datadist_core::testing::copy::CopyEngine;
 use llm_datadist_core::testing::huge_pages::Merger;
 use llm_datadist_core::testing::memory::kernels::{Kernel, copy};
 use llm_datadist_core::testing::memory::{
-    MapBudget, PeerMapping, PeerProcess, Refusal, Region, Tensors, allow_readers, own_probe,
+    MapBudget, MergeRefusal, PeerMapping, PeerProcess, Region, Tensors, allow_readers, own_probe,
 };
 use llm_datadist_core::{CacheKind, Config, DataDist, Deadline, HugeChoice, Placement};
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -165,11 +165,11 @@ fn what_nobody_touched_stays_uncommitted() {
 
 #[test]
 fn a_group_without_room_is_short_of_memory_and_not_busy() {
-    let of = |errno| Refusal::from(std::io::Error::from_raw_os_error(errno));
+    let of = |errno| MergeRefusal::from(std::io::Error::from_raw_os_error(errno));
     // madvise(2): EBUSY, the control group has no room; ENOMEM, no huge page is free; EAGAIN, pages are in use.
-    assert_eq!([libc::EBUSY, libc::ENOMEM].map(of), [Refusal::NoMemory; 2]);
-    assert_eq!([libc::EAGAIN, libc::EINTR].map(of), [Refusal::Busy; 2]);
-    assert_eq!(of(libc::EINVAL), Refusal::Unable(libc::EINVAL));
+    assert_eq!([libc::EBUSY, libc::ENOMEM].map(of), [MergeRefusal::NoMemory; 2]);
+    assert_eq!([libc::EAGAIN, libc::EINTR].map(of), [MergeRefusal::Busy; 2]);
+    assert_eq!(of(libc::EINVAL), MergeRefusal::Unable(libc::EINVAL));
 }
 
 #[test]
@@ -189,12 +189,16 @@ fn the_merger_ends_when_there_is_nothing_left() {
     merger.moved(u64::MAX);
     assert!(merger.merged(&large).bytes as usize == done && large.huge_bytes() as usize == done);
     drop(merger);
-    // A second one goes on where the first was closed.
+    // A second one goes on where the first was closed, once 64 MiB were moved.
     let merger = Merger::new([large.clone()]);
-    merger.check_for_work();
+    (0..63).for_each(|_| merger.moved(1 << 20));
+    assert!(!merger.running());
+    merger.moved(1 << 20);
     ended(&merger);
     assert_eq!(merger.merged(&large).bytes as usize, 24 * UNIT);
-    drop(merger);
+    // However much is moved, nothing new was touched.
+    merger.moved(u64::MAX);
+    assert!(!merger.running());
 }
 
 /// One thread reads through a peer's mapping, one through the kernel and one writes while units are merged. Every byte

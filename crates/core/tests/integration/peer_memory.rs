@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use llm_datadist_core::testing::copy::{Arrived, CopyEngine, CopyOutcome, Progress, Staging};
+use llm_datadist_core::testing::copy::{CopyEngine, CopyOutcome, Progress, Staging};
 use llm_datadist_core::testing::device::{DeviceSet, HostReach};
 use llm_datadist_core::testing::memory::kernels::{Kernel, copy};
 use llm_datadist_core::testing::memory::{
@@ -18,7 +18,7 @@ use llm_datadist_core::testing::memory::{
     allow_readers, own_probe, socket_io,
 };
 use llm_datadist_core::testing::plan::CopyPlan;
-use llm_datadist_core::{Config, Deadline, ErrorKind, Placement, SwapInPath};
+use llm_datadist_core::{ArrivedRows, Config, Deadline, ErrorKind, Placement, SwapInPath};
 use llm_datadist_testing::SimDevice;
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap, mprotect};
@@ -384,7 +384,7 @@ fn an_address_that_is_not_mapped_is_named_and_what_came_before_it_counts() {
     assert!(error.fact("address").is_some(), "{error}");
     let arrived = progress.arrived(&plan(&reversed), ROW as u64).unwrap();
     // Whole units only: perhaps not all rows of the first tensor, and nothing of the others.
-    let [Arrived { tensor: 0, rows }] = arrived.as_slice() else { panic!("{arrived:?}") };
+    let [ArrivedRows { tensor: 0, rows }] = arrived.as_slice() else { panic!("{arrived:?}") };
     let rows: Vec<usize> = rows.iter().cloned().flatten().map(|row| row as usize).collect();
     assert!(!rows.is_empty());
     for row in rows {

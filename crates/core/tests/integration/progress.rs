@@ -7,9 +7,9 @@ use std::io::Read;
 use std::os::fd::AsFd;
 use std::time::Duration;
 
-use llm_datadist_core::testing::copy::{Arrived, CopyEngine, Progress};
+use llm_datadist_core::testing::copy::{CopyEngine, Progress};
 use llm_datadist_core::testing::plan::{CopyPlan, Span};
-use llm_datadist_core::{Deadline, ErrorKind};
+use llm_datadist_core::{ArrivedRows, Deadline, ErrorKind};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
@@ -38,8 +38,8 @@ fn twin(plan: &CopyPlan, row_bytes: u64, done: impl Fn(u64) -> bool) -> Vec<(u32
     (plan.dst_tensor()..).zip(rows).filter(|(_, rows)| !rows.is_empty()).collect()
 }
 
-fn as_sets(arrived: &[Arrived]) -> Vec<(u32, BTreeSet<u64>)> {
-    for Arrived { rows, .. } in arrived {
+fn as_sets(arrived: &[ArrivedRows]) -> Vec<(u32, BTreeSet<u64>)> {
+    for ArrivedRows { rows, .. } in arrived {
         assert!(rows.windows(2).all(|two| two[0].end < two[1].start), "ascending and apart: {rows:?}");
     }
     arrived.iter().map(|arrived| (arrived.tensor, arrived.rows.iter().cloned().flatten().collect())).collect()
@@ -137,7 +137,7 @@ fn a_plan_through_a_stream_ends_like_a_plan_in_memory() {
         assert!(buffer.read(0, 3 * ROWS * ROW) == expected(&shuffled(), 3));
         let all = progress.arrived(&plan, ROW as u64).unwrap();
         let whole = 0..ROWS as u64;
-        assert_eq!(all, [0, 1, 2].map(|tensor| Arrived { tensor, rows: vec![whole.clone()] }));
+        assert_eq!(all, [0, 1, 2].map(|tensor| ArrivedRows { tensor, rows: vec![whole.clone()] }));
     }
     let (local, _far) = local_streams("progress");
     let error = CopyEngine::send(&plan, 0..plan.bytes() + 1, &src, &local, soon()).unwrap_err();

@@ -7,9 +7,9 @@ use std::sync::Arc;
 use llm_datadist_core::testing::model::{AddressLocation, Name};
 use llm_datadist_core::testing::plan::{CopyPlan, Span, SpanList};
 use llm_datadist_core::testing::protocol::{
-    self, Arrived, Attach, Attached, Challenge, Comm, Control, HANDSHAKE_LIMIT, HEADER, Header, Hello,
-    Location, MAX_FACTS, MESSAGE, MESSAGE_LIMIT, Pairs, Party, Place, Proof, Purpose, REFUSAL, Record, Reply,
-    Request, Run, Welcome, WireName, WirePlan, WireSpan, WireSteps,
+    self, Attach, Attached, Challenge, Comm, Control, EntryVersion, HANDSHAKE_LIMIT, HEADER, Header, Hello,
+    MAX_FACTS, MESSAGE, MESSAGE_LIMIT, Pairs, Party, Proof, Purpose, REFUSAL, Reply, Request, Run, Welcome,
+    WireCache, WireLocation, WireName, WirePlan, WireRows, WireSpan, WireSteps,
 };
 use llm_datadist_core::testing::validate::Side;
 use llm_datadist_core::{CacheId, CacheKey, CacheKind, Error, ErrorKind, Placement};
@@ -43,7 +43,7 @@ fn hex(bytes: &[u8]) -> String {
 }
 
 const PARTY: Party = Party { cluster: 1, instance: 300, remote_accessible: true };
-const AT: Place = Place { place: 5, generation: 600 };
+const AT: EntryVersion = EntryVersion { index: 5, generation: 600 };
 
 fn plan() -> WirePlan {
     let span = WireSpan { src: 4096, dst: 0, len: 512, count: 3, src_step: -1024, dst_step: 512 };
@@ -73,8 +73,8 @@ fn read(plan: WirePlan) -> Request {
     Request::Read { name: WireName::Blocks { model: 1 }, cache: 3, plan, from: 0, to: 0, limit_ms: 0 }
 }
 
-fn record(location: Location) -> Record {
-    Record {
+fn record(location: WireLocation) -> WireCache {
+    WireCache {
         at: AT,
         cache: 3,
         row: 2,
@@ -171,7 +171,7 @@ fn request_bytes() {
         &Request::Write { name: named, cache: 3, plan: plan(), from: 0, to: 7168, ahead: true, limit_ms },
         "4c44050131000000020201060200040002020103802000800403ff0f800800a84680040100008040808080808020800401000000803801e807",
     );
-    let source = Location::Process { runs: vec![Run { start: 4096, step: 8192, count: 2 }] };
+    let source = WireLocation::Process { runs: vec![Run { start: 4096, step: 8192, count: 2 }] };
     golden(
         &Request::Fetch {
             name: named,
@@ -202,16 +202,19 @@ fn request_bytes() {
 fn reply_bytes() {
     let runs = vec![Run { start: 0, step: u64::MAX, count: 80 }];
     golden(
-        &Reply::Described(record(Location::Region { region: 1, runs })),
+        &Reply::Described(record(WireLocation::Region { region: 1, runs })),
         "4c4405011f0000000005d80406025080018080040101010000010100ffffffffffffffffff0150",
     );
-    golden(&Reply::Described(record(Location::Hidden)), "4c440501110000000005d80406025080018080040101010002");
+    golden(
+        &Reply::Described(record(WireLocation::Hidden)),
+        "4c440501110000000005d80406025080018080040101010002",
+    );
     golden(&Reply::Ready { bytes: 300 }, "4c4405010300000001ac02");
     golden(&Reply::Done { bytes: 1 << 63 }, "4c4405010b0000000280808080808080808001");
     golden(&Reply::Stale, "4c4405010100000003");
     golden(&Reply::Unreachable { reason: "no".into() }, "4c4405010400000004026e6f");
     let facts = vec![("errno".into(), "5".into())];
-    let arrived = Arrived { tensor: 7, rows: vec![(2, 300)] };
+    let arrived = WireRows { tensor: 7, rows: vec![(2, 300)] };
     golden(
         &Reply::Failed { kind: 1, message: "no".into(), facts, arrived: vec![arrived] },
         "4c440501140000000501026e6f01056572726e6f013501070102ac02",
@@ -453,23 +456,23 @@ fn plans_of_blocks_round_trip() {
 
 #[test]
 fn records_describe_a_cache() {
-    let remote = record(Location::Hidden).side().unwrap();
+    let remote = record(WireLocation::Hidden).side().unwrap();
     assert_eq!((remote.kind, remote.placement), (CacheKind::Blocks, Placement::Device));
     let geometry = remote.geometry;
     assert_eq!((geometry.num_tensors(), geometry.rows(), geometry.row_bytes()), (80, 128, 65536));
-    let made = Record::new(AT, CacheId(3), 2, remote);
-    assert_eq!(made, Record { allocated: false, ..record(Location::Hidden) });
+    let made = WireCache::new(AT, CacheId(3), 2, remote);
+    assert_eq!(made, WireCache { allocated: false, ..record(WireLocation::Hidden) });
     let side: Side = made.side().unwrap();
     assert_eq!(side, remote);
-    let good = record(Location::Hidden);
+    let good = record(WireLocation::Hidden);
     for bad in [
-        Record { placement: 2, ..good.clone() },
-        Record { num_tensors: 0, ..good.clone() },
-        Record { num_tensors: u32::MAX, ..good.clone() },
-        Record { rows: 0, ..good.clone() },
-        Record { rows: u64::MAX, ..good.clone() },
-        Record { row_bytes: 0, ..good.clone() },
-        Record { row_bytes: 1 << 57, ..good.clone() },
+        WireCache { placement: 2, ..good.clone() },
+        WireCache { num_tensors: 0, ..good.clone() },
+        WireCache { num_tensors: u32::MAX, ..good.clone() },
+        WireCache { rows: 0, ..good.clone() },
+        WireCache { rows: u64::MAX, ..good.clone() },
+        WireCache { row_bytes: 0, ..good.clone() },
+        WireCache { row_bytes: 1 << 57, ..good.clone() },
     ] {
         let error = bad.side().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NotLinked, "{bad:?}");
@@ -624,7 +627,7 @@ fn counts_without_elements_reserve_bounded_memory() {
     });
     one(&read(plan()));
     one(&read(blocks(512, vec![(0, 1); 20])));
-    one(&Reply::Described(record(Location::Process { runs })));
-    let arrived = vec![Arrived { tensor: 7, rows: vec![(2, 300)] }];
+    one(&Reply::Described(record(WireLocation::Process { runs })));
+    let arrived = vec![WireRows { tensor: 7, rows: vec![(2, 300)] }];
     one(&Reply::Failed { kind: 1, message: "no".into(), facts: vec![("a".into(), "b".into())], arrived });
 }

@@ -200,7 +200,7 @@ struct Both {
     real: Real,
     twin: Twin,
     made: Vec<Weak<Cache>>,
-    /// Place and generation that the table described, the index of the cache, and its number of keys at that time.
+    /// Index and generation that the table described, the index of the cache, and its number of keys at that time.
     described: Vec<((u32, u64), usize, usize)>,
     consumed: u64,
     refused: u64,
@@ -300,7 +300,7 @@ impl Both {
             }
             match (found, expected) {
                 (Ok(found), Some((at, _))) => {
-                    self.described.push(((found.place, found.generation), at, self.twin.keys(at)));
+                    self.described.push(((found.index, found.generation), at, self.twin.keys(at)));
                 }
                 (found, _) => assert_eq!(found.map(drop).unwrap_err().kind(), ErrorKind::CacheNotFound),
             }

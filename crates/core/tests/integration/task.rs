@@ -180,7 +180,7 @@ impl Stalled {
 
 /// Sixteen places that stall hold every lane; a seventeenth gets one, and an eighteenth too, which it keeps.
 #[test]
-fn every_place_gets_a_lane_and_at_most_32() {
+fn every_cluster_gets_a_lane_and_at_most_32() {
     let lanes = Executor::default();
     let mut all: Vec<_> = (100..116).map(|place| Stalled::new(&lanes, place, 40)).collect();
     all.iter().for_each(|place| place.arrived(32));
@@ -207,7 +207,7 @@ fn every_place_gets_a_lane_and_at_most_32() {
 
 /// Destinations that wait for a stalled place end at once if they have nothing to push.
 #[test]
-fn what_is_queued_behind_a_stalled_place_ends_at_once() {
+fn what_is_queued_behind_a_stalled_cluster_ends_at_once() {
     for kind in ["Cancelled", "Closed", "System"] {
         let lanes = Executor::default();
         let stalled = Stalled::new(&lanes, 2, 32);

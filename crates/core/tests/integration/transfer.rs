@@ -353,7 +353,7 @@ fn agrees_with_the_model(pulls: bool, answer: impl Fn(&Case) -> Answers) {
                         (&moves.src_rows, plan.src_rows(stride))
                     };
                     prop_assert_eq!(sorted(rows.clone()), planned.unwrap());
-                    prop_assert_eq!(moves.whole, moves.num_tensors == src.geometry.num_tensors());
+                    prop_assert_eq!(moves.all_tensors, moves.num_tensors == src.geometry.num_tensors());
                     done.set(done.get() + 1);
                 }
                 unlike => return Err(TestCaseError::fail(format!("{unlike:?}"))),

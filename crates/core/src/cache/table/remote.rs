@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use super::{Place, Slot, State, Table, no_cache, no_key};
+use super::{EntryIndex, State, Table, TableEntry, no_cache, no_key};
 use crate::cache::shards::TABLE;
 use crate::cache::{Cache, Origin};
 use crate::error::{Error, ErrorKind, Result};
@@ -19,8 +19,8 @@ const KEY_ZERO: CacheKey = CacheKey::Request { model: 0, id: 0 };
 #[derive(Clone, Debug)]
 pub struct Resolved {
     pub cache: Arc<Cache>,
-    /// Its place in the table.
-    pub place: u32,
+    /// Its index in the table.
+    pub index: u32,
     pub generation: u64,
     /// The batch slot; 0 for a blocks cache.
     pub row: u32,
@@ -34,16 +34,16 @@ impl Table {
     /// [`ErrorKind::CacheNotFound`] if there is no such cache, key or row.
     pub fn describe(&self, name: Name) -> Result<Resolved> {
         let state = self.state.lock();
-        let (place, slot, row) = state.lookup(name)?;
-        let cache = slot.cache.clone();
-        Ok(Resolved { cache, place, generation: state.generations.of(place), row })
+        let (index, entry, row) = state.lookup(name)?;
+        let cache = entry.cache.clone();
+        Ok(Resolved { cache, index, generation: state.generations.of(index), row })
     }
 
     /// Returns the cache `id` if `name` still resolves to it.
     pub fn reached(&self, name: Name, id: CacheId) -> Option<Arc<Cache>> {
         let state = self.state.lock();
-        let (_, slot, _) = state.lookup(name).ok()?;
-        (slot.cache.id() == id).then(|| slot.cache.clone())
+        let (_, entry, _) = state.lookup(name).ok()?;
+        (entry.cache.id() == id).then(|| entry.cache.clone())
     }
 
     /// Returns for each of `addrs` where it lies among the caches that peers may access. If several caches
@@ -52,9 +52,9 @@ impl Table {
     /// This visits every cache, so it is used at the start of a transfer and not for each layer.
     pub fn locate(&self, addrs: &[u64]) -> Result<Vec<Option<AddressLocation>>> {
         /// Name of these lists in out-of-memory errors.
-        const PLACES: &str = "the places of addresses";
-        let mut found = fallible::filled(PLACES, None, addrs.len())?;
-        let mut order = fallible::collect(PLACES, 0..addrs.len())?;
+        const FOUND_ADDRESSES: &str = "the places of addresses";
+        let mut found = fallible::filled(FOUND_ADDRESSES, None, addrs.len())?;
+        let mut order = fallible::collect(FOUND_ADDRESSES, 0..addrs.len())?;
         order.sort_unstable_by_key(|&at| addrs[at]);
         // Most caches contain none of the addresses. They are excluded by their lowest and highest address,
         // under the lock and without an allocation.
@@ -67,11 +67,11 @@ impl Table {
         };
         for first in (0..).step_by(AT_ONCE) {
             let state = self.state.lock();
-            let Some(slots) = state.slots.get(first..) else { break };
-            let some = slots.iter().take(AT_ONCE).flatten();
+            let Some(entries) = state.entries.get(first..) else { break };
+            let some = entries.iter().take(AT_ONCE).flatten();
             let some =
-                some.map(|slot| &slot.cache).filter(|cache| cache.remote_accessible() && may_hold(cache));
-            let caches = fallible::collect_growing(PLACES, 0, some.cloned())?;
+                some.map(|entry| &entry.cache).filter(|cache| cache.remote_accessible() && may_hold(cache));
+            let caches = fallible::collect_growing(FOUND_ADDRESSES, 0, some.cloned())?;
             drop(state);
             for cache in &caches {
                 let bytes = cache.geometry().tensor_bytes();
@@ -87,7 +87,7 @@ impl Table {
                 }
             }
         }
-        fallible::collect(PLACES, found.into_iter().map(|spot| spot.map(|(_, spot)| spot)))
+        fallible::collect(FOUND_ADDRESSES, found.into_iter().map(|spot| spot.map(|(_, spot)| spot)))
     }
 
     /// Records that a peer has pulled `count` tensors, from tensor `first` on, of `cache`, to which `name`
@@ -111,8 +111,8 @@ impl Table {
     /// were pushed to a peer (contract §17).
     pub fn release_row(&self, cache: CacheId, row: u32) {
         let mut state = self.state.lock();
-        let place = state.ids.get(&cache).copied();
-        let key = place.and_then(|place| state.consumable(place, row));
+        let index = state.ids.get(&cache).copied();
+        let key = index.and_then(|index| state.consumable(index, row));
         let released = key.and_then(|key| state.unbind(key));
         drop(state);
         drop(released);
@@ -120,47 +120,47 @@ impl Table {
 }
 
 impl State {
-    fn lookup(&self, name: Name) -> Result<(Place, &Slot, u32)> {
+    fn lookup(&self, name: Name) -> Result<(EntryIndex, &TableEntry, u32)> {
         let by_key = |key: CacheKey| {
-            let &(place, row) = self.keys.get(&key)?;
-            Some((place, self.slot(place)?, row))
+            let &(index, row) = self.keys.get(&key)?;
+            Some((index, self.entry(index)?, row))
         };
         let (id, row) = match name {
             Name::Key(key) => return by_key(key).ok_or_else(|| no_key(key)),
             Name::Row { cache, row } => (cache, row),
         };
         let found = if id.0 > 0 {
-            self.ids.get(&id).and_then(|&place| Some((place, self.slot(place)?)))
+            self.ids.get(&id).and_then(|&index| Some((index, self.entry(index)?)))
         } else {
-            by_key(KEY_ZERO).map(|(place, slot, _)| (place, slot))
+            by_key(KEY_ZERO).map(|(index, entry, _)| (index, entry))
         };
-        let (place, slot) = found.ok_or_else(|| no_cache(id))?;
+        let (index, entry) = found.ok_or_else(|| no_cache(id))?;
         // For a name that selects a slot, a blocks cache counts as one slot (contract §12.1).
-        let rows = if slot.cache.kind() == CacheKind::Batch { slot.cache.geometry().rows() } else { 1 };
+        let rows = if entry.cache.kind() == CacheKind::Batch { entry.cache.geometry().rows() } else { 1 };
         if u64::from(row) < rows {
-            return Ok((place, slot, row));
+            return Ok((index, entry, row));
         }
         let text = format!("the cache has no slot {row}, only 0 to {}", rows - 1);
-        Err(Error::new(ErrorKind::CacheNotFound, text).with("cache_id", slot.cache.id()))
+        Err(Error::new(ErrorKind::CacheNotFound, text).with("cache_id", entry.cache.id()))
     }
 
-    fn consume(&mut self, name: Name, cache: CacheId, first: u32, count: u32) -> Result<Option<Slot>> {
+    fn consume(&mut self, name: Name, cache: CacheId, first: u32, count: u32) -> Result<Option<TableEntry>> {
         // Prefixes and blocks caches are never consumed, even if their key was removed meanwhile.
         if matches!(name, Name::Key(CacheKey::Prefix { .. } | CacheKey::Blocks { .. })) {
             return Ok(None);
         }
-        let (place, slot, row) = self.lookup(name)?;
-        if slot.cache.id() != cache {
+        let (index, entry, row) = self.lookup(name)?;
+        if entry.cache.id() != cache {
             let text = format!("{name} names another cache by now");
             return Err(Error::new(ErrorKind::CacheNotFound, text).with("cache_id", cache));
         }
-        let tensors = slot.cache.geometry().num_tensors();
+        let tensors = entry.cache.geometry().num_tensors();
         let Some(end) = first.checked_add(count).filter(|&end| end <= tensors) else {
             let value = format!("{count} tensors from tensor {first}");
             let required = format_args!("within the {tensors} tensors of the cache");
             return Err(Error::argument("pulled", value, required));
         };
-        let Some(key) = self.consumable(place, row).filter(|_| count > 0) else { return Ok(None) };
+        let Some(key) = self.consumable(index, row).filter(|_| count > 0) else { return Ok(None) };
         let complete = if count == tensors {
             true
         } else {
@@ -172,11 +172,11 @@ impl State {
     }
 
     /// Returns the request key of a slot of an allocated cache, if it has one.
-    fn consumable(&self, place: Place, row: u32) -> Option<CacheKey> {
-        let slot = self.slot(place)?;
-        let allocated = slot.cache.origin() == Origin::Allocated && slot.cache.kind() == CacheKind::Batch;
-        let key = slot.keys.all().get(row as usize).copied().flatten().filter(|_| allocated)?;
-        let live = self.keys.get(&key) == Some(&(place, row));
+    fn consumable(&self, index: EntryIndex, row: u32) -> Option<CacheKey> {
+        let entry = self.entry(index)?;
+        let allocated = entry.cache.origin() == Origin::Allocated && entry.cache.kind() == CacheKind::Batch;
+        let key = entry.keys.all().get(row as usize).copied().flatten().filter(|_| allocated)?;
+        let live = self.keys.get(&key) == Some(&(index, row));
         (live && matches!(key, CacheKey::Request { .. })).then_some(key)
     }
 }

@@ -41,7 +41,7 @@ fn model(helpers: usize, units: usize, fails_at: Option<usize>) {
             fails_at,
             over: Counter::new(0),
         });
-        let job = Arc::new(Job {
+        let job = Arc::new(CopyJob {
             units,
             limit: Deadline::after(Duration::from_secs(3600)).into(),
             next: AtomicUsize::new(0),

@@ -17,29 +17,29 @@ use super::plain::{Copy, plain};
 
 /// Bytes of one step: two cache lines, copied by four loads and four stores.
 const STEP: usize = 128;
-/// Number of lanes of the interleaved kernel, which is the number of pages that it processes at once.
-const LANES: usize = 4;
-/// Prefetch distance of a single lane in bytes. At the end of a piece it reaches into the next one.
+/// Number of stripes of the interleaved kernel, which is the number of pages that it processes at once.
+const STRIPES: usize = 4;
+/// Prefetch distance of a single stripe in bytes. At the end of a piece it reaches into the next one.
 const AHEAD: usize = 1024;
-/// Prefetch distance of each of four lanes in bytes.
-const LANE_AHEAD: usize = 256;
-/// Pieces of at least this many bytes are cut into four lanes of a page or more. Of shorter pieces, four
-/// become one lane each.
-const CUT: usize = LANES * 4096;
+/// Prefetch distance of each of four stripes in bytes.
+const STRIPE_AHEAD: usize = 256;
+/// Pieces of at least this many bytes are cut into four stripes of a page or more. Of shorter pieces, four
+/// become one stripe each.
+const CUT: usize = STRIPES * 4096;
 
 /// The windows of a [`Copy`] as pointers.
 #[derive(Clone, Copy)]
-struct Stretch {
+struct RawCopy {
     from: *const u8,
     to: *mut u8,
     len: usize,
 }
 
-impl Stretch {
-    fn of(copy: &Copy<'_>) -> Stretch {
+impl RawCopy {
+    fn of(copy: &Copy<'_>) -> RawCopy {
         // A window lies in an address space, so its length fits.
         let len = usize::try_from(copy.src.len()).unwrap_or(0);
-        Stretch { from: copy.src.addr() as *const u8, to: copy.dst.addr() as *mut u8, len }
+        RawCopy { from: copy.src.addr() as *const u8, to: copy.dst.addr() as *mut u8, len }
     }
 
     /// Returns the number of bytes before the first destination byte that starts a cache line, at most the
@@ -49,20 +49,20 @@ impl Stretch {
     }
 }
 
-/// Address and length of what is read after a lane, for the prefetch.
+/// Address and length of what is read after a stripe, for the prefetch.
 #[derive(Clone, Copy)]
-struct Next {
+struct Following {
     from: *const u8,
     len: usize,
 }
 
-impl Next {
-    const NONE: Next = Next { from: std::ptr::null(), len: 0 };
+impl Following {
+    const NONE: Following = Following { from: std::ptr::null(), len: 0 };
 
-    fn of(copy: Option<&Copy<'_>>) -> Next {
-        copy.map_or(Next::NONE, |copy| {
-            let Stretch { from, len, .. } = Stretch::of(copy);
-            Next { from, len }
+    fn of(copy: Option<&Copy<'_>>) -> Following {
+        copy.map_or(Following::NONE, |copy| {
+            let RawCopy { from, len, .. } = RawCopy::of(copy);
+            Following { from, len }
         })
     }
 }
@@ -80,13 +80,13 @@ pub(super) unsafe fn one(batch: &[Copy<'_>]) {
         } else {
             // SAFETY: the windows lie inside live tensors (promise 3), have equal lengths because the pair is
             // sound, and do not overlap.
-            unsafe { lone(Stretch::of(copy), Next::of(batch.get(index + 1))) };
+            unsafe { lone(RawCopy::of(copy), Following::of(batch.get(index + 1))) };
         }
     }
     _mm_sfence();
 }
 
-/// Copies four lanes at once, which belong to one long piece or to four short ones, with streaming stores if
+/// Copies four stripes at once, which belong to one long piece or to four short ones, with streaming stores if
 /// `STREAM` is set and ordinary stores otherwise.
 ///
 /// # Safety
@@ -96,25 +96,25 @@ pub(super) unsafe fn one(batch: &[Copy<'_>]) {
 pub(super) unsafe fn four<const STREAM: bool>(batch: &[Copy<'_>]) {
     let mut rest = batch;
     while let Some((first, others)) = rest.split_first() {
-        let four = rest.first_chunk::<LANES>().filter(|four| alike(four));
+        let four = rest.first_chunk::<STRIPES>().filter(|four| alike(four));
         if first.src.overlaps(&first.dst) {
             plain(first);
             rest = others;
         } else if first.src.len() >= CUT as u64 {
             // SAFETY: the windows lie inside live tensors (promise 3), have equal lengths because the pair is
             // sound, and do not overlap.
-            unsafe { cut::<STREAM>(Stretch::of(first), Next::of(others.first())) };
+            unsafe { cut::<STREAM>(RawCopy::of(first), Following::of(others.first())) };
             rest = others;
         } else if let Some(four) = four {
-            let next = rest.get(LANES..).unwrap_or_default();
-            let next = [0, 1, 2, 3].map(|lane| Next::of(next.get(lane)));
+            let next = rest.get(STRIPES..).unwrap_or_default();
+            let next = [0, 1, 2, 3].map(|stripe| Following::of(next.get(stripe)));
             // SAFETY: as above for each of the four pieces. They have the same length and alignment because
             // they are `alike`.
-            unsafe { together::<STREAM>(four.each_ref().map(Stretch::of), next) };
-            rest = rest.get(LANES..).unwrap_or_default();
+            unsafe { together::<STREAM>(four.each_ref().map(RawCopy::of), next) };
+            rest = rest.get(STRIPES..).unwrap_or_default();
         } else if STREAM {
             // SAFETY: as above.
-            unsafe { lone(Stretch::of(first), Next::of(others.first())) };
+            unsafe { lone(RawCopy::of(first), Following::of(others.first())) };
             rest = others;
         } else {
             plain(first);
@@ -124,9 +124,9 @@ pub(super) unsafe fn four<const STREAM: bool>(batch: &[Copy<'_>]) {
     _mm_sfence();
 }
 
-/// Returns whether four short pieces can form four lanes: their lengths are equal, their destinations have
+/// Returns whether four short pieces can form four stripes: their lengths are equal, their destinations have
 /// the same offset from the start of a cache line, and none overlaps its own destination.
-fn alike(four: &[Copy<'_>; LANES]) -> bool {
+fn alike(four: &[Copy<'_>; STRIPES]) -> bool {
     let len = four[0].src.len();
     let line = |copy: &Copy<'_>| copy.dst.addr() % 64;
     let fits = |copy: &Copy<'_>| {
@@ -135,56 +135,56 @@ fn alike(four: &[Copy<'_>; LANES]) -> bool {
     len < CUT as u64 && four.iter().all(fits)
 }
 
-/// Copies one piece as one lane, with streaming stores.
+/// Copies one piece as one stripe, with streaming stores.
 ///
 /// # Safety
 ///
 /// `from..from + len` is readable, `to..to + len` is writable, the two do not overlap, and the CPU has AVX2.
 #[target_feature(enable = "avx2")]
-unsafe fn lone(piece: Stretch, next: Next) {
+unsafe fn lone(piece: RawCopy, next: Following) {
     let head = piece.head();
     let steps = (piece.len - head) / STEP;
     // SAFETY: `head + steps * STEP <= len`, and the destination is aligned from `head` on.
-    unsafe { lanes::<1, AHEAD, true>([at(piece, head)], steps, [next]) };
+    unsafe { stripes::<1, AHEAD, true>([at(piece, head)], steps, [next]) };
     // SAFETY: as promised by the caller.
     unsafe { edges(piece, head, head + steps * STEP) };
 }
 
-/// Copies one piece as four lanes of equal length.
+/// Copies one piece as four stripes of equal length.
 ///
 /// # Safety
 ///
 /// As for [`lone`].
 #[target_feature(enable = "avx2")]
-unsafe fn cut<const STREAM: bool>(piece: Stretch, next: Next) {
+unsafe fn cut<const STREAM: bool>(piece: RawCopy, next: Following) {
     let head = piece.head();
-    let lane = (piece.len - head) / (LANES * STEP) * STEP;
-    let next_lane = next.len / (LANES * STEP) * STEP;
+    let stripe = (piece.len - head) / (STRIPES * STEP) * STEP;
+    let next_lane = next.len / (STRIPES * STEP) * STEP;
     let next = [0, 1, 2, 3].map(|index| match next_lane {
-        0 => Next::NONE,
+        0 => Following::NONE,
         // Inside the next window, because `index * next_lane < next.len`.
-        len => Next { from: next.from.wrapping_add(index * next_lane), len },
+        len => Following { from: next.from.wrapping_add(index * next_lane), len },
     });
-    let pieces = [0, 1, 2, 3].map(|index| at(piece, head + index * lane));
-    // SAFETY: the four lanes end at `head + 4 * lane <= len`. Each destination starts at a multiple of 64
-    // because the first one does and a lane is a multiple of `STEP`.
-    unsafe { lanes::<LANES, LANE_AHEAD, STREAM>(pieces, lane / STEP, next) };
+    let pieces = [0, 1, 2, 3].map(|index| at(piece, head + index * stripe));
+    // SAFETY: the four stripes end at `head + 4 * stripe <= len`. Each destination starts at a multiple of 64
+    // because the first one does and a stripe is a multiple of `STEP`.
+    unsafe { stripes::<STRIPES, STRIPE_AHEAD, STREAM>(pieces, stripe / STEP, next) };
     // SAFETY: as promised by the caller.
-    unsafe { edges(piece, head, head + LANES * lane) };
+    unsafe { edges(piece, head, head + STRIPES * stripe) };
 }
 
-/// Copies four pieces as four lanes.
+/// Copies four pieces as four stripes.
 ///
 /// # Safety
 ///
 /// As for [`lone`], for each piece. All pieces have the same length, and their destinations have the same
 /// offset from the start of a cache line.
 #[target_feature(enable = "avx2")]
-unsafe fn together<const STREAM: bool>(pieces: [Stretch; LANES], next: [Next; LANES]) {
+unsafe fn together<const STREAM: bool>(pieces: [RawCopy; STRIPES], next: [Following; STRIPES]) {
     let head = pieces[0].head();
     let steps = (pieces[0].len - head) / STEP;
     // SAFETY: `head + steps * STEP <= len` for each piece, and each destination is aligned from `head` on.
-    unsafe { lanes::<LANES, LANE_AHEAD, STREAM>(pieces.map(|piece| at(piece, head)), steps, next) };
+    unsafe { stripes::<STRIPES, STRIPE_AHEAD, STREAM>(pieces.map(|piece| at(piece, head)), steps, next) };
     for piece in pieces {
         // SAFETY: as promised by the caller.
         unsafe { edges(piece, head, head + steps * STEP) };
@@ -192,8 +192,8 @@ unsafe fn together<const STREAM: bool>(pieces: [Stretch; LANES], next: [Next; LA
 }
 
 /// Returns the part of the piece from byte `skip` on. `skip` is at most its length.
-fn at(piece: Stretch, skip: usize) -> Stretch {
-    Stretch {
+fn at(piece: RawCopy, skip: usize) -> RawCopy {
+    RawCopy {
         from: piece.from.wrapping_add(skip),
         to: piece.to.wrapping_add(skip),
         len: piece.len.saturating_sub(skip),
@@ -205,7 +205,7 @@ fn at(piece: Stretch, skip: usize) -> Stretch {
 /// # Safety
 ///
 /// As for [`lone`], and `head <= tail <= len`.
-unsafe fn edges(piece: Stretch, head: usize, tail: usize) {
+unsafe fn edges(piece: RawCopy, head: usize, tail: usize) {
     // Most blocks have neither part, and a call that copies nothing would cost a block of 4 KiB a few
     // percent.
     if head > 0 {
@@ -219,20 +219,20 @@ unsafe fn edges(piece: Stretch, head: usize, tail: usize) {
     }
 }
 
-/// Copies `steps` steps of every lane, in turn. Each step prefetches what the lane reads `AHEAD` bytes later,
-/// first in the lane itself and then in `next`.
+/// Copies `steps` steps of every stripe, in turn. Each step prefetches what the stripe reads `AHEAD` bytes later,
+/// first in the stripe itself and then in `next`.
 ///
 /// # Safety
 ///
-/// In every lane, `steps * STEP` bytes are readable at the source and writable at the destination, and the
+/// In every stripe, `steps * STEP` bytes are readable at the source and writable at the destination, and the
 /// two do not overlap. The address of the destination is a multiple of 64. The range that `next` describes is
 /// readable. The CPU has AVX2.
 #[target_feature(enable = "avx2")]
 #[inline]
-unsafe fn lanes<const N: usize, const AHEAD: usize, const STREAM: bool>(
-    pieces: [Stretch; N],
+unsafe fn stripes<const N: usize, const AHEAD: usize, const STREAM: bool>(
+    pieces: [RawCopy; N],
     steps: usize,
-    next: [Next; N],
+    next: [Following; N],
 ) {
     let inside = steps.saturating_sub(AHEAD / STEP);
     for step in 0..inside {
@@ -267,22 +267,22 @@ fn hint(from: *const u8) {
     unsafe { _mm_prefetch::<_MM_HINT_NTA>(from.wrapping_add(64)) };
 }
 
-/// Copies step `step` of a lane.
+/// Copies step `step` of a stripe.
 ///
 /// # Safety
 ///
-/// As for [`lanes`], and `step` is less than its `steps`.
+/// As for [`stripes`], and `step` is less than its `steps`.
 #[target_feature(enable = "avx2")]
 #[inline]
 #[expect(
     clippy::cast_ptr_alignment,
-    reason = "the loads are unaligned ones, and the lane is aligned for the stores"
+    reason = "the loads are unaligned ones, and the stripe is aligned for the stores"
 )]
 #[expect(
     clippy::multiple_unsafe_ops_per_block,
     reason = "one loop body: four loads and four stores of one step"
 )]
-unsafe fn one_step<const STREAM: bool>(piece: Stretch, step: usize) {
+unsafe fn one_step<const STREAM: bool>(piece: RawCopy, step: usize) {
     // SAFETY: `(step + 1) * STEP` bytes are readable and writable, and `to` is a multiple of 64.
     unsafe {
         let source = piece.from.add(step * STEP).cast::<__m256i>();

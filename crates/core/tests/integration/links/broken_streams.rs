@@ -175,9 +175,9 @@ fn a_call_that_breaks_anywhere_says_what_arrived() {
 
 /// Checks that the rows that an error reports as arrived hold the bytes of their source.
 fn check_arrived(error: &Error, source: &[Vec<u8>], local: &[Vec<u8>], row_bytes: usize) {
-    for (tensor, ranges) in error.arrived() {
-        let tensor = *tensor as usize;
-        for row in ranges.iter().flat_map(Clone::clone) {
+    for arrived in error.arrived() {
+        let tensor = arrived.tensor as usize;
+        for row in arrived.rows.iter().flat_map(Clone::clone) {
             let at = row as usize * row_bytes;
             let there = local[tensor][at..][..row_bytes] == source[tensor][at..][..row_bytes];
             assert!(there, "tensor {tensor} row {row}: {error:?}");

@@ -10,7 +10,7 @@ use std::thread;
 use llm_datadist_core::testing::model::AddressLocation;
 use llm_datadist_core::testing::net::Stream;
 use llm_datadist_core::testing::protocol::{
-    HEADER, MAX_ADDRS, Place, Record, Reply, Request, decode, encode,
+    EntryVersion, HEADER, MAX_ADDRS, Reply, Request, WireCache, decode, encode,
 };
 use llm_datadist_core::testing::validate::Side;
 use llm_datadist_core::{
@@ -132,7 +132,7 @@ fn wrong_locations_from_a_peer_fail_the_transfer() {
     let source = Held::pool(&local, &device(4, 1, 100), Batch);
     let geometry = Geometry::new(&device(4, 1, 200)).unwrap();
     let side = Side { geometry, kind: Batch, placement: Placement::Device };
-    let mut record = Record::new(Place { place: 0, generation: 0 }, CacheId(7), 0, side);
+    let mut record = WireCache::new(EntryVersion { index: 0, generation: 0 }, CacheId(7), 0, side);
     record.accessible = true;
     let spot = |cache, tensor, offset| AddressLocation { cache: CacheId(cache), tensor, offset };
     let first = spot(7, 0, 0);

@@ -8,7 +8,7 @@ use llm_datadist_core::testing::memory::Tensors;
 use llm_datadist_core::testing::net::{Stream, Tcp, Transport};
 use llm_datadist_core::testing::plan::SpanList;
 use llm_datadist_core::testing::protocol::{
-    self, MOST_AHEAD, Place, Record, Reply, Request, WireName, WirePlan, WireSpan, WireSteps,
+    self, EntryVersion, MOST_AHEAD, Reply, Request, WireCache, WireName, WirePlan, WireSpan, WireSteps,
 };
 use llm_datadist_core::testing::validate::Side;
 use llm_datadist_core::{CacheId, CacheKind, DataDist, Error, ErrorKind, Geometry, Name, Placement};
@@ -211,7 +211,8 @@ fn few_bytes_follow_their_request() {
             scope.spawn(|| {
                 let (call, _) = fake.greet();
                 let Request::Describe { .. } = hear(&call).unwrap() else { panic!("not asked what it is") };
-                let mut record = Record::new(Place { place: 0, generation: 0 }, CacheId(5), 0, side);
+                let mut record =
+                    WireCache::new(EntryVersion { index: 0, generation: 0 }, CacheId(5), 0, side);
                 record.accessible = true;
                 say(&call, &Reply::Described(record));
                 // The owner refuses the first request and takes the second, on the same stream.
