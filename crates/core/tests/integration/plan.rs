@@ -260,11 +260,11 @@ fn merges_to_the_fewest_spans() {
     given_shuffled.swap(0, 7);
     given_shuffled.swap(3, 9);
     let groups = |n: u64| map(4 * n, &|k| (k / 4 * 8 + k % 4, k / 4 * 8 + k % 4 + 100));
+    let one = |src, dst| span(src, dst, 1, 1, 0, 0);
     let two_runs: Pairs = vec![(1, 5), (2, 6), (8, 3), (9, 4), (10, 5)];
     let cases: Vec<(&str, Pairs, Ends, Vec<Vec<Span>>)> = vec![
         ("nothing", vec![], TwoCaches, vec![]),
-        ("nothing in one", vec![], OneCache, vec![]),
-        ("one", vec![(3, 4)], TwoCaches, vec![vec![span(3, 4, 1, 1, 0, 0)]]),
+        ("one", vec![(3, 4)], TwoCaches, vec![vec![one(3, 4)]]),
         ("ascending", up.clone(), TwoCaches, vec![vec![span(5, 20, 10, 1, 0, 0)]]),
         ("ascending, one cache", up, OneCache, vec![vec![span(5, 20, 10, 1, 0, 0)]]),
         ("given backwards", given_backwards, TwoCaches, vec![vec![span(5, 20, 10, 1, 0, 0)]]),
@@ -290,24 +290,16 @@ fn merges_to_the_fewest_spans() {
             // 10→5 comes after 1→5, so it waits for it.
             vec![vec![span(1, 5, 2, 1, 0, 0), span(8, 3, 2, 1, 0, 0)], vec![span(10, 5, 1, 1, 0, 0)]],
         ),
-        (
-            "a chain {0:[1],1:[2]}",
-            vec![(0, 1), (1, 2)],
-            OneCache,
-            vec![vec![span(0, 1, 1, 1, 0, 0)], vec![span(1, 2, 1, 1, 0, 0)]],
-        ),
+        ("a chain {0:[1],1:[2]}", vec![(0, 1), (1, 2)], OneCache, vec![vec![one(0, 1)], vec![one(1, 2)]]),
         (
             "two exchanged through a third",
             vec![(0, 2), (1, 0), (2, 1)],
             OneCache,
-            vec![vec![span(0, 2, 1, 1, 0, 0)], vec![span(1, 0, 1, 1, 0, 0)], vec![span(2, 1, 1, 1, 0, 0)]],
+            vec![vec![one(0, 2)], vec![one(1, 0)], vec![one(2, 1)]],
         ),
-        (
-            "read, then overwritten",
-            vec![(1, 2), (0, 1)],
-            OneCache,
-            vec![vec![span(1, 2, 1, 1, 0, 0)], vec![span(0, 1, 1, 1, 0, 0)]],
-        ),
+        ("read, then overwritten", vec![(1, 2), (0, 1)], OneCache, vec![vec![one(1, 2)], vec![one(0, 1)]]),
+        // Every block that is read has the number 0, or one that is beyond all that are written.
+        ("0 is overwritten", vec![(0, 1), (64, 0)], OneCache, vec![vec![one(0, 1)], vec![one(64, 0)]]),
     ];
     assert!(cases.len() > 15);
     for (name, pairs, ends, expected) in cases {
