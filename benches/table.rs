@@ -21,8 +21,7 @@ use std::time::Instant;
 use llm_datadist_core::testing::cache::Table;
 use llm_datadist_core::testing::memory::{Generations, Region, Tensors};
 use llm_datadist_core::testing::plan::{CopyPlan, Ends, Moves, Pieces};
-use llm_datadist_core::testing::validate::Side;
-use llm_datadist_core::{CacheDesc, CacheKey, CacheKind, DataType, Geometry, Placement};
+use llm_datadist_core::{CacheDesc, CacheKey, CacheKind, CacheLayout, DataType, Geometry, Placement};
 
 const KEYS: u64 = 1 << 20;
 
@@ -85,7 +84,7 @@ fn one_round(rows: u64) -> [f64; 5] {
         placement: Placement::Host,
     };
     let geometry = Geometry::new(&desc).unwrap();
-    let side = Side { geometry, kind: CacheKind::Batch, placement: Placement::Host };
+    let layout = CacheLayout { geometry, kind: CacheKind::Batch, placement: Placement::Host };
     let table = Table::new(Arc::new(Generations::new().unwrap()));
     let before = live_bytes();
     let mut caches = Vec::new();
@@ -93,7 +92,7 @@ fn one_round(rows: u64) -> [f64; 5] {
         for cache in 0..KEYS / rows {
             let keys: Vec<_> = (0..rows).map(|row| (row, key(cache * rows + row))).collect();
             let tensors = Tensors::carved(region.clone(), [0, 4096], rows, Box::new(())).unwrap();
-            caches.push(table.allocate(&desc, side, tensors, &keys).unwrap().id());
+            caches.push(table.allocate(&desc, layout, tensors, &keys).unwrap().id());
         }
     });
     assert_eq!(table.state().keys, KEYS);

@@ -7,8 +7,7 @@ use std::time::Instant;
 
 use llm_datadist_core::testing::cache::Table;
 use llm_datadist_core::testing::memory::{Generations, Region, Tensors};
-use llm_datadist_core::testing::validate::Side;
-use llm_datadist_core::{CacheId, CacheKey, CacheKind, Config, DataDist, Geometry, Placement};
+use llm_datadist_core::{CacheId, CacheKey, CacheKind, CacheLayout, Config, DataDist, Geometry, Placement};
 
 use crate::Options;
 use crate::curve::{Curve, Report};
@@ -172,14 +171,14 @@ fn locating(options: &Options, report: &mut Report) {
     let region = Arc::new(Region::shared("scale", 1 << 30).unwrap());
     let shape = desc(16, 64, 2, Placement::Host);
     let geometry = Geometry::new(&shape).unwrap();
-    let side = Side { geometry, kind: CacheKind::Batch, placement: Placement::Host };
+    let layout = CacheLayout { geometry, kind: CacheKind::Batch, placement: Placement::Host };
     let table = Table::new(Arc::new(Generations::new().unwrap()));
     let mut addrs = Vec::new();
     for size in options.sizes(4, 100_000) {
         while (addrs.len() as u64) < size {
             let at = addrs.len() as u64 * 4096;
             let tensors = Tensors::carved(region.clone(), [at, at + 2048], 16 * 64, Box::new(())).unwrap();
-            addrs.push(table.allocate(&shape, side, tensors, &[]).unwrap().addrs()[0]);
+            addrs.push(table.allocate(&shape, layout, tensors, &[]).unwrap().addrs()[0]);
         }
         let again = (LEAST / size).clamp(3, 256);
         let took = (0..options.rounds()).map(|_| {

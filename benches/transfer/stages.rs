@@ -9,8 +9,8 @@ use std::time::Instant;
 use llm_datadist_core::testing::model::Geometry;
 use llm_datadist_core::testing::plan::{CopyPlan, Ends, Moves};
 use llm_datadist_core::testing::protocol::{self, HEADER, Request, Run, WireLocation, WireName, WirePlan};
-use llm_datadist_core::testing::validate::{self, Layers, PushRows, RemoteCache, Side};
-use llm_datadist_core::{CacheKind, DataDist, Placement};
+use llm_datadist_core::testing::validate::{self, Layers, PushRows, RemoteCache};
+use llm_datadist_core::{CacheKind, CacheLayout, DataDist, Placement};
 
 use crate::Options;
 use crate::hand::{Shuffle, median};
@@ -30,12 +30,12 @@ pub fn stages(options: &Options) {
         let mut shuffle = Shuffle(7);
         let list = PushRows::Blocks { local: shuffle.order(rows), remote: shuffle.order(rows) };
         let geometry = Geometry::new(&desc(rows, LEN)).unwrap();
-        let side = Side { geometry, kind: CacheKind::Blocks, placement: Placement::Device };
+        let layout = CacheLayout { geometry, kind: CacheKind::Blocks, placement: Placement::Device };
         let mut times = vec![Vec::new(); 8];
         let (mut bytes, mut faulted) = (0, Vec::new());
         for call in 0..options.calls.min(300) + 3 {
             let before = faults();
-            let (took, length) = push(side, &list);
+            let (took, length) = push(layout, &list);
             bytes = length;
             if call >= 3 {
                 faulted.push((faults() - before) as f64);
@@ -52,14 +52,14 @@ pub fn stages(options: &Options) {
 }
 
 /// Seconds of each stage, and the bytes of the request.
-fn push(side: Side, list: &PushRows) -> ([f64; 7], usize) {
+fn push(layout: CacheLayout, list: &PushRows) -> ([f64; 7], usize) {
     let (mut took, mut at, mut stage) = ([0.0; 7], Instant::now(), 0);
     let mut lap = || {
         took[stage] = at.elapsed().as_secs_f64();
         stage += 1;
         at = Instant::now();
     };
-    let mut moves = checked(side, list);
+    let mut moves = checked(layout, list);
     lap();
     let plan = planned(&mut moves);
     lap();
@@ -69,19 +69,19 @@ fn push(side: Side, list: &PushRows) -> ([f64; 7], usize) {
     lap();
     let there = taken(request);
     lap();
-    ends(&there, side.geometry);
+    ends(&there, layout.geometry);
     lap();
-    black_box(rows(&there, side.geometry));
+    black_box(rows(&there, layout.geometry));
     lap();
     drop((moves, plan, there));
     (took, frame.len())
 }
 
 #[inline(never)]
-fn checked(side: Side, list: &PushRows) -> Moves {
-    let remote = RemoteCache { side, row: 0, accessible: true };
-    validate::push_local(side, list, Layers::ALL).unwrap();
-    validate::push(side, remote, list, Layers::ALL).unwrap()
+fn checked(layout: CacheLayout, list: &PushRows) -> Moves {
+    let remote = RemoteCache { layout, row: 0, accessible: true };
+    validate::push_local(layout, list, Layers::ALL).unwrap();
+    validate::push(layout, remote, list, Layers::ALL).unwrap()
 }
 
 #[inline(never)]

@@ -130,7 +130,7 @@ fn reply(body: &[u8]) {
     use llm_datadist_core::testing::protocol::{Run, WireLocation};
     match decoded::<Reply>(body) {
         Some(Reply::Described(record)) => {
-            if let Err(error) = record.side() {
+            if let Err(error) = record.layout() {
                 refused_as(&error, &[ErrorKind::NotLinked]);
             }
             let (WireLocation::Region { runs, .. } | WireLocation::Process { runs }) = &record.location

@@ -71,11 +71,8 @@ def register_types(**classes: object) -> None:
 def abandon_sockets() -> None:
     """Close the sockets that a forked child inherited; called in the child after every fork."""
 
-def open_log() -> int | None:
-    """Return a descriptor that is readable while lines of the engine's log wait, the caller's to close.
-
-    ``None`` in a process that is the result of more than 64 forks within forks.
-    """
+def open_log() -> int:
+    """Return a descriptor that is readable while lines of the engine's log wait, the caller's to close."""
 
 def close_log() -> None:
     """End the descriptor of ``open_log``: whoever reads it finds its end."""
@@ -103,6 +100,10 @@ class DataDist:
         Raises:
             LLMException: ``LLM_PARAM_INVALID``: an option is not allowed; ``LLM_OUT_OF_MEMORY``: no memory for a pool.
         """
+
+    @property
+    def number(self) -> int:
+        """The number of the engine, which no other engine of this process ever has."""
 
     def close(self) -> None:
         """End the engine. Calls under way end normally; memory that views show stays until they go."""

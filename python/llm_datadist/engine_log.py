@@ -63,8 +63,6 @@ def start() -> None:
         except OSError as error:
             log.warn("the engine's log is read at calls only: %s", error)
             return
-        if descriptor is None:
-            return
         thread = threading.Thread(target=_read, args=(descriptor,), name="llm-log", daemon=True)
         try:
             thread.start()

@@ -11,8 +11,8 @@ pub mod fallible {
 /// The rules for single arguments, for what a caller builds before it reaches the engine.
 pub mod validate {
     pub use crate::validate::{
-        Side, batch_cache, block_bytes_alone, block_lists, blocks_cache, config, copy_size, destination,
-        dimensions, equally_many, layerwise, mem_utilization, named, number, on_device, push_size,
+        batch_cache, block_bytes_alone, block_lists, blocks_cache, config, copy_size, destination,
+        dimensions, equally_many, layerwise, mem_utilization, not_empty, number, on_device, push_size,
         push_spans, socket_address, tensors_per_layer, text, whole_layers,
     };
 

@@ -98,7 +98,7 @@ impl Cluster {
         self.merger.moved(bytes);
     }
 
-    /// Returns the generation numbers of all places of the table.
+    /// Returns the generation numbers of all entries of the table.
     pub fn generations(&self) -> &Generations {
         &self.generations
     }
@@ -110,13 +110,13 @@ impl Cluster {
         if cache.origin() == Origin::Registered { self.table.find(cache.id()).map(|_| ()) } else { Ok(()) }
     }
 
-    /// Notes that a peer which can read `place` receives its description.
+    /// Notes that a peer which can read `location` receives its description.
     ///
     /// If the peer reads registered memory by process id, huge pages double its speed. The engine then merges
     /// that memory or logs a hint, according to `huge_pages`.
-    pub fn described_to_peer(&self, cache: &Cache, place: &MemoryLocation) {
+    pub fn described_to_peer(&self, cache: &Cache, location: &MemoryLocation) {
         let through_kernel =
-            cache.origin() == Origin::Registered && matches!(place, MemoryLocation::Process(_));
+            cache.origin() == Origin::Registered && matches!(location, MemoryLocation::Process(_));
         if through_kernel
             && self.merger.lend(cache.id(), cache.tensors(), || self.still_registered(cache).is_ok())
         {

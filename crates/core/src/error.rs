@@ -113,6 +113,12 @@ impl Error {
         Error::new(ErrorKind::InvalidArgument, message)
     }
 
+    /// Returns the error for a call on an engine that was finalized.
+    #[cold]
+    pub(crate) fn closed() -> Self {
+        Error::new(ErrorKind::Closed, "the engine was finalized")
+    }
+
     /// Returns the error for an invalid argument: its name, its value and what it must be.
     #[cold]
     #[must_use]

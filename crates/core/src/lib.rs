@@ -163,8 +163,8 @@ pub use engine::{CacheIndex, DataDist, End, RemoteName};
 pub use error::{ArrivedRows, Error, ErrorKind, Result};
 pub use memory::Adopted;
 pub use model::{
-    CacheDesc, CacheId, CacheKey, CacheKind, ClusterId, DataType, Deadline, Geometry, NO_ID, Name, Placement,
-    tensor_bytes,
+    CacheDesc, CacheId, CacheKey, CacheKind, CacheLayout, ClusterId, DataType, Deadline, Geometry, NO_ID,
+    Name, Placement, tensor_bytes,
 };
 pub use pool::PoolState;
 pub use session::{CommStatus, PeerAddress};

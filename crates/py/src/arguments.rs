@@ -14,7 +14,7 @@ use pyo3::types::PyList;
 
 use crate::blocks;
 use crate::convert::{self, Width, only_support};
-use crate::datadist::DataDist;
+use crate::engine::Engine;
 use crate::error::raise;
 use crate::local_cache::LocalCache;
 use crate::python_types::PythonTypes;
@@ -101,7 +101,7 @@ impl<'a, 'py> CacheArg<'a, 'py> {
     }
 
     /// The cache, of either kind, as one end of a copy.
-    pub(crate) fn end(self, engine: &Bound<'_, DataDist>) -> PyResult<End> {
+    pub(crate) fn end(self, engine: &Engine) -> PyResult<End> {
         self.local()?.end(engine)
     }
 }

@@ -2,10 +2,8 @@
 //!
 //! A method converts and checks its arguments in the order of the contract (§7), then calls the core through `engine`.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-
 use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{CacheId, CacheKind, ClusterId, End, Mode, Placement};
+use llm_datadist_core::{CacheId, CacheKind, ClusterId, End, Placement};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict, PyList, PyString};
 
@@ -25,14 +23,7 @@ use crate::{local, log, stats};
 #[pyclass(frozen, module = "llm_datadist._core")]
 pub(crate) struct DataDist {
     engine: Engine,
-    cluster: ClusterId,
-    one_sided: bool,
-    mode: Mode,
-    number: u64,
 }
-
-/// Counts the engines of this process, so that each has a unique number.
-static OPENED: AtomicU64 = AtomicU64::new(0);
 
 #[pymethods]
 impl DataDist {
@@ -49,11 +40,14 @@ impl DataDist {
         };
         let config =
             validate::config(role, cluster, &local::texts(options)?).map_err(|error| raise(py, &error))?;
-        let (one_sided, mode) = (config.remote_accessible, config.mode);
-        let number = OPENED.fetch_add(1, Ordering::Relaxed);
         let engine = Engine::open(py, config);
         log::drain(py)?;
-        Ok(DataDist { engine: engine?, cluster, one_sided, mode, number })
+        Ok(DataDist { engine: engine? })
+    }
+
+    #[getter]
+    fn number(&self) -> u64 {
+        self.engine.number()
     }
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {
@@ -117,7 +111,7 @@ impl DataDist {
         rank_table: Arg<'_, '_>,
     ) -> PyResult<u64> {
         let py = comm_name.py();
-        let given = Membership::new(self.cluster, &comm_name, &cluster_rank_info, &rank_table)?;
+        let given = Membership::new(self.engine.cluster(), &comm_name, &cluster_rank_info, &rank_table)?;
         let Membership { name, clusters, rank_table } = given;
         let entered = self.engine.enter(py, |engine| by_rank(engine)?.link(&name, &clusters, &rank_table));
         log::drain(py)?;
@@ -161,19 +155,19 @@ impl DataDist {
     }
 
     fn pull_cache(
-        slf: &Bound<'_, Self>,
+        &self,
         cache_key: KeyArg<'_, '_>,
         cache: CacheArg<'_, '_>,
         batch_index: IntArg<'_, '_>,
         size: IntArg<'_, '_>,
         options: &Bound<'_, PyDict>,
     ) -> PyResult<()> {
-        let pull = transfer::pull_cache(slf, (cache_key, cache), (batch_index, size), options)?;
-        slf.get().pull(slf.py(), &pull)
+        let pull = transfer::pull_cache(&self.engine, (cache_key, cache), (batch_index, size), options)?;
+        self.engine.pull(options.py(), &pull)
     }
 
     fn pull_blocks(
-        slf: &Bound<'_, Self>,
+        &self,
         src_cache_key: KeyArg<'_, '_>,
         dst_cache: CacheArg<'_, '_>,
         src_blocks: BlocksArg<'_, '_>,
@@ -181,13 +175,13 @@ impl DataDist {
         options: &Bound<'_, PyDict>,
     ) -> PyResult<()> {
         let blocks = (src_blocks, dst_blocks);
-        let pull = transfer::pull_blocks(slf, (src_cache_key, dst_cache), blocks, options)?;
-        slf.get().pull(slf.py(), &pull)
+        let pull = transfer::pull_blocks(&self.engine, (src_cache_key, dst_cache), blocks, options)?;
+        self.engine.pull(options.py(), &pull)
     }
 
     #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
     fn push_cache<'py>(
-        slf: &Bound<'py, Self>,
+        &self,
         dst_cache_key: KeyArg<'_, 'py>,
         src_cache: CacheArg<'_, 'py>,
         src_batch_index: IntArg<'_, 'py>,
@@ -198,13 +192,13 @@ impl DataDist {
     ) -> PyResult<()> {
         let layers = LayerArgs::given(src_layer_range, dst_layer_range, tensor_num_per_layer);
         let slot = (src_batch_index, size);
-        let push = transfer::push_cache(slf, (dst_cache_key, src_cache), slot, &layers)?;
-        slf.get().push(slf.py(), &push)
+        let push = transfer::push_cache(&self.engine, (dst_cache_key, src_cache), slot, &layers)?;
+        self.engine.push(src_cache.py(), &push)
     }
 
     #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
     fn push_blocks<'py>(
-        slf: &Bound<'py, Self>,
+        &self,
         dst_cache_key: KeyArg<'_, 'py>,
         src_cache: CacheArg<'_, 'py>,
         src_blocks: BlocksArg<'_, 'py>,
@@ -215,12 +209,12 @@ impl DataDist {
     ) -> PyResult<()> {
         let layers = LayerArgs::given(src_layer_range, dst_layer_range, tensor_num_per_layer);
         let blocks = (src_blocks, dst_blocks);
-        let push = transfer::push_blocks(slf, (dst_cache_key, src_cache), blocks, &layers)?;
-        slf.get().push(slf.py(), &push)
+        let push = transfer::push_blocks(&self.engine, (dst_cache_key, src_cache), blocks, &layers)?;
+        self.engine.push(src_cache.py(), &push)
     }
 
     fn transfer_cache_async(
-        slf: &Bound<'_, Self>,
+        &self,
         src_cache: CacheArg<'_, '_>,
         layer_synchronizer: Arg<'_, '_>,
         transfer_configs: Arg<'_, '_>,
@@ -230,9 +224,9 @@ impl DataDist {
     ) -> PyResult<TransferTask> {
         let blocks = (src_block_indices, dst_block_indices, dst_block_memory_size);
         let given = RawArguments { src_cache, layer_synchronizer, transfer_configs, blocks };
-        let CheckedArguments { from, args, to, patience } = layerwise::transfer(slf, &given)?;
+        let CheckedArguments { from, args, to, patience } = layerwise::transfer(&self.engine, &given)?;
         let start = |engine: &llm_datadist_core::DataDist| engine.transfer_async(&from, &args, to, patience);
-        slf.get().engine.enter(slf.py(), start).map(|task| TransferTask::new(task, slf.get().engine.codes()))
+        self.engine.enter(src_cache.py(), start).map(|task| TransferTask::new(task, self.engine.codes()))
     }
 
     fn sync_kv_timeout(&self, py: Python<'_>) -> PyResult<u32> {
@@ -250,7 +244,7 @@ impl DataDist {
     fn allocate_cache(&self, cache_desc: DescArg<'_, '_>, cache_keys: Arg<'_, '_>) -> PyResult<ManagedCache> {
         cache_desc.typed()?;
         let keys = convert::cache_keys(&cache_keys)?;
-        self.allocate(cache_desc, CacheKind::Batch, &keys)
+        self.engine.allocate(cache_desc, CacheKind::Batch, &keys)
     }
 
     fn allocate_blocks_cache(
@@ -260,19 +254,19 @@ impl DataDist {
     ) -> PyResult<ManagedCache> {
         cache_desc.typed()?;
         let key = convert::blocks_cache_key(&blocks_cache_key)?;
-        self.allocate(cache_desc, CacheKind::Blocks, key.map(Some).as_slice())
+        self.engine.allocate(cache_desc, CacheKind::Blocks, key.map(Some).as_slice())
     }
 
-    fn deallocate_cache(slf: &Bound<'_, Self>, cache: CacheArg<'_, '_>) -> PyResult<()> {
+    fn deallocate_cache(&self, cache: CacheArg<'_, '_>) -> PyResult<()> {
         cache.typed("cache")?;
-        let id = cache.batch("cache")?.id(slf)?;
-        slf.get().deallocate(slf.py(), id)
+        let id = cache.batch("cache")?.id(&self.engine)?;
+        self.engine.deallocate(cache.py(), id)
     }
 
-    fn deallocate_blocks_cache(slf: &Bound<'_, Self>, cache: CacheArg<'_, '_>) -> PyResult<()> {
+    fn deallocate_blocks_cache(&self, cache: CacheArg<'_, '_>) -> PyResult<()> {
         cache.typed("cache")?;
-        let id = cache.blocks("cache")?.id(slf)?;
-        slf.get().deallocate(slf.py(), id)
+        let id = cache.blocks("cache")?.id(&self.engine)?;
+        self.engine.deallocate(cache.py(), id)
     }
 
     fn remove_cache_key(&self, cache_key: KeyArg<'_, '_>) -> PyResult<()> {
@@ -291,7 +285,7 @@ impl DataDist {
         let addrs = convert::addresses("addrs", &addrs)?;
         let keys = convert::cache_keys(&cache_keys)?;
         let access = convert::remote_accessible(&remote_accessible)?;
-        self.register(cache_desc, CacheKind::Batch, &addrs, &keys, access)
+        self.engine.register(cache_desc, CacheKind::Batch, &addrs, &keys, access)
     }
 
     fn register_blocks_cache(
@@ -305,7 +299,7 @@ impl DataDist {
         let addrs = convert::addresses("addrs", &addrs)?;
         let key = convert::blocks_cache_key(&blocks_cache_key)?;
         let access = convert::remote_accessible(&remote_accessible)?;
-        self.register(cache_desc, CacheKind::Blocks, &addrs, key.map(Some).as_slice(), access)
+        self.engine.register(cache_desc, CacheKind::Blocks, &addrs, key.map(Some).as_slice(), access)
     }
 
     fn unregister_cache(&self, cache_id: IntArg<'_, '_>) -> PyResult<()> {
@@ -315,7 +309,7 @@ impl DataDist {
 
     #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
     fn copy_cache(
-        slf: &Bound<'_, Self>,
+        &self,
         dst: CacheArg<'_, '_>,
         src: CacheArg<'_, '_>,
         dst_batch_index: IntArg<'_, '_>,
@@ -330,41 +324,37 @@ impl DataDist {
         let (from, to) = (src.batch("src")?, dst.batch("dst")?);
         from.slots_first()?;
         to.slots_first()?;
-        validate::copy_size(args.size).map_err(|error| raise(slf.py(), &error))?;
+        validate::copy_size(args.size).map_err(|error| raise(src.py(), &error))?;
         let request: Option<u64> = req_id.optional("req_id")?;
-        let ends = (to.end(slf)?, from.end(slf)?);
-        slf.get().copy(slf.py(), &ends, args, request)
+        let ends = (to.end(&self.engine)?, from.end(&self.engine)?);
+        self.engine.copy(src.py(), &ends, args, request)
     }
 
-    fn copy_blocks(
-        slf: &Bound<'_, Self>,
-        cache: CacheArg<'_, '_>,
-        copy_block_info: BlocksArg<'_, '_>,
-    ) -> PyResult<()> {
+    fn copy_blocks(&self, cache: CacheArg<'_, '_>, copy_block_info: BlocksArg<'_, '_>) -> PyResult<()> {
         cache.typed("cache")?;
         let pairs = copy_block_info.lists("copy_block_info")?;
-        let end = cache.blocks("cache")?.end(slf)?;
-        slf.get().engine.enter(slf.py(), |engine| engine.copy_blocks(&end, &pairs))
+        let end = cache.blocks("cache")?.end(&self.engine)?;
+        self.engine.enter(cache.py(), |engine| engine.copy_blocks(&end, &pairs))
     }
 
     /// Every argument error of a swap is a `ValueError` as well.
     fn swap_blocks(
-        slf: &Bound<'_, Self>,
+        &self,
         src_cache: CacheArg<'_, '_>,
         dst_cache: CacheArg<'_, '_>,
         src_to_dst: BlocksArg<'_, '_>,
     ) -> PyResult<()> {
         let swapped =
-            local::swap_args(slf, src_cache, dst_cache, src_to_dst).and_then(|(src, dst, pairs)| {
-                slf.get().engine.enter(slf.py(), |engine| engine.swap_blocks(&src, &dst, &pairs))
+            local::swap_args(&self.engine, src_cache, dst_cache, src_to_dst).and_then(|(src, dst, pairs)| {
+                self.engine.enter(src_cache.py(), |engine| engine.swap_blocks(&src, &dst, &pairs))
             });
-        swapped.map_err(|error| error::mismatch(slf.py(), error))
+        swapped.map_err(|error| error::mismatch(src_cache.py(), error))
     }
 
-    fn tensor_views(slf: &Bound<'_, Self>, cache: CacheArg<'_, '_>) -> PyResult<Vec<TensorView>> {
+    fn tensor_views(&self, cache: CacheArg<'_, '_>) -> PyResult<Vec<TensorView>> {
         cache.typed("cache")?;
-        let end = cache.end(slf)?;
-        slf.get().engine.enter(slf.py(), |engine| match &end {
+        let end = cache.end(&self.engine)?;
+        self.engine.enter(cache.py(), |engine| match &end {
             End::Loose(loose) => TensorView::all(loose),
             End::Managed(id) => TensorView::all(&engine.find(*id)?),
         })
@@ -375,20 +365,5 @@ impl DataDist {
     /// Returns the engine.
     pub(crate) fn engine(&self) -> &Engine {
         &self.engine
-    }
-
-    /// Returns its number, which no other engine of this process ever has.
-    pub(crate) fn number(&self) -> u64 {
-        self.number
-    }
-
-    /// Returns which manager it serves.
-    pub(crate) fn mode(&self) -> Mode {
-        self.mode
-    }
-
-    /// Whether transfers are one-sided (`llm.EnableRemoteCacheAccessible`).
-    pub(crate) fn one_sided(&self) -> bool {
-        self.one_sided
     }
 }

@@ -4,10 +4,11 @@
 
 use std::cell::Cell;
 use std::panic::{self, AssertUnwindSafe};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
 use llm_datadist_core::bindings::{remember_process, this_process};
-use llm_datadist_core::{Config, DataDist, Deadline, Error, ErrorKind, Mode, Result};
+use llm_datadist_core::{ClusterId, Config, DataDist, Deadline, Error, ErrorKind, Mode, Result};
 use pyo3::prelude::*;
 
 use crate::error::{self, Codes};
@@ -64,23 +65,35 @@ impl<T: Send + Sync> Drop for ProcessOwned<T> {
     }
 }
 
+/// Counts the engines of this process, so that each has a unique number.
+static OPENED: AtomicU64 = AtomicU64::new(0);
+
 /// The engine that a Python object holds: open, or closed for good.
 pub(crate) struct Engine {
     process: u32,
     codes: Codes,
+    cluster: ClusterId,
+    one_sided: bool,
+    mode: Mode,
+    number: u64,
     open: RwLock<Option<ProcessOwned<DataDist>>>,
 }
 
 impl Engine {
     /// Opens an engine.
     pub(crate) fn open(py: Python<'_>, config: Config) -> PyResult<Self> {
-        let codes = error::codes_of(config.mode);
+        let (cluster, one_sided, mode) = (config.cluster, config.remote_accessible, config.mode);
+        let codes = error::codes_of(mode);
         remember_process();
         crate::log::install();
         let engine = detached(py, codes, || Ok(DataDist::open(config)?.interrupted_by(interrupted)))?;
         Ok(Engine {
             process: this_process(),
             codes,
+            cluster,
+            one_sided,
+            mode,
+            number: OPENED.fetch_add(1, Ordering::Relaxed),
             open: RwLock::new(Some(ProcessOwned::new(Arc::new(engine)))),
         })
     }
@@ -97,6 +110,26 @@ impl Engine {
     /// Returns the function that gives the status code of an error kind for this engine.
     pub(crate) fn codes(&self) -> Codes {
         self.codes
+    }
+
+    /// Returns its cluster id.
+    pub(crate) fn cluster(&self) -> ClusterId {
+        self.cluster
+    }
+
+    /// Whether transfers are one-sided (`llm.EnableRemoteCacheAccessible`).
+    pub(crate) fn one_sided(&self) -> bool {
+        self.one_sided
+    }
+
+    /// Returns which manager it serves.
+    pub(crate) fn mode(&self) -> Mode {
+        self.mode
+    }
+
+    /// Returns its number, which no other engine of this process ever has.
+    pub(crate) fn number(&self) -> u64 {
+        self.number
     }
 
     /// Closes the engine. Later calls fail, running calls end normally, and memory lives as long as views of it.

@@ -13,6 +13,7 @@ use crate::arguments::{Arg, BlocksArg, CacheArg, DescArg, IntArg, KeyArg};
 use crate::cache::{ManagedCache, TensorView};
 use crate::convert::{self, int};
 use crate::datadist::DataDist;
+use crate::engine::Engine;
 use crate::error::{self, invalid, raise};
 use crate::local;
 use crate::remote_key::KeyClass;
@@ -47,7 +48,7 @@ impl KvCaches {
                 "only an engine of LLMRole.PROMPT names its caches",
             ));
         }
-        self.native.get().allocate(desc, CacheKind::Batch, &keys)
+        self.engine().allocate(desc, CacheKind::Batch, &keys)
     }
 
     fn allocate_blocks_cache(
@@ -63,7 +64,7 @@ impl KvCaches {
             let why = "an engine of LLMRole.DECODER does not name its blocks caches";
             return Err(nameless(desc.py(), "blocks_cache_key", why));
         }
-        self.native.get().allocate(desc, CacheKind::Blocks, key.map(Some).as_slice())
+        self.engine().allocate(desc, CacheKind::Blocks, key.map(Some).as_slice())
     }
 
     fn deallocate_cache(&self, cache: CacheArg<'_, '_>) -> PyResult<()> {
@@ -72,8 +73,7 @@ impl KvCaches {
     }
 
     fn release(&self, cache: CacheArg<'_, '_>) -> PyResult<()> {
-        let native = self.native.bind(cache.py());
-        native.get().deallocate(native.py(), cache.local()?.id(native)?)
+        self.engine().deallocate(cache.py(), cache.local()?.id(self.engine())?)
     }
 
     fn pull_cache(
@@ -84,9 +84,8 @@ impl KvCaches {
         size: IntArg<'_, '_>,
         options: &Bound<'_, PyDict>,
     ) -> PyResult<()> {
-        let native = self.native.bind(options.py());
-        let pull = pull_cache(native, (cache_key, kv_cache), (batch_index, size), options)?;
-        native.get().pull(native.py(), &pull)
+        let pull = pull_cache(self.engine(), (cache_key, kv_cache), (batch_index, size), options)?;
+        self.engine().pull(options.py(), &pull)
     }
 
     fn pull_blocks(
@@ -97,10 +96,9 @@ impl KvCaches {
         decoder_blocks: BlocksArg<'_, '_>,
         options: &Bound<'_, PyDict>,
     ) -> PyResult<()> {
-        let native = self.native.bind(options.py());
         let blocks = (prompt_blocks, decoder_blocks);
-        let pull = pull_blocks(native, (prompt_cache_key, decoder_kv_cache), blocks, options)?;
-        native.get().pull(native.py(), &pull)
+        let pull = pull_blocks(self.engine(), (prompt_cache_key, decoder_kv_cache), blocks, options)?;
+        self.engine().pull(options.py(), &pull)
     }
 
     #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
@@ -114,7 +112,7 @@ impl KvCaches {
         size: IntArg<'_, '_>,
         req_id: IntArg<'_, '_>,
     ) -> PyResult<()> {
-        let (py, native) = (dst.py(), self.native.bind(dst.py()));
+        let (py, engine) = (dst.py(), self.engine());
         device_cache("dst", dst)?;
         device_cache("src", src)?;
         let args = local::copy_args(dst_batch_index, src_batch_index, offset, size)?;
@@ -123,18 +121,18 @@ impl KvCaches {
         let (from, to) = (src.batch("src")?, dst.batch("dst")?);
         from.slots_first()?;
         to.slots_first()?;
-        let ends = (to.end(native)?, from.end(native)?);
-        native.get().copy(py, &ends, args, request)
+        let ends = (to.end(engine)?, from.end(engine)?);
+        engine.copy(py, &ends, args, request)
     }
 
     fn copy_blocks(&self, cache: CacheArg<'_, '_>, copy_block_info: BlocksArg<'_, '_>) -> PyResult<()> {
-        let (py, native) = (cache.py(), self.native.bind(cache.py()));
+        let (py, engine) = (cache.py(), self.engine());
         cache.kv_typed("cache")?;
         let pairs = copy_block_info.lists("copy_block_info")?;
         cache.on_device("cache")?;
         not_negative("copy_block_info", &pairs)?;
-        let end = cache.end(native)?;
-        native.get().engine().enter(py, |engine| engine.copy_blocks(&end, &pairs))
+        let end = cache.end(engine)?;
+        engine.enter(py, |engine| engine.copy_blocks(&end, &pairs))
     }
 
     /// Every argument error of a swap is a `ValueError` as well.
@@ -144,26 +142,32 @@ impl KvCaches {
         dst: CacheArg<'_, '_>,
         src_to_dst: BlocksArg<'_, '_>,
     ) -> PyResult<()> {
-        let (py, native) = (src.py(), self.native.bind(src.py()));
+        let (py, engine) = (src.py(), self.engine());
         let swap = || {
             src.kv_typed("src")?;
             dst.kv_typed("dst")?;
             let pairs = src_to_dst.pairs("src_to_dst")?;
-            let (from, to) = (one_device(native, src)?, one_device(native, dst)?);
-            native.get().engine().enter(py, |engine| engine.swap_blocks(&from, &to, &pairs))
+            let (from, to) = (one_device(engine, src)?, one_device(engine, dst)?);
+            engine.enter(py, |engine| engine.swap_blocks(&from, &to, &pairs))
         };
         swap().map_err(|error| error::mismatch(py, error))
     }
 
     fn tensor_view(&self, cache: CacheArg<'_, '_>, tensor_index: IntArg<'_, '_>) -> PyResult<TensorView> {
-        let (py, native) = (cache.py(), self.native.bind(cache.py()));
+        let (py, engine) = (cache.py(), self.engine());
         cache.kv_typed("cache")?;
         let at = tensor(cache, tensor_index)?;
-        let end = one_device(native, cache)?;
-        native.get().engine().enter(py, |engine| match &end {
+        let end = one_device(engine, cache)?;
+        engine.enter(py, |engine| match &end {
             End::Loose(loose) => TensorView::one(loose, at),
             End::Managed(id) => TensorView::one(&engine.find(*id)?, at),
         })
+    }
+}
+
+impl KvCaches {
+    fn engine(&self) -> &Engine {
+        self.native.get().engine()
     }
 }
 
@@ -181,12 +185,12 @@ fn tensor(cache: CacheArg<'_, '_>, index: IntArg<'_, '_>) -> PyResult<usize> {
 
 /// Checks the arguments of `pull_cache` (contract §9.1).
 fn pull_cache(
-    native: &Bound<'_, DataDist>,
+    engine: &Engine,
     (cache_key, cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
     (batch_index, size): (IntArg<'_, '_>, IntArg<'_, '_>),
     options: &Bound<'_, PyDict>,
 ) -> PyResult<Pull> {
-    let py = native.py();
+    let py = options.py();
     let key = cache_key.of("cache_key", &[KeyClass::Cache, KeyClass::Row])?;
     device_cache("kv_cache", cache)?;
     let size = size.int("size")?;
@@ -203,31 +207,31 @@ fn pull_cache(
         (0, 0) => PullRows::Slot { local: row, size },
         _ => PullRows::Part { local: row, remote_offset, local_offset, size },
     };
-    Ok(Pull { from: key.name()?, to: local.end(native)?, rows, layers })
+    Ok(Pull { from: key.name()?, to: local.end(engine)?, rows, layers })
 }
 
 /// Checks the arguments of `pull_blocks` (contract §9.1).
 fn pull_blocks(
-    native: &Bound<'_, DataDist>,
+    engine: &Engine,
     (key, cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
     (prompt_blocks, decoder_blocks): (BlocksArg<'_, '_>, BlocksArg<'_, '_>),
     options: &Bound<'_, PyDict>,
 ) -> PyResult<Pull> {
-    let py = native.py();
+    let py = options.py();
     let checked = |result: llm_datadist_core::Result<()>| result.map_err(|error| raise(py, &error));
     let key = key.of("prompt_cache_key", &[KeyClass::Blocks])?;
     cache.kv_typed("decoder_kv_cache")?;
     let remote = prompt_blocks.list("prompt_blocks")?;
     let local = decoder_blocks.list("decoder_blocks")?;
     cache.on_device("decoder_kv_cache")?;
-    checked(validate::named("prompt_blocks", &remote))?;
-    checked(validate::named("decoder_blocks", &local))?;
+    checked(validate::not_empty("prompt_blocks", &remote))?;
+    checked(validate::not_empty("decoder_blocks", &local))?;
     checked(validate::equally_many(("prompt_blocks", remote.len()), ("decoder_blocks", local.len())))?;
     let given = LayerArgs::of(options)?;
     let per_layer = given.per_layer()?;
     let layers = given.of_pull(per_layer)?;
     let from = key.name()?;
-    Ok(Pull { from, to: cache.end(native)?, rows: PullRows::Blocks { remote, local }, layers })
+    Ok(Pull { from, to: cache.end(engine)?, rows: PullRows::Blocks { remote, local }, layers })
 }
 
 /// The argument called `name` must be a `KvCache` in memory of the device.
@@ -251,11 +255,11 @@ fn nameless(py: Python<'_>, name: &str, why: &str) -> PyErr {
 }
 
 /// Returns the cache as one end of a copy. An engine has one device, so a CPU cache of several devices is refused.
-fn one_device(native: &Bound<'_, DataDist>, cache: CacheArg<'_, '_>) -> PyResult<End> {
-    let py = native.py();
+fn one_device(engine: &Engine, cache: CacheArg<'_, '_>) -> PyResult<End> {
+    let py = cache.py();
     let devices = cache.getattr(intern!(py, "_num_devices"))?;
     if devices.extract::<usize>()? == 1 {
-        return cache.end(native);
+        return cache.end(engine);
     }
     Err(invalid(py, "num_devices of the cache", devices, "1, because an engine has one device"))
 }

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use llm_datadist_core::bindings::validate;
 use llm_datadist_core::{
-    CacheKind, ClusterId, Destination, End, Error, Geometry, LayerRange, Layers, LayerwiseArgs, Mode, Target,
+    CacheKind, CacheLayout, ClusterId, Destination, End, Error, Geometry, LayerRange, Layers, LayerwiseArgs,
+    Mode, Target,
 };
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -14,7 +15,7 @@ use pyo3::types::{PyList, PyRange, PyTuple};
 
 use crate::arguments::{Arg, BlocksArg, CacheArg, IntArg, KeyArg};
 use crate::convert::{self, Any, inner_only_support, int, is_int, only_support};
-use crate::datadist::DataDist;
+use crate::engine::Engine;
 use crate::error::{invalid, raise};
 use crate::python_types::PythonTypes;
 use crate::remote_key::KeyClass;
@@ -45,11 +46,8 @@ pub(crate) struct RawArguments<'a, 'py> {
 }
 
 /// Checks the arguments of `transfer_cache_async`. A config without a layer range gets all layers (row 13).
-pub(crate) fn transfer(
-    engine: &Bound<'_, DataDist>,
-    given: &RawArguments<'_, '_>,
-) -> PyResult<CheckedArguments> {
-    let py = engine.py();
+pub(crate) fn transfer(engine: &Engine, given: &RawArguments<'_, '_>) -> PyResult<CheckedArguments> {
+    let py = given.src_cache.py();
     let refused = |error: Error| raise(py, &error);
     let src_cache = given.src_cache;
     required_cache(engine, src_cache)?;
@@ -63,13 +61,13 @@ pub(crate) fn transfer(
     let geometry = Geometry::new(&desc).map_err(refused)?;
     let layers = validate::whole_layers(geometry, args.tensors_per_layer).map_err(refused)?;
     let cache = src_cache.local()?;
-    let local = validate::Side { geometry, kind: cache.kind()?, placement: desc.placement };
+    let local = CacheLayout { geometry, kind: cache.kind()?, placement: desc.placement };
     if args.src_blocks.is_empty() && local.kind == CacheKind::Batch {
         cache.slots_first()?;
     }
     validate::layerwise(local, &args).map_err(refused)?;
     let one = |config: &Any<'_>| {
-        let to = destination(config, layers, engine.get().one_sided())?;
+        let to = destination(config, layers, engine.one_sided())?;
         validate::destination(local, &args, &to).map_err(refused)?;
         Ok(to)
     };
@@ -78,9 +76,9 @@ pub(crate) fn transfer(
 }
 
 /// Row 1: a cache of the class of the engine's mode.
-fn required_cache(engine: &Bound<'_, DataDist>, src_cache: CacheArg<'_, '_>) -> PyResult<()> {
-    let types = PythonTypes::get(engine.py())?;
-    let (class, allowed) = match engine.get().mode() {
+fn required_cache(engine: &Engine, src_cache: CacheArg<'_, '_>) -> PyResult<()> {
+    let types = PythonTypes::get(src_cache.py())?;
+    let (class, allowed) = match engine.mode() {
         Mode::CacheManager => (&types.cache, "['Cache']"),
         Mode::KvCacheManager => (&types.kv_cache, "['KvCache']"),
     };
@@ -138,10 +136,10 @@ fn synchronizer(value: &Any<'_>, args: &mut LayerwiseArgs) -> PyResult<Option<Du
 }
 
 /// Row 10: the configs, each of the class of the engine's mode.
-fn configs<'py>(engine: &Bound<'py, DataDist>, value: &Any<'py>) -> PyResult<Vec<Any<'py>>> {
-    let (name, types) = ("transfer_configs", PythonTypes::get(engine.py())?);
+fn configs<'py>(engine: &Engine, value: &Any<'py>) -> PyResult<Vec<Any<'py>>> {
+    let (name, types) = ("transfer_configs", PythonTypes::get(value.py())?);
     let configs = listed(name, value)?;
-    let (class, allowed) = if engine.get().one_sided() {
+    let (class, allowed) = if engine.one_sided() {
         (&types.transfer_key_config, "['TransferWithCacheKeyConfig']")
     } else {
         (&types.transfer_config, "['TransferConfig']")

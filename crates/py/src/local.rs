@@ -10,7 +10,7 @@ use pyo3::types::{PyDict, PyString};
 
 use crate::arguments::{BlocksArg, CacheArg, IntArg};
 use crate::convert::{self, Any, only_support};
-use crate::datadist::DataDist;
+use crate::engine::Engine;
 
 /// Source, destination and pairs of blocks.
 type Swap = (End, End, Vec<(i64, i64)>);
@@ -46,7 +46,7 @@ pub(crate) fn copy_args(
 
 /// Checks the arguments of `swap_blocks` (contract §7.11).
 pub(crate) fn swap_args(
-    engine: &Bound<'_, DataDist>,
+    engine: &Engine,
     src: CacheArg<'_, '_>,
     dst: CacheArg<'_, '_>,
     src_to_dst: BlocksArg<'_, '_>,

@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 
 use crate::cache::{LooseCache, ManagedCache};
 use crate::convert::{Any, any_int, int};
-use crate::datadist::DataDist;
+use crate::engine::Engine;
 use crate::error::{invalid, raise};
 
 /// A `Cache` or `KvCache` with its handle.
@@ -40,20 +40,22 @@ impl<'a, 'py> LocalCache<'a, 'py> {
 
     /// Returns its id if `engine` made it. Ids start again with each engine, so the id of another engine's cache means
     /// nothing here.
-    pub(crate) fn id(&self, engine: &Bound<'_, DataDist>) -> PyResult<Option<CacheId>> {
+    pub(crate) fn id(&self, engine: &Engine) -> PyResult<Option<CacheId>> {
         if let Some(managed) = self.managed() {
-            return Ok(managed.id_in(engine.get().number()));
+            return Ok(managed.id_in(engine.number()));
         }
-        let py = engine.py();
+        let py = self.cache.py();
         let id = CacheId(int("cache_id", &self.cache.getattr(intern!(py, "_cache_id"))?)?);
         let maker = self.cache.getattr(intern!(py, "_cache_manager"))?;
-        let own = maker.is_none() || maker.getattr(intern!(py, "_native"))?.is(engine);
+        let number =
+            || maker.getattr(intern!(py, "_native"))?.getattr(intern!(py, "number"))?.extract::<u64>();
+        let own = maker.is_none() || number().is_ok_and(|number| number == engine.number());
         Ok(own.then_some(id))
     }
 
     /// Returns it as one end of a copy: by its id, or by its handle if it is a CPU cache.
-    pub(crate) fn end(&self, engine: &Bound<'_, DataDist>) -> PyResult<End> {
-        let py = engine.py();
+    pub(crate) fn end(&self, engine: &Engine) -> PyResult<End> {
+        let py = self.cache.py();
         if let Ok(loose) = self.handle.cast::<LooseCache>() {
             return loose.get().end().map_err(|error| raise(py, &error));
         }

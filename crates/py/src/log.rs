@@ -9,7 +9,7 @@ use std::net::Shutdown;
 use std::os::fd::IntoRawFd;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, Once, PoisonError};
+use std::sync::{Mutex, MutexGuard, Once, OnceLock, PoisonError};
 use std::thread;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -20,13 +20,30 @@ use crate::python_types::PythonTypes;
 
 /// Most lines in a queue. Beyond, the oldest are dropped and counted (`test_log_that_nobody_reads_is_bounded`).
 const MOST: usize = 1024;
-/// Most nested forks that have a log.
-const GENERATIONS: usize = 64;
 
-/// One queue for each generation of forked processes. A child cannot use the queue of its parent, because a thread that
-/// the child does not have may hold its lock (`test_forked_child_logs_and_exits`).
-static QUEUES: [Mutex<Queue>; GENERATIONS] = [const { Mutex::new(Queue::new()) }; GENERATIONS];
-static GENERATION: AtomicUsize = AtomicUsize::new(0);
+/// The queue of the first process. Each forked child appends one of its own.
+static FIRST: Generation = Generation::new();
+/// How many forks lie between the first process and this one.
+static FORKS: AtomicUsize = AtomicUsize::new(0);
+
+/// The queue of one generation of forked processes. A child cannot use the queue of its parent, because a thread that the
+/// child does not have may hold its lock (`test_forked_child_logs_and_exits`).
+struct Generation {
+    queue: Mutex<Queue>,
+    child: OnceLock<&'static Generation>,
+}
+
+impl Generation {
+    const fn new() -> Generation {
+        Generation { queue: Mutex::new(Queue::new()), child: OnceLock::new() }
+    }
+
+    /// Returns the generation of this process.
+    fn of_this_process() -> &'static Generation {
+        let forks = FORKS.load(Ordering::Relaxed);
+        std::iter::successors(Some(&FIRST), |parent| parent.child.get().copied()).nth(forks).unwrap_or(&FIRST)
+    }
+}
 
 struct Queue {
     waiting: VecDeque<Waiting>,
@@ -66,13 +83,9 @@ impl Queue {
     }
 }
 
-/// Returns the queue of this process, or `None` after too many nested forks.
-fn queue() -> Option<MutexGuard<'static, Queue>> {
-    QUEUES.get(GENERATION.load(Ordering::Relaxed)).map(locked)
-}
-
-fn locked(queue: &'static Mutex<Queue>) -> MutexGuard<'static, Queue> {
-    queue.lock().unwrap_or_else(PoisonError::into_inner)
+/// Returns the queue of this process.
+fn queue() -> MutexGuard<'static, Queue> {
+    Generation::of_this_process().queue.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 struct ToPython;
@@ -85,9 +98,7 @@ impl Sink for ToPython {
     fn take(&self, line: Line) {
         let thread = thread::current().name().unwrap_or("unnamed").to_owned();
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
-        if let Some(mut queue) = queue() {
-            queue.add(Waiting(line, thread, now));
-        }
+        queue().add(Waiting(line, thread, now));
     }
 }
 
@@ -105,11 +116,10 @@ pub(crate) fn drain(py: Python<'_>) -> PyResult<()> {
     PythonTypes::get(py)?.drain_log.call0(py).map(drop)
 }
 
-/// Returns a descriptor that becomes readable when lines are queued, which the caller closes. `None` after too many nested
-/// forks.
+/// Returns a descriptor that becomes readable when lines are queued, which the caller closes.
 #[pyfunction]
-pub(crate) fn open_log() -> PyResult<Option<i32>> {
-    let Some(mut queue) = queue() else { return Ok(None) };
+pub(crate) fn open_log() -> PyResult<i32> {
+    let mut queue = queue();
     let (wake, reader) = UnixStream::pair()?;
     wake.set_nonblocking(true)?;
     queue.wake = Some(wake);
@@ -117,13 +127,14 @@ pub(crate) fn open_log() -> PyResult<Option<i32>> {
     if !queue.waiting.is_empty() {
         queue.ring();
     }
-    Ok(Some(reader.into_raw_fd()))
+    Ok(reader.into_raw_fd())
 }
 
 /// Ends the descriptor of `open_log`. A reader finds its end, even if a forked child holds it as well.
 #[pyfunction]
 pub(crate) fn close_log() {
-    if let Some(wake) = queue().and_then(|mut queue| queue.wake.take()) {
+    let wake = queue().wake.take();
+    if let Some(wake) = wake {
         // Fails only if the other end is closed.
         let _ = wake.shutdown(Shutdown::Both);
     }
@@ -132,12 +143,10 @@ pub(crate) fn close_log() {
 /// Returns how many lines were dropped, and the queued lines, oldest first.
 #[pyfunction]
 pub(crate) fn take_log() -> (u64, Vec<Taken>) {
-    let Some((dropped, waiting)) = queue().map(|mut queue| {
-        queue.woken = false;
-        (std::mem::take(&mut queue.dropped), std::mem::take(&mut queue.waiting))
-    }) else {
-        return (0, Vec::new());
-    };
+    let mut queue = queue();
+    queue.woken = false;
+    let (dropped, waiting) = (std::mem::take(&mut queue.dropped), std::mem::take(&mut queue.waiting));
+    drop(queue);
     let taken = |Waiting(line, thread, time): Waiting| {
         (level(line.level), line.target, line.text, line.file, line.line, thread, time)
     };
@@ -147,9 +156,13 @@ pub(crate) fn take_log() -> (u64, Vec<Taken>) {
 /// Gives a forked child a queue of its own.
 #[pyfunction]
 pub(crate) fn log_after_fork() {
-    let parents = GENERATION.fetch_add(1, Ordering::Relaxed);
+    let parent = Generation::of_this_process();
+    // The child has one thread, so nobody else sets this; the queue lasts as long as the process.
+    if parent.child.set(Box::leak(Box::new(Generation::new()))).is_ok() {
+        FORKS.fetch_add(1, Ordering::Relaxed);
+    }
     // A thread of the parent may have held the lock.
-    if let Some(Ok(mut queue)) = QUEUES.get(parents).map(Mutex::try_lock) {
+    if let Ok(mut queue) = parent.queue.try_lock() {
         queue.wake = None;
         queue.waiting.clear();
     }

@@ -7,12 +7,12 @@ use pyo3::prelude::*;
 
 use crate::arguments::DescArg;
 use crate::cache::ManagedCache;
-use crate::datadist::DataDist;
+use crate::engine::Engine;
 use crate::error::raise;
 use crate::transfer::{Pull, Push};
 use crate::{log, raw};
 
-impl DataDist {
+impl Engine {
     /// Copies a range of a slot between the ends, written first; the error names the request.
     pub(crate) fn copy(
         &self,
@@ -25,13 +25,12 @@ impl DataDist {
             Some(id) => error.with("req_id", id),
             None => error,
         };
-        self.engine().enter(py, |engine| engine.copy_cache(to, from, args).map_err(named))
+        self.enter(py, |engine| engine.copy_cache(to, from, args).map_err(named))
     }
 
     /// Pulls, and logs what became of links if that fails.
     pub(crate) fn pull(&self, py: Python<'_>, pull: &Pull) -> PyResult<()> {
-        let pulled =
-            self.engine().enter(py, |engine| engine.pull(pull.from, &pull.to, &pull.rows, pull.layers));
+        let pulled = self.enter(py, |engine| engine.pull(pull.from, &pull.to, &pull.rows, pull.layers));
         if pulled.is_err() {
             log::drain(py)?;
         }
@@ -40,8 +39,7 @@ impl DataDist {
 
     /// Pushes, and logs what became of links if that fails.
     pub(crate) fn push(&self, py: Python<'_>, push: &Push) -> PyResult<()> {
-        let pushed =
-            self.engine().enter(py, |engine| engine.push(&push.from, push.to, &push.rows, push.layers));
+        let pushed = self.enter(py, |engine| engine.push(&push.from, push.to, &push.rows, push.layers));
         if pushed.is_err() {
             log::drain(py)?;
         }
@@ -50,7 +48,7 @@ impl DataDist {
 
     /// Releases a cache that this engine made; `None` stands for one that it did not.
     pub(crate) fn deallocate(&self, py: Python<'_>, id: Option<CacheId>) -> PyResult<()> {
-        self.engine().enter(py, |engine| id.map_or(Ok(()), |id| engine.deallocate(id)))
+        self.enter(py, |engine| id.map_or(Ok(()), |id| engine.deallocate(id)))
     }
 
     /// Allocates; the descriptor and keys are of the right types.
@@ -63,7 +61,7 @@ impl DataDist {
         let py = desc.py();
         let desc = desc.read(kind, keys)?;
         let made = |cache: Arc<Cache>| ManagedCache::of(self.number(), &cache);
-        self.engine().enter(py, |engine| engine.allocate(&desc, kind, keys).map(made))
+        self.enter(py, |engine| engine.allocate(&desc, kind, keys).map(made))
     }
 
     /// Registers memory of the caller; the descriptor and keys are of the right types.
@@ -79,6 +77,6 @@ impl DataDist {
         let desc = desc.read(kind, keys)?;
         let adopted = raw::adopt(&desc, kind, addrs).map_err(|error| raise(py, &error))?;
         let made = |cache: Arc<Cache>| ManagedCache::of(self.number(), &cache);
-        self.engine().enter(py, |engine| engine.register(adopted, keys, access).map(made))
+        self.enter(py, |engine| engine.register(adopted, keys, access).map(made))
     }
 }

@@ -10,7 +10,7 @@ use pyo3::types::{PyDict, PyRange, PyRangeMethods, PyString};
 
 use crate::arguments::{BlocksArg, CacheArg, IntArg, KeyArg};
 use crate::convert::{Any, int, only_support, shown};
-use crate::datadist::DataDist;
+use crate::engine::Engine;
 use crate::error::{invalid, raise};
 use crate::remote_key::KeyClass;
 
@@ -48,18 +48,18 @@ pub(crate) struct LayerArgs<'py> {
 
 /// Checks the arguments of `pull_cache` (contract §7.12).
 pub(crate) fn pull_cache(
-    engine: &Bound<'_, DataDist>,
+    engine: &Engine,
     (cache_key, cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
     (batch_index, size): (IntArg<'_, '_>, IntArg<'_, '_>),
     options: &Bound<'_, PyDict>,
 ) -> PyResult<Pull> {
     let allowed: &[KeyClass] =
-        if engine.get().one_sided() { &[KeyClass::Row] } else { &[KeyClass::Cache, KeyClass::Row] };
+        if engine.one_sided() { &[KeyClass::Row] } else { &[KeyClass::Cache, KeyClass::Row] };
     let key = cache_key.of("cache_key", allowed)?;
     cache.typed("cache")?;
     let (row, size) = (batch_index.int("batch_index")?, size.int("size")?);
     let local = cache.slots("cache")?;
-    validate::copy_size(size).map_err(|error| raise(engine.py(), &error))?;
+    validate::copy_size(size).map_err(|error| raise(options.py(), &error))?;
     let given = LayerArgs::of(options)?;
     let per_layer = given.per_layer()?;
     key.check_ids()?;
@@ -70,7 +70,7 @@ pub(crate) fn pull_cache(
 
 /// Checks the arguments of `pull_blocks` (contract §7.13).
 pub(crate) fn pull_blocks(
-    engine: &Bound<'_, DataDist>,
+    engine: &Engine,
     (src_cache_key, dst_cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
     (src_blocks, dst_blocks): (BlocksArg<'_, '_>, BlocksArg<'_, '_>),
     options: &Bound<'_, PyDict>,
@@ -97,12 +97,12 @@ pub(crate) fn pull_blocks(
 
 /// Checks the arguments of `push_cache` (contract §7.14).
 pub(crate) fn push_cache(
-    engine: &Bound<'_, DataDist>,
+    engine: &Engine,
     (dst_cache_key, src_cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
     (src_batch_index, size): (IntArg<'_, '_>, IntArg<'_, '_>),
     given: &LayerArgs<'_>,
 ) -> PyResult<Push> {
-    one_sided(engine, "push_cache")?;
+    one_sided(src_cache.py(), engine, "push_cache")?;
     let key = dst_cache_key.required("dst_cache_key", &[KeyClass::Row])?;
     src_cache.typed("src_cache")?;
     if src_cache.is_none() {
@@ -110,38 +110,38 @@ pub(crate) fn push_cache(
     }
     let rows = PushRows::Slot { local: src_batch_index.int("src_batch_index")? };
     let local = src_cache.slots("src_cache")?;
-    let layers = given.of_push(engine.py())?;
-    validate::push_size(size.int("size")?).map_err(|error| raise(engine.py(), &error))?;
+    let layers = given.of_push(src_cache.py())?;
+    validate::push_size(size.int("size")?).map_err(|error| raise(src_cache.py(), &error))?;
     Ok(Push { from: local.end(engine)?, to: key.name()?, rows, layers })
 }
 
 /// Checks the arguments of `push_blocks` (contract §7.15).
 pub(crate) fn push_blocks(
-    engine: &Bound<'_, DataDist>,
+    engine: &Engine,
     (dst_cache_key, src_cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
     (src_blocks, dst_blocks): (BlocksArg<'_, '_>, BlocksArg<'_, '_>),
     given: &LayerArgs<'_>,
 ) -> PyResult<Push> {
-    one_sided(engine, "push_blocks")?;
+    one_sided(src_cache.py(), engine, "push_blocks")?;
     let key = dst_cache_key.of("dst_cache_key", &[KeyClass::Blocks])?;
     src_cache.typed("src_cache")?;
     let local = src_blocks.listed_or_none("src_blocks")?;
     let remote = dst_blocks.listed_or_none("dst_blocks")?;
     let cache = src_cache.blocks("src_cache")?;
     let remote = at_least_one("dst_blocks", remote, dst_blocks)?;
-    let layers = given.of_push(engine.py())?;
+    let layers = given.of_push(src_cache.py())?;
     let to = key.name()?;
     let rows = PushRows::Blocks { local: listed("src_blocks", local, src_blocks)?, remote };
     Ok(Push { from: cache.end(engine)?, to, rows, layers })
 }
 
 /// Refuses a push unless transfers are one-sided.
-fn one_sided(engine: &Bound<'_, DataDist>, call: &str) -> PyResult<()> {
-    if engine.get().one_sided() {
+fn one_sided(py: Python<'_>, engine: &Engine, call: &str) -> PyResult<()> {
+    if engine.one_sided() {
         return Ok(());
     }
     let text = format!("{call} needs llm.EnableRemoteCacheAccessible = 1");
-    Err(raise(engine.py(), &Error::new(ErrorKind::InvalidArgument, text)))
+    Err(raise(py, &Error::new(ErrorKind::InvalidArgument, text)))
 }
 
 /// Returns the list, which must not be `None`.
@@ -151,7 +151,7 @@ fn listed(name: &str, blocks: Option<Vec<i64>>, value: BlocksArg<'_, '_>) -> PyR
 
 fn at_least_one(name: &str, blocks: Option<Vec<i64>>, value: BlocksArg<'_, '_>) -> PyResult<Vec<i64>> {
     let blocks = listed(name, blocks, value)?;
-    validate::named(name, &blocks).map_err(|error| raise(value.py(), &error))?;
+    validate::not_empty(name, &blocks).map_err(|error| raise(value.py(), &error))?;
     Ok(blocks)
 }
 

@@ -7,8 +7,7 @@ use std::sync::Arc;
 use super::row_pins::Pins;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Access, Adopted, Tensors};
-use crate::model::{CacheDesc, CacheId, CacheKind, DataType, Geometry, Placement};
-use crate::validate::Side;
+use crate::model::{CacheDesc, CacheId, CacheKind, CacheLayout, DataType, Geometry, Placement};
 
 /// The provider of a cache's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,7 +48,7 @@ impl Shape {
 pub struct Cache {
     id: CacheId,
     origin: Origin,
-    side: Side,
+    layout: CacheLayout,
     shape: Shape,
     data_type: DataType,
     remote_accessible: bool,
@@ -60,22 +59,22 @@ pub struct Cache {
 impl Cache {
     /// Creates a cache over the caller's memory that is in no table; its id is −1.
     pub fn loose(adopted: Adopted) -> Arc<Cache> {
-        let (desc, side) = (adopted.desc().clone(), adopted.side());
-        Arc::new(Cache::new(CacheId(-1), Origin::Loose, &desc, side, Tensors::adopted(adopted), false))
+        let (desc, layout) = (adopted.desc().clone(), adopted.layout());
+        Arc::new(Cache::new(CacheId(-1), Origin::Loose, &desc, layout, Tensors::adopted(adopted), false))
     }
 
     pub(super) fn new(
         id: CacheId,
         origin: Origin,
         desc: &CacheDesc,
-        side: Side,
+        layout: CacheLayout,
         tensors: Tensors,
         remote_accessible: bool,
     ) -> Self {
         Cache {
             id,
             origin,
-            side,
+            layout,
             shape: Shape::of(&desc.shape),
             data_type: desc.data_type,
             remote_accessible,
@@ -94,23 +93,23 @@ impl Cache {
     }
 
     /// Returns the sizes, kind and placement.
-    pub fn side(&self) -> Side {
-        self.side
+    pub fn layout(&self) -> CacheLayout {
+        self.layout
     }
 
     /// Returns the sizes.
     pub fn geometry(&self) -> Geometry {
-        self.side.geometry
+        self.layout.geometry
     }
 
     /// Returns whether a row is a batch slot or a block.
     pub fn kind(&self) -> CacheKind {
-        self.side.kind
+        self.layout.kind
     }
 
     /// Returns the placement, which selects the pool.
     pub fn placement(&self) -> Placement {
-        self.side.placement
+        self.layout.placement
     }
 
     /// Returns the dimensions of one tensor, outermost first.

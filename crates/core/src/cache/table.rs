@@ -18,9 +18,8 @@ use super::shards::{Shards, TABLE};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::memory::{Adopted, Generations, Tensors};
-use crate::model::{CacheDesc, CacheId, CacheKey, CacheKind};
+use crate::model::{CacheDesc, CacheId, CacheKey, CacheKind, CacheLayout};
 use crate::sync::Mutex;
-use crate::validate::Side;
 
 /// What to do with a key that already names a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -132,12 +131,12 @@ impl Table {
     pub fn allocate(
         &self,
         desc: &CacheDesc,
-        side: Side,
+        layout: CacheLayout,
         tensors: Tensors,
         keys: &[(u64, CacheKey)],
     ) -> Result<Arc<Cache>> {
         self.enter(OnBoundKey::Refuse, keys, |id| {
-            Cache::new(id, Origin::Allocated, desc, side, tensors, true)
+            Cache::new(id, Origin::Allocated, desc, layout, tensors, true)
         })
     }
 
@@ -149,9 +148,9 @@ impl Table {
         keys: &[(u64, CacheKey)],
         remote_accessible: bool,
     ) -> Result<Arc<Cache>> {
-        let (desc, side) = (adopted.desc().clone(), adopted.side());
+        let (desc, layout) = (adopted.desc().clone(), adopted.layout());
         self.enter(OnBoundKey::Replace, keys, |id| {
-            Cache::new(id, Origin::Registered, &desc, side, Tensors::adopted(adopted), remote_accessible)
+            Cache::new(id, Origin::Registered, &desc, layout, Tensors::adopted(adopted), remote_accessible)
         })
     }
 

@@ -20,7 +20,7 @@ pub use kernel_choice::Source;
 pub use kernel_choice::Tuner;
 pub use limit::Limit;
 pub use peer_read::STILL_READING;
-pub use progress::{Progress, arrived};
+pub use progress::{Progress, with_arrived_rows};
 pub use route::{Route, Staging};
 #[cfg(feature = "testing")]
 pub use workers::Work;

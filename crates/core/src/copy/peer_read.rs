@@ -99,7 +99,7 @@ impl<W: Work> PeerRead<W> {
             if !self.over() {
                 // Without the lock, because a signal handler may use the engine.
                 drop(state);
-                ended = deadline.waiting(DOING).and_then(|()| self.moves(&mut last, silence));
+                ended = deadline.waiting(DOING).and_then(|()| self.check_silence(&mut last, silence));
                 state = self.state.lock();
             }
         }
@@ -129,7 +129,7 @@ impl<W: Work> PeerRead<W> {
 
     /// Returns `Err(Timeout)` once no unit has ended for `silence`. `last` is the number of ended units, and
     /// when it changed.
-    fn moves(&self, last: &mut (usize, Instant), silence: Option<Duration>) -> Result<()> {
+    fn check_silence(&self, last: &mut (usize, Instant), silence: Option<Duration>) -> Result<()> {
         let (now, Some(silence)) = (self.ended.load(Ordering::Relaxed), silence) else { return Ok(()) };
         if now != last.0 {
             *last = (now, Instant::now());

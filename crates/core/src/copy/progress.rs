@@ -123,7 +123,7 @@ fn missing(plan: &CopyPlan, index: u32, gaps: &[Range<u64>], row_bytes: u64) -> 
 
 /// Adds to the error of a transfer which destination rows are in place nevertheless: all of them in
 /// [`Error::arrived`], the first ones in the text.
-pub fn arrived(error: Error, progress: &Progress, plan: &CopyPlan, row_bytes: u64) -> Error {
+pub fn with_arrived_rows(error: Error, progress: &Progress, plan: &CopyPlan, row_bytes: u64) -> Error {
     let Ok(whole) = progress.arrived(plan, row_bytes) else {
         return error.with("arrived", "unknown, because memory is short");
     };

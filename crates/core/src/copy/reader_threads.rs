@@ -145,7 +145,7 @@ impl Shared {
         let mut state = self.state.lock();
         let allowance = loop {
             if state.closed {
-                return Err(Error::new(ErrorKind::Closed, "the engine was finalized"));
+                return Err(Error::closed());
             }
             let allowance = state.allowance(ticket.pid, self.of_a_process);
             if allowance.threads > 0 {
@@ -202,7 +202,7 @@ impl Shared {
     /// Body of reader `id`, until it is idle or the engine ends.
     fn serve(&self, id: u64) {
         let mut state = self.state.lock();
-        state.arrived();
+        state.count_started();
         loop {
             if let Some(ticket) = state.queue.pop_front() {
                 self.queued.store(state.queue.len(), Ordering::Release);
@@ -230,7 +230,7 @@ impl Shared {
             state.sleeping += 1;
             let (woken, slept) = self.work.wait_timeout(state, IDLE);
             state = woken;
-            let called = state.arrived();
+            let called = state.count_started();
             if slept && !called && state.queue.is_empty() && !state.closed {
                 // Nobody waits for this thread, so it drops its own handle.
                 state.threads.remove(&id);
@@ -250,7 +250,7 @@ struct Allowance {
 impl State {
     /// Counts a reader that has started or woken. Returns `true` if a reader was called: this one takes its
     /// place, whichever one it was. Returns `false` if none was called: then it was one of those that slept.
-    fn arrived(&mut self) -> bool {
+    fn count_started(&mut self) -> bool {
         let called = self.starting > 0;
         if called {
             self.starting -= 1;

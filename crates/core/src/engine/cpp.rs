@@ -1,20 +1,30 @@
 //! Calls of the C++ class that differ from the Python ones: blocks of caches that have no kind, layer ranges
 //! with both ends inclusive, and links that name a local address.
 //!
-//! `PushKvCache` is in `transfer` and `CopyKvCache` in `mod`, because the original's documentation describes
-//! both.
+//! `CopyKvCache` is in `mod`, because the original's documentation describes it.
 
 use std::time::Duration;
 
 use super::links::{each, link_failed};
-use super::{CacheIndex, DataDist, End, RemoteName};
+use super::{DataDist, End, RemoteName};
 use crate::config::Role;
 use crate::copy::Staging;
 use crate::error::{Error, Result};
-use crate::model::{CacheId, Name};
+use crate::model::{CacheId, ClusterId, Name};
 use crate::session::PeerAddress;
 use crate::stats::Op;
 use crate::validate::{self, ExtParam, PullRows, PushRows};
+
+/// One batch slot of a peer's cache: `CacheIndex` of the original's documentation (`PushKvCache.md`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CacheIndex {
+    /// The cluster that owns it.
+    pub cluster: ClusterId,
+    /// Its cache id at the owner.
+    pub cache: CacheId,
+    /// The batch slot.
+    pub row: u32,
+}
 
 impl DataDist {
     /// Pulls one batch slot of a peer's cache (contract, C++ §4, `PullKvCache`).
@@ -68,8 +78,25 @@ impl DataDist {
         validate::push_kv_alone("PushKvBlocks", self.pushing_role(), -1, ext)?;
         self.other(dst.cluster)?;
         let cache = self.cluster.table.find(src)?;
-        let layers = validate::push_kv_blocks(self.pushing_role(), cache.side(), ext)?;
+        let layers = validate::push_kv_blocks(self.pushing_role(), cache.layout(), ext)?;
         self.push(&End::Managed(src), dst.name(), &rows, layers)
+    }
+
+    /// Does `PushKvCache` of the original's documentation: not in the decoder role, only whole slots, and
+    /// layer ranges with both ends inclusive.
+    pub fn push_kv_cache(
+        &self,
+        src: CacheId,
+        dst: CacheIndex,
+        src_batch_index: u32,
+        size: i64,
+        ext: ExtParam,
+    ) -> Result<()> {
+        validate::push_kv_alone("PushKvCache", self.pushing_role(), size, ext)?;
+        self.other(dst.cluster)?;
+        let local = self.cluster.table.find(src)?;
+        let layers = validate::push_kv_cache(self.pushing_role(), local.layout(), size, ext)?;
+        self.push(&End::Managed(src), dst.name(), &PushRows::Slot { local: src_batch_index }, layers)
     }
 
     /// Copies every block of `src_blocks` to its counterpart in each list of `dst_blocks_list` (contract, C++
@@ -86,7 +113,7 @@ impl DataDist {
             super::room_for_lists(src_blocks.len().saturating_mul(dst_blocks_list.len()))?;
             let pairs = validate::cpp::block_lists(src_blocks, dst_blocks_list)?;
             let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
-            let moves = validate::copy_kv_blocks(src.side(), dst.side(), &pairs)?;
+            let moves = validate::copy_kv_blocks(src.layout(), dst.layout(), &pairs)?;
             self.run(Op::CopyBlocks, (&src, &dst), moves, Staging::DEFAULT, deadline)
         })
     }

@@ -3,7 +3,7 @@
 //! `transfer::layerwise` pushes the layers to their destinations, and the [`Task`] records which layers are
 //! ready.
 
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::{DataDist, End};
@@ -28,8 +28,8 @@ impl DataDist {
     ) -> Result<Arc<Task>> {
         let source = match self.source(from) {
             Ok(local) => {
-                let rows = validate::layerwise(local.side(), args)?;
-                to.iter().try_for_each(|to| validate::destination(local.side(), args, to))?;
+                let rows = validate::layerwise(local.layout(), args)?;
+                to.iter().try_for_each(|to| validate::destination(local.layout(), args, to))?;
                 Ok((local, Arc::new(rows)))
             }
             Err(error) => Err(error),
@@ -56,17 +56,7 @@ impl DataDist {
         };
         let task =
             Task::start(self.lanes.handle().clone(), to.into_iter().map(with_layers).collect(), patience)?;
-        let mut tasks = self.tasks.lock();
-        tasks.retain(|task| task.strong_count() > 0);
-        tasks.push(Arc::downgrade(&task));
+        self.tasks.add(&task);
         Ok(task)
-    }
-
-    /// Ends the transfers in progress.
-    pub(super) fn close_tasks(&self) {
-        let tasks = std::mem::take(&mut *self.tasks.lock());
-        for task in tasks.iter().filter_map(Weak::upgrade) {
-            task.close();
-        }
     }
 }

@@ -8,9 +8,10 @@ mod layerwise;
 mod links;
 mod transfer;
 
-pub use transfer::{CacheIndex, RemoteName};
+pub use cpp::CacheIndex;
+pub use transfer::RemoteName;
 
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use crate::cache::{Cache, pin, unpinned};
 use crate::cluster::Cluster;
@@ -19,14 +20,14 @@ use crate::copy::{Limit, Staging};
 use crate::device::DeviceSet;
 use crate::error::Result;
 use crate::memory::{self, Adopted};
-use crate::model::{CacheDesc, CacheId, CacheKey, CacheKind, Deadline, Placement};
+use crate::model::{CacheDesc, CacheId, CacheKey, CacheKind, CacheLayout, Deadline, Placement};
 use crate::plan::{CopyPlan, Ends, Moves};
 use crate::pool::Arena;
 use crate::session::{Links, Transports};
 use crate::stats::{Op, PoolReport, Snapshot};
 use crate::sync::Mutex;
 use crate::token_file;
-use crate::transfer::{Executor, Task};
+use crate::transfer::{Executor, RunningTasks};
 use crate::validate::{self, CopyArgs, Pools};
 
 /// Calls with fewer blocks skip the check whether there is memory for their lists.
@@ -53,8 +54,7 @@ pub struct DataDist {
     // with the layers that they push over the links.
     links: Links,
     lanes: Executor,
-    /// Transfers that may be in progress.
-    tasks: Mutex<Vec<Weak<Task>>>,
+    tasks: RunningTasks,
     cluster: Arc<Cluster>,
     role: Mutex<Role>,
     interrupted: Option<fn() -> bool>,
@@ -83,7 +83,7 @@ impl DataDist {
         Ok(DataDist {
             links,
             lanes: Executor::default(),
-            tasks: Mutex::default(),
+            tasks: RunningTasks::default(),
             role: Mutex::new(cluster.config.role),
             cluster,
             interrupted: None,
@@ -129,11 +129,11 @@ impl DataDist {
                 device: self.cluster.pool(Placement::Device).is_some(),
             };
             let request = validate::allocate(desc, kind, keys, pools)?;
-            let tensors = self.cluster.arena(desc.placement)?.allocate(&request.side.geometry)?;
+            let tensors = self.cluster.arena(desc.placement)?.allocate(&request.layout.geometry)?;
             // Caches that were allocated before may have been touched since, perhaps by the caller's own
             // code.
-            self.cluster.merger.moved(request.side.geometry.bytes());
-            self.cluster.table.allocate(desc, request.side, tensors, &request.keys)
+            self.cluster.merger.moved(request.layout.geometry.bytes());
+            self.cluster.table.allocate(desc, request.layout, tensors, &request.keys)
         })
     }
 
@@ -162,7 +162,7 @@ impl DataDist {
         remote_accessible: Option<bool>,
     ) -> Result<Arc<Cache>> {
         self.cluster.stats.timed(Op::Register, || {
-            let (placement, one_sided) = (adopted.side().placement, self.cluster.config.remote_accessible);
+            let (placement, one_sided) = (adopted.layout().placement, self.cluster.config.remote_accessible);
             let access = validate::accessible(remote_accessible, placement, one_sided, self.links.ranked())?;
             if self.cluster.config.huge_pages == HugeChoice::Eager {
                 let deadline = self.deadline();
@@ -221,8 +221,8 @@ impl DataDist {
             room_for_lists(pairs.len())?;
             let cache = self.resolve(cache)?;
             let moves = match self.mode() {
-                Mode::CacheManager => validate::copy_blocks(cache.side(), pairs),
-                Mode::KvCacheManager => validate::copy_rows(cache.side(), pairs),
+                Mode::CacheManager => validate::copy_blocks(cache.layout(), pairs),
+                Mode::KvCacheManager => validate::copy_rows(cache.layout(), pairs),
             }?;
             self.run(Op::CopyBlocks, (&cache, &cache), moves, Staging::DEFAULT, deadline)
         })
@@ -244,8 +244,8 @@ impl DataDist {
             let (src, dst) = (src?, dst?);
             room_for_lists(pairs.len())?;
             let moves = match self.mode() {
-                Mode::CacheManager => validate::swap_blocks(src.side(), dst.side(), pairs),
-                Mode::KvCacheManager => validate::swap_rows(src.side(), dst.side(), pairs),
+                Mode::CacheManager => validate::swap_blocks(src.layout(), dst.layout(), pairs),
+                Mode::KvCacheManager => validate::swap_rows(src.layout(), dst.layout(), pairs),
             }?;
             let buffer_bytes = src.geometry().row_bytes();
             let staging = Staging { path: self.cluster.config.swap_in, buffer_bytes };
@@ -284,12 +284,12 @@ impl DataDist {
         src: &End,
         dst: &End,
         args: CopyArgs,
-        checked: fn(validate::Side, validate::Side, CopyArgs) -> Result<Moves>,
+        checked: fn(CacheLayout, CacheLayout, CopyArgs) -> Result<Moves>,
     ) -> Result<()> {
         self.cluster.stats.timed(Op::CopyCache, || {
             let deadline = self.deadline();
             let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
-            let moves = checked(src.side(), dst.side(), args)?;
+            let moves = checked(src.layout(), dst.layout(), args)?;
             self.run(Op::CopyCache, (&src, &dst), moves, Staging::DEFAULT, deadline)
         })
     }
@@ -360,7 +360,7 @@ impl Drop for DataDist {
     fn drop(&mut self) {
         // Before anything is released, so that no peer that still maps this memory trusts it any more.
         self.cluster.table.retire();
-        self.close_tasks();
+        self.tasks.close();
         self.cluster.merger.close();
     }
 }

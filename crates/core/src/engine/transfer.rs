@@ -10,12 +10,12 @@ use super::{DataDist, End};
 use crate::cache::Cache;
 use crate::config::Mode;
 use crate::error::{Error, ErrorKind, Result};
-use crate::model::{CacheId, ClusterId, Name};
+use crate::model::{ClusterId, Name};
 use crate::plan::{CopyPlan, Ends};
 use crate::session;
 use crate::stats::Op;
 use crate::transfer::{Call, Moved};
-use crate::validate::{self, ExtParam, Layers, PullRows, PushRows, RemoteCache};
+use crate::validate::{self, Layers, PullRows, PushRows, RemoteCache};
 
 /// Name of a peer's cache or slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,17 +26,6 @@ pub struct RemoteName {
     pub name: Name,
 }
 
-/// One batch slot of a peer's cache: `CacheIndex` of the original's documentation (`PushKvCache.md`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CacheIndex {
-    /// The cluster that owns it.
-    pub cluster: ClusterId,
-    /// Its cache id at the owner.
-    pub cache: CacheId,
-    /// The batch slot.
-    pub row: u32,
-}
-
 impl DataDist {
     /// Pulls rows of a peer's cache into a cache of this engine (contract §7.12, §7.13). An error lists the
     /// rows that arrived.
@@ -45,12 +34,12 @@ impl DataDist {
             let deadline = self.deadline();
             let local = self.local(from.cluster, to)?;
             super::room_for_lists(pulled_blocks(rows))?;
-            validate::pull_local(local.side(), rows, layers)?;
+            validate::pull_local(local.layout(), rows, layers)?;
             let link = self.links.find_other(from.cluster, deadline)?;
             let call = Call { cluster: self.cluster.clone(), link, name: from.name, local, deadline };
             let bytes = call.counted(|| {
                 call.rounds(|known| {
-                    let mut moves = validate::pull(call.local.side(), known.remote, rows, layers)?;
+                    let mut moves = validate::pull(call.local.layout(), known.remote, rows, layers)?;
                     call.pull(known, &mut moves)
                 })
             })?;
@@ -67,7 +56,7 @@ impl DataDist {
             let deadline = self.deadline();
             let local = self.local(to.cluster, from)?;
             super::room_for_lists(pushed_blocks(rows))?;
-            validate::push_local(local.side(), rows, layers)?;
+            validate::push_local(local.layout(), rows, layers)?;
             let link = self.links.find_other(to.cluster, deadline)?;
             let (name, row) = to.name.without_slot();
             let call = Call { cluster: self.cluster.clone(), link, name, local, deadline };
@@ -75,7 +64,7 @@ impl DataDist {
                 call.rounds(|known| {
                     let remote = RemoteCache { row: row.unwrap_or(known.remote.row), ..known.remote };
                     // `call.name` is without the slot.
-                    let mut moves = validate::push(call.local.side(), remote, rows, layers)
+                    let mut moves = validate::push(call.local.layout(), remote, rows, layers)
                         .map_err(|error| error.with("name", to.name))?;
                     let local_rows = std::mem::take(&mut moves.src_rows);
                     let plan = Arc::new(CopyPlan::moves(&mut moves, Ends::TwoCaches)?);
@@ -93,23 +82,6 @@ impl DataDist {
             self.cluster.moved(Op::Push, bytes);
             Ok(())
         })
-    }
-
-    /// Does `PushKvCache` of the original's documentation: not in the decoder role, only whole slots, and
-    /// layer ranges with both ends inclusive.
-    pub fn push_kv_cache(
-        &self,
-        src: CacheId,
-        dst: CacheIndex,
-        src_batch_index: u32,
-        size: i64,
-        ext: ExtParam,
-    ) -> Result<()> {
-        validate::push_kv_alone("PushKvCache", self.pushing_role(), size, ext)?;
-        self.other(dst.cluster)?;
-        let local = self.cluster.table.find(src)?;
-        let layers = validate::push_kv_cache(self.pushing_role(), local.side(), size, ext)?;
-        self.push(&End::Managed(src), dst.name(), &PushRows::Slot { local: src_batch_index }, layers)
     }
 
     /// Returns the cache of this engine at one end of a transfer with `cluster`.

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use crate::error::Result;
 use crate::fallible;
-use crate::model::{CacheDesc, CacheKind};
-use crate::validate::{self, Side};
+use crate::model::{CacheDesc, CacheKind, CacheLayout};
+use crate::validate::{self};
 
 /// Addresses of the caller's own memory, one per tensor.
 ///
@@ -14,7 +14,7 @@ use crate::validate::{self, Side};
 #[derive(Debug)]
 pub struct Adopted {
     desc: CacheDesc,
-    side: Side,
+    layout: CacheLayout,
     addrs: Arc<Vec<u64>>,
 }
 
@@ -28,9 +28,9 @@ impl Adopted {
     /// a cache made from it, is used in a copy. If tensors share bytes with other tensors, their pins do not
     /// exclude each other. Copies between them stay inside the given memory, but their order is undefined.
     pub unsafe fn new(desc: &CacheDesc, kind: CacheKind, addrs: &[u64]) -> Result<Adopted> {
-        let side = validate::addresses(desc, kind, addrs)?;
+        let layout = validate::addresses(desc, kind, addrs)?;
         let addrs = Arc::new(fallible::copied(super::window::ADDRESSES, addrs)?);
-        Ok(Adopted { desc: desc.clone(), side, addrs })
+        Ok(Adopted { desc: desc.clone(), layout, addrs })
     }
 
     /// Returns the description that the caller gave.
@@ -39,8 +39,8 @@ impl Adopted {
     }
 
     /// Returns the sizes, kind and placement.
-    pub fn side(&self) -> Side {
-        self.side
+    pub fn layout(&self) -> CacheLayout {
+        self.layout
     }
 
     /// Returns the shared list with the address of every tensor.

@@ -137,7 +137,7 @@ impl Adopted {
     /// fails.
     pub fn merge(&self, mut check: impl FnMut() -> Result<()>) -> Result<u64> {
         let mut merged = 0;
-        for (start, end) in units_within(ranges(self.addrs(), self.side().geometry.tensor_bytes())) {
+        for (start, end) in units_within(ranges(self.addrs(), self.layout().geometry.tensor_bytes())) {
             // SAFETY: the advice does not change any contents, and the kernel reports addresses that are not
             // mapped.
             let _ = unsafe { libc::madvise(start as *mut c_void, end - start, libc::MADV_HUGEPAGE) };

@@ -77,7 +77,7 @@ impl Tensors {
     #[expect(clippy::needless_pass_by_value, reason = "takes over the caller's promise")]
     pub fn adopted(adopted: Adopted) -> Tensors {
         Tensors {
-            tensor_bytes: adopted.side().geometry.tensor_bytes(),
+            tensor_bytes: adopted.layout().geometry.tensor_bytes(),
             addrs: adopted.shared_addrs(),
             memory: Memory::Adopted(Default::default()),
             _owner: None,

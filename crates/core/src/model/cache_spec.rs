@@ -112,6 +112,17 @@ pub struct CacheDesc {
     pub placement: Placement,
 }
 
+/// Sizes, kind and placement of a cache: what a request is checked against.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CacheLayout {
+    /// Sizes of the cache.
+    pub geometry: Geometry,
+    /// What a row of the cache is.
+    pub kind: CacheKind,
+    /// Placement of the cache.
+    pub placement: Placement,
+}
+
 /// The sizes of a cache in bytes, checked against 64-bit overflow. A value exists only for valid sizes.
 ///
 /// A *row* is one step of dimension 0: a batch slot or a block.

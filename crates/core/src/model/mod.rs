@@ -5,7 +5,7 @@ mod deadline;
 mod ids;
 mod keys;
 
-pub use cache_spec::{CacheDesc, CacheKind, DataType, Geometry, Placement, tensor_bytes};
+pub use cache_spec::{CacheDesc, CacheKind, CacheLayout, DataType, Geometry, Placement, tensor_bytes};
 pub use deadline::Deadline;
 pub use ids::{AddressLocation, CacheId, ClusterId};
 pub use keys::{CacheKey, NO_ID, Name};

@@ -5,7 +5,7 @@
 
 use std::borrow::Cow;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
@@ -217,5 +217,11 @@ impl Stream {
             faults.passed(way, bytes);
         }
         moved
+    }
+}
+
+impl AsFd for Stream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
     }
 }

@@ -23,7 +23,7 @@ pub(super) fn waves(
     ends: Ends,
 ) -> Result<Vec<Wave>> {
     let free = apart(&pairs, ends)? || !order::order_matters(&pairs, ends)?;
-    let levels = if free { vec![pairs] } else { order::levels(&pairs, ends)? };
+    let waves = if free { vec![pairs] } else { order::waves(&pairs, ends)? };
     let wave = |mut pairs: Vec<(u32, u32)>| {
         by_source(&mut pairs)?;
         let scattered = scattered(&pairs);
@@ -34,7 +34,7 @@ pub(super) fn waves(
             Wave::new(order::strided(order::contiguous(blocks.pieces())?)?)
         }
     };
-    fallible::try_collect(PLAN, levels.into_iter().map(wave))
+    fallible::try_collect(PLAN, waves.into_iter().map(wave))
 }
 
 /// Returns whether no block is written twice and, if source and destination are one cache, no written block

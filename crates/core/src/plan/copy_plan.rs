@@ -100,11 +100,11 @@ impl CopyPlan {
 
 /// Returns the waves of `pieces`, with neighbours joined.
 fn in_order(pieces: Vec<Piece>, ends: Ends) -> Result<Vec<Wave>> {
-    let levels =
-        if order::order_matters(&pieces, ends)? { order::levels(&pieces, ends)? } else { vec![pieces] };
+    let waves =
+        if order::order_matters(&pieces, ends)? { order::waves(&pieces, ends)? } else { vec![pieces] };
     let wave = |mut wave: Vec<Piece>| {
         order::by_source(&mut wave)?;
         Wave::new(order::strided(order::contiguous(wave.into_iter())?)?)
     };
-    fallible::try_collect(PLAN, levels.into_iter().map(wave))
+    fallible::try_collect(PLAN, waves.into_iter().map(wave))
 }

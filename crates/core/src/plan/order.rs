@@ -154,7 +154,7 @@ fn sort_by_number<T: Copy>(items: &mut Vec<T>, number: impl Fn(&T) -> u64) -> Re
 }
 
 /// Splits pairs into waves. Each pair runs as early as the pairs before it that touch its blocks allow.
-pub(super) fn levels<T: Pair>(pairs: &[T], ends: Ends) -> Result<Vec<Vec<T>>> {
+pub(super) fn waves<T: Pair>(pairs: &[T], ends: Ends) -> Result<Vec<Vec<T>>> {
     /// The first wave in which a block may be read, and the first in which it may be written.
     #[derive(Default)]
     struct Free {

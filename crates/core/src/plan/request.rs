@@ -45,12 +45,6 @@ impl Default for Pieces {
     }
 }
 
-impl From<Vec<Piece>> for Pieces {
-    fn from(pieces: Vec<Piece>) -> Self {
-        Pieces::Listed(pieces)
-    }
-}
-
 impl Pieces {
     /// Returns blocks of `len` bytes from pairs of source and destination block numbers, each of which must
     /// lie inside its tensor. `Err(InvalidArgument)` if they have 2^63 bytes or more in all.

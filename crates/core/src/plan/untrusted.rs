@@ -286,7 +286,7 @@ fn rows(waves: &[Wave], row_bytes: u64, end: PlanEnd) -> Result<Vec<u64>> {
                     add(range.start, range.end - range.start)?;
                 }
             } else {
-                (0..span.count).try_for_each(|k| add(at(start, step, k), span.len))?;
+                (0..span.count).try_for_each(|k| add(end.of(span.piece(k)), span.len))?;
             }
         }
     }
@@ -294,9 +294,4 @@ fn rows(waves: &[Wave], row_bytes: u64, end: PlanEnd) -> Result<Vec<u64>> {
     let count: u64 = touched.iter().map(|rows| rows.end - rows.start).sum();
     let rows = touched.into_iter().flatten();
     fallible::collect_growing(ROWS, usize::try_from(count).unwrap_or(usize::MAX), rows)
-}
-
-/// Returns the start of piece `k`. The checks of plans keep it within 64 bits.
-fn at(start: u64, step: i64, k: u64) -> u64 {
-    start.wrapping_add_signed(step.wrapping_mul(k.cast_signed()))
 }

@@ -7,9 +7,10 @@ use super::messages::{EntryVersion, MAX_ARRIVED, Reply, Run, WireCache, WireName
 use super::plan_codec::{Pairs, WirePlan, WireSteps};
 use crate::error::{ArrivedRows, Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::{CacheDesc, CacheId, CacheKey, CacheKind, DataType, Geometry, Name, Placement};
+use crate::model::{
+    CacheDesc, CacheId, CacheKey, CacheKind, CacheLayout, DataType, Geometry, Name, Placement,
+};
 use crate::plan::{Blocks, CopyPlan, SpanList, Wave};
-use crate::validate::Side;
 
 /// Largest number of tensors for which a failure reports the rows that arrived.
 const MOST_ARRIVED: usize = 1 << 12;
@@ -113,16 +114,16 @@ impl TryFrom<WirePlan> for CopyPlan {
 impl WireCache {
     /// Returns a record of row `row` of a cache with these sizes. Its location is hidden, and peers may not
     /// use it yet.
-    pub fn new(at: EntryVersion, cache: CacheId, row: u32, side: Side) -> WireCache {
+    pub fn new(at: EntryVersion, cache: CacheId, row: u32, layout: CacheLayout) -> WireCache {
         WireCache {
             at,
             cache: cache.0,
             row,
-            num_tensors: side.geometry.num_tensors(),
-            rows: side.geometry.rows(),
-            row_bytes: side.geometry.row_bytes(),
-            blocks: side.kind == CacheKind::Blocks,
-            placement: side.placement as u8,
+            num_tensors: layout.geometry.num_tensors(),
+            rows: layout.geometry.rows(),
+            row_bytes: layout.geometry.row_bytes(),
+            blocks: layout.kind == CacheKind::Blocks,
+            placement: layout.placement as u8,
             allocated: false,
             accessible: false,
             location: super::WireLocation::Hidden,
@@ -130,23 +131,23 @@ impl WireCache {
     }
 
     /// Returns sizes, kind and placement of the remote cache. `Err(NotLinked)` if they are invalid.
-    pub fn side(&self) -> Result<Side> {
-        let senseless = |what: &str| {
-            let text = format!("the peer described cache {} with {what} that make no sense", self.cache);
+    pub fn layout(&self) -> Result<CacheLayout> {
+        let invalid = |what: &str| {
+            let text = format!("the peer described cache {} with {what}", self.cache);
             Error::new(ErrorKind::NotLinked, text)
         };
         let placement = Placement::ALL.into_iter().find(|&known| known as u8 == self.placement);
-        let placement = placement.ok_or_else(|| senseless("places"))?;
-        let dim = |number: u64| i64::try_from(number).map_err(|_| senseless("sizes"));
+        let placement = placement.ok_or_else(|| invalid("an unknown placement"))?;
+        let dim = |number: u64| i64::try_from(number).map_err(|_| invalid("invalid sizes"));
         let desc = CacheDesc {
             num_tensors: self.num_tensors,
             shape: vec![dim(self.rows)?, dim(self.row_bytes)?],
             data_type: DataType::Uint8,
             placement,
         };
-        let geometry = Geometry::new(&desc).map_err(|error| senseless("sizes").because(error))?;
+        let geometry = Geometry::new(&desc).map_err(|error| invalid("invalid sizes").because(error))?;
         let kind = if self.blocks { CacheKind::Blocks } else { CacheKind::Batch };
-        Ok(Side { geometry, kind, placement })
+        Ok(CacheLayout { geometry, kind, placement })
     }
 }
 

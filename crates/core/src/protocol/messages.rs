@@ -222,13 +222,14 @@ pub enum Reply {
         kind: u8,
         #[serde(deserialize_with = "text")]
         message: String,
+        /// Always empty; the message has the facts. It is part of the bytes of this version.
         #[serde(deserialize_with = "facts")]
         facts: Vec<(String, String)>,
         /// Rows of the destination that are complete despite the failure.
         #[serde(deserialize_with = "arrived")]
         arrived: Vec<WireRows>,
     },
-    /// Reply to [`Request::Locate`]: one spot for each address.
+    /// Reply to [`Request::Locate`]: one location for each address.
     Located(#[serde(deserialize_with = "addresses")] Vec<AddressLocation>),
 }
 

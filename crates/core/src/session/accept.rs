@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use super::handshake::ChallengedPeer;
 use super::link::{Kind, Link, Peer};
-use super::peer_memory::{Offered, PeerMemory};
+use super::peer_memory::{PeerMemory, TakenMemory};
 use super::refusals::{Reason, Refusal};
 use super::shared::Shared;
 use crate::config::TransportChoice;
@@ -41,7 +41,7 @@ enum Step {
     /// The offer of memory by a peer that makes a link.
     Attach(Making),
     /// The peer's report of which memory of this process it can read.
-    Attached(Making, Offered),
+    Attached(Making, TakenMemory),
 }
 
 /// A link in the making.

@@ -12,7 +12,7 @@ use super::message_io::{send_message, send_message_before};
 use super::peer_memory::location;
 use crate::cache::{Cache, Origin, Pin, pin_reads_for, pin_writes, rows_of_a_pin};
 use crate::cluster::Cluster;
-use crate::copy::{CopyEngine, Progress, Staging, arrived};
+use crate::copy::{CopyEngine, Progress, Staging, with_arrived_rows};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::{CacheId, Deadline, Geometry, Name};
@@ -174,7 +174,7 @@ impl RequestContext<'_> {
         let found = self.cluster.table.describe(name)?;
         let cache = &found.cache;
         let version = EntryVersion { index: found.index, generation: found.generation };
-        let mut record = WireCache::new(version, cache.id(), found.row, cache.side());
+        let mut record = WireCache::new(version, cache.id(), found.row, cache.layout());
         record.allocated = cache.origin() == Origin::Allocated;
         record.accessible = cache.remote_accessible();
         if let Some(memory) = self.link.peer_memory().filter(|_| record.accessible) {
@@ -364,7 +364,7 @@ impl RequestContext<'_> {
             Err(error) if error.kind() == ErrorKind::NotEnabled => {
                 Ok(Reply::Unreachable { reason: error.to_string() })
             }
-            Err(error) => Err(arrived(error, &progress, &plan, cache.geometry().row_bytes())),
+            Err(error) => Err(with_arrived_rows(error, &progress, &plan, cache.geometry().row_bytes())),
         }
     }
 }

@@ -142,31 +142,23 @@ impl Link {
         }
     }
 
-    /// Returns the reason why the link broke, if it did; otherwise `error`.
-    pub(crate) fn break_reason_or(&self, error: Error) -> Error {
-        match self.check() {
-            Err(broke) if error.kind() == ErrorKind::NotLinked => self.named(broke),
-            _ => self.named(error),
-        }
-    }
-
     pub(crate) fn unexpected(&self, reply: &Reply) -> Error {
         let text = format!("the peer answered {:?}, which fits no request of this kind", reply.name());
         self.named(Error::new(ErrorKind::System, text))
     }
 
     fn read_record(&self, record: &WireCache) -> Result<KnownCache> {
-        let side = record.side()?;
+        let layout = record.layout()?;
         let tensors = match self.peer_memory() {
             Some(memory) => {
-                memory.tensors(&record.location, record.num_tensors, side.geometry.tensor_bytes())?
+                memory.tensors(&record.location, record.num_tensors, layout.geometry.tensor_bytes())?
             }
             None => None,
         };
         Ok(KnownCache {
             at: record.at,
             cache: CacheId(record.cache),
-            remote: RemoteCache { side, row: record.row, accessible: record.accessible },
+            remote: RemoteCache { layout, row: record.row, accessible: record.accessible },
             consumable: record.allocated && !record.blocks,
             tensors,
         })

@@ -211,6 +211,14 @@ impl Link {
         self.alive() && !self.control.abandoned() && recent()
     }
 
+    /// Returns the reason why the link broke, if it did; otherwise `error`.
+    pub(crate) fn break_reason_or(&self, error: Error) -> Error {
+        match self.check() {
+            Err(broke) if error.kind() == ErrorKind::NotLinked => self.named(broke),
+            _ => self.named(error),
+        }
+    }
+
     /// Returns when and why the link broke.
     pub(super) fn break_reason(&self) -> Option<&(Instant, String)> {
         self.broken.get()

@@ -194,7 +194,7 @@ impl Listeners {
 
     fn unclosed(&self) -> Result<MutexGuard<'_, Listening>> {
         let open = self.open.lock();
-        if open.closed { Err(Error::new(ErrorKind::Closed, "the engine was finalized")) } else { Ok(open) }
+        if open.closed { Err(Error::closed()) } else { Ok(open) }
     }
 
     /// Logs who is admitted if no token is set.

@@ -41,7 +41,7 @@ mod threads;
 
 pub use communicator::CommStatus;
 pub use dial::Transports;
-pub use link::{Kind, Link};
+pub use link::Link;
 
 pub(crate) use call_streams::StreamLease;
 pub(crate) use client::{REPORTED_BY, limit_ms, reply};
@@ -63,10 +63,11 @@ use crate::net::Address;
 use crate::protocol::Comm;
 use crate::stats::LinkState;
 use crate::validate::rank_table::RankEnd;
+use link::Kind;
 use shared::Shared;
 
-/// How long closing waits for threads that are still answering a peer.
-const CLOSE_WAIT: Duration = Duration::from_secs(10);
+/// How long closing waits for threads that still answer a peer or push a layer.
+pub(crate) const CLOSE_WAIT: Duration = Duration::from_secs(10);
 
 /// The address of one cluster in a `link_clusters` or `unlink_clusters` call.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -220,8 +221,7 @@ pub(crate) struct Finder(Weak<Shared>);
 impl Finder {
     /// Finds a link as [`Links::find_other`] does. Returns `Err` with `Closed` if the engine was finalized.
     pub(crate) fn find(&self, cluster: ClusterId, deadline: Deadline) -> Result<Arc<Link>> {
-        let closed = || Error::new(ErrorKind::Closed, "the engine was finalized");
-        self.0.upgrade().ok_or_else(closed)?.find_other(cluster, deadline)
+        self.0.upgrade().ok_or_else(Error::closed)?.find_other(cluster, deadline)
     }
 }
 

@@ -30,7 +30,7 @@ const UNMAP_LIMIT: Duration = Duration::from_secs(1);
 /// The memory that this process could take from a peer's offer. The rest is transferred over sockets, and the
 /// link is not refused for it.
 #[derive(Debug)]
-pub(crate) struct Offered {
+pub(crate) struct TakenMemory {
     /// `None` if they could not be mapped. Then no memory of the peer is read in place.
     generations: Option<PeerGenerations>,
     /// The mapped pools, indexed by placement.
@@ -44,7 +44,7 @@ pub(crate) struct Offered {
 /// The memory of a peer that this process can read, and what the peer can read of this process.
 #[derive(Debug)]
 pub(crate) struct PeerMemory {
-    taken: Offered,
+    taken: TakenMemory,
     /// The peer's report of what it can read of this process.
     seen: Attached,
 }
@@ -92,12 +92,12 @@ impl PeerMemory {
         descriptors: Vec<OwnedFd>,
         stream: &Stream,
         deadline: Deadline,
-    ) -> (Offered, Attached) {
+    ) -> (TakenMemory, Attached) {
         // Only memory files have seals. Other descriptors are not closed here, because closing one may take
         // long.
         let (descriptors, others) = descriptors.into_iter().partition(|fd| fcntl_get_seals(fd).is_ok());
         discard(others);
-        let taken = Offered::of(cluster, offered, descriptors, stream, deadline);
+        let taken = TakenMemory::of(cluster, offered, descriptors, stream, deadline);
         let attached = Attached {
             mapped: taken.unmapped.clone().map_or(Ok(()), Err),
             registered: taken.process.as_ref().map(|_| ()).map_err(Clone::clone),
@@ -106,7 +106,7 @@ impl PeerMemory {
     }
 
     /// Combines the memory taken with the peer's report.
-    pub(crate) fn complete(cluster: &Cluster, taken: Offered, seen: Attached) -> PeerMemory {
+    pub(crate) fn complete(cluster: &Cluster, taken: TakenMemory, seen: Attached) -> PeerMemory {
         // The peer has to map each touched page of a pool at its first read, so look for pages to merge now.
         cluster.merger.check_for_work();
         PeerMemory { taken, seen }
@@ -190,14 +190,14 @@ pub(super) fn guarded() -> bool {
     scope.is_ok_and(|scope| scope.trim() != "0")
 }
 
-impl Offered {
+impl TakenMemory {
     fn of(
         cluster: &Cluster,
         offered: &Attach,
         descriptors: Vec<OwnedFd>,
         stream: &Stream,
         deadline: Deadline,
-    ) -> Offered {
+    ) -> TakenMemory {
         let who = || stream.peer_pid().map_or_else(|| "unknown".into(), |pid| pid.to_string());
         let mut descriptors =
             if descriptors.len() > MOST_DESCRIPTORS { vec![] } else { descriptors }.into_iter();
@@ -221,7 +221,7 @@ impl Offered {
         }
         let unmapped = mapped.as_ref().err().cloned();
         let pools = mapped.unwrap_or_default();
-        Offered { generations: generations.ok(), pools, unmapped, process }
+        TakenMemory { generations: generations.ok(), pools, unmapped, process }
     }
 
     fn generations(

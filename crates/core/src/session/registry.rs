@@ -371,7 +371,7 @@ impl Registry {
 impl Entries {
     fn open(&self) -> Result<()> {
         if self.closed {
-            return Err(Error::new(ErrorKind::Closed, "the engine was finalized"));
+            return Err(Error::closed());
         }
         if self.quiet {
             return Err(Error::new(ErrorKind::LinkFailed, "the engine is switching its role; try again"));

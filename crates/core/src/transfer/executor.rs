@@ -16,7 +16,7 @@ use hashbrown::HashMap;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::ClusterId;
-use crate::session::THREAD_STACK;
+use crate::session::{CLOSE_WAIT, THREAD_STACK};
 use crate::sync::{Builder, Condvar, Mutex};
 
 /// How long an idle lane is kept.
@@ -25,8 +25,6 @@ const KEEP: Duration = Duration::from_secs(30);
 const MOST: usize = 512;
 /// Most lanes at work for one cluster: half of the streams of a link.
 const MOST_OF_ONE: usize = 32;
-/// How long the end of an engine waits for lanes whose links it has closed.
-const CLOSE_WAIT: Duration = Duration::from_secs(10);
 
 /// Work for a lane. It is run or refused, exactly once.
 pub(crate) trait Job: Send {
@@ -138,7 +136,7 @@ impl ExecutorHandle {
         let mut state = self.0.state.lock();
         if state.closed {
             drop(state);
-            return job.refused(closed());
+            return job.refused(Error::closed());
         }
         let at = state.clusters.entry(cluster).or_default();
         if at.taken == MOST_OF_ONE {
@@ -177,7 +175,7 @@ impl ExecutorHandle {
     pub(crate) fn at(&self, when: Instant, job: Box<dyn Job>) -> Result<Alarm> {
         let mut state = self.0.state.lock();
         if state.closed {
-            return Err(closed());
+            return Err(Error::closed());
         }
         if !state.clock {
             self.start("llm-clock", Shared::run_alarms).map_err(|error| no_thread(&error))?;
@@ -240,7 +238,7 @@ impl Drop for Executor {
         shared.alarms_changed.notify_all();
         // Without the lock, because the jobs report their end.
         for job in jobs {
-            job.refused(closed());
+            job.refused(Error::closed());
         }
         drop(alarms);
         let until = Instant::now() + CLOSE_WAIT;
@@ -316,10 +314,6 @@ impl Shared {
 /// Runs a job. A job that panics reports it when it is dropped, and does not end its lane.
 fn run(job: Box<dyn Job>) {
     let _ = catch_unwind(AssertUnwindSafe(|| job.run()));
-}
-
-fn closed() -> Error {
-    Error::new(ErrorKind::Closed, "the engine was finalized")
 }
 
 fn no_thread(error: &io::Error) -> Error {

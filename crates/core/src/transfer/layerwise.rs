@@ -128,7 +128,7 @@ impl LayerPush {
         let range = self.to.src_layers;
         validate::destination_layers(remote, first_layer, range.end - range.first, self.per_layer)?;
         let mut moves = validate::layer_moves(
-            self.local.side(),
+            self.local.layout(),
             &self.rows,
             self.to.src_row,
             LayerDestination::Cache(remote),
@@ -198,13 +198,13 @@ struct TensorPlans<'a> {
 impl TensorPlans<'_> {
     /// Returns the plan for a tensor that goes to `location`.
     fn plan(&mut self, link: &Link, location: AddressLocation, deadline: Deadline) -> Result<CopyPlan> {
-        let tensor_bytes = self.known(link, location.cache, deadline)?.remote.side.geometry.tensor_bytes();
+        let tensor_bytes = self.known(link, location.cache, deadline)?.remote.layout.geometry.tensor_bytes();
         let place = (location.offset, tensor_bytes);
         if let Some((_, plan)) = self.plans.iter().find(|(known, _)| *known == place) {
             return Ok(plan.clone());
         }
         let (local, to) =
-            (self.push.local.side(), LayerDestination::Memory { offset: location.offset, tensor_bytes });
+            (self.push.local.layout(), LayerDestination::Memory { offset: location.offset, tensor_bytes });
         let mut moves = validate::layer_moves(local, &self.push.rows, self.push.to.src_row, to)?;
         let plan = CopyPlan::moves(&mut moves, Ends::TwoCaches)?;
         self.local_rows = moves.src_rows;

@@ -5,10 +5,12 @@ mod executor;
 mod layerwise;
 mod pull;
 mod push;
+mod running_tasks;
 mod stream;
 mod task;
 
 pub(crate) use call::{Call, Moved};
 pub use executor::Executor;
 pub(crate) use layerwise::LayerPush;
+pub use running_tasks::RunningTasks;
 pub use task::{Carried, Carrier, Delivery, Outcome, Task};

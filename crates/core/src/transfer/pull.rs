@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::call::{Call, Moved};
 use super::stream::Streams;
 use crate::cache::{Pin, pin_writes};
-use crate::copy::{Progress, STILL_READING, Staging, arrived};
+use crate::copy::{Progress, STILL_READING, Staging, with_arrived_rows};
 use crate::error::{ErrorKind, Result};
 use crate::model::{CacheKey, Name};
 use crate::plan::{CopyPlan, Ends, Moves};
@@ -24,7 +24,7 @@ impl Call {
         let mut progress = Arc::new(Progress::default());
         let outcome = self.pull_bytes(known, &plan, &mut progress, &pinned);
         let row_bytes = self.local.geometry().row_bytes();
-        let with_arrived = |error| arrived(error, &progress, &plan, row_bytes);
+        let with_arrived = |error| with_arrived_rows(error, &progress, &plan, row_bytes);
         let outcome = outcome.map_err(with_arrived)?;
         drop(pinned);
         if let Moved::Bytes(_) = outcome

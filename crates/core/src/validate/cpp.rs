@@ -9,14 +9,14 @@ use std::time::Duration;
 
 use serde_json::Value;
 
+use super::ExtParam;
 use super::json::json;
 use super::options;
 use super::values::{self, clipped, decimal, one_of};
-use super::{ExtParam, Side};
 use crate::config::{Config, PoolConfig, Role, Share};
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
-use crate::model::{CacheDesc, ClusterId, DataType, Geometry, Placement, tensor_bytes};
+use crate::model::{CacheDesc, CacheLayout, ClusterId, DataType, Geometry, Placement, tensor_bytes};
 
 const DEVICE_ID: &str = "llm.DeviceId";
 const LISTEN: &str = "llm.ListenIpInfo";
@@ -261,7 +261,7 @@ pub struct Stated<'a> {
 
 /// Checks that a structure does not contradict the cache of this engine that it names: its placement and,
 /// where given, its addresses and sizes must be those of the cache (`tests/test_cpp.py`).
-pub fn stated(cache: Side, addrs: &[u64], given: Stated<'_>) -> Result<()> {
+pub fn stated(cache: CacheLayout, addrs: &[u64], given: Stated<'_>) -> Result<()> {
     if !given.addrs.is_empty() && given.addrs != addrs {
         return Err(Error::invalid(
             "tensor_addrs are not those of the cache of this cache_id; cache_id -1 copies by address",
@@ -313,7 +313,7 @@ pub fn blocks(name: &str, list: &[u64]) -> Result<Vec<i64>> {
             .map_err(|_| Error::argument(&format!("{name}[{at}]"), block, "a block of the cache"))
     };
     let blocks = fallible::try_collect(crate::plan::REQUEST, list.iter().enumerate().map(block))?;
-    super::named(name, &blocks)?;
+    super::not_empty(name, &blocks)?;
     Ok(blocks)
 }
 

@@ -5,10 +5,10 @@
 
 use super::layerwise::LayerRows;
 use super::transfer::{RemoteCache, cut, equal_blocks, reachable, remote_row};
-use super::{Side, batch_cache, blocks_cache, row};
+use super::{batch_cache, blocks_cache, row};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::{CacheKind, Geometry};
+use crate::model::{CacheKind, CacheLayout, Geometry};
 use crate::plan::{Moves, Piece, Pieces, REQUEST};
 
 /// Memory of a peer into which a tensor of the local cache is written.
@@ -27,26 +27,31 @@ pub enum LayerDestination {
 
 /// Returns what moves of one tensor of the local cache. The result holds for every tensor with an equal
 /// destination. `Err(InvalidArgument)` if the destination does not fit the source.
-pub fn layer_moves(local: Side, rows: &LayerRows, src_row: u32, to: LayerDestination) -> Result<Moves> {
+pub fn layer_moves(
+    local: CacheLayout,
+    rows: &LayerRows,
+    src_row: u32,
+    to: LayerDestination,
+) -> Result<Moves> {
     let here = local.geometry;
     if let LayerDestination::Cache(remote) = to {
         reachable("the remote cache", remote.accessible)?;
         match rows {
             LayerRows::Slot => {
-                match (local.kind, remote.side.kind) {
+                match (local.kind, remote.layout.kind) {
                     (CacheKind::Batch, kind) => batch_cache("the remote cache", kind)?,
-                    (CacheKind::Blocks, CacheKind::Blocks) => equal_blocks(here, remote.side.geometry)?,
+                    (CacheKind::Blocks, CacheKind::Blocks) => equal_blocks(here, remote.layout.geometry)?,
                     (CacheKind::Blocks, CacheKind::Batch) => {}
                 }
                 remote_row(remote, ErrorKind::InvalidArgument)?;
             }
             LayerRows::Blocks { .. } => {
-                blocks_cache("the remote cache", remote.side.kind)?;
-                equal_blocks(here, remote.side.geometry)?;
+                blocks_cache("the remote cache", remote.layout.kind)?;
+                equal_blocks(here, remote.layout.geometry)?;
             }
             LayerRows::SlotToBlocks { block_bytes, .. } => {
-                blocks_cache("the remote cache", remote.side.kind)?;
-                whole_blocks(*block_bytes, remote.side.geometry)?;
+                blocks_cache("the remote cache", remote.layout.kind)?;
+                whole_blocks(*block_bytes, remote.layout.geometry)?;
             }
         }
     }
@@ -56,10 +61,10 @@ pub fn layer_moves(local: Side, rows: &LayerRows, src_row: u32, to: LayerDestina
             (offset, tensor_bytes.saturating_sub(offset))
         }
         (LayerDestination::Cache(remote), LayerRows::Slot) => {
-            let slot = remote.side.geometry.row_bytes();
+            let slot = remote.layout.geometry.row_bytes();
             (u64::from(remote.row) * slot, slot)
         }
-        (LayerDestination::Cache(remote), _) => (0, remote.side.geometry.tensor_bytes()),
+        (LayerDestination::Cache(remote), _) => (0, remote.layout.geometry.tensor_bytes()),
     };
     let beyond = |piece: &Piece| piece.dst.checked_add(piece.len).is_none_or(|end| end > room);
     if let Some((at, piece)) = pieces.iter().enumerate().find(|(_, piece)| beyond(piece)) {
@@ -72,7 +77,7 @@ pub fn layer_moves(local: Side, rows: &LayerRows, src_row: u32, to: LayerDestina
 /// Checks that the layers to be written are in the remote cache: `layers` layers of `per_layer` tensors each,
 /// from layer `first`. `Err(InvalidArgument)` if they are not.
 pub fn destination_layers(remote: RemoteCache, first: u32, layers: u32, per_layer: u32) -> Result<()> {
-    let tensors = remote.side.geometry.num_tensors();
+    let tensors = remote.layout.geometry.num_tensors();
     let end = (u64::from(first) + u64::from(layers)).saturating_mul(u64::from(per_layer));
     if end <= u64::from(tensors) {
         return Ok(());
@@ -90,7 +95,7 @@ fn pieces(here: Geometry, rows: &LayerRows, src_row: u32) -> Result<(Pieces, Vec
         LayerRows::Slot => {
             row("src_batch_index", slot, here)?;
             let len = here.row_bytes();
-            Ok((vec![Piece { src: slot * len, dst: 0, len }].into(), vec![slot]))
+            Ok((Pieces::Listed(vec![Piece { src: slot * len, dst: 0, len }]), vec![slot]))
         }
         LayerRows::Blocks { src, dst } => {
             numbered("src_block_indices", src, here.rows())?;
@@ -107,7 +112,7 @@ fn pieces(here: Geometry, rows: &LayerRows, src_row: u32) -> Result<(Pieces, Vec
                 return Err(Error::out_of_range("dst_block_memory_size", block_bytes, range));
             }
             numbered("dst_block_indices", dst, u64::MAX / block_bytes)?;
-            Ok((cut(slot * len, len, dst, *block_bytes)?.into(), vec![slot]))
+            Ok((Pieces::Listed(cut(slot * len, len, dst, *block_bytes)?), vec![slot]))
         }
     }
 }

@@ -3,10 +3,10 @@
 //!
 //! `transfer` determines which rows of these tensors move.
 
-use super::{Side, batch_cache, on_device};
+use super::{batch_cache, on_device};
 use crate::config::Role;
 use crate::error::{Error, Result, ensure};
-use crate::model::Geometry;
+use crate::model::{CacheLayout, Geometry};
 use crate::plan::{Moves, Pieces};
 
 /// The layers `first..end`. The range is empty if `end` is not above `first`.
@@ -66,7 +66,7 @@ pub fn push_size(size: i64) -> Result<()> {
 /// Checks the arguments of the original's `PushKvCache`, which has its own rules for role, source, size and
 /// layers (contract §13.3). The role mix may push as well as prompt (contract, C++ §7). The layers it returns
 /// are an argument of [`push_local`](super::push_local) and [`push`](super::push).
-pub fn push_kv_cache(role: Role, local: Side, size: i64, ext: ExtParam) -> Result<Layers> {
+pub fn push_kv_cache(role: Role, local: CacheLayout, size: i64, ext: ExtParam) -> Result<Layers> {
     push_kv_alone("PushKvCache", role, size, ext)?;
     on_device("src_cache", local.placement)?;
     batch_cache("src_cache", local.kind)?;
@@ -74,7 +74,7 @@ pub fn push_kv_cache(role: Role, local: Side, size: i64, ext: ExtParam) -> Resul
 }
 
 /// Checks the arguments of `PushKvBlocks` of the C++ class: role, source and layers as in [`push_kv_cache`].
-pub fn push_kv_blocks(role: Role, local: Side, ext: ExtParam) -> Result<Layers> {
+pub fn push_kv_blocks(role: Role, local: CacheLayout, ext: ExtParam) -> Result<Layers> {
     push_kv_alone("PushKvBlocks", role, -1, ext)?;
     on_device("src_cache", local.placement)?;
     push_kv_layers(local.geometry, ext)

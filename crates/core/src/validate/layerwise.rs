@@ -4,10 +4,10 @@
 //! `layer_destination` has the checks that need the peer's description of its caches; `transfer::task` waits
 //! for layers. The checks return `Err(InvalidArgument)` if a rule is broken.
 
-use super::{LayerRange, Side, on_device};
+use super::{LayerRange, on_device};
 use crate::error::{Error, Result};
 use crate::fallible;
-use crate::model::{CacheKind, ClusterId, Geometry, Name};
+use crate::model::{CacheKind, CacheLayout, ClusterId, Geometry, Name};
 
 /// The lists of a transfer as the caller gave them. An empty list counts as not given.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -66,7 +66,7 @@ pub enum Target {
 ///
 /// The checks are rows 2, 6 to 8, 11 and 12 of contract §8.1, in this order. Each is also a function of its
 /// own, for callers that make other checks in between.
-pub fn layerwise(local: Side, args: &LayerwiseArgs) -> Result<LayerRows> {
+pub fn layerwise(local: CacheLayout, args: &LayerwiseArgs) -> Result<LayerRows> {
     on_device("src_cache", local.placement)?;
     block_lists(args)?;
     block_bytes_alone(args)?;
@@ -152,7 +152,7 @@ fn one_block(to: &Destination) -> Result<()> {
 }
 
 /// Rows 13 and 13a: checks what one destination reads, and that it has one address for each tensor.
-pub fn destination(local: Side, args: &LayerwiseArgs, to: &Destination) -> Result<()> {
+pub fn destination(local: CacheLayout, args: &LayerwiseArgs, to: &Destination) -> Result<()> {
     let (row, range) = (to.src_row, to.src_layers);
     let blocks = !args.src_blocks.is_empty();
     if (blocks || local.kind == CacheKind::Blocks) && row != 0 {

@@ -25,7 +25,7 @@ pub use layerwise::{
 };
 pub use options::config;
 pub use transfer::{
-    PullRows, PushRows, RemoteCache, accessible, equally_many, named, pull, pull_local, push, push_local,
+    PullRows, PushRows, RemoteCache, accessible, equally_many, not_empty, pull, pull_local, push, push_local,
     reachable,
 };
 pub(crate) use values::link_token;
@@ -37,19 +37,8 @@ use std::fmt::Display;
 
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
-use crate::model::{CacheDesc, CacheKey, CacheKind, Geometry, Placement};
+use crate::model::{CacheDesc, CacheKey, CacheKind, CacheLayout, Geometry, Placement};
 use crate::plan::{Moves, Piece, Pieces, REQUEST, total_bytes};
-
-/// One end of a copy, as far as the checks need it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Side {
-    /// Sizes of the cache.
-    pub geometry: Geometry,
-    /// What a row of the cache is.
-    pub kind: CacheKind,
-    /// Placement of the cache.
-    pub placement: Placement,
-}
 
 /// Which placements have a pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -64,7 +53,7 @@ pub struct Pools {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Allocate {
     /// Sizes, kind and placement of the cache.
-    pub side: Side,
+    pub layout: CacheLayout,
     /// The row that each key names. Placeholders and overwritten duplicates are removed.
     pub keys: Vec<(u64, CacheKey)>,
 }
@@ -107,8 +96,8 @@ pub fn allocate(
         let required = format_args!("at most {}, one key for each batch slot", geometry.rows());
         return Err(Error::argument("len(cache_keys)", keys.len(), required));
     }
-    let side = Side { geometry, kind, placement: desc.placement };
-    Ok(Allocate { side, keys: bindings(keys)? })
+    let layout = CacheLayout { geometry, kind, placement: desc.placement };
+    Ok(Allocate { layout, keys: bindings(keys)? })
 }
 
 /// Returns the row that each key names, which is its position in the list. A placeholder (`None`) binds
@@ -132,7 +121,7 @@ pub fn bindings(keys: &[Option<CacheKey>]) -> Result<Vec<(u64, CacheKey)>> {
 
 /// Checks the addresses of memory that the caller owns (contract §7.6, §7.7, §4.3). `Err(InvalidArgument)`
 /// unless there is one address for each tensor, each is above 0, and each tensor ends below 2^64.
-pub fn addresses(desc: &CacheDesc, kind: CacheKind, addrs: &[u64]) -> Result<Side> {
+pub fn addresses(desc: &CacheDesc, kind: CacheKind, addrs: &[u64]) -> Result<CacheLayout> {
     if addrs.is_empty() {
         return Err(Error::argument("addrs", "[]", "a list with one address for each tensor"));
     }
@@ -150,7 +139,7 @@ pub fn addresses(desc: &CacheDesc, kind: CacheKind, addrs: &[u64]) -> Result<Sid
             return Err(Error::argument(&format!("addrs[{tensor}]"), addr, required));
         }
     }
-    Ok(Side { geometry, kind, placement: desc.placement })
+    Ok(CacheLayout { geometry, kind, placement: desc.placement })
 }
 
 /// Checks that the cache called `name` is not a blocks cache.
@@ -186,7 +175,7 @@ pub fn copy_size(size: i64) -> Result<()> {
 
 /// Checks a copy of one range of one slot in every tensor (contract §7.9). `Err(TensorCountMismatch)` if the caches
 /// have different numbers of tensors; otherwise `Err(InvalidArgument)`.
-pub fn copy_cache(src: Side, dst: Side, args: CopyArgs) -> Result<Moves> {
+pub fn copy_cache(src: CacheLayout, dst: CacheLayout, args: CopyArgs) -> Result<Moves> {
     let CopyArgs { dst_batch_index, src_batch_index, offset, size } = args;
     batch_cache("src", src.kind)?;
     batch_cache("dst", dst.kind)?;
@@ -210,7 +199,7 @@ pub fn copy_cache(src: Side, dst: Side, args: CopyArgs) -> Result<Moves> {
     }
     let (src, dst) = (src_row * from.row_bytes() + offset, dst_row * to.row_bytes() + offset);
     Ok(Moves {
-        pieces: vec![Piece { src, dst, len: bytes }].into(),
+        pieces: Pieces::Listed(vec![Piece { src, dst, len: bytes }]),
         num_tensors: from.num_tensors(),
         src_rows: vec![src_row],
         dst_rows: vec![dst_row],
@@ -219,7 +208,7 @@ pub fn copy_cache(src: Side, dst: Side, args: CopyArgs) -> Result<Moves> {
 }
 
 /// Checks a copy of the original's `CopyKvCache`: the same ranges, but only from device memory.
-pub fn copy_kv_cache(src: Side, dst: Side, args: CopyArgs) -> Result<Moves> {
+pub fn copy_kv_cache(src: CacheLayout, dst: CacheLayout, args: CopyArgs) -> Result<Moves> {
     on_device("src_cache", src.placement)?;
     copy_cache(src, dst, args)
 }
@@ -237,27 +226,27 @@ pub fn on_device(name: &str, placement: Placement) -> Result<()> {
 
 /// Checks a copy in `KvCacheManager` mode: like [`copy_cache`], but from device to device only
 /// (contract §9.2).
-pub fn copy_on_device(src: Side, dst: Side, args: CopyArgs) -> Result<Moves> {
+pub fn copy_on_device(src: CacheLayout, dst: CacheLayout, args: CopyArgs) -> Result<Moves> {
     on_device("dst", dst.placement)?;
     on_device("src", src.placement)?;
     copy_cache(src, dst, args)
 }
 
 /// Checks a copy of blocks within one cache (contract §7.10).
-pub fn copy_blocks(cache: Side, pairs: &[(i64, i64)]) -> Result<Moves> {
+pub fn copy_blocks(cache: CacheLayout, pairs: &[(i64, i64)]) -> Result<Moves> {
     blocks_cache("cache", cache.kind)?;
     block_moves(pairs, cache.geometry, cache.geometry)
 }
 
 /// Checks a copy of blocks in `KvCacheManager` mode: like [`copy_blocks`], but for rows of a device cache of
 /// either kind (contract §9.1).
-pub fn copy_rows(cache: Side, pairs: &[(i64, i64)]) -> Result<Moves> {
+pub fn copy_rows(cache: CacheLayout, pairs: &[(i64, i64)]) -> Result<Moves> {
     on_device("cache", cache.placement)?;
     block_moves(pairs, cache.geometry, cache.geometry)
 }
 
 /// Checks a swap of blocks between a host cache and a device cache (contract §7.11).
-pub fn swap_blocks(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<Moves> {
+pub fn swap_blocks(src: CacheLayout, dst: CacheLayout, pairs: &[(i64, i64)]) -> Result<Moves> {
     blocks_cache("src_cache", src.kind)?;
     blocks_cache("dst_cache", dst.kind)?;
     swap_rows(src, dst, pairs)
@@ -265,7 +254,7 @@ pub fn swap_blocks(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<Moves> 
 
 /// Checks a swap in `KvCacheManager` mode: like [`swap_blocks`], but for rows of caches of either kind
 /// (contract §9.1).
-pub fn swap_rows(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<Moves> {
+pub fn swap_rows(src: CacheLayout, dst: CacheLayout, pairs: &[(i64, i64)]) -> Result<Moves> {
     let checked = equal_pairs(src, dst, pairs)?;
     if src.placement == dst.placement {
         return Err(mismatch(
@@ -279,7 +268,7 @@ pub fn swap_rows(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<Moves> {
 
 /// Checks a copy of the C++ class's `CopyKvBlocks`: rows of caches of either kind, but not from host to host
 /// (contract, C++ §4).
-pub fn copy_kv_blocks(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<Moves> {
+pub fn copy_kv_blocks(src: CacheLayout, dst: CacheLayout, pairs: &[(i64, i64)]) -> Result<Moves> {
     let checked = equal_pairs(src, dst, pairs)?;
     if (src.placement, dst.placement) == (Placement::Host, Placement::Host) {
         return Err(mismatch("placements (one must be device)", src.placement, dst.placement));
@@ -287,7 +276,7 @@ pub fn copy_kv_blocks(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<Move
     Ok(checked)
 }
 
-fn equal_pairs(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<Moves> {
+fn equal_pairs(src: CacheLayout, dst: CacheLayout, pairs: &[(i64, i64)]) -> Result<Moves> {
     let (from, to) = (src.geometry, dst.geometry);
     if from.row_bytes() != to.row_bytes() {
         return Err(mismatch("block sizes", from.row_bytes(), to.row_bytes()));

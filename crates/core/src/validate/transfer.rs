@@ -4,10 +4,10 @@
 //! peer; [`pull`] and [`push`] repeat that and check the rest, in the order of contract §7.12 to §7.15.
 
 use super::layer_ranges::{Layers, layers_given, per_layer, pull_layers, push_layers, within};
-use super::{Side, batch_cache, blocks_cache, copy_size, row, too_long};
+use super::{batch_cache, blocks_cache, copy_size, row, too_long};
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
-use crate::model::{CacheKind, Geometry, Placement};
+use crate::model::{CacheKind, CacheLayout, Geometry, Placement};
 use crate::plan::{Moves, Piece, Pieces, REQUEST, total_bytes};
 
 /// The rows that a pull reads and writes: `remote` rows of the peer's cache, into `local` ones.
@@ -43,7 +43,7 @@ pub enum PushRows {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RemoteCache {
     /// Sizes, kind and placement.
-    pub side: Side,
+    pub layout: CacheLayout,
     /// The batch slot that the key names; 0 for a blocks cache.
     pub row: u32,
     /// Whether its owner lets peers use it.
@@ -77,7 +77,7 @@ pub fn reachable(name: &str, accessible: bool) -> Result<()> {
 }
 
 /// Checks what needs only the local cache of a pull.
-pub fn pull_local(local: Side, rows: &PullRows, layers: Layers) -> Result<()> {
+pub fn pull_local(local: CacheLayout, rows: &PullRows, layers: Layers) -> Result<()> {
     let geometry = local.geometry;
     match rows {
         PullRows::Slot { local: slot, size } => {
@@ -99,15 +99,15 @@ pub fn pull_local(local: Side, rows: &PullRows, layers: Layers) -> Result<()> {
             if matches!(rows, PullRows::Blocks { .. }) {
                 blocks_cache("dst_cache", local.kind)?;
             }
-            named("dst_blocks", blocks)?;
+            not_empty("dst_blocks", blocks)?;
             per_layer(layers)?;
-            named("src_blocks", remote)?;
+            not_empty("src_blocks", remote)?;
             equally_many(("src_blocks", remote.len()), ("dst_blocks", blocks.len()))?;
             in_range("dst_blocks", blocks, geometry)?;
         }
         PullRows::SlotToBlocks { local: blocks } => {
             blocks_cache("dst_cache", local.kind)?;
-            named("dst_blocks", blocks)?;
+            not_empty("dst_blocks", blocks)?;
             per_layer(layers)?;
             in_range("dst_blocks", blocks, geometry)?;
         }
@@ -117,9 +117,9 @@ pub fn pull_local(local: Side, rows: &PullRows, layers: Layers) -> Result<()> {
 
 /// Checks a pull against the owner's description of the remote cache, and returns what moves.
 /// `Err(CacheNotFound)` if the remote cache does not have the slot.
-pub fn pull(local: Side, remote: RemoteCache, rows: &PullRows, layers: Layers) -> Result<Moves> {
+pub fn pull(local: CacheLayout, remote: RemoteCache, rows: &PullRows, layers: Layers) -> Result<Moves> {
     pull_local(local, rows, layers)?;
-    let (own, peer) = (local.geometry, remote.side.geometry);
+    let (own, peer) = (local.geometry, remote.layout.geometry);
     remote_row(remote, ErrorKind::CacheNotFound)?;
     let tensors = pull_layers(own, layers)?;
     if layers_given(layers.src).is_none() && peer.num_tensors() != tensors.count {
@@ -131,10 +131,10 @@ pub fn pull(local: Side, remote: RemoteCache, rows: &PullRows, layers: Layers) -
     }
     within("src_layer_range", tensors.src, tensors.count, "the remote cache", peer)?;
     match rows {
-        PullRows::Blocks { .. } => blocks_cache("the remote cache", remote.side.kind)?,
+        PullRows::Blocks { .. } => blocks_cache("the remote cache", remote.layout.kind)?,
         PullRows::Rows { .. } => {}
         PullRows::Slot { .. } | PullRows::Part { .. } | PullRows::SlotToBlocks { .. } => {
-            batch_cache("the remote cache", remote.side.kind)?;
+            batch_cache("the remote cache", remote.layout.kind)?;
         }
     }
     reachable("the remote cache", remote.accessible)?;
@@ -143,7 +143,7 @@ pub fn pull(local: Side, remote: RemoteCache, rows: &PullRows, layers: Layers) -
         PullRows::Slot { local: index, size } => {
             let len = slot_bytes("the remote cache", *size, own, peer)?;
             let index = u64::from(*index);
-            (vec![Piece { src: slot, dst: index * own.row_bytes(), len }].into(), vec![index])
+            (Pieces::Listed(vec![Piece { src: slot, dst: index * own.row_bytes(), len }]), vec![index])
         }
         PullRows::Part { local: index, remote_offset, local_offset, size } => {
             let index = u64::from(*index);
@@ -151,7 +151,7 @@ pub fn pull(local: Side, remote: RemoteCache, rows: &PullRows, layers: Layers) -
             let left = after("src_cache_offset", *remote_offset, peer)?;
             let len = part_bytes("the remote cache", *size, room, left)?;
             let dst = index * own.row_bytes() + local_offset;
-            (vec![Piece { src: slot + remote_offset, dst, len }].into(), vec![index])
+            (Pieces::Listed(vec![Piece { src: slot + remote_offset, dst, len }]), vec![index])
         }
         PullRows::Blocks { remote: from, local: to } | PullRows::Rows { remote: from, local: to } => {
             equal_blocks(own, peer)?;
@@ -162,7 +162,7 @@ pub fn pull(local: Side, remote: RemoteCache, rows: &PullRows, layers: Layers) -
         }
         PullRows::SlotToBlocks { local: to } => {
             let to = numbers("dst_blocks", to, own)?;
-            (cut(slot, peer.row_bytes(), &to, own.row_bytes())?.into(), to)
+            (Pieces::Listed(cut(slot, peer.row_bytes(), &to, own.row_bytes())?), to)
         }
     };
     let whole = tensors.count == peer.num_tensors();
@@ -170,7 +170,7 @@ pub fn pull(local: Side, remote: RemoteCache, rows: &PullRows, layers: Layers) -
 }
 
 /// Checks what needs only the local cache of a push.
-pub fn push_local(local: Side, rows: &PushRows, layers: Layers) -> Result<()> {
+pub fn push_local(local: CacheLayout, rows: &PushRows, layers: Layers) -> Result<()> {
     let geometry = local.geometry;
     match rows {
         PushRows::Slot { .. } => batch_cache("src_cache", local.kind)?,
@@ -178,8 +178,8 @@ pub fn push_local(local: Side, rows: &PushRows, layers: Layers) -> Result<()> {
             if matches!(rows, PushRows::Blocks { .. }) {
                 blocks_cache("src_cache", local.kind)?;
             }
-            named("dst_blocks", remote)?;
-            named("src_blocks", blocks)?;
+            not_empty("dst_blocks", remote)?;
+            not_empty("src_blocks", blocks)?;
         }
     }
     push_layers(geometry, layers)?;
@@ -193,15 +193,15 @@ pub fn push_local(local: Side, rows: &PushRows, layers: Layers) -> Result<()> {
 }
 
 /// Checks a push against the owner's description of the remote cache, and returns what moves.
-pub fn push(local: Side, remote: RemoteCache, rows: &PushRows, layers: Layers) -> Result<Moves> {
+pub fn push(local: CacheLayout, remote: RemoteCache, rows: &PushRows, layers: Layers) -> Result<Moves> {
     push_local(local, rows, layers)?;
-    let (own, peer) = (local.geometry, remote.side.geometry);
+    let (own, peer) = (local.geometry, remote.layout.geometry);
     reachable("the remote cache", remote.accessible)?;
     let tensors = push_layers(own, layers)?;
     within("dst_layer_range", tensors.dst, tensors.count, "the remote cache", peer)?;
     let (pieces, src_rows) = match rows {
         PushRows::Slot { local: index } => {
-            batch_cache("the remote cache", remote.side.kind)?;
+            batch_cache("the remote cache", remote.layout.kind)?;
             remote_row(remote, ErrorKind::InvalidArgument)?;
             let len = own.row_bytes();
             if len > peer.row_bytes() {
@@ -212,11 +212,11 @@ pub fn push(local: Side, remote: RemoteCache, rows: &PushRows, layers: Layers) -
             }
             let index = u64::from(*index);
             let dst = u64::from(remote.row) * peer.row_bytes();
-            (vec![Piece { src: index * len, dst, len }].into(), vec![index])
+            (Pieces::Listed(vec![Piece { src: index * len, dst, len }]), vec![index])
         }
         PushRows::Blocks { local: from, remote: to } | PushRows::Rows { local: from, remote: to } => {
             if matches!(rows, PushRows::Blocks { .. }) {
-                blocks_cache("the remote cache", remote.side.kind)?;
+                blocks_cache("the remote cache", remote.layout.kind)?;
             }
             equal_blocks(own, peer)?;
             let from = numbers("src_blocks", from, own)?;
@@ -234,7 +234,7 @@ pub fn push(local: Side, remote: RemoteCache, rows: &PushRows, layers: Layers) -
 
 pub(super) fn remote_row(remote: RemoteCache, kind: ErrorKind) -> Result<()> {
     // To everything that names a slot, a blocks cache is one slot (contract §12.1).
-    let rows = if remote.side.kind == CacheKind::Batch { remote.side.geometry.rows() } else { 1 };
+    let rows = if remote.layout.kind == CacheKind::Batch { remote.layout.geometry.rows() } else { 1 };
     ensure(u64::from(remote.row) < rows, || {
         Error::new(kind, format!("the remote cache has no slot {}, only 0 to {}", remote.row, rows - 1))
     })
@@ -270,7 +270,7 @@ fn part_bytes(name: &str, size: i64, room: u64, left: u64) -> Result<u64> {
 }
 
 /// Checks that a list of blocks is not empty.
-pub fn named(name: &str, blocks: &[i64]) -> Result<()> {
+pub fn not_empty(name: &str, blocks: &[i64]) -> Result<()> {
     if blocks.is_empty() { Err(Error::argument(name, "[]", "a list of at least one block")) } else { Ok(()) }
 }
 

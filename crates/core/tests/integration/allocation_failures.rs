@@ -7,13 +7,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use llm_datadist_core::testing::cache::{pin_reads, pin_writes};
-use llm_datadist_core::testing::model::AddressLocation;
-use llm_datadist_core::testing::plan::{Blocks, CopyPlan, Ends, Moves, Piece, Span, SpanList, Wave};
+use llm_datadist_core::testing::model::{AddressLocation, CacheLayout};
+use llm_datadist_core::testing::plan::{Blocks, CopyPlan, Ends, Moves, Piece, Pieces, Span, SpanList, Wave};
 use llm_datadist_core::testing::protocol::{
     self, EntryVersion, HEADER, MESSAGE_LIMIT, Reply, Request, Run, WireCache, WireLocation, WireName,
     WirePlan, WireRows,
 };
-use llm_datadist_core::testing::validate::{self, RemoteCache, Side};
+use llm_datadist_core::testing::validate::{self, RemoteCache};
 use llm_datadist_core::{
     CacheId, CacheKey, CacheKind, DataDist, Deadline, End, ErrorKind, Geometry, Layers, Placement,
     PoolConfig, PullRows, PushRows, Result,
@@ -99,7 +99,7 @@ fn planning_fails_whole() {
     for (name, pairs) in lists() {
         let piece = |&(src, dst): &(u64, u64)| Piece { src: 16 * src, dst: 16 * dst + 5, len: 16 };
         let pieces: Vec<Piece> = pairs.iter().map(piece).collect();
-        let pieces = Moves { pieces: pieces.into(), num_tensors: 1, ..Moves::default() };
+        let pieces = Moves { pieces: Pieces::Listed(pieces), num_tensors: 1, ..Moves::default() };
         let blocks = block_moves(&pairs, 16, 2);
         for (moves, ends) in
             [(&blocks, Ends::OneCache), (&blocks, Ends::TwoCaches), (&pieces, Ends::TwoCaches)]
@@ -114,20 +114,20 @@ fn planning_fails_whole() {
 #[test]
 fn checking_arguments_fails_whole() {
     let geometry = Geometry::new(&desc(Placement::Device, 2, MANY as usize, 16)).unwrap();
-    let side = Side { geometry, kind: CacheKind::Blocks, placement: Placement::Device };
-    let slots = Side { kind: CacheKind::Batch, ..side };
-    let remote = RemoteCache { side, row: 0, accessible: true };
+    let layout = CacheLayout { geometry, kind: CacheKind::Blocks, placement: Placement::Device };
+    let slots = CacheLayout { kind: CacheKind::Batch, ..layout };
+    let remote = RemoteCache { layout, row: 0, accessible: true };
     let list: Vec<i64> = (0..MANY).map(|k| shuffled(k) as i64).collect();
     let pairs: Vec<(i64, i64)> = list.iter().copied().zip(0..).collect();
     let pull = PullRows::Blocks { remote: list.clone(), local: list.clone() };
-    only_fails("pull", 2, || validate::pull(side, remote, &pull, Layers::ALL));
+    only_fails("pull", 2, || validate::pull(layout, remote, &pull, Layers::ALL));
     let push = PushRows::Blocks { local: list.clone(), remote: list.clone() };
-    only_fails("push", 2, || validate::push(side, remote, &push, Layers::ALL));
+    only_fails("push", 2, || validate::push(layout, remote, &push, Layers::ALL));
     let one = Geometry::new(&desc(Placement::Device, 2, 1, 16 * MANY as usize)).unwrap();
-    let slot = RemoteCache { side: Side { geometry: one, ..slots }, ..remote };
+    let slot = RemoteCache { layout: CacheLayout { geometry: one, ..slots }, ..remote };
     let cut = PullRows::SlotToBlocks { local: list };
-    only_fails("slot to blocks", 2, || validate::pull(side, slot, &cut, Layers::ALL));
-    only_fails("copy", 1, || validate::copy_blocks(side, &pairs));
+    only_fails("slot to blocks", 2, || validate::pull(layout, slot, &cut, Layers::ALL));
+    only_fails("copy", 1, || validate::copy_blocks(layout, &pairs));
     let keys: Vec<_> = (0..MANY).map(|id| Some(CacheKey::Request { model: 0, id })).collect();
     only_fails("keys", 2, || validate::bindings(&keys));
     let numbers: Vec<u64> = (0..MANY).collect();
@@ -199,8 +199,8 @@ fn other_lists_of_messages_fail_whole() {
         only_fails(what, 1, || protocol::encode(&reply));
     };
     let geometry = Geometry::new(&desc(Placement::Host, 2, 4, 16)).unwrap();
-    let side = Side { geometry, kind: CacheKind::Batch, placement: Placement::Host };
-    let mut record = WireCache::new(EntryVersion { index: 1, generation: 2 }, CacheId(3), 0, side);
+    let layout = CacheLayout { geometry, kind: CacheKind::Batch, placement: Placement::Host };
+    let mut record = WireCache::new(EntryVersion { index: 1, generation: 2 }, CacheId(3), 0, layout);
     record.location = WireLocation::Process { runs };
     reads(&protocol::encode(&Reply::Described(record)).unwrap(), "runs");
     let spot = AddressLocation { cache: CacheId(1), tensor: 2, offset: 1 << 40 };

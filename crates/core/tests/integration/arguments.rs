@@ -1,9 +1,10 @@
 //! Validation of call arguments and single values: the kind of each error, the facts in its message, and the bounds.
 
 use llm_datadist_core::testing::plan::{Moves, Piece};
-use llm_datadist_core::testing::validate::{self, CopyArgs, Pools, Side};
+use llm_datadist_core::testing::validate::{self, CopyArgs, Pools};
 use llm_datadist_core::{
-    CacheDesc, CacheKey, CacheKind, DataType, Error, ErrorKind, Geometry, Placement, Result, Role,
+    CacheDesc, CacheKey, CacheKind, CacheLayout, DataType, Error, ErrorKind, Geometry, Placement, Result,
+    Role,
 };
 
 use CacheKind::{Batch, Blocks};
@@ -26,9 +27,9 @@ fn desc(num_tensors: u32, shape: &[i64], data_type: DataType, placement: Placeme
     CacheDesc { num_tensors, shape: shape.to_vec(), data_type, placement }
 }
 
-pub fn side(num_tensors: u32, rows: i64, row_bytes: i64, kind: CacheKind, placement: Placement) -> Side {
-    let desc = desc(num_tensors, &[rows, row_bytes], DataType::Uint8, placement);
-    Side { geometry: Geometry::new(&desc).unwrap(), kind, placement }
+pub fn spec(tensors: u32, rows: i64, row_bytes: i64, kind: CacheKind, placement: Placement) -> CacheLayout {
+    let desc = desc(tensors, &[rows, row_bytes], DataType::Uint8, placement);
+    CacheLayout { geometry: Geometry::new(&desc).unwrap(), kind, placement }
 }
 
 #[test]
@@ -93,7 +94,7 @@ fn allocations() {
     let keys = [Some(key(1)), None, Some(key(2)), Some(key(1))];
     let checked = allocate(1, &[4, 9], Device, &keys, both).unwrap();
     assert_eq!(checked.keys, [(2, key(2)), (3, key(1))]);
-    assert_eq!((checked.side.kind, checked.side.placement), (Batch, Device));
+    assert_eq!((checked.layout.kind, checked.layout.placement), (Batch, Device));
     assert_eq!(validate::bindings(&[]).unwrap(), []);
     assert_eq!(validate::bindings(&[None]).unwrap(), []);
     assert_eq!(validate::bindings(&[Some(key(5))]).unwrap(), [(0, key(5))]);
@@ -113,8 +114,8 @@ fn addresses() {
     };
     refused(one(0, &[4]), &["len(addrs)=1", "num_tensors=0"]);
     refused(one(1, &[-4]), &["shape=[-4]"]);
-    let side = addresses(&[u64::MAX - 128, 1]).unwrap();
-    assert_eq!((side.kind, side.placement, side.geometry.row_bytes()), (Blocks, Host, 32));
+    let layout = addresses(&[u64::MAX - 128, 1]).unwrap();
+    assert_eq!((layout.kind, layout.placement, layout.geometry.row_bytes()), (Blocks, Host, 32));
 }
 
 fn args(dst: u32, src: u32, offset: u64, size: i64) -> CopyArgs {
@@ -127,7 +128,7 @@ fn listed(moves: &Moves) -> Vec<Piece> {
 
 #[test]
 fn copies_of_slots() {
-    let (src, dst) = (side(2, 3, 100, Batch, Device), side(2, 4, 64, Batch, Host));
+    let (src, dst) = (spec(2, 3, 100, Batch, Device), spec(2, 4, 64, Batch, Host));
     let copy = |args| validate::copy_cache(src, dst, args);
     let done = copy(args(3, 2, 10, 54)).unwrap();
     assert_eq!(listed(&done), [Piece { src: 210, dst: 202, len: 54 }]);
@@ -143,10 +144,10 @@ fn copies_of_slots() {
     refused(copy(args(0, 0, 0, -1)), &["size=-1", "100 bytes", "100 and 64"]);
     refused(copy(args(0, 0, 10, 55)), &["size=55", "offset 10"]);
     refused(copy(args(0, 0, 63, i64::MAX)), &["size=9223372036854775807"]);
-    let more = validate::copy_cache(src, side(3, 4, 100, Batch, Host), args(0, 0, 0, 1)).unwrap_err();
+    let more = validate::copy_cache(src, spec(3, 4, 100, Batch, Host), args(0, 0, 0, 1)).unwrap_err();
     assert_eq!(more.kind(), ErrorKind::TensorCountMismatch);
     assert!(more.to_string().contains("2 tensors") && more.to_string().contains('3'), "{more}");
-    let blocks = side(2, 4, 64, Blocks, Device);
+    let blocks = spec(2, 4, 64, Blocks, Device);
     refused(validate::copy_cache(blocks, dst, args(0, 0, 0, 1)), &["src is a blocks cache", "continuous"]);
     refused(validate::copy_cache(src, blocks, args(0, 0, 0, 1)), &["dst is a blocks cache"]);
     // In the other direction, −1 is the rest of the smaller slot and fits.
@@ -154,18 +155,18 @@ fn copies_of_slots() {
     refused(validate::copy_kv_cache(dst, src, args(0, 0, 0, 1)), &["src_cache is in host memory"]);
     assert_eq!(validate::copy_kv_cache(src, dst, args(3, 2, 10, 54)).unwrap(), done);
     // The largest slot, and the slot with the highest index.
-    let huge = side(1, 1, i64::MAX, Batch, Host);
+    let huge = spec(1, 1, i64::MAX, Batch, Host);
     let all = validate::copy_cache(huge, huge, args(0, 0, i64::MAX as u64 - 1, -1)).unwrap();
     assert_eq!((listed(&all)[0].src, listed(&all)[0].len), (i64::MAX as u64 - 1, 1));
-    let many = side(1, 1 << 40, 1 << 22, Batch, Host);
+    let many = spec(1, 1 << 40, 1 << 22, Batch, Host);
     let last = validate::copy_cache(many, many, args(u32::MAX, u32::MAX, 1, 1)).unwrap();
     assert_eq!(listed(&last)[0].dst, (u64::from(u32::MAX) << 22) + 1);
 }
 
 #[test]
 fn copies_and_swaps_of_blocks() {
-    let (cache, local) = (side(2, 20, 128, Blocks, Device), side(2, 10, 128, Blocks, Host));
-    let slots = |rows, placement| side(2, rows, 128, Batch, placement);
+    let (cache, local) = (spec(2, 20, 128, Blocks, Device), spec(2, 10, 128, Blocks, Host));
+    let slots = |rows, placement| spec(2, rows, 128, Batch, placement);
     let done = validate::copy_blocks(cache, &[(0, 19), (19, 0), (5, 5)]).unwrap();
     let block = |src: u64, dst: u64| Piece { src: src * 128, dst: dst * 128, len: 128 };
     assert_eq!(listed(&done), [block(0, 19), block(19, 0), block(5, 5)]);
@@ -181,18 +182,18 @@ fn copies_and_swaps_of_blocks() {
         refused(validate::copy_blocks(cache, &[(0, 1), (1, bad)]), &["destination block", &text, "0 to 19"]);
     }
     // 2^23 blocks of 2^30 bytes in 2^10 tensors are 2^63 bytes.
-    let (huge, pairs) = (side(1 << 10, 1 << 20, 1 << 30, Blocks, Device), vec![(0, 1); 1 << 23]);
+    let (huge, pairs) = (spec(1 << 10, 1 << 20, 1 << 30, Blocks, Device), vec![(0, 1); 1 << 23]);
     refused(validate::copy_blocks(huge, &pairs), &["8589934592 blocks", "2^63"]);
     validate::copy_blocks(huge, &pairs[1..]).unwrap();
 
     assert_eq!(listed(&validate::swap_blocks(local, cache, &[(9, 19)]).unwrap()), [block(9, 19)]);
     assert_eq!(listed(&validate::swap_blocks(cache, local, &[]).unwrap()), []);
     // In the order of the contract. Each of the first five also breaks the rule of a later case.
-    let cases: [(Side, Side, (i64, i64), &[&str]); 10] = [
-        (slots(10, Host), side(2, 20, 64, Batch, Device), (0, 0), &["src_cache", "blocks cache"]),
-        (local, side(2, 10, 64, Batch, Device), (0, 0), &["dst_cache", "blocks cache"]),
-        (local, side(3, 20, 64, Blocks, Host), (99, 0), &["block sizes", "128", "64"]),
-        (local, side(3, 20, 128, Blocks, Device), (10, 0), &["num_tensors", "2", "3"]),
+    let cases: [(CacheLayout, CacheLayout, (i64, i64), &[&str]); 10] = [
+        (slots(10, Host), spec(2, 20, 64, Batch, Device), (0, 0), &["src_cache", "blocks cache"]),
+        (local, spec(2, 10, 64, Batch, Device), (0, 0), &["dst_cache", "blocks cache"]),
+        (local, spec(3, 20, 64, Blocks, Host), (99, 0), &["block sizes", "128", "64"]),
+        (local, spec(3, 20, 128, Blocks, Device), (10, 0), &["num_tensors", "2", "3"]),
         (local, local, (10, 0), &["source block=10", "0 to 9"]),
         (local, cache, (0, 20), &["destination block=20", "0 to 19"]),
         (cache, local, (20, 0), &["source block=20", "0 to 19"]),

@@ -12,7 +12,7 @@ use llm_datadist_core::{
     Placement, PoolConfig, PullRows, RemoteName, Role, Share,
 };
 
-use crate::arguments::{refused, side};
+use crate::arguments::{refused, spec};
 use crate::fixtures::{self, desc};
 use CacheKind::{Batch, Blocks};
 use ErrorKind::InvalidArgument;
@@ -120,17 +120,17 @@ fn a_pool_unasked() {
 
 #[test]
 fn rows_of_either_kind() {
-    let (local, cache) = (side(2, 10, 128, Batch, Host), side(2, 20, 128, Batch, Device));
+    let (local, cache) = (spec(2, 10, 128, Batch, Host), spec(2, 20, 128, Batch, Device));
     let first = |moves: llm_datadist_core::Result<Moves>| moves.unwrap().pieces.iter().next().unwrap();
     let block = |src, dst| Piece { src, dst, len: 128 };
     assert_eq!(first(validate::swap_rows(local, cache, &[(9, 19)])), block(9 * 128, 19 * 128));
-    let blocks = validate::swap_rows(cache, side(2, 10, 128, Blocks, Host), &[(19, 9)]);
+    let blocks = validate::swap_rows(cache, spec(2, 10, 128, Blocks, Host), &[(19, 9)]);
     assert_eq!(first(blocks), block(19 * 128, 9 * 128));
     for (dst, pairs, fact) in [
         (cache, &[(10, 0)][..], "source block=10"),
-        (side(2, 20, 128, Batch, Host), &[], "placements"),
-        (side(2, 20, 64, Batch, Device), &[], "block sizes"),
-        (side(3, 20, 128, Batch, Device), &[], "num_tensors"),
+        (spec(2, 20, 128, Batch, Host), &[], "placements"),
+        (spec(2, 20, 64, Batch, Device), &[], "block sizes"),
+        (spec(3, 20, 128, Batch, Device), &[], "num_tensors"),
     ] {
         refused(validate::swap_rows(local, dst, pairs), &[fact]);
     }

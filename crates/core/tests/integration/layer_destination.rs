@@ -4,20 +4,20 @@
 
 use llm_datadist_core::testing::plan::{CopyPlan, Ends, Moves};
 use llm_datadist_core::testing::validate::{
-    LayerDestination, LayerRows, RemoteCache, Side, destination_layers, layer_moves,
+    LayerDestination, LayerRows, RemoteCache, destination_layers, layer_moves,
 };
-use llm_datadist_core::{CacheKind, ErrorKind, Geometry, Placement, Result};
+use llm_datadist_core::{CacheKind, CacheLayout, ErrorKind, Geometry, Placement, Result};
 use proptest::prelude::*;
 
 use crate::fixtures::{desc, patterned};
 
-fn side(kind: CacheKind, tensors: u32, rows: usize, row_bytes: usize) -> Side {
+fn spec(kind: CacheKind, tensors: u32, rows: usize, row_bytes: usize) -> CacheLayout {
     let geometry = Geometry::new(&desc(Placement::Device, tensors, rows, row_bytes)).unwrap();
-    Side { geometry, kind, placement: Placement::Device }
+    CacheLayout { geometry, kind, placement: Placement::Device }
 }
 
-fn remote(side: Side, row: u32) -> RemoteCache {
-    RemoteCache { side, row, accessible: true }
+fn remote(layout: CacheLayout, row: u32) -> RemoteCache {
+    RemoteCache { layout, row, accessible: true }
 }
 
 /// Applies the plan of `moves` to layer `layer` of `src`, which goes to layer `to` of `dst`.
@@ -119,8 +119,8 @@ fn judge(case: &Case, done: &mut [u32; 2]) {
         remote.1 = case.block;
     }
     let here =
-        side(if case.form % 3 == 1 { CacheKind::Blocks } else { CacheKind::Batch }, 9, local.0, local.1);
-    let there = side(kinds, 9, remote.0, remote.1);
+        spec(if case.form % 3 == 1 { CacheKind::Blocks } else { CacheKind::Batch }, 9, local.0, local.1);
+    let there = spec(kinds, 9, remote.0, remote.1);
     let far_bytes = remote.0 * remote.1;
     let at = if by_name {
         LayerDestination::Cache(self::remote(
@@ -181,7 +181,7 @@ fn a_layer_lands_as_by_hand() {
 /// Layers from anywhere to anywhere, also where their number times the tensors of each is beyond 32 bits.
 #[test]
 fn layers_are_in_the_far_cache_or_refused() {
-    let there = remote(side(CacheKind::Batch, 12, 1, 4), 0);
+    let there = remote(spec(CacheKind::Batch, 12, 1, 4), 0);
     let bounds = [0, 1, 2, 3, 4, 6, 12, 13, 1 << 16, u32::MAX - 1, u32::MAX];
     for first in bounds {
         for layers in bounds {

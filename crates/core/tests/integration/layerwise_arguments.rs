@@ -3,21 +3,22 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-use llm_datadist_core::testing::validate::{self, LayerRows, LayerwiseArgs, Side};
+use llm_datadist_core::testing::validate::{self, LayerRows, LayerwiseArgs};
 use llm_datadist_core::{
-    CacheId, CacheKind, ClusterId, Destination, ErrorKind, LayerRange, Name, Placement, Result, Target,
+    CacheId, CacheKind, CacheLayout, ClusterId, Destination, ErrorKind, LayerRange, Name, Placement, Result,
+    Target,
 };
 use proptest::prelude::*;
 use proptest::test_runner::{TestCaseResult, TestRunner};
 
-use crate::arguments::side;
+use crate::arguments::spec;
 use crate::fixtures::proptest_cases;
 
 /// A row of the table, whether the arguments break it, and the start of the message if they do.
 type Rule = (&'static str, bool, String);
 
 /// The first row that the lists or the source break.
-fn broken_by_lists(local: Side, args: &LayerwiseArgs) -> Option<Rule> {
+fn broken_by_lists(local: CacheLayout, args: &LayerwiseArgs) -> Option<Rule> {
     let (src, dst, size) = (args.src_blocks.len(), args.dst_blocks.len(), args.dst_block_bytes);
     let (tensors, per_layer) = (local.geometry.num_tensors(), args.tensors_per_layer);
     let (block, bytes) = (local.geometry.row_bytes(), size.unwrap_or(0));
@@ -58,7 +59,7 @@ fn broken_by_lists(local: Side, args: &LayerwiseArgs) -> Option<Rule> {
 }
 
 /// The first row that a destination breaks.
-fn broken_by_destination(local: Side, args: &LayerwiseArgs, to: &Destination) -> Option<Rule> {
+fn broken_by_destination(local: CacheLayout, args: &LayerwiseArgs, to: &Destination) -> Option<Rule> {
     let (row, LayerRange { first, end }, rows) = (to.src_row, to.src_layers, local.geometry.rows());
     let layers = local.geometry.num_tensors() / args.tensors_per_layer;
     // Counts the layers of the range one by one, and those of them that exist.
@@ -126,11 +127,11 @@ impl Seen {
     }
 }
 
-fn sides() -> impl Strategy<Value = Side> {
+fn layouts() -> impl Strategy<Value = CacheLayout> {
     let kind = prop_oneof![Just(CacheKind::Batch), Just(CacheKind::Blocks)];
     let placement = prop_oneof![7 => Just(Placement::Device), 1 => Just(Placement::Host)];
     (1..9u32, 1..5i64, 1..5i64, kind, placement)
-        .prop_map(|(tensors, rows, bytes, kind, placement)| side(tensors, rows, bytes, kind, placement))
+        .prop_map(|(tensors, rows, bytes, kind, placement)| spec(tensors, rows, bytes, kind, placement))
 }
 
 fn arguments(least_per_layer: u32) -> impl Strategy<Value = LayerwiseArgs> {
@@ -151,7 +152,7 @@ fn arguments(least_per_layer: u32) -> impl Strategy<Value = LayerwiseArgs> {
 fn lists_and_source_are_checked_in_the_order_of_the_table() {
     let seen = Seen::default();
     TestRunner::new(proptest_cases(6000))
-        .run(&(sides(), arguments(0)), |(local, args)| {
+        .run(&(layouts(), arguments(0)), |(local, args)| {
             let whole = validate::layerwise(local, &args);
             let expected = broken_by_lists(local, &args);
             let row = expected.as_ref().map(|rule| rule.0);
@@ -195,7 +196,7 @@ fn destinations_are_checked_in_the_order_of_the_table() {
         }),
     ];
     let range = prop_oneof![9 => (0..5u32, 0..7u32), 1 => Just((0, 1000))];
-    let cases = (sides(), arguments(1), target, range, row(), any::<bool>());
+    let cases = (layouts(), arguments(1), target, range, row(), any::<bool>());
     TestRunner::new(proptest_cases(6000))
         .run(&cases, |(local, mut args, target, (first, end), src_row, fits)| {
             if !local.geometry.num_tensors().is_multiple_of(args.tensors_per_layer) {

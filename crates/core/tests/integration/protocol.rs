@@ -4,14 +4,13 @@
 
 use std::sync::Arc;
 
-use llm_datadist_core::testing::model::{AddressLocation, Name};
+use llm_datadist_core::testing::model::{AddressLocation, CacheLayout, Name};
 use llm_datadist_core::testing::plan::{CopyPlan, Span, SpanList};
 use llm_datadist_core::testing::protocol::{
     self, Attach, Attached, Challenge, Comm, Control, EntryVersion, HANDSHAKE_LIMIT, HEADER, Header, Hello,
     MAX_FACTS, MESSAGE, MESSAGE_LIMIT, Pairs, Party, Proof, Purpose, REFUSAL, Reply, Request, Run, Welcome,
     WireCache, WireLocation, WireName, WirePlan, WireRows, WireSpan, WireSteps,
 };
-use llm_datadist_core::testing::validate::Side;
 use llm_datadist_core::{CacheId, CacheKey, CacheKind, Error, ErrorKind, Placement};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -456,14 +455,14 @@ fn plans_of_blocks_round_trip() {
 
 #[test]
 fn records_describe_a_cache() {
-    let remote = record(WireLocation::Hidden).side().unwrap();
+    let remote = record(WireLocation::Hidden).layout().unwrap();
     assert_eq!((remote.kind, remote.placement), (CacheKind::Blocks, Placement::Device));
     let geometry = remote.geometry;
     assert_eq!((geometry.num_tensors(), geometry.rows(), geometry.row_bytes()), (80, 128, 65536));
     let made = WireCache::new(AT, CacheId(3), 2, remote);
     assert_eq!(made, WireCache { allocated: false, ..record(WireLocation::Hidden) });
-    let side: Side = made.side().unwrap();
-    assert_eq!(side, remote);
+    let layout: CacheLayout = made.layout().unwrap();
+    assert_eq!(layout, remote);
     let good = record(WireLocation::Hidden);
     for bad in [
         WireCache { placement: 2, ..good.clone() },
@@ -474,7 +473,7 @@ fn records_describe_a_cache() {
         WireCache { row_bytes: 0, ..good.clone() },
         WireCache { row_bytes: 1 << 57, ..good.clone() },
     ] {
-        let error = bad.side().unwrap_err();
+        let error = bad.layout().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NotLinked, "{bad:?}");
         assert!(error.to_string().contains("cache 3"), "{error}");
     }

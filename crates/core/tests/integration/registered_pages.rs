@@ -72,8 +72,8 @@ impl Pages {
 
     /// All of it as one registered tensor of blocks.
     pub(crate) fn tensors(&self) -> Tensors {
-        let side = desc(Placement::Host, 1, self.len / PAGE, PAGE);
-        Tensors::adopted(adopt(&side, CacheKind::Blocks, &[self.at() as u64]))
+        let spec = desc(Placement::Host, 1, self.len / PAGE, PAGE);
+        Tensors::adopted(adopt(&spec, CacheKind::Blocks, &[self.at() as u64]))
     }
 
     /// Bytes in huge pages, and bytes that are present, as the kernel reports them.
@@ -264,8 +264,8 @@ fn only_whole_units_are_merged() {
         (&[start, start], UNIT, &[start]),
     ];
     for (addrs, bytes, units) in cases {
-        let side = desc(Placement::Host, addrs.len() as u32, 1, bytes);
-        assert_eq!(Tensors::adopted(adopt(&side, CacheKind::Blocks, addrs)).whole_units(), units);
+        let spec = desc(Placement::Host, addrs.len() as u32, 1, bytes);
+        assert_eq!(Tensors::adopted(adopt(&spec, CacheKind::Blocks, addrs)).whole_units(), units);
     }
     // The memory of pools is merged without being registered.
     let region = std::sync::Arc::new(Region::shared("test", 2 * unit).unwrap());

@@ -8,8 +8,10 @@ use std::sync::{Arc, Weak};
 use llm_datadist_core::testing::cache::Table;
 use llm_datadist_core::testing::memory::{Generations, Region, Tensors};
 use llm_datadist_core::testing::model::Name;
-use llm_datadist_core::testing::validate::{Side, bindings};
-use llm_datadist_core::{Cache, CacheId, CacheKey, CacheKind, ErrorKind, Geometry, Placement, Result};
+use llm_datadist_core::testing::validate::bindings;
+use llm_datadist_core::{
+    Cache, CacheId, CacheKey, CacheKind, CacheLayout, ErrorKind, Geometry, Placement, Result,
+};
 use llm_datadist_testing::oracle::TwinTable;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
@@ -61,10 +63,11 @@ impl Real {
             let addrs: Vec<u64> = (1..=u64::from(*tensors)).map(|tensor| tensor * 4096).collect();
             return self.table.register(adopt(&desc, *kind, &addrs), &keys, true);
         }
-        let side = Side { geometry: Geometry::new(&desc).unwrap(), kind: *kind, placement: Placement::Host };
+        let layout =
+            CacheLayout { geometry: Geometry::new(&desc).unwrap(), kind: *kind, placement: Placement::Host };
         let offsets = (0..u64::from(*tensors)).map(|tensor| tensor * 64);
         let memory = Tensors::carved(self.region.clone(), offsets, rows * 4, Box::new(())).unwrap();
-        self.table.allocate(&desc, side, memory, &keys)
+        self.table.allocate(&desc, layout, memory, &keys)
     }
 }
 

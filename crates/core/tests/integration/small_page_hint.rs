@@ -97,10 +97,10 @@ fn hints() {
         let pages = small(4);
         pages.write(0, 4 * UNIT);
         let (local, remote) = (engine(1, HugeChoice::Off), engine(2, choice));
-        let side = desc(Placement::Device, 1, 4, UNIT);
-        let adopted = adopt(&side, CacheKind::Blocks, &[pages.at() as u64]);
+        let spec = desc(Placement::Device, 1, 4, UNIT);
+        let adopted = adopt(&spec, CacheKind::Blocks, &[pages.at() as u64]);
         let source = remote.register(adopted, &[], Some(true)).unwrap();
-        let to = local.allocate(&side, CacheKind::Blocks, &[]).unwrap();
+        let to = local.allocate(&spec, CacheKind::Blocks, &[]).unwrap();
         let listening = vec![remote.listening().unwrap()];
         let peer = PeerAddress { cluster: ClusterId(2), remote: listening, local: vec![] };
         local.link_clusters(&[peer], LONG).remove(0).unwrap();

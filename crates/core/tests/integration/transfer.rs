@@ -8,10 +8,10 @@ use std::fmt::Debug;
 
 use llm_datadist_core::testing::plan::{CopyPlan, Ends, Moves, Piece};
 use llm_datadist_core::testing::validate::{
-    self, ExtParam, LayerRange, Layers, PullRows, PushRows, RemoteCache, Side, accessible, pull,
-    pull_kv_layers, pull_local, push, push_kv_cache, push_local,
+    self, ExtParam, LayerRange, Layers, PullRows, PushRows, RemoteCache, accessible, pull, pull_kv_layers,
+    pull_local, push, push_kv_cache, push_local,
 };
-use llm_datadist_core::{CacheKind, ErrorKind, Geometry, Placement, Result, Role};
+use llm_datadist_core::{CacheKind, CacheLayout, ErrorKind, Geometry, Placement, Result, Role};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
@@ -21,13 +21,13 @@ use CacheKind::{Batch, Blocks};
 use ErrorKind::{CacheNotFound, InvalidArgument};
 use Placement::{Device, Host};
 
-fn side(kind: CacheKind, num_tensors: u32, rows: u64, row_bytes: u64) -> Side {
+fn spec(kind: CacheKind, num_tensors: u32, rows: u64, row_bytes: u64) -> CacheLayout {
     let geometry = Geometry::new(&desc(Device, num_tensors, rows as usize, row_bytes as usize)).unwrap();
-    Side { geometry, kind, placement: Device }
+    CacheLayout { geometry, kind, placement: Device }
 }
 
-fn remote(side: Side, row: u32) -> RemoteCache {
-    RemoteCache { side, row, accessible: true }
+fn remote(layout: CacheLayout, row: u32) -> RemoteCache {
+    RemoteCache { layout, row, accessible: true }
 }
 
 fn layers(src: Option<(u32, u32)>, dst: Option<(u32, u32)>, tensors_per_layer: u32) -> Layers {
@@ -45,7 +45,7 @@ fn refused<T: Debug>(kind: ErrorKind, result: Result<T>, facts: &[&str]) {
 
 #[derive(Clone, Debug)]
 struct Case {
-    local: Side,
+    local: CacheLayout,
     remote: RemoteCache,
     pull: PullRows,
     push: PushRows,
@@ -67,7 +67,7 @@ struct Shape {
 }
 
 impl Shape {
-    fn of(Side { geometry, kind, .. }: Side) -> Shape {
+    fn of(CacheLayout { geometry, kind, .. }: CacheLayout) -> Shape {
         let tensors = u64::from(geometry.num_tensors());
         Shape { kind, tensors, rows: geometry.rows(), stride: geometry.row_bytes() }
     }
@@ -112,7 +112,7 @@ fn in_all(src: &[u64], dst: &[u64], bytes: &[Offsets]) -> Vec<Byte> {
 /// contract §7.12, §7.13, as lists of tensors and bytes.
 fn naive_pull(case: &Case) -> Result<Vec<Byte>, ErrorKind> {
     let Case { local, remote, pull: rows, layers, .. } = case;
-    let (here, there, row) = (Shape::of(*local), Shape::of(remote.side), u64::from(remote.row));
+    let (here, there, row) = (Shape::of(*local), Shape::of(remote.layout), u64::from(remote.row));
     let (local_fits, remote_kind) = match rows {
         PullRows::Slot { local, size } => (here.kind == Batch && here.has_part(*local, 0, *size), Batch),
         PullRows::Part { local, local_offset, size, .. } => {
@@ -168,7 +168,7 @@ fn naive_pull(case: &Case) -> Result<Vec<Byte>, ErrorKind> {
 /// contract §7.14, §7.15.
 fn naive_push(case: &Case) -> Result<Vec<Byte>, ErrorKind> {
     let Case { local, remote, push: rows, layers, .. } = case;
-    let (here, there) = (Shape::of(*local), Shape::of(remote.side));
+    let (here, there) = (Shape::of(*local), Shape::of(remote.layout));
     let per_layer = layers.tensors_per_layer;
     need(per_layer > 0 && layers.src.is_some() == layers.dst.is_some(), InvalidArgument)?;
     let all = LayerRange { first: 0, end: here.tensors as u32 / per_layer };
@@ -200,14 +200,14 @@ fn naive_push(case: &Case) -> Result<Vec<Byte>, ErrorKind> {
 
 type Memory = Vec<Vec<u16>>;
 
-fn memory(side: Side, mark: u16) -> Memory {
-    let bytes = |tensor| (0..side.geometry.tensor_bytes()).map(move |at| mark + tensor * 512 + at as u16);
-    (0..side.geometry.num_tensors()).map(|tensor| bytes(tensor as u16).collect()).collect()
+fn memory(layout: CacheLayout, mark: u16) -> Memory {
+    let bytes = |tensor| (0..layout.geometry.tensor_bytes()).map(move |at| mark + tensor * 512 + at as u16);
+    (0..layout.geometry.num_tensors()).map(|tensor| bytes(tensor as u16).collect()).collect()
 }
 
 /// Checks that the plan of the moves leaves in `dst` what copying `bytes` one after the other leaves, whatever
 /// the order inside a wave and wherever the byte positions are cut, and that it reports the rows it touches.
-fn plan_does(moves: &Moves, bytes: &[Byte], (src, dst): (Side, Side), cut: u64) {
+fn plan_does(moves: &Moves, bytes: &[Byte], (src, dst): (CacheLayout, CacheLayout), cut: u64) {
     let (from, before) = (memory(src, 0), memory(dst, 1 << 15));
     let mut expected = before.clone();
     for &((tensor, read), (into, written)) in bytes {
@@ -216,7 +216,7 @@ fn plan_does(moves: &Moves, bytes: &[Byte], (src, dst): (Side, Side), cut: u64) 
     let plan = CopyPlan::moves(&mut moves.clone(), Ends::TwoCaches).unwrap();
     assert_eq!((plan.src_tensor(), plan.dst_tensor()), (moves.src_tensor, moves.dst_tensor));
     assert_eq!(plan.bytes(), bytes.len() as u64);
-    let ends = |side: Side| Some((side.geometry.num_tensors(), side.geometry.tensor_bytes()));
+    let ends = |layout: CacheLayout| Some((layout.geometry.num_tensors(), layout.geometry.tensor_bytes()));
     plan.check_ends(ends(src), ends(dst)).unwrap();
 
     let copy = |to: &mut Memory, tensor: usize, piece: Piece| {
@@ -242,8 +242,8 @@ fn plan_does(moves: &Moves, bytes: &[Byte], (src, dst): (Side, Side), cut: u64) 
     }
     assert_eq!(in_cuts, expected, "in cuts of {cut}: {plan:?}");
 
-    let rows = |at: fn(&Byte) -> u64, side: Side| {
-        sorted(bytes.iter().map(|byte| at(byte) / side.geometry.row_bytes()))
+    let rows = |at: fn(&Byte) -> u64, layout: CacheLayout| {
+        sorted(bytes.iter().map(|byte| at(byte) / layout.geometry.row_bytes()))
     };
     assert_eq!(plan.src_rows(src.geometry.row_bytes()).unwrap(), rows(|byte| byte.0.1, src));
     assert_eq!(plan.dst_rows(dst.geometry.row_bytes()).unwrap(), rows(|byte| byte.1.1, dst));
@@ -316,10 +316,10 @@ fn cases() -> impl Strategy<Value = Case> {
                 3 => (PullRows::Rows { remote, local }, rows_push),
                 _ => (PullRows::Blocks { remote, local }, blocks_push),
             };
-            let there = side(kinds.1, remote_tensors, remote_rows, remote_bytes);
+            let there = spec(kinds.1, remote_tensors, remote_rows, remote_bytes);
             Case {
-                local: side(kinds.0, tensors, rows, bytes),
-                remote: RemoteCache { side: there, row, accessible },
+                local: spec(kinds.0, tensors, rows, bytes),
+                remote: RemoteCache { layout: there, row, accessible },
                 pull,
                 push,
                 layers: layers(layering.0, layering.1, layering.2),
@@ -337,7 +337,7 @@ fn agrees_with_the_model(pulls: bool, answer: impl Fn(&Case) -> Answers) {
     TestRunner::new(proptest_cases(4000))
         .run(&cases(), |case| {
             let (src, dst) =
-                if pulls { (case.remote.side, case.local) } else { (case.local, case.remote.side) };
+                if pulls { (case.remote.layout, case.local) } else { (case.local, case.remote.layout) };
             match answer(&case) {
                 (Err(error), _, Err(expected)) => {
                     prop_assert_eq!(error.kind(), expected, "{}", error);
@@ -383,7 +383,7 @@ fn pushes_agree_with_the_model() {
 /// The local side is checked first: a remote cache that lacks the slot is not noticed.
 #[test]
 fn refused_pulls_name_the_argument_and_its_limit() {
-    let (batch, blocks, all) = (side(Batch, 4, 3, 8), side(Blocks, 4, 4, 8), Layers::ALL);
+    let (batch, blocks, all) = (spec(Batch, 4, 3, 8), spec(Blocks, 4, 4, 8), Layers::ALL);
     let slot = |local, size| PullRows::Slot { local, size };
     let part =
         |remote_offset, local_offset, size| PullRows::Part { local: 2, remote_offset, local_offset, size };
@@ -392,10 +392,10 @@ fn refused_pulls_name_the_argument_and_its_limit() {
     let given = |src, dst, per_layer| layers(Some(src), Some(dst), per_layer);
     let last = (u32::MAX - 1, u32::MAX);
     let absent = remote(batch, 99);
-    let slots = |tensors, bytes| remote(side(Batch, tensors, 2, bytes), 1);
+    let slots = |tensors, bytes| remote(spec(Batch, tensors, 2, bytes), 1);
     let hidden = RemoteCache { accessible: false, ..slots(4, 8) };
-    let wide = |bytes| remote(side(Blocks, 4, 9, bytes), 0);
-    let rules: &[(Side, RemoteCache, PullRows, Layers, &[&str])] = &[
+    let wide = |bytes| remote(spec(Blocks, 4, 9, bytes), 0);
+    let rules: &[(CacheLayout, RemoteCache, PullRows, Layers, &[&str])] = &[
         (batch, absent, slot(9, i64::MIN), all, &["size=-9223372036854775808"]),
         (batch, absent, slot(3, 99), all, &["batch_index=3", "0 to 2"]),
         (batch, absent, slot(2, 9), given((0, 1), (0, 1), 3), &["size=9", "8 bytes"]),
@@ -432,8 +432,8 @@ fn refused_pulls_name_the_argument_and_its_limit() {
 
 #[test]
 fn refused_pushes_name_the_argument_and_its_limit() {
-    let (local, slot) = (side(Batch, 10, 3, 8), PushRows::Slot { local: 2 });
-    let (good, narrow) = (remote(local, 1), remote(side(Batch, 10, 3, 7), 0));
+    let (local, slot) = (spec(Batch, 10, 3, 8), PushRows::Slot { local: 2 });
+    let (good, narrow) = (remote(local, 1), remote(spec(Batch, 10, 3, 7), 0));
     let hidden = RemoteCache { accessible: false, ..good };
     let (one, two) = (Some((0, 1)), Some((0, 2)));
     let rules: &[(RemoteCache, Layers, &[&str])] = &[
@@ -449,7 +449,7 @@ fn refused_pushes_name_the_argument_and_its_limit() {
         refused(InvalidArgument, push(local, *remote, &slot, *layers), facts);
     }
     let pairs = PushRows::Blocks { local: vec![0], remote: vec![] };
-    refused(InvalidArgument, push_local(side(Blocks, 10, 3, 8), &pairs, Layers::ALL), &["dst_blocks=[]"]);
+    refused(InvalidArgument, push_local(spec(Blocks, 10, 3, 8), &pairs, Layers::ALL), &["dst_blocks=[]"]);
     validate::push_size(-1).unwrap();
     for size in [0, 1, -2, i64::MIN] {
         refused(InvalidArgument, validate::push_size(size), &["size", "-1"]);
@@ -476,7 +476,7 @@ fn ranges_of_an_ext_param_name_tensors() {
         (5, (1, 1), (0, 0), 2, (2, 0, 2)),
         (5, (0, 0), (1, 1), 2, (0, 2, 2)),
     ] {
-        let (local, given) = (side(Batch, tensors, 4, 64), ext(src, dst, per_layer));
+        let (local, given) = (spec(Batch, tensors, 4, 64), ext(src, dst, per_layer));
         let pushed = push_kv_cache(Role::Prompt, local, -1, given).unwrap();
         let pulled = pull_kv_layers(local.geometry, given).unwrap();
         for moves in [
@@ -486,7 +486,7 @@ fn ranges_of_an_ext_param_name_tensors() {
             assert_eq!((moves.src_tensor, moves.dst_tensor, moves.num_tensors), expected, "{given:?}");
         }
     }
-    let local = side(Batch, 4, 4, 64);
+    let local = spec(Batch, 4, 4, 64);
     let beyond = push_kv_cache(Role::Mix, local, -1, ext((0, 1), (5, 6), 2)).unwrap();
     assert_eq!(beyond, layers(Some((0, 2)), Some((5, 7)), 2));
     push_kv_cache(Role::Prompt, local, -1, ext((0, 0), (i32::MAX, i32::MAX), 1)).unwrap();
@@ -504,11 +504,11 @@ fn refused_ext_params_name_the_argument_and_its_limit() {
         (4, ext((0, 0), (0, i32::MAX), 1), &["1 layers", "dst_layer_range 2147483648"]),
     ];
     for (tensors, ext, facts) in rules {
-        refused(InvalidArgument, push_kv_cache(Role::Prompt, side(Batch, *tensors, 4, 64), -1, *ext), facts);
+        refused(InvalidArgument, push_kv_cache(Role::Prompt, spec(Batch, *tensors, 4, 64), -1, *ext), facts);
     }
-    let uneven = pull_kv_layers(side(Batch, 5, 4, 64).geometry, ext((0, 1), (0, 0), 2));
+    let uneven = pull_kv_layers(spec(Batch, 5, 4, 64).geometry, ext((0, 1), (0, 0), 2));
     refused(InvalidArgument, uneven, &["2 layers"]);
-    let blocks = push_kv_cache(Role::Prompt, side(Blocks, 4, 4, 64), -1, ExtParam::default());
+    let blocks = push_kv_cache(Role::Prompt, spec(Blocks, 4, 4, 64), -1, ExtParam::default());
     refused(InvalidArgument, blocks, &["blocks cache"]);
 }
 

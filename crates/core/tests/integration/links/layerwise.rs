@@ -7,12 +7,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use llm_datadist_core::testing::model::AddressLocation;
+use llm_datadist_core::testing::model::{AddressLocation, CacheLayout};
 use llm_datadist_core::testing::net::Stream;
 use llm_datadist_core::testing::protocol::{
     EntryVersion, HEADER, MAX_ADDRS, Reply, Request, WireCache, decode, encode,
 };
-use llm_datadist_core::testing::validate::Side;
 use llm_datadist_core::{
     CacheDesc, CacheId, CacheKind, ClusterId, DataDist, Deadline, Destination, Error, ErrorKind, Geometry,
     LayerRange, LayerwiseArgs, Outcome, Placement, Target, Task,
@@ -131,8 +130,8 @@ fn wrong_locations_from_a_peer_fail_the_transfer() {
     let fake = Fake::new(2, 1);
     let source = Held::pool(&local, &device(4, 1, 100), Batch);
     let geometry = Geometry::new(&device(4, 1, 200)).unwrap();
-    let side = Side { geometry, kind: Batch, placement: Placement::Device };
-    let mut record = WireCache::new(EntryVersion { index: 0, generation: 0 }, CacheId(7), 0, side);
+    let layout = CacheLayout { geometry, kind: Batch, placement: Placement::Device };
+    let mut record = WireCache::new(EntryVersion { index: 0, generation: 0 }, CacheId(7), 0, layout);
     record.accessible = true;
     let spot = |cache, tensor, offset| AddressLocation { cache: CacheId(cache), tensor, offset };
     let first = spot(7, 0, 0);

@@ -10,8 +10,9 @@ use llm_datadist_core::testing::plan::SpanList;
 use llm_datadist_core::testing::protocol::{
     self, EntryVersion, MOST_AHEAD, Reply, Request, WireCache, WireName, WirePlan, WireSpan, WireSteps,
 };
-use llm_datadist_core::testing::validate::Side;
-use llm_datadist_core::{CacheId, CacheKind, DataDist, Error, ErrorKind, Geometry, Name, Placement};
+use llm_datadist_core::{
+    CacheId, CacheKind, CacheLayout, DataDist, Error, ErrorKind, Geometry, Name, Placement,
+};
 
 use super::fake_peer::{Fake, hear, say, soon};
 use super::{Held, Ports, Way, config, device, of, open, push_blocks};
@@ -188,7 +189,7 @@ fn few_bytes_follow_their_request() {
         let local = Held::pool(&engine, &shape, CacheKind::Blocks);
         let own = local.fill(1);
         let geometry = Geometry::new(&shape).unwrap();
-        let side = Side { geometry, kind: CacheKind::Blocks, placement: Placement::Device };
+        let layout = CacheLayout { geometry, kind: CacheKind::Blocks, placement: Placement::Device };
         // Rows that are not neighbours, so that they are not joined.
         let rows: Vec<i64> = (0..count).map(|row: i64| row * row % 7 % 2 + 2 * row).collect();
         let block = |tensor: &[u8], row: i64| tensor[row as usize * len as usize..][..len as usize].to_vec();
@@ -212,7 +213,7 @@ fn few_bytes_follow_their_request() {
                 let (call, _) = fake.greet();
                 let Request::Describe { .. } = hear(&call).unwrap() else { panic!("not asked what it is") };
                 let mut record =
-                    WireCache::new(EntryVersion { index: 0, generation: 0 }, CacheId(5), 0, side);
+                    WireCache::new(EntryVersion { index: 0, generation: 0 }, CacheId(5), 0, layout);
                 record.accessible = true;
                 say(&call, &Reply::Described(record));
                 // The owner refuses the first request and takes the second, on the same stream.
