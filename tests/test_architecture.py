@@ -313,8 +313,7 @@ def test_a_binding_uses_only_what_the_core_re_exports(crate: Path) -> None:
         for used in use_paths(code) + re.findall(r"\bllm_datadist_core\s*::\s*\w+", code):
             parts = [part.strip() for part in used.split("::")]
             uses += 1
-            folder = path.parent
-            local = (folder / f"{parts[0]}.rs").is_file() or (folder / parts[0]).is_dir()
+            local = any((path.parent / name).exists() for name in (f"{parts[0]}.rs", parts[0]))
             if parts[0] in allowed or (local and path.name in ("lib.rs", "mod.rs")):
                 continue
             core = parts[0] == "llm_datadist_core" and len(parts) > 1 and (parts[1] in roots or parts[1] == "self")
@@ -342,14 +341,10 @@ def attributes(code: str, name: str) -> list[str]:
 
 
 def test_every_class_of_the_binding_is_frozen() -> None:
-    found, thawed = 0, []
-    for path in rust_files(BINDING):
-        for attribute in attributes(blank(path.read_text(encoding="utf-8")), "pyclass"):
-            found += 1
-            if not re.search(r"\bfrozen\b", attribute):
-                thawed.append(f"{shown(path)}: {attribute}")
+    texts = [blank(path.read_text(encoding="utf-8")) for path in rust_files(BINDING)]
+    found = [attribute for text in texts for attribute in attributes(text, "pyclass")]
     assert found, "no #[pyclass] found"
-    assert not thawed, thawed
+    assert all(re.search(r"\bfrozen\b", attribute) for attribute in found), found
 
 
 def python_files() -> list[Path]:
@@ -395,13 +390,22 @@ def test_the_front_imports_only_the_standard_library_and_itself() -> None:
 
 
 def test_no_file_grows_out_of_one_head() -> None:
-    long = {}
-    for path in [*rust_everywhere(), *python_files()]:
-        text = path.read_text(encoding="utf-8")
-        lines = len((production(text) if path.suffix == ".rs" else text).splitlines())
-        if lines > LONGEST:
-            long[shown(path)] = lines
+    texts = {shown(path): path.read_text(encoding="utf-8") for path in [*rust_everywhere(), *python_files()]}
+    lines = {
+        name: len((production(text) if name.endswith(".rs") else text).splitlines()) for name, text in texts.items()
+    }
+    long = {name: count for name, count in lines.items() if count > LONGEST}
     assert not long, f"production part over {LONGEST} lines: {long}"
+
+
+def test_a_type_has_a_name_of_its_own() -> None:
+    """`State` and `Shared`: docs/architecture.md. The class `DataDist` of the binding wraps that of the core."""
+    found: dict[str, list[str]] = {}
+    for path in rust_everywhere():
+        for name in re.findall(r"^ *(?:pub(?:\(\w+\))? )?(?:struct|enum|trait) (\w+)", code_of(path), re.MULTILINE):
+            found.setdefault(name, []).append(shown(path))
+    twice = {name: files for name, files in found.items() if len(files) > 1}
+    assert twice.keys() == {"State", "Shared", "DataDist"}, twice
 
 
 def functions(code: str) -> Iterator[tuple[str, int, int]]:
@@ -435,11 +439,8 @@ def test_functions_fit_on_a_screen() -> None:
 
 
 def test_methods_of_the_binding_convert_enter_and_call() -> None:
-    found = [
-        (lines, shown(path), name)
-        for path in rust_files(BINDING)
-        for name, _, lines in functions(pymethods(blank(path.read_text(encoding="utf-8"))))
-    ]
+    blocks = {shown(path): pymethods(blank(path.read_text(encoding="utf-8"))) for path in rust_files(BINDING)}
+    found = [(lines, file, name) for file, code in blocks.items() for name, _, lines in functions(code)]
     assert len(found) > 15, "this guard looked at next to nothing"
     long = [method for method in found if method[0] > LONGEST_METHOD]
     assert not long, f"over {LONGEST_METHOD} lines: {long}"
@@ -466,5 +467,4 @@ def test_the_readers_understand_what_they_read() -> None:
     methods = pymethods("fn a() {}\n#[pymethods]\nimpl B {\n fn c() {}\n}\nfn d() {}\n")
     assert methods.split() == ["#[pymethods]", "impl", "B", "{", "fn", "c()", "{}"]
     assert production("fn a() {}\n#[cfg(test)]\nmod tests {\n}\n") == "fn a() {}\n"
-    found = list(imports(ast.parse("import os\ndef f():\n    import numpy\n")))
-    assert found == [("os", True, 1), ("numpy", False, 3)]
+    assert list(imports(ast.parse("import os\ndef f():\n    import numpy\n"))) == [("os", True, 1), ("numpy", False, 3)]

@@ -17,16 +17,16 @@
 //!   [`PoolConfig`] or [`Share`], [`LinkConfig`] with [`Token`] and [`TransportChoice`], and the choices
 //!   [`KernelChoice`], [`SwapInPath`] and [`HugeChoice`].
 //! - **Describe and hold memory:** [`CacheDesc`] ([`DataType`], [`Placement`], [`CacheKind`]), [`CacheKey`],
-//!   [`Geometry`]; a [`Cache`] found by [`CacheId`]; [`Adopted`] for memory of the caller.
+//!   [`CacheLayout`] with a [`Geometry`]; a [`Cache`] found by [`CacheId`]; [`Adopted`] memory of the caller.
 //! - **Copy and swap:** [`End`], [`CopyArgs`].
 //! - **Link:** [`PeerAddress`], [`CommStatus`], [`Deadline`].
 //! - **Pull and push:** [`RemoteName`] with a [`Name`], [`PullRows`], [`PushRows`], [`Layers`] of
 //!   [`LayerRange`]s; the C++ class names its peers by [`CacheIndex`] and [`ExtParam`].
 //! - **Transfer layer by layer:** [`LayerwiseArgs`], [`Destination`], [`Target`]; a [`Task`] with its
 //!   [`Outcome`]s and what it has [`Carried`].
-//! - **Observe:** [`Snapshot`] ([`PoolReport`], [`LinkState`], [`OpState`]). The log is `tracing`
-//!   events with targets `llm_datadist::*`.
-//! - **Errors:** [`Error`] with its [`ErrorKind`] and facts; [`StatusCode`] for the bindings.
+//! - **Observe:** [`Snapshot`] ([`PoolReport`], [`PoolState`], [`TableState`], [`LinkState`], [`OpState`]).
+//!   The log is `tracing` events with targets `llm_datadist::*`.
+//! - **Errors:** [`Error`] with its [`ErrorKind`], facts and [`ArrivedRows`]; [`StatusCode`] for the bindings.
 //!
 //! [`bindings`] serves `crates/py` and `crates/capi` alone. The feature `testing` adds the module `testing`,
 //! which opens the private modules to tests and benchmarks.

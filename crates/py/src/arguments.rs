@@ -7,15 +7,15 @@ use std::convert::Infallible;
 use std::ops::Deref;
 
 use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{CacheDesc, CacheKey, CacheKind, End};
+use llm_datadist_core::{CacheDesc, CacheKey, CacheKind, End, Role};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
 use crate::blocks;
-use crate::convert::{self, Width, only_support};
+use crate::convert::{self, Width, only_support, shown};
 use crate::engine::Engine;
-use crate::error::raise;
+use crate::error::{invalid, raise};
 use crate::local_cache::LocalCache;
 use crate::python_types::PythonTypes;
 
@@ -54,8 +54,26 @@ arguments! {
     BlocksArg;
     /// An integer.
     IntArg;
-    /// What has a conversion of its own, which names it.
-    Arg;
+    /// A member of `LLMRole`.
+    RoleArg;
+    /// A text.
+    TextArg;
+    /// A bool, or `None`.
+    FlagArg;
+    /// A list or tuple of keys, one for each batch slot.
+    KeysArg;
+    /// A list of addresses, one for each tensor.
+    AddressesArg;
+    /// A range of layers, or `None`.
+    LayersArg;
+    /// A list or tuple of `LLMClusterInfo`.
+    ClustersArg;
+    /// The rank of each cluster of a communicator: a dict.
+    RanksArg;
+    /// A `LayerSynchronizer`.
+    SynchronizerArg;
+    /// A list or tuple of the configs of a layer-wise transfer.
+    ConfigsArg;
 }
 
 impl<'a, 'py> CacheArg<'a, 'py> {
@@ -158,6 +176,14 @@ impl IntArg<'_, '_> {
     /// The same, or `None`.
     pub(crate) fn optional<T: Width>(self, name: &str) -> PyResult<Option<T>> {
         convert::optional_int(name, &self)
+    }
+}
+
+impl RoleArg<'_, '_> {
+    /// The role; it must be a member of `LLMRole`.
+    pub(crate) fn role(self) -> PyResult<Role> {
+        let role = PythonTypes::get(self.py())?.role(&self);
+        role.ok_or_else(|| invalid(self.py(), "role", shown(&self), "a member of LLMRole"))
     }
 }
 

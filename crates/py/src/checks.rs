@@ -11,7 +11,7 @@ use pyo3::types::{PyBool, PyDict, PyInt, PyString, PyType};
 use crate::arguments::KeyArg;
 use crate::convert::{self, Any, inner_only_support, int, only_support};
 use crate::error::raise;
-use crate::transfer;
+use crate::pull_push_arguments;
 
 /// Reads an argument that is one class, or a list or tuple of classes.
 fn classes<'py>(given: &Any<'py>) -> PyResult<Vec<Bound<'py, PyType>>> {
@@ -223,7 +223,7 @@ pub(crate) fn check_cache_key(cache_key: KeyArg<'_, '_>) -> PyResult<()> {
 #[pyfunction]
 #[pyo3(signature = (name, layer_range, allow_none=true))]
 pub(crate) fn check_layer_range(name: &str, layer_range: &Any<'_>, allow_none: bool) -> PyResult<()> {
-    transfer::check_layer_range(name, layer_range, allow_none)
+    pull_push_arguments::check_layer_range(name, layer_range, allow_none)
 }
 
 /// A share: 0.0 to 1.0.

@@ -3,6 +3,7 @@
 //! `core::validate` checks meanings. A `bool` is never an integer. `None` in place of an object passes the type check and
 //! fails at the first attribute with `AttributeError` (contract §0.3).
 
+use std::collections::BTreeMap;
 use std::fmt::Display;
 
 use llm_datadist_core::bindings::fallible;
@@ -10,7 +11,7 @@ use llm_datadist_core::{CacheDesc, CacheId, CacheKey, DataType, Name, Placement}
 use pyo3::exceptions::{PyMemoryError, PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyInt, PyList, PyString, PyTuple, PyType};
+use pyo3::types::{PyBool, PyDict, PyInt, PyList, PyString, PyTuple, PyType};
 
 use crate::error::{invalid, raise};
 use crate::python_types::PythonTypes;
@@ -268,4 +269,18 @@ pub(crate) fn remote_accessible(value: &Any<'_>) -> PyResult<Option<bool>> {
 /// Reads a `str`. The error for one that is not UTF-8 does not show it, because it may be a secret.
 pub(crate) fn text(name: &str, value: &Bound<'_, PyString>) -> PyResult<String> {
     value.extract().map_err(|_| PyValueError::new_err(format!("{name} is not valid UTF-8")))
+}
+
+/// Reads the options: texts by key.
+pub(crate) fn texts(options: &Bound<'_, PyDict>) -> PyResult<BTreeMap<String, String>> {
+    let text = |what: &str, value: &Any<'_>| match value.cast::<PyString>() {
+        Ok(text) => self::text(what, text),
+        Err(_) => Err(only_support(what, "['str']", value)),
+    };
+    let entry = |(key, value): (Any<'_>, Any<'_>)| {
+        let key = text("options dict key", &key)?;
+        let value = text(&key, &value)?;
+        Ok((key, value))
+    };
+    options.iter().map(entry).collect() // nothing in here runs Python code, which could change the dict
 }

@@ -7,17 +7,19 @@ use llm_datadist_core::{CacheId, CacheKind, ClusterId, End, Placement};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict, PyList, PyString};
 
-use crate::arguments::{Arg, BlocksArg, CacheArg, DescArg, IntArg, KeyArg};
+use crate::arguments::{
+    AddressesArg, BlocksArg, CacheArg, ClustersArg, ConfigsArg, DescArg, FlagArg, IntArg, KeyArg, KeysArg,
+    LayersArg, RanksArg, RoleArg, SynchronizerArg, TextArg,
+};
 use crate::cache::{ManagedCache, TensorView};
-use crate::convert::{self, Any, shown};
+use crate::convert;
 use crate::engine::Engine;
-use crate::error::{self, invalid, raise};
-use crate::layerwise::{self, CheckedArguments, RawArguments};
+use crate::error::{self, raise};
+use crate::layerwise_arguments::{self, CheckedArguments, RawArguments};
 use crate::links::{self, ClusterInfos, Membership, by_rank};
-use crate::python_types::PythonTypes;
+use crate::pull_push_arguments::{self, LayerArgs};
 use crate::task::TransferTask;
-use crate::transfer::{self, LayerArgs};
-use crate::{local, log, stats};
+use crate::{copy_arguments, log, stats};
 
 /// An engine. `close` ends it; later calls raise `LLMException(LLM_ENGINE_FINALIZED)`.
 #[pyclass(frozen, module = "llm_datadist._core")]
@@ -30,16 +32,14 @@ impl DataDist {
     #[new]
     fn new(
         py: Python<'_>,
-        role: Arg<'_, '_>,
+        role: RoleArg<'_, '_>,
         cluster_id: IntArg<'_, '_>,
         options: &Bound<'_, PyDict>,
     ) -> PyResult<Self> {
         let cluster = ClusterId(cluster_id.int("cluster_id")?);
-        let Some(role) = PythonTypes::get(py)?.role(&role) else {
-            return Err(invalid(py, "role", shown(&role), "a member of LLMRole"));
-        };
+        let role = role.role()?;
         let config =
-            validate::config(role, cluster, &local::texts(options)?).map_err(|error| raise(py, &error))?;
+            validate::config(role, cluster, &convert::texts(options)?).map_err(|error| raise(py, &error))?;
         let engine = Engine::open(py, config);
         log::drain(py)?;
         Ok(DataDist { engine: engine? })
@@ -68,14 +68,14 @@ impl DataDist {
 
     fn link_clusters<'py>(
         &self,
-        clusters: &Any<'py>,
-        timeout: &Any<'py>,
+        clusters: ClustersArg<'_, 'py>,
+        timeout: IntArg<'_, 'py>,
         needs_local: bool,
         one_local: bool,
     ) -> PyResult<Bound<'py, PyList>> {
         let py = clusters.py();
         let timeout = links::timeout(timeout)?;
-        let infos = ClusterInfos::read(clusters)?;
+        let infos = ClusterInfos::read(&clusters)?;
         if needs_local {
             infos.local_given()?;
         }
@@ -87,16 +87,16 @@ impl DataDist {
 
     fn unlink_clusters<'py>(
         &self,
-        clusters: &Any<'py>,
-        timeout: &Any<'py>,
-        force: &Any<'py>,
+        clusters: ClustersArg<'_, 'py>,
+        timeout: IntArg<'_, 'py>,
+        force: FlagArg<'_, 'py>,
         always_force: bool,
         strict: bool,
     ) -> PyResult<Bound<'py, PyList>> {
         let py = clusters.py();
         let timeout = links::timeout(timeout)?;
-        let infos = ClusterInfos::read(clusters)?;
-        let force = links::force(force)? || always_force;
+        let infos = ClusterInfos::read(&clusters)?;
+        let force = links::force(&force)? || always_force;
         let peers = infos.peers()?;
         let call = |engine: &_| Ok(links::unlink(engine, &peers, timeout, force, strict));
         let unlinked = self.engine.enter(py, call);
@@ -106,9 +106,9 @@ impl DataDist {
 
     fn link(
         &self,
-        comm_name: Arg<'_, '_>,
-        cluster_rank_info: Arg<'_, '_>,
-        rank_table: Arg<'_, '_>,
+        comm_name: TextArg<'_, '_>,
+        cluster_rank_info: RanksArg<'_, '_>,
+        rank_table: TextArg<'_, '_>,
     ) -> PyResult<u64> {
         let py = comm_name.py();
         let given = Membership::new(self.engine.cluster(), &comm_name, &cluster_rank_info, &rank_table)?;
@@ -132,11 +132,9 @@ impl DataDist {
         status.map(links::status_number)
     }
 
-    fn switch_role(&self, role: Arg<'_, '_>, listen: Option<&Bound<'_, PyString>>) -> PyResult<()> {
+    fn switch_role(&self, role: RoleArg<'_, '_>, listen: Option<&Bound<'_, PyString>>) -> PyResult<()> {
         let py = role.py();
-        let Some(new) = PythonTypes::get(py)?.role(&role) else {
-            return Err(invalid(py, "role", shown(&role), "a member of LLMRole"));
-        };
+        let new = role.role()?;
         let listen = links::listen(listen)?;
         let switched = self.engine.enter(py, |engine| engine.switch_role(new, listen));
         log::drain(py)?;
@@ -162,7 +160,8 @@ impl DataDist {
         size: IntArg<'_, '_>,
         options: &Bound<'_, PyDict>,
     ) -> PyResult<()> {
-        let pull = transfer::pull_cache(&self.engine, (cache_key, cache), (batch_index, size), options)?;
+        let pull =
+            pull_push_arguments::pull_cache(&self.engine, (cache_key, cache), (batch_index, size), options)?;
         self.engine.pull(options.py(), &pull)
     }
 
@@ -175,7 +174,8 @@ impl DataDist {
         options: &Bound<'_, PyDict>,
     ) -> PyResult<()> {
         let blocks = (src_blocks, dst_blocks);
-        let pull = transfer::pull_blocks(&self.engine, (src_cache_key, dst_cache), blocks, options)?;
+        let pull =
+            pull_push_arguments::pull_blocks(&self.engine, (src_cache_key, dst_cache), blocks, options)?;
         self.engine.pull(options.py(), &pull)
     }
 
@@ -185,14 +185,14 @@ impl DataDist {
         dst_cache_key: KeyArg<'_, 'py>,
         src_cache: CacheArg<'_, 'py>,
         src_batch_index: IntArg<'_, 'py>,
-        src_layer_range: Any<'py>,
-        dst_layer_range: Any<'py>,
+        src_layer_range: LayersArg<'_, 'py>,
+        dst_layer_range: LayersArg<'_, 'py>,
         size: IntArg<'_, 'py>,
-        tensor_num_per_layer: Any<'py>,
+        tensor_num_per_layer: IntArg<'_, 'py>,
     ) -> PyResult<()> {
         let layers = LayerArgs::given(src_layer_range, dst_layer_range, tensor_num_per_layer);
         let slot = (src_batch_index, size);
-        let push = transfer::push_cache(&self.engine, (dst_cache_key, src_cache), slot, &layers)?;
+        let push = pull_push_arguments::push_cache(&self.engine, (dst_cache_key, src_cache), slot, &layers)?;
         self.engine.push(src_cache.py(), &push)
     }
 
@@ -203,28 +203,30 @@ impl DataDist {
         src_cache: CacheArg<'_, 'py>,
         src_blocks: BlocksArg<'_, 'py>,
         dst_blocks: BlocksArg<'_, 'py>,
-        src_layer_range: Any<'py>,
-        dst_layer_range: Any<'py>,
-        tensor_num_per_layer: Any<'py>,
+        src_layer_range: LayersArg<'_, 'py>,
+        dst_layer_range: LayersArg<'_, 'py>,
+        tensor_num_per_layer: IntArg<'_, 'py>,
     ) -> PyResult<()> {
         let layers = LayerArgs::given(src_layer_range, dst_layer_range, tensor_num_per_layer);
         let blocks = (src_blocks, dst_blocks);
-        let push = transfer::push_blocks(&self.engine, (dst_cache_key, src_cache), blocks, &layers)?;
+        let push =
+            pull_push_arguments::push_blocks(&self.engine, (dst_cache_key, src_cache), blocks, &layers)?;
         self.engine.push(src_cache.py(), &push)
     }
 
     fn transfer_cache_async(
         &self,
         src_cache: CacheArg<'_, '_>,
-        layer_synchronizer: Arg<'_, '_>,
-        transfer_configs: Arg<'_, '_>,
+        layer_synchronizer: SynchronizerArg<'_, '_>,
+        transfer_configs: ConfigsArg<'_, '_>,
         src_block_indices: BlocksArg<'_, '_>,
         dst_block_indices: BlocksArg<'_, '_>,
         dst_block_memory_size: IntArg<'_, '_>,
     ) -> PyResult<TransferTask> {
         let blocks = (src_block_indices, dst_block_indices, dst_block_memory_size);
         let given = RawArguments { src_cache, layer_synchronizer, transfer_configs, blocks };
-        let CheckedArguments { from, args, to, patience } = layerwise::transfer(&self.engine, &given)?;
+        let CheckedArguments { from, args, to, patience } =
+            layerwise_arguments::transfer(&self.engine, &given)?;
         let start = |engine: &llm_datadist_core::DataDist| engine.transfer_async(&from, &args, to, patience);
         self.engine.enter(src_cache.py(), start).map(|task| TransferTask::new(task, self.engine.codes()))
     }
@@ -241,7 +243,11 @@ impl DataDist {
         self.engine.enter(py, measure)?.into_py_dict(py)
     }
 
-    fn allocate_cache(&self, cache_desc: DescArg<'_, '_>, cache_keys: Arg<'_, '_>) -> PyResult<ManagedCache> {
+    fn allocate_cache(
+        &self,
+        cache_desc: DescArg<'_, '_>,
+        cache_keys: KeysArg<'_, '_>,
+    ) -> PyResult<ManagedCache> {
         cache_desc.typed()?;
         let keys = convert::cache_keys(&cache_keys)?;
         self.engine.allocate(cache_desc, CacheKind::Batch, &keys)
@@ -277,9 +283,9 @@ impl DataDist {
     fn register_cache(
         &self,
         cache_desc: DescArg<'_, '_>,
-        addrs: Arg<'_, '_>,
-        cache_keys: Arg<'_, '_>,
-        remote_accessible: Arg<'_, '_>,
+        addrs: AddressesArg<'_, '_>,
+        cache_keys: KeysArg<'_, '_>,
+        remote_accessible: FlagArg<'_, '_>,
     ) -> PyResult<ManagedCache> {
         cache_desc.typed()?;
         let addrs = convert::addresses("addrs", &addrs)?;
@@ -291,9 +297,9 @@ impl DataDist {
     fn register_blocks_cache(
         &self,
         cache_desc: DescArg<'_, '_>,
-        addrs: Arg<'_, '_>,
+        addrs: AddressesArg<'_, '_>,
         blocks_cache_key: KeyArg<'_, '_>,
-        remote_accessible: Arg<'_, '_>,
+        remote_accessible: FlagArg<'_, '_>,
     ) -> PyResult<ManagedCache> {
         cache_desc.typed()?;
         let addrs = convert::addresses("addrs", &addrs)?;
@@ -320,7 +326,7 @@ impl DataDist {
     ) -> PyResult<()> {
         dst.typed("dst")?;
         src.typed("src")?;
-        let args = local::copy_args(dst_batch_index, src_batch_index, offset, size)?;
+        let args = copy_arguments::copy_args(dst_batch_index, src_batch_index, offset, size)?;
         let (from, to) = (src.batch("src")?, dst.batch("dst")?);
         from.slots_first()?;
         to.slots_first()?;
@@ -344,10 +350,11 @@ impl DataDist {
         dst_cache: CacheArg<'_, '_>,
         src_to_dst: BlocksArg<'_, '_>,
     ) -> PyResult<()> {
-        let swapped =
-            local::swap_args(&self.engine, src_cache, dst_cache, src_to_dst).and_then(|(src, dst, pairs)| {
+        let swapped = copy_arguments::swap_args(&self.engine, src_cache, dst_cache, src_to_dst).and_then(
+            |(src, dst, pairs)| {
                 self.engine.enter(src_cache.py(), |engine| engine.swap_blocks(&src, &dst, &pairs))
-            });
+            },
+        );
         swapped.map_err(|error| error::mismatch(src_cache.py(), error))
     }
 

@@ -8,16 +8,17 @@ mod blocks;
 mod cache;
 mod checks;
 mod convert;
+mod copy_arguments;
 mod datadist;
 mod engine;
 mod error;
-mod kv;
-mod layerwise;
+mod kv_caches;
+mod layerwise_arguments;
 mod links;
-mod local;
 mod local_cache;
 mod log;
 mod operations;
+mod pull_push_arguments;
 mod python_types;
 #[expect(
     unsafe_code,
@@ -28,7 +29,6 @@ mod raw;
 mod remote_key;
 mod stats;
 mod task;
-mod transfer;
 
 use llm_datadist_core::{DataType, StatusCode};
 use llm_datadist_embed::KeptLists;
@@ -55,7 +55,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<cache::ManagedCache>()?;
     module.add_class::<cache::TensorView>()?;
     module.add_class::<datadist::DataDist>()?;
-    module.add_class::<kv::KvCaches>()?;
+    module.add_class::<kv_caches::KvCaches>()?;
     module.add_class::<task::TransferTask>()?;
     validators(module)?;
     functions!(module, engine::abandon_sockets python_types::register_types);

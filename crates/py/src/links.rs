@@ -12,13 +12,14 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyList, PyString, PyTuple};
 
+use crate::arguments::IntArg;
 use crate::convert::{self, Any, inner_only_support, int, is_int, only_support, shown, text};
 use crate::error::{Codes, invalid, raise};
 use crate::python_types::PythonTypes;
 
 /// Reads a timeout: milliseconds above 0.
-pub(crate) fn timeout(value: &Any<'_>) -> PyResult<Duration> {
-    let millis: i32 = int("timeout", value)?;
+pub(crate) fn timeout(value: IntArg<'_, '_>) -> PyResult<Duration> {
+    let millis: i32 = value.int("timeout")?;
     match u64::try_from(millis) {
         Ok(millis @ 1..) => Ok(Duration::from_millis(millis)),
         _ => Err(invalid(value.py(), "timeout", millis, "above 0, in milliseconds")),

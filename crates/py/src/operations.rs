@@ -9,7 +9,7 @@ use crate::arguments::DescArg;
 use crate::cache::ManagedCache;
 use crate::engine::Engine;
 use crate::error::raise;
-use crate::transfer::{Pull, Push};
+use crate::pull_push_arguments::{Pull, Push};
 use crate::{log, raw};
 
 impl Engine {

@@ -59,7 +59,7 @@ pub(crate) struct Element {
 
 /// `DLDevice`.
 #[repr(C)]
-struct Device {
+struct DlDevice {
     kind: i32,
     id: i32,
 }
@@ -68,7 +68,7 @@ struct Device {
 #[repr(C)]
 struct Tensor {
     data: *mut c_void,
-    device: Device,
+    device: DlDevice,
     ndim: i32,
     element: Element,
     shape: *mut i64,
@@ -156,7 +156,7 @@ fn wrapped<'py, M: Managed>(
     let tensor = Tensor {
         // The address crosses a C interface as a number made pointer; only its consumer dereferences it.
         data: ptr::with_exposed_provenance_mut(usize::try_from(cache.addrs()[index])?),
-        device: Device { kind: DL_CPU.0, id: DL_CPU.1 },
+        device: DlDevice { kind: DL_CPU.0, id: DL_CPU.1 },
         ndim: i32::try_from(shape.len())?,
         element,
         shape: shape.as_mut_ptr(),

@@ -12,7 +12,7 @@ use llm_datadist_core::{Deadline, Error, ErrorKind, Outcome, StatusCode, Task};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
-use crate::convert::{Any, optional_int};
+use crate::arguments::IntArg;
 use crate::engine::{self, ProcessOwned};
 use crate::error::{Codes, exception, raise};
 use crate::python_types::PythonTypes;
@@ -99,9 +99,9 @@ impl TransferTask {
         self.with(py, |task| task.done())
     }
 
-    fn wait(&self, timeout_in_millis: &Any<'_>) -> PyResult<bool> {
+    fn wait(&self, timeout_in_millis: IntArg<'_, '_>) -> PyResult<bool> {
         let (py, task) = (timeout_in_millis.py(), self.task(timeout_in_millis.py())?);
-        let limit = optional_int::<u32>("timeout_in_millis", timeout_in_millis)?;
+        let limit = timeout_in_millis.optional::<u32>("timeout_in_millis")?;
         let limit = limit.map_or(Duration::MAX, |millis| Duration::from_millis(millis.into()));
         engine::waiting(py, Deadline::after(limit).named("timeout_in_millis"), |deadline| task.wait(deadline))
     }

@@ -7,10 +7,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::Builder;
 use std::time::Duration;
 
-use super::pace::{BETWEEN_TRIES, Closing, Merged, Pace, REST, TRIES};
 use super::pool_merge::{Merging, UNITS_OF_A_PART};
 use super::registered::Lending;
 use super::small_page_hint::Hint;
+use super::throttle::{BETWEEN_TRIES, Closing, Merged, REST, TRIES, Throttle};
 use crate::copy::CopyEngine;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Region, Tensors, usable_under};
@@ -186,16 +186,16 @@ impl Drop for Merger {
 impl Shared {
     /// Runs on the thread: merges until nothing more is due or the merger is closed.
     fn work(&self) {
-        let (mut pace, mut tries) = (Pace::new(&self.closing), 0);
+        let (mut throttle, mut tries) = (Throttle::new(&self.closing), 0);
         loop {
             tries += 1;
             let retry = if tries < TRIES { BETWEEN_TRIES } else { REST };
             let mut busy = false;
             for region in self.regions.iter().filter(|region| region.due()) {
-                busy |= region.walk(&mut pace, retry);
+                busy |= region.walk(&mut throttle, retry);
             }
             for lending in self.lending.iter().filter(|lending| lending.due()) {
-                busy |= lending.walk(&mut pace, retry);
+                busy |= lending.walk(&mut throttle, retry);
             }
             if busy && tries < TRIES && self.closing.sleep(BETWEEN_TRIES) {
                 continue;

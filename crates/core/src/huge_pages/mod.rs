@@ -18,9 +18,9 @@
 //! once (`Merger::commit`). The system calls are in `memory`.
 
 mod merger;
-mod pace;
 mod pool_merge;
 mod registered;
 mod small_page_hint;
+mod throttle;
 
 pub use merger::Merger;

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use super::pace::{Again, Merged, Pace, REST, SPARE, UNITS_PER_CHECK};
+use super::throttle::{Again, Merged, REST, SPARE, Throttle, UNITS_PER_CHECK};
 use crate::error::Result;
 use crate::memory::{MergeRefusal, Region, usable_under};
 use crate::sync::Mutex;
@@ -48,11 +48,11 @@ impl Merging {
     }
 
     /// Merges the units that are touched. Returns whether some were in use, which are due again after `retry`.
-    pub(super) fn walk(&self, pace: &mut Pace<'_>, retry: Duration) -> bool {
+    pub(super) fn walk(&self, throttle: &mut Throttle<'_>, retry: Duration) -> bool {
         self.again.begin();
         self.seen.store(self.region.committed_bytes(), Ordering::Relaxed);
         let mut units = std::mem::take(&mut *self.units.lock());
-        let busy = self.walk_over(&mut units, pace);
+        let busy = self.walk_over(&mut units, throttle);
         *self.units.lock() = units;
         if busy {
             self.again.later(retry);
@@ -61,7 +61,7 @@ impl Merging {
     }
 
     /// Returns whether some units were in use.
-    fn walk_over(&self, units: &mut Vec<bool>, pace: &mut Pace<'_>) -> bool {
+    fn walk_over(&self, units: &mut Vec<bool>, throttle: &mut Throttle<'_>) -> bool {
         let (mut next, mut tried, mut busy) = (0, 0, false);
         loop {
             let since = Instant::now();
@@ -89,7 +89,7 @@ impl Merging {
                     }
                 }
             }
-            if !pace.keep(since) {
+            if !throttle.keep(since) {
                 return busy;
             }
         }
@@ -168,7 +168,7 @@ mod tests {
     use rustix::pipe::{SpliceFlags, pipe, splice};
 
     use super::*;
-    use crate::huge_pages::pace::Closing;
+    use crate::huge_pages::throttle::Closing;
     use crate::memory::Tensors;
     use crate::memory::kernels::{Kernel, copy};
 
@@ -186,7 +186,7 @@ mod tests {
     }
 
     fn walk(merging: &Merging) {
-        merging.walk(&mut Pace::new(&Closing::default()), REST);
+        merging.walk(&mut Throttle::new(&Closing::default()), REST);
     }
 
     #[test]

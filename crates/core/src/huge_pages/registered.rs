@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use super::pace::{Again, Pace, REST, SPARE, UNITS_PER_CHECK};
+use super::throttle::{Again, REST, SPARE, Throttle, UNITS_PER_CHECK};
 use crate::memory::{MergeRefusal, OwnPages, Region, Tensors, usable_under};
 use crate::model::CacheId;
 use crate::sync::Mutex;
@@ -74,13 +74,13 @@ impl Lending {
 
     /// Merges what is present. What is left is due again later. Returns whether some of it was in use, which is
     /// due after `retry`.
-    pub(super) fn walk(&self, pace: &mut Pace<'_>, retry: Duration) -> bool {
+    pub(super) fn walk(&self, throttle: &mut Throttle<'_>, retry: Duration) -> bool {
         // Before the list is read, because memory that is lent from here on sets the time again.
         self.again.begin();
         let all: Vec<_> = self.lent.lock().values().cloned().collect();
         let Some(pages) = OwnPages::open() else { return false };
         let mut busy = false;
-        let whole = all.iter().all(|lent| self.walk_over(lent, &pages, pace, &mut busy));
+        let whole = all.iter().all(|lent| self.walk_over(lent, &pages, throttle, &mut busy));
         if !whole || all.iter().any(|lent| lent.left()) {
             self.again.later(if busy { retry } else { REST });
         }
@@ -88,7 +88,7 @@ impl Lending {
     }
 
     /// Returns `false` if the pass must stop: memory is short, or the merger was closed.
-    fn walk_over(&self, lent: &Lent, pages: &OwnPages, pace: &mut Pace<'_>, busy: &mut bool) -> bool {
+    fn walk_over(&self, lent: &Lent, pages: &OwnPages, throttle: &mut Throttle<'_>, busy: &mut bool) -> bool {
         let (mut index, mut looked) = (0, 0);
         loop {
             let since = Instant::now();
@@ -114,7 +114,7 @@ impl Lending {
                     }
                 }
             }
-            if !pace.keep(since) {
+            if !throttle.keep(since) {
                 return false;
             }
         }

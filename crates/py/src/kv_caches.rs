@@ -9,15 +9,15 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::arguments::{Arg, BlocksArg, CacheArg, DescArg, IntArg, KeyArg};
+use crate::arguments::{BlocksArg, CacheArg, DescArg, IntArg, KeyArg, KeysArg};
 use crate::cache::{ManagedCache, TensorView};
 use crate::convert::{self, int};
+use crate::copy_arguments;
 use crate::datadist::DataDist;
 use crate::engine::Engine;
 use crate::error::{self, invalid, raise};
-use crate::local;
+use crate::pull_push_arguments::{LayerArgs, Pull};
 use crate::remote_key::KeyClass;
-use crate::transfer::{LayerArgs, Pull};
 
 /// The caches of an engine as a `KvCacheManager` names them.
 #[pyclass(frozen, module = "llm_datadist._core")]
@@ -35,7 +35,7 @@ impl KvCaches {
     fn allocate_cache(
         &self,
         desc: DescArg<'_, '_>,
-        cache_keys: Arg<'_, '_>,
+        cache_keys: KeysArg<'_, '_>,
         may_name: bool,
     ) -> PyResult<ManagedCache> {
         desc.typed()?;
@@ -115,7 +115,7 @@ impl KvCaches {
         let (py, engine) = (dst.py(), self.engine());
         device_cache("dst", dst)?;
         device_cache("src", src)?;
-        let args = local::copy_args(dst_batch_index, src_batch_index, offset, size)?;
+        let args = copy_arguments::copy_args(dst_batch_index, src_batch_index, offset, size)?;
         validate::copy_size(args.size).map_err(|error| raise(py, &error))?;
         let request: Option<u64> = req_id.optional("req_id")?;
         let (from, to) = (src.batch("src")?, dst.batch("dst")?);

@@ -13,13 +13,13 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyRange, PyTuple};
 
-use crate::arguments::{Arg, BlocksArg, CacheArg, IntArg, KeyArg};
+use crate::arguments::{BlocksArg, CacheArg, ConfigsArg, IntArg, KeyArg, SynchronizerArg};
 use crate::convert::{self, Any, inner_only_support, int, is_int, only_support};
 use crate::engine::Engine;
 use crate::error::{invalid, raise};
+use crate::pull_push_arguments;
 use crate::python_types::PythonTypes;
 use crate::remote_key::KeyClass;
-use crate::transfer;
 
 /// The checked arguments of a layer-wise transfer.
 pub(crate) struct CheckedArguments {
@@ -38,9 +38,9 @@ pub(crate) struct RawArguments<'a, 'py> {
     /// The source.
     pub(crate) src_cache: CacheArg<'a, 'py>,
     /// The object that reports when layers are ready.
-    pub(crate) layer_synchronizer: Arg<'a, 'py>,
+    pub(crate) layer_synchronizer: SynchronizerArg<'a, 'py>,
     /// The destinations.
-    pub(crate) transfer_configs: Arg<'a, 'py>,
+    pub(crate) transfer_configs: ConfigsArg<'a, 'py>,
     /// Blocks read, blocks written, and bytes of a block that is written.
     pub(crate) blocks: (BlocksArg<'a, 'py>, BlocksArg<'a, 'py>, IntArg<'a, 'py>),
 }
@@ -159,7 +159,7 @@ fn destination(config: &Any<'_>, layers: u32, keyed: bool) -> PyResult<Destinati
     if config.getattr(range)?.is_none() {
         config.setattr(range, PyRange::new(py, 0, layers.try_into()?)?)?;
     }
-    let src_layers = transfer::push_range("src_layer_range", &config.getattr(range)?)?;
+    let src_layers = pull_push_arguments::push_range("src_layer_range", &config.getattr(range)?)?;
     let src_row = int("src_batch_index", &config.getattr(intern!(py, "_src_batch_index"))?)?;
     let (cluster, target) = if keyed { keyed_target(config, src_layers)? } else { addresses(config)? };
     Ok(Destination { cluster, target, src_layers, src_row })
@@ -180,7 +180,7 @@ fn keyed_target(config: &Any<'_>, src: LayerRange) -> PyResult<(ClusterId, Targe
     if range.is_none() {
         return Err(invalid(py, "dst_layer_range", "None", "as many layers as src_layer_range"));
     }
-    let dst = transfer::push_range("dst_layer_range", &range)?;
+    let dst = pull_push_arguments::push_range("dst_layer_range", &range)?;
     let both = Layers { src: Some(src), dst: Some(dst), tensors_per_layer: 1 };
     validate::push_spans(both).map_err(|error| raise(py, &error))?;
     let key = config.getattr(intern!(py, "_cache_key"))?;

@@ -8,7 +8,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyRange, PyRangeMethods, PyString};
 
-use crate::arguments::{BlocksArg, CacheArg, IntArg, KeyArg};
+use crate::arguments::{BlocksArg, CacheArg, IntArg, KeyArg, LayersArg};
 use crate::convert::{Any, int, only_support, shown};
 use crate::engine::Engine;
 use crate::error::{invalid, raise};
@@ -165,8 +165,13 @@ fn no_blocks(blocks: Option<Vec<i64>>, value: BlocksArg<'_, '_>) -> PyResult<()>
 
 impl<'py> LayerArgs<'py> {
     /// The layer arguments of a push.
-    pub(crate) fn given(src: Any<'py>, dst: Any<'py>, per_layer: Any<'py>) -> Self {
-        LayerArgs { src: Some(src), dst: Some(dst), per_layer: Some(per_layer) }
+    pub(crate) fn given(
+        src: LayersArg<'_, 'py>,
+        dst: LayersArg<'_, 'py>,
+        per_layer: IntArg<'_, 'py>,
+    ) -> Self {
+        let [src, dst] = [src, dst].map(|range| Some((*range).clone()));
+        LayerArgs { src, dst, per_layer: Some((*per_layer).clone()) }
     }
 
     /// The layer arguments among the keyword arguments of a pull. Others are ignored (contract §7.12).

@@ -90,14 +90,14 @@ impl Closing {
 }
 
 /// Limits the share of time that the merger works.
-pub(super) struct Pace<'a> {
+pub(super) struct Throttle<'a> {
     closing: &'a Closing,
     spent: Duration,
 }
 
-impl<'a> Pace<'a> {
+impl<'a> Throttle<'a> {
     pub(super) fn new(closing: &'a Closing) -> Self {
-        Pace { closing, spent: Duration::ZERO }
+        Throttle { closing, spent: Duration::ZERO }
     }
 
     /// Records work that began at `since`, and pauses in proportion to it. Returns `false` if the merger was

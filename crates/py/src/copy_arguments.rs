@@ -1,33 +1,15 @@
-//! Conversion of the arguments of calls without a peer: options, allocations, copies, swaps.
+//! Conversion of the arguments of copies and swaps.
 //!
-//! Single values are converted in `convert`, pulls and pushes in `transfer`.
-
-use std::collections::BTreeMap;
+//! Single values are converted in `convert`, pulls and pushes in `pull_push_arguments`.
 
 use llm_datadist_core::{CopyArgs, End};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyString};
 
 use crate::arguments::{BlocksArg, CacheArg, IntArg};
-use crate::convert::{self, Any, only_support};
 use crate::engine::Engine;
 
 /// Source, destination and pairs of blocks.
 type Swap = (End, End, Vec<(i64, i64)>);
-
-/// Reads the options: texts by key.
-pub(crate) fn texts(options: &Bound<'_, PyDict>) -> PyResult<BTreeMap<String, String>> {
-    let text = |what: &str, value: &Any<'_>| match value.cast::<PyString>() {
-        Ok(text) => convert::text(what, text),
-        Err(_) => Err(only_support(what, "['str']", value)),
-    };
-    let entry = |(key, value): (Any<'_>, Any<'_>)| {
-        let key = text("options dict key", &key)?;
-        let value = text(&key, &value)?;
-        Ok((key, value))
-    };
-    options.iter().map(entry).collect() // nothing in here runs Python code, which could change the dict
-}
 
 /// Reads the numbers of `copy_cache`.
 pub(crate) fn copy_args(
