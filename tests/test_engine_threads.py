@@ -24,7 +24,7 @@ LINKS = 200
 def refuse(wire: object) -> None:
     """Serve one call of the engine: there is no such cache."""
     wire.hear()  # type: ignore[attr-defined]
-    wire.say(m.failed(1, "no such cache", [], []))  # type: ignore[attr-defined]
+    wire.say(m.failed(1, "no such cache", []))  # type: ignore[attr-defined]
     wire.ended(60)  # type: ignore[attr-defined]
 
 

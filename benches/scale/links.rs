@@ -118,7 +118,7 @@ pub fn asked(options: &Options, report: &mut Report) {
 
 fn pull_key(engine: &DataDist, local: &End, id: u64) {
     let from = RemoteName { cluster: OWNER, name: Name::Key(numbered(id)) };
-    engine.pull(from, local, &PullRows::Slot { local: 0, size: -1 }, Layers::ALL).unwrap();
+    engine.pull(from, local, &PullRows::slot(0, -1), Layers::ALL).unwrap();
 }
 
 fn slot(engine: &DataDist) -> End {

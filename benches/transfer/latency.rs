@@ -65,13 +65,13 @@ fn released(options: &Options, transport: &str) {
         show(options, &format!("{transport}, pull, the key is released{between}"), pause, |call| {
             let name = Name::Key(CacheKey::Request { model: 1, id: first + call as u64 });
             let from = RemoteName { cluster: ClusterId(2), name };
-            engine.pull(from, &local, &PullRows::Slot { local: 0, size: -1 }, Layers::ALL).unwrap();
+            engine.pull(from, &local, &PullRows::slot(0, -1), Layers::ALL).unwrap();
         });
         let name = Name::Key(CacheKey::Request { model: 1, id: first });
         let gone = engine.pull(
             RemoteName { cluster: ClusterId(2), name },
             &local,
-            &PullRows::Slot { local: 0, size: -1 },
+            &PullRows::slot(0, -1),
             Layers::ALL,
         );
         assert!(gone.is_err(), "the key was not released");

@@ -108,7 +108,7 @@ fn knowing() {
     let pull = |key: CacheKey| {
         let started = Instant::now();
         let from = RemoteName { cluster: ClusterId(2), name: Name::Key(key) };
-        let rows = PullRows::Slot { local: 0, size: -1 };
+        let rows = PullRows::slot(0, -1);
         engine.pull(from, &End::Managed(cache.id()), &rows, Layers::ALL).unwrap();
         started.elapsed().as_nanos() as u64
     };

@@ -9,7 +9,7 @@ use std::time::Instant;
 use llm_datadist_core::testing::model::Geometry;
 use llm_datadist_core::testing::plan::{CopyPlan, Ends, Moves};
 use llm_datadist_core::testing::protocol::{self, HEADER, Request, Run, WireLocation, WireName, WirePlan};
-use llm_datadist_core::testing::validate::{self, Layers, PushRows, RemoteCache};
+use llm_datadist_core::testing::validate::{CheckedPush, Layers, PushRows, RemoteCache};
 use llm_datadist_core::{CacheKind, CacheLayout, DataDist, Placement};
 
 use crate::Options;
@@ -80,8 +80,7 @@ fn push(layout: CacheLayout, list: &PushRows) -> ([f64; 7], usize) {
 #[inline(never)]
 fn checked(layout: CacheLayout, list: &PushRows) -> Moves {
     let remote = RemoteCache { layout, row: 0, accessible: true };
-    validate::push_local(layout, list, Layers::ALL).unwrap();
-    validate::push(layout, remote, list, Layers::ALL).unwrap()
+    CheckedPush::new(layout, list, Layers::ALL).unwrap().moves(remote).unwrap()
 }
 
 #[inline(never)]

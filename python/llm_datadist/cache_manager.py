@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Optional, Union
 
 from llm_datadist import _core, layerwise
-from llm_datadist.caches import EngineCaches
+from llm_datadist.caches import PULL_KEYWORDS, EngineCaches
 from llm_datadist.log import logged, shown
 from llm_datadist.spelling import warn_of_misspelt
 from llm_datadist.status import raise_if_false
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from llm_datadist.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, CacheKeyByIdAndIndex
 
 __all__ = ["CacheManager"]
-
-# The keyword arguments of pulls; others are ignored (contract §7.12).
-_PULL_KEYWORDS = frozenset({"src_layer_range", "dst_layer_range", "tensor_num_per_layer"})
 
 
 class CacheManager(EngineCaches["_core.DataDist"]):
@@ -325,7 +322,7 @@ class CacheManager(EngineCaches["_core.DataDist"]):
                 ``LLM_TIMEOUT``: ``sync_kv_timeout`` passed. ``arrived`` lists the rows that were written.
         """
         if kwargs:
-            warn_of_misspelt("keyword argument of pull_cache", kwargs, _PULL_KEYWORDS, once=True)
+            warn_of_misspelt("keyword argument of pull_cache", kwargs, PULL_KEYWORDS, once=True)
         self._engine.pull_cache(cache_key, cache, batch_index, size, kwargs)
 
     @logged
@@ -355,7 +352,7 @@ class CacheManager(EngineCaches["_core.DataDist"]):
                 different lengths, an index outside a cache, different block sizes, or more blocks than the slot fills.
         """
         if kwargs:
-            warn_of_misspelt("keyword argument of pull_blocks", kwargs, _PULL_KEYWORDS, once=True)
+            warn_of_misspelt("keyword argument of pull_blocks", kwargs, PULL_KEYWORDS, once=True)
         self._engine.pull_blocks(src_cache_key, dst_cache, src_blocks, dst_blocks, kwargs)
 
     @logged

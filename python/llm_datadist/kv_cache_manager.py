@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 
 from llm_datadist import _core, layerwise
 from llm_datadist.arguments import refuse_none
-from llm_datadist.caches import CacheHandle, EngineCaches
+from llm_datadist.caches import PULL_KEYWORDS, CacheHandle, EngineCaches
 from llm_datadist.cluster_info import LLMRole
 from llm_datadist.log import logged
 from llm_datadist.spelling import warn_of_misspelt
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KvCache", "KvCacheManager"]
 
-# The keyword arguments of pulls; others are ignored (contract §9.1).
-_PULL_KEYWORDS = frozenset({"src_layer_range", "dst_layer_range", "tensor_num_per_layer"})
+# The keyword arguments that only `KvCacheManager.pull_cache` has (contract §9.1).
 _OFFSETS = frozenset({"src_cache_offset", "dst_cache_offset"})
 
 _UINT64_MAX = 2**64 - 1
@@ -312,7 +311,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
         """
         self._check_role(LLMRole.DECODER, "pull_cache")
         if kwargs:
-            warn_of_misspelt("keyword argument of pull_cache", kwargs, _PULL_KEYWORDS | _OFFSETS, once=True)
+            warn_of_misspelt("keyword argument of pull_cache", kwargs, PULL_KEYWORDS | _OFFSETS, once=True)
         self._engine.pull_cache(cache_key, kv_cache, batch_index, size, kwargs)
 
     @logged
@@ -342,7 +341,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
         """
         self._check_role(LLMRole.DECODER, "pull_blocks")
         if kwargs:
-            warn_of_misspelt("keyword argument of pull_blocks", kwargs, _PULL_KEYWORDS, once=True)
+            warn_of_misspelt("keyword argument of pull_blocks", kwargs, PULL_KEYWORDS, once=True)
         self._engine.pull_blocks(prompt_cache_key, decoder_kv_cache, prompt_blocks, decoder_blocks, kwargs)
 
     @logged

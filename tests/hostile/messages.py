@@ -211,8 +211,8 @@ def unreachable(reason: str) -> bytes:
     return uint(4) + text(reason)
 
 
-def failed(kind: int, message: str, facts: list[tuple[str, str]], arrived: list[bytes]) -> bytes:
-    return uint(5) + bytes([kind]) + text(message) + many([text(a) + text(b) for a, b in facts]) + many(arrived)
+def failed(kind: int, message: str, arrived: list[bytes]) -> bytes:
+    return uint(5) + bytes([kind]) + text(message) + many([]) + many(arrived)
 
 
 def described(*, location: bytes = HIDDEN, **given: int) -> bytes:

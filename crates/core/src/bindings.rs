@@ -25,7 +25,7 @@ pub mod validate {
 /// The rules for what only the C++ class accepts.
 pub mod cpp {
     pub use crate::validate::cpp::{
-        Options, Stated, allocate, block_lists, clusters, copied, desc, ext_param, ip_info, link_timeout,
-        options, pushed, role, set_role, stated,
+        Options, Stated, allocate, block_lists, clusters, copied, desc, ip_info, link_timeout, options,
+        pushed, role, set_role, stated,
     };
 }

@@ -85,7 +85,7 @@
 //! // Slot 3 of the peer into slot 0 of this engine: 128 bytes in each of two tensors.
 //! let slot = |row| RemoteName { cluster: ClusterId(1), name: Name::Row { cache: theirs.id(), row } };
 //! let here = End::Managed(ours.id());
-//! decode.pull(slot(3), &here, &PullRows::Slot { local: 0, size: -1 }, Layers::ALL)?;
+//! decode.pull(slot(3), &here, &PullRows::slot(0, -1), Layers::ALL)?;
 //! // And back, into slot 7, only the second tensor.
 //! let second = LayerRange { first: 1, end: 2 };
 //! let layers = Layers { src: Some(second), dst: Some(second), tensors_per_layer: 1 };
@@ -104,7 +104,7 @@
 //! assert!(matches!(task.outcomes()[0], Outcome::Done));
 //!
 //! // An error explains the cause in its text and as values.
-//! let error = decode.pull(slot(8), &here, &PullRows::Slot { local: 0, size: -1 }, Layers::ALL).unwrap_err();
+//! let error = decode.pull(slot(8), &here, &PullRows::slot(0, -1), Layers::ALL).unwrap_err();
 //! assert_eq!(error.kind(), ErrorKind::CacheNotFound);
 //! assert_eq!(StatusCode::from(error.kind()).name(), "LLM_KV_CACHE_NOT_EXIST");
 //! assert_eq!(error.fact("cluster"), Some("1"));

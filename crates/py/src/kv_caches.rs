@@ -203,10 +203,7 @@ fn pull_cache(
     let per_layer = given.per_layer()?;
     let layers = given.of_pull(per_layer)?;
     let local = cache.slots("kv_cache")?;
-    let rows = match (remote_offset, local_offset) {
-        (0, 0) => PullRows::Slot { local: row, size },
-        _ => PullRows::Part { local: row, remote_offset, local_offset, size },
-    };
+    let rows = PullRows::Slot { local: row, remote_offset, local_offset, size };
     Ok(Pull { from: key.name()?, to: local.end(engine)?, rows, layers })
 }
 

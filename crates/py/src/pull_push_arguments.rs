@@ -65,7 +65,7 @@ pub(crate) fn pull_cache(
     key.check_ids()?;
     let layers = given.of_pull(per_layer)?;
     let from = key.name()?;
-    Ok(Pull { from, to: local.end(engine)?, rows: PullRows::Slot { local: row, size }, layers })
+    Ok(Pull { from, to: local.end(engine)?, rows: PullRows::slot(row, size), layers })
 }
 
 /// Checks the arguments of `pull_blocks` (contract §7.13).

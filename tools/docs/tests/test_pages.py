@@ -42,8 +42,8 @@ NUMBERS = [
         "| descriptions of remote caches kept for each link | {} |",
     ),
     ("docs/links.md", "engine/links.rs", "AT_ONCE", "| any number; {} are linked at a time |"),
-    ("docs/links.md", "protocol/mod.rs", "VERSION", "The version is {}."),
-    ("CHANGELOG.md", "protocol/mod.rs", "VERSION", "The wire is version {}:"),
+    ("docs/links.md", "protocol/frame.rs", "VERSION", "The version is {}."),
+    ("CHANGELOG.md", "protocol/frame.rs", "VERSION", "The wire is version {}:"),
 ]
 
 

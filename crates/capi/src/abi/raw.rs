@@ -234,8 +234,11 @@ pub(super) unsafe fn index(name: &str, at: *const LlmDatadistCacheIndex) -> Resu
 pub(super) unsafe fn ext_param(at: *const LlmDatadistExtParam) -> Result<ExtParam> {
     // SAFETY: the caller's promise.
     let ext = unsafe { whole("ext_param", at) }?;
-    let (src, dst) = ((ext.src_first, ext.src_last), (ext.dst_first, ext.dst_last));
-    Ok(cpp::ext_param(src, dst, ext.tensor_num_per_layer))
+    Ok(ExtParam {
+        src_layer_range: (ext.src_first, ext.src_last),
+        dst_layer_range: (ext.dst_first, ext.dst_last),
+        tensor_num_per_layer: ext.tensor_num_per_layer,
+    })
 }
 
 /// # Safety

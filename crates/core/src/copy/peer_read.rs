@@ -78,7 +78,7 @@ impl<W: Work> PeerRead<W> {
             if index >= self.units {
                 break;
             }
-            work.unit(index)?;
+            work(index)?;
             self.ended.fetch_add(1, Ordering::Relaxed);
         }
         Ok(())

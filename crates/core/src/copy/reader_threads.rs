@@ -303,42 +303,27 @@ mod tests {
     use super::*;
     use crate::copy::STILL_READING;
 
-    /// Work that ends when the gate opens.
-    #[derive(Default)]
-    struct Gate(Mutex<bool>, Condvar);
-
-    impl Work for Gate {
-        fn unit(&self, _: usize) -> Result<()> {
-            let open = self.0.lock().unwrap();
-            drop(self.1.wait_while(open, |open| !*open).unwrap());
-            Ok(())
-        }
-    }
-
-    struct Quick;
-
-    impl Work for Quick {
-        fn unit(&self, _: usize) -> Result<()> {
-            Ok(())
-        }
-    }
-
     fn limit(millis: u64) -> (Deadline, Option<Duration>) {
         (Deadline::after(Duration::from_millis(millis)), None)
     }
 
     #[test]
     fn threads_lost_to_some_processes_leave_the_sockets_to_others() {
-        let (readers, gate) = (Readers::new(1), Arc::new(Gate::default()));
+        let (readers, gate) = (Readers::new(1), Arc::new((Mutex::new(false), Condvar::new())));
+        let opened = gate.clone();
+        let ends_when_opened = Arc::new(move |_| {
+            drop(opened.1.wait_while(opened.0.lock().unwrap(), |open| !*open).unwrap());
+            Ok(())
+        });
         let (each, _) = THREADS_OF_ONE;
         std::thread::scope(|scope| {
             for call in 0..each * FACTOR_OF_ALL {
-                let (readers, gate) = (&readers, gate.clone());
+                let (readers, work) = (&readers, ends_when_opened.clone());
                 let pid = i32::try_from(call / each).unwrap() + 1;
                 // On a busy machine, the deadline may pass before a thread has started.
                 scope.spawn(move || {
                     while readers
-                        .run(pid, gate.clone(), 1, 4, limit(50))
+                        .run(pid, work.clone(), 1, 4, limit(50))
                         .unwrap_err()
                         .fact(STILL_READING)
                         .is_none()
@@ -346,31 +331,28 @@ mod tests {
                 });
             }
         });
-        let hour = 3_600_000;
-        let error = readers.run(1, Arc::new(Quick), 1, 1, limit(hour)).unwrap_err();
+        let (hour, quick) = (3_600_000, || Arc::new(|_| Ok(())));
+        let error = readers.run(1, quick(), 1, 1, limit(hour)).unwrap_err();
         assert_eq!((error.kind(), error.fact("threads")), (ErrorKind::Timeout, Some("8")), "{error}");
-        let error = readers.run(99, Arc::new(Quick), 1, 1, limit(hour)).unwrap_err();
+        let error = readers.run(99, quick(), 1, 1, limit(hour)).unwrap_err();
         assert_eq!((error.kind(), error.fact("threads")), (ErrorKind::NotEnabled, Some("64")), "{error}");
         *gate.0.lock().unwrap() = true;
         gate.1.notify_all();
-        while readers.run(99, Arc::new(Quick), 1, 1, limit(hour)).is_err() {
+        while readers.run(99, quick(), 1, 1, limit(hour)).is_err() {
             std::thread::yield_now();
         }
     }
 
     #[test]
     fn a_panic_is_the_error_of_its_call_and_no_thread_stays() {
-        struct Panics;
-        impl Work for Panics {
-            fn unit(&self, index: usize) -> Result<()> {
-                assert_ne!(index, 1, "as told");
-                Ok(())
-            }
-        }
+        let panics = |unit| {
+            assert_ne!(unit, 1, "as told");
+            Ok(())
+        };
         let readers = Readers::new(4);
-        let error = readers.run(1, Arc::new(Panics), 8, 4, limit(60_000)).unwrap_err();
+        let error = readers.run(1, Arc::new(panics), 8, 4, limit(60_000)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::System, "{error}");
-        readers.run(1, Arc::new(Quick), 100, 4, limit(60_000)).unwrap();
+        readers.run(1, Arc::new(|_| Ok(())), 100, 4, limit(60_000)).unwrap();
         // Joins the threads.
         drop(readers);
     }

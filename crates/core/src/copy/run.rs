@@ -51,7 +51,7 @@ impl Copying {
             if wave.total <= INLINE || units == 1 {
                 wave.all(units)?;
             } else {
-                workers.run(Arc::new(wave), units, limit)?;
+                workers.run(wave.work(), units, limit)?;
             }
             if !last {
                 limit.check("copying")?;
@@ -74,7 +74,7 @@ impl Copying {
         // One thread does a small read alone, because sharing it costs as much as copying a block.
         let most = if small { 1 } else { workers };
         let mut waves = self.waves(workers);
-        waves.try_for_each(|(wave, units)| readers.run(pid, Arc::new(wave), units, most, limits))
+        waves.try_for_each(|(wave, units)| readers.run(pid, wave.work(), units, most, limits))
     }
 
     /// Returns each wave with the number of units into which it is cut.
@@ -144,13 +144,15 @@ impl DirectWave {
         usize::try_from(self.total.div_ceil(self.unit)).unwrap_or(usize::MAX)
     }
 
+    fn work(self) -> Arc<impl Work> {
+        Arc::new(move |unit| self.unit(unit))
+    }
+
     /// Runs all units on this thread.
     fn all(&self, units: usize) -> Result<()> {
         (0..units).try_for_each(|unit| self.unit(unit))
     }
-}
 
-impl Work for DirectWave {
     fn unit(&self, index: usize) -> Result<()> {
         let Copying { plan, copier, tuner, source, progress, .. } = &self.copying;
         let from = index as u64 * self.unit;

@@ -14,17 +14,11 @@ use crate::config::Config;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::{AtomicBool, AtomicUsize, Condvar, Mutex, Ordering};
 
-/// Work that is cut into units, which may run in any order and at the same time.
-pub trait Work: Send + Sync + 'static {
-    /// Runs unit `index`.
-    fn unit(&self, index: usize) -> Result<()>;
-}
+/// Work that is cut into units, which may run in any order and at the same time. It is called with the index of
+/// each unit.
+pub trait Work: Fn(usize) -> Result<()> + Send + Sync + 'static {}
 
-impl<F: Fn(usize) -> Result<()> + Send + Sync + 'static> Work for F {
-    fn unit(&self, index: usize) -> Result<()> {
-        self(index)
-    }
-}
+impl<F: Fn(usize) -> Result<()> + Send + Sync + 'static> Work for F {}
 
 /// Persistent workers. Drop joins their threads.
 #[derive(Debug)]
@@ -187,7 +181,7 @@ impl<'a, W: Work> Participant<'a, W> {
     }
 
     fn unit(&self, index: usize) -> Result<()> {
-        self.work.as_ref().map_or(Ok(()), |work| work.unit(index))
+        self.work.as_ref().map_or(Ok(()), |work| work(index))
     }
 }
 

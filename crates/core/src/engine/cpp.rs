@@ -41,7 +41,7 @@ impl DataDist {
         self.other(src.cluster)?;
         let local = self.cluster.table.find(dst)?;
         let layers = validate::pull_kv_layers(local.geometry(), ext)?;
-        self.pull(src.name(), &End::Managed(dst), &PullRows::Slot { local: batch_index, size }, layers)
+        self.pull(src.name(), &End::Managed(dst), &PullRows::slot(batch_index, size), layers)
     }
 
     /// Pulls blocks of a peer's cache, pair by pair (contract, C++ §4, `PullKvBlocks`).
@@ -78,7 +78,7 @@ impl DataDist {
         validate::push_kv_alone("PushKvBlocks", self.pushing_role(), -1, ext)?;
         self.other(dst.cluster)?;
         let cache = self.cluster.table.find(src)?;
-        let layers = validate::push_kv_blocks(self.pushing_role(), cache.layout(), ext)?;
+        let layers = validate::push_kv_blocks(cache.layout(), ext)?;
         self.push(&End::Managed(src), dst.name(), &rows, layers)
     }
 
@@ -95,7 +95,7 @@ impl DataDist {
         validate::push_kv_alone("PushKvCache", self.pushing_role(), size, ext)?;
         self.other(dst.cluster)?;
         let local = self.cluster.table.find(src)?;
-        let layers = validate::push_kv_cache(self.pushing_role(), local.layout(), size, ext)?;
+        let layers = validate::push_kv_cache(local.layout(), ext)?;
         self.push(&End::Managed(src), dst.name(), &PushRows::Slot { local: src_batch_index }, layers)
     }
 

@@ -1,8 +1,7 @@
 //! Pull and push.
 //!
 //! Both resolve their two ends, validate, plan, and let the receiving side read: from memory of the other
-//! side that it can access, otherwise through a socket. What this side knows of a remote cache may be out of
-//! date. Then its owner or its generation number shows it, and the call starts over within its deadline.
+//! side that it can access, otherwise through a socket. `transfer` has the steps of one attempt.
 
 use std::sync::Arc;
 
@@ -15,7 +14,7 @@ use crate::plan::{CopyPlan, Ends};
 use crate::session;
 use crate::stats::Op;
 use crate::transfer::{Call, Moved};
-use crate::validate::{self, Layers, PullRows, PushRows, RemoteCache};
+use crate::validate::{CheckedPull, CheckedPush, Layers, PullRows, PushRows, RemoteCache};
 
 /// Name of a peer's cache or slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,17 +31,14 @@ impl DataDist {
     pub fn pull(&self, from: RemoteName, to: &End, rows: &PullRows, layers: Layers) -> Result<()> {
         self.cluster.stats.timed(Op::Pull, || {
             let deadline = self.deadline();
-            let local = self.local(from.cluster, to)?;
-            super::room_for_lists(pulled_blocks(rows))?;
-            validate::pull_local(local.layout(), rows, layers)?;
+            self.other(from.cluster)?;
+            let local = self.source(to)?;
+            super::room_for_lists(rows.num_blocks())?;
+            let checked = CheckedPull::new(local.layout(), rows, layers)?;
             let link = self.links.find_other(from.cluster, deadline)?;
             let call = Call { cluster: self.cluster.clone(), link, name: from.name, local, deadline };
-            let bytes = call.counted(|| {
-                call.rounds(|known| {
-                    let mut moves = validate::pull(call.local.layout(), known.remote, rows, layers)?;
-                    call.pull(known, &mut moves)
-                })
-            })?;
+            let attempt = |known: &_| call.pull(known, &mut checked.moves(known.remote)?);
+            let bytes = call.counted(|| call.rounds(attempt))?;
             self.cluster.moved(Op::Pull, bytes);
             Ok(())
         })
@@ -54,9 +50,10 @@ impl DataDist {
     pub fn push(&self, from: &End, to: RemoteName, rows: &PushRows, layers: Layers) -> Result<()> {
         self.cluster.stats.timed(Op::Push, || {
             let deadline = self.deadline();
-            let local = self.local(to.cluster, from)?;
-            super::room_for_lists(pushed_blocks(rows))?;
-            validate::push_local(local.layout(), rows, layers)?;
+            self.other(to.cluster)?;
+            let local = self.source(from)?;
+            super::room_for_lists(rows.num_blocks())?;
+            let checked = CheckedPush::new(local.layout(), rows, layers)?;
             let link = self.links.find_other(to.cluster, deadline)?;
             let (name, row) = to.name.without_slot();
             let call = Call { cluster: self.cluster.clone(), link, name, local, deadline };
@@ -64,8 +61,7 @@ impl DataDist {
                 call.rounds(|known| {
                     let remote = RemoteCache { row: row.unwrap_or(known.remote.row), ..known.remote };
                     // `call.name` is without the slot.
-                    let mut moves = validate::push(call.local.layout(), remote, rows, layers)
-                        .map_err(|error| error.with("name", to.name))?;
+                    let mut moves = checked.moves(remote).map_err(|error| error.with("name", to.name))?;
                     let local_rows = std::mem::take(&mut moves.src_rows);
                     let plan = Arc::new(CopyPlan::moves(&mut moves, Ends::TwoCaches)?);
                     let outcome = call.push(known, &plan, local_rows)?;
@@ -84,16 +80,10 @@ impl DataDist {
         })
     }
 
-    /// Returns the cache of this engine at one end of a transfer with `cluster`.
-    fn local(&self, cluster: ClusterId, end: &End) -> Result<Arc<Cache>> {
-        self.other(cluster)?;
-        self.source(end)
-    }
-
     /// Checks that `cluster` is not this engine. Without the cache manager another engine may have the same
     /// id; then the link identifies it.
     pub(super) fn other(&self, cluster: ClusterId) -> Result<()> {
-        if self.links.is_own_id(cluster) && self.cluster.config.mode == Mode::CacheManager {
+        if self.cluster.config.cluster == cluster && self.cluster.config.mode == Mode::CacheManager {
             return Err(session::own(cluster));
         }
         Ok(())
@@ -109,23 +99,5 @@ impl DataDist {
                 Err(Error::new(ErrorKind::CacheNotFound, text))
             }
         }
-    }
-}
-
-/// Returns how many blocks a pull names.
-fn pulled_blocks(rows: &PullRows) -> usize {
-    match rows {
-        PullRows::Slot { .. } | PullRows::Part { .. } => 0,
-        PullRows::Blocks { local, .. } | PullRows::Rows { local, .. } | PullRows::SlotToBlocks { local } => {
-            local.len()
-        }
-    }
-}
-
-/// Returns how many blocks a push names.
-fn pushed_blocks(rows: &PushRows) -> usize {
-    match rows {
-        PushRows::Slot { .. } => 0,
-        PushRows::Blocks { local, .. } | PushRows::Rows { local, .. } => local.len(),
     }
 }

@@ -202,7 +202,7 @@ impl Reply {
         Reply::Failed {
             kind: kind_number(error.kind()),
             message: error.to_string(),
-            facts: Vec::new(),
+            facts: 0,
             arrived: error.arrived().iter().take(MOST_ARRIVED).map(&mut rows).collect(),
         }
     }

@@ -15,8 +15,13 @@ use super::plan_codec::WirePlan;
 use crate::fallible;
 use crate::model::AddressLocation;
 
-/// Most facts that are read from a failure.
-pub const MAX_FACTS: usize = 64;
+/// Most bytes of a cache that follow a [`Request::Write`] without a [`Reply::Ready`].
+///
+/// Together with a short request, they fit into the smallest window that Linux opens. So a process that was
+/// stopped and continues finds, after these bytes, that the caller has closed the connection
+/// (`tests/test_peer_faults.py`).
+pub const MOST_AHEAD: u64 = 48 << 10;
+
 /// Most addresses in one [`Request::Locate`]. An address may take only 1 byte in the message, but takes more
 /// in memory.
 pub const MAX_ADDRS: usize = 1 << 20;
@@ -222,9 +227,8 @@ pub enum Reply {
         kind: u8,
         #[serde(deserialize_with = "text")]
         message: String,
-        /// Always empty; the message has the facts. It is part of the bytes of this version.
-        #[serde(deserialize_with = "facts")]
-        facts: Vec<(String, String)>,
+        /// Always 0; the message has the facts. It is part of the bytes of this version.
+        facts: u8,
         /// Rows of the destination that are complete despite the failure.
         #[serde(deserialize_with = "arrived")]
         arrived: Vec<WireRows>,
@@ -321,13 +325,6 @@ thread_local! {
 /// is why it could not be read.
 pub(super) fn short_of() -> Option<usize> {
     SHORT.take()
-}
-
-/// The number of facts is bounded, because an empty fact takes 2 bytes in the message and many more in
-/// memory.
-fn facts<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<(String, String)>, D::Error> {
-    let facts = from.deserialize_seq(AtMost::<(Text, Text), MAX_FACTS>(PhantomData))?;
-    Ok(facts.into_iter().map(|(name, value)| (name.0, value.0)).collect())
 }
 
 fn addresses<'de, T: Deserialize<'de>, D: Deserializer<'de>>(from: D) -> Result<Vec<T>, D::Error> {

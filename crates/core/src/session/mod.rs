@@ -147,11 +147,6 @@ impl Links {
         Finder(Arc::downgrade(&self.shared))
     }
 
-    /// Whether `cluster` is the cluster id of this engine.
-    pub(crate) fn is_own_id(&self, cluster: ClusterId) -> bool {
-        cluster.0 == self.shared.me.party.cluster
-    }
-
     /// Returns the link to another engine with the id `cluster`. Without the cache manager, that engine may
     /// have the same cluster id as this one (`test_layers_travel_between_clusters_of_one_id`). A link of this engine to itself is
     /// refused, because it carries no transfers.

@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use super::ExtParam;
 use super::json::json;
 use super::options;
 use super::values::{self, clipped, decimal, one_of};
@@ -327,13 +326,8 @@ pub fn block_lists(src: &[u64], lists: &[&[u64]]) -> Result<Vec<(i64, i64)>> {
     for (at, list) in lists.iter().enumerate() {
         let name = format!("dst_blocks_list[{at}]");
         let dst = blocks(&name, list)?;
-        super::transfer::equally_many(("src_blocks", src.len()), (&name, dst.len()))?;
+        super::equally_many(("src_blocks", src.len()), (&name, dst.len()))?;
         pairs.extend(src.iter().copied().zip(dst));
     }
     Ok(pairs)
-}
-
-/// Returns the layer ranges from the fields of the C++ structure.
-pub fn ext_param(src: (i32, i32), dst: (i32, i32), tensor_num_per_layer: u8) -> ExtParam {
-    ExtParam { src_layer_range: src, dst_layer_range: dst, tensor_num_per_layer }
 }

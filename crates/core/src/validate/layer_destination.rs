@@ -3,9 +3,10 @@
 //!
 //! `layerwise` has the checks that need only local data.
 
+use super::cache_rules::{
+    RemoteCache, batch_cache, blocks_cache, cut, equal_blocks, reachable, remote_row, row,
+};
 use super::layerwise::LayerRows;
-use super::transfer::{RemoteCache, cut, equal_blocks, reachable, remote_row};
-use super::{batch_cache, blocks_cache, row};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::{CacheKind, CacheLayout, Geometry};

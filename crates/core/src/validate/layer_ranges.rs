@@ -1,9 +1,9 @@
 //! Converts ranges of layers to tensors, for pull, push and the original's `PushKvCache`, each of which has
 //! its own rules.
 //!
-//! `transfer` determines which rows of these tensors move.
+//! `pull` and `push` determine which rows of these tensors move.
 
-use super::{batch_cache, on_device};
+use super::cache_rules::{batch_cache, on_device};
 use crate::config::Role;
 use crate::error::{Error, Result, ensure};
 use crate::model::{CacheLayout, Geometry};
@@ -63,25 +63,22 @@ pub fn push_size(size: i64) -> Result<()> {
     ensure(size == -1, || Error::argument("size", size, "-1"))
 }
 
-/// Checks the arguments of the original's `PushKvCache`, which has its own rules for role, source, size and
-/// layers (contract §13.3). The role mix may push as well as prompt (contract, C++ §7). The layers it returns
-/// are an argument of [`push_local`](super::push_local) and [`push`](super::push).
-pub fn push_kv_cache(role: Role, local: CacheLayout, size: i64, ext: ExtParam) -> Result<Layers> {
-    push_kv_alone("PushKvCache", role, size, ext)?;
+/// Checks the source and the layers of the original's `PushKvCache`, after [`push_kv_alone`]. The layers it
+/// returns are an argument of [`CheckedPush::new`](super::CheckedPush::new).
+pub fn push_kv_cache(local: CacheLayout, ext: ExtParam) -> Result<Layers> {
     on_device("src_cache", local.placement)?;
     batch_cache("src_cache", local.kind)?;
     push_kv_layers(local.geometry, ext)
 }
 
-/// Checks the arguments of `PushKvBlocks` of the C++ class: role, source and layers as in [`push_kv_cache`].
-pub fn push_kv_blocks(role: Role, local: CacheLayout, ext: ExtParam) -> Result<Layers> {
-    push_kv_alone("PushKvBlocks", role, -1, ext)?;
+/// Does the same for `PushKvBlocks` of the C++ class, whose source may be of either kind.
+pub fn push_kv_blocks(local: CacheLayout, ext: ExtParam) -> Result<Layers> {
     on_device("src_cache", local.placement)?;
     push_kv_layers(local.geometry, ext)
 }
 
-/// Checks the arguments of a push that do not depend on its cache, before a cache is looked up
-/// (contract, C++ §4).
+/// Checks the arguments of the original's pushes that do not depend on a cache: role, size and layers, which have
+/// rules of their own (contract §13.3). The role mix may push as well as prompt (contract, C++ §4, §7).
 pub fn push_kv_alone(call: &str, role: Role, size: i64, ext: ExtParam) -> Result<()> {
     if role == Role::Decoder {
         let text = format!("{call} is for the roles Prompt and Mix only; this is {}", role.name());
@@ -228,7 +225,7 @@ pub(super) fn pull_layers(local: Geometry, layers: Layers) -> Result<TensorRun> 
 /// Returns the tensors of a push (contract §7.14). Without ranges, these are all complete layers of the local
 /// cache, in both caches. There are none if the local cache has fewer tensors than one layer.
 pub(super) fn push_layers(local: Geometry, layers: Layers) -> Result<TensorRun> {
-    per_layer(layers)?;
+    tensors_per_layer(layers.tensors_per_layer)?;
     push_spans(layers)?;
     let per_layer = layers.tensors_per_layer;
     let whole = local.num_tensors() / per_layer;
@@ -244,10 +241,6 @@ pub(super) fn push_layers(local: Geometry, layers: Layers) -> Result<TensorRun> 
     }
     divisible(local, per_layer)?;
     Ok(TensorRun { src: first, dst: dst_first, count: u32::try_from(count).unwrap_or(u32::MAX) })
-}
-
-pub(super) fn per_layer(layers: Layers) -> Result<()> {
-    tensors_per_layer(layers.tensors_per_layer)
 }
 
 /// Checks that `tensor_num_per_layer` is above 0.

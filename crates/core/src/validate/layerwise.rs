@@ -4,7 +4,8 @@
 //! `layer_destination` has the checks that need the peer's description of its caches; `transfer::task` waits
 //! for layers. The checks return `Err(InvalidArgument)` if a rule is broken.
 
-use super::{LayerRange, on_device};
+use super::cache_rules::on_device;
+use super::layer_ranges::{self, LayerRange};
 use crate::error::{Error, Result};
 use crate::fallible;
 use crate::model::{CacheKind, CacheLayout, ClusterId, Geometry, Name};
@@ -115,7 +116,7 @@ pub fn block_bytes_alone(args: &LayerwiseArgs) -> Result<()> {
 
 /// Row 12: checks that every tensor belongs to a layer, and returns the number of layers.
 pub fn whole_layers(local: Geometry, tensors_per_layer: u32) -> Result<u32> {
-    super::tensors_per_layer(tensors_per_layer)?;
+    layer_ranges::tensors_per_layer(tensors_per_layer)?;
     let tensors = local.num_tensors();
     if tensors.is_multiple_of(tensors_per_layer) {
         return Ok(tensors / tensors_per_layer);

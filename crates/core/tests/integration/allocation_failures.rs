@@ -13,7 +13,7 @@ use llm_datadist_core::testing::protocol::{
     self, EntryVersion, HEADER, MESSAGE_LIMIT, Reply, Request, Run, WireCache, WireLocation, WireName,
     WirePlan, WireRows,
 };
-use llm_datadist_core::testing::validate::{self, RemoteCache};
+use llm_datadist_core::testing::validate::{self, CheckedPull, CheckedPush, RemoteCache};
 use llm_datadist_core::{
     CacheId, CacheKey, CacheKind, DataDist, Deadline, End, ErrorKind, Geometry, Layers, Placement,
     PoolConfig, PullRows, PushRows, Result,
@@ -120,13 +120,13 @@ fn checking_arguments_fails_whole() {
     let list: Vec<i64> = (0..MANY).map(|k| shuffled(k) as i64).collect();
     let pairs: Vec<(i64, i64)> = list.iter().copied().zip(0..).collect();
     let pull = PullRows::Blocks { remote: list.clone(), local: list.clone() };
-    only_fails("pull", 2, || validate::pull(layout, remote, &pull, Layers::ALL));
+    only_fails("pull", 2, || CheckedPull::new(layout, &pull, Layers::ALL)?.moves(remote));
     let push = PushRows::Blocks { local: list.clone(), remote: list.clone() };
-    only_fails("push", 2, || validate::push(layout, remote, &push, Layers::ALL));
+    only_fails("push", 2, || CheckedPush::new(layout, &push, Layers::ALL)?.moves(remote));
     let one = Geometry::new(&desc(Placement::Device, 2, 1, 16 * MANY as usize)).unwrap();
     let slot = RemoteCache { layout: CacheLayout { geometry: one, ..slots }, ..remote };
     let cut = PullRows::SlotToBlocks { local: list };
-    only_fails("slot to blocks", 2, || validate::pull(layout, slot, &cut, Layers::ALL));
+    only_fails("slot to blocks", 2, || CheckedPull::new(layout, &cut, Layers::ALL)?.moves(slot));
     only_fails("copy", 1, || validate::copy_blocks(layout, &pairs));
     let keys: Vec<_> = (0..MANY).map(|id| Some(CacheKey::Request { model: 0, id })).collect();
     only_fails("keys", 2, || validate::bindings(&keys));
@@ -207,7 +207,7 @@ fn other_lists_of_messages_fail_whole() {
     reads(&protocol::encode(&Reply::Located(vec![spot; MANY as usize])).unwrap(), "spots");
     let rows = (0..MANY).map(|k| (2 * k, 2 * k + 1)).collect();
     let arrived = vec![WireRows { tensor: 3, rows }];
-    let failed = Reply::Failed { kind: 1, message: "no".into(), facts: vec![], arrived };
+    let failed = Reply::Failed { kind: 1, message: "no".into(), facts: 0, arrived };
     reads(&protocol::encode(&failed).unwrap(), "arrived");
     let locate = protocol::encode(&Request::Locate { addrs: numbers, limit_ms: 1 }).unwrap();
     only_fails("addresses", 1, || protocol::decode::<Request>(&locate[HEADER..]));

@@ -195,7 +195,7 @@ fn device(tensors: u32, rows: usize, row_bytes: usize) -> CacheDesc {
 
 /// Pulls a whole slot into slot 0 of `into`.
 fn pull_slot(local: &DataDist, from: RemoteName, into: &Held) -> Result<()> {
-    local.pull(from, &into.end(), &PullRows::Slot { local: 0, size: -1 }, Layers::ALL)
+    local.pull(from, &into.end(), &PullRows::slot(0, -1), Layers::ALL)
 }
 
 /// Pulls blocks, whole.

@@ -8,8 +8,8 @@ use std::fmt::Debug;
 
 use llm_datadist_core::testing::plan::{CopyPlan, Ends, Moves, Piece};
 use llm_datadist_core::testing::validate::{
-    self, ExtParam, LayerRange, Layers, PullRows, PushRows, RemoteCache, accessible, pull, pull_kv_layers,
-    pull_local, push, push_kv_cache, push_local,
+    self, CheckedPull, CheckedPush, ExtParam, LayerRange, Layers, PullRows, PushRows, RemoteCache,
+    accessible, pull_kv_layers, push_kv_alone, push_kv_cache,
 };
 use llm_datadist_core::{CacheKind, CacheLayout, ErrorKind, Geometry, Placement, Result, Role};
 use proptest::collection::vec;
@@ -41,6 +41,14 @@ fn refused<T: Debug>(kind: ErrorKind, result: Result<T>, facts: &[&str]) {
     for fact in facts {
         assert!(error.to_string().contains(fact), "{error} does not contain {fact:?}");
     }
+}
+
+fn pull(local: CacheLayout, remote: RemoteCache, rows: &PullRows, layers: Layers) -> Result<Moves> {
+    CheckedPull::new(local, rows, layers)?.moves(remote)
+}
+
+fn push(local: CacheLayout, remote: RemoteCache, rows: &PushRows, layers: Layers) -> Result<Moves> {
+    CheckedPush::new(local, rows, layers)?.moves(remote)
 }
 
 #[derive(Clone, Debug)]
@@ -114,8 +122,7 @@ fn naive_pull(case: &Case) -> Result<Vec<Byte>, ErrorKind> {
     let Case { local, remote, pull: rows, layers, .. } = case;
     let (here, there, row) = (Shape::of(*local), Shape::of(remote.layout), u64::from(remote.row));
     let (local_fits, remote_kind) = match rows {
-        PullRows::Slot { local, size } => (here.kind == Batch && here.has_part(*local, 0, *size), Batch),
-        PullRows::Part { local, local_offset, size, .. } => {
+        PullRows::Slot { local, local_offset, size, .. } => {
             (here.kind == Batch && here.has_part(*local, *local_offset, *size), Batch)
         }
         PullRows::Blocks { remote, local } => {
@@ -138,16 +145,12 @@ fn naive_pull(case: &Case) -> Result<Vec<Byte>, ErrorKind> {
     let from = if src.is_empty() { (0..there.tensors).collect() } else { src };
     need(from.len() == to.len() && there.has_tensors(&from), InvalidArgument)?;
     need(remote.accessible && there.kind == remote_kind, InvalidArgument)?;
-    let part = |slot: u32, remote_offset: u64, local_offset: u64, size: i64| {
-        let len = if size == -1 { here.stride - local_offset } else { size as u64 };
-        need(remote_offset.saturating_add(len) <= there.stride, InvalidArgument)?;
-        let (src, dst) = (row * there.stride + remote_offset, u64::from(slot) * here.stride + local_offset);
-        Ok((0..len).map(|byte| (src + byte, dst + byte)).collect::<Vec<Offsets>>())
-    };
     let bytes = match rows {
-        PullRows::Slot { local, size } => part(*local, 0, 0, *size)?,
-        PullRows::Part { local, remote_offset, local_offset, size } => {
-            part(*local, *remote_offset, *local_offset, *size)?
+        PullRows::Slot { local, remote_offset, local_offset, size } => {
+            let len = if *size == -1 { here.stride - local_offset } else { *size as u64 };
+            need(remote_offset.saturating_add(len) <= there.stride, InvalidArgument)?;
+            let dst = u64::from(*local) * here.stride + local_offset;
+            (0..len).map(|byte| (row * there.stride + remote_offset + byte, dst + byte)).collect()
         }
         PullRows::Blocks { remote, local } | PullRows::Rows { remote, local } => {
             need(there.stride == here.stride && there.has_blocks(remote), InvalidArgument)?;
@@ -310,8 +313,8 @@ fn cases() -> impl Strategy<Value = Case> {
             let blocks_push = PushRows::Blocks { local: local.clone(), remote: remote.clone() };
             let rows_push = PushRows::Rows { local: local.clone(), remote: remote.clone() };
             let (pull, push) = match what {
-                0 => (PullRows::Slot { local: slot, size }, slot_push),
-                1 => (PullRows::Part { local: slot, remote_offset, local_offset, size }, slot_push),
+                0 => (PullRows::slot(slot, size), slot_push),
+                1 => (PullRows::Slot { local: slot, remote_offset, local_offset, size }, slot_push),
                 2 => (PullRows::SlotToBlocks { local }, slot_push),
                 3 => (PullRows::Rows { remote, local }, rows_push),
                 _ => (PullRows::Blocks { remote, local }, blocks_push),
@@ -329,8 +332,8 @@ fn cases() -> impl Strategy<Value = Case> {
     })
 }
 
-/// The answer to a request, the answer before the remote cache is known, and the answer of the model.
-type Answers = (Result<Moves>, Result<()>, Result<Vec<Byte>, ErrorKind>);
+/// The answer to a request, and the answer of the model.
+type Answers = (Result<Moves>, Result<Vec<Byte>, ErrorKind>);
 
 fn agrees_with_the_model(pulls: bool, answer: impl Fn(&Case) -> Answers) {
     let (done, refused) = (Cell::new(0), Cell::new(0));
@@ -339,11 +342,11 @@ fn agrees_with_the_model(pulls: bool, answer: impl Fn(&Case) -> Answers) {
             let (src, dst) =
                 if pulls { (case.remote.layout, case.local) } else { (case.local, case.remote.layout) };
             match answer(&case) {
-                (Err(error), _, Err(expected)) => {
+                (Err(error), Err(expected)) => {
                     prop_assert_eq!(error.kind(), expected, "{}", error);
                     refused.set(refused.get() + 1);
                 }
-                (Ok(moves), Ok(()), Ok(bytes)) => {
+                (Ok(moves), Ok(bytes)) => {
                     plan_does(&moves, &bytes, (src, dst), case.cut);
                     let plan = CopyPlan::moves(&mut moves.clone(), Ends::TwoCaches).unwrap();
                     let stride = case.local.geometry.row_bytes();
@@ -368,7 +371,7 @@ fn agrees_with_the_model(pulls: bool, answer: impl Fn(&Case) -> Answers) {
 fn pulls_agree_with_the_model() {
     agrees_with_the_model(true, |case| {
         let Case { local, remote, pull: rows, layers, .. } = case;
-        (pull(*local, *remote, rows, *layers), pull_local(*local, rows, *layers), naive_pull(case))
+        (pull(*local, *remote, rows, *layers), naive_pull(case))
     });
 }
 
@@ -376,7 +379,7 @@ fn pulls_agree_with_the_model() {
 fn pushes_agree_with_the_model() {
     agrees_with_the_model(false, |case| {
         let Case { local, remote, push: rows, layers, .. } = case;
-        (push(*local, *remote, rows, *layers), push_local(*local, rows, *layers), naive_push(case))
+        (push(*local, *remote, rows, *layers), naive_push(case))
     });
 }
 
@@ -384,9 +387,9 @@ fn pushes_agree_with_the_model() {
 #[test]
 fn refused_pulls_name_the_argument_and_its_limit() {
     let (batch, blocks, all) = (spec(Batch, 4, 3, 8), spec(Blocks, 4, 4, 8), Layers::ALL);
-    let slot = |local, size| PullRows::Slot { local, size };
+    let slot = PullRows::slot;
     let part =
-        |remote_offset, local_offset, size| PullRows::Part { local: 2, remote_offset, local_offset, size };
+        |remote_offset, local_offset, size| PullRows::Slot { local: 2, remote_offset, local_offset, size };
     let pairs = |from: &[i64], to: &[i64]| PullRows::Blocks { remote: from.to_vec(), local: to.to_vec() };
     let cut = |local: &[i64]| PullRows::SlotToBlocks { local: local.to_vec() };
     let given = |src, dst, per_layer| layers(Some(src), Some(dst), per_layer);
@@ -449,7 +452,7 @@ fn refused_pushes_name_the_argument_and_its_limit() {
         refused(InvalidArgument, push(local, *remote, &slot, *layers), facts);
     }
     let pairs = PushRows::Blocks { local: vec![0], remote: vec![] };
-    refused(InvalidArgument, push_local(spec(Blocks, 10, 3, 8), &pairs, Layers::ALL), &["dst_blocks=[]"]);
+    refused(InvalidArgument, push(spec(Blocks, 10, 3, 8), good, &pairs, Layers::ALL), &["dst_blocks=[]"]);
     validate::push_size(-1).unwrap();
     for size in [0, 1, -2, i64::MIN] {
         refused(InvalidArgument, validate::push_size(size), &["size", "-1"]);
@@ -461,6 +464,11 @@ const ALL: Range = (-1, -1);
 
 fn ext(src_layer_range: Range, dst_layer_range: Range, tensor_num_per_layer: u8) -> ExtParam {
     ExtParam { src_layer_range, dst_layer_range, tensor_num_per_layer }
+}
+
+fn pushed(local: CacheLayout, ext: ExtParam) -> Result<Layers> {
+    push_kv_alone("PushKvCache", Role::Mix, -1, ext)?;
+    push_kv_cache(local, ext)
 }
 
 /// The default is 2 tensors in a layer. It also holds for caches of one tensor, and of an odd number of them.
@@ -477,19 +485,19 @@ fn ranges_of_an_ext_param_name_tensors() {
         (5, (0, 0), (1, 1), 2, (0, 2, 2)),
     ] {
         let (local, given) = (spec(Batch, tensors, 4, 64), ext(src, dst, per_layer));
-        let pushed = push_kv_cache(Role::Prompt, local, -1, given).unwrap();
-        let pulled = pull_kv_layers(local.geometry, given).unwrap();
+        let (pushed, pulled) =
+            (pushed(local, given).unwrap(), pull_kv_layers(local.geometry, given).unwrap());
         for moves in [
             push(local, remote(local, 3), &PushRows::Slot { local: 3 }, pushed).unwrap(),
-            pull(local, remote(local, 3), &PullRows::Slot { local: 3, size: -1 }, pulled).unwrap(),
+            pull(local, remote(local, 3), &PullRows::slot(3, -1), pulled).unwrap(),
         ] {
             assert_eq!((moves.src_tensor, moves.dst_tensor, moves.num_tensors), expected, "{given:?}");
         }
     }
     let local = spec(Batch, 4, 4, 64);
-    let beyond = push_kv_cache(Role::Mix, local, -1, ext((0, 1), (5, 6), 2)).unwrap();
+    let beyond = pushed(local, ext((0, 1), (5, 6), 2)).unwrap();
     assert_eq!(beyond, layers(Some((0, 2)), Some((5, 7)), 2));
-    push_kv_cache(Role::Prompt, local, -1, ext((0, 0), (i32::MAX, i32::MAX), 1)).unwrap();
+    pushed(local, ext((0, 0), (i32::MAX, i32::MAX), 1)).unwrap();
 }
 
 #[test]
@@ -504,11 +512,11 @@ fn refused_ext_params_name_the_argument_and_its_limit() {
         (4, ext((0, 0), (0, i32::MAX), 1), &["1 layers", "dst_layer_range 2147483648"]),
     ];
     for (tensors, ext, facts) in rules {
-        refused(InvalidArgument, push_kv_cache(Role::Prompt, spec(Batch, *tensors, 4, 64), -1, *ext), facts);
+        refused(InvalidArgument, pushed(spec(Batch, *tensors, 4, 64), *ext), facts);
     }
     let uneven = pull_kv_layers(spec(Batch, 5, 4, 64).geometry, ext((0, 1), (0, 0), 2));
     refused(InvalidArgument, uneven, &["2 layers"]);
-    let blocks = push_kv_cache(Role::Prompt, spec(Blocks, 4, 4, 64), -1, ExtParam::default());
+    let blocks = pushed(spec(Blocks, 4, 4, 64), ExtParam::default());
     refused(InvalidArgument, blocks, &["blocks cache"]);
 }
 

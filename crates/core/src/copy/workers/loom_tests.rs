@@ -21,7 +21,7 @@ struct Units {
     over: Counter,
 }
 
-impl Work for Units {
+impl Units {
     fn unit(&self, index: usize) -> Result<()> {
         assert_eq!(self.over.load(Ordering::SeqCst), 0, "a unit runs after the end");
         self.done[index].fetch_add(1, Ordering::SeqCst);
@@ -36,11 +36,13 @@ fn model(helpers: usize, units: usize, fails_at: Option<usize>) {
     let counted = ran.clone();
     loom::model(move || {
         counted.fetch_add(1, Std::Relaxed);
-        let work = Arc::new(Units {
+        let checks = Arc::new(Units {
             done: std::array::from_fn(|_| Counter::new(0)),
             fails_at,
             over: Counter::new(0),
         });
+        let inside = checks.clone();
+        let work = Arc::new(move |index| inside.unit(index));
         let job = Arc::new(CopyJob {
             units,
             limit: Deadline::after(Duration::from_secs(3600)).into(),
@@ -59,8 +61,9 @@ fn model(helpers: usize, units: usize, fails_at: Option<usize>) {
         job.close();
         let outcome = job.outcome();
         assert_eq!(Arc::strong_count(&work), 1, "somebody still holds what was copied");
-        work.over.store(1, Ordering::SeqCst);
-        let done: Vec<usize> = work.done[..units].iter().map(|count| count.load(Ordering::SeqCst)).collect();
+        checks.over.store(1, Ordering::SeqCst);
+        let done: Vec<usize> =
+            checks.done[..units].iter().map(|count| count.load(Ordering::SeqCst)).collect();
         match fails_at {
             None => assert!(outcome.is_ok() && done.iter().all(|&count| count == 1), "{done:?}"),
             Some(unit) => {

@@ -291,7 +291,7 @@ fn unregistered_memory_is_not_touched_by_waiting_calls() {
             "copy out" => local.copy_cache(&own.end(), &taken.end(), OUT_OF),
             "copy in" => local.copy_cache(&taken.end(), &own.end(), INTO),
             "pull" => {
-                let rows = PullRows::Slot { local: 1, size: -1 };
+                let rows = PullRows::slot(1, -1);
                 local.pull(of(2, row(&into, 0)), &taken.end(), &rows, Layers::ALL)
             }
             "push" => push_slot(&local, &taken, 1, of(2, row(&into, 0))),

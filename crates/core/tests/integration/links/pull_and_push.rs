@@ -68,7 +68,7 @@ fn slots_arrive() {
             let result = match call {
                 Pull(size) => {
                     let name = if size == -1 { Name::Key(request(2)) } else { row(&source, 1) };
-                    let rows = PullRows::Slot { local: 2, size };
+                    let rows = PullRows::slot(2, size);
                     pair.local.pull(of(2, name), &into.end(), &rows, layers)
                 }
                 Push => {

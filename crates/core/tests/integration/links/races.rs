@@ -59,7 +59,7 @@ fn last_layer_of_each_slot_releases_its_key() {
                     } else {
                         row(&remote, slot as u32)
                     };
-                    let rows = PullRows::Slot { local: 0, size: -1 };
+                    let rows = PullRows::slot(0, -1);
                     let layers = Layers { src, dst: None, tensors_per_layer: tensors };
                     pair.local.pull(of(2, name), &local.end(), &rows, layers).unwrap();
                     let source = &bytes[layer * tensors as usize..];

@@ -1,0 +1,138 @@
+//! Rules that calls of several kinds share: kind, placement and rows of a cache, sizes, lists of blocks, and what
+//! the owner of a remote cache says of it.
+
+use std::fmt::Display;
+
+use crate::error::{Error, ErrorKind, Result, ensure};
+use crate::fallible;
+use crate::model::{CacheKind, CacheLayout, Geometry, Placement};
+use crate::plan::{Piece, REQUEST, total_bytes};
+
+/// The cache of a peer, as its owner describes it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RemoteCache {
+    /// Sizes, kind and placement.
+    pub layout: CacheLayout,
+    /// The batch slot that the key names; 0 for a blocks cache.
+    pub row: u32,
+    /// Whether its owner lets peers use it.
+    pub accessible: bool,
+}
+
+/// Checks that the cache called `name` is not a blocks cache.
+pub fn batch_cache(name: &str, kind: CacheKind) -> Result<()> {
+    match kind {
+        CacheKind::Batch => Ok(()),
+        CacheKind::Blocks => Err(wrong_kind(name, "a blocks cache", "a continuous cache")),
+    }
+}
+
+/// Checks that the cache called `name` is a blocks cache.
+pub fn blocks_cache(name: &str, kind: CacheKind) -> Result<()> {
+    match kind {
+        CacheKind::Blocks => Ok(()),
+        CacheKind::Batch => Err(wrong_kind(name, "a continuous cache", "a blocks cache")),
+    }
+}
+
+fn wrong_kind(name: &str, is: &str, needed: &str) -> Error {
+    Error::invalid(format!("{name} is {is}; this call needs {needed}"))
+}
+
+/// Returns the error for a `size`, which stands for `bytes` bytes, that exceeds the `room` bytes of `place`.
+pub(super) fn too_long(size: i64, bytes: u64, room: u64, place: &str) -> Error {
+    let value = if size == -1 { format!("-1 ({bytes} bytes)") } else { bytes.to_string() };
+    Error::argument("size", value, format_args!("at most the {room} bytes of {place}"))
+}
+
+/// Checks that `size` is −1 (all bytes) or above 0.
+pub fn copy_size(size: i64) -> Result<()> {
+    ensure(size == -1 || size > 0, || Error::argument("size", size, "-1, or a number of bytes above 0"))
+}
+
+/// Checks that the cache called `name` is in device memory (contract §9.1).
+pub fn on_device(name: &str, placement: Placement) -> Result<()> {
+    match placement {
+        Placement::Device => Ok(()),
+        Placement::Host => {
+            let text = format!("{name} is in host memory; this call needs device memory");
+            Err(Error::invalid(text))
+        }
+    }
+}
+
+/// Returns a row of the cache, which is given as any kind of number.
+pub(super) fn row(name: &str, index: impl TryInto<u64> + Display + Copy, of: Geometry) -> Result<u64> {
+    match index.try_into() {
+        Ok(row) if row < of.rows() => Ok(row),
+        _ => Err(Error::out_of_range(name, index, format_args!("0 to {}", of.rows() - 1))),
+    }
+}
+
+/// Checks that a list of blocks is not empty.
+pub fn not_empty(name: &str, blocks: &[i64]) -> Result<()> {
+    if blocks.is_empty() { Err(Error::argument(name, "[]", "a list of at least one block")) } else { Ok(()) }
+}
+
+/// Checks that two lists have the same number of entries.
+pub fn equally_many((src, left): (&str, usize), (dst, right): (&str, usize)) -> Result<()> {
+    ensure(left == right, || Error::invalid(format!("{src} has {left} entries, and {dst} has {right}")))
+}
+
+/// Checks that every entry is a block of the cache.
+pub(super) fn in_range(name: &str, blocks: &[i64], of: Geometry) -> Result<()> {
+    // One pass without a branch. Messages are only built if an entry is out of range.
+    if blocks.iter().fold(true, |fits, &index| fits & (index.cast_unsigned() < of.rows())) {
+        return Ok(());
+    }
+    let entry = |(at, &index): (usize, &i64)| {
+        row(name, index, of).or_else(|_| row(&format!("{name}[{at}]"), index, of)).map(drop)
+    };
+    blocks.iter().enumerate().try_for_each(entry)
+}
+
+/// Returns blocks that [`in_range`] accepted as numbers without a sign.
+pub(super) fn numbers(blocks: &[i64]) -> Result<Vec<u64>> {
+    fallible::collect(REQUEST, blocks.iter().map(|index| index.cast_unsigned()))
+}
+
+/// Cuts the slot at byte `slot` into blocks from its start. The last piece may be shorter.
+pub(super) fn cut(slot: u64, slot_bytes: u64, blocks: &[u64], block_bytes: u64) -> Result<Vec<Piece>> {
+    let most = slot_bytes.div_ceil(block_bytes);
+    if blocks.len() as u64 > most {
+        let allowed =
+            format!("at most {most}, because a slot has {slot_bytes} bytes and a block has {block_bytes}");
+        return Err(Error::argument("len(dst_blocks)", blocks.len(), allowed));
+    }
+    total_bytes(blocks.len() as u64, block_bytes)?;
+    let piece = |(at, &block): (usize, &u64)| {
+        let start = at as u64 * block_bytes;
+        Piece { src: slot + start, dst: block * block_bytes, len: block_bytes.min(slot_bytes - start) }
+    };
+    fallible::collect(REQUEST, blocks.iter().enumerate().map(piece))
+}
+
+/// Checks that peers may use the cache called `name` (contract §12.4).
+pub fn reachable(name: &str, accessible: bool) -> Result<()> {
+    ensure(accessible, || Error::invalid(format!("{name} was registered with remote_accessible False")))
+}
+
+/// Checks that the remote cache has the slot that its key names. Otherwise returns an error of this `kind`.
+pub(super) fn remote_row(remote: RemoteCache, kind: ErrorKind) -> Result<()> {
+    // To everything that names a slot, a blocks cache is one slot (contract §12.1).
+    let rows = if remote.layout.kind == CacheKind::Batch { remote.layout.geometry.rows() } else { 1 };
+    ensure(u64::from(remote.row) < rows, || {
+        Error::new(kind, format!("the remote cache has no slot {}, only 0 to {}", remote.row, rows - 1))
+    })
+}
+
+/// Checks that blocks of both caches have the same size.
+pub(super) fn equal_blocks(local: Geometry, remote: Geometry) -> Result<()> {
+    ensure(local.row_bytes() == remote.row_bytes(), || {
+        Error::invalid(format!(
+            "a block has {} bytes in the local cache and {} in the remote cache",
+            local.row_bytes(),
+            remote.row_bytes()
+        ))
+    })
+}

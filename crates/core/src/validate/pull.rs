@@ -1,0 +1,160 @@
+//! Checks pulls, and returns the bytes that move from the remote cache to the local one (contract §7.12, §7.13).
+
+use super::cache_rules::{
+    RemoteCache, batch_cache, blocks_cache, copy_size, cut, equal_blocks, equally_many, in_range, not_empty,
+    numbers, reachable, remote_row, row, too_long,
+};
+use super::layer_ranges::{Layers, TensorRun, layers_given, pull_layers, tensors_per_layer, within};
+use crate::error::{Error, ErrorKind, Result};
+use crate::model::{CacheLayout, Geometry};
+use crate::plan::{Moves, Piece, Pieces};
+
+/// The rows that a pull reads and writes: `remote` rows of the peer's cache, into `local` ones.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the variants describe their fields")]
+pub enum PullRows {
+    /// `size` bytes of every tensor of a remote batch slot, from an offset in that slot to an offset in the local
+    /// one (contract §9.1); a size of −1 stands for the rest of the local slot.
+    Slot { local: u32, remote_offset: u64, local_offset: u64, size: i64 },
+    /// Remote blocks into local ones, pair by pair.
+    Blocks { remote: Vec<i64>, local: Vec<i64> },
+    /// Like `Blocks`, for caches of either kind, because the C++ class does not distinguish them.
+    Rows { remote: Vec<i64>, local: Vec<i64> },
+    /// A remote batch slot, cut into local blocks from its start.
+    SlotToBlocks { local: Vec<i64> },
+}
+
+/// A pull whose arguments fit the local cache. What the owner says of the remote cache is still missing.
+pub struct CheckedPull<'a> {
+    local: CacheLayout,
+    rows: &'a PullRows,
+    tensors: TensorRun,
+    /// Whether the caller named the layers that are read.
+    src_layers_given: bool,
+}
+
+impl PullRows {
+    /// Returns the rows of a pull of the first `size` bytes of every tensor of a remote batch slot; −1 for the size
+    /// of the local slot.
+    pub const fn slot(local: u32, size: i64) -> PullRows {
+        PullRows::Slot { local, remote_offset: 0, local_offset: 0, size }
+    }
+
+    /// Returns how many blocks the caller named.
+    pub(crate) fn num_blocks(&self) -> usize {
+        match self {
+            PullRows::Slot { .. } => 0,
+            PullRows::Blocks { local, .. }
+            | PullRows::Rows { local, .. }
+            | PullRows::SlotToBlocks { local } => local.len(),
+        }
+    }
+}
+
+impl<'a> CheckedPull<'a> {
+    /// Checks what needs only the local cache, before a request is sent to the peer.
+    pub fn new(local: CacheLayout, rows: &'a PullRows, layers: Layers) -> Result<Self> {
+        let geometry = local.geometry;
+        match rows {
+            PullRows::Slot { local: slot, local_offset, size, .. } => {
+                batch_cache("cache", local.kind)?;
+                copy_size(*size)?;
+                tensors_per_layer(layers.tensors_per_layer)?;
+                row("batch_index", *slot, geometry)?;
+                let room = after("dst_cache_offset", *local_offset, geometry)?;
+                slot_bytes("cache", *size, room, (*local_offset, room))?;
+            }
+            PullRows::Blocks { remote, local: blocks } | PullRows::Rows { remote, local: blocks } => {
+                if matches!(rows, PullRows::Blocks { .. }) {
+                    blocks_cache("dst_cache", local.kind)?;
+                }
+                not_empty("dst_blocks", blocks)?;
+                tensors_per_layer(layers.tensors_per_layer)?;
+                not_empty("src_blocks", remote)?;
+                equally_many(("src_blocks", remote.len()), ("dst_blocks", blocks.len()))?;
+                in_range("dst_blocks", blocks, geometry)?;
+            }
+            PullRows::SlotToBlocks { local: blocks } => {
+                blocks_cache("dst_cache", local.kind)?;
+                not_empty("dst_blocks", blocks)?;
+                tensors_per_layer(layers.tensors_per_layer)?;
+                in_range("dst_blocks", blocks, geometry)?;
+            }
+        }
+        let tensors = pull_layers(geometry, layers)?;
+        Ok(CheckedPull { local, rows, tensors, src_layers_given: layers_given(layers.src).is_some() })
+    }
+
+    /// Checks the pull against the owner's description of the remote cache, and returns what moves.
+    /// `Err(CacheNotFound)` if the remote cache does not have the slot.
+    pub fn moves(&self, remote: RemoteCache) -> Result<Moves> {
+        let (tensors, peer) = (self.tensors, remote.layout.geometry);
+        remote_row(remote, ErrorKind::CacheNotFound)?;
+        if !self.src_layers_given && peer.num_tensors() != tensors.count {
+            return Err(Error::invalid(format!(
+                "the remote cache has {} tensors, and the local range has {}",
+                peer.num_tensors(),
+                tensors.count
+            )));
+        }
+        within("src_layer_range", tensors.src, tensors.count, "the remote cache", peer)?;
+        match self.rows {
+            PullRows::Blocks { .. } => blocks_cache("the remote cache", remote.layout.kind)?,
+            PullRows::Rows { .. } => {}
+            PullRows::Slot { .. } | PullRows::SlotToBlocks { .. } => {
+                batch_cache("the remote cache", remote.layout.kind)?;
+            }
+        }
+        reachable("the remote cache", remote.accessible)?;
+        let (pieces, dst_rows) = self.pieces(remote)?;
+        let whole = tensors.count == peer.num_tensors();
+        Ok(Moves { dst_rows, ..tensors.moves(pieces, whole) })
+    }
+
+    /// Returns the pieces that move in each tensor, and the local rows that they write.
+    fn pieces(&self, remote: RemoteCache) -> Result<(Pieces, Vec<u64>)> {
+        let (own, peer) = (self.local.geometry, remote.layout.geometry);
+        let slot = u64::from(remote.row) * peer.row_bytes();
+        Ok(match self.rows {
+            PullRows::Slot { local: index, remote_offset, local_offset, size } => {
+                let index = u64::from(*index);
+                let room = after("dst_cache_offset", *local_offset, own)?;
+                let left = after("src_cache_offset", *remote_offset, peer)?;
+                let len = slot_bytes("the remote cache", *size, room, (*remote_offset, left))?;
+                let dst = index * own.row_bytes() + local_offset;
+                (Pieces::Listed(vec![Piece { src: slot + remote_offset, dst, len }]), vec![index])
+            }
+            PullRows::Blocks { remote: from, local: to } | PullRows::Rows { remote: from, local: to } => {
+                equal_blocks(own, peer)?;
+                in_range("src_blocks", from, peer)?;
+                let to = numbers(to)?;
+                let pairs = from.iter().map(|index| index.cast_unsigned()).zip(to.iter().copied());
+                (Pieces::blocks(own.row_bytes(), pairs)?, to)
+            }
+            PullRows::SlotToBlocks { local: to } => {
+                let to = numbers(to)?;
+                (Pieces::Listed(cut(slot, peer.row_bytes(), &to, own.row_bytes())?), to)
+            }
+        })
+    }
+}
+
+/// Returns the bytes of a slot after the offset called `name`, at least one.
+fn after(name: &str, offset: u64, of: Geometry) -> Result<u64> {
+    let slot = of.row_bytes();
+    if offset < slot {
+        return Ok(slot - offset);
+    }
+    Err(Error::argument(name, offset, format_args!("below the slot size, {slot} bytes")))
+}
+
+/// Returns the bytes for `size`, by default `room`, the rest of the local slot. They must fit into the `left`
+/// bytes from `offset` on of a slot of the cache called `name`.
+fn slot_bytes(name: &str, size: i64, room: u64, (offset, left): (u64, u64)) -> Result<u64> {
+    let bytes = if size == -1 { room } else { size.unsigned_abs() };
+    if bytes <= left {
+        return Ok(bytes);
+    }
+    let part = if offset == 0 { "" } else { " after the offset" };
+    Err(too_long(size, bytes, left, &format!("a slot of {name}{part}")))
+}

@@ -1,0 +1,109 @@
+//! Checks pushes, and returns the bytes that move from the local cache to the remote one (contract §7.14, §7.15).
+
+use super::cache_rules::{
+    RemoteCache, batch_cache, blocks_cache, equal_blocks, equally_many, in_range, not_empty, numbers,
+    reachable, remote_row, row,
+};
+use super::layer_ranges::{Layers, TensorRun, push_layers, within};
+use crate::error::{Error, ErrorKind, Result};
+use crate::model::CacheLayout;
+use crate::plan::{Moves, Piece, Pieces};
+
+/// The rows that a push reads and writes: `local` rows, into `remote` rows of the peer's cache.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the variants describe their fields")]
+pub enum PushRows {
+    /// A whole local batch slot, into a remote one.
+    Slot { local: u32 },
+    /// Local blocks into remote ones, pair by pair.
+    Blocks { local: Vec<i64>, remote: Vec<i64> },
+    /// Like `Blocks`, for caches of either kind, because the C++ class does not distinguish them.
+    Rows { local: Vec<i64>, remote: Vec<i64> },
+}
+
+/// A push whose arguments fit the local cache. What the owner says of the remote cache is still missing.
+pub struct CheckedPush<'a> {
+    local: CacheLayout,
+    rows: &'a PushRows,
+    tensors: TensorRun,
+}
+
+impl PushRows {
+    /// Returns how many blocks the caller named.
+    pub(crate) fn num_blocks(&self) -> usize {
+        match self {
+            PushRows::Slot { .. } => 0,
+            PushRows::Blocks { local, .. } | PushRows::Rows { local, .. } => local.len(),
+        }
+    }
+}
+
+impl<'a> CheckedPush<'a> {
+    /// Checks what needs only the local cache, before a request is sent to the peer.
+    pub fn new(local: CacheLayout, rows: &'a PushRows, layers: Layers) -> Result<Self> {
+        let geometry = local.geometry;
+        match rows {
+            PushRows::Slot { .. } => batch_cache("src_cache", local.kind)?,
+            PushRows::Blocks { local: blocks, remote } | PushRows::Rows { local: blocks, remote } => {
+                if matches!(rows, PushRows::Blocks { .. }) {
+                    blocks_cache("src_cache", local.kind)?;
+                }
+                not_empty("dst_blocks", remote)?;
+                not_empty("src_blocks", blocks)?;
+            }
+        }
+        let tensors = push_layers(geometry, layers)?;
+        match rows {
+            PushRows::Slot { local: slot } => row("src_batch_index", *slot, geometry).map(drop)?,
+            PushRows::Blocks { local: blocks, remote } | PushRows::Rows { local: blocks, remote } => {
+                equally_many(("src_blocks", blocks.len()), ("dst_blocks", remote.len()))?;
+                in_range("src_blocks", blocks, geometry)?;
+            }
+        }
+        Ok(CheckedPush { local, rows, tensors })
+    }
+
+    /// Checks the push against the owner's description of the remote cache, and returns what moves.
+    pub fn moves(&self, remote: RemoteCache) -> Result<Moves> {
+        let (tensors, peer) = (self.tensors, remote.layout.geometry);
+        reachable("the remote cache", remote.accessible)?;
+        within("dst_layer_range", tensors.dst, tensors.count, "the remote cache", peer)?;
+        let (pieces, src_rows) = self.pieces(remote)?;
+        if tensors.count == 0 {
+            return Ok(tensors.moves(Pieces::default(), false));
+        }
+        let whole = tensors.count == self.local.geometry.num_tensors();
+        Ok(Moves { src_rows, ..tensors.moves(pieces, whole) })
+    }
+
+    /// Returns the pieces that move in each tensor, and the local rows that they read.
+    fn pieces(&self, remote: RemoteCache) -> Result<(Pieces, Vec<u64>)> {
+        let (own, peer) = (self.local.geometry, remote.layout.geometry);
+        Ok(match self.rows {
+            PushRows::Slot { local: index } => {
+                batch_cache("the remote cache", remote.layout.kind)?;
+                remote_row(remote, ErrorKind::InvalidArgument)?;
+                let len = own.row_bytes();
+                if len > peer.row_bytes() {
+                    return Err(Error::invalid(format!(
+                        "a slot of src_cache has {len} bytes, more than the {} bytes of a slot of the remote cache",
+                        peer.row_bytes()
+                    )));
+                }
+                let index = u64::from(*index);
+                let dst = u64::from(remote.row) * peer.row_bytes();
+                (Pieces::Listed(vec![Piece { src: index * len, dst, len }]), vec![index])
+            }
+            PushRows::Blocks { local: from, remote: to } | PushRows::Rows { local: from, remote: to } => {
+                if matches!(self.rows, PushRows::Blocks { .. }) {
+                    blocks_cache("the remote cache", remote.layout.kind)?;
+                }
+                equal_blocks(own, peer)?;
+                in_range("dst_blocks", to, peer)?;
+                let from = numbers(from)?;
+                let pairs = from.iter().copied().zip(to.iter().map(|index| index.cast_unsigned()));
+                (Pieces::blocks(own.row_bytes(), pairs)?, from)
+            }
+        })
+    }
+}
