@@ -112,13 +112,11 @@ pub(crate) fn link(
     timeout: Duration,
     one_local: bool,
 ) -> Vec<Result<()>> {
-    let fits = |peer: &PeerAddress| match peer.local.len() {
-        count if one_local && count != 1 => {
-            let error = Error::argument("len(local_ip_info_list)", count, "exactly one local address");
-            Err(error.with("cluster", peer.cluster))
-        }
-        _ => Ok(()),
+    let fits = |peer: &PeerAddress| {
+        let checked = validate::one_address("len(local_ip_info_list)", peer.local.len(), "local");
+        checked.map_err(|error| error.with("cluster", peer.cluster))
     };
+    let fits = |peer: &PeerAddress| if one_local { fits(peer) } else { Ok(()) };
     each(peers, fits, |peers| engine.link_clusters(peers, timeout))
 }
 

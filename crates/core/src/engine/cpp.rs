@@ -9,7 +9,7 @@ use super::links::{each, link_failed};
 use super::{DataDist, End, RemoteName};
 use crate::config::Role;
 use crate::copy::Staging;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::model::{CacheId, ClusterId, Name};
 use crate::session::PeerAddress;
 use crate::stats::Op;
@@ -123,9 +123,9 @@ impl DataDist {
     pub fn link_clusters_from(&self, peers: &[PeerAddress], timeout: Duration) -> Vec<Result<()>> {
         let deadline = self.limit(timeout, "timeout_in_millis");
         each(peers, deadline, |peer, deadline| {
-            let linked = self.cluster.stats.timed(Op::Link, || match peer.local.len() {
-                1 => self.links.link(peer, deadline),
-                count => Err(Error::argument("len(local_ip_infos)", count, "exactly one local address")),
+            let linked = self.cluster.stats.timed(Op::Link, || {
+                validate::one_address("len(local_ip_infos)", peer.local.len(), "local")?;
+                self.links.link(peer, deadline)
             });
             linked.map_err(|error| link_failed(error).with("cluster", peer.cluster))
         })

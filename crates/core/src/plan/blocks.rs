@@ -32,7 +32,7 @@ impl Blocks {
         self.pairs.get(at).map(|&pair| self.piece_of(pair))
     }
 
-    fn piece_of(&self, (src, dst): (u32, u32)) -> Piece {
+    pub(super) fn piece_of(&self, (src, dst): (u32, u32)) -> Piece {
         let at = |first: u64, number: u32| first + u64::from(number) * self.len;
         Piece { src: at(self.src, src), dst: at(self.dst, dst), len: self.len }
     }

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use super::block_waves;
+use super::blocks::Blocks;
 use super::order::{self, Ends};
 use super::request::{Moves, Pieces};
 use super::spans::{PLAN, Piece};
@@ -31,11 +32,12 @@ impl CopyPlan {
         let one_cache = ends == Ends::OneCache;
         // The pieces are taken, not copied: allocating memory for a long list costs more than planning it.
         let waves = match std::mem::take(&mut moves.pieces) {
-            Pieces::Blocks { len, first, mut pairs } => {
+            Pieces::Blocks(Blocks { len, src, dst, pairs }) => {
+                let mut pairs = Arc::try_unwrap(pairs).or_else(|shared| fallible::copied(PLAN, &shared))?;
                 if one_cache {
                     pairs.retain(|(src, dst)| src != dst);
                 }
-                block_waves::waves(len, first, pairs, ends)?
+                block_waves::waves(len, (src, dst), pairs, ends)?
             }
             Pieces::Listed(mut pieces) => {
                 if one_cache {

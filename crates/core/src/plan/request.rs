@@ -3,6 +3,9 @@
 //! Block lists are long, and each step of a call stores them again. A pair of 32-bit block numbers takes 8
 //! bytes; a [`Piece`] takes 24 (docs/performance.md).
 
+use std::sync::Arc;
+
+use super::blocks::Blocks;
 use super::spans::Piece;
 use crate::error::{Error, Result};
 use crate::fallible;
@@ -30,13 +33,7 @@ pub struct Moves {
 pub enum Pieces {
     /// Pieces of any size and position.
     Listed(Vec<Piece>),
-    Blocks {
-        len: u64,
-        /// Offsets in bytes at which source block 0 and destination block 0 start.
-        first: (u64, u64),
-        /// Source and destination block numbers, counted from `first`.
-        pairs: Vec<(u32, u32)>,
-    },
+    Blocks(Blocks),
 }
 
 impl Default for Pieces {
@@ -54,7 +51,7 @@ impl Pieces {
         if u32::try_from(any).is_ok() {
             #[expect(clippy::cast_possible_truncation, reason = "no number has a higher bit")]
             let pairs = fallible::collect(REQUEST, pairs.map(|(src, dst)| (src as u32, dst as u32)))?;
-            return Ok(Pieces::Blocks { len, first: (0, 0), pairs });
+            return Ok(Pieces::Blocks(Blocks { len, src: 0, dst: 0, pairs: Arc::new(pairs) }));
         }
         let one = |(src, dst): (u64, u64)| Piece { src: src * len, dst: dst * len, len };
         fallible::collect(REQUEST, pairs.map(one)).map(Pieces::Listed)
@@ -63,17 +60,14 @@ impl Pieces {
     pub fn count(&self) -> usize {
         match self {
             Pieces::Listed(pieces) => pieces.len(),
-            Pieces::Blocks { pairs, .. } => pairs.len(),
+            Pieces::Blocks(blocks) => blocks.pairs.len(),
         }
     }
 
     pub fn iter(&self) -> impl Iterator<Item = Piece> + '_ {
         (0..self.count()).map(|at| match self {
             Pieces::Listed(pieces) => pieces[at],
-            Pieces::Blocks { len, first, pairs } => {
-                let (src, dst) = pairs[at];
-                Piece { src: first.0 + u64::from(src) * len, dst: first.1 + u64::from(dst) * len, len: *len }
-            }
+            Pieces::Blocks(blocks) => blocks.piece_of(blocks.pairs[at]),
         })
     }
 
@@ -81,7 +75,7 @@ impl Pieces {
     pub(crate) fn shifted(mut self, by: u64) -> Pieces {
         match &mut self {
             Pieces::Listed(pieces) => pieces.iter_mut().for_each(|piece| piece.dst += by),
-            Pieces::Blocks { first, .. } => first.1 += by,
+            Pieces::Blocks(blocks) => blocks.dst += by,
         }
         self
     }

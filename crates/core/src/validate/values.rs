@@ -149,6 +149,11 @@ pub fn socket_address(name: &str, text: &str) -> Result<SocketAddr> {
     })
 }
 
+/// Checks that a link names exactly one address of its local or remote `side`.
+pub fn one_address(name: &str, count: usize, side: &str) -> Result<()> {
+    ensure(count == 1, || Error::argument(name, count, format_args!("exactly one {side} address")))
+}
+
 /// Reads an IPv4 address in dotted form or an IPv6 address, with or without brackets. No abbreviations: "1"
 /// is not 0.0.0.1.
 pub(super) fn ip_address(text: &str) -> Option<IpAddr> {

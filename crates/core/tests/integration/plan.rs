@@ -564,7 +564,8 @@ fn scattered_blocks_do_what_copying_one_by_one_does() {
                     len,
                 })
                 .collect();
-            let pieces = Pieces::Blocks { len, first, pairs };
+            let blocks = Blocks { len, src: first.0, dst: first.1, pairs: pairs.into() };
+            let pieces = Pieces::Blocks(blocks);
             prop_assert_eq!(pieces.iter().collect::<Vec<_>>(), naive.clone());
             let plan = CopyPlan::moves(
                 &mut Moves { pieces, num_tensors: tensors, ..Moves::default() },
