@@ -124,7 +124,7 @@ docs-stats: build  ## write docs/stats.md anew
 		.venv-docs/bin/python $(PIP) -r requirements-docs.txt'
 	@touch $@
 
-mutants: $(VENV)/.test-tools  ## run the mutants of tools/mutants, each against the tests of its area (up to an hour)
+mutants: build $(VENV)/.test-tools  ## run the mutants of tools/mutants, each against the tests of its area (up to an hour)
 	$(BIN)/python tools/mutants/run.py --out $(TARGET_DIR)/mutants/results.json
 
 loom:  ## the model checker over pins and jobs, in a target folder of its own
