@@ -1,8 +1,8 @@
-//! What a call of the C++ class costs over the call of the core beneath it: both in one process, in turn, the same small
-//! request. The goal is 200 ns.
+//! Measures the overhead of a call of the C++ class over the call of the core beneath it. Both run in one
+//! process, in turn, with the same small request. The goal is 200 ns.
 //!
-//! `make capi && cargo bench -p llm-datadist-capi --bench capi`: the library is not made by the benchmark. Compiles
-//! `capi.cpp` with `$CXX` (`c++`). Not for: what moving bytes costs (`copy`).
+//! `make capi && cargo bench -p llm-datadist-capi --bench capi`: the benchmark does not build the library. It
+//! compiles `capi.cpp` with `$CXX` (`c++`). `copy` measures the cost of moving bytes.
 
 #![allow(clippy::print_stdout, reason = "a benchmark prints its table")]
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark stops at the first surprise")]
@@ -50,7 +50,7 @@ impl Library {
             .status();
         assert!(status.expect("a C++ compiler").success());
         let path = CString::new(out.to_str().unwrap()).unwrap();
-        // SAFETY: a library that was compiled above, whose initializers are those of two of our own.
+        // SAFETY: the library was compiled above; its initializers and those of libllm_datadist are our own.
         let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) };
         assert!(!handle.is_null(), "the library does not load");
         Library(handle)
@@ -70,10 +70,10 @@ impl Library {
     }
 }
 
-/// Nanoseconds of this thread: what others do on a shared machine is no part of a call.
+/// Returns the CPU time of this thread in nanoseconds, which excludes other work on a shared machine.
 fn now() -> f64 {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the time has a place.
+    // SAFETY: `now` outlives the call.
     assert_eq!(unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut now) }, 0);
     now.tv_sec as f64 * 1e9 + now.tv_nsec as f64
 }

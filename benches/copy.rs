@@ -1,10 +1,12 @@
-//! Copy and swap beside the limit of this machine, in one run: ours, and hand-written loops over the same mapping and
-//! the same list of blocks with one and two threads, ordinary and streaming stores (as they come, reading ahead into the
-//! next block, four pages in turn), in turn. Prints ratios; with `--all` the speed of every loop as well.
+//! Compares copies and swaps with the limit of this machine, in one run. The engine and hand-written loops
+//! take turns over the same mapping and list of blocks. The loops use one and two threads, and ordinary and
+//! streaming stores (in plain order, with prefetch of the next block, four pages in turn). Prints ratios;
+//! with `--all` also the speed of every loop.
 //!
 //! `cargo bench -p llm-datadist-core --bench copy [-- --mib 512 --rounds 7 --only swap_out --blocks 16,64 --all]`
 //!
-//! Every round is verified outside the clock. Not for: absolute figures; machines differ and are shared.
+//! Every round is verified outside the timed part. Absolute figures mean little, because machines differ and
+//! are shared.
 
 #![allow(clippy::print_stdout, reason = "a benchmark prints its table")]
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark stops at the first surprise")]
@@ -105,7 +107,7 @@ impl Bed {
     }
 }
 
-/// Every 8-byte word of a cache gets a value of its own.
+/// Writes a different value to every 8-byte word of a cache.
 fn fill(cache: &Cache, seed: u64) {
     for (tensor, words) in words(cache).enumerate() {
         for (at, word) in words.iter_mut().enumerate() {
@@ -131,7 +133,7 @@ fn verify(flat: &Flat) {
     }
 }
 
-/// Overwrites the destination blocks, so that a block that is not copied is seen.
+/// Overwrites the destination blocks, so that a missing copy is detected.
 fn poison(cache: &Cache, rows: &[i64]) {
     let row = cache.geometry().row_bytes();
     for &addr in cache.addrs() {
@@ -151,7 +153,7 @@ fn flat(src: &Cache, dst: &Cache, pairs: &[(i64, i64)]) -> Flat {
     Flat { moves, len: row as usize }
 }
 
-/// Runs ours and the loops in turn, each round beginning with another of them, and prints one line.
+/// Runs the engine and the loops in turn, each round beginning with another one, and prints one line.
 fn compare(name: &str, options: &Options, tensors: u32, flat: &Flat, dst: (&Cache, &[i64]), ours: impl Fn()) {
     let sorted = flat.sorted();
     let bytes = (flat.moves.len() * flat.len) as f64;
@@ -266,7 +268,7 @@ fn slots(options: &Options, tensors: u32, wanted: &impl Fn(&str) -> bool) {
     let args = CopyArgs { dst_batch_index: 0, src_batch_index: 0, offset: 0, size: -1 };
     let ours = || bed.engine.copy_cache(&ends.0, &ends.1, args).unwrap();
     let whole = flat(&bed.device, &bed.host, &[(0, 0)]);
-    // The loops split the slot in two halves, as a person would.
+    // The loops split the slot into two halves, as a programmer would by hand.
     let halves = whole.moves.iter().flat_map(|&(s, d)| {
         let half = (whole.len as u64 / 2) & !4095;
         [(s, d), (s + whole.len as u64 - half, d + whole.len as u64 - half)]

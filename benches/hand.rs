@@ -1,6 +1,6 @@
-//! What the benchmarks compare with: copy loops as a careful person would write them by hand, and the order of rounds.
+//! Reference copy loops, written by hand, and the order of rounds.
 //!
-//! Not for: anything the library uses.
+//! Nothing here is used by the library.
 
 #![allow(dead_code, reason = "each benchmark uses what it needs")]
 
@@ -58,7 +58,7 @@ use {plain as streaming, plain as ahead, plain as interleaved};
 #[cfg(target_arch = "x86_64")]
 use stores::{ahead, interleaved, streaming};
 
-/// Streaming stores: as they come; reading ahead, into the next block where one ends; four pages in turn.
+/// Streaming stores: in plain order; with prefetch, also into the next block; four pages in turn.
 #[cfg(target_arch = "x86_64")]
 mod stores {
     use std::arch::x86_64::{
@@ -159,7 +159,8 @@ mod stores {
     }
 }
 
-/// What a thread takes at a time: whoever is through with it takes the next, so that none waits for a slower one.
+/// Bytes that a thread takes at a time. A thread that is done takes the next chunk, so none waits for a
+/// slower one.
 const CHUNK: usize = 512 << 10;
 
 /// Copies everything of `flat` with `threads` threads.
@@ -201,7 +202,7 @@ pub const LOOPS: [(&str, Loop, usize, bool); 16] = [
     ("sorted four x2", interleaved, 2, true),
 ];
 
-/// Seconds of `call`.
+/// Returns the duration of `call` in seconds.
 pub fn timed(call: impl FnOnce()) -> f64 {
     let started = Instant::now();
     call();
@@ -213,7 +214,8 @@ pub fn median(values: &mut [f64]) -> f64 {
     values[values.len() / 2]
 }
 
-/// Waits until nobody else uses much of the machine, or until `patience` is used up; whether it is quiet.
+/// Waits until other processes use little of the machine, or until `patience` is used up. Returns whether it
+/// is quiet.
 pub fn quiet(patience: &mut Duration) -> bool {
     let ticks = || -> (u64, u64) {
         let text = std::fs::read_to_string("/proc/stat").unwrap_or_default();
@@ -241,5 +243,5 @@ pub fn quiet(patience: &mut Duration) -> bool {
     }
 }
 
-/// How long the machine is watched: a few of the ticks the kernel counts in.
+/// How long the machine is observed: a few ticks of the kernel's CPU accounting.
 const QUIET: Duration = Duration::from_millis(60);

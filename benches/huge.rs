@@ -1,10 +1,12 @@
-//! What huge pages give, and what making them costs: first touch, copies, first reads of a peer's pool, reads through the
-//! kernel, and calls beside a merger at work. Everything with `huge_pages` off and on in turn, in one run. Prints medians.
+//! Measures the benefit of huge pages and the cost of making them: first touch, copies, first reads of a
+//! peer's pool, reads through the kernel, and calls while a merger works. Everything runs with `huge_pages`
+//! off and on in turn, in one run. Prints medians.
 //!
 //! `cargo bench -p llm-datadist-core --bench huge [-- --only first,copies,cold,process,beside --mib 256 --rounds 5]`
 //!
-//! Both engines live in this process; a mapping of the other's pool has page tables of its own all the same. Every byte
-//! that was pulled or copied is verified outside the clock. Not for: limits of the machine (`copy`, `transfer`).
+//! Both engines are in this process; a mapping of the other's pool still has its own page tables. Every byte
+//! that was pulled or copied is verified outside the timed part. `copy` and `transfer` compare with limits of
+//! the machine.
 
 #![allow(clippy::print_stdout, reason = "a benchmark prints its table")]
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark stops at the first surprise")]
@@ -116,7 +118,7 @@ fn clocked(call: impl FnOnce()) -> f64 {
     started.elapsed().as_secs_f64()
 }
 
-/// Runs both choices in turn, who begins changes; medians of what they give.
+/// Runs both choices in turn, beginning with another one in each round. Returns the medians of their results.
 fn in_turn<const N: usize>(rounds: usize, mut round: impl FnMut(usize) -> [f64; N]) -> [[f64; N]; 2] {
     let mut all: [Vec<[f64; N]>; 2] = [vec![], vec![]];
     for turn in 0..rounds {
@@ -182,7 +184,7 @@ fn link(local: &DataDist, remote: &DataDist, linked: bool) {
     }
 }
 
-/// Pulls all blocks once; GB/s.
+/// Pulls all blocks once, and returns GB/s.
 fn pull(local: &DataDist, remote: &Cache, to: &Cache, pairs: &[(i64, i64)]) -> f64 {
     let name = RemoteName { cluster: ClusterId(2), name: Name::Row { cache: remote.id(), row: 0 } };
     let (src, dst): (Vec<_>, Vec<_>) = pairs.iter().copied().unzip();
@@ -272,7 +274,7 @@ fn beside(options: &Options) {
             let mut shuffle = Shuffle(0x1357_9BDF_0246_8ACE);
             let merged = || engine.stats().device_pool.unwrap().merged_bytes;
             let (mut calls, started) = (Vec::new(), Instant::now());
-            // A merger is done once it has merged both pools; alone it runs for three seconds.
+            // A merger is done once it has merged both pools. The run without a merger takes three seconds.
             while (choice == HugeChoice::Off && started.elapsed() < Duration::from_secs(3))
                 || (choice == HugeChoice::Merge
                     && merged() < options.mib << 20

@@ -1,4 +1,5 @@
-//! How long single calls take with default settings: p50, p99 and p99.99 of copies, swaps and pulls, beside a bare copy loop.
+//! Measures the duration of single calls with default settings: p50, p99 and p99.99 of copies, swaps and
+//! pulls, compared with a bare copy loop.
 //!
 //! `cargo bench -p llm-datadist-core --bench latency [-- --only copy,pull --sizes 262144 --seconds 1 --plain]`
 //!
@@ -32,18 +33,18 @@ use llm_datadist_core::{
 };
 use llm_datadist_embed::KeptLists;
 
-/// As the libraries for Python and C have it.
+/// As in the libraries for Python and C.
 #[global_allocator]
 static LISTS: KeptLists = KeptLists::new();
 
 /// Bytes of each pool, and of the memory on either side of the bare copies.
 const POOL: u64 = 128 << 20;
-/// Calls of one size that run before the bare loop has its turn.
+/// Number of calls of one size before the turn of the bare loop.
 const BATCH: usize = 32;
-/// Fewest and most calls of one row.
+/// Minimum and maximum number of calls of one row.
 const CALLS: (usize, usize) = (48, 40_000);
 const SIZES: [u64; 6] = [4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20];
-/// The size that the p99.99 bound is stated for; it gets more time.
+/// The size to which the p99.99 bound applies; it gets more time.
 const JUDGED: u64 = 256 << 10;
 const KINDS: [&str; 9] = [
     "copy",
@@ -56,7 +57,8 @@ const KINDS: [&str; 9] = [
     "swap_list",
     "pull_list",
 ];
-/// Work between two rests, and how long they are: the kernel stops a real-time thread that uses 95 % of a second.
+/// Length of work between two rests, and of a rest: the kernel stops a real-time thread that uses 95 % of a
+/// second.
 const REST: (Duration, Duration) = (Duration::from_millis(200), Duration::from_millis(20));
 /// Blocks of one call of `swap_list` and `pull_list`, and bytes of each.
 const LISTS_OF: [(u64, u64); 3] = [(1 << 10, 4 << 10), (4 << 10, 4 << 10), (32 << 10, 1 << 10)];
@@ -124,7 +126,7 @@ fn allocate(engine: &DataDist, placement: Placement, block: u64) -> Arc<Cache> {
     cache
 }
 
-/// Both ends of the bare copies: memory like a pool's, which no engine knows.
+/// Both ends of the bare copies: memory like that of a pool, but of no engine.
 struct Bare {
     memory: [Region; 2],
     how: How,
@@ -134,7 +136,7 @@ struct Bare {
 enum How {
     /// By a plain copy.
     Plain,
-    /// By the system call that reads another process, which reads this one.
+    /// By the system call that reads another process's memory, here that of this process.
     Kernel,
     /// By the same system call, made by another thread.
     Thread(Helper),
@@ -162,7 +164,7 @@ impl Bare {
     }
 }
 
-/// Copies `block` bytes inside one of the regions of a [`Bare`] to the other.
+/// Copies `block` bytes from the first region of a [`Bare`] to the second one.
 fn read_by_kernel([from, to, block]: [u64; 3]) {
     let [from, to] =
         [from, to].map(|at| libc::iovec { iov_base: at as *mut libc::c_void, iov_len: block as usize });
@@ -172,7 +174,7 @@ fn read_by_kernel([from, to, block]: [u64; 3]) {
     assert_eq!(read, block as isize);
 }
 
-/// A thread that reads for others. Both sides look for 50 µs before they sleep, as the engine does.
+/// A thread that reads for others. Both sides poll for 50 µs before they sleep, as the engine does.
 struct Helper(Arc<Errand>, thread::Thread);
 
 #[derive(Default)]
@@ -208,7 +210,7 @@ impl Helper {
     }
 }
 
-/// Waits until `counter` is at `number`.
+/// Waits until `counter` has reached `number`.
 fn until(counter: &AtomicU64, number: u64) {
     let started = Instant::now();
     while counter.load(Ordering::Acquire) < number {
@@ -254,7 +256,8 @@ fn micros(call: impl FnOnce()) -> f64 {
     started.elapsed().as_secs_f64() * 1e6
 }
 
-/// Calls and bare copies of `block` bytes in turn, for about `seconds`; `call` moves block `.0` to place `.1`.
+/// Measures calls and bare copies of `block` bytes in turn, for about `seconds`. `call` moves block `.0` to
+/// block `.1`.
 fn measured(block: u64, seconds: f64, bare: &Bare, mut call: impl FnMut((u64, u64))) -> Taken {
     let blocks = POOL / block;
     let (mut random, mut taken) = (Random(0x1357_9BDF_0246_8ACE), Taken::default());
@@ -287,7 +290,7 @@ struct Pair {
     local: DataDist,
     source: Arc<Cache>,
     to: Arc<Cache>,
-    // Last but one, and its memory last, because fields drop in order.
+    // Declared after everything that uses it, and its memory last, because fields drop in order.
     remote: DataDist,
     memory: Vec<u8>,
 }
@@ -342,7 +345,8 @@ fn local(kind: &str, block: u64, seconds: f64, bare: &Bare) -> Taken {
     })
 }
 
-/// Calls with a long list of small blocks in random order. The lists are made anew for each call, inside the clock.
+/// Calls with a long list of small blocks in random order. The lists are built inside the timed part of each
+/// call.
 fn lists(
     (count, block): (u64, u64),
     seconds: f64,

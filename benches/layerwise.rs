@@ -1,11 +1,12 @@
-//! The layer-wise transfer between processes: what a layer costs beyond its bytes, how much hides behind compute, and four
-//! destinations at once beside four pulls. All in one run; prints ratios.
+//! Measures layer-wise transfers between processes: the cost of a layer beyond its bytes, how much of it
+//! overlaps with compute, and four destinations at once compared with four pulls. All in one run; prints
+//! ratios.
 //!
 //! `cargo bench -p llm-datadist-core --bench layerwise [-- --only overhead,overlap,four --rounds 9]`
 //!
-//! The other processes are this program once more. Everything that arrived is verified outside the clock, on memory that
-//! was overwritten before. Compute is a wait until a moment (a device computes) or a loop (a core does). Not for: absolute
-//! figures; machines differ and are shared.
+//! The other processes run this program too. Everything that arrived is verified outside the timed part, on
+//! memory that was overwritten before. Compute is simulated by a sleep (a device computes) or by a loop (a
+//! core computes). Absolute figures mean little, because machines differ and are shared.
 
 #![allow(clippy::print_stdout, reason = "a benchmark prints its table")]
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a benchmark stops at the first surprise")]
@@ -50,7 +51,7 @@ fn main() {
     }
 }
 
-/// This process, with a source, and decode processes that it is linked with.
+/// This process with a source, and the decode processes to which it is linked.
 struct Bed {
     engine: DataDist,
     source: Kv,
@@ -97,7 +98,8 @@ impl Bed {
         self.engine.transfer_async(&self.source.end, &args, to, None).unwrap()
     }
 
-    /// Seconds from the call to the last layer in place, where `compute` says when each is ready.
+    /// Returns the seconds from the call to the last layer in place. `compute` blocks until its layer is
+    /// ready.
     fn run(&self, mut compute: impl FnMut(u32, Instant)) -> f64 {
         let started = Instant::now();
         let task = self.start(0, LAYERS);
@@ -133,7 +135,8 @@ fn median(mut times: Vec<f64>) -> f64 {
     times[times.len() / 2]
 }
 
-/// Every layer is ready at once: what is left is the transfer. Beside it the other side pulls layer by layer.
+/// Every layer is ready at once, so only the transfer is measured. For comparison, the other side pulls layer
+/// by layer.
 fn overhead(rounds: usize) {
     println!("\na layer of two tensors, microseconds: transferred, pulled by the other side, difference");
     for (rows, len) in [(1, 4 * KIB), (16, 16 * KIB), (128, 16 * KIB), (512, 16 * KIB), (64, 256 * KIB)] {
@@ -161,8 +164,9 @@ fn overhead(rounds: usize) {
     }
 }
 
-/// Seconds from ready to in place of a layer, median, after `gap` in which both sides have gone to sleep. A task for each:
-/// whoever looks in a loop whether a layer has come takes a core from it.
+/// Returns the median seconds from a layer being ready to its being in place, after a pause of `gap` in which
+/// both sides fall asleep. Each layer has its own task, because a loop that polls for a layer would take a
+/// core from the transfer.
 fn after_pauses(bed: &Bed, gap: Duration) -> f64 {
     let one = |layer| {
         let task = bed.start(layer, layer + 1);
@@ -175,13 +179,15 @@ fn after_pauses(bed: &Bed, gap: Duration) -> f64 {
     median((0..LAYERS).map(one).collect())
 }
 
-/// Compute takes as long as the transfer of a layer takes beside it: the ideal is one layer more than compute alone.
+/// Compute takes as long per layer as the transfer. The ideal is the time of one layer more than compute
+/// alone.
 fn overlap(rounds: usize) {
     println!("\n{LAYERS} layers, compute as long as transfer: time over {} layer times", LAYERS + 1);
     for (rows, len) in [(128, 16 * KIB), (512, 16 * KIB), (64, 256 * KIB)] {
         let mut bed = Bed::new(1, rows, len);
         bed.run(|_, _| ());
-        // A device computes: this process waits for it. Or a core does, which the copy then has to do without.
+        // Either a device computes and this process waits for it, or a core computes and the copy cannot use
+        // that core.
         for (who, spins) in [("a device computes", false), ("a core computes", true)] {
             let (mut over, mut alone) = (vec![], vec![]);
             for _ in 0..rounds {
@@ -206,7 +212,7 @@ fn overlap(rounds: usize) {
     }
 }
 
-/// What `call` measures, with a core at work meanwhile or not.
+/// Runs `call`, with a busy core meanwhile if `spins` is set. Returns its result.
 fn beside<T>(spins: bool, call: impl FnOnce() -> T) -> T {
     let stop = std::sync::atomic::AtomicBool::new(!spins);
     std::thread::scope(|scope| {
@@ -221,7 +227,7 @@ fn beside<T>(spins: bool, call: impl FnOnce() -> T) -> T {
     })
 }
 
-/// Four decode processes: one transfer to all, beside all pulling at once.
+/// Four decode processes: one transfer to all of them, compared with all of them pulling at once.
 fn four(rounds: usize) {
     println!("\nfour destinations at once, share of four pulls at once");
     for (rows, len) in [(128, 16 * KIB), (32, 256 * KIB)] {

@@ -1,8 +1,10 @@
-//! What one request to the pool costs, ours beside the public crate that does the same: `cargo bench --bench pool`.
+//! Measures the cost of a request to the pool, compared with a public crate that does the same.
+//! Run it with `cargo bench --bench pool`.
 //!
-//! Every contender plays the same requests on the same fragmented pool: 100,000 live ranges of the sizes that KV caches
-//! have, what is left when half of 200,000, picked at random, were freed. A request that is refused ends the run, so no figure
-//! comes from doing nothing. Not for: correctness (`crates/core/tests/integration/pool.rs`).
+//! Every contender runs the same requests on the same fragmented pool: 100,000 live ranges of typical sizes
+//! of KV caches, which are left after half of 200,000 ranges, chosen at random, were freed. A refused request
+//! ends the run, so that no figure results from doing nothing. `crates/core/tests/integration/pool.rs` tests
+//! correctness.
 #![allow(clippy::panic, reason = "a bench that measures nothing must stop")]
 
 use std::hint::black_box;
@@ -14,7 +16,7 @@ use llm_datadist_core::testing::pool::{Extent, Pool};
 
 const SHIFT: u32 = 16;
 const LIVE: usize = 100_000;
-/// Length of the recorded play of sizes and victims; a power of two.
+/// Number of recorded sizes and victims; a power of two.
 const PLAY: usize = 1 << 16;
 const TENSORS: u32 = 80;
 const TENSOR_PAGES: u32 = 16;
@@ -88,7 +90,8 @@ fn must<R>(range: Option<R>) -> R {
 fn fragmented<C: Contender>() -> (C, Vec<C::Range>) {
     let mut dice = Dice(0x9E37_79B9_7F4A_7C15);
     let sizes: Vec<u32> = (0..2 * LIVE).map(|_| dice.pages()).collect();
-    // A little more than all of it: `offset-allocator` rounds a request up and cannot take the last piece exactly.
+    // Slightly more than the sum: `offset-allocator` rounds a request up and cannot allocate the last piece
+    // exactly.
     let total = sizes.iter().sum::<u32>() + 64;
     let mut pool = C::new(total);
     let mut live: Vec<C::Range> = sizes.iter().map(|pages| must(pool.allocate(*pages))).collect();
@@ -101,8 +104,8 @@ fn fragmented<C: Contender>() -> (C, Vec<C::Range>) {
     (pool, live)
 }
 
-/// `pair_mixed`: take and give back, sizes mixed. `pair_same`: one size, last in first out.
-/// `churn_mixed`: give back a range picked at random, take another size in its place; the cache misses are part of it.
+/// `pair_mixed`: allocate and free, with mixed sizes. `pair_same`: one size, last in first out.
+/// `churn_mixed`: free a range chosen at random and allocate another size, including the cache misses.
 fn single<C: Contender>(group: &mut BenchmarkGroup<'_, WallTime>) {
     let mut dice = Dice(42);
     let sizes: Vec<u32> = (0..PLAY).map(|_| dice.pages()).collect();
@@ -134,7 +137,8 @@ fn single<C: Contender>(group: &mut BenchmarkGroup<'_, WallTime>) {
     assert!(turn > 0 && live.len() == LIVE);
 }
 
-/// A cache of 80 tensors of 1 MiB and back, on the fragmented pool (no run holds all) and on an empty one.
+/// Allocates and frees a cache of 80 tensors of 1 MiB, on the fragmented pool (no run holds all) and on an
+/// empty one.
 fn tensors<C: Contender>(group: &mut BenchmarkGroup<'_, WallTime>) {
     for (state, mut pool) in [("fragmented", fragmented::<C>().0), ("empty", C::new(1 << 20))] {
         let mut taken = Vec::with_capacity(TENSORS as usize);

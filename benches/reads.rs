@@ -1,8 +1,8 @@
-//! How long a read of another process's memory takes: `cargo bench -p llm-datadist-core --bench reads`.
+//! Measures reads of another process's memory: `cargo bench -p llm-datadist-core --bench reads`.
 //!
-//! Microseconds of each call, median, 99th of a hundred and fastest: back to back, and with a pause between the calls, when
-//! threads have gone to sleep. The other process is this program, started again. Not for: links, or whole transfers
-//! (`transfer`).
+//! Prints the median, the 99th percentile and the minimum in microseconds of calls without a pause, and of
+//! calls with a pause in which threads fall asleep. The other process runs this program too. `transfer`
+//! measures links and whole transfers.
 #![allow(unsafe_code, reason = "memory that the engine is promised")]
 #![allow(clippy::print_stdout, clippy::unwrap_used, reason = "a benchmark")]
 

@@ -1,11 +1,12 @@
-//! How cost grows with size: keys, caches, links, blocks of a call, cores, engines that pull from one, and the memory of
-//! each. Writes points, not opinions: the slopes are named by `benches/scaling/fit.py`.
+//! Measures how cost grows with size: keys, caches, links, blocks of a call, cores, engines that pull from
+//! one, and the memory of each. It only writes the points; `benches/scaling/fit.py` determines the slopes.
 //!
 //! `cargo bench -p llm-datadist-core --bench scale [-- --json FILE --quick
 //! --only keys,caches,asked,links,blocks,cores,fan,storm,memory]`
 //!
-//! With `--json` the groups that ran replace those in FILE, so a long run can be done in parts. Other processes are this
-//! program once more. Not for: comparisons with others, or with the limit of the machine (`copy`, `transfer`).
+//! With `--json` the groups that ran replace those in FILE, so a long run can be done in parts. Other
+//! processes run this program too. `copy` and `transfer` compare with other code and with the limit of the
+//! machine.
 
 #![allow(clippy::print_stdout, reason = "a benchmark prints its table")]
 #![allow(
@@ -56,12 +57,12 @@ static ALLOCATOR: heap::Counting = heap::Counting;
 pub struct Options {
     only: Vec<String>,
     json: Option<String>,
-    /// A hundredth of everything, to see that it runs.
+    /// Runs a hundredth of everything, as a smoke test.
     quick: bool,
 }
 
 impl Options {
-    /// `1, step, step², …, most`; a tenth of the way with `--quick`.
+    /// Returns `1, step, step², …, most`; only up to a tenth of the way with `--quick`.
     fn sizes(&self, step: u64, most: u64) -> Vec<u64> {
         let most = if self.quick { most.min(64) } else { most };
         let mut sizes: Vec<u64> = std::iter::successors(Some(1), |size| Some(size * step))
@@ -100,7 +101,7 @@ fn main() {
     }
     let options = options();
     let parts: [(&str, Part); 9] = [
-        // First: threads of the others may give memory back while it counts.
+        // Runs first, because threads of the other parts may free memory while it counts.
         ("memory", table::memory),
         ("keys", table::keys),
         ("caches", table::caches),

@@ -1,11 +1,12 @@
-//! Links, pull and push between two processes beside the limit of this machine, in one run: ours, and hand-written loops
-//! over the same memory and the same list of blocks, in turn. Prints ratios, latencies, and what a link costs.
+//! Compares links, pulls and pushes between two processes with the limit of this machine, in one run. The
+//! engine and hand-written loops take turns over the same memory and list of blocks. Prints ratios,
+//! latencies, and the cost of a link.
 //!
 //! `cargo bench -p llm-datadist-core --bench transfer [-- --only pools,registered,tcp,latency,links,many,stages --mib 512
 //! --rounds 7 --blocks 16,64 --calls 10000 --lists 512,32768 --workers 4 --streams 1 --all]`
 //!
-//! The other process is this program once more. Every round is verified outside the clock, on a destination that was
-//! overwritten before. Not for: absolute figures; machines differ and are shared.
+//! The other process runs this program too. Every round is verified outside the timed part, on a destination
+//! that was overwritten before. Absolute figures mean little, because machines differ and are shared.
 
 #![allow(clippy::print_stdout, reason = "a benchmark prints its table")]
 #![allow(

@@ -1,6 +1,6 @@
-//! A decode process: an engine with a destination, told what to do by lines of words.
+//! A decode process: an engine with a destination, controlled by lines of words.
 //!
-//! Not for: measuring, except how long its own pulls take.
+//! It measures nothing except its own pulls.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -83,7 +83,7 @@ fn word(seed: u64, tensor: u64, at: u64) -> u64 {
     (seed << 56) ^ (tensor << 44) ^ at.wrapping_mul(0x9E37_79B9_7F4A_7C15)
 }
 
-/// As the measuring process sees it.
+/// A decode process, as the measuring process sees it.
 pub struct Decode {
     child: Child,
     say: ChildStdin,
@@ -130,7 +130,7 @@ impl Drop for Decode {
     }
 }
 
-/// The whole life of a decode process.
+/// Runs a decode process until its end.
 pub fn serve(cluster: u64) {
     let mut there: Option<(DataDist, Kv)> = None;
     let mut shuffle = Shuffle(7);
@@ -149,7 +149,7 @@ pub fn serve(cluster: u64) {
                 there = Some((engine, kv));
                 port.to_string()
             }
-            // The link is there already, made by the other side; it serves both directions.
+            // The other side has already made the link; it serves both directions.
             ("link", Some((engine, _))) => engine.stats().links.len().to_string(),
             ("poison", Some((_, kv))) => {
                 kv.poison();

@@ -12,21 +12,21 @@ use crate::setup::{Blocks, LIMIT, Shuffle, config, nanos, shared};
 
 /// Blocks of the largest call.
 const MOST: u64 = 1 << 16;
-/// Blocks of one round at least, so that small calls are repeated.
+/// Minimum number of blocks of a round, so that small calls are repeated.
 const LEAST: u64 = 1 << 12;
 
 /// An engine linked with an owner, and blocks on both sides.
 struct Bed {
     engine: DataDist,
     remote: RemoteCache,
-    /// Twice as many as a call has, so that one half can be copied into the other.
+    /// Twice as many blocks as the largest call, so that one half can be copied into the other.
     local: Blocks,
     host: Blocks,
     bytes: u64,
     most: u64,
 }
 
-/// What one curve calls: sources and destinations, both below the most blocks of a call.
+/// A call to measure: sources and destinations, all below the number of blocks of the largest call.
 type Call = fn(&Bed, &[i64], &[i64]);
 
 impl Bed {
@@ -125,7 +125,7 @@ fn curve(bed: &Bed, name: &str, call: Call, options: &Options, report: &mut Repo
     report.curve(&curve);
 }
 
-/// The most memory that calls hold beside the blocks themselves, on both sides.
+/// The maximum memory that calls hold in addition to the blocks themselves, on both sides.
 fn held(mut bed: Bed, transport: &str, options: &Options, report: &mut Report) {
     const NOTE: &str = "the most bytes on the heap during the call, counted by the allocator";
     let new = |name: String| Curve::new(name, "B", "blocks of the call", NOTE);
@@ -137,7 +137,7 @@ fn held(mut bed: Bed, transport: &str, options: &Options, report: &mut Report) {
         let (from, to) = (shuffle.order(bed.most), shuffle.order(bed.most));
         let (from, to) = (&from[..size as usize], &to[..size as usize]);
         for (curve, call) in [(&mut copying, Bed::copy as Call), (&mut pulling, Bed::pull)] {
-            // What an engine keeps from its first calls is not of this one.
+            // Memory that an engine keeps from its first calls does not belong to this call.
             call(&bed, from, to);
             bed.remote.ask("count");
             let count = Count::start();
@@ -154,7 +154,7 @@ fn held(mut bed: Bed, transport: &str, options: &Options, report: &mut Report) {
         report.curve(&copying);
     }
     report.curve(&pulling);
-    // Where memory is read in place the owner does nothing.
+    // If memory is read in place, the owner does nothing.
     if transport == "tcp" {
         report.curve(&answering);
     }

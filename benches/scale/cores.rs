@@ -33,7 +33,7 @@ pub fn cores(options: &Options, report: &mut Report) {
     }
 }
 
-/// GB/s of swaps and of pulls, with engines made now.
+/// Returns the GB/s of swaps and of pulls, with newly opened engines.
 fn speeds(bytes: u64, workers: usize, options: &Options) -> (Vec<f64>, Vec<f64>) {
     let rows = if options.quick { 64 } else { ROUND / bytes };
     let mut remote = RemoteCache::start();

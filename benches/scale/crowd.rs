@@ -1,4 +1,4 @@
-//! Many engines that pull from one, and that link again when it dies and comes back.
+//! Many engines that pull from one owner, and link again after it has died and restarted.
 //!
 //! Not for: one engine with many links (`links`).
 
@@ -14,11 +14,11 @@ use crate::curve::{Curve, Report};
 use crate::remote::RemoteCache;
 use crate::setup::{Blocks, OWNER, Shuffle, address, config, nanos, on_cpu, shared};
 
-/// The cache everybody pulls from, and what one pull takes of it.
+/// The cache from which all engines pull, and the number of blocks of one pull.
 const ROWS: u64 = 4096;
 const BYTES: u64 = 16 << 10;
 const TAKEN: u64 = 64;
-/// Rest after a link that failed: what a client that retries would do.
+/// Pause after a failed link, as in a client that retries.
 const REST: Duration = Duration::from_millis(10);
 /// Cluster of the first engine of a crowd.
 const FIRST: u64 = 1000;
@@ -34,7 +34,7 @@ pub struct Crowd {
     decoders: Vec<Decoder>,
 }
 
-/// How a crowd was linked: milliseconds of the last and of the median engine, and tries that failed.
+/// How a crowd was linked: milliseconds until the last and the median engine, and failed attempts.
 #[derive(Debug)]
 pub struct Linked {
     last: f64,
@@ -67,8 +67,8 @@ impl Crowd {
         }
     }
 
-    /// Every engine links, all at once, and again until it has; `during` runs meanwhile and says since when that can
-    /// work.
+    /// Links every engine, all at once and repeatedly until it succeeds. `during` runs meanwhile, and returns
+    /// since when linking can succeed.
     pub fn link(&self, peer: &PeerAddress, during: impl FnOnce() -> Instant) -> Linked {
         let ready = Barrier::new(self.decoders.len() + 1);
         let (mut ends, mut failures) = (Vec::new(), Vec::new());
@@ -94,13 +94,14 @@ impl Crowd {
         Linked { last: ends[ends.len() - 1], median: ends[ends.len() / 2], failed }
     }
 
-    /// Every engine pulls, again and again, for `time`.
+    /// Every engine pulls continuously for `time`.
     pub fn pull(&self, time: Duration) -> Pulled {
         let (ready, until) = (Barrier::new(self.decoders.len() + 1), OnceLock::new());
         let before = on_cpu();
         let work = |index: usize, decoder: &Decoder| {
             ready.wait();
-            // The same end for all: who is late on few cores pulls once.
+            // All engines stop at the same time. One that starts late, because there are few cores, pulls
+            // once.
             decoder.pull_until(&mut Shuffle(index as u64 + 1), *until.wait())
         };
         let work = &work;
@@ -140,7 +141,7 @@ impl Crowd {
 }
 
 impl Decoder {
-    /// When it was linked, and when it failed.
+    /// Returns when the engine was linked, and the times of failed attempts.
     fn link(&self, peer: &PeerAddress) -> (Instant, Vec<Instant>) {
         let mut failed = Vec::new();
         loop {
@@ -176,7 +177,7 @@ impl Decoder {
     }
 }
 
-/// Crowds of a process of their own pull from an engine of this one.
+/// Crowds in another process pull from an engine of this process.
 pub fn fan(options: &Options, report: &mut Report) {
     for transport in ["shm", "tcp"] {
         let name = |what: &str| format!("{what}, {transport}");
@@ -235,7 +236,7 @@ pub fn fan(options: &Options, report: &mut Report) {
     }
 }
 
-/// The owner dies by SIGKILL with so many links, is started again, and all link again.
+/// The owner is killed while it has many links. It is started again, and all engines link again.
 pub fn storm(options: &Options, report: &mut Report) {
     for transport in ["shm", "tcp"] {
         let new = |what: &str, unit, note| {

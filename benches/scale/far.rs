@@ -1,7 +1,7 @@
-//! The other process: an owner of blocks and keys, a herd of engines that listen, or a crowd that pulls; and what is said
-//! to it. One line of words in, one line out.
+//! The other process: an owner of blocks and keys, a herd of engines that listen, or a crowd that pulls; and
+//! the commands to it. Each command and each answer is one line of words.
 //!
-//! Not for: measuring; except what only this process can see of itself.
+//! It measures nothing except its own resources.
 
 use std::fmt::Write as _;
 use std::io::{BufRead, BufReader, Write};
@@ -14,7 +14,7 @@ use crate::crowd::Crowd;
 use crate::heap::Count;
 use crate::setup::{Blocks, OWNER, SHARED, address, config, desc, on_cpu, status};
 
-/// As the measuring process sees it.
+/// The other process, as the measuring process sees it.
 pub struct RemoteCache {
     child: Child,
     say: ChildStdin,
@@ -33,7 +33,7 @@ impl RemoteCache {
         RemoteCache { child, say, hear }
     }
 
-    /// One order and its answer.
+    /// Sends one command, and returns its answer.
     pub fn ask(&mut self, order: &str) -> String {
         writeln!(self.say, "{order}").unwrap();
         let mut answer = String::new();
@@ -45,7 +45,7 @@ impl RemoteCache {
         self.ask(order).parse().unwrap()
     }
 
-    /// An owner of `rows` blocks of `bytes` each, filled; where to link to it.
+    /// Starts an owner of `rows` blocks of `bytes` each, filled. Returns its address.
     pub fn owner(
         &mut self,
         transport: &str,
@@ -58,7 +58,7 @@ impl RemoteCache {
         address(OWNER, self.number(&order) as u16)
     }
 
-    /// As a power cut would end it.
+    /// Kills the process without a clean shutdown.
     pub fn kill(mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
@@ -81,7 +81,7 @@ struct There {
     count: Option<Count>,
 }
 
-/// The whole life of the other process.
+/// Runs the other process until its end.
 pub fn serve() {
     let mut there = There::default();
     for line in std::io::stdin().lock().lines() {
@@ -126,7 +126,7 @@ impl There {
     }
 
     fn own(&mut self, transport: &str, one_sided: bool, rows: u64, bytes: u64, port: u16) -> String {
-        // The one before gives its memory back first.
+        // The previous owner frees its memory first.
         self.owner = None;
         self.keys = 0;
         let mut config = config(OWNER.0, transport, ((rows * bytes) >> 20) + 512, 10);
@@ -141,7 +141,8 @@ impl There {
         port.to_string()
     }
 
-    /// Binds `count` more keys, `rows` a cache; the first one's number. Only the keys keep the caches.
+    /// Binds `count` more keys, `rows` per cache, and returns the first number. Only the keys hold the
+    /// caches.
     fn keys(&mut self, count: u64, rows: u64) -> String {
         let (engine, first) = (self.owner.as_ref().unwrap(), self.keys);
         self.keys += count;
@@ -157,7 +158,7 @@ impl There {
         first.to_string()
     }
 
-    /// Opens engines of clusters `first..first + count`, each with one block; their ports.
+    /// Opens engines of clusters `first..first + count`, each with one block, and returns their ports.
     fn herd(&mut self, transport: &str, first: u64, count: u64) -> String {
         let mut ports = String::new();
         for cluster in first..first + count {

@@ -1,4 +1,4 @@
-//! The system's allocator, counting what is live and the most that was, while it is told to.
+//! The system allocator, which counts the live bytes and their maximum while a [`Count`] exists.
 //!
 //! Not for: memory that is mapped, which the kernel counts (`setup::status`).
 
@@ -34,7 +34,7 @@ unsafe impl GlobalAlloc for Counting {
         unsafe { System.dealloc(at, layout) }
     }
 
-    // The two below are not those of the trait, which would touch and copy what the system need not.
+    // Forwarded, because the default methods of the trait would touch and copy memory needlessly.
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         count(layout.size() as i64);
         // SAFETY: the caller's promise is passed on.
@@ -48,7 +48,7 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// Counts while it lives.
+/// Counting is on while this value exists.
 pub struct Count(());
 
 impl Count {
@@ -59,13 +59,13 @@ impl Count {
         Count(())
     }
 
-    /// Bytes taken and not given back since the start.
+    /// Returns the bytes allocated and not freed since the start.
     #[expect(clippy::unused_self, reason = "it counts only while a value lives")]
     pub fn live(&self) -> i64 {
         LIVE.load(Ordering::Relaxed)
     }
 
-    /// The most that were live at a time.
+    /// Returns the maximum number of live bytes since the start.
     #[expect(clippy::unused_self, reason = "as above")]
     pub fn most(&self) -> i64 {
         MOST.load(Ordering::Relaxed)

@@ -1,5 +1,5 @@
-//! One engine with many links: what one more costs, a call over one of them, what they need while nothing is asked; and
-//! what a peer's questions cost while the owner has many keys.
+//! One engine with many links: the cost of one more link, of a call over one of them, and of idle links; and
+//! the cost of requests to an owner that has many keys.
 //!
 //! Not for: many engines that pull at once (`crowd`).
 
@@ -20,7 +20,7 @@ use crate::setup::{
 
 /// Cluster of the first engine of the herd.
 const FIRST: u64 = 100;
-/// How long an engine is left alone to see what it uses: three heartbeats.
+/// How long an idle engine is observed: three heartbeats.
 const IDLE: Duration = Duration::from_secs(3);
 
 /// An engine that pulls; nobody dials it.
@@ -108,7 +108,7 @@ fn pull(engine: &DataDist, local: &Blocks, cluster: ClusterId) {
     engine.pull(from, &local.end, &rows, Layers::ALL).unwrap();
 }
 
-/// Keys of an owner in another process, asked for by this one.
+/// This process requests keys of an owner in another process.
 pub fn asked(options: &Options, report: &mut Report) {
     for transport in ["shm", "tcp"] {
         released(transport, options, report);
@@ -125,7 +125,7 @@ fn slot(engine: &DataDist) -> End {
     End::Managed(engine.allocate(&desc(1, 64, 1, Placement::Device), CacheKind::Batch, &[]).unwrap().id())
 }
 
-/// The way of a request from prefill to decode: ask, copy, and the owner releases the key.
+/// The path of a request from prefill to decode: describe, copy, and release of the key by the owner.
 fn released(transport: &str, options: &Options, report: &mut Report) {
     let name = format!("pull by a key never used before, which is released, {transport}");
     let note = "64 bytes: asking, copying, releasing; two round trips";
@@ -148,7 +148,7 @@ fn released(transport: &str, options: &Options, report: &mut Report) {
     report.curve(&curve);
 }
 
-/// A peer keeps what it was told; one more key costs the owner's peers nothing until it is asked for.
+/// A peer stores descriptions. Another key costs the owner's peers nothing until they request it.
 fn known(options: &Options, report: &mut Report) {
     const OF: &str = "keys that the peer has asked for";
     let mut first = Curve::new("first pull of a key, shm", "us", OF, "64 bytes, the owner is asked");
@@ -172,7 +172,7 @@ fn known(options: &Options, report: &mut Report) {
     let requests = || engine.stats().links[0].requests.calls;
     for size in options.sizes(4, 1 << 16) {
         let each = more(size);
-        // The very first opens a stream for calls.
+        // The very first call also opens a stream.
         if size > 1 {
             first.add(size, vec![each]);
         }

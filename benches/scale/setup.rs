@@ -1,4 +1,4 @@
-//! Engines, caches and their bytes, and what the kernel says of this process.
+//! Engines, caches and their bytes, and the kernel's figures about this process.
 //!
 //! Not for: measuring.
 
@@ -9,7 +9,7 @@ use llm_datadist_core::{
     PoolConfig, RemoteName, Role, TransportChoice,
 };
 
-/// How long links may take here: never the limit.
+/// A time limit for links that is never reached.
 pub const LIMIT: Duration = Duration::from_secs(20);
 /// The cluster of an owner whose caches others pull.
 pub const OWNER: ClusterId = ClusterId(2);
@@ -63,7 +63,7 @@ impl Blocks {
         Blocks { end: End::Managed(cache.id()), base: cache.addrs()[0], words: bytes / 8, rows }
     }
 
-    /// Every word gets a value of its own.
+    /// Writes a different value to every word.
     pub fn fill(&self) {
         for at in 0..self.rows * self.words {
             // SAFETY: inside the tensor, which nothing else uses now.

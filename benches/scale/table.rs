@@ -1,4 +1,4 @@
-//! Keys and caches of one engine: what one more costs while there are already so many, and what each keeps in memory.
+//! Keys and caches of one engine: the cost of one more while there are already many, and the memory of each.
 //!
 //! Not for: what a peer asks about them (`links`).
 
@@ -18,7 +18,7 @@ use crate::setup::{Shuffle, config, desc, nanos};
 const ROWS: u64 = 16;
 /// Look-ups of one measurement.
 const LOOKS: u64 = 1024;
-/// Other operations of one measurement at least.
+/// Minimum number of other operations of one measurement.
 const LEAST: u64 = 4096;
 
 pub fn request(id: u64) -> CacheKey {
@@ -39,7 +39,7 @@ fn with_keys(engine: &DataDist, first: u64, rows: u64) -> CacheId {
     engine.allocate(&desc(rows, 64, 1, Placement::Device), CacheKind::Batch, &keys).unwrap().id()
 }
 
-/// Caches that bind keys `from..to`; the longest call in microseconds.
+/// Makes caches that bind keys `from..to`. Returns the longest call in microseconds.
 fn bind(engine: &DataDist, from: u64, to: u64, ids: &mut Vec<CacheId>) -> f64 {
     let (mut first, mut longest) = (from, 0f64);
     while first < to {
@@ -164,7 +164,7 @@ pub fn caches(options: &Options, report: &mut Report) {
     locating(options, report);
 }
 
-/// What a layer-wise transfer to bare addresses asks of the owner once.
+/// The request that a layer-wise transfer to bare addresses sends to the owner once.
 fn locating(options: &Options, report: &mut Report) {
     let name = "find the cache of an address";
     let mut curve = Curve::new(name, "ns", "caches", "once for each layer-wise transfer to bare addresses");

@@ -32,7 +32,7 @@ fn linked(transport: &str, one_sided: bool, far_mib: u64) -> (DataDist, Prefill)
     (engine, prefill)
 }
 
-/// Nothing is asked of the owner, where its memory can be seen.
+/// If the owner's memory can be read in place, no request is sent to the owner.
 fn one_sided(options: &Options, transport: &str) {
     let (engine, mut prefill) = linked(transport, true, 32);
     prefill.ask(&format!("blocks pool {ROWS} {LEN}"));
@@ -54,7 +54,7 @@ fn one_sided(options: &Options, transport: &str) {
     }
 }
 
-/// The owner is told each time, to release the key; it is a new one each time.
+/// Each call uses a new key and asks the owner to release it.
 fn released(options: &Options, transport: &str) {
     let calls = options.calls as u64 + WARM as u64;
     let (engine, mut prefill) = linked(transport, false, ((calls * LEN) >> 20) * 2 + 64);
@@ -81,7 +81,7 @@ fn released(options: &Options, transport: &str) {
 const PAUSES: [(Duration, &str); 2] =
     [(Duration::ZERO, ""), (Duration::from_millis(1), ", 1 ms between calls")];
 
-/// Calls before the clock starts.
+/// Number of calls before the timed ones.
 const WARM: usize = 100;
 
 fn show(options: &Options, name: &str, pause: Duration, call: impl Fn(usize)) {

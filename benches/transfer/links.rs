@@ -1,4 +1,4 @@
-//! What links cost: making them, keeping them, and what a peer knows.
+//! The cost of links: making them, keeping them, and what a peer learns.
 //!
 //! Not for: transfers.
 
@@ -18,7 +18,7 @@ pub fn links(options: &Options) {
     five_hundred();
 }
 
-/// Link and unlink again and again; and an engine from nothing to linked.
+/// Links and unlinks repeatedly; also starts an engine until it is linked.
 fn making(options: &Options) {
     for transport in ["shm", "tcp"] {
         let mut prefill = Prefill::start();
@@ -63,7 +63,7 @@ pub fn on_cpu() -> u64 {
     tasks.map(one).sum()
 }
 
-/// What two linked processes use while nothing is asked of them.
+/// Measures what two linked processes use while no request is sent.
 fn idle() {
     for transport in ["shm", "tcp"] {
         let mut prefill = Prefill::start();
@@ -82,7 +82,7 @@ fn idle() {
     }
 }
 
-/// What a peer hears of caches and keys that it does not use, and of one that it uses.
+/// Measures what a peer learns about caches and keys that it does not use, and about one that it uses.
 fn knowing() {
     let mut prefill = Prefill::start();
     let peer = prefill.open("shm", true, 256, 1);

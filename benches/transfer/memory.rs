@@ -1,4 +1,4 @@
-//! Memory of the benchmark in both processes: what is in it, and whether it arrived.
+//! Memory of the benchmark in both processes: its content, and whether the bytes arrived.
 //!
 //! Not for: moving it.
 
@@ -11,7 +11,7 @@ use std::time::Duration;
 /// The blocks cache both sides use.
 pub const KEY: CacheKey = CacheKey::Blocks { model: 7 };
 
-/// One tensor of blocks: a pool's, or memory of this program that an engine was told of.
+/// One tensor of blocks, in a pool or in memory of this program that is registered with an engine.
 #[derive(Clone)]
 pub struct Blocks {
     pub end: End,
@@ -20,7 +20,7 @@ pub struct Blocks {
     pub len: u64,
 }
 
-/// What both engines are opened with.
+/// The configuration with which both engines are opened.
 pub fn config(cluster: u64, transport: &str, one_sided: bool, mib: u64, streams: usize) -> Config {
     let mut config = Config::new(Role::Mix, ClusterId(cluster));
     config.device_pool = (mib > 0).then_some(PoolConfig { memory_size: mib << 20, page_shift: 12 });
@@ -45,7 +45,7 @@ impl Blocks {
         Blocks { end: End::Managed(cache.id()), base: cache.addrs()[0], rows, len }
     }
 
-    /// Memory of this program, never given back, registered with `engine`.
+    /// Memory of this program, registered with `engine` and never freed.
     pub fn own(engine: &DataDist, base: u64, rows: u64, len: u64, key: bool) -> Blocks {
         let keys = if key { vec![Some(KEY)] } else { vec![] };
         // SAFETY: `base` comes from `mapped`, which nobody unmaps, with at least `rows * len` bytes.
@@ -70,7 +70,7 @@ impl Blocks {
         }
     }
 
-    /// Overwrites it, so that a block that does not arrive is seen.
+    /// Overwrites the memory, so that a missing block is detected.
     pub fn poison(&self) {
         // SAFETY: as in `fill`.
         unsafe { (self.base as *mut u8).write_bytes(0xEE, self.bytes() as usize) };

@@ -1,6 +1,6 @@
-//! The other process: an engine that answers, and what is said to it.
+//! The other process: an engine that answers, and the commands to it.
 //!
-//! One line of words in, one line out. Not for: measuring; except what only this process can see of itself.
+//! Each command and each answer is one line of words. It measures nothing except its own resources.
 
 use std::fmt::Write as _;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -15,7 +15,7 @@ use crate::hand::Shuffle;
 use crate::links::on_cpu;
 use crate::memory::{Blocks, config, desc, mapped};
 
-/// As the measuring process sees it.
+/// The other process, as the measuring process sees it.
 pub struct Prefill {
     child: Child,
     say: ChildStdin,
@@ -38,7 +38,7 @@ impl Prefill {
         self.child.id() as i32
     }
 
-    /// One order and its answer.
+    /// Sends one command, and returns its answer.
     pub fn ask(&mut self, order: &str) -> String {
         writeln!(self.say, "{order}").unwrap();
         let mut answer = String::new();
@@ -50,7 +50,7 @@ impl Prefill {
         self.ask(order).parse().unwrap()
     }
 
-    /// Opens an engine there, in place of the one before; where to link to it.
+    /// Opens an engine there, in place of the previous one, and returns its address.
     pub fn open(&mut self, transport: &str, one_sided: bool, mib: u64, streams: usize) -> PeerAddress {
         let port = self.number(&format!("open {transport} {one_sided} {mib} {streams}"));
         address(2, port as u16)
@@ -77,7 +77,7 @@ struct There {
     requests: u64,
 }
 
-/// The whole life of the other process.
+/// Runs the other process until its end.
 pub fn serve() {
     let mut there = There::default();
     for line in std::io::stdin().lock().lines() {
@@ -152,7 +152,8 @@ impl There {
         base.to_string()
     }
 
-    /// Allocates `count` batch caches of one slot, each with a request key of its own; the first one's number.
+    /// Allocates `count` batch caches of one slot, each with its own request key. Returns the number of the
+    /// first key.
     fn requests(&mut self, count: u64, len: u64) -> String {
         let first = self.requests;
         self.requests += count;
@@ -180,7 +181,7 @@ impl There {
         started.elapsed().as_nanos().to_string()
     }
 
-    /// Opens engines of clusters `first..first + count`; their ports.
+    /// Opens engines of clusters `first..first + count`, and returns their ports.
     fn engines(&mut self, first: u64, count: u64) -> String {
         let mut ports = String::new();
         for cluster in first..first + count {
@@ -208,7 +209,8 @@ impl There {
     }
 }
 
-/// One order on a bare stream: way, chunk, from, to. `false` at its end.
+/// Executes one command on a bare stream: direction, chunk, from, to. Returns `false` at the end of the
+/// stream.
 fn bare_turn(mut stream: &TcpStream, base: u64, bytes: u64) -> bool {
     stream.set_nodelay(true).unwrap();
     let mut order = [0u8; 32];
@@ -256,5 +258,5 @@ pub fn receive_bare(mut stream: &TcpStream, base: u64, chunk: u64, from: u64, to
     }
 }
 
-/// How long links may take here: never the limit.
+/// A time limit for links that is never reached.
 pub const LIMIT: Duration = Duration::from_secs(10);

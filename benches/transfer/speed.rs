@@ -1,4 +1,4 @@
-//! How fast bytes move, beside loops written by hand.
+//! The throughput of transfers, compared with loops written by hand.
 //!
 //! Not for: single calls (`latency`).
 
@@ -16,10 +16,10 @@ use crate::hand::{Flat, LOOPS, Shuffle, loop_over, median, quiet, timed};
 use crate::memory::{Blocks, KEY, config, mapped};
 use crate::prefill::{LIMIT, Prefill, order_bare, receive_bare, send_bare};
 
-/// Where the shuffled lists begin.
+/// Seed of the shuffled lists.
 const SEED: u64 = 0x5EED_0003;
 
-/// One thing that is timed, and what happens outside the clock.
+/// A call that is timed, and what runs before and after it outside the timed part.
 struct Way<'a> {
     name: String,
     before: Box<dyn Fn() + 'a>,
@@ -41,8 +41,8 @@ impl<'a> Way<'a> {
     }
 }
 
-/// Runs all in turn, each round beginning with another, and prints a line for each of `ours`: its ratio to the best, by
-/// its median, of `limits`.
+/// Runs all in turn, each round beginning with another one. Prints a line for each of `ours`: the ratio of
+/// its median to that of the fastest of `limits`.
 fn compare(what: &str, len: u64, bytes: u64, options: &Options, limits: Vec<Way<'_>>, ours: Vec<Way<'_>>) {
     let (count, rounds) = (limits.len(), options.rounds);
     let all: Vec<Way<'_>> = limits.into_iter().chain(ours).collect();
@@ -82,7 +82,7 @@ fn compare(what: &str, len: u64, bytes: u64, options: &Options, limits: Vec<Way<
     }
 }
 
-/// How long one comparison waits, all in all, for others to leave the machine alone.
+/// Total time for which one comparison waits until other processes leave the machine idle.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn heading(title: &str, options: &Options) {
@@ -124,7 +124,7 @@ impl Bed {
         self.engine.link_clusters(std::slice::from_ref(&self.peer), LIMIT).remove(0).unwrap();
     }
 
-    /// Both sides see the other's memory through mappings made just now.
+    /// Links again, so that both sides have new mappings of the other's memory.
     fn link_again(&self) {
         self.engine.unlink_clusters(std::slice::from_ref(&self.peer), LIMIT, false).remove(0).unwrap();
         self.link();
@@ -152,7 +152,8 @@ impl Bed {
     }
 }
 
-/// Pull and push of everything, warm and, where mappings matter, over a link made just before.
+/// Pulls and pushes everything: with existing mappings and, if mappings matter, over a link that was made
+/// just before.
 fn ours<'a>(
     bed: &'a Bed,
     target: &'a Blocks,
@@ -270,7 +271,7 @@ pub fn registered(options: &Options) {
     }
 }
 
-/// `batch` blocks a system call, taken by `threads` threads in turn.
+/// Reads `batch` blocks per system call. `threads` threads take batches in turn.
 fn bare_reads(pid: i32, flat: &Flat, batch: usize, threads: usize) {
     let batch = batch.min(flat.moves.len().div_ceil(threads));
     let next = AtomicUsize::new(0);
@@ -299,7 +300,7 @@ fn bare_reads(pid: i32, flat: &Flat, batch: usize, threads: usize) {
     });
 }
 
-/// Sockets, beside a bare stream of the same bytes between the same processes.
+/// Sockets, compared with a bare stream of the same bytes between the same processes.
 pub fn tcp(options: &Options) {
     heading(&format!("TCP over the loopback, {} streams", options.streams), options);
     let bed = Bed::new(options, "tcp", options.mib * 2 + 1, options.mib + 1);
@@ -350,7 +351,8 @@ pub fn tcp(options: &Options) {
     }
 }
 
-/// Everything through `streams`, in equal parts; `out` of the other process, or into it.
+/// Moves everything through `streams`, in equal parts: from the other process if `out` is set, otherwise to
+/// it.
 fn bare_streams(streams: &[TcpStream], memory: &Blocks, out: bool, chunk: u64) {
     let part = memory.bytes() / streams.len() as u64;
     std::thread::scope(|scope| {
@@ -415,7 +417,7 @@ pub fn many(options: &Options) {
     }
 }
 
-/// What several threads use of a bed.
+/// The part of a bed that several threads use.
 #[derive(Clone, Copy)]
 struct Calls<'a>(&'a Bed);
 

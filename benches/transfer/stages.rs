@@ -1,7 +1,9 @@
-//! Where a call with a long list spends its time beside the copy: each stage of a push of shuffled blocks, alone.
+//! Measures where a call with a long list spends its time apart from the copy: each stage of a push of
+//! shuffled blocks, alone.
 //!
-//! In one process: the request is written and read, not sent. Under `valgrind --tool=callgrind` the functions below are
-//! the rows (`--only stages --lists 512 --calls 10`). Not for: copying (`speed`).
+//! Everything runs in one process: the request is encoded and decoded, but not sent. `speed` measures copies.
+//! Under `valgrind --tool=callgrind`, the functions below are the rows (`--only stages --lists 512 --calls
+//! 10`).
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -19,7 +21,7 @@ use crate::memory::{config, desc};
 const LEN: u64 = 16 << 10;
 
 pub fn stages(options: &Options) {
-    // What an engine changes for its process, it changes here as well.
+    // An open engine changes settings of its process, which affect the measurement.
     let _engine = DataDist::open(config(1, "shm", true, 0, 1)).unwrap();
     println!("\nstages of a push of shuffled blocks, microseconds (page faults of all together)");
     println!(
@@ -125,7 +127,7 @@ fn rows(plan: &CopyPlan, of: Geometry) -> Vec<u64> {
     plan.dst_rows(of.row_bytes()).unwrap()
 }
 
-/// Pages this thread has been given so far.
+/// Returns the number of page faults of this thread so far.
 fn faults() -> i64 {
     // SAFETY: `getrusage` fills what it is given.
     unsafe {

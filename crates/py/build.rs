@@ -1,6 +1,7 @@
-//! Writes the licence texts of what is linked into the extension; maturin packs them into the wheel.
+//! Writes the licence texts of the libraries that are linked into the extension. maturin packs them into the
+//! wheel.
 //!
-//! Not for: anything that is compiled.
+//! Nothing here is compiled into the extension.
 
 use std::path::Path;
 use std::{env, fs};
@@ -16,8 +17,8 @@ fn main() {
     let texts = locked(Path::new("Cargo.toml"), &["llm-datadist-py"], target.as_deref())
         .and_then(|packages| third_party(&packages));
     let texts = texts.unwrap_or_else(|error| {
-        // A build without the network may lack the sources of tests, which cargo wants to see. Shipping such a wheel is
-        // refused by the tests of the wheel, not by the compiler of somebody's own machine.
+        // A build without a network may lack sources of tests that cargo requires. The tests of the wheel
+        // prevent its release; a local build only gets a warning.
         println!("cargo::warning={FILE} is incomplete: {}", error.lines().collect::<Vec<_>>().join(" "));
         format!("The licence texts could not be collected when this was built: {error}\n")
     });

@@ -1,6 +1,6 @@
-//! What the fuzz targets share: a heap that counts, and the messages by number.
+//! Shared parts of the fuzz targets: an allocator that counts, and the messages by number.
 //!
-//! Not for: what a target asserts (its file in `targets`).
+//! The assertions of a target are in its file in `targets`.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -74,7 +74,8 @@ pub fn peak<T>(work: impl FnOnce() -> T) -> (T, usize) {
 /// encoding.
 pub fn decoded<T: Serialize + DeserializeOwned + PartialEq + Debug>(body: &[u8]) -> Option<T> {
     let (result, most) = peak(|| protocol::decode::<T>(body));
-    // serde reserves at most one megabyte for a length that the bytes do not back, on each of two nested levels.
+    // serde reserves at most one megabyte for a length without the bytes for it, on each of two nested
+    // levels.
     assert!(most < 64 * body.len() + (3 << 20), "{most} bytes of memory for {} of a message", body.len());
     let message = match result {
         Ok(message) => message,
@@ -84,7 +85,7 @@ pub fn decoded<T: Serialize + DeserializeOwned + PartialEq + Debug>(body: &[u8])
         }
     };
     let Ok(frame) = protocol::encode(&message) else {
-        // Only a plan that was read to its end and is none is never sent.
+        // Only a plan that was decoded but is invalid cannot be encoded again.
         assert!(format!("{message:?}").contains("Unusable"), "{message:?} cannot be encoded again");
         return Some(message);
     };
@@ -151,7 +152,7 @@ fn reply(body: &[u8]) {
         Some(Reply::Failed { kind, message, arrived, .. }) => {
             let error = Reply::error(kind, &message, arrived);
             let text = error.to_string();
-            // A peer's text is cut to what somebody reads, and cannot break a log line.
+            // A peer's text is cut to a readable length, and cannot break a log line.
             assert!(text.len() < 20 << 10, "{} bytes of a peer's text are kept", text.len());
             assert!(!text.chars().any(char::is_control), "{text:?}");
         }

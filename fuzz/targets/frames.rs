@@ -1,4 +1,5 @@
-//! A byte stream cut into frames, as a peer without a proof could send it: headers against a model, bodies decoded.
+//! A byte stream cut into frames, as an unauthenticated peer could send it: headers against a model, bodies
+//! decoded.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -33,7 +34,8 @@ fuzz_target!(|input: &[u8]| {
             model(header, limit)
         );
         let Ok(Header { kind, length }) = parsed else { return };
-        // A body that was cut short is what a closed connection leaves; it must not be accepted as whole by accident.
+        // A closed connection leaves a body that is cut short. It must not be accepted as complete by
+        // accident.
         let (body, after) = rest.split_at(length.min(rest.len()));
         if kind == REFUSAL {
             refusal(body);
@@ -44,7 +46,8 @@ fuzz_target!(|input: &[u8]| {
     }
 });
 
-/// The text of a refusal is bounded and harmless, and a refusal made of it crosses again with the same kind.
+/// The text of a refusal is bounded and harmless. A refusal made from it has the same kind after another
+/// round trip.
 fn refusal(body: &[u8]) {
     let error = protocol::refused(body);
     let text = error.to_string();

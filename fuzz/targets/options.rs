@@ -40,7 +40,7 @@ fn judge(parse: &dyn Fn(&BTreeMap<String, String>) -> Result<Config>, given: &BT
     }
 }
 
-/// What the reference page promises of each value, read again from the text where it is a number.
+/// The guarantees of the reference page for each value, parsed again from the text if it is a number.
 fn in_range(config: &Config, given: &BTreeMap<String, String>) {
     let links = &config.links;
     let number =
@@ -68,7 +68,7 @@ fn in_range(config: &Config, given: &BTreeMap<String, String>) {
     }
 }
 
-/// A token shows neither in an error nor in what `Debug` prints of the configuration.
+/// A token appears neither in an error nor in the `Debug` output of the configuration.
 fn secret(
     parse: &dyn Fn(&BTreeMap<String, String>) -> Result<Config>,
     given: &BTreeMap<String, String>,

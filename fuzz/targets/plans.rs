@@ -77,7 +77,8 @@ fuzz_target!(|input: &[u8]| {
     let row_bytes = number(10..12).max(1);
     let Some(wire) = decoded::<WirePlan>(body) else { return };
     let (plan, most) = peak(|| CopyPlan::try_from(wire.clone()));
-    // The bound that docs/security.md states: what the check for doubled destinations may always use, and the plan.
+    // The bound that docs/security.md states: the memory that the check for repeated destinations may always
+    // use, and the plan.
     assert!(most < 3 * body.len() + (16 << 20), "{most} bytes of memory for a plan of {}", body.len());
     let plan = match plan {
         Ok(plan) => plan,
@@ -110,7 +111,7 @@ fuzz_target!(|input: &[u8]| {
     } else {
         assert!(!all_inside || written_twice(&pieces), "refused, and sound: {wire:?}");
     }
-    // What travels is what was planned.
+    // The encoded plan equals the planned one.
     let again = WirePlan::try_from(&plan).expect("a plan that was received fits a message");
     let frame = protocol::encode(&again).expect("a plan that was received can be sent");
     let read: WirePlan = protocol::decode(&frame[protocol::HEADER..]).expect("and read");

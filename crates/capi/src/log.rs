@@ -1,7 +1,7 @@
 //! Sends the engine's log lines to the callback of the program, or errors to standard error.
 //!
-//! Silence would be a bad default: the one line about a refused connection names the setting that would admit the
-//! peer. The C callback itself is in `abi::log`.
+//! Errors are shown by default, because the one line about a refused connection names the setting that would
+//! admit the peer. The C callback itself is in `abi::log`.
 
 use std::cell::Cell;
 use std::io::Write;

@@ -1,14 +1,14 @@
-//! For `crates/py` and `crates/capi` only: rules that their setters and constructors share with the engine,
-//! and what a library loaded into another program needs.
+//! Items for `crates/py` and `crates/capi` only: argument rules that their setters and constructors share
+//! with the engine, and support for libraries that are loaded into another program.
 
 pub use crate::memory::{abandon as abandon_sockets, remember_process, this_process};
 
-/// Lists whose length the caller chooses: a failed allocation is an error, not the end of the process.
+/// Builds lists whose length the caller chooses. A failed allocation returns an error and does not abort.
 pub mod fallible {
     pub use crate::fallible::{collect, grow, out_of_memory, push, with_capacity};
 }
 
-/// The rules for single arguments, for what a caller builds before it reaches the engine.
+/// Rules for single arguments, which the bindings also check before a call reaches the engine.
 pub mod validate {
     pub use crate::validate::{
         batch_cache, block_bytes_alone, block_lists, blocks_cache, config, copy_size, destination,
@@ -22,7 +22,7 @@ pub mod validate {
     }
 }
 
-/// The rules for what only the C++ class accepts.
+/// Rules for arguments that only the C++ class accepts.
 pub mod cpp {
     pub use crate::validate::cpp::{
         Options, Stated, allocate, block_lists, clusters, copied, desc, ip_info, link_timeout, options,

@@ -31,7 +31,7 @@ pub struct Cluster {
     generations: Arc<Generations>,
 }
 
-/// Where the tensors of a cache are, as far as another process can use it.
+/// Location of the tensors of a cache, in a form that another process can use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MemoryLocation {
     /// At these offsets, in bytes, of the pool with this placement.
@@ -92,7 +92,7 @@ impl Cluster {
         self.pool(placement).ok_or_else(missing)
     }
 
-    /// Counts bytes that a call moved over a link, and has the merger check for work now and then.
+    /// Counts bytes that a call moved over a link, and makes the merger check for work at intervals.
     pub fn moved(&self, op: Op, bytes: u64) {
         self.stats.add_bytes(op, bytes);
         self.merger.moved(bytes);
@@ -110,7 +110,7 @@ impl Cluster {
         if cache.origin() == Origin::Registered { self.table.find(cache.id()).map(|_| ()) } else { Ok(()) }
     }
 
-    /// Notes that a peer which can read `location` receives its description.
+    /// Records that the description of `cache` is sent to a peer that can read `location`.
     ///
     /// If the peer reads registered memory by process id, huge pages double its speed. The engine then merges
     /// that memory or logs a hint, according to `huge_pages`.

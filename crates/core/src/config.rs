@@ -62,7 +62,7 @@ impl Share {
     /// The share if no option gives one: 95 %.
     pub const DEFAULT: Share = Share(950_000);
 
-    /// Returns the share for a number from 0.0 to 1.0. Numbers outside that range count as its nearest end.
+    /// Returns the share for a number from 0.0 to 1.0. Numbers outside that range are clamped to it.
     pub fn of(part: f64) -> Share {
         // The result is 0 to one million for any input: the cast of a float saturates, and NaN becomes 0.
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "within 0 to a million")]
@@ -154,7 +154,7 @@ pub enum TransportChoice {
     Tcp,
 }
 
-/// The secret that both ends of a link must know. Never part of any output.
+/// The secret that both ends of a link must know. It is never part of any output.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Token(Box<[u8]>);
 
@@ -198,8 +198,8 @@ pub struct LinkConfig {
     pub pin_limit: Duration,
     /// Time limit of a rank-table link, for all attempts together.
     pub total: Duration,
-    /// Number of attempts of a rank-table link that fit into its limit: an attempt may take at most this
-    /// fraction of the limit. There may be more attempts, because an attempt that is refused ends at once.
+    /// Number of attempts of a rank-table link that fit into its limit: one attempt may take `total /
+    /// retries` at most. There may be more attempts, because an attempt that is refused ends at once.
     pub retries: u32,
     /// How bytes travel.
     pub transport: TransportChoice,

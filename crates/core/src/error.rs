@@ -46,7 +46,7 @@ kinds! {
     LinkFailed,
     /// The peer could not be notified that the link ends. This process has dropped the link.
     UnlinkFailed,
-    /// Links exist with which the call is not possible.
+    /// The call is not possible while links exist.
     LinksExist,
     /// The caller was interrupted while it waited (Ctrl-C).
     Interrupted,

@@ -1,6 +1,6 @@
-//! Lists whose length a caller or a peer chooses: every list of a plan, a message or the cache table. A failed
-//! allocation is `Err(OutOfMemory)` of the call, anywhere in the crate, and does not end the process
-//! (`tests/integration/allocation_failures.rs` fails each of them in turn). `what` names the list in the error.
+//! Lists whose length a caller or a peer chooses: every list of a plan, a message or the cache table. If an
+//! allocation fails, the call returns `Err(OutOfMemory)` and does not abort
+//! (`tests/integration/allocation_failures.rs` fails each in turn). `what` names the list in the error.
 
 use std::hash::Hash;
 

@@ -86,7 +86,7 @@
 //! let slot = |row| RemoteName { cluster: ClusterId(1), name: Name::Row { cache: theirs.id(), row } };
 //! let here = End::Managed(ours.id());
 //! decode.pull(slot(3), &here, &PullRows::slot(0, -1), Layers::ALL)?;
-//! // And back, into slot 7, only the second tensor.
+//! // Push the second tensor only, back into slot 7.
 //! let second = LayerRange { first: 1, end: 2 };
 //! let layers = Layers { src: Some(second), dst: Some(second), tensors_per_layer: 1 };
 //! decode.push(&here, slot(7), &PushRows::Slot { local: 0 }, layers)?;
@@ -112,8 +112,8 @@
 //! # Ok::<(), Error>(())
 //! ```
 
-// Nothing but the re-exports below is the interface. `pub` inside a module means: for the other modules, and
-// for the tests, which reach it through `testing`.
+// The interface consists of the re-exports below only. `pub` inside a module makes an item visible to the
+// other modules and, through `testing`, to the tests.
 #![allow(unreachable_pub, clippy::len_without_is_empty, reason = "the modules are private")]
 #![cfg_attr(
     feature = "testing",

@@ -74,7 +74,7 @@ status_codes! {
     NoFreeBlock = BASE + 0x12, "LLM_NO_FREE_BLOCK";
     /// There is no memory for blocks.
     BlocksOutOfMemory = BASE + 0x13, "LLM_BLOCKS_OUT_OF_MEMORY";
-    /// Links exist with which the call is not possible.
+    /// The call is not possible while links exist.
     ExistLink = BASE + 0x18, "LLM_EXIST_LINK";
     /// An option that the call needs is not set.
     FeatureNotEnabled = BASE + 0x19, "LLM_FEATURE_NOT_ENABLED";

@@ -15,7 +15,7 @@ use crate::config::{LinkConfig, Token};
 use crate::error::{Error, Result};
 use crate::validate;
 
-/// Most bytes of the file.
+/// Maximum size of the file in bytes.
 const LONGEST: u64 = 4096;
 
 /// Returns the token of `links`, which is given directly or in a file. `Err(InvalidArgument)` if both are

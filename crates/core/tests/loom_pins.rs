@@ -1,6 +1,6 @@
 //! The pin protocol under loom: every order of two or three threads over two caches.
 //!
-//! `make loom` runs it. Loom's clock does not move, so it reports a call that waits for ever as a deadlock.
+//! `make loom` runs it. Loom's clock does not move, so it reports a call that waits forever as a deadlock.
 #![cfg(loom)]
 #![allow(unsafe_code, reason = "adopts addresses that nobody touches")]
 #![allow(clippy::unwrap_used, clippy::print_stderr, reason = "a test")]
@@ -29,7 +29,7 @@ fn pinned(reads: (&Arc<Cache>, &[u64]), writes: (&Arc<Cache>, &[u64]), body: imp
     drop(pins);
 }
 
-/// Runs `model` under loom and makes sure that it looked at several orders.
+/// Runs `model` under loom, and checks that it explored several orders.
 fn explore(model: impl Fn() + Send + Sync + 'static) {
     let ran = Arc::new(AtomicU64::new(0));
     let counted = ran.clone();

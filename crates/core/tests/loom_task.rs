@@ -1,6 +1,8 @@
-//! A task and its lanes under loom: every order of a lane at work, of who says that layers are ready, and of who ends it.
+//! A task and its lanes under loom, in every order of a lane, of the thread that reports layers as ready, and
+//! of the thread that ends the task.
 //!
-//! `make loom` runs it. Loom's clock stands still: no patience, and no lane that is left over goes before its engine.
+//! `make loom` runs it. Loom's clock does not move, so no wait times out, and no idle lane ends before its
+//! engine.
 #![cfg(loom)]
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stderr, reason = "a test")]
 
@@ -13,7 +15,7 @@ use llm_datadist_core::{ClusterId, Deadline, Error, ErrorKind, LayerRange, Resul
 use loom::sync::atomic::{AtomicUsize, Ordering};
 use loom::thread;
 
-/// Counts layers; fails at one of them; must not be at work once the task is said to have ended.
+/// Counts layers, and fails at one of them. It must not run after the task has reported its end.
 struct Counts {
     layers: Arc<AtomicUsize>,
     fails_at: Option<u32>,
@@ -33,7 +35,7 @@ impl Carrier for Counts {
     }
 }
 
-/// Runs a task of two layers, whose layers are said to be ready by this thread while `other` acts.
+/// Runs a task of two layers. This thread reports the layers as ready while `other` acts.
 fn explore(fails_at: Option<u32>, other: fn(&Arc<Task>), ends: &'static [Option<ErrorKind>]) {
     let (ran, seen) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
     let (counted, noted) = (ran.clone(), seen.clone());
@@ -66,7 +68,7 @@ fn explore(fails_at: Option<u32>, other: fn(&Arc<Task>), ends: &'static [Option<
         assert!(outcome.is_some() || carried.layers == 2);
         acts.join().unwrap();
         assert!(!task.cancel());
-        // Waits for its lane, which must notice.
+        // Waits for its lane, which must notice that the engine ends.
         drop(lanes);
         assert_eq!(task.progress()[0], carried);
     });

@@ -1,4 +1,5 @@
-//! What the Python and C libraries share, because they are loaded into a program that is not theirs.
+//! Parts that the Python and C libraries share, because both are loaded into programs that they do not
+//! control.
 //!
 //! - [`KeptLists`] is the allocator for their own memory. The allocator of the program stays as it is.
 //! - [`install_log`] turns the engine's `tracing` events into lines and passes them to a [`Sink`].

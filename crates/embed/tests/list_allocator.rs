@@ -77,7 +77,7 @@ impl Held {
     }
 }
 
-/// Many blocks of all sizes at once on several threads: none changes but by its owner.
+/// Many blocks of all sizes at once on several threads: only its owner changes a block.
 #[test]
 fn no_two_owners_share_a_block() {
     let kept = KeptLists::new();
@@ -131,7 +131,7 @@ fn what_is_kept_is_used_again_and_bounded() {
     assert_ne!(other.at, at);
     again.free(&kept);
     other.free(&kept);
-    // Neither small ones, nor large ones, nor those with an alignment of their own.
+    // Small blocks, large blocks and those with a special alignment are not kept.
     for (size, align) in [(16 * KIB, 8), (2048 * KIB + 1, 8), (64 * KIB, 4096)] {
         Held::new(&kept, layout(size, align), true, 2).free(&kept);
         assert_eq!(kept.kept_bytes(), 512 * KIB);

@@ -22,7 +22,7 @@ pub const ALLOWED: [&str; 8] = [
     "Unicode-3.0",
     "Zlib",
 ];
-/// Licences of what only builds, tests or fuzzes and is shipped to nobody: these as well.
+/// Licences that are also allowed for packages that only build, test or fuzz, and are not shipped.
 pub const ALLOWED_FOR_TOOLS: [&str; 2] = ["MPL-2.0", "NCSA"];
 
 /// Whether one of the allowed licences, or an allowed combination, is enough for `expression`.

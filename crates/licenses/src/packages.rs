@@ -81,8 +81,8 @@ pub fn locked(manifest: &Path, roots: &[&str], target: Option<&str>) -> Result<V
     Ok(found)
 }
 
-/// What is reached from `starts` by normal dependencies. Procedural macros run in the compiler and are left out, and so
-/// is what only they use.
+/// Returns the packages that `starts` reach by normal dependencies. Procedural macros run in the compiler, so
+/// they and the packages that only they use are left out.
 fn linked<'a>(
     packages: &BTreeMap<&'a str, &'a Value>,
     nodes: &BTreeMap<&'a str, &'a Value>,
@@ -102,7 +102,7 @@ fn linked<'a>(
     seen
 }
 
-/// The answer of `cargo metadata`: from what is on this machine, and only if that is not enough with the network.
+/// Returns the output of `cargo metadata`, from local data if possible, otherwise with the network.
 fn metadata(manifest: &Path, target: Option<&str>) -> Result<Value, String> {
     let cargo = env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut said = String::new();
@@ -120,7 +120,7 @@ fn metadata(manifest: &Path, target: Option<&str>) -> Result<Value, String> {
     Err(format!("cargo metadata failed: {said}"))
 }
 
-/// The target that the compiler here builds for if nothing else is asked.
+/// Returns the default target of the installed compiler.
 pub fn host() -> Result<String, String> {
     let rustc = env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
     let done =

@@ -1,7 +1,8 @@
 //! The arguments of a call as Python gave them, each typed by what it must be.
 //!
-//! Extracting one checks nothing: the contract fixes the order of the checks across the arguments of a call (§7, §9.1). A
-//! method checks its argument when its turn has come; `name` is what errors call it.
+//! Extracting an argument checks nothing, because the contract fixes the order of the checks across the
+//! arguments of a call (§7, §9.1). A method checks each argument when its turn comes. `name` is its name in
+//! errors.
 
 use std::convert::Infallible;
 use std::ops::Deref;
@@ -135,7 +136,8 @@ impl DescArg<'_, '_> {
         on_device("cache_desc", &self)
     }
 
-    /// What it says of a cache of this kind and these keys. Keys of a continuous cache name its slots.
+    /// Returns the description of a cache of this kind and with these keys. Keys of a continuous cache name
+    /// its slots.
     pub(crate) fn read(self, kind: CacheKind, keys: &[Option<CacheKey>]) -> PyResult<CacheDesc> {
         if kind == CacheKind::Batch && !keys.is_empty() {
             crate::local_cache::slot_dim(&self)?;

@@ -12,7 +12,7 @@ use crate::convert::{self, Any, held_int, inner_only_support, is_int, only_suppo
 use crate::error::{invalid, raise};
 use crate::{engine, raw};
 
-/// Reads a list or tuple of block indices. `None` passes here, and fails where its length is needed.
+/// Reads a list or tuple of block indices. `None` passes here; the call fails where it needs the length.
 pub(crate) fn listed_or_none(name: &str, value: &Any<'_>) -> PyResult<Option<Vec<i64>>> {
     if let Ok(list) = value.cast::<PyList>() {
         listed(name, list).map(Some)

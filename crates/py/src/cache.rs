@@ -44,7 +44,7 @@ impl LooseCache {
     }
 }
 
-/// What the handle of a cache knows: enough to name the cache, without keeping it alive.
+/// The data of a cache's handle: enough to name the cache, without keeping it alive.
 #[pyclass(frozen, module = "llm_datadist._core")]
 pub(crate) struct ManagedCache {
     engine: u64,

@@ -40,14 +40,15 @@ macro_rules! functions {
     ($module:expr, $($function:path)*) => { $($module.add_function(wrap_pyfunction!($function, $module)?)?;)* };
 }
 
-/// Memory of this library alone: Python's own, and that of other libraries, is not touched.
+/// The allocator of this library only. Memory of Python and of other libraries is not affected.
 #[global_allocator]
 static LISTS: KeptLists = KeptLists::new();
 
 /// Native module of `llm_datadist`; its stub `_core.pyi` documents every name.
-// `gil_used`: `raw` reads lists, which is sound only while no other thread of the interpreter runs (`tests/test_bad_input.py`).
-// A function and no declarative module: the refusal must come before the first class is made, because the classes are
-// made once in a process and belong to the interpreter that made them (`tests/test_subinterpreter.py`).
+// `gil_used`: `raw` reads lists, which is sound only while no other thread of the interpreter runs
+// (`tests/test_bad_input.py`). This is a function and not a declarative module, because the refusal must
+// precede the first class. Classes are made once per process and belong to the interpreter that made them
+// (`tests/test_subinterpreter.py`).
 #[pymodule(gil_used = true)]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     raw::main_interpreter_only()?;

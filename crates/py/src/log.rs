@@ -18,7 +18,8 @@ use pyo3::prelude::*;
 
 use crate::python_types::PythonTypes;
 
-/// Most lines in a queue. Beyond, the oldest are dropped and counted (`test_log_that_nobody_reads_is_bounded`).
+/// Maximum number of lines in a queue. Beyond it, the oldest are dropped and counted
+/// (`test_log_that_nobody_reads_is_bounded`).
 const MOST: usize = 1024;
 
 /// The queue of the first process. Each forked child appends one of its own.

@@ -1,4 +1,4 @@
-//! What the calls of both managers do once their arguments are checked.
+//! The operations that the calls of both managers perform once their arguments are checked.
 
 use std::sync::Arc;
 
@@ -13,7 +13,8 @@ use crate::pull_push_arguments::{Pull, Push};
 use crate::{log, raw};
 
 impl Engine {
-    /// Copies a range of a slot between the ends, written first; the error names the request.
+    /// Copies a range of a slot between the ends, of which the destination is first. The error names the
+    /// request.
     pub(crate) fn copy(
         &self,
         py: Python<'_>,
@@ -28,7 +29,7 @@ impl Engine {
         self.enter(py, |engine| engine.copy_cache(to, from, args).map_err(named))
     }
 
-    /// Pulls, and logs what became of links if that fails.
+    /// Pulls. If that fails, passes the engine's log lines to Python, because they report broken links.
     pub(crate) fn pull(&self, py: Python<'_>, pull: &Pull) -> PyResult<()> {
         let pulled = self.enter(py, |engine| engine.pull(pull.from, &pull.to, &pull.rows, pull.layers));
         if pulled.is_err() {
@@ -37,7 +38,7 @@ impl Engine {
         pulled
     }
 
-    /// Pushes, and logs what became of links if that fails.
+    /// Pushes. If that fails, passes the engine's log lines to Python, because they report broken links.
     pub(crate) fn push(&self, py: Python<'_>, push: &Push) -> PyResult<()> {
         let pushed = self.enter(py, |engine| engine.push(&push.from, push.to, &push.rows, push.layers));
         if pushed.is_err() {
@@ -46,7 +47,7 @@ impl Engine {
         pushed
     }
 
-    /// Releases a cache that this engine made; `None` stands for one that it did not.
+    /// Releases a cache that this engine made. `None` stands for a cache that it did not make.
     pub(crate) fn deallocate(&self, py: Python<'_>, id: Option<CacheId>) -> PyResult<()> {
         self.enter(py, |engine| id.map_or(Ok(()), |id| engine.deallocate(id)))
     }

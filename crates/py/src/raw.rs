@@ -154,7 +154,7 @@ fn wrapped<'py, M: Managed>(
     let mut shape = cache.shape().to_vec();
     let mut strides = row_major(&shape);
     let tensor = Tensor {
-        // The address crosses a C interface as a number made pointer; only its consumer dereferences it.
+        // The address passes through a C interface as a number; only the consumer dereferences it.
         data: ptr::with_exposed_provenance_mut(usize::try_from(cache.addrs()[index])?),
         device: DlDevice { kind: DL_CPU.0, id: DL_CPU.1 },
         ndim: i32::try_from(shape.len())?,

@@ -1,9 +1,9 @@
-//! What the tests of the core run beside it: nothing here is part of a library that users install.
+//! Test tools for the core. Nothing here is part of a library that users install.
 //!
 //! - [`oracle`] is a plain reference model of the engine.
 //! - [`SimDevice`] is a device whose memory the CPU cannot address.
 //! - [`Stall`] has reads of another process's memory wait.
-//! - [`Local`] is a transport within one process, and [`Faulty`] one whose streams break as told.
+//! - [`Local`] is a transport within one process, and [`Faulty`] one whose streams break on request.
 //!
 //! # What must not compile
 //!

@@ -381,7 +381,7 @@ uint32_t llm_datadist_set_log_callback(LlmDatadistLogCallback callback,
  * Pulls one batch slot of a peer.
  *
  * # Safety
- * The pointers lead to valid structures.
+ * The pointers refer to valid structures.
  */
 uint32_t llm_datadist_pull_cache(uint64_t handle,
                                  const LlmDatadistCacheIndex *src,
@@ -394,7 +394,7 @@ uint32_t llm_datadist_pull_cache(uint64_t handle,
  * Pulls blocks of a peer, pair by pair.
  *
  * # Safety
- * The pointers lead to valid structures and lists.
+ * The pointers refer to valid structures and lists.
  */
 uint32_t llm_datadist_pull_blocks(uint64_t handle,
                                   const LlmDatadistCacheIndex *src,
@@ -407,7 +407,7 @@ uint32_t llm_datadist_pull_blocks(uint64_t handle,
  * Pushes one batch slot to a peer.
  *
  * # Safety
- * The pointers lead to valid structures.
+ * The pointers refer to valid structures.
  */
 uint32_t llm_datadist_push_cache(uint64_t handle,
                                  const LlmDatadistCache *src,
@@ -420,7 +420,7 @@ uint32_t llm_datadist_push_cache(uint64_t handle,
  * Pushes blocks to a peer, pair by pair.
  *
  * # Safety
- * The pointers lead to valid structures and lists.
+ * The pointers refer to valid structures and lists.
  */
 uint32_t llm_datadist_push_blocks(uint64_t handle,
                                   const LlmDatadistCache *src,
@@ -433,8 +433,8 @@ uint32_t llm_datadist_push_blocks(uint64_t handle,
  * Copies one range of one batch slot, the same in every tensor, from device to device or from device to host.
  *
  * # Safety
- * The pointers lead to valid structures. Where the id of a structure is -1, one tensor is readable and writable at each
- * address during the call.
+ * The pointers refer to valid structures. Where the id of a structure is -1, one tensor is readable and
+ * writable at each address during the call.
  */
 uint32_t llm_datadist_copy_cache(uint64_t handle,
                                  const LlmDatadistCache *src,

@@ -9,7 +9,7 @@ use super::{entered, raw};
 /// Pulls one batch slot of a peer.
 ///
 /// # Safety
-/// The pointers lead to valid structures.
+/// The pointers refer to valid structures.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llm_datadist_pull_cache(
     handle: u64,
@@ -33,7 +33,7 @@ pub unsafe extern "C" fn llm_datadist_pull_cache(
 /// Pulls blocks of a peer, pair by pair.
 ///
 /// # Safety
-/// The pointers lead to valid structures and lists.
+/// The pointers refer to valid structures and lists.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llm_datadist_pull_blocks(
     handle: u64,
@@ -59,7 +59,7 @@ pub unsafe extern "C" fn llm_datadist_pull_blocks(
 /// Pushes one batch slot to a peer.
 ///
 /// # Safety
-/// The pointers lead to valid structures.
+/// The pointers refer to valid structures.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llm_datadist_push_cache(
     handle: u64,
@@ -83,7 +83,7 @@ pub unsafe extern "C" fn llm_datadist_push_cache(
 /// Pushes blocks to a peer, pair by pair.
 ///
 /// # Safety
-/// The pointers lead to valid structures and lists.
+/// The pointers refer to valid structures and lists.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llm_datadist_push_blocks(
     handle: u64,
@@ -109,8 +109,8 @@ pub unsafe extern "C" fn llm_datadist_push_blocks(
 /// Copies one range of one batch slot, the same in every tensor, from device to device or from device to host.
 ///
 /// # Safety
-/// The pointers lead to valid structures. Where the id of a structure is -1, one tensor is readable and writable at each
-/// address during the call.
+/// The pointers refer to valid structures. Where the id of a structure is -1, one tensor is readable and
+/// writable at each address during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llm_datadist_copy_cache(
     handle: u64,

@@ -1,4 +1,5 @@
-//! Invalid handles: freed, never given, of another process. Panics in a call, and failure reasons by thread.
+//! Invalid handles: freed, never returned, or of another process. Also panics in a call, and failure reasons
+//! by thread.
 
 use std::collections::HashSet;
 use std::ffi::CStr;

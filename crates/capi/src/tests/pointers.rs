@@ -1,4 +1,4 @@
-//! Null, misaligned and endless arguments, wrong options, and what a refused call leaves unchanged.
+//! Null, misaligned and too long arguments, wrong options, and what a refused call leaves unchanged.
 
 use std::ffi::c_char;
 use std::ptr::{null, null_mut, without_provenance, without_provenance_mut};

@@ -135,7 +135,7 @@ impl Cache {
         self.tensors.addrs()
     }
 
-    /// Returns the address of every tensor, to keep.
+    /// Returns the address of every tensor, as a shared list.
     pub fn shared_addrs(&self) -> Arc<Vec<u64>> {
         self.tensors.shared_addrs()
     }

@@ -2,7 +2,8 @@
 //! is gone.
 //!
 //! It has one lock, held for a few hash lookups and never during a copy. Memory returns to its pool when the
-//! last [`Arc`] of a cache drops, so not before a copy of it has ended (`memory_released_during_a_copy_returns_when_the_copy_ends`).
+//! last [`Arc`] of a cache drops. A copy holds one
+//! (`memory_released_during_a_copy_returns_when_the_copy_ends`).
 
 mod pulled;
 mod remote;
@@ -360,7 +361,7 @@ impl State {
         Some(entry)
     }
 
-    /// Invalidates what peers know about the entry and have pulled of `key`, which no longer names it.
+    /// Called when `key` no longer names the entry. Forgets pulls by `key`, and invalidates what peers know.
     fn forget(&mut self, index: EntryIndex, key: CacheKey) {
         self.pulled.remove(&key);
         self.generations.bump(index);
@@ -375,8 +376,8 @@ impl State {
     }
 }
 
-/// Two caches under one key are nearly always a mistake, because peers that request the key get the later
-/// one.
+/// Logs a warning. Two caches under one key are nearly always a mistake, because peers that request the key
+/// get the later one.
 #[cold]
 fn warn_of_replacement(cache_id: CacheId, old: CacheId, key: CacheKey, count: usize) {
     let more = if count > 1 { format!(" and {} more keys", count - 1) } else { String::new() };

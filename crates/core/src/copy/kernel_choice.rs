@@ -20,11 +20,11 @@ const FIRST_UNITS: u64 = 8;
 const RETRY_EVERY: u64 = 128;
 /// Piece sizes in bytes at which a new class starts.
 const CLASSES: [u64; 6] = [2 << 10, 8 << 10, 32 << 10, 128 << 10, 512 << 10, 2 << 20];
-/// Index of the kernel for copies that stay in the CPU caches: ordinary stores, with four pages in flight.
-/// Measured, it beats the C library's copy by 10 to 50 % if the source is not cached, and loses less if it
-/// is.
+/// Index of the kernel for copies that stay in the CPU caches: ordinary stores, with four pages in flight. In
+/// measurements, it was 10 to 50 % faster than the C library's copy if the source was not cached. If the
+/// source was cached, it was slower, but by less than that.
 const SMALL: usize = 1;
-/// Most kernels.
+/// Maximum number of kernels.
 const KERNELS: usize = 4;
 
 /// The memory that a copy reads. The speed of one says nothing about the speed of another.
@@ -43,7 +43,7 @@ pub enum Source {
 pub struct Tuner {
     /// Kernels to choose from; at least one.
     kernels: Box<[Kernel]>,
-    /// By source, then by piece size.
+    /// Indexed by source, then by piece size.
     classes: [[Class; CLASSES.len() + 1]; 3],
     /// Bytes copied with ordinary stores, and with streaming stores.
     counted: [AtomicU64; 2],

@@ -7,8 +7,8 @@ use crate::model::Deadline;
 #[derive(Clone, Copy, Debug)]
 pub enum Limit {
     /// Limits the wait before the first byte, and is checked once after that wait. A copy that has begun runs
-    /// to its end, because half a copy is of little use to a caller, and the rest takes only as long as the
-    /// memory needs (`a_copy_that_has_begun_outlasts_its_limit`). For copies within this process.
+    /// to its end, because a caller cannot use half a copy, and the rest takes only as long as the memory
+    /// needs (`a_copy_that_has_begun_outlasts_its_limit`). For copies within this process.
     Start(Deadline),
     /// Limits every unit. For transfers, because the peer may stop at any moment.
     Whole(Deadline),

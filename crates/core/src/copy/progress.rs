@@ -15,13 +15,13 @@ use crate::fallible;
 use crate::plan::{CopyPlan, Piece, RangeList};
 use crate::sync::Mutex;
 
-/// Tensors, and ranges of rows of each, that the text of an error lists.
+/// Maximum number of tensors, and of row ranges per tensor, that the text of an error lists.
 const SHOWN: usize = 8;
-/// Number of the latest entries that are searched for one that a new entry continues: about as many as there
-/// are workers.
+/// Number of recent entries that are searched for one that the new entry extends: about as many as there are
+/// workers.
 const LOOK_BACK: usize = 16;
 
-/// Most ranges of rows that are reported.
+/// Maximum number of row ranges that are reported.
 const MOST: usize = 1 << 20;
 /// Name of these lists in out-of-memory errors.
 const ARRIVED: &str = "what arrived of a transfer";
@@ -36,7 +36,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Creates the progress of a transfer that, where it reads another process, fails if nothing moves for
+    /// Creates the progress of a transfer. A read of another process's memory fails if nothing moves for
     /// `silence`.
     #[must_use]
     pub fn within(silence: Duration) -> Progress {
@@ -140,7 +140,7 @@ pub fn with_arrived_rows(error: Error, progress: &Progress, plan: &CopyPlan, row
     error.with("arrived", format_args!("{text}{rest}")).with_arrived(whole)
 }
 
-/// Returns the rows that a piece writes, the outer ones perhaps in part.
+/// Returns the rows that a piece writes. The first and the last one may be written in part.
 fn rows_of(piece: Piece, row_bytes: u64) -> Range<u64> {
     piece.dst / row_bytes..(piece.dst + piece.len).div_ceil(row_bytes)
 }

@@ -139,7 +139,7 @@ impl Drop for Readers {
 }
 
 impl Shared {
-    /// Queues up to `count` tickets, at least one, as soon as the process may have them, and wakes or starts threads for
+    /// Queues 1 to `count` tickets as soon as the process may have them, and wakes or starts threads for
     /// them. Returns `Err` if the engine has ended, at the deadline, or if no thread can become free.
     fn submit(self: &Arc<Self>, ticket: &Ticket, count: usize, deadline: Deadline) -> Result<()> {
         let mut state = self.state.lock();
@@ -248,8 +248,8 @@ struct Allowance {
 }
 
 impl State {
-    /// Counts a reader that has started or woken. Returns `true` if a reader was called: this one takes its
-    /// place, whichever one it was. Returns `false` if none was called: then it was one of those that slept.
+    /// Counts a reader that has started or woken. Returns `true` if a call has started or woken a reader: the
+    /// first one to arrive takes its place. Returns `false` if a sleeping reader woke by itself.
     fn count_started(&mut self) -> bool {
         let called = self.starting > 0;
         if called {
@@ -289,7 +289,7 @@ fn all_lost(pid: i32, threads: usize) -> Error {
     Error::new(ErrorKind::Timeout, text).with("pid", pid).with("threads", threads)
 }
 
-/// Its kind makes the bytes travel through sockets instead.
+/// Returns an error whose kind makes the caller move the bytes over sockets instead.
 fn lost_to_others(threads: usize) -> Error {
     let text =
         "every thread that reads other processes is lost in the kernel to peers whose memory does not answer";

@@ -20,7 +20,7 @@ use crate::plan::{CopyPlan, Piece};
 /// Copies of at most this many bytes run on the calling thread. A sleeping worker needs about 50 µs to start.
 /// In that time the caller copies half a MiB that is not cached, or a whole MiB that is.
 const INLINE: u64 = 512 << 10;
-/// Units per worker, unless the copier's limits on the size of a unit decide.
+/// Units per worker, unless the copier's limits on the size of a unit require another number.
 const UNITS_PER_WORKER: u64 = 8;
 
 /// What must stay alive as long as the bytes of a copy may be touched: the pins of its rows.
@@ -60,8 +60,8 @@ impl Copying {
         Ok(())
     }
 
-    /// Does the same from the memory of process `pid`, on reader threads, which the caller leaves at its
-    /// deadline.
+    /// Does the same from the memory of process `pid`, on reader threads. At its deadline, the caller leaves
+    /// those threads.
     pub(super) fn read(&self, readers: &Readers, pid: i32, workers: usize, deadline: Deadline) -> Result<()> {
         let limits = (deadline, self.progress.silence);
         let small = self.plan.bytes() <= INLINE;

@@ -17,7 +17,7 @@ use crate::model::Deadline;
 use crate::net::{LEAD_INTERVAL, Stream, leads};
 use crate::plan::{CopyPlan, Piece};
 
-/// Most windows in one call of the stream.
+/// Maximum number of windows in one call of the stream.
 const WINDOWS: usize = 256;
 
 impl CopyEngine {
@@ -70,8 +70,8 @@ impl CopyEngine {
     }
 }
 
-/// Cuts `range` into batches of windows, moves them one after the other, and reports each, so that a failure
-/// makes at most one batch doubtful. No batch crosses a multiple of [`LEAD_INTERVAL`] bytes, counted from the start
+/// Cuts `range` into batches of windows, moves them in order, and reports each, so that a failure leaves the
+/// state of at most one batch unknown. No batch crosses a multiple of [`LEAD_INTERVAL`] bytes from the start
 /// of `range`. `lead` is called at each such multiple that has a lead.
 fn in_batches<'a>(
     plan: &CopyPlan,

@@ -54,7 +54,7 @@ impl Workers {
         Ok(Workers { pool: Some(pool), threads, count })
     }
 
-    /// Most threads that work on one job, including the calling thread.
+    /// Maximum number of threads that work on one job, including the calling thread.
     pub fn count(&self) -> usize {
         self.count
     }

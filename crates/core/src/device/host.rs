@@ -20,8 +20,8 @@ impl Device for HostDevice {
 }
 
 impl Copier for HostDevice {
-    /// One unit of the maximum size (512 KiB) in blocks of 4 KiB. A smaller batch is slower, because a kernel
-    /// does not prefetch beyond a batch and ends each one with a fence.
+    /// Returns the number of 4 KiB blocks in a unit of the maximum size (512 KiB). A smaller batch is slower,
+    /// because a kernel does not prefetch beyond a batch and ends each one with a fence.
     fn batch(&self) -> usize {
         128
     }

@@ -14,8 +14,8 @@ use crate::validate::{self, Destination, LayerwiseArgs};
 impl DataDist {
     /// Starts to push layers of a cache to peers, each as soon as it is ready (contract §8).
     ///
-    /// Returns `Err` for what the arguments alone decide; everything else is an outcome of the task. A
-    /// destination fails if it waits for a layer longer than `patience`.
+    /// Returns `Err` only if the arguments alone make the call invalid; everything else is an outcome of the
+    /// task. A destination fails if it waits for a layer longer than `patience`.
     ///
     /// The task holds the cache, so a deallocation takes effect only once the task has ended. Each layer has
     /// the limit `sync_kv_timeout` for itself, from the moment at which its push begins.

@@ -92,7 +92,7 @@ impl DataDist {
         })
     }
 
-    /// Sets `interrupted`, which calls check on their own thread now and then while they wait. A call ends
+    /// Sets `interrupted`, which calls check at intervals on their own thread while they wait. A call ends
     /// early once it returns `true`.
     #[must_use]
     pub fn interrupted_by(mut self, interrupted: fn() -> bool) -> Self {
@@ -358,7 +358,7 @@ impl DataDist {
 
 impl Drop for DataDist {
     fn drop(&mut self) {
-        // Before anything is released, so that no peer that still maps this memory trusts it any more.
+        // Before anything is released, so that a peer that still maps this memory no longer trusts it.
         self.cluster.table.retire();
         self.tasks.close();
         self.cluster.merger.close();

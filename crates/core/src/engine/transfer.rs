@@ -60,7 +60,7 @@ impl DataDist {
             let bytes = call.counted(|| {
                 call.rounds(|known| {
                     let remote = RemoteCache { row: row.unwrap_or(known.remote.row), ..known.remote };
-                    // `call.name` is without the slot.
+                    // `call.name` does not include the slot.
                     let mut moves = checked.moves(remote).map_err(|error| error.with("name", to.name))?;
                     let local_rows = std::mem::take(&mut moves.src_rows);
                     let plan = Arc::new(CopyPlan::moves(&mut moves, Ends::TwoCaches)?);

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use crate::memory::{OwnPages, Tensors};
 use crate::model::CacheId;
 
-/// How often an engine checks. Memory that was not touched at the first check may be at a later one.
+/// Maximum number of checks of one engine. Memory may be touched only after the first check.
 const MOST_CHECKS: u32 = 64;
 /// Maximum number of units that are checked in a cache, spread over it. Each takes a system call.
 const SAMPLES: usize = 32;

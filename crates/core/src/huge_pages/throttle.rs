@@ -8,14 +8,14 @@ use crate::sync::{Condvar, Mutex};
 /// Pause after each period of work, as a multiple of it. So the merger uses a tenth of a core and seldom
 /// delays a copy.
 const PAUSES: u32 = 9;
-/// Longest pause. On a busy machine a call waits in the kernel for other cores, for much longer than it works.
+/// Longest pause. On a busy machine, a kernel call may wait for other cores much longer than it works.
 const LONGEST_PAUSE: Duration = Duration::from_millis(250);
 /// Shorter periods of work are added up before a pause.
 const WORTH_A_PAUSE: Duration = Duration::from_micros(200);
 /// How often a thread tries units whose pages are in use, and the pause between.
 pub(super) const TRIES: u32 = 8;
 pub(super) const BETWEEN_TRIES: Duration = Duration::from_millis(100);
-/// How long units are left alone afterwards, or if memory was short.
+/// Pause before units are tried again after all [`TRIES`] have failed, or after memory was short.
 pub(super) const REST: Duration = Duration::from_secs(10);
 /// Bytes that must be free; otherwise nothing is merged.
 pub(super) const SPARE: u64 = 256 << 20;

@@ -52,7 +52,7 @@ impl Generations {
         made().map_err(|errno| memfd::refused("generations of the cache table", Self::BYTES, errno))
     }
 
-    /// Returns the generation of the entry `index`. An entry beyond the last number has the largest one, which no
+    /// Returns the generation of the entry `index`. Entries without a number have the largest value, which no
     /// reader accepts.
     pub fn of(&self, index: u32) -> u64 {
         self.numbers.of(index)
@@ -75,7 +75,7 @@ impl Generations {
     }
 }
 
-/// A read-only view of a peer's generations as they are at each moment.
+/// A live, read-only view of a peer's generations.
 #[derive(Debug)]
 pub struct PeerGenerations {
     numbers: Numbers,
@@ -106,8 +106,8 @@ impl PeerGenerations {
         self.reserved.release_soon();
     }
 
-    /// Returns whether the entry `index` still has `generation`. Called after a read, `true` means that the memory had
-    /// not been reused when it was read.
+    /// Returns whether the entry `index` still has `generation`. After a read, `true` means that the memory
+    /// had not been reused when it was read.
     pub fn still(&self, index: u32, generation: u64) -> bool {
         // Keeps the reads of the data before the read of the number.
         fence(Ordering::Acquire);

@@ -10,8 +10,8 @@ use rustix::process::{Resource, getrlimit};
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// Returns the bytes that this process can use now without evicting anything. A limit on the address space or
-/// on the file size counts by half, because other things need a part of it.
+/// Returns the bytes that this process can use now without evicting anything. Only half of a limit on the
+/// address space or on the file size is counted, because other things need a part of it.
 pub fn usable_bytes() -> u64 {
     let memory = usable_under(Path::new("/"));
     let room = address_space_left().map(|left| left / 2);
@@ -34,8 +34,8 @@ pub(super) fn machine_bytes() -> u64 {
 /// Returns `Err` of kind [`ErrorKind::OutOfMemory`] if `bytes` exceeds what this process can use now. `what`
 /// names the purpose in the error.
 ///
-/// It is called before so much memory is touched at once. In a control group allocations do not fail;
-/// touching more memory than the group may have ends one of its processes instead.
+/// It is called before so much memory is touched at once. In a control group, allocations do not fail.
+/// Instead, the kernel ends one of its processes when the group touches more memory than it may have.
 pub fn refuse_beyond_room(what: &str, bytes: u64) -> Result<()> {
     refuse_beyond_room_under(Path::new("/"), what, bytes)
 }
@@ -59,9 +59,9 @@ pub fn usable_under(root: &Path) -> u64 {
     groups.lines().filter_map(|line| group_room(root, line)).fold(available, u64::min)
 }
 
-/// Returns the bytes left in the control group of one line of `/proc/self/cgroup`, and in the groups above
-/// it, whichever is least. In a container the path is often one of the host that does not exist inside, while
-/// the top folder is the container's own group.
+/// Returns the bytes left in the control group of one line of `/proc/self/cgroup`, or in a group above it,
+/// whichever has the least. In a container the path is often one of the host that does not exist inside; the
+/// top folder is then the container's own group.
 fn group_room(root: &Path, line: &str) -> Option<u64> {
     let mut parts = line.splitn(3, ':');
     let (_, controllers, path) = (parts.next()?, parts.next()?, parts.next()?);

@@ -39,9 +39,8 @@ pub fn peer_credentials(socket: BorrowedFd<'_>) -> Option<Credentials> {
 /// Sets whether `socket` accepts file descriptors from the peer. This has an effect from Linux 6.16 on; on
 /// older kernels a local socket always accepts them.
 ///
-/// The process that receives a descriptor, or the bytes it was sent with, has to close it. Closing may take
-/// as long as the peer chose (a socket that lingers). Therefore descriptors are accepted only while they are
-/// expected.
+/// The process that receives a descriptor, or the bytes that carry it, must close it. Closing may take as
+/// long as the peer chose (a socket that lingers), so descriptors are accepted only while they are expected.
 pub fn take_descriptors(socket: BorrowedFd<'_>, take: bool) {
     /// `SO_PASSRIGHTS`, which `libc` does not define yet.
     const PASS_RIGHTS: libc::c_int = 83;

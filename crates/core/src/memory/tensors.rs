@@ -128,9 +128,9 @@ impl Tensors {
     /// Returns `Err` of kind [`ErrorKind::InvalidArgument`] if adopted memory is not mapped in this process
     /// with the access needed.
     ///
-    /// So a copy fails with a reason instead of a fault half-way. The kernel is asked once for reads and once
-    /// for writes, at the first copy of that kind. Unmapping the memory later breaks the promise of
-    /// [`Adopted`].
+    /// Without this check, a copy could crash half-way instead of returning an error. The kernel is asked
+    /// once for reads and once for writes, at the first copy of that kind. Unmapping the memory later breaks
+    /// the promise of [`Adopted`].
     pub fn check_mapped(&self, access: Access) -> Result<()> {
         let Memory::Adopted(known) = &self.memory else { return Ok(()) };
         let unmapped = known[access as usize].get_or_init(|| {

@@ -45,8 +45,8 @@ impl fmt::Display for CacheKey {
     }
 }
 
-/// The name of a remote cache in a request, whether a peer requests a cache of this cluster or this cluster
-/// one of a peer.
+/// The name of a cache in a request, in either direction: from a peer to this cluster, or from this cluster
+/// to a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Name {
     /// A key.

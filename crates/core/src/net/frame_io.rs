@@ -23,7 +23,7 @@ use crate::fallible;
 use crate::model::Deadline;
 use crate::protocol::{HEADER, Header};
 
-/// Most descriptors that one frame carries.
+/// Maximum number of descriptors that one frame carries.
 pub const MAX_DESCRIPTORS: usize = 8;
 
 /// Bytes allocated for a body before any of it has arrived. Later steps grow with what has arrived.
@@ -39,7 +39,7 @@ impl Stream {
         self.send_from(frame, 0, SendFlags::empty(), deadline)
     }
 
-    /// Sends one frame that is followed by windows at once, so that both may leave together.
+    /// Sends one frame that windows follow immediately, so that both may leave in one packet.
     pub fn send_before(&self, frame: &[u8], deadline: Deadline) -> Result<()> {
         self.send_from(frame, 0, SendFlags::MORE, deadline)
     }

@@ -14,12 +14,12 @@ use crate::memory::{Window, socket_io};
 use crate::model::Deadline;
 use crate::protocol::MOST_AHEAD;
 
-/// Number of zero bytes before each [`LEAD_INTERVAL`] of a transmission (see [`leads`]), which is part of what
-/// [`VERSION`](crate::protocol::VERSION) stands for.
+/// Number of zero bytes before each [`LEAD_INTERVAL`] of a transmission (see [`leads`]). It is fixed by the
+/// protocol [`VERSION`](crate::protocol::VERSION).
 ///
 /// The kernel copies the bytes into its own pages. Some processors do this at a fifth of their speed if the
 /// copy lies a few bytes further into its page than the original (benches/results/log.md). One cache line of
-/// zeros keeps page-aligned blocks out of this case, and moves blocks that have drifted into it out again.
+/// zeros avoids this for page-aligned blocks, and realigns blocks that have drifted into this case.
 pub const LEAD: usize = 64;
 /// Bytes of a transmission from one [`LEAD`] to the next.
 pub const LEAD_INTERVAL: u64 = 4 << 20;
@@ -29,7 +29,7 @@ pub fn leads(into: u64, left: u64) -> bool {
     into.is_multiple_of(LEAD_INTERVAL) && left > MOST_AHEAD
 }
 
-/// Most windows of one system call. The kernel takes no more, so the others need not be examined.
+/// Maximum number of windows in one system call. The kernel takes no more, so others are not examined.
 const MOST_WINDOWS: usize = 1024;
 
 /// Bytes that a receiver waits for at once over a network. One wake-up for each segment that arrives would
@@ -39,7 +39,7 @@ const WAKE_BYTES: u32 = 256 << 10;
 /// Bytes that are received and discarded at once.
 const DISCARDED: usize = 4 << 10;
 
-/// For at most this many bytes, the receiver polls for [`POLL_TIME`](super::POLL_TIME) before it sleeps, whatever the transport.
+/// For at most this many bytes, the receiver polls for [`POLL_TIME`](super::POLL_TIME) on any transport.
 const FEW: u64 = 48 << 10;
 
 /// Within one host, a transmission polls for its next bytes until this many of its polls have failed. Pushes
@@ -58,8 +58,8 @@ impl Stream {
         self.windows(windows, Way::In, deadline, &mut 0)
     }
 
-    /// Receives as many bytes as `windows` hold, directly into their memory. `done` is set to the number of bytes in place, also
-    /// after a failure.
+    /// Receives as many bytes as `windows` hold, directly into their memory. Sets `done` to the number of
+    /// bytes in place, also after a failure.
     pub fn receive_counted(&self, windows: &[Window<'_>], deadline: Deadline, done: &mut u64) -> Result<()> {
         self.windows(windows, Way::In, deadline, done)
     }

@@ -98,8 +98,8 @@ impl Stream {
         }
     }
 
-    /// From now on, a peer that moves less than [`Pace::LEAST`], or less than what remains, within `limit`
-    /// ends the stream.
+    /// Makes the stream end if the peer moves less than [`Pace::LEAST`] bytes, or less than all that remain,
+    /// within `limit`.
     pub fn demand_pace(&self, limit: Duration) {
         *self.pace.lock() = Some(Pace::new(limit));
     }
@@ -122,8 +122,8 @@ impl Stream {
         self.state.load(Ordering::Acquire) != OPEN
     }
 
-    /// Whether the peer has closed its end. It then no longer waits for an answer, even if bytes of it are
-    /// still unread (`a_peer_that_has_gone_is_seen_behind_what_it_left`).
+    /// Whether the peer has closed its end. It then no longer waits for an answer, even if some of its bytes
+    /// are still unread (`a_peer_that_has_gone_is_seen_behind_what_it_left`).
     pub fn abandoned(&self) -> bool {
         let mut socket = [PollFd::new(&self.socket, PollFlags::RDHUP)];
         match poll(&mut socket, Some(&timespec(Duration::ZERO))) {

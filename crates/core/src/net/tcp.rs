@@ -18,7 +18,7 @@ use super::{Address, Listener, Stream, Transport, unavailable, unreachable, unsu
 use crate::error::{Error, Result};
 use crate::model::Deadline;
 
-/// Buffers of a connection within one host, in bytes: for the receiver, and for the sender
+/// Sizes in bytes of the receive buffer and the send buffer of a connection within one host
 /// (benches/results/log.md).
 const LOOPBACK_RECEIVES: usize = 1 << 20;
 const LOOPBACK_SENDS: usize = 256 << 10;

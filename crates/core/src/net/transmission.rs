@@ -82,9 +82,9 @@ impl<'a> Transmission<'a> {
         Err(failed.with("peer", self.stream.peer()).with("bytes_before", done))
     }
 
-    /// Checks the deadline now and then between two steps that moved bytes, because a peer that always has
-    /// bytes, or room for them, would never let this thread sleep. Bytes that are already there are received
-    /// even if no time is left.
+    /// Checks the deadline at intervals between two steps that moved bytes. A peer that always has bytes, or
+    /// room for them, would never let this thread sleep. Bytes that have already arrived are received even if
+    /// no time is left.
     fn check_deadline(&mut self) -> Result<()> {
         let now = Instant::now();
         if now.duration_since(*self.asked.get_or_insert(now)) < Self::ASK {
@@ -139,7 +139,7 @@ impl<'a> Transmission<'a> {
         let events = match self.way {
             _ if stalled => PollFlags::empty(),
             Way::In => PollFlags::IN,
-            // A peer that has closed its end reads nothing any more, but only a full window shows that it is gone.
+            // A peer that has closed its end reads nothing. Only RDHUP shows this before the window is full.
             Way::Out => PollFlags::OUT | PollFlags::RDHUP,
         };
         self.slept = true;

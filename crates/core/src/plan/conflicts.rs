@@ -11,7 +11,7 @@ use crate::fallible;
 
 /// Name of the lists of this check in out-of-memory errors.
 const CHECK: &str = "checking a plan";
-/// Bytes of memory with which any wave may be checked, however small its plan.
+/// Bytes of memory that the check of a wave may always use, however small the plan.
 const LEAST: u64 = 16 << 20;
 
 /// Returns `Err(InvalidArgument)` if two of `blocks` are written to the same place.

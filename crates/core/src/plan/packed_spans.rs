@@ -16,7 +16,7 @@ use super::spans::Span;
 use crate::error::{Error, Result};
 use crate::fallible;
 
-/// Most bytes of one packed span: six 64-bit numbers, each in up to 10 bytes of 7 bits.
+/// Maximum size of a packed span in bytes: six 64-bit numbers, each in up to 10 bytes of 7 bits.
 const LONGEST: usize = 60;
 /// Number of spans between two marks of a wave.
 const STRIDE: usize = 64;

@@ -1,4 +1,4 @@
-//! A list of ranges whose memory follows the numbers that they cover, however many ranges are added
+//! A list of ranges whose memory is bounded by the numbers that it covers, however many ranges are added
 //! (`a_plan_takes_a_bounded_multiple_of_its_bytes`).
 
 use std::ops::Range;

@@ -4,7 +4,7 @@
 use super::spans::Span;
 use crate::error::{Error, Result};
 
-/// Most pieces that a peer's plan may have in one tensor. No block list that fits in a message needs more.
+/// Maximum number of pieces of a peer's plan in one tensor. No block list that fits in a message needs more.
 pub(super) const MOST_PIECES: u64 = 1 << 24;
 
 /// Running totals of the spans of a peer's plan.

@@ -16,7 +16,7 @@ use super::waves::Wave;
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
 
-/// Most waves that a peer's plan may have. A list of blocks with one common destination needs one wave for
+/// Maximum number of waves of a peer's plan. A list of blocks with one common destination needs one wave for
 /// each block.
 pub const MOST_WAVES: usize = 1 << 16;
 /// A plan with up to this many spans is unpacked.
@@ -27,8 +27,8 @@ const ROWS: &str = "the rows of a plan";
 impl CopyPlan {
     /// Builds the plan of a peer from unpacked spans.
     ///
-    /// Returns `Err(InvalidArgument)` for what no cache could satisfy, such as two pieces of one wave that
-    /// overlap where they are written. [`check_ends`](Self::check_ends) checks whether it fits a cache.
+    /// Returns `Err(InvalidArgument)` for a plan that no cache could satisfy, for example if two pieces of
+    /// one wave write the same byte. [`check_ends`](Self::check_ends) checks whether it fits a cache.
     pub fn from_parts(
         num_tensors: u32,
         src_tensor: u32,

@@ -16,7 +16,7 @@ use crate::plan::{Blocks, CopyPlan, SpanList, Wave};
 const MOST_ARRIVED: usize = 1 << 12;
 /// Name of the lists of tensor positions in out-of-memory errors.
 const TENSORS: &str = "the places of the tensors of a cache";
-/// Most characters of a peer's text that are kept.
+/// Maximum number of characters of a peer's text that are kept.
 const LONGEST: usize = 4 << 10;
 
 /// Returns the number of an error kind in messages: its position in [`ErrorKind::ALL`], which may only grow

@@ -1,8 +1,8 @@
 //! The messages of the protocol. Their fields are declared in the order of their bytes.
 //!
-//! They are separate from the engine's types, which can change without a change of the protocol. `convert` converts
-//! between the two, and checks the values with `validate`. A field that moves, or changes its type or width, requires a
-//! new [`VERSION`](super::VERSION).
+//! They are separate from the engine's types, which can change without a change of the protocol. `convert`
+//! converts between the two, and checks the values with `validate`. A change of the position, type or width
+//! of a field requires a new [`VERSION`](super::VERSION).
 
 use std::cell::Cell;
 use std::fmt;
@@ -15,21 +15,21 @@ use super::plan_codec::WirePlan;
 use crate::fallible;
 use crate::model::AddressLocation;
 
-/// Most bytes of a cache that follow a [`Request::Write`] without a [`Reply::Ready`].
+/// Maximum number of cache bytes that follow a [`Request::Write`] without a [`Reply::Ready`].
 ///
 /// Together with a short request, they fit into the smallest window that Linux opens. So a process that was
 /// stopped and continues finds, after these bytes, that the caller has closed the connection
 /// (`tests/test_peer_faults.py`).
 pub const MOST_AHEAD: u64 = 48 << 10;
 
-/// Most addresses in one [`Request::Locate`]. An address may take only 1 byte in the message, but takes more
-/// in memory.
+/// Maximum number of addresses in one [`Request::Locate`]. An address may take only 1 byte in the message,
+/// but takes more in memory.
 pub const MAX_ADDRS: usize = 1 << 20;
-/// Most runs in one [`WireLocation`]: 24 MiB. A cache whose tensors need more runs is moved over sockets.
+/// Maximum number of runs in one [`WireLocation`]: 24 MiB. Caches that need more are moved over sockets.
 pub const MAX_RUNS: usize = 1 << 20;
-/// Most ranges of rows, in all tensors together, that a failure reports as arrived.
+/// Maximum number of row ranges, in all tensors together, that a failure reports as arrived.
 pub const MAX_ARRIVED: usize = 1 << 16;
-/// Most bytes that are kept of each text from a peer.
+/// Maximum number of bytes that are kept of each text from a peer.
 const MAX_TEXT: usize = 16 << 10;
 
 /// First frame of a handshake, from the dialing side: its identity and the purpose of the stream.
@@ -227,7 +227,7 @@ pub enum Reply {
         kind: u8,
         #[serde(deserialize_with = "text")]
         message: String,
-        /// Always 0; the message has the facts. It is part of the bytes of this version.
+        /// Always 0, because the message contains the facts. The field is part of this version's encoding.
         facts: u8,
         /// Rows of the destination that are complete despite the failure.
         #[serde(deserialize_with = "arrived")]

@@ -200,7 +200,7 @@ impl RequestContext<'_> {
         locations.map(Reply::Located)
     }
 
-    /// Returns the cache of a request, or `None` if its name no longer leads to that cache. Returns `Err`
+    /// Returns the cache of a request, or `None` if its name no longer resolves to that cache. Returns `Err`
     /// with `InvalidArgument` if peers may not access it.
     fn opened(&self, call: &NamedCache) -> Result<Option<Arc<Cache>>> {
         let Some(cache) = self.cluster.table.reached(call.name, call.cache) else { return Ok(None) };
@@ -209,7 +209,7 @@ impl RequestContext<'_> {
     }
 
     /// Returns the cache of a request, pinned by `pin`, which checks the plan first. Returns `None` if the
-    /// name no longer leads to that cache.
+    /// name no longer resolves to that cache.
     fn pinned(
         &self,
         call: &NamedCache,
@@ -372,7 +372,7 @@ impl RequestContext<'_> {
 /// The cache of a request, and its deadline.
 struct NamedCache {
     name: Name,
-    /// The cache to which the name led when it was described.
+    /// The cache to which the name resolved when it was described.
     cache: CacheId,
     deadline: Deadline,
 }

@@ -10,7 +10,7 @@ use hashbrown::HashMap;
 
 /// Slots beyond the own slot of each link.
 const SHARED: usize = 32;
-/// Most shared slots that one link may use.
+/// Maximum number of shared slots that one link may use.
 const SHARED_BY_ONE: usize = SHARED / 2;
 
 /// The kind of slot in which a call is answered.

@@ -16,7 +16,7 @@ use crate::net::Stream;
 use crate::protocol::Control;
 use crate::sync::MutexGuard;
 
-/// Most idle streams kept for later calls.
+/// Maximum number of idle streams kept for later calls.
 const KEPT_STREAMS: usize = 32;
 /// Idle streams that are kept without a time limit.
 const IDLE_STREAMS: usize = 2;
@@ -102,7 +102,7 @@ impl Link {
         }
         drop(calls);
         let opened = opened.inspect_err(|_| self.changed.notify_all());
-        // (`a_peer_that_no_longer_listens_cannot_be_called`)
+        // A dial that fails means that the peer is gone (`a_peer_that_no_longer_listens_cannot_be_called`).
         let gone = |error: Error| match error.kind() {
             ErrorKind::LinkFailed => {
                 Error::new(ErrorKind::NotLinked, "the peer cannot be reached any more").because(error)

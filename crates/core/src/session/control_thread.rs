@@ -23,7 +23,7 @@ use crate::protocol::{self, Control, HANDSHAKE_LIMIT};
 
 /// How long the thread pauses after epoll failed or a connection could not be accepted.
 const REST: Duration = Duration::from_millis(100);
-/// Most descriptors handled after one wait.
+/// Maximum number of descriptors handled after one wait.
 const AT_ONCE: usize = 64;
 
 /// Starts the control thread unless it was started before.

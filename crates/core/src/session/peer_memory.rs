@@ -20,15 +20,15 @@ use crate::model::{Deadline, Placement};
 use crate::net::Stream;
 use crate::protocol::{self, Attach, Attached, HANDSHAKE_LIMIT, MAX_RUNS, Run, WireLocation};
 
-/// Most descriptors that a peer may send: its generations and two pools.
+/// Maximum number of descriptors that a peer may send: its generations and two pools.
 const MOST_DESCRIPTORS: usize = 3;
 /// How long the memory of the peer's process may take to respond when it is opened.
 const PROBE_LIMIT: Duration = Duration::from_millis(500);
 /// How long a new link waits for memory of ended links to be unmapped, if its own does not fit beside that.
 const UNMAP_LIMIT: Duration = Duration::from_secs(1);
 
-/// The memory that this process could take from a peer's offer. The rest is transferred over sockets, and the
-/// link is not refused for it.
+/// The offered memory of a peer that this process can read. The rest is transferred over sockets; the link is
+/// made anyway.
 #[derive(Debug)]
 pub(crate) struct TakenMemory {
     /// `None` if they could not be mapped. Then no memory of the peer is read in place.

@@ -1,17 +1,16 @@
-//! A read of a peer's memory in place: what must stay as it is while the bytes are copied, and the check that it
-//! did.
+//! Reads of a peer's memory in place, and the check that the memory did not change while it was copied.
 //!
 //! The owner is not asked and takes no lock, so it may write, free or reuse the memory during the copy. A reader
 //! therefore begins a [`PeerSnapshot`], copies, and accepts the bytes only if [`PeerSnapshot::validate`] finds the
 //! owner's generation number unchanged and no push of this process to the same cache in between. Otherwise it
 //! discards them. This is a sequence lock across processes (`pull_never_mixes_generations`).
 //!
-//! The position on racing reads: the memory belongs to another process, so no rule of this program's memory model
-//! orders its writes. The copy moves bytes through raw pointers or a system call, never through a reference, and
-//! every bit pattern is a valid byte. Nothing depends on the bytes before they are validated. An acquire fence
-//! stands between the copy and the load of the generation, as a sequence lock needs
-//! (`memory::PeerGenerations::still`); the owner raises the number before it writes. Whoever writes into a cache
-//! that peers pull at the same time, without freeing it, gets the mix that docs/links.md describes.
+//! Why racing reads are acceptable: the memory belongs to another process, so no rule of this program's
+//! memory model orders its writes. The copy moves bytes through raw pointers or a system call, never through
+//! a reference, and every bit pattern is a valid byte. Nothing depends on the bytes before they are
+//! validated. An acquire fence separates the copy from the load of the generation, as a sequence lock needs
+//! (`memory::PeerGenerations::still`); the owner raises the number before it writes. If the owner writes into
+//! a cache without freeing it, peers that pull it may get a mix of old and new bytes (docs/links.md).
 
 use std::sync::Arc;
 

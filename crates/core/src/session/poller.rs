@@ -77,7 +77,7 @@ impl Poller {
     }
 }
 
-/// Most descriptors reported by one wait.
+/// Maximum number of descriptors reported by one wait.
 const MOST: usize = 64;
 
 /// Wakes a thread that waits in a [`Poller`].

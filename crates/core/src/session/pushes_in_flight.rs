@@ -14,7 +14,7 @@ use hashbrown::HashMap;
 use crate::model::CacheId;
 use crate::sync::Mutex;
 
-/// Most remembered caches. Beyond that, caches that are not being written are forgotten.
+/// Maximum number of remembered caches. Beyond that, caches that are not being written are forgotten.
 const MOST: usize = 1 << 10;
 
 /// The pushes over one link.

@@ -22,11 +22,11 @@ use crate::sync::{Condvar, Mutex, MutexGuard};
 /// The error fact that marks a conflict with a working link of the same cluster. Retrying over another
 /// transport cannot help then.
 pub(super) const RIVAL_LINK: &str = "linked_from";
-/// Most communicators of one process (contract §16).
+/// Maximum number of communicators of one process (contract §16).
 const MOST_COMMS: usize = 512;
-/// Most links of one engine, well above the 512 of contract §16.
+/// Maximum number of links of one engine, well above the 512 of contract §16.
 const MOST_LINKS: usize = 4096;
-/// Most broken links whose reason is kept.
+/// Maximum number of broken links whose reason is kept.
 const MOST_BROKEN: usize = 1024;
 
 /// The registry of one engine.

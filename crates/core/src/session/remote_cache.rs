@@ -9,7 +9,7 @@ use crate::model::{CacheId, Name};
 use crate::protocol::EntryVersion;
 use crate::validate::RemoteCache;
 
-/// Most descriptions that a link stores.
+/// Maximum number of descriptions that a link stores.
 const MOST_RECORDS: usize = 1 << 16;
 
 /// Discards an arbitrary half of the descriptions if there is no room for another. Each discarded one costs a
@@ -31,7 +31,7 @@ pub(crate) struct KnownCache {
     pub(crate) at: EntryVersion,
     /// Its cache id at the owner.
     pub(crate) cache: CacheId,
-    /// Its sizes, and the row to which the name leads.
+    /// Its sizes, and the row to which the name resolves.
     pub(crate) remote: RemoteCache,
     /// Whether a pull of one of its slots may release a key.
     pub(crate) consumable: bool,

@@ -25,7 +25,7 @@ use crate::model::Deadline;
 use crate::net::{POLL_TIME, Stream};
 use crate::sync::Mutex;
 
-/// Most handshake steps in progress at a time.
+/// Maximum number of handshake steps in progress at a time.
 const STEPS: usize = 8;
 /// How long a thread that is not needed is kept.
 const KEPT: Duration = Duration::from_secs(10);

@@ -1,4 +1,4 @@
-//! What the threads of an engine's links share. Its parts do not know this struct.
+//! The state that the threads of an engine's links share. Its parts do not refer to this struct.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;

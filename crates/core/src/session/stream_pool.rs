@@ -6,7 +6,7 @@ use std::time::Instant;
 use crate::error::{Error, ErrorKind};
 use crate::net::Stream;
 
-/// Most calls of one link in progress at a time. Further calls wait.
+/// Maximum number of calls of one link in progress at a time. Further calls wait.
 pub(super) const MOST_CALLS: usize = 64;
 
 /// The call streams of one link.

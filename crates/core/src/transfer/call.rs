@@ -1,7 +1,7 @@
 //! One pull, push or layer in progress, with its attempts.
 //!
-//! What this process knows of a remote cache may be out of date. Then its owner or its generation number
-//! shows it, and the call starts over within its deadline.
+//! The description of a remote cache may be out of date. The owner or the generation number then shows it,
+//! and the call starts over within its deadline.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -13,8 +13,8 @@ use crate::model::{Deadline, Name};
 use crate::session::{KnownCache, Link};
 use crate::validate;
 
-/// Most attempts of a call whose remote cache keeps changing. Each attempt costs a request, and the deadline
-/// keeps running.
+/// Maximum number of attempts of a call whose remote cache keeps changing. Each attempt costs a request, and
+/// the deadline keeps running.
 const MOST_ROUNDS: usize = 8;
 
 /// Result of an attempt that did not fail.

@@ -21,9 +21,9 @@ use crate::sync::{Builder, Condvar, Mutex};
 
 /// How long an idle lane is kept.
 const KEEP: Duration = Duration::from_secs(30);
-/// Most lanes of one engine. Further jobs wait, except the first one of a cluster.
+/// Maximum number of lanes of one engine. Further jobs wait, except the first one of a cluster.
 const MOST: usize = 512;
-/// Most lanes at work for one cluster: half of the streams of a link.
+/// Maximum number of lanes at work for one cluster: half of the streams of a link.
 const MOST_OF_ONE: usize = 32;
 
 /// Work for a lane. It is run or refused, exactly once.
@@ -55,7 +55,7 @@ struct Shared {
     changed: Condvar,
     /// Notified when the alarms change and when the executor closes.
     alarms_changed: Condvar,
-    /// Test only: behave as if the system had no thread to give.
+    /// Test only: behave as if no thread could be started.
     #[cfg(feature = "testing")]
     no_threads: std::sync::atomic::AtomicBool,
 }
@@ -78,7 +78,7 @@ struct State {
 /// A destination of jobs.
 #[derive(Default)]
 struct ClusterJobs {
-    /// Jobs at work, or about to be.
+    /// Jobs that are running or about to run.
     taken: usize,
     /// Jobs that wait until one of the others ends.
     waiting: VecDeque<Box<dyn Job>>,
@@ -189,7 +189,7 @@ impl ExecutorHandle {
         Ok(alarm)
     }
 
-    /// Takes back the job of an alarm that has not run yet.
+    /// Cancels the job of an alarm that has not run yet.
     pub(crate) fn forget(&self, alarm: Alarm) {
         let forgotten = self.0.state.lock().alarms.remove(&alarm);
         drop(forgotten);
@@ -197,7 +197,7 @@ impl ExecutorHandle {
         self.0.alarms_changed.notify_one();
     }
 
-    /// Sets whether the executor behaves as if the system had no thread to give.
+    /// Sets whether the executor behaves as if no thread could be started.
     #[cfg(feature = "testing")]
     pub fn refuse_threads(&self, refuse: bool) {
         self.0.no_threads.store(refuse, std::sync::atomic::Ordering::SeqCst);

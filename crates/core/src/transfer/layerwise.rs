@@ -175,7 +175,7 @@ fn ask(link: &Link, name: Name, deadline: Deadline) -> Result<Arc<KnownCache>> {
     Ok(known)
 }
 
-/// Returns the name of a cache by its id. The row is there only because such a name has one.
+/// Returns the name of a cache by its id. The row is 0 because such a name must have one.
 fn by_id(cache: CacheId) -> Name {
     Name::Row { cache, row: 0 }
 }

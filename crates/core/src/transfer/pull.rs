@@ -61,7 +61,7 @@ impl Call {
         let read = read.map(|outcome| outcome.bytes);
         let validity = snapshot.validate();
         match &read {
-            // The kernel may still write to the rows, so no other bytes may be brought there.
+            // The kernel may still write to the rows, so no other bytes may be written there.
             Err(error) if error.fact(STILL_READING).is_some() => {
                 if validity != Validity::Valid {
                     *progress = Arc::default();
@@ -89,8 +89,8 @@ impl Call {
         streams.receive(progress.clone())
     }
 
-    /// Asks the owner, after a read from memory of a cache whose description is out of date, whether the memory
-    /// belonged to the cache the whole time.
+    /// Called after a read whose description of the cache was out of date. Asks the owner whether the memory
+    /// belonged to the cache during the whole read.
     fn confirm(&self, known: &KnownCache, read: Result<u64>, progress: &mut Arc<Progress>) -> Result<Moved> {
         let unconfirmed = std::mem::take(progress);
         // Something about the cache changed, perhaps only one of its keys. Ids are never used again, so the

@@ -14,11 +14,11 @@ use crate::plan::{CopyPlan, Wave};
 use crate::protocol::{MOST_AHEAD, Reply, Request, WirePlan};
 use crate::session::{KnownCache, StreamLease, limit_ms, reply, send_message_before};
 
-/// Size in bytes below which one part is as fast: what a stream moves while another one is being requested.
+/// Minimum size of a part in bytes: a stream moves this many while another one is being requested.
 const PART: u64 = 8 << 20;
 
-/// Most pieces in one tensor of a plan whose bytes follow the request without waiting for a reply. Such a
-/// request takes a few KiB.
+/// Maximum number of pieces in one tensor of a plan whose bytes follow the request without waiting for a
+/// reply. Such a request takes a few KiB.
 const MOST_PIECES: u64 = 128;
 
 /// One transfer through sockets.

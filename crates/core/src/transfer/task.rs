@@ -108,9 +108,9 @@ struct DeliveryState {
     /// The next layer to push.
     next: u32,
     found: bool,
-    /// Handed to the lanes, none of which has begun.
+    /// Whether it is queued for the lanes and none has begun it.
     queued: bool,
-    /// A lane works on it.
+    /// Whether a lane works on it.
     busy: bool,
     outcome: Option<Result<(), Arc<Error>>>,
     bytes: u64,
@@ -202,7 +202,7 @@ impl Task {
         self.send(moving);
     }
 
-    /// Reports that neither `layer`, nor any later one, nor an earlier one that is not ready yet will be
+    /// Reports that `layer`, every later layer and every earlier layer that is not ready yet will never be
     /// ready. Destinations that need one of those up to `layer` fail with `error`. Destinations that begin
     /// after `layer` are never reached. Destinations whose layers are all ready continue.
     pub fn refuse(&self, layer: u32, error: &Error) {
@@ -216,7 +216,7 @@ impl Task {
         self.refuse(layer, &Error::new(ErrorKind::InvalidArgument, text));
     }
 
-    /// [Refuses](Self::refuse) a layer that nobody can report on any more, because of `why` (contract §8.3,
+    /// [Refuses](Self::refuse) a layer because the code that reports layers failed with `why` (contract §8.3,
     /// ruling for exceptions).
     pub fn broken(&self, layer: u32, why: &str) {
         let text = format!("layer {layer} will not be ready: {why}");
@@ -455,7 +455,7 @@ struct CarryJob {
     index: usize,
     /// Why the work was refused, if it was.
     why: Option<Error>,
-    /// Whether it ended with nothing left undone.
+    /// Whether the job has ended regularly, so that its drop need not report a failure.
     over: bool,
 }
 

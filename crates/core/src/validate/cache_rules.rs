@@ -1,5 +1,5 @@
-//! Rules that calls of several kinds share: kind, placement and rows of a cache, sizes, lists of blocks, and what
-//! the owner of a remote cache says of it.
+//! Rules that calls of several kinds share: kind, placement and rows of a cache, sizes, lists of blocks, and
+//! the owner's description of a remote cache.
 
 use std::fmt::Display;
 
@@ -119,7 +119,7 @@ pub fn reachable(name: &str, accessible: bool) -> Result<()> {
 
 /// Checks that the remote cache has the slot that its key names. Otherwise returns an error of this `kind`.
 pub(super) fn remote_row(remote: RemoteCache, kind: ErrorKind) -> Result<()> {
-    // To everything that names a slot, a blocks cache is one slot (contract §12.1).
+    // Wherever a call names a slot, a blocks cache counts as one slot (contract §12.1).
     let rows = if remote.layout.kind == CacheKind::Batch { remote.layout.geometry.rows() } else { 1 };
     ensure(u64::from(remote.row) < rows, || {
         Error::new(kind, format!("the remote cache has no slot {}, only 0 to {}", remote.row, rows - 1))

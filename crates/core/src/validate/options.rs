@@ -17,7 +17,7 @@ use crate::config::{Config, LinkConfig, Mode, PoolConfig, Role, Share};
 use crate::error::{Error, Result};
 use crate::model::ClusterId;
 
-/// Most bytes of a host pool (contract §5.1).
+/// Maximum size of a host pool in bytes (contract §5.1).
 const HOST_POOL_LIMIT: u64 = 20 << 30;
 
 /// The units in which a text may give `memory_size`, and their bytes.

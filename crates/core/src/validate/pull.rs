@@ -24,7 +24,7 @@ pub enum PullRows {
     SlotToBlocks { local: Vec<i64> },
 }
 
-/// A pull whose arguments fit the local cache. What the owner says of the remote cache is still missing.
+/// A pull that fits the local cache. It is not checked against the remote cache yet.
 pub struct CheckedPull<'a> {
     local: CacheLayout,
     rows: &'a PullRows,

@@ -21,7 +21,7 @@ pub enum PushRows {
     Rows { local: Vec<i64>, remote: Vec<i64> },
 }
 
-/// A push whose arguments fit the local cache. What the owner says of the remote cache is still missing.
+/// A push that fits the local cache. It is not checked against the remote cache yet.
 pub struct CheckedPush<'a> {
     local: CacheLayout,
     rows: &'a PushRows,

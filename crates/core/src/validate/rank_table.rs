@@ -13,7 +13,7 @@ use crate::config::LinkConfig;
 use crate::error::{Error, Result, ensure};
 use crate::model::ClusterId;
 
-/// Most members of a communicator.
+/// Maximum number of members of a communicator.
 const MEMBERS: usize = 4;
 /// Number of ports after the first on which a member may listen if that one is in use.
 const MORE_PORTS: u16 = 8;

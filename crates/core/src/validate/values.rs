@@ -14,10 +14,10 @@ use super::json::json;
 use crate::config::{HugeChoice, KernelChoice, SwapInPath, Token, TransportChoice};
 use crate::error::{Error, Result, ensure};
 
-/// Fewest characters of a token. A shorter token could be guessed.
+/// Minimum number of characters of a token. A shorter token could be guessed.
 const TOKEN_CHARACTERS: usize = 16;
 
-/// Most bytes of a path: the limit of the kernel, without the null byte.
+/// Maximum length of a path in bytes: the limit of the kernel, without the null byte.
 const PATH_BYTES: usize = 4095;
 
 /// The texts of `swap_in_path`, `copy_kernel`, `huge_pages` and `link_transport`, and what they choose.

@@ -1,7 +1,8 @@
 //! Lack of memory: each allocation of a call fails in turn. The call returns the error, and nothing has changed.
 //!
-//! Only lists fail: allocations of `LEAST` bytes and more. An allocation that is not made fallibly ends the process. `protocol`
-//! tests how much memory a message may take, `tests/test_out_of_memory.py` limits of the system.
+//! Only allocations of `LEAST` bytes and more fail, which are lists. Any other failed allocation would end
+//! the process. `protocol` tests how much memory a message may take, `tests/test_out_of_memory.py` limits of
+//! the system.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,8 +28,9 @@ const LEAST: usize = 16 << 10;
 /// Entries of a list.
 const MANY: u64 = 5000;
 
-/// Runs `work` on prepared values, with the first, then the second … of its allocations failing, until none fails.
-/// `judge` gets each result and whether an allocation failed. Returns how many allocations there were.
+/// Runs `work` on prepared values repeatedly. Its first allocation fails, then its second, and so on until
+/// none fails. `judge` receives each result and whether an allocation failed. Returns the number of
+/// allocations.
 fn each_judged<P, T>(
     prepare: impl Fn() -> P,
     work: impl Fn(&mut P) -> Result<T>,
@@ -49,7 +51,8 @@ fn each_judged<P, T>(
     unreachable!()
 }
 
-/// Does this for a call that succeeds once it has its memory; `after` checks the state after each failure.
+/// Does the same for a call that succeeds once it has its memory. `after` checks the state after each
+/// failure.
 fn each_fails<T>(work: impl Fn() -> Result<T>, after: impl Fn()) -> usize {
     let judge = |&(): &(), result: Result<T>, failed: bool| {
         if failed {
@@ -61,7 +64,7 @@ fn each_fails<T>(work: impl Fn() -> Result<T>, after: impl Fn()) -> usize {
     each_judged(|| (), |()| work(), judge)
 }
 
-/// Does this for a call without effects, which has at least `least` such allocations.
+/// Does the same for a call without side effects that makes at least `least` such allocations.
 fn only_fails<T>(what: &str, least: usize, work: impl Fn() -> Result<T>) {
     let failed = each_fails(work, || ());
     assert!(failed >= least, "{what}: {failed} allocations");
@@ -140,7 +143,8 @@ fn fetch(plan: WirePlan) -> Request {
     Request::Fetch { name, cache: 3, plan, source, num_tensors: 2, tensor_bytes: 1 << 40, limit_ms: 9 }
 }
 
-/// What the owner does with a request. Lack of memory is an error of decoding, or one in the decoded request.
+/// Decodes a request as its owner does. Lack of memory is an error of decoding, or one in the decoded
+/// request.
 fn served(body: &[u8]) -> Result<(Vec<u64>, Vec<u64>)> {
     let Request::Fetch { plan, .. } = protocol::decode(body)? else { panic!("another request") };
     let plan = CopyPlan::try_from(plan)?;
@@ -158,7 +162,7 @@ fn plans_are_sent_and_served_whole() {
         let frame = protocol::encode(&fetch(WirePlan::try_from(&plan).unwrap())).unwrap();
         each_fails(|| served(&frame[HEADER..]), || ());
     }
-    // In the order of nothing, off every grid, and packed: each way a wave is checked.
+    // Spans in no order, on no grid, and packed: each way in which a wave is checked.
     let span = |k: u64| Span {
         src: k,
         dst: shuffled(k) * 6 + shuffled(k) % 2,
@@ -213,10 +217,11 @@ fn other_lists_of_messages_fail_whole() {
     only_fails("addresses", 1, || protocol::decode::<Request>(&locate[HEADER..]));
 }
 
-/// Of allocating and registering with many keys and tensors: pool, table and every key are as before.
+/// After a failure to allocate or register with many keys and tensors, the pool, the table and every key are
+/// unchanged.
 #[test]
 fn caches_are_entered_whole_or_not_at_all() {
-    /// Enough that each of the small tables of the table takes a list to itself.
+    /// Enough keys that each shard of the table allocates a list of its own.
     const KEYS: u64 = 40_000;
     let key = |id: u64| CacheKey::Request { model: 7, id };
     let keys: Vec<_> = (0..KEYS).map(|id| Some(key(id))).collect();
@@ -225,7 +230,7 @@ fn caches_are_entered_whole_or_not_at_all() {
         (snapshot.table, snapshot.device_pool.unwrap().pool.used_bytes)
     };
     let batch = desc(Placement::Device, 1, KEYS as usize, 16);
-    // Room that was made stays, so each allocation fails in an engine of its own.
+    // Reserved room is kept, so each allocation fails in an engine of its own.
     let made = each_judged(
         || {
             let engine = engine();
@@ -240,7 +245,7 @@ fn caches_are_entered_whole_or_not_at_all() {
     assert!(made > 64, "{made}");
     let engine = engine();
     let state = || state(&engine);
-    // A registered cache takes the keys of another, which keeps them until it has.
+    // A registered cache takes over the keys of another cache, which keeps them until the call succeeds.
     let host = desc(Placement::Host, 1, KEYS as usize, 16);
     let memory = Own::loose(&host, CacheKind::Batch);
     let enter = || {
@@ -256,7 +261,7 @@ fn caches_are_entered_whole_or_not_at_all() {
     });
     let newest = holder(0);
     assert!(made >= 3 && newest != first && (0..KEYS).all(|id| holder(id) == newest), "{made}");
-    // Many tensors: their addresses.
+    // Many tensors: the lists of their addresses.
     let tensors = desc(Placement::Device, MANY as u32, 1, 16);
     let before = state();
     let made = each_fails(
@@ -311,7 +316,8 @@ fn a_call_that_gets_no_memory_moves_nothing() {
     }
 }
 
-/// A frame without memory for its body is read away, whichever of the steps fails in which the body grows: the stream goes on.
+/// A frame without memory for its body is discarded, whichever allocation fails while the body grows. The
+/// stream remains usable.
 #[test]
 fn a_frame_that_gets_no_memory_is_read_away() {
     let soon = || Deadline::after(Duration::from_secs(20));
@@ -340,7 +346,7 @@ fn a_frame_that_gets_no_memory_is_read_away() {
         failures += 1;
     }
     assert!(failures > 3, "{failures}");
-    // Behind a short one bytes of a cache may follow, which nobody knows of: it is the last.
+    // After a short frame, bytes of a cache may follow that no call expects, so the stream ends.
     let short = protocol::encode(&Request::Locate { addrs: vec![1 << 40; 4000], limit_ms: 1 }).unwrap();
     local.send(&short, soon()).unwrap();
     let (heard, failed) = counting_allocator::failing(LEAST, 0, hear);
@@ -348,7 +354,7 @@ fn a_frame_that_gets_no_memory_is_read_away() {
     assert!(remote.is_closed());
 }
 
-/// Pins too: the numbers of a cache, and what a call that waits says it will use.
+/// Pins as well: the counters of a cache, and the rows that a waiting call will use.
 #[test]
 fn pins_fail_whole() {
     let rows = 2 * MANY;

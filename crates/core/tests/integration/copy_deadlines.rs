@@ -71,8 +71,9 @@ fn chain() -> Vec<(i64, i64)> {
     (0..159).map(|row| (row, row + 1)).collect()
 }
 
-/// A copy between a host and a device cache with different bytes. While its first bytes move, its limit passes and its
-/// caller is interrupted. All bytes must arrive all the same; the next copy finds its limit passed and moves nothing.
+/// A copy between a host and a device cache with different bytes. While its first bytes move, its limit
+/// passes and its caller is interrupted. All bytes must arrive anyway. The next copy finds that its limit has
+/// passed and moves nothing.
 fn outlasts_its_limit(
     reach: HostReach,
     swap_in: SwapInPath,

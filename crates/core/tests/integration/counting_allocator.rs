@@ -10,9 +10,10 @@ struct Counting;
 static HEAP: Counting = Counting;
 
 thread_local! {
-    /// Bytes taken and not given back by this thread, and the most that was since `peak` began.
+    /// Bytes that this thread holds, and the most that it has held since `peak` began.
     static TAKEN: Cell<(isize, isize)> = const { Cell::new((0, 0)) };
-    /// Which allocation of this thread fails: the bytes from which on they are counted, and how many succeed before it.
+    /// The failing allocation of this thread: the minimum size of an allocation that counts, and how many of
+    /// those succeed first.
     static FAILING: Cell<Option<(usize, usize)>> = const { Cell::new(None) };
 }
 
@@ -36,7 +37,7 @@ fn count(bytes: isize) {
     });
 }
 
-/// Allocates `size` bytes, `grown` of them in addition, unless this allocation is the one that fails.
+/// Allocates `size` bytes and counts `grown` additional bytes, unless this allocation is the one that fails.
 fn counted(size: usize, grown: isize, allocate: impl FnOnce() -> *mut u8) -> *mut u8 {
     if fails(size) {
         return std::ptr::null_mut();
@@ -70,7 +71,8 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// Runs `work`; returns its result and the most bytes that this thread held in addition at any time.
+/// Runs `work`. Returns its result and the largest number of additional bytes that this thread held
+/// meanwhile.
 pub fn peak<T>(work: impl FnOnce() -> T) -> (T, usize) {
     let before = TAKEN.with(|taken| {
         let (now, _) = taken.get();
@@ -81,8 +83,8 @@ pub fn peak<T>(work: impl FnOnce() -> T) -> (T, usize) {
     (result, TAKEN.with(|taken| (taken.get().1 - before).max(0) as usize))
 }
 
-/// Runs `work` with one failing allocation: the one after `nth` others of at least `least` bytes. Returns whether it was
-/// reached, too.
+/// Runs `work` with one failing allocation: the one after `nth` others of at least `least` bytes. Also
+/// returns whether that allocation was reached.
 pub fn failing<T>(least: usize, nth: usize, work: impl FnOnce() -> T) -> (T, bool) {
     FAILING.set(Some((least, nth)));
     let result = work();

@@ -1,6 +1,6 @@
 //! Memory, devices and engines for the tests.
 //!
-//! Not for: expectations; those stand in the tests or in the naive twin.
+//! Expectations are in the tests or in the naive twin.
 #![allow(unsafe_code, reason = "the caller's side of the promise of Adopted")]
 
 use std::cell::UnsafeCell;
@@ -22,14 +22,15 @@ use llm_datadist_core::{
 use llm_datadist_testing::{Local, SimDevice};
 use tracing::{Level, Subscriber, span};
 
-/// Shows that a test did not look at something, and why: also where the harness keeps what a passing test prints.
+/// Reports that a test skipped something, and why. Writes to standard error directly, because the test
+/// harness hides what a passing test prints.
 pub fn skipped(why: &str) {
     let thread = std::thread::current();
     let shown = format!("skipped: {}: {why}\n", thread.name().unwrap_or("a test"));
     std::io::stderr().write_all(shown.as_bytes()).unwrap();
 }
 
-/// Waits until it is so, or fails after a minute.
+/// Waits until `there` returns `true`, or fails after a minute.
 pub fn eventually(what: &str, mut there: impl FnMut() -> bool) {
     let started = Instant::now();
     while !there() {
@@ -79,7 +80,7 @@ impl Buffer {
     }
 }
 
-/// Adopted memory of addresses that a [`Buffer`] keeps alive, or that nobody will ever touch.
+/// Adopts addresses that a [`Buffer`] keeps alive, or that nothing ever accesses.
 pub fn adopt(desc: &CacheDesc, kind: CacheKind, addrs: &[u64]) -> Adopted {
     try_adopt(desc, kind, addrs).unwrap()
 }
@@ -123,7 +124,7 @@ pub fn copied_bytes(error: &Error) -> (u64, u64) {
     (copied, of)
 }
 
-/// A cache over memory of the test, each tensor between guard bytes and off every alignment.
+/// A cache over memory of the test. Each tensor is unaligned and lies between guard bytes.
 pub struct Own {
     pub cache: Arc<Cache>,
     buffer: Arc<Buffer>,
@@ -165,7 +166,7 @@ impl Own {
         self.starts.iter().map(|&start| self.buffer.read(start, self.tensor_bytes)).collect()
     }
 
-    /// Fails if a byte outside the tensors changed; returns how many it looked at.
+    /// Fails if a byte outside the tensors changed. Returns the number of bytes that it checked.
     pub fn outside_untouched(&self) -> usize {
         let ends: Vec<usize> =
             std::iter::once(0).chain(self.starts.iter().map(|s| s + self.tensor_bytes)).collect();
@@ -191,9 +192,9 @@ pub struct Gated {
     changed: Condvar,
     /// Batches that are inside `copy` now.
     pub inside: AtomicU64,
-    /// The name of the thread that shall panic in `copy`; once.
+    /// Name of the thread that panics in `copy`, once.
     pub panics: Mutex<Option<String>>,
-    /// Failing allocation.
+    /// Whether allocations fail.
     pub no_memory: AtomicBool,
 }
 
@@ -260,7 +261,7 @@ impl Copier for Gated {
         let here = std::thread::current().name().unwrap_or("").to_owned();
         let told = self.panics.lock().unwrap().take_if(|name| here.contains(name.as_str())).is_some();
         if told {
-            // Not before somebody else is inside too.
+            // Wait until another batch is inside too.
             self.wait_for(1);
             std::panic::panic_any("the gated device panics, as told");
         }
@@ -272,7 +273,8 @@ impl Copier for Gated {
     }
 }
 
-/// A configuration with both pools of `bytes`, 64 KiB pages, and a limit no test runs into by accident.
+/// Returns a configuration with both pools of `bytes`, 64 KiB pages, and a limit that no test reaches by
+/// accident.
 pub fn config(bytes: u64) -> Config {
     let mut config = Config::new(Role::Prompt, ClusterId(1));
     config.device_pool = Some(PoolConfig { memory_size: bytes, page_shift: 16 });
@@ -315,7 +317,7 @@ pub fn contents(cache: &Cache) -> Vec<Vec<u8>> {
         .collect()
 }
 
-/// Sets a flag when dropped, so that threads that look at it also end where the test fails.
+/// Sets a flag when dropped, so that threads that check the flag also end if the test fails.
 pub struct StopOnDrop<'a>(pub &'a AtomicBool);
 
 impl Drop for StopOnDrop<'_> {
@@ -407,7 +409,8 @@ pub fn block_plan(pairs: &[(u64, u64)], block_bytes: u64, num_tensors: u32) -> C
     CopyPlan::moves(&mut block_moves(pairs, block_bytes, num_tensors), Ends::TwoCaches).unwrap()
 }
 
-/// The next stream at `listener`, which somebody has dialled or is about to; `None` once it is closed.
+/// Returns the next stream at `listener`, which a peer has dialled or is about to dial; `None` once it is
+/// closed.
 pub fn accepted(listener: &dyn Listener) -> Option<Stream> {
     loop {
         match listener.accept().unwrap() {

@@ -10,7 +10,7 @@ use llm_datadist_core::testing::memory::{Region, Tensors, Window};
 
 use crate::fixtures::{Buffer, StopOnDrop};
 
-/// Those of this CPU. At least the plain one; the CI machine has all.
+/// Returns the kernels of this CPU: at least the plain one. The CI machine has all of them.
 fn kernels() -> &'static [Kernel] {
     let all = Kernel::all();
     let known: Vec<_> = all.iter().map(|kernel| (kernel.name(), kernel.streams())).collect();
@@ -25,7 +25,7 @@ fn kernels() -> &'static [Kernel] {
     all
 }
 
-/// A buffer as the caller's memory, aligned to 64, with the bytes that it has between copies.
+/// Memory of the caller, aligned to 64 bytes, and the bytes that it holds between copies.
 struct Arena {
     buffer: Arc<Buffer>,
     start: usize,
@@ -92,7 +92,8 @@ fn every_short_length_at_every_alignment() {
     for &kernel in kernels() {
         for len in 0..600 {
             for dst in 0..64 {
-                // All 64 × 64 alignments where the code branches, else each of both at least once.
+                // All 64 × 64 alignments for lengths at which the code branches, otherwise each alignment of
+                // both at least once.
                 let all = len < 2 || len % 32 < 2 || len % 32 == 31;
                 let one = (dst * 7 + len * 13) % 64;
                 for src in if all { 0..64 } else { one..one + 1 } {
@@ -110,11 +111,12 @@ fn long_copies() {
     let (from, to) = (Arena::new(ROOM, 7), Arena::new(ROOM, 13));
     let whole =
         [(0, 0, 4096), (3, 61, 65_537), (64, 1, 1 << 20), (63, 0, (2 << 20) + 127), (31, 33, 9 << 20)];
-    // Around the length from which one piece is cut into lanes, and where a lane gets one step more.
+    // Lengths around the one from which a piece is cut into lanes, and around one at which a lane gets one
+    // more step.
     let edges = (16_384 - 130..16_384 + 130).chain(16_896 - 3..16_896 + 3).chain(33_000..33_009);
     let edges = edges.map(|len| (len * 7 % 64, len * 13 % 64, len));
     for piece in whole.into_iter().chain(edges) {
-        // All of it, or as much as shows a byte beside the copy.
+        // Compare the whole buffer, or enough of it to find a byte that was written beside the copy.
         let room = if piece.2 < 1 << 16 { piece.2 + 300 } else { ROOM };
         for &kernel in kernels() {
             check_one(&from, &to, piece, room, kernel);
@@ -122,7 +124,7 @@ fn long_copies() {
     }
 }
 
-/// A small generator, so that a failure can be run again.
+/// A small random number generator, so that a failure can be reproduced.
 struct Dice(u64);
 
 impl Dice {
@@ -132,7 +134,7 @@ impl Dice {
     }
 }
 
-/// Lengths on both sides of every branch: nothing, a line, a step, a page, what is cut into lanes.
+/// Lengths on both sides of every branch: none, a line, a step, a page, and a piece that is cut into lanes.
 const LENGTHS: [usize; 20] = [
     0, 1, 63, 64, 127, 128, 129, 255, 512, 1000, 1152, 2048, 4095, 4096, 4097, 8192, 16_383, 16_384, 16_385,
     20_001,
@@ -146,7 +148,8 @@ fn many_pieces_at_once() {
     for &kernel in kernels() {
         for round in 0..600 {
             let count = 1 + dice.below(13);
-            // Every other batch is of equal lengths, half of those equally aligned: what blocks of a cache are.
+            // Every other batch has equal lengths, and half of those are equally aligned, as blocks of a
+            // cache are.
             let (even, len) = (round % 2 == 0, LENGTHS[dice.below(LENGTHS.len())]);
             let line = (round % 4 == 0).then(|| dice.below(64));
             let mut pieces: Vec<Piece> = Vec::new();

@@ -59,7 +59,7 @@ fn options_of_the_mode() {
         let given = [("ge.flowGraphMemMaxSize", text), ("llm.MemoryUtilization", "0.1")];
         assert_eq!(kv(&given).unwrap(), (Mode::KvCacheManager, pool(bytes), None), "{text}");
     }
-    // A pool that was configured is the pool.
+    // A configured pool replaces the default one.
     let both = [("llm.MemPoolConfig", "{\"memory_size\": 131072}"), ("ge.flowGraphMemMaxSize", "1000000")];
     assert_eq!(kv(&both).unwrap(), (Mode::KvCacheManager, pool(131_072), None));
     for (key, bad) in [
@@ -74,11 +74,11 @@ fn options_of_the_mode() {
         let error = read(&[(key, bad)]).unwrap_err();
         assert_eq!(error.kind(), InvalidArgument, "{key} = {bad:?}");
         assert!(error.to_string().contains(key), "{error}");
-        // With the cache manager neither has any effect.
+        // With the cache manager, neither option has an effect.
         let config = read(&[(key, bad), ("llm.EnableCacheManager", "1")]).unwrap();
         assert_eq!((config.mode, config.device_pool, config.device_share), (Mode::CacheManager, None, None));
     }
-    // One-sided transfers are the cache manager's.
+    // Only the cache manager supports one-sided transfers.
     let one_sided = ("llm.EnableRemoteCacheAccessible", "1");
     assert!(!read(&[one_sided]).unwrap().remote_accessible);
     assert!(read(&[one_sided, ("llm.EnableCacheManager", "1")]).unwrap().remote_accessible);
@@ -103,7 +103,7 @@ fn a_pool_unasked() {
         config.device_share = Some(share);
         DataDist::open(config).unwrap()
     };
-    // Address space until it is touched, so many may be open.
+    // Pools take only address space until they are touched, so many may be open.
     let engines: Vec<_> = (0..4).map(|_| open(Share::DEFAULT)).collect();
     for engine in &engines {
         let report = engine.stats().device_pool.unwrap();

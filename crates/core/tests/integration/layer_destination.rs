@@ -1,4 +1,5 @@
-//! Where a layer lands: plans compared with bytes that are moved by hand, over any geometry, rows and ranges.
+//! Destinations of layers: plans compared with bytes that are moved one by one, over any geometry, rows and
+//! ranges.
 //!
 //! `links/layerwise.rs` covers engines.
 
@@ -39,7 +40,7 @@ fn carried(
     plan.bytes()
 }
 
-/// Moves byte by byte; `None` if one is outside of what is there.
+/// Moves byte by byte. Returns `None` if a byte lies outside the caches.
 fn by_hand(
     rows: &LayerRows,
     (slot, row_bytes): (usize, usize),
@@ -178,7 +179,7 @@ fn a_layer_lands_as_by_hand() {
     assert!(refused > 200 && done > 200, "{refused} refused, {done} done");
 }
 
-/// Layers from anywhere to anywhere, also where their number times the tensors of each is beyond 32 bits.
+/// Layers at any position, including numbers of layers whose tensors exceed 32 bits.
 #[test]
 fn layers_are_in_the_far_cache_or_refused() {
     let there = remote(spec(CacheKind::Batch, 12, 1, 4), 0);

@@ -1,6 +1,6 @@
 //! Two engines of one process, linked over every transport, for the tests of links, pulls and pushes below.
 //!
-//! Not for: real processes that die (`tests/test_peer_faults.py`).
+//! `tests/test_peer_faults.py` covers real processes that die.
 
 mod broken_streams;
 mod communicators;
@@ -50,7 +50,7 @@ enum Way {
 
 const WAYS: [Way; 3] = [Way::Local, Way::Shm, Way::Tcp];
 
-/// The local transport under the addresses that links know: ports.
+/// The local transport with ports as addresses, because links use ports.
 #[derive(Debug)]
 struct Ports;
 
@@ -108,7 +108,7 @@ impl Way {
     }
 }
 
-/// A configuration that listens, with limits no test runs into by accident.
+/// Returns a configuration that listens, with limits that no test reaches by accident.
 fn config(cluster: u64, way: Way) -> Config {
     let mut config = Config::new(Role::Prompt, ClusterId(cluster));
     config.device_pool = Some(PoolConfig { memory_size: 64 << 20, page_shift: 12 });
@@ -120,7 +120,7 @@ fn config(cluster: u64, way: Way) -> Config {
     // On a busy machine a live peer may take seconds to answer.
     config.links.heartbeat = Duration::from_secs(5);
     config.links.silence = LONG;
-    // Peers that a test plays itself prove nothing; `identity` covers who is admitted.
+    // Peers that a test simulates prove nothing; `identity` covers which peers are admitted.
     config.links.accept_remote = true;
     config
 }
@@ -301,7 +301,7 @@ impl Held {
     }
 }
 
-/// How often a loop that digs is run: `PROPTEST_CASES` digs deeper.
+/// Returns how often to run a randomized loop: `PROPTEST_CASES` if it is set, otherwise `default`.
 fn times(default: u32) -> u32 {
     fixtures::proptest_cases(default).cases
 }
@@ -314,7 +314,7 @@ struct Memory {
 }
 
 impl Memory {
-    /// A cache of so many tensors, rows, and bytes in a row.
+    /// Returns a cache with this number of tensors, rows, and bytes per row.
     fn held(
         self,
         engine: &DataDist,

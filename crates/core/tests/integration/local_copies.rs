@@ -1,4 +1,5 @@
-//! Copies between caches of one engine, on every device, path, number of workers and kernel, and by the naive twin.
+//! Copies between caches of one engine, compared with the naive twin, on every device, path, number of
+//! workers and kernel.
 //!
 //! After each case every byte of every cache is read, and so are the bytes around the caller's memory and the
 //! neighbouring caches. Refused calls are covered by `arguments.rs`, failures by `copy_faults.rs`, and limits by `copy_deadlines.rs`.
@@ -220,7 +221,8 @@ fn by_engine(setup: Setup, caches: &[Spec], steps: &[Step]) -> (Vec<Outcome>, Ve
     (outcomes, bytes)
 }
 
-/// Runs a case of legal calls by the twin and in every set-up; returns the bytes of all caches.
+/// Runs a case of legal calls on the twin and in every set-up. Returns the bytes of all caches, which must be
+/// equal.
 fn agreed(setups: &[Setup], caches: &[Spec], steps: &[Step]) -> Vec<Tensors> {
     let expected = by_twin(caches, steps);
     assert_eq!(expected.0, vec![Ok(()); steps.len()]);
@@ -234,8 +236,8 @@ fn agreed(setups: &[Setup], caches: &[Spec], steps: &[Step]) -> Vec<Tensors> {
     expected.1
 }
 
-/// Checks that the rows are those that `spec` has at first, but for the `changes`: a row, and the row of a cache
-/// at first that it now equals.
+/// Checks that the rows are the initial rows of `spec`, except for `changes`: a row, and the initial row of a
+/// cache that it now equals.
 fn rows_are(tensors: &Tensors, spec: Spec, changes: &[(i64, Spec, i64)]) {
     assert_eq!(tensors.len(), spec.tensors);
     let mut rows: Vec<(Spec, usize)> = (0..spec.rows).map(|row| (spec, row)).collect();
@@ -259,12 +261,12 @@ fn copy_blocks_in_the_order_given() {
         (&[(1, 2)], &[(2, 1)]),
         // One source, many places.
         (&[(1, 2), (1, 3), (1, 9), (4, 5), (4, 6)], &[(2, 1), (3, 1), (9, 1), (5, 4), (6, 4)]),
-        // {0: [1], 1: [2]}: the first block goes all the way.
+        // {0: [1], 1: [2]}: block 0 is copied to block 1, and from there to block 2.
         (&[(0, 1), (1, 2)], &[(1, 0), (2, 0)]),
         (&[(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)], &[(1, 0), (2, 0), (3, 0), (4, 0), (5, 0)]),
-        // Two blocks change places through a third.
+        // Two blocks are exchanged through a third.
         (&[(0, 11), (1, 0), (11, 1)], &[(11, 0), (0, 1), (1, 0)]),
-        // Of two that write one block the later wins.
+        // If two pairs write one block, the later one takes effect.
         (&[(5, 7), (6, 7), (8, 2), (9, 2), (8, 2)], &[(7, 6), (2, 8)]),
         // A shift by one, whose blocks are read before they are overwritten.
         (&[(1, 0), (2, 1), (3, 2), (4, 3)], &[(0, 1), (1, 2), (2, 3), (3, 4)]),

@@ -1,4 +1,4 @@
-//! The engine's log, as a Rust program sees it that installs a subscriber of its own.
+//! The engine's log, as seen by a Rust program that installs a subscriber of its own.
 //!
 //! One collector serves the whole binary, because events come from threads of the engine and a process has one global
 //! subscriber. Tests run at the same time, so each looks only for lines with ids that no other test uses. Not for: how
@@ -54,7 +54,8 @@ fn texts_up_to(level: Level, words: &[&str]) -> Vec<String> {
 fn second_cache_under_the_key_of_a_live_one_is_a_warning_with_both_ids() {
     let engine = Arc::new(DataDist::open(config(1 << 20)).unwrap());
     let asked = engine.clone();
-    // Takes the lock of the cache table: an event under that lock would never return from here.
+    // Takes the lock of the cache table. If the event were emitted under that lock, this call would never
+    // return.
     let log = EventLog::calling("llm_datadist::table", move || assert!(asked.stats().table.caches >= 1));
     let register = |keys: &[Option<CacheKey>]| {
         let shape = desc(Placement::Host, 1, 4, 8);

@@ -25,7 +25,7 @@ const PAIRS: i64 = 6 << 20;
 struct Group(PathBuf);
 
 impl Group {
-    /// `Err` says why there is none.
+    /// Creates the group. `Err` says why that is not possible.
     fn new() -> std::result::Result<Group, String> {
         let two = Path::new("/sys/fs/cgroup");
         let controlled = std::fs::read_to_string(two.join("cgroup.subtree_control")).unwrap_or_default();
@@ -49,7 +49,7 @@ impl Drop for Group {
     }
 }
 
-/// The process inside the group: what it is refused, and that it goes on.
+/// Runs inside the group: reports what is refused, and that the process continues.
 #[test]
 #[ignore = "started by the test below"]
 fn inside() {
@@ -64,7 +64,7 @@ fn inside() {
     large.device_pool = Some(PoolConfig { memory_size: 2 * LIMIT, page_shift: 16 });
     large.huge_pages = HugeChoice::Eager;
     say("eager", DataDist::open(large.clone()).map(drop));
-    // A pool that is only to be used may be larger: it is address space.
+    // A pool that is not committed may be larger, because it takes only address space.
     large.huge_pages = HugeChoice::Off;
     say("lazy", DataDist::open(large).map(drop));
     say("lists", many_pairs());
@@ -150,7 +150,8 @@ fn with_files<T>(files: &[(&str, &str)], ask: impl FnOnce(&Path) -> T) -> T {
 fn the_memory_a_process_may_use() {
     let meminfo = ("proc/meminfo", "MemTotal:  9000 kB\nMemFree: 10 kB\nMemAvailable:    4000 kB\n");
     let available = 4000 << 10;
-    // Version 2: the nearest limit of all groups around counts, less what is used and cannot be dropped.
+    // Version 2: of all enclosing groups, the one with the least room counts. Memory that can be dropped
+    // counts as free.
     let job = ("proc/self/cgroup", "0::/slice/job\n");
     let unlimited = ("sys/fs/cgroup/slice/job/memory.max", "max\n");
     let limit = ("sys/fs/cgroup/slice/memory.max", "1000000\n");

@@ -1,6 +1,7 @@
 //! Merging the memory of pools into huge pages: only touched memory is merged, and its bytes stay the same.
 //!
-//! `tests/test_huge_pages.py` covers when an engine merges. Plain calls first ask whether the kernel merges at all; where it does not, the tests say that they are skipped.
+//! `tests/test_huge_pages.py` covers when an engine merges. The tests first check with plain system calls
+//! whether the kernel merges at all; if not, they report that they are skipped.
 #![allow(unsafe_code, reason = "the test's own mapping of a descriptor, and its own question to the kernel")]
 
 use std::ffi::c_void;
@@ -32,14 +33,14 @@ const PAGE: usize = 4096;
 pub(crate) const CHOICES: [HugeChoice; 5] =
     [HugeChoice::Auto, HugeChoice::Off, HugeChoice::Merge, HugeChoice::MergeRegistered, HugeChoice::Eager];
 
-/// Why this kernel does not put pages of shared memory into huge ones when asked, and only then; by what it says of
-/// itself.
+/// Returns why this kernel does not merge shared memory into huge pages on request and only then, according
+/// to what the kernel reports about itself.
 fn excused() -> Option<&'static str> {
     let setting =
         std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled").unwrap_or_default();
     let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
     let mut numbers = release.split(['.', '-']).map_while(|number| number.parse::<u32>().ok());
-    // SAFETY: a question with plain numbers.
+    // SAFETY: the call takes plain numbers.
     let forbidden = unsafe { libc::prctl(libc::PR_GET_THP_DISABLE, 0, 0, 0, 0) } != 0;
     match setting {
         _ if (numbers.next(), numbers.next()) < (Some(6), Some(1)) => Some("the kernel is older than 6.1"),
@@ -53,15 +54,15 @@ fn excused() -> Option<&'static str> {
     }
 }
 
-/// Reserved huge pages that nobody uses.
+/// Returns the number of reserved huge pages that are not in use.
 fn reserve() -> u64 {
     let facts = std::fs::read_to_string("/proc/meminfo").unwrap();
     let line = facts.lines().find_map(|line| line.strip_prefix("HugePages_Free:"));
     line.map_or(0, |number| number.trim().parse().unwrap())
 }
 
-/// Whether this kernel puts pages of shared memory into huge ones when asked, and only then. Asked without the engine. A
-/// kernel that has nothing to say against it must.
+/// Returns whether this kernel merges shared memory into huge pages on request and only then. Checked without
+/// the engine. A kernel that reports no reason against it must merge.
 pub(crate) fn merges() -> bool {
     if let Some(why) = excused() {
         skipped(why);
@@ -71,18 +72,18 @@ pub(crate) fn merges() -> bool {
     let file = File::from(file);
     file.set_len(UNIT as u64).unwrap();
     file.write_all_at(&[1], 0).unwrap();
-    // SAFETY: no address is asked for, so the kernel chooses a range nobody uses.
+    // SAFETY: no address is requested, so the kernel chooses an unused range.
     let held = unsafe {
         libc::mmap(null_mut(), 2 * UNIT, libc::PROT_NONE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0)
     };
     assert_ne!(held, libc::MAP_FAILED);
     let unit = (held as usize).next_multiple_of(UNIT) as *mut c_void;
     let (rights, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
-    // SAFETY: inside the mapping just made, which nobody else knows of.
+    // SAFETY: the unit lies inside the mapping just made, which nothing else uses.
     assert_eq!(unsafe { libc::mmap(unit, UNIT, rights, flags, file.as_raw_fd(), 0) }, unit);
     // SAFETY: advice on the same mapping.
     let merged = unsafe { libc::madvise(unit, UNIT, 25) } == 0;
-    // SAFETY: the mapping made above; nothing points into it any more.
+    // SAFETY: the mapping was made above, and nothing refers to it any more.
     unsafe { libc::munmap(held, 2 * UNIT) };
     assert!(merged, "this kernel should put memory into huge pages on request, and does not");
     true
@@ -114,7 +115,7 @@ fn read(region: &Region, at: usize, len: usize) -> Vec<u8> {
 }
 
 pub(crate) fn ended(merger: &Merger) {
-    // A tenth of the wall clock, of cores that may be busy with other tests.
+    // The merger works a tenth of the time, on cores that may be busy with other tests.
     let until = Instant::now() + Duration::from_secs(120);
     while merger.running() {
         assert!(Instant::now() < until, "the merger never ended");
@@ -138,7 +139,7 @@ fn what_nobody_touched_stays_uncommitted() {
     let few = (UNIT / 8 * 7 - PAGE) + UNIT + PAGE;
     assert_eq!(region.committed_bytes() as usize, 4 * UNIT + UNIT / 8 * 7 + few);
     let before = read(&region, 0, 40 * UNIT);
-    // That reads holes, which commits nothing: the descriptor is read, not the mapping.
+    // This reads holes, which commits nothing, because it reads the descriptor and not the mapping.
     assert_eq!(region.committed_bytes() as usize, 4 * UNIT + UNIT / 8 * 7 + few);
 
     let merger = Merger::new([region.clone()]);
@@ -152,7 +153,7 @@ fn what_nobody_touched_stays_uncommitted() {
     assert_eq!(region.base() as usize, base);
     assert!(read(&region, 0, 40 * UNIT) == before, "merging changed bytes");
 
-    // Nothing is left to do: looking starts no thread.
+    // Nothing is left to merge, so the check starts no thread.
     merger.check_for_work();
     assert!(!merger.running());
     // The rest of the unit that lacked a page, and more.
@@ -189,7 +190,7 @@ fn the_merger_ends_when_there_is_nothing_left() {
     merger.moved(u64::MAX);
     assert!(merger.merged(&large).bytes as usize == done && large.huge_bytes() as usize == done);
     drop(merger);
-    // A second one goes on where the first was closed, once 64 MiB were moved.
+    // A second merger continues where the first was closed, once 64 MiB were moved.
     let merger = Merger::new([large.clone()]);
     (0..63).for_each(|_| merger.moved(1 << 20));
     assert!(!merger.running());
@@ -251,7 +252,7 @@ fn readers_and_writers_do_not_notice_merging() {
             let read_blocks = &read_blocks;
             scope.spawn(move || read_blocks(by_kernel));
         }
-        // The second half is written anew, in an order that meets the merger everywhere.
+        // The second half is rewritten, in an order that meets the merger everywhere.
         let writer = scope.spawn(|| {
             let steps = half / UNIT * 8;
             for step in 0..steps {
@@ -295,7 +296,7 @@ fn registered_memory_is_merged_at_once_by_eager_engines_only() {
         let pages = Pages::new(10, None);
         pages.advise(libc::MADV_NOHUGEPAGE);
         pages.write(0, 10 * UNIT);
-        // Four tensors that lie end to end, off every alignment, with other bytes around them.
+        // Four adjacent tensors, unaligned, with other bytes around them.
         let first = pages.at() as u64 + 4096;
         let addrs: Vec<u64> = (0..4).map(|tensor| first + tensor * 2 * UNIT as u64).collect();
         let adopted = adopt(&desc(Host, 4, 2, UNIT), CacheKind::Blocks, &addrs);
@@ -306,6 +307,6 @@ fn registered_memory_is_merged_at_once_by_eager_engines_only() {
         drop((cache, engine));
         huge
     });
-    // The tensors are eight units long and off their edges, so seven are whole ones.
+    // The tensors take eight units and are not aligned to them, so seven units are whole.
     assert_eq!(huge, [0, 0, 0, 0, 7 * UNIT]);
 }

@@ -1,4 +1,5 @@
-//! Memory of another process: sealed, mapped for reading, read through the kernel, told apart, and never written.
+//! Memory of another process: sealed, mapped for reading, read through the kernel, identified by a secret,
+//! and never written.
 #![allow(unsafe_code, reason = "mappings")]
 
 use std::fs::{File, OpenOptions};
@@ -42,8 +43,8 @@ fn source(tensor: usize, at: usize, len: usize) -> Vec<u8> {
     (at..at + len).map(|at| pattern(9, tensor, at)).collect()
 }
 
-/// The peer: a region with patterns, and generations that rise at the places that it reads. A silent one has memory
-/// behind userfaultfd, too.
+/// The peer process: it has a region with patterns, and raises the generations of the entries that it reads.
+/// A silent peer also has memory behind userfaultfd.
 #[test]
 #[ignore = "started by the tests below and those of reader_threads.rs"]
 fn peer() {
@@ -165,7 +166,7 @@ fn local() -> (Arc<Buffer>, Arc<Tensors>) {
     tensors_over(TENSORS, ROWS, ROW, |_, _| 0xEE)
 }
 
-/// A budget that every mapping of these tests fits.
+/// Returns a budget that is large enough for every mapping of these tests.
 fn budget() -> Arc<MapBudget> {
     MapBudget::new(None)
 }
@@ -186,7 +187,7 @@ fn run(
     dst: &Arc<Tensors>,
     progress: &Arc<Progress>,
 ) -> llm_datadist_core::Result<CopyOutcome> {
-    // The peer calls its memory device memory; it is reached all the same.
+    // The peer declares its memory as device memory, and this process can read it anyway.
     let (src, dst) = ((src, Placement::Device), (dst, Placement::Host));
     engine.run(plan(pairs), src, dst, STRAIGHT, soon(), progress)
 }
@@ -320,7 +321,7 @@ fn only_the_process_with_the_secret_is_read() {
     assert!(PeerProcess::open(own, own_probe().unwrap()).unwrap().alive());
 }
 
-/// A process of another user, which reports how it was refused to read its parent.
+/// A process of another user, which tries to read its parent and reports the refusal.
 #[test]
 #[ignore = "started by the test below"]
 fn stranger() {
@@ -383,7 +384,7 @@ fn an_address_that_is_not_mapped_is_named_and_what_came_before_it_counts() {
     assert_eq!(["errno", "alive"].map(|name| error.fact(name)), [Some("14"), Some("true")], "{error}");
     assert!(error.fact("address").is_some(), "{error}");
     let arrived = progress.arrived(&plan(&reversed), ROW as u64).unwrap();
-    // Whole units only: perhaps not all rows of the first tensor, and nothing of the others.
+    // Only whole units are reported: perhaps not all rows of the first tensor, and none of the others.
     let [ArrivedRows { tensor: 0, rows }] = arrived.as_slice() else { panic!("{arrived:?}") };
     let rows: Vec<usize> = rows.iter().cloned().flatten().map(|row| row as usize).collect();
     assert!(!rows.is_empty());
@@ -398,7 +399,7 @@ fn odd_pieces_beyond_one_system_call_arrive() {
     let peer = Peer::start();
     let (remote, (buffer, own)) = (peer.read(), local());
     let pair = |at: u64, len| (remote.window(1, at + 13, len).unwrap(), own.window(2, at, len).unwrap());
-    // Empty pieces among them, at the end as well.
+    // Some pieces are empty, also at the end.
     let mut pairs: Vec<_> = (0..3000).map(|piece| pair(piece * 200, LENS[piece as usize % 4])).collect();
     pairs.push(pair(0, 0));
     peer.memory().read(&pairs).unwrap();
@@ -422,7 +423,7 @@ fn generations_of_a_peer_are_seen_as_they_rise() {
     let last = (1 << 24) - 1;
     peer.bump(last);
     assert!(seen.still(last, 1));
-    // Places beyond the last one are never trusted, and break nothing.
+    // Indices beyond the last entry are never trusted, and do no harm.
     for place in [1 << 24, u32::MAX] {
         peer.bump(place);
         assert!(!seen.still(place, u64::MAX));
@@ -472,9 +473,10 @@ fn windows_that_a_socket_cannot_move_are_errors() {
     assert_eq!(socket_io::send(one.as_fd(), &[from], 310).unwrap(), 0);
     assert_eq!(receive(0).unwrap(), 310);
     assert!(buffer.read(0, 310) == source(1, 0, 310));
-    // With nothing left to ask for there is an error, because 0 is the end of the stream.
+    // If nothing is left to receive, this is an error, because 0 means the end of the stream.
     assert!(receive(310).is_err());
-    // A process that another test is starting may hold the socket, so dropping it would not do.
+    // A process that another test is starting may hold the socket too, so dropping it would not close the
+    // stream.
     one.shutdown(std::net::Shutdown::Both).unwrap();
     assert_eq!(receive(0).unwrap(), 0);
     let broken = socket_io::send(two.as_fd(), &[from], 0).unwrap_err();

@@ -1,4 +1,5 @@
-//! Plans: run wave by wave in any order inside a wave, they do what copying pair by pair does; and they are merged.
+//! Plans: run wave by wave, in any order inside a wave, they give the same result as copying pair by pair;
+//! neighbours are merged.
 //!
 //! Not for: memory or workers (`local_copies.rs`).
 
@@ -53,7 +54,7 @@ impl Model {
         self
     }
 
-    /// Piece after piece, each wave in the order `shuffle` leaves it.
+    /// Copies piece after piece, each wave in the order in which `shuffle` leaves it.
     fn in_order(mut self, plan: &CopyPlan, mut shuffle: impl FnMut(&mut Vec<Piece>)) -> Self {
         for wave in plan.waves() {
             let mut pieces = pieces(wave);
@@ -67,7 +68,7 @@ impl Model {
         self
     }
 
-    /// All reads of a wave before all its writes.
+    /// Makes all reads of a wave before all of its writes.
     fn reads_first(mut self, plan: &CopyPlan) -> Self {
         for wave in plan.waves() {
             let pieces = pieces(wave);
@@ -84,7 +85,7 @@ impl Model {
     }
 }
 
-/// Lists of pairs of every shape the engine is meant to see, over `rows` blocks.
+/// Returns lists of pairs of every shape that the engine must support, over `rows` blocks.
 fn lists(rows: u64) -> impl Strategy<Value = Pairs> {
     let any = prop::collection::vec((0..rows, 0..rows), 0..24);
     let run = (0..rows, 0..rows, 1..rows, 0..4u64, -3..4i64).prop_map(move |(src, dst, count, up, step)| {
@@ -106,7 +107,8 @@ fn lists(rows: u64) -> impl Strategy<Value = Pairs> {
     prop::collection::vec(part, 1..4).prop_map(|parts| parts.concat())
 }
 
-/// Long lists are sorted by digits; the result is that of comparing. Seen through a plan: its spans are by source.
+/// Long lists are sorted by digits, with the same result as by comparison. The order is visible in the spans
+/// of a plan.
 #[test]
 fn long_lists_are_planned_as_short_ones_are() {
     let (len, count) = (4096u64, 3000u64);
@@ -129,7 +131,7 @@ fn long_lists_are_planned_as_short_ones_are() {
     };
     assert_eq!(bytes(&moved), bytes(&expected));
     assert_eq!(plan.waves().len(), 1);
-    // One destination twice: the order counts again.
+    // One destination occurs twice, so the order matters again.
     let mut twice = pieces;
     twice[2999].dst = twice[0].dst;
     let plan = CopyPlan::moves(&mut request(twice), Ends::TwoCaches).unwrap();
@@ -178,7 +180,8 @@ fn does_what_copying_pair_by_pair_does() {
     assert!(looked_at > 1000 && with_waves > 50, "{looked_at} pairs, {with_waves} plans of several waves");
 }
 
-/// No byte is written twice, none is written and read, none is outside, in one wave.
+/// Checks that in one wave no byte is written twice, none is both written and read, and none is outside the
+/// tensors.
 fn independent(wave: &Wave, ends: Ends, tensor_bytes: u64) -> Result<(), TestCaseError> {
     let mut written = HashSet::new();
     let all = pieces(wave);
@@ -336,7 +339,7 @@ fn offsets_near_two_to_the_63_do_not_overflow() {
     }
 }
 
-/// A span of a peer: small numbers that nearly fit, and the largest there are.
+/// Spans as a peer may send them: small numbers that nearly fit, and the largest numbers.
 fn foreign_spans() -> impl Strategy<Value = Span> {
     let number = || prop_oneof![12 => 0..24u64, 1 => Just(u64::MAX), 1 => Just(1 << 63), 1 => any::<u64>()];
     let step = || prop_oneof![12 => -12..12i64, 1 => Just(i64::MIN), 1 => Just(i64::MAX), 1 => any::<i64>()];
@@ -377,7 +380,8 @@ fn given() -> impl Strategy<Value = Given> {
 }
 
 impl Seen {
-    /// Refused or sound: no number of a peer leads to a panic, a piece outside a tensor, or a row that is not touched.
+    /// Checks that a plan is refused or valid: no number of a peer causes a panic, a piece outside a tensor,
+    /// or a row that is not touched.
     fn check(&self, made: &Result<CopyPlan>, given: Given, waves: Option<&[Walked]>) -> TestCaseResult {
         let ([count, src, dst], [src_bytes, dst_bytes, row_bytes]) = given;
         let inside = |piece: &[i128; 3], ends: [u64; 2]| {
@@ -487,7 +491,7 @@ fn what_a_plan_of_a_peer_may_not_say() {
     for (tensors, src, dst) in [(0, 0, 0), (1, u32::MAX, 0), (u32::MAX, 0, 1)] {
         CopyPlan::from_parts(tensors, src, dst, vec![vec![span]]).unwrap_err();
     }
-    // A count alone costs nothing: positions and rows are computed, not walked.
+    // A large count costs nothing: positions and rows are computed, not enumerated.
     let wide = Span { src: 5, len: 1, count: 1 << 24, src_step: 0, dst_step: 1 << 20, ..span };
     let plan = plan(vec![vec![wide]]).unwrap();
     let error = plan.check_ends(None, Some((1, 1 << 44))).map(|()| plan.src_rows(4).unwrap()).unwrap();
@@ -528,7 +532,8 @@ fn positions_across_waves() {
     }
 }
 
-/// Hundreds of equal blocks, mostly too scattered to be spans: `len`, where block 0 is at either end, and the pairs.
+/// Hundreds of equal blocks, mostly too scattered to be spans: `len`, the offset of block 0 at either end,
+/// and the pairs.
 fn scattered() -> impl Strategy<Value = (u64, (u64, u64), Vec<(u32, u32)>)> {
     let shuffled = |count: u32| Just((0..count).collect::<Vec<u32>>()).prop_shuffle();
     let lists =
@@ -549,7 +554,8 @@ fn scattered() -> impl Strategy<Value = (u64, (u64, u64), Vec<(u32, u32)>)> {
     })
 }
 
-/// Blocks by numbers do what the same pieces one by one do, in whatever order and wherever cut; and say the same rows.
+/// Blocks by number give the same result and the same rows as the same pieces one by one, in any order and
+/// wherever they are cut.
 #[test]
 fn scattered_blocks_do_what_copying_one_by_one_does() {
     let (in_blocks, in_waves) = (Cell::new(0), Cell::new(0));
@@ -627,7 +633,8 @@ fn scattered_blocks_do_what_copying_one_by_one_does() {
     );
 }
 
-/// Long lists that join, stay in step or are short are spans; scattered ones are pairs of numbers.
+/// Long lists become spans if their blocks join or have a constant stride; short lists always do. Scattered
+/// lists stay pairs.
 #[test]
 fn what_joins_is_joined() {
     let form = |pairs: &[(u64, u64)]| plan(pairs, 16, Ends::TwoCaches).waves()[0].blocks().is_some();
@@ -640,12 +647,12 @@ fn what_joins_is_joined() {
         .flat_map(|&(src, dst)| (0..4).map(move |k| (4 * src + k, 4 * dst + k)))
         .collect();
     assert!(!form(&runs) && plan(&runs, 16, Ends::TwoCaches).waves()[0].num_spans() <= 100, "runs of four");
-    // Numbers that do not fit 32 bits are spans whatever they are.
+    // Block numbers that do not fit 32 bits always become spans.
     let remote: Pairs = scattered(100).iter().map(|&(src, dst)| (src + (1 << 32), dst)).collect();
     assert!(!form(&remote));
 }
 
-/// Rows far apart are sorted, near ones are bits: each once either way.
+/// Distant rows are sorted, close ones are marked in a bitmap. Each row is listed once either way.
 #[test]
 fn rows_of_blocks_are_ascending_each_once() {
     for remote in [1u32, 1000, 1 << 20] {
@@ -662,7 +669,8 @@ fn rows_of_blocks_are_ascending_each_once() {
     assert!(error.to_string().contains("the plan is not valid"), "{error}");
 }
 
-/// A long plan of a peer is kept packed: it moves what the same spans move unpacked, and is refused for the same reasons.
+/// A long plan of a peer is kept packed. It moves the same bytes as its unpacked spans, and is refused for
+/// the same reasons.
 #[test]
 fn packed_plans_are_what_their_spans_are() {
     let mut random = 1u64;
@@ -671,7 +679,7 @@ fn packed_plans_are_what_their_spans_are() {
         (random >> 33) % most
     };
     let (mut taken, mut refused) = (0, 0);
-    // How far places lie apart, how odd they are, and how many of a wave write where another does.
+    // How far places are apart, how irregular they are, and how many of a wave write to the place of another.
     for (scale, odd, again) in [
         (8, 1, 0),
         (8, 8, 0),
@@ -748,14 +756,15 @@ fn packed_plans_are_what_their_spans_are() {
     assert!(error.to_string().contains("the plan is not valid"), "{error}");
 }
 
-/// A wave that no list of blocks becomes, and that could only be checked with more memory than its plan takes, is refused.
+/// A wave that no list of blocks produces, and whose check would need more memory than the plan takes, is
+/// refused.
 #[test]
 fn what_cannot_be_checked_is_refused() {
     // Sixteen million pieces of a byte from two spans, on no grid and in no order.
     let comb = |dst: u64| Span { src: 0, dst, len: 1, count: 1 << 23, src_step: 0, dst_step: 1_000_003 };
     let error = CopyPlan::from_parts(1, 0, 0, vec![vec![comb(1), comb(0)]]).unwrap_err();
     assert!(error.to_string().contains("too irregular"), "{error}");
-    // As many on a grid are checked by a bit each; few on no grid are sorted.
+    // The same number of pieces on a grid is checked with a bit for each; a few pieces on no grid are sorted.
     let few = [1 << 30, 0, (1 << 30) + 1].map(|dst| Span { len: 2, count: 1, ..comb(dst) });
     let even = |dst: u64| Span { len: 512, dst_step: 2048, dst: dst * 1024, ..comb(0) };
     CopyPlan::from_parts(1, 0, 0, vec![vec![even(1), even(0)]]).unwrap();

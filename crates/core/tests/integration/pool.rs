@@ -88,7 +88,7 @@ fn only_the_owner_of_a_live_extent_frees_it() {
 
 #[test]
 fn a_fit_behind_the_head_of_its_own_class_is_found() {
-    // 64 and 65 pages share a class. The shorter run comes back last and so is the head.
+    // 64 and 65 pages share a class. The shorter run is freed last, so it is the head of the list.
     let mut pool = pool_of(64 + 1 + 65 + 1);
     let long = pool.allocate(65 * PAGE).unwrap();
     let _between = pool.allocate(PAGE).unwrap();
@@ -166,7 +166,7 @@ fn tensors_beyond_all_numbers_are_out_of_memory() {
     assert_eq!((pool.state().failures, pool.state().free_bytes), (5, 8 * PAGE));
 }
 
-/// A pool with one flag for each page, which shares nothing with the real one but the page size.
+/// A naive pool with one flag for each page, which shares only the page size with the real one.
 #[derive(Default)]
 struct Twin {
     used: Vec<bool>,
@@ -190,7 +190,7 @@ impl Twin {
         self.used.iter().filter(|used| **used).count()
     }
 
-    /// Marks a range that the pool says it handed out; complains if it cannot be so.
+    /// Marks a range that the pool has allocated. Fails if the range is not possible.
     fn hand_out(&mut self, extent: Extent) -> Result<(), TestCaseError> {
         prop_assert_eq!((extent.offset % PAGE, extent.bytes % PAGE), (0, 0), "{:?}", extent);
         prop_assert!(extent.bytes > 0);
@@ -209,7 +209,7 @@ impl Twin {
         self.frees += 1;
     }
 
-    /// How many extents `count` pieces of `each` pages need at least; `None` if they do not fit.
+    /// Returns the least number of extents for `count` pieces of `each` pages; `None` if they do not fit.
     fn extents_needed(&self, each: usize, count: usize) -> Option<usize> {
         let mut room: Vec<usize> = self.runs().iter().map(|run| run / each).collect();
         room.sort_unstable();
@@ -245,9 +245,9 @@ enum Step {
     Allocate(u64),
     /// Bytes of each tensor, and their number.
     Tensors(u64, u32),
-    /// Which of the live extents, modulo their number.
+    /// Index of a live extent, modulo their number.
     Free(usize),
-    /// Which of the extents that were freed before.
+    /// Index of an extent that was freed before.
     FreeAgain(usize),
 }
 
@@ -359,7 +359,7 @@ impl Duel<'_> {
         Ok(())
     }
 
-    /// Everything comes back, oldest or newest first, and is one run again.
+    /// Frees everything, oldest or newest first, and checks that one run is left.
     fn end(mut self) -> Result<(), TestCaseError> {
         while !self.live.is_empty() {
             self.step(&Step::Free(self.dead.len() * 7))?;

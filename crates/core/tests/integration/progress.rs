@@ -1,4 +1,5 @@
-//! What has arrived, compared with a model that looks at every byte; and ranges of plans through a stream.
+//! The rows that have arrived, compared with a model that checks every byte; and ranges of plans sent through
+//! a stream.
 //!
 //! `links/broken_streams.rs` covers streams that break.
 
@@ -74,7 +75,8 @@ fn what_arrived_is_what_the_twin_says() {
             Ok(())
         })
         .unwrap();
-    // The model is checked by hand: of two tensors, the second one's second row is missing.
+    // A case that was computed by hand checks the model: of two tensors, the second row of the second one is
+    // missing.
     let plan = block_plan(&[(0, 4), (9, 2)], 10, 2);
     let progress = Progress::default();
     for (from, to, second) in [(0, 25, &[][..]), (25, 39, &[4]), (39, 40, &[2, 4])] {
@@ -119,7 +121,7 @@ fn a_plan_through_a_stream_ends_like_a_plan_in_memory() {
     let plan = block_plan(&shuffled(), ROW as u64, 3);
     assert!(plan.waves().len() > 1);
     let (_kept, src) = tensors_over(3, ROWS, ROW, |tensor, at| pattern(4, tensor, at));
-    // In one stretch, and in three that cut pieces and waves.
+    // In one range, and in three ranges that cut pieces and waves.
     for cuts in [vec![], vec![1_234_567, plan.bytes() - 17]] {
         let (buffer, dst) = tensors_over(3, ROWS, ROW, |_, _| 0xEE);
         let (local, remote) = local_streams("progress");
@@ -144,7 +146,8 @@ fn a_plan_through_a_stream_ends_like_a_plan_in_memory() {
     assert_eq!(error.kind(), ErrorKind::System, "a stretch beyond the plan");
 }
 
-/// Where zeros stand follows from the number of bytes alone, so that the sides may cut their pieces as they like.
+/// The positions of the zeros follow from the number of bytes alone, so each side may cut its pieces
+/// differently.
 #[test]
 fn zeros_stand_before_each_stretch_however_it_is_cut() {
     const BLOCK: usize = 4096;

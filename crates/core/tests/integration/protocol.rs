@@ -23,7 +23,7 @@ fn golden<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(message
     let header = Header::parse(frame[..HEADER].try_into().unwrap(), MESSAGE_LIMIT).unwrap();
     assert_eq!(header, Header { kind: MESSAGE, length: frame.len() - HEADER });
     assert_eq!(&protocol::open::<T>(header.kind, &frame[HEADER..]).unwrap(), message);
-    // Neither less nor more is that message.
+    // A shorter or longer body is not that message.
     for cut in HEADER..frame.len() {
         assert_eq!(protocol::decode::<T>(&frame[HEADER..cut]).unwrap_err().kind(), ErrorKind::NotLinked);
     }
@@ -253,7 +253,7 @@ fn a_refusal_crosses_versions() {
     let error = Error::new(ErrorKind::LinkFailed, "wrong token").with("peer", "x");
     let frame = protocol::refusal(&error);
     assert_eq!(hex(&frame), "4c4405ff1800000009000000".to_owned() + &hex(b"wrong token (peer=x)"));
-    // Whatever version wrote it.
+    // The version that wrote it does not matter.
     for version in [0, 1, 2, 3, 4, 5, 255] {
         let mut header: [u8; HEADER] = frame[..HEADER].try_into().unwrap();
         header[2] = version;
@@ -263,7 +263,7 @@ fn a_refusal_crosses_versions() {
         assert_eq!(refused.kind(), ErrorKind::LinkFailed);
         assert_eq!(refused.to_string(), "the peer refused: wrong token (peer=x)");
     }
-    // And whatever is in it.
+    // Its content does not matter either.
     for (body, kind) in [
         (&[][..], ErrorKind::System),
         (&[1, 0, 0], ErrorKind::System),
@@ -394,7 +394,7 @@ fn plan_that_writes_a_byte_twice_is_an_invalid_argument() {
     }
 }
 
-/// Blocks travel as numbers of one width: the narrowest that holds all of them.
+/// Blocks are encoded as numbers of one width: the narrowest that holds all of them.
 #[test]
 fn block_bytes() {
     for (number, head, pairs) in [
@@ -495,7 +495,7 @@ fn runs_of_many_tensors_are_short() {
         assert_eq!(Run::unpack(&packed, numbers.len() as u32).unwrap(), numbers);
         assert_eq!(Run::unpack(&packed, numbers.len() as u32 + 1).unwrap_err().kind(), ErrorKind::NotLinked);
     }
-    // A count is not believed, however large.
+    // A count is never trusted, however large it is.
     let huge = [Run { start: 0, step: 1, count: u32::MAX }; 3];
     let (error, peak) = counting_allocator::peak(|| Run::unpack(&huge[..1], u32::MAX).map(drop).unwrap_err());
     assert_eq!(error.kind(), ErrorKind::NotLinked);
@@ -512,8 +512,8 @@ fn failures_keep_kind_and_message() {
     assert_eq!(Reply::error(99, "odd", Vec::new()).kind(), ErrorKind::System);
 }
 
-/// What a plan of a peer comes to, from its frame to the rows that are pinned, takes at most three times its frame: as its
-/// owner does it, with the frame let go once it was read.
+/// A peer's plan, from its frame to the rows that are pinned, takes at most three times the memory of its
+/// frame. As at the owner, the frame is dropped once it was decoded.
 #[test]
 fn a_plan_takes_a_bounded_multiple_of_its_bytes() {
     const ROW: u64 = 1 << 24;
@@ -579,7 +579,8 @@ fn a_plan_takes_a_bounded_multiple_of_its_bytes() {
 #[test]
 fn the_rows_of_a_plan_take_memory_for_each_row_once() {
     const ROW: u64 = 4096;
-    // A few bytes that name a quarter of a million rows, sixteen times: what the rows take, not what was said.
+    // A few bytes name a quarter of a million rows, sixteen times. The memory depends on the rows, not on how
+    // often they are named.
     let count = 1u64 << 18;
     let step = 2 * ROW.cast_signed();
     let span = Span { src: 0, dst: 0, len: 1, count, src_step: step, dst_step: -step };

@@ -113,7 +113,8 @@ fn the_same_server_twice() {
     };
     assert_eq!(found(&table("node-a", "node-a"))[1].0, "127.0.0.1:16667");
     assert_eq!(found(&table("192.0.2.1", "192.0.2.1"))[1].0, "192.0.2.1:16667");
-    // Two names that are no addresses: the device's is all there is, and nothing to bind to.
+    // Two names that are not addresses: only the device's address is left, and there is no address to bind
+    // to.
     let apart = found(&table("node-a", "node-b"));
     assert_eq!(apart[0], one("198.51.100.1:16666", "device_ip", "0.0.0.0:16666"));
     assert_eq!(apart[1], one("198.51.100.2:16667", "device_ip", "0.0.0.0:16667"));
@@ -142,9 +143,9 @@ fn what_outranks_what() {
     let expected: [SocketAddr; 2] = ["203.0.113.5:1".parse().unwrap(), "[2001:db8::9]:3".parse().unwrap()];
     assert_eq!((both[0].host.as_slice(), both[1].host.as_slice()), (&expected[..1], &expected[1..]));
     assert_eq!((both[0].why, both[1].why), ("rank_hosts has its cluster id", "rank_hosts has its device_ip"));
-    // An address that stands for another host need not be one of this host's.
+    // An address that stands for another host need not belong to this host.
     assert_eq!((both[0].bind.to_string(), both[1].bind.to_string()), ("0.0.0.0:1".into(), "[::]:3".into()));
-    // Overrides need no table to speak of.
+    // With overrides, the table may be empty.
     assert_eq!(ends("{}").unwrap()[1].host[0].to_string(), "203.0.113.21:2");
 }
 
@@ -163,7 +164,7 @@ fn tables_with_little_in_them() {
     ] {
         assert_eq!(found(table), local, "{table}");
     }
-    // Devices without a rank are nobody's: position says nothing.
+    // Devices without a rank belong to no member; their position in the list is not used.
     let nobody = r#"{"server_list": [{"server_id": "192.0.2.1", "device": [{}]}, {"server_id": "192.0.2.2", "device": [{}]}]}"#;
     refused(read(nobody), &["no address for rank 0", "cluster 5"]);
     let server = r#"{"server_list": [{"server_id": "192.0.2.1", "device": [{"device_id": "9"}]}]}"#;

@@ -1,5 +1,5 @@
-//! Memory of a process that does not answer the kernel. A read ends at its deadline, keeps the memory that the kernel may
-//! still write to, and costs a bounded number of threads.
+//! Memory of a process that does not respond to the kernel. A read ends at its deadline, keeps the memory to
+//! which the kernel may still write, and costs a bounded number of threads.
 //!
 //! Most tests stall reads of addresses of this process (`llm_datadist_testing::Stall`); one has a peer with userfaultfd memory.
 
@@ -21,7 +21,7 @@ use crate::fixtures::{
 use crate::peer_memory::{Peer, ROW, ROWS};
 
 const STRAIGHT: Staging = Staging { path: SwapInPath::Auto, buffer_bytes: 1 << 20 };
-/// Threads that one process can cost, by default.
+/// Number of threads that one process can block, by default.
 const THREADS_OF_A_PROCESS: usize = 8;
 const SHORT: Duration = Duration::from_millis(60);
 /// A limit that no test runs into unless it hangs.
@@ -79,7 +79,7 @@ impl Read {
         self.plan.bytes() as usize
     }
 
-    /// Loses a thread in a read.
+    /// Blocks a thread in a read.
     fn lose(&self, engine: &CopyEngine) {
         lose(own_pid(), || self.run(engine, SHORT));
     }
@@ -142,7 +142,7 @@ fn one_process_costs_a_bounded_number_of_threads_and_then_fails_fast() {
         silent.lose(&engine);
         eventually("the read", || stall.waiting() == lost);
     }
-    // This test would not wait for the limit.
+    // The limit is far longer than this test may take.
     let error = silent.run(&engine, Duration::from_secs(3600)).unwrap_err();
     assert_eq!((error.kind(), error.fact("threads")), (ErrorKind::Timeout, Some("8")), "{error}");
     assert_eq!(error.fact(STILL_READING), None, "nothing of this call is under way");
@@ -216,7 +216,7 @@ fn memory_behind_userfaultfd_costs_a_timeout_until_the_peer_ends() {
     let (engine, read, pid) = (engine(), of_peer(&peer, at), peer.process.pid());
     lose(pid, || read.run(&engine, SHORT));
     assert!(read.is_held());
-    // Its secret may lie there as well: linking does not hang either.
+    // Its secret may lie in such memory as well. Linking does not hang either.
     let hidden = Probe { address: at + 4096, secret: [1; 16] };
     lose(pid, || engine.open_process(pid, hidden, Deadline::after(SHORT)).map(drop));
     // An engine may end before the peer does.

@@ -63,7 +63,7 @@ fn the_number_of_this_process_is_the_kernels() {
     }
 }
 
-/// What a process under a limit finds: one line for each kind of shared memory.
+/// Reports what a process under a limit gets: one line for each kind of shared memory.
 #[test]
 #[ignore = "started by the tests below"]
 fn limited() {

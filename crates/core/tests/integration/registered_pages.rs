@@ -27,17 +27,17 @@ pub(crate) struct Pages {
 }
 
 impl Pages {
-    /// Of the process; or of a file, shared or not.
+    /// Maps private memory; or a file, shared or not.
     pub(crate) fn new(units: usize, file: Option<(&File, libc::c_int)>) -> Pages {
         let len = units * UNIT;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-        // SAFETY: no address is asked for, so the kernel chooses a range nobody uses.
+        // SAFETY: no address is requested, so the kernel chooses an unused range.
         let held = unsafe { libc::mmap(null_mut(), len + 2 * UNIT, libc::PROT_NONE, flags, -1, 0) };
         assert_ne!(held, libc::MAP_FAILED);
         let pages = Pages { held, len };
         let (flags, descriptor) = file.map_or((flags, -1), |(file, flags)| (flags, file.as_raw_fd()));
         let (at, rights) = (pages.at() as *mut c_void, libc::PROT_READ | libc::PROT_WRITE);
-        // SAFETY: inside the mapping just made, which nobody else knows of.
+        // SAFETY: the range lies inside the mapping just made, which nothing else uses.
         assert_eq!(unsafe { libc::mmap(at, len, rights, flags | libc::MAP_FIXED, descriptor, 0) }, at);
         // Another test forks: its child must not share these.
         pages.advise(libc::MADV_DONTFORK);
@@ -70,7 +70,7 @@ impl Pages {
         assert_eq!(wrong, None, "a byte changed");
     }
 
-    /// All of it as one registered tensor of blocks.
+    /// Returns all of the pages as one registered tensor of blocks.
     pub(crate) fn tensors(&self) -> Tensors {
         let spec = desc(Placement::Host, 1, self.len / PAGE, PAGE);
         Tensors::adopted(adopt(&spec, CacheKind::Blocks, &[self.at() as u64]))
@@ -103,12 +103,12 @@ impl Pages {
 
 impl Drop for Pages {
     fn drop(&mut self) {
-        // SAFETY: the mapping made above; what was given its addresses is gone.
+        // SAFETY: the mapping was made above, and nothing uses its addresses any more.
         unsafe { libc::munmap(self.held, self.len + 2 * UNIT) };
     }
 }
 
-/// Whether this kernel puts a process's own pages into huge ones when asked, and only then.
+/// Returns whether this kernel merges pages of a process on request and only then.
 pub(crate) fn asked() -> bool {
     let setting = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
     if setting.contains("[always]") {
@@ -118,7 +118,7 @@ pub(crate) fn asked() -> bool {
     merges()
 }
 
-/// A merger that may merge `pages`, as the owner registers and unregisters them.
+/// A merger that may merge `pages`, which an owner registers and unregisters.
 struct Bench<'a>(Merger, &'a Pages);
 
 impl Bench<'_> {
@@ -185,7 +185,7 @@ fn unregistered_memory_is_left_alone() {
     bench.0.give_back(CacheId(1));
     bench.0.give_back(CacheId(1));
     assert_eq!(bench.run(), (0, 0));
-    // At any moment of the work: what was merged by then, and nothing after.
+    // Memory may be given back at any moment of the work. Nothing is merged afterwards.
     assert!(bench.register(1));
     bench.0.check_for_work();
     bench.0.give_back(CacheId(1));
@@ -201,7 +201,7 @@ fn unregistered_memory_is_left_alone() {
 fn a_merger_without_registered_memory_takes_none() {
     let pages = Pages::new(1, None);
     pages.write(0, UNIT);
-    // One that merges nothing, and one for pools alone.
+    // A merger that merges nothing, and one for pools only.
     for merger in [Merger::default(), Merger::new([])] {
         let bench = Bench(merger, &pages);
         assert!(!bench.register(1));
@@ -258,7 +258,7 @@ fn only_whole_units_are_merged() {
         (&[start], UNIT - 1, &[]),
         (&[start + 1], UNIT, &[]),
         (&[start + 1], 2 * UNIT, &[start + unit]),
-        // Tensors that lie end to end are one stretch, in whatever order they are named.
+        // Adjacent tensors form one range, whatever their order.
         (&[start + unit / 2, start], UNIT / 2, &[start]),
         (&[start + unit, start], UNIT, &[start, start + unit]),
         (&[start, start], UNIT, &[start]),

@@ -157,14 +157,14 @@ impl Twin {
     }
 }
 
-/// Caches are given as an index, which may lead to none.
+/// Caches are given as an index, which may name no cache.
 #[derive(Clone, Debug)]
 enum Call {
     Enter(Shape),
     Deallocate(usize),
     Unregister(usize),
     RemoveKey(CacheKey),
-    /// A key, or a row of a cache; then whether the cache that it leads to is meant, or any other.
+    /// A key, or a row of a cache; then whether the cache to which it resolves is meant, or any other.
     Consume(Option<CacheKey>, usize, u32, bool, (u32, u32)),
     ReleaseRow(usize, u32),
 }
@@ -274,8 +274,8 @@ impl Both {
         }
     }
 
-    /// Checks that every name leads to the same place in both, and that a generation holds as long as the cache
-    /// lives and keeps its keys.
+    /// Checks that every name resolves to the same place in both, and that a generation is valid as long as
+    /// the cache exists and keeps its keys.
     fn agree(&mut self) {
         for (at, made) in self.made.iter().enumerate() {
             assert_eq!(made.strong_count() > 0, self.twin.alive(at), "cache {at}");
@@ -285,7 +285,7 @@ impl Both {
             let expected = self.twin.alive(at) && self.twin.keys(at) == keys;
             assert_eq!(self.real.generations.of(place) == generation, expected);
         }
-        // The oldest stay: their places have had other caches since.
+        // The oldest entries are kept, because their indices have been reused since.
         self.described.truncate(500);
         let mut names: Vec<Name> = all_keys().map(Name::Key).collect();
         let unknown = [0, i64::MIN, 1 << 40].map(CacheId);

@@ -139,8 +139,8 @@ fn exclusion_holds_under_many_threads_without_a_deadlock() {
     caches.iter().for_each(|cache| drop(writes(cache, 0..6).expect("a row is still pinned")));
 }
 
-/// A peer that this engine has written to may read past a waiting writer. No other reader may, no reader passes a
-/// writer that has the row, and the writer gets its turn.
+/// Only a read with `ahead` may pass a waiting writer. No reader passes a writer that holds the row, and the
+/// writer gets its turn.
 #[test]
 fn only_a_read_ahead_passes_a_waiting_writer() {
     let cache = cache(4);
@@ -180,7 +180,7 @@ fn writer_that_timed_out_blocks_no_reader() {
     let reader = reads(&cache, &[1]).unwrap();
     writes(&cache, [0, 1]).unwrap_err();
     within(&cache, &[0, 1], &[2], soon()).expect("no writer waits any more");
-    // Nor a reader that arrived while it waited.
+    // A reader that arrived while the writer waited is not blocked either.
     let limit = Deadline::after(Duration::from_millis(300));
     std::thread::scope(|scope| {
         let writer = scope.spawn(|| within(&cache, &[], &[1], limit).map(drop));

@@ -1,4 +1,4 @@
-//! The hint about small pages: one line where peers read registered memory slowly, and none anywhere else.
+//! The hint about small pages: it is logged once if peers read registered memory slowly, and never otherwise.
 
 use std::time::Duration;
 
@@ -30,7 +30,7 @@ fn small(units: usize) -> Pages {
     pages
 }
 
-/// Whether the kernel tells the size of a page. Asked about a page that is there.
+/// Returns whether the kernel reports the size of a page, for a page that is present.
 fn told() -> bool {
     let pages = small(1);
     pages.write(0, 1);
@@ -63,7 +63,7 @@ fn one_hint_is_given_where_registered_memory_lies_in_small_pages() {
     tell(&merger, 7, &pages);
     tell(&merger, 8, &other);
     assert_eq!(heard.lines().len(), 1, "once");
-    // Where registered memory is merged, and where nothing was asked for.
+    // No hint if registered memory is merged, or if the merger gives no hints.
     tell(&Merger::with_registered([]), 7, &pages);
     tell(&Merger::default(), 7, &pages);
     assert_eq!(heard.lines().len(), 1);

@@ -1,4 +1,4 @@
-//! Counters say what was done. Times are not judged beyond being there.
+//! Counters report what was done. Of durations, only their presence is checked.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -169,7 +169,7 @@ fn percentiles_lie_between_the_calls_and_the_longest_of_them() {
         sorted.sort_unstable();
         let rank = |percent: usize| sorted[(sorted.len() * percent).div_ceil(100) - 1];
         for (shown, least) in [(state.p50_nanos, rank(50)), (state.p99_nanos, rank(99))] {
-            // The last bucket has no upper bound; what it tells is its lower one.
+            // The last bucket has no upper bound, so only its lower bound is checked.
             let least = least.min(1 << 39);
             assert!(least <= shown && shown <= least.max(1).saturating_mul(2), "{shown} for {least}");
             assert!(shown <= sorted[sorted.len() - 1], "{shown} is above the longest of {nanos:?}");

@@ -127,7 +127,7 @@ fn a_swap_in_behind_busy_workers_ends() {
     engine.swap_blocks(&host, &remote, &[(0, 0)]).unwrap();
 }
 
-/// A device whose copies pause now and then for so long that the other stage of the ring falls asleep.
+/// A device whose copies sometimes pause for so long that the other stage of the ring falls asleep.
 #[derive(Debug)]
 struct Uneven(SimDevice, AtomicU64);
 

@@ -178,7 +178,8 @@ impl Stalled {
     }
 }
 
-/// Sixteen places that stall hold every lane; a seventeenth gets one, and an eighteenth too, which it keeps.
+/// Sixteen stalled clusters hold every lane. A seventeenth gets a lane anyway, and so does an eighteenth,
+/// which keeps it.
 #[test]
 fn every_cluster_gets_a_lane_and_at_most_32() {
     let lanes = Executor::default();
@@ -192,20 +193,21 @@ fn every_cluster_gets_a_lane_and_at_most_32() {
     let deliveries = scripts.iter().map(|script| delivery(200, &(0, 2, script))).collect();
     let task = Task::start(lanes.handle().clone(), deliveries, None).unwrap();
     task.ready(1);
-    // The lane stalls here. Then it has the others to do, which are queued behind all of the seventeenth.
+    // The lane stalls here. Then it runs the others, which are queued behind all jobs of the seventeenth
+    // cluster.
     scripts[0].arrived();
     scripts[0].open();
     ended_as(&task, &["Done"; 4]);
     assert!(scripts.iter().all(|script| script.pushed() == [0, 1]));
     assert!(lanes.handle().threads() <= 514, "{}", lanes.handle().threads());
     all.iter().for_each(Stalled::finish);
-    // Later layers for the same place find its lanes free.
+    // Later layers for the same cluster find its lanes free.
     let again = Stalled::new(&lanes, 100, 32);
     again.arrived(32);
     again.finish();
 }
 
-/// Destinations that wait for a stalled place end at once if they have nothing to push.
+/// Destinations that wait for a stalled cluster end at once if they have nothing to push.
 #[test]
 fn what_is_queued_behind_a_stalled_cluster_ends_at_once() {
     for kind in ["Cancelled", "Closed", "System"] {
@@ -291,7 +293,7 @@ fn a_task_without_layers_ends_once_all_are_found() {
     ended_as(&task, &["Done", "NotLinked", "Done"]);
 }
 
-/// A destination that fails, panics or stalls ends alone, and takes no lane with it.
+/// A destination that fails, panics or stalls ends alone, and no lane is lost.
 #[test]
 fn destinations_are_independent() {
     let lanes = Executor::default();
@@ -435,7 +437,7 @@ fn only_a_layer_that_is_not_ready_runs_out_of_patience() {
     ended_as(&task, &["Done"]);
 }
 
-/// More tasks than there may be lanes wait with patience, and all of them get on.
+/// More tasks than lanes may wait at the same time, and all of them make progress.
 #[test]
 fn tasks_that_wait_take_no_threads() {
     let lanes = Executor::default();
@@ -458,7 +460,8 @@ fn tasks_that_wait_take_no_threads() {
     eventually("the end of the alarms", || lanes.handle().alarms() == 0);
 }
 
-/// A task that has no owner drops its carriers, however much patience it has. Layers that are ready are still pushed.
+/// A task without an owner drops its carriers, however long it may wait for a layer. Layers that are ready
+/// are still pushed.
 #[test]
 fn a_dropped_task_holds_nothing() {
     let lanes = Executor::default();

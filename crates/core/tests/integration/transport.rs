@@ -96,7 +96,7 @@ fn body(stream: &Stream) -> Vec<u8> {
     body
 }
 
-/// The bytes as they are, past every frame.
+/// Returns the socket itself, past the framing.
 fn raw(stream: &Stream) -> std::fs::File {
     std::fs::File::from(stream.as_fd().try_clone_to_owned().unwrap())
 }
@@ -162,7 +162,7 @@ fn frames_in_one_write_are_separated() {
         assert_eq!(body(&remote), b"four");
         drop(local);
         assert!(receive(&remote).unwrap().is_none());
-        // The end stays the end.
+        // The end of a stream is permanent.
         assert!(receive(&remote).unwrap().is_none());
     });
 }
@@ -201,7 +201,7 @@ fn longest_frame_passes() {
 
 #[test]
 fn claimed_length_allocates_no_memory() {
-    // 63 MiB are promised and a hundred bytes come: what they are given is bounded by what came.
+    // A frame announces 63 MiB, and a hundred bytes arrive. The memory is bounded by what arrived.
     each(|_, _, local, remote| {
         let mut header = b"LD\x05\x01".to_vec();
         header.extend((63u32 << 20).to_le_bytes());
@@ -242,11 +242,11 @@ fn silence_times_out_and_keeps_the_stream() {
         assert_eq!(error.kind(), ErrorKind::Timeout);
         assert!(error.to_string().starts_with("the_limit passed while waiting"), "{error}");
         assert_eq!(error.fact("peer"), Some(remote.peer()));
-        // Nothing of a frame had come: the stream goes on.
+        // Nothing of a frame had arrived, so the stream remains usable.
         assert!(!remote.is_closed());
         local.send(&frame(b"at last"), soon()).unwrap();
         assert_eq!(body(&remote), b"at last");
-        // What is there already is received even when no time is left.
+        // Bytes that have arrived are received even if no time is left.
         local.send(&frame(b"late"), soon()).unwrap();
         let none = Deadline::after(Duration::ZERO);
         let until = Instant::now() + Duration::from_secs(20);
@@ -272,14 +272,15 @@ fn full_buffer_times_out() {
         assert_eq!(kind_of(receive(&remote)), ErrorKind::NotLinked);
     });
     each(|_, _, local, _far| {
-        // Full to the brim, the next frame cannot even start: nothing is broken by that.
+        // The socket is completely full, so the next frame cannot even start. The stream remains usable.
         fill(&local);
         assert_eq!(kind_of(local.send(&frame(b"more"), short())), ErrorKind::Timeout);
         assert!(!local.is_closed());
     });
 }
 
-/// Writes until the socket takes nothing for a while: over TCP room appears again as the kernel moves bytes along.
+/// Writes until the socket accepts nothing for a while. Over TCP, room appears again as the kernel moves
+/// bytes.
 fn fill(stream: &Stream) {
     let mut socket = std::net::TcpStream::from(stream.as_fd().try_clone_to_owned().unwrap());
     socket.set_nonblocking(true).unwrap();
@@ -496,7 +497,7 @@ fn a_refusal_answers_another_version() {
         let error = remote.receive(HANDSHAKE_LIMIT, Duration::ZERO, soon()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::LinkFailed);
         assert!(error.to_string().contains("version 7"), "{error}");
-        // What is left of that message is never taken for a frame, but the peer can be told why.
+        // The rest of that message is never taken for a frame, but the reason can be sent to the peer.
         assert_eq!(kind_of(receive(&remote)), ErrorKind::NotLinked);
     });
     each(|_, _, local, remote| {

@@ -13,7 +13,8 @@ const TOTAL: u64 = 64 << 20;
 const PIECE: u64 = 64 << 10;
 const UNIT: u64 = 512 << 10;
 
-/// Copies `units` units, for which each kernel takes so many microseconds, and returns how many each got.
+/// Copies `units` units with the given time of each kernel in microseconds. Returns how many units each
+/// kernel got.
 fn copy(
     tuner: &Tuner,
     source: Source,
@@ -71,14 +72,14 @@ fn a_few_bad_samples_do_not_change_the_choice() {
     };
     let tuner = Tuner::new(KernelChoice::Streaming).unwrap();
     copy(&tuner, Own, 40, PIECE, wins(last));
-    // Something took the core away for a hundred times as long as a unit takes.
+    // The thread lost its core for a hundred times as long as a unit takes.
     for _ in 0..3 {
         tuner.learn(Own, TOTAL, PIECE, last, UNIT, Duration::from_millis(6));
     }
     let chosen = copy(&tuner, Own, 300, PIECE, wins(last));
     assert!(chosen[last.name()] >= 290, "{chosen:?}");
     assert!(chosen.keys().all(|name| name.starts_with("streaming")), "forced: {chosen:?}");
-    // A small copy learns nothing, and is streamed all the same.
+    // A small copy is not learned from, and is streamed anyway.
     assert!(tuner.choose(Own, 1 << 10, 1 << 10).streams());
     assert_eq!(tuner.bytes(), (0, 343 * UNIT));
 }

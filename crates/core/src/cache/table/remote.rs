@@ -46,8 +46,8 @@ impl Table {
         (entry.cache.id() == id).then(|| entry.cache.clone())
     }
 
-    /// Returns for each of `addrs` where it lies among the caches that peers may access. If several caches
-    /// share the memory, it selects the one with the most bytes after the address.
+    /// Returns the location of each of `addrs` among the caches that peers may access. If several caches
+    /// share the memory, selects the one with the most bytes after the address.
     ///
     /// This visits every cache, so it is used at the start of a transfer and not for each layer.
     pub fn locate(&self, addrs: &[u64]) -> Result<Vec<Option<AddressLocation>>> {

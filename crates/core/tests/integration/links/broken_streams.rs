@@ -1,7 +1,8 @@
-//! Streams that are cut, stall or garble at every byte of a greeting and of every call: a call ends within its limit, what
-//! it reports as done is done, both sides forget the rest, and linking again works.
+//! Streams that are cut, stall or garble bytes at every position of a handshake and of every call. A call
+//! ends within its limit, everything that it reports as done is done, both sides release the rest, and
+//! linking again works.
 //!
-//! Not for: peers that misbehave on purpose (`linking`, `fake_peer`).
+//! `linking` and `fake_peer` cover peers that misbehave on purpose.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -57,12 +58,12 @@ pub(super) fn faults(way: Way, places: impl Iterator<Item = u64>) -> impl Iterat
     })
 }
 
-/// Every byte for an exhaustive run, else one in so many.
+/// Returns every position for an exhaustive run, otherwise one in `one_in`.
 fn steps(end: u64, one_in: usize) -> impl Iterator<Item = u64> {
     (0..end).step_by(if times(1) > 1 { 1 } else { one_in })
 }
 
-/// An engine whose next dialled stream has the fault that is armed, and its sound peer.
+/// An engine whose next dialled stream has the armed fault, and a peer without faults.
 pub(super) struct Bed {
     pub(super) local: DataDist,
     pub(super) remote: DataDist,
@@ -77,7 +78,7 @@ impl Bed {
         let (mut local, mut transports) = (config(1, way), way.transports());
         local.sync_timeout = limit;
         if way == Way::Shm {
-            // No way back to sockets: the fault shows.
+            // No fallback to sockets, so that the fault shows.
             local.links.transport = TransportChoice::Shm;
             transports.unix = Arc::new(Faulty::new(transports.unix, faults));
         } else {
@@ -98,7 +99,7 @@ impl Bed {
         broken.bounded(call)
     }
 
-    /// Both sides without links, whatever there was.
+    /// Removes the links of both sides, whatever their state.
     pub(super) fn clean(&self) {
         *self.armed.lock().unwrap() = None;
         self.local.unlink_clusters(&[address(&self.remote)], LONG, true).remove(0).unwrap();
@@ -185,8 +186,8 @@ fn check_arrived(error: &Error, source: &[Vec<u8>], local: &[Vec<u8>], row_bytes
     }
 }
 
-/// A key whose pull reports success is gone; one whose pull never got its bytes is still there; and a push that reports
-/// success is in place.
+/// If a pull reports success, its key is gone. If a pull never received its bytes, its key is still there. If
+/// a push reports success, its bytes are in place.
 #[test]
 fn keys_and_pushes_survive_broken_calls() {
     for way in [Way::Tcp, Way::Shm] {

@@ -1,4 +1,5 @@
-//! Communicators of rank tables: whoever comes late or comes back is linked, and ports and links end with the last user.
+//! Communicators of rank tables: members that arrive late or return are linked, and ports and links end with
+//! the last user.
 //!
 //! `tests/test_rank_table.py` covers their results between processes.
 
@@ -162,7 +163,7 @@ fn a_member_that_returns_after_the_limit_is_linked_again() {
     assert!(high.stats().links.is_empty());
 }
 
-/// A link that comes about while its communicator is left does not stay.
+/// A link that is made while its communicator is being left does not stay.
 #[test]
 fn a_communicator_that_is_left_at_once_leaves_nothing() {
     let (_, members) = members(Way::Tcp, LIMIT);

@@ -127,8 +127,9 @@ fn interrupted_call_ends() {
     }
 }
 
-/// A push that was not answered may still be carried out: until then no read is made in place. The owner makes it wait for a
-/// pinned row within the caller's limit, and serves other rows meanwhile. A push that the peer refused is over.
+/// The peer may still execute a push that it did not answer. Until it no longer can, no read is made in
+/// place. The owner makes such a read wait for a pinned row within the caller's limit, and serves other rows
+/// meanwhile. A push that the peer refused is over.
 #[test]
 fn unanswered_push_keeps_reads_out_of_place() {
     for way in WAYS.into_iter().filter(|way| way.shares()) {
@@ -139,7 +140,7 @@ fn unanswered_push_keeps_reads_out_of_place() {
         let (bytes, before) = (source.fill(1), remote.fill(2));
         let name = of(2, Name::Key(KEY));
         let push = |source: &Held| push_blocks(&slow.local, source, &[1], name, &[1]);
-        // Usually this side gives up first. On a machine that stood still the peer may answer in time.
+        // Usually this side gives up first. If the machine stalls, the peer may answer in time.
         let unanswered = || {
             eventually("a push without an answer", || {
                 let error = push(&source).unwrap_err();
@@ -166,7 +167,7 @@ fn unanswered_push_keeps_reads_out_of_place() {
             release();
         });
         remote.write(&before);
-        // The source is memory that is not there: the peer finds out and refuses.
+        // The source is memory that is not mapped. The peer notices this and refuses.
         let hollow = adopt(&shape, Blocks, &[4096, 8192]);
         let hollow = Held { cache: slow.local.register(hollow, &[], Some(true)).unwrap(), own: None };
         let error = push(&hollow).unwrap_err();

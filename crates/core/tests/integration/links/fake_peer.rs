@@ -1,6 +1,6 @@
-//! A peer that speaks as far as the test wants, and no further.
+//! A simulated peer that follows the protocol only as far as a test needs.
 //!
-//! Not for: expectations.
+//! Expectations are in the tests.
 
 use std::os::fd::AsFd;
 use std::thread;
@@ -24,7 +24,7 @@ pub fn soon() -> Deadline {
 }
 
 pub fn say<T: Serialize>(stream: &Stream, message: &T) {
-    // The other side may be gone, which is what some tests are about.
+    // The other side may be gone; some tests rely on that.
     let _ = stream.send(&protocol::encode(message).unwrap(), soon());
 }
 
@@ -43,13 +43,13 @@ fn mac(token: &[u8], side: &[u8], hello: &[u8], nonce: [u8; 16], rest: &[u8]) ->
     mac.finalize().into_bytes().into()
 }
 
-/// The proof of the side that accepts is over its welcome too, with zeros in place of the proof.
+/// Returns the proof of the accepting side. It also covers the welcome, with zeros in place of the proof.
 pub fn welcome_mac(token: &[u8], hello: &[u8], nonce: [u8; 16], welcome: &Welcome) -> [u8; 32] {
     let blank = protocol::encode(&Welcome { mac: [0; 32], ..welcome.clone() }).unwrap();
     mac(token, b"acceptor", hello, nonce, &blank[HEADER..])
 }
 
-/// Offers the engine at the other end the very memory that it offers.
+/// Offers to the engine at the other end the same memory that the engine has offered.
 fn mirror(stream: &Stream) {
     let (_, said, descriptors) = stream.receive_with(HANDSHAKE_LIMIT, soon()).unwrap().unwrap();
     let offered: Attach = protocol::decode(&said).unwrap();
@@ -59,7 +59,7 @@ fn mirror(stream: &Stream) {
     say(stream, &Attached { mapped: Ok(()), registered: Err("not looked at".into()) });
 }
 
-/// A process that calls itself `cluster`.
+/// A process that claims to be `cluster`.
 pub struct Fake {
     pub party: Party,
     listener: Box<dyn Listener>,
@@ -70,7 +70,7 @@ impl Fake {
         Fake::at(&Tcp, &Address::Tcp("127.0.0.1:0".parse().unwrap()), cluster, instance)
     }
 
-    /// The same, heard at `address`.
+    /// Creates the same, which listens at `address`.
     pub fn at(transport: &dyn Transport, address: &Address, cluster: u64, instance: u64) -> Fake {
         let listener = transport.listen(address).unwrap();
         Fake { party: Party { cluster, instance, remote_accessible: false }, listener }
@@ -81,19 +81,19 @@ impl Fake {
         PeerAddress { cluster: ClusterId(self.party.cluster), remote: vec![at], local: vec![] }
     }
 
-    /// The next stream that comes.
+    /// Accepts the next stream.
     pub fn accept(&self) -> Stream {
         let stream = accepted(&*self.listener).unwrap();
         stream.expect_descriptors(true);
         stream
     }
 
-    /// The next stream, greeted, and its purpose.
+    /// Accepts the next stream and runs its handshake. Returns the stream and its purpose.
     pub fn greet(&self) -> (Stream, Purpose) {
         self.greet_with(None)
     }
 
-    /// The same, sent to a local socket.
+    /// Does the same, and directs the peer to the local socket `local`.
     pub fn greet_with(&self, local: Option<String>) -> (Stream, Purpose) {
         let stream = self.accept();
         let (_, said) = stream.receive(HANDSHAKE_LIMIT, Duration::ZERO, soon()).unwrap().unwrap();
@@ -107,7 +107,7 @@ impl Fake {
         (stream, hello.purpose)
     }
 
-    /// A link that the engine makes to this one: its control stream.
+    /// Accepts a link that the engine makes, and returns its control stream.
     pub fn linked(&self) -> Stream {
         let (stream, purpose) = self.greet();
         assert!(matches!(purpose, Purpose::Link { .. }));
@@ -118,7 +118,7 @@ impl Fake {
         stream
     }
 
-    /// Has `engine` link to this process, which `play` answers.
+    /// Makes `engine` link to this process, while `play` acts as the peer.
     pub fn linked_by<T: Send>(&self, engine: &DataDist, play: impl FnOnce() -> T + Send) -> (Result<()>, T) {
         thread::scope(|scope| {
             let peer = scope.spawn(play);
@@ -127,7 +127,7 @@ impl Fake {
         })
     }
 
-    /// Greets `engine`, as far as a welcome.
+    /// Dials `engine`, and runs the handshake up to the welcome.
     pub fn dial(&self, engine: &DataDist, purpose: Purpose) -> Result<Stream> {
         self.dial_with(engine, b"", purpose)
     }
@@ -136,7 +136,7 @@ impl Fake {
         self.welcomed((engine, &Tcp), token, purpose, "elsewhere".into()).map(|(stream, _)| stream)
     }
 
-    /// The local socket that `engine` sends a neighbour to.
+    /// Returns the local socket to which `engine` directs a peer on its host.
     pub fn local_of(&self, engine: &DataDist, host: String) -> Option<String> {
         let purpose = Purpose::Link { link: 1, comm: None, probe_local: true };
         self.welcomed((engine, &Tcp), b"", purpose, host).unwrap().1.local
@@ -162,14 +162,14 @@ impl Fake {
         Ok((stream, welcome))
     }
 
-    /// Makes a link to `engine`: its control stream.
+    /// Makes a link to `engine`, and returns its control stream.
     pub fn link(&self, engine: &DataDist, id: u64) -> Result<Stream> {
         let stream = self.dial(engine, Purpose::Link { link: id, comm: None, probe_local: false })?;
         assert_eq!(hear::<Control>(&stream)?, Control::Pong);
         Ok(stream)
     }
 
-    /// A link to `engine` over `transport`, and a stream of it to call on: control, call.
+    /// Makes a link to `engine` through the transport `over`. Returns its control stream and a call stream.
     pub fn calling(&self, engine: &DataDist, over: &dyn Transport, id: u64) -> (Stream, Stream) {
         let dial = |purpose| self.welcomed((engine, over), b"", purpose, "elsewhere".into()).unwrap().0;
         let control = dial(Purpose::Link { link: id, comm: None, probe_local: false });
@@ -180,7 +180,7 @@ impl Fake {
         (control, dial(Purpose::Call { link: id, reverse: false }))
     }
 
-    /// A stream of that link, to call on.
+    /// Opens a call stream of that link.
     pub fn call(&self, engine: &DataDist, id: u64) -> Result<Stream> {
         self.dial(engine, Purpose::Call { link: id, reverse: false })
     }

@@ -1,4 +1,5 @@
-//! Who a peer is: what it must prove, and that nobody takes the place, the streams or the local socket of another.
+//! The identity of peers: what a peer must prove, and that no peer takes the link, streams or local socket of
+//! another.
 //!
 //! `tests/test_link_security.py` and `tests/test_second_user.py` cover tokens and users between processes.
 
@@ -151,7 +152,7 @@ fn a_link_made_by_a_claimant_takes_no_calls() {
     });
 }
 
-/// The proof covers the name of the local socket, so that nobody on the way can change it.
+/// The proof covers the name of the local socket, so that nobody between the two sides can change it.
 #[test]
 fn a_welcome_cannot_be_changed_on_the_way() {
     let local = open(config(1, Way::Shm), Way::Shm);
@@ -183,7 +184,8 @@ fn another_process_at_the_local_socket_is_not_the_peer() {
     eventually("nothing at the impostor", || impostor.stats().links.is_empty());
 }
 
-/// In the `KvCacheManager` mode a peer may have the cluster id of this engine, which is never taken for the peer.
+/// In `KvCacheManager` mode a peer may have the cluster id of this engine, which is never mistaken for the
+/// peer.
 #[test]
 fn a_peer_of_the_same_id_is_not_this_engine() {
     let [local, remote] =

@@ -1,7 +1,7 @@
-//! Layer-wise transfers to caches and to addresses: which bytes arrive, over every transport, and how the owner of memory finds
-//! the caches that addresses lie in.
+//! Layer-wise transfers to caches and to addresses: which bytes arrive, over every transport, and how an
+//! owner finds the caches of given addresses.
 //!
-//! `tests/test_layerwise.py` covers every layout. Not for: tasks alone (`task.rs`).
+//! `tests/test_layerwise.py` covers every layout, `task.rs` tasks alone.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,7 +1,7 @@
-//! Layer-wise transfers whose destination breaks, hangs, is unlinked or freed, or whose source goes. The other destinations
-//! of the same transfer get every byte.
+//! Layer-wise transfers whose destination breaks, hangs, is unlinked or freed, or whose source is released.
+//! The other destinations of the same transfer receive every byte.
 //!
-//! Not for: bytes of a sound transfer (`layerwise`), tasks alone (`task.rs`).
+//! `layerwise` covers transfers without faults, `task.rs` tasks alone.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -160,7 +160,7 @@ fn pinned_row_delays_only_its_own_destination() {
             wait(&task);
             assert!((0..3).all(|at| is_done(&task, at)), "{way:?}: {:?}", task.outcomes());
         });
-        // A request that waited for the row has left the queue before this one gets it.
+        // An earlier request that waited for the row leaves the queue before this one gets the row.
         let again = start(&slow.local, &source, &blocks(&[3], &[3]), &[to(2, named(&pinned), 2)]);
         finish(&again);
         let now = pinned.read();
@@ -171,7 +171,7 @@ fn pinned_row_delays_only_its_own_destination() {
     }
 }
 
-/// The transfer does not go on over a new link, as another process may have taken the cluster id.
+/// The transfer does not continue over a new link, because another process may have taken the cluster id.
 #[test]
 fn unlinking_between_layers_ends_the_destination() {
     for pair in pairs() {
@@ -188,7 +188,8 @@ fn unlinking_between_layers_ends_the_destination() {
     }
 }
 
-/// An engine that is dropped with a layer under way ends the task first. The peer never sees later bytes of the source.
+/// An engine that is dropped with a layer in transit ends the task first. The peer never sees later bytes of
+/// the source.
 #[test]
 fn closing_the_engine_ends_its_transfers() {
     for way in WAYS {
@@ -233,7 +234,8 @@ fn missing_source_fails_every_destination() {
     }
 }
 
-/// The transfer stays with the cache it began with, when its key names another cache and when it is freed.
+/// The transfer keeps the cache with which it began, even if its key then names another cache or the cache is
+/// freed.
 #[test]
 fn freed_destination_is_never_replaced_by_another() {
     for pair in pairs() {
@@ -271,7 +273,8 @@ fn freed_destination_is_never_replaced_by_another() {
     }
 }
 
-/// A call has found the cache and waits for a row when the cache is unregistered: it touches none of the memory.
+/// A call has found the cache and waits for a row when the cache is unregistered. The call touches none of
+/// the memory.
 #[test]
 fn unregistered_memory_is_not_touched_by_waiting_calls() {
     const INTO: CopyArgs = CopyArgs { dst_batch_index: 1, src_batch_index: 0, offset: 0, size: -1 };

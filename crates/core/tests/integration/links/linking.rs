@@ -53,7 +53,7 @@ fn links_are_made_and_ended_by_either_side() {
             remote.check_link(ClusterId(1)).unwrap();
             check_pull(&local, &remote);
             check_pull(&remote, &local);
-            // Only `force` needs no address: it asks no peer.
+            // With `force` no address is needed, because the peer is not asked.
             let nowhere = PeerAddress { remote: vec![], ..address(&remote) };
             let unlinked = local.unlink_clusters(&[nowhere], LONG, force).remove(0);
             assert_eq!(unlinked.is_ok(), force);
@@ -148,7 +148,7 @@ fn unauthenticated_connections_are_refused() {
         let _ = stream.read_to_end(&mut answer);
         assert!(answer.starts_with(b"LD\x05\xFF"), "{words:?}: {answer:?}");
     }
-    // Neither a link nor a stream of a link is to be had without the token.
+    // Without the token, neither a link nor a stream of a link can be opened.
     let fake = Fake::new(9, 1);
     let link = Purpose::Link { link: 5, comm: None, probe_local: false };
     assert_eq!(fake.dial(&engine, link.clone()).unwrap_err().kind(), ErrorKind::LinkFailed);
@@ -171,13 +171,13 @@ fn calls_need_a_link_of_their_own() {
     assert_eq!(engine.stats().links.len(), 1);
 }
 
-/// Threads and descriptors of this process.
+/// Returns the number of threads and of descriptors of this process.
 fn resources() -> (usize, usize) {
     let count = |path| std::fs::read_dir(path).unwrap().count();
     (count("/proc/self/task"), count("/proc/self/fd"))
 }
 
-/// A finalized engine keeps no thread and no descriptor, whatever calls were under way.
+/// A finalized engine keeps no thread and no descriptor, whichever calls were running.
 #[test]
 #[ignore = "started by the test below, as other tests open and close descriptors"]
 fn finalizing() {
@@ -200,7 +200,8 @@ fn finalizing() {
             };
             let callers: Vec<_> = (0..4).map(call).collect();
             thread::sleep(Duration::from_millis(u64::from(round) * 3));
-            // The remote engine goes first, or this one while its calls go on: the last of them drops it.
+            // Either the remote engine is dropped first, or this one while its calls run; then the last call
+            // drops it.
             if round % 2 == 1 {
                 drop(local);
                 thread::sleep(Duration::from_millis(5));
@@ -260,7 +261,7 @@ fn links_count_what_they_do() {
     }
 }
 
-/// An engine may end before its control thread has heard of a link.
+/// An engine may end before its control thread has noticed a link.
 #[test]
 fn an_engine_that_ends_at_once_says_goodbye() {
     let local = open(config(1, Way::Tcp), Way::Tcp);
@@ -274,7 +275,8 @@ fn an_engine_that_ends_at_once_says_goodbye() {
     }
 }
 
-/// The peer unlinks while it is asked to: the request ends, it takes no more messages, and its goodbye is read late.
+/// The peer unlinks while it is asked to unlink. The request ends, the peer reads no more messages, and its
+/// goodbye is read late.
 #[test]
 fn a_goodbye_that_is_read_late_counts() {
     let local = open(config(1, Way::Shm), Way::Shm);
@@ -289,7 +291,7 @@ fn a_goodbye_that_is_read_late_counts() {
             assert!(matches!(purpose, Purpose::Call { .. }), "{purpose:?}");
             let request: Request = hear(&call).unwrap();
             assert!(matches!(request, Request::Unlink { .. }), "{request:?}");
-            // The engine notices only when it sends that it can send no more.
+            // The engine notices that it can no longer send only when it tries to.
             shutdown(&control, Shutdown::Read).unwrap();
             drop(call);
             thread::sleep(Duration::from_millis(200));
@@ -300,7 +302,7 @@ fn a_goodbye_that_is_read_late_counts() {
     assert!(local.stats().links.is_empty());
 }
 
-/// A call that needs one more stream to a peer that no longer listens is not linked.
+/// A call fails with `NotLinked` if it needs another stream to a peer that no longer listens.
 #[test]
 fn a_peer_that_no_longer_listens_cannot_be_called() {
     let engine = open(config(1, Way::Tcp), Way::Tcp);
@@ -324,7 +326,7 @@ fn a_silent_link_is_replaced() {
     assert_eq!(engine.stats().links.len(), 1);
 }
 
-/// A control message may arrive in pieces. Half of one is no sign of life.
+/// A control message may arrive in pieces. Half a message does not count as a sign of life.
 #[test]
 fn half_a_control_message_is_no_sign_of_life() {
     let mut short = config(1, Way::Tcp);

@@ -1,4 +1,5 @@
-//! What a peer offers to be mapped: bounded for each link and for all, and no reason to refuse a link.
+//! The memory that a peer offers to be mapped is bounded, per link and in total, and never a reason to refuse
+//! a link.
 //!
 //! Not for: whose memory is read (`peer_memory`), or memory that does not answer (`reader_threads`).
 
@@ -23,7 +24,7 @@ const MIB: u64 = 1 << 20;
 const TIB: u64 = 1 << 40;
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::FUTURE_WRITE);
 
-/// Memory of `len` bytes of which nothing exists.
+/// Creates memory of `len` bytes, none of which is committed.
 fn sparse(len: u64, seals: SealFlags) -> OwnedFd {
     let kind = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let descriptor = memfd_create("sparse", kind).unwrap();
@@ -32,7 +33,8 @@ fn sparse(len: u64, seals: SealFlags) -> OwnedFd {
     descriptor
 }
 
-/// An engine that links to a peer which offers `offer` and sends `descriptors`: what it says of the offer, and its link.
+/// Links `engine` to a peer that sends `offer` and `descriptors`. Returns the engine's report on the offer,
+/// and its link.
 fn offered(engine: &DataDist, offer: &Attach, descriptors: &[OwnedFd]) -> (Attached, LinkState) {
     let fake = Fake::at(&Ports, &Address::Tcp("127.0.0.1:0".parse().unwrap()), 9, 1);
     let (linked, (said, control)) = fake.linked_by(engine, || {
@@ -94,14 +96,15 @@ fn offers_that_are_too_large_or_unsound_leave_the_link_to_sockets() {
         assert!(why.contains(reason), "{offer:?}: {why}");
         assert_eq!((link.pools, link.refusal.as_deref()), ("stream", Some(why.as_str())), "{offer:?}");
     }
-    // Nothing says when what is read changes: nothing is read in place.
+    // Without generations, nothing shows when the memory changes, so nothing is read in place.
     let offer = Attach { generations: false, regions: [None, None], probe: Some((4096, [0; 16])) };
     let (said, link) = offered(&engine, &offer, &[]);
     assert!(said.mapped.is_err() && said.registered.is_err());
     assert_eq!((link.pools, link.registered), ("stream", "stream"));
 }
 
-/// A process with few addresses left links with a peer that offers three quarters of them, and goes on.
+/// A process with little address space left links with a peer that offers three quarters of it, and continues
+/// to work.
 #[test]
 #[ignore = "started by the test below"]
 fn narrow() {
@@ -138,13 +141,14 @@ fn memory_of_all_peers_together_is_bounded_and_returns_with_its_link() {
         config.host_pool = None;
         config
     };
-    // Generations and pools of two peers, not of three; of none is it more than a half.
+    // Room for the generations and pools of two peers, but not of three. None of them exceeds half of the
+    // limit.
     let each = Generations::BYTES + 64 * MIB;
     let mut limited = small(1);
     limited.links.remote_memory = Some(2 * each);
     let local = open(limited, Way::Shm);
     let peers: Vec<_> = (2..5).map(|cluster| open(small(cluster), Way::Shm)).collect();
-    // How the pools of the latest link are read, and why not in place.
+    // Returns how the pools of the latest link are read, and why not in place.
     let pools = |peer: &DataDist| {
         link(&local, peer).unwrap();
         let links = local.stats().links;
@@ -160,7 +164,8 @@ fn memory_of_all_peers_together_is_bounded_and_returns_with_its_link() {
     }
     unlink(&local, &peers[0]).unwrap();
     unlink(&local, &peers[2]).unwrap();
-    // The memory of a link that has just ended may still be being unmapped: the next link waits for that. Only one of both fits.
+    // The memory of a link that has just ended may still be mapped. Only one of both fits, so the next link
+    // waits.
     for peer in [&peers[2], &peers[0]].repeat(8) {
         let (way, refusal) = pools(peer);
         assert_eq!(way, "mapped", "{refusal}");
@@ -186,7 +191,8 @@ fn pools_that_are_not_mapped_travel_through_sockets() {
             let (here, there) = (of(1, row(&local, 0)), of(2, row(&remote, 0)));
             pull_blocks(&pair.local, there, &local, &[0], &[3]).unwrap();
             push_blocks(&pair.local, &local, &[1], there, &[2]).unwrap();
-            // The other way round: the side that may map pushes to, and pulls from, the one that may not.
+            // In the other direction: the side that may map memory pushes to, and pulls from, the side that
+            // may not.
             push_blocks(&pair.remote, &remote, &[1], here, &[2]).unwrap();
             pull_blocks(&pair.remote, here, &remote, &[1], &[3]).unwrap();
             let (local, remote) = (local.read(), remote.read());
@@ -198,7 +204,7 @@ fn pools_that_are_not_mapped_travel_through_sockets() {
         }
         let (local, remote) = (pair.local.stats().links.remove(0), pair.remote.stats().links.remove(0));
         assert_eq!((local.pools, remote.pools), ("stream", "mapped"));
-        // Without its generations nothing of the peer is read in place.
+        // Without the peer's generations, none of its memory is read in place.
         assert_eq!(local.registered, if limit == 0 { "stream" } else { "process" });
         assert!(local.refusal.unwrap().contains("link_remote_memory"));
     }

@@ -1,7 +1,7 @@
 //! Pulls and pushes: which bytes arrive, over every transport, in both modes, between all kinds of memory.
 //!
-//! `tests/test_pull.py`, `tests/test_push.py` and `tests/test_cpp.py` cover layouts and refusals between processes. Not for: what
-//! goes wrong (`broken_streams`, `races`).
+//! `tests/test_pull.py`, `tests/test_push.py` and `tests/test_cpp.py` cover layouts and refusals between
+//! processes; `broken_streams` and `races` cover failures.
 
 use llm_datadist_core::{
     CacheKey, CacheKind, ErrorKind, LayerRange, Layers, Name, Placement, PullRows, PushRows,
@@ -19,21 +19,22 @@ fn layers(src: (u32, u32), dst: (u32, u32), tensors_per_layer: u32) -> Layers {
     Layers { src: range(src), dst: range(dst), tensors_per_layer }
 }
 
-/// How a slot reaches the other cache.
+/// How a slot is copied to the other cache.
 #[derive(Clone, Copy, Debug)]
 enum Call {
-    /// A pull of so many bytes, or of a whole slot of the caller's cache with -1.
+    /// A pull of this many bytes; −1 for a whole slot of the caller's cache.
     Pull(i64),
-    /// The size of the caller's slot counts.
+    /// A push of a whole slot of the caller's cache.
     Push,
 }
 
-/// Slots arrive, named by key or by id. A call with every tensor of an allocated slot releases its key, as contract §17.4 says
-/// of pushes.
+/// Slots arrive, named by key or by id. A call with every tensor of an allocated slot releases its key;
+/// contract §17.4 states this for pushes.
 #[test]
 fn slots_arrive() {
     use Call::{Pull, Push};
-    // Bytes of a slot of the source and of the destination; calls; layers; first tensor read, first tensor written, how many.
+    // Bytes of a slot of the source and of the destination; calls; layers; first tensor read, first tensor
+    // written, and number of tensors.
     type Case = (usize, usize, &'static [Call], Layers, (usize, usize, usize));
     let cases: [Case; 6] = [
         (64, 64, &[Pull(-1), Push], Layers::ALL, (0, 0, 6)),
@@ -41,7 +42,7 @@ fn slots_arrive() {
         (5000, 4999, &[Pull(33)], layers((1, 2), (0, 1), 3), (3, 0, 3)),
         (64, 96, &[Pull(1), Push], layers((2, 5), (3, 6), 1), (2, 3, 3)),
         (4097, 4097, &[Push], layers((1, 2), (0, 1), 2), (2, 0, 2)),
-        // Six tensors and seven to a layer make no layer.
+        // Six tensors are no complete layer of seven tensors.
         (64, 64, &[Push], Layers { tensors_per_layer: 7, ..Layers::ALL }, (0, 0, 0)),
     ];
     each(|one_sided, pair, local, remote| {
@@ -135,7 +136,7 @@ fn large_pulls_over_several_streams_keep_their_order() {
     let cases = [
         (scattered.clone(), straight.clone()),
         (straight.clone(), scattered.clone()),
-        // Every block is written twice: the last write counts, whichever stream it takes.
+        // Every block is written twice. The last write takes effect, whichever stream it uses.
         ([&straight[..], &scattered].concat(), straight.repeat(2)),
     ];
     for (theirs, ours) in cases {
@@ -151,7 +152,7 @@ fn large_pulls_over_several_streams_keep_their_order() {
     assert_eq!(served.requests.calls, 0, "the owner asks nothing");
 }
 
-/// A pull is checked against the cache that is there, not against a description remembered from an earlier pull.
+/// A pull is checked against the current cache, not against a description remembered from an earlier pull.
 #[test]
 fn remembered_description_does_not_decide_what_is_legal() {
     for pair in pairs() {

@@ -1,6 +1,7 @@
-//! Small pushes send their bytes right behind the request: when they do, and that wrong ones cost only the call.
+//! Small pushes send their bytes directly after the request: when they do so, and that an invalid one fails
+//! only its call.
 //!
-//! Not for: streams that break (`broken_streams`), stopped processes (`tests/test_peer_faults.py`).
+//! `broken_streams` covers streams that break, `tests/test_peer_faults.py` stopped processes.
 
 use std::thread;
 
@@ -25,7 +26,7 @@ const BLOCKS: u64 = 40;
 /// Bytes of one block in every tensor.
 const WHOLE: u64 = BLOCK * TENSORS as u64;
 
-/// An engine with a cache, and the streams of a peer that a test plays.
+/// An engine with a cache, and the streams of a simulated peer.
 struct Owner {
     engine: DataDist,
     into: Held,
@@ -60,7 +61,7 @@ fn bytes(count: u64) -> Vec<u8> {
 }
 
 impl Owner {
-    /// Sends a request to write `from..to` of the bytes of `plan`, and `behind` in the same message.
+    /// Sends a request to write bytes `from..to` of `plan`, followed by the bytes `behind`, in one call.
     fn send(&self, cache: CacheId, plan: WirePlan, (from, to): (u64, u64), behind: &[u8]) {
         let name = WireName::Row { cache: cache.0, row: 0 };
         let request = Request::Write { name, cache: cache.0, plan, from, to, ahead: true, limit_ms: 10_000 };
@@ -87,7 +88,7 @@ impl Owner {
     }
 }
 
-/// One byte more ends the stream, and writes nothing.
+/// Bytes up to the limit are written. One byte more ends the stream, and nothing is written.
 #[test]
 fn bytes_up_to_the_limit_are_written() {
     each(|owner| {
@@ -121,7 +122,8 @@ fn bytes_up_to_the_limit_are_written() {
     });
 }
 
-/// The owner checks every bound of a request before it writes a byte. It skips the bytes behind a request that it refuses.
+/// The owner checks every bound of a request before it writes a byte. It skips the bytes after a request that
+/// it refuses.
 #[test]
 fn bytes_behind_a_refused_request_are_skipped() {
     use ErrorKind::{InvalidArgument as Wrong, NotLinked};
@@ -166,7 +168,7 @@ fn bytes_behind_a_refused_request_are_skipped() {
     });
 }
 
-/// The peer dies behind its request, in the middle of its bytes, or before the last of them.
+/// The peer dies directly after its request, in the middle of its bytes, or before the last of them.
 #[test]
 fn peer_that_dies_behind_its_request_leaves_no_pin() {
     for behind in [0, 1, BLOCK, WHOLE - 1] {
@@ -178,7 +180,8 @@ fn peer_that_dies_behind_its_request_leaves_no_pin() {
     }
 }
 
-/// An engine sends few bytes behind its request and more when the owner is ready; the same bytes either way.
+/// An engine sends few bytes directly after its request, and more only once the owner is ready. The same
+/// bytes arrive either way.
 #[test]
 fn few_bytes_follow_their_request() {
     let cases =

@@ -37,8 +37,8 @@ fn until(millis: u32) -> Instant {
     Instant::now() + Duration::from_millis(u64::from(times(millis)))
 }
 
-/// Slots are pulled at once, whole or a layer at a time: the last layer of a slot releases its key, and so changes the cache
-/// under all other pulls. None of them fails.
+/// Slots are pulled concurrently, whole or a layer at a time. The last layer of a slot releases its key, and
+/// so changes the cache during all other pulls. None of them fails.
 #[test]
 fn last_layer_of_each_slot_releases_its_key() {
     const COUNT: usize = 64;
@@ -166,7 +166,7 @@ fn nothing_arrives_from_a_cache_freed_meanwhile() {
     assert!(failed.arrived().is_empty(), "{failed}");
 }
 
-/// Once `unregister` has returned, no push that is under way writes the memory.
+/// Once `unregister` has returned, no push in progress writes to the memory.
 #[test]
 fn unregistered_memory_is_not_written_by_a_peer() {
     const BYTES: usize = 24 << 20;
@@ -181,7 +181,7 @@ fn unregistered_memory_is_not_written_by_a_peer() {
             let into = pair.remote.register(adopted, &[], Some(true)).unwrap();
             let name = Name::Row { cache: into.id(), row: 0 };
             thread::scope(|scope| {
-                // It may fail, as the cache goes away.
+                // It may fail, because the cache is being removed.
                 scope.spawn(|| _ = push_slot(&pair.local, &source, 0, of(2, name)));
                 eventually("the first byte", || memory.read(0, 1) == [1]);
                 pair.remote.unregister(into.id()).unwrap();
@@ -207,7 +207,8 @@ fn both_sides_may_unlink_at_once() {
     }
 }
 
-/// Links, unlinks, pulls and pushes at once, from both sides: every call ends, and nothing is left over.
+/// Links, unlinks, pulls and pushes run concurrently on both sides. Every call ends, and nothing is left
+/// over.
 #[test]
 fn everything_at_once_leaves_nothing() {
     use ErrorKind::{AlreadyLinked, LinkFailed, NotLinked, UnlinkFailed};
@@ -309,7 +310,7 @@ fn readers_see_one_version_of_a_row() {
     }
 }
 
-/// Peers that read a row over and over let a copy into it take its turn.
+/// Peers that read a row continuously do not keep a copy from writing it.
 #[test]
 fn endless_readers_let_a_copy_in() {
     const BYTES: usize = 8 << 20;
@@ -331,7 +332,8 @@ fn endless_readers_let_a_copy_in() {
             });
         }
         eventually("the readers", || turns.load(Ordering::SeqCst) >= 2 * READERS);
-        // Reads that have begun finish first. More pass ten copies only if later readers go before a copy.
+        // Reads that have begun finish first. More pulls pass the ten copies only if later readers overtake a
+        // copy.
         let before = turns.load(Ordering::SeqCst);
         let copied = (0..10).try_for_each(|_| remote.copy_cache(&hot.end(), &hot.end(), FROM_1));
         let passed = turns.load(Ordering::SeqCst) - before;
@@ -340,8 +342,8 @@ fn endless_readers_let_a_copy_in() {
     });
 }
 
-/// A push pins `local` and waits for `remote`, the peer's pull pins `remote` and waits for `local`, and a copy into `local`
-/// waits in between: none of them waits forever.
+/// A push pins `local` and waits for `remote`, the peer's pull pins `remote` and waits for `local`, and a
+/// copy into `local` waits in between. None of them waits forever.
 #[test]
 fn push_pull_and_copy_do_not_deadlock() {
     const BYTES: usize = 512 << 10;

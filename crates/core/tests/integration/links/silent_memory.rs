@@ -1,4 +1,4 @@
-//! Pull and push between engines of which one has memory that does not answer the kernel.
+//! Pulls and pushes between engines, one of which has memory that does not respond to the kernel.
 //!
 //! Not for: the threads that read (`reader_threads`).
 
@@ -46,7 +46,8 @@ fn timed_out<T: std::fmt::Debug>(result: Result<T>) -> Error {
     error
 }
 
-/// Calls until the kernel is reading when the time is up: on a busy machine it may be up before.
+/// Repeats the call until it times out while the kernel is reading. On a busy machine, it may time out before
+/// that.
 fn lose(mut call: impl FnMut() -> Result<()>) -> Error {
     loop {
         let error = timed_out(call());
@@ -72,13 +73,13 @@ fn pull_from_silent_memory_leaves_its_rows_pinned_until_the_kernel_is_done() {
         assert!(error.to_string().contains("may still write to the destination rows"), "{error}");
         assert!(error.arrived().is_empty(), "{error}");
         assert!(local.read() == before);
-        // Calls on that row wait; on other rows they do not, nor do pulls of what answers.
+        // Calls on that row wait. Calls on other rows do not wait, nor do pulls of memory that responds.
         timed_out(pair.local.copy_blocks(&local.end(), &[(0, 1)]));
         timed_out(pull(&pair, &loud, &local, 1));
         eventually("a copy", || pair.local.copy_blocks(&local.end(), &[(0, 3)]).is_ok());
         eventually("a pull", || pull(&pair, &loud, &local, 2).is_ok());
         assert!(local.read()[0][2 * ROW..3 * ROW] == loud_bytes[0][2 * ROW..3 * ROW]);
-        // The memory is not the caller's again, nor anybody else's.
+        // The memory returns neither to the caller nor to the pool.
         let id = local.cache.id();
         if registered {
             timed_out(pair.local.unregister(id));
@@ -110,7 +111,7 @@ fn push_of_silent_memory_leaves_the_peer_free_to_serve() {
     while stalled.waiting() == 0 {
         timed_out(push(&pair, &silent, &remote, 1));
     }
-    // The thread that serves has come back, and its row stays pinned.
+    // The serving thread is free again, but its row stays pinned.
     eventually("the end of the request", || {
         let stats = pair.remote.stats();
         let served = stats.ops.iter().find(|(name, _)| *name == "served").unwrap();
@@ -127,7 +128,7 @@ fn push_of_silent_memory_leaves_the_peer_free_to_serve() {
 fn push_of_silent_memory_takes_no_thread_of_the_peer_for_as_long_as_it_says() {
     let pair = Pair::with(Way::Shm, |config| {
         config.remote_accessible = true;
-        // The pusher has all the time in the world.
+        // The push has a deadline of one hour.
         config.sync_timeout = Duration::from_secs(3600);
         config.links.heartbeat = Duration::from_millis(200);
         config.links.silence = Duration::from_secs(2);

@@ -59,7 +59,8 @@ fn windows_arrive_in_place_byte_by_byte() {
     each(|_, _, local, remote| {
         for (seed, sizes) in lists.iter().enumerate() {
             let source = Cut::new(sizes, 3, |at| pattern(seed as u8, 0, at));
-            // Other windows at the other end, as many bytes: ends of windows mean nothing on the way.
+            // The windows at the other end differ but have the same total size, because window bounds are not
+            // transmitted.
             let total: usize = sizes.iter().sum();
             let others: Vec<usize> = [total / 3, 0, total - total / 3].into();
             for sizes in [sizes, &others] {
@@ -74,7 +75,7 @@ fn windows_arrive_in_place_byte_by_byte() {
                 for gap in gaps {
                     assert_eq!(target.buffer.read(gap.start, gap.len()), [0xA5; 5], "list {seed}");
                 }
-                // Frames go on right behind.
+                // A frame can follow directly.
                 local.send(&frame(b"next"), soon()).unwrap();
                 assert_eq!(body(&remote), b"next");
             }
@@ -91,7 +92,7 @@ fn windows_that_get_stuck_end_the_stream() {
     });
 }
 
-/// After how many bytes somebody who waits at `stream` is woken.
+/// Returns after how many bytes a thread that waits at `stream` is woken.
 #[allow(unsafe_code, reason = "an option of the socket that only the C library reads")]
 fn woken_at(stream: &Stream) -> i32 {
     use std::os::fd::AsRawFd;
@@ -103,8 +104,9 @@ fn woken_at(stream: &Stream) -> i32 {
     value
 }
 
-/// A large list over a network wakes its receiver for 256 KiB at a time, its end byte by byte, and leaves nothing behind;
-/// inside one host it does so once the next bytes were looked for in vain often enough.
+/// Over a network, the receiver of a large list is woken for 256 KiB at a time, and byte by byte at the end.
+/// Within one host, the same happens after enough failed polls for the next bytes. The socket is left as it
+/// was.
 #[test]
 fn many_bytes_are_waited_for_together() {
     const BYTES: usize = 1 << 20;
@@ -121,7 +123,7 @@ fn many_bytes_are_waited_for_together() {
         let target = Cut::new(&[BYTES], 0, |_| 0);
         thread::scope(|scope| {
             let receiving = scope.spawn(|| remote.receive_windows(&target.windows(), soon()));
-            // Each byte comes after a look for it; now and then the receiver may not have looked yet.
+            // Each byte is sent after a poll for it. Occasionally the receiver may not have polled yet.
             let mut sent = 0;
             while woken_at(&remote) != together && sent < 2000 {
                 raw(&local).write_all(&source.bytes()[sent..=sent]).unwrap();
@@ -139,14 +141,14 @@ fn many_bytes_are_waited_for_together() {
         assert_eq!(woken_at(&remote), 1);
         assert_eq!(kind_of(remote.receive_windows(&target.windows(), short())), ErrorKind::Timeout);
         assert_eq!((woken_at(&remote), remote.is_closed()), (1, false));
-        // Fewer than are waited for, and the end of the stream.
+        // Fewer bytes than the receiver waits for, and then the end of the stream.
         raw(&local).write_all(&[5; 999]).unwrap();
         local.close();
         stopped(remote.receive_windows(&target.windows(), soon()), ErrorKind::NotLinked, 999);
     });
 }
 
-/// A lead is zeros, and no part of what stands behind it.
+/// A lead consists of zeros, and is not part of the bytes after it.
 #[test]
 fn padding_is_removed() {
     let source = Cut::new(&[1000, 70_000], 3, |at| pattern(9, 0, at) | 1);
@@ -181,7 +183,7 @@ fn padding_is_removed() {
     });
 }
 
-/// Bytes that came along with a frame, and that nobody wants, are not taken for the next.
+/// Payload bytes that arrive after a frame and are not wanted are not taken for the next frame.
 #[test]
 fn skipped_bytes_are_not_taken_for_a_frame() {
     let source = Cut::new(&[9, 8182, 1], 3, |at| pattern(7, 0, at));
@@ -203,7 +205,7 @@ fn skipped_bytes_are_not_taken_for_a_frame() {
 
 #[test]
 fn interrupt_ends_a_send_that_never_waits() {
-    // Far more than fits into the time limit: only a check between the writes ends it.
+    // Far more than can be sent within the time limit, so that only a check between the writes ends it.
     let source = Cut::new(&[1 << 20], 0, |_| 1);
     let much = vec![source.windows()[0]; 1 << 20];
     each(|_, _, local, remote| {
