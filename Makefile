@@ -1,4 +1,4 @@
-# Everything a person or CI runs. `make` alone lists it.
+# The targets that developers and CI run. `make` without a target lists them.
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -73,7 +73,7 @@ test-benches: build $(VENV)/.test-tools  ## the tests of the benchmarks and of t
 test-docs: build $(VENV)/.test-tools  ## the tests of the pages: numbers, references, and the programs that they show
 	$(BIN)/python -m pytest tools/docs/tests
 
-# Sixty tests that are left out without a word are no proof of anything.
+# Without these programs, some sixty tests would be skipped without notice.
 cpp-tools:
 	@missing=; command -v g++ > /dev/null || command -v clang++ > /dev/null || missing="g++"; \
 	command -v pkg-config > /dev/null || missing="$$missing pkg-config"; \
@@ -96,6 +96,7 @@ conformance: build capi $(VENV)/.test-tools  ## run the tests that prove the con
 lint: build $(VENV)/.test-tools  ## formatting, clippy, ruff, mypy, stubs; warnings are errors
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
+	cargo check --manifest-path fuzz/Cargo.toml --bins --locked --quiet --target-dir target/fuzz/check
 	cargo clippy -p llm-datadist-core -p llm-datadist-embed -p llm-datadist-py -p llm-datadist-capi -- -D warnings  # without the feature `testing`: finds dead code
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --exclude llm-datadist-testing --no-deps --quiet
 	$(BIN)/ruff check .
@@ -189,7 +190,7 @@ bench-latency:  ## p50, p99 and p99.99 of single calls beside a bare copy loop (
 
 bench-peers: .venv-peers/.tools  ## ours beside NIXL, Mooncake, LMCache, UCXX, torch, numpy: benches/results (PEERS="options")
 	VIRTUAL_ENV=$(CURDIR)/.venv-peers .venv-peers/bin/maturin develop --release --quiet --locked
-	.venv-peers/bin/python -m compileall -q python/llm_datadist # as pip does for everybody else
+	.venv-peers/bin/python -m compileall -q python/llm_datadist # pip compiles the packages of the peers, too
 	.venv-peers/bin/python benches/peers $(PEERS)
 
 sanitize: build capi $(VENV)/.test-tools  ## the C++ programs with the address and undefined-behaviour sanitizers
@@ -255,13 +256,13 @@ $(VENV)/.wheel-tools: requirements-wheel.txt $(VENV)/.build-tools
 	@$(call QUIET,"Python packages of the wheel",venv-wheel) $(BIN)/python $(PIP) -r requirements-wheel.txt
 	@touch $@
 
-# A smaller build of torch, without GPU support, where pip is pointed at an index that has one.
+# To install a smaller build of torch without GPU support, configure pip with an index that has one.
 .venv-torch/.tools: requirements-torch.txt
 	$(PYTHON) -m venv .venv-torch
 	.venv-torch/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-torch.txt
 	touch $@
 
-# A peer that cannot be installed is a row that says so, and no reason to measure nothing.
+# A peer that cannot be installed gets a row with the reason. The other peers are still measured.
 .venv-peers/.tools: requirements-build.txt requirements-peers.txt requirements-peers-nodeps.txt
 	$(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-build.txt

@@ -1,7 +1,7 @@
-"""The rules of docs/architecture.md that a reader of the sources can check.
+"""The rules of docs/architecture.md that can be checked in the source text.
 
-Each guard fails when it found nothing to look at. Rust is read as text with comments and strings blanked; that is
-enough for `use` lines, paths and keywords, and it is all this file claims to understand.
+Each check fails if it finds nothing to check. Rust is read as text with comments and strings blanked, which is enough
+for `use` lines, paths and keywords.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ BINDING = ROOT / "crates" / "py" / "src"
 INTERFACE = ROOT / "crates" / "capi" / "src"
 EMBED = ROOT / "crates" / "embed" / "src"
 PYTHON = ROOT / "python" / "llm_datadist"
+TESTING = ROOT / "crates" / "testing" / "src"
 TABLE = ROOT / "docs" / "architecture.md"
 WORDS = ("error", "status", "id", "desc", "keys", "config")
 LONGEST = 600
@@ -96,14 +97,14 @@ def cells(line: str) -> list[str]:
 
 
 def names_in(cell: str) -> list[str]:
-    """Comma-separated names; remarks in brackets and `/*` endings are dropped."""
+    """Comma-separated names, without remarks in brackets and without `/*` at the end."""
     plain = re.sub(r"\([^)]*\)", "", cell)
     parts = (part.strip().rstrip(".").removesuffix("only").strip() for part in re.split(r",|\band\b|;", plain))
     return [part.split("/")[0].removeprefix("core::").strip() for part in parts if part]
 
 
 def table_rows() -> list[tuple[list[str], list[str]]]:
-    """Rows of the table: modules, and what they may use. Rows about other crates are left out."""
+    """Rows of the table: modules, and the modules that they may use. Rows about other crates are omitted."""
     assert TABLE.is_file(), f"{shown(TABLE)} is missing"
     rows, inside = [], False
     for line in TABLE.read_text(encoding="utf-8").splitlines():
@@ -178,7 +179,7 @@ def reexports() -> dict[str, str]:
 
 
 def target_of(path: str, file: Path, roots: dict[str, str]) -> str | None:
-    """Which top-level module a path leads to; None when it stays inside or leaves the crate."""
+    """The top-level module that a path leads to; None if it stays inside the module or leaves the crate."""
     full = absolute(path, module_path(file), {})
     first = full and roots.get(full[0], full[0])
     return first if first and first != module_of(file) else None
@@ -244,7 +245,7 @@ def owners_of_methods(code: dict[tuple[str, ...], str]) -> dict[str, set[tuple[s
 
 
 def file_graph(crate: Path) -> dict[str, set[str]]:
-    """File → files whose items it names or whose methods it calls on `self`; what it only re-exports does not count."""
+    """File → files whose items it names or whose methods it calls on `self`. Re-exports do not count."""
     modules = {module_path(path, crate): path for path in rust_files(crate) if path.name != "lib.rs"}
     code = {module: code_of(path) for module, path in modules.items()}
     facade = r"(^|[;{}\n])\s*pub(?:\([^)]*\))?\s+use\s+([^;]+);"
@@ -273,6 +274,9 @@ def file_graph(crate: Path) -> dict[str, set[str]]:
         named = use_paths(body) + [
             re.sub(r"\s+", "", found) for found in re.findall(r"\b[a-z_]\w*(?:\s*::\s*\w+)+", body)
         ]
+        # `Tcp(` is a variant that is called like a type.
+        used = [name for name in exported[module] if re.search(rf"(?<!:)\b{name}\b(?!{'[(]' if name[0].isupper() else '$'})", body)]
+        named += ["::".join(("crate", *exported[module][name])) for name in used]
         targets = {defining(full) for path in named if (full := absolute(path, module, modules))} - {None, module}
         called = [methods.get(name, set()) for name in re.findall(r"\bself\s*\.\s*(\w+)\(", text)]
         targets.update(*(owners for owners in called if len(owners) == 1 and module not in owners))
@@ -282,7 +286,7 @@ def file_graph(crate: Path) -> dict[str, set[str]]:
     return graph
 
 
-@pytest.mark.parametrize(("crate", "least"), [(CORE, 400), (BINDING, 80), (INTERFACE, 10), (EMBED, 0)])
+@pytest.mark.parametrize(("crate", "least"), [(CORE, 400), (BINDING, 80), (INTERFACE, 10), (EMBED, 0), (TESTING, 0)])
 def test_files_import_one_another_in_no_circle(crate: Path, least: int) -> None:
     graph = file_graph(crate)
     assert sum(map(len, graph.values())) >= least, "hardly any import was found"
@@ -325,7 +329,7 @@ def test_a_binding_uses_only_what_the_core_re_exports(crate: Path) -> None:
 
 
 def closing(code: str, start: int, brackets: str) -> int:
-    """Where the bracket that opens at `start` closes."""
+    """The position of the bracket that closes the one at `start`."""
     depth = 0
     for end in range(start, len(code)):
         depth += (code[end] == brackets[0]) - (code[end] == brackets[1])
@@ -422,7 +426,7 @@ def functions(code: str) -> Iterator[tuple[str, int, int]]:
 
 
 def pymethods(code: str) -> str:
-    """The `#[pymethods]` blocks of a blanked file, and what is not one of them blanked."""
+    """The `#[pymethods]` blocks of a blanked file; all other text is blanked as well."""
     kept = ""
     for match in re.finditer(r"#\[pymethods\]\s*impl[^{]*\{", code):
         end = code.find("\n}\n", match.end())
@@ -431,7 +435,7 @@ def pymethods(code: str) -> str:
 
 
 def test_functions_fit_on_a_screen() -> None:
-    """Those of Python: ruff, PLR0915."""
+    """For Python functions, ruff checks this (PLR0915)."""
     found = [(lines, shown(path), name) for path in rust_everywhere() for name, _, lines in functions(code_of(path))]
     assert len(found) > 100, "this guard looked at next to nothing"
     long = [function for function in found if function[0] > LONGEST_FUNCTION]

@@ -25,17 +25,17 @@ LIMIT_S = 600
 
 
 class CheckError(Exception):
-    """A wheel lacks what it must have."""
+    """A wheel or an archive does not meet a requirement."""
 
 
 def require(held: object, path: object, text: str) -> None:
-    """Fail with the path and the text unless the condition held."""
+    """Raise `CheckError` with the path and the text unless `held` is true."""
     if not held:
         raise CheckError(f"{path}: {text}")
 
 
 def contents(path: Path) -> int:
-    """Check the contents and the metadata of a wheel; the number of crates whose licence texts it has."""
+    """Check the contents and the metadata of a wheel. Return the number of crates whose licence texts it has."""
     with zipfile.ZipFile(path) as wheel:
         names = wheel.namelist()
         text = wheel.read(FILE).decode() if FILE in names else ""
@@ -62,7 +62,7 @@ def contents(path: Path) -> int:
 
 
 def audit(path: Path, tag: str) -> str:
-    """Check that a wheel may carry a manylinux tag; what was found."""
+    """Check that a wheel may have the manylinux tag `tag`. Return the result as text."""
     require(f"{tag}_" in path.name, path, f"is not named {tag}")
     tool = Path(sys.executable).parent / "auditwheel"
     if not tool.is_file():
@@ -72,7 +72,7 @@ def audit(path: Path, tag: str) -> str:
     found = re.search(r'platform\s+tag:\s+"([^"]+)"', done.stdout)
     require(found, path, f"auditwheel names no platform tag: {done.stdout}")
     assert found is not None
-    # The tag that the audit allows may be older than ours, and never newer.
+    # auditwheel must allow our tag or an older one.
     allowed = re.fullmatch(r"manylinux_(\d+)_(\d+)_\w+", found[1])
     ours = re.fullmatch(r"manylinux_(\d+)_(\d+)", tag)
     assert ours is not None
@@ -82,7 +82,7 @@ def audit(path: Path, tag: str) -> str:
 
 
 def interpreter(minor: int) -> str | None:
-    """A CPython 3.`minor` on the PATH, or among those of pyenv and uv."""
+    """Return a CPython 3.`minor` from the PATH, pyenv or uv."""
     name = f"python3.{minor}"
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     uv = Path(os.environ.get("UV_PYTHON_INSTALL_DIR", Path.home() / ".local/share/uv/python"))

@@ -9,7 +9,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use llm_datadist_core::testing::model::Geometry;
-use llm_datadist_core::testing::plan::{CopyPlan, Ends, Moves};
+use llm_datadist_core::testing::plan::{Aliasing, CopyPlan, Moves};
 use llm_datadist_core::testing::protocol::{self, HEADER, Request, Run, WireLocation, WireName, WirePlan};
 use llm_datadist_core::testing::validate::{CheckedPush, Layers, PushRows, RemoteCache};
 use llm_datadist_core::{CacheKind, CacheLayout, DataDist, Placement};
@@ -87,7 +87,7 @@ fn checked(layout: CacheLayout, list: &PushRows) -> Moves {
 
 #[inline(never)]
 fn planned(moves: &mut Moves) -> CopyPlan {
-    CopyPlan::moves(moves, Ends::TwoCaches).unwrap()
+    CopyPlan::moves(moves, Aliasing::TwoCaches).unwrap()
 }
 
 #[inline(never)]
@@ -119,7 +119,7 @@ fn taken(request: Request) -> CopyPlan {
 #[inline(never)]
 fn ends(plan: &CopyPlan, of: Geometry) {
     let end = Some((of.num_tensors(), of.tensor_bytes()));
-    plan.check_ends(end, end).unwrap();
+    plan.check_bounds(end, end).unwrap();
 }
 
 #[inline(never)]

@@ -84,7 +84,7 @@ fuzz_target!(|input: &[u8]| {
         Ok(plan) => plan,
         Err(error) => return refused_as(&error, &[ErrorKind::InvalidArgument, ErrorKind::NotLinked]),
     };
-    let fits = plan.check_ends(Some((src_tensors, src_bytes)), Some((dst_tensors, dst_bytes)));
+    let fits = plan.check_bounds(Some((src_tensors, src_bytes)), Some((dst_tensors, dst_bytes)));
     if let Err(error) = &fits {
         refused_as(error, &[ErrorKind::InvalidArgument]);
     }

@@ -3,7 +3,7 @@
 
 use libfuzzer_sys::fuzz_target;
 use llm_datadist_core::testing::config::LinkConfig;
-use llm_datadist_core::testing::validate::rank_table::{self, RankEnd};
+use llm_datadist_core::testing::validate::rank_table::{self, RankMember};
 use llm_datadist_core::{ClusterId, ErrorKind};
 use llm_datadist_fuzz::refused_as;
 use serde_json::Value;
@@ -16,7 +16,7 @@ fuzz_target!(|input: &[u8]| {
     let Ok(text) = std::str::from_utf8(text) else { return };
     let members = &MEMBERS[..2 + usize::from(count % 3)];
     let links = LinkConfig::default();
-    let ends = |text: &str| rank_table::ends(text, members, ClusterId(1), &links);
+    let ends = |text: &str| rank_table::resolve(text, members, ClusterId(1), &links);
     match ends(text) {
         Err(error) => {
             refused_as(&error, &[ErrorKind::InvalidArgument]);
@@ -36,7 +36,7 @@ fuzz_target!(|input: &[u8]| {
     }
 });
 
-fn sound(end: &RankEnd, table: &Value) {
+fn sound(end: &RankMember, table: &Value) {
     assert!(!end.host.is_empty() && end.host.iter().all(|at| at.port() > 0), "{end:?}");
     let ip = end.host[0].ip();
     assert!(end.host.iter().all(|at| at.ip() == ip), "{end:?}");

@@ -113,8 +113,7 @@ fn replies(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     add(8, "ready", frame(&Reply::Ready { bytes: 4096 }));
     add(8, "unreachable", frame(&Reply::Unreachable { reason: "no permission".into() }));
     let arrived = vec![WireRows { tensor: 1, rows: vec![(0, 3), (5, 6)] }];
-    let facts = vec![("cluster".into(), "1".into())];
-    add(8, "failed", frame(&Reply::Failed { kind: 4, message: "gone".into(), facts, arrived }));
+    add(8, "failed", frame(&Reply::Failed { kind: 4, message: "gone".into(), facts: 0, arrived }));
     add(
         8,
         "located",

@@ -1,9 +1,9 @@
-"""The items of the API contract, and the witness that notes which test proves which item and how it ended.
+"""The items of the API contract, and a pytest plugin that records which test proves which item and how it ended.
 
 An item is something that the original documentation specifies or uses (contract §19), or a line of the acceptance
-checklist (contract §20). A test says `@pytest.mark.contract("19.allocate-cache", "20.16")`; `make conformance` runs
-all that say so and writes `docs/conformance.md`. Not for: the proofs (they are the marked tests), nor whether the
-table is true (`test_conformance.py`).
+checklist (contract §20). A test names its items with `@pytest.mark.contract("19.allocate-cache", "20.16")`. `make
+conformance` runs all marked tests and writes `docs/conformance.md`. Not for: the proofs (these are the marked tests),
+or whether the table is correct (`test_conformance.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ present = pytest.mark.skipif(not SEEDS.is_dir(), reason=ABSENT)
 
 
 class Item(NamedTuple):
-    """One promise: its key, the sections that say more, and its words (of §19 exactly, of §20 in short)."""
+    """One item: its key, the sections with its rules, and its title (verbatim from §19, shortened from §20)."""
 
     key: str
     section: str
@@ -104,14 +104,14 @@ KEYS = [item.key for item in ITEMS]
 
 
 def section(text: str, number: int) -> str:
-    """The text of one chapter of the specification."""
+    """Return the text of one chapter of the specification."""
     found = re.search(rf"^## {number}\. .*?(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     assert found, f"the specification has no chapter {number}"
     return found.group()
 
 
 def specified(text: str) -> dict[str, str]:
-    """Title → section of every row of §19 that the founding documents specify or use."""
+    """Return title → sections for every row of §19 that the founding documents specify or use."""
     row = r"^\| (.+?) \| (?:\*\*yes\*\*|used)(?: \(.*?\))? \| [^|]+ \| ([^|]+) \|$"
     rows = re.findall(row, section(text, 19), re.MULTILINE)
     return {title.replace("`", "").lstrip("\u2013 "): where.strip() for title, where in rows}
@@ -123,19 +123,19 @@ def lines(text: str) -> list[int]:
 
 
 class Ended(NamedTuple):
-    """How one test ended, over all its parameters."""
+    """The outcome of one test, over all of its parameters."""
 
     failed: bool
-    skipped: str  # the first reason, or nothing
+    skipped: str  # the first reason, or an empty text
 
     @property
     def state(self) -> str:
-        """Return its state in the table."""
+        """The text for the outcome in the table."""
         return "fails" if self.failed else f"skipped: {self.skipped}" if self.skipped else "passes"
 
 
 class Witness:
-    """A plugin of pytest: the marked tests that were collected, and how those that ran ended."""
+    """A pytest plugin that records the marked tests that were collected, and the outcomes of those that ran."""
 
     def __init__(self) -> None:
         self.proofs: dict[str, list[str]] = {}  # item → tests, as file::test
@@ -143,7 +143,7 @@ class Witness:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Note the marked tests, and let those of the table come last: they judge what the others did."""
+        """Record the marked tests, and move the tests of the table to the end, because they check all outcomes."""
         for test in items:
             for key in claims(test):
                 tests = self.proofs.setdefault(key, [])
@@ -153,7 +153,7 @@ class Witness:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Note how a marked test ended."""
+        """Record the outcome of a marked test."""
         report = yield
         if any(True for _ in claims(item)):
             skip = report.longrepr if report.skipped else ("", 0, "")
@@ -163,7 +163,7 @@ class Witness:
         return report
 
     def states(self) -> dict[str, str]:
-        """Item → state, of the items all of whose tests ran."""
+        """Return item → state for the items all of whose tests ran."""
         return {
             key: worst([(test, self.ended[test]) for test in tests])
             for key, tests in self.proofs.items()
@@ -171,7 +171,7 @@ class Witness:
         }
 
     def table(self) -> str:
-        """The page as it is, with the rows of this run."""
+        """Return the committed page, with its rows replaced by those of this run."""
         head = TABLE.read_text(encoding="utf-8").splitlines()[:HEAD]
         states = self.states()
         rows = [
@@ -189,7 +189,7 @@ def linked(sections: str) -> str:
 
 
 def claims(test: pytest.Item) -> Iterator[str]:
-    """The items that a test says it proves."""
+    """Yield the items that the marker of a test names."""
     for mark in test.iter_markers("contract"):
         for key in mark.args:
             if key not in KEYS:
@@ -198,19 +198,19 @@ def claims(test: pytest.Item) -> Iterator[str]:
 
 
 def named(test: pytest.Item) -> str:
-    """`file::test`, without parameters."""
+    """Return the name of a test as `file::test`, without parameters."""
     return f"{test.path.name}::{getattr(test, 'originalname', test.name)}"
 
 
 def worst(tests: list[tuple[str, Ended]]) -> str:
-    """The state of an item whose tests ended so."""
+    """Return the state of an item from the outcomes of its tests."""
     failed = [f"fails: `{test}`" for test, ended in tests if ended.failed]
     skipped = [f"{ended.state} (`{test}`)" for test, ended in tests if ended.skipped]
     return [*failed, *skipped, "passes"][0]
 
 
 def read_table(text: str) -> dict[str, tuple[list[str], str]]:
-    """Item → (tests, state), as the committed table has them."""
+    """Return item → (tests, state) from the text of the committed table."""
     titles = {(item.key.partition(".")[0], linked(item.section), item.title): item.key for item in ITEMS}
     found = re.findall(r"^\| (\d+) \| (.+?) \| (.+?) \| (.*?) \| (.+?) \|$", text, re.MULTILINE)
     return {

@@ -40,7 +40,7 @@ class Page(HTMLParser):
 
 
 def slugs(text: str) -> set[str]:
-    """The anchors of a Markdown page as a repository shows it: those of its headings, and explicit ones."""
+    """The anchors of a Markdown page as GitHub renders it: those of its headings, and explicit ones."""
     text = FENCE.sub("", text)
     found = set(re.findall(r'<a (?:id|name)="([^"]+)"', text))
     seen: Counter[str] = Counter()
@@ -81,7 +81,7 @@ class Links:
                 self.broken.append(f"{place}: no such anchor: {link}")
 
     def anchors(self, file: Path) -> set[str] | None:
-        """The anchors of a page; `None` for a file that is no page."""
+        """The anchors of a page; `None` for a file that is not a page."""
         file = file.resolve()
         if file not in self._anchors:
             if file.suffix == ".html":

@@ -23,7 +23,7 @@ LIMIT_S = 120
 
 
 def blocks(page: Path) -> tuple[list[tuple[int, str]], list[str]]:
-    """The line and the text of each block that is run, and why others are not."""
+    """Return the line and the text of each block to run, and the places and reasons of the blocks that are not run."""
     text = page.read_text(encoding="utf-8")
     run, left_out = [], []
     for found in BLOCK.finditer(text):
@@ -36,7 +36,7 @@ def blocks(page: Path) -> tuple[list[tuple[int, str]], list[str]]:
 
 
 def run_page(page: Path) -> int:
-    """Runs the blocks of one page and the programs that it includes; returns how many there were. Raises on failure."""
+    """Runs the blocks of one page and the programs that it includes. Returns their number. Raises if one fails."""
     run, left_out = blocks(page)
     for reason in left_out:
         print("not run:", reason)
@@ -50,7 +50,7 @@ def run_page(page: Path) -> int:
     for line, text in run:
         code += "\n" * (line - 1 - code.count("\n")) + text
     with tempfile.TemporaryDirectory() as folder:
-        # Not the bare name: logging.py would hide the module of the standard library.
+        # The prefix is needed because a program named logging.py would hide the module of the standard library.
         program = Path(folder) / f"page_{page.stem.replace('-', '_')}.py"
         program.write_text(code, encoding="utf-8")
         subprocess.run(
@@ -60,7 +60,7 @@ def run_page(page: Path) -> int:
 
 
 def main() -> int:
-    """Runs all pages, whichever fail."""
+    """Runs all pages, even if some fail."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("pages", nargs="+", type=Path)
     count, failed = 0, []

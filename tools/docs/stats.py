@@ -49,7 +49,7 @@ This page is generated from `python/llm_datadist/stats.py` by `make docs-stats`.
 
 
 def documented() -> dict[str, dict[str, tuple[str, str]]]:
-    """Returns class -> field -> its type, and the text below it on one line, both from the source."""
+    """Returns class -> field -> (type, docstring on one line), read from the source."""
     tree = ast.parse(inspect.getsource(llm_datadist.stats))
     found: dict[str, dict[str, tuple[str, str]]] = {}
     for node in tree.body:

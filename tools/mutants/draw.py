@@ -1,9 +1,9 @@
 """Draws mutants of the Rust core with a fixed seed: draw.py > drawn.json.
 
-Needs `tree-sitter` and `tree-sitter-rust`; nothing else of the project does. Candidates are comparisons, arithmetic,
-logic, numbers, pairs of methods such as `min` and `max`, and statements that can be left out, outside tests, constants
-and macros, each on one line. Every area gives the same number. Not for: running them (`run.py`), which needs only the
-list.
+Only this program needs `tree-sitter` and `tree-sitter-rust`. Candidates are comparisons, arithmetic, logic, numbers,
+pairs of methods such as `min` and `max`, and statements that can be removed. Each is on one line, outside of tests,
+constants and macros. The same number is drawn from every area. Not for: running mutants (`run.py`, which needs only the
+list).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "crates" / "core" / "src"
 SEED, OF_EACH = 15, 30
-# Spare candidates of each area, for those that do not compile.
+# Spare candidates of each area, which replace mutants that do not compile.
 SPARE = 30
 AREAS = {
     "planner": ["plan"],
@@ -57,7 +57,7 @@ def text(node: tree_sitter.Node) -> str:
 
 
 def changes(node: tree_sitter.Node) -> Iterator[tuple[str, str]]:
-    """What a node can become: its own text, and the other; an empty other leaves a statement out."""
+    """Yields the mutations of a node as (text, replacement). An empty replacement removes the statement."""
     if node.type == "binary_expression":
         operator = node.child_by_field_name("operator")
         left, right = node.child_by_field_name("left"), node.child_by_field_name("right")
@@ -81,7 +81,7 @@ def changes(node: tree_sitter.Node) -> Iterator[tuple[str, str]]:
 
 
 def constant_function(node: tree_sitter.Node) -> bool:
-    """Whether a function is evaluated by the compiler, which has no environment."""
+    """Whether the compiler may evaluate a function (`const fn`). It cannot read the environment variable `MUTANT`."""
     return any(child.type == "function_modifiers" and "const" in text(child) for child in node.children)
 
 
@@ -102,7 +102,7 @@ def candidates(path: Path) -> Iterator[Mutant]:
         if function and node.start_point.row == node.end_point.row:
             line = stripped[node.start_point.row]
             for old, new in changes(node):
-                # Where the text occurs twice in its line, the first is meant.
+                # `run.py` replaces the first occurrence in the line, so only that one can be a mutant.
                 first = lines[node.start_point.row].encode().find(old.encode()) == node.start_point.column
                 if first and stripped.count(line) == 1:
                     where = str(path.relative_to(CORE))
@@ -114,7 +114,7 @@ def candidates(path: Path) -> Iterator[Mutant]:
 
 
 def main() -> None:
-    """Prints the list; the spare ones come last in each area."""
+    """Prints the list. In each area, the spare candidates come last."""
     drawn: list[Mutant] = []
     for area, places in AREAS.items():
         files = [

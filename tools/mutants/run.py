@@ -1,10 +1,10 @@
 """Runs the mutants of `mutants.json`, each against the tests of its own area: run.py [--only AREA] [--out FILE].
 
-The Rust mutants are all compiled into one copy of the core, in `target/mutants`; the environment variable `MUTANT`
-switches one of them on. Python mutants are edits of a copy of the package. An area whose tests fail without any mutant
-ends the run. A mutant is killed if its tests fail or take longer than `LIMIT_S`. A mutant whose line is not in the tree
-ends the run: whoever changes the line changes the list too, so that the list survives renaming. `--select` keeps the
-first mutants of each area that compile, and writes the list anew (`draw.py`). Not for CI: it takes up to an hour.
+All Rust mutants are compiled into one copy of the core, in `target/mutants`. The environment variable `MUTANT` enables
+one of them. Python mutants are edits of a copy of the package. A mutant is killed if its tests fail or take longer than
+`LIMIT_S`. The run ends if the tests of an area fail without a mutant, or if the line of a mutant is not in the tree: a
+change of such a line must also change the list. `--select` keeps the first mutants of each area that compile, out of a
+list of `draw.py`, and rewrites `mutants.json`. Not for CI: a run takes up to an hour.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Mutant = dict[str, Any]
 
 
 def copy_tree() -> None:
-    """Copies every file that git knows, or would add."""
+    """Copies every file that git tracks or does not ignore."""
     shutil.rmtree(TREE, ignore_errors=True)
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout.decode().split("\0")
@@ -51,7 +51,7 @@ def copy_tree() -> None:
 
 
 def place(path: Path, mutant: Mutant) -> int:
-    """The number of the line that a mutant changes, from 0."""
+    """Returns the number of the line that a mutant changes, from 0."""
     lines = path.read_text(encoding="utf-8").splitlines()
     function = ""
     found = []
@@ -66,7 +66,7 @@ def place(path: Path, mutant: Mutant) -> int:
 
 
 def write_mutants(mutants: list[Mutant]) -> dict[tuple[str, int], int]:
-    """Writes all mutants into the copy; returns which stands in which line, by its index."""
+    """Writes all mutants into the copy. Returns (file, line) → index of the mutant."""
     places: dict[tuple[str, int], int] = {}
     for index, mutant in enumerate(mutants):
         path = ROOT / CORE / mutant["file"]
@@ -85,7 +85,7 @@ def write_mutants(mutants: list[Mutant]) -> dict[tuple[str, int], int]:
 
 
 def build() -> tuple[list[Path], set[tuple[str, int]]]:
-    """The test programs of the copy, or the lines that do not compile, from 0."""
+    """Compiles the copy. Returns the test programs, and the lines that do not compile as (file, number from 0)."""
     command = ["cargo", "test", "--package", "llm-datadist-core", "--lib", "--test", "integration", "--no-run"]
     command += ["--message-format", "json", "--target-dir", str(WORK / "build")]
     environment = {**os.environ, "RUSTFLAGS": "--cap-lints allow"}
@@ -106,7 +106,7 @@ def build() -> tuple[list[Path], set[tuple[str, int]]]:
 
 
 def select(drawn: list[Mutant], of_each: int) -> list[Mutant]:
-    """The first mutants of each area that compile together."""
+    """Returns the first `of_each` mutants of each area that compile together."""
     refused: set[int] = set()
     while True:
         chosen, count = [], dict.fromkeys((mutant["area"] for mutant in drawn), 0)
@@ -126,7 +126,7 @@ def select(drawn: list[Mutant], of_each: int) -> list[Mutant]:
 
 
 def passes(command: list[str], environment: dict[str, str], where: Path) -> bool:
-    """Whether a test command passes in time."""
+    """Whether a test command passes within `LIMIT_S`."""
     process = subprocess.Popen(
         command, cwd=where, env=environment, start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -136,7 +136,7 @@ def passes(command: list[str], environment: dict[str, str], where: Path) -> bool
     except subprocess.TimeoutExpired:
         return False
     finally:
-        # What a stopped test has started ends as well.
+        # Also end the processes that a timed-out test has started.
         subprocess.run(["pkill", "-KILL", "-s", str(process.pid)], check=False)
         process.wait()
 
@@ -165,7 +165,7 @@ def run_rust(mutants: list[Mutant], tests: dict[str, list[str]]) -> list[bool]:
 
 
 def run_python(mutants: list[Mutant]) -> list[bool]:
-    """Whether each mutant of the Python front is killed."""
+    """Whether each mutant of the Python package is killed."""
     package = WORK / "python" / "llm_datadist"
     killed = []
     environment = {**os.environ, "PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -189,7 +189,7 @@ def run_python(mutants: list[Mutant]) -> list[bool]:
 
 
 def check(whole: dict[str, Any]) -> None:
-    """Ends with a message unless the place of every mutant, and every file of tests, is in the tree."""
+    """Exits with a message unless the line of every mutant, and every test file, is in the tree."""
     for mutant in whole["rust"]:
         place(ROOT / CORE / mutant["file"], mutant)
     for mutant in whole["python"]:
@@ -202,13 +202,13 @@ def check(whole: dict[str, Any]) -> None:
 
 
 def report(mutant: Mutant, killed: bool) -> None:
-    """One line of progress."""
+    """Prints one line of progress."""
     what = f"{mutant['old']} => {mutant['new'] or '(left out)'}".replace("\n", " ")
     print(f"{'killed  ' if killed else 'SURVIVED'} {mutant['area']}: {mutant['file']}: {what}", flush=True)
 
 
 def main() -> None:
-    """Runs the list, or selects one."""
+    """Runs, checks or selects mutants, as the options say."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--select", type=Path, help="choose from this list of draw.py, and write it to mutants.json")
     parser.add_argument("--check", action="store_true", help="only check that every mutant has its place")

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs the libraries for C and C++, or removes them: install.sh install|uninstall
 # Reads from the environment: RELEASE (where the libraries were built), VERSION, SONAME, STRIP, DESTDIR, PREFIX, LIBDIR,
-# INCLUDEDIR and DOCDIR. One list of files serves both; tests/test_cpp_install.py checks that an uninstall leaves nothing.
+# INCLUDEDIR and DOCDIR. Both functions must name the same files; tests/test_cpp_install.py checks that an uninstall leaves
+# nothing.
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
 
@@ -46,7 +47,7 @@ uninstall_all() {
 	done
 	rm -f "$library/libllm_datadist.a" "$library/libllm_datadist.so" "$library/$SONAME" "$library/libllm_datadist.so.$VERSION"
 	rm -f "$pkgconfig/llm_datadist.pc" "$cmake/llm_datadistConfig.cmake" "$cmake/llm_datadistConfigVersion.cmake"
-	# Folders of our own, unless somebody put something into them.
+	# Remove our own folders if they are empty.
 	for folder in "$include" "$cmake" "$doc"; do
 		rmdir "$folder" 2> /dev/null || true
 	done

@@ -109,7 +109,7 @@ impl Error {
     /// Returns the error of kind [`ErrorKind::InvalidArgument`] with the text `message`.
     #[cold]
     #[must_use]
-    pub fn invalid(message: impl Into<String>) -> Self {
+    pub(crate) fn invalid(message: impl Into<String>) -> Self {
         Error::new(ErrorKind::InvalidArgument, message)
     }
 
@@ -129,7 +129,7 @@ impl Error {
     /// Returns the error for an argument outside its `range`, for example "1 to 256".
     #[cold]
     #[must_use]
-    pub fn out_of_range(name: &str, value: impl fmt::Display, range: impl fmt::Display) -> Self {
+    pub(crate) fn out_of_range(name: &str, value: impl fmt::Display, range: impl fmt::Display) -> Self {
         Error::invalid(format!("{name}={value} is out of range ({range})"))
     }
 
@@ -157,7 +157,7 @@ impl Error {
 
     /// Sets the complete rows that the failed transfer had written.
     #[must_use]
-    pub fn with_arrived(mut self, arrived: Vec<ArrivedRows>) -> Self {
+    pub(crate) fn with_arrived(mut self, arrived: Vec<ArrivedRows>) -> Self {
         self.0.arrived = arrived;
         self
     }

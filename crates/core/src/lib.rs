@@ -3,9 +3,9 @@
 //!
 //! ```text
 //!  operations   engine   transfer
-//!  sessions     session   cluster   stats
+//!  sessions     session   resources   stats
 //!  movement     copy   huge_pages            copy: the only module that moves bytes of caches
-//!  resources    cache   pool   device   memory   net   protocol   token_file
+//!  parts        cache   pool   device   memory   net   protocol   token_file
 //!  decisions    validate   plan              pure: no memory access, no I/O, no clock
 //!  vocabulary   config   model   status   error   fallible   sync
 //! ```
@@ -129,7 +129,6 @@ compile_error!("llm_datadist supports Linux on 64-bit little-endian processors o
 
 pub mod bindings;
 mod cache;
-mod cluster;
 mod config;
 mod copy;
 mod device;
@@ -144,6 +143,7 @@ mod net;
 mod plan;
 mod pool;
 mod protocol;
+mod resources;
 mod session;
 mod stats;
 mod status;

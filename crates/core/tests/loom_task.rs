@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering as Std};
 use std::time::Duration;
 
 use llm_datadist_core::testing::transfer::{Carrier, Delivery, Executor, Outcome, Task};
+use llm_datadist_core::testing::{refuse_layer, start_task};
 use llm_datadist_core::{ClusterId, Deadline, Error, ErrorKind, LayerRange, Result};
 use loom::sync::atomic::{AtomicUsize, Ordering};
 use loom::thread;
@@ -47,7 +48,7 @@ fn explore(fails_at: Option<u32>, other: fn(&Arc<Task>), ends: &'static [Option<
         let range = LayerRange { first: 0, end: 2 };
         let deliveries =
             vec![Delivery { cluster: ClusterId(2), layers: range, carrier: Ok(Arc::new(carrier)) }];
-        let task = Task::start(lanes.handle().clone(), deliveries, None).unwrap();
+        let task = start_task(lanes.handle().clone(), deliveries, None).unwrap();
         let acts = {
             let task = task.clone();
             thread::spawn(move || other(&task))
@@ -95,6 +96,6 @@ fn it_is_cancelled_at_any_moment() {
 
 #[test]
 fn a_layer_is_refused_at_any_moment() {
-    let refuse = |task: &Arc<Task>| task.refuse(1, &Error::new(ErrorKind::Timeout, "as told"));
+    let refuse = |task: &Arc<Task>| refuse_layer(&task, 1, &Error::new(ErrorKind::Timeout, "as told"));
     explore(None, refuse, &[None, Some(ErrorKind::Timeout)]);
 }

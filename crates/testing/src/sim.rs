@@ -7,7 +7,6 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
 use llm_datadist_core::testing::device::{Copier, Copy, Device, HostReach};
 use llm_datadist_core::testing::error::{Error, ErrorKind, Result};
@@ -22,7 +21,6 @@ const BASE: u64 = 0xDEAD_0000_0000_0000;
 #[derive(Debug)]
 pub struct SimDevice {
     reach: HostReach,
-    delay: Duration,
     fail_after: AtomicU64,
     copies: AtomicU64,
     memory: Mutex<Vec<Backing>>,
@@ -41,18 +39,10 @@ impl SimDevice {
     pub fn new(reach: HostReach) -> Self {
         SimDevice {
             reach,
-            delay: Duration::ZERO,
             fail_after: AtomicU64::new(u64::MAX),
             copies: AtomicU64::new(0),
             memory: Mutex::new(Vec::new()),
         }
-    }
-
-    /// Returns the same device, which takes `delay` for every copy.
-    #[must_use]
-    pub fn with_delay(mut self, delay: Duration) -> Self {
-        self.delay = delay;
-        self
     }
 
     /// Makes every copy after the next `copies` ones fail.
@@ -66,7 +56,6 @@ impl SimDevice {
     }
 
     fn one(&self, copy: Copy<'_>, kernel: Kernel) -> Result<()> {
-        std::thread::sleep(self.delay);
         let left =
             self.fail_after.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| Some(n.saturating_sub(1)));
         if left == Ok(0) {

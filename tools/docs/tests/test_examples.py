@@ -21,7 +21,7 @@ assert len(EXAMPLES) >= 2
 
 
 def run(arguments: list[str]) -> str:
-    """Run Python on `arguments` in a fresh process; its output, or a failure that shows what it said."""
+    """Run Python with `arguments` in a new process and return its output; a failure shows its standard error."""
     done = subprocess.run(
         [sys.executable, "-W", "error", *arguments], capture_output=True, text=True, timeout=300, check=False
     )
@@ -55,9 +55,9 @@ def test_guide_layer_by_layer_runs() -> None:
 
 
 def run_pair(page: Path, documented: str, prompt: str) -> tuple[str, str]:
-    """What the second and the first block with that port print; the first waits at `prompt` until the second ended.
+    """Return the outputs of the second and of the first block with that port.
 
-    A free port replaces the documented one.
+    The first block waits at `prompt` until the second has ended. A free port replaces the documented one.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""Numbers and references in the documentation that can go stale, held against the code.
+"""Numbers and references in the documentation that can become stale, compared with the code.
 
 Not for: snippets (`test_examples.py`, `tools/docs/snippets.py`), or generated pages (`tests/test_conformance.py`,
 `benches/tests`).
@@ -32,12 +32,12 @@ def constant(file: str, name: str) -> int:
 
 
 NUMBERS = [
-    ("docs/links.md", "session/stream_pool.rs", "MOST_CALLS", "| calls over one link at a time | {}; "),
+    ("docs/links.md", "session/stream_set.rs", "MOST_CALLS", "| calls over one link at a time | {}; "),
     ("docs/links.md", "session/registry.rs", "MOST_LINKS", "| links of one engine | {} |"),
     ("docs/links.md", "session/registry.rs", "MOST_COMMS", "| communicators (rank tables) of one engine | {}, "),
     (
         "docs/links.md",
-        "session/remote_cache.rs",
+        "session/known_cache.rs",
         "MOST_RECORDS",
         "| descriptions of remote caches kept for each link | {} |",
     ),

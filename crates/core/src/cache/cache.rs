@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use super::row_pins::Pins;
+use super::row_pins::RowPins;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Access, Adopted, Tensors};
 use crate::model::{CacheDesc, CacheId, CacheKind, CacheLayout, DataType, Geometry, Placement};
@@ -53,7 +53,7 @@ pub struct Cache {
     data_type: DataType,
     remote_accessible: bool,
     tensors: Arc<Tensors>,
-    pub(super) pins: Pins,
+    pub(super) pins: RowPins,
 }
 
 impl Cache {
@@ -79,7 +79,7 @@ impl Cache {
             data_type: desc.data_type,
             remote_accessible,
             tensors: Arc::new(tensors),
-            pins: Pins::default(),
+            pins: RowPins::default(),
         }
     }
 

@@ -18,7 +18,7 @@ pub(super) const MAX_COUNTERS: u64 = 1 << 20;
 
 /// The pinned rows of one cache.
 #[derive(Debug, Default)]
-pub(super) struct Pins {
+pub(super) struct RowPins {
     pub(super) rows: Mutex<Rows>,
     pub(super) freed: Condvar,
 }

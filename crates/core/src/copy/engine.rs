@@ -5,11 +5,11 @@
 
 use std::sync::{Arc, OnceLock};
 
-use super::kernel_choice::{Source, Tuner};
 use super::limit::Limit;
 use super::progress::{Progress, with_copied_bytes};
 use super::route::{PlacedTensors, Route, Staging};
 use super::run::KeptAlive;
+use super::tuner::{Source, Tuner};
 use super::workers::{Work, Workers};
 use super::{reader_threads, staging_ring};
 use crate::config::Config;

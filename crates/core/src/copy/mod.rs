@@ -2,7 +2,6 @@
 //! are plans that it runs.
 
 mod engine;
-mod kernel_choice;
 mod limit;
 mod peer_read;
 mod progress;
@@ -11,16 +10,17 @@ mod route;
 mod run;
 mod socket;
 mod staging_ring;
+mod tuner;
 mod workers;
 
 pub use engine::{CopyEngine, CopyOutcome};
-#[cfg(feature = "testing")]
-pub use kernel_choice::Source;
-#[cfg(feature = "testing")]
-pub use kernel_choice::Tuner;
 pub use limit::Limit;
 pub use peer_read::STILL_READING;
 pub use progress::{Progress, with_arrived_rows};
 pub use route::{Route, Staging};
+#[cfg(feature = "testing")]
+pub use tuner::Source;
+#[cfg(feature = "testing")]
+pub use tuner::Tuner;
 #[cfg(feature = "testing")]
 pub use workers::Work;

@@ -27,7 +27,7 @@ const FACTOR_OF_ALL: usize = 8;
 /// How long an idle reader thread sleeps before it ends.
 const IDLE: Duration = Duration::from_secs(1);
 /// Stack size in bytes: enough for one unit, whose lists are on the heap.
-const STACK: usize = 256 << 10;
+const READER_STACK: usize = 256 << 10;
 
 /// The reader threads of one engine.
 pub(super) struct Readers(Arc<Shared>);
@@ -107,7 +107,7 @@ impl std::fmt::Debug for Readers {
 }
 
 impl Drop for Readers {
-    /// Ends the threads, except those that are lost in the kernel. The memory that they write to stays mapped
+    /// Aliasing the threads, except those that are lost in the kernel. The memory that they write to stays mapped
     /// as long as they exist.
     fn drop(&mut self) {
         let mut state = self.0.state.lock();
@@ -190,7 +190,7 @@ impl Shared {
     fn start(self: &Arc<Self>, state: &mut State) -> Result<()> {
         state.last_reader += 1;
         let (id, shared) = (state.last_reader, self.clone());
-        let named = Builder::new().name("llm-read".into()).stack_size(STACK);
+        let named = Builder::new().name("llm-read".into()).stack_size(READER_STACK);
         let thread = named.spawn(move || shared.serve(id)).map_err(|error| {
             let text = "the thread that reads the memory of the peer could not be started";
             Error::new(ErrorKind::System, text).because(error)

@@ -6,8 +6,8 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::kernel_choice::{Source, Tuner};
 use super::reader_threads::Readers;
+use super::tuner::{Source, Tuner};
 use super::workers::{Work, Workers};
 use super::{Limit, Progress};
 use crate::device::{Copier, Copy};

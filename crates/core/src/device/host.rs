@@ -1,9 +1,9 @@
 //! Host memory as a device: shared mappings, copied by the CPU.
 
-use super::{Copier, Copy, Device, HostReach};
+use super::traits::{Copier, Device, HostReach};
 use crate::error::Result;
 use crate::memory::Region;
-use crate::memory::kernels::{self, Kernel};
+use crate::memory::kernels::{self, Copy, Kernel};
 
 /// Host memory. It has no state of its own.
 #[derive(Debug)]

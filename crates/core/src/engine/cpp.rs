@@ -39,7 +39,7 @@ impl DataDist {
         validate::copy_size(size)?;
         validate::ext_alone(ext)?;
         self.other(src.cluster)?;
-        let local = self.cluster.table.find(dst)?;
+        let local = self.resources.table.find(dst)?;
         let layers = validate::pull_kv_layers(local.geometry(), ext)?;
         self.pull(src.name(), &End::Managed(dst), &PullRows::slot(batch_index, size), layers)
     }
@@ -58,7 +58,7 @@ impl DataDist {
         validate::equally_many(("src_blocks", src_blocks.len()), ("dst_blocks", dst_blocks.len()))?;
         validate::ext_alone(ext)?;
         self.other(src.cluster)?;
-        let local = self.cluster.table.find(dst)?;
+        let local = self.resources.table.find(dst)?;
         let layers = validate::pull_kv_layers(local.geometry(), ext)?;
         self.pull(src.name(), &End::Managed(dst), &rows, layers)
     }
@@ -77,7 +77,7 @@ impl DataDist {
         validate::equally_many(("src_blocks", src_blocks.len()), ("dst_blocks", dst_blocks.len()))?;
         validate::push_kv_alone("PushKvBlocks", self.pushing_role(), -1, ext)?;
         self.other(dst.cluster)?;
-        let cache = self.cluster.table.find(src)?;
+        let cache = self.resources.table.find(src)?;
         let layers = validate::push_kv_blocks(cache.layout(), ext)?;
         self.push(&End::Managed(src), dst.name(), &rows, layers)
     }
@@ -94,7 +94,7 @@ impl DataDist {
     ) -> Result<()> {
         validate::push_kv_alone("PushKvCache", self.pushing_role(), size, ext)?;
         self.other(dst.cluster)?;
-        let local = self.cluster.table.find(src)?;
+        let local = self.resources.table.find(src)?;
         let layers = validate::push_kv_cache(local.layout(), ext)?;
         self.push(&End::Managed(src), dst.name(), &PushRows::Slot { local: src_batch_index }, layers)
     }
@@ -108,7 +108,7 @@ impl DataDist {
         src_blocks: &[u64],
         dst_blocks_list: &[&[u64]],
     ) -> Result<()> {
-        self.cluster.stats.timed(Op::CopyBlocks, || {
+        self.resources.stats.timed(Op::CopyBlocks, || {
             let deadline = self.deadline();
             super::room_for_lists(src_blocks.len().saturating_mul(dst_blocks_list.len()))?;
             let pairs = validate::cpp::block_lists(src_blocks, dst_blocks_list)?;
@@ -123,7 +123,7 @@ impl DataDist {
     pub fn link_clusters_from(&self, peers: &[PeerAddress], timeout: Duration) -> Vec<Result<()>> {
         let deadline = self.limit(timeout, "timeout_in_millis");
         each(peers, deadline, |peer, deadline| {
-            let linked = self.cluster.stats.timed(Op::Link, || {
+            let linked = self.resources.stats.timed(Op::Link, || {
                 validate::one_address("len(local_ip_infos)", peer.local.len(), "local")?;
                 self.links.link(peer, deadline)
             });
@@ -134,7 +134,7 @@ impl DataDist {
     /// Returns the role by which pushes are checked. If links work in both directions, the role is only a
     /// label (contract, C++ §7).
     pub(super) fn pushing_role(&self) -> Role {
-        if self.cluster.config.links.both_ways { Role::Mix } else { self.role() }
+        if self.resources.config.links.both_ways { Role::Mix } else { self.role() }
     }
 }
 

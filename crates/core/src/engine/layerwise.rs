@@ -38,7 +38,7 @@ impl DataDist {
             let (local, rows) = source.as_ref().map_err(Error::clone)?;
             self.other(to.cluster)?;
             Ok(Arc::new(LayerPush::new(
-                self.cluster.clone(),
+                self.resources.clone(),
                 self.links.finder(),
                 local.clone(),
                 rows.clone(),

@@ -27,16 +27,17 @@ impl DataDist {
     pub fn link_clusters(&self, peers: &[PeerAddress], timeout: Duration) -> Vec<Result<()>> {
         let deadline = self.limit(timeout, "timeout");
         each(peers, deadline, |peer, deadline| {
-            let linked = self.cluster.stats.timed(Op::Link, || self.links.link(peer, deadline));
+            let linked = self.resources.stats.timed(Op::Link, || self.links.link(peer, deadline));
             linked.map_err(|error| link_failed(error).with("cluster", peer.cluster))
         })
     }
 
-    /// Ends the links to each of `peers`, in parallel. Returns one result for each, in order (contract §6.8).
+    /// Aliasing the links to each of `peers`, in parallel. Returns one result for each, in order (contract §6.8).
     pub fn unlink_clusters(&self, peers: &[PeerAddress], timeout: Duration, force: bool) -> Vec<Result<()>> {
         let deadline = self.limit(timeout, "timeout");
         each(peers, deadline, |peer, deadline| {
-            let unlinked = self.cluster.stats.timed(Op::Unlink, || self.links.unlink(peer, force, deadline));
+            let unlinked =
+                self.resources.stats.timed(Op::Unlink, || self.links.unlink(peer, force, deadline));
             unlinked.map_err(|error| error.with("cluster", peer.cluster))
         })
     }
@@ -44,11 +45,11 @@ impl DataDist {
     /// Enters a communicator (contract §6.5). Returns its number at once; the links to its members are made
     /// in the background.
     pub fn link(&self, name: &str, clusters: &[(ClusterId, u32)], rank_table: &str) -> Result<u64> {
-        let config = &self.cluster.config;
+        let config = &self.resources.config;
         validate::rank_table::members(name, clusters, config.cluster)?;
-        let ends = validate::rank_table::ends(rank_table, clusters, config.cluster, &config.links)?;
+        let ranks = validate::rank_table::resolve(rank_table, clusters, config.cluster, &config.links)?;
         let members = clusters.iter().map(|&(cluster, rank)| (cluster.0, rank)).collect();
-        self.links.enter(Comm { name: name.into(), members, listener: String::new() }, ends)
+        self.links.enter(Comm { name: name.into(), members, listener: String::new() }, ranks)
     }
 
     /// Leaves a communicator (contract §6.6).

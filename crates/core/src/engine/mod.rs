@@ -14,15 +14,15 @@ pub use transfer::RemoteName;
 use std::sync::Arc;
 
 use crate::cache::{Cache, pin, unpinned};
-use crate::cluster::Cluster;
 use crate::config::{Config, HugeChoice, Mode, Role};
 use crate::copy::{Limit, Staging};
 use crate::device::DeviceSet;
 use crate::error::Result;
 use crate::memory::{self, Adopted};
 use crate::model::{CacheDesc, CacheId, CacheKey, CacheKind, CacheLayout, Deadline, Placement};
-use crate::plan::{CopyPlan, Ends, Moves};
+use crate::plan::{Aliasing, CopyPlan, Moves};
 use crate::pool::Arena;
+use crate::resources::Resources;
 use crate::session::{Links, Transports};
 use crate::stats::{Op, PoolReport, Snapshot};
 use crate::sync::Mutex;
@@ -55,7 +55,7 @@ pub struct DataDist {
     links: Links,
     lanes: Executor,
     tasks: RunningTasks,
-    cluster: Arc<Cluster>,
+    resources: Arc<Resources>,
     role: Mutex<Role>,
     interrupted: Option<fn() -> bool>,
     #[cfg(feature = "testing")]
@@ -78,14 +78,14 @@ impl DataDist {
     fn open_with(mut config: Config, devices: DeviceSet, transports: Transports) -> Result<Self> {
         config.links.token = token_file::token(&config.links)?;
         config.links.token_file = None;
-        let cluster = Arc::new(Cluster::open(config, devices)?);
-        let links = Links::open(cluster.clone(), transports)?;
+        let resources = Arc::new(Resources::open(config, devices)?);
+        let links = Links::open(resources.clone(), transports)?;
         Ok(DataDist {
             links,
             lanes: Executor::default(),
             tasks: RunningTasks::default(),
-            role: Mutex::new(cluster.config.role),
-            cluster,
+            role: Mutex::new(resources.config.role),
+            resources,
             interrupted: None,
             #[cfg(feature = "testing")]
             over: None,
@@ -110,7 +110,7 @@ impl DataDist {
 
     /// Returns the configuration with which the engine was opened.
     pub fn config(&self) -> &Config {
-        &self.cluster.config
+        &self.resources.config
     }
 
     /// Allocates a cache from the pool of its placement, and binds `keys`, one per row (contract §7.1, §7.3).
@@ -123,32 +123,32 @@ impl DataDist {
         kind: CacheKind,
         keys: &[Option<CacheKey>],
     ) -> Result<Arc<Cache>> {
-        self.cluster.stats.timed(Op::Allocate, || {
+        self.resources.stats.timed(Op::Allocate, || {
             let pools = Pools {
-                host: self.cluster.pool(Placement::Host).is_some(),
-                device: self.cluster.pool(Placement::Device).is_some(),
+                host: self.resources.pool(Placement::Host).is_some(),
+                device: self.resources.pool(Placement::Device).is_some(),
             };
             let request = validate::allocate(desc, kind, keys, pools)?;
-            let tensors = self.cluster.arena(desc.placement)?.allocate(&request.layout.geometry)?;
+            let tensors = self.resources.arena(desc.placement)?.allocate(&request.layout.geometry)?;
             // Caches that were allocated before may have been touched since, perhaps by the caller's own
             // code.
-            self.cluster.merger.moved(request.layout.geometry.bytes());
-            self.cluster.table.allocate(desc, request.layout, tensors, &request.keys)
+            self.resources.merger.note_use(request.layout.geometry.bytes());
+            self.resources.table.allocate(desc, request.layout, tensors, &request.keys)
         })
     }
 
     /// Releases a cache by its id (contract §7.2, §7.4). An unknown id is not an error.
     pub fn deallocate(&self, id: CacheId) -> Result<()> {
-        self.cluster.stats.timed(Op::Deallocate, || {
-            self.cluster.table.deallocate(id);
+        self.resources.stats.timed(Op::Deallocate, || {
+            self.resources.table.deallocate(id);
             Ok(())
         })
     }
 
     /// Unbinds a key (contract §7.5). An unknown key is not an error.
     pub fn remove_key(&self, key: CacheKey) -> Result<()> {
-        self.cluster.stats.timed(Op::RemoveKey, || {
-            self.cluster.table.remove_key(key);
+        self.resources.stats.timed(Op::RemoveKey, || {
+            self.resources.table.remove_key(key);
             Ok(())
         })
     }
@@ -161,14 +161,15 @@ impl DataDist {
         keys: &[Option<CacheKey>],
         remote_accessible: Option<bool>,
     ) -> Result<Arc<Cache>> {
-        self.cluster.stats.timed(Op::Register, || {
-            let (placement, one_sided) = (adopted.layout().placement, self.cluster.config.remote_accessible);
+        self.resources.stats.timed(Op::Register, || {
+            let (placement, one_sided) =
+                (adopted.layout().placement, self.resources.config.remote_accessible);
             let access = validate::accessible(remote_accessible, placement, one_sided, self.links.ranked())?;
-            if self.cluster.config.huge_pages == HugeChoice::Eager {
+            if self.resources.config.huge_pages == HugeChoice::Eager {
                 let deadline = self.deadline();
                 adopted.merge(|| deadline.interruption("putting registered memory into huge pages"))?;
             }
-            self.cluster.table.register(adopted, &validate::bindings(keys)?, access)
+            self.resources.table.register(adopted, &validate::bindings(keys)?, access)
         })
     }
 
@@ -178,23 +179,24 @@ impl DataDist {
     /// After `Err(Timeout)`, no other call finds the cache, and the same call waits again
     /// (`unregister_waits_each_time_while_the_cache_is_in_use`).
     pub fn unregister(&self, id: CacheId) -> Result<()> {
-        self.cluster.stats.timed(Op::Register, || {
-            let Some(cache) = self.cluster.table.unregister(id)? else { return Ok(()) };
-            self.cluster.merger.give_back(id);
+        self.resources.stats.timed(Op::Register, || {
+            let Some(cache) = self.resources.table.unregister(id)? else { return Ok(()) };
+            self.resources.merger.give_back(id);
             unpinned(&cache, self.deadline())?;
-            self.cluster.table.forget_unregistered(id);
+            self.resources.table.forget_unregistered(id);
             Ok(())
         })
     }
 
     /// Returns the cache with this id.
     pub fn find(&self, id: CacheId) -> Result<Arc<Cache>> {
-        self.cluster.table.find(id)
+        self.resources.table.find(id)
     }
 
     /// Returns the cache and the row that a key names.
+    #[cfg(feature = "testing")]
     pub fn find_key(&self, key: CacheKey) -> Result<(Arc<Cache>, u32)> {
-        self.cluster.table.find_key(key)
+        self.resources.table.find_key(key)
     }
 
     /// Copies one range of one batch slot, the same range in every tensor (contract §7.9).
@@ -216,7 +218,7 @@ impl DataDist {
     /// Copies blocks within one cache, with the result of copying the pairs in the given order (contract
     /// §7.10). Without pairs, it does nothing.
     pub fn copy_blocks(&self, cache: &End, pairs: &[(i64, i64)]) -> Result<()> {
-        self.cluster.stats.timed(Op::CopyBlocks, || {
+        self.resources.stats.timed(Op::CopyBlocks, || {
             let deadline = self.deadline();
             room_for_lists(pairs.len())?;
             let cache = self.resolve(cache)?;
@@ -240,7 +242,7 @@ impl DataDist {
             (Err(_), Err(_)) => false,
         };
         let op = if into_device { Op::SwapIn } else { Op::SwapOut };
-        self.cluster.stats.timed(op, || {
+        self.resources.stats.timed(op, || {
             let (src, dst) = (src?, dst?);
             room_for_lists(pairs.len())?;
             let moves = match self.mode() {
@@ -248,27 +250,27 @@ impl DataDist {
                 Mode::KvCacheManager => validate::swap_rows(src.layout(), dst.layout(), pairs),
             }?;
             let buffer_bytes = src.geometry().row_bytes();
-            let staging = Staging { path: self.cluster.config.swap_in, buffer_bytes };
+            let staging = Staging { path: self.resources.config.swap_in, buffer_bytes };
             self.run(op, (&src, &dst), moves, staging, deadline)
         })
     }
 
     /// Returns every counter, and the state of the pools, the table and the links.
     pub fn stats(&self) -> Snapshot {
-        let (swap_in_direct, swap_in_ring) = self.cluster.stats.swap_ins();
-        let (plain_bytes, streaming_bytes) = self.cluster.engine.tuner().bytes();
+        let (swap_in_direct, swap_in_ring) = self.resources.stats.swap_ins();
+        let (plain_bytes, streaming_bytes) = self.resources.copy_engine.tuner().bytes();
         Snapshot {
-            device_pool: self.cluster.pool(Placement::Device).map(|arena| self.report(arena)),
-            host_pool: self.cluster.pool(Placement::Host).map(|arena| self.report(arena)),
-            table: self.cluster.table.state(),
-            ops: self.cluster.stats.ops(),
+            device_pool: self.resources.pool(Placement::Device).map(|arena| self.report(arena)),
+            host_pool: self.resources.pool(Placement::Host).map(|arena| self.report(arena)),
+            table: self.resources.table.state(),
+            ops: self.resources.stats.ops(),
             swap_in_direct,
             swap_in_ring,
-            ring_bytes: self.cluster.engine.ring_bytes(),
-            registered_merged_bytes: self.cluster.merger.lent_bytes(),
+            ring_bytes: self.resources.copy_engine.ring_bytes(),
+            registered_merged_bytes: self.resources.merger.lent_bytes(),
             plain_bytes,
             streaming_bytes,
-            copy_workers: self.cluster.engine.workers() as u64,
+            copy_workers: self.resources.copy_engine.workers() as u64,
             links: self.links.states(),
         }
     }
@@ -276,7 +278,7 @@ impl DataDist {
     /// Measures the bytes of a placement's pool that lie in huge pages; 0 without such a pool. This is slow
     /// (`Region::huge_bytes`).
     pub fn huge_bytes(&self, placement: Placement) -> u64 {
-        self.cluster.pool(placement).map_or(0, |arena| arena.region().huge_bytes())
+        self.resources.pool(placement).map_or(0, |arena| arena.region().huge_bytes())
     }
 
     fn copy_range(
@@ -286,7 +288,7 @@ impl DataDist {
         args: CopyArgs,
         checked: fn(CacheLayout, CacheLayout, CopyArgs) -> Result<Moves>,
     ) -> Result<()> {
-        self.cluster.stats.timed(Op::CopyCache, || {
+        self.resources.stats.timed(Op::CopyCache, || {
             let deadline = self.deadline();
             let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
             let moves = checked(src.layout(), dst.layout(), args)?;
@@ -304,15 +306,16 @@ impl DataDist {
         deadline: Deadline,
     ) -> Result<()> {
         let one_cache = Arc::ptr_eq(src, dst);
-        let plan = CopyPlan::moves(&mut moves, if one_cache { Ends::OneCache } else { Ends::TwoCaches })?;
+        let plan =
+            CopyPlan::moves(&mut moves, if one_cache { Aliasing::OneCache } else { Aliasing::TwoCaches })?;
         if plan.waves().is_empty() {
             return Ok(());
         }
         let _pins = pin((src, moves.src_rows), (dst, moves.dst_rows), deadline)?;
-        self.cluster.still_registered(src)?;
-        self.cluster.still_registered(dst)?;
+        self.resources.still_registered(src)?;
+        self.resources.still_registered(dst)?;
         let ends = ((src.tensors(), src.placement()), (dst.tensors(), dst.placement()));
-        let outcome = self.cluster.engine.run(
+        let outcome = self.resources.copy_engine.run(
             plan,
             ends.0,
             ends.1,
@@ -320,21 +323,21 @@ impl DataDist {
             Limit::Start(deadline),
             &Arc::default(),
         )?;
-        self.cluster.stats.moved(op, &outcome);
-        self.cluster.merger.moved(outcome.bytes);
+        self.resources.stats.count_copy(op, &outcome);
+        self.resources.merger.note_use(outcome.bytes);
         Ok(())
     }
 
     fn resolve(&self, end: &End) -> Result<Arc<Cache>> {
         match end {
-            End::Managed(id) => self.cluster.table.find(*id),
+            End::Managed(id) => self.resources.table.find(*id),
             End::Loose(cache) => Ok(cache.clone()),
         }
     }
 
     fn report(&self, arena: &Arena) -> PoolReport {
         let region = arena.region();
-        let merged = self.cluster.merger.merged(region);
+        let merged = self.resources.merger.merged(region);
         PoolReport {
             pool: arena.state(),
             huge_pages: region.huge_pages().name(),
@@ -345,11 +348,11 @@ impl DataDist {
     }
 
     fn mode(&self) -> Mode {
-        self.cluster.config.mode
+        self.resources.config.mode
     }
 
     fn deadline(&self) -> Deadline {
-        let deadline = Deadline::after(self.cluster.config.sync_timeout).watched(self.interrupted);
+        let deadline = Deadline::after(self.resources.config.sync_timeout).watched(self.interrupted);
         #[cfg(feature = "testing")]
         let deadline = deadline.over_when(self.over);
         deadline
@@ -359,9 +362,9 @@ impl DataDist {
 impl Drop for DataDist {
     fn drop(&mut self) {
         // Before anything is released, so that a peer that still maps this memory no longer trusts it.
-        self.cluster.table.retire();
+        self.resources.table.retire();
         self.tasks.close();
-        self.cluster.merger.close();
+        self.resources.merger.close();
     }
 }
 

@@ -122,7 +122,7 @@ impl Merger {
     }
 
     /// Records that `bytes` bytes were moved or allocated, and checks for work after every 64 MiB.
-    pub fn moved(&self, bytes: u64) {
+    pub fn note_use(&self, bytes: u64) {
         let Some(shared) = &self.shared else { return };
         let before = shared.moved.fetch_add(bytes, Ordering::Relaxed);
         if before.saturating_add(bytes) >= CHECK_AFTER {
@@ -162,7 +162,7 @@ impl Merger {
         self.shared.as_ref().is_some_and(|shared| shared.closing.state.lock().running)
     }
 
-    /// Ends the thread and prevents another one from starting.
+    /// Aliasing the thread and prevents another one from starting.
     pub fn close(&self) {
         let Some(shared) = &self.shared else { return };
         let thread = {

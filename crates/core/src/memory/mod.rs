@@ -22,12 +22,12 @@
 mod adopted;
 mod fork;
 mod generations;
-mod huge_pages;
 pub mod kernels;
 mod limits;
 mod map_budget;
 mod memfd;
 mod page_faults;
+mod page_merge;
 mod peer_credentials;
 mod peer_mapping;
 mod peer_process;
@@ -42,12 +42,12 @@ mod window;
 pub use adopted::Adopted;
 pub use fork::{Kept, abandon};
 pub use generations::{Generations, PeerGenerations};
-pub use huge_pages::{MergeRefusal, OwnPages};
 #[cfg(feature = "testing")]
 pub use limits::refuse_beyond_room_under;
 pub use limits::{refuse_beyond_room, usable_bytes, usable_under};
 pub use map_budget::{MapBudget, Reservation};
 pub use page_faults::faulted;
+pub use page_merge::{MergeRefusal, OwnPages};
 pub use peer_credentials::{Credentials, peer_credentials, same_user, take_descriptors};
 pub use peer_mapping::PeerMapping;
 #[cfg(feature = "testing")]

@@ -77,7 +77,7 @@ impl Deadline {
     /// Returns how long to sleep before the next check: the time that is left, in slices of at most 100
     /// milliseconds if the wait can be interrupted. A waiting thread must call [`waiting`](Self::waiting)
     /// each time it wakes without what it waited for.
-    pub fn nap(&self) -> Duration {
+    pub(crate) fn nap(&self) -> Duration {
         if self.interrupted.is_some() { self.left().min(Self::NAP) } else { self.left() }
     }
 
@@ -95,7 +95,7 @@ impl Deadline {
 
     /// Returns `Err` of kind [`ErrorKind::Interrupted`] once the caller was interrupted. It must never be
     /// called under a lock, because the check runs signal handlers, which may call the engine.
-    pub fn interruption(&self, doing: &str) -> Result<()> {
+    pub(crate) fn interruption(&self, doing: &str) -> Result<()> {
         if self.interrupted.is_some_and(|(asked, caller)| caller == current().id() && asked()) {
             return Err(Error::new(ErrorKind::Interrupted, format!("interrupted while {doing}")));
         }
@@ -104,7 +104,7 @@ impl Deadline {
 
     /// Returns `Err` once the caller was interrupted or the deadline has passed. Like
     /// [`interruption`](Self::interruption), it must never be called under a lock.
-    pub fn waiting(&self, doing: &str) -> Result<()> {
+    pub(crate) fn waiting(&self, doing: &str) -> Result<()> {
         self.interruption(doing)?;
         self.check(doing)
     }

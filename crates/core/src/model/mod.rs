@@ -1,11 +1,11 @@
 //! The basic types of the engine: ids, keys, cache descriptions and deadlines.
 
-mod cache_spec;
+mod cache_desc;
 mod deadline;
 mod ids;
 mod keys;
 
-pub use cache_spec::{CacheDesc, CacheKind, CacheLayout, DataType, Geometry, Placement, tensor_bytes};
+pub use cache_desc::{CacheDesc, CacheKind, CacheLayout, DataType, Geometry, Placement, tensor_bytes};
 pub use deadline::Deadline;
 pub use ids::{AddressLocation, CacheId, ClusterId};
 pub use keys::{CacheKey, NO_ID, Name};

@@ -25,7 +25,7 @@ impl Pace {
     }
 
     /// Counts bytes that moved. [`LEAST`](Self::LEAST) of them give the peer its full time again.
-    pub(super) fn moved(&mut self, bytes: u64) {
+    pub(super) fn add(&mut self, bytes: u64) {
         self.moved = self.moved.saturating_add(bytes);
         if self.moved >= Self::LEAST {
             self.begin();
@@ -50,13 +50,13 @@ mod tests {
     #[test]
     fn only_enough_bytes_give_the_peer_its_time_again() {
         let mut pace = Pace::new(Duration::ZERO);
-        pace.moved(Pace::LEAST - 1);
+        pace.add(Pace::LEAST - 1);
         assert_eq!((pace.left(), pace.facts().0), (Duration::ZERO, Pace::LEAST - 1));
         let mut pace = Pace::new(Duration::from_secs(3600));
         let before = pace.since;
-        pace.moved(Pace::LEAST - 1);
+        pace.add(Pace::LEAST - 1);
         assert_eq!(pace.since, before);
-        pace.moved(1);
+        pace.add(1);
         assert!(pace.since > before && pace.facts().0 == 0);
     }
 }

@@ -42,7 +42,7 @@ impl Transport for Tcp {
             Err(Errno::INPROGRESS | Errno::INTR) => finish(&socket, to, deadline)?,
             Err(errno) => return Err(refused(errno)),
         }
-        let (local, remote) = ends(&socket).map_err(refused)?;
+        let (local, remote) = addresses(&socket).map_err(refused)?;
         if local == remote {
             // There is no listener: the kernel gave that port to this end, and connected the socket to
             // itself.
@@ -63,7 +63,7 @@ impl Transport for Tcp {
         };
         let (socket, local) = bound().map_err(|errno| unavailable(at, "listen at", errno))?;
         let welcome = |socket: OwnedFd, _: &Address| {
-            let (local, remote) = ends(&socket).ok()?;
+            let (local, remote) = addresses(&socket).ok()?;
             stream(socket, local, remote).ok()
         };
         Ok(Box::new(ListeningSocket::open(socket, Address::Tcp(local), welcome)?))
@@ -90,7 +90,7 @@ fn finish(socket: &OwnedFd, to: &Address, deadline: Deadline) -> Result<()> {
     }
 }
 
-fn ends(socket: &OwnedFd) -> rustix::io::Result<(SocketAddr, SocketAddr)> {
+fn addresses(socket: &OwnedFd) -> rustix::io::Result<(SocketAddr, SocketAddr)> {
     let remote = getpeername(socket)?.ok_or(Errno::NOTCONN)?;
     Ok((getsockname(socket)?.try_into()?, remote.try_into()?))
 }

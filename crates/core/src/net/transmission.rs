@@ -112,7 +112,7 @@ impl<'a> Transmission<'a> {
     fn paced(&mut self) -> Result<Duration> {
         let mut pace = self.stream.pace.lock();
         let Some(pace) = pace.as_mut() else { return Ok(Duration::MAX) };
-        pace.moved(std::mem::take(&mut self.unpaced));
+        pace.add(std::mem::take(&mut self.unpaced));
         let left = pace.left();
         if !left.is_zero() {
             return Ok(left);

@@ -21,7 +21,7 @@ pub struct Blocks {
 }
 
 impl Pair for (u32, u32) {
-    fn ends(&self) -> (u64, u64) {
+    fn places(&self) -> (u64, u64) {
         (self.0.into(), self.1.into())
     }
 }
@@ -39,7 +39,7 @@ impl Blocks {
 
     /// Returns the ends of the highest source block and of the highest destination block, in bytes from the
     /// start of the tensor. `None` if an end exceeds 64 bits or there are no bytes.
-    pub(super) fn reach(&self) -> Option<(u64, u64)> {
+    pub(super) fn end_offsets(&self) -> Option<(u64, u64)> {
         if self.len == 0 || self.pairs.is_empty() {
             return None;
         }

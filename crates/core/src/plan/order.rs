@@ -10,7 +10,7 @@ use crate::fallible;
 
 /// Whether a plan reads and writes the same cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ends {
+pub enum Aliasing {
     /// Source and destination are one cache, so a block may be both read and written.
     OneCache,
     TwoCaches,
@@ -19,26 +19,26 @@ pub enum Ends {
 /// Something that is read in one place and written in another. Two places are either equal or do not overlap.
 pub(super) trait Pair: Copy {
     /// Returns the numbers that name the place read and the place written.
-    fn ends(&self) -> (u64, u64);
+    fn places(&self) -> (u64, u64);
 }
 
 impl Pair for Piece {
-    fn ends(&self) -> (u64, u64) {
+    fn places(&self) -> (u64, u64) {
         (self.src, self.dst)
     }
 }
 
 /// Returns whether a pair writes a block that another pair writes or, if the ends are one cache, that any
 /// pair reads.
-pub(super) fn order_matters<T: Pair>(pairs: &[T], ends: Ends) -> Result<bool> {
+pub(super) fn order_matters<T: Pair>(pairs: &[T], aliasing: Aliasing) -> Result<bool> {
     if pairs.len() < 2 {
         return Ok(false);
     }
     let mut written = PlaceSet::of(pairs)?;
-    if pairs.iter().any(|pair| !written.add(pair.ends().1)) {
+    if pairs.iter().any(|pair| !written.add(pair.places().1)) {
         return Ok(true);
     }
-    Ok(ends == Ends::OneCache && pairs.iter().any(|pair| written.has(pair.ends().0)))
+    Ok(aliasing == Aliasing::OneCache && pairs.iter().any(|pair| written.has(pair.places().0)))
 }
 
 /// A set of places: a bitmap if they are dense, as blocks of a cache are, else a hash set.
@@ -51,7 +51,7 @@ impl PlaceSet {
     /// Returns an empty set for the places that `pairs` may write.
     fn of<T: Pair>(pairs: &[T]) -> Result<PlaceSet> {
         let (any, most) =
-            pairs.iter().fold((0, 0), |(any, most), pair| (any | pair.ends().1, pair.ends().1.max(most)));
+            pairs.iter().fold((0, 0), |(any, most), pair| (any | pair.places().1, pair.places().1.max(most)));
         let unit = any.trailing_zeros().min(63);
         // A bit is much cheaper than a hash entry. Up to one word for each place, the bitmap is also smaller.
         let words = (most >> unit) / 64 + 1;
@@ -101,9 +101,9 @@ impl PlaceSet {
 
 /// Sorts pairs by the place they read, and pairs that read the same place by the place they write.
 pub(super) fn by_source<T: Pair>(pairs: &mut Vec<T>) -> Result<()> {
-    sort_by_number(pairs, |pair| pair.ends().0)?;
-    for fan in pairs.chunk_by_mut(|a, b| a.ends().0 == b.ends().0) {
-        fan.sort_unstable_by_key(|pair| pair.ends().1);
+    sort_by_number(pairs, |pair| pair.places().0)?;
+    for fan in pairs.chunk_by_mut(|a, b| a.places().0 == b.places().0) {
+        fan.sort_unstable_by_key(|pair| pair.places().1);
     }
     Ok(())
 }
@@ -154,7 +154,7 @@ fn sort_by_number<T: Copy>(items: &mut Vec<T>, number: impl Fn(&T) -> u64) -> Re
 }
 
 /// Splits pairs into waves. Each pair runs as early as the pairs before it that touch its blocks allow.
-pub(super) fn waves<T: Pair>(pairs: &[T], ends: Ends) -> Result<Vec<Vec<T>>> {
+pub(super) fn waves<T: Pair>(pairs: &[T], aliasing: Aliasing) -> Result<Vec<Vec<T>>> {
     /// The first wave in which a block may be read, and the first in which it may be written.
     #[derive(Default)]
     struct Free {
@@ -163,10 +163,10 @@ pub(super) fn waves<T: Pair>(pairs: &[T], ends: Ends) -> Result<Vec<Vec<T>>> {
     }
     let mut blocks: HashMap<(bool, u64), Free> = fallible::map(PLAN, 2 * pairs.len())?;
     // In two caches, block 3 that is read and block 3 that is written are different blocks.
-    let apart = ends == Ends::TwoCaches;
+    let apart = aliasing == Aliasing::TwoCaches;
     let mut waves: Vec<Vec<T>> = Vec::new();
     for &pair in pairs {
-        let (src, dst) = pair.ends();
+        let (src, dst) = pair.places();
         let earliest_read = blocks.entry((apart, src)).or_default().read;
         let earliest_write = blocks.entry((false, dst)).or_default().write;
         let level = earliest_read.max(earliest_write);

@@ -28,7 +28,7 @@ impl CopyPlan {
     /// Builds the plan of a peer from unpacked spans.
     ///
     /// Returns `Err(InvalidArgument)` for a plan that no cache could satisfy, for example if two pieces of
-    /// one wave write the same byte. [`check_ends`](Self::check_ends) checks whether it fits a cache.
+    /// one wave write the same byte. [`check_bounds`](Self::check_bounds) checks whether it fits a cache.
     pub fn from_parts(
         num_tensors: u32,
         src_tensor: u32,
@@ -100,7 +100,7 @@ impl CopyPlan {
         if count > MOST_PIECES {
             return Err(refused(&format!("more than {MOST_PIECES} pieces in one tensor")));
         }
-        let bytes = blocks.reach().and_then(|_| blocks.len.checked_mul(count));
+        let bytes = blocks.end_offsets().and_then(|_| blocks.len.checked_mul(count));
         let bytes = bytes.ok_or_else(|| {
             let (src, dst, len) = (blocks.src, blocks.dst, blocks.len);
             refused(&format!("{count} blocks of {len} bytes, read from {src} and written from {dst} on"))
@@ -114,9 +114,9 @@ impl CopyPlan {
     /// Checks that every piece lies inside the tensors that are read and written. `src` and `dst` are the
     /// number of tensors and the bytes of each; `None` for an end that is checked elsewhere. Returns
     /// `Err(InvalidArgument)` if a piece lies outside.
-    pub fn check_ends(&self, src: Option<(u32, u64)>, dst: Option<(u32, u64)>) -> Result<()> {
+    pub fn check_bounds(&self, src: Option<(u32, u64)>, dst: Option<(u32, u64)>) -> Result<()> {
         for (end, of, first) in
-            [(PlanEnd::Read, src, self.src_tensor), (PlanEnd::Written, dst, self.dst_tensor)]
+            [(PlanAccess::Read, src, self.src_tensor), (PlanAccess::Written, dst, self.dst_tensor)]
         {
             let Some((tensors, tensor_bytes)) = of else { continue };
             if u64::from(first) + u64::from(self.num_tensors()) > u64::from(tensors) {
@@ -126,7 +126,7 @@ impl CopyPlan {
             for wave in self.waves() {
                 // No byte is written twice within a wave, so a wave cannot write more bytes than the tensor
                 // has.
-                if end == PlanEnd::Written && wave.tensor_bytes() > tensor_bytes {
+                if end == PlanAccess::Written && wave.tensor_bytes() > tensor_bytes {
                     return Err(outside(end, tensor_bytes).with("wave_bytes", wave.tensor_bytes()));
                 }
                 end.check(wave, tensor_bytes)?;
@@ -136,43 +136,43 @@ impl CopyPlan {
     }
 
     /// Returns the rows of `row_bytes` bytes that are read, in ascending order, each once. A peer's plan must
-    /// have passed [`check_ends`](Self::check_ends); then there are at most as many rows as the cache has.
+    /// have passed [`check_bounds`](Self::check_bounds); then there are at most as many rows as the cache has.
     pub fn src_rows(&self, row_bytes: u64) -> Result<Vec<u64>> {
-        rows(self.waves(), row_bytes, PlanEnd::Read)
+        rows(self.waves(), row_bytes, PlanAccess::Read)
     }
 
     /// Returns the rows of `row_bytes` bytes that are written; otherwise like [`src_rows`](Self::src_rows).
     pub fn dst_rows(&self, row_bytes: u64) -> Result<Vec<u64>> {
-        rows(self.waves(), row_bytes, PlanEnd::Written)
+        rows(self.waves(), row_bytes, PlanAccess::Written)
     }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum PlanEnd {
+enum PlanAccess {
     Read,
     Written,
 }
 
-impl PlanEnd {
+impl PlanAccess {
     fn name(self) -> &'static str {
-        if self == PlanEnd::Read { "read" } else { "written" }
+        if self == PlanAccess::Read { "read" } else { "written" }
     }
 
     fn of<T>(self, ends: (T, T)) -> T {
-        if self == PlanEnd::Read { ends.0 } else { ends.1 }
+        if self == PlanAccess::Read { ends.0 } else { ends.1 }
     }
 
     /// Checks that every piece of `wave` lies inside a tensor.
     fn check(self, wave: &Wave, tensor_bytes: u64) -> Result<()> {
         if let Some(blocks) = wave.blocks() {
-            let inside = blocks.reach().is_some_and(|ends| self.of(ends) <= tensor_bytes);
+            let inside = blocks.end_offsets().is_some_and(|ends| self.of(ends) <= tensor_bytes);
             return if inside {
                 Ok(())
             } else {
                 Err(outside(self, tensor_bytes).with("block_bytes", blocks.len))
             };
         }
-        let reach = |span: &Span| if self == PlanEnd::Read { span.reads() } else { span.writes() };
+        let reach = |span: &Span| if self == PlanAccess::Read { span.reads() } else { span.writes() };
         let beyond = |span: &Span| reach(span).is_none_or(|range| range.end > tensor_bytes);
         match wave.spans().find(beyond) {
             Some(span) => Err(outside(self, tensor_bytes).with("span", format_args!("{span:?}"))),
@@ -202,7 +202,7 @@ impl PlanEnd {
     /// memory of sorting. `None` if the bitmap has more words than there are blocks, or if a block may touch
     /// more than two rows.
     fn rows_by_bitmap(self, blocks: &Blocks, row_bytes: u64) -> Result<Option<Vec<u64>>> {
-        let reach = blocks.reach().filter(|_| blocks.len <= row_bytes);
+        let reach = blocks.end_offsets().filter(|_| blocks.len <= row_bytes);
         let words = reach.map(|ends| self.of(ends).div_ceil(row_bytes).div_ceil(64));
         let words = words.and_then(|words| usize::try_from(words).ok());
         let Some(words) = words.filter(|&words| words <= blocks.pairs.len()) else { return Ok(None) };
@@ -235,7 +235,7 @@ impl PlanEnd {
     }
 }
 
-fn outside(end: PlanEnd, tensor_bytes: u64) -> Error {
+fn outside(end: PlanAccess, tensor_bytes: u64) -> Error {
     Error::invalid("a plan reaches beyond its tensors")
         .with("which", end.name())
         .with("tensor_bytes", tensor_bytes)
@@ -258,7 +258,7 @@ fn total(bytes: u64, tensors: u32) -> Result<()> {
     })
 }
 
-fn rows(waves: &[Wave], row_bytes: u64, end: PlanEnd) -> Result<Vec<u64>> {
+fn rows(waves: &[Wave], row_bytes: u64, end: PlanAccess) -> Result<Vec<u64>> {
     let row_bytes = row_bytes.max(1);
     if let [wave] = waves
         && let Some(blocks) = wave.blocks()

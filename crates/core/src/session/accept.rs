@@ -96,7 +96,7 @@ impl PendingStream {
         let (kind, body, descriptors) = frame;
         match step {
             Step::Hello => {
-                let config = &shared.cluster.config.links;
+                let config = &shared.resources.config.links;
                 let (challenged, answer) =
                     ChallengedPeer::challenge(&stream, &shared.me, config, (kind, body))?;
                 stream.send_now(&answer, &[])?;
@@ -115,7 +115,7 @@ impl PendingStream {
             Step::Attached(pending, offered) => {
                 let seen: Attached = protocol::open(kind, &body).map_err(Refusal::unreadable)?;
                 shared.note_readers();
-                let memory = PeerMemory::complete(&shared.cluster, offered, seen);
+                let memory = PeerMemory::complete(&shared.resources, offered, seen);
                 Ok(Next::Long(LongStep { pending, stream, until, what: What::Enter(Some(memory)) }))
             }
         }
@@ -129,7 +129,7 @@ impl LongStep {
         match what {
             What::Take(attach, descriptors) => {
                 let (offered, attached) =
-                    PeerMemory::take(&shared.cluster, &attach, descriptors, &stream, until);
+                    PeerMemory::take(&shared.resources, &attach, descriptors, &stream, until);
                 stream.send_now(&protocol::encode(&attached)?, &[])?;
                 let step = Step::Attached(pending, offered);
                 Ok(Next::Proven(PendingStream { stream, local: true, until, step }))
@@ -186,7 +186,7 @@ fn admit(
             if !proven {
                 return Err(Refusal::new(Reason::Unproven, super::handshake::unproven(&stream)));
             }
-            if local && shared.cluster.config.links.transport == TransportChoice::Tcp {
+            if local && shared.resources.config.links.transport == TransportChoice::Tcp {
                 let text = "llm.LinkTransport = tcp on this side: it makes links over TCP only";
                 return Err(Refusal::new(Reason::Other, Error::new(ErrorKind::LinkFailed, text)));
             }
@@ -199,7 +199,7 @@ fn admit(
             if !stream.carries_descriptors() {
                 return Ok(Next::Long(LongStep { pending, stream, until, what: What::Enter(None) }));
             }
-            PeerMemory::offer(&shared.cluster, |frame, descriptors| stream.send_now(frame, descriptors))?;
+            PeerMemory::offer(&shared.resources, |frame, descriptors| stream.send_now(frame, descriptors))?;
             Ok(Next::Proven(PendingStream { stream, local, until, step: Step::Attach(pending) }))
         }
     }

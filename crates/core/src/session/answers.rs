@@ -11,7 +11,6 @@ use super::link::Link;
 use super::message_io::{send_message, send_message_before};
 use super::peer_memory::location;
 use crate::cache::{Cache, Origin, Pin, pin_reads_for, pin_writes, rows_of_a_pin};
-use crate::cluster::Cluster;
 use crate::copy::{CopyEngine, Progress, Staging, with_arrived_rows};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
@@ -21,29 +20,30 @@ use crate::plan::CopyPlan;
 use crate::protocol::{
     self, EntryVersion, MESSAGE_LIMIT, MOST_AHEAD, Reply, Request, WireCache, WireLocation, WirePlan,
 };
+use crate::resources::Resources;
 use crate::stats::Op;
 use crate::validate;
 
 /// Answers requests for one cluster.
 pub(super) struct Answers {
-    cluster: Arc<Cluster>,
+    resources: Arc<Resources>,
 }
 
 impl Answers {
-    pub(super) fn new(cluster: Arc<Cluster>) -> Self {
-        Answers { cluster }
+    pub(super) fn new(resources: Arc<Resources>) -> Self {
+        Answers { resources }
     }
 
     /// How long a peer may be silent in the middle of a call.
     pub(super) fn silence(&self) -> Duration {
-        self.cluster.config.links.silence
+        self.resources.config.links.silence
     }
 
     /// Answers the next request on `stream`, which has arrived or is arriving. Returns `false` if the stream
     /// has ended. If the peer unlinks, calls `unlinked` before it sends the reply, so that no trace of the
     /// link is left here when the peer receives the reply.
     pub(super) fn answer(&self, link: &Arc<Link>, stream: &Stream, unlinked: &dyn Fn()) -> Result<bool> {
-        let silence = self.cluster.config.links.silence;
+        let silence = self.resources.config.links.silence;
         // The request has arrived or begun to arrive. The budget of the link decides how much memory and time
         // a large one gets.
         let begun = Deadline::after(silence).named("the time limit of a request");
@@ -66,10 +66,10 @@ impl Answers {
         };
         stream.restart_pace();
         let started = Instant::now();
-        let call = RequestContext { cluster: &self.cluster, link, stream, unlinked };
+        let call = RequestContext { cluster: &self.resources, link, stream, unlinked };
         let served = call.serve(request);
         let done = matches!(served, Ok(()) | Err(Ended::Unlinked));
-        self.cluster.stats.counted(Op::Served, started.elapsed(), done);
+        self.resources.stats.counted(Op::Served, started.elapsed(), done);
         match served {
             Ok(()) | Err(Ended::Refused) => Ok(true),
             Err(Ended::Unlinked) => Ok(false),
@@ -90,7 +90,7 @@ enum Ended {
 
 /// One request that is being answered.
 struct RequestContext<'a> {
-    cluster: &'a Cluster,
+    cluster: &'a Resources,
     link: &'a Arc<Link>,
     stream: &'a Stream,
     unlinked: &'a dyn Fn(),
@@ -185,7 +185,7 @@ impl RequestContext<'_> {
             record.location = location(at)?;
             // The peer will probably read the cache, perhaps in place, which this side cannot observe. So
             // count the bytes now.
-            self.cluster.merger.moved(cache.geometry().bytes());
+            self.cluster.merger.note_use(cache.geometry().bytes());
         }
         Ok(Reply::Described(record))
     }
@@ -203,8 +203,8 @@ impl RequestContext<'_> {
     /// Returns the cache of a request, or `None` if its name no longer resolves to that cache. Returns `Err`
     /// with `InvalidArgument` if peers may not access it.
     fn opened(&self, call: &NamedCache) -> Result<Option<Arc<Cache>>> {
-        let Some(cache) = self.cluster.table.reached(call.name, call.cache) else { return Ok(None) };
-        validate::reachable("the cache of the peer", cache.remote_accessible())?;
+        let Some(cache) = self.cluster.table.still_named(call.name, call.cache) else { return Ok(None) };
+        validate::check_accessible("the cache of the peer", cache.remote_accessible())?;
         Ok(Some(cache))
     }
 
@@ -228,7 +228,7 @@ impl RequestContext<'_> {
     fn read(&self, call: &NamedCache, plan: WirePlan, from: u64, to: u64) -> Result<(), Ended> {
         let begun = bounded(plan, from, to).and_then(|plan| {
             let pinned = self.pinned(call, |cache| {
-                plan.check_ends(Some(ends(cache.geometry())), None)?;
+                plan.check_bounds(Some(sizes(cache.geometry())), None)?;
                 CopyEngine::can_send(cache.tensors())?;
                 let ahead = self.link.pushes.now();
                 pin_reads_for(cache, rows(cache, |row_bytes| plan.src_rows(row_bytes))?, ahead, call.deadline)
@@ -244,7 +244,7 @@ impl RequestContext<'_> {
         self.stream.restart_pace();
         let sent = CopyEngine::send(&plan, from..to, cache.tensors(), self.stream, call.deadline);
         sent.map_err(Ended::Broken)?;
-        self.cluster.moved(Op::Served, bytes);
+        self.cluster.count_bytes(Op::Served, bytes);
         Ok(())
     }
 
@@ -260,7 +260,7 @@ impl RequestContext<'_> {
         let bytes = to.saturating_sub(from);
         let begun = bounded(plan, from, to).and_then(|plan| {
             let pinned = self.pinned(call, |cache| {
-                plan.check_ends(None, Some(ends(cache.geometry())))?;
+                plan.check_bounds(None, Some(sizes(cache.geometry())))?;
                 CopyEngine::can_receive(cache.tensors())?;
                 pin_writes(cache, rows(cache, |row_bytes| plan.dst_rows(row_bytes))?, call.deadline)
             })?;
@@ -278,7 +278,7 @@ impl RequestContext<'_> {
         let taken = CopyEngine::receive(&plan, from..to, tensors, self.stream, call.deadline, &progress);
         taken.map_err(Ended::Broken)?;
         drop(pin);
-        self.cluster.moved(Op::Served, bytes);
+        self.cluster.count_bytes(Op::Served, bytes);
         self.reply(&Reply::Done { bytes }, call.deadline)
     }
 
@@ -343,7 +343,7 @@ impl RequestContext<'_> {
             return Ok(Reply::Unreachable { reason });
         };
         let pinned = self.pinned(call, |cache| {
-            plan.check_ends(Some((num_tensors, tensor_bytes)), Some(ends(cache.geometry())))?;
+            plan.check_bounds(Some((num_tensors, tensor_bytes)), Some(sizes(cache.geometry())))?;
             pin_writes(cache, rows(cache, |row_bytes| plan.dst_rows(row_bytes))?, call.deadline)
         })?;
         let Some((cache, pin)) = pinned else { return Ok(Reply::Stale) };
@@ -351,13 +351,13 @@ impl RequestContext<'_> {
         // Limited by `llm.LinkSilence`, so that a peer whose memory does not respond cannot occupy a thread
         // of this side.
         let progress = Arc::new(Progress::within(self.cluster.config.links.silence));
-        let (engine, held) = (&self.cluster.engine, Arc::new(pin));
+        let (engine, held) = (&self.cluster.copy_engine, Arc::new(pin));
         // The pin outlives this call if the kernel may still write to the rows afterwards.
         let run =
             engine.run_holding(plan.clone(), from, to, Staging::DEFAULT, call.deadline, &progress, held);
         match run {
             Ok(outcome) => {
-                self.cluster.moved(Op::Served, outcome.bytes);
+                self.cluster.count_bytes(Op::Served, outcome.bytes);
                 Ok(Reply::Done { bytes: outcome.bytes })
             }
             // The kernel permitted this when the link was made, and refuses it now.
@@ -398,7 +398,7 @@ fn bounded(plan: WirePlan, from: u64, to: u64) -> Result<CopyPlan> {
     Err(Error::argument("the range of a transfer", format_args!("{from} to {to}"), allowed))
 }
 
-fn ends(geometry: Geometry) -> (u32, u64) {
+fn sizes(geometry: Geometry) -> (u32, u64) {
     (geometry.num_tensors(), geometry.tensor_bytes())
 }
 

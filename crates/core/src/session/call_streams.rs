@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::dial::Dialer;
 use super::link::Link;
-use super::stream_pool::{Calls, MOST_CALLS};
+use super::stream_set::{MOST_CALLS, StreamSet};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
 use crate::net::Stream;
@@ -136,7 +136,7 @@ impl Link {
     pub(super) fn trim(&self) {
         let mut calls = self.calls.lock();
         let spare = calls.idle.len().saturating_sub(IDLE_STREAMS);
-        // Calls take the most recently used stream, so the streams at the front have been idle longest.
+        // StreamSet take the most recently used stream, so the streams at the front have been idle longest.
         let old = calls.idle[..spare].iter().take_while(|(_, since)| since.elapsed() > IDLE_TIME).count();
         let old: Vec<_> = calls.idle.drain(..old).collect();
         drop(calls);
@@ -170,7 +170,7 @@ impl Drop for StreamLease<'_> {
     }
 }
 
-type Locked<'a> = MutexGuard<'a, Calls>;
+type Locked<'a> = MutexGuard<'a, StreamSet>;
 
 /// What a waiting call receives: an idle stream, or the right to open one.
 enum StreamGrant<'a> {

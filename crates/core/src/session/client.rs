@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::call_streams::StreamLease;
+use super::known_cache::KnownCache;
 use super::link::Link;
 use super::message_io;
-use super::remote_cache::KnownCache;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::{AddressLocation, CacheId, Deadline, Name};
@@ -127,7 +127,7 @@ impl Link {
         let reply = send().and_then(|()| reply(lease, deadline));
         self.requests.count(started.elapsed(), reply.is_ok());
         if let Ok(Reply::Ready { bytes } | Reply::Done { bytes }) = reply {
-            self.requests.moved(bytes);
+            self.requests.add_bytes(bytes);
         }
         reply
     }

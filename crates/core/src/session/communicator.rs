@@ -18,7 +18,7 @@ use crate::model::ClusterId;
 use crate::net::Address;
 use crate::protocol::Comm;
 use crate::sync::{Condvar, Mutex};
-use crate::validate::rank_table::RankEnd;
+use crate::validate::rank_table::RankMember;
 
 /// The progress of a communicator. `Ready` and `Failed` are final.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -38,7 +38,7 @@ pub(super) struct Communicator {
     pub(super) comm: Comm,
     pub(super) own: ClusterId,
     /// All members, including this one.
-    pub(super) ends: Vec<RankEnd>,
+    pub(super) ranks: Vec<RankMember>,
     /// Time limit of the first search.
     pub(super) limit: Duration,
     /// Time limit of one attempt.
@@ -69,7 +69,7 @@ pub(super) struct CommState {
 
 /// Returns the entry of a member in the table and its first port, which distinguishes jobs on one host that
 /// use the same names.
-fn with_port(end: &RankEnd) -> String {
+fn with_port(end: &RankMember) -> String {
     let port = end.host.first().map_or(0, SocketAddr::port);
     format!("{} at {port}", end.description)
 }
@@ -77,8 +77,8 @@ fn with_port(end: &RankEnd) -> String {
 impl Communicator {
     /// Whether `comm` has the same name and members, and names this member as the listener.
     pub(super) fn is(&self, comm: &Comm) -> bool {
-        let own = self.ends.iter().find(|end| end.cluster == self.own);
-        let here = |own: &RankEnd| comm.listener == own.description || comm.listener == with_port(own);
+        let own = self.ranks.iter().find(|end| end.cluster == self.own);
+        let here = |own: &RankMember| comm.listener == own.description || comm.listener == with_port(own);
         self.same_members(comm) && own.is_some_and(here)
     }
 
@@ -114,7 +114,7 @@ impl Communicator {
 
     /// Returns the communicator as sent to `listener`. A port from this side's configuration is left out,
     /// because it may differ at the listener behind a network address translation.
-    pub(super) fn at(&self, listener: &RankEnd) -> Comm {
+    pub(super) fn at(&self, listener: &RankMember) -> Comm {
         let text = if listener.configured { listener.description.clone() } else { with_port(listener) };
         Comm { listener: text, ..self.comm.clone() }
     }
@@ -163,7 +163,7 @@ impl Communicator {
         if !progress.linked_before.contains(&cluster) {
             progress.linked_before.push(cluster);
         }
-        if progress.linked_before.len() + 1 == self.ends.len() && progress.status == CommStatus::Preparing {
+        if progress.linked_before.len() + 1 == self.ranks.len() && progress.status == CommStatus::Preparing {
             progress.status = CommStatus::Ready;
         }
         drop(progress);
@@ -181,7 +181,7 @@ impl Communicator {
     /// Returns the local socket at which `listener` waits for members on its host; all members compute the
     /// same name. Without a token the name contains the user id, so that other users do not take it by
     /// accident. With a token only processes that know the token can compute it.
-    pub(super) fn local_address(&self, listener: &RankEnd, token: Option<&Token>) -> Address {
+    pub(super) fn local_address(&self, listener: &RankMember, token: Option<&Token>) -> Address {
         let Comm { name, members, .. } = &self.comm;
         let text = format!("{name:?} {members:?} {} {}", listener.cluster, with_port(listener));
         let digest = match token.and_then(|token| Hmac::<Sha256>::new_from_slice(token.bytes()).ok()) {

@@ -176,7 +176,7 @@ impl Watch {
 
     /// Performs what is due, and returns how long to wait for the next event.
     fn keep_time(&mut self, control: &ControlPoller, shared: &Arc<Shared>) -> Option<Duration> {
-        let config = &shared.cluster.config.links;
+        let config = &shared.resources.config.links;
         self.pending.expire(shared, &control.poller);
         if self.beat.elapsed() >= config.heartbeat {
             self.beat = Instant::now();
@@ -240,7 +240,7 @@ impl Watched {
 /// Breaks a link that was silent for too long, pings the peer of one that was silent for half a heartbeat,
 /// and closes streams that were idle for long.
 fn check_silence(shared: &Arc<Shared>, link: &Arc<Link>) {
-    let config = &shared.cluster.config.links;
+    let config = &shared.resources.config.links;
     link.trim();
     let silent = link.silent();
     // A message may have arrived that is not read yet.

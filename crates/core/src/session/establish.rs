@@ -25,7 +25,7 @@ impl Shared {
     /// sides may link to each other (`both_ways`). A link whose peer does not answer a ping is
     /// broken instead, which makes room for a new one (`a_silent_link_is_replaced`).
     pub(super) fn unless_linked(self: &Arc<Self>, cluster: ClusterId, deadline: Deadline) -> Result<()> {
-        let both_ways = self.cluster.config.links.both_ways;
+        let both_ways = self.resources.config.links.both_ways;
         let counts = |kind| kind == Kind::Outgoing || (kind == Kind::Incoming && !both_ways);
         while let Some(link) =
             self.registry.links_to(cluster).into_iter().find(|link| link.alive() && counts(link.kind))
@@ -50,8 +50,8 @@ impl Shared {
         kind: Kind,
         deadline: Deadline,
     ) -> Result<Arc<Link>> {
-        let choice = self.cluster.config.links.transport;
-        let token = self.cluster.config.links.token.is_some();
+        let choice = self.resources.config.links.transport;
+        let token = self.resources.config.links.token.is_some();
         let link = u64::from_le_bytes(random()?);
         let purpose = |probe_local| Purpose::Link { link, comm: comm.cloned(), probe_local };
         // Without a token, the two sides first connect at the local socket, even if they use TCP afterwards.
@@ -116,10 +116,10 @@ impl Shared {
         // Memory is exchanged with descriptors, so only over a stream that carries them.
         let mut memory = None;
         if stream.carries_descriptors() {
-            memory = Some(PeerMemory::exchange(&self.cluster, &stream, deadline)?);
+            memory = Some(PeerMemory::exchange(&self.resources, &stream, deadline)?);
             self.note_readers();
         }
-        if memory.is_none() && self.cluster.config.links.transport == TransportChoice::Shm {
+        if memory.is_none() && self.resources.config.links.transport == TransportChoice::Shm {
             let text = "llm.LinkTransport = shm, but the peer is reached by sockets only";
             return Err(Error::new(ErrorKind::LinkFailed, text).with("peer", stream.peer()));
         }
@@ -173,7 +173,7 @@ impl Shared {
 
     pub(super) fn dialer(&self, address: Address) -> Dialer {
         let transport = self.transports.for_address(&address).clone();
-        let config = &self.cluster.config.links;
+        let config = &self.resources.config.links;
         let (key, accept_remote) = (Key::of(config.token.as_ref()), config.accept_remote);
         Dialer { transport, address, me: self.me.clone(), key, accept_remote }
     }

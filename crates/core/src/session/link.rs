@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 use hashbrown::HashMap;
 
 use super::dial::Dialer;
+use super::known_cache::{self, KnownCache};
 use super::limits::{Budget, BudgetShare, PeerBudget};
 use super::peer_memory::PeerMemory;
 use super::pushes_in_flight::PushesInFlight;
-use super::remote_cache::{self, KnownCache};
-use super::stream_pool::{self, Calls, MOST_CALLS};
+use super::stream_set::{self, MOST_CALLS, StreamSet};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{ClusterId, Deadline, Name};
 use crate::net::Stream;
@@ -65,7 +65,7 @@ pub struct Link {
     pub(super) sending: Mutex<()>,
     /// Opens call streams. `None` if only the peer can dial; then this side asks the peer to open one.
     pub(super) dialer: Option<Dialer>,
-    pub(super) calls: Mutex<Calls>,
+    pub(super) calls: Mutex<StreamSet>,
     /// Notified when a stream is returned or arrives, the peer answers a ping, the link breaks, or the last
     /// transfer of an unlink ends.
     pub(super) changed: Condvar,
@@ -224,7 +224,7 @@ impl Link {
         self.broken.get()
     }
 
-    /// Ends the link. Only the first call has an effect, and its reason is kept. Wakes all threads that wait
+    /// Aliasing the link. Only the first call has an effect, and its reason is kept. Wakes all threads that wait
     /// on its streams.
     pub(super) fn break_off(&self, why: impl Into<String>) {
         if self.broken.set((Instant::now(), why.into())).is_err() {
@@ -275,7 +275,7 @@ impl Link {
     }
 
     /// Waits until the link has ended or `limit` has passed.
-    pub(super) fn ends(&self, limit: Deadline) {
+    pub(super) fn wait_until_broken(&self, limit: Deadline) {
         let mut calls = self.calls.lock();
         while self.alive() && !limit.passed() {
             calls = self.changed.wait_timeout(calls, limit.left()).0;
@@ -335,7 +335,7 @@ impl Link {
     pub(super) fn serve_on(&self, stream: &Arc<Stream>) -> Result<()> {
         let mut served = self.serving.lock();
         if served.streams.len() >= MOST_SERVED {
-            return Err(self.named(stream_pool::too_many(MOST_SERVED)));
+            return Err(self.named(stream_set::too_many(MOST_SERVED)));
         }
         served.streams.push(stream.clone());
         drop(served);
@@ -377,7 +377,7 @@ impl Link {
     /// Stores the description of a remote cache.
     pub(crate) fn remember(&self, name: Name, known: Arc<KnownCache>) {
         let mut records = self.records.lock();
-        remote_cache::make_room(&mut records);
+        known_cache::make_room(&mut records);
         records.insert(name, known);
     }
 

@@ -12,15 +12,15 @@ use hashbrown::HashMap;
 
 use super::control_poller::ControlPoller;
 use super::dial::Transports;
-use crate::cluster::Cluster;
 use crate::config::TransportChoice;
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::{Address, Listener};
+use crate::resources::Resources;
 use crate::sync::{Mutex, MutexGuard};
 
 /// The listeners of one engine.
 pub(super) struct Listeners {
-    cluster: Arc<Cluster>,
+    resources: Arc<Resources>,
     /// The number that distinguishes this engine from others; the local socket is named after it.
     instance: u64,
     control: Arc<ControlPoller>,
@@ -56,12 +56,12 @@ impl OpenListener {
 
 impl Listeners {
     pub(super) fn new(
-        cluster: Arc<Cluster>,
+        resources: Arc<Resources>,
         instance: u64,
         control: Arc<ControlPoller>,
         transports: Transports,
     ) -> Listeners {
-        Listeners { cluster, instance, control, transports, open: Mutex::default() }
+        Listeners { resources, instance, control, transports, open: Mutex::default() }
     }
 
     /// Returns the address of the main listener, if there is one.
@@ -115,7 +115,7 @@ impl Listeners {
     /// Opens the local socket to which peers on this host are directed, unless it is open. Without a token
     /// they connect there first, even if they use TCP afterwards.
     fn open_local(&self, open: &mut Listening) {
-        let config = &self.cluster.config.links;
+        let config = &self.resources.config.links;
         let unused = config.transport == TransportChoice::Tcp && config.token.is_some();
         if unused || open.local.is_some() {
             return;
@@ -157,7 +157,7 @@ impl Listeners {
         Err(refused.unwrap_or_else(|| Error::new(ErrorKind::LinkFailed, "there is no port to listen at")))
     }
 
-    /// Ends the use of a listener by a communicator. The last one closes it.
+    /// Aliasing the use of a listener by a communicator. The last one closes it.
     pub(super) fn leave(&self, asked: &Address) {
         let mut open = self.open.lock();
         let Some((_, users)) = open.others.get_mut(asked) else { return };
@@ -199,7 +199,7 @@ impl Listeners {
 
     /// Logs who is admitted if no token is set.
     fn warn_without_token(&self, at: Option<SocketAddr>) {
-        let config = &self.cluster.config.links;
+        let config = &self.resources.config.links;
         let Some(at) = at.filter(|_| config.token.is_none()) else { return };
         if config.accept_remote {
             tracing::warn!(

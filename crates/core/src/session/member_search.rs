@@ -15,7 +15,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::model::{ClusterId, Deadline};
 use crate::net::Address;
 use crate::protocol::Purpose;
-use crate::validate::rank_table::RankEnd;
+use crate::validate::rank_table::RankMember;
 
 /// Shortest and longest pause between two rounds of attempts. Pauses start short, because peers often start
 /// together.
@@ -76,18 +76,18 @@ pub(super) fn start_search(shared: &Arc<Shared>, comm: &Arc<Communicator>) -> Re
 impl Communicator {
     /// Whether this side dials `cluster`: the member with the higher rank does.
     fn dials(&self, cluster: ClusterId) -> bool {
-        let rank = |id| self.ends.iter().find(|end| end.cluster == id).map(|end| end.rank);
+        let rank = |id| self.ranks.iter().find(|end| end.cluster == id).map(|end| end.rank);
         rank(cluster) < rank(self.own)
     }
 
     /// Notifies the members on this host that dial this one that it is listening now. They may have started
     /// first and be in a pause (`announcement_ends_the_pause`).
     fn announce_listening(&self, shared: &Arc<Shared>, deadline: Deadline) {
-        let config = &shared.cluster.config.links;
+        let config = &shared.resources.config.links;
         if config.transport == TransportChoice::Tcp {
             return;
         }
-        for end in self.ends.iter().filter(|end| end.cluster != self.own && !self.dials(end.cluster)) {
+        for end in self.ranks.iter().filter(|end| end.cluster != self.own && !self.dials(end.cluster)) {
             let dialer = shared.dialer(self.local_address(end, config.token.as_ref()));
             let limit = Deadline::after(self.one_try.min(deadline.left())).named("the limit of one attempt");
             // A member that is not running yet will find this side listening.
@@ -98,8 +98,8 @@ impl Communicator {
     /// Tries each missing member that this side dials.
     fn round(&self, shared: &Arc<Shared>, deadline: Deadline) {
         let missing = self.progress.lock().missing.clone();
-        for end in self.ends.iter().filter(|end| missing.contains(&end.cluster) && self.dials(end.cluster)) {
-            match self.reach(shared, end, deadline) {
+        for end in self.ranks.iter().filter(|end| missing.contains(&end.cluster) && self.dials(end.cluster)) {
+            match self.connect_to(shared, end, deadline) {
                 Ok(link) => {
                     self.join(end.cluster);
                     // The link may have broken before the member was recorded as linked.
@@ -144,8 +144,8 @@ impl Communicator {
     }
 
     /// Tries the addresses at which a member may listen.
-    fn reach(&self, shared: &Arc<Shared>, end: &RankEnd, deadline: Deadline) -> Result<Arc<Link>> {
-        let config = &shared.cluster.config.links;
+    fn connect_to(&self, shared: &Arc<Shared>, end: &RankMember, deadline: Deadline) -> Result<Arc<Link>> {
+        let config = &shared.resources.config.links;
         let local = (config.transport != TransportChoice::Tcp)
             .then(|| self.local_address(end, config.token.as_ref()));
         let comm = self.at(end);
@@ -198,7 +198,7 @@ impl Communicator {
 
     /// Returns what was tried for one member, for the log.
     fn view(&self, cluster: ClusterId, why: &BTreeMap<ClusterId, String>) -> String {
-        let Some(end) = self.ends.iter().find(|end| end.cluster == cluster) else {
+        let Some(end) = self.ranks.iter().find(|end| end.cluster == cluster) else {
             return cluster.to_string();
         };
         let at: Vec<String> = end.host.iter().map(ToString::to_string).collect();
@@ -225,7 +225,7 @@ mod tests {
             id: 1,
             comm,
             own: ClusterId(2),
-            ends: vec![],
+            ranks: vec![],
             limit: hour,
             one_try: hour,
             progress: Mutex::new(progress),

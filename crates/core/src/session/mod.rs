@@ -20,6 +20,7 @@ mod control_thread;
 mod dial;
 mod establish;
 mod handshake;
+mod known_cache;
 mod limits;
 mod link;
 mod listeners;
@@ -33,10 +34,9 @@ mod poller;
 mod pushes_in_flight;
 mod refusals;
 mod registry;
-mod remote_cache;
 mod server;
 mod shared;
-mod stream_pool;
+mod stream_set;
 mod threads;
 
 pub use communicator::CommStatus;
@@ -45,10 +45,10 @@ pub use link::Link;
 
 pub(crate) use call_streams::StreamLease;
 pub(crate) use client::{REPORTED_BY, limit_ms, reply};
+pub(crate) use known_cache::KnownCache;
 pub(crate) use message_io::send_message_before;
 pub(crate) use peer_memory::location;
 pub(crate) use peer_snapshot::{PeerSnapshot, Validity};
-pub(crate) use remote_cache::KnownCache;
 pub(crate) use shared::own;
 pub(crate) use threads::STACK as THREAD_STACK;
 
@@ -56,13 +56,13 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use crate::cluster::Cluster;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{ClusterId, Deadline};
 use crate::net::Address;
 use crate::protocol::Comm;
+use crate::resources::Resources;
 use crate::stats::LinkState;
-use crate::validate::rank_table::RankEnd;
+use crate::validate::rank_table::RankMember;
 use link::Kind;
 use shared::Shared;
 
@@ -88,9 +88,9 @@ pub(crate) struct Links {
 impl Links {
     /// Creates the state without links, and starts a listener if the configuration names an address. Returns
     /// `Err` if the system refuses a descriptor, random bytes or the listening address.
-    pub(crate) fn open(cluster: Arc<Cluster>, transports: Transports) -> Result<Links> {
-        let listen = cluster.config.links.listen;
-        let links = Links { shared: Arc::new(Shared::new(cluster, transports)?) };
+    pub(crate) fn open(resources: Arc<Resources>, transports: Transports) -> Result<Links> {
+        let listen = resources.config.links.listen;
+        let links = Links { shared: Arc::new(Shared::new(resources, transports)?) };
         if listen.is_some() {
             links.move_listener(listen)?;
         }
@@ -112,7 +112,7 @@ impl Links {
         self.shared.connect(&address, peer.cluster, None, Kind::Outgoing, deadline).map(|_| ())
     }
 
-    /// Ends every link to `peer` that `link_clusters` made on either side. With `force` it does not wait for
+    /// Aliasing every link to `peer` that `link_clusters` made on either side. With `force` it does not wait for
     /// the peer: it sends a goodbye and does not check whether that arrives. A cluster that is not linked, or
     /// whose link ends meanwhile, is not an error. Without `force`, returns `Err` with `Timeout`,
     /// `Interrupted` or `UnlinkFailed` if the peer does not confirm; the links are dropped here anyway.
@@ -155,9 +155,9 @@ impl Links {
     }
 
     /// Enters a communicator and returns its id. Links to its members are made in the background.
-    pub(crate) fn enter(&self, comm: Comm, ends: Vec<RankEnd>) -> Result<u64> {
+    pub(crate) fn enter(&self, comm: Comm, ranks: Vec<RankMember>) -> Result<u64> {
         control_thread::start(&self.shared)?;
-        membership::enter(&self.shared, comm, ends)
+        membership::enter(&self.shared, comm, ranks)
     }
 
     /// Leaves a communicator and ends its links.
@@ -240,7 +240,7 @@ fn unlinked(link: &Link, error: Error, deadline: Deadline) -> Result<()> {
         let limit = Deadline::after(link::ANSWER_TIME.min(deadline.left()));
         // If even the ping fails, the goodbye may still be unread.
         if !link.answers(limit.left()) {
-            link.ends(limit);
+            link.wait_until_broken(limit);
         }
     }
     match error.kind() {

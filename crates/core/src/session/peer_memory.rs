@@ -13,12 +13,12 @@ use std::time::Duration;
 use rustix::fs::fcntl_get_seals;
 
 use super::message_io;
-use crate::cluster::{Cluster, MemoryLocation};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{self, PeerGenerations, PeerMapping, PeerProcess, Probe, Tensors};
 use crate::model::{Deadline, Placement};
 use crate::net::Stream;
 use crate::protocol::{self, Attach, Attached, HANDSHAKE_LIMIT, MAX_RUNS, Run, WireLocation};
+use crate::resources::{MemoryLocation, Resources};
 
 /// Maximum number of descriptors that a peer may send: its generations and two pools.
 const MOST_DESCRIPTORS: usize = 3;
@@ -52,25 +52,25 @@ pub(crate) struct PeerMemory {
 impl PeerMemory {
     /// Runs the exchange on the dialing side: offers the memory of `cluster`, takes the peer's offer, and
     /// exchanges reports.
-    pub(crate) fn exchange(cluster: &Cluster, stream: &Stream, deadline: Deadline) -> Result<PeerMemory> {
-        PeerMemory::offer(cluster, |frame, descriptors| stream.send_with(frame, descriptors, deadline))?;
+    pub(crate) fn exchange(resources: &Resources, stream: &Stream, deadline: Deadline) -> Result<PeerMemory> {
+        PeerMemory::offer(resources, |frame, descriptors| stream.send_with(frame, descriptors, deadline))?;
         let (offered, descriptors): (Attach, _) =
             message_io::receive_message_with(stream, HANDSHAKE_LIMIT, deadline)?;
         stream.expect_descriptors(false);
-        let (taken, attached) = PeerMemory::take(cluster, &offered, descriptors, stream, deadline);
+        let (taken, attached) = PeerMemory::take(resources, &offered, descriptors, stream, deadline);
         message_io::send_message(stream, &attached, deadline)?;
         let seen: Attached = message_io::receive_message(stream, HANDSHAKE_LIMIT, Duration::ZERO, deadline)?;
-        Ok(PeerMemory::complete(cluster, taken, seen))
+        Ok(PeerMemory::complete(resources, taken, seen))
     }
 
     /// Sends, with the function `send`, what `cluster` offers.
     pub(crate) fn offer(
-        cluster: &Cluster,
+        resources: &Resources,
         send: impl FnOnce(&[u8], &[BorrowedFd<'_>]) -> Result<()>,
     ) -> Result<()> {
-        let pools = Placement::ALL.map(|placement| cluster.pool(placement).map(|arena| arena.region()));
+        let pools = Placement::ALL.map(|placement| resources.pool(placement).map(|arena| arena.region()));
         let shared = pools.map(|region| region.and_then(|region| Some((region.len(), region.descriptor()?))));
-        let generations = cluster.generations().descriptor();
+        let generations = resources.generations().descriptor();
         let descriptors: Vec<BorrowedFd<'_>> = generations
             .into_iter()
             .chain(shared.iter().flatten().map(|&(_, descriptor)| descriptor))
@@ -87,7 +87,7 @@ impl PeerMemory {
 
     /// Takes the offer of the peer of `stream`. Returns the memory taken, and the report for the peer.
     pub(crate) fn take(
-        cluster: &Cluster,
+        resources: &Resources,
         offered: &Attach,
         descriptors: Vec<OwnedFd>,
         stream: &Stream,
@@ -97,7 +97,7 @@ impl PeerMemory {
         // long.
         let (descriptors, others) = descriptors.into_iter().partition(|fd| fcntl_get_seals(fd).is_ok());
         discard(others);
-        let taken = TakenMemory::of(cluster, offered, descriptors, stream, deadline);
+        let taken = TakenMemory::of(resources, offered, descriptors, stream, deadline);
         let attached = Attached {
             mapped: taken.unmapped.clone().map_or(Ok(()), Err),
             registered: taken.process.as_ref().map(|_| ()).map_err(Clone::clone),
@@ -106,9 +106,9 @@ impl PeerMemory {
     }
 
     /// Combines the memory taken with the peer's report.
-    pub(crate) fn complete(cluster: &Cluster, taken: TakenMemory, seen: Attached) -> PeerMemory {
+    pub(crate) fn complete(resources: &Resources, taken: TakenMemory, seen: Attached) -> PeerMemory {
         // The peer has to map each touched page of a pool at its first read, so look for pages to merge now.
-        cluster.merger.check_for_work();
+        resources.merger.check_for_work();
         PeerMemory { taken, seen }
     }
 
@@ -192,7 +192,7 @@ pub(super) fn guarded() -> bool {
 
 impl TakenMemory {
     fn of(
-        cluster: &Cluster,
+        resources: &Resources,
         offered: &Attach,
         descriptors: Vec<OwnedFd>,
         stream: &Stream,
@@ -202,13 +202,13 @@ impl TakenMemory {
         let mut descriptors =
             if descriptors.len() > MOST_DESCRIPTORS { vec![] } else { descriptors }.into_iter();
         let limit = Deadline::after(UNMAP_LIMIT.min(deadline.left()));
-        let generations = Self::generations(cluster, offered, &mut descriptors, limit);
+        let generations = Self::generations(resources, offered, &mut descriptors, limit);
         let mapped = generations.as_ref().map_err(ToString::to_string).and_then(|_| {
-            Self::pools(cluster, offered, &mut descriptors, limit).map_err(|error| error.to_string())
+            Self::pools(resources, offered, &mut descriptors, limit).map_err(|error| error.to_string())
         });
         // Without generations, the reader cannot verify that the bytes still belonged to the cache.
         let process = match &generations {
-            Ok(_) => Self::process(cluster, offered, stream, deadline),
+            Ok(_) => Self::process(resources, offered, stream, deadline),
             Err(error) => Err(error.to_string()),
         };
         if let Err(why) = &mapped {
@@ -225,7 +225,7 @@ impl TakenMemory {
     }
 
     fn generations(
-        cluster: &Cluster,
+        resources: &Resources,
         offered: &Attach,
         descriptors: &mut impl Iterator<Item = OwnedFd>,
         limit: Deadline,
@@ -233,17 +233,17 @@ impl TakenMemory {
         if !offered.generations {
             return Err(Error::new(ErrorKind::LinkFailed, "the peer shares no generations"));
         }
-        PeerGenerations::map(descriptors.next().ok_or_else(missing)?, &cluster.remote_memory, limit)
+        PeerGenerations::map(descriptors.next().ok_or_else(missing)?, &resources.remote_memory, limit)
             .map_err(bounded)
     }
 
     fn pools(
-        cluster: &Cluster,
+        resources: &Resources,
         offered: &Attach,
         descriptors: &mut impl Iterator<Item = OwnedFd>,
         limit: Deadline,
     ) -> Result<[Option<Arc<PeerMapping>>; 2]> {
-        let budget = &cluster.remote_memory;
+        let budget = &resources.remote_memory;
         // One link may use half of the budget, so that one peer leaves memory for others.
         let most = budget.limit() / 2;
         let sum = offered.regions.iter().flatten().try_fold(0_u64, |sum, &len| sum.checked_add(len));
@@ -261,7 +261,7 @@ impl TakenMemory {
     }
 
     fn process(
-        cluster: &Cluster,
+        resources: &Resources,
         offered: &Attach,
         stream: &Stream,
         deadline: Deadline,
@@ -273,7 +273,7 @@ impl TakenMemory {
         };
         let limit =
             Deadline::after(PROBE_LIMIT.min(deadline.left())).named("the time limit of opening a process");
-        let opened = cluster.engine.open_process(pid, Probe { address, secret }, limit);
+        let opened = resources.copy_engine.open_process(pid, Probe { address, secret }, limit);
         opened.map_err(|error| error.to_string())
     }
 }

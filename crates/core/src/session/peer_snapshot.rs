@@ -14,8 +14,8 @@
 
 use std::sync::Arc;
 
+use super::known_cache::KnownCache;
 use super::link::Link;
-use super::remote_cache::KnownCache;
 use crate::memory::Tensors;
 use crate::protocol::EntryVersion;
 

@@ -15,15 +15,15 @@ use super::refusals::Refusals;
 use super::registry::Registry;
 use super::server::Server;
 use super::threads::Threads;
-use crate::cluster::Cluster;
 use crate::error::{Error, Result};
 use crate::model::{ClusterId, Deadline};
+use crate::resources::Resources;
 
 /// Shortest and longest time after which another link may replace the link of a silent peer.
 const REPLACED_AFTER: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(10));
 
 pub(crate) struct Shared {
-    pub(super) cluster: Arc<Cluster>,
+    pub(super) resources: Arc<Resources>,
     pub(super) me: Identity,
     pub(super) registry: Arc<Registry>,
     pub(super) control: Arc<ControlPoller>,
@@ -40,18 +40,18 @@ pub(crate) struct Shared {
 impl Shared {
     /// Creates the state without links or listeners. Returns `Err` if the system refuses a descriptor or
     /// random bytes.
-    pub(super) fn new(cluster: Arc<Cluster>, transports: Transports) -> Result<Shared> {
-        let config = &cluster.config;
+    pub(super) fn new(resources: Arc<Resources>, transports: Transports) -> Result<Shared> {
+        let config = &resources.config;
         let limits = Connections::of_this_process();
         let (threads, refusals) = (Arc::<Threads>::default(), Arc::<Refusals>::default());
         let me = Identity::new(config.cluster, config.remote_accessible)?;
         let control = Arc::new(ControlPoller::new()?);
         let registry = Arc::new(Registry::new(limits, control.bell().clone()));
-        let answers = Answers::new(cluster.clone());
+        let answers = Answers::new(resources.clone());
         let server = Server::new(answers, registry.clone(), refusals.clone(), threads.clone(), limits)?;
         let (instance, watched) = (me.party.instance, control.clone());
         Ok(Shared {
-            listeners: Listeners::new(cluster.clone(), instance, watched, transports.clone()),
+            listeners: Listeners::new(resources.clone(), instance, watched, transports.clone()),
             me,
             registry,
             control,
@@ -61,14 +61,14 @@ impl Shared {
             opened_to_readers: AtomicBool::default(),
             threads,
             transports,
-            cluster,
+            resources,
         })
     }
 
     /// How long a peer may be silent before its link may be treated as dead: two heartbeats, clamped to
     /// [`REPLACED_AFTER`] so that neither a slow network nor a very long heartbeat makes the value unreasonable.
     pub(super) fn silence_limit(&self) -> Duration {
-        self.cluster.config.links.heartbeat.saturating_mul(2).clamp(REPLACED_AFTER.0, REPLACED_AFTER.1)
+        self.resources.config.links.heartbeat.saturating_mul(2).clamp(REPLACED_AFTER.0, REPLACED_AFTER.1)
     }
 
     pub(super) fn find_other(&self, cluster: ClusterId, deadline: Deadline) -> Result<Arc<Link>> {

@@ -81,7 +81,7 @@ impl Counters {
         self.histogram[bucket.min(BUCKETS - 1)].fetch_add(1, Ordering::Relaxed);
     }
 
-    pub fn moved(&self, bytes: u64) {
+    pub fn add_bytes(&self, bytes: u64) {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 

@@ -156,12 +156,12 @@ impl Stats {
 
     /// Counts bytes that a call moved over a link.
     pub fn add_bytes(&self, op: Op, bytes: u64) {
-        self.ops[op as usize].moved(bytes);
+        self.ops[op as usize].add_bytes(bytes);
     }
 
     /// Counts the bytes that a copy moved and, for a swap-in, its route.
-    pub fn moved(&self, op: Op, outcome: &CopyOutcome) {
-        self.ops[op as usize].moved(outcome.bytes);
+    pub fn count_copy(&self, op: Op, outcome: &CopyOutcome) {
+        self.ops[op as usize].add_bytes(outcome.bytes);
         if op == Op::SwapIn {
             let way = if outcome.route == Route::Ring { &self.ring } else { &self.direct };
             way.fetch_add(1, Ordering::Relaxed);

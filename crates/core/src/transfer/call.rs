@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::cache::Cache;
-use crate::cluster::Cluster;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{Deadline, Name};
+use crate::resources::Resources;
 use crate::session::{KnownCache, Link};
 use crate::validate;
 
@@ -28,7 +28,7 @@ pub(crate) enum Moved {
 /// One pull, push or layer in progress.
 #[derive(Clone)]
 pub(crate) struct Call {
-    pub(crate) cluster: Arc<Cluster>,
+    pub(crate) resources: Arc<Resources>,
     pub(crate) link: Arc<Link>,
     /// Name of the remote cache.
     pub(crate) name: Name,
@@ -43,7 +43,7 @@ impl Call {
         let result = self.link.begin().and_then(|_active| call());
         self.link.transfers.count(started.elapsed(), result.is_ok());
         if let Ok(bytes) = result {
-            self.link.transfers.moved(bytes);
+            self.link.transfers.add_bytes(bytes);
         }
         result
     }
@@ -55,7 +55,7 @@ impl Call {
         self.one_sided()?;
         let mut known = link.known(*name, *deadline)?;
         for _ in 0..MOST_ROUNDS {
-            let open = validate::reachable("the cache of the peer", known.remote.accessible);
+            let open = validate::check_accessible("the cache of the peer", known.remote.accessible);
             let outcome = open.and_then(|()| attempt(&known));
             match outcome {
                 Ok(Moved::Bytes(bytes)) => return Ok(bytes),
@@ -80,8 +80,8 @@ impl Call {
     /// Checks the local cache: in remote-accessible mode both caches must be remotely accessible (contract
     /// §12.4).
     pub(crate) fn one_sided(&self) -> Result<()> {
-        if self.cluster.config.remote_accessible {
-            validate::reachable("the cache of this side", self.local.remote_accessible())?;
+        if self.resources.config.remote_accessible {
+            validate::check_accessible("the cache of this side", self.local.remote_accessible())?;
         }
         Ok(())
     }

@@ -8,11 +8,11 @@ use std::sync::{Arc, OnceLock};
 use super::call::Call;
 use super::task::Carrier;
 use crate::cache::Cache;
-use crate::cluster::Cluster;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::{AddressLocation, CacheId, Deadline, Name};
-use crate::plan::{CopyPlan, Ends};
+use crate::plan::{Aliasing, CopyPlan};
+use crate::resources::Resources;
 use crate::session::{Finder, KnownCache, Link};
 use crate::stats::Op;
 use crate::validate::{self, Destination, LayerDestination, LayerRows, RemoteCache, Target};
@@ -22,7 +22,7 @@ const LAYERS: &str = "the layers of a transfer";
 
 /// Pushes layers to one destination.
 pub(crate) struct LayerPush {
-    cluster: Arc<Cluster>,
+    resources: Arc<Resources>,
     finder: Finder,
     local: Arc<Cache>,
     rows: Arc<LayerRows>,
@@ -58,7 +58,7 @@ impl Carrier for LayerPush {
     }
 
     fn layer(&self, layer: u32) -> Result<u64> {
-        self.cluster.stats.timed(Op::Layer, || {
+        self.resources.stats.timed(Op::Layer, || {
             let deadline = self.deadline();
             let parts = self.found.get().and_then(|found| {
                 let index = layer.checked_sub(self.to.src_layers.first)?;
@@ -71,7 +71,7 @@ impl Carrier for LayerPush {
             let push_part = |part: &Part| self.push_part(found, part, deadline);
             let bytes = parts.iter().map(push_part).sum::<Result<u64>>();
             let bytes = bytes.map_err(|error| found.link.named(error).with("layer", layer))?;
-            self.cluster.moved(Op::Layer, bytes);
+            self.resources.count_bytes(Op::Layer, bytes);
             Ok(bytes)
         })
     }
@@ -79,23 +79,23 @@ impl Carrier for LayerPush {
 
 impl LayerPush {
     pub(crate) fn new(
-        cluster: Arc<Cluster>,
+        resources: Arc<Resources>,
         finder: Finder,
         local: Arc<Cache>,
         rows: Arc<LayerRows>,
         per_layer: u32,
         to: Destination,
     ) -> Self {
-        LayerPush { cluster, finder, local, rows, per_layer, to, found: OnceLock::new() }
+        LayerPush { resources, finder, local, rows, per_layer, to, found: OnceLock::new() }
     }
 
     fn deadline(&self) -> Deadline {
-        Deadline::after(self.cluster.config.sync_timeout)
+        Deadline::after(self.resources.config.sync_timeout)
     }
 
     fn push_part(&self, found: &FoundDestination, part: &Part, deadline: Deadline) -> Result<u64> {
         let call = Call {
-            cluster: self.cluster.clone(),
+            resources: self.resources.clone(),
             link: found.link.clone(),
             name: by_id(part.cache),
             local: self.local.clone(),
@@ -106,8 +106,8 @@ impl LayerPush {
     }
 
     fn resolve(&self, link: Arc<Link>, deadline: Deadline) -> Result<FoundDestination> {
-        if self.cluster.config.remote_accessible {
-            validate::reachable("the cache of this side", self.local.remote_accessible())?;
+        if self.resources.config.remote_accessible {
+            validate::check_accessible("the cache of this side", self.local.remote_accessible())?;
         }
         match &self.to.target {
             Target::Cache { name, first_layer } => self.to_cache(link, *name, *first_layer, deadline),
@@ -133,7 +133,7 @@ impl LayerPush {
             self.to.src_row,
             LayerDestination::Cache(remote),
         )?;
-        let plan = CopyPlan::moves(&mut moves, Ends::TwoCaches)?;
+        let plan = CopyPlan::moves(&mut moves, Aliasing::TwoCaches)?;
         let part = |index: u32| {
             let src = (range.first + index) * self.per_layer;
             let dst = (first_layer + index) * self.per_layer;
@@ -206,7 +206,7 @@ impl TensorPlans<'_> {
         let (local, to) =
             (self.push.local.layout(), LayerDestination::Memory { offset: location.offset, tensor_bytes });
         let mut moves = validate::layer_moves(local, &self.push.rows, self.push.to.src_row, to)?;
-        let plan = CopyPlan::moves(&mut moves, Ends::TwoCaches)?;
+        let plan = CopyPlan::moves(&mut moves, Aliasing::TwoCaches)?;
         self.local_rows = moves.src_rows;
         self.plans.push((place, plan.clone()));
         Ok(plan)

@@ -8,19 +8,19 @@ use crate::cache::{Pin, pin_writes};
 use crate::copy::{Progress, STILL_READING, Staging, with_arrived_rows};
 use crate::error::{ErrorKind, Result};
 use crate::model::{CacheKey, Name};
-use crate::plan::{CopyPlan, Ends, Moves};
+use crate::plan::{Aliasing, CopyPlan, Moves};
 use crate::session::{KnownCache, PeerSnapshot, Validity};
 
 impl Call {
     /// Pulls the bytes of `moves`: reads memory of the peer that this process can access, otherwise asks for
     /// a stream. The key is released last.
     pub(crate) fn pull(&self, known: &Arc<KnownCache>, moves: &mut Moves) -> Result<Moved> {
-        let plan = Arc::new(CopyPlan::moves(moves, Ends::TwoCaches)?);
+        let plan = Arc::new(CopyPlan::moves(moves, Aliasing::TwoCaches)?);
         if plan.waves().is_empty() {
             return Ok(Moved::Bytes(0));
         }
         let pinned = Arc::new(pin_writes(&self.local, std::mem::take(&mut moves.dst_rows), self.deadline)?);
-        self.cluster.still_registered(&self.local)?;
+        self.resources.still_registered(&self.local)?;
         let mut progress = Arc::new(Progress::default());
         let outcome = self.pull_bytes(known, &plan, &mut progress, &pinned);
         let row_bytes = self.local.geometry().row_bytes();
@@ -28,7 +28,7 @@ impl Call {
         let outcome = outcome.map_err(with_arrived)?;
         drop(pinned);
         if let Moved::Bytes(_) = outcome
-            && !self.cluster.config.remote_accessible
+            && !self.resources.config.remote_accessible
             && known.consumable
         {
             let (first, count) = (moves.src_tensor, moves.num_tensors);
@@ -55,7 +55,7 @@ impl Call {
         };
         let from = (snapshot.tensors(), self.local.placement());
         let to = (self.local.tensors(), self.local.placement());
-        let (engine, held) = (&self.cluster.engine, pinned.clone());
+        let (engine, held) = (&self.resources.copy_engine, pinned.clone());
         let read =
             engine.run_holding(plan.clone(), from, to, Staging::DEFAULT, self.deadline, progress, held);
         let read = read.map(|outcome| outcome.bytes);

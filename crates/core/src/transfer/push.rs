@@ -27,7 +27,7 @@ impl Call {
         // side may hold them (`push_pull_and_copy_do_not_deadlock`).
         let writing = self.link.pushes.begin(known.cache);
         let _pinned = pin_reads(&self.local, local_rows, self.deadline)?;
-        self.cluster.still_registered(&self.local)?;
+        self.resources.still_registered(&self.local)?;
         let limit = Duration::from_millis(limit_ms(self.deadline));
         let taken = self.push_bytes(known, plan);
         if taken.as_ref().is_err_and(|error| error.fact(REPORTED_BY).is_none()) {
@@ -38,9 +38,9 @@ impl Call {
 
     /// Moves the bytes of a push by the available path.
     fn push_bytes(&self, known: &Arc<KnownCache>, plan: &Arc<CopyPlan>) -> Result<Moved> {
-        let memory_location = self.cluster.memory_location(&self.local)?;
+        let memory_location = self.resources.memory_location(&self.local)?;
         if self.link.peer_memory().is_some_and(|memory| memory.seen(&memory_location)) {
-            self.cluster.described_to_peer(&self.local, &memory_location);
+            self.resources.described_to_peer(&self.local, &memory_location);
             let geometry = self.local.geometry();
             let request = Request::Fetch {
                 name: self.name.into(),

@@ -41,12 +41,12 @@ impl Streams {
     ) -> Result<Moved> {
         let bytes = self.plan.bytes();
         // Waves have an order, which parts that run at the same time would not keep.
-        let most = if self.plan.waves().len() == 1 { self.call.cluster.config.links.streams } else { 1 };
+        let most = if self.plan.waves().len() == 1 { self.call.resources.config.links.streams } else { 1 };
         let count = (bytes / PART).clamp(1, most.max(1) as u64);
         if count == 1 {
             return part(&self, 0..bytes);
         }
-        let (deadline, cluster) = (self.call.deadline, self.call.cluster.clone());
+        let (deadline, cluster) = (self.call.deadline, self.call.resources.clone());
         let each = bytes.div_ceil(count);
         // Whether the owner reported, for any part, that the cache has changed.
         let stale = Arc::new(AtomicBool::new(false));
@@ -59,7 +59,7 @@ impl Streams {
             Ok(())
         };
         let units = usize::try_from(bytes.div_ceil(each)).unwrap_or(usize::MAX);
-        cluster.engine.streamers()?.run(Arc::new(work), units, deadline)?;
+        cluster.copy_engine.streamers()?.run(Arc::new(work), units, deadline)?;
         Ok(if stale.load(Ordering::Acquire) { Moved::Stale } else { Moved::Bytes(bytes) })
     }
 

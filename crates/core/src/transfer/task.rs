@@ -119,7 +119,7 @@ struct DeliveryState {
 impl Task {
     /// Starts a transfer of the layers of each delivery by its carrier. With `patience`, a destination fails if
     /// the wait for its next layer takes longer. Returns `Err(System)` if there is no file descriptor left.
-    pub fn start(
+    pub(crate) fn start(
         lanes: ExecutorHandle,
         deliveries: Vec<Delivery>,
         patience: Option<Duration>,
@@ -205,7 +205,7 @@ impl Task {
     /// Reports that `layer`, every later layer and every earlier layer that is not ready yet will never be
     /// ready. Destinations that need one of those up to `layer` fail with `error`. Destinations that begin
     /// after `layer` are never reached. Destinations whose layers are all ready continue.
-    pub fn refuse(&self, layer: u32, error: &Error) {
+    pub(crate) fn refuse(&self, layer: u32, error: &Error) {
         self.refused(self.state.lock(), layer, error);
     }
 
@@ -223,13 +223,13 @@ impl Task {
         self.refuse(layer, &Error::new(ErrorKind::Timeout, text));
     }
 
-    /// Ends all destinations that have not ended. Layers in transit are still pushed. Returns `false` if
+    /// Aliasing all destinations that have not ended. Layers in transit are still pushed. Returns `false` if
     /// there was nothing to end.
     pub fn cancel(&self) -> bool {
         self.end(|| Error::new(ErrorKind::Cancelled, "the transfer was cancelled"))
     }
 
-    /// Ends all destinations that have not ended, because the engine closes.
+    /// Aliasing all destinations that have not ended, because the engine closes.
     pub fn close(&self) -> bool {
         self.end(|| Error::new(ErrorKind::Closed, "the engine was finalized during the transfer"))
     }

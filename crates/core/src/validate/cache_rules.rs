@@ -113,7 +113,7 @@ pub(super) fn cut(slot: u64, slot_bytes: u64, blocks: &[u64], block_bytes: u64) 
 }
 
 /// Checks that peers may use the cache called `name` (contract §12.4).
-pub fn reachable(name: &str, accessible: bool) -> Result<()> {
+pub fn check_accessible(name: &str, accessible: bool) -> Result<()> {
     ensure(accessible, || Error::invalid(format!("{name} was registered with remote_accessible False")))
 }
 

@@ -4,7 +4,7 @@
 //! `layerwise` has the checks that need only local data.
 
 use super::cache_rules::{
-    RemoteCache, batch_cache, blocks_cache, cut, equal_blocks, reachable, remote_row, row,
+    RemoteCache, batch_cache, blocks_cache, check_accessible, cut, equal_blocks, remote_row, row,
 };
 use super::layerwise::LayerRows;
 use crate::error::{Error, ErrorKind, Result};
@@ -36,7 +36,7 @@ pub fn layer_moves(
 ) -> Result<Moves> {
     let here = local.geometry;
     if let LayerDestination::Cache(remote) = to {
-        reachable("the remote cache", remote.accessible)?;
+        check_accessible("the remote cache", remote.accessible)?;
         match rows {
             LayerRows::Slot => {
                 match (local.kind, remote.layout.kind) {

@@ -20,7 +20,7 @@ mod values;
 
 pub use allocate::{Pools, accessible, addresses, allocate, bindings};
 pub use cache_rules::{
-    RemoteCache, batch_cache, blocks_cache, copy_size, equally_many, not_empty, on_device, reachable,
+    RemoteCache, batch_cache, blocks_cache, check_accessible, copy_size, equally_many, not_empty, on_device,
 };
 pub use copy::{
     CopyArgs, copy_blocks, copy_cache, copy_kv_blocks, copy_kv_cache, copy_on_device, copy_rows, swap_blocks,

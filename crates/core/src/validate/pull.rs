@@ -1,8 +1,8 @@
 //! Checks pulls, and returns the bytes that move from the remote cache to the local one (contract §7.12, §7.13).
 
 use super::cache_rules::{
-    RemoteCache, batch_cache, blocks_cache, copy_size, cut, equal_blocks, equally_many, in_range, not_empty,
-    numbers, reachable, remote_row, row, too_long,
+    RemoteCache, batch_cache, blocks_cache, check_accessible, copy_size, cut, equal_blocks, equally_many,
+    in_range, not_empty, numbers, remote_row, row, too_long,
 };
 use super::layer_ranges::{Layers, TensorRun, layers_given, pull_layers, tensors_per_layer, within};
 use crate::error::{Error, ErrorKind, Result};
@@ -105,7 +105,7 @@ impl<'a> CheckedPull<'a> {
                 batch_cache("the remote cache", remote.layout.kind)?;
             }
         }
-        reachable("the remote cache", remote.accessible)?;
+        check_accessible("the remote cache", remote.accessible)?;
         let (pieces, dst_rows) = self.pieces(remote)?;
         let whole = tensors.count == peer.num_tensors();
         Ok(Moves { dst_rows, ..tensors.moves(pieces, whole) })

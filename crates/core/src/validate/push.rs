@@ -1,8 +1,8 @@
 //! Checks pushes, and returns the bytes that move from the local cache to the remote one (contract §7.14, §7.15).
 
 use super::cache_rules::{
-    RemoteCache, batch_cache, blocks_cache, equal_blocks, equally_many, in_range, not_empty, numbers,
-    reachable, remote_row, row,
+    RemoteCache, batch_cache, blocks_cache, check_accessible, equal_blocks, equally_many, in_range,
+    not_empty, numbers, remote_row, row,
 };
 use super::layer_ranges::{Layers, TensorRun, push_layers, within};
 use crate::error::{Error, ErrorKind, Result};
@@ -66,7 +66,7 @@ impl<'a> CheckedPush<'a> {
     /// Checks the push against the owner's description of the remote cache, and returns what moves.
     pub fn moves(&self, remote: RemoteCache) -> Result<Moves> {
         let (tensors, peer) = (self.tensors, remote.layout.geometry);
-        reachable("the remote cache", remote.accessible)?;
+        check_accessible("the remote cache", remote.accessible)?;
         within("dst_layer_range", tensors.dst, tensors.count, "the remote cache", peer)?;
         let (pieces, src_rows) = self.pieces(remote)?;
         if tensors.count == 0 {

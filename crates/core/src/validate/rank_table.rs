@@ -20,7 +20,7 @@ const MORE_PORTS: u16 = 8;
 
 /// One member of a communicator.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RankEnd {
+pub struct RankMember {
     /// Cluster id of the member.
     pub cluster: ClusterId,
     /// Rank of the member.
@@ -76,12 +76,12 @@ pub fn members(name: &str, clusters: &[(ClusterId, u32)], own: ClusterId) -> Res
 
 /// Returns the members of a communicator in the order of `clusters`, one of which must be `own`.
 /// `Err(InvalidArgument)` if the table is invalid or gives no address for a member.
-pub fn ends(
+pub fn resolve(
     rank_table: &str,
     clusters: &[(ClusterId, u32)],
     own: ClusterId,
     links: &LinkConfig,
-) -> Result<Vec<RankEnd>> {
+) -> Result<Vec<RankMember>> {
     if !clusters.iter().any(|&(cluster, _)| cluster == own) {
         return Err(Error::invalid(format!("cluster {own} is no member of the communicator")));
     }
@@ -192,11 +192,11 @@ struct Member<'a> {
 }
 
 impl Member<'_> {
-    fn end(&self, links: &LinkConfig) -> Result<RankEnd> {
+    fn end(&self, links: &LinkConfig) -> Result<RankMember> {
         let Member { cluster, rank, .. } = *self;
         if let Some((at, why)) = self.configured(links) {
             let bind = SocketAddr::new(any(at.ip()), at.port());
-            return Ok(RankEnd {
+            return Ok(RankMember {
                 cluster,
                 rank,
                 host: vec![at],
@@ -212,7 +212,7 @@ impl Member<'_> {
         let host = (first..=last).map(|port| SocketAddr::new(ip, port)).collect();
         // A device has addresses of its own, to which its host cannot bind.
         let bind = if why == DEVICE_IP { any(ip) } else { ip };
-        Ok(RankEnd {
+        Ok(RankMember {
             cluster,
             rank,
             host,

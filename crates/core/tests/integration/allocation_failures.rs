@@ -9,7 +9,9 @@ use std::time::Duration;
 
 use llm_datadist_core::testing::cache::{pin_reads, pin_writes};
 use llm_datadist_core::testing::model::{AddressLocation, CacheLayout};
-use llm_datadist_core::testing::plan::{Blocks, CopyPlan, Ends, Moves, Piece, Pieces, Span, SpanList, Wave};
+use llm_datadist_core::testing::plan::{
+    Aliasing, Blocks, CopyPlan, Moves, Piece, Pieces, Span, SpanList, Wave,
+};
 use llm_datadist_core::testing::protocol::{
     self, EntryVersion, HEADER, MESSAGE_LIMIT, Reply, Request, Run, WireCache, WireLocation, WireName,
     WirePlan, WireRows,
@@ -105,7 +107,7 @@ fn planning_fails_whole() {
         let pieces = Moves { pieces: Pieces::Listed(pieces), num_tensors: 1, ..Moves::default() };
         let blocks = block_moves(&pairs, 16, 2);
         for (moves, ends) in
-            [(&blocks, Ends::OneCache), (&blocks, Ends::TwoCaches), (&pieces, Ends::TwoCaches)]
+            [(&blocks, Aliasing::OneCache), (&blocks, Aliasing::TwoCaches), (&pieces, Aliasing::TwoCaches)]
         {
             let planned = |_: &Moves, plan: Result<_>, failed| assert_eq!(plan.is_err(), failed, "{name}");
             let plan = |moves: &mut Moves| CopyPlan::moves(moves, ends);

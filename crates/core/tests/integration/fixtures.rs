@@ -13,7 +13,7 @@ use llm_datadist_core::testing::device::{Copier, Copy, Device, DeviceSet, HostRe
 use llm_datadist_core::testing::memory::kernels::Kernel;
 use llm_datadist_core::testing::memory::{Region, Tensors};
 use llm_datadist_core::testing::net::{Accepted, Address, Listener, Stream, Transport};
-use llm_datadist_core::testing::plan::{CopyPlan, Ends, Moves, Pieces};
+use llm_datadist_core::testing::plan::{Aliasing, CopyPlan, Moves, Pieces};
 use llm_datadist_core::testing::session::Transports;
 use llm_datadist_core::{
     Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, Deadline, End, Error,
@@ -406,7 +406,7 @@ pub fn block_moves(pairs: &[(u64, u64)], block_bytes: u64, num_tensors: u32) -> 
 
 /// The plan of pairs of blocks between two caches.
 pub fn block_plan(pairs: &[(u64, u64)], block_bytes: u64, num_tensors: u32) -> CopyPlan {
-    CopyPlan::moves(&mut block_moves(pairs, block_bytes, num_tensors), Ends::TwoCaches).unwrap()
+    CopyPlan::moves(&mut block_moves(pairs, block_bytes, num_tensors), Aliasing::TwoCaches).unwrap()
 }
 
 /// Returns the next stream at `listener`, which a peer has dialled or is about to dial; `None` once it is

@@ -3,7 +3,7 @@
 //!
 //! `links/layerwise.rs` covers engines.
 
-use llm_datadist_core::testing::plan::{CopyPlan, Ends, Moves};
+use llm_datadist_core::testing::plan::{Aliasing, CopyPlan, Moves};
 use llm_datadist_core::testing::validate::{
     LayerDestination, LayerRows, RemoteCache, destination_layers, layer_moves,
 };
@@ -28,7 +28,7 @@ fn carried(
     src: &[Vec<u8>],
     dst: &mut [Vec<u8>],
 ) -> u64 {
-    let plan = CopyPlan::moves(&mut moves, Ends::TwoCaches).unwrap().in_tensors(
+    let plan = CopyPlan::moves(&mut moves, Aliasing::TwoCaches).unwrap().in_tensors(
         layer * per_layer,
         to * per_layer,
         per_layer,

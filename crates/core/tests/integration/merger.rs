@@ -187,18 +187,18 @@ fn the_merger_ends_when_there_is_nothing_left() {
     let done = merger.merged(&large).bytes as usize;
     assert!(done < 24 * UNIT, "it was cut short: {done}");
     merger.check_for_work();
-    merger.moved(u64::MAX);
+    merger.note_use(u64::MAX);
     assert!(merger.merged(&large).bytes as usize == done && large.huge_bytes() as usize == done);
     drop(merger);
     // A second merger continues where the first was closed, once 64 MiB were moved.
     let merger = Merger::new([large.clone()]);
-    (0..63).for_each(|_| merger.moved(1 << 20));
+    (0..63).for_each(|_| merger.note_use(1 << 20));
     assert!(!merger.running());
-    merger.moved(1 << 20);
+    merger.note_use(1 << 20);
     ended(&merger);
     assert_eq!(merger.merged(&large).bytes as usize, 24 * UNIT);
     // However much is moved, nothing new was touched.
-    merger.moved(u64::MAX);
+    merger.note_use(u64::MAX);
     assert!(!merger.running());
 }
 
@@ -281,7 +281,7 @@ fn memory_of_a_device_is_left_alone() {
             .unwrap();
     let merger = Merger::new([region.clone()]);
     merger.commit(&engine).unwrap();
-    merger.moved(u64::MAX);
+    merger.note_use(u64::MAX);
     assert_eq!((merger.running(), merger.merged(&region).bytes), (false, 0));
     assert!(region.commit(0).unwrap().is_err() && region.merge(0).is_err());
 }

@@ -7,7 +7,9 @@ use std::cell::Cell;
 use std::collections::{BTreeSet, HashSet};
 
 use llm_datadist_core::Result;
-use llm_datadist_core::testing::plan::{Blocks, CopyPlan, Ends, Moves, Piece, Pieces, Span, SpanList, Wave};
+use llm_datadist_core::testing::plan::{
+    Aliasing, Blocks, CopyPlan, Moves, Piece, Pieces, Span, SpanList, Wave,
+};
 use proptest::prelude::*;
 use proptest::test_runner::{TestCaseResult, TestRunner};
 
@@ -15,7 +17,7 @@ use crate::fixtures::{block_moves, proptest_cases};
 
 type Pairs = Vec<(u64, u64)>;
 
-fn plan(pairs: &[(u64, u64)], block_bytes: u64, ends: Ends) -> CopyPlan {
+fn plan(pairs: &[(u64, u64)], block_bytes: u64, ends: Aliasing) -> CopyPlan {
     CopyPlan::moves(&mut block_moves(pairs, block_bytes, 3), ends).unwrap()
 }
 
@@ -28,11 +30,11 @@ fn pieces(wave: &Wave) -> Vec<Piece> {
 struct Model {
     src: Vec<u8>,
     dst: Vec<u8>,
-    ends: Ends,
+    ends: Aliasing,
 }
 
 impl Model {
-    fn new(rows: u64, block_bytes: u64, ends: Ends) -> Self {
+    fn new(rows: u64, block_bytes: u64, ends: Aliasing) -> Self {
         let bytes = (rows * block_bytes) as usize;
         Model {
             src: (0..bytes).map(|at| at as u8).collect(),
@@ -42,7 +44,7 @@ impl Model {
     }
 
     fn get(&self, at: u64) -> u8 {
-        if self.ends == Ends::OneCache { self.dst[at as usize] } else { self.src[at as usize] }
+        if self.ends == Aliasing::OneCache { self.dst[at as usize] } else { self.src[at as usize] }
     }
 
     fn one_by_one(mut self, pairs: &[(u64, u64)], block_bytes: u64) -> Self {
@@ -118,7 +120,7 @@ fn long_lists_are_planned_as_short_ones_are() {
         (0..count).map(|k| Piece { src: place(k) * len, dst: (k * 991 % count) * len, len }).collect();
     let request =
         |pieces: Vec<Piece>| Moves { pieces: Pieces::Listed(pieces), num_tensors: 1, ..Moves::default() };
-    let plan = CopyPlan::moves(&mut request(pieces.clone()), Ends::TwoCaches).unwrap();
+    let plan = CopyPlan::moves(&mut request(pieces.clone()), Aliasing::TwoCaches).unwrap();
     let moved: Vec<(u64, u64, u64)> =
         plan.pieces(0, plan.bytes()).map(|(_, piece)| (piece.src, piece.dst, piece.len)).collect();
     let mut expected: Vec<(u64, u64, u64)> =
@@ -134,7 +136,7 @@ fn long_lists_are_planned_as_short_ones_are() {
     // One destination occurs twice, so the order matters again.
     let mut twice = pieces;
     twice[2999].dst = twice[0].dst;
-    let plan = CopyPlan::moves(&mut request(twice), Ends::TwoCaches).unwrap();
+    let plan = CopyPlan::moves(&mut request(twice), Aliasing::TwoCaches).unwrap();
     assert_eq!(plan.waves().len(), 2);
 }
 
@@ -146,7 +148,7 @@ fn does_what_copying_pair_by_pair_does() {
     let ran = std::cell::Cell::new((0, 0));
     runner
         .run(&input, |(pairs, block_bytes, one_cache, seed, cuts)| {
-            let ends = if one_cache { Ends::OneCache } else { Ends::TwoCaches };
+            let ends = if one_cache { Aliasing::OneCache } else { Aliasing::TwoCaches };
             let plan = plan(&pairs, block_bytes, ends);
             let start = Model::new(14, block_bytes, ends);
             let expected = start.clone().one_by_one(&pairs, block_bytes);
@@ -168,7 +170,7 @@ fn does_what_copying_pair_by_pair_does() {
             }
             let moved: u64 = plan.waves().iter().map(Wave::tensor_bytes).sum();
             let useful =
-                pairs.iter().filter(|(src, dst)| ends == Ends::TwoCaches || src != dst).count() as u64;
+                pairs.iter().filter(|(src, dst)| ends == Aliasing::TwoCaches || src != dst).count() as u64;
             prop_assert_eq!(moved, useful * block_bytes);
             prop_assert_eq!(plan.bytes(), 3 * moved);
             let (looked_at, with_waves) = ran.get();
@@ -182,7 +184,7 @@ fn does_what_copying_pair_by_pair_does() {
 
 /// Checks that in one wave no byte is written twice, none is both written and read, and none is outside the
 /// tensors.
-fn independent(wave: &Wave, ends: Ends, tensor_bytes: u64) -> Result<(), TestCaseError> {
+fn independent(wave: &Wave, ends: Aliasing, tensor_bytes: u64) -> Result<(), TestCaseError> {
     let mut written = HashSet::new();
     let all = pieces(wave);
     prop_assert!(!all.is_empty());
@@ -193,7 +195,7 @@ fn independent(wave: &Wave, ends: Ends, tensor_bytes: u64) -> Result<(), TestCas
             prop_assert!(written.insert(at), "byte {} is written twice", at);
         }
     }
-    if ends == Ends::OneCache {
+    if ends == Aliasing::OneCache {
         for piece in &all {
             for at in piece.src..piece.src + piece.len {
                 prop_assert!(!written.contains(&at), "byte {} is read and written", at);
@@ -237,7 +239,7 @@ fn cut_anywhere_the_pieces_tile(wave: &Wave, cuts: &[u64]) -> Result<(), TestCas
     Ok(())
 }
 
-fn spans(pairs: &[(u64, u64)], ends: Ends) -> Vec<Vec<Span>> {
+fn spans(pairs: &[(u64, u64)], ends: Aliasing) -> Vec<Vec<Span>> {
     plan(pairs, 16, ends).waves().iter().map(|wave| wave.spans().collect()).collect()
 }
 
@@ -255,7 +257,7 @@ fn span(src: u64, dst: u64, blocks: u64, count: u64, src_step: i64, dst_step: i6
 
 #[test]
 fn merges_to_the_fewest_spans() {
-    use Ends::{OneCache, TwoCaches};
+    use Aliasing::{OneCache, TwoCaches};
     let map = |count: u64, f: &dyn Fn(u64) -> (u64, u64)| (0..count).map(f).collect::<Pairs>();
     let up = map(10, &|k| (k + 5, k + 20));
     let mut given_backwards = up.clone();
@@ -266,7 +268,7 @@ fn merges_to_the_fewest_spans() {
     let groups = |n: u64| map(4 * n, &|k| (k / 4 * 8 + k % 4, k / 4 * 8 + k % 4 + 100));
     let one = |src, dst| span(src, dst, 1, 1, 0, 0);
     let two_runs: Pairs = vec![(1, 5), (2, 6), (8, 3), (9, 4), (10, 5)];
-    let cases: Vec<(&str, Pairs, Ends, Vec<Vec<Span>>)> = vec![
+    let cases: Vec<(&str, Pairs, Aliasing, Vec<Vec<Span>>)> = vec![
         ("nothing", vec![], TwoCaches, vec![]),
         ("one", vec![(3, 4)], TwoCaches, vec![vec![one(3, 4)]]),
         ("ascending", up, TwoCaches, vec![vec![span(5, 20, 10, 1, 0, 0)]]),
@@ -316,14 +318,14 @@ fn a_range_is_one_span_and_onto_itself_nothing() {
         let pieces = Pieces::Listed(vec![Piece { src, dst, len: 7 }]);
         CopyPlan::moves(&mut Moves { pieces, num_tensors: 5, ..Moves::default() }, ends).unwrap()
     };
-    let plan = range(3, 9, Ends::OneCache);
+    let plan = range(3, 9, Aliasing::OneCache);
     assert_eq!(
         plan.waves()[0].spans().collect::<Vec<_>>(),
         [Span { src: 3, dst: 9, len: 7, count: 1, src_step: 0, dst_step: 0 }]
     );
     assert_eq!((plan.waves().len(), plan.bytes(), plan.num_tensors()), (1, 35, 5));
-    assert_eq!(range(3, 3, Ends::TwoCaches).bytes(), 35);
-    let onto_itself = range(3, 3, Ends::OneCache);
+    assert_eq!(range(3, 3, Aliasing::TwoCaches).bytes(), 35);
+    let onto_itself = range(3, 3, Aliasing::OneCache);
     assert_eq!((onto_itself.waves().len(), onto_itself.bytes()), (0, 0));
 }
 
@@ -331,7 +333,7 @@ fn a_range_is_one_span_and_onto_itself_nothing() {
 fn offsets_near_two_to_the_63_do_not_overflow() {
     let block_bytes = 1u64 << 40;
     let last = (1u64 << 23) - 1;
-    let plan = plan(&[(last, 0), (last - 1, 1), (0, last)], block_bytes, Ends::TwoCaches);
+    let plan = plan(&[(last, 0), (last - 1, 1), (0, last)], block_bytes, Aliasing::TwoCaches);
     let all: Vec<Piece> = plan.waves().iter().flat_map(pieces).collect();
     assert_eq!(all.len(), 3);
     for (src, dst) in [(last, 0), (last - 1, 1), (0, last)] {
@@ -407,7 +409,7 @@ impl Seen {
             && waves.iter().all(|wave| bytes(wave) <= i128::from(dst_bytes))
             && src + count <= 4
             && dst + count <= 4;
-        let checked = plan.check_ends(Some((4, src_bytes)), Some((4, dst_bytes)));
+        let checked = plan.check_bounds(Some((4, src_bytes)), Some((4, dst_bytes)));
         prop_assert_eq!(checked.is_ok(), fits, "{:?}", checked);
         self.0.set((self.0.get().0 + 1, self.0.get().1 + u32::from(fits)));
         if fits {
@@ -494,20 +496,20 @@ fn what_a_plan_of_a_peer_may_not_say() {
     // A large count costs nothing: positions and rows are computed, not enumerated.
     let wide = Span { src: 5, len: 1, count: 1 << 24, src_step: 0, dst_step: 1 << 20, ..span };
     let plan = plan(vec![vec![wide]]).unwrap();
-    let error = plan.check_ends(None, Some((1, 1 << 44))).map(|()| plan.src_rows(4).unwrap()).unwrap();
+    let error = plan.check_bounds(None, Some((1, 1 << 44))).map(|()| plan.src_rows(4).unwrap()).unwrap();
     assert_eq!(error, [1]);
-    let error = plan.check_ends(None, Some((1, (1 << 44) - (1 << 20)))).unwrap_err();
+    let error = plan.check_bounds(None, Some((1, (1 << 44) - (1 << 20)))).unwrap_err();
     assert_eq!((error.fact("which"), error.fact("tensor_bytes")), (Some("written"), Some("17592184995840")));
-    let error = plan.check_ends(Some((1, 5)), None).unwrap_err();
+    let error = plan.check_bounds(Some((1, 5)), None).unwrap_err();
     assert_eq!(error.fact("which"), Some("read"));
-    let error = plan.check_ends(Some((0, 6)), None).unwrap_err();
+    let error = plan.check_bounds(Some((0, 6)), None).unwrap_err();
     assert_eq!((error.fact("which"), error.fact("num_tensors")), (Some("read"), Some("0")));
 }
 
 /// Byte positions count wave after wave, and each wave along all of its tensors.
 #[test]
 fn positions_across_waves() {
-    let plan = plan(&[(0, 1), (1, 2), (2, 1)], 5, Ends::TwoCaches);
+    let plan = plan(&[(0, 1), (1, 2), (2, 1)], 5, Aliasing::TwoCaches);
     assert_eq!((plan.waves().len(), plan.bytes()), (2, 3 * 3 * 5));
     let all: Vec<_> = plan.pieces(0, plan.bytes()).collect();
     let mut expected = vec![];
@@ -575,7 +577,7 @@ fn scattered_blocks_do_what_copying_one_by_one_does() {
             prop_assert_eq!(pieces.iter().collect::<Vec<_>>(), naive.clone());
             let plan = CopyPlan::moves(
                 &mut Moves { pieces, num_tensors: tensors, ..Moves::default() },
-                Ends::TwoCaches,
+                Aliasing::TwoCaches,
             )
             .unwrap();
             let bytes = 20 + 320 * len;
@@ -585,7 +587,7 @@ fn scattered_blocks_do_what_copying_one_by_one_does() {
             }
             let mut got = vec![None; bytes as usize];
             for wave in plan.waves() {
-                independent(wave, Ends::TwoCaches, bytes)?;
+                independent(wave, Aliasing::TwoCaches, bytes)?;
                 spans_say_what_pieces_say(wave)?;
                 let total = wave.tensor_bytes();
                 let mut cuts: Vec<u64> = cuts.iter().map(|cut| cut % (total + 1)).chain([0, total]).collect();
@@ -617,10 +619,10 @@ fn scattered_blocks_do_what_copying_one_by_one_does() {
             let ends = |start: fn(&Piece) -> u64| naive.iter().map(|piece| start(piece) + len).max().unwrap();
             let (read, written) =
                 (ends(|piece| piece.src), ends(|piece| piece.dst).max(naive.len() as u64 * len));
-            plan.check_ends(Some((tensors, read)), Some((tensors, written))).unwrap();
-            prop_assert!(plan.check_ends(Some((tensors, read - 1)), None).is_err());
+            plan.check_bounds(Some((tensors, read)), Some((tensors, written))).unwrap();
+            prop_assert!(plan.check_bounds(Some((tensors, read - 1)), None).is_err());
             let last = ends(|piece| piece.dst);
-            prop_assert!(plan.check_ends(None, Some((tensors, last - 1))).is_err());
+            prop_assert!(plan.check_bounds(None, Some((tensors, last - 1))).is_err());
             in_blocks
                 .set(in_blocks.get() + plan.waves().iter().filter(|wave| wave.blocks().is_some()).count());
             in_waves.set(in_waves.get() + usize::from(plan.waves().len() > 1));
@@ -637,7 +639,7 @@ fn scattered_blocks_do_what_copying_one_by_one_does() {
 /// lists stay pairs.
 #[test]
 fn what_joins_is_joined() {
-    let form = |pairs: &[(u64, u64)]| plan(pairs, 16, Ends::TwoCaches).waves()[0].blocks().is_some();
+    let form = |pairs: &[(u64, u64)]| plan(pairs, 16, Aliasing::TwoCaches).waves()[0].blocks().is_some();
     let scattered = |count: u64| (0..count).map(|k| (k, (k * k * 7 + k) % 1009)).collect::<Pairs>();
     assert!(form(&scattered(64)) && !form(&scattered(63)));
     assert!(!form(&(0..500).map(|k| (k, k + 9)).collect::<Pairs>()), "one run");
@@ -646,7 +648,10 @@ fn what_joins_is_joined() {
         .iter()
         .flat_map(|&(src, dst)| (0..4).map(move |k| (4 * src + k, 4 * dst + k)))
         .collect();
-    assert!(!form(&runs) && plan(&runs, 16, Ends::TwoCaches).waves()[0].num_spans() <= 100, "runs of four");
+    assert!(
+        !form(&runs) && plan(&runs, 16, Aliasing::TwoCaches).waves()[0].num_spans() <= 100,
+        "runs of four"
+    );
     // Block numbers that do not fit 32 bits always become spans.
     let remote: Pairs = scattered(100).iter().map(|&(src, dst)| (src + (1 << 32), dst)).collect();
     assert!(!form(&remote));
@@ -740,9 +745,9 @@ fn packed_plans_are_what_their_spans_are() {
         }
         assert_eq!(packed.dst_rows(100).unwrap(), unpacked.dst_rows(100).unwrap());
         let reach = waves.iter().flatten().map(|span| span.dst + scale / 2 + scale / 8).max().unwrap();
-        packed.check_ends(None, Some((5, reach + scale))).unwrap();
-        packed.check_ends(None, Some((5, reach / 2))).unwrap_err();
-        packed.check_ends(None, Some((4, reach + scale))).unwrap_err();
+        packed.check_bounds(None, Some((5, reach + scale))).unwrap();
+        packed.check_bounds(None, Some((5, reach / 2))).unwrap_err();
+        packed.check_bounds(None, Some((4, reach + scale))).unwrap_err();
     }
     assert!(taken >= 4 && refused >= 2, "{taken} taken, {refused} refused");
     let span = Span { src: 0, dst: 0, len: 1, count: 1, src_step: 0, dst_step: 0 };

@@ -566,7 +566,7 @@ fn a_plan_takes_a_bounded_multiple_of_its_bytes() {
             let Request::Read { plan, .. } = protocol::decode(&body).unwrap() else { panic!() };
             drop(body);
             let plan = CopyPlan::try_from(plan)?;
-            plan.check_ends(Some((8, 1 << 48)), Some((8, 1 << 48)))?;
+            plan.check_bounds(Some((8, 1 << 48)), Some((8, 1 << 48)))?;
             Ok((plan.src_rows(ROW)?.len(), plan.dst_rows(ROW)?.len(), plan))
         };
         let (result, peak): (Result<_, Error>, usize) = counting_allocator::peak(work);

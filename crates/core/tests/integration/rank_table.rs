@@ -5,13 +5,13 @@
 use std::net::SocketAddr;
 
 use llm_datadist_core::testing::config::LinkConfig;
-use llm_datadist_core::testing::validate::rank_table::{RankEnd, ends, members};
+use llm_datadist_core::testing::validate::rank_table::{RankMember, members, resolve};
 use llm_datadist_core::{ClusterId, ErrorKind, Result};
 
 const TWO: [(ClusterId, u32); 2] = [(ClusterId(5), 0), (ClusterId(21), 1)];
 
-fn read(text: &str) -> Result<Vec<RankEnd>> {
-    ends(text, &TWO, TWO[0].0, &LinkConfig::default())
+fn read(text: &str) -> Result<Vec<RankMember>> {
+    resolve(text, &TWO, TWO[0].0, &LinkConfig::default())
 }
 
 /// First address, rule and listening address of both ends.
@@ -138,15 +138,15 @@ fn what_outranks_what() {
     host("5", "203.0.113.5:1");
     host("21", "203.0.113.21:2");
     host("2001:db8::2", "[2001:db8::9]:3");
-    let ends = |table: &str| ends(table, &TWO, TWO[1].0, &links);
-    let both = ends(table).unwrap();
+    let resolved = |table: &str| resolve(table, &TWO, TWO[1].0, &links);
+    let both = resolved(table).unwrap();
     let expected: [SocketAddr; 2] = ["203.0.113.5:1".parse().unwrap(), "[2001:db8::9]:3".parse().unwrap()];
     assert_eq!((both[0].host.as_slice(), both[1].host.as_slice()), (&expected[..1], &expected[1..]));
     assert_eq!((both[0].why, both[1].why), ("rank_hosts has its cluster id", "rank_hosts has its device_ip"));
     // An address that stands for another host need not belong to this host.
     assert_eq!((both[0].bind.to_string(), both[1].bind.to_string()), ("0.0.0.0:1".into(), "[::]:3".into()));
     // With overrides, the table may be empty.
-    assert_eq!(ends("{}").unwrap()[1].host[0].to_string(), "203.0.113.21:2");
+    assert_eq!(resolved("{}").unwrap()[1].host[0].to_string(), "203.0.113.21:2");
 }
 
 #[test]
@@ -210,5 +210,5 @@ fn unusable_tables() {
     let deep = "[".repeat(100_000);
     refused(read(&deep), &["not JSON"]);
     assert!(read(&deep).unwrap_err().to_string().len() < 1000);
-    refused(ends("{}", &TWO, ClusterId(6), &LinkConfig::default()), &["cluster 6 is no member"]);
+    refused(resolve("{}", &TWO, ClusterId(6), &LinkConfig::default()), &["cluster 6 is no member"]);
 }

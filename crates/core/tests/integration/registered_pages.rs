@@ -206,7 +206,7 @@ fn a_merger_without_registered_memory_takes_none() {
         let bench = Bench(merger, &pages);
         assert!(!bench.register(1));
         bench.0.give_back(CacheId(1));
-        bench.0.moved(u64::MAX);
+        bench.0.note_use(u64::MAX);
         assert_eq!(bench.run(), (0, 0));
     }
 }

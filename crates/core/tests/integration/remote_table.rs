@@ -298,7 +298,7 @@ impl Both {
             let place = found.as_ref().ok().map(|found| (found.cache.id(), found.row));
             assert_eq!(place, expected.map(|(at, row)| (self.twin.caches[at].0, row)), "{name}");
             for (id, _) in &self.twin.caches {
-                let reached = self.real.table.reached(name, *id).map(|cache| cache.id());
+                let reached = self.real.table.still_named(name, *id).map(|cache| cache.id());
                 assert_eq!(reached, place.map(|place| place.0).filter(|found| found == id), "{name}");
             }
             match (found, expected) {

@@ -12,6 +12,7 @@ use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
 use llm_datadist_core::testing::transfer::{Carried, Carrier, Delivery, Executor, Outcome, Task};
+use llm_datadist_core::testing::{refuse_layer, start_task};
 use llm_datadist_core::{ClusterId, Deadline, Error, ErrorKind, LayerRange, Result};
 
 use crate::fixtures::eventually;
@@ -121,7 +122,7 @@ fn delivery(cluster: u64, &(first, end, script): &To<'_>) -> Delivery {
 
 fn start(lanes: &Executor, to: &[To<'_>], patience: Option<Duration>) -> Arc<Task> {
     let deliveries = to.iter().map(|to| delivery(2, to)).collect();
-    Task::start(lanes.handle().clone(), deliveries, patience).unwrap()
+    start_task(lanes.handle().clone(), deliveries, patience).unwrap()
 }
 
 /// The outcome of each destination, in short.
@@ -159,7 +160,7 @@ impl Stalled {
     fn new(lanes: &Executor, cluster: u64, count: usize) -> Stalled {
         let scripts: Vec<_> = (0..count).map(|_| Script::stalled()).collect();
         let deliveries = scripts.iter().map(|script| delivery(cluster, &(0, 1, script))).collect();
-        let task = Task::start(lanes.handle().clone(), deliveries, None).unwrap();
+        let task = start_task(lanes.handle().clone(), deliveries, None).unwrap();
         eventually("all to be found", || scripts.iter().all(|script| script.finds() == 1));
         task.ready(0);
         Stalled(task, scripts)
@@ -191,7 +192,7 @@ fn every_cluster_gets_a_lane_and_at_most_32() {
 
     let scripts = [Script::stalled(), Script::good(), Script::good(), Script::good()];
     let deliveries = scripts.iter().map(|script| delivery(200, &(0, 2, script))).collect();
-    let task = Task::start(lanes.handle().clone(), deliveries, None).unwrap();
+    let task = start_task(lanes.handle().clone(), deliveries, None).unwrap();
     task.ready(1);
     // The lane stalls here. Then it runs the others, which are queued behind all jobs of the seventeenth
     // cluster.
@@ -224,7 +225,7 @@ fn what_is_queued_behind_a_stalled_cluster_ends_at_once() {
             "Cancelled" => assert!(task.cancel()),
             "Closed" => assert!(task.close()),
             _ => {
-                task.refuse(2, &refusal());
+                refuse_layer(&task, 2, &refusal());
                 // The second has both its layers, the fourth none.
                 assert_eq!(ends_of(&task), ["System", "UnderWay", "System", "Unreached"]);
                 (expected[1], expected[3], pushed) = ("Done", "Unreached", vec![0, 1]);
@@ -273,7 +274,7 @@ fn reasons_name_what_is_waited_for() {
     check(2, AWAITED, "2", "0");
     task.ready(2);
     eventually("layer 2", || ends_of(&task)[1] == "Done" && task.progress()[2].layers == 1);
-    task.refuse(3, &refusal());
+    refuse_layer(&task, 3, &refusal());
     ended_as(&task, &["Done", "Done", "System", "Unreached"]);
     let reasons = task.reasons().into_iter().flatten().map(|reason| reason.to_string());
     assert!(matches!(&reasons.collect::<Vec<_>>()[..], [one] if one.contains("the layer does not come")));
@@ -289,7 +290,7 @@ fn a_task_without_layers_ends_once_all_are_found() {
     let task = start(&lanes, &[(3, 3, &Script::good()), (3, 3, &bad), (5, 4, &Script::good())], None);
     ended_as(&task, &["Done", "NotLinked", "Done"]);
     task.ready(9);
-    task.refuse(3, &refusal());
+    refuse_layer(&task, 3, &refusal());
     ended_as(&task, &["Done", "NotLinked", "Done"]);
 }
 
@@ -349,8 +350,8 @@ fn a_refused_layer_ends_the_destinations_that_need_it() {
     task.ready(2);
     busy.arrived();
     eventually("layer 2", || task.progress()[1].layers == 2);
-    task.refuse(3, &refusal());
-    task.refuse(0, &Error::new(ErrorKind::Cancelled, "too late"));
+    refuse_layer(&task, 3, &refusal());
+    refuse_layer(&task, 0, &Error::new(ErrorKind::Cancelled, "too late"));
     assert_eq!(ends_of(&task)[1..], ["System", "Unreached", "UnderWay"]);
     assert_eq!(failure(&task, 1).fact("layer"), Some("7"));
     assert!(!task.done() && !task.wanted(4));
@@ -365,7 +366,7 @@ fn a_refused_layer_ends_the_destinations_that_need_it() {
     let task = start(&lanes, &[(0, 3, &a), (4, 5, &b), (6, 7, &c)], None);
     task.ready(0);
     eventually("layer 0", || task.progress()[0].layers == 1);
-    task.refuse(5, &refusal());
+    refuse_layer(&task, 5, &refusal());
     ended_as(&task, &["System", "System", "Unreached"]);
 }
 
@@ -382,7 +383,7 @@ fn a_task_is_done_only_when_nothing_moves() {
         match kind {
             "Cancelled" => assert!(task.cancel() && !task.cancel()),
             "Closed" => assert!(task.close() && !task.close() && !task.cancel()),
-            "System" => task.refuse(2, &refusal()),
+            "System" => refuse_layer(&task, 2, &refusal()),
             _ => (),
         }
         assert_eq!(ends_of(&task), [if fails { "UnderWay" } else { kind }]);
@@ -529,7 +530,7 @@ fn an_executor_that_is_dropped_leaves_no_lane() {
     });
     ended_as(&task, &["Closed"; 4]);
     let late = Script::good();
-    let task = Task::start(handle.clone(), vec![delivery(2, &(0, 1, &late))], Some(LONG)).unwrap();
+    let task = start_task(handle.clone(), vec![delivery(2, &(0, 1, &late))], Some(LONG)).unwrap();
     ended_as(&task, &["Closed"]);
     assert!(late.dropped() && handle.threads() == 0);
 }
@@ -541,8 +542,12 @@ fn every_order_of_everything() {
     let does = || prop_oneof![4 => Just(PUSH), 1 => Just(FAIL), 1 => Just(PANIC)];
     let scripts = prop::array::uniform3((0..6u32, 0..4u32, does(), prop::collection::vec(does(), 6)));
     let times = (prop::option::of(0..3000u64), 0..400u64);
-    let ends: [fn(&Task); 4] =
-        [|task| _ = task.cancel(), |task| _ = task.close(), |task| task.refuse(3, &refusal()), |_| ()];
+    let ends: [fn(&Task); 4] = [
+        |task| _ = task.cancel(),
+        |task| _ = task.close(),
+        |task| refuse_layer(&task, 3, &refusal()),
+        |_| (),
+    ];
     let lanes = Executor::default();
     TestRunner::default()
         .run(&(scripts, times, 0..ends.len()), |(scripts, (patience, pause), end)| {
@@ -556,7 +561,7 @@ fn every_order_of_everything() {
             });
             let last = (ends_of(&task), task.progress());
             task.ready(9);
-            task.refuse(0, &refusal());
+            refuse_layer(&task, 0, &refusal());
             assert!(!task.cancel() && !task.close());
             assert_eq!((ends_of(&task), task.progress()), last);
             for (((first, end, script), outcome), carried) in to.iter().zip(&last.0).zip(&last.1) {

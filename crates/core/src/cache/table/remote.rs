@@ -40,7 +40,7 @@ impl Table {
     }
 
     /// Returns the cache `id` if `name` still resolves to it.
-    pub fn reached(&self, name: Name, id: CacheId) -> Option<Arc<Cache>> {
+    pub fn still_named(&self, name: Name, id: CacheId) -> Option<Arc<Cache>> {
         let state = self.state.lock();
         let (_, entry, _) = state.lookup(name).ok()?;
         (entry.cache.id() == id).then(|| entry.cache.clone())

@@ -11,7 +11,7 @@ pub(super) const MOST_CALLS: usize = 64;
 
 /// The call streams of one link.
 #[derive(Debug, Default)]
-pub(super) struct Calls {
+pub(super) struct StreamSet {
     /// Idle streams with the time of their return, most recent last.
     pub(super) idle: Vec<(Arc<Stream>, Instant)>,
     pub(super) busy: Vec<Arc<Stream>>,
@@ -19,11 +19,11 @@ pub(super) struct Calls {
     pub(super) opening: usize,
     /// Streams that the peer was asked to open.
     pub(super) asked: usize,
-    /// Calls that wait for a stream.
+    /// StreamSet that wait for a stream.
     pub(super) waiting: usize,
 }
 
-impl Calls {
+impl StreamSet {
     /// Returns all streams, for a link that has broken. Removes the idle ones.
     pub(super) fn end(&mut self) -> Vec<Arc<Stream>> {
         let idle: Vec<_> = self.idle.drain(..).map(|(stream, _)| stream).collect();

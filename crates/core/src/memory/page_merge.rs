@@ -135,7 +135,7 @@ impl Adopted {
     ///
     /// Calls `check` before the first of every 32 units in a contiguous range, and returns its error if it
     /// fails.
-    pub fn merge(&self, mut check: impl FnMut() -> Result<()>) -> Result<u64> {
+    pub(crate) fn merge(&self, mut check: impl FnMut() -> Result<()>) -> Result<u64> {
         let mut merged = 0;
         for (start, end) in units_within(ranges(self.addrs(), self.layout().geometry.tensor_bytes())) {
             // SAFETY: the advice does not change any contents, and the kernel reports addresses that are not

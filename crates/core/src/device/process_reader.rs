@@ -4,10 +4,10 @@
 
 use std::sync::Arc;
 
-use super::{Copier, Copy};
+use super::traits::Copier;
 use crate::error::Result;
 use crate::memory::PeerProcess;
-use crate::memory::kernels::Kernel;
+use crate::memory::kernels::{Copy, Kernel};
 
 /// A copier that reads the memory of one other process.
 #[derive(Debug)]

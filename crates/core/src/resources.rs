@@ -17,10 +17,10 @@ use crate::stats::{Op, Stats};
 
 /// The state of one cluster.
 #[derive(Debug)]
-pub struct Cluster {
+pub struct Resources {
     pub config: Config,
     pub table: Table,
-    pub engine: CopyEngine,
+    pub copy_engine: CopyEngine,
     pub stats: Stats,
     /// Puts the pools, and registered memory, into huge pages.
     pub merger: Merger,
@@ -42,7 +42,7 @@ pub enum MemoryLocation {
     Hidden,
 }
 
-impl Cluster {
+impl Resources {
     /// Opens pools, table and workers for `config` on `devices`. If the device pool is given as a share, this
     /// computes its size.
     pub fn open(mut config: Config, devices: DeviceSet) -> Result<Self> {
@@ -56,7 +56,7 @@ impl Cluster {
         let (host, device) =
             (arena(config.host_pool, Placement::Host)?, arena(config.device_pool, Placement::Device)?);
         let pools: Vec<_> = [&host, &device].into_iter().flatten().map(|arena| arena.shared()).collect();
-        let engine = CopyEngine::new(&config, devices)?;
+        let copy_engine = CopyEngine::new(&config, devices)?;
         let merger = match config.huge_pages {
             HugeChoice::Off => Merger::default(),
             HugeChoice::Auto => Merger::default().hinting(),
@@ -64,13 +64,13 @@ impl Cluster {
             HugeChoice::MergeRegistered | HugeChoice::Eager => Merger::with_registered(pools),
         };
         if config.huge_pages == HugeChoice::Eager {
-            merger.commit(&engine)?;
+            merger.commit(&copy_engine)?;
         }
-        Ok(Cluster {
+        Ok(Resources {
             host,
             device,
             table: Table::new(generations.clone()),
-            engine,
+            copy_engine,
             merger,
             stats: Stats::default(),
             remote_memory: MapBudget::new(config.links.remote_memory),
@@ -93,9 +93,9 @@ impl Cluster {
     }
 
     /// Counts bytes that a call moved over a link, and makes the merger check for work at intervals.
-    pub fn moved(&self, op: Op, bytes: u64) {
+    pub fn count_bytes(&self, op: Op, bytes: u64) {
         self.stats.add_bytes(op, bytes);
-        self.merger.moved(bytes);
+        self.merger.note_use(bytes);
     }
 
     /// Returns the generation numbers of all entries of the table.
