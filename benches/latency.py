@@ -1,8 +1,8 @@
-"""Single calls at two commits in turn: how long copies, swaps and pulls take beside a bare copy loop. Prints a table.
+"""Compares the latency of single copies, swaps and pulls with that of a bare copy loop. Prints a table.
 
-`make bench-latency` measures the working tree; with `BASE=<commit>` that commit as well, A B A B. It builds both
-first, then runs for about five minutes. Where that is allowed, runs have real-time priority (`chrt`), so that other
-programs disturb them less. Not for: what is measured (`latency.rs`).
+`make bench-latency` measures the working tree. With `BASE=<commit>`, it also measures that commit, in alternate runs.
+It builds both first, and then runs for about five minutes. If permitted, runs have real-time priority (`chrt`), so that
+other programs disturb them less. Not for: the measured calls (`latency.rs`).
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCH = ROOT / "benches" / "latency.rs"
-# Calls of 256 KiB: p99.99 at most so many times that of the bare loop.
+# Limit for calls of 256 KiB: p99.99 as a multiple of that of the bare loop.
 JUDGED, MOST = 256 << 10, 3.0
 COLUMNS = ("p50", "p99", "p9999", "bare50", "bare99", "bare9999")
-# What the benchmark uses, and how older commits call it.
+# Names that the benchmark uses, and their names in older commits.
 RENAMED = {
     "llm_datadist_core::testing::memory": "llm_datadist_core::mem",
     "RemoteName": "FarName",
     "PullRows::Blocks { remote, local }": "PullRows::Blocks { far: remote, near: local }",
 }
-# The columns of each kind and size of call.
+# (kind, size) of a call → its columns.
 Run = dict[tuple[str, int], list[float]]
 
 
 def output(command: list[str], where: Path) -> str:
-    """What a command prints; what it says of errors goes to the terminal."""
+    """Return the standard output of a command. Its standard error goes to the terminal."""
     return subprocess.run(command, cwd=where, check=True, stdout=subprocess.PIPE, text=True).stdout  # noqa: S603
 
 
 def build(tree: Path, target: Path) -> Path:
-    """The benchmark of one tree, built outside of the clock."""
+    """Build the benchmark of one tree, and return the path of the program."""
     command = ["cargo", "build", "--release", "--package", "llm-datadist-core", "--bench", "latency"]
     command += ["--message-format", "json", "--target-dir", str(target)]
     found = re.findall(r'"executable":"([^"]*latency-[^"]*)"', output(command, tree))
@@ -45,7 +45,7 @@ def build(tree: Path, target: Path) -> Path:
 
 
 def other(commit: str) -> Path:
-    """A tree of another commit with the benchmark of this one."""
+    """Unpack another commit, put the benchmark of this commit into it, and return its path."""
     tree = ROOT / "target" / "latency-base" / "tree"
     if tree.exists():
         shutil.rmtree(tree)
@@ -73,7 +73,7 @@ def other(commit: str) -> Path:
 
 
 def priority() -> list[str]:
-    """How to run with real-time priority, if that is allowed."""
+    """Return the command prefix for real-time priority, or nothing if it is not permitted."""
     ahead = ["chrt", "-f", "10"]
     try:
         output([*ahead, "true"], ROOT)
@@ -83,7 +83,7 @@ def priority() -> list[str]:
 
 
 def run(binary: Path, ahead: list[str], more: list[str]) -> Run:
-    """Every row that one run of the benchmark prints."""
+    """Run the benchmark once, and return its rows."""
     rows = {}
     for line in output([*ahead, str(binary), "--plain", *more], ROOT).splitlines():
         if line.startswith("row,"):
@@ -99,18 +99,18 @@ def medians(runs: list[Run], key: tuple[str, int]) -> dict[str, float]:
 
 
 def ratio(runs: list[Run], key: tuple[str, int], name: str, bare: str) -> float:
-    """The median of the ratios within one run each: what disturbs a run disturbs both."""
+    """The median of the ratios within each run, because a disturbance affects both values of a run."""
     at, beside = COLUMNS.index(name), COLUMNS.index(bare)
     return statistics.median(run[key][at] / run[key][beside] for run in runs)
 
 
 def size_of(size: int) -> str:
-    """Bytes for people."""
+    """A size in bytes as text with a unit."""
     return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
 
 
 def table(now: list[Run], base: list[Run]) -> bool:
-    """Print the table, and say whether calls of 256 KiB keep their bound."""
+    """Print the table. Return whether calls of 256 KiB stay within their limit."""
     kept = True
     head = ["call", "bytes", "p50 µs", "p99", "p99.99", "bare p99.99", "p50 / bare", "p99.99 / bare"]
     if base:
@@ -135,7 +135,7 @@ def table(now: list[Run], base: list[Run]) -> bool:
 
 
 def main() -> int:
-    """Build, run in turn, print; 1 if calls of 256 KiB do not keep their bound."""
+    """Build, run in turn and print. Return 1 if calls of 256 KiB exceed their limit."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base", default="", help="a commit to compare with")
     parser.add_argument("--rounds", type=int, default=4)

@@ -1,8 +1,9 @@
-"""What one layer costs from Python: `make bench`, or `.venv/bin/python benches/layerwise_latency.py`.
+"""The cost of one layer from Python: `make bench`, or `.venv/bin/python benches/layerwise_latency.py`.
 
-The destination is a process of its own. Microseconds per layer beyond the copy: forty layers whose synchronizer returns
-at once: the time of the whole task, its start included, divided by forty, beside what the other side needs to pull the
-same layer. Not for: throughput, layers after a pause, and overlap with compute: `cargo bench --bench layerwise`.
+The destination is a separate process. A task has forty layers whose synchronizer returns at once. The table has the
+time of the whole task, including its start, divided by forty, in microseconds; the time in which the other side pulls
+the same layer; and the difference. Not for: throughput, layers after a pause, and overlap with compute (`cargo bench
+--bench layerwise`).
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ class Ready(LayerSynchronizer):
     """Every layer is ready when it is asked for."""
 
     def synchronize_layer(self, layer_index: int, timeout_in_millis: Optional[int]) -> bool:
-        """It is."""
+        """Return True at once."""
         return layer_index >= 0 and timeout_in_millis is None
 
 
 def opened(cluster: int) -> tuple[LLMDataDist, Cache]:
-    """An engine that listens at a free port, and its blocks cache."""
+    """Open an engine that listens at a free port, and allocate its blocks cache."""
     dist = LLMDataDist(LLMRole.MIX, cluster)
     dist.init(
         {
@@ -59,7 +60,7 @@ def opened(cluster: int) -> tuple[LLMDataDist, Cache]:
 
 
 def decode() -> None:
-    """The other process: answers each line with microseconds per layer of a pull of as many blocks."""
+    """Run the other process: answer each line with the microseconds per layer of a pull of that many blocks."""
     dist, cache = opened(2)
     views = [view.numpy() for view in dist.cache_manager.tensor_views(cache)]
     print(dist.listen_ip_info, flush=True)

@@ -1,8 +1,8 @@
-"""What a call costs from Python: `make bench`, or `.venv/bin/python benches/python_overhead.py [--rounds 15]`.
+"""The overhead of a call from Python: `make bench`, or `.venv/bin/python benches/python_overhead.py [--rounds 15]`.
 
-Each line is a median over rounds, in microseconds, with the fastest and slowest round. The copy itself is timed in the
-same run with numpy over the same memory, many blocks in one call, so that its own call does not count. Not for: large
-copies, whose speed `cargo bench --bench copy` compares with the machine's limit.
+Each line is a median over rounds, in microseconds, with the fastest and the slowest round. The copy itself is measured
+in the same run with numpy over the same memory, with many blocks in one call, so that the overhead of numpy does not
+count. Not for: large copies, whose speed `cargo bench --bench copy` compares with the machine's limit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CALLS = 5000
 
 
 def measure(rounds: int, call: Callable[[], Any], calls: int = CALLS, per: int = 1) -> list[float]:
-    """Microseconds of one call (or of one of `per` parts of it), one figure a round; the first round only warms up."""
+    """Return the microseconds of one call, or of one of its `per` parts, for each round after a warm-up round."""
     figures = []
     for _ in range(rounds + 1):
         started = time.perf_counter()
@@ -40,7 +40,7 @@ def show(name: str, figures: list[float]) -> float:
 
 
 def idle_thread(stop: threading.Event) -> None:
-    """Hold the GIL now and then, as a server's other threads do."""
+    """Take the GIL from time to time, as other threads of a server do."""
     while not stop.wait(0.0005):
         sum(range(100))
 

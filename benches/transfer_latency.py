@@ -1,8 +1,8 @@
-"""How long one small pull or push takes from Python: `make bench`, or `.venv/bin/python benches/transfer_latency.py`.
+"""The latency of one small pull or push from Python: `make bench`, or `.venv/bin/python benches/transfer_latency.py`.
 
-The owner is a process of its own. Microseconds of each call: median, 99th of a hundred, slowest; first back to back,
-then with a millisecond between the calls, when both sides have gone to sleep. Not for: throughput, which
-`cargo bench --bench transfer` compares with the machine's limit.
+The owner is a separate process. The table has the median, the 99th percentile and the maximum in microseconds: first
+back to back, then with one millisecond between the calls, so that both sides have gone to sleep. Not for: throughput,
+which `cargo bench --bench transfer` compares with the machine's limit.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def opened(cluster: int, accessible: bool, transport: str, pool: int) -> LLMData
 
 
 def prefill(accessible: bool, transport: str, requests: int) -> None:
-    """The other process: blocks, and slots with request keys, until its input ends."""
+    """Run the other process: hold blocks, and slots with request keys, until the end of its input."""
     dist = opened(2, accessible, transport, (BLOCKS + requests + 64) * BLOCK)
     desc = CacheDesc(1, [BLOCKS, BLOCK], DataType.DT_UINT8)
     blocks = dist.cache_manager.allocate_blocks_cache(desc, BlocksCacheKey(2, 0))
@@ -78,7 +78,7 @@ def show(name: str, calls: int, pause: float, call: Callable[[int], None]) -> No
 
 
 def measure(transport: str, accessible: bool, calls: int) -> None:
-    """One pair of processes, in one mode."""
+    """Measure one pair of processes in one mode."""
     per = WARM + calls
     requests = 0 if accessible else per * 2
     order = [sys.executable, __file__, "--prefill", str(int(accessible)), transport, str(requests)]
@@ -100,7 +100,7 @@ def measure(transport: str, accessible: bool, calls: int) -> None:
 
 
 def one_sided(dist: LLMDataDist, transport: str, calls: int) -> None:
-    """Blocks, where the owner need not know of it."""
+    """Measure pulls and pushes of blocks, in which the owner takes no part."""
     manager = dist.cache_manager
     near = manager.allocate_blocks_cache(CacheDesc(1, [BLOCKS, BLOCK], DataType.DT_UINT8))
     view, key = manager.tensor_views(near)[0].numpy(), BlocksCacheKey(2, 0)
@@ -112,7 +112,7 @@ def one_sided(dist: LLMDataDist, transport: str, calls: int) -> None:
 
     def push(number: int) -> None:
         src = rows[number][0]
-        # One tensor is no whole layer of keys and values: without this nothing would be pushed.
+        # A cache of one tensor has no layer of two tensors, so that nothing would be pushed without this.
         manager.push_blocks(key, near, [src], [src], tensor_num_per_layer=1)
 
     for pause, between in PAUSES:
@@ -132,7 +132,7 @@ def one_sided(dist: LLMDataDist, transport: str, calls: int) -> None:
 
 
 def released(dist: LLMDataDist, transport: str, calls: int) -> None:
-    """Slots by request keys, each used up by its pull."""
+    """Measure pulls of slots by request keys. Each pull uses up its key."""
     manager = dist.cache_manager
     near = manager.allocate_cache(CacheDesc(1, [1, BLOCK], DataType.DT_UINT8))
     for turn, (pause, between) in enumerate(PAUSES):

@@ -1,4 +1,4 @@
-"""Blocks on the device, a copy of one, a swap out and a swap in: `.venv/bin/python examples/copy_and_swap.py`."""
+"""Copies a block on the device, swaps it out and in again: `.venv/bin/python examples/copy_and_swap.py`."""
 
 from llm_datadist import (
     BlocksCacheKey,
@@ -27,9 +27,9 @@ host = manager.allocate_blocks_cache(CacheDesc(8, shape, DataType.DT_FLOAT16, Pl
 for layer, view in enumerate(manager.tensor_views(device)):
     view.numpy()[3] = layer + 0.5
 
-manager.copy_blocks(device, {3: [4, 5]})  # two requests go on from one block
+manager.copy_blocks(device, {3: [4, 5]})  # two requests continue from one block
 manager.swap_blocks(device, host, {3: 0})  # out ...
-manager.swap_blocks(host, device, {0: 9})  # ... and in, to another place
+manager.swap_blocks(host, device, {0: 9})  # ... and in, to another block
 
 for layer, view in enumerate(manager.tensor_views(device)):
     blocks = view.numpy()

@@ -34,7 +34,7 @@ DESC = CacheDesc(2 * LAYERS, [128, 16, 2, 64], DataType.DT_FLOAT16)
 
 
 def open_engine(role: LLMRole, cluster_id: int, listen: str = "") -> LLMDataDist:
-    """Return an engine whose caches peers reach by key."""
+    """Return an engine whose caches peers access by key."""
     config = LLMConfig()
     config.enable_cache_manager = True
     config.enable_remote_cache_accessible = True  # needed on both sides
@@ -55,7 +55,7 @@ class ComputedLayers(LayerSynchronizer):
         self.stopped = False
 
     def synchronize_layer(self, layer_index: int, timeout_in_millis: Optional[int]) -> bool:
-        """Wait on the transfer's own thread, a second longer than the engine, which enforces the limit."""
+        """Wait, on the thread of the transfer. The limit is 1 s longer than that of the engine, which decides."""
         return self.events[layer_index].wait((timeout_in_millis or 0) / 1000 + 1)
 
     def stop(self) -> None:
@@ -81,7 +81,7 @@ class Server:
             peer.append_local_ip_info("127.0.0.1", 0)
             peer.append_remote_ip_info(ip, int(port))
             peers.append(peer)
-        code, _ = self.engine.link_clusters(peers, timeout=3000)  # blocks: call it before the loop runs, or in a thread
+        code, _ = self.engine.link_clusters(peers, timeout=3000)  # blocks: call it before the loop or in a thread
         if code != LLMStatusCode.LLM_SUCCESS:
             raise RuntimeError(f"linking returned {code.name}; the log has the reason")
 

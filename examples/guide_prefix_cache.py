@@ -106,7 +106,7 @@ class PrefixCache:
         oldest = [key for key in self.host_of if key not in keep]
         for key in oldest[: max(0, short - len(self.free_host))]:
             self.free_host.append(self.host_of.pop(key))  # the host pool is full: drop its oldest blocks
-        saved = dict(zip(reversed(victims), self.free_host))  # what finds no host block is dropped too
+        saved = dict(zip(reversed(victims), self.free_host))  # blocks without a host block are dropped too
         if saved:  # one call swaps all of them out
             pairs = np.array([(self.idle[key], slot) for key, slot in saved.items()])
             self.manager.swap_blocks(self.device, self.host, pairs)
@@ -123,7 +123,7 @@ class PrefixCache:
 
 
 def main() -> None:
-    """Serve requests whose model writes a number derived from the key into each block, so that hits can be checked."""
+    """Serve requests. The model writes a number derived from the key into each block, so that hits can be checked."""
     config = LLMConfig()
     config.enable_cache_manager = True
     config.mem_pool_cfg = '{"memory_size": 16777216}'  # device pool, bytes
@@ -145,7 +145,7 @@ def main() -> None:
         blocks, hits = cache.acquire(keys)
         for key, block in list(zip(keys, blocks))[hits:]:
             for tensor in tensors:
-                tensor[block] = key[0]  # compute what no cache holds
+                tensor[block] = key[0]  # compute the blocks that are not cached
         cache.publish(keys, blocks)
         for tensor in tensors:
             assert all((tensor[block] == key[0]).all() for key, block in zip(keys, blocks))

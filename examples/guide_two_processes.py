@@ -94,7 +94,7 @@ def peer_at(address: str) -> LLMClusterInfo:
 
 
 def link(engine: LLMDataDist, address: str) -> None:
-    """Link to the prefill process; a link that fails raises nothing by itself."""
+    """Link to the prefill process. `link_clusters` returns a code and does not raise if the link fails."""
     code, _ = engine.link_clusters([peer_at(address)], timeout=3000)
     if code != LLMStatusCode.LLM_SUCCESS:
         raise RuntimeError(f"linking to {address} returned {code.name}; the log has the reason")

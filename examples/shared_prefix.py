@@ -1,6 +1,6 @@
-"""A prefix computed once, copied into each request that starts with it: `.venv/bin/python examples/shared_prefix.py`.
+"""Copies a prefix, computed once, into each request that starts with it: `.venv/bin/python examples/shared_prefix.py`.
 
-References keep the prefix alive: its id until `deallocate_cache`, its key until `remove_cache_key`.
+Two references keep the prefix alive: its id until `deallocate_cache`, and its key until `remove_cache_key`.
 """
 
 from llm_datadist import CacheDesc, CacheKey, DataType, LLMConfig, LLMDataDist, LLMException, LLMRole
@@ -30,7 +30,7 @@ for view in manager.tensor_views(batch):
     assert (view.numpy()[:, : TOKENS // 2] == 0.25).all()
 
 manager.deallocate_cache(prefix)  # the key still holds it
-manager.remove_cache_key(prefix_key)  # now it is gone
+manager.remove_cache_key(prefix_key)  # this releases the memory
 try:
     manager.copy_cache(batch, prefix)
 except LLMException as gone:

@@ -1,7 +1,7 @@
-"""A model of `transformers` in two processes, `make example-torch`: prefill, KV layer by layer, decode goes on from it.
+"""A model of `transformers` in two processes, `make example-torch`: prefill sends KV layer by layer, decode continues.
 
-The past key values of both processes are tensors over a cache of the engine, without a copy: `EngineLayer`. Tokens and
-logits are compared, bit for bit, with the unchanged model and its own cache in one process. The weights are drawn from
+The past key values of both processes are tensors over a cache of the engine, without a copy (`EngineLayer`). Tokens and
+logits are compared bit for bit with the unchanged model and its own cache in one process. The weights are drawn from
 a seed; nothing is downloaded. Not for: blocks, swaps, several groups (`transformer/`).
 """
 
@@ -52,7 +52,7 @@ CONFIG = LlamaConfig(
 
 
 class EngineLayer(DynamicLayer):
-    """Past key values of one layer in memory that is there already, `[batch, heads, tokens, values]`."""
+    """Past key values of one layer in existing memory, `[batch, heads, tokens, values]`."""
 
     def __init__(self, keys: Any, values: Any, seen: int, computed: Callable[[], None]) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class EngineLayer(DynamicLayer):
 
 
 class ComputedLayers(LayerSynchronizer):
-    """One event a layer, set when the model has updated its cache."""
+    """One event for each layer, set when the model has updated its cache."""
 
     def __init__(self, layers: int) -> None:
         self.events = [threading.Event() for _ in range(layers)]
@@ -106,7 +106,7 @@ class Node:
         self.slot_bytes = self.cache.cache_desc.size // len(LENGTHS)
 
     def past(self, seen: int, computed: Callable[[int], None] = lambda _: None) -> Cache:
-        """Return past key values of `seen` tokens as `transformers` takes them. `computed`: told of each layer."""
+        """Return past key values of `seen` tokens for `transformers`. `computed` is notified of each layer."""
         pairs = zip(self.tensors[::2], self.tensors[1::2])
         layers = [EngineLayer(*pair, seen, lambda layer=layer: computed(layer)) for layer, pair in enumerate(pairs)]
         return Cache(layers=layers)
@@ -138,7 +138,7 @@ def prefill(model: LlamaForCausalLM, past: Cache) -> Any:
 
 @torch.no_grad()
 def decode(model: LlamaForCausalLM, past: Cache, logits: Any) -> Any:
-    """Generate greedily from the logits of the prompts on; return all logits, `[tokens, batch, vocabulary]`."""
+    """Generate greedily, starting from the logits of the prompts. Return all logits, `[tokens, batch, vocabulary]`."""
     every, (_, mask) = [logits], prompts()
     while len(every) < NEW_TOKENS:
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=-1)
@@ -150,7 +150,7 @@ def decode(model: LlamaForCausalLM, past: Cache, logits: Any) -> Any:
 
 
 def run_prefill(pipe: Connection) -> None:
-    """Run the prefill process: computes, while what is computed travels to the addresses that decode names."""
+    """Run the prefill process: compute, and send each computed layer to the addresses that decode names."""
     node, model = Node(LLMRole.PROMPT, PREFILL), make_model()
     pipe.send(node.dist.listen_ip_info)
     slots = [TransferConfig(DECODE, addresses, None, slot) for slot, addresses in enumerate(received(pipe))]
@@ -176,7 +176,7 @@ def run_prefill(pipe: Connection) -> None:
 
 
 def run_decode(pipe: Connection) -> tuple[Any, str]:
-    """Be the decode process; return the logits and what prefill says of the transfer."""
+    """Run the decode process. Return the logits, and the report of prefill about the transfer."""
     node, model = Node(LLMRole.DECODER, DECODE), make_model()
     ip, _, port = received(pipe).rpartition(":")
     peer = LLMClusterInfo()
@@ -196,14 +196,14 @@ def run_decode(pipe: Connection) -> tuple[Any, str]:
 
 
 def received(pipe: Connection) -> Any:
-    """Wait for a message; ends with the other process."""
+    """Wait for a message, at most `LIMIT_S`, or until the other process ends."""
     if not pipe.poll(LIMIT_S):
         raise TimeoutError(f"no message within {LIMIT_S} s")
     return pipe.recv()
 
 
 def succeed(task: CacheTask) -> None:
-    """Wait until everything is in place."""
+    """Wait until the transfer has ended, and raise if it did not succeed."""
     if task.synchronize(LIMIT_S * 1000) != LLMStatusCode.LLM_SUCCESS:
         raise RuntimeError(f"the transfer gave {task.get_results()}: {task.errors()}")
 

@@ -34,7 +34,7 @@ PAGE = 1 << PAGE_SHIFT
 POOL = 2 << 20
 THOROUGH = os.environ.get("LLM_DATADIST_THOROUGH", "") not in ("", "0")
 
-# A shell without job control starts what runs in its background deaf to Ctrl-C, and so would be every child of a test.
+# A shell without job control starts background jobs with SIGINT ignored, and the child processes of tests inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -57,7 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Warnings are errors, also when pytest runs without the project's own settings; marked tests are witnessed."""
+    """Make warnings errors, also when pytest runs without the settings of the project. Record the marked tests."""
     config.addinivalue_line("filterwarnings", "error")
     config.pluginmanager.register(contract.Witness(), "contract")
 
@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     witness: Any = session.config.pluginmanager.get_plugin("contract")
     if session.config.getoption("--show-contract"):
-        print(f"\ncontract: {witness.proofs}")  # noqa: T201  (it was asked for)
+        print(f"\ncontract: {witness.proofs}")  # noqa: T201  (the option asks for it)
     if session.config.getoption("--write-contract"):
         contract.TABLE.write_text(witness.table(), encoding="utf-8")
 
@@ -137,7 +137,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def served(ends: Ends, transport: str) -> tuple[End, Peer]:
-    """Two linked ends where the owner serves."""
+    """Two linked ends, not in remote-accessible mode."""
     return ends.pair(llm__LinkTransport=transport)
 
 
@@ -149,14 +149,14 @@ def one_sided(ends: Ends, transport: str) -> tuple[End, Peer]:
 
 @pytest.fixture
 def held() -> Iterator[ExitStack]:
-    """What a test opens and closes at its end."""
+    """A stack for resources of a test, which are closed when the test ends."""
     with ExitStack() as stack:
         yield stack
 
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A function that compiles a program once."""
+    """A function that compiles a program, once for the whole run."""
     folder = tmp_path_factory.mktemp("cpp")
 
     @cache

@@ -34,7 +34,7 @@ SANITIZED = os.environ.get("LLM_DATADIST_SANITIZE", "") not in ("", "0")
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"] if SANITIZED else []
 STRICT = ["-std=c++14", "-g", "-O1", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-pthread", *SANITIZE]
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wsign-conversion", "-Wshadow", "-Werror"]
-NATIVE = ["-lpthread", "-ldl", "-lm"]  # what a static Rust library needs
+NATIVE = ["-lpthread", "-ldl", "-lm"]  # system libraries that a static Rust library needs
 SUCCESS, FAILED, GONE, INVALID, UNLINKED = "0", "ffffffff", "5010b002", "5010b005", "5010b007"
 FULL, DISABLED, LINKED, LATE = "5010b00e", "5010b019", "5010b018", "5010b01a"
 UINT8 = 4
@@ -46,7 +46,7 @@ readable = pytest.mark.skipif(not shutil.which("readelf"), reason="no readelf")
 
 
 def run(command: Sequence[Any], **given: Any) -> str:
-    done = subprocess.run(  # noqa: S603  (compilers, and what they made of our own files)
+    done = subprocess.run(  # noqa: S603  (compilers, and programs built from our own files)
         list(map(str, command)), capture_output=True, text=True, timeout=600, check=False, **given
     )
     assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
@@ -62,7 +62,7 @@ def build(compiler: str, out: Path, sources: Sequence[Path], *flags: Any) -> Pat
 
 
 class Cpp:
-    """A process of `end.cpp`: one object of the class. Statuses are hexadecimal texts; what a call gives follows."""
+    """A process of `end.cpp`: one object of the class. Answers are a hexadecimal status and the results of the call."""
 
     def __init__(self, program: Path, cluster: int, role: int) -> None:
         self.process = subprocess.Popen(  # noqa: S603
@@ -72,7 +72,7 @@ class Cpp:
         self.shapes: dict[str, tuple[int, int, int]] = {}
 
     def ask(self, *words: Any) -> list[str]:
-        """One command; the words of its answer, the status first."""
+        """Send one command and return the words of its answer, the status first."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(" ".join(map(str, words)) + "\n")
@@ -99,7 +99,7 @@ class Cpp:
     def make(
         self, name: str, tensors: int, rows: int, size: int, seed: int, how: str = "allocate", where: int = DEVICE
     ) -> int:
-        """A cache of bytes, filled with `pattern`; its id."""
+        """Allocate a cache of bytes, fill it with `pattern`, and return its id."""
         told = self.ask(how, name, where, tensors, UINT8, rows, size)
         assert told[0] == SUCCESS, self.reason
         self.shapes[name] = (tensors, rows, size)

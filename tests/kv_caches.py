@@ -11,7 +11,7 @@ def desc(rows: int = 4, row_bytes: int = 64, tensors: int = 2, placement: Placem
 
 
 def table(manager: KvCacheManager) -> tuple[int, int, int]:
-    """Caches, keys, and bytes of the pool that are used."""
+    """Return the number of caches and of keys, and the used bytes of the pool."""
     stats = manager.stats()
     return stats["table"]["caches"], stats["table"]["keys"], stats["pools"]["device"]["used_bytes"]
 

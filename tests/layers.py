@@ -34,7 +34,7 @@ WAIT = int(LIMIT * 1000)  # milliseconds: the limit of a task that must end
 
 
 class Steps(LayerSynchronizer):
-    """Records its calls. Once a layer is allowed, it returns or raises `answers[layer]`, or returns True."""
+    """A synchronizer that records its calls. For an allowed layer, it returns or raises `answers[layer]`, else True."""
 
     def __init__(self, allowed: int = FOREVER, answers: Optional[dict[int, Any]] = None, **attributes: Any) -> None:
         self.asked: list[tuple[int, Any]] = []
@@ -57,13 +57,13 @@ class Steps(LayerSynchronizer):
         return answer  # type: ignore[no-any-return]
 
     def allow(self, layers: int = FOREVER) -> None:
-        """Layers below this number are ready."""
+        """Let the calls for layers below this number return."""
         with self._changed:
             self._allowed = layers
             self._changed.notify_all()
 
     def reached(self, layer: int) -> None:
-        """Wait until it is asked for a layer."""
+        """Wait until `synchronize_layer` was called for this layer."""
         with self._changed:
             assert self._changed.wait_for(lambda: layer in self.layers, LIMIT), f"never asked for {layer}: {self.asked}"
 
@@ -86,7 +86,7 @@ def results(task: Any, limit: Optional[int] = WAIT) -> list[Optional[str]]:
 
 
 class Far:
-    """A cache of a peer, and the bytes that it must hold."""
+    """A cache of a peer, and its twin: the bytes that it must contain."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Far:
         self.twin = pattern(seed, tensors, rows, row_bytes)
 
     def to(self, src: range, dst: int = 0, *, row: int = 0, slot: int = 0, by_id: bool = False) -> Any:
-        """The config that sends layers `src` of slot `row` to layers `dst` and on, of slot `slot`."""
+        """Return the config that sends layers `src` of slot `row` to slot `slot`, starting at layer `dst`."""
         cluster = self.peer.cluster
         if not self.accessible:
             bases = self.bases[dst * self.per : (dst + len(src)) * self.per]
@@ -127,25 +127,25 @@ class Far:
         return zip(source[src.start * self.per :][:count], self.twin[dst * self.per :][:count])
 
     def slot(self, source: Sequence[np.ndarray], src: range, dst: int = 0, *, row: int = 0, slot: int = 0) -> None:
-        """Expect slot `row` of the source in slot `slot`."""
+        """Copy slot `row` of the source to slot `slot` of the twin."""
         for tensor, mine in self._pairs(source, src, dst):
             mine[slot, : tensor.shape[1]] = tensor[row]
 
     def blocks(self, source: Sequence[np.ndarray], src: range, dst: int, pairs: Any) -> None:
-        """Expect blocks of the source in blocks, by pairs."""
+        """Copy blocks of the source to blocks of the twin, for each (source, destination)."""
         for tensor, mine in self._pairs(source, src, dst):
             for left, right in pairs:
                 mine[right] = tensor[left]
 
     def pieces(self, source: Sequence[np.ndarray], src: range, dst: int, row: int, to: Sequence[int]) -> None:
-        """Expect slot `row` of the source in the blocks `to`, piece by piece; the last piece may be short."""
+        """Copy slot `row` of the source to the blocks `to` of the twin, in pieces; the last one may be short."""
         for tensor, mine in self._pairs(source, src, dst):
             for number, block in enumerate(to):
                 piece = tensor[row][number * self.row_bytes : (number + 1) * self.row_bytes]
                 mine[block, : len(piece)] = piece
 
     def check(self, why: Any = "") -> None:
-        """Compare every byte."""
+        """Compare every byte of the cache with the twin."""
         got = self.peer.read(self.name)
         if not equal(got, self.twin):
             wrong = [(n, (a != b).any(axis=1).nonzero()[0].tolist()) for n, (a, b) in enumerate(zip(got, self.twin))]
@@ -179,7 +179,7 @@ class Transfer:
         self.peer, self.to = self.peers[0], self.all[0]
 
     def far(self, name: str, peer: Optional[Peer] = None, shape: tuple[int, ...] = (), **how: Any) -> Far:
-        """Another destination, of the same shape unless one is given."""
+        """Return another destination. By default, it has the same shape."""
         return Far(peer or self.peer, self.accessible, name, *(shape or self.shape), **{"seed": 2, **how})
 
     def start(self, steps: Any = None, to: Optional[Sequence[Any]] = None, **lists: Any) -> Any:
@@ -190,14 +190,14 @@ class Transfer:
         return results(self.start(steps, to, **lists))
 
     def begun(self, layers: int, to: Optional[Sequence[Any]] = None, **lists: Any) -> tuple[Steps, Any]:
-        """Start a transfer whose synchronizer waits after these layers, which have arrived."""
+        """Start a transfer, wait until this many layers have arrived, and hold back the others."""
         steps = Steps(allowed=layers)
         task = self.start(steps, to, **lists)
         eventually(lambda: set(layers_done(task)) == {layers}, what=f"{layers} layers")
         return steps, task
 
     def arrived(self, layers: Optional[int] = None, why: Any = "", at: Sequence[Far] = ()) -> None:
-        """Slot 0 of these layers, or of all, is in every destination, which is otherwise unchanged."""
+        """Check that slot 0 of the first `layers` layers (default: all) has arrived everywhere, and nothing else."""
         for far in at or self.all:
             far.slot(self.source, range(self.layers if layers is None else layers))
             far.check(why)
@@ -208,7 +208,7 @@ class Transfer:
 
 
 def names(error: Any, **facts: int) -> bool:
-    """Whether the text of an error says `fact 7` or `fact=7` for every fact."""
+    """Whether the text of an error contains `fact 7` or `fact=7` for every fact."""
     return all(re.search(rf"{what}[ =]{value}\b", str(error)) for what, value in facts.items())
 
 
@@ -288,7 +288,7 @@ class Decoder:
 
 
 def finish(program: subprocess.Popen[str], line: Optional[str] = None) -> tuple[int, str, str]:
-    """Write a line to a program and wait for its end, which must come in time: status, output, errors."""
+    """Write a line to a program and wait until it ends, at most `LIMIT`. Return status, output and errors."""
     try:
         out, err = program.communicate(line, timeout=LIMIT)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Looking at memory behind the engine's back, and judging refused calls.
+"""Reads memory without the engine, and checks the errors and effects of refused calls.
 
 Bytes are read through plain addresses with `ctypes`, never through the engine, so a copy is judged by what is in
 memory. Not for: predicting results (that is `oracle.py`).
@@ -94,7 +94,7 @@ def pool_facts(manager: Any, name: str = "device") -> Any:
 
 
 def swaps_in(manager: Any) -> dict[str, int]:
-    """How often each way of swapping in was taken."""
+    """How often each path of swap-ins was used."""
     counts = manager.stats()["swap_in"]
     assert set(counts) == {"direct", "ring"}
     return counts
@@ -107,7 +107,7 @@ def used(manager: Any) -> dict[str, int | None]:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a refused call must raise: one of `kinds`; an LLMException must carry one of `codes` and be `also` these."""
+    """What a refused call must raise: one of `kinds`. An LLMException must have one of `codes` and the types `also`."""
 
     name: str
     kinds: tuple[type[BaseException], ...]
@@ -136,7 +136,7 @@ LE = Expected("LLMException(PARAM_INVALID)", (LLMException,), (INVALID,))
 OOM = Expected("LLMException(OUT_OF_MEMORY)", (LLMException,), (LLMStatusCode.LLM_OUT_OF_MEMORY,))
 GONE = Expected("LLMException(KV_CACHE_NOT_EXIST)", (LLMException,), (LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,))
 MISMATCH = Expected("LLMException(PARAM_INVALID) that is a ValueError", (LLMException,), (INVALID,), (ValueError,))
-# An integer that fits no machine width where only a range is stated: either reading of the contract is right.
+# For an integer outside every machine width, where the contract only states a range, either error is correct.
 WIDE = Expected("ValueError or LLMException(PARAM_INVALID)", (ValueError, LLMException), (INVALID,))
 
 
@@ -167,14 +167,14 @@ def refused(
 
 
 def in_fresh_process(code: str, timeout: float = 300.0, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python code in a new interpreter with warnings as errors; a crash of the engine cannot end the tests."""
+    """Run Python code in a new interpreter, so that a crash cannot end the tests. Warnings are errors."""
     clean = {key: value for key, value in os.environ.items() if key != "ASCEND_GLOBAL_LOG_LEVEL"}
     command, env = [sys.executable, "-W", "error", "-c", textwrap.dedent(code)], {**clean, **environment}
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=timeout, env=env)  # noqa: S603
 
 
 def run_fresh(code: str, **environment: str) -> str:
-    """Like `in_fresh_process`, but it must end with status 0 and a quiet standard error; returns its output."""
+    """Like `in_fresh_process`, but require status 0 and an empty standard error, and return the output."""
     done = in_fresh_process(code, **environment)
     assert done.returncode == 0, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert done.stderr == "", done.stderr

@@ -37,7 +37,7 @@ def fails(call: Callable[[], Any], expected: Expected, text: str = "", what: obj
 
 
 def info(cluster: int | None = 2, remote: int = 1, local: int = 1, port: int = 1) -> LLMClusterInfo:
-    """A peer with so many addresses of each side."""
+    """A cluster info with `remote` and `local` addresses."""
     made = LLMClusterInfo()
     if cluster is not None:
         made.remote_cluster_id = cluster
@@ -61,7 +61,7 @@ class Row:
 
 
 def check(call: Callable[..., Any], good: dict[str, Any], rows: list[Row]) -> None:
-    """Every row alone, and every two rows together: the first is reported."""
+    """Make the call with every row alone, and with every two rows: the error is that of the first row."""
     cases = [(row, row.wrong) for row in rows]
     pairs = itertools.combinations(rows, 2)
     cases += [(a, {**b.wrong, **a.wrong}) for a, b in pairs if not a.wrong.keys() & b.wrong.keys()]

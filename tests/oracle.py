@@ -1,8 +1,8 @@
-"""A naive twin of the engine, for the property tests: what every call should do, in the slowest plain way.
+"""A naive model of the engine for the property tests: it computes the result of every call in the simplest way.
 
-Bytes are numpy copies, tables are dictionaries, free pool runs are found by walking pages. It shares no code with
-the package and asks it for nothing; the one thing it is told is where an allocation was placed. A call that must be
-refused raises `Refusal` before anything here changes. Not for: wrong Python types (see `test_bad_input.py`).
+Bytes are numpy copies, tables are dictionaries, and free runs of a pool are found by scanning its pages. It shares no
+code with the package and does not call it; it is only told where an allocation was placed. A call that must be refused
+raises `Refusal` before anything here changes. Not for: wrong Python types (see `test_bad_input.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def need(holds: bool, *codes: str) -> None:
 
 
 def identity(req_id: int, model_id: int = 0, prefix_id: int = IDLE) -> Optional[Identity]:
-    """Under which name a key is kept; None for a placeholder."""
+    """Return the identity under which a key is kept; None for a placeholder."""
     if prefix_id != IDLE:
         return ("prefix", prefix_id, model_id)
     return None if req_id == IDLE else ("request", req_id, model_id)
@@ -46,7 +46,7 @@ def identity(req_id: int, model_id: int = 0, prefix_id: int = IDLE) -> Optional[
 
 @dataclass
 class Pages:
-    """One pool: which of its pages are taken."""
+    """The pages of one pool that are in use."""
 
     base: int
     page: int
@@ -61,11 +61,11 @@ class Pages:
         return -(-size // self.page)
 
     def fits(self, tensors: int, size: int) -> bool:
-        """Whether so many equal tensors fit into the free runs."""
+        """Whether that many equal tensors fit into the free runs."""
         return sum(run // self.count(size) for run in self.runs()) >= tensors
 
     def mark(self, entry: Entry, taken: bool) -> None:
-        """Take or give back the pages of the tensors of a cache; each must have been in the other state."""
+        """Mark the pages of a cache as used or free. Each page must have been in the other state."""
         count = self.count(entry.size)
         for address in entry.addresses:
             first, rest = divmod(address - self.base, self.page)
@@ -106,7 +106,7 @@ class Entry:
 
 
 class Twin:
-    """The engine's state and what each call does to it."""
+    """A model of the engine's state, and of what each call changes."""
 
     def __init__(self, device: Pages, host: Pages) -> None:
         self.pools = {True: device, False: host}
@@ -125,7 +125,7 @@ class Twin:
         need(not bad_keys, INVALID)
 
     def allocated(self, number: int, entry: Entry, keys: Sequence[Optional[Identity]]) -> None:
-        """Note where the engine put a new cache."""
+        """Record the addresses of a new cache."""
         self.registered(number, entry)
         entry.pool = self.pools[entry.device]
         entry.pool.mark(entry, taken=True)
@@ -133,13 +133,13 @@ class Twin:
         self.bound.update(dict.fromkeys(entry.keys, number))
 
     def registered(self, number: int, entry: Entry) -> None:
-        """Note a registration of caller-owned memory."""
+        """Record a registration of memory of the caller."""
         assert number > self.last_id, "a cache id was used twice"
         self.last_id = number
         self.entries[number] = entry
 
     def deallocate(self, number: int, handle_blocks: bool, as_blocks: bool) -> None:
-        """Drop the id; blocks caches go at once, batch caches with their last key."""
+        """Drop the reference by id. A blocks cache is released at once, a batch cache with its last key."""
         need(handle_blocks == as_blocks, INVALID)
         entry = self.entries.get(number)
         if entry is None or entry.pool is None:

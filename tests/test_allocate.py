@@ -1,4 +1,4 @@
-"""Allocating, keying and releasing caches; what the pools hold meanwhile."""
+"""Allocation and release of caches, their keys, and the counters of the pools."""
 
 from __future__ import annotations
 

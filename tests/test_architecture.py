@@ -375,6 +375,25 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, bool, int]]:
     yield from walk(tree, lazy=False)
 
 
+def python_imports(path: Path) -> set[str]:
+    """Files of the package that a file imports when it is loaded; imports for annotations do not count."""
+    found = set()
+    for node in tree_of(path).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("llm_datadist"):
+            place = PYTHON.joinpath(*(node.module or "").split(".")[1:])
+            names = [place / f"{alias.name}.py" for alias in node.names]
+            found.update(names if place.is_dir() else [place.with_suffix(".py")])
+            if place.is_dir() and not all(name.exists() or name.stem == "_core" for name in names):
+                found.add(place / "__init__.py")
+    return {shown(file) for file in found if file.exists()}
+
+
+def test_python_files_import_one_another_in_no_circle() -> None:
+    graph = {shown(path): python_imports(path) for path in python_files()}
+    assert sum(map(len, graph.values())) >= 60, "hardly any import was found"
+    assert not circular(graph), f"files that import one another: {sorted(circular(graph))}"
+
+
 STDLIB = getattr(sys, "stdlib_module_names", None)
 
 

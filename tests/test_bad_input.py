@@ -1,7 +1,7 @@
-"""Every argument of every manager call, given wrongly: the exact exception, and nothing changed.
+"""Wrong values for every argument of every manager call: they raise the exact exception and change nothing.
 
-One table per call: argument, bad value, expected. Values that only make sense with a certain cache are built from a
-`Bench`. Not for: constructors of value classes (`test_values.py`) and options (`test_lifecycle.py`).
+Each call has a table: argument, wrong value, expected error. Values that depend on a cache are built from a `Bench`.
+Not for: constructors of value classes (`test_values.py`) and options (`test_lifecycle.py`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from mistakes import NO_INTEGER, outside
 
 
 class Bench:
-    """One of everything, and the good arguments of every call."""
+    """One cache of each kind, and valid arguments for every call."""
 
     def __init__(self, manager: Any) -> None:
         self.manager = manager
@@ -96,7 +96,7 @@ def bench(manager: Any) -> Bench:
 
 
 class Built:
-    """A bad value made from the bench; prints as `name`."""
+    """A wrong value that is made from the bench. Its repr is `name`."""
 
     def __init__(self, name: str, make: Callable[[Bench], Any]) -> None:
         self.name, self.make = name, make
@@ -118,7 +118,7 @@ NO_DESC: list[Any] = [1, True, "desc", [], {}, CacheDesc, Built("a cache", lambd
 
 
 def integers(low: int, high: int) -> list[tuple[Any, Expected]]:
-    """What is no integer from `low` to `high`."""
+    """Values that are not integers from `low` to `high`."""
     return [*[(bad, TE) for bad in (None, *NO_INTEGER)], *[(bad, VE) for bad in outside(low, high)]]
 
 
@@ -280,7 +280,7 @@ def test_bad_argument(
 
 
 def healthy(bench: Bench) -> None:
-    """The engine still knows its caches and keys, and works."""
+    """Check that the engine still has its caches and keys, and works."""
     manager = bench.manager
     with raising(LE):
         manager.allocate_cache(desc(), [CacheKey(1, 1)])
@@ -294,7 +294,7 @@ def healthy(bench: Bench) -> None:
 
 
 def test_the_good_arguments_are_good(bench: Bench) -> None:
-    """Otherwise the table above would prove nothing."""
+    """Without this, the table above would prove nothing."""
     order = [name for name in bench.good if not name.startswith("deallocate")]
     for name in [*order, "deallocate_cache", "deallocate_blocks_cache"]:
         getattr(bench.manager, name)(**bench.good[name])
@@ -372,7 +372,7 @@ def test_handles_with_invented_ids(bench: Bench, number: int, blocks: bool) -> N
 
 
 def test_integers_of_other_kinds_are_judged_like_integers(bench: Bench) -> None:
-    """A subclass of int that is not bool is an int."""
+    """A subclass of int is accepted as an int, except bool."""
 
     class Number(int):
         """Still an integer."""
@@ -383,7 +383,7 @@ def test_integers_of_other_kinds_are_judged_like_integers(bench: Bench) -> None:
 
 
 def test_lists_are_read_under_the_lock_of_the_interpreter() -> None:
-    """`raw` reads items that it does not hold: without that lock another thread could change the list meanwhile."""
+    """`raw` reads borrowed items. Without the lock, another thread could change the list meanwhile."""
     binding = Path(__file__).resolve().parents[1] / "crates" / "py" / "src" / "lib.rs"
     assert re.findall(r"^#\[pymodule.*$", binding.read_text(), re.MULTILINE) == ["#[pymodule(gil_used = true)]"]
     assert getattr(sys, "_is_gil_enabled", lambda: True)()

@@ -173,7 +173,7 @@ def test_a_thread_that_ends_early_fails_the_transfer(transfer: Transfer, monkeyp
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_native_task_that_is_dropped(transfer: Transfer, asked: bool) -> None:
-    """It goes on if a thread has asked for a layer. Otherwise, as when Ctrl-C comes before the thread, it ends."""
+    """It continues if a thread has asked for a layer. Otherwise it ends, as after Ctrl-C before the thread starts."""
     near, to = transfer.near, transfer.to
     start = near.dist.cache_manager._engine.transfer_cache_async
     native = start(near.held["n"].handle, Steps(), [to.to(range(4))], None, None, None)
@@ -191,7 +191,7 @@ def test_a_native_task_that_is_dropped(transfer: Transfer, asked: bool) -> None:
 
 
 def test_a_task_that_has_ended_keeps_no_synchronizer(transfer: Transfer) -> None:
-    """A synchronizer may hold a model; the task may be kept for its results."""
+    """A program may keep the task for its results, and the synchronizer may hold a model."""
     for answers in ({}, {1: False}):
         steps = Steps(answers=answers)
         watched = weakref.ref(steps)
@@ -301,7 +301,7 @@ def test_await_leaves_the_loop_the_transfer_and_the_descriptors_alone(transfer: 
         assert not any(one.done() for one in some)
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(wait(task), 0.05)
-        pipe = os.pipe()  # one end has the number of the descriptor that was closed
+        pipe = os.pipe()  # one end reuses the number of the descriptor that was closed
         assert not any(asyncio.get_running_loop().remove_reader(end) for end in pipe), "a reader is left"
         for end in pipe:
             os.close(end)
@@ -394,7 +394,7 @@ def test_what_tasks_leave_behind(transfer: Transfer) -> None:
     def settled() -> bool:
         pairs = zip((near.resources(), peer.resources()), before)
         grown = [now[what] - then[what] for now, then in pairs for what in ("threads", "descriptors")]
-        return max(grown) <= 4 and not layer_threads()  # the engine keeps a few for the next tasks
+        return max(grown) <= 4 and not layer_threads()  # the engine keeps a few threads for the next tasks
 
     eventually(settled, what="threads and descriptors as before")
     assert (near.used(), peer.used()) == used

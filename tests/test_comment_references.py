@@ -7,13 +7,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CRATES = ROOT / "crates"
-# A name in backticks that reads like a test: several words joined by underscores.
+# A name in backticks that may be a test: at least three words joined by underscores.
 NAME = re.compile(r"`([a-z][a-z0-9]*(?:_[a-z0-9]+){2,})`")
 FILE = re.compile(r"`?((?:docs|tests|tools|crates|benches)/[\w/.-]+\.(?:md|rs|py|json))")
 
 
 def split(line: str) -> tuple[str, str]:
-    """The code and the comment of a line."""
+    """Return the code and the comment of a line."""
     code, _, comment = line.partition("//")
     return code, comment
 

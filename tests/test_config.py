@@ -182,7 +182,7 @@ def test_engine_accepts_the_options_of_links(name: str, value: Any, start: Calla
 
 
 def test_a_device_list_names_a_device() -> None:
-    """An empty list is refused when it is set, and one that was emptied since when the options are made."""
+    """An empty list is refused when it is set. A list that is emptied later is refused when the options are written."""
     config = LLMConfig()
     for empty in ([], ()):
         fails(lambda empty=empty: setattr(config, "device_id", empty), LE, "names no device")
@@ -282,7 +282,7 @@ def test_a_dict_that_changes_under_the_check_is_no_panic() -> None:
     given: dict[str, Any] = {"a": "b"}
 
     class Growing:
-        """Adds an entry whenever it is asked for its class."""
+        """A dict that adds an entry whenever its class is read."""
 
         @property  # type: ignore[misc]
         def __class__(self) -> type:

@@ -114,7 +114,7 @@ def test_init_reads_the_environment_where_an_option_is_absent(variable: str, bad
     refused, taken, empty, outranked = out
     assert refused.startswith("LLM_PARAM_INVALID")
     assert (taken, outranked) == ("started", "started")
-    # An empty variable is none. Except a token, which somebody may have forgotten to fill in.
+    # An empty variable counts as unset, except that of a token, which somebody may have forgotten to fill in.
     forgotten = "LLM_PARAM_INVALID LLM_DATADIST_TOKEN is set, but empty"
     assert empty.startswith(forgotten if variable == "LLM_DATADIST_TOKEN" else "started")
 

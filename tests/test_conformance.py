@@ -1,6 +1,6 @@
-"""`docs/conformance.md` says what the markers of the tests say, and what became of the marked tests in this run.
+"""`docs/conformance.md` agrees with the markers of the tests, and with the outcomes of the marked tests in this run.
 
-Runs after all other tests (`contract.py` sees to that). Not for: what the marked tests prove.
+Runs after all other tests (`contract.py` moves it to the end). Not for: what the marked tests prove.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from contract import (
 
 @pytest.fixture(scope="module")
 def marked() -> dict[str, list[str]]:
-    """Item → tests, whatever part of the tests this run is."""
+    """Item → tests, from all tests, even if this run has only a part of them."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "contract", "--show-contract", "tests"],
         cwd=ROOT,
@@ -72,7 +72,7 @@ def test_the_table_says_how_the_tests_of_this_run_ended(request: pytest.FixtureR
 def disagreements(
     witness: Witness, listed: dict[str, tuple[list[str], str]], *, there: bool
 ) -> dict[str, tuple[str, str]]:
-    """Item → (in the table, in this run), where they differ and this run is of all the tests of the item."""
+    """Item → (state in the table, state in this run), where they differ and all tests of the item ran."""
     aside = {NO_COMPILER} if there else {NO_COMPILER, ABSENT}
     rest = Witness()
     rest.proofs = witness.proofs

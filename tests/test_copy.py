@@ -1,4 +1,4 @@
-"""`copy_cache` and `copy_blocks`: which bytes move, and which do not."""
+"""`copy_cache` and `copy_blocks`: which bytes are copied, and that all others stay as they were."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_out_of_range(manager: Any, args: tuple[int, ...]) -> None:
 
 
 def twin(before: list[np.ndarray], pairs: list[tuple[int, int]]) -> list[np.ndarray]:
-    """The pairs copied one after the other."""
+    """Copy the pairs one after the other with numpy."""
     after = [tensor.copy() for tensor in before]
     for source, target in pairs:
         for tensor in after:
@@ -72,7 +72,7 @@ def pairs_of(mapping: dict[int, list[int]]) -> list[tuple[int, int]]:
 
 
 class Tensor:
-    """What torch's tensors have in common with arrays: a `dtype` without a `kind`, and `__array__`."""
+    """An array-like object such as a torch tensor: it has a `dtype` without a `kind`, and `__array__`."""
 
     dtype = object()
 
@@ -85,7 +85,7 @@ class Tensor:
 
 
 class Interface:
-    """Memory that only describes itself."""
+    """An object that only has `__array_interface__`."""
 
     def __init__(self, array: np.ndarray) -> None:
         self._array = array
@@ -139,10 +139,10 @@ def test_a_bad_last_block_means_nothing_was_copied(manager: Any, bad: int) -> No
 
 
 class Lying:
-    """Looks like an array to a careless reader, and is none."""
+    """An object that has attributes of an array but is not one."""
 
     class dtype:  # noqa: N801
-        """With the kind of one."""
+        """A dtype with a `kind`."""
 
         kind = "i"
 

@@ -94,7 +94,7 @@ def test_the_example_of_push_kv_cache_in_two_processes(built: Callable[..., Path
 
 @pytest.fixture
 def cpp(built: Callable[..., Path]) -> Iterator[Callable[..., Cpp]]:
-    """A function that starts a process of the class; all end well when the test does."""
+    """A function that starts a process of the class. All processes must end with status 0 when the test ends."""
     started: list[Cpp] = []
 
     def start(cluster: int, role: int = PROMPT) -> Cpp:
@@ -118,7 +118,7 @@ def pair(cpp: Callable[..., Cpp], **given: Any) -> tuple[Cpp, Cpp]:
 
 
 def refused(end: Cpp, rows: list[tuple[str, str, str]]) -> None:
-    """Each command must end with its status and name its fact."""
+    """Each command must return its status, and its reason must contain its fact."""
     for expected, fact, command in rows:
         assert end.ask(command) == [expected], (command, end.reason)
         assert fact in end.reason, (command, end.reason)
@@ -145,7 +145,7 @@ def test_what_a_transfer_refuses(cpp: Callable[..., Cpp]) -> None:
         (GONE, "slot 5", "pull 2 1 5 n 0 -1"),
         (GONE, "-1", "pull 2 1 0 nobody 0 -1"),
         (UNLINKED, "9", "pull 9 1 0 n 0 -1"),
-        # Two faults: what no cache makes right is said before a cache is looked for.
+        # With two faults, the one that is wrong for every cache is reported before the cache is looked up.
         (INVALID, "size=40", "push nobody 2 1 0 0 40"),
         (INVALID, "cluster_id=1", "push nobody 1 1 0 0 -1"),
         (INVALID, "host memory", "push lent 2 1 0 0 -1"),
@@ -280,7 +280,7 @@ def test_what_a_copy_refuses(cpp: Callable[..., Cpp]) -> None:
     refused(end, rows)
     for name, tensors, rows_, size in names:
         assert equal(end.read(name), pattern(1, tensors, rows_, size)), "a refused copy moved something"
-    # A structure must not contradict the cache its id names.
+    # A structure must not contradict the cache that its id names.
     for expected, fact, change in [
         (INVALID, "cache_desc", "claim a 1 5 2"),
         (INVALID, "tensor_addrs", "claim a 1 4 1"),
@@ -324,7 +324,7 @@ def test_initialize_reads_its_options(cpp: Callable[..., Cpp]) -> None:
         (["llm.DeviceId=x"], 'llm.DeviceId="x"'),
         (["llm.DeviceId=0", "llm.HugePages=on"], 'huge_pages="on" must be auto or off or merge or'),
     ]:
-        # The program asks for the port before the reason, and the reason stays.
+        # The program calls `ListeningPort` before `LastErrorMessage`, which must keep the reason.
         assert end.ask("init", *given) == [INVALID, "0"]
         assert fact in end.reason
     assert end.ask("init", "llm.DeviceId=0", "llm.HugePages=merge") == [SUCCESS, "0"], end.reason
@@ -379,7 +379,7 @@ def test_the_class_links_pulls_from_and_pushes_to_a_python_process(
     ours, theirs = pattern(2, 4, 5, 40), pattern(1, 4, 5, 40)
     port = far.listening().rpartition(":")[2]
     assert near.ask("link", 9, port) == [SUCCESS, SUCCESS], near.reason
-    # Blocks are rows to the class, whatever Python calls them.
+    # To the class, slots and blocks of Python are both rows.
     assert near.ask("push_blocks", "n", 9, target, 0, listed([0, 1]), listed([4, 2])) == [SUCCESS], near.reason
     assert near.ask("pull_blocks", 9, target, 0, "n", listed([3, 0]), listed([3, 4])) == [SUCCESS], near.reason
     for tensor in range(4):

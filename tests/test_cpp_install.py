@@ -1,4 +1,4 @@
-"""The C++ header, the C interface beneath the class, and what `make install` puts where."""
+"""The C++ header, the C interface below the class, and the files that `make install` installs."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_soname_follows_the_changelog() -> None:
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A prefix that `make install` filled, and that was moved since."""
+    """A prefix that `make install` filled and that was moved afterwards."""
     prefix = tmp_path_factory.mktemp("installed") / "pre fix"
     run(["make", "--no-print-directory", "-C", ROOT, "install-files", f"PREFIX={prefix}"])
     moved = prefix.with_name("mo ved")
@@ -123,7 +123,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pkg_config(libraries: Path, *asked: str) -> str:
-    """What pkg-config says of the library in this folder."""
+    """Return the output of pkg-config for the library in this folder."""
     environment = {**os.environ, "PKG_CONFIG_PATH": str(libraries / "pkgconfig")}
     return run(["pkg-config", *asked, "llm_datadist"], env=environment).strip()
 
@@ -138,7 +138,7 @@ def guide_program(folder: Path) -> Path:
 
 
 def check_guide_output(output: str) -> None:
-    """The program pulls a value, and shows the reason of a call that fails."""
+    """Check that the program pulls a value and shows the reason of a failed call."""
     pulled, reason = output.splitlines()
     assert pulled == "pulled 1.5"
     assert reason.startswith("src_blocks[0]")
@@ -151,10 +151,10 @@ def test_the_program_of_the_guide_builds_with_pkg_config_and_runs(installed: Pat
     flags = pkg_config(installed / "lib", "--cflags", "--libs")
     assert pkg_config(installed / "lib", "--modversion") == "0.1.0"
     source, program = guide_program(tmp_path), tmp_path / "program"
-    # Through a shell, as a user has it: pkg-config quotes for one.
+    # Through a shell, as users do, because pkg-config quotes its output for a shell.
     run(["sh", "-c", f"{COMPILERS[0]} {' '.join(STRICT)} '{source}' -o '{program}' {flags}"])
     check_guide_output(run([program], env={**os.environ, "LD_LIBRARY_PATH": str(installed / "lib")}))
-    # By its path too, a program asks for the library by the name it has everywhere.
+    # A program that is linked with the path of the library still depends on its SONAME.
     library, include = installed / "lib" / "libllm_datadist.so", installed / "include"
     run([COMPILERS[0], *STRICT, "-I", include, source, "-o", tmp_path / "by path", library])
     for made in (program, tmp_path / "by path"):

@@ -24,7 +24,7 @@ MANAGED = {"EnableCacheManager": "1"}
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        # Each mistake is named although the later ones are there too.
+        # Each mistake is reported, although the later ones are present too.
         ({"TransferBackend": "hixl"}, "EnableCacheManager"),
         ({"TransferBackend": "x", "EnableRemoteCacheAccessible": "0"}, "EnableCacheManager"),
         ({"TransferBackend": "hixl", "EnableCacheManager": "0"}, "EnableCacheManager"),
@@ -104,7 +104,7 @@ def test_arguments_of_link_clusters_and_unlink_clusters(start: Callable[..., LLM
     good = {"clusters": [info()], "timeout": 500}
     check(getattr(dist, name), good if name == "link_clusters" else {**good, "force": False}, rows)
     assert getattr(dist, name)([]) == getattr(dist, name)(()) == (INVALID, [])
-    # Exactly one remote address is needed. The last that failed gives the code of all; there is nothing to unlink.
+    # An entry needs exactly one remote address. The last failed entry gives the code. Unlinking without a link is OK.
     first = LLMStatusCode.LLM_LINK_FAILED if name == "link_clusters" else SUCCESS
     assert getattr(dist, name)([info(), info(remote=0)], 1000) == (INVALID, [first, INVALID])
 
@@ -204,7 +204,7 @@ def test_remap_registered_memory(ends: Ends) -> None:
         near.dist.cache_manager.remap_registered_memory(one)
 
 
-# How many arguments each call needs.
+# The number of required arguments of each call.
 ARGUMENTS = {
     **dict.fromkeys(("allocate_cache", "allocate_blocks_cache", "deallocate_cache", "deallocate_blocks_cache"), 1),
     **dict.fromkeys(("unregister_cache", "remove_cache_key", "remap_registered_memory", "tensor_views"), 1),

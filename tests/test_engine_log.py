@@ -1,7 +1,7 @@
-"""Lines of the engine's own threads, handed to Python's logging.
+"""Log lines of the engine's threads, passed to the logging of Python.
 
-The engine emits a WARNING when a cache is registered under the key of a live one, which a program can cause at any
-time; most tests use that one. Not for: levels and layout of the package's own lines (`test_logging.py`).
+The engine logs a WARNING when a cache is registered under the key of a live one. Most tests use this line, because a
+program can cause it at any time. Not for: levels and layout of the package's own lines (`test_logging.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LIMIT = 20.0
 
 
 class Collector(logging.Handler):
-    """Keeps records, says when one comes, and runs what a test wants run inside a handler."""
+    """A handler that keeps records, notifies waiters of each, and runs code of a test inside the handler."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Collector(logging.Handler):
             return [record.getMessage() for record in self.records]
 
     def wait_for(self, *words: str, count: int = 1) -> list[logging.LogRecord]:
-        """The records whose text has all `words`, once there are `count` of them."""
+        """Wait until there are `count` records whose text has all `words`, and return them."""
 
         def found() -> list[logging.LogRecord]:
             return [of for of in self.records if all(word in of.getMessage() for word in words)]
@@ -69,7 +69,7 @@ def collector() -> Iterator[Collector]:
 
 
 def register_twice(dist: LLMDataDist, keep: list[Any], times: int = 2) -> tuple[int, int]:
-    """Register caches under one key; the ids of the last two."""
+    """Register caches under one key. Return the ids of the last two."""
     manager, own = dist.cache_manager, UserTensors()
     keep.append(own)
     ids = [manager.register_blocks_cache(desc(), own.addrs, BlocksCacheKey(1, 5)).cache_id for _ in range(times)]
@@ -126,7 +126,7 @@ def test_by_default_warnings_are_hidden_and_asked_for_shown() -> None:
     code = REGISTER_TWICE + "twice(opened())"
     assert run_fresh(code) == ""
     shown = run_fresh(code, ASCEND_GLOBAL_LOG_LEVEL="2")
-    # Nobody finalizes, and the process ends at once: the line comes all the same.
+    # The line is logged even if the process ends at once, without `finalize`.
     assert shown.startswith("[WARNING] LLM_DATADIST("), shown
     assert shown.count("\n") == 1
     assert "replaced_cache_id=1" in shown
@@ -160,7 +160,7 @@ def test_log_that_nobody_reads_is_bounded(dist: LLMDataDist, collector: Collecto
     keep: list[Any] = []
     register_twice(dist, keep)
     assert entered.wait(LIMIT)
-    # The handler is stuck, and the engine goes on: also calls that hand over lines themselves return.
+    # While the handler blocks, the engine continues, and calls that pass log lines return as well.
     register_twice(dist, keep, 3001)
     dist.stats()
     assert len(collector.records) == 1
@@ -198,7 +198,7 @@ def test_finalize_in_a_handler_returns(start: Callable[..., LLMDataDist], collec
 
 
 def test_forked_child_logs_and_exits() -> None:
-    """A child has none of the threads, and its parent's lock is held forever: here by a handler that waits."""
+    """A child has no threads of its parent. The parent's lock, here held by a waiting handler, stays locked forever."""
     code = """
 warnings.simplefilter("ignore", DeprecationWarning)  # a fork with threads, which is what is tried
 entered, go_on = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""Threads of an engine in another process: their number and names, and that they rest while nothing happens.
+"""Threads of an engine in another process: their number and names, and that they sleep while the engine is idle.
 
 Not for: calls from many threads of a program (`test_threads.py`).
 """
@@ -22,14 +22,14 @@ LINKS = 200
 
 
 def refuse(wire: object) -> None:
-    """Serve one call of the engine: there is no such cache."""
+    """Answer one call of the engine with `no such cache`."""
     wire.hear()  # type: ignore[attr-defined]
     wire.say(m.failed(1, "no such cache", []))  # type: ignore[attr-defined]
     wire.ended(60)  # type: ignore[attr-defined]
 
 
 def test_an_engine_with_200_idle_links_has_few_threads() -> None:
-    """100 peers linked over TCP, 90 by shared memory, and 10 were linked by the engine; all have called once."""
+    """100 peers have linked over TCP and 90 by shared memory, and the engine has linked to 10. Each made one call."""
     with ExitStack() as held, Tender() as tender:
         engine = held.enter_context(Process())
         before = len(thread_names(engine.pid()))
@@ -98,7 +98,7 @@ def test_threads_have_the_names_of_roles_and_rest_while_an_engine_is_idle() -> N
         ticks, woken = cpu_ticks(pid), switches(pid)
         time.sleep(seconds)
         assert cpu_ticks(pid) - ticks <= seconds, "ticks of 10 ms"
-        # Each side of a link pings once a second, which takes a few switches. Polling every 100 ms would take more.
+        # Each side of a link pings once a second, which takes a few context switches. Polling every 100 ms takes more.
         assert switches(pid) - woken <= seconds * 2 * 12
 
 

@@ -1,8 +1,8 @@
-"""Peers that were admitted, or are about to be, and attack: an honest pair must not notice, and the costs stay bounded.
+"""Attacks by peers that are admitted, or in a handshake: honest peers are not affected, and the costs stay bounded.
 
-Each test plays one attack with `hostile`, a client of the wire protocol that shares no code with the engine. During the
-attack honest peers pull from the victim. `Trial.judge` checks their pulls and links, and that the victim stayed within
-`hostile/budgets.py`. LLM_DATADIST_SOAK asks for larger attacks.
+Each test runs one attack with `hostile`, a client of the wire protocol that shares no code with the engine. During the
+attack, honest peers pull from the victim. `Trial.judge` checks their pulls and links, and that the victim stayed within
+the limits of `hostile/budgets.py`. LLM_DATADIST_SOAK makes the attacks larger.
 Not for: who is admitted (`test_link_security.py`, `test_second_user.py`), attacks with requests
 (`test_hostile_requests.py`) and with plans (`test_hostile_plans.py`).
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def _descriptors() -> int:
-    """Connections that this process may hold: the attacks of the long setting need more than the usual 1,024."""
+    """Raise the limit of open files of this process: large attacks need more than the usual 1,024 descriptors."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 20_000), hard))
     return min(hard, 20_000) - 200
@@ -42,7 +42,7 @@ MANY = min(1000 if SOAK else 300, _descriptors())
 
 @pytest.mark.parametrize("local", [False, True], ids=["tcp", "local"])
 def test_a_fair_peer_reads_and_writes(local: bool) -> None:
-    """Otherwise the attacks would fail for the wrong reason."""
+    """Without this, the attacks could fail for the wrong reason."""
     with Trial(honest=[]) as trial:
         link, call = trial.fair_call(local=local)
         assert ask(call, m.ping()) == {"is": "Done", "bytes": 0}
@@ -73,7 +73,7 @@ def test_descriptors_with_other_frames_are_closed() -> None:
         extra = [os.open("/dev/null", os.O_RDONLY) for _ in range(200)]
         trial.begin()
         for number in range(40):
-            some = extra[: 4 if number < 20 else 200]  # more than a frame may have end the stream
+            some = extra[: 4 if number < 20 else 200]  # more descriptors than a frame may have end the stream
             with suppress(*GONE):
                 link.control.say(m.PING, some)
             with suppress(*GONE):
@@ -95,7 +95,7 @@ AFTER = ("welcome", "half attach", "attach", "attached")
 @pytest.mark.parametrize("steps", [GREETING, AFTER], ids=["greeting", "after"])
 @pytest.mark.parametrize("open_files", [64, None])
 def test_floods_of_stalled_connections_keep_nobody_out(steps: tuple[str, ...], open_files: int | None) -> None:
-    """They stop at every step before the link is there; the application still opens its files."""
+    """The connections stop at every step of the handshake. The application can still open files."""
     with Trial(open_files=open_files, honest=["tcp"]) as trial:
         trial.begin()
         began = time.monotonic()
@@ -110,13 +110,13 @@ def test_floods_of_stalled_connections_keep_nobody_out(steps: tuple[str, ...], o
         if open_files is None:
             trial.join(41, "auto")
         assert trial.victim.open_files(16) == ""
-        # Whoever has said all that makes a link has one, although it has not read the engine's last word.
+        # A peer that has sent the last message of the handshake has a link, even if it has not read the last answer.
         made = count // 4 if steps == AFTER else 0
         trial.judge(links=made + 4, mapped=(budgets.pending(open_files) + made + 2) * GENERATIONS)
 
 
 def test_connections_that_stall_are_ended() -> None:
-    """Whoever stalls is sent away, at the latest after the handshake limit (5 s)."""
+    """A connection that stalls is closed, at the latest after the handshake limit (5 s)."""
     with Trial(honest=["tcp"]) as trial:
         trial.begin()
         stalled: list[tuple[str, Wire]] = []
@@ -127,7 +127,7 @@ def test_connections_that_stall_are_ended() -> None:
         until = time.monotonic() + 5 + SLACK
         left = [what for what, wire in stalled if not wire.ended(max(0.1, until - time.monotonic()))]
         trial.held.close()
-        # The last word of an attach makes the link for the engine: it is the peer that has not read it.
+        # After `attached`, the link exists for the engine; only the peer has not read the last message.
         assert left in ([], ["local attached"]), left
         trial.judge(links=1, mapped=2 * GENERATIONS)
         trial.recovers()
@@ -135,9 +135,9 @@ def test_connections_that_stall_are_ended() -> None:
 
 @pytest.mark.parametrize("limit", [64, 1024])
 def test_links_leave_descriptors_to_the_application(limit: int) -> None:
-    """A peer makes as many links, call streams and stalled connections as it can; the application opens its files.
+    """A peer makes as many links, call streams and stalled connections as it can. The application can open files.
 
-    One link takes all call streams that it gets. Further ones, half of them over the local socket, take two each.
+    The first link opens up to 200 call streams. Each further link, half of them over the local socket, opens two.
     """
     with Trial(open_files=limit, honest=["tcp"]) as trial:
         trial.begin()
@@ -168,7 +168,7 @@ def test_links_leave_descriptors_to_the_application(limit: int) -> None:
 
 @pytest.mark.parametrize(("local", "count"), [(True, 250), (False, 20)])
 def test_peers_that_do_not_read_their_control_stream_are_dropped(local: bool, count: int) -> None:
-    """They ask for answers that they never read, until no more fits into their sockets."""
+    """The peers send pings and never read the answers, until the socket buffers are full."""
     with Trial() as trial:
         window = {} if local else {"window": 1}
         left = [trial.link(100 + number, local=local, **window) for number in range(count)]
@@ -179,7 +179,7 @@ def test_peers_that_do_not_read_their_control_stream_are_dropped(local: bool, co
             for link in list(left):
                 link.control.socket.settimeout(0)
                 try:
-                    # Whole pings only: half a message is an offence of another kind.
+                    # Whole pings only, because a partial message would be closed for another reason.
                     link.control.socket.send(storm[: 9 * random.randint(1, 2000)])  # noqa: S311
                 except BlockingIOError:
                     pass
@@ -208,7 +208,7 @@ def test_a_storm_of_requests_for_streams_is_bounded(greets: bool) -> None:
 
 
 def test_knocks_and_meetings_leave_nothing() -> None:
-    """Streams that say who is there and end: for communicators that nobody entered, and for the secret."""
+    """Streams that end after the greeting: for communicators that nobody entered, and for the secret."""
     with Trial() as trial:
         trial.begin()
         for number in range(MANY):

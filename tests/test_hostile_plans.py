@@ -1,4 +1,4 @@
-"""Attacks as in `test_hostile_peers.py`, with plans and with memory that is described wrongly."""
+"""Attacks as in `test_hostile_peers.py`, with plans and with wrong descriptions of memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_plans_of_millions_of_pieces_take_bounded_memory(kind: str) -> None:
             calls = [link.call() for link, _ in links]
 
             def ask_for_it(number: int, calls: list[Wire] = calls, request: bytes = request) -> None:
-                with suppress(ConnectionError, AssertionError):  # the engine may have had enough of it
+                with suppress(ConnectionError, AssertionError):  # the engine may close the stream
                     calls[number].socket.settimeout(25)
                     ask(calls[number], request)
 
@@ -58,7 +58,7 @@ def test_plans_of_millions_of_pieces_take_bounded_memory(kind: str) -> None:
 
 U32, U64 = 2**32 - 1, 2**64 - 1
 one_span = m.plan_spans([1], [m.span(0, 0, 64)])
-# What the numbers of a plan may be: `plans_of_peers` in `plan.rs`. Here: that every request checks them.
+# `plans_of_peers` in `plan.rs` tests the rules for the numbers of a plan. Here: every request checks them.
 BOUNDS: dict[str, tuple[bytes, int, int]] = {
     "backwards": (one_span, 64, 0),
     "beyond the plan": (one_span, 0, 65),
@@ -77,7 +77,7 @@ BOUNDS: dict[str, tuple[bytes, int, int]] = {
     "fewer waves than spans": (m.plan_spans([1], [m.span(0, 0, 64), m.span(64, 64, 64)]), 0, 128),
 }
 
-# Not messages at all: the stream may end.
+# Bytes that are not messages: the engine may end the stream.
 UNREADABLE: dict[str, bytes] = {
     "half a pair": m.plan_blocks(64, b"\4" + bytes(6)),
     "a list longer than its frame": m.uint(1) + m.uint(0) * 3 + m.uint(U64),
@@ -87,7 +87,7 @@ UNREADABLE: dict[str, bytes] = {
 
 @pytest.mark.parametrize("verb", ["read", "write", "fetch"])
 def test_plans_whose_numbers_lie_are_refused(verb: str) -> None:
-    """Each is ask_for_it with `Failed`, the stream goes on, and not a byte of the cache changes."""
+    """Each request is answered with `Failed`, the stream stays open, and no byte of the cache changes."""
     with Trial(honest=["tcp"]) as trial:
         link, call = trial.fair_call()
         cache, name = prey_of(call), m.name_blocks(1)
@@ -114,7 +114,7 @@ def test_plans_whose_numbers_lie_are_refused(verb: str) -> None:
 
 
 def test_addresses_by_the_million() -> None:
-    """`Locate` with as many addresses as it may have: of no cache, and of one; answers that nobody reads."""
+    """`Locate` with the most addresses that are allowed: outside any cache, in a cache, and with unread answers."""
     with Trial() as trial:
         trial.victim.register("open", 4, 4096, 1, blocks=True, accessible=True)
         right, wrong = m.uint(trial.victim.addresses("open")[0]), m.uint(2**64 - 1)
@@ -150,7 +150,7 @@ PLACES: dict[str, bytes] = {
 
 
 def test_places_that_lie_fail_the_pull_alone() -> None:
-    """The victim maps the region of a hostile peer and pulls from where that peer says a cache is."""
+    """The victim maps the region of a hostile peer, and pulls from the place that the peer claims for a cache."""
     with Trial(honest=["auto"]) as trial:
         answer = b""
 
@@ -166,11 +166,11 @@ def test_places_that_lie_fail_the_pull_alone() -> None:
         trial.begin()
         for number, (what, place) in enumerate(PLACES.items()):
             answer = m.described(place=number, location=place)
-            # Each under a name of its own, because a description is kept.
+            # Each has its own key, because the victim keeps descriptions.
             told, seconds, _ = trial.victim.timed("pull_blocks", by_blocks(77, number), "n", [0], [0])
             assert told not in {OK, "MemoryError"}, (what, told)
             assert seconds < PULL_LIMIT / 1000 + SLACK, (what, seconds)
-        # A fair place works, so that the lies got as far as the copy; memory that was never written is zero.
+        # A correct place works, which proves that the others reached the copy. Memory that was never written is zero.
         answer = m.described(place=99, location=m.in_region([m.run(4096, 8192, 2)]))
         trial.victim.pull_blocks(by_blocks(77, 99), "n", [0], [0])
         assert not any(tensor[0].any() for tensor in trial.victim.read("n"))
@@ -178,7 +178,7 @@ def test_places_that_lie_fail_the_pull_alone() -> None:
 
 
 def test_generations_that_never_rest_end_the_pull_in_time() -> None:
-    """The hostile peer raises the generation of its cache all the time: every read of the victim is in vain."""
+    """The hostile peer changes the generation of its cache all the time, so that every read of the victim is stale."""
     with Trial(honest=["auto"], llm__SyncKvCacheWaitTime=1000) as trial:
         generations = memory(GENERATIONS, 0)
         numbers = mmap.mmap(generations, 4096)

@@ -23,7 +23,7 @@ U32, U64 = 2**32 - 1, 2**64 - 1
 
 
 def _sends(wire: Wire, data: bytes) -> bool:
-    """Whether the stream is still there to send on."""
+    """Send data. Return whether the stream is still open."""
     with suppress(OSError):
         wire.send(data)
         return True
@@ -31,7 +31,7 @@ def _sends(wire: Wire, data: bytes) -> bool:
 
 
 def pump(wires: Sequence[Wire], data: memoryview) -> int:
-    """Send `data` on all sockets, until the engine takes no more for 1 s; how many bytes it took."""
+    """Send `data` on all sockets until the engine takes no more for 1 s. Return how many bytes it took."""
 
     def feed(number: int) -> int:
         sent = 0
@@ -46,7 +46,7 @@ def pump(wires: Sequence[Wire], data: memoryview) -> int:
 
 @pytest.mark.parametrize(("links", "streams"), [(1, 8), (8, 1)])
 def test_unfinished_bodies_take_bounded_memory(links: int, streams: int) -> None:
-    """Eight streams send 60 MiB each of frames that never end."""
+    """Eight streams send 60 MiB each of frames that stay incomplete."""
     with Trial() as trial:
         wires = []
         for number in range(links):
@@ -56,17 +56,17 @@ def test_unfinished_bodies_take_bounded_memory(links: int, streams: int) -> None
         began = time.monotonic()
         assert pump(wires, memoryview(header(64 * MIB) + bytes(60 * MIB))) > MIB, "the engine took nothing at all"
         budget = budgets.value("link_frames") if links == 1 else budgets.value("all_frames")
-        # A frame may take the silence and a second for each 8 MiB, from when the engine has read its header.
+        # A frame may take `link_silence` and 1 s for each 8 MiB, from the moment that the engine has read its header.
         until = began + SILENCE + 64 * MIB / (8 * MIB) + 3 * SLACK
         ended = [wire.ended(max(0.1, until - time.monotonic())) for wire in wires]
-        # The kernel holds a part, and a buffer that grows is there twice for a moment.
+        # The kernel holds a part, and a buffer that grows exists twice for a moment.
         trial.judge(links=links, streams=len(wires), busy=links, memory=budget + 96 * MIB)
-        # Those that wait for room have not begun, for the engine.
+        # The time limit of a frame that waits for memory has not started yet.
         assert ended.count(True) >= budget // (64 * MIB), f"{ended.count(False)} of {len(wires)} frames go on"
 
 
 def test_bodies_that_trickle_lose_their_streams() -> None:
-    """A byte now and then is no progress."""
+    """A few bytes per second do not count as progress."""
     with Trial(honest=["tcp"]) as trial:
         link, first = trial.fair_call()
         wires = [first, *(link.call() for _ in range(3))]
@@ -83,7 +83,7 @@ def test_bodies_that_trickle_lose_their_streams() -> None:
 
 
 def test_slow_requests_of_others_do_not_starve_a_long_one() -> None:
-    """Hostile peers send requests of 64 MiB as slowly as they may; an honest one of 20,000 blocks is answered."""
+    """Hostile peers send requests of 64 MiB as slowly as allowed. A request of an honest peer is still answered."""
     rows = 20_000
     with Trial(honest=["tcp"]) as trial:
         honest = trial.join(40, "tcp")
@@ -109,7 +109,7 @@ def test_slow_requests_of_others_do_not_starve_a_long_one() -> None:
 @pytest.mark.parametrize("trickles", [False, True])
 @pytest.mark.parametrize("verb", ["read", "write", "write ahead"])
 def test_a_peer_that_stalls_loses_its_rows(verb: str, trickles: bool) -> None:
-    """It has 10 minutes by its own word; an honest push to the same rows gets them after `link_silence`."""
+    """The peer announces a deadline of 10 minutes. An honest push gets the same rows after `link_silence`."""
     limit = SILENCE + SLACK
     with Trial(honest=["tcp"]) as trial:
         writer = trial.join(40, "tcp", llm__SyncKvCacheWaitTime=int(1000 * limit))
@@ -121,7 +121,7 @@ def test_a_peer_that_stalls_loses_its_rows(verb: str, trickles: bool) -> None:
         if verb == "write ahead":
             call.say(m.write(name, cache, plan, 0, AHEAD, ahead=True))
             call.send(bytes(1000))
-            time.sleep(0.2)  # the engine pins the rows before it looks for the bytes, and says nothing
+            time.sleep(0.2)  # the engine pins the rows before it reads the bytes, and sends nothing
         else:
             call.say((m.read if verb == "read" else m.write)(name, cache, plan, 0, 2 * PREY))
             assert m.read_reply(call.hear())["is"] == "Ready", "the rows are pinned from now on"
@@ -142,7 +142,7 @@ def test_a_peer_that_stalls_loses_its_rows(verb: str, trickles: bool) -> None:
 
 
 def test_a_slow_reader_that_makes_progress_keeps_its_rows() -> None:
-    """It takes half a MiB in a second, over three times `link_silence`; the bytes are those of the rows."""
+    """It reads 0.5 MiB/s for more than three times `link_silence`, and gets the bytes of the rows."""
     with Trial(honest=["tcp"], llm__LinkHeartbeat=300, llm__LinkSilence=1000) as trial:
         _link, call = trial.fair_call(window=128 << 10)
         plan = m.plan_spans([1], [m.span(0, 0, PREY)], 2)
@@ -178,7 +178,7 @@ NONSENSE: dict[str, bytes] = {
 
 
 def test_answers_that_mean_nothing_fail_the_call_and_nothing_else() -> None:
-    """The victim links to a hostile listener and pulls; each pull ends with a code before its deadline."""
+    """The victim links to a hostile listener, and pulls and pushes. Each call ends with a code before its deadline."""
     with Trial(honest=["tcp"], llm__SyncKvCacheWaitTime=1000) as trial:
         answer = b""
 

@@ -1,7 +1,7 @@
-"""Huge pages: what was asked for, what the kernel granted, and what it is asked for later (DESIGN.md, "Huge pages").
+"""Huge pages: requests of the engine, grants of the kernel, and merging in the background (DESIGN.md, "Huge pages").
 
-The reserved kind needs an administrator's reserve (`/proc/sys/vm/nr_hugepages`); without one its test is skipped and
-counted, and so are those of merging where this kernel does not merge on request. Not for: speed.
+Reserved huge pages need an administrator (`/proc/sys/vm/nr_hugepages`); without a reserve, their test is skipped. The
+tests of merging are skipped if this kernel does not merge on request. Not for: speed.
 """
 
 import ctypes
@@ -25,14 +25,14 @@ MAP_FIXED, MADV_COLLAPSE = 0x10, 25
 
 
 def free_reserve():
-    """Bytes of reserved huge pages of 2 MiB that nobody uses."""
+    """Bytes of reserved huge pages of 2 MiB that are free."""
     facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
     size = int(facts.get("Hugepagesize", "0 kB").split()[0]) << 10
     return int(facts.get("HugePages_Free", "0")) * size if size == HUGE else 0
 
 
 def merges():
-    """Whether this kernel puts shared memory into huge pages when asked, and only then. Asked without the engine."""
+    """Whether this kernel merges shared memory into huge pages on request only. Tested without the engine."""
     setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
     if not setting.is_file() or not any(word in setting.read_text() for word in ("[never]", "[advise]")):
         return False
@@ -57,7 +57,7 @@ needs_merging = pytest.mark.skipif(not merges(), reason="this kernel does not pu
 
 
 def merged(end):
-    """Bytes of each pool that the engine had put into huge pages."""
+    """Bytes of each pool that the kernel merged into huge pages for the engine."""
     return {name: facts["merged_bytes"] for name, facts in end.stats()["pools"].items()}
 
 
@@ -69,12 +69,12 @@ def mergers():
     return count
 
 
-# After the kernel found pages in use, or had no huge page, the engine leaves the memory alone for 10 s.
+# If the kernel finds pages in use, or has no huge page, the engine waits 10 s before the next attempt.
 LIMIT_S = 300.0
 
 
 def awaited(what, limit=LIMIT_S):
-    """Whether it becomes true within the limit."""
+    """Whether `what()` becomes true within the limit."""
     until = time.monotonic() + limit
     while not what():
         if time.monotonic() > until:
@@ -179,7 +179,7 @@ def test_a_kernel_that_refuses_is_no_error_and_says_so(word, errno, start):
 
 
 def half_used(manager, size):
-    """A cache of which the first half is written, after which one is allocated that makes the engine look for work."""
+    """Write the first half of a new cache, then allocate another one, which triggers the search for pages to merge."""
     view = byte_blocks(manager, 2, size // 2)
     view[0] = 7
     manager.allocate_blocks_cache(CacheDesc(1, [1, size], DataType.DT_UINT8))
@@ -218,7 +218,7 @@ def test_transfers_between_processes_go_on_while_both_merge(transport, ends):
     near.allocate("c", rows, row_bytes, blocks=True, seed=1)
     peer.allocate("c", rows, row_bytes, blocks=True, keys=[key], seed=2)
     ours, theirs = (np.stack(pattern(seed, 2, rows, row_bytes)) for seed in (1, 2))
-    linked(near, peer)  # with which both begin to merge, over shared memory
+    linked(near, peer)  # starts merging on both sides, with shared memory
     chance, done, until = np.random.default_rng(7), 0, time.monotonic() + LIMIT_S
     while done < 8 or (transport == "auto" and min(merged(end)["device"] for end in (near, peer)) < 48 << 20):
         assert time.monotonic() < until, (merged(near), merged(peer))
@@ -246,7 +246,7 @@ def test_registered_memory_is_merged_where_asked_once_a_peer_reads_it_through_th
     given = peer_options(accessible=True, llm__LinkTransport=transport, llm__HugePages=word)
     near, peer = ends.near(given), ends.peer(given)
     for end, keys, seed in ((near, [], 2), (peer, [key], 1)):
-        # The kernel refuses a huge page that spans two mappings, as memory from the heap may.
+        # The kernel refuses a huge page that spans two mappings. Memory from the heap may span two.
         end.register("c", rows, row_bytes, 1, blocks=True, keys=keys, seed=seed, mapped=True)
         end.register("spare", 2, row_bytes, 1, blocks=True)
     linked(near, peer)

@@ -1,6 +1,6 @@
-"""What a pull or push by a peer does to keys and to the memory they hold (contract §12.3 and the rulings of §17).
+"""Effects of a pull or push on keys and on the memory that they hold (contract §12.3 and the rulings of §17).
 
-The owner is the peer process; its pools and its table say what was released. Not for: which bytes arrive.
+The owner is the peer process. The counters of its pools and its table show what was released. Not for: the bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def prefix(number: int) -> Key:
 
 
 def slot(seed: int, row: int, rows: int = 2) -> list[object]:
-    """Row `row` of what `allocate("f", rows, 64, 2, seed=seed)` holds."""
+    """The bytes of row `row` after `allocate("f", rows, 64, 2, seed=seed)`."""
     return [tensor[row : row + 1] for tensor in pattern(seed, 2, rows, 64)]
 
 
@@ -72,7 +72,7 @@ def test_keys_of_prefixes_blocks_and_registered_caches_stay(served: tuple[End, P
     near.allocate("b", 2, 64, 2, blocks=True)
     registered = far.register("r", 2, 64, 2, keys=[by_request(2, 1)], accessible=True)
     far.allocate("blocks", 4, 64, 2, blocks=True, keys=[by_blocks(2)])
-    # A request, a request of another model and a prefix of one number are three keys.
+    # A request, a request of another model, and a prefix with the same number are three keys.
     cache = far.allocate("f", 2, 64, 2, keys=[by_request(2, 7), prefix(7)], seed=1)
     far.allocate("g", 1, 64, 2, keys=[by_request(2, 7, 3)], seed=2)
     for _ in range(3):

@@ -138,7 +138,7 @@ def test_an_expired_manager_says_so_first(begin: Callable[..., LLMDataDist]) -> 
 @pytest.mark.parametrize("role", LLMRole)
 def test_who_may_call_what(begin: Callable[..., LLMDataDist], role: LLMRole) -> None:
     manager = begin(role).kv_cache_manager
-    # The role is looked at before any argument.
+    # The role is checked before any argument.
     only = {
         "remove_cache_key": LLMRole.PROMPT,
         "transfer_cache_async": LLMRole.PROMPT,
@@ -188,7 +188,7 @@ def test_allocation(prompt: KvCacheManager) -> None:
         KvCache("1", desc(), [[1, 2]], None)  # type: ignore[arg-type]
     with raising(VE):
         KvCache(2**63, desc(), [[1, 2]], None)
-    KvCache.__new__(KvCache)  # never made, and dropped in peace
+    KvCache.__new__(KvCache)  # dropping a handle without __init__ raises nothing
 
 
 def test_keys_and_codes(prompt: KvCacheManager) -> None:
@@ -320,7 +320,7 @@ def test_a_handle_outlives_its_engine(begin: Callable[..., LLMDataDist]) -> None
     del old
     gc.collect()
     assert table(dist.kv_cache_manager)[0] == 1
-    # One that a call of the new manager invalidates is not the new one either.
+    # Dropping a handle that a program made does not deallocate the cache with the same id.
     stale = KvCache(1, desc(), [[1, 2]], None)
     with pytest.raises(TypeError):
         copy.deepcopy(new)
@@ -404,7 +404,7 @@ def test_missing_device_id_says_what_to_set(begin: Callable[..., LLMDataDist]) -
 
 
 def test_an_exhausted_pool_is_waited_for(prompt: KvCacheManager) -> None:
-    """A client tries again for as long as it gets this code."""
+    """Clients repeat the call as long as it returns this code."""
     large = CacheDesc(2, (4, PAGE * 3), DataType.DT_UINT8)
     one = prompt.allocate_cache(large, [CacheKey(0, 1)])
     before = table(prompt)

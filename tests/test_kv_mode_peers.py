@@ -46,7 +46,7 @@ from two_modes import SUCCESS, Gate, synchronizer
 
 @pytest.fixture
 def both(ends: Ends) -> Callable[..., tuple[Peer, End]]:
-    """A function that opens a prompt there and a decoder here, and links them."""
+    """A function that opens a prompt in a peer process and a decoder here, and links them."""
 
     def make(far: int = 0, near: int = 0, **more: Any) -> tuple[Peer, End]:
         there = ends.peer(kv_options(), far)
@@ -79,7 +79,7 @@ def test_a_cache_that_was_let_go_waits_for_its_pull(both: Any, far: int, near: i
     for got, made in zip(here.read("kv"), pattern(5, 2, 2, 4096)):
         assert np.array_equal(got[1], made[0])
         assert (got[0] == 7).all()
-    # The pull was the last reference: the key is used up and the memory back.
+    # The pull used up the key, which was the last reference, so the memory is released.
     assert code(here.pull_cache, key, "kv") == GONE
     assert remains(there) == (0, 0, 0)
 
@@ -149,12 +149,12 @@ def test_links_of_the_mode(both: Any) -> None:
     there.allocate("kv", 1, 64, keys=[by_request(0, 1)], seed=1)
     here.pull_cache(by_slot(0, 1), "kv")
     assert equal(here.read("kv"), pattern(1, 2, 1, 64))
-    # By id a slot that has a key uses the key up (contract §12.3).
+    # A pull by id uses up the key of the slot (contract §12.3).
     assert code(here.pull_cache, by_request(0, 1), "kv") == GONE
 
 
 def test_layers_travel_between_clusters_of_one_id(ends: Ends) -> None:
-    """The prompt is here and sends; the decoder is there and links."""
+    """The prompt is this process and sends. The decoder is the peer process and links."""
     here, there = ends.near(kv_options(listen="127.0.0.1:0"), 0, "PROMPT"), ends.spare()
     there.init(kv_options(), 0, "DECODER")
     assert there.link_clusters([[0, here.listening()]]) == (OK, [OK])
@@ -193,7 +193,7 @@ class SizeTuple(tuple[int, ...]):  # noqa: SLOT001
 
 
 def test_simple_pipe_and_buffer(ends: Ends) -> None:
-    """Both clusters are 0, three caches a request, tensors over addresses, deallocate right after filling."""
+    """Both cluster ids are 0. Each request has three caches, which are deallocated right after they are filled."""
     prompt = ends.peer(kv_options(), 0)
     with LLMDataDist(LLMRole.DECODER, 0) as data_dist:
         data_dist.init({"llm.SyncKvCacheWaitTime": "30000", "ge.exec.deviceId": "0"})

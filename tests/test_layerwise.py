@@ -1,6 +1,6 @@
 """Layer-wise transfers to another process: which bytes arrive, and when a layer is asked for and sent.
 
-Bytes are compared with numpy twins, and order is judged by events. Not for: the task (`test_cache_task.py`).
+Bytes are compared with numpy arrays, and the order is checked with events. Not for: the task (`test_cache_task.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PLACES = list(itertools.product([False, True], repeat=3))  # source registered, 
 
 @pytest.mark.parametrize("layout", ["slots", "blocks", "pieces"])
 def test_bytes_arrive_between_all_placements_and_origins(ends: Ends, way: dict[str, Any], layout: str) -> None:
-    """Rows of one byte to 100 kB. A slot that is cut into blocks has a short last piece, or is one piece."""
+    """Rows have 1 byte to 100 kB. A slot that is split into blocks has a short last piece, or is one piece."""
     near, far = ends.pair(pool=32 << 20, **way)
     chance = random.Random(11)  # noqa: S311
     for number, (mine, host, registered) in enumerate(PLACES * 3):
@@ -118,7 +118,7 @@ def test_configs_of_one_transfer_have_results_of_their_own(ends: Ends, way: dict
     to, two, short = transfer.to, transfer.far("two"), transfer.far("short", shape=(1, 79, 4))
     same = to.to(range(1, 3), row=2, slot=2)
     configs = [to.to(range(4)), short.to(range(2)), two.to(range(2, 4), row=1, slot=2), same, same]
-    for transfer.peer.cluster in (7, 1, 2):  # nobody, this engine, the peer
+    for transfer.peer.cluster in (7, 1, 2):  # no engine, this engine, the peer
         configs.append(to.to(range(4)))
     steps = Steps()
     task = transfer.start(steps, configs)

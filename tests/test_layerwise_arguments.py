@@ -1,6 +1,6 @@
 """Arguments of `transfer_cache_async`: what each mistake raises, and which of two mistakes is reported (contract §8.1).
 
-No peer is needed: a call that passes all checks ends for want of a link. Not for: what moves (`test_layerwise.py`).
+No peer is needed: a call that passes all checks ends with NOT_YET_LINK. Not for: bytes (`test_layerwise.py`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def keyed(src: Optional[range] = range(LAYERS), dst: Optional[range] = range(LAY
 
 
 class Bench:
-    """One of everything, on an engine without links."""
+    """One cache of each kind, on an engine without links."""
 
     def __init__(self, dist: Any, config: Callable[..., Any] = addressed, *, kv: bool = False) -> None:
         manager = dist.kv_cache_manager if kv else dist.cache_manager
@@ -83,14 +83,14 @@ class Bench:
         self.good = {"src_cache": self.batch, "layer_synchronizer": Ready(), "transfer_configs": [config()]}
 
     def start(self, **given: Any) -> Any:
-        """The call with its good arguments, except those given."""
+        """Make the call with valid arguments, except those given."""
         return self.call(**{**self.good, **given})
 
     def refuses(self, text: str, **given: Any) -> None:
         fails(lambda: self.start(**given), LE, text, text)
 
     def ends(self, *codes: Optional[LLMStatusCode], **given: Any) -> None:
-        """The call passes every check, and its configs end with these codes."""
+        """Check that the call passes every check, and that its configs end with these codes."""
         assert self.start(**given).get_results(10_000) == list(codes)
 
 
@@ -223,7 +223,7 @@ def test_of_two_mistakes_in_configs_the_first_is_named(bench: Bench) -> None:
 
 
 def test_a_blocks_cache_without_lists_is_one_slot_of_one_block(one_sided: Bench) -> None:
-    """It passes every check with index 0 on both sides, by either kind of key; another index is refused."""
+    """Index 0 passes every check on both sides, with either kind of key. Another index is refused."""
     blocks, layers = one_sided.blocks, range(LAYERS)
     for none in (None, [], ()):
         for key in (CacheKeyByIdAndIndex(FAR, 1, 0), BlocksCacheKey(FAR, 1)):
@@ -302,7 +302,7 @@ def test_a_synchronizer_is_abstract_and_has_defaults() -> None:
 
 
 def test_a_config_with_a_blocks_key_has_no_slot() -> None:
-    """The constructor checks the width first, and the setter whether there is a slot."""
+    """The constructor checks the width first. The setter checks first that the index is 0."""
     by_blocks, one = BlocksCacheKey(3), range(1)
     for bad, expected in ((1, LE), ("1", TE), (-1, VE)):
         with raising(expected):

@@ -163,7 +163,7 @@ def test_a_process_ends_though_its_decoder_stands_still(ends: Ends, way: dict[st
 
 
 def test_threads_at_work_survive_the_end_of_the_interpreter(ends: Ends) -> None:
-    """Nothing is waited for, and threads ask for layers while the interpreter ends."""
+    """`drain` is disabled, so that threads still ask for layers while the interpreter ends."""
     decoder = Decoder(ends)
     for _ in range(5):
         status, _, err = decoder.run("""
@@ -251,7 +251,7 @@ def test_a_prefill_that_is_killed_holds_nothing_of_the_decoder(ends: Ends, way: 
 
 
 def test_a_prefill_that_stood_still_does_not_write_where_others_live_now(ends: Ends, way: dict[str, Any]) -> None:
-    """It stops with a layer under way, the link ends, others get the memory, and it goes on."""
+    """Prefill is stopped while it sends a layer. The link ends, other caches get the memory, and prefill resumes."""
     quick = {"llm__LinkHeartbeat": 100, "llm__LinkSilence": 400, "llm__SyncKvCacheWaitTime": 2000}
     decoder = Decoder(ends, way, **quick)
     near = decoder.near

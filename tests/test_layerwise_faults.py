@@ -1,4 +1,4 @@
-"""Layer-wise transfers when peers die or stop, links end, and memory goes.
+"""Layer-wise transfers when peers die or stop, links end, and memory is released.
 
 After each fault: the code and its reason, the bytes at other destinations, memory of others, and a new transfer.
 """
@@ -106,7 +106,7 @@ def test_a_peer_that_stops_with_a_layer_under_way(ends: Ends, way: dict[str, Any
 
 
 def test_a_destination_that_is_unregistered_between_layers(ends: Ends, way: dict[str, Any]) -> None:
-    """`test_destinations_that_go_at_any_moment` has those whose memory goes to another cache."""
+    """`test_destinations_that_go_at_any_moment` covers memory that is reused by another cache."""
     transfer = Transfer(ends, way, 1, 100_000, blocks=True, pool=2 << 20)
     peer, to = transfer.peer, transfer.far("g", blocks=True, model=5, registered=True)
     steps, task = transfer.begun(2, [to.to(range(4))], src=[0], dst=[0])

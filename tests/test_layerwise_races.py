@@ -1,4 +1,4 @@
-"""Layer-wise transfers beside each other, beside other calls, and beside changes that the program makes."""
+"""Layer-wise transfers at the same time as each other, as other calls, and as changes that the program makes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from peers import OK, TIMEOUT, UNLINKED, Ends, by_blocks, eventually
 
 
 def uniform(arrays: list[np.ndarray], allowed: set[int], where: str) -> None:
-    """Check that no row has two values."""
+    """Check that all bytes of each row are equal."""
     for tensor, array in enumerate(arrays):
         for row, values in enumerate(map(np.unique, array)):
             assert len(values) == 1, f"{where}: tensor {tensor}, row {row} is mixed: {values}"
@@ -45,7 +45,7 @@ def test_rows_for_a_peer_that_stands_still_do_not_hold_up_another(ends: Ends, wa
 
 
 def test_two_ends_send_each_other_the_same_rows(ends: Ends, way: dict[str, Any]) -> None:
-    """The source of one is the destination of the other: every transfer ends, and rows are whole."""
+    """The source of one transfer is the destination of the other. Every transfer ends, and no row is mixed."""
     decoder = Decoder(ends, way, llm__SyncKvCacheWaitTime=700)
     near = decoder.near
     near.paint("f", 8)
@@ -76,7 +76,7 @@ def test_two_ends_send_each_other_the_same_rows(ends: Ends, way: dict[str, Any])
 
 
 def test_a_synchronizer_that_uses_the_engine(ends: Ends, way: dict[str, Any]) -> None:
-    """Copies, pulls, statistics, another transfer and its own task."""
+    """The synchronizer makes copies and pulls, reads statistics, starts another transfer, and uses its own task."""
     transfer = Transfer(ends, way, 2, 640, blocks=True)
     near, second = transfer.near, transfer.far("g", blocks=True, model=2, seed=3)
     near.allocate("scratch", 2, 640, 8, blocks=True)

@@ -1,4 +1,4 @@
-"""The third-party licence texts that are shipped, against the dependencies as `cargo tree` names them.
+"""The shipped third-party licence texts, compared with the dependencies that `cargo tree` lists.
 
 Not for: whether a licence is allowed (`crates/licenses`), or the files of `make install` (`test_cpp_install.py`).
 """
@@ -31,7 +31,7 @@ def test_package_contains_licenses_of_linked_crates() -> None:
     text = (Path(llm_datadist.__file__).parent / "THIRD-PARTY-LICENSES").read_text(encoding="utf-8")
     head = text.split("\n====", 1)[0].splitlines()
     listed = {line.rsplit(" ", 1)[0] for line in head if "(" in line}
-    # `cargo metadata` counts what features of tests switch on as well, so a few more may be listed.
+    # `cargo metadata` also counts dependencies that features of tests enable, so a few more may be listed.
     assert linked <= listed, linked - listed
     assert len(listed) < 2 * len(linked)
     # The licence that every user must pass on has its text, and so has the standard library.

@@ -1,4 +1,4 @@
-"""Constructing, initializing, finalizing, forking and leaving the process."""
+"""The life cycle of an engine: construction, `init`, `finalize`, fork and process exit."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_init_again_with_the_same_dictionary_starts_from_nothing(again: str) -> 
         ],
         *[({**options(), "llm.listenIpInfo": bad}, LE) for bad in ("", ":1", "[]:1", "[::1:1", "::1:1")],
         ({**options(), "llm.TransferBackend": "other", "llm.listenIpInfo": "127.0.0.1:1"}, LE),
-        # `options.rs` has the values that each text refuses: here, that each option is read and what is raised.
+        # `options.rs` tests which values each option refuses. Here: each option is read, and the error is raised.
         *[
             ({**options(), f"llm.{key}": "nan"}, LE)
             for key in (
@@ -387,7 +387,7 @@ def test_a_handler_inside_the_locked_part_of_finalize_does_not_wait_for_itself(
     nested = threading.Thread(target=dist.finalize)
 
     class Interrupted(type(dist.cache_manager)):  # type: ignore[misc]
-        """A manager whose expiry is where the signal arrives."""
+        """A manager that receives the signal while it is invalidated."""
 
         def __setattr__(self, name: str, value: object) -> None:
             if name == "_initialized" and value is False:
@@ -406,7 +406,7 @@ def test_a_handler_inside_the_locked_part_of_finalize_does_not_wait_for_itself(
     closed = []
 
     class Native:
-        """Whether the lock is free for others while the pools are unmapped."""
+        """Records whether the lock is free while the pools are unmapped."""
 
         def close(self) -> None:
             nested.start()

@@ -70,7 +70,7 @@ def test_link_arguments(begin: Callable[..., LLMDataDist]) -> None:
         *[Row({"rank_table": bad}, LE, "rank_table") for bad in ("", "{", "[]", '{"server_list": 5}')],
     ]
     check(link, good, rows)
-    # Neither a name nor a number is refused at its bound: what is left to refuse is the table.
+    # Names and numbers at their limits are accepted, so that only the table is refused.
     for name in ("x", "x" * 127):
         fails(lambda name=name: link(name, {1: 0, 2: UINT32_MAX}, "no json"), LE, "rank_table")
 
@@ -132,7 +132,7 @@ def test_how_many_own_addresses_a_link_takes(begin: Callable[..., LLMDataDist]) 
     assert dist.link_clusters([info(local=2), info(port=port)], timeout=2000) == (LINK_FAILED, [INVALID, LINK_FAILED])
     assert dist.link_clusters([info(3, port=port)] * 20)[1] == [LINK_FAILED] * 20, "more than 16 wait their turn"
     dist.finalize()
-    # With communication resources none is needed; an empty text counts as none.
+    # With communication resources, no local address is needed. An empty text counts as no resources.
     dist.init(options(None, None, llm__LocalCommRes='{"version": "1.3"}'))
     for local in (0, 1, 2):
         assert dist.link_clusters([info(local=local, port=port)]) == (LINK_FAILED, [LINK_FAILED])

@@ -1,7 +1,7 @@
-"""Links by address: what `link_clusters` and `unlink_clusters` answer, whom they link, and when they stop waiting.
+"""Links by address: results, peers and time limits of `link_clusters` and `unlink_clusters` (contract §6.8, §6.9).
 
-Against real peers in other processes (contract §6.8, §6.9; `docs/links.md`). Not for: what travels over a link
-(`test_pull.py`, `test_push.py`), links by rank table, who is let in (`test_link_security.py`), peers that fail.
+The peers are real processes. Not for: transfers over a link (`test_pull.py`, `test_push.py`), links by rank table
+(`test_rank_table.py`), admission (`test_link_security.py`), and peers that fail (`test_peer_faults.py`).
 """
 
 from __future__ import annotations

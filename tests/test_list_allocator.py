@@ -1,4 +1,4 @@
-"""Memory of long lists: kept by the library's own allocator, while the `malloc` of the process stays as it was.
+"""Memory of long lists: the library's own allocator keeps it, and the `malloc` of the process is not changed.
 
 Not for: the allocator itself (`crates/embed/tests/list_allocator.rs`).
 """
@@ -24,8 +24,8 @@ def opened():
     return dist
 """
 
-# Whether a block just below 2 MiB has a mapping of its own, as glibc does it unless its limits were raised. It is not
-# freed, because that raises them.
+# Whether a block just below 2 MiB has its own mapping, as in glibc unless its mmap threshold was raised. The block is
+# not freed, because that would raise the threshold.
 MALLOC = """
 class Facts(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd a b c d e".split()]
@@ -45,7 +45,7 @@ print(json.dumps([first, mapped()]))
 dist.finalize()
 """
 
-# Pages that calls with 32,768 blocks had to wait for, after some that were the first to touch the memory.
+# Page faults of calls with 32,768 blocks, after the first calls have touched the memory.
 FAULTS = """
 dist = opened()
 manager = dist.cache_manager
@@ -73,5 +73,5 @@ def test_opening_an_engine_leaves_malloc_alone() -> None:
 
 def test_lists_are_made_of_memory_that_was_used_before() -> None:
     counts = json.loads(run_fresh(ENGINE + FAULTS))
-    # Such a list alone is 128 pages.
+    # One list has 128 pages.
     assert min(counts) < 64, counts

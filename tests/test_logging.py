@@ -189,7 +189,7 @@ def test_lines_name_the_place_that_logged(shown: pytest.LogCaptureFixture) -> No
     assert found == [("INFO", "one 1"), ("WARNING", "two"), ("ERROR", "three")]
     here = ("test_logging.py", "test_lines_name_the_place_that_logged")
     assert {(record.filename, record.funcName) for record in shown.records} == {here}
-    # The top of a thread has no caller.
+    # The outermost function of a thread has no caller.
     with ThreadPoolExecutor() as pool:
         assert len(pool.submit(log._find_caller).result()) == 4
     thread = threading.Thread(target=log._find_caller)

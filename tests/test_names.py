@@ -1,6 +1,6 @@
-"""Every public name, where it is found, and that either spelling is the same object (contract §1).
+"""Every public name, its import paths, and that all paths lead to the same object (contract §1).
 
-Not for: what stands behind a name.
+Not for: the behaviour of the objects.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def test_importing_sets_one_variable_and_only_when_unset() -> None:
 @pytest.mark.contract("20.1")
 @pytest.mark.parametrize("module", list(WHERE))
 def test_where_names_are_found(module: str) -> None:
-    """Either spelling is the same object."""
+    """All import paths of a name lead to the same object."""
     loaded = importlib.import_module(module)
     for name in WHERE[module]:
         assert hasattr(loaded, name), name

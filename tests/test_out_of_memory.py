@@ -1,8 +1,8 @@
-"""Calls under RLIMIT_AS: what gets no memory says LLM_OUT_OF_MEMORY, nothing has changed, and the process goes on.
+"""Calls under RLIMIT_AS: a call without memory fails with LLM_OUT_OF_MEMORY and changes nothing; the process continues.
 
-Each call runs in a process of its own, under limits from a few MiB on upwards, so that each of its lists is in turn
-the one that does not fit. Not for: every single allocation (`allocation_failures.rs` of the core's tests), or memory
-control groups, in which allocations do not fail.
+Each call runs in its own process, under limits from a few MiB upwards, so that each of its lists is once the one that
+does not fit. Not for: every single allocation (`allocation_failures.rs` of the core's tests), or memory control groups,
+in which allocations do not fail.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ COUNT = 1_500_000
 
 @pytest.mark.parametrize("way", ["push", "pull"])
 def test_an_owner_without_memory_for_a_plan_says_so(ends: Ends, way: str) -> None:
-    """Pairs to an owner whose address space is short of each of its lists in turn: it answers, and goes on."""
+    """The owner lacks address space for each of its lists in turn. It answers with the code and continues."""
     settings = options(accessible=True, pool=64 << 20, llm__LinkTransport="tcp", llm__SyncKvCacheWaitTime=60000)
-    # A process of its own, because the heap of one that served before may have room; and with one heap for all of its
-    # threads, because each further one has 64 MiB of addresses before it is used.
+    # A new process, because the heap of a used one may have room. It has one heap for all threads, because each further
+    # heap reserves 64 MiB of addresses.
     far = ends.adopt(Peer(environment={"MALLOC_ARENA_MAX": "1"})).open(settings)
     near = ends.near(settings)
     linked(near, far)
@@ -103,7 +103,7 @@ def test_an_owner_without_memory_for_a_plan_says_so(ends: Ends, way: str) -> Non
         far.limit_memory(None)
         if codes[-1] == OK:
             break
-        # The link, and the stream, are as good as before.
+        # The link and the stream still work.
         near.push_blocks(by_blocks(2), "n", [5], [5], n=1)
     assert len(codes) > 1
     assert codes == [SHORT] * (len(codes) - 1) + [OK]

@@ -1,7 +1,7 @@
 """Peers that die, stop or fall silent: calls end in time with a code and a reason, and linking again works.
 
-Real processes and real signals. LLM_DATADIST_SOAK is the number of rounds of the random kills. Not for: broken wires
-(`test_peer_wires.py`), strangers (`test_link_security.py`).
+The tests use real processes and signals. LLM_DATADIST_SOAK is the number of rounds of the random kills. Not for: broken
+connections (`test_peer_wires.py`), unauthenticated peers (`test_link_security.py`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ QUICK = {"llm__LinkHeartbeat": 100, "llm__LinkSilence": 1500}
 
 
 def caches(near: Any, far: Any) -> None:
-    """A blocks cache of the peer, and where pulls go to."""
+    """Make a blocks cache of the peer, and the local cache that pulls write."""
     far.allocate("f", 4, 5000, 2, blocks=True, keys=[by_blocks(0)], seed=1)
     near.allocate("n", 4, 5000, 2, blocks=True)
 
@@ -57,7 +57,7 @@ def works(near: Any) -> None:
 
 
 def test_kills_at_random_points_of_a_pull(ends: Ends, way: dict[str, Any]) -> None:
-    """50 rounds in each way, or LLM_DATADIST_SOAK of them. Each links to a new process of the same cluster id."""
+    """50 rounds, or LLM_DATADIST_SOAK, in each mode. Each round links to a new process with the same cluster id."""
     nursery = ends.spare()
     settings = options(pool=4 << 20, **way)
     near = ends.near({**settings, "llm.SyncKvCacheWaitTime": "3000"})
@@ -177,7 +177,7 @@ def test_one_sided_calls_to_a_stopped_peer_end(ends: Ends, transport: str) -> No
 
 @pytest.mark.parametrize("rows", [4, 40], ids=["40 KB", "400 KB"])
 def test_a_push_that_timed_out_is_not_carried_out_when_the_peer_goes_on(ends: Ends, transport: str, rows: int) -> None:
-    """Also where request and bytes lay before the peer all the time."""
+    """Also if the socket of the stopped peer already has the request and all bytes."""
     near, far = ends.pair(accessible=True, llm__LinkTransport=transport, llm__SyncKvCacheWaitTime=400)
     far.allocate("f", rows, 5000, 2, blocks=True, keys=[by_blocks(0)], seed=1)
     near.allocate("n", rows, 5000, 2, blocks=True, seed=2)
@@ -221,7 +221,7 @@ def test_finalize_with_a_stopped_peer_ends(pair: tuple[End, Peer]) -> None:
 
 
 def interrupted(user: Peer, *call: Any) -> None:
-    """A call that waits must end with the `KeyboardInterrupt` of a Ctrl-C."""
+    """Send SIGINT while a call waits. The call must end with `KeyboardInterrupt`."""
     answer = user.begin(*call)
     time.sleep(0.4)
     user.signal(signal.SIGINT)
@@ -231,7 +231,7 @@ def interrupted(user: Peer, *call: Any) -> None:
 
 
 def test_ctrl_c_ends_calls_that_wait(ends: Ends) -> None:
-    """A pull from a stopped peer, `link_clusters`, and a pull that waits for a link of a communicator."""
+    """Covers a pull from a stopped peer, `link_clusters`, and a pull that waits for a link of a communicator."""
     settings = options(llm__SyncKvCacheWaitTime=60000, llm__RankPort=free_ports())
     far, user = ends.peer(settings), ends.peer(settings, cluster=3)
     linked(user, far)

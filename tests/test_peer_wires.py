@@ -1,4 +1,4 @@
-"""Wires that break or fall silent during a pull or a push."""
+"""Connections that break or fall silent during a pull or a push."""
 
 from __future__ import annotations
 

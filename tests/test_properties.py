@@ -38,7 +38,7 @@ Draw = Callable[[Any], Any]
 Pairs = list[tuple[int, int]]
 
 PLACEMENTS = st.sampled_from([Placement.DEVICE, Placement.DEVICE, Placement.HOST])
-# tensors, rows, bytes of one row; few, so that caches often fit each other
+# tensors, rows, bytes of one row; few values, so that two caches often match
 SHAPES = st.one_of(
     st.just((2, 4, 100)),
     st.just((1, 7, 1024)),
@@ -54,7 +54,7 @@ PAIRS = st.one_of(
     *[st.lists(st.tuples(GOOD_BLOCK, GOOD_BLOCK), min_size=1, max_size=12)] * 4,
     st.lists(st.tuples(ANY_BLOCK, ANY_BLOCK), max_size=6),
 )
-# rows of destination and source, offset, size: usually possible, and then anything
+# rows of destination and source, offset, size: first mostly valid values, then any values
 WHERE = st.one_of(
     *[st.tuples(st.integers(0, 1), st.integers(0, 1), st.sampled_from([0, 1, 50]), st.sampled_from([-1, 1, 50]))] * 4,
     st.tuples(
@@ -73,7 +73,7 @@ def as_array(pairs: Pairs) -> np.ndarray:
 
 
 class Meeting:
-    """One engine and its twin. Every method predicts with the twin, then makes the call."""
+    """One engine and its model. Every method predicts the result with the model, and then makes the call."""
 
     def __init__(self, outcomes: Counter[tuple[str, str]], draw: Draw) -> None:
         self.outcomes = outcomes
@@ -94,7 +94,7 @@ class Meeting:
         self.manager = self.dist.cache_manager
 
     def prepare(self) -> None:
-        """Learn where the pools lie, and have some caches of every kind."""
+        """Find the addresses of the pools, and allocate some caches of every kind."""
         pages = []
         for placement, count in ((Placement.DEVICE, DEVICE_PAGES), (Placement.HOST, HOST_PAGES)):
             whole = self.manager.allocate_cache(CacheDesc(1, [1, count << PAGE_SHIFT], DataType.DT_INT8, placement))
@@ -112,7 +112,7 @@ class Meeting:
             self.allocate(True, placement, (1, 7, 1024), [], 3)
 
     def meet(self, name: str, predict: Callable[[], None], call: Callable[[], Any]) -> Any:
-        """Predict, then call; the outcome must be the predicted one."""
+        """Predict the outcome and make the call. The outcomes must be equal."""
         try:
             predict()
         except oracle.Refusal as refusal:
@@ -127,7 +127,7 @@ class Meeting:
         return result
 
     def handle(self, blocks: Optional[bool] = None) -> Cache:
-        """A handle, mostly of a living cache of the wanted kind; sometimes any ever made, freed ones too."""
+        """A handle: mostly of a live cache of the wanted kind, sometimes any earlier handle, also a released one."""
         living = self.twin.entries
         fit = [c for c in self.handles if c.cache_id in living and blocks in (None, c.is_blocks_cache)]
         often = self.draw(MOSTLY)
@@ -146,7 +146,7 @@ class Meeting:
     def allocate(
         self, blocks: bool, placement: Placement, shape: tuple[int, int, int], keys: list[Any], seed: int
     ) -> None:
-        """A cache with these keys (of a blocks cache: models), known to the twin and filled."""
+        """Allocate a cache with these keys (blocks cache: models), add it to the model, and fill it."""
         tensors, rows, row_bytes = shape
         names: list[Optional[oracle.Identity]]
         if blocks:
@@ -164,7 +164,7 @@ class Meeting:
         self.adopt(cache, names, seed)
 
     def adopt(self, cache: Optional[Cache], names: list[Optional[oracle.Identity]], seed: int) -> None:
-        """Tell the twin about a new cache and fill both with one pattern."""
+        """Add a new cache to the model, and fill both with one pattern."""
         if cache is None:
             return
         made_of = cache.cache_desc
@@ -245,7 +245,7 @@ class Meeting:
         )
 
     def swap(self) -> None:
-        """Between any two handles, mostly ones that fit."""
+        """Swap blocks between any two handles, mostly matching ones."""
         mine = self.draw(st.sampled_from([self.handle(blocks=True), *(cpu for _, cpu, _ in self.users)]))
         everyone = [*self.handles, *(cpu for _, cpu, _ in self.users)]
         fit = [cache for cache in everyone if self.fits(mine, cache)]
@@ -274,7 +274,7 @@ class Meeting:
         return alike and living and other.is_blocks_cache and left.placement is not right.placement
 
     def entry_of(self, cache: Cache) -> tuple[oracle.Entry, bool]:
-        """What a handle describes, and whether the engine has forgotten it."""
+        """The cache of the model that a handle describes, and whether the engine has released it."""
         for _, cpu, entry in self.users:
             if cpu is cache:
                 return entry, False
@@ -288,7 +288,7 @@ class Meeting:
     # -- after every step ---------------------------------------------------------------------------------------
 
     def compare(self) -> None:
-        """Bytes, pools and living ids of engine and twin must be equal."""
+        """Check that bytes, pools and live ids of the engine and of the model are equal."""
         for number, entry in self.twin.entries.items():
             for address, expected in zip(entry.addresses, entry.data):
                 assert np.array_equal(at(address, entry.size), expected.reshape(-1)), f"bytes of cache {number}"
@@ -304,7 +304,7 @@ class Meeting:
             assert self.lives(cache) == (cache.cache_id in self.twin.entries), f"cache {cache.cache_id}"
 
     def lives(self, cache: Cache) -> bool:
-        """Whether the engine knows the id, asked by a copy that changes nothing."""
+        """Whether the engine has a cache with this id. Tested by a copy that changes nothing."""
         with contextlib.suppress(LLMException):
             if cache.is_blocks_cache:
                 self.manager.copy_blocks(cache, {0: [0]})

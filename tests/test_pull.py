@@ -1,7 +1,7 @@
 """Pulls from a peer in another process: which bytes arrive in every layout and mode, what is refused, and lifetimes.
 
-What must arrive is computed by `Twin` (contract §7.12, §7.13, §17); what must not change is looked at as well. Not
-for: what a pull does to keys (`test_keys_remote.py`), or arguments that are refused before the peer is asked
+`Twin` computes the expected bytes (contract §7.12, §7.13, §17). The tests also check the bytes that must not change.
+Not for: effects on keys (`test_keys_remote.py`), or arguments that are refused before the peer is asked
 (`test_transfer_arguments.py`).
 """
 
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    Tensors = Sequence[tuple[int, int]] | None  # which tensor of the peer goes to which here
+    Tensors = Sequence[tuple[int, int]] | None  # (tensor of the peer, local tensor)
 
-# Whether each end has host memory, and whether it is registered: near host, near registered, far host, far registered.
+# Whether each end has host memory and registered memory: local host, local registered, remote host, remote registered.
 WAYS = list(itertools.product([False, True], repeat=4))
 
 
 class Twin:
-    """What a near cache must hold: its bytes before, and what naive pulls write over them."""
+    """The expected bytes of a local cache: its bytes before, and the bytes that naive pulls write."""
 
     def __init__(self, near: End, name: str, far: Sequence[np.ndarray]) -> None:
         self.near, self.name, self.far = near, name, far
@@ -53,19 +53,19 @@ class Twin:
         return [(self.far[source], self.expected[target]) for source, target in numbers]
 
     def slot(self, far_row: int, near_row: int, size: int = -1, tensors: Tensors = None) -> None:
-        """A slot of the peer to a slot here."""
+        """Copy a slot of the peer to a local slot."""
         for source, target in self._pairs(tensors):
             length = target.shape[1] if size == -1 else size
             target[near_row, :length] = source[far_row, :length]
 
     def blocks(self, src: Sequence[int], dst: Sequence[int], tensors: Tensors = None) -> None:
-        """Blocks of the peer to blocks here, one by one."""
+        """Copy blocks of the peer to local blocks, one by one."""
         for source, target in self._pairs(tensors):
             for left, right in zip(src, dst):
                 target[right] = source[left]
 
     def pieces(self, far_row: int, dst: Sequence[int], tensors: Tensors = None) -> None:
-        """A slot of the peer, cut into blocks here; the last may be short."""
+        """Copy a slot of the peer to local blocks, in pieces; the last one may be short."""
         for source, target in self._pairs(tensors):
             block = target.shape[1]
             for number, right in enumerate(dst):
@@ -123,7 +123,7 @@ def test_random_geometries_between_all_placements_and_origins(pair: tuple[End, P
 
 
 def test_what_is_refused_moves_nothing(pair: tuple[End, Peer], way: dict[str, Any]) -> None:
-    """Where the peer's cache decides; `test_transfer_arguments.py` has what is wrong without it."""
+    """Only errors that depend on the cache of the peer; `test_transfer_arguments.py` has all others."""
     near, far = pair
     one_sided = way["accessible"]
     cache = far.allocate("f", 3, 64, 4, keys=[by_request(0, 1)], seed=1)
@@ -142,7 +142,7 @@ def test_what_is_refused_moves_nothing(pair: tuple[End, Peer], way: dict[str, An
         *[(GONE, by_slot(2, cache, row), -1) for row in (3, 2**32 - 1)],
         *[(GONE, key, -1) for key in unknown if not one_sided],
         (UNLINKED, by_slot(3, 1), -1),
-        (INVALID, by_slot(2, narrow), -1),  # -1 is the size of the near slot
+        (INVALID, by_slot(2, narrow), -1),  # -1 is the size of the local slot
         (INVALID, by_slot(2, closed), -1),
     ):
         assert code(near.pull_cache, key, "n", 0, size) == expected, (key, size)
@@ -159,7 +159,7 @@ def test_what_is_refused_moves_nothing(pair: tuple[End, Peer], way: dict[str, An
         assert code(near.pull_blocks, key, "nb", src, dst) == expected, (key, src, dst)
     slots.check()
     into.check()
-    # Accessible is the default of registered device memory, and matters to one-sided pulls alone at the near end.
+    # Registered device memory is accessible by default. At the local end, this matters to one-sided pulls only.
     assert code(near.pull_cache, by_slot(2, host), "n") == (INVALID if one_sided else OK)
     assert code(near.pull_cache, by_slot(2, device), "n") == OK
     assert code(near.pull_cache, by_slot(2, cache, 2), "private") == (INVALID if one_sided else OK)

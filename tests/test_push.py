@@ -1,6 +1,6 @@
-"""Pushes to a peer in another process: what arrives, what stays as it was, and what is refused.
+"""Pushes to a peer in another process: which bytes arrive, which stay as they were, and what is refused.
 
-Remote-accessible mode only (contract §7.14, §7.15). Not for: what a push does to keys (`test_keys_remote.py`), or
+Remote-accessible mode only (contract §7.14, §7.15). Not for: effects on keys (`test_keys_remote.py`), or
 arguments that are refused before the peer is asked (`test_transfer_arguments.py`).
 """
 
@@ -17,7 +17,7 @@ def test_what_was_pushed_is_the_peers_own(one_sided: tuple[End, Peer]) -> None:
         cache = far.make(f"f{registered}", 1, 5000, 2, registered=registered)
         near.make(f"n{registered}", 1, 5000, 2, registered=registered, seed=1)
         near.push_cache(by_slot(2, cache), f"n{registered}")
-        near.paint(f"n{registered}", 0)  # the source may be used again at once
+        near.paint(f"n{registered}", 0)  # the source may be changed at once
         assert equal(far.read(f"f{registered}"), pattern(1, 2, 1, 5000)), "visible when the push returns"
         far.fill(f"f{registered}", 2)
         far.rest(0.1)
@@ -35,7 +35,7 @@ def test_one_tensor_and_the_default_of_two_a_layer_is_no_layer(one_sided: tuple[
 
 
 def test_what_is_refused_moves_nothing(one_sided: tuple[End, Peer]) -> None:
-    """Where the peer's cache decides; `test_transfer_arguments.py` has what is wrong without it."""
+    """Only errors that depend on the cache of the peer; `test_transfer_arguments.py` has all others."""
     near, far = one_sided
     cache = far.allocate("f", 2, 64, 4, seed=1)
     narrow = far.allocate("narrow", 2, 63, 4, seed=1)

@@ -1,4 +1,4 @@
-"""Links by rank table between processes: either side first, the tables of clients, and peers that come back.
+"""Links by rank table between processes: order of the calls, tables of clients, and peers that return.
 
 Not for: links by address (`test_links.py`), wrong arguments (`test_link_arguments.py`), or what a table may contain
 (`crates/core/tests/integration/rank_table.rs`).
@@ -36,7 +36,7 @@ from peers import (
     pattern,
 )
 
-PAUSE = 3.0 if THOROUGH else 0.6  # seconds that one side comes later
+PAUSE = 3.0 if THOROUGH else 0.6  # seconds by which one side is later
 
 
 @pytest.fixture
@@ -51,12 +51,12 @@ def given(port: int, **extra: Any) -> dict[str, str]:
 
 
 def opened(ends: Ends, port: int, **extra: Any) -> tuple[Peer, Any]:
-    """The far and the near end of a rank-table link, with the same options."""
+    """Open the remote and the local end of a rank-table link, with the same options."""
     return ends.peer(given(port, **extra)), ends.near(given(port, **extra))
 
 
 def device(number: int, rank: int, **extra: str) -> dict[str, str]:
-    """A device as clients write it; its address is nobody's."""
+    """A device as clients write it. Its address is not in use."""
     return {"device_id": str(number), "device_ip": f"10.231.99.{number + 1}", "rank_id": str(rank), **extra}
 
 
@@ -72,14 +72,14 @@ either_rank = pytest.mark.parametrize("ranks", [RANKS, {2: 0, 1: 1}])
 
 
 def both(near: Any, far: Any, text: str = PLAIN, ranks: dict[int, int] = RANKS) -> tuple[int, int]:
-    """Both ends enter a communicator, and it becomes OK."""
+    """Let both ends enter a communicator, and wait until it is OK."""
     comms = near.link("pair", ranks, text), far.link("pair", ranks, text)
     assert near.settled(comms[0]) == far.settled(comms[1]) == "OK"
     return comms
 
 
 def moves(near: Any, far: Peer, seed: int = 1) -> None:
-    """Bytes get across, in both directions."""
+    """Check that bytes are transferred in both directions."""
     for owner, puller, cluster in ((far, near, 2), (near, far, 1)):
         owner.allocate(f"o{seed}", 2, 64, 2, keys=[by_request(cluster, seed)], seed=seed)
         puller.allocate(f"p{seed}", 1, 64, 2)

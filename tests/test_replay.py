@@ -1,4 +1,4 @@
-"""The replay command: whole replays, and those whose prefill process dies, hangs, lies or leaks.
+"""The replay command: complete replays, and replays whose prefill process dies, hangs, writes wrong bytes or leaks.
 
 Not for: its parts (`test_replay_parts.py`).
 """
@@ -29,7 +29,7 @@ def _replay(tmp_path, *options):
 
 
 def _failed(capsys, *options):
-    """What a replay that must fail prints."""
+    """Run a replay that must fail, and return what it prints."""
     assert main([*SMALL, *options]) == 1
     return capsys.readouterr()
 
@@ -135,7 +135,7 @@ def test_start_of_the_public_trace_is_replayed(tmp_path):
 
 @pytest.fixture
 def faulty(monkeypatch):
-    """A function: the prefill processes run these lines before they compute, and answer `slots`."""
+    """A function that makes prefill processes run these lines before they compute, and answer `slots`."""
 
     def start(lines, slots="real(self, number, blocks)"):
         script = f"""
@@ -200,7 +200,7 @@ def test_prefill_that_ends_or_hangs_is_replaced(tmp_path, monkeypatch, faulty, f
     found = _replay(tmp_path, "--requests", "100", "--prefill-limit", "2")
     restart = found["prefill"]["restarts"][0]
     assert restart["ended"].endswith(ended)
-    # The pull of the request before may miss the process first, and then it has a code.
+    # The pull of the previous request may detect the loss first. The restart then has a code.
     assert reason in restart["reason"] or restart["code"] is not None
     assert found["prefill"]["leaked_bytes"] == 0
 

@@ -1,7 +1,7 @@
-"""Other users of the host: without a token they get nothing, and both sides say why (docs/security.md).
+"""Other users of the host: without a token they are refused, and both sides log the reason (docs/security.md).
 
-The tests need root, because a child of theirs becomes another user; elsewhere they are skipped and counted. Not for:
-tokens between processes of one user (`test_link_security.py`), or costs of admitted peers (`test_hostile_peers.py`).
+The tests need root, because a child process becomes another user. Without root, they are skipped. Not for: tokens
+between processes of one user (`test_link_security.py`), or costs of admitted peers (`test_hostile_peers.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start p
 
 NOBODY, SOMEBODY = 65534, 12345  # the user that stands for all unmapped ones, and an ordinary user
 TOKEN = "a token that both users know"  # noqa: S105
-SETTINGS = ("link.?token", "link.?accept.?remote")  # what would admit the peer, however it is written
+SETTINGS = ("link.?token", "link.?accept.?remote")  # options that would admit the peer, in any spelling
 
 
 def as_user(ends: Ends, user: int, cluster: int = 3, **given: Any) -> Peer:
@@ -51,7 +51,7 @@ def as_user(ends: Ends, user: int, cluster: int = 3, **given: Any) -> Peer:
 
 @contextmanager
 def running(user: int, *command: str) -> Iterator[subprocess.Popen[str]]:
-    """`other_user` with one of its commands; ends with its input."""
+    """Run a command of `other_user`. The process ends at the end of its input."""
     arguments = [sys.executable, other_user.__file__, str(user), *command]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as made:  # noqa: S603
         try:
@@ -62,7 +62,7 @@ def running(user: int, *command: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def heard(process: subprocess.Popen[str]) -> Any:
-    """The next line of `other_user`."""
+    """Return the next line of `other_user`."""
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line, f"the process ended with {process.wait(10)}"
@@ -70,7 +70,7 @@ def heard(process: subprocess.Popen[str]) -> Any:
 
 
 def uses(near: Any, far: Peer, seed: int = 1) -> None:
-    """Bytes get across a link."""
+    """Check that bytes are transferred over a link."""
     far.allocate("f", 4, 5000, 2, blocks=True, keys=[by_blocks(0)], seed=seed)
     near.allocate("n", 4, 5000, 2, blocks=True)
     near.pull_blocks(by_blocks(far.cluster), "n", range(4), range(4))
@@ -111,7 +111,7 @@ def test_another_user_is_refused_without_a_token(ends: Ends, user: int, transpor
 
 
 def test_a_refused_user_does_not_keep_the_owner_out(ends: Ends) -> None:
-    """A stranger that tries first, under the same cluster id, changes nothing for the real peer."""
+    """Another user that links first, with the same cluster id, does not keep the real peer from linking."""
     far = ends.peer()
     stranger = as_user(ends, NOBODY, 1)
     assert stranger.link_clusters([far.at])[1] == [LINK_FAILED]
@@ -124,7 +124,7 @@ def test_a_refused_user_does_not_keep_the_owner_out(ends: Ends) -> None:
 
 @pytest.mark.parametrize("user", [NOBODY, SOMEBODY])
 def test_greetings_of_another_user_are_refused(ends: Ends, user: int) -> None:
-    """A client that shares no code with the engine fares no better, and hears what the listener's log says."""
+    """A client that shares no code with the engine is refused too, with the reason that the listener logs."""
     far = ends.adopt(Peer()).open(options(accessible=True))
     far.spoiled = True
     names = local_names(far.pid())
@@ -170,7 +170,7 @@ def test_another_user_is_admitted_where_everybody_is(ends: Ends, transport: str)
 @pytest.mark.parametrize("transport", ["auto", "tcp", "shm"])
 @pytest.mark.parametrize("user", [0, NOBODY, SOMEBODY])
 def test_processes_of_one_user_need_no_token(ends: Ends, user: int, transport: str) -> None:
-    """Also over TCP: they meet at the local socket first. NOBODY is a user here, because all users are mapped."""
+    """Also over TCP, because they meet at the local socket first. NOBODY is a normal user if all users are mapped."""
     mapped = [int(number) for number in Path("/proc/self/uid_map").read_text().split()]
     if user == NOBODY and mapped != [0, 0, 2**32 - 1]:
         pytest.skip(f"user {NOBODY} stands for others here: /proc/self/uid_map has {mapped}")
@@ -187,7 +187,7 @@ def test_processes_of_one_user_need_no_token(ends: Ends, user: int, transport: s
 
 @pytest.mark.parametrize("user", [0, SOMEBODY], ids=["forwarder of the same user", "forwarder of another user"])
 def test_a_forwarder_on_the_loopback_admits_nobody(ends: Ends, user: int) -> None:
-    """Whoever comes through it looks local to the listener."""
+    """To the listener, a connection through the forwarder looks local."""
     far = ends.peer(options(accessible=True))
     with running(user, "forward", far.address) as process:
         at = heard(process)

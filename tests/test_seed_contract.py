@@ -1,4 +1,4 @@
-"""What the founding documents promise (python-api.md §19), proved from their words, where no other test does it.
+"""Statements of the founding documents (contract §19) that no other test proves.
 
 `test_seeds.py` says which statement of which page each test is for. Not for: every wrong argument
 (`test_bad_input.py`).
@@ -77,7 +77,7 @@ def test_sync_kv_timeout_ends_the_wait_of_a_copy(start: Callable[..., LLMDataDis
 
 
 def waits_behind_another(call: Callable[[], object]) -> None:
-    """Two threads make a call of many milliseconds over the same rows until one has ended with the limit of 20 ms."""
+    """Two threads repeat a call of many milliseconds over the same rows, until one exceeds the limit of 20 ms."""
     ended, until = threading.Event(), time.monotonic() + 60
 
     def again(_: int) -> None:
@@ -174,7 +174,7 @@ def test_a_slot_is_cut_into_blocks(pair: Pair) -> None:
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 @pytest.mark.parametrize("blocks", [False, True], ids=["pull_cache", "pull_blocks"])
 def test_a_transfer_and_pulls_on_one_link(ends: Ends, blocks: bool, transport: str) -> None:
-    """Pulls and a transfer over one link: each gives whole rows, whatever comes first."""
+    """Pulls and a transfer over one link: no row is mixed, whichever is first."""
     pair = Pair(CACHE_MANAGER, ends, pool=16 << 20, llm__LinkTransport=transport)
     near, far = pair.near, pair.far
     rows, row_bytes, tensors = 2, 64 << 10, 12
@@ -208,7 +208,7 @@ def test_a_transfer_and_pulls_on_one_link(ends: Ends, blocks: bool, transport: s
 
 @pytest.mark.contract("19.transfer-concurrency")
 def test_transfers_at_once(pair: Pair) -> None:
-    """Several tasks over one link, from several threads, end whole."""
+    """Several tasks over one link, from several threads, end without mixed rows."""
     tasks, layers = 6, 4
     sources = []
     for number in range(tasks):
@@ -256,7 +256,7 @@ def test_one_device_alone(mode: str) -> None:
         manager = "cache_manager" if mode == CACHE_MANAGER else "kv_cache_manager"
         with pytest.raises(RuntimeError, match="not initialized"):
             getattr(dist, manager)
-        # With one of them there is an engine, and a manager that transfers.
+        # With one device, there is an engine, and a manager that transfers.
         dist.init({**given, "ge.exec.deviceId": "1"})
         assert callable(getattr(dist, manager).transfer_cache_async)
     finally:
@@ -265,7 +265,7 @@ def test_one_device_alone(mode: str) -> None:
 
 @pytest.mark.contract("19.transfer-cache-async")
 def test_addresses_that_are_no_cache_of_the_destination(pair: Pair) -> None:
-    """Never written to: unknown addresses, and caches that are too small, are LLM_PARAM_INVALID (§9.2)."""
+    """Unknown addresses and caches that are too small are LLM_PARAM_INVALID, and are never written (§9.2)."""
     src, addrs = pair.caches()
     other = UserTensors(4, 256, 4)
     pair.allocate(pair.far, "small", 4, 256, 1, seed=3)

@@ -1,8 +1,8 @@
-"""The example code of the founding documents, run as written, and what they say about results and limits.
+"""The examples of the founding documents, run as written, and their statements about results and limits.
 
-Reads `../shared/seeds` beside the repository; where that folder is absent the tests are skipped and say so. Only the
-names that the examples take for granted (`cache_manager`, `cpu_addrs`, ...) are provided. Not for: the examples of the
-two C++ pages, which the tests of the C++ interface complete to programs (`CPLUSPLUS` names what proves them).
+Reads `../shared/seeds` beside the repository. If that folder is absent, the tests are skipped. Only the names that the
+examples presuppose (`cache_manager`, `cpu_addrs`, ...) are provided. Not for: the examples of the two C++ pages, which
+the tests of the C++ interface complete to programs (`CPLUSPLUS` names these tests).
 
 `STATEMENTS` lists, page by page, every statement of the sections "returns" and "constraints" with the tests that prove
 it.
@@ -183,16 +183,16 @@ def test_pool_options_start_an_engine(start: Callable[..., LLMDataDist], name: s
     manager.copy_cache(cache, cache, 1, 0)
 
 
-# What has to be repaired before Python can run the example at all: each is there exactly once.
+# Corrections without which Python cannot run the example. Each text occurs exactly once.
 REPAIRS = (
-    ("assert(len(decoder_addrs) = 2*num_layers)", "assert(len(decoder_addrs) == 2*num_layers)"),  # no Python
+    ("assert(len(decoder_addrs) = 2*num_layers)", "assert(len(decoder_addrs) == 2*num_layers)"),  # not valid Python
     ("decoder_addrs = ...\n", "decoder_addrs = decoder_kv_addrs\n"),  # "need register decoder kv addr here"
 )
 LAYERS = 40
 
 
 def transfer_example() -> str:
-    """The example with its repairs."""
+    """The example with its corrections."""
     text = EXAMPLES["transfer_cache_async.md:transfer_cache_async"]
     for written, repaired in REPAIRS:
         assert text.count(written) == 1, written

@@ -1,4 +1,4 @@
-"""`stats()`: every field of a real answer is documented and typed, and the numbers of one kind of call fit each other.
+"""`stats()`: every field of a real result is documented and typed, and the numbers of one kind of call are consistent.
 
 Not for: the page of the documentation (`tools/docs/stats.py`).
 """
@@ -20,7 +20,7 @@ CLASSES = [Stats, PoolStats, TableStats, OpStats, SwapInStats, LinkStats]
 
 
 def compare(value: Any, kind: Any, place: str, seen: set[str]) -> None:
-    """`value` is what `kind` says, field for field."""
+    """Check that `value` has the type `kind`, field by field."""
     if kind in CLASSES:
         assert sorted(value) == sorted(kind.__annotations__), place
         seen.add(kind.__name__)
@@ -66,10 +66,10 @@ def test_percentiles_are_never_above_the_longest_call(dist: LLMDataDist) -> None
         assert len(op["buckets"]) == 40
         assert sum(op["buckets"]) == op["calls"], name
         if op["calls"]:
-            # The longest call lies in the last bucket that has one.
+            # The longest call is in the last bucket that is not empty.
             last = max(at for at, count in enumerate(op["buckets"]) if count)
             assert op["max_nanos"].bit_length() == last, name
-    # One call alone: each percentile is that call.
+    # With one call, each percentile is the time of that call.
     assert stats["ops"]["allocate"]["p50_nanos"] == stats["ops"]["allocate"]["max_nanos"]
 
 

@@ -1,6 +1,6 @@
-"""The package in a subinterpreter: refused there, and the main interpreter goes on as before.
+"""The package in a subinterpreter: the import is refused there, and the main interpreter is not affected.
 
-Each test is a process of its own, because a broken import cannot be undone.
+Each test runs in its own process, because a failed import cannot be undone.
 """
 
 from __future__ import annotations

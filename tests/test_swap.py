@@ -39,7 +39,7 @@ MAPPINGS: list[Any] = [
 
 
 def swapped(to: list[np.ndarray], source: list[np.ndarray], moves: Any) -> list[np.ndarray]:
-    """The pairs moved one after the other."""
+    """Copy the pairs one after the other with numpy."""
     after = [tensor.copy() for tensor in to]
     for left, right in moves:
         for target, origin in zip(after, source):
@@ -49,7 +49,7 @@ def swapped(to: list[np.ndarray], source: list[np.ndarray], moves: Any) -> list[
 
 @pytest.fixture(params=PATHS)
 def forced(request: pytest.FixtureRequest, start: Callable[..., Any]) -> Any:
-    """A manager whose swap-in takes the named path."""
+    """A manager whose swap-ins use the named path."""
     return start(options(llm__SwapInPath=request.param)).cache_manager
 
 
@@ -131,7 +131,7 @@ class Ends:
 
 
 def pairs(last: tuple[int, int], dtype: type) -> np.ndarray:
-    """An array whose last pair leaves the caches; for dictionaries see `test_bad_input.py`."""
+    """An array whose last pair is outside the caches; for dictionaries see `test_bad_input.py`."""
     return np.array([(0, 0), last], dtype=dtype)
 
 

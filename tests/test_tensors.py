@@ -57,7 +57,7 @@ def test_numbers(kind: DataType) -> None:
 
 
 def test_brain_floats() -> None:
-    """The upstream test's fact: the bits of 1.875 as a half are those of 1.0 as a brain float."""
+    """As in a test of the original: the bits of float16 1.875 are those of bfloat16 1.0."""
     tensor = Tensor(np.array([1.875], dtype=np.float16), TensorDesc(DataType.DT_BF16, [1]))
     for copy in (False, True):
         wide = tensor.numpy(copy)
@@ -179,7 +179,7 @@ else:
 
 
 def test_torch_dtypes_give_torch_tensors() -> None:
-    """Without torch: a stand-in for its dtypes and its `from_dlpack`. With it: `test_with_torch`."""
+    """Uses a substitute for the dtypes and for `from_dlpack` of torch. `test_with_torch` uses torch itself."""
     done = in_fresh_process(FAKE)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -27,7 +27,7 @@ GONE = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 
 
 def at_once(*works: Callable[[], Any]) -> list[Any]:
-    """Run every work in a thread of its own, all at once; their results."""
+    """Run every function in its own thread, all at once, and return the results."""
     return together(len(works), lambda number: works[number]())
 
 
@@ -43,7 +43,7 @@ def attempt(call: Callable[[], Any], allowed: LLMStatusCode) -> Any:
 
 @pytest.fixture(params=["auto", "direct", "ring"])
 def manager(request: pytest.FixtureRequest, start: Callable[..., Any]) -> Any:
-    """A manager with 8 MiB pools, for each way of swapping in."""
+    """A manager with 8 MiB pools, for each path of swap-ins."""
     # The default limit of 1 s is short for many threads on a busy machine.
     given = {"llm__SwapInPath": request.param, "llm__SyncKvCacheWaitTime": "60000"}
     return start(options(pool(8 << 20), pool(8 << 20), **given)).cache_manager
@@ -122,7 +122,7 @@ def test_release_races_free_once(start: Callable[..., Any]) -> None:
 
 
 def test_deallocation_during_copies_and_swaps(manager: Any) -> None:
-    """Calls succeed or fail with one code, and no byte of them arrives in the next cache at that memory."""
+    """Calls succeed or fail with one code, and never write to a later cache at the same memory."""
     user = UserTensors(32, 20_000, 2, 1)
     original = user.snapshot()
     everything = {block: block for block in range(32)}

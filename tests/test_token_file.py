@@ -1,4 +1,4 @@
-"""The token in a file: the option, the variable, which of the sources counts, and that nothing shows the token.
+"""The token in a file: the option, the variable, the precedence of sources, and that the token is never shown.
 
 Not for: which files are refused (`token_file.rs` of the core's tests), or what a token protects
 (`test_link_security.py`).
@@ -55,7 +55,7 @@ def test_a_token_from_a_file_is_the_same_token(tmp_path: Path) -> None:
         text = ends.peer(linked_options(llm__LinkToken=TOKEN))
         file = ends.adopt(Peer(environment={"LLM_DATADIST_TOKEN_FILE": path})).open(cluster=3)
         other = ends.adopt(Peer(environment={"LLM_DATADIST_TOKEN_FILE": wrong})).open(cluster=4)
-        # The option outranks both variables.
+        # The option has precedence over both variables.
         both = {"LLM_DATADIST_TOKEN_FILE": wrong, "LLM_DATADIST_TOKEN": OTHER}
         option = ends.adopt(Peer(environment=both)).open(linked_options(llm__LinkTokenFile=path), cluster=5)
         variable = ends.adopt(Peer(environment={"LLM_DATADIST_TOKEN": TOKEN})).open(cluster=6)
@@ -100,7 +100,7 @@ FILE, VARIABLE = "LLM_DATADIST_TOKEN_FILE", "LLM_DATADIST_TOKEN"
         ({}, {FILE: "none"}, "cannot be opened"),
         ({}, {FILE: "", VARIABLE: TOKEN}, "started"),
         ({}, {FILE: "good", VARIABLE: ""}, "started"),
-        # What a variable says does not matter where an option gives the token.
+        # The variables are ignored if an option gives the token.
         ({"LinkToken": TOKEN}, {FILE: "none"}, "started"),
         ({"LinkToken": TOKEN}, {FILE: "none", VARIABLE: "short"}, "started"),
         ({"LinkTokenFile": "good"}, {VARIABLE: "short"}, "started"),

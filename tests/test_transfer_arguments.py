@@ -1,7 +1,7 @@
-"""Every argument of pulls and pushes, given wrongly, and which of two mistakes is named first.
+"""Wrong values for every argument of pulls and pushes, and which of two mistakes is reported.
 
-No peer is needed: whatever passes all checks fails for want of a link. Each table lists one mistake a row, in the order
-of the contract (contract §7.12 to §7.17); of every two rows the first must be reported. Not for: what moves.
+No peer is needed: a call that passes all checks fails with NOT_YET_LINK. Each row of a table is one mistake, in the
+order of the contract (contract §7.12 to §7.17). With any two rows, the first must be reported. Not for: bytes.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Bench:
         }
 
     def call(self, name: str, **given: Any) -> Callable[[], Any]:
-        """The call `name` with its good arguments, but for those given."""
+        """Make the call `name` with valid arguments, except those given."""
         return lambda: getattr(self.manager, name)(**{**self.good[name], **given})
 
     def check(self, name: str, rows: list[Row]) -> None:
-        """Every row alone, and every two rows together: the first is reported. Nothing ever moves."""
+        """Make the call with every row alone, and with every two rows: the first is reported, and no byte is copied."""
         fails(self.call(name), NOT_LINKED)
         check(getattr(self.manager, name), self.good[name], rows)
 
@@ -205,7 +205,7 @@ def test_pull_blocks_of_a_slot(bench: Bench) -> None:
         wrong = {**slot, "src_cache_key": key, "src_layer_range": 5}
         fails(bench.call("pull_blocks", **wrong), LE, text, key)
         fails(bench.call("pull_blocks", **{**wrong, "src_blocks": [1]}), LE, "src_blocks", key)
-    # A key that is missing is one of the others, and missed only when it is read.
+    # A key of `None` counts as one of the other kinds, and raises only when it is read.
     fails(bench.call("pull_blocks", src_cache_key=None), LE, "src_blocks", "src_blocks first")
     with raising(AE):
         bench.call("pull_blocks", **{**slot, "src_cache_key": None})()
@@ -229,7 +229,7 @@ def test_unknown_keywords_of_a_pull_are_ignored(bench: Bench) -> None:
 def test_an_empty_range_of_a_pull_is_all_layers(bench: Bench, empty: Any) -> None:
     for name in ("pull_cache", "pull_blocks"):
         with raising(NOT_LINKED):
-            # Three tensors a layer divide four tensors only if no range counts.
+            # Three tensors per layer do not divide four tensors, which matters only with a range.
             bench.call(name, src_layer_range=empty, dst_layer_range=empty, tensor_num_per_layer=3)()
 
 

@@ -1,4 +1,4 @@
-"""Results of layer-wise transfers in both modes: while a layer is waited for, and after one failed."""
+"""Results of layer-wise transfers in both modes: while the transfer waits for a layer, and after a layer failed."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def test_polling_and_waiting_with_limits(pair: Pair) -> None:
         assert task.get_results(*limits) == [SUCCESS] * 3
         assert type(task.get_results()) is list
     assert gate.asked == [0, 1], "every layer is asked for once"
-    # The first writes its slot 1 to the start of each tensor, the others their slot 2, each in its own time.
+    # The first config sends slot 1 to the start of each tensor; the others send slot 2. All are independent.
     one, two = sent({0: 1}), sent({0: 2})
     for read, first, second in zip(pair.far.read("f"), one, two):
         assert np.array_equal(read, first) or np.array_equal(read, second)
 
 
 def raises(_: int) -> bool:
-    """A synchronizer with a mistake."""
+    """A synchronizer that raises."""
     raise ZeroDivisionError("the model broke")
 
 

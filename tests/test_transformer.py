@@ -1,6 +1,6 @@
-"""The command `examples/transformer`: what it shows, and what makes it fail.
+"""The command `examples/transformer`: its output, and the conditions under which it fails.
 
-Not for: the transfer itself (`test_layerwise.py`), or how fast it is (the command prints it, nothing here asserts it).
+Not for: the transfer itself (`test_layerwise.py`), or its speed (the command prints it; no test asserts it).
 """
 
 import os
@@ -29,7 +29,7 @@ def run(*arguments, **variables):
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_the_command_shows_what_it_claims(transport):
-    """`--prove` makes the order of events certain: unless a layer arrives before compute ends, the command fails."""
+    """With `--prove`, the command fails unless a layer arrives before compute ends."""
     done = run(str(EXAMPLE), "--small", "--prove", "--transport", transport)
     assert (done.returncode, done.stderr) == (0, "")
     shape = Shape(layers=6, hidden=64, heads=4, kv_heads=2, inner=160, vocabulary=96, tokens=160)
@@ -53,7 +53,7 @@ def test_the_command_shows_what_it_claims(transport):
 
 
 def run_patched(patch, *arguments, **variables):
-    """The command with the lines of `patch` run before it, after `import generation`."""
+    """Run the command with the lines of `patch` inserted after `import generation`."""
     start = f"import runpy, sys\nsys.path.insert(0, {str(EXAMPLE)!r})\nimport generation\n"
     end = f"\nsys.argv = {['transformer', *arguments]!r}\nrunpy.run_path({str(EXAMPLE)!r}, run_name='__main__')\n"
     return run("-c", start + textwrap.dedent(patch) + end, **variables)
@@ -69,7 +69,7 @@ def test_the_command_fails_on_one_wrong_bit_of_one_logit():
         return made
     generation.in_one_process = wrong
     """
-    # This program loads numpy before the command can limit it to one thread, and two sum in another order.
+    # This program loads numpy before the command can limit it to one thread. Two threads sum in another order.
     done = run_patched(patch, "--small", **ONE_THREAD)
     assert done.returncode == 1, done.stderr
     assert done.stdout.count("DIFFERENT: request 4: logits of new token 2") == 2
@@ -78,7 +78,7 @@ def test_the_command_fails_on_one_wrong_bit_of_one_logit():
 @pytest.mark.parametrize("delay", [0, 0.6])
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
 def test_the_command_ends_when_a_process_dies(victim, delay):
-    """Killed at its start, or about when it is linked and works."""
+    """A process is killed at its start, or at about the time when it is linked and working."""
     patch = f"""
     import multiprocessing.connection, time
     generation.in_one_process = lambda work: generation.Generation(work.requests)  # not needed here

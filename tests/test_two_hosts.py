@@ -1,7 +1,7 @@
-"""Two hosts: peers in network namespaces of their own, with a cable between them that can be pulled.
+"""Two hosts: peers in separate network namespaces, with a virtual cable between them that can be disconnected.
 
-Needs root and the `ip`, `unshare` and `nsenter` programs; skipped, and counted as skipped, elsewhere. Not for: anything
-one host can show.
+Needs root and the programs `ip`, `unshare` and `nsenter`; without them, the tests are skipped. Not for: behaviour that
+can be tested on one host.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ pytestmark = pytest.mark.skipif(not _possible(), reason="this machine allows no 
 
 
 class Hosts:
-    """Two processes, each in its own network namespace, and a cable."""
+    """Two processes, each in its own network namespace, and a virtual cable."""
 
     def __init__(self, ends: Ends) -> None:
         self.ends = [ends.adopt(Peer("unshare", "--net")) for _ in ADDRESSES]
         for end in self.ends:
-            end.pid()  # it is there, in its namespace
+            end.pid()  # waits until it runs in its namespace
         self._in(0, "link", "add", "cable", "type", "veth", "peer", "name", "other")
         self._in(0, "link", "set", "other", "netns", str(self.ends[1].process.pid))
         for number, name in enumerate(("cable", "other")):
@@ -72,7 +72,7 @@ class Hosts:
         assert _run("nsenter", "-t", str(self.ends[number].process.pid), "-n", "ip", *command), command
 
     def plug(self, up: bool) -> None:
-        """Pull the cable out, or put it in."""
+        """Connect or disconnect the cable."""
         self._in(0, "link", "set", "cable", "up" if up else "down")
 
     def open(self, *given: dict[str, Any]) -> tuple[Peer, Peer]:
@@ -150,7 +150,7 @@ def test_a_pulled_cable(hosts: Hosts) -> None:
 
 @pytest.mark.parametrize("numbered", [False, True])
 def test_a_rank_table_of_two_servers(hosts: Hosts, numbered: bool) -> None:
-    """Servers have addresses, or, as containers, numbers that `llm.RankHosts` maps to addresses."""
+    """Servers have addresses, or, in containers, numbers that `llm.RankHosts` maps to addresses."""
     ports = free_ports()
     given = {"llm__LinkToken": TOKEN, "llm__RankPort": ports}
     if numbered:

@@ -1,4 +1,4 @@
-"""Every option with values of odd types and sizes: only the documented exceptions, and the engine still opens.
+"""Every option with values of unusual types and sizes: only documented exceptions, and the engine still opens.
 
 Not for: which of the exceptions each of them gets (`test_config.py`, `test_lifecycle.py`).
 """
@@ -23,7 +23,7 @@ class Text(str):
 
 
 class Number(int):
-    """An integer of another class."""
+    """A subclass of `int`."""
 
 
 NESTED: list[Any] = []
@@ -51,19 +51,19 @@ KEYS += ["ge.flowGraphMemMaxSize"]
 
 
 def small(mode: str) -> dict[str, Any]:
-    """Options of an engine that opens in no time."""
+    """Options of an engine that opens fast."""
     return {"llm.EnableCacheManager": mode, "ge.flowGraphMemMaxSize": "1048576", "ge.exec.deviceId": "0"}
 
 
 def survive(call: Callable[[], Any], place: Any) -> bool:
-    """Whether the call succeeded; if not, its exception is one that the contract documents and its text is short."""
+    """Return whether the call succeeded. Otherwise check that its exception is documented and its text is short."""
     try:
         call()
     except (LLMException, TypeError, ValueError) as error:
         raised = error
     else:
         return True
-    # A valid address may be one that the engine cannot listen at.
+    # The engine may be unable to listen at a valid address.
     argument = getattr(raised, "status_code", INVALID) is INVALID or "listen" in str(raised)
     assert argument and not isinstance(raised, UnicodeDecodeError), (place, raised)  # noqa: PT018
     assert len(str(raised)) < 5000, place
@@ -95,7 +95,7 @@ def test_init_takes_an_option_or_raises_what_is_documented(start: Any, key: str,
 
 @pytest.mark.parametrize("text", DEEP_JSON, ids=range(len(DEEP_JSON)))
 def test_deep_json_is_an_argument_without_meaning(start: Any, text: str) -> None:
-    """Where `init` reads it, `LLM_PARAM_INVALID`; where a setter does, the error of malformed JSON."""
+    """`init` raises `LLM_PARAM_INVALID`; a setter raises the error of malformed JSON."""
     deep = "nested deeper than 64 levels"
     for key, mode in [("MemPoolConfig", "1"), ("HostMemPoolConfig", "1"), ("RankHosts", "1"), ("ClusterInfo", "0")]:
         given = {**small(mode), f"llm.{key}": text}

@@ -260,7 +260,7 @@ def test_text_that_is_no_address(text: str) -> None:
     assert repr(text) in str(caught.value)
     info = LLMClusterInfo()
     if text == "::1":
-        return  # no IPv4 address, but one of a peer: tests/test_config_links.py
+        return  # an IPv6 address is valid here: tests/test_config_links.py
     with pytest.raises(RuntimeError):
         info.append_local_ip_info(text, 1)
     assert list(info.local_ip_info_list) == []
@@ -274,7 +274,7 @@ def test_cpu_cache_handle() -> None:
     assert made.tensor_addrs == [4096, 8192]
     assert made.cache_desc is HOST_DESC
     assert str(made) == repr(made) == "Cache(cache_id = -1, device_tensor_addrs = 2, is_blocks_cache = True)"
-    # Its checks are in the stated order.
+    # The checks are made in the documented order.
     device = CacheDesc(2, [3, 4], FP16)
     with raising(TE):
         Cache.create_cpu_cache(device, (1,))
@@ -291,7 +291,7 @@ def test_a_cache_made_by_hand_names_what_its_attributes_say(manager: Any) -> Non
     assert repr(twin) == f"Cache(cache_id = {blocks.cache_id}, device_tensor_addrs = 2, is_blocks_cache = True)"
     manager.copy_blocks(twin, {0: [3]})
     assert array[3].tolist() == [1] * 100
-    # Its kind is what it was made with, and a cache of another manager names nothing here.
+    # The kind of a handle is that of its constructor. A cache of another manager does not exist here.
     with pytest.raises(LLMException, match="continuous"):
         manager.copy_blocks(Cache(blocks.cache_id, desc, [], manager, False, False), {0: [3]})
     stranger = Cache(blocks.cache_id, desc, [], type(manager)(None, {}), False, True)
@@ -337,7 +337,7 @@ def test_descriptors_and_keys_can_be_copied_and_pickled(value: Any) -> None:
 
 
 class Shy(int):
-    """An integer without a text."""
+    """An integer whose `repr` raises."""
 
     def __str__(self) -> str:
         raise KeyError("no text")
@@ -347,7 +347,7 @@ class Shy(int):
 
 def test_texts_of_errors_are_short_and_quiet(capfd: Any) -> None:
     class Long(int):
-        """An integer with a long text."""
+        """An integer with a long `repr`."""
 
         def __str__(self) -> str:
             return "9" * 10**6

@@ -156,7 +156,7 @@ def test_any_version_may_be_asked_for(manager: Any, version: tuple[int, int] | N
 
 @pytest.mark.parametrize("through", ["view", "numpy", "dlpack", "capsule"])
 def test_the_last_view_unmaps_its_pool_without_stopping_other_threads(start: Callable[..., Any], through: str) -> None:
-    """On a busy machine the other thread may get no core meanwhile. With the interpreter held it never gets one."""
+    """On a busy machine, the other thread may get no core meanwhile. While the GIL is held, it never gets one."""
     tries = [unmapped(start, through)]
     while len(tries) < 10 and not any(longest < max(0.02, whole * 0.8) for longest, whole in tries):
         tries.append(unmapped(start, through))
@@ -164,7 +164,7 @@ def test_the_last_view_unmaps_its_pool_without_stopping_other_threads(start: Cal
 
 
 def unmapped(start: Callable[..., Any], through: str) -> tuple[float, float]:
-    """Seconds that another thread went without the interpreter while a pool was unmapped, and all that it took."""
+    """Return the longest time that another thread waited for the GIL while a pool was unmapped, and the whole time."""
     size = 512 << 20
     dist = start(options(pool(size), None))
     held = hold(dist.cache_manager.tensor_views(dist.cache_manager.allocate_cache(desc(1, size, 1)))[0], through)
@@ -201,7 +201,7 @@ def test_the_deleter_of_a_capsule_may_run_without_the_interpreter(manager: Any) 
     rename.argtypes = [ctypes.py_object, ctypes.c_char_p]
     taken = ctypes.create_string_buffer(b"used_dltensor")
     assert rename(capsule, ctypes.cast(taken, ctypes.c_char_p)) == 0
-    # DLManagedTensor: the tensor's 48 bytes, a context, the deleter. ctypes calls it with the interpreter released.
+    # DLManagedTensor: the 48 bytes of the tensor, a context, the deleter. ctypes calls the deleter without the GIL.
     deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(ctypes.c_uint64.from_address(managed + 56).value)
     deleter(managed)
     assert used(manager)["device"] == 0

@@ -1,7 +1,7 @@
 """Two linked ends, with the cache manager or with the KvCacheManager, and layer-wise transfers between them.
 
-The near end (cluster 1, this process) sends, the far one (cluster 2, a process of its own) receives. Not for: judging
-results (that is the tests').
+The local end (cluster 1, this process) sends. The remote end (cluster 2, its own process) receives. Not for: checking
+results (the tests do that).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Pair:
         self.far = self.receiver(2, settings)
 
     def receiver(self, cluster: int, settings: dict[str, str] | None = None) -> Peer:
-        """Another far end, linked; in the mode of the KvCacheManager it is the decoder that links."""
+        """Start and link another remote end. In KvCacheManager mode, the decoder makes the link."""
         if self.mode == CACHE_MANAGER:
             far = self.ends.peer(cluster=cluster)
             result = self.near.link_clusters([far.at])
@@ -58,12 +58,12 @@ class Pair:
         return LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
 
     def allocate(self, end: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Allocate at either end; the handle where it is the near one."""
+        """Allocate a cache at either end. Return its handle if it is the local end."""
         end.allocate(name, *args, **kwargs)
         return end.held[name].handle if end is self.near else None
 
     def caches(self, rows: int = 4, row_bytes: int = 256, tensors: int = 4, **kwargs: Any) -> tuple[Any, list[int]]:
-        """Equal caches `n`, of pattern 1, and `f`, of pattern 2; the near handle and the far addresses."""
+        """Make caches: `n` here (pattern 1), `f` there (pattern 2). Return the handle and the addresses of `f`."""
         handle = self.allocate(self.near, "n", rows, row_bytes, tensors, seed=1, **kwargs)
         self.allocate(self.far, "f", rows, row_bytes, tensors, seed=2, **kwargs)
         return handle, self.far.addresses("f")
@@ -77,7 +77,7 @@ def config(*args: Any, **kwargs: Any) -> Any:
 
 
 def synchronizer(call: Callable[[int], Any] = lambda _: True) -> Any:
-    """A user's `LayerSynchronizer` that asks `call(layer_index)`."""
+    """A `LayerSynchronizer` that returns `call(layer_index)`."""
 
     class Asking(llm_datadist.LayerSynchronizer):
         def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
@@ -88,7 +88,7 @@ def synchronizer(call: Callable[[int], Any] = lambda _: True) -> Any:
 
 
 class Gate:
-    """A synchronizer's layers, each of which waits until it is opened; notes which were asked for."""
+    """Records the layers that were asked for, and makes each call wait until its layer is opened."""
 
     def __init__(self, layers: int) -> None:
         self.asked: list[int] = []
@@ -99,13 +99,13 @@ class Gate:
         return self._open[layer].wait(LIMIT)
 
     def open(self, *layers: int) -> None:
-        """Let these layers go; without any, all."""
+        """Open these layers; without arguments, all layers."""
         for layer in layers or range(len(self._open)):
             self._open[layer].set()
 
 
 def sent(rows: dict[int, int], tensors: int = 4, count: int = 4, row_bytes: int = 256) -> list[np.ndarray]:
-    """What `f` holds after row `source` of `n` went to row `target`, for every `target: source`."""
+    """Return the bytes of `f` after row `source` of `n` was sent to row `target`, for every `target: source`."""
     source, target = pattern(1, tensors, count, row_bytes), pattern(2, tensors, count, row_bytes)
     for to, origin in rows.items():
         for left, right in zip(target, source):

@@ -1,7 +1,8 @@
-"""Ours beside the peers: ``make bench-peers``, or ``.venv-peers/bin/python benches/peers [--quick] [--only many]``.
+"""Compares ours with other systems: ``make bench-peers``, or ``.venv-peers/bin/python benches/peers [--quick]``.
 
-Runs every group of ``groups``, each part in a process of its own with a time limit, and writes ``peers.json``,
-``peers.md`` and a picture. A run of some groups keeps the rows of the others. Not for: measuring (the groups).
+Runs every group of ``groups``, each part in its own process with a time limit, and writes ``peers.json``, ``peers.md``
+and a picture. A run of some groups keeps the rows of the others. In this folder, a *peer* is another system, and the
+*limit* is a hand-written copy loop. Not for: measuring (the groups).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Found = Union[Row, Extra]
 
 
 def main() -> None:
-    """Read the options and run what they ask for."""
+    """Read the options, and measure and render accordingly."""
     options = parsed()
     if options.part:
         group, part, record = options.part
@@ -62,7 +63,7 @@ def main() -> None:
 
 
 def parsed() -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     names = [group.name for group in GROUPS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few sizes and rounds: minutes instead of tens of them")
@@ -86,7 +87,7 @@ def parsed() -> argparse.Namespace:
 
 
 def all_groups(options: argparse.Namespace, file: Path) -> None:
-    """Measure the groups that were asked for, and write the file after each: what is cut short leaves some."""
+    """Measure the requested groups. Write the file after each, so that an interrupted run keeps the earlier ones."""
     document, rows = read(file) if file.exists() else ({"groups": {}, "extra": {}}, [])
     document["environment"] = environment.described()
     wanted = [group for group in GROUPS if group.name in options.only.split(",")]
@@ -115,23 +116,23 @@ def all_groups(options: argparse.Namespace, file: Path) -> None:
 
 
 def rounds_of(options: argparse.Namespace, group: Group) -> int:
-    """As asked for, or as many as the group is worth."""
+    """The requested number of rounds, or the default of the group."""
     return int(options.rounds or (QUICK_ROUNDS if options.quick else group.rounds))
 
 
 def announce(times: list[tuple[str, float]]) -> None:
-    """How long it will take about, with all peers here."""
+    """Print the approximate duration with all peers installed."""
     for name, seconds in (*times, ("all", sum(seconds for _, seconds in times))):
         print(f"{name:10} about {seconds / 60:4.1f} min", flush=True)
 
 
 def order(group: str) -> int:
-    """Where a group stands in the file."""
+    """The position of a group in the file."""
     return [known.name for known in GROUPS].index(group)
 
 
 def whole_group(group: Group, ask: Ask, words: list[str]) -> Iterator[Found]:
-    """Every part of a group, in turn; or of all there are in a full run those that have one of the words."""
+    """Run every part of a group in turn. With `words`, run the parts of a full run whose name has one of them."""
     try:
         listed = importlib.import_module(group.module).parts
         known = listed(dataclasses.replace(ask, quick=ask.quick and not words))
@@ -145,7 +146,7 @@ def whole_group(group: Group, ask: Ask, words: list[str]) -> Iterator[Found]:
 
 
 def whole_part(group: Group, part: str, ask: Ask) -> Iterator[Found]:
-    """One part; again without a peer that took the process down."""
+    """Run one part. If a peer ends the process, run the part again without this peer."""
     for _ in range(TRIES):
         with tempfile.TemporaryDirectory(prefix="peers-") as folder:
             record = Path(folder) / "record"
@@ -167,12 +168,12 @@ def whole_part(group: Group, part: str, ask: Ask) -> Iterator[Found]:
 
 
 def in_process(group: Group, part: str, record: Path, ask: Ask) -> Optional[str]:
-    """Run one part in a process of its own; what went wrong, or None."""
+    """Run one part in its own process. Return the failure as text, or None."""
     limit = group.quick_s if ask.quick else group.limit_s
     log = Path(ask.folder) / "log"
     words = [sys.executable, str(Path(__file__).parent), "--part", group.name, part, str(record), "--ask", ask.text()]
     with log.open("w") as out:
-        # A session of its own, so that whatever it started can be ended with it.
+        # The part gets its own session, so that `end` can kill its child processes too.
         process = subprocess.Popen(  # noqa: S603  (this program)
             words, env=environment.variables(), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -195,34 +196,34 @@ def in_process(group: Group, part: str, record: Path, ask: Ask) -> Optional[str]
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """End a part and everything that it left behind in its session."""
+    """Kill a part and all processes of its session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(20)
 
 
 def crumb(folder: Path) -> str:
-    """Who was at it last."""
+    """The system that ran last."""
     path = folder / BREADCRUMB
     return path.read_text() if path.exists() else ""
 
 
 def recorded(record: Path) -> Iterator[Found]:
-    """What a part wrote, up to where it ended."""
+    """The rows and documents that a part wrote before it ended."""
     for line in record.read_text().splitlines():
         kind, fields = json.loads(line)
         yield Row(**fields) if kind == "row" else Extra(**fields)
 
 
 def child(group: str, part: str, record: Path, ask: Ask) -> None:
-    """The process of one part."""
+    """Run one part, in its process."""
     module = importlib.import_module(next(known.module for known in GROUPS if known.name == group))
     with record.open("a") as lines:
         for item in module.run(ask, part):
             kind = "row" if isinstance(item, Row) else "extra"
             lines.write(json.dumps([kind, dataclasses.asdict(item)]) + "\n")
             lines.flush()
-    # Some peers' threads do not survive an orderly end.
+    # The threads of some peers crash at a normal exit.
     sys.stdout.flush()
     os._exit(0)
 

@@ -1,6 +1,6 @@
-"""What a run was asked for, as the process of a group gets it.
+"""The options of a run, in the form in which the process of a part gets them.
 
-Not for: deciding it (``__main__`` reads the options).
+Not for: parsing the command line (``__main__``).
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ class Ask:
     quick: bool = False
     rounds: int = 5
     systems: tuple[str, ...] = ()  # empty: all
-    without: tuple[str, ...] = ()  # took their process down in this part, and are left out of its second try
+    without: tuple[str, ...] = ()  # peers that ended the process of this part, and are left out when it runs again
     folder: str = ""  # of this part alone, removed after the run
-    mib: int = 256  # moved in one round
+    mib: int = 256  # MiB that are moved in one round
 
     def wants(self, system: str) -> bool:
-        """Whether this system was asked for; ours and the limit always are."""
+        """Whether this system is measured. Ours and the limit always are."""
         if system in self.without:
             return False
         return system in ("ours", "limit") or not self.systems or system in self.systems
 
     def breadcrumb(self, system: str) -> None:
-        """Leave word of who is at it: if the process ends without a word, this is who ended it."""
+        """Write the name of the running system to a file. If the process ends unexpectedly, this system caused it."""
         if self.folder:
             (Path(self.folder) / BREADCRUMB).write_text(system)
 
     def text(self) -> str:
-        """For the command line of a process."""
+        """The options as text, for the command line of a process."""
         return json.dumps(dataclasses.asdict(self))
 
     @staticmethod
     def of(text: str) -> Ask:
-        """What ``text`` wrote."""
+        """Parse the result of ``text``."""
         fields = json.loads(text)
         return Ask(**{**fields, "systems": tuple(fields["systems"]), "without": tuple(fields["without"])})
 

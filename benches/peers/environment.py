@@ -1,4 +1,4 @@
-"""Where the figures were taken: machine, versions, settings; and what keeps the peers from telling anybody.
+"""The environment of the figures: machine, versions and settings. It also disables the telemetry of the peers.
 
 Not for: measuring anything.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# What the peers would send home, or keep count of: off, in every process of the benchmark.
+# Disables the telemetry and usage statistics of the peers in every process of the benchmark.
 TELEMETRY = {
     "LMCACHE_TRACK_USAGE": "false",
     "DO_NOT_TRACK": "1",
@@ -29,13 +29,13 @@ TELEMETRY = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
-# Less to read, and nothing of the peers' own choice of threads.
+# Less output, and no threads that the peers choose themselves.
 QUIET = {"LMCACHE_LOG_LEVEL": "ERROR", "NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error", "MC_LOG_LEVEL": "ERROR"}
 THREADS = 2
 LIBRARIES = ("OMP", "MKL", "OPENBLAS", "NUMBA", "RAYON")
 BUDGET = {f"{name}_NUM_THREADS": str(THREADS) for name in LIBRARIES}
 
-# The distribution that carries each system.
+# The Python distribution of each system.
 DISTRIBUTIONS = {
     "ours": "llm-datadist",
     "numpy": "numpy",
@@ -63,7 +63,7 @@ def fetched_libraries() -> list[Path]:
 
 
 def versions() -> dict[str, str]:
-    """Of every system that is installed here."""
+    """The version of every installed system."""
     here = {found.metadata["Name"]: found.version for found in metadata.distributions()}
     names = {name.lower().replace("_", "-"): version for name, version in here.items() if name}
     found = {system: names.get(distribution, "not installed") for system, distribution in DISTRIBUTIONS.items()}
@@ -71,7 +71,7 @@ def versions() -> dict[str, str]:
 
 
 def described() -> dict[str, Any]:
-    """The machine and what runs on it."""
+    """The machine, its kernel and its software."""
     memory = {line.split(":")[0]: line.split()[1] for line in Path("/proc/meminfo").read_text().splitlines()}
     huge = Path("/sys/kernel/mm/transparent_hugepage")
     return {
@@ -91,13 +91,13 @@ def described() -> dict[str, Any]:
 
 
 def release() -> str:
-    """The numbers of the kernel's version; what a builder adds to them says nothing to others."""
+    """The numbers of the kernel version, without the suffix of the distributor."""
     found = re.match(r"[0-9.]*[0-9]", platform.release())
     return found.group() if found else ""
 
 
 def moment() -> dict[str, str]:
-    """When, and of which state of the tree: said for each group, since groups can be run alone."""
+    """The time and the commit of a measurement. Each group has its own, because groups can run alone."""
     return {
         "when": dt.datetime.now(tz=dt.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": commit(),
@@ -115,13 +115,13 @@ def commit() -> str:
 
 
 def git(*words: str) -> str:
-    """What git says of this tree."""
+    """The output of a git command in this tree."""
     done = subprocess.run(["git", *words], check=True, cwd=ROOT, capture_output=True, text=True, timeout=20)  # noqa: S603, S607
     return done.stdout.strip()
 
 
 def processor() -> str:
-    """Its name, and its model where the name says little."""
+    """The name of the processor, with its model number if the name is generic."""
     words: dict[str, str] = {}
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -131,7 +131,7 @@ def processor() -> str:
 
 
 def chosen(path: Path) -> str:
-    """The word in brackets of a setting of the kernel."""
+    """The active value of a kernel setting, which is the word in brackets."""
     try:
         text = path.read_text()
     except OSError:
@@ -140,7 +140,7 @@ def chosen(path: Path) -> str:
 
 
 def quiet(patience_s: float) -> bool:
-    """Wait until nobody else uses much of the machine, or until the patience is used up; whether it is quiet."""
+    """Wait until other programs use little CPU, or until the time limit. Return whether the machine is quiet."""
     until = time.monotonic() + patience_s
     while True:
         before = ticks()
@@ -153,6 +153,6 @@ def quiet(patience_s: float) -> bool:
 
 
 def ticks() -> tuple[int, int]:
-    """Of all processors since the start: all, and idle ones."""
+    """Ticks of all processors since boot: total and idle."""
     numbers = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
     return sum(numbers), sum(numbers[3:5])

@@ -1,7 +1,7 @@
-"""A far process that is killed or stopped, before a transfer or in the middle of one: what comes back, and when.
+"""Kills or stops the far process before or during a transfer, and measures when the near side gets which error.
 
-And whether things go on afterwards: with a far process that is started again, or with the one that was stopped. Not
-for: our own faults in depth (``tests/test_peer_faults.py``).
+Also checks whether transfers work afterwards, with a restarted or resumed far process. Not for: thorough tests of our
+own faults (``tests/test_peer_faults.py``).
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
 
 BLOCK = 256 << 10
 CUT_S, QUICK_CUT_S = 60.0, 8.0
-WATCH_S, QUICK_WATCH_S = 3.0, 0.5  # how long transfers have to go on after the fault to count as not minding it
+WATCH_S, QUICK_WATCH_S = 3.0, 0.5  # seconds that transfers must continue after the fault to count as unaffected
 WARM_S = 0.4
 MANY = 10**6
 BESIDE = "; clocked beside another pair of the same system whose far side is stopped"
-# These differ from a row that is there by the lane alone.
+# These settings differ from a measured one only in the transport of UCX.
 SKIPPED = (("ucxx", "cma"), ("ucxx", TCP))
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What is done to the far process, and when."""
+    """The signal to the far process, and whether it is sent during a pull."""
 
     signal: signal.Signals
     middle: bool
 
     @property
     def text(self) -> str:
-        """For the row."""
+        """The text for the row."""
         how = "killed" if self.signal == signal.SIGKILL else "stopped"
         return f"far side {how} " + ("in the middle of a pull" if self.middle else "before a pull")
 
@@ -61,10 +61,10 @@ def parts(ask: Ask) -> list[str]:
 
 
 def run(ask: Ask, part: str) -> Iterator[Row]:
-    """A kill has the machine to itself; a stopped side takes none of it, so those two, which may last, go together."""
+    """Run the kills one by one. The two stops may take long and use no CPU, so they run at the same time."""
     system, _, which = part.partition("/")
     peer, pattern = PEERS[system, which], Pattern(ask.mib << 20)
-    # Each thread gets its own copy: the store writes its port there.
+    # Each thread gets its own copy of the environment, because the store writes its port there.
     jobs = [
         partial(one, ask, dataclasses.replace(peer, environment=dict(peer.environment)), pattern, f) for f in FAULTS
     ]
@@ -75,7 +75,7 @@ def run(ask: Ask, part: str) -> Iterator[Row]:
 
 
 def one(ask: Ask, peer: Peer, pattern: Pattern, fault: Fault) -> Row:
-    """One fault on a pair of its own."""
+    """Measure one fault with a new pair."""
     row = Row("faults", fault.text, peer.system, peer.setting, unit="s")
     try:
         pair = Pair(peer, pattern, ask.folder)
@@ -98,7 +98,7 @@ def one(ask: Ask, peer: Peer, pattern: Pattern, fault: Fault) -> Row:
 
 
 def transfer(pair: Pair, case: Case) -> None:
-    """One pull of everything, checked."""
+    """Pull everything once, and check the bytes."""
     pair.lay(case)
     target = pair.destination(PULL)
     target.do("poison")
@@ -109,7 +109,7 @@ def transfer(pair: Pair, case: Case) -> None:
 
 
 def struck(pair: Pair, fault: Fault, cut: float, watch: float) -> tuple[float, str, bool]:
-    """Seconds from the fault to the answer, what it was, and whether the near side can still be talked to."""
+    """Return the seconds from the fault to the answer, the answer, and whether the near side still responds."""
     far, near = pair.both
     pair.attended(MANY)
     if fault.middle:
@@ -157,7 +157,7 @@ def afterwards(pair: Pair, fault: Fault, case: Case) -> tuple[str, bool]:
 
 
 def near_works(pair: Pair, case: Case) -> bool:
-    """Whether the old link still does it."""
+    """Whether a pull over the old link works."""
     try:
         transfer(pair, case)
     except Exception:  # noqa: BLE001  (then it is linked again)
@@ -166,7 +166,7 @@ def near_works(pair: Pair, case: Case) -> bool:
 
 
 def relink(pair: Pair, hello: object) -> None:
-    """Reach the far side anew."""
+    """Link to the far side again."""
     _, near = pair.both
     pair.attended(1)
     near.do("relink", hello)

@@ -1,12 +1,12 @@
-"""The groups of rows: where each lives, and how long it may take.
+"""The groups of rows: the module and the time limits of each.
 
 A group is a module with two functions::
 
-    def parts(ask: Ask) -> list[str]            # each is run in a process of its own, one after another
-    def run(ask: Ask, part: str) -> Iterator[Row | Extra]   # what is yielded is kept even if the process ends badly
+    def parts(ask: Ask) -> list[str]            # each part runs in its own process, one after another
+    def run(ask: Ask, part: str) -> Iterator[Row | Extra]   # yielded items are kept even if the process crashes
 
-A peer that cannot run is a row without a figure whose note says why. A peer that takes the process down is named by the
-last breadcrumb (``Ask.breadcrumb``), gets such a row, and the part is run again without it (``Ask.without``).
+A peer that cannot run gets a row without a figure, whose note has the reason. If a peer crashes the process, the last
+breadcrumb (``Ask.breadcrumb``) names it. It gets such a row, and the part runs again without it (``Ask.without``).
 Not for: running them (``__main__``).
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Group:
-    """One group; the limits are seconds for one part, what it takes about is seconds for all of them."""
+    """One group. The limits are seconds for one part; the approximate times are seconds for all parts."""
 
     name: str
     module: str
@@ -28,7 +28,7 @@ class Group:
     quick_about_s: int = 0
 
     def about_s(self, quick: bool, rounds: int) -> float:
-        """What it will take: start and warm-up of each cell cost about as much as two rounds."""
+        """The approximate duration in seconds. Start and warm-up of each cell take about as long as two rounds."""
         usual, known = (QUICK_ROUNDS, self.quick_about_s) if quick else (self.rounds, self.full_about_s)
         return known * (rounds + 2) / (usual + 2)
 

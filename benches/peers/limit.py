@@ -1,6 +1,6 @@
-"""The machine's limit: the loops of ``limit.c``, built with ``cc`` and called over the same list of blocks.
+"""The machine's limit: the copy loops of ``limit.c``, built with ``cc`` and called with the same list of blocks.
 
-Not for: deciding which loop is the limit of a cell (``turns``: the best by its median).
+Not for: choosing the loop that is the limit of a cell (``turns`` takes the one with the best median).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 KERNELS = ("memcpy", "stream", "stream4", "stream ahead", "stream4 ahead")
 THREADS = 2
-MANY_BYTES = 32 << 20  # from here on one thread alone was never the fastest
+MANY_BYTES = 32 << 20  # from this size on, one thread was never the fastest
 POISON = 0xEE
 
 
@@ -41,31 +41,31 @@ class Limit:
         assert code == 0, os.strerror(code)
 
     def differs(self, moves: np.ndarray, length: int) -> int:
-        """Which block of the list is not equal on both sides; -1: none."""
+        """The index of the first block that differs between source and destination; -1 if none does."""
         return int(self._call.limit_differs(*listed(moves), ctypes.c_size_t(length), THREADS))
 
     def poison(self, moves: np.ndarray, length: int) -> None:
-        """Overwrite every destination, so that a block that is not copied is seen."""
+        """Overwrite every destination, so that a block that is not copied is detected."""
         code = self._call.limit_poison(*listed(moves), ctypes.c_size_t(length), POISON, THREADS)
         assert code == 0, os.strerror(code)
 
     def vm(
         self, pid: int, moves: np.ndarray, length: int, a_call: int = 64, write: bool = False, threads: int = 1
     ) -> None:
-        """The same through ``process_vm_readv`` or ``process_vm_writev``, so many blocks a system call."""
+        """Copy with ``process_vm_readv`` or ``process_vm_writev``, with `a_call` blocks per system call."""
         size, most = ctypes.c_size_t(length), ctypes.c_size_t(a_call)
         code = self._call.limit_vm(pid, *listed(moves), size, most, int(write), threads)
         if code:
             raise OSError(code, os.strerror(code))
 
     def collapse(self, address: int, size: int) -> None:
-        """Make huge pages of a range that was touched."""
+        """Merge a range of touched memory into huge pages."""
         code = self._call.limit_collapse(ctypes.c_void_p(address), ctypes.c_size_t(size))
         if code:
             raise Missing(f"no huge pages: MADV_COLLAPSE says {errno.errorcode.get(code, code)}")
 
     def entries(self, moves: np.ndarray, length: int) -> Iterator[Entry]:
-        """Every loop: each kernel, one thread (of few bytes) and two, the list as it is and sorted by source."""
+        """Every loop: each kernel, two threads (for few bytes also one), the list unsorted and sorted by source."""
         ordered = np.ascontiguousarray(moves[np.argsort(moves[:, 0], kind="stable")])
         fewest = THREADS if len(moves) * length >= MANY_BYTES else 1
         lists = [("", moves), (" sorted", ordered)][: 2 if len(moves) > 1 else 1]
@@ -81,7 +81,7 @@ class Limit:
 
 
 def listed(moves: np.ndarray) -> tuple[ctypes.c_void_p, ctypes.c_size_t]:
-    """How C sees the list."""
+    """The list as arguments for C."""
     assert moves.dtype == np.uint64, moves.dtype
     assert moves.ndim == 2, moves.shape
     assert moves.shape[1] == 2, moves.shape
@@ -90,7 +90,7 @@ def listed(moves: np.ndarray) -> tuple[ctypes.c_void_p, ctypes.c_size_t]:
 
 
 def loaded() -> ctypes.CDLL:
-    """The library, built anew for each process: a fraction of a second."""
+    """Build and load the library. Each process builds it, in a fraction of a second."""
     compiler = shutil.which("cc")
     if compiler is None:
         raise Missing("no C compiler (cc) for the limit's loops")
@@ -98,4 +98,4 @@ def loaded() -> ctypes.CDLL:
         source, library = Path(__file__).with_suffix(".c"), Path(folder) / "limit.so"
         command = [compiler, "-O3", "-shared", "-fPIC", "-pthread", "-o", str(library), str(source)]
         subprocess.run(command, check=True, timeout=60)  # noqa: S603  (the compiler of this machine)
-        return ctypes.CDLL(str(library))  # what is mapped stays when its name is gone
+        return ctypes.CDLL(str(library))  # the mapping stays valid after the file is removed

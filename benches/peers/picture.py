@@ -24,7 +24,7 @@ PANELS = (
 
 
 def draw(rows: Sequence[Row], folder: Path, caveat: str) -> str:
-    """Write the picture, with what it must not be taken for; what there is to say about it, if anything."""
+    """Write the picture, with the caveat as its title. Return a message if there is no picture, else an empty text."""
     try:
         import matplotlib as mpl  # noqa: PLC0415  (only where it is installed)
     except ImportError:
@@ -38,7 +38,7 @@ def draw(rows: Sequence[Row], folder: Path, caveat: str) -> str:
     shown = [(title, lines) for title, lines in shown if lines]
     if not shown:
         return "no picture: no rows for it"
-    # Two columns, as wide as the text of a page: wider pictures shrink there until nobody can read them.
+    # Two columns, as wide as the text of a page. A wider picture would be scaled down and become illegible.
     figure, axes = plt.subplots((len(shown) + 2) // 2, 2, figsize=(9, 6.6), squeeze=False, layout="constrained")
     for axis, (title, lines) in zip(axes.flat, shown):
         panel(axis, title, lines)
@@ -53,7 +53,7 @@ def draw(rows: Sequence[Row], folder: Path, caveat: str) -> str:
 
 
 def lines_of(rows: Sequence[Row], key: tuple[str, str, int, str]) -> dict[str, list[tuple[int, float]]]:
-    """The points of each system: at each block size its best setting, with as many blocks as were moved at most."""
+    """The points of each system: for each block size, its best setting with the largest number of blocks."""
     best: dict[str, dict[int, tuple[int, float]]] = {}
     for row in rows:
         if (row.group, row.op, row.tensors, row.pages) != key or row.median is None or row.unit != "GB/s":

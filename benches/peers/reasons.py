@@ -1,4 +1,4 @@
-"""Reasons why a row is behind another system or the limit, written by hand. The report shows them beside the row.
+"""Reasons why ours is behind another system or the limit, written by hand. The report shows them beside the row.
 
 A pattern (``fnmatch``) is matched against the row in words, as the report writes it, then a colon and the system that
 it is behind: ``many allocate + free, 10,000 x 16 KiB: numpy, empty``, or ``: limit``. The first match counts.
@@ -147,5 +147,5 @@ REASONS: tuple[tuple[str, str], ...] = (
 
 
 def reason_of(what: str, behind: str) -> Optional[str]:
-    """The reason that is written down for a row."""
+    """The recorded reason for a row, if any."""
     return next((text for pattern, text in REASONS if fnmatchcase(f"{what}: {behind}", pattern)), None)

@@ -1,6 +1,6 @@
-"""The figures as Markdown: JSON in, text out, nothing else.
+"""Renders the figures as Markdown. This module only turns JSON into text.
 
-A group gets the tables that its rows give: one for each operation, a line for each system, a column for each size.
+A group has one table for each operation, with a line for each system and a column for each size.
 Not for: measuring, or the picture (``picture``).
 """
 
@@ -60,7 +60,7 @@ def markdown(document: dict[str, Any], rows: Sequence[Row], pictures: str = "") 
 
 
 def machine(document: dict[str, Any]) -> Iterator[str]:
-    """Where it was measured."""
+    """The machine on which it was measured."""
     facts = document["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in sorted(facts["versions"].items()))
     huge = ", ".join(f"{name} {word}" for name, word in facts["huge pages"].items())
@@ -89,7 +89,7 @@ def missing(document: dict[str, Any]) -> Iterator[str]:
 
 
 class Behind(NamedTuple):
-    """A row that does not reach the goal: what was done, who or what is better, and how ours stands to it."""
+    """A row in which ours misses the goal: the row, the better system (or the limit), and the ratio of ours to it."""
 
     row: Row
     who: str
@@ -97,12 +97,12 @@ class Behind(NamedTuple):
 
     @property
     def reason(self) -> Optional[str]:
-        """What is written down about it."""
+        """The recorded reason, if any."""
         return reason_of(at(self.row), self.who)
 
 
 def behind(rows: Sequence[Row]) -> list[Behind]:
-    """Where a peer is ahead of us, and where we are under the goal of the limit; worst first."""
+    """The rows in which a peer is faster than ours, or ours is below the goal for the limit, worst first."""
     peers = [Behind(row, named(row), row.ratio) for row in rows if row.ratio is not None and row.system not in SELVES]
     limits = [Behind(row, LIMIT, row.limit_ratio) for row in rows if row.system == OURS and row.limit_ratio is not None]
     found = [it for it in peers if it.ratio < 1] + [it for it in limits if it.ratio < GOAL]
@@ -110,7 +110,7 @@ def behind(rows: Sequence[Row]) -> list[Behind]:
 
 
 def summary(rows: Sequence[Row]) -> Iterator[str]:
-    """What the issue asks about: where we are behind and why, where the limit is none, what is not here."""
+    """The summary: where ours is behind and why, where ours exceeds the limit, and what was not measured."""
     found = behind(rows)
     bare = sum(it.reason is None for it in found)
     presumed = sum((it.reason or "").startswith(PRESUMED) for it in found)
@@ -140,13 +140,13 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def tables(rows: Sequence[Row]) -> Iterator[str]:
-    """A group's tables, each followed by what its rows have to say."""
+    """The tables of a group, each followed by the notes of its rows."""
     sizes: dict[tuple[str, int, str, int], set[int]] = {}
     for row in rows:
         sizes.setdefault((row.op, row.tensors, row.pages, row.block_bytes), set()).add(row.blocks)
 
     def apart(row: Row) -> tuple[Any, ...]:
-        """Rows of one table: the number of blocks is its own only where one size has several of them."""
+        """The key of a row's table. Wide tables in which a size has several numbers of blocks are split by number."""
         mine = [several for key, several in sizes.items() if key[:3] == (row.op, row.tensors, row.pages)]
         split = len(set().union(*mine)) * len(mine) > WIDE and any(len(several) > 1 for several in mine)
         return (row.op, row.pages, row.tensors, row.blocks if split else 0, row.unit)
@@ -178,7 +178,7 @@ def pivot(rows: Sequence[Row]) -> str:
 
 
 def cell(row: Optional[Row]) -> str:
-    """One figure, with how it stands to ours."""
+    """One figure, with the ratio to ours."""
     if row is None:
         return "-"
     text = figure(row) + ("?" if moves(row) and not row.verified else "")
@@ -191,17 +191,17 @@ def cell(row: Optional[Row]) -> str:
 
 
 def notes(rows: Sequence[Row]) -> str:
-    """What has to be known beside the figures."""
+    """The notes of the rows."""
     return "\n".join(unique(f"- {named(row)}: {row.note}" for row in rows if row.note))
 
 
 def at(row: Row) -> str:
-    """The place of a row in words."""
+    """The cell of a row in words."""
     return ", ".join(filter(None, [f"{row.group} {row.op}", place(row)]))
 
 
 def place(row: Row) -> str:
-    """How many blocks of what size, in what memory."""
+    """The number and size of the blocks, and their memory, in words."""
     words = [size_of(row.block_bytes, row.blocks, several=row.blocks > 0)] if row.block_bytes or row.blocks else []
     words.append(f"{row.tensors} tensors" if row.tensors > 1 else "")
     words.append(PAGES.get(row.pages, ""))
@@ -209,7 +209,7 @@ def place(row: Row) -> str:
 
 
 def moves(row: Row) -> bool:
-    """Whether there is something to compare."""
+    """Whether the operation moves bytes that can be verified."""
     return row.unit == "GB/s" or row.op.startswith(MOVING)
 
 
@@ -227,7 +227,7 @@ def size_of(size: int, blocks: int, several: bool) -> str:
 
 
 def figure(row: Row) -> str:
-    """Three digits."""
+    """The median with three significant digits."""
     assert row.median is not None
     value = row.median
     if value >= 1000:
@@ -236,7 +236,7 @@ def figure(row: Row) -> str:
 
 
 def unique(lines: Iterable[str]) -> list[str]:
-    """Without repetitions, in order."""
+    """The lines without repetitions, in order."""
     return list(dict.fromkeys(lines))
 
 

@@ -1,4 +1,4 @@
-"""One measured figure, the file of all figures, and how figures in turn become ratios.
+"""One measured figure, the file of all figures, and the ratios of figures that were measured in turn.
 
 Not for: measuring (``turns``, and the groups), or showing (``report``, ``picture``).
 """
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 OURS = "ours"
 LIMIT = "limit"
-# What grows when it gets better. Every other unit (us, s, ns, MiB, cores) is a cost.
+# Units in which more is better. Every other unit (us, s, ns, MiB, cores) is a cost.
 BETTER_IF_MORE = ("GB/s", "1/s")
 SCHEMA = 1
 
 
-class Missing(Exception):  # noqa: N818  (it is not an error of ours: a peer is not here)
-    """A system that cannot be measured here; the text is the reason that its row shows."""
+class Missing(Exception):  # noqa: N818  (not a failure: a peer is absent)
+    """A system cannot be measured here. The text is the reason that its row shows."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One system doing one thing; no median means that it was not measured, and the note says why."""
+    """One figure of one system. Without a median, it was not measured, and the note has the reason."""
 
     group: str
     op: str
@@ -44,20 +44,20 @@ class Row:
     low: Optional[float] = None
     high: Optional[float] = None
     samples: list[float] = field(default_factory=list)
-    ratio: Optional[float] = None  # times as fast as this system ours is
-    limit_ratio: Optional[float] = None  # share of the machine's limit that this system reaches
+    ratio: Optional[float] = None  # how many times as fast as this system ours is
+    limit_ratio: Optional[float] = None  # speed of this system as a share of the machine's limit
     verified: bool = False
     note: str = ""
 
     @property
     def cell(self) -> tuple[str, str, int, int, int, str]:
-        """What was done, whoever did it: rows of one cell are compared with each other."""
+        """The measured operation without the system. Rows of one cell are compared with each other."""
         return (self.group, self.op, self.block_bytes, self.blocks, self.tensors, self.pages)
 
 
 @dataclass(frozen=True)
 class Extra:
-    """A document of a group's own that goes into the file beside the rows, such as the scale curves."""
+    """A document of a group that is written to the file beside the rows, such as the scale curves."""
 
     name: str
     value: Any
@@ -69,7 +69,7 @@ def measured(
     ours: Optional[Sequence[float]] = None,
     limit: Optional[Sequence[float]] = None,
 ) -> Row:
-    """``row`` with the figures of its rounds, beside ours and the limit's of the same rounds."""
+    """``row`` with the figures of its rounds, and with its ratios to ours and to the limit in the same rounds."""
     return dataclasses.replace(
         row,
         median=rounded(statistics.median(samples)),
@@ -82,28 +82,28 @@ def measured(
 
 
 def paired(these: Sequence[float], those: Sequence[float], unit: str) -> float:
-    """How many times as fast these are as those: the median over rounds that both ran."""
+    """How many times as fast `these` are as `those`: the median over the rounds that both ran."""
     pairs = list(zip(these, those))
     if unit not in BETTER_IF_MORE:
         pairs = [(that, this) for this, that in pairs]
-    # A cost of nothing (no idle CPU at all) is taken as the smallest that shows.
+    # A cost of 0, such as no idle CPU, counts as `TINY`, to avoid a division by zero.
     return rounded(statistics.median(max(up, TINY) / max(down, TINY) for up, down in pairs))
 
 
 def rounded(value: float) -> float:
-    """Four digits are more than these clocks give."""
+    """Round to four significant digits, which is more than the clocks resolve."""
     return float(f"{value:.4g}")
 
 
 def written(document: dict[str, Any], rows: Sequence[Row]) -> str:
-    """The file: one row a line, so that changes can be read."""
+    """The text of the file, with one row per line, so that diffs are readable."""
     head = json.dumps({"schema": SCHEMA, **document}, indent=1, sort_keys=True)
     lines = ",\n".join(json.dumps(slim(row)) for row in rows)
     return f'{head[:-2]},\n "rows": [\n{lines}\n]}}\n'
 
 
 def slim(row: Row) -> dict[str, Any]:
-    """A row without the fields that say nothing."""
+    """A row as a dict, without fields that have their default value."""
     plain = {name: default.default for name, default in Row.__dataclass_fields__.items()}
     return {name: value for name, value in dataclasses.asdict(row).items() if value not in (plain[name], [])}
 

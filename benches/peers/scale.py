@@ -1,7 +1,7 @@
-"""How cost grows with size: runs the scale benchmark, keeps its curves beside the rows, and writes their section.
+"""How cost grows with size: runs the scale benchmark, stores its curves beside the rows, and writes their section.
 
-The benchmark is ``benches/scale.rs``; the slopes are named by ``benches/scaling``. Not for: peers; these curves are
-ours alone, because no peer has all of these things to count.
+The benchmark is ``benches/scale.rs``, and ``benches/scaling`` names the slopes. Not for: peers. The curves are of ours
+only, because no peer has all of the counted objects.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 
 def parts(_: Ask) -> list[str]:
-    """One: it has one file."""
+    """One part, because the benchmark writes one file."""
     return ["curves"]
 
 
 def run(ask: Ask, _: str) -> Iterator[Union[Row, Extra]]:
-    """The curves, or why there are none."""
+    """Yield the curves, or a row with the reason why there are none."""
     ask.breadcrumb(OURS)
     file = Path(ask.folder) / "scale.json"
     words = ["cargo", "bench", "--quiet", "-p", "llm-datadist-core", "--bench", "scale", "--", "--json", str(file)]
@@ -52,7 +52,7 @@ def run(ask: Ask, _: str) -> Iterator[Union[Row, Extra]]:
 
 
 def draw(found: Any, folder: Path) -> None:
-    """The picture of the curves; and, where they are the project's own, the pages that are written from them."""
+    """Draw the curves. For the results of this repository, also write the pages that are made from them."""
     figures = Figures(found)
     (folder / "scale.svg").write_text(drawing.drawn(figures))
     if folder.resolve() == PICTURES:

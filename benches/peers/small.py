@@ -1,7 +1,7 @@
-"""Small requests between two processes: how long one call takes, and what 15,000 segments cost before the first.
+"""Small requests between two processes: the latency of one call, and the cost to prepare 15,000 segments.
 
-Every call is clocked alone, back to back, over the same rows: median, 99th of a hundred and slowest; what the last
-call of a turn wrote is compared. Not for: throughput (``between``), or calls with pauses between them
+Every call is timed alone, back to back, with the same rows: median, 99th percentile and maximum. The bytes of the last
+call of a turn are verified. Not for: throughput (``between``), or calls with pauses between them
 (``benches/transfer_latency.py``).
 """
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 MEMORY = 64 << 20
 CELLS = ((4 << 10, 1), (16 << 10, 1), (16 << 10, 64))
 FIGURES = ("p50", "p99", "slowest")
-CALLS, QUICK_CALLS = 1000, 100  # a round
-FIRST = 20  # of a turn while nothing is known of a system
+CALLS, QUICK_CALLS = 1000, 100  # calls of a round
+FIRST = 20  # calls of the first turn of a system
 LONGEST_S = 0.6
-LOOKS, BEST = 2, 2  # turns that decide which of the limit's loops go on, and how many do
+LOOKS, BEST = 2, 2  # turns that select the loops of the limit, and how many are selected
 SEGMENTS, SEGMENT = 15_000, 4 << 10
 PREPARE = "prepare"
 
@@ -60,7 +60,7 @@ def run(ask: Ask, part: str) -> Iterator[Row]:
 
 @dataclasses.dataclass
 class Caller:
-    """One pair with one way to ask; of the limit's pair, one of its loops."""
+    """One pair with one kind of request; for the limit, one of its loops."""
 
     pair: Pair
     fresh: bool = False
@@ -73,17 +73,17 @@ class Caller:
 
     @property
     def system(self) -> str:
-        """Whose pair it is."""
+        """The system of the pair."""
         return self.pair.peer.system
 
     @property
     def setting(self) -> str:
-        """Named apart where the ways differ."""
+        """The setting, with the kind of request if there are several."""
         setting = f"{self.pair.peer.setting} {self.variant}".strip()
         return f"{setting}, request made" if self.fresh else setting
 
     def round(self, case: Case, most: int, keep: bool) -> None:
-        """One turn, unless it failed before."""
+        """Run one turn, unless an earlier one failed."""
         if self.failed:
             return
         try:
@@ -97,7 +97,7 @@ class Caller:
             self.warm = min(self.warm, took[0])
 
     def turn(self, case: Case, most: int) -> tuple[float, ...]:
-        """So many calls, and a look at what the last of them wrote."""
+        """Make the calls of one turn, and verify the bytes of the last one."""
         pair = self.pair
         pair.wake()
         try:
@@ -114,7 +114,7 @@ class Caller:
 
 
 def latency(ask: Ask, pairs: Pairs, part: str, case: Case) -> Iterator[Row]:
-    """One size: every pair in turn, three figures each."""
+    """Measure one size: run every pair in turn, and yield three figures of each."""
     place = Row("small", part, "", block_bytes=case.block, blocks=case.count)
     for pair in pairs.pairs:
         if pair.peer.once and case.op == PUSH:
@@ -136,7 +136,7 @@ def latency(ask: Ask, pairs: Pairs, part: str, case: Case) -> Iterator[Row]:
 
 
 def callers_of(pairs: Pairs, case: Case) -> tuple[list[Caller], list[tuple[Peer, str]]]:
-    """Every pair that can repeat a call, and who cannot be asked; NIXL also with a request made for each call."""
+    """Callers of all pairs that can repeat a call, and the failures. NIXL has a second caller with new requests."""
     callers: list[Caller] = []
     failures: list[tuple[Peer, str]] = []
     for pair in pairs.pairs:
@@ -157,13 +157,13 @@ def callers_of(pairs: Pairs, case: Case) -> tuple[list[Caller], list[tuple[Peer,
 
 
 def chosen(callers: list[Caller]) -> list[Caller]:
-    """All but the limit's slower loops."""
+    """The callers without the slower loops of the limit."""
     loops = sorted((caller for caller in callers if caller.system == LIMIT), key=lambda caller: caller.warm)
     return [caller for caller in callers if caller not in loops[BEST:]]
 
 
 def judged(callers: list[Caller], part: str, case: Case) -> Iterator[Row]:
-    """Three figures of each, beside ours and the limit's loop that is best by its median."""
+    """Yield three figures of each caller, with the ratios to ours and to the loop of the limit with the best median."""
     loops = [caller for caller in callers if caller.system == LIMIT]
     well = [caller for caller in loops if caller.found and not caller.failed]
     limit = min(well, key=lambda caller: statistics.median(of(caller, 0)), default=None)
@@ -196,7 +196,7 @@ def figure_of(caller: Caller, number: int, row: Row, ours: Optional[Caller], lim
 
 
 def of(caller: Caller, number: int) -> list[float]:
-    """One figure in microseconds."""
+    """One figure of each turn, in microseconds."""
     return [took[number] * 1e6 for took in caller.found]
 
 
@@ -207,7 +207,7 @@ STEPS = {
     "request": "make a request over them",
     "transfer": "ask for and move them",
 }
-# What a system does before its first call is its own, and the steps are not compared with each other.
+# Each system prepares in its own way, so these steps are not compared with each other.
 PREPARED = {
     OURS: "one registration of one contiguous piece as a cache of 15,000 rows: the same time for any number of them",
     "nixl": "2 x 15,000 descriptors; the memory was registered before the clock starts",
@@ -218,7 +218,7 @@ PREPARED = {
 
 
 def prepare(ask: Ask, pairs: Pairs) -> Iterator[Row]:
-    """Each system's own way; ours and the engine of Mooncake have nothing to prepare but lists."""
+    """Measure the preparation of each system. Ours and the engine of Mooncake only prepare lists."""
     case = case_of(PULL, SEGMENT, SEGMENTS, MEMORY)
     found: dict[tuple[str, str], dict[str, list[float]]] = {}
     failed: dict[tuple[str, str], str] = {}
@@ -251,7 +251,7 @@ def prepare(ask: Ask, pairs: Pairs) -> Iterator[Row]:
 
 
 def prepared(pair: Pair, case: Case) -> dict[str, float]:
-    """Seconds of each step; the transfer is the whole of a call over rows nobody saw before, and is checked."""
+    """The seconds of each step. The transfer is a complete call with new rows, and is verified."""
     pair.wake()
     try:
         _, near = pair.both

@@ -1,7 +1,7 @@
-"""What a linked pair costs while nothing happens: CPU, the time to start, peak memory of both sides.
+"""The costs of an idle linked pair: CPU, start-up time, and peak memory of both sides.
 
-Python, numpy, 64 MiB of own memory and 64 MiB of the benchmark's are in every memory figure; touching them is in no
-time. Not for: transfers (``between``, ``small``).
+Every memory figure includes Python, numpy, 64 MiB of the pair's own memory and 64 MiB of the benchmark. No time
+includes touching this memory. Not for: transfers (``between``, ``small``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MEMORY = 64 << 20
 IDLE_S, QUICK_IDLE_S = 5.0, 1.0
-SKIPPED = ("process_vm", "stream")  # of the limit: one row of nothing but Python is enough
+SKIPPED = ("process_vm", "stream")  # settings of the limit; one row for Python alone is enough
 UNITS = {
     "import": "ms",
     "open, memory registered": "ms",
@@ -44,13 +44,13 @@ NOTES = {
 }
 
 
-def parts(ask: Ask) -> list[str]:  # noqa: ARG001  (the frame's signature)
-    """All in one: pairs that do nothing can do it side by side."""
+def parts(ask: Ask) -> list[str]:  # noqa: ARG001  (every group has this signature)
+    """One part for all pairs, because idle pairs do not disturb each other."""
     return ["all"]
 
 
 def run(ask: Ask, part: str) -> Iterator[Row]:  # noqa: ARG001
-    """Start every pair in turn, round after round; those of the last round are watched while idle."""
+    """Start every pair in turn, in each round. Measure the idle CPU of the pairs of the last round."""
     pattern = Pattern(MEMORY)
     wanted = [peer for peer in PEERS.values() if ask.wants(peer.asked_as) and peer.setting not in SKIPPED]
     failed: dict[str, str] = {}
@@ -82,12 +82,12 @@ def run(ask: Ask, part: str) -> Iterator[Row]:  # noqa: ARG001
 
 
 def name(peer: Peer) -> str:
-    """Which of them."""
+    """The name of a peer and its setting."""
     return f"{peer.system}/{peer.setting}"
 
 
 def note_all(into: dict[str, list[float]], figures: dict[str, float]) -> None:
-    """Keep the figures of one round."""
+    """Add the figures of one round."""
     for figure, value in figures.items():
         into.setdefault(figure, []).append(value)
 
@@ -113,7 +113,7 @@ def started(pair: Pair) -> dict[str, float]:
 
 
 def peak(pid: int) -> float:
-    """MiB at most in memory, which counts what is shared too."""
+    """The peak resident memory in MiB, including shared memory."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) / 1024
@@ -121,7 +121,7 @@ def peak(pid: int) -> float:
 
 
 def proportional(pid: int) -> float:
-    """MiB in memory, what is shared by n processes counted as an n-th."""
+    """The proportional set size in MiB: memory that n processes share counts 1/n."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) / 1024
@@ -129,7 +129,7 @@ def proportional(pid: int) -> float:
 
 
 def idle(pairs: dict[str, Pair], seconds: float) -> dict[str, float]:
-    """Cores that both sides of each pair use while nobody asks anything, to a thousandth."""
+    """The number of cores that both sides of each pair use while idle, to three decimals."""
     time.sleep(0.5)
     before = {key: spent(pair) for key, pair in pairs.items()}
     began = time.monotonic()
@@ -139,7 +139,7 @@ def idle(pairs: dict[str, Pair], seconds: float) -> dict[str, float]:
 
 
 def spent(pair: Pair) -> float:
-    """Seconds of CPU of both sides so far, by the scheduler's clock: finer than ticks."""
+    """CPU seconds of both sides so far, from the scheduler's statistics, which are finer than ticks."""
     total = 0
     for side in pair.both:
         for task in Path(f"/proc/{side.pid}/task").iterdir():
@@ -148,7 +148,7 @@ def spent(pair: Pair) -> float:
 
 
 def judged(peers: dict[str, Peer], figures: dict[str, dict[str, list[float]]], failed: dict[str, str]) -> Iterator[Row]:
-    """A row for each figure, beside ours with a pool."""
+    """Yield a row for each figure, with its ratio to ours with a pool."""
     ours = figures.get(f"{OURS}/pool", {})
     for figure, unit in UNITS.items():
         for key, peer in peers.items():

@@ -1,6 +1,6 @@
-"""Systems in turn, A B A B: who begins changes each round, the destination is poisoned before and checked after.
+"""Runs systems in turn (A B A B), starting each round with another one. Poisons the destination before, and checks it.
 
-Not for: what the systems do (each has a file), or processes (``__main__``).
+Not for: the operations of the systems (each has a file), or processes (``__main__``).
 """
 
 from __future__ import annotations
@@ -17,53 +17,53 @@ if TYPE_CHECKING:
 
     from ask import Ask
 
-# Loops that stay in the race for the limit after the warm-up, and how many turns of theirs that takes.
+# Number of loops that are still measured for the limit after the warm-up, and of warm-up turns that select them.
 BEST = 4
 LOOKS = 2
-# Who takes so many times as long as ours is not measured more exactly than in a few rounds.
+# A system that takes this many times as long as ours is measured in fewer rounds.
 FAR_BEHIND = 4
 ROUNDS_OF_THE_SLOW = 2
 
 
 def nothing() -> None:
-    """What most systems need around their turn."""
+    """Do nothing: most systems need no action before and after their turn."""
 
 
 @dataclass
 class Entry:
-    """One system in one setting, ready to go."""
+    """One system in one setting, ready to run."""
 
     system: str
-    # The clock is around this call alone, unless it answers with a float: seconds by the clock of another process.
+    # Only this call is timed. If it returns a float, that is the time in seconds, measured in another process.
     run: Callable[[], object]
     setting: str = ""
     threads: int = 1
     note: str = ""
-    before: Callable[[], None] = nothing  # outside the clock: wake a stopped process, ...
+    before: Callable[[], None] = nothing  # not timed: for example, wakes a stopped process
     after: Callable[[], None] = nothing
     failed: str = ""
-    warm: float = 0.0  # seconds of the round that does not count
+    warm: float = 0.0  # seconds of the warm-up round
     slow: bool = False
 
     @property
     def name(self) -> str:
-        """As the breadcrumb names it."""
+        """The name in the breadcrumb."""
         return f"{self.system}/{self.setting}"
 
 
 @dataclass(frozen=True)
 class Ground:
-    """What the systems of one cell share: the row they fill, the bytes of a round, and the destination."""
+    """The data that all systems of one cell share: the row, the bytes of a round, and the destination."""
 
     row: Row
-    amount: float  # of the unit, in units of 10^9 for GB/s: what a round moves
+    amount: float  # amount of a round in the unit of the row; in 10^9 bytes for GB/s
     poison: Callable[[], None] = nothing
-    wrong: Optional[Callable[[], Optional[str]]] = None  # what is wrong with the destination; None if nothing can tell
-    alike: bool = True  # whether all do the same; if not there is no ratio
+    wrong: Optional[Callable[[], Optional[str]]] = None  # returns what is wrong; None if it cannot be checked
+    alike: bool = True  # whether all systems do the same work; otherwise there is no ratio
 
 
 def contest(ask: Ask, ground: Ground, entries: Sequence[Entry]) -> Iterator[Row]:
-    """Run all in turn; one row for each, beside ours and the best that the limit's loops reached."""
+    """Run all entries in turn. Yield one row for each, with its ratios to ours and to the best loop of the limit."""
     seconds: dict[str, list[float]] = {entry.name: [] for entry in entries}
     for round_ in range(ask.rounds + 1):
         for turn in range(len(entries)):
@@ -82,7 +82,7 @@ def contest(ask: Ask, ground: Ground, entries: Sequence[Entry]) -> Iterator[Row]
 
 
 def one_turn(ask: Ask, ground: Ground, entry: Entry) -> Optional[float]:
-    """Seconds of one turn, or None if it failed, which the entry then says."""
+    """Run one turn. Return its seconds, or None if it failed; `entry.failed` then has the reason."""
     ask.breadcrumb(entry.system)
     try:
         entry.before()
@@ -105,7 +105,7 @@ def one_turn(ask: Ask, ground: Ground, entry: Entry) -> Optional[float]:
 
 
 def look_again(ask: Ask, ground: Ground, entries: Sequence[Entry]) -> None:
-    """One turn says little of which loop is fastest: more for each of them, where there are many."""
+    """Run more warm-up turns if there are many loops, because one turn is not enough to find the fastest."""
     loops = [entry for entry in entries if entry.system == LIMIT]
     for _ in range(LOOKS - 1 if len(loops) > BEST else 0):
         for entry in loops:
@@ -114,7 +114,7 @@ def look_again(ask: Ask, ground: Ground, entries: Sequence[Entry]) -> None:
 
 
 def settle(entries: Sequence[Entry]) -> None:
-    """After the warm-up: of many hand-written loops the fastest go on, and who is far behind gets fewer rounds."""
+    """After the warm-up, keep only the fastest loops of the limit, and mark slow systems, which get fewer rounds."""
     done = [entry for entry in entries if not entry.failed]
     for entry in sorted((entry for entry in done if entry.system == LIMIT), key=lambda entry: entry.warm)[BEST:]:
         entry.failed = "slower than others while warming up"
@@ -124,7 +124,7 @@ def settle(entries: Sequence[Entry]) -> None:
 
 
 def judged(ground: Ground, entries: Sequence[Entry], seconds: dict[str, list[float]]) -> Iterator[Row]:
-    """The rows of one cell. The limit is one row: the loop that is best by its median, named by its setting."""
+    """Yield the rows of one cell. The limit is one row: the loop with the best median, named by its setting."""
     speeds = {name: [ground.amount / took for took in all_] for name, all_ in seconds.items()}
     if ground.row.unit not in ("GB/s", "1/s"):
         speeds = {name: [took * ground.amount for took in all_] for name, all_ in seconds.items()}
@@ -132,7 +132,7 @@ def judged(ground: Ground, entries: Sequence[Entry], seconds: dict[str, list[flo
     ours = next((speeds[entry.name] for entry in done if entry.system == OURS), None)
     loops = [entry for entry in done if entry.system == LIMIT]
     limit = min(loops, key=lambda entry: sorted(seconds[entry.name])[len(seconds[entry.name]) // 2], default=None)
-    # If none of the loops came through, the first says why.
+    # If all loops failed, the row shows the reason of the first one.
     shown = limit or next((entry for entry in entries if entry.system == LIMIT), None)
     for entry in entries:
         if entry.system == LIMIT and entry is not shown:
@@ -149,6 +149,6 @@ def judged(ground: Ground, entries: Sequence[Entry], seconds: dict[str, list[flo
 
 
 def reason(failure: BaseException) -> str:
-    """One line of why something failed."""
+    """The reason of a failure in one line."""
     text = " ".join(str(failure).split())[:240]
     return text if isinstance(failure, Missing) and text else f"{type(failure).__name__}: {text}"

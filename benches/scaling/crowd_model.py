@@ -1,8 +1,8 @@
-"""Many clients at few stations, event by event: what a crowd gets from one owner when everybody asks again and again.
+"""A discrete-event model of many clients that pull from one owner repeatedly.
 
-Each client goes through its stages in turn, forever. A stage takes the time of one server of a station; a station
-serves in the order of arrival, with as many servers as it has. With one station of two cores this is the fan-in that
-the scale benchmark measures with real engines, which is what it is checked against. Not for: where the times come from
+Each client goes through its stages in turn, in an endless loop. A stage occupies one server of a station for a time. A
+station serves in the order of arrival, with a fixed number of servers. With one station of two cores, this is the
+fan-in that the scale benchmark measures with real engines, and the model is checked against it. Not for: the times
 (``fleet``).
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Station:
-    """Servers that are alike, and the queue before them."""
+    """A number of equal servers, and their queue."""
 
     name: str
     servers: int
@@ -27,7 +27,7 @@ class Station:
 
 @dataclass(frozen=True)
 class Stage:
-    """Seconds at a station, or at none: a wait that needs nobody. Exact, or random without a memory."""
+    """Seconds at a station, or without one, as a pure delay. The time is exact or exponentially distributed."""
 
     station: str
     seconds: float
@@ -36,32 +36,32 @@ class Stage:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run."""
+    """The result of a run."""
 
-    rate: float  # rounds a second, of all clients
+    rate: float  # rounds per second, of all clients
     p50: float  # seconds of a round
     p99: float
-    used: dict[str, float]  # share of each station's servers that worked
+    used: dict[str, float]  # utilization of the servers of each station
 
 
 def run(clients: int, stages: list[Stage], servers: dict[str, int], rounds: int = 20_000, seed: int = 1) -> Outcome:
-    """Play until so many rounds are done; the first tenth is not counted."""
+    """Simulate `rounds` rounds after a warm-up of a tenth of that number."""
     if clients < 1 or not stages or any(servers[stage.station] < 1 for stage in stages if stage.station):
         raise ValueError("a crowd needs a client, a stage, and a server at each station")
     return Play(clients, stages, servers, seed).until(rounds)
 
 
 class Play:
-    """The state of one run."""
+    """The state of one simulation."""
 
     def __init__(self, clients: int, stages: list[Stage], servers: dict[str, int], seed: int) -> None:
-        """Everybody arrives at once."""
+        """Let all clients arrive at once."""
         self.stages = stages
         self.stations = {name: Station(name, count) for name, count in servers.items()}
         self.dice = random.Random(seed)  # noqa: S311  (a simulation)
         self.now = 0.0
         self.counted_from = 0.0
-        self.events: list[tuple[float, int, int]] = []  # when, a number that breaks ties, which client
+        self.events: list[tuple[float, int, int]] = []  # time, serial number (breaks ties), client
         self.serial = 0
         self.at = [0] * clients
         self.since = [0.0] * clients
@@ -70,7 +70,7 @@ class Play:
             self.arrive(client)
 
     def until(self, rounds: int) -> Outcome:
-        """Let events happen."""
+        """Process events until `rounds` rounds are done."""
         warm, done = rounds // 10, 0
         while done < rounds + warm:
             self.now, _, client = heapq.heappop(self.events)
@@ -94,13 +94,13 @@ class Play:
         )
 
     def start_counting(self) -> None:
-        """What was before is the warm-up."""
+        """End the warm-up, and reset the counters."""
         self.counted_from = self.now
         for station in self.stations.values():
             station.worked = 0.0
 
     def arrive(self, client: int) -> None:
-        """Begin a stage: be served, or wait for it."""
+        """Start a stage: occupy a server, or join the queue."""
         name = self.stages[self.at[client]].station
         if not name:
             self.serve(client)
@@ -113,7 +113,7 @@ class Play:
             station.queue.append(client)
 
     def serve(self, client: int) -> None:
-        """The stage will end after its time."""
+        """Schedule the end of the stage."""
         stage = self.stages[self.at[client]]
         took = stage.seconds if stage.exact else self.dice.expovariate(1 / stage.seconds)
         if stage.station:
@@ -122,7 +122,7 @@ class Play:
         heapq.heappush(self.events, (self.now + took, self.serial, client))
 
     def leave(self, client: int) -> None:
-        """End a stage: the next in the queue is served."""
+        """End a stage, and serve the next client of the queue."""
         name = self.stages[self.at[client]].station
         if not name:
             return

@@ -22,7 +22,7 @@ MARK = re.compile(r"(<!-- scaling: (\w+) -->\n).*?(<!-- /scaling -->)", re.DOTAL
 
 
 def filled(page: str, figures: Figures, source: str) -> str:
-    """The page with every table written anew."""
+    """Return the page with all tables replaced."""
     used = set()
 
     def one(match: re.Match[str]) -> str:
@@ -38,7 +38,7 @@ def filled(page: str, figures: Figures, source: str) -> str:
 
 
 def said(figures: Figures, source: str) -> str:
-    """Where the figures come from."""
+    """The source of the figures."""
     quick = " This was a quick run with few sizes and one round. Do not rely on it." if figures.quick else ""
     return (
         f"Our own figures are in `benches/results/{source}`, measured on {figures.cpus} cores by "
@@ -57,12 +57,12 @@ def slopes(figures: Figures) -> str:
 
 
 def span(curve: Curve) -> str:
-    """The other axis and its ends."""
+    """The size axis and its first and last value."""
     return f"{curve.of}, {curve.points[0][0]:,.0f} to {curve.points[-1][0]:,.0f}"
 
 
 def shape(curve: Curve) -> str:
-    """The name of a slope; a rate is no cost, and only falls or rises."""
+    """The name of a slope. For a rate, the ratio of the last to the first value."""
     if not curve.rates:
         return curve.slope.text(curve.unit, "one")
     times = curve.last / curve.first
@@ -70,7 +70,7 @@ def shape(curve: Curve) -> str:
 
 
 def singles(figures: Figures) -> str:
-    """Figures that are no curves."""
+    """The table of single figures."""
     lines = [
         f"| {name} | {digits(float(figure['value']))} {figure['unit']} | {figure['note']} |"
         for name, figure in figures.single.items()
@@ -79,7 +79,7 @@ def singles(figures: Figures) -> str:
 
 
 def constants(figures: Figures) -> str:
-    """What one of each costs."""
+    """The table of the memory of one object of each kind."""
     lines = []
     for name, what in (
         ("memory of keys, 16 a cache", "a key, its share of a cache of 16 rows included"),
@@ -100,13 +100,13 @@ def constants(figures: Figures) -> str:
 
 
 def public(_: Figures) -> str:
-    """What others say."""
+    """The table of public figures."""
     lines = [f"| {one.name} | {digits(one.value)} {one.unit} | {one.source} |" for one in fleet.PUBLIC]
     return table("| what | figure | source |", lines)
 
 
 def prompt(_: Figures) -> str:
-    """The work that is counted."""
+    """The description of one prompt."""
     return (
         f"One prompt: {fleet.PROMPT:,} tokens of a model of 70.6 billion parameters with {fleet.LAYERS} layers and "
         f"{fleet.HEADS} heads of {fleet.HEAD} for keys and values, bf16: {fleet.TOKEN // 1024} KiB a token, "
@@ -118,7 +118,7 @@ def prompt(_: Figures) -> str:
 
 
 def node(figures: Figures) -> str:
-    """What each part of a prefill node carries, with sockets and without."""
+    """The table of the capacity of each part of a prefill node, with and without sockets."""
     seen: dict[str, fleet.Use] = {}
     for use in fleet.uses(figures, "tcp"):
         seen.setdefault(use.name, use)
@@ -130,7 +130,7 @@ def node(figures: Figures) -> str:
 
 
 def bottlenecks(figures: Figures) -> str:
-    """The first and the second part that runs out, by what carries the bytes."""
+    """The first and the second bottleneck, by transport."""
     lines = []
     for network, what in (("tcp", "TCP (today)"), ("nixl", "RDMA underneath")):
         first, second = fleet.uses(figures, network)[:2]
@@ -142,7 +142,7 @@ def bottlenecks(figures: Figures) -> str:
 
 
 def host(figures: Figures) -> str:
-    """Inside one host memory is the wall."""
+    """Inside one host, memory bandwidth is the bottleneck."""
     lines = []
     for kib in (16, 64, 256):
         curve = figures.curve(f"pull, shm of blocks of {kib} KiB")
@@ -155,7 +155,7 @@ def host(figures: Figures) -> str:
 
 
 def mesh(figures: Figures) -> str:
-    """Links of one engine: to everybody, and to those it works with."""
+    """The links of one engine: to all engines, and to its partners only."""
     lines = []
     for site in fleet.SITES:
         for what, links in (("all with all", site.engines - 1), ("on demand", min(64, site.engines - 1))):
@@ -173,7 +173,7 @@ def mesh(figures: Figures) -> str:
 
 
 def crowd(figures: Figures) -> str:
-    """The model beside real engines."""
+    """The table of the model and of real engines."""
     lines = []
     for transport in ("shm", "tcp"):
         known = figures.curve(f"bytes pulled from one engine, {transport}")
@@ -189,7 +189,7 @@ def crowd(figures: Figures) -> str:
 
 
 def fan(figures: Figures) -> str:
-    """The same model with the parts of a prefill node."""
+    """The model with the parts of a prefill node."""
     lines = []
     for name, seconds, servers in fleet.fan_stations(figures):
         for clients in (1, 8, 64, 512):
@@ -203,7 +203,7 @@ def fan(figures: Figures) -> str:
 
 
 def storm(figures: Figures) -> str:
-    """Everybody links again."""
+    """All engines link again after a restart."""
     lines = []
     for transport in ("shm", "tcp"):
         lines += [
@@ -248,5 +248,5 @@ def table(head: str, lines: Sequence[str]) -> str:
 
 
 def in_step(figures: Figures, source: Path) -> bool:
-    """Whether the page says what the figures say."""
+    """Whether the page agrees with the figures."""
     return filled(PAGE.read_text(), figures, source.name) == PAGE.read_text()

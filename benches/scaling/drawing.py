@@ -1,7 +1,7 @@
-"""The curves as a picture: one small panel a group, cost over size, both logarithmic; rates from nothing.
+"""The curves as a picture: one small panel per group, with cost over size on logarithmic axes. Rates start at zero.
 
-Plain SVG, the same for the same figures, so that a test can tell whether the picture is that of the figures. Not for:
-which curves there are (``figures``), or comparisons with others (``peers.svg``).
+Equal figures give the same SVG, so that a test can compare the picture with the figures. Not for: the list of curves
+(``figures``), or comparisons with other systems (``peers.svg``).
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ def drawn(figures: Figures) -> str:
 
 
 class Axis:
-    """Where a value lies on an axis of ``length`` pixels; logarithmic, or linear from nothing."""
+    """The position of a value on an axis of ``length`` pixels: logarithmic, or linear from zero."""
 
     def __init__(self, values: Sequence[float], length: float, kind: str) -> None:
-        """Take in every value: ``sizes`` go across as they are, ``costs`` and ``rates`` up to something round."""
+        """Set the range: ``sizes`` end at the largest value, ``costs`` and ``rates`` at a round value."""
         self.length, self.kind = length, kind
         self.values = sorted(set(values))
         self.low, self.high = math.log10(self.values[0]), math.log10(self.values[-1])
@@ -110,13 +110,13 @@ class Axis:
             self.low, self.high = 0.0, math.ceil(self.values[-1] / step) * step
 
     def at(self, value: float) -> float:
-        """Pixels."""
+        """The position in pixels."""
         where = value if self.kind == "rates" else math.log10(value)
         part = (where - self.low) / (self.high - self.low) * self.length
         return part if self.kind == "sizes" else self.length - part
 
     def ticks(self) -> list[float]:
-        """Round values; few enough not to touch."""
+        """Round values that are far enough apart for their labels."""
         if self.kind == "rates":
             return [self.high * part / 4 for part in range(5)]
         step = 2 if self.high - self.low > 5 else 1
@@ -150,7 +150,7 @@ def panel(title: str, unit: str, curves: Sequence[Curve]) -> Iterator[str]:
 
 
 def short(value: float) -> str:
-    """1k, 1M, 0.1."""
+    """A value as short text, such as 1k, 1M or 0.1."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:g}{letter}"

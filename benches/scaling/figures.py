@@ -1,4 +1,4 @@
-"""What was measured: curves and single figures, read from the file that the scale benchmark wrote.
+"""The measured curves and single figures, read from the file of the scale benchmark.
 
 The full run keeps them in ``peers.json``, beside the rows; a run of the benchmark alone writes ``scale.json``. Not for:
 what follows from them (``fleet``, ``document``).
@@ -31,7 +31,7 @@ class Curve:
 
     @property
     def slope(self) -> Slope:
-        """How it grows; what is 0 counts as the smallest that shows."""
+        """The slope. A cost of 0 counts as a small positive value."""
         return named([(point[0], max(point[1], 1e-6)) for point in self.points])
 
     @property
@@ -40,7 +40,7 @@ class Curve:
         return self.unit in ("GB/s", "1/s")
 
     def at(self, size: float) -> float:
-        """What was measured there."""
+        """The measured value at a size."""
         for point in self.points:
             if point[0] == size:
                 return point[1]
@@ -48,12 +48,12 @@ class Curve:
 
     @property
     def last(self) -> float:
-        """At the largest size."""
+        """The value at the largest size."""
         return self.points[-1][1]
 
     @property
     def first(self) -> float:
-        """At the smallest."""
+        """The value at the smallest size."""
         return self.points[0][1]
 
 
@@ -61,7 +61,7 @@ class Figures:
     """All of a run."""
 
     def __init__(self, document: dict[str, Any]) -> None:
-        """Read what ``scale.rs`` wrote."""
+        """Read the output of ``scale.rs``."""
         self.quick = bool(document["quick"])
         self.cpus = int(document["cpus"])
         self.curves = [curve(fields) for fields in document["curves"]]
@@ -90,7 +90,7 @@ def curve(fields: dict[str, Any]) -> Curve:
 
 
 def document(path: Optional[Path] = None) -> tuple[Path, dict[str, Any]]:
-    """Where the figures are, and the figures as they were written."""
+    """The path of the figures, and their JSON document."""
     if path is not None:
         found: dict[str, Any] = json.loads(path.read_text())
         return path, found.get("extra", {}).get("scale", found)

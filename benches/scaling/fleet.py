@@ -1,7 +1,7 @@
-"""One node, a rack, ten thousand nodes: what the measured constants come to there.
+"""Estimates for one node, a rack and ten thousand nodes, from the measured constants.
 
-Public figures of hardware and of models stand here with their sources; everything else comes from ``figures``. Not for:
-words around the tables (``document``, and the page itself).
+Public figures of hardware and of models are here, with their sources. All other figures come from ``figures``. Not for:
+the tables and the text of the page (``document``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Public:
     source: str
 
 
-# Bytes a second that a part can carry at most, as its maker says.
+# Peak bandwidth of each part, as its vendor states it.
 NIC_400 = Public(
     "network adapter, 400 Gbit/s", 50.0, "GB/s", "NVIDIA ConnectX-7 user manual: single-port NDR 400 Gb/s and 400GbE"
 )
@@ -60,28 +60,28 @@ PROMPT = 4096
 PROMPT_BYTES = PROMPT * TOKEN
 PIECES = PROMPT_BYTES // PIECE
 PARAMETERS = 70.6e9
-# Prompts a second that the eight of a node compute: two operations for each parameter and token.
+# Prompts per second that the eight accelerators of a node compute: two operations for each parameter and token.
 DEMAND = FLOPS.value * 1e12 * BUSY.value * ENGINES.value / (2 * PARAMETERS * PROMPT)
 
-# Limits of ours (docs/links.md), and of the system as it is usually set.
+# Limits of the engine (docs/links.md), and default limits of the system.
 MOST_LINKS = 4096
 HEARTBEAT_S = 1.0
 DESCRIPTORS_USUAL = 1024
 MAPPINGS_USUAL = 65_530
 FAN = 1 << 20  # bytes of one pull of the fan-in benchmark
-PAIR = 2  # clients that the model is given
+PAIR = 2  # number of clients whose CPU cost is the input of the model
 
 
 @dataclass(frozen=True)
 class Site:
-    """How many nodes there are, and half of them prefill."""
+    """A number of nodes, half of which run prefill."""
 
     name: str
     nodes: int
 
     @property
     def engines(self) -> int:
-        """All of them."""
+        """The number of engines of all nodes."""
         return self.nodes * int(ENGINES.value)
 
 
@@ -90,19 +90,19 @@ SITES = (Site("one node", 1), Site("a rack", 32), Site("a cluster", 10_000))
 
 @dataclass(frozen=True)
 class Mesh:
-    """What the links of one engine come to."""
+    """The cost of all links of one engine."""
 
     links: int
     memory: float
     descriptors: float
     mappings: float
-    beats: float  # messages a second that it sends and gets, at most
+    beats: float  # messages per second that it sends and receives, at most
     idle: float  # share of a core
     making: float  # seconds to make all links of one engine, one after another
 
     @property
     def refused(self) -> str:
-        """What stands in the way, if anything."""
+        """The limit that is exceeded, if any."""
         if self.links > MOST_LINKS:
             return f"more than {MOST_LINKS:,} links (a limit of ours)"
         if self.mappings > MAPPINGS_USUAL:
@@ -113,14 +113,14 @@ class Mesh:
 
 
 def mesh(figures: Figures, links: int, transport: str = "tcp") -> Mesh:
-    """One engine with so many links."""
+    """The cost of one engine with this many links."""
     idle = figures.curve(f"CPU while nothing is asked, {transport}")
     return Mesh(
         links=links,
         memory=links * figures.curve(f"memory of links, {transport}").slope.each,
         descriptors=links * figures.figure(f"descriptors of a link, {transport}"),
         mappings=links * figures.figure(f"mappings of a link, {transport}"),
-        # Both sides of a link ask, and both answer.
+        # Both sides of a link send pings, and both answer.
         beats=4 * links / HEARTBEAT_S,
         idle=idle.slope.at(links) / 1e6 if links else 0.0,
         making=links * figures.curve(f"make one more link, {transport}").last / 1e6,
@@ -128,7 +128,7 @@ def mesh(figures: Figures, links: int, transport: str = "tcp") -> Mesh:
 
 
 def crowd(figures: Figures, transport: str, clients: int) -> Outcome:
-    """The fan-in benchmark, from the CPU that two clients cost: both sides share the cores of one machine."""
+    """Simulate the fan-in benchmark from the CPU cost of two clients. Both sides share the cores of one machine."""
     owner = figures.curve(f"CPU of the owner, {transport}").at(PAIR) * FAN / GIGA
     puller = figures.curve(f"CPU of those that pull, {transport}").at(PAIR) * FAN / GIGA
     stages = [Stage("cores", seconds, exact=False) for seconds in (puller, owner) if seconds > 0]
@@ -136,13 +136,13 @@ def crowd(figures: Figures, transport: str, clients: int) -> Outcome:
 
 
 def measured_rate(figures: Figures, transport: str, clients: int) -> float:
-    """Pulls a second that real engines made."""
+    """The measured pulls per second of real engines."""
     return figures.curve(f"bytes pulled from one engine, {transport}").at(clients) * GIGA / FAN
 
 
 @dataclass(frozen=True)
 class Use:
-    """One resource of a prefill node, and the prompts a second that it carries."""
+    """One resource of a prefill node, and the prompts per second for which it is sufficient."""
 
     name: str
     prompts: float
@@ -150,7 +150,7 @@ class Use:
 
 
 def uses(figures: Figures, network: str) -> list[Use]:
-    """What a prefill node can hand over, by each of its parts; the least is the bottleneck."""
+    """The prompts per second that each part of a prefill node can transfer. The smallest is the bottleneck."""
     found = []
     if network == "tcp":
         pulling = figures.curve("bytes pulled from one engine, tcp")
@@ -177,13 +177,13 @@ def released(figures: Figures) -> float:
 
 
 def planned(figures: Figures) -> float:
-    """Microseconds to ask for the pieces of a prompt, almost without bytes."""
+    """Microseconds of a request for the pieces of a prompt, almost without bytes."""
     return figures.curve("pull, tcp of blocks of 64 bytes").slope.at(PIECES)
 
 
 @dataclass(frozen=True)
 class Storm:
-    """One owner comes back, and so many engines link again."""
+    """One owner restarts, and this many engines link again."""
 
     engines: int
     seconds: float
@@ -191,7 +191,7 @@ class Storm:
 
 
 def storms(figures: Figures, transport: str) -> list[Storm]:
-    """From the slope of the measured ones; beyond the limits of ours the note says so."""
+    """Estimates from the slope of the measured ones. The note says where a limit of the engine is exceeded."""
     curve = figures.curve(f"all are linked again, {transport}")
     found = [Storm(int(point[0]), point[1] / 1e3, "measured") for point in curve.points if point[0] in (64, 512)]
     for engines in (MOST_LINKS, 10_000):
@@ -201,10 +201,10 @@ def storms(figures: Figures, transport: str) -> list[Storm]:
 
 
 def fan_stations(figures: Figures) -> list[tuple[str, float, int]]:
-    """Ways out of a prefill node: seconds of one prompt at one of so many servers."""
+    """Transports out of a prefill node: name, seconds of one prompt at one server, and number of servers."""
     alone = figures.curve("bytes pulled from one engine, tcp").first * GIGA
     line = WIRE.value * NIC_400.value * GIGA
-    # As many streams as its cores can keep busy.
+    # The number of streams that the cores can drive at full speed.
     streams = int(CORES.value / (figures.curve("CPU of the owner, tcp").last * alone / GIGA))
     return [
         ("TCP, a stream for each, all cores", PROMPT_BYTES / alone, streams),
@@ -214,5 +214,5 @@ def fan_stations(figures: Figures) -> list[tuple[str, float, int]]:
 
 
 def fan_in(seconds: float, servers: int, clients: int) -> Outcome:
-    """Engines that pull a prompt each, again and again, by one way out."""
+    """Simulate engines that repeatedly pull one prompt each over one transport."""
     return run(clients, [Stage("out", seconds)], {"out": servers}, rounds=max(4000, clients * 12))

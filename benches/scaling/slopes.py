@@ -1,9 +1,9 @@
-"""How a cost grows with size, named by a fit: constant, logarithmic, linear, quadratic, or the power it is.
+"""Names how a cost grows with size, by a fit: constant, logarithmic, linear, quadratic, or a power.
 
-Every shape is fitted to all points by least squares of the relative error, so that a nanosecond among nanoseconds
-counts as much as a second among seconds. The one that explains the points best is named; a constant is preferred while
-it is off by no more than clocks are. Beside the name stands the exponent over the last two decades, which no choice of
-shapes can hide. Not for: reading figures (``figures``), or deciding what is good.
+Every shape is fitted to all points by least squares of the relative error, so that small and large costs have the same
+weight. The shape with the smallest error is named. A constant is preferred if its error is within the noise of the
+clock. The exponent over the last two decades is shown as well, because it does not depend on the choice of a shape. Not
+for: reading figures (``figures``), or judging them.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 Point = tuple[float, float]
 
-# A curve that is nowhere further from a constant than this, root mean square, is one.
+# A curve whose relative root-mean-square error from a constant is at most this counts as constant.
 NOISE = 0.10
-# What at most doubles while size grows a thousandfold is nearly one: it is the caches of the CPU that are left behind.
+# A cost that at most doubles while size grows a thousandfold is "nearly constant": it only leaves the CPU caches.
 DOUBLE, FAR = 2.0, 1000
-# A shape that is further off than this on average, or than that anywhere, is no name for the curve, only the nearest.
+# A shape with a larger average error, or a larger error at any point, does not name the curve.
 UNLIKE, FAR_OFF = 0.25, 0.45
-# From this exponent on, over the last two decades, cost grows faster than size.
+# Above this exponent over the last two decades, cost grows faster than size.
 SUPERLINEAR = 1.15
 DECADES = 2.0
-# What exponents are taken for a constant and for a line there: the exponent, and how far off it may be.
+# Exponents over the last two decades that count as constant and as linear, with their tolerance.
 ENDS = (("constant", 0.0, 0.1), ("linear", 1.0, 0.15))
-# How much closer a bare power must be than a shape that has a reason.
+# The factor by which the error of a power must be smaller than that of a named shape.
 PLAIN = 1.3
 
 
@@ -39,10 +39,10 @@ class Slope:
 
     shape: str
     fixed: float  # cost that is there at any size
-    each: float  # what the shape's term is multiplied with: for a linear one, the cost of one more
+    each: float  # factor of the shape's term; for a linear shape, the cost of one more object
     exponent: float  # of the power law through the last two decades
     error: float  # relative, root mean square
-    worst: float = 0.0  # the same of the point that is furthest off
+    worst: float = 0.0  # the largest relative error of a point
     power: float = 1.0  # of the shape ``power``
 
     ends: tuple[float, float] = (0.0, 0.0)  # cost at the smallest and at the largest size
@@ -53,16 +53,16 @@ class Slope:
         return self.exponent > SUPERLINEAR
 
     def at(self, size: float) -> float:
-        """What the shape says of a size."""
+        """The cost that the fit predicts for a size."""
         return self.fixed + self.each * TERMS[self.shape](size, self.power)
 
     @property
     def name(self) -> str:
-        """The shape, if the curve is like it."""
-        # One odd point makes a constant no other shape.
+        """The name of the shape, if the fit is good enough."""
+        # A constant stays a constant, even if one point is an outlier.
         odd = self.shape != "constant" and self.worst > FAR_OFF
         if self.shape != "nearly constant" and (self.error > UNLIKE or odd):
-            # What many workers, or other kernels, do in between: the end may still be plain.
+            # The middle may be irregular, for example where the kernel changes, while the end has a simple shape.
             plain = [shape for shape, power, off in ENDS if abs(self.exponent - power) <= off]
             return f"{plain[0]} at the end" if plain else "no simple shape"
         if self.shape != "power":
@@ -70,7 +70,7 @@ class Slope:
         return f"power {self.power:.2f}" if self.power > 0 else f"falls, power {self.power:.2f}"
 
     def text(self, unit: str, one: str) -> str:
-        """In words."""
+        """The slope in words."""
         ends = f"{digits(self.ends[0])} to {digits(self.ends[1])} {unit}"
         words = self.name
         if words == "no simple shape" or words.endswith("at the end"):
@@ -115,10 +115,10 @@ def named(points: Sequence[Point]) -> Slope:
     power = found.pop("power")
     assert power is not None
     best = min((slope for slope in found.values() if slope is not None), key=lambda slope: slope.error, default=power)
-    # A shape with a reason goes before a number that always fits somehow.
+    # A named shape is preferred to a power, which fits almost any curve.
     if power.error * PLAIN < best.error:
         best = power
-    # Two figures explain more than one by chance alone.
+    # A fit with two parameters has a smaller error than one with a single parameter by chance alone.
     chance = math.sqrt((len(points) - 2) / (len(points) - 1))
     return best if best.error < flat.error * chance else flat
 
@@ -131,7 +131,7 @@ def last(points: Sequence[Point]) -> list[Point]:
 
 
 def steepness(points: Sequence[Point]) -> float:
-    """The exponent of the power law through points: the median over pairs, which one odd point cannot move."""
+    """The exponent of the power law: the median of the exponents of all pairs, which is robust against outliers."""
     pairs = [
         (math.log(far[1] / near[1])) / math.log(far[0] / near[0])
         for index, near in enumerate(points)
@@ -144,7 +144,7 @@ def steepness(points: Sequence[Point]) -> float:
 
 
 def fitted(shape: str, points: Sequence[Point], exponent: float) -> Optional[Slope]:
-    """The best of one shape, or None where it would have to fall, or to cost less than nothing at no size."""
+    """The best fit of one shape, or None if its factor is negative."""
     power = 1.0
     if shape == "power":
         power, fixed, each = curve_of_power(points)
@@ -175,7 +175,7 @@ def relative(terms: Sequence[float], costs: Sequence[float]) -> tuple[float, flo
 
 
 def curve_of_power(points: Sequence[Point]) -> tuple[float, float, float]:
-    """Exponent, no fixed cost, and factor of the line through the logarithms."""
+    """Exponent, fixed cost (0) and factor of the line through the logarithms."""
     logs = [(math.log(size), math.log(cost)) for size, cost in points]
     x, y = (sum(log[at] for log in logs) / len(logs) for at in (0, 1))
     spread = sum((log[0] - x) ** 2 for log in logs)
@@ -184,7 +184,7 @@ def curve_of_power(points: Sequence[Point]) -> tuple[float, float, float]:
 
 
 def digits(value: float) -> str:
-    """Three of them."""
+    """A value with three significant digits."""
     if value >= 1000:
         return f"{value:,.0f}"
     return f"{value:.3g}" if value >= 0.001 else f"{value:.1e}"

@@ -1,4 +1,4 @@
-"""The benchmark beside the peers: its harness, its arithmetic, its limit loops and the committed report.
+"""The benchmark of other systems: its harness, its arithmetic, its limit loops and the committed report.
 
 Not for: speed, which no test asserts, or the groups of two processes (`test_peers_between_processes.py`).
 """
@@ -48,7 +48,7 @@ def python_path(stand_ins=""):
 
 
 def run(out, *words, stand_ins=""):
-    """Run the program; the file it wrote, and what it printed."""
+    """Run the program. Return the file that it wrote, and its output."""
     command = [sys.executable, BENCH, "--quick", "--rounds", "2", "--mib", "4", "--out", out, *words]
     environment = {**os.environ, "PYTHONPATH": python_path(stand_ins)}
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300, env=environment)  # noqa: S603
@@ -114,7 +114,7 @@ def test_peers_that_are_not_here_or_end_the_process_are_named_and_the_others_are
     assert absent
     assert all(row["note"] == "ImportError: libibverbs1 missing" and "median" not in row for row in absent)
     assert "| torch | ImportError: libibverbs1 missing |" in (tmp_path / "out" / "peers.md").read_text()
-    assert len(fallen) == 3  # one for each part, which was run again without it
+    assert len(fallen) == 3  # one for each part; each part ran again without the peer
     assert all("took the process down: ended by SIGSEGV" in row["note"] for row in fallen)
     assert sum(row.get("median", 0) > 0 for row in of(document["rows"], system="numpy")) >= 6
     assert "nixl was at it" in said
@@ -128,7 +128,7 @@ def contest(entries, rounds=4, **ground):
 
 @pytest.fixture
 def takes(monkeypatch):
-    """A clock that only the systems move: `takes(2.0)` lets two seconds pass."""
+    """A fake clock that only the systems advance: `takes(2.0)` advances it by two seconds."""
     now = [0.0]
     monkeypatch.setattr(turns.time, "perf_counter", lambda: now[0])
 
@@ -225,7 +225,7 @@ def test_the_committed_page_says_what_the_committed_file_says(tmp_path):
 
 
 def test_every_committed_row_behind_has_its_reason():
-    """Of groups that were measured in full: what a quick run says is looked at again before anybody explains it."""
+    """Only for groups that were measured in full, because results of quick runs are not explained."""
     document, rows = read(REPORT / "peers.json")
     bare = [it for it in report.behind(rows) if it.reason is None]
     lack = [f"{report.at(it.row)}: {it.who}: {it.ratio:.2f}" for it in bare]

@@ -33,7 +33,7 @@ def pair(tmp_path):
 
 
 def measured(tmp_path, group):
-    """The rows of one group, and those of ours, with one peer that may be missing."""
+    """Measure one group with ours and one peer, which may be missing. Return all rows, and those of ours."""
     program = Path(__file__).resolve().parents[2] / "benches" / "peers"
     words = ["--quick", "--only", group, "--systems", "ucxx", "--rounds", "1", "--mib", "4", "--out", str(tmp_path)]
     subprocess.run([sys.executable, str(program), *words], check=True, timeout=300)  # noqa: S603  (this benchmark)
@@ -48,7 +48,7 @@ def test_pulls_and_pushes_end_to_end(tmp_path):
     cells = {(row["op"], row["block_bytes"], row["blocks"]) for row in ours}
     lists = [(16 << 10, 64), (16 << 10, 256), (256 << 10, 16)]
     assert cells == {(op, *which) for op in ("pull pool", "push pool", "pull registered") for which in lists}
-    # Beside the limit in every one of them, and compared.
+    # Every row has a ratio to the limit, and its bytes were verified.
     assert all(row["limit_ratio"] > 0 and row["verified"] for row in ours)
     absent = [row for row in rows if row["system"] == "ucxx"]
     assert absent, "a peer that was asked for has a row"
@@ -75,7 +75,7 @@ def test_small_requests_end_to_end(tmp_path):
 def test_standing_costs_end_to_end(tmp_path):
     _, ours = measured(tmp_path, "standing")
     assert {"import", "link", "idle CPU of both, linked", "peak memory, near"} <= {row["op"] for row in ours}
-    # Nothing is moved that could be compared.
+    # No bytes are moved that could be verified.
     assert not any(row.get("verified") for row in ours)
 
 

@@ -17,7 +17,7 @@ SIZES = [4**power for power in range(11)]
 
 
 def points(cost, noise=0.04):
-    """Costs at every size, off by as much as clocks are."""
+    """Costs at every size, with the noise of a clock."""
     dice = random.Random(7)  # noqa: S311  (a fixed play)
     return [(size, cost(size) * (1 + noise * dice.uniform(-1, 1))) for size in SIZES]
 

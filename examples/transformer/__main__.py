@@ -1,10 +1,10 @@
-"""A transformer in two processes, `python examples/transformer`: one computes prompts, one goes on from their KV.
+"""A transformer in two processes (`python examples/transformer`): prefill computes KV, decode continues from it.
 
-Runs it in both layouts and compares every token and every bit of every logit with the same model in one process. Prints
-how much of the transfer was hidden behind compute; exits with 1 on any difference. Not for: what the processes do
-(`prefill`, `decode`).
+Runs both cache layouts, and compares every token and every bit of every logit with the same model in one process.
+Prints how much of the transfer was hidden behind compute, and exits with 1 on any difference. Not for: what the
+processes do (`prefill`, `decode`).
 """
-# ruff: noqa: E402  (the environment comes before numpy)
+# ruff: noqa: E402  (the environment must be set before numpy is imported)
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import argparse
 import os
 import sys
 
-# One thread: with more, BLAS may split a product, and so sum it, in another way from one run to the next.
+# One thread: with more, BLAS may split a product differently from run to run, and then sum it in another order.
 for _name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS"):
     os.environ[_name] = "1"
 
@@ -37,7 +37,7 @@ LIMIT_S = 60.0
 
 
 def in_two_processes(setup: Setup) -> tuple[list[Timing], Served]:
-    """Run prefill and decode; return what each hands over. Neither outlives this call. Raises RuntimeError."""
+    """Run prefill and decode, and return the result of each. Neither outlives this call. Raises RuntimeError."""
     context = mp.get_context("spawn")  # an engine does not survive a fork
     between = context.Pipe()
     names = ("prefill", "decode")
@@ -80,7 +80,7 @@ def _received(name: str, result: connection.Connection) -> Any:
 
 
 def rows_needed(work: Workload, layout: str) -> tuple[int, int, int]:
-    """Return the rows of the prefill cache (one group), and of the device (two) and host cache (all) of decode."""
+    """Return the rows of the prefill cache (one group), and of decode's device cache (two) and host cache (all)."""
     if layout == "contiguous":
         return max(map(len, work.groups)), len(work.requests), 0
 
@@ -93,7 +93,7 @@ def rows_needed(work: Workload, layout: str) -> tuple[int, int, int]:
 
 
 def report(layout: str, timings: list[Timing], served: Served) -> None:
-    """Print what a run in two processes was like."""
+    """Print the timings of a run in two processes."""
     print(f"\n{layout}: {served.swapped_out} requests swapped out, {served.swapped_in} in")
     print("  group   KV MiB   compute ms   last layer in place   same transfer alone   hidden   in place as computed")
     for number, timing in enumerate(timings):
@@ -109,7 +109,7 @@ def report(layout: str, timings: list[Timing], served: Served) -> None:
 
 
 def compare(layout: str, work: Workload, alone: Generation, served: Served) -> bool:
-    """Print whether a run made the same as the one process; return it."""
+    """Print and return whether a run has the same tokens and logits as the run in one process."""
     wrong = differences(work, alone, served.made)
     for line in wrong:
         print(f"  DIFFERENT: {line}")

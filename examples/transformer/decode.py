@@ -1,7 +1,7 @@
-"""The decode process: takes the KV of each group and goes on from there, one group at a time, in turns.
+"""The decode process: receives the KV of each group and continues from it. Groups take turns.
 
-With blocks, the device cache holds two groups: the one whose turn it is and the one that comes next. The others wait in
-the host cache, swapped out, and come back into other blocks. Not for: prompts (`prefill`).
+With blocks, the device cache holds two groups: the current one and the next one. The others are swapped out to the host
+cache, and are later swapped in to other blocks. Not for: prompts (`prefill`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 TURN = 6
-"""New tokens of a group's turn."""
+"""New tokens that a group generates in one turn."""
 
 
 class Served(NamedTuple):
-    """What came out, and how many requests were swapped out and in for it."""
+    """The generated tokens and logits, and how many requests were swapped out and in."""
 
     made: Generation
     swapped_out: int
@@ -54,7 +54,7 @@ class Decode:
         return Served(self._made, self._out, self._in)
 
     def _serve(self) -> None:
-        """Take turns. While one group generates, prefill computes the next that is not there yet; it comes next."""
+        """Let the groups take turns. While one generates, prefill computes a new group, which has the next turn."""
         coming, waiting = deque(self._work.groups), deque([self._work.groups[0]])
         self._grant(coming.popleft())
         self._arrive()
@@ -73,7 +73,7 @@ class Decode:
                 self._arrive()
 
     def _grant(self, group: Sequence[int]) -> None:
-        """Reserve rows for a group and tell prefill where its prompts go: blocks, or addresses of slots."""
+        """Reserve rows for a group, and send their block indices or slot addresses to prefill."""
         layout, node = self._node.layout, self._node
         places: dict[int, Any] = {}
         for number in group:
@@ -86,13 +86,13 @@ class Decode:
         node.send(places)
 
     def _arrive(self) -> None:
-        """Wait until prefill says that a group is in place, and take what it made of the prompts."""
+        """Wait until prefill reports that a group has arrived, and take its first tokens and logits."""
         for number, (tokens, logits) in self._node.receive().items():
             self._made.tokens[number] += tokens
             self._made.logits[number] += logits
 
     def _generate(self, group: Sequence[int]) -> None:
-        """Generate the tokens of one turn; requests that are done leave their rows."""
+        """Generate the tokens of one turn, and release the rows of requests that are done."""
         for _ in range(TURN):
             batch = self._made.step(group)
             if not batch:
@@ -103,7 +103,7 @@ class Decode:
             rows.release(number)
 
     def _swap_out(self, group: Sequence[int]) -> None:
-        """Move what is left of a group to the host; its device blocks are free then."""
+        """Move the unfinished requests of a group to the host, and free their device blocks."""
         device = self._node.layout.rows
         for number in [number for number in group if self._paged and number in device.of]:
             blocks = device.of[number]
@@ -113,7 +113,7 @@ class Decode:
             self._out += 1
 
     def _swap_in(self, group: Sequence[int]) -> None:
-        """Bring what is left of a group back from the host, into blocks that are free now."""
+        """Move the unfinished requests of a group from the host to free device blocks."""
         device = self._node.layout.rows
         for number in [number for number in group if self._paged and number in self._host_rows.of]:
             blocks = self._host_rows.of[number]

@@ -1,4 +1,4 @@
-"""Which tokens are computed when, and what came out: requests, groups of them, greedy generation, the one-process run.
+"""Requests, groups of requests, greedy generation, its results, and the run in one process.
 
 Not for: where keys and values lie (`layouts`), or two processes (`prefill`, `decode`).
 """
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 class Request(NamedTuple):
-    """What is asked: the prompt, and how many tokens come after it."""
+    """A prompt, and how many tokens to generate after it."""
 
     prompt: list[int]
     new_tokens: int
 
     @property
     def tokens(self) -> int:
-        """Positions the request takes in a cache; the last token is never computed on."""
+        """Positions that the request takes in a cache. The last token takes none: nothing is computed from it."""
         return len(self.prompt) + self.new_tokens - 1
 
 
 class Workload(NamedTuple):
-    """A model and its requests. Requests of a group are computed together, prompts as well as new tokens."""
+    """A model and its requests. The requests of a group are computed together, both prompts and new tokens."""
 
     shape: Shape
     seed: int
@@ -41,7 +41,7 @@ class Workload(NamedTuple):
 
     @classmethod
     def make(cls, shape: Shape, groups: int, seed: int = 7) -> Workload:
-        """Draw three requests for each group: prompts from a fifth of the longest sequence up, all of unlike length."""
+        """Draw three requests for each group. Prompts differ in length, from a fifth of the longest sequence up."""
         dice = np.random.default_rng(seed)
         longest = shape.tokens * 5 // 6
         lengths = dice.choice(np.arange(shape.tokens // 5, longest), 3 * groups, replace=False)
@@ -86,7 +86,7 @@ class Generation:
 
 
 def in_one_process(work: Workload) -> Generation:
-    """Run everything here, on plain arrays, in the batches that the two processes use as well."""
+    """Run everything in this process, on plain arrays, in the same batches as the two processes."""
     model, cache, made = work.model(), Plain(work.shape), Generation(work.requests)
     for group in work.groups:
         made.take(group, model.forward(made.prompts(group), cache))
@@ -96,7 +96,7 @@ def in_one_process(work: Workload) -> Generation:
 
 
 def differences(work: Workload, left: Generation, right: Generation) -> list[str]:
-    """Compare tokens and logits bit for bit; say where they first differ, for each request that does."""
+    """Compare tokens and logits bit for bit. Return the first difference of each request that differs."""
     found = []
     for number, request in enumerate(work.requests):
         lengths = [len(part[number]) for run in (left, right) for part in (run.tokens, run.logits)]

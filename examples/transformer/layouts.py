@@ -1,8 +1,8 @@
-"""Where keys and values lie: whole sequences in batch slots, or blocks scattered over a cache. And as plain arrays.
+"""Layouts of keys and values: whole sequences in batch slots, blocks scattered over a cache, or plain arrays.
 
-Each layout reads and writes tensors `[rows, tokens of a row, kv_heads, head_dim]`, keys and values of a layer after
-each other. They are views of caches of the engine, which moves rows between processes and memories without knowing what
-they mean. Not for: that moving (`prefill`, `decode`).
+Each layout reads and writes tensors `[rows, tokens of a row, kv_heads, head_dim]`, with the keys of a layer followed by
+its values. The tensors are views of caches of the engine, which moves rows between processes and memories. Not for:
+moving rows (`prefill`, `decode`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Rows:
-    """Which rows of a cache belong to which request. Handed out in a random order, so that nothing lies in sequence."""
+    """The rows of a cache that each request has. They are assigned in random order, so that they are not adjacent."""
 
     def __init__(self, count: int, seed: int) -> None:
         self.of: dict[int, list[int]] = {}
@@ -27,7 +27,7 @@ class Rows:
         self._dice = random.Random(seed)  # noqa: S311  (not for secrets)
 
     def reserve(self, request: int, count: int) -> list[int]:
-        """Give a request that many rows, and return them."""
+        """Reserve that many rows for a request, and return them."""
         self._dice.shuffle(self._free)
         if len(self._free) < count:
             raise MemoryError(f"request {request} needs {count} rows, {len(self._free)} are free")
@@ -35,12 +35,12 @@ class Rows:
         return self.of[request]
 
     def release(self, request: int) -> None:
-        """Take a request's rows back."""
+        """Free the rows of a request."""
         self._free += self.of.pop(request)
 
 
 class Contiguous:
-    """One row, a batch slot, holds a whole sequence."""
+    """A row is a batch slot, which holds a whole sequence."""
 
     def __init__(self, tensors: Sequence[Array], seed: int) -> None:
         self.rows = Rows(len(tensors[0]), seed)
@@ -59,14 +59,14 @@ class Contiguous:
             tensor[slot, start : start + len(new)] = new
 
     def read(self, layer: int, request: int, tokens: int) -> tuple[Array, Array]:
-        """Return keys and values of the first `tokens` positions: they lie in one piece."""
+        """Return keys and values of the first `tokens` positions, which are contiguous."""
         (slot,) = self.rows.of[request]
         keys, values = self._tensors[2 * layer : 2 * layer + 2]
         return keys[slot, :tokens], values[slot, :tokens]
 
 
 class Paged:
-    """A row is a block of some tokens; the block table of a request says which blocks hold it, in order."""
+    """A row is a block of tokens. The block table of a request lists its blocks in order."""
 
     def __init__(self, tensors: Sequence[Array], seed: int) -> None:
         self.rows = Rows(len(tensors[0]), seed)
@@ -93,7 +93,7 @@ class Paged:
 
 
 class Plain:
-    """Arrays of this process, one for each request and layer: what the one-process run uses, without any engine."""
+    """Arrays of this process, one for each request and layer, for the one-process run without an engine."""
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape

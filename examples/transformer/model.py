@@ -1,11 +1,11 @@
 """The model: a decoder-only transformer in numpy, float32, weights drawn from a seed.
 
 RMSNorm, rotary positions, grouped-query attention, SwiGLU. Keys and values are written to a cache and read back from
-it, also within one prompt. Not for: where they lie (`layouts`), or which tokens are computed when (`generation`).
+it, also within one prompt. Not for: the layout of the cache (`layouts`), or the order of computation (`generation`).
 
-The same calls in the same shapes give the same bits, in any process of one machine, as long as BLAS runs one thread,
-which `__main__` sees to. A request computed beside another number of requests gives other bits, because BLAS then sums
-in another order: both runs form the same batches.
+The same calls with the same shapes give the same bits in any process of one machine, as long as BLAS uses one thread,
+which `__main__` ensures. BLAS sums in another order if the number of requests in a batch differs. Therefore, all runs
+form the same batches.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Shape(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Tokens of one request that are computed together: `start` others come before them and are in the cache."""
+    """Tokens of one request that are computed together, after the `start` tokens that are already in the cache."""
 
     request: int
     start: int
@@ -104,7 +104,7 @@ class Model:
     def forward(self, chunks: Sequence[Chunk], cache: Cache, computed: Callable[[int], None] = lambda _: None) -> Array:
         """Compute a batch and return the logits after the last token of each chunk, `[chunks, vocabulary]`.
 
-        `computed` is called with each layer once its keys and values are complete and nothing reads or writes them.
+        `computed` is called with each layer once its keys and values are complete and no longer read or written.
         """
         hidden = self.embedding[np.concatenate([chunk.tokens for chunk in chunks])]
         for number, layer in enumerate(self.layers):

@@ -1,7 +1,7 @@
-"""What both processes do alike: open an engine, allocate the cache of a layout, wait for a message of the other.
+"""Code that both processes share: open an engine, allocate the cache of a layout, exchange messages.
 
-The paged layout is reached by key, in the mode where peers reach caches one-sidedly; the contiguous one by addresses,
-in the other mode. Not for: what is computed or moved when (`prefill`, `decode`).
+The paged layout uses remote-accessible mode, where prefill names the destination by key. The contiguous layout uses the
+other mode, where prefill names it by address. Not for: computing and moving KV (`prefill`, `decode`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ PREFILL, DECODE = 1, 2
 """Cluster ids."""
 
 LIMIT_S = 20.0
-"""No wait for the other process, for a layer or for bytes takes longer."""
+"""Time limit of every wait for the other process, for a layer or for a transfer, in seconds."""
 
 PAGE = 1 << 12
 
 
 class Setup(NamedTuple):
-    """What a process is started with. `rows`: of the prefill cache, and of the device and host cache of decode."""
+    """The arguments of a process. `rows`: of the prefill cache, and of the device and host cache of decode."""
 
     work: Workload
     layout: str
@@ -65,7 +65,7 @@ class Node:
             self.cache = self.manager.allocate_cache(self._description(rows, Placement.DEVICE))
         tensors: list[Array] = [view.numpy() for view in self.manager.tensor_views(self.cache)]
         for tensor in tensors:
-            tensor.fill(np.nan)  # nothing that was not put there is read unnoticed
+            tensor.fill(np.nan)  # a read of a row that was never written gives NaN
         self.layout: Union[Paged, Contiguous] = (Paged if self._paged else Contiguous)(tensors, seed=cluster)
 
     def host_cache(self, rows: int) -> Cache:
@@ -82,7 +82,7 @@ class Node:
         self._pipe.send(message)
 
     def receive(self) -> Any:
-        """Wait for the next message of the other process; bounded, and ended by the end of the command as well."""
+        """Wait for the next message of the other process, at most `LIMIT_S`, or until the command ends."""
         parent = parent_process()
         alive = [parent.sentinel] if parent else []
         ready = connection.wait([self._pipe, *alive], LIMIT_S)

@@ -1,7 +1,7 @@
-"""The prefill process: computes the prompts of each group; the KV of a layer travels while the next are computed.
+"""The prefill process: computes the prompts of each group, and sends the KV of a layer while it computes the next ones.
 
-For each group it hears from decode where the rows go, starts a transfer that waits for the layers, computes, and says
-when everything is in place. Not for: new tokens (`decode`).
+For each group, it receives the destination rows from decode, starts a transfer that waits for the layers, computes, and
+reports when everything has arrived. Not for: new tokens (`decode`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REPEATS = 3
 
 
 class ComputedLayers(LayerSynchronizer):
-    """Tells the transfer which layers are computed: one event a layer, set by the compute loop."""
+    """Tells the transfer which layers are computed. The compute loop sets one event for each layer."""
 
     def __init__(self, layers: int, done: bool = False) -> None:
         self._events = [threading.Event() for _ in range(layers)]
@@ -39,20 +39,20 @@ class ComputedLayers(LayerSynchronizer):
             event.set()
 
     def computed(self, layer: int) -> None:
-        """Let a layer go."""
+        """Report that a layer is computed."""
         self._events[layer].set()
 
     def synchronize_layer(self, layer_index: int, timeout_in_millis: Optional[int]) -> bool:
-        """Wait until a layer is computed. Called by the transfer, on a thread of its own."""
+        """Wait until a layer is computed. The transfer calls this on its own thread."""
         return self._events[layer_index].wait(LIMIT_S if timeout_in_millis is None else timeout_in_millis / 1000)
 
 
 class Timing(NamedTuple):
-    """One group: bytes moved, seconds of compute, from its end until the last layer was in place, of a transfer alone.
+    """The times of one group in seconds, and the bytes that were moved.
 
-    Alone: the shortest of some, because decode computes meanwhile.
-
-    `in_place[i]`: how many layers had arrived when layer `i` was computed, before it was let go.
+    `exposed_s` is the time from the end of compute to the arrival of the last layer. `alone_s` is the shortest of
+    `REPEATS` transfers without compute, because decode computes meanwhile.
+    `in_place[i]` is how many layers had arrived when layer `i` was computed, before it was reported.
     """
 
     bytes: int
@@ -85,7 +85,7 @@ class Prefill:
         layers, rows = self._work.shape.layers, self._node.layout.rows
         for number in group:
             rows.reserve(number, self._node.layout.rows_for(len(self._work.requests[number].prompt)))
-        alone = [self._alone(group, places) for _ in range(REPEATS)]  # before: what it leaves there is all wrong
+        alone = [self._alone(group, places) for _ in range(REPEATS)]  # before compute, so that it sends wrong data
         synchronizer, in_place = ComputedLayers(layers), []
         task = self._transfer(group, places, synchronizer)
 
@@ -108,7 +108,7 @@ class Prefill:
         return Timing(moved, end - start, exposed, min(alone), in_place)
 
     def _alone(self, group: Sequence[int], places: dict[int, Any]) -> float:
-        """Send the same rows, holding what they held before: what the transfer takes when it waits for no layer."""
+        """Send the same rows with their old contents, without waiting for layers. Return the seconds that this took."""
         start = time.perf_counter()
         _succeed(self._transfer(group, places, ComputedLayers(self._work.shape.layers, done=True)))
         return time.perf_counter() - start
@@ -127,14 +127,14 @@ class Prefill:
 
 
 def _succeed(task: CacheTask) -> None:
-    """Wait until everything is in place; raise if anything is not."""
+    """Wait until the transfer has ended, and raise if it did not succeed."""
     if task.synchronize(int(LIMIT_S * 1000)) != LLMStatusCode.LLM_SUCCESS:
         task.cancel()
         raise RuntimeError(f"the transfer gave {task.get_results()}: {task.errors()}")
 
 
 def _wait_for_a_layer(task: CacheTask) -> None:
-    """Wait until a layer is in place: it comes, though compute has not ended, or the example fails."""
+    """Wait until a layer has arrived. The example fails if none arrives before compute ends."""
     until = time.monotonic() + LIMIT_S
     while not all(part.layers_done for part in task.progress()):
         if time.monotonic() > until:

@@ -1,8 +1,8 @@
 """An engine for the KV cache of large language models, behind the API of LLM-DataDist (contract §1.1).
 
 The package allocates caches in memory pools, copies and swaps their blocks, and moves them between processes and hosts.
-An import opens no device, no socket and no thread, and does not import numpy. This module defines the public names and
-registers their classes with the native module.
+An import opens no device and no socket, starts no thread, and does not import numpy. This module defines the public
+names and registers their classes with the native module.
 """
 
 from __future__ import annotations

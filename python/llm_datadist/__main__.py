@@ -1,6 +1,6 @@
 """The commands ``llm-datadist`` and ``python -m llm_datadist``: ``replay``, ``options`` and ``--version``.
 
-Sub-commands are imported when they are called, so that an import of the package does not import numpy.
+Sub-commands are imported when they are called, so that the other commands do not import numpy.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the arguments without the name of the program; those of the process by default.
 
     Returns:
-        The exit status: 0 for success, 2 for wrong arguments, and that of the sub-command.
+        The exit status: 0 for success, 2 for wrong arguments, else the status of the sub-command.
     """
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
-    # Standard output belongs to the results. A program that calls this and has handlers of its own keeps them.
+    # Log lines go to standard error, because standard output is for results. Handlers that the program set stay.
     logging.basicConfig(format=LOG_FORMAT, datefmt=DATE_FORMAT, stream=sys.stderr)
     if options.command == "options":
         if rest:

@@ -1,4 +1,4 @@
-"""The native module of ``llm_datadist``: the engine, and the checks of arguments. It is private.
+"""The native module of ``llm_datadist``: the engine and the argument checks. It is private.
 
 Every function raises ``TypeError`` for a wrong type, ``ValueError`` for an integer outside its width, and
 ``LLMException`` for all other failures. A ``bool`` is not an integer.
@@ -66,25 +66,28 @@ DATA_TYPES: dict[str, int]
 """Name → number of every element type (contract §3.2)."""
 
 def register_types(**classes: object) -> None:
-    """Take over the front's classes and check that their numbers are the engine's. The latest import wins."""
+    """Register the classes of the Python package, and check that their numbers equal those of the engine.
+
+    A later call replaces the classes of an earlier one.
+    """
 
 def abandon_sockets() -> None:
     """Close the sockets that a forked child inherited; called in the child after every fork."""
 
 def open_log() -> int:
-    """Return a descriptor that is readable while lines of the engine's log wait, the caller's to close."""
+    """Return a descriptor that is readable while log lines of the engine are queued. The caller closes it."""
 
 def close_log() -> None:
-    """End the descriptor of ``open_log``: whoever reads it finds its end."""
+    """Close the other end of the descriptor of ``open_log``, so that its reader reads end-of-file."""
 
 def take_log() -> tuple[int, list[tuple[int, str, str, str, int, str, float]]]:
-    """Return how many lines were dropped, and those that wait, oldest first.
+    """Remove the queued lines. Return how many lines were dropped, and the queued ones, oldest first.
 
-    A line is ``(level, target, text, file, line, thread, time)``, the level as in ``logging``.
+    A line is ``(level, target, text, file, line, thread, time)``, with the level as in ``logging``.
     """
 
 def log_after_fork() -> None:
-    """Start with an empty queue of lines; called in a forked child."""
+    """Replace the queue of lines by an empty one; called in a forked child."""
 
 @final
 class DataDist:
@@ -95,7 +98,7 @@ class DataDist:
     """
 
     def __new__(cls, role: LLMRole, cluster_id: int, options: dict[str, str]) -> DataDist:
-        """Read the options and open an engine with its pools and, if they name an address, a listener.
+        """Open an engine with its pools and, if the options name an address, a listener.
 
         Raises:
             LLMException: ``LLM_PARAM_INVALID``: an option is not allowed; ``LLM_OUT_OF_MEMORY``: no memory for a pool.
@@ -103,16 +106,16 @@ class DataDist:
 
     @property
     def number(self) -> int:
-        """The number of the engine, which no other engine of this process ever has."""
+        """The number of the engine. No other engine of this process has the same number, at any time."""
 
     def close(self) -> None:
-        """End the engine. Calls under way end normally; memory that views show stays until they go."""
+        """Close the engine. Calls in progress end normally. Memory stays mapped as long as a view of it exists."""
 
     def stats(self) -> Stats:
-        """Every counter."""
+        """Return every counter of the engine."""
 
     def listening(self) -> str | None:
-        """Return the address at which the engine listens, as ``ip:port`` with the bound port."""
+        """Return the listen address as ``ip:port`` with the bound port; ``None`` without a listener."""
 
     def link_clusters(
         self,
@@ -121,10 +124,10 @@ class DataDist:
         needs_local: bool,
         one_local: bool,
     ) -> list[LLMStatusCode]:
-        """Link to peers within ``timeout`` milliseconds; one code for each (contract §6.8).
+        """Link to peers within ``timeout`` milliseconds, and return one code for each (contract §6.8).
 
-        A peer must have an own address with ``needs_local``, else the call is refused; with ``one_local`` exactly one,
-        else its entry is.
+        With ``needs_local``, the call raises if an entry has no local address. With ``one_local``, an entry that does
+        not have exactly one local address gets ``LLM_PARAM_INVALID``.
         """
 
     def unlink_clusters(
@@ -135,7 +138,10 @@ class DataDist:
         always_force: bool,
         strict: bool,
     ) -> list[LLMStatusCode]:
-        """End links; one code for each (contract §6.8). With ``strict`` there must be one to end (§9.3)."""
+        """End links, and return one code for each (contract §6.8).
+
+        With ``strict``, the code of a cluster that is not linked is ``LLM_NOT_YET_LINK`` (contract §9.3).
+        """
 
     def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
         """Enter a communicator and return its number (contract §6.5)."""
@@ -147,13 +153,13 @@ class DataDist:
         """Return the state of a communicator, as the number of a ``RegisterMemStatus`` (contract §6.7)."""
 
     def switch_role(self, role: LLMRole, listen: str | None) -> None:
-        """Change the role, and listen at ``listen`` or not at all (contract §6.9)."""
+        """Change the role, and listen at ``listen``; ``None`` stops the listener (contract §6.9)."""
 
     def check_link(self, remote_cluster_id: int) -> None:
         """Raise unless the peer answers within ``sync_kv_timeout`` (contract §6.11)."""
 
     def remap(self) -> None:
-        """Raise ``LLM_NOT_YET_LINK`` without any link (contract §7.17)."""
+        """Raise ``LLM_NOT_YET_LINK`` if there is no link and no ``PREPARING`` communicator (contract §7.17)."""
 
     def pull_cache(
         self,
@@ -208,13 +214,13 @@ class DataDist:
         dst_block_indices: list[int] | tuple[int, ...] | None,
         dst_block_memory_size: int | None,
     ) -> TransferTask:
-        """Begin a layer-wise transfer; the caller says which layers are ready (contract §8)."""
+        """Start a layer-wise transfer. The caller reports which layers are ready (contract §8)."""
 
     def sync_kv_timeout(self) -> int:
         """Return the limit of one call in milliseconds."""
 
     def huge_page_bytes(self) -> dict[str, int]:
-        """Bytes of the ``device`` and the ``host`` pool that lie in huge pages; slow."""
+        """Return the bytes of the ``device`` and the ``host`` pool that are in huge pages. The call is slow."""
 
     def allocate_cache(self, cache_desc: CacheDesc, cache_keys: list[CacheKey] | tuple[CacheKey, ...]) -> ManagedCache:
         """Allocate a continuous cache (contract §7.1)."""
@@ -262,7 +268,7 @@ class DataDist:
         size: int,
         req_id: int | None,
     ) -> None:
-        """Copy ``size`` bytes of one batch slot in every tensor; -1 for the rest of it (contract §7.9)."""
+        """Copy ``size`` bytes of one batch slot in every tensor; -1 copies the rest of the slot (contract §7.9)."""
 
     def copy_blocks(self, cache: Cache, copy_block_info: dict[int, list[int]] | Any) -> None:
         """Copy blocks inside one cache (contract §7.10)."""
@@ -275,13 +281,13 @@ class DataDist:
 
 @final
 class TransferTask:
-    """A layer-wise transfer. It continues when this handle is dropped."""
+    """A layer-wise transfer. Dropping this handle does not end it."""
 
     def layers(self) -> list[int]:
-        """Return the layers that a config needs, ascending."""
+        """Return the layers that at least one config needs, in ascending order."""
 
     def wanted(self, layer: int) -> bool:
-        """Return whether an unfinished config needs a layer. If so, the time limit of the layer starts now."""
+        """Return whether an unfinished config needs the layer. If so, the time limit of the layer starts now."""
 
     def ready(self, layer: int) -> None:
         """Report that this layer and all before it are ready. Returns at once."""
@@ -290,7 +296,7 @@ class TransferTask:
         """Report that neither this layer nor any after it will be ready. Returns at once."""
 
     def broken(self, layer: int, why: str) -> None:
-        """Report that the state of this layer and of all after it stays unknown, for the reason ``why``."""
+        """Report that this layer and all after it will never be reported ready, because of ``why``."""
 
     def cancel(self) -> bool:
         """End the unfinished configs; return whether there were any."""
@@ -299,16 +305,16 @@ class TransferTask:
         """Return whether the transfer has ended."""
 
     def wait(self, timeout_in_millis: int | None) -> bool:
-        """Wait until ``done``, which is returned."""
+        """Wait until the transfer has ended or the limit has passed. Return whether it has ended."""
 
     def results(self) -> list[LLMStatusCode | None]:
-        """Return the code of each config that has ended."""
+        """Return the code of each config; ``None`` for one without a result."""
 
     def errors(self) -> list[LLMException | None]:
-        """Return why each config failed that did."""
+        """Return why each config is unfinished; ``None`` for one that ended with success or was never reached."""
 
     def progress(self) -> list[tuple[int, int, int]]:
-        """Return the layers in place, all layers, and the bytes in place of each config."""
+        """Return for each config the layers in place, all of its layers, and the bytes in place."""
 
     def descriptor(self) -> int:
         """Return a new descriptor that is readable once the transfer is done. The caller closes it."""
@@ -323,7 +329,7 @@ class TransferTask:
 
 @final
 class ManagedCache:
-    """The reference of a public handle to a cache of an engine. It does not keep the cache alive."""
+    """The reference that a public handle has to a cache of an engine. It does not keep the cache alive."""
 
     @property
     def cache_id(self) -> int:
@@ -334,7 +340,7 @@ class ManagedCache:
 
 @final
 class LooseCache:
-    """A CPU cache as the engine sees it: host memory of the caller, which must stay valid while this object lives."""
+    """A CPU cache: host memory of the caller, which must stay valid as long as this object exists."""
 
     def __new__(cls, cache_desc: CacheDesc, addrs: list[int]) -> LooseCache:
         """Check sizes and addresses (contract §4.3).
@@ -347,32 +353,32 @@ class LooseCache:
         """Return a view of every tensor.
 
         Raises:
-            LLMException: ``LLM_PARAM_INVALID``, memory that is not mapped readable and writable.
+            LLMException: ``LLM_PARAM_INVALID``: the memory is not mapped readable and writable.
         """
 
 @final
 class KvCaches:
     """The calls of a ``KvCacheManager`` (contract §9.1).
 
-    Errors as for ``DataDist``.
+    The errors are those of ``DataDist``.
     """
 
     def __new__(cls, native: DataDist) -> KvCaches:
-        """Those of ``native``."""
+        """Make the object for the engine ``native``."""
 
     def allocate_cache(
         self, desc: CacheDesc, cache_keys: list[CacheKey] | tuple[CacheKey, ...], may_name: bool
     ) -> ManagedCache:
-        """Allocate a continuous cache, without keys unless ``may_name``."""
+        """Allocate a continuous cache. Keys are refused unless ``may_name``."""
 
     def allocate_blocks_cache(self, desc: CacheDesc, key: BlocksCacheKey | None, may_name: bool) -> ManagedCache:
-        """Allocate a blocks cache, without a key unless ``may_name``."""
+        """Allocate a blocks cache. A key is refused unless ``may_name``."""
 
     def deallocate_cache(self, cache: KvCache) -> None:
         """Drop the reference by id of a cache (contract §9.1)."""
 
     def release(self, cache: KvCache) -> None:
-        """Do the same without checks, for a handle whose class is known."""
+        """Do the same as ``deallocate_cache`` without checks, for a handle whose class is known."""
 
     def pull_cache(
         self,
@@ -404,7 +410,7 @@ class KvCaches:
         size: int,
         req_id: int | None,
     ) -> None:
-        """Copy ``size`` bytes of one batch slot in every tensor; -1 for the rest of it."""
+        """Copy ``size`` bytes of one batch slot in every tensor; -1 copies the rest of the slot."""
 
     def copy_blocks(self, cache: KvCache, copy_block_info: dict[int, list[int]] | Any) -> None:
         """Copy blocks inside one cache."""
@@ -419,10 +425,11 @@ class KvCaches:
 class TensorView:
     """One tensor of a cache without a copy.
 
-    Memory of a pool stays as long as the view, or any array made from it, lives. Memory of a registered or CPU cache is
-    the caller's, and no view keeps it alive.
+    Pool memory stays mapped as long as the view, or an array made from it, exists. Memory of a registered or CPU cache
+    belongs to the caller, and no view keeps it alive.
 
-    For ``numpy.asarray``, ``numpy.from_dlpack``, ``torch.from_dlpack`` and the like; C-contiguous and writable.
+    ``numpy.asarray``, ``numpy.from_dlpack``, ``torch.from_dlpack`` and similar functions accept a view. The memory is
+    C-contiguous and writable.
     """
 
     @property
@@ -431,18 +438,18 @@ class TensorView:
 
     @property
     def address(self) -> int:
-        """First address."""
+        """Address of the first byte."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """The memory as numpy has it. ``DT_BF16`` shows as ``uint16``; ``DT_STRING`` raises ``TypeError``."""
+        """The array interface of numpy. ``DT_BF16`` appears as ``uint16``; ``DT_STRING`` raises ``TypeError``."""
 
     def numpy(self) -> Any:
-        """Return a ``numpy.ndarray`` of the same memory. ``DT_BF16`` shows as ``uint16``."""
+        """Return a ``numpy.ndarray`` over the same memory. ``DT_BF16`` appears as ``uint16``."""
 
     def __dlpack__(
         self,
@@ -455,12 +462,12 @@ class TensorView:
         """Return a DLPack capsule, in the layout of version 1 if ``max_version`` allows it.
 
         Raises:
-            BufferError: a stream, another device than the CPU, or a copy is asked for.
-            TypeError: ``DT_STRING``, which DLPack does not know.
+            BufferError: the caller asks for a stream, a device other than the CPU, or a copy.
+            TypeError: the tensor is ``DT_STRING``, which DLPack does not support.
         """
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """Return the device in DLPack's numbers: CPU, 0."""
+        """Return the type and id of the device in DLPack's numbers: CPU, 0."""
 
 def check_isinstance(
     arg_name: str,
@@ -470,10 +477,10 @@ def check_isinstance(
     extra_fmt: str = "",
     allow_none: bool = True,
 ) -> _Value:
-    """Return ``arg_value`` unchanged if it is one of ``classes`` and its elements, if asked for, of ``inner_class``."""
+    """Return ``arg_value`` if it is an instance of ``classes``, and its elements of ``inner_class`` (contract §2)."""
 
 def check_inner(arg_name: str, arg_value: Iterable[object], inner_class: _Class) -> None:
-    """Raise unless every element belongs to ``inner_class``."""
+    """Raise unless every element is an instance of ``inner_class`` (contract §2)."""
 
 def check_dict(
     arg_name: str,
@@ -482,7 +489,7 @@ def check_dict(
     v_class: _Class,
     v_inner_class: _Class | None = None,
 ) -> None:
-    """Raise unless keys, values and, if asked for, elements of values belong to these classes."""
+    """Raise unless keys, values and, with ``v_inner_class``, elements of values have these classes (contract §2)."""
 
 def check_uint8(arg_name: str, arg_value: int) -> None:
     """Raise unless the value is an integer from 0 to 2^8 - 1."""
@@ -512,37 +519,39 @@ def check_list_uint64(arg_name: str, arg_values: Iterable[int]) -> None:
     """Raise unless every element is an integer from 0 to 2^64 - 1."""
 
 def check_positive_or_set_default(arg_name: str, arg_value: int | None, default: int = -1) -> int:
-    """Return ``default`` for ``None``, else the value, an integer from 0 to 2^63 - 1."""
+    """Return ``default`` for ``None``, else the value, which must be an integer from 0 to 2^63 - 1 (contract §2)."""
 
 def check_dimensions(rank: int, batch_dim_index: int, seq_len_dim_index: int) -> None:
-    """Raise ``LLM_PARAM_INVALID`` unless the indices are among ``rank`` dimensions (contract §4.2)."""
+    """Raise ``LLM_PARAM_INVALID`` unless the indices name dimensions of a shape of ``rank`` ones (contract §4.2)."""
 
 def tensor_bytes(shape: list[int] | tuple[int, ...], data_type: DataType) -> int:
-    """Return the bytes of one tensor.
+    """Return the size of one tensor in bytes (contract §4.2).
 
     Raises:
         LLMException: ``LLM_PARAM_INVALID``: not 1 to 31 dimensions above 0, or 2^63 bytes or more.
     """
 
 def check_option(name: str, arg_value: int | str) -> None:
-    """Raise unless the property ``name`` of an ``LlmConfig`` may have the value.
+    """Raise unless the property ``name`` of an ``LlmConfig`` may have the value (contract §5).
 
     Raises:
-        LLMException: ``LLM_PARAM_INVALID``, outside the range of a number (in the unit of the property), or a text that
-            breaks its rule. The error for a token or its file does not show the value.
-        ValueError: no int32, where the original has one.
+        LLMException: ``LLM_PARAM_INVALID``: a number is out of range (in the unit of the property), or a text breaks
+            its rule. The error for a token or its file does not show the value.
+        ValueError: the value is outside int32, for a property that is an int32 in the original.
     """
 
 def check_cache_key(cache_key: CacheKey) -> None:
-    """Raise ``LLM_PARAM_INVALID`` unless exactly one of ``req_id`` and ``prefix_id`` is given."""
+    """Raise ``LLM_PARAM_INVALID`` unless exactly one of ``req_id`` and ``prefix_id`` is given (contract §7)."""
 
 def check_layer_range(name: str, layer_range: range | None, allow_none: bool = True) -> None:
-    """Raise unless the value is a ``range`` of step 1 with ``0 <= start < stop``, or ``None`` where that is allowed.
+    """Raise unless the value is a ``range`` of step 1 with ``0 <= start < stop`` (contract §4.10).
+
+    ``None`` is accepted with ``allow_none``.
 
     Raises:
-        TypeError: no ``range``.
-        LLMException: ``LLM_PARAM_INVALID``, another step, a start below 0, or an empty range.
+        TypeError: the value is not a ``range``.
+        LLMException: ``LLM_PARAM_INVALID``: another step, a start below 0, or an empty range.
     """
 
 def check_mem_utilization(arg_value: float) -> None:
-    """Raise ``LLM_PARAM_INVALID`` unless the value is 0.0 to 1.0."""
+    """Raise ``LLM_PARAM_INVALID`` unless the value is from 0.0 to 1.0 (contract §5)."""

@@ -1,7 +1,7 @@
-"""Errors about arguments, completed with what a person needs to correct the call.
+"""Argument checks, and error texts that are completed so that the caller can correct the call.
 
-The native module checks arguments in the order of the contract (§0.3). Where it reads an attribute of ``None``, and
-where it meets an array that it cannot use, its text does not say enough. ``clarify`` completes that text.
+The native module checks arguments in the order of the contract (§0.3). Two of its texts lack facts: the one about an
+attribute of ``None``, and the one about an array that it cannot use. ``clarify`` adds them.
 """
 
 from __future__ import annotations
@@ -45,10 +45,12 @@ def check_dict(arg_name: str, value: Any, k_class: Any, v_class: Any, v_inner_cl
 def clarify(error: Exception, required: Mapping[str, object], optional: Mapping[str, object]) -> None:
     """Complete the text of an error that a call of the native module raised.
 
+    It names the arguments that are ``None``, and adds the dtype and shape of an array. Other texts stay as they are.
+
     Args:
-        error: an ``AttributeError`` or ``TypeError``; other texts than those named above stay as they are.
+        error: an ``AttributeError`` or ``TypeError``.
         required: the arguments of the call that have no default, by name. ``None`` is a legal value of the others.
-        optional: the arguments that have a default.
+        optional: the arguments that have a default, by name.
     """
     text = str(error)
     if isinstance(error, AttributeError):

@@ -1,12 +1,6 @@
 """``CacheManager``: allocate, register, copy, swap, pull, push and transfer caches (contract §7, §8).
 
 Every method is one call into the engine, which checks the arguments in the order of the contract.
-
-Errors of every method: ``TypeError`` for an argument of a wrong type; ``ValueError`` for an integer outside its width;
-``AttributeError`` that names the argument if a cache, descriptor, key or dict is ``None``; and ``LLMException`` for all
-other failures, with ``LLM_ENGINE_FINALIZED`` before any other check once the engine is finalized, and ``LLM_FAILED``
-for failures that no other code names. "Remote-accessible mode" is the option ``llm.EnableRemoteCacheAccessible``, and
-``sync_kv_timeout`` is the time limit of a call (1000 ms by default).
 """
 
 from __future__ import annotations
@@ -31,11 +25,16 @@ class CacheManager(EngineCaches["_core.DataDist"]):
     """The caches of an engine in CacheManager mode (contract §7). ``LLMDataDist.cache_manager`` returns it.
 
     Any number of threads may use a manager. All calls are synchronous except ``transfer_cache_async``: when a call
-    returns, the bytes are in place.
+    returns, the bytes are in place. "Remote-accessible mode" is the option ``llm.EnableRemoteCacheAccessible``.
+    ``sync_kv_timeout`` is the time limit of a call in milliseconds (1000 by default).
 
     Args:
         native: the engine.
         options: the options with which it was opened.
+
+    Raises:
+        LLMException: every method except ``check_cache_key`` raises ``LLM_ENGINE_FINALIZED``, before any other check,
+            once the engine is finalized. ``LLM_FAILED`` is a failure that no other code names (contract §0.3, §7).
     """
 
     def __init__(self, native: _core.DataDist, options: dict[str, str]) -> None:
@@ -63,7 +62,7 @@ class CacheManager(EngineCaches["_core.DataDist"]):
         (contract §12.3). ``with manager.allocate_cache(...) as cache:`` deallocates the cache at the end of the block.
 
         Args:
-            cache_desc: tensors of shape ``[batch slots, ...]``, each at most the pool and together below 2^63 bytes.
+            cache_desc: tensors of shape ``[batch slots, ...]``, together fewer than 2^63 bytes.
             cache_keys: key *i* names batch slot *i*. A placeholder (``req_id = 2**64 - 1``) names nothing, trailing
                 slots may be left out, and of equal keys the last one counts.
 
@@ -71,6 +70,7 @@ class CacheManager(EngineCaches["_core.DataDist"]):
             The cache: ``num_tensors`` page-aligned addresses. The contents are undefined.
 
         Raises:
+            TypeError: an argument has the wrong type.
             AttributeError: ``cache_desc`` is ``None``.
             LLMException: ``LLM_PARAM_INVALID``: no pool for the placement, an invalid shape, more keys than slots, or a
                 key that names a live cache; ``LLM_OUT_OF_MEMORY``: the pool is full. Nothing stays allocated.
@@ -80,15 +80,16 @@ class CacheManager(EngineCaches["_core.DataDist"]):
 
     @logged
     def deallocate_cache(self, cache: Cache) -> None:
-        """Drop the reference by id of a continuous cache (contract §7.2).
+        """Drop the reference that the id of a continuous cache holds (contract §7.2).
 
-        The memory is released when no key holds it either. A cache that does not exist, or was released, and a
-        registered cache are not an error: nothing is released.
+        The memory is released when no key holds it either. A cache that does not exist, a cache that was released, and
+        a registered cache are not an error: nothing is released.
 
         Args:
             cache: a continuous cache. Its ``tensor_addrs`` become empty.
 
         Raises:
+            TypeError: ``cache`` is not a ``Cache``.
             AttributeError: ``cache`` is ``None``.
             LLMException: ``LLM_PARAM_INVALID``: a blocks cache.
         """
@@ -105,6 +106,7 @@ class CacheManager(EngineCaches["_core.DataDist"]):
             cache_key: the key. Its cluster id is ignored.
 
         Raises:
+            TypeError: ``cache_key`` is not a ``CacheKey``.
             AttributeError: ``cache_key`` is ``None``.
         """
         self._engine.remove_cache_key(cache_key)
@@ -123,9 +125,10 @@ class CacheManager(EngineCaches["_core.DataDist"]):
             The cache: ``num_tensors`` page-aligned addresses. The contents are undefined.
 
         Raises:
+            TypeError: an argument has the wrong type.
             AttributeError: ``cache_desc`` is ``None``.
-            LLMException: ``LLM_PARAM_INVALID``: no pool for the placement, an invalid shape, or a model that has a
-                blocks cache; ``LLM_OUT_OF_MEMORY``: the pool is full. Nothing stays allocated.
+            LLMException: ``LLM_PARAM_INVALID``: no pool for the placement, an invalid shape, or a key whose model has a
+                blocks cache already; ``LLM_OUT_OF_MEMORY``: the pool is full. Nothing stays allocated.
         """
         handle = self._engine.allocate_blocks_cache(cache_desc, blocks_cache_key)
         return made_cache(handle, cache_desc, self, blocks=True)
@@ -140,6 +143,7 @@ class CacheManager(EngineCaches["_core.DataDist"]):
             cache: a blocks cache. Its ``tensor_addrs`` become empty.
 
         Raises:
+            TypeError: ``cache`` is not a ``Cache``.
             AttributeError: ``cache`` is ``None``.
             LLMException: ``LLM_PARAM_INVALID``: a continuous cache.
         """
@@ -156,8 +160,8 @@ class CacheManager(EngineCaches["_core.DataDist"]):
     ) -> Cache:
         """Register memory of the caller as a continuous cache (contract §7.6).
 
-        The memory must be valid, readable and writable until ``unregister_cache`` has returned. A ``with`` block
-        over the result calls ``unregister_cache`` at its end.
+        The memory must be valid, readable and writable until ``unregister_cache`` has returned.
+        ``with manager.register_cache(...) as cache:`` unregisters the cache at the end of the block.
 
         Args:
             cache_desc: tensors of shape ``[batch slots, ...]``.
@@ -171,6 +175,8 @@ class CacheManager(EngineCaches["_core.DataDist"]):
             The cache. Its ``tensor_addrs`` equal ``addrs``.
 
         Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an address is outside uint64.
             AttributeError: ``cache_desc`` is ``None``.
             LLMException: ``LLM_PARAM_INVALID``: not one address for each tensor, an address of 0, an invalid shape, or
                 ``remote_accessible=True`` after ``LLMDataDist.link``.
@@ -188,16 +194,20 @@ class CacheManager(EngineCaches["_core.DataDist"]):
     ) -> Cache:
         """Register memory of the caller as a blocks cache (contract §7.7).
 
+        The rules for the memory are those of ``register_cache``.
+
         Args:
             cache_desc: tensors of shape ``[blocks, ...]``.
             addrs: address of each tensor (uint64), none 0.
-            blocks_cache_key: key of the whole cache. A second registration with its model id takes the key over.
+            blocks_cache_key: key of the whole cache. A later registration with the same model id takes the key over.
             remote_accessible: as for ``register_cache``.
 
         Returns:
             The cache. Its ``tensor_addrs`` equal ``addrs``.
 
         Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an address is outside uint64.
             AttributeError: ``cache_desc`` is ``None``.
             LLMException: as for ``register_cache``.
         """
@@ -206,15 +216,17 @@ class CacheManager(EngineCaches["_core.DataDist"]):
 
     @logged
     def unregister_cache(self, cache_id: int) -> None:
-        """Remove a registration and its keys (contract §7.8); allowed at any time.
+        """Remove a registration and its keys (contract §7.8).
 
-        An unknown id and the id of an allocated cache are not an error: nothing is removed. The call waits for
-        transfers that use the memory, up to ``sync_kv_timeout``.
+        An unknown id and the id of an allocated cache are not an error: nothing is removed. The call is allowed at any
+        time. It waits for transfers that use the memory, up to ``sync_kv_timeout``.
 
         Args:
             cache_id: id of a registered cache (int64).
 
         Raises:
+            TypeError: ``cache_id`` is not an ``int``.
+            ValueError: ``cache_id`` is outside int64.
             LLMException: ``LLM_TIMEOUT``: a transfer still uses the memory, which must stay valid. Call again.
         """
         self._engine.unregister_cache(cache_id)
@@ -230,9 +242,9 @@ class CacheManager(EngineCaches["_core.DataDist"]):
         size: int = -1,
         req_id: Optional[int] = None,
     ) -> None:
-        """Copy one range of one batch slot, the same in every tensor (contract §7.9).
+        """Copy one range of a batch slot to the same range of another, in every tensor (contract §7.9).
 
-        Every pair of placements is accepted, and overlap is harmless.
+        Every pair of placements is accepted. The ranges may overlap.
 
         Args:
             dst: continuous cache that is written.
@@ -241,9 +253,11 @@ class CacheManager(EngineCaches["_core.DataDist"]):
             src_batch_index: batch slot that is read (uint32).
             offset: bytes that are skipped at the start of both slots (uint64).
             size: bytes that are copied in each tensor, or -1 for the rest of the source slot (int64).
-            req_id: the request, for the log lines of the call (uint64).
+            req_id: id of the request, shown in the log lines of the call (uint64), or ``None``.
 
         Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an integer is outside its width.
             AttributeError: ``dst`` or ``src`` is ``None``.
             LLMException: ``LLM_PARAM_INVALID``: a blocks cache, different numbers of tensors, or a range outside a
                 slot; ``LLM_KV_CACHE_NOT_EXIST``: a cache was released; ``LLM_TIMEOUT``: other calls used the rows for
@@ -255,7 +269,8 @@ class CacheManager(EngineCaches["_core.DataDist"]):
     def copy_blocks(self, cache: Cache, copy_block_info: Union[dict[int, list[int]], Any]) -> None:
         """Copy blocks inside one cache, in every tensor (contract §7.10).
 
-        The result is that of copying the pairs one after the other. All indices are checked before a byte moves.
+        The result is the same as if the pairs were copied one after the other, in the order given. All indices are
+        checked before any byte is copied.
 
         Args:
             cache: a blocks cache.
@@ -263,6 +278,7 @@ class CacheManager(EngineCaches["_core.DataDist"]):
                 rows ``(source, destination)``.
 
         Raises:
+            TypeError: an argument has the wrong type.
             AttributeError: ``cache`` or ``copy_block_info`` is ``None``.
             LLMException: ``LLM_PARAM_INVALID``: a continuous cache, or an index outside the blocks;
                 ``LLM_KV_CACHE_NOT_EXIST``: the cache was released; ``LLM_TIMEOUT``: other calls used the rows for
@@ -274,7 +290,7 @@ class CacheManager(EngineCaches["_core.DataDist"]):
     def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: Union[dict[int, int], Any]) -> None:
         """Copy blocks between a host and a device cache, in every tensor (contract §7.11).
 
-        The placements give the direction. Numbers of blocks may differ.
+        The placements give the direction. The two caches may have different numbers of blocks.
 
         Args:
             src_cache: blocks cache that is read.
@@ -283,11 +299,13 @@ class CacheManager(EngineCaches["_core.DataDist"]):
                 ``(source, destination)``.
 
         Raises:
+            TypeError: an argument has the wrong type.
             AttributeError: an argument is ``None``.
-            LLMException: ``LLM_PARAM_INVALID``, by an exception that is a ``ValueError`` as well: a continuous cache,
-                an index outside the blocks, different block sizes or numbers of tensors, or placements that are not
-                one ``HOST`` and one ``DEVICE``; ``LLM_KV_CACHE_NOT_EXIST``: a cache was released; ``LLM_TIMEOUT``:
-                other calls used the rows for longer than ``sync_kv_timeout``.
+            LLMMismatchException: an ``LLMException`` with ``LLM_PARAM_INVALID`` that is a ``ValueError`` as well: a
+                continuous cache, an index outside the blocks, different block sizes or numbers of tensors, or
+                placements that are not one ``HOST`` and one ``DEVICE``.
+            LLMException: ``LLM_KV_CACHE_NOT_EXIST``: a cache was released; ``LLM_TIMEOUT``: other calls used the rows
+                for longer than ``sync_kv_timeout``.
         """
         self._engine.swap_blocks(src_cache, dst_cache, src_to_dst)
 
@@ -315,11 +333,14 @@ class CacheManager(EngineCaches["_core.DataDist"]):
                 default). Others are ignored, with a WARNING if a name looks misspelt.
 
         Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an integer is outside its width.
             AttributeError: ``cache_key`` or ``cache`` is ``None``.
-            LLMException: ``LLM_PARAM_INVALID``: the own cluster, a blocks cache, a range outside a slot, different
-                numbers of tensors, or layers outside a cache; ``LLM_KV_CACHE_NOT_EXIST``: the local cache, or the
-                remote key or slot, does not exist; ``LLM_NOT_YET_LINK``: there is no link, or it broke;
-                ``LLM_TIMEOUT``: ``sync_kv_timeout`` passed. ``arrived`` lists the rows that were written.
+            LLMException: ``LLM_PARAM_INVALID``: the engine's own cluster, a blocks cache, a range outside a slot,
+                different numbers of tensors, layers outside a cache, or a cache that is not accessible;
+                ``LLM_KV_CACHE_NOT_EXIST``: the local cache, or the remote key or slot, does not exist;
+                ``LLM_NOT_YET_LINK``: there is no link, or it broke; ``LLM_TIMEOUT``: ``sync_kv_timeout`` passed. The
+                attribute ``arrived`` lists the rows that were written.
         """
         if kwargs:
             warn_of_misspelt("keyword argument of pull_cache", kwargs, PULL_KEYWORDS, once=True)
@@ -334,19 +355,21 @@ class CacheManager(EngineCaches["_core.DataDist"]):
         dst_blocks: Union[list[int], tuple[int, ...]] = (),
         **kwargs: Any,
     ) -> None:
-        """Read blocks of a linked cluster, or a slot that is cut into blocks, into local blocks (contract §7.13).
+        """Read blocks of a linked cluster, or a slot that is split into blocks, into local blocks (contract §7.13).
 
         A pull of a slot uses up its key, as in ``pull_cache``. A pull of blocks does not.
 
         Args:
             src_cache_key: the remote blocks cache by its ``BlocksCacheKey``, or a remote slot by another key.
             dst_cache: blocks cache that is written.
-            src_blocks: remote block for each entry of ``dst_blocks``; empty for a slot, which is cut into pieces of the
-                local block size.
+            src_blocks: remote block for each entry of ``dst_blocks``; empty for a slot, which is split into pieces of
+                the local block size.
             dst_blocks: local blocks that are written, at least one.
             **kwargs: as for ``pull_cache``.
 
         Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an integer is outside its width.
             AttributeError: ``src_cache_key`` or ``dst_cache`` is ``None``.
             LLMException: as for ``pull_cache``; ``LLM_PARAM_INVALID`` also for a continuous ``dst_cache``, lists of
                 different lengths, an index outside a cache, different block sizes, or more blocks than the slot fills.
@@ -376,17 +399,19 @@ class CacheManager(EngineCaches["_core.DataDist"]):
             src_cache: continuous cache that is read.
             src_batch_index: batch slot that is read (uint32).
             src_layer_range: local layers; ``None`` for all, and then ``dst_layer_range`` is ``None`` too.
-            dst_layer_range: remote layers, as many.
-            size: -1: the whole local slot.
+            dst_layer_range: remote layers, as many as ``src_layer_range`` has.
+            size: must be -1, which means the whole local slot (int64).
             tensor_num_per_layer: tensors of one layer (uint32, above 0). A cache with fewer tensors has no layer:
                 without ranges nothing is sent, and that is not an error. Use 1 for a cache of one tensor.
 
         Raises:
-            LLMException: ``LLM_PARAM_INVALID``: another mode, the own cluster, a blocks cache, layers or slots outside
-                a cache, a slot larger than the remote one, or a cache that is not accessible;
+            TypeError: an argument has the wrong type; a key or a cache that is ``None`` too.
+            ValueError: an integer is outside its width.
+            LLMException: ``LLM_PARAM_INVALID``: another mode, the engine's own cluster, a blocks cache, layers or slots
+                outside a cache, a slot larger than the remote one, or a cache that is not accessible;
                 ``LLM_KV_CACHE_NOT_EXIST``: the local or the remote cache does not exist; ``LLM_NOT_YET_LINK``: there is
-                no link, or it broke; ``LLM_TIMEOUT``: ``sync_kv_timeout`` passed. ``arrived`` lists the rows that were
-                written.
+                no link, or it broke; ``LLM_TIMEOUT``: ``sync_kv_timeout`` passed. The attribute ``arrived`` lists the
+                rows that were written.
         """
         self._engine.push_cache(
             dst_cache_key, src_cache, src_batch_index, src_layer_range, dst_layer_range, size, tensor_num_per_layer
@@ -415,6 +440,8 @@ class CacheManager(EngineCaches["_core.DataDist"]):
             tensor_num_per_layer: as for ``push_cache``.
 
         Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an integer is outside its width.
             AttributeError: ``dst_cache_key`` or ``src_cache`` is ``None``.
             LLMException: as for ``push_cache``; ``LLM_PARAM_INVALID`` also for a continuous cache, lists of
                 different lengths, an index outside a cache, or different block sizes.
@@ -438,12 +465,12 @@ class CacheManager(EngineCaches["_core.DataDist"]):
         dst_block_indices: Optional[Union[list[int], tuple[int, ...]]] = None,
         dst_block_memory_size: Optional[int] = None,
     ) -> CacheTask:
-        """Send the layers of a cache, each as soon as it is ready (contract §8).
+        """Send the layers of a cache, each as soon as it is ready (contract §7.16, §8).
 
-        The call returns at once. A thread asks ``layer_synchronizer`` for the layers that a config needs, in ascending
-        order. A layer that is ready goes to every config that needs it; a slow or failed config does not delay others.
-        Other calls that use the same rows take turns with the transfer. A cache that is deallocated during the transfer
-        stays allocated until the transfer ends.
+        The call returns at once. A thread calls ``layer_synchronizer`` for each layer that a config needs, in ascending
+        order. A layer that is ready is sent to every config that needs it. A slow or failed config does not delay
+        others. Other calls that use the same rows take turns with the transfer. A cache that is deallocated during the
+        transfer stays allocated until the transfer ends.
 
         Args:
             src_cache: cache that is read, in ``DEVICE`` memory.
@@ -452,9 +479,9 @@ class CacheManager(EngineCaches["_core.DataDist"]):
                 remote-accessible mode. A ``src_layer_range`` of ``None`` is replaced by all layers in the config
                 object.
             src_block_indices: blocks of a blocks cache that are read (uint64).
-            dst_block_indices: blocks that are written (uint64): one for each block that is read, or those that the slot
-                is cut into.
-            dst_block_memory_size: bytes of a destination block in one tensor (uint64). Needed for a slot that is cut
+            dst_block_indices: blocks that are written (uint64): one for each block that is read, or one for each piece
+                of a slot that is split into blocks.
+            dst_block_memory_size: bytes of a destination block in one tensor (uint64). Needed for a slot that is split
                 into blocks; else ``None``, 0 or the local block size.
 
         Returns:
@@ -466,6 +493,8 @@ class CacheManager(EngineCaches["_core.DataDist"]):
             became ready (contract §8.3).
 
         Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an integer is outside its width.
             LLMException: ``LLM_PARAM_INVALID``: a check of contract §8.1 failed, for example for a cache in ``HOST``
                 memory, blocks into a slot, or layers outside the cache; ``LLM_FAILED``: no thread could be started.
         """
@@ -490,7 +519,7 @@ class CacheManager(EngineCaches["_core.DataDist"]):
 
         Raises:
             LLMException: ``LLM_PARAM_INVALID`` for every wrong argument, also for a wrong type; ``LLM_NOT_YET_LINK``:
-                there is no link.
+                there is no link, and no communicator is ``PREPARING``.
         """
         remap = self._engine.remap
         infos = [mem_infos] if isinstance(mem_infos, MemInfo) else mem_infos
@@ -502,11 +531,11 @@ class CacheManager(EngineCaches["_core.DataDist"]):
 
     @logged
     def tensor_views(self, cache: Cache) -> list[_core.TensorView]:
-        """Return a view of every tensor without a copy, for numpy (``view.numpy()``) and ``from_dlpack``.
+        """Return a view of every tensor, without a copy, for numpy and ``from_dlpack`` (contract §7).
 
-        Memory of a pool stays mapped while a view of it, or an array that was made from one, lives, even after a
-        deallocation. Memory of a registered or CPU cache belongs to the caller, and no view keeps it alive. Access
-        after the caller unmapped it ends the process. The original does not have this method.
+        ``view.numpy()`` returns an array. Pool memory stays mapped as long as a view of it, or an array made from one,
+        exists, even after a deallocation. Memory of a registered or CPU cache belongs to the caller, and no view keeps
+        it alive: access after the caller unmapped it ends the process. The original does not have this method.
 
         Args:
             cache: a cache of this engine, or a CPU cache.
@@ -515,6 +544,7 @@ class CacheManager(EngineCaches["_core.DataDist"]):
             A view of the shape and data type of the descriptor for each tensor.
 
         Raises:
+            TypeError: ``cache`` is not a ``Cache``.
             AttributeError: ``cache`` is ``None``.
             LLMException: ``LLM_KV_CACHE_NOT_EXIST``: the cache was released; ``LLM_PARAM_INVALID``: memory of the
                 caller is not mapped readable and writable; ``LLM_FEATURE_NOT_ENABLED``: the CPU cannot address the
@@ -523,7 +553,7 @@ class CacheManager(EngineCaches["_core.DataDist"]):
         return self._engine.tensor_views(cache)
 
     def huge_page_bytes(self) -> dict[str, int]:
-        """Return the bytes of each pool, ``"device"`` and ``"host"``, that lie in huge pages now.
+        """Return the bytes of each pool, ``"device"`` and ``"host"``, that are in huge pages now (contract §7).
 
         The kernel examines the whole process, which takes milliseconds or more. The original does not have this method.
 

@@ -1,4 +1,4 @@
-"""What both modes share: the part of a handle that ``Cache`` and ``KvCache`` have, and that of their managers.
+"""Base classes of the handles ``Cache`` and ``KvCache`` and of the managers of both modes.
 
 Contract §4.3, §4.4, §7 and §9 state the rules of the two modes.
 """
@@ -42,11 +42,11 @@ _FINALIZED = _Finalized()
 
 
 class EngineCaches(Generic[_Calls]):
-    """The part that both managers share: the engine until it is finalized, and calls that are equal in both modes.
+    """The base of both managers: holds the engine until it is finalized, and has the calls that both modes share.
 
     Args:
         native: the engine.
-        calls: the object of the native module that makes the calls of this mode.
+        calls: the object of the native module that implements the calls of this mode.
     """
 
     # The receiver of every call: `calls`, or `_FINALIZED` once the engine is finalized. It is an attribute and not a
@@ -86,7 +86,9 @@ class EngineCaches(Generic[_Calls]):
         _core.check_cache_key(cache_key)
 
     def stats(self) -> Stats:
-        """Return the counters of the engine as plain dicts; ``llm_datadist.stats.Stats`` documents every field.
+        """Return the counters of the engine as plain dicts (contract §7).
+
+        ``llm_datadist.stats.Stats`` documents every field. The original does not have this method.
 
         Raises:
             LLMException: ``LLM_ENGINE_FINALIZED``.
@@ -96,13 +98,13 @@ class EngineCaches(Generic[_Calls]):
 
 
 class CacheHandle:
-    """The part of a cache handle that ``Cache`` and ``KvCache`` share.
+    """The base of the cache handles ``Cache`` and ``KvCache`` (contract §4.3, §4.4).
 
     A handle is a context manager: ``with manager.allocate_cache(...) as cache:`` releases the cache at the end of the
     block, as described at ``__exit__``.
     """
 
-    # What the engine knows the cache by. `None` for a handle that a program built; the engine finds it by its id.
+    # The engine's reference to the cache. `None` for a handle that a program built; the engine looks it up by id.
     _handle: Union[_core.LooseCache, _core.ManagedCache, None] = None
     # False after a deallocation, and for a handle whose constructor failed.
     _valid = False
@@ -130,9 +132,9 @@ class CacheHandle:
         error: Optional[BaseException],
         trace: Optional[TracebackType],
     ) -> None:
-        """Release the cache: deallocate an allocated one, unregister a registered one.
+        """Release the cache: deallocate an allocated one, unregister a registered one (contract §4.3).
 
-        A cache that was deallocated already, a cache of a finalized engine and a CPU cache are not an error: nothing is
+        A cache that was released already, a cache of a finalized engine and a CPU cache are not an error: nothing is
         done. Keys of a continuous cache hold its memory beyond the block (contract §12.3).
 
         If the block raised, its exception propagates, and a failure of the release is only logged at ERROR. Otherwise
@@ -153,16 +155,16 @@ class CacheHandle:
                 raise
 
     def _release(self) -> None:
-        """Give the cache back to its manager, if it has one and still holds the cache."""
+        """Release the cache through its manager, if the handle has one and was not released already."""
         raise NotImplementedError
 
 
 def release_on_exit(release: Any, error: Optional[BaseException], of: object) -> None:
-    """Call ``release`` at the end of a ``with`` block; a failure must not hide the exception of the block.
+    """Call ``release`` at the end of a ``with`` block. A failure does not hide the exception that the block raised.
 
     Args:
         release: the call to make.
-        error: the exception of the block, or ``None``.
+        error: the exception that the block raised, or ``None``. If it is given, a failure is only logged at ERROR.
         of: the object of the ``with`` statement, for the log.
     """
     try:

@@ -33,6 +33,7 @@ def trans_str_ip(ip: Union[str, int]) -> int:
         ip: an address by the rules of ``inet_aton`` (``"127.1"`` is one), or an integer.
 
     Raises:
+        TypeError: ``ip`` is not a ``str`` or ``int``.
         RuntimeError: the text is not an address.
     """
     if isinstance(ip, int):
@@ -46,8 +47,8 @@ def trans_str_ip(ip: Union[str, int]) -> int:
 class LLMClusterInfo:
     """A peer: its cluster id and the addresses of both ends (contract §4.1).
 
-    An address is kept as ``(ip, port)``. An IPv4 address is a little-endian 32-bit integer. An IPv6 address, which the
-    original does not have, is its shortest text.
+    Link and unlink calls take it (contract §6.8). An address is kept as ``(ip, port)``. An IPv4 address is a
+    little-endian 32-bit integer. An IPv6 address, which the original does not support, is kept as its shortest text.
     """
 
     def __init__(self) -> None:
@@ -58,10 +59,10 @@ class LLMClusterInfo:
 
     @property
     def remote_cluster_id(self) -> Optional[int]:
-        """Cluster id of the peer (uint64); ``None`` until set. Link and unlink calls need it.
+        """Cluster id of the peer (uint64); ``None`` until set (contract §4.1). Link and unlink calls need it.
 
         Raises:
-            TypeError: the value is not an ``int``; ``None`` is not either.
+            TypeError: the value is not an ``int``, or is ``None``.
             ValueError: the value is outside uint64.
         """
         return self._remote_cluster_id
@@ -73,7 +74,7 @@ class LLMClusterInfo:
 
     @property
     def remote_role_type(self) -> Union[LLMRole, int, None]:
-        """Role of the peer. It has no effect.
+        """Role of the peer; ``None`` until set (contract §4.1). It has no effect.
 
         Raises:
             TypeError: the value is not an ``LLMRole``, ``int`` or ``None``.
@@ -87,12 +88,12 @@ class LLMClusterInfo:
 
     @property
     def local_ip_info_list(self) -> list[Address]:
-        """Addresses of this side, as ``(ip, port)``."""
+        """Addresses of this side, as ``(ip, port)`` (contract §4.1)."""
         return self._local_ip_info_list
 
     @property
     def remote_ip_info_list(self) -> list[Address]:
-        """Addresses of the peer, as ``(ip, port)``."""
+        """Addresses of the peer, as ``(ip, port)`` (contract §4.1)."""
         return self._remote_ip_info_list
 
     def append_local_ip_info(self, ip: Union[str, int], port: int) -> None:
@@ -104,7 +105,7 @@ class LLMClusterInfo:
             port: uint16; 0 is allowed. The port of this side has no effect.
 
         Raises:
-            TypeError: ``ip`` is not a ``str`` or ``int``, or ``port`` is not an ``int``; ``None`` is neither.
+            TypeError: ``ip`` is not a ``str`` or ``int``, or ``port`` is not an ``int``. ``None`` is refused for both.
             ValueError: ``port`` is outside uint16.
             RuntimeError: the text is not an address.
         """

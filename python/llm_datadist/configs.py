@@ -32,14 +32,17 @@ __all__ = ["LLMClusterInfo", "LLMConfig", "LLMRole", "LlmConfig", "trans_str_ip"
 class LlmConfig:
     """The options of an engine (contract §5). ``generate_options`` writes them for ``LLMDataDist.init``.
 
-    A setter keeps the old value if it raises. It raises ``TypeError`` for a wrong type, ``ValueError`` for an integer
-    outside its width, and ``LLMException`` with ``LLM_PARAM_INVALID`` for a value that is not allowed. The content of a
-    text is checked by ``init``. Where ``None`` is allowed, it unsets the option, but a key that was written stays in
-    the dict. Assigning an attribute that does not exist has no effect; if its name is at most two edits away from an
-    option, one WARNING is logged.
+    A setter keeps the old value if it raises. ``init`` checks the content of a text. Where ``None`` is allowed, it
+    unsets the option, but a key that was written stays in the dict. Assigning an attribute that does not exist has no
+    effect; if its name is at most two edits away from that of an option, one WARNING is logged.
+
+    Raises:
+        TypeError: a setter was given a value of a wrong type.
+        ValueError: a setter was given an integer outside its width, or ``cluster_info`` a text that is not JSON.
+        LLMException: ``LLM_PARAM_INVALID``: a setter was given a value that is not allowed.
     """
 
-    # The order is that in which the options are written; a later key wins over the same one in `ge_options`.
+    # Options are written in this order. `ge_options` is written first, so a property wins over the same key in it.
     device_id = DeviceId(
         "ge.exec.deviceId",
         [int, list, tuple],
@@ -284,7 +287,7 @@ class LlmConfig:
     def ge_options(self) -> dict[str, str]:
         """Further keys and texts, which are written before all others (contract §5).
 
-        The getter returns the live dict. Keys that start with ``ge.`` and have no property are ignored by ``init``.
+        The getter returns the live dict. ``init`` ignores keys that it does not know (contract §5.2).
 
         Raises:
             AttributeError: the value is ``None``.
@@ -299,7 +302,7 @@ class LlmConfig:
 
     @property
     def options(self) -> dict[str, str]:
-        """The result of ``generate_options``."""
+        """The result of ``generate_options``, with the same errors (contract §5)."""
         return self.generate_options()
 
     def generate_options(self) -> dict[str, str]:
@@ -315,7 +318,7 @@ class LlmConfig:
         return self._options
 
     def gen_options(self) -> dict[str, str]:
-        """Return the result of ``generate_options``."""
+        """Return the result of ``generate_options``, with the same errors (contract §5)."""
         return self.generate_options()
 
     def __repr__(self) -> str:
@@ -335,7 +338,7 @@ _NOT_SHOWN = Secret()
 
 
 def _is_secret(key: object) -> bool:
-    """Return whether the value of an option must not be shown. A misspelt key of the token counts as well."""
+    """Return whether the value of an option must not be shown. A misspelt key of the token counts as secret too."""
     if key == LlmConfig.link_token_file.key:
         return False
     return "token" in str(key).lower() or closest(str(key), [LlmConfig.link_token.key]) is not None

@@ -42,6 +42,9 @@ _dwrapper_dtype_to_python_dtype = {data_type.value: data_type for data_type in D
 def get_python_dtype_from_wrapper_dtype(wrapper_dtype: int) -> DataType:
     """Return the element type with that number (contract §3.2).
 
+    Args:
+        wrapper_dtype: the value of a member of ``DataType``.
+
     Raises:
         ValueError: no type has that number.
     """
@@ -50,7 +53,7 @@ def get_python_dtype_from_wrapper_dtype(wrapper_dtype: int) -> DataType:
     return _dwrapper_dtype_to_python_dtype[wrapper_dtype]
 
 
-# numpy has no bfloat16: its 16 bits are kept as float16, and float16 corresponds to DT_FLOAT16.
+# numpy has no bfloat16. Arrays of DT_BF16 hold the raw bits as float16; the reverse table maps float16 to DT_FLOAT16.
 _NUMPY_NAMES = {
     DataType.DT_FLOAT: "float32",
     DataType.DT_FLOAT16: "float16",

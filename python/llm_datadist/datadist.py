@@ -49,7 +49,7 @@ _MOST_CLUSTERS = 16
 
 
 class LLMDataDist:
-    """An engine for KV caches (contract §6). One instance of a process can be initialized at a time.
+    """An engine for KV caches (contract §6). At most one instance of a process is initialized at a time.
 
     An instance is a context manager. ``with LLMDataDist(role, cluster_id) as dist:`` calls ``finalize`` at the end
     of the block, as described at ``__exit__``; ``init`` is called inside the block.
@@ -57,18 +57,19 @@ class LLMDataDist:
     Args:
         role: the role of the cluster. In CacheManager mode it is a label; in KvCacheManager mode it decides which calls
             are allowed (contract §9.1).
-        cluster_id: the name of the cluster among its peers (uint64).
+        cluster_id: id of the cluster, unique among the engines that link to each other (uint64).
 
     Raises:
         TypeError: ``role`` is not an ``LLMRole``, or ``cluster_id`` is not an ``int``.
         ValueError: ``cluster_id`` is outside uint64.
+        LLMException: calls in a process that was forked after ``init`` raise ``LLM_FAILED`` (contract §16).
     """
 
     llm_engine_instance: ClassVar[Optional[LLMDataDist]] = None
     """The initialized instance of the process, or ``None`` (contract §6)."""
 
-    # Held while an engine is opened or taken out of use, so that only one instance can be initialized. Re-entrant,
-    # because a signal handler may call finalize meanwhile.
+    # Held while `init` opens an engine and while `finalize` unsets `llm_engine_instance`, so that at most one instance
+    # is initialized. Re-entrant, because a signal handler may call `finalize` meanwhile.
     _life: ClassVar[threading.RLock] = threading.RLock()
 
     def __init__(self, role: LLMRole, cluster_id: int) -> None:
@@ -86,7 +87,7 @@ class LLMDataDist:
 
     @property
     def cluster_id(self) -> int:
-        """Name of the cluster among its peers; works in any state."""
+        """Id of the cluster (uint64). The property works in any state (contract §6)."""
         return self._cluster_id
 
     def __repr__(self) -> str:
@@ -111,7 +112,7 @@ class LLMDataDist:
         error: Optional[BaseException],
         trace: Optional[TracebackType],
     ) -> None:
-        """Call ``finalize``, also if the block raised.
+        """Call ``finalize``, also if the block raised (contract §6.3).
 
         An instance that was never initialized, or was finalized already, is not an error. If the block
         raised, its exception propagates, and a failure of ``finalize`` is only logged at ERROR. Otherwise that failure
@@ -123,12 +124,12 @@ class LLMDataDist:
         """Open the engine (contract §6.2).
 
         The call has no effect on an initialized object, and may be repeated after a failure. Unknown keys are ignored.
-        If a key is at most two edits away from a known one, one WARNING names that one.
+        If an unknown key is at most two edits away from a known one, one WARNING names the known key (contract §5.2).
 
         Args:
             options: keys and texts, usually from ``LLMConfig.generate_options``. The dict is copied; in KvCacheManager
-                mode ``llm.ClusterInfo`` is stored in it after a success (contract §17.48). Environment variables
-                replace options that are absent: ``LLM_DATADIST_TOKEN_FILE`` or ``LLM_DATADIST_TOKEN``,
+                mode ``llm.ClusterInfo`` is stored in it after a success (contract §17.48). Environment variables are
+                read for options that are absent: ``LLM_DATADIST_TOKEN_FILE`` or ``LLM_DATADIST_TOKEN``,
                 ``LLM_DATADIST_ACCEPT_REMOTE``, ``LLM_DATADIST_RANK_HOSTS``, ``LLM_DATADIST_RANK_PORT``, and
                 ``HCCL_CONNECT_TIMEOUT`` (seconds) if ``llm.LinkTotalTime`` is absent or 0.
 
@@ -136,18 +137,18 @@ class LLMDataDist:
             AttributeError: ``options`` is ``None``.
             TypeError: ``options`` is not a dict, or a key or value is not a ``str``.
             ValueError: the port of ``llm.listenIpInfo`` is not a uint16.
-            RuntimeError: in KvCacheManager mode, the address of ``llm.listenIpInfo`` of a prompt is not an IPv4
-                address.
+            RuntimeError: in KvCacheManager mode with ``LLMRole.PROMPT``, the address in ``llm.listenIpInfo`` is not an
+                IPv4 address.
             LLMException: ``LLM_FAILED``: another object of the process is initialized, or the address cannot be
                 bound; ``LLM_PARAM_INVALID``: an option, the role or the token is invalid or missing;
                 ``LLM_OUT_OF_MEMORY``, or ``LLM_DEVICE_OUT_OF_MEMORY`` in KvCacheManager mode: the system has no memory
-                for a pool.
+                for a pool; ``LLM_FEATURE_NOT_ENABLED``: the CPU lacks the stores that ``llm.CopyKernel`` names.
         """
         if self._is_initialized:
             return
         with LLMDataDist._life:
             if self._is_initialized:
-                return  # another thread was faster
+                return  # another thread called init first
             raise_if_false(
                 LLMDataDist.llm_engine_instance is None,
                 "another LLMDataDist is initialized in this process; finalize it first ({})",
@@ -177,7 +178,7 @@ class LLMDataDist:
             self._is_initialized = True
 
     def _describe_cluster(self, resolved: dict[str, str]) -> None:
-        """Make ``llm.ClusterInfo``, or take the listen address from a given one (contract §9.7)."""
+        """Add ``llm.ClusterInfo``. If it is given, take the listen address from it (contract §9.7)."""
         if _CLUSTER_INFO in resolved:
             listen = listens_at(resolved[_CLUSTER_INFO]) if self._role == LLMRole.PROMPT else None
             if listen is not None:
@@ -189,12 +190,12 @@ class LLMDataDist:
         return EngineConfig.from_engine_options(self._role == LLMRole.PROMPT, self._engine_options).cluster_config
 
     def finalize(self) -> None:
-        """Close the engine: end all links, release pools and registrations (contract §6.3).
+        """Close the engine: end all links, and release pools and registrations (contract §6.3).
 
-        It has no effect if the object is not initialized. It waits for layer-wise transfers as long as at least one of
-        their layers arrives within each ``sync_kv_timeout``; unfinished configs then get ``LLM_ENGINE_FINALIZED``.
-        Managers, caches and cache ids of the engine are invalid afterwards. Memory stays mapped while a view of it
-        lives. ``finalize`` must not run at the same time as other calls.
+        The call has no effect if the object is not initialized. It waits for layer-wise transfers as long as at least
+        one of their layers arrives within each ``sync_kv_timeout``. Unfinished configs then get
+        ``LLM_ENGINE_FINALIZED``. Managers, caches and cache ids of the engine are invalid afterwards. Memory stays
+        mapped as long as a view of it exists. ``finalize`` must not run at the same time as other calls.
         """
         with LLMDataDist._life:
             if not self._is_initialized:
@@ -206,13 +207,13 @@ class LLMDataDist:
             for manager in managers:
                 if manager is not None:
                     manager._initialized = False  # noqa: SLF001  (an old manager never reaches a later engine)
-            # Last: only now may another object be initialized, also by a signal handler.
+            # This must be the last step, because another object, or a signal handler, may call `init` from here on.
             LLMDataDist.llm_engine_instance = None
         if native is not None:
             try:
                 layerwise.drain(native)
             finally:
-                native.close()  # outside of the lock, because unmapping pools takes long
+                native.close()  # without the lock, because unmapping pools takes long
                 engine_log.stop()
 
     @property
@@ -245,9 +246,10 @@ class LLMDataDist:
 
     @property
     def listen_ip_info(self) -> Optional[str]:
-        """Address at which the engine listens, ``"ip:port"`` with the bound port; ``None`` without a listener.
+        """Address at which the engine listens, as ``"ip:port"`` with the bound port (contract §6.2).
 
-        Peers need it if ``llm.listenIpInfo`` has port 0. The original does not have this property.
+        ``None`` without a listener. Use it to tell peers the port if ``llm.listenIpInfo`` has port 0. The original does
+        not have this property.
 
         Raises:
             RuntimeError: not initialized.
@@ -263,8 +265,8 @@ class LLMDataDist:
 
         Args:
             comm_name: name of the communicator, 1 to 127 characters, the same at every member.
-            cluster_rank_info: rank (uint32) of each cluster id (uint64); ranks ascend, and this cluster is a key.
-            rank_table: JSON with an address for each rank.
+            cluster_rank_info: cluster id (uint64) to rank (uint32). Ranks ascend, and this cluster is one of the keys.
+            rank_table: JSON text with an address for each rank.
 
         Returns:
             The number of the communicator, for ``query_register_mem_status`` and ``unlink``; 1 or more.
@@ -309,8 +311,8 @@ class LLMDataDist:
             comm_id: the result of ``link`` (uint64).
 
         Returns:
-            ``PREPARING`` until all members have met or ``link_total_time`` has passed, then ``OK`` or ``FAILED`` for
-            ever.
+            ``PREPARING`` until all members are linked or ``link_total_time`` seconds have passed, then ``OK`` or
+            ``FAILED``, which is final.
 
         Raises:
             RuntimeError: not initialized.
@@ -326,7 +328,7 @@ class LLMDataDist:
     def link_clusters(
         self, clusters: Union[list[LLMClusterInfo], tuple[LLMClusterInfo, ...]], timeout: int = 3000
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-        """Link to peers that listen, in parallel (contract §6.8). A link that fails raises nothing.
+        """Link to listening peers, in parallel (contract §6.8). A link that fails does not raise an exception.
 
         Args:
             clusters: the peers. Each has a cluster id, one remote address and one local address; the local one is not
@@ -370,11 +372,11 @@ class LLMDataDist:
             force: whether only this side drops the links, without notifying the peers. They must do the same.
 
         Returns:
-            ``(code, codes)`` as for ``link_clusters``. With ``force=False``, a peer that cannot be notified is
-            ``LLM_UNLINK_FAILED`` (``LLM_NOTIFY_PROMPT_UNLINK_FAILED`` in KvCacheManager mode), and one that does not
-            answer is ``LLM_TIMEOUT``; this side has dropped the link. A cluster that is not linked is ``LLM_SUCCESS``.
-            In KvCacheManager mode it is ``LLM_NOT_YET_LINK``, which does not count in ``code``, and more than 16
-            clusters give ``(LLM_CLUSTER_NUM_EXCEED_LIMIT, [])`` (contract §9.3).
+            ``(code, codes)`` as for ``link_clusters``. With ``force=False``, the entry of a peer that cannot be
+            notified is ``LLM_UNLINK_FAILED`` (``LLM_NOTIFY_PROMPT_UNLINK_FAILED`` in KvCacheManager mode), and that of
+            a peer that does not answer is ``LLM_TIMEOUT``. This side has then dropped the link. The entry of a cluster
+            that is not linked is ``LLM_SUCCESS``. In KvCacheManager mode it is ``LLM_NOT_YET_LINK``, which does not
+            count in ``code``, and more than 16 clusters give ``(LLM_CLUSTER_NUM_EXCEED_LIMIT, [])`` (contract §9.3).
 
         Raises:
             RuntimeError: not initialized.
@@ -397,7 +399,7 @@ class LLMDataDist:
         """Change the role and the address at which the engine listens (contract §6.9).
 
         Args:
-            role: the new role. In KvCacheManager mode it differs from the current one.
+            role: the new role. In KvCacheManager mode it must differ from the current one.
             switch_options: ``llm.listenIpInfo`` is the address from now on. Without it the listener stops, except with
                 the transfer backend ``hixl``.
 
@@ -405,8 +407,9 @@ class LLMDataDist:
             RuntimeError: not initialized.
             TypeError: an argument has the wrong type.
             ValueError: the port is not a uint16.
-            LLMException: ``LLM_EXIST_LINK``: a link exists; ``LLM_PARAM_INVALID``: the address is not of the form
-                ``ip:port``, or, in KvCacheManager mode, the role is the current one, or ``PROMPT`` has no address;
+            LLMException: ``LLM_EXIST_LINK``: a link exists, or a communicator is ``PREPARING``;
+                ``LLM_PARAM_INVALID``: the address is not of the form ``ip:port``, or, in KvCacheManager mode, the role
+                is the current one, or ``PROMPT`` has no address;
                 ``LLM_FEATURE_NOT_ENABLED``: another address with transfer backend ``hixl``, or, in KvCacheManager
                 mode, ``init`` had no ``llm.EnableSwitchRole``; ``LLM_FAILED``: the address cannot be bound.
         """
@@ -432,7 +435,7 @@ class LLMDataDist:
         native.switch_role(role, listen)
         self._role = role
         if self._kv_cache_manager is not None:
-            self._kv_cache_manager._switch_role(role)  # noqa: SLF001  (its rules follow the role)
+            self._kv_cache_manager._switch_role(role)  # noqa: SLF001  (its checks depend on the role)
 
     @logged
     def check_link_status(self, remote_cluster_id: int) -> None:
@@ -459,7 +462,9 @@ class LLMDataDist:
         native.check_link(remote_cluster_id)
 
     def stats(self) -> Stats:
-        """Return the counters of the engine as plain dicts; ``llm_datadist.stats.Stats`` documents every field.
+        """Return the counters of the engine as plain dicts (contract §7).
+
+        ``llm_datadist.stats.Stats`` documents every field. The original does not have this method.
 
         Raises:
             RuntimeError: not initialized.
@@ -472,7 +477,7 @@ class LLMDataDist:
         return native
 
     def _refused(self, clusters: object, *, links: bool) -> Optional[LLMStatusCode]:
-        """Return the code with which KvCacheManager mode refuses a link call, if it does (contract §9.3)."""
+        """Return the code of a link call that KvCacheManager mode refuses, else ``None`` (contract §9.3)."""
         if self._enable_cache_mgr:
             return None
         if links and self._role != LLMRole.DECODER:
@@ -528,5 +533,5 @@ def _shutdown_handler() -> None:
 
 
 atexit.register(_shutdown_handler)
-# A forked child closes the sockets of its parent, so that peers notice at once when the parent dies.
+# A forked child closes its copies of the parent's sockets, so that peers notice at once when the parent dies.
 os.register_at_fork(after_in_child=_core.abandon_sockets)

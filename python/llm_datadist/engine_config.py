@@ -1,7 +1,7 @@
 """``EngineConfig`` and ``ClusterConfig``: the description of the cluster in KvCacheManager mode (contract §9.7).
 
-``init`` makes ``llm.ClusterInfo`` from other options, because programs of the original read it afterwards. The
-description of the machine that the original writes (``ge.resourceConfigPath``) is not written.
+``init`` makes ``llm.ClusterInfo`` from other options, because programs of the original read it afterwards. It does not
+write the description of the machine that the original writes (``ge.resourceConfigPath``).
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ class ClusterConfig:
 
     @property
     def device_ids(self) -> list[int]:
-        """The devices, in the order of their ranks."""
+        """Ids of the devices, in the order of their ranks."""
         return list(self._device_ids)
 
     @property
     def listen_ip_info(self) -> list[tuple[int, int]]:
-        """Address at which the cluster listens for each device; empty without a listener."""
+        """``(ip, port)`` for each device, the address as a little-endian integer; empty without a listener."""
         return list(self._listen_ip_info)
 
     @property
     def rank_id_to_device_id(self) -> dict[int, int]:
-        """Device of each rank."""
+        """Rank to device id (contract §9.7)."""
         return dict(enumerate(self._device_ids))
 
     def __repr__(self) -> str:
         return f"ClusterConfig(device_ids={self._device_ids}, listen_ip_info={self._listen_ip_info})"
 
     def to_json(self, cluster_id: int) -> str:
-        """Return the text of ``llm.ClusterInfo`` for that cluster."""
+        """Return the text of ``llm.ClusterInfo`` for the cluster with this id (contract §9.7)."""
         info: dict[str, Any] = {
             "cluster_id": cluster_id,
             "logic_device_id": [f"0:0:{device}:0" for device in self._device_ids],
@@ -69,7 +69,7 @@ class EngineConfig:
     """The part of an engine's options that describes its cluster (contract §9.7).
 
     Args:
-        cluster_config: its devices and listeners.
+        cluster_config: the devices and listeners of the cluster.
     """
 
     def __init__(self, cluster_config: ClusterConfig) -> None:
@@ -77,7 +77,7 @@ class EngineConfig:
 
     @property
     def cluster_config(self) -> ClusterConfig:
-        """Its devices and listeners."""
+        """The devices and listeners of the cluster."""
         return self._cluster_config
 
     @classmethod
@@ -110,9 +110,13 @@ class EngineConfig:
     def gen_cluster_info_if_not_exist(cls, cluster_id: int, role: LLMRole, options: dict[str, str]) -> None:
         """Add ``llm.ClusterInfo`` to ``options`` unless it is present (contract §9.7).
 
+        Args:
+            cluster_id: id of the cluster (uint64).
+            role: its role. Only ``LLMRole.PROMPT`` gets a listen address.
+            options: the options of the engine, which are changed.
+
         Raises:
-            LLMException: as for ``from_engine_options``; so are ``ValueError``, ``RuntimeError`` and
-                ``TypeError``.
+            LLMException, ValueError, RuntimeError, TypeError: as for ``from_engine_options``.
         """
         if _CLUSTER_INFO not in options:
             config = cls.from_engine_options(role == LLMRole.PROMPT, options)
@@ -120,7 +124,7 @@ class EngineConfig:
 
     @staticmethod
     def parse_listen_ip_info(listen_ip_info: str) -> tuple[int, int]:
-        """Return the address of ``ip:port`` as a little-endian integer, and the port (contract §9.7).
+        """Return the address in ``ip:port`` as a little-endian integer, and the port (contract §9.7).
 
         Raises:
             LLMException: ``LLM_PARAM_INVALID``: the text is not of that form.
@@ -139,10 +143,10 @@ class EngineConfig:
 
 
 def listens_at(cluster_info: str) -> Optional[str]:
-    """Return the address in ``llm.ClusterInfo`` at which the cluster listens, as ``ip:port``; ``None`` without one.
+    """Return the listen address in ``llm.ClusterInfo`` as ``ip:port``; ``None`` without one.
 
     Raises:
-        LLMException: ``LLM_PARAM_INVALID``: the text is not such a description.
+        LLMException: ``LLM_PARAM_INVALID``: the text is not a description of a cluster.
     """
     try:
         info = read_json(cluster_info)

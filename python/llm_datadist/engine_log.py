@@ -1,8 +1,8 @@
 """Passes the log lines of the engine to the logger of the package.
 
 Threads of the engine put lines into a queue and never call Python. While an engine is open, the daemon thread
-``llm-log`` passes them to ``logging``. Calls that make or end links, and calls that fail, pass the queued lines
-themselves before they return. Levels, layout and handlers are those of ``log``.
+``llm-log`` passes the queued lines to ``logging``. Calls that make or end links, and calls that fail, also pass them
+before they return. Levels, layout and handlers are those of ``log``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from llm_datadist.threads import name_this_thread
 
 __all__ = ["drain", "start", "stop"]
 
-# Seconds that a call waits while another thread passes lines on, and that `stop` waits for the thread `llm-log`. Both
-# take microseconds, unless a handler of the program waits for the caller itself.
+# Seconds that `drain` waits for another thread that is passing lines, and that `stop` waits for the thread `llm-log`.
+# Both waits take microseconds, unless a handler of the program waits for the calling thread.
 _PATIENCE = 1.0
 
 _lock = threading.RLock()  # re-entrant, for handlers and signal handlers that call the engine
@@ -28,7 +28,7 @@ _descriptor: Optional[int] = None
 
 def drain() -> None:
     """Pass the queued lines to ``logging``, or wait up to a second for another thread that is doing so."""
-    lock = _lock  # a handler may fork, and the child has another
+    lock = _lock  # a handler may fork, and `_after_fork` gives the child a new lock
     if not lock.acquire(timeout=_PATIENCE):
         return
     try:
@@ -53,7 +53,7 @@ def _hand_over(level: int, target: str, text: str, file: str, line: int, thread:
 
 
 def start() -> None:
-    """Start the thread ``llm-log`` unless it runs. If that fails, only calls pass lines on."""
+    """Start the thread ``llm-log`` unless it is running. If that fails, log lines are passed during calls only."""
     global _thread, _descriptor
     with _lock:
         if _thread is not None:
@@ -80,7 +80,7 @@ def stop() -> None:
     with _lock:
         thread, _thread, _descriptor = _thread, None, None
         _core.close_log()
-    # Without the lock, which the thread needs for its last lines. A handler may call this on that very thread.
+    # Join without the lock, which the thread needs for its last lines. A handler may call `stop` on that thread.
     if thread is not None and thread is not threading.current_thread():
         thread.join(_PATIENCE)
     drain()
@@ -89,7 +89,7 @@ def stop() -> None:
 def _read(descriptor: int) -> None:
     name_this_thread()
     try:
-        # The thread waits in a system call, outside of the extension: a daemon thread may end there at any time.
+        # The thread waits in a system call, not in the extension, because a daemon thread may be killed at any time.
         while os.read(descriptor, 64):
             # A handler of the program that raises must not end the thread.
             with contextlib.suppress(Exception):
@@ -100,7 +100,7 @@ def _read(descriptor: int) -> None:
 
 def _after_fork() -> None:
     """Reset the state in a forked child, which has neither the thread nor the queue of its parent."""
-    global _lock, _thread, _descriptor  # noqa: PLW0603  (another thread of the parent may hold its lock)
+    global _lock, _thread, _descriptor  # noqa: PLW0603  (another thread of the parent may hold the old lock)
     _lock = threading.RLock()
     descriptor, _thread, _descriptor = _descriptor, None, None
     _core.log_after_fork()

@@ -1,4 +1,4 @@
-"""Options that follow from the options of ``LLMDataDist.init`` and from the environment (contract §6.2).
+"""Derives options from those given to ``LLMDataDist.init`` and from the environment (contract §6.2).
 
 The engine checks the values (``_core.DataDist``).
 """
@@ -33,7 +33,7 @@ BACKEND = "llm.TransferBackend"
 
 
 def resolve(options: dict[str, str], role: str) -> dict[str, str]:
-    """Return a copy of ``options`` with the options that follow from them (contract §6.2, steps 5 to 10)."""
+    """Return a copy of ``options`` with the options derived from them (contract §6.2, steps 5 to 10)."""
     resolved = {**options, "llm.Role": role}
     for option, variable in ENVIRONMENT.items():
         if os.environ.get(variable):
@@ -59,15 +59,15 @@ def resolve(options: dict[str, str], role: str) -> dict[str, str]:
 
 
 def warn_of_misspelt_options(options: dict[str, str]) -> None:
-    """Log a WARNING for each unknown key that looks like a misspelt one (contract §5.2: unknown keys are ignored)."""
+    """Log a WARNING for each unknown key that looks like a misspelt option (contract §5.2)."""
     warn_of_misspelt("option", [key for key in options if isinstance(key, str) and not is_known(key)], KNOWN_KEYS)
 
 
 def _token_of_the_environment() -> dict[str, str]:
-    """Return the option that ``LLM_DATADIST_TOKEN_FILE`` or ``LLM_DATADIST_TOKEN`` replaces, if one is set."""
+    """Return the token option that ``LLM_DATADIST_TOKEN_FILE`` or ``LLM_DATADIST_TOKEN`` gives, if one is set."""
     given = {option: os.environ[name] for option, name in TOKEN_VARIABLES.items() if os.environ.get(name)}
     for name in TOKEN_VARIABLES.values():
-        # An empty variable is a secret that the deployment forgot to fill in; the engine must not run without one.
+        # An empty variable means that the deployment forgot to fill in the secret; the engine must not run without it.
         empty = not given and name in os.environ
         raise_if_true(empty, "{} is set, but empty; unset it, or give it a value", name)
     raise_if_true(len(given) > 1, "{} and {} are both set; unset one of them", *TOKEN_VARIABLES.values())
@@ -85,7 +85,7 @@ def check_graph_memory(size: object) -> None:
 
 
 def listen_address(info: str) -> tuple[str, str]:
-    """Return address and port of ``ip:port`` or ``[ipv6]:port``."""
+    """Return the address and the port of ``ip:port`` or ``[ipv6]:port``, both as text (contract §6.2, step 10)."""
     _core.check_isinstance(LISTEN, info, str, allow_none=False)
     ip, colon, port = info.rpartition(":")
     plain = bool(ip) and not set(ip) & set(":[]")

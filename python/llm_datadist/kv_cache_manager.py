@@ -1,12 +1,6 @@
 """``KvCacheManager`` and its handle ``KvCache``: the caches of an engine in KvCacheManager mode (contract §9).
 
 The manager checks the role. The engine makes all other checks, in the order of the contract.
-
-Errors of every method: ``TypeError`` for an argument of a wrong type; ``ValueError`` for an integer outside its width;
-``AttributeError`` that names the argument if a cache, descriptor, key or dict is ``None``; and ``LLMException`` for all
-other failures: ``LLM_ENGINE_FINALIZED`` before any other check once the engine is finalized, then ``LLM_PARAM_INVALID``
-for a role that may not make the call, and ``LLM_FAILED`` for failures that no other code names. ``sync_kv_timeout`` is
-the time limit of a call (1000 ms by default).
 """
 
 from __future__ import annotations
@@ -38,9 +32,9 @@ _UINT64_MAX = 2**64 - 1
 class KvCache(CacheHandle):
     """The handle of a cache in KvCacheManager mode (contract §4.4).
 
-    A ``KvCacheManager`` or ``create_cpu_cache`` makes it. Dropping the last handle deallocates the cache, unless it
-    was deallocated or its manager is finalized; its keys still hold it. ``with manager.allocate_cache(...) as cache:``
-    deallocates it at the end of the block.
+    A ``KvCacheManager`` or ``create_cpu_cache`` makes it. Dropping the last handle deallocates the cache, unless the
+    cache was deallocated or its manager is finalized. Its keys still hold the memory. ``with
+    manager.allocate_cache(...) as cache:`` deallocates the cache at the end of the block.
 
     Args:
         cache_id: 1 or more for a cache of an engine, -1 for a CPU cache (int64).
@@ -79,14 +73,14 @@ class KvCache(CacheHandle):
         Args:
             cache_desc: tensors of shape ``[blocks, ...]`` with the placement ``HOST``.
             addrs: address of each tensor (uint64), none 0; or one such list for each device. An engine has one device,
-                so calls refuse a cache of several.
+                so calls refuse a cache with several devices.
 
         Raises:
             TypeError: an argument has the wrong type.
             AttributeError: ``cache_desc`` is ``None``.
             ValueError: an address is outside uint64.
             LLMException: ``LLM_PARAM_INVALID``: another placement, no addresses, not one address for each tensor, an
-                address of 0, addresses beside lists, or an invalid shape.
+                address of 0, a mix of addresses and lists, or an invalid shape.
         """
         refuse_none("cache_desc", cache_desc)
         _core.check_isinstance("cache_desc", cache_desc, CacheDesc)
@@ -162,11 +156,18 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
     """The caches of an engine in KvCacheManager mode (contract §9). ``LLMDataDist.kv_cache_manager`` returns it.
 
     Any number of threads may use a manager, which the original does not allow (contract §9.4). All calls are
-    synchronous except ``transfer_cache_async``: when a call returns, the bytes are in place.
+    synchronous except ``transfer_cache_async``: when a call returns, the bytes are in place. ``sync_kv_timeout`` is the
+    time limit of a call in milliseconds (1000 by default).
 
     Args:
         native: the engine.
         role: the role of the cluster. It decides which calls are allowed (contract §9.1).
+
+    Raises:
+        TypeError: ``role`` is not an ``LLMRole``, or ``native`` is not an engine.
+        LLMException: every method except ``is_initialized`` and ``check_cache_key`` raises ``LLM_ENGINE_FINALIZED``,
+            before any other check, once the engine is finalized. ``LLM_FAILED`` is a failure that no other code names
+            (contract §0.3, §9).
     """
 
     def __init__(self, native: _core.DataDist, role: LLMRole) -> None:
@@ -183,12 +184,12 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
         raise_if_false(self._role == role, "{} needs {}, and the role is {}", call, role, self._role)
 
     def _switch_role(self, role: LLMRole) -> None:
-        """Follow ``LLMDataDist.switch_role``."""
+        """Set the role after ``LLMDataDist.switch_role``."""
         self._role = role
 
     def _made(self, handle: _core.ManagedCache, cache_desc: CacheDesc) -> KvCache:
         cache = KvCache(handle.cache_id, cache_desc, [handle.tensor_addrs()], self)
-        cache._handle = handle  # noqa: SLF001  (the name by which the engine knows the cache)
+        cache._handle = handle  # noqa: SLF001  (the engine's reference to the cache)
         return cache
 
     def is_initialized(self) -> bool:
@@ -199,10 +200,10 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
     def allocate_cache(
         self, cache_desc: CacheDesc, cache_keys: Union[tuple[CacheKey, ...], list[CacheKey]] = ()
     ) -> KvCache:
-        """Allocate a continuous cache in device memory (contract §9.1).
+        """Allocate a continuous cache in device memory (contract §9.1, §7.1).
 
-        The id of the cache and each of its keys hold the memory. It is released when all of these references are gone,
-        so a cache that is deallocated at once can still be pulled by its keys (contract §12.3).
+        The id of the cache and each of its keys hold the memory. It is released when all of these references are gone:
+        a cache that was deallocated can still be pulled by its keys (contract §12.3).
 
         Args:
             cache_desc: tensors of shape ``[batch slots, ...]`` with the placement ``DEVICE``.
@@ -213,8 +214,9 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
             The cache: ``num_tensors`` page-aligned addresses. The contents are undefined.
 
         Raises:
+            TypeError: an argument has the wrong type.
             AttributeError: ``cache_desc`` is ``None``.
-            LLMException: ``LLM_PARAM_INVALID``: another placement, keys of another role, more keys than slots, an
+            LLMException: ``LLM_PARAM_INVALID``: another placement, keys with another role, more keys than slots, an
                 invalid shape, or a key that names a live cache; ``LLM_DEVICE_OUT_OF_MEMORY``: the pool is full. Nothing
                 stays allocated.
         """
@@ -225,7 +227,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
     def allocate_blocks_cache(
         self, cache_desc: CacheDesc, blocks_cache_key: Optional[BlocksCacheKey] = None
     ) -> KvCache:
-        """Allocate a blocks cache in device memory (contract §9.1).
+        """Allocate a blocks cache in device memory (contract §9.1, §7.3).
 
         Args:
             cache_desc: tensors of shape ``[blocks, ...]`` with the placement ``DEVICE``.
@@ -235,25 +237,27 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
             The cache: ``num_tensors`` page-aligned addresses. The contents are undefined.
 
         Raises:
+            TypeError: an argument has the wrong type.
             AttributeError: ``cache_desc`` is ``None``.
             LLMException: ``LLM_PARAM_INVALID``: another placement, a key with ``LLMRole.DECODER``, an invalid shape, or
-                a model that has a blocks cache; ``LLM_DEVICE_OUT_OF_MEMORY``: the pool is full. Nothing stays
-                allocated.
+                a key whose model has a blocks cache already; ``LLM_DEVICE_OUT_OF_MEMORY``: the pool is full. Nothing
+                stays allocated.
         """
         may_name = self._role != LLMRole.DECODER
         return self._made(self._engine.allocate_blocks_cache(cache_desc, blocks_cache_key, may_name), cache_desc)
 
     @logged
     def deallocate_cache(self, cache: KvCache) -> None:
-        """Drop the reference by id of a continuous cache, or release a blocks cache and its key (contract §9.1, §7.2).
+        """Drop the reference that the id of a continuous cache holds, or release a blocks cache (contract §9.1, §7.2).
 
-        A continuous cache is released when no key holds it either. A cache that does not exist is not an error
-        (contract §17.5).
+        A continuous cache is released when no key holds it either. A blocks cache and its key are released at once. A
+        cache that does not exist is not an error (contract §17.5).
 
         Args:
             cache: a cache in ``DEVICE`` memory. Its ``per_device_tensor_addrs`` become empty.
 
         Raises:
+            TypeError: ``cache`` is not a ``KvCache``.
             AttributeError: ``cache`` is ``None``.
             LLMException: ``LLM_PARAM_INVALID``: a cache in ``HOST`` memory.
         """
@@ -270,6 +274,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
             cache_key: the key. Its cluster id is ignored.
 
         Raises:
+            TypeError: ``cache_key`` is not a ``CacheKey``.
             AttributeError: ``cache_key`` is ``None``.
             LLMException: ``LLM_PARAM_INVALID``: another role.
         """
@@ -287,8 +292,8 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
     ) -> None:
         """Read a batch slot of a linked prompt cluster into a local slot (contract §9.1, §7.12).
 
-        The call is for ``LLMRole.DECODER``. A successful pull of every tensor uses the key up, and the owner drops that
-        reference; pulls of a part of the layers do so once every tensor was pulled (contract §12.3).
+        The call is for ``LLMRole.DECODER``. A successful pull of every tensor uses up the key: the owner drops that
+        reference. Pulls of a part of the layers use up the key once every tensor was pulled (contract §12.3).
 
         Args:
             cache_key: the remote slot, by its key, or by cache id and slot.
@@ -302,12 +307,14 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
                 name looks misspelt.
 
         Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an integer is outside its width, or an offset is below 0.
             AttributeError: ``cache_key`` or ``kv_cache`` is ``None``.
-            ValueError: an offset is below 0.
-            LLMException: ``LLM_PARAM_INVALID``: another role, a cache in ``HOST`` memory, a range outside a slot,
-                different numbers of tensors, or layers outside a cache; ``LLM_KV_CACHE_NOT_EXIST``: the local cache, or
-                the remote key or slot, does not exist; ``LLM_NOT_YET_LINK``: there is no link, or it broke;
-                ``LLM_WAIT_PROCESS_TIMEOUT``: ``sync_kv_timeout`` passed. ``arrived`` lists the rows that were written.
+            LLMException: ``LLM_PARAM_INVALID``: another role, a cache in ``HOST`` memory, a blocks cache, a range
+                outside a slot, different numbers of tensors, or layers outside a cache; ``LLM_KV_CACHE_NOT_EXIST``: the
+                local cache, or the remote key or slot, does not exist; ``LLM_NOT_YET_LINK``: there is no link, or it
+                broke; ``LLM_WAIT_PROCESS_TIMEOUT``: ``sync_kv_timeout`` passed. The attribute ``arrived`` lists the
+                rows that were written.
         """
         self._check_role(LLMRole.DECODER, "pull_cache")
         if kwargs:
@@ -335,6 +342,8 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
             **kwargs: ``src_layer_range``, ``dst_layer_range`` and ``tensor_num_per_layer`` as for ``pull_cache``.
 
         Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an integer is outside its width.
             AttributeError: ``prompt_cache_key`` or ``decoder_kv_cache`` is ``None``.
             LLMException: as for ``pull_cache``; ``LLM_PARAM_INVALID`` also for an empty list, lists of different
                 lengths, an index outside a cache, or different block sizes.
@@ -355,9 +364,9 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
         size: int = -1,
         req_id: Optional[int] = None,
     ) -> None:
-        """Copy one range of one batch slot in device memory, the same in every tensor (contract §9.1, §7.9).
+        """Copy one range of a batch slot to the same range of another, in every tensor (contract §9.1, §7.9).
 
-        Overlap is harmless.
+        Both caches are in device memory. The ranges may overlap.
 
         Args:
             dst: continuous cache that is written.
@@ -366,9 +375,11 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
             src_batch_index: batch slot that is read (uint32).
             offset: bytes that are skipped at the start of both slots (uint64).
             size: bytes that are copied in each tensor, or -1 for the rest of the source slot (int64).
-            req_id: the request, for the log lines of the call (uint64).
+            req_id: id of the request, shown in the log lines of the call (uint64), or ``None``.
 
         Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an integer is outside its width.
             AttributeError: ``dst`` or ``src`` is ``None``.
             LLMException: ``LLM_PARAM_INVALID``: a cache in ``HOST`` memory, a blocks cache, or a range outside a slot;
                 ``LLM_FAILED``: different numbers of tensors; ``LLM_KV_CACHE_NOT_EXIST``: a cache was released;
@@ -380,7 +391,8 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
     def copy_blocks(self, cache: KvCache, copy_block_info: Union[dict[int, list[int]], Any]) -> None:
         """Copy blocks inside one cache in device memory, in every tensor (contract §9.1, §7.10).
 
-        The result is that of copying the pairs one after the other. All indices are checked before a byte moves.
+        The result is the same as if the pairs were copied one after the other, in the order given. All indices are
+        checked before any byte is copied.
 
         Args:
             cache: a blocks cache, or a continuous one, whose slots count as blocks.
@@ -388,8 +400,9 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
                 rows ``(source, destination)``.
 
         Raises:
-            AttributeError: ``cache`` or ``copy_block_info`` is ``None``.
+            TypeError: an argument has the wrong type.
             ValueError: an index is outside uint64.
+            AttributeError: ``cache`` or ``copy_block_info`` is ``None``.
             LLMException: ``LLM_PARAM_INVALID``: a cache in ``HOST`` memory, or an index outside the blocks;
                 ``LLM_KV_CACHE_NOT_EXIST``: the cache was released; ``LLM_WAIT_PROCESS_TIMEOUT``: other calls used the
                 rows for longer than ``sync_kv_timeout``.
@@ -397,8 +410,8 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
         try:
             self._engine.copy_blocks(cache, copy_block_info)
         except LLMException as error:
-            # The engine takes indices of 64 bits with a sign, and refuses a larger one with the code for one that is
-            # outside the cache.
+            # The engine takes int64 indices, and refuses a larger index with the code for one outside the cache.
+            # The contract asks for ValueError if the index is outside uint64.
             if error.status_code == LLMStatusCode.LLM_PARAM_INVALID and cache.cache_desc.placement == Placement.DEVICE:
                 _check_uint64_blocks(copy_block_info)
             raise
@@ -407,7 +420,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
     def swap_blocks(self, src: KvCache, dst: KvCache, src_to_dst: Union[dict[int, int], Any]) -> None:
         """Copy blocks between a host and a device cache, in every tensor (contract §9.1, §7.11).
 
-        The placements give the direction. Numbers of blocks may differ.
+        The placements give the direction. The two caches may have different numbers of blocks.
 
         Args:
             src: cache that is read. The slots of a continuous cache count as blocks.
@@ -416,11 +429,13 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
                 ``(source, destination)``.
 
         Raises:
+            TypeError: an argument has the wrong type.
             AttributeError: an argument is ``None``.
-            LLMException: ``LLM_PARAM_INVALID``, by an exception that is a ``ValueError`` as well: an index outside the
-                blocks, different block sizes or numbers of tensors, placements that are not one ``HOST`` and one
-                ``DEVICE``, or a CPU cache of several devices; ``LLM_KV_CACHE_NOT_EXIST``: a cache was released;
-                ``LLM_WAIT_PROCESS_TIMEOUT``: other calls used the rows for longer than ``sync_kv_timeout``.
+            LLMMismatchException: an ``LLMException`` with ``LLM_PARAM_INVALID`` that is a ``ValueError`` as well: an
+                index outside the blocks, different block sizes or numbers of tensors, placements that are not one
+                ``HOST`` and one ``DEVICE``, or a CPU cache with several devices.
+            LLMException: ``LLM_KV_CACHE_NOT_EXIST``: a cache was released; ``LLM_WAIT_PROCESS_TIMEOUT``: other calls
+                used the rows for longer than ``sync_kv_timeout``.
         """
         self._engine.swap_blocks(src, dst, src_to_dst)
 
@@ -444,9 +459,9 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
             transfer_configs: the destinations, by address. A ``src_layer_range`` of ``None`` is replaced by all layers
                 in the config object.
             src_block_indices: blocks of a blocks cache that are read (uint64).
-            dst_block_indices: blocks that are written (uint64): one for each block that is read, or those that the slot
-                is cut into.
-            dst_block_memory_size: bytes of a destination block in one tensor (uint64). Needed for a slot that is cut
+            dst_block_indices: blocks that are written (uint64): one for each block that is read, or one for each piece
+                of a slot that is split into blocks.
+            dst_block_memory_size: bytes of a destination block in one tensor (uint64). Needed for a slot that is split
                 into blocks; else ``None``, 0 or the local block size.
 
         Returns:
@@ -454,6 +469,8 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
             ``LLM_WAIT_PROCESS_TIMEOUT`` in place of ``LLM_TIMEOUT``.
 
         Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an integer is outside its width.
             LLMException: ``LLM_PARAM_INVALID``: another role, or a check of contract §8.1 failed; ``LLM_FAILED``: no
                 thread could be started.
         """
@@ -463,18 +480,20 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
 
     @logged
     def get_cache_tensors(self, cache: KvCache, tensor_index: int = 0) -> list[Tensor]:
-        """Return one tensor of a cache without a copy (contract §9.1).
+        """Return one tensor of a cache without a copy (contract §9.1, §9.6).
 
-        Memory of a pool stays mapped while the tensor lives. Memory of a CPU cache belongs to the caller.
+        Pool memory stays mapped as long as the tensor exists. Memory of a CPU cache belongs to the caller.
 
         Args:
             cache: a cache of this engine, or a CPU cache.
             tensor_index: index of the tensor (int32), 0 to ``num_tensors - 1``.
 
         Returns:
-            A list with one ``Tensor`` for each device; an engine has one.
+            A list with one ``Tensor`` for each device; an engine has one device.
 
         Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: ``tensor_index`` is outside int32.
             AttributeError: ``cache`` is ``None``.
             LLMException: ``LLM_PARAM_INVALID``: there is no such tensor; ``LLM_KV_CACHE_NOT_EXIST``: the cache was
                 released.

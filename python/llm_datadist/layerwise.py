@@ -1,7 +1,7 @@
 """The layer-wise asynchronous transfer: its configs, the synchronizer, and the task (contract §4.9 to §4.13, §8).
 
-The engine moves layers. One daemon thread for each transfer calls the synchronizer of the program: it waits for a
-layer, reports it to the engine, and waits for the next one, while the engine sends the layers that are ready.
+Each transfer has one daemon thread that calls the synchronizer of the program. The thread waits for a layer, reports it
+to the engine, and waits for the next one. Meanwhile the engine sends the layers that are ready.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _LONGEST = 500
 class LayerSynchronizer(ABC):
     """Reports when the layers of a source cache are ready to be sent (contract §4.9). Programs derive from it.
 
-    A class or an instance may set two attributes, which the original does not have.
+    A class or an instance may set two attributes, ``tensor_num_per_layer`` and ``timeout_in_millis``, which the
+    original does not have.
     """
 
     tensor_num_per_layer: int = 2
@@ -45,25 +46,26 @@ class LayerSynchronizer(ABC):
     def synchronize_layer(self, layer_index: int, timeout_in_millis: Optional[int]) -> bool:
         """Wait until a layer is ready (contract §4.9, §8.3).
 
-        The thread of the transfer calls this once for each layer that a config needs, in ascending order.
+        The thread of the transfer calls this once for each layer that a config needs, in ascending order. If it raises,
+        the configs that still need the layer end with the timeout code (contract §8.3, §8.4).
 
         Args:
             layer_index: index of the layer in the source cache.
-            timeout_in_millis: the attribute of that name, in milliseconds.
+            timeout_in_millis: the value of the attribute of that name: milliseconds, or ``None`` for no limit.
 
         Returns:
-            Whether the layer is ready. After a false value, and after an exception, no further layer is asked for.
+            Whether the layer is ready. After a false value or an exception, the method is not called again.
         """
 
 
 class _SourceLayers:
-    """The part that both kinds of configs share: the layers that are read."""
+    """The base of both kinds of configs: the layers that are read."""
 
     _src_layer_range: Optional[range]
 
     @property
     def src_layer_range(self) -> Optional[range]:
-        """Layers that are read; ``None`` for all.
+        """Layers that are read; ``None`` for all (contract §4.11, §4.12).
 
         Raises:
             TypeError: the value is not a ``range`` or ``None``.
@@ -83,10 +85,11 @@ class TransferConfig(_SourceLayers):
     Setters repeat the checks of the constructor.
 
     Args:
-        dst_cluster_id: the cluster that owns the memory (uint64).
-        dst_addrs: address of each destination tensor (uint64), those of the first layer of ``src_layer_range`` first.
+        dst_cluster_id: id of the cluster that owns the memory (uint64).
+        dst_addrs: address of each destination tensor (uint64), starting with the first layer of ``src_layer_range``.
             For a slot of a continuous cache, the caller adds the offset of the slot in bytes.
-        src_layer_range: layers that are read; ``None`` for all, which the transfer then sets.
+        src_layer_range: layers that are read; ``None`` for all. The transfer replaces ``None`` by the range of all
+            layers.
         src_batch_index: batch slot that is read (uint32); 0 for a blocks cache.
 
     Raises:
@@ -110,7 +113,7 @@ class TransferConfig(_SourceLayers):
 
     @property
     def dst_cluster_id(self) -> int:
-        """The cluster that owns the memory (uint64)."""
+        """Id of the cluster that owns the memory (uint64)."""
         return self._dst_cluster_id
 
     @dst_cluster_id.setter
@@ -150,8 +153,8 @@ class TransferWithCacheKeyConfig(_SourceLayers):
     """A destination of a layer-wise transfer, by key, for remote-accessible mode (contract §4.12).
 
     Args:
-        cache_key: the remote cache. The attribute ``dst_cluster_id`` is the cluster of this key; a key that is set
-            later does not change it.
+        cache_key: the remote blocks cache or slot. The attribute ``dst_cluster_id`` is the cluster of this key; a key
+            that is set later does not change it.
         src_layer_range: layers that are read. ``None`` is refused here, but may be set later.
         dst_layer_range: layers that are written, as many as are read. ``None`` is refused here.
         src_batch_index: batch slot that is read (uint32); 0 with a ``BlocksCacheKey``.
@@ -223,22 +226,23 @@ class TransferWithCacheKeyConfig(_SourceLayers):
 
 
 class LayerProgress(NamedTuple):
-    """Progress of the transfer to one destination. The original does not have this class."""
+    """Progress of the transfer to one destination (contract §4.13). The original does not have this class."""
 
     layers_done: int
-    """Layers that are in place."""
+    """Number of layers that are in place at the destination."""
     num_layers: int
-    """Layers of the config."""
+    """Number of layers of the config."""
     bytes_done: int
-    """Bytes that are in place."""
+    """Number of bytes that are in place at the destination."""
 
 
 class CacheTask:
     """A layer-wise transfer (contract §4.13, §8.4). ``transfer_cache_async`` makes it.
 
-    Any number of threads may use a task. Every list has one entry for each config, in their order. Dropping the task
-    does not end the transfer. In a coroutine, ``await task`` returns the result of ``synchronize``, without a
-    thread; the original does not have this, nor ``cancel``, ``done``, ``progress`` and ``errors``.
+    Any number of threads may use a task. Every list that a method returns has one entry for each config, in the order
+    of the configs. Dropping the task does not end the transfer. In a coroutine, ``await task`` returns the result of
+    ``synchronize`` without a thread. The original has neither ``await`` nor ``cancel``, ``done``, ``progress`` and
+    ``errors``.
     """
 
     def __init__(self, native: _core.TransferTask) -> None:
@@ -290,7 +294,9 @@ class CacheTask:
         return [self._native.timeout_code for _ in self._native.results()]
 
     def cancel(self) -> bool:
-        """End the transfer: unfinished configs get ``LLM_FAILED``. A layer that is being sent still arrives.
+        """End the transfer (contract §4.13). Unfinished configs get ``LLM_FAILED``.
+
+        A layer that is being sent still arrives.
 
         Returns:
             Whether a config was unfinished.
@@ -298,17 +304,18 @@ class CacheTask:
         return self._native.cancel()
 
     def done(self) -> bool:
-        """Return whether the transfer has ended: no byte moves any more."""
+        """Return whether the transfer has ended, so that no further byte is sent (contract §4.13)."""
         return self._native.done()
 
     def progress(self) -> list[LayerProgress]:
-        """Return the progress of each config: layers and bytes."""
+        """Return the layers and bytes that each config has sent so far (contract §4.13)."""
         return [LayerProgress(*carried) for carried in self._native.progress()]
 
     def errors(self) -> list[Optional[LLMException]]:
-        """Return why each config is unfinished: the failure, or the layer that it waits for and since when.
+        """Return why each config is unfinished: its failure, or the layer that it waits for (contract §4.13).
 
-        The entry is ``None`` for a config that has ended with success, and for one that was never reached.
+        The text states how many milliseconds a config has waited. The entry is ``None`` for a config that ended with
+        success, and for one whose result is ``None``. The exceptions are returned, not raised.
         """
         return self._native.errors()
 
@@ -319,7 +326,7 @@ class CacheTask:
 
 
 async def _readable(task: _core.TransferTask) -> None:
-    """Wait until the descriptor of a task is readable. A cancellation leaves neither reader nor descriptor behind."""
+    """Wait until the descriptor of a task is readable. On cancellation, remove the reader and close the descriptor."""
     import asyncio  # noqa: PLC0415  (only coroutines need it)
 
     loop = asyncio.get_running_loop()
@@ -340,16 +347,16 @@ async def _readable(task: _core.TransferTask) -> None:
         os.close(descriptor)
 
 
-# Transfers that may be running, with their engines and threads. Ended ones are removed when the next one starts. A
-# thread is never the last owner of its task: to drop the engine's part of it, the thread would have to release the GIL,
-# and a thread that does so while the interpreter exits is killed there.
+# Transfers that may be running, with their engines and threads. Transfers that have ended are removed when the next one
+# starts. The list keeps each task alive, so that a thread never drops the last reference to its task: the drop releases
+# the GIL, and a daemon thread that does so while the interpreter exits is killed there.
 _under_way: list[tuple[_core.DataDist, _core.TransferTask, threading.Thread]] = []
 _lock = threading.RLock()  # re-entrant, for signal handlers
 
 
 def _forget() -> None:
-    """Reset the state in a forked child: transfers belong to the parent, whose threads may hold the lock."""
-    global _lock  # noqa: PLW0603  (one for each process)
+    """Reset the state in a forked child. The transfers belong to the parent, one of whose threads may hold the lock."""
+    global _lock  # noqa: PLW0603  (each process has its own lock)
     _lock = threading.RLock()
     _under_way.clear()
 
@@ -373,13 +380,13 @@ def start(
     try:
         _start_layer_thread(engine, task, layer_synchronizer)
     except BaseException:
-        task.cancel()  # otherwise its configs would wait forever
+        task.cancel()  # without a thread, the configs would wait forever
         raise
     return CacheTask(task)
 
 
 def _start_layer_thread(engine: _core.DataDist, task: _core.TransferTask, synchronizer: LayerSynchronizer) -> None:
-    """Start the thread of a transfer that needs layers."""
+    """Start the thread that calls the synchronizer, unless no config needs a layer."""
     layers = task.layers()
     if not layers:
         return
@@ -409,7 +416,7 @@ def drain(engine: _core.DataDist) -> None:
         left = [task for task in left if not task.done()]
         now = [task.progress() for task in left]
         if now == before:
-            # The program may never ask for their results.
+            # Log it, because the program may never ask for the results.
             log.warn("%s layer-wise transfers end unfinished: no layer arrived within sync_kv_timeout", len(left))
             return
         before = now
@@ -421,7 +428,7 @@ def drain(engine: _core.DataDist) -> None:
 
 
 def _request_layers(task: _core.TransferTask, synchronizer: LayerSynchronizer, layers: list[int]) -> None:
-    """Ask for one layer after the other. However this ends, no destination waits forever."""
+    """Ask for one layer after the other. If this ends early, report it, so that no destination waits forever."""
     name_this_thread()
     asked: Optional[int] = layers[0]
     try:

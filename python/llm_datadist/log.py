@@ -1,7 +1,7 @@
 """The logger of the package (contract §15), and the decorator that logs the start and the success of a call.
 
-Programs configure the logger through the standard ``logging`` module. If the program has set no level,
-``ASCEND_GLOBAL_LOG_LEVEL`` sets it: 0 DEBUG, 1 INFO, 2 WARNING, 3 ERROR, and ERROR when unset. It is read once.
+Programs configure the logger through the standard ``logging`` module. If the program has set no level, the environment
+variable ``ASCEND_GLOBAL_LOG_LEVEL`` sets it: 0 DEBUG, 1 INFO, 2 WARNING, 3 ERROR; ERROR when unset. It is read once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DATE_FORMAT", "LOG_FORMAT", "error", "get_logger", "info", "logged", "shown", "warn"]
 
-# The parts of the layout that contract §15 states.
+# The layout that contract §15 states.
 _PROCESS = "%(name)s(%(process)d,%(processName)s)"
 _PLACE = "[%(filename)s:%(lineno)d]%(thread)d %(funcName)s"
 LOG_FORMAT = f"[%(levelname)s] {_PROCESS}:%(asctime)s.%(msecs)03d {_PLACE}: %(message)s"
@@ -45,14 +45,14 @@ def get_logger() -> logging.Logger:
     """Return the logger ``LLM_DATADIST``, which is set up on first use (contract §15).
 
     The configuration of the program is kept: a level that was set stays, and a handler on standard output is added only
-    if neither this logger nor the root logger has a handler. Lines are propagated.
+    if neither this logger nor the root logger has a handler. Records propagate to the root logger.
     """
     return _logger or _make_logger()
 
 
 # The class takes no type argument at run time before Python 3.11.
 class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """The handler of the package. It is silent while the program has a handler of its own for the same lines."""
+    """The handler of the package. It writes nothing while a handler of the program receives the same records."""
 
     def filter(self, record: logging.LogRecord) -> Any:
         """Return whether to show ``record``."""
@@ -60,7 +60,7 @@ class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def _has_handler(logger: logging.Logger, besides: Optional[logging.Handler] = None) -> bool:
-    """Return whether lines of ``logger`` reach a handler other than ``besides``."""
+    """Return whether records of ``logger`` reach a handler other than ``besides``."""
     own = any(handler is not besides for handler in logger.handlers)
     return own or bool(logger.propagate and logging.getLogger().handlers)
 
@@ -107,17 +107,17 @@ def _stack_text(frame: FrameType) -> str:
 
 
 def info(message: str, *args: object) -> None:
-    """Log ``message % args`` at INFO."""
+    """Log ``message % args`` at INFO (contract §15)."""
     get_logger().info(message, *args)
 
 
 def warn(message: str, *args: object) -> None:
-    """Log ``message % args`` at WARNING."""
+    """Log ``message % args`` at WARNING (contract §15)."""
     get_logger().warning(message, *args)
 
 
 def error(message: str, *args: object) -> None:
-    """Log ``message % args`` at ERROR."""
+    """Log ``message % args`` at ERROR (contract §15)."""
     get_logger().error(message, *args)
 
 
@@ -131,7 +131,7 @@ def shown(value: object) -> str:
     """Return the ``repr`` of a value for a message, shortened if it is long. Never raises."""
     try:
         text = _brief(value, _DEEPEST)
-    except Exception:  # noqa: BLE001  (code of the value, which must not break the logged call)
+    except Exception:  # noqa: BLE001  (the value's own __repr__ must not break the logged call)
         return f"<{type(value).__name__} without a text>"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
@@ -145,7 +145,7 @@ def _brief(value: object, depth: int) -> str:
         return f"[{text}]" if isinstance(value, list) else f"({text})"
     if isinstance(value, int) and value.bit_length() > _WIDEST_BITS:
         return f"<{type(value).__name__} of {value.bit_length()} bits>"
-    # A subclass keeps its own repr: that of a token hides the value.
+    # A subclass keeps its own repr, because that of `Secret` hides the value.
     if isinstance(value, (str, bytes)) and type(value) in (str, bytes):
         value = value[: _LONGEST + 1]
     return repr(value)
@@ -157,8 +157,8 @@ def _first(texts: Iterator[str], count: int, depth: int) -> str:
     return ", ".join(kept + rest)
 
 
-# The wrapper that `logged` makes. It has the parameters of the method itself: a wrapper with `*args` and `**kwargs`
-# would take as long as all checks of the arguments.
+# The source of the wrapper that `logged` makes. The wrapper has the same parameters as the method, because one with
+# `*args` and `**kwargs` would take as long as all checks of the arguments.
 _LOGGED = """
 def logged(method, with_log):
     def {name}({parameters}):
@@ -177,9 +177,9 @@ _LOGGED_FILE = "<logged>"
 def logged(method: _Call) -> _Call:
     """Log ``[method] start`` with every argument, and ``[method] success``, at INFO (contract §15).
 
-    If the call returns a status code other than success for some cluster, that code is logged in place of ``success``.
-    A ``req_id`` that was given is part of both lines. While INFO is off, this costs one comparison. Errors about the
-    type of an argument are completed by ``llm_datadist.arguments.clarify``.
+    If the call returns ``(code, codes)`` with a code other than success, that code is logged in place of ``success``.
+    A ``req_id`` that was given is part of both lines. While INFO is off, logging costs one comparison.
+    ``llm_datadist.arguments.clarify`` completes the texts of ``AttributeError`` and ``TypeError``.
     """
     name = method.__name__
 
@@ -190,7 +190,7 @@ def logged(method: _Call) -> _Call:
         info("[%s] start%s", name, "".join(f", {argument} = {shown(value)}" for argument, value in given.items()))
         result = method(*args, **kwargs)
         request = given.get("req_id")
-        # `(code, codes)` of a call that names several clusters: some of them may have failed.
+        # Link calls return `(code, codes)`: some of the clusters may have failed.
         code = result[0] if isinstance(result, tuple) and result else None
         end = code.name if isinstance(code, IntEnum) and code else "success"
         info("[%s] %s%s", name, end, "" if request is None else f", req_id = {shown(request)}")
@@ -205,7 +205,7 @@ def _of_same_parameters(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that makes a wrapper with the parameters of ``method``.
 
     Raises:
-        TypeError: ``method`` has ``*args``, or parameters that are only positional or only by name.
+        TypeError: ``method`` has ``*args``, positional-only or keyword-only parameters.
     """
     code = method.__code__
     if code.co_kwonlyargcount or code.co_posonlyargcount or code.co_flags & inspect.CO_VARARGS:

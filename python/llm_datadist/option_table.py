@@ -13,7 +13,7 @@ from llm_datadist import configs
 __all__ = ["ENVIRONMENT", "KNOWN_KEYS", "OTHER_VARIABLES", "TOKEN_VARIABLES", "Row", "is_known", "rows", "table"]
 
 TOKEN_VARIABLES = {"llm.LinkTokenFile": "LLM_DATADIST_TOKEN_FILE", "llm.LinkToken": "LLM_DATADIST_TOKEN"}
-"""Option → environment variable of the token. ``init`` reads them only if neither option is given."""
+"""Option → environment variable of the token. ``init`` reads the variables only if neither option is given."""
 
 ENVIRONMENT = {
     "env.HCCL_CONNECT_TIMEOUT": "HCCL_CONNECT_TIMEOUT",
@@ -27,7 +27,7 @@ OTHER_VARIABLES = {
     "ASCEND_GLOBAL_LOG_LEVEL": "level of the logger `LLM_DATADIST`: 0 DEBUG, 1 INFO, 2 WARNING, 3 ERROR",
     "LLM_DATADIST_LOG": "`off` silences the standard log of the C and C++ interface",
 }
-"""Environment variable that no option replaces → its meaning."""
+"""Environment variable without an option → its meaning."""
 
 
 class Row(NamedTuple):
@@ -40,7 +40,7 @@ class Row(NamedTuple):
     types: list[str]
     """Names of the classes that the property accepts."""
     default: str
-    """What holds while the option is not set, in Markdown."""
+    """The value that applies while the option is not set, in Markdown."""
     meaning: str
     """Docstring of the property, in Markdown."""
     own: bool
@@ -61,7 +61,7 @@ def _markdown(text: object) -> str:
     return str(text).replace("``", "`").replace("\n", " ")
 
 
-# Keys that no property has: a second spelling, and those that `init` derives.
+# Keys without a property: a second spelling, and the keys that `init` derives.
 _FURTHER_KEYS = ("llm.ListenIpInfo", "llm.Role", "llm.ListenIp", "llm.ListenPort", "ge.session_device_id")
 
 KNOWN_KEYS = frozenset([*(row.key for row in rows() if row.key), *ENVIRONMENT, *_FURTHER_KEYS])
@@ -69,7 +69,7 @@ KNOWN_KEYS = frozenset([*(row.key for row in rows() if row.key), *ENVIRONMENT, *
 
 
 def is_known(key: str) -> bool:
-    """Return whether ``key`` is an option of the engine or of the original; any key ``ge.*`` is (contract §5.2)."""
+    """Return whether ``key`` is an option of the engine or of the original, or starts with ``ge.`` (contract §5.2)."""
     return key in KNOWN_KEYS or key.startswith("ge.")
 
 
@@ -77,7 +77,7 @@ def table(width: int) -> str:
     """Return every option and environment variable as plain text.
 
     Args:
-        width: columns of the text.
+        width: number of columns.
     """
     lines: list[str] = []
     for own, title in ((False, "Options of the original"), (True, "Options of this package only")):

@@ -1,4 +1,4 @@
-"""The kinds of properties that ``LlmConfig`` has: the values that each accepts, and what it writes (contract §5)."""
+"""The kinds of properties of ``LlmConfig``: which values each accepts, and which keys it writes (contract §5)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
     "read_json",
 ]
 
-# How deep JSON may be nested: the engine has the same limit (contract §17).
+# Most levels of nested JSON. The engine has the same limit (contract §17).
 _DEEPEST_JSON = 64
 
 
@@ -74,7 +74,7 @@ class Option(property, Generic[_Value]):
         key: the key of the option.
         allowed: class or classes of a value.
         initial: the value that the getter returns while the option is not set.
-        default: what holds while the option is not set, for the documentation.
+        default: the value that applies while the option is not set, as text for the documentation.
         doc: docstring of the property.
         none: whether ``None`` may be assigned, which unsets the option.
         empty: whether an empty text is written.
@@ -178,7 +178,7 @@ class Uint32(Option[Optional[int]]):
 
 
 class DeviceId(Option[Union[int, list[int], tuple[int, ...], None]]):
-    """``device_id``: one device, or a list of them."""
+    """``device_id``: the id of one device, or a list of ids."""
 
     def _check_value(self, value: Any) -> None:
         raise_if_false(len(self._ids(value)), "device_id={} names no device; give at least one", value)
@@ -189,7 +189,7 @@ class DeviceId(Option[Union[int, list[int], tuple[int, ...], None]]):
         """Yield the key of all devices and that of the first one."""
         value = getattr(config, self._attribute)
         if value is not None:
-            self._check_value(value)  # a list may have changed since it was set
+            self._check_value(value)  # the caller may have changed the list since it was set
             ids = self._ids(value)
             yield self.key, ";".join(str(device_id) for device_id in ids)
             yield "ge.session_device_id", str(ids[0])
@@ -218,14 +218,14 @@ class Checked(Option[_Value]):
 
 
 class MemUtilization(Option[float]):
-    """``mem_utilization``: a share."""
+    """``mem_utilization``: a share from 0.0 to 1.0."""
 
     def _check_value(self, value: Any) -> None:
         _core.check_mem_utilization(value)
 
 
 class ClusterInfo(Option[str]):
-    """``cluster_info``: JSON, whose addresses become integers when it is set."""
+    """``cluster_info``: a JSON text. The setter converts its addresses to integers (contract §4.1)."""
 
     def __set__(self, config: object, value: Optional[str]) -> None:
         _core.check_isinstance(self._name, value, str, allow_none=False)
@@ -241,7 +241,7 @@ class ClusterInfo(Option[str]):
 
 
 class OwnOption(Checked[Optional[_Value]]):
-    """An option that the original lacks. It is not set at first."""
+    """An option that the original lacks. Its initial value is ``None``."""
 
     def __init__(self, key: str, allowed: type[_Value], default: str, doc: str) -> None:
         super().__init__(key, allowed, None, default, doc, own=True)

@@ -1,4 +1,4 @@
-"""Warnings about unknown option names that look like a misspelt one.
+"""Warnings about unknown names that look like a misspelt option.
 
 Unknown options and keyword arguments are ignored (contract §5.2, §7.12), so a misspelt name would have no effect and
 leave no trace. ``warn_of_misspelt`` logs one WARNING with the closest valid name.
@@ -21,7 +21,8 @@ _MOST_EDITS = 2
 _POOLS = ("llm.MemPoolConfig", "llm.HostMemPoolConfig")
 _POOL_KEYS = frozenset({"memory_size", "page_shift"})
 
-# Names of which a call that may run thousands of times a second has warned. They are the caller's: hence the limit.
+# Names that were reported with `once`, for calls that run thousands of times a second. The limit bounds the memory,
+# because the caller chooses the names.
 _MOST_REMEMBERED = 1000
 _warned: set[tuple[str, str]] = set()
 
@@ -53,7 +54,7 @@ def warn_of_misspelt(kind: str, given: Iterable[str], known: Collection[str], *,
     """Log one WARNING for each unknown name that is at most two edits away from a known one.
 
     Args:
-        kind: what a name is, for the text: ``"option"``.
+        kind: the kind of name, for the text, such as ``"option"``.
         given: the names that the program gave. Values are never logged, because they may be secret.
         known: the valid names.
         once: whether a name is reported only the first time in this process.
@@ -68,12 +69,12 @@ def warn_of_misspelt(kind: str, given: Iterable[str], known: Collection[str], *,
 
 
 def warn_of_misspelt_pool_keys(options: Mapping[str, object]) -> None:
-    """Log one WARNING for each key of a memory pool that looks misspelt (contract §5.1: unknown keys are ignored)."""
+    """Log one WARNING for each unknown key of a memory pool that looks misspelt (contract §5.1)."""
     for option in _POOLS:
         text = options.get(option)
         try:
             fields = read_json(text) if isinstance(text, str) else None
         except json.JSONDecodeError:
-            continue  # the engine refuses it
+            continue  # the engine raises LLM_PARAM_INVALID
         if isinstance(fields, dict):
             warn_of_misspelt(f"key of {option}", fields, _POOL_KEYS)

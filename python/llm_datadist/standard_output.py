@@ -9,8 +9,8 @@ __all__ = ["write"]
 
 
 def write(text: str) -> None:
-    """Print a text. A reader that closes its end early is not an error: ``... | head``."""
+    """Print a text. It is not an error if the reader closes the pipe early, as in ``... | head``."""
     try:
         print(text, flush=True)  # noqa: T201  (a command prints)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit succeeds

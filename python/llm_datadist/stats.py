@@ -1,6 +1,6 @@
-"""The types of the dicts that ``stats()`` returns.
+"""The types of the dicts that ``stats()`` returns (contract §7).
 
-``docs/stats.md`` is generated from these texts, and ``tests/test_stats.py`` compares the types with a real result.
+``docs/stats.md`` is generated from these docstrings. ``tests/test_stats.py`` compares the types with a real result.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ class OpStats(TypedDict):
     """
 
     calls: int
-    """Calls that ended, failures included."""
+    """Calls that ended, including failures."""
     failures: int
     """Calls that failed."""
     bytes: int
     """Bytes moved by calls that succeeded."""
     total_nanos: int
-    """Nanoseconds that all calls took together."""
+    """Total duration of all calls in nanoseconds."""
     max_nanos: int
-    """Nanoseconds of the longest call."""
+    """Duration of the longest call in nanoseconds."""
     p50_nanos: int
     """Upper bound of the 50th percentile in nanoseconds: the next power of two, but at most ``max_nanos``."""
     p99_nanos: int
@@ -56,9 +56,9 @@ class PoolStats(TypedDict):
     free_ranges: int
     """Runs of free pages. Many short runs mean fragmentation."""
     allocations: int
-    """Runs allocated since the engine was opened."""
+    """Runs of pages allocated since the engine was opened."""
     frees: int
-    """Runs released since the engine was opened."""
+    """Runs of pages released since the engine was opened."""
     failures: int
     """Requests refused for lack of free pages."""
     huge_pages: str
@@ -66,23 +66,23 @@ class PoolStats(TypedDict):
     committed_bytes: int
     """Bytes that the engine committed by touching them."""
     merged_bytes: int
-    """Bytes that the engine had the kernel put into huge pages."""
+    """Bytes that the kernel merged into huge pages at the request of the engine."""
     merge_errno: Optional[int]
-    """The error number with which the kernel refused to put memory into huge pages; ``None`` if it never
-    refused."""
+    """The error number with which the kernel refused to merge memory into huge pages because it is too old
+    or does not permit it; ``None`` if it never refused."""
 
 
 class TableStats(TypedDict):
     """The cache table."""
 
     caches: int
-    """Caches, those that only a key still holds included."""
+    """Number of caches, including those that only a key still holds."""
     keys: int
-    """Keys that name a cache."""
+    """Number of keys that are bound to a cache."""
 
 
 class SwapInStats(TypedDict):
-    """How swap-ins (host to device) travelled."""
+    """Number of swap-ins (host to device) by path."""
 
     direct: int
     """Swap-ins copied straight to their blocks."""
@@ -91,14 +91,14 @@ class SwapInStats(TypedDict):
 
 
 class LinkStats(TypedDict):
-    """One link that lives."""
+    """One current link."""
 
     cluster: int
     """Cluster id of the peer."""
     address: str
     """Address of the peer."""
     transport: str
-    """How messages travel: ``"shm"``, ``"tcp"`` or ``"local"``."""
+    """Transport of messages: ``"shm"``, ``"tcp"`` or ``"local"``."""
     pools: str
     """How the peer's pools are read: ``"mapped"``, ``"stream"``, or ``"none"`` if the peer offers no pool."""
     registered: str
@@ -107,7 +107,7 @@ class LinkStats(TypedDict):
     """The reason why the peer's pools are not mapped. Otherwise, the reason why its registered memory is
     not read by process id. ``None`` if there is no such reason."""
     outgoing: bool
-    """Whether this side made the link."""
+    """Whether this side opened the link."""
     silent_ms: int
     """Milliseconds since the peer's last control message."""
     requests: OpStats
@@ -117,7 +117,7 @@ class LinkStats(TypedDict):
 
 
 class Stats(TypedDict):
-    """Everything an engine counts."""
+    """All counters of an engine."""
 
     pools: dict[str, PoolStats]
     """The pools by name, ``"device"`` and ``"host"``; one that was not configured is absent."""
@@ -128,9 +128,9 @@ class Stats(TypedDict):
     ``copy_blocks``,
     ``swap_in``, ``swap_out``, ``link``, ``unlink``, ``pull``, ``push``, ``transfer_layer``, ``served``."""
     swap_in: SwapInStats
-    """How swap-ins travelled."""
+    """Number of swap-ins by path."""
     links: list[LinkStats]
-    """The links that live."""
+    """The current links."""
     registered_merged_bytes: int
     """Bytes of registered memory that the engine put into huge pages for peers, or found in huge pages.
     Memory that was unregistered later is still counted."""
@@ -141,4 +141,4 @@ class Stats(TypedDict):
     streaming_bytes: int
     """Bytes copied with streaming stores."""
     copy_workers: int
-    """Workers that copy, the calling thread among them."""
+    """Number of threads that copy, including the calling thread."""

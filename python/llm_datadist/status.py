@@ -1,6 +1,7 @@
-"""Status codes, the exceptions that carry them, and functions that raise those (contract §3.1).
+"""Status codes, the exceptions that carry them, and functions that raise these exceptions (contract §3.1).
 
-The engine chooses the code of a failure. At import, its table of codes is compared with the numbers here.
+The engine chooses the code of a failure. At import, ``register_types`` compares its table of codes with the numbers
+here.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class NamedIntEnum(IntEnum):
         return f"{type(self).__name__}.{self.name}"
 
     def __format__(self, format_spec: str) -> str:
-        # Numeric presentations keep working: f"{code:#x}".
+        # Numeric formats such as f"{code:#x}" format the number.
         if format_spec[-1:] in tuple("bcdoxXn"):
             return int.__format__(self, format_spec)
         return format(str(self), format_spec)
@@ -69,7 +70,7 @@ class LLMStatusCode(NamedIntEnum):
 
 
 class LLMException(RuntimeError):  # noqa: N818  (the public name)
-    """A failed call (contract §0.3, §3.1): ``status_code`` is the kind of failure, the text is its reason.
+    """A failed call (contract §0.3, §3.1). ``status_code`` is the kind of failure, and the text is its reason.
 
     Args:
         *args: as for ``RuntimeError``; the first is the text.
@@ -83,21 +84,21 @@ class LLMException(RuntimeError):  # noqa: N818  (the public name)
 
     @property
     def status_code(self) -> LLMStatusCode:
-        """The code that was passed to the constructor."""
+        """The code that was passed to the constructor (contract §3.1)."""
         return self._status_code
 
     @property
     def arrived(self) -> list[tuple[int, list[tuple[int, int]]]]:
         """Rows that a failed pull or push has written: ``[(tensor, [(first row, row after the last), ...]), ...]``.
 
-        All bytes of these rows of the destination are in place. The list is empty for every other failure. The original
-        does not have this attribute.
+        A row is a batch slot or a block of the destination. All bytes of these rows are in place. The list is empty for
+        every other failure. The original does not have this attribute (contract §3.1).
         """
         return self._arrived
 
 
 class LLMMismatchException(LLMException, ValueError):  # noqa: N818  (named like the class it refines)
-    """Arguments of ``swap_blocks`` that do not fit together; also a ``ValueError`` (contract §7.11, §17.11)."""
+    """Arguments of ``swap_blocks`` that do not match; also a ``ValueError`` (contract §7.11, §17.11)."""
 
 
 class Status:
@@ -128,7 +129,10 @@ _BY_VALUE = {int(code): code for code in LLMStatusCode if code is not LLMStatusC
 
 
 def code_2_status(code: int) -> LLMStatusCode:
-    """Return the member with that value; ``LLM_FAILED`` for any other number and for -1 (contract §3.1)."""
+    """Return the ``LLMStatusCode`` with the value ``code`` (contract §3.1).
+
+    The result is ``LLM_FAILED`` for -1, and for a number that is not the value of a member.
+    """
     return _BY_VALUE.get(code, LLMStatusCode.LLM_FAILED)
 
 
@@ -157,6 +161,13 @@ def raise_if_false(
 ) -> None:
     """Log ``fmt.format(*args, **kwargs)`` at ERROR and raise it, if ``pred`` is falsy (contract §3.1).
 
+    Args:
+        pred: the condition.
+        fmt: the text, in the format of ``str.format``.
+        *args: values for ``fmt``.
+        status_code: the code of the exception.
+        **kwargs: values for ``fmt``, by name.
+
     Raises:
         LLMException: ``pred`` is falsy; with the given ``status_code``.
     """
@@ -174,6 +185,8 @@ def raise_if_true(
     **kwargs: object,
 ) -> None:
     """Log ``fmt.format(*args, **kwargs)`` at ERROR and raise it, if ``pred`` is truthy (contract §3.1).
+
+    The arguments are those of ``raise_if_false``.
 
     Raises:
         LLMException: ``pred`` is truthy; with the given ``status_code``.

@@ -1,7 +1,7 @@
 """Tensors: ``Tensor`` and ``TensorDesc`` (contract §9.5, §9.6), and arrays over addresses.
 
-numpy is imported when a function here needs it. torch is never imported, because a caller that passes one of its dtypes
-has imported it.
+numpy is imported when a function here needs it. This module never imports torch: a caller that passes a torch dtype has
+imported it already.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TensorDesc:
 
     Args:
         dtype: element type, or ``None``.
-        shape: dimensions, outermost first.
+        shape: dimensions, outermost first. They are copied.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -39,12 +39,12 @@ class TensorDesc:
 
     @property
     def dtype(self) -> DataType:
-        """Element type."""
+        """Element type, or ``None``."""
         return self._dtype
 
     @property
     def shape(self) -> list[int]:
-        """Dimensions: a new list each time."""
+        """Dimensions, outermost first, as a new list each time."""
         return list(self._shape)
 
     def __repr__(self) -> str:
@@ -58,8 +58,8 @@ class Tensor:
 
     Args:
         data: a C-contiguous numpy array, or another ``Tensor``.
-        tensor_desc: the descriptor of an array; by default, that of its dtype and shape. A ``float16`` array with a
-            descriptor of ``DT_BF16`` holds the bits of bfloat16 numbers.
+        tensor_desc: the descriptor of an array; by default, it is made from the dtype and shape of the array. A
+            ``float16`` array with a descriptor of ``DT_BF16`` holds the bits of bfloat16 numbers.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -76,7 +76,7 @@ class Tensor:
     ) -> None:
         _core.check_isinstance("tensor_desc", tensor_desc, TensorDesc)
         if isinstance(data, Tensor):
-            self._source, self._desc = data._source, data._desc  # noqa: SLF001  (one of its own)
+            self._source, self._desc = data._source, data._desc  # noqa: SLF001  (the same class)
             return
         if isinstance(data, int) and not isinstance(data, bool):
             raise _no_handles()
@@ -88,12 +88,12 @@ class Tensor:
     @classmethod
     def _of_view(cls, view: _core.TensorView, dtype: DataType) -> Tensor:
         tensor = cls.__new__(cls)
-        tensor._source, tensor._desc = view, TensorDesc(dtype, view.shape)  # noqa: SLF001  (its own)
+        tensor._source, tensor._desc = view, TensorDesc(dtype, view.shape)  # noqa: SLF001  (the same class)
         return tensor
 
     @classmethod
     def from_tensor_tuple(cls, tensor_tuple: tuple[int, int, list[int]]) -> Tensor:
-        """Raise an exception: native handles, the first element of the tuple, do not exist here (contract §9.6).
+        """Raise an exception, because the native handles of the original do not exist here (contract §9.6).
 
         Raises:
             TypeError: ``tensor_tuple`` is not a tuple.
@@ -108,6 +108,9 @@ class Tensor:
         Args:
             copy: whether the array has memory of its own; otherwise it is a view. ``DT_BF16`` is always widened to
                 ``float32`` in new memory, and ``DT_STRING`` needs ``copy=True``.
+
+        Returns:
+            An array of the shape of the descriptor.
 
         Raises:
             TypeError: ``copy`` is not a ``bool``.
@@ -124,7 +127,7 @@ class Tensor:
 
     @property
     def tensor_desc(self) -> TensorDesc:
-        """Element type and shape."""
+        """Element type and shape (contract §9.5)."""
         return self._desc
 
     def __repr__(self) -> str:
@@ -137,7 +140,7 @@ def _no_handles() -> LLMException:
 
 
 def _described(array: Any, desc: Optional[TensorDesc]) -> TensorDesc:
-    """Return the descriptor of ``array``, which must be ``desc`` if that is given."""
+    """Return the descriptor of ``array``. If ``desc`` is given, the array must match it."""
     from llm_datadist.data_type import dtype_to_np_dtype, np_dtype_to_dtype  # noqa: PLC0415  (they import numpy)
 
     if not array.flags.c_contiguous:
@@ -159,7 +162,7 @@ def _described(array: Any, desc: Optional[TensorDesc]) -> TensorDesc:
 
 
 def _widened(array: Any) -> Any:
-    """Return bfloat16 numbers, whatever type their 16 bits have, as ``float32``: the same bits and 16 zeros."""
+    """Return bfloat16 numbers as ``float32``: the same 16 bits, followed by 16 zeros. ``array`` has any 16-bit type."""
     import numpy as np  # noqa: PLC0415  (imported when it is needed)
 
     return (array.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -169,20 +172,21 @@ def create_npu_tensors(shape: Sequence[int], dtype: Any, addrs: list[int]) -> li
     """Make one tensor over each address, without a copy and without ownership of the memory (contract §9.6).
 
     The memory must stay valid while the tensors are used. Memory of an allocated cache may be reused after its
-    deallocation, and is unmapped by ``finalize``. ``tensor_views`` and ``get_cache_tensors`` return tensors that keep
-    the memory.
+    deallocation, and ``finalize`` unmaps it. ``tensor_views`` and ``get_cache_tensors`` return tensors that keep the
+    memory mapped.
 
     Args:
         shape: dimensions of each tensor, outermost first.
         dtype: a ``torch.dtype`` for torch tensors; a numpy dtype or a ``DataType`` for numpy arrays. ``DT_BF16`` gives
-            arrays of ``uint16``: the bits.
-        addrs: address of each tensor.
+            ``uint16`` arrays that hold the raw bits.
+        addrs: address of each tensor (uint64), none 0.
 
     Returns:
         A torch tensor or a numpy array for each address.
 
     Raises:
         TypeError: an argument has the wrong type, or ``dtype`` has no ``DataType``.
+        ValueError: an address is outside uint64, or a dimension is outside int64.
         LLMException: ``LLM_PARAM_INVALID``: no addresses, an invalid shape, or memory that is not mapped readable and
             writable.
     """

@@ -48,7 +48,7 @@ class Placement(NamedIntEnum):
 
 
 class RegisterMemStatus(Enum):
-    """State of a communicator (contract §6.7)."""
+    """State of a communicator (contract §3.3, §6.7)."""
 
     OK = 0
     PREPARING = 1
@@ -66,7 +66,7 @@ class Memtype(Enum):
 
 
 class PushType(Enum):
-    """How the destination of a push is named (contract §3.3). No call takes it."""
+    """The kind of key that names the destination of a push (contract §3.3). No call uses it."""
 
     NO_CACHE_KEY = 0
     BLOCKS_CACHE_KEY = 1
@@ -80,8 +80,8 @@ class CacheDesc:
         num_tensors: number of tensors (uint32); usually two for each layer.
         shape: dimensions of one tensor (int64 each), outermost first. Dimension 0 is the number of batch slots or
             blocks. A ``list`` is kept, not copied, and ``update_dim`` may change it.
-        data_type: element type.
-        placement: memory of the cache.
+        data_type: element type. ``None`` is accepted, but fails when the size is needed.
+        placement: the memory that holds the cache.
         batch_dim_index: index of the dimension of batch slots or blocks. Calls that use slots need 0 (contract §12.1).
         seq_len_dim_index: index of the dimension of the sequence length, or -1 (int32). It has no effect.
         kv_tensor_format: name of a layout. It has no effect.
@@ -168,6 +168,7 @@ class CacheDesc:
         """Bytes of one tensor, computed on first access (contract §4.2).
 
         Raises:
+            ValueError: a dimension is outside int64, because the shape was changed.
             LLMException: ``LLM_PARAM_INVALID``: a dimension of 0 or less, more than 31 dimensions, 2^63 bytes or more,
                 or no data type.
         """
@@ -176,7 +177,7 @@ class CacheDesc:
         return self._size
 
     def update_dim(self, dim_index: int, dim_value: int) -> None:
-        """Change one dimension of a ``list`` shape, and compute ``size`` anew (contract §4.2).
+        """Change one dimension of a ``list`` shape, and discard the computed ``size`` (contract §4.2).
 
         Args:
             dim_index: index of the dimension.
@@ -200,7 +201,10 @@ class CacheDesc:
 def _key_arguments(
     positions: tuple[str, ...], required: tuple[str, ...], args: tuple[int, ...], kwargs: dict[str, int]
 ) -> dict[str, int]:
-    """Return the arguments of a key by name: positions win over keywords, ``cluster_id`` over its older name."""
+    """Return the arguments of a key by name.
+
+    A positional argument overrides a keyword, and ``cluster_id`` overrides ``prompt_cluster_id`` (contract §4.5, §4.6).
+    """
     limit = len(positions)
     count = len(args) + len(kwargs)
     raise_if_false(count <= limit, "at most {} arguments are supported (got {})", limit, count)
@@ -218,9 +222,10 @@ def _key_arguments(
 class CacheKey:
     """The name of one batch slot of a continuous cache, by its request or by its prefix (contract §4.6).
 
-    ``CacheKey(cluster_id, req_id, model_id=0, prefix_id=2**64 - 1)``; ``prompt_cluster_id`` is an older keyword for
-    ``cluster_id``. All are uint64. A ``prefix_id`` other than ``2**64 - 1`` makes it a prefix key. ``req_id = 2**64 -
-    1`` without a prefix is a placeholder for a slot without a key. Keys compare and hash by identity.
+    The signature is ``CacheKey(cluster_id, req_id, model_id=0, prefix_id=2**64 - 1)``. ``prompt_cluster_id`` is an
+    older keyword for ``cluster_id``. All are uint64. A ``prefix_id`` other than ``2**64 - 1`` makes it a prefix key,
+    else it is a request key. A key whose ``req_id`` and ``prefix_id`` are both ``2**64 - 1`` is a placeholder for a
+    slot without a key. Keys compare and hash by identity.
 
     Raises:
         LLMException: ``LLM_PARAM_INVALID``: an argument is missing or unknown, or there are more than 4.
@@ -260,7 +265,7 @@ class CacheKey:
 
     @property
     def model_id(self) -> int:
-        """Id of the model. Each model has request ids and prefix ids of its own."""
+        """Id of the model. Request ids and prefix ids are separate for each model."""
         return self._model_id
 
     def __repr__(self) -> str:
@@ -273,12 +278,12 @@ class CacheKey:
 class BlocksCacheKey:
     """The name of the blocks cache of a model (contract §4.5).
 
-    ``BlocksCacheKey(cluster_id, model_id=0)``; ``prompt_cluster_id`` is an older keyword for ``cluster_id``. Both are
-    uint64. Keys compare and hash by identity.
+    The signature is ``BlocksCacheKey(cluster_id, model_id=0)``. ``prompt_cluster_id`` is an older keyword for
+    ``cluster_id``. Both are uint64. Keys compare and hash by identity.
 
     Raises:
         LLMException: ``LLM_PARAM_INVALID``: an argument is missing or unknown, or there are more than 2.
-        TypeError: an argument is not an ``int``.
+        TypeError: an argument is not an ``int`` or ``None``.
         ValueError: an integer is outside uint64.
     """
 
@@ -361,8 +366,8 @@ class MemInfo:
 
     Args:
         mem_type: kind of memory.
-        addr: first address.
-        size: bytes.
+        addr: address of the first byte.
+        size: size in bytes.
 
     Raises:
         TypeError: an argument has the wrong type; ``None`` is allowed.
@@ -380,12 +385,12 @@ class MemInfo:
 
     @property
     def addr(self) -> int:
-        """First address."""
+        """Address of the first byte."""
         return self._addr
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return self._size
 
     def __repr__(self) -> str:
@@ -435,7 +440,7 @@ class Cache(CacheHandle):
     def _made(
         self, handle: _core.ManagedCache, desc: CacheDesc, manager: CacheManager, registered: bool, blocks: bool
     ) -> Cache:
-        """Set up the handle of a cache that an engine made, in place of ``__init__``, and return it."""
+        """Initialize the handle of a cache of an engine, in place of ``__init__``, and return it."""
         self._handle = handle
         self._cache_id = handle.cache_id
         self._cache_desc = desc
@@ -447,7 +452,7 @@ class Cache(CacheHandle):
 
     @cached_property
     def _tensor_addrs(self) -> Sequence[int]:
-        # Computed on first access, because programs use most caches by their keys only.
+        # Computed on first access, because programs use most caches through their keys only.
         return self._handle.tensor_addrs() if isinstance(self._handle, _core.ManagedCache) else []
 
     def _invalidate(self) -> None:
@@ -500,7 +505,7 @@ class Cache(CacheHandle):
 
     @property
     def is_blocks_cache(self) -> bool:
-        """Whether dimension 0 is the number of blocks."""
+        """Whether dimension 0 is the number of blocks; else it is the number of batch slots."""
         return self._is_blocks_cache
 
     def __repr__(self) -> str:
@@ -513,5 +518,5 @@ class Cache(CacheHandle):
 def made_cache(
     handle: _core.ManagedCache, desc: CacheDesc, manager: CacheManager, registered: bool = False, blocks: bool = False
 ) -> Cache:
-    """Return the public handle of a cache that an engine made."""
-    return Cache.__new__(Cache)._made(handle, desc, manager, registered, blocks)  # noqa: SLF001  (as `__init__` would)
+    """Return the public handle of a cache of an engine."""
+    return Cache.__new__(Cache)._made(handle, desc, manager, registered, blocks)  # noqa: SLF001  (like `__init__`)

@@ -1,4 +1,4 @@
-"""Re-exports of ``llm_datadist.kv_cache_manager`` under the path of the first generation."""
+"""Re-exports of ``llm_datadist.kv_cache_manager`` under the path of the first generation (contract §1.3)."""
 
 from llm_datadist.kv_cache_manager import KvCacheManager
 

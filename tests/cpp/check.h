@@ -1,4 +1,4 @@
-// What the programs share: a check that says where it failed, tensors filled and looked at, a device id.
+// Helpers of the programs: checks that print where they failed, and tensors with known values.
 #ifndef TESTS_CPP_CHECK_H_
 #define TESTS_CPP_CHECK_H_
 

@@ -1,7 +1,7 @@
-// One engine of the C++ class, told what to do line by line: the C++ twin of `End` in tests/peers.
+// One object of the C++ class, controlled by commands on standard input: the C++ counterpart of `End` in tests/peers.
 //
-// Each line is a command and its words; the answer is one line: the status in hexadecimal, and what the command gives.
-// Not for: judging results (tests/test_cpp.py does).
+// Each line is a command and its arguments. The answer is one line: the status in hexadecimal, and the results.
+// Not for: checking results (tests/test_cpp.py does).
 #include <cstring>
 #include <iostream>
 #include <memory>
@@ -109,7 +109,7 @@ class End {
     return LLM_SUCCESS;
   }
 
-  // Memory of this program, one tensor of 8-bit elements after the other.
+  // Allocates memory of this program for each tensor of 8-bit elements. Returns the addresses.
   std::vector<uint64_t> Own(const CacheDesc &desc) {
     std::vector<uint64_t> addrs;
     for (uint32_t tensor = 0; tensor < desc.num_tensors; ++tensor) {
@@ -179,7 +179,7 @@ class End {
     if (command == "unregister") {
       return engine_.UnregisterKvCache(Next<int64_t>(words));
     }
-    // What a program may set in the structure by itself.
+    // Members of the structure that a program may set itself.
     if (command == "claim") {
       Cache &cache = Named(words);
       cache.cache_id = Next<int64_t>(words);

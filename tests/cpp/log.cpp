@@ -1,5 +1,5 @@
-// The log callback: which lines it gets, on which threads, and that it is quiet once it was replaced. Not for: what the
-// lines say, or standard error (crates/capi/src/tests/log.rs).
+// The log callback: which lines it gets, on which threads, and that it gets none after it was replaced. Not for: the text
+// of the lines, or standard error (crates/capi/src/tests/log.rs).
 #include <atomic>
 #include <cstring>
 #include <mutex>
@@ -79,19 +79,19 @@ int main() {
   }
   CHECK(elsewhere);  // the side that listens logs on a thread of its own
 
-  // Another callback: the one before gets nothing more, and this one only what it asked for.
+  // After a replacement, the old callback gets no more lines, and the new one only lines up to its level.
   CHECK_STATUS(LlmDataDist::SetLogCallback(errors.Callback(), LogLevel::kError), LLM_SUCCESS);
   const size_t before = every.Count();
   Link(near, far.ListeningPort());
   CHECK(every.Count() == before);
   CHECK(errors.Count() == 0);
 
-  // None.
+  // Without a callback, nothing is called.
   CHECK_STATUS(LlmDataDist::SetLogCallback(nullptr), LLM_SUCCESS);
   Link(near, far.ListeningPort());
   CHECK(every.Count() == before && errors.Count() == 0);
 
-  // A callback that calls the library: it is told so, and nothing hangs.
+  // A callback that replaces the callback gets an error, and nothing hangs.
   std::atomic<int> refused{0};
   CHECK_STATUS(LlmDataDist::SetLogCallback([&refused](LogLevel, const char *, const char *) {
                  if (llm_datadist_set_log_callback(nullptr, nullptr, 0) != LLM_SUCCESS) {
@@ -103,7 +103,7 @@ int main() {
   Link(near, far.ListeningPort());
   CHECK(refused > 0);
 
-  // A level that is none changes nothing.
+  // An invalid level changes nothing.
   CHECK_STATUS(LlmDataDist::SetLogCallback(last.Callback(), static_cast<LogLevel>(5)), LLM_PARAM_INVALID);
   CHECK_STATUS(LlmDataDist::SetLogCallback(last.Callback(), static_cast<LogLevel>(0)), LLM_PARAM_INVALID);
   CHECK(LastErrorMessage().find("max_level=0") != std::string::npos);

@@ -1,5 +1,5 @@
-// The header in a second file of a program: nothing in it is defined twice. And every number, key, default, size and
-// offset of the contract, typed in by hand.
+// The header in a second source file: nothing in it is defined twice. Also every number, key, default, size and offset of
+// the contract, written by hand.
 //
 // Not for: what calls do with them (the other programs).
 #include "llm_datadist/llm_datadist.h"
@@ -8,7 +8,7 @@ namespace {
 
 using namespace llm_datadist;
 
-// cpp-api.md §1.
+// Contract, C++ §1.
 static_assert(std::is_same<Status, uint32_t>::value, "a status is a number of 32 bits");
 static_assert(LLM_SUCCESS == 0x00000000U, "status");
 static_assert(LLM_FAILED == 0xFFFFFFFFU, "status");
@@ -29,7 +29,7 @@ static_assert(LLM_TIMEOUT == 0x5010B01AU, "status");
 static_assert(LLM_LINK_BUSY == 0x5010B01BU, "status");
 static_assert(LLM_OUT_OF_MEMORY == 0x5010B01CU, "status");
 
-// cpp-api.md §2.
+// Contract, C++ §2.
 constexpr bool Same(const char *left, const char *right) {
   return *left == *right && (*left == '\0' || Same(left + 1, right + 1));
 }
@@ -43,7 +43,7 @@ static_assert(Same(OPTION_LOCAL_COMM_RES, "llm.LocalCommRes"), "option");
 static_assert(Same(OPTION_TRANSFER_BACKEND, "llm.TransferBackend"), "option");
 static_assert(Same(OPTION_GLOBAL_RESOURCE_CONFIG, "llm.GlobalResourceConfig"), "option");
 
-// cpp-api.md §3.
+// Contract, C++ §3.
 template <typename Enum, typename Number>
 constexpr bool Is(Enum value, Number number) {
   return std::is_same<typename std::underlying_type<Enum>::type, Number>::value && static_cast<Number>(value) == number;

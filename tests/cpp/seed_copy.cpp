@@ -27,7 +27,7 @@ int main() {
       CHECK(Values(dst_cache, tensor)[at] == Pattern(at < 16 ? 1 : 2, tensor, at));
     }
   }
-  // What the original's tests do: slot 0 to slot 1 of one cache, slot 2 to slot 3 of the caller's host memory.
+  // As in the tests of the original: slot 0 to slot 1 of one cache, slot 2 to slot 3 of the caller's host memory.
   CHECK_STATUS(llm_datadist.CopyKvCache(src_cache, src_cache, 0, 1), LLM_SUCCESS);
   std::vector<std::vector<int32_t>> memory(2, std::vector<int32_t>(64, -7));
   Cache host{};

@@ -1,8 +1,8 @@
 // The example of the page PushKvCache.md as a program, in two processes.
 //
-// `seed_push receive` is cluster 0: it listens, allocates the cache of id 1, prints its port and, after each line it
-// reads, says which values of the cache have changed. `seed_push push PORT` links and runs the example. `seed_push both`
-// does it in one process. Not for: other calls (end.cpp).
+// `seed_push receive` is cluster 0: it listens, allocates the cache with id 1 and prints its port. For each line that it
+// reads, it verifies the values of the cache. `seed_push push PORT` links and runs the example. `seed_push both` does both
+// in one process. Not for: other calls (end.cpp).
 #include <memory>
 
 #include "check.h"
@@ -24,7 +24,7 @@ class Receiver {
 
   uint16_t Port() const { return engine_.ListeningPort(); }
 
-  // Tensor 3, slot 3 has the values of tensor 3, slot 3 of the pusher; everything else is as it was.
+  // Checks that slot 3 of tensor 3 has the values of the pusher, and that all other values are unchanged.
   void Verify() const {
     for (size_t tensor = 0; tensor < 4; ++tensor) {
       for (size_t at = 0; at < kValues; ++at) {
@@ -52,7 +52,7 @@ void Push(uint16_t port) {
   std::vector<Status> rets;
   CHECK_STATUS(llm_datadist.LinkLlmClusters({peer}, rets, 5000), LLM_SUCCESS);
   CHECK(rets == std::vector<Status>{LLM_SUCCESS});
-  // The example pushes what it has just allocated. Memory of a cache is reused: so the values are there before.
+  // The example pushes a cache right after its allocation. It reuses the memory of this cache, and so has its values.
   Cache before{};
   CHECK_STATUS(llm_datadist.AllocateCache(Int32Desc(4, {4, 16}), before), LLM_SUCCESS);
   Fill(before, kValues, 2);

@@ -1,5 +1,5 @@
-// One object of the class, many threads: each copies within caches of its own, pulls from and pushes to a peer, allocates,
-// registers, and sees its own bytes and its own reasons. Not for: one call at a time (end.cpp).
+// One object of the class and many threads. Each thread copies within its own caches, pulls from and pushes to a peer,
+// allocates and registers. It gets its own bytes and its own error texts. Not for: one call at a time (end.cpp).
 #include <atomic>
 #include <thread>
 
@@ -19,7 +19,7 @@ void Work(LlmDataDist &engine, const Cache &far, uint16_t port, uint32_t thread)
   if (engine.Initialize({{OPTION_DEVICE_ID, "0"}, {OPTION_BUF_POOL_CFG, "{\"buf_pool_size\":1048576}"}}) == LLM_SUCCESS) {
     ++initialized;
   }
-  // All but one find the link made by another thread.
+  // One thread makes the link; the others get LLM_ALREADY_LINK.
   std::vector<Status> rets;
   ClusterInfo peer{};
   peer.remote_cluster_id = 2;
@@ -52,7 +52,7 @@ void Work(LlmDataDist &engine, const Cache &far, uint16_t port, uint32_t thread)
       CHECK(own[16 + at] == Pattern(seed, 0, at) && own[32 + at] == Pattern(seed, 0, at));
       CHECK(Values(cache, 0)[32 + at] == Pattern(seed, 0, at));
     }
-    // The reason of a failure belongs to the thread whose call failed.
+    // LastErrorMessage returns the reason of the last failure of the calling thread.
     CHECK_STATUS(engine.CopyKvCache(cache, cache, 0, 1000 + thread), LLM_PARAM_INVALID);
     CHECK(LastErrorMessage().find("dst_batch_index=" + std::to_string(1000 + thread)) != std::string::npos);
     CHECK_STATUS(engine.DeallocateCache(cache.cache_id), LLM_SUCCESS);

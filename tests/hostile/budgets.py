@@ -1,6 +1,6 @@
-"""What an admitted peer may cost an engine: the one table that the tests and docs/security.md quote.
+"""The resources that an admitted peer may use at most: the table that the tests check and docs/security.md quotes.
 
-`python -m hostile.budgets`, run in the folder of the tests, prints the table as docs/security.md has it between its two
+`python -m hostile.budgets`, run in the folder of the tests, prints the table that docs/security.md has between its two
 markers. Not for: how the costs are measured (`trial`).
 """
 
@@ -42,23 +42,23 @@ BUDGETS: dict[str, Budget] = {
 }
 DIVISORS = ("pending", "incoming", "streams")  # values that divide the limit of open files
 
-# Names of the threads of an engine, without a number at the end. The kernel keeps 15 characters of a name.
+# Thread names of an engine, without the number at the end. The kernel keeps 15 characters of a name.
 ROLES = frozenset(
     {
-        "llm-clock",  # ends layer-wise transfers whose time has passed
+        "llm-clock",  # ends layer-wise transfers after their deadline
         "llm-control",  # accepts connections, greets, watches all links
         "llm-copy",  # copies
-        "llm-discard",  # closes what a peer sent in place of memory
-        "llm-each",  # links one of several clusters that a call names
-        "llm-lane",  # carries layers that are ready
+        "llm-discard",  # closes descriptors that a peer sent in place of memory
+        "llm-each",  # links one of the clusters of a `link_clusters` call
+        "llm-lane",  # sends layers that are ready
         "llm-layers",  # asks a synchronizer of the program whether a layer is ready
-        "llm-log",  # hands the engine's log lines to the program's logging
-        "llm-merge",  # puts memory into huge pages
+        "llm-log",  # passes log lines of the engine to the logging of the program
+        "llm-merge",  # merges memory into huge pages
         "llm-read",  # reads the memory of another process
         "llm-ring",  # drains the buffers of a swap
-        "llm-search",  # looks for the members of a communicator
+        "llm-search",  # connects to the members of a communicator
         "llm-serve",  # answers the calls of peers
-        "llm-stream",  # carries one of several TCP streams of a large pull
+        "llm-stream",  # transfers one of the TCP streams of a large pull
     }
 )
 

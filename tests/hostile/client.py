@@ -1,8 +1,8 @@
-"""Sockets, frames, greetings and links of a peer that does what it likes.
+"""Sockets, frames, greetings and links of a peer that need not follow the protocol.
 
-`Wire` is one socket that carries frames. `Peer` is who greets: it dials links and call streams, and can stop at any
-step of a greeting. `Listener` accepts what an engine dials. `Tender` answers the pings of many links, so that they
-stay alive while the attack goes on. Not for: the bytes of messages (`messages`) or what an attack may cost (`budgets`).
+`Wire` is one socket that carries frames. `Peer` is an identity that dials links and call streams, and can stop at any
+step of a greeting. `Listener` accepts connections of an engine. `Tender` answers the pings of many links, so that they
+stay alive during the attack. Not for: the bytes of messages (`messages`) or what an attack may cost (`budgets`).
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 VERSION = 5
 MAGIC = b"LD"
 MESSAGE, REFUSAL = 1, 255
-LIMIT = 10.0  # seconds: the most that one step of an attack waits
+LIMIT = 10.0  # seconds: the time limit of one step of an attack
 GENERATIONS = 1 << 27  # bytes of the generations: 2^24 numbers of 8 bytes
-AHEAD = 48 << 10  # most cache bytes that follow a `Write` unasked
+AHEAD = 48 << 10  # most cache bytes that may directly follow a `Write`
 STRETCH = 4 << 20  # bytes from one run of zeros to the next
 ZEROS = bytes(64)
 SEALS = 0x2 | 0x4 | 0x10  # F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE
 F_ADD_SEALS = 1033
 
-# The steps of a greeting at which a dialler may stop. Before "welcome" it has not proved anything.
+# The steps of a greeting at which a dialler may stop. Before "welcome", it is not authenticated.
 STEPS = ("connect", "half header", "header", "half hello", "hello", "half proof", "proof", "welcome")
 
 
 def header(length: int, kind: int = MESSAGE, version: int = VERSION) -> bytes:
-    """The eight bytes before a body; `length` may lie."""
+    """The eight bytes before a body. `length` may differ from the length of the body."""
     return MAGIC + bytes([version, kind]) + struct.pack("<I", length)
 
 
@@ -51,7 +51,7 @@ def frame(body: bytes, kind: int = MESSAGE, version: int = VERSION) -> bytes:
 
 
 class EndedError(ConnectionError):
-    """The other side closed the stream, or refused; the text is its reason."""
+    """The other side closed the stream or refused. The text is its reason."""
 
 
 class Wire:
@@ -63,7 +63,7 @@ class Wire:
         self.socket.sendall(data)
 
     def say(self, body: bytes, descriptors: Sequence[int] = ()) -> None:
-        """One frame, with copies of descriptors."""
+        """Send one frame, with copies of descriptors."""
         data = frame(body)
         if descriptors:
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
@@ -71,7 +71,7 @@ class Wire:
         self.socket.sendall(data)
 
     def hear(self) -> bytes:
-        """The body of the next message, without its descriptors. `EndedError` if a refusal or nothing comes."""
+        """Return the body of the next message; close its descriptors. Raises `EndedError` for a refusal or the end."""
         room = socket.CMSG_SPACE(8 * 4) if self.socket.family == socket.AF_UNIX else 0
         start, extra, _, _ = self.socket.recvmsg(8, room)
         for _, _, rights in extra:
@@ -95,7 +95,7 @@ class Wire:
         return bytes(got)
 
     def ended(self, limit: float = LIMIT) -> bool:
-        """Whether the other side ends the stream within the limit, whatever it says before."""
+        """Whether the other side ends the stream within the limit. Data before the end is ignored."""
         until = time.monotonic() + limit
         while (left := until - time.monotonic()) > 0:
             self.socket.settimeout(left)
@@ -138,7 +138,7 @@ def ask(wire: Wire, request: bytes) -> dict[str, Any]:
 
 
 def payload(data: bytes) -> bytes:
-    """Cache bytes as they travel: with zeros before byte 0 and each 4 MiB, where more than 48 KiB are still to come."""
+    """Cache bytes with padding: zeros before byte 0 and each 4 MiB, where more than 48 KiB are still to come."""
     out = bytearray()
     for at in range(0, len(data), STRETCH):
         if len(data) - at > AHEAD:
@@ -158,7 +158,7 @@ def take(wire: Wire, count: int) -> bytes:
 
 
 def memory(length: int, seals: int = SEALS) -> int:
-    """A sparse memfd of so many bytes, sealed; the caller closes it."""
+    """Return a sparse, sealed memfd of that many bytes. The caller closes it."""
     descriptor = os.memfd_create("hostile", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, length)
     fcntl.fcntl(descriptor, F_ADD_SEALS, seals)
@@ -166,7 +166,7 @@ def memory(length: int, seals: int = SEALS) -> int:
 
 
 class Offer:
-    """What a peer says of its memory, and the descriptors that it sends. By default a fair offer without pools."""
+    """The description of a peer's memory, and its descriptors. The default is a valid offer without pools."""
 
     def __init__(
         self,
@@ -185,16 +185,16 @@ class Offer:
 
 
 class Peer:
-    """Who greets: a cluster id, an instance, a token or none."""
+    """The identity of a client: a cluster id, an instance number, and a token or none."""
 
     def __init__(self, cluster: int, token: str | None, *, instance: int | None = None) -> None:
         self.party = m.party(cluster, int.from_bytes(os.urandom(8), "little") if instance is None else instance)
-        self.key = (token or "").encode()  # what it proves itself with
+        self.key = (token or "").encode()  # the key that authenticates it
         self.host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        self.patience = LIMIT  # seconds that a step of its greetings may take
+        self.patience = LIMIT  # time limit of a step of its greetings, in seconds
 
     def greet(self, wire: Wire, purpose: bytes, *, stop: str = "welcome") -> dict[str, Any]:
-        """Greet as the side that dials, up to the step `stop`; returns the `Welcome`, or nothing before it came."""
+        """Greet as the side that dials, up to the step `stop`. Return the `Welcome`, or `{}` if it stops before."""
         body = m.hello(purpose, self.party, self.host, os.urandom(16))
         said = frame(body)
         cut = {"connect": 0, "half header": 4, "header": 8, "half hello": 8 + len(body) // 2}.get(stop)
@@ -213,11 +213,11 @@ class Peer:
         return told
 
     def link_tcp(self, address: str, *, stop: str = "up", window: int | None = None) -> Link:
-        """A link over TCP. `stop` "welcome" leaves the engine's first word unread; `window` is the receive buffer."""
+        """Make a link over TCP. `stop="welcome"` does not read the first `Pong`; `window` is the receive buffer."""
         return self._link(lambda: dial_tcp(address, window, self.patience), stop)
 
     def link_local(self, name: str, offer: Offer | None = None, *, stop: str = "up") -> Link:
-        """A link over the local socket, with memory offered. `stop` may also be a step of `_attach`."""
+        """Make a link over the local socket, and offer memory. `stop` may also be a step of `_attach`."""
         made = Offer() if offer is None else offer
         try:
             return self._link(lambda: dial_local(name, self.patience), stop, made)
@@ -251,18 +251,18 @@ class Peer:
             link.seen = m.read_attached(link.control.hear())
 
     def local_name(self, address: str) -> str:
-        """The abstract name of an engine's local socket, as it tells a process of its own host."""
+        """Return the abstract name of an engine's local socket, which the engine tells to processes of its host."""
         with closing(dial_tcp(address)) as wire:
             told = self.greet(wire, m.purpose_link(1, probe=True))
         assert told["local"], told
         return str(told["local"])
 
     def answer(self, wire: Wire, local: str | None = None) -> dict[str, Any]:
-        """Greet as the side that accepts; the `Hello` of the engine that dialled."""
+        """Greet as the side that accepts, and return the `Hello` of the engine that dialled."""
         body = wire.hear()
         challenge = os.urandom(16)
         wire.say(challenge)
-        wire.hear()  # whoever dials here is welcome
+        wire.hear()  # the proof, which is not checked
         unsigned = m.welcome(self.party, bytes(32), local)
         mac = hmac.new(self.key, b"acceptor\0" + body + challenge + unsigned, hashlib.sha256).digest()
         wire.say(m.welcome(self.party, mac, local))
@@ -287,9 +287,9 @@ def dial_local(name: str, limit: float = LIMIT) -> Wire:
 
 
 class Listener:
-    """A listener that an engine links to. Each call stream is handed to `serve`, in a thread of its own.
+    """A listener that an engine links to. It calls `serve` with each call stream, in a new thread.
 
-    With an offer of memory it sends the engine to a local socket, over which the offer goes.
+    With an offer of memory, it redirects the engine to a local socket and sends the offer there.
     """
 
     def __init__(self, peer: Peer, serve: Callable[[Wire], None], offer: Offer | None = None) -> None:
@@ -305,7 +305,7 @@ class Listener:
             self.doors[1].listen(256)
         self.links: list[Link] = []
         self.wires: list[Wire] = []
-        self.deaf: threading.Event | None = None  # nobody is greeted until it is set
+        self.deaf: threading.Event | None = None  # no greeting is answered until it is set
         self.threads = [threading.Thread(target=self._accept, args=(door,), daemon=True) for door in self.doors]
         for thread in list(self.threads):
             thread.start()
@@ -357,7 +357,7 @@ class Listener:
 
 
 class Tender:
-    """Answers pings on many control streams from one thread, so that the engine takes their peer for alive."""
+    """Answers pings on many control streams from one thread, so that the engine considers the peer alive."""
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()

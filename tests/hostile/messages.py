@@ -1,8 +1,7 @@
-"""Every message of the protocol: encoders for what a hostile peer says, decoders for what it hears.
+"""Every message of the protocol: encoders for messages of a hostile peer, decoders for those of the engine.
 
-Encoders take plain numbers and check nothing, because most of what they write here is wrong on purpose. Decoded
-messages are dictionaries with the name of the variant under "is". Not for: the order of messages (the docstring of the
-package).
+Encoders take plain numbers and check nothing, because most of the messages are wrong on purpose. Decoded messages are
+dictionaries with the name of the variant under "is". Not for: the order of messages (see the docstring of the package).
 """
 
 from __future__ import annotations
@@ -11,16 +10,16 @@ from typing import Any
 
 from .postcard import Reader, blob, flag, many, sint, some, text, uint
 
-NEVER = 600_000  # ms: a deadline that does not end the attack
+NEVER = 600_000  # ms: a deadline that is later than the end of every attack
 
 
 def party(cluster: int, instance: int) -> bytes:
-    """Who speaks: cluster id, a random number of this engine, and that its caches may be used without asking."""
+    """The sender: cluster id, random number of the engine, and the flag for remote-accessible mode."""
     return uint(cluster) + uint(instance) + flag(True)
 
 
 def comm(name: str, members: list[tuple[int, int]], listener: str) -> bytes:
-    """A communicator: its name, (cluster, rank) of each member, and what the table says of the listener."""
+    """A communicator: its name, (cluster, rank) of each member, and the entry of the listener in the rank table."""
     return text(name) + many([uint(cluster) + uint(rank) for cluster, rank in members]) + text(listener)
 
 
@@ -57,7 +56,7 @@ def welcome(who: bytes, mac: bytes, local: str | None) -> bytes:
 
 
 def read_welcome(body: bytes) -> dict[str, Any]:
-    """What an acceptor says last. "unsigned" is the same message with a zero mac, which the mac covers."""
+    """The last message of an acceptor. "unsigned" is the same message with a zero mac, over which the mac is made."""
     reader = Reader(body)
     told: dict[str, Any] = {"from": (reader.uint(), reader.uint(), reader.flag())}
     start = reader.at
@@ -74,7 +73,7 @@ def attach(
     regions: tuple[int | None, int | None] = (None, None),
     probe: tuple[int, bytes] | None = None,
 ) -> bytes:
-    """What the other side may map: generations, the regions of host and device, and where the secret for reads lies."""
+    """The memory to map: generations, the regions of host and device, and the place of the secret for reads."""
     lengths = b"".join(some(None if length is None else uint(length)) for length in regions)
     return flag(generations) + lengths + some(None if probe is None else uint(probe[0]) + probe[1])
 
@@ -83,7 +82,7 @@ ATTACHED = uint(0) + uint(0)  # all of an offer can be used
 
 
 def read_attached(body: bytes) -> dict[str, str | None]:
-    """Why the other side cannot use parts of an offer."""
+    """Return the reasons why the other side cannot use parts of an offer."""
     reader = Reader(body)
     told = {name: reader.text() if reader.uint() else None for name in ("mapped", "registered")}
     reader.done()
@@ -115,7 +114,7 @@ def span(src: int, dst: int, length: int, count: int = 1, src_step: int = 0, dst
 
 
 def plan_spans(waves: list[int], spans: list[bytes], tensors: int = 1, src: int = 0, dst: int = 0) -> bytes:
-    """A plan of spans; `waves` says how many spans each wave has."""
+    """A plan of spans. `waves` has the number of spans of each wave."""
     return uint(tensors) + uint(src) + uint(dst) + uint(0) + many([uint(wave) for wave in waves]) + many(spans)
 
 
@@ -126,9 +125,9 @@ def plan_blocks(
     base: tuple[int, int] = (0, 0),
     first: tuple[int, int] = (0, 0),
 ) -> bytes:
-    """A plan of equal blocks: byte `base[0] + n * length` for number `n` read, and the same for numbers written.
+    """A plan of equal blocks. Block `n` that is read starts at `base[0] + n * length`; for writes, at `base[1]`.
 
-    `pairs` are numbers, or the byte string as it stands in the message (its first byte is the width of the numbers).
+    `pairs` are numbers, or the byte string of the message, whose first byte is the width of the numbers.
     """
     packed = pairs if isinstance(pairs, bytes) else pack(pairs)
     start = uint(tensors) + uint(first[0]) + uint(first[1])
@@ -156,7 +155,7 @@ def write(
 def fetch(
     name: bytes, cache: int, plan: bytes, source: bytes, tensors: int, tensor_bytes: int, limit_ms: int = NEVER
 ) -> bytes:
-    """Request 3: read these bytes out of my memory."""
+    """Request 3: the owner reads these bytes from the memory of the caller."""
     return uint(3) + name + sint(cache) + plan + source + uint(tensors) + uint(tensor_bytes) + uint(limit_ms)
 
 
@@ -173,7 +172,7 @@ def ping(limit_ms: int = NEVER) -> bytes:
 
 
 def locate(encoded_addresses: bytes, count: int, limit_ms: int = NEVER) -> bytes:
-    """Request 7: which caches do these addresses lie in."""
+    """Request 7: ask which caches contain these addresses."""
     return uint(7) + uint(count) + encoded_addresses + uint(limit_ms)
 
 
@@ -199,7 +198,7 @@ STALE = uint(3)
 
 
 def ready(count: int) -> bytes:
-    """Reply 1: so many bytes follow, or may be sent."""
+    """Reply 1: this many bytes follow, or may be sent."""
     return uint(1) + uint(count)
 
 
@@ -225,7 +224,7 @@ def described(*, location: bytes = HIDDEN, **given: int) -> bytes:
 
 
 def read_reply(body: bytes) -> dict[str, Any]:
-    """An answer of the owner; of a description, ids and sizes."""
+    """Decode an answer of the owner. Of a description, only ids and sizes are decoded."""
     reader = Reader(body)
     told: dict[str, Any] = {"is": REPLIES[reader.uint()]}
     if told["is"] == "Described":

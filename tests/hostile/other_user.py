@@ -1,9 +1,9 @@
-"""What another user of the host may try: run as root, this program becomes that user and does one thing.
+"""An attack by another user of the host: this program, run as root, changes to that user and runs one command.
 
 ``python other_user.py UID COMMAND ARGUMENTS`` prints JSON lines. ``greet`` greets an engine at ``tcp ADDRESS`` or
-``local NAME`` and says what came of it. ``forward`` pipes TCP from a free port of the loopback to an
-address. It imports all it needs before it changes the user, because that user may not be able to read it. Not for:
-engines, which become another user by `peers.End.become`.
+``local NAME`` and prints the outcome. ``forward`` forwards TCP from a free port of the loopback to an address.
+All modules are imported before the change of user, because the user may not be able to read them. Not for:
+engines, which change the user with `peers.End.become`.
 """
 
 from __future__ import annotations

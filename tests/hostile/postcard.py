@@ -46,7 +46,7 @@ def many(encoded: list[bytes]) -> bytes:
 
 
 class Reader:
-    """Takes values off the front of a body."""
+    """Decodes values from the front of a body."""
 
     def __init__(self, body: bytes) -> None:
         self.body, self.at = body, 0
@@ -88,5 +88,5 @@ class Reader:
         return [read() for _ in range(self.uint())]
 
     def done(self) -> None:
-        """Nothing may follow."""
+        """Check that no bytes are left."""
         assert self.at == len(self.body), f"{len(self.body) - self.at} more bytes"

@@ -1,8 +1,8 @@
-"""An engine under attack, the honest peers that must not notice, and what the attack costs.
+"""An engine under attack, honest peers that must not be affected, and the cost of the attack.
 
-`Trial` starts the victim in a process of its own. Two more processes link to it and pull from it all the while, one
-over TCP and one by shared memory. `Watch` looks at the victim's threads, descriptors and memory every few milliseconds.
-At the end `Trial.judge` compares what it saw with the budgets. Not for: the attacks (`tests/test_hostile_*.py`).
+`Trial` starts the victim in its own process. Two more processes link to it and pull from it during the attack, one over
+TCP and one by shared memory. `Watch` samples the threads, descriptors and memory of the victim every few milliseconds.
+At the end, `Trial.judge` compares the samples with the budgets. Not for: the attacks (`tests/test_hostile_*.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 TOKEN = "a token that the hostile peer knows"  # noqa: S105
 VICTIM = 2
 HEARTBEAT = 500  # ms
-SILENCE = 3.0  # seconds after which a peer that says nothing is cut off
+SILENCE = 3.0  # seconds after which the link to a silent peer breaks
 PULL_LIMIT = 3000  # ms: the deadline of each honest pull
 ROWS, ROW_BYTES = 8, 8192  # of the cache that honest peers pull; it holds pattern 1
 PREY_ROWS, PREY_BYTES = 64, 64 << 10  # of the cache that hostile peers ask for, model 1; it holds pattern 5
@@ -36,7 +36,7 @@ POOL = 32 << 20
 MIB = 1 << 20
 SLACK = 3.0  # seconds beyond a limit of the engine that a loaded machine may need
 PREY = PREY_ROWS * PREY_BYTES  # bytes of each of the two tensors of the cache under attack
-GONE = (OSError, AssertionError)  # what an attacker sees when the engine has had enough of it
+GONE = (OSError, AssertionError)  # exceptions of an attacker whose stream the engine closed
 
 
 def _sizes(pid: int, *names: str) -> list[int]:
@@ -64,7 +64,7 @@ def thread_names(pid: int) -> list[str]:
 
 
 def switches(pid: int) -> int:
-    """How often the threads of a process were put to sleep or woken so far."""
+    """Return the number of context switches of all threads of a process so far."""
     total = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(OSError):
@@ -79,17 +79,17 @@ def cpu_ticks(pid: int) -> int:
 
 
 class Watch:
-    """The most that a process had of everything while this was open, sampled every few milliseconds.
+    """The peak resource usage of a process while this is open, sampled every few milliseconds.
 
-    The kernel itself keeps the peaks of memory, so that no peak between two samples is missed.
+    The kernel records the peak of memory, so that no peak between two samples is missed.
     """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak of resident memory starts anew
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # resets the peak of resident memory
         self.before = self.most = usage(pid)
         self.resident, self.peak = _sizes(pid, "VmRSS", "VmPeak")
-        self.names: Counter[str] = Counter()  # of the threads, when there were most
+        self.names: Counter[str] = Counter()  # thread names of the sample with the most threads
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -101,7 +101,7 @@ class Watch:
         self.most = {name: max(now[name], most[name]) for name in now}
 
     def _run(self) -> None:
-        with suppress(OSError, KeyError):  # the process has died: the trial sees it
+        with suppress(OSError, KeyError):  # the process has died, which `Trial.judge` reports
             while not self.over.wait(0.01):
                 self._sample()
 
@@ -118,7 +118,7 @@ class Watch:
 
 
 class Trial:
-    """A victim, two honest peers and a watch. `judge` ends it with the verdict."""
+    """A victim, two honest peers and a watch. `judge` ends the attack and checks the results."""
 
     def __init__(self, *, open_files: int | None = None, honest: Iterable[str] = ("tcp", "auto"), **given: Any) -> None:
         self.open_files = open_files
@@ -154,7 +154,7 @@ class Trial:
             raise
 
     def join(self, cluster: int, transport: str, **given: Any) -> peers.Peer:
-        """An honest peer that has linked to the victim and pulled once."""
+        """Start an honest peer, link it to the victim, and pull once."""
         made = self.ends.peer(options(**{**self.common, "llm__LinkTransport": transport, **given}), cluster)
         made.allocate("n", ROWS, ROW_BYTES, 2, blocks=True)
         eventually(lambda: made.link_clusters([self.victim.at])[1][0] == OK, what="the link of an honest peer")
@@ -166,7 +166,7 @@ class Trial:
         assert equal(honest.read("n"), pattern(1, 2, ROWS, ROW_BYTES))
 
     def begin(self) -> None:
-        """The honest peers pull from now on, and the victim is watched."""
+        """Let the honest peers pull, and watch the victim, from now on."""
         self.running.touch()
         marks = [Path(self.folder.name) / f"pulled {number}" for number in range(len(self.honest))]
         for each, mark in zip(self.honest, marks):
@@ -183,7 +183,7 @@ class Trial:
         return self.attacker().local_name(self.victim.address)
 
     def link(self, cluster: int = 66, *, local: bool = False, offer: Offer | None = None, **given: Any) -> Link:
-        """A link of an attacker, or the beginning of one (`stop`)."""
+        """Make a link of an attacker, completely or up to the step `stop`."""
         peer = self.attacker(cluster)
         name = self.local_name if local else ""
         link = peer.link_local(name, offer, **given) if local else peer.link_tcp(self.victim.address, **given)
@@ -210,7 +210,7 @@ class Trial:
         return listener, link
 
     def settle(self) -> None:
-        """The honest peers stop pulling; keeps what they report."""
+        """Let the honest peers stop pulling, and collect their reports."""
         self.running.unlink(missing_ok=True)
         self.told += [answer.result(60) for answer in self.answers]
         self.answers = []
@@ -220,16 +220,16 @@ class Trial:
     def judge(
         self, *, links: int = 0, streams: int = 0, busy: int = 0, mapped: int = 0, memory: int | None = None
     ) -> None:
-        """The verdict, after an attack with so many links, call streams, and links that have a call under way.
+        """Check the results of an attack with `links` links, `streams` call streams, and `busy` links with a call.
 
-        `mapped` are bytes that the peers may have the victim map, `memory` those that it may take for them.
+        `mapped` are the bytes that the victim may map for the peers, and `memory` the bytes that it may use for them.
         """
         self.settle()
         watch = self.watch
         assert watch is not None
         died = self.victim.process.poll()
         assert died is None, f"the victim died with {died}\n{self.victim.said()}"
-        links = min(links, budgets.incoming(self.open_files) + 16)  # those that the victim made are not bounded
+        links = min(links, budgets.incoming(self.open_files) + 16)  # links that the victim made have no limit
         streams = min(streams, budgets.streams(self.open_files) + 2 * links)
         most = {
             "threads": self.host_threads
@@ -240,7 +240,7 @@ class Trial:
             + budgets.pending(self.open_files)
             + links * budgets.value("link_descriptors")
             + streams
-            + 16,  # those that honest calls and the application open for a moment
+            + 16,  # descriptors that honest calls and the application open for a short time
             "resident": watch.before["resident"] + (budgets.value("peak_memory") if memory is None else memory),
             "mapped": watch.before["mapped"] + mapped + (1 << 30) + links * (1 << 18),
         }
@@ -259,7 +259,7 @@ class Trial:
         assert over == [], f"over budget: {over}; {seen_text}; {dict(watch.names)}"
 
     def recovers(self) -> None:
-        """After an attack, threads and descriptors come back to what they were."""
+        """Check that threads and descriptors return to their numbers before the attack."""
         assert self.watch is not None
         before = self.watch.before
 

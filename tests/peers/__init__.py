@@ -1,9 +1,9 @@
-"""Two ends of a link: one in this process, others in real processes of their own, all spoken to in the same words.
+"""The ends of a link: one in this process, others in their own processes, all with the same methods.
 
-`End` wraps one engine and a handful of named caches; its methods take and return plain values. A test holds one `End`
-itself and drives others through `Peer`, which starts a second interpreter (no fork), sends it every call
-and waits a bounded time for the answer. What bytes must be is never asked of an engine: `pattern` and numpy say it.
-Not for: judging results (that is the tests').
+`End` wraps one engine and its named caches; its methods take and return plain values. A test uses one `End` directly,
+and others through `Peer`, which starts another interpreter (without fork), sends it every call and waits for the answer
+with a time limit. Expected bytes never come from an engine: `pattern` and numpy compute them.
+Not for: checking results (the tests do that).
 """
 
 from .end import End, Held

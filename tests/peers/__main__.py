@@ -1,4 +1,4 @@
-"""The process of a peer: it takes calls off the pipe that its argument names, and puts answers there."""
+"""The process of a peer: it reads calls from the pipe that its argument names, and writes the answers to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One engine and its caches, spoken to in plain values, so that the same words reach one in another process."""
+"""One engine and its caches. Arguments and results are plain values, so that other processes can make the calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Held:
-    """A cache of an `End`: the handle, and arrays over the very memory of the cache."""
+    """A cache of an `End`: the handle, and arrays over the memory of the cache."""
 
     handle: Any
     arrays: list[np.ndarray]
@@ -68,10 +68,10 @@ def _desc(rows: int, row_bytes: int, tensors: int, host: bool) -> CacheDesc:
 
 
 class End(Process):
-    """One engine and its caches by name, in the process that holds this object.
+    """One engine and its caches by name, in the process that has this object.
 
-    Methods without a description are the calls of their name. In transfers, layer ranges are pairs under `src_layers`
-    and `dst_layers`, of layers with `n` tensors.
+    Methods without a docstring make the engine call of the same name. In transfers, `src_layers` and `dst_layers` are
+    layer ranges as pairs, and `n` is the number of tensors of one layer.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class End(Process):
         return self.dist.stats()["pools"][pool]["used_bytes"]
 
     def allocate(self, name, rows=4, row_bytes=256, tensors=2, *, host=False, blocks=False, keys=(), seed=None) -> int:
-        """Allocate a cache under a name; returns its id. `keys`: of a batch cache one a slot, of a blocks cache one."""
+        """Allocate a cache under a name and return its id. `keys`: one for each slot, or one for a blocks cache."""
         desc, given = _desc(rows, row_bytes, tensors, host), [cache_key(key) for key in keys]
         manager = self.manager
         handle = manager.allocate_blocks_cache(desc, *given) if blocks else manager.allocate_cache(desc, given)
@@ -125,7 +125,7 @@ class End(Process):
         self, name, rows=4, row_bytes=256, tensors=2, *,
         host=False, blocks=False, keys=(), accessible=None, seed=None, mapped=False,
     ) -> int:  # fmt: skip
-        """Register memory of this process under a name; returns its id. `mapped` tensors have a mapping each."""
+        """Register memory of this process under a name and return its id. `mapped`: each tensor has its own mmap."""
         arrays = [_mapped(rows, row_bytes) if mapped else np.zeros((rows, row_bytes), np.uint8) for _ in range(tensors)]
         memory = _desc(rows, row_bytes, tensors, host), [int(array.ctypes.data) for array in arrays]
         given: Any = [cache_key(key) for key in keys]
@@ -151,7 +151,7 @@ class End(Process):
         return self.held[name].handle.cache_id
 
     def deallocate(self, name: str) -> None:
-        """Let go of an allocated cache; the name stays, for calls with what it was."""
+        """Deallocate a cache. Its name stays valid, for calls with the released handle."""
         held = self.held[name]
         held.arrays = []
         of_blocks = getattr(held.handle, "is_blocks_cache", False)
@@ -166,7 +166,7 @@ class End(Process):
         self.held[name].arrays = []
 
     def forget(self, name: str) -> None:
-        """Give the arrays behind a registered cache back to the system, as far as Python does."""
+        """Drop the arrays of a registered cache, so that Python can free their memory."""
         del self.held[name]
 
     def remove_key(self, key: Key) -> None:
@@ -186,11 +186,11 @@ class End(Process):
         return [array.copy() for array in self.held[name].arrays]
 
     def addresses(self, name: str) -> list[int]:
-        """Where the tensors of a cache start."""
+        """Return the address of each tensor of a cache."""
         return _addresses(self.held[name].handle)
 
     def copy_blocks(self, name: str, pairs: Sequence[Sequence[int]]) -> None:
-        """`copy_blocks` of one block to one other, pair by pair."""
+        """`copy_blocks` with one destination for each source block."""
         self.manager.copy_blocks(self.held[name].handle, {src: [dst] for src, dst in pairs})
 
     def copy_cache(self, dst: str, src: str, dst_row: int = 0, src_row: int = 0) -> None:
@@ -200,11 +200,11 @@ class End(Process):
         self.manager.swap_blocks(self.held[src].handle, self.held[dst].handle, dict(pairs))
 
     def link_clusters(self, peers: Sequence[Any], timeout: int = 5000) -> tuple[str, list[str]]:
-        """`link_clusters` of `(cluster, "ip:port" or several)`; names of codes."""
+        """`link_clusters` with `(cluster, "ip:port" or several)`. Returns the names of the codes."""
         return _names(self.dist.link_clusters([_info(peer) for peer in peers], timeout))
 
     def unlink_clusters(self, peers: Sequence[Any], timeout: int = 5000, force: bool = False) -> tuple[str, list[str]]:
-        """`unlink_clusters`; names of codes."""
+        """`unlink_clusters`. Returns the names of the codes."""
         return _names(self.dist.unlink_clusters([_info(peer) for peer in peers], timeout, force))
 
     def link(self, name: str, ranks: dict[int, int], table: str) -> int:
@@ -237,13 +237,13 @@ class End(Process):
         self.manager.push_blocks(cache_key(key), self.held[name].handle, list(src), list(dst), **_layers(kwargs))
 
     def timed(self, call: str, *args: Any, **kwargs: Any) -> tuple[str, float, str]:
-        """The outcome of a call, its seconds, and the text of its error."""
+        """Return the outcome of a call, its seconds, and the text of its error."""
         began = time.monotonic()
         code, text = outcome(lambda: getattr(self, call)(*args, **kwargs))
         return code, time.monotonic() - began, text
 
     def within(self, limit: float, call: str, *args: Any, **kwargs: Any) -> tuple[str, str]:
-        """The outcome of a call and the text of its error; it must end by its limit in seconds."""
+        """Return the outcome of a call and the text of its error. It must end within its limit in seconds."""
         code, seconds, text = self.timed(call, *args, **kwargs)
         assert seconds < limit + GRACE, f"{call} took {seconds} s: {code}, {text}"
         return code, text
@@ -251,8 +251,8 @@ class End(Process):
     def pull_while(self, running: str, pulled: str, cluster: int, name: str, pause: float = 0.002) -> dict[str, Any]:
         """Pull the blocks cache of `cluster` into `name`, again and again, until the file `running` is gone.
 
-        Creates the file `pulled` after the first pull. Returns how many pulls there were, how many brought other bytes
-        than the first one, the seconds of the slowest, and how often each outcome came, with the first error's text.
+        Creates the file `pulled` after the first pull. Returns the number of pulls, how many of them got other bytes
+        than the first one, the seconds of the slowest, the number of each outcome, and the text of the first error.
         """
         rows, right = range(len(self.held[name].arrays[0])), None
         seen: dict[str, Any] = {"pulls": 0, "wrong": 0, "slowest": 0.0, "codes": Counter(), "text": ""}
@@ -272,7 +272,7 @@ class End(Process):
         return seen
 
     def at_once(self, calls: Sequence[Sequence[Any]], repeat: int = 1) -> list[str]:
-        """The outcomes of calls `[name, args, kwargs]`, all at once, each in a thread; the last of `repeat` times."""
+        """Make calls `[name, args, kwargs]` at once, each in its own thread, `repeat` times. Return last outcomes."""
 
         def one(number: int) -> str:
             call, args, kwargs = calls[number]

@@ -1,4 +1,4 @@
-"""An `End` in a process of its own, and what one test uses of them."""
+"""An `End` in its own process, and the ends that one test uses."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ TESTS = str(Path(__file__).parents[1])
 
 
 class Answer:
-    """A call under way in a peer."""
+    """A call in progress in a peer."""
 
     def __init__(self, peer: Peer, call: str) -> None:
         self.peer, self.call = peer, call
 
     def result(self, limit: float = LIMIT) -> Any:
-        """What the call returned; raises `Refused` for what it raised."""
+        """Return the result of the call. Raises `Refused` if the call raised."""
         try:
             assert self.peer.pipe.poll(limit), f"no answer within {limit} s"
             value, error = self.peer.pipe.recv()
@@ -43,7 +43,7 @@ class Answer:
 
 
 class Peer:
-    """An `End` in a process of its own. Unknown calls are those of `End`."""
+    """An `End` in its own process. Other attributes are the calls of `End`."""
 
     def __init__(self, *prefix: str, environment: dict[str, str] | None = None) -> None:
         self.log = tempfile.TemporaryFile()  # noqa: SIM115
@@ -60,7 +60,7 @@ class Peer:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        self.spoiled = bool(prefix or environment)  # not to be used by another test
+        self.spoiled = bool(prefix or environment)  # another test must not use it
         self.address = ""
         self.cluster = -1
 
@@ -73,7 +73,7 @@ class Peer:
 
     @property
     def at(self) -> tuple[int, str]:
-        """What `link_clusters` takes."""
+        """The cluster and address, as `link_clusters` takes them."""
         return self.cluster, self.address
 
     def begin(self, call: str, *args: Any, **kwargs: Any) -> Answer:
@@ -90,8 +90,8 @@ class Peer:
         return lambda *args, **kwargs: self.begin(call, *args, **kwargs).result()
 
     def said(self) -> str:
-        """What it wrote to its standard output and error."""
-        # Not by seek and read: the process shares the position, and would write over what it wrote before.
+        """Return what the process wrote to standard output and error."""
+        # Without seek and read, because the process shares the file position and would overwrite its own output.
         log = self.log.fileno()
         return os.pread(log, os.fstat(log).st_size, 0).decode(errors="replace")[-20000:]
 
@@ -99,7 +99,7 @@ class Peer:
         os.kill(self.process.pid, number)
 
     def stop(self) -> None:
-        """Stop it (SIGSTOP), and wait until it is."""
+        """Stop the process (SIGSTOP), and wait until it has stopped."""
         self.spoiled = True
         self.signal(signal.SIGSTOP)
         state = Path(f"/proc/{self.process.pid}/stat")
@@ -110,7 +110,7 @@ class Peer:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stop it while the block runs."""
+        """Stop the process while the block runs."""
         self.stop()
         try:
             yield
@@ -118,7 +118,7 @@ class Peer:
             self.go_on()
 
     def kill(self) -> None:
-        """End it without warning, and reap it."""
+        """Kill the process, and reap it."""
         self.spoiled = True
         if self.process.poll() is None:
             self.process.kill()
@@ -126,7 +126,7 @@ class Peer:
         self.pipe.close()
 
     def close(self) -> None:
-        """Kill it and forget what it said."""
+        """Kill the process and discard its output."""
         self.kill()
         self.log.close()
 
@@ -138,9 +138,9 @@ class Peer:
 
 
 class Ends:
-    """The ends one test uses: at most one engine here, any number of peers. All are put away afterwards.
+    """The ends that one test uses: at most one engine here, any number of peers. All are closed afterwards.
 
-    A peer that comes through a test unharmed serves the next one: starting an interpreter is slow.
+    A peer that is intact after a test is used again by the next one, because starting an interpreter is slow.
     """
 
     idle: ClassVar[list[Peer]] = []
@@ -158,7 +158,7 @@ class Ends:
         return self.adopt(Ends.idle.pop() if Ends.idle else Peer())
 
     def adopt(self, peer: Peer) -> Peer:
-        """See to the end of a peer that was started specially."""
+        """Close this peer, which the test started itself, at the end of the test."""
         self.busy.append(peer)
         return peer
 

@@ -1,4 +1,4 @@
-"""What an `End` can do to the process it lives in: count and limit its resources, and fork it."""
+"""Operations on the process of an `End`: count and limit its resources, and fork it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .values import LIMIT, by_blocks, by_request, outcome, pattern
 
 
 def _over(address: int, rows: int, row_bytes: int) -> np.ndarray:
-    """An array over the very memory at `address`."""
+    """An array over the memory at `address`."""
     raw: Any = (ctypes.c_ubyte * (rows * row_bytes)).from_address(address)
     return np.frombuffer(raw, dtype=np.uint8).reshape(rows, row_bytes)
 
@@ -32,7 +32,7 @@ class Process:
         return os.getpid()
 
     def open_files(self, count: int) -> str:
-        """Open so many files at once, as the application would; the error, or nothing."""
+        """Open that many files at once, as an application would. Return the error as text, or an empty text."""
         with ExitStack() as held:
             try:
                 for _ in range(count):
@@ -42,10 +42,10 @@ class Process:
         return ""
 
     def become(self, user: int) -> None:
-        """Be another user from now on, one that the kernel lets look at its own files in /proc."""
+        """Change to another user, and stay dumpable, so that the process may read its own files in /proc."""
         import encodings.idna  # noqa: F401, PLC0415
 
-        # numpy imports parts of itself late, from files that the user may not be able to read.
+        # numpy imports some modules late, from files that the other user may not be able to read.
         pickle.dumps(pattern(0, 1, 1, 1))
         os.setgroups([])
         os.setgid(user)
@@ -53,13 +53,13 @@ class Process:
         assert ctypes.CDLL(None).prctl(4, 1, 0, 0, 0) == 0  # PR_SET_DUMPABLE
 
     def rest(self, seconds: float) -> float:
-        """Do nothing; returns the CPU seconds the process used meanwhile."""
+        """Sleep, and return the CPU seconds that the process used meanwhile."""
         before = time.process_time()
         time.sleep(seconds)
         return time.process_time() - before
 
     def limit_memory(self, more: int | None) -> None:
-        """Let the process have `more` bytes of address space than now (RLIMIT_AS), or as much as there is."""
+        """Limit the address space (RLIMIT_AS) to `more` bytes above its present size. None removes the limit."""
         _, most = resource.getrlimit(resource.RLIMIT_AS)
         limit = most if more is None else self._pages(0) + more
         resource.setrlimit(resource.RLIMIT_AS, (limit, most))
@@ -105,7 +105,7 @@ class Process:
         return child, address
 
     def linger(self, fork: bool) -> int:
-        """Start a child that outlives this process: a fork, or a program that inherits what it can. Its process id."""
+        """Start a child that outlives this process: a fork, or a program that inherits descriptors. Return its id."""
         if not fork:
             return subprocess.Popen(["sleep", "30"], close_fds=False).pid  # noqa: S607
         child = os.fork()
@@ -115,9 +115,9 @@ class Process:
         return child
 
     def fork_and_try(self, call: str, *args: Any) -> tuple[int, str]:
-        """Fork with the engine open; the child makes the call and leaves as `sys.exit` does.
+        """Fork with the engine open. The child makes the call and ends like `sys.exit`.
 
-        Returns its exit status, or -1 if it had to be killed, and the outcome it saw.
+        Returns the exit status of the child, or -1 if it had to be killed, and the outcome of the call.
         """
         reading, writing = os.pipe()
         child = os.fork()

@@ -1,4 +1,4 @@
-"""Addresses and free ports, listeners that are no engine, and a wire between two ends that can be slow or cut."""
+"""Addresses and free ports, listeners without an engine, and a proxy between two ends that can be slow or cut."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def split(address: str) -> tuple[str, int]:
 
 
 def free_ports(count: int = 12) -> int:
-    """The first of `count` ports in a row that nobody listens at just now, and that the system gives to nobody."""
+    """Return the first of `count` consecutive ports that are free and outside the range of ephemeral ports."""
     chance = random.Random(time.time_ns() ^ os.getpid())  # noqa: S311
     while True:
         first = chance.randrange(12_000, 30_000)
@@ -33,7 +33,7 @@ def free_ports(count: int = 12) -> int:
 
 
 def free_port() -> int:
-    """A port nobody listens at just now."""
+    """Return a port that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as door:
         return int(door.getsockname()[1])
 
@@ -73,7 +73,7 @@ class _Door:
 
 
 class Stranger(_Door):
-    """A listener that is no engine: it accepts and never says a word, or says `words` and closes."""
+    """A listener without an engine: it accepts and sends nothing, or sends `words` and closes."""
 
     def __init__(self, words: bytes | None = None, port: int = 0) -> None:
         self.words = words
@@ -87,12 +87,12 @@ class Stranger(_Door):
 
 
 class Proxy(_Door):
-    """A wire between two ends that can be slow, deaf or cut. Only for links over sockets."""
+    """A proxy between two ends that can delay, stop or cut the stream. Only for links over sockets."""
 
     def __init__(self, to: str) -> None:
         self.to = to
         self.left: dict[str, float] = {"up": float("inf"), "down": float("inf")}  # bytes that still pass
-        self.cut = False  # what to do then: cut, or say nothing more
+        self.cut = False  # whether to close the stream then, or only to stop forwarding
         super().__init__()
 
     def allow(self, way: str, count: float, *, cut: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What tests of links share: options, keys, patterns of bytes, outcomes of calls, and waiting."""
+"""Helpers for tests of links: options, keys, patterns of bytes, outcomes of calls, and waits."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 UINT64_MAX = 2**64 - 1
-LIMIT = 60.0  # seconds: the most any wait of a test takes, beside other programs on all cores
-GRACE = 5.0  # seconds a call may take beyond its limit: a busy machine runs threads late
+LIMIT = 60.0  # seconds: the limit of every wait of a test, even while other programs use all cores
+GRACE = 5.0  # seconds that a call may exceed its limit, because a busy machine schedules threads late
 POOL = 2 << 20
 SOAK = int(os.environ.get("LLM_DATADIST_SOAK", "0") or 0)
 THOROUGH = os.environ.get("LLM_DATADIST_THOROUGH", "") not in ("", "0")
@@ -81,19 +81,19 @@ def one_server(ip: str = "127.0.0.1") -> str:
 
 
 def pattern(seed: int, tensors: int, rows: int, row_bytes: int) -> list[np.ndarray]:
-    """The bytes that `fill(name, seed)` writes: another array for every tensor."""
+    """Return the bytes that `fill(name, seed)` writes. They differ in every tensor."""
     generator = np.random.default_rng(seed)
     return [generator.integers(0, 256, (rows, row_bytes), dtype=np.uint8) for _ in range(tensors)]
 
 
 def equal(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> bool:
-    """Whether two lists of arrays hold the same bytes, and any."""
+    """Whether two lists of arrays have equal bytes, and at least one byte."""
     assert left
     return len(left) == len(right) and all(np.array_equal(a, b) for a, b in zip(left, right))
 
 
 class Refused(Exception):  # noqa: N818
-    """What a call of a peer raised."""
+    """The exception that a call of a peer raised."""
 
     def __init__(self, kind: str, code: str, text: str, where: str) -> None:
         super().__init__(f"{kind} {code}: {text}\n{where}")
@@ -101,7 +101,7 @@ class Refused(Exception):  # noqa: N818
 
 
 def outcome(call: Callable[[], Any]) -> tuple[str, str]:
-    """The name of the status code a call ends with, or of another exception's class, and the text."""
+    """Make a call. Return the name of its status code, or of the class of another exception, and the text."""
     try:
         call()
     except LLMException as error:
@@ -130,7 +130,7 @@ def eventually(holds: Callable[[], Any], limit: float = LIMIT, what: str = "it")
 
 @contextmanager
 def _threads(works: Sequence[Callable[[], None]]) -> Iterator[None]:
-    """Each of `works` in a thread of its own; all end after the block, and what one raised is raised."""
+    """Run each of `works` in its own thread, and join them after the block. Raises the first exception of a thread."""
     errors: list[BaseException] = []
 
     def run(work: Callable[[], None]) -> None:
@@ -153,7 +153,7 @@ def _threads(works: Sequence[Callable[[], None]]) -> Iterator[None]:
 
 
 def together(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """What `work(0)` to `work(count - 1)` return, each in a thread of its own, all started at once."""
+    """Run `work(0)` to `work(count - 1)` at once, each in its own thread, and return their results."""
     gate = threading.Barrier(count)
     results: list[Any] = [None] * count
 
@@ -168,7 +168,7 @@ def together(count: int, work: Callable[[int], Any]) -> list[Any]:
 
 @contextmanager
 def meanwhile(*works: Callable[[], Any]) -> Iterator[None]:
-    """Call each of `works` again and again, in a thread of its own, while the block runs; raise what one raised."""
+    """Call each of `works` repeatedly, in its own thread, while the block runs. Raises the first exception of one."""
     stop = threading.Event()
 
     def repeat(work: Callable[[], Any]) -> None:

@@ -1,9 +1,9 @@
-"""Between two processes of one host: pull and push of shuffled blocks, every system in a pair of processes of its own.
+"""Between two processes of one host: pull and push of shuffled blocks. Every system has its own pair of processes.
 
-Each part is one operation in one kind of memory (``systems``). A pair moves the same list of blocks out of memory with
-the same bytes; the near process clocks the transfer alone. Pairs that burn a core while nobody asks anything of them
-are stopped outside their turns, so that they cost only themselves. Not for: single calls (``small``), or copies inside
-one process (``local``).
+Each part is one operation in one kind of memory (``systems``). All pairs move the same list of blocks with the same
+bytes. The near process of a pair makes and times the transfers; the far process has the other memory. Pairs that use
+CPU while idle are stopped outside their turns, so that they do not slow down others. Not for: single calls (``small``),
+or copies inside one process (``local``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 KIB = 1 << 10
 SMALL_PAGES = "4K"
-# How many blocks beside as many as fit into the memory.
+# Block size → numbers of blocks, in addition to the number that fits into the memory.
 FEW = {
     4 * KIB: (1, 64, 4096),
     16 * KIB: (1, 64, 4096),
@@ -38,7 +38,7 @@ FEW = {
     2048 * KIB: (),
 }
 MOST = 16384
-OTHER_PAGES = (16 * KIB, 256 * KIB, 1024 * KIB)  # of the series of other pages
+OTHER_PAGES = (16 * KIB, 256 * KIB, 1024 * KIB)  # block sizes of the series with other pages
 QUICK = {16 * KIB: (64,), 256 * KIB: ()}
 SHORTEST_S = 0.01
 MOST_TIMES = 500
@@ -78,7 +78,7 @@ def sizes(ask: Ask) -> Iterator[tuple[int, int]]:
 
 
 def case_of(op: str, block: int, count: int, size: int) -> Case:
-    """So many rows of each side, in no order."""
+    """A case with `count` random rows on each side."""
     order = np.random.default_rng(block + count)
     rows = size // block
     return Case(op, block, order.permutation(rows)[:count], order.permutation(rows)[:count])
@@ -103,12 +103,12 @@ class Pairs:
             self.pairs.append(pair)
 
     def failures(self, row: Row) -> Iterator[Row]:
-        """Who did not start."""
+        """Yield a row for each pair that did not start."""
         for peer, why in self.missing:
             yield dataclasses.replace(row, system=peer.system, setting=peer.setting, note=why)
 
     def cell(self, row: Row, case: Case) -> Iterator[Row]:
-        """One list of blocks: every pair, in turn."""
+        """Measure one list of blocks with every pair in turn."""
         entries: list[Entry] = []
         for pair in list(self.pairs):
             found, why = self.ready(pair, case)
@@ -123,7 +123,7 @@ class Pairs:
                 yield dataclasses.replace(row, system=pair.peer.system, setting=pair.peer.setting, note=why)
 
     def ready(self, pair: Pair, case: Case) -> tuple[list[Entry], str]:
-        """What a pair brings into a cell; or why it cannot, and then it is left out from here on."""
+        """The entries of a pair for a cell, or the reason why it failed. A pair that fails is dropped."""
         try:
             return list(entries_of(pair, case)), ""
         except Exception as failure:  # noqa: BLE001  (a peer that fails is a row with its reason)
@@ -131,7 +131,7 @@ class Pairs:
             return [], reason(failure)
 
     def after(self, pair: Pair, case: Case) -> str:
-        """Nothing else was written, or else what; a pair that no longer answers is left out from here on."""
+        """Return a text if other bytes were written, else an empty one. A pair that does not answer is dropped."""
         try:
             pair.wake()
             strays: str = pair.destination(case.op).do("strays")
@@ -142,7 +142,7 @@ class Pairs:
         return strays
 
     def drop(self, pair: Pair) -> None:
-        """Go on without it."""
+        """Stop a pair and remove it."""
         pair.end()
         self.pairs.remove(pair)
 
@@ -153,7 +153,7 @@ class Pairs:
 
 
 def entries_of(pair: Pair, case: Case) -> Iterator[Entry]:
-    """What a pair brings into a cell: one entry, or each loop of the limit."""
+    """The entries of a pair for a cell: one, or one for each loop of the limit."""
     pair.wake()
     settings = pair.lay(case)
     if pair.peer.environment.get(PAGES) == AUTO:
@@ -177,13 +177,13 @@ def entries_of(pair: Pair, case: Case) -> Iterator[Entry]:
 
 
 class Turn:
-    """One turn of a pair: small transfers are repeated until they take long enough to be clocked."""
+    """One turn of a pair. Small transfers are repeated until their total time is long enough to measure."""
 
     def __init__(self, pair: Pair, variant: str, most: int) -> None:
         self.pair, self.variant, self.times, self.most = pair, variant, 1, most
 
     def run(self) -> float:
-        """Seconds of one transfer, by the near process's clock."""
+        """Return the seconds of one transfer, as the near process measures them."""
         for _ in range(TRIES):
             took: float = self.pair.timed("go", self.variant, times=self.times)
             enough = max(1, min(self.most, math.ceil(SHORTEST_S / took)))
@@ -194,13 +194,13 @@ class Turn:
 
 
 def before(pair: Pair, target: Process) -> None:
-    """Outside the clock."""
+    """Prepare a turn. Not timed."""
     pair.wake()
     target.do("poison")
 
 
 def after(pair: Pair, target: Process) -> None:
-    """Outside the clock: every byte is looked at."""
+    """Verify every byte after a turn. Not timed."""
     wrong = target.do("wrong")
     pair.rest()
     if wrong:

@@ -1,7 +1,7 @@
-"""What a system brings to be measured between two processes: one adapter a system, used on both sides.
+"""The interface through which a system is measured between two processes. Both sides use the adapter of the system.
 
-The near side asks for every transfer and is clocked; the far side owns what is pulled from and pushed to. Not for:
-processes and messages (``side``, ``pair``), or who is compared with whom (``systems``).
+The near side makes and times every transfer. The far side owns the memory that is pulled from and pushed to. Not for:
+processes and messages (``side``, ``pair``), or the choice of systems (``systems``).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ THREADS = 2
 HUGE_PAGE = 2 << 20
 TRIES = 5
 PRIVATE, MAP_FIXED, NO_ACCESS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 0x10, 0
-PAGES = "LLM_DATADIST_BENCH_PAGES"  # of the memory that is moved: small ones unless it says otherwise
-HUGE, AUTO = "huge", "auto"  # all of it in huge pages; as the system leaves what the process gives it
+PAGES = "LLM_DATADIST_BENCH_PAGES"  # environment variable for the pages of the memory; small pages by default
+HUGE, AUTO = "huge", "auto"  # all memory in huge pages; or the default of the system
 POISON = np.int64(np.uint64(0xEEEEEEEEEEEEEEEE).astype(np.int64))
 
 Run = Callable[[], object]
@@ -45,16 +45,16 @@ class Case:
 
     @property
     def count(self) -> int:
-        """How many blocks."""
+        """Number of blocks."""
         return len(self.src)
 
     @property
     def total(self) -> int:
-        """Bytes moved."""
+        """Number of bytes that are moved."""
         return self.count * self.block
 
     def moves(self, source: int, target: int) -> np.ndarray:
-        """(from, to) addresses, as the limit's loops take them."""
+        """(source, destination) addresses, in the format of the limit's loops."""
         pairs = np.stack([self.src * self.block + source, self.dst * self.block + target], axis=1)
         return np.ascontiguousarray(pairs.astype(np.uint64))
 
@@ -70,20 +70,20 @@ class Case:
 
 
 class Adapter(ABC):
-    """One side of one system. A subclass fills in what its system needs; the rest is the same for all."""
+    """One side of one system. Subclasses implement the calls of their system."""
 
-    verifies_near = False  # whether the near side can tell what arrived at the far one
+    verifies_near = False  # whether the near side verifies the bytes at the far side
 
     def __init__(self, setting: str, role: str, size: int, limit: Limit, pattern: np.ndarray) -> None:
         self.setting, self.role, self.size = setting, role, size
         self.limit, self.pattern = limit, pattern
         self.memory = np.zeros(0, dtype=np.int64)
         self.pages = os.environ.get(PAGES, "")
-        self.touching_s = 0.0  # part of ``open`` that is no work of the system
+        self.touching_s = 0.0  # seconds of ``open`` that were spent on touching memory, not by the system
         self.open()
 
     def plain(self, size: int) -> np.ndarray:
-        """Touched memory of the process."""
+        """Allocate and touch memory of the process."""
         began = time.perf_counter()
         words = plain(size)
         if self.pages == HUGE:
@@ -92,7 +92,7 @@ class Adapter(ABC):
         return words
 
     def collapse(self, words: np.ndarray, tries: int = TRIES) -> None:
-        """Put memory into huge pages; the kernel may have to be asked again while it has none or pages are in use."""
+        """Merge memory into huge pages. Retries while the kernel has no huge page or pages are in use."""
         try:
             self.limit.collapse(address(words), words.nbytes)
         except Missing:
@@ -107,71 +107,71 @@ class Adapter(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """Start the system, with memory that it can move."""
+        """Start the system, and allocate the memory that it moves."""
 
     @abstractmethod
     def hello(self) -> Any:
-        """What the far side tells the near one, by any way that is not measured."""
+        """The data that the far side sends to the near side to link. Not timed."""
 
     @abstractmethod
     def link(self, hello: Any) -> None:
-        """The near side reaches the far one."""
+        """Link the near side to the far side."""
 
     def relink(self, hello: Any) -> None:
-        """The near side reaches a far one that was started again."""
+        """Link the near side to a far side that was restarted."""
         self.link(hello)
 
-    def prepared(self, blocks: int, block: int) -> dict[str, float]:  # noqa: ARG002  (those that prepare use them)
-        """Seconds of each step that comes before the first transfer of so many blocks; nothing is moved."""
+    def prepared(self, blocks: int, block: int) -> dict[str, float]:  # noqa: ARG002  (some systems use them)
+        """The seconds of each step that prepares the first transfer of this many blocks. No byte is moved."""
         raise Missing("it prepares nothing before a transfer")
 
     def lay(self, case: Case) -> None:  # noqa: B027  (not every system needs it)
-        """Both sides, the far one first: cut the memory into blocks, where a system cuts it at all."""
+        """Divide the memory into blocks, if the system does so. The far side is called first."""
 
     @abstractmethod
     def request(self, case: Case) -> Run:
-        """The transfer, with everything prepared that the system lets one prepare."""
+        """The transfer as a callable, with everything prepared that the system can prepare."""
 
     def fresh(self, case: Case) -> Run:
-        """The transfer of rows that nobody saw before.
+        """The transfer of new rows as a callable.
 
-        The lists and names that it takes are made here; what the system makes of them is made within the clock.
+        The lists and names of its arguments are made here. The objects that the system makes of them are timed.
         """
         return self.request(case)
 
     def variants(self, case: Case) -> list[tuple[str, int, Run]]:
-        """Setting, threads and transfer: one, except for the limit."""
+        """(setting, threads, transfer) of each variant. Only the limit has more than one."""
         return [("", 0, self.request(case))]
 
     def attend(self, case: Optional[Case], times: int, over: Callable[[], bool]) -> None:  # noqa: B027  (not every system needs it)
-        """The far side, until the near one is through with so many transfers, or it is over."""
+        """Drive the far side until the near side has made this many transfers, or until `over()`."""
 
-    # --- outside the clock ---
+    # --- not timed ---
 
     def is_destination(self, op: str) -> bool:
-        """Whether this side is the one to poison and check."""
+        """Whether this side poisons and verifies the destination."""
         return self.verifies_near == (self.role == NEAR) if op == PUSH else self.role == NEAR
 
     def fill(self, op: str) -> None:
-        """The bytes that are moved."""
+        """Write the bytes that are moved, if this side is the source."""
         if not self.is_destination(op) and len(self.memory):
             self.memory[:] = self.pattern
 
     def poison_all(self) -> None:
-        """Before a case: every byte that could be written."""
+        """Poison the whole memory before a case."""
         self.memory[:] = POISON
 
     def poison(self, case: Case) -> None:
-        """Before a turn: what is about to be written."""
+        """Poison the destination blocks before a turn."""
         self.limit.poison(self.checked(case), case.block)
 
     def wrong(self, case: Case) -> str:
-        """After a turn: what is wrong with what was written."""
+        """Verify the destination blocks after a turn. Return the first wrong block as text, else an empty text."""
         at = self.limit.differs(self.checked(case), case.block)
         return "" if at < 0 else f"block {at} of {case.count}"
 
     def strays(self, case: Case) -> str:
-        """After a case: what was written that nobody asked for."""
+        """Check after a case that nothing outside the destination blocks was written. Return a text if so."""
         step, changed = 4 << 20, 0
         for at in range(0, len(self.memory), step):
             changed += int(np.count_nonzero(self.memory[at : at + step] != POISON))
@@ -179,23 +179,23 @@ class Adapter(ABC):
         return "" if changed <= allowed else f"{changed - allowed} words written that nobody asked for"
 
     def checked(self, case: Case) -> np.ndarray:
-        """(where the bytes should come from, where they should be)."""
+        """(expected bytes, destination) addresses."""
         return case.moves(address(self.pattern), address(self.memory))
 
     def settle(self) -> None:  # noqa: B027  (not every system needs it)
-        """Wait, within bounds, for what the system does in the background once it was used."""
+        """Wait, with a time limit, until background work of the system has ended."""
 
     def close(self) -> None:  # noqa: B027  (not every system needs it)
-        """Stop, in order."""
+        """Stop the system."""
 
 
 def address(words: np.ndarray) -> int:
-    """Where an array begins."""
+    """The address of an array."""
     return int(words.ctypes.data)
 
 
 def plain(size: int) -> np.ndarray:
-    """Memory of the process as ``malloc`` gives it: 4 KiB pages, unless the kernel hands out huge ones unasked."""
+    """Memory of the process as from ``malloc``: 4 KiB pages, unless the kernel uses huge pages by default."""
     area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     words = np.frombuffer(area, dtype=np.int64)
     words[:: mmap.PAGESIZE // 8] = 0
@@ -203,7 +203,7 @@ def plain(size: int) -> np.ndarray:
 
 
 def shared(descriptor: int, size: int) -> np.ndarray:
-    """The memory behind a descriptor, mapped by both, where huge pages can serve it; it stays mapped."""
+    """Map the memory of a descriptor, aligned for huge pages. It stays mapped until the process ends."""
     call = ctypes.CDLL(None, use_errno=True).mmap
     call.restype = ctypes.c_void_p
     call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -216,12 +216,12 @@ def shared(descriptor: int, size: int) -> np.ndarray:
 
 
 def memory_file(name: str, size: int) -> int:
-    """A descriptor of memory that other processes can map."""
+    """Create memory that other processes can map, and return its descriptor."""
     descriptor = os.memfd_create(name, 0)
     os.ftruncate(descriptor, size)
     return descriptor
 
 
 def die_with_parent() -> None:
-    """Linux ends this process when the one that started it is gone."""
+    """Let the kernel kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL

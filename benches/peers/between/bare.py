@@ -1,4 +1,4 @@
-"""The limit between two processes: copy loops over a mapping that both have, bare system calls, and a bare stream.
+"""The limit between two processes: copy loops over a shared mapping, plain system calls, and a plain TCP stream.
 
 Not for: copies inside one process (``local``), which use the same loops.
 """
@@ -21,10 +21,10 @@ HEAD = struct.Struct("<QQQ")  # pull or not, bytes, bytes a call
 
 
 class Bare(Adapter):
-    """Nothing but the loops of ``limit.c``, and sockets."""
+    """The loops of ``limit.c``, and sockets, without any system."""
 
     def open(self) -> None:
-        """Memory that the other side can map, or of the process; the far side listens, for a stream."""
+        """Allocate memory that the other side can map, or memory of the process. For a stream, the far side listens."""
         if self.setting == "mapped":
             self.descriptor = memory_file("far", self.size)
             self.memory = shared(self.descriptor, self.size)
@@ -38,12 +38,12 @@ class Bare(Adapter):
             self.door = socket.create_server(("127.0.0.1", 0))
 
     def hello(self) -> Any:
-        """How the near side gets at the memory."""
+        """The data with which the near side accesses the memory."""
         door = self.door.getsockname() if self.setting == "stream" else None
         return os.getpid(), getattr(self, "descriptor", -1), address(self.memory), door
 
     def link(self, hello: Any) -> None:
-        """Map it, remember where it is, or connect."""
+        """Map the memory, store its address, or connect."""
         self.pid, descriptor, self.there, door = hello
         if self.setting == "mapped":
             opened = os.open(f"/proc/{self.pid}/fd/{descriptor}", os.O_RDWR)
@@ -59,7 +59,7 @@ class Bare(Adapter):
         return self.variants(case)[0][2]
 
     def variants(self, case: Case) -> list[tuple[str, int, Run]]:
-        """Every loop; which is the limit is for the measuring side to say."""
+        """Every loop. The measuring side chooses the limit."""
         near = address(self.memory)
         moves = case.moves(self.there, near) if case.op == PULL else case.moves(near, self.there)
         if self.setting == "mapped":
@@ -73,13 +73,13 @@ class Bare(Adapter):
         ]
 
     def vm(self, moves: np.ndarray, case: Case, a_call: int, threads: int) -> None:
-        """Whoever is through with a call makes the next."""
+        """Copy with system calls of `a_call` blocks. Each thread takes the next call when it has finished one."""
         self.limit.vm(self.pid, moves, case.block, a_call, case.op != PULL, threads)
 
-    # --- the bare stream: the same number of bytes, in one piece, from the beginning of the memory ---
+    # --- the plain stream: the same number of bytes, in one piece, from the start of the memory ---
 
     def asked(self, case: Case, piece: int) -> None:
-        """Near: say what is to come, then receive or send it."""
+        """Near side: send the header, then receive or send the bytes."""
         assert self.stream is not None, "not linked"
         self.stream.sendall(HEAD.pack(case.op == PULL, case.total, piece))
         if case.op == PULL:
@@ -89,7 +89,7 @@ class Bare(Adapter):
             received(self.stream, memoryview(bytearray(1)), 1)
 
     def attend(self, case: Optional[Case], times: int, over: Callable[[], bool]) -> None:  # noqa: ARG002
-        """Far: the other end of the stream."""
+        """Far side: serve the other end of the stream."""
         if self.stream is None:
             self.stream, _ = self.door.accept()
             self.stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -111,7 +111,7 @@ class Bare(Adapter):
             self.stream.settimeout(0.02)
 
     def part(self, total: int) -> memoryview:
-        """The beginning of the memory."""
+        """The start of the memory."""
         return self.memory.data.cast("B")[:total]
 
     def poison(self, case: Case) -> None:
@@ -130,13 +130,13 @@ class Bare(Adapter):
 
 
 def sent(stream: socket.socket, part: memoryview, piece: int) -> None:
-    """All of it, so much a call."""
+    """Send everything, with `piece` bytes per call."""
     for at in range(0, len(part), piece):
         stream.sendall(part[at : at + piece])
 
 
 def received(stream: socket.socket, part: memoryview, piece: int) -> None:
-    """All of it, at most so much a call."""
+    """Receive everything, with at most `piece` bytes per call."""
     at = 0
     while at < len(part):
         got = stream.recv_into(part[at : at + piece])

@@ -1,4 +1,4 @@
-"""Mooncake's transfer engine between two processes, over TCP: the only way that its CPU wheel has here.
+"""Mooncake's transfer engine between two processes over TCP, the only transport of its CPU wheel.
 
 Not for: its store (``store``).
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 from between.adapter import PULL, Adapter, Case, Run, address
 
-MOST = 1024  # requests a call; more fail, and spoil the calls after them
+MOST = 1024  # requests of a call; more fail, and make later calls fail
 
 
 class Engine(Adapter):
@@ -22,7 +22,7 @@ class Engine(Adapter):
         import mooncake.engine  # noqa: F401, PLC0415  (timed)
 
     def open(self) -> None:
-        """An engine that finds its peers by hand, with one region."""
+        """Open an engine without a metadata server, and register one region."""
         from mooncake.engine import TransferEngine  # noqa: PLC0415  (timed by load)
 
         self.engine = TransferEngine()
@@ -35,11 +35,11 @@ class Engine(Adapter):
             raise RuntimeError(f"register_memory says {code}")
 
     def hello(self) -> Any:
-        """Its port, and where its memory is."""
+        """The port, and the address of the memory."""
         return self.engine.get_rpc_port(), address(self.memory)
 
     def link(self, hello: Any) -> None:
-        """Nothing is asked of it before the first transfer, so this is one, of 8 bytes."""
+        """Transfer 8 bytes, because the engine connects at the first transfer."""
         port, self.there = hello
         self.host = f"127.0.0.1:{port}"
         code = self.engine.transfer_sync_read(self.host, address(self.memory), self.there, 8)

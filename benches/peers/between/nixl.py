@@ -1,4 +1,4 @@
-"""NIXL between two processes: registered memory, a list of descriptors a side, one request.
+"""NIXL between two processes: registered memory, one list of descriptors for each side, one request.
 
 Not for: NIXL inside one process (``local.loopback``).
 """
@@ -13,12 +13,12 @@ import numpy as np
 
 from between.adapter import NEAR, PULL, Adapter, Case, Run, address
 
-BATCH = 50  # polls between two looks at the pipe
+BATCH = 50  # polls of NIXL between two checks of the pipe
 FAILED = "ERR"
 
 
 def api() -> Any:
-    """Its Python front; beside a CUDA build of torch the front itself refuses this wheel, so then the wheel's own."""
+    """The Python package. With a CUDA build of torch, it refuses this wheel; then the module of the wheel itself."""
     try:
         return importlib.import_module("nixl._api")
     except ImportError:
@@ -52,7 +52,7 @@ class Nixl(Adapter):
         self.handle: Any = None
 
     def hello(self) -> Any:
-        """Its metadata, and where its memory is."""
+        """The metadata, and the address of the memory."""
         return self.agent.get_agent_metadata(), address(self.memory)
 
     def link(self, hello: Any) -> None:
@@ -62,7 +62,7 @@ class Nixl(Adapter):
         self.agent.make_connection(self.remote)
 
     def relink(self, hello: Any) -> None:
-        """Forget the old agent, which had the same name."""
+        """Remove the old agent, which had the same name, and link."""
         self.handle = None
         self.agent.remove_remote_agent(self.remote)
         self.link(hello)
@@ -91,7 +91,7 @@ class Nixl(Adapter):
         return run
 
     def fresh(self, case: Case) -> Run:
-        """As servers do it: every block of both sides prepared once, a request by index for each transfer."""
+        """As servers do: prepare every block of both sides once, and make a request by index for each transfer."""
         self.release()
         count = self.size // case.block
         everything = np.arange(count)
@@ -127,13 +127,13 @@ class Nixl(Adapter):
         return {"prepare": listed - began, "request": asked - listed}
 
     def release(self) -> None:
-        """Give the last request back."""
+        """Release the last request."""
         if self.handle is not None:
             self.agent.release_xfer_handle(self.handle)
             self.handle = None
 
     def attend(self, case: Optional[Case], times: int, over: Callable[[], bool]) -> None:  # noqa: ARG002
-        """Drive its transport, where no thread does."""
+        """Drive the transport, if there is no progress thread."""
         while not over():
             for _ in range(BATCH):
                 self.agent.get_new_notifs()

@@ -31,7 +31,7 @@ class Ours(Adapter):
         import llm_datadist  # noqa: F401, PLC0415  (timed)
 
     def open(self) -> None:
-        """An engine that listens; memory of its pool, or of the process."""
+        """Open an engine that listens. The memory is that of its pool, or of the process."""
         from llm_datadist import LLMDataDist, LLMRole  # noqa: PLC0415  (timed by load)
 
         role = LLMRole.PROMPT if self.role == FAR else LLMRole.DECODER
@@ -47,7 +47,7 @@ class Ours(Adapter):
             "llm.SyncKvCacheWaitTime": "20000",
             "llm.CopyWorkers": str(THREADS),
             "llm.LinkTransport": "tcp" if self.setting == "tcp" else "shm",
-            # Small pages stay small where everybody has small ones.
+            # The engine must not merge pages in a series of small pages.
             "llm.HugePages": {HUGE: "eager", AUTO: "auto"}.get(self.pages, "off"),
         }
         self.dist.init(options)
@@ -56,7 +56,7 @@ class Ours(Adapter):
         self.cut(1 << 20)
 
     def cut(self, block: int) -> None:
-        """The memory as one tensor of blocks."""
+        """Make one tensor of blocks over the memory."""
         from llm_datadist import BlocksCacheKey, CacheDesc, DataType  # noqa: PLC0415
 
         manager, key = self.dist.cache_manager, BlocksCacheKey(CLUSTERS[self.role], 0)
@@ -75,7 +75,7 @@ class Ours(Adapter):
         self.block = block
 
     def hello(self) -> Any:
-        """Where it listens."""
+        """The listen address."""
         return self.dist.listen_ip_info
 
     def link(self, hello: Any) -> None:
@@ -91,7 +91,7 @@ class Ours(Adapter):
         assert status == LLMStatusCode.LLM_SUCCESS, (status, each)
 
     def relink(self, hello: Any) -> None:
-        """Drop what is left of the old link."""
+        """Drop the old link, and link again."""
         self.dist.unlink_clusters([self.info], 2000)
         self.link(hello)
 
@@ -101,7 +101,7 @@ class Ours(Adapter):
             self.cut(case.block)
 
     def request(self, case: Case) -> Run:
-        """One call; nothing can be prepared but the lists."""
+        """One call. Only the lists can be prepared."""
         from llm_datadist import BlocksCacheKey  # noqa: PLC0415
 
         manager, key, cache = self.dist.cache_manager, BlocksCacheKey(CLUSTERS[FAR], 0), self.cache
@@ -111,7 +111,7 @@ class Ours(Adapter):
         return lambda: manager.push_blocks(key, cache, src, dst, tensor_num_per_layer=1)
 
     def prepared(self, blocks: int, block: int) -> dict[str, float]:
-        """A registered cache of so many blocks with a key: there is nothing else to do before a call."""
+        """Register a cache of this many blocks with a key, which is all that a call needs."""
         from llm_datadist import BlocksCacheKey, CacheDesc, DataType  # noqa: PLC0415
 
         manager, memory = self.dist.cache_manager, self.plain(blocks * block)
@@ -123,7 +123,7 @@ class Ours(Adapter):
         return {"prepare": took}
 
     def settle(self) -> None:
-        """The thread that merges pages has ended."""
+        """Wait until the thread that merges pages has ended."""
         until = time.monotonic() + SETTLED_S
         while merging():
             if time.monotonic() > until:
@@ -137,9 +137,9 @@ class Ours(Adapter):
 
 
 def merging() -> bool:
-    """Whether the engine's thread that merges is there."""
+    """Whether the merging thread of the engine is running."""
     for name in Path("/proc/self/task").glob("*/comm"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the thread has ended meanwhile
             if name.read_text() == "llm-merge\n":
                 return True
     return False

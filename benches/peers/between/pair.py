@@ -1,6 +1,6 @@
-"""Two processes of one system, as the measuring one sees them: started, told what to do, stopped, killed.
+"""Controls the two processes of one system: starts them, sends messages, stops and kills them.
 
-Every answer is waited for with a limit. Not for: what the processes do (``side``).
+Every wait for an answer has a time limit. Not for: the code of the processes (``side``).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ PATIENCE_S = 60.0
 PROGRAM = "import sys; sys.path.insert(0, sys.argv.pop(1)); from between.side import main; main(sys.argv[1:])"
 
 
-class Failed(Exception):  # noqa: N818  (a peer's failure, no error of ours)
-    """A side did not do what it was told; the text says what it said."""
+class Failed(Exception):  # noqa: N818  (a failure of a peer)
+    """A side failed. The text has the reason."""
 
 
 class Pattern:
@@ -43,11 +43,11 @@ class Pattern:
 
 
 class Process:
-    """One side."""
+    """The process of one side."""
 
     def __init__(self, peer: Peer, role: str, pattern: Pattern, log: Path) -> None:
         self.role, self.log = role, log
-        self.late = False  # its next answer would be one to an earlier message
+        self.late = False  # whether the answer to an earlier message is still missing
         self.conn: Connection
         self.conn, theirs = Pipe()
         descriptors = [theirs.fileno(), pattern.descriptor]
@@ -65,7 +65,7 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
         return self.process.pid
 
     def tell(self, name: str, *arguments: Any) -> None:
@@ -78,7 +78,7 @@ class Process:
             raise Failed(self.end_of_it()) from gone
 
     def answer(self, limit_s: float = PATIENCE_S) -> Any:
-        """The answer to the last message."""
+        """Wait for the answer to the last message."""
         if not self.conn.poll(limit_s):
             self.signal(signal.SIGUSR1)
             self.late = True
@@ -94,12 +94,12 @@ class Process:
         return value
 
     def do(self, name: str, *arguments: Any) -> Any:
-        """Send a message and wait."""
+        """Send a message, and return the answer."""
         self.tell(name, *arguments)
         return self.answer()
 
     def end_of_it(self) -> str:
-        """How a process that is gone ended, with its last words."""
+        """How the process ended, with the last line of its log."""
         try:
             code = self.process.wait(5)
         except subprocess.TimeoutExpired:
@@ -109,12 +109,12 @@ class Process:
         return f"the {self.role} side {how}: {' '.join(words[-1:])[-200:]}"
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal, if it is still there."""
+        """Send a signal, if the process is running."""
         if self.process.poll() is None:
             os.kill(self.pid, number)
 
     def end(self) -> None:
-        """Kill it and take it away."""
+        """Kill and reap the process."""
         self.signal(signal.SIGKILL)
         self.process.wait(20)
         self.conn.close()
@@ -140,7 +140,7 @@ class Pair:
             raise
 
     def start(self, role: str) -> Process:
-        """Start one side; it has its system running when this returns."""
+        """Start one side, and wait until its system is running."""
         name = f"{self.peer.system}-{self.peer.setting}-{role}.log".replace(" ", "-")
         began = time.perf_counter()
         side = Process(self.peer, role, self.pattern, self.folder / name)
@@ -153,7 +153,7 @@ class Pair:
         return side
 
     def link(self) -> None:
-        """The near side reaches the far one."""
+        """Link the near side to the far side."""
         far, near = self.both
         self.took[FAR], hello = far.do("hello")
         self.took[NEAR], _ = near.do("hello")
@@ -171,12 +171,12 @@ class Pair:
         return self.far, self.near
 
     def attended(self, times: int) -> None:
-        """The far side gets at it, where it has to."""
+        """Let the far side drive its system, if the system needs it."""
         if self.peer.attends:
             self.both[0].tell("attend", times)
 
     def over(self) -> None:
-        """The near side is through."""
+        """Tell the far side that the near side has finished."""
         if self.peer.attends:
             far, _ = self.both
             far.tell("enough")
@@ -184,7 +184,7 @@ class Pair:
             far.answer()
 
     def lay(self, case: Case, fresh: bool = False) -> list[tuple[str, int]]:
-        """Both sides get ready for a list of blocks; the settings there are."""
+        """Prepare both sides for a list of blocks. Return the settings and their threads."""
         far, near = self.both
         self.laid = None
         far.do("lay", case)
@@ -193,19 +193,19 @@ class Pair:
         return found
 
     def settle(self, variant: str) -> None:
-        """Used once, and both sides done with what they do in the background for it."""
+        """Make one transfer, and wait until the background work of both sides has ended."""
         self.timed("go", variant, times=1)
         for side in self.both:
             side.do("settle")
 
     def lay_once(self, case: Case, fresh: bool) -> list[tuple[str, int]]:
-        """The same, unless both are ready for it since the last time."""
+        """As ``lay``, unless both sides are already prepared for this case."""
         if self.laid is None or self.laid[0] is not case or self.laid[1] != fresh:
             self.laid = (case, fresh, self.lay(case, fresh))
         return self.laid[2]
 
     def timed(self, how: str, *arguments: Any, times: int) -> Any:
-        """The near side transfers while the far side attends."""
+        """Make a timed call of the near side, while the far side drives its system."""
         _, near = self.both
         self.attended(times)
         try:
@@ -214,23 +214,23 @@ class Pair:
             self.over()
 
     def destination(self, op: str) -> Process:
-        """The side that is written and checked."""
+        """The side that poisons and verifies the destination."""
         far, near = self.both
         return near if near.do("destination", op) else far
 
     def wake(self) -> None:
-        """Both go on."""
+        """Resume both sides."""
         for side in self.both:
             side.signal(signal.SIGCONT)
 
     def rest(self) -> None:
-        """Both stop, where a system burns a core while nobody asks anything of it."""
+        """Stop both sides, if the system uses CPU while idle."""
         if self.peer.restless:
             for side in self.both:
                 side.signal(signal.SIGSTOP)
 
     def end(self) -> None:
-        """Kill everything."""
+        """Kill all processes of the pair."""
         for side in (self.near, self.far):
             if side is not None:
                 side.end()

@@ -1,6 +1,6 @@
-"""One process of a pair: ``python -c`` of ``pair`` starts it; it does what the messages say, one at a time.
+"""The process of one side of a pair. ``pair`` starts it with ``python -c``. It handles one message at a time.
 
-Not for: deciding what is measured (``pair``), or how a system does it (its adapter).
+Not for: the choice of measurements (``pair``), or the calls of a system (its adapter).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WARM = 10
 
 
 class Side:
-    """The messages of one side, each a method; what it returns is the answer."""
+    """The messages of one side. Each message is a method, whose result is the answer."""
 
     def __init__(self, conn: Connection, system: str, setting: str, role: str, size: int, pattern: int) -> None:
         self.conn, self.role = conn, role
@@ -40,26 +40,26 @@ class Side:
         self.runs: list[tuple[str, int, Run]] = []
 
     def hello(self) -> Any:
-        """What the other side needs, and how long it took so far."""
+        """The seconds that the start took, and the data that the other side needs to link."""
         return self.took, (self.adapter.hello() if self.role == FAR else None)
 
     def link(self, hello: Any) -> float:
-        """Reach the far side; seconds."""
+        """Near side: link to the far side, and return the seconds."""
         began = time.perf_counter()
         self.adapter.link(hello)
         return time.perf_counter() - began
 
     def relink(self, hello: Any) -> None:
-        """Near: reach a far side that was started again."""
+        """Near side: link to a far side that was restarted."""
         self.runs = []
         self.adapter.relink(hello)
 
     def fill(self, op: str) -> None:
-        """Put the bytes there that are moved."""
+        """Write the bytes that are moved."""
         self.adapter.fill(op)
 
     def lay(self, case: Case) -> None:
-        """Get ready for a list of blocks."""
+        """Prepare for a list of blocks."""
         self.case = case
         self.adapter.lay(case)
         if self.adapter.is_destination(case.op):
@@ -68,7 +68,7 @@ class Side:
             self.adapter.fill(case.op)
 
     def ask(self, fresh: bool) -> list[tuple[str, int]]:
-        """Near: prepare the request; the settings there are, each with its threads."""
+        """Near side: prepare the requests. Return the settings and their threads."""
         if fresh:
             self.runs = [("", 0, self.adapter.fresh(self.the_case))]
         else:
@@ -82,11 +82,11 @@ class Side:
         return self.case
 
     def run_of(self, variant: str) -> Run:
-        """What is clocked."""
+        """The transfer that is timed."""
         return next(run for setting, _, run in self.runs if setting == variant)
 
     def go(self, variant: str, times: int) -> float:
-        """Near: seconds of one transfer, over so many in a row."""
+        """Near side: return the seconds of one transfer, averaged over `times` in a row."""
         run = self.run_of(variant)
         began = time.perf_counter()
         for _ in range(times):
@@ -94,7 +94,7 @@ class Side:
         return (time.perf_counter() - began) / times
 
     def each(self, variant: str, times: int) -> tuple[float, float, float]:
-        """Near: median, 99th of a hundred and slowest of so many transfers, each clocked alone; some more warm up."""
+        """Near side: time each transfer alone. Return the median, the 99th percentile and the maximum in seconds."""
         run, clock, took = self.run_of(variant), time.perf_counter_ns, []
         warm = min(WARM, times // 2)
         for _ in range(warm):
@@ -107,7 +107,7 @@ class Side:
         return statistics.median(took) / 1e9, took[len(took) * 99 // 100] / 1e9, took[-1] / 1e9
 
     def until_it_fails(self, seconds: float) -> tuple[str, float, int]:
-        """Near: transfer again and again until one fails or the time is over: what came, when, after how many."""
+        """Near side: repeat transfers until one fails or the time is over. Return the error, its time and the count."""
         run, times = self.run_of(""), 0
         began = time.monotonic()
         while time.monotonic() - began < seconds:
@@ -119,54 +119,54 @@ class Side:
         return "", time.monotonic(), times
 
     def attend(self, times: int) -> None:
-        """Far: what the near side needs while it is at it; ends when it is over."""
+        """Far side: drive the system while the near side makes transfers."""
         self.adapter.attend(self.case, times, self.over)
 
     def enough(self) -> None:
-        """Far: the message that ends ``attend``, as any would."""
+        """Far side: a message without effect. Any message ends ``attend``."""
 
     def over(self) -> bool:
-        """Whether the next message is there."""
+        """Whether the next message has arrived."""
         return self.conn.poll(0)
 
     def settle(self) -> None:
-        """Nothing is under way in the background any more."""
+        """Wait until background work has ended."""
         self.adapter.settle()
 
     def destination(self, op: str) -> bool:
-        """Whether poison and check are asked of this side."""
+        """Whether this side poisons and verifies the destination."""
         return self.adapter.is_destination(op)
 
     def poison(self) -> None:
-        """Overwrite what is about to be written."""
+        """Poison the destination blocks."""
         self.adapter.poison(self.the_case)
 
     def wrong(self) -> str:
-        """What is wrong with what was written."""
+        """The first wrong block as text, else an empty text."""
         return self.adapter.wrong(self.the_case)
 
     def strays(self) -> str:
-        """What was written that nobody asked for."""
+        """A text if other bytes were written, else an empty text."""
         return self.adapter.strays(self.the_case)
 
     def prepared(self, blocks: int, block: int) -> dict[str, float]:
-        """Near: seconds of each step before the first transfer of so many blocks, in the system's own way."""
+        """Near side: the seconds of each step that prepares the first transfer of this many blocks."""
         return self.adapter.prepared(blocks, block)
 
     def close(self) -> None:
-        """End in order."""
+        """Stop the system."""
         self.adapter.close()
 
 
 def said(failure: BaseException) -> str:
-    """One line of a failure."""
+    """The text of a failure in one line."""
     return f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
 
 
 def main(words: list[str]) -> None:
-    """Serve until the other end of the pipe is gone."""
+    """Handle messages until the other end of the pipe is closed."""
     die_with_parent()
-    faulthandler.register(signal.SIGUSR1)  # where it is, into its log
+    faulthandler.register(signal.SIGUSR1)  # writes the stacks of a process that hangs to its log
     conn, (system, setting, role, size, pattern) = Connection(int(words[0])), words[1:]
     side: Optional[Side] = None
     try:
@@ -186,13 +186,13 @@ def main(words: list[str]) -> None:
         conn.send(answer)
         if name == "close":
             break
-    # Some peers' threads do not survive an orderly end.
+    # The threads of some peers crash at a normal exit.
     sys.stdout.flush()
     os._exit(0)
 
 
 def answered(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[str, Any]:
-    """What a message led to."""
+    """Handle a message, and return the kind and value of the answer."""
     try:
         return "done", call(*arguments)
     except Missing as failure:

@@ -1,4 +1,4 @@
-"""Mooncake's store between two processes: put and get of one object a block; the far process holds the segment.
+"""Mooncake's store between two processes: put and get of one object per block. The far process has the segment.
 
 Not for: many small objects without a transfer (``many``).
 """
@@ -15,12 +15,12 @@ from between.systems import STORE_PORT
 if TYPE_CHECKING:
     import numpy as np
 
-BATCH = 512  # objects a call; calls of many hundreds more fail (TRANSFER_FAIL, of 1,024 requests queued a peer)
-SEGMENT = 3  # times the memory: objects of the source, and room for what is put
+BATCH = 512  # objects of a call; larger calls fail (TRANSFER_FAIL, with 1,024 requests queued for a peer)
+SEGMENT = 3  # size as a multiple of the memory: objects of the source, and space for puts
 
 
 class Store(Adapter):
-    """One client; the far one lends the segment."""
+    """One client. The far one provides the segment."""
 
     verifies_near = True
 
@@ -49,28 +49,28 @@ class Store(Adapter):
                     raise RuntimeError(f"register_buffer says {code}")
 
     def hello(self) -> Any:
-        """Nothing: the master knows."""
+        """None, because the clients find each other through the master."""
         return None
 
     def link(self, hello: Any) -> None:  # noqa: ARG002
-        """One small object, there and back."""
+        """Put and get one small object."""
         self.all_well(self.store.batch_put_from(["link"], [address(self.memory)], [8]), 0)
         self.all_well(self.store.batch_get_into(["link"], [address(self.memory)], [8]), 8)
 
     def fill(self, op: str) -> None:
-        """A put takes its bytes from the near memory."""
+        """Write the near memory, from which a put takes its bytes."""
         if self.role == NEAR and op != PULL:
             self.memory[:] = self.pattern
 
     def poison_all(self) -> None:
-        """A get writes the near memory; a put nothing that anybody could look at."""
+        """Poison the near memory for a get. The destination of a put cannot be accessed."""
         if self.role == NEAR:
             self.scratch[:] = POISON
             if self.laid[0] == PULL:
                 self.memory[:] = POISON
 
     def lay(self, case: Case) -> None:
-        """Put what a pull reads."""
+        """Put the objects that a pull reads."""
         self.laid = (case.op, case.block)
         if self.role == FAR:
             return
@@ -96,7 +96,7 @@ class Store(Adapter):
         return run
 
     def poison(self, case: Case) -> None:
-        """A put needs its keys to be free."""
+        """Poison the destination. For a put, remove its keys, because a put to an existing key does nothing."""
         if case.op == PULL:
             super().poison(case)
         else:
@@ -104,34 +104,34 @@ class Store(Adapter):
             self.limit.poison(case.moves(address(self.pattern), address(self.scratch)), case.block)
 
     def wrong(self, case: Case) -> str:
-        """What was put is fetched again."""
+        """Verify the destination. The objects of a put are fetched again for this."""
         if case.op != PULL:
             where = (case.dst * case.block + address(self.scratch)).tolist()
             self.batched(self.store.batch_get_into, keys("d", case.dst), where, case.block, case.block)
         return super().wrong(case)
 
     def checked(self, case: Case) -> np.ndarray:
-        """Where the bytes should be."""
+        """The addresses to verify."""
         return case.moves(address(self.pattern), address(self.memory if case.op == PULL else self.scratch))
 
     def strays(self, case: Case) -> str:
-        """Only a get writes memory that is known."""
+        """Checked for gets only, because the address of an object is not known."""
         return super().strays(case) if case.op == PULL else ""
 
     def batched(self, call: Any, names: list[str], where: list[int], block: int, right: int) -> None:
-        """One call for every 512 objects."""
+        """Make one call for every `BATCH` objects."""
         for at in range(0, len(names), BATCH):
             some = names[at : at + BATCH]
             self.all_well(call(some, where[at : at + BATCH], [block] * len(some)), right)
 
     def all_well(self, codes: list[int], right: int) -> None:
-        """Every object is well or all of it failed."""
+        """Raise an exception if any object failed."""
         bad = [code for code in codes if code != right]
         if bad:
             raise RuntimeError(f"{len(bad)} of {len(codes)} objects say {bad[0]}")
 
     def prepared(self, blocks: int, block: int) -> dict[str, float]:
-        """Keys and addresses: a call takes nothing else."""
+        """Make the keys and addresses, which are all that a call needs."""
         began = time.perf_counter()
         _ = [f"s{row}" for row in range(blocks)], [address(self.memory) + row * block for row in range(blocks)]
         return {"prepare": time.perf_counter() - began}
@@ -142,5 +142,5 @@ class Store(Adapter):
 
 
 def keys(prefix: str, rows: np.ndarray) -> list[str]:
-    """One name a block."""
+    """One name for each block."""
     return [f"{prefix}{row}" for row in rows.tolist()]

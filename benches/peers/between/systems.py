@@ -1,7 +1,7 @@
-"""Who is measured between two processes: each system in each of its settings, and what is fair to compare.
+"""The systems that are measured between two processes, their settings, and which of them are compared.
 
-``pool``: memory that the system may choose for itself, on one host. ``registered``: memory of the process, entered as
-it is. ``tcp``: what would also go between hosts, over the loopback. Not for: how a system is used (its adapter).
+``pool``: memory that the system chooses, on one host. ``registered``: existing memory of the process. ``tcp``:
+transports that also work between hosts, over the loopback. Not for: the calls of a system (its adapter).
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class Peer:
     system: str
     setting: str
     environment: dict[str, str] = field(default_factory=dict)
-    attends: bool = False  # the far process has to be driven while the near one is at it
-    restless: bool = False  # a thread of it burns a core while nothing is asked: stopped outside its turns
-    once: bool = False  # the same push does nothing the second time, so it is not repeated within one turn
+    attends: bool = False  # whether the far process must drive the system during a transfer
+    restless: bool = False  # whether it uses CPU while idle; it is then stopped outside its turns
+    once: bool = False  # whether a repeated push has no effect, so that a turn has only one
     threads: int = 1
     note: str = ""
 
     @property
     def asked_as(self) -> str:
-        """The name by which ``--systems`` knows it."""
+        """The name of the system in ``--systems``."""
         return self.system.split()[0]
 
 
@@ -95,7 +95,7 @@ PEERS = {
     ("ucxx", "cma"): Peer("ucxx", "cma, no errors", {"UCX_TLS": "cma,self,tcp"}, attends=True, note=TWO_SIDED),
     ("ucxx", TCP): Peer("ucxx", TCP, {"UCX_TLS": "tcp,self"}, attends=True, note=TWO_SIDED),
 }
-# Beside ours and the limit of the same kind.
+# Kind of memory → the peers that are compared with ours and with the limit.
 BESIDE = {
     POOL: (
         ("nixl", AS_IT_COMES),
@@ -111,9 +111,9 @@ BESIDE = {
 
 
 def of_kind(kind: str, pages: str = "") -> list[Peer]:
-    """Everybody who is compared in one kind of memory: ours first, the limit last.
+    """The systems that are compared in one kind of memory: ours first, the limit last.
 
-    Where each system has its own way with pages (``AUTO``) the limit is that of huge ones, which nobody can beat.
+    With ``AUTO``, each system chooses its pages, and the limit uses huge pages, which are the fastest.
     """
     peers = [PEERS["ours", kind], *(PEERS[name] for name in BESIDE[kind]), PEERS["limit", kind]]
     way = {LIMIT: HUGE} if pages == AUTO else {}
@@ -131,7 +131,7 @@ def adapter(system: str) -> type[Adapter]:
 
 
 def attendant(peer: Peer, folder: Path) -> Optional[subprocess.Popen[bytes]]:
-    """A third process that a system needs, if any: the master of the store."""
+    """Start the third process that a system needs, if any: the master of the store."""
     if peer.system != "mooncake store":
         return None
     found = Path(sys.prefix) / "bin" / "mooncake_master"
@@ -156,7 +156,7 @@ def attendant(peer: Peer, folder: Path) -> Optional[subprocess.Popen[bytes]]:
 
 
 def free_port() -> int:
-    """A port that nobody has just now."""
+    """A port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

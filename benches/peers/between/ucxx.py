@@ -1,7 +1,7 @@
-"""UCXX between two processes: tagged messages, one a block, which is what its Python front offers.
+"""UCXX between two processes: one tagged message per block, which is what its Python API offers.
 
-Its front has no one-sided reads or writes, so the far side sends (or receives) in the order that the near one expects.
-Not for: its asyncio front, which is slower.
+The Python API has no one-sided reads or writes, so the far side sends (or receives) in the order that the near side
+expects. Not for: its asyncio API, which is slower.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from between.adapter import FAR, NEAR, PULL, Adapter, Case, Run
 
 ASK, DONE, FIRST = 1, 2, 16
-LOOK = 256  # polls between two looks at the pipe
+LOOK = 256  # polls of UCX between two checks of the pipe
 PERIOD_NS = 10**9
 
 
@@ -24,7 +24,7 @@ class Ucxx(Adapter):
 
     @classmethod
     def load(cls) -> None:
-        """Import it; its own search for the wheel's libraries needs a further package, so they are loaded before."""
+        """Import it. Load its libraries first, because its own search for them needs another package."""
         with contextlib.suppress(ImportError):
             import libucx  # noqa: PLC0415  (timed)
 
@@ -32,7 +32,7 @@ class Ucxx(Adapter):
         import ucxx._lib.libucxx  # noqa: F401, PLC0415
 
     def open(self) -> None:
-        """A worker; the far one listens."""
+        """Open a worker. The far one listens."""
         import ucxx._lib.libucxx as core  # noqa: PLC0415  (timed by load)
         from ucxx._lib.arr import Array  # noqa: PLC0415
         from ucxx.types import Tag  # noqa: PLC0415
@@ -43,17 +43,17 @@ class Ucxx(Adapter):
         self.memory = self.plain(self.size)
         self.signal = {tag: Array(np.zeros(1, dtype=np.int64)) for tag in (ASK, DONE)}
         self.endpoint: Any = None
-        # With it UCX does without its shared-memory lanes.
+        # With error handling, UCX does not use its shared-memory transports.
         self.careful = self.setting in ("as it comes", "tcp")
         if self.role == FAR:
             self.listener = core.UCXListener.create(worker=self.worker, port=0, cb_func=self.accepted)
 
     def accepted(self, asked: Any) -> None:
-        """The near side is there."""
+        """Accept the connection of the near side."""
         self.endpoint = self.listener.create_endpoint_from_conn_request(asked, endpoint_error_handling=self.careful)
 
     def hello(self) -> Any:
-        """Its port."""
+        """The port."""
         return self.listener.port
 
     def link(self, hello: Any) -> None:
@@ -65,11 +65,11 @@ class Ucxx(Adapter):
         self.wait([self.receive(DONE)])
 
     def send(self, tag: int) -> Any:
-        """Say something without bytes."""
+        """Send a message without cache bytes."""
         return self.endpoint.tag_send(self.signal[tag], self.tag(tag))
 
     def receive(self, tag: int) -> Any:
-        """Be told something without bytes."""
+        """Receive a message without cache bytes."""
         return self.endpoint.tag_recv(self.signal[tag], self.tag(tag))
 
     def wait(self, requests: list[Any], over: Optional[Callable[[], bool]] = None) -> bool:
@@ -91,11 +91,11 @@ class Ucxx(Adapter):
         return [self.array(words[row]) for row in rows]
 
     def lay(self, case: Case) -> None:
-        """Blocks of this side, and their tags."""
+        """Make the blocks of this side and their tags."""
         self.ready = [(block, self.tag(FIRST + at)) for at, block in enumerate(self.blocks(case))]
 
     def request(self, case: Case) -> Run:
-        """Ask, then receive every block; or send every block, and wait until the far side has all of them."""
+        """Pull: ask, then receive every block. Push: send every block, and wait until the far side has all."""
         ready = self.ready
 
         def pull() -> None:
@@ -124,7 +124,7 @@ class Ucxx(Adapter):
                 self.wait([self.send(DONE)])
 
     def prepared(self, blocks: int, block: int) -> dict[str, float]:
-        """A view and a tag for every block; the far side needs as many."""
+        """Make a view and a tag for every block. The far side needs the same number."""
         began = time.perf_counter()
         words = self.memory.reshape(-1, block // 8)
         _ = [(self.array(words[row]), self.tag(FIRST + row)) for row in range(blocks)]

@@ -1,6 +1,6 @@
-"""Inside one process: swap out, swap in and block copy of shuffled blocks, every system over the same memory.
+"""Inside one process: swap out, swap in and block copy of shuffled blocks. All systems use the same memory.
 
-Each part is one operation with one number of tensors and one kind of page; each system has a file. Not for: two
+Each part is one operation with one number of tensors and one kind of page. Each system has a file. Not for: two
 processes (``between``), or many small caches (``many``).
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ask import Ask
 
 OPS = ("swap_out", "swap_in", "copy_blocks")
-# By the number of tensors and the kind of page: all sizes once, and those that tell something in the other series.
+# (number of tensors, pages) → block sizes: all sizes in the first series, and the informative ones in the others.
 BLOCKS_KIB = {
     (1, "4K"): (16, 256),
     (2, "4K"): (4, 16, 64, 256, 1024, 2048),
@@ -57,7 +57,7 @@ def run(ask: Ask, part: str) -> Iterator[Row]:
 
 
 def cell(ask: Ask, bed: Bed, row: Row, limit: Limit) -> Iterator[Row]:
-    """One block size: every system that is here, in turn."""
+    """Measure one block size with every installed system in turn."""
     entries: list[Entry] = []
     for system in filter(ask.wants, SYSTEMS):
         ask.breadcrumb(system)

@@ -1,6 +1,6 @@
-"""The memory of one cell: two caches of one of our engines, filled, and the list of blocks that every system copies.
+"""The memory of one cell: two filled caches of one of our engines, and the list of blocks that every system copies.
 
-All systems read and write these very tensors. Not for: what a system does with them.
+All systems read and write the same tensors. Not for: the copies of a system.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ WORD = 8
 
 
 class Bed:
-    """Caches of bfloat16, as many rows as make up the bytes of a round, and a shuffled mapping between them."""
+    """Caches of bfloat16 with enough rows for the bytes of a round, and a shuffled mapping between their rows."""
 
     def __init__(self, op: str, tensors: int, block: int, size: int) -> None:
         self.op, self.block, self.num_tensors = op, block, tensors
-        # Whole pages of the pool: then the tensors lie side by side, as LMCache's chunks need them.
+        # Tensors of whole pool pages are adjacent, which the chunks of LMCache need.
         whole = max(POOL_PAGE // block, 1)
         rows = max(size // (tensors * block) // whole * whole, whole, FEWEST_ROWS)
         self.bytes = rows * block * tensors
@@ -48,7 +48,7 @@ class Bed:
             fill(words, order)
         if not inside:
             for words in self.dst_words:
-                words[:] = -1  # touched before the clock starts
+                words[:] = -1  # touched before the measurement
         self.moves = self._moves()
         self.contents = self._contents()
 
@@ -58,33 +58,33 @@ class Bed:
         return self.manager.allocate_blocks_cache(desc, key)
 
     def _words(self, cache: Cache) -> list[np.ndarray]:
-        """Each tensor as rows of 64-bit words: the same memory."""
+        """Each tensor as rows of 64-bit words, over the same memory."""
         shape = (-1, self.block // WORD)
         return [view.numpy().view(np.int64).reshape(shape) for view in self.manager.tensor_views(cache)]
 
     def _contents(self) -> list[int]:
-        """The first word of every source block, as a sum: whether somebody wrote to a source."""
+        """The sums of the first words of the source blocks, to detect writes to a source."""
         return [int(words[self.src_rows, 0].sum()) for words in self.src_words]
 
     def _moves(self) -> np.ndarray:
-        """Every block as (source, destination): addresses, tensor after tensor."""
+        """(source, destination) addresses of every block, tensor after tensor."""
         bases = np.array(list(zip(self.src.tensor_addrs, self.dst.tensor_addrs)), dtype=np.uint64)
         rows = np.stack([self.src_rows, self.dst_rows], axis=1).astype(np.uint64) * np.uint64(self.block)
         return np.ascontiguousarray((bases[:, None, :] + rows[None, :, :]).reshape(-1, 2))
 
     def row(self, pages: str) -> Row:
-        """What every system's row says of this cell."""
+        """The fields that the rows of all systems have in this cell."""
         return Row(
             "local", self.op, "", "", self.block, len(self.moves) // self.num_tensors, self.num_tensors, pages=pages
         )
 
     def collapse(self, limit: Limit) -> None:
-        """Put all tensors into huge pages, for everybody."""
+        """Merge all tensors into huge pages, for all systems."""
         for words in (*self.src_words, *self.dst_words):
             limit.collapse(words.ctypes.data, words.nbytes)
 
     def wrong(self, limit: Limit) -> Optional[str]:
-        """What is wrong with the destination, or with a source that somebody wrote to."""
+        """Verify the destination and the source. Return the error as text, or None."""
         at = limit.differs(self.moves, self.block)
         if at >= 0:
             return f"block {at} of the list"
@@ -93,13 +93,13 @@ class Bed:
         return None
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self.src_words, self.dst_words = [], []
         self.engine.finalize()
 
 
 def reordered(bed: Bed, backwards: bool = False) -> np.ndarray:
-    """For each row of the destination, which row of the source it gets (backwards: which row its row goes to)."""
+    """Return the source row of each destination row; backwards, the destination row of each source row."""
     order = np.empty(len(bed.src_rows), dtype=np.int64)
     if backwards:
         order[bed.src_rows] = bed.dst_rows
@@ -109,7 +109,7 @@ def reordered(bed: Bed, backwards: bool = False) -> np.ndarray:
 
 
 def engine(pool: int, host: bool) -> LLMDataDist:
-    """One of our engines, with as many threads as everybody gets."""
+    """Open one of our engines, with the same number of threads as all systems."""
     config = LLMConfig()
     config.enable_cache_manager = True
     config.mem_pool_cfg = f'{{"memory_size": {pool}}}'
@@ -118,7 +118,7 @@ def engine(pool: int, host: bool) -> LLMDataDist:
     config.copy_workers = THREADS
     options = config.generate_options()
     if hasattr(LLMConfig, "huge_pages"):
-        # Small pages stay small in a series of small pages; in one of huge pages the bed merges them for everybody.
+        # The engine must not merge pages: for a series of huge pages, `collapse` merges them for all systems.
         options["llm.HugePages"] = "off"
     dist = LLMDataDist(LLMRole.PROMPT, 1)
     dist.init(options)
@@ -126,5 +126,5 @@ def engine(pool: int, host: bool) -> LLMDataDist:
 
 
 def fill(words: np.ndarray, order: np.random.Generator) -> None:
-    """Random contents."""
+    """Fill with random words."""
     words[:] = order.integers(0, 2**63, size=words.shape, dtype=np.int64)

@@ -1,7 +1,7 @@
-"""LMCache: its transfer between a paged cache and its own chunks, as its CPU backend has it.
+"""LMCache: the transfer of its CPU backend between a paged cache and its chunks.
 
-A chunk is what LMCache keeps: a run of tokens of all layers. Here its chunks lie in our tensors, so that everybody
-writes the same bytes to the same place. It has no copy inside a cache. Not for: its servers and remote stores.
+LMCache stores chunks, which are runs of tokens of all layers. Here, the chunks are in our tensors, so that all systems
+write the same bytes to the same place. LMCache has no copy inside a cache. Not for: its servers and remote stores.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from local.bed import Bed
 
-TOKENS = 16  # of a block, as serving engines have it
-CHUNK = 256  # tokens of a chunk, as it comes
+TOKENS = 16  # tokens of a block, as in serving engines
+CHUNK = 256  # tokens of a chunk, by default
 NOTE = (
     "a paged cache to chunks in order (swap out) or back; the chunks and the list in their order are made before the "
     "clock starts; its allocator and index are not in the figure"
@@ -30,7 +30,7 @@ NOTE = (
 
 
 def entries(bed: Bed) -> Iterator[Entry]:
-    """Chunks as it comes, and one chunk for everything."""
+    """Two entries: chunks of the default size, and one chunk for everything."""
     import lmcache  # noqa: PLC0415  (named like this file)
     from lmcache.lmcache_native import EngineKVFormat, PageBufferShapeDesc, TransferDirection  # noqa: PLC0415
 

@@ -1,7 +1,7 @@
 """NIXL within one process: an agent that reads from itself, over UCX.
 
-Without its progress thread, which would burn a core while others have their turn. Not for: two processes
-(``between``), where it is at home.
+Without its progress thread, which would use a core during the turns of others. Not for: two processes (``between``),
+which is its main use.
 """
 
 from __future__ import annotations

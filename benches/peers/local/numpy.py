@@ -1,6 +1,6 @@
-"""numpy, as a user would write it today: by index, block by block, and with memmove from the C library.
+"""numpy, as a user would write it: by index, block by block, and with memmove of the C library.
 
-Not for: anything but 64-bit views, which are the fastest element it has for this.
+Not for: elements other than 64-bit words, which are the fastest for this.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from local.bed import Bed
 
 
-def entries(bed: Bed) -> Iterator[Entry]:  # noqa: C901  (one way after another)
-    """By index (which makes a temporary), row by row, and memmove by one thread and two."""
+def entries(bed: Bed) -> Iterator[Entry]:  # noqa: C901  (one variant after another)
+    """Entries: by index (which makes a temporary array), row by row, and memmove with one and two threads."""
     tensors = list(zip(bed.src_words, bed.dst_words))
     sources, places = bed.src_rows, bed.dst_rows
     pairs = list(zip(sources.tolist(), places.tolist()))

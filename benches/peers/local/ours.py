@@ -21,7 +21,7 @@ THREADS = 2
 
 
 def entries(bed: Bed) -> Iterator[Entry]:
-    """One entry: the mapping is an array of pairs, made before the clock starts, as a scheduler has it."""
+    """One entry. The mapping is an array of pairs, which is made before the measurement, as in a scheduler."""
     pairs = np.stack([bed.src_rows, bed.dst_rows], axis=1).astype(np.int64)
     if bed.op == "copy_blocks":
         several = {int(src): [int(dst)] for src, dst in pairs}

@@ -1,6 +1,6 @@
-"""torch, as a user would write it today: by index, block by block, all views in one call.
+"""torch, as a user would write it: by index, block by block, and with all views in one call.
 
-Not for: devices; everything here lies in host memory.
+Not for: devices. All memory is host memory.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from local.bed import Bed
 
 
-def entries(bed: Bed) -> Iterator[Entry]:  # noqa: C901  (one way after another)
-    """The ways that people write this with torch, over the very tensors of the caches."""
+def entries(bed: Bed) -> Iterator[Entry]:  # noqa: C901  (one variant after another)
+    """The usual ways to write this with torch, over the tensors of the caches."""
     within_budget()
     words = list(zip(map(torch.from_numpy, bed.src_words), map(torch.from_numpy, bed.dst_words)))
     halves = [(src.view(torch.bfloat16), dst.view(torch.bfloat16)) for src, dst in words]
@@ -68,7 +68,7 @@ def entries(bed: Bed) -> Iterator[Entry]:  # noqa: C901  (one way after another)
 
 
 def within_budget() -> None:
-    """As many threads as everybody gets; those between operations can be set once in a process."""
+    """Set the same number of threads as for all systems. The inter-op threads can be set only once in a process."""
     torch.set_num_threads(THREADS)
     if torch.get_num_interop_threads() != THREADS:
         torch.set_num_interop_threads(THREADS)

@@ -1,7 +1,7 @@
-"""Many small caches: making and freeing them, making them reachable for a peer, and getting each by its key.
+"""Many small caches: allocate and free them, make them accessible for a peer, and get each by its key.
 
-A row is microseconds for one of them. Each operation is a part; each system has a file that offers what it can. Not
-for: moving much (``local``, ``between``), or how it grows with their number (``scale``).
+A row is the time for one cache in microseconds. Each operation is a part. Each system has a file with the operations
+that it supports. Not for: throughput (``local``, ``between``), or growth with the number of caches (``scale``).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def parts(ask: Ask) -> list[str]:
 
 
 def run(ask: Ask, part: str) -> Iterator[Row]:
-    """Every system that can do it, in turn."""
+    """Measure every system that supports the operation, in turn."""
     op, tensors = part.split("|")
     scene = Scene(op, int(tensors), QUICK_COUNT if ask.quick else COUNT, ask.rounds + 1)
     row = scene.row()
@@ -52,7 +52,7 @@ def run(ask: Ask, part: str) -> Iterator[Row]:
                 entries += import_module(f"many.{system}").entries(scene)
             except Exception as failure:  # noqa: BLE001  (a peer that is not here is a row with its reason)
                 yield dataclasses.replace(row, system=system, note=reason(failure))
-        # What is put and got is compared by the systems' own files; of an empty allocation nothing can be.
+        # The files of the systems verify puts and gets. An allocation has no bytes to verify.
         wrong = fine if op in (PUT, PUT_ALL, GET, GET_ALL) else None
         yield from contest(ask, Ground(row, 1e6 / scene.count, wrong=wrong, alike=op not in UNLIKE), entries)
     finally:
@@ -60,4 +60,4 @@ def run(ask: Ask, part: str) -> Iterator[Row]:
 
 
 def fine() -> None:
-    """Nothing more to compare."""
+    """Nothing else to verify."""

@@ -1,6 +1,6 @@
 """Mooncake: its transfer engine registers memory, its store puts and gets objects.
 
-The store needs its master, a process of its own, which is started here. Not for: large objects (``between``).
+The store needs a master process, which is started here. Not for: large objects (``between``).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ START_S = 15
 
 
 def entries(scene: Scene) -> Iterator[Entry]:
-    """What there is for this operation."""
+    """The entries for this operation."""
     yield from WAYS[scene.op](scene)
 
 
 def reach(scene: Scene) -> Iterator[Entry]:
-    """``register_memory`` piece by piece, and ``batch_register_memory``; and back."""
+    """``register_memory`` for each piece, and ``batch_register_memory``. Unregistration is included."""
     from mooncake.engine import TransferEngine  # noqa: PLC0415
 
     engine = TransferEngine()
@@ -60,7 +60,7 @@ def reach(scene: Scene) -> Iterator[Entry]:
 
 
 def put(scene: Scene) -> Iterator[Entry]:
-    """``put_from`` a registered buffer into a segment of this process, and in one batch; removed outside the clock."""
+    """``put_from`` a registered buffer into a segment of this process, and in one batch. Removal is not timed."""
     store = opened(master(scene), SEGMENT)
     objects = scene.objects
     checked(store.register_buffer(objects.ctypes.data, objects.nbytes), "register_buffer")
@@ -80,7 +80,7 @@ def put(scene: Scene) -> Iterator[Entry]:
         for name, words in zip(names, objects):
             if store.get(name) != words.tobytes():
                 raise ValueError(f"object {name} was put wrong")
-        # Forced: what was read has a lease, and a put of a name that is there does nothing and says that all is well.
+        # Forced, because objects that were read have a lease, and a put to an existing name succeeds without effect.
         removed = store.remove_all(True)
         if removed != scene.count:
             raise RuntimeError(f"remove_all removed {removed} of {scene.count} objects")
@@ -127,7 +127,7 @@ def get(scene: Scene) -> Iterator[Entry]:
 
 
 def owner(scene: Scene) -> str:
-    """The other process: a master, and all objects in a segment."""
+    """Run the other process: a master, and all objects in a segment."""
     address = master(scene)
     store = opened(address, SEGMENT)
     objects = scene.objects
@@ -173,7 +173,7 @@ def free_port() -> int:
 
 
 def checked(code: int, name: str) -> None:
-    """Its calls answer with a number."""
+    """Raise an exception unless the call returned 0."""
     if code:
         raise RuntimeError(f"{name} says {code}")
 

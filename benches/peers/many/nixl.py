@@ -1,6 +1,6 @@
 """NIXL: registering many pieces of memory.
 
-Not for: what a peer needs before it can use them: the agent's metadata has to be sent to it again.
+Not for: sending the agent's metadata to a peer, which must have it before it can use the memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NOTE = (
 
 
 def entries(scene: Scene) -> Iterator[Entry]:
-    """``register_memory`` piece by piece, or once with the list of all; and back."""
+    """``register_memory`` for each piece, or once with the list of all. Deregistration is included."""
     from nixl_cu12._api import nixl_agent, nixl_agent_config  # noqa: PLC0415
 
     quiet = nixl_agent_config(enable_prog_thread=False, backends=["UCX"])

@@ -1,6 +1,6 @@
-"""numpy: an empty array for each, as a user without an allocator has it.
+"""numpy: an empty array for each cache, as a user without an allocator makes it.
 
-Not for: a pool; it is the C library's allocator that is measured.
+Not for: a pool. This measures the allocator of the C library.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def entries(scene: Scene) -> Iterator[Entry]:
-    """``numpy.empty``; what it gives no peer can reach."""
+    """``numpy.empty``. Peers cannot access its memory."""
     words, tensors, empty = scene.size // 2, scene.tensors, np.empty
 
     def run() -> None:

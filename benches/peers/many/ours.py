@@ -48,7 +48,7 @@ PAGE = 4 << 10
 
 
 def opened(cluster: int, pool: int, listen: str = "") -> LLMDataDist:
-    """An engine whose pool gives pages of 4 KiB."""
+    """Open an engine whose pool has pages of 4 KiB."""
     config = LLMConfig()
     config.enable_cache_manager = True
     config.mem_pool_cfg = f'{{"memory_size": {pool}, "page_shift": 12}}'
@@ -60,17 +60,17 @@ def opened(cluster: int, pool: int, listen: str = "") -> LLMDataDist:
 
 
 def desc(tensors: int, size: int) -> CacheDesc:
-    """A slot of bfloat16."""
+    """The descriptor of a slot of bfloat16."""
     return CacheDesc(tensors, [1, size // 2], DataType.DT_BF16)
 
 
 def entries(scene: Scene) -> Iterator[Entry]:
-    """What there is for this operation."""
+    """The entries for this operation."""
     yield from WAYS[scene.op](scene)
 
 
 def ready(scene: Scene, listen: str = "") -> CacheManager:
-    """The manager of an engine with a pool large enough; the round that does not count touches what it writes."""
+    """Open an engine with a large enough pool. The warm-up round touches its memory."""
     pool = max(scene.count * max(scene.size, PAGE) * scene.tensors, LIVE * SIZES[-1]) + (64 << 20)
     dist = opened(OWNER, pool, listen)
     scene.ends.append(dist.finalize)
@@ -78,12 +78,12 @@ def ready(scene: Scene, listen: str = "") -> CacheManager:
 
 
 def names(scene: Scene, turn: int = 0) -> list[CacheKey]:
-    """A key for each; made before the clock starts, as the other systems' names are."""
+    """A key for each cache. Keys are made before the measurement, like the names of other systems."""
     return [CacheKey(OWNER, req_id=turn * scene.count + number) for number in range(scene.count)]
 
 
 def allocate(scene: Scene) -> Iterator[Entry]:
-    """Make all, then free all."""
+    """Allocate all caches, then free all."""
     manager, what = ready(scene), desc(scene.tensors, scene.size)
 
     def run() -> None:
@@ -94,7 +94,7 @@ def allocate(scene: Scene) -> Iterator[Entry]:
 
 
 def churn(scene: Scene) -> Iterator[Entry]:
-    """Free one of those that live, make one of another size."""
+    """Free one live cache, and allocate one of another size."""
     manager = ready(scene)
     whats = {size: desc(1, size) for size in SIZES}
 
@@ -110,7 +110,7 @@ def churn(scene: Scene) -> Iterator[Entry]:
 
 
 def reach(scene: Scene) -> Iterator[Entry]:
-    """Memory of the pool and of the caller under a key, which a linked peer can ask for from then on; and undone."""
+    """Allocate, or register memory of the caller, with a key by which a linked peer can pull; then undo it."""
     manager, what, pieces = ready(scene, "127.0.0.1:0"), desc(1, scene.size), scene.pieces()
     addresses = [int(piece.ctypes.data) for piece in pieces]
     keys = names(scene)
@@ -151,7 +151,7 @@ def reach_all(scene: Scene) -> Iterator[Entry]:
 
 
 def put(scene: Scene) -> Iterator[Entry]:
-    """Room in the pool under a key, and the bytes into it; and undone outside the clock."""
+    """Allocate with a key, and write the bytes. The release is not timed."""
     manager, what = ready(scene, "127.0.0.1:0"), desc(1, scene.size)
     made: list[Cache] = []
     sources = [int(words.ctypes.data) for words in scene.objects]
@@ -175,7 +175,7 @@ def put(scene: Scene) -> Iterator[Entry]:
 
 
 def put_all(scene: Scene) -> Iterator[Entry]:
-    """One cache with a slot and a key for each object, written in one piece; and undone outside the clock."""
+    """Allocate one cache with a slot and a key for each object, and write it. The release is not timed."""
     manager = ready(scene, "127.0.0.1:0")
     what = CacheDesc(1, [scene.count, scene.size // 2], DataType.DT_BF16)
     made: list[Cache] = []
@@ -197,7 +197,7 @@ def put_all(scene: Scene) -> Iterator[Entry]:
 
 
 def get(scene: Scene) -> Iterator[Entry]:
-    """Pull each by its key from another process; the owner lets go of it, so every turn has keys of its own."""
+    """Pull each object by its key from another process. The pull uses up the key, so every turn has new keys."""
     manager = asking(scene)
     what = desc(1, scene.size)
     places = [manager.allocate_cache(what) for _ in range(scene.count)]
@@ -221,7 +221,7 @@ def get(scene: Scene) -> Iterator[Entry]:
 
 
 def get_all(scene: Scene) -> Iterator[Entry]:
-    """One pull of as many blocks."""
+    """Pull the same number of blocks in one call."""
     manager = asking(scene)
     near = manager.allocate_blocks_cache(CacheDesc(1, [scene.count, scene.size // 2], DataType.DT_BF16))
     view = manager.tensor_views(near)[0].numpy().view(np.int64)
@@ -243,7 +243,7 @@ def get_all(scene: Scene) -> Iterator[Entry]:
 
 
 def asking(scene: Scene) -> CacheManager:
-    """The manager of an engine that is linked to another process, which holds the objects."""
+    """Open an engine and link it to another process, which has the objects."""
     _, address = scene.other("ours")
     dist = opened(ASKER, 2 * scene.count * scene.size + (64 << 20))
     scene.ends.append(dist.finalize)
@@ -262,7 +262,7 @@ def link(dist: LLMDataDist, address: str) -> None:
 
 
 def owner(scene: Scene) -> str:
-    """The other process: all objects, under keys of each turn's own or as blocks; what to say to the one who asks."""
+    """Run the other process: hold all objects, with new keys for each turn or as blocks. Return the listen address."""
     dist = opened(OWNER, scene.count * scene.turns * scene.size + (64 << 20), "127.0.0.1:0")
     manager = dist.cache_manager
     if scene.op == GET_ALL:

@@ -1,6 +1,6 @@
-"""What all systems of one part do: how many, how large, in what order.
+"""The workload of one part, which is the same for all systems: number, sizes and order.
 
-Not for: how a system does it.
+Not for: the calls of a system.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ ALLOCATE, CHURN = "allocate + free", "allocate + free, 256 live"
 REACH, REACH_ALL = "reachable, each", "reachable in one call, as one cache or as pieces"
 PUT, PUT_ALL = "put, each", "put, one call"
 GET, GET_ALL = "get, each", "get in one call, by number or by name"
-UNLIKE = (REACH_ALL, GET_ALL)  # what systems do there is not the same: no ratio
+UNLIKE = (REACH_ALL, GET_ALL)  # systems do different work in these operations, so there is no ratio
 SIZE = 16 << 10
-SMALL = 1 << 10  # of a tensor where there are many
+SMALL = 1 << 10  # bytes of a tensor if there are many tensors
 OBJECT = 4 << 10
 LIVE = 256
 SIZES = [size << 10 for size in (4, 16, 64, 256)]
@@ -32,7 +32,7 @@ TOLD_S = 60
 
 
 class Scene:
-    """One part: ``count`` things of ``size`` bytes in each of ``tensors``; each system has ``turns`` turns."""
+    """One part: ``count`` caches with ``size`` bytes in each of ``tensors`` tensors, and ``turns`` turns per system."""
 
     def __init__(self, op: str, tensors: int, count: int, turns: int) -> None:
         self.op, self.tensors, self.count, self.turns = op, tensors, count, turns
@@ -44,16 +44,16 @@ class Scene:
         self.objects = np.random.default_rng(1).integers(0, 2**63, size=(count, OBJECT // 8), dtype=np.int64)
 
     def row(self) -> Row:
-        """What every system's row says."""
+        """The fields that the rows of all systems have."""
         size = 0 if self.op == CHURN else self.size
         return Row("many", self.op, "", "", size, self.count, self.tensors, unit="us")
 
     def pieces(self) -> np.ndarray:
-        """Memory of the caller's, in as many pieces as there are things."""
+        """Memory of the caller, with one piece for each cache."""
         return np.ones((self.count, self.size // 8), dtype=np.int64)
 
     def other(self, system: str) -> tuple[subprocess.Popen[str], str]:
-        """A second process of a system, and the line it says when it is ready; ended with the part."""
+        """Start a second process of a system. Return it and its ready line. It ends with the part."""
         words = [
             sys.executable,
             str(Path(__file__).with_name("owner.py")),
@@ -71,13 +71,13 @@ class Scene:
         raise RuntimeError(f"the other process of {system} ended with {process.wait(TOLD_S)}")
 
     def close(self) -> None:
-        """End what was started."""
+        """End the started processes, and release the memory."""
         for end in reversed(self.ends):
             end()
 
 
 def arrived(found: Iterable[np.ndarray], objects: np.ndarray) -> None:
-    """Compares all bytes of what arrived; outside the clock."""
+    """Verify all bytes of the objects. Not timed."""
     for number, (one, right) in enumerate(zip(found, objects)):
         if not np.array_equal(one, right):
             raise ValueError(f"object {number} arrived wrong")

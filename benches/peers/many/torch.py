@@ -1,6 +1,6 @@
-"""torch: an empty tensor for each, as a user without an allocator has it.
+"""torch: an empty tensor for each cache, as a user without an allocator makes it.
 
-Not for: a pool; it is the C library's allocator that is measured.
+Not for: a pool. This measures the allocator of the C library.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def entries(scene: Scene) -> Iterator[Entry]:
-    """``torch.empty``; what it gives no peer can reach."""
+    """``torch.empty``. Peers cannot access its memory."""
     words, tensors, empty = scene.size // 2, scene.tensors, torch.empty
 
     def run() -> None:

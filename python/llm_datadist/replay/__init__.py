@@ -1,20 +1,20 @@
 """Replays a request trace through a prefill and a decode engine: ``llm-datadist replay``.
 
 A prefill process writes blocks. A decode process pulls them, swaps blocks when its device pool is full, and verifies
-every byte. Use it to choose the sizes of pools, or to check a workload. No module outside this folder imports it, and
-no module outside this folder imports numpy when it is imported itself.
+every byte. Use it to choose the sizes of pools, or to check a workload. No module outside this folder imports this
+package at its top level, so that only the command needs numpy at import.
 
 | module   | content                                                                           |
 | -------- | --------------------------------------------------------------------------------- |
-| trace    | requests: read from a file, or generated with the same shape                      |
-| table    | the place of each block: plans hits, swaps and evictions; numbers only            |
-| geometry | the shape of a block and the sizes of pools; numbers only                         |
+| trace    | requests: read from a file, or generated with the same distribution               |
+| table    | the slot of each block: plans hits, swaps and evictions; makes no engine calls    |
+| geometry | the shape of a block and the sizes of pools; makes no engine calls                |
 | content  | the bytes of a block as a function of its id; exact comparison                    |
 | engine   | the engine of one process: pools, caches, their bytes                             |
-| node     | the decode node: every engine call, timed                                         |
-| channel  | messages between the two processes, every wait bounded                            |
+| node     | the decode node: makes and times every engine call                                |
+| channel  | messages between the two processes; every wait has a time limit                   |
 | worker   | the prefill process                                                               |
-| prefill  | the prefill process as the decode process sees it; replaced when it dies          |
+| prefill  | starts the prefill process from decode, and replaces it when it dies              |
 | serve    | the life of a request: admit, pull, verify, diverge, finish                       |
 | report   | results: table, JSON, progress                                                    |
 | cli      | options, exit status                                                              |

@@ -1,4 +1,7 @@
-"""Messages between the two processes of a replay: one JSON object a line, over two pipes, every wait bounded."""
+"""Messages between the two processes of a replay: one JSON object per line, over two pipes.
+
+Every wait has a time limit.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ class ChannelError(Exception):
 
 
 class Channel:
-    """One end of a channel, whose waits are bounded.
+    """One end of a channel. Every wait has a time limit.
 
     Args:
         reading: descriptor of the pipe that is read.
-        writing: descriptor of the pipe that is written; it no longer blocks.
+        writing: descriptor of the pipe that is written; it is made non-blocking.
     """
 
     def __init__(self, reading: int, writing: int) -> None:
@@ -35,7 +38,7 @@ class Channel:
     def send(self, message: Message, limit_s: float) -> None:
         """Send one message. Raises ChannelError.
 
-        Reads as well while the pipe is full: two ends that both write could otherwise wait for each other.
+        While the pipe is full, this reads as well. Otherwise two ends that both write could wait for each other.
         """
         rest = memoryview(json.dumps(message, separators=(",", ":")).encode() + b"\n")
         until = time.monotonic() + limit_s
@@ -70,7 +73,7 @@ class Channel:
             raise ChannelError(f"closed the channel ({error.strerror})") from error
 
     def _wait(self, until: float, limit_s: float, silent: str, *, sending: bool = True) -> None:
-        """Wait until bytes can be read, which are then read, or, if `sending`, until the pipe can be written."""
+        """Wait until bytes arrive, and read them; if `sending`, return as soon as the pipe can be written, too."""
         poll = select.poll()
         poll.register(self._reading, select.POLLIN)
         if sending:

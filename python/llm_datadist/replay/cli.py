@@ -2,10 +2,10 @@
 
 | exit status | meaning                                                                                    |
 | ----------- | ------------------------------------------------------------------------------------------ |
-| 0           | every request was served, and every byte was right                                         |
+| 0           | every request was served, and every byte was correct                                       |
 | 1           | a wrong byte, a leak, a failure of the engine, or a prefill process that keeps dying       |
 | 2           | the options or the trace cannot be used                                                    |
-| 3           | every byte was right, but some requests did not fit the device pool and were not served    |
+| 3           | every byte was correct, but some requests did not fit the device pool and were not served  |
 """
 
 # ruff: noqa: T201  (a command prints)
@@ -39,7 +39,7 @@ BUILT_IN_REQUESTS = 12_000
 _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _LARGEST_POOL = 20 * 2**30
 _HALF_WAY = 0
-_MOST_WORKERS = 256  # that the engine allows (`copy_workers`)
+_MOST_WORKERS = 256  # limit of the engine (`copy_workers`)
 _STANDARD_OUTPUT = "-"
 _NOT_SERVED = 3
 
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _status(options: argparse.Namespace, geometry: Geometry, found: dict[str, Any]) -> int:
-    """Return the exit status of a replay that came to its end, and print the reason if it is not 0."""
+    """Return the exit status of a completed replay, and print the reason if it is not 0."""
     for name, leaked in (("decode", found["leaked_bytes"]), ("prefill", found["prefill"]["leaked_bytes"])):
         if leaked:
             return _failed(f"LEAK: {name}: {leaked:,} bytes in use after all was freed")
@@ -76,7 +76,7 @@ def _status(options: argparse.Namespace, geometry: Geometry, found: dict[str, An
 
 
 def _print(options: argparse.Namespace, found: dict[str, Any]) -> None:
-    """Print the table, and write the JSON. With ``--json -``, standard output has the JSON alone."""
+    """Print the table, and write the JSON. With ``--json -``, standard output gets only the JSON."""
     text = json.dumps(found, indent=2)
     if options.json == _STANDARD_OUTPUT:
         print(report.table(found), file=sys.stderr)
@@ -88,7 +88,7 @@ def _print(options: argparse.Namespace, found: dict[str, Any]) -> None:
 
 
 def _too_small(options: argparse.Namespace, geometry: Geometry, found: dict[str, Any]) -> str:
-    """Return which pool was too small, and the size that holds the largest request."""
+    """Return a text that states which pool was too small, and which size holds the largest request."""
     setting, needed = found["setting"], found["largest_request_blocks"]
     size = geometry.device_bytes(needed, options.concurrency)
     return (
@@ -151,7 +151,7 @@ def _replay(
 
 
 def _extra(options: argparse.Namespace) -> dict[str, str]:
-    """Return the options that both engines get besides their pools."""
+    """Return the options of both engines, apart from their pools."""
     given = {
         "llm.SwapInPath": options.swap_in if options.swap_in != "auto" else None,
         "llm.CopyWorkers": options.workers,
@@ -206,7 +206,7 @@ def _setting(
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace, geometry: Geometry) -> tuple[int, int]:
-    """Check the options against each other, and return how many blocks the device and the host pool hold."""
+    """Check that the options are consistent, and return how many blocks the device and the host pool hold."""
     if options.trace is not None and options.block_tokens != trace.FILE_BLOCK_TOKENS:
         parser.error(f"--block-tokens: a trace file has blocks of {trace.FILE_BLOCK_TOKENS} tokens")
     if geometry.row_bytes % 8:

@@ -1,7 +1,7 @@
 """The bytes of a block as a function of its id, written and compared through numpy views.
 
-Each 64-bit word is a random word, fixed by seed, tensor and position, plus a multiple of the block's id. A
-block that lands in the wrong slot, tensor or position differs in its first word.
+Each 64-bit word is the sum of a random word, which depends on seed, tensor and position, and of a multiple of the block
+id. A block in a wrong slot, tensor or position therefore differs in its first word.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WORD = 8
 
 
 class Mismatch(NamedTuple):
-    """First wrong byte of a block: tensor, byte offset inside the block's row of that tensor, values."""
+    """First wrong byte of a block: tensor, byte offset in the block's row of that tensor, expected and actual value."""
 
     tensor: int
     offset: int
@@ -31,7 +31,7 @@ class Mismatch(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """Bytes `start` to `stop` of each row, which a request changed in its copy of a block, and the salt."""
+    """The part of a block that a request changed in its copy: bytes `start` to `stop` of each row, and the salt."""
 
     start: int
     stop: int
@@ -39,7 +39,7 @@ class Tail(NamedTuple):
 
 
 class Pattern:
-    """Expected bytes of blocks with `tensors` rows of `row_bytes` bytes each (a multiple of 8)."""
+    """The expected bytes of blocks. A block has one row of `row_bytes` bytes (a multiple of 8) in each tensor."""
 
     def __init__(self, tensors: int, row_bytes: int, seed: int) -> None:
         dice = np.random.default_rng(seed)
@@ -48,19 +48,19 @@ class Pattern:
         self._differs = np.empty(row_bytes // _WORD, dtype=np.bool_)
 
     def fill(self, rows: Sequence[Words], slot: int, block: int) -> None:
-        """Write the block's bytes into a slot of every tensor; `rows` holds a (slots, words) view of each."""
+        """Write the bytes of a block into a slot of every tensor. `rows` has a (slots, words) view of each tensor."""
         key = _key(block)
         for template, tensor in zip(self._template, rows):
             np.add(template, key, out=tensor[slot])
 
     def append(self, rows: Sequence[Words], slot: int, tail: Tail) -> None:
-        """Replace every byte of the tail with another one."""
+        """Replace every byte of the tail by a different one."""
         for tensor in rows:
             piece = tensor[slot].view(np.uint8)[tail.start : tail.stop]
             np.bitwise_xor(piece, np.uint8(tail.salt), out=piece)
 
     def mismatch(self, rows: Sequence[Words], slot: int, block: int, tail: Tail | None = None) -> Mismatch | None:
-        """Compare every byte of the slot with the block's (and its tail's); return the first wrong one."""
+        """Compare every byte of the slot with the block and its tail. Return the first wrong byte, or None."""
         np.add(self._template, _key(block), out=self._expected)
         if tail is not None:
             piece = self._expected.view(np.uint8)[:, tail.start : tail.stop]
@@ -78,7 +78,7 @@ def salt(request: int) -> int:
 
 
 def flip(rows: Sequence[Words], slot: int, tensor: int, offset: int) -> None:
-    """Change one byte of a slot, for tests of the verification."""
+    """Change one byte of a slot. Tests use this to check the verification."""
     rows[tensor][slot].view(np.uint8)[offset] ^= 0x40
 
 

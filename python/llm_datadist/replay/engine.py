@@ -1,6 +1,6 @@
 """The engine of one process: its pools, its blocks caches and their bytes.
 
-Both processes of a replay use this module, so that they agree on every shape.
+Both processes of a replay use this module, so that their shapes are equal.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Engine:
         self.manager: CacheManager = self.dist.cache_manager
 
     def blocks_cache(self, blocks: int, placement: Placement, model: int) -> tuple[Cache, list[Words]]:
-        """Allocate a blocks cache with its key, touch all of it, and return it with its views.
+        """Allocate a blocks cache with its key, touch all of its memory, and return it with its views.
 
         Without the touch, the first pass through a pool would include the time of page faults.
         """
@@ -68,7 +68,7 @@ class Engine:
         return cache, rows
 
     def staging(self) -> CacheDesc:
-        """Return the description of a request's staging cache: two rows of device memory."""
+        """Return the descriptor of a request's staging cache: two rows of device memory."""
         shape = self.geometry
         dims = [2, STAGING_TOKENS, shape.heads, shape.head_dim]
         return CacheDesc(shape.tensors, dims, DTYPES[shape.dtype][0], Placement.DEVICE)

@@ -1,4 +1,4 @@
-"""The shape of a block, and the sizes of pools that follow from it: numbers only."""
+"""The shape of a block, and the pool sizes that follow from it. This module makes no engine calls."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ POOLS = ("device", "host")
 """Names of the decode node's two pools, in the order of every pair of sizes."""
 
 PAGE_SHIFT = 12
-"""Page size of every pool: 4 KiB, so that the small staging caches waste little."""
+"""Page size of every pool: 4 KiB, so that small staging caches waste little memory."""
 
 STAGING_TOKENS = 16
 """Tokens in one of the two rows of a request's staging cache: one row is written while the other is read."""
 
 RING_BLOCKS = 4
-"""Blocks of device memory left spare for the staging ring of a swap-in."""
+"""Blocks of device memory that are kept free for the staging ring of a swap-in."""
 
 PREFILL_REQUESTS = 2
 """Requests that the prefill process holds at a time: one is pulled while the next is computed."""
@@ -28,7 +28,7 @@ DTYPES = {
     "int8": (DataType.DT_INT8, 1),
     "uint8": (DataType.DT_UINT8, 1),
 }
-"""Element types by their name on the command line: type of the engine, bytes."""
+"""Name on the command line → element type of the engine, and bytes of an element."""
 
 
 class Geometry(NamedTuple):
@@ -62,13 +62,14 @@ class Geometry(NamedTuple):
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of device pool that one request's staging cache takes, whole pages."""
+        """Bytes of the device pool that the staging cache of one request takes, in whole pages."""
         return self.tensors * _pages(2 * STAGING_TOKENS * self.token_bytes)
 
     def prefill_bytes(self, blocks: int) -> int:
         """Return the bytes of a prefill pool for that many blocks and for staging caches.
 
-        The pool has room for a few staging caches that are never released, so that a leak is reported at the end.
+        The pool also has room for a few leaked staging caches. A leak is then reported at the end, instead of causing a
+        full pool.
         """
         return self.tensors * _pages(blocks * self.row_bytes) + 8 * PREFILL_REQUESTS * self.staging_bytes
 

@@ -34,7 +34,7 @@ PREFILL, DECODE = 1, 2
 """Cluster ids of the two processes."""
 
 BLOCKS_MODEL, STAGING_MODEL = 0, 1
-"""Model ids of prefill's keys: of its blocks cache, and of the staging cache of each request."""
+"""Model ids in the keys of prefill: of its blocks cache, and of the staging cache of each request."""
 
 LINK_LIMIT_MS = 10_000
 
@@ -51,7 +51,7 @@ class Calls:
         self.bytes = 0
 
     def add(self, nanoseconds: int, blocks: int, size: int) -> None:
-        """Record one call that took `nanoseconds` and moved `blocks` blocks of `size` bytes together."""
+        """Record one call that took `nanoseconds` and moved `blocks` blocks with `size` bytes in total."""
         self.nanoseconds.append(nanoseconds)
         self.blocks += blocks
         self.bytes += size
@@ -63,7 +63,7 @@ class Node:
     def __init__(
         self, geometry: Geometry, blocks: tuple[int, int], pools: tuple[int, int], extra: Mapping[str, str]
     ) -> None:
-        """Start the engine: `blocks` and `pools` (bytes) for device and host; `extra`: init options."""
+        """Start the engine. `blocks` and `pools` (bytes) are for device and host; `extra` has further options."""
         self.geometry = geometry
         self._address = ""
         names = ("pull blocks", "pull cache", "swap out", "swap in", "copy blocks", "copy cache")
@@ -84,7 +84,7 @@ class Node:
         self._succeeded("the link", self._engine.dist.link_clusters([self._peer()], LINK_LIMIT_MS)[0])
 
     def unlink(self, *, force: bool) -> None:
-        """End the link: together with prefill, or with `force` on this side alone. Raises LLMException."""
+        """End the link on both sides, or with `force` on this side only. Raises LLMException."""
         if self._address:
             ended = self._engine.dist.unlink_clusters([self._peer()], LINK_LIMIT_MS, force)
             self._succeeded("the end of the link", ended[0])
@@ -96,17 +96,17 @@ class Node:
             self._manager.pull_blocks(key, self._device, list(sources), list(targets))
 
     def pull_staging(self, request: int, staging: Staging) -> None:
-        """Pull the request's staging cache into row 0 of the local one, which releases that of prefill."""
+        """Pull the request's staging cache into row 0 of the local one. The pull releases the cache of prefill."""
         key = CacheKey(PREFILL, request, model_id=STAGING_MODEL)
         with self._timed("pull cache", 0, self._staging_bytes):
             self._manager.pull_cache(key, staging.cache)
 
     def swap_out(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """Copy blocks from device to host slots; `moves` holds (block id, source slot, destination slot)."""
+        """Copy blocks from device to host slots. `moves` has (block id, source slot, destination slot)."""
         self._swap("swap out", self._device, self._host, moves)
 
     def swap_in(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """Copy blocks from host to device slots; `moves` holds (block id, source slot, destination slot)."""
+        """Copy blocks from host to device slots. `moves` has (block id, source slot, destination slot)."""
         self._swap("swap in", self._host, self._device, moves)
 
     def copy_block(self, source: int, target: int) -> None:
@@ -115,7 +115,7 @@ class Node:
             self._manager.copy_blocks(self._device, {source: [target]})
 
     def open_staging(self, request: int) -> Staging:
-        """Allocate a request's two-row staging cache on the device, bound to the request by key."""
+        """Allocate the two-row staging cache of a request on the device, and bind the request's key to it."""
         description, key = self._engine.staging(), CacheKey(DECODE, request, model_id=_STAGING_MODEL)
         with self._timed("allocate cache", 0, 0):
             cache = self._manager.allocate_cache(description, [key])
@@ -127,7 +127,7 @@ class Node:
             self._manager.copy_cache(staging.cache, staging.cache, 1, 0)
 
     def close_staging(self, staging: Staging) -> None:
-        """Drop both references of a staging cache, by id and by key, which frees its memory."""
+        """Drop both references to a staging cache, its id and its key, which frees its memory."""
         staging.rows.clear()
         with self._timed("free cache", 0, 0):
             self._manager.deallocate_cache(staging.cache)
@@ -175,7 +175,7 @@ class Node:
 
     @contextmanager
     def _timed(self, name: str, blocks: int, size: int) -> Iterator[None]:
-        """Record the call, if it succeeds."""
+        """Time the block, and record the call if it succeeds."""
         start = time.perf_counter_ns()
         yield
         self.calls[name].add(time.perf_counter_ns() - start, blocks, size)

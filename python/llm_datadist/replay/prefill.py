@@ -1,6 +1,6 @@
-"""The prefill process as the decode process sees it: started, asked for blocks, and replaced when it dies.
+"""The decode side of the prefill process: starts it, requests blocks from it, and replaces it when it dies.
 
-Every wait for it is bounded. The process itself runs ``worker``.
+Every wait for the process has a time limit. The process itself runs ``worker``.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ MOST_RESTARTS = 3
 """Limit of restarts, after which the replay fails."""
 
 START_LIMIT_S = 30.0
-"""Time limit of the start of the process, unless that of an answer is longer."""
+"""Time limit of the start of the process, unless the time limit of an answer is longer."""
 
 _EXIT_LIMIT_S = 10.0
 _GRACE_S = 2.0
 _LATEST_PULLS = 101
 
-# Codes of a pull whose peer cannot be reached. Only another process helps, even if this one is alive.
+# Codes of a pull whose peer cannot be reached. The process is then replaced, even if it is alive.
 _OUT_OF_REACH = (
     LLMStatusCode.LLM_NOT_YET_LINK,
     LLMStatusCode.LLM_LINK_FAILED,
@@ -54,10 +54,10 @@ class PrefillError(Exception):
 
 @dataclass
 class Restart:
-    """One loss of the process: the request (from 1), how the process ended, and the error that showed it.
+    """One loss of the process: the request (from 1), how the process ended, and the error that revealed the loss.
 
-    `code` is the status of the pull that failed, None if a message did; `gap_ms` is the time from the kill, or from
-    when the loss was seen, to the next good pull.
+    `code` is the status of the pull that failed, or None if a message failed. `gap_ms` is the time in milliseconds from
+    the kill, or from the detection of the loss, to the next successful pull.
     """
 
     request: int
@@ -68,10 +68,10 @@ class Restart:
 
 
 class Prefill:
-    """The other process. Close it after use.
+    """The prefill process. Close it after use.
 
     Args:
-        node: where the blocks are pulled to.
+        node: the node that pulls the blocks.
         setup: the first message to the process.
         token: the token of the link.
         limit_s: time limit of an answer in seconds.
@@ -98,14 +98,14 @@ class Prefill:
         self._kill_at = kill_at
         self._asked: dict[int, list[int]] = {}
         self._slots: dict[int, list[int]] = {}
-        self._pulled: list[int] = []  # what prefill may overwrite; sent with the next request
+        self._pulled: list[int] = []  # requests whose blocks prefill may overwrite; sent with the next request
         self._total = self._total_before = 0
         self._lost_at: float | None = None
         self._process: _Process | None = None
 
     @property
     def computed(self) -> int:
-        """Blocks computed so far, those that died with their process among them."""
+        """Blocks computed so far, including those that were lost with their process."""
         return self._total_before + self._total
 
     def start(self) -> None:
@@ -116,16 +116,16 @@ class Prefill:
             raise PrefillError(f"it did not start: {_said(error)}; {self._stop(_GRACE_S, _GRACE_S)}") from error
 
     def compute(self, number: int, blocks: Sequence[int]) -> None:
-        """Ask for the blocks and the staging cache of a request, without waiting for them."""
+        """Request the blocks and the staging cache of a request, without waiting for them."""
         self._asked[number] = list(blocks)
         self._post(self._request(number))
         self._pulled.clear()
 
     def bring(self, number: int, targets: Sequence[int], staging: Staging) -> None:
-        """Pull what was computed for a request: its blocks into slots of the node, in order, and its staging cache.
+        """Pull the blocks of a request into slots of the node, in order, and its staging cache.
 
-        A process that is lost meanwhile is replaced, and the request computed again. Raises PrefillError when too
-        many were.
+        If the process is lost meanwhile, it is replaced and the request is computed again. Raises PrefillError after
+        more than `MOST_RESTARTS` losses.
         """
         while (error := self._pull(number, targets, staging)) is not None:
             self._recover(number, error)
@@ -137,7 +137,7 @@ class Prefill:
             self._tell(f"prefill: is back: request {number + 1:,} computed again and pulled {gap_ms:,.0f} ms later")
 
     def end(self) -> dict[str, Any]:
-        """Unlink, let the process free its caches and end, and return its report.
+        """Unlink, ask the process to free its caches and end, and return its report.
 
         Raises PrefillError, LLMException.
         """
@@ -154,7 +154,7 @@ class Prefill:
         return {**report, "computed": self.computed, "link": links[0] if links else {}}
 
     def close(self) -> None:
-        """End the process, if it still runs."""
+        """End the process if it is still running."""
         self._stop(0, _GRACE_S)
 
     # -- a request ---------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class Prefill:
         return {"compute": number, "blocks": self._asked[number], "free": self._pulled}
 
     def _answer(self, number: int) -> list[int]:
-        """Wait until a request is computed; return the slots of its blocks."""
+        """Wait until a request is computed, and return the slots of its blocks."""
         start = time.perf_counter()
         try:
             while number not in self._slots:
@@ -175,7 +175,7 @@ class Prefill:
         return self._slots[number]
 
     def _pull(self, number: int, targets: Sequence[int], staging: Staging) -> ChannelError | LLMException | None:
-        """Wait for a request and pull it; return the error, if any."""
+        """Wait until a request is computed, and pull it. Return the error, if any."""
         try:
             sources = self._answer(number)
             killer = self._killer(number)
@@ -191,12 +191,12 @@ class Prefill:
         return None
 
     def _post(self, message: Message) -> None:
-        """Send a message. A loss of the process shows when its answer is needed."""
+        """Send a message. An error is ignored here, because the wait for the answer detects a lost process."""
         with contextlib.suppress(ChannelError):
             self._channel.send(message, self._limit_s)
 
     def _killer(self, number: int) -> threading.Thread | None:
-        """At the request `kill_at`, start a thread that kills the process half a pull later."""
+        """At the request `kill_at`, start a thread that kills the process in the middle of the pull."""
         if self._kill_at is None or number + 1 < self._kill_at or self._process is None:
             return None
         self._kill_at = None
@@ -228,14 +228,14 @@ class Prefill:
         self._node.link(self._channel.receive(limit_s, "address")["address"])
 
     def _stop(self, alone_s: float, patience_s: float) -> str:
-        """End the process and return how it ended. It has `alone_s` seconds to end by itself."""
+        """End the process and return how it ended. It gets `alone_s` seconds to end by itself."""
         process, self._process = self._process, None
         return "it was not running" if process is None else process.stop(alone_s, patience_s)
 
     def _recover(self, number: int, error: ChannelError | LLMException) -> None:
-        """Report the loss, start another process, and ask it for all requests that were not pulled yet.
+        """Report the loss, start another process, and request everything from it that was not pulled yet.
 
-        Raises the error itself if the process lives and is in reach, and PrefillError after too many restarts.
+        Raises `error` if the process is alive and reachable, and PrefillError after `MOST_RESTARTS` restarts.
         """
         if self._lost_at is None:
             self._lost_at = time.monotonic()
@@ -264,7 +264,7 @@ class Prefill:
             self._post(self._request(asked))
 
     def _is_lost(self, error: LLMException) -> bool:
-        """Whether a failed call means that the process is dead or out of reach, and not that the call was wrong."""
+        """Return whether a call failed because the process is dead or unreachable, not because the call was wrong."""
         return error.status_code in _OUT_OF_REACH or self._process is None or self._process.has_ended(_GRACE_S)
 
 
@@ -281,11 +281,11 @@ class _Process:
         self.channel = Channel(self._popen.stdout.fileno(), self._popen.stdin.fileno())
 
     def kill(self) -> None:
-        """Kill it."""
+        """Kill the process."""
         self._popen.kill()
 
     def has_ended(self, patience_s: float) -> bool:
-        """Wait at most `patience_s` seconds for its end, and return whether it ended."""
+        """Wait at most `patience_s` seconds for the process to end, and return whether it ended."""
         try:
             self._popen.wait(patience_s)
         except subprocess.TimeoutExpired:
@@ -293,7 +293,7 @@ class _Process:
         return True
 
     def stop(self, alone_s: float, patience_s: float) -> str:
-        """Let it end by itself for `alone_s` seconds, then close its input, then kill it. Return how it ended."""
+        """Wait `alone_s` seconds, then close the pipes and wait `patience_s`, then kill. Return how it ended."""
         alone = self.has_ended(alone_s)
         for pipe in (self._popen.stdin, self._popen.stdout):
             if pipe is not None:

@@ -1,4 +1,4 @@
-"""The results of a replay as a table and as JSON, and the progress while it runs."""
+"""The results of a replay, as a table and as JSON, and the progress display."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 REAL_MODEL = "Llama-3-70B (80 layers, 8 KV heads x 128, bfloat16)"
 REAL_BYTES_PER_TOKEN = 2 * 80 * 8 * 128 * 2
-"""Bytes of K and V that one token takes in the model that byte counts are compared with."""
+"""Bytes of K and V of one token in `REAL_MODEL`, to which byte counts are compared."""
 
 _GB = 1e9
 _BAR = 20
 _WIDE = 110
-"""Columns of a terminal that has room for a bar beside the text."""
+"""Columns from which a terminal has room for a bar beside the text."""
 
 _WAYS = {
     "mapped": "read in place",
@@ -36,7 +36,7 @@ _WAYS = {
     "process": "read through the kernel",
     "stream": "sent through the socket",
 }
-"""How bytes of a peer travel, by the name in the counters of the engine."""
+"""Value in the counters of a link (`LinkStats`) → text of the report."""
 
 
 class Progress:
@@ -51,7 +51,7 @@ class Progress:
         self._start = self._last = time.monotonic()
 
     def __call__(self, done: int, computed: int) -> None:
-        """Show that decode served `done` requests and prefill computed `computed` blocks, if it is time to."""
+        """Show how many requests decode served and how many blocks prefill computed, if an update is due."""
         now = time.monotonic()
         if self._quiet or now - self._last < self._every:
             return
@@ -71,7 +71,7 @@ class Progress:
         self._stream.flush()
 
     def tell(self, text: str) -> None:
-        """Show a line of news, also if progress is not shown."""
+        """Show a line of text, even if progress is not shown."""
         self.close()
         self._stream.write(f"replay: {text}\n")
         self._stream.flush()
@@ -84,17 +84,17 @@ class Progress:
 
 
 def scale(geometry: Geometry) -> float:
-    """Return by what factor a block of the real model is larger than one of this geometry."""
+    """Return how many times larger a block of the real model is than one of this geometry."""
     return REAL_BYTES_PER_TOKEN * geometry.tokens / geometry.block_bytes
 
 
 def peak_memory_bytes() -> int:
-    """Return the most bytes of memory that this process held so far."""
+    """Return the peak resident memory of this process in bytes."""
     with contextlib.suppress(OSError), Path("/proc/self/status").open(encoding="ascii", errors="replace") as status:
         for line in status:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    # On other systems. On Linux it would include the peak of the process that started this one.
+    # For other systems. On Linux, this would include the peak of the process that started this one.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -194,7 +194,7 @@ def table(found: Mapping[str, Any]) -> str:
 
 
 def _prefill(prefill: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The lines about the other process and the way to it."""
+    """Return the lines about the prefill process and the transport to it."""
     link = prefill["link"]
     ways = f"{link['transport']} to {link['address']}"
     if link["refusal"]:

@@ -1,6 +1,6 @@
 """The life of requests on the decode node: admit, pull, verify, diverge, finish. `table` plans, `node` moves bytes.
 
-The prefill process computes one request while the decode process works on the one before it.
+The prefill process computes one request while the decode process works on the previous one.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ MS_PER_TOKEN = 25.0
 
 
 class WrongByteError(Exception):
-    """A block has other bytes than were written. The text gives the place."""
+    """A block has bytes that were not written to it. The text names the place."""
 
 
 class Own(NamedTuple):
-    """A private block of a running request: device slot, block id of its content, what was appended to it."""
+    """A private block of a running request: device slot, block id of its content, and the tail that was appended."""
 
     slot: int
     content: int
@@ -49,7 +49,7 @@ class Live(NamedTuple):
 
 
 class Admitted(NamedTuple):
-    """A request whose plan is made and whose blocks are being computed, but whose plan is not carried out yet."""
+    """A request with a plan whose blocks are being computed. The plan is not carried out yet."""
 
     live: Live
     request: Request
@@ -58,7 +58,10 @@ class Admitted(NamedTuple):
 
 @dataclass
 class Outcome:
-    """The counters of a replay; `seconds` by activity, `largest_blocks` of the requests that were `too_large`."""
+    """The counters of a replay.
+
+    `largest_blocks` is the size of the largest request that was `too_large`. `seconds` is by activity.
+    """
 
     requests: int = 0
     too_large: int = 0
@@ -79,8 +82,8 @@ class Outcome:
 class Server:
     """Serves requests on a node, at most `concurrency` at a time, with blocks that a prefill process computes.
 
-    `corrupt` is for tests: one byte is flipped before the check in the block of that hit and in that pulled block,
-    both counted from 1.
+    `corrupt` is for tests. It has the numbers of a hit and of a pulled block, both counted from 1. One byte of each of
+    these blocks is flipped before the check.
     """
 
     def __init__(
@@ -123,7 +126,7 @@ class Server:
         self._check_cached(len(requests))
 
     def _admit(self, number: int, request: Request) -> None:
-        """Plan a request and ask prefill for its blocks; meanwhile work on the request before it."""
+        """Plan a request and request its blocks from prefill. Meanwhile, work on the previous request."""
         self.outcome.requests += 1
         private = _private_blocks(request, self._node.geometry.tokens)
         plan = self._plan(request, private)
@@ -144,7 +147,7 @@ class Server:
         self._admitted = Admitted(live, request, plan)
 
     def _serve_admitted(self) -> None:
-        """Carry out the plan that was made last. Plans are carried out in the order in which they are made."""
+        """Carry out the latest plan. Plans are carried out in the order in which they are made."""
         if self._admitted is not None:
             (live, request, plan), self._admitted = self._admitted, None
             self._carry_out(live, plan)
@@ -181,7 +184,7 @@ class Server:
         outcome.private_blocks += len(plan.private)
 
     def _flip_hit(self, plan: Plan, index: int) -> None:
-        """Flip a byte in the block of this plan's hit `index`, if it has one, where the block lies now."""
+        """Flip a byte in the block of hit `index` of this plan, if there is one, before any swap of the plan."""
         places = [(self._node.device_rows, slot) for _, slot in plan.hits]
         self._flip([*places, *((self._node.host_rows, slot) for _, slot, _ in plan.swap_in)], index)
 
@@ -191,7 +194,7 @@ class Server:
             flip(*places[index], tensor=shape.tensors - 1, offset=shape.row_bytes // 2 + 3)
 
     def _generate(self, live: Live, request: Request, plan: Plan) -> None:
-        """Write what the request generates: into its copy of a partial last block, then into fresh blocks."""
+        """Write the generated tokens of a request: into its copy of a partial last block, then into new blocks."""
         node = self._node
         slots = list(plan.private)
         filled = request.input_tokens % node.geometry.tokens
@@ -215,7 +218,7 @@ class Server:
                 self._next_private += 1
 
     def _finish_first(self) -> None:
-        """End the running request that is due first: verify its private blocks and release all of its slots."""
+        """End the running request that is due first: verify its private blocks, and release all of its slots."""
         _, number, live = heapq.heappop(self._running)
         if self._admitted is not None and self._admitted.live.number == number:
             self._serve_admitted()
@@ -267,7 +270,7 @@ class Server:
 
 
 def _private_blocks(request: Request, tokens: int) -> int:
-    """Return how many blocks of its own a request needs for what it generates."""
+    """Return how many private blocks a request needs for the tokens that it generates."""
     filled = request.input_tokens % tokens
     if not filled:
         return -(-request.output_tokens // tokens)

@@ -1,9 +1,8 @@
-"""The place of each block: plans the hits, swaps and evictions of a request. Numbers only, without engine calls.
+"""The slot of each block: plans the hits, swaps and evictions of a request. This module makes no engine calls.
 
-A shared block lies in one place at a time: in a device slot, in a host slot, or nowhere. Running requests
-hold references on the device blocks they use. Blocks without a reference stay cached; the oldest is swapped out first.
-Of the blocks on the host, the oldest is evicted first. Private blocks belong to one running request and are never
-cached.
+A shared block is in a device slot, in a host slot, or in neither. Running requests hold references to the device blocks
+that they use. Blocks without a reference stay cached (*idle*); the oldest is swapped out first. Of the blocks on the
+host, the oldest is evicted first. Private blocks belong to one running request and are never cached.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ if TYPE_CHECKING:
 class Plan(NamedTuple):
     """The steps for one request, to be carried out in the order of the fields.
 
-    `swap_out` and `swap_in` hold (block id, source slot, destination slot); `hits` and `writes` hold
-    (block id, device slot); `private` holds device slots. `evicted` blocks left the host, `dropped` ones left
-    the device while the host had no slot for them.
+    `swap_out` and `swap_in` have (block id, source slot, destination slot), `hits` and `writes` have (block id, device
+    slot), and `private` has device slots. `evicted` blocks were removed from the host. `dropped` blocks were removed
+    from the device because the host had no slot for them.
     """
 
     swap_out: list[tuple[int, int, int]]
@@ -34,7 +33,7 @@ class Plan(NamedTuple):
 
 
 class BlockTable:
-    """The places of all blocks of a node with that many device and host slots."""
+    """The slots of all blocks of a node with `device_slots` device slots and `host_slots` host slots."""
 
     def __init__(self, device_slots: int, host_slots: int) -> None:
         self._device: dict[int, int] = {}
@@ -45,9 +44,9 @@ class BlockTable:
         self._free_host = list(range(host_slots - 1, -1, -1))
 
     def plan(self, blocks: Sequence[int], private: int) -> Plan | None:
-        """Place a request's blocks and `private` more, and take a reference on each shared one.
+        """Assign device slots to the blocks of a request and to `private` more, and take references to the shared ones.
 
-        Returns None, and changes nothing, while the device has too few slots that are free or idle.
+        Returns None, and changes nothing, if the device has too few slots that are free or idle.
         """
         on_device = [block for block in blocks if block in self._device]
         fresh_slots = len(blocks) - len(on_device) + private
@@ -73,7 +72,7 @@ class BlockTable:
                 writes.append((block, slot))
             self._device[block] = slot
             self._references[block] = 1
-        # Only now: a host slot that is read by this plan must not be written by its swap-outs.
+        # This must come last: the swap-outs of this plan must not write a host slot that its swap-ins read.
         self._free_host.extend(sources.values())
         return Plan(swap_out, swap_in, hits, writes, slots, evicted, dropped)
 
@@ -90,7 +89,7 @@ class BlockTable:
         self._free_device.extend(reversed(private))
 
     def device_slot(self, block: int) -> int:
-        """Return the device slot of a block that lies on the device. Raises KeyError for any other."""
+        """Return the device slot of a block. Raises KeyError if the block is not on the device."""
         return self._device[block]
 
     def cached(self) -> tuple[dict[int, int], dict[int, int]]:
@@ -102,7 +101,7 @@ class BlockTable:
         self._idle.pop(block, None)
 
     def _make_room(self, missing: int) -> tuple[list[tuple[int, int, int]], list[int], list[int]]:
-        """Free `missing` device slots: oldest idle blocks go to the host, oldest host blocks leave it."""
+        """Free `missing` device slots: move the oldest idle blocks to the host, and evict the oldest blocks there."""
         victims = list(islice(self._idle, max(missing, 0)))
         lost = max(len(victims) - len(self._free_host) - len(self._host), 0)
         leaving = [(block, self._device.pop(block)) for block in victims]
@@ -115,7 +114,7 @@ class BlockTable:
             block, slot = self._host.popitem(last=False)
             evicted.append(block)
             self._free_host.append(slot)
-        # Slots are paired in ascending order, so that neighbours stay neighbours (cheaper copies).
+        # Slots are paired in ascending order, so that adjacent slots stay adjacent, which makes copies faster.
         targets = _take(self._free_host, len(leaving))
         swap_out = [(block, slot, targets.pop()) for block, slot in sorted(leaving, key=_slot)]
         places = {block: target for block, _, target in swap_out}

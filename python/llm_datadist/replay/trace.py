@@ -1,8 +1,8 @@
-"""Requests of a trace: read from a JSON-lines file, or made with the same shape. Not for serving them.
+"""Requests of a trace: read from a JSON-lines file, or generated with the same distribution. `serve` serves them.
 
-A line of the file is an object with ``timestamp`` (milliseconds), ``input_length`` and ``output_length``
-(tokens) and ``hash_ids``: one id for each started block of 512 input tokens. Equal ids are equal blocks with
-equal blocks before them, so an id stands for the whole prefix up to its block.
+A line of the file is an object with ``timestamp`` (milliseconds), ``input_length`` and ``output_length`` (tokens) and
+``hash_ids``: one id for each block of 512 input tokens, the last of which may be partial. An id stands for the whole
+prefix up to the end of its block: blocks with equal ids are equal, and so are all blocks before them.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _ids(ids: object, input_tokens: int) -> tuple[int, ...]:
     return tuple(ids)
 
 
-# The shape of the public conversation trace (12,031 requests): quantiles, then frequencies.
+# The distribution of the public conversation trace (12,031 requests): quantiles, then frequencies.
 _SHARES = (0.0, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 _FIRST_INPUT = (891, 894, 905, 1336, 5264, 13056, 25561, 38538, 89869, 126195)
 _OUTPUT = (1, 3, 24, 156, 350, 472, 597, 698, 1120, 2000)
@@ -119,11 +119,11 @@ _REQUESTS_PER_TICK = 10
 
 
 def make_trace(requests: int, seed: int, block_tokens: int = FILE_BLOCK_TOKENS) -> list[Request]:
-    """Return a trace of that many requests with the lengths and the sharing of the public conversation trace.
+    """Generate a trace of that many requests, with the lengths and the prefix sharing of the public conversation trace.
 
-    Every request starts with one common block (the system prompt). Four in ten continue an earlier
-    conversation and share its full blocks, some of them with a part of the history cut, and a few repeat an
-    earlier prompt as it was. Equal arguments give equal traces.
+    Every request starts with one common block (the system prompt). About four in ten continue an earlier conversation
+    and share its full blocks. Some of these have a part of the history removed, and a few repeat an earlier prompt
+    unchanged. Equal arguments give equal traces.
     """
     return list(_conversations(requests, random.Random(seed), block_tokens))  # noqa: S311  (not a secret)
 
@@ -151,7 +151,7 @@ def _conversations(requests: int, dice: random.Random, block_tokens: int) -> Ite
 
 
 def _prompt(earlier: Request | None, dice: random.Random, block_tokens: int) -> tuple[tuple[int, ...], int]:
-    """Return the blocks kept of an earlier request and the input length in tokens."""
+    """Return the blocks that a request shares with an earlier one, and its input length in tokens."""
     if earlier is None:
         return (), _draw(_FIRST_INPUT, dice)
     chance = dice.random()
@@ -167,7 +167,7 @@ def _prompt(earlier: Request | None, dice: random.Random, block_tokens: int) -> 
 
 
 def _take_head(heads: list[int], wanted: int) -> int:
-    """Remove and return the conversation whose latest request lies nearest at or after `wanted`."""
+    """Remove and return the first conversation whose latest request is at or after `wanted`, else the last one."""
     return heads.pop(min(bisect.bisect_left(heads, wanted), len(heads) - 1))
 
 

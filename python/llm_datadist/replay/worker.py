@@ -1,14 +1,14 @@
 """The prefill process: writes the blocks and the staging cache of each request, for decode to pull.
 
 ``prefill`` starts it with pipes as standard input and output, which carry messages (``channel``). All other output goes
-to standard error. It ends when its input does, so that it never outlives the decode process.
+to standard error. The process ends at the end of its input, so that it never outlives the decode process.
 
 | from decode                              | to decode                                                     |
 | ---------------------------------------- | ------------------------------------------------------------- |
 | ``geometry``, ``seed``, ``blocks``, ...  | ``address``: where this engine listens                        |
-| ``compute``: a request, ``blocks``: ids, | ``computed``: the request, ``slots``: where each block lies,  |
+| ``compute``: a request, ``blocks``: ids, | ``computed``: the request, ``slots``: the slot of each block, |
 | ``free``: requests that were pulled      | ``total``: blocks computed so far                             |
-| ``end``                                  | ``leaked_bytes`` and what the work cost; then the process ends |
+| ``end``                                  | ``leaked_bytes``, seconds and memory; then the process ends   |
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Setup(NamedTuple):
-    """The first message: shape and seed of the contents, blocks and bytes of the pool, options of the engine."""
+    """The first message: shape and seed of the blocks, blocks and bytes of the pool, and options of the engine."""
 
     geometry: Geometry
     seed: int
@@ -43,7 +43,7 @@ class Setup(NamedTuple):
     extra: dict[str, str]
 
     def message(self) -> Message:
-        """Return it as a message."""
+        """Return the setup as a message."""
         return {**self._asdict(), "geometry": list(self.geometry)}
 
     @classmethod
@@ -101,10 +101,10 @@ class Worker:
         """Free the slots of requests that were pulled."""
         for number in numbers:
             self._free += self._held.pop(number)
-        self._free.sort(reverse=True)  # neighbouring slots are taken together, which makes pulls cheaper
+        self._free.sort(reverse=True)  # adjacent slots are then taken together, which makes pulls faster
 
     def _stage(self, number: int) -> None:
-        """Write the request's staging cache, which only its key holds afterwards, so that its pull releases it."""
+        """Write the staging cache of a request. Only its key holds it afterwards, so that the pull releases it."""
         manager = self._engine.manager
         key = CacheKey(PREFILL, number, model_id=STAGING_MODEL)
         cache = manager.allocate_cache(self._engine.staging(), [key])
@@ -148,7 +148,7 @@ def _send(replies: Any, message: Message) -> None:
 
 def main() -> int:
     """Run the process and return its exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for decode, whose end is seen here as the end of input
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # decode handles Ctrl-C; its end closes this process's input
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as replies:
         os.dup2(2, 1)
         try:
@@ -156,7 +156,7 @@ def main() -> int:
         except LLMException as error:
             print(f"replay: prefill: the engine failed: {error}", file=sys.stderr)  # noqa: T201  (its only channel)
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), replies.fileno())  # what is left must go somewhere on close
+            os.dup2(os.open(os.devnull, os.O_WRONLY), replies.fileno())  # so that the flush on close succeeds
         return 1
 
 

@@ -1,4 +1,4 @@
-"""Re-exports of ``llm_datadist.cache_manager`` under the path that existing clients import."""
+"""Re-exports of ``llm_datadist.cache_manager`` under the path that existing clients import (contract §1.2)."""
 
 from llm_datadist.cache_manager import CacheManager
 

@@ -1,4 +1,4 @@
-"""Re-exports of ``llm_datadist.configs`` and ``engine_config`` under the path that existing clients import."""
+"""Re-exports of ``configs`` and ``engine_config`` under the path that existing clients import (contract §1.2)."""
 
 from llm_datadist.configs import LLMClusterInfo, LLMConfig, LlmConfig, LLMRole
 from llm_datadist.engine_config import ClusterConfig, EngineConfig

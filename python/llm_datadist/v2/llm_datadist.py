@@ -1,4 +1,4 @@
-"""Re-exports of ``llm_datadist.datadist`` under the path that existing clients import."""
+"""Re-exports of ``llm_datadist.datadist`` under the path that existing clients import (contract §1.2)."""
 
 from llm_datadist.datadist import LLMDataDist, _shutdown_handler
 from llm_datadist.engine_config import EngineConfig

@@ -1,4 +1,4 @@
-"""Re-exports of ``llm_datadist.types`` and ``layerwise`` under the path that existing clients import."""
+"""Re-exports of ``types`` and ``layerwise`` under the path that existing clients import (contract §1.2)."""
 
 from llm_datadist.data_type import DataType
 from llm_datadist.kv_cache_manager import KvCache

@@ -39,11 +39,11 @@ def is_valid_id(value: int) -> bool:
 
 
 def layer_range_to_tensor_indices(layer_range: Optional[range], tensor_num_per_layer: int) -> list[int]:
-    """Return the indices of the tensors of layers (contract §7.12).
+    """Return the indices of the tensors that belong to a range of layers (contract §7.12).
 
     Args:
-        layer_range: the layers; ``None`` or an empty range, which mean all layers, give ``[]``.
-        tensor_num_per_layer: tensors of one layer.
+        layer_range: the layers. ``None`` and an empty range mean all layers, for which the result is ``[]``.
+        tensor_num_per_layer: number of tensors of one layer.
     """
     if not layer_range:
         return []
@@ -52,6 +52,9 @@ def layer_range_to_tensor_indices(layer_range: Optional[range], tensor_num_per_l
 
 def parse_listen_ip_info(listen_ip_info: str) -> tuple[str, int]:
     """Return the address and the port of ``ip:port`` (contract §6.2, step 10).
+
+    Args:
+        listen_ip_info: the text. An IPv6 address is written as ``[ip]:port``, and is returned in brackets.
 
     Raises:
         TypeError: ``listen_ip_info`` is not a ``str``.
@@ -63,9 +66,15 @@ def parse_listen_ip_info(listen_ip_info: str) -> tuple[str, int]:
 
 
 def calc_tensor_size(shape: Sequence[int], data_type: DataType) -> int:
-    """Return the bytes of one tensor (contract §4.2).
+    """Return the size of one tensor in bytes (contract §4.2).
+
+    Args:
+        shape: dimensions, outermost first.
+        data_type: element type.
 
     Raises:
-        LLMException: ``LLM_PARAM_INVALID``: not 1 to 31 dimensions above 0, or 2^63 bytes or more.
+        TypeError: a dimension is not an ``int``.
+        ValueError: a dimension is outside int64.
+        LLMException: ``LLM_PARAM_INVALID``: not 1 to 31 dimensions above 0, 2^63 bytes or more, or no data type.
     """
     return _core.tensor_bytes(tuple(shape), data_type)
