@@ -153,7 +153,7 @@ licenses:  ## check the licences of both lock files, and advisories where the da
 check-rust:  ## whether this compiler is the version that the manifests and the README name
 	@want=$(RUST_VERSION); have=$$(rustc --version | sed -E 's/^rustc ([0-9]+\.[0-9]+).*/\1/'); \
 	if [ "$$want" != "$$have" ]; then \
-		echo "Cargo.toml and README.md name Rust $$want, and this is rustc $$have: what is named would not be what is tested." >&2; \
+		echo "Cargo.toml and README.md name Rust $$want, and this is rustc $$have: the tests would run with another compiler than the documented one." >&2; \
 		echo "Install it (rustup toolchain install $$want; rustup override set $$want), or name $$have in both." >&2; exit 1; fi; \
 	echo "rustc $$have, as Cargo.toml names"
 

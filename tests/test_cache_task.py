@@ -151,7 +151,7 @@ def test_a_thread_that_does_not_start(
             transfer.start(steps)
     if isinstance(error, RuntimeError):
         assert isinstance(caught.value, LLMException)
-        assert "the thread that waits for the layers cannot be started: no more threads" in str(caught.value)
+        assert "cannot start the thread that waits for the layers: no more threads" in str(caught.value)
         assert caught.value.status_code is LOST
         assert caught.value.__cause__ is error
     else:

@@ -171,7 +171,7 @@ def test_killed_prefill_is_replaced_in_the_middle_of_a_pull(tmp_path, capsys, at
         f"prefill: lost at request {request}: it was killed by signal 9",
         "LLM_NOT_YET_LINK: ",
         "restart 1 of at most 3",
-        f"prefill: is back: request {request} computed again and pulled ",
+        f"prefill: recovered: request {request} computed again and pulled ",
     ):
         assert shown in said.err
     assert f"at request {request}: it was killed by signal 9" in said.out
@@ -182,7 +182,7 @@ def test_prefill_that_always_dies_is_given_up(faulty, capsys):
     said = _failed(capsys, "--requests", "100").err
     assert said.count("; restart ") == 3
     assert "replay: the prefill process failed: lost at request " in said
-    assert said.rstrip().endswith("given up after 3 restarts")
+    assert said.rstrip().endswith("gave up after 3 restarts")
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ def test_waits_end_at_their_limit_and_with_the_other_process(pipes):
             call(*args)
 
     refused(r"did not answer within 0.05 s", end.receive, 0.05)
-    refused(r"took no message within 0.05 s", end.send, {"text": "x" * 2**20}, 0.05)
+    refused(r"accepted no message within 0.05 s", end.send, {"text": "x" * 2**20}, 0.05)
     writing.write(b'{"half')
     writing.close()
     to_other.close()

@@ -157,7 +157,7 @@ def whole_part(group: Group, part: str, ask: Ask) -> Iterator[Found]:
         if ended is None:
             yield from found
             return
-        print(f"{group.name} {part}: {at_it or 'nobody'} was at it: {ended}", flush=True)
+        print(f"{group.name} {part}: {at_it or 'nobody'} was running: {ended}", flush=True)
         if at_it in ("", OURS, LIMIT):
             yield from found
             yield Row(group.name, part, at_it or OURS, note=ended)

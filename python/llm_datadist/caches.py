@@ -172,4 +172,4 @@ def release_on_exit(release: Any, error: Optional[BaseException], of: object) ->
     except Exception as failure:
         if error is None:
             raise
-        log.error("%s was not released at the end of a with block that raised: %s", of, failure)
+        log.error("failed to release %s after its with block raised: %s", of, failure)

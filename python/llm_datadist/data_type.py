@@ -49,7 +49,7 @@ def get_python_dtype_from_wrapper_dtype(wrapper_dtype: int) -> DataType:
         ValueError: no type has that number.
     """
     if wrapper_dtype not in _dwrapper_dtype_to_python_dtype:
-        raise ValueError(f"{wrapper_dtype} is not the number of a DataType")
+        raise ValueError(f"wrapper_dtype={wrapper_dtype} is not the number of a DataType")
     return _dwrapper_dtype_to_python_dtype[wrapper_dtype]
 
 

@@ -61,7 +61,7 @@ def start() -> None:
         try:
             descriptor = _core.open_log()
         except OSError as error:
-            log.warn("the engine's log is read at calls only: %s", error)
+            log.warn("engine log lines are delivered only during calls: %s", error)
             return
         thread = threading.Thread(target=_read, args=(descriptor,), name="llm-log", daemon=True)
         try:
@@ -69,7 +69,7 @@ def start() -> None:
         except RuntimeError as error:  # no more threads, or the interpreter is going down
             _core.close_log()
             os.close(descriptor)
-            log.warn("the engine's log is read at calls only: %s", error)
+            log.warn("engine log lines are delivered only during calls: %s", error)
             return
         _thread, _descriptor = thread, descriptor
 

@@ -180,7 +180,7 @@ class TransferWithCacheKeyConfig(_SourceLayers):
         self._dst_layer_range = dst_layer_range
         if src_layer_range is not None and dst_layer_range is not None:
             layers = len(src_layer_range), len(dst_layer_range)
-            raise_if_false(layers[0] == layers[1], "src_layer_range has {} layers, and dst_layer_range has {}", *layers)
+            raise_if_false(layers[0] == layers[1], "len(src_layer_range)={} differs from len(dst_layer_range)={}", *layers)
         _core.check_uint32("src_batch_index", src_batch_index)
         self.src_batch_index = src_batch_index
         self.dst_cluster_id = cache_key.cluster_id
@@ -398,7 +398,7 @@ def _start_layer_thread(engine: _core.DataDist, task: _core.TransferTask, synchr
     try:
         thread.start()
     except Exception as error:
-        text = f"the thread that waits for the layers cannot be started: {error}"
+        text = f"cannot start the thread that waits for the layers: {error}"
         raise LLMException(text, status_code=LLMStatusCode.LLM_FAILED) from error
 
 

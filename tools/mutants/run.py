@@ -61,7 +61,7 @@ def place(path: Path, mutant: Mutant) -> int:
         if line.strip() == mutant["line"] and function == mutant["function"]:
             found.append(at)
     if len(found) != 1:
-        sys.exit(f"{len(found)} such lines in {path.name}, fn {mutant['function']}: {mutant['line']}")
+        sys.exit(f"{len(found)} such lines instead of 1 in {path.name}, fn {mutant['function']}: {mutant['line']}")
     return found[0]
 
 

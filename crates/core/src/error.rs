@@ -108,7 +108,6 @@ impl Error {
 
     /// Returns the error of kind [`ErrorKind::InvalidArgument`] with the text `message`.
     #[cold]
-    #[must_use]
     pub(crate) fn invalid(message: impl Into<String>) -> Self {
         Error::new(ErrorKind::InvalidArgument, message)
     }
@@ -121,14 +120,12 @@ impl Error {
 
     /// Returns the error for an invalid argument: its name, its value and what it must be.
     #[cold]
-    #[must_use]
     pub fn argument(name: &str, value: impl fmt::Display, required: impl fmt::Display) -> Self {
         Error::invalid(format!("{name}={value} must be {required}"))
     }
 
     /// Returns the error for an argument outside its `range`, for example "1 to 256".
     #[cold]
-    #[must_use]
     pub(crate) fn out_of_range(name: &str, value: impl fmt::Display, range: impl fmt::Display) -> Self {
         Error::invalid(format!("{name}={value} is out of range ({range})"))
     }

@@ -118,7 +118,6 @@ impl From<ErrorKind> for StatusCode {
 impl StatusCode {
     /// Returns the code in `KvCacheManager` mode, in which some failures have codes of their own
     /// (contract §9.2, §9.3, §17.14).
-    #[must_use]
     pub fn of_kv_cache_manager(kind: ErrorKind) -> StatusCode {
         match kind {
             ErrorKind::Timeout => StatusCode::WaitProcessTimeout,
@@ -131,7 +130,6 @@ impl StatusCode {
 
     /// Returns the code for a failure of `Initialize` of the C++ class: `OutOfMemory` if there is no memory
     /// for the pool itself (contract, C++ §1).
-    #[must_use]
     pub fn of_cpp_open(kind: ErrorKind) -> Self {
         match kind {
             ErrorKind::OutOfMemory => StatusCode::OutOfMemory,
@@ -142,7 +140,6 @@ impl StatusCode {
     /// Returns the code for a failure of the C++ class (contract, C++ §1, §7). `OutOfMemory` always concerns
     /// the device pool there, the only memory of the class, and a call on an engine that is not open has no
     /// code of its own.
-    #[must_use]
     pub fn of_cpp(kind: ErrorKind) -> Self {
         match kind {
             ErrorKind::OutOfMemory => StatusCode::DeviceOutOfMemory,

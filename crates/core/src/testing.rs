@@ -1,22 +1,24 @@
 //! Opens the private modules to tests and benchmarks (feature `testing`); never part of a release build. The
 //! tools of the tests are in `crates/testing`.
 
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::transfer::{Delivery, ExecutorHandle};
+use crate::{Cache, Error, Result, Task};
+
 /// Returns the memory of a cache.
-pub fn tensors(cache: &crate::Cache) -> &std::sync::Arc<crate::memory::Tensors> {
+pub fn tensors(cache: &Cache) -> &Arc<crate::memory::Tensors> {
     cache.tensors()
 }
 
 /// Starts a layer-wise transfer, as the engine does.
-pub fn start_task(
-    lanes: crate::transfer::ExecutorHandle,
-    deliveries: Vec<crate::transfer::Delivery>,
-    patience: Option<std::time::Duration>,
-) -> crate::Result<std::sync::Arc<crate::Task>> {
-    crate::Task::start(lanes, deliveries, patience)
+pub fn start_task(lanes: ExecutorHandle, to: Vec<Delivery>, patience: Option<Duration>) -> Result<Arc<Task>> {
+    Task::start(lanes, to, patience)
 }
 
 /// Reports that a layer of a transfer will not be ready.
-pub fn refuse_layer(task: &crate::Task, layer: u32, error: &crate::Error) {
+pub fn refuse_layer(task: &Task, layer: u32, error: &Error) {
     task.refuse(layer, error);
 }
 

@@ -96,6 +96,6 @@ fn it_is_cancelled_at_any_moment() {
 
 #[test]
 fn a_layer_is_refused_at_any_moment() {
-    let refuse = |task: &Arc<Task>| refuse_layer(&task, 1, &Error::new(ErrorKind::Timeout, "as told"));
+    let refuse = |task: &Arc<Task>| refuse_layer(task, 1, &Error::new(ErrorKind::Timeout, "as told"));
     explore(None, refuse, &[None, Some(ErrorKind::Timeout)]);
 }

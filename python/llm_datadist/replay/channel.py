@@ -45,7 +45,7 @@ class Channel:
         while rest:
             rest = rest[self._write(rest) :]
             if rest:
-                self._wait(until, limit_s, "took no message")
+                self._wait(until, limit_s, "accepted no message")
 
     def receive(self, limit_s: float, *fields: str) -> Message:
         """Wait for the next message, which must have these fields, and return it. Raises ChannelError."""

@@ -134,7 +134,7 @@ class Prefill:
         if self._lost_at is not None:
             gap_ms = self.restarts[-1].gap_ms = (time.monotonic() - self._lost_at) * 1e3
             self._lost_at = None
-            self._tell(f"prefill: is back: request {number + 1:,} computed again and pulled {gap_ms:,.0f} ms later")
+            self._tell(f"prefill: recovered: request {number + 1:,} computed again and pulled {gap_ms:,.0f} ms later")
 
     def end(self) -> dict[str, Any]:
         """Unlink, ask the process to free its caches and end, and return its report.
@@ -247,7 +247,7 @@ class Prefill:
             lost = Restart(number + 1, ended, code, str(error))
             text = f"lost at request {number + 1:,}: {ended}; {_said(error)}"
             if len(self.restarts) == MOST_RESTARTS:
-                raise PrefillError(f"{text}; given up after {MOST_RESTARTS} restarts") from error
+                raise PrefillError(f"{text}; gave up after {MOST_RESTARTS} restarts") from error
             self.restarts.append(lost)
             self._tell(f"prefill: {text}; restart {len(self.restarts)} of at most {MOST_RESTARTS}")
             try:
@@ -314,5 +314,5 @@ def _exit_text(status: int) -> str:
 
 def _said(error: ChannelError | LLMException) -> str:
     if isinstance(error, LLMException):
-        return f"a call gave {error.status_code.name}: {error}"
+        return f"a call failed with {error.status_code.name}: {error}"
     return f"it {error}"

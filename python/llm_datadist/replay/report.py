@@ -203,8 +203,8 @@ def _prefill(prefill: Mapping[str, Any]) -> list[tuple[str, str]]:
     work = f"{prefill['computed']:,} blocks computed, written in {prefill['seconds']:.1f} s"
     lines = [("prefill", f"{work}; process {_size(prefill['peak_memory_bytes'])}"), ("transport", ways)]
     for restart in prefill["restarts"]:
-        code = f"; the pull gave {restart['code']}" if restart["code"] else ""
-        gap = "" if restart["gap_ms"] is None else f"; good again after {restart['gap_ms']:,.0f} ms"
+        code = f"; the pull failed with {restart['code']}" if restart["code"] else ""
+        gap = "" if restart["gap_ms"] is None else f"; recovered after {restart['gap_ms']:,.0f} ms"
         lines.append(("restart", f"at request {restart['request']:,}: {restart['ended']}{code}{gap}"))
     return lines
 

@@ -57,7 +57,7 @@ def read_trace(path: str, limit: int | None = None) -> list[Request]:
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path}: {error}") from None
     if not requests:
-        raise TraceError(f"{path}: no request in it")
+        raise TraceError(f"{path}: contains no request")
     return requests
 
 
@@ -100,7 +100,7 @@ def _ids(ids: object, input_tokens: int) -> tuple[int, ...]:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_ID:
             raise ValueError(f"a hash id must be an integer in 0 ... 2^62-1, not {value!r}")
     if len(set(ids)) != len(ids):
-        raise ValueError("a hash id stands twice in one request, so it cannot name a prefix")
+        raise ValueError("hash_ids contains an id twice, so it cannot name a prefix")
     return tuple(ids)
 
 

@@ -38,7 +38,6 @@ pub struct Progress {
 impl Progress {
     /// Creates the progress of a transfer. A read of another process's memory fails if nothing moves for
     /// `silence`.
-    #[must_use]
     pub fn within(silence: Duration) -> Progress {
         Progress { silence: Some(silence), ..Progress::default() }
     }

@@ -27,14 +27,12 @@ pub struct DeviceSet {
 
 impl DeviceSet {
     /// Returns host memory for both, which every machine supports.
-    #[must_use]
     pub fn host_only() -> Self {
         DeviceSet { host: Arc::new(HostDevice), device: Arc::new(HostDevice) }
     }
 
     /// Returns host memory, and `device` for caches placed on the device.
     #[cfg(feature = "testing")]
-    #[must_use]
     pub fn with_device(device: Arc<dyn Device>) -> Self {
         DeviceSet { host: Arc::new(HostDevice), device }
     }

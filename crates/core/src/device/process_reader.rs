@@ -15,7 +15,6 @@ pub struct ProcessReader(Arc<PeerProcess>);
 
 impl ProcessReader {
     /// Creates a copier that reads `process`.
-    #[must_use]
     pub fn new(process: Arc<PeerProcess>) -> Self {
         ProcessReader(process)
     }

@@ -42,13 +42,11 @@ struct Shared {
 impl Merger {
     /// Creates a merger of `regions` that leaves registered memory alone. It has no thread until there is
     /// work.
-    #[must_use]
     pub fn new(regions: impl IntoIterator<Item = Arc<Region>>) -> Self {
         Self::over(regions, None)
     }
 
     /// Creates a merger of `regions` and of the registered memory that is lent to it.
-    #[must_use]
     pub fn with_registered(regions: impl IntoIterator<Item = Arc<Region>>) -> Self {
         Self::over(regions, Some(Lending::default()))
     }

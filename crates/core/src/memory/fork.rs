@@ -17,7 +17,6 @@ pub struct Kept(RawFd);
 
 impl Kept {
     /// Adds `socket` to the list until this value drops.
-    #[must_use]
     pub fn new(socket: &OwnedFd) -> Kept {
         let socket = socket.as_raw_fd();
         OPEN.lock().unwrap_or_else(PoisonError::into_inner).insert(socket);

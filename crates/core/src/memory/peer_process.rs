@@ -3,8 +3,7 @@
 //!
 //! A process id can be reused, and a process can replace its program. So every read also fetches the secret
 //! that the peer sent over its link, and the bytes are accepted only if the secret is still in place
-//! (`only_the_process_with_the_secret_is_read`). Memory that can be mapped is read by `peer_mapping`
-//! instead.
+//! (`only_the_process_with_the_secret_is_read`). Memory that can be mapped is read by `peer_mapping` instead.
 
 use std::io;
 use std::os::fd::OwnedFd;

@@ -94,7 +94,6 @@ impl Region {
     /// Creates a region for addresses of a device, which the CPU cannot dereference. The device gives them
     /// their meaning.
     #[cfg(feature = "testing")]
-    #[must_use]
     pub fn opaque(base: u64, len: u64) -> Region {
         Region { base, len, mapping: None }
     }
@@ -184,8 +183,7 @@ impl Aligned {
     /// Maps the first `len` bytes of `descriptor`, a multiple of [`HUGE_PAGE`], with the access `rights`.
     pub(super) fn map(descriptor: &OwnedFd, len: usize, rights: ProtFlags) -> rustix::io::Result<Self> {
         // Map without alignment first: if the kernel refuses the mapping, it does so here, where nothing
-        // needs to be undone.
-        // SAFETY: no address is requested, so the kernel chooses an unused range.
+        // needs to be undone. SAFETY: no address is requested, so the kernel chooses an unused range.
         let anywhere = unsafe { mmap(null_mut(), len, rights, MapFlags::SHARED, descriptor, 0) }?;
         if (anywhere as usize).is_multiple_of(HUGE_PAGE) {
             return Ok(Self::advised(anywhere as usize, (anywhere as usize, len), len));

@@ -73,7 +73,6 @@ impl Tensors {
     }
 
     /// Creates tensors over the caller's own memory.
-    #[must_use]
     #[expect(clippy::needless_pass_by_value, reason = "takes over the caller's promise")]
     pub fn adopted(adopted: Adopted) -> Tensors {
         Tensors {

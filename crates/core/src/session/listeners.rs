@@ -2,8 +2,7 @@
 //! of communicators.
 //!
 //! The lock is held from the look-up until the listener is open, so that no two callers open the same address
-//! (`communicators_share_a_listener`). Only system calls that do not wait for a peer run
-//! under it.
+//! (`communicators_share_a_listener`). Only system calls that do not wait for a peer run under it.
 
 use std::net::SocketAddr;
 use std::sync::Arc;

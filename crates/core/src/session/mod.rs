@@ -62,7 +62,7 @@ use crate::net::Address;
 use crate::protocol::Comm;
 use crate::resources::Resources;
 use crate::stats::LinkState;
-use crate::validate::rank_table::RankMember;
+use crate::validate::{self, rank_table::RankMember};
 use link::Kind;
 use shared::Shared;
 
@@ -221,13 +221,9 @@ impl Finder {
 }
 
 fn one_address(peer: &PeerAddress) -> Result<Address> {
-    match peer.remote.as_slice() {
-        [address] => Ok(Address::Tcp(*address)),
-        all => {
-            let error = Error::argument("len(remote_ip_info_list)", all.len(), "exactly one remote address");
-            Err(error.with("cluster", peer.cluster))
-        }
-    }
+    let one = validate::one_address("len(remote_ip_info_list)", peer.remote.len(), "remote");
+    one.map_err(|error| error.with("cluster", peer.cluster))?;
+    Ok(Address::Tcp(peer.remote[0]))
 }
 
 /// Decides the result of an unlink that the peer did not answer. A link that has ended counts as unlinked

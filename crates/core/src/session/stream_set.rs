@@ -19,7 +19,7 @@ pub(super) struct StreamSet {
     pub(super) opening: usize,
     /// Streams that the peer was asked to open.
     pub(super) asked: usize,
-    /// StreamSet that wait for a stream.
+    /// Calls that wait for a stream.
     pub(super) waiting: usize,
 }
 

@@ -52,7 +52,7 @@ impl Call {
     /// have changed. Returns `Err(CacheNotFound)` after [`MOST_ROUNDS`] attempts.
     pub(crate) fn rounds(&self, mut attempt: impl FnMut(&Arc<KnownCache>) -> Result<Moved>) -> Result<u64> {
         let Call { link, name, deadline, .. } = self;
-        self.one_sided()?;
+        check_accessible(&self.resources, &self.local)?;
         let mut known = link.known(*name, *deadline)?;
         for _ in 0..MOST_ROUNDS {
             let open = validate::check_accessible("the cache of the peer", known.remote.accessible);
@@ -77,18 +77,17 @@ impl Call {
         Err(self.named(Error::new(ErrorKind::CacheNotFound, text)))
     }
 
-    /// Checks the local cache: in remote-accessible mode both caches must be remotely accessible (contract
-    /// §12.4).
-    pub(crate) fn one_sided(&self) -> Result<()> {
-        if self.resources.config.remote_accessible {
-            validate::check_accessible("the cache of this side", self.local.remote_accessible())?;
-        }
-        Ok(())
-    }
-
     /// Adds to an error which peer and which cache the call was for.
     pub(crate) fn named(&self, error: Error) -> Error {
         let error = if error.fact("cluster").is_some() { error } else { self.link.named(error) };
         if error.fact("name").is_some() { error } else { error.with("name", self.name) }
     }
+}
+
+/// Checks the local cache: in remote-accessible mode both caches must be remotely accessible (contract §12.4).
+pub(crate) fn check_accessible(resources: &Resources, local: &Cache) -> Result<()> {
+    if resources.config.remote_accessible {
+        validate::check_accessible("the cache of this side", local.remote_accessible())?;
+    }
+    Ok(())
 }

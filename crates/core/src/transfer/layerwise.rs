@@ -5,7 +5,7 @@
 
 use std::sync::{Arc, OnceLock};
 
-use super::call::Call;
+use super::call::{Call, check_accessible};
 use super::task::Carrier;
 use crate::cache::Cache;
 use crate::error::{Error, ErrorKind, Result};
@@ -106,9 +106,7 @@ impl LayerPush {
     }
 
     fn resolve(&self, link: Arc<Link>, deadline: Deadline) -> Result<FoundDestination> {
-        if self.resources.config.remote_accessible {
-            validate::check_accessible("the cache of this side", self.local.remote_accessible())?;
-        }
+        check_accessible(&self.resources, &self.local)?;
         match &self.to.target {
             Target::Cache { name, first_layer } => self.to_cache(link, *name, *first_layer, deadline),
             Target::Addresses(addrs) => self.to_addresses(link, addrs, deadline),

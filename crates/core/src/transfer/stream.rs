@@ -17,8 +17,7 @@ use crate::session::{KnownCache, StreamLease, limit_ms, reply, send_message_befo
 /// Minimum size of a part in bytes: a stream moves this many while another one is being requested.
 const PART: u64 = 8 << 20;
 
-/// Maximum number of pieces in one tensor of a plan whose bytes follow the request without waiting for a
-/// reply. Such a request takes a few KiB.
+/// Maximum number of pieces in one tensor of a plan that is sent with its bytes (a few KiB).
 const MOST_PIECES: u64 = 128;
 
 /// One transfer through sockets.

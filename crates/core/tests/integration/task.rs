@@ -545,7 +545,7 @@ fn every_order_of_everything() {
     let ends: [fn(&Task); 4] = [
         |task| _ = task.cancel(),
         |task| _ = task.close(),
-        |task| refuse_layer(&task, 3, &refusal()),
+        |task| refuse_layer(task, 3, &refusal()),
         |_| (),
     ];
     let lanes = Executor::default();
