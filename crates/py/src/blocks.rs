@@ -12,22 +12,84 @@ use crate::convert::{self, Any, held_int, inner_only_support, is_int, only_suppo
 use crate::error::{invalid, raise};
 use crate::{engine, raw};
 
-/// Reads a list or tuple of block indices. `None` passes here; the call fails where it needs the length.
-pub(crate) fn listed_or_none(name: &str, value: &Any<'_>) -> PyResult<Option<Vec<i64>>> {
-    if let Ok(list) = value.cast::<PyList>() {
-        listed(name, list).map(Some)
-    } else if let Ok(tuple) = value.cast::<PyTuple>() {
-        let words = raw::tuple_words(tuple).map_err(|error| raise(value.py(), &error))?;
-        words.map_or_else(|| one_by_one(name, tuple.len(), tuple.iter()), Ok).map(Some)
-    } else if value.is_none() {
-        Ok(None)
-    } else {
-        Err(only_support(name, "['list', 'tuple']", value))
+arguments! {
+    /// Block indices: a list or tuple, or a dict or array of pairs.
+    BlocksArg;
+}
+
+impl BlocksArg<'_, '_> {
+    /// A list or tuple. `None` passes here; the call fails where it needs the length.
+    pub(crate) fn listed_or_none(self, name: &str) -> PyResult<Option<Vec<i64>>> {
+        if let Ok(list) = self.0.cast::<PyList>() {
+            listed(name, &list).map(Some)
+        } else if let Ok(tuple) = self.0.cast::<PyTuple>() {
+            let words = raw::tuple_words(&tuple).map_err(|error| raise(self.py(), &error))?;
+            words.map_or_else(|| one_by_one(name, tuple.len(), tuple.iter()), Ok).map(Some)
+        } else if self.0.is_none() {
+            Ok(None)
+        } else {
+            Err(self.not_listed(name))
+        }
+    }
+
+    /// Creates the error for a value that is neither a list nor a tuple.
+    #[cold]
+    pub(crate) fn not_listed(self, name: &str) -> PyErr {
+        only_support(name, "['list', 'tuple']", &self.0)
+    }
+
+    /// A list; a tuple is refused.
+    pub(crate) fn list(self, name: &str) -> PyResult<Vec<i64>> {
+        let list = self.0.cast::<PyList>().map_err(|_| only_support(name, "['list']", &self.0))?;
+        listed(name, &list)
+    }
+
+    /// A list or tuple of unsigned integers, or `None` for none.
+    pub(crate) fn unsigned(self, name: &str) -> PyResult<Vec<u64>> {
+        if self.0.is_none() { Ok(Vec::new()) } else { convert::numbers(name, &self.0) }
+    }
+
+    /// `{source: destination}`, or an integer array of such rows.
+    pub(crate) fn pairs(self, name: &str) -> PyResult<Vec<(i64, i64)>> {
+        let (py, Ok(dict)) = (self.py(), self.0.cast::<PyDict>()) else { return rows(name, &self.0) };
+        if let Some(pairs) = raw::dict_words(&dict).map_err(|error| raise(py, &error))? {
+            return Ok(pairs);
+        }
+        let mut pairs = convert::room(py, dict.len())?;
+        // The loop runs no Python code, so the dict cannot change.
+        for (src, dst) in dict.iter() {
+            pairs.push((dict_int(name, "key", &src)?, dict_int(name, "value", &dst)?));
+        }
+        Ok(pairs)
+    }
+
+    /// `{source: [destination, …]}`, or an integer array of `(source, destination)` rows.
+    pub(crate) fn lists(self, name: &str) -> PyResult<Vec<(i64, i64)>> {
+        let (py, Ok(dict)) = (self.py(), self.0.cast::<PyDict>()) else { return rows(name, &self.0) };
+        if let Some(pairs) = raw::dict_lists(&dict).map_err(|error| raise(py, &error))? {
+            return Ok(pairs);
+        }
+        let mut pairs = convert::room(py, dict.len())?;
+        // The loop runs no Python code, so the dict cannot change.
+        for (src, list) in dict.iter() {
+            let src = dict_int(name, "key", &src)?;
+            let list = list
+                .cast::<PyList>()
+                .map_err(|_| only_support(format_args!("{name} dict value"), "['list']", &list))?;
+            for dst in list.iter() {
+                if !is_int(&dst) {
+                    return Err(inner_only_support("dict value", "['int']", &dst));
+                }
+                let dst = held_int(name, &dst)?;
+                convert::push(py, &mut pairs, (src, dst))?;
+            }
+        }
+        Ok(pairs)
     }
 }
 
 /// Reads a list of block indices.
-pub(crate) fn listed(name: &str, list: &Bound<'_, PyList>) -> PyResult<Vec<i64>> {
+fn listed(name: &str, list: &Bound<'_, PyList>) -> PyResult<Vec<i64>> {
     let words = raw::list_words(list).map_err(|error| raise(list.py(), &error))?;
     words.map_or_else(|| one_by_one(name, list.len(), list.iter()), Ok)
 }
@@ -56,57 +118,12 @@ fn one_by_one<'py>(name: &str, count: usize, items: impl Iterator<Item = Any<'py
     }
 }
 
-/// Reads `{source: destination}`, or an integer array of such rows.
-pub(crate) fn pairs(name: &str, value: &Any<'_>) -> PyResult<Vec<(i64, i64)>> {
-    let Ok(dict) = value.cast::<PyDict>() else { return rows(name, value) };
-    if let Some(pairs) = raw::dict_words(dict).map_err(|error| raise(value.py(), &error))? {
-        return Ok(pairs);
-    }
-    let mut pairs = convert::room(value.py(), dict.len())?;
-    // The loop runs no Python code, so the dict cannot change.
-    for (src, dst) in dict.iter() {
-        pairs.push((dict_key(name, &src)?, dict_value(name, &dst)?));
-    }
-    Ok(pairs)
-}
-
-/// Reads `{source: [destination, …]}`, or an integer array of `(source, destination)` rows.
-pub(crate) fn lists(name: &str, value: &Any<'_>) -> PyResult<Vec<(i64, i64)>> {
-    let Ok(dict) = value.cast::<PyDict>() else { return rows(name, value) };
-    if let Some(pairs) = raw::dict_lists(dict).map_err(|error| raise(value.py(), &error))? {
-        return Ok(pairs);
-    }
-    let mut pairs = convert::room(value.py(), dict.len())?;
-    // The loop runs no Python code, so the dict cannot change.
-    for (src, list) in dict.iter() {
-        let src = dict_key(name, &src)?;
-        let list = list
-            .cast::<PyList>()
-            .map_err(|_| only_support(format_args!("{name} dict value"), "['list']", &list))?;
-        for dst in list.iter() {
-            if !is_int(&dst) {
-                return Err(inner_only_support("dict value", "['int']", &dst));
-            }
-            let dst = held_int(name, &dst)?;
-            convert::push(value.py(), &mut pairs, (src, dst))?;
-        }
-    }
-    Ok(pairs)
-}
-
-fn dict_key(name: &str, key: &Any<'_>) -> PyResult<i64> {
-    if is_int(key) {
-        held_int(name, key)
-    } else {
-        Err(only_support(format_args!("{name} dict key"), "['int']", key))
-    }
-}
-
-fn dict_value(name: &str, value: &Any<'_>) -> PyResult<i64> {
+/// Reads a key or value of the dict called `name`; `part` says which.
+fn dict_int(name: &str, part: &str, value: &Any<'_>) -> PyResult<i64> {
     if is_int(value) {
         held_int(name, value)
     } else {
-        Err(only_support(format_args!("{name} dict value"), "['int']", value))
+        Err(only_support(format_args!("{name} dict {part}"), "['int']", value))
     }
 }
 

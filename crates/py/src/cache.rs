@@ -10,7 +10,7 @@ use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
 
-use crate::convert;
+use crate::arguments::{AddressesArg, DescArg};
 use crate::engine::ProcessOwned;
 use crate::error::raise;
 use crate::raw::{self, DL_CPU};
@@ -24,9 +24,9 @@ pub(crate) struct LooseCache {
 #[pymethods]
 impl LooseCache {
     #[new]
-    fn new(cache_desc: &Bound<'_, PyAny>, addrs: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let addrs = convert::addresses("addrs", addrs)?;
-        let adopted = raw::adopt(&convert::desc(cache_desc)?, CacheKind::Blocks, &addrs);
+    fn new(cache_desc: DescArg<'_, '_>, addrs: AddressesArg<'_, '_>) -> PyResult<Self> {
+        let addrs = addrs.addresses("addrs")?;
+        let adopted = raw::adopt(&cache_desc.read(CacheKind::Blocks, &[])?, CacheKind::Blocks, &addrs);
         let adopted = adopted.map_err(|error| raise(cache_desc.py(), &error))?;
         Ok(LooseCache { cache: ProcessOwned::new(Cache::loose(adopted)) })
     }

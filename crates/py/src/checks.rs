@@ -8,9 +8,9 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyInt, PyString, PyType};
 
-use crate::arguments::KeyArg;
 use crate::convert::{self, Any, inner_only_support, int, only_support};
 use crate::error::raise;
+use crate::keys::KeyArg;
 use crate::pull_push_arguments;
 
 /// Reads an argument that is one class, or a list or tuple of classes.

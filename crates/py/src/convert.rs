@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::fmt::Display;
 
 use llm_datadist_core::bindings::fallible;
-use llm_datadist_core::{CacheDesc, CacheId, CacheKey, DataType, Name, Placement};
+use llm_datadist_core::{CacheDesc, DataType, Placement};
 use pyo3::exceptions::{PyMemoryError, PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -105,15 +105,6 @@ pub(crate) fn held_int(name: &str, value: &Any<'_>) -> PyResult<i64> {
     value.extract().map_err(|_| invalid(value.py(), name, shown(value), "between -2^63 and 2^63 - 1"))
 }
 
-/// Reads a `list` of addresses. A tuple is refused (contract §4.3, §7.6).
-pub(crate) fn addresses(name: &str, value: &Any<'_>) -> PyResult<Vec<u64>> {
-    let list = value.cast::<PyList>().map_err(|_| only_support(name, "['list']", value))?;
-    if let Some(other) = list.iter().find(|item| !is_int(item)) {
-        return Err(inner_only_support(name, "['int']", &other));
-    }
-    gathered(value.py(), list.len(), list.iter().map(|item| int(name, &item)))
-}
-
 /// Names the lists of a call in out-of-memory errors.
 const LISTS: &str = "the lists of a call";
 
@@ -145,7 +136,12 @@ pub(crate) fn instance(value: &Any<'_>, class: &Py<PyType>) -> PyResult<bool> {
 
 /// `value` must be `None` or an instance of the `class` of the Python package called `class_name`.
 pub(crate) fn typed(name: &str, value: &Any<'_>, class: &Py<PyType>, class_name: &str) -> PyResult<()> {
-    if value.is_none() || instance(value, class)? {
+    if value.is_none() { Ok(()) } else { required(name, value, class, class_name) }
+}
+
+/// `value` must be an instance of the `class` of the Python package called `class_name`.
+pub(crate) fn required(name: &str, value: &Any<'_>, class: &Py<PyType>, class_name: &str) -> PyResult<()> {
+    if instance(value, class)? {
         Ok(())
     } else {
         Err(only_support(name, format_args!("['{class_name}']"), value))
@@ -156,11 +152,16 @@ pub(crate) fn typed(name: &str, value: &Any<'_>, class: &Py<PyType>, class_name:
 pub(crate) fn desc(value: &Any<'_>) -> PyResult<CacheDesc> {
     let py = value.py();
     Ok(CacheDesc {
-        num_tensors: int("num_tensors", &value.getattr(intern!(py, "_num_tensors"))?)?,
+        num_tensors: num_tensors(value)?,
         shape: shape(&value.getattr(intern!(py, "_shape"))?)?,
         data_type: data_type(&value.getattr(intern!(py, "_data_type"))?)?,
         placement: placement(&value.getattr(intern!(py, "_placement"))?)?,
     })
+}
+
+/// Reads the number of tensors of a `CacheDesc`.
+pub(crate) fn num_tensors(desc: &Any<'_>) -> PyResult<u32> {
+    int("num_tensors", &desc.getattr(intern!(desc.py(), "_num_tensors"))?)
 }
 
 /// Reads a list or tuple of dimensions.
@@ -190,28 +191,23 @@ pub(crate) fn placement(value: &Any<'_>) -> PyResult<Placement> {
         .ok_or_else(|| only_support("placement", "['Placement']", value))
 }
 
-/// Reads `cache_key`, which must be a `CacheKey`.
-pub(crate) fn cache_key(value: &Any<'_>) -> PyResult<Option<CacheKey>> {
-    typed("cache_key", value, &PythonTypes::get(value.py())?.cache_key, "CacheKey")?;
-    key(value)
+/// Reads the items of a list or tuple.
+pub(crate) fn listed<'py>(name: &str, value: &Any<'py>) -> PyResult<Vec<Any<'py>>> {
+    if let Ok(list) = value.cast::<PyList>() {
+        gathered(value.py(), list.len(), list.iter().map(Ok))
+    } else if let Ok(tuple) = value.cast::<PyTuple>() {
+        gathered(value.py(), tuple.len(), tuple.iter().map(Ok))
+    } else {
+        Err(only_support(name, "['list', 'tuple']", value))
+    }
 }
 
-/// Reads `cache_keys`, which must be a list or tuple of `CacheKey`. A placeholder becomes `None`.
-pub(crate) fn cache_keys(value: &Any<'_>) -> PyResult<Vec<Option<CacheKey>>> {
-    let class = &PythonTypes::get(value.py())?.cache_key;
-    let one = |item: Any<'_>| {
-        if instance(&item, class)? {
-            key(&item)
-        } else {
-            Err(inner_only_support("cache_keys", "['CacheKey']", &item))
-        }
-    };
-    if let Ok(tuple) = value.cast::<PyTuple>() {
-        gathered(value.py(), tuple.len(), tuple.iter().map(one))
-    } else if let Ok(list) = value.cast::<PyList>() {
-        gathered(value.py(), list.len(), list.iter().map(one))
-    } else {
-        Err(only_support("cache_keys", "['list', 'tuple']", value))
+/// Reads a list or tuple of unsigned integers. A wrong type anywhere is reported before a value out of range.
+pub(crate) fn numbers(name: &str, value: &Any<'_>) -> PyResult<Vec<u64>> {
+    let items = listed(name, value)?;
+    match items.iter().find(|item| !is_int(item)) {
+        Some(other) => Err(inner_only_support(name, "['int']", other)),
+        None => gathered(value.py(), items.len(), items.iter().map(|item| int(name, item))),
     }
 }
 
@@ -228,55 +224,19 @@ pub(crate) fn gathered<T>(
     Ok(list)
 }
 
-/// Reads a `CacheKey`. A placeholder is `None`.
-pub(crate) fn key(value: &Any<'_>) -> PyResult<Option<CacheKey>> {
-    let py = value.py();
-    Ok(CacheKey::new(
-        int("req_id", &value.getattr(intern!(py, "_req_id"))?)?,
-        int("prefix_id", &value.getattr(intern!(py, "_prefix_id"))?)?,
-        int("model_id", &value.getattr(intern!(py, "_model_id"))?)?,
-    ))
-}
-
-/// Reads `blocks_cache_key`, which must be a `BlocksCacheKey` or `None`.
-pub(crate) fn blocks_cache_key(value: &Any<'_>) -> PyResult<Option<CacheKey>> {
-    typed("blocks_cache_key", value, &PythonTypes::get(value.py())?.blocks_cache_key, "BlocksCacheKey")?;
-    if value.is_none() { Ok(None) } else { blocks_key(value).map(Some) }
-}
-
-/// Reads a `BlocksCacheKey`.
-pub(crate) fn blocks_key(value: &Any<'_>) -> PyResult<CacheKey> {
-    let model = int("model_id", &value.getattr(intern!(value.py(), "_model_id"))?)?;
-    Ok(CacheKey::Blocks { model })
-}
-
-/// Reads a `CacheKeyByIdAndIndex`.
-pub(crate) fn row_name(value: &Any<'_>) -> PyResult<Name> {
-    let py = value.py();
-    let cache = CacheId(int("cache_id", &value.getattr(intern!(py, "_cache_id"))?)?);
-    Ok(Name::Row { cache, row: int("batch_index", &value.getattr(intern!(py, "_batch_index"))?)? })
-}
-
-/// Reads `remote_accessible`, which must be a `bool` or `None`.
-pub(crate) fn remote_accessible(value: &Any<'_>) -> PyResult<Option<bool>> {
-    if value.is_none() {
-        return Ok(None);
-    }
-    let flag = value.cast::<PyBool>().map_err(|_| only_support("remote_accessible", "['bool']", value))?;
-    Ok(Some(flag.is_true()))
+/// `value` must be a `str`.
+pub(crate) fn str_object<'a, 'py>(name: &str, value: &'a Any<'py>) -> PyResult<&'a Bound<'py, PyString>> {
+    value.cast::<PyString>().map_err(|_| only_support(name, "['str']", value))
 }
 
 /// Reads a `str`. The error for one that is not UTF-8 does not show it, because it may be a secret.
-pub(crate) fn text(name: &str, value: &Bound<'_, PyString>) -> PyResult<String> {
-    value.extract().map_err(|_| PyValueError::new_err(format!("{name} is not valid UTF-8")))
+pub(crate) fn text(name: &str, value: &Any<'_>) -> PyResult<String> {
+    let text = str_object(name, value)?;
+    text.extract().map_err(|_| PyValueError::new_err(format!("{name} is not valid UTF-8")))
 }
 
 /// Reads the options: texts by key.
 pub(crate) fn texts(options: &Bound<'_, PyDict>) -> PyResult<BTreeMap<String, String>> {
-    let text = |what: &str, value: &Any<'_>| match value.cast::<PyString>() {
-        Ok(text) => self::text(what, text),
-        Err(_) => Err(only_support(what, "['str']", value)),
-    };
     let entry = |(key, value): (Any<'_>, Any<'_>)| {
         let key = text("options dict key", &key)?;
         let value = text(&key, &value)?;

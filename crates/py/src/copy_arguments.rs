@@ -5,8 +5,10 @@
 use llm_datadist_core::{CopyArgs, End};
 use pyo3::prelude::*;
 
-use crate::arguments::{BlocksArg, CacheArg, IntArg};
+use crate::arguments::IntArg;
+use crate::blocks::BlocksArg;
 use crate::engine::Engine;
+use crate::local_cache::CacheArg;
 
 /// Source, destination and pairs of blocks.
 type Swap = (End, End, Vec<(i64, i64)>);

@@ -7,17 +7,17 @@ use llm_datadist_core::{CacheId, CacheKind, ClusterId, End, Placement};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict, PyList, PyString};
 
-use crate::arguments::{
-    AddressesArg, BlocksArg, CacheArg, ClustersArg, ConfigsArg, DescArg, FlagArg, IntArg, KeyArg, KeysArg,
-    LayersArg, RanksArg, RoleArg, SynchronizerArg, TextArg,
-};
+use crate::arguments::{AddressesArg, DescArg, FlagArg, IntArg, RoleArg, TextArg};
+use crate::blocks::BlocksArg;
 use crate::cache::{ManagedCache, TensorView};
 use crate::convert;
 use crate::engine::Engine;
 use crate::error::{self, raise};
-use crate::layerwise_arguments::{self, CheckedArguments, RawArguments};
-use crate::links::{self, ClusterInfos, Membership, by_rank};
-use crate::pull_push_arguments::{self, LayerArgs};
+use crate::keys::{KeyArg, KeysArg};
+use crate::layerwise_arguments::{self, CheckedArguments, ConfigsArg, RawArguments, SynchronizerArg};
+use crate::links::{self, ClustersArg, Membership, RanksArg, by_rank};
+use crate::local_cache::CacheArg;
+use crate::pull_push_arguments::{self, LayersArg};
 use crate::task::TransferTask;
 use crate::{copy_arguments, log, stats};
 
@@ -75,7 +75,7 @@ impl DataDist {
     ) -> PyResult<Bound<'py, PyList>> {
         let py = clusters.py();
         let timeout = links::timeout(timeout)?;
-        let infos = ClusterInfos::read(&clusters)?;
+        let infos = clusters.infos()?;
         if needs_local {
             infos.local_given()?;
         }
@@ -95,8 +95,8 @@ impl DataDist {
     ) -> PyResult<Bound<'py, PyList>> {
         let py = clusters.py();
         let timeout = links::timeout(timeout)?;
-        let infos = ClusterInfos::read(&clusters)?;
-        let force = links::force(&force)? || always_force;
+        let infos = clusters.infos()?;
+        let force = force.optional("force")?.unwrap_or(false) || always_force;
         let peers = infos.peers()?;
         let call = |engine: &_| Ok(links::unlink(engine, &peers, timeout, force, strict));
         let unlinked = self.engine.enter(py, call);
@@ -111,7 +111,7 @@ impl DataDist {
         rank_table: TextArg<'_, '_>,
     ) -> PyResult<u64> {
         let py = comm_name.py();
-        let given = Membership::new(self.engine.cluster(), &comm_name, &cluster_rank_info, &rank_table)?;
+        let given = Membership::new(self.engine.cluster(), comm_name, cluster_rank_info, rank_table)?;
         let Membership { name, clusters, rank_table } = given;
         let entered = self.engine.enter(py, |engine| by_rank(engine)?.link(&name, &clusters, &rank_table));
         log::drain(py)?;
@@ -180,37 +180,37 @@ impl DataDist {
     }
 
     #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
-    fn push_cache<'py>(
+    fn push_cache(
         &self,
-        dst_cache_key: KeyArg<'_, 'py>,
-        src_cache: CacheArg<'_, 'py>,
-        src_batch_index: IntArg<'_, 'py>,
-        src_layer_range: LayersArg<'_, 'py>,
-        dst_layer_range: LayersArg<'_, 'py>,
-        size: IntArg<'_, 'py>,
-        tensor_num_per_layer: IntArg<'_, 'py>,
+        dst_cache_key: KeyArg<'_, '_>,
+        src_cache: CacheArg<'_, '_>,
+        src_batch_index: IntArg<'_, '_>,
+        src_layer_range: LayersArg<'_, '_>,
+        dst_layer_range: LayersArg<'_, '_>,
+        size: IntArg<'_, '_>,
+        tensor_num_per_layer: IntArg<'_, '_>,
     ) -> PyResult<()> {
-        let layers = LayerArgs::given(src_layer_range, dst_layer_range, tensor_num_per_layer);
+        let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
         let slot = (src_batch_index, size);
-        let push = pull_push_arguments::push_cache(&self.engine, (dst_cache_key, src_cache), slot, &layers)?;
+        let push = pull_push_arguments::push_cache(&self.engine, (dst_cache_key, src_cache), slot, layers)?;
         self.engine.push(src_cache.py(), &push)
     }
 
     #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
-    fn push_blocks<'py>(
+    fn push_blocks(
         &self,
-        dst_cache_key: KeyArg<'_, 'py>,
-        src_cache: CacheArg<'_, 'py>,
-        src_blocks: BlocksArg<'_, 'py>,
-        dst_blocks: BlocksArg<'_, 'py>,
-        src_layer_range: LayersArg<'_, 'py>,
-        dst_layer_range: LayersArg<'_, 'py>,
-        tensor_num_per_layer: IntArg<'_, 'py>,
+        dst_cache_key: KeyArg<'_, '_>,
+        src_cache: CacheArg<'_, '_>,
+        src_blocks: BlocksArg<'_, '_>,
+        dst_blocks: BlocksArg<'_, '_>,
+        src_layer_range: LayersArg<'_, '_>,
+        dst_layer_range: LayersArg<'_, '_>,
+        tensor_num_per_layer: IntArg<'_, '_>,
     ) -> PyResult<()> {
-        let layers = LayerArgs::given(src_layer_range, dst_layer_range, tensor_num_per_layer);
+        let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
         let blocks = (src_blocks, dst_blocks);
         let push =
-            pull_push_arguments::push_blocks(&self.engine, (dst_cache_key, src_cache), blocks, &layers)?;
+            pull_push_arguments::push_blocks(&self.engine, (dst_cache_key, src_cache), blocks, layers)?;
         self.engine.push(src_cache.py(), &push)
     }
 
@@ -249,7 +249,7 @@ impl DataDist {
         cache_keys: KeysArg<'_, '_>,
     ) -> PyResult<ManagedCache> {
         cache_desc.typed()?;
-        let keys = convert::cache_keys(&cache_keys)?;
+        let keys = cache_keys.keys()?;
         self.engine.allocate(cache_desc, CacheKind::Batch, &keys)
     }
 
@@ -259,7 +259,7 @@ impl DataDist {
         blocks_cache_key: KeyArg<'_, '_>,
     ) -> PyResult<ManagedCache> {
         cache_desc.typed()?;
-        let key = convert::blocks_cache_key(&blocks_cache_key)?;
+        let key = blocks_cache_key.blocks_cache_key()?;
         self.engine.allocate(cache_desc, CacheKind::Blocks, key.map(Some).as_slice())
     }
 
@@ -276,7 +276,7 @@ impl DataDist {
     }
 
     fn remove_cache_key(&self, cache_key: KeyArg<'_, '_>) -> PyResult<()> {
-        let key = convert::cache_key(&cache_key)?;
+        let key = cache_key.cache_key()?;
         self.engine.enter(cache_key.py(), |engine| key.map_or(Ok(()), |key| engine.remove_key(key)))
     }
 
@@ -288,9 +288,9 @@ impl DataDist {
         remote_accessible: FlagArg<'_, '_>,
     ) -> PyResult<ManagedCache> {
         cache_desc.typed()?;
-        let addrs = convert::addresses("addrs", &addrs)?;
-        let keys = convert::cache_keys(&cache_keys)?;
-        let access = convert::remote_accessible(&remote_accessible)?;
+        let addrs = addrs.addresses("addrs")?;
+        let keys = cache_keys.keys()?;
+        let access = remote_accessible.optional("remote_accessible")?;
         self.engine.register(cache_desc, CacheKind::Batch, &addrs, &keys, access)
     }
 
@@ -302,9 +302,9 @@ impl DataDist {
         remote_accessible: FlagArg<'_, '_>,
     ) -> PyResult<ManagedCache> {
         cache_desc.typed()?;
-        let addrs = convert::addresses("addrs", &addrs)?;
-        let key = convert::blocks_cache_key(&blocks_cache_key)?;
-        let access = convert::remote_accessible(&remote_accessible)?;
+        let addrs = addrs.addresses("addrs")?;
+        let key = blocks_cache_key.blocks_cache_key()?;
+        let access = remote_accessible.optional("remote_accessible")?;
         self.engine.register(cache_desc, CacheKind::Blocks, &addrs, key.map(Some).as_slice(), access)
     }
 

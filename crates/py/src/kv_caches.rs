@@ -5,19 +5,20 @@
 use llm_datadist_core::bindings::validate;
 use llm_datadist_core::{CacheKind, End, Error, ErrorKind, PullRows};
 use pyo3::exceptions::PyValueError;
-use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::arguments::{BlocksArg, CacheArg, DescArg, IntArg, KeyArg, KeysArg};
+use crate::arguments::{DescArg, IntArg};
+use crate::blocks::BlocksArg;
 use crate::cache::{ManagedCache, TensorView};
-use crate::convert::{self, int};
+use crate::convert::int;
 use crate::copy_arguments;
 use crate::datadist::DataDist;
 use crate::engine::Engine;
-use crate::error::{self, invalid, raise};
-use crate::pull_push_arguments::{LayerArgs, Pull};
-use crate::remote_key::KeyClass;
+use crate::error::{self, raise};
+use crate::keys::{KeyArg, KeyClass, KeysArg};
+use crate::local_cache::CacheArg;
+use crate::pull_push_arguments::{Pull, PullLayers};
 
 /// The caches of an engine as a `KvCacheManager` names them.
 #[pyclass(frozen, module = "llm_datadist._core")]
@@ -39,14 +40,11 @@ impl KvCaches {
         may_name: bool,
     ) -> PyResult<ManagedCache> {
         desc.typed()?;
-        let keys = convert::cache_keys(&cache_keys)?;
-        allocatable(desc)?;
+        let keys = cache_keys.keys()?;
+        desc.allocatable()?;
         if !may_name && !keys.is_empty() {
-            return Err(nameless(
-                desc.py(),
-                "cache_keys",
-                "only an engine of LLMRole.PROMPT names its caches",
-            ));
+            let why = "only an engine of LLMRole.PROMPT names its caches";
+            return Err(nameless(desc.py(), "cache_keys", why));
         }
         self.engine().allocate(desc, CacheKind::Batch, &keys)
     }
@@ -58,8 +56,8 @@ impl KvCaches {
         may_name: bool,
     ) -> PyResult<ManagedCache> {
         desc.typed()?;
-        let key = convert::blocks_cache_key(&key)?;
-        allocatable(desc)?;
+        let key = key.blocks_cache_key()?;
+        desc.allocatable()?;
         if !may_name && key.is_some() {
             let why = "an engine of LLMRole.DECODER does not name its blocks caches";
             return Err(nameless(desc.py(), "blocks_cache_key", why));
@@ -147,7 +145,7 @@ impl KvCaches {
             src.kv_typed("src")?;
             dst.kv_typed("dst")?;
             let pairs = src_to_dst.pairs("src_to_dst")?;
-            let (from, to) = (one_device(engine, src)?, one_device(engine, dst)?);
+            let (from, to) = (src.one_device(engine)?, dst.one_device(engine)?);
             engine.enter(py, |engine| engine.swap_blocks(&from, &to, &pairs))
         };
         swap().map_err(|error| error::mismatch(py, error))
@@ -156,8 +154,8 @@ impl KvCaches {
     fn tensor_view(&self, cache: CacheArg<'_, '_>, tensor_index: IntArg<'_, '_>) -> PyResult<TensorView> {
         let (py, engine) = (cache.py(), self.engine());
         cache.kv_typed("cache")?;
-        let at = tensor(cache, tensor_index)?;
-        let end = one_device(engine, cache)?;
+        let at = cache.tensor_index(tensor_index)?;
+        let end = cache.one_device(engine)?;
         engine.enter(py, |engine| match &end {
             End::Loose(loose) => TensorView::one(loose, at),
             End::Managed(id) => TensorView::one(&engine.find(*id)?, at),
@@ -168,18 +166,6 @@ impl KvCaches {
 impl KvCaches {
     fn engine(&self) -> &Engine {
         self.native.get().engine()
-    }
-}
-
-/// Reads the index of one tensor of `cache`.
-fn tensor(cache: CacheArg<'_, '_>, index: IntArg<'_, '_>) -> PyResult<usize> {
-    let py = cache.py();
-    let index: i32 = index.int("tensor_index")?;
-    let desc = cache.getattr(intern!(py, "_cache_desc"))?;
-    let count: u32 = int("num_tensors", &desc.getattr(intern!(py, "_num_tensors"))?)?;
-    match u32::try_from(index) {
-        Ok(at) if at < count => Ok(at as usize),
-        _ => Err(invalid(py, "tensor_index", index, &format!("0 to num_tensors - 1, {count} tensors"))),
     }
 }
 
@@ -199,9 +185,8 @@ fn pull_cache(
     let remote_offset = offset(options, "src_cache_offset")?;
     let local_offset = offset(options, "dst_cache_offset")?;
     key.check_ids()?;
-    let given = LayerArgs::of(options)?;
-    let per_layer = given.per_layer()?;
-    let layers = given.of_pull(per_layer)?;
+    let given = PullLayers::of(options)?;
+    let layers = given.layers(given.per_layer()?)?;
     let local = cache.slots("kv_cache")?;
     let rows = PullRows::Slot { local: row, remote_offset, local_offset, size };
     Ok(Pull { from: key.name()?, to: local.end(engine)?, rows, layers })
@@ -224,9 +209,8 @@ fn pull_blocks(
     checked(validate::not_empty("prompt_blocks", &remote))?;
     checked(validate::not_empty("decoder_blocks", &local))?;
     checked(validate::equally_many(("prompt_blocks", remote.len()), ("decoder_blocks", local.len())))?;
-    let given = LayerArgs::of(options)?;
-    let per_layer = given.per_layer()?;
-    let layers = given.of_pull(per_layer)?;
+    let given = PullLayers::of(options)?;
+    let layers = given.layers(given.per_layer()?)?;
     let from = key.name()?;
     Ok(Pull { from, to: cache.end(engine)?, rows: PullRows::Blocks { remote, local }, layers })
 }
@@ -237,28 +221,9 @@ fn device_cache(name: &str, cache: CacheArg<'_, '_>) -> PyResult<()> {
     cache.on_device(name)
 }
 
-/// The descriptor must have at least one tensor, in memory of the device.
-fn allocatable(desc: DescArg<'_, '_>) -> PyResult<()> {
-    let count: u32 = int("num_tensors", &desc.getattr(intern!(desc.py(), "_num_tensors"))?)?;
-    if count == 0 {
-        return Err(invalid(desc.py(), "num_tensors", 0, "at least 1"));
-    }
-    desc.on_device()
-}
-
 #[cold]
 fn nameless(py: Python<'_>, name: &str, why: &str) -> PyErr {
     raise(py, &Error::new(ErrorKind::InvalidArgument, format!("{name} must not be given: {why}")))
-}
-
-/// Returns the cache as one end of a copy. An engine has one device, so a CPU cache of several devices is refused.
-fn one_device(engine: &Engine, cache: CacheArg<'_, '_>) -> PyResult<End> {
-    let py = cache.py();
-    let devices = cache.getattr(intern!(py, "_num_devices"))?;
-    if devices.extract::<usize>()? == 1 {
-        return cache.end(engine);
-    }
-    Err(invalid(py, "num_devices of the cache", devices, "1, because an engine has one device"))
 }
 
 /// Reads a byte offset: an int64 of 0 or above, or `None` for 0.

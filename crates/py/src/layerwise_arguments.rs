@@ -7,19 +7,28 @@ use std::time::Duration;
 use llm_datadist_core::bindings::validate;
 use llm_datadist_core::{
     CacheKind, CacheLayout, ClusterId, Destination, End, Error, Geometry, LayerRange, Layers, LayerwiseArgs,
-    Mode, Target,
+    Target,
 };
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyList, PyRange, PyTuple};
+use pyo3::types::PyRange;
 
-use crate::arguments::{BlocksArg, CacheArg, ConfigsArg, IntArg, KeyArg, SynchronizerArg};
-use crate::convert::{self, Any, inner_only_support, int, is_int, only_support};
+use crate::arguments::IntArg;
+use crate::blocks::BlocksArg;
+use crate::convert::{self, Any, inner_only_support, int};
 use crate::engine::Engine;
 use crate::error::{invalid, raise};
+use crate::keys::{KeyArg, KeyClass};
+use crate::local_cache::CacheArg;
 use crate::pull_push_arguments;
 use crate::python_types::PythonTypes;
-use crate::remote_key::KeyClass;
+
+arguments! {
+    /// A `LayerSynchronizer`.
+    SynchronizerArg;
+    /// A list or tuple of the configs of a layer-wise transfer.
+    ConfigsArg;
+}
 
 /// The checked arguments of a layer-wise transfer.
 pub(crate) struct CheckedArguments {
@@ -50,13 +59,13 @@ pub(crate) fn transfer(engine: &Engine, given: &RawArguments<'_, '_>) -> PyResul
     let py = given.src_cache.py();
     let refused = |error: Error| raise(py, &error);
     let src_cache = given.src_cache;
-    required_cache(engine, src_cache)?;
-    let desc = convert::desc(&src_cache.getattr(intern!(py, "_cache_desc"))?)?;
+    src_cache.required("src_cache", engine.mode())?;
+    let desc = src_cache.desc()?;
     validate::on_device("src_cache", desc.placement).map_err(refused)?;
     let mut args = lists(given.blocks)?;
     validate::block_lists(&args).map_err(refused)?;
-    let patience = synchronizer(&given.layer_synchronizer, &mut args)?;
-    let configs = configs(engine, &given.transfer_configs)?;
+    let patience = given.layer_synchronizer.read(&mut args)?;
+    let configs = given.transfer_configs.configs(engine)?;
     validate::block_bytes_alone(&args).map_err(refused)?;
     let geometry = Geometry::new(&desc).map_err(refused)?;
     let layers = validate::whole_layers(geometry, args.tensors_per_layer).map_err(refused)?;
@@ -75,81 +84,50 @@ pub(crate) fn transfer(engine: &Engine, given: &RawArguments<'_, '_>) -> PyResul
     Ok(CheckedArguments { from: cache.end(engine)?, args, to, patience })
 }
 
-/// Row 1: a cache of the class of the engine's mode.
-fn required_cache(engine: &Engine, src_cache: CacheArg<'_, '_>) -> PyResult<()> {
-    let types = PythonTypes::get(src_cache.py())?;
-    let (class, allowed) = match engine.mode() {
-        Mode::CacheManager => (&types.cache, "['Cache']"),
-        Mode::KvCacheManager => (&types.kv_cache, "['KvCache']"),
-    };
-    let right = convert::instance(&src_cache, class)?;
-    if right { Ok(()) } else { Err(only_support("src_cache", allowed, &src_cache)) }
-}
-
 /// Rows 3 to 5.
 fn lists(
     (src, dst, dst_bytes): (BlocksArg<'_, '_>, BlocksArg<'_, '_>, IntArg<'_, '_>),
 ) -> PyResult<LayerwiseArgs> {
-    let dst_blocks = optional_indices("dst_block_indices", &dst)?;
-    let src_blocks = optional_indices("src_block_indices", &src)?;
+    let dst_blocks = dst.unsigned("dst_block_indices")?;
+    let src_blocks = src.unsigned("src_block_indices")?;
     let dst_block_bytes = dst_bytes.optional("dst_block_memory_size")?;
     Ok(LayerwiseArgs { src_blocks, dst_blocks, dst_block_bytes, tensors_per_layer: 0 })
 }
 
-fn optional_indices(name: &str, value: &Any<'_>) -> PyResult<Vec<u64>> {
-    if value.is_none() { Ok(Vec::new()) } else { numbers(name, value) }
-}
-
-/// Reads a list or tuple of unsigned integers. A wrong type anywhere is reported before a value out of range.
-fn numbers(name: &str, value: &Any<'_>) -> PyResult<Vec<u64>> {
-    let items = listed(name, value)?;
-    match items.iter().find(|item| !is_int(item)) {
-        Some(other) => Err(inner_only_support(name, "['int']", other)),
-        None => convert::gathered(value.py(), items.len(), items.iter().map(|item| int(name, item))),
-    }
-}
-
-fn listed<'py>(name: &str, value: &Any<'py>) -> PyResult<Vec<Any<'py>>> {
-    if let Ok(list) = value.cast::<PyList>() {
-        convert::gathered(value.py(), list.len(), list.iter().map(Ok))
-    } else if let Ok(tuple) = value.cast::<PyTuple>() {
-        convert::gathered(value.py(), tuple.len(), tuple.iter().map(Ok))
-    } else {
-        Err(only_support(name, "['list', 'tuple']", value))
-    }
-}
-
-/// Row 9, and the attributes of the synchronizer: the tensors of a layer, and the time limit of one.
-fn synchronizer(value: &Any<'_>, args: &mut LayerwiseArgs) -> PyResult<Option<Duration>> {
-    let py = value.py();
-    if !convert::instance(value, &PythonTypes::get(py)?.layer_synchronizer)? {
-        return Err(only_support("layer_synchronizer", "['LayerSynchronizer']", value));
-    }
-    let name = "tensor_num_per_layer";
-    args.tensors_per_layer = int(name, &value.getattr(intern!(py, "tensor_num_per_layer"))?)?;
-    validate::tensors_per_layer(args.tensors_per_layer).map_err(|error| raise(py, &error))?;
-    let name = "timeout_in_millis";
-    match convert::optional_int::<u32>(name, &value.getattr(intern!(py, "timeout_in_millis"))?)? {
-        Some(0) => Err(invalid(py, name, 0, "None, or above 0, in milliseconds")),
-        millis => Ok(millis.map(|millis| Duration::from_millis(millis.into()))),
-    }
-}
-
-/// Row 10: the configs, each of the class of the engine's mode.
-fn configs<'py>(engine: &Engine, value: &Any<'py>) -> PyResult<Vec<Any<'py>>> {
-    let (name, types) = ("transfer_configs", PythonTypes::get(value.py())?);
-    let configs = listed(name, value)?;
-    let (class, allowed) = if engine.one_sided() {
-        (&types.transfer_key_config, "['TransferWithCacheKeyConfig']")
-    } else {
-        (&types.transfer_config, "['TransferConfig']")
-    };
-    for config in &configs {
-        if !convert::instance(config, class)? {
-            return Err(inner_only_support(name, allowed, config));
+impl SynchronizerArg<'_, '_> {
+    /// Checks row 9, and reads the attributes: the tensors of a layer, into `args`, and the time limit of a layer.
+    fn read(self, args: &mut LayerwiseArgs) -> PyResult<Option<Duration>> {
+        let py = self.py();
+        let class = &PythonTypes::get(py)?.layer_synchronizer;
+        convert::required("layer_synchronizer", &self.0, class, "LayerSynchronizer")?;
+        let name = "tensor_num_per_layer";
+        args.tensors_per_layer = int(name, &self.0.getattr(intern!(py, "tensor_num_per_layer"))?)?;
+        validate::tensors_per_layer(args.tensors_per_layer).map_err(|error| raise(py, &error))?;
+        let name = "timeout_in_millis";
+        match convert::optional_int::<u32>(name, &self.0.getattr(intern!(py, "timeout_in_millis"))?)? {
+            Some(0) => Err(invalid(py, name, 0, "None, or above 0, in milliseconds")),
+            millis => Ok(millis.map(|millis| Duration::from_millis(millis.into()))),
         }
     }
-    Ok(configs)
+}
+
+impl<'py> ConfigsArg<'_, 'py> {
+    /// Row 10: the configs, each of the class of the engine's mode.
+    fn configs(self, engine: &Engine) -> PyResult<Vec<Any<'py>>> {
+        let (name, types) = ("transfer_configs", PythonTypes::get(self.py())?);
+        let configs = convert::listed(name, &self.0)?;
+        let (class, allowed) = if engine.one_sided() {
+            (&types.transfer_key_config, "['TransferWithCacheKeyConfig']")
+        } else {
+            (&types.transfer_config, "['TransferConfig']")
+        };
+        for config in &configs {
+            if !convert::instance(config, class)? {
+                return Err(inner_only_support(name, allowed, config));
+            }
+        }
+        Ok(configs)
+    }
 }
 
 /// Reads a config.
@@ -169,7 +147,7 @@ fn destination(config: &Any<'_>, layers: u32, keyed: bool) -> PyResult<Destinati
 fn addresses(config: &Any<'_>) -> PyResult<(ClusterId, Target)> {
     let py = config.py();
     let cluster = int("dst_cluster_id", &config.getattr(intern!(py, "_dst_cluster_id"))?)?;
-    let addrs = numbers("dst_addrs", &config.getattr(intern!(py, "_dst_addrs"))?)?;
+    let addrs = convert::numbers("dst_addrs", &config.getattr(intern!(py, "_dst_addrs"))?)?;
     Ok((ClusterId(cluster), Target::Addresses(addrs)))
 }
 

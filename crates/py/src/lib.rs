@@ -3,6 +3,7 @@
 //! Only this crate decides whether a Python value has the right type. `core::validate` decides what arguments mean; the
 //! Python package has the names, defaults and docstrings of the public API.
 
+#[macro_use]
 mod arguments;
 mod blocks;
 mod cache;
@@ -12,6 +13,7 @@ mod copy_arguments;
 mod datadist;
 mod engine;
 mod error;
+mod keys;
 mod kv_caches;
 mod layerwise_arguments;
 mod links;
@@ -26,7 +28,6 @@ mod python_types;
               read from lists that `gil_used` below keeps other threads from changing"
 )]
 mod raw;
-mod remote_key;
 mod stats;
 mod task;
 

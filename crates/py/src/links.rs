@@ -10,12 +10,19 @@ use llm_datadist_core::{ClusterId, CommStatus, DataDist, Error, ErrorKind, PeerA
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyDict, PyList, PyString, PyTuple};
+use pyo3::types::{PyDict, PyList, PyString};
 
-use crate::arguments::IntArg;
+use crate::arguments::{IntArg, TextArg};
 use crate::convert::{self, Any, inner_only_support, int, is_int, only_support, shown, text};
 use crate::error::{Codes, invalid, raise};
 use crate::python_types::PythonTypes;
+
+arguments! {
+    /// A list or tuple of `LLMClusterInfo`.
+    ClustersArg;
+    /// The rank of each cluster of a communicator: a dict.
+    RanksArg;
+}
 
 /// Reads a timeout: milliseconds above 0.
 pub(crate) fn timeout(value: IntArg<'_, '_>) -> PyResult<Duration> {
@@ -29,17 +36,11 @@ pub(crate) fn timeout(value: IntArg<'_, '_>) -> PyResult<Duration> {
 /// The clusters of a link call: objects of the class `LLMClusterInfo`.
 pub(crate) struct ClusterInfos<'py>(Vec<Any<'py>>);
 
-impl<'py> ClusterInfos<'py> {
-    /// Reads a list or tuple of `LLMClusterInfo`.
-    pub(crate) fn read(value: &Any<'py>) -> PyResult<Self> {
-        let infos: Vec<Any<'py>> = if let Ok(list) = value.cast::<PyList>() {
-            list.iter().collect()
-        } else if let Ok(tuple) = value.cast::<PyTuple>() {
-            tuple.iter().collect()
-        } else {
-            return Err(only_support("clusters", "['list', 'tuple']", value));
-        };
-        let class = &PythonTypes::get(value.py())?.cluster_info;
+impl<'py> ClustersArg<'_, 'py> {
+    /// The clusters, each of which must be an `LLMClusterInfo`.
+    pub(crate) fn infos(self) -> PyResult<ClusterInfos<'py>> {
+        let infos = convert::listed("clusters", &self.0)?;
+        let class = &PythonTypes::get(self.py())?.cluster_info;
         for info in &infos {
             if !convert::instance(info, class)? {
                 return Err(inner_only_support("clusters", "['LLMClusterInfo']", info));
@@ -47,7 +48,9 @@ impl<'py> ClusterInfos<'py> {
         }
         Ok(ClusterInfos(infos))
     }
+}
 
+impl ClusterInfos<'_> {
     /// Checks that every cluster has a local address (contract §6.8, row 5).
     pub(crate) fn local_given(&self) -> PyResult<()> {
         for info in &self.0 {
@@ -76,15 +79,6 @@ impl<'py> ClusterInfos<'py> {
     }
 }
 
-/// Reads `force`, which must be a `bool`, or `None` for `False`.
-pub(crate) fn force(value: &Any<'_>) -> PyResult<bool> {
-    if value.is_none() {
-        return Ok(false);
-    }
-    let flag = value.cast::<PyBool>().map_err(|_| only_support("force", "['bool']", value))?;
-    Ok(flag.is_true())
-}
-
 fn addresses(name: &str, list: &Any<'_>) -> PyResult<Vec<SocketAddr>> {
     let list = list.cast::<PyList>().map_err(|_| only_support(name, "['list']", list))?;
     let address = |item: Any<'_>| {
@@ -97,8 +91,8 @@ fn addresses(name: &str, list: &Any<'_>) -> PyResult<Vec<SocketAddr>> {
 
 /// Reads a little-endian IPv4 address, or the text of an address (contract §4.1).
 fn ip_address(value: &Any<'_>) -> PyResult<IpAddr> {
-    if let Ok(given) = value.cast::<PyString>() {
-        let parsed = text("ip", given)?.parse();
+    if value.is_instance_of::<PyString>() {
+        let parsed = text("ip", value)?.parse();
         return parsed
             .map_err(|_| PyRuntimeError::new_err(format!("ip={} must be an IP address", shown(value))));
     }
@@ -204,51 +198,45 @@ impl Membership {
     /// Rows 2 to 10, and the rule that this cluster must be a member.
     pub(crate) fn new(
         own: ClusterId,
-        comm_name: &Any<'_>,
-        cluster_rank_info: &Any<'_>,
-        rank_table: &Any<'_>,
+        comm_name: TextArg<'_, '_>,
+        cluster_rank_info: RanksArg<'_, '_>,
+        rank_table: TextArg<'_, '_>,
     ) -> PyResult<Self> {
-        let py = comm_name.py();
-        let checked = |result: Result<()>| result.map_err(|error| raise(py, &error));
-        let no_text = |name: &str, value: &Any<'_>| only_support(name, "['str']", value);
-        let name = comm_name.cast::<PyString>().map_err(|_| no_text("comm_name", comm_name))?;
-        let name = text("comm_name", name)?;
+        let checked = |result: Result<()>| result.map_err(|error| raise(comm_name.py(), &error));
+        let name = comm_name.text("comm_name")?;
         checked(validate::rank_table::comm_name(&name))?;
-        let clusters = members(cluster_rank_info)?;
-        let table = rank_table.cast::<PyString>().ok();
-        if table.is_none() && !rank_table.is_none() {
-            return Err(no_text("rank_table", rank_table));
-        }
+        let clusters = cluster_rank_info.members()?;
+        rank_table.typed("rank_table")?;
         checked(validate::rank_table::members(&name, &clusters, own))?;
-        let rank_table = text("rank_table", table.ok_or_else(|| no_text("rank_table", rank_table))?)?;
+        let rank_table = rank_table.text("rank_table")?;
         Ok(Membership { name, clusters, rank_table })
     }
 }
 
-/// Reads `{cluster id: rank}`.
-fn members(value: &Any<'_>) -> PyResult<Vec<(ClusterId, u32)>> {
-    const NAME: &str = "cluster_rank_info";
-    if value.is_none() {
-        // `None` raises the documented `AttributeError`.
-        value.getattr("items")?;
-    }
-    let dict = value.cast::<PyDict>().map_err(|_| only_support(NAME, "['dict']", value))?;
-    // The loops run no Python code, so the dict cannot change.
-    for (cluster, rank) in dict.iter() {
-        for (part, number) in [("key", cluster), ("value", rank)] {
-            if !is_int(&number) {
-                return Err(only_support(format_args!("{NAME} dict {part}"), "['int']", &number));
+impl RanksArg<'_, '_> {
+    /// `{cluster id: rank}`, in its order.
+    fn members(self) -> PyResult<Vec<(ClusterId, u32)>> {
+        const NAME: &str = "cluster_rank_info";
+        if self.0.is_none() {
+            // `None` raises the documented `AttributeError`.
+            self.0.getattr("items")?;
+        }
+        let dict = self.0.cast::<PyDict>().map_err(|_| only_support(NAME, "['dict']", &self.0))?;
+        // The loops run no Python code, so the dict cannot change.
+        for (cluster, rank) in dict.iter() {
+            for (part, number) in [("key", cluster), ("value", rank)] {
+                if !is_int(&number) {
+                    return Err(only_support(format_args!("{NAME} dict {part}"), "['int']", &number));
+                }
             }
         }
+        validate::rank_table::most_members(dict.len()).map_err(|error| raise(self.py(), &error))?;
+        let member = |(cluster, rank): (Any<'_>, Any<'_>)| {
+            let cluster = ClusterId(int("cluster_rank_info dict key", &cluster)?);
+            Ok((cluster, int("cluster_rank_info dict value", &rank)?))
+        };
+        dict.iter().map(member).collect()
     }
-    validate::rank_table::most_members(dict.len()).map_err(|error| raise(value.py(), &error))?;
-    let member = |(cluster, rank): (Any<'_>, Any<'_>)| {
-        Ok((
-            ClusterId(int("cluster_rank_info dict key", &cluster)?),
-            int("cluster_rank_info dict value", &rank)?,
-        ))
-    };
-    dict.iter().map(member).collect()
 }
 
 /// Reads the address at which to listen from now on; `None` for no listener.

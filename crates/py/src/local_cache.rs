@@ -1,41 +1,130 @@
-//! Identification of a local `Cache` object: its id, its kind and the engine that made it.
+//! Local `Cache` objects: their class, id and kind, and the engine that made them.
 //!
 //! A cache that an engine made carries a handle with all of this. Of a cache built by hand, the attributes are read (test:
 //! `tests/test_values.py`, `test_a_cache_made_by_hand_names_what_its_attributes_say`).
 
-use llm_datadist_core::{CacheId, CacheKind, End, Error, ErrorKind};
+use llm_datadist_core::bindings::validate;
+use llm_datadist_core::{CacheDesc, CacheId, CacheKind, End, Error, ErrorKind, Mode};
 use pyo3::intern;
 use pyo3::prelude::*;
 
+use crate::arguments::{IntArg, on_device, slot_dim};
 use crate::cache::{LooseCache, ManagedCache};
-use crate::convert::{Any, any_int, int};
+use crate::convert::{self, Any, int};
 use crate::engine::Engine;
 use crate::error::{invalid, raise};
+use crate::python_types::PythonTypes;
+
+arguments! {
+    /// A `Cache` or a `KvCache`.
+    CacheArg;
+}
+
+impl<'a, 'py> CacheArg<'a, 'py> {
+    /// It must be a `Cache`. `None` passes, and fails at its first attribute.
+    pub(crate) fn typed(self, name: &str) -> PyResult<()> {
+        convert::typed(name, &self.0, &PythonTypes::get(self.py())?.cache, "Cache")
+    }
+
+    /// It must be a `KvCache`. `None` passes, and fails at its first attribute.
+    pub(crate) fn kv_typed(self, name: &str) -> PyResult<()> {
+        convert::typed(name, &self.0, &PythonTypes::get(self.py())?.kv_cache, "KvCache")
+    }
+
+    /// It must be a cache of the class of this mode. `None` is refused.
+    pub(crate) fn required(self, name: &str, mode: Mode) -> PyResult<()> {
+        let types = PythonTypes::get(self.py())?;
+        let (class, class_name) = match mode {
+            Mode::CacheManager => (&types.cache, "Cache"),
+            Mode::KvCacheManager => (&types.kv_cache, "KvCache"),
+        };
+        convert::required(name, &self.0, class, class_name)
+    }
+
+    /// It must be in memory of the device.
+    pub(crate) fn on_device(self, name: &str) -> PyResult<()> {
+        on_device(name, &self.desc_object()?)
+    }
+
+    /// Its description.
+    pub(crate) fn desc(self) -> PyResult<CacheDesc> {
+        convert::desc(&self.desc_object()?)
+    }
+
+    fn desc_object(self) -> PyResult<Any<'py>> {
+        self.0.getattr(intern!(self.py(), "_cache_desc"))
+    }
+
+    /// The index of one of its tensors.
+    pub(crate) fn tensor_index(self, index: IntArg<'_, '_>) -> PyResult<usize> {
+        let (py, index) = (self.py(), index.int::<i32>("tensor_index")?);
+        let count = convert::num_tensors(&self.desc_object()?)?;
+        match u32::try_from(index) {
+            Ok(at) if at < count => Ok(at as usize),
+            _ => Err(invalid(py, "tensor_index", index, &format!("0 to num_tensors - 1, {count} tensors"))),
+        }
+    }
+
+    /// The cache with its handle. `None`, which has no handle, fails here.
+    pub(crate) fn local(self) -> PyResult<LocalCache<'a, 'py>> {
+        Ok(LocalCache { cache: self, handle: self.0.getattr(intern!(self.py(), "_handle"))? })
+    }
+
+    /// It must be a blocks cache.
+    pub(crate) fn blocks(self, name: &str) -> PyResult<LocalCache<'a, 'py>> {
+        let local = self.local()?;
+        validate::blocks_cache(name, local.kind()?).map_err(|error| raise(self.py(), &error))?;
+        Ok(local)
+    }
+
+    /// It must be a continuous cache.
+    pub(crate) fn batch(self, name: &str) -> PyResult<LocalCache<'a, 'py>> {
+        let local = self.local()?;
+        validate::batch_cache(name, local.kind()?).map_err(|error| raise(self.py(), &error))?;
+        Ok(local)
+    }
+
+    /// It must be a continuous cache whose slots are its dimension 0: only those are contiguous (contract §7.9, §12.1).
+    pub(crate) fn slots(self, name: &str) -> PyResult<LocalCache<'a, 'py>> {
+        let local = self.batch(name)?;
+        local.slots_first()?;
+        Ok(local)
+    }
+
+    /// The cache, of either kind, as one end of a copy.
+    pub(crate) fn end(self, engine: &Engine) -> PyResult<End> {
+        self.local()?.end(engine)
+    }
+
+    /// The same. An engine has one device, so a CPU cache of several devices is refused.
+    pub(crate) fn one_device(self, engine: &Engine) -> PyResult<End> {
+        let devices = self.0.getattr(intern!(self.py(), "_num_devices"))?;
+        if devices.extract::<usize>()? == 1 {
+            return self.end(engine);
+        }
+        Err(invalid(self.py(), "num_devices of the cache", devices, "1, because an engine has one device"))
+    }
+}
 
 /// A `Cache` or `KvCache` with its handle.
 pub(crate) struct LocalCache<'a, 'py> {
-    cache: Borrowed<'a, 'py, PyAny>,
+    cache: CacheArg<'a, 'py>,
     handle: Any<'py>,
 }
 
-impl<'a, 'py> LocalCache<'a, 'py> {
-    /// Reads the handle of `cache`. `None`, which has no handle, fails here.
-    pub(crate) fn of(cache: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        Ok(LocalCache { cache, handle: cache.getattr(intern!(cache.py(), "_handle"))? })
-    }
-
+impl LocalCache<'_, '_> {
     /// Returns whether its rows are batch slots or blocks.
     pub(crate) fn kind(&self) -> PyResult<CacheKind> {
         if let Some(managed) = self.managed() {
             return Ok(managed.kind());
         }
-        let blocks: bool = self.cache.getattr(intern!(self.cache.py(), "_is_blocks_cache"))?.extract()?;
+        let blocks: bool = self.cache.0.getattr(intern!(self.cache.py(), "_is_blocks_cache"))?.extract()?;
         Ok(if blocks { CacheKind::Blocks } else { CacheKind::Batch })
     }
 
     /// Checks that its slots are its dimension 0.
     pub(crate) fn slots_first(&self) -> PyResult<()> {
-        slot_dim(&self.cache.getattr(intern!(self.cache.py(), "_cache_desc"))?)
+        slot_dim(&self.cache.desc_object()?)
     }
 
     /// Returns its id if `engine` made it. Ids start again with each engine, so the id of another engine's cache means
@@ -45,8 +134,8 @@ impl<'a, 'py> LocalCache<'a, 'py> {
             return Ok(managed.id_in(engine.number()));
         }
         let py = self.cache.py();
-        let id = CacheId(int("cache_id", &self.cache.getattr(intern!(py, "_cache_id"))?)?);
-        let maker = self.cache.getattr(intern!(py, "_cache_manager"))?;
+        let id = CacheId(int("cache_id", &self.cache.0.getattr(intern!(py, "_cache_id"))?)?);
+        let maker = self.cache.0.getattr(intern!(py, "_cache_manager"))?;
         let number =
             || maker.getattr(intern!(py, "_native"))?.getattr(intern!(py, "number"))?.extract::<u64>();
         let own = maker.is_none() || number().is_ok_and(|number| number == engine.number());
@@ -59,25 +148,11 @@ impl<'a, 'py> LocalCache<'a, 'py> {
         if let Ok(loose) = self.handle.cast::<LooseCache>() {
             return loose.get().end().map_err(|error| raise(py, &error));
         }
-        match self.id(engine)? {
-            Some(id) => Ok(End::Managed(id)),
-            None => {
-                Err(raise(py, &Error::new(ErrorKind::CacheNotFound, "the cache was made by another engine")))
-            }
-        }
+        let other = || Error::new(ErrorKind::CacheNotFound, "the cache was made by another engine");
+        self.id(engine)?.map(End::Managed).ok_or_else(|| raise(py, &other()))
     }
 
     fn managed(&self) -> Option<&ManagedCache> {
         self.handle.cast::<ManagedCache>().ok().map(Bound::get)
-    }
-}
-
-/// Checks that a `CacheDesc` whose slots get keys counts them in dimension 0.
-pub(crate) fn slot_dim(desc: &Any<'_>) -> PyResult<()> {
-    let index = any_int("batch_dim_index", &desc.getattr(intern!(desc.py(), "_batch_dim_index"))?)?;
-    if index == 0 {
-        Ok(())
-    } else {
-        Err(invalid(desc.py(), "batch_dim_index", index, "0 where slots are named"))
     }
 }

@@ -3,16 +3,23 @@
 //! Rules that need a cache or a peer are in `core::validate`.
 
 use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{End, Error, ErrorKind, LayerRange, Layers, PullRows, PushRows, RemoteName};
+use llm_datadist_core::{End, Error, ErrorKind, LayerRange, Layers, Mode, PullRows, PushRows, RemoteName};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyRange, PyRangeMethods, PyString};
 
-use crate::arguments::{BlocksArg, CacheArg, IntArg, KeyArg, LayersArg};
+use crate::arguments::IntArg;
+use crate::blocks::BlocksArg;
 use crate::convert::{Any, int, only_support, shown};
 use crate::engine::Engine;
 use crate::error::{invalid, raise};
-use crate::remote_key::KeyClass;
+use crate::keys::{KeyArg, KeyClass};
+use crate::local_cache::CacheArg;
+
+arguments! {
+    /// A range of layers, or `None`.
+    LayersArg;
+}
 
 /// The checked arguments of a pull.
 pub(crate) struct Pull {
@@ -38,13 +45,16 @@ pub(crate) struct Push {
     pub(crate) layers: Layers,
 }
 
-/// The unchecked arguments that choose layers.
-pub(crate) struct LayerArgs<'py> {
+/// The unchecked arguments of a pull that choose layers.
+pub(crate) struct PullLayers<'py> {
     src: Option<Any<'py>>,
     dst: Option<Any<'py>>,
     /// 2 if it is not given.
     per_layer: Option<Any<'py>>,
 }
+
+/// The unchecked arguments of a push that choose layers: of the source, of the destination, and tensors per layer.
+type PushLayers<'a, 'py> = (LayersArg<'a, 'py>, LayersArg<'a, 'py>, IntArg<'a, 'py>);
 
 /// Checks the arguments of `pull_cache` (contract §7.12).
 pub(crate) fn pull_cache(
@@ -60,10 +70,10 @@ pub(crate) fn pull_cache(
     let (row, size) = (batch_index.int("batch_index")?, size.int("size")?);
     let local = cache.slots("cache")?;
     validate::copy_size(size).map_err(|error| raise(options.py(), &error))?;
-    let given = LayerArgs::of(options)?;
+    let given = PullLayers::of(options)?;
     let per_layer = given.per_layer()?;
     key.check_ids()?;
-    let layers = given.of_pull(per_layer)?;
+    let layers = given.layers(per_layer)?;
     let from = key.name()?;
     Ok(Pull { from, to: local.end(engine)?, rows: PullRows::slot(row, size), layers })
 }
@@ -82,7 +92,7 @@ pub(crate) fn pull_blocks(
     let local = dst_blocks.listed_or_none("dst_blocks")?;
     let cache = dst_cache.blocks("dst_cache")?;
     let local = at_least_one("dst_blocks", local, dst_blocks)?;
-    let given = LayerArgs::of(options)?;
+    let given = PullLayers::of(options)?;
     let per_layer = given.per_layer()?;
     let rows = if key.is(KeyClass::Blocks) {
         PullRows::Blocks { remote: at_least_one("src_blocks", remote, src_blocks)?, local }
@@ -91,7 +101,7 @@ pub(crate) fn pull_blocks(
         key.check_ids()?;
         PullRows::SlotToBlocks { local }
     };
-    let layers = given.of_pull(per_layer)?;
+    let layers = given.layers(per_layer)?;
     Ok(Pull { from: key.name()?, to: cache.end(engine)?, rows, layers })
 }
 
@@ -100,17 +110,14 @@ pub(crate) fn push_cache(
     engine: &Engine,
     (dst_cache_key, src_cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
     (src_batch_index, size): (IntArg<'_, '_>, IntArg<'_, '_>),
-    given: &LayerArgs<'_>,
+    layers: PushLayers<'_, '_>,
 ) -> PyResult<Push> {
     one_sided(src_cache.py(), engine, "push_cache")?;
     let key = dst_cache_key.required("dst_cache_key", &[KeyClass::Row])?;
-    src_cache.typed("src_cache")?;
-    if src_cache.is_none() {
-        return Err(only_support("src_cache", "['Cache']", &src_cache));
-    }
+    src_cache.required("src_cache", Mode::CacheManager)?;
     let rows = PushRows::Slot { local: src_batch_index.int("src_batch_index")? };
     let local = src_cache.slots("src_cache")?;
-    let layers = given.of_push(src_cache.py())?;
+    let layers = push_layers(layers)?;
     validate::push_size(size.int("size")?).map_err(|error| raise(src_cache.py(), &error))?;
     Ok(Push { from: local.end(engine)?, to: key.name()?, rows, layers })
 }
@@ -120,7 +127,7 @@ pub(crate) fn push_blocks(
     engine: &Engine,
     (dst_cache_key, src_cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
     (src_blocks, dst_blocks): (BlocksArg<'_, '_>, BlocksArg<'_, '_>),
-    given: &LayerArgs<'_>,
+    layers: PushLayers<'_, '_>,
 ) -> PyResult<Push> {
     one_sided(src_cache.py(), engine, "push_blocks")?;
     let key = dst_cache_key.of("dst_cache_key", &[KeyClass::Blocks])?;
@@ -129,7 +136,7 @@ pub(crate) fn push_blocks(
     let remote = dst_blocks.listed_or_none("dst_blocks")?;
     let cache = src_cache.blocks("src_cache")?;
     let remote = at_least_one("dst_blocks", remote, dst_blocks)?;
-    let layers = given.of_push(src_cache.py())?;
+    let layers = push_layers(layers)?;
     let to = key.name()?;
     let rows = PushRows::Blocks { local: listed("src_blocks", local, src_blocks)?, remote };
     Ok(Push { from: cache.end(engine)?, to, rows, layers })
@@ -146,7 +153,7 @@ fn one_sided(py: Python<'_>, engine: &Engine, call: &str) -> PyResult<()> {
 
 /// Returns the list, which must not be `None`.
 fn listed(name: &str, blocks: Option<Vec<i64>>, value: BlocksArg<'_, '_>) -> PyResult<Vec<i64>> {
-    blocks.ok_or_else(|| only_support(name, "['list', 'tuple']", &value))
+    blocks.ok_or_else(|| value.not_listed(name))
 }
 
 fn at_least_one(name: &str, blocks: Option<Vec<i64>>, value: BlocksArg<'_, '_>) -> PyResult<Vec<i64>> {
@@ -163,24 +170,14 @@ fn no_blocks(blocks: Option<Vec<i64>>, value: BlocksArg<'_, '_>) -> PyResult<()>
     }
 }
 
-impl<'py> LayerArgs<'py> {
-    /// The layer arguments of a push.
-    pub(crate) fn given(
-        src: LayersArg<'_, 'py>,
-        dst: LayersArg<'_, 'py>,
-        per_layer: IntArg<'_, 'py>,
-    ) -> Self {
-        let [src, dst] = [src, dst].map(|range| Some((*range).clone()));
-        LayerArgs { src, dst, per_layer: Some((*per_layer).clone()) }
-    }
-
-    /// The layer arguments among the keyword arguments of a pull. Others are ignored (contract §7.12).
+impl<'py> PullLayers<'py> {
+    /// Those among the keyword arguments of a pull. Others are ignored (contract §7.12).
     pub(crate) fn of(options: &Bound<'py, PyDict>) -> PyResult<Self> {
         if options.is_empty() {
-            return Ok(LayerArgs { src: None, dst: None, per_layer: None });
+            return Ok(PullLayers { src: None, dst: None, per_layer: None });
         }
         let py = options.py();
-        Ok(LayerArgs {
+        Ok(PullLayers {
             src: options.get_item(intern!(py, "src_layer_range"))?,
             dst: options.get_item(intern!(py, "dst_layer_range"))?,
             per_layer: options.get_item(intern!(py, "tensor_num_per_layer"))?,
@@ -189,14 +186,11 @@ impl<'py> LayerArgs<'py> {
 
     /// Returns how many tensors a layer has.
     pub(crate) fn per_layer(&self) -> PyResult<u32> {
-        let Some(given) = &self.per_layer else { return Ok(2) };
-        let count = int("tensor_num_per_layer", given)?;
-        validate::tensors_per_layer(count).map_err(|error| raise(given.py(), &error))?;
-        Ok(count)
+        self.per_layer.as_ref().map_or(Ok(2), |given| per_layer(given.extract()?))
     }
 
-    /// Returns the layers of a pull. An empty range means all layers.
-    pub(crate) fn of_pull(&self, tensors_per_layer: u32) -> PyResult<Layers> {
+    /// Returns the layers. An empty range means all layers.
+    pub(crate) fn layers(&self, tensors_per_layer: u32) -> PyResult<Layers> {
         let range = |name: &str, value: &Option<Any<'py>>| match value {
             Some(value) if !value.is_none() => pull_range(name, value).map(Some),
             _ => Ok(None),
@@ -204,18 +198,28 @@ impl<'py> LayerArgs<'py> {
         let (src, dst) = (range("src_layer_range", &self.src)?, range("dst_layer_range", &self.dst)?);
         Ok(Layers { src, dst, tensors_per_layer })
     }
+}
 
-    /// Returns the layers of a push: both ranges or none, of the same length, and not empty.
-    fn of_push(&self, py: Python<'py>) -> PyResult<Layers> {
-        let tensors_per_layer = self.per_layer()?;
-        let range = |name: &str, value: &Option<Any<'py>>| match value {
-            Some(value) if !value.is_none() => push_range(name, value).map(Some),
-            _ => Ok(None),
-        };
-        let (src, dst) = (range("src_layer_range", &self.src)?, range("dst_layer_range", &self.dst)?);
-        let layers = Layers { src, dst, tensors_per_layer };
-        validate::push_spans(layers).map_err(|error| raise(py, &error))?;
-        Ok(layers)
+/// Returns the layers of a push: both ranges or none, of the same length, and not empty.
+fn push_layers((src, dst, given): PushLayers<'_, '_>) -> PyResult<Layers> {
+    let tensors_per_layer = per_layer(given)?;
+    let (src, dst) = (src.pushed("src_layer_range")?, dst.pushed("dst_layer_range")?);
+    let layers = Layers { src, dst, tensors_per_layer };
+    validate::push_spans(layers).map_err(|error| raise(given.py(), &error))?;
+    Ok(layers)
+}
+
+/// Reads how many tensors a layer has.
+fn per_layer(given: IntArg<'_, '_>) -> PyResult<u32> {
+    let count = given.int("tensor_num_per_layer")?;
+    validate::tensors_per_layer(count).map_err(|error| raise(given.py(), &error))?;
+    Ok(count)
+}
+
+impl LayersArg<'_, '_> {
+    /// The layers of a push, or `None`.
+    fn pushed(self, name: &str) -> PyResult<Option<LayerRange>> {
+        if self.0.is_none() { Ok(None) } else { push_range(name, &self.0).map(Some) }
     }
 }
 

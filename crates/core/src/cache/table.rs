@@ -205,6 +205,7 @@ impl Table {
     }
 
     /// Returns the cache and row that a key names, or `Err` of kind [`ErrorKind::CacheNotFound`].
+    #[cfg(feature = "testing")]
     pub fn find_key(&self, key: CacheKey) -> Result<(Arc<Cache>, u32)> {
         let state = self.state.lock();
         let found = state.named(key).map(|(entry, row)| (entry.cache.clone(), row));

@@ -39,8 +39,7 @@ impl Deadline {
         }
     }
 
-    /// Test only: returns the same deadline, which also counts as passed once `over` is set. So a test does
-    /// not depend on the clock.
+    /// Test only: returns the same deadline, which also counts as passed once `over` is set.
     #[cfg(feature = "testing")]
     #[must_use]
     pub fn over_when(self, over: Option<&'static AtomicBool>) -> Self {

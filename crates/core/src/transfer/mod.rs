@@ -10,7 +10,9 @@ mod stream;
 mod task;
 
 pub(crate) use call::{Call, Moved};
-pub use executor::{Executor, ExecutorHandle};
+pub use executor::Executor;
+#[cfg(feature = "testing")]
+pub use executor::ExecutorHandle;
 pub(crate) use layerwise::LayerPush;
 pub use running_tasks::RunningTasks;
 pub use task::{Carried, Carrier, Delivery, Outcome, Task};

@@ -542,12 +542,8 @@ fn every_order_of_everything() {
     let does = || prop_oneof![4 => Just(PUSH), 1 => Just(FAIL), 1 => Just(PANIC)];
     let scripts = prop::array::uniform3((0..6u32, 0..4u32, does(), prop::collection::vec(does(), 6)));
     let times = (prop::option::of(0..3000u64), 0..400u64);
-    let ends: [fn(&Task); 4] = [
-        |task| _ = task.cancel(),
-        |task| _ = task.close(),
-        |task| refuse_layer(task, 3, &refusal()),
-        |_| (),
-    ];
+    let ends: [fn(&Task); 4] =
+        [|task| _ = task.cancel(), |task| _ = task.close(), |task| refuse_layer(task, 3, &refusal()), |_| ()];
     let lanes = Executor::default();
     TestRunner::default()
         .run(&(scripts, times, 0..ends.len()), |(scripts, (patience, pause), end)| {
