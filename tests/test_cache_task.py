@@ -211,7 +211,7 @@ def test_limits_of_waits_from_several_threads(transfer: Transfer) -> None:
     assert task.synchronize(0) is LATE
     for error in task.errors():
         assert error.status_code is LATE
-        assert "layer is being waited for (cluster=" in str(error)
+        assert "waiting for the layer (cluster=" in str(error)
         assert names(error, cluster=2, layer=0)
     with ThreadPoolExecutor(8) as crew:
         codes = [crew.submit(task.synchronize, *limit) for limit in ((), (None,), (UINT32_MAX,))]

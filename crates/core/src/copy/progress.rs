@@ -124,7 +124,7 @@ fn missing(plan: &CopyPlan, index: u32, gaps: &[Range<u64>], row_bytes: u64) -> 
 /// [`Error::arrived`], the first ones in the text.
 pub fn with_arrived_rows(error: Error, progress: &Progress, plan: &CopyPlan, row_bytes: u64) -> Error {
     let Ok(whole) = progress.arrived(plan, row_bytes) else {
-        return error.with("arrived", "unknown, because memory is short");
+        return error.with("arrived", "unknown (out of memory)");
     };
     let mut text = String::new();
     for tensor in whole.iter().take(SHOWN) {

@@ -107,7 +107,7 @@ impl std::fmt::Debug for Readers {
 }
 
 impl Drop for Readers {
-    /// Aliasing the threads, except those that are lost in the kernel. The memory that they write to stays mapped
+    /// Ends the threads, except those that are blocked in the kernel. The memory that they write to stays mapped
     /// as long as they exist.
     fn drop(&mut self) {
         let mut state = self.0.state.lock();
@@ -284,15 +284,14 @@ impl State {
 }
 
 fn all_lost(pid: i32, threads: usize) -> Error {
-    let text = "every thread that may read this peer's memory is lost in the kernel, because the memory does not answer; \
-                end that process";
+    let text = "all threads that may read this peer's memory are blocked in the kernel, because the memory does not \
+                respond; end that process";
     Error::new(ErrorKind::Timeout, text).with("pid", pid).with("threads", threads)
 }
 
 /// Returns an error whose kind makes the caller move the bytes over sockets instead.
 fn lost_to_others(threads: usize) -> Error {
-    let text =
-        "every thread that reads other processes is lost in the kernel to peers whose memory does not answer";
+    let text = "all reader threads are blocked in the kernel by peers whose memory does not respond";
     Error::new(ErrorKind::NotEnabled, text).with("threads", threads)
 }
 

@@ -47,7 +47,7 @@ pub(super) fn choose(
     forced: SwapInPath,
 ) -> Result<Route> {
     if !dst.0.reach().writable() {
-        return Err(Error::new(ErrorKind::System, "memory of another process is read, never written"));
+        return Err(Error::new(ErrorKind::System, "cannot write to memory of another process"));
     }
     if src.0.reach().is_peer() {
         return from_peer(devices, src, dst);
@@ -76,7 +76,7 @@ fn from_peer(devices: &DeviceSet, src: PlacedTensors<'_>, dst: PlacedTensors<'_>
     if here || (src.0.host_addressable() && direct) {
         return Ok(Route::Direct);
     }
-    let text = "this device does not reach memory of another process in place";
+    let text = "this device cannot access memory of another process directly";
     Err(Error::new(ErrorKind::NotEnabled, text).with("source", format_args!("{:?}", src.0.reach())))
 }
 

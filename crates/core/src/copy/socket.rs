@@ -100,7 +100,9 @@ fn in_batches<'a>(
             end += piece.len;
         }
         if end == at {
-            return Err(Error::new(ErrorKind::System, "a plan without pieces for its bytes").with("at", at));
+            return Err(
+                Error::new(ErrorKind::System, "the plan has no piece at this position").with("at", at)
+            );
         }
         // A socket that always has bytes, or room for them, never waits. So the deadline is checked here.
         let in_time =

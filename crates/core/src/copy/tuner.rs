@@ -60,9 +60,8 @@ impl Tuner {
     /// Creates a tuner that learns, or one that always uses the stores that `choice` forces. Returns
     /// `Err(NotEnabled)` if this CPU does not have them.
     pub fn new(choice: KernelChoice) -> Result<Self> {
-        let missing = || {
-            Error::new(ErrorKind::NotEnabled, "llm.CopyKernel = streaming, but this CPU has no such stores")
-        };
+        let missing =
+            || Error::new(ErrorKind::NotEnabled, "llm.CopyKernel=streaming is not supported by this CPU");
         let chosen = |kernel: &Kernel| match choice {
             KernelChoice::Auto => true,
             KernelChoice::Plain => !kernel.streams(),

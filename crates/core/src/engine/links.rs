@@ -32,7 +32,7 @@ impl DataDist {
         })
     }
 
-    /// Aliasing the links to each of `peers`, in parallel. Returns one result for each, in order (contract §6.8).
+    /// Ends the links to each of `peers`, in parallel. Returns one result for each, in order (contract §6.8).
     pub fn unlink_clusters(&self, peers: &[PeerAddress], timeout: Duration, force: bool) -> Vec<Result<()>> {
         let deadline = self.limit(timeout, "timeout");
         each(peers, deadline, |peer, deadline| {

@@ -104,7 +104,7 @@ impl Merger {
         let wanted: u64 = shared.regions.iter().filter(|region| region.region.merges()).map(bytes).sum();
         let usable = usable_under(Path::new("/"));
         if wanted > usable {
-            let text = "huge_pages = \"eager\" commits the pools at once, and there is not that much memory";
+            let text = "not enough memory to commit the pools (huge_pages=\"eager\")";
             let error = Error::new(ErrorKind::OutOfMemory, text).with("pool_bytes", wanted);
             return Err(error.with("usable_bytes", usable));
         }
@@ -160,7 +160,7 @@ impl Merger {
         self.shared.as_ref().is_some_and(|shared| shared.closing.state.lock().running)
     }
 
-    /// Aliasing the thread and prevents another one from starting.
+    /// Ends the thread and prevents another one from starting.
     pub fn close(&self) {
         let Some(shared) = &self.shared else { return };
         let thread = {

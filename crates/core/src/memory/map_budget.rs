@@ -79,7 +79,7 @@ impl MapBudget {
 
     fn fits(&self, bytes: u64, reserved: u64) -> Result<()> {
         if reserved.checked_add(bytes).is_none_or(|sum| sum > self.limit) {
-            let text = "the memory of all peers together is more than may be mapped";
+            let text = "mapping this memory would exceed the limit for all peers";
             return Err(Error::new(ErrorKind::System, text)
                 .with("bytes", bytes)
                 .with("mapped_bytes", reserved)

@@ -33,7 +33,7 @@ pub(super) fn refuse_shrinking(descriptor: &OwnedFd, len: u64) -> Result<()> {
     let stat = fstat(descriptor).map_err(|error| because("the peer's memory has no length", error))?;
     let has = u64::try_from(stat.st_size).unwrap_or(0);
     if has < len || len == 0 {
-        return Err(refused("the peer's memory is shorter than it said").with("has_bytes", has));
+        return Err(refused("the peer's memory is shorter than announced").with("has_bytes", has));
     }
     if u64::try_from(stat.st_blksize).is_ok_and(|page| page > HUGE_PAGE as u64) {
         return Err(refused("the peer's memory is made of pages that are too large")

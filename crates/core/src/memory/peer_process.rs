@@ -72,7 +72,10 @@ impl PeerProcess {
     /// are of kind [`ErrorKind::System`], or [`ErrorKind::NotLinked`] if the process ends before its secret
     /// is read.
     pub fn open(pid: i32, probe: Probe) -> Result<Arc<PeerProcess>> {
-        let no_such = || Error::new(ErrorKind::System, "the peer's process has no id here").with("pid", pid);
+        let no_such = || {
+            Error::new(ErrorKind::System, "the peer's process has no id in this pid namespace")
+                .with("pid", pid)
+        };
         let named = Some(pid).filter(|&pid| pid > 0).and_then(Pid::from_raw).ok_or_else(no_such)?;
         let descriptor =
             pidfd_open(named, PidfdFlags::empty()).map_err(io::Error::from).map_err(|error| {

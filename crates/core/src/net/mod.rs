@@ -129,6 +129,6 @@ pub fn unreachable(address: &Address, doing: &str, errno: rustix::io::Errno) -> 
 
 /// Error for an address of another transport.
 pub fn unsupported_address(transport: &dyn Transport, address: &Address) -> Error {
-    let text = format!("{} cannot reach {address}: an address of another transport", transport.name());
+    let text = format!("{} cannot reach {address}, which belongs to another transport", transport.name());
     Error::new(ErrorKind::LinkFailed, text)
 }

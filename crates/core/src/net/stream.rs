@@ -111,7 +111,7 @@ impl Stream {
         }
     }
 
-    /// Aliasing the stream in both directions, and wakes all threads that wait on it. Further calls have no
+    /// Ends the stream in both directions, and wakes all threads that wait on it. Further calls have no
     /// effect.
     pub fn close(&self) {
         self.end(CLOSED);
@@ -132,7 +132,7 @@ impl Stream {
         }
     }
 
-    /// Aliasing the stream after half a frame, because what follows would be read as something else.
+    /// Ends the stream after half a frame, because what follows would be read as something else.
     pub(super) fn break_after_half(&self) {
         self.end(BROKEN);
     }
@@ -188,7 +188,7 @@ impl Stream {
         broken.because(error)
     }
 
-    /// Aliasing the stream, and returns the error for that: `how`, unless this side closed the stream before.
+    /// Ends the stream, and returns the error for that: `how`, unless this side closed the stream before.
     pub(super) fn over(&self, how: &str) -> Error {
         self.end(BROKEN);
         let ours = self.state.load(Ordering::Acquire) == CLOSED;

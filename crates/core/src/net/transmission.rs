@@ -103,8 +103,8 @@ impl<'a> Transmission<'a> {
 
     fn doing(&self) -> &'static str {
         match self.way {
-            Way::In => "waiting for bytes of the peer",
-            Way::Out => "waiting for the peer to take bytes",
+            Way::In => "waiting for data from the peer",
+            Way::Out => "waiting for the peer to read data",
         }
     }
 

@@ -60,7 +60,7 @@ impl CopyPlan {
         check_wave_count(counts.len())?;
         let sum = counts.iter().fold(0u64, |sum, &count| sum + u64::from(count));
         if counts.contains(&0) || sum != spans.len() as u64 {
-            let text = "the peer sent a plan whose waves and spans do not fit together";
+            let text = "the wave and span counts of the peer's plan do not match";
             return Err(Error::new(ErrorKind::NotLinked, text));
         }
         if spans.len() <= FEW {
@@ -236,7 +236,7 @@ impl PlanAccess {
 }
 
 fn outside(end: PlanAccess, tensor_bytes: u64) -> Error {
-    Error::invalid("a plan reaches beyond its tensors")
+    Error::invalid("the plan exceeds the bounds of its tensors")
         .with("which", end.name())
         .with("tensor_bytes", tensor_bytes)
 }

@@ -42,7 +42,7 @@ static NEXT_SALT: AtomicU32 = AtomicU32::new(0);
 
 /// A range allocated by a [`Pool`], and the only way to free it. Copies refer to the same range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[must_use = "an extent that is dropped is never free again"]
+#[must_use = "a dropped extent is never freed"]
 pub struct Extent {
     /// Offset of the first byte from the start of the pool, a multiple of the page size.
     pub offset: u64,

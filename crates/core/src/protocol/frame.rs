@@ -43,7 +43,7 @@ impl Header {
         }
         if version != VERSION && kind != REFUSAL {
             let text =
-                format!("the peer speaks version {version} of the protocol, this side version {VERSION}");
+                format!("the peer uses protocol version {version}, this process uses version {VERSION}");
             return Err(Error::new(ErrorKind::LinkFailed, text));
         }
         if kind != MESSAGE && kind != REFUSAL {
@@ -138,7 +138,7 @@ pub fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T> {
     };
     let (message, rest) = postcard::take_from_bytes(body).map_err(|error| match short_of() {
         Some(bytes) => fallible::out_of_memory("a message of a peer", bytes).with("bytes", body.len()),
-        None => unreadable("not this message").because(error),
+        None => unreadable("unexpected message type").because(error),
     })?;
     if rest.is_empty() { Ok(message) } else { Err(unreadable("more follows").with("unread", rest.len())) }
 }

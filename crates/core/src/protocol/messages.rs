@@ -191,7 +191,7 @@ pub enum Request {
     },
     /// Reports that the caller has pulled tensors.
     Consume { name: WireName, cache: i64, first: u32, count: u32, limit_ms: u64 },
-    /// Aliasing the link.
+    /// Ends the link.
     Unlink { limit_ms: u64 },
     /// Asks for a reply, to find out whether the peer is alive.
     Ping { limit_ms: u64 },

@@ -292,7 +292,7 @@ impl RequestContext<'_> {
     ) -> Result<Option<T>, Ended> {
         if bytes > MOST_AHEAD {
             // Peers of this version send no such request, so the stream is closed without reading the bytes.
-            let text = "more bytes followed a request than may follow it without a reply";
+            let text = "too many bytes follow a request without a reply";
             let error = Error::new(ErrorKind::NotLinked, text).with("bytes", bytes).with("limit", MOST_AHEAD);
             self.reply(&Reply::failed(&error), deadline)?;
             return Err(Ended::Broken(error));

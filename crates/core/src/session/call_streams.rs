@@ -136,7 +136,7 @@ impl Link {
     pub(super) fn trim(&self) {
         let mut calls = self.calls.lock();
         let spare = calls.idle.len().saturating_sub(IDLE_STREAMS);
-        // StreamSet take the most recently used stream, so the streams at the front have been idle longest.
+        // Calls take the most recently used stream, so the streams at the front have been idle longest.
         let old = calls.idle[..spare].iter().take_while(|(_, since)| since.elapsed() > IDLE_TIME).count();
         let old: Vec<_> = calls.idle.drain(..old).collect();
         drop(calls);

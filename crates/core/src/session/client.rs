@@ -143,7 +143,7 @@ impl Link {
     }
 
     pub(crate) fn unexpected(&self, reply: &Reply) -> Error {
-        let text = format!("the peer answered {:?}, which fits no request of this kind", reply.name());
+        let text = format!("unexpected reply {:?} from the peer", reply.name());
         self.named(Error::new(ErrorKind::System, text))
     }
 

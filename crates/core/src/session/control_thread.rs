@@ -246,7 +246,7 @@ fn check_silence(shared: &Arc<Shared>, link: &Arc<Link>) {
     // A message may have arrived that is not read yet.
     if silent >= config.silence && !link.control.readable_within(Duration::ZERO) {
         let text = format!(
-            "the peer gave no sign of life for {} ms (llm.LinkSilence): it is stopped, or the way to it is cut",
+            "no message from the peer for {} ms (llm.LinkSilence): its process is stopped, or the network is interrupted",
             silent.as_millis()
         );
         member_search::link_died(shared, link, &text);

@@ -34,7 +34,7 @@ impl Shared {
                 let text = format!("cluster {cluster} is linked already");
                 return Err(Error::new(ErrorKind::AlreadyLinked, text).with("peer", &link.peer.address));
             }
-            self.registry.lost(&link, "the peer did not answer when it was to be linked again");
+            self.registry.lost(&link, "the peer did not answer a ping before relinking");
         }
         Ok(())
     }
@@ -85,7 +85,7 @@ impl Shared {
             }
             tracing::warn!(
                 target: "llm_datadist::links",
-                "cluster {asked} is on this host, but only sockets reach it: {why}"
+                "cluster {asked} is on this host, but its memory cannot be read directly: {why}"
             );
         }
         let mut dialer = dialer;

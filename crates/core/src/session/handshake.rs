@@ -312,7 +312,7 @@ pub(super) fn unproven(stream: &Stream) -> Error {
 }
 
 fn wrong_cluster(asked: ClusterId, found: ClusterId) -> Error {
-    let text = format!("cluster {asked} was asked for, and cluster {found} answered");
+    let text = format!("expected cluster {asked}, but cluster {found} answered");
     Error::new(ErrorKind::LinkFailed, text)
 }
 

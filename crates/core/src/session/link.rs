@@ -224,7 +224,7 @@ impl Link {
         self.broken.get()
     }
 
-    /// Aliasing the link. Only the first call has an effect, and its reason is kept. Wakes all threads that wait
+    /// Ends the link. Only the first call has an effect, and its reason is kept. Wakes all threads that wait
     /// on its streams.
     pub(super) fn break_off(&self, why: impl Into<String>) {
         if self.broken.set((Instant::now(), why.into())).is_err() {

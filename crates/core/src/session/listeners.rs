@@ -156,7 +156,7 @@ impl Listeners {
         Err(refused.unwrap_or_else(|| Error::new(ErrorKind::LinkFailed, "there is no port to listen at")))
     }
 
-    /// Aliasing the use of a listener by a communicator. The last one closes it.
+    /// Ends the use of a listener by a communicator. The last one closes it.
     pub(super) fn leave(&self, asked: &Address) {
         let mut open = self.open.lock();
         let Some((_, users)) = open.others.get_mut(asked) else { return };

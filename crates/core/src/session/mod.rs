@@ -112,7 +112,7 @@ impl Links {
         self.shared.connect(&address, peer.cluster, None, Kind::Outgoing, deadline).map(|_| ())
     }
 
-    /// Aliasing every link to `peer` that `link_clusters` made on either side. With `force` it does not wait for
+    /// Ends every link to `peer` that `link_clusters` made on either side. With `force` it does not wait for
     /// the peer: it sends a goodbye and does not check whether that arrives. A cluster that is not linked, or
     /// whose link ends meanwhile, is not an error. Without `force`, returns `Err` with `Timeout`,
     /// `Interrupted` or `UnlinkFailed` if the peer does not confirm; the links are dropped here anyway.

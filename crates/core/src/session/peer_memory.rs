@@ -279,7 +279,7 @@ impl TakenMemory {
 }
 
 fn missing() -> Error {
-    Error::new(ErrorKind::LinkFailed, "the peer offered more memory than it sent descriptors")
+    Error::new(ErrorKind::LinkFailed, "the peer offered memory without the matching descriptors")
 }
 
 /// Adds the option that raises the limit to `error`.

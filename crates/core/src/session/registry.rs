@@ -182,7 +182,7 @@ impl Registry {
         removed
     }
 
-    /// Aliasing a link that broke. Returns `false` if the link was already removed or replaced.
+    /// Ends a link that broke. Returns `false` if the link was already removed or replaced.
     pub(super) fn lost(&self, link: &Arc<Link>, why: &str) -> bool {
         link.break_off(why);
         let removed = self.remove(link);
@@ -195,7 +195,7 @@ impl Registry {
         removed
     }
 
-    /// Aliasing a link that this side no longer wants.
+    /// Ends a link that this side no longer wants.
     pub(super) fn drop_link(&self, link: &Arc<Link>, why: &str) {
         let _ = link.send_control(&Control::Bye { reason: "the peer unlinked".into(), unlinked: true });
         link.break_off(why);
@@ -320,7 +320,7 @@ impl Registry {
         self.changed.notify_all();
     }
 
-    /// Aliasing the pauses of all communicators with the members of `comm`: one of the members is now listening.
+    /// Ends the pauses of all communicators with the members of `comm`: one of the members is now listening.
     pub(super) fn member_listens(&self, comm: &Comm) {
         let entries = self.entries.lock();
         let known = entries.comms.values().filter(|known| known.same_members(comm)).cloned();
@@ -331,7 +331,7 @@ impl Registry {
         }
     }
 
-    /// Aliasing all links and communicators, and refuses new ones.
+    /// Ends all links and communicators, and refuses new ones.
     pub(super) fn close(&self) {
         let mut entries = self.entries.lock();
         entries.closed = true;

@@ -79,5 +79,5 @@ impl Shared {
 
 /// Refuses a transfer between the engine and itself.
 pub(crate) fn own(cluster: ClusterId) -> Error {
-    Error::argument("cluster_id", cluster, "another cluster: this one's own caches need no transfer")
+    Error::invalid(format!("cluster_id={cluster} is this cluster; transfers need a different one"))
 }

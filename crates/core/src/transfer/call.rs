@@ -73,7 +73,7 @@ impl Call {
             }
             known = link.describe(*name, *deadline)?;
         }
-        let text = "the cache of the peer changed each time it was looked at";
+        let text = "the remote cache changed during every attempt";
         Err(self.named(Error::new(ErrorKind::CacheNotFound, text)))
     }
 

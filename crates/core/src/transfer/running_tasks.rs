@@ -16,7 +16,7 @@ impl RunningTasks {
         tasks.push(Arc::downgrade(task));
     }
 
-    /// Aliasing the tasks.
+    /// Ends the tasks.
     pub fn close(&self) {
         let tasks = std::mem::take(&mut *self.0.lock());
         for task in tasks.iter().filter_map(Weak::upgrade) {

@@ -125,8 +125,7 @@ impl Task {
         patience: Option<Duration>,
     ) -> Result<Arc<Task>> {
         let ended = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|errno| {
-            Error::new(ErrorKind::System, "no descriptor for a transfer to say that it has ended")
-                .because(errno)
+            Error::new(ErrorKind::System, "cannot create the event descriptor of a transfer").because(errno)
         })?;
         let state_of = |Delivery { cluster, layers, carrier }| {
             let (carrier, outcome) = match carrier {
@@ -223,13 +222,13 @@ impl Task {
         self.refuse(layer, &Error::new(ErrorKind::Timeout, text));
     }
 
-    /// Aliasing all destinations that have not ended. Layers in transit are still pushed. Returns `false` if
+    /// Ends all destinations that have not ended. Layers in transit are still pushed. Returns `false` if
     /// there was nothing to end.
     pub fn cancel(&self) -> bool {
         self.end(|| Error::new(ErrorKind::Cancelled, "the transfer was cancelled"))
     }
 
-    /// Aliasing all destinations that have not ended, because the engine closes.
+    /// Ends all destinations that have not ended, because the engine closes.
     pub fn close(&self) -> bool {
         self.end(|| Error::new(ErrorKind::Closed, "the engine was finalized during the transfer"))
     }
@@ -299,7 +298,8 @@ impl Task {
     /// it and must not read from it. Returns `Err(System)` if there is no file descriptor left.
     pub fn descriptor(&self) -> Result<OwnedFd> {
         rustix::io::fcntl_dupfd_cloexec(&self.ended, 0).map_err(|errno| {
-            Error::new(ErrorKind::System, "no descriptor that says that a transfer has ended").because(errno)
+            Error::new(ErrorKind::System, "cannot duplicate the event descriptor of a transfer")
+                .because(errno)
         })
     }
 
@@ -434,11 +434,9 @@ impl DeliveryState {
         };
         match awaited {
             _ if self.next < ready => error("not done yet: the layer is on its way"),
-            Some(awaited) if self.awaits(awaited.layer) => {
-                error("not done yet: the layer is being waited for")
-                    .with("waited_ms", awaited.since.elapsed().as_millis())
-            }
-            _ => error("not done yet: nobody has asked for the layer"),
+            Some(awaited) if self.awaits(awaited.layer) => error("not done yet: waiting for the layer")
+                .with("waited_ms", awaited.since.elapsed().as_millis()),
+            _ => error("not done yet: the layer was not requested"),
         }
     }
 

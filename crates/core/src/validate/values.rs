@@ -52,7 +52,7 @@ fn range(name: &str) -> Result<(i64, i64, &'static str)> {
         "link_total_time" => (0, i64::from(u32::MAX), " seconds"),
         "rank_port" => (1, i64::from(u16::MAX), ""),
         "sync_kv_timeout" => (1, i64::MAX, " milliseconds"),
-        _ => return Err(Error::invalid(format!("{name} is no option that is a whole number"))),
+        _ => return Err(Error::invalid(format!("{name} is not an integer option"))),
     })
 }
 
@@ -81,7 +81,7 @@ pub fn text(name: &str, text: &str) -> Result<()> {
         "link_transport" => one_of(name, text, &LINK_TRANSPORTS).map(drop),
         "rank_hosts" => rank_hosts(text).map(drop),
         "swap_in_path" => one_of(name, text, &SWAP_IN_PATHS).map(drop),
-        _ => Err(Error::invalid(format!("{name} is no option that is a text"))),
+        _ => Err(Error::invalid(format!("{name} is not a text option"))),
     }
 }
 

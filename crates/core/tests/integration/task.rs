@@ -244,7 +244,7 @@ fn what_is_queued_behind_a_stalled_cluster_ends_at_once() {
 #[test]
 fn reasons_name_what_is_waited_for() {
     const UNASKED: &str = "nobody has asked";
-    const AWAITED: &str = "being waited for";
+    const AWAITED: &str = "waiting for the layer";
     let lanes = Executor::default();
     let [a, moving, c, d] = [Script::good(), Script::stalled(), Script::good(), Script::good()];
     let task = start(&lanes, &[(0, 1, &a), (0, 3, &moving), (2, 4, &c), (5, 6, &d)], None);

@@ -151,7 +151,7 @@ impl State {
         }
         let (index, entry, row) = self.lookup(name)?;
         if entry.cache.id() != cache {
-            let text = format!("{name} names another cache by now");
+            let text = format!("{name} now names another cache");
             return Err(Error::new(ErrorKind::CacheNotFound, text).with("cache_id", cache));
         }
         let tensors = entry.cache.geometry().num_tensors();

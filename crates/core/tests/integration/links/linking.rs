@@ -340,7 +340,7 @@ fn half_a_control_message_is_no_sign_of_life() {
     control.send(&ping[..3], soon()).unwrap();
     eventually("the end of the link", || engine.stats().links.is_empty());
     let why = engine.check_link(ClusterId(2)).unwrap_err().to_string();
-    assert!(why.contains("no sign of life"), "{why}");
+    assert!(why.contains("no message from the peer"), "{why}");
 }
 
 #[test]

@@ -76,11 +76,11 @@ fn offers_that_are_too_large_or_unsound_leave_the_link_to_sockets() {
         ([Some(30 * TIB), None], &[30 * TIB], SEALS, "link_remote_memory"),
         ([Some(30 * TIB); 2], &[30 * TIB; 2], SEALS, "offered_bytes=65970697666560"),
         ([Some(u64::MAX); 2], &[MIB; 2], SEALS, "more than 2^64"),
-        ([Some(64 * MIB), None], &[MIB], SEALS, "shorter than it said"),
+        ([Some(64 * MIB), None], &[MIB], SEALS, "shorter than announced"),
         ([Some(MIB), None], &[2 * MIB], none, "could shrink"),
         ([Some(MIB), None], &[2 * MIB], shrink, "could lose pages"),
-        ([Some(MIB); 2], &[2 * MIB], SEALS, "more memory than it sent descriptors"),
-        ([Some(MIB), None], &[2 * MIB; 7], SEALS, "more memory than it sent descriptors"),
+        ([Some(MIB); 2], &[2 * MIB], SEALS, "memory without the matching descriptors"),
+        ([Some(MIB), None], &[2 * MIB; 7], SEALS, "memory without the matching descriptors"),
     ];
     for (regions, memory, seals, reason) in cases {
         let offer = Attach { generations: true, regions, probe: None };
