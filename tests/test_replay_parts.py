@@ -83,7 +83,7 @@ def test_trace_file_is_read(tmp_path):
         ({**GOOD, "hash_ids": [4, 5, 6]}, "3 hash_ids, but input_length 600 takes 2"),
         ({**GOOD, "hash_ids": {"4": 5}}, "hash_ids must be a list"),
         *[({**GOOD, "hash_ids": [4, bad]}, "a hash id must be an integer") for bad in ("5", 2**62)],
-        ({**GOOD, "hash_ids": [4, 4]}, "stands twice"),
+        ({**GOOD, "hash_ids": [4, 4]}, "contains an id twice"),
     ],
 )
 def test_trace_error_names_file_line_and_reason(tmp_path, line, reason):

@@ -32,7 +32,7 @@ impl Carrier for Counts {
     fn layer(&self, layer: u32) -> Result<u64> {
         assert_eq!(self.layers.fetch_add(1, Ordering::SeqCst), layer as usize, "in order, and once");
         assert_eq!(self.over.load(Ordering::SeqCst), 0, "a layer after the end");
-        if self.fails_at == Some(layer) { Err(Error::new(ErrorKind::NotLinked, "as told")) } else { Ok(1) }
+        if self.fails_at == Some(layer) { Err(Error::new(ErrorKind::NotLinked, "injected")) } else { Ok(1) }
     }
 }
 
@@ -96,6 +96,6 @@ fn it_is_cancelled_at_any_moment() {
 
 #[test]
 fn a_layer_is_refused_at_any_moment() {
-    let refuse = |task: &Arc<Task>| refuse_layer(task, 1, &Error::new(ErrorKind::Timeout, "as told"));
+    let refuse = |task: &Arc<Task>| refuse_layer(task, 1, &Error::new(ErrorKind::Timeout, "injected"));
     explore(None, refuse, &[None, Some(ErrorKind::Timeout)]);
 }

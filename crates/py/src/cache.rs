@@ -152,7 +152,7 @@ impl TensorView {
     ) -> PyResult<Bound<'py, PyAny>> {
         if stream.is_some() || dl_device.is_some_and(|device| device != DL_CPU) || copy == Some(true) {
             return Err(PyBufferError::new_err(
-                "a view is memory of the CPU: no stream, no other device, no copy",
+                "a view is CPU memory and supports no stream, no other device and no copy",
             ));
         }
         let cache = self.cache(py)?;

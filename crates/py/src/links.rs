@@ -148,7 +148,7 @@ fn each(
 /// Returns the part of the engine that links by rank tables, which not every backend has (contract §6.12).
 pub(crate) fn by_rank(engine: &DataDist) -> Result<&DataDist> {
     if engine.config().links.both_ways {
-        let text = "llm.TransferBackend = hixl has no rank-table links; use link_clusters";
+        let text = "llm.TransferBackend=hixl does not support rank-table links; use link_clusters";
         return Err(Error::new(ErrorKind::NotEnabled, text));
     }
     Ok(engine)

@@ -147,7 +147,7 @@ fn one_sided(py: Python<'_>, engine: &Engine, call: &str) -> PyResult<()> {
     if engine.one_sided() {
         return Ok(());
     }
-    let text = format!("{call} needs llm.EnableRemoteCacheAccessible = 1");
+    let text = format!("{call} needs llm.EnableRemoteCacheAccessible=1");
     Err(raise(py, &Error::new(ErrorKind::InvalidArgument, text)))
 }
 

@@ -59,7 +59,7 @@ impl SimDevice {
         let left =
             self.fail_after.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| Some(n.saturating_sub(1)));
         if left == Ok(0) {
-            return Err(Error::new(ErrorKind::System, "the simulated device failed as told"));
+            return Err(Error::new(ErrorKind::System, "the simulated device failed as requested"));
         }
         self.copies.fetch_add(1, Ordering::SeqCst);
         let (src_bytes, dst_bytes) = (self.backing(copy.src), self.backing(copy.dst));

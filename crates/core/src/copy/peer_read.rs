@@ -180,8 +180,8 @@ impl<W: Work> ReadJob for PeerRead<W> {
 /// Error of a call that returns before the kernel has finished.
 fn still_reading(pid: i32, why: Option<Error>, deadline: Deadline) -> Error {
     let why = why.unwrap_or_else(|| deadline.error(DOING));
-    let text = "the memory of the peer's process does not answer, and the kernel may still write to the destination rows: \
-                they stay in use until it has, or that process ends";
+    let text = "the memory of the peer's process does not respond, and the kernel may still write to the destination rows: \
+                they stay in use until the read or that process ends";
     Error::new(why.kind(), text).with(STILL_READING, pid).because(why)
 }
 

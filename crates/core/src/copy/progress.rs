@@ -24,7 +24,7 @@ const LOOK_BACK: usize = 16;
 /// Maximum number of row ranges that are reported.
 const MOST: usize = 1 << 20;
 /// Name of these lists in out-of-memory errors.
-const ARRIVED: &str = "what arrived of a transfer";
+const ARRIVED: &str = "the progress of a transfer";
 
 /// Bytes of one transfer that are in place. Each position is reported once.
 #[derive(Debug, Default)]

@@ -345,7 +345,7 @@ mod tests {
     #[test]
     fn a_panic_is_the_error_of_its_call_and_no_thread_stays() {
         let panics = |unit| {
-            assert_ne!(unit, 1, "as told");
+            assert_ne!(unit, 1, "injected");
             Ok(())
         };
         let readers = Readers::new(4);

@@ -61,7 +61,7 @@ pub(super) fn choose(
         (SwapInPath::Auto | SwapInPath::Direct, HostReach::Direct) => Ok(Route::Direct),
         (SwapInPath::Direct, HostReach::Staged) => {
             let text =
-                "llm.SwapInPath = direct, but this device reads host memory only through buffers of its own";
+                "llm.SwapInPath=direct, but this device reads host memory only through its own buffers";
             Err(Error::new(ErrorKind::NotEnabled, text))
         }
     }

@@ -100,9 +100,8 @@ fn in_batches<'a>(
             end += piece.len;
         }
         if end == at {
-            return Err(
-                Error::new(ErrorKind::System, "the plan has no piece at this position").with("at", at)
-            );
+            let text = "the plan has no piece at this position";
+            return Err(Error::new(ErrorKind::System, text).with("at", at));
         }
         // A socket that always has bytes, or room for them, never waits. So the deadline is checked here.
         let in_time =
@@ -120,6 +119,6 @@ fn in_batches<'a>(
 }
 
 fn unreachable(reach: Reach, done: &str) -> Error {
-    let text = format!("memory that the CPU cannot address is not {done} through a socket");
+    let text = format!("memory that the CPU cannot address cannot be {done} through a socket");
     Error::new(ErrorKind::NotEnabled, text).with("memory", format_args!("{reach:?}"))
 }

@@ -280,7 +280,7 @@ fn reserve(descriptor: BorrowedFd<'_>, from: u64, len: u64) -> Result<()> {
         match fallocate(descriptor, FallocateFlags::empty(), from, len) {
             Err(rustix::io::Errno::INTR) => {}
             done => {
-                let text = "the pool could not be committed (huge_pages = \"eager\")";
+                let text = "the pool could not be committed (huge_pages=\"eager\")";
                 let error = |errno| Error::new(ErrorKind::OutOfMemory, text).errno(errno);
                 return done.map_err(|errno| error(errno).with("committed_up_to", from));
             }

@@ -68,14 +68,12 @@ impl PeerProcess {
     /// Opens the process `pid`, and checks that it holds the secret of `probe` and may be read.
     ///
     /// Returns `Err` of kind [`ErrorKind::NotEnabled`] if the kernel denies permission or does not support
-    /// these calls; a link may then use another transport (`a_refused_permission_is_told_apart`). Other causes
-    /// are of kind [`ErrorKind::System`], or [`ErrorKind::NotLinked`] if the process ends before its secret
-    /// is read.
+    /// these calls; a link may then use another transport (`a_refused_permission_is_distinguished`). Other
+    /// causes are of kind [`ErrorKind::System`], or [`ErrorKind::NotLinked`] if the process ends before its
+    /// secret is read.
     pub fn open(pid: i32, probe: Probe) -> Result<Arc<PeerProcess>> {
-        let no_such = || {
-            Error::new(ErrorKind::System, "the peer's process has no id in this pid namespace")
-                .with("pid", pid)
-        };
+        let text = "the peer's process has no id in this pid namespace";
+        let no_such = || Error::new(ErrorKind::System, text).with("pid", pid);
         let named = Some(pid).filter(|&pid| pid > 0).and_then(Pid::from_raw).ok_or_else(no_such)?;
         let descriptor =
             pidfd_open(named, PidfdFlags::empty()).map_err(io::Error::from).map_err(|error| {

@@ -140,7 +140,7 @@ pub fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T> {
         Some(bytes) => fallible::out_of_memory("a message of a peer", bytes).with("bytes", body.len()),
         None => unreadable("unexpected message type").because(error),
     })?;
-    if rest.is_empty() { Ok(message) } else { Err(unreadable("more follows").with("unread", rest.len())) }
+    if rest.is_empty() { Ok(message) } else { Err(unreadable("extra bytes").with("unread", rest.len())) }
 }
 
 /// Decodes the message in a received frame. If the frame is a refusal, returns its error.

@@ -187,7 +187,7 @@ fn admit(
                 return Err(Refusal::new(Reason::Unproven, super::handshake::unproven(&stream)));
             }
             if local && shared.resources.config.links.transport == TransportChoice::Tcp {
-                let text = "llm.LinkTransport = tcp on this side: it makes links over TCP only";
+                let text = "llm.LinkTransport=tcp: this side links over TCP only";
                 return Err(Refusal::new(Reason::Other, Error::new(ErrorKind::LinkFailed, text)));
             }
             shared.registry.room_for_incoming(cluster)?;
@@ -214,9 +214,8 @@ fn admit_call(
     reverse: bool,
 ) -> Result<Next, Refusal> {
     let from = challenged.hello.from;
-    let link = shared.registry.by_id(ClusterId(from.cluster), from.instance, link).ok_or_else(|| {
-        Error::new(ErrorKind::NotLinked, "there is no such link on this side any more; link again")
-    })?;
+    let gone = || Error::new(ErrorKind::NotLinked, "this side no longer has that link; link again");
+    let link = shared.registry.by_id(ClusterId(from.cluster), from.instance, link).ok_or_else(gone)?;
     let welcome = challenged.welcome(&shared.me, None, false)?;
     if reverse {
         stream.send_now(&welcome, &[])?;

@@ -204,7 +204,7 @@ impl RequestContext<'_> {
     /// with `InvalidArgument` if peers may not access it.
     fn opened(&self, call: &NamedCache) -> Result<Option<Arc<Cache>>> {
         let Some(cache) = self.cluster.table.still_named(call.name, call.cache) else { return Ok(None) };
-        validate::check_accessible("the cache of the peer", cache.remote_accessible())?;
+        validate::check_accessible("the remote cache", cache.remote_accessible())?;
         Ok(Some(cache))
     }
 

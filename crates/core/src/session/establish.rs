@@ -120,7 +120,7 @@ impl Shared {
             self.note_readers();
         }
         if memory.is_none() && self.resources.config.links.transport == TransportChoice::Shm {
-            let text = "llm.LinkTransport = shm, but the peer is reached by sockets only";
+            let text = "llm.LinkTransport=shm, but the peer is reachable only over TCP";
             return Err(Error::new(ErrorKind::LinkFailed, text).with("peer", stream.peer()));
         }
         let up: Control = message_io::receive_message(&stream, HANDSHAKE_LIMIT, Duration::ZERO, deadline)?;
@@ -140,8 +140,8 @@ impl Shared {
         if peer_memory::guarded() && !self.opened_to_readers.swap(true, Ordering::Relaxed) {
             tracing::warn!(
                 target: "llm_datadist::links",
-                "this process may be read by every process of its user from now on (Yama's ptrace_scope is lifted for \
-                 it, so that peers of this host can read registered caches); llm.LinkTransport = tcp avoids it"
+                "every process of this user can now read the memory of this process (Yama's ptrace_scope is lifted for it, \
+                 so that peers of this host can read registered caches); llm.LinkTransport=tcp avoids it"
             );
         }
     }

@@ -273,8 +273,8 @@ fn acceptor(key: &Key, hello: &[u8], challenge: &Challenge, welcome: &Welcome) -
 
 /// The remedy that error messages offer a peer that could not authenticate.
 const REMEDY: &str = "set the same token on both sides (llm.LinkToken or llm.LinkTokenFile; in Python also \
-                      LLM_DATADIST_TOKEN_FILE or LLM_DATADIST_TOKEN), or llm.LinkAcceptRemote = 1 (in Python \
-                      link_accept_remote = True) on both to admit everybody who can reach them";
+                      LLM_DATADIST_TOKEN_FILE or LLM_DATADIST_TOKEN), or llm.LinkAcceptRemote=1 (in Python \
+                      link_accept_remote=True) on both to admit every peer that can reach them";
 
 fn other_token(who: &str, address: &str) -> Error {
     let text = format!(

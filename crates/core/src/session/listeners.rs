@@ -203,12 +203,12 @@ impl Listeners {
         if config.accept_remote {
             tracing::warn!(
                 target: "llm_datadist::links",
-                "listening on {at} without a token: everybody who can reach it is admitted (llm.LinkAcceptRemote)"
+                "listening on {at} without a token: every peer that can reach it may link (llm.LinkAcceptRemote)"
             );
         } else if !at.ip().is_loopback() {
             tracing::info!(
                 target: "llm_datadist::links",
-                "listening on {at} without a token: only processes of this host and this user are admitted"
+                "listening on {at} without a token: only processes of this user on this host may link"
             );
         }
     }

@@ -125,5 +125,5 @@ fn open(
     }
     drop(progress);
     shared.listeners.leave(asked);
-    Err(Error::new(ErrorKind::NotLinked, "the communicator was left").with("comm_id", comm.id))
+    Err(Error::new(ErrorKind::NotLinked, "the communicator was unlinked").with("comm_id", comm.id))
 }

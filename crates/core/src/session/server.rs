@@ -231,7 +231,7 @@ impl Server {
             limit = Some(KEPT);
             if let Err(error) = self.keep_one() {
                 // Logged as a refusal, which limits it to one line per second.
-                self.refusals.log("peers in time", &error.into());
+                self.refusals.log("further peers", &error.into());
             }
             match number {
                 WORK => self.take_work(),

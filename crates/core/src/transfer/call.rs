@@ -55,7 +55,7 @@ impl Call {
         check_accessible(&self.resources, &self.local)?;
         let mut known = link.known(*name, *deadline)?;
         for _ in 0..MOST_ROUNDS {
-            let open = validate::check_accessible("the cache of the peer", known.remote.accessible);
+            let open = validate::check_accessible("the remote cache", known.remote.accessible);
             let outcome = open.and_then(|()| attempt(&known));
             match outcome {
                 Ok(Moved::Bytes(bytes)) => return Ok(bytes),
@@ -87,7 +87,7 @@ impl Call {
 /// Checks the local cache: in remote-accessible mode both caches must be remotely accessible (contract §12.4).
 pub(crate) fn check_accessible(resources: &Resources, local: &Cache) -> Result<()> {
     if resources.config.remote_accessible {
-        validate::check_accessible("the cache of this side", local.remote_accessible())?;
+        validate::check_accessible("the local cache", local.remote_accessible())?;
     }
     Ok(())
 }

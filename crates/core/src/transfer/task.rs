@@ -433,7 +433,7 @@ impl DeliveryState {
             error.with("layer", self.next).with("layers_done", self.next - self.range.first)
         };
         match awaited {
-            _ if self.next < ready => error("not done yet: the layer is on its way"),
+            _ if self.next < ready => error("not done yet: the layer is being transferred"),
             Some(awaited) if self.awaits(awaited.layer) => error("not done yet: waiting for the layer")
                 .with("waited_ms", awaited.since.elapsed().as_millis()),
             _ => error("not done yet: the layer was not requested"),

@@ -50,7 +50,7 @@ fn a_failed_copy_says_how_far_it_got_and_holds_nothing() {
             let error = engine.copy_blocks(&end(&cache), &pairs).unwrap_err();
             let made = sim.copies() - earlier;
             assert_eq!(error.kind(), ErrorKind::System);
-            assert!(error.to_string().contains("failed as told"), "{error}");
+            assert!(error.to_string().contains("failed as requested"), "{error}");
             let (copied, of) = copied_bytes(&error);
             assert_eq!(of, all);
             assert!(copied < of && copied <= made * BLOCK, "{error}");

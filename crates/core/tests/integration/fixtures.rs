@@ -238,7 +238,7 @@ impl Gated {
 impl Device for Gated {
     fn allocate(&self, name: &str, len: u64) -> Result<Region> {
         if self.no_memory.load(Ordering::SeqCst) {
-            return Err(Error::new(ErrorKind::OutOfMemory, "the gated device has no memory, as told"));
+            return Err(Error::new(ErrorKind::OutOfMemory, "the gated device has no memory, as requested"));
         }
         self.sim.allocate(name, len)
     }
@@ -259,11 +259,11 @@ impl Copier for Gated {
         self.inside.fetch_add(1, Ordering::SeqCst);
         let _leave = Leave(self);
         let here = std::thread::current().name().unwrap_or("").to_owned();
-        let told = self.panics.lock().unwrap().take_if(|name| here.contains(name.as_str())).is_some();
-        if told {
+        let panics = self.panics.lock().unwrap().take_if(|name| here.contains(name.as_str())).is_some();
+        if panics {
             // Wait until another batch is inside too.
             self.wait_for(1);
-            std::panic::panic_any("the gated device panics, as told");
+            std::panic::panic_any("the gated device panics, as requested");
         }
         let mut gate = self.state.lock().unwrap();
         gate.arrived += 1;

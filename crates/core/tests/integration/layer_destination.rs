@@ -181,7 +181,7 @@ fn a_layer_lands_as_by_hand() {
 
 /// Layers at any position, including numbers of layers whose tensors exceed 32 bits.
 #[test]
-fn layers_are_in_the_far_cache_or_refused() {
+fn layers_are_in_the_remote_cache_or_refused() {
     let there = remote(spec(CacheKind::Batch, 12, 1, 4), 0);
     let bounds = [0, 1, 2, 3, 4, 6, 12, 13, 1 << 16, u32::MAX - 1, u32::MAX];
     for first in bounds {

@@ -35,10 +35,10 @@ impl Group {
             (two.join("memory"), "memory.limit_in_bytes")
         };
         let group = top.join(format!("llm-datadist-test-{}", std::process::id()));
-        let told = |error: std::io::Error| format!("no control group in {}: {error}", top.display());
-        std::fs::create_dir(&group).map_err(told)?;
+        let no_group = |error: std::io::Error| format!("no control group in {}: {error}", top.display());
+        std::fs::create_dir(&group).map_err(no_group)?;
         let made = Group(group);
-        std::fs::write(made.0.join(limit), LIMIT.to_string()).map_err(told)?;
+        std::fs::write(made.0.join(limit), LIMIT.to_string()).map_err(no_group)?;
         Ok(made)
     }
 }

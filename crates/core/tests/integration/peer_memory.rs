@@ -331,7 +331,7 @@ fn stranger() {
 }
 
 #[test]
-fn a_refused_permission_is_told_apart() {
+fn a_refused_permission_is_distinguished() {
     use std::os::unix::process::CommandExt;
     // Root starts a process of the user nobody. For other users, process 1 belongs to another user.
     let mut stranger = child_process::command("peer_memory::stranger", &std::process::id().to_string());

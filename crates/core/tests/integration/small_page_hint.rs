@@ -31,19 +31,19 @@ fn small(units: usize) -> Pages {
 }
 
 /// Returns whether the kernel reports the size of a page, for a page that is present.
-fn told() -> bool {
+fn reports_page_size() -> bool {
     let pages = small(1);
     pages.write(0, 1);
     let known = OwnPages::open().and_then(|own| own.huge(pages.at() as u64));
     if known.is_none() {
-        skipped("the kernel does not tell the size of pages (before 6.7)");
+        skipped("the kernel does not report the size of pages (before 6.7)");
     }
     known.is_some()
 }
 
 #[test]
 fn one_hint_is_given_where_registered_memory_lies_in_small_pages() {
-    if !told() {
+    if !reports_page_size() {
         return;
     }
     let heard = log();
@@ -115,7 +115,7 @@ fn hints() {
 
 #[test]
 fn an_engine_hints_where_it_leaves_registered_memory_alone() {
-    if told() {
+    if reports_page_size() {
         // Auto, off, merge, merge_registered, eager.
         assert_eq!(child_process::run("small_page_hint::hints", "owner"), ["1", "0", "1", "0", "0"]);
     }

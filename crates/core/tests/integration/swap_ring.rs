@@ -35,7 +35,7 @@ fn the_failure_of_either_stage_fails_the_call() {
         sim.fail_after(copies);
         let error = engine.swap_blocks(&host.end(), &end(&device), &same_rows(24)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::System, "{error}");
-        assert!(error.to_string().contains("failed as told"), "after {copies}: {error}");
+        assert!(error.to_string().contains("failed as requested"), "after {copies}: {error}");
         assert!(copied_bytes(&error).0 < 2 * 24 * BLOCK as u64);
     }
     sim.fail_after(u64::MAX);

@@ -243,7 +243,7 @@ fn what_is_queued_behind_a_stalled_cluster_ends_at_once() {
 
 #[test]
 fn reasons_name_what_is_waited_for() {
-    const UNASKED: &str = "nobody has asked";
+    const UNASKED: &str = "was not requested";
     const AWAITED: &str = "waiting for the layer";
     let lanes = Executor::default();
     let [a, moving, c, d] = [Script::good(), Script::stalled(), Script::good(), Script::good()];
@@ -265,7 +265,7 @@ fn reasons_name_what_is_waited_for() {
     task.ready(0);
     moving.arrived();
     eventually("the first", || ends_of(&task)[0] == "Done");
-    check(1, "on its way", "0", "0");
+    check(1, "being transferred", "0", "0");
     moving.open();
     eventually("layer 0", || task.progress()[1].layers == 1);
     check(1, UNASKED, "1", "1");

@@ -417,7 +417,7 @@ fn addresses_of_other_transports_are_refused() {
 #[test]
 fn peer_is_described() {
     each(|case, listener, local, remote| {
-        for (stream, name) in [(&local, "near"), (&remote, "far")] {
+        for (stream, name) in [(&local, "local"), (&remote, "remote")] {
             assert!(stream.same_host(), "{name}");
             let over_tcp = case.transport.name() == "tcp";
             assert_eq!(stream.carries_descriptors(), !over_tcp);
@@ -467,15 +467,15 @@ fn a_peer_that_has_gone_is_seen_behind_what_it_left() {
 #[test]
 fn send_to_peer_that_closed_its_end_fails() {
     // Nothing is left to arrive at the peer, so that no answer of its kernel shows that it has gone.
-    each(|_, _, near, far| {
+    each(|_, _, local, remote| {
         let buffer = vec![7; 1 << 20];
         let sink = thread::spawn(move || {
             thread::sleep(Duration::from_millis(50));
-            rustix::net::shutdown(&far, rustix::net::Shutdown::Write).unwrap();
-            far
+            rustix::net::shutdown(&remote, rustix::net::Shutdown::Write).unwrap();
+            remote
         });
         let error = loop {
-            if let Err(error) = near.send(&frame(&buffer), soon()) {
+            if let Err(error) = local.send(&frame(&buffer), soon()) {
                 break error;
             }
         };

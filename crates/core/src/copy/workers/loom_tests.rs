@@ -26,8 +26,8 @@ impl Units {
         assert_eq!(self.over.load(Ordering::SeqCst), 0, "a unit runs after the end");
         self.done[index].fetch_add(1, Ordering::SeqCst);
         thread::yield_now();
-        assert_eq!(self.over.load(Ordering::SeqCst), 0, "the caller was told of the end too early");
-        if self.fails_at == Some(index) { Err(Error::new(ErrorKind::System, "as told")) } else { Ok(()) }
+        assert_eq!(self.over.load(Ordering::SeqCst), 0, "the caller was notified of the end too early");
+        if self.fails_at == Some(index) { Err(Error::new(ErrorKind::System, "injected")) } else { Ok(()) }
     }
 }
 

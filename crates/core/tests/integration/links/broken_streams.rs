@@ -64,14 +64,14 @@ fn steps(end: u64, one_in: usize) -> impl Iterator<Item = u64> {
 }
 
 /// An engine whose next dialled stream has the armed fault, and a peer without faults.
-pub(super) struct Bed {
+pub(super) struct Fixture {
     pub(super) local: DataDist,
     pub(super) remote: DataDist,
     armed: Arc<Mutex<Option<Faults>>>,
 }
 
-impl Bed {
-    pub(super) fn new(way: Way, limit: Duration) -> Bed {
+impl Fixture {
+    pub(super) fn new(way: Way, limit: Duration) -> Fixture {
         let armed: Arc<Mutex<Option<Faults>>> = Arc::default();
         let next = armed.clone();
         let faults = move |_| next.lock().unwrap().take().unwrap_or_default();
@@ -85,7 +85,7 @@ impl Bed {
             transports.tcp = Arc::new(Faulty::new(transports.tcp, faults));
         }
         let local = DataDist::open_over(local, DeviceSet::host_only(), transports).unwrap();
-        Bed { local, remote: open(config(2, way), way), armed }
+        Fixture { local, remote: open(config(2, way), way), armed }
     }
 
     pub(super) fn arm(&self, broken: &Broken) {
@@ -111,22 +111,22 @@ impl Bed {
 #[test]
 fn a_greeting_that_breaks_anywhere_leaves_nothing() {
     for way in [Way::Tcp, Way::Shm] {
-        let bed = Bed::new(way, LIMIT);
+        let pair = Fixture::new(way, LIMIT);
         let (mut failed, mut linked) = (0, 0);
         for broken in faults(way, steps(360, 29)) {
-            bed.arm(&broken);
-            match broken.bounded(|| bed.local.link_clusters(&[address(&bed.remote)], LIMIT).remove(0)) {
+            pair.arm(&broken);
+            match broken.bounded(|| pair.local.link_clusters(&[address(&pair.remote)], LIMIT).remove(0)) {
                 Ok(()) => linked += 1,
                 Err(error) => {
                     broken.explains(&error, [ErrorKind::LinkFailed, ErrorKind::Timeout]);
-                    assert!(bed.local.stats().links.is_empty(), "{}", broken.what);
+                    assert!(pair.local.stats().links.is_empty(), "{}", broken.what);
                     failed += 1;
                 }
             }
-            bed.clean();
-            link(&bed.local, &bed.remote).unwrap_or_else(|error| panic!("after {}: {error}", broken.what));
-            bed.local.check_link(bed.remote.config().cluster).unwrap();
-            bed.clean();
+            pair.clean();
+            link(&pair.local, &pair.remote).unwrap_or_else(|error| panic!("after {}: {error}", broken.what));
+            pair.local.check_link(pair.remote.config().cluster).unwrap();
+            pair.clean();
         }
         assert!(failed > 20 && linked > 0, "{way:?}: {failed} failed, {linked} did not");
     }
@@ -136,19 +136,19 @@ fn a_greeting_that_breaks_anywhere_leaves_nothing() {
 fn a_call_that_breaks_anywhere_says_what_arrived() {
     const BLOCK: usize = 96 << 10;
     for way in [Way::Tcp, Way::Shm] {
-        let bed = Bed::new(way, LIMIT);
+        let pair = Fixture::new(way, LIMIT);
         let shape = device(2, 48, BLOCK);
         let key = CacheKey::Blocks { model: 1 };
-        let remote = Held::new(&bed.remote, false, &shape, Blocks, &[Some(key)]);
-        let local = Held::pool(&bed.local, &shape, Blocks);
+        let remote = Held::new(&pair.remote, false, &shape, Blocks, &[Some(key)]);
+        let local = Held::pool(&pair.local, &shape, Blocks);
         let source = remote.fill(1);
         let all: Vec<i64> = (0..48).collect();
-        let pull = || pull_blocks(&bed.local, of(2, Name::Key(key)), &local, &all, &all);
+        let pull = || pull_blocks(&pair.local, of(2, Name::Key(key)), &local, &all, &all);
         let (mut failed, mut partly) = (0, 0);
         for broken in faults(way, steps(400, 61).chain([450, 1 << 20, 5 << 20, 8 << 20])) {
             let what = &broken.what;
             local.write(&[vec![0; 48 * BLOCK], vec![0; 48 * BLOCK]]);
-            let pulled = bed.call(&broken, pull);
+            let pulled = pair.call(&broken, pull);
             let got = local.read();
             match pulled {
                 Ok(()) => assert!(got == source || broken.garbles, "{what}: a success without its bytes"),
@@ -162,12 +162,12 @@ fn a_call_that_breaks_anywhere_says_what_arrived() {
                 }
             }
             assert!(remote.read() == source, "{what}: the source changed");
-            bed.clean();
+            pair.clean();
         }
         // A stream that breaks while it is being opened is opened once more.
         assert!(failed > 5, "{way:?}: only {failed} failed");
         assert!(partly > 0 || way == Way::Shm, "no pull arrived in part");
-        link(&bed.local, &bed.remote).unwrap();
+        link(&pair.local, &pair.remote).unwrap();
         // On a busy machine this pull may exceed the short limit again.
         eventually("a pull that works", || pull().is_ok());
         assert!(local.read() == source);
@@ -191,31 +191,31 @@ fn check_arrived(error: &Error, source: &[Vec<u8>], local: &[Vec<u8>], row_bytes
 #[test]
 fn keys_and_pushes_survive_broken_calls() {
     for way in [Way::Tcp, Way::Shm] {
-        let bed = Bed::new(way, LIMIT);
-        let local = Held::pool(&bed.local, &device(2, 1, 4096), Batch);
+        let pair = Fixture::new(way, LIMIT);
+        let local = Held::pool(&pair.local, &device(2, 1, 4096), Batch);
         // Bytes that follow their request, and bytes that are asked for.
         let pushed = [4096, 96 << 10].map(|bytes| {
-            let ends = [&bed.local, &bed.remote].map(|end| Held::pool(end, &device(2, 1, bytes), Batch));
+            let ends = [&pair.local, &pair.remote].map(|end| Held::pool(end, &device(2, 1, bytes), Batch));
             (ends[0].fill(7), ends)
         });
         let (mut done, mut failed) = (0, 0);
         let faults = faults(way, steps(600, 83).chain([9000])).filter(|broken| !broken.garbles);
         for (round, broken) in (1..).zip(faults) {
             let (what, key) = (&broken.what, request(round));
-            let remote = Held::new(&bed.remote, false, &device(2, 1, 4096), Batch, &[Some(key)]);
+            let remote = Held::new(&pair.remote, false, &device(2, 1, 4096), Batch, &[Some(key)]);
             let bytes = remote.fill(round as u8);
             local.write(&[vec![0; 4096], vec![0; 4096]]);
-            let pulled = bed.call(&broken, || pull_slot(&bed.local, of(2, Name::Key(key)), &local));
+            let pulled = pair.call(&broken, || pull_slot(&pair.local, of(2, Name::Key(key)), &local));
             if pulled.is_ok() {
                 assert!(local.read() == bytes, "{what}");
-                assert!(bed.remote.find_key(key).is_err(), "{what}: pulled, and not released");
+                assert!(pair.remote.find_key(key).is_err(), "{what}: pulled, and not released");
             } else if local.read() != bytes {
-                assert!(bed.remote.find_key(key).is_ok(), "{what}: released, and not pulled");
+                assert!(pair.remote.find_key(key).is_ok(), "{what}: released, and not pulled");
             }
-            bed.clean();
+            pair.clean();
             for (own, [local, into]) in &pushed {
                 let before = into.fill(8);
-                let pushed = bed.call(&broken, || push_slot(&bed.local, local, 0, of(2, row(into, 0))));
+                let pushed = pair.call(&broken, || push_slot(&pair.local, local, 0, of(2, row(into, 0))));
                 if pushed.is_ok() {
                     assert!(into.read() == *own, "{what}: pushed, and not there");
                     done += 1;
@@ -223,10 +223,10 @@ fn keys_and_pushes_survive_broken_calls() {
                     assert!(into.read() == before, "{what}: half a request, and something was written");
                     failed += 1;
                 }
-                bed.clean();
+                pair.clean();
             }
-            bed.remote.deallocate(remote.cache.id()).unwrap();
-            bed.remote.remove_key(key).unwrap();
+            pair.remote.deallocate(remote.cache.id()).unwrap();
+            pair.remote.remove_key(key).unwrap();
         }
         assert!(done > 0 && failed > 0, "{way:?}: {done} pushes went well, {failed} did not");
     }

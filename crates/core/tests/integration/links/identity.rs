@@ -57,7 +57,7 @@ fn a_stranger_is_refused_for_the_reason_that_is_logged() {
         let refused = stranger.dial(&engine, purpose).unwrap_err();
         let text = refused.to_string();
         assert_eq!(refused.kind(), ErrorKind::LinkFailed);
-        assert!(text.contains("no token is set") && text.contains("llm.LinkAcceptRemote = 1"), "{text}");
+        assert!(text.contains("no token is set") && text.contains("llm.LinkAcceptRemote=1"), "{text}");
     }
     assert!(engine.stats().links.is_empty());
     // Any process of this host learns the name of the local socket, and nothing else.

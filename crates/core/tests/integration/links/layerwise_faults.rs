@@ -14,7 +14,7 @@ use llm_datadist_core::{
     Outcome, Placement, PullRows, Target, Task,
 };
 
-use super::broken_streams::{Bed, faults};
+use super::broken_streams::{Fixture, faults};
 use super::layerwise::{
     SLOTS, addressed, all_ready, blocks, check_failed, failure, finish, is_done, named, start, to, wait,
 };
@@ -33,8 +33,8 @@ fn stream_fault_ends_only_its_own_destination() {
     let step = if times(1) > 1 { 7 } else { 83 };
     let places = (150..700).step_by(step).chain([2 * BYTES as u64, 5 * BYTES as u64]);
     for way in [Way::Tcp, Way::Shm] {
-        let bed = Bed::new(way, Duration::from_millis(500));
-        let (local, bad, good) = (&bed.local, &bed.remote, open(config(3, way), way));
+        let pair = Fixture::new(way, Duration::from_millis(500));
+        let (local, bad, good) = (&pair.local, &pair.remote, open(config(3, way), way));
         link(local, &good).unwrap();
         let shape = device(8, 1, BYTES);
         let source = Held::pool(local, &shape, Batch);
@@ -47,7 +47,7 @@ fn stream_fault_ends_only_its_own_destination() {
             local.check_link(ClusterId(3)).unwrap();
             let bytes = source.fill(1);
             let before = into.each_ref().map(|held| held.fill(2));
-            bed.arm(&broken);
+            pair.arm(&broken);
             let aims = [to(2, addressed(&into[0]), 4), to(3, named(&into[1]), 4)];
             let task = start(local, &source, &SLOTS, &aims);
             finish(&task);
@@ -66,7 +66,7 @@ fn stream_fault_ends_only_its_own_destination() {
                 failed += 1;
                 partly += usize::from(arrived.layers > 0);
             }
-            bed.clean();
+            pair.clean();
             if broken.garbles {
                 continue;
             }

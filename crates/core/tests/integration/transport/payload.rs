@@ -179,7 +179,7 @@ fn padding_is_removed() {
             (ErrorKind::NotLinked, Some(remote.peer())),
             "{error}"
         );
-        assert!(error.to_string().contains("zeros") && remote.is_closed(), "{error}");
+        assert!(error.to_string().contains("is not zero") && remote.is_closed(), "{error}");
     });
 }
 
