@@ -56,7 +56,8 @@
 //! Two engines, here in one process, usually in two. One listens; the other links, pulls and pushes.
 //!
 //! ```
-//! use std::time::Duration; use llm_datadist_core::*;
+//! use std::time::Duration;
+//! use llm_datadist_core::*;
 //!
 //! let open = |role, cluster, listen: Option<&str>| {
 //!     let mut config = Config::new(role, ClusterId(cluster));
@@ -93,19 +94,21 @@
 //! assert_eq!((link.cluster, link.transfers.bytes), (ClusterId(1), 3 * 128));
 //!
 //! // Layer by layer, while the next one is computed: the code that computes reports which layer is ready.
-//! let args = LayerwiseArgs { tensors_per_layer: 1, ..LayerwiseArgs::default() }; let target = Target::Cache
-//! { name: Name::Row { cache: ours.id(), row: 2 }, first_layer: 0 }; let src_layers = LayerRange { first: 0,
-//! end: 2 }; let to = Destination { cluster: ClusterId(2), target, src_layers, src_row: 3 }; let task =
-//! prefill.transfer_async(&End::Managed(theirs.id()), &args, vec![to], None)?;
+//! let args = LayerwiseArgs { tensors_per_layer: 1, ..LayerwiseArgs::default() };
+//! let target = Target::Cache { name: Name::Row { cache: ours.id(), row: 2 }, first_layer: 0 };
+//! let src_layers = LayerRange { first: 0, end: 2 };
+//! let to = Destination { cluster: ClusterId(2), target, src_layers, src_row: 3 };
+//! let task = prefill.transfer_async(&End::Managed(theirs.id()), &args, vec![to], None)?;
 //! task.layers().into_iter().for_each(|layer| task.ready(layer));
-//! assert!(task.wait(Deadline::after(Duration::from_secs(3)))?); assert!(matches!(task.outcomes()[0],
-//! Outcome::Done));
+//! assert!(task.wait(Deadline::after(Duration::from_secs(3)))?);
+//! assert!(matches!(task.outcomes()[0], Outcome::Done));
 //!
-//! // An error explains the cause in its text and as values. let error = decode.pull(slot(8), &here,
-//! &PullRows::slot(0, -1), Layers::ALL).unwrap_err(); assert_eq!(error.kind(), ErrorKind::CacheNotFound);
+//! // An error explains the cause in its text and as values.
+//! let error = decode.pull(slot(8), &here, &PullRows::slot(0, -1), Layers::ALL).unwrap_err();
+//! assert_eq!(error.kind(), ErrorKind::CacheNotFound);
 //! assert_eq!(StatusCode::from(error.kind()).name(), "LLM_KV_CACHE_NOT_EXIST");
-//! assert_eq!(error.fact("cluster"), Some("1")); assert_eq!(decode.unlink_clusters(&[peer],
-//! Duration::from_secs(3), false).len(), 1);
+//! assert_eq!(error.fact("cluster"), Some("1"));
+//! assert_eq!(decode.unlink_clusters(&[peer], Duration::from_secs(3), false).len(), 1);
 //! # Ok::<(), Error>(())
 //! ```
 

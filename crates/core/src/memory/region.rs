@@ -183,7 +183,8 @@ impl Aligned {
     /// Maps the first `len` bytes of `descriptor`, a multiple of [`HUGE_PAGE`], with the access `rights`.
     pub(super) fn map(descriptor: &OwnedFd, len: usize, rights: ProtFlags) -> rustix::io::Result<Self> {
         // Map without alignment first: if the kernel refuses the mapping, it does so here, where nothing
-        // needs to be undone. SAFETY: no address is requested, so the kernel chooses an unused range.
+        // needs to be undone.
+        // SAFETY: no address is requested, so the kernel chooses an unused range.
         let anywhere = unsafe { mmap(null_mut(), len, rights, MapFlags::SHARED, descriptor, 0) }?;
         if (anywhere as usize).is_multiple_of(HUGE_PAGE) {
             return Ok(Self::advised(anywhere as usize, (anywhere as usize, len), len));

@@ -16,8 +16,7 @@ use super::waves::Wave;
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
 
-/// Maximum number of waves of a peer's plan. A list of blocks with one common destination needs one wave for
-/// each block.
+/// Maximum number of waves of a peer's plan: one for each block of a list with a common destination.
 pub const MOST_WAVES: usize = 1 << 16;
 /// A plan with up to this many spans is unpacked.
 const FEW: usize = 4096;

@@ -113,9 +113,11 @@ struct Node {
 /// ```
 /// use llm_datadist_core::testing::pool::Pool;
 /// # fn main() -> llm_datadist_core::Result<()> {
-/// let mut pool = Pool::new(1 << 20, 16)?; // 1 MiB in pages of 64 KiB let layers =
-/// pool.allocate_tensors(100_000, 4)?; // four tensors of two pages each, in one run assert_eq!(layers.len(),
-/// 1); assert_eq!(layers[0].bytes, 4 * 131_072); assert!(pool.free(layers[0]));
+/// let mut pool = Pool::new(1 << 20, 16)?; // 1 MiB in pages of 64 KiB
+/// let layers = pool.allocate_tensors(100_000, 4)?; // four tensors of two pages each, in one run
+/// assert_eq!(layers.len(), 1);
+/// assert_eq!(layers[0].bytes, 4 * 131_072);
+/// assert!(pool.free(layers[0]));
 /// assert!(!pool.free(layers[0]), "a second free is refused");
 /// assert_eq!(pool.state().largest_free_run_bytes, 1 << 20);
 /// # Ok(())

@@ -22,8 +22,7 @@ use crate::model::AddressLocation;
 /// (`tests/test_peer_faults.py`).
 pub const MOST_AHEAD: u64 = 48 << 10;
 
-/// Maximum number of addresses in one [`Request::Locate`]. An address may take only 1 byte in the message,
-/// but takes more in memory.
+/// Maximum number of addresses in one [`Request::Locate`]: 8 MiB in memory.
 pub const MAX_ADDRS: usize = 1 << 20;
 /// Maximum number of runs in one [`WireLocation`]: 24 MiB. Caches that need more are moved over sockets.
 pub const MAX_RUNS: usize = 1 << 20;

@@ -13,8 +13,7 @@ use crate::resources::Resources;
 use crate::session::{KnownCache, Link};
 use crate::validate;
 
-/// Maximum number of attempts of a call whose remote cache keeps changing. Each attempt costs a request, and
-/// the deadline keeps running.
+/// Maximum number of attempts, of one request each, of a call whose remote cache keeps changing.
 const MOST_ROUNDS: usize = 8;
 
 /// Result of an attempt that did not fail.
