@@ -274,9 +274,9 @@ def file_graph(crate: Path) -> dict[str, set[str]]:
         named = use_paths(body) + [
             re.sub(r"\s+", "", found) for found in re.findall(r"\b[a-z_]\w*(?:\s*::\s*\w+)+", body)
         ]
-        # `Tcp(` is a variant that is called like a type.
-        used = [name for name in exported[module] if re.search(rf"(?<!:)\b{name}\b(?!{'[(]' if name[0].isupper() else '$'})", body)]
-        named += ["::".join(("crate", *exported[module][name])) for name in used]
+        # `Tcp(` and `Address::Tcp` are variants with the name of a type.
+        words = set(re.findall(r"(?<!:)\b[A-Z]\w*\b(?!\()|(?<!:)\b[a-z]\w*\b", body))
+        named += ["::".join(("crate", *target)) for name, target in exported[module].items() if name in words]
         targets = {defining(full) for path in named if (full := absolute(path, module, modules))} - {None, module}
         called = [methods.get(name, set()) for name in re.findall(r"\bself\s*\.\s*(\w+)\(", text)]
         targets.update(*(owners for owners in called if len(owners) == 1 and module not in owners))

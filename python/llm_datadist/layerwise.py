@@ -180,7 +180,8 @@ class TransferWithCacheKeyConfig(_SourceLayers):
         self._dst_layer_range = dst_layer_range
         if src_layer_range is not None and dst_layer_range is not None:
             layers = len(src_layer_range), len(dst_layer_range)
-            raise_if_false(layers[0] == layers[1], "len(src_layer_range)={} differs from len(dst_layer_range)={}", *layers)
+            text = "len(src_layer_range)={} differs from len(dst_layer_range)={}"
+            raise_if_false(layers[0] == layers[1], text, *layers)
         _core.check_uint32("src_batch_index", src_batch_index)
         self.src_batch_index = src_batch_index
         self.dst_cluster_id = cache_key.cluster_id

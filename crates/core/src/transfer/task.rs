@@ -208,14 +208,14 @@ impl Task {
         self.refused(self.state.lock(), layer, error);
     }
 
-    /// [Refuses](Self::refuse) a layer because the code that computes it reports that it will not be ready
+    /// Refuses a layer because the code that computes it reports that it will not be ready
     /// (contract §8.3).
     pub fn not_ready(&self, layer: u32) {
         let text = format!("layer {layer} is not ready: synchronize_layer returned a false value");
         self.refuse(layer, &Error::new(ErrorKind::InvalidArgument, text));
     }
 
-    /// [Refuses](Self::refuse) a layer because the code that reports layers failed with `why` (contract §8.3,
+    /// Refuses a layer because the code that reports layers failed with `why` (contract §8.3,
     /// ruling for exceptions).
     pub fn broken(&self, layer: u32, why: &str) {
         let text = format!("layer {layer} will not be ready: {why}");
