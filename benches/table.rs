@@ -20,7 +20,7 @@ use std::time::Instant;
 
 use llm_datadist_core::testing::cache::Table;
 use llm_datadist_core::testing::memory::{Generations, Region, Tensors};
-use llm_datadist_core::testing::plan::{Aliasing, CopyPlan, Moves, Pieces};
+use llm_datadist_core::testing::plan::{CacheCount, CopyPlan, Moves, Pieces};
 use llm_datadist_core::{CacheDesc, CacheKey, CacheKind, CacheLayout, DataType, Geometry, Placement};
 
 const KEYS: u64 = 1 << 20;
@@ -146,10 +146,10 @@ fn planning() {
     let ascending: Vec<(u64, u64)> = (0..4096).map(|block| (block, block + 5000)).collect();
     let chain: Vec<(u64, u64)> = (0..4096).map(|block| (block, block + 1)).collect();
     let lists = [
-        ("shuffled, two caches", shuffled.clone(), Aliasing::TwoCaches),
-        ("shuffled, one cache", shuffled, Aliasing::OneCache),
-        ("ascending", ascending, Aliasing::TwoCaches),
-        ("chain of 4,096 waves", chain, Aliasing::OneCache),
+        ("shuffled, two caches", shuffled.clone(), CacheCount::Two),
+        ("shuffled, one cache", shuffled, CacheCount::One),
+        ("ascending", ascending, CacheCount::Two),
+        ("chain of 4,096 waves", chain, CacheCount::One),
     ];
     for (name, pairs, ends) in lists {
         // From the checked list on: its pieces, and the plan.

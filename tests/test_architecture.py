@@ -377,14 +377,11 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, bool, int]]:
 
 def python_imports(path: Path) -> set[str]:
     """Files of the package that a file imports when it is loaded; imports for annotations do not count."""
-    found = set()
+    found: set[Path] = set()
     for node in tree_of(path).body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("llm_datadist"):
             place = PYTHON.joinpath(*(node.module or "").split(".")[1:])
-            names = [place / f"{alias.name}.py" for alias in node.names]
-            found.update(names if place.is_dir() else [place.with_suffix(".py")])
-            if place.is_dir() and not all(name.exists() or name.stem == "_core" for name in names):
-                found.add(place / "__init__.py")
+            found |= {place.with_suffix(".py"), *(place / f"{alias.name}.py" for alias in node.names)}
     return {shown(file) for file in found if file.exists()}
 
 

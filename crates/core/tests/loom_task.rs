@@ -1,8 +1,7 @@
 //! A task and its lanes under loom, in every order of a lane, of the thread that reports layers as ready, and
 //! of the thread that ends the task.
 //!
-//! `make loom` runs it. Loom's clock does not move, so no wait times out, and no idle lane ends before its
-//! engine.
+//! `make loom` runs it. Loom's clock does not move, so no wait times out, and no idle lane ends before its engine.
 #![cfg(loom)]
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stderr, reason = "a test")]
 

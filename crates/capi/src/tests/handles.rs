@@ -1,5 +1,4 @@
-//! Invalid handles: freed, never returned, or of another process. Also panics in a call, and failure reasons
-//! by thread.
+//! Invalid handles: freed, never returned, or of another process. Also panics in a call, and failure reasons by thread.
 
 use std::collections::HashSet;
 use std::ffi::CStr;

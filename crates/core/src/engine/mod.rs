@@ -20,7 +20,7 @@ use crate::device::DeviceSet;
 use crate::error::Result;
 use crate::memory::{self, Adopted};
 use crate::model::{CacheDesc, CacheId, CacheKey, CacheKind, CacheLayout, Deadline, Placement};
-use crate::plan::{Aliasing, CopyPlan, Moves};
+use crate::plan::{CacheCount, CopyPlan, Moves};
 use crate::pool::Arena;
 use crate::resources::Resources;
 use crate::session::{Links, Transports};
@@ -306,8 +306,7 @@ impl DataDist {
         deadline: Deadline,
     ) -> Result<()> {
         let one_cache = Arc::ptr_eq(src, dst);
-        let plan =
-            CopyPlan::moves(&mut moves, if one_cache { Aliasing::OneCache } else { Aliasing::TwoCaches })?;
+        let plan = CopyPlan::moves(&mut moves, if one_cache { CacheCount::One } else { CacheCount::Two })?;
         if plan.waves().is_empty() {
             return Ok(());
         }

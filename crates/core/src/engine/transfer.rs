@@ -10,7 +10,7 @@ use crate::cache::Cache;
 use crate::config::Mode;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{ClusterId, Name};
-use crate::plan::{Aliasing, CopyPlan};
+use crate::plan::{CacheCount, CopyPlan};
 use crate::session;
 use crate::stats::Op;
 use crate::transfer::{Call, Moved};
@@ -63,7 +63,7 @@ impl DataDist {
                     // `call.name` does not include the slot.
                     let mut moves = checked.moves(remote).map_err(|error| error.with("name", to.name))?;
                     let local_rows = std::mem::take(&mut moves.src_rows);
-                    let plan = Arc::new(CopyPlan::moves(&mut moves, Aliasing::TwoCaches)?);
+                    let plan = Arc::new(CopyPlan::moves(&mut moves, CacheCount::Two)?);
                     let outcome = call.push(known, &plan, local_rows)?;
                     if let (PushRows::Slot { local: row }, Moved::Bytes(1..), true) =
                         (rows, &outcome, moves.all_tensors)

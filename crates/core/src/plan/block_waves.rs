@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::blocks::Blocks;
-use super::order::{self, Aliasing};
+use super::order::{self, CacheCount};
 use super::spans::PLAN;
 use super::waves::Wave;
 use crate::error::Result;
@@ -20,10 +20,10 @@ pub(super) fn waves(
     len: u64,
     (src, dst): (u64, u64),
     pairs: Vec<(u32, u32)>,
-    aliasing: Aliasing,
+    caches: CacheCount,
 ) -> Result<Vec<Wave>> {
-    let free = apart(&pairs, aliasing)? || !order::order_matters(&pairs, aliasing)?;
-    let waves = if free { vec![pairs] } else { order::waves(&pairs, aliasing)? };
+    let free = apart(&pairs, caches)? || !order::order_matters(&pairs, caches)?;
+    let waves = if free { vec![pairs] } else { order::waves(&pairs, caches)? };
     let wave = |mut pairs: Vec<(u32, u32)>| {
         by_source(&mut pairs)?;
         let scattered = scattered(&pairs);
@@ -40,7 +40,7 @@ pub(super) fn waves(
 /// Returns whether no block is written twice and, if source and destination are one cache, no written block
 /// is read. `false` also if the numbers of the written blocks are too sparse for the bitmap that this check
 /// uses.
-fn apart(pairs: &[(u32, u32)], aliasing: Aliasing) -> Result<bool> {
+fn apart(pairs: &[(u32, u32)], caches: CacheCount) -> Result<bool> {
     let most = pairs.iter().fold(0, |most, &(_, dst)| dst.max(most));
     let Some(words) = usize::try_from(most / 64).ok().filter(|&words| words < pairs.len()) else {
         return Ok(false);
@@ -56,9 +56,7 @@ fn apart(pairs: &[(u32, u32)], aliasing: Aliasing) -> Result<bool> {
     }
     let written = |src: u32| bits.get(src as usize / 64).is_some_and(|word| word >> (src % 64) & 1 != 0);
     let clear = overlap == 0;
-    Ok(clear
-        && (aliasing == Aliasing::TwoCaches
-            || !pairs.iter().fold(false, |any, &(src, _)| any | written(src))))
+    Ok(clear && (caches == CacheCount::Two || !pairs.iter().fold(false, |any, &(src, _)| any | written(src))))
 }
 
 /// Sorts pairs by the block they read, and pairs that read the same block by the block they write.

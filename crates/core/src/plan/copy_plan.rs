@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::block_waves;
 use super::blocks::Blocks;
-use super::order::{self, Aliasing};
+use super::order::{self, CacheCount};
 use super::request::{Moves, Pieces};
 use super::spans::{PLAN, Piece};
 use super::waves::Wave;
@@ -28,8 +28,8 @@ pub struct CopyPlan {
 impl CopyPlan {
     /// Plans the moves of a call, with the same result as moving piece after piece in the order given. A piece
     /// that is copied onto itself is left out. Takes the pieces out of `moves`.
-    pub fn moves(moves: &mut Moves, aliasing: Aliasing) -> Result<Self> {
-        let one_cache = aliasing == Aliasing::OneCache;
+    pub fn moves(moves: &mut Moves, caches: CacheCount) -> Result<Self> {
+        let one_cache = caches == CacheCount::One;
         // The pieces are taken, not copied: allocating memory for a long list costs more than planning it.
         let waves = match std::mem::take(&mut moves.pieces) {
             Pieces::Blocks(Blocks { len, src, dst, pairs }) => {
@@ -37,13 +37,13 @@ impl CopyPlan {
                 if one_cache {
                     pairs.retain(|(src, dst)| src != dst);
                 }
-                block_waves::waves(len, (src, dst), pairs, aliasing)?
+                block_waves::waves(len, (src, dst), pairs, caches)?
             }
             Pieces::Listed(mut pieces) => {
                 if one_cache {
                     pieces.retain(|piece| piece.src != piece.dst);
                 }
-                in_order(pieces, aliasing)?
+                in_order(pieces, caches)?
             }
         };
         let plan = Self::new(moves.num_tensors, waves);
@@ -101,12 +101,9 @@ impl CopyPlan {
 }
 
 /// Returns the waves of `pieces`, with neighbours joined.
-fn in_order(pieces: Vec<Piece>, aliasing: Aliasing) -> Result<Vec<Wave>> {
-    let waves = if order::order_matters(&pieces, aliasing)? {
-        order::waves(&pieces, aliasing)?
-    } else {
-        vec![pieces]
-    };
+fn in_order(pieces: Vec<Piece>, caches: CacheCount) -> Result<Vec<Wave>> {
+    let waves =
+        if order::order_matters(&pieces, caches)? { order::waves(&pieces, caches)? } else { vec![pieces] };
     let wave = |mut wave: Vec<Piece>| {
         order::by_source(&mut wave)?;
         Wave::new(order::strided(order::contiguous(wave.into_iter())?)?)

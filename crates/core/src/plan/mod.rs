@@ -21,7 +21,7 @@ mod waves;
 
 pub use blocks::Blocks;
 pub use copy_plan::CopyPlan;
-pub use order::Aliasing;
+pub use order::CacheCount;
 pub use packed_spans::{ReceivedSpans, SpanList, read_list};
 pub(crate) use range_list::RangeList;
 pub use request::{Moves, Pieces};

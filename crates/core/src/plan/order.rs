@@ -10,10 +10,10 @@ use crate::fallible;
 
 /// Whether a plan reads and writes the same cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Aliasing {
+pub enum CacheCount {
     /// Source and destination are one cache, so a block may be both read and written.
-    OneCache,
-    TwoCaches,
+    One,
+    Two,
 }
 
 /// Something that is read in one place and written in another. Two places are either equal or do not overlap.
@@ -30,7 +30,7 @@ impl Pair for Piece {
 
 /// Returns whether a pair writes a block that another pair writes or, if the ends are one cache, that any
 /// pair reads.
-pub(super) fn order_matters<T: Pair>(pairs: &[T], aliasing: Aliasing) -> Result<bool> {
+pub(super) fn order_matters<T: Pair>(pairs: &[T], caches: CacheCount) -> Result<bool> {
     if pairs.len() < 2 {
         return Ok(false);
     }
@@ -38,7 +38,7 @@ pub(super) fn order_matters<T: Pair>(pairs: &[T], aliasing: Aliasing) -> Result<
     if pairs.iter().any(|pair| !written.add(pair.places().1)) {
         return Ok(true);
     }
-    Ok(aliasing == Aliasing::OneCache && pairs.iter().any(|pair| written.has(pair.places().0)))
+    Ok(caches == CacheCount::One && pairs.iter().any(|pair| written.has(pair.places().0)))
 }
 
 /// A set of places: a bitmap if they are dense, as blocks of a cache are, else a hash set.
@@ -154,7 +154,7 @@ fn sort_by_number<T: Copy>(items: &mut Vec<T>, number: impl Fn(&T) -> u64) -> Re
 }
 
 /// Splits pairs into waves. Each pair runs as early as the pairs before it that touch its blocks allow.
-pub(super) fn waves<T: Pair>(pairs: &[T], aliasing: Aliasing) -> Result<Vec<Vec<T>>> {
+pub(super) fn waves<T: Pair>(pairs: &[T], caches: CacheCount) -> Result<Vec<Vec<T>>> {
     /// The first wave in which a block may be read, and the first in which it may be written.
     #[derive(Default)]
     struct Free {
@@ -163,7 +163,7 @@ pub(super) fn waves<T: Pair>(pairs: &[T], aliasing: Aliasing) -> Result<Vec<Vec<
     }
     let mut blocks: HashMap<(bool, u64), Free> = fallible::map(PLAN, 2 * pairs.len())?;
     // In two caches, block 3 that is read and block 3 that is written are different blocks.
-    let apart = aliasing == Aliasing::TwoCaches;
+    let apart = caches == CacheCount::Two;
     let mut waves: Vec<Vec<T>> = Vec::new();
     for &pair in pairs {
         let (src, dst) = pair.places();

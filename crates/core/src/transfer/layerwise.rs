@@ -11,7 +11,7 @@ use crate::cache::Cache;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::{AddressLocation, CacheId, Deadline, Name};
-use crate::plan::{Aliasing, CopyPlan};
+use crate::plan::{CacheCount, CopyPlan};
 use crate::resources::Resources;
 use crate::session::{Finder, KnownCache, Link};
 use crate::stats::Op;
@@ -131,7 +131,7 @@ impl LayerPush {
             self.to.src_row,
             LayerDestination::Cache(remote),
         )?;
-        let plan = CopyPlan::moves(&mut moves, Aliasing::TwoCaches)?;
+        let plan = CopyPlan::moves(&mut moves, CacheCount::Two)?;
         let part = |index: u32| {
             let src = (range.first + index) * self.per_layer;
             let dst = (first_layer + index) * self.per_layer;
@@ -204,7 +204,7 @@ impl TensorPlans<'_> {
         let (local, to) =
             (self.push.local.layout(), LayerDestination::Memory { offset: location.offset, tensor_bytes });
         let mut moves = validate::layer_moves(local, &self.push.rows, self.push.to.src_row, to)?;
-        let plan = CopyPlan::moves(&mut moves, Aliasing::TwoCaches)?;
+        let plan = CopyPlan::moves(&mut moves, CacheCount::Two)?;
         self.local_rows = moves.src_rows;
         self.plans.push((place, plan.clone()));
         Ok(plan)

@@ -8,14 +8,14 @@ use crate::cache::{Pin, pin_writes};
 use crate::copy::{Progress, STILL_READING, Staging, with_arrived_rows};
 use crate::error::{ErrorKind, Result};
 use crate::model::{CacheKey, Name};
-use crate::plan::{Aliasing, CopyPlan, Moves};
+use crate::plan::{CacheCount, CopyPlan, Moves};
 use crate::session::{KnownCache, PeerSnapshot, Validity};
 
 impl Call {
     /// Pulls the bytes of `moves`: reads memory of the peer that this process can access, otherwise asks for
     /// a stream. The key is released last.
     pub(crate) fn pull(&self, known: &Arc<KnownCache>, moves: &mut Moves) -> Result<Moved> {
-        let plan = Arc::new(CopyPlan::moves(moves, Aliasing::TwoCaches)?);
+        let plan = Arc::new(CopyPlan::moves(moves, CacheCount::Two)?);
         if plan.waves().is_empty() {
             return Ok(Moved::Bytes(0));
         }

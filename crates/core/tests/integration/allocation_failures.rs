@@ -1,8 +1,7 @@
 //! Lack of memory: each allocation of a call fails in turn. The call returns the error, and nothing has changed.
 //!
-//! Only allocations of `LEAST` bytes and more fail, which are lists. Any other failed allocation would end
-//! the process. `protocol` tests how much memory a message may take, `tests/test_out_of_memory.py` limits of
-//! the system.
+//! Only allocations of `LEAST` bytes and more fail, which are lists. Any other failed allocation would end the process.
+//! `protocol` tests how much memory a message may take, `tests/test_out_of_memory.py` limits of the system.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,7 +9,7 @@ use std::time::Duration;
 use llm_datadist_core::testing::cache::{pin_reads, pin_writes};
 use llm_datadist_core::testing::model::{AddressLocation, CacheLayout};
 use llm_datadist_core::testing::plan::{
-    Aliasing, Blocks, CopyPlan, Moves, Piece, Pieces, Span, SpanList, Wave,
+    Blocks, CacheCount, CopyPlan, Moves, Piece, Pieces, Span, SpanList, Wave,
 };
 use llm_datadist_core::testing::protocol::{
     self, EntryVersion, HEADER, MESSAGE_LIMIT, Reply, Request, Run, WireCache, WireLocation, WireName,
@@ -30,9 +29,8 @@ const LEAST: usize = 16 << 10;
 /// Entries of a list.
 const MANY: u64 = 5000;
 
-/// Runs `work` on prepared values repeatedly. Its first allocation fails, then its second, and so on until
-/// none fails. `judge` receives each result and whether an allocation failed. Returns the number of
-/// allocations.
+/// Runs `work` on prepared values repeatedly. Its first allocation fails, then its second, and so on until none fails.
+/// `judge` receives each result and whether an allocation failed. Returns the number of allocations.
 fn each_judged<P, T>(
     prepare: impl Fn() -> P,
     work: impl Fn(&mut P) -> Result<T>,
@@ -53,8 +51,7 @@ fn each_judged<P, T>(
     unreachable!()
 }
 
-/// Does the same for a call that succeeds once it has its memory. `after` checks the state after each
-/// failure.
+/// Does the same for a call that succeeds once it has its memory. `after` checks the state after each failure.
 fn each_fails<T>(work: impl Fn() -> Result<T>, after: impl Fn()) -> usize {
     let judge = |&(): &(), result: Result<T>, failed: bool| {
         if failed {
@@ -107,7 +104,7 @@ fn planning_fails_whole() {
         let pieces = Moves { pieces: Pieces::Listed(pieces), num_tensors: 1, ..Moves::default() };
         let blocks = block_moves(&pairs, 16, 2);
         for (moves, ends) in
-            [(&blocks, Aliasing::OneCache), (&blocks, Aliasing::TwoCaches), (&pieces, Aliasing::TwoCaches)]
+            [(&blocks, CacheCount::One), (&blocks, CacheCount::Two), (&pieces, CacheCount::Two)]
         {
             let planned = |_: &Moves, plan: Result<_>, failed| assert_eq!(plan.is_err(), failed, "{name}");
             let plan = |moves: &mut Moves| CopyPlan::moves(moves, ends);
@@ -145,8 +142,7 @@ fn fetch(plan: WirePlan) -> Request {
     Request::Fetch { name, cache: 3, plan, source, num_tensors: 2, tensor_bytes: 1 << 40, limit_ms: 9 }
 }
 
-/// Decodes a request as its owner does. Lack of memory is an error of decoding, or one in the decoded
-/// request.
+/// Decodes a request as its owner does. Lack of memory is an error of decoding, or one in the decoded request.
 fn served(body: &[u8]) -> Result<(Vec<u64>, Vec<u64>)> {
     let Request::Fetch { plan, .. } = protocol::decode(body)? else { panic!("another request") };
     let plan = CopyPlan::try_from(plan)?;
@@ -219,8 +215,7 @@ fn other_lists_of_messages_fail_whole() {
     only_fails("addresses", 1, || protocol::decode::<Request>(&locate[HEADER..]));
 }
 
-/// After a failure to allocate or register with many keys and tensors, the pool, the table and every key are
-/// unchanged.
+/// After a failure to allocate or register with many keys and tensors, the pool, the table and every key are unchanged.
 #[test]
 fn caches_are_entered_whole_or_not_at_all() {
     /// Enough keys that each shard of the table allocates a list of its own.
@@ -318,8 +313,7 @@ fn a_call_that_gets_no_memory_moves_nothing() {
     }
 }
 
-/// A frame without memory for its body is discarded, whichever allocation fails while the body grows. The
-/// stream remains usable.
+/// A frame without memory for its body is discarded, whichever allocation fails. The stream remains usable.
 #[test]
 fn a_frame_that_gets_no_memory_is_read_away() {
     let soon = || Deadline::after(Duration::from_secs(20));

@@ -12,8 +12,7 @@ static HEAP: Counting = Counting;
 thread_local! {
     /// Bytes that this thread holds, and the most that it has held since `peak` began.
     static TAKEN: Cell<(isize, isize)> = const { Cell::new((0, 0)) };
-    /// The failing allocation of this thread: the minimum size of an allocation that counts, and how many of
-    /// those succeed first.
+    /// The failing allocation of this thread: the minimum size that counts, and how many succeed before it.
     static FAILING: Cell<Option<(usize, usize)>> = const { Cell::new(None) };
 }
 
@@ -71,8 +70,7 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// Runs `work`. Returns its result and the largest number of additional bytes that this thread held
-/// meanwhile.
+/// Runs `work`. Returns its result and the largest number of additional bytes that this thread held meanwhile.
 pub fn peak<T>(work: impl FnOnce() -> T) -> (T, usize) {
     let before = TAKEN.with(|taken| {
         let (now, _) = taken.get();

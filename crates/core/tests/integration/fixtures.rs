@@ -13,7 +13,7 @@ use llm_datadist_core::testing::device::{Copier, Copy, Device, DeviceSet, HostRe
 use llm_datadist_core::testing::memory::kernels::Kernel;
 use llm_datadist_core::testing::memory::{Region, Tensors};
 use llm_datadist_core::testing::net::{Accepted, Address, Listener, Stream, Transport};
-use llm_datadist_core::testing::plan::{Aliasing, CopyPlan, Moves, Pieces};
+use llm_datadist_core::testing::plan::{CacheCount, CopyPlan, Moves, Pieces};
 use llm_datadist_core::testing::session::Transports;
 use llm_datadist_core::{
     Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, Deadline, End, Error,
@@ -273,8 +273,7 @@ impl Copier for Gated {
     }
 }
 
-/// Returns a configuration with both pools of `bytes`, 64 KiB pages, and a limit that no test reaches by
-/// accident.
+/// Returns a configuration with both pools of `bytes`, 64 KiB pages, and a limit that no test reaches by accident.
 pub fn config(bytes: u64) -> Config {
     let mut config = Config::new(Role::Prompt, ClusterId(1));
     config.device_pool = Some(PoolConfig { memory_size: bytes, page_shift: 16 });
@@ -406,11 +405,10 @@ pub fn block_moves(pairs: &[(u64, u64)], block_bytes: u64, num_tensors: u32) -> 
 
 /// The plan of pairs of blocks between two caches.
 pub fn block_plan(pairs: &[(u64, u64)], block_bytes: u64, num_tensors: u32) -> CopyPlan {
-    CopyPlan::moves(&mut block_moves(pairs, block_bytes, num_tensors), Aliasing::TwoCaches).unwrap()
+    CopyPlan::moves(&mut block_moves(pairs, block_bytes, num_tensors), CacheCount::Two).unwrap()
 }
 
-/// Returns the next stream at `listener`, which a peer has dialled or is about to dial; `None` once it is
-/// closed.
+/// Returns the next stream at `listener`, which a peer has dialled or is about to dial; `None` once it is closed.
 pub fn accepted(listener: &dyn Listener) -> Option<Stream> {
     loop {
         match listener.accept().unwrap() {

@@ -92,8 +92,8 @@ fn every_short_length_at_every_alignment() {
     for &kernel in kernels() {
         for len in 0..600 {
             for dst in 0..64 {
-                // All 64 × 64 alignments for lengths at which the code branches, otherwise each alignment of
-                // both at least once.
+                // All 64 × 64 alignments for lengths at which the code branches, otherwise each alignment at
+                // least once.
                 let all = len < 2 || len % 32 < 2 || len % 32 == 31;
                 let one = (dst * 7 + len * 13) % 64;
                 for src in if all { 0..64 } else { one..one + 1 } {
@@ -111,8 +111,7 @@ fn long_copies() {
     let (from, to) = (Arena::new(ROOM, 7), Arena::new(ROOM, 13));
     let whole =
         [(0, 0, 4096), (3, 61, 65_537), (64, 1, 1 << 20), (63, 0, (2 << 20) + 127), (31, 33, 9 << 20)];
-    // Lengths around the one from which a piece is cut into lanes, and around one at which a lane gets one
-    // more step.
+    // Lengths around the one from which a piece is cut into lanes, and around one at which a lane gets one more step.
     let edges = (16_384 - 130..16_384 + 130).chain(16_896 - 3..16_896 + 3).chain(33_000..33_009);
     let edges = edges.map(|len| (len * 7 % 64, len * 13 % 64, len));
     for piece in whole.into_iter().chain(edges) {
@@ -148,8 +147,7 @@ fn many_pieces_at_once() {
     for &kernel in kernels() {
         for round in 0..600 {
             let count = 1 + dice.below(13);
-            // Every other batch has equal lengths, and half of those are equally aligned, as blocks of a
-            // cache are.
+            // Every other batch has equal lengths, and half of those are equally aligned, as blocks of a cache are.
             let (even, len) = (round % 2 == 0, LENGTHS[dice.below(LENGTHS.len())]);
             let line = (round % 4 == 0).then(|| dice.below(64));
             let mut pieces: Vec<Piece> = Vec::new();

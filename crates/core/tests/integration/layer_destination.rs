@@ -1,9 +1,8 @@
-//! Destinations of layers: plans compared with bytes that are moved one by one, over any geometry, rows and
-//! ranges.
+//! Destinations of layers: plans compared with bytes that are moved one by one, over any geometry, rows and ranges.
 //!
 //! `links/layerwise.rs` covers engines.
 
-use llm_datadist_core::testing::plan::{Aliasing, CopyPlan, Moves};
+use llm_datadist_core::testing::plan::{CacheCount, CopyPlan, Moves};
 use llm_datadist_core::testing::validate::{
     LayerDestination, LayerRows, RemoteCache, destination_layers, layer_moves,
 };
@@ -28,7 +27,7 @@ fn carried(
     src: &[Vec<u8>],
     dst: &mut [Vec<u8>],
 ) -> u64 {
-    let plan = CopyPlan::moves(&mut moves, Aliasing::TwoCaches).unwrap().in_tensors(
+    let plan = CopyPlan::moves(&mut moves, CacheCount::Two).unwrap().in_tensors(
         layer * per_layer,
         to * per_layer,
         per_layer,

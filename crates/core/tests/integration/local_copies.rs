@@ -1,5 +1,4 @@
-//! Copies between caches of one engine, compared with the naive twin, on every device, path, number of
-//! workers and kernel.
+//! Copies within one engine, compared with the naive twin, on every device, path and kernel.
 //!
 //! After each case every byte of every cache is read, and so are the bytes around the caller's memory and the
 //! neighbouring caches. Refused calls are covered by `arguments.rs`, failures by `copy_faults.rs`, and limits by `copy_deadlines.rs`.
@@ -221,8 +220,7 @@ fn by_engine(setup: Setup, caches: &[Spec], steps: &[Step]) -> (Vec<Outcome>, Ve
     (outcomes, bytes)
 }
 
-/// Runs a case of legal calls on the twin and in every set-up. Returns the bytes of all caches, which must be
-/// equal.
+/// Runs a case of legal calls on the twin and in every set-up. Returns the bytes of all caches, which must be equal.
 fn agreed(setups: &[Setup], caches: &[Spec], steps: &[Step]) -> Vec<Tensors> {
     let expected = by_twin(caches, steps);
     assert_eq!(expected.0, vec![Ok(()); steps.len()]);

@@ -54,8 +54,7 @@ fn texts_up_to(level: Level, words: &[&str]) -> Vec<String> {
 fn second_cache_under_the_key_of_a_live_one_is_a_warning_with_both_ids() {
     let engine = Arc::new(DataDist::open(config(1 << 20)).unwrap());
     let asked = engine.clone();
-    // Takes the lock of the cache table. If the event were emitted under that lock, this call would never
-    // return.
+    // Takes the lock of the cache table. If the event were emitted under that lock, this call would never return.
     let log = EventLog::calling("llm_datadist::table", move || assert!(asked.stats().table.caches >= 1));
     let register = |keys: &[Option<CacheKey>]| {
         let shape = desc(Placement::Host, 1, 4, 8);

@@ -1,5 +1,4 @@
-//! Limits of memory: how they are read, and refusals before memory is touched in a memory control group, where allocations
-//! do not fail.
+//! Limits of memory: how they are read, and refusals in a control group, where allocations do not fail.
 //!
 //! One test makes a group of its own, which takes root and a control group file system.
 
@@ -150,8 +149,7 @@ fn with_files<T>(files: &[(&str, &str)], ask: impl FnOnce(&Path) -> T) -> T {
 fn the_memory_a_process_may_use() {
     let meminfo = ("proc/meminfo", "MemTotal:  9000 kB\nMemFree: 10 kB\nMemAvailable:    4000 kB\n");
     let available = 4000 << 10;
-    // Version 2: of all enclosing groups, the one with the least room counts. Memory that can be dropped
-    // counts as free.
+    // Version 2: the enclosing group with the least room counts. Memory that can be dropped counts as free.
     let job = ("proc/self/cgroup", "0::/slice/job\n");
     let unlimited = ("sys/fs/cgroup/slice/job/memory.max", "max\n");
     let limit = ("sys/fs/cgroup/slice/memory.max", "1000000\n");

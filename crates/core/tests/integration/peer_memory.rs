@@ -1,5 +1,4 @@
-//! Memory of another process: sealed, mapped for reading, read through the kernel, identified by a secret,
-//! and never written.
+//! Memory of another process: sealed, mapped or read through the kernel, identified, and never written.
 #![allow(unsafe_code, reason = "mappings")]
 
 use std::fs::{File, OpenOptions};
@@ -475,8 +474,7 @@ fn windows_that_a_socket_cannot_move_are_errors() {
     assert!(buffer.read(0, 310) == source(1, 0, 310));
     // If nothing is left to receive, this is an error, because 0 means the end of the stream.
     assert!(receive(310).is_err());
-    // A process that another test is starting may hold the socket too, so dropping it would not close the
-    // stream.
+    // A process that another test is starting may hold the socket too, so dropping it would not close the stream.
     one.shutdown(std::net::Shutdown::Both).unwrap();
     assert_eq!(receive(0).unwrap(), 0);
     let broken = socket_io::send(two.as_fd(), &[from], 0).unwrap_err();

@@ -1,5 +1,4 @@
-//! Plans: run wave by wave, in any order inside a wave, they give the same result as copying pair by pair;
-//! neighbours are merged.
+//! Plans, run wave by wave, give the same result as copying pair by pair; neighbours are merged.
 //!
 //! Not for: memory or workers (`local_copies.rs`).
 
@@ -8,7 +7,7 @@ use std::collections::{BTreeSet, HashSet};
 
 use llm_datadist_core::Result;
 use llm_datadist_core::testing::plan::{
-    Aliasing, Blocks, CopyPlan, Moves, Piece, Pieces, Span, SpanList, Wave,
+    Blocks, CacheCount, CopyPlan, Moves, Piece, Pieces, Span, SpanList, Wave,
 };
 use proptest::prelude::*;
 use proptest::test_runner::{TestCaseResult, TestRunner};
@@ -17,7 +16,7 @@ use crate::fixtures::{block_moves, proptest_cases};
 
 type Pairs = Vec<(u64, u64)>;
 
-fn plan(pairs: &[(u64, u64)], block_bytes: u64, ends: Aliasing) -> CopyPlan {
+fn plan(pairs: &[(u64, u64)], block_bytes: u64, ends: CacheCount) -> CopyPlan {
     CopyPlan::moves(&mut block_moves(pairs, block_bytes, 3), ends).unwrap()
 }
 
@@ -30,11 +29,11 @@ fn pieces(wave: &Wave) -> Vec<Piece> {
 struct Model {
     src: Vec<u8>,
     dst: Vec<u8>,
-    ends: Aliasing,
+    ends: CacheCount,
 }
 
 impl Model {
-    fn new(rows: u64, block_bytes: u64, ends: Aliasing) -> Self {
+    fn new(rows: u64, block_bytes: u64, ends: CacheCount) -> Self {
         let bytes = (rows * block_bytes) as usize;
         Model {
             src: (0..bytes).map(|at| at as u8).collect(),
@@ -44,7 +43,7 @@ impl Model {
     }
 
     fn get(&self, at: u64) -> u8 {
-        if self.ends == Aliasing::OneCache { self.dst[at as usize] } else { self.src[at as usize] }
+        if self.ends == CacheCount::One { self.dst[at as usize] } else { self.src[at as usize] }
     }
 
     fn one_by_one(mut self, pairs: &[(u64, u64)], block_bytes: u64) -> Self {
@@ -109,8 +108,7 @@ fn lists(rows: u64) -> impl Strategy<Value = Pairs> {
     prop::collection::vec(part, 1..4).prop_map(|parts| parts.concat())
 }
 
-/// Long lists are sorted by digits, with the same result as by comparison. The order is visible in the spans
-/// of a plan.
+/// Long lists are sorted by digits, with the same result as by comparison. The order is visible in the spans of a plan.
 #[test]
 fn long_lists_are_planned_as_short_ones_are() {
     let (len, count) = (4096u64, 3000u64);
@@ -120,7 +118,7 @@ fn long_lists_are_planned_as_short_ones_are() {
         (0..count).map(|k| Piece { src: place(k) * len, dst: (k * 991 % count) * len, len }).collect();
     let request =
         |pieces: Vec<Piece>| Moves { pieces: Pieces::Listed(pieces), num_tensors: 1, ..Moves::default() };
-    let plan = CopyPlan::moves(&mut request(pieces.clone()), Aliasing::TwoCaches).unwrap();
+    let plan = CopyPlan::moves(&mut request(pieces.clone()), CacheCount::Two).unwrap();
     let moved: Vec<(u64, u64, u64)> =
         plan.pieces(0, plan.bytes()).map(|(_, piece)| (piece.src, piece.dst, piece.len)).collect();
     let mut expected: Vec<(u64, u64, u64)> =
@@ -136,7 +134,7 @@ fn long_lists_are_planned_as_short_ones_are() {
     // One destination occurs twice, so the order matters again.
     let mut twice = pieces;
     twice[2999].dst = twice[0].dst;
-    let plan = CopyPlan::moves(&mut request(twice), Aliasing::TwoCaches).unwrap();
+    let plan = CopyPlan::moves(&mut request(twice), CacheCount::Two).unwrap();
     assert_eq!(plan.waves().len(), 2);
 }
 
@@ -148,7 +146,7 @@ fn does_what_copying_pair_by_pair_does() {
     let ran = std::cell::Cell::new((0, 0));
     runner
         .run(&input, |(pairs, block_bytes, one_cache, seed, cuts)| {
-            let ends = if one_cache { Aliasing::OneCache } else { Aliasing::TwoCaches };
+            let ends = if one_cache { CacheCount::One } else { CacheCount::Two };
             let plan = plan(&pairs, block_bytes, ends);
             let start = Model::new(14, block_bytes, ends);
             let expected = start.clone().one_by_one(&pairs, block_bytes);
@@ -170,7 +168,7 @@ fn does_what_copying_pair_by_pair_does() {
             }
             let moved: u64 = plan.waves().iter().map(Wave::tensor_bytes).sum();
             let useful =
-                pairs.iter().filter(|(src, dst)| ends == Aliasing::TwoCaches || src != dst).count() as u64;
+                pairs.iter().filter(|(src, dst)| ends == CacheCount::Two || src != dst).count() as u64;
             prop_assert_eq!(moved, useful * block_bytes);
             prop_assert_eq!(plan.bytes(), 3 * moved);
             let (looked_at, with_waves) = ran.get();
@@ -182,9 +180,8 @@ fn does_what_copying_pair_by_pair_does() {
     assert!(looked_at > 1000 && with_waves > 50, "{looked_at} pairs, {with_waves} plans of several waves");
 }
 
-/// Checks that in one wave no byte is written twice, none is both written and read, and none is outside the
-/// tensors.
-fn independent(wave: &Wave, ends: Aliasing, tensor_bytes: u64) -> Result<(), TestCaseError> {
+/// Checks that in one wave no byte is written twice, none is both written and read, and none is outside the tensors.
+fn independent(wave: &Wave, ends: CacheCount, tensor_bytes: u64) -> Result<(), TestCaseError> {
     let mut written = HashSet::new();
     let all = pieces(wave);
     prop_assert!(!all.is_empty());
@@ -195,7 +192,7 @@ fn independent(wave: &Wave, ends: Aliasing, tensor_bytes: u64) -> Result<(), Tes
             prop_assert!(written.insert(at), "byte {} is written twice", at);
         }
     }
-    if ends == Aliasing::OneCache {
+    if ends == CacheCount::One {
         for piece in &all {
             for at in piece.src..piece.src + piece.len {
                 prop_assert!(!written.contains(&at), "byte {} is read and written", at);
@@ -239,7 +236,7 @@ fn cut_anywhere_the_pieces_tile(wave: &Wave, cuts: &[u64]) -> Result<(), TestCas
     Ok(())
 }
 
-fn spans(pairs: &[(u64, u64)], ends: Aliasing) -> Vec<Vec<Span>> {
+fn spans(pairs: &[(u64, u64)], ends: CacheCount) -> Vec<Vec<Span>> {
     plan(pairs, 16, ends).waves().iter().map(|wave| wave.spans().collect()).collect()
 }
 
@@ -257,7 +254,7 @@ fn span(src: u64, dst: u64, blocks: u64, count: u64, src_step: i64, dst_step: i6
 
 #[test]
 fn merges_to_the_fewest_spans() {
-    use Aliasing::{OneCache, TwoCaches};
+    use CacheCount::{One, Two};
     let map = |count: u64, f: &dyn Fn(u64) -> (u64, u64)| (0..count).map(f).collect::<Pairs>();
     let up = map(10, &|k| (k + 5, k + 20));
     let mut given_backwards = up.clone();
@@ -268,43 +265,38 @@ fn merges_to_the_fewest_spans() {
     let groups = |n: u64| map(4 * n, &|k| (k / 4 * 8 + k % 4, k / 4 * 8 + k % 4 + 100));
     let one = |src, dst| span(src, dst, 1, 1, 0, 0);
     let two_runs: Pairs = vec![(1, 5), (2, 6), (8, 3), (9, 4), (10, 5)];
-    let cases: Vec<(&str, Pairs, Aliasing, Vec<Vec<Span>>)> = vec![
-        ("nothing", vec![], TwoCaches, vec![]),
-        ("one", vec![(3, 4)], TwoCaches, vec![vec![one(3, 4)]]),
-        ("ascending", up, TwoCaches, vec![vec![span(5, 20, 10, 1, 0, 0)]]),
-        ("given backwards", given_backwards, TwoCaches, vec![vec![span(5, 20, 10, 1, 0, 0)]]),
-        ("given shuffled", given_shuffled, OneCache, vec![vec![span(5, 20, 10, 1, 0, 0)]]),
-        ("identity, two caches", map(9, &|k| (k, k)), TwoCaches, vec![vec![span(0, 0, 9, 1, 0, 0)]]),
-        ("identity, one cache", map(9, &|k| (k, k)), OneCache, vec![]),
-        ("descending", map(10, &|k| (k, 9 - k)), TwoCaches, vec![vec![span(0, 9, 1, 10, 1, -1)]]),
-        ("both strided", map(10, &|k| (2 * k, 3 * k + 1)), TwoCaches, vec![vec![span(0, 1, 1, 10, 2, 3)]]),
-        ("scattered", map(10, &|k| (k, 4 * k)), TwoCaches, vec![vec![span(0, 0, 1, 10, 1, 4)]]),
-        ("gathered", map(10, &|k| (4 * k, k)), TwoCaches, vec![vec![span(0, 0, 1, 10, 4, 1)]]),
-        ("fan-out", map(10, &|k| (0, k + 1)), OneCache, vec![vec![span(0, 1, 1, 10, 0, 1)]]),
-        ("three equal runs", groups(3), TwoCaches, vec![vec![span(0, 100, 4, 3, 8, 8)]]),
-        (
-            "two equal runs",
-            groups(2),
-            TwoCaches,
-            vec![vec![span(0, 100, 4, 1, 0, 0), span(8, 108, 4, 1, 0, 0)]],
-        ),
+    let cases: Vec<(&str, Pairs, CacheCount, Vec<Vec<Span>>)> = vec![
+        ("nothing", vec![], Two, vec![]),
+        ("one", vec![(3, 4)], Two, vec![vec![one(3, 4)]]),
+        ("ascending", up, Two, vec![vec![span(5, 20, 10, 1, 0, 0)]]),
+        ("given backwards", given_backwards, Two, vec![vec![span(5, 20, 10, 1, 0, 0)]]),
+        ("given shuffled", given_shuffled, One, vec![vec![span(5, 20, 10, 1, 0, 0)]]),
+        ("identity, two caches", map(9, &|k| (k, k)), Two, vec![vec![span(0, 0, 9, 1, 0, 0)]]),
+        ("identity, one cache", map(9, &|k| (k, k)), One, vec![]),
+        ("descending", map(10, &|k| (k, 9 - k)), Two, vec![vec![span(0, 9, 1, 10, 1, -1)]]),
+        ("both strided", map(10, &|k| (2 * k, 3 * k + 1)), Two, vec![vec![span(0, 1, 1, 10, 2, 3)]]),
+        ("scattered", map(10, &|k| (k, 4 * k)), Two, vec![vec![span(0, 0, 1, 10, 1, 4)]]),
+        ("gathered", map(10, &|k| (4 * k, k)), Two, vec![vec![span(0, 0, 1, 10, 4, 1)]]),
+        ("fan-out", map(10, &|k| (0, k + 1)), One, vec![vec![span(0, 1, 1, 10, 0, 1)]]),
+        ("three equal runs", groups(3), Two, vec![vec![span(0, 100, 4, 3, 8, 8)]]),
+        ("two equal runs", groups(2), Two, vec![vec![span(0, 100, 4, 1, 0, 0), span(8, 108, 4, 1, 0, 0)]]),
         (
             "the example of the contract: the last wins",
             two_runs,
-            TwoCaches,
+            Two,
             // 10→5 comes after 1→5, so it waits for it.
             vec![vec![span(1, 5, 2, 1, 0, 0), span(8, 3, 2, 1, 0, 0)], vec![span(10, 5, 1, 1, 0, 0)]],
         ),
-        ("a chain {0:[1],1:[2]}", vec![(0, 1), (1, 2)], OneCache, vec![vec![one(0, 1)], vec![one(1, 2)]]),
+        ("a chain {0:[1],1:[2]}", vec![(0, 1), (1, 2)], One, vec![vec![one(0, 1)], vec![one(1, 2)]]),
         (
             "two exchanged through a third",
             vec![(0, 2), (1, 0), (2, 1)],
-            OneCache,
+            One,
             vec![vec![one(0, 2)], vec![one(1, 0)], vec![one(2, 1)]],
         ),
-        ("read, then overwritten", vec![(1, 2), (0, 1)], OneCache, vec![vec![one(1, 2)], vec![one(0, 1)]]),
+        ("read, then overwritten", vec![(1, 2), (0, 1)], One, vec![vec![one(1, 2)], vec![one(0, 1)]]),
         // Every block that is read has the number 0, or one that is beyond all that are written.
-        ("0 is overwritten", vec![(0, 1), (64, 0)], OneCache, vec![vec![one(0, 1)], vec![one(64, 0)]]),
+        ("0 is overwritten", vec![(0, 1), (64, 0)], One, vec![vec![one(0, 1)], vec![one(64, 0)]]),
     ];
     assert!(cases.len() > 15);
     for (name, pairs, ends, expected) in cases {
@@ -318,14 +310,14 @@ fn a_range_is_one_span_and_onto_itself_nothing() {
         let pieces = Pieces::Listed(vec![Piece { src, dst, len: 7 }]);
         CopyPlan::moves(&mut Moves { pieces, num_tensors: 5, ..Moves::default() }, ends).unwrap()
     };
-    let plan = range(3, 9, Aliasing::OneCache);
+    let plan = range(3, 9, CacheCount::One);
     assert_eq!(
         plan.waves()[0].spans().collect::<Vec<_>>(),
         [Span { src: 3, dst: 9, len: 7, count: 1, src_step: 0, dst_step: 0 }]
     );
     assert_eq!((plan.waves().len(), plan.bytes(), plan.num_tensors()), (1, 35, 5));
-    assert_eq!(range(3, 3, Aliasing::TwoCaches).bytes(), 35);
-    let onto_itself = range(3, 3, Aliasing::OneCache);
+    assert_eq!(range(3, 3, CacheCount::Two).bytes(), 35);
+    let onto_itself = range(3, 3, CacheCount::One);
     assert_eq!((onto_itself.waves().len(), onto_itself.bytes()), (0, 0));
 }
 
@@ -333,7 +325,7 @@ fn a_range_is_one_span_and_onto_itself_nothing() {
 fn offsets_near_two_to_the_63_do_not_overflow() {
     let block_bytes = 1u64 << 40;
     let last = (1u64 << 23) - 1;
-    let plan = plan(&[(last, 0), (last - 1, 1), (0, last)], block_bytes, Aliasing::TwoCaches);
+    let plan = plan(&[(last, 0), (last - 1, 1), (0, last)], block_bytes, CacheCount::Two);
     let all: Vec<Piece> = plan.waves().iter().flat_map(pieces).collect();
     assert_eq!(all.len(), 3);
     for (src, dst) in [(last, 0), (last - 1, 1), (0, last)] {
@@ -509,7 +501,7 @@ fn what_a_plan_of_a_peer_may_not_say() {
 /// Byte positions count wave after wave, and each wave along all of its tensors.
 #[test]
 fn positions_across_waves() {
-    let plan = plan(&[(0, 1), (1, 2), (2, 1)], 5, Aliasing::TwoCaches);
+    let plan = plan(&[(0, 1), (1, 2), (2, 1)], 5, CacheCount::Two);
     assert_eq!((plan.waves().len(), plan.bytes()), (2, 3 * 3 * 5));
     let all: Vec<_> = plan.pieces(0, plan.bytes()).collect();
     let mut expected = vec![];
@@ -534,8 +526,7 @@ fn positions_across_waves() {
     }
 }
 
-/// Hundreds of equal blocks, mostly too scattered to be spans: `len`, the offset of block 0 at either end,
-/// and the pairs.
+/// Hundreds of equal blocks, mostly too scattered to be spans: `len`, offsets of block 0, and the pairs.
 fn scattered() -> impl Strategy<Value = (u64, (u64, u64), Vec<(u32, u32)>)> {
     let shuffled = |count: u32| Just((0..count).collect::<Vec<u32>>()).prop_shuffle();
     let lists =
@@ -556,8 +547,7 @@ fn scattered() -> impl Strategy<Value = (u64, (u64, u64), Vec<(u32, u32)>)> {
     })
 }
 
-/// Blocks by number give the same result and the same rows as the same pieces one by one, in any order and
-/// wherever they are cut.
+/// Blocks by number give the same result and rows as the same pieces one by one, wherever they are cut.
 #[test]
 fn scattered_blocks_do_what_copying_one_by_one_does() {
     let (in_blocks, in_waves) = (Cell::new(0), Cell::new(0));
@@ -577,7 +567,7 @@ fn scattered_blocks_do_what_copying_one_by_one_does() {
             prop_assert_eq!(pieces.iter().collect::<Vec<_>>(), naive.clone());
             let plan = CopyPlan::moves(
                 &mut Moves { pieces, num_tensors: tensors, ..Moves::default() },
-                Aliasing::TwoCaches,
+                CacheCount::Two,
             )
             .unwrap();
             let bytes = 20 + 320 * len;
@@ -587,7 +577,7 @@ fn scattered_blocks_do_what_copying_one_by_one_does() {
             }
             let mut got = vec![None; bytes as usize];
             for wave in plan.waves() {
-                independent(wave, Aliasing::TwoCaches, bytes)?;
+                independent(wave, CacheCount::Two, bytes)?;
                 spans_say_what_pieces_say(wave)?;
                 let total = wave.tensor_bytes();
                 let mut cuts: Vec<u64> = cuts.iter().map(|cut| cut % (total + 1)).chain([0, total]).collect();
@@ -635,11 +625,10 @@ fn scattered_blocks_do_what_copying_one_by_one_does() {
     );
 }
 
-/// Long lists become spans if their blocks join or have a constant stride; short lists always do. Scattered
-/// lists stay pairs.
+/// Long lists become spans if their blocks join or have a constant stride; short lists always do.
 #[test]
 fn what_joins_is_joined() {
-    let form = |pairs: &[(u64, u64)]| plan(pairs, 16, Aliasing::TwoCaches).waves()[0].blocks().is_some();
+    let form = |pairs: &[(u64, u64)]| plan(pairs, 16, CacheCount::Two).waves()[0].blocks().is_some();
     let scattered = |count: u64| (0..count).map(|k| (k, (k * k * 7 + k) % 1009)).collect::<Pairs>();
     assert!(form(&scattered(64)) && !form(&scattered(63)));
     assert!(!form(&(0..500).map(|k| (k, k + 9)).collect::<Pairs>()), "one run");
@@ -648,10 +637,7 @@ fn what_joins_is_joined() {
         .iter()
         .flat_map(|&(src, dst)| (0..4).map(move |k| (4 * src + k, 4 * dst + k)))
         .collect();
-    assert!(
-        !form(&runs) && plan(&runs, 16, Aliasing::TwoCaches).waves()[0].num_spans() <= 100,
-        "runs of four"
-    );
+    assert!(!form(&runs) && plan(&runs, 16, CacheCount::Two).waves()[0].num_spans() <= 100, "runs of four");
     // Block numbers that do not fit 32 bits always become spans.
     let remote: Pairs = scattered(100).iter().map(|&(src, dst)| (src + (1 << 32), dst)).collect();
     assert!(!form(&remote));
@@ -674,8 +660,7 @@ fn rows_of_blocks_are_ascending_each_once() {
     assert!(error.to_string().contains("the plan is not valid"), "{error}");
 }
 
-/// A long plan of a peer is kept packed. It moves the same bytes as its unpacked spans, and is refused for
-/// the same reasons.
+/// A long plan of a peer stays packed. It moves the same bytes as its spans, and is refused like them.
 #[test]
 fn packed_plans_are_what_their_spans_are() {
     let mut random = 1u64;
@@ -761,8 +746,7 @@ fn packed_plans_are_what_their_spans_are() {
     assert!(error.to_string().contains("the plan is not valid"), "{error}");
 }
 
-/// A wave that no list of blocks produces, and whose check would need more memory than the plan takes, is
-/// refused.
+/// A wave that no list of blocks produces, and whose check would need more memory than the plan takes, is refused.
 #[test]
 fn what_cannot_be_checked_is_refused() {
     // Sixteen million pieces of a byte from two spans, on no grid and in no order.

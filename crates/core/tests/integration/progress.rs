@@ -1,5 +1,4 @@
-//! The rows that have arrived, compared with a model that checks every byte; and ranges of plans sent through
-//! a stream.
+//! The rows that have arrived, compared with a model that checks every byte; and ranges of plans sent through a stream.
 //!
 //! `links/broken_streams.rs` covers streams that break.
 
@@ -75,8 +74,7 @@ fn what_arrived_is_what_the_twin_says() {
             Ok(())
         })
         .unwrap();
-    // A case that was computed by hand checks the model: of two tensors, the second row of the second one is
-    // missing.
+    // A case that was computed by hand checks the model: of two tensors, the second row of the second one is missing.
     let plan = block_plan(&[(0, 4), (9, 2)], 10, 2);
     let progress = Progress::default();
     for (from, to, second) in [(0, 25, &[][..]), (25, 39, &[4]), (39, 40, &[2, 4])] {
@@ -146,8 +144,7 @@ fn a_plan_through_a_stream_ends_like_a_plan_in_memory() {
     assert_eq!(error.kind(), ErrorKind::System, "a stretch beyond the plan");
 }
 
-/// The positions of the zeros follow from the number of bytes alone, so each side may cut its pieces
-/// differently.
+/// The positions of the zeros follow from the number of bytes alone, so each side may cut its pieces differently.
 #[test]
 fn zeros_stand_before_each_stretch_however_it_is_cut() {
     const BLOCK: usize = 4096;

@@ -113,8 +113,7 @@ fn the_same_server_twice() {
     };
     assert_eq!(found(&table("node-a", "node-a"))[1].0, "127.0.0.1:16667");
     assert_eq!(found(&table("192.0.2.1", "192.0.2.1"))[1].0, "192.0.2.1:16667");
-    // Two names that are not addresses: only the device's address is left, and there is no address to bind
-    // to.
+    // Two names that are not addresses: only the device's address is left, and there is no address to bind to.
     let apart = found(&table("node-a", "node-b"));
     assert_eq!(apart[0], one("198.51.100.1:16666", "device_ip", "0.0.0.0:16666"));
     assert_eq!(apart[1], one("198.51.100.2:16667", "device_ip", "0.0.0.0:16667"));

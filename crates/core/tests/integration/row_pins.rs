@@ -139,8 +139,7 @@ fn exclusion_holds_under_many_threads_without_a_deadlock() {
     caches.iter().for_each(|cache| drop(writes(cache, 0..6).expect("a row is still pinned")));
 }
 
-/// Only a read with `ahead` may pass a waiting writer. No reader passes a writer that holds the row, and the
-/// writer gets its turn.
+/// Only a read with `ahead` may pass a waiting writer. No reader passes a writer that holds the row.
 #[test]
 fn only_a_read_ahead_passes_a_waiting_writer() {
     let cache = cache(4);

@@ -179,8 +179,7 @@ impl Stalled {
     }
 }
 
-/// Sixteen stalled clusters hold every lane. A seventeenth gets a lane anyway, and so does an eighteenth,
-/// which keeps it.
+/// Sixteen stalled clusters hold every lane. A seventeenth and an eighteenth get a lane anyway.
 #[test]
 fn every_cluster_gets_a_lane_and_at_most_32() {
     let lanes = Executor::default();
@@ -194,8 +193,7 @@ fn every_cluster_gets_a_lane_and_at_most_32() {
     let deliveries = scripts.iter().map(|script| delivery(200, &(0, 2, script))).collect();
     let task = start_task(lanes.handle().clone(), deliveries, None).unwrap();
     task.ready(1);
-    // The lane stalls here. Then it runs the others, which are queued behind all jobs of the seventeenth
-    // cluster.
+    // The lane stalls here. Then it runs the others, which are queued behind all jobs of the seventeenth cluster.
     scripts[0].arrived();
     scripts[0].open();
     ended_as(&task, &["Done"; 4]);
@@ -461,8 +459,7 @@ fn tasks_that_wait_take_no_threads() {
     eventually("the end of the alarms", || lanes.handle().alarms() == 0);
 }
 
-/// A task without an owner drops its carriers, however long it may wait for a layer. Layers that are ready
-/// are still pushed.
+/// A task without an owner drops its carriers. Layers that are ready are still pushed.
 #[test]
 fn a_dropped_task_holds_nothing() {
     let lanes = Executor::default();

@@ -6,7 +6,7 @@ use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::fmt::Debug;
 
-use llm_datadist_core::testing::plan::{Aliasing, CopyPlan, Moves, Piece};
+use llm_datadist_core::testing::plan::{CacheCount, CopyPlan, Moves, Piece};
 use llm_datadist_core::testing::validate::{
     self, CheckedPull, CheckedPush, ExtParam, LayerRange, Layers, PullRows, PushRows, RemoteCache,
     accessible, pull_kv_layers, push_kv_alone, push_kv_cache,
@@ -216,7 +216,7 @@ fn plan_does(moves: &Moves, bytes: &[Byte], (src, dst): (CacheLayout, CacheLayou
     for &((tensor, read), (into, written)) in bytes {
         expected[into as usize][written as usize] = from[tensor as usize][read as usize];
     }
-    let plan = CopyPlan::moves(&mut moves.clone(), Aliasing::TwoCaches).unwrap();
+    let plan = CopyPlan::moves(&mut moves.clone(), CacheCount::Two).unwrap();
     assert_eq!((plan.src_tensor(), plan.dst_tensor()), (moves.src_tensor, moves.dst_tensor));
     assert_eq!(plan.bytes(), bytes.len() as u64);
     let ends = |layout: CacheLayout| Some((layout.geometry.num_tensors(), layout.geometry.tensor_bytes()));
@@ -348,7 +348,7 @@ fn agrees_with_the_model(pulls: bool, answer: impl Fn(&Case) -> Answers) {
                 }
                 (Ok(moves), Ok(bytes)) => {
                     plan_does(&moves, &bytes, (src, dst), case.cut);
-                    let plan = CopyPlan::moves(&mut moves.clone(), Aliasing::TwoCaches).unwrap();
+                    let plan = CopyPlan::moves(&mut moves.clone(), CacheCount::Two).unwrap();
                     let stride = case.local.geometry.row_bytes();
                     let (rows, planned) = if pulls {
                         (&moves.dst_rows, plan.dst_rows(stride))

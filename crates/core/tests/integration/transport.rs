@@ -279,8 +279,7 @@ fn full_buffer_times_out() {
     });
 }
 
-/// Writes until the socket accepts nothing for a while. Over TCP, room appears again as the kernel moves
-/// bytes.
+/// Writes until the socket accepts nothing for a while. Over TCP, room appears again as the kernel moves bytes.
 fn fill(stream: &Stream) {
     let mut socket = std::net::TcpStream::from(stream.as_fd().try_clone_to_owned().unwrap());
     socket.set_nonblocking(true).unwrap();

@@ -13,8 +13,7 @@ const TOTAL: u64 = 64 << 20;
 const PIECE: u64 = 64 << 10;
 const UNIT: u64 = 512 << 10;
 
-/// Copies `units` units with the given time of each kernel in microseconds. Returns how many units each
-/// kernel got.
+/// Copies `units` units with the given time of each kernel in microseconds. Returns how many units each kernel got.
 fn copy(
     tuner: &Tuner,
     source: Source,

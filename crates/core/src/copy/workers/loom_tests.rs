@@ -1,5 +1,4 @@
-//! Checks the job of `copy::workers` with loom: every order in which workers start, take units, fail and
-//! leave.
+//! Checks the job of `copy::workers` with loom: every order in which workers start, take units, fail and leave.
 //!
 //! Part of the library's own tests, because the job is private. To run it: `RUSTFLAGS="--cfg loom"
 //! LOOM_MAX_PREEMPTIONS=2 cargo test -p llm-datadist-core --lib --target-dir target/loom -- loom_tests::`.

@@ -1,6 +1,5 @@
-//! Streams that are cut, stall or garble bytes at every position of a handshake and of every call. A call
-//! ends within its limit, everything that it reports as done is done, both sides release the rest, and
-//! linking again works.
+//! Streams that are cut, stall or garble bytes at every position of a handshake and of every call. A call ends within
+//! its limit, everything that it reports as done is done, both sides release the rest, and linking again works.
 //!
 //! `linking` and `fake_peer` cover peers that misbehave on purpose.
 

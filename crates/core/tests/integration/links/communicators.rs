@@ -1,5 +1,4 @@
-//! Communicators of rank tables: members that arrive late or return are linked, and ports and links end with
-//! the last user.
+//! Communicators: members that arrive late or return are linked; ports and links end with the last user.
 //!
 //! `tests/test_rank_table.py` covers their results between processes.
 

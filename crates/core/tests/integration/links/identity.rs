@@ -1,5 +1,4 @@
-//! The identity of peers: what a peer must prove, and that no peer takes the link, streams or local socket of
-//! another.
+//! The identity of peers: what a peer must prove, and that no peer takes the link, streams or local socket of another.
 //!
 //! `tests/test_link_security.py` and `tests/test_second_user.py` cover tokens and users between processes.
 
@@ -184,8 +183,7 @@ fn another_process_at_the_local_socket_is_not_the_peer() {
     eventually("nothing at the impostor", || impostor.stats().links.is_empty());
 }
 
-/// In `KvCacheManager` mode a peer may have the cluster id of this engine, which is never mistaken for the
-/// peer.
+/// In `KvCacheManager` mode a peer may have the cluster id of this engine, which is never mistaken for the peer.
 #[test]
 fn a_peer_of_the_same_id_is_not_this_engine() {
     let [local, remote] =

@@ -188,8 +188,7 @@ fn unlinking_between_layers_ends_the_destination() {
     }
 }
 
-/// An engine that is dropped with a layer in transit ends the task first. The peer never sees later bytes of
-/// the source.
+/// An engine dropped with a layer in transit ends the task first. The peer never sees later source bytes.
 #[test]
 fn closing_the_engine_ends_its_transfers() {
     for way in WAYS {
@@ -234,8 +233,7 @@ fn missing_source_fails_every_destination() {
     }
 }
 
-/// The transfer keeps the cache with which it began, even if its key then names another cache or the cache is
-/// freed.
+/// The transfer keeps the cache with which it began, even if its key then names another cache or the cache is freed.
 #[test]
 fn freed_destination_is_never_replaced_by_another() {
     for pair in pairs() {
@@ -273,8 +271,7 @@ fn freed_destination_is_never_replaced_by_another() {
     }
 }
 
-/// A call has found the cache and waits for a row when the cache is unregistered. The call touches none of
-/// the memory.
+/// A call has found the cache and waits for a row when the cache is unregistered. The call touches none of the memory.
 #[test]
 fn unregistered_memory_is_not_touched_by_waiting_calls() {
     const INTO: CopyArgs = CopyArgs { dst_batch_index: 1, src_batch_index: 0, offset: 0, size: -1 };

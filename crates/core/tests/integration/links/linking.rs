@@ -200,8 +200,7 @@ fn finalizing() {
             };
             let callers: Vec<_> = (0..4).map(call).collect();
             thread::sleep(Duration::from_millis(u64::from(round) * 3));
-            // Either the remote engine is dropped first, or this one while its calls run; then the last call
-            // drops it.
+            // Either the remote engine is dropped first, or this one while its calls run; then the last call drops it.
             if round % 2 == 1 {
                 drop(local);
                 thread::sleep(Duration::from_millis(5));
@@ -275,8 +274,7 @@ fn an_engine_that_ends_at_once_says_goodbye() {
     }
 }
 
-/// The peer unlinks while it is asked to unlink. The request ends, the peer reads no more messages, and its
-/// goodbye is read late.
+/// The peer unlinks while it is asked to unlink. The request ends, and the peer's goodbye is read late.
 #[test]
 fn a_goodbye_that_is_read_late_counts() {
     let local = open(config(1, Way::Shm), Way::Shm);

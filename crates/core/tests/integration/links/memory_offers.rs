@@ -1,5 +1,4 @@
-//! The memory that a peer offers to be mapped is bounded, per link and in total, and never a reason to refuse
-//! a link.
+//! The memory that a peer offers to be mapped is bounded, per link and in total, and never a reason to refuse a link.
 //!
 //! Not for: whose memory is read (`peer_memory`), or memory that does not answer (`reader_threads`).
 
@@ -33,8 +32,7 @@ fn sparse(len: u64, seals: SealFlags) -> OwnedFd {
     descriptor
 }
 
-/// Links `engine` to a peer that sends `offer` and `descriptors`. Returns the engine's report on the offer,
-/// and its link.
+/// Links `engine` to a peer that sends `offer` and `descriptors`. Returns the engine's report, and its link.
 fn offered(engine: &DataDist, offer: &Attach, descriptors: &[OwnedFd]) -> (Attached, LinkState) {
     let fake = Fake::at(&Ports, &Address::Tcp("127.0.0.1:0".parse().unwrap()), 9, 1);
     let (linked, (said, control)) = fake.linked_by(engine, || {
@@ -103,8 +101,7 @@ fn offers_that_are_too_large_or_unsound_leave_the_link_to_sockets() {
     assert_eq!((link.pools, link.registered), ("stream", "stream"));
 }
 
-/// A process with little address space left links with a peer that offers three quarters of it, and continues
-/// to work.
+/// A process with little address space left links with a peer that offers three quarters of it, and continues to work.
 #[test]
 #[ignore = "started by the test below"]
 fn narrow() {
@@ -141,8 +138,7 @@ fn memory_of_all_peers_together_is_bounded_and_returns_with_its_link() {
         config.host_pool = None;
         config
     };
-    // Room for the generations and pools of two peers, but not of three. None of them exceeds half of the
-    // limit.
+    // Room for the generations and pools of two peers, but not of three. None of them exceeds half of the limit.
     let each = Generations::BYTES + 64 * MIB;
     let mut limited = small(1);
     limited.links.remote_memory = Some(2 * each);
@@ -164,8 +160,7 @@ fn memory_of_all_peers_together_is_bounded_and_returns_with_its_link() {
     }
     unlink(&local, &peers[0]).unwrap();
     unlink(&local, &peers[2]).unwrap();
-    // The memory of a link that has just ended may still be mapped. Only one of both fits, so the next link
-    // waits.
+    // The memory of a link that has just ended may still be mapped. Only one of both fits, so the next link waits.
     for peer in [&peers[2], &peers[0]].repeat(8) {
         let (way, refusal) = pools(peer);
         assert_eq!(way, "mapped", "{refusal}");
@@ -191,8 +186,7 @@ fn pools_that_are_not_mapped_travel_through_sockets() {
             let (here, there) = (of(1, row(&local, 0)), of(2, row(&remote, 0)));
             pull_blocks(&pair.local, there, &local, &[0], &[3]).unwrap();
             push_blocks(&pair.local, &local, &[1], there, &[2]).unwrap();
-            // In the other direction: the side that may map memory pushes to, and pulls from, the side that
-            // may not.
+            // In the other direction: the side that may map memory pushes to, and pulls from, the side that may not.
             push_blocks(&pair.remote, &remote, &[1], here, &[2]).unwrap();
             pull_blocks(&pair.remote, here, &remote, &[1], &[3]).unwrap();
             let (local, remote) = (local.read(), remote.read());

@@ -1,5 +1,4 @@
-//! Small pushes send their bytes directly after the request: when they do so, and that an invalid one fails
-//! only its call.
+//! Small pushes send their bytes directly after the request, and an invalid one fails only its call.
 //!
 //! `broken_streams` covers streams that break, `tests/test_peer_faults.py` stopped processes.
 
@@ -122,8 +121,7 @@ fn bytes_up_to_the_limit_are_written() {
     });
 }
 
-/// The owner checks every bound of a request before it writes a byte. It skips the bytes after a request that
-/// it refuses.
+/// The owner checks every bound of a request before it writes. It skips the bytes of a refused request.
 #[test]
 fn bytes_behind_a_refused_request_are_skipped() {
     use ErrorKind::{InvalidArgument as Wrong, NotLinked};
@@ -180,8 +178,7 @@ fn peer_that_dies_behind_its_request_leaves_no_pin() {
     }
 }
 
-/// An engine sends few bytes directly after its request, and more only once the owner is ready. The same
-/// bytes arrive either way.
+/// An engine sends few bytes directly after its request, and more only once the owner is ready.
 #[test]
 fn few_bytes_follow_their_request() {
     let cases =

@@ -207,8 +207,7 @@ fn both_sides_may_unlink_at_once() {
     }
 }
 
-/// Links, unlinks, pulls and pushes run concurrently on both sides. Every call ends, and nothing is left
-/// over.
+/// Links, unlinks, pulls and pushes run concurrently on both sides. Every call ends, and nothing is left over.
 #[test]
 fn everything_at_once_leaves_nothing() {
     use ErrorKind::{AlreadyLinked, LinkFailed, NotLinked, UnlinkFailed};
@@ -332,8 +331,7 @@ fn endless_readers_let_a_copy_in() {
             });
         }
         eventually("the readers", || turns.load(Ordering::SeqCst) >= 2 * READERS);
-        // Reads that have begun finish first. More pulls pass the ten copies only if later readers overtake a
-        // copy.
+        // Reads that have begun finish first. More pulls pass the ten copies only if later readers overtake a copy.
         let before = turns.load(Ordering::SeqCst);
         let copied = (0..10).try_for_each(|_| remote.copy_cache(&hot.end(), &hot.end(), FROM_1));
         let passed = turns.load(Ordering::SeqCst) - before;

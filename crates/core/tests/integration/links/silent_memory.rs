@@ -46,8 +46,7 @@ fn timed_out<T: std::fmt::Debug>(result: Result<T>) -> Error {
     error
 }
 
-/// Repeats the call until it times out while the kernel is reading. On a busy machine, it may time out before
-/// that.
+/// Repeats the call until it times out while the kernel is reading. On a busy machine, it may time out before that.
 fn lose(mut call: impl FnMut() -> Result<()>) -> Error {
     loop {
         let error = timed_out(call());

@@ -59,8 +59,8 @@ fn windows_arrive_in_place_byte_by_byte() {
     each(|_, _, local, remote| {
         for (seed, sizes) in lists.iter().enumerate() {
             let source = Cut::new(sizes, 3, |at| pattern(seed as u8, 0, at));
-            // The windows at the other end differ but have the same total size, because window bounds are not
-            // transmitted.
+            // The windows at the other end differ; their bounds are not transmitted, only their total size
+            // counts.
             let total: usize = sizes.iter().sum();
             let others: Vec<usize> = [total / 3, 0, total - total / 3].into();
             for sizes in [sizes, &others] {
@@ -104,9 +104,8 @@ fn woken_at(stream: &Stream) -> i32 {
     value
 }
 
-/// Over a network, the receiver of a large list is woken for 256 KiB at a time, and byte by byte at the end.
-/// Within one host, the same happens after enough failed polls for the next bytes. The socket is left as it
-/// was.
+/// Over a network, the receiver of a large list is woken for 256 KiB at a time, and byte by byte at the end. Within one
+/// host, the same happens after enough failed polls for the next bytes. The socket is left as it was.
 #[test]
 fn many_bytes_are_waited_for_together() {
     const BYTES: usize = 1 << 20;
