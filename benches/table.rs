@@ -151,11 +151,11 @@ fn planning() {
         ("ascending", ascending, CacheCount::Two),
         ("chain of 4,096 waves", chain, CacheCount::One),
     ];
-    for (name, pairs, ends) in lists {
+    for (name, pairs, caches) in lists {
         // From the checked list on: its pieces, and the plan.
         let planned = || {
             let pieces = Pieces::blocks(65536, pairs.iter().copied()).unwrap();
-            CopyPlan::moves(&mut Moves { pieces, num_tensors: 80, ..Moves::default() }, ends).unwrap()
+            CopyPlan::moves(&mut Moves { pieces, num_tensors: 80, ..Moves::default() }, caches).unwrap()
         };
         let times = (0..101).map(|_| each(1, || drop(std::hint::black_box(planned())))).collect();
         println!("{name:24} {:9.0}", median(times) / 1e3);

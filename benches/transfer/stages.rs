@@ -26,7 +26,7 @@ pub fn stages(options: &Options) {
     println!("\nstages of a push of shuffled blocks, microseconds (page faults of all together)");
     println!(
         "{:>7} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8}",
-        "blocks", "check", "plan", "write", "read", "take", "ends", "rows", "all", "bytes", "faults"
+        "blocks", "check", "plan", "write", "read", "take", "bounds", "rows", "all", "bytes", "faults"
     );
     for &rows in &options.lists {
         let mut shuffle = Shuffle(7);
@@ -71,7 +71,7 @@ fn push(layout: CacheLayout, list: &PushRows) -> ([f64; 7], usize) {
     lap();
     let there = taken(request);
     lap();
-    ends(&there, layout.geometry);
+    bounds(&there, layout.geometry);
     lap();
     black_box(rows(&there, layout.geometry));
     lap();
@@ -117,7 +117,7 @@ fn taken(request: Request) -> CopyPlan {
 }
 
 #[inline(never)]
-fn ends(plan: &CopyPlan, of: Geometry) {
+fn bounds(plan: &CopyPlan, of: Geometry) {
     let end = Some((of.num_tensors(), of.tensor_bytes()));
     plan.check_bounds(end, end).unwrap();
 }

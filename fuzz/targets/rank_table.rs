@@ -1,4 +1,4 @@
-//! Rank tables: no panic, the same ends twice and however the JSON is laid out, and only addresses that the table names.
+//! Rank tables: no panic, the same members twice and however the JSON is laid out, and only addresses that the table names.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -16,33 +16,33 @@ fuzz_target!(|input: &[u8]| {
     let Ok(text) = std::str::from_utf8(text) else { return };
     let members = &MEMBERS[..2 + usize::from(count % 3)];
     let links = LinkConfig::default();
-    let ends = |text: &str| rank_table::resolve(text, members, ClusterId(1), &links);
-    match ends(text) {
+    let resolved = |text: &str| rank_table::resolve(text, members, ClusterId(1), &links);
+    match resolved(text) {
         Err(error) => {
             refused_as(&error, &[ErrorKind::InvalidArgument]);
-            assert_eq!(ends(text).map_err(|again| again.to_string()).err(), Some(error.to_string()));
+            assert_eq!(resolved(text).map_err(|again| again.to_string()).err(), Some(error.to_string()));
         }
         Ok(found) => {
-            assert_eq!(ends(text).ok().as_ref(), Some(&found));
+            assert_eq!(resolved(text).ok().as_ref(), Some(&found));
             let value: Value = serde_json::from_str(text).expect("accepted, and not JSON");
             let pretty = serde_json::to_string_pretty(&value).expect("a value is written");
-            assert_eq!(ends(&pretty).ok().as_ref(), Some(&found));
+            assert_eq!(resolved(&pretty).ok().as_ref(), Some(&found));
             assert_eq!(found.len(), members.len());
-            for (end, &(cluster, rank)) in found.iter().zip(members) {
-                assert_eq!((end.cluster, end.rank), (cluster, rank));
-                sound(end, &value);
+            for (member, &(cluster, rank)) in found.iter().zip(members) {
+                assert_eq!((member.cluster, member.rank), (cluster, rank));
+                sound(member, &value);
             }
         }
     }
 });
 
-fn sound(end: &RankMember, table: &Value) {
-    assert!(!end.host.is_empty() && end.host.iter().all(|at| at.port() > 0), "{end:?}");
-    let ip = end.host[0].ip();
-    assert!(end.host.iter().all(|at| at.ip() == ip), "{end:?}");
-    assert!(ip.is_loopback() || named(table, &ip.to_string(), ip), "{end:?} is not in the table");
-    assert_eq!(end.bind.is_ipv4(), ip.is_ipv4());
-    assert!(!end.configured, "no option says where an end is");
+fn sound(member: &RankMember, table: &Value) {
+    assert!(!member.host.is_empty() && member.host.iter().all(|at| at.port() > 0), "{member:?}");
+    let ip = member.host[0].ip();
+    assert!(member.host.iter().all(|at| at.ip() == ip), "{member:?}");
+    assert!(ip.is_loopback() || named(table, &ip.to_string(), ip), "{member:?} is not in the table");
+    assert_eq!(member.bind.is_ipv4(), ip.is_ipv4());
+    assert!(!member.configured, "no option says where a member is");
 }
 
 /// Whether a text anywhere in the table reads as this address.

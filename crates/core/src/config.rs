@@ -186,8 +186,8 @@ pub struct LinkConfig {
     /// File that contains the token, instead of `token`. `DataDist::open` reads it once: a regular file of this
     /// user or of root, which no other user may access.
     pub token_file: Option<PathBuf>,
-    /// Whether to admit unauthenticated peers if no token is set. Then everybody who can reach a listener may
-    /// link.
+    /// Whether to admit unauthenticated peers if no token is set. Then every peer that can reach a listener
+    /// may link.
     pub accept_remote: bool,
     /// Interval of heartbeats on a silent link.
     pub heartbeat: Duration,
@@ -198,8 +198,8 @@ pub struct LinkConfig {
     pub pin_limit: Duration,
     /// Time limit of a rank-table link, for all attempts together.
     pub total: Duration,
-    /// Number of attempts of a rank-table link that fit into its limit: one attempt may take `total /
-    /// retries` at most. There may be more attempts, because an attempt that is refused ends at once.
+    /// Number of attempts of a rank-table link that fit into its limit: one attempt may take
+    /// `total / retries` at most. There may be more attempts, because an attempt that is refused ends at once.
     pub retries: u32,
     /// How bytes travel.
     pub transport: TransportChoice,
@@ -209,7 +209,7 @@ pub struct LinkConfig {
     pub rank_port: u16,
     /// Real addresses of the members of rank-table links, by `device_ip` or cluster id.
     pub rank_hosts: BTreeMap<String, SocketAddr>,
-    /// Whether both sides may link to each other (`llm.TransferBackend = hixl`).
+    /// Whether both sides may link to each other (`llm.TransferBackend=hixl`).
     pub both_ways: bool,
     /// Bytes of address space that the memory of all peers may take in this process; one link may take half
     /// of it. `None` means four times the memory of the machine. Memory that does not fit is read over

@@ -1,4 +1,4 @@
-//! The state of one cluster: its pools, cache table, copy engine and counters. The calls of the local program
+//! What one engine owns: its pools, cache table, copy engine and counters. The calls of the local program
 //! and the threads that serve its peers share it.
 
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::model::Placement;
 use crate::pool::Arena;
 use crate::stats::{Op, Stats};
 
-/// The state of one cluster.
+/// What one engine owns.
 #[derive(Debug)]
 pub struct Resources {
     pub config: Config,

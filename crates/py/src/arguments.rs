@@ -1,4 +1,4 @@
-//! The arguments of a call as Python gave them, each typed by what it must be.
+//! The macro that declares a wrapper for each kind of argument, and the wrappers that several files read.
 //!
 //! Extracting an argument checks nothing, because the contract fixes the order of the checks across the
 //! arguments of a call (§7, §9.1). A method checks each argument when its turn comes. `name` is its name in

@@ -171,7 +171,7 @@ fn no_blocks(blocks: Option<Vec<i64>>, value: BlocksArg<'_, '_>) -> PyResult<()>
 }
 
 impl<'py> PullLayers<'py> {
-    /// Those among the keyword arguments of a pull. Others are ignored (contract §7.12).
+    /// Reads the layer arguments among the keyword arguments of a pull. Others are ignored (contract §7.12).
     pub(crate) fn of(options: &Bound<'py, PyDict>) -> PyResult<Self> {
         if options.is_empty() {
             return Ok(PullLayers { src: None, dst: None, per_layer: None });

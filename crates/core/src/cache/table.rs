@@ -362,7 +362,7 @@ impl State {
         Some(entry)
     }
 
-    /// Called when `key` no longer names the entry. Forgets pulls by `key`, and invalidates what peers know.
+    /// Forgets pulls by `key`, which no longer names the entry, and invalidates what peers know of it.
     fn forget(&mut self, index: EntryIndex, key: CacheKey) {
         self.pulled.remove(&key);
         self.generations.bump(index);

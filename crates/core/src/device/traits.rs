@@ -1,4 +1,4 @@
-//! What a device is: the copies it makes, and the memory it owns.
+//! The traits of devices: the copies that they make, and the memory that they own.
 
 use std::fmt::Debug;
 

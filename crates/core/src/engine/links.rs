@@ -47,9 +47,9 @@ impl DataDist {
     pub fn link(&self, name: &str, clusters: &[(ClusterId, u32)], rank_table: &str) -> Result<u64> {
         let config = &self.resources.config;
         validate::rank_table::members(name, clusters, config.cluster)?;
-        let ranks = validate::rank_table::resolve(rank_table, clusters, config.cluster, &config.links)?;
-        let members = clusters.iter().map(|&(cluster, rank)| (cluster.0, rank)).collect();
-        self.links.enter(Comm { name: name.into(), members, listener: String::new() }, ranks)
+        let members = validate::rank_table::resolve(rank_table, clusters, config.cluster, &config.links)?;
+        let pairs = clusters.iter().map(|&(cluster, rank)| (cluster.0, rank)).collect();
+        self.links.enter(Comm { name: name.into(), members: pairs, listener: String::new() }, members)
     }
 
     /// Leaves a communicator (contract §6.6).

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use crate::memory::{OwnPages, Tensors};
 use crate::model::CacheId;
 
-/// Maximum number of checks of one engine. Memory may be touched only after the first check.
+/// Maximum number of checks of one engine. A later check may find memory that was not touched before.
 const MOST_CHECKS: u32 = 64;
 /// Maximum number of units that are checked in a cache, spread over it. Each takes a system call.
 const SAMPLES: usize = 32;

@@ -39,7 +39,7 @@ const WAKE_BYTES: u32 = 256 << 10;
 /// Bytes that are received and discarded at once.
 const DISCARDED: usize = 4 << 10;
 
-/// For at most this many bytes, the receiver polls for [`POLL_TIME`](super::POLL_TIME) on any transport.
+/// For at most this many bytes, a receiver on any transport polls for [`POLL_TIME`](super::POLL_TIME) first.
 const FEW: u64 = 48 << 10;
 
 /// Within one host, a transmission polls for its next bytes until this many of its polls have failed. Pushes

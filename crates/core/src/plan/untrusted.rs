@@ -16,7 +16,7 @@ use super::waves::Wave;
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
 
-/// Maximum number of waves of a peer's plan: one for each block of a list with a common destination.
+/// Maximum number of waves of a peer's plan. Blocks with one destination need one wave each.
 pub const MOST_WAVES: usize = 1 << 16;
 /// A plan with up to this many spans is unpacked.
 const FEW: usize = 4096;
@@ -111,24 +111,24 @@ impl CopyPlan {
     }
 
     /// Checks that every piece lies inside the tensors that are read and written. `src` and `dst` are the
-    /// number of tensors and the bytes of each; `None` for an end that is checked elsewhere. Returns
+    /// number of tensors and the bytes of each; `None` for a cache that is checked elsewhere. Returns
     /// `Err(InvalidArgument)` if a piece lies outside.
     pub fn check_bounds(&self, src: Option<(u32, u64)>, dst: Option<(u32, u64)>) -> Result<()> {
-        for (end, of, first) in
+        for (access, of, first) in
             [(PlanAccess::Read, src, self.src_tensor), (PlanAccess::Written, dst, self.dst_tensor)]
         {
             let Some((tensors, tensor_bytes)) = of else { continue };
             if u64::from(first) + u64::from(self.num_tensors()) > u64::from(tensors) {
                 let text = format!("{} tensors from tensor {first} are not in a cache", self.num_tensors());
-                return Err(Error::invalid(text).with("which", end.name()).with("num_tensors", tensors));
+                return Err(Error::invalid(text).with("which", access.name()).with("num_tensors", tensors));
             }
             for wave in self.waves() {
                 // No byte is written twice within a wave, so a wave cannot write more bytes than the tensor
                 // has.
-                if end == PlanAccess::Written && wave.tensor_bytes() > tensor_bytes {
-                    return Err(outside(end, tensor_bytes).with("wave_bytes", wave.tensor_bytes()));
+                if access == PlanAccess::Written && wave.tensor_bytes() > tensor_bytes {
+                    return Err(outside(access, tensor_bytes).with("wave_bytes", wave.tensor_bytes()));
                 }
-                end.check(wave, tensor_bytes)?;
+                access.check(wave, tensor_bytes)?;
             }
         }
         Ok(())
@@ -234,9 +234,9 @@ impl PlanAccess {
     }
 }
 
-fn outside(end: PlanAccess, tensor_bytes: u64) -> Error {
+fn outside(access: PlanAccess, tensor_bytes: u64) -> Error {
     Error::invalid("the plan exceeds the bounds of its tensors")
-        .with("which", end.name())
+        .with("which", access.name())
         .with("tensor_bytes", tensor_bytes)
 }
 
@@ -257,13 +257,13 @@ fn total(bytes: u64, tensors: u32) -> Result<()> {
     })
 }
 
-fn rows(waves: &[Wave], row_bytes: u64, end: PlanAccess) -> Result<Vec<u64>> {
+fn rows(waves: &[Wave], row_bytes: u64, access: PlanAccess) -> Result<Vec<u64>> {
     let row_bytes = row_bytes.max(1);
     if let [wave] = waves
         && let Some(blocks) = wave.blocks()
     {
-        let sorted = end.rows_if_sorted(blocks, row_bytes)?;
-        let rows = if sorted.is_some() { sorted } else { end.rows_by_bitmap(blocks, row_bytes)? };
+        let sorted = access.rows_if_sorted(blocks, row_bytes)?;
+        let rows = if sorted.is_some() { sorted } else { access.rows_by_bitmap(blocks, row_bytes)? };
         if let Some(rows) = rows {
             return Ok(rows);
         }
@@ -273,11 +273,11 @@ fn rows(waves: &[Wave], row_bytes: u64, end: PlanAccess) -> Result<Vec<u64>> {
         |start: u64, bytes: u64| touched.add(start / row_bytes..(start + (bytes - 1)) / row_bytes + 1);
     for wave in waves {
         if let Some(blocks) = wave.blocks() {
-            blocks.pieces().try_for_each(|piece| add(end.of((piece.src, piece.dst)), piece.len))?;
+            blocks.pieces().try_for_each(|piece| add(access.of((piece.src, piece.dst)), piece.len))?;
             continue;
         }
         for span in wave.spans() {
-            let (start, step) = end.start(&span);
+            let (start, step) = access.start(&span);
             // Steps of at most one row skip no row in between. With longer steps every piece is visited, of which
             // there are at most `MOST_PIECES`.
             if step.unsigned_abs() <= row_bytes {
@@ -285,7 +285,7 @@ fn rows(waves: &[Wave], row_bytes: u64, end: PlanAccess) -> Result<Vec<u64>> {
                     add(range.start, range.end - range.start)?;
                 }
             } else {
-                (0..span.count).try_for_each(|k| add(end.of(span.piece(k)), span.len))?;
+                (0..span.count).try_for_each(|k| add(access.of(span.piece(k)), span.len))?;
             }
         }
     }

@@ -173,7 +173,7 @@ impl Run {
     pub fn unpack(runs: &[Run], expected: u32) -> Result<Vec<u64>> {
         let count: u64 = runs.iter().fold(0, |sum, run| sum.saturating_add(u64::from(run.count)));
         if count != u64::from(expected) || expected > Geometry::MAX_TENSORS {
-            let text = "the peer sent addresses for a different number of tensors than the cache has";
+            let text = "the peer sent locations for a different number of tensors than the cache has";
             return Err(Error::new(ErrorKind::NotLinked, text)
                 .with("located", count)
                 .with("tensors", expected));

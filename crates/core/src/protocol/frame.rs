@@ -138,7 +138,7 @@ pub fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T> {
     };
     let (message, rest) = postcard::take_from_bytes(body).map_err(|error| match short_of() {
         Some(bytes) => fallible::out_of_memory("a message of a peer", bytes).with("bytes", body.len()),
-        None => unreadable("unexpected message type").because(error),
+        None => unreadable("not the expected message").because(error),
     })?;
     if rest.is_empty() { Ok(message) } else { Err(unreadable("extra bytes").with("unread", rest.len())) }
 }

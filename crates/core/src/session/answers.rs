@@ -66,7 +66,7 @@ impl Answers {
         };
         stream.restart_pace();
         let started = Instant::now();
-        let call = RequestContext { cluster: &self.resources, link, stream, unlinked };
+        let call = RequestContext { resources: &self.resources, link, stream, unlinked };
         let served = call.serve(request);
         let done = matches!(served, Ok(()) | Err(Ended::Unlinked));
         self.resources.stats.counted(Op::Served, started.elapsed(), done);
@@ -90,7 +90,7 @@ enum Ended {
 
 /// One request that is being answered.
 struct RequestContext<'a> {
-    cluster: &'a Resources,
+    resources: &'a Resources,
     link: &'a Arc<Link>,
     stream: &'a Stream,
     unlinked: &'a dyn Fn(),
@@ -110,7 +110,7 @@ impl RequestContext<'_> {
             Request::Consume { name, cache, first, count, limit_ms } => {
                 self.answer_with(self.limit(limit_ms), || {
                     self.still_wanted()?;
-                    self.cluster.table.consume(name.into(), CacheId(cache), first, count)?;
+                    self.resources.table.consume(name.into(), CacheId(cache), first, count)?;
                     Ok(Reply::Done { bytes: 0 })
                 })
             }
@@ -142,7 +142,7 @@ impl RequestContext<'_> {
     /// Returns the deadline of the caller by this side's clock. It is at most `llm.LinkPinLimit` from now, so
     /// that no caller keeps rows pinned for longer.
     fn limit(&self, limit_ms: u64) -> Deadline {
-        let most = self.cluster.config.links.pin_limit;
+        let most = self.resources.config.links.pin_limit;
         let asked = Duration::from_millis(limit_ms);
         let name = if asked > most { "llm.LinkPinLimit" } else { "the rest of the caller's sync_kv_timeout" };
         Deadline::after(asked.min(most)).named(name)
@@ -171,21 +171,21 @@ impl RequestContext<'_> {
 
     /// Describes a cache and the location of its memory.
     fn describe(&self, name: Name) -> Result<Reply> {
-        let found = self.cluster.table.describe(name)?;
+        let found = self.resources.table.describe(name)?;
         let cache = &found.cache;
         let version = EntryVersion { index: found.index, generation: found.generation };
         let mut record = WireCache::new(version, cache.id(), found.row, cache.layout());
         record.allocated = cache.origin() == Origin::Allocated;
         record.accessible = cache.remote_accessible();
         if let Some(memory) = self.link.peer_memory().filter(|_| record.accessible) {
-            let at = self.cluster.memory_location(cache)?;
+            let at = self.resources.memory_location(cache)?;
             if memory.seen(&at) {
-                self.cluster.described_to_peer(cache, &at);
+                self.resources.described_to_peer(cache, &at);
             }
             record.location = location(at)?;
             // The peer will probably read the cache, perhaps in place, which this side cannot observe. So
             // count the bytes now.
-            self.cluster.merger.note_use(cache.geometry().bytes());
+            self.resources.merger.note_use(cache.geometry().bytes());
         }
         Ok(Reply::Described(record))
     }
@@ -193,7 +193,7 @@ impl RequestContext<'_> {
     /// Finds the caches in which addresses lie. Returns `Err` with `InvalidArgument` if an address lies in no
     /// cache that peers may access.
     fn locate(&self, addrs: &[u64]) -> Result<Reply> {
-        let locations = self.cluster.table.locate(addrs)?;
+        let locations = self.resources.table.locate(addrs)?;
         let located = |(at, found): (usize, Option<_>)| found.ok_or_else(|| unknown_address(at, addrs[at]));
         let locations =
             fallible::try_collect("the places of addresses", locations.into_iter().enumerate().map(located));
@@ -203,7 +203,7 @@ impl RequestContext<'_> {
     /// Returns the cache of a request, or `None` if its name no longer resolves to that cache. Returns `Err`
     /// with `InvalidArgument` if peers may not access it.
     fn opened(&self, call: &NamedCache) -> Result<Option<Arc<Cache>>> {
-        let Some(cache) = self.cluster.table.still_named(call.name, call.cache) else { return Ok(None) };
+        let Some(cache) = self.resources.table.still_named(call.name, call.cache) else { return Ok(None) };
         validate::check_accessible("the remote cache", cache.remote_accessible())?;
         Ok(Some(cache))
     }
@@ -244,7 +244,7 @@ impl RequestContext<'_> {
         self.stream.restart_pace();
         let sent = CopyEngine::send(&plan, from..to, cache.tensors(), self.stream, call.deadline);
         sent.map_err(Ended::Broken)?;
-        self.cluster.count_bytes(Op::Served, bytes);
+        self.resources.count_bytes(Op::Served, bytes);
         Ok(())
     }
 
@@ -278,7 +278,7 @@ impl RequestContext<'_> {
         let taken = CopyEngine::receive(&plan, from..to, tensors, self.stream, call.deadline, &progress);
         taken.map_err(Ended::Broken)?;
         drop(pin);
-        self.cluster.count_bytes(Op::Served, bytes);
+        self.resources.count_bytes(Op::Served, bytes);
         self.reply(&Reply::Done { bytes }, call.deadline)
     }
 
@@ -350,14 +350,14 @@ impl RequestContext<'_> {
         let (from, to) = ((&tensors, cache.placement()), (cache.tensors(), cache.placement()));
         // Limited by `llm.LinkSilence`, so that a peer whose memory does not respond cannot occupy a thread
         // of this side.
-        let progress = Arc::new(Progress::within(self.cluster.config.links.silence));
-        let (engine, held) = (&self.cluster.copy_engine, Arc::new(pin));
+        let progress = Arc::new(Progress::within(self.resources.config.links.silence));
+        let (engine, held) = (&self.resources.copy_engine, Arc::new(pin));
         // The pin outlives this call if the kernel may still write to the rows afterwards.
         let run =
             engine.run_holding(plan.clone(), from, to, Staging::DEFAULT, call.deadline, &progress, held);
         match run {
             Ok(outcome) => {
-                self.cluster.count_bytes(Op::Served, outcome.bytes);
+                self.resources.count_bytes(Op::Served, outcome.bytes);
                 Ok(Reply::Done { bytes: outcome.bytes })
             }
             // The kernel permitted this when the link was made, and refuses it now.
@@ -403,6 +403,6 @@ fn sizes(geometry: Geometry) -> (u32, u64) {
 }
 
 fn unknown_address(at: usize, addr: u64) -> Error {
-    let text = format!("dst_addrs[{at}] = {addr:#x} lies in no cache that peers may reach");
+    let text = format!("dst_addrs[{at}]={addr:#x} lies in no cache that peers may reach");
     Error::new(ErrorKind::InvalidArgument, text)
 }

@@ -36,11 +36,11 @@ impl Link {
     /// Returns a stream for one call, idle or new. Waits for its turn until `deadline`. Returns `Err` if the
     /// link has broken, the deadline passes or the caller is interrupted.
     pub(crate) fn lease(&self, deadline: Deadline) -> Result<StreamLease<'_>> {
-        let mut calls = self.calls.lock();
-        calls.waiting += 1;
-        let (mut calls, turn) = self.queue(calls, deadline);
-        calls.waiting -= 1;
-        drop(calls);
+        let mut streams = self.streams.lock();
+        streams.waiting += 1;
+        let (mut streams, turn) = self.queue(streams, deadline);
+        streams.waiting -= 1;
+        drop(streams);
         match turn? {
             StreamGrant::Idle(stream) => Ok(StreamLease { link: self, stream, reusable: false }),
             StreamGrant::Dial(dialer) => self.dial(dialer, deadline),
@@ -49,58 +49,58 @@ impl Link {
 
     fn queue<'a>(
         &'a self,
-        mut calls: Locked<'a>,
+        mut streams: Locked<'a>,
         deadline: Deadline,
     ) -> (Locked<'a>, Result<StreamGrant<'a>>) {
         loop {
             if let Err(error) = self.check() {
-                return (calls, Err(error));
+                return (streams, Err(error));
             }
-            if let Some((stream, _)) = calls.idle.pop() {
-                calls.busy.push(stream.clone());
-                return (calls, Ok(StreamGrant::Idle(stream)));
+            if let Some((stream, _)) = streams.idle.pop() {
+                streams.busy.push(stream.clone());
+                return (streams, Ok(StreamGrant::Idle(stream)));
             }
-            if calls.busy.len() + calls.opening + calls.asked < MOST_CALLS {
+            if streams.busy.len() + streams.opening + streams.asked < MOST_CALLS {
                 if let Some(dialer) = &self.dialer {
-                    calls.opening += 1;
-                    return (calls, Ok(StreamGrant::Dial(dialer)));
+                    streams.opening += 1;
+                    return (streams, Ok(StreamGrant::Dial(dialer)));
                 }
-                if calls.asked < calls.waiting {
-                    calls.asked += 1;
-                    drop(calls);
+                if streams.asked < streams.waiting {
+                    streams.asked += 1;
+                    drop(streams);
                     // Never waits: if the peer does not read its control stream, the link breaks.
                     let sent = self.send_control(&Control::Dial);
-                    calls = self.calls.lock();
+                    streams = self.streams.lock();
                     if let Err(error) = sent {
-                        calls.asked = calls.asked.saturating_sub(1);
-                        return (calls, Err(self.named(error)));
+                        streams.asked = streams.asked.saturating_sub(1);
+                        return (streams, Err(self.named(error)));
                     }
                     continue;
                 }
             }
-            drop(self.changed.wait_timeout(calls, deadline.nap()));
+            drop(self.changed.wait_timeout(streams, deadline.nap()));
             let late = deadline.waiting("waiting for a stream to the peer");
-            calls = self.calls.lock();
+            streams = self.streams.lock();
             // A stream that arrived at the last moment is still used. An interruption is returned in any
             // case, because it is reported only once.
             if let Err(error) = late
-                && (calls.idle.is_empty() || error.kind() == ErrorKind::Interrupted)
+                && (streams.idle.is_empty() || error.kind() == ErrorKind::Interrupted)
             {
                 // The requested stream may never arrive, so let the next call request one again.
-                calls.asked = calls.asked.saturating_sub(1);
-                return (calls, Err(self.named(error)));
+                streams.asked = streams.asked.saturating_sub(1);
+                return (streams, Err(self.named(error)));
             }
         }
     }
 
     fn dial(&self, dialer: &Dialer, deadline: Deadline) -> Result<StreamLease<'_>> {
         let opened = self.open_call_stream(dialer, false, deadline).map(Arc::new);
-        let mut calls = self.calls.lock();
-        calls.opening -= 1;
+        let mut streams = self.streams.lock();
+        streams.opening -= 1;
         if let Ok(stream) = &opened {
-            calls.busy.push(stream.clone());
+            streams.busy.push(stream.clone());
         }
-        drop(calls);
+        drop(streams);
         let opened = opened.inspect_err(|_| self.changed.notify_all());
         // A dial that fails means that the peer is gone (`a_peer_that_no_longer_listens_cannot_be_called`).
         let gone = |error: Error| match error.kind() {
@@ -117,15 +117,15 @@ impl Link {
 
     /// Adds a stream that the peer has opened for calls of this side.
     pub(super) fn lend(&self, stream: &Arc<Stream>) {
-        let mut calls = self.calls.lock();
+        let mut streams = self.streams.lock();
         // Streams beyond the requested number are closed; peers of this version open none.
-        let asked = calls.asked > 0;
-        calls.asked = calls.asked.saturating_sub(1);
-        let welcome = asked && self.alive() && calls.idle.len() + calls.busy.len() < MOST_CALLS;
+        let asked = streams.asked > 0;
+        streams.asked = streams.asked.saturating_sub(1);
+        let welcome = asked && self.alive() && streams.idle.len() + streams.busy.len() < MOST_CALLS;
         if welcome {
-            calls.idle.push((stream.clone(), Instant::now()));
+            streams.idle.push((stream.clone(), Instant::now()));
         }
-        drop(calls);
+        drop(streams);
         if !welcome {
             stream.close();
         }
@@ -134,12 +134,12 @@ impl Link {
 
     /// Closes the streams that have been idle for long, except the few most recently used.
     pub(super) fn trim(&self) {
-        let mut calls = self.calls.lock();
-        let spare = calls.idle.len().saturating_sub(IDLE_STREAMS);
+        let mut streams = self.streams.lock();
+        let spare = streams.idle.len().saturating_sub(IDLE_STREAMS);
         // Calls take the most recently used stream, so the streams at the front have been idle longest.
-        let old = calls.idle[..spare].iter().take_while(|(_, since)| since.elapsed() > IDLE_TIME).count();
-        let old: Vec<_> = calls.idle.drain(..old).collect();
-        drop(calls);
+        let old = streams.idle[..spare].iter().take_while(|(_, since)| since.elapsed() > IDLE_TIME).count();
+        let old: Vec<_> = streams.idle.drain(..old).collect();
+        drop(streams);
         for (stream, _) in old {
             stream.close();
         }
@@ -155,13 +155,13 @@ impl StreamLease<'_> {
 
 impl Drop for StreamLease<'_> {
     fn drop(&mut self) {
-        let mut calls = self.link.calls.lock();
-        calls.busy.retain(|stream| !Arc::ptr_eq(stream, &self.stream));
-        let kept = self.reusable && self.link.alive() && calls.idle.len() < KEPT_STREAMS;
+        let mut streams = self.link.streams.lock();
+        streams.busy.retain(|stream| !Arc::ptr_eq(stream, &self.stream));
+        let kept = self.reusable && self.link.alive() && streams.idle.len() < KEPT_STREAMS;
         if kept {
-            calls.idle.push((self.stream.clone(), Instant::now()));
+            streams.idle.push((self.stream.clone(), Instant::now()));
         }
-        drop(calls);
+        drop(streams);
         if !kept {
             self.stream.close();
         }

@@ -38,7 +38,7 @@ pub(super) struct Communicator {
     pub(super) comm: Comm,
     pub(super) own: ClusterId,
     /// All members, including this one.
-    pub(super) ranks: Vec<RankMember>,
+    pub(super) members: Vec<RankMember>,
     /// Time limit of the first search.
     pub(super) limit: Duration,
     /// Time limit of one attempt.
@@ -69,15 +69,15 @@ pub(super) struct CommState {
 
 /// Returns the entry of a member in the table and its first port, which distinguishes jobs on one host that
 /// use the same names.
-fn with_port(end: &RankMember) -> String {
-    let port = end.host.first().map_or(0, SocketAddr::port);
-    format!("{} at {port}", end.description)
+fn with_port(member: &RankMember) -> String {
+    let port = member.host.first().map_or(0, SocketAddr::port);
+    format!("{} at {port}", member.description)
 }
 
 impl Communicator {
     /// Whether `comm` has the same name and members, and names this member as the listener.
     pub(super) fn is(&self, comm: &Comm) -> bool {
-        let own = self.ranks.iter().find(|end| end.cluster == self.own);
+        let own = self.members.iter().find(|member| member.cluster == self.own);
         let here = |own: &RankMember| comm.listener == own.description || comm.listener == with_port(own);
         self.same_members(comm) && own.is_some_and(here)
     }
@@ -163,7 +163,8 @@ impl Communicator {
         if !progress.linked_before.contains(&cluster) {
             progress.linked_before.push(cluster);
         }
-        if progress.linked_before.len() + 1 == self.ranks.len() && progress.status == CommStatus::Preparing {
+        if progress.linked_before.len() + 1 == self.members.len() && progress.status == CommStatus::Preparing
+        {
             progress.status = CommStatus::Ready;
         }
         drop(progress);

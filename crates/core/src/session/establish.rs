@@ -85,7 +85,7 @@ impl Shared {
             }
             tracing::warn!(
                 target: "llm_datadist::links",
-                "cluster {asked} is on this host, but its memory cannot be read directly: {why}"
+                "cluster {asked} is on this host, but the link uses TCP only: {why}"
             );
         }
         let mut dialer = dialer;

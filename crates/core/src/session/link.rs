@@ -65,7 +65,7 @@ pub struct Link {
     pub(super) sending: Mutex<()>,
     /// Opens call streams. `None` if only the peer can dial; then this side asks the peer to open one.
     pub(super) dialer: Option<Dialer>,
-    pub(super) calls: Mutex<StreamSet>,
+    pub(super) streams: Mutex<StreamSet>,
     /// Notified when a stream is returned or arrives, the peer answers a ping, the link breaks, or the last
     /// transfer of an unlink ends.
     pub(super) changed: Condvar,
@@ -114,7 +114,7 @@ impl Link {
             control,
             sending: Mutex::default(),
             dialer,
-            calls: Mutex::default(),
+            streams: Mutex::default(),
             changed: Condvar::new(),
             serving: Mutex::default(),
             broken: OnceLock::new(),
@@ -159,13 +159,13 @@ impl Link {
     /// the caller is interrupted.
     pub(super) fn drain(&self, deadline: Deadline) -> Result<()> {
         self.unlinking.store(true, Ordering::SeqCst);
-        let mut calls = self.calls.lock();
+        let mut streams = self.streams.lock();
         while self.active.load(Ordering::SeqCst) > 0 && self.alive() {
-            drop(self.changed.wait_timeout(calls, deadline.nap()));
+            drop(self.changed.wait_timeout(streams, deadline.nap()));
             deadline
                 .waiting("waiting for transfers over the link to end")
                 .map_err(|error| self.named(error))?;
-            calls = self.calls.lock();
+            streams = self.streams.lock();
         }
         Ok(())
     }
@@ -233,7 +233,7 @@ impl Link {
         self.peer_memory.iter().for_each(PeerMemory::release_soon);
         self.control.close();
         let served = self.serving.lock().streams.clone();
-        for stream in self.calls.lock().end().iter().chain(&served) {
+        for stream in self.streams.lock().end().iter().chain(&served) {
             stream.close();
         }
         self.changed.notify_all();
@@ -266,19 +266,19 @@ impl Link {
         if self.send_control(&Control::Ping).is_err() {
             return false;
         }
-        let mut calls = self.calls.lock();
+        let mut streams = self.streams.lock();
         while self.alive() && self.pongs.load(Ordering::SeqCst) == before && !limit.passed() {
-            calls = self.changed.wait_timeout(calls, limit.left()).0;
+            streams = self.changed.wait_timeout(streams, limit.left()).0;
         }
-        drop(calls);
+        drop(streams);
         self.alive() && self.pongs.load(Ordering::SeqCst) != before
     }
 
     /// Waits until the link has ended or `limit` has passed.
     pub(super) fn wait_until_broken(&self, limit: Deadline) {
-        let mut calls = self.calls.lock();
+        let mut streams = self.streams.lock();
         while self.alive() && !limit.passed() {
-            calls = self.changed.wait_timeout(calls, limit.left()).0;
+            streams = self.changed.wait_timeout(streams, limit.left()).0;
         }
     }
 
@@ -287,7 +287,7 @@ impl Link {
         self.pongs.fetch_add(1, Ordering::SeqCst);
         // Taking the lock ensures that a waiting thread either sees the new count or receives the
         // notification.
-        drop(self.calls.lock());
+        drop(self.streams.lock());
         self.changed.notify_all();
     }
 
@@ -399,7 +399,7 @@ impl Drop for Active<'_> {
     fn drop(&mut self) {
         let last = self.0.active.fetch_sub(1, Ordering::SeqCst) == 1;
         if last && self.0.unlinking.load(Ordering::SeqCst) {
-            drop(self.0.calls.lock());
+            drop(self.0.streams.lock());
             self.0.changed.notify_all();
         }
     }

@@ -76,7 +76,7 @@ pub(super) fn start_search(shared: &Arc<Shared>, comm: &Arc<Communicator>) -> Re
 impl Communicator {
     /// Whether this side dials `cluster`: the member with the higher rank does.
     fn dials(&self, cluster: ClusterId) -> bool {
-        let rank = |id| self.ranks.iter().find(|end| end.cluster == id).map(|end| end.rank);
+        let rank = |id| self.members.iter().find(|member| member.cluster == id).map(|member| member.rank);
         rank(cluster) < rank(self.own)
     }
 
@@ -87,33 +87,35 @@ impl Communicator {
         if config.transport == TransportChoice::Tcp {
             return;
         }
-        for end in self.ranks.iter().filter(|end| end.cluster != self.own && !self.dials(end.cluster)) {
-            let dialer = shared.dialer(self.local_address(end, config.token.as_ref()));
+        let dialing = |member: &&RankMember| member.cluster != self.own && !self.dials(member.cluster);
+        for member in self.members.iter().filter(dialing) {
+            let dialer = shared.dialer(self.local_address(member, config.token.as_ref()));
             let limit = Deadline::after(self.one_try.min(deadline.left())).named("the limit of one attempt");
             // A member that is not running yet will find this side listening.
-            let _ = dialer.handshake(Some(end.cluster), Purpose::Knock { comm: self.at(end) }, limit);
+            let _ = dialer.handshake(Some(member.cluster), Purpose::Knock { comm: self.at(member) }, limit);
         }
     }
 
     /// Tries each missing member that this side dials.
     fn round(&self, shared: &Arc<Shared>, deadline: Deadline) {
         let missing = self.progress.lock().missing.clone();
-        for end in self.ranks.iter().filter(|end| missing.contains(&end.cluster) && self.dials(end.cluster)) {
-            match self.connect_to(shared, end, deadline) {
+        let dialed = |member: &&RankMember| missing.contains(&member.cluster) && self.dials(member.cluster);
+        for member in self.members.iter().filter(dialed) {
+            match self.connect_to(shared, member, deadline) {
                 Ok(link) => {
-                    self.join(end.cluster);
+                    self.join(member.cluster);
                     // The link may have broken before the member was recorded as linked.
                     if !link.alive() {
-                        self.miss(end.cluster);
+                        self.miss(member.cluster);
                     }
                     shared.registry.announce();
                 }
                 // The two configurations do not match, so further attempts are useless.
                 Err(error) if error.kind() == ErrorKind::InvalidArgument => {
-                    self.fail(end.cluster, &error.to_string());
+                    self.fail(member.cluster, &error.to_string());
                     shared.registry.announce();
                 }
-                Err(error) => drop(self.progress.lock().why.insert(end.cluster, error.to_string())),
+                Err(error) => drop(self.progress.lock().why.insert(member.cluster, error.to_string())),
             }
         }
     }
@@ -144,13 +146,13 @@ impl Communicator {
     }
 
     /// Tries the addresses at which a member may listen.
-    fn connect_to(&self, shared: &Arc<Shared>, end: &RankMember, deadline: Deadline) -> Result<Arc<Link>> {
+    fn connect_to(&self, shared: &Arc<Shared>, member: &RankMember, deadline: Deadline) -> Result<Arc<Link>> {
         let config = &shared.resources.config.links;
         let local = (config.transport != TransportChoice::Tcp)
-            .then(|| self.local_address(end, config.token.as_ref()));
-        let comm = self.at(end);
+            .then(|| self.local_address(member, config.token.as_ref()));
+        let comm = self.at(member);
         let mut first = None;
-        for address in local.into_iter().chain(end.host.iter().map(|&at| Address::Tcp(at))) {
+        for address in local.into_iter().chain(member.host.iter().map(|&at| Address::Tcp(at))) {
             if self.progress.lock().left {
                 break;
             }
@@ -158,7 +160,7 @@ impl Communicator {
             let left = if deadline.passed() { self.limit } else { deadline.left() };
             let limit = Deadline::after(self.one_try.min(left / 2)).named("the limit of one attempt");
             let kind = Kind::Communicator(self.id);
-            let error = match shared.connect(&address, end.cluster, Some(&comm), kind, limit) {
+            let error = match shared.connect(&address, member.cluster, Some(&comm), kind, limit) {
                 Ok(link) => return Ok(link),
                 Err(error) => error,
             };
@@ -166,7 +168,7 @@ impl Communicator {
             // the connection at this port and stay silent; that says nothing about the other ports.
             let silent = error.kind() == ErrorKind::Timeout && error.fact("address").is_some();
             if matches!(address, Address::Tcp(_)) {
-                first = first.or(Some(error.with("chosen_by", end.why)));
+                first = first.or(Some(error.with("chosen_by", member.why)));
             }
             if silent {
                 break;
@@ -198,14 +200,15 @@ impl Communicator {
 
     /// Returns what was tried for one member, for the log.
     fn view(&self, cluster: ClusterId, why: &BTreeMap<ClusterId, String>) -> String {
-        let Some(end) = self.ranks.iter().find(|end| end.cluster == cluster) else {
+        let Some(member) = self.members.iter().find(|member| member.cluster == cluster) else {
             return cluster.to_string();
         };
-        let at: Vec<String> = end.host.iter().map(ToString::to_string).collect();
+        let at: Vec<String> = member.host.iter().map(ToString::to_string).collect();
         let way =
             if self.dials(cluster) { "was searched for at" } else { "did not connect; it would listen at" };
         let last = why.get(&cluster).map_or(String::new(), |why| format!(" (last: {why})"));
-        format!("cluster {cluster}, rank {}, {way} {}, chosen by {}{last}", end.rank, at.join(" "), end.why)
+        let (rank, why) = (member.rank, member.why);
+        format!("cluster {cluster}, rank {rank}, {way} {}, chosen by {why}{last}", at.join(" "))
     }
 }
 
@@ -225,7 +228,7 @@ mod tests {
             id: 1,
             comm,
             own: ClusterId(2),
-            ranks: vec![],
+            members: vec![],
             limit: hour,
             one_try: hour,
             progress: Mutex::new(progress),

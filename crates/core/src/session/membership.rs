@@ -21,9 +21,9 @@ use crate::validate::rank_table::{RankMember, any};
 const TRY: Duration = Duration::from_secs(2);
 
 /// Enters a communicator, starts searching for its members, and returns its id.
-pub(super) fn enter(shared: &Arc<Shared>, comm: Comm, ranks: Vec<RankMember>) -> Result<u64> {
+pub(super) fn enter(shared: &Arc<Shared>, comm: Comm, members: Vec<RankMember>) -> Result<u64> {
     let own = ClusterId(shared.me.party.cluster);
-    let others = ranks.iter().map(|end| end.cluster).filter(|&cluster| cluster != own);
+    let others = members.iter().map(|member| member.cluster).filter(|&cluster| cluster != own);
     let progress = CommState { missing: others.collect(), ..CommState::default() };
     let config = &shared.resources.config.links;
     let (limit, one_try) = (config.total, TRY.min(config.total / config.retries.max(1)));
@@ -31,7 +31,7 @@ pub(super) fn enter(shared: &Arc<Shared>, comm: Comm, ranks: Vec<RankMember>) ->
         id,
         comm,
         own,
-        ranks,
+        members,
         limit,
         one_try,
         progress: Mutex::new(progress),
@@ -51,8 +51,8 @@ pub(super) fn leave(shared: &Arc<Shared>, id: u64) -> Result<()> {
     for address in comm.abandon() {
         shared.listeners.leave(&address);
     }
-    for end in &comm.ranks {
-        for link in shared.registry.links_to(end.cluster) {
+    for member in &comm.members {
+        for link in shared.registry.links_to(member.cluster) {
             if link.kind == Kind::Communicator(id) {
                 shared.registry.drop_link(&link, "it was unlinked here");
             }
@@ -64,7 +64,7 @@ pub(super) fn leave(shared: &Arc<Shared>, id: u64) -> Result<()> {
 /// Listens where other members will dial: at a local socket and, if a member has a higher rank, at a port of
 /// this member's device.
 fn listen(shared: &Arc<Shared>, comm: &Communicator) -> Result<()> {
-    let Some(own) = comm.ranks.iter().find(|end| end.cluster == comm.own) else { return Ok(()) };
+    let Some(own) = comm.members.iter().find(|member| member.cluster == comm.own) else { return Ok(()) };
     let config = &shared.resources.config.links;
     let by_socket = config.transport != TransportChoice::Tcp;
     if by_socket {
@@ -74,7 +74,7 @@ fn listen(shared: &Arc<Shared>, comm: &Communicator) -> Result<()> {
             tracing::warn!(target: "llm_datadist::links", "no local socket for link({name:?}): {error}");
         }
     }
-    if comm.ranks.iter().all(|end| end.rank <= own.rank) {
+    if comm.members.iter().all(|member| member.rank <= own.rank) {
         return Ok(());
     }
     // The ports that other members try, in the same order.

@@ -155,9 +155,9 @@ impl Links {
     }
 
     /// Enters a communicator and returns its id. Links to its members are made in the background.
-    pub(crate) fn enter(&self, comm: Comm, ranks: Vec<RankMember>) -> Result<u64> {
+    pub(crate) fn enter(&self, comm: Comm, members: Vec<RankMember>) -> Result<u64> {
         control_thread::start(&self.shared)?;
-        membership::enter(&self.shared, comm, ranks)
+        membership::enter(&self.shared, comm, members)
     }
 
     /// Leaves a communicator and ends its links.

@@ -50,7 +50,7 @@ pub(crate) struct PeerMemory {
 }
 
 impl PeerMemory {
-    /// Runs the exchange on the dialing side: offers the memory of `cluster`, takes the peer's offer, and
+    /// Runs the exchange on the dialing side: offers the memory of `resources`, takes the peer's offer, and
     /// exchanges reports.
     pub(crate) fn exchange(resources: &Resources, stream: &Stream, deadline: Deadline) -> Result<PeerMemory> {
         PeerMemory::offer(resources, |frame, descriptors| stream.send_with(frame, descriptors, deadline))?;
@@ -63,7 +63,7 @@ impl PeerMemory {
         Ok(PeerMemory::complete(resources, taken, seen))
     }
 
-    /// Sends, with the function `send`, what `cluster` offers.
+    /// Sends the offer of `resources` with the function `send`.
     pub(crate) fn offer(
         resources: &Resources,
         send: impl FnOnce(&[u8], &[BorrowedFd<'_>]) -> Result<()>,

@@ -89,8 +89,8 @@ impl Call {
         streams.receive(progress.clone())
     }
 
-    /// Called after a read whose description of the cache was out of date. Asks the owner whether the memory
-    /// belonged to the cache during the whole read.
+    /// Asks the owner, after a read with an outdated description, whether the memory belonged to the cache
+    /// during the whole read.
     fn confirm(&self, known: &KnownCache, read: Result<u64>, progress: &mut Arc<Progress>) -> Result<Moved> {
         let unconfirmed = std::mem::take(progress);
         // Something about the cache changed, perhaps only one of its keys. Ids are never used again, so the

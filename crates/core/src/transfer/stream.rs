@@ -17,7 +17,7 @@ use crate::session::{KnownCache, StreamLease, limit_ms, reply, send_message_befo
 /// Minimum size of a part in bytes: a stream moves this many while another one is being requested.
 const PART: u64 = 8 << 20;
 
-/// Maximum number of pieces in one tensor of a plan that is sent with its bytes (a few KiB).
+/// Maximum number of pieces in one tensor of a plan (a few KiB) whose bytes follow their request at once.
 const MOST_PIECES: u64 = 128;
 
 /// One transfer through sockets.
@@ -45,7 +45,7 @@ impl Streams {
         if count == 1 {
             return part(&self, 0..bytes);
         }
-        let (deadline, cluster) = (self.call.deadline, self.call.resources.clone());
+        let (deadline, resources) = (self.call.deadline, self.call.resources.clone());
         let each = bytes.div_ceil(count);
         // Whether the owner reported, for any part, that the cache has changed.
         let stale = Arc::new(AtomicBool::new(false));
@@ -58,7 +58,7 @@ impl Streams {
             Ok(())
         };
         let units = usize::try_from(bytes.div_ceil(each)).unwrap_or(usize::MAX);
-        cluster.copy_engine.streamers()?.run(Arc::new(work), units, deadline)?;
+        resources.copy_engine.streamers()?.run(Arc::new(work), units, deadline)?;
         Ok(if stale.load(Ordering::Acquire) { Moved::Stale } else { Moved::Bytes(bytes) })
     }
 

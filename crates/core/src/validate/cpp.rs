@@ -144,7 +144,7 @@ pub fn buffer_pool(text: &str) -> Result<u64> {
 
 /// Returns the address to listen on after `SetRole(to)`, for an engine that listens on `now`.
 /// `Err(NotEnabled)` if the options do not allow `SetRole`, or if another address is given with
-/// `llm.TransferBackend = hixl`; `Err(InvalidArgument)` for an invalid address, or for a prompt without one.
+/// `llm.TransferBackend=hixl`; `Err(InvalidArgument)` for an invalid address, or for a prompt without one.
 pub fn set_role(
     options: &Options,
     to: Role,

@@ -89,11 +89,11 @@ pub fn resolve(
     let entries: Vec<RankEntry> =
         clusters.iter().map(|&(_, rank)| table.entry(rank)).collect::<Result<_>>()?;
     let together = table.one_server || one_server(&entries);
-    let end = |(&(cluster, rank), entry): (&(ClusterId, u32), &RankEntry)| {
+    let resolved = |(&(cluster, rank), entry): (&(ClusterId, u32), &RankEntry)| {
         let member = Member { cluster, rank, entry, together };
-        member.end(links).map_err(|error| error.with("read", read(clusters, &entries)))
+        member.resolve(links).map_err(|error| error.with("read", read(clusters, &entries)))
     };
-    clusters.iter().zip(&entries).map(end).collect()
+    clusters.iter().zip(&entries).map(resolved).collect()
 }
 
 /// The fields of the table for one rank. Strings are never empty.
@@ -192,7 +192,7 @@ struct Member<'a> {
 }
 
 impl Member<'_> {
-    fn end(&self, links: &LinkConfig) -> Result<RankMember> {
+    fn resolve(&self, links: &LinkConfig) -> Result<RankMember> {
         let Member { cluster, rank, .. } = *self;
         if let Some((at, why)) = self.configured(links) {
             let bind = SocketAddr::new(any(at.ip()), at.port());

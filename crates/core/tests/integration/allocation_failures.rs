@@ -103,11 +103,11 @@ fn planning_fails_whole() {
         let pieces: Vec<Piece> = pairs.iter().map(piece).collect();
         let pieces = Moves { pieces: Pieces::Listed(pieces), num_tensors: 1, ..Moves::default() };
         let blocks = block_moves(&pairs, 16, 2);
-        for (moves, ends) in
+        for (moves, caches) in
             [(&blocks, CacheCount::One), (&blocks, CacheCount::Two), (&pieces, CacheCount::Two)]
         {
             let planned = |_: &Moves, plan: Result<_>, failed| assert_eq!(plan.is_err(), failed, "{name}");
-            let plan = |moves: &mut Moves| CopyPlan::moves(moves, ends);
+            let plan = |moves: &mut Moves| CopyPlan::moves(moves, caches);
             assert!(each_judged(|| moves.clone(), plan, planned) > 0, "{name}");
         }
     }
@@ -142,7 +142,7 @@ fn fetch(plan: WirePlan) -> Request {
     Request::Fetch { name, cache: 3, plan, source, num_tensors: 2, tensor_bytes: 1 << 40, limit_ms: 9 }
 }
 
-/// Decodes a request as its owner does. Lack of memory is an error of decoding, or one in the decoded request.
+/// Decodes a request as the owner of the cache does. Lack of memory is an error of decoding, or one in the decoded request.
 fn served(body: &[u8]) -> Result<(Vec<u64>, Vec<u64>)> {
     let Request::Fetch { plan, .. } = protocol::decode(body)? else { panic!("another request") };
     let plan = CopyPlan::try_from(plan)?;

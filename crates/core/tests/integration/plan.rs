@@ -16,8 +16,8 @@ use crate::fixtures::{block_moves, proptest_cases};
 
 type Pairs = Vec<(u64, u64)>;
 
-fn plan(pairs: &[(u64, u64)], block_bytes: u64, ends: CacheCount) -> CopyPlan {
-    CopyPlan::moves(&mut block_moves(pairs, block_bytes, 3), ends).unwrap()
+fn plan(pairs: &[(u64, u64)], block_bytes: u64, caches: CacheCount) -> CopyPlan {
+    CopyPlan::moves(&mut block_moves(pairs, block_bytes, 3), caches).unwrap()
 }
 
 fn pieces(wave: &Wave) -> Vec<Piece> {
@@ -29,21 +29,21 @@ fn pieces(wave: &Wave) -> Vec<Piece> {
 struct Model {
     src: Vec<u8>,
     dst: Vec<u8>,
-    ends: CacheCount,
+    caches: CacheCount,
 }
 
 impl Model {
-    fn new(rows: u64, block_bytes: u64, ends: CacheCount) -> Self {
+    fn new(rows: u64, block_bytes: u64, caches: CacheCount) -> Self {
         let bytes = (rows * block_bytes) as usize;
         Model {
             src: (0..bytes).map(|at| at as u8).collect(),
             dst: (0..bytes).map(|at| !(at as u8)).collect(),
-            ends,
+            caches,
         }
     }
 
     fn get(&self, at: u64) -> u8 {
-        if self.ends == CacheCount::One { self.dst[at as usize] } else { self.src[at as usize] }
+        if self.caches == CacheCount::One { self.dst[at as usize] } else { self.src[at as usize] }
     }
 
     fn one_by_one(mut self, pairs: &[(u64, u64)], block_bytes: u64) -> Self {
@@ -146,9 +146,9 @@ fn does_what_copying_pair_by_pair_does() {
     let ran = std::cell::Cell::new((0, 0));
     runner
         .run(&input, |(pairs, block_bytes, one_cache, seed, cuts)| {
-            let ends = if one_cache { CacheCount::One } else { CacheCount::Two };
-            let plan = plan(&pairs, block_bytes, ends);
-            let start = Model::new(14, block_bytes, ends);
+            let caches = if one_cache { CacheCount::One } else { CacheCount::Two };
+            let plan = plan(&pairs, block_bytes, caches);
+            let start = Model::new(14, block_bytes, caches);
             let expected = start.clone().one_by_one(&pairs, block_bytes);
             prop_assert_eq!(&start.clone().in_order(&plan, |_| {}), &expected);
             prop_assert_eq!(&start.clone().in_order(&plan, |pieces| pieces.reverse()), &expected);
@@ -162,13 +162,13 @@ fn does_what_copying_pair_by_pair_does() {
             prop_assert_eq!(&shuffled, &expected);
             prop_assert_eq!(&start.clone().reads_first(&plan), &expected);
             for wave in plan.waves() {
-                independent(wave, ends, 14 * block_bytes)?;
+                independent(wave, caches, 14 * block_bytes)?;
                 spans_say_what_pieces_say(wave)?;
                 cut_anywhere_the_pieces_tile(wave, &cuts)?;
             }
             let moved: u64 = plan.waves().iter().map(Wave::tensor_bytes).sum();
             let useful =
-                pairs.iter().filter(|(src, dst)| ends == CacheCount::Two || src != dst).count() as u64;
+                pairs.iter().filter(|(src, dst)| caches == CacheCount::Two || src != dst).count() as u64;
             prop_assert_eq!(moved, useful * block_bytes);
             prop_assert_eq!(plan.bytes(), 3 * moved);
             let (looked_at, with_waves) = ran.get();
@@ -181,7 +181,7 @@ fn does_what_copying_pair_by_pair_does() {
 }
 
 /// Checks that in one wave no byte is written twice, none is both written and read, and none is outside the tensors.
-fn independent(wave: &Wave, ends: CacheCount, tensor_bytes: u64) -> Result<(), TestCaseError> {
+fn independent(wave: &Wave, caches: CacheCount, tensor_bytes: u64) -> Result<(), TestCaseError> {
     let mut written = HashSet::new();
     let all = pieces(wave);
     prop_assert!(!all.is_empty());
@@ -192,7 +192,7 @@ fn independent(wave: &Wave, ends: CacheCount, tensor_bytes: u64) -> Result<(), T
             prop_assert!(written.insert(at), "byte {} is written twice", at);
         }
     }
-    if ends == CacheCount::One {
+    if caches == CacheCount::One {
         for piece in &all {
             for at in piece.src..piece.src + piece.len {
                 prop_assert!(!written.contains(&at), "byte {} is read and written", at);
@@ -236,8 +236,8 @@ fn cut_anywhere_the_pieces_tile(wave: &Wave, cuts: &[u64]) -> Result<(), TestCas
     Ok(())
 }
 
-fn spans(pairs: &[(u64, u64)], ends: CacheCount) -> Vec<Vec<Span>> {
-    plan(pairs, 16, ends).waves().iter().map(|wave| wave.spans().collect()).collect()
+fn spans(pairs: &[(u64, u64)], caches: CacheCount) -> Vec<Vec<Span>> {
+    plan(pairs, 16, caches).waves().iter().map(|wave| wave.spans().collect()).collect()
 }
 
 /// `count` pieces of `blocks` blocks of 16 bytes.
@@ -299,16 +299,16 @@ fn merges_to_the_fewest_spans() {
         ("0 is overwritten", vec![(0, 1), (64, 0)], One, vec![vec![one(0, 1)], vec![one(64, 0)]]),
     ];
     assert!(cases.len() > 15);
-    for (name, pairs, ends, expected) in cases {
-        assert_eq!(spans(&pairs, ends), expected, "{name}");
+    for (name, pairs, caches, expected) in cases {
+        assert_eq!(spans(&pairs, caches), expected, "{name}");
     }
 }
 
 #[test]
 fn a_range_is_one_span_and_onto_itself_nothing() {
-    let range = |src, dst, ends| {
+    let range = |src, dst, caches| {
         let pieces = Pieces::Listed(vec![Piece { src, dst, len: 7 }]);
-        CopyPlan::moves(&mut Moves { pieces, num_tensors: 5, ..Moves::default() }, ends).unwrap()
+        CopyPlan::moves(&mut Moves { pieces, num_tensors: 5, ..Moves::default() }, caches).unwrap()
     };
     let plan = range(3, 9, CacheCount::One);
     assert_eq!(

@@ -5,7 +5,7 @@
 //! caches. A core falls short of the speed of its memory mainly because it waits at the first lines of every
 //! page. So the kernels of `avx2` prefetch the next piece, or process four pages at once.
 //!
-//! The copy engine chooses the kernel (`copy::kernel_choice`). Each kernel is tested against a byte-by-byte
+//! The copy engine chooses the kernel (`copy::tuner`). Each kernel is tested against a byte-by-byte
 //! twin in `tests/integration/kernels.rs`.
 
 #[cfg(target_arch = "x86_64")]
