@@ -1,5 +1,4 @@
-//! A task and its lanes under loom, in every order of a lane, of the thread that reports layers as ready, and
-//! of the thread that ends the task.
+//! A task under loom, in every order of a lane, the thread that reports layers, and the one that ends it.
 //!
 //! `make loom` runs it. Loom's clock does not move, so no wait times out, and no idle lane ends before its engine.
 #![cfg(loom)]

@@ -1,7 +1,6 @@
 //! The log of the C library: errors go to standard error until a program has a callback of its own.
 //!
-//! The log is one for a process, so each case runs this binary again for one ignored test. Not for: levels and
-//! threads (`tests/cpp/log.cpp`).
+//! A process has one log, so each case runs this binary again. `tests/cpp/log.cpp` covers levels and threads.
 
 use std::ffi::{CStr, c_char, c_void};
 use std::process::Command;

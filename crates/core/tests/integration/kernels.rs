@@ -92,8 +92,8 @@ fn every_short_length_at_every_alignment() {
     for &kernel in kernels() {
         for len in 0..600 {
             for dst in 0..64 {
-                // All 64 × 64 alignments for lengths at which the code branches, otherwise each alignment at
-                // least once.
+                // All 64 × 64 alignments for lengths at which the code branches; otherwise each one at least
+                // once.
                 let all = len < 2 || len % 32 < 2 || len % 32 == 31;
                 let one = (dst * 7 + len * 13) % 64;
                 for src in if all { 0..64 } else { one..one + 1 } {

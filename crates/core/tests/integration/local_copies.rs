@@ -234,8 +234,7 @@ fn agreed(setups: &[Setup], caches: &[Spec], steps: &[Step]) -> Vec<Tensors> {
     expected.1
 }
 
-/// Checks that the rows are the initial rows of `spec`, except for `changes`: a row, and the initial row of a
-/// cache that it now equals.
+/// Checks that the rows are those of `spec`, except for `changes`: a row, and the row that it now equals.
 fn rows_are(tensors: &Tensors, spec: Spec, changes: &[(i64, Spec, i64)]) {
     assert_eq!(tensors.len(), spec.tensors);
     let mut rows: Vec<(Spec, usize)> = (0..spec.rows).map(|row| (spec, row)).collect();

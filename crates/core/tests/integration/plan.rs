@@ -374,8 +374,7 @@ fn given() -> impl Strategy<Value = Given> {
 }
 
 impl Seen {
-    /// Checks that a plan is refused or valid: no number of a peer causes a panic, a piece outside a tensor,
-    /// or a row that is not touched.
+    /// Checks that a plan is refused, or all its pieces lie inside the tensors and touch the named rows.
     fn check(&self, made: &Result<CopyPlan>, given: Given, waves: Option<&[Walked]>) -> TestCaseResult {
         let ([count, src, dst], [src_bytes, dst_bytes, row_bytes]) = given;
         let inside = |piece: &[i128; 3], ends: [u64; 2]| {

@@ -102,8 +102,7 @@ fn of_peer(peer: &Peer, at: u64) -> Read {
     Read::from(from, Buffer::new(ROWS * ROW, |at| pattern(9, 0, at)), ROWS, ROW)
 }
 
-/// Makes calls until one runs out of time with a thread inside the kernel. On a busy machine a call may run out of time
-/// before its thread has started.
+/// Makes calls until one runs out of time with a thread inside the kernel, which may not be the first.
 fn lose(pid: i32, mut call: impl FnMut() -> Result<()>) {
     let error = loop {
         let error = call().unwrap_err();

@@ -1,5 +1,4 @@
-//! Random calls of the cache table, local and from peers, compared with a naive model: caches, keys, names, generations,
-//! and keys released by pulls.
+//! Random calls of the cache table, local and from peers, compared with a naive model.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -274,8 +273,7 @@ impl Both {
         }
     }
 
-    /// Checks that every name resolves to the same place in both, and that a generation is valid as long as
-    /// the cache exists and keeps its keys.
+    /// Checks that names resolve to the same place in both, and that generations change with a cache's keys.
     fn agree(&mut self) {
         for (at, made) in self.made.iter().enumerate() {
             assert_eq!(made.strong_count() > 0, self.twin.alive(at), "cache {at}");

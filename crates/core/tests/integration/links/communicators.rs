@@ -22,8 +22,7 @@ const ELSEWHERE: &str = r#"{"server_count": "2", "server_list": [
 const LIMIT: Duration = Duration::from_secs(15);
 static PORTS: AtomicU16 = AtomicU16::new(0);
 
-/// Returns a port that no other test of this file uses, nor most other processes that run it. It is below the ports that
-/// the system assigns.
+/// Returns a port below those that the system assigns, which no other test of this file uses.
 fn port() -> u16 {
     10_000 + (std::process::id() % 50) as u16 * 440 + PORTS.fetch_add(20, Ordering::Relaxed) % 440
 }

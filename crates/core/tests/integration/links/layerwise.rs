@@ -1,5 +1,4 @@
-//! Layer-wise transfers to caches and to addresses: which bytes arrive, over every transport, and how an
-//! owner finds the caches of given addresses.
+//! Layer-wise transfers to caches and to addresses: which bytes arrive, over every transport.
 //!
 //! `tests/test_layerwise.py` covers every layout, `task.rs` tasks alone.
 

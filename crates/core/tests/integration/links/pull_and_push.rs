@@ -33,8 +33,7 @@ enum Call {
 #[test]
 fn slots_arrive() {
     use Call::{Pull, Push};
-    // Bytes of a slot of the source and of the destination; calls; layers; first tensor read, first tensor
-    // written, and number of tensors.
+    // Bytes of a slot of source and destination; calls; layers; first tensor read, first written, and count.
     type Case = (usize, usize, &'static [Call], Layers, (usize, usize, usize));
     let cases: [Case; 6] = [
         (64, 64, &[Pull(-1), Push], Layers::ALL, (0, 0, 6)),

@@ -59,8 +59,7 @@ fn windows_arrive_in_place_byte_by_byte() {
     each(|_, _, local, remote| {
         for (seed, sizes) in lists.iter().enumerate() {
             let source = Cut::new(sizes, 3, |at| pattern(seed as u8, 0, at));
-            // The windows at the other end differ; their bounds are not transmitted, only their total size
-            // counts.
+            // The windows at the other end differ, because only their total size is transmitted.
             let total: usize = sizes.iter().sum();
             let others: Vec<usize> = [total / 3, 0, total - total / 3].into();
             for sizes in [sizes, &others] {
