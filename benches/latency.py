@@ -62,7 +62,7 @@ def other(commit: str) -> Path:
         for name, before in RENAMED.items():
             source = source.replace(name, before)
     if not any((core / name).exists() for name in ("memory/list_allocator.rs", "mem/kept.rs")):
-        without = r"use [^\n]*::KeptLists;\n|/// As the libraries[^\n]*\n#\[global_allocator\]\n[^\n]*\n"
+        without = r"use [^\n]*::KeptLists;\n|/// As in the libraries[^\n]*\n#\[global_allocator\]\n[^\n]*\n"
         source = re.sub(without, "", source)
     (tree / "benches" / "latency.rs").write_text(source, encoding="utf-8")
     manifest = tree / "crates" / "core" / "Cargo.toml"

@@ -1,5 +1,5 @@
 //! Measures how cost grows with size: keys, caches, links, blocks of a call, cores, engines that pull from
-//! one, and the memory of each. It only writes the points; `benches/scaling/fit.py` determines the slopes.
+//! one, and the memory of each. It only writes the points; `benches/scaling/slopes.py` determines the slopes.
 //!
 //! `cargo bench -p llm-datadist-core --bench scale [-- --json FILE --quick
 //! --only keys,caches,asked,links,blocks,cores,fan,storm,memory]`

@@ -381,7 +381,9 @@ def python_imports(path: Path) -> set[str]:
     for node in tree_of(path).body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("llm_datadist"):
             place = PYTHON.joinpath(*(node.module or "").split(".")[1:])
-            found |= {place.with_suffix(".py"), *(place / f"{alias.name}.py" for alias in node.names)}
+            files = {place / f"{alias.name}.py" for alias in node.names if alias.name != "_core"}
+            package = () if all(file.exists() for file in files) else (place / "__init__.py",)
+            found |= {place.with_suffix(".py"), *files, *package}
     return {shown(file) for file in found if file.exists()}
 
 

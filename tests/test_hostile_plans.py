@@ -58,7 +58,7 @@ def test_plans_of_millions_of_pieces_take_bounded_memory(kind: str) -> None:
 
 U32, U64 = 2**32 - 1, 2**64 - 1
 one_span = m.plan_spans([1], [m.span(0, 0, 64)])
-# `plans_of_peers` in `plan.rs` tests the rules for the numbers of a plan. Here: every request checks them.
+# `plan.rs` of the core tests the rules for the numbers of a plan. Here: every request checks them.
 BOUNDS: dict[str, tuple[bytes, int, int]] = {
     "backwards": (one_span, 64, 0),
     "beyond the plan": (one_span, 0, 65),

@@ -68,7 +68,7 @@ def test_each_slot_has_its_key(ends: Ends) -> None:
 
 @pytest.mark.contract("19.copy-cache", "19.copy-blocks", "19.sync-kv-timeout")
 def test_sync_kv_timeout_ends_the_wait_of_a_copy(start: Callable[..., LLMDataDist]) -> None:
-    """A copy that waits for rows ends with the limit. One that has begun is finished (`faults.rs`)."""
+    """A copy that waits for rows ends with the limit. One that has begun is finished (`copy_deadlines.rs`)."""
     manager = start(options(pool(2 * BIG, 21), None, llm__SyncKvCacheWaitTime="20")).cache_manager
     cache = manager.allocate_cache(desc(2, BIG // 2, 1))
     blocks = manager.allocate_blocks_cache(desc(2, BIG // 2, 1))

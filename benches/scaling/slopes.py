@@ -144,7 +144,7 @@ def steepness(points: Sequence[Point]) -> float:
 
 
 def fitted(shape: str, points: Sequence[Point], exponent: float) -> Optional[Slope]:
-    """The best fit of one shape, or None if its factor is negative."""
+    """The best fit of one shape, or None if its factor is not positive."""
     power = 1.0
     if shape == "power":
         power, fixed, each = curve_of_power(points)

@@ -296,7 +296,7 @@ class TransferTask:
         """Report that neither this layer nor any after it will be ready. Returns at once."""
 
     def broken(self, layer: int, why: str) -> None:
-        """Report that this layer and all after it will never be reported ready, because of ``why``."""
+        """Report that it stays unknown whether this layer and all after it are ready; configs get the timeout code."""
 
     def cancel(self) -> bool:
         """End the unfinished configs; return whether there were any."""
@@ -522,7 +522,7 @@ def check_positive_or_set_default(arg_name: str, arg_value: int | None, default:
     """Return ``default`` for ``None``, else the value, which must be an integer from 0 to 2^63 - 1 (contract §2)."""
 
 def check_dimensions(rank: int, batch_dim_index: int, seq_len_dim_index: int) -> None:
-    """Raise ``LLM_PARAM_INVALID`` unless the indices name dimensions of a shape of ``rank`` ones (contract §4.2)."""
+    """Raise ``LLM_PARAM_INVALID`` unless the indices are valid for a shape of ``rank`` dimensions (contract §4.2)."""
 
 def tensor_bytes(shape: list[int] | tuple[int, ...], data_type: DataType) -> int:
     """Return the size of one tensor in bytes (contract §4.2).

@@ -33,8 +33,9 @@ class CacheManager(EngineCaches["_core.DataDist"]):
         options: the options with which it was opened.
 
     Raises:
-        LLMException: every method except ``check_cache_key`` raises ``LLM_ENGINE_FINALIZED``, before any other check,
-            once the engine is finalized. ``LLM_FAILED`` is a failure that no other code names (contract §0.3, §7).
+        LLMException: every method except ``check_cache_key`` and ``set_is_call_linked`` raises
+            ``LLM_ENGINE_FINALIZED``, before any other check, once the engine is finalized. ``LLM_FAILED`` is a failure
+            that no other code names (contract §0.3, §7).
     """
 
     def __init__(self, native: _core.DataDist, options: dict[str, str]) -> None:

@@ -39,6 +39,7 @@ class LlmConfig:
     Raises:
         TypeError: a setter was given a value of a wrong type.
         ValueError: a setter was given an integer outside its width, or ``cluster_info`` a text that is not JSON.
+        RuntimeError: ``cluster_info`` was given an invalid address.
         LLMException: ``LLM_PARAM_INVALID``: a setter was given a value that is not allowed.
     """
 

@@ -309,14 +309,14 @@ class CacheTask:
         return self._native.done()
 
     def progress(self) -> list[LayerProgress]:
-        """Return the layers and bytes that each config has sent so far (contract §4.13)."""
+        """Return the layers and bytes of each config that are in place so far (contract §4.13)."""
         return [LayerProgress(*carried) for carried in self._native.progress()]
 
     def errors(self) -> list[Optional[LLMException]]:
         """Return why each config is unfinished: its failure, or the layer that it waits for (contract §4.13).
 
-        The text states how many milliseconds a config has waited. The entry is ``None`` for a config that ended with
-        success, and for one whose result is ``None``. The exceptions are returned, not raised.
+        A config that waits for a layer states for how many milliseconds. The entry is ``None`` for a config that ended
+        with success, and for one whose result is ``None``. The exceptions are returned, not raised.
         """
         return self._native.errors()
 

@@ -68,8 +68,8 @@ class PoolStats(TypedDict):
     merged_bytes: int
     """Bytes that the kernel merged into huge pages at the request of the engine."""
     merge_errno: Optional[int]
-    """The error number with which the kernel refused to merge memory into huge pages because it is too old
-    or does not permit it; ``None`` if it never refused."""
+    """The error number with which the kernel refused to merge memory into huge pages because it is
+    too old or does not permit merging; ``None`` if it never refused."""
 
 
 class TableStats(TypedDict):

@@ -245,7 +245,7 @@ class CacheKey:
 
     @property
     def cluster_id(self) -> int:
-        """The cluster that owns the cache. It matters only for pulls."""
+        """The cluster that owns the cache. It matters only for pulls, pushes and layer-wise transfers."""
         return self._cluster_id
 
     @property

@@ -52,7 +52,7 @@ void Push(uint16_t port) {
   std::vector<Status> rets;
   CHECK_STATUS(llm_datadist.LinkLlmClusters({peer}, rets, 5000), LLM_SUCCESS);
   CHECK(rets == std::vector<Status>{LLM_SUCCESS});
-  // The example pushes a cache right after its allocation. It reuses the memory of this cache, and so has its values.
+  // The example pushes a cache right after its allocation. That cache reuses the memory, and the values, of `before`.
   Cache before{};
   CHECK_STATUS(llm_datadist.AllocateCache(Int32Desc(4, {4, 16}), before), LLM_SUCCESS);
   Fill(before, kValues, 2);

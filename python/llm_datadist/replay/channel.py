@@ -73,7 +73,7 @@ class Channel:
             raise ChannelError(f"closed the channel ({error.strerror})") from error
 
     def _wait(self, until: float, limit_s: float, silent: str, *, sending: bool = True) -> None:
-        """Wait until bytes arrive, and read them; if `sending`, return as soon as the pipe can be written, too."""
+        """Wait until bytes arrive, and read them; with `sending`, also return when the pipe is writable."""
         poll = select.poll()
         poll.register(self._reading, select.POLLIN)
         if sending:

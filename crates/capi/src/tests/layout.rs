@@ -1,5 +1,4 @@
-//! What programs and libraries of different versions share: the layout of the structures, typed in by hand, and the
-//! reserved words, which must be 0 today.
+//! What programs and libraries of different versions share: layouts of structures, and reserved words.
 
 use std::mem::offset_of;
 use std::ptr::null;
