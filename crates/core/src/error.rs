@@ -58,6 +58,8 @@ kinds! {
     KeyTaken,
     /// The two caches of a copy have different numbers of tensors.
     TensorCountMismatch,
+    /// Too many asynchronous calls run, or too many of their outcomes were not taken.
+    Busy,
 }
 
 /// An error: a kind, a message, named facts and a cause.

@@ -1,7 +1,13 @@
 //! The state of one cluster: its pools, cache table, copy engine and counters. The calls of the local program
 //! and the threads that serve its peers share it.
 
+mod calls_to_peers;
+
+pub use calls_to_peers::CallToPeer;
+
 use std::sync::Arc;
+
+use calls_to_peers::CallsToPeers;
 
 use crate::cache::{Cache, Origin, Table};
 use crate::config::{Config, HugeChoice, PoolConfig};
@@ -22,6 +28,7 @@ pub struct Resources {
     pub table: Table,
     pub copy_engine: CopyEngine,
     pub stats: Stats,
+    pub calls_to_peers: CallsToPeers,
     /// Puts the pools, and registered memory, into huge pages.
     pub merger: Merger,
     /// Limit on the address space for memory of peers that is mapped here.
@@ -73,6 +80,7 @@ impl Resources {
             copy_engine,
             merger,
             stats: Stats::default(),
+            calls_to_peers: CallsToPeers::default(),
             remote_memory: MapBudget::new(config.links.remote_memory),
             generations,
             config,

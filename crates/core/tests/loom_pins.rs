@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering as Std};
 use std::time::Duration;
 
-use llm_datadist_core::testing::cache::pin;
+use llm_datadist_core::testing::cache::{Pins, RowUse, RowsOfCall, pin, pin_when_free};
 use llm_datadist_core::{Adopted, Cache, CacheDesc, CacheKind, DataType, Deadline, Placement};
 use loom::sync::atomic::{AtomicI64, Ordering};
 use loom::thread;
@@ -108,5 +108,35 @@ fn every_waiting_call_is_woken() {
         let threads = [0, 1].map(spawn);
         drop(held);
         threads.into_iter().for_each(|thread| thread.join().unwrap());
+    });
+}
+
+/// Calls that wait without a thread are handed their rows once, by whoever releases them, or give up.
+#[test]
+fn a_call_without_a_thread_is_handed_its_rows() {
+    explore(|| {
+        let (cache, row) = (cache(), Row::new());
+        let handed = Arc::new(AtomicI64::new(0));
+        let ask = |writes: Vec<u64>| {
+            let (row, handed) = (row.clone(), handed.clone());
+            let rows = RowsOfCall::of_one(cache.clone(), RowUse { writes, ..RowUse::default() });
+            let ready = move |pins: Pins| {
+                row.write();
+                handed.fetch_add(1, Ordering::SeqCst);
+                drop(pins);
+            };
+            pin_when_free(rows, ready).unwrap()
+        };
+        let other = {
+            let (cache, row) = (cache.clone(), row.clone());
+            thread::spawn(move || pinned((&cache, &[]), (&cache, &[0]), || row.write()))
+        };
+        let first = ask(vec![0]);
+        let second = ask(vec![0]);
+        let gave_up = second.is_some_and(|pending| pending.withdraw());
+        other.join().unwrap();
+        assert_eq!(handed.load(Ordering::SeqCst), 2 - i64::from(gave_up));
+        assert!(first.is_none_or(|pending| !pending.withdraw()), "the rows were handed over");
+        pinned((&cache, &[]), (&cache, &[0]), || row.write());
     });
 }

@@ -324,22 +324,14 @@ impl DataDist {
         size: IntArg<'_, '_>,
         req_id: IntArg<'_, '_>,
     ) -> PyResult<()> {
-        dst.typed("dst")?;
-        src.typed("src")?;
-        let args = copy_arguments::copy_args(dst_batch_index, src_batch_index, offset, size)?;
-        let (from, to) = (src.batch("src")?, dst.batch("dst")?);
-        from.slots_first()?;
-        to.slots_first()?;
-        validate::copy_size(args.size).map_err(|error| raise(src.py(), &error))?;
+        let numbers = (dst_batch_index, src_batch_index, offset, size);
+        let (ends, args) = copy_arguments::copy_cache_args(&self.engine, (dst, src), numbers, req_id)?;
         let request: Option<u64> = req_id.optional("req_id")?;
-        let ends = (to.end(&self.engine)?, from.end(&self.engine)?);
         self.engine.copy(src.py(), &ends, args, request)
     }
 
     fn copy_blocks(&self, cache: CacheArg<'_, '_>, copy_block_info: BlocksArg<'_, '_>) -> PyResult<()> {
-        cache.typed("cache")?;
-        let pairs = copy_block_info.lists("copy_block_info")?;
-        let end = cache.blocks("cache")?.end(&self.engine)?;
+        let (end, pairs) = copy_arguments::copy_blocks_args(&self.engine, cache, copy_block_info)?;
         self.engine.enter(cache.py(), |engine| engine.copy_blocks(&end, &pairs))
     }
 

@@ -107,6 +107,11 @@ impl Engine {
         detached(py, self.codes, || call(&*self.engine()?))
     }
 
+    /// Runs `call`, which neither waits nor moves bytes, on the engine without detaching from the interpreter.
+    pub(crate) fn attached<T>(&self, py: Python<'_>, call: impl FnOnce(&DataDist) -> Result<T>) -> PyResult<T> {
+        attached(py, || call(&*self.engine()?))
+    }
+
     /// Returns the function that gives the status code of an error kind for this engine.
     pub(crate) fn codes(&self) -> Codes {
         self.codes

@@ -3,11 +3,16 @@
 
 #[allow(clippy::module_inception, reason = "the cache, in the folder of caches")]
 mod cache;
+mod call_pins;
+mod pending_pins;
 mod pins;
 mod row_pins;
 mod shards;
 mod table;
 
 pub use cache::{Cache, Origin};
-pub use pins::{Pin, pin, pin_reads, pin_reads_for, pin_writes, rows_of_a_pin, unpinned};
+pub use call_pins::{Pin, Pins, RowsOfCall};
+pub use pending_pins::{PendingPins, pin_when_free};
+pub use pins::{pin, pin_reads, pin_for_peer, pin_writes, rows_of_a_pin, unpinned};
+pub use row_pins::RowUse;
 pub use table::{Table, TableState};

@@ -1,5 +1,8 @@
 //! The pinned rows of one cache: which are read, which are written, and which calls wait, in order.
 
+use std::fmt::Debug;
+use std::sync::Arc;
+
 use hashbrown::HashSet;
 
 use crate::error::Result;
@@ -39,6 +42,14 @@ pub(super) struct Claim {
     pub(super) ticket: u64,
     reads: HashSet<usize>,
     writes: HashSet<usize>,
+    /// The call, if it waits without a thread.
+    waiter: Option<Arc<dyn Waiter>>,
+}
+
+/// A call that waits for its rows without a thread.
+pub(super) trait Waiter: Debug + Send + Sync {
+    /// Takes the rows if all of them are free now. Called without a lock.
+    fn try_again(&self);
 }
 
 /// The rows that one call reads and writes in one cache. A row may occur more than once.
@@ -47,8 +58,8 @@ pub struct RowUse {
     pub reads: Vec<u64>,
     /// Rows that are written. A row in both lists is held as written.
     pub writes: Vec<u64>,
-    /// Whether reads pass writers that are only waiting.
-    pub ahead: bool,
+    /// Whether they pass calls that only wait.
+    pub passes: bool,
 }
 
 impl Rows {
@@ -70,7 +81,7 @@ impl Rows {
         let written = used.writes.iter().find(|&&row| self.held[self.index(row)] != 0);
         let read = || used.reads.iter().find(|&&row| self.held[self.index(row)] == WRITER);
         let earlier = || self.claims.iter().take_while(|claim| ticket.is_none_or(|own| claim.ticket < own));
-        let claimed = || earlier().filter(|_| !used.ahead).find_map(|claim| self.claimed(claim, used));
+        let claimed = || earlier().filter(|_| !used.passes).find_map(|claim| self.claimed(claim, used));
         written.or_else(read).or_else(claimed).copied()
     }
 
@@ -80,13 +91,34 @@ impl Rows {
         used.writes.iter().find(|row| touched(row)).or_else(|| used.reads.iter().find(|row| written(row)))
     }
 
-    pub(super) fn claim(&mut self, used: &RowUse) -> Result<u64> {
+    /// Enters a claim behind all others, and returns its ticket. Tickets are above 0 and ascend.
+    pub(super) fn claim(&mut self, used: &RowUse, waiter: Option<Arc<dyn Waiter>>) -> Result<u64> {
         let rows = |list: &[u64]| fallible::set(PINS, list.iter().map(|&row| self.index(row)));
         let (reads, writes) = (rows(&used.reads)?, rows(&used.writes)?);
         let ticket = self.last_ticket + 1;
-        fallible::push(PINS, &mut self.claims, Claim { ticket, reads, writes })?;
+        fallible::push(PINS, &mut self.claims, Claim { ticket, reads, writes, waiter })?;
         self.last_ticket = ticket;
         Ok(ticket)
+    }
+
+    /// Returns the first call with a ticket above `after` that waits without a thread and whose rows of this cache
+    /// are free.
+    pub(super) fn next_free(&self, after: u64) -> Option<(u64, Arc<dyn Waiter>)> {
+        let later = self.claims.iter().enumerate().filter(|(_, claim)| claim.ticket > after);
+        let mut free = later.filter(|&(at, claim)| claim.waiter.is_some() && !self.blocked(at, claim));
+        free.find_map(|(_, claim)| Some((claim.ticket, claim.waiter.clone()?)))
+    }
+
+    /// Whether rows of the claim at position `at` are held, or claimed by an earlier call.
+    fn blocked(&self, at: usize, claim: &Claim) -> bool {
+        let overlaps = |earlier: &Claim| {
+            let written = |row: &usize| earlier.writes.contains(row);
+            claim.reads.iter().any(written)
+                || claim.writes.iter().any(|row| written(row) || earlier.reads.contains(row))
+        };
+        claim.writes.iter().any(|&row| self.held[row] != 0)
+            || claim.reads.iter().any(|&row| self.held[row] == WRITER)
+            || self.claims[..at].iter().any(overlaps)
     }
 
     pub(super) fn take(&mut self, used: &RowUse) {

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::link::Link;
 use super::message_io::{send_message, send_message_before};
 use super::peer_memory::location;
-use crate::cache::{Cache, Origin, Pin, pin_reads_for, pin_writes, rows_of_a_pin};
+use crate::cache::{Cache, Origin, Pins, RowUse, pin_for_peer, rows_of_a_pin};
 use crate::copy::{CopyEngine, Progress, Staging, with_arrived_rows};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
@@ -213,8 +213,8 @@ impl RequestContext<'_> {
     fn pinned(
         &self,
         call: &NamedCache,
-        pin: impl FnOnce(&Arc<Cache>) -> Result<Pin>,
-    ) -> Result<Option<(Arc<Cache>, Pin)>> {
+        pin: impl FnOnce(&Arc<Cache>) -> Result<Pins>,
+    ) -> Result<Option<(Arc<Cache>, Pins)>> {
         self.still_wanted()?;
         let Some(cache) = self.opened(call)? else { return Ok(None) };
         let pin = pin(&cache)?;
@@ -224,14 +224,20 @@ impl RequestContext<'_> {
         Ok(self.opened(call)?.map(|cache| (cache, pin)))
     }
 
+    /// Pins rows for the peer. While this engine has a call to the same peer, they pass calls that only wait.
+    fn pin_rows(&self, cache: &Arc<Cache>, rows: RowUse, deadline: Deadline) -> Result<Pins> {
+        let passes = self.cluster.calls_to_peers.any(self.link.peer.cluster);
+        pin_for_peer(cache, RowUse { passes, ..rows }, deadline)
+    }
+
     /// Sends bytes of a cache.
     fn read(&self, call: &NamedCache, plan: WirePlan, from: u64, to: u64) -> Result<(), Ended> {
         let begun = bounded(plan, from, to).and_then(|plan| {
             let pinned = self.pinned(call, |cache| {
                 plan.check_bounds(Some(sizes(cache.geometry())), None)?;
                 CopyEngine::can_send(cache.tensors())?;
-                let ahead = self.link.pushes.now();
-                pin_reads_for(cache, rows(cache, |row_bytes| plan.src_rows(row_bytes))?, ahead, call.deadline)
+                let reads = rows(cache, |row_bytes| plan.src_rows(row_bytes))?;
+                self.pin_rows(cache, RowUse { reads, ..RowUse::default() }, call.deadline)
             })?;
             Ok(pinned.map(|(cache, pin)| (plan, cache, pin)))
         });
@@ -262,7 +268,8 @@ impl RequestContext<'_> {
             let pinned = self.pinned(call, |cache| {
                 plan.check_bounds(None, Some(sizes(cache.geometry())))?;
                 CopyEngine::can_receive(cache.tensors())?;
-                pin_writes(cache, rows(cache, |row_bytes| plan.dst_rows(row_bytes))?, call.deadline)
+                let writes = rows(cache, |row_bytes| plan.dst_rows(row_bytes))?;
+                self.pin_rows(cache, RowUse { writes, ..RowUse::default() }, call.deadline)
             })?;
             Ok(pinned.map(|(cache, pin)| (plan, cache, pin)))
         });
@@ -344,7 +351,8 @@ impl RequestContext<'_> {
         };
         let pinned = self.pinned(call, |cache| {
             plan.check_bounds(Some((num_tensors, tensor_bytes)), Some(sizes(cache.geometry())))?;
-            pin_writes(cache, rows(cache, |row_bytes| plan.dst_rows(row_bytes))?, call.deadline)
+            let writes = rows(cache, |row_bytes| plan.dst_rows(row_bytes))?;
+            self.pin_rows(cache, RowUse { writes, ..RowUse::default() }, call.deadline)
         })?;
         let Some((cache, pin)) = pinned else { return Ok(Reply::Stale) };
         let (from, to) = ((&tensors, cache.placement()), (cache.tensors(), cache.placement()));

@@ -131,6 +131,11 @@ impl Link {
         })
     }
 
+    /// Returns the cluster id of the peer.
+    pub(crate) fn cluster(&self) -> ClusterId {
+        self.peer.cluster
+    }
+
     /// Returns a number that no other link has while this one exists.
     pub(super) fn key(&self) -> usize {
         std::ptr::from_ref(self).addr()

@@ -6,6 +6,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use super::asynchronous::HeldRows;
 use crate::cache::Cache;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{Deadline, Name};
@@ -34,12 +35,21 @@ pub(crate) struct Call {
     pub(crate) name: Name,
     pub(crate) local: Arc<Cache>,
     pub(crate) deadline: Deadline,
+    /// The rows of the local cache, if they are held already, as those of an asynchronous call are.
+    pub(crate) held: Option<Arc<HeldRows>>,
 }
 
 impl Call {
+    /// Rules out a cancellation of an asynchronous call. Returns `Err` if it must end early.
+    pub(super) fn commit(&self) -> Result<()> {
+        self.held.as_ref().map_or(Ok(()), |held| held.transfer().commit())
+    }
+
     /// Runs `call` and counts it with its link. An unlink does not remove the link before `call` has ended.
     pub(crate) fn counted(&self, call: impl FnOnce() -> Result<u64>) -> Result<u64> {
         let started = Instant::now();
+        // Before any row is pinned.
+        let _begun = self.resources.calls_to_peers.begin(self.link.cluster())?;
         let result = self.link.begin().and_then(|_active| call());
         self.link.transfers.count(started.elapsed(), result.is_ok());
         if let Ok(bytes) = result {

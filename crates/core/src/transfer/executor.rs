@@ -184,17 +184,26 @@ impl ExecutorHandle {
         let alarm = (when, state.last_alarm);
         state.last_alarm += 1;
         state.alarms.insert(alarm, job);
+        // Otherwise the clock sleeps until an earlier alarm anyway.
+        let first = state.alarms.first_key_value().is_some_and(|(&first, _)| first == alarm);
         drop(state);
-        self.0.alarms_changed.notify_one();
+        if first {
+            self.0.alarms_changed.notify_one();
+        }
         Ok(alarm)
     }
 
     /// Cancels the job of an alarm that has not run yet.
     pub(crate) fn forget(&self, alarm: Alarm) {
-        let forgotten = self.0.state.lock().alarms.remove(&alarm);
+        let mut state = self.0.state.lock();
+        let forgotten = state.alarms.remove(&alarm);
+        let last = forgotten.is_some() && state.alarms.is_empty();
+        drop(state);
         drop(forgotten);
-        // The clock then sleeps until the next alarm, or ends if there is none for a while.
-        self.0.alarms_changed.notify_one();
+        // The clock then ends if there is none for a while. Otherwise it wakes for nothing at most once.
+        if last {
+            self.0.alarms_changed.notify_one();
+        }
     }
 
     /// Sets whether the executor behaves as if no thread could be started.

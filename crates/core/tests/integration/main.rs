@@ -21,6 +21,7 @@
 
 mod allocation_failures;
 mod arguments;
+mod async_copies;
 mod cache_table;
 mod child_process;
 mod copy_deadlines;

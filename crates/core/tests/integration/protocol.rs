@@ -240,6 +240,7 @@ fn error_kinds_keep_their_numbers() {
         Cancelled,
         KeyTaken,
         TensorCountMismatch,
+        Busy,
     ];
     assert_eq!(kinds.len(), ErrorKind::ALL.len());
     for (number, kind) in (0..).zip(kinds) {

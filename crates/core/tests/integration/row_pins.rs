@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Duration;
 
-use llm_datadist_core::testing::cache::{Pin, pin, pin_reads_for, pin_writes};
+use llm_datadist_core::testing::cache::{
+    PendingPins, Pin, RowUse, RowsOfCall, pin, pin_for_peer, pin_when_free, pin_writes,
+};
 use llm_datadist_core::{Cache, CacheKind, Deadline, Error, ErrorKind, Placement};
 
 use crate::fixtures::{adopt, desc};
@@ -36,6 +38,10 @@ fn reads(cache: &Arc<Cache>, rows: &[u64]) -> Result<Pins, Error> {
 
 fn writes(cache: &Arc<Cache>, rows: impl IntoIterator<Item = u64>) -> Result<Pins, Error> {
     within(cache, &[], &rows.into_iter().collect::<Vec<_>>(), soon())
+}
+
+fn for_peer(cache: &Arc<Cache>, rows: &[u64], passes: bool, deadline: Deadline) -> Result<Pins, Error> {
+    pin_for_peer(cache, RowUse { reads: rows.to_vec(), passes, ..RowUse::default() }, deadline)
 }
 
 #[test]
@@ -144,13 +150,13 @@ fn exclusion_holds_under_many_threads_without_a_deadlock() {
 #[test]
 fn only_a_read_ahead_passes_a_waiting_writer() {
     let cache = cache(4);
-    let read = |rows: &[u64], ahead| pin_reads_for(&cache, rows.to_vec(), ahead, soon());
+    let read = |rows: &[u64], ahead| for_peer(&cache, rows, ahead, soon());
     let first = reads(&cache, &[1]).unwrap();
     std::thread::scope(|scope| {
         let writer = scope.spawn(|| pin_writes(&cache, vec![1], late()));
         // Readers succeed until the writer waits.
         let give_up = Deadline::after(Duration::from_secs(20));
-        while pin_reads_for(&cache, vec![1], false, Deadline::after(Duration::from_millis(5))).is_ok() {
+        while for_peer(&cache, &[1], false, Deadline::after(Duration::from_millis(5))).is_ok() {
             assert!(!give_up.passed(), "readers keep passing the waiting writer");
             std::thread::yield_now();
         }
@@ -189,4 +195,76 @@ fn writer_that_timed_out_blocks_no_reader() {
         behind.join().unwrap().unwrap();
     });
     drop(reader);
+}
+
+/// Rows of two caches that calls without a thread were handed, by the name of the call, in order.
+#[derive(Clone, Default)]
+struct Handed(Arc<std::sync::Mutex<Vec<(&'static str, Pins)>>>);
+
+impl Handed {
+    fn ask(&self, name: &'static str, read: (&Arc<Cache>, u64), written: (&Arc<Cache>, u64)) -> Option<Arc<PendingPins>> {
+        let handed = self.0.clone();
+        let rows = RowsOfCall::new((read.0.clone(), vec![read.1]), (written.0.clone(), vec![written.1]));
+        pin_when_free(rows, move |pins| handed.lock().unwrap().push((name, pins))).unwrap()
+    }
+
+    fn names(&self) -> Vec<&'static str> {
+        self.0.lock().unwrap().iter().map(|(name, _)| *name).collect()
+    }
+
+    fn release(&self, name: &str) {
+        let mut handed = self.0.lock().unwrap();
+        let at = handed.iter().position(|(known, _)| *known == name).expect("it has its rows");
+        let pins = handed.remove(at);
+        drop(handed);
+        drop(pins);
+    }
+}
+
+/// Calls get their rows in the order in which they asked, in both caches, and those that meet nobody at once.
+#[test]
+fn calls_without_a_thread_take_turns_in_the_order_of_their_start() {
+    let (a, b) = (cache(8), cache(8));
+    let handed = Handed::default();
+    assert!(handed.ask("first", (&a, 0), (&b, 0)).is_none());
+    let second = handed.ask("second", (&b, 0), (&a, 1)).unwrap();
+    // It meets only the second one, which still waits.
+    let third = handed.ask("third", (&a, 1), (&b, 5)).unwrap();
+    assert!(handed.ask("free", (&a, 0), (&b, 7)).is_none());
+    assert_eq!(handed.names(), ["first", "free"]);
+    assert_eq!(reads(&a, &[1]).unwrap_err().fact("row"), Some("1"), "a call that asks later waits as well");
+    handed.release("first");
+    assert_eq!(handed.names(), ["free", "second"]);
+    assert!(!second.withdraw());
+    handed.release("second");
+    assert_eq!(handed.names(), ["free", "third"]);
+    assert!(!third.withdraw());
+    ["free", "third"].iter().for_each(|name| handed.release(name));
+    writes(&a, 0..8).unwrap();
+    writes(&b, 0..8).unwrap();
+}
+
+#[test]
+fn a_claim_that_is_withdrawn_blocks_nobody() {
+    let (a, b) = (cache(8), cache(8));
+    let handed = Handed::default();
+    let held = writes(&a, [0]).unwrap();
+    let first = handed.ask("first", (&a, 0), (&b, 0)).unwrap();
+    let second = handed.ask("second", (&a, 3), (&b, 0)).unwrap();
+    assert!(first.withdraw());
+    assert!(!first.withdraw(), "once");
+    assert_eq!(handed.names(), ["second"]);
+    assert!(!second.withdraw());
+    drop(held);
+    assert_eq!(handed.names(), ["second"]);
+    handed.release("second");
+    // A blocking call that waits is woken as well.
+    let held = writes(&a, [0]).unwrap();
+    let pending = handed.ask("third", (&a, 0), (&b, 1)).unwrap();
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| within(&b, &[], &[1], late()).map(drop));
+        assert!(pending.withdraw());
+        waiting.join().unwrap().unwrap();
+    });
+    drop(held);
 }
