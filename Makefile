@@ -63,8 +63,11 @@ demo-plan:
 check-tools:
 	@tools/build/check.sh $(VENV) $(RUST_VERSION) "$(PYTHON)"
 
+# Tests that run at the same time open more descriptors than the usual soft limit of 1,024 allows.
+OPEN_FILES = hard=$$(ulimit -Hn); case $$hard in unlimited) hard=20000;; esac; ulimit -Sn $$((hard < 20000 ? hard : 20000))
+
 test: check-tools cpp-tools build capi $(VENV)/.test-tools  ## every test: Rust, Python, C++ (SKIP_CPP=1 without a C++ compiler)
-	cargo test --workspace --exclude llm-datadist-py
+	@$(OPEN_FILES); set -x; cargo test --workspace --exclude llm-datadist-py
 	$(BIN)/python -m pytest
 
 test-benches: build $(VENV)/.test-tools  ## the tests of the benchmarks and of the pages written from their figures
