@@ -1,7 +1,7 @@
 """A naive model of the engine for the property tests: it computes the result of every call in the simplest way.
 
 Bytes are numpy copies, tables are dictionaries, and free runs of a pool are found by scanning its pages. It shares no
-code with the package and does not call it; it is only told where an allocation was placed. A call that must be refused
+code with the package and does not call it; a test passes it the place of an allocation. A call that must be refused
 raises `Refusal` before anything here changes. Not for: wrong Python types (see `test_bad_input.py`).
 """
 
