@@ -256,6 +256,8 @@ pub struct Config {
     pub host_pool: Option<PoolConfig>,
     /// Time limit of every call that waits or moves bytes (`sync_kv_timeout`).
     pub sync_timeout: Duration,
+    /// Maximum number of asynchronous calls that run or whose outcome was not taken.
+    pub max_transfers: usize,
     /// Physical device number. Informational for devices in host memory.
     pub device_id: u32,
     /// Whether the engine is in remote-accessible mode, in which transfers are one-sided.
@@ -275,6 +277,8 @@ pub struct Config {
 impl Config {
     /// Time limit of a call if no option gives one.
     pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(1);
+    /// Maximum number of asynchronous calls, unless the configuration says otherwise.
+    pub const DEFAULT_TRANSFERS: usize = 4096;
     /// Number of threads that copy if no option gives one: the number that the original's documentation
     /// states for swap-out (contract §7.11).
     pub const DEFAULT_WORKERS: usize = 4;
@@ -289,6 +293,7 @@ impl Config {
             device_share: None,
             host_pool: None,
             sync_timeout: Self::DEFAULT_TIMEOUT,
+            max_transfers: Self::DEFAULT_TRANSFERS,
             device_id: 0,
             remote_accessible: false,
             copy_workers: None,

@@ -58,6 +58,8 @@ kinds! {
     KeyTaken,
     /// The two caches of a copy have different numbers of tensors.
     TensorCountMismatch,
+    /// Too many asynchronous calls run, or too many of their outcomes were not taken.
+    Busy,
 }
 
 /// An error: a kind, a message, named facts and a cause.
@@ -156,6 +158,15 @@ impl Error {
     #[must_use]
     pub(crate) fn with_arrived(mut self, arrived: Vec<ArrivedRows>) -> Self {
         self.0.arrived = arrived;
+        self
+    }
+
+    /// Returns `reported` with the facts and the arrived rows of this error, which it takes the place of.
+    #[must_use]
+    pub(crate) fn replaced_by(mut self, reported: Error) -> Error {
+        let Report { kind, message, context, .. } = *reported.0;
+        (self.0.kind, self.0.message, self.0.source) = (kind, message, None);
+        self.0.context.extend(context);
         self
     }
 

@@ -4,7 +4,7 @@
 
 use std::hash::Hash;
 
-use hashbrown::{HashMap, HashSet};
+use hashbrown::HashMap;
 
 use crate::error::{Error, ErrorKind, Result};
 
@@ -81,13 +81,4 @@ pub fn map<K: Eq + Hash, V>(what: &str, count: usize) -> Result<HashMap<K, V>> {
     let mut map = HashMap::new();
     map.try_reserve(count).map_err(|_| out_of_memory(what, count.saturating_mul(size_of::<(K, V)>())))?;
     Ok(map)
-}
-
-/// Collects items into a set.
-pub fn set<T: Eq + Hash>(what: &str, items: impl ExactSizeIterator<Item = T>) -> Result<HashSet<T>> {
-    let mut set = HashSet::new();
-    set.try_reserve(items.len())
-        .map_err(|_| out_of_memory(what, items.len().saturating_mul(size_of::<T>())))?;
-    set.extend(items);
-    Ok(set)
 }

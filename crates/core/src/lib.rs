@@ -134,6 +134,7 @@ mod copy;
 mod device;
 mod engine;
 mod error;
+mod events;
 mod fallible;
 mod huge_pages;
 #[expect(unsafe_code, reason = "the only module of the core that dereferences addresses")]
@@ -161,6 +162,7 @@ pub use config::{
 };
 pub use engine::{CacheIndex, DataDist, End, RemoteName};
 pub use error::{ArrivedRows, Error, ErrorKind, Result};
+pub use events::{AwaitQueue, Event, EventQueue, Transfer, TransferProgress};
 pub use memory::Adopted;
 pub use model::{
     CacheDesc, CacheId, CacheKey, CacheKind, CacheLayout, ClusterId, DataType, Deadline, Geometry, NO_ID,

@@ -2,6 +2,7 @@
 //! and the threads that serve its peers share it.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::cache::{Cache, Origin, Table};
 use crate::config::{Config, HugeChoice, PoolConfig};
@@ -26,6 +27,7 @@ pub struct Resources {
     pub merger: Merger,
     /// Limit on the address space for memory of peers that is mapped here.
     pub remote_memory: Arc<MapBudget>,
+    pub outgoing_calls: OutgoingCalls,
     host: Option<Arc<Arena>>,
     device: Option<Arc<Arena>>,
     generations: Arc<Generations>,
@@ -40,6 +42,35 @@ pub enum MemoryLocation {
     Process(Vec<u64>),
     /// In memory that another process cannot read: device memory that the CPU cannot address.
     Hidden,
+}
+
+/// Counts the calls of this engine to peers, from before they wait for a row until they end.
+///
+/// While there is one, requests of peers pass calls that only wait (see `cache::pins`).
+#[derive(Clone, Debug, Default)]
+pub struct OutgoingCalls(Arc<AtomicUsize>);
+
+/// A call to a peer; it ends on drop.
+#[derive(Debug)]
+pub struct OutgoingCall(OutgoingCalls);
+
+impl OutgoingCalls {
+    /// Counts a call until the result is dropped.
+    pub fn begin(&self) -> OutgoingCall {
+        self.0.fetch_add(1, Ordering::SeqCst);
+        OutgoingCall(self.clone())
+    }
+
+    /// Whether there is a call.
+    pub fn any(&self) -> bool {
+        self.0.load(Ordering::SeqCst) > 0
+    }
+}
+
+impl Drop for OutgoingCall {
+    fn drop(&mut self) {
+        self.0.0.fetch_sub(1, Ordering::SeqCst);
+    }
 }
 
 impl Resources {
@@ -74,6 +105,7 @@ impl Resources {
             merger,
             stats: Stats::default(),
             remote_memory: MapBudget::new(config.links.remote_memory),
+            outgoing_calls: OutgoingCalls::default(),
             generations,
             config,
         })

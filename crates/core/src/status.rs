@@ -108,6 +108,7 @@ impl From<ErrorKind> for StatusCode {
             ErrorKind::LinkFailed => StatusCode::LinkFailed,
             ErrorKind::UnlinkFailed => StatusCode::UnlinkFailed,
             ErrorKind::LinksExist => StatusCode::ExistLink,
+            ErrorKind::Busy => StatusCode::LinkBusy,
             ErrorKind::Forked | ErrorKind::Interrupted | ErrorKind::Cancelled | ErrorKind::System => {
                 StatusCode::Failed
             }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering as Std};
 use std::time::Duration;
 
-use llm_datadist_core::testing::cache::pin;
+use llm_datadist_core::testing::cache::{CallRows, RowUse};
 use llm_datadist_core::{Adopted, Cache, CacheDesc, CacheKind, DataType, Deadline, Placement};
 use loom::sync::atomic::{AtomicI64, Ordering};
 use loom::thread;
@@ -24,7 +24,8 @@ fn cache() -> Arc<Cache> {
 /// Pins rows of both caches, which may be one, and runs `body`.
 fn pinned(reads: (&Arc<Cache>, &[u64]), writes: (&Arc<Cache>, &[u64]), body: impl FnOnce()) {
     let deadline = Deadline::after(Duration::from_secs(3600));
-    let pins = pin((reads.0, reads.1.to_vec()), (writes.0, writes.1.to_vec()), deadline).unwrap();
+    let rows = CallRows::copy((reads.0.clone(), reads.1.to_vec()), (writes.0.clone(), writes.1.to_vec()));
+    let pins = rows.pin(deadline).unwrap();
     body();
     drop(pins);
 }
@@ -99,8 +100,8 @@ fn two_caches_in_opposite_order() {
 fn every_waiting_call_is_woken() {
     explore(|| {
         let cache = cache();
-        let held =
-            pin((&cache, vec![]), (&cache, vec![0]), Deadline::after(Duration::from_secs(3600))).unwrap();
+        let rows = CallRows::of(cache.clone(), RowUse { writes: vec![0], ..RowUse::default() });
+        let held = rows.pin(Deadline::after(Duration::from_secs(3600))).unwrap();
         let spawn = |_| {
             let cache = cache.clone();
             thread::spawn(move || pinned((&cache, &[0]), (&cache, &[1]), || ()))
@@ -108,5 +109,33 @@ fn every_waiting_call_is_woken() {
         let threads = [0, 1].map(spawn);
         drop(held);
         threads.into_iter().for_each(|thread| thread.join().unwrap());
+    });
+}
+
+/// A call that waits without a thread is told that its rows are free, whatever happens at the same time.
+#[test]
+fn a_call_without_a_thread_gets_its_turn() {
+    explore(|| {
+        let (cache, other, row) = (cache(), cache(), Row::new());
+        let hour = || Deadline::after(Duration::from_secs(3600));
+        let rows = |passes| RowUse { writes: vec![0], passes, ..RowUse::default() };
+        let held = CallRows::of(cache.clone(), rows(false)).pin(hour()).unwrap();
+        let (told, peer) = (Arc::new(AtomicI64::new(0)), cache.clone());
+        let tell = told.clone();
+        let of_both = CallRows::copy((other, vec![0]), (cache.clone(), vec![0]));
+        let opened = Box::new(move || drop(tell.fetch_add(1, Ordering::SeqCst)));
+        let waiting = of_both.enter(Some(opened)).unwrap();
+        let used = row.clone();
+        let peer = thread::spawn(move || {
+            let pin = CallRows::of(peer, rows(true)).pin(hour()).unwrap();
+            used.write();
+            drop(pin);
+        });
+        drop(held);
+        let pin = waiting.pin(hour()).unwrap();
+        row.write();
+        drop(pin);
+        peer.join().unwrap();
+        assert!(told.load(Ordering::SeqCst) > 0, "nobody told it");
     });
 }

@@ -4,10 +4,11 @@
 
 use std::sync::Arc;
 
-use super::row_pins::RowPins;
+use super::row_turns::RowTurns;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Access, Adopted, Tensors};
 use crate::model::{CacheDesc, CacheId, CacheKind, CacheLayout, DataType, Geometry, Placement};
+use crate::sync::Mutex;
 
 /// The provider of a cache's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,7 +54,7 @@ pub struct Cache {
     data_type: DataType,
     remote_accessible: bool,
     tensors: Arc<Tensors>,
-    pub(super) pins: RowPins,
+    pub(super) pins: Mutex<RowTurns>,
 }
 
 impl Cache {
@@ -79,7 +80,7 @@ impl Cache {
             data_type: desc.data_type,
             remote_accessible,
             tensors: Arc::new(tensors),
-            pins: RowPins::default(),
+            pins: Mutex::default(),
         }
     }
 

@@ -4,10 +4,12 @@
 #[allow(clippy::module_inception, reason = "the cache, in the folder of caches")]
 mod cache;
 mod pins;
-mod row_pins;
+mod row_turns;
 mod shards;
 mod table;
+mod turn;
 
 pub use cache::{Cache, Origin};
-pub use pins::{Pin, pin, pin_reads, pin_reads_for, pin_writes, rows_of_a_pin, unpinned};
+pub use pins::{CallRows, Pin, WaitingCall, rows_of_a_pin, unpinned};
+pub use row_turns::RowUse;
 pub use table::{Table, TableState};

@@ -1,65 +1,199 @@
-//! Pins: which rows of a cache are being read or written at this moment.
+//! Pins: the rows that a call reads or writes at this moment, in all its caches.
 //!
-//! Many readers or one writer. A call pins all its rows before it moves a byte: caches in one global order, and
-//! all rows of a cache at once, so calls never wait in a cycle. Calls that conflict get a row in order of
-//! arrival, so nobody starves (`tests/integration/row_pins.rs`); the one exception is `ahead` in [`pin_reads_for`].
+//! Many readers or one writer. A call takes all its rows at once before it moves a byte, and waits for them in the
+//! queues of all its caches at once. So calls never wait in a cycle, and calls of this engine that meet in a row take
+//! turns in the order in which they were started.
+//!
+//! While this engine calls peers, a request of a peer passes calls that only wait, up to a limit for each of them, but
+//! none that uses the rows. Otherwise engines could wait for each other: a call of this engine waits for a peer, a
+//! second one waits behind it, and the peer's own call, for which the first one waits, would wait behind the second
+//! (`push_pull_and_copy_do_not_deadlock`).
 
 use std::sync::Arc;
 
 use super::cache::Cache;
-use super::row_pins::{MAX_COUNTERS, PINS, RowUse};
-use crate::error::Result;
+use super::row_turns::{MAX_COUNTERS, PINS, RowTurns, RowUse};
+use super::turn::Turn;
+use crate::error::{Error, Result};
 use crate::fallible;
 use crate::model::Deadline;
+use crate::sync::MutexGuard;
 
-/// Rows of a cache that are held for one call, together with the cache; released on drop.
+/// The rows that one call uses, in one cache or several. The caches ascend by address.
 #[derive(Debug)]
-pub struct Pin {
-    cache: Arc<Cache>,
-    used: RowUse,
+pub struct CallRows(Vec<(Arc<Cache>, RowUse)>);
+
+/// Rows that are taken for one call, together with their caches; given back on drop.
+#[derive(Debug)]
+pub struct Pin(CallRows);
+
+/// A call in the queues of its rows; it leaves them on drop.
+#[derive(Debug)]
+pub struct WaitingCall {
+    /// Empty once the rows are taken.
+    rows: CallRows,
+    /// The place of the call in each of its caches.
+    waiters: Vec<u32>,
+    turn: Arc<Turn>,
+}
+
+impl CallRows {
+    /// Returns the rows of a call that uses one cache.
+    pub fn of(cache: Arc<Cache>, used: RowUse) -> Self {
+        CallRows(vec![(cache, used)])
+    }
+
+    /// Returns the rows of `src` that are read and those of `dst` that are written. Both may be the same cache.
+    pub fn copy((src, reads): (Arc<Cache>, Vec<u64>), (dst, writes): (Arc<Cache>, Vec<u64>)) -> Self {
+        if Arc::ptr_eq(&src, &dst) {
+            return Self::of(src, RowUse { reads, writes, passes: false });
+        }
+        let ascending = Arc::as_ptr(&src) < Arc::as_ptr(&dst);
+        let src = (src, RowUse { reads, ..RowUse::default() });
+        let dst = (dst, RowUse { writes, ..RowUse::default() });
+        CallRows(if ascending { vec![src, dst] } else { vec![dst, src] })
+    }
+
+    /// Takes the rows, and waits for them in turn. Returns `Err` of kind `Timeout` once `deadline` has passed, and of
+    /// kind `Interrupted` if the caller was interrupted while it waited.
+    pub fn pin(self, deadline: Deadline) -> Result<Pin> {
+        let mut locked = self.lock()?;
+        let free = self.0.iter().zip(&locked).all(|((_, used), turns)| turns.taken(used).is_none());
+        if free {
+            self.0.iter().zip(&mut locked).for_each(|((_, used), turns)| turns.take(used));
+            drop(locked);
+            return Ok(Pin(self));
+        }
+        drop(locked);
+        self.enter(None)?.pin(deadline)
+    }
+
+    /// Puts the call into the queues of its rows. Each time that they have all become free, `opened` is called on the
+    /// thread that frees the last one, without a lock. It must be short.
+    pub fn enter(self, opened: Option<Box<dyn Fn() + Send + Sync>>) -> Result<WaitingCall> {
+        let turn = Turn::new(opened);
+        let mut waiters = fallible::with_capacity(PINS, self.0.len())?;
+        let mut locked = self.lock()?;
+        for ((cache, used), turns) in self.0.iter().zip(&mut locked) {
+            match turns.enter(used, &turn) {
+                Ok(waiter) => waiters.push(waiter),
+                Err(error) => {
+                    drop(locked);
+                    let error = error.with("cache_id", cache.id());
+                    drop(WaitingCall { rows: self, waiters, turn });
+                    return Err(error);
+                }
+            }
+        }
+        drop(locked);
+        Ok(WaitingCall { rows: self, waiters, turn })
+    }
+
+    /// Locks the rows of all caches. `Err(OutOfMemory)` if the counters of a cache cannot be allocated.
+    fn lock(&self) -> Result<Vec<MutexGuard<'_, RowTurns>>> {
+        let mut locked = fallible::with_capacity(PINS, self.0.len())?;
+        for (cache, _) in &self.0 {
+            let mut turns = cache.pins.lock();
+            turns.prepare(cache.geometry().rows())?;
+            locked.push(turns);
+        }
+        Ok(locked)
+    }
+}
+
+impl WaitingCall {
+    /// Whether all rows are free. Another call may take one before this call does.
+    pub fn is_open(&self) -> bool {
+        self.turn.is_open()
+    }
+
+    /// Takes the rows once they are free. Fails as [`CallRows::pin`] does.
+    pub fn pin(mut self, deadline: Deadline) -> Result<Pin> {
+        loop {
+            {
+                let mut locked = self.rows.lock()?;
+                if self.turn.is_open() {
+                    let rows = self.rows.0.iter().zip(&self.waiters);
+                    rows.zip(&mut locked).for_each(|(((_, used), waiter), turns)| turns.begin(*waiter, used));
+                    drop(locked);
+                    return Ok(Pin(CallRows(std::mem::take(&mut self.rows.0))));
+                }
+            }
+            let doing = "waiting for blocks that another call is copying";
+            if deadline.passed() {
+                return Err(self.named(deadline.error(doing)));
+            }
+            self.turn.wait(deadline.nap());
+            deadline.interruption(doing).map_err(|error| self.named(error))?;
+        }
+    }
+
+    /// Adds a row for which the call waits to an error.
+    pub fn named(&self, error: Error) -> Error {
+        let blocking = self.rows.0.iter().zip(&self.waiters).find_map(|((cache, _), &waiter)| {
+            cache.pins.lock().blocking(waiter).map(|row| (cache.id(), row))
+        });
+        match blocking {
+            Some((cache, row)) => error.with("cache_id", cache).with("row", row),
+            None => error,
+        }
+    }
+}
+
+impl Drop for WaitingCall {
+    fn drop(&mut self) {
+        let mut opened = OpenedTurns::default();
+        for ((cache, _), &waiter) in self.rows.0.iter().zip(&self.waiters) {
+            opened.take(&mut cache.pins.lock(), |turns| turns.withdraw(waiter));
+        }
+    }
+}
+
+/// The turns that have become open because rows were given back. Drop tells their calls; there must be no lock then.
+#[derive(Debug, Default)]
+pub struct OpenedTurns(Vec<Arc<Turn>>);
+
+impl OpenedTurns {
+    fn take(&mut self, turns: &mut RowTurns, change: impl FnOnce(&mut RowTurns) -> bool) {
+        if change(turns) {
+            self.0.extend(std::iter::from_fn(|| turns.next_opened()));
+        }
+    }
+}
+
+impl Drop for OpenedTurns {
+    fn drop(&mut self) {
+        self.0.drain(..).for_each(Turn::announce);
+    }
 }
 
 impl Pin {
-    #[cfg(feature = "testing")]
-    pub fn cache(&self) -> &Arc<Cache> {
-        &self.cache
+    /// Gives back the rows and the caches. The calls that may begin now are told when the result is dropped.
+    pub fn release(mut self) -> OpenedTurns {
+        self.give_back()
+    }
+
+    fn give_back(&mut self) -> OpenedTurns {
+        let mut opened = OpenedTurns::default();
+        for (cache, used) in self.0.0.drain(..) {
+            opened.take(&mut cache.pins.lock(), |turns| turns.release(&used));
+        }
+        opened
     }
 }
 
-/// Pins the rows of `src` that are read and those of `dst` that are written. Both may be the same cache;
-/// there is one pin then. Returns `Err` of kind `Timeout` once `deadline` has passed, and of kind
-/// `Interrupted` if the caller was interrupted while it waited. The functions below do the same.
-pub fn pin(
-    (src, reads): (&Arc<Cache>, Vec<u64>),
-    (dst, writes): (&Arc<Cache>, Vec<u64>),
-    deadline: Deadline,
-) -> Result<[Option<Pin>; 2]> {
-    if Arc::ptr_eq(src, dst) {
-        return Ok([Some(pin_one(src, RowUse { reads, writes, ahead: false }, deadline)?), None]);
-    }
-    let read = || pin_one(src, RowUse { reads, ..RowUse::default() }, deadline);
-    let write = || pin_one(dst, RowUse { writes, ..RowUse::default() }, deadline);
-    if Arc::as_ptr(src) < Arc::as_ptr(dst) {
-        let read = read()?;
-        Ok([Some(read), Some(write()?)])
-    } else {
-        let write = write()?;
-        Ok([Some(read()?), Some(write)])
+impl Drop for Pin {
+    fn drop(&mut self) {
+        drop(self.give_back());
     }
 }
 
 /// Waits until no call uses any row of `cache`.
 pub fn unpinned(cache: &Arc<Cache>, deadline: Deadline) -> Result<()> {
-    let (count, step) = {
-        let rows = cache.pins.rows.lock();
-        if rows.held.is_empty() {
-            return Ok(());
-        }
-        (cache.geometry().rows(), 1u64 << rows.shift)
-    };
-    let all = (0..count).step_by(usize::try_from(step).unwrap_or(usize::MAX));
-    let all = fallible::collect_growing(PINS, all.size_hint().0, all)?;
-    pin_writes(cache, all, deadline).map(|_| ())
+    let Some(step) = cache.pins.lock().step() else { return Ok(()) };
+    let all = (0..cache.geometry().rows()).step_by(usize::try_from(step).unwrap_or(usize::MAX));
+    let writes = fallible::collect_growing(PINS, all.size_hint().0, all)?;
+    CallRows::of(cache.clone(), RowUse { writes, ..RowUse::default() }).pin(deadline).map(drop)
 }
 
 /// Returns the number of consecutive rows that share one pin counter. To pin all of them, naming one is
@@ -70,78 +204,4 @@ pub fn rows_of_a_pin(cache: &Cache) -> u64 {
         shift += 1;
     }
     1 << shift
-}
-
-pub fn pin_reads(cache: &Arc<Cache>, reads: Vec<u64>, deadline: Deadline) -> Result<Pin> {
-    pin_one(cache, RowUse { reads, ..RowUse::default() }, deadline)
-}
-
-/// Pins rows that a peer reads.
-///
-/// With `ahead`, the reader passes writers that are still waiting, but not one that holds the rows. This is
-/// for a peer that serves a push of this process at the same time. Without it there could be a cycle: the
-/// peer holds the rows into which it reads, the push may wait for these rows, a local writer waits for the
-/// push, and the peer's read waits for the writer (`push_pull_and_copy_do_not_deadlock`).
-pub fn pin_reads_for(cache: &Arc<Cache>, reads: Vec<u64>, ahead: bool, deadline: Deadline) -> Result<Pin> {
-    pin_one(cache, RowUse { reads, writes: vec![], ahead }, deadline)
-}
-
-pub fn pin_writes(cache: &Arc<Cache>, writes: Vec<u64>, deadline: Deadline) -> Result<Pin> {
-    pin_one(cache, RowUse { writes, ..RowUse::default() }, deadline)
-}
-
-fn pin_one(cache: &Arc<Cache>, used: RowUse, deadline: Deadline) -> Result<Pin> {
-    let pins = &cache.pins;
-    let mut rows = pins.rows.lock();
-    if rows.held.is_empty() {
-        rows.prepare(cache.geometry().rows())?;
-    }
-    let mut ticket = None;
-    let taken = loop {
-        let Some(row) = rows.conflict(&used, ticket) else { break Ok(()) };
-        if deadline.passed() {
-            let error = deadline.error("waiting for blocks that another call is copying");
-            break Err(error.with("cache_id", cache.id()).with("row", row));
-        }
-        if ticket.is_none() {
-            match rows.claim(&used) {
-                Ok(claimed) => ticket = Some(claimed),
-                Err(error) => break Err(error.with("cache_id", cache.id())),
-            }
-        }
-        // The lock is released before the check for an interruption, because a signal handler may use the
-        // cache.
-        drop(pins.freed.wait_timeout(rows, deadline.nap()));
-        let interrupted = deadline.interruption("waiting for blocks that another call is copying");
-        rows = pins.rows.lock();
-        if let Err(error) = interrupted {
-            break Err(error.with("cache_id", cache.id()).with("row", row));
-        }
-    };
-    if let Some(ticket) = ticket {
-        rows.claims.retain(|claim| claim.ticket != ticket);
-    }
-    match taken {
-        Ok(()) => rows.take(&used),
-        Err(error) => {
-            drop(rows);
-            // Calls that waited behind this one may continue.
-            pins.freed.notify_all();
-            return Err(error);
-        }
-    }
-    drop(rows);
-    Ok(Pin { cache: cache.clone(), used })
-}
-
-impl Drop for Pin {
-    fn drop(&mut self) {
-        let mut rows = self.cache.pins.rows.lock();
-        rows.give_back(&self.used);
-        let waiting = !rows.claims.is_empty();
-        drop(rows);
-        if waiting {
-            self.cache.pins.freed.notify_all();
-        }
-    }
 }

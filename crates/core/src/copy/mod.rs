@@ -18,6 +18,7 @@ pub use limit::Limit;
 pub use peer_read::STILL_READING;
 pub use progress::{Progress, with_arrived_rows};
 pub use route::{Route, Staging};
+pub use run::KeptAlive;
 #[cfg(feature = "testing")]
 pub use tuner::Source;
 #[cfg(feature = "testing")]

@@ -114,7 +114,7 @@ impl DataDist {
             let pairs = validate::cpp::block_lists(src_blocks, dst_blocks_list)?;
             let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
             let moves = validate::copy_kv_blocks(src.layout(), dst.layout(), &pairs)?;
-            self.run(Op::CopyBlocks, (&src, &dst), moves, Staging::DEFAULT, deadline)
+            self.run(Op::CopyBlocks, (src, dst), moves, Staging::DEFAULT, deadline)
         })
     }
 

@@ -3,6 +3,7 @@
 //! Decisions are made elsewhere: `validate` decides what is legal, `plan` where bytes go, and `copy` how they
 //! move.
 
+mod asynchronous;
 mod cpp;
 mod layerwise;
 mod links;
@@ -13,21 +14,21 @@ pub use transfer::RemoteName;
 
 use std::sync::Arc;
 
-use crate::cache::{Cache, pin, unpinned};
+use crate::cache::{Cache, unpinned};
 use crate::config::{Config, HugeChoice, Mode, Role};
-use crate::copy::{Limit, Staging};
+use crate::copy::Staging;
 use crate::device::DeviceSet;
 use crate::error::Result;
 use crate::memory::{self, Adopted};
 use crate::model::{CacheDesc, CacheId, CacheKey, CacheKind, CacheLayout, Deadline, Placement};
-use crate::plan::{CacheCount, CopyPlan, Moves};
+use crate::plan::Moves;
 use crate::pool::Arena;
 use crate::resources::Resources;
 use crate::session::{Links, Transports};
 use crate::stats::{Op, PoolReport, Snapshot};
 use crate::sync::Mutex;
 use crate::token_file;
-use crate::transfer::{Executor, RunningTasks};
+use crate::transfer::{AsyncCalls, Executor, LocalCopy, RunningTasks};
 use crate::validate::{self, CopyArgs, Pools};
 
 /// Calls with fewer blocks skip the check whether there is memory for their lists.
@@ -54,6 +55,7 @@ pub struct DataDist {
     // with the layers that they push over the links.
     links: Links,
     lanes: Executor,
+    calls: AsyncCalls,
     tasks: RunningTasks,
     resources: Arc<Resources>,
     role: Mutex<Role>,
@@ -83,6 +85,7 @@ impl DataDist {
         Ok(DataDist {
             links,
             lanes: Executor::default(),
+            calls: AsyncCalls::new(resources.config.max_transfers),
             tasks: RunningTasks::default(),
             role: Mutex::new(resources.config.role),
             resources,
@@ -220,14 +223,19 @@ impl DataDist {
     pub fn copy_blocks(&self, cache: &End, pairs: &[(i64, i64)]) -> Result<()> {
         self.resources.stats.timed(Op::CopyBlocks, || {
             let deadline = self.deadline();
-            room_for_lists(pairs.len())?;
-            let cache = self.resolve(cache)?;
-            let moves = match self.mode() {
-                Mode::CacheManager => validate::copy_blocks(cache.layout(), pairs),
-                Mode::KvCacheManager => validate::copy_rows(cache.layout(), pairs),
-            }?;
-            self.run(Op::CopyBlocks, (&cache, &cache), moves, Staging::DEFAULT, deadline)
+            let (cache, moves) = self.checked_copy_blocks(cache, pairs)?;
+            self.run(Op::CopyBlocks, (cache.clone(), cache), moves, Staging::DEFAULT, deadline)
         })
+    }
+
+    fn checked_copy_blocks(&self, cache: &End, pairs: &[(i64, i64)]) -> Result<(Arc<Cache>, Moves)> {
+        room_for_lists(pairs.len())?;
+        let cache = self.resolve(cache)?;
+        let moves = match self.mode() {
+            Mode::CacheManager => validate::copy_blocks(cache.layout(), pairs),
+            Mode::KvCacheManager => validate::copy_rows(cache.layout(), pairs),
+        }?;
+        Ok((cache, moves))
     }
 
     /// Copies blocks between a host cache and a device cache; the placements give the direction (contract
@@ -244,15 +252,19 @@ impl DataDist {
         let op = if into_device { Op::SwapIn } else { Op::SwapOut };
         self.resources.stats.timed(op, || {
             let (src, dst) = (src?, dst?);
-            room_for_lists(pairs.len())?;
-            let moves = match self.mode() {
-                Mode::CacheManager => validate::swap_blocks(src.layout(), dst.layout(), pairs),
-                Mode::KvCacheManager => validate::swap_rows(src.layout(), dst.layout(), pairs),
-            }?;
-            let buffer_bytes = src.geometry().row_bytes();
-            let staging = Staging { path: self.resources.config.swap_in, buffer_bytes };
-            self.run(op, (&src, &dst), moves, staging, deadline)
+            let (moves, staging) = self.checked_swap(&src, &dst, pairs)?;
+            self.run(op, (src, dst), moves, staging, deadline)
         })
+    }
+
+    fn checked_swap(&self, src: &Cache, dst: &Cache, pairs: &[(i64, i64)]) -> Result<(Moves, Staging)> {
+        room_for_lists(pairs.len())?;
+        let moves = match self.mode() {
+            Mode::CacheManager => validate::swap_blocks(src.layout(), dst.layout(), pairs),
+            Mode::KvCacheManager => validate::swap_rows(src.layout(), dst.layout(), pairs),
+        }?;
+        let buffer_bytes = src.geometry().row_bytes();
+        Ok((moves, Staging { path: self.resources.config.swap_in, buffer_bytes }))
     }
 
     /// Returns every counter, and the state of the pools, the table and the links.
@@ -292,39 +304,19 @@ impl DataDist {
             let deadline = self.deadline();
             let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
             let moves = checked(src.layout(), dst.layout(), args)?;
-            self.run(Op::CopyCache, (&src, &dst), moves, Staging::DEFAULT, deadline)
+            self.run(Op::CopyCache, (src, dst), moves, Staging::DEFAULT, deadline)
         })
     }
 
-    /// Plans the moves, pins both ends, moves the bytes, and counts them.
     fn run(
         &self,
         op: Op,
-        (src, dst): (&Arc<Cache>, &Arc<Cache>),
-        mut moves: Moves,
+        (src, dst): (Arc<Cache>, Arc<Cache>),
+        moves: Moves,
         staging: Staging,
         deadline: Deadline,
     ) -> Result<()> {
-        let one_cache = Arc::ptr_eq(src, dst);
-        let plan = CopyPlan::moves(&mut moves, if one_cache { CacheCount::One } else { CacheCount::Two })?;
-        if plan.waves().is_empty() {
-            return Ok(());
-        }
-        let _pins = pin((src, moves.src_rows), (dst, moves.dst_rows), deadline)?;
-        self.resources.still_registered(src)?;
-        self.resources.still_registered(dst)?;
-        let ends = ((src.tensors(), src.placement()), (dst.tensors(), dst.placement()));
-        let outcome = self.resources.copy_engine.run(
-            plan,
-            ends.0,
-            ends.1,
-            staging,
-            Limit::Start(deadline),
-            &Arc::default(),
-        )?;
-        self.resources.stats.count_copy(op, &outcome);
-        self.resources.merger.note_use(outcome.bytes);
-        Ok(())
+        LocalCopy { resources: self.resources.clone(), op, src, dst, staging }.run(moves, deadline).map(drop)
     }
 
     fn resolve(&self, end: &End) -> Result<Arc<Cache>> {
@@ -363,6 +355,7 @@ impl Drop for DataDist {
         // Before anything is released, so that a peer that still maps this memory no longer trusts it.
         self.resources.table.retire();
         self.tasks.close();
+        self.calls.close();
         self.resources.merger.close();
     }
 }

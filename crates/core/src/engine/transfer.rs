@@ -3,6 +3,7 @@
 //! Both resolve their two ends, validate, plan, and let the receiving side read: from memory of the other
 //! side that it can access, otherwise through a socket. `transfer` has the steps of one attempt.
 
+use std::borrow::Borrow;
 use std::sync::Arc;
 
 use super::{DataDist, End};
@@ -10,11 +11,10 @@ use crate::cache::Cache;
 use crate::config::Mode;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{ClusterId, Name};
-use crate::plan::{CacheCount, CopyPlan};
 use crate::session;
 use crate::stats::Op;
-use crate::transfer::{Call, Moved};
-use crate::validate::{CheckedPull, CheckedPush, Layers, PullRows, PushRows, RemoteCache};
+use crate::transfer::Call;
+use crate::validate::{CheckedPull, CheckedPush, Layers, PullRows, PushRows};
 
 /// Name of a peer's cache or slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,16 +31,11 @@ impl DataDist {
     pub fn pull(&self, from: RemoteName, to: &End, rows: &PullRows, layers: Layers) -> Result<()> {
         self.resources.stats.timed(Op::Pull, || {
             let deadline = self.deadline();
-            self.other(from.cluster)?;
-            let local = self.source(to)?;
-            super::room_for_lists(rows.num_blocks())?;
-            let checked = CheckedPull::new(local.layout(), rows, layers)?;
+            let (local, checked) = self.checked_pull(from, to, rows, layers)?;
             let link = self.links.find_other(from.cluster, deadline)?;
-            let call = Call { resources: self.resources.clone(), link, name: from.name, local, deadline };
-            let attempt = |known: &_| call.pull(known, &mut checked.moves(known.remote)?);
-            let bytes = call.counted(|| call.rounds(attempt))?;
-            self.resources.count_bytes(Op::Pull, bytes);
-            Ok(())
+            let resources = self.resources.clone();
+            let call = Call { resources, link, name: from.name, local, deadline, execution: None };
+            call.pull_rows(&checked).map(drop)
         })
     }
 
@@ -50,34 +45,42 @@ impl DataDist {
     pub fn push(&self, from: &End, to: RemoteName, rows: &PushRows, layers: Layers) -> Result<()> {
         self.resources.stats.timed(Op::Push, || {
             let deadline = self.deadline();
-            self.other(to.cluster)?;
-            let local = self.source(from)?;
-            super::room_for_lists(rows.num_blocks())?;
-            let checked = CheckedPush::new(local.layout(), rows, layers)?;
+            let (local, checked) = self.checked_push(from, to, rows, layers)?;
             let link = self.links.find_other(to.cluster, deadline)?;
-            let (name, row) = to.name.without_slot();
-            let call = Call { resources: self.resources.clone(), link, name, local, deadline };
-            let bytes = call.counted(|| {
-                call.rounds(|known| {
-                    let remote = RemoteCache { row: row.unwrap_or(known.remote.row), ..known.remote };
-                    // `call.name` does not include the slot.
-                    let mut moves = checked.moves(remote).map_err(|error| error.with("name", to.name))?;
-                    let local_rows = std::mem::take(&mut moves.src_rows);
-                    let plan = Arc::new(CopyPlan::moves(&mut moves, CacheCount::Two)?);
-                    let outcome = call.push(known, &plan, local_rows)?;
-                    if let (PushRows::Slot { local: row }, Moved::Bytes(1..), true) =
-                        (rows, &outcome, moves.all_tensors)
-                    {
-                        // A push releases the key of its slot, as a pull does (the original's
-                        // `deprecated.md`; contract §17, further rulings).
-                        self.resources.table.release_row(call.local.id(), *row);
-                    }
-                    Ok(outcome)
-                })
-            })?;
-            self.resources.count_bytes(Op::Push, bytes);
-            Ok(())
+            let (resources, name) = (self.resources.clone(), to.name.without_slot().0);
+            let call = Call { resources, link, name, local, deadline, execution: None };
+            call.push_rows(to.name, &checked).map(drop)
         })
+    }
+
+    /// Checks what a pull needs of this side, and returns the local cache.
+    pub(super) fn checked_pull<R: Borrow<PullRows>>(
+        &self,
+        from: RemoteName,
+        to: &End,
+        rows: R,
+        layers: Layers,
+    ) -> Result<(Arc<Cache>, CheckedPull<R>)> {
+        self.other(from.cluster)?;
+        let local = self.source(to)?;
+        super::room_for_lists(rows.borrow().num_blocks())?;
+        let checked = CheckedPull::new(local.layout(), rows, layers)?;
+        Ok((local, checked))
+    }
+
+    /// Checks what a push needs of this side, and returns the local cache.
+    pub(super) fn checked_push<R: Borrow<PushRows>>(
+        &self,
+        from: &End,
+        to: RemoteName,
+        rows: R,
+        layers: Layers,
+    ) -> Result<(Arc<Cache>, CheckedPush<R>)> {
+        self.other(to.cluster)?;
+        let local = self.source(from)?;
+        super::room_for_lists(rows.borrow().num_blocks())?;
+        let checked = CheckedPush::new(local.layout(), rows, layers)?;
+        Ok((local, checked))
     }
 
     /// Checks that `cluster` is not this engine. Without the cache manager another engine may have the same

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::link::Link;
 use super::message_io::{send_message, send_message_before};
 use super::peer_memory::location;
-use crate::cache::{Cache, Origin, Pin, pin_reads_for, pin_writes, rows_of_a_pin};
+use crate::cache::{Cache, CallRows, Origin, Pin, RowUse, rows_of_a_pin};
 use crate::copy::{CopyEngine, Progress, Staging, with_arrived_rows};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
@@ -224,14 +224,20 @@ impl RequestContext<'_> {
         Ok(self.opened(call)?.map(|cache| (cache, pin)))
     }
 
+    /// Takes rows for a request. While this engine calls peers, the request passes calls that only wait.
+    fn pin(&self, cache: &Arc<Cache>, rows: RowUse, deadline: Deadline) -> Result<Pin> {
+        let passes = self.resources.outgoing_calls.any();
+        CallRows::of(cache.clone(), RowUse { passes, ..rows }).pin(deadline)
+    }
+
     /// Sends bytes of a cache.
     fn read(&self, call: &NamedCache, plan: WirePlan, from: u64, to: u64) -> Result<(), Ended> {
         let begun = bounded(plan, from, to).and_then(|plan| {
             let pinned = self.pinned(call, |cache| {
                 plan.check_bounds(Some(sizes(cache.geometry())), None)?;
                 CopyEngine::can_send(cache.tensors())?;
-                let ahead = self.link.pushes.now();
-                pin_reads_for(cache, rows(cache, |row_bytes| plan.src_rows(row_bytes))?, ahead, call.deadline)
+                let reads = rows(cache, |row_bytes| plan.src_rows(row_bytes))?;
+                self.pin(cache, RowUse { reads, ..RowUse::default() }, call.deadline)
             })?;
             Ok(pinned.map(|(cache, pin)| (plan, cache, pin)))
         });
@@ -262,7 +268,8 @@ impl RequestContext<'_> {
             let pinned = self.pinned(call, |cache| {
                 plan.check_bounds(None, Some(sizes(cache.geometry())))?;
                 CopyEngine::can_receive(cache.tensors())?;
-                pin_writes(cache, rows(cache, |row_bytes| plan.dst_rows(row_bytes))?, call.deadline)
+                let writes = rows(cache, |row_bytes| plan.dst_rows(row_bytes))?;
+                self.pin(cache, RowUse { writes, ..RowUse::default() }, call.deadline)
             })?;
             Ok(pinned.map(|(cache, pin)| (plan, cache, pin)))
         });
@@ -344,7 +351,8 @@ impl RequestContext<'_> {
         };
         let pinned = self.pinned(call, |cache| {
             plan.check_bounds(Some((num_tensors, tensor_bytes)), Some(sizes(cache.geometry())))?;
-            pin_writes(cache, rows(cache, |row_bytes| plan.dst_rows(row_bytes))?, call.deadline)
+            let writes = rows(cache, |row_bytes| plan.dst_rows(row_bytes))?;
+            self.pin(cache, RowUse { writes, ..RowUse::default() }, call.deadline)
         })?;
         let Some((cache, pin)) = pinned else { return Ok(Reply::Stale) };
         let (from, to) = ((&tensors, cache.placement()), (cache.tensors(), cache.placement()));

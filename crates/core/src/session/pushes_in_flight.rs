@@ -6,7 +6,7 @@
 //! as the peer may still be executing it (`unanswered_push_keeps_reads_out_of_place`). Writes by the owner itself are not
 //! tracked; docs/links.md states what is guaranteed for those.
 
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use hashbrown::HashMap;
@@ -22,8 +22,6 @@ const MOST: usize = 1 << 10;
 pub(crate) struct PushesInFlight {
     /// Number of pushes begun.
     begun: AtomicU64,
-    /// Pushes in progress, including those that wait for rows on this side.
-    under_way: AtomicUsize,
     caches: Mutex<Caches>,
 }
 
@@ -61,13 +59,7 @@ impl PushesInFlight {
         let written = caches.written.entry(cache).or_default();
         written.under_way += 1;
         written.last = number;
-        self.under_way.fetch_add(1, Ordering::SeqCst);
         PushInFlight { pushes: self, cache }
-    }
-
-    /// Whether a push over this link is in progress.
-    pub(crate) fn now(&self) -> bool {
-        self.under_way.load(Ordering::SeqCst) > 0
     }
 
     /// Called before `cache` is read in place. Returns a value for
@@ -110,7 +102,6 @@ impl PushInFlight<'_> {
 
 impl Drop for PushInFlight<'_> {
     fn drop(&mut self) {
-        self.pushes.under_way.fetch_sub(1, Ordering::SeqCst);
         if let Some(written) = self.pushes.caches.lock().written.get_mut(&self.cache) {
             written.under_way -= 1;
         }

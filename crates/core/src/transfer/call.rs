@@ -6,7 +6,9 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::cache::Cache;
+use super::async_call::Execution;
+use crate::cache::{Cache, CallRows, RowUse};
+use crate::copy::{KeptAlive, Progress};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{Deadline, Name};
 use crate::resources::Resources;
@@ -33,12 +35,33 @@ pub(crate) struct Call {
     pub(crate) name: Name,
     pub(crate) local: Arc<Cache>,
     pub(crate) deadline: Deadline,
+    /// The asynchronous call that a lane executes, which has its rows already. `None` for a synchronous call.
+    pub(crate) execution: Option<Arc<Execution>>,
 }
 
 impl Call {
+    /// Takes the rows of the local cache that the call uses. Whoever touches their memory keeps the result.
+    pub(super) fn pin(&self, used: RowUse) -> Result<KeptAlive> {
+        Ok(match &self.execution {
+            Some(execution) => execution.clone(),
+            None => Arc::new(CallRows::of(self.local.clone(), used).pin(self.deadline)?),
+        })
+    }
+
+    /// Returns the progress of a new attempt to move `total` bytes.
+    pub(super) fn attempt(&self, total: u64) -> Arc<Progress> {
+        self.execution.as_ref().map_or_else(Arc::default, |execution| execution.transfer().attempt(total))
+    }
+
+    /// Refuses a cancellation of an asynchronous call from now on. Returns `Err` if it must end early.
+    pub(super) fn commit(&self) -> Result<()> {
+        self.execution.as_ref().map_or(Ok(()), |execution| execution.transfer().commit())
+    }
+
     /// Runs `call` and counts it with its link. An unlink does not remove the link before `call` has ended.
     pub(crate) fn counted(&self, call: impl FnOnce() -> Result<u64>) -> Result<u64> {
         let started = Instant::now();
+        let _outgoing = self.resources.outgoing_calls.begin();
         let result = self.link.begin().and_then(|_active| call());
         self.link.transfers.count(started.elapsed(), result.is_ok());
         if let Ok(bytes) = result {

@@ -68,6 +68,7 @@ struct State {
     /// Lanes that wait for jobs, including those that are only starting.
     idle: usize,
     lanes: usize,
+    last_job: u64,
     alarms: BTreeMap<Alarm, Box<dyn Job>>,
     last_alarm: u64,
     /// Whether the clock thread runs.
@@ -80,16 +81,16 @@ struct State {
 struct ClusterJobs {
     /// Jobs that are running or about to run.
     taken: usize,
-    /// Jobs that wait until one of the others ends.
-    waiting: VecDeque<Box<dyn Job>>,
+    /// Jobs that wait until one of the others ends, by number, in order of arrival.
+    waiting: BTreeMap<u64, Box<dyn Job>>,
 }
 
 impl State {
     /// Notes that a job for `cluster` has ended, and queues the job that has waited longest for this cluster.
     fn over(&mut self, cluster: ClusterId) {
         let Some(at) = self.clusters.get_mut(&cluster) else { return };
-        match at.waiting.pop_front() {
-            Some(job) => self.jobs.push_back((cluster, job)),
+        match at.waiting.pop_first() {
+            Some((_, job)) => self.jobs.push_back((cluster, job)),
             None => at.taken -= 1,
         }
         if at.taken == 0 {
@@ -113,7 +114,7 @@ impl State {
     fn all(&mut self) -> Vec<Box<dyn Job>> {
         let ready: Vec<_> = self.jobs.drain(..).collect();
         let waiting: Vec<_> =
-            self.clusters.values_mut().flat_map(|cluster| cluster.waiting.drain(..)).collect();
+            self.clusters.values_mut().flat_map(|at| std::mem::take(&mut at.waiting).into_values()).collect();
         for (cluster, _) in &ready {
             self.over(*cluster);
         }
@@ -131,16 +132,20 @@ impl Executor {
 impl ExecutorHandle {
     /// Has the next free lane run `job`, which is for `cluster`. Never waits for a lane. If no thread can be
     /// started, the existing lanes run the job; without any lane, it is refused
-    /// (`a_lane_that_cannot_be_started`).
-    pub(crate) fn carry(&self, cluster: ClusterId, job: Box<dyn Job>) {
+    /// (`a_lane_that_cannot_be_started`). Returns the number of the job if it waits for others of its cluster.
+    pub(crate) fn carry(&self, cluster: ClusterId, job: Box<dyn Job>) -> Option<u64> {
         let mut state = self.0.state.lock();
         if state.closed {
             drop(state);
-            return job.refused(Error::closed());
+            job.refused(Error::closed());
+            return None;
         }
+        state.last_job += 1;
+        let number = state.last_job;
         let at = state.clusters.entry(cluster).or_default();
         if at.taken == MOST_OF_ONE {
-            return at.waiting.push_back(job);
+            at.waiting.insert(number, job);
+            return Some(number);
         }
         at.taken += 1;
         // A cluster without a lane gets one, however many others stall
@@ -161,13 +166,19 @@ impl ExecutorHandle {
                     for job in jobs {
                         job.refused(no_thread(&error));
                     }
-                    return;
+                    return None;
                 }
                 Err(_) => {}
             }
         }
         drop(state);
         self.0.changed.notify_one();
+        None
+    }
+
+    /// Returns a job that still waits for others of its cluster, and forgets it.
+    pub(crate) fn withdraw(&self, cluster: ClusterId, number: u64) -> Option<Box<dyn Job>> {
+        self.0.state.lock().clusters.get_mut(&cluster)?.waiting.remove(&number)
     }
 
     /// Runs `job` at `when`. The job must be short. It is dropped if it is [forgotten](Self::forget) before,
@@ -184,17 +195,26 @@ impl ExecutorHandle {
         let alarm = (when, state.last_alarm);
         state.last_alarm += 1;
         state.alarms.insert(alarm, job);
+        // Otherwise the clock sleeps until an earlier alarm anyway.
+        let first = state.alarms.first_key_value().is_some_and(|(&first, _)| first == alarm);
         drop(state);
-        self.0.alarms_changed.notify_one();
+        if first {
+            self.0.alarms_changed.notify_one();
+        }
         Ok(alarm)
     }
 
     /// Cancels the job of an alarm that has not run yet.
     pub(crate) fn forget(&self, alarm: Alarm) {
-        let forgotten = self.0.state.lock().alarms.remove(&alarm);
+        let mut state = self.0.state.lock();
+        let forgotten = state.alarms.remove(&alarm);
+        let last = forgotten.is_some() && state.alarms.is_empty();
+        drop(state);
         drop(forgotten);
-        // The clock then sleeps until the next alarm, or ends if there is none for a while.
-        self.0.alarms_changed.notify_one();
+        // The clock then ends if there is none for a while. Otherwise it wakes for nothing at most once.
+        if last {
+            self.0.alarms_changed.notify_one();
+        }
     }
 
     /// Sets whether the executor behaves as if no thread could be started.

@@ -100,6 +100,7 @@ impl LayerPush {
             name: by_id(part.cache),
             local: self.local.clone(),
             deadline,
+            execution: None,
         };
         let (rows, plan) = (|| fallible::copied(LAYERS, &found.local_rows), Arc::new(part.plan.clone()));
         call.counted(|| call.rounds(|known| call.push(known, &plan, rows()?)))

@@ -1,18 +1,24 @@
 //! Transfers between clusters: pulls, pushes and layer-wise transfers in progress.
 
+mod async_call;
+mod async_calls;
 mod call;
 mod executor;
 mod layerwise;
+mod local_copy;
 mod pull;
 mod push;
 mod running_tasks;
 mod stream;
 mod task;
 
-pub(crate) use call::{Call, Moved};
+pub(crate) use async_call::{CallPurpose, Execution, Work};
+pub use async_calls::AsyncCalls;
+pub(crate) use call::Call;
 pub use executor::Executor;
 #[cfg(feature = "testing")]
 pub use executor::ExecutorHandle;
 pub(crate) use layerwise::LayerPush;
+pub(crate) use local_copy::LocalCopy;
 pub use running_tasks::RunningTasks;
 pub use task::{Carried, Carrier, Delivery, Outcome, Task};

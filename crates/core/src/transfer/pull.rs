@@ -1,17 +1,28 @@
 //! Pulls: this process reads the peer's memory if it can; otherwise it asks for a stream.
 
+use std::borrow::Borrow;
 use std::sync::Arc;
 
 use super::call::{Call, Moved};
 use super::stream::Streams;
-use crate::cache::{Pin, pin_writes};
-use crate::copy::{Progress, STILL_READING, Staging, with_arrived_rows};
+use crate::cache::RowUse;
+use crate::copy::{KeptAlive, Progress, STILL_READING, Staging, with_arrived_rows};
 use crate::error::{ErrorKind, Result};
 use crate::model::{CacheKey, Name};
 use crate::plan::{CacheCount, CopyPlan, Moves};
 use crate::session::{KnownCache, PeerSnapshot, Validity};
+use crate::stats::Op;
+use crate::validate::{CheckedPull, PullRows};
 
 impl Call {
+    /// Pulls rows of the remote cache into the local one. Returns the number of bytes.
+    pub(crate) fn pull_rows(&self, checked: &CheckedPull<impl Borrow<PullRows>>) -> Result<u64> {
+        let attempt = |known: &_| self.pull(known, &mut checked.moves(known.remote)?);
+        let bytes = self.counted(|| self.rounds(attempt))?;
+        self.resources.count_bytes(Op::Pull, bytes);
+        Ok(bytes)
+    }
+
     /// Pulls the bytes of `moves`: reads memory of the peer that this process can access, otherwise asks for
     /// a stream. The key is released last.
     pub(crate) fn pull(&self, known: &Arc<KnownCache>, moves: &mut Moves) -> Result<Moved> {
@@ -19,9 +30,10 @@ impl Call {
         if plan.waves().is_empty() {
             return Ok(Moved::Bytes(0));
         }
-        let pinned = Arc::new(pin_writes(&self.local, std::mem::take(&mut moves.dst_rows), self.deadline)?);
+        let writes = std::mem::take(&mut moves.dst_rows);
+        let pinned = self.pin(RowUse { writes, ..RowUse::default() })?;
         self.resources.still_registered(&self.local)?;
-        let mut progress = Arc::new(Progress::default());
+        let mut progress = self.attempt(plan.bytes());
         let outcome = self.pull_bytes(known, &plan, &mut progress, &pinned);
         let row_bytes = self.local.geometry().row_bytes();
         let with_arrived = |error| with_arrived_rows(error, &progress, &plan, row_bytes);
@@ -32,6 +44,7 @@ impl Call {
             && known.consumable
         {
             let (first, count) = (moves.src_tensor, moves.num_tensors);
+            self.commit()?;
             let released = self.link.consume(self.name, known, first, count, self.deadline);
             released.map_err(with_arrived)?;
             if let Name::Key(CacheKey::Request { .. }) = self.name {
@@ -48,7 +61,7 @@ impl Call {
         known: &Arc<KnownCache>,
         plan: &Arc<CopyPlan>,
         progress: &mut Arc<Progress>,
-        pinned: &Arc<Pin>,
+        pinned: &KeptAlive,
     ) -> Result<Moved> {
         let Some(snapshot) = PeerSnapshot::begin(&self.link, known) else {
             return self.receive(known, plan, progress);
@@ -64,7 +77,7 @@ impl Call {
             // The kernel may still write to the rows, so no other bytes may be written there.
             Err(error) if error.fact(STILL_READING).is_some() => {
                 if validity != Validity::Valid {
-                    *progress = Arc::default();
+                    *progress = self.attempt(plan.bytes());
                 }
                 return read.map(Moved::Bytes);
             }
@@ -74,7 +87,7 @@ impl Call {
             _ if validity == Validity::Changed => return self.confirm(known, read, progress),
             _ => {}
         }
-        *progress = Arc::default();
+        *progress = self.attempt(plan.bytes());
         self.receive(known, plan, progress)
     }
 

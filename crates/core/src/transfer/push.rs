@@ -1,17 +1,47 @@
 //! Pushes: the peer reads this process's memory if it can; otherwise this process sends the bytes.
 
+use std::borrow::Borrow;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::call::{Call, Moved};
 use super::stream::Streams;
-use crate::cache::pin_reads;
+use crate::cache::RowUse;
 use crate::error::Result;
-use crate::plan::CopyPlan;
+use crate::model::Name;
+use crate::plan::{CacheCount, CopyPlan};
 use crate::protocol::{Reply, Request, WirePlan};
 use crate::session::{KnownCache, REPORTED_BY, limit_ms, location};
+use crate::stats::Op;
+use crate::validate::{CheckedPush, PushRows, RemoteCache};
 
 impl Call {
+    /// Pushes rows of the local cache to the cache `to`, which is the name of this call with its slot. Returns the
+    /// number of bytes.
+    pub(crate) fn push_rows(&self, to: Name, checked: &CheckedPush<impl Borrow<PushRows>>) -> Result<u64> {
+        let (_, row) = to.without_slot();
+        let bytes = self.counted(|| {
+            self.rounds(|known| {
+                let remote = RemoteCache { row: row.unwrap_or(known.remote.row), ..known.remote };
+                let mut moves = checked.moves(remote).map_err(|error| error.with("name", to))?;
+                let local_rows = std::mem::take(&mut moves.src_rows);
+                let plan = Arc::new(CopyPlan::moves(&mut moves, CacheCount::Two)?);
+                let outcome = self.push(known, &plan, local_rows)?;
+                if let (PushRows::Slot { local: row }, Moved::Bytes(1..), true) =
+                    (checked.rows(), &outcome, moves.all_tensors)
+                {
+                    // A push releases the key of its slot, as a pull does (the original's `deprecated.md`;
+                    // contract §17, further rulings).
+                    self.commit()?;
+                    self.resources.table.release_row(self.local.id(), *row);
+                }
+                Ok(outcome)
+            })
+        })?;
+        self.resources.count_bytes(Op::Push, bytes);
+        Ok(bytes)
+    }
+
     /// Pushes the bytes of `plan`: the peer reads this process's memory if it can, otherwise the bytes are
     /// sent.
     pub(crate) fn push(
@@ -23,10 +53,10 @@ impl Call {
         if plan.waves().is_empty() {
             return Ok(Moved::Bytes(0));
         }
-        // Before the rows are pinned: a read request of the peer that arrives meanwhile must know that this
-        // side may hold them (`push_pull_and_copy_do_not_deadlock`).
         let writing = self.link.pushes.begin(known.cache);
-        let _pinned = pin_reads(&self.local, local_rows, self.deadline)?;
+        let _pinned = self.pin(RowUse { reads: local_rows, ..RowUse::default() })?;
+        // The bytes count as moved when the peer confirms them.
+        self.attempt(plan.bytes());
         self.resources.still_registered(&self.local)?;
         let limit = Duration::from_millis(limit_ms(self.deadline));
         let taken = self.push_bytes(known, plan);
@@ -51,7 +81,12 @@ impl Call {
                 tensor_bytes: geometry.tensor_bytes(),
                 limit_ms: limit_ms(self.deadline),
             };
-            match self.link.ask(&request, self.deadline)? {
+            let reply = match &self.execution {
+                None => self.link.ask(&request, self.deadline),
+                // The end of an asynchronous call says that nobody reads its rows any more.
+                Some(_) => self.link.ask_to_the_end(&request, self.deadline),
+            };
+            match reply? {
                 Reply::Done { bytes } => return Ok(Moved::Bytes(bytes)),
                 Reply::Stale => return Ok(Moved::Stale),
                 // The peer could read this memory when the link was made, but cannot now. Sockets always

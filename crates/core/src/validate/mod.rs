@@ -41,4 +41,4 @@ pub use push::{CheckedPush, PushRows};
 pub(crate) use values::link_token;
 #[cfg(feature = "testing")]
 pub use values::page_shift;
-pub use values::{dimensions, mem_utilization, number, one_address, socket_address, text};
+pub use values::{dimensions, mem_utilization, number, one_address, socket_address, text, timeout_ms};

@@ -1,5 +1,7 @@
 //! Checks pulls, and returns the bytes that move from the remote cache to the local one (contract §7.12, §7.13).
 
+use std::borrow::Borrow;
+
 use super::cache_rules::{
     RemoteCache, batch_cache, blocks_cache, check_accessible, copy_size, cut, equal_blocks, equally_many,
     in_range, not_empty, numbers, remote_row, row, too_long,
@@ -25,9 +27,9 @@ pub enum PullRows {
 }
 
 /// A pull that fits the local cache. It is not checked against the remote cache yet.
-pub struct CheckedPull<'a> {
+pub struct CheckedPull<R> {
     local: CacheLayout,
-    rows: &'a PullRows,
+    rows: R,
     tensors: TensorRun,
     /// Whether the caller named the layers that are read.
     src_layers_given: bool,
@@ -40,8 +42,18 @@ impl PullRows {
         PullRows::Slot { local, remote_offset: 0, local_offset: 0, size }
     }
 
+    /// Returns the rows of the local cache that are written.
+    pub(crate) fn local_rows(&self) -> Result<Vec<u64>> {
+        match self {
+            PullRows::Slot { local, .. } => Ok(vec![u64::from(*local)]),
+            PullRows::Blocks { local, .. }
+            | PullRows::Rows { local, .. }
+            | PullRows::SlotToBlocks { local } => numbers(local),
+        }
+    }
+
     /// Returns how many blocks the caller named.
-    pub(crate) fn num_blocks(&self) -> usize {
+    pub fn num_blocks(&self) -> usize {
         match self {
             PullRows::Slot { .. } => 0,
             PullRows::Blocks { local, .. }
@@ -51,11 +63,11 @@ impl PullRows {
     }
 }
 
-impl<'a> CheckedPull<'a> {
+impl<R: Borrow<PullRows>> CheckedPull<R> {
     /// Checks what needs only the local cache, before a request is sent to the peer.
-    pub fn new(local: CacheLayout, rows: &'a PullRows, layers: Layers) -> Result<Self> {
-        let geometry = local.geometry;
-        match rows {
+    pub fn new(local: CacheLayout, rows: R, layers: Layers) -> Result<Self> {
+        let (geometry, given) = (local.geometry, rows.borrow());
+        match given {
             PullRows::Slot { local: slot, local_offset, size, .. } => {
                 batch_cache("cache", local.kind)?;
                 copy_size(*size)?;
@@ -65,7 +77,7 @@ impl<'a> CheckedPull<'a> {
                 slot_bytes("cache", *size, room, (*local_offset, room))?;
             }
             PullRows::Blocks { remote, local: blocks } | PullRows::Rows { remote, local: blocks } => {
-                if matches!(rows, PullRows::Blocks { .. }) {
+                if matches!(given, PullRows::Blocks { .. }) {
                     blocks_cache("dst_cache", local.kind)?;
                 }
                 not_empty("dst_blocks", blocks)?;
@@ -85,6 +97,11 @@ impl<'a> CheckedPull<'a> {
         Ok(CheckedPull { local, rows, tensors, src_layers_given: layers_given(layers.src).is_some() })
     }
 
+    /// Returns the rows that the caller named.
+    pub fn rows(&self) -> &PullRows {
+        self.rows.borrow()
+    }
+
     /// Checks the pull against the owner's description of the remote cache, and returns what moves.
     /// `Err(CacheNotFound)` if the remote cache does not have the slot.
     pub fn moves(&self, remote: RemoteCache) -> Result<Moves> {
@@ -98,7 +115,7 @@ impl<'a> CheckedPull<'a> {
             )));
         }
         within("src_layer_range", tensors.src, tensors.count, "the remote cache", peer)?;
-        match self.rows {
+        match self.rows.borrow() {
             PullRows::Blocks { .. } => blocks_cache("the remote cache", remote.layout.kind)?,
             PullRows::Rows { .. } => {}
             PullRows::Slot { .. } | PullRows::SlotToBlocks { .. } => {
@@ -115,7 +132,7 @@ impl<'a> CheckedPull<'a> {
     fn pieces(&self, remote: RemoteCache) -> Result<(Pieces, Vec<u64>)> {
         let (own, peer) = (self.local.geometry, remote.layout.geometry);
         let slot = u64::from(remote.row) * peer.row_bytes();
-        Ok(match self.rows {
+        Ok(match self.rows.borrow() {
             PullRows::Slot { local: index, remote_offset, local_offset, size } => {
                 let index = u64::from(*index);
                 let room = after("dst_cache_offset", *local_offset, own)?;

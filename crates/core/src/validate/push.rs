@@ -1,5 +1,7 @@
 //! Checks pushes, and returns the bytes that move from the local cache to the remote one (contract §7.14, §7.15).
 
+use std::borrow::Borrow;
+
 use super::cache_rules::{
     RemoteCache, batch_cache, blocks_cache, check_accessible, equal_blocks, equally_many, in_range,
     not_empty, numbers, remote_row, row,
@@ -22,15 +24,23 @@ pub enum PushRows {
 }
 
 /// A push that fits the local cache. It is not checked against the remote cache yet.
-pub struct CheckedPush<'a> {
+pub struct CheckedPush<R> {
     local: CacheLayout,
-    rows: &'a PushRows,
+    rows: R,
     tensors: TensorRun,
 }
 
 impl PushRows {
+    /// Returns the rows of the local cache that are read.
+    pub(crate) fn local_rows(&self) -> Result<Vec<u64>> {
+        match self {
+            PushRows::Slot { local } => Ok(vec![u64::from(*local)]),
+            PushRows::Blocks { local, .. } | PushRows::Rows { local, .. } => numbers(local),
+        }
+    }
+
     /// Returns how many blocks the caller named.
-    pub(crate) fn num_blocks(&self) -> usize {
+    pub fn num_blocks(&self) -> usize {
         match self {
             PushRows::Slot { .. } => 0,
             PushRows::Blocks { local, .. } | PushRows::Rows { local, .. } => local.len(),
@@ -38,14 +48,14 @@ impl PushRows {
     }
 }
 
-impl<'a> CheckedPush<'a> {
+impl<R: Borrow<PushRows>> CheckedPush<R> {
     /// Checks what needs only the local cache, before a request is sent to the peer.
-    pub fn new(local: CacheLayout, rows: &'a PushRows, layers: Layers) -> Result<Self> {
-        let geometry = local.geometry;
-        match rows {
+    pub fn new(local: CacheLayout, rows: R, layers: Layers) -> Result<Self> {
+        let (geometry, given) = (local.geometry, rows.borrow());
+        match given {
             PushRows::Slot { .. } => batch_cache("src_cache", local.kind)?,
             PushRows::Blocks { local: blocks, remote } | PushRows::Rows { local: blocks, remote } => {
-                if matches!(rows, PushRows::Blocks { .. }) {
+                if matches!(given, PushRows::Blocks { .. }) {
                     blocks_cache("src_cache", local.kind)?;
                 }
                 not_empty("dst_blocks", remote)?;
@@ -53,7 +63,7 @@ impl<'a> CheckedPush<'a> {
             }
         }
         let tensors = push_layers(geometry, layers)?;
-        match rows {
+        match given {
             PushRows::Slot { local: slot } => row("src_batch_index", *slot, geometry).map(drop)?,
             PushRows::Blocks { local: blocks, remote } | PushRows::Rows { local: blocks, remote } => {
                 equally_many(("src_blocks", blocks.len()), ("dst_blocks", remote.len()))?;
@@ -61,6 +71,11 @@ impl<'a> CheckedPush<'a> {
             }
         }
         Ok(CheckedPush { local, rows, tensors })
+    }
+
+    /// Returns the rows that the caller named.
+    pub fn rows(&self) -> &PushRows {
+        self.rows.borrow()
     }
 
     /// Checks the push against the owner's description of the remote cache, and returns what moves.
@@ -79,7 +94,7 @@ impl<'a> CheckedPush<'a> {
     /// Returns the pieces that move in each tensor, and the local rows that they read.
     fn pieces(&self, remote: RemoteCache) -> Result<(Pieces, Vec<u64>)> {
         let (own, peer) = (self.local.geometry, remote.layout.geometry);
-        Ok(match self.rows {
+        Ok(match self.rows.borrow() {
             PushRows::Slot { local: index } => {
                 batch_cache("the remote cache", remote.layout.kind)?;
                 remote_row(remote, ErrorKind::InvalidArgument)?;
@@ -95,7 +110,7 @@ impl<'a> CheckedPush<'a> {
                 (Pieces::Listed(vec![Piece { src: index * len, dst, len }]), vec![index])
             }
             PushRows::Blocks { local: from, remote: to } | PushRows::Rows { local: from, remote: to } => {
-                if matches!(self.rows, PushRows::Blocks { .. }) {
+                if matches!(self.rows.borrow(), PushRows::Blocks { .. }) {
                     blocks_cache("the remote cache", remote.layout.kind)?;
                 }
                 equal_blocks(own, peer)?;

@@ -50,6 +50,7 @@ fn range(name: &str) -> Result<(i64, i64, &'static str)> {
         "link_silence" => (2, 24 * HOUR_MS, " milliseconds"),
         "link_streams" => (1, 16, ""),
         "link_total_time" => (0, i64::from(u32::MAX), " seconds"),
+        "max_transfers" => (1, 1 << 20, ""),
         "rank_port" => (1, i64::from(u16::MAX), ""),
         "sync_kv_timeout" => (1, i64::MAX, " milliseconds"),
         _ => return Err(Error::invalid(format!("{name} is not an integer option"))),
@@ -147,6 +148,12 @@ pub fn socket_address(name: &str, text: &str) -> Result<SocketAddr> {
         let allowed = "ip:port or [ipv6]:port with a port of 0 to 65535, not a host name";
         Error::argument(name, format_args!("{:?}", clipped(text)), allowed)
     })
+}
+
+/// Checks the time limit of an asynchronous call in milliseconds, and returns it.
+pub fn timeout_ms(millis: u32) -> Result<Duration> {
+    ensure(millis > 0, || Error::out_of_range("timeout_ms", millis, "1 to 4294967295"))?;
+    Ok(Duration::from_millis(millis.into()))
 }
 
 /// Checks that a link names exactly one address of its local or remote `side`.

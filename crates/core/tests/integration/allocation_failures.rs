@@ -6,7 +6,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use llm_datadist_core::testing::cache::{pin_reads, pin_writes};
 use llm_datadist_core::testing::model::{AddressLocation, CacheLayout};
 use llm_datadist_core::testing::plan::{
     Blocks, CacheCount, CopyPlan, Moves, Piece, Pieces, Span, SpanList, Wave,
@@ -22,7 +21,9 @@ use llm_datadist_core::{
 };
 
 use crate::counting_allocator;
-use crate::fixtures::{Own, block_moves, block_plan, config, desc, local_streams, patterned, try_adopt};
+use crate::fixtures::{
+    Own, block_moves, block_plan, config, desc, local_streams, patterned, pin_reads, pin_writes, try_adopt,
+};
 
 /// The least size of a list of these tests. Allocations of a constant size are smaller.
 const LEAST: usize = 16 << 10;

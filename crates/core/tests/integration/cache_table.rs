@@ -5,7 +5,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use llm_datadist_core::testing::cache::{pin_reads, pin_writes};
 use llm_datadist_core::testing::device::HostReach;
 use llm_datadist_core::testing::tensors;
 use llm_datadist_core::{
@@ -13,7 +12,7 @@ use llm_datadist_core::{
 };
 use llm_datadist_testing::SimDevice;
 
-use crate::fixtures::{Gated, Own, config, desc, engine_on};
+use crate::fixtures::{Gated, Own, config, desc, engine_on, pin_reads, pin_writes};
 use CacheKind::{Batch, Blocks};
 use Placement::{Device, Host};
 

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
+use llm_datadist_core::testing::cache::{CallRows, Pin, RowUse};
 use llm_datadist_core::testing::device::{Copier, Copy, Device, DeviceSet, HostReach};
 use llm_datadist_core::testing::memory::kernels::Kernel;
 use llm_datadist_core::testing::memory::{Region, Tensors};
@@ -424,4 +425,14 @@ pub fn accepted(listener: &dyn Listener) -> Option<Stream> {
             }
         }
     }
+}
+
+/// Takes rows that a call reads.
+pub fn pin_reads(cache: &Arc<Cache>, reads: Vec<u64>, deadline: Deadline) -> Result<Pin, Error> {
+    CallRows::of(cache.clone(), RowUse { reads, ..RowUse::default() }).pin(deadline)
+}
+
+/// Takes rows that a call writes.
+pub fn pin_writes(cache: &Arc<Cache>, writes: Vec<u64>, deadline: Deadline) -> Result<Pin, Error> {
+    CallRows::of(cache.clone(), RowUse { writes, ..RowUse::default() }).pin(deadline)
 }

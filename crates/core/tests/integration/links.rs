@@ -2,6 +2,7 @@
 //!
 //! `tests/test_peer_faults.py` covers real processes that die.
 
+mod asynchronous;
 mod broken_streams;
 mod communicators;
 mod deadlines;

@@ -21,6 +21,7 @@
 
 mod allocation_failures;
 mod arguments;
+mod async_copies;
 mod cache_table;
 mod child_process;
 mod copy_deadlines;
@@ -50,6 +51,7 @@ mod region;
 mod registered_pages;
 mod remote_table;
 mod row_pins;
+mod row_turns;
 mod small_page_hint;
 mod stats;
 mod swap_ring;

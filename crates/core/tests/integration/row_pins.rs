@@ -1,15 +1,16 @@
 //! Pins of rows: many readers or one writer, up to the deadline, without deadlocks.
 //!
-//! `../loom_pins.rs` checks the same protocol in every order of two or three threads.
+//! `row_turns` compares the queues with a naive twin, and `../loom_pins.rs` checks the same protocol in every order of
+//! two or three threads.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Duration;
 
-use llm_datadist_core::testing::cache::{Pin, pin, pin_reads_for, pin_writes};
+use llm_datadist_core::testing::cache::{CallRows, Pin, RowUse};
 use llm_datadist_core::{Cache, CacheKind, Deadline, Error, ErrorKind, Placement};
 
-use crate::fixtures::{adopt, desc};
+use crate::fixtures::{adopt, desc, pin_reads, pin_writes};
 
 /// A cache whose memory no test touches.
 fn cache(rows: usize) -> Arc<Cache> {
@@ -24,24 +25,31 @@ fn late() -> Deadline {
     Deadline::after(Duration::from_secs(60))
 }
 
-type Pins = [Option<Pin>; 2];
+fn pin(src: (&Arc<Cache>, Vec<u64>), dst: (&Arc<Cache>, Vec<u64>), deadline: Deadline) -> Result<Pin, Error> {
+    CallRows::copy((src.0.clone(), src.1), (dst.0.clone(), dst.1)).pin(deadline)
+}
 
-fn within(cache: &Arc<Cache>, reads: &[u64], writes: &[u64], deadline: Deadline) -> Result<Pins, Error> {
+fn within(cache: &Arc<Cache>, reads: &[u64], writes: &[u64], deadline: Deadline) -> Result<Pin, Error> {
     pin((cache, reads.to_vec()), (cache, writes.to_vec()), deadline)
 }
 
-fn reads(cache: &Arc<Cache>, rows: &[u64]) -> Result<Pins, Error> {
+fn pin_for_peer(cache: &Arc<Cache>, reads: &[u64], deadline: Deadline) -> Result<Pin, Error> {
+    let rows = RowUse { reads: reads.to_vec(), passes: true, ..RowUse::default() };
+    CallRows::of(cache.clone(), rows).pin(deadline)
+}
+
+fn reads(cache: &Arc<Cache>, rows: &[u64]) -> Result<Pin, Error> {
     within(cache, rows, &[], soon())
 }
 
-fn writes(cache: &Arc<Cache>, rows: impl IntoIterator<Item = u64>) -> Result<Pins, Error> {
+fn writes(cache: &Arc<Cache>, rows: impl IntoIterator<Item = u64>) -> Result<Pin, Error> {
     within(cache, &[], &rows.into_iter().collect::<Vec<_>>(), soon())
 }
 
 #[test]
 fn readers_share_and_a_writer_is_alone() {
     let cache = cache(16);
-    let readers: Vec<Pins> = (0..50).map(|_| reads(&cache, &[3, 4, 3]).unwrap()).collect();
+    let readers: Vec<Pin> = (0..50).map(|_| reads(&cache, &[3, 4, 3]).unwrap()).collect();
     let error = writes(&cache, [4]).unwrap_err();
     let facts = ["row", "cache_id", "limit_ms"].map(|name| error.fact(name));
     assert_eq!((error.kind(), facts), (ErrorKind::Timeout, [Some("4"), Some("-1"), Some("30")]));
@@ -74,7 +82,6 @@ fn one_call_may_read_and_write_the_same_row() {
     let cache = cache(8);
     for (read, written) in [(&[2][..], &[2][..]), (&[0, 1, 2, 2], &[1, 2, 3, 3])] {
         let pins = within(&cache, read, written, soon()).unwrap();
-        assert!(Arc::ptr_eq(pins[0].as_ref().unwrap().cache(), &cache) && pins[1].is_none());
         assert!(reads(&cache, &[2]).is_err());
         drop(pins);
         writes(&cache, 0..8).unwrap();
@@ -139,38 +146,62 @@ fn exclusion_holds_under_many_threads_without_a_deadlock() {
     caches.iter().for_each(|cache| drop(writes(cache, 0..6).expect("a row is still pinned")));
 }
 
-/// Only a read with `ahead` may pass a waiting writer. No reader passes a writer that holds the row.
+/// Only requests of peers pass a waiting writer. Nobody passes a writer that uses the row.
 #[test]
-fn only_a_read_ahead_passes_a_waiting_writer() {
+fn only_a_request_of_a_peer_passes_a_waiting_writer() {
     let cache = cache(4);
-    let read = |rows: &[u64], ahead| pin_reads_for(&cache, rows.to_vec(), ahead, soon());
+    let read = |rows: &[u64]| pin_reads(&cache, rows.to_vec(), soon());
+    let read_for_peer = |rows: &[u64]| pin_for_peer(&cache, rows, soon());
     let first = reads(&cache, &[1]).unwrap();
     std::thread::scope(|scope| {
         let writer = scope.spawn(|| pin_writes(&cache, vec![1], late()));
         // Readers succeed until the writer waits.
         let give_up = Deadline::after(Duration::from_secs(20));
-        while pin_reads_for(&cache, vec![1], false, Deadline::after(Duration::from_millis(5))).is_ok() {
+        while pin_reads(&cache, vec![1], Deadline::after(Duration::from_millis(5))).is_ok() {
             assert!(!give_up.passed(), "readers keep passing the waiting writer");
             std::thread::yield_now();
         }
-        assert_eq!(read(&[0, 1], false).unwrap_err().fact("row"), Some("1"));
+        assert_eq!(read(&[0, 1]).unwrap_err().fact("row"), Some("1"));
         within(&cache, &[2], &[3], soon()).expect("other rows are free");
-        let ahead = read(&[0, 1], true).expect("the writer only waits");
+        let passing = read_for_peer(&[0, 1]).expect("the writer only waits");
         // Both readers must finish before the writer continues.
         drop(first);
-        assert!(read(&[1], false).is_err() && !writer.is_finished());
-        drop(ahead);
+        assert!(read(&[1]).is_err() && !writer.is_finished());
+        drop(passing);
         let writing = writer.join().unwrap().expect("the writer is next");
-        for ahead in [false, true] {
-            let error = read(&[2, 1], ahead).unwrap_err();
-            assert_eq!((error.kind(), error.fact("row")), (ErrorKind::Timeout, Some("1")), "ahead: {ahead}");
-            read(&[0, 2], ahead).unwrap();
+        for error in [read(&[2, 1]).unwrap_err(), read_for_peer(&[2, 1]).unwrap_err()] {
+            assert_eq!((error.kind(), error.fact("row")), (ErrorKind::Timeout, Some("1")));
         }
+        read(&[0, 2]).unwrap();
         drop(writing);
     });
-    read(&[1], false).unwrap();
-    read(&[1], true).unwrap();
+    read(&[1]).unwrap();
+    read_for_peer(&[1]).unwrap();
     writes(&cache, 0..4).unwrap();
+}
+
+/// Requests of peers keep no call waiting for ever.
+#[test]
+fn a_waiting_call_is_passed_a_limited_number_of_times() {
+    let cache = cache(4);
+    let request = || pin_for_peer(&cache, &[1], soon());
+    let mut held = request().unwrap();
+    let writer =
+        CallRows::of(cache.clone(), RowUse { writes: vec![1], ..RowUse::default() }).enter(None).unwrap();
+    let mut passed = 0;
+    let error = loop {
+        match request() {
+            Ok(next) => held = next,
+            Err(error) => break error,
+        }
+        passed += 1;
+    };
+    assert_eq!((passed, error.kind(), error.fact("row")), (1024, ErrorKind::Timeout, Some("1")));
+    assert!(!writer.is_open());
+    drop(held);
+    assert!(writer.is_open());
+    drop(writer.pin(soon()).unwrap());
+    request().unwrap();
 }
 
 #[test]

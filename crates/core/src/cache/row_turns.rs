@@ -1,0 +1,423 @@
+//! Whose turn it is in each row of one cache: which calls use a row, and which calls wait for it, in order.
+//!
+//! This is bookkeeping under the lock of the cache: it waits for nothing and wakes nobody. A call takes all its rows
+//! at once, or enters the queues of all of them. An entry is *open* if the row is free for it and no earlier entry
+//! of the row conflicts with it. The open entries of a queue are at its front, so each operation touches only entries
+//! whose state changes (`tests/integration/row_turns.rs` compares with a naive twin).
+
+use std::sync::Arc;
+
+use super::turn::Turn;
+use crate::error::Result;
+use crate::fallible;
+
+/// Marks a row that a writer uses; any other number counts the readers.
+const WRITER: u32 = u32::MAX;
+/// Marks the end of a queue or list.
+const NONE: u32 = u32::MAX;
+
+/// Name of these lists in out-of-memory errors.
+pub(super) const PINS: &str = "the pins of a cache";
+
+/// Maximum number of counters for one cache. With more rows, neighbouring rows share a counter, and then
+/// exclude each other too.
+pub(super) const MAX_COUNTERS: u64 = 1 << 20;
+
+/// How many requests of peers may pass a waiting call in one row. Beyond that, they wait behind it.
+const MOST_PASSES: u16 = 1024;
+
+/// Memory for this many entries is kept when no call waits.
+const KEPT_ENTRIES: usize = 4096;
+
+/// The rows that one call reads and writes in one cache. A row may occur more than once.
+#[derive(Debug, Default)]
+pub struct RowUse {
+    pub reads: Vec<u64>,
+    /// Rows that are written. A row in both lists is used as written.
+    pub writes: Vec<u64>,
+    /// Whether the call, a request of a peer, passes calls that only wait (see [`super::pins`]).
+    pub passes: bool,
+}
+
+/// The rows of one cache, with the calls that use them and wait for them.
+#[derive(Debug, Default)]
+pub(super) struct RowTurns {
+    /// One for every `1 << shift` rows; empty until the first call.
+    rows: Vec<Row>,
+    shift: u32,
+    entries: Vec<Entry>,
+    /// First of the unused entries, which are linked by `next`.
+    unused_entry: u32,
+    waiters: Vec<Waiter>,
+    /// First of the unused waiters, which are linked by `entry`.
+    unused_waiter: u32,
+    /// Number of waiters in use.
+    waiting: usize,
+    /// Waiters whose entries have all become open, each at most once.
+    opened: Vec<u32>,
+}
+
+/// One row, or neighbouring rows that share a counter.
+#[derive(Clone, Copy, Debug)]
+struct Row {
+    /// Number of readers, or [`WRITER`].
+    users: u32,
+    first: u32,
+    last: u32,
+}
+
+/// A call in the queue of one row.
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    waiter: u32,
+    row: u32,
+    before: u32,
+    next: u32,
+    /// The next entry of the same call.
+    sibling: u32,
+    /// How many requests of peers have passed it.
+    passed: u16,
+    writes: bool,
+    open: bool,
+}
+
+/// A call that waits for rows of this cache. Unused if `turn` is `None`.
+#[derive(Debug)]
+struct Waiter {
+    turn: Option<Arc<Turn>>,
+    /// The first of its entries, which are linked by `sibling`.
+    entry: u32,
+    /// Number of its entries that are not open.
+    blocked: usize,
+    passes: bool,
+    /// Whether `opened` names it.
+    listed: bool,
+}
+
+impl Row {
+    /// Whether the calls that use the row admit one more.
+    fn admits(self, writes: bool) -> bool {
+        if writes { self.users == 0 } else { self.users != WRITER }
+    }
+}
+
+impl RowTurns {
+    /// Allocates the counters for a cache of `rows` rows, once.
+    pub(super) fn prepare(&mut self, rows: u64) -> Result<()> {
+        if !self.rows.is_empty() {
+            return Ok(());
+        }
+        while rows >> self.shift > MAX_COUNTERS {
+            self.shift += 1;
+        }
+        (self.unused_entry, self.unused_waiter) = (NONE, NONE);
+        let free = Row { users: 0, first: NONE, last: NONE };
+        self.rows = fallible::filled(PINS, free, self.index(rows) + 1)?;
+        Ok(())
+    }
+
+    /// Returns the number of consecutive rows that share a counter; `None` before the first call.
+    pub(super) fn step(&self) -> Option<u64> {
+        (!self.rows.is_empty()).then_some(1 << self.shift)
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "at most MAX_COUNTERS")]
+    fn index(&self, row: u64) -> usize {
+        (row >> self.shift) as usize
+    }
+
+    /// Returns a row that keeps a call from taking its rows now: one that another call uses, or for which another
+    /// call waits.
+    pub(super) fn taken(&self, used: &RowUse) -> Option<u64> {
+        let taken = |row: u64, writes| {
+            let row = self.rows[self.index(row)];
+            !row.admits(writes) || row.first != NONE && !(used.passes && self.may_pass(row, writes))
+        };
+        let written = used.writes.iter().find(|row| taken(**row, true));
+        written.or_else(|| used.reads.iter().find(|row| taken(**row, false))).copied()
+    }
+
+    /// Whether a request of a peer may pass the queue of a row: no earlier request conflicts with it, and the first
+    /// call behind those was not passed too often.
+    fn may_pass(&self, row: Row, writes: bool) -> bool {
+        let mut at = row.first;
+        while at != NONE && self.waiters[self.entries[at as usize].waiter as usize].passes {
+            let entry = self.entries[at as usize];
+            if writes || entry.writes {
+                return false;
+            }
+            at = entry.next;
+        }
+        at == NONE || {
+            let entry = self.entries[at as usize];
+            !(writes || entry.writes) || entry.passed < MOST_PASSES
+        }
+    }
+
+    /// Takes rows that [`taken`](Self::taken) has found free.
+    pub(super) fn take(&mut self, used: &RowUse) {
+        for &row in &used.writes {
+            let row = self.index(row);
+            if self.rows[row].users != WRITER {
+                self.rows[row].users = WRITER;
+                self.note_pass(self.rows[row].first, true);
+            }
+        }
+        for &row in &used.reads {
+            let row = self.index(row);
+            // A WRITER here is this call itself.
+            if self.rows[row].users != WRITER {
+                self.rows[row].users += 1;
+                self.note_pass(self.rows[row].first, false);
+            }
+        }
+    }
+
+    /// Notes that a call goes before the entries from `first` on.
+    fn note_pass(&mut self, first: u32, writes: bool) {
+        if first == NONE {
+            return;
+        }
+        let entry = &mut self.entries[first as usize];
+        if writes || entry.writes {
+            entry.passed = entry.passed.saturating_add(1);
+            self.close_from(first);
+        }
+    }
+
+    /// Puts a call into the queues of all its rows. It may [`begin`](Self::begin) once nothing blocks `turn`.
+    pub(super) fn enter(&mut self, used: &RowUse, turn: &Arc<Turn>) -> Result<u32> {
+        let waiter = self.new_waiter(used, turn)?;
+        for (rows, writes) in [(&used.writes, true), (&used.reads, false)] {
+            for &row in rows {
+                self.enter_row(waiter, self.index(row), writes);
+            }
+        }
+        if self.waiters[waiter as usize].blocked > 0 {
+            turn.block();
+        }
+        Ok(waiter)
+    }
+
+    /// Makes room for a waiter and its entries, and returns the waiter.
+    #[expect(clippy::cast_possible_truncation, reason = "fewer waiters than fit into memory")]
+    fn new_waiter(&mut self, used: &RowUse, turn: &Arc<Turn>) -> Result<u32> {
+        fallible::grow(PINS, &mut self.entries, used.reads.len() + used.writes.len())?;
+        fallible::grow(PINS, &mut self.waiters, 1)?;
+        let unlisted = self.waiters.len() + 1 - self.opened.len();
+        fallible::grow(PINS, &mut self.opened, unlisted)?;
+        self.waiting += 1;
+        let new =
+            Waiter { turn: Some(turn.clone()), entry: NONE, blocked: 0, passes: used.passes, listed: false };
+        if self.unused_waiter == NONE {
+            self.waiters.push(new);
+            return Ok(self.waiters.len() as u32 - 1);
+        }
+        let place = self.unused_waiter;
+        let unused = &mut self.waiters[place as usize];
+        self.unused_waiter = unused.entry;
+        *unused = Waiter { listed: unused.listed, ..new };
+        Ok(place)
+    }
+
+    fn enter_row(&mut self, waiter: u32, row: usize, writes: bool) {
+        let (before, next) = self.position(waiter, row, writes);
+        let is_own = |entry: u32| entry != NONE && self.entries[entry as usize].waiter == waiter;
+        // A row that occurs again. Writes are entered first, so the entry has the stronger use.
+        if is_own(before) || is_own(self.rows[row].last) {
+            return;
+        }
+        let open = self.would_open(row, before, writes);
+        let sibling = self.waiters[waiter as usize].entry;
+        #[expect(clippy::cast_possible_truncation, reason = "at most MAX_COUNTERS")]
+        let entry = Entry { waiter, row: row as u32, before, next, sibling, passed: 0, writes, open };
+        let entry = self.new_entry(entry);
+        self.waiters[waiter as usize].entry = entry;
+        self.waiters[waiter as usize].blocked += usize::from(!open);
+        self.link(row, before, next, entry);
+        self.note_pass(next, writes);
+    }
+
+    /// Returns the entries between which a call enters the queue of a row: at its end, or behind the requests of
+    /// other peers.
+    fn position(&self, waiter: u32, row: usize, writes: bool) -> (u32, u32) {
+        let end = (self.rows[row].last, NONE);
+        if !self.waiters[waiter as usize].passes {
+            return end;
+        }
+        let (mut before, mut next) = (NONE, self.rows[row].first);
+        while next != NONE && self.waiters[self.entries[next as usize].waiter as usize].passes {
+            (before, next) = (next, self.entries[next as usize].next);
+        }
+        let Some(entry) = self.entries.get(next as usize) else { return end };
+        if (writes || entry.writes) && entry.passed >= MOST_PASSES { end } else { (before, next) }
+    }
+
+    /// Whether an entry behind `before` is open.
+    fn would_open(&self, row: usize, before: u32, writes: bool) -> bool {
+        let before = self.entries.get(before as usize);
+        let behind = before.is_none_or(|before| before.open && !before.writes && !writes);
+        behind && self.rows[row].admits(writes)
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "fewer entries than fit into memory")]
+    fn new_entry(&mut self, entry: Entry) -> u32 {
+        if self.unused_entry == NONE {
+            self.entries.push(entry);
+            return self.entries.len() as u32 - 1;
+        }
+        let place = self.unused_entry;
+        self.unused_entry = self.entries[place as usize].next;
+        self.entries[place as usize] = entry;
+        place
+    }
+
+    /// Takes the rows of a call that nothing blocks, and removes its entries.
+    pub(super) fn begin(&mut self, waiter: u32, used: &RowUse) {
+        self.remove(waiter, |_, _| ());
+        for &row in &used.writes {
+            let row = self.index(row);
+            self.rows[row].users = WRITER;
+        }
+        for &row in &used.reads {
+            let row = self.index(row);
+            if self.rows[row].users != WRITER {
+                self.rows[row].users += 1;
+            }
+        }
+    }
+
+    /// Removes the entries of a call that does not begin. Returns whether [`next_opened`](Self::next_opened) has a turn.
+    pub(super) fn withdraw(&mut self, waiter: u32) -> bool {
+        self.remove(waiter, |turns, next| turns.open_from(next));
+        !self.opened.is_empty()
+    }
+
+    /// Removes the entries of a call, and calls `removed` with the entry behind each.
+    fn remove(&mut self, waiter: u32, removed: impl Fn(&mut Self, u32)) {
+        let mut at = self.waiters[waiter as usize].entry;
+        while at != NONE {
+            let entry = self.entries[at as usize];
+            self.unlink(entry);
+            self.entries[at as usize].next = std::mem::replace(&mut self.unused_entry, at);
+            removed(self, entry.next);
+            at = entry.sibling;
+        }
+        let unused = &mut self.waiters[waiter as usize];
+        (unused.turn, unused.blocked) = (None, 0);
+        unused.entry = std::mem::replace(&mut self.unused_waiter, waiter);
+        self.waiting -= 1;
+        if self.waiting == 0 && self.entries.capacity() > KEPT_ENTRIES {
+            (self.entries, self.unused_entry) = (Vec::new(), NONE);
+        }
+    }
+
+    fn link(&mut self, row: usize, before: u32, next: u32, entry: u32) {
+        match self.entries.get_mut(before as usize) {
+            Some(before) => before.next = entry,
+            None => self.rows[row].first = entry,
+        }
+        match self.entries.get_mut(next as usize) {
+            Some(next) => next.before = entry,
+            None => self.rows[row].last = entry,
+        }
+    }
+
+    fn unlink(&mut self, Entry { row, before, next, .. }: Entry) {
+        match self.entries.get_mut(before as usize) {
+            Some(before) => before.next = next,
+            None => self.rows[row as usize].first = next,
+        }
+        match self.entries.get_mut(next as usize) {
+            Some(next) => next.before = before,
+            None => self.rows[row as usize].last = before,
+        }
+    }
+
+    /// Gives back the rows of a call. Returns whether [`next_opened`](Self::next_opened) has a turn.
+    pub(super) fn release(&mut self, used: &RowUse) -> bool {
+        for &row in &used.reads {
+            let row = self.index(row);
+            if self.rows[row].users != WRITER {
+                self.rows[row].users -= 1;
+                self.row_released(row);
+            }
+        }
+        for &row in &used.writes {
+            let row = self.index(row);
+            if self.rows[row].users == WRITER {
+                self.rows[row].users = 0;
+                self.row_released(row);
+            }
+        }
+        !self.opened.is_empty()
+    }
+
+    fn row_released(&mut self, row: usize) {
+        let Row { users, first, .. } = self.rows[row];
+        if users == 0 && first != NONE {
+            self.open_from(first);
+        }
+    }
+
+    /// Opens `entry` and those behind it, as far as nothing blocks them.
+    fn open_from(&mut self, mut entry: u32) {
+        while let Some(&Entry { waiter, row, before, next, writes, open, .. }) =
+            self.entries.get(entry as usize)
+        {
+            if open || !self.would_open(row as usize, before, writes) {
+                return;
+            }
+            self.entries[entry as usize].open = true;
+            let of_call = &mut self.waiters[waiter as usize];
+            of_call.blocked -= 1;
+            if of_call.blocked == 0
+                && of_call.turn.as_ref().is_some_and(|turn| turn.unblock())
+                && !of_call.listed
+            {
+                of_call.listed = true;
+                self.opened.push(waiter);
+            }
+            entry = next;
+        }
+    }
+
+    /// Closes `entry` and those behind it, because a call goes before them.
+    fn close_from(&mut self, mut entry: u32) {
+        while let Some(closed) = self.entries.get_mut(entry as usize).filter(|entry| entry.open) {
+            closed.open = false;
+            entry = closed.next;
+            let of_call = &mut self.waiters[closed.waiter as usize];
+            of_call.blocked += 1;
+            if of_call.blocked == 1
+                && let Some(turn) = &of_call.turn
+            {
+                turn.block();
+            }
+        }
+    }
+
+    /// Returns a call that nothing blocks any more, once for each time that this has become so.
+    pub(super) fn next_opened(&mut self) -> Option<Arc<Turn>> {
+        while let Some(waiter) = self.opened.pop() {
+            let waiter = &mut self.waiters[waiter as usize];
+            waiter.listed = false;
+            if let Some(turn) = &waiter.turn {
+                return Some(turn.clone());
+            }
+        }
+        None
+    }
+
+    /// Returns a row for which a waiting call waits.
+    pub(super) fn blocking(&self, waiter: u32) -> Option<u64> {
+        let mut at = self.waiters[waiter as usize].entry;
+        while let Some(entry) = self.entries.get(at as usize) {
+            if !entry.open {
+                return Some(u64::from(entry.row) << self.shift);
+            }
+            at = entry.sibling;
+        }
+        None
+    }
+}

@@ -1,0 +1,101 @@
+//! The turn of one waiting call: whether all its rows are free, in all its caches.
+
+use std::cell::RefCell;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::sync::{AtomicUsize, Condvar, Mutex, Ordering};
+
+/// The turn of one waiting call.
+pub(super) struct Turn {
+    /// Number of caches in which a row is not free. Changes under the lock of the cache.
+    blocking: AtomicUsize,
+    lock: Mutex<()>,
+    changed: Condvar,
+    /// Called when nothing blocks the call any more. It may be too late by then, or be called twice.
+    opened: Option<Box<dyn Fn() + Send + Sync>>,
+}
+
+impl Turn {
+    pub(super) fn new(opened: Option<Box<dyn Fn() + Send + Sync>>) -> Arc<Self> {
+        Arc::new(Turn {
+            blocking: AtomicUsize::new(0),
+            lock: Mutex::default(),
+            changed: Condvar::new(),
+            opened,
+        })
+    }
+
+    /// Notes that one more cache blocks the call.
+    pub(super) fn block(&self) {
+        self.blocking.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Notes that a cache does not block the call any more. Returns whether none does.
+    pub(super) fn unblock(&self) -> bool {
+        self.blocking.fetch_sub(1, Ordering::SeqCst) == 1
+    }
+
+    /// Whether nothing blocks the call. It stays so only under the locks of its caches.
+    pub(super) fn is_open(&self) -> bool {
+        self.blocking.load(Ordering::SeqCst) == 0
+    }
+
+    /// Waits at most `limit` until the turn is open.
+    pub(super) fn wait(&self, limit: Duration) {
+        let lock = self.lock.lock();
+        if !self.is_open() {
+            drop(self.changed.wait_timeout(lock, limit));
+        }
+    }
+
+    /// Tells the call that its turn is open. The caller holds no lock.
+    pub(super) fn announce(self: Arc<Self>) {
+        // Whoever waits either sees that the turn is open, or is notified.
+        drop(self.lock.lock());
+        self.changed.notify_all();
+        if self.opened.is_some() {
+            announce_one_by_one(self);
+        }
+    }
+}
+
+thread_local! {
+    /// The turns that this thread has still to announce, while it announces one.
+    static ANNOUNCING: RefCell<Option<Vec<Arc<Turn>>>> = const { RefCell::new(None) };
+}
+
+/// Calls `opened` of a turn. If that opens further turns, they follow afterwards: with a call inside each call, a long
+/// queue would need a deep stack.
+fn announce_one_by_one(turn: Arc<Turn>) {
+    let nested = ANNOUNCING.with_borrow_mut(|later| match later {
+        Some(later) => {
+            later.push(turn.clone());
+            true
+        }
+        None => {
+            *later = Some(Vec::new());
+            false
+        }
+    });
+    let mut next = Some(turn).filter(|_| !nested);
+    while let Some(turn) = next {
+        if let Some(opened) = &turn.opened {
+            opened();
+        }
+        next = ANNOUNCING.with_borrow_mut(|later| {
+            let next = later.as_mut().and_then(Vec::pop);
+            if next.is_none() {
+                *later = None;
+            }
+            next
+        });
+    }
+}
+
+impl fmt::Debug for Turn {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Turn").field("blocking", &self.blocking).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,162 @@
+//! Asynchronous calls: the same arguments, checks and results as their synchronous twins, without waiting.
+//!
+//! A call checks its arguments and enters the queues of its rows before it returns. A lane does the rest, and the
+//! outcome is an event.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::{DataDist, End, RemoteName};
+use crate::cache::{Cache, CallRows, RowUse};
+use crate::copy::Staging;
+use crate::error::Result;
+use crate::events::{Event, EventQueue, Transfer};
+use crate::model::{Deadline, Placement};
+use crate::plan::Moves;
+use crate::stats::Op;
+use crate::transfer::{Call, CallPurpose, Execution, LocalCopy, Work};
+use crate::validate::{self, CopyArgs, Layers, PullRows, PushRows};
+
+impl DataDist {
+    /// Starts a [`pull`](Self::pull), which ends within `limit`, by default `sync_kv_timeout`.
+    ///
+    /// Returns `Err` for what the arguments and the local cache decide, and `Err(Busy)` if too many transfers run or
+    /// wait for their outcome to be taken. The [`Transfer`] has the outcome, and [`poll`](Self::poll) returns it.
+    pub fn pull_async(
+        &self,
+        from: RemoteName,
+        to: &End,
+        rows: PullRows,
+        layers: Layers,
+        limit: Option<Duration>,
+    ) -> Result<Arc<Transfer>> {
+        let deadline = self.limited(limit);
+        let (local, checked) = self.checked_pull(from, to, rows, layers)?;
+        let writes = checked.rows().local_rows()?;
+        let used = CallRows::of(local.clone(), RowUse { writes, ..RowUse::default() });
+        let (resources, finder) = (self.resources.clone(), self.links.finder());
+        let work = move |execution: &Arc<Execution>, deadline: Deadline| {
+            let link = finder.find(from.cluster, deadline)?;
+            let execution = Some(execution.clone());
+            Call { resources, link, name: from.name, local, deadline, execution }.pull_rows(&checked)
+        };
+        let outgoing = Some(self.resources.outgoing_calls.begin());
+        let purpose = CallPurpose { op: Op::Pull, cluster: from.cluster, deadline, outgoing };
+        self.start(purpose, used, Box::new(work))
+    }
+
+    /// Starts a [`push`](Self::push); otherwise like [`pull_async`](Self::pull_async).
+    pub fn push_async(
+        &self,
+        from: &End,
+        to: RemoteName,
+        rows: PushRows,
+        layers: Layers,
+        limit: Option<Duration>,
+    ) -> Result<Arc<Transfer>> {
+        let deadline = self.limited(limit);
+        let (local, checked) = self.checked_push(from, to, rows, layers)?;
+        let reads = checked.rows().local_rows()?;
+        let used = CallRows::of(local.clone(), RowUse { reads, ..RowUse::default() });
+        let (resources, finder) = (self.resources.clone(), self.links.finder());
+        let work = move |execution: &Arc<Execution>, deadline: Deadline| {
+            let link = finder.find(to.cluster, deadline)?;
+            let (name, execution) = (to.name.without_slot().0, Some(execution.clone()));
+            Call { resources, link, name, local, deadline, execution }.push_rows(to.name, &checked)
+        };
+        let outgoing = Some(self.resources.outgoing_calls.begin());
+        let purpose = CallPurpose { op: Op::Push, cluster: to.cluster, deadline, outgoing };
+        self.start(purpose, used, Box::new(work))
+    }
+
+    /// Starts a [`copy_cache`](Self::copy_cache); otherwise like [`pull_async`](Self::pull_async).
+    pub fn copy_cache_async(
+        &self,
+        dst: &End,
+        src: &End,
+        args: CopyArgs,
+        limit: Option<Duration>,
+    ) -> Result<Arc<Transfer>> {
+        let deadline = self.limited(limit);
+        let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
+        let moves = validate::copy_cache(src.layout(), dst.layout(), args)?;
+        self.start_copy(Op::CopyCache, (src, dst), moves, Staging::DEFAULT, deadline)
+    }
+
+    /// Starts a [`copy_blocks`](Self::copy_blocks); otherwise like [`pull_async`](Self::pull_async).
+    pub fn copy_blocks_async(
+        &self,
+        cache: &End,
+        pairs: &[(i64, i64)],
+        limit: Option<Duration>,
+    ) -> Result<Arc<Transfer>> {
+        let deadline = self.limited(limit);
+        let (cache, moves) = self.checked_copy_blocks(cache, pairs)?;
+        self.start_copy(Op::CopyBlocks, (cache.clone(), cache), moves, Staging::DEFAULT, deadline)
+    }
+
+    /// Starts a [`swap_blocks`](Self::swap_blocks); otherwise like [`pull_async`](Self::pull_async).
+    pub fn swap_blocks_async(
+        &self,
+        src: &End,
+        dst: &End,
+        pairs: &[(i64, i64)],
+        limit: Option<Duration>,
+    ) -> Result<Arc<Transfer>> {
+        let deadline = self.limited(limit);
+        let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
+        let (moves, staging) = self.checked_swap(&src, &dst, pairs)?;
+        let op = if src.placement() == Placement::Host { Op::SwapIn } else { Op::SwapOut };
+        self.start_copy(op, (src, dst), moves, staging, deadline)
+    }
+
+    /// Returns at most `most` outcomes of transfers that nobody has taken yet, in the order in which they ended, and
+    /// removes them from the queue. Never waits.
+    pub fn poll(&self, most: usize) -> Result<Vec<Event>> {
+        self.calls.queue().poll(most)
+    }
+
+    /// Returns the queue of events.
+    pub fn events(&self) -> &Arc<EventQueue> {
+        self.calls.queue()
+    }
+
+    /// Waits until no asynchronous call runs. Returns `false` once `limit` has passed, and `Err` only if interrupted.
+    pub fn drain(&self, limit: Duration) -> Result<bool> {
+        self.calls.drain(Deadline::after(limit).named("timeout_ms").watched(self.interrupted))
+    }
+
+    /// Ends all asynchronous calls with an error of kind `Closed` and refuses new ones, because the engine is about to
+    /// be dropped. Other threads may still be in calls of the engine.
+    pub fn end_transfers(&self) {
+        self.calls.close();
+    }
+
+    fn start_copy(
+        &self,
+        op: Op,
+        (src, dst): (Arc<Cache>, Arc<Cache>),
+        mut moves: Moves,
+        staging: Staging,
+        deadline: Deadline,
+    ) -> Result<Arc<Transfer>> {
+        let (reads, writes) = (std::mem::take(&mut moves.src_rows), std::mem::take(&mut moves.dst_rows));
+        let used = CallRows::copy((src.clone(), reads), (dst.clone(), writes));
+        let copy = LocalCopy { resources: self.resources.clone(), op, src, dst, staging };
+        let work = move |execution: &Arc<Execution>, deadline| copy.execute(moves, execution, deadline);
+        let cluster = self.resources.config.cluster;
+        self.start(CallPurpose { op, cluster, deadline, outgoing: None }, used, Box::new(work))
+    }
+
+    fn start(&self, purpose: CallPurpose, rows: CallRows, work: Work) -> Result<Arc<Transfer>> {
+        self.calls.start(self.lanes.handle(), &self.resources, purpose, rows, work)
+    }
+
+    /// Returns the deadline of a call with its own limit.
+    fn limited(&self, limit: Option<Duration>) -> Deadline {
+        match limit {
+            Some(limit) => Deadline::after(limit).named("timeout_ms"),
+            None => Deadline::after(self.resources.config.sync_timeout),
+        }
+    }
+}

@@ -1,0 +1,277 @@
+//! The record of one asynchronous call: whether it still runs, how it ended, and who waits for it.
+//!
+//! A transfer ends exactly once, and only after nothing of it touches memory. The code that runs it reports this with
+//! [`finish`](Transfer::finish); `transfer::async_call` ensures that it does.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Instant;
+
+use super::await_queue::AwaitQueue;
+use super::queue::EventQueue;
+use crate::copy::Progress;
+use crate::error::{Error, ErrorKind, Result};
+use crate::model::Deadline;
+use crate::sync::{Condvar, Mutex};
+
+/// How many bytes of a transfer are in place.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TransferProgress {
+    /// Bytes that are known to be in place. A push learns this only from the peer, at its end.
+    pub done: u64,
+    /// Bytes of the whole transfer; 0 until it is planned.
+    pub total: u64,
+}
+
+/// One asynchronous call.
+#[derive(Debug)]
+pub struct Transfer {
+    number: u64,
+    queue: Arc<EventQueue>,
+    started: Instant,
+    /// Whether the outcome was taken. No lock: the event queue reads it under its own.
+    taken: AtomicBool,
+    state: Mutex<State>,
+    /// Notified when the transfer has ended.
+    changed: Condvar,
+}
+
+/// Ends a transfer that has not begun, with the given error.
+pub(crate) type Stop = Box<dyn FnOnce(Error) + Send>;
+
+#[derive(Default)]
+struct State {
+    /// Where the progress of the current attempt is found, and the bytes of the whole transfer.
+    progress: Option<(Arc<Progress>, u64)>,
+    /// Whether a cancellation was accepted.
+    cancelled: bool,
+    /// Whether the engine closes.
+    closing: bool,
+    /// Whether a cancellation is refused from now on.
+    committed: bool,
+    stop: Option<Stop>,
+    /// The number of bytes moved, or the failure.
+    outcome: Option<Result<u64>>,
+    nanos: u64,
+    loops: Vec<Arc<AwaitQueue>>,
+}
+
+/// Counts the transfers of this process.
+static STARTED: AtomicU64 = AtomicU64::new(1);
+
+impl State {
+    /// Returns why the transfer must end early, if it must.
+    fn stopped(&self) -> Option<Error> {
+        if self.closing {
+            return Some(Error::closed());
+        }
+        self.cancelled.then(|| Error::new(ErrorKind::Cancelled, "the transfer was cancelled"))
+    }
+
+    /// Returns the outcome to report. A stopped transfer keeps the facts of its failure and the rows that arrived.
+    fn reported(&self, outcome: Result<u64>) -> Result<u64> {
+        let Some(stopped) = self.stopped() else { return outcome };
+        match outcome {
+            // Somebody has learnt of the success already.
+            Ok(bytes) if self.committed && !self.closing => Ok(bytes),
+            Ok(_) => Err(stopped),
+            Err(error) => Err(error.replaced_by(stopped)),
+        }
+    }
+}
+
+impl Transfer {
+    /// Creates the record of a call that starts now. Returns `Err(Busy)` if `queue` has no place for it.
+    pub(crate) fn start(queue: &Arc<EventQueue>) -> Result<Arc<Self>> {
+        queue.reserve()?;
+        Ok(Arc::new(Transfer {
+            number: STARTED.fetch_add(1, Ordering::Relaxed),
+            queue: queue.clone(),
+            started: Instant::now(),
+            taken: AtomicBool::new(false),
+            state: Mutex::default(),
+            changed: Condvar::new(),
+        }))
+    }
+
+    /// Returns a number that no other transfer of this process has.
+    pub fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// Gives back the place of a transfer that could not be started.
+    pub(crate) fn abandon(&self) {
+        self.state.lock().stop = None;
+        self.queue.give_back();
+    }
+
+    /// Sets what ends the transfer while it has not begun. It is called at most once, without a lock.
+    pub(crate) fn stop_with(&self, stop: Stop) {
+        self.state.lock().stop = Some(stop);
+    }
+
+    /// Creates the progress of an attempt to move `total` bytes, and reports it from now on.
+    pub(crate) fn attempt(&self, total: u64) -> Arc<Progress> {
+        let progress = Arc::new(Progress::default());
+        self.state.lock().progress = Some((progress.clone(), total));
+        progress
+    }
+
+    /// Returns `Err` if the transfer must end early.
+    pub(crate) fn proceed(&self) -> Result<()> {
+        self.state.lock().stopped().map_or(Ok(()), Err)
+    }
+
+    /// Refuses a cancellation from now on, because somebody is about to learn that the transfer succeeded. Returns
+    /// `Err` if it must end early.
+    pub(crate) fn commit(&self) -> Result<()> {
+        let mut state = self.state.lock();
+        match state.stopped() {
+            Some(stopped) => Err(stopped),
+            None => {
+                state.committed = true;
+                Ok(())
+            }
+        }
+    }
+
+    /// Whether a cancellation was accepted.
+    pub fn cancelled(&self) -> bool {
+        self.state.lock().cancelled
+    }
+
+    /// Cancels the transfer. Never waits: a transfer that has begun ends later. Returns `false` if its outcome can no
+    /// longer change.
+    pub fn cancel(&self) -> bool {
+        let mut state = self.state.lock();
+        if state.outcome.is_some() || state.committed || state.closing {
+            return false;
+        }
+        state.cancelled = true;
+        self.stop(state);
+        true
+    }
+
+    /// Ends the transfer early because the engine closes.
+    pub(crate) fn close(&self) {
+        let mut state = self.state.lock();
+        if state.outcome.is_none() {
+            state.closing = true;
+            self.stop(state);
+        }
+    }
+
+    fn stop(&self, mut state: crate::sync::MutexGuard<'_, State>) {
+        let stop = state.stop.take().zip(state.stopped());
+        drop(state);
+        if let Some((stop, error)) = stop {
+            stop(error);
+        }
+    }
+
+    /// Ends the transfer, once. The caller has released everything that it used.
+    pub(crate) fn finish(self: &Arc<Self>, outcome: Result<u64>) {
+        let mut state = self.state.lock();
+        if state.outcome.is_some() {
+            return;
+        }
+        let outcome = state.reported(outcome);
+        state.cancelled = outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::Cancelled);
+        state.outcome = Some(outcome);
+        state.nanos = self.elapsed();
+        let (stop, loops) = (state.stop.take(), std::mem::take(&mut state.loops));
+        // Queued under the lock, so that whoever sees the outcome can take it out of the queue.
+        self.queue.push(self);
+        self.changed.notify_all();
+        drop(state);
+        drop(stop);
+        for queue in loops {
+            queue.push(self.number);
+        }
+    }
+
+    /// Whether the transfer has ended.
+    pub fn done(&self) -> bool {
+        self.state.lock().outcome.is_some()
+    }
+
+    /// Waits until the transfer has ended. Returns `Ok(false)` once `deadline` has passed, and `Err` only if
+    /// interrupted.
+    pub fn wait(&self, deadline: Deadline) -> Result<bool> {
+        let mut state = self.state.lock();
+        while state.outcome.is_none() {
+            if deadline.passed() {
+                return Ok(false);
+            }
+            drop(self.changed.wait_timeout(state, deadline.nap()));
+            deadline.interruption("waiting for a transfer")?;
+            state = self.state.lock();
+        }
+        Ok(true)
+    }
+
+    /// Returns the number of bytes moved, or the failure; `None` while the transfer runs. The outcome leaves the event
+    /// queue, and stays here.
+    pub fn outcome(&self) -> Option<Result<u64>> {
+        let outcome = self.state.lock().outcome.clone()?;
+        if self.take() {
+            self.queue.taken();
+        }
+        Some(outcome)
+    }
+
+    /// Returns how many bytes are in place.
+    pub fn progress(&self) -> TransferProgress {
+        let state = self.state.lock();
+        match (&state.outcome, &state.progress) {
+            (Some(Ok(bytes)), _) => TransferProgress { done: *bytes, total: *bytes },
+            (_, Some((progress, total))) => {
+                TransferProgress { done: progress.bytes().min(*total), total: *total }
+            }
+            _ => TransferProgress::default(),
+        }
+    }
+
+    /// Returns how many nanoseconds the transfer took, or has taken so far.
+    pub fn nanos(&self) -> u64 {
+        let state = self.state.lock();
+        if state.outcome.is_some() { state.nanos } else { self.elapsed() }
+    }
+
+    fn elapsed(&self) -> u64 {
+        u64::try_from(self.started.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    /// Has `queue` informed of the end of the transfer. Returns `Ok(false)` if it has ended already.
+    pub fn wake(&self, queue: &Arc<AwaitQueue>) -> Result<bool> {
+        let mut state = self.state.lock();
+        if state.outcome.is_some() {
+            return Ok(false);
+        }
+        if !state.loops.iter().any(|known| Arc::ptr_eq(known, queue)) {
+            crate::fallible::push("the event loops that await a transfer", &mut state.loops, queue.clone())?;
+        }
+        Ok(true)
+    }
+
+    /// Whether the outcome was taken.
+    pub(super) fn is_taken(&self) -> bool {
+        self.taken.load(Ordering::SeqCst)
+    }
+
+    /// Takes the outcome. Returns `false` if it was taken before.
+    pub(super) fn take(&self) -> bool {
+        !self.taken.swap(true, Ordering::SeqCst)
+    }
+
+    /// Undoes a [`take`](Self::take).
+    pub(super) fn untake(&self) {
+        self.taken.store(false, Ordering::SeqCst);
+    }
+}
+
+impl std::fmt::Debug for State {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("State").field("outcome", &self.outcome).finish_non_exhaustive()
+    }
+}

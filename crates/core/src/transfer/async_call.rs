@@ -1,0 +1,294 @@
+//! One asynchronous call, which waits for its rows and for a lane without a thread of its own.
+//!
+//! ```text
+//!  start ── queues of its rows ── (all free) ── queue of its cluster ── a lane takes the rows and runs the work
+//!    └──────────── the deadline, a cancellation or the end of the engine stops it until here
+//! ```
+//!
+//! A call takes its rows only on a lane. Until then it holds nothing for which a peer could wait.
+//!
+//! A call that a lane has begun ends when the last reference to its [`Execution`] is dropped. Whatever may touch its
+//! memory has one. So the end is reported only when nothing touches that memory any more, even if the kernel keeps a
+//! read beyond the deadline.
+
+use std::cell::RefCell;
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::Instant;
+
+use super::async_calls::RunningCalls;
+use super::executor::{Alarm, ExecutorHandle, Job};
+use crate::cache::{CallRows, Pin, WaitingCall};
+use crate::error::{Error, ErrorKind, Result};
+use crate::events::Transfer;
+use crate::model::{ClusterId, Deadline};
+use crate::resources::{OutgoingCall, Resources};
+use crate::stats::Op;
+use crate::sync::Mutex;
+
+/// What a call does once it has its rows. Returns the number of bytes moved.
+pub(crate) type Work = Box<dyn FnOnce(&Arc<Execution>, Deadline) -> Result<u64> + Send>;
+
+/// What a call is for.
+#[derive(Debug)]
+pub(crate) struct CallPurpose {
+    pub(crate) op: Op,
+    /// The cluster whose lanes run it: the peer, or this engine for a copy.
+    pub(crate) cluster: ClusterId,
+    pub(crate) deadline: Deadline,
+    /// Whether it calls that cluster. Set before the call waits for a row.
+    #[expect(dead_code, reason = "held, not read")]
+    pub(crate) outgoing: Option<OutgoingCall>,
+}
+
+/// One asynchronous call that has not ended.
+pub(super) struct AsyncCall {
+    transfer: Arc<Transfer>,
+    lanes: ExecutorHandle,
+    /// Weak, because a read that the kernel keeps must not keep the engine.
+    resources: Weak<Resources>,
+    running: Arc<RunningCalls>,
+    purpose: CallPurpose,
+    started: Instant,
+    step: Mutex<Step>,
+}
+
+/// How far a call is.
+#[derive(Default)]
+struct Step {
+    /// `None` once a lane has begun it, or once it was stopped.
+    work: Option<Work>,
+    /// Its places in the queues of its rows. `None` before it has entered them, and whenever `work` is `None`.
+    rows: Option<WaitingCall>,
+    /// Whether it was handed to the lanes.
+    queued: bool,
+    /// Its place among the jobs that wait for a lane.
+    job: Option<u64>,
+    alarm: Option<Alarm>,
+}
+
+impl AsyncCall {
+    /// Creates a call that waits for nothing yet.
+    pub(super) fn new(
+        transfer: &Arc<Transfer>,
+        lanes: &ExecutorHandle,
+        resources: &Arc<Resources>,
+        running: &Arc<RunningCalls>,
+        purpose: CallPurpose,
+        work: Work,
+    ) -> Arc<Self> {
+        let call = Arc::new(AsyncCall {
+            transfer: transfer.clone(),
+            lanes: lanes.clone(),
+            resources: Arc::downgrade(resources),
+            running: running.clone(),
+            purpose,
+            started: Instant::now(),
+            step: Mutex::new(Step { work: Some(work), ..Step::default() }),
+        });
+        let weak = Arc::downgrade(&call);
+        transfer.stop_with(Box::new(move |error| {
+            if let Some(call) = weak.upgrade() {
+                call.stop(error);
+            }
+        }));
+        call
+    }
+
+    pub(super) fn number(&self) -> u64 {
+        self.transfer.number()
+    }
+
+    /// Ends the call because the engine closes; later, if a lane has begun it.
+    pub(super) fn close(&self) {
+        self.transfer.close();
+    }
+
+    /// Enters the queues of its rows. The call may run, and end, before this returns.
+    pub(super) fn wait_for(self: &Arc<Self>, rows: CallRows) -> Result<()> {
+        let (opened, late) = (Arc::downgrade(self), Arc::downgrade(self));
+        let submit = move || {
+            if let Some(call) = opened.upgrade() {
+                call.submit();
+            }
+        };
+        let waiting = rows.enter(Some(Box::new(submit)))?;
+        let alarm = self.lanes.at(Instant::now() + self.purpose.deadline.left(), Box::new(Late(late)))?;
+        let mut step = self.step.lock();
+        let stopped = step.work.is_none();
+        if !stopped {
+            (step.rows, step.alarm) = (Some(waiting), Some(alarm));
+            drop(step);
+            self.submit();
+            return Ok(());
+        }
+        drop(step);
+        // The engine has closed meanwhile.
+        self.lanes.forget(alarm);
+        drop(waiting);
+        Ok(())
+    }
+
+    /// Hands the call to the lanes, once, if its rows are free.
+    fn submit(self: &Arc<Self>) {
+        let mut step = self.step.lock();
+        if step.queued || !step.rows.as_ref().is_some_and(WaitingCall::is_open) {
+            return;
+        }
+        step.queued = true;
+        drop(step);
+        let job = self.lanes.carry(self.purpose.cluster, Box::new(CallJob(self.clone())));
+        let mut step = self.step.lock();
+        if step.work.is_some() {
+            step.job = job;
+            return;
+        }
+        drop(step);
+        self.withdraw_job(job);
+    }
+
+    /// Ends the call with `error`, unless a lane has begun it.
+    fn stop(&self, error: Error) {
+        let mut step = self.step.lock();
+        let (work, rows, job) = (step.work.take(), step.rows.take(), step.job.take());
+        drop(step);
+        if work.is_none() {
+            return;
+        }
+        self.withdraw_job(job);
+        // Without a lock, because other calls may continue now.
+        drop((work, rows));
+        self.end(Err(error.with("cluster", self.purpose.cluster)));
+    }
+
+    fn withdraw_job(&self, job: Option<u64>) {
+        if let Some(job) = job {
+            drop(self.lanes.withdraw(self.purpose.cluster, job));
+        }
+    }
+
+    /// Fails the call, whose deadline has passed, unless a lane has begun it.
+    fn late(&self) {
+        let step = self.step.lock();
+        let Some(rows) = &step.rows else { return };
+        let doing =
+            if rows.is_open() { "waiting for a thread" } else { "waiting for blocks that another call uses" };
+        let error = rows.named(self.purpose.deadline.error(doing));
+        drop(step);
+        self.stop(error);
+    }
+
+    /// Takes the rows and runs the work, unless the call was stopped.
+    fn run(self: Arc<Self>) {
+        let mut step = self.step.lock();
+        let (Some(work), Some(rows)) = (step.work.take(), step.rows.take()) else { return };
+        let alarm = step.alarm.take();
+        drop(step);
+        alarm.into_iter().for_each(|alarm| self.lanes.forget(alarm));
+        let deadline = self.purpose.deadline.watched(Some(stopped));
+        let execution =
+            Arc::new(Execution { pin: OnceLock::new(), call: self.clone(), outcome: Mutex::default() });
+        let _running = OnLane::begin(&self.transfer);
+        let outcome = self.transfer.proceed().and_then(|()| rows.pin(deadline)).and_then(|pin| {
+            // Set once.
+            let _ = execution.pin.set(pin);
+            work(&execution, deadline)
+        });
+        *execution.outcome.lock() = Some(outcome);
+    }
+
+    /// Ends the call. Nothing of it may touch memory any more.
+    fn end(&self, outcome: Result<u64>) {
+        let alarm = self.step.lock().alarm.take();
+        alarm.into_iter().for_each(|alarm| self.lanes.forget(alarm));
+        let took = self.started.elapsed();
+        // Before anybody learns of the end, and may look at the counters.
+        if let Some(resources) = self.resources.upgrade() {
+            resources.stats.counted(self.purpose.op, took, outcome.is_ok());
+        }
+        self.transfer.finish(outcome);
+        self.running.leave(self.number());
+    }
+}
+
+/// A call that a lane has begun, for everything that touches its memory. The last reference ends the call.
+pub(crate) struct Execution {
+    pin: OnceLock<Pin>,
+    call: Arc<AsyncCall>,
+    /// `None` if the work panicked.
+    outcome: Mutex<Option<Result<u64>>>,
+}
+
+impl Execution {
+    /// Returns the record of the call.
+    pub(crate) fn transfer(&self) -> &Transfer {
+        &self.call.transfer
+    }
+}
+
+impl Drop for Execution {
+    fn drop(&mut self) {
+        // The calls that wait for the rows begin after the end of this one was reported, so that events have an order.
+        let _opened = self.pin.take().map(Pin::release);
+        let text = "the lane of a transfer ended without a result";
+        let missing = || Err(Error::new(ErrorKind::System, text));
+        self.call.end(self.outcome.lock().take().unwrap_or_else(missing));
+    }
+}
+
+/// Runs a call on a lane.
+struct CallJob(Arc<AsyncCall>);
+
+impl Job for CallJob {
+    fn run(self: Box<Self>) {
+        self.0.run();
+    }
+
+    fn refused(self: Box<Self>, why: Error) {
+        self.0.stop(why);
+    }
+}
+
+/// Stops a call that no lane has begun before its deadline.
+struct Late(Weak<AsyncCall>);
+
+impl Job for Late {
+    fn run(self: Box<Self>) {
+        if let Some(call) = self.0.upgrade() {
+            call.late();
+        }
+    }
+
+    fn refused(self: Box<Self>, _: Error) {}
+}
+
+thread_local! {
+    /// The transfer that this lane runs.
+    static RUNNING: RefCell<Option<Arc<Transfer>>> = const { RefCell::new(None) };
+}
+
+/// Whether the transfer that this lane runs must end early. The waits of its deadline ask this.
+fn stopped() -> bool {
+    RUNNING.with_borrow(|running| running.as_ref().is_some_and(|transfer| transfer.proceed().is_err()))
+}
+
+/// The time during which this thread runs a transfer.
+struct OnLane;
+
+impl OnLane {
+    fn begin(transfer: &Arc<Transfer>) -> Self {
+        RUNNING.set(Some(transfer.clone()));
+        OnLane
+    }
+}
+
+impl Drop for OnLane {
+    fn drop(&mut self) {
+        RUNNING.set(None);
+    }
+}
+
+impl std::fmt::Debug for AsyncCall {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("AsyncCall").field("transfer", &self.transfer).finish_non_exhaustive()
+    }
+}

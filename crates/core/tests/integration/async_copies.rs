@@ -1,0 +1,189 @@
+//! Asynchronous copies and swaps within one engine: turns, limits, cancellation, and the queue of outcomes.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use llm_datadist_core::testing::device::HostReach;
+use llm_datadist_core::{Cache, CacheKind, DataDist, Deadline, Error, ErrorKind, Event, Placement, Transfer};
+use rustix::event::{PollFd, PollFlags, poll};
+
+use crate::fixtures::{Gated, config, contents, desc, end, engine_on, fill, patterned};
+
+const LONG: Duration = Duration::from_secs(20);
+const ROW: usize = 4096;
+
+/// An engine whose device copies wait while the gate is shut, and a blocks cache of each placement.
+struct Bench {
+    gate: Arc<Gated>,
+    engine: DataDist,
+    device: Arc<Cache>,
+    host: Arc<Cache>,
+}
+
+impl Bench {
+    fn new(most: usize) -> Bench {
+        let gate = Gated::new(HostReach::Direct);
+        let mut config = config(4 << 20);
+        config.max_transfers = most;
+        let engine = engine_on(config, gate.clone());
+        let cache =
+            |placement| engine.allocate(&desc(placement, 2, 16, ROW), CacheKind::Blocks, &[]).unwrap();
+        let (device, host) = (cache(Placement::Device), cache(Placement::Host));
+        fill(&host, &patterned(3, 2, 16 * ROW));
+        Bench { gate, engine, device, host }
+    }
+
+    fn copy(&self, from: i64, to: i64) -> Arc<Transfer> {
+        self.try_copy(from, to, None).unwrap()
+    }
+
+    fn try_copy(&self, from: i64, to: i64, limit: Option<Duration>) -> Result<Arc<Transfer>, Error> {
+        self.engine.copy_blocks_async(&end(&self.device), &[(from, to)], limit)
+    }
+
+    fn polled(&self) -> Vec<u64> {
+        let number = |event| match event {
+            Event::Completed(transfer) => transfer.number(),
+            other => panic!("{other:?}"),
+        };
+        self.engine.poll(usize::MAX).unwrap().into_iter().map(number).collect()
+    }
+}
+
+fn outcome(transfer: &Transfer) -> Result<u64, Error> {
+    assert!(transfer.wait(Deadline::after(LONG)).unwrap(), "the transfer did not end");
+    transfer.outcome().expect("it has ended")
+}
+
+/// Synchronous and asynchronous calls that meet run in the order of their start, however long the first one takes.
+#[test]
+fn calls_that_meet_take_turns() {
+    let bench = Bench::new(100);
+    let Bench { gate, engine, device, host } = &bench;
+    gate.shut();
+    let mut transfers = vec![engine.swap_blocks_async(&end(host), &end(device), &[(9, 0)], None).unwrap()];
+    gate.wait_for(1);
+    transfers.extend((0..6).map(|row| bench.copy(row, row + 1)));
+    let free = bench.copy(10, 11);
+    assert!(transfers.iter().all(|transfer| !transfer.done()));
+    std::thread::scope(|scope| {
+        let last = scope.spawn(|| engine.swap_blocks(&end(device), &end(host), &[(6, 15)]));
+        gate.open();
+        last.join().unwrap().unwrap();
+    });
+    assert_eq!(outcome(&free).unwrap(), 2 * ROW as u64);
+    for tensor in contents(host) {
+        assert!(tensor[15 * ROW..] == tensor[9 * ROW..10 * ROW]);
+    }
+    let started: Vec<u64> = transfers.iter().map(|transfer| transfer.number()).collect();
+    let polled = bench.polled();
+    assert_eq!(polled.iter().filter(|number| started.contains(number)).copied().collect::<Vec<_>>(), started);
+}
+
+#[test]
+fn a_call_that_waits_is_cancelled_or_late_at_once() {
+    let bench = Bench::new(100);
+    bench.gate.shut();
+    let first = bench.copy(0, 1);
+    bench.gate.wait_for(1);
+    let [cancelled, behind] = [bench.copy(1, 2), bench.copy(2, 3)];
+    let late = bench.try_copy(1, 4, Some(Duration::from_millis(20))).unwrap();
+    assert!(cancelled.cancel());
+    let ended = cancelled.outcome().expect("no lane had begun it").unwrap_err();
+    assert_eq!((ended.kind(), cancelled.cancelled()), (ErrorKind::Cancelled, true));
+    let error = outcome(&late).unwrap_err();
+    assert_eq!((error.kind(), error.fact("limit_ms")), (ErrorKind::Timeout, Some("20")), "{error}");
+    assert!(error.to_string().starts_with("timeout_ms passed"), "{error}");
+    // The call behind waits for nobody any more: it copies.
+    bench.gate.wait_for(2);
+    assert!(!first.done());
+    assert!(first.cancel(), "a copy that has begun");
+    bench.gate.open();
+    assert_eq!(outcome(&behind).unwrap(), 2 * ROW as u64);
+    assert_eq!(outcome(&first).unwrap_err().kind(), ErrorKind::Cancelled);
+    assert_eq!((first.cancel(), behind.cancel()), (false, false));
+    bench.engine.copy_blocks(&end(&bench.device), &[(1, 2)]).expect("no row is held");
+    assert!(bench.engine.drain(LONG).unwrap());
+}
+
+/// A full queue refuses calls and changes nothing. Polling and taking an outcome make room, each once.
+#[test]
+fn the_queue_is_bounded() {
+    let bench = Bench::new(3);
+    let transfers: Vec<_> = (0..3).map(|row| bench.copy(row, row + 8)).collect();
+    assert!(bench.engine.drain(LONG).unwrap());
+    let full = bench.try_copy(0, 1, None).unwrap_err();
+    assert_eq!((full.kind(), full.fact("limit")), (ErrorKind::Busy, Some("3")));
+    assert_eq!(bench.engine.poll(1).unwrap().len(), 1);
+    bench.copy(0, 1);
+    assert_eq!(bench.try_copy(0, 1, None).unwrap_err().kind(), ErrorKind::Busy);
+    // The second outcome is taken twice and makes room once.
+    assert!(transfers[1].outcome().is_some() && transfers[1].outcome().is_some());
+    assert!(bench.engine.drain(LONG).unwrap());
+    assert_eq!(bench.polled().len(), 2);
+    assert_eq!((bench.engine.events().open_transfers(), bench.polled().len()), (0, 0));
+    assert_eq!(bench.engine.poll(0).unwrap().len(), 0);
+}
+
+/// The descriptor is readable exactly while there is something to poll, whenever it is asked for.
+#[test]
+fn the_descriptor_follows_the_queue() {
+    for before in [false, true] {
+        let bench = Bench::new(100);
+        let readable = || {
+            let descriptor = bench.engine.events().descriptor().unwrap();
+            let mut polled = [PollFd::new(&*descriptor, PollFlags::IN)];
+            poll(&mut polled, Some(&rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 })).unwrap() == 1
+        };
+        if before {
+            assert!(!readable());
+        }
+        let transfers = [bench.copy(0, 1), bench.copy(2, 3), bench.copy(4, 5)];
+        assert!(bench.engine.drain(LONG).unwrap());
+        assert!(readable());
+        transfers[1].outcome();
+        assert!(readable());
+        assert_eq!(bench.engine.poll(1).unwrap().len(), 1);
+        assert!(readable());
+        assert_eq!(bench.engine.poll(9).unwrap().len(), 1);
+        assert!(!readable());
+        let taken = bench.copy(0, 1);
+        outcome(&taken).unwrap();
+        assert!(!readable(), "the outcome was taken, so there is nothing to poll");
+    }
+}
+
+/// A work that panics is a failure of its transfer, and releases its rows.
+#[test]
+fn a_panic_is_a_failure() {
+    let bench = Bench::new(100);
+    *bench.gate.panics.lock().unwrap() = Some("llm-lane".into());
+    bench.gate.shut();
+    let panicking = bench.copy(0, 1);
+    let other = bench.copy(4, 5);
+    bench.gate.wait_for(1);
+    bench.gate.open();
+    let ended = [outcome(&panicking), outcome(&other)].map(|ended| ended.map_err(|error| error.kind()));
+    assert_eq!(ended.iter().filter(|ended| **ended == Err(ErrorKind::System)).count(), 1, "{ended:?}");
+    bench.engine.copy_blocks(&end(&bench.device), &[(0, 1), (4, 5)]).expect("no row is held");
+}
+
+#[test]
+fn a_closed_engine_has_no_events() {
+    let bench = Bench::new(100);
+    bench.gate.shut();
+    let [running, waiting] = [bench.copy(0, 1), bench.copy(1, 2)];
+    bench.gate.wait_for(1);
+    let queue = bench.engine.events().clone();
+    queue.descriptor().unwrap();
+    let Bench { gate, engine, .. } = bench;
+    std::thread::scope(|scope| {
+        let closing = scope.spawn(|| drop(engine));
+        assert_eq!(outcome(&waiting).unwrap_err().kind(), ErrorKind::Closed);
+        gate.open();
+        closing.join().unwrap();
+    });
+    assert_eq!(running.outcome().expect("the engine has drained").unwrap_err().kind(), ErrorKind::Closed);
+    assert_eq!(queue.poll(9).unwrap_err().kind(), ErrorKind::Closed);
+    assert_eq!(queue.descriptor().unwrap_err().kind(), ErrorKind::Closed);
+}
