@@ -11,6 +11,7 @@ import os
 
 from llm_datadist._core import __version__ as __version__
 from llm_datadist._core import register_types as _register_types
+from llm_datadist.awaiting import await_transfer as _await_transfer
 from llm_datadist.cache_manager import CacheManager as CacheManager  # importable, but not in __all__ (contract §1.1)
 from llm_datadist.configs import LLMClusterInfo, LLMConfig, LlmConfig, LLMRole
 from llm_datadist.data_type import DataType
@@ -110,4 +111,5 @@ _register_types(
     LLMClusterInfo=LLMClusterInfo,
     log_error=_log_error,
     drain_log=_drain_log,
+    await_transfer=_await_transfer,
 )

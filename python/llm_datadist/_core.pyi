@@ -4,8 +4,8 @@ Every function raises ``TypeError`` for a wrong type, ``ValueError`` for an inte
 ``LLMException`` for all other failures. A ``bool`` is not an integer.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar, final
+from collections.abc import Generator, Iterable, Mapping
+from typing import Any, ClassVar, TypeVar, final
 
 from typing_extensions import CapsuleType, TypeAlias
 
@@ -20,11 +20,15 @@ from llm_datadist.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, Cache
 __all__ = [
     "DATA_TYPES",
     "STATUS_CODES",
+    "AsyncCalls",
+    "Completed",
     "DataDist",
     "KvCaches",
+    "LoopQueue",
     "LooseCache",
     "ManagedCache",
     "TensorView",
+    "Transfer",
     "TransferTask",
     "__version__",
     "abandon_sockets",
@@ -278,6 +282,179 @@ class DataDist:
 
     def tensor_views(self, cache: Cache) -> list[TensorView]:
         """Return a view of every tensor of a cache."""
+
+@final
+class Transfer:
+    """An asynchronous call. The ``_async`` methods of ``CacheManager`` make it.
+
+    Any number of threads may use it. Dropping it does not end the call. Two handles of one call are equal. ``await
+    transfer`` waits without a thread, and returns or raises what ``result`` does. The outcome stays in the object; taking it
+    (``result``, ``exception`` or ``await``) removes its event from ``LLMDataDist.poll``.
+    """
+
+    @property
+    def number(self) -> int:
+        """A number that no other asynchronous call of this process has."""
+
+    @property
+    def bytes(self) -> int:
+        """The number of bytes in place; final once the call has ended."""
+
+    @property
+    def nanos(self) -> int:
+        """Nanoseconds since the call was started, until it ended."""
+
+    def done(self) -> bool:
+        """Return whether the call has ended. Nothing of it touches memory any more then."""
+
+    def result(self, timeout_ms: int | None = None) -> None:
+        """Wait until the call has ended, and raise its failure.
+
+        Args:
+            timeout_ms: time limit of the wait in milliseconds (uint32); 0 does not wait, and ``None`` waits without limit.
+
+        Raises:
+            TimeoutError: the limit passed. The call goes on.
+            LLMException: the failure of the call. ``LLM_FAILED`` if it was cancelled, ``LLM_ENGINE_FINALIZED`` if the engine
+                was finalized.
+        """
+
+    def exception(self, timeout_ms: int | None = None) -> LLMException | None:
+        """Wait as ``result`` does, and return the failure, or ``None`` if the call succeeded.
+
+        Raises:
+            TimeoutError: the limit passed. The call goes on.
+        """
+
+    def cancel(self) -> bool:
+        """Cancel the call, without waiting for its end. It then ends with ``LLM_FAILED``.
+
+        Returns:
+            ``False`` if the outcome can no longer change.
+        """
+
+    def cancelled(self) -> bool:
+        """Return whether a cancellation was accepted."""
+
+    def progress(self) -> tuple[int, int]:
+        """Return the bytes in place and the bytes in total; ``(0, 0)`` until the call is planned."""
+
+    def __await__(self) -> Generator[Any, None, None]: ...
+    def __eq__(self, other: object) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class Completed:
+    """The event that an asynchronous call has ended."""
+
+    __match_args__: ClassVar[tuple[str, ...]] = ("transfer",)
+
+    @property
+    def transfer(self) -> Transfer:
+        """The call. It equals the object that the ``_async`` method returned."""
+
+@final
+class LoopQueue:
+    """What wakes one event loop for all asynchronous calls that it awaits."""
+
+    def __new__(cls) -> LoopQueue:
+        """Make an empty queue.
+
+        Raises:
+            LLMException: ``LLM_FAILED``: no file descriptor is left.
+        """
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable while a call is queued. It belongs to the queue."""
+
+    def add(self, transfer: Transfer) -> bool:
+        """Have the end of a call queued. Return ``False`` if it has ended already."""
+
+    def take(self) -> list[int]:
+        """Remove and return the numbers of the queued calls."""
+
+@final
+class AsyncCalls:
+    """The asynchronous calls of an engine, and its events. The errors are those of ``DataDist``."""
+
+    def __new__(cls, native: DataDist) -> AsyncCalls:
+        """Make the object for the engine ``native``."""
+
+    def pull_cache(
+        self,
+        cache_key: CacheKey | CacheKeyByIdAndIndex,
+        cache: Cache,
+        batch_index: int,
+        size: int,
+        timeout_ms: int | None,
+        options: dict[str, Any],
+    ) -> Transfer:
+        """Start a pull of a slot (contract §7.12)."""
+
+    def pull_blocks(
+        self,
+        src_cache_key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey,
+        dst_cache: Cache,
+        src_blocks: list[int] | tuple[int, ...],
+        dst_blocks: list[int] | tuple[int, ...],
+        timeout_ms: int | None,
+        options: dict[str, Any],
+    ) -> Transfer:
+        """Start a pull of blocks (contract §7.13)."""
+
+    def push_cache(
+        self,
+        dst_cache_key: CacheKeyByIdAndIndex,
+        src_cache: Cache,
+        src_batch_index: int,
+        src_layer_range: range | None,
+        dst_layer_range: range | None,
+        size: int,
+        tensor_num_per_layer: int,
+        timeout_ms: int | None,
+    ) -> Transfer:
+        """Start a push of a slot (contract §7.14)."""
+
+    def push_blocks(
+        self,
+        dst_cache_key: BlocksCacheKey,
+        src_cache: Cache,
+        src_blocks: list[int] | tuple[int, ...],
+        dst_blocks: list[int] | tuple[int, ...],
+        src_layer_range: range | None,
+        dst_layer_range: range | None,
+        tensor_num_per_layer: int,
+        timeout_ms: int | None,
+    ) -> Transfer:
+        """Start a push of blocks (contract §7.15)."""
+
+    def copy_cache(
+        self,
+        dst: Cache,
+        src: Cache,
+        dst_batch_index: int,
+        src_batch_index: int,
+        offset: int,
+        size: int,
+        req_id: int | None,
+        timeout_ms: int | None,
+    ) -> Transfer:
+        """Start a copy of a range of a slot (contract §7.9)."""
+
+    def copy_blocks(self, cache: Cache, copy_block_info: Any, timeout_ms: int | None) -> Transfer:
+        """Start a copy of blocks (contract §7.10)."""
+
+    def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: Any, timeout_ms: int | None) -> Transfer:
+        """Start a swap (contract §7.11). Every argument error is a ``ValueError`` as well."""
+
+    def poll(self, max_events: int) -> list[Completed]:
+        """Return at most ``max_events`` events, and remove them. The call never waits."""
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable while ``poll`` has something to return. It belongs to the engine."""
+
+    def drain(self, timeout_ms: int | None) -> bool:
+        """Wait until no asynchronous call runs. Return whether that is so."""
 
 @final
 class TransferTask:

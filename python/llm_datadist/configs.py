@@ -150,6 +150,12 @@ class LlmConfig:
         "4",
         "Number of threads that copy, the calling thread included (1 to 256).",
     )
+    max_transfers = OwnOption(
+        "llm.MaxTransfers",
+        int,
+        "4096",
+        "Maximum number of asynchronous calls that run or whose outcome was not taken (1 to 1048576).",
+    )
     swap_in_path = OwnOption(
         "llm.SwapInPath",
         str,

@@ -471,6 +471,62 @@ class LLMDataDist:
         """
         return self._check_initialized().stats()
 
+    def poll(self, max_events: int = 1024) -> list[_core.Completed]:
+        """Return the events that nobody has taken yet, in the order in which they happened, and remove them.
+
+        The call never waits. Each event goes to one caller. An outcome that ``Transfer.result``, ``Transfer.exception`` or
+        ``await`` has taken is no event any more. The original does not have this method.
+
+        Args:
+            max_events: maximum number of events (uint32).
+
+        Returns:
+            Objects of the classes of ``llm_datadist.events``; empty if nothing has happened.
+
+        Raises:
+            RuntimeError: not initialized.
+            TypeError: ``max_events`` is not an ``int``.
+            ValueError: ``max_events`` is outside uint32.
+            LLMException: ``LLM_PARAM_INVALID``: the engine is in KvCacheManager mode.
+        """
+        return self._asynchronous("poll").poll(max_events)
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable while ``poll`` has something to return.
+
+        It is close-on-exec, belongs to the engine, and is the same until ``finalize``, which closes it. Do not read from
+        it. The original does not have this method.
+
+        Raises:
+            RuntimeError: not initialized.
+            LLMException: ``LLM_PARAM_INVALID``: the engine is in KvCacheManager mode; ``LLM_FAILED``: no descriptor is left.
+        """
+        return self._asynchronous("fileno").fileno()
+
+    def drain(self, timeout_ms: Optional[int] = None) -> bool:
+        """Wait until no asynchronous call runs. Ctrl-C interrupts the wait. The original does not have this method.
+
+        Args:
+            timeout_ms: time limit in milliseconds (uint32); ``None`` waits without limit.
+
+        Returns:
+            Whether no asynchronous call runs.
+
+        Raises:
+            RuntimeError: not initialized.
+            TypeError: ``timeout_ms`` is not an ``int`` or ``None``.
+            ValueError: ``timeout_ms`` is outside uint32.
+            LLMException: ``LLM_PARAM_INVALID``: the engine is in KvCacheManager mode.
+        """
+        return self._asynchronous("drain").drain(timeout_ms)
+
+    def _asynchronous(self, call: str) -> _core.AsyncCalls:
+        self._check_initialized()
+        raise_if_false(self._enable_cache_mgr, "{} needs {}=1", call, CACHE_MANAGER)
+        if self._cache_manager is None:
+            raise RuntimeError(_NOT_OPEN)
+        return self._cache_manager._calls_async()  # noqa: SLF001  (the calls of the same engine)
+
     def _by_rank(self, call: str) -> _core.DataDist:
         native = self._check_initialized()
         raise_if_false(self._enable_cache_mgr, "{} needs {}=1", call, CACHE_MANAGER)

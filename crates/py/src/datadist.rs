@@ -2,6 +2,8 @@
 //!
 //! A method converts and checks its arguments in the order of the contract (§7), then calls the core through `engine`.
 
+use std::sync::Arc;
+
 use llm_datadist_core::bindings::validate;
 use llm_datadist_core::{CacheId, CacheKind, ClusterId, End, Placement};
 use pyo3::prelude::*;
@@ -19,12 +21,14 @@ use crate::links::{self, ClustersArg, Membership, RanksArg, by_rank};
 use crate::local_cache::CacheArg;
 use crate::pull_push_arguments::{self, LayersArg};
 use crate::task::TransferTask;
+use crate::transfer::Handles;
 use crate::{copy_arguments, log, stats};
 
 /// An engine. `close` ends it; later calls raise `LLMException(LLM_ENGINE_FINALIZED)`.
 #[pyclass(frozen, module = "llm_datadist._core")]
 pub(crate) struct DataDist {
     engine: Engine,
+    transfers: Arc<Handles>,
 }
 
 #[pymethods]
@@ -42,7 +46,7 @@ impl DataDist {
             validate::config(role, cluster, &convert::texts(options)?).map_err(|error| raise(py, &error))?;
         let engine = Engine::open(py, config);
         log::drain(py)?;
-        Ok(DataDist { engine: engine? })
+        Ok(DataDist { engine: engine?, transfers: Arc::default() })
     }
 
     #[getter]
@@ -53,6 +57,7 @@ impl DataDist {
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let reported = log::drain(py);
         self.engine.close(py);
+        self.transfers.clear();
         reported
     }
 
@@ -324,22 +329,14 @@ impl DataDist {
         size: IntArg<'_, '_>,
         req_id: IntArg<'_, '_>,
     ) -> PyResult<()> {
-        dst.typed("dst")?;
-        src.typed("src")?;
-        let args = copy_arguments::copy_args(dst_batch_index, src_batch_index, offset, size)?;
-        let (from, to) = (src.batch("src")?, dst.batch("dst")?);
-        from.slots_first()?;
-        to.slots_first()?;
-        validate::copy_size(args.size).map_err(|error| raise(src.py(), &error))?;
+        let numbers = (dst_batch_index, src_batch_index, offset, size);
+        let (ends, args) = copy_arguments::copy_cache_args(&self.engine, (dst, src), numbers, req_id)?;
         let request: Option<u64> = req_id.optional("req_id")?;
-        let ends = (to.end(&self.engine)?, from.end(&self.engine)?);
         self.engine.copy(src.py(), &ends, args, request)
     }
 
     fn copy_blocks(&self, cache: CacheArg<'_, '_>, copy_block_info: BlocksArg<'_, '_>) -> PyResult<()> {
-        cache.typed("cache")?;
-        let pairs = copy_block_info.lists("copy_block_info")?;
-        let end = cache.blocks("cache")?.end(&self.engine)?;
+        let (end, pairs) = copy_arguments::copy_blocks_args(&self.engine, cache, copy_block_info)?;
         self.engine.enter(cache.py(), |engine| engine.copy_blocks(&end, &pairs))
     }
 
@@ -372,5 +369,10 @@ impl DataDist {
     /// Returns the engine.
     pub(crate) fn engine(&self) -> &Engine {
         &self.engine
+    }
+
+    /// Returns the handles of its asynchronous calls.
+    pub(crate) fn transfers(&self) -> &Arc<Handles> {
+        &self.transfers
     }
 }

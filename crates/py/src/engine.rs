@@ -107,6 +107,21 @@ impl Engine {
         detached(py, self.codes, || call(&*self.engine()?))
     }
 
+    /// Runs `call`, which neither waits nor moves bytes, on the engine without detaching from the interpreter.
+    pub(crate) fn attached<T>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&DataDist) -> Result<T>,
+    ) -> PyResult<T> {
+        let engine = self.engine().map_err(|error| error::raise_as(py, &error, self.codes))?;
+        let result = survived(|| call(&engine)).map_err(|error| error::raise_as(py, &error, self.codes));
+        // If another thread has closed the engine meanwhile, this is its end, which may wait for threads.
+        if let Some(last) = Arc::into_inner(engine) {
+            py.detach(|| drop(last));
+        }
+        result
+    }
+
     /// Returns the function that gives the status code of an error kind for this engine.
     pub(crate) fn codes(&self) -> Codes {
         self.codes
@@ -138,7 +153,11 @@ impl Engine {
         if self.process == this_process() {
             py.detach(|| {
                 let held = self.open.write().unwrap_or_else(PoisonError::into_inner).take();
-                held.map(ProcessOwned::release)
+                held.map(|engine| {
+                    // Other threads may still be in calls of the engine, and keep it for a while.
+                    let _ = engine.get().map(|engine| engine.end_transfers());
+                    engine.release();
+                })
             });
         }
     }
@@ -155,7 +174,7 @@ impl Engine {
 }
 
 #[cold]
-fn forked() -> Error {
+pub(crate) fn forked() -> Error {
     let text = "this process was forked after init; the engine belongs to its parent";
     Error::new(ErrorKind::Forked, text)
 }

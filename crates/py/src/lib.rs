@@ -5,6 +5,7 @@
 
 #[macro_use]
 mod arguments;
+mod async_calls;
 mod blocks;
 mod cache;
 mod checks;
@@ -30,6 +31,7 @@ mod python_types;
 mod raw;
 mod stats;
 mod task;
+mod transfer;
 
 use llm_datadist_core::{DataType, StatusCode};
 use llm_datadist_embed::KeptLists;
@@ -53,12 +55,16 @@ static LISTS: KeptLists = KeptLists::new();
 #[pymodule(gil_used = true)]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     raw::main_interpreter_only()?;
+    module.add_class::<async_calls::AsyncCalls>()?;
     module.add_class::<cache::LooseCache>()?;
     module.add_class::<cache::ManagedCache>()?;
     module.add_class::<cache::TensorView>()?;
     module.add_class::<datadist::DataDist>()?;
     module.add_class::<kv_caches::KvCaches>()?;
     module.add_class::<task::TransferTask>()?;
+    module.add_class::<transfer::Completed>()?;
+    module.add_class::<transfer::LoopQueue>()?;
+    module.add_class::<transfer::Transfer>()?;
     validators(module)?;
     functions!(module, engine::abandon_sockets python_types::register_types);
     functions!(module, log::open_log log::close_log log::take_log log::log_after_fork);

@@ -47,6 +47,8 @@ pub(crate) struct PythonTypes {
     pub(crate) log_error: Py<PyAny>,
     /// Called to hand the engine's lines to the log.
     pub(crate) drain_log: Py<PyAny>,
+    /// Called with a transfer; returns a coroutine that ends with it.
+    pub(crate) await_transfer: Py<PyAny>,
     /// Members of `LLMStatusCode`, in the order of `StatusCode::ALL`.
     status: Vec<Py<PyAny>>,
     /// Members of `DataType`, in the order of `DataType::ALL`.
@@ -95,6 +97,7 @@ impl PythonTypes {
             cluster_info: class("LLMClusterInfo")?,
             log_error: named("log_error")?.unbind(),
             drain_log: named("drain_log")?.unbind(),
+            await_transfer: named("await_transfer")?.unbind(),
             status: members(
                 &named("LLMStatusCode")?,
                 StatusCode::ALL.iter().map(|code| (code.name(), code.value())),

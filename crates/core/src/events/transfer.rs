@@ -213,11 +213,16 @@ impl Transfer {
     /// Returns the number of bytes moved, or the failure; `None` while the transfer runs. The outcome leaves the event
     /// queue, and stays here.
     pub fn outcome(&self) -> Option<Result<u64>> {
-        let outcome = self.state.lock().outcome.clone()?;
+        let outcome = self.peek()?;
         if self.take() {
             self.queue.taken();
         }
         Some(outcome)
+    }
+
+    /// Returns the outcome as [`outcome`](Self::outcome) does, but leaves the event in the queue.
+    pub fn peek(&self) -> Option<Result<u64>> {
+        self.state.lock().outcome.clone()
     }
 
     /// Returns how many bytes are in place.

@@ -1,0 +1,227 @@
+//! The asynchronous calls of `CacheManager`, and the events of an engine.
+//!
+//! Arguments are those of the synchronous calls, and are checked in the same order. A call neither waits nor detaches from
+//! the interpreter, unless its lists are long.
+
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use llm_datadist_core::bindings::validate;
+use llm_datadist_core::{DataDist as CoreDataDist, Event, Result, Transfer as CoreTransfer};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::arguments::IntArg;
+use crate::blocks::BlocksArg;
+use crate::datadist::DataDist;
+use crate::engine::Engine;
+use crate::error::{self, raise};
+use crate::keys::KeyArg;
+use crate::local_cache::CacheArg;
+use crate::pull_push_arguments::{self, LayersArg};
+use crate::transfer::Transfer;
+use crate::{copy_arguments, log};
+
+/// Calls with more blocks detach from the interpreter while they start.
+const MANY_BLOCKS: usize = 4096;
+
+/// The asynchronous calls of an engine.
+#[pyclass(frozen, module = "llm_datadist._core")]
+pub(crate) struct AsyncCalls {
+    native: Py<DataDist>,
+}
+
+#[pymethods]
+impl AsyncCalls {
+    #[new]
+    fn new(native: Py<DataDist>) -> Self {
+        AsyncCalls { native }
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
+    fn pull_cache(
+        &self,
+        cache_key: KeyArg<'_, '_>,
+        cache: CacheArg<'_, '_>,
+        batch_index: IntArg<'_, '_>,
+        size: IntArg<'_, '_>,
+        timeout_ms: IntArg<'_, '_>,
+        options: &Bound<'_, PyDict>,
+    ) -> PyResult<Py<Transfer>> {
+        let (slot, engine) = ((batch_index, size), self.engine());
+        let pull = pull_push_arguments::pull_cache(engine, (cache_key, cache), slot, options)?;
+        let limit = limit(timeout_ms)?;
+        self.start(options.py(), 1, |engine| {
+            engine.pull_async(pull.from, &pull.to, pull.rows, pull.layers, limit)
+        })
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
+    fn pull_blocks(
+        &self,
+        src_cache_key: KeyArg<'_, '_>,
+        dst_cache: CacheArg<'_, '_>,
+        src_blocks: BlocksArg<'_, '_>,
+        dst_blocks: BlocksArg<'_, '_>,
+        timeout_ms: IntArg<'_, '_>,
+        options: &Bound<'_, PyDict>,
+    ) -> PyResult<Py<Transfer>> {
+        let (blocks, engine) = ((src_blocks, dst_blocks), self.engine());
+        let pull = pull_push_arguments::pull_blocks(engine, (src_cache_key, dst_cache), blocks, options)?;
+        let (limit, count) = (limit(timeout_ms)?, pull.rows.num_blocks());
+        self.start(options.py(), count, |engine| {
+            engine.pull_async(pull.from, &pull.to, pull.rows, pull.layers, limit)
+        })
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
+    fn push_cache(
+        &self,
+        dst_cache_key: KeyArg<'_, '_>,
+        src_cache: CacheArg<'_, '_>,
+        src_batch_index: IntArg<'_, '_>,
+        src_layer_range: LayersArg<'_, '_>,
+        dst_layer_range: LayersArg<'_, '_>,
+        size: IntArg<'_, '_>,
+        tensor_num_per_layer: IntArg<'_, '_>,
+        timeout_ms: IntArg<'_, '_>,
+    ) -> PyResult<Py<Transfer>> {
+        let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
+        let slot = (src_batch_index, size);
+        let push = pull_push_arguments::push_cache(self.engine(), (dst_cache_key, src_cache), slot, layers)?;
+        let limit = limit(timeout_ms)?;
+        let start =
+            |engine: &CoreDataDist| engine.push_async(&push.from, push.to, push.rows, push.layers, limit);
+        self.start(src_cache.py(), 1, start)
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
+    fn push_blocks(
+        &self,
+        dst_cache_key: KeyArg<'_, '_>,
+        src_cache: CacheArg<'_, '_>,
+        src_blocks: BlocksArg<'_, '_>,
+        dst_blocks: BlocksArg<'_, '_>,
+        src_layer_range: LayersArg<'_, '_>,
+        dst_layer_range: LayersArg<'_, '_>,
+        tensor_num_per_layer: IntArg<'_, '_>,
+        timeout_ms: IntArg<'_, '_>,
+    ) -> PyResult<Py<Transfer>> {
+        let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
+        let (blocks, engine) = ((src_blocks, dst_blocks), self.engine());
+        let push = pull_push_arguments::push_blocks(engine, (dst_cache_key, src_cache), blocks, layers)?;
+        let (limit, count) = (limit(timeout_ms)?, push.rows.num_blocks());
+        let start =
+            |engine: &CoreDataDist| engine.push_async(&push.from, push.to, push.rows, push.layers, limit);
+        self.start(src_cache.py(), count, start)
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
+    fn copy_cache(
+        &self,
+        dst: CacheArg<'_, '_>,
+        src: CacheArg<'_, '_>,
+        dst_batch_index: IntArg<'_, '_>,
+        src_batch_index: IntArg<'_, '_>,
+        offset: IntArg<'_, '_>,
+        size: IntArg<'_, '_>,
+        req_id: IntArg<'_, '_>,
+        timeout_ms: IntArg<'_, '_>,
+    ) -> PyResult<Py<Transfer>> {
+        let numbers = (dst_batch_index, src_batch_index, offset, size);
+        let ((to, from), args) = copy_arguments::copy_cache_args(self.engine(), (dst, src), numbers, req_id)?;
+        let limit = limit(timeout_ms)?;
+        self.start(src.py(), 1, |engine| engine.copy_cache_async(&to, &from, args, limit))
+    }
+
+    fn copy_blocks(
+        &self,
+        cache: CacheArg<'_, '_>,
+        copy_block_info: BlocksArg<'_, '_>,
+        timeout_ms: IntArg<'_, '_>,
+    ) -> PyResult<Py<Transfer>> {
+        let (end, pairs) = copy_arguments::copy_blocks_args(self.engine(), cache, copy_block_info)?;
+        let limit = limit(timeout_ms)?;
+        self.start(cache.py(), pairs.len(), |engine| engine.copy_blocks_async(&end, &pairs, limit))
+    }
+
+    /// Every argument error of a swap is a `ValueError` as well.
+    fn swap_blocks(
+        &self,
+        src_cache: CacheArg<'_, '_>,
+        dst_cache: CacheArg<'_, '_>,
+        src_to_dst: BlocksArg<'_, '_>,
+        timeout_ms: IntArg<'_, '_>,
+    ) -> PyResult<Py<Transfer>> {
+        let engine = self.engine();
+        let args = copy_arguments::swap_args(engine, src_cache, dst_cache, src_to_dst);
+        let started = args.and_then(|(src, dst, pairs)| {
+            let limit = limit(timeout_ms)?;
+            let start = |engine: &CoreDataDist| engine.swap_blocks_async(&src, &dst, &pairs, limit);
+            self.start(src_cache.py(), pairs.len(), start)
+        });
+        started.map_err(|error| error::mismatch(src_cache.py(), error))
+    }
+
+    /// Returns at most `max_events` events. If that fails, they stay in the queue.
+    fn poll(&self, max_events: IntArg<'_, '_>) -> PyResult<Vec<Py<PyAny>>> {
+        let (py, most) = (max_events.py(), max_events.int::<u32>("max_events")?);
+        let most = usize::try_from(most).unwrap_or(usize::MAX);
+        let (queue, events) =
+            self.engine().attached(py, |engine| Ok((engine.events().clone(), engine.poll(most)?)))?;
+        let made = self.native.get().transfers().events(py, &events);
+        if made.is_err() {
+            queue.put_back(events.into_iter());
+        } else if events.iter().any(failed) {
+            // Log lines explain failures.
+            log::drain(py)?;
+        }
+        made
+    }
+
+    fn fileno(&self, py: Python<'_>) -> PyResult<i32> {
+        self.engine().attached(py, |engine| Ok(engine.events().descriptor()?.as_raw_fd()))
+    }
+
+    /// Waits until no asynchronous call runs. Returns whether that is so.
+    fn drain(&self, timeout_ms: IntArg<'_, '_>) -> PyResult<bool> {
+        let limit = timeout_ms.optional::<u32>("timeout_ms")?;
+        let limit = limit.map_or(Duration::MAX, |millis| Duration::from_millis(millis.into()));
+        self.engine().enter(timeout_ms.py(), |engine| engine.drain(limit))
+    }
+}
+
+impl AsyncCalls {
+    fn engine(&self) -> &Engine {
+        self.native.get().engine()
+    }
+
+    fn start(
+        &self,
+        py: Python<'_>,
+        blocks: usize,
+        call: impl FnOnce(&CoreDataDist) -> Result<Arc<CoreTransfer>> + Send,
+    ) -> PyResult<Py<Transfer>> {
+        let engine = self.engine();
+        let started = if blocks > MANY_BLOCKS { engine.enter(py, call) } else { engine.attached(py, call) };
+        let transfer = started?;
+        let handle = self.native.get().transfers().add(py, transfer.clone(), engine.codes());
+        if handle.is_err() {
+            transfer.cancel();
+        }
+        handle
+    }
+}
+
+fn failed(event: &Event) -> bool {
+    matches!(event, Event::Completed(transfer) if transfer.peek().is_some_and(|outcome| outcome.is_err()))
+}
+
+/// Returns the time limit of a call in milliseconds; `None` for `sync_kv_timeout`.
+fn limit(timeout_ms: IntArg<'_, '_>) -> PyResult<Option<Duration>> {
+    let limit = timeout_ms.optional::<u32>("timeout_ms")?;
+    let checked =
+        limit.map(|millis| validate::timeout_ms(millis).map_err(|error| raise(timeout_ms.py(), &error)));
+    checked.transpose()
+}

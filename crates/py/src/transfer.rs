@@ -1,0 +1,225 @@
+//! An asynchronous call and its event, as Python holds them.
+
+use std::collections::HashMap;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use llm_datadist_core::bindings::this_process;
+use llm_datadist_core::{AwaitQueue, Deadline, Error, ErrorKind, Event, Transfer as CoreTransfer};
+use pyo3::exceptions::PyTimeoutError;
+use pyo3::prelude::*;
+
+use crate::arguments::IntArg;
+use crate::engine;
+use crate::error::{Codes, exception, raise};
+use crate::python_types::PythonTypes;
+
+/// A handle of an asynchronous call. Dropping it does not end the call.
+#[pyclass(frozen, module = "llm_datadist.events")]
+pub(crate) struct Transfer {
+    process: u32,
+    transfer: Arc<CoreTransfer>,
+    codes: Codes,
+    handles: Weak<Handles>,
+}
+
+/// The handles of the calls of one engine whose outcome was not taken, by number: an event has the same handle that the
+/// call returned.
+#[derive(Default)]
+pub(crate) struct Handles(Mutex<HashMap<u64, Py<Transfer>>>);
+
+impl Handles {
+    fn lock(&self) -> MutexGuard<'_, HashMap<u64, Py<Transfer>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the handle of a call that has started.
+    pub(crate) fn add(
+        self: &Arc<Self>,
+        py: Python<'_>,
+        transfer: Arc<CoreTransfer>,
+        codes: Codes,
+    ) -> PyResult<Py<Transfer>> {
+        let number = transfer.number();
+        let new = Transfer { process: this_process(), transfer, codes, handles: Arc::downgrade(self) };
+        let handle = Py::new(py, new)?;
+        self.lock().insert(number, handle.clone_ref(py));
+        Ok(handle)
+    }
+
+    /// Forgets the handle of a call whose outcome was taken.
+    fn remove(&self, number: u64) {
+        // Dropped without the lock, because it may be the last reference.
+        let handle = self.lock().remove(&number);
+        drop(handle);
+    }
+
+    /// Forgets all handles.
+    pub(crate) fn clear(&self) {
+        let handles = std::mem::take(&mut *self.lock());
+        drop(handles);
+    }
+
+    /// Returns events as Python sees them. After a failure, the handles are all still there.
+    pub(crate) fn events(&self, py: Python<'_>, events: &[Event]) -> PyResult<Vec<Py<PyAny>>> {
+        let made = events.iter().map(|event| self.event(py, event)).collect::<PyResult<Vec<_>>>()?;
+        for event in events {
+            if let Event::Completed(transfer) = event {
+                self.remove(transfer.number());
+            }
+        }
+        Ok(made)
+    }
+
+    fn event(&self, py: Python<'_>, event: &Event) -> PyResult<Py<PyAny>> {
+        if let Event::Completed(transfer) = event
+            && let Some(transfer) = self.lock().get(&transfer.number()).map(|handle| handle.clone_ref(py))
+        {
+            return Ok(Py::new(py, Completed { transfer })?.into_any());
+        }
+        let text = format!("an event that this binding does not know: {event:?}");
+        Err(raise(py, &Error::new(ErrorKind::System, text)))
+    }
+}
+
+/// The event that an asynchronous call has ended.
+#[pyclass(frozen, module = "llm_datadist.events")]
+pub(crate) struct Completed {
+    /// The call.
+    #[pyo3(get)]
+    transfer: Py<Transfer>,
+}
+
+/// What wakes one event loop of `asyncio`.
+#[pyclass(frozen, module = "llm_datadist._core")]
+pub(crate) struct LoopQueue {
+    queue: Arc<AwaitQueue>,
+}
+
+impl Transfer {
+    fn transfer(&self, py: Python<'_>) -> PyResult<&Arc<CoreTransfer>> {
+        // In a forked child, the locks of the copy may be held forever.
+        if self.process == this_process() { Ok(&self.transfer) } else { Err(raise(py, &engine::forked())) }
+    }
+
+    /// Waits until the call has ended, and takes its failure. Raises `TimeoutError` if it still runs.
+    fn failure(&self, timeout_ms: IntArg<'_, '_>) -> PyResult<Option<PyErr>> {
+        let (py, transfer) = (timeout_ms.py(), self.transfer(timeout_ms.py())?);
+        if !transfer.done() {
+            let limit = timeout_ms.optional::<u32>("timeout_ms")?;
+            let limit = limit.map_or(Duration::MAX, |millis| Duration::from_millis(millis.into()));
+            let deadline = Deadline::after(limit).named("timeout_ms");
+            engine::waiting(py, deadline, |deadline| transfer.wait(deadline))?;
+        }
+        match transfer.outcome() {
+            Some(outcome) => {
+                self.handles.upgrade().into_iter().for_each(|handles| handles.remove(transfer.number()));
+                outcome.err().map(|error| exception(py, &error, self.codes)).transpose()
+            }
+            None => Err(PyTimeoutError::new_err("the transfer still runs")),
+        }
+    }
+}
+
+#[pymethods]
+impl Transfer {
+    /// Returns a number that no other transfer of this process has.
+    #[getter]
+    fn number(&self, py: Python<'_>) -> PyResult<u64> {
+        Ok(self.transfer(py)?.number())
+    }
+
+    fn done(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(self.transfer(py)?.done())
+    }
+
+    fn cancelled(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(self.transfer(py)?.cancelled())
+    }
+
+    fn cancel(&self, py: Python<'_>) -> PyResult<bool> {
+        let transfer = self.transfer(py)?;
+        Ok(engine::allow_threads(py, || transfer.cancel()))
+    }
+
+    #[pyo3(signature = (timeout_ms=None))]
+    fn result(&self, py: Python<'_>, timeout_ms: Option<IntArg<'_, '_>>) -> PyResult<()> {
+        self.exception(py, timeout_ms)?
+            .map_or(Ok(()), |failure| Err(PyErr::from_value(failure.into_bound(py))))
+    }
+
+    #[pyo3(signature = (timeout_ms=None))]
+    fn exception(&self, py: Python<'_>, timeout_ms: Option<IntArg<'_, '_>>) -> PyResult<Option<Py<PyAny>>> {
+        let none = py.None();
+        let none = IntArg::extract(none.bind_borrowed(py))?;
+        let failure = self.failure(timeout_ms.unwrap_or(none))?;
+        Ok(failure.map(|failure| failure.into_value(py).into_any()))
+    }
+
+    #[getter]
+    fn bytes(&self, py: Python<'_>) -> PyResult<u64> {
+        Ok(self.transfer(py)?.progress().done)
+    }
+
+    #[getter]
+    fn nanos(&self, py: Python<'_>) -> PyResult<u64> {
+        Ok(self.transfer(py)?.nanos())
+    }
+
+    fn progress(&self, py: Python<'_>) -> PyResult<(u64, u64)> {
+        let progress = self.transfer(py)?.progress();
+        Ok((progress.done, progress.total))
+    }
+
+    fn __await__(slf: &Bound<'_, Self>) -> PyResult<Py<PyAny>> {
+        let py = slf.py();
+        let waiting = PythonTypes::get(py)?.await_transfer.call1(py, (slf,))?;
+        waiting.call_method0(py, "__await__")
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        let transfer = self.transfer(py)?;
+        let state = match transfer.peek() {
+            None => "running".to_owned(),
+            Some(Ok(bytes)) => format!("done, bytes={bytes}"),
+            Some(Err(error)) => format!("failed: {error}"),
+        };
+        Ok(format!("Transfer(number={}, {state})", transfer.number()))
+    }
+}
+
+#[pymethods]
+impl Completed {
+    #[classattr]
+    fn __match_args__() -> (&'static str,) {
+        ("transfer",)
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(format!("Completed({})", self.transfer.get().__repr__(py)?))
+    }
+}
+
+#[pymethods]
+impl LoopQueue {
+    #[new]
+    fn new(py: Python<'_>) -> PyResult<Self> {
+        let queue = AwaitQueue::new().map_err(|error| raise(py, &error))?;
+        Ok(LoopQueue { queue: Arc::new(queue) })
+    }
+
+    fn fileno(&self) -> RawFd {
+        self.queue.descriptor().as_raw_fd()
+    }
+
+    /// Has the queue informed of the end of a transfer. Returns `False` if it has ended already.
+    fn add(&self, py: Python<'_>, transfer: &Bound<'_, Transfer>) -> PyResult<bool> {
+        transfer.get().transfer(py)?.wake(&self.queue).map_err(|error| raise(py, &error))
+    }
+
+    /// Takes the numbers of the transfers that have ended.
+    fn take(&self) -> Vec<u64> {
+        self.queue.take()
+    }
+}

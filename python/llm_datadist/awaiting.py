@@ -1,0 +1,81 @@
+"""``await`` for asynchronous calls: one descriptor wakes an event loop for all calls that it awaits."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from llm_datadist import _core
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop, Future
+
+__all__ = ["await_transfer"]
+
+
+class _Loop:
+    """The calls that one event loop awaits. Its reader is installed only while there are any."""
+
+    def __init__(self) -> None:
+        self._queue = _core.LoopQueue()
+        self._awaited: dict[int, list[Future[None]]] = {}
+
+    async def wait(self, loop: AbstractEventLoop, transfer: _core.Transfer) -> None:
+        """Return once the transfer has ended."""
+        number = transfer.number
+        if number not in self._awaited:
+            if not self._queue.add(transfer):
+                return  # it has ended
+            if not self._awaited:
+                loop.add_reader(self._queue.fileno(), self._wake, loop)
+            self._awaited[number] = []
+        future: Future[None] = loop.create_future()
+        self._awaited[number].append(future)
+        try:
+            await future
+        finally:
+            self._forget(loop, number, future)
+
+    def _wake(self, loop: AbstractEventLoop) -> None:
+        for number in self._queue.take():
+            for future in self._awaited.pop(number, ()):
+                if not future.done():  # a coroutine may have been cancelled in the same step
+                    future.set_result(None)
+        self._rest(loop)
+
+    def _forget(self, loop: AbstractEventLoop, number: int, future: Future[None]) -> None:
+        futures = self._awaited.get(number, [])
+        if future in futures:  # a coroutine that was cancelled
+            futures.remove(future)
+            if not futures:
+                del self._awaited[number]
+                self._rest(loop)
+
+    def _rest(self, loop: AbstractEventLoop) -> None:
+        if not self._awaited:
+            loop.remove_reader(self._queue.fileno())
+
+
+_loops: WeakKeyDictionary[AbstractEventLoop, _Loop] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def _of(loop: AbstractEventLoop) -> _Loop:
+    with _lock:
+        if loop not in _loops:
+            # The futures of a loop that was closed while it awaited would keep it for ever.
+            for closed in [known for known in _loops if known.is_closed()]:
+                del _loops[closed]
+            _loops[loop] = _Loop()
+        return _loops[loop]
+
+
+async def await_transfer(transfer: _core.Transfer) -> None:
+    """Wait until a transfer has ended, and raise its failure. Cancelling the coroutine leaves the transfer running."""
+    import asyncio  # noqa: PLC0415  (only coroutines need it)
+
+    if not transfer.done():
+        loop = asyncio.get_running_loop()
+        await _of(loop).wait(loop, transfer)
+    transfer.result(0)

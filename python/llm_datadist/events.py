@@ -1,0 +1,11 @@
+"""What ``LLMDataDist.poll`` returns, and the handle of an asynchronous call.
+
+A program that never blocks starts calls with the ``_async`` methods of ``CacheManager`` and asks ``LLMDataDist.poll`` what
+has ended. The original does not have these calls.
+"""
+
+from __future__ import annotations
+
+from llm_datadist._core import Completed, Transfer
+
+__all__ = ["Completed", "Transfer"]
