@@ -110,9 +110,14 @@ def cpp(built: Callable[..., Path]) -> Iterator[Callable[..., Cpp]]:
             end.process.kill()
 
 
-def pair(cpp: Callable[..., Cpp], **given: Any) -> tuple[Cpp, Cpp]:
-    """Two linked processes: 1 linked to 2."""
+# Calls of this process, or their asynchronous twins, whose outcomes it awaits.
+twins = pytest.mark.parametrize("calls", ["sync", "async"])
+
+
+def pair(cpp: Callable[..., Cpp], calls: str = "sync", **given: Any) -> tuple[Cpp, Cpp]:
+    """Two linked processes: 1 linked to 2. The first one makes calls of the given kind."""
     near, far = cpp(1).open(**given), cpp(2, DECODER).open(**given)
+    assert near.ask("calls", calls) == [SUCCESS]
     assert near.ask("link", 2, far.port) == [SUCCESS, SUCCESS], near.reason
     return near, far
 
@@ -125,8 +130,9 @@ def refused(end: Cpp, rows: list[tuple[str, str, str]]) -> None:
 
 
 @pytest.mark.contract("19.cpp-push-kv-cache", "19.cpp-codes")
-def test_what_a_transfer_refuses(cpp: Callable[..., Cpp]) -> None:
-    near, far = pair(cpp)
+@twins
+def test_what_a_transfer_refuses(cpp: Callable[..., Cpp], calls: str) -> None:
+    near, far = pair(cpp, calls)
     target = far.make("f", 4, 5, 40, 2)
     far.make("narrow", 4, 5, 39, 2)
     near.make("n", 4, 5, 40, 1)
@@ -161,14 +167,17 @@ def test_what_a_transfer_refuses(cpp: Callable[..., Cpp]) -> None:
     refused(near, rows)
     assert equal(far.read("f"), pattern(2, 4, 5, 40))
     assert equal(near.read("n"), pattern(1, 4, 5, 40))
+    # Asynchronous calls start if only a link or a cache of the peer is wrong: clusters 7 and 9, cache 99, slot 5.
+    assert near.ask("started") == [SUCCESS, "4" if calls == "async" else "0"]
     assert far.ask("deallocate", target) == [SUCCESS]
     assert near.ask("push n 2 1 0 0 -1") == [GONE]
     assert near.ask("pull 2 1 0 n 0 -1") == [GONE]
 
 
 @pytest.mark.contract("19.cpp-codes")
-def test_a_peer_that_hangs_is_a_timeout(cpp: Callable[..., Cpp]) -> None:
-    near, far = pair(cpp, llm__SyncKvCacheWaitTime=300, llm__LinkTransport="tcp")
+@twins
+def test_a_peer_that_hangs_is_a_timeout(cpp: Callable[..., Cpp], calls: str) -> None:
+    near, far = pair(cpp, calls, llm__SyncKvCacheWaitTime=300, llm__LinkTransport="tcp")
     near.make("n", 2, 2, 8, 1)
     far.make("f", 2, 2, 8, 2)
     far.process.send_signal(signal.SIGSTOP)
@@ -181,8 +190,10 @@ def test_a_peer_that_hangs_is_a_timeout(cpp: Callable[..., Cpp]) -> None:
 
 
 @pytest.mark.contract("19.cpp-push-kv-cache")
-def test_the_role_decoder_does_not_push_and_mix_does(cpp: Callable[..., Cpp]) -> None:
+@twins
+def test_the_role_decoder_does_not_push_and_mix_does(cpp: Callable[..., Cpp], calls: str) -> None:
     mix, decoder = cpp(1, MIX).open(), cpp(2, DECODER).open()
+    assert mix.ask("calls", calls) == decoder.ask("calls", calls) == [SUCCESS]
     assert mix.ask("link", 2, decoder.port) == [SUCCESS, SUCCESS]
     assert mix.ask("set_role", DECODER)[0] == LINKED
     mix.make("c", 2, 2, 8, 1)
@@ -227,8 +238,10 @@ def test_links(cpp: Callable[..., Cpp]) -> None:
 
 
 @pytest.mark.contract("19.cpp-copy-kv-cache")
-def test_copies_by_id_and_by_address(cpp: Callable[..., Cpp]) -> None:
+@twins
+def test_copies_by_id_and_by_address(cpp: Callable[..., Cpp], calls: str) -> None:
     end = cpp(1).open()
+    assert end.ask("calls", calls) == [SUCCESS]
     end.make("a", 2, 4, 16, 1)
     end.make("b", 2, 5, 16, 2)
     end.make("own", 2, 4, 16, 3, "register", HOST)
@@ -253,8 +266,10 @@ def test_copies_by_id_and_by_address(cpp: Callable[..., Cpp]) -> None:
 
 
 @pytest.mark.contract("19.cpp-copy-kv-cache", "19.cpp-codes")
-def test_what_a_copy_refuses(cpp: Callable[..., Cpp]) -> None:
+@twins
+def test_what_a_copy_refuses(cpp: Callable[..., Cpp], calls: str) -> None:
     end = cpp(1).open()
+    assert end.ask("calls", calls) == [SUCCESS]
     names = (("a", 2, 4, 16), ("narrow", 2, 4, 15), ("few", 1, 4, 16))
     for name, tensors, rows, size in names:
         end.make(name, tensors, rows, size, 1)
@@ -294,6 +309,7 @@ def test_what_a_copy_refuses(cpp: Callable[..., Cpp]) -> None:
     assert end.ask("claim a 1 4 0") == [SUCCESS]
     assert end.ask("place a", HOST) == [SUCCESS]
     refused(end, [(INVALID, "host memory", "copy a narrow 0 0 0 8")])
+    assert end.ask("started") == [SUCCESS, "1" if calls == "async" else "0"], "a copy is refused before it starts"
 
 
 @pytest.mark.contract("19.cpp-types")
@@ -369,10 +385,12 @@ def test_a_python_process_links_pulls_from_and_pushes_to_the_class(
 @pytest.mark.contract("19.cpp-push-kv-cache")
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 @pytest.mark.parametrize("blocks", [False, True])
+@twins
 def test_the_class_links_pulls_from_and_pushes_to_a_python_process(
-    ends: Ends, cpp: Callable[..., Cpp], blocks: bool, transport: str
+    ends: Ends, cpp: Callable[..., Cpp], blocks: bool, transport: str, calls: str
 ) -> None:
     far, near = python_end(ends, llm__LinkTransport=transport), cpp(2).open(llm__LinkTransport=transport)
+    assert near.ask("calls", calls) == [SUCCESS]
     keys = [by_blocks(9)] if blocks else []
     target = far.make("f", 5, 40, 4, blocks=blocks, keys=keys, seed=1)
     near.make("n", 4, 5, 40, 2, "register" if transport == "tcp" else "allocate")
@@ -410,3 +428,8 @@ def test_a_python_process_in_the_other_mode_is_told_why(ends: Ends, cpp: Callabl
 
 def test_many_threads_use_one_object(built: Callable[..., Path]) -> None:
     assert run([built("threads")]) == "done\n"
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_transfers_and_events(built: Callable[..., Path], compiler: str) -> None:
+    assert run([built("asynchronous", compiler)]) == "done\n"

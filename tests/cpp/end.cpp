@@ -195,7 +195,7 @@ class End {
     if (command == "write" || command == "read") {
       return Content(command, words, said);
     }
-    return Transfers(command, words);
+    return Transfers(command, words, said);
   }
 
   // Bytes of every tensor in hexadecimal.
@@ -219,51 +219,105 @@ class End {
     return LLM_SUCCESS;
   }
 
-  Status Transfers(const std::string &command, std::istringstream &words) {
+  // Runs a call, or starts its asynchronous twin and waits for the outcome.
+  template <typename Call, typename Start>
+  Status Outcome(Call call, Start start) {
+    if (!asynchronous_) {
+      return call();
+    }
+    Transfer transfer;
+    const Status status = start(transfer);
+    if (status != LLM_SUCCESS) {
+      if (transfer.Number() != 0U) {
+        std::cerr << "a call that was refused has handed out a transfer" << std::endl;
+        std::exit(3);
+      }
+      return status;
+    }
+    ++started_;
+    return transfer.Wait(60000);
+  }
+
+  Status Transfers(const std::string &command, std::istringstream &words, std::ostringstream &said) {
+    if (command == "calls") {
+      asynchronous_ = Next<std::string>(words) == "async";
+      return LLM_SUCCESS;
+    }
+    // The number of transfers that have started.
+    if (command == "started") {
+      said << " " << std::dec << started_;
+      return LLM_SUCCESS;
+    }
     if (command == "pull" || command == "pull_blocks") {
-      const CacheIndex src = Index(words);
-      const Cache &dst = Named(words);
-      if (command == "pull") {
-        const auto batch_index = Next<uint32_t>(words);
-        const auto size = Next<int64_t>(words);
-        return engine_.PullKvCache(src, dst, batch_index, size, Ext(words));
-      }
-      const auto src_blocks = List(words);
-      const auto dst_blocks = List(words);
-      return engine_.PullKvBlocks(src, dst, src_blocks, dst_blocks, Ext(words));
+      return Pull(command, words);
     }
-    const Cache &src = Named(words);
     if (command == "push" || command == "push_blocks") {
-      const CacheIndex dst = Index(words);
-      if (command == "push") {
-        const auto batch_index = Next<uint32_t>(words);
-        const auto size = Next<int64_t>(words);
-        return engine_.PushKvCache(src, dst, batch_index, size, Ext(words));
-      }
-      const auto src_blocks = List(words);
-      const auto dst_blocks = List(words);
-      return engine_.PushKvBlocks(src, dst, src_blocks, dst_blocks, Ext(words));
+      return Push(command, words);
     }
-    const Cache &dst = Named(words);
-    if (command == "copy") {
-      const auto from = Next<uint32_t>(words);
-      const auto to = Next<uint32_t>(words);
-      const auto offset = Next<uint64_t>(words);
-      return engine_.CopyKvCache(src, dst, from, to, offset, Next<int64_t>(words));
-    }
-    if (command == "copy_blocks") {
-      const auto src_blocks = List(words);
-      std::vector<std::vector<uint64_t>> lists(Next<size_t>(words));
-      for (auto &list : lists) {
-        list = List(words);
-      }
-      return engine_.CopyKvBlocks(src, dst, src_blocks, lists);
+    if (command == "copy" || command == "copy_blocks") {
+      return Copy(command, words);
     }
     std::cerr << "no such command: " << command << std::endl;
     std::exit(2);
   }
 
+  Status Pull(const std::string &command, std::istringstream &words) {
+    const CacheIndex src = Index(words);
+    const Cache &dst = Named(words);
+    if (command == "pull") {
+      const auto row = Next<uint32_t>(words);
+      const auto size = Next<int64_t>(words);
+      const auto ext = Ext(words);
+      return Outcome([&] { return engine_.PullKvCache(src, dst, row, size, ext); },
+                     [&](Transfer &to) { return engine_.PullKvCacheAsync(src, dst, to, row, size, ext); });
+    }
+    const auto from = List(words);
+    const auto into = List(words);
+    const auto ext = Ext(words);
+    return Outcome([&] { return engine_.PullKvBlocks(src, dst, from, into, ext); },
+                   [&](Transfer &to) { return engine_.PullKvBlocksAsync(src, dst, from, into, to, ext); });
+  }
+
+  Status Push(const std::string &command, std::istringstream &words) {
+    const Cache &src = Named(words);
+    const CacheIndex dst = Index(words);
+    if (command == "push") {
+      const auto row = Next<uint32_t>(words);
+      const auto size = Next<int64_t>(words);
+      const auto ext = Ext(words);
+      return Outcome([&] { return engine_.PushKvCache(src, dst, row, size, ext); },
+                     [&](Transfer &to) { return engine_.PushKvCacheAsync(src, dst, to, row, size, ext); });
+    }
+    const auto from = List(words);
+    const auto into = List(words);
+    const auto ext = Ext(words);
+    return Outcome([&] { return engine_.PushKvBlocks(src, dst, from, into, ext); },
+                   [&](Transfer &to) { return engine_.PushKvBlocksAsync(src, dst, from, into, to, ext); });
+  }
+
+  Status Copy(const std::string &command, std::istringstream &words) {
+    const Cache &src = Named(words);
+    const Cache &dst = Named(words);
+    if (command == "copy") {
+      const auto from = Next<uint32_t>(words);
+      const auto into = Next<uint32_t>(words);
+      const auto offset = Next<uint64_t>(words);
+      const auto size = Next<int64_t>(words);
+      return Outcome([&] { return engine_.CopyKvCache(src, dst, from, into, offset, size); },
+                     [&](Transfer &to) { return engine_.CopyKvCacheAsync(src, dst, to, from, into, offset, size); });
+    }
+    const auto from = List(words);
+    std::vector<std::vector<uint64_t>> lists(Next<size_t>(words));
+    for (auto &list : lists) {
+      list = List(words);
+    }
+    return Outcome([&] { return engine_.CopyKvBlocks(src, dst, from, lists); },
+                   [&](Transfer &to) { return engine_.CopyKvBlocksAsync(src, dst, from, lists, to); });
+  }
+
   LlmDataDist engine_;
+  bool asynchronous_ = false;
+  size_t started_ = 0U;
   std::map<std::string, Cache> caches_;
   std::vector<std::unique_ptr<std::vector<uint8_t>>> memory_;
 };

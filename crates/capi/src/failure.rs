@@ -41,6 +41,21 @@ pub(crate) fn guarded_as(code: fn(ErrorKind) -> StatusCode, call: impl FnOnce() 
     }
 }
 
+/// Like [`guarded`], for a call that asks a transfer for its outcome. `None` is `LLM_WAIT_PROC_TIMEOUT`: the transfer
+/// still runs. No outcome has that status.
+pub(crate) fn guarded_outcome(call: impl FnOnce() -> Result<Option<()>>) -> u32 {
+    let mut running = false;
+    let outcome = guarded(|| {
+        running = call()?.is_none();
+        Ok(())
+    });
+    if running {
+        keep("the transfer still runs");
+        return status(StatusCode::WaitProcessTimeout);
+    }
+    outcome
+}
+
 /// Returns the number that C compares.
 pub(crate) fn status(code: StatusCode) -> u32 {
     u32::try_from(code.value()).unwrap_or(u32::MAX)

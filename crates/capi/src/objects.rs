@@ -56,7 +56,7 @@ impl Objects {
     /// Removes an object. Its engine is closed.
     pub(crate) fn free(&self, handle: u64) -> Result<()> {
         let object = self.0.write().unwrap_or_else(PoisonError::into_inner).remove(&handle);
-        object.map(drop).ok_or_else(|| unknown(handle))
+        object.map(|object| object.close()).ok_or_else(|| unknown(handle))
     }
 
     /// Returns the object of a handle.
@@ -87,10 +87,14 @@ impl Object {
         Ok(())
     }
 
-    /// Closes the engine. Later calls fail; calls that have begun end normally.
+    /// Closes the engine, which ends its asynchronous calls. Later calls fail; synchronous calls that have begun end
+    /// normally.
     pub(crate) fn close(&self) {
         let open = self.open.write().unwrap_or_else(PoisonError::into_inner).take();
-        drop(open);
+        if let Some(open) = open {
+            // Now, because a call of another thread may keep the engine for a while.
+            open.engine.end_transfers();
+        }
     }
 
     /// Returns the number of the role for the next `Initialize`, which may be invalid.

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!  operations   engine   transfer
-//!  sessions     session   resources   stats
+//!  sessions     session   resources   stats   events
 //!  movement     copy   huge_pages            copy: the only module that moves bytes of caches
 //!  parts        cache   pool   device   memory   net   protocol   token_file
 //!  decisions    validate   plan              pure: no memory access, no I/O, no clock
@@ -22,6 +22,8 @@
 //! - **Link:** [`PeerAddress`], [`CommStatus`], [`Deadline`].
 //! - **Pull and push:** [`RemoteName`] with a [`Name`], [`PullRows`], [`PushRows`], [`Layers`] of
 //!   [`LayerRange`]s; the C++ class names its peers by [`CacheIndex`] and [`ExtParam`].
+//! - **Start calls without waiting:** the methods ending in `_async` return a [`Transfer`] with its [`TransferProgress`].
+//!   [`DataDist::poll`] returns [`Event`]s from the [`EventQueue`]; an [`AwaitQueue`] wakes an event loop.
 //! - **Transfer layer by layer:** [`LayerwiseArgs`], [`Destination`], [`Target`]; a [`Task`] with its
 //!   [`Outcome`]s and what it has [`Carried`].
 //! - **Observe:** [`Snapshot`] ([`PoolReport`], [`PoolState`], [`TableState`], [`LinkState`], [`OpState`]).

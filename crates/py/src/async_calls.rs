@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{DataDist as CoreDataDist, Event, Result, Transfer as CoreTransfer};
+use llm_datadist_core::{DataDist as CoreDataDist, Event, Result, Transfer};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -20,23 +20,23 @@ use crate::error::{self, raise};
 use crate::keys::KeyArg;
 use crate::local_cache::CacheArg;
 use crate::pull_push_arguments::{self, LayersArg};
-use crate::transfer::Transfer;
+use crate::transfer::TransferHandle;
 use crate::{copy_arguments, log};
 
 /// Calls with more blocks detach from the interpreter while they start.
 const MANY_BLOCKS: usize = 4096;
 
 /// The asynchronous calls of an engine.
-#[pyclass(frozen, module = "llm_datadist._core")]
-pub(crate) struct AsyncCalls {
+#[pyclass(frozen, name = "AsyncCalls", module = "llm_datadist._core")]
+pub(crate) struct AsyncMethods {
     native: Py<DataDist>,
 }
 
 #[pymethods]
-impl AsyncCalls {
+impl AsyncMethods {
     #[new]
     fn new(native: Py<DataDist>) -> Self {
-        AsyncCalls { native }
+        AsyncMethods { native }
     }
 
     #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
@@ -48,7 +48,7 @@ impl AsyncCalls {
         size: IntArg<'_, '_>,
         timeout_ms: IntArg<'_, '_>,
         options: &Bound<'_, PyDict>,
-    ) -> PyResult<Py<Transfer>> {
+    ) -> PyResult<Py<TransferHandle>> {
         let (slot, engine) = ((batch_index, size), self.engine());
         let pull = pull_push_arguments::pull_cache(engine, (cache_key, cache), slot, options)?;
         let limit = limit(timeout_ms)?;
@@ -66,7 +66,7 @@ impl AsyncCalls {
         dst_blocks: BlocksArg<'_, '_>,
         timeout_ms: IntArg<'_, '_>,
         options: &Bound<'_, PyDict>,
-    ) -> PyResult<Py<Transfer>> {
+    ) -> PyResult<Py<TransferHandle>> {
         let (blocks, engine) = ((src_blocks, dst_blocks), self.engine());
         let pull = pull_push_arguments::pull_blocks(engine, (src_cache_key, dst_cache), blocks, options)?;
         let (limit, count) = (limit(timeout_ms)?, pull.rows.num_blocks());
@@ -86,7 +86,7 @@ impl AsyncCalls {
         size: IntArg<'_, '_>,
         tensor_num_per_layer: IntArg<'_, '_>,
         timeout_ms: IntArg<'_, '_>,
-    ) -> PyResult<Py<Transfer>> {
+    ) -> PyResult<Py<TransferHandle>> {
         let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
         let slot = (src_batch_index, size);
         let push = pull_push_arguments::push_cache(self.engine(), (dst_cache_key, src_cache), slot, layers)?;
@@ -107,7 +107,7 @@ impl AsyncCalls {
         dst_layer_range: LayersArg<'_, '_>,
         tensor_num_per_layer: IntArg<'_, '_>,
         timeout_ms: IntArg<'_, '_>,
-    ) -> PyResult<Py<Transfer>> {
+    ) -> PyResult<Py<TransferHandle>> {
         let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
         let (blocks, engine) = ((src_blocks, dst_blocks), self.engine());
         let push = pull_push_arguments::push_blocks(engine, (dst_cache_key, src_cache), blocks, layers)?;
@@ -128,7 +128,7 @@ impl AsyncCalls {
         size: IntArg<'_, '_>,
         req_id: IntArg<'_, '_>,
         timeout_ms: IntArg<'_, '_>,
-    ) -> PyResult<Py<Transfer>> {
+    ) -> PyResult<Py<TransferHandle>> {
         let numbers = (dst_batch_index, src_batch_index, offset, size);
         let ((to, from), args) = copy_arguments::copy_cache_args(self.engine(), (dst, src), numbers, req_id)?;
         let limit = limit(timeout_ms)?;
@@ -140,7 +140,7 @@ impl AsyncCalls {
         cache: CacheArg<'_, '_>,
         copy_block_info: BlocksArg<'_, '_>,
         timeout_ms: IntArg<'_, '_>,
-    ) -> PyResult<Py<Transfer>> {
+    ) -> PyResult<Py<TransferHandle>> {
         let (end, pairs) = copy_arguments::copy_blocks_args(self.engine(), cache, copy_block_info)?;
         let limit = limit(timeout_ms)?;
         self.start(cache.py(), pairs.len(), |engine| engine.copy_blocks_async(&end, &pairs, limit))
@@ -153,7 +153,7 @@ impl AsyncCalls {
         dst_cache: CacheArg<'_, '_>,
         src_to_dst: BlocksArg<'_, '_>,
         timeout_ms: IntArg<'_, '_>,
-    ) -> PyResult<Py<Transfer>> {
+    ) -> PyResult<Py<TransferHandle>> {
         let engine = self.engine();
         let args = copy_arguments::swap_args(engine, src_cache, dst_cache, src_to_dst);
         let started = args.and_then(|(src, dst, pairs)| {
@@ -192,7 +192,7 @@ impl AsyncCalls {
     }
 }
 
-impl AsyncCalls {
+impl AsyncMethods {
     fn engine(&self) -> &Engine {
         self.native.get().engine()
     }
@@ -201,8 +201,8 @@ impl AsyncCalls {
         &self,
         py: Python<'_>,
         blocks: usize,
-        call: impl FnOnce(&CoreDataDist) -> Result<Arc<CoreTransfer>> + Send,
-    ) -> PyResult<Py<Transfer>> {
+        call: impl FnOnce(&CoreDataDist) -> Result<Arc<Transfer>> + Send,
+    ) -> PyResult<Py<TransferHandle>> {
         let engine = self.engine();
         let started = if blocks > MANY_BLOCKS { engine.enter(py, call) } else { engine.attached(py, call) };
         let transfer = started?;

@@ -55,7 +55,7 @@ static LISTS: KeptLists = KeptLists::new();
 #[pymodule(gil_used = true)]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     raw::main_interpreter_only()?;
-    module.add_class::<async_calls::AsyncCalls>()?;
+    module.add_class::<async_calls::AsyncMethods>()?;
     module.add_class::<cache::LooseCache>()?;
     module.add_class::<cache::ManagedCache>()?;
     module.add_class::<cache::TensorView>()?;
@@ -64,7 +64,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<task::TransferTask>()?;
     module.add_class::<transfer::Completed>()?;
     module.add_class::<transfer::LoopQueue>()?;
-    module.add_class::<transfer::Transfer>()?;
+    module.add_class::<transfer::TransferHandle>()?;
     validators(module)?;
     functions!(module, engine::abandon_sockets python_types::register_types);
     functions!(module, log::open_log log::close_log log::take_log log::log_after_fork);

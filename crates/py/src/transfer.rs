@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use llm_datadist_core::bindings::this_process;
-use llm_datadist_core::{AwaitQueue, Deadline, Error, ErrorKind, Event, Transfer as CoreTransfer};
+use llm_datadist_core::{AwaitQueue, Deadline, Error, ErrorKind, Event, Transfer};
 use pyo3::exceptions::PyTimeoutError;
 use pyo3::prelude::*;
 
@@ -16,10 +16,10 @@ use crate::error::{Codes, exception, raise};
 use crate::python_types::PythonTypes;
 
 /// A handle of an asynchronous call. Dropping it does not end the call.
-#[pyclass(frozen, module = "llm_datadist.events")]
-pub(crate) struct Transfer {
+#[pyclass(frozen, name = "Transfer", module = "llm_datadist.events")]
+pub(crate) struct TransferHandle {
     process: u32,
-    transfer: Arc<CoreTransfer>,
+    transfer: Arc<Transfer>,
     codes: Codes,
     handles: Weak<Handles>,
 }
@@ -27,10 +27,10 @@ pub(crate) struct Transfer {
 /// The handles of the calls of one engine whose outcome was not taken, by number: an event has the same handle that the
 /// call returned.
 #[derive(Default)]
-pub(crate) struct Handles(Mutex<HashMap<u64, Py<Transfer>>>);
+pub(crate) struct Handles(Mutex<HashMap<u64, Py<TransferHandle>>>);
 
 impl Handles {
-    fn lock(&self) -> MutexGuard<'_, HashMap<u64, Py<Transfer>>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<u64, Py<TransferHandle>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -38,11 +38,11 @@ impl Handles {
     pub(crate) fn add(
         self: &Arc<Self>,
         py: Python<'_>,
-        transfer: Arc<CoreTransfer>,
+        transfer: Arc<Transfer>,
         codes: Codes,
-    ) -> PyResult<Py<Transfer>> {
+    ) -> PyResult<Py<TransferHandle>> {
         let number = transfer.number();
-        let new = Transfer { process: this_process(), transfer, codes, handles: Arc::downgrade(self) };
+        let new = TransferHandle { process: this_process(), transfer, codes, handles: Arc::downgrade(self) };
         let handle = Py::new(py, new)?;
         self.lock().insert(number, handle.clone_ref(py));
         Ok(handle)
@@ -88,7 +88,7 @@ impl Handles {
 pub(crate) struct Completed {
     /// The call.
     #[pyo3(get)]
-    transfer: Py<Transfer>,
+    transfer: Py<TransferHandle>,
 }
 
 /// What wakes one event loop of `asyncio`.
@@ -97,8 +97,8 @@ pub(crate) struct LoopQueue {
     queue: Arc<AwaitQueue>,
 }
 
-impl Transfer {
-    fn transfer(&self, py: Python<'_>) -> PyResult<&Arc<CoreTransfer>> {
+impl TransferHandle {
+    fn transfer(&self, py: Python<'_>) -> PyResult<&Arc<Transfer>> {
         // In a forked child, the locks of the copy may be held forever.
         if self.process == this_process() { Ok(&self.transfer) } else { Err(raise(py, &engine::forked())) }
     }
@@ -123,7 +123,7 @@ impl Transfer {
 }
 
 #[pymethods]
-impl Transfer {
+impl TransferHandle {
     /// Returns a number that no other transfer of this process has.
     #[getter]
     fn number(&self, py: Python<'_>) -> PyResult<u64> {
@@ -214,7 +214,7 @@ impl LoopQueue {
     }
 
     /// Has the queue informed of the end of a transfer. Returns `False` if it has ended already.
-    fn add(&self, py: Python<'_>, transfer: &Bound<'_, Transfer>) -> PyResult<bool> {
+    fn add(&self, py: Python<'_>, transfer: &Bound<'_, TransferHandle>) -> PyResult<bool> {
         transfer.get().transfer(py)?.wake(&self.queue).map_err(|error| raise(py, &error))
     }
 

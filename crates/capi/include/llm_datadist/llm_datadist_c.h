@@ -31,7 +31,12 @@
  * The version of this interface. It grows when a function is added or a reserved word is used. A library serves programs of
  * its own version and of all lower ones. A library that cannot do so has another name (`libllm_datadist.so.1`).
  */
-#define LLM_DATADIST_ABI_VERSION 2
+#define LLM_DATADIST_ABI_VERSION 3
+
+/**
+ * The kind of an event: a transfer has ended.
+ */
+#define LLM_DATADIST_EVENT_COMPLETED 1
 
 /**
  * One option. Both texts end in a null byte.
@@ -136,12 +141,6 @@ typedef struct {
 } LlmDatadistRegisterCfg;
 
 /**
- * Receives one line of the log: its level, the part of the engine that it comes from, its text, and `user_data`. The texts
- * end in a null byte and are valid during the call.
- */
-typedef void (*LlmDatadistLogCallback)(int32_t level, const char *target, const char *text, void *user_data);
-
-/**
  * One batch slot of a peer's cache.
  */
 typedef struct {
@@ -233,6 +232,42 @@ typedef struct {
   size_t count;
 } LlmDatadistBlocks;
 
+/**
+ * An event of an engine, which the library writes.
+ */
+typedef struct {
+  /**
+   * `LLM_DATADIST_EVENT_COMPLETED`. A program ignores kinds that it does not know.
+   */
+  uint32_t kind;
+  /**
+   * Status with which the transfer ended.
+   */
+  uint32_t status;
+  /**
+   * Handle of the transfer. The program may have freed it.
+   */
+  uint64_t transfer;
+  /**
+   * Number of bytes that are known to be in place.
+   */
+  uint64_t bytes;
+  /**
+   * Nanoseconds from the start of the transfer to its end.
+   */
+  uint64_t nanos;
+  /**
+   * 0 in this version.
+   */
+  uint64_t reserved[12];
+} LlmDatadistEvent;
+
+/**
+ * Receives one line of the log: its level, the part of the engine that it comes from, its text, and `user_data`. The texts
+ * end in a null byte and are valid during the call.
+ */
+typedef void (*LlmDatadistLogCallback)(int32_t level, const char *target, const char *text, void *user_data);
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
@@ -250,7 +285,7 @@ uint64_t llm_datadist_new(uint64_t cluster_id,
                           int32_t role);
 
 /**
- * Frees an object, and closes its engine if it is open.
+ * Frees an object, and closes its engine if it is open, as `llm_datadist_finalize` does.
  */
 uint32_t llm_datadist_free(uint64_t handle);
 
@@ -269,7 +304,8 @@ const char *llm_datadist_last_error(void);
 uint32_t llm_datadist_initialize(uint64_t handle, const LlmDatadistOption *options, size_t num_options);
 
 /**
- * Closes the engine. Has no effect unless it is open.
+ * Closes the engine. Has no effect unless it is open. First ends all transfers, with `LLM_FAILED`. Their handles still answer
+ * afterwards; events that were not polled are dropped.
  */
 uint32_t llm_datadist_finalize(uint64_t handle);
 
@@ -359,6 +395,145 @@ uint32_t llm_datadist_unregister_cache(uint64_t handle,
                                        int64_t cache_id);
 
 /**
+ * Starts what `llm_datadist_pull_cache` does, without waiting for it. Writes the handle of the transfer to `transfer`;
+ * `llm_datadist_transfer_free` frees it. An addition to the original, as all functions for transfers and events.
+ *
+ * The transfer ends within `timeout_ms` milliseconds from this call; 0 stands for the time limit of the synchronous call.
+ * The structures and lists of the call may be freed when it returns.
+ *
+ * What the arguments and the caches of this engine decide is returned at once, with the codes of the synchronous call.
+ * `LLM_LINK_BUSY`: too many transfers run, or wait for their outcome to be taken. After any failure, nothing has started and
+ * nothing is written. Every other failure, a missing link too, is the outcome of the transfer, which `llm_datadist_poll` and
+ * `llm_datadist_transfer_result` return.
+ *
+ * Any thread may call it. Calls that meet in a row of a cache take turns in the order in which they were started.
+ *
+ * # Safety
+ * The pointers refer to valid structures, and `transfer` to space for a handle.
+ */
+uint32_t llm_datadist_pull_cache_async(uint64_t handle,
+                                       const LlmDatadistCacheIndex *src,
+                                       const LlmDatadistCache *dst,
+                                       uint32_t batch_index,
+                                       int64_t size,
+                                       const LlmDatadistExtParam *ext_param,
+                                       int32_t timeout_ms,
+                                       uint64_t *transfer);
+
+/**
+ * Starts what `llm_datadist_pull_blocks` does; otherwise like `llm_datadist_pull_cache_async`.
+ *
+ * # Safety
+ * See `llm_datadist_pull_cache_async`. The lists are valid.
+ */
+uint32_t llm_datadist_pull_blocks_async(uint64_t handle,
+                                        const LlmDatadistCacheIndex *src,
+                                        const LlmDatadistCache *dst,
+                                        LlmDatadistBlocks src_blocks,
+                                        LlmDatadistBlocks dst_blocks,
+                                        const LlmDatadistExtParam *ext_param,
+                                        int32_t timeout_ms,
+                                        uint64_t *transfer);
+
+/**
+ * Starts what `llm_datadist_push_cache` does; otherwise like `llm_datadist_pull_cache_async`.
+ *
+ * # Safety
+ * See `llm_datadist_pull_cache_async`.
+ */
+uint32_t llm_datadist_push_cache_async(uint64_t handle,
+                                       const LlmDatadistCache *src,
+                                       const LlmDatadistCacheIndex *dst,
+                                       uint32_t src_batch_index,
+                                       int64_t size,
+                                       const LlmDatadistExtParam *ext_param,
+                                       int32_t timeout_ms,
+                                       uint64_t *transfer);
+
+/**
+ * Starts what `llm_datadist_push_blocks` does; otherwise like `llm_datadist_pull_cache_async`.
+ *
+ * # Safety
+ * See `llm_datadist_pull_cache_async`. The lists are valid.
+ */
+uint32_t llm_datadist_push_blocks_async(uint64_t handle,
+                                        const LlmDatadistCache *src,
+                                        const LlmDatadistCacheIndex *dst,
+                                        LlmDatadistBlocks src_blocks,
+                                        LlmDatadistBlocks dst_blocks,
+                                        const LlmDatadistExtParam *ext_param,
+                                        int32_t timeout_ms,
+                                        uint64_t *transfer);
+
+/**
+ * Starts what `llm_datadist_copy_cache` does; otherwise like `llm_datadist_pull_cache_async`.
+ *
+ * # Safety
+ * See `llm_datadist_pull_cache_async`. Where the id of a structure is -1, one tensor stays readable and writable at each
+ * address until the transfer has ended.
+ */
+uint32_t llm_datadist_copy_cache_async(uint64_t handle,
+                                       const LlmDatadistCache *src,
+                                       const LlmDatadistCache *dst,
+                                       uint32_t src_batch_index,
+                                       uint32_t dst_batch_index,
+                                       uint64_t offset,
+                                       int64_t size,
+                                       int32_t timeout_ms,
+                                       uint64_t *transfer);
+
+/**
+ * Starts what `llm_datadist_copy_blocks` does; otherwise like `llm_datadist_pull_cache_async`.
+ *
+ * # Safety
+ * See `llm_datadist_copy_cache_async`. The lists are valid.
+ */
+uint32_t llm_datadist_copy_blocks_async(uint64_t handle,
+                                        const LlmDatadistCache *src,
+                                        const LlmDatadistCache *dst,
+                                        LlmDatadistBlocks src_blocks,
+                                        const LlmDatadistBlocks *dst_blocks_list,
+                                        size_t num_lists,
+                                        int32_t timeout_ms,
+                                        uint64_t *transfer);
+
+/**
+ * Writes at most `max_events` events to `events`, in the order in which they happened, and their number to `num_events`.
+ * Never waits. Without events it succeeds, and writes 0.
+ *
+ * An event is returned once, to one caller. Functions that take the outcome of a transfer remove its event. After a failure
+ * no event is lost. Any thread may call it.
+ *
+ * # Safety
+ * `events` points to space for `max_events` events, and `num_events` to space for a number.
+ */
+uint32_t llm_datadist_poll(uint64_t handle,
+                           size_t max_events,
+                           LlmDatadistEvent *events,
+                           size_t *num_events);
+
+/**
+ * Writes a file descriptor to `descriptor`. It is readable while `llm_datadist_poll` has something to return, so that
+ * `poll`, `select` or `epoll` can wait for it.
+ *
+ * The descriptor belongs to the engine, and is the same for every call. The program must not read from it, write to it or
+ * close it. Closing the engine closes it: first remove it from what waits for it. A program that `exec` starts does not
+ * inherit it. Any thread may call the function. It fails with `LLM_FAILED` if the process has no descriptor left.
+ *
+ * # Safety
+ * `descriptor` points to space for a number.
+ */
+uint32_t llm_datadist_event_descriptor(uint64_t handle,
+                                       int *descriptor);
+
+/**
+ * Waits until no transfer of the engine runs, at most `timeout_ms` milliseconds; 0 does not wait. `LLM_TIMEOUT` if one still
+ * runs then. Events stay in the queue. Any thread may call it.
+ */
+uint32_t llm_datadist_drain(uint64_t handle,
+                            int32_t timeout_ms);
+
+/**
  * Sends lines of `max_level` and more severe ones to `callback`. Null removes the callback. A process has one callback for
  * all objects.
  *
@@ -376,6 +551,70 @@ uint32_t llm_datadist_unregister_cache(uint64_t handle,
 uint32_t llm_datadist_set_log_callback(LlmDatadistLogCallback callback,
                                        void *user_data,
                                        int32_t max_level);
+
+/**
+ * Returns whether the transfer has ended, so that nothing of it touches memory any more. Does not take its outcome.
+ *
+ * Also returns true for an invalid handle, of which `llm_datadist_transfer_result` says why it is invalid. It never fails, so
+ * the reason of the last failure stays. Any thread may call it.
+ */
+bool llm_datadist_transfer_done(uint64_t transfer);
+
+/**
+ * Waits until the transfer has ended, at most `timeout_ms` milliseconds, and returns its outcome like
+ * `llm_datadist_transfer_result`. 0 does not wait. Any thread may call it, and several may wait for the same transfer.
+ */
+uint32_t llm_datadist_transfer_wait(uint64_t transfer,
+                                    int32_t timeout_ms);
+
+/**
+ * Returns the status with which the transfer has ended, or `LLM_WAIT_PROC_TIMEOUT` while it runs. Never waits.
+ *
+ * No transfer ends with `LLM_WAIT_PROC_TIMEOUT`. A transfer whose time limit has passed ends with `LLM_TIMEOUT`. One that was
+ * cancelled, or that the end of its engine has ended, ends with `LLM_FAILED`. After a failure, the contents of the rows that
+ * it writes are undefined, and `llm_datadist_last_error` has the reason. An invalid handle is `LLM_FAILED` too.
+ *
+ * The function takes the outcome: `llm_datadist_poll` no longer returns it. The transfer keeps it, so that the function may be
+ * called again. Any thread may call it.
+ */
+uint32_t llm_datadist_transfer_result(uint64_t transfer);
+
+/**
+ * Cancels the transfer. Never waits: a transfer that has begun ends a little later, and its event reports this. Returns true
+ * if it will end with `LLM_FAILED`, and false if its outcome can no longer change or the handle is invalid. It never fails, so
+ * the reason of the last failure stays. Any thread may call it.
+ */
+bool llm_datadist_transfer_cancel(uint64_t transfer);
+
+/**
+ * Returns whether `llm_datadist_transfer_cancel` has ended the transfer, or will end it. It never fails, so the reason of the
+ * last failure stays. Any thread may call it.
+ */
+bool llm_datadist_transfer_cancelled(uint64_t transfer);
+
+/**
+ * Writes the number of bytes that are known to be in place to `done`, and the number of bytes of the whole transfer to
+ * `total`, which is 0 until the transfer is planned. Both are final once the transfer has ended. A push learns only at its end
+ * how many bytes are in place. An invalid handle is `LLM_FAILED`. Any thread may call it.
+ *
+ * # Safety
+ * Both pointers refer to space for a number.
+ */
+uint32_t llm_datadist_transfer_progress(uint64_t transfer,
+                                        uint64_t *done,
+                                        uint64_t *total);
+
+/**
+ * Returns the nanoseconds from the start of the transfer to its end, or until now while it runs; 0 for an invalid handle. It
+ * never fails, so the reason of the last failure stays. Any thread may call it.
+ */
+uint64_t llm_datadist_transfer_nanos(uint64_t transfer);
+
+/**
+ * Frees the handle of a transfer, which it neither cancels nor waits for. The event of the transfer is still returned. Any
+ * thread may call it, also before the transfer has ended and after its engine was closed.
+ */
+uint32_t llm_datadist_transfer_free(uint64_t transfer);
 
 /**
  * Pulls one batch slot of a peer.

@@ -5,11 +5,16 @@
 //! a panic are statuses as well, never a crash. A pointer that is neither null nor valid is undefined behaviour, as
 //! everywhere in C.
 //!
-//! Pointers are converted in `raw`; `types` has the structures, `transfers` the calls that move bytes, and `log` the log.
+//! Pointers are converted in `raw`; `types` has the structures, `transfers` and `async_transfers` the calls that move bytes,
+//! `transfer_handle` and `events` what an asynchronous call leads to, and `log` the log.
 
+mod arguments;
+mod async_transfers;
+mod events;
 mod log;
 pub(crate) mod process;
 mod raw;
+mod transfer_handle;
 mod transfers;
 mod types;
 
@@ -18,18 +23,28 @@ use std::ffi::c_char;
 use llm_datadist_core::bindings::cpp;
 use llm_datadist_core::{CacheId, CacheKind, ClusterId, Result, StatusCode};
 
+pub use async_transfers::{
+    llm_datadist_copy_blocks_async, llm_datadist_copy_cache_async, llm_datadist_pull_blocks_async,
+    llm_datadist_pull_cache_async, llm_datadist_push_blocks_async, llm_datadist_push_cache_async,
+};
+pub use events::{llm_datadist_drain, llm_datadist_event_descriptor, llm_datadist_poll};
 pub use log::{
     LLM_DATADIST_LOG_DEBUG, LLM_DATADIST_LOG_ERROR, LLM_DATADIST_LOG_INFO, LLM_DATADIST_LOG_WARNING,
     LlmDatadistLogCallback, llm_datadist_set_log_callback,
+};
+pub use transfer_handle::{
+    llm_datadist_transfer_cancel, llm_datadist_transfer_cancelled, llm_datadist_transfer_done,
+    llm_datadist_transfer_free, llm_datadist_transfer_nanos, llm_datadist_transfer_progress,
+    llm_datadist_transfer_result, llm_datadist_transfer_wait,
 };
 pub use transfers::{
     llm_datadist_copy_blocks, llm_datadist_copy_cache, llm_datadist_pull_blocks, llm_datadist_pull_cache,
     llm_datadist_push_blocks, llm_datadist_push_cache,
 };
 pub use types::{
-    LLM_DATADIST_ABI_VERSION, LlmDatadistBlocks, LlmDatadistCache, LlmDatadistCacheDesc,
-    LlmDatadistCacheIndex, LlmDatadistCluster, LlmDatadistExtParam, LlmDatadistIp, LlmDatadistOption,
-    LlmDatadistRegisterCfg,
+    LLM_DATADIST_ABI_VERSION, LLM_DATADIST_EVENT_COMPLETED, LlmDatadistBlocks, LlmDatadistCache,
+    LlmDatadistCacheDesc, LlmDatadistCacheIndex, LlmDatadistCluster, LlmDatadistEvent, LlmDatadistExtParam,
+    LlmDatadistIp, LlmDatadistOption, LlmDatadistRegisterCfg,
 };
 
 use crate::calls;
@@ -55,7 +70,7 @@ pub extern "C" fn llm_datadist_new(cluster_id: u64, role: i32) -> u64 {
     handle
 }
 
-/// Frees an object, and closes its engine if it is open.
+/// Frees an object, and closes its engine if it is open, as `llm_datadist_finalize` does.
 #[unsafe(no_mangle)]
 pub extern "C" fn llm_datadist_free(handle: u64) -> u32 {
     guarded(|| process::current().objects.free(handle))
@@ -86,7 +101,8 @@ pub unsafe extern "C" fn llm_datadist_initialize(
     })
 }
 
-/// Closes the engine. Has no effect unless it is open.
+/// Closes the engine. Has no effect unless it is open. First ends all transfers, with `LLM_FAILED`. Their handles still answer
+/// afterwards; events that were not polled are dropped.
 #[unsafe(no_mangle)]
 pub extern "C" fn llm_datadist_finalize(handle: u64) -> u32 {
     guarded(|| {

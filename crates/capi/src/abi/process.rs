@@ -1,4 +1,4 @@
-//! What belongs to one process: its objects and its log callback. A forked child starts with none.
+//! What belongs to one process: its objects, its transfers and its log callback. A forked child starts with none.
 //!
 //! The threads of the parent do not exist in the child, so a lock that one of them held is never released there.
 //! Therefore the child leaves the parent's state alone, and makes its own when it first needs it
@@ -10,11 +10,13 @@ use std::sync::{Once, RwLock};
 
 use crate::log::Recipient;
 use crate::objects::{self, Objects};
+use crate::transfer_handles::{self, TransferHandles};
 
 /// The state of one process.
 #[derive(Default)]
 pub(crate) struct Process {
     pub(crate) objects: Objects,
+    pub(crate) transfers: TransferHandles,
     pub(crate) log: RwLock<Option<Recipient>>,
 }
 
@@ -46,6 +48,7 @@ pub(crate) fn current() -> &'static Process {
 pub(crate) fn forked() {
     CURRENT.store(null_mut(), Ordering::Release);
     objects::forked();
+    transfer_handles::forked();
     llm_datadist_core::bindings::abandon_sockets();
 }
 

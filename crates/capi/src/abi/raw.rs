@@ -108,6 +108,20 @@ impl<T: Copy> Out<T> {
         // has promised it. The two do not overlap, because nothing else accesses the space.
         unsafe { self.first.copy_from_nonoverlapping(values.as_ptr(), count) };
     }
+
+    /// Writes as many of `values` as fit, and returns their number. Needs no memory.
+    pub(super) fn put_each(&self, values: impl Iterator<Item = T>) -> usize {
+        let mut written = 0;
+        for value in values.take(self.count) {
+            // SAFETY: the place is inside the space for `count` values, of which `new` has checked what can be checked, and
+            // which its caller has promised.
+            let place = unsafe { self.first.add(written) };
+            // SAFETY: as above.
+            unsafe { place.write(value) };
+            written += 1;
+        }
+        written
+    }
 }
 
 /// Returns the texts of options, by key.
@@ -201,7 +215,7 @@ pub(super) unsafe fn id(name: &str, at: *const LlmDatadistCache) -> Result<Cache
 ///
 /// # Safety
 /// See [`value`].
-pub(super) unsafe fn pushed(at: *const LlmDatadistCache) -> Result<CacheId> {
+pub(super) unsafe fn push_source(at: *const LlmDatadistCache) -> Result<CacheId> {
     // SAFETY: the caller's promise.
     let cache = unsafe { cache("src_cache", at) }?;
     cpp::pushed(cache.desc.placement)?;

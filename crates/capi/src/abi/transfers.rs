@@ -1,10 +1,9 @@
 //! The functions that move bytes: pulls, pushes and copies.
 
-use llm_datadist_core::bindings::cpp;
-use llm_datadist_core::{CopyArgs, ErrorKind};
+use llm_datadist_core::CopyArgs;
 
 use super::types::{LlmDatadistBlocks, LlmDatadistCache, LlmDatadistCacheIndex, LlmDatadistExtParam};
-use super::{entered, raw};
+use super::{arguments, entered, raw};
 
 /// Pulls one batch slot of a peer.
 ///
@@ -21,11 +20,7 @@ pub unsafe extern "C" fn llm_datadist_pull_cache(
 ) -> u32 {
     entered(handle, |open| {
         // SAFETY: the caller's promise.
-        let src = unsafe { raw::index("src_cache_index", src) }?;
-        // SAFETY: the caller's promise.
-        let dst = unsafe { raw::id("dst_cache", dst) }?;
-        // SAFETY: the caller's promise.
-        let ext = unsafe { raw::ext_param(ext_param) }?;
+        let (src, dst, ext) = unsafe { arguments::pulled(src, dst, ext_param) }?;
         open.engine.pull_kv_cache(src, dst, batch_index, size, ext)
     })
 }
@@ -45,13 +40,9 @@ pub unsafe extern "C" fn llm_datadist_pull_blocks(
 ) -> u32 {
     entered(handle, |open| {
         // SAFETY: the caller's promise.
-        let src = unsafe { raw::index("src_cache_index", src) }?;
-        // SAFETY: the caller's promise.
-        let dst = unsafe { raw::id("dst_cache", dst) }?;
+        let (src, dst, ext) = unsafe { arguments::pulled(src, dst, ext_param) }?;
         // SAFETY: the caller's promise.
         let blocks = unsafe { raw::two_lists(src_blocks, dst_blocks) }?;
-        // SAFETY: the caller's promise.
-        let ext = unsafe { raw::ext_param(ext_param) }?;
         open.engine.pull_kv_blocks(src, dst, blocks, ext)
     })
 }
@@ -71,11 +62,7 @@ pub unsafe extern "C" fn llm_datadist_push_cache(
 ) -> u32 {
     entered(handle, |open| {
         // SAFETY: the caller's promise.
-        let src = unsafe { raw::pushed(src) }?;
-        // SAFETY: the caller's promise.
-        let dst = unsafe { raw::index("dst_cache_index", dst) }?;
-        // SAFETY: the caller's promise.
-        let ext = unsafe { raw::ext_param(ext_param) }?;
+        let (src, dst, ext) = unsafe { arguments::pushed(src, dst, ext_param) }?;
         open.engine.push_kv_cache(src, dst, src_batch_index, size, ext)
     })
 }
@@ -95,13 +82,9 @@ pub unsafe extern "C" fn llm_datadist_push_blocks(
 ) -> u32 {
     entered(handle, |open| {
         // SAFETY: the caller's promise.
-        let src = unsafe { raw::pushed(src) }?;
-        // SAFETY: the caller's promise.
-        let dst = unsafe { raw::index("dst_cache_index", dst) }?;
+        let (src, dst, ext) = unsafe { arguments::pushed(src, dst, ext_param) }?;
         // SAFETY: the caller's promise.
         let blocks = unsafe { raw::two_lists(src_blocks, dst_blocks) }?;
-        // SAFETY: the caller's promise.
-        let ext = unsafe { raw::ext_param(ext_param) }?;
         open.engine.push_kv_blocks(src, dst, blocks, ext)
     })
 }
@@ -123,12 +106,7 @@ pub unsafe extern "C" fn llm_datadist_copy_cache(
 ) -> u32 {
     entered(handle, |open| {
         // SAFETY: the caller's promise.
-        let stated = unsafe { raw::cache("src_cache", src) }?;
-        cpp::copied(stated.desc.placement, size)?;
-        // SAFETY: the caller's promise.
-        let from = unsafe { raw::end(&open.engine, "src_cache", src) }?;
-        // SAFETY: the caller's promise.
-        let to = unsafe { raw::end(&open.engine, "dst_cache", dst) }?;
+        let (from, to) = unsafe { arguments::copied(&open.engine, src, dst, size) }?;
         let args = CopyArgs { dst_batch_index, src_batch_index, offset, size };
         open.engine.copy_kv_cache(&from, &to, args)
     })
@@ -148,18 +126,10 @@ pub unsafe extern "C" fn llm_datadist_copy_blocks(
     num_lists: usize,
 ) -> u32 {
     entered(handle, |open| {
+        let (caches, lists) = ((src, dst), (dst_blocks_list, num_lists));
         // SAFETY: the caller's promise.
-        let sources = unsafe { raw::list("src_blocks", src_blocks.blocks, src_blocks.count) }?;
-        // SAFETY: the caller's promise.
-        let lists = unsafe { raw::block_lists(dst_blocks_list, num_lists) }?;
-        // SAFETY: the caller's promise.
-        let end = |name, at| unsafe { raw::end(&open.engine, name, at) };
-        let ends = end("src_cache", src).and_then(|from| Ok((from, end("dst_cache", dst)?)));
-        let (from, to) = ends.or_else(|error| match error.kind() {
-            // Lists that are invalid with any cache are refused before the caches are searched.
-            ErrorKind::CacheNotFound => cpp::block_lists(sources, &lists).and(Err(error)),
-            _ => Err(error),
-        })?;
+        let copied = unsafe { arguments::copied_blocks(&open.engine, caches, src_blocks, lists) }?;
+        let ((from, to), sources, lists) = copied;
         open.engine.copy_kv_blocks(&from, &to, sources, &lists)
     })
 }

@@ -11,7 +11,7 @@ use std::ffi::c_char;
 
 /// The version of this interface. It grows when a function is added or a reserved word is used. A library serves programs of
 /// its own version and of all lower ones. A library that cannot do so has another name (`libllm_datadist.so.1`).
-pub const LLM_DATADIST_ABI_VERSION: u32 = 2;
+pub const LLM_DATADIST_ABI_VERSION: u32 = 3;
 
 /// A structure that a later version may extend.
 pub(super) trait Reserved {
@@ -161,4 +161,25 @@ pub struct LlmDatadistBlocks {
     pub blocks: *const u64,
     /// Number of blocks.
     pub count: usize,
+}
+
+/// The kind of an event: a transfer has ended.
+pub const LLM_DATADIST_EVENT_COMPLETED: u32 = 1;
+
+/// An event of an engine, which the library writes.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct LlmDatadistEvent {
+    /// `LLM_DATADIST_EVENT_COMPLETED`. A program ignores kinds that it does not know.
+    pub kind: u32,
+    /// Status with which the transfer ended.
+    pub status: u32,
+    /// Handle of the transfer. The program may have freed it.
+    pub transfer: u64,
+    /// Number of bytes that are known to be in place.
+    pub bytes: u64,
+    /// Nanoseconds from the start of the transfer to its end.
+    pub nanos: u64,
+    /// 0 in this version.
+    pub reserved: [u64; 12],
 }

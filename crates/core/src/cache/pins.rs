@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use super::cache::Cache;
 use super::row_turns::{MAX_COUNTERS, PINS, RowTurns, RowUse};
-use super::turn::Turn;
+use super::turn::CallTurn;
 use crate::error::{Error, Result};
 use crate::fallible;
 use crate::model::Deadline;
@@ -34,7 +34,7 @@ pub struct WaitingCall {
     rows: CallRows,
     /// The place of the call in each of its caches.
     waiters: Vec<u32>,
-    turn: Arc<Turn>,
+    turn: Arc<CallTurn>,
 }
 
 impl CallRows {
@@ -71,7 +71,7 @@ impl CallRows {
     /// Puts the call into the queues of its rows. Each time that they have all become free, `opened` is called on the
     /// thread that frees the last one, without a lock. It must be short.
     pub fn enter(self, opened: Option<Box<dyn Fn() + Send + Sync>>) -> Result<WaitingCall> {
-        let turn = Turn::new(opened);
+        let turn = CallTurn::new(opened);
         let mut waiters = fallible::with_capacity(PINS, self.0.len())?;
         let mut locked = self.lock()?;
         for ((cache, used), turns) in self.0.iter().zip(&mut locked) {
@@ -151,7 +151,7 @@ impl Drop for WaitingCall {
 
 /// The turns that have become open because rows were given back. Drop tells their calls; there must be no lock then.
 #[derive(Debug, Default)]
-pub struct OpenedTurns(Vec<Arc<Turn>>);
+pub struct OpenedTurns(Vec<Arc<CallTurn>>);
 
 impl OpenedTurns {
     fn take(&mut self, turns: &mut RowTurns, change: impl FnOnce(&mut RowTurns) -> bool) {
@@ -163,7 +163,7 @@ impl OpenedTurns {
 
 impl Drop for OpenedTurns {
     fn drop(&mut self) {
-        self.0.drain(..).for_each(Turn::announce);
+        self.0.drain(..).for_each(CallTurn::announce);
     }
 }
 

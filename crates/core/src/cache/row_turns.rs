@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use super::turn::Turn;
+use super::turn::CallTurn;
 use crate::error::Result;
 use crate::fallible;
 
@@ -84,7 +84,7 @@ struct Entry {
 /// A call that waits for rows of this cache. Unused if `turn` is `None`.
 #[derive(Debug)]
 struct Waiter {
-    turn: Option<Arc<Turn>>,
+    turn: Option<Arc<CallTurn>>,
     /// The first of its entries, which are linked by `sibling`.
     entry: u32,
     /// Number of its entries that are not open.
@@ -186,7 +186,7 @@ impl RowTurns {
     }
 
     /// Puts a call into the queues of all its rows. It may [`begin`](Self::begin) once nothing blocks `turn`.
-    pub(super) fn enter(&mut self, used: &RowUse, turn: &Arc<Turn>) -> Result<u32> {
+    pub(super) fn enter(&mut self, used: &RowUse, turn: &Arc<CallTurn>) -> Result<u32> {
         let waiter = self.new_waiter(used, turn)?;
         for (rows, writes) in [(&used.writes, true), (&used.reads, false)] {
             for &row in rows {
@@ -201,7 +201,7 @@ impl RowTurns {
 
     /// Makes room for a waiter and its entries, and returns the waiter.
     #[expect(clippy::cast_possible_truncation, reason = "fewer waiters than fit into memory")]
-    fn new_waiter(&mut self, used: &RowUse, turn: &Arc<Turn>) -> Result<u32> {
+    fn new_waiter(&mut self, used: &RowUse, turn: &Arc<CallTurn>) -> Result<u32> {
         fallible::grow(PINS, &mut self.entries, used.reads.len() + used.writes.len())?;
         fallible::grow(PINS, &mut self.waiters, 1)?;
         let unlisted = self.waiters.len() + 1 - self.opened.len();
@@ -398,7 +398,7 @@ impl RowTurns {
     }
 
     /// Returns a call that nothing blocks any more, once for each time that this has become so.
-    pub(super) fn next_opened(&mut self) -> Option<Arc<Turn>> {
+    pub(super) fn next_opened(&mut self) -> Option<Arc<CallTurn>> {
         while let Some(waiter) = self.opened.pop() {
             let waiter = &mut self.waiters[waiter as usize];
             waiter.listed = false;

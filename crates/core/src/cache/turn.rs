@@ -8,7 +8,7 @@ use std::time::Duration;
 use crate::sync::{AtomicUsize, Condvar, Mutex, Ordering};
 
 /// The turn of one waiting call.
-pub(super) struct Turn {
+pub(super) struct CallTurn {
     /// Number of caches in which a row is not free. Changes under the lock of the cache.
     blocking: AtomicUsize,
     lock: Mutex<()>,
@@ -17,9 +17,9 @@ pub(super) struct Turn {
     opened: Option<Box<dyn Fn() + Send + Sync>>,
 }
 
-impl Turn {
+impl CallTurn {
     pub(super) fn new(opened: Option<Box<dyn Fn() + Send + Sync>>) -> Arc<Self> {
-        Arc::new(Turn {
+        Arc::new(CallTurn {
             blocking: AtomicUsize::new(0),
             lock: Mutex::default(),
             changed: Condvar::new(),
@@ -63,12 +63,12 @@ impl Turn {
 
 thread_local! {
     /// The turns that this thread has still to announce, while it announces one.
-    static ANNOUNCING: RefCell<Option<Vec<Arc<Turn>>>> = const { RefCell::new(None) };
+    static ANNOUNCING: RefCell<Option<Vec<Arc<CallTurn>>>> = const { RefCell::new(None) };
 }
 
 /// Calls `opened` of a turn. If that opens further turns, they follow afterwards: with a call inside each call, a long
 /// queue would need a deep stack.
-fn announce_one_by_one(turn: Arc<Turn>) {
+fn announce_one_by_one(turn: Arc<CallTurn>) {
     let nested = ANNOUNCING.with_borrow_mut(|later| match later {
         Some(later) => {
             later.push(turn.clone());
@@ -94,8 +94,8 @@ fn announce_one_by_one(turn: Arc<Turn>) {
     }
 }
 
-impl fmt::Debug for Turn {
+impl fmt::Debug for CallTurn {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Turn").field("blocking", &self.blocking).finish_non_exhaustive()
+        f.debug_struct("CallTurn").field("blocking", &self.blocking).finish_non_exhaustive()
     }
 }

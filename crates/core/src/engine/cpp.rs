@@ -3,17 +3,22 @@
 //!
 //! `CopyKvCache` is in `mod`, because the original's documentation describes it.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::links::{each, link_failed};
 use super::{DataDist, End, RemoteName};
+use crate::cache::{Cache, CallRows};
 use crate::config::Role;
 use crate::copy::Staging;
 use crate::error::Result;
-use crate::model::{CacheId, ClusterId, Name};
+use crate::events::Transfer;
+use crate::model::{CacheId, ClusterId, Deadline, Name};
+use crate::plan::Moves;
 use crate::session::PeerAddress;
 use crate::stats::Op;
-use crate::validate::{self, ExtParam, PullRows, PushRows};
+use crate::transfer::{CallPurpose, Execution, LocalCopy};
+use crate::validate::{self, CopyArgs, ExtParam, PullRows, PushRows};
 
 /// One batch slot of a peer's cache: `CacheIndex` of the original's documentation (`PushKvCache.md`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -142,5 +147,140 @@ impl CacheIndex {
     /// Returns the same slot as a [`RemoteName`].
     pub fn name(self) -> RemoteName {
         RemoteName { cluster: self.cluster, name: Name::Row { cache: self.cache, row: self.row } }
+    }
+}
+
+/// Asynchronous calls for the C++ class. Each has the rules of its synchronous twin, and what the arguments and the
+/// local caches decide is an error of the call. Otherwise they are like [`pull_async`](DataDist::pull_async).
+impl DataDist {
+    /// Starts a [`pull_kv_cache`](Self::pull_kv_cache), which ends within `limit`, by default `sync_kv_timeout`.
+    pub fn pull_kv_cache_async(
+        &self,
+        src: CacheIndex,
+        dst: CacheId,
+        batch_index: u32,
+        size: i64,
+        ext: ExtParam,
+        limit: Option<Duration>,
+    ) -> Result<Arc<Transfer>> {
+        validate::copy_size(size)?;
+        validate::ext_alone(ext)?;
+        self.other(src.cluster)?;
+        let local = self.resources.table.find(dst)?;
+        let layers = validate::pull_kv_layers(local.geometry(), ext)?;
+        self.pull_async(src.name(), &End::Managed(dst), PullRows::slot(batch_index, size), layers, limit)
+    }
+
+    /// Starts a [`pull_kv_blocks`](Self::pull_kv_blocks), which ends within `limit`, by default `sync_kv_timeout`.
+    pub fn pull_kv_blocks_async(
+        &self,
+        src: CacheIndex,
+        dst: CacheId,
+        (src_blocks, dst_blocks): (&[u64], &[u64]),
+        ext: ExtParam,
+        limit: Option<Duration>,
+    ) -> Result<Arc<Transfer>> {
+        validate::cpp::no_slot("src_cache_index.batch_index", src.row)?;
+        let remote = validate::cpp::blocks("src_blocks", src_blocks)?;
+        let rows = PullRows::Rows { remote, local: validate::cpp::blocks("dst_blocks", dst_blocks)? };
+        validate::equally_many(("src_blocks", src_blocks.len()), ("dst_blocks", dst_blocks.len()))?;
+        validate::ext_alone(ext)?;
+        self.other(src.cluster)?;
+        let local = self.resources.table.find(dst)?;
+        let layers = validate::pull_kv_layers(local.geometry(), ext)?;
+        self.pull_async(src.name(), &End::Managed(dst), rows, layers, limit)
+    }
+
+    /// Starts a [`push_kv_blocks`](Self::push_kv_blocks), which ends within `limit`, by default `sync_kv_timeout`.
+    pub fn push_kv_blocks_async(
+        &self,
+        src: CacheId,
+        dst: CacheIndex,
+        (src_blocks, dst_blocks): (&[u64], &[u64]),
+        ext: ExtParam,
+        limit: Option<Duration>,
+    ) -> Result<Arc<Transfer>> {
+        validate::cpp::no_slot("dst_cache_index.batch_index", dst.row)?;
+        let local = validate::cpp::blocks("src_blocks", src_blocks)?;
+        let rows = PushRows::Rows { local, remote: validate::cpp::blocks("dst_blocks", dst_blocks)? };
+        validate::equally_many(("src_blocks", src_blocks.len()), ("dst_blocks", dst_blocks.len()))?;
+        validate::push_kv_alone("PushKvBlocks", self.pushing_role(), -1, ext)?;
+        self.other(dst.cluster)?;
+        let cache = self.resources.table.find(src)?;
+        let layers = validate::push_kv_blocks(cache.layout(), ext)?;
+        self.push_async(&End::Managed(src), dst.name(), rows, layers, limit)
+    }
+
+    /// Starts a [`push_kv_cache`](Self::push_kv_cache), which ends within `limit`, by default `sync_kv_timeout`.
+    pub fn push_kv_cache_async(
+        &self,
+        src: CacheId,
+        dst: CacheIndex,
+        src_batch_index: u32,
+        size: i64,
+        ext: ExtParam,
+        limit: Option<Duration>,
+    ) -> Result<Arc<Transfer>> {
+        validate::push_kv_alone("PushKvCache", self.pushing_role(), size, ext)?;
+        self.other(dst.cluster)?;
+        let local = self.resources.table.find(src)?;
+        let layers = validate::push_kv_cache(local.layout(), ext)?;
+        let rows = PushRows::Slot { local: src_batch_index };
+        self.push_async(&End::Managed(src), dst.name(), rows, layers, limit)
+    }
+
+    /// Starts a [`copy_kv_cache`](Self::copy_kv_cache), which ends within `limit`, by default `sync_kv_timeout`.
+    pub fn copy_kv_cache_async(
+        &self,
+        src: &End,
+        dst: &End,
+        args: CopyArgs,
+        limit: Option<Duration>,
+    ) -> Result<Arc<Transfer>> {
+        let deadline = self.async_deadline(limit);
+        let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
+        let moves = validate::copy_kv_cache(src.layout(), dst.layout(), args)?;
+        self.start_kv_copy(Op::CopyCache, (src, dst), moves, deadline)
+    }
+
+    /// Starts a [`copy_kv_blocks`](Self::copy_kv_blocks), which ends within `limit`, by default `sync_kv_timeout`.
+    pub fn copy_kv_blocks_async(
+        &self,
+        src: &End,
+        dst: &End,
+        src_blocks: &[u64],
+        dst_blocks_list: &[&[u64]],
+        limit: Option<Duration>,
+    ) -> Result<Arc<Transfer>> {
+        let deadline = self.async_deadline(limit);
+        super::room_for_lists(src_blocks.len().saturating_mul(dst_blocks_list.len()))?;
+        let pairs = validate::cpp::block_lists(src_blocks, dst_blocks_list)?;
+        let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
+        let moves = validate::copy_kv_blocks(src.layout(), dst.layout(), &pairs)?;
+        self.start_kv_copy(Op::CopyBlocks, (src, dst), moves, deadline)
+    }
+
+    fn start_kv_copy(
+        &self,
+        op: Op,
+        (src, dst): (Arc<Cache>, Arc<Cache>),
+        mut moves: Moves,
+        deadline: Deadline,
+    ) -> Result<Arc<Transfer>> {
+        let (reads, writes) = (std::mem::take(&mut moves.src_rows), std::mem::take(&mut moves.dst_rows));
+        let used = CallRows::copy((src.clone(), reads), (dst.clone(), writes));
+        let staging = Staging::DEFAULT;
+        let copy = LocalCopy { resources: self.resources.clone(), op, src, dst, staging };
+        let work = move |execution: &Arc<Execution>, deadline| copy.execute(moves, execution, deadline);
+        let purpose = CallPurpose { op, cluster: self.resources.config.cluster, deadline, outgoing: None };
+        self.calls.start(self.lanes.handle(), &self.resources, purpose, used, Box::new(work))
+    }
+
+    /// Returns the deadline of an asynchronous copy with its own limit.
+    fn async_deadline(&self, limit: Option<Duration>) -> Deadline {
+        match limit {
+            Some(limit) => Deadline::after(limit).named("timeout_ms"),
+            None => Deadline::after(self.resources.config.sync_timeout),
+        }
     }
 }

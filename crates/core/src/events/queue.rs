@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use super::readable::{new_eventfd, signal, silence};
-use super::transfer::Transfer;
+use super::transfer::{Reports, Transfer};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::sync::Mutex;
@@ -48,9 +48,14 @@ impl EventQueue {
         EventQueue { limit, state: Mutex::default() }
     }
 
-    /// Reserves the place of a transfer. Returns `Err(Busy)` if the queue is full, `Err(OutOfMemory)` if its list
-    /// cannot grow, and `Err(Closed)` once it is closed.
-    pub(super) fn reserve(&self) -> Result<()> {
+    /// Creates the record of a transfer that starts now. Returns `Err(Busy)` if the queue has no place for it,
+    /// `Err(OutOfMemory)` if its list cannot grow, and `Err(Closed)` once it is closed.
+    pub(crate) fn start(self: &Arc<Self>) -> Result<Arc<Transfer>> {
+        self.reserve()?;
+        Ok(Transfer::new(self.clone()))
+    }
+
+    fn reserve(&self) -> Result<()> {
         let mut state = self.state.lock();
         if state.closed {
             return Err(Error::closed());
@@ -68,37 +73,6 @@ impl EventQueue {
         room.map_err(|_| fallible::out_of_memory(EVENTS, places * size_of::<Arc<Transfer>>()))?;
         state.open += 1;
         Ok(())
-    }
-
-    /// Gives back a reserved place that was not used.
-    pub(super) fn give_back(&self) {
-        self.state.lock().open -= 1;
-    }
-
-    /// Queues the outcome of a transfer whose place was reserved.
-    pub(super) fn push(&self, transfer: &Arc<Transfer>) {
-        let mut state = self.state.lock();
-        if state.closed {
-            return;
-        }
-        if state.ended.len() > 2 * state.untaken {
-            state.ended.retain(|ended| !ended.is_taken());
-        }
-        state.ended.push_back(transfer.clone());
-        state.untaken += 1;
-        if state.untaken == 1 {
-            state.signal();
-        }
-    }
-
-    /// Notes that the outcome of a queued transfer was taken.
-    pub(super) fn taken(&self) {
-        let mut state = self.state.lock();
-        if !state.closed {
-            state.untaken -= 1;
-            state.open -= 1;
-            state.silence_if_empty();
-        }
     }
 
     /// Returns at most `most` events, and removes them. Never waits. Returns `Err(Closed)` once the queue is closed.
@@ -168,6 +142,36 @@ impl EventQueue {
         let dropped = (std::mem::take(&mut state.ended), state.readable.take());
         drop(state);
         drop(dropped);
+    }
+}
+
+impl Reports for EventQueue {
+    fn give_back(&self) {
+        self.state.lock().open -= 1;
+    }
+
+    fn ended(&self, transfer: &Arc<Transfer>) {
+        let mut state = self.state.lock();
+        if state.closed {
+            return;
+        }
+        if state.ended.len() > 2 * state.untaken {
+            state.ended.retain(|ended| !ended.is_taken());
+        }
+        state.ended.push_back(transfer.clone());
+        state.untaken += 1;
+        if state.untaken == 1 {
+            state.signal();
+        }
+    }
+
+    fn taken(&self) {
+        let mut state = self.state.lock();
+        if !state.closed {
+            state.untaken -= 1;
+            state.open -= 1;
+            state.silence_if_empty();
+        }
     }
 }
 

@@ -8,7 +8,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
 use super::await_queue::AwaitQueue;
-use super::queue::EventQueue;
 use crate::copy::Progress;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
@@ -23,11 +22,23 @@ pub struct TransferProgress {
     pub total: u64,
 }
 
+/// Where a transfer reports its end: the event queue in which it has a place.
+pub(super) trait Reports: Send + Sync + std::fmt::Debug {
+    /// Queues the outcome.
+    fn ended(&self, transfer: &Arc<Transfer>);
+
+    /// Notes that somebody has taken the outcome, which was queued.
+    fn taken(&self);
+
+    /// Gives back the place of a transfer that was not started.
+    fn give_back(&self);
+}
+
 /// One asynchronous call.
 #[derive(Debug)]
 pub struct Transfer {
     number: u64,
-    queue: Arc<EventQueue>,
+    queue: Arc<dyn Reports>,
     started: Instant,
     /// Whether the outcome was taken. No lock: the event queue reads it under its own.
     taken: AtomicBool,
@@ -81,17 +92,16 @@ impl State {
 }
 
 impl Transfer {
-    /// Creates the record of a call that starts now. Returns `Err(Busy)` if `queue` has no place for it.
-    pub(crate) fn start(queue: &Arc<EventQueue>) -> Result<Arc<Self>> {
-        queue.reserve()?;
-        Ok(Arc::new(Transfer {
+    /// Creates the record of a call that starts now, and that has a place in `queue`.
+    pub(super) fn new(queue: Arc<dyn Reports>) -> Arc<Self> {
+        Arc::new(Transfer {
             number: STARTED.fetch_add(1, Ordering::Relaxed),
-            queue: queue.clone(),
+            queue,
             started: Instant::now(),
             taken: AtomicBool::new(false),
             state: Mutex::default(),
             changed: Condvar::new(),
-        }))
+        })
     }
 
     /// Returns a number that no other transfer of this process has.
@@ -181,7 +191,7 @@ impl Transfer {
         state.nanos = self.elapsed();
         let (stop, loops) = (state.stop.take(), std::mem::take(&mut state.loops));
         // Queued under the lock, so that whoever sees the outcome can take it out of the queue.
-        self.queue.push(self);
+        self.queue.ended(self);
         self.changed.notify_all();
         drop(state);
         drop(stop);

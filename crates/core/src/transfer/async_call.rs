@@ -15,8 +15,8 @@ use std::cell::RefCell;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
-use super::async_calls::RunningCalls;
 use super::executor::{Alarm, ExecutorHandle, Job};
+use super::running_calls::{RunningCall, RunningCalls};
 use crate::cache::{CallRows, Pin, WaitingCall};
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::Transfer;
@@ -49,12 +49,12 @@ pub(super) struct AsyncCall {
     running: Arc<RunningCalls>,
     purpose: CallPurpose,
     started: Instant,
-    step: Mutex<Step>,
+    stage: Mutex<CallStage>,
 }
 
 /// How far a call is.
 #[derive(Default)]
-struct Step {
+struct CallStage {
     /// `None` once a lane has begun it, or once it was stopped.
     work: Option<Work>,
     /// Its places in the queues of its rows. `None` before it has entered them, and whenever `work` is `None`.
@@ -83,7 +83,7 @@ impl AsyncCall {
             running: running.clone(),
             purpose,
             started: Instant::now(),
-            step: Mutex::new(Step { work: Some(work), ..Step::default() }),
+            stage: Mutex::new(CallStage { work: Some(work), ..CallStage::default() }),
         });
         let weak = Arc::downgrade(&call);
         transfer.stop_with(Box::new(move |error| {
@@ -94,34 +94,26 @@ impl AsyncCall {
         call
     }
 
-    pub(super) fn number(&self) -> u64 {
-        self.transfer.number()
-    }
-
-    /// Ends the call because the engine closes; later, if a lane has begun it.
-    pub(super) fn close(&self) {
-        self.transfer.close();
-    }
-
     /// Enters the queues of its rows. The call may run, and end, before this returns.
     pub(super) fn wait_for(self: &Arc<Self>, rows: CallRows) -> Result<()> {
-        let (opened, late) = (Arc::downgrade(self), Arc::downgrade(self));
+        let (opened, expired) = (Arc::downgrade(self), Arc::downgrade(self));
         let submit = move || {
             if let Some(call) = opened.upgrade() {
                 call.submit();
             }
         };
         let waiting = rows.enter(Some(Box::new(submit)))?;
-        let alarm = self.lanes.at(Instant::now() + self.purpose.deadline.left(), Box::new(Late(late)))?;
-        let mut step = self.step.lock();
-        let stopped = step.work.is_none();
+        let alarm =
+            self.lanes.at(Instant::now() + self.purpose.deadline.left(), Box::new(Expiry(expired)))?;
+        let mut stage = self.stage.lock();
+        let stopped = stage.work.is_none();
         if !stopped {
-            (step.rows, step.alarm) = (Some(waiting), Some(alarm));
-            drop(step);
+            (stage.rows, stage.alarm) = (Some(waiting), Some(alarm));
+            drop(stage);
             self.submit();
             return Ok(());
         }
-        drop(step);
+        drop(stage);
         // The engine has closed meanwhile.
         self.lanes.forget(alarm);
         drop(waiting);
@@ -130,27 +122,27 @@ impl AsyncCall {
 
     /// Hands the call to the lanes, once, if its rows are free.
     fn submit(self: &Arc<Self>) {
-        let mut step = self.step.lock();
-        if step.queued || !step.rows.as_ref().is_some_and(WaitingCall::is_open) {
+        let mut stage = self.stage.lock();
+        if stage.queued || !stage.rows.as_ref().is_some_and(WaitingCall::is_open) {
             return;
         }
-        step.queued = true;
-        drop(step);
+        stage.queued = true;
+        drop(stage);
         let job = self.lanes.carry(self.purpose.cluster, Box::new(CallJob(self.clone())));
-        let mut step = self.step.lock();
-        if step.work.is_some() {
-            step.job = job;
+        let mut stage = self.stage.lock();
+        if stage.work.is_some() {
+            stage.job = job;
             return;
         }
-        drop(step);
+        drop(stage);
         self.withdraw_job(job);
     }
 
     /// Ends the call with `error`, unless a lane has begun it.
     fn stop(&self, error: Error) {
-        let mut step = self.step.lock();
-        let (work, rows, job) = (step.work.take(), step.rows.take(), step.job.take());
-        drop(step);
+        let mut stage = self.stage.lock();
+        let (work, rows, job) = (stage.work.take(), stage.rows.take(), stage.job.take());
+        drop(stage);
         if work.is_none() {
             return;
         }
@@ -168,21 +160,21 @@ impl AsyncCall {
 
     /// Fails the call, whose deadline has passed, unless a lane has begun it.
     fn late(&self) {
-        let step = self.step.lock();
-        let Some(rows) = &step.rows else { return };
+        let stage = self.stage.lock();
+        let Some(rows) = &stage.rows else { return };
         let doing =
             if rows.is_open() { "waiting for a thread" } else { "waiting for blocks that another call uses" };
         let error = rows.named(self.purpose.deadline.error(doing));
-        drop(step);
+        drop(stage);
         self.stop(error);
     }
 
     /// Takes the rows and runs the work, unless the call was stopped.
     fn run(self: Arc<Self>) {
-        let mut step = self.step.lock();
-        let (Some(work), Some(rows)) = (step.work.take(), step.rows.take()) else { return };
-        let alarm = step.alarm.take();
-        drop(step);
+        let mut stage = self.stage.lock();
+        let (Some(work), Some(rows)) = (stage.work.take(), stage.rows.take()) else { return };
+        let alarm = stage.alarm.take();
+        drop(stage);
         alarm.into_iter().for_each(|alarm| self.lanes.forget(alarm));
         let deadline = self.purpose.deadline.watched(Some(stopped));
         let execution =
@@ -198,7 +190,7 @@ impl AsyncCall {
 
     /// Ends the call. Nothing of it may touch memory any more.
     fn end(&self, outcome: Result<u64>) {
-        let alarm = self.step.lock().alarm.take();
+        let alarm = self.stage.lock().alarm.take();
         alarm.into_iter().for_each(|alarm| self.lanes.forget(alarm));
         let took = self.started.elapsed();
         // Before anybody learns of the end, and may look at the counters.
@@ -206,7 +198,13 @@ impl AsyncCall {
             resources.stats.counted(self.purpose.op, took, outcome.is_ok());
         }
         self.transfer.finish(outcome);
-        self.running.leave(self.number());
+        self.running.leave(self.transfer.number());
+    }
+}
+
+impl RunningCall for AsyncCall {
+    fn close(&self) {
+        self.transfer.close();
     }
 }
 
@@ -249,9 +247,9 @@ impl Job for CallJob {
 }
 
 /// Stops a call that no lane has begun before its deadline.
-struct Late(Weak<AsyncCall>);
+struct Expiry(Weak<AsyncCall>);
 
-impl Job for Late {
+impl Job for Expiry {
     fn run(self: Box<Self>) {
         if let Some(call) = self.0.upgrade() {
             call.late();

@@ -8,6 +8,7 @@ mod layerwise;
 mod local_copy;
 mod pull;
 mod push;
+mod running_calls;
 mod running_tasks;
 mod stream;
 mod task;
