@@ -5,6 +5,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <csignal>
 #include <set>
 #include <thread>
@@ -26,6 +28,7 @@ static_assert(!std::is_copy_constructible<Transfer>::value, "a handle frees its 
 std::map<std::string, std::string> Options(const std::string &listen) {
   std::map<std::string, std::string> options{{OPTION_DEVICE_ID, "0"},
                                              {OPTION_BUF_POOL_CFG, "{\"buf_pool_size\":1048576}"},
+                                             {OPTION_SYNC_CACHE_WAIT_TIME, "600000"},
                                              {"llm.LinkTransport", "tcp"},
                                              {"llm.LinkSilence", "600000"}};
   if (!listen.empty()) {
@@ -291,6 +294,26 @@ void TestEnd(const Peer &peer) {
   }
 }
 
+// A call of another thread that waits for transfers does not keep them from ending with the engine.
+void TestEndBesideDrain(const Peer &peer) {
+  Local local(peer);
+  peer.Stop();
+  const Transfer ran = local.Pull(1);
+  std::atomic<bool> begins{false};
+  std::thread waiting([&] {
+    begins = true;
+    const Status status = local.engine.Drain(kLong);
+    CHECK(status == LLM_SUCCESS || status == LLM_FAILED);  // FAILED if Finalize came first
+  });
+  while (!begins) {
+    std::this_thread::yield();
+  }
+  local.engine.Finalize();
+  waiting.join();
+  CHECK_STATUS(ran.Result(), LLM_FAILED);
+  peer.Continue();
+}
+
 // Moving a handle frees the one that it replaces, and leaves an empty one.
 void TestHandles(const Peer &peer) {
   Local local(peer);
@@ -317,6 +340,7 @@ int main() {
   TestThreads(peer);
   TestStoppedPeer(peer);
   TestEnd(peer);
+  TestEndBesideDrain(peer);
   TestHandles(peer);
   std::cout << "done" << std::endl;
   return 0;

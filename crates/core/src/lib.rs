@@ -21,7 +21,7 @@
 //! - **Copy and swap:** [`End`], [`CopyArgs`].
 //! - **Link:** [`PeerAddress`], [`CommStatus`], [`Deadline`].
 //! - **Pull and push:** [`RemoteName`] with a [`Name`], [`PullRows`], [`PushRows`], [`Layers`] of
-//!   [`LayerRange`]s; the C++ class names its peers by [`CacheIndex`] and [`ExtParam`].
+//!   [`LayerRange`]s; groups of [`GroupMember`]s; the C++ class names its peers by [`CacheIndex`] and [`ExtParam`].
 //! - **Start calls without waiting:** the methods ending in `_async` return a [`Transfer`] with its [`TransferProgress`].
 //!   [`DataDist::poll`] returns [`Event`]s from the [`EventQueue`]; an [`AwaitQueue`] wakes an event loop.
 //! - **Transfer layer by layer:** [`LayerwiseArgs`], [`Destination`], [`Target`]; a [`Task`] with its
@@ -162,7 +162,7 @@ pub use config::{
     Config, HugeChoice, KernelChoice, LinkConfig, Mode, PoolConfig, Role, Share, SwapInPath, Token,
     TransportChoice,
 };
-pub use engine::{CacheIndex, DataDist, End, RemoteName};
+pub use engine::{CacheIndex, DataDist, End, GroupMember, RemoteName};
 pub use error::{ArrivedRows, Error, ErrorKind, Result};
 pub use events::{AwaitQueue, Event, EventQueue, Transfer, TransferProgress};
 pub use memory::Adopted;

@@ -17,6 +17,7 @@ use crate::blocks::BlocksArg;
 use crate::datadist::DataDist;
 use crate::engine::Engine;
 use crate::error::{self, raise};
+use crate::groups::PartsArg;
 use crate::keys::KeyArg;
 use crate::local_cache::CacheArg;
 use crate::pull_push_arguments::{self, LayersArg};
@@ -115,6 +116,26 @@ impl AsyncMethods {
         let start =
             |engine: &CoreDataDist| engine.push_async(&push.from, push.to, push.rows, push.layers, limit);
         self.start(src_cache.py(), count, start)
+    }
+
+    fn pull_group(
+        &self,
+        parts: PartsArg<'_, '_>,
+        timeout_ms: IntArg<'_, '_>,
+    ) -> PyResult<Py<TransferHandle>> {
+        let pulls = parts.pulls(self.engine())?;
+        let limit = limit(timeout_ms)?;
+        self.start(parts.py(), usize::MAX, |engine| engine.pull_group_async(pulls, limit))
+    }
+
+    fn push_group(
+        &self,
+        parts: PartsArg<'_, '_>,
+        timeout_ms: IntArg<'_, '_>,
+    ) -> PyResult<Py<TransferHandle>> {
+        let pushes = parts.pushes(self.engine())?;
+        let limit = limit(timeout_ms)?;
+        self.start(parts.py(), usize::MAX, |engine| engine.push_group_async(pushes, limit))
     }
 
     #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]

@@ -14,6 +14,7 @@ mod copy_arguments;
 mod datadist;
 mod engine;
 mod error;
+mod groups;
 mod keys;
 mod kv_caches;
 mod layerwise_arguments;

@@ -59,7 +59,16 @@ pub(super) unsafe fn copied(
     unsafe { ends(engine, src, dst) }
 }
 
-/// Returns the caches and the lists of `CopyKvBlocks`.
+/// The arguments of `CopyKvBlocks`.
+pub(super) struct BlockCopy<'a> {
+    pub(super) from: End,
+    pub(super) to: End,
+    pub(super) sources: &'a [u64],
+    /// The blocks to write, with one list for each copy of the sources.
+    pub(super) lists: Vec<&'a [u64]>,
+}
+
+/// Returns the arguments of `CopyKvBlocks`.
 ///
 /// # Safety
 /// See [`raw::end`], and [`raw::list`] for every list.
@@ -68,19 +77,19 @@ pub(super) unsafe fn copied_blocks<'a>(
     (src, dst): (*const LlmDatadistCache, *const LlmDatadistCache),
     src_blocks: LlmDatadistBlocks,
     (first, count): (*const LlmDatadistBlocks, usize),
-) -> Result<((End, End), &'a [u64], Vec<&'a [u64]>)> {
+) -> Result<BlockCopy<'a>> {
     // SAFETY: the caller's promise.
     let sources = unsafe { raw::list("src_blocks", src_blocks.blocks, src_blocks.count) }?;
     // SAFETY: the caller's promise.
     let lists = unsafe { raw::block_lists(first, count) }?;
     // SAFETY: the caller's promise.
     let found = unsafe { ends(engine, src, dst) };
-    let ends = found.or_else(|error| match error.kind() {
+    let (from, to) = found.or_else(|error| match error.kind() {
         // Lists that are invalid with any cache are refused before the caches are searched.
         ErrorKind::CacheNotFound => cpp::block_lists(sources, &lists).and(Err(error)),
         _ => Err(error),
     })?;
-    Ok((ends, sources, lists))
+    Ok(BlockCopy { from, to, sources, lists })
 }
 
 /// # Safety

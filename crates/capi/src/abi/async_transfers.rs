@@ -25,7 +25,6 @@ use crate::calls;
 /// # Safety
 /// The pointers refer to valid structures, and `transfer` to space for a handle.
 #[unsafe(no_mangle)]
-#[expect(clippy::too_many_arguments, reason = "the arguments of the synchronous call, a limit and a result")]
 pub unsafe extern "C" fn llm_datadist_pull_cache_async(
     handle: u64,
     src: *const LlmDatadistCacheIndex,
@@ -50,7 +49,6 @@ pub unsafe extern "C" fn llm_datadist_pull_cache_async(
 /// # Safety
 /// See `llm_datadist_pull_cache_async`. The lists are valid.
 #[unsafe(no_mangle)]
-#[expect(clippy::too_many_arguments, reason = "the arguments of the synchronous call, a limit and a result")]
 pub unsafe extern "C" fn llm_datadist_pull_blocks_async(
     handle: u64,
     src: *const LlmDatadistCacheIndex,
@@ -77,7 +75,6 @@ pub unsafe extern "C" fn llm_datadist_pull_blocks_async(
 /// # Safety
 /// See `llm_datadist_pull_cache_async`.
 #[unsafe(no_mangle)]
-#[expect(clippy::too_many_arguments, reason = "the arguments of the synchronous call, a limit and a result")]
 pub unsafe extern "C" fn llm_datadist_push_cache_async(
     handle: u64,
     src: *const LlmDatadistCache,
@@ -102,7 +99,6 @@ pub unsafe extern "C" fn llm_datadist_push_cache_async(
 /// # Safety
 /// See `llm_datadist_pull_cache_async`. The lists are valid.
 #[unsafe(no_mangle)]
-#[expect(clippy::too_many_arguments, reason = "the arguments of the synchronous call, a limit and a result")]
 pub unsafe extern "C" fn llm_datadist_push_blocks_async(
     handle: u64,
     src: *const LlmDatadistCache,
@@ -130,7 +126,6 @@ pub unsafe extern "C" fn llm_datadist_push_blocks_async(
 /// See `llm_datadist_pull_cache_async`. Where the id of a structure is -1, one tensor stays readable and writable at each
 /// address until the transfer has ended.
 #[unsafe(no_mangle)]
-#[expect(clippy::too_many_arguments, reason = "the arguments of the synchronous call, a limit and a result")]
 pub unsafe extern "C" fn llm_datadist_copy_cache_async(
     handle: u64,
     src: *const LlmDatadistCache,
@@ -157,7 +152,6 @@ pub unsafe extern "C" fn llm_datadist_copy_cache_async(
 /// # Safety
 /// See `llm_datadist_copy_cache_async`. The lists are valid.
 #[unsafe(no_mangle)]
-#[expect(clippy::too_many_arguments, reason = "the arguments of the synchronous call, a limit and a result")]
 pub unsafe extern "C" fn llm_datadist_copy_blocks_async(
     handle: u64,
     src: *const LlmDatadistCache,
@@ -172,8 +166,7 @@ pub unsafe extern "C" fn llm_datadist_copy_blocks_async(
         let (caches, lists) = ((src, dst), (dst_blocks_list, num_lists));
         // SAFETY: the caller's promise.
         let copied = unsafe { arguments::copied_blocks(engine, caches, src_blocks, lists) }?;
-        let ((from, to), sources, lists) = copied;
-        engine.copy_kv_blocks_async(&from, &to, sources, &lists, limit)
+        engine.copy_kv_blocks_async(&copied.from, &copied.to, copied.sources, &copied.lists, limit)
     };
     // SAFETY: the caller's promise.
     unsafe { started(handle, timeout_ms, transfer, start) }

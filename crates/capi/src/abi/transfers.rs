@@ -129,7 +129,6 @@ pub unsafe extern "C" fn llm_datadist_copy_blocks(
         let (caches, lists) = ((src, dst), (dst_blocks_list, num_lists));
         // SAFETY: the caller's promise.
         let copied = unsafe { arguments::copied_blocks(&open.engine, caches, src_blocks, lists) }?;
-        let ((from, to), sources, lists) = copied;
-        open.engine.copy_kv_blocks(&from, &to, sources, &lists)
+        open.engine.copy_kv_blocks(&copied.from, &copied.to, copied.sources, &copied.lists)
     })
 }

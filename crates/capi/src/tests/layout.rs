@@ -6,15 +6,15 @@ use std::ptr::null;
 use super::{ALL, Engine, INDEX, LOCAL, cache, desc, peer, reason, refused};
 use crate::abi::{
     LLM_DATADIST_ABI_VERSION, LlmDatadistBlocks, LlmDatadistCache, LlmDatadistCacheDesc,
-    LlmDatadistCacheIndex, LlmDatadistCluster, LlmDatadistExtParam, LlmDatadistIp, LlmDatadistOption,
-    LlmDatadistRegisterCfg, llm_datadist_abi_version, llm_datadist_allocate_cache, llm_datadist_copy_cache,
-    llm_datadist_link_clusters, llm_datadist_pull_cache, llm_datadist_push_cache,
+    LlmDatadistCacheIndex, LlmDatadistCluster, LlmDatadistEvent, LlmDatadistExtParam, LlmDatadistIp,
+    LlmDatadistOption, LlmDatadistRegisterCfg, llm_datadist_abi_version, llm_datadist_allocate_cache,
+    llm_datadist_copy_cache, llm_datadist_link_clusters, llm_datadist_pull_cache, llm_datadist_push_cache,
     llm_datadist_register_cache,
 };
 
 #[test]
-fn structures_have_the_layout_of_version_2() {
-    assert_eq!((LLM_DATADIST_ABI_VERSION, llm_datadist_abi_version()), (2, 2));
+fn structures_have_the_layout_of_version_3() {
+    assert_eq!((LLM_DATADIST_ABI_VERSION, llm_datadist_abi_version()), (3, 3));
     macro_rules! layout {
         ($structure:ident, $size:literal: $($field:ident $offset:literal),*) => {
             assert_eq!(size_of::<$structure>(), $size);
@@ -31,6 +31,7 @@ fn structures_have_the_layout_of_version_2() {
     layout!(LlmDatadistRegisterCfg, 128: reserved 0);
     layout!(LlmDatadistIp, 48: ip 0, port 8, reserved 16);
     layout!(LlmDatadistCluster, 72: remote_cluster_id 0, local 8, num_local 16, remote 24, num_remote 32, reserved 40);
+    layout!(LlmDatadistEvent, 128: kind 0, status 4, transfer 8, bytes 16, nanos 24, reserved 32);
 }
 
 #[test]

@@ -1,7 +1,10 @@
-//! The C interface as C calls it: invalid handles and pointers, panics, forks, reserved words; and its header.
+//! The C interface as C calls it: invalid handles and pointers, panics, forks, reserved words, transfers and events; and its
+//! header.
 //!
-//! Part of the crate, because Rust cannot link a library for C. Not for: bytes that calls move (`tests/test_cpp.py`).
+//! Part of the crate, because Rust cannot link a library for C. Not for: bytes that calls move, and peers that do not answer
+//! (`tests/test_cpp.py`).
 
+mod asynchronous;
 mod handles;
 mod header;
 mod layout;

@@ -54,6 +54,24 @@ impl CallRows {
         CallRows(if ascending { vec![src, dst] } else { vec![dst, src] })
     }
 
+    /// Returns the rows of a call that uses any number of caches. A cache may occur more than once.
+    pub fn of_all(mut parts: Vec<(Arc<Cache>, RowUse)>) -> Result<Self> {
+        parts.sort_by_key(|(cache, _)| Arc::as_ptr(cache));
+        let mut merged: Vec<(Arc<Cache>, RowUse)> = fallible::with_capacity(PINS, parts.len())?;
+        for (cache, used) in parts {
+            match merged.last_mut().filter(|(last, _)| Arc::ptr_eq(last, &cache)) {
+                Some((_, known)) => {
+                    fallible::grow(PINS, &mut known.reads, used.reads.len())?;
+                    fallible::grow(PINS, &mut known.writes, used.writes.len())?;
+                    known.reads.extend(used.reads);
+                    known.writes.extend(used.writes);
+                }
+                None => merged.push((cache, used)),
+            }
+        }
+        Ok(CallRows(merged))
+    }
+
     /// Takes the rows, and waits for them in turn. Returns `Err` of kind `Timeout` once `deadline` has passed, and of
     /// kind `Interrupted` if the caller was interrupted while it waited.
     pub fn pin(self, deadline: Deadline) -> Result<Pin> {
@@ -156,7 +174,7 @@ pub struct OpenedTurns(Vec<Arc<CallTurn>>);
 impl OpenedTurns {
     fn take(&mut self, turns: &mut RowTurns, change: impl FnOnce(&mut RowTurns) -> bool) {
         if change(turns) {
-            self.0.extend(std::iter::from_fn(|| turns.next_opened()));
+            turns.take_opened(&mut self.0);
         }
     }
 }

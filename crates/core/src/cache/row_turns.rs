@@ -287,9 +287,9 @@ impl RowTurns {
         }
     }
 
-    /// Removes the entries of a call that does not begin. Returns whether [`next_opened`](Self::next_opened) has a turn.
+    /// Removes the entries of a call that does not begin. Returns whether [`take_opened`](Self::take_opened) has a turn.
     pub(super) fn withdraw(&mut self, waiter: u32) -> bool {
-        self.remove(waiter, |turns, next| turns.open_from(next));
+        self.remove(waiter, Self::open_from);
         !self.opened.is_empty()
     }
 
@@ -334,7 +334,7 @@ impl RowTurns {
         }
     }
 
-    /// Gives back the rows of a call. Returns whether [`next_opened`](Self::next_opened) has a turn.
+    /// Gives back the rows of a call. Returns whether [`take_opened`](Self::take_opened) has a turn.
     pub(super) fn release(&mut self, used: &RowUse) -> bool {
         for &row in &used.reads {
             let row = self.index(row);
@@ -397,16 +397,13 @@ impl RowTurns {
         }
     }
 
-    /// Returns a call that nothing blocks any more, once for each time that this has become so.
-    pub(super) fn next_opened(&mut self) -> Option<Arc<CallTurn>> {
-        while let Some(waiter) = self.opened.pop() {
+    /// Adds the calls to `turns` that nothing blocks any more, each once for each time that this has become so.
+    pub(super) fn take_opened(&mut self, turns: &mut Vec<Arc<CallTurn>>) {
+        for waiter in self.opened.drain(..) {
             let waiter = &mut self.waiters[waiter as usize];
             waiter.listed = false;
-            if let Some(turn) = &waiter.turn {
-                return Some(turn.clone());
-            }
+            turns.extend(waiter.turn.clone());
         }
-        None
     }
 
     /// Returns a row for which a waiting call waits.

@@ -1,6 +1,7 @@
 //! The turn of one waiting call: whether all its rows are free, in all its caches.
 
 use std::cell::RefCell;
+use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -63,34 +64,34 @@ impl CallTurn {
 
 thread_local! {
     /// The turns that this thread has still to announce, while it announces one.
-    static ANNOUNCING: RefCell<Option<Vec<Arc<CallTurn>>>> = const { RefCell::new(None) };
+    static ANNOUNCING: RefCell<Option<VecDeque<Arc<CallTurn>>>> = const { RefCell::new(None) };
 }
 
 /// Calls `opened` of a turn. If that opens further turns, they follow afterwards: with a call inside each call, a long
 /// queue would need a deep stack.
 fn announce_one_by_one(turn: Arc<CallTurn>) {
-    let nested = ANNOUNCING.with_borrow_mut(|later| match later {
-        Some(later) => {
-            later.push(turn.clone());
-            true
-        }
-        None => {
-            *later = Some(Vec::new());
-            false
-        }
+    let nested = ANNOUNCING.with_borrow_mut(|later| {
+        let nested = later.is_some();
+        later.get_or_insert_default().push_back(turn);
+        nested
     });
-    let mut next = Some(turn).filter(|_| !nested);
-    while let Some(turn) = next {
+    if nested {
+        return;
+    }
+    let _end = EndOfAnnouncing;
+    while let Some(turn) = ANNOUNCING.with_borrow_mut(|later| later.as_mut().and_then(VecDeque::pop_front)) {
         if let Some(opened) = &turn.opened {
             opened();
         }
-        next = ANNOUNCING.with_borrow_mut(|later| {
-            let next = later.as_mut().and_then(Vec::pop);
-            if next.is_none() {
-                *later = None;
-            }
-            next
-        });
+    }
+}
+
+/// Also after a panic, so that later turns of this thread are announced.
+struct EndOfAnnouncing;
+
+impl Drop for EndOfAnnouncing {
+    fn drop(&mut self) {
+        ANNOUNCING.set(None);
     }
 }
 

@@ -11,7 +11,7 @@ use crate::cache::{Cache, CallRows, RowUse};
 use crate::copy::Staging;
 use crate::error::Result;
 use crate::events::{Event, EventQueue, Transfer};
-use crate::model::{Deadline, Placement};
+use crate::model::{ClusterId, Deadline, Placement};
 use crate::plan::Moves;
 use crate::stats::Op;
 use crate::transfer::{Call, CallPurpose, Execution, LocalCopy, Work};
@@ -40,8 +40,7 @@ impl DataDist {
             let execution = Some(execution.clone());
             Call { resources, link, name: from.name, local, deadline, execution }.pull_rows(&checked)
         };
-        let outgoing = Some(self.resources.outgoing_calls.begin());
-        let purpose = CallPurpose { op: Op::Pull, cluster: from.cluster, deadline, outgoing };
+        let purpose = self.outgoing(Op::Pull, from.cluster, deadline);
         self.start(purpose, used, Box::new(work))
     }
 
@@ -64,8 +63,7 @@ impl DataDist {
             let (name, execution) = (to.name.without_slot().0, Some(execution.clone()));
             Call { resources, link, name, local, deadline, execution }.push_rows(to.name, &checked)
         };
-        let outgoing = Some(self.resources.outgoing_calls.begin());
-        let purpose = CallPurpose { op: Op::Push, cluster: to.cluster, deadline, outgoing };
+        let purpose = self.outgoing(Op::Push, to.cluster, deadline);
         self.start(purpose, used, Box::new(work))
     }
 
@@ -148,12 +146,17 @@ impl DataDist {
         self.start(CallPurpose { op, cluster, deadline, outgoing: None }, used, Box::new(work))
     }
 
-    fn start(&self, purpose: CallPurpose, rows: CallRows, work: Work) -> Result<Arc<Transfer>> {
+    pub(super) fn start(&self, purpose: CallPurpose, rows: CallRows, work: Work) -> Result<Arc<Transfer>> {
         self.calls.start(self.lanes.handle(), &self.resources, purpose, rows, work)
     }
 
+    /// Returns the purpose of a call to a peer.
+    pub(super) fn outgoing(&self, op: Op, cluster: ClusterId, deadline: Deadline) -> CallPurpose {
+        CallPurpose { op, cluster, deadline, outgoing: Some(self.resources.outgoing_calls.begin()) }
+    }
+
     /// Returns the deadline of a call with its own limit.
-    fn limited(&self, limit: Option<Duration>) -> Deadline {
+    pub(super) fn limited(&self, limit: Option<Duration>) -> Deadline {
         match limit {
             Some(limit) => Deadline::after(limit).named("timeout_ms"),
             None => Deadline::after(self.resources.config.sync_timeout),

@@ -5,11 +5,13 @@
 
 mod asynchronous;
 mod cpp;
+mod group;
 mod layerwise;
 mod links;
 mod transfer;
 
 pub use cpp::CacheIndex;
+pub use group::GroupMember;
 pub use transfer::RemoteName;
 
 use std::sync::Arc;

@@ -11,14 +11,14 @@ use super::await_queue::AwaitQueue;
 use crate::copy::Progress;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
-use crate::sync::{Condvar, Mutex};
+use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// How many bytes of a transfer are in place.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TransferProgress {
     /// Bytes that are known to be in place. A push learns this only from the peer, at its end.
     pub done: u64,
-    /// Bytes of the whole transfer; 0 until it is planned.
+    /// Bytes of the whole transfer; 0 until it is planned. For a group, those of the parts that have begun.
     pub total: u64,
 }
 
@@ -54,6 +54,8 @@ pub(crate) type Stop = Box<dyn FnOnce(Error) + Send>;
 struct State {
     /// Where the progress of the current attempt is found, and the bytes of the whole transfer.
     progress: Option<(Arc<Progress>, u64)>,
+    /// Bytes of the parts of a group that are in place.
+    parts_done: u64,
     /// Whether a cancellation was accepted.
     cancelled: bool,
     /// Whether the engine closes.
@@ -127,6 +129,13 @@ impl Transfer {
         progress
     }
 
+    /// Notes that `bytes` bytes of a part of a group are in place.
+    pub(crate) fn part_done(&self, bytes: u64) {
+        let mut state = self.state.lock();
+        state.parts_done += bytes;
+        state.progress = None;
+    }
+
     /// Returns `Err` if the transfer must end early.
     pub(crate) fn proceed(&self) -> Result<()> {
         self.state.lock().stopped().map_or(Ok(()), Err)
@@ -136,13 +145,9 @@ impl Transfer {
     /// `Err` if it must end early.
     pub(crate) fn commit(&self) -> Result<()> {
         let mut state = self.state.lock();
-        match state.stopped() {
-            Some(stopped) => Err(stopped),
-            None => {
-                state.committed = true;
-                Ok(())
-            }
-        }
+        state.stopped().map_or(Ok(()), Err)?;
+        state.committed = true;
+        Ok(())
     }
 
     /// Whether a cancellation was accepted.
@@ -158,7 +163,7 @@ impl Transfer {
             return false;
         }
         state.cancelled = true;
-        self.stop(state);
+        stop(state);
         true
     }
 
@@ -167,15 +172,7 @@ impl Transfer {
         let mut state = self.state.lock();
         if state.outcome.is_none() {
             state.closing = true;
-            self.stop(state);
-        }
-    }
-
-    fn stop(&self, mut state: crate::sync::MutexGuard<'_, State>) {
-        let stop = state.stop.take().zip(state.stopped());
-        drop(state);
-        if let Some((stop, error)) = stop {
-            stop(error);
+            stop(state);
         }
     }
 
@@ -240,10 +237,11 @@ impl Transfer {
         let state = self.state.lock();
         match (&state.outcome, &state.progress) {
             (Some(Ok(bytes)), _) => TransferProgress { done: *bytes, total: *bytes },
-            (_, Some((progress, total))) => {
-                TransferProgress { done: progress.bytes().min(*total), total: *total }
+            (_, progress) => {
+                let (done, total) =
+                    progress.as_ref().map_or((0, 0), |(part, total)| (part.bytes().min(*total), *total));
+                TransferProgress { done: state.parts_done + done, total: state.parts_done + total }
             }
-            _ => TransferProgress::default(),
         }
     }
 
@@ -282,6 +280,15 @@ impl Transfer {
     /// Undoes a [`take`](Self::take).
     pub(super) fn untake(&self) {
         self.taken.store(false, Ordering::SeqCst);
+    }
+}
+
+/// Calls what ends a transfer that has not begun.
+fn stop(mut state: MutexGuard<'_, State>) {
+    let stop = state.stop.take().zip(state.stopped());
+    drop(state);
+    if let Some((stop, error)) = stop {
+        stop(error);
     }
 }
 

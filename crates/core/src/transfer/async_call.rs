@@ -36,7 +36,6 @@ pub(crate) struct CallPurpose {
     pub(crate) cluster: ClusterId,
     pub(crate) deadline: Deadline,
     /// Whether it calls that cluster. Set before the call waits for a row.
-    #[expect(dead_code, reason = "held, not read")]
     pub(crate) outgoing: Option<OutgoingCall>,
 }
 
@@ -149,7 +148,18 @@ impl AsyncCall {
         self.withdraw_job(job);
         // Without a lock, because other calls may continue now.
         drop((work, rows));
-        self.end(Err(error.with("cluster", self.purpose.cluster)));
+        let error = match &self.purpose.outgoing {
+            Some(_) => error.with("cluster", self.purpose.cluster),
+            None => error,
+        };
+        self.end(Err(error));
+    }
+
+    fn forget_alarm(&self) {
+        let alarm = self.stage.lock().alarm.take();
+        if let Some(alarm) = alarm {
+            self.lanes.forget(alarm);
+        }
     }
 
     fn withdraw_job(&self, job: Option<u64>) {
@@ -173,9 +183,8 @@ impl AsyncCall {
     fn run(self: Arc<Self>) {
         let mut stage = self.stage.lock();
         let (Some(work), Some(rows)) = (stage.work.take(), stage.rows.take()) else { return };
-        let alarm = stage.alarm.take();
         drop(stage);
-        alarm.into_iter().for_each(|alarm| self.lanes.forget(alarm));
+        self.forget_alarm();
         let deadline = self.purpose.deadline.watched(Some(stopped));
         let execution =
             Arc::new(Execution { pin: OnceLock::new(), call: self.clone(), outcome: Mutex::default() });
@@ -190,8 +199,7 @@ impl AsyncCall {
 
     /// Ends the call. Nothing of it may touch memory any more.
     fn end(&self, outcome: Result<u64>) {
-        let alarm = self.stage.lock().alarm.take();
-        alarm.into_iter().for_each(|alarm| self.lanes.forget(alarm));
+        self.forget_alarm();
         let took = self.started.elapsed();
         // Before anybody learns of the end, and may look at the counters.
         if let Some(resources) = self.resources.upgrade() {

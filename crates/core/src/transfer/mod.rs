@@ -4,6 +4,7 @@ mod async_call;
 mod async_calls;
 mod call;
 mod executor;
+mod group;
 mod layerwise;
 mod local_copy;
 mod pull;
@@ -19,6 +20,7 @@ pub(crate) use call::Call;
 pub use executor::Executor;
 #[cfg(feature = "testing")]
 pub use executor::ExecutorHandle;
+pub(crate) use group::{Group, GroupPart};
 pub(crate) use layerwise::LayerPush;
 pub(crate) use local_copy::LocalCopy;
 pub use running_tasks::RunningTasks;

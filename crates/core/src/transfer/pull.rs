@@ -7,12 +7,21 @@ use super::call::{Call, Moved};
 use super::stream::Streams;
 use crate::cache::RowUse;
 use crate::copy::{KeptAlive, Progress, STILL_READING, Staging, with_arrived_rows};
-use crate::error::{ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::model::{CacheKey, Name};
 use crate::plan::{CacheCount, CopyPlan, Moves};
 use crate::session::{KnownCache, PeerSnapshot, Validity};
 use crate::stats::Op;
 use crate::validate::{CheckedPull, PullRows};
+
+/// The key of a pull whose bytes are in place.
+pub(super) struct PulledKey {
+    known: Arc<KnownCache>,
+    first_tensor: u32,
+    num_tensors: u32,
+    plan: Arc<CopyPlan>,
+    progress: Arc<Progress>,
+}
 
 impl Call {
     /// Pulls rows of the remote cache into the local one. Returns the number of bytes.
@@ -23,35 +32,60 @@ impl Call {
         Ok(bytes)
     }
 
-    /// Pulls the bytes of `moves`: reads memory of the peer that this process can access, otherwise asks for
-    /// a stream. The key is released last.
+    /// Pulls the bytes of `moves`, and releases the key last.
     pub(crate) fn pull(&self, known: &Arc<KnownCache>, moves: &mut Moves) -> Result<Moved> {
+        let (moved, key) = self.pull_moves(known, moves)?;
+        if let Some(key) = key {
+            self.release_key(&key)?;
+        }
+        Ok(moved)
+    }
+
+    /// Pulls the bytes of `moves`: reads memory of the peer that this process can access, otherwise asks for
+    /// a stream. Returns the key that is to be released now, if there is one.
+    pub(super) fn pull_moves(
+        &self,
+        known: &Arc<KnownCache>,
+        moves: &mut Moves,
+    ) -> Result<(Moved, Option<PulledKey>)> {
         let plan = Arc::new(CopyPlan::moves(moves, CacheCount::Two)?);
         if plan.waves().is_empty() {
-            return Ok(Moved::Bytes(0));
+            return Ok((Moved::Bytes(0), None));
         }
         let writes = std::mem::take(&mut moves.dst_rows);
         let pinned = self.pin(RowUse { writes, ..RowUse::default() })?;
         self.resources.still_registered(&self.local)?;
         let mut progress = self.attempt(plan.bytes());
         let outcome = self.pull_bytes(known, &plan, &mut progress, &pinned);
-        let row_bytes = self.local.geometry().row_bytes();
-        let with_arrived = |error| with_arrived_rows(error, &progress, &plan, row_bytes);
-        let outcome = outcome.map_err(with_arrived)?;
-        drop(pinned);
-        if let Moved::Bytes(_) = outcome
+        let key = PulledKey {
+            known: known.clone(),
+            first_tensor: moves.src_tensor,
+            num_tensors: moves.num_tensors,
+            plan,
+            progress,
+        };
+        let outcome = outcome.map_err(|error| self.with_arrived(error, &key))?;
+        let consumed = matches!(outcome, Moved::Bytes(_))
             && !self.resources.config.remote_accessible
-            && known.consumable
-        {
-            let (first, count) = (moves.src_tensor, moves.num_tensors);
-            self.commit()?;
-            let released = self.link.consume(self.name, known, first, count, self.deadline);
-            released.map_err(with_arrived)?;
-            if let Name::Key(CacheKey::Request { .. }) = self.name {
-                self.link.forget(&self.name);
-            }
+            && known.consumable;
+        Ok((outcome, consumed.then_some(key)))
+    }
+
+    /// Asks the owner to release a key whose bytes are in place.
+    pub(super) fn release_key(&self, key: &PulledKey) -> Result<()> {
+        self.commit()?;
+        let (first, count) = (key.first_tensor, key.num_tensors);
+        let released = self.link.consume(self.name, &key.known, first, count, self.deadline);
+        released.map_err(|error| self.with_arrived(error, key))?;
+        if let Name::Key(CacheKey::Request { .. }) = self.name {
+            self.link.forget(&self.name);
         }
-        Ok(outcome)
+        Ok(())
+    }
+
+    /// Adds the rows that have arrived to the error of a pull.
+    fn with_arrived(&self, error: Error, pulled: &PulledKey) -> Error {
+        with_arrived_rows(error, &pulled.progress, &pulled.plan, self.local.geometry().row_bytes())
     }
 
     /// Moves the bytes of a pull by the available path. `progress` ends empty if it is unknown whether the

@@ -19,7 +19,20 @@ impl Call {
     /// Pushes rows of the local cache to the cache `to`, which is the name of this call with its slot. Returns the
     /// number of bytes.
     pub(crate) fn push_rows(&self, to: Name, checked: &CheckedPush<impl Borrow<PushRows>>) -> Result<u64> {
+        let (bytes, slot) = self.push_checked(to, checked)?;
+        self.release_slot(slot)?;
+        self.resources.count_bytes(Op::Push, bytes);
+        Ok(bytes)
+    }
+
+    /// Does the same, and returns the local slot whose key is to be released now, if there is one.
+    pub(super) fn push_checked(
+        &self,
+        to: Name,
+        checked: &CheckedPush<impl Borrow<PushRows>>,
+    ) -> Result<(u64, Option<u32>)> {
         let (_, row) = to.without_slot();
+        let mut slot = None;
         let bytes = self.counted(|| {
             self.rounds(|known| {
                 let remote = RemoteCache { row: row.unwrap_or(known.remote.row), ..known.remote };
@@ -27,19 +40,25 @@ impl Call {
                 let local_rows = std::mem::take(&mut moves.src_rows);
                 let plan = Arc::new(CopyPlan::moves(&mut moves, CacheCount::Two)?);
                 let outcome = self.push(known, &plan, local_rows)?;
-                if let (PushRows::Slot { local: row }, Moved::Bytes(1..), true) =
+                if let (PushRows::Slot { local }, Moved::Bytes(1..), true) =
                     (checked.rows(), &outcome, moves.all_tensors)
                 {
-                    // A push releases the key of its slot, as a pull does (the original's `deprecated.md`;
-                    // contract §17, further rulings).
-                    self.commit()?;
-                    self.resources.table.release_row(self.local.id(), *row);
+                    slot = Some(*local);
                 }
                 Ok(outcome)
             })
         })?;
-        self.resources.count_bytes(Op::Push, bytes);
-        Ok(bytes)
+        Ok((bytes, slot))
+    }
+
+    /// Releases the key of a slot that was pushed, as a pull does (the original's `deprecated.md`; contract
+    /// §17, further rulings).
+    pub(super) fn release_slot(&self, slot: Option<u32>) -> Result<()> {
+        if let Some(slot) = slot {
+            self.commit()?;
+            self.resources.table.release_row(self.local.id(), slot);
+        }
+        Ok(())
     }
 
     /// Pushes the bytes of `plan`: the peer reads this process's memory if it can, otherwise the bytes are

@@ -113,7 +113,7 @@ impl Twin {
                         self.calls.push((asked, State::Holds { _pin: pin }));
                     }
                     Err(error) => {
-                        assert!(!may && error.fact("row").is_some(), "{asked:?} need not wait: {error}")
+                        assert!(!may && error.fact("row").is_some(), "{asked:?} need not wait: {error}");
                     }
                 }
             }

@@ -1,0 +1,81 @@
+//! Groups of pulls or pushes: one asynchronous call for several caches.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::{DataDist, End, RemoteName};
+use crate::cache::{CallRows, RowUse};
+use crate::error::{Error, Result, ensure};
+use crate::events::Transfer;
+use crate::fallible;
+use crate::stats::Op;
+use crate::transfer::{Execution, Group, GroupPart};
+use crate::validate::{Layers, PullRows, PushRows};
+
+/// Name of these lists in out-of-memory errors.
+const PARTS: &str = "the parts of a group";
+
+/// One part of a group: the cache of a peer, a cache of this engine, and the rows that move.
+#[derive(Clone, Debug)]
+pub struct GroupMember<Rows> {
+    /// The cache of the peer.
+    pub remote: RemoteName,
+    /// The cache of this engine.
+    pub local: End,
+    /// The rows that move.
+    pub rows: Rows,
+}
+
+impl DataDist {
+    /// Starts one call that [pulls](Self::pull) all `parts`, and succeeds only if the bytes of all are in place. Keys
+    /// are released after that. Otherwise like [`pull_async`](Self::pull_async). An error names the part, counted from 0.
+    pub fn pull_group_async(
+        &self,
+        parts: Vec<GroupMember<PullRows>>,
+        limit: Option<Duration>,
+    ) -> Result<Arc<Transfer>> {
+        let deadline = self.limited(limit);
+        let (mut checked, mut used) = lists(&parts)?;
+        for (index, GroupMember { remote, local, rows }) in parts.into_iter().enumerate() {
+            let of_part = |error: Error| error.with("part", index);
+            let (local, pull) = self.checked_pull(remote, &local, rows, Layers::ALL).map_err(of_part)?;
+            let writes = pull.rows().local_rows()?;
+            used.push((local.clone(), RowUse { writes, ..RowUse::default() }));
+            checked.push(GroupPart { cluster: remote.cluster, name: remote.name, local, checked: pull });
+        }
+        let purpose = self.outgoing(Op::Pull, checked[0].cluster, deadline);
+        let group = Group { resources: self.resources.clone(), finder: self.links.finder(), parts: checked };
+        let work = move |execution: &Arc<Execution>, deadline| group.pull(execution, deadline);
+        self.start(purpose, CallRows::of_all(used)?, Box::new(work))
+    }
+
+    /// Starts one call that [pushes](Self::push) all `parts`; otherwise like
+    /// [`pull_group_async`](Self::pull_group_async).
+    pub fn push_group_async(
+        &self,
+        parts: Vec<GroupMember<PushRows>>,
+        limit: Option<Duration>,
+    ) -> Result<Arc<Transfer>> {
+        let deadline = self.limited(limit);
+        let (mut checked, mut used) = lists(&parts)?;
+        for (index, GroupMember { remote, local, rows }) in parts.into_iter().enumerate() {
+            let of_part = |error: Error| error.with("part", index);
+            let (local, push) = self.checked_push(&local, remote, rows, Layers::ALL).map_err(of_part)?;
+            let reads = push.rows().local_rows()?;
+            used.push((local.clone(), RowUse { reads, ..RowUse::default() }));
+            checked.push(GroupPart { cluster: remote.cluster, name: remote.name, local, checked: push });
+        }
+        let purpose = self.outgoing(Op::Push, checked[0].cluster, deadline);
+        let group = Group { resources: self.resources.clone(), finder: self.links.finder(), parts: checked };
+        let work = move |execution: &Arc<Execution>, deadline| group.push(execution, deadline);
+        self.start(purpose, CallRows::of_all(used)?, Box::new(work))
+    }
+}
+
+type Lists<Checked> = (Vec<GroupPart<Checked>>, Vec<(Arc<crate::cache::Cache>, RowUse)>);
+
+/// Returns the empty lists for a group, which must have a part.
+fn lists<Rows, Checked>(parts: &[GroupMember<Rows>]) -> Result<Lists<Checked>> {
+    ensure(!parts.is_empty(), || Error::argument("len(parts)", 0, "at least 1"))?;
+    Ok((fallible::with_capacity(PARTS, parts.len())?, fallible::with_capacity(PARTS, parts.len())?))
+}

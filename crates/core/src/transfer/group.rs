@@ -1,0 +1,117 @@
+//! Groups: several pulls or pushes in one asynchronous call, which succeeds or fails as a whole.
+//!
+//! The parts run one after the other on one lane, with all rows of all parts taken. Keys are released only when the
+//! bytes of every part are in place.
+
+use std::sync::Arc;
+
+use super::async_call::Execution;
+use super::call::Call;
+use crate::cache::Cache;
+use crate::error::{Error, Result};
+use crate::fallible;
+use crate::model::{ClusterId, Deadline, Name};
+use crate::resources::Resources;
+use crate::session::Finder;
+use crate::stats::Op;
+use crate::validate::{CheckedPull, CheckedPush, PullRows, PushRows};
+
+/// Name of these lists in out-of-memory errors.
+const PARTS: &str = "the parts of a group";
+
+/// One part of a group: the cache of a peer, the local cache, and what moves between them.
+pub(crate) struct GroupPart<Checked> {
+    pub(crate) cluster: ClusterId,
+    /// Name of the remote cache, with its slot.
+    pub(crate) name: Name,
+    pub(crate) local: Arc<Cache>,
+    pub(crate) checked: Checked,
+}
+
+/// The parts of one group.
+pub(crate) struct Group<Checked> {
+    pub(crate) resources: Arc<Resources>,
+    pub(crate) finder: Finder,
+    pub(crate) parts: Vec<GroupPart<Checked>>,
+}
+
+impl<Checked> Group<Checked> {
+    /// Runs `part` for each part with its call, then `finish` for each. Returns the number of bytes.
+    fn run<Moved>(
+        &self,
+        execution: &Arc<Execution>,
+        deadline: Deadline,
+        part: impl Fn(&Call, &GroupPart<Checked>) -> Result<(u64, Moved)>,
+        finish: impl Fn(&Call, Moved) -> Result<()>,
+    ) -> Result<u64> {
+        let (mut bytes, mut moved) = (0, fallible::with_capacity(PARTS, self.parts.len())?);
+        for (index, of_group) in self.parts.iter().enumerate() {
+            let call = self.call(of_group, execution, deadline).map_err(|error| of_part(index, error))?;
+            let (part_bytes, left) = part(&call, of_group).map_err(|error| of_part(index, error))?;
+            execution.transfer().part_done(part_bytes);
+            bytes += part_bytes;
+            moved.push((call, left));
+        }
+        for (index, (call, left)) in moved.into_iter().enumerate() {
+            finish(&call, left).map_err(|error| of_part(index, error))?;
+        }
+        Ok(bytes)
+    }
+
+    fn call(
+        &self,
+        part: &GroupPart<Checked>,
+        execution: &Arc<Execution>,
+        deadline: Deadline,
+    ) -> Result<Call> {
+        Ok(Call {
+            resources: self.resources.clone(),
+            link: self.finder.find(part.cluster, deadline)?,
+            name: part.name,
+            local: part.local.clone(),
+            deadline,
+            execution: Some(execution.clone()),
+        })
+    }
+}
+
+impl Group<CheckedPull<PullRows>> {
+    /// Pulls all parts.
+    pub(crate) fn pull(&self, execution: &Arc<Execution>, deadline: Deadline) -> Result<u64> {
+        let part = |call: &Call, part: &GroupPart<CheckedPull<PullRows>>| {
+            let mut key = None;
+            let bytes = call.counted(|| {
+                call.rounds(|known| {
+                    let (moved, pulled) = call.pull_moves(known, &mut part.checked.moves(known.remote)?)?;
+                    key = pulled;
+                    Ok(moved)
+                })
+            })?;
+            Ok((bytes, key))
+        };
+        let finish = |call: &Call, key: Option<_>| {
+            key.map_or(Ok(()), |key| call.release_key(&key).map_err(|error| call.named(error)))
+        };
+        let bytes = self.run(execution, deadline, part, finish)?;
+        self.resources.count_bytes(Op::Pull, bytes);
+        Ok(bytes)
+    }
+}
+
+impl Group<CheckedPush<PushRows>> {
+    /// Pushes all parts.
+    pub(crate) fn push(&self, execution: &Arc<Execution>, deadline: Deadline) -> Result<u64> {
+        let part = |call: &Call, part: &GroupPart<CheckedPush<PushRows>>| {
+            let call = Call { name: part.name.without_slot().0, ..call.clone() };
+            call.push_checked(part.name, &part.checked)
+        };
+        let bytes = self.run(execution, deadline, part, Call::release_slot)?;
+        self.resources.count_bytes(Op::Push, bytes);
+        Ok(bytes)
+    }
+}
+
+/// Adds the position of a part to its error.
+fn of_part(index: usize, error: Error) -> Error {
+    error.with("part", index)
+}
