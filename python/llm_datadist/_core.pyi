@@ -285,11 +285,14 @@ class DataDist:
 
 @final
 class Transfer:
-    """An asynchronous call. The ``_async`` methods of ``CacheManager`` make it.
+    """An asynchronous call. The ``_async`` methods of ``CacheManager`` make it. The original does not have this class.
 
-    Any number of threads may use it. Dropping it does not end the call. Two handles of one call are equal. ``await
-    transfer`` waits without a thread, and returns or raises what ``result`` does. The outcome stays in the object; taking it
-    (``result``, ``exception`` or ``await``) removes its event from ``LLMDataDist.poll``.
+    Any number of threads may use it. Dropping it does not end the call. ``await transfer`` waits without a thread, and
+    returns or raises what ``result`` does. The outcome stays in the object, also after ``finalize``. Taking it with
+    ``result``, ``exception`` or ``await`` removes its event from ``LLMDataDist.poll``.
+
+    Raises:
+        LLMException: in a forked child, every method and property raises ``LLM_FAILED`` (contract §16).
     """
 
     @property
@@ -298,60 +301,79 @@ class Transfer:
 
     @property
     def bytes(self) -> int:
-        """The number of bytes in place; final once the call has ended."""
+        """The number of bytes that are known to be in place; final once the call has ended.
+
+        A push learns it only at its end. If the call failed, the destination is undefined all the same.
+        """
 
     @property
     def nanos(self) -> int:
-        """Nanoseconds since the call was started, until it ended."""
+        """Nanoseconds from the start of the call, waiting included, to its end, or until now."""
 
     def done(self) -> bool:
-        """Return whether the call has ended. Nothing of it touches memory any more then."""
+        """Return whether the call has ended. Then nothing of it touches memory of this process any more."""
 
     def result(self, timeout_ms: int | None = None) -> None:
-        """Wait until the call has ended, and raise its failure.
+        """Wait until the call has ended, and raise its failure. Ctrl-C interrupts the wait.
 
         Args:
-            timeout_ms: time limit of the wait in milliseconds (uint32); 0 does not wait, and ``None`` waits without limit.
+            timeout_ms: time limit of the wait in milliseconds (uint32); 0 does not wait, and ``None`` waits without
+                limit.
 
         Raises:
-            TimeoutError: the limit passed. The call goes on.
-            LLMException: the failure of the call. ``LLM_FAILED`` if it was cancelled, ``LLM_ENGINE_FINALIZED`` if the engine
-                was finalized.
+            TypeError: ``timeout_ms`` is not an ``int`` or ``None``.
+            ValueError: ``timeout_ms`` is outside uint32.
+            TimeoutError: ``timeout_ms`` passed. The call goes on.
+            LLMException: the failure of the call: a code of the call without ``_async``, ``LLM_FAILED`` if it was
+                cancelled, or ``LLM_ENGINE_FINALIZED`` if ``finalize`` ended it. The attribute ``arrived`` lists the
+                destination rows that are known to be complete.
         """
 
     def exception(self, timeout_ms: int | None = None) -> LLMException | None:
         """Wait as ``result`` does, and return the failure, or ``None`` if the call succeeded.
 
+        Args:
+            timeout_ms: as for ``result``.
+
         Raises:
-            TimeoutError: the limit passed. The call goes on.
+            TypeError, ValueError, TimeoutError: as for ``result``.
         """
 
     def cancel(self) -> bool:
-        """Cancel the call, without waiting for its end. It then ends with ``LLM_FAILED``.
+        """Cancel the call, without waiting for its end.
+
+        A call that waits for its rows or for a thread ends at once. A call that waits for a peer ends within 100 ms. A
+        copy of memory that has begun is finished first. A push whose bytes the peer reads ends when the peer has ended
+        the request. Until the call has ended, it may touch its rows.
 
         Returns:
-            ``False`` if the outcome can no longer change.
+            ``True``: the call will end with ``LLM_FAILED``, or with ``LLM_ENGINE_FINALIZED`` if ``finalize`` comes
+            first. ``False``: its outcome can no longer change.
         """
 
     def cancelled(self) -> bool:
-        """Return whether a cancellation was accepted."""
+        """Return whether ``cancel`` has ended the call, or will end it."""
 
     def progress(self) -> tuple[int, int]:
-        """Return the bytes in place and the bytes in total; ``(0, 0)`` until the call is planned."""
+        """Return the bytes in place and the bytes in total; ``(0, 0)`` until the call has begun.
 
-    def __await__(self) -> Generator[Any, None, None]: ...
-    def __eq__(self, other: object) -> bool: ...
-    def __hash__(self) -> int: ...
+        A push reports 0 bytes in place until it has ended. After a success, both numbers are equal.
+        """
+
+    def __await__(self) -> Generator[Any]: ...
 
 @final
 class Completed:
-    """The event that an asynchronous call has ended."""
+    """The event that an asynchronous call has ended. ``LLMDataDist.poll`` returns it, once for each call.
+
+    The original does not have this class. It supports ``match``: ``case Completed(transfer)``.
+    """
 
     __match_args__: ClassVar[tuple[str, ...]] = ("transfer",)
 
     @property
     def transfer(self) -> Transfer:
-        """The call. It equals the object that the ``_async`` method returned."""
+        """The call: the object that the ``_async`` method returned."""
 
 @final
 class LoopQueue:
@@ -368,14 +390,22 @@ class LoopQueue:
         """Return a descriptor that is readable while a call is queued. It belongs to the queue."""
 
     def add(self, transfer: Transfer) -> bool:
-        """Have the end of a call queued. Return ``False`` if it has ended already."""
+        """Have the end of a call queued. Return ``False`` if it has ended already.
+
+        Raises:
+            LLMException: ``LLM_OUT_OF_MEMORY``: no memory; ``LLM_FAILED``: in a forked child.
+        """
 
     def take(self) -> list[int]:
         """Remove and return the numbers of the queued calls."""
 
 @final
 class AsyncCalls:
-    """The asynchronous calls of an engine, and its events. The errors are those of ``DataDist``."""
+    """The asynchronous calls of an engine, and its events. The original does not have them.
+
+    The errors are those of ``DataDist``; every call that starts a transfer also raises ``LLM_LINK_BUSY``. Its
+    ``timeout_ms`` is in milliseconds (uint32, above 0), and ``None`` means ``sync_kv_timeout``.
+    """
 
     def __new__(cls, native: DataDist) -> AsyncCalls:
         """Make the object for the engine ``native``."""
@@ -448,19 +478,26 @@ class AsyncCalls:
         """Start a copy of a range of a slot (contract §7.9)."""
 
     def copy_blocks(self, cache: Cache, copy_block_info: Any, timeout_ms: int | None) -> Transfer:
-        """Start a copy of blocks (contract §7.10)."""
+        """Start a copy of blocks: lists of blocks by block, or an array of shape ``(n, 2)`` (contract §7.10)."""
 
     def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: Any, timeout_ms: int | None) -> Transfer:
-        """Start a swap (contract §7.11). Every argument error is a ``ValueError`` as well."""
+        """Start a swap: blocks by block, or an array of shape ``(n, 2)`` (contract §7.11).
+
+        Every argument error is a ``ValueError`` as well.
+        """
 
     def poll(self, max_events: int) -> list[Completed]:
-        """Return at most ``max_events`` events, and remove them. The call never waits."""
+        """Return at most ``max_events`` (uint32) events, and remove them. The call never waits."""
 
     def fileno(self) -> int:
         """Return a descriptor that is readable while ``poll`` has something to return. It belongs to the engine."""
 
     def drain(self, timeout_ms: int | None) -> bool:
-        """Wait until no asynchronous call runs. Return whether that is so."""
+        """Wait until no asynchronous call runs. Return whether that is so.
+
+        Args:
+            timeout_ms: time limit in milliseconds (uint32), or ``None``.
+        """
 
 @final
 class TransferTask:

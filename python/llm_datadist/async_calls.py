@@ -1,8 +1,8 @@
 """The asynchronous calls of ``CacheManager``.
 
 Each has the arguments, checks and results of the call without ``_async`` in its name, and returns a
-``llm_datadist.events.Transfer`` instead of waiting. Argument errors raise at once; every other failure is the outcome of
-the transfer. The original does not have these calls.
+``llm_datadist.events.Transfer`` instead of waiting. Argument errors raise at once; every other failure is the outcome
+of the transfer. The original does not have these calls.
 """
 
 from __future__ import annotations
@@ -21,14 +21,19 @@ __all__ = ["AsyncCalls"]
 
 
 class AsyncCalls(EngineCaches["_core.DataDist"]):
-    """The base of ``CacheManager`` with its asynchronous calls.
+    """The base of ``CacheManager`` with its asynchronous calls. The original does not have them.
 
-    Calls that meet in a row, synchronous or not, take turns in the order in which they were started. Each call has a time
-    limit of its own, ``timeout_ms`` (uint32, above 0; ``sync_kv_timeout`` by default), which counts from the call.
+    Calls that meet in a row of this engine, synchronous or not, take turns in the order in which they were started.
+    They meet if at least one of them writes the row. Each call has a time limit of its own, ``timeout_ms``, in
+    milliseconds (uint32, above 0). It counts from the call, and ``None`` means ``sync_kv_timeout``.
 
     Raises:
-        LLMException: every method raises ``LLM_LINK_BUSY``, and changes nothing, while ``max_transfers`` calls run or
-            have an outcome that was not taken.
+        TypeError: ``timeout_ms`` is not an ``int`` or ``None``.
+        ValueError: ``timeout_ms`` is outside uint32.
+        LLMException: ``LLM_PARAM_INVALID``: ``timeout_ms`` is 0; ``LLM_LINK_BUSY``: ``max_transfers`` calls run or have
+            an outcome that was not taken, and nothing has changed; ``LLM_OUT_OF_MEMORY``: no memory for the lists of
+            the call; ``LLM_ENGINE_FINALIZED``: the engine was finalized; ``LLM_FAILED``: no thread could be started, or
+            a forked child (contract §0.3, §16).
 
     Args:
         native: the engine.
@@ -52,19 +57,23 @@ class AsyncCalls(EngineCaches["_core.DataDist"]):
         timeout_ms: Optional[int] = None,
         **kwargs: Any,
     ) -> _core.Transfer:
-        """Start ``pull_cache`` (contract §7.12).
+        """Start ``pull_cache``: read a remote batch slot into a local one (contract §7.12).
 
         Args:
-            cache_key: as for ``pull_cache``.
-            cache: as for ``pull_cache``.
-            batch_index: as for ``pull_cache``.
-            size: as for ``pull_cache``.
-            timeout_ms: time limit in milliseconds.
+            cache_key: the remote slot, as for ``pull_cache``.
+            cache: continuous cache that is written.
+            batch_index: batch slot that is written (uint32).
+            size: bytes of each tensor, from the start of the slot, or -1 for the size of the local slot (int64).
+            timeout_ms: time limit of the whole call in milliseconds, or ``None``.
             **kwargs: as for ``pull_cache``.
+
+        Returns:
+            The call that was started.
 
         Raises:
             TypeError, ValueError, AttributeError: as for ``pull_cache``.
-            LLMException: what the arguments and the local cache decide; the rest is the outcome of the transfer.
+            LLMException: what the arguments and the local cache decide (``LLM_PARAM_INVALID``,
+                ``LLM_KV_CACHE_NOT_EXIST``), and ``LLM_LINK_BUSY``. Other failures are the outcome of the transfer.
         """
         if kwargs:
             warn_of_misspelt("keyword argument of pull_cache_async", kwargs, PULL_KEYWORDS, once=True)
@@ -80,19 +89,23 @@ class AsyncCalls(EngineCaches["_core.DataDist"]):
         timeout_ms: Optional[int] = None,
         **kwargs: Any,
     ) -> _core.Transfer:
-        """Start ``pull_blocks`` (contract §7.13).
+        """Start ``pull_blocks``: read remote blocks, or a slot, into local blocks (contract §7.13).
 
         Args:
-            src_cache_key: as for ``pull_blocks``.
-            dst_cache: as for ``pull_blocks``.
-            src_blocks: as for ``pull_blocks``.
-            dst_blocks: as for ``pull_blocks``.
-            timeout_ms: time limit in milliseconds.
+            src_cache_key: the remote blocks cache or slot, as for ``pull_blocks``.
+            dst_cache: blocks cache that is written.
+            src_blocks: remote block for each entry of ``dst_blocks``; empty for a slot.
+            dst_blocks: local blocks that are written, at least one.
+            timeout_ms: time limit of the whole call in milliseconds, or ``None``.
             **kwargs: as for ``pull_cache``.
+
+        Returns:
+            The call that was started.
 
         Raises:
             TypeError, ValueError, AttributeError: as for ``pull_blocks``.
-            LLMException: what the arguments and the local cache decide; the rest is the outcome of the transfer.
+            LLMException: what the arguments and the local cache decide (``LLM_PARAM_INVALID``,
+                ``LLM_KV_CACHE_NOT_EXIST``), and ``LLM_LINK_BUSY``. Other failures are the outcome of the transfer.
         """
         if kwargs:
             warn_of_misspelt("keyword argument of pull_blocks_async", kwargs, PULL_KEYWORDS, once=True)
@@ -110,21 +123,25 @@ class AsyncCalls(EngineCaches["_core.DataDist"]):
         tensor_num_per_layer: int = 2,
         timeout_ms: Optional[int] = None,
     ) -> _core.Transfer:
-        """Start ``push_cache`` (contract §7.14).
+        """Start ``push_cache``: write a local batch slot into a remote one (contract §7.14).
 
         Args:
-            dst_cache_key: as for ``push_cache``.
-            src_cache: as for ``push_cache``.
-            src_batch_index: as for ``push_cache``.
-            src_layer_range: as for ``push_cache``.
-            dst_layer_range: as for ``push_cache``.
-            size: as for ``push_cache``.
-            tensor_num_per_layer: as for ``push_cache``.
-            timeout_ms: time limit in milliseconds.
+            dst_cache_key: the remote slot, by cache id and slot.
+            src_cache: continuous cache that is read.
+            src_batch_index: batch slot that is read (uint32).
+            src_layer_range: local layers, as for ``push_cache``.
+            dst_layer_range: remote layers, as for ``push_cache``.
+            size: must be -1, which means the whole local slot (int64).
+            tensor_num_per_layer: tensors of one layer (uint32, above 0), as for ``push_cache``.
+            timeout_ms: time limit of the whole call in milliseconds, or ``None``.
+
+        Returns:
+            The call that was started.
 
         Raises:
             TypeError, ValueError: as for ``push_cache``.
-            LLMException: what the arguments and the local cache decide; the rest is the outcome of the transfer.
+            LLMException: what the arguments and the local cache decide (``LLM_PARAM_INVALID``,
+                ``LLM_KV_CACHE_NOT_EXIST``), and ``LLM_LINK_BUSY``. Other failures are the outcome of the transfer.
         """
         layers = (src_layer_range, dst_layer_range)
         return self._calls_async().push_cache(
@@ -143,21 +160,25 @@ class AsyncCalls(EngineCaches["_core.DataDist"]):
         tensor_num_per_layer: int = 2,
         timeout_ms: Optional[int] = None,
     ) -> _core.Transfer:
-        """Start ``push_blocks`` (contract §7.15).
+        """Start ``push_blocks``: write local blocks into remote blocks (contract §7.15).
 
         Args:
-            dst_cache_key: as for ``push_blocks``.
-            src_cache: as for ``push_blocks``.
-            src_blocks: as for ``push_blocks``.
-            dst_blocks: as for ``push_blocks``.
-            src_layer_range: as for ``push_cache``.
-            dst_layer_range: as for ``push_cache``.
-            tensor_num_per_layer: as for ``push_cache``.
-            timeout_ms: time limit in milliseconds.
+            dst_cache_key: the remote blocks cache.
+            src_cache: blocks cache that is read.
+            src_blocks: local block for each entry of ``dst_blocks``.
+            dst_blocks: remote blocks that are written, at least one.
+            src_layer_range: local layers, as for ``push_cache``.
+            dst_layer_range: remote layers, as for ``push_cache``.
+            tensor_num_per_layer: tensors of one layer (uint32, above 0), as for ``push_cache``.
+            timeout_ms: time limit of the whole call in milliseconds, or ``None``.
+
+        Returns:
+            The call that was started.
 
         Raises:
             TypeError, ValueError, AttributeError: as for ``push_blocks``.
-            LLMException: what the arguments and the local cache decide; the rest is the outcome of the transfer.
+            LLMException: what the arguments and the local cache decide (``LLM_PARAM_INVALID``,
+                ``LLM_KV_CACHE_NOT_EXIST``), and ``LLM_LINK_BUSY``. Other failures are the outcome of the transfer.
         """
         layers = (src_layer_range, dst_layer_range)
         return self._calls_async().push_blocks(
@@ -176,20 +197,25 @@ class AsyncCalls(EngineCaches["_core.DataDist"]):
         req_id: Optional[int] = None,
         timeout_ms: Optional[int] = None,
     ) -> _core.Transfer:
-        """Start ``copy_cache`` (contract §7.9).
+        """Start ``copy_cache``: copy a range of a batch slot (contract §7.9).
 
         Args:
-            dst: as for ``copy_cache``.
-            src: as for ``copy_cache``.
-            dst_batch_index: as for ``copy_cache``.
-            src_batch_index: as for ``copy_cache``.
-            offset: as for ``copy_cache``.
-            size: as for ``copy_cache``.
-            req_id: as for ``copy_cache``.
-            timeout_ms: time limit in milliseconds of the wait before the first byte.
+            dst: continuous cache that is written.
+            src: continuous cache that is read.
+            dst_batch_index: batch slot that is written (uint32).
+            src_batch_index: batch slot that is read (uint32).
+            offset: bytes that are skipped at the start of both slots (uint64).
+            size: bytes that are copied in each tensor, or -1 for the rest of the source slot (int64).
+            req_id: id of the request, shown in the log lines of the call (uint64), or ``None``.
+            timeout_ms: time limit of the wait before the first byte, in milliseconds, or ``None``.
+
+        Returns:
+            The call that was started.
 
         Raises:
-            TypeError, ValueError, AttributeError, LLMException: as for ``copy_cache``.
+            TypeError, ValueError, AttributeError: as for ``copy_cache``.
+            LLMException: what the arguments and the caches decide (``LLM_PARAM_INVALID``, ``LLM_KV_CACHE_NOT_EXIST``),
+                and ``LLM_LINK_BUSY``. Other failures, such as ``LLM_TIMEOUT``, are the outcome of the transfer.
         """
         numbers = (dst_batch_index, src_batch_index, offset, size)
         return self._calls_async().copy_cache(dst, src, *numbers, req_id, timeout_ms)
@@ -198,15 +224,21 @@ class AsyncCalls(EngineCaches["_core.DataDist"]):
     def copy_blocks_async(
         self, cache: Cache, copy_block_info: Union[dict[int, list[int]], Any], timeout_ms: Optional[int] = None
     ) -> _core.Transfer:
-        """Start ``copy_blocks`` (contract §7.10).
+        """Start ``copy_blocks``: copy blocks inside one cache (contract §7.10).
 
         Args:
-            cache: as for ``copy_blocks``.
-            copy_block_info: as for ``copy_blocks``.
-            timeout_ms: time limit in milliseconds of the wait before the first byte.
+            cache: a blocks cache.
+            copy_block_info: the destination blocks of each source block, or an integer array of shape ``(n, 2)`` with
+                rows ``(source, destination)``.
+            timeout_ms: time limit of the wait before the first byte, in milliseconds, or ``None``.
+
+        Returns:
+            The call that was started.
 
         Raises:
-            TypeError, ValueError, AttributeError, LLMException: as for ``copy_blocks``.
+            TypeError, ValueError, AttributeError: as for ``copy_blocks``.
+            LLMException: what the arguments and the caches decide (``LLM_PARAM_INVALID``, ``LLM_KV_CACHE_NOT_EXIST``),
+                and ``LLM_LINK_BUSY``. Other failures, such as ``LLM_TIMEOUT``, are the outcome of the transfer.
         """
         return self._calls_async().copy_blocks(cache, copy_block_info, timeout_ms)
 
@@ -218,15 +250,22 @@ class AsyncCalls(EngineCaches["_core.DataDist"]):
         src_to_dst: Union[dict[int, int], Any],
         timeout_ms: Optional[int] = None,
     ) -> _core.Transfer:
-        """Start ``swap_blocks`` (contract §7.11).
+        """Start ``swap_blocks``: copy blocks between a host and a device cache (contract §7.11).
 
         Args:
-            src_cache: as for ``swap_blocks``.
-            dst_cache: as for ``swap_blocks``.
-            src_to_dst: as for ``swap_blocks``.
-            timeout_ms: time limit in milliseconds of the wait before the first byte.
+            src_cache: blocks cache that is read.
+            dst_cache: blocks cache that is written.
+            src_to_dst: the destination block of each source block, or an integer array of shape ``(n, 2)`` with rows
+                ``(source, destination)``.
+            timeout_ms: time limit of the wait before the first byte, in milliseconds, or ``None``.
+
+        Returns:
+            The call that was started.
 
         Raises:
-            TypeError, ValueError, AttributeError, LLMException: as for ``swap_blocks``.
+            TypeError, ValueError, AttributeError: as for ``swap_blocks``.
+            LLMMismatchException: as for ``swap_blocks``.
+            LLMException: what the arguments and the caches decide (``LLM_PARAM_INVALID``, ``LLM_KV_CACHE_NOT_EXIST``),
+                and ``LLM_LINK_BUSY``. Other failures, such as ``LLM_TIMEOUT``, are the outcome of the transfer.
         """
         return self._calls_async().swap_blocks(src_cache, dst_cache, src_to_dst, timeout_ms)

@@ -194,8 +194,9 @@ class LLMDataDist:
 
         The call has no effect if the object is not initialized. It waits for layer-wise transfers as long as at least
         one of their layers arrives within each ``sync_kv_timeout``. Unfinished configs then get
-        ``LLM_ENGINE_FINALIZED``. Managers, caches and cache ids of the engine are invalid afterwards. Memory stays
-        mapped as long as a view of it exists. ``finalize`` must not run at the same time as other calls.
+        ``LLM_ENGINE_FINALIZED``. Asynchronous calls end with that code at once, and their events are dropped. Managers,
+        caches and cache ids of the engine are invalid afterwards. Memory stays mapped as long as a view of it exists.
+        ``finalize`` must not run at the same time as other calls.
         """
         with LLMDataDist._life:
             if not self._is_initialized:
@@ -474,8 +475,9 @@ class LLMDataDist:
     def poll(self, max_events: int = 1024) -> list[_core.Completed]:
         """Return the events that nobody has taken yet, in the order in which they happened, and remove them.
 
-        The call never waits. Each event goes to one caller. An outcome that ``Transfer.result``, ``Transfer.exception`` or
-        ``await`` has taken is no event any more. The original does not have this method.
+        The call never waits. Any thread may call it; each event goes to one caller. An outcome that
+        ``Transfer.result``, ``Transfer.exception`` or ``await`` has taken is no event any more. The original does not
+        have this method.
 
         Args:
             max_events: maximum number of events (uint32).
@@ -487,36 +489,42 @@ class LLMDataDist:
             RuntimeError: not initialized.
             TypeError: ``max_events`` is not an ``int``.
             ValueError: ``max_events`` is outside uint32.
-            LLMException: ``LLM_PARAM_INVALID``: the engine is in KvCacheManager mode.
+            LLMException: ``LLM_PARAM_INVALID``: the engine is in KvCacheManager mode; ``LLM_OUT_OF_MEMORY``: no memory
+                for the list, and the events stay; ``LLM_FAILED``: a forked child (contract §16).
         """
         return self._asynchronous("poll").poll(max_events)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while ``poll`` has something to return.
+        """Return a file descriptor that is readable while ``poll`` has something to return.
 
-        It is close-on-exec, belongs to the engine, and is the same until ``finalize``, which closes it. Do not read from
-        it. The original does not have this method.
+        It is close-on-exec, belongs to the engine, and is the same until ``finalize``, which closes it. Do not read,
+        write or close it. ``select`` and ``selectors`` also accept the ``LLMDataDist`` itself. The original does not
+        have this method.
 
         Raises:
             RuntimeError: not initialized.
-            LLMException: ``LLM_PARAM_INVALID``: the engine is in KvCacheManager mode; ``LLM_FAILED``: no descriptor is left.
+            LLMException: ``LLM_PARAM_INVALID``: the engine is in KvCacheManager mode; ``LLM_FAILED``: no descriptor is
+                left, or a forked child (contract §16).
         """
         return self._asynchronous("fileno").fileno()
 
     def drain(self, timeout_ms: Optional[int] = None) -> bool:
         """Wait until no asynchronous call runs. Ctrl-C interrupts the wait. The original does not have this method.
 
+        It takes no outcome: the events of the calls stay in the queue of ``poll``.
+
         Args:
-            timeout_ms: time limit in milliseconds (uint32); ``None`` waits without limit.
+            timeout_ms: time limit in milliseconds (uint32); 0 does not wait, and ``None`` waits without limit.
 
         Returns:
-            Whether no asynchronous call runs.
+            Whether no asynchronous call runs. ``False`` if ``timeout_ms`` passed first.
 
         Raises:
             RuntimeError: not initialized.
             TypeError: ``timeout_ms`` is not an ``int`` or ``None``.
             ValueError: ``timeout_ms`` is outside uint32.
-            LLMException: ``LLM_PARAM_INVALID``: the engine is in KvCacheManager mode.
+            LLMException: ``LLM_PARAM_INVALID``: the engine is in KvCacheManager mode; ``LLM_FAILED``: a forked child
+                (contract §16).
         """
         return self._asynchronous("drain").drain(timeout_ms)
 

@@ -1,7 +1,7 @@
 """What ``LLMDataDist.poll`` returns, and the handle of an asynchronous call.
 
-A program that never blocks starts calls with the ``_async`` methods of ``CacheManager`` and asks ``LLMDataDist.poll`` what
-has ended. The original does not have these calls.
+A program that never blocks starts calls with the ``_async`` methods of ``CacheManager`` and asks ``LLMDataDist.poll``
+what has ended. The original does not have these classes and calls.
 """
 
 from __future__ import annotations

@@ -162,9 +162,11 @@ pub use config::{
     Config, HugeChoice, KernelChoice, LinkConfig, Mode, PoolConfig, Role, Share, SwapInPath, Token,
     TransportChoice,
 };
-pub use engine::{CacheIndex, DataDist, End, GroupMember, RemoteName};
+pub use engine::{CacheIndex, CallOptions, DataDist, End, GroupMember, RemoteName};
 pub use error::{ArrivedRows, Error, ErrorKind, Result};
-pub use events::{AwaitQueue, Event, EventQueue, Transfer, TransferProgress};
+pub use events::{
+    AwaitQueue, Event, EventQueue, LinkEnd, Notification, PeerInfo, Transfer, TransferProgress,
+};
 pub use memory::Adopted;
 pub use model::{
     CacheDesc, CacheId, CacheKey, CacheKind, CacheLayout, ClusterId, DataType, Deadline, Geometry, NO_ID,

@@ -9,6 +9,7 @@ use crate::config::{Config, HugeChoice, PoolConfig};
 use crate::copy::CopyEngine;
 use crate::device::DeviceSet;
 use crate::error::{Error, ErrorKind, Result};
+use crate::events::EventQueue;
 use crate::fallible;
 use crate::huge_pages::Merger;
 use crate::memory::{self, Generations, MapBudget};
@@ -28,6 +29,7 @@ pub struct Resources {
     /// Limit on the address space for memory of peers that is mapped here.
     pub remote_memory: Arc<MapBudget>,
     pub outgoing_calls: OutgoingCalls,
+    pub events: Arc<EventQueue>,
     host: Option<Arc<Arena>>,
     device: Option<Arc<Arena>>,
     generations: Arc<Generations>,
@@ -106,6 +108,7 @@ impl Resources {
             stats: Stats::default(),
             remote_memory: MapBudget::new(config.links.remote_memory),
             outgoing_calls: OutgoingCalls::default(),
+            events: Arc::new(EventQueue::new(config.max_transfers)),
             generations,
             config,
         })

@@ -118,16 +118,16 @@ fn a_call_without_a_thread_gets_its_turn() {
     explore(|| {
         let (cache, other, row) = (cache(), cache(), Row::new());
         let hour = || Deadline::after(Duration::from_secs(3600));
-        let rows = |passes| RowUse { writes: vec![0], passes, ..RowUse::default() };
-        let held = CallRows::of(cache.clone(), rows(false)).pin(hour()).unwrap();
+        let rows = || RowUse { writes: vec![0], ..RowUse::default() };
+        let held = CallRows::of(cache.clone(), rows()).pin(hour()).unwrap();
         let (told, peer) = (Arc::new(AtomicI64::new(0)), cache.clone());
         let tell = told.clone();
         let of_both = CallRows::copy((other, vec![0]), (cache.clone(), vec![0]));
         let opened = Box::new(move || drop(tell.fetch_add(1, Ordering::SeqCst)));
-        let waiting = of_both.enter(Some(opened)).unwrap();
+        let waiting = of_both.enter(false, Some(opened)).unwrap();
         let used = row.clone();
         let peer = thread::spawn(move || {
-            let pin = CallRows::of(peer, rows(true)).pin(hour()).unwrap();
+            let pin = CallRows::of(peer, rows()).pin_for_peer(hour(), || true).unwrap();
             used.write();
             drop(pin);
         });

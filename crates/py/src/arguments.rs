@@ -117,8 +117,13 @@ impl FlagArg<'_, '_> {
         if self.0.is_none() {
             return Ok(None);
         }
+        self.required(name).map(Some)
+    }
+
+    /// A `bool`.
+    pub(crate) fn required(self, name: &str) -> PyResult<bool> {
         let flag = self.0.cast::<PyBool>().map_err(|_| only_support(name, "['bool']", &self.0))?;
-        Ok(Some(flag.is_true()))
+        Ok(flag.is_true())
     }
 }
 

@@ -1,7 +1,7 @@
 //! Conversion of lists, dicts and arrays of block indices to numbers of the core.
 //!
-//! Plain integers are read without counting references (`raw`). Anything else is checked item by item, so that the error
-//! names the invalid item. `core::validate` decides which indices are allowed.
+//! Plain integers are read without counting references (`raw`), and buffers and tensors in one pass (`index_arrays`). Anything
+//! else is checked item by item, so that the error names the invalid item. `core::validate` decides which indices are allowed.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -9,16 +9,16 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
 use crate::convert::{self, Any, held_int, inner_only_support, is_int, only_support, shown};
-use crate::error::{invalid, raise};
-use crate::{engine, raw};
+use crate::error::{self, invalid, raise};
+use crate::{engine, index_arrays, raw};
 
 arguments! {
-    /// Block indices: a list or tuple, or a dict or array of pairs.
+    /// Block indices: a list, tuple or array, or a dict or array of pairs.
     BlocksArg;
 }
 
 impl BlocksArg<'_, '_> {
-    /// A list or tuple. `None` passes here; the call fails where it needs the length.
+    /// A list, tuple or array. `None` passes here; the call fails where it needs the length.
     pub(crate) fn listed_or_none(self, name: &str) -> PyResult<Option<Vec<i64>>> {
         if let Ok(list) = self.0.cast::<PyList>() {
             listed(name, &list).map(Some)
@@ -28,25 +28,41 @@ impl BlocksArg<'_, '_> {
         } else if self.0.is_none() {
             Ok(None)
         } else {
-            Err(self.not_listed(name))
+            index_arrays::flat(name, &self.0)?.map(Some).ok_or_else(|| self.not_listed(name))
         }
     }
 
-    /// Creates the error for a value that is neither a list nor a tuple.
+    /// Creates the error for a value that is neither a list nor a tuple nor an array.
     #[cold]
     pub(crate) fn not_listed(self, name: &str) -> PyErr {
-        only_support(name, "['list', 'tuple']", &self.0)
+        only_support(name, "['list', 'tuple', 'array of integers']", &self.0)
     }
 
-    /// A list; a tuple is refused.
+    /// A list or array; a tuple is refused.
     pub(crate) fn list(self, name: &str) -> PyResult<Vec<i64>> {
-        let list = self.0.cast::<PyList>().map_err(|_| only_support(name, "['list']", &self.0))?;
-        listed(name, &list)
+        match self.0.cast::<PyList>() {
+            Ok(list) => listed(name, &list),
+            Err(_) if self.0.is_instance_of::<PyTuple>() => Err(only_support(name, "['list']", &self.0)),
+            Err(_) => index_arrays::flat(name, &self.0)?
+                .ok_or_else(|| only_support(name, "['list', 'array of integers']", &self.0)),
+        }
     }
 
-    /// A list or tuple of unsigned integers, or `None` for none.
+    /// A list, tuple or array of unsigned integers, or `None` for none. The error for a negative number in an array is a
+    /// `ValueError` as well, because that is the error for one in a list (contract §8.1).
     pub(crate) fn unsigned(self, name: &str) -> PyResult<Vec<u64>> {
-        if self.0.is_none() { Ok(Vec::new()) } else { convert::numbers(name, &self.0) }
+        if self.0.is_none() {
+            return Ok(Vec::new());
+        }
+        if self.0.is_instance_of::<PyList>() || self.0.is_instance_of::<PyTuple>() {
+            return convert::numbers(name, &self.0);
+        }
+        let py = self.py();
+        let words = index_arrays::flat(name, &self.0).map_err(|error| error::mismatch(py, error))?;
+        let words = words.ok_or_else(|| self.not_listed(name))?;
+        let mut numbers = convert::room(py, words.len())?;
+        numbers.extend(words.into_iter().map(i64::cast_unsigned));
+        Ok(numbers)
     }
 
     /// `{source: destination}`, or an integer array of such rows.
@@ -130,7 +146,8 @@ fn dict_int(name: &str, part: &str, value: &Any<'_>) -> PyResult<i64> {
 /// numpy's `asarray`. It is looked up at the first array, because calls without arrays do not need numpy.
 static AS_ARRAY: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
 
-/// Reads the rows of an `(n, 2)` integer array of numpy, or of an object that numpy can read as one.
+/// Reads the rows of an `(n, 2)` integer array of numpy, of an object that numpy can read as one, or of another buffer or
+/// tensor.
 fn rows(name: &str, given: &Any<'_>) -> PyResult<Vec<(i64, i64)>> {
     let py = given.py();
     if given.is_none() {
@@ -139,12 +156,13 @@ fn rows(name: &str, given: &Any<'_>) -> PyResult<Vec<(i64, i64)>> {
     }
     let wrong = || only_support(name, "['dict', 'an integer array of shape (n, 2)']", given);
     if !given.hasattr(intern!(py, "__array__"))? && !given.hasattr(intern!(py, "__array_interface__"))? {
-        return Err(wrong());
+        return index_arrays::pairs(name, given)?.ok_or_else(wrong);
     }
     let as_array = AS_ARRAY.get_or_try_init(py, || -> PyResult<_> {
         Ok(py.import(intern!(py, "numpy"))?.getattr(intern!(py, "asarray"))?.unbind())
     })?;
-    let array = as_array.bind(py).call1((given,))?;
+    let array = as_array.bind(py).call1((given,));
+    let array = array.map_err(|error| if index_arrays::on_other_device(given) { wrong() } else { error })?;
     let kind: char = array.getattr(intern!(py, "dtype"))?.getattr(intern!(py, "kind"))?.extract()?;
     let shape: Vec<usize> = array.getattr(intern!(py, "shape"))?.extract()?;
     let (true, [count, 2]) = (matches!(kind, 'i' | 'u'), &shape[..]) else { return Err(wrong()) };
@@ -159,18 +177,18 @@ fn rows(name: &str, given: &Any<'_>) -> PyResult<Vec<(i64, i64)>> {
     }
     let mut pairs = convert::room(py, *count)?;
     engine::allow_threads(py, || words_of(bytes, kind == 'u', &mut pairs))
-        .map_err(|wrapped| invalid(py, name, wrapped, "between -2^63 and 2^63 - 1"))?;
+        .map_err(|(row, pair)| raise(py, &index_arrays::wide_pair(name, row, pair)))?;
     Ok(pairs)
 }
 
-/// Appends pairs of little-endian words to `pairs`, which has room for them. Returns `Err` with the first unsigned number
-/// above `i64::MAX`.
-fn words_of(bytes: &[u8], unsigned: bool, pairs: &mut Vec<(i64, i64)>) -> Result<(), u64> {
-    let (words, _) = bytes.as_chunks::<8>();
-    if let Some(&wrapped) = words.iter().find(|&&word| unsigned && i64::from_le_bytes(word) < 0) {
-        return Err(u64::from_le_bytes(wrapped));
+/// Appends pairs of little-endian words to `pairs`, which has room for them. Returns `Err` with the first row that has an
+/// unsigned number above `i64::MAX`.
+fn words_of(bytes: &[u8], unsigned: bool, pairs: &mut Vec<(i64, i64)>) -> Result<(), (usize, [i64; 2])> {
+    let (rows, _) = bytes.as_chunks::<8>().0.as_chunks::<2>();
+    let rows = rows.iter().map(|row| row.map(i64::from_le_bytes));
+    if unsigned && let Some(wide) = rows.clone().enumerate().find(|(_, [src, dst])| (src | dst) < 0) {
+        return Err(wide);
     }
-    let (rows, _) = words.as_chunks::<2>();
-    pairs.extend(rows.iter().map(|&[src, dst]| (i64::from_le_bytes(src), i64::from_le_bytes(dst))));
+    pairs.extend(rows.map(|[src, dst]| (src, dst)));
     Ok(())
 }

@@ -13,7 +13,7 @@ use pyo3::types::{PyDict, PyList, PyTuple};
 use crate::arguments::{AddressesArg, DescArg};
 use crate::engine::ProcessOwned;
 use crate::error::raise;
-use crate::raw::{self, DL_CPU};
+use crate::raw::{self, CachePart, DL_CPU};
 
 /// A CPU cache: memory of the caller that no engine knows.
 #[pyclass(frozen, module = "llm_datadist._core")]
@@ -104,9 +104,24 @@ impl TensorView {
         view.ok_or_else(|| Error::argument("tensor_index", index, "a tensor of the cache"))
     }
 
-    fn cache(&self, py: Python<'_>) -> PyResult<&Arc<Cache>> {
+    /// Returns the cache that the tensor belongs to.
+    pub(crate) fn cache(&self, py: Python<'_>) -> PyResult<&Arc<Cache>> {
         self.cache.get().map_err(|error| raise(py, &error))
     }
+}
+
+/// Refuses what an export of CPU memory without a copy cannot give to a `DLPack` consumer.
+pub(crate) fn cpu_only(
+    stream: Option<&Bound<'_, PyAny>>,
+    dl_device: Option<(i32, i32)>,
+    copy: Option<bool>,
+) -> PyResult<()> {
+    if stream.is_some() || dl_device.is_some_and(|device| device != DL_CPU) || copy == Some(true) {
+        return Err(PyBufferError::new_err(
+            "a view is CPU memory and supports no stream, no other device and no copy",
+        ));
+    }
+    Ok(())
 }
 
 #[pymethods]
@@ -150,14 +165,10 @@ impl TensorView {
         dl_device: Option<(i32, i32)>,
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        if stream.is_some() || dl_device.is_some_and(|device| device != DL_CPU) || copy == Some(true) {
-            return Err(PyBufferError::new_err(
-                "a view is CPU memory and supports no stream, no other device and no copy",
-            ));
-        }
+        cpu_only(stream, dl_device, copy)?;
         let cache = self.cache(py)?;
-        let element = dlpack_type(cache.data_type())?;
-        raw::capsule(py, cache, self.index, element, max_version.is_some_and(|(major, _)| major >= 1))
+        let part = CachePart::OneTensor(self.index, dlpack_type(cache.data_type())?);
+        raw::capsule(py, cache, part, max_version.is_some_and(|(major, _)| major >= 1))
     }
 
     #[expect(clippy::unused_self, reason = "a method in the protocol")]

@@ -252,20 +252,23 @@ impl DataDist {
         &self,
         cache_desc: DescArg<'_, '_>,
         cache_keys: KeysArg<'_, '_>,
+        contiguous: FlagArg<'_, '_>,
     ) -> PyResult<ManagedCache> {
         cache_desc.typed()?;
         let keys = cache_keys.keys()?;
-        self.engine.allocate(cache_desc, CacheKind::Batch, &keys)
+        self.engine.allocate(cache_desc, CacheKind::Batch, &keys, contiguous.required("contiguous")?)
     }
 
     fn allocate_blocks_cache(
         &self,
         cache_desc: DescArg<'_, '_>,
         blocks_cache_key: KeyArg<'_, '_>,
+        contiguous: FlagArg<'_, '_>,
     ) -> PyResult<ManagedCache> {
         cache_desc.typed()?;
-        let key = blocks_cache_key.blocks_cache_key()?;
-        self.engine.allocate(cache_desc, CacheKind::Blocks, key.map(Some).as_slice())
+        let key = blocks_cache_key.blocks_cache_key()?.map(Some);
+        let contiguous = contiguous.required("contiguous")?;
+        self.engine.allocate(cache_desc, CacheKind::Blocks, key.as_slice(), contiguous)
     }
 
     fn deallocate_cache(&self, cache: CacheArg<'_, '_>) -> PyResult<()> {

@@ -46,7 +46,7 @@ impl KvCaches {
             let why = "only an engine of LLMRole.PROMPT names its caches";
             return Err(nameless(desc.py(), "cache_keys", why));
         }
-        self.engine().allocate(desc, CacheKind::Batch, &keys)
+        self.engine().allocate(desc, CacheKind::Batch, &keys, false)
     }
 
     fn allocate_blocks_cache(
@@ -62,7 +62,7 @@ impl KvCaches {
             let why = "an engine of LLMRole.DECODER does not name its blocks caches";
             return Err(nameless(desc.py(), "blocks_cache_key", why));
         }
-        self.engine().allocate(desc, CacheKind::Blocks, key.map(Some).as_slice())
+        self.engine().allocate(desc, CacheKind::Blocks, key.map(Some).as_slice(), false)
     }
 
     fn deallocate_cache(&self, cache: CacheArg<'_, '_>) -> PyResult<()> {
@@ -235,8 +235,9 @@ fn offset(options: &Bound<'_, PyDict>, name: &str) -> PyResult<u64> {
 
 /// Refuses negative indices with a `ValueError`, because the contract types them as uint64.
 fn not_negative(name: &str, pairs: &[(i64, i64)]) -> PyResult<()> {
-    let mut indices = pairs.iter().flat_map(|&(src, dst)| [src, dst]);
-    indices.find(|&index| index < 0).map_or(Ok(()), |index| Err(negative(name, index)))
+    let Some(row) = pairs.iter().position(|&(src, dst)| (src | dst) < 0) else { return Ok(()) };
+    let (src, dst) = pairs[row];
+    Err(negative(&format!("{name} pair {row}"), if src < 0 { src } else { dst }))
 }
 
 #[cold]

@@ -8,6 +8,7 @@ mod arguments;
 mod async_calls;
 mod blocks;
 mod cache;
+mod cache_buffer;
 mod checks;
 mod convert;
 mod copy_arguments;
@@ -15,6 +16,7 @@ mod datadist;
 mod engine;
 mod error;
 mod groups;
+mod index_arrays;
 mod keys;
 mod kv_caches;
 mod layerwise_arguments;
@@ -26,8 +28,8 @@ mod pull_push_arguments;
 mod python_types;
 #[expect(
     unsafe_code,
-    reason = "DLPack capsules, the adoption of the caller's addresses, which interpreter runs, numbers \
-              read from lists that `gil_used` below keeps other threads from changing"
+    reason = "DLPack capsules, the buffer protocol, the adoption of the caller's addresses, which interpreter runs, \
+              numbers read from lists that `gil_used` below keeps other threads from changing"
 )]
 mod raw;
 mod stats;
@@ -69,6 +71,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     validators(module)?;
     functions!(module, engine::abandon_sockets python_types::register_types);
     functions!(module, log::open_log log::close_log log::take_log log::log_after_fork);
+    module.add("CacheBuffer", cache_buffer::class(module.py())?)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("STATUS_CODES", status_codes(module.py())?)?;
     module.add("DATA_TYPES", data_types(module.py())?)

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use llm_datadist_core::{Cache, CacheId, CacheKey, CacheKind, CopyArgs, End, Error};
+use llm_datadist_core::{Cache, CacheId, CacheKey, CacheKind, CopyArgs, DataDist, End, Error};
 use pyo3::prelude::*;
 
 use crate::arguments::DescArg;
@@ -52,17 +52,19 @@ impl Engine {
         self.enter(py, |engine| id.map_or(Ok(()), |id| engine.deallocate(id)))
     }
 
-    /// Allocates; the descriptor and keys are of the right types.
+    /// Allocates, as one range of bytes if `contiguous`; the descriptor and keys are of the right types.
     pub(crate) fn allocate(
         &self,
         desc: DescArg<'_, '_>,
         kind: CacheKind,
         keys: &[Option<CacheKey>],
+        contiguous: bool,
     ) -> PyResult<ManagedCache> {
         let py = desc.py();
         let desc = desc.read(kind, keys)?;
         let made = |cache: Arc<Cache>| ManagedCache::of(self.number(), &cache);
-        self.enter(py, |engine| engine.allocate(&desc, kind, keys).map(made))
+        let allocate = if contiguous { DataDist::allocate_contiguous } else { DataDist::allocate };
+        self.enter(py, |engine| allocate(engine, &desc, kind, keys).map(made))
     }
 
     /// Registers memory of the caller; the descriptor and keys are of the right types.

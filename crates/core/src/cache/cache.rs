@@ -151,6 +151,19 @@ impl Cache {
         Err(Error::new(ErrorKind::NotEnabled, "the tensors are in memory that the CPU cannot address"))
     }
 
+    /// Returns the address of the first byte of all tensors together, which are
+    /// [`geometry().bytes()`](Geometry::bytes) long. Makes the checks of [`check_views`](Self::check_views) first.
+    /// Returns `Err` of kind [`ErrorKind::InvalidArgument`] unless the cache was allocated as one range of bytes, or has
+    /// one tensor.
+    pub fn one_range(&self) -> Result<u64> {
+        self.check_views()?;
+        self.tensors.one_range().ok_or_else(|| {
+            Error::invalid("the tensors of the cache are not contiguous; allocate it with contiguous=True")
+                .with("cache_id", self.id)
+                .with("tensors", self.addrs().len())
+        })
+    }
+
     pub(crate) fn tensors(&self) -> &Arc<Tensors> {
         &self.tensors
     }

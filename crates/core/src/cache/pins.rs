@@ -46,7 +46,7 @@ impl CallRows {
     /// Returns the rows of `src` that are read and those of `dst` that are written. Both may be the same cache.
     pub fn copy((src, reads): (Arc<Cache>, Vec<u64>), (dst, writes): (Arc<Cache>, Vec<u64>)) -> Self {
         if Arc::ptr_eq(&src, &dst) {
-            return Self::of(src, RowUse { reads, writes, passes: false });
+            return Self::of(src, RowUse { reads, writes });
         }
         let ascending = Arc::as_ptr(&src) < Arc::as_ptr(&dst);
         let src = (src, RowUse { reads, ..RowUse::default() });
@@ -72,39 +72,70 @@ impl CallRows {
         Ok(CallRows(merged))
     }
 
-    /// Takes the rows, and waits for them in turn. Returns `Err` of kind `Timeout` once `deadline` has passed, and of
-    /// kind `Interrupted` if the caller was interrupted while it waited.
+    /// Takes the rows for a call of this engine, and waits for them in turn. Returns `Err` of kind `Timeout` once
+    /// `deadline` has passed, and of kind `Interrupted` if the caller was interrupted while it waited.
     pub fn pin(self, deadline: Deadline) -> Result<Pin> {
+        self.pin_in_turn(deadline, || false)
+    }
+
+    /// Takes the rows for a request of a peer; otherwise like [`pin`](Self::pin). It passes calls that only wait, if
+    /// `passes` says so under the locks of the caches, and if none of them was passed too often.
+    pub fn pin_for_peer(self, deadline: Deadline, passes: impl FnOnce() -> bool) -> Result<Pin> {
+        self.pin_in_turn(deadline, passes)
+    }
+
+    fn pin_in_turn(self, deadline: Deadline, passes: impl FnOnce() -> bool) -> Result<Pin> {
         let mut locked = self.lock()?;
-        let free = self.0.iter().zip(&locked).all(|((_, used), turns)| turns.taken(used).is_none());
-        if free {
+        let passes = passes() && self.all(&locked, |turns, used| turns.may_pass(used));
+        if self.all(&locked, |turns, used| turns.taken(used, passes).is_none()) {
             self.0.iter().zip(&mut locked).for_each(|((_, used), turns)| turns.take(used));
             drop(locked);
             return Ok(Pin(self));
         }
+        let turn = CallTurn::new(None);
+        let entered = self.enter_locked(&mut locked, passes, &turn);
         drop(locked);
-        self.enter(None)?.pin(deadline)
+        self.waiting(entered, turn)?.pin(deadline)
     }
 
-    /// Puts the call into the queues of its rows. Each time that they have all become free, `opened` is called on the
+    fn all(&self, locked: &[MutexGuard<'_, RowTurns>], holds: impl Fn(&RowTurns, &RowUse) -> bool) -> bool {
+        self.0.iter().zip(locked).all(|((_, used), turns)| holds(turns, used))
+    }
+
+    /// Puts a call into the queues of its rows. Each time that they have all become free, `opened` is called on the
     /// thread that frees the last one, without a lock. It must be short.
-    pub fn enter(self, opened: Option<Box<dyn Fn() + Send + Sync>>) -> Result<WaitingCall> {
+    pub fn enter(self, passes: bool, opened: Option<Box<dyn Fn() + Send + Sync>>) -> Result<WaitingCall> {
         let turn = CallTurn::new(opened);
-        let mut waiters = fallible::with_capacity(PINS, self.0.len())?;
         let mut locked = self.lock()?;
-        for ((cache, used), turns) in self.0.iter().zip(&mut locked) {
-            match turns.enter(used, &turn) {
+        let entered = self.enter_locked(&mut locked, passes, &turn);
+        drop(locked);
+        self.waiting(entered, turn)
+    }
+
+    /// Enters the queues, and returns the places of the call. After an error, they are those that it has entered.
+    fn enter_locked(
+        &self,
+        locked: &mut [MutexGuard<'_, RowTurns>],
+        passes: bool,
+        turn: &Arc<CallTurn>,
+    ) -> (Vec<u32>, Result<()>) {
+        let mut waiters = match fallible::with_capacity(PINS, self.0.len()) {
+            Ok(waiters) => waiters,
+            Err(error) => return (Vec::new(), Err(error)),
+        };
+        for ((cache, used), turns) in self.0.iter().zip(locked) {
+            match turns.enter(used, passes, turn) {
                 Ok(waiter) => waiters.push(waiter),
-                Err(error) => {
-                    drop(locked);
-                    let error = error.with("cache_id", cache.id());
-                    drop(WaitingCall { rows: self, waiters, turn });
-                    return Err(error);
-                }
+                Err(error) => return (waiters, Err(error.with("cache_id", cache.id()))),
             }
         }
-        drop(locked);
-        Ok(WaitingCall { rows: self, waiters, turn })
+        (waiters, Ok(()))
+    }
+
+    /// Returns the call that has entered the queues, or leaves them after an error. No lock may be held.
+    fn waiting(self, (waiters, entered): (Vec<u32>, Result<()>), turn: Arc<CallTurn>) -> Result<WaitingCall> {
+        let waiting = WaitingCall { rows: self, waiters, turn };
+        entered.map(|()| waiting)
     }
 
     /// Locks the rows of all caches. `Err(OutOfMemory)` if the counters of a cache cannot be allocated.

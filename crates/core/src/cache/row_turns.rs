@@ -35,8 +35,6 @@ pub struct RowUse {
     pub reads: Vec<u64>,
     /// Rows that are written. A row in both lists is used as written.
     pub writes: Vec<u64>,
-    /// Whether the call, a request of a peer, passes calls that only wait (see [`super::pins`]).
-    pub passes: bool,
 }
 
 /// The rows of one cache, with the calls that use them and wait for them.
@@ -127,31 +125,50 @@ impl RowTurns {
     }
 
     /// Returns a row that keeps a call from taking its rows now: one that another call uses, or for which another
-    /// call waits.
-    pub(super) fn taken(&self, used: &RowUse) -> Option<u64> {
+    /// call waits that this one does not pass.
+    pub(super) fn taken(&self, used: &RowUse, passes: bool) -> Option<u64> {
         let taken = |row: u64, writes| {
             let row = self.rows[self.index(row)];
-            !row.admits(writes) || row.first != NONE && !(used.passes && self.may_pass(row, writes))
+            let last_peer = if passes { self.last_that_passes(row) } else { row.last };
+            !row.admits(writes) || self.conflicts(row.first, last_peer, writes)
         };
         let written = used.writes.iter().find(|row| taken(**row, true));
         written.or_else(|| used.reads.iter().find(|row| taken(**row, false))).copied()
     }
 
-    /// Whether a request of a peer may pass the queue of a row: no earlier request conflicts with it, and the first
-    /// call behind those was not passed too often.
-    fn may_pass(&self, row: Row, writes: bool) -> bool {
-        let mut at = row.first;
-        while at != NONE && self.waiters[self.entries[at as usize].waiter as usize].passes {
-            let entry = self.entries[at as usize];
-            if writes || entry.writes {
-                return false;
+    /// Whether a request of a peer may pass the calls that wait for its rows. It passes all or none: otherwise a call
+    /// could go before it in one row and behind it in another.
+    pub(super) fn may_pass(&self, used: &RowUse) -> bool {
+        let may_pass = |row: u64, writes| {
+            let next = self.entries.get(self.first_passed(self.index(row)) as usize);
+            next.is_none_or(|next| !(writes || next.writes) || next.passed < MOST_PASSES)
+        };
+        used.writes.iter().all(|row| may_pass(*row, true))
+            && used.reads.iter().all(|row| may_pass(*row, false))
+    }
+
+    /// Returns the last of the entries at the front of a queue that are requests of peers.
+    fn last_that_passes(&self, row: Row) -> u32 {
+        let (mut last, mut next) = (NONE, row.first);
+        while let Some(entry) = self.entries.get(next as usize) {
+            if !self.waiters[entry.waiter as usize].passes {
+                break;
             }
-            at = entry.next;
+            (last, next) = (next, entry.next);
         }
-        at == NONE || {
-            let entry = self.entries[at as usize];
-            !(writes || entry.writes) || entry.passed < MOST_PASSES
+        last
+    }
+
+    /// Whether an entry from `first` to `last` conflicts with a call.
+    fn conflicts(&self, first: u32, last: u32, writes: bool) -> bool {
+        let mut at = if last == NONE { NONE } else { first };
+        while let Some(entry) = self.entries.get(at as usize) {
+            if writes || entry.writes {
+                return true;
+            }
+            at = if at == last { NONE } else { entry.next };
         }
+        false
     }
 
     /// Takes rows that [`taken`](Self::taken) has found free.
@@ -160,7 +177,7 @@ impl RowTurns {
             let row = self.index(row);
             if self.rows[row].users != WRITER {
                 self.rows[row].users = WRITER;
-                self.note_pass(self.rows[row].first, true);
+                self.note_pass(self.first_passed(row), true);
             }
         }
         for &row in &used.reads {
@@ -168,9 +185,16 @@ impl RowTurns {
             // A WRITER here is this call itself.
             if self.rows[row].users != WRITER {
                 self.rows[row].users += 1;
-                self.note_pass(self.rows[row].first, false);
+                self.note_pass(self.first_passed(row), false);
             }
         }
+    }
+
+    /// Returns the first entry of a row that is no request of a peer.
+    fn first_passed(&self, row: usize) -> u32 {
+        let row = self.rows[row];
+        let last = self.last_that_passes(row);
+        self.entries.get(last as usize).map_or(row.first, |last| last.next)
     }
 
     /// Notes that a call goes before the entries from `first` on.
@@ -186,8 +210,8 @@ impl RowTurns {
     }
 
     /// Puts a call into the queues of all its rows. It may [`begin`](Self::begin) once nothing blocks `turn`.
-    pub(super) fn enter(&mut self, used: &RowUse, turn: &Arc<CallTurn>) -> Result<u32> {
-        let waiter = self.new_waiter(used, turn)?;
+    pub(super) fn enter(&mut self, used: &RowUse, passes: bool, turn: &Arc<CallTurn>) -> Result<u32> {
+        let waiter = self.new_waiter(used, passes, turn)?;
         for (rows, writes) in [(&used.writes, true), (&used.reads, false)] {
             for &row in rows {
                 self.enter_row(waiter, self.index(row), writes);
@@ -201,14 +225,13 @@ impl RowTurns {
 
     /// Makes room for a waiter and its entries, and returns the waiter.
     #[expect(clippy::cast_possible_truncation, reason = "fewer waiters than fit into memory")]
-    fn new_waiter(&mut self, used: &RowUse, turn: &Arc<CallTurn>) -> Result<u32> {
+    fn new_waiter(&mut self, used: &RowUse, passes: bool, turn: &Arc<CallTurn>) -> Result<u32> {
         fallible::grow(PINS, &mut self.entries, used.reads.len() + used.writes.len())?;
         fallible::grow(PINS, &mut self.waiters, 1)?;
         let unlisted = self.waiters.len() + 1 - self.opened.len();
         fallible::grow(PINS, &mut self.opened, unlisted)?;
         self.waiting += 1;
-        let new =
-            Waiter { turn: Some(turn.clone()), entry: NONE, blocked: 0, passes: used.passes, listed: false };
+        let new = Waiter { turn: Some(turn.clone()), entry: NONE, blocked: 0, passes, listed: false };
         if self.unused_waiter == NONE {
             self.waiters.push(new);
             return Ok(self.waiters.len() as u32 - 1);
@@ -221,7 +244,7 @@ impl RowTurns {
     }
 
     fn enter_row(&mut self, waiter: u32, row: usize, writes: bool) {
-        let (before, next) = self.position(waiter, row, writes);
+        let (before, next) = self.position(waiter, row);
         let is_own = |entry: u32| entry != NONE && self.entries[entry as usize].waiter == waiter;
         // A row that occurs again. Writes are entered first, so the entry has the stronger use.
         if is_own(before) || is_own(self.rows[row].last) {
@@ -240,17 +263,13 @@ impl RowTurns {
 
     /// Returns the entries between which a call enters the queue of a row: at its end, or behind the requests of
     /// other peers.
-    fn position(&self, waiter: u32, row: usize, writes: bool) -> (u32, u32) {
-        let end = (self.rows[row].last, NONE);
+    fn position(&self, waiter: u32, row: usize) -> (u32, u32) {
+        let row = self.rows[row];
         if !self.waiters[waiter as usize].passes {
-            return end;
+            return (row.last, NONE);
         }
-        let (mut before, mut next) = (NONE, self.rows[row].first);
-        while next != NONE && self.waiters[self.entries[next as usize].waiter as usize].passes {
-            (before, next) = (next, self.entries[next as usize].next);
-        }
-        let Some(entry) = self.entries.get(next as usize) else { return end };
-        if (writes || entry.writes) && entry.passed >= MOST_PASSES { end } else { (before, next) }
+        let last = self.last_that_passes(row);
+        (last, self.entries.get(last as usize).map_or(row.first, |last| last.next))
     }
 
     /// Whether an entry behind `before` is open.

@@ -6,6 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::transfer::checked_notification;
 use super::{DataDist, End, RemoteName};
 use crate::cache::{Cache, CallRows, RowUse};
 use crate::copy::Staging;
@@ -17,8 +18,23 @@ use crate::stats::Op;
 use crate::transfer::{Call, CallPurpose, Execution, LocalCopy, Work};
 use crate::validate::{self, CopyArgs, Layers, PullRows, PushRows};
 
+/// How an asynchronous call differs from its synchronous twin.
+#[derive(Clone, Debug, Default)]
+pub struct CallOptions {
+    /// Its time limit; `sync_kv_timeout` if there is none.
+    pub limit: Option<Duration>,
+    /// The notification that the peer gets at its end, for pulls and pushes.
+    pub notify: Option<Vec<u8>>,
+}
+
+impl From<Option<Duration>> for CallOptions {
+    fn from(limit: Option<Duration>) -> Self {
+        CallOptions { limit, notify: None }
+    }
+}
+
 impl DataDist {
-    /// Starts a [`pull`](Self::pull), which ends within `limit`, by default `sync_kv_timeout`.
+    /// Starts a [`pull`](Self::pull), which ends within the limit of `options`.
     ///
     /// Returns `Err` for what the arguments and the local cache decide, and `Err(Busy)` if too many transfers run or
     /// wait for their outcome to be taken. The [`Transfer`] has the outcome, and [`poll`](Self::poll) returns it.
@@ -28,17 +44,19 @@ impl DataDist {
         to: &End,
         rows: PullRows,
         layers: Layers,
-        limit: Option<Duration>,
+        options: impl Into<CallOptions>,
     ) -> Result<Arc<Transfer>> {
+        let CallOptions { limit, notify } = options.into();
         let deadline = self.limited(limit);
         let (local, checked) = self.checked_pull(from, to, rows, layers)?;
         let writes = checked.rows().local_rows()?;
         let used = CallRows::of(local.clone(), RowUse { writes, ..RowUse::default() });
+        let notify = checked_notification(notify)?;
         let (resources, finder) = (self.resources.clone(), self.links.finder());
         let work = move |execution: &Arc<Execution>, deadline: Deadline| {
             let link = finder.find(from.cluster, deadline)?;
             let execution = Some(execution.clone());
-            Call { resources, link, name: from.name, local, deadline, execution }.pull_rows(&checked)
+            Call { resources, link, name: from.name, local, deadline, execution, notify }.pull_rows(&checked)
         };
         let purpose = self.outgoing(Op::Pull, from.cluster, deadline);
         self.start(purpose, used, Box::new(work))
@@ -51,17 +69,19 @@ impl DataDist {
         to: RemoteName,
         rows: PushRows,
         layers: Layers,
-        limit: Option<Duration>,
+        options: impl Into<CallOptions>,
     ) -> Result<Arc<Transfer>> {
+        let CallOptions { limit, notify } = options.into();
         let deadline = self.limited(limit);
         let (local, checked) = self.checked_push(from, to, rows, layers)?;
         let reads = checked.rows().local_rows()?;
         let used = CallRows::of(local.clone(), RowUse { reads, ..RowUse::default() });
+        let notify = checked_notification(notify)?;
         let (resources, finder) = (self.resources.clone(), self.links.finder());
         let work = move |execution: &Arc<Execution>, deadline: Deadline| {
             let link = finder.find(to.cluster, deadline)?;
             let (name, execution) = (to.name.without_slot().0, Some(execution.clone()));
-            Call { resources, link, name, local, deadline, execution }.push_rows(to.name, &checked)
+            Call { resources, link, name, local, deadline, execution, notify }.push_rows(to.name, &checked)
         };
         let purpose = self.outgoing(Op::Push, to.cluster, deadline);
         self.start(purpose, used, Box::new(work))

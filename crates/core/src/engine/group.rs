@@ -1,13 +1,15 @@
 //! Groups of pulls or pushes: one asynchronous call for several caches.
 
 use std::sync::Arc;
-use std::time::Duration;
 
+use super::asynchronous::CallOptions;
+use super::transfer::checked_notification;
 use super::{DataDist, End, RemoteName};
 use crate::cache::{CallRows, RowUse};
-use crate::error::{Error, Result, ensure};
+use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::events::Transfer;
 use crate::fallible;
+use crate::model::ClusterId;
 use crate::stats::Op;
 use crate::transfer::{Execution, Group, GroupPart};
 use crate::validate::{Layers, PullRows, PushRows};
@@ -32,8 +34,9 @@ impl DataDist {
     pub fn pull_group_async(
         &self,
         parts: Vec<GroupMember<PullRows>>,
-        limit: Option<Duration>,
+        options: impl Into<CallOptions>,
     ) -> Result<Arc<Transfer>> {
+        let CallOptions { limit, notify } = options.into();
         let deadline = self.limited(limit);
         let (mut checked, mut used) = lists(&parts)?;
         for (index, GroupMember { remote, local, rows }) in parts.into_iter().enumerate() {
@@ -43,8 +46,10 @@ impl DataDist {
             used.push((local.clone(), RowUse { writes, ..RowUse::default() }));
             checked.push(GroupPart { cluster: remote.cluster, name: remote.name, local, checked: pull });
         }
-        let purpose = self.outgoing(Op::Pull, checked[0].cluster, deadline);
-        let group = Group { resources: self.resources.clone(), finder: self.links.finder(), parts: checked };
+        let (cluster, notify) = (lanes_of(&checked), group_notification(&checked, notify)?);
+        let purpose = self.outgoing(Op::Pull, cluster, deadline);
+        let group =
+            Group { resources: self.resources.clone(), finder: self.links.finder(), parts: checked, notify };
         let work = move |execution: &Arc<Execution>, deadline| group.pull(execution, deadline);
         self.start(purpose, CallRows::of_all(used)?, Box::new(work))
     }
@@ -54,8 +59,9 @@ impl DataDist {
     pub fn push_group_async(
         &self,
         parts: Vec<GroupMember<PushRows>>,
-        limit: Option<Duration>,
+        options: impl Into<CallOptions>,
     ) -> Result<Arc<Transfer>> {
+        let CallOptions { limit, notify } = options.into();
         let deadline = self.limited(limit);
         let (mut checked, mut used) = lists(&parts)?;
         for (index, GroupMember { remote, local, rows }) in parts.into_iter().enumerate() {
@@ -65,8 +71,10 @@ impl DataDist {
             used.push((local.clone(), RowUse { reads, ..RowUse::default() }));
             checked.push(GroupPart { cluster: remote.cluster, name: remote.name, local, checked: push });
         }
-        let purpose = self.outgoing(Op::Push, checked[0].cluster, deadline);
-        let group = Group { resources: self.resources.clone(), finder: self.links.finder(), parts: checked };
+        let (cluster, notify) = (lanes_of(&checked), group_notification(&checked, notify)?);
+        let purpose = self.outgoing(Op::Push, cluster, deadline);
+        let group =
+            Group { resources: self.resources.clone(), finder: self.links.finder(), parts: checked, notify };
         let work = move |execution: &Arc<Execution>, deadline| group.push(execution, deadline);
         self.start(purpose, CallRows::of_all(used)?, Box::new(work))
     }
@@ -78,4 +86,24 @@ type Lists<Checked> = (Vec<GroupPart<Checked>>, Vec<(Arc<crate::cache::Cache>, R
 fn lists<Rows, Checked>(parts: &[GroupMember<Rows>]) -> Result<Lists<Checked>> {
     ensure(!parts.is_empty(), || Error::argument("len(parts)", 0, "at least 1"))?;
     Ok((fallible::with_capacity(PARTS, parts.len())?, fallible::with_capacity(PARTS, parts.len())?))
+}
+
+/// The lanes of groups that call several clusters. Such a group may wait for each of them, so none of them lends its lanes.
+const SEVERAL_CLUSTERS: ClusterId = ClusterId(u64::MAX);
+
+/// Returns the cluster whose lanes run a group.
+fn lanes_of<Checked>(parts: &[GroupPart<Checked>]) -> ClusterId {
+    let first = parts[0].cluster;
+    if parts.iter().all(|part| part.cluster == first) { first } else { SEVERAL_CLUSTERS }
+}
+
+/// Checks the notification of a group, which has one peer then.
+fn group_notification<Checked>(
+    parts: &[GroupPart<Checked>],
+    notify: Option<Vec<u8>>,
+) -> Result<Option<Arc<Vec<u8>>>> {
+    let one_peer = lanes_of(parts) != SEVERAL_CLUSTERS;
+    let text = "notify needs a group whose parts name one cluster";
+    ensure(notify.is_none() || one_peer, || Error::new(ErrorKind::InvalidArgument, text))?;
+    checked_notification(notify)
 }

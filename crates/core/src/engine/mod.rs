@@ -10,6 +10,7 @@ mod layerwise;
 mod links;
 mod transfer;
 
+pub use asynchronous::CallOptions;
 pub use cpp::CacheIndex;
 pub use group::GroupMember;
 pub use transfer::RemoteName;
@@ -21,8 +22,8 @@ use crate::config::{Config, HugeChoice, Mode, Role};
 use crate::copy::Staging;
 use crate::device::DeviceSet;
 use crate::error::Result;
-use crate::memory::{self, Adopted};
-use crate::model::{CacheDesc, CacheId, CacheKey, CacheKind, CacheLayout, Deadline, Placement};
+use crate::memory::{self, Adopted, Tensors};
+use crate::model::{CacheDesc, CacheId, CacheKey, CacheKind, CacheLayout, Deadline, Geometry, Placement};
 use crate::plan::Moves;
 use crate::pool::Arena;
 use crate::resources::Resources;
@@ -87,7 +88,7 @@ impl DataDist {
         Ok(DataDist {
             links,
             lanes: Executor::default(),
-            calls: AsyncCalls::new(resources.config.max_transfers),
+            calls: AsyncCalls::new(resources.events.clone()),
             tasks: RunningTasks::default(),
             role: Mutex::new(resources.config.role),
             resources,
@@ -128,13 +129,36 @@ impl DataDist {
         kind: CacheKind,
         keys: &[Option<CacheKey>],
     ) -> Result<Arc<Cache>> {
+        self.allocate_with(desc, kind, keys, Arena::allocate)
+    }
+
+    /// Allocates a cache as [`allocate`](Self::allocate) does, but all tensors are one range of bytes: they follow one
+    /// another in order, without gaps. Only the first one starts on a page boundary.
+    ///
+    /// Returns `Err(OutOfMemory)` if no free run of the pool is long enough.
+    pub fn allocate_contiguous(
+        &self,
+        desc: &CacheDesc,
+        kind: CacheKind,
+        keys: &[Option<CacheKey>],
+    ) -> Result<Arc<Cache>> {
+        self.allocate_with(desc, kind, keys, Arena::allocate_contiguous)
+    }
+
+    fn allocate_with(
+        &self,
+        desc: &CacheDesc,
+        kind: CacheKind,
+        keys: &[Option<CacheKey>],
+        allocate: fn(&Arc<Arena>, &Geometry) -> Result<Tensors>,
+    ) -> Result<Arc<Cache>> {
         self.resources.stats.timed(Op::Allocate, || {
             let pools = Pools {
                 host: self.resources.pool(Placement::Host).is_some(),
                 device: self.resources.pool(Placement::Device).is_some(),
             };
             let request = validate::allocate(desc, kind, keys, pools)?;
-            let tensors = self.resources.arena(desc.placement)?.allocate(&request.layout.geometry)?;
+            let tensors = allocate(self.resources.arena(desc.placement)?, &request.layout.geometry)?;
             // Caches that were allocated before may have been touched since, perhaps by the caller's own
             // code.
             self.resources.merger.note_use(request.layout.geometry.bytes());

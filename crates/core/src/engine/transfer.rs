@@ -13,7 +13,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::model::{ClusterId, Name};
 use crate::session;
 use crate::stats::Op;
-use crate::transfer::Call;
+use crate::transfer::{self, Call};
 use crate::validate::{CheckedPull, CheckedPush, Layers, PullRows, PushRows};
 
 /// Name of a peer's cache or slot.
@@ -29,12 +29,26 @@ impl DataDist {
     /// Pulls rows of a peer's cache into a cache of this engine (contract §7.12, §7.13). An error lists the
     /// rows that arrived.
     pub fn pull(&self, from: RemoteName, to: &End, rows: &PullRows, layers: Layers) -> Result<()> {
+        self.pull_and_notify(from, to, rows, layers, None)
+    }
+
+    /// Does what [`pull`](Self::pull) does, and then delivers `notify` to the peer, before the call succeeds. Returns
+    /// `Err(Busy)` if the peer has too many notifications that it has not polled; then nothing has moved.
+    pub fn pull_and_notify(
+        &self,
+        from: RemoteName,
+        to: &End,
+        rows: &PullRows,
+        layers: Layers,
+        notify: Option<Vec<u8>>,
+    ) -> Result<()> {
         self.resources.stats.timed(Op::Pull, || {
             let deadline = self.deadline();
             let (local, checked) = self.checked_pull(from, to, rows, layers)?;
+            let notify = checked_notification(notify)?;
             let link = self.links.find_other(from.cluster, deadline)?;
             let resources = self.resources.clone();
-            let call = Call { resources, link, name: from.name, local, deadline, execution: None };
+            let call = Call { resources, link, name: from.name, local, deadline, execution: None, notify };
             call.pull_rows(&checked).map(drop)
         })
     }
@@ -43,14 +57,38 @@ impl DataDist {
     /// place there when this returns. All layers are one submission under one deadline. An error reports how
     /// far the push got.
     pub fn push(&self, from: &End, to: RemoteName, rows: &PushRows, layers: Layers) -> Result<()> {
+        self.push_and_notify(from, to, rows, layers, None)
+    }
+
+    /// Does what [`push`](Self::push) does, and then delivers `notify` as [`pull_and_notify`](Self::pull_and_notify) does.
+    pub fn push_and_notify(
+        &self,
+        from: &End,
+        to: RemoteName,
+        rows: &PushRows,
+        layers: Layers,
+        notify: Option<Vec<u8>>,
+    ) -> Result<()> {
         self.resources.stats.timed(Op::Push, || {
             let deadline = self.deadline();
             let (local, checked) = self.checked_push(from, to, rows, layers)?;
+            let notify = checked_notification(notify)?;
             let link = self.links.find_other(to.cluster, deadline)?;
             let (resources, name) = (self.resources.clone(), to.name.without_slot().0);
-            let call = Call { resources, link, name, local, deadline, execution: None };
+            let call = Call { resources, link, name, local, deadline, execution: None, notify };
             call.push_rows(to.name, &checked).map(drop)
         })
+    }
+
+    /// Sends `message` to a linked cluster, whose program polls for it. Returns once the message is in the window of the
+    /// link; messages arrive in order, each at most once. If the link breaks, [`Event::LinkDown`](crate::Event) counts those
+    /// that the peer has not confirmed. Returns `Err(Busy)` if the peer has too many notifications that it has not polled,
+    /// and `Err(InvalidArgument)` if `message` has more than 64 KiB.
+    pub fn notify(&self, cluster: ClusterId, message: Vec<u8>) -> Result<()> {
+        self.other(cluster)?;
+        session::check_notification(&message)?;
+        let link = self.links.find_other(cluster, self.deadline())?;
+        transfer::notify(self.lanes.handle(), &link, message, self.resources.config.links.pin_limit)
     }
 
     /// Checks what a pull needs of this side, and returns the local cache.
@@ -103,4 +141,12 @@ impl DataDist {
             }
         }
     }
+}
+
+/// Checks a notification that a call delivers.
+pub(super) fn checked_notification(notify: Option<Vec<u8>>) -> Result<Option<Arc<Vec<u8>>>> {
+    if let Some(message) = &notify {
+        session::check_notification(message)?;
+    }
+    Ok(notify.map(Arc::new))
 }

@@ -1,13 +1,16 @@
-//! What a program that never blocks polls for: the outcomes of its asynchronous calls, in the order in which they
-//! ended.
+//! What a program that never blocks polls for: the outcomes of its asynchronous calls, messages of peers and news about
+//! links, in the order in which they happened.
 //!
 //! A [`Transfer`] records one asynchronous call. [`EventQueue`] holds the outcomes that nobody has taken yet.
 
 mod await_queue;
+mod notification;
 mod queue;
 mod readable;
 mod transfer;
 
 pub use await_queue::AwaitQueue;
+pub(crate) use notification::NotificationSource;
+pub use notification::{LinkEnd, Notification, PeerInfo};
 pub use queue::{Event, EventQueue};
 pub use transfer::{Transfer, TransferProgress};

@@ -4,10 +4,12 @@ use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use super::notification::{LinkEnd, Notification, NotificationSource, PeerInfo};
 use super::readable::{new_eventfd, signal, silence};
 use super::transfer::{Reports, Transfer};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
+use crate::model::ClusterId;
 use crate::sync::Mutex;
 
 /// Name of the list in out-of-memory errors.
@@ -19,6 +21,12 @@ const EVENTS: &str = "the events of an engine";
 pub enum Event {
     /// A transfer has ended.
     Completed(Arc<Transfer>),
+    /// A peer has sent a message.
+    Notification(Box<Notification>),
+    /// A link was made.
+    LinkUp(Box<PeerInfo>),
+    /// A link has ended.
+    LinkDown(Box<LinkEnd>),
 }
 
 /// The events of one engine that were not polled yet, and the number of its transfers.
@@ -31,14 +39,16 @@ pub struct EventQueue {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Transfers that have ended, in order. Some may have been taken since.
-    ended: VecDeque<Arc<Transfer>>,
-    /// Number of entries of `ended` that were not taken.
+    /// In the order in which they happened. Outcomes among them may have been taken since.
+    events: VecDeque<Event>,
+    /// Number of entries of `events` that were not taken.
     untaken: usize,
     /// Number of transfers that run or were not taken.
     open: usize,
     /// Readable while `untaken` is above 0. `None` until somebody asks for it.
     readable: Option<Arc<OwnedFd>>,
+    /// Whether the program polls, so that news about links are kept.
+    polled: bool,
     closed: bool,
 }
 
@@ -51,11 +61,6 @@ impl EventQueue {
     /// Creates the record of a transfer that starts now. Returns `Err(Busy)` if the queue has no place for it,
     /// `Err(OutOfMemory)` if its list cannot grow, and `Err(Closed)` once it is closed.
     pub(crate) fn start(self: &Arc<Self>) -> Result<Arc<Transfer>> {
-        self.reserve()?;
-        Ok(Transfer::new(self.clone()))
-    }
-
-    fn reserve(&self) -> Result<()> {
         let mut state = self.state.lock();
         if state.closed {
             return Err(Error::closed());
@@ -66,13 +71,54 @@ impl EventQueue {
                 .with("open_transfers", state.open)
                 .with("limit", self.limit));
         }
-        // For every outcome, and for as many that were taken, so that the end of a transfer needs no memory.
-        let places = 2 * state.open + 3;
-        let more = places.saturating_sub(state.ended.len());
-        let room = state.ended.try_reserve(more);
-        room.map_err(|_| fallible::out_of_memory(EVENTS, places * size_of::<Arc<Transfer>>()))?;
         state.open += 1;
+        if let Err(error) = state.make_room(0) {
+            state.open -= 1;
+            return Err(error);
+        }
+        drop(state);
+        Ok(Transfer::new(self.clone()))
+    }
+
+    /// Queues the messages of a peer, all or none, after `first` has succeeded. There is room for them when it is called.
+    pub(crate) fn notify(
+        &self,
+        messages: impl ExactSizeIterator<Item = Notification>,
+        first: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        let mut state = self.state.lock();
+        if state.closed {
+            return Err(Error::closed());
+        }
+        state.make_room(messages.len())?;
+        first()?;
+        for message in messages {
+            state.push(Event::Notification(Box::new(message)));
+        }
         Ok(())
+    }
+
+    /// Queues that a link was made, if the program polls.
+    pub(crate) fn link_up(&self, peer: PeerInfo) {
+        let mut state = self.state.lock();
+        state.forget_link_up(peer.cluster);
+        state.push_news(Event::LinkUp(Box::new(peer)));
+    }
+
+    /// Queues that a link has ended, if the program polls. One event stands for all ends of links to a peer that were not
+    /// polled yet.
+    pub(crate) fn link_down(&self, mut end: LinkEnd) {
+        let mut state = self.state.lock();
+        let cluster = end.peer.cluster;
+        state.forget_link_up(cluster);
+        let before = |event: &Event| matches!(event, Event::LinkDown(end) if end.peer.cluster == cluster);
+        if let Some(at) = state.events.iter().position(before)
+            && let Some(Event::LinkDown(before)) = state.events.remove(at)
+        {
+            state.untaken -= 1;
+            end.unacknowledged += before.unacknowledged;
+        }
+        state.push_news(Event::LinkDown(Box::new(end)));
     }
 
     /// Returns at most `most` events, and removes them. Never waits. Returns `Err(Closed)` once the queue is closed.
@@ -81,31 +127,42 @@ impl EventQueue {
         if state.closed {
             return Err(Error::closed());
         }
+        state.polled = true;
         if state.untaken == 0 {
             return Ok(Vec::new());
         }
         let count = most.min(state.untaken);
         let mut events = fallible::with_capacity(EVENTS, count)?;
         while events.len() < count {
-            let Some(transfer) = state.ended.pop_front() else { break };
-            if transfer.take() {
-                state.untaken -= 1;
+            let Some(event) = state.events.pop_front() else { break };
+            if let Event::Completed(transfer) = &event {
+                if !transfer.take() {
+                    continue;
+                }
                 state.open -= 1;
-                events.push(Event::Completed(transfer));
             }
+            state.untaken -= 1;
+            events.push(event);
         }
         state.silence_if_empty();
+        drop(state);
+        tell_sources(&mut events);
         Ok(events)
     }
 
     /// Puts events back that [`poll`](Self::poll) has returned and that could not be delivered.
     pub fn put_back(&self, events: impl DoubleEndedIterator<Item = Event>) {
         let mut state = self.state.lock();
-        for Event::Completed(transfer) in events.rev() {
-            transfer.untake();
-            state.ended.push_front(transfer);
+        if state.closed {
+            return;
+        }
+        for event in events.rev() {
+            if let Event::Completed(transfer) = &event {
+                transfer.untake();
+                state.open += 1;
+            }
+            state.events.push_front(event);
             state.untaken += 1;
-            state.open += 1;
         }
         if state.untaken > 0 {
             state.signal();
@@ -119,6 +176,7 @@ impl EventQueue {
         if state.closed {
             return Err(Error::closed());
         }
+        state.polled = true;
         if let Some(readable) = &state.readable {
             return Ok(readable.clone());
         }
@@ -139,7 +197,7 @@ impl EventQueue {
     pub fn close(&self) {
         let mut state = self.state.lock();
         state.closed = true;
-        let dropped = (std::mem::take(&mut state.ended), state.readable.take());
+        let dropped = (std::mem::take(&mut state.events), state.readable.take());
         drop(state);
         drop(dropped);
     }
@@ -155,14 +213,10 @@ impl Reports for EventQueue {
         if state.closed {
             return;
         }
-        if state.ended.len() > 2 * state.untaken {
-            state.ended.retain(|ended| !ended.is_taken());
+        if state.events.len() > 2 * state.untaken {
+            state.events.retain(|event| !matches!(event, Event::Completed(ended) if ended.is_taken()));
         }
-        state.ended.push_back(transfer.clone());
-        state.untaken += 1;
-        if state.untaken == 1 {
-            state.signal();
-        }
+        state.push(Event::Completed(transfer.clone()));
     }
 
     fn taken(&self) {
@@ -176,6 +230,40 @@ impl Reports for EventQueue {
 }
 
 impl State {
+    /// Makes room for `more` events beside the outcomes of all transfers that run, and beside as many that were taken. So
+    /// the end of a transfer needs no memory.
+    fn make_room(&mut self, more: usize) -> Result<()> {
+        let places = 2 * (self.open + more + self.untaken) + 3;
+        let missing = places.saturating_sub(self.events.len());
+        let room = self.events.try_reserve(missing);
+        room.map_err(|_| fallible::out_of_memory(EVENTS, places * size_of::<Event>()))
+    }
+
+    fn push(&mut self, event: Event) {
+        self.events.push_back(event);
+        self.untaken += 1;
+        if self.untaken == 1 {
+            self.signal();
+        }
+    }
+
+    /// Queues news about a link. They are dropped if nobody polls, or if there is no memory for them.
+    fn push_news(&mut self, event: Event) {
+        if self.polled && !self.closed && self.make_room(1).is_ok() {
+            self.push(event);
+        }
+        self.silence_if_empty();
+    }
+
+    /// Removes the event that a link to `cluster` was made, which is out of date.
+    fn forget_link_up(&mut self, cluster: ClusterId) {
+        let up = |event: &Event| matches!(event, Event::LinkUp(peer) if peer.cluster == cluster);
+        if let Some(at) = self.events.iter().position(up) {
+            self.events.remove(at);
+            self.untaken -= 1;
+        }
+    }
+
     fn signal(&self) {
         self.readable.iter().for_each(|readable| signal(readable));
     }
@@ -184,5 +272,22 @@ impl State {
         if self.untaken == 0 {
             self.readable.iter().for_each(|readable| silence(readable));
         }
+    }
+}
+
+/// Tells the links of polled notifications, each once, how many were polled.
+fn tell_sources(events: &mut [Event]) {
+    let mut told: Vec<(Arc<dyn NotificationSource>, u64, u64)> = Vec::new();
+    for event in events {
+        let Event::Notification(notification) = event else { continue };
+        let bytes = notification.payload.len() as u64;
+        let Some(source) = notification.take_source() else { continue };
+        match told.iter_mut().find(|(known, _, _)| Arc::ptr_eq(known, &source)) {
+            Some((_, messages, all)) => (*messages, *all) = (*messages + 1, *all + bytes),
+            None => told.push((source, 1, bytes)),
+        }
+    }
+    for (source, messages, bytes) in told {
+        source.polled(messages, bytes);
     }
 }

@@ -113,8 +113,12 @@ impl Transfer {
 
     /// Gives back the place of a transfer that could not be started.
     pub(crate) fn abandon(&self) {
-        self.state.lock().stop = None;
-        self.queue.give_back();
+        let mut state = self.state.lock();
+        state.stop = None;
+        // A transfer that has ended, because the engine closes, gives its place back with its event.
+        if state.outcome.is_none() {
+            self.queue.give_back();
+        }
     }
 
     /// Sets what ends the transfer while it has not begun. It is called at most once, without a lock.
@@ -170,7 +174,7 @@ impl Transfer {
     /// Ends the transfer early because the engine closes.
     pub(crate) fn close(&self) {
         let mut state = self.state.lock();
-        if state.outcome.is_none() {
+        if state.outcome.is_none() && !state.cancelled {
             state.closing = true;
             stop(state);
         }

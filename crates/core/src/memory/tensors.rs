@@ -20,6 +20,9 @@ pub struct Tensors {
     /// created.
     addrs: Arc<Vec<u64>>,
     tensor_bytes: u64,
+    /// Whether each tensor starts where the one before it ends, because the owner was asked for that. Tensors
+    /// that happen to lie so do not count.
+    contiguous: bool,
     memory: Memory,
     /// Releases the memory when dropped: a lease of a pool, or a mapping. `None` for adopted memory.
     _owner: Option<Box<dyn Any + Send + Sync>>,
@@ -46,7 +49,23 @@ impl Tensors {
         owner: Box<dyn Any + Send + Sync>,
     ) -> Result<Tensors> {
         let addrs = inside(region.base(), region.len(), offsets, tensor_bytes)?;
-        Ok(Tensors { addrs, tensor_bytes, memory: Memory::Carved(region), _owner: Some(owner) })
+        let memory = Memory::Carved(region);
+        Ok(Tensors { addrs, tensor_bytes, contiguous: false, memory, _owner: Some(owner) })
+    }
+
+    /// Creates `count` tensors as [`carved`](Self::carved) does, one after the other from `offset` on, without
+    /// gaps.
+    pub fn contiguous(
+        region: Arc<Region>,
+        offset: u64,
+        count: u32,
+        tensor_bytes: u64,
+        owner: Box<dyn Any + Send + Sync>,
+    ) -> Result<Tensors> {
+        // An offset beyond 64 bits becomes the last one, which is outside every region.
+        let at = |tensor: u64| offset.saturating_add(tensor.saturating_mul(tensor_bytes));
+        let tensors = Self::carved(region, (0..u64::from(count)).map(at), tensor_bytes, owner)?;
+        Ok(Tensors { contiguous: true, ..tensors })
     }
 
     /// Creates read-only tensors of `tensor_bytes` bytes at `offsets` of a peer's memory that is mapped here.
@@ -57,7 +76,8 @@ impl Tensors {
         tensor_bytes: u64,
     ) -> Result<Tensors> {
         let addrs = inside(region.base(), region.len(), offsets, tensor_bytes)?;
-        Ok(Tensors { addrs, tensor_bytes, memory: Memory::Mapped, _owner: Some(Box::new(region)) })
+        let (memory, owner) = (Memory::Mapped, Some(Box::new(region) as _));
+        Ok(Tensors { addrs, tensor_bytes, contiguous: false, memory, _owner: owner })
     }
 
     /// Creates read-only tensors of `tensor_bytes` bytes at the addresses `addrs` of another process, which
@@ -69,7 +89,8 @@ impl Tensors {
             return Err(Error::new(ErrorKind::System, text).with("pid", process.pid()));
         }
         let addrs = Arc::new(addrs);
-        Ok(Tensors { addrs, tensor_bytes, memory: Memory::Process(process), _owner: None })
+        let memory = Memory::Process(process);
+        Ok(Tensors { addrs, tensor_bytes, contiguous: false, memory, _owner: None })
     }
 
     /// Creates tensors over the caller's own memory.
@@ -78,6 +99,7 @@ impl Tensors {
         Tensors {
             tensor_bytes: adopted.layout().geometry.tensor_bytes(),
             addrs: adopted.shared_addrs(),
+            contiguous: false,
             memory: Memory::Adopted(Default::default()),
             _owner: None,
         }
@@ -96,6 +118,16 @@ impl Tensors {
     /// Returns the bytes of one tensor.
     pub fn tensor_bytes(&self) -> u64 {
         self.tensor_bytes
+    }
+
+    /// Returns the address of the first byte if all tensors are one range of bytes: they were created
+    /// [`contiguous`](Self::contiguous), or there is only one.
+    pub fn one_range(&self) -> Option<u64> {
+        match &self.addrs[..] {
+            [only] => Some(*only),
+            [first, ..] if self.contiguous => Some(*first),
+            _ => None,
+        }
     }
 
     /// Returns how this process can access the tensors.

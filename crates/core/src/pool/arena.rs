@@ -53,6 +53,24 @@ impl Arena {
         Tensors::carved(self.region.clone(), tensors, bytes, Box::new(lease))
     }
 
+    /// Allocates memory for the tensors of `geometry` in one extent of the pool, one after the other and without
+    /// gaps. Only the first tensor starts on a page boundary. The others start at a multiple of their size, which is
+    /// a multiple of the element size, so that no element needs a gap for its alignment.
+    ///
+    /// After an error the pool is as before. `Err(OutOfMemory)` if no free run of the pool is long enough, even if the free
+    /// runs together are.
+    pub fn allocate_contiguous(self: &Arc<Self>, geometry: &Geometry) -> Result<Tensors> {
+        // One tensor of all bytes takes exactly one extent.
+        let extents = self.pool.lock().allocate_tensors(geometry.bytes(), 1);
+        let lease = ExtentLease {
+            arena: self.clone(),
+            extents: extents.map_err(|error| error.with("pool", self.placement))?,
+        };
+        let offset = lease.extents.first().map_or(u64::MAX, |extent| extent.offset);
+        let (count, bytes) = (geometry.num_tensors(), geometry.tensor_bytes());
+        Tensors::contiguous(self.region.clone(), offset, count, bytes, Box::new(lease))
+    }
+
     /// Returns the region, for the descriptor behind it.
     pub fn region(&self) -> &Region {
         &self.region

@@ -11,6 +11,7 @@ use std::marker::PhantomData;
 use serde::de::{SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
+use super::notification::{Payload, Payloads};
 use super::plan_codec::WirePlan;
 use crate::fallible;
 use crate::model::AddressLocation;
@@ -153,6 +154,12 @@ pub enum Control {
     },
     /// Asks the peer to dial one more call stream, on which the sender will be the caller.
     Dial,
+    /// Reports how many notifications of the peer have arrived over this link, and how many of those the program has
+    /// polled, with their bytes. The numbers count from the beginning of the link.
+    Polled {
+        arrived: (u64, u64),
+        polled: (u64, u64),
+    },
 }
 
 /// Request of a caller on a call stream.
@@ -200,6 +207,10 @@ pub enum Request {
         addrs: Vec<u64>,
         limit_ms: u64,
     },
+    /// Delivers notifications.
+    Notify { messages: Payloads, limit_ms: u64 },
+    /// Does what [`Consume`](Request::Consume) does, and then delivers a notification.
+    ConsumeAndNotify { name: WireName, cache: i64, first: u32, count: u32, message: Payload, limit_ms: u64 },
 }
 
 /// Reply to a [`Request`].
@@ -358,13 +369,18 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Counted<T> {
 }
 
 /// Adds an item. If it cannot be allocated, records the bytes in `SHORT` and returns an error.
-fn append<T, E: serde::de::Error>(list: &mut Vec<T>, item: T) -> Result<(), E> {
+pub(super) fn append<T, E: serde::de::Error>(list: &mut Vec<T>, item: T) -> Result<(), E> {
     if fallible::grow("", list, 1).is_err() {
-        SHORT.set(Some(2 * list.len().max(1) * size_of::<T>()));
-        return Err(E::custom("no memory"));
+        return Err(no_memory(2 * list.len().max(1) * size_of::<T>()));
     }
     list.push(item);
     Ok(())
+}
+
+/// Returns the error for `bytes` bytes that could not be allocated, and records them in `SHORT`.
+pub(super) fn no_memory<E: serde::de::Error>(bytes: usize) -> E {
+    SHORT.set(Some(bytes));
+    E::custom("no memory")
 }
 
 fn text<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {

@@ -7,6 +7,7 @@
 mod convert;
 mod frame;
 mod messages;
+mod notification;
 mod plan_codec;
 
 pub use frame::{HANDSHAKE_LIMIT, HEADER, Header, MESSAGE_LIMIT, encode, open, refusal};
@@ -14,6 +15,7 @@ pub use messages::{
     Attach, Attached, Challenge, Comm, Control, EntryVersion, Hello, MAX_ADDRS, MAX_RUNS, MOST_AHEAD, Party,
     Proof, Purpose, Reply, Request, Run, Welcome, WireCache, WireLocation,
 };
+pub use notification::{MAX_BATCH, MAX_NOTIFICATION, Payload, Payloads};
 pub use plan_codec::WirePlan;
 #[cfg(feature = "testing")]
 pub use {

@@ -114,6 +114,18 @@ impl RequestContext<'_> {
                     Ok(Reply::Done { bytes: 0 })
                 })
             }
+            Request::ConsumeAndNotify { name, cache, first, count, message, limit_ms } => {
+                self.answer_with(self.limit(limit_ms), || {
+                    self.still_wanted()?;
+                    self.link.receive_notifications(&self.resources.events, vec![message], || {
+                        self.resources.table.consume(name.into(), CacheId(cache), first, count)
+                    })
+                })
+            }
+            Request::Notify { messages, limit_ms } => self.answer_with(self.limit(limit_ms), || {
+                self.still_wanted()?;
+                self.link.receive_notifications(&self.resources.events, messages.0, || Ok(()))
+            }),
             Request::Fetch { name, cache, plan, source, num_tensors, tensor_bytes, limit_ms } => {
                 let source = (&source, num_tensors, tensor_bytes);
                 let call = named(name.into(), cache, limit_ms);
@@ -226,8 +238,7 @@ impl RequestContext<'_> {
 
     /// Takes rows for a request. While this engine calls peers, the request passes calls that only wait.
     fn pin(&self, cache: &Arc<Cache>, rows: RowUse, deadline: Deadline) -> Result<Pin> {
-        let passes = self.resources.outgoing_calls.any();
-        CallRows::of(cache.clone(), RowUse { passes, ..rows }).pin(deadline)
+        CallRows::of(cache.clone(), rows).pin_for_peer(deadline, || self.resources.outgoing_calls.any())
     }
 
     /// Sends bytes of a cache.

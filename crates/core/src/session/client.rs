@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::call_streams::StreamLease;
 use super::known_cache::KnownCache;
-use super::link::{ANSWER_TIME, Link};
+use super::link::Link;
 use super::message_io;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
@@ -106,18 +106,17 @@ impl Link {
     }
 
     /// Does the same as [`ask`](Self::ask) for a request during which the peer reads memory of this process. If the
-    /// caller gives up, this still waits until the peer has replied, the link has broken, or the limit of the request
-    /// has passed at the peer. The error is the first one.
+    /// caller gives up, this still waits until the peer has replied or the link has broken, which the heartbeat decides.
+    /// The error is the first one.
     pub(crate) fn ask_to_the_end(&self, request: &Request, deadline: Deadline) -> Result<Reply> {
         let mut lease = self.lease(deadline)?;
-        let at_the_peer = Deadline::after(Duration::from_millis(limit_ms(deadline)) + ANSWER_TIME);
         let answer = self.exchange(&lease, request, deadline);
         if answer
             .as_ref()
             .is_err_and(|error| matches!(error.kind(), ErrorKind::Timeout | ErrorKind::Interrupted))
         {
             // Whatever arrives, or the end of the stream, says that the peer has ended the request.
-            let _ = reply(&lease, at_the_peer);
+            let _ = reply(&lease, Deadline::after(Duration::MAX));
         }
         lease.reusable = answer.is_ok();
         drop(lease);

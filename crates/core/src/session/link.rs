@@ -12,10 +12,12 @@ use hashbrown::HashMap;
 use super::dial::Dialer;
 use super::known_cache::{self, KnownCache};
 use super::limits::{Budget, BudgetShare, PeerBudget};
+use super::notifications::Notifications;
 use super::peer_memory::PeerMemory;
 use super::pushes_in_flight::PushesInFlight;
 use super::stream_set::{self, MOST_CALLS, StreamSet};
 use crate::error::{Error, ErrorKind, Result};
+use crate::events::{LinkEnd, PeerInfo};
 use crate::model::{ClusterId, Deadline, Name};
 use crate::net::Stream;
 use crate::protocol::{self, Control, Purpose};
@@ -78,6 +80,7 @@ pub struct Link {
     pongs: AtomicU64,
     records: Mutex<HashMap<Name, Arc<KnownCache>>>,
     pub(crate) pushes: PushesInFlight,
+    pub(super) notifications: Notifications,
     /// Pulls and pushes in progress.
     active: AtomicUsize,
     /// Whether new transfers are refused because the link is about to be unlinked.
@@ -123,12 +126,35 @@ impl Link {
             pongs: AtomicU64::new(0),
             records: Mutex::default(),
             pushes: PushesInFlight::default(),
+            notifications: Notifications::default(),
             active: AtomicUsize::new(0),
             unlinking: AtomicBool::new(false),
             budget: PeerBudget::new(budget),
             requests: Counters::default(),
             transfers: Counters::default(),
         })
+    }
+
+    /// Returns the cluster of the peer.
+    pub(crate) fn cluster(&self) -> ClusterId {
+        self.peer.cluster
+    }
+
+    /// Describes the peer for the program.
+    pub(super) fn peer_info(&self) -> PeerInfo {
+        PeerInfo {
+            cluster: self.peer.cluster,
+            incarnation: self.peer.instance,
+            address: self.peer.address.clone(),
+            transport: self.control.transport(),
+        }
+    }
+
+    /// Describes the end of the link for the program.
+    pub(super) fn end_info(&self) -> LinkEnd {
+        let reason =
+            self.broken.get().map_or_else(|| "the link was replaced".to_owned(), |(_, why)| why.clone());
+        LinkEnd { peer: self.peer_info(), reason, unacknowledged: self.unacknowledged() }
     }
 
     /// Returns a number that no other link has while this one exists.
@@ -237,6 +263,7 @@ impl Link {
             stream.close();
         }
         self.changed.notify_all();
+        self.wake_notifiers();
     }
 
     /// Waits until a request of `bytes` fits the budget of the peer. Returns the share of the budget and the

@@ -14,6 +14,7 @@ use super::link::{Kind, Link, Peer, broken};
 use super::poller::Bell;
 use super::refusals::{Reason, Refusal};
 use crate::error::{Error, ErrorKind, Result};
+use crate::events::EventQueue;
 use crate::model::{ClusterId, Deadline};
 use crate::protocol::{Comm, Control};
 use crate::stats::LinkState;
@@ -32,6 +33,7 @@ const MOST_BROKEN: usize = 1024;
 /// The registry of one engine.
 pub(super) struct Registry {
     limits: Connections,
+    events: Arc<EventQueue>,
     /// Wakes the control thread, which watches the links that are registered.
     control: Arc<Bell>,
     entries: Mutex<Entries>,
@@ -76,8 +78,8 @@ impl Drop for Quiet<'_> {
 }
 
 impl Registry {
-    pub(super) fn new(limits: Connections, control: Arc<Bell>) -> Registry {
-        Registry { limits, control, entries: Mutex::default(), changed: Condvar::new() }
+    pub(super) fn new(limits: Connections, events: Arc<EventQueue>, control: Arc<Bell>) -> Registry {
+        Registry { limits, events, control, entries: Mutex::default(), changed: Condvar::new() }
     }
 
     /// Refuses a link from a peer if peers have made too many. Links of the same `cluster` do not count,
@@ -153,6 +155,9 @@ impl Registry {
         *all = kept;
         all.push(link.clone());
         entries.broken.remove(&link.peer.cluster);
+        // Under the lock, so that events are in the order of what happened.
+        stale.iter().for_each(|old: &Arc<Link>| self.events.link_down(old.end_info()));
+        self.events.link_up(link.peer_info());
         drop(entries);
         self.changed.notify_all();
         self.control.ring();
@@ -176,6 +181,9 @@ impl Registry {
                 entries.broken.clear();
             }
             entries.broken.insert(cluster, why.clone());
+        }
+        if removed {
+            self.events.link_down(link.end_info());
         }
         drop(entries);
         self.changed.notify_all();

@@ -46,7 +46,7 @@ impl Shared {
         let (threads, refusals) = (Arc::<Threads>::default(), Arc::<Refusals>::default());
         let me = Identity::new(config.cluster, config.remote_accessible)?;
         let control = Arc::new(ControlPoller::new()?);
-        let registry = Arc::new(Registry::new(limits, control.bell().clone()));
+        let registry = Arc::new(Registry::new(limits, resources.events.clone(), control.bell().clone()));
         let answers = Answers::new(resources.clone());
         let server = Server::new(answers, registry.clone(), refusals.clone(), threads.clone(), limits)?;
         let (instance, watched) = (me.party.instance, control.clone());

@@ -5,7 +5,8 @@
 //!    └──────────── the deadline, a cancellation or the end of the engine stops it until here
 //! ```
 //!
-//! A call takes its rows only on a lane. Until then it holds nothing for which a peer could wait.
+//! A call takes its rows only on a lane, when it is about to use them. Until then it holds nothing for which a peer could
+//! wait.
 //!
 //! A call that a lane has begun ends when the last reference to its [`Execution`] is dropped. Whatever may touch its
 //! memory has one. So the end is reported only when nothing touches that memory any more, even if the kernel keeps a
@@ -101,7 +102,7 @@ impl AsyncCall {
                 call.submit();
             }
         };
-        let waiting = rows.enter(Some(Box::new(submit)))?;
+        let waiting = rows.enter(false, Some(Box::new(submit)))?;
         let alarm =
             self.lanes.at(Instant::now() + self.purpose.deadline.left(), Box::new(Expiry(expired)))?;
         let mut stage = self.stage.lock();
@@ -110,6 +111,10 @@ impl AsyncCall {
             (stage.rows, stage.alarm) = (Some(waiting), Some(alarm));
             drop(stage);
             self.submit();
+            if self.purpose.deadline.passed() {
+                // The alarm may have come before there was anything to stop.
+                self.late();
+            }
             return Ok(());
         }
         drop(stage);
@@ -179,21 +184,20 @@ impl AsyncCall {
         self.stop(error);
     }
 
-    /// Takes the rows and runs the work, unless the call was stopped.
+    /// Runs the work, unless the call was stopped.
     fn run(self: Arc<Self>) {
         let mut stage = self.stage.lock();
         let (Some(work), Some(rows)) = (stage.work.take(), stage.rows.take()) else { return };
         drop(stage);
         self.forget_alarm();
-        let deadline = self.purpose.deadline.watched(Some(stopped));
-        let execution =
-            Arc::new(Execution { pin: OnceLock::new(), call: self.clone(), outcome: Mutex::default() });
-        let _running = OnLane::begin(&self.transfer);
-        let outcome = self.transfer.proceed().and_then(|()| rows.pin(deadline)).and_then(|pin| {
-            // Set once.
-            let _ = execution.pin.set(pin);
-            work(&execution, deadline)
+        let execution = Arc::new(Execution {
+            waiting: Mutex::new(Some(rows)),
+            pin: OnceLock::new(),
+            call: self.clone(),
+            outcome: Mutex::default(),
         });
+        let (_lane, deadline) = execution.on_this_thread(self.purpose.deadline);
+        let outcome = self.transfer.proceed().and_then(|()| work(&execution, deadline));
         *execution.outcome.lock() = Some(outcome);
     }
 
@@ -218,6 +222,8 @@ impl RunningCall for AsyncCall {
 
 /// A call that a lane has begun, for everything that touches its memory. The last reference ends the call.
 pub(crate) struct Execution {
+    /// The places in the queues of its rows, until it takes the rows.
+    waiting: Mutex<Option<WaitingCall>>,
     pin: OnceLock<Pin>,
     call: Arc<AsyncCall>,
     /// `None` if the work panicked.
@@ -229,11 +235,30 @@ impl Execution {
     pub(crate) fn transfer(&self) -> &Transfer {
         &self.call.transfer
     }
+
+    /// Takes the rows of the call, unless it has them. Another call may have passed this one, so it may have to wait.
+    pub(crate) fn pin(&self, deadline: Deadline) -> Result<()> {
+        let waiting = self.waiting.lock().take();
+        if let Some(waiting) = waiting {
+            // Set once, because the places are taken once.
+            let _ = self.pin.set(waiting.pin(deadline)?);
+        }
+        Ok(())
+    }
+
+    /// Has this thread work for the call until the result is dropped. The waits of the deadline then end early once the
+    /// transfer is stopped.
+    pub(crate) fn on_this_thread(&self, deadline: Deadline) -> (OnLane, Deadline) {
+        let before = RUNNING.replace(Some(self.call.transfer.clone()));
+        (OnLane(before), deadline.watched(Some(stopped)))
+    }
 }
 
 impl Drop for Execution {
     fn drop(&mut self) {
-        // The calls that wait for the rows begin after the end of this one was reported, so that events have an order.
+        drop(self.waiting.lock().take());
+        // The calls that wait for the rows are told after the end of this one was reported. So the events of calls that
+        // waited for each other are in the order of their start.
         let _opened = self.pin.take().map(Pin::release);
         let text = "the lane of a transfer ended without a result";
         let missing = || Err(Error::new(ErrorKind::System, text));
@@ -268,28 +293,21 @@ impl Job for Expiry {
 }
 
 thread_local! {
-    /// The transfer that this lane runs.
+    /// The transfer for which this thread works.
     static RUNNING: RefCell<Option<Arc<Transfer>>> = const { RefCell::new(None) };
 }
 
-/// Whether the transfer that this lane runs must end early. The waits of its deadline ask this.
+/// Whether the transfer for which this thread works must end early. The waits of its deadline ask this.
 fn stopped() -> bool {
     RUNNING.with_borrow(|running| running.as_ref().is_some_and(|transfer| transfer.proceed().is_err()))
 }
 
-/// The time during which this thread runs a transfer.
-struct OnLane;
-
-impl OnLane {
-    fn begin(transfer: &Arc<Transfer>) -> Self {
-        RUNNING.set(Some(transfer.clone()));
-        OnLane
-    }
-}
+/// The time during which this thread works for a transfer; holds the one for which it worked before.
+pub(crate) struct OnLane(Option<Arc<Transfer>>);
 
 impl Drop for OnLane {
     fn drop(&mut self) {
-        RUNNING.set(None);
+        RUNNING.set(self.0.take());
     }
 }
 

@@ -19,9 +19,9 @@ pub struct AsyncCalls {
 }
 
 impl AsyncCalls {
-    /// Creates the state without calls. At most `limit` may run or wait for their outcome to be taken.
-    pub fn new(limit: usize) -> Self {
-        AsyncCalls { queue: Arc::new(EventQueue::new(limit)), running: Arc::default() }
+    /// Creates the state without calls, whose outcomes go to `queue`.
+    pub fn new(queue: Arc<EventQueue>) -> Self {
+        AsyncCalls { queue, running: Arc::default() }
     }
 
     /// Returns the queue that receives the outcomes.
@@ -54,10 +54,11 @@ impl AsyncCalls {
         self.running.drain(deadline)
     }
 
-    /// Ends all calls and refuses new ones, because the engine closes. A call that a lane has begun ends a little
-    /// later.
+    /// Ends all calls, refuses new ones and drops all events, because the engine closes. A call that a lane has begun ends a
+    /// little later.
     pub fn close(&self) {
         self.running.close();
+        self.queue.close();
     }
 }
 

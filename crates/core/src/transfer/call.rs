@@ -12,7 +12,7 @@ use crate::copy::{KeptAlive, Progress};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{Deadline, Name};
 use crate::resources::Resources;
-use crate::session::{KnownCache, Link};
+use crate::session::{KnownCache, Link, ReservedNotification};
 use crate::validate;
 
 /// Maximum number of attempts, of one request each, of a call whose remote cache keeps changing.
@@ -37,13 +37,18 @@ pub(crate) struct Call {
     pub(crate) deadline: Deadline,
     /// The asynchronous call that a lane executes, which has its rows already. `None` for a synchronous call.
     pub(crate) execution: Option<Arc<Execution>>,
+    /// The notification that the peer gets at the end of the call.
+    pub(crate) notify: Option<Arc<Vec<u8>>>,
 }
 
 impl Call {
     /// Takes the rows of the local cache that the call uses. Whoever touches their memory keeps the result.
     pub(super) fn pin(&self, used: RowUse) -> Result<KeptAlive> {
         Ok(match &self.execution {
-            Some(execution) => execution.clone(),
+            Some(execution) => {
+                execution.pin(self.deadline)?;
+                execution.clone()
+            }
             None => Arc::new(CallRows::of(self.local.clone(), used).pin(self.deadline)?),
         })
     }
@@ -51,6 +56,11 @@ impl Call {
     /// Returns the progress of a new attempt to move `total` bytes.
     pub(super) fn attempt(&self, total: u64) -> Arc<Progress> {
         self.execution.as_ref().map_or_else(Arc::default, |execution| execution.transfer().attempt(total))
+    }
+
+    /// Reserves the place of the notification in the peer's queue, before the first byte moves.
+    pub(super) fn reserve_notification(&self) -> Result<Option<ReservedNotification>> {
+        self.notify.as_ref().map(|message| self.link.reserve_notification(message)).transpose()
     }
 
     /// Refuses a cancellation of an asynchronous call from now on. Returns `Err` if it must end early.

@@ -33,28 +33,44 @@ pub(crate) struct Group<Checked> {
     pub(crate) resources: Arc<Resources>,
     pub(crate) finder: Finder,
     pub(crate) parts: Vec<GroupPart<Checked>>,
+    /// The notification for the peer of the first part.
+    pub(crate) notify: Option<Arc<Vec<u8>>>,
 }
 
 impl<Checked> Group<Checked> {
-    /// Runs `part` for each part with its call, then `finish` for each. Returns the number of bytes.
-    fn run<Moved>(
+    /// Runs `part` for each part with its call, which returns the number of bytes and what `finish` has still to do. Returns
+    /// the number of all bytes.
+    fn run<Left>(
         &self,
         execution: &Arc<Execution>,
         deadline: Deadline,
-        part: impl Fn(&Call, &GroupPart<Checked>) -> Result<(u64, Moved)>,
-        finish: impl Fn(&Call, Moved) -> Result<()>,
+        part: impl Fn(&Call, &GroupPart<Checked>) -> Result<(u64, Left)>,
+        finish: impl Fn(&Call, Left) -> Result<()>,
     ) -> Result<u64> {
-        let (mut bytes, mut moved) = (0, fallible::with_capacity(PARTS, self.parts.len())?);
+        let (mut bytes, mut notification) = (0, None);
+        let mut moved = fallible::with_capacity(PARTS, self.parts.len())?;
         for (index, of_group) in self.parts.iter().enumerate() {
             let call = self.call(of_group, execution, deadline).map_err(|error| of_part(index, error))?;
-            let (part_bytes, left) = part(&call, of_group).map_err(|error| of_part(index, error))?;
+            if index == 0 {
+                notification = call.reserve_notification()?;
+            }
+            let mut left = None;
+            let counted = call.counted(|| {
+                let (bytes, rest) = part(&call, of_group)?;
+                left = Some(rest);
+                Ok(bytes)
+            });
+            let part_bytes = counted.map_err(|error| of_part(index, error))?;
             execution.transfer().part_done(part_bytes);
             bytes += part_bytes;
             moved.push((call, left));
         }
-        for (index, (call, left)) in moved.into_iter().enumerate() {
-            finish(&call, left).map_err(|error| of_part(index, error))?;
+        for (index, (call, left)) in moved.iter_mut().enumerate() {
+            let finished = left.take().map_or(Ok(()), |left| finish(call, left));
+            finished.map_err(|error| of_part(index, call.named(error)))?;
         }
+        let Some((call, _)) = moved.first().filter(|_| notification.is_some()) else { return Ok(bytes) };
+        call.finish(None, notification).map_err(|error| call.named(error))?;
         Ok(bytes)
     }
 
@@ -71,6 +87,7 @@ impl<Checked> Group<Checked> {
             local: part.local.clone(),
             deadline,
             execution: Some(execution.clone()),
+            notify: self.notify.clone(),
         })
     }
 }
@@ -78,20 +95,8 @@ impl<Checked> Group<Checked> {
 impl Group<CheckedPull<PullRows>> {
     /// Pulls all parts.
     pub(crate) fn pull(&self, execution: &Arc<Execution>, deadline: Deadline) -> Result<u64> {
-        let part = |call: &Call, part: &GroupPart<CheckedPull<PullRows>>| {
-            let mut key = None;
-            let bytes = call.counted(|| {
-                call.rounds(|known| {
-                    let (moved, pulled) = call.pull_moves(known, &mut part.checked.moves(known.remote)?)?;
-                    key = pulled;
-                    Ok(moved)
-                })
-            })?;
-            Ok((bytes, key))
-        };
-        let finish = |call: &Call, key: Option<_>| {
-            key.map_or(Ok(()), |key| call.release_key(&key).map_err(|error| call.named(error)))
-        };
+        let part = |call: &Call, part: &GroupPart<CheckedPull<PullRows>>| call.pull_checked(&part.checked);
+        let finish = |call: &Call, key| call.finish(key, None);
         let bytes = self.run(execution, deadline, part, finish)?;
         self.resources.count_bytes(Op::Pull, bytes);
         Ok(bytes)

@@ -101,6 +101,7 @@ impl LayerPush {
             local: self.local.clone(),
             deadline,
             execution: None,
+            notify: None,
         };
         let (rows, plan) = (|| fallible::copied(LAYERS, &found.local_rows), Arc::new(part.plan.clone()));
         call.counted(|| call.rounds(|known| call.push(known, &plan, rows()?)))

@@ -38,6 +38,7 @@ impl LocalCopy {
         if plan.waves().is_empty() {
             return Ok(0);
         }
+        execution.pin(deadline)?;
         let progress = execution.transfer().attempt(plan.bytes());
         self.copy(plan, &progress, deadline)
     }

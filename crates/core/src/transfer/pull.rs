@@ -10,7 +10,7 @@ use crate::copy::{KeptAlive, Progress, STILL_READING, Staging, with_arrived_rows
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{CacheKey, Name};
 use crate::plan::{CacheCount, CopyPlan, Moves};
-use crate::session::{KnownCache, PeerSnapshot, Validity};
+use crate::session::{KnownCache, PeerSnapshot, ReservedNotification, Validity};
 use crate::stats::Op;
 use crate::validate::{CheckedPull, PullRows};
 
@@ -24,21 +24,58 @@ pub(super) struct PulledKey {
 }
 
 impl Call {
-    /// Pulls rows of the remote cache into the local one. Returns the number of bytes.
+    /// Pulls rows of the remote cache into the local one, then has the key released and delivers the notification. Returns
+    /// the number of bytes.
     pub(crate) fn pull_rows(&self, checked: &CheckedPull<impl Borrow<PullRows>>) -> Result<u64> {
-        let attempt = |known: &_| self.pull(known, &mut checked.moves(known.remote)?);
-        let bytes = self.counted(|| self.rounds(attempt))?;
+        let bytes = self.counted(|| {
+            let notification = self.reserve_notification()?;
+            let (bytes, key) = self.pull_checked(checked)?;
+            self.finish(key, notification).map_err(|error| self.named(error))?;
+            Ok(bytes)
+        })?;
         self.resources.count_bytes(Op::Pull, bytes);
         Ok(bytes)
     }
 
-    /// Pulls the bytes of `moves`, and releases the key last.
-    pub(crate) fn pull(&self, known: &Arc<KnownCache>, moves: &mut Moves) -> Result<Moved> {
-        let (moved, key) = self.pull_moves(known, moves)?;
-        if let Some(key) = key {
-            self.release_key(&key)?;
+    /// Pulls rows, and returns the number of bytes and the key that is to be released now, if there is one.
+    pub(super) fn pull_checked(
+        &self,
+        checked: &CheckedPull<impl Borrow<PullRows>>,
+    ) -> Result<(u64, Option<PulledKey>)> {
+        let mut key = None;
+        let bytes = self.rounds(|known| {
+            let (moved, pulled) = self.pull_moves(known, &mut checked.moves(known.remote)?)?;
+            key = pulled;
+            Ok(moved)
+        })?;
+        Ok((bytes, key))
+    }
+
+    /// Has the owner release a key whose bytes are in place, and delivers the notification: one request.
+    pub(super) fn finish(
+        &self,
+        key: Option<PulledKey>,
+        notification: Option<ReservedNotification>,
+    ) -> Result<()> {
+        if key.is_none() && notification.is_none() {
+            return Ok(());
         }
-        Ok(moved)
+        self.commit()?;
+        let named = key.as_ref().map(|key| (self.name, key.known.cache.0, key.first_tensor, key.num_tensors));
+        let finished = match (&key, notification) {
+            (_, Some(notification)) => notification.deliver(named, self.deadline),
+            (Some(key), None) => {
+                let (first, count) = (key.first_tensor, key.num_tensors);
+                self.link.consume(self.name, &key.known, first, count, self.deadline)
+            }
+            (None, None) => Ok(()),
+        };
+        let Some(key) = key else { return finished };
+        finished.map_err(|error| self.with_arrived(error, &key))?;
+        if let Name::Key(CacheKey::Request { .. }) = self.name {
+            self.link.forget(&self.name);
+        }
+        Ok(())
     }
 
     /// Pulls the bytes of `moves`: reads memory of the peer that this process can access, otherwise asks for
@@ -69,18 +106,6 @@ impl Call {
             && !self.resources.config.remote_accessible
             && known.consumable;
         Ok((outcome, consumed.then_some(key)))
-    }
-
-    /// Asks the owner to release a key whose bytes are in place.
-    pub(super) fn release_key(&self, key: &PulledKey) -> Result<()> {
-        self.commit()?;
-        let (first, count) = (key.first_tensor, key.num_tensors);
-        let released = self.link.consume(self.name, &key.known, first, count, self.deadline);
-        released.map_err(|error| self.with_arrived(error, key))?;
-        if let Name::Key(CacheKey::Request { .. }) = self.name {
-            self.link.forget(&self.name);
-        }
-        Ok(())
     }
 
     /// Adds the rows that have arrived to the error of a pull.
@@ -139,7 +164,7 @@ impl Call {
     /// Asks the owner, after a read with an outdated description, whether the memory belonged to the cache
     /// during the whole read.
     fn confirm(&self, known: &KnownCache, read: Result<u64>, progress: &mut Arc<Progress>) -> Result<Moved> {
-        let unconfirmed = std::mem::take(progress);
+        let unconfirmed = std::mem::replace(progress, self.attempt(0));
         // Something about the cache changed, perhaps only one of its keys. Ids are never used again, so the
         // same id means the same memory.
         let now = self.link.describe(self.name, self.deadline)?;

@@ -16,16 +16,21 @@ use crate::stats::Op;
 use crate::validate::{CheckedPush, PushRows, RemoteCache};
 
 impl Call {
-    /// Pushes rows of the local cache to the cache `to`, which is the name of this call with its slot. Returns the
-    /// number of bytes.
+    /// Pushes rows of the local cache to the cache `to`, which is the name of this call with its slot, and then delivers
+    /// the notification. Returns the number of bytes.
     pub(crate) fn push_rows(&self, to: Name, checked: &CheckedPush<impl Borrow<PushRows>>) -> Result<u64> {
-        let (bytes, slot) = self.push_checked(to, checked)?;
-        self.release_slot(slot)?;
+        let bytes = self.counted(|| {
+            let notification = self.reserve_notification()?;
+            let (bytes, slot) = self.push_checked(to, checked)?;
+            self.finish(None, notification).map_err(|error| self.named(error))?;
+            self.release_slot(slot)?;
+            Ok(bytes)
+        })?;
         self.resources.count_bytes(Op::Push, bytes);
         Ok(bytes)
     }
 
-    /// Does the same, and returns the local slot whose key is to be released now, if there is one.
+    /// Pushes rows, and returns the number of bytes and the local slot whose key is to be released now, if there is one.
     pub(super) fn push_checked(
         &self,
         to: Name,
@@ -33,20 +38,18 @@ impl Call {
     ) -> Result<(u64, Option<u32>)> {
         let (_, row) = to.without_slot();
         let mut slot = None;
-        let bytes = self.counted(|| {
-            self.rounds(|known| {
-                let remote = RemoteCache { row: row.unwrap_or(known.remote.row), ..known.remote };
-                let mut moves = checked.moves(remote).map_err(|error| error.with("name", to))?;
-                let local_rows = std::mem::take(&mut moves.src_rows);
-                let plan = Arc::new(CopyPlan::moves(&mut moves, CacheCount::Two)?);
-                let outcome = self.push(known, &plan, local_rows)?;
-                if let (PushRows::Slot { local }, Moved::Bytes(1..), true) =
-                    (checked.rows(), &outcome, moves.all_tensors)
-                {
-                    slot = Some(*local);
-                }
-                Ok(outcome)
-            })
+        let bytes = self.rounds(|known| {
+            let remote = RemoteCache { row: row.unwrap_or(known.remote.row), ..known.remote };
+            let mut moves = checked.moves(remote).map_err(|error| error.with("name", to))?;
+            let local_rows = std::mem::take(&mut moves.src_rows);
+            let plan = Arc::new(CopyPlan::moves(&mut moves, CacheCount::Two)?);
+            let outcome = self.push(known, &plan, local_rows)?;
+            if let (PushRows::Slot { local }, Moved::Bytes(1..), true) =
+                (checked.rows(), &outcome, moves.all_tensors)
+            {
+                slot = Some(*local);
+            }
+            Ok(outcome)
         })?;
         Ok((bytes, slot))
     }

@@ -52,7 +52,11 @@ impl Streams {
         let changed = stale.clone();
         let work = move |index: usize| {
             let from = index as u64 * each;
-            if let Moved::Stale = part(&self, from..(from + each).min(bytes))? {
+            let lane = self.call.execution.as_ref().map(|execution| execution.on_this_thread(deadline));
+            let (_lane, deadline) = lane.unzip();
+            let call = Call { deadline: deadline.unwrap_or(self.call.deadline), ..self.call.clone() };
+            let streams = Streams { call, known: self.known.clone(), plan: self.plan.clone() };
+            if let Moved::Stale = part(&streams, from..(from + each).min(bytes))? {
                 changed.store(true, Ordering::Release);
             }
             Ok(())

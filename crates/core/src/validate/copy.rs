@@ -134,8 +134,9 @@ fn block_moves(pairs: &[(i64, i64)], src: Geometry, dst: Geometry) -> Result<Mov
     let mut src_rows = fallible::with_capacity(REQUEST, pairs.len())?;
     let mut dst_rows = fallible::with_capacity(REQUEST, pairs.len())?;
     for &(from, to) in pairs {
-        src_rows.push(row("source block", from, src)?);
-        dst_rows.push(row("destination block", to, dst)?);
+        let at = src_rows.len();
+        src_rows.push(row("source block", from, src).map_err(|error| error.with("pair", at))?);
+        dst_rows.push(row("destination block", to, dst).map_err(|error| error.with("pair", at))?);
     }
     let rows = src_rows.iter().copied().zip(dst_rows.iter().copied());
     let pieces = Pieces::blocks(src.row_bytes(), rows)?;

@@ -34,8 +34,8 @@ fn within(cache: &Arc<Cache>, reads: &[u64], writes: &[u64], deadline: Deadline)
 }
 
 fn pin_for_peer(cache: &Arc<Cache>, reads: &[u64], deadline: Deadline) -> Result<Pin, Error> {
-    let rows = RowUse { reads: reads.to_vec(), passes: true, ..RowUse::default() };
-    CallRows::of(cache.clone(), rows).pin(deadline)
+    let rows = RowUse { reads: reads.to_vec(), ..RowUse::default() };
+    CallRows::of(cache.clone(), rows).pin_for_peer(deadline, || true)
 }
 
 fn reads(cache: &Arc<Cache>, rows: &[u64]) -> Result<Pin, Error> {
@@ -186,8 +186,9 @@ fn a_waiting_call_is_passed_a_limited_number_of_times() {
     let cache = cache(4);
     let request = || pin_for_peer(&cache, &[1], soon());
     let mut held = request().unwrap();
-    let writer =
-        CallRows::of(cache.clone(), RowUse { writes: vec![1], ..RowUse::default() }).enter(None).unwrap();
+    let writer = CallRows::of(cache.clone(), RowUse { writes: vec![1], ..RowUse::default() })
+        .enter(false, None)
+        .unwrap();
     let mut passed = 0;
     let error = loop {
         match request() {
@@ -202,6 +203,24 @@ fn a_waiting_call_is_passed_a_limited_number_of_times() {
     assert!(writer.is_open());
     drop(writer.pin(soon()).unwrap());
     request().unwrap();
+}
+
+/// A request that may not pass a call in one row passes it in none. Otherwise each would wait for the other.
+#[test]
+fn a_request_passes_a_call_in_all_rows_or_in_none() {
+    let cache = cache(4);
+    let held = pin_for_peer(&cache, &[2], soon()).unwrap();
+    let rows = RowUse { writes: vec![1, 2], ..RowUse::default() };
+    let call = CallRows::of(cache.clone(), rows).enter(false, None).unwrap();
+    while pin_for_peer(&cache, &[2], soon()).is_ok() {}
+    std::thread::scope(|scope| {
+        let request = scope.spawn(|| pin_for_peer(&cache, &[1, 2], late()));
+        // Until it waits, a request for row 3 and then row 1 shows nothing, so give it time to do the wrong thing.
+        std::thread::sleep(Duration::from_millis(50));
+        drop(held);
+        drop(call.pin(soon()).expect("the request waits behind the call in both rows"));
+        request.join().unwrap().unwrap();
+    });
 }
 
 #[test]

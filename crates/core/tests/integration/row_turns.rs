@@ -78,7 +78,7 @@ impl Twin {
             );
         }
         let Use { cache, reads, writes } = asked.uses[0].clone();
-        CallRows::of(self.caches[cache].clone(), RowUse { reads, writes, passes: asked.passes })
+        CallRows::of(self.caches[cache].clone(), RowUse { reads, writes })
     }
 
     /// Whether a call at `place` (the end, for a call that only starts) could begin.
@@ -101,13 +101,13 @@ impl Twin {
                 let told = Arc::new(AtomicBool::new(false));
                 let tell = told.clone();
                 let opened = Box::new(move || tell.store(true, Ordering::SeqCst));
-                let call = self.rows(&asked).enter(Some(opened)).unwrap();
+                let call = self.rows(&asked).enter(asked.passes, Some(opened)).unwrap();
                 let was_open = call.is_open();
                 self.calls.push((asked, State::Waits { call, told, was_open }));
             }
             Step::Try(asked) => {
                 let may = self.may_begin(&asked, self.calls.len());
-                match self.rows(&asked).pin(passed) {
+                match self.rows(&asked).pin_for_peer(passed, || asked.passes) {
                     Ok(pin) => {
                         assert!(may, "{asked:?} must wait");
                         self.calls.push((asked, State::Holds { _pin: pin }));

@@ -1,0 +1,58 @@
+//! Messages of peers, and news about links.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::model::ClusterId;
+
+/// A message that a peer sent with `notify`.
+#[derive(Clone, Debug)]
+pub struct Notification {
+    /// The cluster that sent it.
+    pub cluster: ClusterId,
+    /// What it sent.
+    pub payload: Vec<u8>,
+    /// Who wants to know that it was polled. `None` once it was.
+    source: Option<Arc<dyn NotificationSource>>,
+}
+
+/// The link over which notifications arrive. It tells the peer how many of them were polled.
+pub(crate) trait NotificationSource: Send + Sync + fmt::Debug {
+    /// Notes that the program has polled notifications.
+    fn polled(&self, messages: u64, bytes: u64);
+}
+
+/// The other end of a link.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PeerInfo {
+    /// Its cluster id.
+    pub cluster: ClusterId,
+    /// A number that its engine has drawn when it was opened: a restarted peer has another one.
+    pub incarnation: u64,
+    /// Its address.
+    pub address: String,
+    /// How bytes move: `shm`, `tcp` or `local`.
+    pub transport: &'static str,
+}
+
+/// The end of a link.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LinkEnd {
+    /// The peer.
+    pub peer: PeerInfo,
+    /// Why the link ended.
+    pub reason: String,
+    /// Number of notifications to the peer that it has not confirmed. It may have got the first of them.
+    pub unacknowledged: u64,
+}
+
+impl Notification {
+    pub(crate) fn new(cluster: ClusterId, payload: Vec<u8>, source: Arc<dyn NotificationSource>) -> Self {
+        Notification { cluster, payload, source: Some(source) }
+    }
+
+    /// Returns who wants to know that it was polled, once.
+    pub(super) fn take_source(&mut self) -> Option<Arc<dyn NotificationSource>> {
+        self.source.take()
+    }
+}

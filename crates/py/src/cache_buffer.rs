@@ -1,0 +1,84 @@
+//! The buffer of a cache: one flat view of all its bytes, for `DLPack` and the buffer protocol.
+
+use std::sync::Arc;
+
+use llm_datadist_core::{Cache, Result};
+use pyo3::prelude::*;
+use pyo3::types::PyType;
+
+use crate::cache::{TensorView, cpu_only};
+use crate::engine::ProcessOwned;
+use crate::error::raise;
+use crate::raw::{self, CachePart, DL_CPU, ExportsCache};
+
+/// All bytes of a contiguous cache. It is the base of the public class, which adds the buffer protocol.
+#[pyclass(frozen, subclass, module = "llm_datadist._core")]
+pub(crate) struct FlatView {
+    cache: ProcessOwned<Cache>,
+    address: u64,
+}
+
+impl ExportsCache for FlatView {
+    fn held(&self) -> Result<&Arc<Cache>> {
+        self.cache.get()
+    }
+}
+
+/// Creates the public class. It is called once, because a module is only made once in a process.
+pub(crate) fn class(py: Python<'_>) -> PyResult<Bound<'_, PyType>> {
+    raw::exporting_class::<FlatView>(py, c"llm_datadist._core.CacheBuffer")
+}
+
+impl FlatView {
+    fn cache(&self, py: Python<'_>) -> PyResult<&Arc<Cache>> {
+        self.held().map_err(|error| raise(py, &error))
+    }
+}
+
+#[pymethods]
+impl FlatView {
+    /// Creates the buffer of the cache to which `view` belongs.
+    #[new]
+    fn new(view: &Bound<'_, TensorView>) -> PyResult<Self> {
+        let cache = view.get().cache(view.py())?;
+        let address = cache.one_range().map_err(|error| raise(view.py(), &error))?;
+        Ok(FlatView { cache: ProcessOwned::new(cache.clone()), address })
+    }
+
+    #[getter]
+    fn address(&self) -> u64 {
+        self.address
+    }
+
+    #[getter]
+    fn nbytes(&self, py: Python<'_>) -> PyResult<u64> {
+        Ok(self.cache(py)?.geometry().bytes())
+    }
+
+    fn numpy<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        slf.py().import("numpy")?.call_method1("asarray", (slf,))
+    }
+
+    #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
+    fn __dlpack__<'py>(
+        &self,
+        py: Python<'py>,
+        stream: Option<&Bound<'py, PyAny>>,
+        max_version: Option<(i64, i64)>,
+        dl_device: Option<(i32, i32)>,
+        copy: Option<bool>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        cpu_only(stream, dl_device, copy)?;
+        let versioned = max_version.is_some_and(|(major, _)| major >= 1);
+        raw::capsule(py, self.cache(py)?, CachePart::AllBytes, versioned)
+    }
+
+    #[expect(clippy::unused_self, reason = "a method in the protocol")]
+    fn __dlpack_device__(&self) -> (i32, i32) {
+        DL_CPU
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(format!("CacheBuffer(nbytes={}, address={:#x})", self.nbytes(py)?, self.address))
+    }
+}

@@ -1,0 +1,225 @@
+//! Block indices in buffers and in `DLPack` tensors of CPU memory, read without a Python list.
+//!
+//! The original accepts only lists and tuples. An array has native integers of 16, 32 or 64 bits, in any strides. Bytes, and
+//! arrays of single bytes or bools, are refused like other objects that are no list (contract §7.13).
+
+use llm_datadist_core::Error;
+use pyo3::exceptions::{PyException, PyMemoryError, PyTypeError};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyMemoryView, PyString};
+
+use crate::convert::{self, Any, shown};
+use crate::error::raise;
+use crate::raw::{self, CapsuleTensor};
+
+/// Which shape an array of a call has.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum IndexShape {
+    /// One index after the other: `(n,)`.
+    Flat,
+    /// A source and a destination in each row: `(n, 2)`.
+    Pairs,
+}
+
+/// The numbers of an array, row by row. Unsigned numbers of 64 bits keep their bits.
+struct IndexArray {
+    words: Vec<i64>,
+    signed: bool,
+}
+
+/// Reads the argument called `name`, an array of shape `(n,)`. No index may be negative, or above int64. `None` if the object
+/// is no array.
+pub(crate) fn flat(name: &str, given: &Any<'_>) -> PyResult<Option<Vec<i64>>> {
+    let Some(IndexArray { words, signed }) = read(name, given, IndexShape::Flat)? else { return Ok(None) };
+    // One pass without a branch. The position is only looked for if it is needed.
+    if words.iter().fold(0, |signs, word| signs | word) >= 0 {
+        return Ok(Some(words));
+    }
+    let at = words.iter().position(|&word| word < 0).unwrap_or(0);
+    Err(raise(given.py(), &outside(&format!("{name}[{at}]"), words[at], signed, "between 0 and 2^63 - 1")))
+}
+
+/// Reads the argument called `name`, an array of shape `(n, 2)`. No number may be above int64; the engine checks which
+/// numbers are blocks. `None` if the object is no array.
+pub(crate) fn pairs(name: &str, given: &Any<'_>) -> PyResult<Option<Vec<(i64, i64)>>> {
+    let Some(IndexArray { words, signed }) = read(name, given, IndexShape::Pairs)? else { return Ok(None) };
+    let (rows, _) = words.as_chunks::<2>();
+    let mut pairs = convert::room(given.py(), rows.len())?;
+    for (row, &[src, dst]) in rows.iter().enumerate() {
+        if !signed && (src | dst) < 0 {
+            return Err(raise(given.py(), &wide_pair(name, row, [src, dst])));
+        }
+        pairs.push((src, dst));
+    }
+    Ok(Some(pairs))
+}
+
+/// Creates the error for a row of unsigned numbers of which one is above int64.
+#[cold]
+pub(crate) fn wide_pair(name: &str, row: usize, pair: [i64; 2]) -> Error {
+    let column = usize::from(pair[0] >= 0);
+    outside(&format!("{name}[{row}][{column}]"), pair[column], false, "between -2^63 and 2^63 - 1")
+}
+
+#[cold]
+fn outside(name: &str, word: i64, signed: bool, allowed: &str) -> Error {
+    if signed {
+        Error::argument(name, word, allowed)
+    } else {
+        Error::argument(name, word.cast_unsigned(), allowed)
+    }
+}
+
+/// Whether `given` is a `DLPack` tensor of a device whose memory the CPU does not read.
+pub(crate) fn on_other_device(given: &Any<'_>) -> bool {
+    device(given).is_ok_and(|device| device.is_some_and(|(kind, _)| !raw::readable_device(kind)))
+}
+
+fn read(name: &str, given: &Any<'_>, shape: IndexShape) -> PyResult<Option<IndexArray>> {
+    match PyMemoryView::from(given) {
+        Ok(view) => from_buffer(name, given, &view, shape).map(Some),
+        Err(error) if passes_on(given.py(), &error) => Err(error),
+        Err(error) if error.is_instance_of::<PyMemoryError>(given.py()) => {
+            Err(convert::short(given.py(), error, 0))
+        }
+        Err(_) => from_dlpack(name, given, shape),
+    }
+}
+
+fn from_buffer(
+    name: &str,
+    given: &Any<'_>,
+    view: &Bound<'_, PyMemoryView>,
+    shape: IndexShape,
+) -> PyResult<IndexArray> {
+    let py = given.py();
+    let format = view.getattr(intern!(py, "format"))?.cast_into::<PyString>()?;
+    let format = format.to_string_lossy();
+    let item_bytes: usize = view.getattr(intern!(py, "itemsize"))?.extract()?;
+    let dims: Vec<i64> = view.getattr(intern!(py, "shape"))?.extract()?;
+    let (Some(signed), 2 | 4 | 8, true) = (signed(&format), item_bytes, shape.fits(&dims)) else {
+        return Err(shape.refused(
+            name,
+            given,
+            format_args!("a buffer of format '{format}' and shape {dims:?}"),
+        ));
+    };
+    // The copy puts the items in order, whatever their strides are, and no other thread can change it.
+    let bytes = view.call_method0(intern!(py, "tobytes"));
+    let asked = dims.iter().product::<i64>().unsigned_abs().saturating_mul(item_bytes as u64);
+    let bytes = bytes.map_err(|error| convert::short(py, error, asked.try_into().unwrap_or(usize::MAX)))?;
+    let bytes = bytes.cast::<PyBytes>()?.as_bytes();
+    let mut words = convert::room(py, bytes.len() / item_bytes)?;
+    match (item_bytes, signed) {
+        (2, true) => words.extend(items(bytes).map(|&item| i64::from(i16::from_ne_bytes(item)))),
+        (2, false) => words.extend(items(bytes).map(|&item| i64::from(u16::from_ne_bytes(item)))),
+        (4, true) => words.extend(items(bytes).map(|&item| i64::from(i32::from_ne_bytes(item)))),
+        (4, false) => words.extend(items(bytes).map(|&item| i64::from(u32::from_ne_bytes(item)))),
+        _ => words.extend(items(bytes).map(|&item| i64::from_ne_bytes(item))),
+    }
+    Ok(IndexArray { words, signed })
+}
+
+fn items<const N: usize>(bytes: &[u8]) -> std::slice::Iter<'_, [u8; N]> {
+    bytes.as_chunks::<N>().0.iter()
+}
+
+/// Whether the integers of a buffer with this format are signed. `None` if it has no integers, or not in the byte order of
+/// this machine. The size of an item is not read from the format, because the formats of `ctypes` state a wrong one.
+fn signed(format: &str) -> Option<bool> {
+    const NATIVE: &[char] =
+        if cfg!(target_endian = "little") { &['@', '=', '<'] } else { &['@', '=', '>', '!'] };
+    match format.strip_prefix(NATIVE).unwrap_or(format) {
+        "h" | "i" | "l" | "q" | "n" => Some(true),
+        "H" | "I" | "L" | "Q" | "N" => Some(false),
+        _ => None,
+    }
+}
+
+/// Reads a `DLPack` tensor. `None` if the object is none.
+fn from_dlpack(name: &str, given: &Any<'_>, shape: IndexShape) -> PyResult<Option<IndexArray>> {
+    let py = given.py();
+    let of_this = |error| shape.not_exported(name, given, error);
+    match device(given).map_err(of_this)? {
+        None => return Ok(None),
+        Some((kind, _)) if raw::readable_device(kind) => {}
+        Some(device) => {
+            return Err(shape.refused(name, given, format_args!("a tensor on the DLPack device {device:?}")));
+        }
+    }
+    let capsule = capsule(given).map_err(of_this)?;
+    let tensor = CapsuleTensor::of(&capsule);
+    let Some(tensor) = tensor else {
+        return Err(shape.refused(name, given, "no tensor of DLPack 1 or before"));
+    };
+    let dims = tensor.shape();
+    let found = if shape.fits(dims) { tensor.integers().map_err(|error| raise(py, &error))? } else { None };
+    let other =
+        || shape.refused(name, given, format_args!("a tensor of {} and shape {dims:?}", tensor.element()));
+    found.map(|(words, signed)| Some(IndexArray { words, signed })).ok_or_else(other)
+}
+
+/// Returns the device of a `DLPack` tensor; `None` for any other object.
+fn device(given: &Any<'_>) -> PyResult<Option<(i32, i32)>> {
+    let py = given.py();
+    if given.getattr_opt(intern!(py, "__dlpack__"))?.is_none() {
+        return Ok(None);
+    }
+    let Some(device) = given.getattr_opt(intern!(py, "__dlpack_device__"))? else { return Ok(None) };
+    device.call0()?.extract().map(Some)
+}
+
+/// Returns a capsule of version 1 or, if the producer does not know versions, of the layout before.
+fn capsule<'py>(given: &Any<'py>) -> PyResult<Any<'py>> {
+    let py = given.py();
+    let words = pyo3::types::PyDict::new(py);
+    words.set_item(intern!(py, "max_version"), (1, 0))?;
+    match given.call_method(intern!(py, "__dlpack__"), (), Some(&words)) {
+        Err(error) if error.is_instance_of::<PyTypeError>(py) => {
+            given.call_method0(intern!(py, "__dlpack__"))
+        }
+        made => made,
+    }
+}
+
+/// Whether an error is not about the object, such as `KeyboardInterrupt`.
+fn passes_on(py: Python<'_>, error: &PyErr) -> bool {
+    !error.is_instance_of::<PyException>(py)
+}
+
+impl IndexShape {
+    fn fits(self, dims: &[i64]) -> bool {
+        match (self, dims) {
+            (IndexShape::Flat, [rows]) | (IndexShape::Pairs, [rows, 2]) => *rows >= 0,
+            _ => false,
+        }
+    }
+
+    /// Creates the `TypeError` for the argument called `name`, which is `found`.
+    #[cold]
+    fn refused(self, name: &str, given: &Any<'_>, found: impl std::fmt::Display) -> PyErr {
+        let allowed = match self {
+            IndexShape::Flat => "native integers of 16, 32 or 64 bits in CPU memory and of shape (n,)",
+            IndexShape::Pairs => "native integers of 16, 32 or 64 bits in CPU memory and of shape (n, 2)",
+        };
+        let class = shown(&given.get_type());
+        PyTypeError::new_err(format!("{name} only support {allowed} as an array, but the {class} is {found}"))
+    }
+
+    /// Creates the error for an object whose `DLPack` methods raised `error`.
+    #[cold]
+    fn not_exported(self, name: &str, given: &Any<'_>, error: PyErr) -> PyErr {
+        let py = given.py();
+        if passes_on(py, &error) {
+            return error;
+        }
+        if error.is_instance_of::<PyMemoryError>(py) {
+            return convert::short(py, error, 0);
+        }
+        let refused =
+            self.refused(name, given, format_args!("not exported as a tensor: {}", shown(error.value(py))));
+        refused.set_cause(py, Some(error));
+        refused
+    }
+}

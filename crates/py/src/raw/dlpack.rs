@@ -1,0 +1,316 @@
+//! `DLPack` capsules: made around the memory of a cache, and read where a call takes block indices.
+//!
+//! A capsule owns its tensor until a consumer renames it; then the consumer calls the deleter. Either way the deleter
+//! runs exactly once. That of a cache's capsule releases one [`ProcessOwned`] cache, which needs no interpreter (tests:
+//! `tests/test_views.py`).
+
+use std::ffi::{CStr, c_void};
+use std::fmt;
+use std::ptr;
+use std::sync::Arc;
+
+use llm_datadist_core::bindings::fallible;
+use llm_datadist_core::{Cache, Result};
+use pyo3::ffi;
+use pyo3::prelude::*;
+
+use crate::engine::ProcessOwned;
+use crate::error::raise;
+
+/// The device type of CPU memory in `DLPack`, and its only device number.
+pub(crate) const DL_CPU: (i32, i32) = (1, 0);
+
+/// Device types whose memory the CPU reads: plain, and pinned for CUDA or `ROCm`.
+const READABLE_DEVICES: [i32; 3] = [DL_CPU.0, 3, 11];
+
+/// Type codes of integers.
+const SIGNED: u8 = 0;
+pub(crate) const UNSIGNED: u8 = 1;
+
+/// Name of the lists that are read, in out-of-memory errors.
+const LISTS: &str = "the lists of a call";
+
+/// Element type (`DLDataType`).
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Element {
+    /// Kind of number.
+    pub(crate) code: u8,
+    /// Bits of one value.
+    pub(crate) bits: u8,
+    /// Values in one element.
+    pub(crate) lanes: u16,
+}
+
+impl fmt::Display for Element {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "type code {}, {} bits, {} lanes", self.code, self.bits, self.lanes)
+    }
+}
+
+/// `DLDevice`.
+#[repr(C)]
+struct DlDevice {
+    kind: i32,
+    id: i32,
+}
+
+/// `DLTensor`.
+#[repr(C)]
+struct Tensor {
+    data: *mut c_void,
+    device: DlDevice,
+    ndim: i32,
+    element: Element,
+    shape: *mut i64,
+    strides: *mut i64,
+    byte_offset: u64,
+}
+
+/// `DLManagedTensor`.
+#[repr(C)]
+struct Legacy {
+    tensor: Tensor,
+    context: *mut c_void,
+    deleter: Option<unsafe extern "C" fn(*mut Legacy)>,
+}
+
+/// `DLManagedTensorVersioned`.
+#[repr(C)]
+struct Versioned {
+    major: u32,
+    minor: u32,
+    context: *mut c_void,
+    deleter: Option<unsafe extern "C" fn(*mut Versioned)>,
+    flags: u64,
+    tensor: Tensor,
+}
+
+/// A managed tensor with everything that its pointers refer to. The managed part is the first field, so that a pointer to
+/// it is a pointer to the whole.
+#[repr(C)]
+struct Owned<M> {
+    managed: M,
+    shape: Vec<i64>,
+    strides: Vec<i64>,
+    cache: ProcessOwned<Cache>,
+}
+
+/// One of the two layouts of a managed tensor.
+trait Managed: Sized {
+    /// Name of a capsule that owns its tensor.
+    const NAME: &'static CStr;
+    /// Creates the managed tensor around `tensor`.
+    fn around(tensor: Tensor) -> Self;
+}
+
+impl Managed for Legacy {
+    const NAME: &'static CStr = c"dltensor";
+
+    fn around(tensor: Tensor) -> Self {
+        Legacy { tensor, context: ptr::null_mut(), deleter: Some(delete::<Self>) }
+    }
+}
+
+impl Managed for Versioned {
+    const NAME: &'static CStr = c"dltensor_versioned";
+
+    fn around(tensor: Tensor) -> Self {
+        let deleter: Option<unsafe extern "C" fn(*mut Self)> = Some(delete::<Self>);
+        Versioned { major: 1, minor: 0, context: ptr::null_mut(), deleter, flags: 0, tensor }
+    }
+}
+
+/// The memory of a cache that a capsule describes.
+#[derive(Clone, Copy)]
+pub(crate) enum CachePart {
+    /// One tensor, in the shape of the cache.
+    OneTensor(usize, Element),
+    /// All tensors as one row of bytes; the cache must be contiguous.
+    AllBytes,
+}
+
+impl CachePart {
+    /// Returns the address, the shape and the element type.
+    fn described(self, cache: &Cache) -> Result<(u64, Vec<i64>, Element)> {
+        Ok(match self {
+            CachePart::OneTensor(index, element) => (cache.addrs()[index], cache.shape().to_vec(), element),
+            CachePart::AllBytes => {
+                let byte = Element { code: UNSIGNED, bits: 8, lanes: 1 };
+                (cache.one_range()?, vec![cache.geometry().bytes().cast_signed()], byte)
+            }
+        })
+    }
+}
+
+/// Creates a capsule around a part of `cache`, in the layout of `DLPack` 1 or in the one before.
+pub(crate) fn capsule<'py>(
+    py: Python<'py>,
+    cache: &Arc<Cache>,
+    part: CachePart,
+    versioned: bool,
+) -> PyResult<Bound<'py, PyAny>> {
+    if versioned { wrapped::<Versioned>(py, cache, part) } else { wrapped::<Legacy>(py, cache, part) }
+}
+
+fn wrapped<'py, M: Managed>(
+    py: Python<'py>,
+    cache: &Arc<Cache>,
+    part: CachePart,
+) -> PyResult<Bound<'py, PyAny>> {
+    let (address, mut shape, element) = part.described(cache).map_err(|error| raise(py, &error))?;
+    let mut strides = row_major(&shape);
+    let tensor = Tensor {
+        // The address passes through a C interface as a number; only the consumer dereferences it.
+        data: ptr::with_exposed_provenance_mut(usize::try_from(address)?),
+        device: DlDevice { kind: DL_CPU.0, id: DL_CPU.1 },
+        ndim: i32::try_from(shape.len())?,
+        element,
+        shape: shape.as_mut_ptr(),
+        strides: strides.as_mut_ptr(),
+        byte_offset: 0,
+    };
+    // The vectors move into the box, but the memory that the tensor refers to is on the heap and does not move.
+    let owned = Owned { managed: M::around(tensor), shape, strides, cache: ProcessOwned::new(cache.clone()) };
+    let managed = Box::into_raw(Box::new(owned));
+    // SAFETY: this thread is attached to the interpreter (`py`), the pointer is live and not null, and the name is static.
+    let capsule = unsafe { ffi::PyCapsule_New(managed.cast(), M::NAME.as_ptr(), Some(destroy::<M>)) };
+    // SAFETY: the call above gave a new reference, or null with the exception set.
+    let capsule = unsafe { Bound::from_owned_ptr_or_err(py, capsule) };
+    if capsule.is_err() {
+        // SAFETY: no capsule was made, so nothing else owns the box.
+        drop(unsafe { Box::from_raw(managed) });
+    }
+    capsule
+}
+
+/// Returns the strides of each dimension, in elements.
+fn row_major(shape: &[i64]) -> Vec<i64> {
+    let mut strides = vec![1; shape.len()];
+    for dim in (1..shape.len()).rev() {
+        strides[dim - 1] = strides[dim] * shape[dim];
+    }
+    strides
+}
+
+/// The deleter of tensors of both layouts.
+///
+/// # Safety
+/// `managed` must come from `wrapped::<M>` and must not be used again.
+unsafe extern "C" fn delete<M>(managed: *mut M) {
+    // SAFETY: `wrapped` leaked a box of `Owned<M>` whose first field is `managed` (`repr(C)`); DLPack calls a deleter
+    // at most once, and `destroy` calls it only while nobody has taken the tensor over.
+    drop(unsafe { Box::from_raw(managed.cast::<Owned<M>>()) });
+}
+
+/// The destructor of a capsule: runs the deleter if no consumer took the tensor over, which renames the capsule.
+///
+/// # Safety
+/// Called by Python, with a capsule made by `wrapped::<M>`.
+unsafe extern "C" fn destroy<M: Managed>(capsule: *mut ffi::PyObject) {
+    // SAFETY: Python passes the live capsule to its destructor. The check sets no exception.
+    let unconsumed = unsafe { ffi::PyCapsule_IsValid(capsule, M::NAME.as_ptr()) } == 1;
+    if unconsumed {
+        // SAFETY: the capsule is valid under this name, so the pointer is the one `wrapped` put in.
+        let managed = unsafe { ffi::PyCapsule_GetPointer(capsule, M::NAME.as_ptr()) };
+        // SAFETY: the name says that the capsule still owns the tensor, and the capsule ends here.
+        unsafe { delete::<M>(managed.cast()) };
+    }
+}
+
+/// Whether the CPU reads the memory of a device with this `DLPack` type.
+pub(crate) fn readable_device(kind: i32) -> bool {
+    READABLE_DEVICES.contains(&kind)
+}
+
+/// The tensor in a capsule, which keeps its ownership. So the tensor lives at least as long as this borrow.
+pub(crate) struct CapsuleTensor<'a>(&'a Tensor);
+
+impl<'a> CapsuleTensor<'a> {
+    /// Returns the tensor that `capsule` owns. `None` if it is not a capsule of a known version, or was consumed.
+    pub(crate) fn of(capsule: &'a Bound<'_, PyAny>) -> Option<Self> {
+        if let Some(managed) = content::<Legacy>(capsule) {
+            return Some(CapsuleTensor(&managed.tensor));
+        }
+        content::<Versioned>(capsule)
+            .filter(|managed| managed.major == 1)
+            .map(|managed| CapsuleTensor(&managed.tensor))
+    }
+
+    /// Returns its dimensions, outermost first.
+    pub(crate) fn shape(&self) -> &'a [i64] {
+        self.per_dimension(self.0.shape).unwrap_or(&[])
+    }
+
+    fn per_dimension(&self, numbers: *const i64) -> Option<&'a [i64]> {
+        let count = usize::try_from(self.0.ndim).ok().filter(|_| !numbers.is_null())?;
+        // SAFETY: DLPack requires `ndim` numbers in `shape`, and in `strides` unless it is null. The capsule keeps
+        // them alive and unchanged while this borrow of it lasts.
+        Some(unsafe { std::slice::from_raw_parts(numbers, count) })
+    }
+
+    /// Returns its element type.
+    pub(crate) fn element(&self) -> Element {
+        self.0.element
+    }
+
+    /// Returns the integers of a tensor of one dimension, or of two row by row, and whether their type is signed. Unsigned
+    /// numbers of 64 bits keep their bits. `None` for another element type, device or number of dimensions.
+    pub(crate) fn integers(&self) -> Result<Option<(Vec<i64>, bool)>> {
+        let Element { code, bits, lanes: 1 } = self.0.element else { return Ok(None) };
+        let words = match (code, bits) {
+            (SIGNED, 16) => self.gathered(<i64 as From<i16>>::from),
+            (SIGNED, 32) => self.gathered(<i64 as From<i32>>::from),
+            (SIGNED, 64) => self.gathered(|number: i64| number),
+            (UNSIGNED, 16) => self.gathered(<i64 as From<u16>>::from),
+            (UNSIGNED, 32) => self.gathered(<i64 as From<u32>>::from),
+            (UNSIGNED, 64) => self.gathered(u64::cast_signed),
+            _ => return Ok(None),
+        };
+        Ok(words?.map(|words| (words, code == SIGNED)))
+    }
+
+    fn gathered<T: Copy>(&self, widened: impl Fn(T) -> i64) -> Result<Option<Vec<i64>>> {
+        let (rows, columns) = match *self.shape() {
+            [rows] => (rows, 1),
+            [rows, columns] => (rows, columns),
+            _ => return Ok(None),
+        };
+        let steps = match self.per_dimension(self.0.strides) {
+            Some(&[row, ref column @ ..]) => [row, column.first().copied().unwrap_or(1)],
+            _ => [columns, 1],
+        };
+        let count = rows.checked_mul(columns).and_then(|count| usize::try_from(count).ok());
+        let (Some(count), true) = (count, readable_device(self.0.device.kind)) else { return Ok(None) };
+        let mut words = fallible::with_capacity(LISTS, count)?;
+        for row in 0..rows {
+            for column in 0..columns {
+                let step = row.wrapping_mul(steps[0]).wrapping_add(column.wrapping_mul(steps[1]));
+                let at = self.first().cast::<T>().wrapping_offset(step.try_into().unwrap_or(0));
+                // SAFETY: the producer promises memory that the CPU reads at each index within the shape, by these
+                // steps; the device was checked above. The element may be unaligned.
+                words.push(widened(unsafe { at.read_unaligned() }));
+            }
+        }
+        Ok(Some(words))
+    }
+
+    /// Returns the address of the first element.
+    fn first(&self) -> *const u8 {
+        let data = self.0.data.cast_const().cast::<u8>();
+        data.wrapping_add(self.0.byte_offset.try_into().unwrap_or(0))
+    }
+}
+
+/// Returns what a capsule of layout `M` points to, while it still owns it.
+fn content<'a, M: Managed>(capsule: &'a Bound<'_, PyAny>) -> Option<&'a M> {
+    // SAFETY: `capsule` proves attachment and is a live object of any type. The check sets no exception.
+    if unsafe { ffi::PyCapsule_IsValid(capsule.as_ptr(), M::NAME.as_ptr()) } != 1 {
+        return None;
+    }
+    // SAFETY: the capsule is valid under this name.
+    let managed = unsafe { ffi::PyCapsule_GetPointer(capsule.as_ptr(), M::NAME.as_ptr()) };
+    // SAFETY: DLPack requires a capsule of this name to own a managed tensor of this layout. Nothing that runs during this
+    // borrow can consume the capsule, because it was made for this call alone.
+    unsafe { managed.cast::<M>().as_ref() }
+}
