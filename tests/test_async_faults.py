@@ -12,7 +12,6 @@ import random
 import select
 import signal
 import time
-from typing import Any
 
 import pytest
 
@@ -49,7 +48,8 @@ class Flight:
     def step(self) -> None:
         """Take events, and mark the blocks that no call may touch any more."""
         for event in self.near.dist.poll(100):
-            assert isinstance(event, Completed)
+            if not isinstance(event, Completed):
+                continue  # news about the link
             kind, block = self.ended[event.transfer] = self.running.pop(event.transfer)
             if kind != "push":
                 for array in self.arrays:
@@ -64,7 +64,7 @@ class Flight:
             assert time.monotonic() < until, f"{len(self.running)} calls do not end"
             poller.poll(100)
             self.step()
-        assert self.near.dist.poll() == [], "an event came twice"
+        self.step()  # an event that comes twice is a KeyError
 
     def check(self) -> None:
         """Every mark is still there, and every failure has a code that a lost peer explains."""
@@ -156,5 +156,5 @@ def test_bytes_are_right_where_a_call_succeeds(ends: Ends) -> None:
             if transfer.exception(0) is None:
                 for array, row in zip(flight.arrays, expected):
                     assert (array[block] == row[block % 64]).all(), block
-        assert near.dist.poll() == []
+        assert not any(isinstance(event, Completed) for event in near.dist.poll()), "all outcomes were taken"
         near.unlink_clusters([(2, address)], 1000, force=True)

@@ -21,6 +21,7 @@ __all__ = [
     "DATA_TYPES",
     "STATUS_CODES",
     "AsyncCalls",
+    "CacheBuffer",
     "Completed",
     "DataDist",
     "KvCaches",
@@ -179,8 +180,8 @@ class DataDist:
         self,
         src_cache_key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey,
         dst_cache: Cache,
-        src_blocks: list[int] | tuple[int, ...],
-        dst_blocks: list[int] | tuple[int, ...],
+        src_blocks: list[int] | tuple[int, ...] | Any,
+        dst_blocks: list[int] | tuple[int, ...] | Any,
         options: dict[str, Any],
     ) -> None:
         """Read blocks of a peer into local blocks (contract §7.13)."""
@@ -194,6 +195,7 @@ class DataDist:
         dst_layer_range: range | None,
         size: int,
         tensor_num_per_layer: int,
+        notify: bytes | bytearray | None,
     ) -> None:
         """Write a batch slot to a peer (contract §7.14)."""
 
@@ -201,11 +203,12 @@ class DataDist:
         self,
         dst_cache_key: BlocksCacheKey,
         src_cache: Cache,
-        src_blocks: list[int] | tuple[int, ...],
-        dst_blocks: list[int] | tuple[int, ...],
+        src_blocks: list[int] | tuple[int, ...] | Any,
+        dst_blocks: list[int] | tuple[int, ...] | Any,
         src_layer_range: range | None,
         dst_layer_range: range | None,
         tensor_num_per_layer: int,
+        notify: bytes | bytearray | None,
     ) -> None:
         """Write blocks to a peer (contract §7.15)."""
 
@@ -214,11 +217,17 @@ class DataDist:
         src_cache: Cache | KvCache,
         layer_synchronizer: LayerSynchronizer,
         transfer_configs: list[Any] | tuple[Any, ...],
-        src_block_indices: list[int] | tuple[int, ...] | None,
-        dst_block_indices: list[int] | tuple[int, ...] | None,
+        src_block_indices: list[int] | tuple[int, ...] | Any | None,
+        dst_block_indices: list[int] | tuple[int, ...] | Any | None,
         dst_block_memory_size: int | None,
     ) -> TransferTask:
         """Start a layer-wise transfer. The caller reports which layers are ready (contract §8)."""
+
+    def notify(self, cluster_id: int, payload: bytes | bytearray) -> None:
+        """Send a message to a linked cluster."""
+
+    def peers(self) -> list[Peer]:
+        """Return the peers of all links."""
 
     def sync_kv_timeout(self) -> int:
         """Return the limit of one call in milliseconds."""
@@ -226,11 +235,15 @@ class DataDist:
     def huge_page_bytes(self) -> dict[str, int]:
         """Return the bytes of the ``device`` and the ``host`` pool that are in huge pages. The call is slow."""
 
-    def allocate_cache(self, cache_desc: CacheDesc, cache_keys: list[CacheKey] | tuple[CacheKey, ...]) -> ManagedCache:
-        """Allocate a continuous cache (contract §7.1)."""
+    def allocate_cache(
+        self, cache_desc: CacheDesc, cache_keys: list[CacheKey] | tuple[CacheKey, ...], contiguous: bool
+    ) -> ManagedCache:
+        """Allocate a continuous cache (contract §7.1); with ``contiguous``, as one range of bytes."""
 
-    def allocate_blocks_cache(self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None) -> ManagedCache:
-        """Allocate a blocks cache (contract §7.3)."""
+    def allocate_blocks_cache(
+        self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None, contiguous: bool
+    ) -> ManagedCache:
+        """Allocate a blocks cache (contract §7.3); with ``contiguous``, as one range of bytes."""
 
     def deallocate_cache(self, cache: Cache) -> None:
         """Drop the reference by id of a continuous cache (contract §7.2)."""
@@ -376,6 +389,75 @@ class Completed:
         """The call: the object that the ``_async`` method returned."""
 
 @final
+class Peer:
+    """The other end of a link. The original does not have this class."""
+
+    @property
+    def cluster_id(self) -> int:
+        """Its cluster id (uint64)."""
+
+    @property
+    def incarnation(self) -> int:
+        """A number that its engine has drawn at ``init`` (uint64): a restarted peer has another one."""
+
+    @property
+    def address(self) -> str:
+        """Its address, as in the log."""
+
+    @property
+    def transport(self) -> str:
+        """How bytes move: ``"shm"`` or ``"tcp"``."""
+
+    def __eq__(self, other: object) -> bool: ...
+    def __ne__(self, other: object) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class Notification:
+    """The event that a peer has sent a message (``LLMDataDist.notify``, or the argument ``notify`` of a call).
+
+    The original does not have this class. It supports ``match``: ``case Notification(cluster_id, payload)``.
+    """
+
+    __match_args__: ClassVar[tuple[str, ...]] = ("cluster_id", "payload")
+
+    @property
+    def cluster_id(self) -> int:
+        """The cluster that sent it (uint64)."""
+
+    @property
+    def payload(self) -> bytes:
+        """What it sent: at most 64 KiB."""
+
+@final
+class LinkUp:
+    """The event that a link was made, by either side. The original does not have this class."""
+
+    __match_args__: ClassVar[tuple[str, ...]] = ("peer",)
+
+    @property
+    def peer(self) -> Peer:
+        """The other end."""
+
+@final
+class LinkDown:
+    """The event that a link has ended, for whatever reason. The original does not have this class."""
+
+    __match_args__: ClassVar[tuple[str, ...]] = ("peer", "reason", "unacknowledged")
+
+    @property
+    def peer(self) -> Peer:
+        """The other end."""
+
+    @property
+    def reason(self) -> str:
+        """Why the link ended."""
+
+    @property
+    def unacknowledged(self) -> int:
+        """Number of messages of ``LLMDataDist.notify`` that the peer has not confirmed. Some may have arrived."""
+
+@final
 class LoopQueue:
     """What wakes one event loop for all asynchronous calls that it awaits."""
 
@@ -425,8 +507,8 @@ class AsyncCalls:
         self,
         src_cache_key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey,
         dst_cache: Cache,
-        src_blocks: list[int] | tuple[int, ...],
-        dst_blocks: list[int] | tuple[int, ...],
+        src_blocks: list[int] | tuple[int, ...] | Any,
+        dst_blocks: list[int] | tuple[int, ...] | Any,
         timeout_ms: int | None,
         options: dict[str, Any],
     ) -> Transfer:
@@ -441,6 +523,7 @@ class AsyncCalls:
         dst_layer_range: range | None,
         size: int,
         tensor_num_per_layer: int,
+        notify: bytes | bytearray | None,
         timeout_ms: int | None,
     ) -> Transfer:
         """Start a push of a slot (contract §7.14)."""
@@ -449,19 +532,20 @@ class AsyncCalls:
         self,
         dst_cache_key: BlocksCacheKey,
         src_cache: Cache,
-        src_blocks: list[int] | tuple[int, ...],
-        dst_blocks: list[int] | tuple[int, ...],
+        src_blocks: list[int] | tuple[int, ...] | Any,
+        dst_blocks: list[int] | tuple[int, ...] | Any,
         src_layer_range: range | None,
         dst_layer_range: range | None,
         tensor_num_per_layer: int,
+        notify: bytes | bytearray | None,
         timeout_ms: int | None,
     ) -> Transfer:
         """Start a push of blocks (contract §7.15)."""
 
-    def pull_group(self, parts: Any, timeout_ms: int | None) -> Transfer:
+    def pull_group(self, parts: Any, notify: bytes | bytearray | None, timeout_ms: int | None) -> Transfer:
         """Start a pull of several caches: ``parts`` is a list of ``(key, cache, src_blocks, dst_blocks)``."""
 
-    def push_group(self, parts: Any, timeout_ms: int | None) -> Transfer:
+    def push_group(self, parts: Any, notify: bytes | bytearray | None, timeout_ms: int | None) -> Transfer:
         """Start a push of several caches: ``parts`` is a list of ``(key, cache, src_blocks, dst_blocks)``."""
 
     def copy_cache(
@@ -486,7 +570,7 @@ class AsyncCalls:
         Every argument error is a ``ValueError`` as well.
         """
 
-    def poll(self, max_events: int) -> list[Completed]:
+    def poll(self, max_events: int) -> list[Completed | Notification | LinkUp | LinkDown]:
         """Return at most ``max_events`` (uint32) events, and remove them. The call never waits."""
 
     def fileno(self) -> int:
@@ -614,8 +698,8 @@ class KvCaches:
         self,
         prompt_cache_key: BlocksCacheKey,
         decoder_kv_cache: KvCache,
-        prompt_blocks: list[int],
-        decoder_blocks: list[int],
+        prompt_blocks: list[int] | Any,
+        decoder_blocks: list[int] | Any,
         options: dict[str, Any],
     ) -> None:
         """Read blocks of a peer into local blocks (contract §9.1)."""
@@ -684,6 +768,54 @@ class TensorView:
         Raises:
             BufferError: the caller asks for a stream, a device other than the CPU, or a copy.
             TypeError: the tensor is ``DT_STRING``, which DLPack does not support.
+        """
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return the type and id of the device in DLPack's numbers: CPU, 0."""
+
+@final
+class CacheBuffer:
+    """All bytes of a contiguous cache as one flat view without a copy. ``Cache.buffer`` makes it (contract §4.3).
+
+    It is an array of ``uint8`` of shape ``(nbytes,)``, writable, for ``memoryview``, ``numpy.frombuffer``,
+    ``torch.from_dlpack`` and similar functions. Pool memory stays mapped as long as the view, or an array made from it,
+    exists. Memory of a registered or CPU cache belongs to the caller, and no view keeps it alive. The original does not
+    have this class.
+    """
+
+    def __new__(cls, view: TensorView) -> CacheBuffer:
+        """Make the buffer of the cache to which ``view`` belongs.
+
+        Raises:
+            LLMException: ``LLM_PARAM_INVALID``: the cache is not contiguous.
+        """
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+
+    def numpy(self) -> Any:
+        """Return a ``numpy.ndarray`` of ``uint8`` over the same memory."""
+
+    def __buffer__(self, flags: int, /) -> memoryview:
+        """Return a ``memoryview`` of the bytes."""
+
+    def __dlpack__(
+        self,
+        *,
+        stream: None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> CapsuleType:
+        """Return a DLPack capsule, in the layout of version 1 if ``max_version`` allows it.
+
+        Raises:
+            BufferError: the caller asks for a stream, a device other than the CPU, or a copy.
         """
 
     def __dlpack_device__(self) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Optional, Union
 
 from llm_datadist import _core
-from llm_datadist.caches import PULL_KEYWORDS, EngineCaches
+from llm_datadist.caches import NOTIFYING_PULL_KEYWORDS, EngineCaches
 from llm_datadist.log import logged
 from llm_datadist.spelling import warn_of_misspelt
 
@@ -76,7 +76,7 @@ class AsyncCalls(EngineCaches["_core.DataDist"]):
                 ``LLM_KV_CACHE_NOT_EXIST``), and ``LLM_LINK_BUSY``. Other failures are the outcome of the transfer.
         """
         if kwargs:
-            warn_of_misspelt("keyword argument of pull_cache_async", kwargs, PULL_KEYWORDS, once=True)
+            warn_of_misspelt("keyword argument of pull_cache_async", kwargs, NOTIFYING_PULL_KEYWORDS, once=True)
         return self._calls_async().pull_cache(cache_key, cache, batch_index, size, timeout_ms, kwargs)
 
     @logged
@@ -84,8 +84,8 @@ class AsyncCalls(EngineCaches["_core.DataDist"]):
         self,
         src_cache_key: Union[CacheKey, CacheKeyByIdAndIndex, BlocksCacheKey],
         dst_cache: Cache,
-        src_blocks: Union[list[int], tuple[int, ...]] = (),
-        dst_blocks: Union[list[int], tuple[int, ...]] = (),
+        src_blocks: Union[list[int], tuple[int, ...], Any] = (),
+        dst_blocks: Union[list[int], tuple[int, ...], Any] = (),
         timeout_ms: Optional[int] = None,
         **kwargs: Any,
     ) -> _core.Transfer:
@@ -108,7 +108,7 @@ class AsyncCalls(EngineCaches["_core.DataDist"]):
                 ``LLM_KV_CACHE_NOT_EXIST``), and ``LLM_LINK_BUSY``. Other failures are the outcome of the transfer.
         """
         if kwargs:
-            warn_of_misspelt("keyword argument of pull_blocks_async", kwargs, PULL_KEYWORDS, once=True)
+            warn_of_misspelt("keyword argument of pull_blocks_async", kwargs, NOTIFYING_PULL_KEYWORDS, once=True)
         return self._calls_async().pull_blocks(src_cache_key, dst_cache, src_blocks, dst_blocks, timeout_ms, kwargs)
 
     @logged
@@ -122,6 +122,7 @@ class AsyncCalls(EngineCaches["_core.DataDist"]):
         size: int = -1,
         tensor_num_per_layer: int = 2,
         timeout_ms: Optional[int] = None,
+        notify: Optional[bytes] = None,
     ) -> _core.Transfer:
         """Start ``push_cache``: write a local batch slot into a remote one (contract §7.14).
 
@@ -134,6 +135,8 @@ class AsyncCalls(EngineCaches["_core.DataDist"]):
             size: must be -1, which means the whole local slot (int64).
             tensor_num_per_layer: tensors of one layer (uint32, above 0), as for ``push_cache``.
             timeout_ms: time limit of the whole call in milliseconds, or ``None``.
+            notify: notification for the owner of the remote cache, at most 64 KiB (``LLMDataDist.notify``), delivered
+                when the bytes are in place, before the transfer succeeds.
 
         Returns:
             The call that was started.
@@ -145,7 +148,7 @@ class AsyncCalls(EngineCaches["_core.DataDist"]):
         """
         layers = (src_layer_range, dst_layer_range)
         return self._calls_async().push_cache(
-            dst_cache_key, src_cache, src_batch_index, *layers, size, tensor_num_per_layer, timeout_ms
+            dst_cache_key, src_cache, src_batch_index, *layers, size, tensor_num_per_layer, notify, timeout_ms
         )
 
     @logged
@@ -153,12 +156,13 @@ class AsyncCalls(EngineCaches["_core.DataDist"]):
         self,
         dst_cache_key: BlocksCacheKey,
         src_cache: Cache,
-        src_blocks: Union[list[int], tuple[int, ...]] = (),
-        dst_blocks: Union[list[int], tuple[int, ...]] = (),
+        src_blocks: Union[list[int], tuple[int, ...], Any] = (),
+        dst_blocks: Union[list[int], tuple[int, ...], Any] = (),
         src_layer_range: Optional[range] = None,
         dst_layer_range: Optional[range] = None,
         tensor_num_per_layer: int = 2,
         timeout_ms: Optional[int] = None,
+        notify: Optional[bytes] = None,
     ) -> _core.Transfer:
         """Start ``push_blocks``: write local blocks into remote blocks (contract §7.15).
 
@@ -171,6 +175,8 @@ class AsyncCalls(EngineCaches["_core.DataDist"]):
             dst_layer_range: remote layers, as for ``push_cache``.
             tensor_num_per_layer: tensors of one layer (uint32, above 0), as for ``push_cache``.
             timeout_ms: time limit of the whole call in milliseconds, or ``None``.
+            notify: notification for the owner of the remote cache, at most 64 KiB (``LLMDataDist.notify``), delivered
+                when the bytes are in place, before the transfer succeeds.
 
         Returns:
             The call that was started.
@@ -182,7 +188,7 @@ class AsyncCalls(EngineCaches["_core.DataDist"]):
         """
         layers = (src_layer_range, dst_layer_range)
         return self._calls_async().push_blocks(
-            dst_cache_key, src_cache, src_blocks, dst_blocks, *layers, tensor_num_per_layer, timeout_ms
+            dst_cache_key, src_cache, src_blocks, dst_blocks, *layers, tensor_num_per_layer, notify, timeout_ms
         )
 
     @logged

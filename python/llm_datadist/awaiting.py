@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -53,7 +54,7 @@ class _Loop:
                 self._rest(loop)
 
     def _rest(self, loop: AbstractEventLoop) -> None:
-        if not self._awaited:
+        if not self._awaited and not loop.is_closed():
             loop.remove_reader(self._queue.fileno())
 
 
@@ -63,12 +64,23 @@ _lock = threading.Lock()
 
 def _of(loop: AbstractEventLoop) -> _Loop:
     with _lock:
-        if loop not in _loops:
-            # The futures of a loop that was closed while it awaited would keep it for ever.
-            for closed in [known for known in _loops if known.is_closed()]:
-                del _loops[closed]
-            _loops[loop] = _Loop()
-        return _loops[loop]
+        if loop in _loops:
+            return _loops[loop]
+        # The futures of a loop that was closed while it awaited would keep it for ever. They are dropped without the
+        # lock, because that may run code of coroutines.
+        closed = [_loops.pop(known, None) for known in list(_loops) if known.is_closed()]
+        made = _loops[loop] = _Loop()
+    del closed
+    return made
+
+
+def _after_fork() -> None:
+    global _lock  # noqa: PLW0603  (another thread may hold the lock of the parent for ever)
+    _lock = threading.Lock()
+    _loops.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 async def await_transfer(transfer: _core.Transfer) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Optional, Union
 
 from llm_datadist import _core, layerwise
-from llm_datadist.caches import PULL_KEYWORDS
+from llm_datadist.caches import NOTIFYING_PULL_KEYWORDS
 from llm_datadist.groups import GroupCalls
 from llm_datadist.log import logged, shown
 from llm_datadist.spelling import warn_of_misspelt
@@ -28,6 +28,11 @@ class CacheManager(GroupCalls):
     Any number of threads may use a manager. All calls are synchronous except ``transfer_cache_async``: when a call
     returns, the bytes are in place. "Remote-accessible mode" is the option ``llm.EnableRemoteCacheAccessible``.
     ``sync_kv_timeout`` is the time limit of a call in milliseconds (1000 by default).
+
+    Each list of blocks may be an array of shape ``(n,)``, which the original does not accept: a buffer
+    (``array.array``, a numpy array, a ``memoryview``) or a DLPack tensor in CPU memory, with native integers of 16, 32
+    or 64 bits and any strides. A negative number, and one above int64, raises ``LLM_PARAM_INVALID`` with its position.
+    ``range``, ``bytes``, and arrays of other types or shapes raise ``TypeError`` (contract §7.13, §7.15).
 
     Args:
         native: the engine.
@@ -56,7 +61,10 @@ class CacheManager(GroupCalls):
 
     @logged
     def allocate_cache(
-        self, cache_desc: CacheDesc, cache_keys: Union[tuple[CacheKey, ...], list[CacheKey]] = ()
+        self,
+        cache_desc: CacheDesc,
+        cache_keys: Union[tuple[CacheKey, ...], list[CacheKey]] = (),
+        contiguous: bool = False,
     ) -> Cache:
         """Allocate a continuous cache from the pool of its placement (contract §7.1).
 
@@ -67,6 +75,10 @@ class CacheManager(GroupCalls):
             cache_desc: tensors of shape ``[batch slots, ...]``, together fewer than 2^63 bytes.
             cache_keys: key *i* names batch slot *i*. A placeholder (``req_id = 2**64 - 1``) names nothing, trailing
                 slots may be left out, and of equal keys the last one counts.
+            contiguous: whether all tensors are one range of bytes, in order and without gaps, so that
+                ``Cache.buffer`` can return it. Only the first address is then page-aligned. It is always possible,
+                because the size of a tensor is a multiple of the size of an element. The original does not have this
+                argument.
 
         Returns:
             The cache: ``num_tensors`` page-aligned addresses. The contents are undefined.
@@ -75,9 +87,10 @@ class CacheManager(GroupCalls):
             TypeError: an argument has the wrong type.
             AttributeError: ``cache_desc`` is ``None``.
             LLMException: ``LLM_PARAM_INVALID``: no pool for the placement, an invalid shape, more keys than slots, or a
-                key that names a live cache; ``LLM_OUT_OF_MEMORY``: the pool is full. Nothing stays allocated.
+                key that names a live cache; ``LLM_OUT_OF_MEMORY``: the pool is full, or no free run of it is long
+                enough for a contiguous cache. Nothing stays allocated.
         """
-        handle = self._engine.allocate_cache(cache_desc, cache_keys)
+        handle = self._engine.allocate_cache(cache_desc, cache_keys, contiguous)
         return made_cache(handle, cache_desc, self)
 
     @logged
@@ -114,7 +127,9 @@ class CacheManager(GroupCalls):
         self._engine.remove_cache_key(cache_key)
 
     @logged
-    def allocate_blocks_cache(self, cache_desc: CacheDesc, blocks_cache_key: Optional[BlocksCacheKey] = None) -> Cache:
+    def allocate_blocks_cache(
+        self, cache_desc: CacheDesc, blocks_cache_key: Optional[BlocksCacheKey] = None, contiguous: bool = False
+    ) -> Cache:
         """Allocate a blocks cache from the pool of its placement (contract §7.3).
 
         ``with manager.allocate_blocks_cache(...) as cache:`` deallocates the cache at the end of the block.
@@ -122,6 +137,7 @@ class CacheManager(GroupCalls):
         Args:
             cache_desc: tensors of shape ``[blocks, ...]``.
             blocks_cache_key: key of the whole cache, one for each model. Its cluster id is ignored.
+            contiguous: as for ``allocate_cache``.
 
         Returns:
             The cache: ``num_tensors`` page-aligned addresses. The contents are undefined.
@@ -130,9 +146,9 @@ class CacheManager(GroupCalls):
             TypeError: an argument has the wrong type.
             AttributeError: ``cache_desc`` is ``None``.
             LLMException: ``LLM_PARAM_INVALID``: no pool for the placement, an invalid shape, or a key whose model has a
-                blocks cache already; ``LLM_OUT_OF_MEMORY``: the pool is full. Nothing stays allocated.
+                blocks cache already; ``LLM_OUT_OF_MEMORY``: as for ``allocate_cache``. Nothing stays allocated.
         """
-        handle = self._engine.allocate_blocks_cache(cache_desc, blocks_cache_key)
+        handle = self._engine.allocate_blocks_cache(cache_desc, blocks_cache_key, contiguous)
         return made_cache(handle, cache_desc, self, blocks=True)
 
     @logged
@@ -332,7 +348,9 @@ class CacheManager(GroupCalls):
             size: bytes of each tensor, from the start of the slot, or -1 for the size of the local slot (int64).
             **kwargs: ``src_layer_range`` and ``dst_layer_range``, the remote and local layers as a ``range``; ``None``
                 or an empty range means all. ``tensor_num_per_layer``, tensors of one layer (uint32, above 0, 2 by
-                default). Others are ignored, with a WARNING if a name looks misspelt.
+                default). ``notify``, a notification for the owner, ``bytes`` of at most 64 KiB
+                (``LLMDataDist.notify``), delivered when the bytes are in place and the key is released, before the call
+                returns; the original does not have it. Others are ignored, with a WARNING if a name looks misspelt.
 
         Raises:
             TypeError: an argument has the wrong type.
@@ -345,7 +363,7 @@ class CacheManager(GroupCalls):
                 attribute ``arrived`` lists the rows that were written.
         """
         if kwargs:
-            warn_of_misspelt("keyword argument of pull_cache", kwargs, PULL_KEYWORDS, once=True)
+            warn_of_misspelt("keyword argument of pull_cache", kwargs, NOTIFYING_PULL_KEYWORDS, once=True)
         self._engine.pull_cache(cache_key, cache, batch_index, size, kwargs)
 
     @logged
@@ -353,8 +371,8 @@ class CacheManager(GroupCalls):
         self,
         src_cache_key: Union[CacheKey, CacheKeyByIdAndIndex, BlocksCacheKey],
         dst_cache: Cache,
-        src_blocks: Union[list[int], tuple[int, ...]] = (),
-        dst_blocks: Union[list[int], tuple[int, ...]] = (),
+        src_blocks: Union[list[int], tuple[int, ...], Any] = (),
+        dst_blocks: Union[list[int], tuple[int, ...], Any] = (),
         **kwargs: Any,
     ) -> None:
         """Read blocks of a linked cluster, or a slot that is split into blocks, into local blocks (contract §7.13).
@@ -377,7 +395,7 @@ class CacheManager(GroupCalls):
                 different lengths, an index outside a cache, different block sizes, or more blocks than the slot fills.
         """
         if kwargs:
-            warn_of_misspelt("keyword argument of pull_blocks", kwargs, PULL_KEYWORDS, once=True)
+            warn_of_misspelt("keyword argument of pull_blocks", kwargs, NOTIFYING_PULL_KEYWORDS, once=True)
         self._engine.pull_blocks(src_cache_key, dst_cache, src_blocks, dst_blocks, kwargs)
 
     @logged
@@ -390,6 +408,7 @@ class CacheManager(GroupCalls):
         dst_layer_range: Optional[range] = None,
         size: int = -1,
         tensor_num_per_layer: int = 2,
+        notify: Optional[bytes] = None,
     ) -> None:
         """Write a local batch slot into a slot of a linked cluster (contract §7.14), in remote-accessible mode.
 
@@ -405,6 +424,9 @@ class CacheManager(GroupCalls):
             size: must be -1, which means the whole local slot (int64).
             tensor_num_per_layer: tensors of one layer (uint32, above 0). A cache with fewer tensors has no layer:
                 without ranges nothing is sent, and that is not an error. Use 1 for a cache of one tensor.
+            notify: notification for the owner of the remote cache, at most 64 KiB (``LLMDataDist.notify``), delivered
+                when the bytes are in place, before the call returns; ``None`` for none. The original does not have this
+                argument.
 
         Raises:
             TypeError: an argument has the wrong type; a key or a cache that is ``None`` too.
@@ -415,20 +437,20 @@ class CacheManager(GroupCalls):
                 no link, or it broke; ``LLM_TIMEOUT``: ``sync_kv_timeout`` passed. The attribute ``arrived`` lists the
                 rows that were written.
         """
-        self._engine.push_cache(
-            dst_cache_key, src_cache, src_batch_index, src_layer_range, dst_layer_range, size, tensor_num_per_layer
-        )
+        layers = (src_layer_range, dst_layer_range)
+        self._engine.push_cache(dst_cache_key, src_cache, src_batch_index, *layers, size, tensor_num_per_layer, notify)
 
     @logged
     def push_blocks(
         self,
         dst_cache_key: BlocksCacheKey,
         src_cache: Cache,
-        src_blocks: Union[list[int], tuple[int, ...]] = (),
-        dst_blocks: Union[list[int], tuple[int, ...]] = (),
+        src_blocks: Union[list[int], tuple[int, ...], Any] = (),
+        dst_blocks: Union[list[int], tuple[int, ...], Any] = (),
         src_layer_range: Optional[range] = None,
         dst_layer_range: Optional[range] = None,
         tensor_num_per_layer: int = 2,
+        notify: Optional[bytes] = None,
     ) -> None:
         """Write local blocks into blocks of a linked cluster (contract §7.15), in remote-accessible mode.
 
@@ -440,6 +462,7 @@ class CacheManager(GroupCalls):
             src_layer_range: as for ``push_cache``.
             dst_layer_range: as for ``push_cache``.
             tensor_num_per_layer: as for ``push_cache``.
+            notify: as for ``push_cache``.
 
         Raises:
             TypeError: an argument has the wrong type.
@@ -448,8 +471,9 @@ class CacheManager(GroupCalls):
             LLMException: as for ``push_cache``; ``LLM_PARAM_INVALID`` also for a continuous cache, lists of
                 different lengths, an index outside a cache, or different block sizes.
         """
+        layers = (src_layer_range, dst_layer_range)
         self._engine.push_blocks(
-            dst_cache_key, src_cache, src_blocks, dst_blocks, src_layer_range, dst_layer_range, tensor_num_per_layer
+            dst_cache_key, src_cache, src_blocks, dst_blocks, *layers, tensor_num_per_layer, notify
         )
 
     @logged
@@ -463,8 +487,8 @@ class CacheManager(GroupCalls):
             list[TransferWithCacheKeyConfig],
             tuple[TransferWithCacheKeyConfig, ...],
         ],
-        src_block_indices: Optional[Union[list[int], tuple[int, ...]]] = None,
-        dst_block_indices: Optional[Union[list[int], tuple[int, ...]]] = None,
+        src_block_indices: Optional[Union[list[int], tuple[int, ...], Any]] = None,
+        dst_block_indices: Optional[Union[list[int], tuple[int, ...], Any]] = None,
         dst_block_memory_size: Optional[int] = None,
     ) -> CacheTask:
         """Send the layers of a cache, each as soon as it is ready (contract §7.16, §8).

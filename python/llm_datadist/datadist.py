@@ -13,6 +13,7 @@ from llm_datadist.cache_manager import CacheManager
 from llm_datadist.caches import release_on_exit
 from llm_datadist.cluster_info import LLMRole
 from llm_datadist.engine_config import ClusterConfig, EngineConfig, listens_at
+from llm_datadist.engine_events import EngineEvents
 from llm_datadist.init_options import (
     BACKEND,
     CACHE_MANAGER,
@@ -48,7 +49,7 @@ _NOT_OPEN = "this LLMDataDist is not initialized; call init first"
 _MOST_CLUSTERS = 16
 
 
-class LLMDataDist:
+class LLMDataDist(EngineEvents):
     """An engine for KV caches (contract §6). At most one instance of a process is initialized at a time.
 
     An instance is a context manager. ``with LLMDataDist(role, cluster_id) as dist:`` calls ``finalize`` at the end
@@ -471,62 +472,6 @@ class LLMDataDist:
             RuntimeError: not initialized.
         """
         return self._check_initialized().stats()
-
-    def poll(self, max_events: int = 1024) -> list[_core.Completed]:
-        """Return the events that nobody has taken yet, in the order in which they happened, and remove them.
-
-        The call never waits. Any thread may call it; each event goes to one caller. An outcome that
-        ``Transfer.result``, ``Transfer.exception`` or ``await`` has taken is no event any more. The original does not
-        have this method.
-
-        Args:
-            max_events: maximum number of events (uint32).
-
-        Returns:
-            Objects of the classes of ``llm_datadist.events``; empty if nothing has happened.
-
-        Raises:
-            RuntimeError: not initialized.
-            TypeError: ``max_events`` is not an ``int``.
-            ValueError: ``max_events`` is outside uint32.
-            LLMException: ``LLM_PARAM_INVALID``: the engine is in KvCacheManager mode; ``LLM_OUT_OF_MEMORY``: no memory
-                for the list, and the events stay; ``LLM_FAILED``: a forked child (contract §16).
-        """
-        return self._asynchronous("poll").poll(max_events)
-
-    def fileno(self) -> int:
-        """Return a file descriptor that is readable while ``poll`` has something to return.
-
-        It is close-on-exec, belongs to the engine, and is the same until ``finalize``, which closes it. Do not read,
-        write or close it. ``select`` and ``selectors`` also accept the ``LLMDataDist`` itself. The original does not
-        have this method.
-
-        Raises:
-            RuntimeError: not initialized.
-            LLMException: ``LLM_PARAM_INVALID``: the engine is in KvCacheManager mode; ``LLM_FAILED``: no descriptor is
-                left, or a forked child (contract §16).
-        """
-        return self._asynchronous("fileno").fileno()
-
-    def drain(self, timeout_ms: Optional[int] = None) -> bool:
-        """Wait until no asynchronous call runs. Ctrl-C interrupts the wait. The original does not have this method.
-
-        It takes no outcome: the events of the calls stay in the queue of ``poll``.
-
-        Args:
-            timeout_ms: time limit in milliseconds (uint32); 0 does not wait, and ``None`` waits without limit.
-
-        Returns:
-            Whether no asynchronous call runs. ``False`` if ``timeout_ms`` passed first.
-
-        Raises:
-            RuntimeError: not initialized.
-            TypeError: ``timeout_ms`` is not an ``int`` or ``None``.
-            ValueError: ``timeout_ms`` is outside uint32.
-            LLMException: ``LLM_PARAM_INVALID``: the engine is in KvCacheManager mode; ``LLM_FAILED``: a forked child
-                (contract §16).
-        """
-        return self._asynchronous("drain").drain(timeout_ms)
 
     def _asynchronous(self, call: str) -> _core.AsyncCalls:
         self._check_initialized()

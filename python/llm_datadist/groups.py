@@ -1,18 +1,19 @@
 """Groups of pulls or pushes: one call for several caches, which succeeds or fails as a whole.
 
-Hybrid models keep the state of one request in several caches (full attention, sliding window, state space). A group moves
-all of them with one time limit and one outcome. The original does not have these calls.
+Hybrid models keep the state of one request in several caches (full attention, sliding window, state space). A group
+moves all of them with one time limit and one outcome. The original does not have these calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Optional, Union
 
 from llm_datadist.async_calls import AsyncCalls
 from llm_datadist.log import logged
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from llm_datadist import _core
     from llm_datadist.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex
 
@@ -27,28 +28,34 @@ class GroupCalls(AsyncCalls):
     """The base of ``CacheManager`` with its group calls."""
 
     @logged
-    def pull_group_async(self, parts: Sequence[PullPart], timeout_ms: Optional[int] = None) -> _core.Transfer:
+    def pull_group_async(
+        self, parts: Sequence[PullPart], timeout_ms: Optional[int] = None, notify: Optional[bytes] = None
+    ) -> _core.Transfer:
         """Start a pull of several caches.
 
-        The transfer succeeds only if the bytes of every part are in place. Keys are released after that. After a failure,
-        all destination blocks are undefined and no key is released, unless the failure is that of a release: then the keys
-        of earlier parts may be released. The error of the transfer names the part, counted from 0.
+        The transfer succeeds only if the bytes of every part are in place. Keys are released after that. After a
+        failure, all destination blocks are undefined and no key is released, unless the failure is that of a release:
+        then the keys of earlier parts may be released. The error of the transfer names the part, counted from 0.
 
         Args:
             parts: list or tuple of at least one ``(key, cache, src_blocks, dst_blocks)``. Each obeys the rules of
-                ``pull_blocks`` (contract §7.13), and moves all tensors. Parts may name several clusters, and a cache may
-                occur in several parts.
+                ``pull_blocks`` (contract §7.13), and moves all tensors. Parts may name several clusters, and a cache
+                may occur in several parts.
             timeout_ms: time limit of the whole group in milliseconds (uint32, above 0; ``sync_kv_timeout`` by default).
+            notify: notification for the peer, at most 64 KiB, delivered when all parts are in place and all keys are
+                released. All parts must name one cluster then.
 
         Raises:
             TypeError: ``parts`` is no list or tuple, or a part is no tuple.
-            TypeError, ValueError, AttributeError, LLMException: as for ``pull_blocks_async``. Python 3.11 and later note
-                the part in the exception.
+            TypeError, ValueError, AttributeError, LLMException: as for ``pull_blocks_async``. Python 3.11 and later
+                note the part in the exception.
         """
-        return self._calls_async().pull_group(parts, timeout_ms)
+        return self._calls_async().pull_group(parts, notify, timeout_ms)
 
     @logged
-    def push_group_async(self, parts: Sequence[PushPart], timeout_ms: Optional[int] = None) -> _core.Transfer:
+    def push_group_async(
+        self, parts: Sequence[PushPart], timeout_ms: Optional[int] = None, notify: Optional[bytes] = None
+    ) -> _core.Transfer:
         """Start a push of several caches.
 
         The transfer succeeds only if the bytes of every part are in place at their owners. After a failure, all
@@ -58,46 +65,56 @@ class GroupCalls(AsyncCalls):
             parts: list or tuple of at least one ``(key, cache, src_blocks, dst_blocks)``. Each obeys the rules of
                 ``push_blocks`` (contract §7.15), and moves all tensors.
             timeout_ms: time limit of the whole group in milliseconds (uint32, above 0; ``sync_kv_timeout`` by default).
+            notify: notification for the peer, at most 64 KiB, delivered when all parts are in place and all keys are
+                released. All parts must name one cluster then.
 
         Raises:
             TypeError: ``parts`` is no list or tuple, or a part is no tuple.
-            TypeError, ValueError, AttributeError, LLMException: as for ``push_blocks_async``. Python 3.11 and later note
-                the part in the exception.
+            TypeError, ValueError, AttributeError, LLMException: as for ``push_blocks_async``. Python 3.11 and later
+                note the part in the exception.
         """
-        return self._calls_async().push_group(parts, timeout_ms)
+        return self._calls_async().push_group(parts, notify, timeout_ms)
 
     @logged
-    def pull_group(self, parts: Sequence[PullPart], timeout_ms: Optional[int] = None) -> None:
+    def pull_group(
+        self, parts: Sequence[PullPart], timeout_ms: Optional[int] = None, notify: Optional[bytes] = None
+    ) -> None:
         """Pull several caches, and wait for the outcome. Ctrl-C cancels the group.
 
         Args:
             parts: as for ``pull_group_async``.
             timeout_ms: as for ``pull_group_async``.
+            notify: as for ``pull_group_async``.
 
         Raises:
             TypeError, ValueError, AttributeError: as for ``pull_group_async``.
             LLMException: as for ``pull_group_async``, or the outcome of the transfer.
         """
-        _finish(self._calls_async().pull_group(parts, timeout_ms))
+        _finish(self._calls_async().pull_group(parts, notify, timeout_ms))
 
     @logged
-    def push_group(self, parts: Sequence[PushPart], timeout_ms: Optional[int] = None) -> None:
+    def push_group(
+        self, parts: Sequence[PushPart], timeout_ms: Optional[int] = None, notify: Optional[bytes] = None
+    ) -> None:
         """Push several caches, and wait for the outcome. Ctrl-C cancels the group.
 
         Args:
             parts: as for ``push_group_async``.
             timeout_ms: as for ``push_group_async``.
+            notify: as for ``push_group_async``.
 
         Raises:
             TypeError, ValueError, AttributeError: as for ``push_group_async``.
             LLMException: as for ``push_group_async``, or the outcome of the transfer.
         """
-        _finish(self._calls_async().push_group(parts, timeout_ms))
+        _finish(self._calls_async().push_group(parts, notify, timeout_ms))
 
 
 def _finish(transfer: Any) -> None:
     try:
         transfer.result()
     except BaseException:
-        transfer.cancel()  # without effect, unless a signal handler has raised
+        if not transfer.done():  # a signal handler has raised
+            transfer.cancel()
+            transfer.exception()
         raise

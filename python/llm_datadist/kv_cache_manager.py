@@ -326,8 +326,8 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
         self,
         prompt_cache_key: BlocksCacheKey,
         decoder_kv_cache: KvCache,
-        prompt_blocks: list[int],
-        decoder_blocks: list[int],
+        prompt_blocks: Union[list[int], Any],
+        decoder_blocks: Union[list[int], Any],
         **kwargs: Any,
     ) -> None:
         """Read blocks of a linked prompt cluster into local blocks (contract §9.1, §7.13).
@@ -337,7 +337,8 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
         Args:
             prompt_cache_key: the remote blocks cache.
             decoder_kv_cache: blocks cache that is written.
-            prompt_blocks: remote blocks that are read, at least one.
+            prompt_blocks: remote blocks that are read, at least one. Each list of blocks may be an array, as for
+                ``CacheManager``, but not a tuple.
             decoder_blocks: local block for each entry of ``prompt_blocks``.
             **kwargs: ``src_layer_range``, ``dst_layer_range`` and ``tensor_num_per_layer`` as for ``pull_cache``.
 
@@ -445,8 +446,8 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
         src_cache: KvCache,
         layer_synchronizer: LayerSynchronizer,
         transfer_configs: Union[list[TransferConfig], tuple[TransferConfig, ...]],
-        src_block_indices: Optional[Union[list[int], tuple[int, ...]]] = None,
-        dst_block_indices: Optional[Union[list[int], tuple[int, ...]]] = None,
+        src_block_indices: Optional[Union[list[int], tuple[int, ...], Any]] = None,
+        dst_block_indices: Optional[Union[list[int], tuple[int, ...], Any]] = None,
         dst_block_memory_size: Optional[int] = None,
     ) -> CacheTask:
         """Send the layers of a cache, each as soon as it is ready (contract §8, §9.1).

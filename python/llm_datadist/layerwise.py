@@ -370,8 +370,8 @@ def start(
     src_cache: Union[Cache, KvCache],
     layer_synchronizer: LayerSynchronizer,
     transfer_configs: Union[list[Any], tuple[Any, ...]],
-    src_block_indices: Optional[Union[list[int], tuple[int, ...]]],
-    dst_block_indices: Optional[Union[list[int], tuple[int, ...]]],
+    src_block_indices: Optional[Union[list[int], tuple[int, ...], Any]],
+    dst_block_indices: Optional[Union[list[int], tuple[int, ...], Any]],
     dst_block_memory_size: Optional[int],
 ) -> CacheTask:
     """Start a transfer and the thread that calls its synchronizer."""

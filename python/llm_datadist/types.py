@@ -15,7 +15,7 @@ from llm_datadist._core import check_layer_range
 from llm_datadist.arguments import refuse_none
 from llm_datadist.caches import CacheHandle
 from llm_datadist.data_type import DataType
-from llm_datadist.status import NamedIntEnum, raise_if_false
+from llm_datadist.status import LLMException, LLMStatusCode, NamedIntEnum, raise_if_false
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -497,6 +497,32 @@ class Cache(CacheHandle):
         cache = cls(-1, cache_desc, list(addrs), None, is_registered=False, is_blocks_cache=True)
         cache._handle = handle
         return cache
+
+    def buffer(self) -> _core.CacheBuffer:
+        """Return one flat view of all bytes of the cache, without a copy (contract §4.3).
+
+        A server can make its single big tensor from it: ``torch.from_dlpack(cache.buffer())`` is a ``uint8`` tensor of
+        shape ``(num_tensors * cache_desc.size,)``, in which tensor *i* starts at byte ``i * cache_desc.size``. The view
+        also has the buffer protocol, for ``memoryview`` and ``numpy.frombuffer``. It is writable.
+
+        Pool memory stays mapped as long as the view, or an array made from it, exists, as for
+        ``CacheManager.tensor_views``. The original does not have this method.
+
+        Returns:
+            The view. The cache was allocated with ``contiguous=True``, or has one tensor.
+
+        Raises:
+            LLMException: ``LLM_PARAM_INVALID``: the cache is not contiguous, or memory of the caller is not mapped
+                readable and writable; ``LLM_KV_CACHE_NOT_EXIST``: the cache was released; ``LLM_FEATURE_NOT_ENABLED``:
+                the CPU cannot address the memory; ``LLM_ENGINE_FINALIZED``: the engine was finalized.
+        """
+        if isinstance(self._handle, _core.LooseCache):
+            return _core.CacheBuffer(self._handle.views()[0])
+        if self._cache_manager is None:
+            text = f"{self} belongs to no engine, so it has no buffer"
+            raise LLMException(text, status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+        # Without the log lines of the public method.
+        return _core.CacheBuffer(self._cache_manager._engine.tensor_views(self)[0])  # noqa: SLF001
 
     @property
     def tensor_addrs(self) -> Sequence[int]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llm_datadist import CacheDesc, DataType, KvCache, LLMClusterInfo, LLMDataDist, LLMRole, LLMStatusCode, Placement
+from llm_datadist.events import Notification
 
 from .process import Process, _over
 from .sockets import split
@@ -107,6 +108,14 @@ class End(Process):
 
     def stats(self) -> Any:
         return self.dist.stats()
+
+    def notify(self, cluster: int, payload: bytes) -> None:
+        self.dist.notify(cluster, payload)
+
+    def polled(self) -> list[tuple[int, bytes]]:
+        """`poll`. Returns the cluster and the payload of each notification, and drops other events."""
+        events = self.dist.poll(10_000)
+        return [(event.cluster_id, event.payload) for event in events if isinstance(event, Notification)]
 
     def links(self) -> list[Any]:
         return self.dist.stats()["links"]

@@ -8,21 +8,22 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{DataDist as CoreDataDist, Event, Result, Transfer};
+use llm_datadist_core::{CallOptions, DataDist as CoreDataDist, Result, Transfer};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::arguments::IntArg;
 use crate::blocks::BlocksArg;
+use crate::copy_arguments;
 use crate::datadist::DataDist;
 use crate::engine::Engine;
 use crate::error::{self, raise};
 use crate::groups::PartsArg;
 use crate::keys::KeyArg;
 use crate::local_cache::CacheArg;
+use crate::notify::NotifyArg;
 use crate::pull_push_arguments::{self, LayersArg};
 use crate::transfer::TransferHandle;
-use crate::{copy_arguments, log};
 
 /// Calls with more blocks detach from the interpreter while they start.
 const MANY_BLOCKS: usize = 4096;
@@ -51,10 +52,10 @@ impl AsyncMethods {
         options: &Bound<'_, PyDict>,
     ) -> PyResult<Py<TransferHandle>> {
         let (slot, engine) = ((batch_index, size), self.engine());
-        let pull = pull_push_arguments::pull_cache(engine, (cache_key, cache), slot, options)?;
-        let limit = limit(timeout_ms)?;
+        let mut pull = pull_push_arguments::pull_cache(engine, (cache_key, cache), slot, options)?;
+        let call = CallOptions { limit: limit(timeout_ms)?, notify: pull.notify.take() };
         self.start(options.py(), 1, |engine| {
-            engine.pull_async(pull.from, &pull.to, pull.rows, pull.layers, limit)
+            engine.pull_async(pull.from, &pull.to, pull.rows, pull.layers, call)
         })
     }
 
@@ -69,10 +70,11 @@ impl AsyncMethods {
         options: &Bound<'_, PyDict>,
     ) -> PyResult<Py<TransferHandle>> {
         let (blocks, engine) = ((src_blocks, dst_blocks), self.engine());
-        let pull = pull_push_arguments::pull_blocks(engine, (src_cache_key, dst_cache), blocks, options)?;
-        let (limit, count) = (limit(timeout_ms)?, pull.rows.num_blocks());
+        let mut pull = pull_push_arguments::pull_blocks(engine, (src_cache_key, dst_cache), blocks, options)?;
+        let call = CallOptions { limit: limit(timeout_ms)?, notify: pull.notify.take() };
+        let count = pull.rows.num_blocks();
         self.start(options.py(), count, |engine| {
-            engine.pull_async(pull.from, &pull.to, pull.rows, pull.layers, limit)
+            engine.pull_async(pull.from, &pull.to, pull.rows, pull.layers, call)
         })
     }
 
@@ -86,14 +88,15 @@ impl AsyncMethods {
         dst_layer_range: LayersArg<'_, '_>,
         size: IntArg<'_, '_>,
         tensor_num_per_layer: IntArg<'_, '_>,
+        notify: NotifyArg<'_, '_>,
         timeout_ms: IntArg<'_, '_>,
     ) -> PyResult<Py<TransferHandle>> {
         let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
         let slot = (src_batch_index, size);
         let push = pull_push_arguments::push_cache(self.engine(), (dst_cache_key, src_cache), slot, layers)?;
-        let limit = limit(timeout_ms)?;
+        let call = CallOptions { limit: limit(timeout_ms)?, notify: notify.bytes("notify")? };
         let start =
-            |engine: &CoreDataDist| engine.push_async(&push.from, push.to, push.rows, push.layers, limit);
+            |engine: &CoreDataDist| engine.push_async(&push.from, push.to, push.rows, push.layers, call);
         self.start(src_cache.py(), 1, start)
     }
 
@@ -107,35 +110,39 @@ impl AsyncMethods {
         src_layer_range: LayersArg<'_, '_>,
         dst_layer_range: LayersArg<'_, '_>,
         tensor_num_per_layer: IntArg<'_, '_>,
+        notify: NotifyArg<'_, '_>,
         timeout_ms: IntArg<'_, '_>,
     ) -> PyResult<Py<TransferHandle>> {
         let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
         let (blocks, engine) = ((src_blocks, dst_blocks), self.engine());
         let push = pull_push_arguments::push_blocks(engine, (dst_cache_key, src_cache), blocks, layers)?;
-        let (limit, count) = (limit(timeout_ms)?, push.rows.num_blocks());
+        let call = CallOptions { limit: limit(timeout_ms)?, notify: notify.bytes("notify")? };
+        let count = push.rows.num_blocks();
         let start =
-            |engine: &CoreDataDist| engine.push_async(&push.from, push.to, push.rows, push.layers, limit);
+            |engine: &CoreDataDist| engine.push_async(&push.from, push.to, push.rows, push.layers, call);
         self.start(src_cache.py(), count, start)
     }
 
     fn pull_group(
         &self,
         parts: PartsArg<'_, '_>,
+        notify: NotifyArg<'_, '_>,
         timeout_ms: IntArg<'_, '_>,
     ) -> PyResult<Py<TransferHandle>> {
         let pulls = parts.pulls(self.engine())?;
-        let limit = limit(timeout_ms)?;
-        self.start(parts.py(), usize::MAX, |engine| engine.pull_group_async(pulls, limit))
+        let call = CallOptions { limit: limit(timeout_ms)?, notify: notify.bytes("notify")? };
+        self.start(parts.py(), usize::MAX, |engine| engine.pull_group_async(pulls, call))
     }
 
     fn push_group(
         &self,
         parts: PartsArg<'_, '_>,
+        notify: NotifyArg<'_, '_>,
         timeout_ms: IntArg<'_, '_>,
     ) -> PyResult<Py<TransferHandle>> {
         let pushes = parts.pushes(self.engine())?;
-        let limit = limit(timeout_ms)?;
-        self.start(parts.py(), usize::MAX, |engine| engine.push_group_async(pushes, limit))
+        let call = CallOptions { limit: limit(timeout_ms)?, notify: notify.bytes("notify")? };
+        self.start(parts.py(), usize::MAX, |engine| engine.push_group_async(pushes, call))
     }
 
     #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
@@ -191,12 +198,9 @@ impl AsyncMethods {
         let most = usize::try_from(most).unwrap_or(usize::MAX);
         let (queue, events) =
             self.engine().attached(py, |engine| Ok((engine.events().clone(), engine.poll(most)?)))?;
-        let made = self.native.get().transfers().events(py, &events);
+        let made = self.native.get().transfers().events(py, &events, self.engine().codes());
         if made.is_err() {
             queue.put_back(events.into_iter());
-        } else if events.iter().any(failed) {
-            // Log lines explain failures.
-            log::drain(py)?;
         }
         made
     }
@@ -227,16 +231,12 @@ impl AsyncMethods {
         let engine = self.engine();
         let started = if blocks > MANY_BLOCKS { engine.enter(py, call) } else { engine.attached(py, call) };
         let transfer = started?;
-        let handle = self.native.get().transfers().add(py, transfer.clone(), engine.codes());
+        let handle = self.native.get().transfers().of(py, &transfer, engine.codes());
         if handle.is_err() {
             transfer.cancel();
         }
         handle
     }
-}
-
-fn failed(event: &Event) -> bool {
-    matches!(event, Event::Completed(transfer) if transfer.peek().is_some_and(|outcome| outcome.is_err()))
 }
 
 /// Returns the time limit of a call in milliseconds; `None` for `sync_kv_timeout`.

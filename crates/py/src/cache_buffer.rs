@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use llm_datadist_core::{Cache, Result};
 use pyo3::prelude::*;
-use pyo3::types::PyType;
+use pyo3::types::{PyMemoryView, PyType};
 
 use crate::cache::{TensorView, cpu_only};
 use crate::engine::ProcessOwned;
@@ -57,6 +57,13 @@ impl FlatView {
 
     fn numpy<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         slf.py().import("numpy")?.call_method1("asarray", (slf,))
+    }
+
+    /// Python 3.12 and later have this method for every class with the buffer protocol.
+    #[pyo3(signature = (flags, /))]
+    #[expect(unused_variables, reason = "the memoryview asks for everything")]
+    fn __buffer__<'py>(slf: &Bound<'py, Self>, flags: i32) -> PyResult<Bound<'py, PyMemoryView>> {
+        PyMemoryView::from(slf)
     }
 
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]

@@ -15,10 +15,12 @@ use crate::cache::{ManagedCache, TensorView};
 use crate::convert;
 use crate::engine::Engine;
 use crate::error::{self, raise};
+use crate::events::PeerHandle;
 use crate::keys::{KeyArg, KeysArg};
 use crate::layerwise_arguments::{self, CheckedArguments, ConfigsArg, RawArguments, SynchronizerArg};
 use crate::links::{self, ClustersArg, Membership, RanksArg, by_rank};
 use crate::local_cache::CacheArg;
+use crate::notify::NotifyArg;
 use crate::pull_push_arguments::{self, LayersArg};
 use crate::task::TransferTask;
 use crate::transfer::Handles;
@@ -167,7 +169,7 @@ impl DataDist {
     ) -> PyResult<()> {
         let pull =
             pull_push_arguments::pull_cache(&self.engine, (cache_key, cache), (batch_index, size), options)?;
-        self.engine.pull(options.py(), &pull)
+        self.engine.pull(options.py(), pull)
     }
 
     fn pull_blocks(
@@ -181,7 +183,7 @@ impl DataDist {
         let blocks = (src_blocks, dst_blocks);
         let pull =
             pull_push_arguments::pull_blocks(&self.engine, (src_cache_key, dst_cache), blocks, options)?;
-        self.engine.pull(options.py(), &pull)
+        self.engine.pull(options.py(), pull)
     }
 
     #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
@@ -194,11 +196,12 @@ impl DataDist {
         dst_layer_range: LayersArg<'_, '_>,
         size: IntArg<'_, '_>,
         tensor_num_per_layer: IntArg<'_, '_>,
+        notify: NotifyArg<'_, '_>,
     ) -> PyResult<()> {
         let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
         let slot = (src_batch_index, size);
         let push = pull_push_arguments::push_cache(&self.engine, (dst_cache_key, src_cache), slot, layers)?;
-        self.engine.push(src_cache.py(), &push)
+        self.engine.push(src_cache.py(), &push, notify)
     }
 
     #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
@@ -211,12 +214,13 @@ impl DataDist {
         src_layer_range: LayersArg<'_, '_>,
         dst_layer_range: LayersArg<'_, '_>,
         tensor_num_per_layer: IntArg<'_, '_>,
+        notify: NotifyArg<'_, '_>,
     ) -> PyResult<()> {
         let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
         let blocks = (src_blocks, dst_blocks);
         let push =
             pull_push_arguments::push_blocks(&self.engine, (dst_cache_key, src_cache), blocks, layers)?;
-        self.engine.push(src_cache.py(), &push)
+        self.engine.push(src_cache.py(), &push, notify)
     }
 
     fn transfer_cache_async(
@@ -234,6 +238,17 @@ impl DataDist {
             layerwise_arguments::transfer(&self.engine, &given)?;
         let start = |engine: &llm_datadist_core::DataDist| engine.transfer_async(&from, &args, to, patience);
         self.engine.enter(src_cache.py(), start).map(|task| TransferTask::new(task, self.engine.codes()))
+    }
+
+    fn notify(&self, cluster_id: IntArg<'_, '_>, payload: NotifyArg<'_, '_>) -> PyResult<()> {
+        let cluster = ClusterId(cluster_id.int("cluster_id")?);
+        let message = payload.bytes("payload")?.ok_or_else(|| payload.missing("payload"))?;
+        self.engine.enter(payload.py(), |engine| engine.notify(cluster, message))
+    }
+
+    fn peers(&self, py: Python<'_>) -> PyResult<Vec<Py<PeerHandle>>> {
+        let peers = self.engine.enter(py, |engine| Ok(engine.peers()))?;
+        peers.iter().map(|peer| PeerHandle::of(py, peer)).collect()
     }
 
     fn sync_kv_timeout(&self, py: Python<'_>) -> PyResult<u32> {

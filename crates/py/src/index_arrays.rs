@@ -11,7 +11,7 @@ use pyo3::types::{PyBytes, PyMemoryView, PyString};
 
 use crate::convert::{self, Any, shown};
 use crate::error::raise;
-use crate::raw::{self, CapsuleTensor};
+use crate::raw::{self, TensorCopy};
 
 /// Which shape an array of a call has.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -77,14 +77,23 @@ pub(crate) fn on_other_device(given: &Any<'_>) -> bool {
 }
 
 fn read(name: &str, given: &Any<'_>, shape: IndexShape) -> PyResult<Option<IndexArray>> {
-    match PyMemoryView::from(given) {
-        Ok(view) => from_buffer(name, given, &view, shape).map(Some),
-        Err(error) if passes_on(given.py(), &error) => Err(error),
-        Err(error) if error.is_instance_of::<PyMemoryError>(given.py()) => {
-            Err(convert::short(given.py(), error, 0))
+    let py = given.py();
+    let view = match PyMemoryView::from(given) {
+        Ok(view) => view,
+        Err(error) if passes_on(py, &error) => return Err(error),
+        Err(error) if error.is_instance_of::<PyMemoryError>(py) => return Err(convert::short(py, error, 0)),
+        Err(_) => return from_dlpack(name, given, shape),
+    };
+    // Python copies items with gaps one by one, which takes several times as long as reading a tensor. What cannot be
+    // exported as a tensor is copied.
+    if !view.getattr(intern!(py, "c_contiguous"))?.is_truthy()? {
+        match from_dlpack(name, given, shape) {
+            Ok(Some(found)) => return Ok(Some(found)),
+            Err(error) if passes_on(py, &error) => return Err(error),
+            Ok(None) | Err(_) => {}
         }
-        Err(_) => from_dlpack(name, given, shape),
     }
+    from_buffer(name, given, &view, shape).map(Some)
 }
 
 fn from_buffer(
@@ -149,15 +158,14 @@ fn from_dlpack(name: &str, given: &Any<'_>, shape: IndexShape) -> PyResult<Optio
         }
     }
     let capsule = capsule(given).map_err(of_this)?;
-    let tensor = CapsuleTensor::of(&capsule);
-    let Some(tensor) = tensor else {
-        return Err(shape.refused(name, given, "no tensor of DLPack 1 or before"));
-    };
-    let dims = tensor.shape();
-    let found = if shape.fits(dims) { tensor.integers().map_err(|error| raise(py, &error))? } else { None };
-    let other =
-        || shape.refused(name, given, format_args!("a tensor of {} and shape {dims:?}", tensor.element()));
-    found.map(|(words, signed)| Some(IndexArray { words, signed })).ok_or_else(other)
+    let tensor = raw::copied_tensor(&capsule, |dims| shape.fits(dims)).map_err(|error| raise(py, &error))?;
+    match tensor {
+        None => Err(shape.refused(name, given, "an object without a tensor of DLPack 1 or before")),
+        Some(TensorCopy { integers: Some((words, signed)), .. }) => Ok(Some(IndexArray { words, signed })),
+        Some(TensorCopy { shape: dims, element, .. }) => {
+            Err(shape.refused(name, given, format_args!("a tensor of {element} and shape {dims:?}")))
+        }
+    }
 }
 
 /// Returns the device of a `DLPack` tensor; `None` for any other object.
@@ -200,11 +208,14 @@ impl IndexShape {
     #[cold]
     fn refused(self, name: &str, given: &Any<'_>, found: impl std::fmt::Display) -> PyErr {
         let allowed = match self {
-            IndexShape::Flat => "native integers of 16, 32 or 64 bits in CPU memory and of shape (n,)",
-            IndexShape::Pairs => "native integers of 16, 32 or 64 bits in CPU memory and of shape (n, 2)",
+            IndexShape::Flat => "(n,)",
+            IndexShape::Pairs => "(n, 2)",
         };
-        let class = shown(&given.get_type());
-        PyTypeError::new_err(format!("{name} only support {allowed} as an array, but the {class} is {found}"))
+        PyTypeError::new_err(format!(
+            "{name} only support arrays of native 16-, 32- or 64-bit integers in CPU memory with shape {allowed}, not {found}: \
+             the actual type is {}",
+            shown(&given.get_type())
+        ))
     }
 
     /// Creates the error for an object whose `DLPack` methods raised `error`.
@@ -218,7 +229,7 @@ impl IndexShape {
             return convert::short(py, error, 0);
         }
         let refused =
-            self.refused(name, given, format_args!("not exported as a tensor: {}", shown(error.value(py))));
+            self.refused(name, given, format_args!("what DLPack cannot export ({})", shown(error.value(py))));
         refused.set_cause(py, Some(error));
         refused
     }

@@ -83,7 +83,7 @@ impl KvCaches {
         options: &Bound<'_, PyDict>,
     ) -> PyResult<()> {
         let pull = pull_cache(self.engine(), (cache_key, kv_cache), (batch_index, size), options)?;
-        self.engine().pull(options.py(), &pull)
+        self.engine().pull(options.py(), pull)
     }
 
     fn pull_blocks(
@@ -96,7 +96,7 @@ impl KvCaches {
     ) -> PyResult<()> {
         let blocks = (prompt_blocks, decoder_blocks);
         let pull = pull_blocks(self.engine(), (prompt_cache_key, decoder_kv_cache), blocks, options)?;
-        self.engine().pull(options.py(), &pull)
+        self.engine().pull(options.py(), pull)
     }
 
     #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
@@ -189,7 +189,7 @@ fn pull_cache(
     let layers = given.layers(given.per_layer()?)?;
     let local = cache.slots("kv_cache")?;
     let rows = PullRows::Slot { local: row, remote_offset, local_offset, size };
-    Ok(Pull { from: key.name()?, to: local.end(engine)?, rows, layers })
+    Ok(Pull { from: key.name()?, to: local.end(engine)?, rows, layers, notify: None })
 }
 
 /// Checks the arguments of `pull_blocks` (contract §9.1).
@@ -212,7 +212,7 @@ fn pull_blocks(
     let given = PullLayers::of(options)?;
     let layers = given.layers(given.per_layer()?)?;
     let from = key.name()?;
-    Ok(Pull { from, to: cache.end(engine)?, rows: PullRows::Blocks { remote, local }, layers })
+    Ok(Pull { from, to: cache.end(engine)?, rows: PullRows::Blocks { remote, local }, layers, notify: None })
 }
 
 /// The argument called `name` must be a `KvCache` in memory of the device.

@@ -9,6 +9,7 @@ use crate::arguments::DescArg;
 use crate::cache::ManagedCache;
 use crate::engine::Engine;
 use crate::error::raise;
+use crate::notify::NotifyArg;
 use crate::pull_push_arguments::{Pull, Push};
 use crate::{log, raw};
 
@@ -30,8 +31,9 @@ impl Engine {
     }
 
     /// Pulls. If that fails, passes the engine's log lines to Python, because they report broken links.
-    pub(crate) fn pull(&self, py: Python<'_>, pull: &Pull) -> PyResult<()> {
-        let pulled = self.enter(py, |engine| engine.pull(pull.from, &pull.to, &pull.rows, pull.layers));
+    pub(crate) fn pull(&self, py: Python<'_>, pull: Pull) -> PyResult<()> {
+        let Pull { from, to, rows, layers, notify } = pull;
+        let pulled = self.enter(py, |engine| engine.pull_and_notify(from, &to, &rows, layers, notify));
         if pulled.is_err() {
             log::drain(py)?;
         }
@@ -39,8 +41,10 @@ impl Engine {
     }
 
     /// Pushes. If that fails, passes the engine's log lines to Python, because they report broken links.
-    pub(crate) fn push(&self, py: Python<'_>, push: &Push) -> PyResult<()> {
-        let pushed = self.enter(py, |engine| engine.push(&push.from, push.to, &push.rows, push.layers));
+    pub(crate) fn push(&self, py: Python<'_>, push: &Push, notify: NotifyArg<'_, '_>) -> PyResult<()> {
+        let notify = notify.bytes("notify")?;
+        let Push { from, to, rows, layers } = push;
+        let pushed = self.enter(py, |engine| engine.push_and_notify(from, *to, rows, *layers, notify));
         if pushed.is_err() {
             log::drain(py)?;
         }

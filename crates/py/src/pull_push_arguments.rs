@@ -15,6 +15,7 @@ use crate::engine::Engine;
 use crate::error::{invalid, raise};
 use crate::keys::{KeyArg, KeyClass};
 use crate::local_cache::CacheArg;
+use crate::notify;
 
 arguments! {
     /// A range of layers, or `None`.
@@ -31,6 +32,8 @@ pub(crate) struct Pull {
     pub(crate) rows: PullRows,
     /// The layers of both.
     pub(crate) layers: Layers,
+    /// The notification for the owner.
+    pub(crate) notify: Option<Vec<u8>>,
 }
 
 /// The checked arguments of a push.
@@ -74,8 +77,9 @@ pub(crate) fn pull_cache(
     let per_layer = given.per_layer()?;
     key.check_ids()?;
     let layers = given.layers(per_layer)?;
+    let notify = notify::of_options(options)?;
     let from = key.name()?;
-    Ok(Pull { from, to: local.end(engine)?, rows: PullRows::slot(row, size), layers })
+    Ok(Pull { from, to: local.end(engine)?, rows: PullRows::slot(row, size), layers, notify })
 }
 
 /// Checks the arguments of `pull_blocks` (contract §7.13).
@@ -102,7 +106,8 @@ pub(crate) fn pull_blocks(
         PullRows::SlotToBlocks { local }
     };
     let layers = given.layers(per_layer)?;
-    Ok(Pull { from: key.name()?, to: cache.end(engine)?, rows, layers })
+    let notify = notify::of_options(options)?;
+    Ok(Pull { from: key.name()?, to: cache.end(engine)?, rows, layers, notify })
 }
 
 /// Checks the arguments of `push_cache` (contract §7.14).

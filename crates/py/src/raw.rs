@@ -4,7 +4,7 @@ mod dlpack;
 mod exporter;
 mod items;
 
-pub(crate) use dlpack::{CachePart, CapsuleTensor, DL_CPU, Element, capsule, readable_device};
+pub(crate) use dlpack::{CachePart, DL_CPU, Element, TensorCopy, capsule, copied_tensor, readable_device};
 pub(crate) use exporter::{ExportsCache, exporting_class};
 pub(crate) use items::{dict_lists, dict_words, list_words, tuple_words};
 

@@ -11,9 +11,9 @@ use pyo3::exceptions::PyTimeoutError;
 use pyo3::prelude::*;
 
 use crate::arguments::IntArg;
-use crate::engine;
 use crate::error::{Codes, exception, raise};
 use crate::python_types::PythonTypes;
+use crate::{engine, events};
 
 /// A handle of an asynchronous call. Dropping it does not end the call.
 #[pyclass(frozen, name = "Transfer", module = "llm_datadist.events")]
@@ -34,17 +34,20 @@ impl Handles {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the handle of a call that has started.
-    pub(crate) fn add(
+    /// Returns the handle of a call: the one that exists, or a new one.
+    pub(crate) fn of(
         self: &Arc<Self>,
         py: Python<'_>,
-        transfer: Arc<Transfer>,
+        transfer: &Arc<Transfer>,
         codes: Codes,
     ) -> PyResult<Py<TransferHandle>> {
-        let number = transfer.number();
-        let new = TransferHandle { process: this_process(), transfer, codes, handles: Arc::downgrade(self) };
+        if let Some(handle) = self.lock().get(&transfer.number()) {
+            return Ok(handle.clone_ref(py));
+        }
+        let (process, handles) = (this_process(), Arc::downgrade(self));
+        let new = TransferHandle { process, transfer: transfer.clone(), codes, handles };
         let handle = Py::new(py, new)?;
-        self.lock().insert(number, handle.clone_ref(py));
+        self.lock().insert(transfer.number(), handle.clone_ref(py));
         Ok(handle)
     }
 
@@ -62,8 +65,13 @@ impl Handles {
     }
 
     /// Returns events as Python sees them. After a failure, the handles are all still there.
-    pub(crate) fn events(&self, py: Python<'_>, events: &[Event]) -> PyResult<Vec<Py<PyAny>>> {
-        let made = events.iter().map(|event| self.event(py, event)).collect::<PyResult<Vec<_>>>()?;
+    pub(crate) fn events(
+        self: &Arc<Self>,
+        py: Python<'_>,
+        events: &[Event],
+        codes: Codes,
+    ) -> PyResult<Vec<Py<PyAny>>> {
+        let made = events.iter().map(|event| self.event(py, event, codes)).collect::<PyResult<Vec<_>>>()?;
         for event in events {
             if let Event::Completed(transfer) = event {
                 self.remove(transfer.number());
@@ -72,14 +80,17 @@ impl Handles {
         Ok(made)
     }
 
-    fn event(&self, py: Python<'_>, event: &Event) -> PyResult<Py<PyAny>> {
-        if let Event::Completed(transfer) = event
-            && let Some(transfer) = self.lock().get(&transfer.number()).map(|handle| handle.clone_ref(py))
-        {
-            return Ok(Py::new(py, Completed { transfer })?.into_any());
+    fn event(self: &Arc<Self>, py: Python<'_>, event: &Event, codes: Codes) -> PyResult<Py<PyAny>> {
+        match event {
+            Event::Completed(transfer) => {
+                let transfer = self.of(py, transfer, codes)?;
+                Ok(Py::new(py, Completed { transfer })?.into_any())
+            }
+            Event::Notification(message) => events::notification(py, message),
+            Event::LinkUp(peer) => events::link_up(py, peer),
+            Event::LinkDown(end) => events::link_down(py, end),
+            _ => Err(raise(py, &Error::new(ErrorKind::System, "an event that this binding does not know"))),
         }
-        let text = format!("an event that this binding does not know: {event:?}");
-        Err(raise(py, &Error::new(ErrorKind::System, text)))
     }
 }
 

@@ -150,7 +150,7 @@ impl DataDist {
         self.calls.close();
     }
 
-    fn start_copy(
+    pub(super) fn start_copy(
         &self,
         op: Op,
         (src, dst): (Arc<Cache>, Arc<Cache>),

@@ -6,18 +6,16 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::asynchronous::CallOptions;
 use super::links::{each, link_failed};
 use super::{DataDist, End, RemoteName};
-use crate::cache::{Cache, CallRows};
 use crate::config::Role;
 use crate::copy::Staging;
 use crate::error::Result;
 use crate::events::Transfer;
-use crate::model::{CacheId, ClusterId, Deadline, Name};
-use crate::plan::Moves;
+use crate::model::{CacheId, ClusterId, Name};
 use crate::session::PeerAddress;
 use crate::stats::Op;
-use crate::transfer::{CallPurpose, Execution, LocalCopy};
 use crate::validate::{self, CopyArgs, ExtParam, PullRows, PushRows};
 
 /// One batch slot of a peer's cache: `CacheIndex` of the original's documentation (`PushKvCache.md`).
@@ -153,7 +151,7 @@ impl CacheIndex {
 /// Asynchronous calls for the C++ class. Each has the rules of its synchronous twin, and what the arguments and the
 /// local caches decide is an error of the call. Otherwise they are like [`pull_async`](DataDist::pull_async).
 impl DataDist {
-    /// Starts a [`pull_kv_cache`](Self::pull_kv_cache), which ends within `limit`, by default `sync_kv_timeout`.
+    /// Starts a [`pull_kv_cache`](Self::pull_kv_cache), which ends within the limit of `options`.
     pub fn pull_kv_cache_async(
         &self,
         src: CacheIndex,
@@ -161,24 +159,24 @@ impl DataDist {
         batch_index: u32,
         size: i64,
         ext: ExtParam,
-        limit: Option<Duration>,
+        options: impl Into<CallOptions>,
     ) -> Result<Arc<Transfer>> {
         validate::copy_size(size)?;
         validate::ext_alone(ext)?;
         self.other(src.cluster)?;
         let local = self.resources.table.find(dst)?;
         let layers = validate::pull_kv_layers(local.geometry(), ext)?;
-        self.pull_async(src.name(), &End::Managed(dst), PullRows::slot(batch_index, size), layers, limit)
+        self.pull_async(src.name(), &End::Managed(dst), PullRows::slot(batch_index, size), layers, options)
     }
 
-    /// Starts a [`pull_kv_blocks`](Self::pull_kv_blocks), which ends within `limit`, by default `sync_kv_timeout`.
+    /// Starts a [`pull_kv_blocks`](Self::pull_kv_blocks), which ends within the limit of `options`.
     pub fn pull_kv_blocks_async(
         &self,
         src: CacheIndex,
         dst: CacheId,
         (src_blocks, dst_blocks): (&[u64], &[u64]),
         ext: ExtParam,
-        limit: Option<Duration>,
+        options: impl Into<CallOptions>,
     ) -> Result<Arc<Transfer>> {
         validate::cpp::no_slot("src_cache_index.batch_index", src.row)?;
         let remote = validate::cpp::blocks("src_blocks", src_blocks)?;
@@ -188,17 +186,17 @@ impl DataDist {
         self.other(src.cluster)?;
         let local = self.resources.table.find(dst)?;
         let layers = validate::pull_kv_layers(local.geometry(), ext)?;
-        self.pull_async(src.name(), &End::Managed(dst), rows, layers, limit)
+        self.pull_async(src.name(), &End::Managed(dst), rows, layers, options)
     }
 
-    /// Starts a [`push_kv_blocks`](Self::push_kv_blocks), which ends within `limit`, by default `sync_kv_timeout`.
+    /// Starts a [`push_kv_blocks`](Self::push_kv_blocks), which ends within the limit of `options`.
     pub fn push_kv_blocks_async(
         &self,
         src: CacheId,
         dst: CacheIndex,
         (src_blocks, dst_blocks): (&[u64], &[u64]),
         ext: ExtParam,
-        limit: Option<Duration>,
+        options: impl Into<CallOptions>,
     ) -> Result<Arc<Transfer>> {
         validate::cpp::no_slot("dst_cache_index.batch_index", dst.row)?;
         let local = validate::cpp::blocks("src_blocks", src_blocks)?;
@@ -208,10 +206,10 @@ impl DataDist {
         self.other(dst.cluster)?;
         let cache = self.resources.table.find(src)?;
         let layers = validate::push_kv_blocks(cache.layout(), ext)?;
-        self.push_async(&End::Managed(src), dst.name(), rows, layers, limit)
+        self.push_async(&End::Managed(src), dst.name(), rows, layers, options)
     }
 
-    /// Starts a [`push_kv_cache`](Self::push_kv_cache), which ends within `limit`, by default `sync_kv_timeout`.
+    /// Starts a [`push_kv_cache`](Self::push_kv_cache), which ends within the limit of `options`.
     pub fn push_kv_cache_async(
         &self,
         src: CacheId,
@@ -219,14 +217,14 @@ impl DataDist {
         src_batch_index: u32,
         size: i64,
         ext: ExtParam,
-        limit: Option<Duration>,
+        options: impl Into<CallOptions>,
     ) -> Result<Arc<Transfer>> {
         validate::push_kv_alone("PushKvCache", self.pushing_role(), size, ext)?;
         self.other(dst.cluster)?;
         let local = self.resources.table.find(src)?;
         let layers = validate::push_kv_cache(local.layout(), ext)?;
         let rows = PushRows::Slot { local: src_batch_index };
-        self.push_async(&End::Managed(src), dst.name(), rows, layers, limit)
+        self.push_async(&End::Managed(src), dst.name(), rows, layers, options)
     }
 
     /// Starts a [`copy_kv_cache`](Self::copy_kv_cache), which ends within `limit`, by default `sync_kv_timeout`.
@@ -237,10 +235,10 @@ impl DataDist {
         args: CopyArgs,
         limit: Option<Duration>,
     ) -> Result<Arc<Transfer>> {
-        let deadline = self.async_deadline(limit);
+        let deadline = self.limited(limit);
         let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
         let moves = validate::copy_kv_cache(src.layout(), dst.layout(), args)?;
-        self.start_kv_copy(Op::CopyCache, (src, dst), moves, deadline)
+        self.start_copy(Op::CopyCache, (src, dst), moves, Staging::DEFAULT, deadline)
     }
 
     /// Starts a [`copy_kv_blocks`](Self::copy_kv_blocks), which ends within `limit`, by default `sync_kv_timeout`.
@@ -252,35 +250,11 @@ impl DataDist {
         dst_blocks_list: &[&[u64]],
         limit: Option<Duration>,
     ) -> Result<Arc<Transfer>> {
-        let deadline = self.async_deadline(limit);
+        let deadline = self.limited(limit);
         super::room_for_lists(src_blocks.len().saturating_mul(dst_blocks_list.len()))?;
         let pairs = validate::cpp::block_lists(src_blocks, dst_blocks_list)?;
         let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
         let moves = validate::copy_kv_blocks(src.layout(), dst.layout(), &pairs)?;
-        self.start_kv_copy(Op::CopyBlocks, (src, dst), moves, deadline)
-    }
-
-    fn start_kv_copy(
-        &self,
-        op: Op,
-        (src, dst): (Arc<Cache>, Arc<Cache>),
-        mut moves: Moves,
-        deadline: Deadline,
-    ) -> Result<Arc<Transfer>> {
-        let (reads, writes) = (std::mem::take(&mut moves.src_rows), std::mem::take(&mut moves.dst_rows));
-        let used = CallRows::copy((src.clone(), reads), (dst.clone(), writes));
-        let staging = Staging::DEFAULT;
-        let copy = LocalCopy { resources: self.resources.clone(), op, src, dst, staging };
-        let work = move |execution: &Arc<Execution>, deadline| copy.execute(moves, execution, deadline);
-        let purpose = CallPurpose { op, cluster: self.resources.config.cluster, deadline, outgoing: None };
-        self.calls.start(self.lanes.handle(), &self.resources, purpose, used, Box::new(work))
-    }
-
-    /// Returns the deadline of an asynchronous copy with its own limit.
-    fn async_deadline(&self, limit: Option<Duration>) -> Deadline {
-        match limit {
-            Some(limit) => Deadline::after(limit).named("timeout_ms"),
-            None => Deadline::after(self.resources.config.sync_timeout),
-        }
+        self.start_copy(Op::CopyBlocks, (src, dst), moves, Staging::DEFAULT, deadline)
     }
 }

@@ -11,6 +11,7 @@ use std::time::Duration;
 use super::DataDist;
 use crate::config::Role;
 use crate::error::{Error, ErrorKind, Result};
+use crate::events::PeerInfo;
 use crate::model::{ClusterId, Deadline};
 use crate::protocol::Comm;
 use crate::session::{CommStatus, PeerAddress};
@@ -18,6 +19,11 @@ use crate::stats::Op;
 use crate::validate;
 
 impl DataDist {
+    /// Returns the peers of all links, those that link calls made and those of communicators.
+    pub fn peers(&self) -> Vec<PeerInfo> {
+        self.links.peers()
+    }
+
     /// Returns the address at which the engine listens, with the actual port; `None` without a listener.
     pub fn listening(&self) -> Option<SocketAddr> {
         self.links.listening()

@@ -7,8 +7,8 @@
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use super::allocation::short_of;
 use super::convert::{kind_number, kind_of, local_kind, printable};
-use super::messages::short_of;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 

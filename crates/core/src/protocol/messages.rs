@@ -11,9 +11,9 @@ use std::marker::PhantomData;
 use serde::de::{SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
+use super::allocation::append;
 use super::notification::{Payload, Payloads};
 use super::plan_codec::WirePlan;
-use crate::fallible;
 use crate::model::AddressLocation;
 
 /// Maximum number of cache bytes that follow a [`Request::Write`] without a [`Reply::Ready`].
@@ -324,17 +324,8 @@ pub enum WireName {
 }
 
 thread_local! {
-    /// Number of bytes that could not be allocated for a list of the message being read. Kept here because
-    /// errors of postcard carry no data.
-    static SHORT: Cell<Option<usize>> = const { Cell::new(None) };
     /// Number of tensors and ranges of rows that may still follow in the message being read.
     static ARRIVED_LEFT: Cell<usize> = const { Cell::new(0) };
-}
-
-/// Returns and clears the number of bytes that could not be allocated for a list of the last message, if that
-/// is why it could not be read.
-pub(super) fn short_of() -> Option<usize> {
-    SHORT.take()
 }
 
 fn addresses<'de, T: Deserialize<'de>, D: Deserializer<'de>>(from: D) -> Result<Vec<T>, D::Error> {
@@ -366,21 +357,6 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Counted<T> {
         ARRIVED_LEFT.set(left.ok_or_else(|| serde::de::Error::custom("too many ranges of rows"))?);
         T::deserialize(from).map(Counted)
     }
-}
-
-/// Adds an item. If it cannot be allocated, records the bytes in `SHORT` and returns an error.
-pub(super) fn append<T, E: serde::de::Error>(list: &mut Vec<T>, item: T) -> Result<(), E> {
-    if fallible::grow("", list, 1).is_err() {
-        return Err(no_memory(2 * list.len().max(1) * size_of::<T>()));
-    }
-    list.push(item);
-    Ok(())
-}
-
-/// Returns the error for `bytes` bytes that could not be allocated, and records them in `SHORT`.
-pub(super) fn no_memory<E: serde::de::Error>(bytes: usize) -> E {
-    SHORT.set(Some(bytes));
-    E::custom("no memory")
 }
 
 fn text<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {

@@ -4,6 +4,7 @@
 //! `tests/integration/protocol.rs` pins the bytes of every message. `net` has the sockets; `session` and
 //! `transfer` act on the messages.
 
+mod allocation;
 mod convert;
 mod frame;
 mod messages;

@@ -42,7 +42,7 @@ impl<'de> Deserialize<'de> for Payload {
                     return Err(E::invalid_length(bytes.len(), &self));
                 }
                 let copy = fallible::copied("a notification", bytes);
-                copy.map(Payload).map_err(|_| super::messages::no_memory(bytes.len()))
+                copy.map(Payload).map_err(|_| super::allocation::no_memory(bytes.len()))
             }
         }
 
@@ -73,7 +73,7 @@ impl<'de> Deserialize<'de> for Payloads {
                     if all.len() == MAX_BATCH {
                         return Err(A::Error::invalid_length(MAX_BATCH + 1, &self));
                     }
-                    super::messages::append(&mut all, next)?;
+                    super::allocation::append(&mut all, next)?;
                 }
                 if all.is_empty() { Err(A::Error::invalid_length(0, &self)) } else { Ok(Payloads(all)) }
             }

@@ -18,7 +18,7 @@ use crate::model::{CacheId, Deadline, Geometry, Name};
 use crate::net::Stream;
 use crate::plan::CopyPlan;
 use crate::protocol::{
-    self, EntryVersion, MESSAGE_LIMIT, MOST_AHEAD, Reply, Request, WireCache, WireLocation, WirePlan,
+    self, EntryVersion, MESSAGE_LIMIT, MOST_AHEAD, Payload, Reply, Request, WireCache, WireLocation, WirePlan,
 };
 use crate::resources::Resources;
 use crate::stats::Op;
@@ -115,17 +115,12 @@ impl RequestContext<'_> {
                 })
             }
             Request::ConsumeAndNotify { name, cache, first, count, message, limit_ms } => {
-                self.answer_with(self.limit(limit_ms), || {
-                    self.still_wanted()?;
-                    self.link.receive_notifications(&self.resources.events, vec![message], || {
-                        self.resources.table.consume(name.into(), CacheId(cache), first, count)
-                    })
-                })
+                let consume = || self.resources.table.consume(name.into(), CacheId(cache), first, count);
+                self.receive_notifications(vec![message], limit_ms, consume)
             }
-            Request::Notify { messages, limit_ms } => self.answer_with(self.limit(limit_ms), || {
-                self.still_wanted()?;
-                self.link.receive_notifications(&self.resources.events, messages.0, || Ok(()))
-            }),
+            Request::Notify { messages, limit_ms } => {
+                self.receive_notifications(messages.0, limit_ms, || Ok(()))
+            }
             Request::Fetch { name, cache, plan, source, num_tensors, tensor_bytes, limit_ms } => {
                 let source = (&source, num_tensors, tensor_bytes);
                 let call = named(name.into(), cache, limit_ms);
@@ -179,6 +174,19 @@ impl RequestContext<'_> {
             return Err(Error::new(ErrorKind::NotLinked, "the caller has given up"));
         }
         Ok(())
+    }
+
+    /// Queues notifications after `first` has succeeded, and answers.
+    fn receive_notifications(
+        &self,
+        messages: Vec<Payload>,
+        limit_ms: u64,
+        first: impl FnOnce() -> Result<()>,
+    ) -> Result<(), Ended> {
+        self.answer_with(self.limit(limit_ms), || {
+            self.still_wanted()?;
+            self.link.receive_notifications(&self.resources.events, messages, first)
+        })
     }
 
     /// Describes a cache and the location of its memory.

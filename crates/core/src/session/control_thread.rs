@@ -231,7 +231,7 @@ impl Watched {
                     shared.server.dial(link);
                 }
             }
-            Control::Polled { arrived, polled } => link.note_polled(arrived, polled),
+            Control::Polled { arrived, polled } => link.notifications.note_polled(arrived, polled),
             Control::Bye { reason, unlinked } => return Ok(Some((reason, unlinked))),
         }
         Ok(None)

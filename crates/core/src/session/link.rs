@@ -12,7 +12,7 @@ use hashbrown::HashMap;
 use super::dial::Dialer;
 use super::known_cache::{self, KnownCache};
 use super::limits::{Budget, BudgetShare, PeerBudget};
-use super::notifications::Notifications;
+use super::notification_window::Notifications;
 use super::peer_memory::PeerMemory;
 use super::pushes_in_flight::PushesInFlight;
 use super::stream_set::{self, MOST_CALLS, StreamSet};
@@ -154,7 +154,7 @@ impl Link {
     pub(super) fn end_info(&self) -> LinkEnd {
         let reason =
             self.broken.get().map_or_else(|| "the link was replaced".to_owned(), |(_, why)| why.clone());
-        LinkEnd { peer: self.peer_info(), reason, unacknowledged: self.unacknowledged() }
+        LinkEnd { peer: self.peer_info(), reason, unacknowledged: self.notifications.unacknowledged() }
     }
 
     /// Returns a number that no other link has while this one exists.
@@ -263,7 +263,7 @@ impl Link {
             stream.close();
         }
         self.changed.notify_all();
-        self.wake_notifiers();
+        self.notifications.wake();
     }
 
     /// Waits until a request of `bytes` fits the budget of the peer. Returns the share of the budget and the

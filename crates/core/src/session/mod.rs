@@ -27,6 +27,7 @@ mod listeners;
 mod member_search;
 mod membership;
 mod message_io;
+mod notification_window;
 mod notifications;
 mod peer_memory;
 mod peer_snapshot;
@@ -59,6 +60,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::events::PeerInfo;
 use crate::model::{ClusterId, Deadline};
 use crate::net::Address;
 use crate::protocol::Comm;
@@ -194,6 +196,11 @@ impl Links {
             control_thread::start(&self.shared)?;
         }
         self.shared.listeners.change(address)
+    }
+
+    /// Returns the peer of every link.
+    pub(crate) fn peers(&self) -> Vec<PeerInfo> {
+        self.shared.registry.peers()
     }
 
     /// Returns the state of every link.

@@ -14,7 +14,7 @@ use super::link::{Kind, Link, Peer, broken};
 use super::poller::Bell;
 use super::refusals::{Reason, Refusal};
 use crate::error::{Error, ErrorKind, Result};
-use crate::events::EventQueue;
+use crate::events::{EventQueue, PeerInfo};
 use crate::model::{ClusterId, Deadline};
 use crate::protocol::{Comm, Control};
 use crate::stats::LinkState;
@@ -355,6 +355,12 @@ impl Registry {
             link.break_off("this engine was finalized");
         }
         self.changed.notify_all();
+    }
+
+    /// Returns the peer of every link that has not broken.
+    pub(super) fn peers(&self) -> Vec<PeerInfo> {
+        let entries = self.entries.lock();
+        entries.links.values().flatten().filter(|link| link.alive()).map(|link| link.peer_info()).collect()
     }
 
     /// Returns the state of every link.

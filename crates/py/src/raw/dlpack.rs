@@ -223,41 +223,48 @@ pub(crate) fn readable_device(kind: i32) -> bool {
     READABLE_DEVICES.contains(&kind)
 }
 
-/// The tensor in a capsule, which keeps its ownership. So the tensor lives at least as long as this borrow.
-pub(crate) struct CapsuleTensor<'a>(&'a Tensor);
+/// A copy of what a capsule describes.
+pub(crate) struct TensorCopy {
+    /// Dimensions, outermost first.
+    pub(crate) shape: Vec<i64>,
+    /// Element type.
+    pub(crate) element: Element,
+    /// The integers, row by row, and whether their type is signed. Unsigned numbers of 64 bits keep their bits. `None` if
+    /// they were not read: another element type or device, or a shape that was not wanted.
+    pub(crate) integers: Option<(Vec<i64>, bool)>,
+}
 
-impl<'a> CapsuleTensor<'a> {
-    /// Returns the tensor that `capsule` owns. `None` if it is not a capsule of a known version, or was consumed.
-    pub(crate) fn of(capsule: &'a Bound<'_, PyAny>) -> Option<Self> {
-        if let Some(managed) = content::<Legacy>(capsule) {
-            return Some(CapsuleTensor(&managed.tensor));
-        }
-        content::<Versioned>(capsule)
-            .filter(|managed| managed.major == 1)
-            .map(|managed| CapsuleTensor(&managed.tensor))
+/// Copies the tensor in `capsule`, with its integers if its shape is `wanted` and has one or two dimensions. The capsule keeps
+/// the tensor. Returns `None` if it is not a capsule of a known version, or was consumed.
+pub(crate) fn copied_tensor(
+    capsule: &Bound<'_, PyAny>,
+    wanted: impl Fn(&[i64]) -> bool,
+) -> Result<Option<TensorCopy>> {
+    let versioned = || content::<Versioned>(capsule).filter(|managed| managed.major == 1);
+    let tensor = content::<Legacy>(capsule)
+        .map(|managed| &managed.tensor)
+        .or_else(|| versioned().map(|managed| &managed.tensor));
+    let Some(tensor) = tensor else { return Ok(None) };
+    let mut shape = fallible::with_capacity(LISTS, tensor.shape().len())?;
+    shape.extend_from_slice(tensor.shape());
+    let integers = if wanted(&shape) { tensor.integers()? } else { None };
+    Ok(Some(TensorCopy { shape, element: tensor.element, integers }))
+}
+
+impl Tensor {
+    fn shape(&self) -> &[i64] {
+        self.per_dimension(self.shape).unwrap_or(&[])
     }
 
-    /// Returns its dimensions, outermost first.
-    pub(crate) fn shape(&self) -> &'a [i64] {
-        self.per_dimension(self.0.shape).unwrap_or(&[])
-    }
-
-    fn per_dimension(&self, numbers: *const i64) -> Option<&'a [i64]> {
-        let count = usize::try_from(self.0.ndim).ok().filter(|_| !numbers.is_null())?;
-        // SAFETY: DLPack requires `ndim` numbers in `shape`, and in `strides` unless it is null. The capsule keeps
-        // them alive and unchanged while this borrow of it lasts.
+    fn per_dimension(&self, numbers: *const i64) -> Option<&[i64]> {
+        let count = usize::try_from(self.ndim).ok().filter(|_| !numbers.is_null())?;
+        // SAFETY: DLPack requires `ndim` numbers in `shape`, and in `strides` unless it is null. They live as long as the
+        // tensor, which the capsule owns during `copied_tensor`.
         Some(unsafe { std::slice::from_raw_parts(numbers, count) })
     }
 
-    /// Returns its element type.
-    pub(crate) fn element(&self) -> Element {
-        self.0.element
-    }
-
-    /// Returns the integers of a tensor of one dimension, or of two row by row, and whether their type is signed. Unsigned
-    /// numbers of 64 bits keep their bits. `None` for another element type, device or number of dimensions.
-    pub(crate) fn integers(&self) -> Result<Option<(Vec<i64>, bool)>> {
-        let Element { code, bits, lanes: 1 } = self.0.element else { return Ok(None) };
+    fn integers(&self) -> Result<Option<(Vec<i64>, bool)>> {
+        let Element { code, bits, lanes: 1 } = self.element else { return Ok(None) };
         let words = match (code, bits) {
             (SIGNED, 16) => self.gathered(<i64 as From<i16>>::from),
             (SIGNED, 32) => self.gathered(<i64 as From<i32>>::from),
@@ -270,25 +277,27 @@ impl<'a> CapsuleTensor<'a> {
         Ok(words?.map(|words| (words, code == SIGNED)))
     }
 
+    /// Returns the elements, which are of type `T`, as words.
     fn gathered<T: Copy>(&self, widened: impl Fn(T) -> i64) -> Result<Option<Vec<i64>>> {
         let (rows, columns) = match *self.shape() {
             [rows] => (rows, 1),
             [rows, columns] => (rows, columns),
             _ => return Ok(None),
         };
-        let steps = match self.per_dimension(self.0.strides) {
+        let steps = match self.per_dimension(self.strides) {
             Some(&[row, ref column @ ..]) => [row, column.first().copied().unwrap_or(1)],
             _ => [columns, 1],
         };
         let count = rows.checked_mul(columns).and_then(|count| usize::try_from(count).ok());
-        let (Some(count), true) = (count, readable_device(self.0.device.kind)) else { return Ok(None) };
+        let (Some(count), true) = (count, readable_device(self.device.kind)) else { return Ok(None) };
         let mut words = fallible::with_capacity(LISTS, count)?;
         for row in 0..rows {
             for column in 0..columns {
                 let step = row.wrapping_mul(steps[0]).wrapping_add(column.wrapping_mul(steps[1]));
                 let at = self.first().cast::<T>().wrapping_offset(step.try_into().unwrap_or(0));
                 // SAFETY: the producer promises memory that the CPU reads at each index within the shape, by these
-                // steps; the device was checked above. The element may be unaligned.
+                // steps; the device was checked above. Only integers are read, so any bits are a value, and the element
+                // may be unaligned.
                 words.push(widened(unsafe { at.read_unaligned() }));
             }
         }
@@ -297,12 +306,12 @@ impl<'a> CapsuleTensor<'a> {
 
     /// Returns the address of the first element.
     fn first(&self) -> *const u8 {
-        let data = self.0.data.cast_const().cast::<u8>();
-        data.wrapping_add(self.0.byte_offset.try_into().unwrap_or(0))
+        let data = self.data.cast_const().cast::<u8>();
+        data.wrapping_add(self.byte_offset.try_into().unwrap_or(0))
     }
 }
 
-/// Returns what a capsule of layout `M` points to, while it still owns it.
+/// Returns what a capsule of layout `M` points to, while it still owns it. Only for use in `copied_tensor`.
 fn content<'a, M: Managed>(capsule: &'a Bound<'_, PyAny>) -> Option<&'a M> {
     // SAFETY: `capsule` proves attachment and is a live object of any type. The check sets no exception.
     if unsafe { ffi::PyCapsule_IsValid(capsule.as_ptr(), M::NAME.as_ptr()) } != 1 {
@@ -310,7 +319,7 @@ fn content<'a, M: Managed>(capsule: &'a Bound<'_, PyAny>) -> Option<&'a M> {
     }
     // SAFETY: the capsule is valid under this name.
     let managed = unsafe { ffi::PyCapsule_GetPointer(capsule.as_ptr(), M::NAME.as_ptr()) };
-    // SAFETY: DLPack requires a capsule of this name to own a managed tensor of this layout. Nothing that runs during this
-    // borrow can consume the capsule, because it was made for this call alone.
+    // SAFETY: DLPack requires a capsule of this name to own a managed tensor of this layout. It owns it until a consumer renames
+    // it, and no Python code runs in `copied_tensor`, so nothing consumes it meanwhile (`tests/test_block_buffers.py`).
     unsafe { managed.cast::<M>().as_ref() }
 }

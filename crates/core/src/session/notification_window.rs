@@ -1,0 +1,144 @@
+//! The window of the notifications of one link: how many are on their way or wait to be polled, in both directions.
+//!
+//! The sender counts what the peer holds: a message occupies the window from the moment at which it is accepted until
+//! the peer's program has polled it, which the peer reports on the control stream. So a full queue of the peer refuses a
+//! call here, before anything is sent. The receiver has a bound of its own, for peers that do not count.
+
+use std::collections::VecDeque;
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::protocol::{MAX_BATCH, Payload};
+use crate::sync::{Condvar, Mutex};
+
+/// What may be on its way to a peer or wait there to be polled.
+pub(super) const WINDOW: Load = Load { messages: 1024, bytes: 4 << 20 };
+/// What is kept of a peer. It is more than the window, because the peer learns late of what was polled.
+pub(super) const MOST_KEPT: Load = Load { messages: 2 * WINDOW.messages, bytes: 2 * WINDOW.bytes };
+/// Bytes of one request with notifications, unless a single one has more.
+pub(super) const BATCH_BYTES: usize = 256 << 10;
+
+/// The notifications of one link.
+#[derive(Debug, Default)]
+pub(super) struct Notifications {
+    pub(super) sent: Mutex<SentMessages>,
+    /// Notified when the peer has confirmed messages, and when the link breaks.
+    pub(super) confirmed: Condvar,
+    pub(super) received: Mutex<ReceivedMessages>,
+}
+
+/// A number of messages, and their bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Load {
+    pub(super) messages: u64,
+    pub(super) bytes: u64,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct SentMessages {
+    pub(super) waiting: VecDeque<Payload>,
+    /// Whether a lane sends what waits.
+    pub(super) sending: bool,
+    /// Number of messages of `notify` that were accepted, and that the peer has confirmed.
+    pub(super) accepted: u64,
+    pub(super) acknowledged: u64,
+    /// What was accepted or reserved, and is not confirmed.
+    pub(super) under_way: Load,
+    /// What has arrived at the peer since the beginning of the link, as far as this side knows.
+    pub(super) arrived: Load,
+    /// What the program of the peer has polled of that.
+    pub(super) polled: Load,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct ReceivedMessages {
+    pub(super) arrived: Load,
+    pub(super) polled: Load,
+}
+
+impl Load {
+    pub(super) fn one(message: &[u8]) -> Load {
+        Load { messages: 1, bytes: message.len() as u64 }
+    }
+
+    pub(super) fn of(messages: &[Payload]) -> Load {
+        messages.iter().fold(Load::default(), |load, message| load.plus(Load::one(&message.0)))
+    }
+
+    pub(super) fn plus(self, more: Load) -> Load {
+        Load {
+            messages: self.messages.saturating_add(more.messages),
+            bytes: self.bytes.saturating_add(more.bytes),
+        }
+    }
+
+    pub(super) fn minus(self, less: Load) -> Load {
+        Load {
+            messages: self.messages.saturating_sub(less.messages),
+            bytes: self.bytes.saturating_sub(less.bytes),
+        }
+    }
+
+    pub(super) fn max(self, other: Load) -> Load {
+        Load { messages: self.messages.max(other.messages), bytes: self.bytes.max(other.bytes) }
+    }
+
+    pub(super) fn exceeds(self, limit: Load) -> bool {
+        self.messages > limit.messages || self.bytes > limit.bytes
+    }
+}
+
+impl SentMessages {
+    pub(super) fn reserve(&mut self, message: &[u8]) -> Result<()> {
+        let held = self.under_way.plus(self.arrived.minus(self.polled));
+        if held.plus(Load::one(message)).exceeds(WINDOW) {
+            let text = "the peer has not polled the notifications that it has got";
+            return Err(Error::new(ErrorKind::Busy, text)
+                .with("messages", held.messages)
+                .with("bytes", held.bytes)
+                .with("limit", format_args!("{} messages, {} bytes", WINDOW.messages, WINDOW.bytes)));
+        }
+        self.under_way = self.under_way.plus(Load::one(message));
+        Ok(())
+    }
+}
+
+impl Notifications {
+    /// Returns the notifications of the next request, or `None` if none waits. The caller sends them in that order.
+    pub(super) fn next_batch(&self) -> Option<Vec<Payload>> {
+        let mut sent = self.sent.lock();
+        let (mut count, mut bytes) = (0, 0);
+        for message in sent.waiting.iter().take(MAX_BATCH) {
+            bytes += message.0.len();
+            if count > 0 && bytes > BATCH_BYTES {
+                break;
+            }
+            count += 1;
+        }
+        if count == 0 {
+            sent.sending = false;
+            return None;
+        }
+        Some(sent.waiting.drain(..count).collect())
+    }
+
+    /// Wakes who waits for the peer to confirm messages, because the link has broken.
+    pub(super) fn wake(&self) {
+        drop(self.sent.lock());
+        self.confirmed.notify_all();
+    }
+
+    /// Number of messages of `notify` that were accepted and that the peer has not confirmed.
+    pub(super) fn unacknowledged(&self) -> u64 {
+        let sent = self.sent.lock();
+        sent.accepted - sent.acknowledged
+    }
+
+    /// Notes what the peer reports of its queue: messages and bytes that have arrived, and that were polled. Numbers that
+    /// make no sense harm only the peer.
+    pub(super) fn note_polled(&self, arrived: (u64, u64), polled: (u64, u64)) {
+        let load = |(messages, bytes)| Load { messages, bytes };
+        let mut sent = self.sent.lock();
+        sent.arrived = sent.arrived.max(load(arrived));
+        sent.polled = sent.polled.max(load(polled));
+    }
+}

@@ -1,0 +1,48 @@
+//! The bytes of a notification.
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyByteArray, PyBytes, PyDict};
+
+use crate::convert::{self, only_support};
+
+arguments! {
+    /// The bytes of a notification, or `None`.
+    NotifyArg;
+}
+
+impl NotifyArg<'_, '_> {
+    /// Returns a copy of the bytes. The core checks how many there are.
+    pub(crate) fn bytes(self, name: &str) -> PyResult<Option<Vec<u8>>> {
+        if self.0.is_none() {
+            return Ok(None);
+        }
+        if let Ok(bytes) = self.0.cast::<PyBytes>() {
+            let mut copy = convert::room(self.py(), bytes.as_bytes().len())?;
+            copy.extend_from_slice(bytes.as_bytes());
+            return Ok(Some(copy));
+        }
+        let bytes = self
+            .0
+            .cast::<PyByteArray>()
+            .map_err(|_| only_support(name, "['bytes', 'bytearray']", &self.0))?;
+        Ok(Some(bytes.to_vec()))
+    }
+}
+
+impl NotifyArg<'_, '_> {
+    /// Creates the error for a notification that is `None`.
+    #[cold]
+    pub(crate) fn missing(self, name: &str) -> PyErr {
+        only_support(name, "['bytes', 'bytearray']", &self.0)
+    }
+}
+
+/// Returns the notification among the keyword arguments of a pull.
+pub(crate) fn of_options(options: &Bound<'_, PyDict>) -> PyResult<Option<Vec<u8>>> {
+    if options.is_empty() {
+        return Ok(None);
+    }
+    let given = options.get_item(intern!(options.py(), "notify"))?;
+    given.map_or(Ok(None), |given| NotifyArg::extract(given.as_borrowed())?.bytes("notify"))
+}

@@ -1,0 +1,114 @@
+"""What a program that never blocks asks an engine: events, messages to peers, and who is linked.
+
+The original does not have these methods.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Optional
+
+if TYPE_CHECKING:
+    from llm_datadist import _core
+
+__all__ = ["EngineEvents"]
+
+
+class EngineEvents:
+    """The base of ``LLMDataDist`` with the methods about events and peers."""
+
+    def notify(self, cluster_id: int, payload: bytes) -> None:
+        """Send a message to the program of a linked cluster, which gets it from ``poll`` as ``Notification``.
+
+        The call returns when the message is in the window of the link. Messages over one link arrive in order, each at
+        most once. If the link breaks, ``LinkDown`` counts those that the peer has not confirmed. The window holds the
+        messages that the peer has not polled: at most 1,024, and at most 4 MiB. The original does not have this method.
+
+        Args:
+            cluster_id: a linked cluster (uint64).
+            payload: ``bytes`` or ``bytearray`` of at most 64 KiB.
+
+        Raises:
+            RuntimeError: not initialized.
+            TypeError: an argument has the wrong type.
+            ValueError: ``cluster_id`` is outside uint64.
+            LLMException: ``LLM_LINK_BUSY``: the window is full, and nothing was sent; ``LLM_NOT_YET_LINK``: there is no
+                link, or it broke; ``LLM_PARAM_INVALID``: ``payload`` is too long, the cluster is this one, or the
+                engine is in KvCacheManager mode.
+        """
+        self._by_rank("notify").notify(cluster_id, payload)
+
+    def peers(self) -> list[_core.Peer]:
+        """Return the other ends of all links that have not broken. The original does not have this method.
+
+        Raises:
+            RuntimeError: not initialized.
+        """
+        return self._check_initialized().peers()
+
+    def poll(
+        self, max_events: int = 1024
+    ) -> list[_core.Completed | _core.Notification | _core.LinkUp | _core.LinkDown]:
+        """Return the events that nobody has taken yet, in the order in which they happened, and remove them.
+
+        The call never waits. Any thread may call it; each event goes to one caller. News about links are kept only
+        after the first call of ``poll`` or ``fileno``, and only the latest ones of each peer. An outcome that
+        ``Transfer.result``, ``Transfer.exception`` or ``await`` has taken is no event any more. The original does not
+        have this method.
+
+        Args:
+            max_events: maximum number of events (uint32).
+
+        Returns:
+            Objects of the classes of ``llm_datadist.events``; empty if nothing has happened.
+
+        Raises:
+            RuntimeError: not initialized.
+            TypeError: ``max_events`` is not an ``int``.
+            ValueError: ``max_events`` is outside uint32.
+            LLMException: ``LLM_PARAM_INVALID``: the engine is in KvCacheManager mode; ``LLM_OUT_OF_MEMORY``: no memory
+                for the list, and the events stay; ``LLM_FAILED``: a forked child (contract §16).
+        """
+        return self._asynchronous("poll").poll(max_events)
+
+    def fileno(self) -> int:
+        """Return a file descriptor that is readable while ``poll`` has something to return.
+
+        It is close-on-exec, belongs to the engine, and is the same until ``finalize``, which closes it. Do not read,
+        write or close it. ``select`` and ``selectors`` also accept the ``LLMDataDist`` itself. The original does not
+        have this method.
+
+        Raises:
+            RuntimeError: not initialized.
+            LLMException: ``LLM_PARAM_INVALID``: the engine is in KvCacheManager mode; ``LLM_FAILED``: no descriptor is
+                left, or a forked child (contract §16).
+        """
+        return self._asynchronous("fileno").fileno()
+
+    def drain(self, timeout_ms: Optional[int] = None) -> bool:
+        """Wait until no asynchronous call runs. Ctrl-C interrupts the wait. The original does not have this method.
+
+        It takes no outcome: the events of the calls stay in the queue of ``poll``.
+
+        Args:
+            timeout_ms: time limit in milliseconds (uint32); 0 does not wait, and ``None`` waits without limit.
+
+        Returns:
+            Whether no asynchronous call runs. ``False`` if ``timeout_ms`` passed first.
+
+        Raises:
+            RuntimeError: not initialized.
+            TypeError: ``timeout_ms`` is not an ``int`` or ``None``.
+            ValueError: ``timeout_ms`` is outside uint32.
+            LLMException: ``LLM_PARAM_INVALID``: the engine is in KvCacheManager mode; ``LLM_FAILED``: a forked child
+                (contract §16).
+        """
+        return self._asynchronous("drain").drain(timeout_ms)
+
+    def _asynchronous(self, call: str) -> _core.AsyncCalls:
+        raise NotImplementedError(call)
+
+    def _by_rank(self, call: str) -> _core.DataDist:
+        raise NotImplementedError(call)
+
+    def _check_initialized(self) -> _core.DataDist:
+        raise NotImplementedError
