@@ -13,13 +13,15 @@ from hostile import budgets
 from hostile import messages as m
 from hostile.client import AHEAD, Wire, ask, header, payload
 from hostile.trial import MIB, PREY, PREY_BYTES, PREY_ROWS, SILENCE, SLACK, VICTIM, Trial, prey_of
-from peers import OK, by_blocks, equal, meanwhile, pattern, together
+from peers import OK, by_blocks, equal, eventually, meanwhile, pattern, together
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
 U32, U64 = 2**32 - 1, 2**64 - 1
+# The number of the kind `Busy` in an answer that reports a failure.
+BUSY = 17
 
 
 def _sends(wire: Wire, data: bytes) -> bool:
@@ -195,3 +197,40 @@ def test_answers_that_mean_nothing_fail_the_call_and_nothing_else() -> None:
                 assert seconds < 1 + SLACK, (what, call, seconds)
         trial.judge(links=1, streams=1, busy=1)
         assert not trial.tender.ended, "the link itself goes on"
+
+
+def test_notifications_beyond_the_window_are_refused() -> None:
+    """A peer that does not count what the victim has polled: its requests fail, and the memory is bounded."""
+    with Trial() as trial:
+        link, call = trial.fair_call()
+        assert trial.victim.polled() == []
+        trial.begin()
+        for _ in range(2):
+            assert ask(call, m.notify([b"x" * 64] * 1024))["is"] == "Done"
+        refused = ask(call, m.notify([b"x"]))
+        assert (refused["is"], refused["kind"]) == ("Failed", BUSY), refused
+        refused = ask(call, m.consume_and_notify(m.name_blocks(), 0, 0, 1, b"x"))
+        assert refused["is"] == "Failed", refused
+        for numbers in ((0, 0), (U64, U64), (U64, 0), (1, U64)):
+            link.control.say(m.polled(numbers, (numbers[1], numbers[0])))
+        assert trial.victim.polled() == [(66, b"x" * 64)] * 2048
+        assert ask(call, m.notify([b"again"]))["is"] == "Done"
+        eventually(lambda: trial.victim.polled() == [(66, b"again")])
+        trial.judge(links=1, streams=1, busy=1)
+
+
+def test_notifications_that_break_the_rules_end_the_stream() -> None:
+    rules = [m.notify([]), m.notify([b"x" * 65537]), m.notify([b""] * 1025), m.notify([b"x"])[:-3]]
+    with Trial() as trial:
+        link, call = trial.fair_call()
+        assert trial.victim.polled() == []
+        trial.begin()
+        for broken in rules:
+            wire = link.call()
+            wire.say(broken)
+            assert wire.ended(SLACK), broken[:20]
+        # A release that fails delivers nothing.
+        assert ask(call, m.consume_and_notify(m.name_request(9, 9), 3, 0, 1, b"x"))["is"] == "Failed"
+        assert ask(call, m.notify([b"last"]))["is"] == "Done"
+        assert trial.victim.polled() == [(66, b"last")]
+        trial.judge(links=1, streams=2, busy=1)

@@ -131,6 +131,9 @@ SIGNATURES = {
 OF_CLASS: dict[str, dict[str, str]] = {
     "CacheManager": {
         **SIGNATURES,
+        # `contiguous` is an addition of this package.
+        "allocate_cache": "cache_desc, cache_keys=(), contiguous=False",
+        "allocate_blocks_cache": "cache_desc, blocks_cache_key=None, contiguous=False",
         "deallocate_blocks_cache": "cache",
         "swap_blocks": "src_cache, dst_cache, src_to_dst",
     },

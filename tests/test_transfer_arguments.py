@@ -127,7 +127,7 @@ def sizes() -> list[Row]:
 
 
 def block_lists() -> list[Row]:
-    wrong = [range(2), {0: 1}, "01", 1, np.array([0, 1]), iter([0]), [0, "1"], [0, None], (0, 1.0), [True]]
+    wrong = [range(2), {0: 1}, "01", 1, np.array([0.0, 1.0]), iter([0]), [0, "1"], [0, None], (0, 1.0), [True]]
     return [Row({name: bad}, TE, name) for name in ("src_blocks", "dst_blocks") for bad in wrong]
 
 

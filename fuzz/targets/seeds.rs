@@ -7,8 +7,9 @@ use std::sync::Arc;
 use llm_datadist_core::testing::model::{AddressLocation, CacheId};
 use llm_datadist_core::testing::plan::{Span, SpanList};
 use llm_datadist_core::testing::protocol::{
-    self, Attach, Attached, Challenge, Comm, Control, EntryVersion, Hello, Pairs, Party, Proof, Purpose,
-    Reply, Request, Run, Welcome, WireCache, WireLocation, WireName, WirePlan, WireRows, WireSteps,
+    self, Attach, Attached, Challenge, Comm, Control, EntryVersion, Hello, Pairs, Party, Payload, Payloads,
+    Proof, Purpose, Reply, Request, Run, Welcome, WireCache, WireLocation, WireName, WirePlan, WireRows,
+    WireSteps,
 };
 use llm_datadist_core::{Error, ErrorKind};
 use serde::Serialize;
@@ -69,6 +70,7 @@ fn control(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     add(6, "ping", frame(&Control::Ping));
     add(6, "bye", frame(&Control::Bye { reason: "done".into(), unlinked: true }));
     add(6, "dial", frame(&Control::Dial));
+    add(6, "polled", frame(&Control::Polled { arrived: (3, 300), polled: (2, 1 << 40) }));
 }
 
 fn requests(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
@@ -88,6 +90,15 @@ fn requests(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
         Request::Fetch { name, cache, plan: plan(), source, num_tensors: 2, tensor_bytes: 4096, limit_ms };
     add(7, "fetch", frame(&fetch));
     add(7, "consume", frame(&Request::Consume { name, cache, first: 0, count: 2, limit_ms }));
+    let message = Payload(b"message".to_vec());
+    let notify =
+        Request::ConsumeAndNotify { name, cache, first: 0, count: 2, message: message.clone(), limit_ms };
+    add(7, "consume-and-notify", frame(&notify));
+    add(
+        7,
+        "notify",
+        frame(&Request::Notify { messages: Payloads(vec![message.clone(), message]), limit_ms }),
+    );
     add(7, "unlink", frame(&Request::Unlink { limit_ms }));
     add(7, "locate", frame(&Request::Locate { addrs: vec![0, 4096, u64::MAX], limit_ms }));
 }

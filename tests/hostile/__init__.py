@@ -33,7 +33,8 @@ greeting over the local socket. The purpose says what follows:
 - `Meet`: `Welcome.secret` holds the key for TCP streams to A. Nothing follows.
 - `Knock`: D tells A that it has entered a communicator of a rank table. Nothing follows.
 
-Control streams carry `Ping` (answered with `Pong`), `Pong`, `Dial` and `Bye`, which ends the link. On call streams the
+Control streams carry `Ping` (answered with `Pong`), `Pong`, `Dial`, `Polled`, by which the receiver of notifications
+reports how many have arrived and were polled, and `Bye`, which ends the link. On call streams the
 caller sends one `Request`, the owner answers with one `Reply`. Cache bytes follow some of them, outside of any frame:
 after the `Ready` that answers a `Read`; from the caller after the `Ready` that answers a `Write`, and then `Done`
 comes; with `ahead` set, at most 48 KiB right behind the `Write`. Cache bytes travel in the order of the plan: wave

@@ -176,6 +176,20 @@ def locate(encoded_addresses: bytes, count: int, limit_ms: int = NEVER) -> bytes
     return uint(7) + uint(count) + encoded_addresses + uint(limit_ms)
 
 
+def notify(messages: list[bytes], limit_ms: int = NEVER) -> bytes:
+    """Request 8: deliver notifications."""
+    return uint(8) + uint(len(messages)) + b"".join(uint(len(one)) + one for one in messages) + uint(limit_ms)
+
+
+def consume_and_notify(name: bytes, cache: int, first: int, count: int, message: bytes, limit_ms: int = NEVER) -> bytes:
+    return uint(9) + name + sint(cache) + uint(first) + uint(count) + uint(len(message)) + message + uint(limit_ms)
+
+
+def polled(arrived: tuple[int, int], of_those: tuple[int, int]) -> bytes:
+    """Control message 4: what has arrived and what was polled, in messages and bytes."""
+    return uint(4) + b"".join(map(uint, (*arrived, *of_those)))
+
+
 def run(start: int, step: int, count: int) -> bytes:
     """`count` numbers at a constant distance."""
     return uint(start) + uint(step) + uint(count)

@@ -123,11 +123,16 @@ class End(Process):
     def used(self, pool: str = "device") -> int:
         return self.dist.stats()["pools"][pool]["used_bytes"]
 
-    def allocate(self, name, rows=4, row_bytes=256, tensors=2, *, host=False, blocks=False, keys=(), seed=None) -> int:
+    def allocate(
+        self, name, rows=4, row_bytes=256, tensors=2, *, host=False, blocks=False, keys=(), seed=None, contiguous=False
+    ) -> int:
         """Allocate a cache under a name and return its id. `keys`: one for each slot, or one for a blocks cache."""
         desc, given = _desc(rows, row_bytes, tensors, host), [cache_key(key) for key in keys]
-        manager = self.manager
-        handle = manager.allocate_blocks_cache(desc, *given) if blocks else manager.allocate_cache(desc, given)
+        manager, how = self.manager, {"contiguous": True} if contiguous else {}
+        if blocks:
+            handle = manager.allocate_blocks_cache(desc, *given, **how)
+        else:
+            handle = manager.allocate_cache(desc, given, **how)
         return self._hold(name, handle, [_over(address, rows, row_bytes) for address in _addresses(handle)], seed)
 
     def register(

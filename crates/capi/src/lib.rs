@@ -22,6 +22,7 @@ mod calls;
 mod failure;
 mod log;
 mod objects;
+mod polled_events;
 mod transfer_handles;
 
 use llm_datadist_embed::KeptLists;

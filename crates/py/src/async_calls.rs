@@ -41,7 +41,6 @@ impl AsyncMethods {
         AsyncMethods { native }
     }
 
-    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
     fn pull_cache(
         &self,
         cache_key: KeyArg<'_, '_>,
@@ -59,7 +58,6 @@ impl AsyncMethods {
         })
     }
 
-    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
     fn pull_blocks(
         &self,
         src_cache_key: KeyArg<'_, '_>,

@@ -1,20 +1,20 @@
 //! The arguments that the synchronous and the asynchronous calls share, so that both have the same rules.
 
 use llm_datadist_core::bindings::cpp;
-use llm_datadist_core::{CacheId, CacheIndex, DataDist, End, ErrorKind, ExtParam, Result};
+use llm_datadist_core::{CacheId, CacheIndex, DataDist, End, Error, ErrorKind, ExtParam, Result};
 
-use super::raw;
+use super::raw::{self, CallExtension};
 use super::types::{LlmDatadistBlocks, LlmDatadistCache, LlmDatadistCacheIndex, LlmDatadistExtParam};
 
 /// Returns the arguments that both pulls share.
 ///
 /// # Safety
-/// See [`raw::value`].
+/// See [`raw::value`], and [`raw::ext_param`].
 pub(super) unsafe fn pulled(
     src: *const LlmDatadistCacheIndex,
     dst: *const LlmDatadistCache,
     ext: *const LlmDatadistExtParam,
-) -> Result<(CacheIndex, CacheId, ExtParam)> {
+) -> Result<(CacheIndex, CacheId, CallExtension)> {
     // SAFETY: the caller's promise.
     let src = unsafe { raw::index("src_cache_index", src) }?;
     // SAFETY: the caller's promise.
@@ -27,12 +27,12 @@ pub(super) unsafe fn pulled(
 /// Returns the arguments that both pushes share.
 ///
 /// # Safety
-/// See [`raw::value`].
+/// See [`raw::value`], and [`raw::ext_param`].
 pub(super) unsafe fn pushed(
     src: *const LlmDatadistCache,
     dst: *const LlmDatadistCacheIndex,
     ext: *const LlmDatadistExtParam,
-) -> Result<(CacheId, CacheIndex, ExtParam)> {
+) -> Result<(CacheId, CacheIndex, CallExtension)> {
     // SAFETY: the caller's promise.
     let src = unsafe { raw::push_source(src) }?;
     // SAFETY: the caller's promise.
@@ -40,6 +40,15 @@ pub(super) unsafe fn pushed(
     // SAFETY: the caller's promise.
     let ext = unsafe { raw::ext_param(ext) }?;
     Ok((src, dst, ext))
+}
+
+/// Returns the layers of a call that waits, which delivers no message.
+pub(super) fn layers_alone(ext: CallExtension) -> Result<ExtParam> {
+    if ext.notify.is_some() {
+        let text = "ext_param.notify must be null for a call that waits";
+        return Err(Error::new(ErrorKind::InvalidArgument, text));
+    }
+    Ok(ext.layers)
 }
 
 /// Returns the caches of `CopyKvCache`, after its other arguments were checked as far as they do not depend on the caches.

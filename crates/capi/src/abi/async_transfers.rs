@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use llm_datadist_core::{CopyArgs, DataDist, Result, Transfer};
+use llm_datadist_core::{CallOptions, CopyArgs, DataDist, Result, Transfer};
 
 use super::types::{LlmDatadistBlocks, LlmDatadistCache, LlmDatadistCacheIndex, LlmDatadistExtParam};
 use super::{arguments, entered, process, raw};
@@ -19,6 +19,11 @@ use crate::calls;
 /// `LLM_LINK_BUSY`: too many transfers run, or wait for their outcome to be taken. After any failure, nothing has started and
 /// nothing is written. Every other failure, a missing link too, is the outcome of the transfer, which `llm_datadist_poll` and
 /// `llm_datadist_transfer_result` return.
+///
+/// If `ext_param` has a message, the program of the peer gets it after the bytes are in place, before the transfer succeeds, and
+/// behind all messages of earlier calls of `llm_datadist_notify`. A transfer that succeeds has delivered it once. One that fails
+/// may have delivered it only if the link broke meanwhile, and the reason of the failure says so. If the peer has too many
+/// messages that it has not polled, the transfer ends with `LLM_LINK_BUSY` and has moved nothing.
 ///
 /// Any thread may call it. Calls that meet in a row of a cache take turns in the order in which they were started.
 ///
@@ -38,7 +43,8 @@ pub unsafe extern "C" fn llm_datadist_pull_cache_async(
     let start = |engine: &DataDist, limit| {
         // SAFETY: the caller's promise.
         let (src, dst, ext) = unsafe { arguments::pulled(src, dst, ext_param) }?;
-        engine.pull_kv_cache_async(src, dst, batch_index, size, ext, limit)
+        let options = CallOptions { limit, notify: ext.notify };
+        engine.pull_kv_cache_async(src, dst, batch_index, size, ext.layers, options)
     };
     // SAFETY: the caller's promise.
     unsafe { started(handle, timeout_ms, transfer, start) }
@@ -64,7 +70,8 @@ pub unsafe extern "C" fn llm_datadist_pull_blocks_async(
         let (src, dst, ext) = unsafe { arguments::pulled(src, dst, ext_param) }?;
         // SAFETY: the caller's promise.
         let blocks = unsafe { raw::two_lists(src_blocks, dst_blocks) }?;
-        engine.pull_kv_blocks_async(src, dst, blocks, ext, limit)
+        let options = CallOptions { limit, notify: ext.notify };
+        engine.pull_kv_blocks_async(src, dst, blocks, ext.layers, options)
     };
     // SAFETY: the caller's promise.
     unsafe { started(handle, timeout_ms, transfer, start) }
@@ -88,7 +95,8 @@ pub unsafe extern "C" fn llm_datadist_push_cache_async(
     let start = |engine: &DataDist, limit| {
         // SAFETY: the caller's promise.
         let (src, dst, ext) = unsafe { arguments::pushed(src, dst, ext_param) }?;
-        engine.push_kv_cache_async(src, dst, src_batch_index, size, ext, limit)
+        let options = CallOptions { limit, notify: ext.notify };
+        engine.push_kv_cache_async(src, dst, src_batch_index, size, ext.layers, options)
     };
     // SAFETY: the caller's promise.
     unsafe { started(handle, timeout_ms, transfer, start) }
@@ -114,7 +122,8 @@ pub unsafe extern "C" fn llm_datadist_push_blocks_async(
         let (src, dst, ext) = unsafe { arguments::pushed(src, dst, ext_param) }?;
         // SAFETY: the caller's promise.
         let blocks = unsafe { raw::two_lists(src_blocks, dst_blocks) }?;
-        engine.push_kv_blocks_async(src, dst, blocks, ext, limit)
+        let options = CallOptions { limit, notify: ext.notify };
+        engine.push_kv_blocks_async(src, dst, blocks, ext.layers, options)
     };
     // SAFETY: the caller's promise.
     unsafe { started(handle, timeout_ms, transfer, start) }

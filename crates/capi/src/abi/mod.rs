@@ -6,12 +6,14 @@
 //! everywhere in C.
 //!
 //! Pointers are converted in `raw`; `types` has the structures, `transfers` and `async_transfers` the calls that move bytes,
-//! `transfer_handle` and `events` what an asynchronous call leads to, and `log` the log.
+//! `transfer_handle` has the handles of asynchronous calls, `notifications` messages for peers, `events` what has happened, and
+//! `log` the log.
 
 mod arguments;
 mod async_transfers;
 mod events;
 mod log;
+mod notifications;
 pub(crate) mod process;
 mod raw;
 mod transfer_handle;
@@ -27,11 +29,12 @@ pub use async_transfers::{
     llm_datadist_copy_blocks_async, llm_datadist_copy_cache_async, llm_datadist_pull_blocks_async,
     llm_datadist_pull_cache_async, llm_datadist_push_blocks_async, llm_datadist_push_cache_async,
 };
-pub use events::{llm_datadist_drain, llm_datadist_event_descriptor, llm_datadist_poll};
+pub use events::{llm_datadist_drain, llm_datadist_event_descriptor, llm_datadist_poll, llm_datadist_unpoll};
 pub use log::{
     LLM_DATADIST_LOG_DEBUG, LLM_DATADIST_LOG_ERROR, LLM_DATADIST_LOG_INFO, LLM_DATADIST_LOG_WARNING,
     LlmDatadistLogCallback, llm_datadist_set_log_callback,
 };
+pub use notifications::llm_datadist_notify;
 pub use transfer_handle::{
     llm_datadist_transfer_cancel, llm_datadist_transfer_cancelled, llm_datadist_transfer_done,
     llm_datadist_transfer_free, llm_datadist_transfer_nanos, llm_datadist_transfer_progress,
@@ -42,9 +45,10 @@ pub use transfers::{
     llm_datadist_push_blocks, llm_datadist_push_cache,
 };
 pub use types::{
-    LLM_DATADIST_ABI_VERSION, LLM_DATADIST_EVENT_COMPLETED, LlmDatadistBlocks, LlmDatadistCache,
-    LlmDatadistCacheDesc, LlmDatadistCacheIndex, LlmDatadistCluster, LlmDatadistEvent, LlmDatadistExtParam,
-    LlmDatadistIp, LlmDatadistOption, LlmDatadistRegisterCfg,
+    LLM_DATADIST_ABI_VERSION, LLM_DATADIST_EVENT_COMPLETED, LLM_DATADIST_EVENT_LINK_DOWN,
+    LLM_DATADIST_EVENT_LINK_UP, LLM_DATADIST_EVENT_NOTIFICATION, LLM_DATADIST_MAX_NOTIFICATION,
+    LlmDatadistBlocks, LlmDatadistCache, LlmDatadistCacheDesc, LlmDatadistCacheIndex, LlmDatadistCluster,
+    LlmDatadistEvent, LlmDatadistExtParam, LlmDatadistIp, LlmDatadistOption, LlmDatadistRegisterCfg,
 };
 
 use crate::calls;

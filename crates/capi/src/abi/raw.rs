@@ -4,15 +4,16 @@ use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char};
 use std::slice;
 
-use llm_datadist_core::bindings::cpp;
+use llm_datadist_core::bindings::{cpp, fallible};
 use llm_datadist_core::{
     Adopted, Cache, CacheDesc, CacheId, CacheIndex, CacheKind, ClusterId, DataDist, End, Error, ErrorKind,
     ExtParam, PeerAddress, Result,
 };
 
 use super::types::{
-    LlmDatadistBlocks, LlmDatadistCache, LlmDatadistCacheDesc, LlmDatadistCacheIndex, LlmDatadistCluster,
-    LlmDatadistExtParam, LlmDatadistIp, LlmDatadistOption, LlmDatadistRegisterCfg, Reserved,
+    LLM_DATADIST_MAX_NOTIFICATION, LlmDatadistBlocks, LlmDatadistCache, LlmDatadistCacheDesc,
+    LlmDatadistCacheIndex, LlmDatadistCluster, LlmDatadistExtParam, LlmDatadistIp, LlmDatadistOption,
+    LlmDatadistRegisterCfg, Reserved,
 };
 use crate::calls;
 
@@ -243,16 +244,44 @@ pub(super) unsafe fn index(name: &str, at: *const LlmDatadistCacheIndex) -> Resu
     })
 }
 
+/// What the structure of the last parameter of a pull or a push asks for.
+pub(super) struct CallExtension {
+    /// Layers to move.
+    pub(super) layers: ExtParam,
+    /// Message for the peer.
+    pub(super) notify: Option<Vec<u8>>,
+}
+
 /// # Safety
-/// See [`value`].
-pub(super) unsafe fn ext_param(at: *const LlmDatadistExtParam) -> Result<ExtParam> {
+/// See [`value`], and [`list`] for the message.
+pub(super) unsafe fn ext_param(at: *const LlmDatadistExtParam) -> Result<CallExtension> {
     // SAFETY: the caller's promise.
     let ext = unsafe { whole("ext_param", at) }?;
-    Ok(ExtParam {
+    let layers = ExtParam {
         src_layer_range: (ext.src_first, ext.src_last),
         dst_layer_range: (ext.dst_first, ext.dst_last),
         tensor_num_per_layer: ext.tensor_num_per_layer,
-    })
+    };
+    if ext.notify.is_null() && ext.notify_size == 0 {
+        return Ok(CallExtension { layers, notify: None });
+    }
+    // SAFETY: the caller's promise.
+    let notify = unsafe { message("notify", ext.notify, ext.notify_size) }?;
+    Ok(CallExtension { layers, notify: Some(notify) })
+}
+
+/// Returns a copy of a message for a peer. One that is too long is not accessed.
+///
+/// # Safety
+/// See [`list`].
+pub(super) unsafe fn message(name: &str, first: *const u8, size: usize) -> Result<Vec<u8>> {
+    if size > LLM_DATADIST_MAX_NOTIFICATION {
+        let allowed = format!("at most {LLM_DATADIST_MAX_NOTIFICATION} bytes");
+        return Err(Error::argument(&format!("len({name})"), size, allowed));
+    }
+    // SAFETY: the caller's promise.
+    let bytes = unsafe { list(name, first, size) }?;
+    fallible::collect("a notification", bytes.iter().copied())
 }
 
 /// # Safety

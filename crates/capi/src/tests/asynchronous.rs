@@ -2,7 +2,7 @@
 //!
 //! `tests/cpp/asynchronous.cpp` covers peers that do not answer, and cancelling.
 
-use std::ptr::{null, null_mut};
+use std::ptr::{from_ref, null, null_mut, without_provenance};
 
 use llm_datadist_core::StatusCode;
 
@@ -19,12 +19,12 @@ use crate::abi::{
 };
 use crate::failure;
 
-const LONG: i32 = 60_000;
+pub(super) const LONG: i32 = 60_000;
 /// Bytes of a row of the four tensors.
 const ROW: u64 = 4 * 64;
 
 /// Allocates cache 1 and returns its engine.
-fn with_cache(engine: Engine) -> Engine {
+pub(super) fn with_cache(engine: Engine) -> Engine {
     let (mut id, mut addrs) = (0, [0; 4]);
     // SAFETY: everything lives here.
     let status = unsafe {
@@ -51,15 +51,13 @@ fn copy(engine: &Engine, to: u32) -> u64 {
 }
 
 /// The status and the events of a call of `llm_datadist_poll`.
-fn polled(engine: &Engine, most: usize) -> (u32, Vec<LlmDatadistEvent>) {
-    let (mut events, mut count) = (Vec::with_capacity(most), 77);
-    // SAFETY: the list has space for as many events as are asked for, and those that are counted were written.
-    unsafe {
-        let status = llm_datadist_poll(engine.0, most, events.as_mut_ptr(), &raw mut count);
-        assert!(count <= most, "{count}");
-        events.set_len(count);
-        (status, events)
-    }
+pub(super) fn polled(engine: &Engine, most: usize) -> (u32, Vec<LlmDatadistEvent>) {
+    let (mut events, mut count) = (vec![EMPTY; most], 77);
+    // SAFETY: the list has space for as many events as are asked for.
+    let status = unsafe { llm_datadist_poll(engine.0, most, events.as_mut_ptr(), &raw mut count) };
+    assert!(count <= most, "{count}");
+    events.truncate(count);
+    (status, events)
 }
 
 fn progress(transfer: u64) -> (u32, u64, u64) {
@@ -75,7 +73,7 @@ fn readable(descriptor: i32) -> bool {
     unsafe { libc::poll(&raw mut asked, 1, 0) == 1 }
 }
 
-fn descriptor(engine: &Engine) -> i32 {
+pub(super) fn descriptor(engine: &Engine) -> i32 {
     let mut descriptor = -1;
     // SAFETY: it lives here.
     assert_eq!(unsafe { llm_datadist_event_descriptor(engine.0, &raw mut descriptor) }, 0, "{}", reason());
@@ -148,9 +146,9 @@ fn refused_calls_start_nothing_and_write_nothing() {
         refused(copy(-1, place), &["timeout_ms=-1 is out of range (0 to 2147483647)"]);
         let pull =
             |src, dst, ext| llm_datadist_pull_blocks_async(engine.0, src, own, blocks, dst, ext, 0, place);
-        refused(pull(null(), blocks, &raw const ALL), &["src_cache_index is null"]);
+        refused(pull(null(), blocks, from_ref(&ALL)), &["src_cache_index is null"]);
         refused(pull(index, blocks, null()), &["ext_param is null"]);
-        refused(pull(index, none, &raw const ALL), &["dst_blocks=[]"]);
+        refused(pull(index, none, from_ref(&ALL)), &["dst_blocks=[]"]);
         let lists = llm_datadist_copy_blocks_async(engine.0, own, own, blocks, null(), 0, 0, place);
         refused(lists, &["dst_blocks_list=[]"]);
         refused(llm_datadist_poll(engine.0, 1, null_mut(), &raw mut count), &["events is null"]);
@@ -170,8 +168,23 @@ fn refused_calls_start_nothing_and_write_nothing() {
     assert_eq!(polled(&engine, 9).1.len(), 1);
 }
 
-const EMPTY: LlmDatadistEvent =
-    LlmDatadistEvent { kind: 0, status: 0, transfer: 0, bytes: 0, nanos: 0, reserved: [7; 12] };
+/// Space for an event. The library writes every field.
+const EMPTY: LlmDatadistEvent = LlmDatadistEvent {
+    kind: 0,
+    status: 0,
+    transfer: 0,
+    bytes: 0,
+    nanos: 0,
+    cluster_id: 7,
+    payload: without_provenance(7),
+    payload_size: 7,
+    incarnation: 7,
+    address: without_provenance(7),
+    transport: without_provenance(7),
+    reason: without_provenance(7),
+    unacknowledged: 7,
+    reserved: [7; 4],
+};
 
 /// Events come in order, each once, and the descriptor is readable exactly while there are any.
 #[test]
@@ -193,7 +206,9 @@ fn events_and_their_descriptor() {
     assert_eq!((status, numbers), (0, vec![transfers[0], transfers[2]]), "{}", reason());
     for event in &events {
         assert_eq!((event.kind, event.status, event.bytes), (LLM_DATADIST_EVENT_COMPLETED, 0, ROW));
-        assert_eq!(event.reserved, [0; 12]);
+        assert_eq!((event.cluster_id, event.incarnation, event.unacknowledged), (0, 0, 0));
+        assert!(event.payload.is_null() && event.payload_size == 0 && event.reason.is_null());
+        assert!(event.address.is_null() && event.transport.is_null() && event.reserved == [0; 4]);
     }
     assert_eq!(events[0].nanos, llm_datadist_transfer_nanos(transfers[0]));
     assert!(readable(early));
@@ -209,7 +224,7 @@ fn failures_are_outcomes_with_a_reason() {
     let engine = with_cache(Engine::new());
     let (own, mut transfer, block) = (cache(), 0, 0);
     let blocks = LlmDatadistBlocks { blocks: &raw const block, count: 1 };
-    let (own, index, all, place) = (&raw const own, &raw const INDEX, &raw const ALL, &raw mut transfer);
+    let (own, index, all, place) = (&raw const own, &raw const INDEX, from_ref(&ALL), &raw mut transfer);
     // SAFETY: everything lives here.
     let started =
         unsafe { llm_datadist_pull_blocks_async(engine.0, index, own, blocks, blocks, all, 0, place) };

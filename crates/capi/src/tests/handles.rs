@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 use std::ffi::CStr;
-use std::ptr::null;
+use std::ptr::{from_ref, null};
 
 use llm_datadist_core::{Error, ErrorKind, StatusCode};
 
@@ -13,11 +13,12 @@ use crate::abi::{
     llm_datadist_copy_blocks_async, llm_datadist_copy_cache, llm_datadist_copy_cache_async,
     llm_datadist_deallocate_cache, llm_datadist_drain, llm_datadist_event_descriptor, llm_datadist_finalize,
     llm_datadist_free, llm_datadist_last_error, llm_datadist_link_clusters, llm_datadist_listening,
-    llm_datadist_new, llm_datadist_poll, llm_datadist_pull_blocks, llm_datadist_pull_blocks_async,
-    llm_datadist_pull_cache, llm_datadist_pull_cache_async, llm_datadist_push_blocks,
-    llm_datadist_push_blocks_async, llm_datadist_push_cache, llm_datadist_push_cache_async,
-    llm_datadist_register_cache, llm_datadist_set_role, llm_datadist_transfer_free,
-    llm_datadist_unlink_clusters, llm_datadist_unregister_cache,
+    llm_datadist_new, llm_datadist_notify, llm_datadist_poll, llm_datadist_pull_blocks,
+    llm_datadist_pull_blocks_async, llm_datadist_pull_cache, llm_datadist_pull_cache_async,
+    llm_datadist_push_blocks, llm_datadist_push_blocks_async, llm_datadist_push_cache,
+    llm_datadist_push_cache_async, llm_datadist_register_cache, llm_datadist_set_role,
+    llm_datadist_transfer_free, llm_datadist_unlink_clusters, llm_datadist_unpoll,
+    llm_datadist_unregister_cache,
 };
 use crate::failure;
 
@@ -28,9 +29,9 @@ fn every_call(handle: u64) -> Vec<u32> {
     statuses
 }
 
-fn every_asynchronous_call(handle: u64) -> [u32; 9] {
+fn every_asynchronous_call(handle: u64) -> [u32; 11] {
     let (own, block) = (cache(), 0);
-    let (own, index, all) = (&raw const own, &raw const INDEX, &raw const ALL);
+    let (own, index, all) = (&raw const own, &raw const INDEX, from_ref(&ALL));
     let blocks = LlmDatadistBlocks { blocks: &raw const block, count: 1 };
     let (mut transfers, mut events, mut count, mut descriptor) = ([0; 6], Vec::new(), 0, -1);
     events.reserve_exact(1);
@@ -49,6 +50,8 @@ fn every_asynchronous_call(handle: u64) -> [u32; 9] {
             llm_datadist_poll(handle, 1, events, &raw mut count),
             llm_datadist_event_descriptor(handle, &raw mut descriptor),
             llm_datadist_drain(handle, 60_000),
+            llm_datadist_unpoll(handle, 0),
+            llm_datadist_notify(handle, 2, null(), 0),
         ]
     };
     for (transfer, status) in transfers.into_iter().zip(statuses) {
@@ -64,7 +67,7 @@ fn every_synchronous_call(handle: u64) -> [u32; 13] {
     let (mut id, mut addrs, mut ret, mut count) = (0, [0; 4], 0, 0);
     let (id, addrs, ret, count) = (&raw mut id, addrs.as_mut_ptr(), &raw mut ret, &raw mut count);
     let (shape, own) = (desc(4), cache());
-    let (shape, own, index, all) = (&raw const shape, &raw const own, &raw const INDEX, &raw const ALL);
+    let (shape, own, index, all) = (&raw const shape, &raw const own, &raw const INDEX, from_ref(&ALL));
     let block = 0;
     let blocks = LlmDatadistBlocks { blocks: &raw const block, count: 1 };
     // SAFETY: every pointer is null where that is an empty list, or leads to a value above.
@@ -88,7 +91,7 @@ fn every_synchronous_call(handle: u64) -> [u32; 13] {
 }
 
 fn every_call_fails(handle: u64) -> bool {
-    every_call(handle) == [failure::status(StatusCode::Failed); 22]
+    every_call(handle) == [failure::status(StatusCode::Failed); 24]
 }
 
 fn no_call_fails(handle: u64) -> bool {

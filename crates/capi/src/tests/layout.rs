@@ -1,7 +1,7 @@
 //! What programs and libraries of different versions share: layouts of structures, and reserved words.
 
 use std::mem::offset_of;
-use std::ptr::null;
+use std::ptr::{from_ref, null};
 
 use super::{ALL, Engine, INDEX, LOCAL, cache, desc, peer, reason, refused};
 use crate::abi::{
@@ -13,8 +13,8 @@ use crate::abi::{
 };
 
 #[test]
-fn structures_have_the_layout_of_version_3() {
-    assert_eq!((LLM_DATADIST_ABI_VERSION, llm_datadist_abi_version()), (3, 3));
+fn structures_have_the_layout_of_version_4() {
+    assert_eq!((LLM_DATADIST_ABI_VERSION, llm_datadist_abi_version()), (4, 4));
     macro_rules! layout {
         ($structure:ident, $size:literal: $($field:ident $offset:literal),*) => {
             assert_eq!(size_of::<$structure>(), $size);
@@ -27,11 +27,13 @@ fn structures_have_the_layout_of_version_3() {
     layout!(LlmDatadistCache, 112: cache_id 0, addrs 8, num_addrs 16, desc 24, reserved 80);
     layout!(LlmDatadistCacheIndex, 56: cluster_id 0, cache_id 8, batch_index 16, reserved 24);
     layout!(LlmDatadistExtParam, 56: src_first 0, src_last 4, dst_first 8, dst_last 12, tensor_num_per_layer 16);
-    layout!(LlmDatadistExtParam, 56: reserved 24);
+    layout!(LlmDatadistExtParam, 56: notify 24, notify_size 32, reserved 40);
     layout!(LlmDatadistRegisterCfg, 128: reserved 0);
     layout!(LlmDatadistIp, 48: ip 0, port 8, reserved 16);
     layout!(LlmDatadistCluster, 72: remote_cluster_id 0, local 8, num_local 16, remote 24, num_remote 32, reserved 40);
-    layout!(LlmDatadistEvent, 128: kind 0, status 4, transfer 8, bytes 16, nanos 24, reserved 32);
+    layout!(LlmDatadistEvent, 128: kind 0, status 4, transfer 8, bytes 16, nanos 24, cluster_id 32, payload 40);
+    layout!(LlmDatadistEvent, 128: payload_size 48, incarnation 56, address 64, transport 72, reason 80);
+    layout!(LlmDatadistEvent, 128: unacknowledged 88, reserved 96);
 }
 
 #[test]
@@ -44,7 +46,7 @@ fn reserved_words_must_be_zero() {
     let late_cache = LlmDatadistCache { reserved: LATER, ..whole };
     let late_desc =
         LlmDatadistCache { desc: LlmDatadistCacheDesc { reserved: LATER, ..whole.desc }, ..whole };
-    let late_ext = LlmDatadistExtParam { reserved: LATER, ..ALL };
+    let late_ext = LlmDatadistExtParam { reserved: [0, 1], ..ALL };
     // SAFETY: everything lives here.
     unsafe {
         let mut allocate = |desc: &LlmDatadistCacheDesc| {
@@ -58,7 +60,7 @@ fn reserved_words_must_be_zero() {
         refused("ext_param", pull(&INDEX, &whole, &late_ext));
         refused("dst_cache", pull(&INDEX, &late_cache, &ALL));
         let push =
-            |cache: &_| llm_datadist_push_cache(engine.0, cache, &raw const INDEX, 0, -1, &raw const ALL);
+            |cache: &_| llm_datadist_push_cache(engine.0, cache, &raw const INDEX, 0, -1, from_ref(&ALL));
         refused("src_cache", push(&late_desc));
         let copy = |src: &_, dst: &_| llm_datadist_copy_cache(engine.0, src, dst, 0, 0, 0, -1);
         refused("src_cache", copy(&late_cache, &whole));

@@ -9,9 +9,11 @@ mod handles;
 mod header;
 mod layout;
 mod log;
+mod notifications;
 mod pointers;
 
 use std::ffi::{CStr, CString};
+use std::ptr::null;
 
 use llm_datadist_core::StatusCode;
 
@@ -85,13 +87,15 @@ fn cache() -> LlmDatadistCache {
 static INDEX: LlmDatadistCacheIndex =
     LlmDatadistCacheIndex { cluster_id: 2, cache_id: 1, batch_index: 0, reserved: [0; 4] };
 
-static ALL: LlmDatadistExtParam = LlmDatadistExtParam {
+const ALL: LlmDatadistExtParam = LlmDatadistExtParam {
     src_first: -1,
     src_last: -1,
     dst_first: -1,
     dst_last: -1,
     tensor_num_per_layer: 2,
-    reserved: [0; 4],
+    notify: null(),
+    notify_size: 0,
+    reserved: [0; 2],
 };
 
 const LOCAL: LlmDatadistIp = LlmDatadistIp { ip: c"127.0.0.1".as_ptr(), port: 1, reserved: [0; 4] };

@@ -1,7 +1,7 @@
 //! Null, misaligned and too long arguments, wrong options, and what a refused call leaves unchanged.
 
 use std::ffi::c_char;
-use std::ptr::{null, null_mut, without_provenance, without_provenance_mut};
+use std::ptr::{from_ref, null, null_mut, without_provenance, without_provenance_mut};
 
 use llm_datadist_core::StatusCode;
 
@@ -97,7 +97,7 @@ fn null_and_empty_arguments_are_refused() {
     let blocks = LlmDatadistBlocks { blocks: null(), count: 1 };
     let none = LlmDatadistBlocks { blocks: null(), count: 0 };
     let (engine, shape, own, mut id, mut addrs) = (engine.0, desc(4), cache(), 0, [0; 4]);
-    let (shape, own, index, all) = (&raw const shape, &raw const own, &raw const INDEX, &raw const ALL);
+    let (shape, own, index, all) = (&raw const shape, &raw const own, &raw const INDEX, from_ref(&ALL));
     // SAFETY: null is refused; the other pointers lead to values that live here.
     unsafe {
         assert_eq!(llm_datadist_allocate_cache(engine, shape, &raw mut id, addrs.as_mut_ptr(), 4), 0);

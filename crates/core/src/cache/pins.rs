@@ -86,7 +86,7 @@ impl CallRows {
 
     fn pin_in_turn(self, deadline: Deadline, passes: impl FnOnce() -> bool) -> Result<Pin> {
         let mut locked = self.lock()?;
-        let passes = passes() && self.all(&locked, |turns, used| turns.may_pass(used));
+        let passes = passes() && self.all(&locked, RowTurns::may_pass);
         if self.all(&locked, |turns, used| turns.taken(used, passes).is_none()) {
             self.0.iter().zip(&mut locked).for_each(|((_, used), turns)| turns.take(used));
             drop(locked);

@@ -151,12 +151,15 @@ impl Registry {
         if let Some(rival) = all.iter().find(|old| replaces(link, old) && old.works(silence_limit)) {
             return Err(taken(link, rival));
         }
-        let (stale, kept) = all.drain(..).partition(|old| !old.alive() || replaces(link, old));
+        let (stale, kept): (Vec<Arc<Link>>, _) =
+            all.drain(..).partition(|old| !old.alive() || replaces(link, old));
         *all = kept;
         all.push(link.clone());
         entries.broken.remove(&link.peer.cluster);
         // Under the lock, so that events are in the order of what happened.
-        stale.iter().for_each(|old: &Arc<Link>| self.events.link_down(old.end_info()));
+        for old in &stale {
+            self.events.link_down(old.end_info());
+        }
         self.events.link_up(link.peer_info());
         drop(entries);
         self.changed.notify_all();

@@ -8,8 +8,8 @@ use llm_datadist_core::testing::model::{AddressLocation, CacheLayout, Name};
 use llm_datadist_core::testing::plan::{CopyPlan, Span, SpanList};
 use llm_datadist_core::testing::protocol::{
     self, Attach, Attached, Challenge, Comm, Control, EntryVersion, HANDSHAKE_LIMIT, HEADER, Header, Hello,
-    MESSAGE, MESSAGE_LIMIT, Pairs, Party, Proof, Purpose, REFUSAL, Reply, Request, Run, Welcome, WireCache,
-    WireLocation, WireName, WirePlan, WireRows, WireSpan, WireSteps,
+    MESSAGE, MESSAGE_LIMIT, Pairs, Party, Payload, Payloads, Proof, Purpose, REFUSAL, Reply, Request, Run,
+    Welcome, WireCache, WireLocation, WireName, WirePlan, WireRows, WireSpan, WireSteps,
 };
 use llm_datadist_core::{CacheId, CacheKey, CacheKind, Error, ErrorKind, Placement};
 use serde::Serialize;
@@ -144,6 +144,7 @@ fn control_stream_bytes() {
     golden(&Control::Pong, "4c4406010100000001");
     golden(&Control::Bye { reason: "end".into(), unlinked: true }, "4c440601060000000203656e6401");
     golden(&Control::Dial, "4c4406010100000003");
+    golden(&Control::Polled { arrived: (300, 5), polled: (1, 0) }, "4c4406010600000004ac02050100");
 }
 
 #[test]
@@ -187,6 +188,21 @@ fn request_bytes() {
     golden(
         &Request::Consume { name, cache: 3, first: 0, count: 80, limit_ms },
         "4c4406010900000004000000060050e807",
+    );
+    golden(
+        &Request::Notify { messages: Payloads(vec![Payload(b"no".to_vec()), Payload(vec![])]), limit_ms },
+        "4c440601080000000802026e6f00e807",
+    );
+    golden(
+        &Request::ConsumeAndNotify {
+            name,
+            cache: 3,
+            first: 0,
+            count: 80,
+            message: Payload(b"no".to_vec()),
+            limit_ms,
+        },
+        "4c4406010c00000009000000060050026e6fe807",
     );
     golden(&Request::Unlink { limit_ms }, "4c4406010300000005e807");
     golden(&Request::Ping { limit_ms: 0 }, "4c440601020000000600");
