@@ -20,8 +20,8 @@ import pytest
 from conftest import options
 from kv_caches import desc as kv_desc
 from layers import Transfer, launch, results
-from llm_datadist import BlocksCacheKey, LLMDataDist, LLMException, LLMRole
-from memory import LE, MISMATCH, OOM, TE, VE, Expected, UserTensors, contents, desc, fill, raising, run_fresh, same
+from llm_datadist import BlocksCacheKey, LLMDataDist, LLMRole
+from memory import LE, MISMATCH, OOM, TE, VE, UserTensors, contents, desc, fill, raising, run_fresh, same
 from mistakes import fails
 from peers import LIMIT, OK, End, Peer, by_blocks, equal, kv_options, outcome
 from peers.values import cache_key as key
@@ -171,16 +171,14 @@ def test_any_strides_and_widths(one_sided: tuple[End, Peer]) -> None:
         assert equal(pair.bytes_after("pull_blocks", *given), expected)
 
 
-class Pairs2D:
-    """Forms of an `(n, 2)` array that numpy's `asarray` does not read."""
-
-    FORMS: dict[str, Form] = {
-        **{f"{kind} of DLPack": lambda rows, kind=kind: Tensor(np.array(rows, kind)) for kind in WIDTHS},
-        "of DLPack, column by column": lambda rows: Tensor(np.asfortranarray(np.array(rows, "i4"))),
-        "of DLPack, in reverse": lambda rows: Tensor(np.array(rows, "i8")[::-1, ::-1].copy()[::-1, ::-1]),
-        "memoryview": lambda rows: memoryview(np.array(rows, "i8").tobytes()).cast("q", (len(rows), 2)),
-        "ctypes": lambda rows: ((ctypes.c_int32 * 2) * len(rows))(*map(tuple, rows)),
-    }
+# Forms of an `(n, 2)` array that numpy's `asarray` does not read.
+PAIR_FORMS: dict[str, Form] = {
+    **{f"{kind} of DLPack": lambda rows, kind=kind: Tensor(np.array(rows, kind)) for kind in WIDTHS},
+    "of DLPack, column by column": lambda rows: Tensor(np.asfortranarray(np.array(rows, "i4"))),
+    "of DLPack, in reverse": lambda rows: Tensor(np.array(rows, "i8")[::-1, ::-1].copy()[::-1, ::-1]),
+    "memoryview": lambda rows: memoryview(np.array(rows, "i8").tobytes()).cast("q", (len(rows), 2)),
+    "ctypes": lambda rows: ((ctypes.c_int32 * 2) * len(rows))(*map(tuple, rows)),
+}
 
 
 def copied(before: list[np.ndarray], source: list[np.ndarray], rows: Sequence[Sequence[int]]) -> list[np.ndarray]:
@@ -191,7 +189,7 @@ def copied(before: list[np.ndarray], source: list[np.ndarray], rows: Sequence[Se
     return after
 
 
-@pytest.mark.parametrize("make", Pairs2D.FORMS.values(), ids=list(Pairs2D.FORMS))
+@pytest.mark.parametrize("make", PAIR_FORMS.values(), ids=list(PAIR_FORMS))
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_copies_and_swaps(manager: Any, make: Form, asynchronous: bool) -> None:
     cache, user = manager.allocate_blocks_cache(desc(12, 64, 2)), UserTensors(12, 64, 2)
@@ -217,7 +215,7 @@ def test_copies_and_swaps(manager: Any, make: Form, asynchronous: bool) -> None:
 
 def test_pairs_outside_the_cache(manager: Any) -> None:
     cache, cpu = manager.allocate_blocks_cache(desc(4, 64, 2)), UserTensors(4, 64, 2).cpu_cache()
-    for make in (lambda rows: np.array(rows, "i8"), *Pairs2D.FORMS.values()):
+    for make in (lambda rows: np.array(rows, "i8"), *PAIR_FORMS.values()):
         for rows, texts in (
             ([[0, 1], [0, 4]], ("destination block=4", "pair=1")),
             ([[0, 1], [1, 2], [4, 0]], ("source block=4", "pair=2")),
@@ -364,10 +362,10 @@ def consumed() -> Any:
 NOT_INDICES: list[Any] = [
     range(2), b"01", bytearray(b"01"), "01", {0: 1}, {0}, 1, 1.5, object(), iter([0]), int, mmap.mmap(-1, 8),
     *[np.array([0, 1], kind) for kind in ("i1", "u1", "?", "f2", "f4", "f8", "c16", "S1", "U1", "O", "M8[s]", "m8[s]")],
-    *[np.array([0, 1], f"{order}{kind}") for order in "<>" for kind in WIDTHS if np.dtype(f"{order}{kind}").byteorder not in "=|"],
+    *[np.array([0, 1], np.dtype(kind).newbyteorder()) for kind in WIDTHS],
     *[np.zeros(shape, "i8") for shape in ((), (1, 1), (2, 2), (2, 2, 2), (0, 0))],
     np.zeros(2, [("a", "i4"), ("b", "i4")]), np.int64(0), np.zeros(2, "V8"),
-    array.array("b", [0]), array.array("B", [0]), array.array("f", [0]), array.array("d", [0]), array.array("u", "a"),
+    array.array("b", [0]), array.array("B", [0]), array.array("f", [0]), array.array("d", [0]),
     memoryview(b"01"), memoryview(b"01").cast("b"), memoryview(b"01").cast("?"), memoryview(b"01").cast("c"),
     memoryview(bytes(8)).cast("B", (2, 4)), memoryview(bytes(8)).cast("P"),
     (ctypes.c_int64.__ctype_be__ * 1)(0) if sys.byteorder == "little" else (ctypes.c_int64.__ctype_le__ * 1)(0),
@@ -375,7 +373,7 @@ NOT_INDICES: list[Any] = [
     *[Tensor(np.array([0, 1], kind)) for kind in ("i1", "u1", "?", "f2", "f4", "f8", "c16")],
     *[Tensor(np.zeros(shape, "i4")) for shape in ((), (1, 1), (2, 2), (1, 2, 3))],
     *[Device(device) for device in ((2, 0), (4, 0), (10, 0), (-1, 0), None, 1, (1,), ("cpu", 0), (2**70, 0))],
-    *[Raising(error) for error in (BufferError("no"), RuntimeError("no"), TypeError("no"), ValueError("no"), KeyError(1))],
+    *[Raising(kind("no")) for kind in (BufferError, RuntimeError, TypeError, ValueError, KeyError)],
     *[Answers(given) for given in (None, 1, b"dltensor", object(), consumed(), np.array([0]))],
     NoDevice(), np.ndarray,
 ]  # fmt: skip
@@ -386,14 +384,14 @@ NOT_INDICES: list[Any] = [
 def test_what_is_no_array_of_indices(bench: Bench, name: str, number: int) -> None:
     for call in CALLS:
         given = {"src_blocks": [0, 1], "dst_blocks": [0, 1], name: NOT_INDICES[number]}
-        with pytest.raises(TypeError, match=f"^{name}.*only support"):
+        with pytest.raises(TypeError, match=rf"^{name}.*only support"):
             bench.call(call, *given.values())
 
 
 def test_a_released_memoryview(bench: Bench) -> None:
     view = memoryview(array.array("q", [0]))
     view.release()
-    with pytest.raises(TypeError, match="^src_blocks"):
+    with pytest.raises(TypeError, match=r"^src_blocks"):
         bench.call("pull_blocks", view, [0])
 
 
@@ -420,8 +418,8 @@ class Fields(ctypes.Structure):
     """`DLTensor`."""
 
     _fields_ = [
-        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32), ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
+        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
         ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
         ("byte_offset", ctypes.c_uint64),
     ]  # fmt: skip
@@ -506,7 +504,7 @@ def test_empty_tensors(bench: Bench) -> None:
     ],
 )  # fmt: skip
 def test_fields_of_what_is_no_list_of_indices(bench: Bench, fields: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match="^src_blocks only support"):
+    with pytest.raises(TypeError, match=r"^src_blocks only support"):
         bench.call("pull_blocks", Capsule(**fields), [0, 1])
 
 
@@ -625,7 +623,7 @@ class TestKvCacheManager:
             for name, given in (("prompt_blocks", (bad, [0])), ("decoder_blocks", ([0], bad))):
                 fails(lambda given=given: kv.pull_blocks(BlocksCacheKey(1), cache, *given), expected, name, bad)
 
-    @pytest.mark.parametrize("make", Pairs2D.FORMS.values(), ids=list(Pairs2D.FORMS))
+    @pytest.mark.parametrize("make", PAIR_FORMS.values(), ids=list(PAIR_FORMS))
     def test_copies(self, kv: Any, make: Form) -> None:
         cache = kv.allocate_blocks_cache(kv_desc())
         array_of = [tensor.numpy() for tensor in (kv.get_cache_tensors(cache, number)[0] for number in (0, 1))]

@@ -17,11 +17,37 @@ import numpy as np
 import pytest
 
 from conftest import PAGE, POOL, options
-from llm_datadist import BlocksCacheKey, Cache, CacheDesc, CacheKey, DataType, LLMDataDist, LLMException, Placement, _core
-from memory import GONE, LE, OOM, TE, UserTensors, at, contents, desc, fill, pool_facts, raising, refused, same, tensors, used
+from llm_datadist import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    CacheKey,
+    DataType,
+    LLMDataDist,
+    LLMException,
+    LLMStatusCode,
+    Placement,
+    _core,
+)
+from memory import (
+    GONE,
+    LE,
+    OOM,
+    TE,
+    UserTensors,
+    at,
+    contents,
+    desc,
+    fill,
+    pool_facts,
+    raising,
+    refused,
+    same,
+    tensors,
+    used,
+)
 from mistakes import coded, fails
 from peers import End, Peer, by_blocks, by_request, by_slot, equal, pattern
-from llm_datadist import LLMStatusCode
 
 FINALIZED = coded(LLMStatusCode.LLM_ENGINE_FINALIZED)
 SHAPES = [(1, 1, 1), (2, 4, 256), (3, 5, 7), (4, 1, PAGE), (2, 3, PAGE + 1), (61, 2, 33)]
@@ -86,14 +112,12 @@ def test_a_pool_without_a_long_run_says_so(manager: Any) -> None:
     facts = pool_facts(manager)
     assert (facts["free_bytes"], facts["largest_free_run_bytes"]) == (POOL // 2, 32 * PAGE)
     made_of = desc(1, 32 * PAGE, 2)
-    with refused(manager, OOM), pytest.raises(LLMException) as caught:
-        try:
-            manager.allocate_cache(made_of, [CacheKey(1, 1)], contiguous=True)
-        except LLMException as error:
-            text = str(error)
-            raise
-    assert f"largest_free_run_bytes={32 * PAGE}" in text or caught
-    assert str(64 * PAGE) in text
+    with refused(manager, OOM):
+        manager.allocate_cache(made_of, [CacheKey(1, 1)], contiguous=True)
+    with pytest.raises(LLMException) as caught:
+        manager.allocate_cache(made_of, contiguous=True)
+    for fact in (f"asked_bytes={64 * PAGE}", f"largest_free_run_bytes={32 * PAGE}", f"free_bytes={POOL // 2}"):
+        assert fact in str(caught.value)
     manager.deallocate_cache(manager.allocate_cache(made_of, [CacheKey(1, 1)]))
     manager.allocate_cache(desc(1, 16 * PAGE, 2), [CacheKey(1, 2)], contiguous=True)
 
@@ -112,7 +136,11 @@ def test_the_other_rules_of_an_allocation_hold(manager: Any) -> None:
     manager.allocate_blocks_cache(desc(), BlocksCacheKey(1, 7), contiguous=True)
     with refused(manager, LE):
         manager.allocate_blocks_cache(desc(), BlocksCacheKey(1, 7), contiguous=True)
-    for bad in (CacheDesc(0, [1], DataType.DT_INT8), CacheDesc(1, [0], DataType.DT_INT8), CacheDesc(4, [2**61], DataType.DT_INT8)):
+    for bad in (
+        CacheDesc(0, [1], DataType.DT_INT8),
+        CacheDesc(1, [0], DataType.DT_INT8),
+        CacheDesc(4, [2**61], DataType.DT_INT8),
+    ):
         with refused(manager, LE):
             manager.allocate_cache(bad, contiguous=True)
     with refused(manager, OOM):
@@ -154,7 +182,7 @@ def test_one_flat_view_of_bytes(manager: Any, way: str) -> None:
     if way != "dlpack" or np.lib.NumpyVersion(np.__version__) >= "2.1.0":
         assert array.flags.writeable
         array.view(np.uint8)[:] = 7
-        assert (whole(cache) == 7).all()
+        assert (whole(cache)[skipped:] == 7).all()
         assert (tensors(cache)[2] == 7).all()
 
 
@@ -273,7 +301,10 @@ def test_memory_of_the_caller_of_one_tensor(manager: Any) -> None:
 def test_released_caches_have_no_buffer(start: Callable[..., LLMDataDist]) -> None:
     dist = start()
     manager = dist.cache_manager
-    cache, blocks = manager.allocate_cache(desc(), contiguous=True), manager.allocate_blocks_cache(desc(), contiguous=True)
+    cache, blocks = (
+        manager.allocate_cache(desc(), contiguous=True),
+        manager.allocate_blocks_cache(desc(), contiguous=True),
+    )
     kept = manager.allocate_cache(desc(), [CacheKey(1, 1)], contiguous=True)
     for _ in range(2):
         manager.deallocate_cache(cache)
@@ -340,16 +371,16 @@ def test_peers_read_and_write_it(pair: tuple[End, Peer], way: dict[str, Any]) ->
     for target, source in zip(expected, theirs):
         target[[0, 5, 1]] = source[[5, 0, 3]]
     assert equal(near.read("near"), expected)
-    assert np.array_equal(near.held["near"].handle.buffer().numpy(), np.concatenate([one.reshape(-1) for one in expected]))
+    assert np.array_equal(
+        near.held["near"].handle.buffer().numpy(), np.concatenate([one.reshape(-1) for one in expected])
+    )
     assert equal(far.read("far"), theirs)
     if way["accessible"]:
-        near.push_blocks(by_blocks(2), "near", [0, 1], [4, 2])
+        near.push_blocks(by_blocks(2), "near", [0, 1], [4, 2], n=1)
         for target, source in zip(theirs, expected):
             target[[4, 2]] = source[[0, 1]]
         assert equal(far.read("far"), theirs)
         assert equal(near.read("near"), expected)
-    transport = near.links()[0]
-    assert transport
 
 
 def test_slots_and_layers_of_peers(pair: tuple[End, Peer], way: dict[str, Any]) -> None:
@@ -363,6 +394,5 @@ def test_slots_and_layers_of_peers(pair: tuple[End, Peer], way: dict[str, Any]) 
         expected[number][2] = theirs[number + 2][0]
     assert equal(near.read("near"), expected)
     far.release("far")
-    if not way["accessible"]:
-        far.remove_key(by_request(2, 5))
+    far.remove_key(by_request(2, 5))
     assert far.used() == 0

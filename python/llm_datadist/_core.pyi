@@ -25,9 +25,13 @@ __all__ = [
     "Completed",
     "DataDist",
     "KvCaches",
+    "LinkDown",
+    "LinkUp",
     "LoopQueue",
     "LooseCache",
     "ManagedCache",
+    "Notification",
+    "Peer",
     "TensorView",
     "Transfer",
     "TransferTask",
@@ -356,12 +360,12 @@ class Transfer:
         """Cancel the call, without waiting for its end.
 
         A call that waits for its rows or for a thread ends at once. A call that waits for a peer ends within 100 ms. A
-        copy of memory that has begun is finished first. A push whose bytes the peer reads ends when the peer has ended
-        the request. Until the call has ended, it may touch its rows.
+        copy of memory that has begun is finished first. A push whose bytes the peer reads ends when the peer has
+        answered or the link has broken. Until the call has ended, it may touch its rows.
 
         Returns:
             ``True``: the call will end with ``LLM_FAILED``, or with ``LLM_ENGINE_FINALIZED`` if ``finalize`` comes
-            first. ``False``: its outcome can no longer change.
+            first. ``False``: its outcome can no longer change, also because it has begun to deliver a notification.
         """
 
     def cancelled(self) -> bool:
@@ -408,8 +412,8 @@ class Peer:
     def transport(self) -> str:
         """How bytes move: ``"shm"`` or ``"tcp"``."""
 
-    def __eq__(self, other: object) -> bool: ...
-    def __ne__(self, other: object) -> bool: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
 @final
@@ -441,7 +445,10 @@ class LinkUp:
 
 @final
 class LinkDown:
-    """The event that a link has ended, for whatever reason. The original does not have this class."""
+    """The event that a link has ended, for whatever reason. The original does not have this class.
+
+    One event stands for all links to the peer that have ended since the last ``LLMDataDist.poll``.
+    """
 
     __match_args__: ClassVar[tuple[str, ...]] = ("peer", "reason", "unacknowledged")
 
@@ -455,7 +462,10 @@ class LinkDown:
 
     @property
     def unacknowledged(self) -> int:
-        """Number of messages of ``LLMDataDist.notify`` that the peer has not confirmed. Some may have arrived."""
+        """Number of messages of ``LLMDataDist.notify`` that the peer has not confirmed. Each may have arrived or not.
+
+        If the event stands for several links to the peer that have ended, it is the sum.
+        """
 
 @final
 class LoopQueue:

@@ -59,10 +59,10 @@ def clarify(error: Exception, required: Mapping[str, object], optional: Mapping[
             error.args = (_must_not_be_none(absent),)
         return
     for name, value in (*required.items(), *optional.items()):
-        shape = getattr(value, "shape", None)
         # The class of an array has these attributes as well, but not as values.
-        if text.startswith(f"{name} only support") and hasattr(value, "dtype") and isinstance(shape, tuple):
-            error.args = (f"{text} of {value.dtype} with shape {tuple(shape)}",)
+        of_array = hasattr(value, "dtype") and isinstance(getattr(value, "shape", None), tuple)
+        if text.startswith(f"{name} only support") and of_array:
+            error.args = (f"{text} of {value.dtype} with shape {tuple(value.shape)}",)
             return
 
 

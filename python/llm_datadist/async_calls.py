@@ -33,7 +33,8 @@ class AsyncCalls(EngineCaches["_core.DataDist"]):
         LLMException: ``LLM_PARAM_INVALID``: ``timeout_ms`` is 0; ``LLM_LINK_BUSY``: ``max_transfers`` calls run or have
             an outcome that was not taken, and nothing has changed; ``LLM_OUT_OF_MEMORY``: no memory for the lists of
             the call; ``LLM_ENGINE_FINALIZED``: the engine was finalized; ``LLM_FAILED``: no thread could be started, or
-            a forked child (contract §0.3, §16).
+            a forked child (contract §0.3, §16). With ``notify``, ``LLM_LINK_BUSY`` may also be the outcome of the
+            transfer: the peer has not polled its notifications, and nothing has moved.
 
     Args:
         native: the engine.

@@ -359,8 +359,9 @@ class CacheManager(GroupCalls):
             LLMException: ``LLM_PARAM_INVALID``: the engine's own cluster, a blocks cache, a range outside a slot,
                 different numbers of tensors, layers outside a cache, or a cache that is not accessible;
                 ``LLM_KV_CACHE_NOT_EXIST``: the local cache, or the remote key or slot, does not exist;
-                ``LLM_NOT_YET_LINK``: there is no link, or it broke; ``LLM_TIMEOUT``: ``sync_kv_timeout`` passed. The
-                attribute ``arrived`` lists the rows that were written.
+                ``LLM_NOT_YET_LINK``: there is no link, or it broke; ``LLM_TIMEOUT``: ``sync_kv_timeout`` passed;
+                ``LLM_LINK_BUSY``: with ``notify``, the peer has not polled its notifications, and nothing has moved.
+                The attribute ``arrived`` lists the rows that were written.
         """
         if kwargs:
             warn_of_misspelt("keyword argument of pull_cache", kwargs, NOTIFYING_PULL_KEYWORDS, once=True)
@@ -434,8 +435,8 @@ class CacheManager(GroupCalls):
             LLMException: ``LLM_PARAM_INVALID``: another mode, the engine's own cluster, a blocks cache, layers or slots
                 outside a cache, a slot larger than the remote one, or a cache that is not accessible;
                 ``LLM_KV_CACHE_NOT_EXIST``: the local or the remote cache does not exist; ``LLM_NOT_YET_LINK``: there is
-                no link, or it broke; ``LLM_TIMEOUT``: ``sync_kv_timeout`` passed. The attribute ``arrived`` lists the
-                rows that were written.
+                no link, or it broke; ``LLM_TIMEOUT``: ``sync_kv_timeout`` passed; ``LLM_LINK_BUSY``: as for
+                ``pull_cache``. The attribute ``arrived`` lists the rows that were written.
         """
         layers = (src_layer_range, dst_layer_range)
         self._engine.push_cache(dst_cache_key, src_cache, src_batch_index, *layers, size, tensor_num_per_layer, notify)

@@ -21,7 +21,8 @@ class EngineEvents:
 
         The call returns when the message is in the window of the link. Messages over one link arrive in order, each at
         most once. If the link breaks, ``LinkDown`` counts those that the peer has not confirmed. The window holds the
-        messages that the peer has not polled: at most 1,024, and at most 4 MiB. The original does not have this method.
+        messages that the program of the peer has not polled: at most 1,024, and at most 4 MiB. The original does not
+        have this method.
 
         Args:
             cluster_id: a linked cluster (uint64).
@@ -51,9 +52,9 @@ class EngineEvents:
         """Return the events that nobody has taken yet, in the order in which they happened, and remove them.
 
         The call never waits. Any thread may call it; each event goes to one caller. News about links are kept only
-        after the first call of ``poll`` or ``fileno``, and only the latest ones of each peer. An outcome that
-        ``Transfer.result``, ``Transfer.exception`` or ``await`` has taken is no event any more. The original does not
-        have this method.
+        after the first call of ``poll`` or ``fileno``, and at most the latest ``LinkDown`` and ``LinkUp`` of each peer.
+        Messages that had arrived before a link broke are still returned. An outcome that ``Transfer.result``,
+        ``Transfer.exception`` or ``await`` has taken is no event any more. The original does not have this method.
 
         Args:
             max_events: maximum number of events (uint32).

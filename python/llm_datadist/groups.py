@@ -65,8 +65,8 @@ class GroupCalls(AsyncCalls):
             parts: list or tuple of at least one ``(key, cache, src_blocks, dst_blocks)``. Each obeys the rules of
                 ``push_blocks`` (contract §7.15), and moves all tensors.
             timeout_ms: time limit of the whole group in milliseconds (uint32, above 0; ``sync_kv_timeout`` by default).
-            notify: notification for the peer, at most 64 KiB, delivered when all parts are in place and all keys are
-                released. All parts must name one cluster then.
+            notify: notification for the peer, at most 64 KiB, delivered when all parts are in place. All parts must
+                name one cluster then.
 
         Raises:
             TypeError: ``parts`` is no list or tuple, or a part is no tuple.

@@ -31,12 +31,32 @@
  * The version of this interface. It grows when a function is added or a reserved word is used. A library serves programs of
  * its own version and of all lower ones. A library that cannot do so has another name (`libllm_datadist.so.1`).
  */
-#define LLM_DATADIST_ABI_VERSION 3
+#define LLM_DATADIST_ABI_VERSION 4
+
+/**
+ * Maximum number of bytes of a message for a peer.
+ */
+#define LLM_DATADIST_MAX_NOTIFICATION (64 << 10)
 
 /**
  * The kind of an event: a transfer has ended.
  */
 #define LLM_DATADIST_EVENT_COMPLETED 1
+
+/**
+ * The kind of an event: a peer has sent a message.
+ */
+#define LLM_DATADIST_EVENT_NOTIFICATION 2
+
+/**
+ * The kind of an event: a link was made, by either side.
+ */
+#define LLM_DATADIST_EVENT_LINK_UP 3
+
+/**
+ * The kind of an event: a link has ended, for whatever reason.
+ */
+#define LLM_DATADIST_EVENT_LINK_DOWN 4
 
 /**
  * One option. Both texts end in a null byte.
@@ -189,7 +209,7 @@ typedef struct {
 } LlmDatadistCache;
 
 /**
- * Layers to read and to write. Both ends of a range are included; -1 and -1 stand for all layers.
+ * Layers to read and to write, and a message for the peer. Both ends of a range are included; -1 and -1 stand for all layers.
  */
 typedef struct {
   /**
@@ -213,9 +233,18 @@ typedef struct {
    */
   uint8_t tensor_num_per_layer;
   /**
+   * Message that the program of the peer gets once the bytes are in place; null for none. Must be null for functions that
+   * wait.
+   */
+  const uint8_t *notify;
+  /**
+   * Number of bytes of `notify`, at most `LLM_DATADIST_MAX_NOTIFICATION`.
+   */
+  size_t notify_size;
+  /**
    * Must be 0.
    */
-  uint64_t reserved[4];
+  uint64_t reserved[2];
 } LlmDatadistExtParam;
 
 /**
@@ -233,33 +262,67 @@ typedef struct {
 } LlmDatadistBlocks;
 
 /**
- * An event of an engine, which the library writes.
+ * An event of an engine, which the library writes. Fields that do not belong to the kind of the event are 0 or null. Texts
+ * end in a null byte. The library owns the message and the texts, and `llm_datadist_poll` says how long they are valid.
  */
 typedef struct {
   /**
-   * `LLM_DATADIST_EVENT_COMPLETED`. A program ignores kinds that it does not know.
+   * One of `LLM_DATADIST_EVENT_COMPLETED` and the other kinds. A program ignores kinds that it does not know.
    */
   uint32_t kind;
   /**
-   * Status with which the transfer ended.
+   * Completed: status with which the transfer ended.
    */
   uint32_t status;
   /**
-   * Handle of the transfer. The program may have freed it.
+   * Completed: handle of the transfer. The program may have freed it.
    */
   uint64_t transfer;
   /**
-   * Number of bytes that are known to be in place.
+   * Completed: number of bytes that are known to be in place.
    */
   uint64_t bytes;
   /**
-   * Nanoseconds from the start of the transfer to its end.
+   * Completed: nanoseconds from the start of the transfer to its end.
    */
   uint64_t nanos;
   /**
+   * All kinds but completed: cluster id of the peer.
+   */
+  uint64_t cluster_id;
+  /**
+   * Notification: the message.
+   */
+  const uint8_t *payload;
+  /**
+   * Notification: number of bytes of the message.
+   */
+  size_t payload_size;
+  /**
+   * Link up and down: a number that the engine of the peer has drawn when it was opened. A restarted peer has another one.
+   */
+  uint64_t incarnation;
+  /**
+   * Link up and down: address of the peer, as in the log.
+   */
+  const char *address;
+  /**
+   * Link up and down: how bytes move, `shm` or `tcp`.
+   */
+  const char *transport;
+  /**
+   * Link down: why the link ended.
+   */
+  const char *reason;
+  /**
+   * Link down: number of messages of `llm_datadist_notify` that the peer has not confirmed. It may have got the first of
+   * them.
+   */
+  uint64_t unacknowledged;
+  /**
    * 0 in this version.
    */
-  uint64_t reserved[12];
+  uint64_t reserved[4];
 } LlmDatadistEvent;
 
 /**
@@ -406,6 +469,11 @@ uint32_t llm_datadist_unregister_cache(uint64_t handle,
  * nothing is written. Every other failure, a missing link too, is the outcome of the transfer, which `llm_datadist_poll` and
  * `llm_datadist_transfer_result` return.
  *
+ * If `ext_param` has a message, the program of the peer gets it after the bytes are in place, before the transfer succeeds, and
+ * behind all messages of earlier calls of `llm_datadist_notify`. A transfer that succeeds has delivered it once. One that fails
+ * may have delivered it only if the link broke meanwhile, and the reason of the failure says so. If the peer has too many
+ * messages that it has not polled, the transfer ends with `LLM_LINK_BUSY` and has moved nothing.
+ *
  * Any thread may call it. Calls that meet in a row of a cache take turns in the order in which they were started.
  *
  * # Safety
@@ -501,8 +569,12 @@ uint32_t llm_datadist_copy_blocks_async(uint64_t handle,
  * Writes at most `max_events` events to `events`, in the order in which they happened, and their number to `num_events`.
  * Never waits. Without events it succeeds, and writes 0.
  *
- * An event is returned once, to one caller. Functions that take the outcome of a transfer remove its event. After a failure
- * no event is lost. Any thread may call it.
+ * The message and the texts of the events are valid until the next call of `llm_datadist_poll` or `llm_datadist_unpoll` in
+ * this thread, for any object, and at most until the thread ends. The program does not free them.
+ *
+ * An event is returned once, to one caller. Functions that take the outcome of a transfer remove its event. Events of links are
+ * kept only after the first call of this function or of `llm_datadist_event_descriptor`, and only the latest ones of each peer.
+ * After a failure no event is lost. Any thread may call it.
  *
  * # Safety
  * `events` points to space for `max_events` events, and `num_events` to space for a number.
@@ -511,6 +583,15 @@ uint32_t llm_datadist_poll(uint64_t handle,
                            size_t max_events,
                            LlmDatadistEvent *events,
                            size_t *num_events);
+
+/**
+ * Puts the last `num_events` events of the last `llm_datadist_poll` of this thread back, in front of the queue, because the
+ * program had no memory for them. The next `llm_datadist_poll` of any thread returns them again.
+ *
+ * `LLM_PARAM_INVALID` if that call has returned fewer events, or was for another object. Then nothing has changed.
+ */
+uint32_t llm_datadist_unpoll(uint64_t handle,
+                             size_t num_events);
 
 /**
  * Writes a file descriptor to `descriptor`. It is readable while `llm_datadist_poll` has something to return, so that
@@ -551,6 +632,26 @@ uint32_t llm_datadist_drain(uint64_t handle,
 uint32_t llm_datadist_set_log_callback(LlmDatadistLogCallback callback,
                                        void *user_data,
                                        int32_t max_level);
+
+/**
+ * Sends a message of at most `LLM_DATADIST_MAX_NOTIFICATION` bytes to the program of a linked cluster, whose
+ * `llm_datadist_poll` returns it. An addition to the original.
+ *
+ * Does not wait for the peer: it returns when the message is in the window of the link. Messages over one link arrive in order,
+ * each at most once. If the link breaks, its event counts the messages that the peer has not confirmed. The message may be freed
+ * when the function returns.
+ *
+ * `LLM_LINK_BUSY` if the peer has not polled 1,024 messages, or 4 MiB of them; `LLM_NOT_YET_LINK` if there is no link, or it
+ * broke; `LLM_PARAM_INVALID` if the message is too long, or `cluster_id` is that of this object. Then nothing is sent. Any thread
+ * may call it.
+ *
+ * # Safety
+ * `payload` points to `size` bytes. Null is an empty message.
+ */
+uint32_t llm_datadist_notify(uint64_t handle,
+                             uint64_t cluster_id,
+                             const uint8_t *payload,
+                             size_t size);
 
 /**
  * Returns whether the transfer has ended, so that nothing of it touches memory any more. Does not take its outcome.

@@ -180,8 +180,16 @@ fn message_comes_with_a_transfer_behind_earlier_ones() {
     let all: Vec<_> = polled(&two, 100).1.iter().map(|event| message(event).1).collect();
     let earlier = (0..20_u8).map(|number| vec![number]);
     assert_eq!(all, earlier.chain([b"pulled".to_vec(), Vec::new()]).collect::<Vec<_>>());
+    let invalid = without_provenance(64);
+    refused(pull(&one, invalid, LLM_DATADIST_MAX_NOTIFICATION + 1).0, &["len(notify)=65537"]);
+    refused(pull(&one, null(), 1).0, &["notify is null"]);
+}
 
-    // A full window is the outcome of the transfer.
+/// It is the outcome of the transfer.
+#[test]
+fn full_window_refuses_transfers_with_a_message() {
+    let (one, two) = linked();
+    let (one, two) = (with_cache(one), with_cache(two));
     for _ in 0..1024 {
         sent(&one, 2, b"");
     }
@@ -191,9 +199,6 @@ fn message_comes_with_a_transfer_behind_earlier_ones() {
     let (status, transfer) = pull(&one, null(), 0);
     assert_eq!((status, llm_datadist_transfer_wait(transfer, LONG)), (0, 0), "{}", reason());
     received(&two, 1024, 1024);
-    let invalid = without_provenance(64);
-    refused(pull(&one, invalid, LLM_DATADIST_MAX_NOTIFICATION + 1).0, &["len(notify)=65537"]);
-    refused(pull(&one, null(), 1).0, &["notify is null"]);
 }
 
 #[test]

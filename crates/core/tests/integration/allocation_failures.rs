@@ -262,11 +262,16 @@ fn caches_are_entered_whole_or_not_at_all() {
     // Many tensors: the lists of their addresses.
     let tensors = desc(Placement::Device, MANY as u32, 1, 16);
     let before = state();
-    let made = each_fails(
-        || engine.allocate(&tensors, CacheKind::Blocks, &[]).and_then(|cache| engine.deallocate(cache.id())),
-        || assert_eq!(state(), before),
-    );
-    assert!((made >= 1) && state() == before, "{made}");
+    for allocate in [DataDist::allocate, DataDist::allocate_contiguous] {
+        let made = each_fails(
+            || {
+                let cache = allocate(&engine, &tensors, CacheKind::Blocks, &[])?;
+                engine.deallocate(cache.id())
+            },
+            || assert_eq!(state(), before),
+        );
+        assert!((made >= 1) && state() == before, "{made}");
+    }
     assert_eq!(engine.find(newest).unwrap().addrs(), memory.cache.addrs());
 }
 

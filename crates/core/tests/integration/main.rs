@@ -24,6 +24,7 @@ mod arguments;
 mod async_copies;
 mod cache_table;
 mod child_process;
+mod contiguous;
 mod copy_deadlines;
 mod copy_faults;
 mod counting_allocator;

@@ -1,0 +1,190 @@
+//! Caches whose tensors are one range of bytes of a pool.
+//!
+//! Copies, views and peers: `tests/test_contiguous.py`. Failed allocations: `allocation_failures.rs`.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use llm_datadist_core::testing::device::HostReach;
+use llm_datadist_core::testing::memory::{Region, Tensors};
+use llm_datadist_core::testing::pool::PoolState;
+use llm_datadist_core::{Cache, CacheDesc, CacheKind, DataDist, DataType, ErrorKind, Placement, PoolConfig};
+use llm_datadist_testing::SimDevice;
+use proptest::collection::vec;
+use proptest::prelude::*;
+use proptest::test_runner::TestRunner;
+
+use crate::fixtures::{Own, config, contents, desc, engine_on, fill, patterned, proptest_cases};
+use CacheKind::{Batch, Blocks};
+use Placement::{Device, Host};
+
+const PAGE: u64 = 1 << 12;
+
+fn engine(pages: u64) -> DataDist {
+    let mut config = config(1);
+    config.device_pool = Some(PoolConfig { memory_size: pages * PAGE, page_shift: 12 });
+    config.host_pool = config.device_pool;
+    DataDist::open(config).unwrap()
+}
+
+fn pool(engine: &DataDist) -> PoolState {
+    engine.stats().device_pool.unwrap().pool
+}
+
+/// The address ranges of the tensors.
+fn ranges(cache: &Cache) -> Vec<Range<u64>> {
+    let bytes = cache.geometry().tensor_bytes();
+    cache.addrs().iter().map(|&addr| addr..addr + bytes).collect()
+}
+
+#[test]
+fn tensors_follow_one_another_in_one_extent() {
+    for (tensors, rows, row_bytes) in
+        [(1, 1, 1), (2, 1, 1), (3, 5, 7), (4, 1, 4096), (5, 3, 4097), (61, 2, 33)]
+    {
+        let engine = engine(64);
+        let spec = desc(Device, tensors, rows, row_bytes);
+        for kind in [Batch, Blocks] {
+            let cache = engine.allocate_contiguous(&spec, kind, &[]).unwrap();
+            let first = cache.addrs()[0];
+            let bytes = (rows * row_bytes) as u64;
+            let expected: Vec<u64> = (0..u64::from(tensors)).map(|tensor| first + tensor * bytes).collect();
+            assert_eq!(cache.addrs(), expected);
+            assert_eq!((first % PAGE, cache.one_range().unwrap()), (0, first));
+            let state = pool(&engine);
+            let whole = (u64::from(tensors) * bytes).next_multiple_of(PAGE);
+            assert_eq!((state.used_ranges, state.used_bytes), (1, whole), "{spec:?}");
+            engine.deallocate(cache.id()).unwrap();
+            assert_eq!(pool(&engine).used_bytes, whole, "the handle holds it");
+            drop(cache);
+            assert_eq!(pool(&engine).used_bytes, 0);
+        }
+    }
+}
+
+#[test]
+fn elements_need_no_gap_for_their_alignment() {
+    let engine = engine(64);
+    for &data_type in DataType::ALL {
+        let spec = CacheDesc { num_tensors: 7, shape: vec![3, 5], data_type, placement: Device };
+        let cache = engine.allocate_contiguous(&spec, Blocks, &[]).unwrap();
+        assert!(cache.addrs().iter().all(|addr| addr % data_type.bytes() == 0), "{data_type:?}");
+    }
+}
+
+#[test]
+fn free_runs_that_are_too_short_are_not_joined() {
+    let engine = engine(8);
+    let caches: Vec<_> =
+        (0..8).map(|_| engine.allocate(&desc(Device, 1, 1, 4096), Batch, &[]).unwrap()).collect();
+    for cache in caches.iter().step_by(2) {
+        engine.deallocate(cache.id()).unwrap();
+    }
+    drop(caches);
+    let before = pool(&engine);
+    assert_eq!((before.free_bytes, before.largest_free_run_bytes), (4 * PAGE, PAGE));
+    let two_pages = desc(Device, 2, 1, 4096);
+    let error = engine.allocate_contiguous(&two_pages, Batch, &[]).map(drop).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::OutOfMemory);
+    for fact in ["asked_bytes=8192", "free_bytes=16384", "largest_free_run_bytes=4096", "pool=device"] {
+        assert!(error.to_string().contains(fact), "{error}");
+    }
+    assert_eq!(pool(&engine), PoolState { failures: before.failures + 1, ..before });
+    engine.allocate(&two_pages, Batch, &[]).unwrap();
+    // Together they fill one page.
+    engine.allocate_contiguous(&desc(Device, 64, 1, 64), Batch, &[]).unwrap();
+}
+
+#[test]
+fn other_caches_are_no_range_of_bytes() {
+    let engine = engine(64);
+    let refused = |cache: &Cache| {
+        let error = cache.one_range().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        assert!(error.to_string().contains("contiguous=True"), "{error}");
+    };
+    for row_bytes in [64, 4096] {
+        // Whole pages follow one another by chance, which does not count.
+        refused(&engine.allocate(&desc(Device, 2, 1, row_bytes), Blocks, &[]).unwrap());
+    }
+    refused(&Own::loose(&desc(Host, 2, 4, 64), Blocks).cache);
+    let single = engine.allocate(&desc(Device, 1, 4, 64), Blocks, &[]).unwrap();
+    assert_eq!(single.one_range().unwrap(), single.addrs()[0]);
+    let own = Own::loose(&desc(Host, 1, 4, 64), Blocks);
+    assert_eq!(own.cache.one_range().unwrap(), own.cache.addrs()[0]);
+}
+
+#[test]
+fn memory_of_a_device_has_no_range_that_the_cpu_addresses() {
+    let engine = engine_on(config(1 << 20), Arc::new(SimDevice::new(HostReach::Direct)));
+    let cache = engine.allocate_contiguous(&desc(Device, 2, 1, 64), Blocks, &[]).unwrap();
+    assert_eq!(cache.addrs()[1] - cache.addrs()[0], 64);
+    assert_eq!(cache.one_range().unwrap_err().kind(), ErrorKind::NotEnabled);
+}
+
+#[test]
+fn tensors_outside_their_region_are_refused() {
+    let region = Arc::new(Region::shared("test", 1 << 20).unwrap());
+    let made = |offset, count, bytes| {
+        Tensors::contiguous(region.clone(), offset, count, bytes, Box::new(()))
+            .map(|made| made.addrs().to_vec())
+    };
+    assert_eq!(made((1 << 20) - 30, 3, 10).unwrap()[2], region.base() + (1 << 20) - 10);
+    for (offset, count, bytes) in [
+        ((1 << 20) - 29, 3, 10),
+        (0, 2, 1 << 20),
+        (1 << 20, 1, 1),
+        (0, 3, u64::MAX / 2),
+        (u64::MAX, 1, 1),
+        (u64::MAX - 5, 4, 2),
+    ] {
+        assert_eq!(
+            made(offset, count, bytes).unwrap_err().kind(),
+            ErrorKind::System,
+            "{offset} {count} {bytes}"
+        );
+    }
+}
+
+/// Allocations of both kinds, and releases of the cache with an index, in any order.
+#[test]
+fn live_caches_share_no_byte() {
+    let step =
+        (any::<bool>(), any::<bool>(), 1..6_u32, 1..9_usize, 1..2000_usize, any::<prop::sample::Index>());
+    let mut runner = TestRunner::new(proptest_cases(24));
+    let run = |steps: Vec<(bool, bool, u32, usize, usize, prop::sample::Index)>| {
+        let engine = engine(40);
+        let mut live: Vec<(Arc<Cache>, Vec<Vec<u8>>)> = Vec::new();
+        for (seed, (contiguous, release, tensors, rows, row_bytes, which)) in steps.into_iter().enumerate() {
+            if release && !live.is_empty() {
+                let (cache, bytes) = live.swap_remove(which.index(live.len()));
+                prop_assert!(contents(&cache) == bytes);
+                engine.deallocate(cache.id()).unwrap();
+                continue;
+            }
+            let allocate = if contiguous { DataDist::allocate_contiguous } else { DataDist::allocate };
+            let before = pool(&engine);
+            match allocate(&engine, &desc(Device, tensors, rows, row_bytes), Blocks, &[]) {
+                Ok(cache) => {
+                    let bytes = patterned(seed as u8, tensors as usize, rows * row_bytes);
+                    fill(&cache, &bytes);
+                    live.push((cache, bytes));
+                }
+                Err(error) => {
+                    prop_assert_eq!(error.kind(), ErrorKind::OutOfMemory);
+                    prop_assert_eq!(pool(&engine), PoolState { failures: before.failures + 1, ..before });
+                }
+            }
+        }
+        let mut all: Vec<Range<u64>> = live.iter().flat_map(|(cache, _)| ranges(cache)).collect();
+        all.sort_by_key(|range| range.start);
+        prop_assert!(all.windows(2).all(|two| two[0].end <= two[1].start));
+        prop_assert!(live.iter().all(|(cache, bytes)| contents(cache) == *bytes));
+        for (cache, _) in live.drain(..) {
+            engine.deallocate(cache.id()).unwrap();
+        }
+        prop_assert_eq!(pool(&engine).used_bytes, 0);
+        Ok(())
+    };
+    runner.run(&vec(step, 1..60), run).unwrap();
+}
