@@ -145,6 +145,18 @@ def test_pulls_and_pushes(one_sided: tuple[End, Peer], call: str) -> None:
                 assert equal(pair.bytes_after(call, *given), expected), name
 
 
+def test_groups(one_sided: tuple[End, Peer]) -> None:
+    pair = Pair(*one_sided)
+    for name in ("pull", "push"):
+        expected = pair.bytes_after(f"{name}_blocks", SRC, DST)
+        pair.near.fill("near", 1)
+        pair.far.fill("far", 2)
+        halves = [(SRC[part], DST[part]) for part in (slice(3), slice(3, None))]
+        parts = [(key(by_blocks(2)), pair.handle, np.array(src, "u4"), Tensor(np.array(dst))) for src, dst in halves]
+        getattr(pair.near.manager, f"{name}_group_async")(parts).result(LIMIT_MS)
+        assert equal([*pair.near.read("near"), *pair.far.read("far")], expected)
+
+
 def test_pull_of_a_slot_into_an_array_of_blocks(served: tuple[End, Peer]) -> None:
     near, far = served
     cache = far.allocate("far", 2, 96 * 3, seed=2)
@@ -509,8 +521,13 @@ def test_fields_of_what_is_no_list_of_indices(bench: Bench, fields: dict[str, An
 
 
 def test_a_tensor_that_no_memory_can_hold(bench: Bench) -> None:
-    with raising(OOM):
-        bench.call("pull_blocks", Capsule(shape=[2**62], strides=[0]), [0])
+    for given in (
+        Capsule(shape=[2**62], strides=[0]),
+        Capsule(shape=[2**40], strides=[0]),
+        np.broadcast_to(np.int32(0), (2**40,)),
+    ):
+        with raising(OOM):
+            bench.call("pull_blocks", given, [0])
 
 
 def test_nothing_holds_an_array_after_the_call(bench: Bench) -> None:

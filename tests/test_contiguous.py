@@ -264,8 +264,11 @@ def test_memory_stays_after_finalize(start: Callable[..., LLMDataDist], way: str
 
 
 def test_references_are_counted(manager: Any) -> None:
-    view = manager.allocate_cache(desc(), contiguous=True).buffer()
+    cache = manager.allocate_cache(desc(), contiguous=True)
+    view = cache.buffer()
     before = sys.getrefcount(view), sys.getrefcount(type(view))
+    for _ in range(100):
+        cache.buffer()
     for make in WAYS.values():
         for _ in range(100):
             made = make(view)

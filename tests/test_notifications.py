@@ -95,6 +95,50 @@ def test_the_bytes_of_the_window_are_bounded(served: tuple[End, Peer]) -> None:
     assert near_messages == [(1, large)] * 64
 
 
+def test_the_window_does_not_shrink(served: tuple[End, Peer]) -> None:
+    """Thousands of messages, some with calls, are polled while they arrive. The window is as large as before."""
+    near, far = served
+    near.allocate("near", 64, 96, blocks=True)
+    far.allocate("far", 64, 96, blocks=True, keys=[by_blocks(0)], seed=2)
+    handle, got, sent = near.held["near"].handle, 0, 0
+    transfers = []
+    while sent < 6000:
+        try:
+            near.dist.notify(2, b"x")
+            sent += 1
+            if sent % 10 == 0:
+                block = sent // 10 % 64
+                transfers.append(near.manager.pull_blocks_async(key(by_blocks(2)), handle, [0], [block], notify=b"y"))
+                sent += 1
+        except LLMException:
+            got += len(far.polled())
+    failures = [transfer.exception(LIMIT_MS) for transfer in transfers]
+    sent -= sum(failure is not None for failure in failures)
+
+    def all_there() -> bool:
+        nonlocal got
+        got += len(far.polled())
+        return got == sent
+
+    eventually(all_there)
+    for _ in range(1024 - 127):
+        near.dist.notify(2, b"x")
+
+
+def test_calls_do_not_wait_for_a_lane_of_messages(served: tuple[End, Peer]) -> None:
+    """More calls with messages than lanes, and a plain message between them."""
+    near, far = served
+    near.allocate("near", 64, 4096, 4, blocks=True)
+    far.allocate("far", 64, 4096, 4, blocks=True, keys=[by_blocks(0)], seed=2)
+    handle = near.held["near"].handle
+    transfers = []
+    for block in range(64):
+        transfers.append(near.manager.pull_blocks_async(key(by_blocks(2)), handle, [block], [block], notify=b"call"))
+        near.dist.notify(2, b"plain")
+    assert [transfer.exception(LIMIT_MS) for transfer in transfers] == [None] * 64
+    assert sorted(received(far, 128)) == [(1, b"call")] * 64 + [(1, b"plain")] * 64
+
+
 def test_one_comes_with_a_pull(served: tuple[End, Peer]) -> None:
     """Earlier messages come first. The key of a slot is released when the message is there."""
     near, far = served
@@ -195,7 +239,21 @@ def test_a_peer_that_returns_is_another_incarnation(ends: Any) -> None:
     assert near.unlink_clusters([(2, address)], 3000) == (OK, [OK])
     (event,) = near.dist.poll()
     assert isinstance(event, LinkDown)
-    assert event.peer == second
+    assert (event.peer, event.reason) == (second, "it was unlinked here")
+
+
+def test_the_other_side_learns_of_an_unlink(served: tuple[End, Peer]) -> None:
+    near, far = served
+    assert far.downs() == []
+    assert near.unlink_clusters([far.at], 3000) == (OK, [OK])
+    downs: list[tuple[int, str]] = []
+
+    def told() -> bool:
+        downs.extend(far.downs())
+        return bool(downs)
+
+    eventually(told)
+    assert downs == [(1, "the peer unlinked")]
 
 
 def test_events_of_all_kinds_in_one_queue(served: tuple[End, Peer]) -> None:

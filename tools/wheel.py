@@ -145,6 +145,12 @@ def smoke() -> int:
     tensors[1][2] = np.arange(64)
     manager.copy_blocks(cache, {2: [5]})
     require(np.array_equal(tensors[1][5], np.arange(64)), package, "copied other bytes")
+    # The buffer protocol is in the stable ABI since Python 3.11 only (`crates/py/src/raw/exporter.rs`).
+    whole = manager.allocate_blocks_cache(cache.cache_desc, contiguous=True).buffer()
+    memoryview(whole)[-1] = 7
+    flat = np.frombuffer(whole, np.uint8)
+    require(flat[-1] == 7 and flat.size == 2 * cache.cache_desc.size, package, "has no buffer of a cache")
+    del flat, whole
     engine.finalize()
 
     program = Path(sys.executable).parent / "llm-datadist"

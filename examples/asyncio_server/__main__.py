@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,14 +90,17 @@ class FrontEnd:
             await self._start("prefill")
             reader, decode = await asyncio.open_connection(HOST, self._servers["decode"].at["port"])
             send(decode, do="use_prefill", **self._servers["prefill"].at)
-            for request in range(self._options.requests):
-                send(decode, do="serve", request=request)
+            requests = iter(range(self._options.requests))
+            for number in islice(requests, 2 * self._options.in_flight):  # half of them wait in decode
+                send(decode, do="serve", request=number)
             async for answer in received(reader):
                 self.outcomes[answer["request"]] = answer["outcome"]
                 if len(self.outcomes) == self._options.requests // 2:
                     await self._disturb(decode)
                 if len(self.outcomes) == self._options.requests:
                     break
+                if (request := next(requests, None)) is not None:
+                    send(decode, do="serve", request=request)
             self.reports = {name: await server.report() for name, server in self._servers.items()}
             decode.close()
             self.ended_well = all([await server.stop() for server in self._servers.values()])

@@ -102,7 +102,7 @@ class Blocks:
         for tensor, words in zip(self._tensors, kv_of(request)):
             tensor[blocks] = words
 
-    def hold(self, request: int, blocks: list[int]) -> bool:
+    def match(self, request: int, blocks: list[int]) -> bool:
         """Return whether the blocks have the KV of a request."""
         return all((tensor[blocks] == words).all() for tensor, words in zip(self._tensors, kv_of(request)))
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, Optional
 
 from blocks import DECODE, MOST_BLOCKS, PREFILL, Blocks, blocks_needed
-from messages import HOST, listen, parent_ends, port_of, received, send, tell_parent
+from messages import HOST, received, send, serve_until_parent_ends
 
 from llm_datadist import BlocksCacheKey, LLMClusterInfo, LLMException, LLMRole, LLMStatusCode
 from llm_datadist.events import LinkDown, Notification
@@ -59,21 +59,14 @@ class Decode:
 
     async def run(self) -> None:
         """Serve until the parent process ends."""
-        loop = asyncio.get_running_loop()
-        events = self._blocks.engine.fileno()
+        loop, events = asyncio.get_running_loop(), self._blocks.engine.fileno()
         loop.add_reader(events, self._take_events)
-        server = await listen(self._serve)
-        tell_parent(port=port_of(server))
-        tasks = [asyncio.ensure_future(parent_ends()), asyncio.ensure_future(self._keep_linked())]
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in [*tasks, *self._requests]:
-                task.cancel()
-            await asyncio.gather(*self._requests, return_exceptions=True)
-            with suppress(asyncio.CancelledError):
-                await asyncio.gather(*tasks)
+            await serve_until_parent_ends(self._serve, self._keep_linked())
         finally:
-            server.close()
+            for request in self._requests:
+                request.cancel()
+            await asyncio.gather(*self._requests, return_exceptions=True)
             loop.remove_reader(events)
             self._blocks.close()
 
@@ -91,7 +84,6 @@ class Decode:
             else:  # "report"
                 report = {"links": self._link_number, "busy": self._busy, "failures": self._failures}
                 send(writer, free=self._blocks.free, blocks=self._blocks.count, **report)
-        writer.close()
 
     # ------------------------------------------------------------------------------------------------- one request
 
@@ -101,7 +93,7 @@ class Decode:
             blocks = self._blocks.take(blocks_needed(request))
             try:
                 await asyncio.wait_for(self._fetch(request, blocks), REQUEST_LIMIT_S)
-                right = self._blocks.hold(request, blocks)  # where a model generates tokens
+                right = self._blocks.match(request, blocks)  # where a model generates tokens
                 outcome = "right" if right else "wrong"
             except asyncio.TimeoutError:
                 outcome = "late"
@@ -210,14 +202,14 @@ class Decode:
             await asyncio.sleep(PAUSE_S)
 
     async def _connect(self, port: int) -> None:
-        """Connect and link to prefill, and return when that has ended. Raises if prefill cannot be reached."""
+        """Connect and link to prefill, and return when the link has ended. Raises if prefill cannot be reached."""
         reader, writer = await asyncio.open_connection(HOST, port)
         try:
             send(writer, do="hello")
             hello = await asyncio.wait_for(reader.readline(), HELLO_LIMIT_S)
             # A transfer that waits inside the engine would run over the new link, with block numbers of the old one.
-            while not self._blocks.engine.drain(0):  # noqa: ASYNC110  (there is no event for it)
-                await asyncio.sleep(PAUSE_S)
+            if not self._blocks.engine.drain(0):
+                return  # some still run; `_keep_linked` tries again
             if hello and self._link(json.loads(hello)["link"]):
                 self._prefill = writer
                 self._linked.set()

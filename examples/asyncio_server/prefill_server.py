@@ -14,11 +14,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from contextlib import suppress
 from typing import NamedTuple
 
 from blocks import PREFILL, Blocks, blocks_needed
-from messages import HOST, listen, parent_ends, port_of, received, send, tell_parent
+from messages import HOST, received, send, serve_until_parent_ends
 
 from llm_datadist import BlocksCacheKey, LLMException, LLMRole, LLMStatusCode
 from llm_datadist.events import LinkDown, Notification
@@ -51,20 +50,11 @@ class Prefill:
 
     async def run(self) -> None:
         """Serve until the parent process ends."""
-        loop = asyncio.get_running_loop()
-        events = self._blocks.engine.fileno()
+        loop, events = asyncio.get_running_loop(), self._blocks.engine.fileno()
         loop.add_reader(events, self._take_events)
-        server = await listen(self._serve)
-        tell_parent(port=port_of(server))
-        tasks = [asyncio.ensure_future(parent_ends()), asyncio.ensure_future(self._compute())]
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks:
-                task.cancel()
-            with suppress(asyncio.CancelledError):
-                await asyncio.gather(*tasks)
+            await serve_until_parent_ends(self._serve, self._compute())
         finally:
-            server.close()
             loop.remove_reader(events)
             self._blocks.close()
 
@@ -90,7 +80,6 @@ class Prefill:
                 self._release(message["ticket"])
             else:  # "report"
                 send(writer, free=self._blocks.free, blocks=self._blocks.count, waiting=len(self._waiting))
-        writer.close()
 
     def _release(self, ticket: str) -> None:
         """Free the blocks of a ticket. A ticket that is not known was released before."""

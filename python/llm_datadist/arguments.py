@@ -59,9 +59,10 @@ def clarify(error: Exception, required: Mapping[str, object], optional: Mapping[
             error.args = (_must_not_be_none(absent),)
         return
     for name, value in (*required.items(), *optional.items()):
+        if not text.startswith(f"{name} only support") or not hasattr(value, "dtype") or not hasattr(value, "shape"):
+            continue
         # The class of an array has these attributes as well, but not as values.
-        of_array = hasattr(value, "dtype") and isinstance(getattr(value, "shape", None), tuple)
-        if text.startswith(f"{name} only support") and of_array:
+        if isinstance(value.shape, tuple):
             error.args = (f"{text} of {value.dtype} with shape {tuple(value.shape)}",)
             return
 

@@ -30,9 +30,9 @@ class CacheManager(GroupCalls):
     ``sync_kv_timeout`` is the time limit of a call in milliseconds (1000 by default).
 
     Each list of blocks may be an array of shape ``(n,)``, which the original does not accept: a buffer
-    (``array.array``, a numpy array, a ``memoryview``) or a DLPack tensor in CPU memory, with native integers of 16, 32
-    or 64 bits and any strides. A negative number, and one above int64, raises ``LLM_PARAM_INVALID`` with its position.
-    ``range``, ``bytes``, and arrays of other types or shapes raise ``TypeError`` (contract §7.13, §7.15).
+    (``array.array``, a numpy array, a ``memoryview``) or a DLPack tensor in CPU memory, pinned or not, with native
+    integers of 16, 32 or 64 bits and any strides. A negative number, and one above int64, raises ``LLM_PARAM_INVALID``
+    with its position. ``range``, ``bytes``, and arrays of other types or shapes raise ``TypeError`` (contract §7.13).
 
     Args:
         native: the engine.
@@ -75,10 +75,8 @@ class CacheManager(GroupCalls):
             cache_desc: tensors of shape ``[batch slots, ...]``, together fewer than 2^63 bytes.
             cache_keys: key *i* names batch slot *i*. A placeholder (``req_id = 2**64 - 1``) names nothing, trailing
                 slots may be left out, and of equal keys the last one counts.
-            contiguous: whether all tensors are one range of bytes, in order and without gaps, so that
-                ``Cache.buffer`` can return it. Only the first address is then page-aligned. It is always possible,
-                because the size of a tensor is a multiple of the size of an element. The original does not have this
-                argument.
+            contiguous: whether all tensors are one range of bytes, in order and without gaps, for ``Cache.buffer``.
+                Only the first address is then page-aligned. The original does not have this argument.
 
         Returns:
             The cache: ``num_tensors`` page-aligned addresses. The contents are undefined.

@@ -50,7 +50,7 @@ class GroupCalls(AsyncCalls):
             TypeError, ValueError, AttributeError, LLMException: as for ``pull_blocks_async``. Python 3.11 and later
                 note the part in the exception.
         """
-        return self._calls_async().pull_group(parts, notify, timeout_ms)
+        return self._calls_async().pull_group(parts, notify, timeout_ms, False)
 
     @logged
     def push_group_async(
@@ -73,7 +73,7 @@ class GroupCalls(AsyncCalls):
             TypeError, ValueError, AttributeError, LLMException: as for ``push_blocks_async``. Python 3.11 and later
                 note the part in the exception.
         """
-        return self._calls_async().push_group(parts, notify, timeout_ms)
+        return self._calls_async().push_group(parts, notify, timeout_ms, False)
 
     @logged
     def pull_group(
@@ -90,7 +90,7 @@ class GroupCalls(AsyncCalls):
             TypeError, ValueError, AttributeError: as for ``pull_group_async``.
             LLMException: as for ``pull_group_async``, or the outcome of the transfer.
         """
-        _finish(self._calls_async().pull_group(parts, notify, timeout_ms))
+        _finish(self._calls_async().pull_group(parts, notify, timeout_ms, True))
 
     @logged
     def push_group(
@@ -107,7 +107,7 @@ class GroupCalls(AsyncCalls):
             TypeError, ValueError, AttributeError: as for ``push_group_async``.
             LLMException: as for ``push_group_async``, or the outcome of the transfer.
         """
-        _finish(self._calls_async().push_group(parts, notify, timeout_ms))
+        _finish(self._calls_async().push_group(parts, notify, timeout_ms, True))
 
 
 def _finish(transfer: Any) -> None:

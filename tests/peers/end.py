@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llm_datadist import CacheDesc, DataType, KvCache, LLMClusterInfo, LLMDataDist, LLMRole, LLMStatusCode, Placement
-from llm_datadist.events import Notification
+from llm_datadist.events import LinkDown, Notification
 
 from .process import Process, _over
 from .sockets import split
@@ -111,6 +111,11 @@ class End(Process):
 
     def notify(self, cluster: int, payload: bytes) -> None:
         self.dist.notify(cluster, payload)
+
+    def downs(self) -> list[tuple[int, str]]:
+        """`poll`. Returns the cluster and the reason of each link that has ended, and drops other events."""
+        events = self.dist.poll(10_000)
+        return [(event.peer.cluster_id, event.reason) for event in events if isinstance(event, LinkDown)]
 
     def polled(self) -> list[tuple[int, bytes]]:
         """`poll`. Returns the cluster and the payload of each notification, and drops other events."""

@@ -52,7 +52,7 @@ impl AsyncMethods {
     ) -> PyResult<Py<TransferHandle>> {
         let (slot, engine) = ((batch_index, size), self.engine());
         let mut pull = pull_push_arguments::pull_cache(engine, (cache_key, cache), slot, options)?;
-        let call = CallOptions { limit: limit(timeout_ms)?, notify: pull.notify.take() };
+        let call = CallOptions { limit: limit(timeout_ms)?, notify: pull.notify.take(), quiet: false };
         self.start(options.py(), 1, |engine| {
             engine.pull_async(pull.from, &pull.to, pull.rows, pull.layers, call)
         })
@@ -69,7 +69,7 @@ impl AsyncMethods {
     ) -> PyResult<Py<TransferHandle>> {
         let (blocks, engine) = ((src_blocks, dst_blocks), self.engine());
         let mut pull = pull_push_arguments::pull_blocks(engine, (src_cache_key, dst_cache), blocks, options)?;
-        let call = CallOptions { limit: limit(timeout_ms)?, notify: pull.notify.take() };
+        let call = CallOptions { limit: limit(timeout_ms)?, notify: pull.notify.take(), quiet: false };
         let count = pull.rows.num_blocks();
         self.start(options.py(), count, |engine| {
             engine.pull_async(pull.from, &pull.to, pull.rows, pull.layers, call)
@@ -92,7 +92,7 @@ impl AsyncMethods {
         let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
         let slot = (src_batch_index, size);
         let push = pull_push_arguments::push_cache(self.engine(), (dst_cache_key, src_cache), slot, layers)?;
-        let call = CallOptions { limit: limit(timeout_ms)?, notify: notify.bytes("notify")? };
+        let call = CallOptions { limit: limit(timeout_ms)?, notify: notify.bytes("notify")?, quiet: false };
         let start =
             |engine: &CoreDataDist| engine.push_async(&push.from, push.to, push.rows, push.layers, call);
         self.start(src_cache.py(), 1, start)
@@ -114,7 +114,7 @@ impl AsyncMethods {
         let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
         let (blocks, engine) = ((src_blocks, dst_blocks), self.engine());
         let push = pull_push_arguments::push_blocks(engine, (dst_cache_key, src_cache), blocks, layers)?;
-        let call = CallOptions { limit: limit(timeout_ms)?, notify: notify.bytes("notify")? };
+        let call = CallOptions { limit: limit(timeout_ms)?, notify: notify.bytes("notify")?, quiet: false };
         let count = push.rows.num_blocks();
         let start =
             |engine: &CoreDataDist| engine.push_async(&push.from, push.to, push.rows, push.layers, call);
@@ -126,9 +126,11 @@ impl AsyncMethods {
         parts: PartsArg<'_, '_>,
         notify: NotifyArg<'_, '_>,
         timeout_ms: IntArg<'_, '_>,
+        quiet: bool,
     ) -> PyResult<Py<TransferHandle>> {
         let pulls = parts.pulls(self.engine())?;
-        let call = CallOptions { limit: limit(timeout_ms)?, notify: notify.bytes("notify")? };
+        let (limit, notify) = (limit(timeout_ms)?, notify.bytes("notify")?);
+        let call = CallOptions { limit, notify, quiet };
         self.start(parts.py(), usize::MAX, |engine| engine.pull_group_async(pulls, call))
     }
 
@@ -137,9 +139,11 @@ impl AsyncMethods {
         parts: PartsArg<'_, '_>,
         notify: NotifyArg<'_, '_>,
         timeout_ms: IntArg<'_, '_>,
+        quiet: bool,
     ) -> PyResult<Py<TransferHandle>> {
         let pushes = parts.pushes(self.engine())?;
-        let call = CallOptions { limit: limit(timeout_ms)?, notify: notify.bytes("notify")? };
+        let (limit, notify) = (limit(timeout_ms)?, notify.bytes("notify")?);
+        let call = CallOptions { limit, notify, quiet };
         self.start(parts.py(), usize::MAX, |engine| engine.push_group_async(pushes, call))
     }
 

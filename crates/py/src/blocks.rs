@@ -1,7 +1,8 @@
 //! Conversion of lists, dicts and arrays of block indices to numbers of the core.
 //!
-//! Plain integers are read without counting references (`raw`), and buffers and tensors in one pass (`index_arrays`). Anything
-//! else is checked item by item, so that the error names the invalid item. `core::validate` decides which indices are allowed.
+//! Plain integers are read without counting references (`raw`), and buffers and tensors in one pass (`index_arrays`).
+//! Anything else is checked item by item, so that the error names the invalid item. `core::validate` decides which indices
+//! are allowed.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -181,8 +182,8 @@ fn rows(name: &str, given: &Any<'_>) -> PyResult<Vec<(i64, i64)>> {
     Ok(pairs)
 }
 
-/// Appends pairs of little-endian words to `pairs`, which has room for them. Returns `Err` with the first row that has an
-/// unsigned number above `i64::MAX`.
+/// Appends pairs of little-endian words to `pairs`, which has room for them. Returns `Err` with the first row that has
+/// an unsigned number above `i64::MAX`.
 fn words_of(bytes: &[u8], unsigned: bool, pairs: &mut Vec<(i64, i64)>) -> Result<(), (usize, [i64; 2])> {
     let (rows, _) = bytes.as_chunks::<8>().0.as_chunks::<2>();
     let rows = rows.iter().map(|row| row.map(i64::from_le_bytes));

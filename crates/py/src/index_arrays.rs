@@ -1,13 +1,13 @@
 //! Block indices in buffers and in `DLPack` tensors of CPU memory, read without a Python list.
 //!
-//! The original accepts only lists and tuples. An array has native integers of 16, 32 or 64 bits, in any strides. Bytes, and
-//! arrays of single bytes or bools, are refused like other objects that are no list (contract §7.13).
+//! The original accepts only lists and tuples. An array has native integers of 16, 32 or 64 bits, in any strides. `bytes`,
+//! and arrays of 8-bit integers or bools, are refused like any other object that is not a list (contract §7.13).
 
 use llm_datadist_core::Error;
 use pyo3::exceptions::{PyException, PyMemoryError, PyTypeError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyMemoryView, PyString};
+use pyo3::types::{PyBytes, PyDict, PyMemoryView, PyString};
 
 use crate::convert::{self, Any, shown};
 use crate::error::raise;
@@ -28,8 +28,8 @@ struct IndexArray {
     signed: bool,
 }
 
-/// Reads the argument called `name`, an array of shape `(n,)`. No index may be negative, or above int64. `None` if the object
-/// is no array.
+/// Reads the argument called `name`, an array of shape `(n,)`. No index may be negative, or above int64. Returns `None` if
+/// the object is not an array.
 pub(crate) fn flat(name: &str, given: &Any<'_>) -> PyResult<Option<Vec<i64>>> {
     let Some(IndexArray { words, signed }) = read(name, given, IndexShape::Flat)? else { return Ok(None) };
     // One pass without a branch. The position is only looked for if it is needed.
@@ -41,7 +41,7 @@ pub(crate) fn flat(name: &str, given: &Any<'_>) -> PyResult<Option<Vec<i64>>> {
 }
 
 /// Reads the argument called `name`, an array of shape `(n, 2)`. No number may be above int64; the engine checks which
-/// numbers are blocks. `None` if the object is no array.
+/// numbers are blocks. Returns `None` if the object is not an array.
 pub(crate) fn pairs(name: &str, given: &Any<'_>) -> PyResult<Option<Vec<(i64, i64)>>> {
     let Some(IndexArray { words, signed }) = read(name, given, IndexShape::Pairs)? else { return Ok(None) };
     let (rows, _) = words.as_chunks::<2>();
@@ -116,8 +116,8 @@ fn from_buffer(
     };
     // The copy puts the items in order, whatever their strides are, and no other thread can change it.
     let bytes = view.call_method0(intern!(py, "tobytes"));
-    let asked = dims.iter().product::<i64>().unsigned_abs().saturating_mul(item_bytes as u64);
-    let bytes = bytes.map_err(|error| convert::short(py, error, asked.try_into().unwrap_or(usize::MAX)))?;
+    let asked = dims.iter().fold(item_bytes, |asked, &dim| asked.saturating_mul(dim.try_into().unwrap_or(0)));
+    let bytes = bytes.map_err(|error| convert::short(py, error, asked))?;
     let bytes = bytes.cast::<PyBytes>()?.as_bytes();
     let mut words = convert::room(py, bytes.len() / item_bytes)?;
     match (item_bytes, signed) {
@@ -134,8 +134,9 @@ fn items<const N: usize>(bytes: &[u8]) -> std::slice::Iter<'_, [u8; N]> {
     bytes.as_chunks::<N>().0.iter()
 }
 
-/// Whether the integers of a buffer with this format are signed. `None` if it has no integers, or not in the byte order of
-/// this machine. The size of an item is not read from the format, because the formats of `ctypes` state a wrong one.
+/// Returns whether the integers of a buffer with this format are signed. `None` if it has no integers, or not in the byte
+/// order of this machine. The size of an item is not read from the format, because the formats of `ctypes` state a wrong
+/// one.
 fn signed(format: &str) -> Option<bool> {
     const NATIVE: &[char] =
         if cfg!(target_endian = "little") { &['@', '=', '<'] } else { &['@', '=', '>', '!'] };
@@ -146,7 +147,7 @@ fn signed(format: &str) -> Option<bool> {
     }
 }
 
-/// Reads a `DLPack` tensor. `None` if the object is none.
+/// Reads a `DLPack` tensor. Returns `None` if the object is not one.
 fn from_dlpack(name: &str, given: &Any<'_>, shape: IndexShape) -> PyResult<Option<IndexArray>> {
     let py = given.py();
     let of_this = |error| shape.not_exported(name, given, error);
@@ -181,7 +182,7 @@ fn device(given: &Any<'_>) -> PyResult<Option<(i32, i32)>> {
 /// Returns a capsule of version 1 or, if the producer does not know versions, of the layout before.
 fn capsule<'py>(given: &Any<'py>) -> PyResult<Any<'py>> {
     let py = given.py();
-    let words = pyo3::types::PyDict::new(py);
+    let words = PyDict::new(py);
     words.set_item(intern!(py, "max_version"), (1, 0))?;
     match given.call_method(intern!(py, "__dlpack__"), (), Some(&words)) {
         Err(error) if error.is_instance_of::<PyTypeError>(py) => {
@@ -212,8 +213,8 @@ impl IndexShape {
             IndexShape::Pairs => "(n, 2)",
         };
         PyTypeError::new_err(format!(
-            "{name} only support arrays of native 16-, 32- or 64-bit integers in CPU memory with shape {allowed}, not {found}: \
-             the actual type is {}",
+            "{name} only support arrays of native 16-, 32- or 64-bit integers in CPU memory with shape {allowed}, \
+             not {found}: the actual type is {}",
             shown(&given.get_type())
         ))
     }

@@ -4,7 +4,9 @@ mod dlpack;
 mod exporter;
 mod items;
 
-pub(crate) use self::dlpack::{CachePart, DL_CPU, Element, TensorCopy, capsule, copied_tensor, readable_device};
+pub(crate) use self::dlpack::{
+    CachePart, DL_CPU, Element, TensorCopy, capsule, copied_tensor, readable_device,
+};
 pub(crate) use self::exporter::{ExportsCache, exporting_class};
 pub(crate) use self::items::{dict_lists, dict_words, list_words, tuple_words};
 

@@ -204,14 +204,18 @@ class LlmDataDist {
   // missing link too, is the outcome of the transfer, which Poll and Transfer::Result return.
   //
   // Transfers and calls that meet in a row of a cache take turns in the order in which they were started.
+  //
+  // Pulls and pushes deliver *notification, unless it is null: Poll of the peer returns it once the bytes are in place,
+  // behind all earlier messages of Notify. A transfer that succeeds has delivered it once. If the peer has too many
+  // messages that it has not polled, the transfer moves nothing and ends with LLM_LINK_BUSY.
 
   // Starts PullKvCache.
   Status PullKvCacheAsync(const CacheIndex &src_cache_index, const Cache &dst_cache, Transfer &transfer,
                           uint32_t batch_index = 0U, int64_t size = -1, const KvCacheExtParam &ext_param = {},
-                          int32_t timeout_ms = 0) {
+                          int32_t timeout_ms = 0, const std::string *notification = nullptr) {
     const auto src = view::Of(src_cache_index);
     const auto dst = view::Of(dst_cache);
-    const auto ext = view::Of(ext_param);
+    const auto ext = view::Of(ext_param, notification);
     return Started(transfer, [&](uint64_t *number) {
       return llm_datadist_pull_cache_async(handle_, &src, &dst, batch_index, size, &ext, timeout_ms, number);
     });
@@ -220,10 +224,11 @@ class LlmDataDist {
   // Starts PullKvBlocks.
   Status PullKvBlocksAsync(const CacheIndex &src_cache_index, const Cache &dst_cache,
                            const std::vector<uint64_t> &src_blocks, const std::vector<uint64_t> &dst_blocks,
-                           Transfer &transfer, const KvCacheExtParam &ext_param = {}, int32_t timeout_ms = 0) {
+                           Transfer &transfer, const KvCacheExtParam &ext_param = {}, int32_t timeout_ms = 0,
+                           const std::string *notification = nullptr) {
     const auto src = view::Of(src_cache_index);
     const auto dst = view::Of(dst_cache);
-    const auto ext = view::Of(ext_param);
+    const auto ext = view::Of(ext_param, notification);
     return Started(transfer, [&](uint64_t *number) {
       return llm_datadist_pull_blocks_async(handle_, &src, &dst, view::Of(src_blocks), view::Of(dst_blocks), &ext,
                                             timeout_ms, number);
@@ -258,10 +263,10 @@ class LlmDataDist {
   // Starts PushKvCache.
   Status PushKvCacheAsync(const Cache &src_cache, const CacheIndex &dst_cache_index, Transfer &transfer,
                           uint32_t src_batch_index = 0U, int64_t size = -1, const KvCacheExtParam &ext_param = {},
-                          int32_t timeout_ms = 0) {
+                          int32_t timeout_ms = 0, const std::string *notification = nullptr) {
     const auto src = view::Of(src_cache);
     const auto dst = view::Of(dst_cache_index);
-    const auto ext = view::Of(ext_param);
+    const auto ext = view::Of(ext_param, notification);
     return Started(transfer, [&](uint64_t *number) {
       return llm_datadist_push_cache_async(handle_, &src, &dst, src_batch_index, size, &ext, timeout_ms, number);
     });
@@ -270,19 +275,33 @@ class LlmDataDist {
   // Starts PushKvBlocks.
   Status PushKvBlocksAsync(const Cache &src_cache, const CacheIndex &dst_cache_index,
                            const std::vector<uint64_t> &src_blocks, const std::vector<uint64_t> &dst_blocks,
-                           Transfer &transfer, const KvCacheExtParam &ext_param = {}, int32_t timeout_ms = 0) {
+                           Transfer &transfer, const KvCacheExtParam &ext_param = {}, int32_t timeout_ms = 0,
+                           const std::string *notification = nullptr) {
     const auto src = view::Of(src_cache);
     const auto dst = view::Of(dst_cache_index);
-    const auto ext = view::Of(ext_param);
+    const auto ext = view::Of(ext_param, notification);
     return Started(transfer, [&](uint64_t *number) {
       return llm_datadist_push_blocks_async(handle_, &src, &dst, view::Of(src_blocks), view::Of(dst_blocks), &ext,
                                             timeout_ms, number);
     });
   }
 
+  // Sends a message of at most 64 KiB to the program of a linked cluster, whose Poll returns it. Does not wait for the
+  // peer. Messages over one link arrive in order, each at most once; if the link breaks, its event counts those that
+  // the peer has not confirmed. LLM_LINK_BUSY: the peer has not polled 1,024 messages, or 4 MiB of them.
+  // LLM_NOT_YET_LINK: there is no link, or it broke. LLM_PARAM_INVALID: the message is too long, or the cluster is
+  // this one. After any failure nothing is sent. Any thread may call it.
+  Status Notify(uint64_t cluster_id, const std::string &payload) {
+    if (!view::Understood()) {
+      return LLM_FAILED;
+    }
+    return llm_datadist_notify(handle_, cluster_id, view::Bytes(payload), payload.size());
+  }
+
   // Replaces `events` by at most max_events events, in the order in which they happened. Never waits: without
-  // events it returns LLM_SUCCESS and an empty list. Each event is returned once, to one caller. Any thread may call
-  // it.
+  // events it returns LLM_SUCCESS and an empty list. Each event is returned once, to one caller. Events of links are
+  // kept only after the first call of Poll or EventDescriptor, and only the latest ones of each peer. Any thread may
+  // call it. If there is no memory, std::bad_alloc is thrown: `events` has the events so far, and the others stay.
   Status Poll(size_t max_events, std::vector<Event> &events) {
     events.clear();
     if (!view::Understood()) {
@@ -294,7 +313,7 @@ class LlmDataDist {
     size_t count = 0U;
     do {
       asked = std::min(max_events - events.size(), kAtOnce);
-      // Space first, so that no event is lost if there is no memory for it.
+      // Space first, so that only copying a message or a text can fail below.
       if (events.capacity() - events.size() < asked) {
         events.reserve(std::max(2U * events.size(), events.size() + asked));
       }
@@ -303,8 +322,10 @@ class LlmDataDist {
         // The program must not overlook the events that it got, and the next call fails again.
         return events.empty() ? status : LLM_SUCCESS;
       }
+      Undelivered rest{handle_, count};
       for (size_t at = 0U; at < count; ++at) {
         events.push_back(view::Of(polled[at]));
+        --rest.count;
       }
     } while (count == asked && events.size() < max_events);
     return LLM_SUCCESS;
@@ -326,6 +347,18 @@ class LlmDataDist {
  private:
   // Larger numbers of tensors are refused, so their addresses need no space.
   static constexpr uint32_t kMostTensors = 1U << 24U;
+
+  // The last events of a poll that the program does not have yet. They return to the queue if an exception is thrown.
+  struct Undelivered {
+    ~Undelivered() {
+      if (count != 0U) {
+        (void)llm_datadist_unpoll(handle, count);
+      }
+    }
+
+    const uint64_t handle;
+    size_t count;
+  };
 
   // Has `start` start a transfer, and hands its handle to `transfer`.
   template <typename Start>

@@ -43,7 +43,7 @@ pub(super) unsafe fn pushed(
 }
 
 /// Returns the layers of a call that waits, which delivers no message.
-pub(super) fn layers_alone(ext: CallExtension) -> Result<ExtParam> {
+pub(super) fn layers_alone(ext: &CallExtension) -> Result<ExtParam> {
     if ext.notify.is_some() {
         let text = "ext_param.notify must be null for a call that waits";
         return Err(Error::new(ErrorKind::InvalidArgument, text));

@@ -153,8 +153,8 @@ impl Cache {
 
     /// Returns the address of the first byte of all tensors together, which are
     /// [`geometry().bytes()`](Geometry::bytes) long. Makes the checks of [`check_views`](Self::check_views) first.
-    /// Returns `Err` of kind [`ErrorKind::InvalidArgument`] unless the cache was allocated as one range of bytes, or has
-    /// one tensor.
+    /// Returns `Err` of kind [`ErrorKind::InvalidArgument`] unless the cache was allocated as one range of bytes,
+    /// or has one tensor.
     pub fn one_range(&self) -> Result<u64> {
         self.check_views()?;
         self.tensors.one_range().ok_or_else(|| {

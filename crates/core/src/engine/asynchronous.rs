@@ -12,10 +12,10 @@ use crate::cache::{Cache, CallRows, RowUse};
 use crate::copy::Staging;
 use crate::error::Result;
 use crate::events::{Event, EventQueue, Transfer};
-use crate::model::{ClusterId, Deadline, Placement};
+use crate::model::{Deadline, Placement};
 use crate::plan::Moves;
 use crate::stats::Op;
-use crate::transfer::{Call, CallPurpose, Execution, LocalCopy, Work};
+use crate::transfer::{Call, CallPurpose, Execution, LaneKey, LocalCopy, Work};
 use crate::validate::{self, CopyArgs, Layers, PullRows, PushRows};
 
 /// How an asynchronous call differs from its synchronous twin.
@@ -25,11 +25,13 @@ pub struct CallOptions {
     pub limit: Option<Duration>,
     /// The notification that the peer gets at its end, for pulls and pushes.
     pub notify: Option<Vec<u8>>,
+    /// Whether the end of a group is no event, because its caller waits for it.
+    pub quiet: bool,
 }
 
 impl From<Option<Duration>> for CallOptions {
     fn from(limit: Option<Duration>) -> Self {
-        CallOptions { limit, notify: None }
+        CallOptions { limit, ..CallOptions::default() }
     }
 }
 
@@ -46,7 +48,7 @@ impl DataDist {
         layers: Layers,
         options: impl Into<CallOptions>,
     ) -> Result<Arc<Transfer>> {
-        let CallOptions { limit, notify } = options.into();
+        let CallOptions { limit, notify, .. } = options.into();
         let deadline = self.limited(limit);
         let (local, checked) = self.checked_pull(from, to, rows, layers)?;
         let writes = checked.rows().local_rows()?;
@@ -58,7 +60,7 @@ impl DataDist {
             let execution = Some(execution.clone());
             Call { resources, link, name: from.name, local, deadline, execution, notify }.pull_rows(&checked)
         };
-        let purpose = self.outgoing(Op::Pull, from.cluster, deadline);
+        let purpose = self.outgoing(Op::Pull, LaneKey::Calls(from.cluster), deadline);
         self.start(purpose, used, Box::new(work))
     }
 
@@ -71,7 +73,7 @@ impl DataDist {
         layers: Layers,
         options: impl Into<CallOptions>,
     ) -> Result<Arc<Transfer>> {
-        let CallOptions { limit, notify } = options.into();
+        let CallOptions { limit, notify, .. } = options.into();
         let deadline = self.limited(limit);
         let (local, checked) = self.checked_push(from, to, rows, layers)?;
         let reads = checked.rows().local_rows()?;
@@ -83,7 +85,7 @@ impl DataDist {
             let (name, execution) = (to.name.without_slot().0, Some(execution.clone()));
             Call { resources, link, name, local, deadline, execution, notify }.push_rows(to.name, &checked)
         };
-        let purpose = self.outgoing(Op::Push, to.cluster, deadline);
+        let purpose = self.outgoing(Op::Push, LaneKey::Calls(to.cluster), deadline);
         self.start(purpose, used, Box::new(work))
     }
 
@@ -162,8 +164,8 @@ impl DataDist {
         let used = CallRows::copy((src.clone(), reads), (dst.clone(), writes));
         let copy = LocalCopy { resources: self.resources.clone(), op, src, dst, staging };
         let work = move |execution: &Arc<Execution>, deadline| copy.execute(moves, execution, deadline);
-        let cluster = self.resources.config.cluster;
-        self.start(CallPurpose { op, cluster, deadline, outgoing: None }, used, Box::new(work))
+        let lanes = LaneKey::Calls(self.resources.config.cluster);
+        self.start(CallPurpose { op, lanes, deadline, outgoing: None, event: true }, used, Box::new(work))
     }
 
     pub(super) fn start(&self, purpose: CallPurpose, rows: CallRows, work: Work) -> Result<Arc<Transfer>> {
@@ -171,8 +173,9 @@ impl DataDist {
     }
 
     /// Returns the purpose of a call to a peer.
-    pub(super) fn outgoing(&self, op: Op, cluster: ClusterId, deadline: Deadline) -> CallPurpose {
-        CallPurpose { op, cluster, deadline, outgoing: Some(self.resources.outgoing_calls.begin()) }
+    pub(super) fn outgoing(&self, op: Op, lanes: LaneKey, deadline: Deadline) -> CallPurpose {
+        let outgoing = Some(self.resources.outgoing_calls.begin());
+        CallPurpose { op, lanes, deadline, outgoing, event: true }
     }
 
     /// Returns the deadline of a call with its own limit.

@@ -9,9 +9,8 @@ use crate::cache::{CallRows, RowUse};
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::events::Transfer;
 use crate::fallible;
-use crate::model::ClusterId;
 use crate::stats::Op;
-use crate::transfer::{Execution, Group, GroupPart};
+use crate::transfer::{CallPurpose, Execution, Group, GroupPart, LaneKey};
 use crate::validate::{Layers, PullRows, PushRows};
 
 /// Name of these lists in out-of-memory errors.
@@ -36,7 +35,7 @@ impl DataDist {
         parts: Vec<GroupMember<PullRows>>,
         options: impl Into<CallOptions>,
     ) -> Result<Arc<Transfer>> {
-        let CallOptions { limit, notify } = options.into();
+        let CallOptions { limit, notify, quiet } = options.into();
         let deadline = self.limited(limit);
         let (mut checked, mut used) = lists(&parts)?;
         for (index, GroupMember { remote, local, rows }) in parts.into_iter().enumerate() {
@@ -46,8 +45,8 @@ impl DataDist {
             used.push((local.clone(), RowUse { writes, ..RowUse::default() }));
             checked.push(GroupPart { cluster: remote.cluster, name: remote.name, local, checked: pull });
         }
-        let (cluster, notify) = (lanes_of(&checked), group_notification(&checked, notify)?);
-        let purpose = self.outgoing(Op::Pull, cluster, deadline);
+        let (lanes, notify) = (lanes_of(&checked), group_notification(&checked, notify)?);
+        let purpose = CallPurpose { event: !quiet, ..self.outgoing(Op::Pull, lanes, deadline) };
         let group =
             Group { resources: self.resources.clone(), finder: self.links.finder(), parts: checked, notify };
         let work = move |execution: &Arc<Execution>, deadline| group.pull(execution, deadline);
@@ -61,7 +60,7 @@ impl DataDist {
         parts: Vec<GroupMember<PushRows>>,
         options: impl Into<CallOptions>,
     ) -> Result<Arc<Transfer>> {
-        let CallOptions { limit, notify } = options.into();
+        let CallOptions { limit, notify, quiet } = options.into();
         let deadline = self.limited(limit);
         let (mut checked, mut used) = lists(&parts)?;
         for (index, GroupMember { remote, local, rows }) in parts.into_iter().enumerate() {
@@ -71,8 +70,8 @@ impl DataDist {
             used.push((local.clone(), RowUse { reads, ..RowUse::default() }));
             checked.push(GroupPart { cluster: remote.cluster, name: remote.name, local, checked: push });
         }
-        let (cluster, notify) = (lanes_of(&checked), group_notification(&checked, notify)?);
-        let purpose = self.outgoing(Op::Push, cluster, deadline);
+        let (lanes, notify) = (lanes_of(&checked), group_notification(&checked, notify)?);
+        let purpose = CallPurpose { event: !quiet, ..self.outgoing(Op::Push, lanes, deadline) };
         let group =
             Group { resources: self.resources.clone(), finder: self.links.finder(), parts: checked, notify };
         let work = move |execution: &Arc<Execution>, deadline| group.push(execution, deadline);
@@ -88,13 +87,11 @@ fn lists<Rows, Checked>(parts: &[GroupMember<Rows>]) -> Result<Lists<Checked>> {
     Ok((fallible::with_capacity(PARTS, parts.len())?, fallible::with_capacity(PARTS, parts.len())?))
 }
 
-/// The lanes of groups that call several clusters. Such a group may wait for each of them, so none of them lends its lanes.
-const SEVERAL_CLUSTERS: ClusterId = ClusterId(u64::MAX);
-
-/// Returns the cluster whose lanes run a group.
-fn lanes_of<Checked>(parts: &[GroupPart<Checked>]) -> ClusterId {
+/// Returns the lanes that run a group.
+fn lanes_of<Checked>(parts: &[GroupPart<Checked>]) -> LaneKey {
     let first = parts[0].cluster;
-    if parts.iter().all(|part| part.cluster == first) { first } else { SEVERAL_CLUSTERS }
+    let one = parts.iter().all(|part| part.cluster == first);
+    if one { LaneKey::Calls(first) } else { LaneKey::SeveralClusters }
 }
 
 /// Checks the notification of a group, which has one peer then.
@@ -102,7 +99,7 @@ fn group_notification<Checked>(
     parts: &[GroupPart<Checked>],
     notify: Option<Vec<u8>>,
 ) -> Result<Option<Arc<Vec<u8>>>> {
-    let one_peer = lanes_of(parts) != SEVERAL_CLUSTERS;
+    let one_peer = lanes_of(parts) != LaneKey::SeveralClusters;
     let text = "notify needs a group whose parts name one cluster";
     ensure(notify.is_none() || one_peer, || Error::new(ErrorKind::InvalidArgument, text))?;
     checked_notification(notify)

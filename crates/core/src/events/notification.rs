@@ -1,7 +1,7 @@
 //! Messages of peers, and news about links.
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use crate::model::ClusterId;
 
@@ -13,7 +13,7 @@ pub struct Notification {
     /// What it sent.
     pub payload: Vec<u8>,
     /// Who wants to know that it was polled. `None` once it was.
-    source: Option<Arc<dyn NotificationSource>>,
+    source: Option<Weak<dyn NotificationSource>>,
 }
 
 /// The link over which notifications arrive. It tells the peer how many of them were polled.
@@ -47,12 +47,12 @@ pub struct LinkEnd {
 }
 
 impl Notification {
-    pub(crate) fn new(cluster: ClusterId, payload: Vec<u8>, source: Arc<dyn NotificationSource>) -> Self {
+    pub(crate) fn new(cluster: ClusterId, payload: Vec<u8>, source: Weak<dyn NotificationSource>) -> Self {
         Notification { cluster, payload, source: Some(source) }
     }
 
     /// Returns who wants to know that it was polled, once.
     pub(super) fn take_source(&mut self) -> Option<Arc<dyn NotificationSource>> {
-        self.source.take()
+        self.source.take()?.upgrade()
     }
 }

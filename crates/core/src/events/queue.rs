@@ -15,6 +15,12 @@ use crate::sync::Mutex;
 /// Name of the list in out-of-memory errors.
 const EVENTS: &str = "the events of an engine";
 
+/// What is kept of messages of peers that were not polled, of all links together, ended ones included.
+const MOST_MESSAGES: usize = 1 << 16;
+const MOST_MESSAGE_BYTES: usize = 256 << 20;
+/// What is kept of news about links. Beyond that, the oldest are dropped.
+const MOST_NEWS: usize = 4096;
+
 /// Something that happened.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
@@ -45,6 +51,10 @@ struct State {
     untaken: usize,
     /// Number of transfers that run or were not taken.
     open: usize,
+    /// Number and bytes of the messages of peers in `events`.
+    messages: (usize, usize),
+    /// Number of news about links in `events`.
+    news: usize,
     /// Readable while `untaken` is above 0. `None` until somebody asks for it.
     readable: Option<Arc<OwnedFd>>,
     /// Whether the program polls, so that news about links are kept.
@@ -60,7 +70,8 @@ impl EventQueue {
 
     /// Creates the record of a transfer that starts now. Returns `Err(Busy)` if the queue has no place for it,
     /// `Err(OutOfMemory)` if its list cannot grow, and `Err(Closed)` once it is closed.
-    pub(crate) fn start(self: &Arc<Self>) -> Result<Arc<Transfer>> {
+    /// Without `event`, the end is no event.
+    pub(crate) fn start(self: &Arc<Self>, event: bool) -> Result<Arc<Transfer>> {
         let mut state = self.state.lock();
         if state.closed {
             return Err(Error::closed());
@@ -77,7 +88,7 @@ impl EventQueue {
             return Err(error);
         }
         drop(state);
-        Ok(Transfer::new(self.clone()))
+        Ok(Transfer::new(self.clone(), event))
     }
 
     /// Queues the messages of a peer, all or none, after `first` has succeeded. There is room for them when it is called.
@@ -90,9 +101,15 @@ impl EventQueue {
         if state.closed {
             return Err(Error::closed());
         }
+        if state.messages.0 + messages.len() > MOST_MESSAGES || state.messages.1 >= MOST_MESSAGE_BYTES {
+            let text = "too many notifications of all peers were not polled";
+            return Err(Error::new(ErrorKind::Busy, text).with("messages", state.messages.0));
+        }
         state.make_room(messages.len())?;
         first()?;
         for message in messages {
+            state.messages.0 += 1;
+            state.messages.1 += message.payload.len();
             state.push(Event::Notification(Box::new(message)));
         }
         Ok(())
@@ -115,7 +132,7 @@ impl EventQueue {
         if let Some(at) = state.events.iter().position(before)
             && let Some(Event::LinkDown(before)) = state.events.remove(at)
         {
-            state.untaken -= 1;
+            (state.untaken, state.news) = (state.untaken - 1, state.news - 1);
             end.unacknowledged += before.unacknowledged;
         }
         state.push_news(Event::LinkDown(Box::new(end)));
@@ -135,11 +152,8 @@ impl EventQueue {
         let mut events = fallible::with_capacity(EVENTS, count)?;
         while events.len() < count {
             let Some(event) = state.events.pop_front() else { break };
-            if let Event::Completed(transfer) = &event {
-                if !transfer.take() {
-                    continue;
-                }
-                state.open -= 1;
+            if !state.note_popped(&event) {
+                continue;
             }
             state.untaken -= 1;
             events.push(event);
@@ -157,9 +171,16 @@ impl EventQueue {
             return;
         }
         for event in events.rev() {
-            if let Event::Completed(transfer) = &event {
-                transfer.untake();
-                state.open += 1;
+            match &event {
+                Event::Completed(transfer) => {
+                    transfer.untake();
+                    state.open += 1;
+                }
+                Event::Notification(message) => {
+                    state.messages.0 += 1;
+                    state.messages.1 += message.payload.len();
+                }
+                Event::LinkUp(_) | Event::LinkDown(_) => state.news += 1,
             }
             state.events.push_front(event);
             state.untaken += 1;
@@ -213,6 +234,11 @@ impl Reports for EventQueue {
         if state.closed {
             return;
         }
+        if transfer.is_taken() {
+            // Only its starter wants the outcome.
+            state.open -= 1;
+            return;
+        }
         if state.events.len() > 2 * state.untaken {
             state.events.retain(|event| !matches!(event, Event::Completed(ended) if ended.is_taken()));
         }
@@ -239,6 +265,23 @@ impl State {
         room.map_err(|_| fallible::out_of_memory(EVENTS, places * size_of::<Event>()))
     }
 
+    /// Counts an event that leaves the queue. Returns `false` if it is an outcome that was taken before.
+    fn note_popped(&mut self, event: &Event) -> bool {
+        match event {
+            Event::Completed(transfer) => {
+                let first = transfer.take();
+                self.open -= usize::from(first);
+                return first;
+            }
+            Event::Notification(message) => {
+                self.messages.0 -= 1;
+                self.messages.1 -= message.payload.len();
+            }
+            Event::LinkUp(_) | Event::LinkDown(_) => self.news -= 1,
+        }
+        true
+    }
+
     fn push(&mut self, event: Event) {
         self.events.push_back(event);
         self.untaken += 1;
@@ -250,6 +293,10 @@ impl State {
     /// Queues news about a link. They are dropped if nobody polls, or if there is no memory for them.
     fn push_news(&mut self, event: Event) {
         if self.polled && !self.closed && self.make_room(1).is_ok() {
+            if self.news >= MOST_NEWS {
+                self.forget(|event| matches!(event, Event::LinkUp(_) | Event::LinkDown(_)));
+            }
+            self.news += 1;
             self.push(event);
         }
         self.silence_if_empty();
@@ -257,10 +304,15 @@ impl State {
 
     /// Removes the event that a link to `cluster` was made, which is out of date.
     fn forget_link_up(&mut self, cluster: ClusterId) {
-        let up = |event: &Event| matches!(event, Event::LinkUp(peer) if peer.cluster == cluster);
-        if let Some(at) = self.events.iter().position(up) {
+        self.forget(|event| matches!(event, Event::LinkUp(peer) if peer.cluster == cluster));
+    }
+
+    /// Removes the first of the news for which `is` holds.
+    fn forget(&mut self, is: impl Fn(&Event) -> bool) {
+        if let Some(at) = self.events.iter().position(is) {
             self.events.remove(at);
             self.untaken -= 1;
+            self.news -= 1;
         }
     }
 

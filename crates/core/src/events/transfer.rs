@@ -94,13 +94,14 @@ impl State {
 }
 
 impl Transfer {
-    /// Creates the record of a call that starts now, and that has a place in `queue`.
-    pub(super) fn new(queue: Arc<dyn Reports>) -> Arc<Self> {
+    /// Creates the record of a call that starts now, and that has a place in `queue`. Without `event`, its outcome counts
+    /// as taken from the start.
+    pub(super) fn new(queue: Arc<dyn Reports>, event: bool) -> Arc<Self> {
         Arc::new(Transfer {
             number: STARTED.fetch_add(1, Ordering::Relaxed),
             queue,
             started: Instant::now(),
-            taken: AtomicBool::new(false),
+            taken: AtomicBool::new(!event),
             state: Mutex::default(),
             changed: Condvar::new(),
         })

@@ -54,11 +54,11 @@ impl Arena {
     }
 
     /// Allocates memory for the tensors of `geometry` in one extent of the pool, one after the other and without
-    /// gaps. Only the first tensor starts on a page boundary. The others start at a multiple of their size, which is
-    /// a multiple of the element size, so that no element needs a gap for its alignment.
+    /// gaps. Only the first tensor starts on a page boundary. Elements need no gap for their alignment, because the
+    /// size of a tensor is a multiple of the size of an element.
     ///
-    /// After an error the pool is as before. `Err(OutOfMemory)` if no free run of the pool is long enough, even if the free
-    /// runs together are.
+    /// After an error the pool is as before. `Err(OutOfMemory)` if no free run of the pool is long enough, even
+    /// if the free runs together are.
     pub fn allocate_contiguous(self: &Arc<Self>, geometry: &Geometry) -> Result<Tensors> {
         // One tensor of all bytes takes exactly one extent.
         let extents = self.pool.lock().allocate_tensors(geometry.bytes(), 1);

@@ -12,6 +12,7 @@ use super::link::{Kind, Link, Peer};
 use super::message_io;
 use super::peer_memory::{self, PeerMemory};
 use super::registry::RIVAL_LINK;
+use super::registry::replaced_because;
 use super::shared::Shared;
 use crate::config::TransportChoice;
 use crate::error::{Error, ErrorKind, Result};
@@ -153,7 +154,7 @@ impl Shared {
         let Peer { cluster, instance, .. } = &link.peer;
         for stale in self.registry.enroll(link, self.silence_limit())? {
             let again = stale.peer.instance == *instance;
-            let why = if again { "the peer linked again" } else { "the peer was restarted and linked again" };
+            let why = replaced_because(link, &stale);
             if stale.alive() && !again && !stale.control.abandoned() {
                 let (before, silent) = (&stale.peer.address, stale.silent().as_millis());
                 tracing::warn!(

@@ -150,10 +150,11 @@ impl Link {
         }
     }
 
-    /// Describes the end of the link for the program.
-    pub(super) fn end_info(&self) -> LinkEnd {
-        let reason =
-            self.broken.get().map_or_else(|| "the link was replaced".to_owned(), |(_, why)| why.clone());
+    /// Describes the end of the link for the program, which gets no message of the link any more. `why` is the reason of a
+    /// link that has not broken yet.
+    pub(super) fn end_info(&self, why: &str) -> LinkEnd {
+        self.notifications.end();
+        let reason = self.broken.get().map_or(why, |(_, why)| why).to_owned();
         LinkEnd { peer: self.peer_info(), reason, unacknowledged: self.notifications.unacknowledged() }
     }
 

@@ -43,8 +43,10 @@ pub(super) struct SentMessages {
     pub(super) acknowledged: u64,
     /// What was accepted or reserved, and is not confirmed.
     pub(super) under_way: Load,
-    /// What has arrived at the peer since the beginning of the link, as far as this side knows.
-    pub(super) arrived: Load,
+    /// What the peer has confirmed since the beginning of the link.
+    pub(super) confirmed: Load,
+    /// What has arrived at the peer, as it reports. It may be ahead of `confirmed`, or behind.
+    pub(super) reported: Load,
     /// What the program of the peer has polled of that.
     pub(super) polled: Load,
 }
@@ -53,6 +55,23 @@ pub(super) struct SentMessages {
 pub(super) struct ReceivedMessages {
     pub(super) arrived: Load,
     pub(super) polled: Load,
+    /// What of `polled` the peer knows.
+    told: Load,
+    /// Whether the program was told that the link has ended.
+    pub(super) ended: bool,
+}
+
+impl ReceivedMessages {
+    /// Returns whether the peer is to be told what was polled: an eighth of the window. So a window has at most eight
+    /// reports on the control stream, whose messages must never fill it.
+    pub(super) fn report_due(&mut self) -> bool {
+        let untold = self.polled.minus(self.told);
+        let due = untold.messages >= WINDOW.messages / 8 || untold.bytes >= WINDOW.bytes / 8;
+        if due {
+            self.told = self.polled;
+        }
+        due
+    }
 }
 
 impl Load {
@@ -89,7 +108,7 @@ impl Load {
 
 impl SentMessages {
     pub(super) fn reserve(&mut self, message: &[u8]) -> Result<()> {
-        let held = self.under_way.plus(self.arrived.minus(self.polled));
+        let held = self.under_way.plus(self.confirmed.max(self.reported).minus(self.polled));
         if held.plus(Load::one(message)).exceeds(WINDOW) {
             let text = "the peer has not polled the notifications that it has got";
             return Err(Error::new(ErrorKind::Busy, text)
@@ -133,12 +152,25 @@ impl Notifications {
         sent.accepted - sent.acknowledged
     }
 
+    /// Lets no further message in, because the program is told that the link has ended.
+    pub(super) fn end(&self) {
+        self.received.lock().ended = true;
+    }
+
+    /// Puts a batch that the peer has refused back in front of those that wait.
+    pub(super) fn put_back(&self, batch: Vec<Payload>) {
+        let mut sent = self.sent.lock();
+        for message in batch.into_iter().rev() {
+            sent.waiting.push_front(message);
+        }
+    }
+
     /// Notes what the peer reports of its queue: messages and bytes that have arrived, and that were polled. Numbers that
     /// make no sense harm only the peer.
     pub(super) fn note_polled(&self, arrived: (u64, u64), polled: (u64, u64)) {
         let load = |(messages, bytes)| Load { messages, bytes };
         let mut sent = self.sent.lock();
-        sent.arrived = sent.arrived.max(load(arrived));
+        sent.reported = sent.reported.max(load(arrived));
         sent.polled = sent.polled.max(load(polled));
     }
 }

@@ -1,6 +1,6 @@
 //! Sends, receives and reports notifications. `notification_window` counts them.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use super::client::{REPORTED_BY, limit_ms};
@@ -11,6 +11,9 @@ use crate::events::{EventQueue, Notification, NotificationSource};
 use crate::fallible;
 use crate::model::{Deadline, Name};
 use crate::protocol::{Control, MAX_NOTIFICATION, Payload, Payloads, Reply, Request};
+
+/// How long a sender waits before it repeats what the peer has refused.
+const RETRY: Duration = Duration::from_millis(20);
 
 /// Checks the size of a notification.
 pub(crate) fn check_notification(message: &[u8]) -> Result<()> {
@@ -25,10 +28,14 @@ pub(crate) struct ReservedNotification {
 }
 
 impl ReservedNotification {
-    /// Delivers the notification behind all that were accepted before, and has the peer release the key of a pull first, if
-    /// one is given: its name, its cache and its tensors.
+    /// Waits until the peer has confirmed all notifications that were accepted before.
+    pub(crate) fn await_turn(&self, deadline: Deadline) -> Result<()> {
+        self.link.await_acknowledged(deadline)
+    }
+
+    /// Delivers the notification, and has the peer release the key of a pull first, if one is given: its name, its cache
+    /// and its tensors.
     pub(crate) fn deliver(self, key: Option<(Name, i64, u32, u32)>, deadline: Deadline) -> Result<()> {
-        self.link.await_acknowledged(deadline)?;
         let limit_ms = limit_ms(deadline);
         let message = Payload(fallible::copied("a notification", &self.message)?);
         let request = match key {
@@ -40,7 +47,7 @@ impl ReservedNotification {
         let delivered = self.link.done(&request, deadline);
         if delivered.is_ok() {
             let mut sent = self.link.notifications.sent.lock();
-            sent.arrived = sent.arrived.plus(Load::one(&self.message));
+            sent.confirmed = sent.confirmed.plus(Load::one(&self.message));
         }
         delivered.map(drop).map_err(|error| match error.fact(REPORTED_BY) {
             Some(_) => error,
@@ -77,20 +84,30 @@ impl Link {
         Ok(!std::mem::replace(&mut sent.sending, true))
     }
 
-    /// Sends the notifications that wait, until none does. Each request may take `limit`. If one fails, the link breaks:
-    /// it is unknown what of it has arrived.
+    /// Sends the notifications that wait, until none does. Each request may take `limit`. What the peer refuses, because it
+    /// has no memory, is sent again. If it is unknown what has arrived, the link breaks.
     pub(crate) fn send_notifications(&self, limit: Duration) {
+        let mut deadline = Deadline::after(limit).named("llm.LinkPinLimit");
         while let Some(batch) = self.notifications.next_batch() {
             let (count, load) = (batch.len() as u64, Load::of(&batch));
-            let deadline = Deadline::after(limit).named("llm.LinkPinLimit");
             let request = Request::Notify { messages: Payloads(batch), limit_ms: limit_ms(deadline) };
-            if let Err(error) = self.done(&request, deadline) {
-                return self.break_off(format!("notifications could not be delivered: {error}"));
+            let delivered = self.done(&request, deadline);
+            let Request::Notify { messages: Payloads(batch), .. } = request else { return };
+            match delivered {
+                Ok(_) => deadline = Deadline::after(limit).named("llm.LinkPinLimit"),
+                Err(error) if error.fact(REPORTED_BY).is_some() && !deadline.passed() && self.alive() => {
+                    self.notifications.put_back(batch);
+                    std::thread::sleep(RETRY);
+                    continue;
+                }
+                Err(error) => {
+                    return self.break_off(format!("notifications could not be delivered: {error}"));
+                }
             }
             let mut sent = self.notifications.sent.lock();
             sent.acknowledged += count;
             sent.under_way = sent.under_way.minus(load);
-            sent.arrived = sent.arrived.plus(load);
+            sent.confirmed = sent.confirmed.plus(load);
             drop(sent);
             self.notifications.confirmed.notify_all();
         }
@@ -123,6 +140,9 @@ impl Link {
     ) -> Result<Reply> {
         let load = Load::of(&messages);
         let mut received = self.notifications.received.lock();
+        if received.ended {
+            return Err(Error::new(ErrorKind::NotLinked, "the link has ended"));
+        }
         let held = received.arrived.minus(received.polled).plus(load);
         if held.exceeds(MOST_KEPT) {
             let text = "too many notifications of this peer were not polled";
@@ -130,7 +150,8 @@ impl Link {
                 .with("messages", held.messages)
                 .with("bytes", held.bytes));
         }
-        let source: Arc<dyn NotificationSource> = self.clone();
+        let weak: Weak<Self> = Arc::downgrade(self);
+        let source: Weak<dyn NotificationSource> = weak;
         let cluster = self.cluster();
         let new = messages.into_iter().map(|message| Notification::new(cluster, message.0, source.clone()));
         // Under the lock, so that messages of one link keep their order.
@@ -146,8 +167,9 @@ impl NotificationSource for Link {
         received.polled = received.polled.plus(Load { messages, bytes });
         let pair = |load: Load| (load.messages, load.bytes);
         let report = Control::Polled { arrived: pair(received.arrived), polled: pair(received.polled) };
+        let due = received.report_due();
         drop(received);
-        if self.alive() {
+        if due && self.alive() {
             // If it fails, the link breaks, and nobody counts any more.
             let _ = self.send_control(&report);
         }

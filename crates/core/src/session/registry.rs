@@ -158,7 +158,7 @@ impl Registry {
         entries.broken.remove(&link.peer.cluster);
         // Under the lock, so that events are in the order of what happened.
         for old in &stale {
-            self.events.link_down(old.end_info());
+            self.events.link_down(old.end_info(replaced_because(link, old)));
         }
         self.events.link_up(link.peer_info());
         drop(entries);
@@ -167,15 +167,16 @@ impl Registry {
         Ok(stale)
     }
 
-    /// Removes a link that has ended, and records why it broke. Returns `false` if the link was not
-    /// registered any more.
-    pub(super) fn remove(&self, link: &Arc<Link>) -> bool {
+    /// Removes a link that has ended, and records why it broke; `why` is the reason of one that has not broken yet.
+    /// Returns `false` if the link was not registered any more.
+    pub(super) fn remove(&self, link: &Arc<Link>, why: &str) -> bool {
         let mut entries = self.entries.lock();
         let cluster = link.peer.cluster;
         let Some(all) = entries.links.get_mut(&cluster) else { return false };
         let before = all.len();
         all.retain(|known| !Arc::ptr_eq(known, link));
         let (removed, last) = (all.len() < before, all.is_empty());
+        let linked = all.iter().any(|other| is_same_peer(other, link));
         if last {
             entries.links.remove(&cluster);
         }
@@ -185,8 +186,8 @@ impl Registry {
             }
             entries.broken.insert(cluster, why.clone());
         }
-        if removed {
-            self.events.link_down(link.end_info());
+        if removed && !linked {
+            self.events.link_down(link.end_info(why));
         }
         drop(entries);
         self.changed.notify_all();
@@ -196,7 +197,7 @@ impl Registry {
     /// Ends a link that broke. Returns `false` if the link was already removed or replaced.
     pub(super) fn lost(&self, link: &Arc<Link>, why: &str) -> bool {
         link.break_off(why);
-        let removed = self.remove(link);
+        let removed = self.remove(link, why);
         // A link that this side is unlinking ends as expected, whichever side closes it first.
         if removed && !link.unlinks() {
             // The first recorded reason is the one that counts.
@@ -210,7 +211,7 @@ impl Registry {
     pub(super) fn drop_link(&self, link: &Arc<Link>, why: &str) {
         let _ = link.send_control(&Control::Bye { reason: "the peer unlinked".into(), unlinked: true });
         link.break_off(why);
-        self.remove(link);
+        self.remove(link, why);
         self.forget_broken(link.peer.cluster);
         self.control.ring();
     }
@@ -431,6 +432,20 @@ fn usable(all: &[Arc<Link>], silence_limit: Duration) -> Option<&Arc<Link>> {
         all.iter().rev().find(|link| ranked(link) && same_process(link))
     } else {
         Some(oldest)
+    }
+}
+
+/// Whether a living link leads to the same process as another one.
+fn is_same_peer(link: &Link, other: &Link) -> bool {
+    link.alive() && link.peer.instance == other.peer.instance
+}
+
+/// Returns why `link` replaces `old`.
+pub(super) fn replaced_because(link: &Link, old: &Link) -> &'static str {
+    if link.peer.instance == old.peer.instance {
+        "the peer linked again"
+    } else {
+        "the peer was restarted and linked again"
     }
 }
 

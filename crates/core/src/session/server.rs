@@ -313,7 +313,7 @@ impl Server {
     /// Answers the next request on `stream`. Returns `false` if no further request will arrive on it.
     fn serve(&self, link: &Arc<Link>, stream: &Arc<Stream>) -> bool {
         let gone = std::cell::Cell::new(false);
-        let unlinked = || gone.set(self.registry.remove(link));
+        let unlinked = || gone.set(self.registry.remove(link, "the peer unlinked"));
         let on = self.answers.answer(link, stream, &unlinked).unwrap_or_else(|error| {
             // Logged only while the link is alive: the reason why a link broke is logged elsewhere.
             if link.alive() {

@@ -16,12 +16,12 @@ use std::cell::RefCell;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
-use super::executor::{Alarm, ExecutorHandle, Job};
+use super::executor::{Alarm, ExecutorHandle, Job, LaneKey};
 use super::running_calls::{RunningCall, RunningCalls};
 use crate::cache::{CallRows, Pin, WaitingCall};
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::Transfer;
-use crate::model::{ClusterId, Deadline};
+use crate::model::Deadline;
 use crate::resources::{OutgoingCall, Resources};
 use crate::stats::Op;
 use crate::sync::Mutex;
@@ -33,11 +33,13 @@ pub(crate) type Work = Box<dyn FnOnce(&Arc<Execution>, Deadline) -> Result<u64> 
 #[derive(Debug)]
 pub(crate) struct CallPurpose {
     pub(crate) op: Op,
-    /// The cluster whose lanes run it: the peer, or this engine for a copy.
-    pub(crate) cluster: ClusterId,
+    /// The lanes that run it.
+    pub(crate) lanes: LaneKey,
     pub(crate) deadline: Deadline,
     /// Whether it calls that cluster. Set before the call waits for a row.
     pub(crate) outgoing: Option<OutgoingCall>,
+    /// Whether its end is an event.
+    pub(crate) event: bool,
 }
 
 /// One asynchronous call that has not ended.
@@ -132,7 +134,7 @@ impl AsyncCall {
         }
         stage.queued = true;
         drop(stage);
-        let job = self.lanes.carry(self.purpose.cluster, Box::new(CallJob(self.clone())));
+        let job = self.lanes.carry(self.purpose.lanes, Box::new(CallJob(self.clone())));
         let mut stage = self.stage.lock();
         if stage.work.is_some() {
             stage.job = job;
@@ -153,9 +155,9 @@ impl AsyncCall {
         self.withdraw_job(job);
         // Without a lock, because other calls may continue now.
         drop((work, rows));
-        let error = match &self.purpose.outgoing {
-            Some(_) => error.with("cluster", self.purpose.cluster),
-            None => error,
+        let error = match (&self.purpose.outgoing, self.purpose.lanes) {
+            (Some(_), LaneKey::Calls(cluster)) => error.with("cluster", cluster),
+            _ => error,
         };
         self.end(Err(error));
     }
@@ -169,7 +171,7 @@ impl AsyncCall {
 
     fn withdraw_job(&self, job: Option<u64>) {
         if let Some(job) = job {
-            drop(self.lanes.withdraw(self.purpose.cluster, job));
+            drop(self.lanes.withdraw(self.purpose.lanes, job));
         }
     }
 

@@ -38,7 +38,7 @@ impl AsyncCalls {
         rows: CallRows,
         work: Work,
     ) -> Result<Arc<Transfer>> {
-        let transfer = self.queue.start()?;
+        let transfer = self.queue.start(purpose.event)?;
         let call = AsyncCall::new(&transfer, lanes, resources, &self.running, purpose, work);
         let started = self.running.enter(transfer.number(), call.clone()).and_then(|()| call.wait_for(rows));
         if let Err(error) = started {

@@ -26,6 +26,17 @@ const MOST: usize = 512;
 /// Maximum number of lanes at work for one cluster: half of the streams of a link.
 const MOST_OF_ONE: usize = 32;
 
+/// What jobs wait for: jobs of one key share lanes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum LaneKey {
+    /// Calls to one cluster; the engine's own for copies.
+    Calls(ClusterId),
+    /// The notifications for one cluster. Calls may wait for them.
+    Notifications(ClusterId),
+    /// Calls to several clusters. They may wait for each of them, so none of these lends its lanes.
+    SeveralClusters,
+}
+
 /// Work for a lane. It is run or refused, exactly once.
 pub(crate) trait Job: Send {
     /// Does the work.
@@ -63,8 +74,8 @@ struct Shared {
 #[derive(Default)]
 struct State {
     /// Jobs that may run now, each with its cluster.
-    jobs: VecDeque<(ClusterId, Box<dyn Job>)>,
-    clusters: HashMap<ClusterId, ClusterJobs>,
+    jobs: VecDeque<(LaneKey, Box<dyn Job>)>,
+    clusters: HashMap<LaneKey, ClusterJobs>,
     /// Lanes that wait for jobs, including those that are only starting.
     idle: usize,
     lanes: usize,
@@ -87,7 +98,7 @@ struct ClusterJobs {
 
 impl State {
     /// Notes that a job for `cluster` has ended, and queues the job that has waited longest for this cluster.
-    fn over(&mut self, cluster: ClusterId) {
+    fn over(&mut self, cluster: LaneKey) {
         let Some(at) = self.clusters.get_mut(&cluster) else { return };
         match at.waiting.pop_first() {
             Some((_, job)) => self.jobs.push_back((cluster, job)),
@@ -101,8 +112,8 @@ impl State {
     /// Takes the next job for the lane whose last job was for `last`: another one for that cluster if no other
     /// lane works for it. So a cluster keeps its lane as long as it has work
     /// (`every_cluster_gets_a_lane_and_at_most_32`).
-    fn next(&mut self, last: Option<ClusterId>) -> Option<(ClusterId, Box<dyn Job>)> {
-        let alone = |cluster: &ClusterId| {
+    fn next(&mut self, last: Option<LaneKey>) -> Option<(LaneKey, Box<dyn Job>)> {
+        let alone = |cluster: &LaneKey| {
             let queued = self.jobs.iter().filter(|(to, _)| to == cluster).count();
             self.clusters.get(cluster).is_some_and(|at| at.taken == queued)
         };
@@ -133,7 +144,7 @@ impl ExecutorHandle {
     /// Has the next free lane run `job`, which is for `cluster`. Never waits for a lane. If no thread can be
     /// started, the existing lanes run the job; without any lane, it is refused
     /// (`a_lane_that_cannot_be_started`). Returns the number of the job if it waits for others of its cluster.
-    pub(crate) fn carry(&self, cluster: ClusterId, job: Box<dyn Job>) -> Option<u64> {
+    pub(crate) fn carry(&self, cluster: LaneKey, job: Box<dyn Job>) -> Option<u64> {
         let mut state = self.0.state.lock();
         if state.closed {
             drop(state);
@@ -177,7 +188,7 @@ impl ExecutorHandle {
     }
 
     /// Returns a job that still waits for others of its cluster, and forgets it.
-    pub(crate) fn withdraw(&self, cluster: ClusterId, number: u64) -> Option<Box<dyn Job>> {
+    pub(crate) fn withdraw(&self, cluster: LaneKey, number: u64) -> Option<Box<dyn Job>> {
         self.0.state.lock().clusters.get_mut(&cluster)?.waiting.remove(&number)
     }
 

@@ -21,6 +21,7 @@ pub(crate) use call::Call;
 pub use executor::Executor;
 #[cfg(feature = "testing")]
 pub use executor::ExecutorHandle;
+pub(crate) use executor::LaneKey;
 pub(crate) use group::{Group, GroupPart};
 pub(crate) use layerwise::LayerPush;
 pub(crate) use local_copy::LocalCopy;

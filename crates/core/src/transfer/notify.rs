@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::executor::{ExecutorHandle, Job};
+use super::executor::{ExecutorHandle, Job, LaneKey};
 use crate::error::{Error, Result};
 use crate::session::Link;
 
@@ -15,7 +15,8 @@ pub(crate) fn notify(
     limit: Duration,
 ) -> Result<()> {
     if link.accept_notification(message)? {
-        lanes.carry(link.cluster(), Box::new(NotifyJob { link: link.clone(), limit }));
+        lanes
+            .carry(LaneKey::Notifications(link.cluster()), Box::new(NotifyJob { link: link.clone(), limit }));
     }
     Ok(())
 }

@@ -60,6 +60,9 @@ impl Call {
         if key.is_none() && notification.is_none() {
             return Ok(());
         }
+        if let Some(notification) = &notification {
+            notification.await_turn(self.deadline)?;
+        }
         self.commit()?;
         let named = key.as_ref().map(|key| (self.name, key.known.cache.0, key.first_tensor, key.num_tensors));
         let finished = match (&key, notification) {

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::executor::{Alarm, ExecutorHandle, Job};
+use super::executor::{Alarm, ExecutorHandle, Job, LaneKey};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{ClusterId, Deadline};
 use crate::sync::{Condvar, Mutex, MutexGuard};
@@ -322,7 +322,7 @@ impl Task {
         for index in indices {
             let cluster = self.state.lock().deliveries[index].cluster;
             let job = CarryJob { task: self.clone(), index, why: None, over: false };
-            self.lanes.carry(cluster, Box::new(job));
+            self.lanes.carry(LaneKey::Calls(cluster), Box::new(job));
         }
     }
 

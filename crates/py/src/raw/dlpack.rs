@@ -229,13 +229,13 @@ pub(crate) struct TensorCopy {
     pub(crate) shape: Vec<i64>,
     /// Element type.
     pub(crate) element: Element,
-    /// The integers, row by row, and whether their type is signed. Unsigned numbers of 64 bits keep their bits. `None` if
-    /// they were not read: another element type or device, or a shape that was not wanted.
+    /// The integers, row by row, and whether their type is signed. Unsigned numbers of 64 bits keep their bits. `None`
+    /// if they were not read: another element type or device, or a shape that was not wanted.
     pub(crate) integers: Option<(Vec<i64>, bool)>,
 }
 
-/// Copies the tensor in `capsule`, with its integers if its shape is `wanted` and has one or two dimensions. The capsule keeps
-/// the tensor. Returns `None` if it is not a capsule of a known version, or was consumed.
+/// Copies the tensor in `capsule`, with its integers if its shape is `wanted` and has one or two dimensions. The capsule
+/// keeps the tensor. Returns `None` if it is not a capsule of a known version, or was consumed.
 pub(crate) fn copied_tensor(
     capsule: &Bound<'_, PyAny>,
     wanted: impl Fn(&[i64]) -> bool,
@@ -258,8 +258,8 @@ impl Tensor {
 
     fn per_dimension(&self, numbers: *const i64) -> Option<&[i64]> {
         let count = usize::try_from(self.ndim).ok().filter(|_| !numbers.is_null())?;
-        // SAFETY: DLPack requires `ndim` numbers in `shape`, and in `strides` unless it is null. They live as long as the
-        // tensor, which the capsule owns during `copied_tensor`.
+        // SAFETY: DLPack requires `ndim` numbers in `shape`, and in `strides` unless it is null. They live as long as
+        // the tensor, which the capsule owns during `copied_tensor`.
         Some(unsafe { std::slice::from_raw_parts(numbers, count) })
     }
 
@@ -297,7 +297,7 @@ impl Tensor {
                 let at = self.first().cast::<T>().wrapping_offset(step.try_into().unwrap_or(0));
                 // SAFETY: the producer promises memory that the CPU reads at each index within the shape, by these
                 // steps; the device was checked above. Only integers are read, so any bits are a value, and the element
-                // may be unaligned.
+                // may be unaligned. A thread that writes the tensor during the call breaks the contract of DLPack.
                 words.push(widened(unsafe { at.read_unaligned() }));
             }
         }
@@ -319,7 +319,7 @@ fn content<'a, M: Managed>(capsule: &'a Bound<'_, PyAny>) -> Option<&'a M> {
     }
     // SAFETY: the capsule is valid under this name.
     let managed = unsafe { ffi::PyCapsule_GetPointer(capsule.as_ptr(), M::NAME.as_ptr()) };
-    // SAFETY: DLPack requires a capsule of this name to own a managed tensor of this layout. It owns it until a consumer renames
-    // it, and no Python code runs in `copied_tensor`, so nothing consumes it meanwhile (`tests/test_block_buffers.py`).
+    // SAFETY: DLPack requires a capsule of this name to own a managed tensor of this layout, until a consumer renames the
+    // capsule. No Python code runs in `copied_tensor`, so nothing does so meanwhile.
     unsafe { managed.cast::<M>().as_ref() }
 }

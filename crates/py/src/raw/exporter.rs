@@ -1,8 +1,8 @@
 //! A class whose instances export the bytes of a cache through the buffer protocol.
 //!
-//! The limited API has this protocol since Python 3.11, and the extension is built for 3.9. CPython accepts the slot in type
-//! specifications since 3.9, and the layout of `Py_buffer` has never changed in Python 3. So this module declares both, and
-//! makes the class as a subclass of one that `PyO3` made.
+//! The limited API has this protocol since Python 3.11, and the extension is built for 3.9. But `CPython` accepts the slot
+//! in type specifications since 3.9, and the layout of `Py_buffer` is the same in every version of Python 3. So this module
+//! declares both, and makes the class as a subclass of one that `PyO3` made.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::mem::offset_of;
@@ -17,7 +17,7 @@ use pyo3::prelude::*;
 use pyo3::pyclass::boolean_struct::True;
 use pyo3::types::{PyTuple, PyType};
 
-/// The size and format of one exported element: unsigned bytes.
+/// The format of an exported element: an unsigned byte.
 const BYTE: &CStr = c"B";
 
 /// What a consumer asks to be filled in.
@@ -95,8 +95,8 @@ impl BufferFields {
 /// which Python drops.
 ///
 /// # Safety
-/// Called by Python, attached, with an instance of a class that [`exporting_class`] made, and with a `view` that is null or
-/// valid for writes.
+/// Called by Python, attached, with an instance of a class that [`exporting_class`] made, and with a `view` that is null
+/// or valid for writes.
 unsafe extern "C" fn get_buffer<T: ExportsCache>(
     exporter: *mut ffi::PyObject,
     view: *mut BufferFields,
@@ -126,8 +126,8 @@ unsafe extern "C" fn get_buffer<T: ExportsCache>(
     result
 }
 
-/// Returns what describes `len` writable bytes at `address`. The shape and the stride are fields of `view` itself, where the
-/// result will be stored.
+/// Returns what describes `len` writable bytes at `address`. The shape and the stride are fields of `view` itself, where
+/// the result will be stored.
 fn filled(
     exporter: *mut ffi::PyObject,
     (address, len): (usize, ffi::Py_ssize_t),
@@ -155,7 +155,8 @@ fn filled(
 /// Returns the address and length of the bytes that `object` exports.
 fn bytes_of<T: ExportsCache>(object: Borrowed<'_, '_, PyAny>) -> PyResult<(usize, ffi::Py_ssize_t)> {
     let refused = |error: llm_datadist_core::Error| PyBufferError::new_err(error.to_string());
-    let cache = object.cast::<T>()?.get().held().map_err(refused)?.clone();
+    let exporter = object.cast::<T>()?;
+    let cache = exporter.get().held().map_err(refused)?;
     let address = cache.one_range().map_err(refused)?;
     Ok((address.try_into()?, cache.geometry().bytes().try_into()?))
 }

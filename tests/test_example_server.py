@@ -1,0 +1,209 @@
+"""The command `examples/asyncio_server`: its summary and exit status, its faults, and what its guide quotes.
+
+Not for: the calls in detail (`test_async_calls.py`, `test_notifications.py`), or speed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+
+from peers import LIMIT, eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "asyncio_server"
+GUIDE = ROOT / "docs" / "how-to" / "asyncio-server.md"
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
+
+Change = tuple[str, str, str]
+"""A file of the example, a text that it contains once, and what replaces it."""
+
+SHORT_RUN: Change = ("__main__.py", "LIMIT_S = 60.0", "LIMIT_S = 5.0")
+
+
+class Ended(NamedTuple):
+    """What a run has printed, and its exit status."""
+
+    status: int
+    output: str
+    errors: str
+
+    def number(self, pattern: str) -> int:
+        """The number in the only place of the output that matches."""
+        (found,) = re.findall(pattern, self.output)
+        return int(found)
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Start the command as the leader of a new process group, with warnings as errors in all of its processes."""
+    return subprocess.Popen(  # noqa: S603
+        [sys.executable, str(folder), *arguments],
+        env={**os.environ, "PYTHONWARNINGS": "error"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(*arguments: str, folder: Path = EXAMPLE) -> Ended:
+    process = start(folder, *arguments)
+    try:
+        output, errors = process.communicate(timeout=5 * LIMIT)
+        assert not members(process.pid), "a process is left"
+    finally:
+        kill_group(process.pid)
+    return Ended(process.returncode, output, errors)
+
+
+def members(group: int) -> list[int]:
+    """The processes of a group that run."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, its_group = entry.read_text().rpartition(")")[2].split()[:3]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(its_group) == group and state != "Z":
+            found.append(int(entry.parent.name))
+    return found
+
+
+def kill_group(group: int) -> None:
+    for process in members(group):
+        os.kill(process, signal.SIGKILL)
+
+
+@pytest.fixture(autouse=True)
+def _no_shared_memory_is_left() -> Iterator[None]:
+    before = set(SHARED_MEMORY.iterdir())
+    yield
+    # Other programs may have files there for a moment.
+    eventually(lambda: not set(SHARED_MEMORY.iterdir()) - before, what="that /dev/shm has no new file")
+
+
+def changed(folder: Path, *changes: Change) -> Path:
+    """Copy the example, with changes."""
+    copy = folder / "asyncio_server"
+    shutil.copytree(EXAMPLE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    for name, before, after in changes:
+        text = (copy / name).read_text()
+        assert text.count(before) == 1, (name, before)
+        (copy / name).write_text(text.replace(before, after))
+    return copy
+
+
+def assert_all_is_right(ended: Ended, requests: int) -> None:
+    assert (ended.status, ended.errors) == (0, ""), ended.output
+    assert f"{requests} right, 0 wrong, 0 lost" in ended.output
+    assert re.findall(r"(\w+): (\d+) of \2 blocks are free", ended.output) == [("decode", "1024"), ("prefill", "384")]
+
+
+def test_all_requests_are_served() -> None:
+    ended = run("--requests", "256", "--in-flight", "64")
+    assert_all_is_right(ended, 256)
+    assert ended.number(r"links: (\d+)") == 1
+    assert ended.number(r"computed again: (\d+)") == 0
+
+
+def test_requests_outlive_a_prefill_process_that_is_killed() -> None:
+    ended = run("--requests", "256", "--in-flight", "64", "--kill")
+    assert_all_is_right(ended, 256)
+    assert ended.number(r"links: (\d+)") == 2
+    assert ended.number(r"computed again: (\d+)") >= 1, "requests were in flight"
+
+
+def test_requests_outlive_a_link_that_is_dropped() -> None:
+    """Prefill lives on: it frees the blocks of the lost requests because of the event."""
+    ended = run("--requests", "256", "--in-flight", "64", "--cut")
+    assert_all_is_right(ended, 256)
+    assert ended.number(r"links: (\d+)") == 2
+    assert ended.number(r"computed again: (\d+)") >= 1, "requests were in flight"
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_calls_that_the_engine_refuses_are_repeated(tmp_path: Path, transport: str) -> None:
+    one_at_a_time = ("decode_server.py", "MAX_TRANSFERS = 8", "MAX_TRANSFERS = 1")
+    option = "config.max_transfers = max_transfers"
+    by_transport = ("blocks.py", option, f"{option}; config.link_transport = {transport!r}")
+    ended = run("--kill", folder=changed(tmp_path, one_at_a_time, by_transport))
+    assert_all_is_right(ended, 256)
+    assert ended.number(r"LLM_LINK_BUSY and repeated: (\d+)") >= 1
+
+
+def test_one_wrong_word_is_noticed(tmp_path: Path) -> None:
+    write = "self._blocks.write(job.request, blocks)"
+    spoil = f"{write}; self._blocks._tensors[7][blocks[-1], -1:] += job.request == 7"
+    ended = run(folder=changed(tmp_path, ("prefill_server.py", write, spoil)))
+    assert (ended.status, ended.errors) == (1, ""), ended.output
+    assert "255 right, 1 wrong, 0 lost" in ended.output
+
+
+def test_one_block_that_is_not_freed_is_noticed(tmp_path: Path) -> None:
+    release = "self._blocks.give_back(blocks)\n            self._work.set()"
+    leak = release.replace("(blocks)", "(blocks[_.request == 7:])")
+    ended = run(folder=changed(tmp_path, ("prefill_server.py", release, leak)))
+    assert (ended.status, ended.errors) == (1, ""), ended.output
+    assert "256 right, 0 wrong, 0 lost" in ended.output
+    assert "prefill: 383 of 384 blocks are free" in ended.output
+
+
+def test_blocks_that_are_freed_too_early_are_noticed(tmp_path: Path) -> None:
+    announce = "await self._announce(job, blocks)"
+    early = f"{announce}; self._release(job.ticket)"
+    ended = run(folder=changed(tmp_path, ("prefill_server.py", announce, early)))
+    assert (ended.status, ended.errors) == (1, ""), ended.output
+    assert ended.number(r"(\d+) wrong") >= 1
+
+
+def test_a_request_without_an_answer_is_noticed(tmp_path: Path) -> None:
+    answer = "send(front_end, request=request"
+    ended = run(folder=changed(tmp_path, ("decode_server.py", answer, f"request == 7 or {answer}"), SHORT_RUN))
+    assert ended.status == 1
+    assert "TimeoutError" in ended.errors
+    assert ended.number(r"(\d+) lost") >= 1
+
+
+def test_servers_end_when_the_front_end_is_killed() -> None:
+    """Decode is in the middle of its requests, and cancels them."""
+    process = start(EXAMPLE, "--requests", "1000000")
+    try:
+        eventually(lambda: len(members(process.pid)) == 3)
+        time.sleep(1)
+        process.kill()
+        output, errors = process.communicate(timeout=LIMIT)  # until the servers have closed their standard error
+        assert (output, errors) == ("", "")
+        eventually(lambda: not members(process.pid))
+    finally:
+        kill_group(process.pid)
+
+
+def test_the_guide_quotes_the_example() -> None:
+    quoted = re.findall(
+        r"^<!-- not run: an excerpt of examples/asyncio_server/(\w+\.py) -->\n```python\n(.*?)^```$",
+        GUIDE.read_text(encoding="utf-8"),
+        re.MULTILINE | re.DOTALL,
+    )
+    assert len(quoted) == GUIDE.read_text(encoding="utf-8").count("```python")
+    for name, excerpt in quoted:
+        lines = (EXAMPLE / name).read_text(encoding="utf-8").splitlines()
+        wanted = excerpt.rstrip("\n").splitlines()
+        places = [
+            textwrap.dedent("\n".join(lines[at : at + len(wanted)])).splitlines()
+            for at in range(len(lines) - len(wanted) + 1)
+        ]
+        assert wanted in places, f"{name} does not contain:\n{excerpt}"
