@@ -259,6 +259,27 @@ def test_a_peer_that_dies_ends_its_transfers(served: tuple[End, Peer]) -> None:
     assert len(near.dist.poll()) == 0
 
 
+def test_a_call_uses_only_the_link_over_which_it_was_started(ends: Any) -> None:
+    """A pull waits for its rows while the peer is killed and another process takes its place."""
+    settings = options(pool=64 << 20)
+    far, near = ends.peer(settings), ends.near(settings)
+    assert near.link_clusters([far.at], 3000)[0] == "LLM_SUCCESS"
+    near.allocate("near", 4, 8 << 20, 1, blocks=True)
+    far.allocate("far", 4, 8 << 20, 1, blocks=True, keys=[by_blocks(0)])
+    handle = near.held["near"].handle
+    copies = [near.manager.copy_blocks_async(handle, {0: [1]}, timeout_ms=LIMIT_MS) for _ in range(40)]
+    waiting = pull(near, by_blocks(2), [0], [1], timeout_ms=LIMIT_MS)
+    far.kill()
+    other = ends.peer(settings)
+    other.allocate("far", 4, 8 << 20, 1, blocks=True, keys=[by_blocks(0)])
+    near.link_clusters([other.at], 3000)
+    assert near.dist.peers()
+    assert all(copy.exception(LIMIT_MS) is None for copy in copies)
+    with code(UNLINKED):
+        waiting.result(LIMIT_MS)
+    assert pull(near, by_blocks(2), [0], [1], timeout_ms=LIMIT_MS).exception(LIMIT_MS) is None
+
+
 def test_await_many(served: tuple[End, Peer]) -> None:
     near, far = blocks_at_both_ends(served)
 

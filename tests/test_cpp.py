@@ -38,7 +38,7 @@ from cpp_programs import (
     present,
     run,
 )
-from peers import LIMIT, OK, End, Ends, by_blocks, by_slot, equal, options, pattern
+from peers import LIMIT, OK, End, Ends, by_blocks, by_slot, equal, eventually, options, pattern
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -433,3 +433,127 @@ def test_many_threads_use_one_object(built: Callable[..., Path]) -> None:
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_transfers_and_events(built: Callable[..., Path], compiler: str) -> None:
     assert run([built("asynchronous", compiler)]) == "done\n"
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_notifications_and_events_of_links(built: Callable[..., Path], compiler: str) -> None:
+    assert run([built("notifications", compiler)]) == "done\n"
+
+
+BUSY = "5010b01b"
+NOTIFICATION = "2"
+
+
+def word(message: bytes) -> str:
+    """A message, as the program reads and writes it."""
+    return f"-{message.hex()}"
+
+
+def python_received(near: End, count: int) -> list[tuple[int, bytes]]:
+    """Wait for messages. Return them with their clusters."""
+    got: list[tuple[int, bytes]] = []
+
+    def enough() -> bool:
+        got.extend(near.polled())
+        return len(got) >= count
+
+    eventually(enough)
+    return got
+
+
+def received(end: Cpp, count: int, most: int = 100) -> list[tuple[int, bytes]]:
+    """Wait for messages. Return them with their clusters; other events are not expected."""
+    got: list[tuple[int, bytes]] = []
+
+    def enough() -> bool:
+        status, *events = end.ask("poll", most)
+        assert status == SUCCESS
+        assert len(events) <= most
+        for event in events:
+            kind, cluster, payload = event.split(":")
+            assert kind == NOTIFICATION, event
+            got.append((int(cluster), bytes.fromhex(payload[1:])))
+        return len(got) >= count
+
+    eventually(enough)
+    return got
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_messages_between_the_class_and_a_python_process(ends: Ends, cpp: Callable[..., Cpp], transport: str) -> None:
+    near, far = python_end(ends, llm__LinkTransport=transport), cpp(2).open(llm__LinkTransport=transport)
+    assert near.link_clusters([far.at])[0] == OK
+    sent = [bytes([number % 256]) * (number % 40) for number in range(300)]
+    for message in sent:
+        near.notify(2, message)
+        assert far.ask("notify", 9, word(message)) == [SUCCESS], far.reason
+    assert received(far, 300, most=7) == [(9, message) for message in sent]
+    assert python_received(near, 300) == [(2, message) for message in sent]
+    # Zero bytes and messages of the longest size arrive as they are.
+    longest = bytes(range(256)) * 256
+    near.notify(2, longest)
+    near.notify(2, b"")
+    assert received(far, 2) == [(9, longest), (9, b"")]
+    refused(far, [(INVALID, "65537", f"notify 9 {word(longest + b'x')}"), (UNLINKED, "7", "notify 7 -")])
+
+
+def test_messages_that_a_python_process_does_not_poll_refuse_more(ends: Ends, cpp: Callable[..., Cpp]) -> None:
+    near, far = python_end(ends), cpp(2).open()
+    assert near.link_clusters([far.at])[0] == OK
+    for number in range(1024):
+        assert far.ask("notify", 9, word(number.to_bytes(2, "big"))) == [SUCCESS], far.reason
+    refused(far, [(BUSY, "1024 messages", "notify 9 -")])
+    assert python_received(near, 1024) == [(2, number.to_bytes(2, "big")) for number in range(1024)]
+    eventually(lambda: far.ask("notify", 9, "-01") == [SUCCESS])
+    assert python_received(near, 1) == [(2, b"\x01")]
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_messages_come_with_transfers_between_the_class_and_a_python_process(
+    ends: Ends, cpp: Callable[..., Cpp], transport: str
+) -> None:
+    near, far = python_end(ends, llm__LinkTransport=transport), cpp(2).open(llm__LinkTransport=transport)
+    assert far.ask("calls", "async") == [SUCCESS]
+    target = near.make("n", 5, 40, 4, seed=1)
+    far.make("f", 4, 5, 40, 2)
+    theirs, ours = pattern(2, 4, 5, 40), pattern(1, 4, 5, 40)
+    assert near.link_clusters([far.at])[0] == OK
+    calls = [
+        ("pull", 9, target, 0, "f", 1, -1),
+        ("push", "f", 9, target, 2, 3, -1),
+        ("pull_blocks", 9, target, 0, "f", listed([4]), listed([0])),
+        ("push_blocks", "f", 9, target, 0, listed([4]), listed([3])),
+    ]
+    for number, call in enumerate(calls):
+        assert far.ask("notify", 9, word(b"before")) == [SUCCESS], far.reason
+        assert far.ask("note", word(bytes([number]))) == [SUCCESS]
+        assert far.ask(*call) == [SUCCESS], far.reason
+        # When the call succeeds, its message is there, behind the earlier one.
+        assert near.polled() == [(2, b"before"), (2, bytes([number]))]
+    for tensor in range(4):
+        theirs[tensor][1] = ours[tensor][0]
+        ours[tensor][2] = theirs[tensor][3]
+        theirs[tensor][0] = ours[tensor][4]
+        ours[tensor][3] = theirs[tensor][4]
+    assert equal(near.read("n"), ours)
+    assert equal(far.read("f"), theirs)
+    near.pull_cache(by_slot(2, 1, 0), "n", notify=b"from Python")
+    assert received(far, 1) == [(9, b"from Python")]
+
+
+def test_the_class_gets_events_of_links_to_a_python_process(ends: Ends, cpp: Callable[..., Cpp]) -> None:
+    near, far = python_end(ends), cpp(2).open()
+    assert far.ask("poll", 9) == [SUCCESS], "events of links are kept from now on"
+    assert near.link_clusters([far.at])[0] == OK
+    assert near.unlink_clusters([far.at])[0] == OK
+    assert near.link_clusters([far.at])[0] == OK
+    seen: list[str] = []
+
+    def up_again() -> bool:
+        seen.extend(far.ask("poll", 9)[1:])
+        return bool(seen) and seen[-1] == "3:9:-"
+
+    eventually(up_again)
+    # Of events that were not polled, only the latest ones of a peer are kept.
+    assert set(seen) <= {"3:9:-", "4:9:-"}
+    assert "4:9:-" in seen

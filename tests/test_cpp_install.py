@@ -58,7 +58,7 @@ def test_every_method_links_and_runs(built: Callable[..., Path], compiler: str) 
 
 def test_a_program_of_a_newer_header_is_refused(tmp_path: Path) -> None:
     header = shutil.copytree(INCLUDE, tmp_path / "include") / "llm_datadist" / "llm_datadist_c.h"
-    text, count = re.subn("LLM_DATADIST_ABI_VERSION 3\n", "LLM_DATADIST_ABI_VERSION 4\n", header.read_text())
+    text, count = re.subn("LLM_DATADIST_ABI_VERSION 4\n", "LLM_DATADIST_ABI_VERSION 5\n", header.read_text())
     assert count == 1
     header.write_text(text)
     source = tmp_path / "newer.cpp"
@@ -71,8 +71,8 @@ def test_a_program_of_a_newer_header_is_refused(tmp_path: Path) -> None:
     found = ["-I", tmp_path / "include", f"-L{LIBRARY}", "-lllm_datadist", f"-Wl,-rpath,{LIBRARY}"]
     status, _, reason = run([build(COMPILERS[0], tmp_path / "newer", [source], *found)]).partition(" ")
     assert status == FAILED
+    assert "version 5" in reason
     assert "version 4" in reason
-    assert "version 3" in reason
 
 
 # -- the interface beneath, and the install --------------------------------------------------------------------------

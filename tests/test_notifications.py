@@ -29,6 +29,15 @@ def refused(expected: str, call: Callable[[], Any]) -> LLMException:
     return caught.value
 
 
+def accepted(near: End, message: bytes) -> bool:
+    try:
+        near.dist.notify(2, message)
+    except LLMException as error:
+        assert error.status_code.name == BUSY
+        return False
+    return True
+
+
 def received(far: Peer, count: int) -> list[tuple[int, bytes]]:
     """Wait until a peer has polled `count` notifications."""
     got: list[tuple[int, bytes]] = []
@@ -73,15 +82,7 @@ def test_the_window_is_bounded_and_polling_makes_room(served: tuple[End, Peer]) 
     assert (near.read("near")[0] == before[0]).all(), "nothing has moved"
     near.manager.pull_blocks(key(by_blocks(2)), handle, [1], [0])
     assert len(received(far, 1024)) == 1024
-
-    def room() -> bool:
-        try:
-            near.dist.notify(2, b"again")
-        except LLMException:
-            return False
-        return True
-
-    eventually(room)
+    eventually(lambda: accepted(near, b"again"))
     assert received(far, 1) == [(1, b"again")]
 
 
@@ -103,15 +104,14 @@ def test_the_window_does_not_shrink(served: tuple[End, Peer]) -> None:
     handle, got, sent = near.held["near"].handle, 0, 0
     transfers = []
     while sent < 6000:
-        try:
-            near.dist.notify(2, b"x")
-            sent += 1
-            if sent % 10 == 0:
-                block = sent // 10 % 64
-                transfers.append(near.manager.pull_blocks_async(key(by_blocks(2)), handle, [0], [block], notify=b"y"))
-                sent += 1
-        except LLMException:
+        if not accepted(near, b"x"):
             got += len(far.polled())
+            continue
+        sent += 1
+        if sent % 10 == 0:
+            block = sent // 10 % 64
+            transfers.append(near.manager.pull_blocks_async(key(by_blocks(2)), handle, [0], [block], notify=b"y"))
+            sent += 1
     failures = [transfer.exception(LIMIT_MS) for transfer in transfers]
     sent -= sum(failure is not None for failure in failures)
 
@@ -239,7 +239,8 @@ def test_a_peer_that_returns_is_another_incarnation(ends: Any) -> None:
     assert near.unlink_clusters([(2, address)], 3000) == (OK, [OK])
     (event,) = near.dist.poll()
     assert isinstance(event, LinkDown)
-    assert (event.peer, event.reason) == (second, "it was unlinked here")
+    assert event.peer == second
+    assert event.reason
 
 
 def test_the_other_side_learns_of_an_unlink(served: tuple[End, Peer]) -> None:

@@ -207,9 +207,6 @@ class Decode:
         try:
             send(writer, do="hello")
             hello = await asyncio.wait_for(reader.readline(), HELLO_LIMIT_S)
-            # A transfer that waits inside the engine would run over the new link, with block numbers of the old one.
-            if not self._blocks.engine.drain(0):
-                return  # some still run; `_keep_linked` tries again
             if hello and self._link(json.loads(hello)["link"]):
                 self._prefill = writer
                 self._linked.set()

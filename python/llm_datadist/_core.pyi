@@ -552,14 +552,10 @@ class AsyncCalls:
     ) -> Transfer:
         """Start a push of blocks (contract §7.15)."""
 
-    def pull_group(
-        self, parts: Any, notify: bytes | bytearray | None, timeout_ms: int | None, quiet: bool
-    ) -> Transfer:
+    def pull_group(self, parts: Any, notify: bytes | bytearray | None, timeout_ms: int | None, quiet: bool) -> Transfer:
         """Start a pull of several caches: ``parts`` is a list of ``(key, cache, src_blocks, dst_blocks)``."""
 
-    def push_group(
-        self, parts: Any, notify: bytes | bytearray | None, timeout_ms: int | None, quiet: bool
-    ) -> Transfer:
+    def push_group(self, parts: Any, notify: bytes | bytearray | None, timeout_ms: int | None, quiet: bool) -> Transfer:
         """Start a push of several caches: ``parts`` is a list of ``(key, cache, src_blocks, dst_blocks)``."""
 
     def copy_cache(

@@ -42,10 +42,12 @@ class AsyncCalls(EngineCaches["_core.DataDist"]):
 
     def __init__(self, native: _core.DataDist) -> None:
         super().__init__(native, native)
-        self._asynchronous = _core.AsyncCalls(native)
+        self._asynchronous: Optional[_core.AsyncCalls] = None
 
     def _calls_async(self) -> _core.AsyncCalls:
         self._check_open()
+        if self._asynchronous is None:
+            self._asynchronous = _core.AsyncCalls(self._native)
         return self._asynchronous
 
     @logged

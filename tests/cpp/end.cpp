@@ -13,6 +13,8 @@ using namespace llm_datadist;
 
 namespace {
 
+constexpr const char *kDigits = "0123456789abcdef";
+
 class End {
  public:
   End(uint64_t cluster, int32_t role) : engine_(cluster, static_cast<LlmRole>(role)) {}
@@ -200,7 +202,6 @@ class End {
 
   // Bytes of every tensor in hexadecimal.
   Status Content(const std::string &command, std::istringstream &words, std::ostringstream &said) {
-    static const char *digits = "0123456789abcdef";
     const Cache &cache = Named(words);
     for (const uintptr_t addr : cache.tensor_addrs) {
       auto *bytes = reinterpret_cast<uint8_t *>(addr);
@@ -212,7 +213,7 @@ class End {
       } else {
         said << " ";
         for (size_t at = 0; at < Bytes(cache); ++at) {
-          said << digits[bytes[at] >> 4U] << digits[bytes[at] & 15U];
+          said << kDigits[bytes[at] >> 4U] << kDigits[bytes[at] & 15U];
         }
       }
     }
@@ -248,6 +249,9 @@ class End {
       said << " " << std::dec << started_;
       return LLM_SUCCESS;
     }
+    if (command == "notify" || command == "note" || command == "poll") {
+      return Messages(command, words, said);
+    }
     if (command == "pull" || command == "pull_blocks") {
       return Pull(command, words);
     }
@@ -261,6 +265,41 @@ class End {
     std::exit(2);
   }
 
+  // Messages in hexadecimal, each behind a dash, so that an empty one is a word.
+  Status Messages(const std::string &command, std::istringstream &words, std::ostringstream &said) {
+    if (command == "notify") {
+      const auto cluster = Next<uint64_t>(words);
+      return engine_.Notify(cluster, Plain(Next<std::string>(words)));
+    }
+    if (command == "note") {
+      note_.reset(new std::string(Plain(Next<std::string>(words))));
+      return LLM_SUCCESS;
+    }
+    std::vector<Event> events;
+    const Status status = engine_.Poll(Next<size_t>(words), events);
+    for (const Event &event : events) {
+      said << std::dec << " " << static_cast<uint32_t>(event.kind) << ":" << event.cluster_id << ":-";
+      for (const char byte : event.payload) {
+        said << kDigits[static_cast<uint8_t>(byte) >> 4U] << kDigits[static_cast<uint8_t>(byte) & 15U];
+      }
+    }
+    return status;
+  }
+
+  static std::string Plain(const std::string &word) {
+    std::string bytes;
+    for (size_t at = 1; at < word.size(); at += 2) {
+      bytes.push_back(static_cast<char>(std::stoi(word.substr(at, 2), nullptr, 16)));
+    }
+    return bytes;
+  }
+
+  // The message of the next asynchronous pull or push, or null.
+  const std::string *Note() {
+    used_ = std::move(note_);
+    return used_.get();
+  }
+
   Status Pull(const std::string &command, std::istringstream &words) {
     const CacheIndex src = Index(words);
     const Cache &dst = Named(words);
@@ -269,13 +308,17 @@ class End {
       const auto size = Next<int64_t>(words);
       const auto ext = Ext(words);
       return Outcome([&] { return engine_.PullKvCache(src, dst, row, size, ext); },
-                     [&](Transfer &to) { return engine_.PullKvCacheAsync(src, dst, to, row, size, ext); });
+                     [&](Transfer &to) {
+                       return engine_.PullKvCacheAsync(src, dst, to, row, size, ext, 0, Note());
+                     });
     }
     const auto from = List(words);
     const auto into = List(words);
     const auto ext = Ext(words);
     return Outcome([&] { return engine_.PullKvBlocks(src, dst, from, into, ext); },
-                   [&](Transfer &to) { return engine_.PullKvBlocksAsync(src, dst, from, into, to, ext); });
+                   [&](Transfer &to) {
+                     return engine_.PullKvBlocksAsync(src, dst, from, into, to, ext, 0, Note());
+                   });
   }
 
   Status Push(const std::string &command, std::istringstream &words) {
@@ -286,13 +329,17 @@ class End {
       const auto size = Next<int64_t>(words);
       const auto ext = Ext(words);
       return Outcome([&] { return engine_.PushKvCache(src, dst, row, size, ext); },
-                     [&](Transfer &to) { return engine_.PushKvCacheAsync(src, dst, to, row, size, ext); });
+                     [&](Transfer &to) {
+                       return engine_.PushKvCacheAsync(src, dst, to, row, size, ext, 0, Note());
+                     });
     }
     const auto from = List(words);
     const auto into = List(words);
     const auto ext = Ext(words);
     return Outcome([&] { return engine_.PushKvBlocks(src, dst, from, into, ext); },
-                   [&](Transfer &to) { return engine_.PushKvBlocksAsync(src, dst, from, into, to, ext); });
+                   [&](Transfer &to) {
+                     return engine_.PushKvBlocksAsync(src, dst, from, into, to, ext, 0, Note());
+                   });
   }
 
   Status Copy(const std::string &command, std::istringstream &words) {
@@ -318,6 +365,8 @@ class End {
   LlmDataDist engine_;
   bool asynchronous_ = false;
   size_t started_ = 0U;
+  std::unique_ptr<std::string> note_;
+  std::unique_ptr<std::string> used_;
   std::map<std::string, Cache> caches_;
   std::vector<std::unique_ptr<std::vector<uint8_t>>> memory_;
 };

@@ -29,6 +29,7 @@ int main() {
   }
   const CacheIndex far{7U, 1, 0U};
   const KvCacheExtParam ext{};
+  const std::string large(65537U, 'x');
   Transfer transfer;
   std::vector<Event> events;
   int descriptor = -1;
@@ -53,16 +54,22 @@ int main() {
       engine.PushKvBlocks(cache, far, {0U}, {1U}, KvCacheExtParam{}),
       engine.PullKvCacheAsync(far, cache, transfer, 9U),
       engine.PullKvCacheAsync(far, cache, transfer, 0U, int64_t{-1}, ext, int32_t{-1}),
+      engine.PullKvCacheAsync(far, cache, transfer, 0U, int64_t{-1}, ext, int32_t{1}, &large),
       engine.PullKvBlocksAsync(far, cache, {0U}, {9U}, transfer),
       engine.PullKvBlocksAsync(far, cache, {0U}, {1U}, transfer, ext, int32_t{-1}),
+      engine.PullKvBlocksAsync(far, cache, {0U}, {1U}, transfer, ext, int32_t{1}, &large),
       engine.CopyKvCacheAsync(cache, cache, transfer, 9U),
       engine.CopyKvCacheAsync(cache, cache, transfer, 0U, 1U, uint64_t{0}, int64_t{-1}, int32_t{-1}),
       engine.CopyKvBlocksAsync(cache, cache, {0U}, {}, transfer),
       engine.CopyKvBlocksAsync(cache, cache, {0U}, {{1U}}, transfer, int32_t{-1}),
       engine.PushKvCacheAsync(cache, far, transfer, 9U),
       engine.PushKvCacheAsync(cache, far, transfer, 0U, int64_t{-1}, ext, int32_t{-1}),
+      engine.PushKvCacheAsync(cache, far, transfer, 0U, int64_t{-1}, ext, int32_t{1}, &large),
       engine.PushKvBlocksAsync(cache, far, {9U}, {0U}, transfer),
       engine.PushKvBlocksAsync(cache, far, {0U}, {1U}, transfer, ext, int32_t{-1}),
+      engine.PushKvBlocksAsync(cache, far, {0U}, {1U}, transfer, ext, int32_t{1}, &large),
+      engine.Notify(uint64_t{7}, std::string("message")),
+      engine.Notify(uint64_t{7}, large),
       engine.Drain(int32_t{-1}),
       transfer.Wait(0),
       transfer.Result(),
@@ -93,7 +100,8 @@ int main() {
     }
   }
   if (events.size() != 1U || events[0].transfer != transfer.Number() || events[0].status != LLM_SUCCESS ||
-      events[0].kind != EventKind::kCompleted || events[0].bytes != 64U || descriptor < 0) {
+      events[0].kind != EventKind::kCompleted || events[0].bytes != 64U || descriptor < 0 ||
+      events[0].cluster_id != 0U || !events[0].payload.empty() || !events[0].address.empty()) {
     return 8;
   }
   const uint16_t port = engine.ListeningPort();

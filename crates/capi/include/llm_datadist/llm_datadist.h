@@ -205,9 +205,10 @@ class LlmDataDist {
   //
   // Transfers and calls that meet in a row of a cache take turns in the order in which they were started.
   //
-  // Pulls and pushes deliver *notification, unless it is null: Poll of the peer returns it once the bytes are in place,
-  // behind all earlier messages of Notify. A transfer that succeeds has delivered it once. If the peer has too many
-  // messages that it has not polled, the transfer moves nothing and ends with LLM_LINK_BUSY.
+  // Pulls and pushes deliver *notification, unless it is null: Poll of the peer returns it once the bytes are in
+  // place, behind all earlier messages of Notify. A transfer that succeeds has delivered it once. If the peer has too
+  // many messages that it has not polled, the transfer moves nothing and ends with LLM_LINK_BUSY. A message of more
+  // than 64 KiB is LLM_PARAM_INVALID at once.
 
   // Starts PullKvCache.
   Status PullKvCacheAsync(const CacheIndex &src_cache_index, const Cache &dst_cache, Transfer &transfer,
@@ -286,9 +287,9 @@ class LlmDataDist {
     });
   }
 
-  // Sends a message of at most 64 KiB to the program of a linked cluster, whose Poll returns it. Does not wait for the
-  // peer. Messages over one link arrive in order, each at most once; if the link breaks, its event counts those that
-  // the peer has not confirmed. LLM_LINK_BUSY: the peer has not polled 1,024 messages, or 4 MiB of them.
+  // Sends a message of at most 64 KiB to the program of a linked cluster, whose Poll returns it. Does not wait for
+  // the peer. Messages over one link arrive in order, each at most once; if the link breaks, its event counts those
+  // that the peer has not confirmed. LLM_LINK_BUSY: the peer has not polled 1,024 messages, or 4 MiB of them.
   // LLM_NOT_YET_LINK: there is no link, or it broke. LLM_PARAM_INVALID: the message is too long, or the cluster is
   // this one. After any failure nothing is sent. Any thread may call it.
   Status Notify(uint64_t cluster_id, const std::string &payload) {
@@ -348,7 +349,7 @@ class LlmDataDist {
   // Larger numbers of tensors are refused, so their addresses need no space.
   static constexpr uint32_t kMostTensors = 1U << 24U;
 
-  // The last events of a poll that the program does not have yet. They return to the queue if an exception is thrown.
+  // The last events of a poll that the program does not have yet. An exception returns them to the queue.
   struct Undelivered {
     ~Undelivered() {
       if (count != 0U) {

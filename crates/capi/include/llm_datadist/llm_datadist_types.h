@@ -187,7 +187,7 @@ struct Event {
   std::string transport;      // how bytes move: shm or tcp
   // kLinkDown.
   std::string reason;            // why the link ended
-  uint64_t unacknowledged = 0U;  // messages of Notify that the peer has not confirmed; it may have got the first ones
+  uint64_t unacknowledged = 0U;  // messages of Notify that the peer has not confirmed; some may have arrived
   uint8_t reserved[200U - 4U * sizeof(std::string)] = {};
 };
 

@@ -54,9 +54,9 @@ impl DataDist {
         let writes = checked.rows().local_rows()?;
         let used = CallRows::of(local.clone(), RowUse { writes, ..RowUse::default() });
         let notify = checked_notification(notify)?;
-        let (resources, finder) = (self.resources.clone(), self.links.finder());
+        let (resources, link) = (self.resources.clone(), self.links.finder().for_later(from.cluster));
         let work = move |execution: &Arc<Execution>, deadline: Deadline| {
-            let link = finder.find(from.cluster, deadline)?;
+            let link = link.find(deadline)?;
             let execution = Some(execution.clone());
             Call { resources, link, name: from.name, local, deadline, execution, notify }.pull_rows(&checked)
         };
@@ -79,9 +79,9 @@ impl DataDist {
         let reads = checked.rows().local_rows()?;
         let used = CallRows::of(local.clone(), RowUse { reads, ..RowUse::default() });
         let notify = checked_notification(notify)?;
-        let (resources, finder) = (self.resources.clone(), self.links.finder());
+        let (resources, link) = (self.resources.clone(), self.links.finder().for_later(to.cluster));
         let work = move |execution: &Arc<Execution>, deadline: Deadline| {
-            let link = finder.find(to.cluster, deadline)?;
+            let link = link.find(deadline)?;
             let (name, execution) = (to.name.without_slot().0, Some(execution.clone()));
             Call { resources, link, name, local, deadline, execution, notify }.push_rows(to.name, &checked)
         };

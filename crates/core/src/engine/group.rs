@@ -43,12 +43,18 @@ impl DataDist {
             let (local, pull) = self.checked_pull(remote, &local, rows, Layers::ALL).map_err(of_part)?;
             let writes = pull.rows().local_rows()?;
             used.push((local.clone(), RowUse { writes, ..RowUse::default() }));
-            checked.push(GroupPart { cluster: remote.cluster, name: remote.name, local, checked: pull });
+            let link = self.links.finder().for_later(remote.cluster);
+            checked.push(GroupPart {
+                cluster: remote.cluster,
+                link,
+                name: remote.name,
+                local,
+                checked: pull,
+            });
         }
         let (lanes, notify) = (lanes_of(&checked), group_notification(&checked, notify)?);
         let purpose = CallPurpose { event: !quiet, ..self.outgoing(Op::Pull, lanes, deadline) };
-        let group =
-            Group { resources: self.resources.clone(), finder: self.links.finder(), parts: checked, notify };
+        let group = Group { resources: self.resources.clone(), parts: checked, notify };
         let work = move |execution: &Arc<Execution>, deadline| group.pull(execution, deadline);
         self.start(purpose, CallRows::of_all(used)?, Box::new(work))
     }
@@ -68,12 +74,18 @@ impl DataDist {
             let (local, push) = self.checked_push(&local, remote, rows, Layers::ALL).map_err(of_part)?;
             let reads = push.rows().local_rows()?;
             used.push((local.clone(), RowUse { reads, ..RowUse::default() }));
-            checked.push(GroupPart { cluster: remote.cluster, name: remote.name, local, checked: push });
+            let link = self.links.finder().for_later(remote.cluster);
+            checked.push(GroupPart {
+                cluster: remote.cluster,
+                link,
+                name: remote.name,
+                local,
+                checked: push,
+            });
         }
         let (lanes, notify) = (lanes_of(&checked), group_notification(&checked, notify)?);
         let purpose = CallPurpose { event: !quiet, ..self.outgoing(Op::Push, lanes, deadline) };
-        let group =
-            Group { resources: self.resources.clone(), finder: self.links.finder(), parts: checked, notify };
+        let group = Group { resources: self.resources.clone(), parts: checked, notify };
         let work = move |execution: &Arc<Execution>, deadline| group.push(execution, deadline);
         self.start(purpose, CallRows::of_all(used)?, Box::new(work))
     }

@@ -128,7 +128,9 @@ impl EventQueue {
         let mut state = self.state.lock();
         let cluster = end.peer.cluster;
         state.forget_link_up(cluster);
-        let before = |event: &Event| matches!(event, Event::LinkDown(end) if end.peer.cluster == cluster);
+        let incarnation = end.peer.incarnation;
+        let same = |peer: &PeerInfo| (peer.cluster, peer.incarnation) == (cluster, incarnation);
+        let before = |event: &Event| matches!(event, Event::LinkDown(end) if same(&end.peer));
         if let Some(at) = state.events.iter().position(before)
             && let Some(Event::LinkDown(before)) = state.events.remove(at)
         {

@@ -152,10 +152,10 @@ impl Shared {
     /// (`nobody_takes_the_place_of_a_link_that_works`).
     pub(super) fn enroll(self: &Arc<Self>, link: &Arc<Link>) -> Result<()> {
         let Peer { cluster, instance, .. } = &link.peer;
-        for stale in self.registry.enroll(link, self.silence_limit())? {
+        for (stale, alive) in self.registry.enroll(link, self.silence_limit())? {
             let again = stale.peer.instance == *instance;
             let why = replaced_because(link, &stale);
-            if stale.alive() && !again && !stale.control.abandoned() {
+            if alive && !again && !stale.control.abandoned() {
                 let (before, silent) = (&stale.peer.address, stale.silent().as_millis());
                 tracing::warn!(
                     target: "llm_datadist::links",
@@ -163,7 +163,7 @@ impl Shared {
                      {silent} ms",
                     link.peer.address
                 );
-            } else if stale.alive() {
+            } else if alive {
                 tracing::info!(target: "llm_datadist::links", "a link to cluster {cluster} was replaced: {why}");
             }
             stale.break_off(why);

@@ -73,6 +73,8 @@ pub struct Link {
     pub(super) changed: Condvar,
     serving: Mutex<Serving>,
     broken: OnceLock<(Instant, String)>,
+    /// Whether the streams were closed.
+    closed: AtomicBool,
     opened: Instant,
     /// Milliseconds between `opened` and the latest sign of life from the peer.
     last_sign_of_life: AtomicU64,
@@ -121,6 +123,7 @@ impl Link {
             changed: Condvar::new(),
             serving: Mutex::default(),
             broken: OnceLock::new(),
+            closed: AtomicBool::new(false),
             opened: Instant::now(),
             last_sign_of_life: AtomicU64::new(0),
             pongs: AtomicU64::new(0),
@@ -153,6 +156,7 @@ impl Link {
     /// Describes the end of the link for the program, which gets no message of the link any more. `why` is the reason of a
     /// link that has not broken yet.
     pub(super) fn end_info(&self, why: &str) -> LinkEnd {
+        self.mark_broken(why);
         self.notifications.end();
         let reason = self.broken.get().map_or(why, |(_, why)| why).to_owned();
         LinkEnd { peer: self.peer_info(), reason, unacknowledged: self.notifications.unacknowledged() }
@@ -251,10 +255,18 @@ impl Link {
         self.broken.get()
     }
 
+    /// Has all calls fail from now on. Only the first reason is kept. The streams stay open until
+    /// [`break_off`](Self::break_off).
+    fn mark_broken(&self, why: impl Into<String>) {
+        // Fails if it is broken already.
+        let _ = self.broken.set((Instant::now(), why.into()));
+    }
+
     /// Ends the link. Only the first call has an effect, and its reason is kept. Wakes all threads that wait
     /// on its streams.
     pub(super) fn break_off(&self, why: impl Into<String>) {
-        if self.broken.set((Instant::now(), why.into())).is_err() {
+        self.mark_broken(why);
+        if self.closed.swap(true, Ordering::SeqCst) {
             return;
         }
         self.peer_memory.iter().for_each(PeerMemory::release_soon);

@@ -222,7 +222,32 @@ impl Drop for Links {
 /// Finds links for objects that may outlive the engine.
 pub(crate) struct Finder(Weak<Shared>);
 
+/// The link of a call that runs later.
+pub(crate) struct LinkOfCall {
+    finder: Finder,
+    cluster: ClusterId,
+    /// The link that there was when the call was started. The call uses no other one: the peer may be another process, or
+    /// may use its blocks for something else.
+    link: Option<Weak<Link>>,
+}
+
+impl LinkOfCall {
+    /// Returns the link. If there was none when the call was started, waits for one as [`Finder::find`] does.
+    pub(crate) fn find(&self, deadline: Deadline) -> Result<Arc<Link>> {
+        let Some(link) = &self.link else { return self.finder.find(self.cluster, deadline) };
+        let text = "the link over which the call was started has ended";
+        let gone = || Error::new(ErrorKind::NotLinked, text).with("cluster", self.cluster);
+        link.upgrade().ok_or_else(gone)
+    }
+}
+
 impl Finder {
+    /// Remembers the link to `cluster` for a call that runs later.
+    pub(crate) fn for_later(self, cluster: ClusterId) -> LinkOfCall {
+        let link = self.find(cluster, Deadline::after(Duration::ZERO)).ok();
+        LinkOfCall { finder: self, cluster, link: link.as_ref().map(Arc::downgrade) }
+    }
+
     /// Finds a link as [`Links::find_other`] does. Returns `Err` with `Closed` if the engine was finalized.
     pub(crate) fn find(&self, cluster: ClusterId, deadline: Deadline) -> Result<Arc<Link>> {
         self.0.upgrade().ok_or_else(Error::closed)?.find_other(cluster, deadline)

@@ -125,10 +125,10 @@ impl Registry {
     }
 
     /// Enters a link and returns the links that it replaces, which the same peer or its predecessor left
-    /// behind. Refuses a link of a communicator that was left
+    /// behind, and whether each was alive. Refuses a link of a communicator that was left
     /// (`a_communicator_that_is_left_at_once_leaves_nothing`). Also refuses a link that would replace
     /// one that [works](Link::works): the cluster id and instance number in a handshake prove nothing.
-    pub(super) fn enroll(&self, link: &Arc<Link>, silence_limit: Duration) -> Result<Vec<Arc<Link>>> {
+    pub(super) fn enroll(&self, link: &Arc<Link>, silence_limit: Duration) -> Result<Vec<(Arc<Link>, bool)>> {
         let mut entries = self.entries.lock();
         entries.open()?;
         if let Kind::Communicator(id) = link.kind
@@ -157,7 +157,8 @@ impl Registry {
         all.push(link.clone());
         entries.broken.remove(&link.peer.cluster);
         // Under the lock, so that events are in the order of what happened.
-        for old in &stale {
+        let stale: Vec<_> = stale.into_iter().map(|old| (old.clone(), old.alive())).collect();
+        for (old, _) in &stale {
             self.events.link_down(old.end_info(replaced_because(link, old)));
         }
         self.events.link_up(link.peer_info());

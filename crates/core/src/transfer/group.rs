@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::fallible;
 use crate::model::{ClusterId, Deadline, Name};
 use crate::resources::Resources;
-use crate::session::Finder;
+use crate::session::LinkOfCall;
 use crate::stats::Op;
 use crate::validate::{CheckedPull, CheckedPush, PullRows, PushRows};
 
@@ -22,6 +22,7 @@ const PARTS: &str = "the parts of a group";
 /// One part of a group: the cache of a peer, the local cache, and what moves between them.
 pub(crate) struct GroupPart<Checked> {
     pub(crate) cluster: ClusterId,
+    pub(crate) link: LinkOfCall,
     /// Name of the remote cache, with its slot.
     pub(crate) name: Name,
     pub(crate) local: Arc<Cache>,
@@ -31,7 +32,6 @@ pub(crate) struct GroupPart<Checked> {
 /// The parts of one group.
 pub(crate) struct Group<Checked> {
     pub(crate) resources: Arc<Resources>,
-    pub(crate) finder: Finder,
     pub(crate) parts: Vec<GroupPart<Checked>>,
     /// The notification for the peer of the first part.
     pub(crate) notify: Option<Arc<Vec<u8>>>,
@@ -82,7 +82,7 @@ impl<Checked> Group<Checked> {
     ) -> Result<Call> {
         Ok(Call {
             resources: self.resources.clone(),
-            link: self.finder.find(part.cluster, deadline)?,
+            link: part.link.find(deadline)?,
             name: part.name,
             local: part.local.clone(),
             deadline,
