@@ -11,6 +11,7 @@ import select
 import signal
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
 import numpy as np
@@ -20,6 +21,7 @@ from conftest import options
 from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMException, LLMMismatchException, LLMStatusCode, Placement
 from llm_datadist.events import Completed, Transfer
 from peers import GONE, INVALID, LIMIT, UNLINKED, End, Peer, by_blocks, by_slot, equal, eventually
+from peers import options as peer_options
 from peers.values import cache_key as key
 
 if TYPE_CHECKING:
@@ -46,6 +48,13 @@ def refused(call: Callable[[], Any]) -> bool:
 
 def pull(near: End, far_key: Any, src: list[int], dst: list[int], **kwargs: Any) -> Transfer:
     return near.manager.pull_blocks_async(key(far_key), near.held["near"].handle, src, dst, **kwargs)
+
+
+def stop(far: Peer) -> None:
+    """Stop a peer, and return when all its threads stand still."""
+    os.kill(far.process.pid, signal.SIGSTOP)
+    stat = Path(f"/proc/{far.process.pid}/stat")
+    eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
 
 
 def blocks_at_both_ends(pair: tuple[End, Peer]) -> tuple[End, Peer]:
@@ -193,7 +202,7 @@ class TestAStoppedPeer:
         near, far = ends.pair(llm__LinkTransport="tcp", llm__SyncKvCacheWaitTime=str(LIMIT_MS))
         blocks_at_both_ends((near, far))
         pull(near, by_blocks(2), [0], [0]).result(LIMIT_MS)
-        os.kill(far.process.pid, signal.SIGSTOP)
+        stop(far)
         yield near
         os.kill(far.process.pid, signal.SIGCONT)
 
@@ -250,7 +259,7 @@ class TestAStoppedPeer:
 
 def test_a_peer_that_dies_ends_its_transfers(served: tuple[End, Peer]) -> None:
     near, far = blocks_at_both_ends(served)
-    os.kill(far.process.pid, signal.SIGSTOP)
+    stop(far)
     waiting = [pull(near, by_blocks(2), [0], [block], timeout_ms=LIMIT_MS) for block in range(40)]
     far.kill()
     outcomes = {transfer.exception(LIMIT_MS) is None for transfer in waiting}
@@ -261,7 +270,7 @@ def test_a_peer_that_dies_ends_its_transfers(served: tuple[End, Peer]) -> None:
 
 def test_a_call_uses_only_the_link_over_which_it_was_started(ends: Any) -> None:
     """A pull waits for its rows while the peer is killed and another process takes its place."""
-    settings = options(pool=64 << 20)
+    settings = peer_options(pool=64 << 20)
     far, near = ends.peer(settings), ends.near(settings)
     assert near.link_clusters([far.at], 3000)[0] == "LLM_SUCCESS"
     near.allocate("near", 4, 8 << 20, 1, blocks=True)
