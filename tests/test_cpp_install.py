@@ -131,7 +131,7 @@ def pkg_config(libraries: Path, *asked: str) -> str:
 def guide_program(folder: Path, name: str = "prefill_and_decode") -> Path:
     """A C++ program of the guide, as a file."""
     guide = (ROOT / "docs" / "how-to" / "cpp.md").read_text(encoding="utf-8")
-    names = ("prefill_and_decode", "asynchronous_copies")
+    names = ("prefill_and_decode", "asynchronous_copies", "messages")
     texts = re.findall(r"```cpp\n(.*?)```", guide, re.DOTALL)
     assert len(texts) == len(names)
     source = folder / f"{name}.cpp"
@@ -143,6 +143,13 @@ def guide_program(folder: Path, name: str = "prefill_and_decode") -> Path:
 def test_the_asynchronous_program_of_the_guide_runs(compiler: str, tmp_path: Path) -> None:
     source = guide_program(tmp_path, "asynchronous_copies")
     assert run([build(compiler, tmp_path / "program", [source])]) == "copied 32768 bytes\n" * 3
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_the_program_with_messages_of_the_guide_runs(compiler: str, tmp_path: Path) -> None:
+    pulled, ended = run([build(compiler, tmp_path / "program", [guide_program(tmp_path, "messages")])]).splitlines()
+    assert pulled == "cluster 2 has pulled request 7"
+    assert ended == "the link to cluster 2 has ended: the peer unlinked"
 
 
 def check_guide_output(output: str) -> None:

@@ -21,9 +21,9 @@ use crate::calls;
 /// `llm_datadist_transfer_result` return.
 ///
 /// If `ext_param` has a message, the program of the peer gets it after the bytes are in place, before the transfer succeeds, and
-/// behind all messages of earlier calls of `llm_datadist_notify`. A transfer that succeeds has delivered it once. One that fails
-/// may have delivered it only if the link broke meanwhile, and the reason of the failure says so. If the peer has too many
-/// messages that it has not polled, the transfer ends with `LLM_LINK_BUSY` and has moved nothing.
+/// behind all messages that `llm_datadist_notify` accepted before. A transfer that succeeds has delivered it once. One that fails
+/// has not, unless the link broke or the time limit passed before the peer had confirmed it; then the reason of the failure says
+/// so. If the peer has too many messages that it has not polled, the transfer ends with `LLM_LINK_BUSY` and has moved nothing.
 ///
 /// Any thread may call it. Calls that meet in a row of a cache take turns in the order in which they were started.
 ///
