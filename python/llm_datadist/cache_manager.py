@@ -79,7 +79,7 @@ class CacheManager(GroupCalls):
                 Only the first address is then page-aligned. The original does not have this argument.
 
         Returns:
-            The cache: ``num_tensors`` page-aligned addresses. The contents are undefined.
+            The cache: ``num_tensors`` addresses, page-aligned unless ``contiguous``. The contents are undefined.
 
         Raises:
             TypeError: an argument has the wrong type.
@@ -138,7 +138,7 @@ class CacheManager(GroupCalls):
             contiguous: as for ``allocate_cache``.
 
         Returns:
-            The cache: ``num_tensors`` page-aligned addresses. The contents are undefined.
+            The cache: ``num_tensors`` addresses, page-aligned unless ``contiguous``. The contents are undefined.
 
         Raises:
             TypeError: an argument has the wrong type.
