@@ -198,7 +198,7 @@ impl Drop for WaitingCall {
     }
 }
 
-/// The turns that have become open because rows were given back. Drop tells their calls; there must be no lock then.
+/// The turns that have become open because rows were given back. Drop notifies their calls; there must be no lock then.
 #[derive(Debug, Default)]
 pub struct OpenedTurns(Vec<Arc<CallTurn>>);
 
@@ -217,7 +217,7 @@ impl Drop for OpenedTurns {
 }
 
 impl Pin {
-    /// Gives back the rows and the caches. The calls that may begin now are told when the result is dropped.
+    /// Gives back the rows and the caches. The calls that may begin now are notified when the result is dropped.
     pub fn release(mut self) -> OpenedTurns {
         self.give_back()
     }

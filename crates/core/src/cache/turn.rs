@@ -53,7 +53,7 @@ impl CallTurn {
 
     /// Tells the call that its turn is open. The caller holds no lock.
     pub(super) fn announce(self: Arc<Self>) {
-        // Whoever waits either sees that the turn is open, or is notified.
+        // A thread that waits either sees that the turn is open, or is notified.
         drop(self.lock.lock());
         self.changed.notify_all();
         if self.opened.is_some() {

@@ -192,7 +192,7 @@ impl Transfer {
         state.outcome = Some(outcome);
         state.nanos = self.elapsed();
         let (stop, loops) = (state.stop.take(), std::mem::take(&mut state.loops));
-        // Queued under the lock, so that whoever sees the outcome can take it out of the queue.
+        // Queued under the lock, so that a thread that sees the outcome can take it out of the queue.
         self.queue.ended(self);
         self.changed.notify_all();
         drop(state);

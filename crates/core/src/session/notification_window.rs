@@ -55,14 +55,14 @@ pub(super) struct SentMessages {
 pub(super) struct ReceivedMessages {
     pub(super) arrived: Load,
     pub(super) polled: Load,
-    /// What of `polled` the peer knows.
+    /// The part of `polled` that was reported to the peer.
     told: Load,
-    /// Whether the program was told that the link has ended.
+    /// Whether the program has got the event that the link has ended.
     pub(super) ended: bool,
 }
 
 impl ReceivedMessages {
-    /// Returns whether the peer is to be told what was polled: an eighth of the window. So a window has at most eight
+    /// Returns whether a report is due: after each eighth of the window. So a window has at most eight
     /// reports on the control stream, whose messages must never fill it.
     pub(super) fn report_due(&mut self) -> bool {
         let untold = self.polled.minus(self.told);
