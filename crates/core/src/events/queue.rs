@@ -331,17 +331,17 @@ impl State {
 
 /// Tells the links of polled notifications, each once, how many were polled.
 fn tell_sources(events: &mut [Event]) {
-    let mut told: Vec<(Arc<dyn NotificationSource>, u64, u64)> = Vec::new();
+    let mut polled: Vec<(Arc<dyn NotificationSource>, u64, u64)> = Vec::new();
     for event in events {
         let Event::Notification(notification) = event else { continue };
         let bytes = notification.payload.len() as u64;
         let Some(source) = notification.take_source() else { continue };
-        match told.iter_mut().find(|(known, _, _)| Arc::ptr_eq(known, &source)) {
+        match polled.iter_mut().find(|(known, _, _)| Arc::ptr_eq(known, &source)) {
             Some((_, messages, all)) => (*messages, *all) = (*messages + 1, *all + bytes),
-            None => told.push((source, 1, bytes)),
+            None => polled.push((source, 1, bytes)),
         }
     }
-    for (source, messages, bytes) in told {
+    for (source, messages, bytes) in polled {
         source.polled(messages, bytes);
     }
 }

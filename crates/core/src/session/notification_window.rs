@@ -56,7 +56,7 @@ pub(super) struct ReceivedMessages {
     pub(super) arrived: Load,
     pub(super) polled: Load,
     /// The part of `polled` that was reported to the peer.
-    told: Load,
+    known_to_peer: Load,
     /// Whether the program has got the event that the link has ended.
     pub(super) ended: bool,
 }
@@ -65,10 +65,10 @@ impl ReceivedMessages {
     /// Returns whether a report is due: after each eighth of the window. So a window has at most eight
     /// reports on the control stream, whose messages must never fill it.
     pub(super) fn report_due(&mut self) -> bool {
-        let untold = self.polled.minus(self.told);
-        let due = untold.messages >= WINDOW.messages / 8 || untold.bytes >= WINDOW.bytes / 8;
+        let unreported = self.polled.minus(self.known_to_peer);
+        let due = unreported.messages >= WINDOW.messages / 8 || unreported.bytes >= WINDOW.bytes / 8;
         if due {
-            self.told = self.polled;
+            self.known_to_peer = self.polled;
         }
         due
     }
@@ -152,7 +152,7 @@ impl Notifications {
         sent.accepted - sent.acknowledged
     }
 
-    /// Lets no further message in, because the program is told that the link has ended.
+    /// Lets no further message in, because the program gets the event that the link has ended.
     pub(super) fn end(&self) {
         self.received.lock().ended = true;
     }

@@ -259,7 +259,7 @@ impl Execution {
 impl Drop for Execution {
     fn drop(&mut self) {
         drop(self.waiting.lock().take());
-        // The calls that wait for the rows are told after the end of this one was reported. So the events of calls that
+        // The calls that wait for the rows are notified after the end of this one was reported. So the events of calls that
         // waited for each other are in the order of their start.
         let _opened = self.pin.take().map(Pin::release);
         let text = "the lane of a transfer ended without a result";

@@ -42,7 +42,7 @@ pub(crate) struct Call {
 }
 
 impl Call {
-    /// Takes the rows of the local cache that the call uses. Whoever touches their memory keeps the result.
+    /// Takes the rows of the local cache that the call uses. Code that touches their memory keeps the result.
     pub(super) fn pin(&self, used: RowUse) -> Result<KeptAlive> {
         Ok(match &self.execution {
             Some(execution) => {

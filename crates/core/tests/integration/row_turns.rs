@@ -39,7 +39,7 @@ impl Asked {
 }
 
 enum State {
-    Waits { call: WaitingCall, told: Arc<AtomicBool>, was_open: bool },
+    Waits { call: WaitingCall, notified: Arc<AtomicBool>, was_open: bool },
     Holds { _pin: Pin },
 }
 
@@ -98,12 +98,12 @@ impl Twin {
         let passed = Deadline::after(Duration::ZERO);
         match step {
             Step::Enter(asked) => {
-                let told = Arc::new(AtomicBool::new(false));
-                let tell = told.clone();
+                let notified = Arc::new(AtomicBool::new(false));
+                let tell = notified.clone();
                 let opened = Box::new(move || tell.store(true, Ordering::SeqCst));
                 let call = self.rows(&asked).enter(asked.passes, Some(opened)).unwrap();
                 let was_open = call.is_open();
-                self.calls.push((asked, State::Waits { call, told, was_open }));
+                self.calls.push((asked, State::Waits { call, notified, was_open }));
             }
             Step::Try(asked) => {
                 let may = self.may_begin(&asked, self.calls.len());
@@ -120,11 +120,11 @@ impl Twin {
             Step::Begin(number) if !self.calls.is_empty() => {
                 let place = number % self.calls.len();
                 let (asked, state) = self.calls.remove(place);
-                let State::Waits { call, told, was_open } = state else {
+                let State::Waits { call, notified, was_open } = state else {
                     return self.calls.insert(place, (asked, state));
                 };
                 if !call.is_open() {
-                    return self.calls.insert(place, (asked, State::Waits { call, told, was_open }));
+                    return self.calls.insert(place, (asked, State::Waits { call, notified, was_open }));
                 }
                 let pin = call.pin(passed).expect("its rows are free");
                 self.calls.insert(place, (asked, State::Holds { _pin: pin }));
@@ -140,10 +140,10 @@ impl Twin {
     fn compare(&mut self) {
         for place in 0..self.calls.len() {
             let may = self.may_begin(&self.calls[place].0, place);
-            let (asked, State::Waits { call, told, was_open }) = &mut self.calls[place] else { continue };
+            let (asked, State::Waits { call, notified, was_open }) = &mut self.calls[place] else { continue };
             assert_eq!(call.is_open(), may, "{asked:?}");
             if may && !*was_open {
-                assert!(told.swap(false, Ordering::SeqCst), "{asked:?} was not told");
+                assert!(notified.swap(false, Ordering::SeqCst), "{asked:?} was not notified");
             }
             *was_open = may;
         }
