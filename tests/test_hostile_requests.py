@@ -209,7 +209,7 @@ def test_notifications_beyond_the_window_are_refused() -> None:
             assert ask(call, m.notify([b"x" * 64] * 1024))["is"] == "Done"
         refused = ask(call, m.notify([b"x"]))
         assert (refused["is"], refused["kind"]) == ("Failed", BUSY), refused
-        refused = ask(call, m.consume_and_notify(m.name_blocks(), 0, 0, 1, b"x"))
+        refused = ask(call, m.finish(m.pulled(m.name_blocks(), 0, 0, 1), message=b"x"))
         assert refused["is"] == "Failed", refused
         for numbers in ((0, 0), (U64, U64), (U64, 0), (1, U64)):
             link.control.say(m.polled(numbers, (numbers[1], numbers[0])))
@@ -230,7 +230,7 @@ def test_notifications_that_break_the_rules_end_the_stream() -> None:
             wire.say(broken)
             assert wire.ended(SLACK), broken[:20]
         # A release that fails delivers nothing.
-        assert ask(call, m.consume_and_notify(m.name_request(9, 9), 3, 0, 1, b"x"))["is"] == "Failed"
+        assert ask(call, m.finish(m.pulled(m.name_request(9, 9), 3, 0, 1), message=b"x"))["is"] == "Failed"
         assert ask(call, m.notify([b"last"]))["is"] == "Done"
         assert trial.victim.polled() == [(66, b"last")]
         trial.judge(links=1, streams=2, busy=1)

@@ -113,14 +113,14 @@ pub fn any_message(which: u8, body: &[u8]) {
 
 fn request(body: &[u8]) {
     use llm_datadist_core::testing::model::Name;
-    use llm_datadist_core::testing::protocol::WireName;
+    use llm_datadist_core::testing::protocol::{WireName, WirePulled};
     let name = match decoded::<Request>(body) {
         Some(
             Request::Describe { name, .. }
             | Request::Read { name, .. }
             | Request::Write { name, .. }
             | Request::Fetch { name, .. }
-            | Request::Consume { name, .. },
+            | Request::Finish { pulled: Some(WirePulled { name, .. }), .. },
         ) => name,
         _ => return,
     };

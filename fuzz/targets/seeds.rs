@@ -4,16 +4,17 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use llm_datadist_core::testing::model::{AddressLocation, CacheId};
+use llm_datadist_core::testing::model::{AddressLocation, CacheId, GrantId};
 use llm_datadist_core::testing::plan::{Span, SpanList};
 use llm_datadist_core::testing::protocol::{
     self, Attach, Attached, Challenge, Comm, Control, EntryVersion, Hello, Pairs, Party, Payload, Payloads,
-    Proof, Purpose, Reply, Request, Run, Welcome, WireCache, WireLocation, WireName, WirePlan, WireRows,
+    Proof, Purpose, Reply, Request, Run, Welcome, WireCache, WireLocation, WireName, WirePlan, WirePulled, WireRows,
     WireSteps,
 };
 use llm_datadist_core::{Error, ErrorKind};
 use serde::Serialize;
 
+const GRANT: GrantId = GrantId { slot: 1, generation: 2, secret: [3; 16] };
 const NAME: WireName = WireName::Row { cache: 3, row: 2 };
 
 fn main() {
@@ -77,8 +78,11 @@ fn requests(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     let plan = || plans().swap_remove(0).1;
     let request = WireName::Request { model: 1, id: 2 };
     add(7, "describe", frame(&Request::Describe { name: request, limit_ms: 1000 }));
-    let read = Request::Read { name: NAME, cache: 3, plan: plan(), from: 0, to: 4096, limit_ms: 1000 };
-    add(7, "read", frame(&read));
+    let grant = Some(GRANT);
+    let read =
+        |grant| Request::Read { name: NAME, cache: 3, plan: plan(), from: 0, to: 4096, grant, limit_ms: 1000 };
+    add(7, "read", frame(&read(None)));
+    add(7, "read-granted", frame(&read(grant)));
     let (name, cache, limit_ms) = (NAME, 3, 1000);
     add(
         7,
@@ -89,11 +93,12 @@ fn requests(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     let fetch =
         Request::Fetch { name, cache, plan: plan(), source, num_tensors: 2, tensor_bytes: 4096, limit_ms };
     add(7, "fetch", frame(&fetch));
-    add(7, "consume", frame(&Request::Consume { name, cache, first: 0, count: 2, limit_ms }));
     let message = Payload(b"message".to_vec());
-    let notify =
-        Request::ConsumeAndNotify { name, cache, first: 0, count: 2, message: message.clone(), limit_ms };
-    add(7, "consume-and-notify", frame(&notify));
+    let pulled = Some(WirePulled { name, cache, first: 0, count: 2 });
+    add(7, "finish", frame(&Request::Finish { pulled, grant: None, message: None, limit_ms }));
+    let all = Request::Finish { pulled, grant, message: Some(message.clone()), limit_ms };
+    add(7, "finish-all", frame(&all));
+    add(7, "open-grant", frame(&Request::OpenGrant { grant: GRANT, limit_ms }));
     add(
         7,
         "notify",
@@ -125,6 +130,7 @@ fn replies(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     add(8, "unreachable", frame(&Reply::Unreachable { reason: "no permission".into() }));
     let arrived = vec![WireRows { tensor: 1, rows: vec![(0, 3), (5, 6)] }];
     add(8, "failed", frame(&Reply::Failed { kind: 4, message: "gone".into(), facts: 0, arrived }));
+    add(8, "granted", frame(&Reply::Granted { cache: 3, rows: vec![(0, 3), (5, 6)] }));
     add(
         8,
         "located",

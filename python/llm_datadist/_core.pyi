@@ -24,6 +24,9 @@ __all__ = [
     "CacheBuffer",
     "Completed",
     "DataDist",
+    "Grant",
+    "GrantEnded",
+    "Grants",
     "KvCaches",
     "LinkDown",
     "LinkUp",
@@ -468,6 +471,64 @@ class LinkDown:
         """
 
 @final
+class Grant:
+    """Blocks of a cache that are lent for a limited time. ``CacheManager.grant`` makes it.
+
+    Two objects are equal if they stand for the same grant. Dropping the object does not end the grant. The original
+    does not have this class.
+    """
+
+    @property
+    def token(self) -> bytes:
+        """What names the grant at readers, 48 bytes. Nobody can guess it."""
+
+    @property
+    def ended(self) -> str | None:
+        """Why it has ended: ``"expired"``, ``"revoked"``, ``"done"`` or ``"released"``; ``None`` if it has not."""
+
+    def revoke(self) -> None:
+        """End the grant, and wait for the reads under it that this engine serves. Ctrl-C interrupts the wait.
+
+        A reader in another process of this host may still be reading; its pull fails. A grant that has ended before is
+        not an error.
+
+        Raises:
+            LLMException: ``LLM_TIMEOUT``: such a read took longer than ``sync_kv_timeout``, and the grant has ended;
+                ``LLM_ENGINE_FINALIZED``: the engine was finalized; ``LLM_FAILED``: a forked child (contract §16).
+        """
+
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class GrantEnded:
+    """The event that a grant of this engine has ended. The original does not have this class."""
+
+    __match_args__: ClassVar[tuple[str, ...]] = ("grant", "reason")
+
+    @property
+    def grant(self) -> Grant:
+        """The grant, equal to the object that ``CacheManager.grant`` has returned."""
+
+    @property
+    def reason(self) -> str:
+        """Why it has ended: ``"expired"``, ``"revoked"``, ``"done"`` or ``"released"``."""
+
+@final
+class Grants:
+    """The calls of an engine about grants. The original does not have them."""
+
+    def __new__(cls, native: DataDist) -> Grants:
+        """Make the object for the engine ``native``."""
+
+    def grant(self, cache: Cache, blocks: list[int] | tuple[int, ...] | Any, ttl_ms: int, readers: int) -> Grant:
+        """Lend blocks for ``ttl_ms`` milliseconds, or until ``readers`` readers have reported."""
+
+    def release(self, token: bytes) -> None:
+        """Report to the owner of a grant that this engine is done with it."""
+
+@final
 class LoopQueue:
     """What wakes one event loop for all asynchronous calls that it awaits."""
 
@@ -552,8 +613,15 @@ class AsyncCalls:
     ) -> Transfer:
         """Start a push of blocks (contract §7.15)."""
 
-    def pull_group(self, parts: Any, notify: bytes | bytearray | None, timeout_ms: int | None, quiet: bool) -> Transfer:
-        """Start a pull of several caches: ``parts`` is a list of ``(key, cache, src_blocks, dst_blocks)``."""
+    def pull_group(
+        self,
+        parts: Any,
+        notify: bytes | bytearray | None,
+        grants_done: bool,
+        timeout_ms: int | None,
+        quiet: bool,
+    ) -> Transfer:
+        """Start a pull of several caches: ``parts`` is a list of ``(key, cache, src_blocks, dst_blocks[, grant])``."""
 
     def push_group(self, parts: Any, notify: bytes | bytearray | None, timeout_ms: int | None, quiet: bool) -> Transfer:
         """Start a push of several caches: ``parts`` is a list of ``(key, cache, src_blocks, dst_blocks)``."""
@@ -580,7 +648,7 @@ class AsyncCalls:
         Every argument error is a ``ValueError`` as well.
         """
 
-    def poll(self, max_events: int) -> list[Completed | Notification | LinkUp | LinkDown]:
+    def poll(self, max_events: int) -> list[Completed | Notification | LinkUp | LinkDown | GrantEnded]:
         """Return at most ``max_events`` (uint32) events, and remove them. The call never waits."""
 
     def fileno(self) -> int:

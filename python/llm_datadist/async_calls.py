@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Optional, Union
 
 from llm_datadist import _core
-from llm_datadist.caches import NOTIFYING_PULL_KEYWORDS, EngineCaches
+from llm_datadist.caches import BLOCK_PULL_KEYWORDS, NOTIFYING_PULL_KEYWORDS
+from llm_datadist.grants import GrantCalls
 from llm_datadist.log import logged
 from llm_datadist.spelling import warn_of_misspelt
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["AsyncCalls"]
 
 
-class AsyncCalls(EngineCaches["_core.DataDist"]):
+class AsyncCalls(GrantCalls):
     """The base of ``CacheManager`` with its asynchronous calls. The original does not have them.
 
     Calls that meet in a row of this engine, synchronous or not, take turns in the order in which they were started.
@@ -111,7 +112,7 @@ class AsyncCalls(EngineCaches["_core.DataDist"]):
                 ``LLM_KV_CACHE_NOT_EXIST``), and ``LLM_LINK_BUSY``. Other failures are the outcome of the transfer.
         """
         if kwargs:
-            warn_of_misspelt("keyword argument of pull_blocks_async", kwargs, NOTIFYING_PULL_KEYWORDS, once=True)
+            warn_of_misspelt("keyword argument of pull_blocks_async", kwargs, BLOCK_PULL_KEYWORDS, once=True)
         return self._calls_async().pull_blocks(src_cache_key, dst_cache, src_blocks, dst_blocks, timeout_ms, kwargs)
 
     @logged

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Optional, Union
 
 from llm_datadist import _core, layerwise
-from llm_datadist.caches import NOTIFYING_PULL_KEYWORDS
+from llm_datadist.caches import BLOCK_PULL_KEYWORDS, NOTIFYING_PULL_KEYWORDS
 from llm_datadist.groups import GroupCalls
 from llm_datadist.log import logged, shown
 from llm_datadist.spelling import warn_of_misspelt
@@ -384,17 +384,19 @@ class CacheManager(GroupCalls):
             src_blocks: remote block for each entry of ``dst_blocks``; empty for a slot, which is split into pieces of
                 the local block size.
             dst_blocks: local blocks that are written, at least one.
-            **kwargs: as for ``pull_cache``.
+            **kwargs: as for ``pull_cache``; also ``grant``, the token of a grant (``CacheManager.grant``) of ``src_blocks``,
+                and ``grant_done=True`` in the last pull under it, which the original does not have.
 
         Raises:
             TypeError: an argument has the wrong type.
             ValueError: an integer is outside its width.
             AttributeError: ``src_cache_key`` or ``dst_cache`` is ``None``.
             LLMException: as for ``pull_cache``; ``LLM_PARAM_INVALID`` also for a continuous ``dst_cache``, lists of
-                different lengths, an index outside a cache, different block sizes, or more blocks than the slot fills.
+                different lengths, an index outside a cache, different block sizes, more blocks than the slot fills, or
+                a grant of other blocks; ``LLM_GRANT_ENDED``: the grant ended before all bytes were read.
         """
         if kwargs:
-            warn_of_misspelt("keyword argument of pull_blocks", kwargs, NOTIFYING_PULL_KEYWORDS, once=True)
+            warn_of_misspelt("keyword argument of pull_blocks", kwargs, BLOCK_PULL_KEYWORDS, once=True)
         self._engine.pull_blocks(src_cache_key, dst_cache, src_blocks, dst_blocks, kwargs)
 
     @logged

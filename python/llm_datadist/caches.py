@@ -19,12 +19,21 @@ if TYPE_CHECKING:
     from llm_datadist.stats import Stats
     from llm_datadist.types import CacheDesc, CacheKey
 
-__all__ = ["NOTIFYING_PULL_KEYWORDS", "PULL_KEYWORDS", "CacheHandle", "EngineCaches", "release_on_exit"]
+__all__ = [
+    "BLOCK_PULL_KEYWORDS",
+    "NOTIFYING_PULL_KEYWORDS",
+    "PULL_KEYWORDS",
+    "CacheHandle",
+    "EngineCaches",
+    "release_on_exit",
+]
 
 # The keyword arguments of every pull; others are ignored (contract §7.12, §9.1).
 PULL_KEYWORDS = frozenset({"src_layer_range", "dst_layer_range", "tensor_num_per_layer"})
 # Those of a pull of the CacheManager.
 NOTIFYING_PULL_KEYWORDS = PULL_KEYWORDS | {"notify"}
+# Those of a pull of blocks of the CacheManager.
+BLOCK_PULL_KEYWORDS = NOTIFYING_PULL_KEYWORDS | {"grant", "grant_done"}
 
 _Calls = TypeVar("_Calls")
 

@@ -5,10 +5,9 @@ The original does not have these methods.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Optional
+from typing import Optional
 
-if TYPE_CHECKING:
-    from llm_datadist import _core
+from llm_datadist import _core
 
 __all__ = ["EngineEvents"]
 
@@ -46,13 +45,31 @@ class EngineEvents:
         """
         return self._check_initialized().peers()
 
+    def release_grant(self, token: bytes) -> None:
+        """Report to the owner of a grant that this engine is done with it, as ``grant_done=True`` in a pull does.
+
+        A reader that reports again counts once. The original does not have this method.
+
+        Args:
+            token: ``Grant.token`` of a linked cluster.
+
+        Raises:
+            RuntimeError: not initialized.
+            TypeError: ``token`` is not ``bytes``.
+            LLMException: ``LLM_GRANT_ENDED``: the grant has ended, its owner was restarted, or its owner never gave it;
+                ``LLM_PARAM_INVALID``: not a token, or a grant of this engine; ``LLM_NOT_YET_LINK``: there is no link to
+                the owner, or it broke; ``LLM_TIMEOUT``: ``sync_kv_timeout`` passed.
+        """
+        _core.Grants(self._by_rank("release_grant")).release(token)
+
     def poll(
         self, max_events: int = 1024
-    ) -> list[_core.Completed | _core.Notification | _core.LinkUp | _core.LinkDown]:
+    ) -> list[_core.Completed | _core.Notification | _core.LinkUp | _core.LinkDown | _core.GrantEnded]:
         """Return the events that nobody has taken yet, in the order in which they happened, and remove them.
 
-        The call never waits. Any thread may call it; each event goes to one caller. News about links are kept only
-        after the first call of ``poll`` or ``fileno``, and at most the latest ``LinkDown`` and ``LinkUp`` of each peer.
+        The call never waits. Any thread may call it; each event goes to one caller. News about links and grants are
+        kept only after the first call of ``poll`` or ``fileno``, and at most the latest ``LinkDown`` and ``LinkUp`` of
+        each peer.
         Messages that had arrived before a link broke are still returned. An outcome that ``Transfer.result``,
         ``Transfer.exception`` or ``await`` has taken is no event any more. The original does not have this method.
 

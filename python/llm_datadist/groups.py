@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["GroupCalls"]
 
 Blocks = Union[list[int], tuple[int, ...]]
-PullPart = tuple[Union["BlocksCacheKey", "CacheKey", "CacheKeyByIdAndIndex"], "Cache", Blocks, Blocks]
+PullKey = Union["BlocksCacheKey", "CacheKey", "CacheKeyByIdAndIndex"]
+PullPart = Union[tuple[PullKey, "Cache", Blocks, Blocks], tuple[PullKey, "Cache", Blocks, Blocks, Optional[bytes]]]
 PushPart = tuple["BlocksCacheKey", "Cache", Blocks, Blocks]
 
 
@@ -29,7 +30,11 @@ class GroupCalls(AsyncCalls):
 
     @logged
     def pull_group_async(
-        self, parts: Sequence[PullPart], timeout_ms: Optional[int] = None, notify: Optional[bytes] = None
+        self,
+        parts: Sequence[PullPart],
+        timeout_ms: Optional[int] = None,
+        notify: Optional[bytes] = None,
+        grants_done: bool = False,
     ) -> _core.Transfer:
         """Start a pull of several caches.
 
@@ -38,19 +43,21 @@ class GroupCalls(AsyncCalls):
         then the keys of earlier parts may be released. The error of the transfer names the part, counted from 0.
 
         Args:
-            parts: list or tuple of at least one ``(key, cache, src_blocks, dst_blocks)``. Each obeys the rules of
-                ``pull_blocks`` (contract §7.13), and moves all tensors. Parts may name several clusters, and a cache
-                may occur in several parts.
+            parts: list or tuple of at least one ``(key, cache, src_blocks, dst_blocks)`` or ``(key, cache, src_blocks,
+                dst_blocks, grant)``. Each obeys the rules of ``pull_blocks`` (contract §7.13), and moves all tensors;
+                ``grant`` is the token of a grant, or ``None``. Parts may name several clusters, and a cache may occur
+                in several parts.
             timeout_ms: time limit of the whole group in milliseconds (uint32, above 0; ``sync_kv_timeout`` by default).
             notify: notification for the peer, at most 64 KiB, delivered when all parts are in place and all keys are
                 released. All parts must name one cluster then.
+            grants_done: whether the owners may end the grants of the parts once all parts are in place.
 
         Raises:
             TypeError: ``parts`` is no list or tuple, or a part is no tuple.
             TypeError, ValueError, AttributeError, LLMException: as for ``pull_blocks_async``. Python 3.11 and later
                 note the part in the exception.
         """
-        return self._calls_async().pull_group(parts, notify, timeout_ms, False)
+        return self._calls_async().pull_group(parts, notify, grants_done, timeout_ms, False)
 
     @logged
     def push_group_async(
@@ -77,7 +84,11 @@ class GroupCalls(AsyncCalls):
 
     @logged
     def pull_group(
-        self, parts: Sequence[PullPart], timeout_ms: Optional[int] = None, notify: Optional[bytes] = None
+        self,
+        parts: Sequence[PullPart],
+        timeout_ms: Optional[int] = None,
+        notify: Optional[bytes] = None,
+        grants_done: bool = False,
     ) -> None:
         """Pull several caches, and wait for the outcome. Ctrl-C cancels the group.
 
@@ -85,12 +96,13 @@ class GroupCalls(AsyncCalls):
             parts: as for ``pull_group_async``.
             timeout_ms: as for ``pull_group_async``.
             notify: as for ``pull_group_async``.
+            grants_done: as for ``pull_group_async``.
 
         Raises:
             TypeError, ValueError, AttributeError: as for ``pull_group_async``.
             LLMException: as for ``pull_group_async``, or the outcome of the transfer.
         """
-        _finish(self._calls_async().pull_group(parts, notify, timeout_ms, True))
+        _finish(self._calls_async().pull_group(parts, notify, grants_done, timeout_ms, True))
 
     @logged
     def push_group(

@@ -26,7 +26,7 @@ from . import messages as m
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-VERSION = 6
+VERSION = 7
 MAGIC = b"LD"
 MESSAGE, REFUSAL = 1, 255
 LIMIT = 10.0  # seconds: the time limit of one step of an attack
@@ -188,7 +188,8 @@ class Peer:
     """The identity of a client: a cluster id, an instance number, and a token or none."""
 
     def __init__(self, cluster: int, token: str | None, *, instance: int | None = None) -> None:
-        self.party = m.party(cluster, int.from_bytes(os.urandom(8), "little") if instance is None else instance)
+        self.instance = int.from_bytes(os.urandom(8), "little") if instance is None else instance
+        self.party = m.party(cluster, self.instance)
         self.key = (token or "").encode()  # the key that authenticates it
         self.host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         self.patience = LIMIT  # time limit of a step of its greetings, in seconds

@@ -142,8 +142,10 @@ def describe(name: bytes, limit_ms: int = NEVER) -> bytes:
     return uint(0) + name + uint(limit_ms)
 
 
-def read(name: bytes, cache: int, plan: bytes, start: int, end: int, limit_ms: int = NEVER) -> bytes:
-    return uint(1) + name + sint(cache) + plan + uint(start) + uint(end) + uint(limit_ms)
+def read(
+    name: bytes, cache: int, plan: bytes, start: int, end: int, limit_ms: int = NEVER, grant: bytes | None = None
+) -> bytes:
+    return uint(1) + name + sint(cache) + plan + uint(start) + uint(end) + some(grant) + uint(limit_ms)
 
 
 def write(
@@ -159,8 +161,22 @@ def fetch(
     return uint(3) + name + sint(cache) + plan + source + uint(tensors) + uint(tensor_bytes) + uint(limit_ms)
 
 
-def consume(name: bytes, cache: int, first: int, count: int, limit_ms: int = NEVER) -> bytes:
-    return uint(4) + name + sint(cache) + uint(first) + uint(count) + uint(limit_ms)
+def pulled(name: bytes, cache: int, first: int, count: int) -> bytes:
+    """The tensors of a cache that the caller has pulled."""
+    return name + sint(cache) + uint(first) + uint(count)
+
+
+def finish(
+    pulled: bytes | None = None, grant: bytes | None = None, message: bytes | None = None, limit_ms: int = NEVER
+) -> bytes:
+    """Request 4: the end of a pull or push."""
+    text = None if message is None else blob(message)
+    return uint(4) + some(pulled) + some(grant) + some(text) + uint(limit_ms)
+
+
+def grant(slot: int, generation: int, secret: bytes) -> bytes:
+    """The id of a grant."""
+    return uint(slot) + uint(generation) + secret
 
 
 def unlink(limit_ms: int = NEVER) -> bytes:
@@ -181,8 +197,9 @@ def notify(messages: list[bytes], limit_ms: int = NEVER) -> bytes:
     return uint(8) + uint(len(messages)) + b"".join(uint(len(one)) + one for one in messages) + uint(limit_ms)
 
 
-def consume_and_notify(name: bytes, cache: int, first: int, count: int, message: bytes, limit_ms: int = NEVER) -> bytes:
-    return uint(9) + name + sint(cache) + uint(first) + uint(count) + uint(len(message)) + message + uint(limit_ms)
+def open_grant(grant: bytes, limit_ms: int = NEVER) -> bytes:
+    """Request 9: ask what a grant lends."""
+    return uint(9) + grant + uint(limit_ms)
 
 
 def polled(arrived: tuple[int, int], of_those: tuple[int, int]) -> bytes:
@@ -207,7 +224,7 @@ def in_process(runs: list[bytes]) -> bytes:
 
 HIDDEN = uint(2)
 
-REPLIES = ("Described", "Ready", "Done", "Stale", "Unreachable", "Failed", "Located")
+REPLIES = ("Described", "Ready", "Done", "Stale", "Unreachable", "Failed", "Located", "Granted")
 STALE = uint(3)
 
 
@@ -226,6 +243,12 @@ def unreachable(reason: str) -> bytes:
 
 def failed(kind: int, message: str, arrived: list[bytes]) -> bytes:
     return uint(5) + bytes([kind]) + text(message) + many([]) + many(arrived)
+
+
+def granted(cache: int, ranges: list[tuple[int, int]], count: int | None = None) -> bytes:
+    """Reply 7: a grant lends these ranges of rows of a cache. `count` is their number, if it is to be wrong."""
+    listed = b"".join(uint(first) + uint(end) for first, end in ranges)
+    return uint(7) + sint(cache) + uint(len(ranges) if count is None else count) + listed
 
 
 def described(*, location: bytes = HIDDEN, **given: int) -> bytes:
@@ -254,6 +277,8 @@ def read_reply(body: bytes) -> dict[str, Any]:
         told["kind"], told["message"] = reader.byte(), reader.text()
         told["facts"] = reader.many(lambda: (reader.text(), reader.text()))
         told["arrived"] = reader.many(lambda: (reader.uint(), reader.many(lambda: (reader.uint(), reader.uint()))))
+    elif told["is"] == "Granted":
+        told["cache"], told["rows"] = reader.sint(), reader.many(lambda: (reader.uint(), reader.uint()))
     elif told["is"] == "Located":
         told["spots"] = reader.many(lambda: (reader.sint(), reader.uint(), reader.uint()))
     reader.done()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llm_datadist import CacheDesc, DataType, KvCache, LLMClusterInfo, LLMDataDist, LLMRole, LLMStatusCode, Placement
-from llm_datadist.events import LinkDown, Notification
+from llm_datadist.events import GrantEnded, LinkDown, Notification
 
 from .process import Process, _over
 from .sockets import split
@@ -78,6 +78,7 @@ class End(Process):
     def __init__(self) -> None:
         self.dist: Any = None
         self.held: dict[str, Held] = {}
+        self.granted: dict[bytes, Any] = {}
 
     @property
     def manager(self) -> Any:
@@ -93,6 +94,7 @@ class End(Process):
 
     def finalize(self) -> None:
         self.held.clear()
+        self.granted.clear()
         if self.dist is not None:
             self.dist.finalize()
 
@@ -121,6 +123,31 @@ class End(Process):
         """`poll`. Returns the cluster and the payload of each notification, and drops other events."""
         events = self.dist.poll(10_000)
         return [(event.cluster_id, event.payload) for event in events if isinstance(event, Notification)]
+
+    def grant(self, name: str, blocks: list[int], ttl_ms: int = 60_000, readers: int = 1) -> bytes:
+        """`grant`. Returns the token, by which the other methods name the grant."""
+        grant = self.manager.grant(self.held[name].handle, blocks, ttl_ms, readers)
+        self.granted[grant.token] = grant
+        return grant.token
+
+    def release_grant(self, token: bytes) -> None:
+        self.dist.release_grant(token)
+
+    def revoke(self, token: bytes) -> None:
+        self.granted[token].revoke()
+
+    def revoke_and_paint(self, token: bytes, name: str, value: int) -> None:
+        """End a grant, and then reuse the memory of its cache."""
+        self.revoke(token)
+        self.paint(name, value)
+
+    def grant_ended(self, token: bytes) -> str | None:
+        return self.granted[token].ended
+
+    def grant_ends(self) -> list[tuple[bytes, str]]:
+        """`poll`. Returns the token and the reason of each grant that has ended, and drops other events."""
+        events = self.dist.poll(10_000)
+        return [(event.grant.token, event.reason) for event in events if isinstance(event, GrantEnded)]
 
     def links(self) -> list[Any]:
         return self.dist.stats()["links"]

@@ -60,6 +60,8 @@ kinds! {
     TensorCountMismatch,
     /// Too many asynchronous calls run, or too many of their outcomes were not taken.
     Busy,
+    /// A grant has expired, was revoked or has ended otherwise.
+    GrantEnded,
 }
 
 /// An error: a kind, a message, named facts and a cause.

@@ -5,7 +5,7 @@
 //!  operations   engine   transfer
 //!  sessions     session   resources   stats   events
 //!  movement     copy   huge_pages            copy: the only module that moves bytes of caches
-//!  parts        cache   pool   device   memory   net   protocol   token_file
+//!  parts        cache   grants   pool   device   memory   net   protocol   token_file
 //!  decisions    validate   plan              pure: no memory access, no I/O, no clock
 //!  vocabulary   config   model   status   error   fallible   sync
 //! ```
@@ -138,6 +138,7 @@ mod engine;
 mod error;
 mod events;
 mod fallible;
+mod grants;
 mod huge_pages;
 #[expect(unsafe_code, reason = "the only module of the core that dereferences addresses")]
 mod memory;
@@ -162,21 +163,22 @@ pub use config::{
     Config, HugeChoice, KernelChoice, LinkConfig, Mode, PoolConfig, Role, Share, SwapInPath, Token,
     TransportChoice,
 };
-pub use engine::{CacheIndex, CallOptions, DataDist, End, GroupMember, RemoteName};
+pub use engine::{CacheIndex, CallExtras, CallOptions, DataDist, End, GroupMember, RemoteName};
 pub use error::{ArrivedRows, Error, ErrorKind, Result};
 pub use events::{
     AwaitQueue, Event, EventQueue, LinkEnd, Notification, PeerInfo, Transfer, TransferProgress,
 };
+pub use grants::Grant;
 pub use memory::Adopted;
 pub use model::{
-    CacheDesc, CacheId, CacheKey, CacheKind, CacheLayout, ClusterId, DataType, Deadline, Geometry, NO_ID,
-    Name, Placement, tensor_bytes,
+    CacheDesc, CacheId, CacheKey, CacheKind, CacheLayout, ClusterId, DataType, Deadline, Geometry, GrantEnd,
+    GrantToken, NO_ID, Name, Placement, tensor_bytes,
 };
 pub use pool::PoolState;
 pub use session::{CommStatus, PeerAddress};
 pub use stats::{LinkState, OpState, PoolReport, Snapshot};
 pub use status::StatusCode;
-pub use transfer::{Carried, Outcome, Task};
+pub use transfer::{Carried, GrantUse, Outcome, Task};
 pub use validate::{
     CopyArgs, Destination, ExtParam, LayerRange, Layers, LayerwiseArgs, PullRows, PushRows, Target,
 };

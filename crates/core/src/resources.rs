@@ -11,6 +11,7 @@ use crate::device::DeviceSet;
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::EventQueue;
 use crate::fallible;
+use crate::grants::Grants;
 use crate::huge_pages::Merger;
 use crate::memory::{self, Generations, MapBudget};
 use crate::model::Placement;
@@ -30,6 +31,7 @@ pub struct Resources {
     pub remote_memory: Arc<MapBudget>,
     pub outgoing_calls: OutgoingCalls,
     pub events: Arc<EventQueue>,
+    pub grants: Arc<Grants>,
     host: Option<Arc<Arena>>,
     device: Option<Arc<Arena>>,
     generations: Arc<Generations>,
@@ -99,6 +101,7 @@ impl Resources {
         if config.huge_pages == HugeChoice::Eager {
             merger.commit(&copy_engine)?;
         }
+        let events = Arc::new(EventQueue::new(config.max_transfers));
         Ok(Resources {
             host,
             device,
@@ -108,7 +111,8 @@ impl Resources {
             stats: Stats::default(),
             remote_memory: MapBudget::new(config.links.remote_memory),
             outgoing_calls: OutgoingCalls::default(),
-            events: Arc::new(EventQueue::new(config.max_transfers)),
+            grants: Grants::new(generations.clone(), events.clone()),
+            events,
             generations,
             config,
         })

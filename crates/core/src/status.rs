@@ -84,6 +84,8 @@ status_codes! {
     LinkBusy = BASE + 0x1B, "LLM_LINK_BUSY";
     /// A memory pool is full, or the system has no memory.
     OutOfMemory = BASE + 0x1C, "LLM_OUT_OF_MEMORY";
+    /// A grant has ended. The original does not have this code; no code of the original has a number near it.
+    GrantEnded = 0x4C44_0001, "LLM_GRANT_ENDED";
     /// Device memory fault (reserved).
     DeviceMemError = 507_053, "LLM_DEVICE_MEM_ERROR";
     /// Possible memory fault at the peer.
@@ -109,6 +111,7 @@ impl From<ErrorKind> for StatusCode {
             ErrorKind::UnlinkFailed => StatusCode::UnlinkFailed,
             ErrorKind::LinksExist => StatusCode::ExistLink,
             ErrorKind::Busy => StatusCode::LinkBusy,
+            ErrorKind::GrantEnded => StatusCode::GrantEnded,
             ErrorKind::Forked | ErrorKind::Interrupted | ErrorKind::Cancelled | ErrorKind::System => {
                 StatusCode::Failed
             }

@@ -8,16 +8,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{CallOptions, DataDist as CoreDataDist, Result, Transfer};
+use llm_datadist_core::{CallExtras, CallOptions, DataDist as CoreDataDist, Grant, Result, Transfer};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::arguments::IntArg;
+use crate::arguments::{FlagArg, IntArg};
 use crate::blocks::BlocksArg;
 use crate::copy_arguments;
 use crate::datadist::DataDist;
 use crate::engine::Engine;
 use crate::error::{self, raise};
+use crate::grants;
 use crate::groups::PartsArg;
 use crate::keys::KeyArg;
 use crate::local_cache::CacheArg;
@@ -51,8 +52,8 @@ impl AsyncMethods {
         options: &Bound<'_, PyDict>,
     ) -> PyResult<Py<TransferHandle>> {
         let (slot, engine) = ((batch_index, size), self.engine());
-        let mut pull = pull_push_arguments::pull_cache(engine, (cache_key, cache), slot, options)?;
-        let call = CallOptions { limit: limit(timeout_ms)?, notify: pull.notify.take(), quiet: false };
+        let pull = pull_push_arguments::pull_cache(engine, (cache_key, cache), slot, options)?;
+        let call = CallOptions { limit: limit(timeout_ms)?, extras: pull.extras, quiet: false };
         self.start(options.py(), 1, |engine| {
             engine.pull_async(pull.from, &pull.to, pull.rows, pull.layers, call)
         })
@@ -68,8 +69,8 @@ impl AsyncMethods {
         options: &Bound<'_, PyDict>,
     ) -> PyResult<Py<TransferHandle>> {
         let (blocks, engine) = ((src_blocks, dst_blocks), self.engine());
-        let mut pull = pull_push_arguments::pull_blocks(engine, (src_cache_key, dst_cache), blocks, options)?;
-        let call = CallOptions { limit: limit(timeout_ms)?, notify: pull.notify.take(), quiet: false };
+        let pull = pull_push_arguments::pull_blocks(engine, (src_cache_key, dst_cache), blocks, options)?;
+        let call = CallOptions { limit: limit(timeout_ms)?, extras: pull.extras, quiet: false };
         let count = pull.rows.num_blocks();
         self.start(options.py(), count, |engine| {
             engine.pull_async(pull.from, &pull.to, pull.rows, pull.layers, call)
@@ -92,7 +93,7 @@ impl AsyncMethods {
         let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
         let slot = (src_batch_index, size);
         let push = pull_push_arguments::push_cache(self.engine(), (dst_cache_key, src_cache), slot, layers)?;
-        let call = CallOptions { limit: limit(timeout_ms)?, notify: notify.bytes("notify")?, quiet: false };
+        let call = options(limit(timeout_ms)?, notify, false)?;
         let start =
             |engine: &CoreDataDist| engine.push_async(&push.from, push.to, push.rows, push.layers, call);
         self.start(src_cache.py(), 1, start)
@@ -114,7 +115,7 @@ impl AsyncMethods {
         let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
         let (blocks, engine) = ((src_blocks, dst_blocks), self.engine());
         let push = pull_push_arguments::push_blocks(engine, (dst_cache_key, src_cache), blocks, layers)?;
-        let call = CallOptions { limit: limit(timeout_ms)?, notify: notify.bytes("notify")?, quiet: false };
+        let call = options(limit(timeout_ms)?, notify, false)?;
         let count = push.rows.num_blocks();
         let start =
             |engine: &CoreDataDist| engine.push_async(&push.from, push.to, push.rows, push.layers, call);
@@ -125,12 +126,12 @@ impl AsyncMethods {
         &self,
         parts: PartsArg<'_, '_>,
         notify: NotifyArg<'_, '_>,
+        grants_done: FlagArg<'_, '_>,
         timeout_ms: IntArg<'_, '_>,
         quiet: bool,
     ) -> PyResult<Py<TransferHandle>> {
-        let pulls = parts.pulls(self.engine())?;
-        let (limit, notify) = (limit(timeout_ms)?, notify.bytes("notify")?);
-        let call = CallOptions { limit, notify, quiet };
+        let pulls = parts.pulls(self.engine(), grants_done.required("grants_done")?)?;
+        let call = options(limit(timeout_ms)?, notify, quiet)?;
         self.start(parts.py(), usize::MAX, |engine| engine.pull_group_async(pulls, call))
     }
 
@@ -142,8 +143,7 @@ impl AsyncMethods {
         quiet: bool,
     ) -> PyResult<Py<TransferHandle>> {
         let pushes = parts.pushes(self.engine())?;
-        let (limit, notify) = (limit(timeout_ms)?, notify.bytes("notify")?);
-        let call = CallOptions { limit, notify, quiet };
+        let call = options(limit(timeout_ms)?, notify, quiet)?;
         self.start(parts.py(), usize::MAX, |engine| engine.push_group_async(pushes, call))
     }
 
@@ -200,7 +200,9 @@ impl AsyncMethods {
         let most = usize::try_from(most).unwrap_or(usize::MAX);
         let (queue, events) =
             self.engine().attached(py, |engine| Ok((engine.events().clone(), engine.poll(most)?)))?;
-        let made = self.native.get().transfers().events(py, &events, self.engine().codes());
+        let grant_ended = |grant: &Arc<Grant>, why| grants::ended(py, &self.native, grant, why);
+        let handles = self.native.get().transfers();
+        let made = handles.events(py, &events, self.engine().codes(), &grant_ended);
         if made.is_err() {
             queue.put_back(events.into_iter());
         }
@@ -239,6 +241,12 @@ impl AsyncMethods {
         }
         handle
     }
+}
+
+/// Returns the options of a call without a grant of its own.
+fn options(limit: Option<Duration>, notify: NotifyArg<'_, '_>, quiet: bool) -> PyResult<CallOptions> {
+    let extras = CallExtras { notify: notify.bytes("notify")?, grant: None };
+    Ok(CallOptions { limit, extras, quiet })
 }
 
 /// Returns the time limit of a call in milliseconds; `None` for `sync_kv_timeout`.

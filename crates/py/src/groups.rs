@@ -1,16 +1,17 @@
 //! The parts of a group of pulls or pushes: `(key, cache, source blocks, destination blocks)` each.
 
-use llm_datadist_core::{GroupMember, PullRows, PushRows};
+use llm_datadist_core::{GrantUse, GroupMember, PullRows, PushRows};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
 
 use crate::arguments::IntArg;
 use crate::blocks::BlocksArg;
-use crate::convert::{self, only_support};
+use crate::convert::{self, Any, only_support};
 use crate::engine::Engine;
 use crate::error::invalid;
 use crate::keys::KeyArg;
 use crate::local_cache::CacheArg;
+use crate::pull_extras;
 use crate::pull_push_arguments::{self, LayersArg};
 
 arguments! {
@@ -23,11 +24,14 @@ type Part<'a, 'py> = (KeyArg<'a, 'py>, CacheArg<'a, 'py>, (BlocksArg<'a, 'py>, B
 
 impl PartsArg<'_, '_> {
     /// Checks the parts of a pull. Each obeys the rules of `pull_blocks` (contract §7.13).
-    pub(crate) fn pulls(self, engine: &Engine) -> PyResult<Vec<GroupMember<PullRows>>> {
+    /// `done` says that it is the last pull under their grants.
+    pub(crate) fn pulls(self, engine: &Engine, done: bool) -> PyResult<Vec<GroupMember<PullRows>>> {
         let options = PyDict::new(self.py());
-        self.read(|(key, cache, blocks)| {
+        self.read(5, |(key, cache, blocks), grant| {
             let pull = pull_push_arguments::pull_blocks(engine, (key, cache), blocks, &options)?;
-            Ok(GroupMember { remote: pull.from, local: pull.to, rows: pull.rows })
+            let token = grant.filter(|given| !given.is_none()).map(pull_extras::token).transpose()?;
+            let grant = token.map(|token| GrantUse { token, done });
+            Ok(GroupMember { remote: pull.from, local: pull.to, rows: pull.rows, grant })
         })
     }
 
@@ -35,16 +39,20 @@ impl PartsArg<'_, '_> {
     pub(crate) fn pushes(self, engine: &Engine) -> PyResult<Vec<GroupMember<PushRows>>> {
         let py = self.py();
         let (all, two) = (py.None(), 2_u32.into_pyobject(py)?.into_any());
-        self.read(|(key, cache, blocks)| {
+        self.read(4, |(key, cache, blocks), _| {
             let all = LayersArg::extract(all.bind_borrowed(py))?;
             let layers = (all, all, IntArg::extract(two.as_borrowed())?);
             let push = pull_push_arguments::push_blocks(engine, (key, cache), blocks, layers)?;
-            Ok(GroupMember { remote: push.to, local: push.from, rows: push.rows })
+            Ok(GroupMember { remote: push.to, local: push.from, rows: push.rows, grant: None })
         })
     }
 
-    /// Reads each part. An error says in which part it is.
-    fn read<T>(self, read: impl Fn(Part<'_, '_>) -> PyResult<T>) -> PyResult<Vec<T>> {
+    /// Reads each part, of four to `most` values. An error says in which part it is.
+    fn read<T>(
+        self,
+        most: usize,
+        read: impl Fn(Part<'_, '_>, Option<&Any<'_>>) -> PyResult<T>,
+    ) -> PyResult<Vec<T>> {
         let py = self.py();
         let items = match self.0.cast::<PyList>() {
             Ok(list) => list.to_tuple(),
@@ -56,30 +64,33 @@ impl PartsArg<'_, '_> {
         };
         let mut parts = convert::room(py, items.len())?;
         for (index, item) in items.iter().enumerate() {
-            let part = values(&item, index).and_then(|values| with_arguments(&values, &read));
+            let part = values(&item, index, most).and_then(|values| with_arguments(&values, &read));
             parts.push(part.map_err(|error| of_part(py, index, error))?);
         }
         Ok(parts)
     }
 }
 
-/// Returns the values of a part, which must be a tuple of four.
-fn values<'py>(item: &Bound<'py, PyAny>, index: usize) -> PyResult<[Bound<'py, PyAny>; 4]> {
+/// Returns the values of a part, which must be a tuple of four to `most`.
+fn values<'py>(item: &Any<'py>, index: usize, most: usize) -> PyResult<Vec<Any<'py>>> {
     let name = format!("parts[{index}]");
     let part = item.cast::<PyTuple>().map_err(|_| only_support(&name, "['tuple']", item))?;
-    if part.len() != 4 {
-        let allowed = "4: the key, the cache, and the blocks of the source and of the destination";
-        return Err(invalid(item.py(), &format!("len({name})"), part.len(), allowed));
+    if (4..=most).contains(&part.len()) {
+        return Ok(part.iter().collect());
     }
-    Ok([part.get_item(0)?, part.get_item(1)?, part.get_item(2)?, part.get_item(3)?])
+    let grant = if most > 4 { ", and optionally a grant" } else { "" };
+    let allowed =
+        format!("4: the key, the cache, and the blocks of the source and of the destination{grant}");
+    Err(invalid(item.py(), &format!("len({name})"), part.len(), &allowed))
 }
 
 fn with_arguments<T>(
-    [key, cache, src, dst]: &[Bound<'_, PyAny>; 4],
-    read: impl Fn(Part<'_, '_>) -> PyResult<T>,
+    values: &[Any<'_>],
+    read: impl Fn(Part<'_, '_>, Option<&Any<'_>>) -> PyResult<T>,
 ) -> PyResult<T> {
-    let blocks = (BlocksArg::extract(src.as_borrowed())?, BlocksArg::extract(dst.as_borrowed())?);
-    read((KeyArg::extract(key.as_borrowed())?, CacheArg::extract(cache.as_borrowed())?, blocks))
+    let at = |index: usize| values[index].as_borrowed();
+    let blocks = (BlocksArg::extract(at(2))?, BlocksArg::extract(at(3))?);
+    read((KeyArg::extract(at(0))?, CacheArg::extract(at(1))?, blocks), values.get(4))
 }
 
 /// Adds the position of the part to an error, where Python can (3.11 and later).

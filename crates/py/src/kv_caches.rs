@@ -3,7 +3,7 @@
 //! The same engine carries them out. Roles are checked in the Python package; other differences are in `core::config::Mode`.
 
 use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{CacheKind, End, Error, ErrorKind, PullRows};
+use llm_datadist_core::{CacheKind, CallExtras, End, Error, ErrorKind, PullRows};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -189,7 +189,7 @@ fn pull_cache(
     let layers = given.layers(given.per_layer()?)?;
     let local = cache.slots("kv_cache")?;
     let rows = PullRows::Slot { local: row, remote_offset, local_offset, size };
-    Ok(Pull { from: key.name()?, to: local.end(engine)?, rows, layers, notify: None })
+    Ok(Pull { from: key.name()?, to: local.end(engine)?, rows, layers, extras: CallExtras::default() })
 }
 
 /// Checks the arguments of `pull_blocks` (contract §9.1).
@@ -212,7 +212,13 @@ fn pull_blocks(
     let given = PullLayers::of(options)?;
     let layers = given.layers(given.per_layer()?)?;
     let from = key.name()?;
-    Ok(Pull { from, to: cache.end(engine)?, rows: PullRows::Blocks { remote, local }, layers, notify: None })
+    Ok(Pull {
+        from,
+        to: cache.end(engine)?,
+        rows: PullRows::Blocks { remote, local },
+        layers,
+        extras: CallExtras::default(),
+    })
 }
 
 /// The argument called `name` must be a `KvCache` in memory of the device.

@@ -16,6 +16,7 @@ mod datadist;
 mod engine;
 mod error;
 mod events;
+mod grants;
 mod groups;
 mod index_arrays;
 mod keys;
@@ -26,6 +27,7 @@ mod local_cache;
 mod log;
 mod notify;
 mod operations;
+mod pull_extras;
 mod pull_push_arguments;
 mod python_types;
 #[expect(
@@ -69,6 +71,9 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<events::LinkUpEvent>()?;
     module.add_class::<events::NotificationEvent>()?;
     module.add_class::<events::PeerHandle>()?;
+    module.add_class::<grants::GrantEndedEvent>()?;
+    module.add_class::<grants::GrantHandle>()?;
+    module.add_class::<grants::GrantMethods>()?;
     module.add_class::<kv_caches::KvCaches>()?;
     module.add_class::<task::TransferTask>()?;
     module.add_class::<transfer::Completed>()?;

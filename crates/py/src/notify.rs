@@ -1,8 +1,7 @@
 //! The bytes of a notification.
 
-use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyByteArray, PyBytes, PyDict};
+use pyo3::types::{PyByteArray, PyBytes};
 
 use crate::convert::{self, only_support};
 
@@ -36,13 +35,4 @@ impl NotifyArg<'_, '_> {
     pub(crate) fn missing(self, name: &str) -> PyErr {
         only_support(name, "['bytes', 'bytearray']", &self.0)
     }
-}
-
-/// Returns the notification among the keyword arguments of a pull.
-pub(crate) fn of_options(options: &Bound<'_, PyDict>) -> PyResult<Option<Vec<u8>>> {
-    if options.is_empty() {
-        return Ok(None);
-    }
-    let given = options.get_item(intern!(options.py(), "notify"))?;
-    given.map_or(Ok(None), |given| NotifyArg::extract(given.as_borrowed())?.bytes("notify"))
 }

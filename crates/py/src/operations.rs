@@ -32,8 +32,8 @@ impl Engine {
 
     /// Pulls. If that fails, passes the engine's log lines to Python, because they report broken links.
     pub(crate) fn pull(&self, py: Python<'_>, pull: Pull) -> PyResult<()> {
-        let Pull { from, to, rows, layers, notify } = pull;
-        let pulled = self.enter(py, |engine| engine.pull_and_notify(from, &to, &rows, layers, notify));
+        let Pull { from, to, rows, layers, extras } = pull;
+        let pulled = self.enter(py, |engine| engine.pull_with(from, &to, &rows, layers, extras));
         if pulled.is_err() {
             log::drain(py)?;
         }

@@ -3,7 +3,9 @@
 //! Rules that need a cache or a peer are in `core::validate`.
 
 use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{End, Error, ErrorKind, LayerRange, Layers, Mode, PullRows, PushRows, RemoteName};
+use llm_datadist_core::{
+    CallExtras, End, Error, ErrorKind, LayerRange, Layers, Mode, PullRows, PushRows, RemoteName,
+};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyRange, PyRangeMethods, PyString};
@@ -15,7 +17,7 @@ use crate::engine::Engine;
 use crate::error::{invalid, raise};
 use crate::keys::{KeyArg, KeyClass};
 use crate::local_cache::CacheArg;
-use crate::notify;
+use crate::pull_extras;
 
 arguments! {
     /// A range of layers, or `None`.
@@ -32,8 +34,8 @@ pub(crate) struct Pull {
     pub(crate) rows: PullRows,
     /// The layers of both.
     pub(crate) layers: Layers,
-    /// The notification for the owner.
-    pub(crate) notify: Option<Vec<u8>>,
+    /// What it does beside moving bytes.
+    pub(crate) extras: CallExtras,
 }
 
 /// The checked arguments of a push.
@@ -77,9 +79,9 @@ pub(crate) fn pull_cache(
     let per_layer = given.per_layer()?;
     key.check_ids()?;
     let layers = given.layers(per_layer)?;
-    let notify = notify::of_options(options)?;
+    let extras = pull_extras::of_slot(options)?;
     let from = key.name()?;
-    Ok(Pull { from, to: local.end(engine)?, rows: PullRows::slot(row, size), layers, notify })
+    Ok(Pull { from, to: local.end(engine)?, rows: PullRows::slot(row, size), layers, extras })
 }
 
 /// Checks the arguments of `pull_blocks` (contract §7.13).
@@ -106,8 +108,8 @@ pub(crate) fn pull_blocks(
         PullRows::SlotToBlocks { local }
     };
     let layers = given.layers(per_layer)?;
-    let notify = notify::of_options(options)?;
-    Ok(Pull { from: key.name()?, to: cache.end(engine)?, rows, layers, notify })
+    let extras = pull_extras::of_blocks(options)?;
+    Ok(Pull { from: key.name()?, to: cache.end(engine)?, rows, layers, extras })
 }
 
 /// Checks the arguments of `push_cache` (contract §7.14).

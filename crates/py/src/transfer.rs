@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use llm_datadist_core::bindings::this_process;
-use llm_datadist_core::{AwaitQueue, Deadline, Error, ErrorKind, Event, Transfer};
+use llm_datadist_core::{AwaitQueue, Deadline, Error, ErrorKind, Event, Grant, GrantEnd, Transfer};
 use pyo3::exceptions::PyTimeoutError;
 use pyo3::prelude::*;
 
@@ -28,6 +28,9 @@ pub(crate) struct TransferHandle {
 /// call returned.
 #[derive(Default)]
 pub(crate) struct Handles(Mutex<HashMap<u64, Py<TransferHandle>>>);
+
+/// Makes the event that a grant has ended.
+type GrantEnded<'a> = &'a dyn Fn(&Arc<Grant>, GrantEnd) -> PyResult<Py<PyAny>>;
 
 impl Handles {
     fn lock(&self) -> MutexGuard<'_, HashMap<u64, Py<TransferHandle>>> {
@@ -70,8 +73,12 @@ impl Handles {
         py: Python<'_>,
         events: &[Event],
         codes: Codes,
+        grant_ended: GrantEnded<'_>,
     ) -> PyResult<Vec<Py<PyAny>>> {
-        let made = events.iter().map(|event| self.event(py, event, codes)).collect::<PyResult<Vec<_>>>()?;
+        let made = events
+            .iter()
+            .map(|event| self.event(py, event, codes, grant_ended))
+            .collect::<PyResult<Vec<_>>>()?;
         for event in events {
             if let Event::Completed(transfer) = event {
                 self.remove(transfer.number());
@@ -80,7 +87,13 @@ impl Handles {
         Ok(made)
     }
 
-    fn event(self: &Arc<Self>, py: Python<'_>, event: &Event, codes: Codes) -> PyResult<Py<PyAny>> {
+    fn event(
+        self: &Arc<Self>,
+        py: Python<'_>,
+        event: &Event,
+        codes: Codes,
+        grant_ended: GrantEnded<'_>,
+    ) -> PyResult<Py<PyAny>> {
         match event {
             Event::Completed(transfer) => {
                 let transfer = self.of(py, transfer, codes)?;
@@ -89,6 +102,7 @@ impl Handles {
             Event::Notification(message) => events::notification(py, message),
             Event::LinkUp(peer) => events::link_up(py, peer),
             Event::LinkDown(end) => events::link_down(py, end),
+            Event::GrantEnded(grant, why) => grant_ended(grant, *why),
             _ => Err(raise(py, &Error::new(ErrorKind::System, "an event that this binding does not know"))),
         }
     }

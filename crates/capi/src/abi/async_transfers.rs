@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use llm_datadist_core::{CallOptions, CopyArgs, DataDist, Result, Transfer};
+use llm_datadist_core::{CallExtras, CallOptions, CopyArgs, DataDist, Result, Transfer};
 
 use super::types::{LlmDatadistBlocks, LlmDatadistCache, LlmDatadistCacheIndex, LlmDatadistExtParam};
 use super::{arguments, entered, process, raw};
@@ -43,7 +43,7 @@ pub unsafe extern "C" fn llm_datadist_pull_cache_async(
     let start = |engine: &DataDist, limit| {
         // SAFETY: the caller's promise.
         let (src, dst, ext) = unsafe { arguments::pulled(src, dst, ext_param) }?;
-        let options = CallOptions { limit, notify: ext.notify, ..CallOptions::default() };
+        let options = options(limit, ext.notify);
         engine.pull_kv_cache_async(src, dst, batch_index, size, ext.layers, options)
     };
     // SAFETY: the caller's promise.
@@ -70,7 +70,7 @@ pub unsafe extern "C" fn llm_datadist_pull_blocks_async(
         let (src, dst, ext) = unsafe { arguments::pulled(src, dst, ext_param) }?;
         // SAFETY: the caller's promise.
         let blocks = unsafe { raw::two_lists(src_blocks, dst_blocks) }?;
-        let options = CallOptions { limit, notify: ext.notify, ..CallOptions::default() };
+        let options = options(limit, ext.notify);
         engine.pull_kv_blocks_async(src, dst, blocks, ext.layers, options)
     };
     // SAFETY: the caller's promise.
@@ -95,7 +95,7 @@ pub unsafe extern "C" fn llm_datadist_push_cache_async(
     let start = |engine: &DataDist, limit| {
         // SAFETY: the caller's promise.
         let (src, dst, ext) = unsafe { arguments::pushed(src, dst, ext_param) }?;
-        let options = CallOptions { limit, notify: ext.notify, ..CallOptions::default() };
+        let options = options(limit, ext.notify);
         engine.push_kv_cache_async(src, dst, src_batch_index, size, ext.layers, options)
     };
     // SAFETY: the caller's promise.
@@ -122,7 +122,7 @@ pub unsafe extern "C" fn llm_datadist_push_blocks_async(
         let (src, dst, ext) = unsafe { arguments::pushed(src, dst, ext_param) }?;
         // SAFETY: the caller's promise.
         let blocks = unsafe { raw::two_lists(src_blocks, dst_blocks) }?;
-        let options = CallOptions { limit, notify: ext.notify, ..CallOptions::default() };
+        let options = options(limit, ext.notify);
         engine.push_kv_blocks_async(src, dst, blocks, ext.layers, options)
     };
     // SAFETY: the caller's promise.
@@ -179,6 +179,10 @@ pub unsafe extern "C" fn llm_datadist_copy_blocks_async(
     };
     // SAFETY: the caller's promise.
     unsafe { started(handle, timeout_ms, transfer, start) }
+}
+
+fn options(limit: Option<Duration>, notify: Option<Vec<u8>>) -> CallOptions {
+    CallOptions { limit, extras: CallExtras { notify, grant: None }, quiet: false }
 }
 
 /// Starts a transfer, and writes its handle to `transfer`.

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::transfer::checked_notification;
+use super::call_extras::CallExtras;
 use super::{DataDist, End, RemoteName};
 use crate::cache::{Cache, CallRows, RowUse};
 use crate::copy::Staging;
@@ -23,8 +23,8 @@ use crate::validate::{self, CopyArgs, Layers, PullRows, PushRows};
 pub struct CallOptions {
     /// Its time limit; `sync_kv_timeout` if there is none.
     pub limit: Option<Duration>,
-    /// The notification that the peer gets at its end, for pulls and pushes.
-    pub notify: Option<Vec<u8>>,
+    /// What else it does.
+    pub extras: CallExtras,
     /// Whether the end of a group is no event, because its caller waits for it.
     pub quiet: bool,
 }
@@ -48,17 +48,17 @@ impl DataDist {
         layers: Layers,
         options: impl Into<CallOptions>,
     ) -> Result<Arc<Transfer>> {
-        let CallOptions { limit, notify, .. } = options.into();
+        let CallOptions { limit, extras, .. } = options.into();
         let deadline = self.limited(limit);
         let (local, checked) = self.checked_pull(from, to, rows, layers)?;
         let writes = checked.rows().local_rows()?;
         let used = CallRows::of(local.clone(), RowUse { writes, ..RowUse::default() });
-        let notify = checked_notification(notify)?;
+        let (notify, grant) = extras.checked()?;
         let (resources, link) = (self.resources.clone(), self.links.finder().for_later(from.cluster));
         let work = move |execution: &Arc<Execution>, deadline: Deadline| {
             let link = link.find(deadline)?;
-            let execution = Some(execution.clone());
-            Call { resources, link, name: from.name, local, deadline, execution, notify }.pull_rows(&checked)
+            let (name, execution) = (from.name, Some(execution.clone()));
+            Call { resources, link, name, local, deadline, execution, notify, grant }.pull_rows(&checked)
         };
         let purpose = self.outgoing(Op::Pull, LaneKey::Calls(from.cluster), deadline);
         self.start(purpose, used, Box::new(work))
@@ -73,17 +73,18 @@ impl DataDist {
         layers: Layers,
         options: impl Into<CallOptions>,
     ) -> Result<Arc<Transfer>> {
-        let CallOptions { limit, notify, .. } = options.into();
+        let CallOptions { limit, extras, .. } = options.into();
         let deadline = self.limited(limit);
         let (local, checked) = self.checked_push(from, to, rows, layers)?;
         let reads = checked.rows().local_rows()?;
         let used = CallRows::of(local.clone(), RowUse { reads, ..RowUse::default() });
-        let notify = checked_notification(notify)?;
+        let notify = extras.checked_of_push()?;
         let (resources, link) = (self.resources.clone(), self.links.finder().for_later(to.cluster));
         let work = move |execution: &Arc<Execution>, deadline: Deadline| {
             let link = link.find(deadline)?;
             let (name, execution) = (to.name.without_slot().0, Some(execution.clone()));
-            Call { resources, link, name, local, deadline, execution, notify }.push_rows(to.name, &checked)
+            let call = Call { resources, link, name, local, deadline, execution, notify, grant: None };
+            call.push_rows(to.name, &checked)
         };
         let purpose = self.outgoing(Op::Push, LaneKey::Calls(to.cluster), deadline);
         self.start(purpose, used, Box::new(work))

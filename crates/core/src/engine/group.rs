@@ -3,14 +3,14 @@
 use std::sync::Arc;
 
 use super::asynchronous::CallOptions;
-use super::transfer::checked_notification;
+use super::call_extras::{checked_notification, no_grant_in_push};
 use super::{DataDist, End, RemoteName};
 use crate::cache::{CallRows, RowUse};
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::events::Transfer;
 use crate::fallible;
 use crate::stats::Op;
-use crate::transfer::{CallPurpose, Execution, Group, GroupPart, LaneKey};
+use crate::transfer::{CallPurpose, Execution, GrantUse, Group, GroupPart, LaneKey};
 use crate::validate::{Layers, PullRows, PushRows};
 
 /// Name of these lists in out-of-memory errors.
@@ -25,6 +25,8 @@ pub struct GroupMember<Rows> {
     pub local: End,
     /// The rows that move.
     pub rows: Rows,
+    /// The grant under which the part is pulled.
+    pub grant: Option<GrantUse>,
 }
 
 impl DataDist {
@@ -35,10 +37,10 @@ impl DataDist {
         parts: Vec<GroupMember<PullRows>>,
         options: impl Into<CallOptions>,
     ) -> Result<Arc<Transfer>> {
-        let CallOptions { limit, notify, quiet } = options.into();
+        let CallOptions { limit, extras, quiet } = options.into();
         let deadline = self.limited(limit);
         let (mut checked, mut used) = lists(&parts)?;
-        for (index, GroupMember { remote, local, rows }) in parts.into_iter().enumerate() {
+        for (index, GroupMember { remote, local, rows, grant }) in parts.into_iter().enumerate() {
             let of_part = |error: Error| error.with("part", index);
             let (local, pull) = self.checked_pull(remote, &local, rows, Layers::ALL).map_err(of_part)?;
             let writes = pull.rows().local_rows()?;
@@ -50,9 +52,10 @@ impl DataDist {
                 name: remote.name,
                 local,
                 checked: pull,
+                grant,
             });
         }
-        let (lanes, notify) = (lanes_of(&checked), group_notification(&checked, notify)?);
+        let (lanes, notify) = (lanes_of(&checked), group_notification(&checked, extras.notify)?);
         let purpose = CallPurpose { event: !quiet, ..self.outgoing(Op::Pull, lanes, deadline) };
         let group = Group { resources: self.resources.clone(), parts: checked, notify };
         let work = move |execution: &Arc<Execution>, deadline| group.pull(execution, deadline);
@@ -66,11 +69,12 @@ impl DataDist {
         parts: Vec<GroupMember<PushRows>>,
         options: impl Into<CallOptions>,
     ) -> Result<Arc<Transfer>> {
-        let CallOptions { limit, notify, quiet } = options.into();
+        let CallOptions { limit, extras, quiet } = options.into();
         let deadline = self.limited(limit);
         let (mut checked, mut used) = lists(&parts)?;
-        for (index, GroupMember { remote, local, rows }) in parts.into_iter().enumerate() {
+        for (index, GroupMember { remote, local, rows, grant }) in parts.into_iter().enumerate() {
             let of_part = |error: Error| error.with("part", index);
+            no_grant_in_push(grant).map_err(of_part)?;
             let (local, push) = self.checked_push(&local, remote, rows, Layers::ALL).map_err(of_part)?;
             let reads = push.rows().local_rows()?;
             used.push((local.clone(), RowUse { reads, ..RowUse::default() }));
@@ -81,9 +85,10 @@ impl DataDist {
                 name: remote.name,
                 local,
                 checked: push,
+                grant,
             });
         }
-        let (lanes, notify) = (lanes_of(&checked), group_notification(&checked, notify)?);
+        let (lanes, notify) = (lanes_of(&checked), group_notification(&checked, extras.notify)?);
         let purpose = CallPurpose { event: !quiet, ..self.outgoing(Op::Push, lanes, deadline) };
         let group = Group { resources: self.resources.clone(), parts: checked, notify };
         let work = move |execution: &Arc<Execution>, deadline| group.push(execution, deadline);

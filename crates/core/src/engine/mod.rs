@@ -4,13 +4,16 @@
 //! move.
 
 mod asynchronous;
+mod call_extras;
 mod cpp;
+mod grants;
 mod group;
 mod layerwise;
 mod links;
 mod transfer;
 
 pub use asynchronous::CallOptions;
+pub use call_extras::CallExtras;
 pub use cpp::CacheIndex;
 pub use group::GroupMember;
 pub use transfer::RemoteName;
@@ -170,6 +173,7 @@ impl DataDist {
     pub fn deallocate(&self, id: CacheId) -> Result<()> {
         self.resources.stats.timed(Op::Deallocate, || {
             self.resources.table.deallocate(id);
+            self.end_grants(id);
             Ok(())
         })
     }
@@ -210,6 +214,7 @@ impl DataDist {
     pub fn unregister(&self, id: CacheId) -> Result<()> {
         self.resources.stats.timed(Op::Register, || {
             let Some(cache) = self.resources.table.unregister(id)? else { return Ok(()) };
+            self.end_grants(id);
             self.resources.merger.give_back(id);
             unpinned(&cache, self.deadline())?;
             self.resources.table.forget_unregistered(id);
@@ -319,6 +324,13 @@ impl DataDist {
         self.resources.pool(placement).map_or(0, |arena| arena.region().huge_bytes())
     }
 
+    /// Ends the grants of a cache, if it was released.
+    fn end_grants(&self, id: CacheId) {
+        if self.resources.grants.live() > 0 && self.resources.table.find(id).is_err() {
+            self.resources.grants.end_of_cache(id);
+        }
+    }
+
     fn copy_range(
         &self,
         src: &End,
@@ -380,6 +392,7 @@ impl Drop for DataDist {
     fn drop(&mut self) {
         // Before anything is released, so that a peer that still maps this memory no longer trusts it.
         self.resources.table.retire();
+        self.resources.grants.close();
         self.tasks.close();
         self.calls.close();
         self.resources.merger.close();

@@ -6,6 +6,7 @@
 use std::borrow::Borrow;
 use std::sync::Arc;
 
+use super::call_extras::{CallExtras, checked_notification};
 use super::{DataDist, End};
 use crate::cache::Cache;
 use crate::config::Mode;
@@ -29,26 +30,27 @@ impl DataDist {
     /// Pulls rows of a peer's cache into a cache of this engine (contract §7.12, §7.13). An error lists the
     /// rows that arrived.
     pub fn pull(&self, from: RemoteName, to: &End, rows: &PullRows, layers: Layers) -> Result<()> {
-        self.pull_and_notify(from, to, rows, layers, None)
+        self.pull_with(from, to, rows, layers, CallExtras::default())
     }
 
-    /// Does what [`pull`](Self::pull) does, and then delivers `notify` to the peer, before the call succeeds. Returns
-    /// `Err(Busy)` if the peer has too many notifications that it has not polled; then nothing has moved.
-    pub fn pull_and_notify(
+    /// Does what [`pull`](Self::pull) does, with `extras`: the peer gets the notification before the call succeeds. Returns
+    /// `Err(Busy)` if the peer has too many notifications that it has not polled; then nothing has moved. Returns
+    /// `Err(GrantEnded)` if the grant ended before the bytes were in place, or if the peer never gave it.
+    pub fn pull_with(
         &self,
         from: RemoteName,
         to: &End,
         rows: &PullRows,
         layers: Layers,
-        notify: Option<Vec<u8>>,
+        extras: CallExtras,
     ) -> Result<()> {
         self.resources.stats.timed(Op::Pull, || {
             let deadline = self.deadline();
             let (local, checked) = self.checked_pull(from, to, rows, layers)?;
-            let notify = checked_notification(notify)?;
+            let (notify, grant) = extras.checked()?;
             let link = self.links.find_other(from.cluster, deadline)?;
-            let resources = self.resources.clone();
-            let call = Call { resources, link, name: from.name, local, deadline, execution: None, notify };
+            let (resources, name) = (self.resources.clone(), from.name);
+            let call = Call { resources, link, name, local, deadline, execution: None, notify, grant };
             call.pull_rows(&checked).map(drop)
         })
     }
@@ -60,7 +62,7 @@ impl DataDist {
         self.push_and_notify(from, to, rows, layers, None)
     }
 
-    /// Does what [`push`](Self::push) does, and then delivers `notify` as [`pull_and_notify`](Self::pull_and_notify) does.
+    /// Does what [`push`](Self::push) does, and then delivers `notify` as [`pull_with`](Self::pull_with) does.
     pub fn push_and_notify(
         &self,
         from: &End,
@@ -75,7 +77,7 @@ impl DataDist {
             let notify = checked_notification(notify)?;
             let link = self.links.find_other(to.cluster, deadline)?;
             let (resources, name) = (self.resources.clone(), to.name.without_slot().0);
-            let call = Call { resources, link, name, local, deadline, execution: None, notify };
+            let call = Call { resources, link, name, local, deadline, execution: None, notify, grant: None };
             call.push_rows(to.name, &checked).map(drop)
         })
     }
@@ -141,12 +143,4 @@ impl DataDist {
             }
         }
     }
-}
-
-/// Checks a notification that a call delivers.
-pub(super) fn checked_notification(notify: Option<Vec<u8>>) -> Result<Option<Arc<Vec<u8>>>> {
-    if let Some(message) = &notify {
-        session::check_notification(message)?;
-    }
-    Ok(notify.map(Arc::new))
 }

@@ -1,5 +1,5 @@
-//! What a program that never blocks polls for: the outcomes of its asynchronous calls, messages of peers and news about
-//! links, in the order in which they happened.
+//! What a program that never blocks polls for: the outcomes of its asynchronous calls, messages of peers, and news about
+//! links and grants, in the order in which they happened.
 //!
 //! A [`Transfer`] records one asynchronous call. [`EventQueue`] holds the outcomes that nobody has taken yet.
 

@@ -9,7 +9,8 @@ use super::readable::{new_eventfd, signal, silence};
 use super::transfer::{Reports, Transfer};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::ClusterId;
+use crate::grants::{Grant, GrantObserver};
+use crate::model::{ClusterId, GrantEnd};
 use crate::sync::Mutex;
 
 /// Name of the list in out-of-memory errors.
@@ -33,6 +34,8 @@ pub enum Event {
     LinkUp(Box<PeerInfo>),
     /// A link has ended.
     LinkDown(Box<LinkEnd>),
+    /// A grant of this engine has ended.
+    GrantEnded(Arc<Grant>, GrantEnd),
 }
 
 /// The events of one engine that were not polled yet, and the number of its transfers.
@@ -55,9 +58,11 @@ struct State {
     messages: (usize, usize),
     /// Number of news about links in `events`.
     news: usize,
+    /// Number of ends of grants in `events`.
+    grant_ends: usize,
     /// Readable while `untaken` is above 0. `None` until somebody asks for it.
     readable: Option<Arc<OwnedFd>>,
-    /// Whether the program polls, so that news about links are kept.
+    /// Whether the program polls, so that news about links and grants are kept.
     polled: bool,
     closed: bool,
 }
@@ -183,6 +188,7 @@ impl EventQueue {
                     state.messages.1 += message.payload.len();
                 }
                 Event::LinkUp(_) | Event::LinkDown(_) => state.news += 1,
+                Event::GrantEnded(..) => state.grant_ends += 1,
             }
             state.events.push_front(event);
             state.untaken += 1;
@@ -257,6 +263,20 @@ impl Reports for EventQueue {
     }
 }
 
+impl GrantObserver for EventQueue {
+    fn grant_ended(&self, grant: &Arc<Grant>, why: GrantEnd) {
+        let mut state = self.state.lock();
+        if state.polled && !state.closed && state.make_room(1).is_ok() {
+            state.grant_ends += 1;
+            state.push(Event::GrantEnded(grant.clone(), why));
+        }
+    }
+
+    fn untold(&self) -> usize {
+        self.state.lock().grant_ends
+    }
+}
+
 impl State {
     /// Makes room for `more` events beside the outcomes of all transfers that run, and beside as many that were taken. So
     /// the end of a transfer needs no memory.
@@ -280,6 +300,7 @@ impl State {
                 self.messages.1 -= message.payload.len();
             }
             Event::LinkUp(_) | Event::LinkDown(_) => self.news -= 1,
+            Event::GrantEnded(..) => self.grant_ends -= 1,
         }
         true
     }

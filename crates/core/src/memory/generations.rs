@@ -1,5 +1,5 @@
 //! Generation numbers of the cache table: one for each entry, raised when its cache may have changed, and
-//! shared with peers.
+//! shared with peers. Grants have generations in the same memory, raised when they end.
 //!
 //! A peer that reads memory one-sidedly compares this number with the one that it was sent with the entry's
 //! index, before the read and again after it. Only if both are equal does it accept the bytes
@@ -22,6 +22,8 @@ use crate::model::Deadline;
 /// Number of entries that have a generation. They take 128 MiB of address space, of which only pages with
 /// used entries use memory.
 const ENTRIES: u32 = 1 << 24;
+/// Number of those that belong to grants; the others belong to entries of the cache table.
+const GRANTS: u32 = 1 << 16;
 const BYTES: usize = ENTRIES as usize * size_of::<u64>();
 
 /// The generation of every entry without a number. A reader never accepts it.
@@ -39,6 +41,8 @@ impl Generations {
     /// Bytes of address space that the generations take, in their own process and in each peer that maps
     /// them.
     pub const BYTES: u64 = BYTES as u64;
+    /// Number of places for grants.
+    pub const GRANTS: u32 = GRANTS;
 
     /// Creates generations that are all 0. Returns `Err` of kind [`ErrorKind::OutOfMemory`] if memory is
     /// short, and of kind [`ErrorKind::System`] if a limit of the process or the system prevents it.
@@ -55,17 +59,24 @@ impl Generations {
     /// Returns the generation of the entry `index`. Entries without a number have the largest value, which no
     /// reader accepts.
     pub fn of(&self, index: u32) -> u64 {
-        self.numbers.of(index)
+        self.numbers.number(cache_index(index))
     }
 
     /// Raises the generation of the entry `index`. From then on no reader accepts what it learned about the
     /// entry before. Other threads and processes see the new number before anything that this thread writes
     /// afterwards.
     pub fn bump(&self, index: u32) {
-        if let Some(number) = self.numbers.at(index) {
-            number.fetch_add(1, Ordering::SeqCst);
-            fence(Ordering::SeqCst);
-        }
+        self.numbers.raise(cache_index(index));
+    }
+
+    /// Returns the generation of the grant in place `slot`.
+    pub fn of_grant(&self, slot: u32) -> u64 {
+        self.numbers.number(grant_index(slot))
+    }
+
+    /// Raises the generation of the grant in place `slot`, with the guarantees of [`bump`](Self::bump).
+    pub fn bump_grant(&self, slot: u32) {
+        self.numbers.raise(grant_index(slot));
     }
 
     /// Returns the descriptor, for peers to map read-only; `None` if the kernel cannot prevent peers from
@@ -109,10 +120,24 @@ impl PeerGenerations {
     /// Returns whether the entry `index` still has `generation`. After a read, `true` means that the memory
     /// had not been reused when it was read.
     pub fn still(&self, index: u32, generation: u64) -> bool {
-        // Keeps the reads of the data before the read of the number.
-        fence(Ordering::Acquire);
-        generation != NEVER && self.numbers.of(index) == generation
+        self.numbers.still(cache_index(index), generation)
     }
+
+    /// Returns whether the grant in place `slot` still has `generation`, with the guarantees of
+    /// [`still`](Self::still).
+    pub fn grant_still(&self, slot: u32, generation: u64) -> bool {
+        self.numbers.still(grant_index(slot), generation)
+    }
+}
+
+/// Returns the place of the generation of an entry of the cache table.
+fn cache_index(index: u32) -> Option<u32> {
+    (index < ENTRIES - GRANTS).then_some(index)
+}
+
+/// Returns the place of the generation of a grant.
+fn grant_index(slot: u32) -> Option<u32> {
+    (slot < GRANTS).then(|| ENTRIES - GRANTS + slot)
 }
 
 /// A mapping of generation numbers; unmapped on drop.
@@ -126,7 +151,8 @@ impl Numbers {
         Ok(Numbers(at as usize))
     }
 
-    fn at(&self, index: u32) -> Option<&AtomicU64> {
+    fn at(&self, index: Option<u32>) -> Option<&AtomicU64> {
+        let index = index?;
         let offset = index as usize * size_of::<u64>();
         // SAFETY: the number lies inside the mapping, which lives as long as `self`. Its file cannot shrink
         // (a peer's file is checked by `refuse_shrinking`) or belongs to this process. The number is aligned,
@@ -134,12 +160,25 @@ impl Numbers {
         (index < ENTRIES).then(|| unsafe { &*((self.0 + offset) as *const AtomicU64) })
     }
 
-    fn of(&self, index: u32) -> u64 {
+    fn number(&self, index: Option<u32>) -> u64 {
         let Some(number) = self.at(index) else { return NEVER };
         // Only a relaxed load is permitted on read-only memory; the fence makes it an acquire load.
         let number = number.load(Ordering::Relaxed);
         fence(Ordering::Acquire);
         number
+    }
+
+    fn raise(&self, index: Option<u32>) {
+        if let Some(number) = self.at(index) {
+            number.fetch_add(1, Ordering::SeqCst);
+            fence(Ordering::SeqCst);
+        }
+    }
+
+    fn still(&self, index: Option<u32>, generation: u64) -> bool {
+        // Keeps the reads of the data before the read of the number.
+        fence(Ordering::Acquire);
+        generation != NEVER && self.number(index) == generation
     }
 }
 

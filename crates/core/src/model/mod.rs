@@ -2,10 +2,12 @@
 
 mod cache_desc;
 mod deadline;
+mod grant;
 mod ids;
 mod keys;
 
 pub use cache_desc::{CacheDesc, CacheKind, CacheLayout, DataType, Geometry, Placement, tensor_bytes};
 pub use deadline::Deadline;
+pub use grant::{GrantEnd, GrantId, GrantToken};
 pub use ids::{AddressLocation, CacheId, ClusterId};
 pub use keys::{CacheKey, NO_ID, Name};

@@ -226,6 +226,7 @@ impl Reply {
             Reply::Unreachable { .. } => "unreachable",
             Reply::Failed { .. } => "failed",
             Reply::Located(_) => "located",
+            Reply::Granted { .. } => "granted",
         }
     }
 }

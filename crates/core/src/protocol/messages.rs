@@ -14,7 +14,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use super::allocation::append;
 use super::notification::{Payload, Payloads};
 use super::plan_codec::WirePlan;
-use crate::model::AddressLocation;
+use crate::model::{AddressLocation, GrantId};
 
 /// Maximum number of cache bytes that follow a [`Request::Write`] without a [`Reply::Ready`].
 ///
@@ -29,6 +29,8 @@ pub const MAX_ADDRS: usize = 1 << 20;
 pub const MAX_RUNS: usize = 1 << 20;
 /// Maximum number of row ranges, in all tensors together, that a failure reports as arrived.
 pub const MAX_ARRIVED: usize = 1 << 16;
+/// Maximum number of ranges of rows of a grant: 16 MiB.
+pub const MAX_RANGES: usize = 1 << 20;
 /// Maximum number of bytes that are kept of each text from a peer.
 const MAX_TEXT: usize = 16 << 10;
 
@@ -170,8 +172,17 @@ pub enum Control {
 pub enum Request {
     /// Asks what a cache is and where its memory is.
     Describe { name: WireName, limit_ms: u64 },
-    /// Asks for bytes of a cache.
-    Read { name: WireName, cache: i64, plan: WirePlan, from: u64, to: u64, limit_ms: u64 },
+    /// Asks for bytes of a cache. With a grant, a [`Reply::Done`] or [`Reply::Failed`] follows the bytes.
+    Read {
+        name: WireName,
+        cache: i64,
+        plan: WirePlan,
+        from: u64,
+        to: u64,
+        /// The grant under which the caller reads.
+        grant: Option<GrantId>,
+        limit_ms: u64,
+    },
     /// Sends bytes to be written into a cache.
     Write {
         name: WireName,
@@ -195,8 +206,9 @@ pub enum Request {
         tensor_bytes: u64,
         limit_ms: u64,
     },
-    /// Reports that the caller has pulled tensors.
-    Consume { name: WireName, cache: i64, first: u32, count: u32, limit_ms: u64 },
+    /// Reports the end of a pull or push: the owner releases the key of a pull, notes that the caller is done with a grant,
+    /// and delivers a notification, in this order. If one of them fails, the ones after it do not happen.
+    Finish { pulled: Option<WirePulled>, grant: Option<GrantId>, message: Option<Payload>, limit_ms: u64 },
     /// Ends the link.
     Unlink { limit_ms: u64 },
     /// Asks for a reply, to find out whether the peer is alive.
@@ -209,8 +221,17 @@ pub enum Request {
     },
     /// Delivers notifications.
     Notify { messages: Payloads, limit_ms: u64 },
-    /// Does what [`Consume`](Request::Consume) does, and then delivers a notification.
-    ConsumeAndNotify { name: WireName, cache: i64, first: u32, count: u32, message: Payload, limit_ms: u64 },
+    /// Asks what a grant lends.
+    OpenGrant { grant: GrantId, limit_ms: u64 },
+}
+
+/// The tensors of a cache that a caller has pulled under a name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WirePulled {
+    pub name: WireName,
+    pub cache: i64,
+    pub first: u32,
+    pub count: u32,
 }
 
 /// Reply to a [`Request`].
@@ -245,6 +266,12 @@ pub enum Reply {
     },
     /// Reply to [`Request::Locate`]: one location for each address.
     Located(#[serde(deserialize_with = "addresses")] Vec<AddressLocation>),
+    /// Reply to [`Request::OpenGrant`]: the cache, and the ranges of its rows that are lent.
+    Granted {
+        cache: i64,
+        #[serde(deserialize_with = "ranges")]
+        rows: Vec<(u64, u64)>,
+    },
 }
 
 /// Complete rows of one tensor of the destination.
@@ -334,6 +361,10 @@ fn addresses<'de, T: Deserialize<'de>, D: Deserializer<'de>>(from: D) -> Result<
 
 fn runs<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<Run>, D::Error> {
     from.deserialize_seq(AtMost::<Run, MAX_RUNS>(PhantomData))
+}
+
+fn ranges<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<(u64, u64)>, D::Error> {
+    from.deserialize_seq(AtMost::<(u64, u64), MAX_RANGES>(PhantomData))
 }
 
 fn arrived<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<WireRows>, D::Error> {

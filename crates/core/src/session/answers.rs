@@ -14,11 +14,13 @@ use crate::cache::{Cache, CallRows, Origin, Pin, RowUse, rows_of_a_pin};
 use crate::copy::{CopyEngine, Progress, Staging, with_arrived_rows};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::{CacheId, Deadline, Geometry, Name};
+use crate::grants::{GrantedRead, RowRanges};
+use crate::model::{CacheId, Deadline, Geometry, GrantId, Name};
 use crate::net::Stream;
 use crate::plan::CopyPlan;
 use crate::protocol::{
-    self, EntryVersion, MESSAGE_LIMIT, MOST_AHEAD, Payload, Reply, Request, WireCache, WireLocation, WirePlan,
+    self, EntryVersion, MESSAGE_LIMIT, MOST_AHEAD, Payload, Reply, Request, WireCache, WireLocation,
+    WirePlan, WirePulled,
 };
 use crate::resources::Resources;
 use crate::stats::Op;
@@ -107,27 +109,23 @@ impl RequestContext<'_> {
             Request::Describe { name, limit_ms } => {
                 self.answer_with(self.limit(limit_ms), || self.describe(name.into()))
             }
-            Request::Consume { name, cache, first, count, limit_ms } => {
-                self.answer_with(self.limit(limit_ms), || {
-                    self.still_wanted()?;
-                    self.resources.table.consume(name.into(), CacheId(cache), first, count)?;
-                    Ok(Reply::Done { bytes: 0 })
-                })
+            Request::Finish { pulled, grant, message, limit_ms } => {
+                self.answer_with(self.limit(limit_ms), || self.finish(pulled, grant, message))
             }
-            Request::ConsumeAndNotify { name, cache, first, count, message, limit_ms } => {
-                let consume = || self.resources.table.consume(name.into(), CacheId(cache), first, count);
-                self.receive_notifications(vec![message], limit_ms, consume)
-            }
-            Request::Notify { messages, limit_ms } => {
-                self.receive_notifications(messages.0, limit_ms, || Ok(()))
+            Request::Notify { messages, limit_ms } => self.answer_with(self.limit(limit_ms), || {
+                self.still_wanted()?;
+                self.link.receive_notifications(&self.resources.events, messages.0, || Ok(()))
+            }),
+            Request::OpenGrant { grant, limit_ms } => {
+                self.answer_with(self.limit(limit_ms), || self.open_grant(&grant))
             }
             Request::Fetch { name, cache, plan, source, num_tensors, tensor_bytes, limit_ms } => {
                 let source = (&source, num_tensors, tensor_bytes);
                 let call = named(name.into(), cache, limit_ms);
                 self.answer_with(call.deadline, || self.fetch(&call, plan, source))
             }
-            Request::Read { name, cache, plan, from, to, limit_ms } => {
-                self.read(&named(name.into(), cache, limit_ms), plan, from, to)
+            Request::Read { name, cache, plan, from, to, grant, limit_ms } => {
+                self.read(&named(name.into(), cache, limit_ms), plan, (from, to), grant)
             }
             Request::Write { name, cache, plan, from, to, ahead, limit_ms } => {
                 self.write(&named(name.into(), cache, limit_ms), plan, (from, to), ahead)
@@ -176,17 +174,44 @@ impl RequestContext<'_> {
         Ok(())
     }
 
-    /// Queues notifications after `first` has succeeded, and answers.
-    fn receive_notifications(
+    /// Does what the end of a call of the peer asks for: notes that it is done with a grant, releases the key of a pull,
+    /// and then queues a notification, for which there is room.
+    fn finish(
         &self,
-        messages: Vec<Payload>,
-        limit_ms: u64,
-        first: impl FnOnce() -> Result<()>,
-    ) -> Result<(), Ended> {
-        self.answer_with(self.limit(limit_ms), || {
-            self.still_wanted()?;
-            self.link.receive_notifications(&self.resources.events, messages, first)
-        })
+        pulled: Option<WirePulled>,
+        grant: Option<GrantId>,
+        message: Option<Payload>,
+    ) -> Result<Reply> {
+        self.still_wanted()?;
+        // Dropped at the end, because the queue of events is locked while the notification is queued.
+        let mut ended = None;
+        let mut first = || {
+            if let Some(grant) = &grant {
+                ended = self.resources.grants.report(grant, self.link.reader())?;
+            }
+            match pulled {
+                Some(WirePulled { name, cache, first, count }) => {
+                    self.resources.table.consume(name.into(), CacheId(cache), first, count)
+                }
+                None => Ok(()),
+            }
+        };
+        let Some(message) = message else { return first().map(|()| Reply::Done { bytes: 0 }) };
+        self.link.receive_notifications(&self.resources.events, vec![message], first)
+    }
+
+    /// Says what a grant lends.
+    fn open_grant(&self, grant: &GrantId) -> Result<Reply> {
+        let grant = self.resources.grants.find(grant)?;
+        let ranges = grant.rows().ranges().iter().map(|range| (range.start, range.end));
+        Ok(Reply::Granted { cache: grant.cache().0, rows: fallible::collect(RowRanges::LIST, ranges)? })
+    }
+
+    /// Begins a read under a grant. Checks that the grant lends what the plan reads.
+    fn begin_granted(&self, id: &GrantId, cache: &Cache, plan: &CopyPlan) -> Result<GrantedRead> {
+        let read = self.resources.grants.read(id)?;
+        read.grant().covers(cache.id(), &plan.src_rows(cache.geometry().row_bytes())?)?;
+        Ok(read)
     }
 
     /// Describes a cache and the location of its memory.
@@ -249,8 +274,14 @@ impl RequestContext<'_> {
         CallRows::of(cache.clone(), rows).pin_for_peer(deadline, || self.resources.outgoing_calls.any())
     }
 
-    /// Sends bytes of a cache.
-    fn read(&self, call: &NamedCache, plan: WirePlan, from: u64, to: u64) -> Result<(), Ended> {
+    /// Sends bytes of a cache. With a grant, also sends whether it lasted until they were sent.
+    fn read(
+        &self,
+        call: &NamedCache,
+        plan: WirePlan,
+        (from, to): (u64, u64),
+        grant: Option<GrantId>,
+    ) -> Result<(), Ended> {
         let begun = bounded(plan, from, to).and_then(|plan| {
             let pinned = self.pinned(call, |cache| {
                 plan.check_bounds(Some(sizes(cache.geometry())), None)?;
@@ -258,19 +289,22 @@ impl RequestContext<'_> {
                 let reads = rows(cache, |row_bytes| plan.src_rows(row_bytes))?;
                 self.pin(cache, RowUse { reads, ..RowUse::default() }, call.deadline)
             })?;
-            Ok(pinned.map(|(cache, pin)| (plan, cache, pin)))
+            let Some((cache, pin)) = pinned else { return Ok(None) };
+            let granted = grant.map(|grant| self.begin_granted(&grant, &cache, &plan)).transpose()?;
+            Ok(Some((plan, cache, pin, granted)))
         });
         let bytes = to.saturating_sub(from);
         // `Ready` is sent together with the bytes that follow it, which saves a packet when they are few.
         let ready = if bytes > 0 { send_message_before } else { send_message };
-        let Some((plan, cache, _pin)) = self.begin(begun, bytes, call.deadline, ready)? else {
+        let Some((plan, cache, _pin, granted)) = self.begin(begun, bytes, call.deadline, ready)? else {
             return Err(Ended::Refused);
         };
         self.stream.restart_pace();
         let sent = CopyEngine::send(&plan, from..to, cache.tensors(), self.stream, call.deadline);
         sent.map_err(Ended::Broken)?;
         self.resources.count_bytes(Op::Served, bytes);
-        Ok(())
+        let Some(granted) = granted else { return Ok(()) };
+        self.answer_with(call.deadline, || granted.finish().map(|()| Reply::Done { bytes }))
     }
 
     /// Receives bytes into a cache: bytes that follow the request (`ahead`), or bytes that this side then

@@ -12,9 +12,9 @@ use super::link::Link;
 use super::message_io;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::{AddressLocation, CacheId, Deadline, Name};
+use crate::model::{AddressLocation, CacheId, Deadline, GrantId, Name};
 use crate::net::POLL_TIME;
-use crate::protocol::{MAX_ADDRS, MESSAGE_LIMIT, Reply, Request, WireCache};
+use crate::protocol::{MAX_ADDRS, MESSAGE_LIMIT, Payload, Reply, Request, WireCache, WirePulled};
 use crate::validate::RemoteCache;
 
 /// Extra time in milliseconds that the owner keeps trying after the caller's deadline. A caller checks its
@@ -23,6 +23,33 @@ const GRACE_MS: u64 = 150;
 /// Name of the error fact that marks an error reported by the peer. Such an error implies that the peer has
 /// ended the request.
 pub(crate) const REPORTED_BY: &str = "reported_by";
+
+/// What the end of a call means at the owner.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct CallEnd {
+    /// Tensors that have arrived: the name under which they were pulled, the cache, the first one and their number.
+    pub(crate) pulled: Option<(Name, CacheId, u32, u32)>,
+    /// The grant with which the caller is done.
+    pub(crate) grant: Option<GrantId>,
+}
+
+impl CallEnd {
+    /// Returns the request that tells the owner, and delivers `message`.
+    pub(super) fn request(&self, message: Option<Payload>, deadline: Deadline) -> Request {
+        let pulled = |(name, cache, first, count): (Name, CacheId, _, _)| WirePulled {
+            name: name.into(),
+            cache: cache.0,
+            first,
+            count,
+        };
+        Request::Finish {
+            pulled: self.pulled.map(pulled),
+            grant: self.grant,
+            message,
+            limit_ms: limit_ms(deadline),
+        }
+    }
+}
 
 impl Link {
     /// Returns the remote cache with the name `name`. Uses the stored description if no change of the cache
@@ -60,20 +87,9 @@ impl Link {
         }
     }
 
-    /// Asks the owner to release the key `name`, after tensors `first..first + count` of its row have
-    /// arrived.
-    pub(crate) fn consume(
-        &self,
-        name: Name,
-        known: &KnownCache,
-        first: u32,
-        count: u32,
-        deadline: Deadline,
-    ) -> Result<()> {
-        let cache = known.cache.0;
-        let request =
-            Request::Consume { name: name.into(), cache, first, count, limit_ms: limit_ms(deadline) };
-        self.done(&request, deadline).map(|_| ())
+    /// Tells the owner that a call has ended.
+    pub(crate) fn finish(&self, end: &CallEnd, deadline: Deadline) -> Result<()> {
+        self.done(&end.request(None, deadline), deadline).map(|_| ())
     }
 
     /// Asks the peer for a reply, to check that it responds.

@@ -13,6 +13,7 @@ use super::dial::Dialer;
 use super::known_cache::{self, KnownCache};
 use super::limits::{Budget, BudgetShare, PeerBudget};
 use super::notification_window::Notifications;
+use super::opened_grants::OpenedGrants;
 use super::peer_memory::PeerMemory;
 use super::pushes_in_flight::PushesInFlight;
 use super::stream_set::{self, MOST_CALLS, StreamSet};
@@ -81,6 +82,7 @@ pub struct Link {
     /// Number of answered pings.
     pongs: AtomicU64,
     records: Mutex<HashMap<Name, Arc<KnownCache>>>,
+    pub(super) grants: Mutex<OpenedGrants>,
     pub(crate) pushes: PushesInFlight,
     pub(super) notifications: Notifications,
     /// Pulls and pushes in progress.
@@ -128,6 +130,7 @@ impl Link {
             last_sign_of_life: AtomicU64::new(0),
             pongs: AtomicU64::new(0),
             records: Mutex::default(),
+            grants: Mutex::default(),
             pushes: PushesInFlight::default(),
             notifications: Notifications::default(),
             active: AtomicUsize::new(0),

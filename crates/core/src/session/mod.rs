@@ -19,6 +19,7 @@ mod control_poller;
 mod control_thread;
 mod dial;
 mod establish;
+mod grants;
 mod handshake;
 mod known_cache;
 mod limits;
@@ -29,6 +30,7 @@ mod membership;
 mod message_io;
 mod notification_window;
 mod notifications;
+mod opened_grants;
 mod peer_memory;
 mod peer_snapshot;
 mod pending;
@@ -46,10 +48,11 @@ pub use dial::Transports;
 pub use link::Link;
 
 pub(crate) use call_streams::StreamLease;
-pub(crate) use client::{REPORTED_BY, limit_ms, reply};
+pub(crate) use client::{CallEnd, REPORTED_BY, limit_ms, reply};
 pub(crate) use known_cache::KnownCache;
 pub(crate) use message_io::send_message_before;
 pub(crate) use notifications::{ReservedNotification, check_notification};
+pub(crate) use opened_grants::OpenedGrant;
 pub(crate) use peer_memory::location;
 pub(crate) use peer_snapshot::{PeerSnapshot, Validity};
 pub(crate) use shared::own;
@@ -99,6 +102,11 @@ impl Links {
             links.move_listener(listen)?;
         }
         Ok(links)
+    }
+
+    /// Returns the incarnation of this engine: a number that was drawn when it was opened.
+    pub(crate) fn incarnation(&self) -> u64 {
+        self.shared.me.party.instance
     }
 
     /// Returns the address of the main listener, if there is one.

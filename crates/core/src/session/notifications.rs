@@ -3,13 +3,13 @@
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use super::client::{REPORTED_BY, limit_ms};
+use super::client::{CallEnd, REPORTED_BY, limit_ms};
 use super::link::Link;
 use super::notification_window::{Load, MOST_KEPT};
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::events::{EventQueue, Notification, NotificationSource};
 use crate::fallible;
-use crate::model::{Deadline, Name};
+use crate::model::Deadline;
 use crate::protocol::{Control, MAX_NOTIFICATION, Payload, Payloads, Reply, Request};
 
 /// How long a sender waits before it repeats what the peer has refused.
@@ -33,18 +33,10 @@ impl ReservedNotification {
         self.link.await_acknowledged(deadline)
     }
 
-    /// Delivers the notification, and has the peer release the key of a pull first, if one is given: its name, its cache
-    /// and its tensors.
-    pub(crate) fn deliver(self, key: Option<(Name, i64, u32, u32)>, deadline: Deadline) -> Result<()> {
-        let limit_ms = limit_ms(deadline);
+    /// Tells the peer that the call has ended, and delivers the notification then.
+    pub(crate) fn deliver(self, end: &CallEnd, deadline: Deadline) -> Result<()> {
         let message = Payload(fallible::copied("a notification", &self.message)?);
-        let request = match key {
-            Some((name, cache, first, count)) => {
-                Request::ConsumeAndNotify { name: name.into(), cache, first, count, message, limit_ms }
-            }
-            None => Request::Notify { messages: Payloads(vec![message]), limit_ms },
-        };
-        let delivered = self.link.done(&request, deadline);
+        let delivered = self.link.done(&end.request(Some(message), deadline), deadline);
         if delivered.is_ok() {
             let mut sent = self.link.notifications.sent.lock();
             sent.confirmed = sent.confirmed.plus(Load::one(&self.message));

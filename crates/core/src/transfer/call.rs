@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::async_call::Execution;
+use super::call_grant::CallGrant;
 use crate::cache::{Cache, CallRows, RowUse};
 use crate::copy::{KeptAlive, Progress};
 use crate::error::{Error, ErrorKind, Result};
@@ -39,6 +40,8 @@ pub(crate) struct Call {
     pub(crate) execution: Option<Arc<Execution>>,
     /// The notification that the peer gets at the end of the call.
     pub(crate) notify: Option<Arc<Vec<u8>>>,
+    /// The grant under which the call pulls.
+    pub(crate) grant: Option<Arc<CallGrant>>,
 }
 
 impl Call {

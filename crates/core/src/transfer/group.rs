@@ -7,6 +7,8 @@ use std::sync::Arc;
 
 use super::async_call::Execution;
 use super::call::Call;
+use super::call_grant::{CallGrant, GrantUse};
+use super::pull::PullEnd;
 use crate::cache::Cache;
 use crate::error::{Error, Result};
 use crate::fallible;
@@ -27,6 +29,8 @@ pub(crate) struct GroupPart<Checked> {
     pub(crate) name: Name,
     pub(crate) local: Arc<Cache>,
     pub(crate) checked: Checked,
+    /// The grant under which the part is pulled.
+    pub(crate) grant: Option<GrantUse>,
 }
 
 /// The parts of one group.
@@ -70,7 +74,7 @@ impl<Checked> Group<Checked> {
             finished.map_err(|error| of_part(index, call.named(error)))?;
         }
         let Some((call, _)) = moved.first().filter(|_| notification.is_some()) else { return Ok(bytes) };
-        call.finish(None, notification).map_err(|error| call.named(error))?;
+        call.finish(&PullEnd::default(), notification).map_err(|error| call.named(error))?;
         Ok(bytes)
     }
 
@@ -88,6 +92,7 @@ impl<Checked> Group<Checked> {
             deadline,
             execution: Some(execution.clone()),
             notify: self.notify.clone(),
+            grant: part.grant.map(CallGrant::new),
         })
     }
 }
@@ -96,7 +101,7 @@ impl Group<CheckedPull<PullRows>> {
     /// Pulls all parts.
     pub(crate) fn pull(&self, execution: &Arc<Execution>, deadline: Deadline) -> Result<u64> {
         let part = |call: &Call, part: &GroupPart<CheckedPull<PullRows>>| call.pull_checked(&part.checked);
-        let finish = |call: &Call, key| call.finish(key, None);
+        let finish = |call: &Call, end| call.finish(&end, None);
         let bytes = self.run(execution, deadline, part, finish)?;
         self.resources.count_bytes(Op::Pull, bytes);
         Ok(bytes)

@@ -102,6 +102,7 @@ impl LayerPush {
             deadline,
             execution: None,
             notify: None,
+            grant: None,
         };
         let (rows, plan) = (|| fallible::copied(LAYERS, &found.local_rows), Arc::new(part.plan.clone()));
         call.counted(|| call.rounds(|known| call.push(known, &plan, rows()?)))

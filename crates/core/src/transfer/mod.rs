@@ -3,7 +3,10 @@
 mod async_call;
 mod async_calls;
 mod call;
+mod call_grant;
 mod executor;
+mod granted;
+mod grants;
 mod group;
 mod layerwise;
 mod local_copy;
@@ -18,10 +21,13 @@ mod task;
 pub(crate) use async_call::{CallPurpose, Execution, Work};
 pub use async_calls::AsyncCalls;
 pub(crate) use call::Call;
+pub(crate) use call_grant::CallGrant;
+pub use call_grant::GrantUse;
 pub use executor::Executor;
 #[cfg(feature = "testing")]
 pub use executor::ExecutorHandle;
 pub(crate) use executor::LaneKey;
+pub(crate) use grants::watch_grants;
 pub(crate) use group::{Group, GroupPart};
 pub(crate) use layerwise::LayerPush;
 pub(crate) use local_copy::LocalCopy;

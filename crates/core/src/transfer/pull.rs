@@ -8,9 +8,9 @@ use super::stream::Streams;
 use crate::cache::RowUse;
 use crate::copy::{KeptAlive, Progress, STILL_READING, Staging, with_arrived_rows};
 use crate::error::{Error, ErrorKind, Result};
-use crate::model::{CacheKey, Name};
+use crate::model::{CacheKey, GrantId, Name};
 use crate::plan::{CacheCount, CopyPlan, Moves};
-use crate::session::{KnownCache, PeerSnapshot, ReservedNotification, Validity};
+use crate::session::{CallEnd, KnownCache, PeerSnapshot, ReservedNotification, Validity};
 use crate::stats::Op;
 use crate::validate::{CheckedPull, PullRows};
 
@@ -23,58 +23,65 @@ pub(super) struct PulledKey {
     progress: Arc<Progress>,
 }
 
+/// What is left to do once the bytes of a pull are in place.
+#[derive(Default)]
+pub(super) struct PullEnd {
+    /// The key that is to be released.
+    key: Option<PulledKey>,
+    /// The grant that is to be reported as done.
+    grant: Option<GrantId>,
+}
+
 impl Call {
     /// Pulls rows of the remote cache into the local one, then has the key released and delivers the notification. Returns
     /// the number of bytes.
     pub(crate) fn pull_rows(&self, checked: &CheckedPull<impl Borrow<PullRows>>) -> Result<u64> {
         let bytes = self.counted(|| {
             let notification = self.reserve_notification()?;
-            let (bytes, key) = self.pull_checked(checked)?;
-            self.finish(key, notification).map_err(|error| self.named(error))?;
+            let (bytes, end) = self.pull_checked(checked)?;
+            self.finish(&end, notification).map_err(|error| self.named(error))?;
             Ok(bytes)
         })?;
         self.resources.count_bytes(Op::Pull, bytes);
         Ok(bytes)
     }
 
-    /// Pulls rows, and returns the number of bytes and the key that is to be released now, if there is one.
+    /// Pulls rows, and returns the number of bytes and what is left to do now.
     pub(super) fn pull_checked(
         &self,
         checked: &CheckedPull<impl Borrow<PullRows>>,
-    ) -> Result<(u64, Option<PulledKey>)> {
+    ) -> Result<(u64, PullEnd)> {
+        self.open_grant().map_err(|error| self.named(error))?;
         let mut key = None;
-        let bytes = self.rounds(|known| {
+        let pulled = self.rounds(|known| {
             let (moved, pulled) = self.pull_moves(known, &mut checked.moves(known.remote)?)?;
             key = pulled;
             Ok(moved)
-        })?;
-        Ok((bytes, key))
+        });
+        let bytes = pulled.map_err(|error| self.end_of_grant_or(error))?;
+        Ok((bytes, PullEnd { key, grant: self.grant_to_report() }))
     }
 
-    /// Has the owner release a key whose bytes are in place, and delivers the notification: one request.
-    pub(super) fn finish(
-        &self,
-        key: Option<PulledKey>,
-        notification: Option<ReservedNotification>,
-    ) -> Result<()> {
-        if key.is_none() && notification.is_none() {
+    /// Has the owner release a key whose bytes are in place, notes there that this side is done with a grant, and delivers
+    /// the notification: one request.
+    pub(super) fn finish(&self, end: &PullEnd, notification: Option<ReservedNotification>) -> Result<()> {
+        let PullEnd { key, grant } = end;
+        if key.is_none() && grant.is_none() && notification.is_none() {
             return Ok(());
         }
         if let Some(notification) = &notification {
             notification.await_turn(self.deadline)?;
         }
         self.commit()?;
-        let named = key.as_ref().map(|key| (self.name, key.known.cache.0, key.first_tensor, key.num_tensors));
-        let finished = match (&key, notification) {
-            (_, Some(notification)) => notification.deliver(named, self.deadline),
-            (Some(key), None) => {
-                let (first, count) = (key.first_tensor, key.num_tensors);
-                self.link.consume(self.name, &key.known, first, count, self.deadline)
-            }
-            (None, None) => Ok(()),
+        let pulled = key.as_ref().map(|key| (self.name, key.known.cache, key.first_tensor, key.num_tensors));
+        let end = CallEnd { pulled, grant: *grant };
+        let finished = match notification {
+            Some(notification) => notification.deliver(&end, self.deadline),
+            None => self.link.finish(&end, self.deadline),
         };
+        self.note_grant(finished.as_ref().err());
         let Some(key) = key else { return finished };
-        finished.map_err(|error| self.with_arrived(error, &key))?;
+        finished.map_err(|error| self.with_arrived(error, key))?;
         if let Name::Key(CacheKey::Request { .. }) = self.name {
             self.link.forget(&self.name);
         }
@@ -89,6 +96,7 @@ impl Call {
         moves: &mut Moves,
     ) -> Result<(Moved, Option<PulledKey>)> {
         let plan = Arc::new(CopyPlan::moves(moves, CacheCount::Two)?);
+        self.check_covered(known, &plan)?;
         if plan.waves().is_empty() {
             return Ok((Moved::Bytes(0), None));
         }
@@ -128,20 +136,25 @@ impl Call {
         let Some(snapshot) = PeerSnapshot::begin(&self.link, known) else {
             return self.receive(known, plan, progress);
         };
+        self.still_granted()?;
         let from = (snapshot.tensors(), self.local.placement());
         let to = (self.local.tensors(), self.local.placement());
         let (engine, held) = (&self.resources.copy_engine, pinned.clone());
         let read =
             engine.run_holding(plan.clone(), from, to, Staging::DEFAULT, self.deadline, progress, held);
         let read = read.map(|outcome| outcome.bytes);
-        let validity = snapshot.validate();
+        let (validity, granted) = (snapshot.validate(), self.still_granted());
         match &read {
             // The kernel may still write to the rows, so no other bytes may be written there.
             Err(error) if error.fact(STILL_READING).is_some() => {
-                if validity != Validity::Valid {
+                if validity != Validity::Valid || granted.is_err() {
                     *progress = self.attempt(plan.bytes());
                 }
                 return read.map(Moved::Bytes);
+            }
+            _ if granted.is_err() => {
+                *progress = self.attempt(plan.bytes());
+                return granted.map(|()| Moved::Stale);
             }
             // The kernel allowed the read when the link was made, but does not now. Sockets always work.
             Err(error) if error.kind() == ErrorKind::NotEnabled => {}

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::call::{Call, Moved};
+use super::pull::PullEnd;
 use super::stream::Streams;
 use crate::cache::RowUse;
 use crate::error::Result;
@@ -22,7 +23,7 @@ impl Call {
         let bytes = self.counted(|| {
             let notification = self.reserve_notification()?;
             let (bytes, slot) = self.push_checked(to, checked)?;
-            self.finish(None, notification).map_err(|error| self.named(error))?;
+            self.finish(&PullEnd::default(), notification).map_err(|error| self.named(error))?;
             self.release_slot(slot)?;
             Ok(bytes)
         })?;

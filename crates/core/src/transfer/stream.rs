@@ -75,6 +75,7 @@ impl Streams {
             plan: WirePlan::try_from(&*self.plan)?,
             from: range.start,
             to: range.end,
+            grant: self.call.grant_id(),
             limit_ms: limit_ms(self.call.deadline),
         };
         let mut lease = self.call.link.lease(self.call.deadline)?;
@@ -84,6 +85,12 @@ impl Streams {
         })?;
         if !received {
             return Ok(Moved::Stale);
+        }
+        if self.call.grant_id().is_some() {
+            let lasted = reply(&lease, self.call.deadline).map_err(|error| self.late_or(error))?;
+            if !matches!(lasted, Reply::Done { .. }) {
+                return self.stale(&mut lease, lasted).map(|()| Moved::Stale);
+            }
         }
         lease.reusable = true;
         Ok(Moved::Bytes(bytes))

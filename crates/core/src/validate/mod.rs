@@ -8,6 +8,7 @@ mod allocate;
 mod cache_rules;
 mod copy;
 pub mod cpp;
+mod grant;
 mod json;
 mod layer_destination;
 mod layer_ranges;
@@ -26,6 +27,7 @@ pub use copy::{
     CopyArgs, copy_blocks, copy_cache, copy_kv_blocks, copy_kv_cache, copy_on_device, copy_rows, swap_blocks,
     swap_rows,
 };
+pub use grant::grant;
 pub use layer_destination::{LayerDestination, destination_layers, layer_moves};
 pub use layer_ranges::{
     ExtParam, LayerRange, Layers, ext_alone, pull_kv_layers, push_kv_alone, push_kv_blocks, push_kv_cache,

@@ -419,17 +419,24 @@ fn generations_of_a_peer_are_seen_as_they_rise() {
     assert!(seen.still(7, 1) && !seen.still(7, 0) && seen.still(8, 0));
     peer.bump(7);
     assert!(!seen.still(7, 1) && seen.still(7, 2) && seen.still(8, 0));
-    let last = (1 << 24) - 1;
+    let last = (1 << 24) - Generations::GRANTS - 1;
     peer.bump(last);
     assert!(seen.still(last, 1));
-    // Indices beyond the last entry are never trusted, and do no harm.
-    for place in [1 << 24, u32::MAX] {
+    // Indices beyond the last entry are never trusted, and do no harm. The first of them are those of grants.
+    for place in [last + 1, (1 << 24) - 1, 1 << 24, u32::MAX] {
         peer.bump(place);
         assert!(!seen.still(place, u64::MAX));
     }
     let own = Generations::new().unwrap();
     own.bump(3);
     assert_eq!((own.of(3), own.of(4), own.of(u32::MAX)), (1, 0, u64::MAX));
+    let of_own = own.descriptor().unwrap().try_clone_to_owned().unwrap();
+    let mapped = PeerGenerations::map(of_own, &budget(), soon()).unwrap();
+    let last = Generations::GRANTS - 1;
+    own.bump_grant(last);
+    assert_eq!((own.of_grant(0), own.of_grant(last), own.of_grant(last + 1)), (0, 1, u64::MAX));
+    assert!(mapped.grant_still(0, 0) && mapped.grant_still(last, 1) && !mapped.grant_still(last, 0));
+    assert!(!mapped.grant_still(last + 1, u64::MAX) && !mapped.grant_still(u32::MAX, 0));
 }
 
 #[test]

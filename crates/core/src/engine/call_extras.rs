@@ -1,0 +1,42 @@
+//! What pulls and pushes do beside moving bytes.
+
+use std::sync::Arc;
+
+use crate::error::{Error, ErrorKind, Result, ensure};
+use crate::session;
+use crate::transfer::{CallGrant, GrantUse};
+
+/// What a pull or push does beside moving bytes.
+#[derive(Clone, Debug, Default)]
+pub struct CallExtras {
+    /// The notification that the peer gets at its end.
+    pub notify: Option<Vec<u8>>,
+    /// The grant under which it pulls. Groups have one for each part instead.
+    pub grant: Option<GrantUse>,
+}
+
+type CheckedExtras = (Option<Arc<Vec<u8>>>, Option<Arc<CallGrant>>);
+
+impl CallExtras {
+    pub(super) fn checked(self) -> Result<CheckedExtras> {
+        Ok((checked_notification(self.notify)?, self.grant.map(CallGrant::new)))
+    }
+
+    pub(super) fn checked_of_push(self) -> Result<Option<Arc<Vec<u8>>>> {
+        no_grant_in_push(self.grant)?;
+        checked_notification(self.notify)
+    }
+}
+
+/// Refuses a grant in a push: grants are for readers.
+pub(super) fn no_grant_in_push(grant: Option<GrantUse>) -> Result<()> {
+    ensure(grant.is_none(), || Error::new(ErrorKind::InvalidArgument, "a push takes no grant"))
+}
+
+/// Checks a notification that a call delivers.
+pub(super) fn checked_notification(notify: Option<Vec<u8>>) -> Result<Option<Arc<Vec<u8>>>> {
+    if let Some(message) = &notify {
+        session::check_notification(message)?;
+    }
+    Ok(notify.map(Arc::new))
+}

@@ -1,0 +1,63 @@
+//! Grants: lending blocks of a cache to readers for a limited time.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::{DataDist, End};
+use crate::error::{Error, Result, ensure};
+use crate::grants::{Grant, RowRanges};
+use crate::model::{GrantEnd, GrantToken};
+use crate::protocol::MAX_RANGES;
+use crate::session::CallEnd;
+use crate::transfer::watch_grants;
+use crate::validate;
+
+impl DataDist {
+    /// Lends blocks of a blocks cache for `ttl`, or until `readers` readers have reported that they are done. A grant
+    /// neither locks the blocks nor gives access to them: it makes pulls that name it fail once it has ended.
+    ///
+    /// Returns `Err(InvalidArgument)` for arguments out of range, and `Err(Busy)` if too many grants have not ended.
+    pub fn grant(&self, cache: &End, blocks: &[i64], ttl: Duration, readers: usize) -> Result<Arc<Grant>> {
+        super::room_for_lists(blocks.len())?;
+        let cache = self.source(cache)?;
+        let rows = RowRanges::of(validate::grant(cache.layout(), blocks, ttl, readers)?)?;
+        let (ranges, allowed) = (rows.ranges().len(), format!("at most {MAX_RANGES}"));
+        ensure(ranges <= MAX_RANGES, || Error::argument("the number of runs of blocks", ranges, allowed))?;
+        let grants = &self.resources.grants;
+        let grant = grants.lend(cache.id(), rows, ttl, readers)?;
+        let watched = watch_grants(self.lanes.handle(), grants);
+        // The cache may have been released since it was found, and its grants ended.
+        let watched = watched.and_then(|()| self.resources.table.find(cache.id()).map(drop));
+        if let Err(error) = watched {
+            grants.end(&grant, GrantEnd::Released);
+            return Err(error);
+        }
+        Ok(grant)
+    }
+
+    /// Returns the token by which readers name a grant of this engine.
+    pub fn grant_token(&self, grant: &Grant) -> GrantToken {
+        let (cluster, incarnation) = (self.resources.config.cluster, self.links.incarnation());
+        GrantToken { cluster, incarnation, grant: grant.id() }
+    }
+
+    /// Ends a grant, and waits for the reads under it that this engine serves. No read of another process is accepted from
+    /// now on. A grant that has ended before is not an error. Returns `Err(Timeout)` if a read lasts longer than
+    /// `sync_kv_timeout`; the grant has ended then, too.
+    pub fn revoke(&self, grant: &Arc<Grant>) -> Result<()> {
+        self.resources.grants.end(grant, GrantEnd::Revoked);
+        self.resources.grants.wait_for_reads(grant, self.deadline())
+    }
+
+    /// Reports to the owner of a grant that this engine is done with it. Reporting again changes nothing. Returns
+    /// `Err(GrantEnded)` if the grant has ended.
+    pub fn release_grant(&self, token: &GrantToken) -> Result<()> {
+        self.other(token.cluster)?;
+        let deadline = self.deadline();
+        let link = self.links.find_other(token.cluster, deadline)?;
+        let id = link.grant_of(token)?;
+        link.finish(&CallEnd { grant: Some(id), ..CallEnd::default() }, deadline)?;
+        link.forget_grant(&id);
+        Ok(())
+    }
+}

@@ -1,0 +1,370 @@
+//! The grants of one engine, as their owner.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use super::row_ranges::RowRanges;
+use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
+use crate::memory::{Generations, random};
+use crate::model::{CacheId, ClusterId, Deadline, GrantEnd, GrantId};
+use crate::sync::{AtomicUsize, Condvar, Mutex, Ordering};
+
+/// Name of these lists in out-of-memory errors.
+const GRANTS: &str = "the grants of an engine";
+
+/// One grant.
+#[derive(Debug)]
+pub struct Grant {
+    id: GrantId,
+    cache: CacheId,
+    rows: RowRanges,
+    expires: Instant,
+    /// Number of readers that must report before the grant ends.
+    readers: usize,
+    ended: OnceLock<GrantEnd>,
+    /// Number of reads that this process serves.
+    reads: AtomicUsize,
+}
+
+/// Who learns that a grant has ended.
+pub trait GrantObserver: Send + Sync + fmt::Debug {
+    /// Called once for each grant, after readers can see the end, and without a lock.
+    fn grant_ended(&self, grant: &Arc<Grant>, why: GrantEnd);
+
+    /// Returns the number of ends that the program has not been told yet.
+    fn untold(&self) -> usize;
+}
+
+/// The grants of one engine.
+#[derive(Debug)]
+pub struct Grants {
+    generations: Arc<Generations>,
+    observer: Arc<dyn GrantObserver>,
+    state: Mutex<State>,
+    /// Notified when the last read under a grant has ended.
+    unread: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// The grants that have not ended, by slot.
+    slots: Vec<Option<LiveGrant>>,
+    free: Vec<u32>,
+    live: usize,
+    /// When each of them expires, with its slot.
+    expiries: BTreeSet<(Instant, u32)>,
+    /// The earliest time for which an alarm is set.
+    alarm: Option<Instant>,
+    closed: bool,
+}
+
+#[derive(Debug)]
+struct LiveGrant {
+    grant: Arc<Grant>,
+    /// The readers that have reported: cluster and incarnation.
+    reported: Vec<(ClusterId, u64)>,
+}
+
+/// A read under a grant that this process serves.
+#[derive(Debug)]
+pub struct GrantedRead {
+    grants: Arc<Grants>,
+    grant: Arc<Grant>,
+}
+
+/// The end of a grant, of which the observer learns when this is dropped. The caller then holds no lock.
+#[derive(Debug)]
+pub struct UntoldEnd {
+    observer: Arc<dyn GrantObserver>,
+    grant: Arc<Grant>,
+    why: GrantEnd,
+}
+
+impl Drop for UntoldEnd {
+    fn drop(&mut self) {
+        self.observer.grant_ended(&self.grant, self.why);
+    }
+}
+
+impl Grant {
+    /// Returns what names the grant at its owner.
+    pub fn id(&self) -> GrantId {
+        self.id
+    }
+
+    /// Returns the cache whose rows are lent.
+    pub fn cache(&self) -> CacheId {
+        self.cache
+    }
+
+    /// Returns the rows that are lent.
+    pub fn rows(&self) -> &RowRanges {
+        &self.rows
+    }
+
+    /// Returns why the grant has ended, or `None` if it has not.
+    pub fn ended(&self) -> Option<GrantEnd> {
+        self.ended.get().copied()
+    }
+
+    /// Returns when the grant expires.
+    pub fn expires(&self) -> Instant {
+        self.expires
+    }
+
+    /// Checks that `rows` of `cache` are lent by this grant.
+    pub fn covers(&self, cache: CacheId, rows: &[u64]) -> Result<()> {
+        covers((self.cache, &self.rows), cache, rows)
+    }
+}
+
+/// Checks that a grant of some rows of a cache covers `rows` of `cache`.
+pub fn covers(lent: (CacheId, &RowRanges), cache: CacheId, rows: &[u64]) -> Result<()> {
+    if lent.0 != cache {
+        let text = format!("the grant is for cache {} of its owner, and the key names cache {cache}", lent.0);
+        return Err(Error::new(ErrorKind::InvalidArgument, text));
+    }
+    match lent.1.first_missing(rows) {
+        None => Ok(()),
+        Some(row) => {
+            let text = format!("block {row} is not among the blocks of the grant");
+            Err(Error::new(ErrorKind::InvalidArgument, text).with("cache_id", cache))
+        }
+    }
+}
+
+impl Grants {
+    /// Creates the state without grants, whose ends are published in `generations` and told to `observer`.
+    pub fn new(generations: Arc<Generations>, observer: Arc<dyn GrantObserver>) -> Arc<Grants> {
+        Arc::new(Grants { generations, observer, state: Mutex::default(), unread: Condvar::new() })
+    }
+
+    /// Lends `rows` of `cache` for `ttl`, or until `readers` readers have reported. Returns `Err(Busy)` if there are too
+    /// many grants.
+    pub fn lend(&self, cache: CacheId, rows: RowRanges, ttl: Duration, readers: usize) -> Result<Arc<Grant>> {
+        let reported = fallible::with_capacity(GRANTS, readers)?;
+        let secret = random()?;
+        // Before the lock, because the observer has a lock of its own.
+        let untold = self.observer.untold();
+        let mut state = self.state.lock();
+        if state.closed {
+            return Err(Error::closed());
+        }
+        let (count, limit) = (state.live + untold, Generations::GRANTS as usize);
+        if count >= limit {
+            let text = "too many grants have not ended, or their end was not polled";
+            return Err(Error::new(ErrorKind::Busy, text).with("grants", count).with("limit", limit));
+        }
+        let slot = state.slot()?;
+        let generation = self.generations.of_grant(slot);
+        let grant = Arc::new(Grant {
+            id: GrantId { slot, generation, secret },
+            cache,
+            rows,
+            expires: Instant::now() + ttl,
+            readers,
+            ended: OnceLock::new(),
+            reads: AtomicUsize::new(0),
+        });
+        state.slots[slot as usize] = Some(LiveGrant { grant: grant.clone(), reported });
+        state.live += 1;
+        state.expiries.insert((grant.expires, slot));
+        Ok(grant)
+    }
+
+    /// Returns the grant that `id` names. Returns `Err(GrantEnded)` if there is none, or none any more.
+    pub fn find(&self, id: &GrantId) -> Result<Arc<Grant>> {
+        let grant = self.state.lock().live(id).map(|live| live.grant.clone());
+        let grant = grant.ok_or_else(ended)?;
+        if Instant::now() >= grant.expires {
+            // The clock that ends grants may be late.
+            self.end(&grant, GrantEnd::Expired);
+            return Err(ended().with("reason", GrantEnd::Expired.name()));
+        }
+        Ok(grant)
+    }
+
+    /// Begins a read under the grant that `id` names; otherwise like [`find`](Self::find).
+    pub fn read(self: &Arc<Self>, id: &GrantId) -> Result<GrantedRead> {
+        let grant = self.find(id)?;
+        let state = self.state.lock();
+        if grant.ended().is_some() {
+            return Err(ended());
+        }
+        // Under the lock, so that whoever ends the grant waits for this read.
+        grant.reads.fetch_add(1, Ordering::SeqCst);
+        drop(state);
+        Ok(GrantedRead { grants: self.clone(), grant })
+    }
+
+    /// Notes that a reader is done with the grant that `id` names. A reader that reports again counts once. The last one
+    /// ends the grant; then the result tells the observer when it is dropped. Returns `Err(GrantEnded)` if there is no such
+    /// grant, or none any more.
+    pub fn report(&self, id: &GrantId, reader: (ClusterId, u64)) -> Result<Option<UntoldEnd>> {
+        let mut state = self.state.lock();
+        let live = state.live(id).filter(|live| Instant::now() < live.grant.expires).ok_or_else(ended)?;
+        if !live.reported.contains(&reader) {
+            live.reported.push(reader);
+        }
+        let last = live.reported.len() >= live.grant.readers;
+        let grant = last.then(|| live.grant.clone());
+        Ok(grant.and_then(|grant| self.take(&mut state, &grant, GrantEnd::Done)))
+    }
+
+    /// Ends a grant. Returns `false` if it had ended before. From then on no reader accepts what it has read under it.
+    pub fn end(&self, grant: &Arc<Grant>, why: GrantEnd) -> bool {
+        let untold = self.take(&mut self.state.lock(), grant, why);
+        untold.is_some()
+    }
+
+    fn take(&self, state: &mut State, grant: &Arc<Grant>, why: GrantEnd) -> Option<UntoldEnd> {
+        grant.ended.set(why).ok()?;
+        let slot = grant.id.slot;
+        state.slots.get_mut(slot as usize)?.take();
+        state.live -= 1;
+        state.expiries.remove(&(grant.expires, slot));
+        self.generations.bump_grant(slot);
+        state.free.push(slot);
+        Some(UntoldEnd { observer: self.observer.clone(), grant: grant.clone(), why })
+    }
+
+    /// Ends all grants of a cache that was released.
+    pub fn end_of_cache(&self, cache: CacheId) {
+        let mut first = 0;
+        loop {
+            let state = self.state.lock();
+            let live = state.slots.iter().enumerate().skip(first);
+            let mut of_cache = live
+                .filter_map(|(slot, live)| Some((slot, &live.as_ref()?.grant)))
+                .filter(|(_, grant)| grant.cache == cache);
+            let Some((slot, grant)) = of_cache.next().map(|(slot, grant)| (slot, grant.clone())) else {
+                return;
+            };
+            drop(state);
+            self.end(&grant, GrantEnd::Released);
+            first = slot + 1;
+        }
+    }
+
+    /// Waits until this process serves no read under a grant, which has ended.
+    pub fn wait_for_reads(&self, grant: &Grant, deadline: Deadline) -> Result<()> {
+        let mut state = self.state.lock();
+        while grant.reads.load(Ordering::SeqCst) > 0 {
+            drop(self.unread.wait_timeout(state, deadline.nap()));
+            deadline.waiting("waiting for reads of a revoked grant that this engine serves")?;
+            state = self.state.lock();
+        }
+        Ok(())
+    }
+
+    /// Ends the grants whose time has passed. Called when the alarm goes off.
+    pub fn expire(&self) {
+        let mut state = self.state.lock();
+        state.alarm = None;
+        while let Some(&(expires, slot)) = state.expiries.first()
+            && expires <= Instant::now()
+        {
+            let grant = state.slots[slot as usize].as_ref().map(|live| live.grant.clone());
+            let Some(grant) = grant else { break };
+            let untold = self.take(&mut state, &grant, GrantEnd::Expired);
+            drop(state);
+            drop(untold);
+            state = self.state.lock();
+        }
+    }
+
+    /// Returns the time for which an alarm must be set now, if there is none for that time yet.
+    pub fn next_alarm(&self) -> Option<Instant> {
+        let mut state = self.state.lock();
+        let &(expires, _) = state.expiries.first()?;
+        if state.alarm.is_some_and(|alarm| alarm <= expires) {
+            return None;
+        }
+        state.alarm = Some(expires);
+        Some(expires)
+    }
+
+    /// Notes that the alarm could not be set.
+    pub fn alarm_failed(&self) {
+        self.state.lock().alarm = None;
+    }
+
+    /// Returns the number of grants that have not ended.
+    pub fn live(&self) -> usize {
+        self.state.lock().live
+    }
+
+    /// Ends all grants without telling anybody, and refuses new ones, because the engine closes.
+    pub fn close(&self) {
+        let mut state = self.state.lock();
+        state.closed = true;
+        state.live = 0;
+        state.expiries.clear();
+        let live = std::mem::take(&mut state.slots);
+        for grant in live.iter().flatten() {
+            if grant.grant.ended.set(GrantEnd::Released).is_ok() {
+                self.generations.bump_grant(grant.grant.id.slot);
+            }
+        }
+        drop(state);
+        drop(live);
+    }
+}
+
+impl State {
+    /// Returns a free slot, and makes room for its return.
+    fn slot(&mut self) -> Result<u32> {
+        if let Some(slot) = self.free.pop() {
+            return Ok(slot);
+        }
+        fallible::grow(GRANTS, &mut self.slots, 1)?;
+        let slots = self.slots.len() + 1;
+        fallible::grow(GRANTS, &mut self.free, slots)?;
+        self.slots.push(None);
+        // The caller has checked that there are fewer slots than generations.
+        Ok(u32::try_from(slots - 1).unwrap_or(u32::MAX))
+    }
+
+    fn live(&mut self, id: &GrantId) -> Option<&mut LiveGrant> {
+        let live = self.slots.get_mut(usize::try_from(id.slot).ok()?)?.as_mut()?;
+        let known = live.grant.id;
+        (known.generation == id.generation && same(&known.secret, &id.secret)).then_some(live)
+    }
+}
+
+impl GrantedRead {
+    /// Returns the grant.
+    pub fn grant(&self) -> &Grant {
+        &self.grant
+    }
+
+    /// Checks, after the read, that the grant has not ended during it.
+    pub fn finish(self) -> Result<()> {
+        self.grants.find(&self.grant.id).map(drop)
+    }
+}
+
+impl Drop for GrantedRead {
+    fn drop(&mut self) {
+        let state = self.grants.state.lock();
+        let last = self.grant.reads.fetch_sub(1, Ordering::SeqCst) == 1;
+        drop(state);
+        if last {
+            self.grants.unread.notify_all();
+        }
+    }
+}
+
+/// Returns the error for a token that names no grant, or none any more. The two are not distinguished, so that an error
+/// says nothing about other grants.
+fn ended() -> Error {
+    Error::new(ErrorKind::GrantEnded, "the grant has ended, or its owner never gave it")
+}
+
+/// Compares two secrets in a time that does not depend on where they differ.
+fn same(a: &[u8; 16], b: &[u8; 16]) -> bool {
+    a.iter().zip(b).fold(0, |differs, (a, b)| differs | (a ^ b)) == 0
+}

@@ -1,0 +1,104 @@
+//! Grants: which one, the token that names it, and why it ended.
+
+use serde::{Deserialize, Serialize};
+
+use super::ClusterId;
+use crate::error::{Error, Result};
+
+/// The first bytes of every token, with the version of its format.
+const MAGIC: [u8; 4] = *b"LDG\x01";
+
+/// Names a grant at its owner.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct GrantId {
+    /// Its place among the grants of the owner. Another grant takes the place after its end.
+    pub slot: u32,
+    /// The generation of the place while the grant lasts.
+    pub generation: u64,
+    /// Random bytes, so that nobody can guess the id of a grant.
+    pub secret: [u8; 16],
+}
+
+/// What the owner of a grant gives to readers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct GrantToken {
+    /// The owner.
+    pub cluster: ClusterId,
+    /// The incarnation of the owner: a restarted owner has another one.
+    pub incarnation: u64,
+    /// The grant.
+    pub grant: GrantId,
+}
+
+/// Why a grant has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GrantEnd {
+    /// Its time has passed.
+    Expired,
+    /// The owner revoked it.
+    Revoked,
+    /// As many readers as it was given for have reported that they are done.
+    Done,
+    /// Its cache was released.
+    Released,
+}
+
+impl GrantEnd {
+    /// Returns the name that programs compare.
+    pub fn name(self) -> &'static str {
+        match self {
+            GrantEnd::Expired => "expired",
+            GrantEnd::Revoked => "revoked",
+            GrantEnd::Done => "done",
+            GrantEnd::Released => "released",
+        }
+    }
+}
+
+impl GrantToken {
+    /// Number of bytes of a token.
+    pub const BYTES: usize = 48;
+
+    /// Returns the bytes that travel to readers.
+    pub fn to_bytes(&self) -> [u8; Self::BYTES] {
+        let GrantToken { cluster, incarnation, grant } = self;
+        let mut bytes = [0; Self::BYTES];
+        let mut rest = &mut bytes[..];
+        let mut put = |part: &[u8]| {
+            let (to, left) = std::mem::take(&mut rest).split_at_mut(part.len());
+            to.copy_from_slice(part);
+            rest = left;
+        };
+        put(&MAGIC);
+        put(&cluster.0.to_le_bytes());
+        put(&incarnation.to_le_bytes());
+        put(&grant.slot.to_le_bytes());
+        put(&grant.generation.to_le_bytes());
+        put(&grant.secret);
+        bytes
+    }
+
+    /// Reads a token. Returns `Err(InvalidArgument)` for bytes that no engine has made.
+    pub fn from_bytes(bytes: &[u8]) -> Result<GrantToken> {
+        let Some(mut rest) = bytes.strip_prefix(&MAGIC).filter(|_| bytes.len() == Self::BYTES) else {
+            let required = format!("a token of {} bytes, as Grant.token returns it", Self::BYTES);
+            return Err(Error::argument("grant", format_args!("{} bytes", bytes.len()), required));
+        };
+        Ok(GrantToken {
+            cluster: ClusterId(u64::from_le_bytes(take(&mut rest))),
+            incarnation: u64::from_le_bytes(take(&mut rest)),
+            grant: GrantId {
+                slot: u32::from_le_bytes(take(&mut rest)),
+                generation: u64::from_le_bytes(take(&mut rest)),
+                secret: take(&mut rest),
+            },
+        })
+    }
+}
+
+/// Takes the next bytes of a token, whose length was checked.
+fn take<const N: usize>(rest: &mut &[u8]) -> [u8; N] {
+    let (taken, left) = rest.split_first_chunk().map_or(([0; N], &[][..]), |(taken, left)| (*taken, left));
+    *rest = left;
+    taken
+}

@@ -1,0 +1,66 @@
+//! What grants of a peer lend, as their owner has said, and the limit on how many a link keeps.
+
+use std::sync::Arc;
+
+use hashbrown::HashMap;
+
+use crate::error::Result;
+use crate::grants::{RowRanges, covers};
+use crate::model::{CacheId, GrantId};
+
+/// Maximum number of grants that a link keeps, and of ranges of rows of one of them: 16 MiB. Others are asked for anew.
+const MOST_KEPT: usize = 256;
+const MOST_KEPT_RANGES: usize = 1 << 12;
+
+/// What a grant of a peer lends.
+#[derive(Debug)]
+pub(crate) struct OpenedGrant {
+    id: GrantId,
+    cache: CacheId,
+    rows: RowRanges,
+}
+
+/// The grants of the peer of one link.
+#[derive(Debug, Default)]
+pub(super) struct OpenedGrants(HashMap<GrantId, Arc<OpenedGrant>>);
+
+impl OpenedGrants {
+    pub(super) fn get(&self, id: &GrantId) -> Option<Arc<OpenedGrant>> {
+        self.0.get(id).cloned()
+    }
+
+    /// Keeps a grant. `lasts` says whether another one, as far as is known, has not ended.
+    pub(super) fn keep(&mut self, grant: &Arc<OpenedGrant>, lasts: impl Fn(&OpenedGrant) -> bool) {
+        if grant.rows.ranges().len() > MOST_KEPT_RANGES {
+            return;
+        }
+        if self.0.len() >= MOST_KEPT {
+            self.0.retain(|_, grant| lasts(grant));
+        }
+        if self.0.len() >= MOST_KEPT {
+            self.0.clear();
+        }
+        if self.0.try_reserve(1).is_ok() {
+            self.0.insert(grant.id, grant.clone());
+        }
+    }
+
+    pub(super) fn forget(&mut self, id: &GrantId) {
+        self.0.remove(id);
+    }
+}
+
+impl OpenedGrant {
+    pub(super) fn new(id: GrantId, cache: CacheId, rows: RowRanges) -> Arc<OpenedGrant> {
+        Arc::new(OpenedGrant { id, cache, rows })
+    }
+
+    pub(crate) fn id(&self) -> GrantId {
+        self.id
+    }
+
+    /// Checks that `rows` of `cache` are lent by this grant.
+    pub(crate) fn covers(&self, cache: CacheId, rows: &[u64]) -> Result<()> {
+        covers((self.cache, &self.rows), cache, rows)
+    }
+}

@@ -1,0 +1,22 @@
+//! Checks grants.
+
+use std::time::Duration;
+
+use super::cache_rules::{blocks_cache, in_range, not_empty, numbers};
+use crate::error::{Error, Result, ensure};
+use crate::model::CacheLayout;
+
+/// Maximum number of readers of one grant: as many as there can be links.
+const MOST_READERS: usize = 4096;
+
+/// Checks the arguments of a grant, and returns the rows that it lends.
+pub fn grant(layout: CacheLayout, blocks: &[i64], ttl: Duration, readers: usize) -> Result<Vec<u64>> {
+    blocks_cache("cache", layout.kind)?;
+    not_empty("blocks", blocks)?;
+    in_range("blocks", blocks, layout.geometry)?;
+    let (ttl_ms, most) = (ttl.as_millis(), u128::from(u32::MAX));
+    ensure((1..=most).contains(&ttl_ms), || Error::argument("ttl_ms", ttl_ms, format!("1 to {most}")))?;
+    let allowed = format!("1 to {MOST_READERS}");
+    ensure((1..=MOST_READERS).contains(&readers), || Error::argument("readers", readers, allowed))?;
+    numbers(blocks)
+}

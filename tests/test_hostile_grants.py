@@ -1,0 +1,157 @@
+"""Attacks as in `test_hostile_peers.py`, with forged and replayed grants, and owners that lie about theirs."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from hostile import messages as m
+from hostile.client import Wire, ask, payload
+from hostile.trial import PREY, PREY_BYTES, PREY_ROWS, SLACK, VICTIM, Trial, prey_of
+from peers import INVALID, OK, by_blocks, pattern
+from peers.values import Refused, code
+
+U32, U64 = 2**32 - 1, 2**64 - 1
+# The number of the kind in an answer that reports a failure.
+INVALID_KIND, GRANT_ENDED_KIND = 0, 18
+
+
+def id_of(token: bytes, **changed: Any) -> bytes:
+    """The id in a token: slot, generation and secret."""
+    number = int.from_bytes
+    real = {"slot": number(token[20:24], "little"), "generation": number(token[24:32], "little"), "secret": token[32:]}
+    return m.grant(**{**real, **changed})
+
+
+def plan_of(row: int, rows: int = 1) -> bytes:
+    return m.plan_spans([1], [m.span(row * PREY_BYTES, 0, rows * PREY_BYTES)], 1)
+
+
+def test_forged_and_replayed_grants() -> None:
+    with Trial(honest=["tcp"]) as trial:
+        _, call = trial.fair_call()
+        cache, name = prey_of(call), m.name_blocks(1)
+        token = trial.victim.grant("prey", [0, 1], readers=2)
+        old = trial.victim.grant("prey", [0])
+        trial.victim.revoke(old)
+        secret, chance = token[32:], random.Random(1)  # noqa: S311
+        forged = [
+            id_of(token, secret=bytes(16)),
+            *(id_of(token, secret=chance.randbytes(16)) for _ in range(100)),
+            *(id_of(token, secret=secret[:at] + bytes([secret[at] ^ 1]) + secret[at + 1 :]) for at in range(16)),
+            *(id_of(token, slot=slot) for slot in (1, 65_535, 65_536, U32)),
+            *(id_of(token, generation=generation) for generation in (1, U64)),
+            id_of(old),
+        ]
+        trial.begin()
+        for one in forged:
+            for request in (
+                m.open_grant(one),
+                m.finish(grant=one),
+                m.read(name, cache, plan_of(0), 0, PREY_BYTES, grant=one),
+            ):
+                told = ask(call, request)
+                assert (told["is"], told["kind"]) == ("Failed", GRANT_ENDED_KIND), told
+        assert ask(call, m.open_grant(id_of(token))) == {"is": "Granted", "cache": cache, "rows": [(0, 2)]}
+        # One peer may report as often as it likes, and counts once.
+        for _ in range(10):
+            assert ask(call, m.finish(grant=id_of(token)))["is"] == "Done"
+        assert trial.victim.grant_ended(token) is None
+        trial.judge(links=1, streams=1, busy=1)
+
+
+def test_a_grant_covers_its_rows_and_nothing_else() -> None:
+    with Trial(honest=["tcp"]) as trial:
+        _, call = trial.fair_call()
+        cache, name = prey_of(call), m.name_blocks(1)
+        grant = id_of(trial.victim.grant("prey", [1, 2]))
+        other = id_of(trial.victim.grant("calm", [1, 2]))
+        trial.begin()
+        for row, rows, one in ((0, 1, grant), (0, 2, grant), (2, 2, grant), (3, 1, grant), (1, 1, other)):
+            told = ask(call, m.read(name, cache, plan_of(row, rows), 0, rows * PREY_BYTES, grant=one))
+            assert (told["is"], told["kind"]) == ("Failed", INVALID_KIND), told
+        assert ask(call, m.read(name, cache, plan_of(1, 2), 0, 2 * PREY_BYTES, grant=grant))["is"] == "Ready"
+        right = payload(pattern(5, 2, PREY_ROWS, PREY_BYTES)[0][1:3].tobytes())
+        assert call.exactly(len(right)) == right
+        assert m.read_reply(call.hear()) == {"is": "Done", "bytes": 2 * PREY_BYTES}
+        trial.judge(links=1, streams=1, busy=1)
+
+
+def test_broken_ids_end_the_stream_alone() -> None:
+    with Trial(honest=["tcp"]) as trial:
+        link, call = trial.fair_call()
+        grant = id_of(trial.victim.grant("prey", [1]))
+        trial.begin()
+        for broken in (
+            m.open_grant(grant)[:-5],
+            m.open_grant(b""),
+            m.finish(grant=grant)[:-4],
+            m.open_grant(b"\xff" * 40),
+        ):
+            wire = link.call()
+            wire.say(broken)
+            assert wire.ended(SLACK), broken[:20]
+        assert ask(call, m.open_grant(grant))["is"] == "Granted"
+        trial.judge(links=1, streams=5, busy=1)
+        assert not trial.tender.ended, "the link itself goes on"
+
+
+def test_a_reader_that_takes_no_bytes_holds_a_revocation_no_longer_than_its_limit() -> None:
+    """It asks for bytes under a grant and does not read them: `revoke` waits for that read, and ends with a code."""
+    with Trial(honest=["tcp"], llm__SyncKvCacheWaitTime=700) as trial:
+        _, call = trial.fair_call(window=4096)
+        cache, name = prey_of(call), m.name_blocks(1)
+        token = trial.victim.grant("prey", list(range(PREY_ROWS)))
+        plan = m.plan_spans([1], [m.span(0, 0, PREY)], 2)
+        trial.begin()
+        assert ask(call, m.read(name, cache, plan, 0, 2 * PREY, grant=id_of(token)))["is"] == "Ready"
+        assert code(trial.victim.revoke, token) == "LLM_TIMEOUT"
+        assert trial.victim.grant_ended(token) == "revoked"
+        told = ask(trial.fair_call(67)[1], m.open_grant(id_of(token)))
+        assert (told["is"], told["kind"]) == ("Failed", GRANT_ENDED_KIND), told
+        # The bytes come to an end, and then the owner says that they do not count.
+        call.exactly(len(payload(bytes(2 * PREY))))
+        told = m.read_reply(call.hear())
+        assert (told["is"], told["kind"]) == ("Failed", GRANT_ENDED_KIND), told
+        trial.judge(links=2, streams=2, busy=2)
+
+
+LIES: dict[str, bytes] = {
+    "rows out of order": m.granted(1, [(3, 4), (0, 1)]),
+    "rows that overlap": m.granted(1, [(0, 2), (1, 3)]),
+    "an empty range": m.granted(1, [(2, 2)]),
+    "a range backwards": m.granted(1, [(3, 1)]),
+    "no rows": m.granted(1, []),
+    "rows of another cache": m.granted(2, [(0, 4)]),
+    "other rows": m.granted(1, [(1, 4)]),
+    "fewer rows than announced": m.granted(1, [(0, 4)], U32),
+    "rows without end": m.granted(1, [(0, 4)], U64),
+    "a description": m.described(),
+    "done": m.done(4),
+    "half a reply": m.granted(1, [(0, 4)])[:2],
+    "no reply": b"",
+}
+
+
+def test_owners_that_lie_about_a_grant_fail_the_call_and_nothing_else() -> None:
+    """The victim pulls under a grant of a hostile owner, whose answers mean nothing or do not fit the pull."""
+    with Trial(honest=["tcp"], llm__SyncKvCacheWaitTime=1000) as trial:
+        answer = b""
+
+        def serve(wire: Wire) -> None:
+            while request := wire.hear():
+                wire.say(answer if request[0] == 9 else m.described())
+
+        listener, _ = trial.listen(serve)
+        trial.begin()
+        for number, (what, answer) in enumerate(LIES.items()):  # noqa: B007  (`serve` sends it)
+            # Another slot each time, because the victim keeps what it has learned of a grant.
+            token = b"LDG\x01" + (77).to_bytes(8, "little") + listener.peer.instance.to_bytes(8, "little")
+            token += number.to_bytes(4, "little") + bytes(24)
+            with pytest.raises(Refused) as caught:
+                trial.victim.pull_blocks(by_blocks(77), "n", [0], [0], grant=token)
+            assert caught.value.code in {INVALID, "LLM_FAILED", "LLM_NOT_YET_LINK"}, (what, caught.value)
+        trial.judge(links=1, streams=2, busy=1)
+        assert code(trial.join(41, "tcp").pull_blocks, by_blocks(VICTIM), "n", [0], [0]) == OK
