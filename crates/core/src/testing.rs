@@ -35,6 +35,6 @@ macro_rules! internals {
 }
 
 internals! {
-    cache config copy device error fallible huge_pages memory model net plan pool protocol session stats status
+    cache config copy device error fallible grants huge_pages memory model net plan pool protocol session stats status
     token_file transfer validate
 }

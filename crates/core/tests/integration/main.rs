@@ -31,6 +31,7 @@ mod counting_allocator;
 mod cpp;
 mod errors;
 mod fixtures;
+mod grants;
 mod kernels;
 mod kv_cache_manager;
 mod layer_destination;

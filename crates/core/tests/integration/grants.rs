@@ -1,0 +1,263 @@
+//! Grants against a naive twin, which keeps a list of all grants that ever were, and sets of rows against plain sets.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use llm_datadist_core::testing::grants::{Grant, GrantObserver, GrantedRead, Grants, RowRanges};
+use llm_datadist_core::testing::memory::Generations;
+use llm_datadist_core::testing::model::{GrantEnd, GrantId};
+use llm_datadist_core::{CacheId, ClusterId, Deadline, ErrorKind, GrantToken};
+use proptest::prelude::*;
+
+const LONG: Duration = Duration::from_secs(3600);
+
+/// Records every end in its order.
+#[derive(Debug, Default)]
+struct Told(Mutex<Vec<(GrantId, GrantEnd)>>);
+
+impl GrantObserver for Told {
+    fn grant_ended(&self, grant: &Arc<Grant>, why: GrantEnd) {
+        self.0.lock().unwrap().push((grant.id(), why));
+    }
+
+    fn untold(&self) -> usize {
+        0
+    }
+}
+
+fn grants() -> (Arc<Generations>, Arc<Told>, Arc<Grants>) {
+    let (generations, told) = (Arc::new(Generations::new().unwrap()), Arc::new(Told::default()));
+    let grants = Grants::new(generations.clone(), told.clone());
+    (generations, told, grants)
+}
+
+fn rows(rows: &[u64]) -> RowRanges {
+    RowRanges::of(rows.to_vec()).unwrap()
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Lend {
+        cache: i64,
+        readers: usize,
+    },
+    /// The n-th grant ends, or is found to have ended.
+    End(usize),
+    EndOfCache(i64),
+    Report(usize, u64),
+    Find(usize),
+    /// The same with one bit of the id changed.
+    Forge(usize, usize),
+    Read(usize),
+    FinishRead(usize),
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let index = 0..20usize;
+    prop_oneof![
+        (0..3i64, 1..4usize).prop_map(|(cache, readers)| Step::Lend { cache, readers }),
+        index.clone().prop_map(Step::End),
+        (0..3i64).prop_map(Step::EndOfCache),
+        (index.clone(), 0..3u64).prop_map(|(index, reader)| Step::Report(index, reader)),
+        index.clone().prop_map(Step::Find),
+        (index.clone(), 0..224usize).prop_map(|(index, bit)| Step::Forge(index, bit)),
+        index.clone().prop_map(Step::Read),
+        index.prop_map(Step::FinishRead),
+    ]
+}
+
+/// What the twin knows of a grant.
+struct Twin {
+    grant: Arc<Grant>,
+    cache: i64,
+    readers: usize,
+    reported: BTreeSet<u64>,
+    ended: Option<GrantEnd>,
+}
+
+fn forged(id: GrantId, bit: usize) -> GrantId {
+    let GrantId { slot, generation, mut secret } = id;
+    match bit {
+        0..32 => GrantId { slot: slot ^ (1 << bit), ..id },
+        32..96 => GrantId { generation: generation ^ (1 << (bit - 32)), ..id },
+        _ => {
+            secret[(bit - 96) / 8] ^= 1 << (bit % 8);
+            GrantId { secret, ..id }
+        }
+    }
+}
+
+fn run(steps: Vec<Step>) {
+    let (generations, told, grants) = grants();
+    let (mut twins, mut expected): (Vec<Twin>, Vec<(GrantId, GrantEnd)>) = (Vec::new(), Vec::new());
+    let mut reads: Vec<(usize, GrantedRead)> = Vec::new();
+    for step in steps {
+        let mut end = |twin: &mut Twin, why| {
+            assert!(twin.ended.is_none());
+            twin.ended = Some(why);
+            expected.push((twin.grant.id(), why));
+        };
+        match step {
+            Step::Lend { cache, readers } => {
+                let grant = grants.lend(CacheId(cache), rows(&[1, 2]), LONG, readers).unwrap();
+                assert!(twins.iter().all(|twin| twin.grant.id() != grant.id()), "an id is used once");
+                twins.push(Twin { grant, cache, readers, reported: BTreeSet::new(), ended: None });
+            }
+            Step::End(index) => {
+                let Some(twin) = twins.get_mut(index) else { continue };
+                assert_eq!(grants.end(&twin.grant, GrantEnd::Revoked), twin.ended.is_none());
+                if twin.ended.is_none() {
+                    end(twin, GrantEnd::Revoked);
+                }
+            }
+            Step::EndOfCache(cache) => {
+                grants.end_of_cache(CacheId(cache));
+                let mut live: Vec<_> =
+                    twins.iter_mut().filter(|twin| twin.cache == cache && twin.ended.is_none()).collect();
+                live.sort_by_key(|twin| twin.grant.id().slot);
+                live.into_iter().for_each(|twin| end(twin, GrantEnd::Released));
+            }
+            Step::Report(index, reader) => {
+                let Some(twin) = twins.get_mut(index) else { continue };
+                let reported = grants.report(&twin.grant.id(), (ClusterId(1), reader)).map(drop);
+                assert_eq!(reported.map_err(|error| error.kind()), open(twin));
+                twin.reported.insert(reader);
+                if twin.ended.is_none() && twin.reported.len() >= twin.readers {
+                    end(twin, GrantEnd::Done);
+                }
+            }
+            Step::Find(index) => {
+                let Some(twin) = twins.get(index) else { continue };
+                let found = grants.find(&twin.grant.id());
+                assert_eq!(found.map(drop).map_err(|error| error.kind()), open(twin));
+            }
+            Step::Forge(index, bit) => {
+                let Some(twin) = twins.get(index) else { continue };
+                let id = forged(twin.grant.id(), bit);
+                assert_eq!(grants.find(&id).unwrap_err().kind(), ErrorKind::GrantEnded);
+                assert_eq!(grants.read(&id).unwrap_err().kind(), ErrorKind::GrantEnded);
+                assert_eq!(grants.report(&id, (ClusterId(1), 9)).unwrap_err().kind(), ErrorKind::GrantEnded);
+            }
+            Step::Read(index) => {
+                let Some(twin) = twins.get(index) else { continue };
+                match grants.read(&twin.grant.id()) {
+                    Ok(read) => reads.push((index, read)),
+                    Err(error) => assert_eq!(Err(error.kind()), open(twin)),
+                }
+            }
+            Step::FinishRead(index) => {
+                let Some(at) = reads.iter().position(|&(of, _)| of == index) else { continue };
+                let (_, read) = reads.swap_remove(at);
+                assert_eq!(read.finish().map_err(|error| error.kind()), open(&twins[index]));
+            }
+        }
+        for (index, twin) in twins.iter().enumerate() {
+            let GrantId { slot, generation, .. } = twin.grant.id();
+            assert_eq!(twin.grant.ended(), twin.ended);
+            assert_eq!(generations.of_grant(slot) == generation, twin.ended.is_none(), "what readers see");
+            let idle = grants.wait_for_reads(&twin.grant, Deadline::after(Duration::ZERO)).is_ok();
+            assert_eq!(idle, reads.iter().all(|&(of, _)| of != index));
+        }
+        assert_eq!(grants.live(), twins.iter().filter(|twin| twin.ended.is_none()).count());
+        assert_eq!(*told.0.lock().unwrap(), expected);
+    }
+    grants.close();
+    assert!(twins.iter().all(|twin| twin.grant.ended().is_some()));
+    assert_eq!(grants.lend(CacheId(1), rows(&[1]), LONG, 1).unwrap_err().kind(), ErrorKind::Closed);
+    assert_eq!(*told.0.lock().unwrap(), expected, "a closing engine tells nobody");
+}
+
+fn open(twin: &Twin) -> Result<(), ErrorKind> {
+    if twin.ended.is_some() { Err(ErrorKind::GrantEnded) } else { Ok(()) }
+}
+
+proptest! {
+    #[test]
+    fn grants_behave_as_their_twin(steps in prop::collection::vec(step(), 1..80)) {
+        run(steps);
+    }
+
+    #[test]
+    fn row_ranges_are_sets(given in prop::collection::vec(0..40u64, 0..40), asked in prop::collection::vec(0..45u64, 0..10)) {
+        let (ranges, set) = (rows(&given), given.iter().copied().collect::<BTreeSet<_>>());
+        let listed: Vec<u64> = ranges.ranges().iter().cloned().flatten().collect();
+        prop_assert_eq!(&listed, &set.iter().copied().collect::<Vec<_>>());
+        prop_assert_eq!(ranges.first_missing(&asked), asked.iter().copied().find(|row| !set.contains(row)));
+        prop_assert_eq!(RowRanges::from_ranges(ranges.ranges().to_vec()), Some(ranges));
+    }
+
+    #[test]
+    fn tokens_round_trip(cluster: u64, incarnation: u64, slot: u32, generation: u64, secret: [u8; 16]) {
+        let grant = GrantId { slot, generation, secret };
+        let token = GrantToken { cluster: ClusterId(cluster), incarnation, grant };
+        let bytes = token.to_bytes();
+        let by_hand = [
+            &b"LDG\x01"[..],
+            &cluster.to_le_bytes(),
+            &incarnation.to_le_bytes(),
+            &slot.to_le_bytes(),
+            &generation.to_le_bytes(),
+            &secret,
+        ];
+        prop_assert_eq!(&bytes[..], by_hand.concat());
+        prop_assert_eq!(GrantToken::from_bytes(&bytes).unwrap(), token);
+        prop_assert!(GrantToken::from_bytes(&bytes[1..]).is_err());
+    }
+}
+
+#[test]
+fn ranges_that_are_no_set_are_refused() {
+    for ranges in [vec![2..2], vec![3..1], vec![0..2, 1..3], vec![0..2, 2..3], vec![4..5, 0..1]] {
+        assert_eq!(RowRanges::from_ranges(ranges.clone()), None, "{ranges:?}");
+    }
+    assert_eq!(RowRanges::from_ranges(vec![]), Some(RowRanges::default()));
+}
+
+/// What passes no check of the twin, because it depends on the clock.
+#[test]
+fn a_grant_whose_time_has_passed_is_found_to_have_ended() {
+    let (generations, told, grants) = grants();
+    let short = grants.lend(CacheId(1), rows(&[1]), Duration::from_nanos(1), 1).unwrap();
+    let long = grants.lend(CacheId(1), rows(&[1]), LONG, 1).unwrap();
+    assert_eq!(grants.next_alarm(), Some(short.expires()));
+    assert_eq!(grants.next_alarm(), None, "one alarm is enough");
+    assert_eq!(grants.find(&short.id()).unwrap_err().kind(), ErrorKind::GrantEnded);
+    assert_eq!((short.ended(), generations.of_grant(short.id().slot)), (Some(GrantEnd::Expired), 1));
+    grants.expire();
+    assert_eq!(*told.0.lock().unwrap(), [(short.id(), GrantEnd::Expired)]);
+    assert_eq!((grants.next_alarm(), long.ended()), (Some(long.expires()), None));
+    let other = grants.lend(CacheId(1), rows(&[1]), Duration::from_nanos(1), 1).unwrap();
+    assert_eq!(grants.next_alarm(), Some(other.expires()), "an earlier end needs an earlier alarm");
+    assert!(grants.report(&other.id(), (ClusterId(1), 1)).is_err());
+    grants.expire();
+    assert_eq!(other.ended(), Some(GrantEnd::Expired));
+}
+
+/// Threads lend, read, report and revoke at the same time. Each grant ends once, and a read that ends well did so before.
+#[test]
+fn many_threads_end_each_grant_once() {
+    let (_, told, grants) = grants();
+    let lent: Vec<_> = (0..2000).map(|_| grants.lend(CacheId(1), rows(&[1]), LONG, 2).unwrap()).collect();
+    std::thread::scope(|scope| {
+        for reader in 0..2u64 {
+            let (grants, lent) = (&grants, &lent);
+            scope.spawn(move || {
+                for grant in lent {
+                    if let Ok(read) = grants.read(&grant.id()) {
+                        let _ = read.finish();
+                    }
+                    let _ = grants.report(&grant.id(), (ClusterId(1), reader));
+                }
+            });
+        }
+        for grant in lent.iter().rev() {
+            grants.end(grant, GrantEnd::Revoked);
+            grants.wait_for_reads(grant, Deadline::after(LONG)).unwrap();
+            assert!(grants.read(&grant.id()).is_err());
+        }
+    });
+    let told = told.0.lock().unwrap();
+    assert_eq!(told.iter().map(|(id, _)| id.slot).collect::<BTreeSet<_>>().len(), lent.len());
+    assert_eq!((told.len(), grants.live()), (lent.len(), 0));
+}
