@@ -38,6 +38,8 @@ constexpr Status LLM_FEATURE_NOT_ENABLED = 0x5010B019U;
 constexpr Status LLM_TIMEOUT = 0x5010B01AU;
 constexpr Status LLM_LINK_BUSY = 0x5010B01BU;
 constexpr Status LLM_OUT_OF_MEMORY = 0x5010B01CU;
+// A grant has ended. Only the Python interface has grants: the class never returns this status.
+constexpr Status LLM_GRANT_ENDED = 0x4C440001U;
 
 // Keys of the options of Initialize and SetRole. Keys and values are texts.
 constexpr const char *OPTION_LISTEN_IP_INFO = "llm.ListenIpInfo";
