@@ -258,6 +258,41 @@ def test_a_group_pulls_under_grants(served: tuple[End, Peer]) -> None:
     assert far.grant_ended(again) is None, "no part is reported unless all are in place"
 
 
+def test_a_grant_of_several_parts_is_reported_once(served: tuple[End, Peer]) -> None:
+    near, far = lent(served)
+    token = far.grant("far", [1, 2])
+    parts = [(key(by_blocks(2)), near.held["near"].handle, [block], [block], token) for block in (1, 2)]
+    near.manager.pull_group(parts, grants_done=True)
+    assert ends_of(far) == [(token, "done")]
+
+
+def test_no_row_counts_as_arrived_if_the_grant_may_have_ended_before(ends: Ends) -> None:
+    """The owner stops in the middle of a pull over TCP. What came before the time limit proves nothing about the grant."""
+    near, far = ends.pair(pool=64 << 20, llm__LinkTransport="tcp", llm__SyncKvCacheWaitTime=1000)
+    near.allocate("near", 16, 2 << 20, 1, blocks=True)
+    far.allocate("far", 16, 2 << 20, 1, blocks=True, keys=[by_blocks(0)])
+    token = far.grant("far", list(range(16)))
+    for _ in range(5):
+        call = near.manager.pull_blocks_async(
+            key(by_blocks(2)), near.held["near"].handle, list(range(16)), list(range(16)), grant=token
+        )
+        with far.stopped():
+            failure = call.exception(LIMIT_MS)
+        assert failure is None or failure.arrived == [], failure
+
+
+def test_tokens_are_not_logged(served: tuple[End, Peer], caplog: pytest.LogCaptureFixture) -> None:
+    near, far = lent(served)
+    token = far.grant("far", [1])
+    part = (key(by_blocks(2)), near.held["near"].handle, [1], [0], token)
+    with caplog.at_level("INFO", logger="LLM_DATADIST"):
+        pull(near, token, [1], [0])
+        near.manager.pull_blocks_async(*part[:4], grant=token).result(LIMIT_MS)
+        near.manager.pull_group([part])
+    assert caplog.text.count("<token of a grant>") == 3
+    assert repr(token[32:40])[2:-1] not in caplog.text
+
+
 def test_a_notification_and_a_report_in_one_pull(served: tuple[End, Peer]) -> None:
     near, far = lent(served)
     token = far.grant("far", [1])

@@ -101,7 +101,7 @@ class AsyncCalls(GrantCalls):
             src_blocks: remote block for each entry of ``dst_blocks``; empty for a slot.
             dst_blocks: local blocks that are written, at least one.
             timeout_ms: time limit of the whole call in milliseconds, or ``None``.
-            **kwargs: as for ``pull_cache``.
+            **kwargs: as for ``pull_blocks``, ``grant`` and ``grant_done`` included.
 
         Returns:
             The call that was started.

@@ -127,6 +127,10 @@ _LONGEST = 500
 _WIDEST_BITS = 512
 
 
+# The first bytes of every token of a grant. Whoever reads a token in a log could use it.
+_GRANT = b"LDG\x01"
+
+
 def shown(value: object) -> str:
     """Return the ``repr`` of a value for a message, shortened if it is long. Never raises."""
     try:
@@ -145,6 +149,8 @@ def _brief(value: object, depth: int) -> str:
         return f"[{text}]" if isinstance(value, list) else f"({text})"
     if isinstance(value, int) and value.bit_length() > _WIDEST_BITS:
         return f"<{type(value).__name__} of {value.bit_length()} bits>"
+    if isinstance(value, bytes) and value.startswith(_GRANT):
+        return "<token of a grant>"
     # A subclass keeps its own repr, because that of `Secret` hides the value.
     if isinstance(value, (str, bytes)) and type(value) in (str, bytes):
         value = value[: _LONGEST + 1]

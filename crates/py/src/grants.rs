@@ -71,7 +71,7 @@ impl GrantMethods {
     }
 
     fn release(&self, token: TokenArg<'_, '_>) -> PyResult<()> {
-        let (py, token) = (token.py(), pull_extras::token(&token.0)?);
+        let (py, token) = (token.py(), pull_extras::token("token", &token.0)?);
         self.native.get().engine().enter(py, |engine| engine.release_grant(&token))
     }
 }

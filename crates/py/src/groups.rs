@@ -29,7 +29,10 @@ impl PartsArg<'_, '_> {
         let options = PyDict::new(self.py());
         self.read(5, |(key, cache, blocks), grant| {
             let pull = pull_push_arguments::pull_blocks(engine, (key, cache), blocks, &options)?;
-            let token = grant.filter(|given| !given.is_none()).map(pull_extras::token).transpose()?;
+            let token = grant
+                .filter(|given| !given.is_none())
+                .map(|given| pull_extras::token("grant", given))
+                .transpose()?;
             let grant = token.map(|token| GrantUse { token, done });
             Ok(GroupMember { remote: pull.from, local: pull.to, rows: pull.rows, grant })
         })
@@ -78,10 +81,12 @@ fn values<'py>(item: &Any<'py>, index: usize, most: usize) -> PyResult<Vec<Any<'
     if (4..=most).contains(&part.len()) {
         return Ok(part.iter().collect());
     }
-    let grant = if most > 4 { ", and optionally a grant" } else { "" };
-    let allowed =
-        format!("4: the key, the cache, and the blocks of the source and of the destination{grant}");
-    Err(invalid(item.py(), &format!("len({name})"), part.len(), &allowed))
+    let allowed = if most > 4 {
+        "4 or 5: the key, the cache, the blocks of the source and of the destination, and optionally a grant"
+    } else {
+        "4: the key, the cache, and the blocks of the source and of the destination"
+    };
+    Err(invalid(item.py(), &format!("len({name})"), part.len(), allowed))
 }
 
 fn with_arguments<T>(

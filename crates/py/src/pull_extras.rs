@@ -25,7 +25,7 @@ pub(crate) fn of_blocks(options: &Bound<'_, PyDict>) -> PyResult<CallExtras> {
         None => false,
     };
     if let Some(given) = options.get_item(intern!(py, "grant"))?.filter(|given| !given.is_none()) {
-        extras.grant = Some(GrantUse { token: token(&given)?, done });
+        extras.grant = Some(GrantUse { token: token("grant", &given)?, done });
     } else if done {
         let text = "grant_done=True needs a grant";
         return Err(raise(py, &Error::new(ErrorKind::InvalidArgument, text)));
@@ -44,7 +44,7 @@ pub(crate) fn of_slot(options: &Bound<'_, PyDict>) -> PyResult<CallExtras> {
 }
 
 /// Reads a token.
-pub(crate) fn token(given: &Any<'_>) -> PyResult<GrantToken> {
-    let bytes = given.cast::<PyBytes>().map_err(|_| only_support("grant", "['bytes']", given))?;
+pub(crate) fn token(name: &str, given: &Any<'_>) -> PyResult<GrantToken> {
+    let bytes = given.cast::<PyBytes>().map_err(|_| only_support(name, "['bytes']", given))?;
     GrantToken::from_bytes(bytes.as_bytes()).map_err(|error| raise(given.py(), &error))
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::{DataDist, End};
-use crate::error::{Error, Result, ensure};
+use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::grants::{Grant, RowRanges};
 use crate::model::{GrantEnd, GrantToken};
 use crate::protocol::MAX_RANGES;
@@ -52,7 +52,9 @@ impl DataDist {
     /// Reports to the owner of a grant that this engine is done with it. Reporting again changes nothing. Returns
     /// `Err(GrantEnded)` if the grant has ended.
     pub fn release_grant(&self, token: &GrantToken) -> Result<()> {
-        self.other(token.cluster)?;
+        if self.resources.config.cluster == token.cluster {
+            return Err(Error::new(ErrorKind::InvalidArgument, "a grant of this engine has no reader here"));
+        }
         let deadline = self.deadline();
         let link = self.links.find_other(token.cluster, deadline)?;
         let id = link.grant_of(token)?;

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use hashbrown::HashSet;
+
 use super::asynchronous::CallOptions;
 use super::call_extras::{checked_notification, no_grant_in_push};
 use super::{DataDist, End, RemoteName};
@@ -55,6 +57,7 @@ impl DataDist {
                 grant,
             });
         }
+        report_each_grant_once(&mut checked)?;
         let (lanes, notify) = (lanes_of(&checked), group_notification(&checked, extras.notify)?);
         let purpose = CallPurpose { event: !quiet, ..self.outgoing(Op::Pull, lanes, deadline) };
         let group = Group { resources: self.resources.clone(), parts: checked, notify };
@@ -102,6 +105,16 @@ type Lists<Checked> = (Vec<GroupPart<Checked>>, Vec<(Arc<crate::cache::Cache>, R
 fn lists<Rows, Checked>(parts: &[GroupMember<Rows>]) -> Result<Lists<Checked>> {
     ensure(!parts.is_empty(), || Error::argument("len(parts)", 0, "at least 1"))?;
     Ok((fallible::with_capacity(PARTS, parts.len())?, fallible::with_capacity(PARTS, parts.len())?))
+}
+
+/// Leaves the report of a grant that several parts use to the last one of them.
+fn report_each_grant_once<Checked>(parts: &mut [GroupPart<Checked>]) -> Result<()> {
+    let mut later = HashSet::new();
+    later.try_reserve(parts.len()).map_err(|_| fallible::out_of_memory(PARTS, parts.len()))?;
+    for grant in parts.iter_mut().rev().filter_map(|part| part.grant.as_mut()) {
+        grant.done &= later.insert(grant.token);
+    }
+    Ok(())
 }
 
 /// Returns the lanes that run a group.

@@ -206,8 +206,9 @@ pub enum Request {
         tensor_bytes: u64,
         limit_ms: u64,
     },
-    /// Reports the end of a pull or push: the owner releases the key of a pull, notes that the caller is done with a grant,
-    /// and delivers a notification, in this order. If one of them fails, the ones after it do not happen.
+    /// Reports the end of a pull or push: the owner notes that the caller is done with a grant, releases the key of a pull,
+    /// and delivers a notification, in this order. If one of them fails, the ones after it do not happen; if there is no
+    /// room for the notification, nothing happens.
     Finish { pulled: Option<WirePulled>, grant: Option<GrantId>, message: Option<Payload>, limit_ms: u64 },
     /// Ends the link.
     Unlink { limit_ms: u64 },

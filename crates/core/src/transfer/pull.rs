@@ -166,15 +166,20 @@ impl Call {
         self.receive(known, plan, progress)
     }
 
-    /// Receives the bytes over sockets. On this path the owner reads, under its own pins.
+    /// Receives the bytes over sockets. On this path the owner reads, under its own pins. `progress` ends empty if a grant
+    /// may have ended before some of the bytes were read.
     fn receive(
         &self,
         known: &Arc<KnownCache>,
         plan: &Arc<CopyPlan>,
-        progress: &Arc<Progress>,
+        progress: &mut Arc<Progress>,
     ) -> Result<Moved> {
         let streams = Streams { call: self.clone(), known: known.clone(), plan: plan.clone() };
-        streams.receive(progress.clone())
+        let received = streams.receive(progress.clone());
+        if received.is_err() && self.grant.is_some() {
+            *progress = self.attempt(plan.bytes());
+        }
+        received
     }
 
     /// Asks the owner, after a read with an outdated description, whether the memory belonged to the cache
