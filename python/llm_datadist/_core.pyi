@@ -230,6 +230,9 @@ class DataDist:
     def notify(self, cluster_id: int, payload: bytes | bytearray) -> None:
         """Send a message to a linked cluster."""
 
+    def set_metadata(self, metadata: bytes | bytearray) -> None:
+        """Set what the peers of later links are told about this program."""
+
     def peers(self) -> list[Peer]:
         """Return the peers of all links."""
 
@@ -330,12 +333,15 @@ class Transfer:
     def done(self) -> bool:
         """Return whether the call has ended. Then nothing of it touches memory of this process any more."""
 
-    def result(self, timeout_ms: int | None = None) -> None:
+    def result(self, timeout_ms: int | None = None) -> Peer | None:
         """Wait until the call has ended, and raise its failure. Ctrl-C interrupts the wait.
 
         Args:
             timeout_ms: time limit of the wait in milliseconds (uint32); 0 does not wait, and ``None`` waits without
                 limit.
+
+        Returns:
+            The peer for ``LLMDataDist.ensure_link``; ``None`` for every other call.
 
         Raises:
             TypeError: ``timeout_ms`` is not an ``int`` or ``None``.
@@ -411,6 +417,12 @@ class Peer:
     @property
     def transport(self) -> str:
         """How bytes move: ``"shm"`` or ``"tcp"``."""
+
+    @property
+    def metadata(self) -> bytes:
+        """What its program told about itself when the link was made: ``LLMDataDist.set_metadata``, or the argument
+        ``metadata`` of its ``ensure_link``. At most 16 KiB; empty if it told nothing.
+        """
 
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
@@ -579,6 +591,11 @@ class AsyncCalls:
 
         Every argument error is a ``ValueError`` as well.
         """
+
+    def ensure_link(
+        self, address: str, metadata: bytes | bytearray | None, cluster_id: int | None, timeout_ms: int
+    ) -> Transfer:
+        """Start to link to the engine at ``ip:port``, unless there is a link to it."""
 
     def poll(self, max_events: int) -> list[Completed | Notification | LinkUp | LinkDown]:
         """Return at most ``max_events`` (uint32) events, and remove them. The call never waits."""

@@ -5,6 +5,7 @@
 
 mod asynchronous;
 mod cpp;
+mod ensure_link;
 mod group;
 mod layerwise;
 mod links;
@@ -12,6 +13,7 @@ mod transfer;
 
 pub use asynchronous::CallOptions;
 pub use cpp::CacheIndex;
+pub use ensure_link::EnsureOptions;
 pub use group::GroupMember;
 pub use transfer::RemoteName;
 

@@ -18,6 +18,7 @@ use super::threads::Threads;
 use crate::error::{Error, Result};
 use crate::model::{ClusterId, Deadline};
 use crate::resources::Resources;
+use crate::sync::Mutex;
 
 /// Shortest and longest time after which another link may replace the link of a silent peer.
 const REPLACED_AFTER: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(10));
@@ -35,6 +36,8 @@ pub(crate) struct Shared {
     pub(super) opened_to_readers: AtomicBool,
     pub(super) threads: Arc<Threads>,
     pub(super) transports: Transports,
+    /// What the peers of later links are told about this program.
+    pub(super) metadata: Mutex<Arc<Vec<u8>>>,
 }
 
 impl Shared {
@@ -46,7 +49,9 @@ impl Shared {
         let (threads, refusals) = (Arc::<Threads>::default(), Arc::<Refusals>::default());
         let me = Identity::new(config.cluster, config.remote_accessible)?;
         let control = Arc::new(ControlPoller::new()?);
-        let registry = Arc::new(Registry::new(limits, resources.events.clone(), control.bell().clone()));
+        let own = (config.cluster, me.party.instance);
+        let (events, bell) = (resources.events.clone(), control.bell().clone());
+        let registry = Arc::new(Registry::new(own, limits, events, bell));
         let answers = Answers::new(resources.clone());
         let server = Server::new(answers, registry.clone(), refusals.clone(), threads.clone(), limits)?;
         let (instance, watched) = (me.party.instance, control.clone());
@@ -61,6 +66,7 @@ impl Shared {
             opened_to_readers: AtomicBool::default(),
             threads,
             transports,
+            metadata: Mutex::default(),
             resources,
         })
     }

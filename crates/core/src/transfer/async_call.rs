@@ -13,6 +13,7 @@
 //! read beyond the deadline.
 
 use std::cell::RefCell;
+use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
@@ -38,6 +39,8 @@ pub(crate) struct CallPurpose {
     pub(crate) deadline: Deadline,
     /// Whether it calls that cluster. Set before the call waits for a row.
     pub(crate) outgoing: Option<OutgoingCall>,
+    /// The address that it dials, for errors.
+    pub(crate) address: Option<SocketAddr>,
     /// Whether its end is an event.
     pub(crate) event: bool,
 }
@@ -159,7 +162,8 @@ impl AsyncCall {
             (Some(_), LaneKey::Calls(cluster)) => error.with("cluster", cluster),
             _ => error,
         };
-        self.end(Err(error));
+        let address = self.purpose.address;
+        self.end(Err(address.into_iter().fold(error, |error, address| error.with("address", address))));
     }
 
     fn forget_alarm(&self) {

@@ -7,9 +7,10 @@ use std::sync::Arc;
 use llm_datadist_core::testing::model::{AddressLocation, CacheLayout, Name};
 use llm_datadist_core::testing::plan::{CopyPlan, Span, SpanList};
 use llm_datadist_core::testing::protocol::{
-    self, Attach, Attached, Challenge, Comm, Control, EntryVersion, HANDSHAKE_LIMIT, HEADER, Header, Hello,
-    MESSAGE, MESSAGE_LIMIT, Pairs, Party, Payload, Payloads, Proof, Purpose, REFUSAL, Reply, Request, Run,
-    Welcome, WireCache, WireLocation, WireName, WirePlan, WireRows, WireSpan, WireSteps,
+    self, Attach, Attached, Challenge, Comm, Confirm, Control, EntryVersion, HANDSHAKE_LIMIT, HEADER, Header,
+    Hello, LinkAnswer, MAX_METADATA, MESSAGE, MESSAGE_LIMIT, METADATA_LIMIT, Metadata, Pairs, Party, Payload,
+    Payloads, Proof, Purpose, REFUSAL, Reply, Request, Run, Welcome, WireCache, WireLocation, WireName,
+    WirePlan, WireRows, WireSpan, WireSteps,
 };
 use llm_datadist_core::{CacheId, CacheKey, CacheKind, Error, ErrorKind, Placement};
 use serde::Serialize;
@@ -93,58 +94,77 @@ fn handshake_bytes() {
     let hello = |purpose, asked| Hello { purpose, from: PARTY, asked, host: "abc".into(), nonce: [7; 16] };
     let comm = Some(Comm { name: "c".into(), members: vec![(1, 0), (u64::MAX, 1)], listener: "a:1".into() });
     golden(
-        &hello(Purpose::Link { link: 9, comm, probe_local: false }, Some(2)),
-        "4c440601320000000009010163020100ffffffffffffffffff010103613a310001ac020101020361626307070707070707070707070707070707",
+        &hello(Purpose::Link { link: 9, comm, probe_local: false, ensure: false }, Some(2)),
+        "4c440701330000000009010163020100ffffffffffffffffff010103613a31000001ac020101020361626307070707070707070707070707070707",
     );
     golden(
-        &hello(Purpose::Link { link: 9, comm: None, probe_local: true }, None),
-        "4c4406011d0000000009000101ac0201000361626307070707070707070707070707070707",
+        &hello(Purpose::Link { link: 9, comm: None, probe_local: true, ensure: true }, None),
+        "4c4407011e000000000900010101ac0201000361626307070707070707070707070707070707",
     );
     golden(
         &hello(Purpose::Call { link: 9, reverse: true }, None),
-        "4c4406011c00000001090101ac0201000361626307070707070707070707070707070707",
+        "4c4407011c00000001090101ac0201000361626307070707070707070707070707070707",
     );
-    golden(&Challenge { nonce: [8; 16] }, "4c4406011000000008080808080808080808080808080808");
+    golden(&Challenge { nonce: [8; 16] }, "4c4407011000000008080808080808080808080808080808");
     golden(
         &Proof { mac: [9; 32] },
-        "4c440601200000000909090909090909090909090909090909090909090909090909090909090909",
+        "4c440701200000000909090909090909090909090909090909090909090909090909090909090909",
     );
     golden(
         &Welcome { from: PARTY, mac: [1; 32], local: Some("x".into()), secret: None },
-        "4c4406012800000001ac0201010101010101010101010101010101010101010101010101010101010101010101017800",
+        "4c4407012800000001ac0201010101010101010101010101010101010101010101010101010101010101010101017800",
     );
     golden(
         &Welcome { from: PARTY, mac: [1; 32], local: None, secret: Some([3; 32]) },
-        "4c4406014600000001ac0201010101010101010101010101010101010101010101010101010101010101010100010303030303030303030303030303030303030303030303030303030303030303",
+        "4c4407014600000001ac0201010101010101010101010101010101010101010101010101010101010101010100010303030303030303030303030303030303030303030303030303030303030303",
     );
     golden(
         &hello(Purpose::Meet, None),
-        "4c4406011a0000000201ac0201000361626307070707070707070707070707070707",
+        "4c4407011a0000000201ac0201000361626307070707070707070707070707070707",
     );
     let comm = Comm { name: "c".into(), members: vec![(1, 0)], listener: "a".into() };
     golden(
         &hello(Purpose::Knock { comm }, None),
-        "4c44060121000000030163010100016101ac0201000361626307070707070707070707070707070707",
+        "4c44070121000000030163010100016101ac0201000361626307070707070707070707070707070707",
     );
     let probe = Some((0x7fff_0000, [2; 16]));
     golden(
         &Attach { generations: true, regions: [None, Some(1 << 30)], probe },
-        "4c4406011e0000000100018080808004018080fcff0702020202020202020202020202020202",
+        "4c4407011e0000000100018080808004018080fcff0702020202020202020202020202020202",
     );
     golden(
         &Attach { generations: false, regions: [Some(1), None], probe: None },
-        "4c440601050000000001010000",
+        "4c440701050000000001010000",
     );
-    golden(&Attached { mapped: Ok(()), registered: Err("no".into()) }, "4c440601050000000001026e6f");
+    golden(&Attached { mapped: Ok(()), registered: Err("no".into()) }, "4c440701050000000001026e6f");
+    let metadata = Metadata(Arc::new(b"meta".to_vec()));
+    golden(&Confirm { metadata: metadata.clone() }, "4c44070105000000046d657461");
+    golden(&LinkAnswer::Entered { metadata }, "4c4407010600000000046d657461");
+    golden(&LinkAnswer::Later { reason: "no".into() }, "4c4407010400000001026e6f");
+}
+
+#[test]
+fn metadata_is_bounded() {
+    let confirm = |bytes| Confirm { metadata: Metadata(Arc::new(vec![7; bytes])) };
+    let body = |bytes| protocol::encode(&confirm(bytes)).unwrap().split_off(HEADER);
+    assert_eq!(protocol::decode::<Confirm>(&body(MAX_METADATA)).unwrap(), confirm(MAX_METADATA));
+    assert!(body(MAX_METADATA).len() <= METADATA_LIMIT);
+    let error = protocol::decode::<Confirm>(&body(MAX_METADATA + 1)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NotLinked);
+    // Nothing is allocated for a length that is not there.
+    let claimed = b"\xff\xff\xff\xff\x0f";
+    let (error, peak) = counting_allocator::peak(|| protocol::decode::<Confirm>(claimed).unwrap_err());
+    assert_eq!(error.kind(), ErrorKind::NotLinked);
+    assert!(peak < 4096, "{peak}");
 }
 
 #[test]
 fn control_stream_bytes() {
-    golden(&Control::Ping, "4c4406010100000000");
-    golden(&Control::Pong, "4c4406010100000001");
-    golden(&Control::Bye { reason: "end".into(), unlinked: true }, "4c440601060000000203656e6401");
-    golden(&Control::Dial, "4c4406010100000003");
-    golden(&Control::Polled { arrived: (300, 5), polled: (1, 0) }, "4c4406010600000004ac02050100");
+    golden(&Control::Ping, "4c4407010100000000");
+    golden(&Control::Pong, "4c4407010100000001");
+    golden(&Control::Bye { reason: "end".into(), unlinked: true }, "4c440701060000000203656e6401");
+    golden(&Control::Dial, "4c4407010100000003");
+    golden(&Control::Polled { arrived: (300, 5), polled: (1, 0) }, "4c4407010600000004ac02050100");
 }
 
 #[test]
@@ -152,24 +172,24 @@ fn request_bytes() {
     let limit_ms = 1000;
     let named = WireName::Blocks { model: 1 };
     for (name, bytes) in [
-        (WireName::Request { model: 1, id: 2 }, "4c4406010600000000000102e807"),
-        (WireName::Prefix { model: 1, id: 2 }, "4c4406010600000000010102e807"),
-        (WireName::Blocks { model: 1 }, "4c44060105000000000201e807"),
-        (WireName::Row { cache: -1, row: 2 }, "4c4406010600000000030102e807"),
+        (WireName::Request { model: 1, id: 2 }, "4c4407010600000000000102e807"),
+        (WireName::Prefix { model: 1, id: 2 }, "4c4407010600000000010102e807"),
+        (WireName::Blocks { model: 1 }, "4c44070105000000000201e807"),
+        (WireName::Row { cache: -1, row: 2 }, "4c4407010600000000030102e807"),
     ] {
         golden(&Request::Describe { name, limit_ms }, bytes);
     }
     golden(
         &Request::Read { name: named, cache: 3, plan: plan(), from: 0, to: 7168, limit_ms },
-        "4c44060130000000010201060200040002020103802000800403ff0f800800a846800401000080408080808080208004010000008038e807",
+        "4c44070130000000010201060200040002020103802000800403ff0f800800a846800401000080408080808080208004010000008038e807",
     );
     golden(
         &Request::Write { name: named, cache: 3, plan: plan(), from: 0, to: 7168, ahead: false, limit_ms },
-        "4c44060131000000020201060200040002020103802000800403ff0f800800a84680040100008040808080808020800401000000803800e807",
+        "4c44070131000000020201060200040002020103802000800403ff0f800800a84680040100008040808080808020800401000000803800e807",
     );
     golden(
         &Request::Write { name: named, cache: 3, plan: plan(), from: 0, to: 7168, ahead: true, limit_ms },
-        "4c44060131000000020201060200040002020103802000800403ff0f800800a84680040100008040808080808020800401000000803801e807",
+        "4c44070131000000020201060200040002020103802000800403ff0f800800a84680040100008040808080808020800401000000803801e807",
     );
     let source = WireLocation::Process { runs: vec![Run { start: 4096, step: 8192, count: 2 }] };
     golden(
@@ -182,16 +202,16 @@ fn request_bytes() {
             tensor_bytes: 8192,
             limit_ms,
         },
-        "4c44060137000000030201060200040002020103802000800403ff0f800800a84680040100008040808080808020800401000001018020804002028040e807",
+        "4c44070137000000030201060200040002020103802000800403ff0f800800a84680040100008040808080808020800401000001018020804002028040e807",
     );
     let name = WireName::Request { model: 0, id: 0 };
     golden(
         &Request::Consume { name, cache: 3, first: 0, count: 80, limit_ms },
-        "4c4406010900000004000000060050e807",
+        "4c4407010900000004000000060050e807",
     );
     golden(
         &Request::Notify { messages: Payloads(vec![Payload(b"no".to_vec()), Payload(vec![])]), limit_ms },
-        "4c440601080000000802026e6f00e807",
+        "4c440701080000000802026e6f00e807",
     );
     golden(
         &Request::ConsumeAndNotify {
@@ -202,14 +222,14 @@ fn request_bytes() {
             message: Payload(b"no".to_vec()),
             limit_ms,
         },
-        "4c4406010c00000009000000060050026e6fe807",
+        "4c4407010c00000009000000060050026e6fe807",
     );
-    golden(&Request::Unlink { limit_ms }, "4c4406010300000005e807");
-    golden(&Request::Ping { limit_ms: 0 }, "4c440601020000000600");
-    golden(&Request::Locate { addrs: vec![4096, 300], limit_ms: 5 }, "4c4406010700000007028020ac0205");
+    golden(&Request::Unlink { limit_ms }, "4c4407010300000005e807");
+    golden(&Request::Ping { limit_ms: 0 }, "4c440701020000000600");
+    golden(&Request::Locate { addrs: vec![4096, 300], limit_ms: 5 }, "4c4407010700000007028020ac0205");
     golden(
         &Reply::Located(vec![AddressLocation { cache: CacheId(3), tensor: 2, offset: 300 }]),
-        "4c4406010600000006010602ac02",
+        "4c4407010600000006010602ac02",
     );
 }
 
@@ -218,20 +238,20 @@ fn reply_bytes() {
     let runs = vec![Run { start: 0, step: u64::MAX, count: 80 }];
     golden(
         &Reply::Described(record(WireLocation::Region { region: 1, runs })),
-        "4c4406011f0000000005d80406025080018080040101010000010100ffffffffffffffffff0150",
+        "4c4407011f0000000005d80406025080018080040101010000010100ffffffffffffffffff0150",
     );
     golden(
         &Reply::Described(record(WireLocation::Hidden)),
-        "4c440601110000000005d80406025080018080040101010002",
+        "4c440701110000000005d80406025080018080040101010002",
     );
-    golden(&Reply::Ready { bytes: 300 }, "4c4406010300000001ac02");
-    golden(&Reply::Done { bytes: 1 << 63 }, "4c4406010b0000000280808080808080808001");
-    golden(&Reply::Stale, "4c4406010100000003");
-    golden(&Reply::Unreachable { reason: "no".into() }, "4c4406010400000004026e6f");
+    golden(&Reply::Ready { bytes: 300 }, "4c4407010300000001ac02");
+    golden(&Reply::Done { bytes: 1 << 63 }, "4c4407010b0000000280808080808080808001");
+    golden(&Reply::Stale, "4c4407010100000003");
+    golden(&Reply::Unreachable { reason: "no".into() }, "4c4407010400000004026e6f");
     let arrived = WireRows { tensor: 7, rows: vec![(2, 300)] };
     golden(
         &Reply::Failed { kind: 1, message: "no".into(), facts: 0, arrived: vec![arrived] },
-        "4c4406010c0000000501026e6f0001070102ac02",
+        "4c4407010c0000000501026e6f0001070102ac02",
     );
 }
 
@@ -248,7 +268,7 @@ fn error_kinds_keep_their_numbers() {
 fn a_refusal_crosses_versions() {
     let error = Error::new(ErrorKind::LinkFailed, "wrong token").with("peer", "x");
     let frame = protocol::refusal(&error);
-    assert_eq!(hex(&frame), "4c4406ff1800000009000000".to_owned() + &hex(b"wrong token (peer=x)"));
+    assert_eq!(hex(&frame), "4c4407ff1800000009000000".to_owned() + &hex(b"wrong token (peer=x)"));
     // The version that wrote it does not matter.
     for version in [0, 1, 2, 3, 4, 5, 255] {
         let mut header: [u8; HEADER] = frame[..HEADER].try_into().unwrap();
@@ -285,7 +305,7 @@ fn a_refusal_fits_into_a_greeting() {
 
 #[test]
 fn invalid_headers_are_refused() {
-    let good = *b"LD\x06\x01\x10\0\0\0";
+    let good = *b"LD\x07\x01\x10\0\0\0";
     assert_eq!(Header::parse(good, 16).unwrap(), Header { kind: MESSAGE, length: 16 });
     let with = |at: usize, byte: u8| {
         let mut bytes = good;
@@ -297,7 +317,7 @@ fn invalid_headers_are_refused() {
     let version = with(2, 1);
     assert_eq!(version.kind(), ErrorKind::LinkFailed);
     assert!(
-        version.to_string().contains("version 6") && version.to_string().contains("version 1"),
+        version.to_string().contains("version 7") && version.to_string().contains("version 1"),
         "{version}"
     );
     assert_eq!(with(3, 2).kind(), ErrorKind::NotLinked);
@@ -394,9 +414,9 @@ fn plan_that_writes_a_byte_twice_is_an_invalid_argument() {
 #[test]
 fn block_bytes() {
     for (number, head, pairs) in [
-        (255, "4c440601170000000102010602000401800480048020050101", "02ff00"),
-        (256, "4c4406011b00000001020106020004018004800480200902", "0100020000010000"),
-        (0x0102_0304, "4c4406012300000001020106020004018004800480201104", "01000000020000000403020100000000"),
+        (255, "4c440701170000000102010602000401800480048020050101", "02ff00"),
+        (256, "4c4407011b00000001020106020004018004800480200902", "0100020000010000"),
+        (0x0102_0304, "4c4407012300000001020106020004018004800480201104", "01000000020000000403020100000000"),
     ] {
         golden(&read(blocks(512, vec![(1, 2), (number, 0)])), &format!("{head}{pairs}000000"));
     }

@@ -76,7 +76,7 @@ fn connected(transport: &dyn Transport, at: &Address) -> (Box<dyn Listener>, Str
 }
 
 fn frame(body: &[u8]) -> Vec<u8> {
-    let mut frame = b"LD\x06\x01".to_vec();
+    let mut frame = b"LD\x07\x01".to_vec();
     frame.extend(u32::try_from(body.len()).unwrap().to_le_bytes());
     frame.extend(body);
     frame
@@ -175,7 +175,7 @@ fn length_over_the_limit_ends_the_stream() {
         (HANDSHAKE_LIMIT + 1, HANDSHAKE_LIMIT),
     ] {
         each(|_, _, local, remote| {
-            let mut header = b"LD\x06\x01".to_vec();
+            let mut header = b"LD\x07\x01".to_vec();
             header.extend((claimed as u32).to_le_bytes());
             raw(&local).write_all(&header).unwrap();
             let error = remote.receive(limit, Duration::ZERO, soon()).unwrap_err();
@@ -203,7 +203,7 @@ fn longest_frame_passes() {
 fn claimed_length_allocates_no_memory() {
     // A frame announces 63 MiB, and a hundred bytes arrive. The memory is bounded by what arrived.
     each(|_, _, local, remote| {
-        let mut header = b"LD\x06\x01".to_vec();
+        let mut header = b"LD\x07\x01".to_vec();
         header.extend((63u32 << 20).to_le_bytes());
         header.extend([0; 100]);
         raw(&local).write_all(&header).unwrap();
@@ -487,27 +487,27 @@ fn send_to_peer_that_closed_its_end_fails() {
 fn a_refusal_answers_another_version() {
     each(|_, _, local, remote| {
         let mut refusal = protocol::refusal(&Error::new(ErrorKind::LinkFailed, "too old"));
-        refusal[2] = 7;
+        refusal[2] = 99;
         let mut message = frame(b"x");
-        message[2] = 7;
+        message[2] = 99;
         raw(&local).write_all(&[refusal, message].concat()).unwrap();
         let (kind, body) = remote.receive(HANDSHAKE_LIMIT, Duration::ZERO, soon()).unwrap().unwrap();
         assert!(protocol::open::<u8>(kind, &body).unwrap_err().to_string().ends_with("too old"));
         let error = remote.receive(HANDSHAKE_LIMIT, Duration::ZERO, soon()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::LinkFailed);
-        assert!(error.to_string().contains("version 7"), "{error}");
+        assert!(error.to_string().contains("version 99"), "{error}");
         // The rest of that message is never taken for a frame, but the reason can be sent to the peer.
         assert_eq!(kind_of(receive(&remote)), ErrorKind::NotLinked);
     });
     each(|_, _, local, remote| {
         let mut message = frame(b"x");
-        message[2] = 7;
+        message[2] = 99;
         raw(&local).write_all(&message).unwrap();
         let error = remote.receive(HANDSHAKE_LIMIT, Duration::ZERO, soon()).unwrap_err();
         assert!(remote.is_closed());
         remote.send(&protocol::refusal(&error), soon()).unwrap();
         drop(remote);
         let (kind, body) = local.receive(HANDSHAKE_LIMIT, Duration::ZERO, soon()).unwrap().unwrap();
-        assert!(protocol::open::<u8>(kind, &body).unwrap_err().to_string().contains("version 7"));
+        assert!(protocol::open::<u8>(kind, &body).unwrap_err().to_string().contains("version 99"));
     });
 }
