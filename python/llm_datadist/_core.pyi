@@ -420,8 +420,9 @@ class Peer:
 
     @property
     def metadata(self) -> bytes:
-        """What its program told about itself when the link was made: ``LLMDataDist.set_metadata``, or the argument
-        ``metadata`` of its ``ensure_link``. At most 16 KiB; empty if it told nothing.
+        """What its program told about itself when the link was made: at most 16 KiB, and empty by default.
+
+        It comes from ``LLMDataDist.set_metadata``, or from the argument ``metadata`` of ``ensure_link``.
         """
 
     def __eq__(self, other: object, /) -> bool: ...

@@ -30,7 +30,8 @@ class EngineEvents:
         sides link to each other at once, one link is made, and both calls succeed. While nobody listens at the address,
         the engine tries again until ``timeout_ms`` has passed. It does not make a link again that has ended: ``poll``
         returns ``LinkDown``, and another call makes another link. ``link_clusters`` to a linked peer gives
-        ``LLM_ALREADY_LINK``; ``unlink_clusters`` ends the link from either side. The original does not have this method.
+        ``LLM_ALREADY_LINK``; ``unlink_clusters`` ends the link from either side. The original does not have this
+        method.
 
         Args:
             address: ``"ip:port"`` or ``"[ipv6]:port"`` of the peer. Host names are not resolved.
@@ -47,14 +48,14 @@ class EngineEvents:
             RuntimeError: not initialized.
             TypeError: an argument has the wrong type.
             ValueError: ``cluster_id`` is outside uint64, or ``timeout_ms`` outside uint32.
-            LLMException: ``LLM_PARAM_INVALID``: ``address`` is not of the form ``ip:port`` or has port 0, ``metadata`` is
-                too long, ``cluster_id`` is this cluster, ``timeout_ms`` is 0, or the engine is in KvCacheManager mode;
+            LLMException: ``LLM_PARAM_INVALID``: ``address`` is not of the form ``ip:port`` or has port 0, ``metadata``
+                is too long, ``cluster_id`` is this cluster, ``timeout_ms`` is 0, or the engine is in KvCacheManager mode;
                 ``LLM_LINK_BUSY``: ``max_transfers`` calls run or have an outcome that was not taken;
                 ``LLM_OUT_OF_MEMORY``: no memory for the call; ``LLM_FAILED``: no thread could be started, or a forked
                 child (contract §16). The outcome of the call may be ``LLM_TIMEOUT``; ``LLM_LINK_FAILED``: the peer
                 refuses, for example because of the token, another cluster or another version;
-                ``LLM_PARAM_INVALID``: the two sides differ in ``enable_remote_cache_accessible``, or the address is that
-                of this engine; ``LLM_FAILED``: cancelled; ``LLM_ENGINE_FINALIZED``: ``finalize`` ended it.
+                ``LLM_PARAM_INVALID``: the two sides differ in ``enable_remote_cache_accessible``, or the address is
+                that of this engine; ``LLM_FAILED``: cancelled; ``LLM_ENGINE_FINALIZED``: ``finalize`` ended it.
         """
         return self._asynchronous("ensure_link").ensure_link(address, metadata, cluster_id, timeout_ms)
 

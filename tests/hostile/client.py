@@ -313,6 +313,7 @@ class Listener:
             self.doors[1].listen(256)
         self.links: list[Link] = []
         self.wires: list[Wire] = []
+        self.answer_to_link = m.entered()
         self.deaf: threading.Event | None = None  # no greeting is answered until it is set
         self.threads = [threading.Thread(target=self._accept, args=(door,), daemon=True) for door in self.doors]
         for thread in list(self.threads):
@@ -343,7 +344,7 @@ class Listener:
                     wire.say(m.ATTACHED)
                     wire.hear()
                 wire.hear()  # the confirmation
-                wire.say(m.entered())
+                wire.say(self.answer_to_link)
                 self.links.append(Link(self.peer, told["link"], wire, None))
             else:
                 self.serve(wire)

@@ -62,9 +62,9 @@ impl Serialize for Metadata {
 
 impl<'de> Deserialize<'de> for Metadata {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        struct Bytes;
+        struct MetadataBytes;
 
-        impl Visitor<'_> for Bytes {
+        impl Visitor<'_> for MetadataBytes {
             type Value = Metadata;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -81,6 +81,6 @@ impl<'de> Deserialize<'de> for Metadata {
             }
         }
 
-        from.deserialize_bytes(Bytes)
+        from.deserialize_bytes(MetadataBytes)
     }
 }

@@ -111,7 +111,7 @@ mod tests {
                 }
                 _ if accept => return false,
                 Call::Welcomed | Call::Refused if self.linked[side].is_some() => {
-                    self.calls[side] = Call::Done
+                    self.calls[side] = Call::Done;
                 }
                 Call::Welcomed => (self.calls[side], self.dials[side]) = (Call::Confirmed, true),
                 Call::Answered(entered) => {

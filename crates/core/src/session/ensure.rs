@@ -18,7 +18,7 @@ use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::events::PeerInfo;
 use crate::model::{ClusterId, Deadline};
 use crate::net::Address;
-use crate::protocol::{MAX_METADATA, Party};
+use crate::protocol::MAX_METADATA;
 
 /// Shortest and longest pause between two attempts.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(200));
@@ -108,26 +108,6 @@ impl LinkOnDemand {
             })?;
             pause = (2 * pause).min(PAUSES.1);
         }
-    }
-}
-
-impl Shared {
-    /// Returns what the program tells every peer.
-    pub(super) fn metadata(&self) -> Arc<Vec<u8>> {
-        self.metadata.lock().clone()
-    }
-
-    /// Refuses a link on demand to this engine itself, or to one that has the same cluster id.
-    pub(super) fn check_is_other(&self, peer: &Party) -> Result<()> {
-        if peer.instance == self.me.party.instance {
-            return Err(Error::invalid("the address is that of this engine itself"));
-        }
-        if peer.cluster == self.me.party.cluster {
-            let text =
-                "another engine with the cluster id of this one answers: two engines cannot share an id";
-            return Err(Error::new(ErrorKind::LinkFailed, text));
-        }
-        Ok(())
     }
 }
 

@@ -35,6 +35,12 @@ pub(super) struct LinkRequest<'a> {
     pub(super) reached: &'a Cell<Option<EngineId>>,
 }
 
+impl LinkRequest<'_> {
+    fn purpose(&self, link: u64, probe_local: bool) -> Purpose {
+        Purpose::Link { link, comm: self.comm.cloned(), probe_local, ensure: self.kind == Kind::Ensured }
+    }
+}
+
 impl Shared {
     /// Returns `Err` with `AlreadyLinked` if `cluster` is linked. A link that the peer made counts unless both
     /// sides may link to each other (`both_ways`). A link whose peer does not answer a ping is
@@ -67,16 +73,16 @@ impl Shared {
         request: &LinkRequest<'_>,
         deadline: Deadline,
     ) -> Result<Arc<Link>> {
-        let (asked, ensure) = (request.asked, request.kind == Kind::Ensured);
+        let asked = request.asked;
         let choice = self.resources.config.links.transport;
         let token = self.resources.config.links.token.is_some();
         let link = u64::from_le_bytes(random()?);
-        let purpose = |probe_local| Purpose::Link { link, comm: request.comm.cloned(), probe_local, ensure };
+        let purpose = |probe_local| request.purpose(link, probe_local);
         // Without a token, the two sides first connect at the local socket, even if they use TCP afterwards.
         let meet = matches!(address, Address::Tcp(_)) && (choice != TransportChoice::Tcp || !token);
         let dialer = self.dialer(address.clone());
         let (stream, welcome) = dialer.handshake(asked, purpose(meet), deadline)?;
-        if ensure {
+        if request.kind == Kind::Ensured {
             self.check_is_other(&welcome.from)?;
         }
         let Some(name) = welcome.local.filter(|_| meet) else {
@@ -84,13 +90,7 @@ impl Shared {
         };
         drop(stream);
         let socket = self.dialer(Address::Unix(name));
-        let is_same = |answer: &Welcome| {
-            if answer.from.instance == welcome.from.instance {
-                return Ok(());
-            }
-            let text = "another process answers at the local socket that the peer named";
-            Err(Error::new(ErrorKind::LinkFailed, text).with("socket", &socket.address))
-        };
+        let is_same = |answer: &Welcome| check_is_same(&socket, &welcome.from, &answer.from);
         if choice != TransportChoice::Tcp {
             let shown = Some(address.to_string());
             let answer = socket.handshake(asked, purpose(false), deadline).and_then(|(stream, answer)| {
@@ -99,9 +99,7 @@ impl Shared {
                 self.establish(made, &answer.from, link, shown, request, deadline)
             });
             let Err(why) = answer else { return answer };
-            let rival = why.kind() == ErrorKind::AlreadyLinked || why.fact(RIVAL_LINK).is_some();
-            let over = why.kind() == ErrorKind::Interrupted || deadline.passed() || rival;
-            if choice == TransportChoice::Shm || over {
+            if choice == TransportChoice::Shm || deadline.passed() || is_final(&why) {
                 return Err(why);
             }
             tracing::warn!(
@@ -206,6 +204,22 @@ impl Shared {
         let (key, accept_remote) = (Key::of(config.token.as_ref()), config.accept_remote);
         Dialer { transport, address, me: self.me.clone(), key, accept_remote }
     }
+}
+
+/// Refuses the process that answers at `socket`, which the peer named, if it is another one.
+fn check_is_same(socket: &Dialer, peer: &Party, other: &Party) -> Result<()> {
+    if other.instance == peer.instance {
+        return Ok(());
+    }
+    let text = "another process answers at the local socket that the peer named";
+    Err(Error::new(ErrorKind::LinkFailed, text).with("socket", &socket.address))
+}
+
+/// Whether another transport does not help: the call was stopped, or the peer keeps another link.
+fn is_final(error: &Error) -> bool {
+    let is_stopped =
+        matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::Cancelled | ErrorKind::Closed);
+    is_stopped || error.kind() == ErrorKind::AlreadyLinked || error.fact(RIVAL_LINK).is_some()
 }
 
 /// Asks the peer to enter the link, and returns its metadata once it has.

@@ -15,8 +15,9 @@ use super::refusals::Refusals;
 use super::registry::Registry;
 use super::server::Server;
 use super::threads::Threads;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::model::{ClusterId, Deadline};
+use crate::protocol::Party;
 use crate::resources::Resources;
 use crate::sync::Mutex;
 
@@ -75,6 +76,24 @@ impl Shared {
     /// [`REPLACED_AFTER`] so that neither a slow network nor a very long heartbeat makes the value unreasonable.
     pub(super) fn silence_limit(&self) -> Duration {
         self.resources.config.links.heartbeat.saturating_mul(2).clamp(REPLACED_AFTER.0, REPLACED_AFTER.1)
+    }
+
+    /// Returns what the program tells every peer.
+    pub(super) fn metadata(&self) -> Arc<Vec<u8>> {
+        self.metadata.lock().clone()
+    }
+
+    /// Refuses a link on demand to this engine itself, or to one that has the same cluster id.
+    pub(super) fn check_is_other(&self, peer: &Party) -> Result<()> {
+        if peer.instance == self.me.party.instance {
+            return Err(Error::invalid("the address is that of this engine itself"));
+        }
+        if peer.cluster == self.me.party.cluster {
+            let text =
+                "another engine with the cluster id of this one answers: two engines cannot share an id";
+            return Err(Error::new(ErrorKind::LinkFailed, text));
+        }
+        Ok(())
     }
 
     pub(super) fn find_other(&self, cluster: ClusterId, deadline: Deadline) -> Result<Arc<Link>> {
