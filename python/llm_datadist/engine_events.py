@@ -49,8 +49,8 @@ class EngineEvents:
             TypeError: an argument has the wrong type.
             ValueError: ``cluster_id`` is outside uint64, or ``timeout_ms`` outside uint32.
             LLMException: ``LLM_PARAM_INVALID``: ``address`` is not of the form ``ip:port`` or has port 0, ``metadata``
-                is too long, ``cluster_id`` is this cluster, ``timeout_ms`` is 0, or the engine is in KvCacheManager mode;
-                ``LLM_LINK_BUSY``: ``max_transfers`` calls run or have an outcome that was not taken;
+                is too long, ``cluster_id`` is this cluster, ``timeout_ms`` is 0, or the engine is in KvCacheManager
+                mode; ``LLM_LINK_BUSY``: ``max_transfers`` calls run or have an outcome that was not taken;
                 ``LLM_OUT_OF_MEMORY``: no memory for the call; ``LLM_FAILED``: no thread could be started, or a forked
                 child (contract §16). The outcome of the call may be ``LLM_TIMEOUT``; ``LLM_LINK_FAILED``: the peer
                 refuses, for example because of the token, another cluster or another version;

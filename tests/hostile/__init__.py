@@ -9,7 +9,7 @@ bytes (`b"LD"`, version, kind, length of the body as a little-endian `u32`) and 
 in the postcard format, which the state of the stream names. A body has at most 4 KiB during a greeting and on control
 streams (`Confirm` and its answer: 16 KiB and 64 bytes), and at most 64 MiB on call streams. Kind 255 is a refusal,
 which may come in place of any message, from any version: the number of an error kind as a `u32`, then UTF-8 text.
-Descriptors travel as SCM_RIGHTS with the first byte of a frame, at most eight with one frame. Only `Attach` carries any.
+Descriptors travel as SCM_RIGHTS with the first byte of a frame, at most eight. Only `Attach` carries any.
 
 A *link* joins two engines. It has one *control stream*, and any number of *call streams*, each with one call at a time.
 Every stream starts with a greeting. The side that dialled the control stream also dials the call streams; the other

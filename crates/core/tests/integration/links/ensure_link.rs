@@ -145,6 +145,33 @@ fn both_sides_may_dial_at_once() {
     }
 }
 
+/// One side calls `link_clusters` while the other calls `ensure_link`. There may be two links then, and both work.
+#[test]
+fn link_clusters_at_the_same_time_does_no_harm() {
+    for way in WAYS {
+        let [local, remote] = pair(way);
+        for round in 0..times(60) {
+            let start = Barrier::new(2);
+            thread::scope(|scope| {
+                let there = scope.spawn(|| {
+                    start.wait();
+                    linked(&ensure(&remote, &local)).unwrap();
+                });
+                start.wait();
+                let here = link(&local, &remote);
+                assert!(here.is_ok() || here.unwrap_err().kind() == ErrorKind::AlreadyLinked);
+                there.join().unwrap();
+            });
+            let counts = [local.peers().len(), remote.peers().len()];
+            assert!(counts == [1, 1] || counts == [2, 2], "{way:?}, round {round}: {counts:?}");
+            check_pull(&local, &remote);
+            check_pull(&remote, &local);
+            unlink(&local, &remote).unwrap();
+            eventually("the end of the links", || local.peers().is_empty() && remote.peers().is_empty());
+        }
+    }
+}
+
 /// Many calls of both sides at once make one link.
 #[test]
 fn many_calls_at_once_make_one_link() {
