@@ -237,7 +237,8 @@ def test_the_deadline_counts_from_the_call(ends: Ends) -> None:
             assert code(call) == TIMEOUT
             text = str(call.exception())
             assert f"address={address}" in text
-            assert "400" in text
+            assert "cluster=7" in text
+            assert "limit_ms=400" in text
     assert code(near.dist.ensure_link(nowhere(), timeout_ms=100)) == TIMEOUT
 
 

@@ -305,7 +305,9 @@ class DataDist:
 
 @final
 class Transfer:
-    """An asynchronous call. The ``_async`` methods of ``CacheManager`` make it. The original does not have this class.
+    """An asynchronous call. The original does not have this class.
+
+    The ``_async`` methods of ``CacheManager`` and ``LLMDataDist.ensure_link`` make it.
 
     Any number of threads may use it. Dropping it does not end the call. ``await transfer`` waits without a thread, and
     returns or raises what ``result`` does. The outcome stays in the object, also after ``finalize``. Taking it with

@@ -165,7 +165,7 @@ impl DataDist {
         let copy = LocalCopy { resources: self.resources.clone(), op, src, dst, staging };
         let work = move |execution: &Arc<Execution>, deadline| copy.execute(moves, execution, deadline);
         let lanes = LaneKey::Calls(self.resources.config.cluster);
-        let purpose = CallPurpose { op, lanes, deadline, outgoing: None, address: None, event: true };
+        let purpose = CallPurpose { op, lanes, deadline, outgoing: None, dials: None, event: true };
         self.start(purpose, used, Box::new(work))
     }
 
@@ -176,7 +176,7 @@ impl DataDist {
     /// Returns the purpose of a call to a peer.
     pub(super) fn outgoing(&self, op: Op, lanes: LaneKey, deadline: Deadline) -> CallPurpose {
         let outgoing = Some(self.resources.outgoing_calls.begin());
-        CallPurpose { op, lanes, deadline, outgoing, address: None, event: true }
+        CallPurpose { op, lanes, deadline, outgoing, dials: None, event: true }
     }
 
     /// Returns the deadline of a call with its own limit.

@@ -49,8 +49,8 @@ impl DataDist {
             execution.transfer().set_peer(peer);
             Ok(0)
         };
-        let (op, lanes, address) = (Op::Link, LaneKey::Links, Some(address));
-        let purpose = CallPurpose { op, lanes, deadline, outgoing: None, address, event: true };
+        let (op, lanes, dials) = (Op::Link, LaneKey::Links, Some((address, options.cluster)));
+        let purpose = CallPurpose { op, lanes, deadline, outgoing: None, dials, event: true };
         self.start(purpose, CallRows::of_all(Vec::new())?, Box::new(work))
     }
 
