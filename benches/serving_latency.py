@@ -160,7 +160,8 @@ def many(transport: str) -> Callable[[Size], Iterator[Row]]:
                     asynchronous.clear()
                     for figures in sync.values():
                         figures.clear()
-        what = f"{size.pulls:,} pulls of {size.pull_bytes >> 10} KiB, {transport}"
+        each = f"{size.pull_bytes >> 20} MiB" if size.pull_bytes >= MIB else f"{size.pull_bytes >> 10} KiB"
+        what = f"{size.pulls:,} pulls of {each}, {transport}"
         for threads, figures in sync.items():
             yield Row(f"{what}, pull_blocks, {threads} thread{'s' * (threads > 1)}", figures, "GB/s")
         yield Row(f"{what}, all in flight from one thread", asynchronous, "GB/s")
@@ -328,8 +329,11 @@ def idle(size: Size) -> Iterator[Row]:
             time.sleep(0.001)
         time.sleep(size.idle_ms / 5e3)
         after = both_rest(near, size)
-    for name, figure in (("before the first poll", before), ("after fileno, poll and notifications", after)):
-        yield Row(f"CPU of two idle linked processes, {name}", [figure], f"ms/{size.idle_ms / 1e3:g} s")
+    what, unit = "CPU of two idle linked processes", f"ms/{size.idle_ms / 1e3:g} s"
+    yield Row(f"{what}, before the first poll", [before], unit)
+    yield Row(f"{what}, after fileno, poll and notifications", [after], unit)
+    # Single heartbeats differ by more than a fraction of a millisecond.
+    yield Row(f"{what}, difference", [float(round(after - before))], unit, at_most=0)
 
 
 def both_rest(near: Near, size: Size) -> float:
