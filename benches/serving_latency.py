@@ -76,7 +76,7 @@ class Row:
 
 def short(figure: float) -> str:
     """A figure with as many digits as matter."""
-    return f"{figure:,.0f}" if abs(figure) >= 1000 or figure == int(figure) else f"{figure:.3g}"
+    return f"{figure:,.0f}" if abs(figure) >= 999.5 or figure == int(figure) else f"{figure:.3g}"
 
 
 def micros(call: Callable[[], Any]) -> float:
