@@ -106,6 +106,7 @@ lint: build $(VENV)/.test-tools  ## formatting, clippy, ruff, mypy, stubs; warni
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	MYPYPATH=benches/scaling $(BIN)/mypy benches/peers
+	MYPYPATH=benches $(BIN)/mypy benches/serving_latency.py
 	$(BIN)/python -m mypy.stubtest llm_datadist._core
 
 docs: build .venv-docs/.tools  ## the documentation site in target/docs: runs every snippet, checks every link; warnings are errors
@@ -187,6 +188,7 @@ bench: build capi $(VENV)/.test-tools  ## every benchmark; figures go to benches
 	$(BIN)/python benches/python_overhead.py
 	$(BIN)/python benches/transfer_latency.py
 	$(BIN)/python benches/layerwise_latency.py
+	$(BIN)/python benches/serving_latency.py
 
 bench-latency:  ## p50, p99 and p99.99 of single calls beside a bare copy loop (BASE=commit compares; five minutes)
 	$(PYTHON) benches/latency.py $(if $(BASE),--base "$(BASE)")

@@ -12,12 +12,13 @@ import random
 import select
 import signal
 import time
+from contextlib import ExitStack
 
 import pytest
 
 from llm_datadist import LLMException
 from llm_datadist.events import Completed, Transfer
-from peers import LIMIT, OK, SOAK, End, Ends, by_blocks, options, pattern
+from peers import LIMIT, OK, SOAK, End, Ends, by_blocks, eventually, options, pattern
 from peers.values import cache_key as key
 
 BLOCKS, BLOCK_BYTES, TENSORS = 2048, 16384, 2
@@ -158,3 +159,74 @@ def test_bytes_are_right_where_a_call_succeeds(ends: Ends) -> None:
                     assert (array[block] == row[block % 64]).all(), block
         assert not any(isinstance(event, Completed) for event in near.dist.poll()), "all outcomes were taken"
         near.unlink_clusters([(2, address)], 1000, force=True)
+
+
+def completed(near: End) -> list[Transfer]:
+    return [event.transfer for event in near.dist.poll() if isinstance(event, Completed)]
+
+
+def seen_to_end(near: End) -> list[Transfer]:
+    """Wait for the end of a transfer."""
+    ended: list[Transfer] = []
+
+    def one() -> bool:
+        ended.extend(completed(near))
+        return bool(ended)
+
+    eventually(one)
+    return ended
+
+
+@pytest.mark.parametrize("delay", [None, 0.0005, 0.002, 0.005])
+def test_a_push_to_a_peer_that_stops_ends_once_and_never_passes_for_a_success(
+    ends: Ends, transport: str, delay: float | None
+) -> None:
+    """The peer stops before or under a push, and continues when the source has other bytes.
+
+    The push ends once, with LLM_TIMEOUT. If the peer reads the source, the push ends only when the link has broken, so
+    that nobody waits for the answer any more. When the peer continues, it may read the other bytes, but only into the
+    blocks that the push names, which are undefined after the failure. Its program gets the message of the push only if
+    it has the bytes of the push.
+    """
+    rows, named, row_bytes = 20, 16, 1 << 20
+    settings = {"llm__LinkTransport": transport, "llm__LinkHeartbeat": 100, "llm__LinkSilence": 2000}
+    near, far = ends.pair(accessible=True, pool=48 << 20, **settings)
+    far.allocate("f", rows, row_bytes, TENSORS, blocks=True, keys=[by_blocks(0)], seed=2)
+    near.allocate("n", rows, row_bytes, TENSORS, blocks=True, seed=1)
+    handle, blocks = near.held["n"].handle, list(range(named))
+    near.manager.push_blocks(key(by_blocks(2)), handle, [named], [named])  # later, the peer is only asked to read
+    with ExitStack() as stopped:
+        if delay is None:
+            stopped.enter_context(far.stopped())
+        transfer = near.manager.push_blocks_async(
+            key(by_blocks(2)), handle, blocks, blocks, timeout_ms=500, notify=b"pushed"
+        )
+        if delay is not None:
+            time.sleep(delay)
+            stopped.enter_context(far.stopped())
+        assert seen_to_end(near) == [transfer]
+        failure = transfer.exception(0)
+        assert failure is None or failure.status_code.name == "LLM_TIMEOUT", failure
+        reading = failure is not None and transfer.progress() != (0, 0) and "may have been" not in str(failure)
+        assert reading or delay is not None
+        if reading and transport == "auto":
+            assert near.dist.peers() == [], "the answer of the peer would still count"
+        near.paint("n", 0xEE)
+    far.copy_blocks("f", [(0, rows - 1)])  # waits until no request of the push uses its blocks
+    held = far.read("f")
+
+    def pushed_again() -> bool:
+        near.link_clusters([far.at])
+        near.fill("n", 3)
+        return near.timed("push_blocks", by_blocks(2), "n", blocks, blocks, notify=b"again")[0] == OK
+
+    eventually(pushed_again)
+    told = [message for _, message in far.polled()].count(b"pushed")
+    assert told in ({1} if failure is None else {0, 1})
+    for array, ours, theirs in zip(held, *(pattern(seed, TENSORS, rows, row_bytes) for seed in (1, 2))):
+        assert not told or (array[:named] == ours[:named]).all(), "the message came without the bytes"
+        assert (array[named] == ours[named]).all()
+        assert (array[named + 1 : -1] == theirs[named + 1 : -1]).all(), "blocks that the push does not name"
+    for array, ours in zip(far.read("f"), pattern(3, TENSORS, rows, row_bytes)):
+        assert (array[:named] == ours[:named]).all()
+    assert completed(near) == [], "the push has ended once"

@@ -267,7 +267,7 @@ def test_a_grant_of_several_parts_is_reported_once(served: tuple[End, Peer]) -> 
 
 
 def test_no_row_counts_as_arrived_if_the_grant_may_have_ended_before(ends: Ends) -> None:
-    """The owner stops in the middle of a pull over TCP. What came before the time limit proves nothing about the grant."""
+    """The owner stops in the middle of a pull over TCP. What came before the time limit proves nothing of the grant."""
     near, far = ends.pair(pool=64 << 20, llm__LinkTransport="tcp", llm__SyncKvCacheWaitTime=1000)
     near.allocate("near", 16, 2 << 20, 1, blocks=True)
     far.allocate("far", 16, 2 << 20, 1, blocks=True, keys=[by_blocks(0)])

@@ -89,7 +89,7 @@ def test_descriptors_with_other_frames_are_closed() -> None:
 
 
 GREETING = ("connect", "half header", "header", "half hello", "hello", "half proof")
-AFTER = ("welcome", "half attach", "attach", "attached")
+AFTER = ("welcome", "half attach", "attach", "attached", "half confirm", "confirm")
 
 
 @pytest.mark.parametrize("steps", [GREETING, AFTER], ids=["greeting", "after"])
@@ -111,7 +111,7 @@ def test_floods_of_stalled_connections_keep_nobody_out(steps: tuple[str, ...], o
             trial.join(41, "auto")
         assert trial.victim.open_files(16) == ""
         # A peer that has sent the last message of the handshake has a link, even if it has not read the last answer.
-        made = count // 4 if steps == AFTER else 0
+        made = count // len(AFTER) if steps == AFTER else 0
         trial.judge(links=made + 4, mapped=(budgets.pending(open_files) + made + 2) * GENERATIONS)
 
 
@@ -127,8 +127,8 @@ def test_connections_that_stall_are_ended() -> None:
         until = time.monotonic() + 5 + SLACK
         left = [what for what, wire in stalled if not wire.ended(max(0.1, until - time.monotonic()))]
         trial.held.close()
-        # After `attached`, the link exists for the engine; only the peer has not read the last message.
-        assert left in ([], ["local attached"]), left
+        # After `confirm`, the link exists for the engine; only the peer has not read the last message.
+        assert left in ([], ["local confirm"]), left
         trial.judge(links=1, mapped=2 * GENERATIONS)
         trial.recovers()
 

@@ -1,6 +1,6 @@
-"""Puts the modules of `benches/scaling` and `benches/peers`, programs and no packages, on the import path."""
+"""Puts the modules of `benches` and of two of its folders, programs and no packages, on the import path."""
 
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("scaling", "peers")]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("scaling", "peers", ".")]

@@ -7,7 +7,7 @@ use std::cell::Cell;
 use std::fmt::Debug;
 
 use llm_datadist_core::testing::protocol::{
-    self, Attach, Attached, Challenge, Control, Hello, Proof, Reply, Request, Welcome, WirePlan,
+    self, Attach, Attached, Challenge, Confirm, Control, Hello, LinkAnswer, Proof, Reply, Request, Welcome, WirePlan,
 };
 use llm_datadist_core::{Error, ErrorKind};
 use serde::Serialize;
@@ -97,7 +97,7 @@ pub fn decoded<T: Serialize + DeserializeOwned + PartialEq + Debug>(body: &[u8])
 
 /// Decodes `body` as the message with the number `which`, and converts what can be converted.
 pub fn any_message(which: u8, body: &[u8]) {
-    match which % 10 {
+    match which % 12 {
         0 => drop(decoded::<Hello>(body)),
         1 => drop(decoded::<Challenge>(body)),
         2 => drop(decoded::<Proof>(body)),
@@ -107,6 +107,8 @@ pub fn any_message(which: u8, body: &[u8]) {
         6 => drop(decoded::<Control>(body)),
         7 => request(body),
         8 => reply(body),
+        9 => drop(decoded::<Confirm>(body)),
+        10 => drop(decoded::<LinkAnswer>(body)),
         _ => drop(decoded::<WirePlan>(body)),
     }
 }

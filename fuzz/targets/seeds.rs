@@ -7,9 +7,9 @@ use std::sync::Arc;
 use llm_datadist_core::testing::model::{AddressLocation, CacheId, GrantId};
 use llm_datadist_core::testing::plan::{Span, SpanList};
 use llm_datadist_core::testing::protocol::{
-    self, Attach, Attached, Challenge, Comm, Control, EntryVersion, Hello, Pairs, Party, Payload, Payloads,
-    Proof, Purpose, Reply, Request, Run, Welcome, WireCache, WireLocation, WireName, WirePlan, WirePulled, WireRows,
-    WireSteps,
+    self, Attach, Attached, Challenge, Comm, Confirm, Control, EntryVersion, Hello, LinkAnswer, Metadata, Pairs,
+    Party, Payload, Payloads, Proof, Purpose, Reply, Request, Run, Welcome, WireCache, WireLocation, WireName,
+    WirePlan, WirePulled, WireRows, WireSteps,
 };
 use llm_datadist_core::{Error, ErrorKind};
 use serde::Serialize;
@@ -53,7 +53,7 @@ fn greeting(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     let from = Party { cluster: 1, instance: 300, remote_accessible: true };
     let comm = Some(Comm { name: "c".into(), members: vec![(1, 0), (2, 1)], listener: "a:1".into() });
     let hello = |purpose| Hello { purpose, from, asked: Some(2), host: "host".into(), nonce: [7; 16] };
-    add(0, "hello-link", frame(&hello(Purpose::Link { link: 9, comm, probe_local: true })));
+    add(0, "hello-link", frame(&hello(Purpose::Link { link: 9, comm, probe_local: true, ensure: false })));
     add(0, "hello-call", frame(&hello(Purpose::Call { link: 9, reverse: true })));
     add(1, "challenge", frame(&Challenge { nonce: [8; 16] }));
     add(2, "proof", frame(&Proof { mac: [9; 32] }));
@@ -65,6 +65,10 @@ fn greeting(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     let probe = Some((0x7f00_0000_1000, [3; 16]));
     add(4, "attach", frame(&Attach { generations: true, regions: [Some(1 << 20), None], probe }));
     add(5, "attached", frame(&Attached { mapped: Ok(()), registered: Err("refused".into()) }));
+    let metadata = Metadata(Arc::new(b"metadata".to_vec()));
+    add(9, "confirm", frame(&Confirm { metadata: metadata.clone() }));
+    add(10, "entered", frame(&LinkAnswer::Entered { metadata }));
+    add(10, "later", frame(&LinkAnswer::Later { reason: "there is a link already".into() }));
 }
 
 fn control(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {

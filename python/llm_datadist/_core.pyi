@@ -233,6 +233,9 @@ class DataDist:
     def notify(self, cluster_id: int, payload: bytes | bytearray) -> None:
         """Send a message to a linked cluster."""
 
+    def set_metadata(self, metadata: bytes | bytearray) -> None:
+        """Set what the peers of later links are told about this program."""
+
     def peers(self) -> list[Peer]:
         """Return the peers of all links."""
 
@@ -305,7 +308,9 @@ class DataDist:
 
 @final
 class Transfer:
-    """An asynchronous call. The ``_async`` methods of ``CacheManager`` make it. The original does not have this class.
+    """An asynchronous call. The original does not have this class.
+
+    The ``_async`` methods of ``CacheManager`` and ``LLMDataDist.ensure_link`` make it.
 
     Any number of threads may use it. Dropping it does not end the call. ``await transfer`` waits without a thread, and
     returns or raises what ``result`` does. The outcome stays in the object, also after ``finalize``. Taking it with
@@ -333,12 +338,15 @@ class Transfer:
     def done(self) -> bool:
         """Return whether the call has ended. Then nothing of it touches memory of this process any more."""
 
-    def result(self, timeout_ms: int | None = None) -> None:
+    def result(self, timeout_ms: int | None = None) -> Peer | None:
         """Wait until the call has ended, and raise its failure. Ctrl-C interrupts the wait.
 
         Args:
             timeout_ms: time limit of the wait in milliseconds (uint32); 0 does not wait, and ``None`` waits without
                 limit.
+
+        Returns:
+            The peer for ``LLMDataDist.ensure_link``; ``None`` for every other call.
 
         Raises:
             TypeError: ``timeout_ms`` is not an ``int`` or ``None``.
@@ -414,6 +422,13 @@ class Peer:
     @property
     def transport(self) -> str:
         """How bytes move: ``"shm"`` or ``"tcp"``."""
+
+    @property
+    def metadata(self) -> bytes:
+        """What its program told about itself when the link was made: at most 16 KiB, and empty by default.
+
+        It comes from ``LLMDataDist.set_metadata``, or from the argument ``metadata`` of ``ensure_link``.
+        """
 
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
@@ -647,6 +662,11 @@ class AsyncCalls:
 
         Every argument error is a ``ValueError`` as well.
         """
+
+    def ensure_link(
+        self, address: str, metadata: bytes | bytearray | None, cluster_id: int | None, timeout_ms: int
+    ) -> Transfer:
+        """Start to link to the engine at ``ip:port``, unless there is a link to it."""
 
     def poll(self, max_events: int) -> list[Completed | Notification | LinkUp | LinkDown | GrantEnded]:
         """Return at most ``max_events`` (uint32) events, and remove them. The call never waits."""

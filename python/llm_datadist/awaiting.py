@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Optional
 from weakref import WeakKeyDictionary
 
 from llm_datadist import _core
@@ -83,11 +83,14 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-async def await_transfer(transfer: _core.Transfer) -> None:
-    """Wait until a transfer has ended, and raise its failure. Cancelling the coroutine leaves the transfer running."""
+async def await_transfer(transfer: _core.Transfer) -> Optional[_core.Peer]:
+    """Wait until a transfer has ended, and return its result or raise its failure.
+
+    Cancelling the coroutine leaves the transfer running.
+    """
     import asyncio  # noqa: PLC0415  (only coroutines need it)
 
     if not transfer.done():
         loop = asyncio.get_running_loop()
         await _of(loop).wait(loop, transfer)
-    transfer.result(0)
+    return transfer.result(0)

@@ -1,4 +1,4 @@
-"""What a program that never blocks asks an engine: events, messages to peers, and who is linked.
+"""What a program that never blocks asks an engine: events, links on demand, messages to peers, and who is linked.
 
 The original does not have these methods.
 """
@@ -14,6 +14,65 @@ __all__ = ["EngineEvents"]
 
 class EngineEvents:
     """The base of ``LLMDataDist`` with the methods about events and peers."""
+
+    def ensure_link(
+        self,
+        address: str,
+        *,
+        metadata: Optional[bytes] = None,
+        cluster_id: Optional[int] = None,
+        timeout_ms: int = 3000,
+    ) -> _core.Transfer:
+        """Start to link to the engine that listens at an address, unless there is a link to it.
+
+        The call never waits. A link that exists is a success, whichever side made it and by whatever call. If both
+        sides link to each other at once, one link is made, and both calls succeed. While nobody listens at the address,
+        the engine tries again until ``timeout_ms`` has passed. It does not make a link again that has ended: ``poll``
+        returns ``LinkDown``, and another call makes another link. ``link_clusters`` to a linked peer gives
+        ``LLM_ALREADY_LINK``; ``unlink_clusters`` ends the link from either side. The original does not have this
+        method.
+
+        Args:
+            address: ``"ip:port"`` or ``"[ipv6]:port"`` of the peer. Host names are not resolved.
+            metadata: ``bytes`` or ``bytearray`` of at most 16 KiB that the peer gets as ``Peer.metadata``. With
+                ``None``, it gets what ``set_metadata`` says.
+            cluster_id: the cluster that must answer (uint64). With ``None``, any cluster may. With a ``cluster_id``, a
+                link that the peer makes meanwhile counts even if it listens nowhere.
+            timeout_ms: time limit of the whole call in milliseconds (uint32, above 0).
+
+        Returns:
+            The call that was started. Its ``result`` is the ``Peer``.
+
+        Raises:
+            RuntimeError: not initialized.
+            TypeError: an argument has the wrong type.
+            ValueError: ``cluster_id`` is outside uint64, or ``timeout_ms`` outside uint32.
+            LLMException: ``LLM_PARAM_INVALID``: ``address`` is not of the form ``ip:port`` or has port 0, ``metadata``
+                is too long, ``cluster_id`` is this cluster, ``timeout_ms`` is 0, or the engine is in KvCacheManager
+                mode; ``LLM_LINK_BUSY``: ``max_transfers`` calls run or have an outcome that was not taken;
+                ``LLM_OUT_OF_MEMORY``: no memory for the call; ``LLM_FAILED``: no thread could be started, or a forked
+                child (contract §16). The outcome of the call may be ``LLM_TIMEOUT``; ``LLM_LINK_FAILED``: the peer
+                refuses, for example because of the token, another cluster or another version;
+                ``LLM_PARAM_INVALID``: the two sides differ in ``enable_remote_cache_accessible``, or the address is
+                that of this engine; ``LLM_FAILED``: cancelled; ``LLM_ENGINE_FINALIZED``: ``finalize`` ended it.
+        """
+        return self._asynchronous("ensure_link").ensure_link(address, metadata, cluster_id, timeout_ms)
+
+    def set_metadata(self, metadata: bytes) -> None:
+        """Set what the peers of later links get as ``Peer.metadata``. The original does not have this method.
+
+        It counts for links of every kind, whichever side makes them. Existing links keep what was said when they were
+        made. Until the first call, it is empty. A peer gets it only after each side has proved its identity.
+
+        Args:
+            metadata: ``bytes`` or ``bytearray`` of at most 16 KiB.
+
+        Raises:
+            RuntimeError: not initialized.
+            TypeError: ``metadata`` is not ``bytes`` or ``bytearray``.
+            LLMException: ``LLM_PARAM_INVALID``: ``metadata`` is too long.
+        """
+        self._check_initialized().set_metadata(metadata)
 
     def notify(self, cluster_id: int, payload: bytes) -> None:
         """Send a message to the program of a linked cluster, which gets it from ``poll`` as ``Notification``.

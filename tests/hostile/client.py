@@ -117,6 +117,7 @@ class Link:
         self.peer, self.number, self.control = peer, number, control
         self.dial = dial
         self.seen: dict[str, str | None] = {}
+        self.metadata = b""  # of the engine
         self.calls: list[Wire] = []
 
     def call(self) -> Wire:
@@ -214,7 +215,10 @@ class Peer:
         return told
 
     def link_tcp(self, address: str, *, stop: str = "up", window: int | None = None) -> Link:
-        """Make a link over TCP. `stop="welcome"` does not read the first `Pong`; `window` is the receive buffer."""
+        """Make a link over TCP. Instead of "up", `stop` may be "welcome", "half confirm" or "confirm".
+
+        `window` is the receive buffer.
+        """
         return self._link(lambda: dial_tcp(address, window, self.patience), stop)
 
     def link_local(self, name: str, offer: Offer | None = None, *, stop: str = "up") -> Link:
@@ -233,15 +237,19 @@ class Peer:
             self.greet(link.control, m.purpose_link(number), stop=stop if stop in STEPS else "welcome")
             if stop not in STEPS and offer is not None:
                 self._attach(link, offer, stop)
+            if stop == "half confirm":
+                link.control.send(frame(m.confirm(bytes(1000)))[:500])
+            if stop in {"confirm", "up"}:
+                link.control.say(m.confirm())
             if stop == "up":
-                assert link.control.hear() == m.PONG
+                link.metadata = m.read_entered(link.control.hear())
         except BaseException:
             link.close()
             raise
         return link
 
     def _attach(self, link: Link, offer: Offer, stop: str) -> None:
-        """Offer memory, up to the step "half attach", "attach", "attached" or "up"."""
+        """Offer memory, up to the step "half attach", "attach", or all of it."""
         if stop == "half attach":
             link.control.send(frame(offer.body)[:10])
             return
@@ -306,6 +314,7 @@ class Listener:
             self.doors[1].listen(256)
         self.links: list[Link] = []
         self.wires: list[Wire] = []
+        self.answer_to_link = m.entered()
         self.deaf: threading.Event | None = None  # no greeting is answered until it is set
         self.threads = [threading.Thread(target=self._accept, args=(door,), daemon=True) for door in self.doors]
         for thread in list(self.threads):
@@ -335,7 +344,8 @@ class Listener:
                     wire.hear()
                     wire.say(m.ATTACHED)
                     wire.hear()
-                wire.say(m.PONG)
+                wire.hear()  # the confirmation
+                wire.say(self.answer_to_link)
                 self.links.append(Link(self.peer, told["link"], wire, None))
             else:
                 self.serve(wire)

@@ -23,8 +23,8 @@ def comm(name: str, members: list[tuple[int, int]], listener: str) -> bytes:
     return text(name) + many([uint(cluster) + uint(rank) for cluster, rank in members]) + text(listener)
 
 
-def purpose_link(link: int, probe: bool = False) -> bytes:
-    return uint(0) + uint(link) + some(None) + flag(probe)
+def purpose_link(link: int, probe: bool = False, ensure: bool = False) -> bytes:
+    return uint(0) + uint(link) + some(None) + flag(probe) + flag(ensure)
 
 
 def purpose_call(link: int) -> bytes:
@@ -87,6 +87,30 @@ def read_attached(body: bytes) -> dict[str, str | None]:
     told = {name: reader.text() if reader.uint() else None for name in ("mapped", "registered")}
     reader.done()
     return told
+
+
+def confirm(metadata: bytes = b"") -> bytes:
+    """The last message of the side that dials a link."""
+    return blob(metadata)
+
+
+def entered(metadata: bytes = b"") -> bytes:
+    """Answer 0 of the side that accepts a link: it has entered the link."""
+    return uint(0) + blob(metadata)
+
+
+def later(reason: str) -> bytes:
+    """Answer 1 of the side that accepts a link: it keeps another one."""
+    return uint(1) + text(reason)
+
+
+def read_entered(body: bytes) -> bytes:
+    """Return the metadata of the side that has entered a link."""
+    reader = Reader(body)
+    assert reader.uint() == 0, body
+    metadata = reader.raw(reader.uint())
+    reader.done()
+    return metadata
 
 
 PING, PONG, DIAL = uint(0), uint(1), uint(3)

@@ -114,6 +114,19 @@ class End(Process):
     def notify(self, cluster: int, payload: bytes) -> None:
         self.dist.notify(cluster, payload)
 
+    def ensure_links(self, addresses: list[str], **given: Any) -> list[str]:
+        """`ensure_link` to each address, all at once. Returns the code of each call."""
+        calls = [self.dist.ensure_link(address, **given) for address in addresses]
+        failures = [call.exception(int(LIMIT * 1000)) for call in calls]
+        return [OK if failure is None else failure.status_code.name for failure in failures]
+
+    def peers(self) -> list[tuple[int, int, bytes]]:
+        """Returns the cluster, the incarnation and the metadata of each peer."""
+        return [(peer.cluster_id, peer.incarnation, peer.metadata) for peer in self.dist.peers()]
+
+    def set_metadata(self, metadata: bytes) -> None:
+        self.dist.set_metadata(metadata)
+
     def downs(self) -> list[tuple[int, str]]:
         """`poll`. Returns the cluster and the reason of each link that has ended, and drops other events."""
         events = self.dist.poll(10_000)

@@ -163,7 +163,9 @@ pub use config::{
     Config, HugeChoice, KernelChoice, LinkConfig, Mode, PoolConfig, Role, Share, SwapInPath, Token,
     TransportChoice,
 };
-pub use engine::{CacheIndex, CallExtras, CallOptions, DataDist, End, GroupMember, RemoteName};
+pub use engine::{
+    CacheIndex, CallExtras, CallOptions, DataDist, End, EnsureOptions, GroupMember, RemoteName,
+};
 pub use error::{ArrivedRows, Error, ErrorKind, Result};
 pub use events::{
     AwaitQueue, Event, EventQueue, LinkEnd, Notification, PeerInfo, Transfer, TransferProgress,

@@ -8,11 +8,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{CallExtras, CallOptions, DataDist as CoreDataDist, Grant, Result, Transfer};
+use llm_datadist_core::{
+    CallExtras, CallOptions, ClusterId, DataDist as CoreDataDist, EnsureOptions, Grant, Result, Transfer,
+};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::arguments::{FlagArg, IntArg};
+use crate::arguments::{FlagArg, IntArg, TextArg};
 use crate::blocks::BlocksArg;
 use crate::copy_arguments;
 use crate::datadist::DataDist;
@@ -21,6 +23,7 @@ use crate::error::{self, raise};
 use crate::grants;
 use crate::groups::PartsArg;
 use crate::keys::KeyArg;
+use crate::links;
 use crate::local_cache::CacheArg;
 use crate::notify::NotifyArg;
 use crate::pull_push_arguments::{self, LayersArg};
@@ -192,6 +195,22 @@ impl AsyncMethods {
             self.start(src_cache.py(), pairs.len(), start)
         });
         started.map_err(|error| error::mismatch(src_cache.py(), error))
+    }
+
+    fn ensure_link(
+        &self,
+        address: TextArg<'_, '_>,
+        metadata: NotifyArg<'_, '_>,
+        cluster_id: IntArg<'_, '_>,
+        timeout_ms: IntArg<'_, '_>,
+    ) -> PyResult<Py<TransferHandle>> {
+        let py = address.py();
+        let at = links::address(address)?;
+        let metadata = metadata.bytes("metadata")?;
+        let cluster = cluster_id.optional("cluster_id")?.map(ClusterId);
+        let limit = validate::timeout_ms(timeout_ms.int("timeout_ms")?).map_err(|error| raise(py, &error))?;
+        let options = EnsureOptions { cluster, metadata };
+        self.start(py, 1, |engine| engine.ensure_link(at, limit, options))
     }
 
     /// Returns at most `max_events` events. If that fails, they stay in the queue.

@@ -246,6 +246,11 @@ impl DataDist {
         self.engine.enter(payload.py(), |engine| engine.notify(cluster, message))
     }
 
+    fn set_metadata(&self, metadata: NotifyArg<'_, '_>) -> PyResult<()> {
+        let bytes = metadata.bytes("metadata")?.ok_or_else(|| metadata.missing("metadata"))?;
+        self.engine.enter(metadata.py(), |engine| engine.set_metadata(bytes))
+    }
+
     fn peers(&self, py: Python<'_>) -> PyResult<Vec<Py<PeerHandle>>> {
         let peers = self.engine.enter(py, |engine| Ok(engine.peers()))?;
         peers.iter().map(|peer| PeerHandle::of(py, peer)).collect()

@@ -43,12 +43,25 @@ impl PeerHandle {
     }
 }
 
+/// Returns the text of a peer, with the length of its metadata.
+pub(crate) fn shown(peer: &PeerInfo) -> String {
+    let PeerInfo { cluster, incarnation, address, transport, metadata } = peer;
+    let ids = format!("cluster_id={cluster}, incarnation={incarnation}");
+    let metadata =
+        if metadata.is_empty() { String::new() } else { format!(", metadata=<{} bytes>", metadata.len()) };
+    format!("Peer({ids}, address='{address}', transport='{transport}'{metadata})")
+}
+
+fn copied<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Bound<'py, PyBytes>> {
+    PyBytes::new_with(py, bytes.len(), |copy| {
+        copy.copy_from_slice(bytes);
+        Ok(())
+    })
+}
+
 /// Returns the event of a message.
 pub(crate) fn notification(py: Python<'_>, message: &Notification) -> PyResult<Py<PyAny>> {
-    let payload = PyBytes::new_with(py, message.payload.len(), |bytes| {
-        bytes.copy_from_slice(&message.payload);
-        Ok(())
-    })?;
+    let payload = copied(py, &message.payload)?;
     let event = NotificationEvent { cluster_id: message.cluster.0, payload: payload.unbind() };
     Ok(Py::new(py, event)?.into_any())
 }
@@ -87,15 +100,17 @@ impl PeerHandle {
         self.0.transport
     }
 
+    #[getter]
+    fn metadata<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        copied(py, &self.0.metadata)
+    }
+
     fn __hash__(&self) -> u64 {
         self.0.incarnation
     }
 
     fn __repr__(&self) -> String {
-        let PeerInfo { cluster, incarnation, address, transport } = &self.0;
-        format!(
-            "Peer(cluster_id={cluster}, incarnation={incarnation}, address='{address}', transport='{transport}')"
-        )
+        shown(&self.0)
     }
 }
 

@@ -239,6 +239,12 @@ impl RanksArg<'_, '_> {
     }
 }
 
+/// Reads the address of a peer: `ip:port`.
+pub(crate) fn address(value: TextArg<'_, '_>) -> PyResult<SocketAddr> {
+    let given = value.text("address")?;
+    validate::socket_address("address", &given).map_err(|error| raise(value.py(), &error))
+}
+
 /// Reads the address at which to listen from now on; `None` for no listener.
 pub(crate) fn listen(value: Option<&Bound<'_, PyString>>) -> PyResult<Option<SocketAddr>> {
     let Some(value) = value else { return Ok(None) };

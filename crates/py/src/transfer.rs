@@ -12,6 +12,7 @@ use pyo3::prelude::*;
 
 use crate::arguments::IntArg;
 use crate::error::{Codes, exception, raise};
+use crate::events::PeerHandle;
 use crate::python_types::PythonTypes;
 use crate::{engine, events};
 
@@ -169,9 +170,11 @@ impl TransferHandle {
     }
 
     #[pyo3(signature = (timeout_ms=None))]
-    fn result(&self, py: Python<'_>, timeout_ms: Option<IntArg<'_, '_>>) -> PyResult<()> {
-        self.exception(py, timeout_ms)?
-            .map_or(Ok(()), |failure| Err(PyErr::from_value(failure.into_bound(py))))
+    fn result(&self, py: Python<'_>, timeout_ms: Option<IntArg<'_, '_>>) -> PyResult<Option<Py<PeerHandle>>> {
+        if let Some(failure) = self.exception(py, timeout_ms)? {
+            return Err(PyErr::from_value(failure.into_bound(py)));
+        }
+        self.transfer.peer().map(|peer| PeerHandle::of(py, peer)).transpose()
     }
 
     #[pyo3(signature = (timeout_ms=None))]
@@ -207,7 +210,10 @@ impl TransferHandle {
         let transfer = self.transfer(py)?;
         let state = match transfer.peek() {
             None => "running".to_owned(),
-            Some(Ok(bytes)) => format!("done, bytes={bytes}"),
+            Some(Ok(bytes)) => match transfer.peer() {
+                Some(peer) => format!("done, {}", events::shown(peer)),
+                None => format!("done, bytes={bytes}"),
+            },
             Some(Err(error)) => format!("failed: {error}"),
         };
         Ok(format!("Transfer(number={}, {state})", transfer.number()))

@@ -43,6 +43,7 @@ NUMBERS = [
     ),
     ("docs/links.md", "engine/links.rs", "AT_ONCE", "| any number; {} are linked at a time |"),
     ("docs/links.md", "protocol/frame.rs", "VERSION", "The version is {}."),
+    ("docs/links.md", "transfer/executor.rs", "MOST_OF_ONE", "| calls of `ensure_link` that dial at a time | {} |"),
     ("CHANGELOG.md", "protocol/frame.rs", "VERSION", "The wire is version {}:"),
 ]
 

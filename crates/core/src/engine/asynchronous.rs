@@ -166,7 +166,8 @@ impl DataDist {
         let copy = LocalCopy { resources: self.resources.clone(), op, src, dst, staging };
         let work = move |execution: &Arc<Execution>, deadline| copy.execute(moves, execution, deadline);
         let lanes = LaneKey::Calls(self.resources.config.cluster);
-        self.start(CallPurpose { op, lanes, deadline, outgoing: None, event: true }, used, Box::new(work))
+        let purpose = CallPurpose { op, lanes, deadline, outgoing: None, dials: None, event: true };
+        self.start(purpose, used, Box::new(work))
     }
 
     pub(super) fn start(&self, purpose: CallPurpose, rows: CallRows, work: Work) -> Result<Arc<Transfer>> {
@@ -176,7 +177,7 @@ impl DataDist {
     /// Returns the purpose of a call to a peer.
     pub(super) fn outgoing(&self, op: Op, lanes: LaneKey, deadline: Deadline) -> CallPurpose {
         let outgoing = Some(self.resources.outgoing_calls.begin());
-        CallPurpose { op, lanes, deadline, outgoing, event: true }
+        CallPurpose { op, lanes, deadline, outgoing, dials: None, event: true }
     }
 
     /// Returns the deadline of a call with its own limit.

@@ -6,6 +6,7 @@
 mod asynchronous;
 mod call_extras;
 mod cpp;
+mod ensure_link;
 mod grants;
 mod group;
 mod layerwise;
@@ -15,6 +16,7 @@ mod transfer;
 pub use asynchronous::CallOptions;
 pub use call_extras::CallExtras;
 pub use cpp::CacheIndex;
+pub use ensure_link::EnsureOptions;
 pub use group::GroupMember;
 pub use transfer::RemoteName;
 

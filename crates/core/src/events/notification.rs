@@ -33,6 +33,8 @@ pub struct PeerInfo {
     pub address: String,
     /// How bytes move: `shm`, `tcp` or `local`.
     pub transport: &'static str,
+    /// What its program told about itself when the link was made.
+    pub metadata: Arc<Vec<u8>>,
 }
 
 /// The end of a link.

@@ -3,11 +3,12 @@
 //! A transfer ends exactly once, and only after nothing of it touches memory. The code that runs it reports this with
 //! [`finish`](Transfer::finish); `transfer::async_call` ensures that it does.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use super::await_queue::AwaitQueue;
+use super::notification::PeerInfo;
 use crate::copy::Progress;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
@@ -42,6 +43,8 @@ pub struct Transfer {
     started: Instant,
     /// Whether the outcome was taken. No lock: the event queue reads it under its own.
     taken: AtomicBool,
+    /// The peer of the link that the call has made or found.
+    peer: OnceLock<PeerInfo>,
     state: Mutex<State>,
     /// Notified when the transfer has ended.
     changed: Condvar,
@@ -102,6 +105,7 @@ impl Transfer {
             queue,
             started: Instant::now(),
             taken: AtomicBool::new(!event),
+            peer: OnceLock::new(),
             state: Mutex::default(),
             changed: Condvar::new(),
         })
@@ -125,6 +129,17 @@ impl Transfer {
     /// Sets what ends the transfer while it has not begun. It is called at most once, without a lock.
     pub(crate) fn stop_with(&self, stop: Stop) {
         self.state.lock().stop = Some(stop);
+    }
+
+    /// Sets the peer of the link that the call has made or found.
+    pub(crate) fn set_peer(&self, peer: PeerInfo) {
+        // A call has one work, which sets it once.
+        let _ = self.peer.set(peer);
+    }
+
+    /// Returns the peer of the link if this is a call of `ensure_link` that has succeeded.
+    pub fn peer(&self) -> Option<&PeerInfo> {
+        self.peer.get().filter(|_| matches!(self.state.lock().outcome, Some(Ok(_))))
     }
 
     /// Creates the progress of an attempt to move `total` bytes, and reports it from now on.

@@ -59,6 +59,13 @@ impl Deadline {
         Deadline { interrupted: interrupted.map(|asked| (asked, current().id())), ..self }
     }
 
+    /// Returns the same deadline, but at most `limit` from now.
+    #[must_use]
+    pub(crate) fn at_most(self, limit: Duration) -> Self {
+        let sooner = Instant::now().checked_add(limit);
+        Deadline { at: sooner.map_or(self.at, |sooner| self.at.min(sooner)), ..self }
+    }
+
     /// Returns the time that is left; zero once the deadline has passed.
     pub fn left(&self) -> Duration {
         #[cfg(feature = "testing")]

@@ -51,7 +51,7 @@ impl Inbox {
             stream.unreadable();
             error.with("peer", stream.peer())
         })?;
-        // A handshake or control message: a few KiB at most, which `limit` ensures.
+        // A handshake or control message: 16 KiB at most, which `limit` ensures.
         self.body.resize(header.length, 0);
         while self.filled < HEADER + header.length {
             let rest = &mut self.body[self.filled - HEADER..];

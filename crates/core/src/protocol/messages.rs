@@ -66,6 +66,8 @@ pub enum Purpose {
         /// Whether the dialing side asks for the name of the local socket. The accepting side then answers
         /// with it and ends the stream, if both are on one host and it has such a socket.
         probe_local: bool,
+        /// Whether one link is enough, whoever made it (`ensure_link`).
+        ensure: bool,
     },
     /// A further stream of a link, for calls.
     Call {
@@ -391,7 +393,7 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Counted<T> {
     }
 }
 
-fn text<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
+pub(super) fn text<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
     Text::deserialize(from).map(|text| text.0)
 }
 

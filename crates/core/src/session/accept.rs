@@ -18,7 +18,9 @@ use crate::config::TransportChoice;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{ClusterId, Deadline};
 use crate::net::{ReceivedFrame, Stream};
-use crate::protocol::{self, Attach, Attached, Comm, Control, Purpose};
+use crate::protocol::{
+    self, Attach, Attached, Comm, Confirm, HANDSHAKE_LIMIT, LinkAnswer, METADATA_LIMIT, Metadata, Purpose,
+};
 
 /// A connection that is not yet a link or a stream of a link, and the next step of its handshake.
 #[derive(Debug)]
@@ -42,6 +44,8 @@ enum Step {
     Attach(Making),
     /// The peer's report of which memory of this process it can read.
     Attached(Making, TakenMemory),
+    /// The metadata of a peer that makes a link, which may now be entered.
+    Confirm(Making, Option<PeerMemory>),
 }
 
 /// A link in the making.
@@ -86,6 +90,11 @@ impl PendingStream {
         matches!(self.step, Step::Attach(_))
     }
 
+    /// The longest body of the next frame.
+    pub(super) fn limit(&self) -> usize {
+        if matches!(self.step, Step::Confirm(..)) { METADATA_LIMIT } else { HANDSHAKE_LIMIT }
+    }
+
     pub(super) fn new(stream: Arc<Stream>, local: bool, until: Deadline) -> PendingStream {
         PendingStream { stream, local, until, step: Step::Hello }
     }
@@ -116,7 +125,13 @@ impl PendingStream {
                 let seen: Attached = protocol::open(kind, &body).map_err(Refusal::unreadable)?;
                 shared.note_readers();
                 let memory = PeerMemory::complete(&shared.resources, offered, seen);
-                Ok(Next::Long(LongStep { pending, stream, until, what: What::Enter(Some(memory)) }))
+                let step = Step::Confirm(pending, Some(memory));
+                Ok(Next::Proven(PendingStream { stream, local, until, step }))
+            }
+            Step::Confirm(mut pending, memory) => {
+                let confirm: Confirm = protocol::open(kind, &body).map_err(Refusal::unreadable)?;
+                pending.peer.metadata = confirm.metadata.0;
+                Ok(Next::Long(LongStep { pending, stream, until, what: What::Enter(memory) }))
             }
         }
     }
@@ -175,8 +190,8 @@ fn admit(
             shared.registry.member_listens(comm);
             Ok(Next::Done)
         }
-        Purpose::Link { link, comm, probe_local } => {
-            let kind = kind(shared, comm.as_ref())?;
+        Purpose::Link { link, comm, probe_local, ensure } => {
+            let kind = kind(shared, comm.as_ref(), *ensure)?;
             let same_host = *probe_local && challenged.hello.host == shared.me.host;
             if let Some(name) = shared.listeners.local_name().filter(|_| same_host) {
                 stream.send_now(&welcome(Some(name), false)?, &[])?;
@@ -194,10 +209,12 @@ fn admit(
             // The peer sends its offer right after it has received the welcome.
             stream.expect_descriptors(true);
             stream.send_now(&welcome(None, false)?, &[])?;
-            let peer = Peer { cluster, instance: from.instance, address: stream.peer().to_owned() };
+            let (address, metadata) = (stream.peer().to_owned(), Arc::default());
+            let peer = Peer { cluster, instance: from.instance, address, metadata };
             let pending = Making { id: *link, kind, peer };
             if !stream.carries_descriptors() {
-                return Ok(Next::Long(LongStep { pending, stream, until, what: What::Enter(None) }));
+                let step = Step::Confirm(pending, None);
+                return Ok(Next::Proven(PendingStream { stream, local, until, step }));
             }
             PeerMemory::offer(&shared.resources, |frame, descriptors| stream.send_now(frame, descriptors))?;
             Ok(Next::Proven(PendingStream { stream, local, until, step: Step::Attach(pending) }))
@@ -242,15 +259,22 @@ fn enter(
         return Err(Error::new(ErrorKind::NotLinked, text).into());
     }
     let link = Link::new(id, kind, peer, memory, stream.clone(), None, shared.server.budget());
-    // The first control message confirms that this side has entered the link. The right to send is held until
-    // then, so that a thread that finds the link cannot send before it; the peer uses the link only after
-    // this message (`test_either_side_comes_seconds_later`).
+    // The answer says that this side has entered the link. The right to send is held until then, so that a thread that finds the link cannot send before it; the peer uses the link only after
+    // this answer (`test_either_side_comes_seconds_later`).
     let first = link.sending.lock();
-    shared.enroll(&link)?;
+    match shared.enroll(&link) {
+        Err(error) if kind == Kind::Ensured && error.kind() == ErrorKind::AlreadyLinked => {
+            let sent = link.send_control_with(&first, &LinkAnswer::Later { reason: error.to_string() });
+            stream.close();
+            return Ok(sent?);
+        }
+        enrolled => enrolled?,
+    }
     if let Kind::Communicator(id) = kind {
         shared.registry.joined(id, cluster);
     }
-    let sent = link.send_control_with(&first, &Control::Pong);
+    let metadata = Metadata(shared.metadata());
+    let sent = link.send_control_with(&first, &LinkAnswer::Entered { metadata });
     drop(first);
     sent.inspect_err(|error| {
         shared.registry.lost(&link, &error.to_string());
@@ -260,8 +284,8 @@ fn enter(
 
 /// Returns the kind of the link that a peer makes. A link of a communicator is refused unless this side has
 /// entered the communicator.
-fn kind(shared: &Arc<Shared>, comm: Option<&Comm>) -> Result<Kind> {
-    let Some(comm) = comm else { return Ok(Kind::Incoming) };
+fn kind(shared: &Arc<Shared>, comm: Option<&Comm>, ensure: bool) -> Result<Kind> {
+    let Some(comm) = comm else { return Ok(if ensure { Kind::Ensured } else { Kind::Incoming }) };
     let known = shared.registry.comm(comm).ok_or_else(|| {
         let (cluster, name) = (shared.me.party.cluster, &comm.name);
         let text = format!("cluster {cluster} has not called link({name:?}) with these members (yet)");

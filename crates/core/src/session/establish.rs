@@ -2,24 +2,44 @@
 //!
 //! The messages of the handshake are in `handshake`, the accepting side is in `accept`.
 
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::dial::Dialer;
 use super::handshake::Key;
-use super::link::{Kind, Link, Peer};
+use super::link::{EngineId, Kind, Link, Peer};
 use super::message_io;
 use super::peer_memory::{self, PeerMemory};
-use super::registry::RIVAL_LINK;
-use super::registry::replaced_because;
+use super::registry::{DialStart, RIVAL_LINK, replaced_because};
 use super::shared::Shared;
 use crate::config::TransportChoice;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::random;
 use crate::model::{ClusterId, Deadline};
 use crate::net::{Address, Stream};
-use crate::protocol::{Comm, Control, HANDSHAKE_LIMIT, Party, Purpose, Welcome};
+use crate::protocol::{Comm, Confirm, LinkAnswer, METADATA_LIMIT, Metadata, Party, Purpose, Welcome};
+
+/// What is asked of the dialing side.
+pub(super) struct LinkRequest<'a> {
+    /// The cluster to reach, if its id is known.
+    pub(super) asked: Option<ClusterId>,
+    pub(super) comm: Option<&'a Comm>,
+    pub(super) kind: Kind,
+    /// What the peer is told about this program.
+    pub(super) metadata: Arc<Vec<u8>>,
+    /// Called before this side enters the link. If it fails, there is no link.
+    pub(super) commit: &'a dyn Fn() -> Result<()>,
+    /// The engine that has answered, for links on demand.
+    pub(super) reached: &'a Cell<Option<EngineId>>,
+}
+
+impl LinkRequest<'_> {
+    fn purpose(&self, link: u64, probe_local: bool) -> Purpose {
+        Purpose::Link { link, comm: self.comm.cloned(), probe_local, ensure: self.kind == Kind::Ensured }
+    }
+}
 
 impl Shared {
     /// Returns `Err` with `AlreadyLinked` if `cluster` is linked. A link that the peer made counts unless both
@@ -27,7 +47,11 @@ impl Shared {
     /// broken instead, which makes room for a new one (`a_silent_link_is_replaced`).
     pub(super) fn unless_linked(self: &Arc<Self>, cluster: ClusterId, deadline: Deadline) -> Result<()> {
         let both_ways = self.resources.config.links.both_ways;
-        let counts = |kind| kind == Kind::Outgoing || (kind == Kind::Incoming && !both_ways);
+        let counts = |kind| match kind {
+            Kind::Outgoing | Kind::Ensured => true,
+            Kind::Incoming => !both_ways,
+            Kind::Communicator(_) => false,
+        };
         while let Some(link) =
             self.registry.links_to(cluster).into_iter().find(|link| link.alive() && counts(link.kind))
         {
@@ -40,80 +64,82 @@ impl Shared {
         Ok(())
     }
 
-    /// Makes a link to the cluster `asked` at `address`. If both sides are on one host, it uses the local
+    /// Makes a link to the engine at `address`. If both sides are on one host, it uses the local
     /// socket that the peer names, provided that the same process answers there
     /// (`another_process_at_the_local_socket_is_not_the_peer`).
     pub(super) fn connect(
         self: &Arc<Self>,
         address: &Address,
-        asked: ClusterId,
-        comm: Option<&Comm>,
-        kind: Kind,
+        request: &LinkRequest<'_>,
         deadline: Deadline,
     ) -> Result<Arc<Link>> {
+        let asked = request.asked;
         let choice = self.resources.config.links.transport;
         let token = self.resources.config.links.token.is_some();
         let link = u64::from_le_bytes(random()?);
-        let purpose = |probe_local| Purpose::Link { link, comm: comm.cloned(), probe_local };
+        let purpose = |probe_local| request.purpose(link, probe_local);
         // Without a token, the two sides first connect at the local socket, even if they use TCP afterwards.
         let meet = matches!(address, Address::Tcp(_)) && (choice != TransportChoice::Tcp || !token);
         let dialer = self.dialer(address.clone());
-        let (stream, welcome) = dialer.handshake(Some(asked), purpose(meet), deadline)?;
+        let (stream, welcome) = dialer.handshake(asked, purpose(meet), deadline)?;
+        if request.kind == Kind::Ensured {
+            self.check_is_other(&welcome.from)?;
+        }
         let Some(name) = welcome.local.filter(|_| meet) else {
-            return self.establish(dialer, stream, &welcome.from, kind, link, None, deadline);
+            return self.establish((dialer, stream), &welcome.from, link, None, request, deadline);
         };
         drop(stream);
         let socket = self.dialer(Address::Unix(name));
-        let is_same = |answer: &Welcome| {
-            if answer.from.instance == welcome.from.instance {
-                return Ok(());
-            }
-            let text = "another process answers at the local socket that the peer named";
-            Err(Error::new(ErrorKind::LinkFailed, text).with("socket", &socket.address))
-        };
+        let is_same = |answer: &Welcome| check_is_same(&socket, &welcome.from, &answer.from);
         if choice != TransportChoice::Tcp {
             let shown = Some(address.to_string());
-            let answer =
-                socket.handshake(Some(asked), purpose(false), deadline).and_then(|(stream, answer)| {
-                    is_same(&answer)?;
-                    self.establish(socket.clone(), stream, &answer.from, kind, link, shown, deadline)
-                });
+            let answer = socket.handshake(asked, purpose(false), deadline).and_then(|(stream, answer)| {
+                is_same(&answer)?;
+                let made = (socket.clone(), stream);
+                self.establish(made, &answer.from, link, shown, request, deadline)
+            });
             let Err(why) = answer else { return answer };
-            let over =
-                why.kind() == ErrorKind::Interrupted || deadline.passed() || why.fact(RIVAL_LINK).is_some();
-            if choice == TransportChoice::Shm || over {
+            if choice == TransportChoice::Shm || deadline.passed() || is_final(&why) {
                 return Err(why);
             }
             tracing::warn!(
                 target: "llm_datadist::links",
-                "cluster {asked} is on this host, but the link uses TCP only: {why}"
+                "cluster {} is on this host, but the link uses TCP only: {why}",
+                welcome.from.cluster
             );
         }
         let mut dialer = dialer;
         if !dialer.key.proves() {
-            let answer = socket.handshake(Some(asked), Purpose::Meet, deadline);
+            let answer = socket.handshake(asked, Purpose::Meet, deadline);
             let secret = answer.and_then(|(_, answer)| is_same(&answer).map(|()| answer.secret));
             // With `accept_remote`, a peer needs no proof, so a failure to get its secret is ignored.
             let secret = if dialer.accept_remote { secret.ok().flatten() } else { secret? };
             dialer.key = secret.map_or(Key::Empty, Key::Secret);
         }
-        let (stream, welcome) = dialer.handshake(Some(asked), purpose(false), deadline)?;
-        self.establish(dialer, stream, &welcome.from, kind, link, None, deadline)
+        let (stream, welcome) = dialer.handshake(asked, purpose(false), deadline)?;
+        self.establish((dialer, stream), &welcome.from, link, None, request, deadline)
     }
 
-    /// Completes the dialing side of a link: exchanges memory with the peer, waits until the peer confirms
-    /// that it has entered the link, and enters it here.
-    #[expect(clippy::too_many_arguments, reason = "what a link is made of")]
+    /// Completes the dialing side of a link: exchanges memory with the peer, confirms the link, waits until the peer has
+    /// entered it, and enters it here. If any link will do and there is one to the same engine, returns that one.
     fn establish(
         self: &Arc<Self>,
-        dialer: Dialer,
-        stream: Stream,
+        (dialer, stream): (Dialer, Stream),
         from: &Party,
-        kind: Kind,
         id: u64,
         shown: Option<String>,
+        request: &LinkRequest<'_>,
         deadline: Deadline,
     ) -> Result<Arc<Link>> {
+        let (cluster, instance, kind) = (ClusterId(from.cluster), from.instance, request.kind);
+        let mut dials = None;
+        if kind == Kind::Ensured {
+            request.reached.set(Some((cluster, instance)));
+            match self.registry.begin_dial((cluster, instance), self.silence_limit())? {
+                DialStart::Linked(link) => return Ok(link),
+                DialStart::Dials(guard) => dials = Some(guard),
+            }
+        }
         // Memory is exchanged with descriptors, so only over a stream that carries them.
         let mut memory = None;
         if stream.carries_descriptors() {
@@ -124,15 +150,15 @@ impl Shared {
             let text = "llm.LinkTransport=shm, but the peer is reachable only over TCP";
             return Err(Error::new(ErrorKind::LinkFailed, text).with("peer", stream.peer()));
         }
-        let up: Control = message_io::receive_message(&stream, HANDSHAKE_LIMIT, Duration::ZERO, deadline)?;
-        if up != Control::Pong {
-            return Err(Error::new(ErrorKind::LinkFailed, "the peer did not confirm the link"));
-        }
+        let metadata = confirm(&stream, request, deadline)?;
         let address = shown.unwrap_or_else(|| dialer.address.to_string());
-        let peer = Peer { cluster: ClusterId(from.cluster), instance: from.instance, address };
+        let peer = Peer { cluster, instance, address, metadata };
         let budget = self.server.budget();
         let link = Link::new(id, kind, peer, memory, Arc::new(stream), Some(dialer), budget);
+        (request.commit)()?;
         self.enroll(&link)?;
+        // Not earlier: the accepting side of this engine must see the dial or the link.
+        drop(dials);
         Ok(link)
     }
 
@@ -178,6 +204,33 @@ impl Shared {
         let (key, accept_remote) = (Key::of(config.token.as_ref()), config.accept_remote);
         Dialer { transport, address, me: self.me.clone(), key, accept_remote }
     }
+}
+
+/// Refuses the process that answers at `socket`, which the peer named, if it is another one.
+fn check_is_same(socket: &Dialer, peer: &Party, other: &Party) -> Result<()> {
+    if other.instance == peer.instance {
+        return Ok(());
+    }
+    let text = "another process answers at the local socket that the peer named";
+    Err(Error::new(ErrorKind::LinkFailed, text).with("socket", &socket.address))
+}
+
+/// Whether another transport does not help: the call was stopped, or the peer keeps another link.
+fn is_final(error: &Error) -> bool {
+    let is_stopped =
+        matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::Cancelled | ErrorKind::Closed);
+    is_stopped || error.kind() == ErrorKind::AlreadyLinked || error.fact(RIVAL_LINK).is_some()
+}
+
+/// Asks the peer to enter the link, and returns its metadata once it has.
+fn confirm(stream: &Stream, request: &LinkRequest<'_>, deadline: Deadline) -> Result<Arc<Vec<u8>>> {
+    let metadata = Metadata(request.metadata.clone());
+    message_io::send_message(stream, &Confirm { metadata }, deadline)?;
+    let answer: LinkAnswer = message_io::receive_message(stream, METADATA_LIMIT, Duration::ZERO, deadline)?;
+    if matches!(answer, LinkAnswer::Later { .. }) && request.kind != Kind::Ensured {
+        return Err(Error::new(ErrorKind::LinkFailed, "the peer did not confirm the link"));
+    }
+    answer.entered().map(|metadata| metadata.0)
 }
 
 impl Link {

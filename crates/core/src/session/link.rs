@@ -8,6 +8,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use hashbrown::HashMap;
+use serde::Serialize;
 
 use super::dial::Dialer;
 use super::known_cache::{self, KnownCache};
@@ -40,6 +41,8 @@ pub enum Kind {
     Incoming,
     /// Both sides called `link`; the number is the id of the communicator.
     Communicator(u64),
+    /// One of the sides called `ensure_link`.
+    Ensured,
 }
 
 /// The identity of the peer.
@@ -52,7 +55,12 @@ pub struct Peer {
     pub instance: u64,
     /// Its address, for logs and errors.
     pub address: String,
+    /// What its program told about itself.
+    pub metadata: Arc<Vec<u8>>,
 }
+
+/// The cluster id and the instance number of an engine.
+pub(super) type EngineId = (ClusterId, u64);
 
 /// A link to one peer.
 #[derive(Debug)]
@@ -153,6 +161,16 @@ impl Link {
             incarnation: self.peer.instance,
             address: self.peer.address.clone(),
             transport: self.control.transport(),
+            metadata: self.peer.metadata.clone(),
+        }
+    }
+
+    /// Whether the peer has dialled this side for the link, or both sides belong to a communicator.
+    pub(super) fn is_incoming(&self) -> bool {
+        match self.kind {
+            Kind::Outgoing => false,
+            Kind::Incoming | Kind::Communicator(_) => true,
+            Kind::Ensured => self.dialer.is_none(),
         }
     }
 
@@ -293,8 +311,8 @@ impl Link {
         self.send_control_with(&self.sending.lock(), message)
     }
 
-    /// Sends one control message with the right to send, which the caller already holds.
-    pub(super) fn send_control_with(&self, _: &MutexGuard<'_, ()>, message: &Control) -> Result<()> {
+    /// Sends one message on the control stream with the right to send, which the caller already holds.
+    pub(super) fn send_control_with<T: Serialize>(&self, _: &MutexGuard<'_, ()>, message: &T) -> Result<()> {
         let frame = protocol::encode(message)?;
         self.control.send_now(&frame, &[]).inspect_err(|error| {
             // Part of the message may have been sent, and the peer would misread whatever follows.

@@ -3,11 +3,13 @@
 //! The member with the higher rank dials repeatedly until `link_total_time` has passed. A member that was
 //! linked before and is gone is searched for without a time limit, with longer pauses.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::communicator::{CommState, CommStatus, Communicator};
+use super::establish::LinkRequest;
 use super::link::{Kind, Link};
 use super::shared::Shared;
 use crate::config::TransportChoice;
@@ -160,7 +162,10 @@ impl Communicator {
             let left = if deadline.passed() { self.limit } else { deadline.left() };
             let limit = Deadline::after(self.one_try.min(left / 2)).named("the limit of one attempt");
             let kind = Kind::Communicator(self.id);
-            let error = match shared.connect(&address, member.cluster, Some(&comm), kind, limit) {
+            let (commit, reached) = (|| Ok(()), Cell::new(None));
+            let (asked, comm, metadata) = (Some(member.cluster), Some(&comm), shared.metadata());
+            let request = LinkRequest { asked, comm, kind, metadata, commit: &commit, reached: &reached };
+            let error = match shared.connect(&address, &request, limit) {
                 Ok(link) => return Ok(link),
                 Err(error) => error,
             };

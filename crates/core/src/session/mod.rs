@@ -1,7 +1,7 @@
 //! Links to other clusters, and the threads that listen, run handshakes, send heartbeats and answer peers.
 //!
 //! ```text
-//! link_clusters ────── establish ── handshake ─┐
+//! link_clusters, ensure ─ establish ─ handshake ┐
 //! listener ─────────── accept ───── handshake ─┼─ link ── control stream ── control_thread (also accepts)
 //! link (rank table) ── member_search ──────────┘      └── call streams ──── server (threads call `answers`)
 //! ```
@@ -18,6 +18,8 @@ mod communicator;
 mod control_poller;
 mod control_thread;
 mod dial;
+mod dials;
+mod ensure;
 mod establish;
 mod grants;
 mod handshake;
@@ -49,6 +51,7 @@ pub use link::Link;
 
 pub(crate) use call_streams::StreamLease;
 pub(crate) use client::{CallEnd, REPORTED_BY, limit_ms, reply};
+pub(crate) use ensure::{LinkOnDemand, check_metadata};
 pub(crate) use known_cache::KnownCache;
 pub(crate) use message_io::send_message_before;
 pub(crate) use notifications::{ReservedNotification, check_notification};
@@ -58,6 +61,7 @@ pub(crate) use peer_snapshot::{PeerSnapshot, Validity};
 pub(crate) use shared::own;
 pub(crate) use threads::STACK as THREAD_STACK;
 
+use std::cell::Cell;
 use std::net::SocketAddr;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -70,6 +74,7 @@ use crate::protocol::Comm;
 use crate::resources::Resources;
 use crate::stats::LinkState;
 use crate::validate::{self, rank_table::RankMember};
+use establish::LinkRequest;
 use link::Kind;
 use shared::Shared;
 
@@ -121,10 +126,29 @@ impl Links {
         let _turn = self.shared.registry.turn_to_link(peer.cluster, deadline)?;
         self.shared.unless_linked(peer.cluster, deadline)?;
         control_thread::start(&self.shared)?;
-        self.shared.connect(&address, peer.cluster, None, Kind::Outgoing, deadline).map(|_| ())
+        let (commit, reached) = (|| Ok(()), Cell::new(None));
+        let (asked, kind, metadata) = (Some(peer.cluster), Kind::Outgoing, self.shared.metadata());
+        let request = LinkRequest { asked, comm: None, kind, metadata, commit: &commit, reached: &reached };
+        self.shared.connect(&address, &request, deadline).map(|_| ())
     }
 
-    /// Ends every link to `peer` that `link_clusters` made on either side. With `force` it does not wait for
+    /// Prepares a link on demand to the engine at `address`; if `asked` is given, only to that cluster. `metadata` is what
+    /// that peer is told about this program; if it is `None`, what [`set_metadata`](Self::set_metadata) says.
+    pub(crate) fn on_demand(
+        &self,
+        address: SocketAddr,
+        asked: Option<ClusterId>,
+        metadata: Option<Arc<Vec<u8>>>,
+    ) -> LinkOnDemand {
+        LinkOnDemand::new(&self.shared, address, asked, metadata)
+    }
+
+    /// Sets what the peers of later links are told about this program.
+    pub(crate) fn set_metadata(&self, metadata: Vec<u8>) {
+        *self.shared.metadata.lock() = Arc::new(metadata);
+    }
+
+    /// Ends every link to `peer` that `link_clusters` or `ensure_link` made on either side. With `force` it does not wait for
     /// the peer: it sends a goodbye and does not check whether that arrives. A cluster that is not linked, or
     /// whose link ends meanwhile, is not an error. Without `force`, returns `Err` with `Timeout`,
     /// `Interrupted` or `UnlinkFailed` if the peer does not confirm; the links are dropped here anyway.

@@ -16,7 +16,7 @@ use super::shared::Shared;
 use crate::error::{Error, ErrorKind};
 use crate::model::Deadline;
 use crate::net::{Arrival, Inbox, Stream};
-use crate::protocol::{self, HANDSHAKE_LIMIT};
+use crate::protocol;
 use crate::sync::Mutex;
 
 /// How long a connection may take for its handshake before it may be dropped to make room for another.
@@ -141,7 +141,7 @@ impl PendingStreams {
     pub(super) fn read(&mut self, shared: &Arc<Shared>, poller: &Poller, number: u64) {
         let Some(entry) = self.all.get_mut(&number) else { return };
         let Some((pending, mut inbox)) = entry.waiting.take() else { return };
-        let next = match inbox.take(&entry.stream, HANDSHAKE_LIMIT, pending.expects_descriptors()) {
+        let next = match inbox.take(&entry.stream, pending.limit(), pending.expects_descriptors()) {
             Ok(Arrival::Partial) => {
                 entry.waiting = Some((pending, inbox));
                 return;

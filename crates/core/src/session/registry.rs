@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 use hashbrown::{HashMap, HashSet};
 
 use super::communicator::{CommStatus, Communicator};
+use super::dials::{self, Decision, Dials};
 use super::limits::Connections;
-use super::link::{Kind, Link, Peer, broken};
+use super::link::{EngineId, Kind, Link, Peer, broken};
 use super::poller::Bell;
 use super::refusals::{Reason, Refusal};
 use crate::error::{Error, ErrorKind, Result};
@@ -32,6 +33,7 @@ const MOST_BROKEN: usize = 1024;
 
 /// The registry of one engine.
 pub(super) struct Registry {
+    own: EngineId,
     limits: Connections,
     events: Arc<EventQueue>,
     /// Wakes the control thread, which watches the links that are registered.
@@ -49,6 +51,8 @@ struct Entries {
     broken: HashMap<ClusterId, (Instant, String)>,
     /// Clusters that a `link_clusters` call is linking.
     linking: HashSet<ClusterId>,
+    /// The engines that `ensure_link` calls are linking.
+    dials: Dials,
     comms: HashMap<u64, Arc<Communicator>>,
     last_comm: u64,
     /// The engine is switching its role, and new links are refused.
@@ -68,6 +72,34 @@ impl Drop for TurnToLink<'_> {
     }
 }
 
+/// What an attempt to make a link on demand begins with.
+pub(super) enum DialStart<'a> {
+    /// There is a link to the engine.
+    Linked(Arc<Link>),
+    /// The attempt is recorded until the guard is dropped.
+    Dials(DialGuard<'a>),
+}
+
+/// The record that this side dials an engine.
+pub(super) struct DialGuard<'a> {
+    registry: &'a Registry,
+    to: EngineId,
+}
+
+impl Drop for DialGuard<'_> {
+    fn drop(&mut self) {
+        self.registry.entries.lock().dials.end(self.to);
+    }
+}
+
+/// Whose link a call waits for.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Sought {
+    Engine(EngineId),
+    Cluster(ClusterId),
+    Nobody,
+}
+
 /// Refuses new links while it exists.
 pub(super) struct Quiet<'a>(&'a Registry);
 
@@ -78,8 +110,13 @@ impl Drop for Quiet<'_> {
 }
 
 impl Registry {
-    pub(super) fn new(limits: Connections, events: Arc<EventQueue>, control: Arc<Bell>) -> Registry {
-        Registry { limits, events, control, entries: Mutex::default(), changed: Condvar::new() }
+    pub(super) fn new(
+        own: EngineId,
+        limits: Connections,
+        events: Arc<EventQueue>,
+        control: Arc<Bell>,
+    ) -> Registry {
+        Registry { own, limits, events, control, entries: Mutex::default(), changed: Condvar::new() }
     }
 
     /// Refuses a link from a peer if peers have made too many. Links of the same `cluster` do not count,
@@ -124,13 +161,52 @@ impl Registry {
         }
     }
 
+    /// Returns the link to the engine `to` if one works; otherwise records that this side dials it (`dials`).
+    pub(super) fn begin_dial(&self, to: EngineId, silence_limit: Duration) -> Result<DialStart<'_>> {
+        let mut entries = self.entries.lock();
+        entries.open_for(Kind::Ensured)?;
+        if let Some(link) = entries.working(Sought::Engine(to), silence_limit) {
+            return Ok(DialStart::Linked(link.clone()));
+        }
+        entries.dials.begin(to);
+        Ok(DialStart::Dials(DialGuard { registry: self, to }))
+    }
+
+    /// Waits until a link works that is `sought`. Returns `None` once `deadline` has passed, and `Err` if the caller was
+    /// interrupted or the engine closes.
+    pub(super) fn await_link(
+        &self,
+        sought: Sought,
+        silence_limit: Duration,
+        deadline: Deadline,
+    ) -> Result<Option<Arc<Link>>> {
+        let mut entries = self.entries.lock();
+        loop {
+            if entries.closed {
+                return Err(Error::closed());
+            }
+            if let Some(link) = entries.working(sought, silence_limit) {
+                return Ok(Some(link.clone()));
+            }
+            if deadline.passed() {
+                return Ok(None);
+            }
+            drop(self.changed.wait_timeout(entries, deadline.nap()));
+            deadline.interruption("waiting to dial again")?;
+            entries = self.entries.lock();
+        }
+    }
+
     /// Enters a link and returns the links that it replaces, which the same peer or its predecessor left
     /// behind, and whether each was alive. Refuses a link of a communicator that was left
     /// (`a_communicator_that_is_left_at_once_leaves_nothing`). Also refuses a link that would replace
     /// one that [works](Link::works): the cluster id and instance number in a handshake prove nothing.
     pub(super) fn enroll(&self, link: &Arc<Link>, silence_limit: Duration) -> Result<Vec<(Arc<Link>, bool)>> {
         let mut entries = self.entries.lock();
-        entries.open()?;
+        entries.open_for(link.kind)?;
+        if link.kind == Kind::Ensured && link.is_incoming() {
+            entries.may_enter(link, self.own, silence_limit)?;
+        }
         if let Kind::Communicator(id) = link.kind
             && !entries.comms.contains_key(&id)
         {
@@ -142,7 +218,7 @@ impl Registry {
             );
         }
         // Checked by `room_for_incoming` as well, but other links may have been entered since.
-        if link.kind != Kind::Outgoing && entries.incoming(link.peer.cluster) >= self.limits.incoming {
+        if link.is_incoming() && entries.incoming(link.peer.cluster) >= self.limits.incoming {
             return Err(self.too_many());
         }
         let all = entries.links.entry(link.peer.cluster).or_default();
@@ -398,15 +474,49 @@ impl Entries {
         Ok(())
     }
 
+    /// Does what [`open`](Self::open) does. A link on demand may be entered a little later.
+    fn open_for(&self, kind: Kind) -> Result<()> {
+        match self.open() {
+            Err(error) if kind == Kind::Ensured && error.kind() == ErrorKind::LinkFailed => {
+                Err(Error::new(ErrorKind::AlreadyLinked, error.to_string()))
+            }
+            open => open,
+        }
+    }
+
+    /// Returns a working link that is `sought`.
+    fn working(&self, sought: Sought, silence_limit: Duration) -> Option<&Arc<Link>> {
+        let (cluster, instance) = match sought {
+            Sought::Engine((cluster, instance)) => (cluster, Some(instance)),
+            Sought::Cluster(cluster) => (cluster, None),
+            Sought::Nobody => return None,
+        };
+        let is_sought = |link: &&Arc<Link>| instance.is_none_or(|instance| link.peer.instance == instance);
+        self.links.get(&cluster)?.iter().find(|link| is_sought(link) && link.works(silence_limit))
+    }
+
+    /// Decides whether this side enters a link on demand that a peer makes. Returns `Err` with `AlreadyLinked` if another
+    /// link is kept.
+    fn may_enter(&self, link: &Link, own: EngineId, silence_limit: Duration) -> Result<()> {
+        let peer = (link.peer.cluster, link.peer.instance);
+        let linked = self.working(Sought::Engine(peer), silence_limit).is_some();
+        let why = match dials::decide(linked, self.dials.to(peer), own, peer) {
+            Decision::Enter => return Ok(()),
+            Decision::IsLinked => "there is a link already",
+            Decision::KeepOwn => "this side is making the link",
+        };
+        Err(Error::new(ErrorKind::AlreadyLinked, why))
+    }
+
     /// Counts the links that peers or communicators made, except those to `cluster`.
     fn incoming(&self, cluster: ClusterId) -> usize {
-        let counts = |link: &&Arc<Link>| link.kind != Kind::Outgoing && link.peer.cluster != cluster;
+        let counts = |link: &&Arc<Link>| link.is_incoming() && link.peer.cluster != cluster;
         self.links.values().flatten().filter(counts).count()
     }
 
     fn any(&self) -> bool {
         let preparing = || self.comms.values().any(|comm| comm.preparing());
-        !self.links.is_empty() || !self.linking.is_empty() || preparing()
+        !self.links.is_empty() || !self.linking.is_empty() || self.dials.any() || preparing()
     }
 
     fn missing(&self, cluster: ClusterId) -> Error {
@@ -463,7 +573,9 @@ fn taken(link: &Link, rival: &Link) -> Error {
     } else {
         format!("another process of cluster {cluster} is linked: two processes cannot share a cluster id")
     };
-    let error = Error::new(ErrorKind::LinkFailed, text).with(RIVAL_LINK, &rival.peer.address);
+    // A link on demand may succeed later: the rival may be a process that has just ended.
+    let kind = if link.kind == Kind::Ensured { ErrorKind::AlreadyLinked } else { ErrorKind::LinkFailed };
+    let error = Error::new(kind, text).with(RIVAL_LINK, &rival.peer.address);
     error.with("heard_ms_ago", rival.silent().as_millis())
 }
 

@@ -15,9 +15,11 @@ use super::refusals::Refusals;
 use super::registry::Registry;
 use super::server::Server;
 use super::threads::Threads;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::model::{ClusterId, Deadline};
+use crate::protocol::Party;
 use crate::resources::Resources;
+use crate::sync::Mutex;
 
 /// Shortest and longest time after which another link may replace the link of a silent peer.
 const REPLACED_AFTER: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(10));
@@ -35,6 +37,8 @@ pub(crate) struct Shared {
     pub(super) opened_to_readers: AtomicBool,
     pub(super) threads: Arc<Threads>,
     pub(super) transports: Transports,
+    /// What the peers of later links are told about this program.
+    pub(super) metadata: Mutex<Arc<Vec<u8>>>,
 }
 
 impl Shared {
@@ -46,7 +50,9 @@ impl Shared {
         let (threads, refusals) = (Arc::<Threads>::default(), Arc::<Refusals>::default());
         let me = Identity::new(config.cluster, config.remote_accessible)?;
         let control = Arc::new(ControlPoller::new()?);
-        let registry = Arc::new(Registry::new(limits, resources.events.clone(), control.bell().clone()));
+        let own = (config.cluster, me.party.instance);
+        let (events, bell) = (resources.events.clone(), control.bell().clone());
+        let registry = Arc::new(Registry::new(own, limits, events, bell));
         let answers = Answers::new(resources.clone());
         let server = Server::new(answers, registry.clone(), refusals.clone(), threads.clone(), limits)?;
         let (instance, watched) = (me.party.instance, control.clone());
@@ -61,6 +67,7 @@ impl Shared {
             opened_to_readers: AtomicBool::default(),
             threads,
             transports,
+            metadata: Mutex::default(),
             resources,
         })
     }
@@ -69,6 +76,24 @@ impl Shared {
     /// [`REPLACED_AFTER`] so that neither a slow network nor a very long heartbeat makes the value unreasonable.
     pub(super) fn silence_limit(&self) -> Duration {
         self.resources.config.links.heartbeat.saturating_mul(2).clamp(REPLACED_AFTER.0, REPLACED_AFTER.1)
+    }
+
+    /// Returns what the program tells every peer.
+    pub(super) fn metadata(&self) -> Arc<Vec<u8>> {
+        self.metadata.lock().clone()
+    }
+
+    /// Refuses a link on demand to this engine itself, or to one that has the same cluster id.
+    pub(super) fn check_is_other(&self, peer: &Party) -> Result<()> {
+        if peer.instance == self.me.party.instance {
+            return Err(Error::invalid("the address is that of this engine itself"));
+        }
+        if peer.cluster == self.me.party.cluster {
+            let text =
+                "another engine with the cluster id of this one answers: two engines cannot share an id";
+            return Err(Error::new(ErrorKind::LinkFailed, text));
+        }
+        Ok(())
     }
 
     pub(super) fn find_other(&self, cluster: ClusterId, deadline: Deadline) -> Result<Arc<Link>> {

@@ -13,6 +13,7 @@
 //! read beyond the deadline.
 
 use std::cell::RefCell;
+use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
@@ -21,7 +22,7 @@ use super::running_calls::{RunningCall, RunningCalls};
 use crate::cache::{CallRows, Pin, WaitingCall};
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::Transfer;
-use crate::model::Deadline;
+use crate::model::{ClusterId, Deadline};
 use crate::resources::{OutgoingCall, Resources};
 use crate::stats::Op;
 use crate::sync::Mutex;
@@ -38,6 +39,8 @@ pub(crate) struct CallPurpose {
     pub(crate) deadline: Deadline,
     /// Whether it calls that cluster. Set before the call waits for a row.
     pub(crate) outgoing: Option<OutgoingCall>,
+    /// The address that it dials, and the cluster that must answer, for errors.
+    pub(crate) dials: Option<(SocketAddr, Option<ClusterId>)>,
     /// Whether its end is an event.
     pub(crate) event: bool,
 }
@@ -155,11 +158,17 @@ impl AsyncCall {
         self.withdraw_job(job);
         // Without a lock, because other calls may continue now.
         drop((work, rows));
-        let error = match (&self.purpose.outgoing, self.purpose.lanes) {
-            (Some(_), LaneKey::Calls(cluster)) => error.with("cluster", cluster),
-            _ => error,
-        };
-        self.end(Err(error));
+        self.end(Err(self.named(error)));
+    }
+
+    /// Adds the peer of the call to an error.
+    fn named(&self, mut error: Error) -> Error {
+        if let (Some(_), LaneKey::Calls(cluster)) = (&self.purpose.outgoing, self.purpose.lanes) {
+            error = error.with("cluster", cluster);
+        }
+        let Some((address, cluster)) = self.purpose.dials else { return error };
+        let error = cluster.into_iter().fold(error, |error, cluster| error.with("cluster", cluster));
+        error.with("address", address)
     }
 
     fn forget_alarm(&self) {

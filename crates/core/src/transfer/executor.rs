@@ -33,6 +33,8 @@ pub(crate) enum LaneKey {
     Calls(ClusterId),
     /// The notifications for one cluster. Calls may wait for them.
     Notifications(ClusterId),
+    /// Links on demand, to whichever peers: those that cannot be reached take no lanes of calls.
+    Links,
     /// Calls to several clusters. They may wait for each of them, so none of these lends its lanes.
     SeveralClusters,
 }

@@ -6,6 +6,7 @@ mod asynchronous;
 mod broken_streams;
 mod communicators;
 mod deadlines;
+mod ensure_link;
 pub mod fake_peer;
 mod identity;
 mod layerwise;

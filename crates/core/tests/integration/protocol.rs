@@ -7,9 +7,10 @@ use std::sync::Arc;
 use llm_datadist_core::testing::model::{AddressLocation, CacheLayout, GrantId, Name};
 use llm_datadist_core::testing::plan::{CopyPlan, Span, SpanList};
 use llm_datadist_core::testing::protocol::{
-    self, Attach, Attached, Challenge, Comm, Control, EntryVersion, HANDSHAKE_LIMIT, HEADER, Header, Hello,
-    MESSAGE, MESSAGE_LIMIT, Pairs, Party, Payload, Payloads, Proof, Purpose, REFUSAL, Reply, Request, Run,
-    Welcome, WireCache, WireLocation, WireName, WirePlan, WirePulled, WireRows, WireSpan, WireSteps,
+    self, Attach, Attached, Challenge, Comm, Confirm, Control, EntryVersion, HANDSHAKE_LIMIT, HEADER, Header,
+    Hello, LinkAnswer, MAX_METADATA, MESSAGE, MESSAGE_LIMIT, METADATA_LIMIT, Metadata, Pairs, Party, Payload,
+    Payloads, Proof, Purpose, REFUSAL, Reply, Request, Run, Welcome, WireCache, WireLocation, WireName,
+    WirePlan, WirePulled, WireRows, WireSpan, WireSteps,
 };
 use llm_datadist_core::{CacheId, CacheKey, CacheKind, Error, ErrorKind, Placement};
 use serde::Serialize;
@@ -104,12 +105,12 @@ fn handshake_bytes() {
     let hello = |purpose, asked| Hello { purpose, from: PARTY, asked, host: "abc".into(), nonce: [7; 16] };
     let comm = Some(Comm { name: "c".into(), members: vec![(1, 0), (u64::MAX, 1)], listener: "a:1".into() });
     golden(
-        &hello(Purpose::Link { link: 9, comm, probe_local: false }, Some(2)),
-        "4c440701320000000009010163020100ffffffffffffffffff010103613a310001ac020101020361626307070707070707070707070707070707",
+        &hello(Purpose::Link { link: 9, comm, probe_local: false, ensure: false }, Some(2)),
+        "4c440701330000000009010163020100ffffffffffffffffff010103613a31000001ac020101020361626307070707070707070707070707070707",
     );
     golden(
-        &hello(Purpose::Link { link: 9, comm: None, probe_local: true }, None),
-        "4c4407011d0000000009000101ac0201000361626307070707070707070707070707070707",
+        &hello(Purpose::Link { link: 9, comm: None, probe_local: true, ensure: true }, None),
+        "4c4407011e000000000900010101ac0201000361626307070707070707070707070707070707",
     );
     golden(
         &hello(Purpose::Call { link: 9, reverse: true }, None),
@@ -147,6 +148,25 @@ fn handshake_bytes() {
         "4c440701050000000001010000",
     );
     golden(&Attached { mapped: Ok(()), registered: Err("no".into()) }, "4c440701050000000001026e6f");
+    let metadata = Metadata(Arc::new(b"meta".to_vec()));
+    golden(&Confirm { metadata: metadata.clone() }, "4c44070105000000046d657461");
+    golden(&LinkAnswer::Entered { metadata }, "4c4407010600000000046d657461");
+    golden(&LinkAnswer::Later { reason: "no".into() }, "4c4407010400000001026e6f");
+}
+
+#[test]
+fn metadata_is_bounded() {
+    let confirm = |bytes| Confirm { metadata: Metadata(Arc::new(vec![7; bytes])) };
+    let body = |bytes| protocol::encode(&confirm(bytes)).unwrap().split_off(HEADER);
+    assert_eq!(protocol::decode::<Confirm>(&body(MAX_METADATA)).unwrap(), confirm(MAX_METADATA));
+    assert!(body(MAX_METADATA).len() <= METADATA_LIMIT);
+    let error = protocol::decode::<Confirm>(&body(MAX_METADATA + 1)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NotLinked);
+    // Nothing is allocated for a length that is not there.
+    let claimed = b"\xff\xff\xff\xff\x0f";
+    let (error, peak) = counting_allocator::peak(|| protocol::decode::<Confirm>(claimed).unwrap_err());
+    assert_eq!(error.kind(), ErrorKind::NotLinked);
+    assert!(peak < 4096, "{peak}");
 }
 
 #[test]

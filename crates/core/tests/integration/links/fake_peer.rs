@@ -9,8 +9,8 @@ use std::time::Duration;
 use hmac::{Hmac, KeyInit, Mac};
 use llm_datadist_core::testing::net::{Address, Listener, Stream, Tcp, Transport};
 use llm_datadist_core::testing::protocol::{
-    self, Attach, Attached, Challenge, Control, HANDSHAKE_LIMIT, HEADER, Hello, MESSAGE_LIMIT, Party, Proof,
-    Purpose, Welcome,
+    self, Attach, Attached, Challenge, Confirm, HANDSHAKE_LIMIT, HEADER, Hello, LinkAnswer, MESSAGE_LIMIT,
+    Metadata, Party, Proof, Purpose, Welcome,
 };
 use llm_datadist_core::{ClusterId, DataDist, Deadline, PeerAddress, Result};
 use serde::Serialize;
@@ -57,6 +57,12 @@ fn mirror(stream: &Stream) {
     stream.send_with(&protocol::encode(&offered).unwrap(), &same, soon()).unwrap();
     let _: Attached = hear(stream).unwrap();
     say(stream, &Attached { mapped: Ok(()), registered: Err("not looked at".into()) });
+}
+
+/// Confirms a link without metadata, and waits until the engine has entered it.
+pub fn confirm(stream: &Stream) -> Result<Vec<u8>> {
+    say(stream, &Confirm { metadata: Metadata::default() });
+    Ok(hear::<LinkAnswer>(stream)?.entered()?.0.to_vec())
 }
 
 /// A process that claims to be `cluster`.
@@ -114,7 +120,8 @@ impl Fake {
         if stream.carries_descriptors() {
             mirror(&stream);
         }
-        say(&stream, &Control::Pong);
+        let _: Confirm = hear(&stream).unwrap();
+        say(&stream, &LinkAnswer::Entered { metadata: Metadata::default() });
         stream
     }
 
@@ -138,7 +145,7 @@ impl Fake {
 
     /// Returns the local socket to which `engine` directs a peer on its host.
     pub fn local_of(&self, engine: &DataDist, host: String) -> Option<String> {
-        let purpose = Purpose::Link { link: 1, comm: None, probe_local: true };
+        let purpose = Purpose::Link { link: 1, comm: None, probe_local: true, ensure: false };
         self.welcomed((engine, &Tcp), b"", purpose, host).unwrap().1.local
     }
 
@@ -164,19 +171,20 @@ impl Fake {
 
     /// Makes a link to `engine`, and returns its control stream.
     pub fn link(&self, engine: &DataDist, id: u64) -> Result<Stream> {
-        let stream = self.dial(engine, Purpose::Link { link: id, comm: None, probe_local: false })?;
-        assert_eq!(hear::<Control>(&stream)?, Control::Pong);
+        let purpose = Purpose::Link { link: id, comm: None, probe_local: false, ensure: false };
+        let stream = self.dial(engine, purpose)?;
+        confirm(&stream)?;
         Ok(stream)
     }
 
     /// Makes a link to `engine` through the transport `over`. Returns its control stream and a call stream.
     pub fn calling(&self, engine: &DataDist, over: &dyn Transport, id: u64) -> (Stream, Stream) {
         let dial = |purpose| self.welcomed((engine, over), b"", purpose, "elsewhere".into()).unwrap().0;
-        let control = dial(Purpose::Link { link: id, comm: None, probe_local: false });
+        let control = dial(Purpose::Link { link: id, comm: None, probe_local: false, ensure: false });
         if control.carries_descriptors() {
             mirror(&control);
         }
-        assert_eq!(hear::<Control>(&control).unwrap(), Control::Pong);
+        confirm(&control).unwrap();
         (control, dial(Purpose::Call { link: id, reverse: false }))
     }
 

@@ -48,8 +48,8 @@ fn a_stranger_is_refused_for_the_reason_that_is_logged() {
     let engine = open(strict(1, Way::Tcp), Way::Tcp);
     let stranger = Fake::new(9, 1);
     for purpose in [
-        Purpose::Link { link: 5, comm: None, probe_local: false },
-        Purpose::Link { link: 5, comm: None, probe_local: true },
+        Purpose::Link { link: 5, comm: None, probe_local: false, ensure: false },
+        Purpose::Link { link: 5, comm: None, probe_local: true, ensure: false },
         Purpose::Call { link: 5, reverse: false },
         Purpose::Meet,
     ] {

@@ -150,7 +150,7 @@ fn unauthenticated_connections_are_refused() {
     }
     // Without the token, neither a link nor a stream of a link can be opened.
     let fake = Fake::new(9, 1);
-    let link = Purpose::Link { link: 5, comm: None, probe_local: false };
+    let link = Purpose::Link { link: 5, comm: None, probe_local: false, ensure: false };
     assert_eq!(fake.dial(&engine, link.clone()).unwrap_err().kind(), ErrorKind::LinkFailed);
     let _link = fake.dial_with(&engine, b"sixteen letters or more", link).unwrap();
     assert!(fake.call(&engine, 5).is_err());

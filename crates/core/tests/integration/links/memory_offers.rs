@@ -6,7 +6,9 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use llm_datadist_core::testing::memory::Generations;
 use llm_datadist_core::testing::net::Address;
-use llm_datadist_core::testing::protocol::{self, Attach, Attached, Control, HANDSHAKE_LIMIT};
+use llm_datadist_core::testing::protocol::{
+    self, Attach, Attached, Confirm, HANDSHAKE_LIMIT, LinkAnswer, Metadata,
+};
 use llm_datadist_core::testing::stats::LinkState;
 use llm_datadist_core::{CacheKind, Config, DataDist, Placement, PoolConfig};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
@@ -42,7 +44,8 @@ fn offered(engine: &DataDist, offer: &Attach, descriptors: &[OwnedFd]) -> (Attac
         stream.send_with(&protocol::encode(offer).unwrap(), &descriptors, soon()).unwrap();
         let said: Attached = hear(&stream).unwrap();
         say(&stream, &Attached { mapped: Ok(()), registered: Ok(()) });
-        say(&stream, &Control::Pong);
+        let _: Confirm = hear(&stream).unwrap();
+        say(&stream, &LinkAnswer::Entered { metadata: Metadata::default() });
         (said, stream)
     });
     linked.unwrap();

@@ -1,0 +1,380 @@
+"""Asynchronous calls and notifications from Python: `make bench`, or `.venv/bin/python benches/serving_latency.py`.
+
+Each row is the median of its rounds, with the lowest and the highest round, and its goal. What a ratio compares was
+measured in the same rounds, in turn. `--only start,poll` selects parts. Each part runs in a process of its own, and the
+owner of the remote cache (`serving_peer.py`) in another. Not for: synchronous calls (`transfer_latency.py`,
+`python_overhead.py`) and layers (`layerwise_latency.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import random
+import select
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Callable, Optional
+
+import numpy as np
+from serving_peer import OWNER, PAYLOAD, Near, Setting, linked, opened, rest, row_values
+
+from llm_datadist import CacheDesc, CacheKey, DataType, LLMDataDist, LLMException, LLMStatusCode
+from llm_datadist.events import Completed, Transfer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured."""
+
+    rounds: int = 9
+    calls: int = 300  # calls of one round whose median counts
+    pulls: int = 1024
+    pull_bytes: int = MIB
+    messages: int = 100_000
+    in_flight: tuple[int, int] = (512, 4096)
+    idle_ms: int = 10_000
+
+
+QUICK = Size(rounds=2, calls=5, pulls=48, pull_bytes=64 << 10, messages=3000, in_flight=(64, 512), idle_ms=200)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: a figure for each round, and the goal for their median."""
+
+    name: str
+    figures: Sequence[float]
+    unit: str
+    at_most: Optional[float] = None
+    at_least: Optional[float] = None
+
+    def line(self) -> str:
+        """Return the text of the row."""
+        median = statistics.median(self.figures)
+        goal = met = ""
+        if self.at_most is not None:
+            goal, met = f"<= {short(self.at_most)}", "met" if median <= self.at_most else "MISSED"
+        if self.at_least is not None:
+            goal, met = f">= {short(self.at_least)}", "met" if median >= self.at_least else "MISSED"
+        spread = f"({short(min(self.figures))} to {short(max(self.figures))})"
+        return f"{self.name:70} {short(median):>11} {self.unit:10} {spread:26} {goal:>10} {met}".rstrip()
+
+
+def short(figure: float) -> str:
+    """A figure with as many digits as matter."""
+    return f"{figure:,.0f}" if abs(figure) >= 999.5 or figure == int(figure) else f"{figure:.3g}"
+
+
+def micros(call: Callable[[], Any]) -> float:
+    """Microseconds of a call."""
+    clock = time.perf_counter_ns
+    started = clock()
+    kept = call()  # what it returns is freed after the clock was read
+    nanos = clock() - started
+    del kept
+    return nanos / 1e3
+
+
+def start(size: Size) -> Iterator[Row]:
+    """The caller's time to start a pull while no other runs."""
+    count = 512
+    with linked(Setting(blocks=count), count) as near:
+        src, dst = (random.Random(seed).sample(range(count), count) for seed in (1, 2))  # noqa: S311
+        lists = {
+            "1 block, lists": (src[:1], dst[:1]),
+            "512 blocks, lists": (src, dst),
+            "512 blocks, int64 arrays": (np.array(src, np.int64), np.array(dst, np.int64)),
+        }
+        figures: dict[str, list[float]] = {name: [] for name in lists}
+        for _ in range(size.rounds):
+            for name, blocks in lists.items():
+                times = []
+                for _ in range(size.calls):
+                    times.append(micros(lambda: near.manager.pull_blocks_async(near.key, near.cache, *blocks)))  # noqa: B023
+                    assert near.dist.drain()
+                    (ended,) = polled(near.dist, 1)
+                    ended.result()
+                figures[name].append(statistics.median(times))
+        assert (near.view[dst] == row_values(count)[src][:, None]).all(), "a block arrived wrong"
+        for name, values in figures.items():
+            yield Row(f"start pull_blocks_async, {name}", values, "us", at_most=20)
+
+
+def poll(size: Size) -> Iterator[Row]:
+    """`LLMDataDist.poll` without events and with 64 of them."""
+    dist = opened(1, MIB)
+    manager = dist.cache_manager
+    cache = manager.allocate_blocks_cache(CacheDesc(1, [65, 64], DataType.DT_UINT8))
+    events: list[object] = []
+    empty, full = [], []
+    for _ in range(size.rounds):
+        empty.append(micros(lambda: [dist.poll() for _ in range(size.calls)]) / size.calls)
+        times = []
+        for _ in range(size.calls):
+            running = {manager.copy_blocks_async(cache, {0: [block]}) for block in range(1, 65)}
+            assert dist.drain()
+            times.append(micros(lambda: events.extend(dist.poll())))
+            assert {event.transfer for event in events if isinstance(event, Completed)} == running
+            events.clear()
+        full.append(statistics.median(times))
+    yield Row("poll, nothing to report", empty, "us", at_most=1)
+    yield Row("poll, 64 completed transfers", full, "us", at_most=20)
+    dist.finalize()
+
+
+def polled(dist: LLMDataDist, count: int) -> list[Transfer]:
+    """The transfers whose ends one `poll` reports."""
+    transfers = [event.transfer for event in dist.poll() if isinstance(event, Completed)]
+    assert len(transfers) == count
+    return transfers
+
+
+def many(transport: str) -> Callable[[Size], Iterator[Row]]:
+    """Pulls in flight from one thread, beside synchronous pulls of several threads."""
+
+    def measure(size: Size) -> Iterator[Row]:
+        with linked(Setting(transport, size.pull_bytes, size.pulls // 4), size.pulls) as near:
+            sync: dict[int, list[float]] = {1: [], 2: [], 4: []}
+            asynchronous = []
+            for number in range(size.rounds + 1):
+                turns = []
+                for threads, figures in sync.items():
+                    figures.append(speed(near, size, partial(pulled, near, size, threads)))
+                    turns.append(speed(near, size, partial(flown, near, size)))
+                asynchronous.append(statistics.median(turns))
+                if number == 0:  # touches the memory for the first time
+                    asynchronous.clear()
+                    for figures in sync.values():
+                        figures.clear()
+        each = f"{size.pull_bytes >> 20} MiB" if size.pull_bytes >= MIB else f"{size.pull_bytes >> 10} KiB"
+        what = f"{size.pulls:,} pulls of {each}, {transport}"
+        for threads, figures in sync.items():
+            yield Row(f"{what}, pull_blocks, {threads} thread{'s' * (threads > 1)}", figures, "GB/s")
+        yield Row(f"{what}, all in flight from one thread", asynchronous, "GB/s")
+        best = max(sync.values(), key=statistics.median)
+        ratios = [ours / theirs for ours, theirs in zip(asynchronous, best)]
+        yield Row(f"{what}, in flight / the best synchronous row", ratios, "ratio", at_least=0.95)
+
+    return measure
+
+
+def speed(near: Near, size: Size, turn: Callable[[], None]) -> float:
+    """GB/s of pulling all blocks once. Checks the first and the last byte of each."""
+    ends = near.view[:, :: size.pull_bytes - 1]
+    ends[:] = 0
+    nanos = micros(turn) * 1e3
+    expected = row_values(size.pulls // 4)[np.arange(size.pulls) % (size.pulls // 4)]
+    assert (ends == expected[:, None]).all(), "a block arrived wrong"
+    return size.pulls * size.pull_bytes / nanos
+
+
+def pulled(near: Near, size: Size, threads: int) -> None:
+    """Pull all blocks with synchronous calls."""
+
+    def some(first: int) -> None:
+        for block in range(first, size.pulls, threads):
+            near.manager.pull_blocks(near.key, near.cache, [block % (size.pulls // 4)], [block])
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(some, range(threads)))
+
+
+def flown(near: Near, size: Size) -> None:
+    """Pull all blocks with asynchronous calls, as a scheduler does: start them, then take the events."""
+    running = set()
+    for block in range(size.pulls):
+        running.add(near.manager.pull_blocks_async(near.key, near.cache, [block % (size.pulls // 4)], [block]))
+    while running:
+        select.select([near.dist], [], [])
+        for event in near.dist.poll():
+            assert isinstance(event, Completed)
+            running.remove(event.transfer)
+            event.transfer.result()
+
+
+def notify(size: Size) -> Iterator[Row]:
+    """A pull that delivers a notification, beside one that releases a key. The owner polls between the rounds."""
+    # Two pulls in each round use up keys, two deliver notifications. All fit into the window.
+    count = min(size.calls, 400)
+    with linked(Setting(slots=2 * count), 64) as near:
+        manager = near.manager
+        slot = manager.allocate_cache(CacheDesc(1, [1, 16 << 10], DataType.DT_UINT8))
+        calls: dict[str, Callable[[int], None]] = {
+            "pull_cache that releases its key": lambda key: manager.pull_cache(CacheKey(OWNER, req_id=key), slot),
+            "pull_blocks with notify": lambda _: manager.pull_blocks(near.key, near.cache, [3], [5], notify=PAYLOAD),
+            "pull_cache with both": lambda key: manager.pull_cache(
+                CacheKey(OWNER, req_id=key + count), slot, notify=PAYLOAD
+            ),
+        }
+        figures: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(size.rounds):
+            first = int(near.ask("keys", 2 * count))
+            for name, call in calls.items():
+                times = [micros(lambda: call(first + number)) for number in range(count)]  # noqa: B023
+                figures[name].append(statistics.median(times))
+            assert int(near.ask("receive", 2 * count)) == 2 * count
+    names = list(figures)
+    for name in names:
+        yield Row(f"16 KiB, {name}", figures[name], "us")
+    for name, goal in ((names[1], 1.3), (names[2], None)):
+        ratios = [ours / theirs for ours, theirs in zip(figures[name], figures[names[0]])]
+        yield Row(f"16 KiB, {name} / {names[0]}", ratios, "ratio", at_most=goal)
+
+
+def messages(transport: str, goal: int) -> Callable[[Size], Iterator[Row]]:
+    """Notifications of 64 bytes to a process that polls."""
+
+    def measure(size: Size) -> Iterator[Row]:
+        figures = []
+        with linked(Setting(transport), 1) as near:
+            for _ in range(size.rounds):
+                near.tell("receive", size.messages)
+                started = time.perf_counter()
+                for _ in range(size.messages):
+                    while not accepted(near.dist):
+                        time.sleep(50e-6)
+                assert int(near.answer()) == size.messages
+                figures.append(size.messages / (time.perf_counter() - started))
+        yield Row(f"notifications of {len(PAYLOAD)} bytes, {transport}", figures, "per second", at_least=goal)
+
+    return measure
+
+
+def accepted(dist: LLMDataDist) -> bool:
+    """Send one notification, unless the window is full."""
+    try:
+        dist.notify(OWNER, PAYLOAD)
+    except LLMException as error:
+        if error.status_code != LLMStatusCode.LLM_LINK_BUSY:
+            raise
+        return False
+    return True
+
+
+def memory(size: Size) -> Iterator[Row]:
+    """What one more transfer that waits for a stopped peer takes. Each has a list of one block."""
+    few, most = size.in_flight
+    running: list[Transfer] = []
+    taken = []
+    with linked(Setting("tcp", 64, 1), most) as near:
+        os.kill(near.owner.pid, signal.SIGSTOP)
+        for count in (few, most):
+            while len(running) < count:
+                running.append(near.manager.pull_blocks_async(near.key, near.cache, [0], [len(running)]))
+            time.sleep(0.2)  # until the lanes have begun what they can
+            taken.append((allocated(), private()))
+        assert not any(transfer.done() for transfer in running)
+        for transfer in running:
+            transfer.cancel()
+        os.kill(near.owner.pid, signal.SIGCONT)
+        assert near.dist.drain()
+    engine, process = ((after - before) / (most - few) for before, after in zip(*taken))
+    handle = sys.getsizeof(running[0])
+    yield Row("memory of a transfer in flight, without its Python handle", [engine], "bytes", at_most=1024)
+    yield Row("memory of a transfer in flight, with its Python handle", [engine + handle], "bytes")
+    yield Row("the same, as private memory of the process", [process], "bytes")
+
+
+class Mallinfo(ctypes.Structure):
+    """`struct mallinfo2` of glibc."""
+
+    _fields_ = tuple(
+        (field, ctypes.c_size_t)
+        for field in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def allocated() -> int:
+    """Bytes that malloc has given out. Python's small objects are not among them."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = Mallinfo
+    info = mallinfo2()
+    return int(info.uordblks + info.hblkhd)
+
+
+def private() -> int:
+    """Bytes of memory that this process has written and shares with no other."""
+    fields = Path("/proc/self/smaps_rollup").read_text().split()
+    return int(fields[fields.index("Private_Dirty:") + 1]) << 10
+
+
+def idle(size: Size) -> Iterator[Row]:
+    """CPU time of both linked processes while nothing happens, before and after the first use of these calls."""
+    with linked(Setting(), 1) as near:
+        time.sleep(size.idle_ms / 5e3)
+        before = both_rest(near, size)
+        near.dist.fileno()
+        near.dist.poll()
+        assert near.ask("greet", 1) == "1"
+        near.dist.notify(OWNER, PAYLOAD)
+        assert near.ask("receive", 1) == "1"
+        while not near.dist.poll():
+            time.sleep(0.001)
+        time.sleep(size.idle_ms / 5e3)
+        after = both_rest(near, size)
+    what, unit = "CPU of two idle linked processes", f"ms/{size.idle_ms / 1e3:g} s"
+    yield Row(f"{what}, before the first poll", [before], unit)
+    yield Row(f"{what}, after fileno, poll and notifications", [after], unit)
+    # Single heartbeats differ by more than a fraction of a millisecond.
+    yield Row(f"{what}, difference", [float(round(after - before))], unit, at_most=0)
+
+
+def both_rest(near: Near, size: Size) -> float:
+    """Milliseconds of CPU time of both processes."""
+    near.tell("rest", size.idle_ms)
+    return rest(size.idle_ms) + float(near.answer())
+
+
+# A part is one more function that yields rows, and one more line here.
+PARTS: dict[str, Callable[[Size], Iterator[Row]]] = {
+    "start": start,
+    "poll": poll,
+    "many": many("shm"),
+    "many-tcp": many("tcp"),
+    "notify": notify,
+    "messages": messages("shm", 200_000),
+    "messages-tcp": messages("tcp", 50_000),
+    "memory": memory,
+    "idle": idle,
+}
+
+
+def main() -> None:
+    """Print the table, or the rows of one part."""
+    parser = argparse.ArgumentParser(description="what asynchronous calls and notifications cost from Python")
+    parser.add_argument("--quick", action="store_true", help="run everything once, without useful figures")
+    parser.add_argument("--only", default=",".join(PARTS), help="parts to run, with commas (default: all)")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part:
+        for row in PARTS[options.part](QUICK if options.quick else Size()):
+            print(row.line(), flush=True)
+        return
+    unknown = [part for part in options.only.split(",") if part not in PARTS]
+    if unknown:
+        parser.error(f"--only={options.only}: {unknown} are not among {', '.join(PARTS)}")
+    print(f"{'':70} {'median':>11} {'':10} {'(lowest to highest)':26} {'goal':>10}", flush=True)
+    for part in options.only.split(","):
+        order = [sys.executable, __file__, "--part", part, *(["--quick"] if options.quick else [])]
+        subprocess.run(order, check=True)  # noqa: S603  (this program)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""The benchmark of asynchronous calls: every part runs, checks the bytes that it moves, and prints its rows.
+
+Not for: figures, which no test asserts.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import serving_latency
+
+PROGRAM = Path(__file__).resolve().parents[1] / "serving_latency.py"
+NUMBER = r"-?[\d,]+(?:\.\d+)?(?:e[+-]\d+)?"
+LINE = re.compile(
+    rf"(?P<name>.+?)  +(?P<median>{NUMBER}) (?P<unit>\S.*?) +\((?P<low>{NUMBER}) to (?P<high>{NUMBER})\)"
+    rf"(?: +(?P<goal>[<>]= {NUMBER}) (?P<met>met|MISSED))?"
+)
+ROWS = {
+    "start pull_blocks_async, 1 block, lists": ("us", "<= 20"),
+    "start pull_blocks_async, 512 blocks, lists": ("us", "<= 20"),
+    "start pull_blocks_async, 512 blocks, int64 arrays": ("us", "<= 20"),
+    "poll, nothing to report": ("us", "<= 1"),
+    "poll, 64 completed transfers": ("us", "<= 20"),
+    **{
+        f"48 pulls of 64 KiB, {transport}, {what}": (unit, goal)
+        for transport in ("shm", "tcp")
+        for what, unit, goal in (
+            ("pull_blocks, 1 thread", "GB/s", None),
+            ("pull_blocks, 2 threads", "GB/s", None),
+            ("pull_blocks, 4 threads", "GB/s", None),
+            ("all in flight from one thread", "GB/s", None),
+            ("in flight / the best synchronous row", "ratio", ">= 0.95"),
+        )
+    },
+    "16 KiB, pull_cache that releases its key": ("us", None),
+    "16 KiB, pull_blocks with notify": ("us", None),
+    "16 KiB, pull_cache with both": ("us", None),
+    "16 KiB, pull_blocks with notify / pull_cache that releases its key": ("ratio", "<= 1.3"),
+    "16 KiB, pull_cache with both / pull_cache that releases its key": ("ratio", None),
+    "notifications of 64 bytes, shm": ("per second", ">= 200,000"),
+    "notifications of 64 bytes, tcp": ("per second", ">= 50,000"),
+    "memory of a transfer in flight, without its Python handle": ("bytes", "<= 1,024"),
+    "memory of a transfer in flight, with its Python handle": ("bytes", None),
+    "the same, as private memory of the process": ("bytes", None),
+    "CPU of two idle linked processes, before the first poll": ("ms/0.2 s", None),
+    "CPU of two idle linked processes, after fileno, poll and notifications": ("ms/0.2 s", None),
+    "CPU of two idle linked processes, difference": ("ms/0.2 s", "<= 0"),
+}
+
+
+def run(*words):
+    order = [sys.executable, str(PROGRAM), *words]
+    return subprocess.run(order, capture_output=True, text=True, timeout=300, check=False)  # noqa: S603  (this benchmark)
+
+
+def number(text):
+    return float(text.replace(",", ""))
+
+
+def test_every_row_has_a_figure_its_spread_and_its_goal():
+    done = run("--quick")
+    assert done.returncode == 0, done.stderr
+    header, *lines = done.stdout.splitlines()
+    assert header.split() == ["median", "(lowest", "to", "highest)", "goal"]
+    rows = [LINE.fullmatch(line) for line in lines]
+    assert all(rows), [line for line, row in zip(lines, rows) if not row]
+    assert {row["name"]: (row["unit"], row["goal"]) for row in rows} == ROWS
+    assert [row["name"] for row in rows] == list(ROWS)
+    for row in rows:
+        low, median, high = (number(row[what]) for what in ("low", "median", "high"))
+        assert low <= median <= high, row["name"]
+
+
+@pytest.mark.parametrize(
+    ("goal", "figures", "end"),
+    [
+        ({"at_most": 20}, [21, 20, 3], "20 us (3 to 21) <= 20 met"),
+        ({"at_most": 20}, [21, 20.5, 3], "20.5 us (3 to 21) <= 20 MISSED"),
+        ({"at_least": 1200}, [1200], "1,200 us (1,200 to 1,200) >= 1,200 met"),
+        ({"at_least": 0.95}, [0.9, 0.94], "0.92 us (0.9 to 0.94) >= 0.95 MISSED"),
+        ({}, [0.001234], "0.00123 us (0.00123 to 0.00123)"),
+    ],
+)
+def test_the_median_decides_whether_a_goal_is_met(goal, figures, end):
+    line = serving_latency.Row("start", figures, "us", **goal).line()
+    assert line.split() == ["start", *end.split()]
+    assert LINE.fullmatch(line)
+
+
+def test_parts_are_selected_by_name():
+    done = run("--quick", "--only", "poll")
+    assert done.returncode == 0, done.stderr
+    assert [line.split(",")[0] for line in done.stdout.splitlines()[1:]] == ["poll", "poll"]
+    wrong = run("--only", "poll,pole")
+    assert wrong.returncode == 2
+    assert "['pole'] are not among start, poll, " in wrong.stderr

@@ -1,0 +1,86 @@
+//! The last messages of the handshake of a link: they carry the metadata of the two programs.
+//!
+//! Each side sends its metadata only after the other side has proved its identity.
+
+use std::fmt;
+use std::sync::Arc;
+
+use serde::de::Visitor;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use super::convert::printable;
+use super::messages::text;
+use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
+
+/// Maximum number of bytes of the metadata of one side.
+pub const MAX_METADATA: usize = 16 << 10;
+/// Longest body, in bytes, of a frame with one of these messages.
+pub const METADATA_LIMIT: usize = MAX_METADATA + 64;
+
+/// What the program of one side tells the program of the other about itself.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Metadata(pub Arc<Vec<u8>>);
+
+/// From the dialing side, after it has checked the proof of the peer and taken its memory: the peer may enter the link.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Confirm {
+    pub metadata: Metadata,
+}
+
+/// Answer of the accepting side to [`Confirm`]. The control stream begins after [`Entered`](LinkAnswer::Entered).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum LinkAnswer {
+    /// It has entered the link.
+    Entered { metadata: Metadata },
+    /// Only in answer to `ensure`: it has not entered the link, because there is another one, or will be. The dialing
+    /// side uses that one, or tries again.
+    Later {
+        #[serde(deserialize_with = "text")]
+        reason: String,
+    },
+}
+
+impl LinkAnswer {
+    /// Returns the metadata of the peer that has entered the link. Otherwise returns `Err` with `AlreadyLinked`.
+    pub fn entered(self) -> Result<Metadata> {
+        match self {
+            LinkAnswer::Entered { metadata } => Ok(metadata),
+            LinkAnswer::Later { reason } => {
+                let text = format!("the peer keeps another link: {}", printable(&reason));
+                Err(Error::new(ErrorKind::AlreadyLinked, text))
+            }
+        }
+    }
+}
+
+impl Serialize for Metadata {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_bytes(&self.0)
+    }
+}
+
+impl<'de> Deserialize<'de> for Metadata {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        struct MetadataBytes;
+
+        impl Visitor<'_> for MetadataBytes {
+            type Value = Metadata;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "at most {MAX_METADATA} bytes")
+            }
+
+            fn visit_bytes<E: serde::de::Error>(self, bytes: &[u8]) -> Result<Metadata, E> {
+                if bytes.len() > MAX_METADATA {
+                    return Err(E::invalid_length(bytes.len(), &self));
+                }
+                let copy = fallible::copied("the metadata of a peer", bytes);
+                let copy = copy.map_err(|_| super::allocation::no_memory(bytes.len()))?;
+                Ok(Metadata(Arc::new(copy)))
+            }
+        }
+
+        from.deserialize_bytes(MetadataBytes)
+    }
+}

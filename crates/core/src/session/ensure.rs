@@ -1,0 +1,124 @@
+//! Links on demand: one call makes the link to an address, or finds the one that there is (`ensure_link`).
+//!
+//! `dials` explains which connection is kept when both sides dial.
+
+use std::cell::Cell;
+use std::net::SocketAddr;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use rustix::io::Errno;
+
+use super::control_thread;
+use super::establish::LinkRequest;
+use super::link::{Kind, Link};
+use super::registry::Sought;
+use super::shared::Shared;
+use crate::error::{Error, ErrorKind, Result, ensure};
+use crate::events::PeerInfo;
+use crate::model::{ClusterId, Deadline};
+use crate::net::Address;
+use crate::protocol::MAX_METADATA;
+
+/// Shortest and longest pause between two attempts.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(200));
+/// Failures of a connection that a peer causes that is starting, or that cannot be reached for a moment.
+const MAY_PASS: [Errno; 10] = [
+    Errno::CONNREFUSED,
+    Errno::CONNRESET,
+    Errno::CONNABORTED,
+    Errno::TIMEDOUT,
+    Errno::HOSTUNREACH,
+    Errno::HOSTDOWN,
+    Errno::NETUNREACH,
+    Errno::NETDOWN,
+    Errno::ADDRNOTAVAIL,
+    Errno::PIPE,
+];
+
+/// Checks the length of the metadata of a program.
+pub(crate) fn check_metadata(metadata: &[u8]) -> Result<()> {
+    let allowed = format!("at most {MAX_METADATA} bytes");
+    ensure(metadata.len() <= MAX_METADATA, || Error::argument("len(metadata)", metadata.len(), allowed))
+}
+
+/// A link that is made later, or found. Does not keep the engine alive.
+pub(crate) struct LinkOnDemand {
+    shared: Weak<Shared>,
+    address: SocketAddr,
+    asked: Option<ClusterId>,
+    /// `None` for what the engine tells every peer.
+    metadata: Option<Arc<Vec<u8>>>,
+}
+
+impl LinkOnDemand {
+    pub(super) fn new(
+        shared: &Arc<Shared>,
+        address: SocketAddr,
+        asked: Option<ClusterId>,
+        metadata: Option<Arc<Vec<u8>>>,
+    ) -> Self {
+        LinkOnDemand { shared: Arc::downgrade(shared), address, asked, metadata }
+    }
+
+    /// Makes the link, and returns the peer. Calls `commit` before this side enters a new link; if that fails, there is
+    /// none. An attempt that fails for a reason that may pass is repeated until `deadline`.
+    pub(crate) fn make(&self, commit: &dyn Fn() -> Result<()>, deadline: Deadline) -> Result<PeerInfo> {
+        let shared = self.shared.upgrade().ok_or_else(Error::closed)?;
+        let reached = Cell::new(None);
+        let made = self.make_before(&shared, commit, &reached, deadline);
+        made.map(|link| link.peer_info()).map_err(|error| {
+            let cluster = self.asked.or(reached.get().map(|(cluster, _)| cluster));
+            let error = cluster.into_iter().fold(error, |error, cluster| error.with("cluster", cluster));
+            error.with("address", self.address)
+        })
+    }
+
+    fn make_before(
+        &self,
+        shared: &Arc<Shared>,
+        commit: &dyn Fn() -> Result<()>,
+        reached: &Cell<Option<(ClusterId, u64)>>,
+        deadline: Deadline,
+    ) -> Result<Arc<Link>> {
+        control_thread::start(shared)?;
+        let mut pause = PAUSES.0;
+        loop {
+            reached.set(None);
+            let metadata = self.metadata.clone().unwrap_or_else(|| shared.metadata());
+            let (asked, kind) = (self.asked, Kind::Ensured);
+            let request = LinkRequest { asked, comm: None, kind, metadata, commit, reached };
+            let error = match shared.connect(&Address::Tcp(self.address), &request, deadline) {
+                Ok(link) => return Ok(link),
+                Err(error) => error,
+            };
+            if !may_pass(&error) {
+                return Err(error);
+            }
+            // The peer may have made the link, and may listen nowhere.
+            let asked = self.asked.map_or(Sought::Nobody, Sought::Cluster);
+            let sought = reached.get().map_or(asked, Sought::Engine);
+            if let Some(link) =
+                shared.registry.await_link(sought, shared.silence_limit(), deadline.at_most(pause))?
+            {
+                return Ok(link);
+            }
+            deadline.waiting("linking").map_err(|late| {
+                if error.kind() == ErrorKind::Timeout { error.clone() } else { late.because(error.clone()) }
+            })?;
+            pause = (2 * pause).min(PAUSES.1);
+        }
+    }
+}
+
+/// Whether another attempt may succeed. A peer that refuses for good, for example because of its token, sends a refusal
+/// of kind `LinkFailed` or `InvalidArgument`.
+fn may_pass(error: &Error) -> bool {
+    let errno = || error.fact("errno").and_then(|number| number.parse().ok()).map(Errno::from_raw_os_error);
+    match error.kind() {
+        // The peer keeps another link; it closed the connection; it dropped the connection because it took too long.
+        ErrorKind::AlreadyLinked | ErrorKind::NotLinked | ErrorKind::Timeout => true,
+        ErrorKind::LinkFailed => errno().is_some_and(|errno| MAY_PASS.contains(&errno)),
+        _ => false,
+    }
+}

@@ -1,0 +1,469 @@
+//! Links on demand: what counts as linked, which of two connections is kept, and how an attempt ends.
+//!
+//! `session/dials.rs` checks the decision in every order of its steps; `tests/test_ensure_link.py` covers arguments and
+//! separate processes.
+
+use std::net::{SocketAddr, TcpListener};
+use std::sync::{Arc, Barrier};
+use std::thread;
+use std::time::Duration;
+
+use llm_datadist_core::testing::protocol::{
+    Confirm, Control, LinkAnswer, MAX_METADATA, MESSAGE, Metadata, Purpose, encode,
+};
+use llm_datadist_core::{
+    ClusterId, DataDist, Deadline, EnsureOptions, ErrorKind, Event, PeerInfo, Result, Role, Token, Transfer,
+};
+
+use super::fake_peer::{Fake, confirm, hear, say, soon};
+use super::{LONG, WAYS, Way, address, check_pull, config, eventually, link, open, times, unlink};
+
+fn ensure(local: &DataDist, remote: &DataDist) -> Arc<Transfer> {
+    at(local, remote.listening().unwrap())
+}
+
+fn at(local: &DataDist, address: SocketAddr) -> Arc<Transfer> {
+    local.ensure_link(address, LONG, EnsureOptions::default()).unwrap()
+}
+
+/// The peer, or the failure.
+fn linked(transfer: &Transfer) -> Result<PeerInfo> {
+    assert!(transfer.wait(Deadline::after(LONG)).unwrap(), "the call did not end");
+    let bytes = transfer.outcome().expect("it has ended")?;
+    assert_eq!(bytes, 0);
+    Ok(transfer.peer().expect("the peer of a success").clone())
+}
+
+fn failed(transfer: &Transfer) -> llm_datadist_core::Error {
+    let error = linked(transfer).unwrap_err();
+    assert_eq!(transfer.peer(), None);
+    error
+}
+
+fn pair(way: Way) -> [DataDist; 2] {
+    [1, 2].map(|cluster| open(config(cluster, way), way))
+}
+
+/// An address at which nobody listens.
+fn nowhere() -> SocketAddr {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
+}
+
+/// Returns how many links were made and ended since the last call.
+fn news(engine: &DataDist) -> (usize, usize) {
+    let events = engine.poll(100).unwrap();
+    let count = |is: fn(&Event) -> bool| events.iter().filter(|event| is(event)).count();
+    (count(|event| matches!(event, Event::LinkUp(_))), count(|event| matches!(event, Event::LinkDown(_))))
+}
+
+#[test]
+fn a_link_is_made_once_whoever_asks() {
+    for way in WAYS {
+        for both_ways in [false, true] {
+            let [local, remote] = [1, 2].map(|cluster| {
+                let mut config = config(cluster, way);
+                config.links.both_ways = both_ways;
+                open(config, way)
+            });
+            let peer = linked(&ensure(&local, &remote)).unwrap();
+            assert_eq!((peer.cluster, local.peers()), (ClusterId(2), vec![peer.clone()]));
+            eventually("the link there", || remote.peers().len() == 1);
+            assert_eq!(linked(&ensure(&local, &remote)).unwrap(), peer);
+            // The other side has the same link.
+            assert_eq!(linked(&ensure(&remote, &local)).unwrap(), remote.peers()[0]);
+            assert_eq!([local.peers().len(), remote.peers().len()], [1, 1]);
+            for (from, to) in [(&local, &remote), (&remote, &local)] {
+                assert_eq!(link(from, to).unwrap_err().kind(), ErrorKind::AlreadyLinked);
+            }
+            check_pull(&local, &remote);
+            check_pull(&remote, &local);
+            unlink(&remote, &local).unwrap();
+            eventually("the end of the link", || local.peers().is_empty() && remote.peers().is_empty());
+        }
+    }
+}
+
+#[test]
+fn a_link_of_link_clusters_counts_on_both_sides() {
+    for way in WAYS {
+        let [local, remote] = pair(way);
+        link(&local, &remote).unwrap();
+        assert_eq!(linked(&ensure(&local, &remote)).unwrap(), local.peers()[0]);
+        assert_eq!(linked(&ensure(&remote, &local)).unwrap(), remote.peers()[0]);
+        assert_eq!([local.peers().len(), remote.peers().len()], [1, 1]);
+    }
+}
+
+/// A peer that listens nowhere is linked if it has dialled this side, and its id is given.
+#[test]
+fn a_peer_that_listens_nowhere_is_found_by_its_id() {
+    let local = open(config(1, Way::Tcp), Way::Tcp);
+    let mut deaf = config(2, Way::Tcp);
+    deaf.links.listen = None;
+    let remote = open(deaf, Way::Tcp);
+    let options = EnsureOptions { cluster: Some(ClusterId(2)), ..EnsureOptions::default() };
+    let waiting = local.ensure_link(nowhere(), LONG, options).unwrap();
+    link(&remote, &local).unwrap();
+    assert_eq!(linked(&waiting).unwrap(), local.peers()[0]);
+}
+
+/// Both sides dial at once, many times. One connection is kept, both calls succeed, and neither side sees a link end.
+#[test]
+fn both_sides_may_dial_at_once() {
+    for way in WAYS {
+        let [local, remote] = pair(way);
+        for engine in [&local, &remote] {
+            assert_eq!(news(engine), (0, 0));
+        }
+        for round in 0..times(200) {
+            let start = Barrier::new(2);
+            let dial = |from: &DataDist, to: &DataDist| {
+                start.wait();
+                linked(&ensure(from, to))
+            };
+            let (here, there) = thread::scope(|scope| {
+                let there = scope.spawn(|| dial(&remote, &local));
+                (dial(&local, &remote).unwrap(), there.join().unwrap().unwrap())
+            });
+            let context = format!("{way:?}, round {round}");
+            assert_eq!((here.cluster, there.cluster), (ClusterId(2), ClusterId(1)), "{context}");
+            for engine in [&local, &remote] {
+                assert_eq!(engine.peers().len(), 1, "{context}");
+                assert_eq!(news(engine), (1, 0), "{context}");
+                engine
+                    .check_link(if engine.config().cluster == ClusterId(1) {
+                        ClusterId(2)
+                    } else {
+                        ClusterId(1)
+                    })
+                    .unwrap();
+            }
+            unlink(&local, &remote).unwrap();
+            eventually("the end of the link", || remote.peers().is_empty());
+            assert_eq!((news(&local), news(&remote)), ((0, 1), (0, 1)), "{context}");
+        }
+    }
+}
+
+/// One side calls `link_clusters` while the other calls `ensure_link`. There may be two links then, and both work.
+#[test]
+fn link_clusters_at_the_same_time_does_no_harm() {
+    for way in WAYS {
+        let [local, remote] = pair(way);
+        for round in 0..times(60) {
+            let start = Barrier::new(2);
+            thread::scope(|scope| {
+                let there = scope.spawn(|| {
+                    start.wait();
+                    linked(&ensure(&remote, &local)).unwrap();
+                });
+                start.wait();
+                let here = link(&local, &remote);
+                assert!(here.is_ok() || here.unwrap_err().kind() == ErrorKind::AlreadyLinked);
+                there.join().unwrap();
+            });
+            let counts = [local.peers().len(), remote.peers().len()];
+            assert!(counts == [1, 1] || counts == [2, 2], "{way:?}, round {round}: {counts:?}");
+            check_pull(&local, &remote);
+            check_pull(&remote, &local);
+            unlink(&local, &remote).unwrap();
+            eventually("the end of the links", || local.peers().is_empty() && remote.peers().is_empty());
+        }
+    }
+}
+
+/// Many calls of both sides at once make one link.
+#[test]
+fn many_calls_at_once_make_one_link() {
+    for way in WAYS {
+        let [local, remote] = pair(way);
+        let calls: Vec<_> = (0..40)
+            .map(|number| if number % 3 == 0 { ensure(&remote, &local) } else { ensure(&local, &remote) })
+            .collect();
+        for call in &calls {
+            linked(call).unwrap();
+        }
+        assert_eq!([local.peers().len(), remote.peers().len()], [1, 1]);
+        check_pull(&local, &remote);
+    }
+}
+
+#[test]
+fn metadata_travels_both_ways_with_every_kind_of_link() {
+    for way in WAYS {
+        let [local, remote] = pair(way);
+        let told = |engine: &DataDist| engine.peers()[0].metadata.to_vec();
+        local.set_metadata(b"local".to_vec()).unwrap();
+        remote.set_metadata(vec![7; MAX_METADATA]).unwrap();
+        let options =
+            EnsureOptions { metadata: Some(b"for this link".to_vec()), cluster: Some(ClusterId(2)) };
+        let peer = linked(&local.ensure_link(remote.listening().unwrap(), LONG, options).unwrap()).unwrap();
+        assert_eq!(*peer.metadata, vec![7; MAX_METADATA]);
+        assert_eq!((told(&local), told(&remote)), (vec![7; MAX_METADATA], b"for this link".to_vec()));
+        unlink(&local, &remote).unwrap();
+        eventually("the end of the link", || remote.peers().is_empty());
+        link(&local, &remote).unwrap();
+        assert_eq!((told(&local), told(&remote)), (vec![7; MAX_METADATA], b"local".to_vec()));
+        // Links that exist keep what they were told.
+        remote.set_metadata(vec![]).unwrap();
+        assert_eq!(told(&local), vec![7; MAX_METADATA]);
+    }
+}
+
+#[test]
+fn bad_arguments_start_nothing() {
+    let local = open(config(1, Way::Tcp), Way::Tcp);
+    let call = |address: &str, options| {
+        let error = local.ensure_link(address.parse().unwrap(), LONG, options).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        error.to_string()
+    };
+    assert!(call("127.0.0.1:0", EnsureOptions::default()).contains("address=127.0.0.1:0"));
+    let own = EnsureOptions { cluster: Some(ClusterId(1)), ..EnsureOptions::default() };
+    assert!(call("127.0.0.1:1", own).contains("cluster_id=1"));
+    let long = EnsureOptions { metadata: Some(vec![0; MAX_METADATA + 1]), ..EnsureOptions::default() };
+    assert!(call("127.0.0.1:1", long).contains("len(metadata)=16385 must be at most 16384"));
+    assert_eq!(local.set_metadata(vec![0; MAX_METADATA + 1]).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    assert_eq!(local.events().open_transfers(), 0);
+}
+
+/// The call tries again while nobody listens, also after the port was busy with a process that closes every connection.
+#[test]
+fn a_peer_may_start_later() {
+    for way in [Way::Shm, Way::Tcp] {
+        let local = open(config(1, way), way);
+        let (port, calls) = {
+            let starting = TcpListener::bind("127.0.0.1:0").unwrap();
+            let port = starting.local_addr().unwrap();
+            let calls = [at(&local, port), at(&local, port)];
+            drop(starting.accept().unwrap());
+            (port, calls)
+        };
+        thread::sleep(Duration::from_millis(300));
+        assert!(calls.iter().all(|call| !call.done()));
+        let mut late = config(2, way);
+        late.links.listen = Some(port);
+        let remote = open(late, way);
+        for call in &calls {
+            assert_eq!(linked(call).unwrap().cluster, ClusterId(2));
+        }
+        assert_eq!([local.peers().len(), remote.peers().len()], [1, 1]);
+    }
+}
+
+#[test]
+fn an_attempt_ends_at_its_deadline() {
+    let local = open(config(1, Way::Tcp), Way::Tcp);
+    // One listens and never answers.
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    for address in [nowhere(), silent.local_addr().unwrap()] {
+        let options = EnsureOptions { cluster: Some(ClusterId(7)), ..EnsureOptions::default() };
+        let call = local.ensure_link(address, Duration::from_millis(300), options).unwrap();
+        let error = failed(&call);
+        assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+        assert_eq!(error.fact("address"), Some(&*address.to_string()), "{error}");
+        assert_eq!((error.fact("cluster"), error.fact("limit_ms")), (Some("7"), Some("300")), "{error}");
+    }
+    assert!(local.peers().is_empty());
+}
+
+/// A refusal that no further attempt can change ends the call long before its deadline.
+#[test]
+fn permanent_refusals_end_the_call() {
+    let local = open(config(1, Way::Tcp), Way::Tcp);
+    let error = failed(&ensure(&local, &local));
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+    assert!(error.to_string().contains("this engine itself"), "{error}");
+
+    let mut secret = config(2, Way::Tcp);
+    secret.links.token = Some(Token::new("sixteen letters or more"));
+    let error = failed(&ensure(&local, &open(secret, Way::Tcp)));
+    assert_eq!(error.kind(), ErrorKind::LinkFailed, "{error}");
+
+    let mut other = config(2, Way::Tcp);
+    other.remote_accessible = !other.remote_accessible;
+    let error = failed(&ensure(&local, &open(other, Way::Tcp)));
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+
+    let remote = open(config(2, Way::Tcp), Way::Tcp);
+    let three = EnsureOptions { cluster: Some(ClusterId(3)), ..EnsureOptions::default() };
+    let error = failed(&local.ensure_link(remote.listening().unwrap(), LONG, three).unwrap());
+    assert_eq!((error.kind(), error.fact("cluster")), (ErrorKind::LinkFailed, Some("3")), "{error}");
+
+    let twin = open(config(1, Way::Tcp), Way::Tcp);
+    let error = failed(&ensure(&local, &twin));
+    assert_eq!((error.kind(), error.fact("cluster")), (ErrorKind::LinkFailed, None), "{error}");
+    assert!(local.peers().is_empty() && remote.peers().is_empty() && twin.peers().is_empty());
+}
+
+#[test]
+fn a_restarted_peer_is_another_incarnation() {
+    for way in [Way::Shm, Way::Tcp] {
+        let [local, remote] = pair(way);
+        let before = linked(&ensure(&local, &remote)).unwrap();
+        let port = remote.listening().unwrap();
+        drop(remote);
+        let call = at(&local, port);
+        let mut again = config(2, way);
+        again.links.listen = Some(port);
+        let _remote = open(again, way);
+        let after = linked(&call).unwrap();
+        assert_eq!((after.cluster, local.peers()), (before.cluster, vec![after.clone()]));
+        assert_ne!(after.incarnation, before.incarnation);
+    }
+}
+
+/// A broken link is not dialled again; another call makes another one.
+#[test]
+fn a_broken_link_is_made_again_by_another_call() {
+    let local = open(config(1, Way::Tcp), Way::Tcp);
+    let remote = open(config(2, Way::Tcp), Way::Tcp);
+    assert_eq!(news(&local), (0, 0));
+    linked(&ensure(&local, &remote)).unwrap();
+    remote.unlink_clusters(&[address(&local)], LONG, true).remove(0).unwrap();
+    eventually("the end of the link", || local.peers().is_empty());
+    assert_eq!(news(&local), (0, 1));
+    thread::sleep(Duration::from_millis(100));
+    assert!(local.peers().is_empty());
+    linked(&ensure(&local, &remote)).unwrap();
+    assert_eq!(news(&local), (1, 0));
+}
+
+#[test]
+fn a_call_that_dials_or_waits_can_be_cancelled() {
+    let local = open(config(1, Way::Tcp), Way::Tcp);
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let hour = Duration::from_secs(3600);
+    // More than there are lanes, so some wait for one.
+    let calls: Vec<_> = (0..40)
+        .map(|number| if number % 2 == 0 { nowhere() } else { silent.local_addr().unwrap() })
+        .map(|address| local.ensure_link(address, hour, EnsureOptions::default()).unwrap())
+        .collect();
+    // Calls to a peer have lanes of their own.
+    let remote = open(config(2, Way::Tcp), Way::Tcp);
+    link(&local, &remote).unwrap();
+    check_pull(&local, &remote);
+    for call in calls.iter().rev() {
+        assert!(call.cancel());
+    }
+    for call in &calls {
+        let error = failed(call);
+        assert_eq!(error.kind(), ErrorKind::Cancelled, "{error}");
+        assert!(error.fact("address").is_some(), "{error}");
+    }
+    linked(&ensure(&remote, &local)).unwrap();
+}
+
+#[test]
+fn the_end_of_the_engine_ends_its_calls() {
+    let local = open(config(1, Way::Tcp), Way::Tcp);
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let calls: Vec<_> = (0..40)
+        .map(|number| if number % 2 == 0 { nowhere() } else { silent.local_addr().unwrap() })
+        .map(|address| at(&local, address))
+        .collect();
+    drop(local);
+    for call in &calls {
+        assert_eq!(failed(call).kind(), ErrorKind::Closed);
+    }
+}
+
+#[test]
+fn calls_count_as_transfers() {
+    let mut few = config(1, Way::Tcp);
+    few.max_transfers = 2;
+    let local = open(few, Way::Tcp);
+    let calls = [at(&local, nowhere()), at(&local, nowhere())];
+    let error = local.ensure_link(nowhere(), LONG, EnsureOptions::default()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
+    calls.iter().for_each(|call| assert!(call.cancel()));
+    calls.iter().for_each(|call| assert_eq!(failed(call).kind(), ErrorKind::Cancelled));
+    at(&local, nowhere()).cancel();
+}
+
+#[test]
+fn a_call_keeps_the_role() {
+    let [local, remote] = pair(Way::Tcp);
+    linked(&ensure(&local, &remote)).unwrap();
+    assert_eq!(local.switch_role(Role::Mix, None).unwrap_err().kind(), ErrorKind::LinksExist);
+    unlink(&local, &remote).unwrap();
+    local.switch_role(Role::Mix, None).unwrap();
+}
+
+const ENSURE: Purpose = Purpose::Link { link: 5, comm: None, probe_local: false, ensure: true };
+
+/// The accepting side keeps its own connection if its id is the lower one, and enters the other one otherwise.
+#[test]
+fn the_lower_id_keeps_its_connection() {
+    for (own, peer) in [(1, 2), (2, 1)] {
+        let engine = open(config(own, Way::Tcp), Way::Tcp);
+        let fake = Fake::new(peer, 7);
+        let call = at(&engine, fake.address().remote[0]);
+        // The engine has sent its confirmation, so it dials this peer.
+        let (first, _) = fake.greet();
+        let _: Confirm = hear(&first).unwrap();
+        let second = fake.dial(&engine, ENSURE).unwrap();
+        let entered = confirm(&second);
+        if own < peer {
+            assert_eq!(entered.unwrap_err().kind(), ErrorKind::AlreadyLinked);
+            assert!(hear::<Control>(&second).is_err(), "the connection is closed");
+            say(&first, &LinkAnswer::Entered { metadata: Metadata::default() });
+            linked(&call).unwrap();
+        } else {
+            entered.unwrap();
+            say(&first, &LinkAnswer::Later { reason: "this side is making the link".into() });
+            linked(&call).unwrap();
+        }
+        assert_eq!(engine.peers().len(), 1);
+        drop(first);
+    }
+}
+
+/// A peer that refuses for the sake of a connection that it never makes is dialled again.
+#[test]
+fn a_peer_that_promises_a_link_is_dialled_again() {
+    let engine = open(config(1, Way::Tcp), Way::Tcp);
+    let fake = Fake::new(2, 7);
+    let call = at(&engine, fake.address().remote[0]);
+    for _ in 0..3 {
+        let (stream, _) = fake.greet();
+        let _: Confirm = hear(&stream).unwrap();
+        say(&stream, &LinkAnswer::Later { reason: "soon".into() });
+    }
+    let _control = fake.linked();
+    linked(&call).unwrap();
+    // That answer is no success of `link_clusters`, which never receives it from a peer that follows the protocol.
+    let other = Fake::new(3, 7);
+    let (refused, ()) = other.linked_by(&engine, || {
+        let (stream, _) = other.greet();
+        let _: Confirm = hear(&stream).unwrap();
+        say(&stream, &LinkAnswer::Later { reason: "soon".into() });
+    });
+    assert_eq!(refused.unwrap_err().kind(), ErrorKind::LinkFailed);
+}
+
+/// A connection becomes a link only after its confirmation, which may be as long as the metadata, and no longer.
+#[test]
+fn a_link_is_entered_after_its_confirmation() {
+    let engine = open(config(1, Way::Tcp), Way::Tcp);
+    let fake = Fake::new(2, 7);
+    let waiting = fake.dial(&engine, ENSURE).unwrap();
+    assert!(engine.peers().is_empty());
+    let long = Fake::new(3, 7).dial(&engine, ENSURE).unwrap();
+    say(&long, &Confirm { metadata: Metadata(Arc::new(vec![1; MAX_METADATA + 1])) });
+    assert_eq!(hear::<LinkAnswer>(&long).unwrap_err().kind(), ErrorKind::NotLinked);
+    // The metadata of a peer that has not proved its identity is not read.
+    let early = std::net::TcpStream::connect(engine.listening().unwrap()).unwrap();
+    let frame = encode(&Confirm { metadata: Metadata(Arc::new(vec![1; MAX_METADATA])) }).unwrap();
+    assert_eq!(frame[3], MESSAGE);
+    std::io::Write::write_all(&mut &early, &frame).unwrap();
+    let mut answer = Vec::new();
+    let _ = std::io::Read::read_to_end(&mut &early, &mut answer);
+    assert!(engine.peers().is_empty());
+    say(&waiting, &Confirm { metadata: Metadata(Arc::new(vec![1; MAX_METADATA])) });
+    assert!(matches!(hear(&waiting).unwrap(), LinkAnswer::Entered { .. }));
+    assert_eq!(*engine.peers()[0].metadata, vec![1; MAX_METADATA]);
+    // A second confirmation is no control message, and ends the link.
+    waiting.send(&frame, soon()).unwrap();
+    eventually("the end of the link", || engine.peers().is_empty());
+}

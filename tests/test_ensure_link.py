@@ -1,0 +1,363 @@
+"""Links on demand: `ensure_link`, its outcomes and events, and the metadata of peers.
+
+Which connection is kept when both sides dial is in `links/ensure_link.rs` of the core's tests. Hostile peers are in
+`test_hostile_links.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+import time
+from contextlib import closing
+from typing import Any, Callable
+
+import pytest
+
+from llm_datadist import LLMDataDist, LLMException, LLMRole
+from llm_datadist.events import Completed, LinkDown, LinkUp, Transfer
+from llm_datadist.events import Peer as PeerHandle
+from peers import (
+    INVALID,
+    LIMIT,
+    LINK_FAILED,
+    OK,
+    TIMEOUT,
+    End,
+    Ends,
+    Peer,
+    by_blocks,
+    check_pull,
+    eventually,
+    free_port,
+    kv_options,
+    options,
+)
+
+LIMIT_MS = int(LIMIT * 1000)
+LINKED = "LLM_ALREADY_LINK"
+FINALIZED = "LLM_ENGINE_FINALIZED"
+TOKEN = "a shared token of some length"  # noqa: S105
+
+
+def ensure(near: End, address: str, **given: Any) -> PeerHandle:
+    """Link on demand, and return the peer."""
+    peer = near.dist.ensure_link(address, **{"timeout_ms": LIMIT_MS, **given}).result(LIMIT_MS)
+    assert isinstance(peer, PeerHandle)
+    return peer
+
+
+def code(call: Transfer) -> str:
+    error = call.exception(LIMIT_MS)
+    assert error is not None, "the call succeeded"
+    return error.status_code.name
+
+
+def refused(expected: str, call: Callable[[], Any]) -> str:
+    with pytest.raises(LLMException) as caught:
+        call()
+    assert caught.value.status_code.name == expected, caught.value
+    return str(caught.value)
+
+
+def nowhere() -> str:
+    """An address at which nobody listens."""
+    return f"127.0.0.1:{free_port()}"
+
+
+@pytest.fixture
+def apart(ends: Ends, transport: str) -> tuple[End, Peer]:
+    """Clusters 1, here, and 2, a peer, that both listen and are not linked."""
+    given = options(llm__LinkTransport=transport, listen="127.0.0.1:0")
+    return ends.near(given), ends.peer(given)
+
+
+def test_a_link_is_made_and_found_again(apart: tuple[End, Peer]) -> None:
+    near, far = apart
+    assert near.dist.poll() == []
+    peer = ensure(near, far.address)
+    assert near.dist.peers() == [peer]
+    assert (peer.cluster_id, peer.address, peer.metadata) == (2, far.address, b"")
+    assert ensure(near, far.address, cluster_id=2) == peer
+    assert far.ensure_links([near.dist.listen_ip_info]) == [OK]
+    assert [cluster for cluster, _, _ in far.peers()] == [1]
+    (event,) = near.dist.poll()
+    assert isinstance(event, LinkUp), "outcomes that were taken are no events"
+    assert event.peer == peer
+    assert near.link_clusters([far.at]) == (LINKED, [LINKED])
+    assert far.link_clusters([(1, near.dist.listen_ip_info)]) == (LINKED, [LINKED])
+    check_pull(near, far)
+    assert far.unlink_clusters([(1, near.dist.listen_ip_info)], 3000) == (OK, [OK])
+    eventually(lambda: not near.dist.peers())
+    (event,) = near.dist.poll()
+    assert isinstance(event, LinkDown)
+
+
+def test_a_link_of_link_clusters_is_a_success(served: tuple[End, Peer]) -> None:
+    near, far = served
+    assert ensure(near, far.address) == near.dist.peers()[0]
+    assert len(far.links()) == 1
+
+
+def test_the_outcome_is_an_event(apart: tuple[End, Peer]) -> None:
+    near, far = apart
+    call = near.dist.ensure_link(far.address)
+    events: list[Any] = []
+
+    def completed() -> bool:
+        events.extend(event for event in near.dist.poll() if isinstance(event, Completed))
+        return bool(events)
+
+    eventually(completed)
+    assert [event.transfer for event in events] == [call]
+    assert (call.done(), call.cancel(), call.cancelled(), call.bytes) == (True, False, False, 0)
+    assert call.result() == near.dist.peers()[0]
+    assert call.exception() is None
+    assert "Peer(cluster_id=2" in repr(call)
+
+
+def test_await_returns_the_peer(apart: tuple[End, Peer]) -> None:
+    near, far = apart
+
+    async def work() -> tuple[Any, Any]:
+        failing = near.dist.ensure_link(nowhere(), timeout_ms=50)
+        peers = await asyncio.gather(*(near.dist.ensure_link(far.address, timeout_ms=LIMIT_MS) for _ in range(3)))
+        with pytest.raises(LLMException) as caught:
+            await failing
+        return peers, caught.value
+
+    peers, error = asyncio.run(work())
+    assert peers == [near.dist.peers()[0]] * 3
+    assert error.status_code.name == TIMEOUT
+
+
+def test_both_sides_at_once(apart: tuple[End, Peer]) -> None:
+    """Two processes dial each other, each with several calls. There is one link each time, and nobody sees it end."""
+    near, far = apart
+    assert near.dist.poll() == []
+    for round_ in range(30):
+        theirs = far.begin("ensure_links", [near.dist.listen_ip_info] * 3, timeout_ms=LIMIT_MS)
+        ours = near.ensure_links([far.address] * 3, timeout_ms=LIMIT_MS)
+        assert (ours, theirs.result()) == ([OK] * 3, [OK] * 3), round_
+        assert (len(near.dist.peers()), len(far.links())) == (1, 1), round_
+        assert [type(event) for event in near.dist.poll()] == [LinkUp], round_
+        check_pull(near, far)
+        assert near.unlink_clusters([far.at], 3000) == (OK, [OK])
+        eventually(lambda: not far.links())
+        assert [type(event) for event in near.dist.poll()] == [LinkDown], round_
+
+
+def test_metadata_goes_both_ways(apart: tuple[End, Peer]) -> None:
+    near, far = apart
+    near.dist.poll()
+    far.set_metadata(bytes(range(256)) * 64)
+    near.dist.set_metadata(bytearray(b"near"))
+    assert ensure(near, far.address).metadata == bytes(range(256)) * 64
+    assert [metadata for _, _, metadata in far.peers()] == [b"near"]
+    (event,) = near.dist.poll()
+    assert event.peer.metadata == bytes(range(256)) * 64
+    assert near.unlink_clusters([far.at], 3000) == (OK, [OK])
+    eventually(lambda: not far.links())
+    near.dist.poll()
+    ensure(near, far.address, metadata=b"")
+    assert [metadata for _, _, metadata in far.peers()] == [b""]
+    assert near.unlink_clusters([far.at], 3000) == (OK, [OK])
+    eventually(lambda: not far.links())
+    # `link_clusters` exchanges it too.
+    assert near.link_clusters([far.at]) == (OK, [OK])
+    assert [metadata for _, _, metadata in far.peers()] == [b"near"]
+    assert "metadata=<16384 bytes>" in repr(near.dist.peers()[0])
+
+
+def test_a_peer_may_start_later(ends: Ends, transport: str) -> None:
+    near, spare = ends.near(options(llm__LinkTransport=transport)), ends.spare()
+    address = nowhere()
+    calls = [near.dist.ensure_link(address, timeout_ms=LIMIT_MS) for _ in range(2)]
+    time.sleep(0.3)
+    assert not any(call.done() for call in calls)
+    spare.open(options(llm__LinkTransport=transport, listen=address))
+    assert [call.result(LIMIT_MS).cluster_id for call in calls] == [2, 2]
+    assert len(spare.links()) == 1
+
+
+def test_a_restarted_peer_is_another_incarnation(apart: tuple[End, Peer], ends: Ends) -> None:
+    near, far = apart
+    near.dist.poll()
+    before = ensure(near, far.address)
+    far.kill()
+    again = near.dist.ensure_link(far.address, timeout_ms=LIMIT_MS)
+    ends.peer(options(listen=far.address))
+    after = again.result(LIMIT_MS)
+    assert (after.cluster_id, near.dist.peers()) == (2, [after])
+    assert after.incarnation != before.incarnation
+    assert [type(event) for event in near.dist.poll()] == [LinkUp, LinkDown, LinkUp][-2:]
+
+
+def test_a_broken_link_is_not_made_again(apart: tuple[End, Peer]) -> None:
+    near, far = apart
+    near.dist.poll()
+    ensure(near, far.address)
+    assert far.unlink_clusters([(1, near.dist.listen_ip_info)], 3000, True) == (OK, [OK])
+    eventually(lambda: not near.dist.peers())
+    time.sleep(0.3)
+    assert [type(event) for event in near.dist.poll()] == [LinkDown]
+    ensure(near, far.address)
+    assert [type(event) for event in near.dist.poll()] == [LinkUp]
+
+
+def test_refusals_end_the_call_at_once(ends: Ends) -> None:
+    near = ends.near(options(listen="127.0.0.1:0"))
+    secret = ends.peer(options(llm__LinkToken=TOKEN), cluster=3)
+    other_mode = ends.peer(options(accessible=True), cluster=4)
+    far = ends.peer(options())
+    minute = 600_000  # the calls end long before
+    start = near.dist.ensure_link
+    calls = {
+        LINK_FAILED: [start(secret.address, timeout_ms=minute), start(far.address, cluster_id=9, timeout_ms=minute)],
+        INVALID: [start(other_mode.address, timeout_ms=minute), start(near.dist.listen_ip_info, timeout_ms=minute)],
+    }
+    for expected, failing in calls.items():
+        assert [code(call) for call in failing] == [expected] * 2
+    error = calls[LINK_FAILED][1].exception()
+    assert "cluster=9" in str(error)
+    assert f"address={far.address}" in str(error)
+    assert near.dist.peers() == []
+
+
+def test_the_deadline_counts_from_the_call(ends: Ends) -> None:
+    """More calls than there are lanes: those that wait for one end at their deadline as well."""
+    near, far = ends.pair()
+    with closing(socket.create_server(("127.0.0.1", 0), backlog=128)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        calls = [near.dist.ensure_link(address, cluster_id=7, timeout_ms=400) for _ in range(80)]
+        check_pull(near, far)  # on other lanes
+        for call in calls:
+            assert code(call) == TIMEOUT
+            text = str(call.exception())
+            assert f"address={address}" in text
+            assert "cluster=7" in text
+            assert "limit_ms=400" in text
+    assert code(near.dist.ensure_link(nowhere(), timeout_ms=100)) == TIMEOUT
+
+
+def test_calls_can_be_cancelled(ends: Ends) -> None:
+    near = ends.near(options())
+    with closing(socket.create_server(("127.0.0.1", 0), backlog=128)) as silent:
+        addresses = [nowhere(), f"127.0.0.1:{silent.getsockname()[1]}"]
+        calls = [near.dist.ensure_link(addresses[number % 2], timeout_ms=600_000) for number in range(50)]
+        assert all(call.cancel() for call in calls)
+        assert [code(call) for call in calls] == ["LLM_FAILED"] * 50
+        assert all(call.cancelled() for call in calls)
+
+
+def test_finalize_ends_the_calls(ends: Ends) -> None:
+    near = ends.near(options())
+    with closing(socket.create_server(("127.0.0.1", 0), backlog=128)) as silent:
+        addresses = [nowhere(), f"127.0.0.1:{silent.getsockname()[1]}"]
+        calls = [near.dist.ensure_link(addresses[number % 2], timeout_ms=600_000) for number in range(50)]
+        near.finalize()
+        assert [code(call) for call in calls] == [FINALIZED] * 50
+
+
+def test_calls_count_as_transfers(ends: Ends) -> None:
+    near = ends.near(options(llm__MaxTransfers=2))
+    calls = [near.dist.ensure_link(nowhere(), timeout_ms=600_000) for _ in range(2)]
+    refused("LLM_LINK_BUSY", lambda: near.dist.ensure_link(nowhere()))
+    for call in calls:
+        call.cancel()
+        assert code(call) == "LLM_FAILED"
+    near.dist.ensure_link(nowhere(), timeout_ms=600_000).cancel()
+
+
+def test_a_role_cannot_be_switched_while_linked(apart: tuple[End, Peer]) -> None:
+    near, far = apart
+    ensure(near, far.address)
+    refused("LLM_EXIST_LINK", lambda: near.switch_role("DECODER"))
+
+
+def test_many_threads_make_one_link(apart: tuple[End, Peer]) -> None:
+    near, far = apart
+    barrier, codes = threading.Barrier(8), []
+
+    def work() -> None:
+        barrier.wait()
+        codes.extend(near.ensure_links([far.address] * 4, timeout_ms=LIMIT_MS))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (codes, len(near.dist.peers()), len(far.links())) == ([OK] * 32, 1, 1)
+
+
+def test_bad_arguments(dist: LLMDataDist) -> None:
+    start: Any = dist.ensure_link
+    for wrong in (None, 7, b"127.0.0.1:1", ("127.0.0.1", 1)):
+        with pytest.raises(TypeError, match="address"):
+            start(wrong)
+    for text in ("", "127.0.0.1", "127.0.0.1:0", "localhost:80", "127.0.0.1:65536", "127.0.0.1:-1", "::1:80"):
+        assert "address=" in refused(INVALID, lambda text=text: start(text))  # type: ignore[misc]
+    for wrong in ("text", 7, memoryview(b"x")):
+        with pytest.raises(TypeError, match="metadata"):
+            start("127.0.0.1:1", metadata=wrong)
+    assert "16384" in refused(INVALID, lambda: start("127.0.0.1:1", metadata=bytes(16385)))
+    for wrong in ("1", 1.0):
+        with pytest.raises(TypeError, match="cluster_id"):
+            start("127.0.0.1:1", cluster_id=wrong)
+        with pytest.raises(TypeError, match="timeout_ms"):
+            start("127.0.0.1:1", timeout_ms=wrong)
+    with pytest.raises(ValueError, match="cluster_id"):
+        start("127.0.0.1:1", cluster_id=2**64)
+    with pytest.raises(ValueError, match="timeout_ms"):
+        start("127.0.0.1:1", timeout_ms=2**32)
+    with pytest.raises(TypeError):
+        start("127.0.0.1:1", b"metadata")  # keywords only
+    assert "timeout_ms=0" in refused(INVALID, lambda: start("127.0.0.1:1", timeout_ms=0))
+    assert "cluster_id=1" in refused(INVALID, lambda: start("127.0.0.1:1", cluster_id=1))
+    for wrong in (None, "text", 7):
+        with pytest.raises(TypeError, match="metadata"):
+            dist.set_metadata(wrong)  # type: ignore[arg-type]
+    assert "16384" in refused(INVALID, lambda: dist.set_metadata(bytes(16385)))
+    assert dist.poll() == []
+    assert dist.drain(0)
+
+
+def test_an_engine_must_be_open() -> None:
+    closed = LLMDataDist(LLMRole.PROMPT, 1)
+    with pytest.raises(RuntimeError):
+        closed.ensure_link("127.0.0.1:1")
+    with pytest.raises(RuntimeError):
+        closed.set_metadata(b"")
+
+
+def test_kv_cache_manager_mode_has_metadata_only(start: Callable[..., LLMDataDist]) -> None:
+    dist = start(kv_options(), role=LLMRole.DECODER)
+    refused(INVALID, lambda: dist.ensure_link("127.0.0.1:1"))
+    dist.set_metadata(b"x")
+
+
+def test_a_forked_child_cannot_call(dist: LLMDataDist) -> None:
+    call = dist.ensure_link(nowhere(), timeout_ms=600_000)
+    child = os.fork()
+    if child == 0:
+        try:
+            refused("LLM_FAILED", lambda: dist.ensure_link(nowhere()))
+            refused("LLM_FAILED", call.done)
+            os._exit(0)
+        except BaseException:  # noqa: BLE001
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert call.cancel()
+
+
+def test_a_pull_runs_over_the_link(apart: tuple[End, Peer]) -> None:
+    """The calls after `ensure_link` use the link at once, also from the side that was dialled."""
+    near, far = apart
+    near.allocate("near", 4, 96, blocks=True, keys=[by_blocks(0)], seed=1)
+    far.allocate("far", 4, 96, blocks=True, keys=[by_blocks(0)], seed=2)
+    assert far.ensure_links([near.dist.listen_ip_info]) == [OK]
+    near.pull_blocks(by_blocks(2), "near", [0], [1])
+    assert (near.read("near")[0][1] == far.read("far")[0][0]).all()

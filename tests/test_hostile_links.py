@@ -1,0 +1,143 @@
+"""Peers that misbehave at the end of the handshake, where the metadata of the programs travels.
+
+Not for: stalled connections (`test_hostile_peers.py`), what an honest program may send (`test_ensure_link.py`).
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+
+from hostile import messages as m
+from hostile.client import GENERATIONS, EndedError, Listener, Wire, dial_tcp, frame, header
+from hostile.client import Peer as Attacker
+from hostile.trial import TOKEN, Trial
+from peers import LINK_FAILED, TIMEOUT, Ends, eventually, options
+
+MOST = 16 << 10
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["tcp", "local"])
+def test_metadata_of_peers_is_bounded(local: bool) -> None:
+    """Confirmations that are too long, lie about their length or are no message end their connection only."""
+    bodies = [
+        m.confirm(bytes(MOST + 1)),
+        m.confirm(bytes(1 << 20)),
+        m.blob(bytes(10))[:-1],  # shorter than it says
+        b"\xff\xff\xff\xff\x0f",  # 4 GiB that do not follow
+        m.confirm(b"x") + b"y",
+        b"",
+    ]
+    with Trial() as trial:
+        trial.begin()
+        for number, body in enumerate(bodies * 5):
+            link = trial.link(100 + number, local=local, stop="attached" if local else "welcome")
+            with suppress(OSError):  # the engine closes the stream after the header
+                link.control.send(frame(body))
+            with pytest.raises((EndedError, OSError)):
+                link.control.hear()
+        liar = trial.link(99, local=local, stop="attached" if local else "welcome")
+        liar.control.send(header(1 << 30))
+        assert liar.control.ended()
+        trial.victim.set_metadata(bytes(MOST))
+        # The longest one is accepted, in both directions.
+        link = trial.link(98, local=local, stop="attached" if local else "welcome")
+        link.control.say(m.confirm(b"z" * MOST))
+        assert m.read_entered(link.control.hear()) == bytes(MOST)
+        assert b"z" * MOST in [metadata for _, _, metadata in trial.victim.peers()]
+        trial.judge(links=2, mapped=(5 * len(bodies) + 4) * GENERATIONS)
+
+
+def test_nobody_gets_metadata_without_a_proof() -> None:
+    """The engine neither sends metadata to a peer that has not proved its identity, nor reads any from it."""
+    with Trial(honest=["tcp"]) as trial:
+        secret = b"what only friends may know"
+        trial.victim.set_metadata(secret)
+        trial.begin()
+        for purpose in (m.purpose_link(1), m.purpose_link(1, ensure=True)):
+            stranger = Attacker(66, "another token of some length")
+            wire = dial_tcp(trial.victim.address)
+            trial.held.callback(wire.close)
+            stranger.greet(wire, purpose, stop="proof")
+            wire.say(m.confirm(b"me"))
+            with pytest.raises((EndedError, OSError)) as caught:
+                wire.hear()
+            assert secret.decode() not in str(caught.value)
+            early = dial_tcp(trial.victim.address)
+            trial.held.callback(early.close)
+            early.say(m.confirm(bytes(MOST)))
+            with pytest.raises((EndedError, OSError)):
+                early.hear()
+            # In place of the proof.
+            wrong = dial_tcp(trial.victim.address)
+            trial.held.callback(wrong.close)
+            trial.attacker(67).greet(wrong, purpose, stop="hello")
+            assert secret not in wrong.hear()
+            wrong.say(m.confirm(bytes(1000)))
+            with pytest.raises((EndedError, OSError)):
+                wrong.hear()
+        assert len(trial.victim.peers()) == 1
+        trial.judge()
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["tcp", "local"])
+def test_a_second_confirmation_ends_the_link(local: bool) -> None:
+    with Trial(honest=["tcp"]) as trial:
+        trial.begin()
+        link = trial.link(100, local=local)
+        link.control.say(m.confirm(b"once more"))
+        assert link.control.ended()
+        eventually(lambda: len(trial.victim.peers()) == 1)
+        # Both at once.
+        twice = trial.link(101, local=local, stop="attached" if local else "welcome")
+        twice.control.send(2 * frame(m.confirm(b"twice")))
+        m.read_entered(twice.control.hear())
+        assert twice.control.ended()
+        trial.judge(links=2, mapped=4 * GENERATIONS)
+
+
+def test_a_link_on_demand_that_is_claimed_again_is_refused() -> None:
+    """A peer with the identity of a linked one gets no second link, and the first one stays."""
+    with Trial(honest=["tcp"]) as trial:
+        trial.begin()
+        first = trial.attacker(100, instance=5).link_tcp(trial.victim.address)
+        trial.held.callback(first.close)
+        trial.tender.add(first)
+        for instance in (5, 6):
+            wire = dial_tcp(trial.victim.address)
+            trial.held.callback(wire.close)
+            trial.attacker(100, instance=instance).greet(wire, m.purpose_link(7, ensure=True))
+            wire.say(m.confirm())
+            assert wire.hear()[:1] == m.later("")[:1]
+            assert wire.ended()
+        assert sorted(cluster for cluster, _, _ in trial.victim.peers()) == [30, 100]
+        trial.judge(links=2)
+
+
+def _serve(_: Wire) -> None:
+    raise AssertionError("nobody calls")
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (m.later("a link that never comes"), TIMEOUT),
+        (m.later("x" * 16000), TIMEOUT),
+        (m.entered(bytes(MOST + 1)), TIMEOUT),
+        (m.PING, TIMEOUT),
+        (b"\x09", TIMEOUT),
+    ],
+    ids=["later", "long reason", "long metadata", "short", "unknown"],
+)
+def test_answers_that_are_no_link(ends: Ends, answer: bytes, expected: str) -> None:
+    """The call dials until its deadline, and the engine keeps working."""
+    near = ends.near(options(llm__LinkToken=TOKEN, llm__LinkTransport="tcp"))
+    far = ends.peer(options(llm__LinkToken=TOKEN, llm__LinkTransport="tcp"))
+    with Listener(Attacker(77, TOKEN), _serve) as listener:
+        listener.answer_to_link = answer
+        assert near.ensure_links([listener.address], timeout_ms=500) == [expected]
+        assert near.link_clusters([(77, listener.address)])[1] == [LINK_FAILED]
+        assert near.dist.peers() == []
+        assert near.ensure_links([far.address]) == ["LLM_SUCCESS"]
+        assert [peer.cluster_id for peer in near.dist.peers()] == [far.cluster]
