@@ -107,7 +107,7 @@ def test_what_is_refused(served: tuple[End, Peer]) -> None:
             pull(wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"parts\[1\]"):
         pull([good[0], list(good[1])])  # type: ignore[list-item]
-    for wrong_part in (good[0][:3], (*good[0], 1)):
+    for wrong_part in (good[0][:3], (*good[0], None, None)):
         with pytest.raises(LLMException, match=r"len\(parts\[0\]\)"):
             pull([wrong_part])
     with pytest.raises(LLMException) as caught:
@@ -115,6 +115,8 @@ def test_what_is_refused(served: tuple[End, Peer]) -> None:
     assert caught.value.status_code.name == INVALID
     with pytest.raises(LLMException, match="part=2"):
         pull([good[0], good[1], (good[2][0], good[2][1], [0], [2])])
+    with pytest.raises(TypeError, match="grant"):
+        pull([(*good[0], 1)])
     with pytest.raises(TypeError, match="src_blocks"):
         pull([(good[0][0], good[0][1], "x", [0])])  # type: ignore[list-item]
     with pytest.raises(LLMException, match="timeout_ms"):
