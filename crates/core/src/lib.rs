@@ -101,7 +101,7 @@
 //! let src_layers = LayerRange { first: 0, end: 2 };
 //! let to = Destination { cluster: ClusterId(2), target, src_layers, src_row: 3 };
 //! let task = prefill.transfer_async(&End::Managed(theirs.id()), &args, vec![to], None)?;
-//! task.layers().into_iter().for_each(|layer| task.ready(layer));
+//! task.layers().into_iter().try_for_each(|layer| task.ready(layer))?;
 //! assert!(task.wait(Deadline::after(Duration::from_secs(3)))?);
 //! assert!(matches!(task.outcomes()[0], Outcome::Done));
 //!
@@ -162,7 +162,7 @@ pub use config::{
     Config, HugeChoice, KernelChoice, LinkConfig, Mode, PoolConfig, Role, Share, SwapInPath, Token,
     TransportChoice,
 };
-pub use engine::{CacheIndex, CallOptions, DataDist, End, GroupMember, RemoteName};
+pub use engine::{CacheIndex, CallOptions, DataDist, End, GroupMember, LayerReceiver, RemoteName};
 pub use error::{ArrivedRows, Error, ErrorKind, Result};
 pub use events::{
     AwaitQueue, Event, EventQueue, LinkEnd, Notification, PeerInfo, Transfer, TransferProgress,
@@ -176,7 +176,7 @@ pub use pool::PoolState;
 pub use session::{CommStatus, PeerAddress};
 pub use stats::{LinkState, OpState, PoolReport, Snapshot};
 pub use status::StatusCode;
-pub use transfer::{Carried, Outcome, Task};
+pub use transfer::{Carried, LayerTask, Outcome, Task};
 pub use validate::{
     CopyArgs, Destination, ExtParam, LayerRange, Layers, LayerwiseArgs, PullRows, PushRows, Target,
 };

@@ -20,6 +20,8 @@ use crate::engine::Engine;
 use crate::error::{self, raise};
 use crate::groups::PartsArg;
 use crate::keys::KeyArg;
+use crate::layer_task::LayerTaskHandle;
+use crate::layer_task_arguments::{self, DestinationsArg};
 use crate::local_cache::CacheArg;
 use crate::notify::NotifyArg;
 use crate::pull_push_arguments::{self, LayersArg};
@@ -192,6 +194,22 @@ impl AsyncMethods {
             self.start(src_cache.py(), pairs.len(), start)
         });
         started.map_err(|error| error::mismatch(src_cache.py(), error))
+    }
+
+    fn begin_layers(
+        &self,
+        cache: CacheArg<'_, '_>,
+        destinations: DestinationsArg<'_, '_>,
+        layer_timeout_ms: IntArg<'_, '_>,
+        tensor_num_per_layer: IntArg<'_, '_>,
+    ) -> PyResult<LayerTaskHandle> {
+        let (py, engine) = (cache.py(), self.engine());
+        let numbers = (layer_timeout_ms, tensor_num_per_layer);
+        let call = layer_task_arguments::begin(engine, cache, destinations, numbers)?;
+        let many = call.num_blocks() > MANY_BLOCKS;
+        let begin = |engine: &CoreDataDist| engine.begin_layers(&call.from, call.to, call.patience);
+        let task = if many { engine.enter(py, begin) } else { engine.attached(py, begin) };
+        LayerTaskHandle::new(py, task?, self.native.get().transfers(), engine.codes())
     }
 
     /// Returns at most `max_events` events. If that fails, they stay in the queue.

@@ -8,7 +8,7 @@ use crate::arguments::IntArg;
 use crate::blocks::BlocksArg;
 use crate::convert::{self, only_support};
 use crate::engine::Engine;
-use crate::error::invalid;
+use crate::error::{invalid, of_item};
 use crate::keys::KeyArg;
 use crate::local_cache::CacheArg;
 use crate::pull_push_arguments::{self, LayersArg};
@@ -57,7 +57,7 @@ impl PartsArg<'_, '_> {
         let mut parts = convert::room(py, items.len())?;
         for (index, item) in items.iter().enumerate() {
             let part = values(&item, index).and_then(|values| with_arguments(&values, &read));
-            parts.push(part.map_err(|error| of_part(py, index, error))?);
+            parts.push(part.map_err(|error| of_item(py, "parts", index, error))?);
         }
         Ok(parts)
     }
@@ -80,10 +80,4 @@ fn with_arguments<T>(
 ) -> PyResult<T> {
     let blocks = (BlocksArg::extract(src.as_borrowed())?, BlocksArg::extract(dst.as_borrowed())?);
     read((KeyArg::extract(key.as_borrowed())?, CacheArg::extract(cache.as_borrowed())?, blocks))
-}
-
-/// Adds the position of the part to an error, where Python can (3.11 and later).
-fn of_part(py: Python<'_>, index: usize, error: PyErr) -> PyErr {
-    let _ = error.value(py).call_method1("add_note", (format!("in parts[{index}]"),));
-    error
 }

@@ -20,6 +20,8 @@ mod groups;
 mod index_arrays;
 mod keys;
 mod kv_caches;
+mod layer_task;
+mod layer_task_arguments;
 mod layerwise_arguments;
 mod links;
 mod local_cache;
@@ -70,6 +72,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<events::NotificationEvent>()?;
     module.add_class::<events::PeerHandle>()?;
     module.add_class::<kv_caches::KvCaches>()?;
+    module.add_class::<layer_task::LayerTaskHandle>()?;
     module.add_class::<task::TransferTask>()?;
     module.add_class::<transfer::Completed>()?;
     module.add_class::<transfer::LoopQueue>()?;

@@ -57,8 +57,8 @@ impl DataDist {
         let (resources, link) = (self.resources.clone(), self.links.finder().for_later(from.cluster));
         let work = move |execution: &Arc<Execution>, deadline: Deadline| {
             let link = link.find(deadline)?;
-            let execution = Some(execution.clone());
-            Call { resources, link, name: from.name, local, deadline, execution, notify }.pull_rows(&checked)
+            let (name, execution, to_the_end) = (from.name, Some(execution.clone()), true);
+            Call { resources, link, name, local, deadline, execution, to_the_end, notify }.pull_rows(&checked)
         };
         let purpose = self.outgoing(Op::Pull, LaneKey::Calls(from.cluster), deadline);
         self.start(purpose, used, Box::new(work))
@@ -82,8 +82,11 @@ impl DataDist {
         let (resources, link) = (self.resources.clone(), self.links.finder().for_later(to.cluster));
         let work = move |execution: &Arc<Execution>, deadline: Deadline| {
             let link = link.find(deadline)?;
-            let (name, execution) = (to.name.without_slot().0, Some(execution.clone()));
-            Call { resources, link, name, local, deadline, execution, notify }.push_rows(to.name, &checked)
+            // The end of an asynchronous call says that nobody reads its rows any more.
+            let (execution, to_the_end) = (Some(execution.clone()), true);
+            let name = to.name.without_slot().0;
+            Call { resources, link, name, local, deadline, execution, to_the_end, notify }
+                .push_rows(to.name, &checked)
         };
         let purpose = self.outgoing(Op::Push, LaneKey::Calls(to.cluster), deadline);
         self.start(purpose, used, Box::new(work))

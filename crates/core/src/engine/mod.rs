@@ -13,6 +13,7 @@ mod transfer;
 pub use asynchronous::CallOptions;
 pub use cpp::CacheIndex;
 pub use group::GroupMember;
+pub use layerwise::LayerReceiver;
 pub use transfer::RemoteName;
 
 use std::sync::Arc;

@@ -48,7 +48,8 @@ impl DataDist {
             let notify = checked_notification(notify)?;
             let link = self.links.find_other(from.cluster, deadline)?;
             let resources = self.resources.clone();
-            let call = Call { resources, link, name: from.name, local, deadline, execution: None, notify };
+            let (name, execution, to_the_end) = (from.name, None, false);
+            let call = Call { resources, link, name, local, deadline, execution, to_the_end, notify };
             call.pull_rows(&checked).map(drop)
         })
     }
@@ -75,7 +76,8 @@ impl DataDist {
             let notify = checked_notification(notify)?;
             let link = self.links.find_other(to.cluster, deadline)?;
             let (resources, name) = (self.resources.clone(), to.name.without_slot().0);
-            let call = Call { resources, link, name, local, deadline, execution: None, notify };
+            let (execution, to_the_end) = (None, false);
+            let call = Call { resources, link, name, local, deadline, execution, to_the_end, notify };
             call.push_rows(to.name, &checked).map(drop)
         })
     }
