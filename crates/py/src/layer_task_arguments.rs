@@ -12,7 +12,7 @@ use crate::blocks::BlocksArg;
 use crate::convert::{self, Any, inner_only_support, optional_int};
 use crate::engine::Engine;
 use crate::error::{invalid, of_item, raise};
-use crate::layerwise_arguments::{self, Source};
+use crate::layerwise_arguments::{self, LayerSource};
 use crate::local_cache::CacheArg;
 use crate::python_types::PythonTypes;
 
@@ -54,7 +54,7 @@ pub(crate) fn begin(
     let tensors_per_layer = tensor_num_per_layer.int("tensor_num_per_layer")?;
     let items = destinations.items()?;
     validate::tensors_per_layer(tensors_per_layer).map_err(|error| raise(py, &error))?;
-    let source = Source::new(cache, &desc, tensors_per_layer)?;
+    let source = LayerSource::new(cache, &desc, tensors_per_layer)?;
     let mut to = convert::room(py, items.len())?;
     for (index, item) in items.iter().enumerate() {
         let one = receiver(item, &source, tensors_per_layer, engine);
@@ -81,7 +81,7 @@ impl<'py> DestinationsArg<'_, 'py> {
 
 fn receiver(
     item: &Any<'_>,
-    source: &Source<'_, '_>,
+    source: &LayerSource<'_, '_>,
     tensors_per_layer: u32,
     engine: &Engine,
 ) -> PyResult<LayerReceiver> {

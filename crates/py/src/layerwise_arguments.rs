@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use llm_datadist_core::bindings::validate;
 use llm_datadist_core::{
-    CacheDesc, CacheKind, CacheLayout, ClusterId, Destination, End, Error, Geometry, LayerRange, Layers, LayerwiseArgs,
-    Target,
+    CacheDesc, CacheKind, CacheLayout, ClusterId, Destination, End, Error, Geometry, LayerRange, Layers,
+    LayerwiseArgs, Target,
 };
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -65,7 +65,7 @@ pub(crate) fn transfer(engine: &Engine, given: &RawArguments<'_, '_>) -> PyResul
     let patience = given.layer_synchronizer.read(&mut args)?;
     let configs = given.transfer_configs.configs(engine)?;
     validate::block_bytes_alone(&args).map_err(refused)?;
-    let source = Source::new(src_cache, &desc, args.tensors_per_layer)?;
+    let source = LayerSource::new(src_cache, &desc, args.tensors_per_layer)?;
     source.lists(&args)?;
     let one = |config: &Any<'_>| source.destination(config, &args, engine);
     let to = configs.iter().map(one).collect::<PyResult<_>>()?;
@@ -81,27 +81,23 @@ pub(crate) fn on_device(name: &str, engine: &Engine, cache: CacheArg<'_, '_>) ->
 }
 
 /// The source of a layer-wise transfer.
-pub(crate) struct Source<'a, 'py> {
+pub(crate) struct LayerSource<'a, 'py> {
     pub(crate) cache: LocalCache<'a, 'py>,
     local: CacheLayout,
     layers: u32,
     py: Python<'py>,
 }
 
-impl<'a, 'py> Source<'a, 'py> {
+impl<'a, 'py> LayerSource<'a, 'py> {
     /// Row 12: counts the layers of the cache.
-    pub(crate) fn new(
-        cache: CacheArg<'a, 'py>,
-        desc: &CacheDesc,
-        tensors_per_layer: u32,
-    ) -> PyResult<Self> {
+    pub(crate) fn new(cache: CacheArg<'a, 'py>, desc: &CacheDesc, tensors_per_layer: u32) -> PyResult<Self> {
         let py = cache.py();
         let refused = |error: Error| raise(py, &error);
         let geometry = Geometry::new(desc).map_err(refused)?;
         let layers = validate::whole_layers(geometry, tensors_per_layer).map_err(refused)?;
         let cache = cache.local()?;
         let local = CacheLayout { geometry, kind: cache.kind()?, placement: desc.placement };
-        Ok(Source { cache, local, layers, py })
+        Ok(LayerSource { cache, local, layers, py })
     }
 
     /// Checks lists against the cache.

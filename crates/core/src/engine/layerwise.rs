@@ -95,7 +95,8 @@ impl DataDist {
             let carrier = self.layer_push(&local, Arc::new(rows), per_layer, to, true);
             Ok(Delivery { cluster, layers, carrier: Ok(carrier) })
         };
-        let deliveries = fallible::try_collect("the destinations of a transfer", to.into_iter().map(delivery))?;
+        let deliveries =
+            fallible::try_collect("the destinations of a transfer", to.into_iter().map(delivery))?;
         let limits = self.layer_limits(patience);
         LayerTask::begin(&self.calls, self.lanes.handle(), num_layers, deliveries, limits)
     }

@@ -71,7 +71,7 @@ impl LayerTask {
         let reason: String = reason.chars().take(MOST_REASON).collect();
         let mut state = self.task.state.lock();
         state.layers.report(layer)?;
-        self.task.fail_each(&mut state, |delivery, _| {
+        state.fail_each(|delivery, _| {
             let text = || format!("layer {layer} will not be ready: {reason}");
             delivery
                 .awaits(layer)
@@ -86,7 +86,7 @@ impl LayerTask {
 impl Drop for LayerTask {
     fn drop(&mut self) {
         let mut state = self.task.state.lock();
-        self.task.fail_each(&mut state, |delivery, layers| {
+        state.fail_each(|delivery, layers| {
             let layer = delivery.missing(layers)?;
             let text = format!("the task was dropped before layer {layer} was ready");
             Some(Error::new(ErrorKind::Cancelled, text).with("layer", layer))

@@ -10,7 +10,8 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use super::delivery::{Carried, Delivery, DeliveryState, Outcome, ReportedLayers, TaskLimits};
 use super::executor::ExecutorHandle;
-use super::task::{Awaited, Outlet, Task, TaskState};
+use super::task::{Outlet, Task};
+use super::task_state::{Awaited, TaskState};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
 
@@ -62,7 +63,7 @@ impl Task {
     /// earlier one of these fail with `error`. Destinations that begin after `layer` are never reached. Destinations whose
     /// layers are all ready continue.
     pub(crate) fn refuse(&self, layer: u32, error: &Error) {
-        self.refuse_in(&mut self.state.lock(), layer, error);
+        self.state.lock().refuse(layer, error);
         self.settle_all();
     }
 
@@ -97,7 +98,7 @@ impl Task {
         // A destination that idles after a refusal has ended too: it was never reached.
         let open = |delivery: &DeliveryState| delivery.outcome.is_none() && delivery.carrier.is_some();
         let any = state.deliveries.iter().any(open);
-        self.fail_each(&mut state, |delivery, _| open(delivery).then(|| error.clone()));
+        state.fail_each(|delivery, _| open(delivery).then(|| error.clone()));
         drop(state);
         self.settle_all();
         any

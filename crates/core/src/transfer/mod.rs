@@ -18,6 +18,7 @@ mod running_calls;
 mod running_tasks;
 mod stream;
 mod task;
+mod task_state;
 
 pub(crate) use async_call::{CallPurpose, Execution, Work};
 pub use async_calls::AsyncCalls;

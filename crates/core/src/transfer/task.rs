@@ -14,9 +14,10 @@ use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use super::delivery::{Carrier, Delivery, DeliveryState, ReadyLayer, ReportedLayers, TaskLimits};
-use super::executor::{Alarm, ExecutorHandle, Job, LaneKey};
+use super::executor::{ExecutorHandle, Job, LaneKey};
 use super::on_lane::OnLane;
 use super::running_calls::RunningCalls;
+use super::task_state::TaskState;
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::Transfer;
 use crate::fallible;
@@ -48,30 +49,6 @@ pub(super) enum Outlet {
         transfers: Vec<Arc<Transfer>>,
         running: Arc<RunningCalls>,
     },
-}
-
-#[derive(Debug)]
-pub(super) struct TaskState {
-    pub(super) layers: ReportedLayers,
-    /// No further layer will be ready.
-    pub(super) over: bool,
-    /// The layer for which the thread of a list task waits.
-    pub(super) awaited: Option<Awaited>,
-    /// Alarm that checks what is late, not after the first moment at which something is; at most one.
-    alarm: Option<Alarm>,
-    pub(super) deliveries: Vec<DeliveryState>,
-    /// Number of destinations that have not ended, or whose carrier is being dropped.
-    open: usize,
-    pub(super) ended: bool,
-}
-
-/// A layer that was asked for.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Awaited {
-    pub(super) layer: u32,
-    pub(super) since: Instant,
-    /// When the wait is too long.
-    pub(super) patience: Option<Deadline>,
 }
 
 impl Task {
@@ -164,20 +141,6 @@ impl Task {
         self.lanes.carry(lanes, Box::new(job));
     }
 
-    /// Fails every destination for which `fails` returns an error.
-    pub(super) fn fail_each(
-        &self,
-        state: &mut TaskState,
-        fails: impl Fn(&DeliveryState, &ReportedLayers) -> Option<Error>,
-    ) {
-        let TaskState { layers, deliveries, .. } = state;
-        for delivery in deliveries {
-            if let Some(error) = fails(delivery, layers) {
-                delivery.fail(|| error, layers);
-            }
-        }
-    }
-
     /// Fails the destination at `index` unless it has ended. A layer in transit is still pushed.
     pub(super) fn stop(&self, index: usize, error: Error) {
         let mut state = self.state.lock();
@@ -257,59 +220,21 @@ impl Task {
     pub(super) fn watch(self: &Arc<Self>) {
         let mut state = self.state.lock();
         let (late, next) = match &self.outlet {
-            Outlet::List(_) => self.late_wait(&mut state),
-            Outlet::Transfers { .. } => self.late_deliveries(&mut state),
+            Outlet::List(_) => state.late_wait(),
+            Outlet::Transfers { .. } => state.late_deliveries(self.limits, self.begin),
         };
         let armed = next.map_or(Ok(()), |next| self.arm(&mut state, next));
         if let Err(error) = &armed {
-            self.fail_each(&mut state, |delivery, layers| {
-                delivery.missing(layers).is_some().then(|| error.clone())
-            });
+            // Without the alarm, nothing would notice what is late.
+            let waits = |delivery: &DeliveryState, layers: &ReportedLayers| {
+                !delivery.busy || delivery.missing(layers).is_some()
+            };
+            state.fail_each(|delivery, layers| waits(delivery, layers).then(|| error.clone()));
         }
         drop(state);
         if late || armed.is_err() {
             self.settle_all();
         }
-    }
-
-    /// Refuses the layer of a list task whose wait took too long. Returns whether it did, and when to look again.
-    fn late_wait(&self, state: &mut TaskState) -> (bool, Option<Instant>) {
-        let awaited = state.awaited.filter(|_| !state.over && !state.ended);
-        let Some((layer, patience)) = awaited.and_then(|at| Some((at.layer, at.patience?))) else {
-            return (false, None);
-        };
-        if !patience.passed() {
-            return (false, Some(patience.at()));
-        }
-        self.refuse_in(state, layer, &patience.error(&format!("waiting for layer {layer}")));
-        (true, None)
-    }
-
-    /// Fails the destinations that are late. Returns whether there were any, and when to look again.
-    fn late_deliveries(&self, state: &mut TaskState) -> (bool, Option<Instant>) {
-        let (now, mut late, mut next) = (Instant::now(), false, None::<Instant>);
-        let TaskState { layers, deliveries, .. } = state;
-        for delivery in deliveries {
-            let Some((due, doing)) = delivery.due(layers, self.limits, self.begin) else { continue };
-            if due.at() <= now {
-                delivery.fail(|| due.error(&doing), layers);
-                late = true;
-            } else {
-                next = Some(next.map_or(due.at(), |next| next.min(due.at())));
-            }
-        }
-        (late, next)
-    }
-
-    /// Fails the destinations that need `layer` or an earlier layer, and that lack a layer. No layer will be ready any more.
-    pub(super) fn refuse_in(&self, state: &mut TaskState, layer: u32, error: &Error) {
-        if std::mem::replace(&mut state.over, true) {
-            return;
-        }
-        self.fail_each(state, |delivery, layers| {
-            let lacks = delivery.range.first <= layer && delivery.missing(layers).is_some();
-            lacks.then(|| error.clone().with("cluster", delivery.cluster).with("layer", layer))
-        });
     }
 }
 

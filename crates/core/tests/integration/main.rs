@@ -34,6 +34,7 @@ mod fixtures;
 mod kernels;
 mod kv_cache_manager;
 mod layer_destination;
+mod layer_task;
 mod layerwise_arguments;
 mod links;
 mod local_copies;

@@ -586,7 +586,9 @@ fn every_order_of_everything() {
 fn while_watched(task: &Arc<Task>, act: impl FnOnce() + Send) {
     let over = AtomicBool::new(false);
     thread::scope(|scope| {
-        scope.spawn(|| (0..9).filter(|&layer| task.wanted(layer)).for_each(|layer| task.ready(layer).unwrap()));
+        scope.spawn(|| {
+            (0..9).filter(|&layer| task.wanted(layer)).for_each(|layer| task.ready(layer).unwrap());
+        });
         scope.spawn(act);
         scope.spawn(|| {
             let mut last = (ends_of(task), task.progress());
