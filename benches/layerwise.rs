@@ -105,7 +105,7 @@ impl Bed {
         let task = self.start(0, LAYERS);
         for layer in 0..LAYERS {
             compute(layer, started);
-            task.ready(layer);
+            task.ready(layer).unwrap();
         }
         assert!(task.wait(Deadline::after(Duration::from_secs(60))).unwrap());
         let took = started.elapsed().as_secs_f64();
@@ -172,7 +172,7 @@ fn after_pauses(bed: &Bed, gap: Duration) -> f64 {
         let task = bed.start(layer, layer + 1);
         std::thread::sleep(gap);
         let started = Instant::now();
-        task.ready(layer);
+        task.ready(layer).unwrap();
         assert!(task.wait(Deadline::after(Duration::from_secs(60))).unwrap());
         started.elapsed().as_secs_f64()
     };

@@ -183,7 +183,8 @@ def test_a_native_task_that_is_dropped(transfer: Transfer, asked: bool) -> None:
     assert not native.wait(50)
     assert near.used() > 0, "a running transfer holds its source"
     if asked:
-        native.ready(3)
+        for layer in range(4):
+            native.ready(layer)
         to.slot(transfer.source, range(4))
     del native
     eventually(lambda: near.used() == 0, what="the release of the source")

@@ -18,6 +18,7 @@ from llm_datadist.data_type import DataType
 from llm_datadist.datadist import LLMDataDist
 from llm_datadist.engine_log import drain as _drain_log
 from llm_datadist.kv_cache_manager import KvCache, KvCacheManager
+from llm_datadist.layer_tasks import LayerDestination as LayerDestination  # not in __all__: not in the original
 from llm_datadist.layerwise import CacheTask, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
 from llm_datadist.log import error as _log_error
 from llm_datadist.status import LLMException, LLMMismatchException, LLMStatusCode, Status
@@ -108,6 +109,7 @@ _register_types(
     LayerSynchronizer=LayerSynchronizer,
     TransferConfig=TransferConfig,
     TransferWithCacheKeyConfig=TransferWithCacheKeyConfig,
+    LayerDestination=LayerDestination,
     LLMClusterInfo=LLMClusterInfo,
     log_error=_log_error,
     drain_log=_drain_log,

@@ -28,6 +28,7 @@ __all__ = [
     "GrantEnded",
     "Grants",
     "KvCaches",
+    "LayerTask",
     "LinkDown",
     "LinkUp",
     "LoopQueue",
@@ -641,6 +642,11 @@ class AsyncCalls:
     def push_group(self, parts: Any, notify: bytes | bytearray | None, timeout_ms: int | None, quiet: bool) -> Transfer:
         """Start a push of several caches: ``parts`` is a list of ``(key, cache, src_blocks, dst_blocks)``."""
 
+    def begin_layers(
+        self, cache: Cache, destinations: Any, layer_timeout_ms: int | None, tensor_num_per_layer: int
+    ) -> LayerTask:
+        """Start a layer-wise transfer whose layers the caller reports; ``destinations`` has ``LayerDestination``s."""
+
     def copy_cache(
         self,
         dst: Cache,
@@ -682,6 +688,56 @@ class AsyncCalls:
         """
 
 @final
+class LayerTask:
+    """A layer-wise transfer whose layers the caller reports. ``CacheManager.begin_layers`` makes it.
+
+    The original does not have this class. Any number of threads may use it. The task itself has no end and no event;
+    each of its transfers has. Dropping the task ends the transfers that still wait for a layer, with ``LLM_FAILED``,
+    because nobody can report layers any more. Transfers whose layers are all ready go on.
+
+    Raises:
+        LLMException: in a forked child, every method raises ``LLM_FAILED`` (contract §16).
+    """
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """The transfer of each destination, in the order of the destinations.
+
+        ``progress`` returns the bytes of the layers in place, and of all layers once the destination was found. The
+        exception of a failed transfer names the cluster, the layer and, if there was a link, the address of the peer.
+        """
+
+    def ready(self, layer: int) -> None:
+        """Report that a layer is computed. It is sent to every destination that needs it; see ``begin_layers``.
+
+        Layers may come in any order and from any thread. The call neither waits nor releases the GIL. The source rows
+        must not be written from now on until the transfers that need them have ended. Once a transfer has ended,
+        nothing of it is sent any more; reporting further layers is allowed, also after ``finalize``.
+
+        Args:
+            layer: index of the layer in the source cache. A layer that no destination needs is allowed.
+
+        Raises:
+            TypeError: ``layer`` is not an ``int``.
+            LLMException: ``LLM_PARAM_INVALID``: the cache has no such layer, or it was reported before, by ``ready`` or
+                ``fail``. Nothing changes.
+        """
+
+    def fail(self, layer: int, reason: str) -> None:
+        """Report that a layer will never be computed. Transfers that need it end with ``LLM_PARAM_INVALID``.
+
+        Other transfers go on. A layer that is being sent is finished first.
+
+        Args:
+            layer: index of the layer in the source cache.
+            reason: text for the exceptions of these transfers. At most 500 characters are kept.
+
+        Raises:
+            TypeError: ``layer`` is not an ``int``, or ``reason`` not a ``str``.
+            LLMException: as for ``ready``.
+        """
+
+@final
 class TransferTask:
     """A layer-wise transfer. Dropping this handle does not end it."""
 
@@ -692,7 +748,7 @@ class TransferTask:
         """Return whether an unfinished config needs the layer. If so, the time limit of the layer starts now."""
 
     def ready(self, layer: int) -> None:
-        """Report that this layer and all before it are ready. Returns at once."""
+        """Report that this layer is ready. Returns at once."""
 
     def not_ready(self, layer: int) -> None:
         """Report that neither this layer nor any after it will be ready. Returns at once."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 
 from llm_datadist import _core, layerwise
 from llm_datadist.caches import BLOCK_PULL_KEYWORDS, NOTIFYING_PULL_KEYWORDS
-from llm_datadist.groups import GroupCalls
+from llm_datadist.layer_tasks import LayerCalls
 from llm_datadist.log import logged, shown
 from llm_datadist.spelling import warn_of_misspelt
 from llm_datadist.status import raise_if_false
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["CacheManager"]
 
 
-class CacheManager(GroupCalls):
+class CacheManager(LayerCalls):
     """The caches of an engine in CacheManager mode (contract §7). ``LLMDataDist.cache_manager`` returns it.
 
     Any number of threads may use a manager. All calls are synchronous except ``transfer_cache_async``: when a call

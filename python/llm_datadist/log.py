@@ -204,6 +204,7 @@ def logged(method: _Call) -> _Call:
 
     call = functools.wraps(method)(_of_same_parameters(method)(method, with_log))
     call.__defaults__ = method.__defaults__  # type: ignore[attr-defined]
+    call.__kwdefaults__ = method.__kwdefaults__  # type: ignore[attr-defined]
     return cast("_Call", call)
 
 
@@ -211,24 +212,26 @@ def _of_same_parameters(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that makes a wrapper with the parameters of ``method``.
 
     Raises:
-        TypeError: ``method`` has ``*args``, positional-only or keyword-only parameters.
+        TypeError: ``method`` has ``*args`` or positional-only parameters, or keyword-only ones without a default.
     """
     code = method.__code__
-    if code.co_kwonlyargcount or code.co_posonlyargcount or code.co_flags & inspect.CO_VARARGS:
-        msg = f"{method.__qualname__} cannot be logged: each parameter must be allowed both by position and by name"
+    count, named = code.co_argcount, code.co_kwonlyargcount
+    if code.co_posonlyargcount or code.co_flags & inspect.CO_VARARGS or named != len(method.__kwdefaults__ or ()):
+        msg = f"{method.__qualname__} cannot be logged: each parameter needs a name, and a keyword-only one a default"
         raise TypeError(msg)
-    names = list(code.co_varnames[: code.co_argcount])
-    required = code.co_argcount - len(method.__defaults__ or ())
+    names, by_name = list(code.co_varnames[:count]), list(code.co_varnames[count : count + named])
+    required = count - len(method.__defaults__ or ())
     parameters = names[:required] + [f"{name}=None" for name in names[required:]]
-    keywords = [f"**{code.co_varnames[code.co_argcount]}"] if code.co_flags & inspect.CO_VARKEYWORDS else []
+    parameters += ["*"][:named] + [f"{name}=None" for name in by_name]
+    keywords = [f"**{code.co_varnames[count + named]}"] if code.co_flags & inspect.CO_VARKEYWORDS else []
     text = _LOGGED.format(
         name=method.__name__,
         parameters=", ".join(parameters + keywords),
-        arguments=", ".join(names + keywords),
+        arguments=", ".join(names + [f"{name}={name}" for name in by_name] + keywords),
         positional="".join(f"{name}, " for name in names),
-        keywords=", ".join(keywords),
+        keywords=", ".join([f"{name!r}: {name}" for name in by_name] + keywords),
         required=", ".join(f"{argument!r}: {argument}" for argument in names[1:required]),
-        optional=", ".join(f"{argument!r}: {argument}" for argument in names[required:]),
+        optional=", ".join(f"{argument!r}: {argument}" for argument in names[required:] + by_name),
         info=int(logging.INFO),
     )
     made: dict[str, Callable[..., Any]] = {}

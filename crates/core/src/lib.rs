@@ -101,7 +101,7 @@
 //! let src_layers = LayerRange { first: 0, end: 2 };
 //! let to = Destination { cluster: ClusterId(2), target, src_layers, src_row: 3 };
 //! let task = prefill.transfer_async(&End::Managed(theirs.id()), &args, vec![to], None)?;
-//! task.layers().into_iter().for_each(|layer| task.ready(layer));
+//! task.layers().into_iter().try_for_each(|layer| task.ready(layer))?;
 //! assert!(task.wait(Deadline::after(Duration::from_secs(3)))?);
 //! assert!(matches!(task.outcomes()[0], Outcome::Done));
 //!
@@ -164,7 +164,7 @@ pub use config::{
     TransportChoice,
 };
 pub use engine::{
-    CacheIndex, CallExtras, CallOptions, DataDist, End, EnsureOptions, GroupMember, RemoteName,
+    CacheIndex, CallExtras, CallOptions, DataDist, End, EnsureOptions, GroupMember, LayerReceiver, RemoteName,
 };
 pub use error::{ArrivedRows, Error, ErrorKind, Result};
 pub use events::{
@@ -180,7 +180,7 @@ pub use pool::PoolState;
 pub use session::{CommStatus, PeerAddress};
 pub use stats::{LinkState, OpState, PoolReport, Snapshot};
 pub use status::StatusCode;
-pub use transfer::{Carried, GrantUse, Outcome, Task};
+pub use transfer::{Carried, GrantUse, LayerTask, Outcome, Task};
 pub use validate::{
     CopyArgs, Destination, ExtParam, LayerRange, Layers, LayerwiseArgs, PullRows, PushRows, Target,
 };

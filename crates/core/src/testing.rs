@@ -4,17 +4,33 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::transfer::{Delivery, ExecutorHandle};
-use crate::{Cache, Error, Result, Task};
+use crate::transfer::{AsyncCalls, Delivery, ExecutorHandle, TaskLimits};
+use crate::{Cache, Error, LayerTask, Result, Task};
 
 /// Returns the memory of a cache.
 pub fn tensors(cache: &Cache) -> &Arc<crate::memory::Tensors> {
     cache.tensors()
 }
 
-/// Starts a layer-wise transfer, as the engine does.
-pub fn start_task(lanes: ExecutorHandle, to: Vec<Delivery>, patience: Option<Duration>) -> Result<Arc<Task>> {
-    Task::start(lanes, to, patience)
+/// Starts a layer-wise transfer out of a cache with this many layers, as the engine does.
+pub fn start_task(
+    lanes: ExecutorHandle,
+    layers: u32,
+    to: Vec<Delivery>,
+    patience: Option<Duration>,
+) -> Result<Arc<Task>> {
+    Task::start(lanes, layers, to, TaskLimits { layer: Duration::from_secs(3600), wait: patience })
+}
+
+/// Starts a layer-wise transfer whose layers the caller reports, as the engine does.
+pub fn begin_layer_task(
+    calls: &AsyncCalls,
+    lanes: &ExecutorHandle,
+    layers: u32,
+    to: Vec<Delivery>,
+    limits: TaskLimits,
+) -> Result<LayerTask> {
+    LayerTask::begin(calls, lanes, layers, to, limits)
 }
 
 /// Reports that a layer of a transfer will not be ready.
@@ -35,6 +51,6 @@ macro_rules! internals {
 }
 
 internals! {
-    cache config copy device error fallible grants huge_pages memory model net plan pool protocol session stats status
-    token_file transfer validate
+    cache config copy device error events fallible grants huge_pages memory model net plan pool protocol session stats
+    status token_file transfer validate
 }

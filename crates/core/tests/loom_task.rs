@@ -14,21 +14,23 @@ use llm_datadist_core::{ClusterId, Deadline, Error, ErrorKind, LayerRange, Resul
 use loom::sync::atomic::{AtomicUsize, Ordering};
 use loom::thread;
 
-/// Counts layers, and fails at one of them. It must not run after the task has reported its end.
+/// Notes layers, and fails at one of them. It must not run after the task has reported its end.
 struct Counts {
+    /// One bit per layer.
     layers: Arc<AtomicUsize>,
     fails_at: Option<u32>,
     over: Arc<AtomicUsize>,
 }
 
 impl Carrier for Counts {
-    fn find(&self) -> Result<()> {
+    fn find(&self, _: Deadline) -> Result<u64> {
         assert_eq!(self.over.load(Ordering::SeqCst), 0, "found after the end");
-        Ok(())
+        Ok(2)
     }
 
-    fn layer(&self, layer: u32) -> Result<u64> {
-        assert_eq!(self.layers.fetch_add(1, Ordering::SeqCst), layer as usize, "in order, and once");
+    fn layer(&self, layer: u32, _: Deadline) -> Result<u64> {
+        let bit = 1 << layer;
+        assert_eq!(self.layers.fetch_or(bit, Ordering::SeqCst) & bit, 0, "once");
         assert_eq!(self.over.load(Ordering::SeqCst), 0, "a layer after the end");
         if self.fails_at == Some(layer) { Err(Error::new(ErrorKind::NotLinked, "injected")) } else { Ok(1) }
     }
@@ -46,13 +48,13 @@ fn explore(fails_at: Option<u32>, other: fn(&Arc<Task>), ends: &'static [Option<
         let range = LayerRange { first: 0, end: 2 };
         let deliveries =
             vec![Delivery { cluster: ClusterId(2), layers: range, carrier: Ok(Arc::new(carrier)) }];
-        let task = start_task(lanes.handle().clone(), deliveries, None).unwrap();
+        let task = start_task(lanes.handle().clone(), 2, deliveries, None).unwrap();
         let acts = {
             let task = task.clone();
             thread::spawn(move || other(&task))
         };
-        task.ready(0);
-        task.ready(1);
+        _ = task.ready(0);
+        _ = task.ready(1);
         assert!(task.wait(Deadline::after(Duration::from_secs(3600))).unwrap());
         over.store(1, Ordering::SeqCst);
         let outcome = match &task.outcomes()[0] {
@@ -79,12 +81,12 @@ fn explore(fails_at: Option<u32>, other: fn(&Arc<Task>), ends: &'static [Option<
 
 #[test]
 fn layers_come_to_an_end() {
-    explore(None, |task| task.ready(0), &[None]);
+    explore(None, |task| _ = task.ready(0), &[None]);
 }
 
 #[test]
 fn a_failure_ends_it() {
-    explore(Some(1), |task| task.ready(1), &[Some(ErrorKind::NotLinked)]);
+    explore(Some(1), |task| _ = task.ready(1), &[Some(ErrorKind::NotLinked)]);
 }
 
 #[test]

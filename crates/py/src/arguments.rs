@@ -85,7 +85,12 @@ impl IntArg<'_, '_> {
         convert::int(name, &self.0)
     }
 
-    /// The same, or `None`.
+    /// An integer without a documented width.
+    pub(crate) fn any(self, name: &str) -> PyResult<i64> {
+        convert::any_int(name, &self.0)
+    }
+
+    /// An integer of this width, or `None`.
     pub(crate) fn optional<T: Width>(self, name: &str) -> PyResult<Option<T>> {
         convert::optional_int(name, &self.0)
     }

@@ -23,6 +23,8 @@ use crate::error::{self, raise};
 use crate::grants;
 use crate::groups::PartsArg;
 use crate::keys::KeyArg;
+use crate::layer_task::LayerTaskHandle;
+use crate::layer_task_arguments::{self, DestinationsArg};
 use crate::links;
 use crate::local_cache::CacheArg;
 use crate::notify::NotifyArg;
@@ -211,6 +213,22 @@ impl AsyncMethods {
         let limit = validate::timeout_ms(timeout_ms.int("timeout_ms")?).map_err(|error| raise(py, &error))?;
         let options = EnsureOptions { cluster, metadata };
         self.start(py, 1, |engine| engine.ensure_link(at, limit, options))
+    }
+
+    fn begin_layers(
+        &self,
+        cache: CacheArg<'_, '_>,
+        destinations: DestinationsArg<'_, '_>,
+        layer_timeout_ms: IntArg<'_, '_>,
+        tensor_num_per_layer: IntArg<'_, '_>,
+    ) -> PyResult<LayerTaskHandle> {
+        let (py, engine) = (cache.py(), self.engine());
+        let numbers = (layer_timeout_ms, tensor_num_per_layer);
+        let call = layer_task_arguments::begin(engine, cache, destinations, numbers)?;
+        let many = call.num_blocks() > MANY_BLOCKS;
+        let begin = |engine: &CoreDataDist| engine.begin_layers(&call.from, call.to, call.patience);
+        let task = if many { engine.enter(py, begin) } else { engine.attached(py, begin) };
+        LayerTaskHandle::new(py, task?, self.native.get().transfers(), engine.codes())
     }
 
     /// Returns at most `max_events` events. If that fails, they stay in the queue.

@@ -8,7 +8,7 @@ use crate::arguments::IntArg;
 use crate::blocks::BlocksArg;
 use crate::convert::{self, Any, only_support};
 use crate::engine::Engine;
-use crate::error::invalid;
+use crate::error::{invalid, of_item};
 use crate::keys::KeyArg;
 use crate::local_cache::CacheArg;
 use crate::pull_extras;
@@ -68,7 +68,7 @@ impl PartsArg<'_, '_> {
         let mut parts = convert::room(py, items.len())?;
         for (index, item) in items.iter().enumerate() {
             let part = values(&item, index, most).and_then(|values| with_arguments(&values, &read));
-            parts.push(part.map_err(|error| of_part(py, index, error))?);
+            parts.push(part.map_err(|error| of_item(py, "parts", index, error))?);
         }
         Ok(parts)
     }
@@ -96,10 +96,4 @@ fn with_arguments<T>(
     let at = |index: usize| values[index].as_borrowed();
     let blocks = (BlocksArg::extract(at(2))?, BlocksArg::extract(at(3))?);
     read((KeyArg::extract(at(0))?, CacheArg::extract(at(1))?, blocks), values.get(4))
-}
-
-/// Adds the position of the part to an error, where Python can (3.11 and later).
-fn of_part(py: Python<'_>, index: usize, error: PyErr) -> PyErr {
-    let _ = error.value(py).call_method1("add_note", (format!("in parts[{index}]"),));
-    error
 }

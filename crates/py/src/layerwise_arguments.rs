@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use llm_datadist_core::bindings::validate;
 use llm_datadist_core::{
-    CacheKind, CacheLayout, ClusterId, Destination, End, Error, Geometry, LayerRange, Layers, LayerwiseArgs,
-    Target,
+    CacheDesc, CacheKind, CacheLayout, ClusterId, Destination, End, Error, Geometry, LayerRange, Layers,
+    LayerwiseArgs, Target,
 };
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -19,7 +19,7 @@ use crate::convert::{self, Any, inner_only_support, int};
 use crate::engine::Engine;
 use crate::error::{invalid, raise};
 use crate::keys::{KeyArg, KeyClass};
-use crate::local_cache::CacheArg;
+use crate::local_cache::{CacheArg, LocalCache};
 use crate::pull_push_arguments;
 use crate::python_types::PythonTypes;
 
@@ -59,29 +59,66 @@ pub(crate) fn transfer(engine: &Engine, given: &RawArguments<'_, '_>) -> PyResul
     let py = given.src_cache.py();
     let refused = |error: Error| raise(py, &error);
     let src_cache = given.src_cache;
-    src_cache.required("src_cache", engine.mode())?;
-    let desc = src_cache.desc()?;
-    validate::on_device("src_cache", desc.placement).map_err(refused)?;
+    let desc = on_device("src_cache", engine, src_cache)?;
     let mut args = lists(given.blocks)?;
     validate::block_lists(&args).map_err(refused)?;
     let patience = given.layer_synchronizer.read(&mut args)?;
     let configs = given.transfer_configs.configs(engine)?;
     validate::block_bytes_alone(&args).map_err(refused)?;
-    let geometry = Geometry::new(&desc).map_err(refused)?;
-    let layers = validate::whole_layers(geometry, args.tensors_per_layer).map_err(refused)?;
-    let cache = src_cache.local()?;
-    let local = CacheLayout { geometry, kind: cache.kind()?, placement: desc.placement };
-    if args.src_blocks.is_empty() && local.kind == CacheKind::Batch {
-        cache.slots_first()?;
-    }
-    validate::layerwise(local, &args).map_err(refused)?;
-    let one = |config: &Any<'_>| {
-        let to = destination(config, layers, engine.one_sided())?;
-        validate::destination(local, &args, &to).map_err(refused)?;
-        Ok(to)
-    };
+    let source = LayerSource::new(src_cache, &desc, args.tensors_per_layer)?;
+    source.lists(&args)?;
+    let one = |config: &Any<'_>| source.destination(config, &args, engine);
     let to = configs.iter().map(one).collect::<PyResult<_>>()?;
-    Ok(CheckedArguments { from: cache.end(engine)?, args, to, patience })
+    Ok(CheckedArguments { from: source.cache.end(engine)?, args, to, patience })
+}
+
+/// Rows 1 and 2: returns the descriptor of a source, which must be in memory of the device.
+pub(crate) fn on_device(name: &str, engine: &Engine, cache: CacheArg<'_, '_>) -> PyResult<CacheDesc> {
+    cache.required(name, engine.mode())?;
+    let desc = cache.desc()?;
+    validate::on_device(name, desc.placement).map_err(|error| raise(cache.py(), &error))?;
+    Ok(desc)
+}
+
+/// The source of a layer-wise transfer.
+pub(crate) struct LayerSource<'a, 'py> {
+    pub(crate) cache: LocalCache<'a, 'py>,
+    local: CacheLayout,
+    layers: u32,
+    py: Python<'py>,
+}
+
+impl<'a, 'py> LayerSource<'a, 'py> {
+    /// Row 12: counts the layers of the cache.
+    pub(crate) fn new(cache: CacheArg<'a, 'py>, desc: &CacheDesc, tensors_per_layer: u32) -> PyResult<Self> {
+        let py = cache.py();
+        let refused = |error: Error| raise(py, &error);
+        let geometry = Geometry::new(desc).map_err(refused)?;
+        let layers = validate::whole_layers(geometry, tensors_per_layer).map_err(refused)?;
+        let cache = cache.local()?;
+        let local = CacheLayout { geometry, kind: cache.kind()?, placement: desc.placement };
+        Ok(LayerSource { cache, local, layers, py })
+    }
+
+    /// Checks lists against the cache.
+    pub(crate) fn lists(&self, args: &LayerwiseArgs) -> PyResult<()> {
+        if args.src_blocks.is_empty() && self.local.kind == CacheKind::Batch {
+            self.cache.slots_first()?;
+        }
+        validate::layerwise(self.local, args).map(drop).map_err(|error| raise(self.py, &error))
+    }
+
+    /// Rows 13 and 13a: reads a config.
+    pub(crate) fn destination(
+        &self,
+        config: &Any<'_>,
+        args: &LayerwiseArgs,
+        engine: &Engine,
+    ) -> PyResult<Destination> {
+        let to = destination(config, self.layers, engine.one_sided())?;
+        validate::destination(self.local, args, &to).map_err(|error| raise(self.py, &error))?;
+        Ok(to)
+    }
 }
 
 /// Rows 3 to 5.
@@ -114,20 +151,21 @@ impl SynchronizerArg<'_, '_> {
 impl<'py> ConfigsArg<'_, 'py> {
     /// Row 10: the configs, each of the class of the engine's mode.
     fn configs(self, engine: &Engine) -> PyResult<Vec<Any<'py>>> {
-        let (name, types) = ("transfer_configs", PythonTypes::get(self.py())?);
-        let configs = convert::listed(name, &self.0)?;
-        let (class, allowed) = if engine.one_sided() {
-            (&types.transfer_key_config, "['TransferWithCacheKeyConfig']")
-        } else {
-            (&types.transfer_config, "['TransferConfig']")
-        };
-        for config in &configs {
-            if !convert::instance(config, class)? {
-                return Err(inner_only_support(name, allowed, config));
-            }
-        }
+        let configs = convert::listed("transfer_configs", &self.0)?;
+        configs.iter().try_for_each(|config| checked_config("transfer_configs", config, engine))?;
         Ok(configs)
     }
+}
+
+/// Checks that a config has the class of the engine's mode. `name` is the list with the config.
+pub(crate) fn checked_config(name: &str, config: &Any<'_>, engine: &Engine) -> PyResult<()> {
+    let types = PythonTypes::get(config.py())?;
+    let (class, allowed) = if engine.one_sided() {
+        (&types.transfer_key_config, "['TransferWithCacheKeyConfig']")
+    } else {
+        (&types.transfer_config, "['TransferConfig']")
+    };
+    if convert::instance(config, class)? { Ok(()) } else { Err(inner_only_support(name, allowed, config)) }
 }
 
 /// Reads a config.

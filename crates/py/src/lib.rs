@@ -21,6 +21,8 @@ mod groups;
 mod index_arrays;
 mod keys;
 mod kv_caches;
+mod layer_task;
+mod layer_task_arguments;
 mod layerwise_arguments;
 mod links;
 mod local_cache;
@@ -75,6 +77,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<grants::GrantHandle>()?;
     module.add_class::<grants::GrantMethods>()?;
     module.add_class::<kv_caches::KvCaches>()?;
+    module.add_class::<layer_task::LayerTaskHandle>()?;
     module.add_class::<task::TransferTask>()?;
     module.add_class::<transfer::Completed>()?;
     module.add_class::<transfer::LoopQueue>()?;

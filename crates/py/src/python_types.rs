@@ -41,6 +41,8 @@ pub(crate) struct PythonTypes {
     pub(crate) transfer_config: Py<PyType>,
     /// `TransferWithCacheKeyConfig`.
     pub(crate) transfer_key_config: Py<PyType>,
+    /// `LayerDestination`.
+    pub(crate) layer_destination: Py<PyType>,
     /// `LLMClusterInfo`.
     pub(crate) cluster_info: Py<PyType>,
     /// Called with the text of an argument error before it is raised.
@@ -94,6 +96,7 @@ impl PythonTypes {
             layer_synchronizer: class("LayerSynchronizer")?,
             transfer_config: class("TransferConfig")?,
             transfer_key_config: class("TransferWithCacheKeyConfig")?,
+            layer_destination: class("LayerDestination")?,
             cluster_info: class("LLMClusterInfo")?,
             log_error: named("log_error")?.unbind(),
             drain_log: named("drain_log")?.unbind(),

@@ -79,7 +79,8 @@ impl TransferTask {
     }
 
     fn ready(&self, py: Python<'_>, layer: u32) -> PyResult<()> {
-        self.with(py, |task| task.ready(layer))
+        // The thread of the transfer reports each layer once.
+        self.with(py, |task| task.ready(layer))?.map_err(|error| raise(py, &error))
     }
 
     fn not_ready(&self, py: Python<'_>, layer: u32) -> PyResult<()> {

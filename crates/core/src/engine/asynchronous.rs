@@ -57,8 +57,9 @@ impl DataDist {
         let (resources, link) = (self.resources.clone(), self.links.finder().for_later(from.cluster));
         let work = move |execution: &Arc<Execution>, deadline: Deadline| {
             let link = link.find(deadline)?;
-            let (name, execution) = (from.name, Some(execution.clone()));
-            Call { resources, link, name, local, deadline, execution, notify, grant }.pull_rows(&checked)
+            let (name, execution, to_the_end) = (from.name, Some(execution.clone()), true);
+            Call { resources, link, name, local, deadline, execution, to_the_end, notify, grant }
+                .pull_rows(&checked)
         };
         let purpose = self.outgoing(Op::Pull, LaneKey::Calls(from.cluster), deadline);
         self.start(purpose, used, Box::new(work))
@@ -82,9 +83,11 @@ impl DataDist {
         let (resources, link) = (self.resources.clone(), self.links.finder().for_later(to.cluster));
         let work = move |execution: &Arc<Execution>, deadline: Deadline| {
             let link = link.find(deadline)?;
-            let (name, execution) = (to.name.without_slot().0, Some(execution.clone()));
-            let call = Call { resources, link, name, local, deadline, execution, notify, grant: None };
-            call.push_rows(to.name, &checked)
+            // The end of an asynchronous call says that nobody reads its rows any more.
+            let (execution, to_the_end) = (Some(execution.clone()), true);
+            let (name, grant) = (to.name.without_slot().0, None);
+            Call { resources, link, name, local, deadline, execution, to_the_end, notify, grant }
+                .push_rows(to.name, &checked)
         };
         let purpose = self.outgoing(Op::Push, LaneKey::Calls(to.cluster), deadline);
         self.start(purpose, used, Box::new(work))

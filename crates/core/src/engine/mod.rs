@@ -18,6 +18,7 @@ pub use call_extras::CallExtras;
 pub use cpp::CacheIndex;
 pub use ensure_link::EnsureOptions;
 pub use group::GroupMember;
+pub use layerwise::LayerReceiver;
 pub use transfer::RemoteName;
 
 use std::sync::Arc;

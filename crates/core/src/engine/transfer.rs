@@ -50,7 +50,8 @@ impl DataDist {
             let (notify, grant) = extras.checked()?;
             let link = self.links.find_other(from.cluster, deadline)?;
             let (resources, name) = (self.resources.clone(), from.name);
-            let call = Call { resources, link, name, local, deadline, execution: None, notify, grant };
+            let (execution, to_the_end) = (None, false);
+            let call = Call { resources, link, name, local, deadline, execution, to_the_end, notify, grant };
             call.pull_rows(&checked).map(drop)
         })
     }
@@ -77,7 +78,8 @@ impl DataDist {
             let notify = checked_notification(notify)?;
             let link = self.links.find_other(to.cluster, deadline)?;
             let (resources, name) = (self.resources.clone(), to.name.without_slot().0);
-            let call = Call { resources, link, name, local, deadline, execution: None, notify, grant: None };
+            let (execution, to_the_end, grant) = (None, false, None);
+            let call = Call { resources, link, name, local, deadline, execution, to_the_end, notify, grant };
             call.push_rows(to.name, &checked).map(drop)
         })
     }

@@ -77,23 +77,35 @@ impl EventQueue {
     /// `Err(OutOfMemory)` if its list cannot grow, and `Err(Closed)` once it is closed.
     /// Without `event`, the end is no event.
     pub(crate) fn start(self: &Arc<Self>, event: bool) -> Result<Arc<Transfer>> {
+        self.take_places(1)?;
+        Ok(Transfer::new(self.clone(), event))
+    }
+
+    /// Creates the records of `count` transfers that start now, all or none, as [`start`](Self::start) does.
+    pub(crate) fn start_all(self: &Arc<Self>, count: usize) -> Result<Vec<Arc<Transfer>>> {
+        let mut transfers = fallible::with_capacity(EVENTS, count)?;
+        self.take_places(count)?;
+        transfers.extend((0..count).map(|_| Transfer::new(self.clone(), true)));
+        Ok(transfers)
+    }
+
+    fn take_places(&self, count: usize) -> Result<()> {
         let mut state = self.state.lock();
         if state.closed {
             return Err(Error::closed());
         }
-        if state.open >= self.limit {
+        if count > self.limit.saturating_sub(state.open) {
             let text = "too many transfers run or wait for their outcome to be taken";
-            return Err(Error::new(ErrorKind::Busy, text)
-                .with("open_transfers", state.open)
-                .with("limit", self.limit));
+            let error = Error::new(ErrorKind::Busy, text).with("open_transfers", state.open);
+            let error = if count > 1 { error.with("asked", count) } else { error };
+            return Err(error.with("limit", self.limit));
         }
-        state.open += 1;
-        if let Err(error) = state.make_room(0) {
-            state.open -= 1;
-            return Err(error);
+        state.open += count;
+        let room = state.make_room(0);
+        if room.is_err() {
+            state.open -= count;
         }
-        drop(state);
-        Ok(Transfer::new(self.clone(), event))
+        room
     }
 
     /// Queues the messages of a peer, all or none, after `first` has succeeded. There is room for them when it is called.

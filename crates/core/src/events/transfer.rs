@@ -19,7 +19,8 @@ use crate::sync::{Condvar, Mutex, MutexGuard};
 pub struct TransferProgress {
     /// Bytes that are known to be in place. A push learns this only from the peer, at its end.
     pub done: u64,
-    /// Bytes of the whole transfer; 0 until it is planned. For a group, those of the parts that have begun.
+    /// Bytes of the whole transfer; 0 until it is planned. For a group, those of the parts that have begun. For layers,
+    /// those of all layers of the destination, once it was found.
     pub total: u64,
 }
 
@@ -57,8 +58,10 @@ pub(crate) type Stop = Box<dyn FnOnce(Error) + Send>;
 struct State {
     /// Where the progress of the current attempt is found, and the bytes of the whole transfer.
     progress: Option<(Arc<Progress>, u64)>,
-    /// Bytes of the parts of a group that are in place.
+    /// Bytes of the parts of a group, or of the layers of a layer-wise transfer, that are in place.
     parts_done: u64,
+    /// Bytes of all parts, if they are known before the parts begin.
+    parts_total: u64,
     /// Whether a cancellation was accepted.
     cancelled: bool,
     /// Whether the engine closes.
@@ -149,7 +152,12 @@ impl Transfer {
         progress
     }
 
-    /// Notes that `bytes` bytes of a part of a group are in place.
+    /// Notes that all parts together have `bytes` bytes.
+    pub(crate) fn expect(&self, bytes: u64) {
+        self.state.lock().parts_total = bytes;
+    }
+
+    /// Notes that `bytes` bytes of a part of a group, or of a layer, are in place.
     pub(crate) fn part_done(&self, bytes: u64) {
         let mut state = self.state.lock();
         state.parts_done += bytes;
@@ -260,7 +268,8 @@ impl Transfer {
             (_, progress) => {
                 let (done, total) =
                     progress.as_ref().map_or((0, 0), |(part, total)| (part.bytes().min(*total), *total));
-                TransferProgress { done: state.parts_done + done, total: state.parts_done + total }
+                let (done, begun) = (state.parts_done + done, state.parts_done + total);
+                TransferProgress { done, total: begun.max(state.parts_total) }
             }
         }
     }

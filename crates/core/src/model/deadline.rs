@@ -28,15 +28,25 @@ impl Deadline {
     /// Returns a deadline that is `limit` from now, with the name `sync_kv_timeout`. A limit of more than ten
     /// years is reduced to ten years, because the clock cannot represent every limit.
     pub fn after(limit: Duration) -> Self {
+        Deadline::since(Instant::now(), limit)
+    }
+
+    /// Returns a deadline as [`after`](Self::after) does, whose limit counts from `begin`.
+    pub(crate) fn since(begin: Instant, limit: Duration) -> Self {
         let limit = limit.min(Duration::from_secs(10 * 365 * 24 * 3600));
         Deadline {
-            at: Instant::now() + limit,
+            at: begin + limit,
             limit,
             name: "sync_kv_timeout",
             interrupted: None,
             #[cfg(feature = "testing")]
             over: None,
         }
+    }
+
+    /// Returns the moment at which it passes.
+    pub(crate) fn at(&self) -> Instant {
+        self.at
     }
 
     /// Test only: returns the same deadline, which also counts as passed once `over` is set.

@@ -271,6 +271,11 @@ impl LinkOfCall {
         let gone = || Error::new(ErrorKind::NotLinked, text).with("cluster", self.cluster);
         link.upgrade().ok_or_else(gone)
     }
+
+    /// Returns the link that there was when the call was started, if it still exists.
+    pub(crate) fn known(&self) -> Option<Arc<Link>> {
+        self.link.as_ref()?.upgrade()
+    }
 }
 
 impl Finder {

@@ -12,12 +12,12 @@
 //! memory has one. So the end is reported only when nothing touches that memory any more, even if the kernel keeps a
 //! read beyond the deadline.
 
-use std::cell::RefCell;
 use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
 use super::executor::{Alarm, ExecutorHandle, Job, LaneKey};
+use super::on_lane::OnLane;
 use super::running_calls::{RunningCall, RunningCalls};
 use crate::cache::{CallRows, Pin, WaitingCall};
 use crate::error::{Error, ErrorKind, Result};
@@ -260,8 +260,7 @@ impl Execution {
     /// Has this thread work for the call until the result is dropped. The waits of the deadline then end early once the
     /// transfer is stopped.
     pub(crate) fn on_this_thread(&self, deadline: Deadline) -> (OnLane, Deadline) {
-        let before = RUNNING.replace(Some(self.call.transfer.clone()));
-        (OnLane(before), deadline.watched(Some(stopped)))
+        (OnLane::of(&self.call.transfer), OnLane::watched(deadline))
     }
 }
 
@@ -301,25 +300,6 @@ impl Job for Expiry {
     }
 
     fn refused(self: Box<Self>, _: Error) {}
-}
-
-thread_local! {
-    /// The transfer for which this thread works.
-    static RUNNING: RefCell<Option<Arc<Transfer>>> = const { RefCell::new(None) };
-}
-
-/// Whether the transfer for which this thread works must end early. The waits of its deadline ask this.
-fn stopped() -> bool {
-    RUNNING.with_borrow(|running| running.as_ref().is_some_and(|transfer| transfer.proceed().is_err()))
-}
-
-/// The time during which this thread works for a transfer; holds the one for which it worked before.
-pub(crate) struct OnLane(Option<Arc<Transfer>>);
-
-impl Drop for OnLane {
-    fn drop(&mut self) {
-        RUNNING.set(self.0.take());
-    }
 }
 
 impl std::fmt::Debug for AsyncCall {

@@ -29,6 +29,11 @@ impl AsyncCalls {
         &self.queue
     }
 
+    /// Returns the calls that have not ended.
+    pub(super) fn running(&self) -> &Arc<RunningCalls> {
+        &self.running
+    }
+
     /// Starts a call that runs `work` on a lane once `rows` are free.
     pub(crate) fn start(
         &self,

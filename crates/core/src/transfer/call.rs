@@ -38,6 +38,8 @@ pub(crate) struct Call {
     pub(crate) deadline: Deadline,
     /// The asynchronous call that a lane executes, which has its rows already. `None` for a synchronous call.
     pub(crate) execution: Option<Arc<Execution>>,
+    /// Whether the call ends only when the peer has ended its reads of this process's memory, however late that is.
+    pub(crate) to_the_end: bool,
     /// The notification that the peer gets at the end of the call.
     pub(crate) notify: Option<Arc<Vec<u8>>>,
     /// The grant under which the call pulls.

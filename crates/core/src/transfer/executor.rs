@@ -80,6 +80,9 @@ struct State {
     clusters: HashMap<LaneKey, ClusterJobs>,
     /// Lanes that wait for jobs, including those that are only starting.
     idle: usize,
+    /// Whether a lane was woken that does not run yet. It wakes the next one if there are more jobs, so that a caller who
+    /// hands over many jobs wakes only one lane.
+    waking: bool,
     lanes: usize,
     last_job: u64,
     alarms: BTreeMap<Alarm, Box<dyn Job>>,
@@ -121,6 +124,19 @@ impl State {
         };
         let own = last.filter(alone).and_then(|cluster| self.jobs.iter().position(|(to, _)| *to == cluster));
         self.jobs.remove(own.unwrap_or(0))
+    }
+
+    /// Whether an idle lane must be woken now. The caller does so.
+    fn wakes(&mut self) -> bool {
+        let wakes = !self.waking && self.idle > 0 && !self.jobs.is_empty();
+        self.waking |= wakes;
+        wakes
+    }
+
+    /// Notes that a lane that was idle runs.
+    fn woken(&mut self) {
+        self.idle -= 1;
+        self.waking = false;
     }
 
     /// Takes every job that is not at work.
@@ -184,8 +200,11 @@ impl ExecutorHandle {
                 Err(_) => {}
             }
         }
+        let wakes = state.wakes();
         drop(state);
-        self.0.changed.notify_one();
+        if wakes {
+            self.0.changed.notify_one();
+        }
         None
     }
 
@@ -290,11 +309,15 @@ impl Shared {
     /// Body of a lane: runs jobs until there has been none for a while.
     fn work(&self) {
         let mut state = self.state.lock();
-        state.idle -= 1;
+        state.woken();
         let mut last = None;
         loop {
             if let Some((cluster, job)) = state.next(last.take()) {
+                let wakes = state.wakes();
                 drop(state);
+                if wakes {
+                    self.changed.notify_one();
+                }
                 run(job);
                 state = self.state.lock();
                 state.over(cluster);
@@ -305,7 +328,7 @@ impl Shared {
                 state.idle += 1;
                 let (woken, waited) = self.changed.wait_timeout(state, KEEP);
                 state = woken;
-                state.idle -= 1;
+                state.woken();
                 if waited && state.jobs.is_empty() {
                     break;
                 }

@@ -91,6 +91,7 @@ impl<Checked> Group<Checked> {
             local: part.local.clone(),
             deadline,
             execution: Some(execution.clone()),
+            to_the_end: true,
             notify: self.notify.clone(),
             grant: part.grant.map(CallGrant::new),
         })

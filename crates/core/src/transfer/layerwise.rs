@@ -6,14 +6,14 @@
 use std::sync::{Arc, OnceLock};
 
 use super::call::{Call, check_accessible};
-use super::task::Carrier;
+use super::delivery::Carrier;
 use crate::cache::Cache;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::{AddressLocation, CacheId, Deadline, Name};
 use crate::plan::{CacheCount, CopyPlan};
 use crate::resources::Resources;
-use crate::session::{Finder, KnownCache, Link};
+use crate::session::{KnownCache, Link, LinkOfCall};
 use crate::stats::Op;
 use crate::validate::{self, Destination, LayerDestination, LayerRows, RemoteCache, Target};
 
@@ -22,17 +22,19 @@ const LAYERS: &str = "the layers of a transfer";
 
 /// Pushes layers to one destination.
 pub(crate) struct LayerPush {
-    resources: Arc<Resources>,
-    finder: Finder,
-    local: Arc<Cache>,
-    rows: Arc<LayerRows>,
-    per_layer: u32,
-    to: Destination,
-    found: OnceLock<FoundDestination>,
+    pub(crate) resources: Arc<Resources>,
+    pub(crate) link: LinkOfCall,
+    pub(crate) local: Arc<Cache>,
+    pub(crate) rows: Arc<LayerRows>,
+    pub(crate) per_layer: u32,
+    pub(crate) to: Destination,
+    /// Whether a push ends only when the peer has ended its reads of this process's memory.
+    pub(crate) to_the_end: bool,
+    pub(crate) found: OnceLock<FoundDestination>,
 }
 
 /// A destination whose link and caches were found.
-struct FoundDestination {
+pub(crate) struct FoundDestination {
     link: Arc<Link>,
     /// Rows of the local cache that are read.
     local_rows: Vec<u64>,
@@ -47,19 +49,18 @@ struct Part {
 }
 
 impl Carrier for LayerPush {
-    fn find(&self) -> Result<()> {
-        let deadline = self.deadline();
-        let found = self.finder.find(self.to.cluster, deadline);
+    fn find(&self, deadline: Deadline) -> Result<u64> {
+        let found = self.link.find(deadline);
         let link = found.map_err(|error| error.with("cluster", self.to.cluster))?;
         let found = self.resolve(link.clone(), deadline).map_err(|error| link.named(error))?;
+        let bytes = found.layers.iter().flatten().map(|part| part.plan.bytes()).sum();
         // `find` is called once, so the destination is not set yet.
         let _ = self.found.set(found);
-        Ok(())
+        Ok(bytes)
     }
 
-    fn layer(&self, layer: u32) -> Result<u64> {
+    fn layer(&self, layer: u32, deadline: Deadline) -> Result<u64> {
         self.resources.stats.timed(Op::Layer, || {
-            let deadline = self.deadline();
             let parts = self.found.get().and_then(|found| {
                 let index = layer.checked_sub(self.to.src_layers.first)?;
                 Some((found, found.layers.get(index as usize)?))
@@ -75,24 +76,17 @@ impl Carrier for LayerPush {
             Ok(bytes)
         })
     }
+
+    fn named(&self, error: Error) -> Error {
+        let found = self.found.get().map(|found| found.link.clone());
+        match found.or_else(|| self.link.known()) {
+            Some(link) => link.named(error),
+            None => error.with("cluster", self.to.cluster),
+        }
+    }
 }
 
 impl LayerPush {
-    pub(crate) fn new(
-        resources: Arc<Resources>,
-        finder: Finder,
-        local: Arc<Cache>,
-        rows: Arc<LayerRows>,
-        per_layer: u32,
-        to: Destination,
-    ) -> Self {
-        LayerPush { resources, finder, local, rows, per_layer, to, found: OnceLock::new() }
-    }
-
-    fn deadline(&self) -> Deadline {
-        Deadline::after(self.resources.config.sync_timeout)
-    }
-
     fn push_part(&self, found: &FoundDestination, part: &Part, deadline: Deadline) -> Result<u64> {
         let call = Call {
             resources: self.resources.clone(),
@@ -101,6 +95,7 @@ impl LayerPush {
             local: self.local.clone(),
             deadline,
             execution: None,
+            to_the_end: self.to_the_end,
             notify: None,
             grant: None,
         };

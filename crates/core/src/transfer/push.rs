@@ -104,10 +104,10 @@ impl Call {
                 tensor_bytes: geometry.tensor_bytes(),
                 limit_ms: limit_ms(self.deadline),
             };
-            let reply = match &self.execution {
-                None => self.link.ask(&request, self.deadline),
-                // The end of an asynchronous call says that nobody reads its rows any more.
-                Some(_) => self.link.ask_to_the_end(&request, self.deadline),
+            let reply = if self.to_the_end {
+                self.link.ask_to_the_end(&request, self.deadline)
+            } else {
+                self.link.ask(&request, self.deadline)
             };
             match reply? {
                 Reply::Done { bytes } => return Ok(Moved::Bytes(bytes)),

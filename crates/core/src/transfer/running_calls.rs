@@ -34,14 +34,22 @@ struct State {
 impl RunningCalls {
     /// Adds a call. Returns `Err(Closed)` once the engine closes.
     pub(super) fn enter(&self, number: u64, call: Arc<dyn RunningCall>) -> Result<()> {
+        self.enter_all(std::iter::once((number, call)))
+    }
+
+    /// Adds calls, all or none, as [`enter`](Self::enter) does.
+    pub(super) fn enter_all(
+        &self,
+        calls: impl ExactSizeIterator<Item = (u64, Arc<dyn RunningCall>)>,
+    ) -> Result<()> {
         let mut state = self.state.lock();
         if state.closed {
             return Err(Error::closed());
         }
-        let asked = (state.calls.len() + 1) * size_of::<(u64, Arc<dyn RunningCall>)>();
-        let room = state.calls.try_reserve(1);
+        let asked = (state.calls.len() + calls.len()) * size_of::<(u64, Arc<dyn RunningCall>)>();
+        let room = state.calls.try_reserve(calls.len());
         room.map_err(|_| fallible::out_of_memory("the list of running transfers", asked))?;
-        state.calls.insert(number, call);
+        state.calls.extend(calls);
         Ok(())
     }
 

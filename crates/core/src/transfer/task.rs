@@ -1,399 +1,239 @@
 //! A layer-wise transfer in progress: which layers are ready, how far each destination is, and its outcome.
 //!
-//! This module only keeps records. The code that computes layers reports which ones are ready, and lanes push
-//! ready layers to each destination. Neither waits for the other, and no destination waits for another. A
-//! destination has a result only once it has ended. A carrier that ends without a result leaves a failure
-//! (`destinations_are_independent`), so a missing result never counts as success. `transfer::layerwise`
-//! pushes the layers.
+//! The code that computes layers reports which ones are ready, in any order, and lanes push ready layers to each
+//! destination. Neither waits for the other, and no destination waits for another. A destination has a result only once
+//! it has ended. A carrier that ends without a result leaves a failure (`destinations_are_independent`), so a missing
+//! result never counts as success.
+//!
+//! The outcome of a destination goes into the list of the task (`layer_walk`: the layers come in order, from a thread
+//! that asks for them), or into a [`Transfer`] of its own (`layer_task`: the caller reports layers as it likes).
+//! `layerwise` pushes the layers.
 
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use rustix::event::{EventfdFlags, eventfd};
-
-use super::executor::{Alarm, ExecutorHandle, Job, LaneKey};
+use super::delivery::{Carrier, Delivery, DeliveryState, ReadyLayer, ReportedLayers, TaskLimits};
+use super::executor::{ExecutorHandle, Job, LaneKey};
+use super::on_lane::OnLane;
+use super::running_calls::RunningCalls;
+use super::task_state::TaskState;
 use crate::error::{Error, ErrorKind, Result};
-use crate::model::{ClusterId, Deadline};
-use crate::sync::{Condvar, Mutex, MutexGuard};
-use crate::validate::LayerRange;
-
-/// Pushes layers to one destination.
-pub trait Carrier: Send + Sync {
-    /// Finds the destination. Called once, before the first layer, and usually before that layer is ready.
-    fn find(&self) -> Result<()>;
-
-    /// Pushes one layer and returns the number of its bytes, which are in place then.
-    fn layer(&self, layer: u32) -> Result<u64>;
-}
-
-/// One destination of a task that is to start.
-pub struct Delivery {
-    /// Cluster of the destination.
-    pub cluster: ClusterId,
-    /// Layers that it receives.
-    pub layers: LayerRange,
-    /// Carrier that pushes them, or why the destination can never be reached.
-    pub carrier: Result<Arc<dyn Carrier>>,
-}
-
-/// Outcome of a destination.
-#[derive(Clone, Debug)]
-pub enum Outcome {
-    /// The transfer ended before any layer for it was ready.
-    Unreached,
-    /// Layers are still to be pushed, or in transit.
-    UnderWay,
-    /// Every layer is in place.
-    Done,
-    /// It ended early. Layers that were pushed before are in place.
-    Failed(Arc<Error>),
-}
-
-/// Progress of a destination.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Carried {
-    /// Layers in place.
-    pub layers: u32,
-    /// Layers in total.
-    pub of_layers: u32,
-    /// Bytes in place.
-    pub bytes: u64,
-}
+use crate::events::Transfer;
+use crate::fallible;
+use crate::model::Deadline;
+use crate::sync::{Condvar, Mutex};
 
 /// One transfer to any number of destinations.
 #[derive(Debug)]
 pub struct Task {
     lanes: ExecutorHandle,
-    /// How long the transfer may wait for one layer.
-    patience: Option<Duration>,
-    state: Mutex<State>,
+    pub(super) limits: TaskLimits,
+    begin: Instant,
+    pub(super) outlet: Outlet,
+    /// Number of destinations.
+    count: usize,
+    pub(super) state: Mutex<TaskState>,
     /// Notified when the transfer has ended.
-    changed: Condvar,
-    /// Readable once the transfer has ended.
-    ended: OwnedFd,
+    pub(super) changed: Condvar,
 }
 
+/// Where the outcomes of the destinations go.
 #[derive(Debug)]
-struct State {
-    /// Layers below this number are ready.
-    ready: u32,
-    /// No further layer will be ready.
-    over: bool,
-    /// The layer that the transfer waits for.
-    awaited: Option<Awaited>,
-    /// Alarm that checks whether that wait is too long; at most one.
-    alarm: Option<Alarm>,
-    deliveries: Vec<DeliveryState>,
-    /// Number of calls that are dropping the carriers of destinations.
-    dropping: usize,
-    ended: bool,
-}
-
-/// A layer that was asked for.
-#[derive(Clone, Copy, Debug)]
-struct Awaited {
-    layer: u32,
-    since: Instant,
-    /// When the wait is too long.
-    patience: Option<Deadline>,
-}
-
-/// One destination.
-struct DeliveryState {
-    /// `None` once the destination has ended; the memory that the carrier held is released with it.
-    carrier: Option<Arc<dyn Carrier>>,
-    cluster: ClusterId,
-    range: LayerRange,
-    /// The next layer to push.
-    next: u32,
-    found: bool,
-    /// Whether it is queued for the lanes and none has begun it.
-    queued: bool,
-    /// Whether a lane works on it.
-    busy: bool,
-    outcome: Option<Result<(), Arc<Error>>>,
-    bytes: u64,
+pub(super) enum Outlet {
+    /// They stay in the task. The descriptor is readable once all destinations have ended.
+    List(OwnedFd),
+    /// Into a transfer of each destination.
+    Transfers {
+        /// In the order of the destinations.
+        transfers: Vec<Arc<Transfer>>,
+        running: Arc<RunningCalls>,
+    },
 }
 
 impl Task {
-    /// Starts a transfer of the layers of each delivery by its carrier. With `patience`, a destination fails if
-    /// the wait for its next layer takes longer. Returns `Err(System)` if there is no file descriptor left.
-    pub(crate) fn start(
+    /// Creates a transfer of the layers of each delivery, out of a cache with this many layers. [`begin`](Self::begin)
+    /// starts it.
+    pub(super) fn new(
         lanes: ExecutorHandle,
+        layers: u32,
         deliveries: Vec<Delivery>,
-        patience: Option<Duration>,
+        limits: TaskLimits,
+        outlet: Outlet,
     ) -> Result<Arc<Task>> {
-        let ended = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|errno| {
-            Error::new(ErrorKind::System, "cannot create the event descriptor of a transfer").because(errno)
-        })?;
-        let state_of = |Delivery { cluster, layers, carrier }| {
-            let (carrier, outcome) = match carrier {
-                Ok(carrier) => (Some(carrier), None),
-                Err(error) => (None, Some(Err(Arc::new(error)))),
-            };
-            DeliveryState {
-                queued: carrier.is_some(),
-                carrier,
-                cluster,
-                range: layers,
-                next: layers.first,
-                found: false,
-                busy: false,
-                outcome,
-                bytes: 0,
-            }
-        };
-        let deliveries: Vec<_> = deliveries.into_iter().map(state_of).collect();
-        let queued: Vec<_> = (0..deliveries.len()).filter(|&index| deliveries[index].queued).collect();
-        let state = State {
-            ready: 0,
+        let deliveries = deliveries.into_iter().map(DeliveryState::new);
+        let deliveries = fallible::collect("the destinations of a transfer", deliveries)?;
+        let (count, open) = (deliveries.len(), deliveries.iter().filter(|one| one.carrier.is_some()).count());
+        let state = TaskState {
+            layers: ReportedLayers::new(layers)?,
             over: false,
             awaited: None,
             alarm: None,
             deliveries,
-            dropping: 0,
-            ended: false,
+            open,
+            ended: open == 0,
         };
-        let task =
-            Arc::new(Task { lanes, patience, state: Mutex::new(state), changed: Condvar::new(), ended });
-        task.finish_ended(task.state.lock());
-        task.send(queued);
-        Ok(task)
+        let (state, changed) = (Mutex::new(state), Condvar::new());
+        Ok(Arc::new(Task { lanes, limits, begin: Instant::now(), outlet, count, state, changed }))
     }
 
-    /// Returns the layers that any destination needs, ascending.
-    pub fn layers(&self) -> Vec<u32> {
-        let state = self.state.lock();
-        let needed = state.deliveries.iter().flat_map(|delivery| delivery.range.first..delivery.range.end);
-        needed.collect::<std::collections::BTreeSet<_>>().into_iter().collect()
-    }
-
-    /// Returns whether a destination that has not ended needs `layer`. If so, and if `layer` is not ready,
-    /// the wait for it starts now.
-    pub fn wanted(self: &Arc<Self>, layer: u32) -> bool {
-        let mut state = self.state.lock();
-        let wanted = !state.over && state.deliveries.iter().any(|delivery| delivery.awaits(layer));
-        let patience = self.patience.map(|limit| Deadline::after(limit).named("timeout_in_millis"));
-        let awaited = Awaited { layer, since: Instant::now(), patience };
-        state.awaited = (wanted && layer >= state.ready).then_some(awaited);
-        self.watch(state);
-        wanted
-    }
-
-    /// Reports that `layer` and all layers before it may be pushed. Returns at once.
-    pub fn ready(self: &Arc<Self>, layer: u32) {
-        let mut state = self.state.lock();
-        if state.over {
-            return;
+    /// Has lanes find every destination.
+    pub(super) fn begin(self: &Arc<Self>) {
+        for index in 0..self.count {
+            let state = self.state.lock();
+            let delivery = &state.deliveries[index];
+            let (queued, cluster) = (delivery.queued, delivery.cluster);
+            drop(state);
+            if queued {
+                self.send(index, LaneKey::Calls(cluster));
+            }
         }
-        state.ready = state.ready.max(layer.saturating_add(1));
+    }
+
+    /// Reports that `layer` may be pushed, in any order. Returns at once. Returns `Err(InvalidArgument)` if the source
+    /// cache has no such layer, or if it was reported before; nothing changes then.
+    pub fn ready(self: &Arc<Self>, layer: u32) -> Result<()> {
+        let since = Instant::now();
+        let mut state = self.state.lock();
+        state.layers.report(layer)?;
+        if state.over {
+            return Ok(());
+        }
+        state.layers.push_ready(layer, since);
         state.awaited = None;
-        let ready = state.ready;
-        let mut moving = Vec::new();
-        for (index, delivery) in state.deliveries.iter_mut().enumerate() {
-            if !delivery.busy && !delivery.queued && delivery.outcome.is_none() && delivery.next < ready {
-                delivery.queued = true;
-                moving.push(index);
+        drop(state);
+        for index in 0..self.count {
+            self.queue(index, layer);
+        }
+        Ok(())
+    }
+
+    /// Hands a destination that needs `layer`, which is ready now, to the lanes, unless they have it already.
+    fn queue(self: &Arc<Self>, index: usize, layer: u32) {
+        let mut state = self.state.lock();
+        let TaskState { layers, deliveries, .. } = &mut *state;
+        let delivery = &mut deliveries[index];
+        if delivery.busy || !delivery.awaits(layer) {
+            return;
+        }
+        // A lane may have pushed the layer meanwhile.
+        let Some(next) = delivery.next(layers) else { return };
+        let (queued, cluster) = (std::mem::replace(&mut delivery.queued, true), delivery.cluster);
+        if matches!(self.outlet, Outlet::Transfers { .. }) {
+            let due = Deadline::since(next.since, self.limits.layer).at();
+            if let Err(error) = self.arm(&mut state, due) {
+                // Without the alarm, nothing would notice that the layer is late.
+                let TaskState { layers, deliveries, .. } = &mut *state;
+                deliveries[index].fail(|| error, layers);
+                drop(state);
+                return self.settle(index);
             }
         }
         drop(state);
-        self.send(moving);
+        if !queued {
+            self.send(index, LaneKey::Calls(cluster));
+        }
     }
 
-    /// Reports that `layer`, every later layer and every earlier layer that is not ready yet will never be
-    /// ready. Destinations that need one of those up to `layer` fail with `error`. Destinations that begin
-    /// after `layer` are never reached. Destinations whose layers are all ready continue.
-    pub(crate) fn refuse(&self, layer: u32, error: &Error) {
-        self.refused(self.state.lock(), layer, error);
+    /// Hands a destination, which is marked as queued, to the lanes.
+    fn send(self: &Arc<Self>, index: usize, lanes: LaneKey) {
+        let job = CarryJob { task: self.clone(), index, why: None, over: false };
+        self.lanes.carry(lanes, Box::new(job));
     }
 
-    /// Refuses a layer because the code that computes it reports that it will not be ready
-    /// (contract §8.3).
-    pub fn not_ready(&self, layer: u32) {
-        let text = format!("layer {layer} is not ready: synchronize_layer returned a false value");
-        self.refuse(layer, &Error::new(ErrorKind::InvalidArgument, text));
-    }
-
-    /// Refuses a layer because the code that reports layers failed with `why` (contract §8.3,
-    /// ruling for exceptions).
-    pub fn broken(&self, layer: u32, why: &str) {
-        let text = format!("layer {layer} will not be ready: {why}");
-        self.refuse(layer, &Error::new(ErrorKind::Timeout, text));
-    }
-
-    /// Ends all destinations that have not ended. Layers in transit are still pushed. Returns `false` if
-    /// there was nothing to end.
-    pub fn cancel(&self) -> bool {
-        self.end(|| Error::new(ErrorKind::Cancelled, "the transfer was cancelled"))
-    }
-
-    /// Ends all destinations that have not ended, because the engine closes.
-    pub fn close(&self) -> bool {
-        self.end(|| Error::new(ErrorKind::Closed, "the engine was finalized during the transfer"))
-    }
-
-    /// Whether the transfer has ended: nothing of it moves, or ever will.
-    pub fn done(&self) -> bool {
-        self.state.lock().ended
-    }
-
-    /// Waits until the transfer is [`done`](Self::done). Returns `Ok(false)` once `deadline` has passed, and
-    /// `Err` only if interrupted.
-    pub fn wait(&self, deadline: Deadline) -> Result<bool> {
+    /// Fails the destination at `index` unless it has ended. A layer in transit is still pushed.
+    pub(super) fn stop(&self, index: usize, error: Error) {
         let mut state = self.state.lock();
-        while !state.ended {
-            drop(self.changed.wait_timeout(state, deadline.nap()));
-            deadline.interruption("waiting for a transfer")?;
-            state = self.state.lock();
-            if deadline.passed() {
-                break;
-            }
-        }
-        Ok(state.ended)
-    }
-
-    /// Returns the outcome of each destination.
-    pub fn outcomes(&self) -> Vec<Outcome> {
-        let state = self.state.lock();
-        let outcome = |delivery: &DeliveryState| match &delivery.outcome {
-            Some(Ok(())) => Outcome::Done,
-            Some(Err(error)) => Outcome::Failed(error.clone()),
-            None if delivery.carrier.is_none() => Outcome::Unreached,
-            None => Outcome::UnderWay,
-        };
-        state.deliveries.iter().map(outcome).collect()
-    }
-
-    /// Returns why each destination is not done: why it failed, or what it waits for. `None` for destinations
-    /// that are done, and for those that were never reached.
-    pub fn reasons(&self) -> Vec<Option<Arc<Error>>> {
-        let state = self.state.lock();
-        let reason = |delivery: &DeliveryState| match &delivery.outcome {
-            Some(Err(error)) => Some(error.clone()),
-            None if delivery.carrier.is_some() => {
-                Some(Arc::new(delivery.unfinished(state.awaited, state.ready)))
-            }
-            _ => None,
-        };
-        state.deliveries.iter().map(reason).collect()
-    }
-
-    /// How long the transfer may wait for one layer, if there is a limit.
-    pub fn patience(&self) -> Option<Duration> {
-        self.patience
-    }
-
-    /// Returns the progress of each destination.
-    pub fn progress(&self) -> Vec<Carried> {
-        let carried = |delivery: &DeliveryState| Carried {
-            layers: delivery.next - delivery.range.first,
-            of_layers: delivery.range.end.saturating_sub(delivery.range.first),
-            bytes: delivery.bytes,
-        };
-        self.state.lock().deliveries.iter().map(carried).collect()
-    }
-
-    /// Returns a new descriptor that is readable once the transfer is [`done`](Self::done). The caller owns
-    /// it and must not read from it. Returns `Err(System)` if there is no file descriptor left.
-    pub fn descriptor(&self) -> Result<OwnedFd> {
-        rustix::io::fcntl_dupfd_cloexec(&self.ended, 0).map_err(|errno| {
-            Error::new(ErrorKind::System, "cannot duplicate the event descriptor of a transfer")
-                .because(errno)
-        })
-    }
-
-    fn end(&self, error: impl Fn() -> Error) -> bool {
-        let mut state = self.state.lock();
-        let mut any = false;
-        state.over = true;
-        // A destination that idles after a refusal has ended too: it was never reached.
-        let open = |delivery: &&mut DeliveryState| delivery.outcome.is_none() && delivery.carrier.is_some();
-        for delivery in state.deliveries.iter_mut().filter(open) {
-            delivery.outcome = Some(Err(Arc::new(error().with("cluster", delivery.cluster))));
-            any = true;
-        }
-        self.finish_ended(state);
-        any
-    }
-
-    /// Hands the destinations at `indices`, which are marked as queued, to lanes.
-    fn send(self: &Arc<Self>, indices: impl IntoIterator<Item = usize>) {
-        for index in indices {
-            let cluster = self.state.lock().deliveries[index].cluster;
-            let job = CarryJob { task: self.clone(), index, why: None, over: false };
-            self.lanes.carry(LaneKey::Calls(cluster), Box::new(job));
-        }
-    }
-
-    /// Fails the destinations of a layer whose wait took too long, or sets an alarm for the time when it
-    /// would.
-    fn watch(self: &Arc<Self>, mut state: MutexGuard<'_, State>) {
-        let open = !state.over && !state.ended;
-        let awaited = state.awaited.filter(|_| open);
-        let Some((layer, patience)) = awaited.and_then(|at| Some((at.layer, at.patience?))) else { return };
-        if patience.passed() {
-            return self.refused(state, layer, &patience.error(&format!("waiting for layer {layer}")));
-        }
-        if state.alarm.is_some() {
-            return;
-        }
-        match self.lanes.at(Instant::now() + patience.left(), Box::new(Late(Arc::downgrade(self)))) {
-            Ok(alarm) => state.alarm = Some(alarm),
-            // Without the alarm, nothing would notice that the layer is late.
-            Err(error) => self.refused(state, layer, &error),
-        }
-    }
-
-    fn refused(&self, mut state: MutexGuard<'_, State>, layer: u32, error: &Error) {
-        if state.over {
-            return;
-        }
-        state.over = true;
-        let ready = state.ready;
-        for delivery in state.deliveries.iter_mut().filter(|delivery| delivery.lacks(layer, ready)) {
-            let error = error.clone().with("cluster", delivery.cluster).with("layer", layer);
-            delivery.outcome = Some(Err(Arc::new(error)));
-        }
-        self.finish_ended(state);
-    }
-
-    /// Drops the carriers of destinations that have ended, and records the end of the transfer once all have
-    /// ended.
-    fn finish_ended(&self, mut state: MutexGuard<'_, State>) {
-        let (over, ready) = (state.over, state.ready);
-        // A queued destination with ready layers ends once they are pushed, or once it has failed.
-        let waits = |delivery: &DeliveryState| delivery.queued && delivery.next < ready;
-        let ended = |delivery: &&mut DeliveryState| {
-            !delivery.busy && (delivery.outcome.is_some() || over && !waits(delivery))
-        };
-        let gone: Vec<_> = state
-            .deliveries
-            .iter_mut()
-            .filter(ended)
-            .filter_map(|delivery| delivery.carrier.take())
-            .collect();
-        state.dropping += 1;
+        let TaskState { layers, deliveries, .. } = &mut *state;
+        deliveries[index].fail(|| error, layers);
         drop(state);
-        // A carrier may be the last owner of a cache, whose memory returns to a pool. So it is dropped
-        // without the lock, and before anything reports that the transfer has ended.
-        drop(gone);
+        self.settle(index);
+    }
+
+    /// [Settles](Self::settle) every destination.
+    pub(super) fn settle_all(&self) {
+        (0..self.count).for_each(|index| self.settle(index));
+    }
+
+    /// If nothing of a destination moves or will move, drops its carrier and reports its outcome.
+    fn settle(&self, index: usize) {
         let mut state = self.state.lock();
-        state.dropping -= 1;
-        if state.ended
-            || state.dropping > 0
-            || state.deliveries.iter().any(|delivery| delivery.carrier.is_some())
-        {
+        let TaskState { layers, deliveries, over, .. } = &mut *state;
+        let delivery = &mut deliveries[index];
+        // After a refusal, a destination still gets the layers that are ready.
+        let ends = delivery.outcome.is_some() || *over && delivery.next(layers).is_none();
+        if delivery.busy || !ends {
+            return;
+        }
+        let Some(carrier) = delivery.carrier.take() else { return };
+        let moved = delivery.moved();
+        drop(state);
+        let moved = moved.map_err(|error| carrier.named(error));
+        // The carrier may be the last owner of a cache, whose memory returns to a pool. So it is dropped without the
+        // lock, and before anything reports that the destination has ended.
+        drop(carrier);
+        if let Outlet::Transfers { transfers, running } = &self.outlet {
+            transfers[index].finish(moved);
+            running.leave(transfers[index].number());
+        }
+        self.close_one();
+    }
+
+    /// Notes that one more destination has ended, and so perhaps the transfer.
+    fn close_one(&self) {
+        let mut state = self.state.lock();
+        state.open -= 1;
+        if state.open > 0 {
             return;
         }
         state.ended = true;
-        // Fails only if the counter is full, and it is written once.
-        let _ = rustix::io::write(&self.ended, &1u64.to_ne_bytes());
+        self.signal_end();
         self.changed.notify_all();
         let alarm = state.alarm.take();
         drop(state);
         if let Some(alarm) = alarm {
             self.lanes.forget(alarm);
+        }
+    }
+
+    /// Makes the descriptor of the end readable.
+    pub(super) fn signal_end(&self) {
+        if let Outlet::List(descriptor) = &self.outlet {
+            // Fails only if the counter is full, and it is written once.
+            let _ = rustix::io::write(descriptor, &1u64.to_ne_bytes());
+        }
+    }
+
+    /// Has [`watch`](Self::watch) called at `when`, or earlier.
+    pub(super) fn arm(self: &Arc<Self>, state: &mut TaskState, when: Instant) -> Result<()> {
+        if state.ended || state.alarm.is_some_and(|(at, _)| at <= when) {
+            return Ok(());
+        }
+        let alarm = self.lanes.at(when, Box::new(Late(Arc::downgrade(self))))?;
+        if let Some(later) = state.alarm.replace(alarm) {
+            self.lanes.forget(later);
+        }
+        Ok(())
+    }
+
+    /// Fails what is late, and sets the alarm for the next moment at which something may be.
+    pub(super) fn watch(self: &Arc<Self>) {
+        let mut state = self.state.lock();
+        let (late, next) = match &self.outlet {
+            Outlet::List(_) => state.late_wait(),
+            Outlet::Transfers { .. } => state.late_deliveries(self.limits, self.begin),
+        };
+        let armed = next.map_or(Ok(()), |next| self.arm(&mut state, next));
+        if let Err(error) = &armed {
+            // Without the alarm, nothing would notice what is late.
+            let waits = |delivery: &DeliveryState, layers: &ReportedLayers| {
+                !delivery.busy || delivery.missing(layers).is_some()
+            };
+            state.fail_each(|delivery, layers| waits(delivery, layers).then(|| error.clone()));
+        }
+        drop(state);
+        if late || armed.is_err() {
+            self.settle_all();
         }
     }
 }
@@ -407,44 +247,18 @@ impl Drop for Task {
     }
 }
 
-/// Checks whether a layer is late.
+/// Checks what is late.
 struct Late(Weak<Task>);
 
 impl Job for Late {
     fn run(self: Box<Self>) {
         let Some(task) = self.0.upgrade() else { return };
-        let mut state = task.state.lock();
-        state.alarm = None;
-        task.watch(state);
+        // If another alarm has replaced this one, it was for an earlier moment, and comes at once.
+        task.state.lock().alarm = None;
+        task.watch();
     }
 
     fn refused(self: Box<Self>, _: Error) {}
-}
-
-impl DeliveryState {
-    fn awaits(&self, layer: u32) -> bool {
-        self.outcome.is_none() && (self.range.first..self.range.end).contains(&layer)
-    }
-
-    /// Returns why it has no result yet.
-    fn unfinished(&self, awaited: Option<Awaited>, ready: u32) -> Error {
-        let error = |text: &str| {
-            let error = Error::new(ErrorKind::Timeout, text).with("cluster", self.cluster);
-            error.with("layer", self.next).with("layers_done", self.next - self.range.first)
-        };
-        match awaited {
-            _ if self.next < ready => error("not done yet: the layer is being transferred"),
-            Some(awaited) if self.awaits(awaited.layer) => error("not done yet: waiting for the layer")
-                .with("waited_ms", awaited.since.elapsed().as_millis()),
-            _ => error("not done yet: the layer was not requested"),
-        }
-    }
-
-    /// Whether it needs `layer`, or an earlier layer that is not ready.
-    fn lacks(&self, layer: u32, ready: u32) -> bool {
-        let LayerRange { first, end } = self.range;
-        self.outcome.is_none() && first < end && first <= layer && end > ready.min(layer)
-    }
 }
 
 /// The work of a lane for one destination: pushes what is ready.
@@ -457,22 +271,35 @@ struct CarryJob {
     over: bool,
 }
 
-/// Next step of such a job.
+/// Next step of such a job. The moment is the one from which its limit counts.
 enum CarryStep {
-    Find(Arc<dyn Carrier>),
-    Layer(Arc<dyn Carrier>, u32),
+    Find(Arc<dyn Carrier>, Instant),
+    Layer(Arc<dyn Carrier>, ReadyLayer),
     Rest,
 }
 
 impl Job for CarryJob {
     fn run(mut self: Box<Self>) {
+        let task = self.task.clone();
+        let transfer = match &task.outlet {
+            Outlet::List(_) => None,
+            Outlet::Transfers { transfers, .. } => Some(&transfers[self.index]),
+        };
+        let _lane = transfer.map(OnLane::of);
         loop {
-            let moved = match self.next() {
-                CarryStep::Find(carrier) => carrier.find().map(|()| None),
-                CarryStep::Layer(carrier, layer) => carrier.layer(layer).map(Some),
+            match self.next() {
+                CarryStep::Find(carrier, since) => {
+                    let found = carrier.find(self.deadline(since));
+                    drop(carrier);
+                    self.note_found(found, transfer);
+                }
+                CarryStep::Layer(carrier, ReadyLayer { layer, since }) => {
+                    let moved = carrier.layer(layer, self.deadline(since));
+                    drop(carrier);
+                    self.note_moved(moved, transfer);
+                }
                 CarryStep::Rest => break,
-            };
-            self.record(moved);
+            }
         }
         self.over = true;
     }
@@ -483,38 +310,58 @@ impl Job for CarryJob {
 }
 
 impl CarryJob {
+    /// Returns the deadline of a step. In a list task, the limit counts from the step (contract §8.2).
+    fn deadline(&self, since: Instant) -> Deadline {
+        let limit = self.task.limits.layer;
+        match self.task.outlet {
+            Outlet::List(_) => Deadline::after(limit),
+            Outlet::Transfers { .. } => OnLane::watched(Deadline::since(since, limit)),
+        }
+    }
+
     fn next(&self) -> CarryStep {
         let mut state = self.task.state.lock();
-        let ready = state.ready;
-        let delivery = &mut state.deliveries[self.index];
+        let TaskState { layers, deliveries, .. } = &mut *state;
+        let delivery = &mut deliveries[self.index];
         (delivery.queued, delivery.busy) = (false, true);
-        match (&delivery.outcome, &delivery.carrier) {
-            (None, Some(carrier)) if !delivery.found => return CarryStep::Find(carrier.clone()),
-            (None, Some(carrier)) if delivery.next < ready => {
-                return CarryStep::Layer(carrier.clone(), delivery.next);
+        let next = delivery.next(layers);
+        match (&delivery.outcome, &delivery.carrier, next) {
+            (None, Some(carrier), next) if !delivery.found => {
+                let since = next.map_or_else(Instant::now, |ready| ready.since);
+                return CarryStep::Find(carrier.clone(), since);
             }
+            (None, Some(carrier), Some(ready)) => return CarryStep::Layer(carrier.clone(), ready),
             _ => delivery.busy = false,
         }
-        self.task.finish_ended(state);
+        drop(state);
+        self.task.settle(self.index);
         CarryStep::Rest
     }
 
-    fn record(&self, moved: Result<Option<u64>>) {
-        let mut state = self.task.state.lock();
-        let delivery = &mut state.deliveries[self.index];
-        match moved {
-            Ok(None) => delivery.found = true,
-            Ok(Some(bytes)) => {
-                delivery.next += 1;
-                delivery.bytes += bytes;
-            }
-            Err(error) => {
-                let error = error.with("cluster", delivery.cluster).with("layer", delivery.next);
-                delivery.outcome.get_or_insert(Err(Arc::new(error)));
-            }
+    fn note_found(&self, found: Result<u64>, transfer: Option<&Arc<Transfer>>) {
+        if let (Ok(bytes), Some(transfer)) = (&found, transfer) {
+            transfer.expect(*bytes);
         }
-        if delivery.next >= delivery.range.end {
-            delivery.outcome.get_or_insert(Ok(()));
+        self.record(found, |delivery, _| {
+            delivery.found = true;
+            delivery.end_if_complete();
+        });
+    }
+
+    fn note_moved(&self, moved: Result<u64>, transfer: Option<&Arc<Transfer>>) {
+        if let (Ok(bytes), Some(transfer)) = (&moved, transfer) {
+            transfer.part_done(*bytes);
+        }
+        self.record(moved, DeliveryState::carried);
+    }
+
+    fn record(&self, result: Result<u64>, success: impl FnOnce(&mut DeliveryState, u64)) {
+        let mut state = self.task.state.lock();
+        let TaskState { layers, deliveries, .. } = &mut *state;
+        let delivery = &mut deliveries[self.index];
+        match result {
+            Ok(bytes) => success(delivery, bytes),
+            Err(error) => delivery.fail(|| error, layers),
         }
     }
 }
@@ -527,18 +374,11 @@ impl Drop for CarryJob {
         let text = "the lane of a transfer ended without a result";
         let why = self.why.take().unwrap_or_else(|| Error::new(ErrorKind::System, text));
         let mut state = self.task.state.lock();
-        let delivery = &mut state.deliveries[self.index];
+        let TaskState { layers, deliveries, .. } = &mut *state;
+        let delivery = &mut deliveries[self.index];
         (delivery.queued, delivery.busy) = (false, false);
-        delivery.outcome.get_or_insert_with(|| Err(Arc::new(why)));
-        self.task.finish_ended(state);
-    }
-}
-
-impl std::fmt::Debug for DeliveryState {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("DeliveryState")
-            .field("range", &self.range)
-            .field("next", &self.next)
-            .finish_non_exhaustive()
+        delivery.fail(|| why, layers);
+        drop(state);
+        self.task.settle(self.index);
     }
 }

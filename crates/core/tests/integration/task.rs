@@ -18,6 +18,8 @@ use llm_datadist_core::{ClusterId, Deadline, Error, ErrorKind, LayerRange, Resul
 use crate::fixtures::eventually;
 
 const LONG: Duration = Duration::from_secs(20);
+/// Number of layers of the source cache.
+const LAYERS: u32 = 10;
 
 /// What a carrier does next.
 type Does = fn() -> Result<()>;
@@ -86,12 +88,12 @@ impl Script {
 struct Scripted(Arc<Script>);
 
 impl Carrier for Scripted {
-    fn find(&self) -> Result<()> {
+    fn find(&self, _: Deadline) -> Result<u64> {
         assert_eq!(self.0.finds.fetch_add(1, Ordering::SeqCst), 0, "found twice");
-        (self.0.find)()
+        (self.0.find)().map(|()| 0)
     }
 
-    fn layer(&self, layer: u32) -> Result<u64> {
+    fn layer(&self, layer: u32, _: Deadline) -> Result<u64> {
         assert_eq!(self.0.finds(), 1, "a layer before the destination was found");
         self.0.at_gate.store(true, Ordering::SeqCst);
         let open = self.0.open.lock().unwrap();
@@ -122,7 +124,12 @@ fn delivery(cluster: u64, &(first, end, script): &To<'_>) -> Delivery {
 
 fn start(lanes: &Executor, to: &[To<'_>], patience: Option<Duration>) -> Arc<Task> {
     let deliveries = to.iter().map(|to| delivery(2, to)).collect();
-    start_task(lanes.handle().clone(), deliveries, patience).unwrap()
+    start_task(lanes.handle().clone(), LAYERS, deliveries, patience).unwrap()
+}
+
+/// Reports every layer up to `layer` that was not reported.
+fn ready_to(task: &Arc<Task>, layer: u32) {
+    (0..=layer).for_each(|layer| _ = task.ready(layer));
 }
 
 /// The outcome of each destination, in short.
@@ -160,9 +167,9 @@ impl Stalled {
     fn new(lanes: &Executor, cluster: u64, count: usize) -> Stalled {
         let scripts: Vec<_> = (0..count).map(|_| Script::stalled()).collect();
         let deliveries = scripts.iter().map(|script| delivery(cluster, &(0, 1, script))).collect();
-        let task = start_task(lanes.handle().clone(), deliveries, None).unwrap();
+        let task = start_task(lanes.handle().clone(), LAYERS, deliveries, None).unwrap();
         eventually("all to be found", || scripts.iter().all(|script| script.finds() == 1));
-        task.ready(0);
+        task.ready(0).unwrap();
         Stalled(task, scripts)
     }
 
@@ -191,8 +198,8 @@ fn every_cluster_gets_a_lane_and_at_most_32() {
 
     let scripts = [Script::stalled(), Script::good(), Script::good(), Script::good()];
     let deliveries = scripts.iter().map(|script| delivery(200, &(0, 2, script))).collect();
-    let task = start_task(lanes.handle().clone(), deliveries, None).unwrap();
-    task.ready(1);
+    let task = start_task(lanes.handle().clone(), LAYERS, deliveries, None).unwrap();
+    ready_to(&task, 1);
     // The lane stalls here. Then it runs the others, which are queued behind all jobs of the seventeenth cluster.
     scripts[0].arrived();
     scripts[0].open();
@@ -215,7 +222,7 @@ fn what_is_queued_behind_a_stalled_cluster_ends_at_once() {
         stalled.arrived(32);
         let [a, b, c, d] = array::from_fn(|_| Script::good());
         let task = start(&lanes, &[(0, 3, &a), (0, 2, &b), (1, 4, &c), (5, 6, &d)], None);
-        task.ready(1);
+        ready_to(&task, 1);
         let all = [&a, &b, &c, &d];
         assert!(!all.iter().any(|script| script.dropped()));
         let (mut expected, mut pushed) = ([kind; 4], vec![]);
@@ -260,7 +267,7 @@ fn reasons_name_what_is_waited_for() {
     thread::sleep(Duration::from_millis(30));
     let reason = task.reasons()[0].clone().unwrap();
     assert!(reason.fact("waited_ms").unwrap().parse::<u64>().unwrap() >= 30, "{reason}");
-    task.ready(0);
+    ready_to(&task, 0);
     moving.arrived();
     eventually("the first", || ends_of(&task)[0] == "Done");
     check(1, "being transferred", "0", "0");
@@ -270,7 +277,7 @@ fn reasons_name_what_is_waited_for() {
     assert!(task.wanted(2));
     check(1, AWAITED, "1", "1");
     check(2, AWAITED, "2", "0");
-    task.ready(2);
+    ready_to(&task, 2);
     eventually("layer 2", || ends_of(&task)[1] == "Done" && task.progress()[2].layers == 1);
     refuse_layer(&task, 3, &refusal());
     ended_as(&task, &["Done", "Done", "System", "Unreached"]);
@@ -287,7 +294,7 @@ fn a_task_without_layers_ends_once_all_are_found() {
     let bad = Script::new(FAIL, &[], true);
     let task = start(&lanes, &[(3, 3, &Script::good()), (3, 3, &bad), (5, 4, &Script::good())], None);
     ended_as(&task, &["Done", "NotLinked", "Done"]);
-    task.ready(9);
+    ready_to(&task, 9);
     refuse_layer(&task, 3, &refusal());
     ended_as(&task, &["Done", "NotLinked", "Done"]);
 }
@@ -304,7 +311,7 @@ fn destinations_are_independent() {
         to.push((0, 4, &slow));
         let task = start(&lanes, &to, None);
         for layer in task.layers() {
-            task.ready(layer);
+            task.ready(layer).unwrap();
             eventually("the good one", || task.progress()[4].layers == layer + 1);
         }
         slow.arrived();
@@ -321,21 +328,28 @@ fn destinations_are_independent() {
 }
 
 #[test]
-fn layers_may_be_ready_out_of_order_twice_and_beyond_the_end() {
+fn layers_may_be_ready_in_any_order_but_once() {
     let lanes = Executor::default();
     let [a, b, c] = array::from_fn(|_| Script::good());
     let task = start(&lanes, &[(0, 3, &a), (2, 6, &b), (5, 9, &c)], None);
     assert_eq!(task.layers(), [0, 1, 2, 3, 4, 5, 6, 7, 8]);
     assert!(task.wanted(8) && !task.wanted(9) && !task.wanted(u32::MAX));
-    task.ready(3);
-    eventually("layers 0 to 3", || task.progress()[0].layers == 3 && task.progress()[1].layers == 2);
-    [0, 3, 1, 3].iter().for_each(|&layer| task.ready(layer));
+    for (layer, done) in [(3, [0, 1]), (1, [1, 1]), (2, [2, 2]), (0, [3, 2])] {
+        task.ready(layer).unwrap();
+        eventually("the layer", || [0, 1].map(|at| task.progress()[at].layers) == done);
+    }
+    for wrong in [0, 3, 1, 3, 10, u32::MAX] {
+        let error = task.ready(wrong).unwrap_err();
+        let text = error.to_string();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        assert!(text.contains(&format!("layer={wrong} ")) && text.contains("0 to 9"), "{text}");
+    }
     assert!(!task.wait(Deadline::after(Duration::from_millis(20))).unwrap());
     assert_eq!(ends_of(&task), ["Done", "UnderWay", "UnderWay"]);
     assert!(!task.wanted(1), "the one that needed it has it");
-    task.ready(u32::MAX);
+    ready_to(&task, 9);
     ended_as(&task, &["Done"; 3]);
-    assert_eq!((a.pushed(), b.pushed(), c.pushed()), (vec![0, 1, 2], vec![2, 3, 4, 5], vec![5, 6, 7, 8]));
+    assert_eq!((a.pushed(), b.pushed(), c.pushed()), (vec![1, 2, 0], vec![3, 2, 4, 5], vec![5, 6, 7, 8]));
     let carried = |layers| Carried { layers, of_layers: layers, bytes: u64::from(layers) * 10 };
     assert_eq!(task.progress(), [carried(3), carried(4), carried(4)]);
 }
@@ -345,7 +359,7 @@ fn a_refused_layer_ends_the_destinations_that_need_it() {
     let lanes = Executor::default();
     let [a, b, c, busy] = [Script::good(), Script::good(), Script::good(), Script::stalled()];
     let task = start(&lanes, &[(0, 3, &a), (1, 5, &b), (4, 6, &c), (2, 3, &busy)], None);
-    task.ready(2);
+    ready_to(&task, 2);
     busy.arrived();
     eventually("layer 2", || task.progress()[1].layers == 2);
     refuse_layer(&task, 3, &refusal());
@@ -353,7 +367,7 @@ fn a_refused_layer_ends_the_destinations_that_need_it() {
     assert_eq!(ends_of(&task)[1..], ["System", "Unreached", "UnderWay"]);
     assert_eq!(failure(&task, 1).fact("layer"), Some("7"));
     assert!(!task.done() && !task.wanted(4));
-    task.ready(8);
+    ready_to(&task, 8);
     assert!(task.cancel());
     busy.open();
     ended_as(&task, &["Done", "System", "Unreached", "Cancelled"]);
@@ -362,7 +376,7 @@ fn a_refused_layer_ends_the_destinations_that_need_it() {
     // Earlier layers that are not ready are refused too, so a destination that begins in between fails.
     let [a, b, c] = array::from_fn(|_| Script::good());
     let task = start(&lanes, &[(0, 3, &a), (4, 5, &b), (6, 7, &c)], None);
-    task.ready(0);
+    ready_to(&task, 0);
     eventually("layer 0", || task.progress()[0].layers == 1);
     refuse_layer(&task, 5, &refusal());
     ended_as(&task, &["System", "System", "Unreached"]);
@@ -376,7 +390,7 @@ fn a_task_is_done_only_when_nothing_moves() {
         let fails = kind == "NotLinked";
         let script = Script::new(PUSH, if fails { &[FAIL] } else { &[] }, false);
         let task = start(&lanes, &[(0, 3, &script)], None);
-        task.ready(1);
+        ready_to(&task, 1);
         script.arrived();
         match kind {
             "Cancelled" => assert!(task.cancel() && !task.cancel()),
@@ -387,7 +401,7 @@ fn a_task_is_done_only_when_nothing_moves() {
         assert_eq!(ends_of(&task), [if fails { "UnderWay" } else { kind }]);
         assert!(!task.wait(Deadline::after(Duration::from_millis(20))).unwrap(), "{kind}");
         assert!(!script.dropped());
-        task.ready(2);
+        ready_to(&task, 2);
         script.open();
         ended_as(&task, &[kind]);
         assert!(script.dropped(), "{kind}");
@@ -404,7 +418,7 @@ fn only_a_layer_that_is_not_ready_runs_out_of_patience() {
     // No layer is waited for.
     thread::sleep(Duration::from_millis(60));
     assert!(task.wanted(0));
-    task.ready(0);
+    ready_to(&task, 0);
     thread::sleep(Duration::from_millis(60));
     assert_eq!(ends_of(&task)[1..], ["UnderWay", "UnderWay"]);
     assert!(task.wanted(1));
@@ -413,13 +427,13 @@ fn only_a_layer_that_is_not_ready_runs_out_of_patience() {
     assert_eq!(error.fact("limit_ms"), Some("30"), "{error}");
     assert!(["timeout_in_millis", "layer 1"].iter().all(|fact| error.to_string().contains(fact)), "{error}");
     assert!(!task.wanted(2));
-    task.ready(2);
+    ready_to(&task, 2);
     assert_eq!(b.pushed(), [0]);
 
     // A layer in transit was ready.
     let slow = Script::stalled();
     let task = start(&lanes, &[(0, 2, &slow)], limit);
-    task.ready(1);
+    ready_to(&task, 1);
     assert!(task.wanted(0) && task.wanted(1));
     thread::sleep(Duration::from_millis(90));
     slow.open();
@@ -431,7 +445,7 @@ fn only_a_layer_that_is_not_ready_runs_out_of_patience() {
     for layer in task.layers() {
         assert!(task.wanted(layer));
         thread::sleep(limit / 5);
-        task.ready(layer);
+        task.ready(layer).unwrap();
     }
     ended_as(&task, &["Done"]);
 }
@@ -452,7 +466,7 @@ fn tasks_that_wait_take_no_threads() {
     for layer in 0..2 {
         for task in &tasks {
             assert!(task.wanted(layer));
-            task.ready(layer);
+            task.ready(layer).unwrap();
         }
     }
     tasks.iter().for_each(|task| ended_as(task, &["Done"]));
@@ -470,7 +484,7 @@ fn a_dropped_task_holds_nothing() {
     eventually("the end of the carrier", || idle.dropped());
     eventually("the end of the alarm", || lanes.handle().alarms() == 0);
     let task = start(&lanes, &[(0, 3, &moving)], None);
-    task.ready(1);
+    ready_to(&task, 1);
     moving.arrived();
     drop(task);
     moving.open();
@@ -495,7 +509,7 @@ fn a_lane_that_cannot_be_started() {
     stalled.arrived(1);
     no_threads(true);
     let task = start(&lanes, &[(0, 2, &c), (0, 2, &d)], None);
-    task.ready(1);
+    ready_to(&task, 1);
     assert!(!task.wait(Deadline::after(Duration::from_millis(20))).unwrap());
     stalled.finish();
     ended_as(&task, &["Done", "Done"]);
@@ -512,7 +526,7 @@ fn an_executor_that_is_dropped_leaves_no_lane() {
     let lanes = Executor::default();
     let scripts: [_; 4] = array::from_fn(|_| Script::stalled());
     let task = start(&lanes, &scripts.each_ref().map(|script| (0, 3, script)), Some(LONG));
-    task.ready(0);
+    ready_to(&task, 0);
     scripts.iter().for_each(|script| script.arrived());
     let handle = lanes.handle().clone();
     thread::scope(|scope| {
@@ -527,7 +541,7 @@ fn an_executor_that_is_dropped_leaves_no_lane() {
     });
     ended_as(&task, &["Closed"; 4]);
     let late = Script::good();
-    let task = start_task(handle.clone(), vec![delivery(2, &(0, 1, &late))], Some(LONG)).unwrap();
+    let task = start_task(handle.clone(), LAYERS, vec![delivery(2, &(0, 1, &late))], Some(LONG)).unwrap();
     ended_as(&task, &["Closed"]);
     assert!(late.dropped() && handle.threads() == 0);
 }
@@ -553,7 +567,7 @@ fn every_order_of_everything() {
                 ends[end](&task);
             });
             let last = (ends_of(&task), task.progress());
-            task.ready(9);
+            ready_to(&task, 9);
             refuse_layer(&task, 0, &refusal());
             assert!(!task.cancel() && !task.close());
             assert_eq!((ends_of(&task), task.progress()), last);
@@ -572,7 +586,9 @@ fn every_order_of_everything() {
 fn while_watched(task: &Arc<Task>, act: impl FnOnce() + Send) {
     let over = AtomicBool::new(false);
     thread::scope(|scope| {
-        scope.spawn(|| (0..9).filter(|&layer| task.wanted(layer)).for_each(|layer| task.ready(layer)));
+        scope.spawn(|| {
+            (0..9).filter(|&layer| task.wanted(layer)).for_each(|layer| task.ready(layer).unwrap());
+        });
         scope.spawn(act);
         scope.spawn(|| {
             let mut last = (ends_of(task), task.progress());

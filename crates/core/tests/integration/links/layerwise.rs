@@ -56,7 +56,7 @@ pub(super) fn wait(task: &Arc<Task>) {
 
 /// Marks every layer ready.
 pub(super) fn all_ready(task: &Arc<Task>) {
-    task.layers().into_iter().for_each(|layer| task.ready(layer));
+    task.layers().into_iter().for_each(|layer| _ = task.ready(layer));
 }
 
 /// Marks every layer ready and waits for the end.

@@ -122,7 +122,7 @@ impl Slow {
 
 /// Marks a layer ready, and waits until it has arrived.
 fn send(task: &Arc<Task>, layer: u32) {
-    task.ready(layer);
+    task.ready(layer).unwrap();
     eventually("the layer", || task.progress()[0].layers == layer + 1);
 }
 
@@ -202,14 +202,14 @@ fn closing_the_engine_ends_its_transfers() {
         assert!(task.wanted(0));
         let local = std::mem::replace(&mut slow.local, open(config(9, way), way));
         slow.holding(&held, |release| {
-            task.ready(0);
+            task.ready(0).unwrap();
             thread::sleep(Duration::from_millis(50));
             drop(local);
             assert!(task.done(), "{way:?}: the engine closed, and a transfer goes on");
             assert!((0..2).all(|at| failure(&task, at).kind() == ErrorKind::Closed));
             source.fill(9);
             assert!(!task.wanted(1) && !task.cancel());
-            task.ready(1);
+            task.ready(1).unwrap();
             release();
         });
         drop(slow);
@@ -260,7 +260,7 @@ fn freed_destination_is_never_replaced_by_another() {
             let third = keyed();
             assert_eq!(third.cache.addrs(), addrs, "the test needs the same memory");
             let before = third.fill(3);
-            task.ready(2);
+            task.ready(2).unwrap();
             wait(&task);
             check_failed(&task, 0, ErrorKind::CacheNotFound, 2);
             assert!(third.read() == before, "another cache was written");

@@ -284,7 +284,7 @@ fn readers_see_one_version_of_a_row() {
                     for turn in 0..times(60) {
                         fresh.write(&vec![vec![turn as u8; 2 * BYTES]; 2]);
                         let task = start(&pair.local, &source, &SLOTS, &aims);
-                        task.ready(0);
+                        task.ready(0).unwrap();
                         // The source changes while the layer is sent.
                         pair.local.copy_cache(&source.end(), &fresh.end(), FROM_1).unwrap();
                         wait(&task);

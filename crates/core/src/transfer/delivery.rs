@@ -1,0 +1,286 @@
+//! What a layer-wise transfer knows of its layers and of each destination.
+//!
+//! This module only keeps records. `task` changes them when layers are reported and when lanes have pushed layers.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
+use crate::model::{ClusterId, Deadline};
+use crate::validate::LayerRange;
+
+/// Name of these lists in out-of-memory errors.
+const LAYERS: &str = "the layers of a transfer";
+
+/// Pushes layers to one destination.
+pub trait Carrier: Send + Sync {
+    /// Finds the destination, and returns the number of bytes of all its layers. Called once, before the first layer, and
+    /// usually before that layer is ready.
+    fn find(&self, deadline: Deadline) -> Result<u64>;
+
+    /// Pushes one layer and returns the number of its bytes, which are in place then.
+    fn layer(&self, layer: u32, deadline: Deadline) -> Result<u64>;
+
+    /// Adds to an error what is known of the peer.
+    fn named(&self, error: Error) -> Error {
+        error
+    }
+}
+
+/// One destination of a task that is to start.
+pub struct Delivery {
+    /// Cluster of the destination.
+    pub cluster: ClusterId,
+    /// Layers that it receives.
+    pub layers: LayerRange,
+    /// Carrier that pushes them, or why the destination can never be reached.
+    pub carrier: Result<Arc<dyn Carrier>>,
+}
+
+/// Outcome of a destination.
+#[derive(Clone, Debug)]
+pub enum Outcome {
+    /// The transfer ended before any layer for it was ready.
+    Unreached,
+    /// Layers are still to be pushed, or in transit.
+    UnderWay,
+    /// Every layer is in place.
+    Done,
+    /// It ended early. Layers that were pushed before are in place.
+    Failed(Arc<Error>),
+}
+
+/// Progress of a destination.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Carried {
+    /// Layers in place.
+    pub layers: u32,
+    /// Layers in total.
+    pub of_layers: u32,
+    /// Bytes in place.
+    pub bytes: u64,
+}
+
+/// A layer that may be pushed.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ReadyLayer {
+    pub(super) layer: u32,
+    /// When it was reported.
+    pub(super) since: Instant,
+}
+
+/// The layers of the source cache: which ones were reported, and in which order they became ready. Reporting a layer
+/// takes no memory.
+#[derive(Debug)]
+pub(super) struct ReportedLayers {
+    /// Number of layers of the cache.
+    count: u32,
+    /// One bit per layer: whether it was reported, as ready or as failed.
+    reported: Vec<u64>,
+    ready: Vec<ReadyLayer>,
+}
+
+impl ReportedLayers {
+    pub(super) fn new(count: u32) -> Result<Self> {
+        let reported = fallible::filled(LAYERS, 0, count.div_ceil(u64::BITS) as usize)?;
+        Ok(ReportedLayers { count, reported, ready: fallible::with_capacity(LAYERS, count as usize)? })
+    }
+
+    /// Notes that `layer` was reported. Returns `Err(InvalidArgument)` if there is no such layer, or if it was
+    /// reported before.
+    pub(super) fn report(&mut self, layer: u32) -> Result<()> {
+        let range = format_args!("0 to {}, each layer once", i64::from(self.count) - 1);
+        if layer >= self.count {
+            return Err(Error::out_of_range("layer", layer, range));
+        }
+        if self.is_reported(layer) {
+            let before = self.ready.iter().any(|ready| ready.layer == layer);
+            let state = if before { "ready" } else { "failed" };
+            let text = format!("layer={layer} was reported before, as {state}; allowed: {range}");
+            return Err(Error::invalid(text));
+        }
+        self.reported[(layer / u64::BITS) as usize] |= 1 << (layer % u64::BITS);
+        Ok(())
+    }
+
+    /// Notes that a reported layer may be pushed.
+    pub(super) fn push_ready(&mut self, layer: u32, since: Instant) {
+        self.ready.push(ReadyLayer { layer, since });
+    }
+
+    pub(super) fn is_reported(&self, layer: u32) -> bool {
+        let word = self.reported.get((layer / u64::BITS) as usize);
+        word.is_some_and(|word| word >> (layer % u64::BITS) & 1 == 1)
+    }
+
+    /// Returns the first layer of `range` that was not reported.
+    fn first_missing(&self, range: LayerRange) -> Option<u32> {
+        (range.first..range.end).find(|&layer| !self.is_reported(layer))
+    }
+}
+
+/// Time limits of a task.
+#[derive(Clone, Copy, Debug)]
+pub struct TaskLimits {
+    /// How long a layer may take to be in place.
+    pub layer: Duration,
+    /// How long the task, or each destination, may wait for the next layer to be ready.
+    pub wait: Option<Duration>,
+}
+
+/// One destination.
+pub(super) struct DeliveryState {
+    /// `None` once the destination has ended; the memory that the carrier held is released with it.
+    pub(super) carrier: Option<Arc<dyn Carrier>>,
+    pub(super) cluster: ClusterId,
+    pub(super) range: LayerRange,
+    pub(super) found: bool,
+    /// Whether it is queued for the lanes and none has begun it.
+    pub(super) queued: bool,
+    /// Whether a lane works on it.
+    pub(super) busy: bool,
+    pub(super) outcome: Option<Result<(), Arc<Error>>>,
+    /// Position, in the order in which layers became ready, before which it needs no layer any more.
+    at: usize,
+    /// Number and bytes of the layers in place.
+    pushed: (u32, u64),
+}
+
+impl DeliveryState {
+    pub(super) fn new(Delivery { cluster, layers, carrier }: Delivery) -> Self {
+        let (carrier, outcome) = match carrier {
+            Ok(carrier) => (Some(carrier), None),
+            Err(error) => (None, Some(Err(Arc::new(error)))),
+        };
+        DeliveryState {
+            queued: carrier.is_some(),
+            carrier,
+            cluster,
+            range: layers,
+            found: false,
+            busy: false,
+            outcome,
+            at: 0,
+            pushed: (0, 0),
+        }
+    }
+
+    fn needs(&self, layer: u32) -> bool {
+        (self.range.first..self.range.end).contains(&layer)
+    }
+
+    /// Whether it has not ended and needs `layer`.
+    pub(super) fn awaits(&self, layer: u32) -> bool {
+        self.outcome.is_none() && self.needs(layer)
+    }
+
+    /// Returns the next layer to push: of those that are ready, the one that has been so for longest.
+    pub(super) fn next(&mut self, layers: &ReportedLayers) -> Option<ReadyLayer> {
+        while let Some(&ready) = layers.ready.get(self.at) {
+            if self.needs(ready.layer) {
+                return Some(ready);
+            }
+            self.at += 1;
+        }
+        None
+    }
+
+    /// Returns the first layer that it needs and that was not reported.
+    pub(super) fn missing(&self, layers: &ReportedLayers) -> Option<u32> {
+        layers.first_missing(self.range)
+    }
+
+    /// Notes that the next layer is in place, with this many bytes.
+    pub(super) fn carried(&mut self, bytes: u64) {
+        self.at += 1;
+        self.pushed = (self.pushed.0 + 1, self.pushed.1 + bytes);
+        self.end_if_complete();
+    }
+
+    /// Ends the destination with success if every layer is in place.
+    pub(super) fn end_if_complete(&mut self) {
+        if self.pushed.0 >= self.num_layers() {
+            self.outcome.get_or_insert(Ok(()));
+        }
+    }
+
+    /// Ends the destination with a failure, unless it has ended.
+    pub(super) fn fail(&mut self, error: impl FnOnce() -> Error, layers: &ReportedLayers) {
+        if self.outcome.is_none() {
+            let layer = self.current(layers);
+            let error = error().with("cluster", self.cluster);
+            let error = if error.fact("layer").is_some() { error } else { error.with("layer", layer) };
+            self.outcome = Some(Err(Arc::new(error)));
+        }
+    }
+
+    /// Returns the layer that it pushes, or waits for.
+    pub(super) fn current(&mut self, layers: &ReportedLayers) -> u32 {
+        let next = self.next(layers).map(|ready| ready.layer);
+        next.or_else(|| self.missing(layers)).unwrap_or(self.range.first)
+    }
+
+    /// Returns the number of bytes moved, or the failure, once it has ended.
+    pub(super) fn moved(&self) -> Result<u64> {
+        match &self.outcome {
+            Some(Ok(())) => Ok(self.pushed.1),
+            Some(Err(error)) => Err((**error).clone()),
+            None => Err(Error::new(ErrorKind::System, "a destination ended without a result")),
+        }
+    }
+
+    pub(super) fn outcome(&self) -> Outcome {
+        match &self.outcome {
+            Some(Ok(())) => Outcome::Done,
+            Some(Err(error)) => Outcome::Failed(error.clone()),
+            None if self.carrier.is_none() => Outcome::Unreached,
+            None => Outcome::UnderWay,
+        }
+    }
+
+    pub(super) fn progress(&self) -> Carried {
+        Carried { layers: self.pushed.0, of_layers: self.num_layers(), bytes: self.pushed.1 }
+    }
+
+    fn num_layers(&self) -> u32 {
+        self.range.end.saturating_sub(self.range.first)
+    }
+
+    /// Returns when it is late, and the error for that: a ready layer that no lane has begun is not in place within its
+    /// limit, or no further layer became ready within the limit since `begin` and since the last one.
+    pub(super) fn due(
+        &mut self,
+        layers: &ReportedLayers,
+        limits: TaskLimits,
+        begin: Instant,
+    ) -> Option<(Deadline, String)> {
+        if self.outcome.is_some() {
+            return None;
+        }
+        // A lane that works on it has the deadline of its layer.
+        let queued = self.next(layers).filter(|_| !self.busy).map(|ReadyLayer { layer, since }| {
+            let text = format!("layer {layer} was waiting for a thread");
+            (Deadline::since(since, limits.layer), text)
+        });
+        let waits = self.missing(layers).zip(limits.wait).map(|(layer, limit)| {
+            let last = layers.ready.iter().rev().find(|ready| self.needs(ready.layer));
+            let since = last.map_or(begin, |ready| ready.since.max(begin));
+            let text = format!("waiting for layer {layer} to be ready");
+            (Deadline::since(since, limit).named("layer_timeout_ms"), text)
+        });
+        match (queued, waits) {
+            (Some(queued), Some(waits)) if waits.0.at() < queued.0.at() => Some(waits),
+            (queued, waits) => queued.or(waits),
+        }
+    }
+}
+
+impl std::fmt::Debug for DeliveryState {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("DeliveryState")
+            .field("range", &self.range)
+            .field("pushed", &self.pushed)
+            .finish_non_exhaustive()
+    }
+}

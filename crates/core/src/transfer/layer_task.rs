@@ -1,0 +1,138 @@
+//! A task whose layers the caller reports, in any order and from any thread, with a transfer for each destination.
+
+use std::sync::Arc;
+
+use super::async_calls::AsyncCalls;
+use super::delivery::{Delivery, TaskLimits};
+use super::executor::ExecutorHandle;
+use super::running_calls::RunningCall;
+use super::task::{Outlet, Task};
+use crate::error::{Error, ErrorKind, Result};
+use crate::events::Transfer;
+
+/// Maximum length of the reason of a failed layer, in characters. The rest is cut.
+const MOST_REASON: usize = 500;
+
+/// The handle of a task whose layers the caller reports.
+///
+/// If it is dropped, nobody can report layers any more: destinations that still wait for one end with
+/// [`ErrorKind::Cancelled`]. Destinations whose layers are all ready continue.
+#[derive(Debug)]
+pub struct LayerTask {
+    task: Arc<Task>,
+    layers: u32,
+    transfers: Vec<Arc<Transfer>>,
+}
+
+impl LayerTask {
+    /// Starts a transfer of the layers of each delivery, out of a cache with this many layers. Each layer has the limit
+    /// from the moment at which it is reported. If there is a limit for waits, a destination fails if no layer that it needs
+    /// becomes ready for so long.
+    pub(crate) fn begin(
+        calls: &AsyncCalls,
+        lanes: &ExecutorHandle,
+        layers: u32,
+        deliveries: Vec<Delivery>,
+        limits: TaskLimits,
+    ) -> Result<LayerTask> {
+        let transfers = calls.queue().start_all(deliveries.len())?;
+        let begun = create(calls, lanes, layers, deliveries, limits, &transfers);
+        if begun.is_err() {
+            for transfer in &transfers {
+                calls.running().leave(transfer.number());
+                transfer.abandon();
+            }
+        }
+        let task = begun?;
+        task.begin();
+        Ok(LayerTask { task, layers, transfers })
+    }
+
+    /// Returns the number of layers of the source cache.
+    pub fn layers(&self) -> u32 {
+        self.layers
+    }
+
+    /// Returns the transfer of each destination, in the order of the destinations.
+    pub fn transfers(&self) -> &[Arc<Transfer>] {
+        &self.transfers
+    }
+
+    /// Reports that `layer` of the source cache is computed. Layers may be reported in any order, and from any thread. Never
+    /// waits. Returns `Err(InvalidArgument)` if the cache has no such layer, or if it was reported before; nothing changes
+    /// then.
+    pub fn ready(&self, layer: u32) -> Result<()> {
+        self.task.ready(layer)
+    }
+
+    /// Reports that `layer` will never be computed. Destinations that need it end with
+    /// [`ErrorKind::InvalidArgument`]; the others continue. Returns `Err` as [`ready`](Self::ready) does.
+    pub fn fail(&self, layer: u32, reason: &str) -> Result<()> {
+        let reason: String = reason.chars().take(MOST_REASON).collect();
+        let mut state = self.task.state.lock();
+        state.layers.report(layer)?;
+        state.fail_each(|delivery, _| {
+            let text = || format!("layer {layer} will not be ready: {reason}");
+            delivery
+                .awaits(layer)
+                .then(|| Error::new(ErrorKind::InvalidArgument, text()).with("layer", layer))
+        });
+        drop(state);
+        self.task.settle_all();
+        Ok(())
+    }
+}
+
+impl Drop for LayerTask {
+    fn drop(&mut self) {
+        let mut state = self.task.state.lock();
+        state.fail_each(|delivery, layers| {
+            let layer = delivery.missing(layers)?;
+            let text = format!("the task was dropped before layer {layer} was ready");
+            Some(Error::new(ErrorKind::Cancelled, text).with("layer", layer))
+        });
+        drop(state);
+        self.task.settle_all();
+    }
+}
+
+/// Creates the task, and connects it with its transfers.
+fn create(
+    calls: &AsyncCalls,
+    lanes: &ExecutorHandle,
+    layers: u32,
+    deliveries: Vec<Delivery>,
+    limits: TaskLimits,
+    transfers: &[Arc<Transfer>],
+) -> Result<Arc<Task>> {
+    let running = calls.running();
+    let outlet = Outlet::Transfers { transfers: transfers.to_vec(), running: running.clone() };
+    let task = Task::new(lanes.clone(), layers, deliveries, limits, outlet)?;
+    for (index, transfer) in transfers.iter().enumerate() {
+        let weak = Arc::downgrade(&task);
+        transfer.stop_with(Box::new(move |error| {
+            if let Some(task) = weak.upgrade() {
+                task.stop(index, error);
+            }
+        }));
+    }
+    let of = |transfer: &Arc<Transfer>| -> (u64, Arc<dyn RunningCall>) {
+        (transfer.number(), Arc::new(RunningDelivery { transfer: transfer.clone(), _task: task.clone() }))
+    };
+    running.enter_all(transfers.iter().map(of))?;
+    task.watch();
+    Ok(task)
+}
+
+/// A destination that has not ended. It keeps its task.
+#[derive(Debug)]
+struct RunningDelivery {
+    transfer: Arc<Transfer>,
+    _task: Arc<Task>,
+}
+
+impl RunningCall for RunningDelivery {
+    fn close(&self) {
+        self.transfer.close();
+    }
+}

@@ -1,0 +1,530 @@
+//! Tasks whose layers the caller reports: the outcome and the one event of each destination, compared with a naive model,
+//! and in every order of several threads. `task.rs` covers what they share with the tasks of `transfer_cache_async`, and
+//! `tests/test_begin_layers.py` the bytes.
+#![allow(clippy::needless_for_each, clippy::cast_possible_truncation, reason = "small numbers, one line")]
+
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread;
+use std::time::Duration;
+
+use proptest::prelude::*;
+use proptest::test_runner::TestRunner;
+
+use llm_datadist_core::testing::begin_layer_task;
+use llm_datadist_core::testing::transfer::{AsyncCalls, Carrier, Delivery, Executor, LayerTask, TaskLimits};
+use llm_datadist_core::{
+    ClusterId, Deadline, Error, ErrorKind, Event, EventQueue, LayerRange, Result, Transfer,
+};
+
+use crate::fixtures::eventually;
+
+const LAYERS: u32 = 8;
+const LONG: Duration = Duration::from_secs(20);
+const BYTES: u64 = 10;
+
+/// A carrier that may stall at a gate, and the record of what it did.
+#[derive(Default)]
+struct Script {
+    find_fails: bool,
+    fails_at: Option<u32>,
+    shut: Mutex<bool>,
+    opened: Condvar,
+    at_gate: AtomicBool,
+    found: AtomicBool,
+    pushed: Mutex<Vec<u32>>,
+    dropped: AtomicBool,
+}
+
+impl Script {
+    fn good() -> Arc<Script> {
+        Arc::default()
+    }
+
+    fn stalled() -> Arc<Script> {
+        Arc::new(Script { shut: Mutex::new(true), ..Script::default() })
+    }
+
+    fn open(&self) {
+        *self.shut.lock().unwrap() = false;
+        self.opened.notify_all();
+    }
+
+    fn pushed(&self) -> Vec<u32> {
+        self.pushed.lock().unwrap().clone()
+    }
+
+    fn is(flag: &AtomicBool) -> bool {
+        flag.load(Ordering::SeqCst)
+    }
+}
+
+struct Scripted(Arc<Script>, u32);
+
+impl Carrier for Scripted {
+    fn find(&self, _: Deadline) -> Result<u64> {
+        assert!(!self.0.found.swap(true, Ordering::SeqCst), "found twice");
+        if self.0.find_fails { Err(broken()) } else { Ok(u64::from(self.1) * BYTES) }
+    }
+
+    fn layer(&self, layer: u32, deadline: Deadline) -> Result<u64> {
+        assert!(Script::is(&self.0.found) && !Script::is(&self.0.dropped));
+        self.0.at_gate.store(true, Ordering::SeqCst);
+        let shut = self.0.shut.lock().unwrap();
+        let waited = self.0.opened.wait_timeout_while(shut, LONG, |shut| *shut).unwrap();
+        assert!(!waited.1.timed_out());
+        drop(waited);
+        deadline.check("pushing")?;
+        if self.0.fails_at == Some(layer) {
+            return Err(broken());
+        }
+        self.0.pushed.lock().unwrap().push(layer);
+        Ok(BYTES)
+    }
+
+    fn named(&self, error: Error) -> Error {
+        error.with("peer", "somewhere")
+    }
+}
+
+impl Drop for Scripted {
+    fn drop(&mut self) {
+        // Slow, so that an event that comes too early is noticed.
+        thread::sleep(Duration::from_millis(1));
+        assert!(!self.0.dropped.swap(true, Ordering::SeqCst));
+    }
+}
+
+fn broken() -> Error {
+    Error::new(ErrorKind::NotLinked, "scripted")
+}
+
+type To = (u32, u32, Arc<Script>);
+
+/// An engine's lanes and events, without links.
+struct Bed {
+    lanes: Executor,
+    calls: AsyncCalls,
+    limits: TaskLimits,
+}
+
+impl Bed {
+    fn new() -> Bed {
+        Bed::with(LONG * 100, None)
+    }
+
+    fn with(layer: Duration, wait: Option<Duration>) -> Bed {
+        let calls = AsyncCalls::new(Arc::new(EventQueue::new(64)));
+        Bed { lanes: Executor::default(), calls, limits: TaskLimits { layer, wait } }
+    }
+
+    fn try_begin(&self, cluster: u64, to: &[To]) -> Result<LayerTask> {
+        let delivery = |(first, end, script): &To| {
+            let carrier: Arc<dyn Carrier> = Arc::new(Scripted(script.clone(), end - first));
+            let layers = LayerRange { first: *first, end: *end };
+            Delivery { cluster: ClusterId(cluster), layers, carrier: Ok(carrier) }
+        };
+        let to = to.iter().map(delivery).collect();
+        begin_layer_task(&self.calls, self.lanes.handle(), LAYERS, to, self.limits)
+    }
+
+    fn begin(&self, to: &[To]) -> LayerTask {
+        self.try_begin(2, to).unwrap()
+    }
+
+    /// Returns the transfers of all events so far.
+    fn events(&self) -> Vec<u64> {
+        let number = |event| match event {
+            Event::Completed(transfer) => transfer.number(),
+            other => panic!("{other:?}"),
+        };
+        self.calls.queue().poll(1000).unwrap().into_iter().map(number).collect()
+    }
+}
+
+fn failure(transfer: &Transfer) -> Error {
+    assert!(transfer.wait(Deadline::after(LONG)).unwrap(), "{transfer:?}");
+    transfer.peek().unwrap().unwrap_err()
+}
+
+/// Checks why a transfer failed, and at which layer.
+fn check(transfer: &Transfer, kind: ErrorKind, layer: u32, text: &str) {
+    let error = failure(transfer);
+    assert!(error.kind() == kind && error.to_string().contains(text), "{error}");
+    let facts = ["cluster", "layer", "peer"].map(|name| error.fact(name).unwrap_or("none"));
+    assert_eq!(facts, ["2", &layer.to_string(), "somewhere"], "{error}");
+    assert_eq!(transfer.cancelled(), kind == ErrorKind::Cancelled);
+}
+
+fn succeeded(transfer: &Transfer) {
+    assert!(transfer.wait(Deadline::after(LONG)).unwrap());
+    transfer.peek().unwrap().unwrap();
+}
+
+/// One step of a program.
+#[derive(Clone, Debug)]
+enum Step {
+    Ready(u32),
+    Fail(u32),
+    Cancel(usize),
+}
+
+/// What is known of a destination: how it ended, and the layers that arrived, in order.
+#[derive(Clone, Debug)]
+struct Model {
+    needs: BTreeSet<u32>,
+    arrived: Vec<u32>,
+    end: Option<std::result::Result<(), ErrorKind>>,
+}
+
+impl Model {
+    fn new((first, end, script): &To) -> Model {
+        let end_now = script.find_fails.then_some(Err(ErrorKind::NotLinked));
+        Model { needs: (*first..*end).collect(), arrived: vec![], end: end_now }
+    }
+
+    fn ready(&mut self, layer: u32, script: &Script) {
+        if self.end.is_some() || !self.needs.contains(&layer) {
+            return;
+        }
+        if script.fails_at == Some(layer) {
+            self.end = Some(Err(ErrorKind::NotLinked));
+            return;
+        }
+        self.arrived.push(layer);
+        if self.arrived.len() == self.needs.len() {
+            self.end = Some(Ok(()));
+        }
+    }
+
+    fn ends_if(&mut self, condition: bool, kind: ErrorKind) -> bool {
+        let ends = self.end.is_none() && condition;
+        if ends {
+            self.end = Some(Err(kind));
+        }
+        ends
+    }
+
+    /// Waits until a transfer is as far.
+    fn met_by(&self, transfer: &Transfer, script: &Script) {
+        eventually("the model", || {
+            let end = transfer.peek().map(|outcome| outcome.map(drop).map_err(|error| error.kind()));
+            end == self.end && script.pushed() == self.arrived
+        });
+        assert!(self.end.is_none() || Script::is(&script.dropped), "an end before the memory was released");
+        assert_eq!(transfer.progress().done, self.arrived.len() as u64 * BYTES);
+    }
+}
+
+fn destinations() -> impl Strategy<Value = Vec<(u32, u32, bool, Option<u32>)>> {
+    let range = (0..LAYERS).prop_flat_map(|first| (Just(first), first + 1..=LAYERS));
+    let find_fails = prop::bool::weighted(0.1);
+    let fails_at = prop_oneof![3 => Just(None), 1 => (0..LAYERS).prop_map(Some)];
+    let one = (range, find_fails, fails_at).prop_map(|((first, end), find, at)| (first, end, find, at));
+    prop::collection::vec(one, 1..6)
+}
+
+fn scripted(given: &[(u32, u32, bool, Option<u32>)]) -> Vec<To> {
+    let one = |&(first, end, find_fails, fails_at): &(u32, u32, bool, Option<u32>)| {
+        (first, end, Arc::new(Script { find_fails, fails_at, ..Script::default() }))
+    };
+    given.iter().map(one).collect()
+}
+
+/// Layers become ready and fail in any order, destinations are cancelled, and at last the task is dropped. After each step,
+/// every destination is as a naive model says.
+#[test]
+fn every_destination_follows_the_model() {
+    let layer = 0..LAYERS + 1;
+    let step = prop_oneof![
+        8 => layer.clone().prop_map(Step::Ready),
+        1 => layer.prop_map(Step::Fail),
+        1 => (0..6usize).prop_map(Step::Cancel),
+    ];
+    let shuffled = Just((0..LAYERS).collect::<Vec<_>>()).prop_shuffle();
+    TestRunner::default()
+        .run(&(destinations(), prop::collection::vec(step, 0..12), shuffled), |(given, mut steps, rest)| {
+            let bed = Bed::new();
+            steps.extend(rest.into_iter().take(steps.len() * 2 / 3).map(Step::Ready));
+            let to = scripted(&given);
+            let mut models: Vec<_> = to.iter().map(Model::new).collect();
+            let task = bed.begin(&to);
+            let transfers = task.transfers().to_vec();
+            let met = |models: &[Model]| {
+                let all = models.iter().zip(&transfers).zip(&to);
+                all.for_each(|((model, transfer), (_, _, script))| model.met_by(transfer, script));
+            };
+            met(&models);
+            let mut reported = BTreeSet::new();
+            for step in steps {
+                let layer = match step {
+                    Step::Ready(layer) | Step::Fail(layer) => layer,
+                    Step::Cancel(at) => {
+                        let at = at % to.len();
+                        let open = models[at].ends_if(true, ErrorKind::Cancelled);
+                        assert_eq!(transfers[at].cancel(), open);
+                        continue;
+                    }
+                };
+                let is_ready = matches!(step, Step::Ready(_));
+                let result = if is_ready { task.ready(layer) } else { task.fail(layer, "no such token") };
+                let accepted = layer < LAYERS && reported.insert(layer);
+                assert_eq!(result.map_err(|error| error.kind()).is_ok(), accepted);
+                for (model, (_, _, script)) in models.iter_mut().zip(&to).filter(|_| accepted) {
+                    if is_ready {
+                        model.ready(layer, script);
+                    } else {
+                        model.ends_if(model.needs.contains(&layer), ErrorKind::InvalidArgument);
+                    }
+                }
+                met(&models);
+            }
+            drop(task);
+            models.iter_mut().for_each(|model| _ = model.ends_if(true, ErrorKind::Cancelled));
+            met(&models);
+            let (mut events, mut all) =
+                (bed.events(), transfers.iter().map(|one| one.number()).collect::<Vec<_>>());
+            events.sort_unstable();
+            all.sort_unstable();
+            assert_eq!(events, all, "one event each");
+            assert_eq!(bed.calls.queue().open_transfers(), 0);
+            assert!(bed.calls.drain(Deadline::after(Duration::ZERO)).unwrap());
+            eventually("the end of the alarms", || bed.lanes.handle().alarms() == 0);
+            Ok(())
+        })
+        .unwrap();
+}
+
+/// Layers are reported by two threads, while others fail layers, cancel transfers and drop the task. Each destination ends
+/// once, and with success only if all its layers are in place.
+#[test]
+fn every_order_of_several_threads() {
+    let chance = (destinations(), prop::option::of(0..LAYERS), 0..6usize, 0..300u64);
+    TestRunner::default()
+        .run(&chance, |(given, fails, cancels, pause)| {
+            let bed = Bed::new();
+            let to = scripted(&given);
+            let task = bed.begin(&to);
+            let transfers = task.transfers().to_vec();
+            let failed = thread::scope(|scope| {
+                scope.spawn(|| (0..LAYERS).for_each(|layer| _ = task.ready(layer)));
+                scope.spawn(|| (0..LAYERS).rev().for_each(|layer| _ = task.ready(layer)));
+                scope.spawn(|| _ = transfers.get(cancels).map(|transfer| transfer.cancel()));
+                thread::sleep(Duration::from_micros(pause));
+                fails.filter(|&layer| task.fail(layer, "scripted").is_ok())
+            });
+            drop(task);
+            for ((first, end, script), transfer) in to.iter().zip(&transfers) {
+                assert!(transfer.wait(Deadline::after(LONG)).unwrap());
+                assert!(Script::is(&script.dropped));
+                let mut pushed = script.pushed();
+                pushed.sort_unstable();
+                match transfer.peek().unwrap() {
+                    Ok(bytes) => {
+                        assert_eq!(pushed, (*first..*end).collect::<Vec<_>>());
+                        assert_eq!(bytes, u64::from(end - first) * BYTES);
+                    }
+                    Err(error) => match error.kind() {
+                        ErrorKind::NotLinked => assert!(script.find_fails || script.fails_at.is_some()),
+                        ErrorKind::InvalidArgument => assert!(failed.is_some()),
+                        kind => assert_eq!(kind, ErrorKind::Cancelled, "{error}"),
+                    },
+                }
+            }
+            let mut events = bed.events();
+            events.sort_unstable();
+            events.dedup();
+            assert_eq!((events.len(), bed.calls.queue().open_transfers()), (to.len(), 0));
+            Ok(())
+        })
+        .unwrap();
+}
+
+#[test]
+fn errors_of_layers_name_the_layer_and_the_range() {
+    let bed = Bed::new();
+    let task = bed.begin(&[(2, 4, Script::good())]);
+    assert_eq!((task.layers(), task.transfers().len()), (8, 1));
+    task.ready(7).unwrap();
+    task.fail(6, "nobody needs it").unwrap();
+    let refused = |result: Result<()>, text: &str| {
+        let error = result.unwrap_err();
+        assert!(error.kind() == ErrorKind::InvalidArgument && error.to_string().contains(text), "{error}");
+        assert!(error.to_string().contains("0 to 7"), "{error}");
+    };
+    refused(task.ready(8), "layer=8 is out of range");
+    refused(task.fail(u32::MAX, "x"), "layer=4294967295 is out of range");
+    refused(task.ready(7), "layer=7 was reported before, as ready");
+    refused(task.fail(7, "x"), "as ready");
+    refused(task.ready(6), "layer=6 was reported before, as failed");
+    refused(task.fail(6, "x"), "as failed");
+    assert!(!task.transfers()[0].done());
+    task.fail(3, &"why".repeat(1000)).unwrap();
+    check(&task.transfers()[0], ErrorKind::InvalidArgument, 3, "layer 3 will not be ready: whywhy");
+    assert!(failure(&task.transfers()[0]).to_string().len() < 1000);
+    // Afterwards layers may still be reported.
+    task.ready(2).unwrap();
+    refused(task.ready(3), "as failed");
+}
+
+#[test]
+fn all_destinations_get_a_place_or_none_does() {
+    let bed = Bed::new();
+    let good = |count: u32| (0..count).map(|_| (0, 1, Script::good())).collect::<Vec<To>>();
+    let task = bed.begin(&good(60));
+    let refused = good(5);
+    let error = bed.try_begin(2, &refused).unwrap_err();
+    let facts = ["open_transfers", "asked", "limit"].map(|name| error.fact(name).unwrap());
+    assert_eq!((error.kind(), facts), (ErrorKind::Busy, ["60", "5", "64"]));
+    assert!(refused.iter().all(|(.., script)| !Script::is(&script.found)), "a destination was begun");
+    assert_eq!(bed.calls.queue().open_transfers(), 60);
+    let more = bed.begin(&good(4));
+    [&task, &more].iter().for_each(|task| task.ready(0).unwrap());
+    [&task, &more].iter().flat_map(|task| task.transfers()).for_each(|transfer| succeeded(transfer));
+    assert_eq!(bed.events().len(), 64);
+    bed.calls.close();
+    assert_eq!(bed.try_begin(2, &good(1)).unwrap_err().kind(), ErrorKind::Closed);
+}
+
+/// The limit of a layer counts from its report. The lanes of the cluster stall, so nothing else ends the wait.
+#[test]
+fn a_layer_that_waits_for_a_thread_is_late() {
+    let mut bed = Bed::with(LONG, None);
+    let stalled: Vec<To> = (0..32).map(|_| (0, 1, Script::stalled())).collect();
+    let stall = bed.begin(&stalled);
+    eventually("all to be found", || stalled.iter().all(|(.., script)| Script::is(&script.found)));
+    stall.ready(0).unwrap();
+    eventually("all lanes", || stalled.iter().all(|(.., script)| Script::is(&script.at_gate)));
+    bed.limits.layer = Duration::from_millis(60);
+    let (late, other) = (Script::good(), Script::good());
+    let task = bed.begin(&[(0, 2, late.clone()), (1, 3, other.clone())]);
+    thread::sleep(Duration::from_millis(120));
+    assert!(task.transfers().iter().all(|transfer| !transfer.done()), "no layer was reported");
+    task.ready(0).unwrap();
+    check(&task.transfers()[0], ErrorKind::Timeout, 0, "sync_kv_timeout passed while layer 0 was waiting");
+    assert_eq!(failure(&task.transfers()[0]).fact("limit_ms"), Some("60"));
+    assert!(Script::is(&late.dropped) && late.pushed().is_empty());
+    assert!(!task.transfers()[1].done() && !stall.transfers()[0].done());
+    stalled.iter().for_each(|(.., script)| script.open());
+    stall.transfers().iter().for_each(|transfer| succeeded(transfer));
+    eventually("the other destination", || Script::is(&other.found));
+    [1, 2].iter().for_each(|&layer| task.ready(layer).unwrap());
+    succeeded(&task.transfers()[1]);
+    eventually("the end of the alarms", || bed.lanes.handle().alarms() == 0);
+}
+
+/// A push that begins in time and takes too long has the deadline of its layer.
+#[test]
+fn a_layer_has_the_deadline_of_its_report() {
+    let bed = Bed::with(Duration::from_millis(80), None);
+    let slow = Script::stalled();
+    let task = bed.begin(&[(0, 2, slow.clone())]);
+    task.ready(1).unwrap();
+    eventually("the push", || Script::is(&slow.at_gate));
+    thread::sleep(Duration::from_millis(160));
+    assert!(!task.transfers()[0].done(), "a layer in transit still touches memory");
+    slow.open();
+    check(&task.transfers()[0], ErrorKind::Timeout, 1, "sync_kv_timeout passed while pushing");
+}
+
+/// The limit for waits counts from the last layer that the destination needs.
+#[test]
+fn a_destination_that_waits_too_long_is_late() {
+    let limit = Duration::from_secs(2);
+    let bed = Bed::with(LONG, Some(limit));
+    let scripts = [(); 3].map(|()| Script::good());
+    let [a, b, c] = scripts.clone();
+    let task = bed.begin(&[(0, 5, a), (6, 8, b), (0, 1, c)]);
+    let [served, starved, quick] = [0, 1, 2].map(|at| task.transfers()[at].clone());
+    for layer in 0..4 {
+        task.ready(layer).unwrap();
+        thread::sleep(limit / 8);
+    }
+    check(&starved, ErrorKind::Timeout, 6, "layer_timeout_ms passed while waiting for layer 6");
+    assert_eq!(failure(&starved).fact("limit_ms"), Some("2000"));
+    succeeded(&quick);
+    check(&served, ErrorKind::Timeout, 4, "layer_timeout_ms passed while waiting for layer 4");
+    assert_eq!(scripts[0].pushed(), [0, 1, 2, 3]);
+    let least = limit + 3 * limit / 8;
+    assert!(u128::from(served.nanos()) >= least.as_nanos(), "the limit counts from its last layer");
+    eventually("the end of the alarms", || bed.lanes.handle().alarms() == 0);
+}
+
+/// Whatever ends a destination, a layer in transit ends first, and the event comes after it.
+#[test]
+fn a_destination_ends_only_when_nothing_moves() {
+    for kind in [ErrorKind::Cancelled, ErrorKind::Closed, ErrorKind::InvalidArgument] {
+        for dropped in [false, true] {
+            let bed = Bed::new();
+            let (slow, next) = (Script::stalled(), Script::good());
+            let task = bed.begin(&[(0, 3, slow.clone()), (0, 1, next.clone())]);
+            let transfers = task.transfers().to_vec();
+            task.ready(0).unwrap();
+            succeeded(&transfers[1]);
+            eventually("the push", || Script::is(&slow.at_gate));
+            match kind {
+                // The drop does it.
+                ErrorKind::Cancelled if dropped => {}
+                ErrorKind::Cancelled => assert!(transfers[0].cancel()),
+                ErrorKind::Closed => bed.calls.close(),
+                _ => task.fail(2, "a reason").unwrap(),
+            }
+            let kept = (!dropped).then_some(task);
+            thread::sleep(Duration::from_millis(30));
+            assert!(!transfers[0].done() && !Script::is(&slow.dropped), "{kind:?}");
+            slow.open();
+            assert_eq!(failure(&transfers[0]).kind(), kind);
+            assert!(Script::is(&slow.dropped) && slow.pushed() == [0]);
+            assert!(bed.calls.drain(Deadline::after(LONG)).unwrap());
+            drop(kept);
+        }
+    }
+}
+
+/// Nobody can report layers of a dropped task. Destinations whose layers are all ready continue.
+#[test]
+fn a_dropped_task_ends_what_waits_for_layers() {
+    let bed = Bed::new();
+    let (whole, part, none) = (Script::stalled(), Script::good(), Script::good());
+    let task = bed.begin(&[(0, 2, whole.clone()), (0, 3, part.clone()), (5, 6, none.clone())]);
+    let transfers = task.transfers().to_vec();
+    [1, 0].iter().for_each(|&layer| task.ready(layer).unwrap());
+    eventually("two layers", || part.pushed() == [1, 0] && Script::is(&none.found));
+    drop(task);
+    check(&transfers[1], ErrorKind::Cancelled, 2, "the task was dropped before layer 2 was ready");
+    check(&transfers[2], ErrorKind::Cancelled, 5, "the task was dropped before layer 5 was ready");
+    assert!(!transfers[0].done());
+    whole.open();
+    succeeded(&transfers[0]);
+    assert_eq!(whole.pushed(), [1, 0]);
+    assert_eq!(bed.calls.queue().open_transfers(), 3);
+}
+
+/// Without a thread, the destinations fail; nothing is left behind.
+#[test]
+fn a_task_without_threads_fails() {
+    let bed = Bed::with(LONG, Some(LONG));
+    bed.lanes.handle().refuse_threads(true);
+    let script = Script::good();
+    let task = bed.begin(&[(0, 1, script.clone())]);
+    assert_eq!(failure(&task.transfers()[0]).kind(), ErrorKind::System);
+    assert!(Script::is(&script.dropped) && !Script::is(&script.found));
+    task.ready(0).unwrap();
+    assert!(bed.calls.drain(Deadline::after(Duration::ZERO)).unwrap());
+}
+
+/// One caller hands over many jobs; the lanes wake one another.
+#[test]
+fn every_destination_of_a_cluster_is_served() {
+    let bed = Bed::new();
+    for _ in 0..20 {
+        let to: Vec<To> = (0..40).map(|_| (0, 3, Script::good())).collect();
+        let task = bed.begin(&to);
+        (0..3).for_each(|layer| task.ready(layer).unwrap());
+        task.transfers().iter().for_each(|transfer| succeeded(transfer));
+        assert_eq!(task.transfers()[0].progress().total, 3 * BYTES);
+        assert_eq!(bed.events().len(), 40);
+    }
+    assert!(bed.lanes.handle().threads() <= 33);
+}
