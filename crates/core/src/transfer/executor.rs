@@ -89,6 +89,8 @@ struct State {
     last_alarm: u64,
     /// Whether the clock thread runs.
     clock: bool,
+    /// When the clock wakes by itself; `None` while it is awake, because it then looks at the alarms before it sleeps.
+    clock_wakes: Option<Instant>,
     closed: bool,
 }
 
@@ -227,10 +229,11 @@ impl ExecutorHandle {
         let alarm = (when, state.last_alarm);
         state.last_alarm += 1;
         state.alarms.insert(alarm, job);
-        // Otherwise the clock sleeps until an earlier alarm anyway.
-        let first = state.alarms.first_key_value().is_some_and(|(&first, _)| first == alarm);
+        // Otherwise the clock looks at the alarms in time anyway. Waking it for each call that runs alone took a third of
+        // the time of starting one.
+        let early = state.clock_wakes.is_some_and(|wakes| when < wakes);
         drop(state);
-        if first {
+        if early {
             self.0.alarms_changed.notify_one();
         }
         Ok(alarm)
@@ -240,13 +243,8 @@ impl ExecutorHandle {
     pub(crate) fn forget(&self, alarm: Alarm) {
         let mut state = self.0.state.lock();
         let forgotten = state.alarms.remove(&alarm);
-        let last = forgotten.is_some() && state.alarms.is_empty();
         drop(state);
         drop(forgotten);
-        // The clock then ends if there is none for a while. Otherwise it wakes for nothing at most once.
-        if last {
-            self.0.alarms_changed.notify_one();
-        }
     }
 
     /// Sets whether the executor behaves as if no thread could be started.
@@ -355,8 +353,12 @@ impl Shared {
                 state = self.state.lock();
                 continue;
             }
-            let (woken, waited) = self.alarms_changed.wait_timeout(state, left.unwrap_or(KEEP));
+            // At most `KEEP`, so that the clock ends some time after the last alarm was forgotten.
+            let sleep = left.unwrap_or(KEEP).min(KEEP);
+            state.clock_wakes = Some(Instant::now() + sleep);
+            let (woken, waited) = self.alarms_changed.wait_timeout(state, sleep);
             state = woken;
+            state.clock_wakes = None;
             if waited && left.is_none() && state.alarms.is_empty() {
                 break;
             }
