@@ -343,6 +343,62 @@ def both_rest(near: Near, size: Size) -> float:
 
 
 # A part is one more function that yields rows, and one more line here.
+def layers(size: Size) -> Iterator[Row]:
+    """The caller's time for one request of 40 layers, whose destination is the owner's cache."""
+    count, blocks = 40, 16
+    with linked(Setting(accessible=True, blocks=64, tensors=2 * count, block_bytes=4 << 10), 64) as near:
+        key = CacheKeyByIdAndIndex(OWNER, near.owner_cache, 0) if False else near.key
+        config = TransferWithCacheKeyConfig(key, range(count), range(count))
+        numbers = list(range(blocks))
+        begun, ready = [], []
+        for _ in range(size.rounds):
+            begins, readies = [], []
+            for _ in range(max(2, size.calls // 10)):
+                clock = time.perf_counter_ns
+                started = clock()
+                task = near.manager.begin_layers(near.cache, [LayerDestination(config, numbers, numbers)])
+                begins.append((clock() - started) / 1e3)
+                for layer in range(count):
+                    started = clock()
+                    task.ready(layer)
+                    readies.append((clock() - started) / 1e3)
+                (transfer,) = task.transfers
+                transfer.result()
+            begun.append(statistics.median(begins))
+            ready.append(statistics.median(readies))
+        yield Row("begin_layers, one request of 40 layers", begun, "us", at_most=100)
+        yield Row("LayerTask.ready, each layer", ready, "us", at_most=3)
+
+
+def grants(size: Size) -> Iterator[Row]:
+    """What a grant costs its owner, and the pull of a reader."""
+    dist = opened(1, MIB)
+    manager = dist.cache_manager
+    cache = manager.allocate_blocks_cache(CacheDesc(1, [64, 64], DataType.DT_UINT8))
+    numbers = list(range(0, 64, 2))
+    given = [
+        statistics.median(micros(lambda: manager.grant(cache, numbers).revoke()) for _ in range(size.calls))
+        for _ in range(size.rounds)
+    ]
+    yield Row("grant of 32 blocks and its revoke", given, "us")
+    dist.finalize()
+    with linked(Setting(), 64) as near:
+        first, later, plain = [], [], []
+        for _ in range(size.rounds):
+            tokens = near.granted(size.calls)
+            pull = partial(near.manager.pull_blocks, near.key, near.cache, [1], [1])
+            plain.append(statistics.median(micros(pull) for _ in tokens))
+            first.append(statistics.median(micros(partial(pull, grant=token)) for token in tokens))
+            later.append(statistics.median(micros(partial(pull, grant=tokens[0])) for _ in tokens))
+        yield Row("pull of 16 KiB under a new grant / without one", ratios(first, plain), "x")
+        yield Row("pull of 16 KiB under a known grant / without one", ratios(later, plain), "x")
+
+
+def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
+    """The ratio of each round."""
+    return [one / other for one, other in zip(above, below)]
+
+
 PARTS: dict[str, Callable[[Size], Iterator[Row]]] = {
     "start": start,
     "poll": poll,
@@ -351,6 +407,8 @@ PARTS: dict[str, Callable[[Size], Iterator[Row]]] = {
     "notify": notify,
     "messages": messages("shm", 200_000),
     "messages-tcp": messages("tcp", 50_000),
+    "layers": layers,
+    "grants": grants,
     "memory": memory,
     "idle": idle,
 }

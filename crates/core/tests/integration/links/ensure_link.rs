@@ -8,6 +8,7 @@ use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::Duration;
 
+use llm_datadist_core::testing::net::{Address, Unix};
 use llm_datadist_core::testing::protocol::{
     Confirm, Control, LinkAnswer, MAX_METADATA, MESSAGE, Metadata, Purpose, encode,
 };
@@ -127,17 +128,16 @@ fn both_sides_may_dial_at_once() {
             });
             let context = format!("{way:?}, round {round}");
             assert_eq!((here.cluster, there.cluster), (ClusterId(2), ClusterId(1)), "{context}");
-            for engine in [&local, &remote] {
+            for (engine, other) in [(&local, ClusterId(2)), (&remote, ClusterId(1))] {
                 assert_eq!(engine.peers().len(), 1, "{context}");
                 assert_eq!(news(engine), (1, 0), "{context}");
-                engine
-                    .check_link(if engine.config().cluster == ClusterId(1) {
-                        ClusterId(2)
-                    } else {
-                        ClusterId(1)
-                    })
-                    .unwrap();
+                engine.check_link(other).unwrap();
             }
+            // The connection that is refused is not replaced by one over another transport.
+            assert_eq!(
+                (here.transport == "shm", there.transport == "shm"),
+                (way == Way::Shm, way == Way::Shm)
+            );
             unlink(&local, &remote).unwrap();
             eventually("the end of the link", || remote.peers().is_empty());
             assert_eq!((news(&local), news(&remote)), ((0, 1), (0, 1)), "{context}");
@@ -354,6 +354,23 @@ fn a_call_that_dials_or_waits_can_be_cancelled() {
     linked(&ensure(&remote, &local)).unwrap();
 }
 
+/// A peer that enters the link at the moment of the cancellation loses it again.
+#[test]
+fn a_cancelled_call_enters_no_link() {
+    let engine = open(config(1, Way::Tcp), Way::Tcp);
+    let fake = Fake::new(2, 7);
+    for _ in 0..times(20) {
+        let call = at(&engine, fake.address().remote[0]);
+        let (stream, _) = fake.greet();
+        let _: Confirm = hear(&stream).unwrap();
+        assert!(call.cancel());
+        say(&stream, &LinkAnswer::Entered { metadata: Metadata::default() });
+        assert_eq!(failed(&call).kind(), ErrorKind::Cancelled);
+        assert!(engine.peers().is_empty());
+        assert!(hear::<Control>(&stream).is_err(), "the engine closes the connection");
+    }
+}
+
 #[test]
 fn the_end_of_the_engine_ends_its_calls() {
     let local = open(config(1, Way::Tcp), Way::Tcp);
@@ -392,6 +409,27 @@ fn a_call_keeps_the_role() {
 
 const ENSURE: Purpose = Purpose::Link { link: 5, comm: None, probe_local: false, ensure: true };
 
+fn later() -> LinkAnswer {
+    LinkAnswer::Later { reason: "this side is making the link".into() }
+}
+
+/// A connection at the local socket that is refused for the sake of another one is not replaced by one over TCP.
+#[test]
+fn a_link_between_processes_of_one_host_stays_there() {
+    let engine = open(config(1, Way::Shm), Way::Shm);
+    let name = format!("llm-datadist-test-{}-ensure", std::process::id());
+    let (listener, fake) = (Fake::new(2, 1), Fake::at(&Unix, &Address::Unix(name.clone()), 2, 1));
+    let call = at(&engine, listener.address().remote[0]);
+    for _ in 0..2 {
+        let (_probe, purpose) = listener.greet_with(Some(name.clone()));
+        assert!(matches!(purpose, Purpose::Link { probe_local: true, ensure: true, .. }), "{purpose:?}");
+        fake.answers_link(&later());
+    }
+    let _probe = listener.greet_with(Some(name));
+    let _control = fake.linked();
+    assert_eq!(linked(&call).unwrap().transport, "shm");
+}
+
 /// The accepting side keeps its own connection if its id is the lower one, and enters the other one otherwise.
 #[test]
 fn the_lower_id_keeps_its_connection() {
@@ -411,7 +449,7 @@ fn the_lower_id_keeps_its_connection() {
             linked(&call).unwrap();
         } else {
             entered.unwrap();
-            say(&first, &LinkAnswer::Later { reason: "this side is making the link".into() });
+            say(&first, &later());
             linked(&call).unwrap();
         }
         assert_eq!(engine.peers().len(), 1);
@@ -426,19 +464,13 @@ fn a_peer_that_promises_a_link_is_dialled_again() {
     let fake = Fake::new(2, 7);
     let call = at(&engine, fake.address().remote[0]);
     for _ in 0..3 {
-        let (stream, _) = fake.greet();
-        let _: Confirm = hear(&stream).unwrap();
-        say(&stream, &LinkAnswer::Later { reason: "soon".into() });
+        fake.answers_link(&later());
     }
     let _control = fake.linked();
     linked(&call).unwrap();
     // That answer is no success of `link_clusters`, which never receives it from a peer that follows the protocol.
     let other = Fake::new(3, 7);
-    let (refused, ()) = other.linked_by(&engine, || {
-        let (stream, _) = other.greet();
-        let _: Confirm = hear(&stream).unwrap();
-        say(&stream, &LinkAnswer::Later { reason: "soon".into() });
-    });
+    let (refused, _stream) = other.linked_by(&engine, || other.answers_link(&later()));
     assert_eq!(refused.unwrap_err().kind(), ErrorKind::LinkFailed);
 }
 

@@ -115,13 +115,18 @@ impl Fake {
 
     /// Accepts a link that the engine makes, and returns its control stream.
     pub fn linked(&self) -> Stream {
+        self.answers_link(&LinkAnswer::Entered { metadata: Metadata::default() })
+    }
+
+    /// Accepts a link that the engine makes, up to its confirmation, and answers that.
+    pub fn answers_link(&self, answer: &LinkAnswer) -> Stream {
         let (stream, purpose) = self.greet();
         assert!(matches!(purpose, Purpose::Link { .. }));
         if stream.carries_descriptors() {
             mirror(&stream);
         }
         let _: Confirm = hear(&stream).unwrap();
-        say(&stream, &LinkAnswer::Entered { metadata: Metadata::default() });
+        say(&stream, answer);
         stream
     }
 
