@@ -1,9 +1,9 @@
-"""Asynchronous calls and notifications from Python: `make bench`, or `.venv/bin/python benches/serving_latency.py`.
+"""What a program that never blocks calls: `make bench`, or `.venv/bin/python benches/serving_latency.py`.
 
 Each row is the median of its rounds, with the lowest and the highest round, and its goal. What a ratio compares was
 measured in the same rounds, in turn. `--only start,poll` selects parts. Each part runs in a process of its own, and the
 owner of the remote cache (`serving_peer.py`) in another. Not for: synchronous calls (`transfer_latency.py`,
-`python_overhead.py`) and layers (`layerwise_latency.py`).
+`python_overhead.py`) and the time until a layer arrives (`layerwise_latency.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,16 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 import numpy as np
 from serving_peer import OWNER, PAYLOAD, Near, Setting, linked, opened, rest, row_values
 
-from llm_datadist import CacheDesc, CacheKey, DataType, LLMDataDist, LLMException, LLMStatusCode
+from llm_datadist import (
+    CacheDesc,
+    CacheKey,
+    DataType,
+    LayerDestination,
+    LLMDataDist,
+    LLMException,
+    LLMStatusCode,
+    TransferWithCacheKeyConfig,
+)
 from llm_datadist.events import Completed, Transfer
 
 if TYPE_CHECKING:
@@ -47,6 +56,7 @@ class Size:
     messages: int = 100_000
     in_flight: tuple[int, int] = (512, 4096)
     idle_ms: int = 10_000
+    layer_ms: float = 0.5
 
 
 QUICK = Size(rounds=2, calls=5, pulls=48, pull_bytes=64 << 10, messages=3000, in_flight=(64, 512), idle_ms=200)
@@ -166,8 +176,7 @@ def many(transport: str) -> Callable[[Size], Iterator[Row]]:
             yield Row(f"{what}, pull_blocks, {threads} thread{'s' * (threads > 1)}", figures, "GB/s")
         yield Row(f"{what}, all in flight from one thread", asynchronous, "GB/s")
         best = max(sync.values(), key=statistics.median)
-        ratios = [ours / theirs for ours, theirs in zip(asynchronous, best)]
-        yield Row(f"{what}, in flight / the best synchronous row", ratios, "ratio", at_least=0.95)
+        yield Row(f"{what}, in flight / the best synchronous row", ratios(asynchronous, best), "ratio", at_least=0.95)
 
     return measure
 
@@ -231,8 +240,7 @@ def notify(size: Size) -> Iterator[Row]:
     for name in names:
         yield Row(f"16 KiB, {name}", figures[name], "us")
     for name, goal in ((names[1], 1.3), (names[2], None)):
-        ratios = [ours / theirs for ours, theirs in zip(figures[name], figures[names[0]])]
-        yield Row(f"16 KiB, {name} / {names[0]}", ratios, "ratio", at_most=goal)
+        yield Row(f"16 KiB, {name} / {names[0]}", ratios(figures[name], figures[names[0]]), "ratio", at_most=goal)
 
 
 def messages(transport: str, goal: int) -> Callable[[Size], Iterator[Row]]:
@@ -347,8 +355,7 @@ def layers(size: Size) -> Iterator[Row]:
     """The caller's time for one request of 40 layers, whose destination is the owner's cache."""
     count, blocks = 40, 16
     with linked(Setting(accessible=True, blocks=64, tensors=2 * count, block_bytes=4 << 10), 64) as near:
-        key = CacheKeyByIdAndIndex(OWNER, near.owner_cache, 0) if False else near.key
-        config = TransferWithCacheKeyConfig(key, range(count), range(count))
+        config = TransferWithCacheKeyConfig(near.key, range(count), range(count))
         numbers = list(range(blocks))
         begun, ready = [], []
         for _ in range(size.rounds):
@@ -359,15 +366,23 @@ def layers(size: Size) -> Iterator[Row]:
                 task = near.manager.begin_layers(near.cache, [LayerDestination(config, numbers, numbers)])
                 begins.append((clock() - started) / 1e3)
                 for layer in range(count):
+                    compute(size.layer_ms)  # no layer is being sent any more, so each wakes a thread
                     started = clock()
                     task.ready(layer)
                     readies.append((clock() - started) / 1e3)
                 (transfer,) = task.transfers
-                transfer.result()
+                assert transfer.result() is None
             begun.append(statistics.median(begins))
             ready.append(statistics.median(readies))
         yield Row("begin_layers, one request of 40 layers", begun, "us", at_most=100)
         yield Row("LayerTask.ready, each layer", ready, "us", at_most=3)
+
+
+def compute(millis: float) -> None:
+    """Keep this core busy, as a model does between two layers."""
+    until = time.perf_counter() + millis / 1e3
+    while time.perf_counter() < until:
+        pass
 
 
 def grants(size: Size) -> Iterator[Row]:
@@ -390,8 +405,8 @@ def grants(size: Size) -> Iterator[Row]:
             plain.append(statistics.median(micros(pull) for _ in tokens))
             first.append(statistics.median(micros(partial(pull, grant=token)) for token in tokens))
             later.append(statistics.median(micros(partial(pull, grant=tokens[0])) for _ in tokens))
-        yield Row("pull of 16 KiB under a new grant / without one", ratios(first, plain), "x")
-        yield Row("pull of 16 KiB under a known grant / without one", ratios(later, plain), "x")
+        yield Row("pull_blocks of 16 KiB under a new grant / without one", ratios(first, plain), "ratio")
+        yield Row("pull_blocks of 16 KiB under a known grant / without one", ratios(later, plain), "ratio")
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:

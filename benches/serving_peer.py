@@ -37,6 +37,8 @@ class Setting:
     block_bytes: int = 16 << 10
     blocks: int = 64
     slots: int = 0  # slots with a request key that exist at the same time
+    tensors: int = 1  # of the blocks caches
+    accessible: bool = False  # whether the engines are in remote-accessible mode
 
 
 def row_values(blocks: int) -> np.ndarray:
@@ -44,7 +46,7 @@ def row_values(blocks: int) -> np.ndarray:
     return (np.arange(blocks) % 251 + 1).astype(np.uint8)
 
 
-def opened(cluster: int, pool: int, transport: str = "shm") -> LLMDataDist:
+def opened(cluster: int, pool: int, transport: str = "shm", accessible: bool = False) -> LLMDataDist:
     """Open an engine that listens at a free port."""
     dist = LLMDataDist(LLMRole.MIX, cluster)
     dist.init(
@@ -53,6 +55,7 @@ def opened(cluster: int, pool: int, transport: str = "shm") -> LLMDataDist:
             "llm.MemPoolConfig": json.dumps({"memory_size": pool + (1 << 20), "page_shift": 12}),
             "llm.listenIpInfo": "127.0.0.1:0",
             "llm.LinkTransport": transport,
+            "llm.EnableRemoteCacheAccessible": str(int(accessible)),
             "llm.LinkSilence": str(PATIENCE_MS),
             "llm.SyncKvCacheWaitTime": str(PATIENCE_MS),
         }
@@ -65,9 +68,11 @@ class Near:
 
     def __init__(self, setting: Setting, blocks: int, owner: subprocess.Popen[str]) -> None:
         self.owner = owner
-        self.dist = opened(NEAR, blocks * setting.block_bytes + setting.block_bytes, setting.transport)
+        pool = (blocks * setting.tensors + 1) * setting.block_bytes
+        self.dist = opened(NEAR, pool, setting.transport, setting.accessible)
         self.manager = self.dist.cache_manager
-        self.cache = self.manager.allocate_blocks_cache(CacheDesc(1, [blocks, setting.block_bytes], DataType.DT_UINT8))
+        desc = CacheDesc(setting.tensors, [blocks, setting.block_bytes], DataType.DT_UINT8)
+        self.cache = self.manager.allocate_blocks_cache(desc)
         self.view = self.manager.tensor_views(self.cache)[0].numpy()
         self.key = BlocksCacheKey(OWNER, 0)
         peer = LLMClusterInfo()
@@ -96,6 +101,10 @@ class Near:
         self.tell(*words)
         return self.answer()
 
+    def granted(self, count: int) -> list[bytes]:
+        """Return the tokens of new grants of block 1 of the owner."""
+        return [bytes.fromhex(token) for token in self.ask("grants", count).split(",")]
+
 
 @contextmanager
 def linked(setting: Setting, blocks: int) -> Iterator[Near]:
@@ -117,11 +126,11 @@ class Owner:
 
     def __init__(self, setting: Setting) -> None:
         self.setting, self.requests = setting, 0
-        pool = (setting.blocks + setting.slots) * setting.block_bytes
-        self.dist = opened(OWNER, pool, setting.transport)
-        desc = CacheDesc(1, [setting.blocks, setting.block_bytes], DataType.DT_UINT8)
-        blocks = self.dist.cache_manager.allocate_blocks_cache(desc, BlocksCacheKey(OWNER, 0))
-        self.dist.cache_manager.tensor_views(blocks)[0].numpy()[:] = row_values(setting.blocks)[:, None]
+        pool = (setting.blocks * setting.tensors + setting.slots) * setting.block_bytes
+        self.dist = opened(OWNER, pool, setting.transport, setting.accessible)
+        desc = CacheDesc(setting.tensors, [setting.blocks, setting.block_bytes], DataType.DT_UINT8)
+        self.blocks = self.dist.cache_manager.allocate_blocks_cache(desc, BlocksCacheKey(OWNER, 0))
+        self.dist.cache_manager.tensor_views(self.blocks)[0].numpy()[:] = row_values(setting.blocks)[:, None]
 
     def keys(self, count: int) -> int:
         """Allocate slots with new request keys. Returns the first request id; the others follow it."""
@@ -131,6 +140,11 @@ class Owner:
             cache = self.dist.cache_manager.allocate_cache(slot, [CacheKey(OWNER, req_id=request)])
             self.dist.cache_manager.deallocate_cache(cache)  # only the key holds it now
         return first
+
+    def grants(self, count: int) -> str:
+        """Lend block 1 as often as asked. Returns the tokens."""
+        lent = [self.dist.cache_manager.grant(self.blocks, [1], PATIENCE_MS) for _ in range(count)]
+        return ",".join(grant.token.hex() for grant in lent)
 
     def receive(self, count: int) -> int:
         """Poll until as many notifications have arrived. Returns how many had the right payload."""
