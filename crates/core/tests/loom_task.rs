@@ -8,9 +8,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering as Std};
 use std::time::Duration;
 
-use llm_datadist_core::testing::transfer::{Carrier, Delivery, Executor, Outcome, Task};
-use llm_datadist_core::testing::{refuse_layer, start_task};
-use llm_datadist_core::{ClusterId, Deadline, Error, ErrorKind, LayerRange, Result};
+use llm_datadist_core::testing::transfer::{
+    AsyncCalls, Carrier, Delivery, Executor, LayerTask, Outcome, Task, TaskLimits,
+};
+use llm_datadist_core::testing::{begin_layer_task, refuse_layer, start_task};
+use llm_datadist_core::{ClusterId, Deadline, Error, ErrorKind, EventQueue, LayerRange, Result};
 use loom::sync::atomic::{AtomicUsize, Ordering};
 use loom::thread;
 
@@ -98,4 +100,59 @@ fn it_is_cancelled_at_any_moment() {
 fn a_layer_is_refused_at_any_moment() {
     let refuse = |task: &Arc<Task>| refuse_layer(task, 1, &Error::new(ErrorKind::Timeout, "injected"));
     explore(None, refuse, &[None, Some(ErrorKind::Timeout)]);
+}
+
+/// Runs a task of one layer whose destination has a transfer. This thread reports the layer while `other` acts.
+fn explore_transfer(other: fn(&LayerTask, &AsyncCalls), ends: &'static [Option<ErrorKind>]) {
+    let (ran, seen) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
+    let (counted, noted) = (ran.clone(), seen.clone());
+    loom::model(move || {
+        counted.fetch_add(1, Std::Relaxed);
+        let lanes = Executor::default();
+        let calls = Arc::new(AsyncCalls::new(Arc::new(EventQueue::new(1))));
+        let (layers, over) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+        let carrier = Counts { layers: layers.clone(), fails_at: None, over: over.clone() };
+        let range = LayerRange { first: 0, end: 1 };
+        let to = vec![Delivery { cluster: ClusterId(2), layers: range, carrier: Ok(Arc::new(carrier)) }];
+        let limits = TaskLimits { layer: Duration::from_secs(3600), wait: None };
+        let task = Arc::new(begin_layer_task(&calls, lanes.handle(), 1, to, limits).unwrap());
+        let transfer = task.transfers()[0].clone();
+        let acts = {
+            let (task, calls) = (task.clone(), calls.clone());
+            thread::spawn(move || other(&task, &calls))
+        };
+        _ = task.ready(0);
+        assert!(transfer.wait(Deadline::after(Duration::from_secs(3600))).unwrap());
+        over.store(1, Ordering::SeqCst);
+        let outcome = transfer.peek().unwrap();
+        assert!(outcome.is_err() || layers.load(Ordering::SeqCst) == 1);
+        let end = outcome.err().map(|error| error.kind());
+        let at = ends.iter().position(|known| *known == end).unwrap_or_else(|| panic!("{end:?}"));
+        noted.fetch_or(1 << at, Std::Relaxed);
+        acts.join().unwrap();
+        assert!(!transfer.cancel());
+        // The caller may learn of the end before the call has left the list.
+        assert!(calls.drain(Deadline::after(Duration::from_secs(3600))).unwrap());
+        drop((task, lanes));
+        assert_eq!(transfer.peek().unwrap().err().map(|error| error.kind()), end);
+    });
+    eprintln!("{} orders", ran.load(Std::Relaxed));
+    assert!(ran.load(Std::Relaxed) > 3);
+    assert_eq!(seen.load(Std::Relaxed), (1 << ends.len()) - 1, "not every end came about");
+}
+
+#[test]
+fn a_transfer_is_cancelled_at_any_moment() {
+    explore_transfer(|task, _| _ = task.transfers()[0].cancel(), &[None, Some(ErrorKind::Cancelled)]);
+}
+
+#[test]
+fn a_layer_of_a_transfer_fails_at_any_moment() {
+    let fail = |task: &LayerTask, _: &AsyncCalls| _ = task.fail(0, "injected");
+    explore_transfer(fail, &[None, Some(ErrorKind::InvalidArgument)]);
+}
+
+#[test]
+fn the_engine_of_a_transfer_closes_at_any_moment() {
+    explore_transfer(|_, calls| calls.close(), &[None, Some(ErrorKind::Closed)]);
 }

@@ -9,6 +9,7 @@ use super::running_calls::RunningCall;
 use super::task::{Outlet, Task};
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::Transfer;
+use crate::fallible;
 
 /// Maximum length of the reason of a failed layer, in characters. The rest is cut.
 const MOST_REASON: usize = 500;
@@ -106,7 +107,8 @@ fn create(
     transfers: &[Arc<Transfer>],
 ) -> Result<Arc<Task>> {
     let running = calls.running();
-    let outlet = Outlet::Transfers { transfers: transfers.to_vec(), running: running.clone() };
+    let copied = fallible::collect("the transfers of a task", transfers.iter().cloned())?;
+    let outlet = Outlet::Transfers { transfers: copied, running: running.clone() };
     let task = Task::new(lanes.clone(), layers, deliveries, limits, outlet)?;
     for (index, transfer) in transfers.iter().enumerate() {
         let weak = Arc::downgrade(&task);
