@@ -377,7 +377,7 @@ def test_bad_arguments_change_nothing(served: tuple[End, Peer]) -> None:
     assert near.grant_ends() == far.grant_ends() == []
 
 
-def test_as_many_as_fit(ends: Ends) -> None:
+def test_the_number_of_grants_is_limited(ends: Ends) -> None:
     """The limit counts ends that nobody has polled; a program that never polls does not run into it."""
     near = ends.near()
     near.allocate("a", 4, BLOCK, blocks=True, keys=[by_blocks(0)])

@@ -235,7 +235,7 @@ class DataDist:
         """Send a message to a linked cluster."""
 
     def set_metadata(self, metadata: bytes | bytearray) -> None:
-        """Set what the peers of later links are told about this program."""
+        """Set the metadata that peers of later links receive."""
 
     def peers(self) -> list[Peer]:
         """Return the peers of all links."""
@@ -426,7 +426,7 @@ class Peer:
 
     @property
     def metadata(self) -> bytes:
-        """What its program told about itself when the link was made: at most 16 KiB, and empty by default.
+        """The metadata that the peer's program had set when the link was made: at most 16 KiB, and empty by default.
 
         It comes from ``LLMDataDist.set_metadata``, or from the argument ``metadata`` of ``ensure_link``.
         """
@@ -496,7 +496,7 @@ class Grant:
 
     @property
     def token(self) -> bytes:
-        """What names the grant at readers, 48 bytes. Nobody can guess it."""
+        """The 48 bytes by which readers name the grant. Nobody can guess it."""
 
     @property
     def ended(self) -> str | None:

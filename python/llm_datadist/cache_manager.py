@@ -384,8 +384,8 @@ class CacheManager(LayerCalls):
             src_blocks: remote block for each entry of ``dst_blocks``; empty for a slot, which is split into pieces of
                 the local block size.
             dst_blocks: local blocks that are written, at least one.
-            **kwargs: as for ``pull_cache``; also ``grant``, the token of a grant (``CacheManager.grant``) of them,
-                and ``grant_done=True`` in the last pull under it, which the original does not have.
+            **kwargs: as for ``pull_cache``; also ``grant``, the token of a grant (``CacheManager.grant``) of the source
+                blocks, and ``grant_done=True``, which reports that this pull is the last one under it.
 
         Raises:
             TypeError: an argument has the wrong type.

@@ -27,7 +27,7 @@ class EngineEvents:
 
         The call never waits. A link that exists is a success, whichever side made it and by whatever call. If both
         sides link to each other at once, one link is made, and both calls succeed. While nobody listens at the address,
-        the engine tries again until ``timeout_ms`` has passed. It does not make a link again that has ended: ``poll``
+        the engine tries again until ``timeout_ms`` has passed. It does not restore a link that has ended: ``poll``
         returns ``LinkDown``, and another call makes another link. ``link_clusters`` to a linked peer gives
         ``LLM_ALREADY_LINK``; ``unlink_clusters`` ends the link from either side. The original does not have this
         method.
@@ -35,9 +35,10 @@ class EngineEvents:
         Args:
             address: ``"ip:port"`` or ``"[ipv6]:port"`` of the peer. Host names are not resolved.
             metadata: ``bytes`` or ``bytearray`` of at most 16 KiB that the peer gets as ``Peer.metadata``. With
-                ``None``, it gets what ``set_metadata`` says.
-            cluster_id: the cluster that must answer (uint64). With ``None``, any cluster may. With a ``cluster_id``, a
-                link that the peer makes meanwhile counts even if it listens nowhere.
+                ``None``, it gets the metadata of ``set_metadata``.
+            cluster_id: the cluster that must answer (uint64). With ``None``, any cluster may. With a ``cluster_id``,
+                the call also succeeds if that peer links to this engine meanwhile, even if
+        the peer does not listen.
             timeout_ms: time limit of the whole call in milliseconds (uint32, above 0).
 
         Returns:
@@ -61,8 +62,8 @@ class EngineEvents:
     def set_metadata(self, metadata: bytes) -> None:
         """Set what the peers of later links get as ``Peer.metadata``. The original does not have this method.
 
-        It counts for links of every kind, whichever side makes them. Existing links keep what was said when they were
-        made. Until the first call, it is empty. A peer gets it only after each side has proved its identity.
+        It counts for links of every kind, whichever side makes them. Existing links keep the metadata with which they
+        were made. Until the first call, it is empty. A peer gets it only when each side has admitted the other.
 
         Args:
             metadata: ``bytes`` or ``bytearray`` of at most 16 KiB.

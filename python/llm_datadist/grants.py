@@ -1,7 +1,7 @@
 """Grants: blocks that are lent to readers for a limited time.
 
-A server that lets others pull blocks must not reuse them too early, and a reader must not take what was reused for what
-it asked for. A grant tells both: it ends at a known time or on request, and a pull that names it fails once it has
+A server must not reuse blocks while a reader pulls them, and a reader must not accept blocks that were reused. A grant
+serves both: it ends at a known time or on request, and a pull that names it fails once it has
 ended, however late the bytes were read. The original does not have these calls.
 """
 

@@ -98,6 +98,6 @@ class LayerCalls(GroupCalls):
             ValueError: an integer is outside its width.
             LLMException: nothing has started then. ``LLM_PARAM_INVALID``: no destinations, a ``layer_timeout_ms`` of 0,
                 or a check of contract §8.1 failed; ``LLM_KV_CACHE_NOT_EXIST``: the source cache was released;
-                ``LLM_LINK_BUSY``: there is not a place for every transfer below ``max_transfers``.
+                ``LLM_LINK_BUSY``: the transfers would exceed ``max_transfers``.
         """
         return self._calls_async().begin_layers(cache, destinations, layer_timeout_ms, tensor_num_per_layer)

@@ -84,7 +84,7 @@ status_codes! {
     LinkBusy = BASE + 0x1B, "LLM_LINK_BUSY";
     /// A memory pool is full, or the system has no memory.
     OutOfMemory = BASE + 0x1C, "LLM_OUT_OF_MEMORY";
-    /// A grant has ended. The original does not have this code; no code of the original has a number near it.
+    /// A grant has ended. The original does not have this code; its number is outside the ranges of the original.
     GrantEnded = 0x4C44_0001, "LLM_GRANT_ENDED";
     /// Device memory fault (reserved).
     DeviceMemError = 507_053, "LLM_DEVICE_MEM_ERROR";

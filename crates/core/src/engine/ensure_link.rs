@@ -19,7 +19,7 @@ use crate::transfer::{CallPurpose, Execution, LaneKey};
 pub struct EnsureOptions {
     /// The cluster that must answer. Without it, any cluster may.
     pub cluster: Option<ClusterId>,
-    /// What the peer is told about this program, instead of what [`DataDist::set_metadata`] says.
+    /// The metadata for the peer, instead of that of [`DataDist::set_metadata`].
     pub metadata: Option<Vec<u8>>,
 }
 
@@ -54,7 +54,7 @@ impl DataDist {
         self.start(purpose, CallRows::of_all(Vec::new())?, Box::new(work))
     }
 
-    /// Sets what the peers of later links are told about this program, whichever side makes them. Returns
+    /// Sets the metadata that the peers of later links get, whichever side makes them. Returns
     /// `Err(InvalidArgument)` if it is too long.
     pub fn set_metadata(&self, metadata: Vec<u8>) -> Result<()> {
         check_metadata(&metadata)?;

@@ -33,7 +33,7 @@ pub struct PeerInfo {
     pub address: String,
     /// How bytes move: `shm`, `tcp` or `local`.
     pub transport: &'static str,
-    /// What its program told about itself when the link was made.
+    /// The metadata of its program from the time when the link was made.
     pub metadata: Arc<Vec<u8>>,
 }
 

@@ -284,7 +284,7 @@ impl GrantObserver for EventQueue {
         }
     }
 
-    fn untold(&self) -> usize {
+    fn unpolled(&self) -> usize {
         self.state.lock().grant_ends
     }
 }

@@ -34,8 +34,8 @@ pub trait GrantObserver: Send + Sync + fmt::Debug {
     /// Called once for each grant, after readers can see the end, and without a lock.
     fn grant_ended(&self, grant: &Arc<Grant>, why: GrantEnd);
 
-    /// Returns the number of ends that the program has not been told yet.
-    fn untold(&self) -> usize;
+    /// Returns the number of ended grants whose event was not polled.
+    fn unpolled(&self) -> usize;
 }
 
 /// The grants of one engine.
@@ -77,13 +77,13 @@ pub struct GrantedRead {
 
 /// The end of a grant, of which the observer learns when this is dropped. The caller then holds no lock.
 #[derive(Debug)]
-pub struct UntoldEnd {
+pub struct UnreportedEnd {
     observer: Arc<dyn GrantObserver>,
     grant: Arc<Grant>,
     why: GrantEnd,
 }
 
-impl Drop for UntoldEnd {
+impl Drop for UnreportedEnd {
     fn drop(&mut self) {
         self.observer.grant_ended(&self.grant, self.why);
     }
@@ -137,7 +137,7 @@ pub fn covers(lent: (CacheId, &RowRanges), cache: CacheId, rows: &[u64]) -> Resu
 }
 
 impl Grants {
-    /// Creates the state without grants, whose ends are published in `generations` and told to `observer`.
+    /// Creates the state without grants, whose ends are published in `generations` and reported to `observer`.
     pub fn new(generations: Arc<Generations>, observer: Arc<dyn GrantObserver>) -> Arc<Grants> {
         Arc::new(Grants { generations, observer, state: Mutex::default(), unread: Condvar::new() })
     }
@@ -148,12 +148,12 @@ impl Grants {
         let reported = fallible::with_capacity(GRANTS, readers)?;
         let secret = random()?;
         // Before the lock, because the observer has a lock of its own.
-        let untold = self.observer.untold();
+        let unreported = self.observer.unpolled();
         let mut state = self.state.lock();
         if state.closed {
             return Err(Error::closed());
         }
-        let (count, limit) = (state.live + untold, Generations::GRANTS as usize);
+        let (count, limit) = (state.live + unreported, Generations::GRANTS as usize);
         if count >= limit {
             let text = "too many grants have not ended, or their end was not polled";
             return Err(Error::new(ErrorKind::Busy, text).with("grants", count).with("limit", limit));
@@ -203,7 +203,7 @@ impl Grants {
     /// Notes that a reader is done with the grant that `id` names. A reader that reports again counts once. The last one
     /// ends the grant; then the result tells the observer when it is dropped. Returns `Err(GrantEnded)` if there is no such
     /// grant, or none any more.
-    pub fn report(&self, id: &GrantId, reader: (ClusterId, u64)) -> Result<Option<UntoldEnd>> {
+    pub fn report(&self, id: &GrantId, reader: (ClusterId, u64)) -> Result<Option<UnreportedEnd>> {
         let mut state = self.state.lock();
         let live = state.live(id).filter(|live| Instant::now() < live.grant.expires).ok_or_else(ended)?;
         if !live.reported.contains(&reader) {
@@ -216,11 +216,11 @@ impl Grants {
 
     /// Ends a grant. Returns `false` if it had ended before. From then on no reader accepts what it has read under it.
     pub fn end(&self, grant: &Arc<Grant>, why: GrantEnd) -> bool {
-        let untold = self.take(&mut self.state.lock(), grant, why);
-        untold.is_some()
+        let unreported = self.take(&mut self.state.lock(), grant, why);
+        unreported.is_some()
     }
 
-    fn take(&self, state: &mut State, grant: &Arc<Grant>, why: GrantEnd) -> Option<UntoldEnd> {
+    fn take(&self, state: &mut State, grant: &Arc<Grant>, why: GrantEnd) -> Option<UnreportedEnd> {
         grant.ended.set(why).ok()?;
         let slot = grant.id.slot;
         state.slots.get_mut(slot as usize)?.take();
@@ -228,7 +228,7 @@ impl Grants {
         state.expiries.remove(&(grant.expires, slot));
         self.generations.bump_grant(slot);
         state.free.push(slot);
-        Some(UntoldEnd { observer: self.observer.clone(), grant: grant.clone(), why })
+        Some(UnreportedEnd { observer: self.observer.clone(), grant: grant.clone(), why })
     }
 
     /// Ends all grants of a cache that was released.
@@ -269,9 +269,9 @@ impl Grants {
         {
             let grant = state.slots[slot as usize].as_ref().map(|live| live.grant.clone());
             let Some(grant) = grant else { break };
-            let untold = self.take(&mut state, &grant, GrantEnd::Expired);
+            let unreported = self.take(&mut state, &grant, GrantEnd::Expired);
             drop(state);
-            drop(untold);
+            drop(unreported);
             state = self.state.lock();
         }
     }
@@ -297,7 +297,7 @@ impl Grants {
         self.state.lock().live
     }
 
-    /// Ends all grants without telling anybody, and refuses new ones, because the engine closes.
+    /// Ends all grants without events, and refuses new ones, because the engine closes.
     pub fn close(&self) {
         let mut state = self.state.lock();
         state.closed = true;

@@ -259,8 +259,8 @@ fn enter(
         return Err(Error::new(ErrorKind::NotLinked, text).into());
     }
     let link = Link::new(id, kind, peer, memory, stream.clone(), None, shared.server.budget());
-    // The answer says that this side has entered the link. The right to send is held until then, so that a thread that finds the link cannot send before it; the peer uses the link only after
-    // this answer (`test_either_side_comes_seconds_later`).
+    // Held until the answer is sent: another thread may find the link, and must not send before the answer.
+    // The peer uses the link only after it (`test_either_side_comes_seconds_later`).
     let first = link.sending.lock();
     match shared.enroll(&link) {
         Err(error) if kind == Kind::Ensured && error.kind() == ErrorKind::AlreadyLinked => {

@@ -200,7 +200,7 @@ impl RequestContext<'_> {
         self.link.receive_notifications(&self.resources.events, vec![message], first)
     }
 
-    /// Says what a grant lends.
+    /// Describes what a grant lends.
     fn open_grant(&self, grant: &GrantId) -> Result<Reply> {
         let grant = self.resources.grants.find(grant)?;
         let ranges = grant.rows().ranges().iter().map(|range| (range.start, range.end));

@@ -9,7 +9,8 @@
 //!
 //! So at most one connection is entered. Let `low` and `high` be the two engines, and let both have confirmed one. If
 //! `low` gets the confirmation of `high` after step 1 of its own attempt, it refuses it, and only the connection of
-//! `low` is left. If it gets it before, it enters it, finds that link in step 1, and confirms nothing. And at least one
+//! `low` is left. If `low` gets the
+//! confirmation earlier, it enters that connection, finds the link in step 1, and confirms nothing. And at least one
 //! is entered: `high` never refuses unless it has a link. The side that was refused uses the link as soon as its registry
 //! has it. If it never does, because the attempt of the other side failed, it dials again.
 

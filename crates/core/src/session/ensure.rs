@@ -22,7 +22,7 @@ use crate::protocol::MAX_METADATA;
 
 /// Shortest and longest pause between two attempts.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(200));
-/// Failures of a connection that a peer causes that is starting, or that cannot be reached for a moment.
+/// Connection errors while a peer is starting or briefly unreachable.
 const MAY_PASS: [Errno; 10] = [
     Errno::CONNREFUSED,
     Errno::CONNRESET,

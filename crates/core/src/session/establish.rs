@@ -27,7 +27,7 @@ pub(super) struct LinkRequest<'a> {
     pub(super) asked: Option<ClusterId>,
     pub(super) comm: Option<&'a Comm>,
     pub(super) kind: Kind,
-    /// What the peer is told about this program.
+    /// The metadata for the peer.
     pub(super) metadata: Arc<Vec<u8>>,
     /// Called before this side enters the link. If it fails, there is no link.
     pub(super) commit: &'a dyn Fn() -> Result<()>,

@@ -1,6 +1,6 @@
 //! Grants of peers, as their reader.
 //!
-//! The owner says once what a grant lends. The answer is kept with the link while the grant lasts, as far as this process
+//! The owner describes a grant once. The answer is kept with the link while the grant lasts, as far as this process
 //! can see, so that several pulls under one grant ask once.
 
 use std::sync::Arc;

@@ -55,7 +55,7 @@ pub struct Peer {
     pub instance: u64,
     /// Its address, for logs and errors.
     pub address: String,
-    /// What its program told about itself.
+    /// The metadata of its program.
     pub metadata: Arc<Vec<u8>>,
 }
 

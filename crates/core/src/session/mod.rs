@@ -132,8 +132,8 @@ impl Links {
         self.shared.connect(&address, &request, deadline).map(|_| ())
     }
 
-    /// Prepares a link on demand to the engine at `address`; if `asked` is given, only to that cluster. `metadata` is what
-    /// that peer is told about this program; if it is `None`, what [`set_metadata`](Self::set_metadata) says.
+    /// Prepares a link on demand to the engine at `address`; if `asked` is given, only to that cluster. `None` stands
+    /// for the metadata of [`set_metadata`](Self::set_metadata).
     pub(crate) fn on_demand(
         &self,
         address: SocketAddr,
@@ -143,7 +143,7 @@ impl Links {
         LinkOnDemand::new(&self.shared, address, asked, metadata)
     }
 
-    /// Sets what the peers of later links are told about this program.
+    /// Sets the metadata for the peers of later links.
     pub(crate) fn set_metadata(&self, metadata: Vec<u8>) {
         *self.shared.metadata.lock() = Arc::new(metadata);
     }

@@ -1,4 +1,4 @@
-//! What grants of a peer lend, as their owner has said, and the limit on how many a link keeps.
+//! What grants of a peer lend, as their owner describes it, and the limit on how many a link keeps.
 
 use std::sync::Arc;
 

@@ -37,7 +37,7 @@ pub(crate) struct Shared {
     pub(super) opened_to_readers: AtomicBool,
     pub(super) threads: Arc<Threads>,
     pub(super) transports: Transports,
-    /// What the peers of later links are told about this program.
+    /// The metadata for the peers of later links.
     pub(super) metadata: Mutex<Arc<Vec<u8>>>,
 }
 

@@ -16,7 +16,7 @@ impl Call {
     pub(super) fn open_grant(&self) -> Result<()> {
         let Some(grant) = &self.grant else { return Ok(()) };
         let opened = self.link.open_grant(&grant.given.token, self.deadline)?;
-        // Nobody else sets it.
+        // Cannot fail: a call opens its grant once, before the first attempt.
         let _ = grant.opened.set(opened);
         Ok(())
     }

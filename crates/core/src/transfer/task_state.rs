@@ -53,7 +53,7 @@ impl TaskState {
         });
     }
 
-    /// Refuses the layer of a list task whose wait took too long. Returns whether it did, and when to look again.
+    /// Refuses the layer of a list task whose wait took too long. Returns whether it did, and when to check again.
     pub(super) fn late_wait(&mut self) -> (bool, Option<Instant>) {
         let awaited = self.awaited.filter(|_| !self.over && !self.ended);
         let Some((layer, patience)) = awaited.and_then(|at| Some((at.layer, at.patience?))) else {
@@ -66,7 +66,7 @@ impl TaskState {
         (true, None)
     }
 
-    /// Fails the destinations that are late. Returns whether there were any, and when to look again.
+    /// Fails the destinations that are late. Returns whether there were any, and when to check again.
     pub(super) fn late_deliveries(&mut self, limits: TaskLimits, begin: Instant) -> (bool, Option<Instant>) {
         let (now, mut late, mut next) = (Instant::now(), false, None::<Instant>);
         let TaskState { layers, deliveries, .. } = self;

@@ -21,7 +21,7 @@ impl GrantObserver for Told {
         self.0.lock().unwrap().push((grant.id(), why));
     }
 
-    fn untold(&self) -> usize {
+    fn unpolled(&self) -> usize {
         0
     }
 }
