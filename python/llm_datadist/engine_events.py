@@ -108,7 +108,8 @@ class EngineEvents:
     def release_grant(self, token: bytes) -> None:
         """Report to the owner of a grant that this engine is done with it, as ``grant_done=True`` in a pull does.
 
-        A reader that reports again counts once. The original does not have this method.
+        A reader that reports again counts once, and a report after the end changes nothing. The original does not have
+        this method.
 
         Args:
             token: ``Grant.token`` of a linked cluster.
@@ -116,7 +117,7 @@ class EngineEvents:
         Raises:
             RuntimeError: not initialized.
             TypeError: ``token`` is not ``bytes``.
-            LLMException: ``LLM_GRANT_ENDED``: the grant has ended, its owner was restarted, or its owner never gave it;
+            LLMException: ``LLM_GRANT_ENDED``: the owner was restarted, or never gave the grant;
                 ``LLM_PARAM_INVALID``: not a token, or a grant of this engine; ``LLM_NOT_YET_LINK``: there is no link to
                 the owner, or it broke; ``LLM_TIMEOUT``: ``sync_kv_timeout`` passed.
         """

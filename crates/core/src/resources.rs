@@ -111,7 +111,7 @@ impl Resources {
             stats: Stats::default(),
             remote_memory: MapBudget::new(config.links.remote_memory),
             outgoing_calls: OutgoingCalls::default(),
-            grants: Grants::new(generations.clone(), events.clone()),
+            grants: Grants::new(generations.clone(), events.clone())?,
             events,
             generations,
             config,

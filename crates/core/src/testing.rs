@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::transfer::{AsyncCalls, Delivery, ExecutorHandle, TaskLimits};
+use crate::transfer::{AsyncCalls, Delivery, ExecutorHandle, GrantClock, TaskLimits};
 use crate::{Cache, Error, LayerTask, Result, Task};
 
 /// Returns the memory of a cache.
@@ -36,6 +36,16 @@ pub fn begin_layer_task(
 /// Reports that a layer of a transfer will not be ready.
 pub fn refuse_layer(task: &Task, layer: u32, error: &Error) {
     task.refuse(layer, error);
+}
+
+/// Creates the clock that ends grants, as the engine does.
+pub fn grant_clock(lanes: &ExecutorHandle, grants: &Arc<crate::grants::Grants>) -> Arc<GrantClock> {
+    GrantClock::new(lanes, grants)
+}
+
+/// Sets the alarm of a clock, as the engine does after it has lent blocks.
+pub fn watch_grants(clock: &Arc<GrantClock>) -> Result<()> {
+    clock.watch()
 }
 
 /// Re-exports private modules of the crate under their own names.

@@ -225,7 +225,7 @@ impl AsyncMethods {
         let (py, engine) = (cache.py(), self.engine());
         let numbers = (layer_timeout_ms, tensor_num_per_layer);
         let call = layer_task_arguments::begin(engine, cache, destinations, numbers)?;
-        let many = call.num_blocks() > MANY_BLOCKS;
+        let many = call.num_blocks() + call.to.len() > MANY_BLOCKS;
         let begin = |engine: &CoreDataDist| engine.begin_layers(&call.from, call.to, call.patience);
         let task = if many { engine.enter(py, begin) } else { engine.attached(py, begin) };
         LayerTaskHandle::new(py, task?, self.native.get().transfers(), engine.codes())

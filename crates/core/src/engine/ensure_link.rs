@@ -1,5 +1,6 @@
 //! Links on demand, and what the program tells its peers about itself.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,6 +22,13 @@ pub struct EnsureOptions {
     pub cluster: Option<ClusterId>,
     /// The metadata for the peer, instead of that of [`DataDist::set_metadata`].
     pub metadata: Option<Vec<u8>>,
+}
+
+/// Returns the key of the lanes that dial an address.
+fn lanes_of(address: &SocketAddr) -> u8 {
+    let mut hasher = DefaultHasher::new();
+    address.hash(&mut hasher);
+    hasher.finish().to_le_bytes()[0] % 16
 }
 
 impl DataDist {
@@ -49,7 +57,8 @@ impl DataDist {
             execution.transfer().set_peer(peer);
             Ok(0)
         };
-        let (op, lanes, dials) = (Op::Link, LaneKey::Links, Some((address, options.cluster)));
+        let (op, lanes, dials) =
+            (Op::Link, LaneKey::Links(lanes_of(&address)), Some((address, options.cluster)));
         let purpose = CallPurpose { op, lanes, deadline, outgoing: None, dials, event: true };
         self.start(purpose, CallRows::of_all(Vec::new())?, Box::new(work))
     }

@@ -9,7 +9,6 @@ use crate::grants::{Grant, RowRanges};
 use crate::model::{GrantEnd, GrantToken};
 use crate::protocol::MAX_RANGES;
 use crate::session::CallEnd;
-use crate::transfer::watch_grants;
 use crate::validate;
 
 impl DataDist {
@@ -25,11 +24,11 @@ impl DataDist {
         ensure(ranges <= MAX_RANGES, || Error::argument("the number of runs of blocks", ranges, allowed))?;
         let grants = &self.resources.grants;
         let grant = grants.lend(cache.id(), rows, ttl, readers)?;
-        let watched = watch_grants(self.lanes.handle(), grants);
+        let watched = self.grant_clock.watch();
         // The cache may have been released since it was found, and its grants ended.
         let watched = watched.and_then(|()| self.resources.table.find(cache.id()).map(drop));
         if let Err(error) = watched {
-            grants.end(&grant, GrantEnd::Released);
+            grants.withdraw(&grant);
             return Err(error);
         }
         Ok(grant)
@@ -49,14 +48,15 @@ impl DataDist {
         self.resources.grants.wait_for_reads(grant, self.deadline())
     }
 
-    /// Reports to the owner of a grant that this engine is done with it. Reporting again changes nothing. Returns
-    /// `Err(GrantEnded)` if the grant has ended.
+    /// Reports to the owner of a grant that this engine is done with it. Reporting again, or after the end, changes nothing.
+    /// Returns `Err(GrantEnded)` if this incarnation of the owner never gave the grant.
     pub fn release_grant(&self, token: &GrantToken) -> Result<()> {
         if self.resources.config.cluster == token.cluster {
             return Err(Error::new(ErrorKind::InvalidArgument, "a grant of this engine has no reader here"));
         }
         let deadline = self.deadline();
         let link = self.links.find_other(token.cluster, deadline)?;
+        let _active = link.begin()?;
         let id = link.grant_of(token)?;
         link.finish(&CallEnd { grant: Some(id), ..CallEnd::default() }, deadline)?;
         link.forget_grant(&id);

@@ -37,7 +37,7 @@ use crate::session::{Links, Transports};
 use crate::stats::{Op, PoolReport, Snapshot};
 use crate::sync::Mutex;
 use crate::token_file;
-use crate::transfer::{AsyncCalls, Executor, LocalCopy, RunningTasks};
+use crate::transfer::{AsyncCalls, Executor, GrantClock, LocalCopy, RunningTasks};
 use crate::validate::{self, CopyArgs, Pools};
 
 /// Calls with fewer blocks skip the check whether there is memory for their lists.
@@ -66,6 +66,7 @@ pub struct DataDist {
     lanes: Executor,
     calls: AsyncCalls,
     tasks: RunningTasks,
+    grant_clock: Arc<GrantClock>,
     resources: Arc<Resources>,
     role: Mutex<Role>,
     interrupted: Option<fn() -> bool>,
@@ -91,9 +92,11 @@ impl DataDist {
         config.links.token_file = None;
         let resources = Arc::new(Resources::open(config, devices)?);
         let links = Links::open(resources.clone(), transports)?;
+        let lanes = Executor::default();
         Ok(DataDist {
             links,
-            lanes: Executor::default(),
+            grant_clock: GrantClock::new(lanes.handle(), &resources.grants),
+            lanes,
             calls: AsyncCalls::new(resources.events.clone()),
             tasks: RunningTasks::default(),
             role: Mutex::new(resources.config.role),

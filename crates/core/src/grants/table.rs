@@ -5,6 +5,9 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use hmac::{Hmac, KeyInit, Mac};
+use sha2::Sha256;
+
 use super::row_ranges::RowRanges;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
@@ -42,6 +45,8 @@ pub trait GrantObserver: Send + Sync + fmt::Debug {
 #[derive(Debug)]
 pub struct Grants {
     generations: Arc<Generations>,
+    /// Authenticates ids. So an id of a grant that has ended is known without a record of it.
+    key: [u8; 32],
     observer: Arc<dyn GrantObserver>,
     state: Mutex<State>,
     /// Notified when the last read under a grant has ended.
@@ -56,8 +61,6 @@ struct State {
     live: usize,
     /// When each of them expires, with its slot.
     expiries: BTreeSet<(Instant, u32)>,
-    /// The earliest time for which an alarm is set.
-    alarm: Option<Instant>,
     closed: bool,
 }
 
@@ -78,14 +81,17 @@ pub struct GrantedRead {
 /// The end of a grant, of which the observer learns when this is dropped. The caller then holds no lock.
 #[derive(Debug)]
 pub struct UnreportedEnd {
-    observer: Arc<dyn GrantObserver>,
+    /// `None` if the program has never got the grant.
+    observer: Option<Arc<dyn GrantObserver>>,
     grant: Arc<Grant>,
     why: GrantEnd,
 }
 
 impl Drop for UnreportedEnd {
     fn drop(&mut self) {
-        self.observer.grant_ended(&self.grant, self.why);
+        if let Some(observer) = &self.observer {
+            observer.grant_ended(&self.grant, self.why);
+        }
     }
 }
 
@@ -138,15 +144,17 @@ pub fn covers(lent: (CacheId, &RowRanges), cache: CacheId, rows: &[u64]) -> Resu
 
 impl Grants {
     /// Creates the state without grants, whose ends are published in `generations` and reported to `observer`.
-    pub fn new(generations: Arc<Generations>, observer: Arc<dyn GrantObserver>) -> Arc<Grants> {
-        Arc::new(Grants { generations, observer, state: Mutex::default(), unread: Condvar::new() })
+    ///
+    /// Returns `Err(System)` if the system provides no random bytes.
+    pub fn new(generations: Arc<Generations>, observer: Arc<dyn GrantObserver>) -> Result<Arc<Grants>> {
+        let (key, state, unread) = (random()?, Mutex::default(), Condvar::new());
+        Ok(Arc::new(Grants { generations, key, observer, state, unread }))
     }
 
     /// Lends `rows` of `cache` for `ttl`, or until `readers` readers have reported. Returns `Err(Busy)` if there are too
     /// many grants.
     pub fn lend(&self, cache: CacheId, rows: RowRanges, ttl: Duration, readers: usize) -> Result<Arc<Grant>> {
         let reported = fallible::with_capacity(GRANTS, readers)?;
-        let secret = random()?;
         // Before the lock, because the observer has a lock of its own.
         let unreported = self.observer.unpolled();
         let mut state = self.state.lock();
@@ -161,7 +169,7 @@ impl Grants {
         let slot = state.slot()?;
         let generation = self.generations.of_grant(slot);
         let grant = Arc::new(Grant {
-            id: GrantId { slot, generation, secret },
+            id: GrantId { slot, generation, secret: self.secret(slot, generation) },
             cache,
             rows,
             expires: Instant::now() + ttl,
@@ -200,12 +208,15 @@ impl Grants {
         Ok(GrantedRead { grants: self.clone(), grant })
     }
 
-    /// Notes that a reader is done with the grant that `id` names. A reader that reports again counts once. The last one
-    /// ends the grant; then the result tells the observer when it is dropped. Returns `Err(GrantEnded)` if there is no such
-    /// grant, or none any more.
+    /// Notes that a reader is done with the grant that `id` names. A reader that reports again counts once, and a report
+    /// after the end changes nothing. The last one ends the grant; then the result tells the observer when it is dropped.
+    /// Returns `Err(GrantEnded)` if there was no such grant.
     pub fn report(&self, id: &GrantId, reader: (ClusterId, u64)) -> Result<Option<UnreportedEnd>> {
+        if !same(&self.secret(id.slot, id.generation), &id.secret) {
+            return Err(ended());
+        }
         let mut state = self.state.lock();
-        let live = state.live(id).filter(|live| Instant::now() < live.grant.expires).ok_or_else(ended)?;
+        let Some(live) = state.live(id) else { return Ok(None) };
         if !live.reported.contains(&reader) {
             live.reported.push(reader);
         }
@@ -220,15 +231,43 @@ impl Grants {
         unreported.is_some()
     }
 
+    /// Ends a grant that the program has not got.
+    pub fn withdraw(&self, grant: &Arc<Grant>) {
+        let ended = self.take(&mut self.state.lock(), grant, GrantEnd::Revoked);
+        if let Some(mut ended) = ended {
+            ended.observer = None;
+        }
+    }
+
     fn take(&self, state: &mut State, grant: &Arc<Grant>, why: GrantEnd) -> Option<UnreportedEnd> {
-        grant.ended.set(why).ok()?;
+        self.mark_ended(grant, why)?;
         let slot = grant.id.slot;
         state.slots.get_mut(slot as usize)?.take();
         state.live -= 1;
         state.expiries.remove(&(grant.expires, slot));
-        self.generations.bump_grant(slot);
         state.free.push(slot);
-        Some(UnreportedEnd { observer: self.observer.clone(), grant: grant.clone(), why })
+        Some(UnreportedEnd { observer: Some(self.observer.clone()), grant: grant.clone(), why })
+    }
+
+    /// Marks a grant as ended, under the lock. Readers see the end before the program does, which may reuse the blocks
+    /// as soon as it sees it (`who_sees_the_end_knows_that_readers_see_it`). Returns `None` if the grant had ended.
+    fn mark_ended(&self, grant: &Grant, why: GrantEnd) -> Option<()> {
+        if grant.ended().is_some() {
+            return None;
+        }
+        self.generations.bump_grant(grant.id.slot);
+        grant.ended.set(why).ok()
+    }
+
+    /// Returns the secret of the grant in a place and generation.
+    fn secret(&self, slot: u32, generation: u64) -> [u8; 16] {
+        let mut secret = [0; 16];
+        // A key of any length is valid.
+        let Ok(mut mac) = Hmac::<Sha256>::new_from_slice(&self.key) else { return secret };
+        mac.update(&slot.to_le_bytes());
+        mac.update(&generation.to_le_bytes());
+        secret.copy_from_slice(&mac.finalize().into_bytes()[..16]);
+        secret
     }
 
     /// Ends all grants of a cache that was released.
@@ -263,7 +302,6 @@ impl Grants {
     /// Ends the grants whose time has passed. Called when the alarm goes off.
     pub fn expire(&self) {
         let mut state = self.state.lock();
-        state.alarm = None;
         while let Some(&(expires, slot)) = state.expiries.first()
             && expires <= Instant::now()
         {
@@ -276,20 +314,9 @@ impl Grants {
         }
     }
 
-    /// Returns the time for which an alarm must be set now, if there is none for that time yet.
-    pub fn next_alarm(&self) -> Option<Instant> {
-        let mut state = self.state.lock();
-        let &(expires, _) = state.expiries.first()?;
-        if state.alarm.is_some_and(|alarm| alarm <= expires) {
-            return None;
-        }
-        state.alarm = Some(expires);
-        Some(expires)
-    }
-
-    /// Notes that the alarm could not be set.
-    pub fn alarm_failed(&self) {
-        self.state.lock().alarm = None;
+    /// Returns when the first grant expires.
+    pub fn next_expiry(&self) -> Option<Instant> {
+        self.state.lock().expiries.first().map(|&(expires, _)| expires)
     }
 
     /// Returns the number of grants that have not ended.
@@ -304,10 +331,8 @@ impl Grants {
         state.live = 0;
         state.expiries.clear();
         let live = std::mem::take(&mut state.slots);
-        for grant in live.iter().flatten() {
-            if grant.grant.ended.set(GrantEnd::Released).is_ok() {
-                self.generations.bump_grant(grant.grant.id.slot);
-            }
+        for live in live.iter().flatten() {
+            self.mark_ended(&live.grant, GrantEnd::Released);
         }
         drop(state);
         drop(live);

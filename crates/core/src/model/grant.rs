@@ -1,5 +1,7 @@
 //! Grants: which one, the token that names it, and why it ended.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
 use super::ClusterId;
@@ -9,13 +11,13 @@ use crate::error::{Error, Result};
 const MAGIC: [u8; 4] = *b"LDG\x01";
 
 /// Names a grant at its owner.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct GrantId {
     /// Its place among the grants of the owner. Another grant takes the place after its end.
     pub slot: u32,
     /// The generation of the place while the grant lasts.
     pub generation: u64,
-    /// Random bytes, so that nobody can guess the id of a grant.
+    /// Bytes that only the owner can compute, so that nobody can guess the id of a grant. `Debug` never shows them.
     pub secret: [u8; 16],
 }
 
@@ -41,6 +43,13 @@ pub enum GrantEnd {
     Done,
     /// Its cache was released.
     Released,
+}
+
+impl fmt::Debug for GrantId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let GrantId { slot, generation, .. } = self;
+        f.debug_struct("GrantId").field("slot", slot).field("generation", generation).finish_non_exhaustive()
+    }
 }
 
 impl GrantEnd {

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use super::dial::Dialer;
 use super::handshake::Key;
-use super::link::{EngineId, Kind, Link, Peer};
+use super::link::{ANSWER_TIME, EngineId, Kind, Link, Peer};
 use super::message_io;
 use super::peer_memory::{self, PeerMemory};
 use super::registry::{DialStart, RIVAL_LINK, replaced_because};
@@ -135,9 +135,17 @@ impl Shared {
         let mut dials = None;
         if kind == Kind::Ensured {
             request.reached.set(Some((cluster, instance)));
-            match self.registry.begin_dial((cluster, instance), self.silence_limit())? {
-                DialStart::Linked(link) => return Ok(link),
-                DialStart::Dials(guard) => dials = Some(guard),
+            while dials.is_none() {
+                match self.registry.begin_dial((cluster, instance), self.silence_limit())? {
+                    // The peer lives, but its old link may lead nowhere.
+                    DialStart::Linked(link) if link.answers(ANSWER_TIME.min(deadline.left() / 2)) => {
+                        return Ok(link);
+                    }
+                    DialStart::Linked(link) => {
+                        self.registry.lost(&link, "the peer did not answer a ping");
+                    }
+                    DialStart::Dials(guard) => dials = Some(guard),
+                }
             }
         }
         // Memory is exchanged with descriptors, so only over a stream that carries them.

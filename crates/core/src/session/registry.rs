@@ -11,7 +11,7 @@ use hashbrown::{HashMap, HashSet};
 use super::communicator::{CommStatus, Communicator};
 use super::dials::{self, Decision, Dials};
 use super::limits::Connections;
-use super::link::{EngineId, Kind, Link, Peer, broken};
+use super::link::{EngineId, Kind, Link, broken};
 use super::poller::Bell;
 use super::refusals::{Reason, Refusal};
 use crate::error::{Error, ErrorKind, Result};
@@ -168,6 +168,10 @@ impl Registry {
         if let Some(link) = entries.working(Sought::Engine(to), silence_limit) {
             return Ok(DialStart::Linked(link.clone()));
         }
+        // The peer would enter a link that this side then refuses.
+        if let Some(rival) = entries.working(Sought::Cluster(to.0), silence_limit) {
+            return Err(taken((to, Kind::Ensured), rival));
+        }
         entries.dials.begin(to);
         Ok(DialStart::Dials(DialGuard { registry: self, to }))
     }
@@ -225,7 +229,7 @@ impl Registry {
         // Checked under the lock, so that one of two simultaneous links is refused. The check of the socket
         // does not wait.
         if let Some(rival) = all.iter().find(|old| replaces(link, old) && old.works(silence_limit)) {
-            return Err(taken(link, rival));
+            return Err(taken(((link.peer.cluster, link.peer.instance), link.kind), rival));
         }
         let (stale, kept): (Vec<Arc<Link>>, _) =
             all.drain(..).partition(|old| !old.alive() || replaces(link, old));
@@ -566,15 +570,14 @@ fn replaces(link: &Link, other: &Link) -> bool {
 }
 
 /// Returns the error for a link whose place a working link has.
-fn taken(link: &Link, rival: &Link) -> Error {
-    let Peer { cluster, instance, .. } = &link.peer;
-    let text = if rival.peer.instance == *instance {
+fn taken(((cluster, instance), kind): (EngineId, Kind), rival: &Link) -> Error {
+    let text = if rival.peer.instance == instance {
         format!("cluster {cluster} is linked already, and its link works")
     } else {
         format!("another process of cluster {cluster} is linked: two processes cannot share a cluster id")
     };
     // A link on demand may succeed later: the rival may be a process that has just ended.
-    let kind = if link.kind == Kind::Ensured { ErrorKind::AlreadyLinked } else { ErrorKind::LinkFailed };
+    let kind = if kind == Kind::Ensured { ErrorKind::AlreadyLinked } else { ErrorKind::LinkFailed };
     let error = Error::new(kind, text).with(RIVAL_LINK, &rival.peer.address);
     error.with("heard_ms_ago", rival.silent().as_millis())
 }

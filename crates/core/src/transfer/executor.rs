@@ -33,8 +33,9 @@ pub(crate) enum LaneKey {
     Calls(ClusterId),
     /// The notifications for one cluster. Calls may wait for them.
     Notifications(ClusterId),
-    /// Links on demand, to whichever peers: those that cannot be reached take no lanes of calls.
-    Links,
+    /// Links on demand. Peers that cannot be reached take no lanes of calls, and delay few of the other links: addresses
+    /// are spread over 16 keys.
+    Links(u8),
     /// Calls to several clusters. They may wait for each of them, so none of these lends its lanes.
     SeveralClusters,
 }

@@ -1,30 +1,57 @@
 //! Ends grants when their time has passed.
 
 use std::sync::{Arc, Weak};
+use std::time::Instant;
 
-use super::executor::{ExecutorHandle, Job};
+use super::executor::{Alarm, ExecutorHandle, Job};
 use crate::error::{Error, Result};
 use crate::grants::Grants;
+use crate::sync::Mutex;
 
-/// Sets an alarm for the grant that expires first, unless there is one already.
-pub(crate) fn watch_grants(lanes: &ExecutorHandle, grants: &Arc<Grants>) -> Result<()> {
-    let Some(when) = grants.next_alarm() else { return Ok(()) };
-    let expiry = GrantExpiry { lanes: lanes.clone(), grants: Arc::downgrade(grants) };
-    lanes.at(when, Box::new(expiry)).map(drop).inspect_err(|_| grants.alarm_failed())
+/// The clock of the grants of one engine: one alarm, for the grant that expires first.
+#[derive(Debug)]
+pub struct GrantClock {
+    lanes: ExecutorHandle,
+    grants: Arc<Grants>,
+    alarm: Mutex<Option<Alarm>>,
+}
+
+impl GrantClock {
+    pub(crate) fn new(lanes: &ExecutorHandle, grants: &Arc<Grants>) -> Arc<GrantClock> {
+        Arc::new(GrantClock { lanes: lanes.clone(), grants: grants.clone(), alarm: Mutex::default() })
+    }
+
+    /// Sets the alarm, unless it is set for an earlier time. Called after a grant was lent. Returns `Err(System)` if no
+    /// thread can be started.
+    pub(crate) fn watch(self: &Arc<Self>) -> Result<()> {
+        let mut alarm = self.alarm.lock();
+        let Some(when) = self.grants.next_expiry() else { return Ok(()) };
+        if alarm.is_some_and(|(set, _)| set <= when) {
+            return Ok(());
+        }
+        let expiry = GrantExpiry { clock: Arc::downgrade(self), when };
+        let replaced = alarm.replace(self.lanes.at(when, Box::new(expiry))?);
+        if let Some(replaced) = replaced {
+            self.lanes.forget(replaced);
+        }
+        Ok(())
+    }
 }
 
 /// Ends the grants whose time has passed.
 struct GrantExpiry {
-    lanes: ExecutorHandle,
-    grants: Weak<Grants>,
+    clock: Weak<GrantClock>,
+    when: Instant,
 }
 
 impl Job for GrantExpiry {
     fn run(self: Box<Self>) {
-        let Some(grants) = self.grants.upgrade() else { return };
-        grants.expire();
-        // Fails only while the engine closes: the clock, which runs this job, exists.
-        let _ = watch_grants(&self.lanes, &grants);
+        let Some(clock) = self.clock.upgrade() else { return };
+        clock.grants.expire();
+        // An alarm that was replaced while it went off is not the one that is set.
+        clock.alarm.lock().take_if(|(set, _)| *set == self.when);
+        // Fails only while the engine closes: the thread that runs this job exists.
+        let _ = clock.watch();
     }
 
     fn refused(self: Box<Self>, _: Error) {}

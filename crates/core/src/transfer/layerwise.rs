@@ -45,7 +45,7 @@ pub(crate) struct FoundDestination {
 /// Tensors of a layer that go to one remote cache.
 struct Part {
     cache: CacheId,
-    plan: CopyPlan,
+    plan: Arc<CopyPlan>,
 }
 
 impl Carrier for LayerPush {
@@ -99,7 +99,7 @@ impl LayerPush {
             notify: None,
             grant: None,
         };
-        let (rows, plan) = (|| fallible::copied(LAYERS, &found.local_rows), Arc::new(part.plan.clone()));
+        let (rows, plan) = (|| fallible::copied(LAYERS, &found.local_rows), part.plan.clone());
         call.counted(|| call.rounds(|known| call.push(known, &plan, rows()?)))
     }
 
@@ -133,7 +133,7 @@ impl LayerPush {
         let part = |index: u32| {
             let src = (range.first + index) * self.per_layer;
             let dst = (first_layer + index) * self.per_layer;
-            let part = Part { cache: known.cache, plan: plan.in_tensors(src, dst, self.per_layer) };
+            let part = Part { cache: known.cache, plan: Arc::new(plan.in_tensors(src, dst, self.per_layer)) };
             fallible::collect(LAYERS, std::iter::once(part))
         };
         let layers = fallible::try_collect(LAYERS, (0..range.end - range.first).map(part))?;
@@ -152,7 +152,7 @@ impl LayerPush {
             for run in locations.chunk_by(neighbours) {
                 let tensors = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
                 let plan = plans_of_tensors.plan(&link, run[0], deadline)?;
-                let plan = plan.in_tensors(tensors(src_tensor), run[0].tensor, tensors(run.len()));
+                let plan = Arc::new(plan.in_tensors(tensors(src_tensor), run[0].tensor, tensors(run.len())));
                 fallible::push(LAYERS, &mut parts, Part { cache: run[0].cache, plan })?;
                 src_tensor += run.len();
             }
@@ -204,7 +204,7 @@ impl TensorPlans<'_> {
         let mut moves = validate::layer_moves(local, &self.push.rows, self.push.to.src_row, to)?;
         let plan = CopyPlan::moves(&mut moves, CacheCount::Two)?;
         self.local_rows = moves.src_rows;
-        self.plans.push((place, plan.clone()));
+        fallible::push(LAYERS, &mut self.plans, (place, plan.clone()))?;
         Ok(plan)
     }
 
@@ -213,7 +213,7 @@ impl TensorPlans<'_> {
             return Ok(known.clone());
         }
         let known = ask(link, by_id(cache), deadline)?;
-        self.known.push(known.clone());
+        fallible::push(LAYERS, &mut self.known, known.clone())?;
         Ok(known)
     }
 }

@@ -33,7 +33,7 @@ pub use executor::Executor;
 #[cfg(feature = "testing")]
 pub use executor::ExecutorHandle;
 pub(crate) use executor::LaneKey;
-pub(crate) use grants::watch_grants;
+pub use grants::GrantClock;
 pub(crate) use group::{Group, GroupPart};
 pub use layer_task::LayerTask;
 pub(crate) use layerwise::LayerPush;
