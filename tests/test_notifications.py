@@ -121,7 +121,7 @@ def test_the_window_does_not_shrink(served: tuple[End, Peer]) -> None:
 
     eventually(all_there)
     for _ in range(1024 - 127):
-        # The last report of what was polled may still be on its way. Nobody polls any more, so a smaller window stays full.
+        # The last report of what was polled may still be on its way. Nobody polls now, so a smaller window stays full.
         eventually(lambda: accepted(near, b"x"))
 
 
