@@ -49,7 +49,7 @@ impl DataDist {
             execution.transfer().set_peer(peer);
             Ok(0)
         };
-        let (op, lanes, dials) = (Op::Link, LaneKey::Links, Some((address, options.cluster)));
+        let (op, lanes, dials) = (Op::Link, LaneKey::Links, Some(Box::new((address, options.cluster))));
         let purpose = CallPurpose { op, lanes, deadline, outgoing: None, dials, event: true };
         self.start(purpose, CallRows::of_all(Vec::new())?, Box::new(work))
     }

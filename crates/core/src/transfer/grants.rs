@@ -2,15 +2,15 @@
 
 use std::sync::{Arc, Weak};
 
-use super::executor::{ExecutorHandle, Job};
-use crate::error::{Error, Result};
+use super::executor::{Alarmed, ExecutorHandle};
+use crate::error::Result;
 use crate::grants::Grants;
 
 /// Sets an alarm for the grant that expires first, unless there is one already.
 pub(crate) fn watch_grants(lanes: &ExecutorHandle, grants: &Arc<Grants>) -> Result<()> {
     let Some(when) = grants.next_alarm() else { return Ok(()) };
     let expiry = GrantExpiry { lanes: lanes.clone(), grants: Arc::downgrade(grants) };
-    lanes.at(when, Box::new(expiry)).map(drop).inspect_err(|_| grants.alarm_failed())
+    lanes.at(when, Arc::new(expiry)).map(drop).inspect_err(|_| grants.alarm_failed())
 }
 
 /// Ends the grants whose time has passed.
@@ -19,13 +19,11 @@ struct GrantExpiry {
     grants: Weak<Grants>,
 }
 
-impl Job for GrantExpiry {
-    fn run(self: Box<Self>) {
+impl Alarmed for GrantExpiry {
+    fn due(self: Arc<Self>) {
         let Some(grants) = self.grants.upgrade() else { return };
         grants.expire();
-        // Fails only while the engine closes: the clock, which runs this job, exists.
+        // Fails only while the engine closes: the clock, which calls this, exists.
         let _ = watch_grants(&self.lanes, &grants);
     }
-
-    fn refused(self: Box<Self>, _: Error) {}
 }
