@@ -13,3 +13,4 @@ pub use cache::{Cache, Origin};
 pub use pins::{CallRows, Pin, WaitingCall, rows_of_a_pin, unpinned};
 pub use row_turns::RowUse;
 pub use table::{Table, TableState};
+pub use turn::OnOpened;

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use super::cache::Cache;
 use super::row_turns::{MAX_COUNTERS, PINS, RowTurns, RowUse};
-use super::turn::CallTurn;
+use super::turn::{CallTurn, OnOpened};
 use crate::error::{Error, Result};
 use crate::fallible;
 use crate::model::Deadline;
@@ -104,7 +104,7 @@ impl CallRows {
 
     /// Puts a call into the queues of its rows. Each time that they have all become free, `opened` is called on the
     /// thread that frees the last one, without a lock. It must be short.
-    pub fn enter(self, passes: bool, opened: Option<Box<dyn Fn() + Send + Sync>>) -> Result<WaitingCall> {
+    pub fn enter(self, passes: bool, opened: Option<Arc<dyn OnOpened>>) -> Result<WaitingCall> {
         let turn = CallTurn::new(opened);
         let mut locked = self.lock()?;
         let entered = self.enter_locked(&mut locked, passes, &turn);

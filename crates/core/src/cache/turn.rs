@@ -8,6 +8,18 @@ use std::time::Duration;
 
 use crate::sync::{AtomicUsize, Condvar, Mutex, Ordering};
 
+/// What is told that nothing blocks a waiting call any more.
+pub trait OnOpened: Send + Sync {
+    /// Called on the thread that frees the last row, without a lock. It must be short.
+    fn opened(self: Arc<Self>);
+}
+
+impl<F: Fn() + Send + Sync> OnOpened for F {
+    fn opened(self: Arc<Self>) {
+        self();
+    }
+}
+
 /// The turn of one waiting call.
 pub(super) struct CallTurn {
     /// Number of caches in which a row is not free. Changes under the lock of the cache.
@@ -15,11 +27,11 @@ pub(super) struct CallTurn {
     lock: Mutex<()>,
     changed: Condvar,
     /// Called when nothing blocks the call any more. It may be too late by then, or be called twice.
-    opened: Option<Box<dyn Fn() + Send + Sync>>,
+    opened: Option<Arc<dyn OnOpened>>,
 }
 
 impl CallTurn {
-    pub(super) fn new(opened: Option<Box<dyn Fn() + Send + Sync>>) -> Arc<Self> {
+    pub(super) fn new(opened: Option<Arc<dyn OnOpened>>) -> Arc<Self> {
         Arc::new(CallTurn {
             blocking: AtomicUsize::new(0),
             lock: Mutex::default(),
@@ -81,7 +93,7 @@ fn announce_one_by_one(turn: Arc<CallTurn>) {
     let _end = EndOfAnnouncing;
     while let Some(turn) = ANNOUNCING.with_borrow_mut(|later| later.as_mut().and_then(VecDeque::pop_front)) {
         if let Some(opened) = &turn.opened {
-            opened();
+            opened.clone().opened();
         }
     }
 }

@@ -57,8 +57,8 @@ impl DataDist {
             execution.transfer().set_peer(peer);
             Ok(0)
         };
-        let (op, lanes, dials) =
-            (Op::Link, LaneKey::Links(lanes_of(&address)), Some((address, options.cluster)));
+        let (op, lanes) = (Op::Link, LaneKey::Links(lanes_of(&address)));
+        let dials = Some(Box::new((address, options.cluster)));
         let purpose = CallPurpose { op, lanes, deadline, outgoing: None, dials, event: true };
         self.start(purpose, CallRows::of_all(Vec::new())?, Box::new(work))
     }

@@ -13,4 +13,5 @@ pub use await_queue::AwaitQueue;
 pub(crate) use notification::NotificationSource;
 pub use notification::{LinkEnd, Notification, PeerInfo};
 pub use queue::{Event, EventQueue};
+pub(crate) use transfer::Stops;
 pub use transfer::{Transfer, TransferProgress};

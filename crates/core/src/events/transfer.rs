@@ -4,7 +4,7 @@
 //! [`finish`](Transfer::finish); `transfer::async_call` ensures that it does.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
 use super::await_queue::AwaitQueue;
@@ -51,8 +51,11 @@ pub struct Transfer {
     changed: Condvar,
 }
 
-/// Ends a transfer that has not begun, with the given error.
-pub(crate) type Stop = Box<dyn FnOnce(Error) + Send>;
+/// What runs a transfer, if it can end the transfer before it has begun.
+pub(crate) trait Stops: Send + Sync {
+    /// Ends the transfer with the error `why`, unless it has begun.
+    fn stop(&self, why: Error);
+}
 
 #[derive(Default)]
 struct State {
@@ -68,7 +71,7 @@ struct State {
     closing: bool,
     /// Whether a cancellation is refused from now on.
     committed: bool,
-    stop: Option<Stop>,
+    stop: Option<Weak<dyn Stops>>,
     /// The number of bytes moved, or the failure.
     outcome: Option<Result<u64>>,
     nanos: u64,
@@ -130,7 +133,7 @@ impl Transfer {
     }
 
     /// Sets what ends the transfer while it has not begun. It is called at most once, without a lock.
-    pub(crate) fn stop_with(&self, stop: Stop) {
+    pub(crate) fn stop_with(&self, stop: Weak<dyn Stops>) {
         self.state.lock().stop = Some(stop);
     }
 
@@ -280,7 +283,8 @@ impl Transfer {
         if state.outcome.is_some() { state.nanos } else { self.elapsed() }
     }
 
-    fn elapsed(&self) -> u64 {
+    /// Returns how many nanoseconds have passed since it was started.
+    pub(crate) fn elapsed(&self) -> u64 {
         u64::try_from(self.started.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 
@@ -316,8 +320,10 @@ impl Transfer {
 fn stop(mut state: MutexGuard<'_, State>) {
     let stop = state.stop.take().zip(state.stopped());
     drop(state);
-    if let Some((stop, error)) = stop {
-        stop(error);
+    if let Some((stop, error)) = stop
+        && let Some(stop) = stop.upgrade()
+    {
+        stop.stop(error);
     }
 }
 

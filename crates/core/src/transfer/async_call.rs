@@ -14,14 +14,14 @@
 
 use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock, Weak};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use super::executor::{Alarm, ExecutorHandle, Job, LaneKey};
+use super::executor::{Alarm, Alarmed, ExecutorHandle, Job, LaneKey};
 use super::on_lane::OnLane;
 use super::running_calls::{RunningCall, RunningCalls};
-use crate::cache::{CallRows, Pin, WaitingCall};
+use crate::cache::{CallRows, OnOpened, Pin, WaitingCall};
 use crate::error::{Error, ErrorKind, Result};
-use crate::events::Transfer;
+use crate::events::{Stops, Transfer};
 use crate::model::{ClusterId, Deadline};
 use crate::resources::{OutgoingCall, Resources};
 use crate::stats::Op;
@@ -40,7 +40,7 @@ pub(crate) struct CallPurpose {
     /// Whether it calls that cluster. Set before the call waits for a row.
     pub(crate) outgoing: Option<OutgoingCall>,
     /// The address that it dials, and the cluster that must answer, for errors.
-    pub(crate) dials: Option<(SocketAddr, Option<ClusterId>)>,
+    pub(crate) dials: Option<Box<(SocketAddr, Option<ClusterId>)>>,
     /// Whether its end is an event.
     pub(crate) event: bool,
 }
@@ -53,7 +53,6 @@ pub(super) struct AsyncCall {
     resources: Weak<Resources>,
     running: Arc<RunningCalls>,
     purpose: CallPurpose,
-    started: Instant,
     stage: Mutex<CallStage>,
 }
 
@@ -87,29 +86,17 @@ impl AsyncCall {
             resources: Arc::downgrade(resources),
             running: running.clone(),
             purpose,
-            started: Instant::now(),
             stage: Mutex::new(CallStage { work: Some(work), ..CallStage::default() }),
         });
-        let weak = Arc::downgrade(&call);
-        transfer.stop_with(Box::new(move |error| {
-            if let Some(call) = weak.upgrade() {
-                call.stop(error);
-            }
-        }));
+        let stops: Weak<Self> = Arc::downgrade(&call);
+        transfer.stop_with(stops);
         call
     }
 
     /// Enters the queues of its rows. The call may run, and end, before this returns.
     pub(super) fn wait_for(self: &Arc<Self>, rows: CallRows) -> Result<()> {
-        let (opened, expired) = (Arc::downgrade(self), Arc::downgrade(self));
-        let submit = move || {
-            if let Some(call) = opened.upgrade() {
-                call.submit();
-            }
-        };
-        let waiting = rows.enter(false, Some(Box::new(submit)))?;
-        let alarm =
-            self.lanes.at(Instant::now() + self.purpose.deadline.left(), Box::new(Expiry(expired)))?;
+        let waiting = rows.enter(false, Some(self.clone()))?;
+        let alarm = self.lanes.at(Instant::now() + self.purpose.deadline.left(), self.clone())?;
         let mut stage = self.stage.lock();
         let stopped = stage.work.is_none();
         if !stopped {
@@ -137,7 +124,7 @@ impl AsyncCall {
         }
         stage.queued = true;
         drop(stage);
-        let job = self.lanes.carry(self.purpose.lanes, Box::new(CallJob(self.clone())));
+        let job = self.lanes.carry(self.purpose.lanes, self.clone());
         let mut stage = self.stage.lock();
         if stage.work.is_some() {
             stage.job = job;
@@ -148,7 +135,7 @@ impl AsyncCall {
     }
 
     /// Ends the call with `error`, unless a lane has begun it.
-    fn stop(&self, error: Error) {
+    fn end_waiting(&self, error: Error) {
         let mut stage = self.stage.lock();
         let (work, rows, job) = (stage.work.take(), stage.rows.take(), stage.job.take());
         drop(stage);
@@ -166,7 +153,7 @@ impl AsyncCall {
         if let (Some(_), LaneKey::Calls(cluster)) = (&self.purpose.outgoing, self.purpose.lanes) {
             error = error.with("cluster", cluster);
         }
-        let Some((address, cluster)) = self.purpose.dials else { return error };
+        let Some(&(address, cluster)) = self.purpose.dials.as_deref() else { return error };
         let error = cluster.into_iter().fold(error, |error, cluster| error.with("cluster", cluster));
         error.with("address", address)
     }
@@ -192,11 +179,11 @@ impl AsyncCall {
             if rows.is_open() { "waiting for a thread" } else { "waiting for blocks that another call uses" };
         let error = rows.named(self.purpose.deadline.error(doing));
         drop(stage);
-        self.stop(error);
+        self.end_waiting(error);
     }
 
     /// Runs the work, unless the call was stopped.
-    fn run(self: Arc<Self>) {
+    fn begin(self: Arc<Self>) {
         let mut stage = self.stage.lock();
         let (Some(work), Some(rows)) = (stage.work.take(), stage.rows.take()) else { return };
         drop(stage);
@@ -215,7 +202,7 @@ impl AsyncCall {
     /// Ends the call. Nothing of it may touch memory any more.
     fn end(&self, outcome: Result<u64>) {
         self.forget_alarm();
-        let took = self.started.elapsed();
+        let took = Duration::from_nanos(self.transfer.elapsed());
         // Before anybody learns of the end, and may look at the counters.
         if let Some(resources) = self.resources.upgrade() {
             resources.stats.counted(self.purpose.op, took, outcome.is_ok());
@@ -228,6 +215,37 @@ impl AsyncCall {
 impl RunningCall for AsyncCall {
     fn close(&self) {
         self.transfer.close();
+    }
+}
+
+impl Stops for AsyncCall {
+    fn stop(&self, why: Error) {
+        self.end_waiting(why);
+    }
+}
+
+/// Its rows are free.
+impl OnOpened for AsyncCall {
+    fn opened(self: Arc<Self>) {
+        self.submit();
+    }
+}
+
+/// A lane is free for it.
+impl Job for AsyncCall {
+    fn run(self: Arc<Self>) {
+        self.begin();
+    }
+
+    fn refused(self: Arc<Self>, why: Error) {
+        self.end_waiting(why);
+    }
+}
+
+/// Its deadline has passed.
+impl Alarmed for AsyncCall {
+    fn due(self: Arc<Self>) {
+        self.late();
     }
 }
 
@@ -274,32 +292,6 @@ impl Drop for Execution {
         let missing = || Err(Error::new(ErrorKind::System, text));
         self.call.end(self.outcome.lock().take().unwrap_or_else(missing));
     }
-}
-
-/// Runs a call on a lane.
-struct CallJob(Arc<AsyncCall>);
-
-impl Job for CallJob {
-    fn run(self: Box<Self>) {
-        self.0.run();
-    }
-
-    fn refused(self: Box<Self>, why: Error) {
-        self.0.stop(why);
-    }
-}
-
-/// Stops a call that no lane has begun before its deadline.
-struct Expiry(Weak<AsyncCall>);
-
-impl Job for Expiry {
-    fn run(self: Box<Self>) {
-        if let Some(call) = self.0.upgrade() {
-            call.late();
-        }
-    }
-
-    fn refused(self: Box<Self>, _: Error) {}
 }
 
 impl std::fmt::Debug for AsyncCall {

@@ -41,12 +41,18 @@ pub(crate) enum LaneKey {
 }
 
 /// Work for a lane. It is run or refused, exactly once.
-pub(crate) trait Job: Send {
+pub(crate) trait Job: Send + Sync {
     /// Does the work.
-    fn run(self: Box<Self>);
+    fn run(self: Arc<Self>);
 
     /// Called instead of [`run`](Self::run) if no lane will ever do the work.
-    fn refused(self: Box<Self>, why: Error);
+    fn refused(self: Arc<Self>, why: Error);
+}
+
+/// What the clock calls at a set time.
+pub(crate) trait Alarmed: Send + Sync {
+    /// Called once, at that time or a little later. It must be short.
+    fn due(self: Arc<Self>);
 }
 
 /// The lanes of one engine. Drop refuses the jobs that have not begun, and waits for the lanes to end.
@@ -59,7 +65,7 @@ pub struct Executor {
 #[derive(Clone, Default)]
 pub struct ExecutorHandle(Arc<Shared>);
 
-/// Identifies a job that runs at a set time.
+/// Identifies a call of the clock at a set time.
 pub(crate) type Alarm = (Instant, u64);
 
 #[derive(Default)]
@@ -77,7 +83,7 @@ struct Shared {
 #[derive(Default)]
 struct State {
     /// Jobs that may run now, each with its cluster.
-    jobs: VecDeque<(LaneKey, Box<dyn Job>)>,
+    jobs: VecDeque<(LaneKey, Arc<dyn Job>)>,
     clusters: HashMap<LaneKey, ClusterJobs>,
     /// Lanes that wait for jobs, including those that are only starting.
     idle: usize,
@@ -86,7 +92,7 @@ struct State {
     waking: bool,
     lanes: usize,
     last_job: u64,
-    alarms: BTreeMap<Alarm, Box<dyn Job>>,
+    alarms: BTreeMap<Alarm, Arc<dyn Alarmed>>,
     last_alarm: u64,
     /// Whether the clock thread runs.
     clock: bool,
@@ -101,7 +107,7 @@ struct ClusterJobs {
     /// Jobs that are running or about to run.
     taken: usize,
     /// Jobs that wait until one of the others ends, by number, in order of arrival.
-    waiting: BTreeMap<u64, Box<dyn Job>>,
+    waiting: BTreeMap<u64, Arc<dyn Job>>,
 }
 
 impl State {
@@ -120,7 +126,7 @@ impl State {
     /// Takes the next job for the lane whose last job was for `last`: another one for that cluster if no other
     /// lane works for it. So a cluster keeps its lane as long as it has work
     /// (`every_cluster_gets_a_lane_and_at_most_32`).
-    fn next(&mut self, last: Option<LaneKey>) -> Option<(LaneKey, Box<dyn Job>)> {
+    fn next(&mut self, last: Option<LaneKey>) -> Option<(LaneKey, Arc<dyn Job>)> {
         let alone = |cluster: &LaneKey| {
             let queued = self.jobs.iter().filter(|(to, _)| to == cluster).count();
             self.clusters.get(cluster).is_some_and(|at| at.taken == queued)
@@ -143,7 +149,7 @@ impl State {
     }
 
     /// Takes every job that is not at work.
-    fn all(&mut self) -> Vec<Box<dyn Job>> {
+    fn all(&mut self) -> Vec<Arc<dyn Job>> {
         let ready: Vec<_> = self.jobs.drain(..).collect();
         let waiting: Vec<_> =
             self.clusters.values_mut().flat_map(|at| std::mem::take(&mut at.waiting).into_values()).collect();
@@ -165,7 +171,7 @@ impl ExecutorHandle {
     /// Has the next free lane run `job`, which is for `cluster`. Never waits for a lane. If no thread can be
     /// started, the existing lanes run the job; without any lane, it is refused
     /// (`a_lane_that_cannot_be_started`). Returns the number of the job if it waits for others of its cluster.
-    pub(crate) fn carry(&self, cluster: LaneKey, job: Box<dyn Job>) -> Option<u64> {
+    pub(crate) fn carry(&self, cluster: LaneKey, job: Arc<dyn Job>) -> Option<u64> {
         let mut state = self.0.state.lock();
         if state.closed {
             drop(state);
@@ -212,13 +218,13 @@ impl ExecutorHandle {
     }
 
     /// Returns a job that still waits for others of its cluster, and forgets it.
-    pub(crate) fn withdraw(&self, cluster: LaneKey, number: u64) -> Option<Box<dyn Job>> {
+    pub(crate) fn withdraw(&self, cluster: LaneKey, number: u64) -> Option<Arc<dyn Job>> {
         self.0.state.lock().clusters.get_mut(&cluster)?.waiting.remove(&number)
     }
 
-    /// Runs `job` at `when`. The job must be short. It is dropped if it is [forgotten](Self::forget) before,
-    /// or if the engine closes. Returns `Err` if the engine has closed or no thread can be started.
-    pub(crate) fn at(&self, when: Instant, job: Box<dyn Job>) -> Result<Alarm> {
+    /// Calls `alarmed` at `when`. It is dropped if the alarm is [forgotten](Self::forget) before, or if the engine
+    /// closes. Returns `Err` if the engine has closed or no thread can be started.
+    pub(crate) fn at(&self, when: Instant, alarmed: Arc<dyn Alarmed>) -> Result<Alarm> {
         let mut state = self.0.state.lock();
         if state.closed {
             return Err(Error::closed());
@@ -229,7 +235,7 @@ impl ExecutorHandle {
         }
         let alarm = (when, state.last_alarm);
         state.last_alarm += 1;
-        state.alarms.insert(alarm, job);
+        state.alarms.insert(alarm, alarmed);
         // Otherwise the clock looks at the alarms in time anyway. Waking it for each call that runs alone took a third of
         // the time of starting one.
         let early = state.clock_wakes.is_some_and(|wakes| when < wakes);
@@ -240,7 +246,7 @@ impl ExecutorHandle {
         Ok(alarm)
     }
 
-    /// Cancels the job of an alarm that has not run yet.
+    /// Cancels an alarm that has not come yet.
     pub(crate) fn forget(&self, alarm: Alarm) {
         let mut state = self.0.state.lock();
         let forgotten = state.alarms.remove(&alarm);
@@ -348,8 +354,8 @@ impl Shared {
             if left.is_some_and(|left| left.is_zero()) {
                 let due = state.alarms.pop_first();
                 drop(state);
-                if let Some((_, job)) = due {
-                    run(job);
+                if let Some((_, alarmed)) = due {
+                    let _ = catch_unwind(AssertUnwindSafe(|| alarmed.due()));
                 }
                 state = self.state.lock();
                 continue;
@@ -371,7 +377,7 @@ impl Shared {
 }
 
 /// Runs a job. A job that panics reports it when it is dropped, and does not end its lane.
-fn run(job: Box<dyn Job>) {
+fn run(job: Arc<dyn Job>) {
     let _ = catch_unwind(AssertUnwindSafe(|| job.run()));
 }
 

@@ -3,8 +3,8 @@
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
-use super::executor::{Alarm, ExecutorHandle, Job};
-use crate::error::{Error, Result};
+use super::executor::{Alarm, Alarmed, ExecutorHandle};
+use crate::error::Result;
 use crate::grants::Grants;
 use crate::sync::Mutex;
 
@@ -30,7 +30,7 @@ impl GrantClock {
             return Ok(());
         }
         let expiry = GrantExpiry { clock: Arc::downgrade(self), when };
-        let replaced = alarm.replace(self.lanes.at(when, Box::new(expiry))?);
+        let replaced = alarm.replace(self.lanes.at(when, Arc::new(expiry))?);
         if let Some(replaced) = replaced {
             self.lanes.forget(replaced);
         }
@@ -44,8 +44,8 @@ struct GrantExpiry {
     when: Instant,
 }
 
-impl Job for GrantExpiry {
-    fn run(self: Box<Self>) {
+impl Alarmed for GrantExpiry {
+    fn due(self: Arc<Self>) {
         let Some(clock) = self.clock.upgrade() else { return };
         clock.grants.expire();
         // An alarm that was replaced while it went off is not the one that is set.
@@ -53,6 +53,4 @@ impl Job for GrantExpiry {
         // Fails only while the engine closes: the thread that runs this job exists.
         let _ = clock.watch();
     }
-
-    fn refused(self: Box<Self>, _: Error) {}
 }

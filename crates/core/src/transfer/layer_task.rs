@@ -1,6 +1,6 @@
 //! A task whose layers the caller reports, in any order and from any thread, with a transfer for each destination.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use super::async_calls::AsyncCalls;
 use super::delivery::{Delivery, TaskLimits};
@@ -8,7 +8,7 @@ use super::executor::ExecutorHandle;
 use super::running_calls::RunningCall;
 use super::task::{Outlet, Task};
 use crate::error::{Error, ErrorKind, Result};
-use crate::events::Transfer;
+use crate::events::{Stops, Transfer};
 use crate::fallible;
 
 /// Maximum length of the reason of a failed layer, in characters. The rest is cut.
@@ -110,18 +110,14 @@ fn create(
     let copied = fallible::collect("the transfers of a task", transfers.iter().cloned())?;
     let outlet = Outlet::Transfers { transfers: copied, running: running.clone() };
     let task = Task::new(lanes.clone(), layers, deliveries, limits, outlet)?;
-    for (index, transfer) in transfers.iter().enumerate() {
-        let weak = Arc::downgrade(&task);
-        transfer.stop_with(Box::new(move |error| {
-            if let Some(task) = weak.upgrade() {
-                task.stop(index, error);
-            }
-        }));
-    }
-    let of = |transfer: &Arc<Transfer>| -> (u64, Arc<dyn RunningCall>) {
-        (transfer.number(), Arc::new(RunningDelivery { transfer: transfer.clone(), _task: task.clone() }))
+    let of = |(index, transfer): (usize, &Arc<Transfer>)| -> (u64, Arc<dyn RunningCall>) {
+        let (transfer, task) = (transfer.clone(), task.clone());
+        let delivery = Arc::new(RunningDelivery { transfer, task, index });
+        let stops: Weak<RunningDelivery> = Arc::downgrade(&delivery);
+        delivery.transfer.stop_with(stops);
+        (delivery.transfer.number(), delivery)
     };
-    running.enter_all(transfers.iter().map(of))?;
+    running.enter_all(transfers.iter().enumerate().map(of))?;
     task.watch();
     Ok(task)
 }
@@ -130,7 +126,14 @@ fn create(
 #[derive(Debug)]
 struct RunningDelivery {
     transfer: Arc<Transfer>,
-    _task: Arc<Task>,
+    task: Arc<Task>,
+    index: usize,
+}
+
+impl Stops for RunningDelivery {
+    fn stop(&self, why: Error) {
+        self.task.stop(self.index, why);
+    }
 }
 
 impl RunningCall for RunningDelivery {

@@ -16,7 +16,7 @@ pub(crate) fn notify(
 ) -> Result<()> {
     if link.accept_notification(message)? {
         lanes
-            .carry(LaneKey::Notifications(link.cluster()), Box::new(NotifyJob { link: link.clone(), limit }));
+            .carry(LaneKey::Notifications(link.cluster()), Arc::new(NotifyJob { link: link.clone(), limit }));
     }
     Ok(())
 }
@@ -28,11 +28,11 @@ struct NotifyJob {
 }
 
 impl Job for NotifyJob {
-    fn run(self: Box<Self>) {
+    fn run(self: Arc<Self>) {
         self.link.send_notifications(self.limit);
     }
 
-    fn refused(self: Box<Self>, why: Error) {
+    fn refused(self: Arc<Self>, why: Error) {
         self.link.give_up_notifications(&why);
     }
 }

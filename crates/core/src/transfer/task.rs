@@ -14,7 +14,7 @@ use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use super::delivery::{Carrier, Delivery, DeliveryState, ReadyLayer, ReportedLayers, TaskLimits};
-use super::executor::{ExecutorHandle, Job, LaneKey};
+use super::executor::{Alarmed, ExecutorHandle, Job, LaneKey};
 use super::on_lane::OnLane;
 use super::running_calls::RunningCalls;
 use super::task_state::TaskState;
@@ -138,7 +138,7 @@ impl Task {
     /// Hands a destination, which is marked as queued, to the lanes.
     fn send(self: &Arc<Self>, index: usize, lanes: LaneKey) {
         let job = CarryJob { task: self.clone(), index, why: None, over: false };
-        self.lanes.carry(lanes, Box::new(job));
+        self.lanes.carry(lanes, Arc::new(job));
     }
 
     /// Fails the destination at `index` unless it has ended. A layer in transit is still pushed.
@@ -209,7 +209,7 @@ impl Task {
         if state.ended || state.alarm.is_some_and(|(at, _)| at <= when) {
             return Ok(());
         }
-        let alarm = self.lanes.at(when, Box::new(Late(Arc::downgrade(self))))?;
+        let alarm = self.lanes.at(when, Arc::new(Late(Arc::downgrade(self))))?;
         if let Some(later) = state.alarm.replace(alarm) {
             self.lanes.forget(later);
         }
@@ -250,15 +250,13 @@ impl Drop for Task {
 /// Checks what is late.
 struct Late(Weak<Task>);
 
-impl Job for Late {
-    fn run(self: Box<Self>) {
+impl Alarmed for Late {
+    fn due(self: Arc<Self>) {
         let Some(task) = self.0.upgrade() else { return };
         // If another alarm has replaced this one, it was for an earlier moment, and comes at once.
         task.state.lock().alarm = None;
         task.watch();
     }
-
-    fn refused(self: Box<Self>, _: Error) {}
 }
 
 /// The work of a lane for one destination: pushes what is ready.
@@ -279,33 +277,37 @@ enum CarryStep {
 }
 
 impl Job for CarryJob {
-    fn run(mut self: Box<Self>) {
-        let task = self.task.clone();
+    fn run(self: Arc<Self>) {
+        // The lane has the only reference, here and below.
+        let Some(mut job) = Arc::into_inner(self) else { return };
+        let task = job.task.clone();
         let transfer = match &task.outlet {
             Outlet::List(_) => None,
-            Outlet::Transfers { transfers, .. } => Some(&transfers[self.index]),
+            Outlet::Transfers { transfers, .. } => Some(&transfers[job.index]),
         };
         let _lane = transfer.map(OnLane::of);
         loop {
-            match self.next() {
+            match job.next() {
                 CarryStep::Find(carrier, since) => {
-                    let found = carrier.find(self.deadline(since));
+                    let found = carrier.find(job.deadline(since));
                     drop(carrier);
-                    self.note_found(found, transfer);
+                    job.note_found(found, transfer);
                 }
                 CarryStep::Layer(carrier, ReadyLayer { layer, since }) => {
-                    let moved = carrier.layer(layer, self.deadline(since));
+                    let moved = carrier.layer(layer, job.deadline(since));
                     drop(carrier);
-                    self.note_moved(moved, transfer);
+                    job.note_moved(moved, transfer);
                 }
                 CarryStep::Rest => break,
             }
         }
-        self.over = true;
+        job.over = true;
     }
 
-    fn refused(mut self: Box<Self>, why: Error) {
-        self.why = Some(why);
+    fn refused(self: Arc<Self>, why: Error) {
+        if let Some(mut job) = Arc::into_inner(self) {
+            job.why = Some(why);
+        }
     }
 }
 

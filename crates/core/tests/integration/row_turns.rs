@@ -100,7 +100,7 @@ impl Twin {
             Step::Enter(asked) => {
                 let notified = Arc::new(AtomicBool::new(false));
                 let tell = notified.clone();
-                let opened = Box::new(move || tell.store(true, Ordering::SeqCst));
+                let opened = Arc::new(move || tell.store(true, Ordering::SeqCst));
                 let call = self.rows(&asked).enter(asked.passes, Some(opened)).unwrap();
                 let was_open = call.is_open();
                 self.calls.push((asked, State::Waits { call, notified, was_open }));
