@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any, Callable
 
 import pytest
@@ -28,6 +28,7 @@ from peers import (
     End,
     Ends,
     Peer,
+    Stranger,
     by_blocks,
     check_pull,
     eventually,
@@ -240,6 +241,35 @@ def test_the_deadline_counts_from_the_call(ends: Ends) -> None:
             assert "cluster=7" in text
             assert "limit_ms=400" in text
     assert code(near.dist.ensure_link(nowhere(), timeout_ms=100)) == TIMEOUT
+
+
+def test_many_silent_addresses_do_not_hold_up_the_others(ends: Ends) -> None:
+    near, far = ends.near(), ends.peer(options(listen="127.0.0.1:0"))
+    with ExitStack() as doors:
+        silent = [doors.enter_context(Stranger()) for _ in range(48)]
+        calls = [near.dist.ensure_link(door.at, timeout_ms=LIMIT_MS) for door in silent]
+        # The calls to silent addresses keep their threads for much longer.
+        assert ensure(near, far.address, timeout_ms=4000).cluster_id == 2
+        assert not any(call.done() for call in calls)
+        for call in calls:
+            assert call.cancel()
+
+
+def test_a_process_with_the_id_of_a_linked_peer_is_not_told_of_a_link(apart: tuple[End, Peer], ends: Ends) -> None:
+    """The attempt repeats until its limit and can be cancelled. The other process sees no link that comes and goes."""
+    near, far = apart
+    ensure(near, far.address)
+    rival = ends.peer(options(listen="127.0.0.1:0"))
+    assert rival.downs() == []
+    call = near.dist.ensure_link(rival.address, timeout_ms=700)
+    error = call.exception(LIMIT_MS)
+    assert (code(call), "two processes cannot share a cluster id" in str(error)) == (TIMEOUT, True), error
+    assert (rival.downs(), rival.links()) == ([], [])
+    call = near.dist.ensure_link(rival.address, timeout_ms=LIMIT_MS)
+    time.sleep(0.3)  # some attempts
+    assert call.cancel()
+    assert (code(call), call.cancelled()) == ("LLM_FAILED", True)
+    check_pull(near, far)
 
 
 def test_calls_can_be_cancelled(ends: Ends) -> None:
