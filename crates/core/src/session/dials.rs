@@ -2,7 +2,7 @@
 //!
 //! Two steps decide, each under the lock of the registry of its side:
 //!
-//! 1. The dialling side knows the peer after its welcome. If it has a link to that engine, it uses the link. Otherwise it
+//! 1. The dialing side knows the peer after its welcome. If it has a link to that engine, it uses the link. Otherwise it
 //!    records that it dials the engine, until the attempt has ended, and only then confirms the connection.
 //! 2. The accepting side, when it gets the confirmation, [decides](decide): it does not enter the connection if it has a
 //!    link to that engine, or if it dials the engine itself and its own id is the lower one.
