@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::sync::{AtomicUsize, Condvar, Mutex, Ordering};
 
-/// What is told that nothing blocks a waiting call any more.
+/// What is notified when nothing blocks a waiting call any more.
 pub trait OnOpened: Send + Sync {
     /// Called on the thread that frees the last row, without a lock. It must be short.
     fn opened(self: Arc<Self>);

@@ -16,9 +16,9 @@ const LONG: Duration = Duration::from_secs(3600);
 
 /// Records every end in its order.
 #[derive(Debug, Default)]
-struct Told(Mutex<Vec<(GrantId, GrantEnd)>>);
+struct Reported(Mutex<Vec<(GrantId, GrantEnd)>>);
 
-impl GrantObserver for Told {
+impl GrantObserver for Reported {
     fn grant_ended(&self, grant: &Arc<Grant>, why: GrantEnd) {
         self.0.lock().unwrap().push((grant.id(), why));
     }
@@ -28,10 +28,10 @@ impl GrantObserver for Told {
     }
 }
 
-fn grants() -> (Arc<Generations>, Arc<Told>, Arc<Grants>) {
-    let (generations, told) = (Arc::new(Generations::new().unwrap()), Arc::new(Told::default()));
-    let grants = Grants::new(generations.clone(), told.clone()).unwrap();
-    (generations, told, grants)
+fn grants() -> (Arc<Generations>, Arc<Reported>, Arc<Grants>) {
+    let (generations, reported_ends) = (Arc::new(Generations::new().unwrap()), Arc::new(Reported::default()));
+    let grants = Grants::new(generations.clone(), reported_ends.clone()).unwrap();
+    (generations, reported_ends, grants)
 }
 
 fn rows(rows: &[u64]) -> RowRanges {
@@ -91,7 +91,7 @@ fn forged(id: GrantId, bit: usize) -> GrantId {
 }
 
 fn run(steps: Vec<Step>) {
-    let (generations, told, grants) = grants();
+    let (generations, reported_ends, grants) = grants();
     let (mut twins, mut expected): (Vec<Twin>, Vec<(GrantId, GrantEnd)>) = (Vec::new(), Vec::new());
     let mut reads: Vec<(usize, GrantedRead)> = Vec::new();
     for step in steps {
@@ -162,12 +162,12 @@ fn run(steps: Vec<Step>) {
             assert_eq!(idle, reads.iter().all(|&(of, _)| of != index));
         }
         assert_eq!(grants.live(), twins.iter().filter(|twin| twin.ended.is_none()).count());
-        assert_eq!(*told.0.lock().unwrap(), expected);
+        assert_eq!(*reported_ends.0.lock().unwrap(), expected);
     }
     grants.close();
     assert!(twins.iter().all(|twin| twin.grant.ended().is_some()));
     assert_eq!(grants.lend(CacheId(1), rows(&[1]), LONG, 1).unwrap_err().kind(), ErrorKind::Closed);
-    assert_eq!(*told.0.lock().unwrap(), expected, "a closing engine tells nobody");
+    assert_eq!(*reported_ends.0.lock().unwrap(), expected, "a closing engine reports nothing");
 }
 
 fn open(twin: &Twin) -> Result<(), ErrorKind> {
@@ -222,14 +222,14 @@ fn ranges_that_are_no_set_are_refused() {
 /// What passes no check of the twin, because it depends on the clock.
 #[test]
 fn a_grant_whose_time_has_passed_is_found_to_have_ended() {
-    let (generations, told, grants) = grants();
+    let (generations, reported_ends, grants) = grants();
     let short = grants.lend(CacheId(1), rows(&[1]), Duration::from_nanos(1), 1).unwrap();
     let long = grants.lend(CacheId(1), rows(&[1]), LONG, 1).unwrap();
     assert_eq!(grants.next_expiry(), Some(short.expires()));
     assert_eq!(grants.find(&short.id()).unwrap_err().kind(), ErrorKind::GrantEnded);
     assert_eq!((short.ended(), generations.of_grant(short.id().slot)), (Some(GrantEnd::Expired), 1));
     grants.expire();
-    assert_eq!(*told.0.lock().unwrap(), [(short.id(), GrantEnd::Expired)]);
+    assert_eq!(*reported_ends.0.lock().unwrap(), [(short.id(), GrantEnd::Expired)]);
     assert_eq!((grants.next_expiry(), long.ended()), (Some(long.expires()), None));
     let other = grants.lend(CacheId(1), rows(&[1]), Duration::from_nanos(1), 1).unwrap();
     assert_eq!(grants.next_expiry(), Some(other.expires()));
@@ -256,11 +256,11 @@ fn who_sees_the_end_knows_that_readers_see_it() {
 
 #[test]
 fn a_grant_that_nobody_got_ends_without_an_event() {
-    let (generations, told, grants) = grants();
+    let (generations, reported_ends, grants) = grants();
     let grant = grants.lend(CacheId(1), rows(&[1]), LONG, 1).unwrap();
     grants.withdraw(&grant);
     assert_eq!((grants.live(), generations.of_grant(grant.id().slot)), (0, 1));
-    assert_eq!(*told.0.lock().unwrap(), []);
+    assert_eq!(*reported_ends.0.lock().unwrap(), []);
 }
 
 #[test]
@@ -276,14 +276,14 @@ fn secrets_are_not_shown() {
 #[test]
 fn grants_take_one_alarm() {
     let lanes = Executor::default();
-    let (_, told, grants) = grants();
+    let (_, reported_ends, grants) = grants();
     let clock = grant_clock(lanes.handle(), &grants);
     let long = grants.lend(CacheId(1), rows(&[1]), LONG, 1).unwrap();
     for count in 1..20 {
         grants.lend(CacheId(1), rows(&[1]), Duration::from_millis(1), 1).unwrap();
         watch_grants(&clock).unwrap();
         assert!(lanes.handle().alarms() <= 1);
-        while told.0.lock().unwrap().len() < count {
+        while reported_ends.0.lock().unwrap().len() < count {
             std::thread::sleep(Duration::from_millis(1));
         }
     }
@@ -296,7 +296,7 @@ fn grants_take_one_alarm() {
 /// Threads lend, read, report and revoke at the same time. Each grant ends once, and a read that ends well did so before.
 #[test]
 fn many_threads_end_each_grant_once() {
-    let (_, told, grants) = grants();
+    let (_, reported_ends, grants) = grants();
     let lent: Vec<_> = (0..2000).map(|_| grants.lend(CacheId(1), rows(&[1]), LONG, 2).unwrap()).collect();
     std::thread::scope(|scope| {
         for reader in 0..2u64 {
@@ -316,7 +316,7 @@ fn many_threads_end_each_grant_once() {
             assert!(grants.read(&grant.id()).is_err());
         }
     });
-    let told = told.0.lock().unwrap();
-    assert_eq!(told.iter().map(|(id, _)| id.slot).collect::<BTreeSet<_>>().len(), lent.len());
-    assert_eq!((told.len(), grants.live()), (lent.len(), 0));
+    let reported_ends = reported_ends.0.lock().unwrap();
+    assert_eq!(reported_ends.iter().map(|(id, _)| id.slot).collect::<BTreeSet<_>>().len(), lent.len());
+    assert_eq!((reported_ends.len(), grants.live()), (lent.len(), 0));
 }
