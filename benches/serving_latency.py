@@ -274,12 +274,12 @@ def accepted(dist: LLMDataDist) -> bool:
 
 
 def memory(size: Size) -> Iterator[Row]:
-    """What one more transfer that waits for a stopped peer takes. Each has a list of one block."""
+    """Memory of one more transfer that waits for a stopped peer. Each has a list of one block."""
     few, most = size.in_flight
     running: list[Transfer] = []
     taken = []
     with linked(Setting("tcp", 64, 1), most) as near:
-        os.kill(near.owner.pid, signal.SIGSTOP)
+        stop(near.owner.pid)
         for count in (few, most):
             while len(running) < count:
                 running.append(near.manager.pull_blocks_async(near.key, near.cache, [0], [len(running)]))
@@ -295,6 +295,14 @@ def memory(size: Size) -> Iterator[Row]:
     yield Row("memory of a transfer in flight, without its Python handle", [engine], "bytes", at_most=1024)
     yield Row("memory of a transfer in flight, with its Python handle", [engine + handle], "bytes")
     yield Row("the same, as private memory of the process", [process], "bytes")
+
+
+def stop(process: int) -> None:
+    """Stop a process, and wait until each of its threads has stopped: they may answer some calls before."""
+    os.kill(process, signal.SIGSTOP)
+    threads = list(Path(f"/proc/{process}/task").glob("*/stat"))
+    while any(thread.read_text().rsplit(")", 1)[1].split()[0] != "T" for thread in threads):
+        time.sleep(1e-3)
 
 
 class Mallinfo(ctypes.Structure):
