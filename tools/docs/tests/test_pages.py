@@ -43,7 +43,13 @@ NUMBERS = [
     ),
     ("docs/links.md", "engine/links.rs", "AT_ONCE", "| any number; {} are linked at a time |"),
     ("docs/links.md", "protocol/frame.rs", "VERSION", "The version is {}."),
-    ("docs/links.md", "transfer/executor.rs", "MOST_OF_ONE", "| calls of `ensure_link` that dial at a time | {} |"),
+    (
+        "docs/links.md",
+        "transfer/executor.rs",
+        "MOST_OF_ONE",
+        "| calls of `ensure_link` that dial at a time | {} in each group ",
+    ),
+    ("docs/links.md", "engine/ensure_link.rs", "GROUPS", "| groups of addresses for `ensure_link` | {} |"),
     ("CHANGELOG.md", "protocol/frame.rs", "VERSION", "The wire is version {}:"),
 ]
 
