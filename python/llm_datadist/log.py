@@ -127,7 +127,7 @@ _LONGEST = 500
 _WIDEST_BITS = 512
 
 
-# The first bytes of every token of a grant. Whoever reads a token in a log could use it.
+# The first bytes of every token of a grant. The log hides tokens, because a reader of the log could use them.
 _GRANT = b"LDG\x01"
 
 

@@ -202,7 +202,7 @@ impl Grants {
         if grant.ended().is_some() {
             return Err(ended());
         }
-        // Under the lock, so that whoever ends the grant waits for this read.
+        // Under the lock, so that `revoke` waits for this read.
         grant.reads.fetch_add(1, Ordering::SeqCst);
         drop(state);
         Ok(GrantedRead { grants: self.clone(), grant })

@@ -66,7 +66,7 @@ pub enum Purpose {
         /// Whether the dialing side asks for the name of the local socket. The accepting side then answers
         /// with it and ends the stream, if both are on one host and it has such a socket.
         probe_local: bool,
-        /// Whether one link is enough, whoever made it (`ensure_link`).
+        /// Whether an existing link of either side is enough (`ensure_link`).
         ensure: bool,
     },
     /// A further stream of a link, for calls.

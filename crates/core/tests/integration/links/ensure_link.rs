@@ -204,7 +204,7 @@ fn metadata_travels_both_ways_with_every_kind_of_link() {
         eventually("the end of the link", || remote.peers().is_empty());
         link(&local, &remote).unwrap();
         assert_eq!((told(&local), told(&remote)), (vec![7; MAX_METADATA], b"local".to_vec()));
-        // Links that exist keep what they were told.
+        // Existing links keep the metadata with which they were made.
         remote.set_metadata(vec![]).unwrap();
         assert_eq!(told(&local), vec![7; MAX_METADATA]);
     }
