@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 MIB = 1 << 20
+LAYERS = 40
 
 
 @dataclass(frozen=True)
@@ -360,30 +361,64 @@ def both_rest(near: Near, size: Size) -> float:
 
 # A part is one more function that yields rows, and one more line here.
 def layers(size: Size) -> Iterator[Row]:
-    """The caller's time for one request of 40 layers, whose destination is the owner's cache."""
-    count, blocks = 40, 16
-    with linked(Setting(accessible=True, blocks=64, tensors=2 * count, block_bytes=4 << 10), 64) as near:
-        config = TransferWithCacheKeyConfig(near.key, range(count), range(count))
-        numbers = list(range(blocks))
-        begun, ready = [], []
+    """The caller's time for one request of 40 layers, whose destination is the owner's cache.
+
+    Layers come one after the other, while a thread of the engine works, or apart, when no layer is being sent any
+    more. In the second case, a thread has to be woken unless one polls. The last row is what waking alone takes.
+    """
+    apart = f"{size.layer_ms * 1e3:g} us apart"
+    rows = {
+        "one after the other": (0.0, {}),
+        apart: (size.layer_ms, {}),
+        f"{apart}, transfer_poll_us=1000": (size.layer_ms, {"llm.TransferPollUs": "1000"}),
+    }
+    figures: dict[str, list[float]] = {"begin": [], **{name: [] for name in rows}}
+    for name, (pause_ms, options) in rows.items():
+        with linked(Setting(accessible=True, blocks=64, tensors=2 * LAYERS, block_bytes=4 << 10), 64, options) as near:
+            for _ in range(size.rounds):
+                begin, ready = layered(near, max(2, size.calls // 10), pause_ms)
+                if pause_ms:
+                    figures["begin"].append(begin)
+                figures[name].append(ready)
+    yield Row(f"begin_layers, one request of {LAYERS} layers", figures.pop("begin"), "us", at_most=100)
+    for name, values in figures.items():
+        yield Row(f"LayerTask.ready, layers {name}", values, "us", at_most=3)
+    yield Row("waking a sleeping process by a write to a pipe", wake_ups(size), "us")
+
+
+def layered(near: Near, requests: int, pause_ms: float) -> tuple[float, float]:
+    """The medians of the caller's microseconds to begin a request, and to report one of its layers."""
+    config = TransferWithCacheKeyConfig(near.key, range(LAYERS), range(LAYERS))
+    numbers = list(range(16))
+    begins, readies = [], []
+    clock = time.perf_counter_ns
+    for _ in range(requests):
+        started = clock()
+        task = near.manager.begin_layers(near.cache, [LayerDestination(config, numbers, numbers)])
+        begins.append((clock() - started) / 1e3)
+        for layer in range(LAYERS):
+            compute(pause_ms)
+            started = clock()
+            task.ready(layer)
+            readies.append((clock() - started) / 1e3)
+        (transfer,) = task.transfers
+        assert transfer.result() is None
+    return statistics.median(begins), statistics.median(readies)
+
+
+def wake_ups(size: Size) -> list[float]:
+    """Microseconds of waking a process that sleeps, for each round."""
+    medians = []
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as sleeper:  # noqa: S607
+        assert sleeper.stdin is not None
+        write = partial(os.write, sleeper.stdin.fileno(), b"-")
         for _ in range(size.rounds):
-            begins, readies = [], []
-            for _ in range(max(2, size.calls // 10)):
-                clock = time.perf_counter_ns
-                started = clock()
-                task = near.manager.begin_layers(near.cache, [LayerDestination(config, numbers, numbers)])
-                begins.append((clock() - started) / 1e3)
-                for layer in range(count):
-                    compute(size.layer_ms)  # no layer is being sent any more, so each wakes a thread
-                    started = clock()
-                    task.ready(layer)
-                    readies.append((clock() - started) / 1e3)
-                (transfer,) = task.transfers
-                assert transfer.result() is None
-            begun.append(statistics.median(begins))
-            ready.append(statistics.median(readies))
-        yield Row("begin_layers, one request of 40 layers", begun, "us", at_most=100)
-        yield Row("LayerTask.ready, each layer", ready, "us", at_most=3)
+            times = []
+            for _ in range(size.calls):
+                compute(size.layer_ms)
+                times.append(micros(write))
+            medians.append(statistics.median(times))
+    return medians
 
 
 def compute(millis: float) -> None:

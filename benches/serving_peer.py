@@ -13,7 +13,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Optional
 
 import numpy as np
 
@@ -46,7 +46,9 @@ def row_values(blocks: int) -> np.ndarray:
     return (np.arange(blocks) % 251 + 1).astype(np.uint8)
 
 
-def opened(cluster: int, pool: int, transport: str = "shm", accessible: bool = False) -> LLMDataDist:
+def opened(
+    cluster: int, pool: int, transport: str = "shm", accessible: bool = False, options: Optional[dict[str, str]] = None
+) -> LLMDataDist:
     """Open an engine that listens at a free port."""
     dist = LLMDataDist(LLMRole.MIX, cluster)
     dist.init(
@@ -58,6 +60,7 @@ def opened(cluster: int, pool: int, transport: str = "shm", accessible: bool = F
             "llm.EnableRemoteCacheAccessible": str(int(accessible)),
             "llm.LinkSilence": str(PATIENCE_MS),
             "llm.SyncKvCacheWaitTime": str(PATIENCE_MS),
+            **(options or {}),
         }
     )
     return dist
@@ -66,10 +69,12 @@ def opened(cluster: int, pool: int, transport: str = "shm", accessible: bool = F
 class Near:
     """The engine of this process, linked to the owner, with a blocks cache that pulls write."""
 
-    def __init__(self, setting: Setting, blocks: int, owner: subprocess.Popen[str]) -> None:
+    def __init__(
+        self, setting: Setting, blocks: int, owner: subprocess.Popen[str], options: Optional[dict[str, str]] = None
+    ) -> None:
         self.owner = owner
         pool = (blocks * setting.tensors + 1) * setting.block_bytes
-        self.dist = opened(NEAR, pool, setting.transport, setting.accessible)
+        self.dist = opened(NEAR, pool, setting.transport, setting.accessible, options)
         self.manager = self.dist.cache_manager
         desc = CacheDesc(setting.tensors, [blocks, setting.block_bytes], DataType.DT_UINT8)
         self.cache = self.manager.allocate_blocks_cache(desc)
@@ -107,12 +112,12 @@ class Near:
 
 
 @contextmanager
-def linked(setting: Setting, blocks: int) -> Iterator[Near]:
-    """Start the owner, link to it, and end both engines afterwards."""
+def linked(setting: Setting, blocks: int, options: Optional[dict[str, str]] = None) -> Iterator[Near]:
+    """Start the owner, link to it, and end both engines afterwards. `options` are those of this process alone."""
     order = [sys.executable, str(Path(__file__)), json.dumps(asdict(setting))]
     with subprocess.Popen(order, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:  # noqa: S603
         try:
-            near = Near(setting, blocks, owner)
+            near = Near(setting, blocks, owner, options)
             yield near
             near.view = np.empty(0)
             near.dist.finalize()

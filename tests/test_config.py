@@ -30,7 +30,7 @@ CHOICES = {
     "copy_kernel": ("auto", "plain", "streaming"),
     "huge_pages": ("auto", "off", "merge", "merge_registered", "eager"),
 }
-ADDITIONS = ("copy_workers", *CHOICES)
+ADDITIONS = ("copy_workers", "max_transfers", "transfer_poll_us", *CHOICES)
 HOSTS = '{"10.0.0.1": "127.0.0.1:5000", "7": "[::1]:5001"}'
 
 # property -> value read before anything is set
@@ -65,6 +65,8 @@ EMITTED: dict[str, tuple[str, list[tuple[Any, str | None]]]] = {
     "enable_switch_role": ("llm.EnableSwitchRole", [(True, "1"), (False, None)]),
     "mem_utilization": ("llm.MemoryUtilization", [(part, str(part)) for part in (0.0, 0.5, 0.95, 1.0)]),
     "copy_workers": ("llm.CopyWorkers", [(1, "1"), (256, "256")]),
+    "max_transfers": ("llm.MaxTransfers", [(1, "1"), (1 << 20, "1048576")]),
+    "transfer_poll_us": ("llm.TransferPollUs", [(0, "0"), (10_000, "10000")]),
     **{
         name: ("llm." + "".join(word.capitalize() for word in name.split("_")), [(word, word) for word in words])
         for name, words in CHOICES.items()
@@ -109,7 +111,7 @@ WRONG: dict[Expected, dict[str | tuple[str, ...], tuple[Any, ...]]] = {
         "cluster_info": (1, True, {}),
         "output_max_size": ("1", 1.0, True),
         "mem_utilization": (None, 1, 0, True, "0.5"),
-        "copy_workers": ("4", 1.0, True, False, [4]),
+        ("copy_workers", "max_transfers", "transfer_poll_us"): ("4", 1.0, True, False, [4]),
         "link_accept_remote": (1, "1", 0.0),
         "link_remote_memory": ("5", 5.0, True, [5]),
     },
@@ -127,6 +129,8 @@ WRONG: dict[Expected, dict[str | tuple[str, ...], tuple[Any, ...]]] = {
         "link_retry_count": (0, -1, 101),
         "mem_utilization": (-0.001, 1.001, NAN, float("inf"), float("-inf")),
         "copy_workers": (0, -1, 257, 2**31, 2**64),
+        "max_transfers": (0, -1, (1 << 20) + 1, 2**64),
+        "transfer_poll_us": (-1, 10_001, 2**64),
         "swap_in_path": ("Ring", "fast", " ring", "nan", "", "\ud800", LONG),
         "copy_kernel": ("Plain", "avx", "streaming ", "nan", "", "plain\0"),
         "huge_pages": ("Auto", "on", "eager ", "1", "", "off\0", "\ud800", LONG),

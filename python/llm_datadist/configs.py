@@ -156,6 +156,13 @@ class LlmConfig:
         "4096",
         "Maximum number of asynchronous calls that run or whose outcome was not taken (1 to 1048576).",
     )
+    transfer_poll_us = OwnOption(
+        "llm.TransferPollUs",
+        int,
+        "50 µs",
+        "How long a thread that has run an asynchronous call polls for the next one before it sleeps, in microseconds "
+        "(0 to 10000). Starting a call or reporting a layer is faster while a thread polls.",
+    )
     swap_in_path = OwnOption(
         "llm.SwapInPath",
         str,

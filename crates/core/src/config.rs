@@ -258,6 +258,8 @@ pub struct Config {
     pub sync_timeout: Duration,
     /// Maximum number of asynchronous calls that run or whose outcome was not taken.
     pub max_transfers: usize,
+    /// How long a thread that has run an asynchronous call polls for the next one before it sleeps.
+    pub transfer_poll: Duration,
     /// Physical device number. Informational for devices in host memory.
     pub device_id: u32,
     /// Whether the engine is in remote-accessible mode, in which transfers are one-sided.
@@ -279,6 +281,8 @@ impl Config {
     pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(1);
     /// Maximum number of asynchronous calls, unless the configuration says otherwise.
     pub const DEFAULT_TRANSFERS: usize = 4096;
+    /// How long a thread polls for the next asynchronous call, unless the configuration says otherwise.
+    pub const DEFAULT_TRANSFER_POLL: Duration = Duration::from_micros(50);
     /// Number of threads that copy if no option gives one: the number that the original's documentation
     /// states for swap-out (contract §7.11).
     pub const DEFAULT_WORKERS: usize = 4;
@@ -294,6 +298,7 @@ impl Config {
             host_pool: None,
             sync_timeout: Self::DEFAULT_TIMEOUT,
             max_transfers: Self::DEFAULT_TRANSFERS,
+            transfer_poll: Self::DEFAULT_TRANSFER_POLL,
             device_id: 0,
             remote_accessible: false,
             copy_workers: None,

@@ -1,5 +1,5 @@
-//! The locks of the engine. They differ from those of the standard library in one point: a panic does not poison
-//! them.
+//! The locks of the engine, and polling before a sleep. The locks differ from those of the standard library in one
+//! point: a panic does not poison them.
 //!
 //! Code that holds a lock changes a few fields or map entries at a time, so what a panicking thread leaves behind
 //! is consistent.
@@ -13,7 +13,8 @@ use loom::sync as imp;
 use std::sync as imp;
 
 use std::sync::PoisonError;
-use std::time::Duration;
+use std::thread::yield_now;
+use std::time::{Duration, Instant};
 
 #[cfg(loom)]
 pub(crate) use loom::thread::Builder;
@@ -66,5 +67,33 @@ impl Condvar {
 
     pub(crate) fn notify_all(&self) {
         self.0.notify_all();
+    }
+}
+
+/// How long a thread polls for more work, or for the end of what it waits for, before it sleeps: about the time of one
+/// hand-over between threads.
+pub(crate) const PATIENCE: Duration = Duration::from_micros(50);
+/// Polls between two checks of the clock. After each check, the thread yields its core.
+const POLLS: u32 = 64;
+
+/// Polls `ready` for at most `limit`, and returns whether it became true. Under loom, whose clock does not move, it looks
+/// once.
+pub(crate) fn poll(limit: Duration, ready: impl Fn() -> bool) -> bool {
+    if limit.is_zero() || cfg!(loom) {
+        return ready();
+    }
+    let started = Instant::now();
+    loop {
+        for _ in 0..POLLS {
+            if ready() {
+                return true;
+            }
+            std::hint::spin_loop();
+        }
+        if started.elapsed() >= limit {
+            return false;
+        }
+        // The thread that is waited for may need this core.
+        yield_now();
     }
 }

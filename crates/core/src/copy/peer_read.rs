@@ -4,27 +4,21 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
 use super::workers::Work;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
-use crate::sync::{Condvar, Mutex};
+use crate::sync::{Condvar, Mutex, PATIENCE, poll};
 
 /// Name of the fact in an error after which the kernel may still write to the destination rows. Its value is
 /// the id of the process that is read.
 pub const STILL_READING: &str = "still_reading_pid";
 
-/// How long a caller polls for the end of its read, and a reader thread for more work, before they sleep:
-/// about the time of one hand-over.
-const PATIENCE: Duration = Duration::from_micros(50);
 /// How long a call that has ended waits for a kernel call that still makes progress. One unit takes a few
 /// milliseconds.
 const GRACE: Duration = Duration::from_millis(100);
 const DOING: &str = "reading the memory of the peer's process";
-/// Polls between two checks of the clock. After each check, the thread yields its core.
-const POLLS: u32 = 64;
 
 /// A job with any kind of work.
 pub(super) trait ReadJob: Send + Sync {
@@ -88,7 +82,7 @@ impl<W: Work> PeerRead<W> {
     /// for `silence`. In the last two cases, threads that are still inside after [`GRACE`] keep the work, and
     /// the error carries [`STILL_READING`].
     pub(super) fn wait(&self, pid: i32, deadline: Deadline, silence: Option<Duration>) -> Result<()> {
-        poll(|| self.over());
+        poll(PATIENCE, || self.over());
         let mut state = self.state.lock();
         state.asleep = true;
         let mut ended = Ok(());
@@ -183,22 +177,4 @@ fn still_reading(pid: i32, why: Option<Error>, deadline: Deadline) -> Error {
     let text = "the memory of the peer's process does not respond, and the kernel may still write to the destination rows: \
                 they stay in use until the read or that process ends";
     Error::new(why.kind(), text).with(STILL_READING, pid).because(why)
-}
-
-/// Polls `ready` for [`PATIENCE`], and returns whether it became true.
-pub(super) fn poll(ready: impl Fn() -> bool) -> bool {
-    let started = Instant::now();
-    loop {
-        for _ in 0..POLLS {
-            if ready() {
-                return true;
-            }
-            std::hint::spin_loop();
-        }
-        if started.elapsed() >= PATIENCE {
-            return false;
-        }
-        // The thread that is waited for may need this core.
-        yield_now();
-    }
 }

@@ -14,11 +14,11 @@ use std::time::Duration;
 
 use hashbrown::HashMap;
 
-use super::peer_read::{PeerRead, ReadJob, poll};
+use super::peer_read::{PeerRead, ReadJob};
 use super::workers::Work;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
-use crate::sync::{Condvar, Mutex};
+use crate::sync::{Condvar, Mutex, PATIENCE, poll};
 
 /// Threads that may read one process at the same time, and so be lost to it: minimum and maximum.
 const THREADS_OF_ONE: (usize, usize) = (8, 32);
@@ -221,7 +221,7 @@ impl Shared {
             }
             state.polling += 1;
             drop(state);
-            poll(|| self.queued.load(Ordering::Acquire) > 0);
+            poll(PATIENCE, || self.queued.load(Ordering::Acquire) > 0);
             state = self.state.lock();
             state.polling -= 1;
             if !state.queue.is_empty() || state.closed {

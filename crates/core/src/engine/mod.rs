@@ -92,7 +92,7 @@ impl DataDist {
         config.links.token_file = None;
         let resources = Arc::new(Resources::open(config, devices)?);
         let links = Links::open(resources.clone(), transports)?;
-        let lanes = Executor::default();
+        let lanes = Executor::new(resources.config.transfer_poll);
         Ok(DataDist {
             links,
             grant_clock: GrantClock::new(lanes.handle(), &resources.grants),

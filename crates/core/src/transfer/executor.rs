@@ -1,6 +1,9 @@
 //! Lanes: threads that run the jobs of transfers and stay for a while when idle. One more thread, the clock,
 //! runs jobs at a set time.
 //!
+//! One of the idle lanes polls for a short time before it sleeps. A caller who starts a call within that time does not
+//! wake a thread, which takes longer than the rest of starting a call.
+//!
 //! A transfer whose next layer is still being computed takes no lane, so there are as many threads as layers
 //! in transit, not as transfers (`tasks_that_wait_take_no_threads`). One destination cluster cannot
 //! take all lanes either: jobs for a peer that stalls delay only jobs for the same peer
@@ -17,7 +20,7 @@ use hashbrown::HashMap;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::ClusterId;
 use crate::session::{CLOSE_WAIT, THREAD_STACK};
-use crate::sync::{Builder, Condvar, Mutex};
+use crate::sync::{AtomicBool, Builder, Condvar, Mutex, MutexGuard, Ordering, PATIENCE, poll};
 
 /// How long an idle lane is kept.
 const KEEP: Duration = Duration::from_secs(30);
@@ -56,21 +59,24 @@ pub(crate) trait Alarmed: Send + Sync {
 }
 
 /// The lanes of one engine. Drop refuses the jobs that have not begun, and waits for the lanes to end.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Executor {
     handle: ExecutorHandle,
 }
 
 /// Hands jobs to lanes. It may outlive the engine, and keeps no lane alive.
-#[derive(Clone, Default)]
+#[derive(Clone)]
 pub struct ExecutorHandle(Arc<Shared>);
 
 /// Identifies a call of the clock at a set time.
 pub(crate) type Alarm = (Instant, u64);
 
-#[derive(Default)]
 struct Shared {
     state: Mutex<State>,
+    /// How long an idle lane polls before it sleeps.
+    poll: Duration,
+    /// What the polling lane looks at: whether there is a job, or the executor closes. Changes under the lock.
+    called: AtomicBool,
     /// Notified when there is a job, when a thread ends, and when the executor closes.
     changed: Condvar,
     /// Notified when the alarms change and when the executor closes.
@@ -85,11 +91,7 @@ struct State {
     /// Jobs that may run now, each with its cluster.
     jobs: VecDeque<(LaneKey, Arc<dyn Job>)>,
     clusters: HashMap<LaneKey, ClusterJobs>,
-    /// Lanes that wait for jobs, including those that are only starting.
-    idle: usize,
-    /// Whether a lane was woken that does not run yet. It wakes the next one if there are more jobs, so that a caller who
-    /// hands over many jobs wakes only one lane.
-    waking: bool,
+    idle: IdleLanes,
     lanes: usize,
     last_job: u64,
     alarms: BTreeMap<Alarm, Arc<dyn Alarmed>>,
@@ -101,6 +103,18 @@ struct State {
     closed: bool,
 }
 
+/// Lanes that wait for jobs.
+#[derive(Default)]
+struct IdleLanes {
+    /// Number of them, including those that are only starting.
+    count: usize,
+    /// Whether one of them polls. It takes a job, and wakes another lane if there are more.
+    polling: bool,
+    /// Whether one was woken that does not run yet. It wakes the next one if there are more jobs, so that a caller who
+    /// hands over many jobs wakes only one lane.
+    waking: bool,
+}
+
 /// A destination of jobs.
 #[derive(Default)]
 struct ClusterJobs {
@@ -108,6 +122,14 @@ struct ClusterJobs {
     taken: usize,
     /// Jobs that wait until one of the others ends, by number, in order of arrival.
     waiting: BTreeMap<u64, Arc<dyn Job>>,
+}
+
+impl IdleLanes {
+    /// Notes that a lane that was started or woken runs.
+    fn woken(&mut self) {
+        self.count -= 1;
+        self.waking = false;
+    }
 }
 
 impl State {
@@ -135,19 +157,6 @@ impl State {
         self.jobs.remove(own.unwrap_or(0))
     }
 
-    /// Whether an idle lane must be woken now. The caller does so.
-    fn wakes(&mut self) -> bool {
-        let wakes = !self.waking && self.idle > 0 && !self.jobs.is_empty();
-        self.waking |= wakes;
-        wakes
-    }
-
-    /// Notes that a lane that was idle runs.
-    fn woken(&mut self) {
-        self.idle -= 1;
-        self.waking = false;
-    }
-
     /// Takes every job that is not at work.
     fn all(&mut self) -> Vec<Arc<dyn Job>> {
         let ready: Vec<_> = self.jobs.drain(..).collect();
@@ -161,6 +170,20 @@ impl State {
 }
 
 impl Executor {
+    /// Creates an executor without any lane. An idle lane polls for `poll` before it sleeps.
+    pub fn new(poll: Duration) -> Self {
+        let shared = Shared {
+            state: Mutex::default(),
+            poll,
+            called: AtomicBool::new(false),
+            changed: Condvar::new(),
+            alarms_changed: Condvar::new(),
+            #[cfg(feature = "testing")]
+            no_threads: std::sync::atomic::AtomicBool::new(false),
+        };
+        Executor { handle: ExecutorHandle(Arc::new(shared)) }
+    }
+
     /// Returns the handle that hands jobs to the lanes.
     pub fn handle(&self) -> &ExecutorHandle {
         &self.handle
@@ -194,10 +217,10 @@ impl ExecutorHandle {
         } else {
             state.jobs.push_back((cluster, job));
         }
-        if state.idle < state.jobs.len() && (state.lanes < MOST || first) {
+        if state.idle.count < state.jobs.len() && (state.lanes < MOST || first) {
             // Under the lock, so that a lane that is counted does exist.
             match self.start("llm-lane", Shared::work) {
-                Ok(()) => (state.lanes, state.idle) = (state.lanes + 1, state.idle + 1),
+                Ok(()) => (state.lanes, state.idle.count) = (state.lanes + 1, state.idle.count + 1),
                 Err(error) if state.lanes == 0 => {
                     let jobs = state.all();
                     drop(state);
@@ -209,7 +232,7 @@ impl ExecutorHandle {
                 Err(_) => {}
             }
         }
-        let wakes = state.wakes();
+        let wakes = self.0.call_lane(&mut state);
         drop(state);
         if wakes {
             self.0.changed.notify_one();
@@ -284,11 +307,18 @@ impl ExecutorHandle {
     }
 }
 
+impl Default for Executor {
+    fn default() -> Self {
+        Executor::new(PATIENCE)
+    }
+}
+
 impl Drop for Executor {
     fn drop(&mut self) {
         let shared = &self.handle.0;
         let mut state = shared.state.lock();
         state.closed = true;
+        shared.called.store(true, Ordering::Relaxed);
         let (jobs, alarms) = (state.all(), std::mem::take(&mut state.alarms));
         drop(state);
         shared.changed.notify_all();
@@ -314,11 +344,11 @@ impl Shared {
     /// Body of a lane: runs jobs until there has been none for a while.
     fn work(&self) {
         let mut state = self.state.lock();
-        state.woken();
+        state.idle.woken();
         let mut last = None;
         loop {
             if let Some((cluster, job)) = state.next(last.take()) {
-                let wakes = state.wakes();
+                let wakes = self.call_lane(&mut state);
                 drop(state);
                 if wakes {
                     self.changed.notify_one();
@@ -330,10 +360,8 @@ impl Shared {
             } else if state.closed {
                 break;
             } else {
-                state.idle += 1;
-                let (woken, waited) = self.changed.wait_timeout(state, KEEP);
-                state = woken;
-                state.woken();
+                let (rested, waited) = self.rest(state);
+                state = rested;
                 if waited && state.jobs.is_empty() {
                     break;
                 }
@@ -343,6 +371,40 @@ impl Shared {
         state.lanes -= 1;
         drop(state);
         self.changed.notify_all();
+    }
+
+    /// Waits until there is a job or the executor closes, and returns `true` if neither happened for a while. Polls at
+    /// first, unless another lane does.
+    fn rest<'a>(&'a self, mut state: MutexGuard<'a, State>) -> (MutexGuard<'a, State>, bool) {
+        if !self.poll.is_zero() && !state.idle.polling {
+            (state.idle.count, state.idle.polling) = (state.idle.count + 1, true);
+            self.called.store(false, Ordering::Relaxed);
+            drop(state);
+            poll(self.poll, || self.called.load(Ordering::Relaxed));
+            state = self.state.lock();
+            (state.idle.count, state.idle.polling) = (state.idle.count - 1, false);
+            if !state.jobs.is_empty() || state.closed {
+                return (state, false);
+            }
+        }
+        state.idle.count += 1;
+        let (mut state, waited) = self.changed.wait_timeout(state, KEEP);
+        state.idle.woken();
+        (state, waited)
+    }
+
+    /// Has an idle lane look at the jobs, if there are any. Returns whether the caller must wake it, without the lock.
+    fn call_lane(&self, state: &mut State) -> bool {
+        if state.jobs.is_empty() {
+            return false;
+        }
+        if state.idle.polling {
+            self.called.store(true, Ordering::Relaxed);
+            return false;
+        }
+        let wakes = !state.idle.waking && state.idle.count > 0;
+        state.idle.waking |= wakes;
+        wakes
     }
 
     /// Body of the clock: runs jobs at their time, until there has been none for a while.
@@ -396,3 +458,6 @@ impl std::fmt::Debug for ExecutorHandle {
             .finish()
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests;

@@ -86,6 +86,9 @@ fn own_options<'a>(config: &mut Config, text: &impl Fn(&str) -> Option<&'a str>)
     if let Some(count) = number(text, "llm.MaxTransfers", "max_transfers")? {
         config.max_transfers = usize::try_from(count).unwrap_or(Config::DEFAULT_TRANSFERS);
     }
+    if let Some(limit) = number(text, "llm.TransferPollUs", "transfer_poll_us")? {
+        config.transfer_poll = Duration::from_micros(limit);
+    }
     if let Some(path) = text("llm.SwapInPath") {
         config.swap_in = one_of("swap_in_path", path, &values::SWAP_IN_PATHS)?;
     }

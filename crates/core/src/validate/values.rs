@@ -53,6 +53,7 @@ fn range(name: &str) -> Result<(i64, i64, &'static str)> {
         "max_transfers" => (1, 1 << 20, ""),
         "rank_port" => (1, i64::from(u16::MAX), ""),
         "sync_kv_timeout" => (1, i64::MAX, " milliseconds"),
+        "transfer_poll_us" => (0, 10_000, " microseconds"),
         _ => return Err(Error::invalid(format!("{name} is not an integer option"))),
     })
 }

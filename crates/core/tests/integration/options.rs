@@ -88,6 +88,7 @@ fn local_options() {
     assert_eq!((config.device_pool, config.host_pool, config.remote_accessible), (None, None, false));
     assert_eq!((config.swap_in, config.kernel), (SwapInPath::Auto, KernelChoice::Auto));
     assert_eq!(config.huge_pages, HugeChoice::Auto);
+    assert_eq!((config.max_transfers, config.transfer_poll), (4096, Duration::from_micros(50)));
 
     let config = read(&[
         ("llm.SyncKvCacheWaitTime", "9223372036854775807"),
@@ -95,6 +96,8 @@ fn local_options() {
         ("llm.EnableCacheManager", "1"),
         ("llm.EnableRemoteCacheAccessible", "1"),
         ("llm.CopyWorkers", "256"),
+        ("llm.MaxTransfers", "1048576"),
+        ("llm.TransferPollUs", "10000"),
         ("llm.SwapInPath", "ring"),
         ("llm.CopyKernel", "plain"),
         ("llm.RdmaTrafficClass", "4294967295"),
@@ -104,6 +107,7 @@ fn local_options() {
     .unwrap();
     assert_eq!(config.sync_timeout, Duration::from_millis(i64::MAX as u64));
     assert_eq!((config.device_id, config.copy_workers), (i32::MAX as u32, Some(256)));
+    assert_eq!((config.max_transfers, config.transfer_poll), (1 << 20, Duration::from_millis(10)));
     assert!(config.remote_accessible);
     assert_eq!((config.swap_in, config.kernel), (SwapInPath::Ring, KernelChoice::Plain));
     for (word, choice) in [
@@ -188,6 +192,8 @@ fn malformed_values_are_refused() {
         ("llm.RdmaTrafficClass", "llm.RdmaTrafficClass", &["4294967296"]),
         ("llm.RdmaServiceLevel", "llm.RdmaServiceLevel", &["4294967296"]),
         ("llm.CopyWorkers", "copy_workers", &["0", "257"]),
+        ("llm.MaxTransfers", "max_transfers", &["0", "1048577"]),
+        ("llm.TransferPollUs", "transfer_poll_us", &["10001"]),
         ("llm.EnableCacheManager", "llm.EnableCacheManager", &["2", "01", "yes", "True"]),
         ("llm.EnableRemoteCacheAccessible", "llm.EnableRemoteCacheAccessible", &["2", "10"]),
         ("llm.SwapInPath", "swap_in_path", &["Auto", "ring ", "directly"]),

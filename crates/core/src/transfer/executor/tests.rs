@@ -1,0 +1,92 @@
+use std::sync::{Arc, Barrier, mpsc};
+use std::thread::{self, ThreadId};
+use std::time::Duration;
+
+use super::{Executor, ExecutorHandle, Job, LaneKey};
+use crate::error::Error;
+use crate::model::ClusterId;
+
+const HOUR: Duration = Duration::from_secs(3600);
+const KEY: LaneKey = LaneKey::Calls(ClusterId(1));
+
+/// Reports the lane that runs it, once as many lanes are at work as the barrier counts.
+struct Meets(Barriers, mpsc::Sender<ThreadId>);
+
+type Barriers = Arc<Barrier>;
+
+impl Job for Meets {
+    fn run(self: Arc<Self>) {
+        self.0.wait();
+        self.1.send(thread::current().id()).unwrap();
+    }
+
+    fn refused(self: Arc<Self>, why: Error) {
+        panic!("{why}");
+    }
+}
+
+/// Has `count` lanes run one job each at the same time, and returns the lanes.
+fn meet(lanes: &ExecutorHandle, count: usize) -> Vec<ThreadId> {
+    let (sender, ran) = mpsc::channel();
+    let barrier = Arc::new(Barrier::new(count));
+    for _ in 0..count {
+        assert_eq!(lanes.carry(KEY, Arc::new(Meets(barrier.clone(), sender.clone()))), None);
+    }
+    (0..count).map(|_| ran.recv_timeout(HOUR).unwrap()).collect()
+}
+
+/// Waits until all `lanes` are idle and one of them polls.
+fn await_poll(lanes: &ExecutorHandle, count: usize) {
+    let polls = || {
+        let state = lanes.0.state.lock();
+        state.idle.polling && state.idle.count == count
+    };
+    while !polls() {
+        thread::yield_now();
+    }
+}
+
+#[test]
+fn the_polling_lane_takes_the_next_job_and_no_lane_is_woken() {
+    let executor = Executor::new(HOUR);
+    let lanes = executor.handle();
+    let [first] = meet(lanes, 1)[..] else { panic!() };
+    for _ in 0..100 {
+        await_poll(lanes, 1);
+        assert_eq!(meet(lanes, 1), [first]);
+        assert!(!lanes.0.state.lock().idle.waking);
+    }
+    assert_eq!(lanes.threads(), 1);
+}
+
+/// The polling lane takes one of the jobs, and each lane that takes one wakes the next.
+#[test]
+fn jobs_that_the_polling_lane_does_not_take_wake_sleeping_lanes() {
+    let executor = Executor::new(HOUR);
+    let lanes = executor.handle();
+    meet(lanes, 4);
+    for _ in 0..100 {
+        await_poll(lanes, 4);
+        meet(lanes, 4);
+    }
+    assert_eq!(lanes.threads(), 4);
+}
+
+#[test]
+fn a_polling_lane_ends_with_its_engine() {
+    let executor = Executor::new(HOUR);
+    let lanes = executor.handle().clone();
+    meet(&lanes, 2);
+    await_poll(&lanes, 2);
+    drop(executor);
+    assert_eq!(lanes.threads(), 0);
+}
+
+#[test]
+fn without_a_limit_no_lane_polls() {
+    let executor = Executor::new(Duration::ZERO);
+    for _ in 0..100 {
+        meet(executor.handle(), 2);
+        assert!(!executor.handle().0.state.lock().idle.polling);
+    }
+}
