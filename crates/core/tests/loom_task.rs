@@ -4,8 +4,8 @@
 #![cfg(loom)]
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stderr, reason = "a test")]
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering as Std};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use llm_datadist_core::testing::transfer::{
@@ -109,7 +109,8 @@ fn explore_transfer(other: fn(&LayerTask, &AsyncCalls), ends: &'static [Option<E
     loom::model(move || {
         counted.fetch_add(1, Std::Relaxed);
         let lanes = Executor::default();
-        let calls = Arc::new(AsyncCalls::new(Arc::new(EventQueue::new(1))));
+        let events = Arc::new(EventQueue::new(1));
+        let calls = Arc::new(AsyncCalls::new(events, lanes.handle(), Weak::new()));
         let (layers, over) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
         let carrier = Counts { layers: layers.clone(), fails_at: None, over: over.clone() };
         let range = LayerRange { first: 0, end: 1 };

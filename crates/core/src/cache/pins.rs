@@ -21,7 +21,16 @@ use crate::sync::MutexGuard;
 
 /// The rows that one call uses, in one cache or several. The caches ascend by address.
 #[derive(Debug)]
-pub struct CallRows(Vec<(Arc<Cache>, RowUse)>);
+pub struct CallRows(Vec<CacheRows>);
+
+/// The rows that one call uses in one cache.
+#[derive(Debug)]
+struct CacheRows {
+    cache: Arc<Cache>,
+    used: RowUse,
+    /// The place of the call in the queues of the cache; `None` unless it waits there.
+    waiter: Option<u32>,
+}
 
 /// Rows that are taken for one call, together with their caches; given back on drop.
 #[derive(Debug)]
@@ -32,15 +41,13 @@ pub struct Pin(CallRows);
 pub struct WaitingCall {
     /// Empty once the rows are taken.
     rows: CallRows,
-    /// The place of the call in each of its caches.
-    waiters: Vec<u32>,
     turn: Arc<CallTurn>,
 }
 
 impl CallRows {
     /// Returns the rows of a call that uses one cache.
     pub fn of(cache: Arc<Cache>, used: RowUse) -> Self {
-        CallRows(vec![(cache, used)])
+        CallRows(vec![CacheRows { cache, used, waiter: None }])
     }
 
     /// Returns the rows of `src` that are read and those of `dst` that are written. Both may be the same cache.
@@ -49,24 +56,25 @@ impl CallRows {
             return Self::of(src, RowUse { reads, writes });
         }
         let ascending = Arc::as_ptr(&src) < Arc::as_ptr(&dst);
-        let src = (src, RowUse { reads, ..RowUse::default() });
-        let dst = (dst, RowUse { writes, ..RowUse::default() });
+        let of = |cache, used| CacheRows { cache, used, waiter: None };
+        let src = of(src, RowUse { reads, ..RowUse::default() });
+        let dst = of(dst, RowUse { writes, ..RowUse::default() });
         CallRows(if ascending { vec![src, dst] } else { vec![dst, src] })
     }
 
     /// Returns the rows of a call that uses any number of caches. A cache may occur more than once.
     pub fn of_all(mut parts: Vec<(Arc<Cache>, RowUse)>) -> Result<Self> {
         parts.sort_by_key(|(cache, _)| Arc::as_ptr(cache));
-        let mut merged: Vec<(Arc<Cache>, RowUse)> = fallible::with_capacity(PINS, parts.len())?;
+        let mut merged: Vec<CacheRows> = fallible::with_capacity(PINS, parts.len())?;
         for (cache, used) in parts {
-            match merged.last_mut().filter(|(last, _)| Arc::ptr_eq(last, &cache)) {
-                Some((_, known)) => {
+            match merged.last_mut().filter(|last| Arc::ptr_eq(&last.cache, &cache)) {
+                Some(CacheRows { used: known, .. }) => {
                     fallible::grow(PINS, &mut known.reads, used.reads.len())?;
                     fallible::grow(PINS, &mut known.writes, used.writes.len())?;
                     known.reads.extend(used.reads);
                     known.writes.extend(used.writes);
                 }
-                None => merged.push((cache, used)),
+                None => merged.push(CacheRows { cache, used, waiter: None }),
             }
         }
         Ok(CallRows(merged))
@@ -88,7 +96,7 @@ impl CallRows {
         let mut locked = self.lock()?;
         let passes = passes() && self.all(&locked, RowTurns::may_pass);
         if self.all(&locked, |turns, used| turns.taken(used, passes).is_none()) {
-            self.0.iter().zip(&mut locked).for_each(|((_, used), turns)| turns.take(used));
+            self.0.iter().zip(&mut locked).for_each(|(rows, turns)| turns.take(&rows.used));
             drop(locked);
             return Ok(Pin(self));
         }
@@ -99,7 +107,7 @@ impl CallRows {
     }
 
     fn all(&self, locked: &[MutexGuard<'_, RowTurns>], holds: impl Fn(&RowTurns, &RowUse) -> bool) -> bool {
-        self.0.iter().zip(locked).all(|((_, used), turns)| holds(turns, used))
+        self.0.iter().zip(locked).all(|(rows, turns)| holds(turns, &rows.used))
     }
 
     /// Puts a call into the queues of its rows. Each time that they have all become free, `opened` is called on the
@@ -123,7 +131,7 @@ impl CallRows {
             Ok(waiters) => waiters,
             Err(error) => return (Vec::new(), Err(error)),
         };
-        for ((cache, used), turns) in self.0.iter().zip(locked) {
+        for (CacheRows { cache, used, .. }, turns) in self.0.iter().zip(locked) {
             match turns.enter(used, passes, turn) {
                 Ok(waiter) => waiters.push(waiter),
                 Err(error) => return (waiters, Err(error.with("cache_id", cache.id()))),
@@ -133,15 +141,20 @@ impl CallRows {
     }
 
     /// Returns the call that has entered the queues, or leaves them after an error. No lock may be held.
-    fn waiting(self, (waiters, entered): (Vec<u32>, Result<()>), turn: Arc<CallTurn>) -> Result<WaitingCall> {
-        let waiting = WaitingCall { rows: self, waiters, turn };
+    fn waiting(
+        mut self,
+        (waiters, entered): (Vec<u32>, Result<()>),
+        turn: Arc<CallTurn>,
+    ) -> Result<WaitingCall> {
+        self.0.iter_mut().zip(waiters).for_each(|(rows, waiter)| rows.waiter = Some(waiter));
+        let waiting = WaitingCall { rows: self, turn };
         entered.map(|()| waiting)
     }
 
     /// Locks the rows of all caches. `Err(OutOfMemory)` if the counters of a cache cannot be allocated.
     fn lock(&self) -> Result<Vec<MutexGuard<'_, RowTurns>>> {
         let mut locked = fallible::with_capacity(PINS, self.0.len())?;
-        for (cache, _) in &self.0 {
+        for CacheRows { cache, .. } in &self.0 {
             let mut turns = cache.pins.lock();
             turns.prepare(cache.geometry().rows())?;
             locked.push(turns);
@@ -162,8 +175,11 @@ impl WaitingCall {
             {
                 let mut locked = self.rows.lock()?;
                 if self.turn.is_open() {
-                    let rows = self.rows.0.iter().zip(&self.waiters);
-                    rows.zip(&mut locked).for_each(|(((_, used), waiter), turns)| turns.begin(*waiter, used));
+                    for (CacheRows { used, waiter, .. }, turns) in self.rows.0.iter().zip(&mut locked) {
+                        if let Some(waiter) = *waiter {
+                            turns.begin(waiter, used);
+                        }
+                    }
                     drop(locked);
                     return Ok(Pin(CallRows(std::mem::take(&mut self.rows.0))));
                 }
@@ -179,8 +195,8 @@ impl WaitingCall {
 
     /// Adds a row for which the call waits to an error.
     pub fn named(&self, error: Error) -> Error {
-        let blocking = self.rows.0.iter().zip(&self.waiters).find_map(|((cache, _), &waiter)| {
-            cache.pins.lock().blocking(waiter).map(|row| (cache.id(), row))
+        let blocking = self.rows.0.iter().find_map(|CacheRows { cache, waiter, .. }| {
+            cache.pins.lock().blocking((*waiter)?).map(|row| (cache.id(), row))
         });
         match blocking {
             Some((cache, row)) => error.with("cache_id", cache).with("row", row),
@@ -192,7 +208,8 @@ impl WaitingCall {
 impl Drop for WaitingCall {
     fn drop(&mut self) {
         let mut opened = OpenedTurns::default();
-        for ((cache, _), &waiter) in self.rows.0.iter().zip(&self.waiters) {
+        for CacheRows { cache, waiter, .. } in &self.rows.0 {
+            let Some(waiter) = *waiter else { continue };
             opened.take(&mut cache.pins.lock(), |turns| turns.withdraw(waiter));
         }
     }
@@ -224,7 +241,7 @@ impl Pin {
 
     fn give_back(&mut self) -> OpenedTurns {
         let mut opened = OpenedTurns::default();
-        for (cache, used) in self.0.0.drain(..) {
+        for CacheRows { cache, used, .. } in self.0.0.drain(..) {
             opened.take(&mut cache.pins.lock(), |turns| turns.release(&used));
         }
         opened

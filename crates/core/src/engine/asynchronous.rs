@@ -174,7 +174,7 @@ impl DataDist {
     }
 
     pub(super) fn start(&self, purpose: CallPurpose, rows: CallRows, work: Work) -> Result<Arc<Transfer>> {
-        self.calls.start(self.lanes.handle(), &self.resources, purpose, rows, work)
+        self.calls.start(purpose, rows, work)
     }
 
     /// Returns the purpose of a call to a peer.

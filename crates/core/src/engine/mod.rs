@@ -93,11 +93,12 @@ impl DataDist {
         let resources = Arc::new(Resources::open(config, devices)?);
         let links = Links::open(resources.clone(), transports)?;
         let lanes = Executor::new(resources.config.transfer_poll);
+        let calls = AsyncCalls::new(resources.events.clone(), lanes.handle(), Arc::downgrade(&resources));
         Ok(DataDist {
             links,
             grant_clock: GrantClock::new(lanes.handle(), &resources.grants),
             lanes,
-            calls: AsyncCalls::new(resources.events.clone()),
+            calls,
             tasks: RunningTasks::default(),
             role: Mutex::new(resources.config.role),
             resources,

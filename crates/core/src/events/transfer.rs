@@ -45,7 +45,8 @@ pub struct Transfer {
     /// Whether the outcome was taken. No lock: the event queue reads it under its own.
     taken: AtomicBool,
     /// The peer of the link that the call has made or found.
-    peer: OnceLock<PeerInfo>,
+    /// In a box, because few calls have one.
+    peer: OnceLock<Box<PeerInfo>>,
     state: Mutex<State>,
     /// Notified when the transfer has ended.
     changed: Condvar,
@@ -140,12 +141,12 @@ impl Transfer {
     /// Sets the peer of the link that the call has made or found.
     pub(crate) fn set_peer(&self, peer: PeerInfo) {
         // A call has one work, which sets it once.
-        let _ = self.peer.set(peer);
+        let _ = self.peer.set(Box::new(peer));
     }
 
     /// Returns the peer of the link if this is a call of `ensure_link` that has succeeded.
     pub fn peer(&self) -> Option<&PeerInfo> {
-        self.peer.get().filter(|_| matches!(self.state.lock().outcome, Some(Ok(_))))
+        self.peer.get().map(Box::as_ref).filter(|_| matches!(self.state.lock().outcome, Some(Ok(_))))
     }
 
     /// Creates the progress of an attempt to move `total` bytes, and reports it from now on.

@@ -16,9 +16,11 @@ use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use super::executor::{Alarm, Alarmed, ExecutorHandle, Job, LaneKey};
+use super::clock::{Alarm, Alarmed};
+use super::executor::{ExecutorHandle, Job, LaneKey};
 use super::on_lane::OnLane;
 use super::running_calls::{RunningCall, RunningCalls};
+use super::slots::Place;
 use crate::cache::{CallRows, OnOpened, Pin, WaitingCall};
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::{Stops, Transfer};
@@ -45,13 +47,20 @@ pub(crate) struct CallPurpose {
     pub(crate) event: bool,
 }
 
+/// What all asynchronous calls of an engine share.
+pub(super) struct CallsOfEngine {
+    pub(super) lanes: ExecutorHandle,
+    /// Weak, because a read that the kernel keeps must not keep the engine.
+    pub(super) resources: Weak<Resources>,
+    pub(super) running: Arc<RunningCalls>,
+}
+
 /// One asynchronous call that has not ended.
 pub(super) struct AsyncCall {
     transfer: Arc<Transfer>,
-    lanes: ExecutorHandle,
-    /// Weak, because a read that the kernel keeps must not keep the engine.
-    resources: Weak<Resources>,
-    running: Arc<RunningCalls>,
+    engine: Arc<CallsOfEngine>,
+    /// Its place among the calls that run.
+    place: Place,
     purpose: CallPurpose,
     stage: Mutex<CallStage>,
 }
@@ -66,7 +75,7 @@ struct CallStage {
     /// Whether it was handed to the lanes.
     queued: bool,
     /// Its place among the jobs that wait for a lane.
-    job: Option<u64>,
+    job: Option<Place>,
     alarm: Option<Alarm>,
 }
 
@@ -74,17 +83,15 @@ impl AsyncCall {
     /// Creates a call that waits for nothing yet.
     pub(super) fn new(
         transfer: &Arc<Transfer>,
-        lanes: &ExecutorHandle,
-        resources: &Arc<Resources>,
-        running: &Arc<RunningCalls>,
+        engine: &Arc<CallsOfEngine>,
+        place: Place,
         purpose: CallPurpose,
         work: Work,
     ) -> Arc<Self> {
         let call = Arc::new(AsyncCall {
             transfer: transfer.clone(),
-            lanes: lanes.clone(),
-            resources: Arc::downgrade(resources),
-            running: running.clone(),
+            engine: engine.clone(),
+            place,
             purpose,
             stage: Mutex::new(CallStage { work: Some(work), ..CallStage::default() }),
         });
@@ -96,7 +103,8 @@ impl AsyncCall {
     /// Enters the queues of its rows. The call may run, and end, before this returns.
     pub(super) fn wait_for(self: &Arc<Self>, rows: CallRows) -> Result<()> {
         let waiting = rows.enter(false, Some(self.clone()))?;
-        let alarm = self.lanes.at(Instant::now() + self.purpose.deadline.left(), self.clone())?;
+        let due = Instant::now() + self.purpose.deadline.left();
+        let alarm = self.engine.lanes.clock().at(due, self.clone())?;
         let mut stage = self.stage.lock();
         let stopped = stage.work.is_none();
         if !stopped {
@@ -111,7 +119,7 @@ impl AsyncCall {
         }
         drop(stage);
         // The engine has closed meanwhile.
-        self.lanes.forget(alarm);
+        self.engine.lanes.clock().forget(alarm);
         drop(waiting);
         Ok(())
     }
@@ -124,7 +132,7 @@ impl AsyncCall {
         }
         stage.queued = true;
         drop(stage);
-        let job = self.lanes.carry(self.purpose.lanes, self.clone());
+        let job = self.engine.lanes.carry(self.purpose.lanes, self.clone());
         let mut stage = self.stage.lock();
         if stage.work.is_some() {
             stage.job = job;
@@ -161,13 +169,13 @@ impl AsyncCall {
     fn forget_alarm(&self) {
         let alarm = self.stage.lock().alarm.take();
         if let Some(alarm) = alarm {
-            self.lanes.forget(alarm);
+            self.engine.lanes.clock().forget(alarm);
         }
     }
 
-    fn withdraw_job(&self, job: Option<u64>) {
+    fn withdraw_job(&self, job: Option<Place>) {
         if let Some(job) = job {
-            drop(self.lanes.withdraw(self.purpose.lanes, job));
+            drop(self.engine.lanes.withdraw(self.purpose.lanes, job));
         }
     }
 
@@ -204,11 +212,11 @@ impl AsyncCall {
         self.forget_alarm();
         let took = Duration::from_nanos(self.transfer.elapsed());
         // Before anybody learns of the end, and may look at the counters.
-        if let Some(resources) = self.resources.upgrade() {
+        if let Some(resources) = self.engine.resources.upgrade() {
             resources.stats.counted(self.purpose.op, took, outcome.is_ok());
         }
         self.transfer.finish(outcome);
-        self.running.leave(self.transfer.number());
+        self.engine.running.leave(self.place);
     }
 }
 

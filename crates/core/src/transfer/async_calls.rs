@@ -1,8 +1,8 @@
 //! The asynchronous calls of one engine: starting them, waiting for all of them, and ending them with the engine.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
-use super::async_call::{AsyncCall, CallPurpose, Work};
+use super::async_call::{AsyncCall, CallPurpose, CallsOfEngine, Work};
 use super::executor::ExecutorHandle;
 use super::running_calls::RunningCalls;
 use crate::cache::CallRows;
@@ -12,16 +12,16 @@ use crate::model::Deadline;
 use crate::resources::Resources;
 
 /// The asynchronous calls of one engine.
-#[derive(Debug)]
 pub struct AsyncCalls {
     queue: Arc<EventQueue>,
-    running: Arc<RunningCalls>,
+    engine: Arc<CallsOfEngine>,
 }
 
 impl AsyncCalls {
-    /// Creates the state without calls, whose outcomes go to `queue`.
-    pub fn new(queue: Arc<EventQueue>) -> Self {
-        AsyncCalls { queue, running: Arc::default() }
+    /// Creates the state without calls. `lanes` run them, `resources` count them, and their outcomes go to `queue`.
+    pub fn new(queue: Arc<EventQueue>, lanes: &ExecutorHandle, resources: Weak<Resources>) -> Self {
+        let running = Arc::default();
+        AsyncCalls { queue, engine: Arc::new(CallsOfEngine { lanes: lanes.clone(), resources, running }) }
     }
 
     /// Returns the queue that receives the outcomes.
@@ -31,23 +31,18 @@ impl AsyncCalls {
 
     /// Returns the calls that have not ended.
     pub(super) fn running(&self) -> &Arc<RunningCalls> {
-        &self.running
+        &self.engine.running
     }
 
     /// Starts a call that runs `work` on a lane once `rows` are free.
-    pub(crate) fn start(
-        &self,
-        lanes: &ExecutorHandle,
-        resources: &Arc<Resources>,
-        purpose: CallPurpose,
-        rows: CallRows,
-        work: Work,
-    ) -> Result<Arc<Transfer>> {
+    pub(crate) fn start(&self, purpose: CallPurpose, rows: CallRows, work: Work) -> Result<Arc<Transfer>> {
         let transfer = self.queue.start(purpose.event)?;
-        let call = AsyncCall::new(&transfer, lanes, resources, &self.running, purpose, work);
-        let started = self.running.enter(transfer.number(), call.clone()).and_then(|()| call.wait_for(rows));
+        let started = self.running().reserve().and_then(|place| {
+            let call = AsyncCall::new(&transfer, &self.engine, place, purpose, work);
+            let entered = self.running().enter(place, call.clone()).and_then(|()| call.wait_for(rows));
+            entered.inspect_err(|_| self.running().leave(place))
+        });
         if let Err(error) = started {
-            self.running.leave(transfer.number());
             transfer.abandon();
             return Err(error);
         }
@@ -56,13 +51,13 @@ impl AsyncCalls {
 
     /// Waits until no call runs. Returns `false` once `deadline` has passed, and `Err` only if interrupted.
     pub fn drain(&self, deadline: Deadline) -> Result<bool> {
-        self.running.drain(deadline)
+        self.running().drain(deadline)
     }
 
     /// Ends all calls, refuses new ones and drops all events, because the engine closes. A call that a lane has begun ends a
     /// little later.
     pub fn close(&self) {
-        self.running.close();
+        self.running().close();
         self.queue.close();
     }
 }
@@ -70,5 +65,14 @@ impl AsyncCalls {
 impl Drop for AsyncCalls {
     fn drop(&mut self) {
         self.queue.close();
+    }
+}
+
+impl std::fmt::Debug for AsyncCalls {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("AsyncCalls")
+            .field("queue", &self.queue)
+            .field("running", self.running())
+            .finish_non_exhaustive()
     }
 }

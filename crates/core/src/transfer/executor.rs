@@ -1,5 +1,4 @@
-//! Lanes: threads that run the jobs of transfers and stay for a while when idle. One more thread, the clock,
-//! runs jobs at a set time.
+//! Lanes: threads that run the jobs of transfers and stay for a while when idle.
 //!
 //! One of the idle lanes polls for a short time before it sleeps. A caller who starts a call within that time does not
 //! wake a thread, which takes longer than the rest of starting a call.
@@ -9,7 +8,7 @@
 //! take all lanes either: jobs for a peer that stalls delay only jobs for the same peer
 //! (`every_cluster_gets_a_lane_and_at_most_32`).
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -17,7 +16,10 @@ use std::time::{Duration, Instant};
 
 use hashbrown::HashMap;
 
-use crate::error::{Error, ErrorKind, Result};
+use super::clock::{Clock, no_thread};
+use super::slots::{Place, Slots};
+use crate::error::{Error, Result};
+use crate::fallible;
 use crate::model::ClusterId;
 use crate::session::{CLOSE_WAIT, THREAD_STACK};
 use crate::sync::{AtomicBool, Builder, Condvar, Mutex, MutexGuard, Ordering, PATIENCE, poll};
@@ -28,6 +30,10 @@ const KEEP: Duration = Duration::from_secs(30);
 const MOST: usize = 512;
 /// Maximum number of lanes at work for one cluster: half of the streams of a link.
 const MOST_OF_ONE: usize = 32;
+/// Number of withdrawn jobs of a cluster that are never worth removing from its queue.
+const SPARE: usize = 64;
+/// Name of these lists in out-of-memory errors.
+const JOBS: &str = "the jobs of an engine";
 
 /// What jobs wait for: jobs of one key share lanes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -52,13 +58,8 @@ pub(crate) trait Job: Send + Sync {
     fn refused(self: Arc<Self>, why: Error);
 }
 
-/// What the clock calls at a set time.
-pub(crate) trait Alarmed: Send + Sync {
-    /// Called once, at that time or a little later. It must be short.
-    fn due(self: Arc<Self>);
-}
-
-/// The lanes of one engine. Drop refuses the jobs that have not begun, and waits for the lanes to end.
+/// The lanes and the clock of one engine. Drop refuses the jobs that have not begun, drops the alarms, and waits for the
+/// threads to end.
 #[derive(Debug)]
 pub struct Executor {
     handle: ExecutorHandle,
@@ -68,9 +69,6 @@ pub struct Executor {
 #[derive(Clone)]
 pub struct ExecutorHandle(Arc<Shared>);
 
-/// Identifies a call of the clock at a set time.
-pub(crate) type Alarm = (Instant, u64);
-
 struct Shared {
     state: Mutex<State>,
     /// How long an idle lane polls before it sleeps.
@@ -79,8 +77,7 @@ struct Shared {
     called: AtomicBool,
     /// Notified when there is a job, when a thread ends, and when the executor closes.
     changed: Condvar,
-    /// Notified when the alarms change and when the executor closes.
-    alarms_changed: Condvar,
+    clock: Clock,
     /// Test only: behave as if no thread could be started.
     #[cfg(feature = "testing")]
     no_threads: std::sync::atomic::AtomicBool,
@@ -93,13 +90,8 @@ struct State {
     clusters: HashMap<LaneKey, ClusterJobs>,
     idle: IdleLanes,
     lanes: usize,
-    last_job: u64,
-    alarms: BTreeMap<Alarm, Arc<dyn Alarmed>>,
-    last_alarm: u64,
-    /// Whether the clock thread runs.
-    clock: bool,
-    /// When the clock wakes by itself; `None` while it is awake, because it then looks at the alarms before it sleeps.
-    clock_wakes: Option<Instant>,
+    /// Jobs that wait until one of the others of their cluster ends.
+    waiting: Slots<Arc<dyn Job>>,
     closed: bool,
 }
 
@@ -120,8 +112,10 @@ struct IdleLanes {
 struct ClusterJobs {
     /// Jobs that are running or about to run.
     taken: usize,
-    /// Jobs that wait until one of the others ends, by number, in order of arrival.
-    waiting: BTreeMap<u64, Arc<dyn Job>>,
+    /// Where the jobs are that wait until one of the others ends, in order of arrival; also jobs that were withdrawn.
+    queue: VecDeque<Place>,
+    /// Number of the jobs that wait.
+    waiting: usize,
 }
 
 impl IdleLanes {
@@ -136,8 +130,12 @@ impl State {
     /// Notes that a job for `cluster` has ended, and queues the job that has waited longest for this cluster.
     fn over(&mut self, cluster: LaneKey) {
         let Some(at) = self.clusters.get_mut(&cluster) else { return };
-        match at.waiting.pop_first() {
-            Some((_, job)) => self.jobs.push_back((cluster, job)),
+        let mut jobs = std::iter::from_fn(|| at.queue.pop_front());
+        match jobs.find_map(|place| self.waiting.remove(place)) {
+            Some(job) => {
+                at.waiting -= 1;
+                self.jobs.push_back((cluster, job));
+            }
             None => at.taken -= 1,
         }
         if at.taken == 0 {
@@ -157,11 +155,40 @@ impl State {
         self.jobs.remove(own.unwrap_or(0))
     }
 
+    /// Has a job wait until another one for `cluster` ends.
+    fn wait(&mut self, cluster: LaneKey, job: &Arc<dyn Job>) -> Result<Place> {
+        let at = self.clusters.entry(cluster).or_default();
+        let room = at.queue.try_reserve(1);
+        room.map_err(|_| fallible::out_of_memory(JOBS, at.queue.len() * size_of::<Place>()))?;
+        let place = self.waiting.reserve(JOBS)?;
+        self.waiting.fill(place, job.clone());
+        at.queue.push_back(place);
+        at.waiting += 1;
+        Ok(place)
+    }
+
+    /// Takes a job that waits for others of its cluster.
+    fn withdraw(&mut self, cluster: LaneKey, place: Place) -> Option<Arc<dyn Job>> {
+        let job = self.waiting.remove(place)?;
+        let State { waiting, clusters, .. } = self;
+        if let Some(at) = clusters.get_mut(&cluster) {
+            at.waiting -= 1;
+            // Half of the entries or more are removed, so that the time for each job is constant.
+            if at.queue.len() > 2 * at.waiting + SPARE {
+                at.queue.retain(|place| waiting.contains(*place));
+            }
+        }
+        Some(job)
+    }
+
     /// Takes every job that is not at work.
     fn all(&mut self) -> Vec<Arc<dyn Job>> {
         let ready: Vec<_> = self.jobs.drain(..).collect();
-        let waiting: Vec<_> =
-            self.clusters.values_mut().flat_map(|at| std::mem::take(&mut at.waiting).into_values()).collect();
+        let mut waiting = Vec::new();
+        for at in self.clusters.values_mut() {
+            at.waiting = 0;
+            waiting.extend(at.queue.drain(..).filter_map(|place| self.waiting.remove(place)));
+        }
         for (cluster, _) in &ready {
             self.over(*cluster);
         }
@@ -177,7 +204,7 @@ impl Executor {
             poll,
             called: AtomicBool::new(false),
             changed: Condvar::new(),
-            alarms_changed: Condvar::new(),
+            clock: Clock::default(),
             #[cfg(feature = "testing")]
             no_threads: std::sync::atomic::AtomicBool::new(false),
         };
@@ -193,20 +220,19 @@ impl Executor {
 impl ExecutorHandle {
     /// Has the next free lane run `job`, which is for `cluster`. Never waits for a lane. If no thread can be
     /// started, the existing lanes run the job; without any lane, it is refused
-    /// (`a_lane_that_cannot_be_started`). Returns the number of the job if it waits for others of its cluster.
-    pub(crate) fn carry(&self, cluster: LaneKey, job: Arc<dyn Job>) -> Option<u64> {
+    /// (`a_lane_that_cannot_be_started`). Returns the place of the job if it waits for others of its cluster.
+    pub(crate) fn carry(&self, cluster: LaneKey, job: Arc<dyn Job>) -> Option<Place> {
         let mut state = self.0.state.lock();
         if state.closed {
             drop(state);
             job.refused(Error::closed());
             return None;
         }
-        state.last_job += 1;
-        let number = state.last_job;
         let at = state.clusters.entry(cluster).or_default();
         if at.taken == MOST_OF_ONE {
-            at.waiting.insert(number, job);
-            return Some(number);
+            let waits = state.wait(cluster, &job);
+            drop(state);
+            return waits.map_err(|error| job.refused(error)).ok();
         }
         at.taken += 1;
         // A cluster without a lane gets one, however many others stall
@@ -241,59 +267,32 @@ impl ExecutorHandle {
     }
 
     /// Returns a job that still waits for others of its cluster, and forgets it.
-    pub(crate) fn withdraw(&self, cluster: LaneKey, number: u64) -> Option<Arc<dyn Job>> {
-        self.0.state.lock().clusters.get_mut(&cluster)?.waiting.remove(&number)
+    pub(crate) fn withdraw(&self, cluster: LaneKey, place: Place) -> Option<Arc<dyn Job>> {
+        self.0.state.lock().withdraw(cluster, place)
     }
 
-    /// Calls `alarmed` at `when`. It is dropped if the alarm is [forgotten](Self::forget) before, or if the engine
-    /// closes. Returns `Err` if the engine has closed or no thread can be started.
-    pub(crate) fn at(&self, when: Instant, alarmed: Arc<dyn Alarmed>) -> Result<Alarm> {
-        let mut state = self.0.state.lock();
-        if state.closed {
-            return Err(Error::closed());
-        }
-        if !state.clock {
-            self.start("llm-clock", Shared::run_alarms).map_err(|error| no_thread(&error))?;
-            state.clock = true;
-        }
-        let alarm = (when, state.last_alarm);
-        state.last_alarm += 1;
-        state.alarms.insert(alarm, alarmed);
-        // Otherwise the clock looks at the alarms in time anyway. Waking it for each call that runs alone took a third of
-        // the time of starting one.
-        let early = state.clock_wakes.is_some_and(|wakes| when < wakes);
-        drop(state);
-        if early {
-            self.0.alarms_changed.notify_one();
-        }
-        Ok(alarm)
-    }
-
-    /// Cancels an alarm that has not come yet.
-    pub(crate) fn forget(&self, alarm: Alarm) {
-        let mut state = self.0.state.lock();
-        let forgotten = state.alarms.remove(&alarm);
-        drop(state);
-        drop(forgotten);
+    /// Returns the clock.
+    pub(crate) fn clock(&self) -> &Clock {
+        &self.0.clock
     }
 
     /// Sets whether the executor behaves as if no thread could be started.
     #[cfg(feature = "testing")]
     pub fn refuse_threads(&self, refuse: bool) {
         self.0.no_threads.store(refuse, std::sync::atomic::Ordering::SeqCst);
+        self.0.clock.refuse_threads(refuse);
     }
 
     /// Number of threads.
     #[cfg(feature = "testing")]
     pub fn threads(&self) -> usize {
-        let state = self.0.state.lock();
-        state.lanes + usize::from(state.clock)
+        self.0.state.lock().lanes + usize::from(self.0.clock.running())
     }
 
     /// Number of alarms that are set.
     #[cfg(feature = "testing")]
     pub fn alarms(&self) -> usize {
-        self.0.state.lock().alarms.len()
+        self.0.clock.alarms()
     }
 
     /// Starts a thread that runs `body`.
@@ -319,24 +318,25 @@ impl Drop for Executor {
         let mut state = shared.state.lock();
         state.closed = true;
         shared.called.store(true, Ordering::Relaxed);
-        let (jobs, alarms) = (state.all(), std::mem::take(&mut state.alarms));
+        let jobs = state.all();
         drop(state);
         shared.changed.notify_all();
-        shared.alarms_changed.notify_all();
         // Without the lock, because the jobs report their end.
         for job in jobs {
             job.refused(Error::closed());
         }
-        drop(alarms);
+        shared.clock.close();
         let until = Instant::now() + CLOSE_WAIT;
         let mut state = shared.state.lock();
-        while state.lanes > 0 || state.clock {
+        while state.lanes > 0 {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return;
             }
             state = shared.changed.wait_timeout(state, left).0;
         }
+        drop(state);
+        shared.clock.join(until);
     }
 }
 
@@ -406,47 +406,11 @@ impl Shared {
         state.idle.waking |= wakes;
         wakes
     }
-
-    /// Body of the clock: runs jobs at their time, until there has been none for a while.
-    fn run_alarms(&self) {
-        let mut state = self.state.lock();
-        while !state.closed {
-            let next = state.alarms.first_key_value().map(|(&(when, _), _)| when);
-            let left = next.map(|when| when.saturating_duration_since(Instant::now()));
-            if left.is_some_and(|left| left.is_zero()) {
-                let due = state.alarms.pop_first();
-                drop(state);
-                if let Some((_, alarmed)) = due {
-                    let _ = catch_unwind(AssertUnwindSafe(|| alarmed.due()));
-                }
-                state = self.state.lock();
-                continue;
-            }
-            // At most `KEEP`, so that the clock ends some time after the last alarm was forgotten.
-            let sleep = left.unwrap_or(KEEP).min(KEEP);
-            state.clock_wakes = Some(Instant::now() + sleep);
-            let (woken, waited) = self.alarms_changed.wait_timeout(state, sleep);
-            state = woken;
-            state.clock_wakes = None;
-            if waited && left.is_none() && state.alarms.is_empty() {
-                break;
-            }
-        }
-        state.clock = false;
-        drop(state);
-        self.changed.notify_all();
-    }
 }
 
 /// Runs a job. A job that panics reports it when it is dropped, and does not end its lane.
 fn run(job: Arc<dyn Job>) {
     let _ = catch_unwind(AssertUnwindSafe(|| job.run()));
-}
-
-fn no_thread(error: &io::Error) -> Error {
-    let text = format!("no thread for a transfer could be started: {error}");
-    let errno = error.raw_os_error().unwrap_or(0);
-    Error::new(ErrorKind::System, text).with("errno", errno)
 }
 
 impl std::fmt::Debug for ExecutorHandle {

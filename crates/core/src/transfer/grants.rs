@@ -3,7 +3,8 @@
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
-use super::executor::{Alarm, Alarmed, ExecutorHandle};
+use super::clock::{Alarm, Alarmed};
+use super::executor::ExecutorHandle;
 use crate::error::Result;
 use crate::grants::Grants;
 use crate::sync::Mutex;
@@ -13,7 +14,8 @@ use crate::sync::Mutex;
 pub struct GrantClock {
     lanes: ExecutorHandle,
     grants: Arc<Grants>,
-    alarm: Mutex<Option<Alarm>>,
+    /// When the alarm is set, and for which time.
+    alarm: Mutex<Option<(Instant, Alarm)>>,
 }
 
 impl GrantClock {
@@ -30,9 +32,9 @@ impl GrantClock {
             return Ok(());
         }
         let expiry = GrantExpiry { clock: Arc::downgrade(self), when };
-        let replaced = alarm.replace(self.lanes.at(when, Arc::new(expiry))?);
-        if let Some(replaced) = replaced {
-            self.lanes.forget(replaced);
+        let replaced = alarm.replace((when, self.lanes.clock().at(when, Arc::new(expiry))?));
+        if let Some((_, replaced)) = replaced {
+            self.lanes.clock().forget(replaced);
         }
         Ok(())
     }

@@ -6,6 +6,7 @@ use super::async_calls::AsyncCalls;
 use super::delivery::{Delivery, TaskLimits};
 use super::executor::ExecutorHandle;
 use super::running_calls::RunningCall;
+use super::slots::Place;
 use super::task::{Outlet, Task};
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::{Stops, Transfer};
@@ -37,10 +38,12 @@ impl LayerTask {
         limits: TaskLimits,
     ) -> Result<LayerTask> {
         let transfers = calls.queue().start_all(deliveries.len())?;
-        let begun = create(calls, lanes, layers, deliveries, limits, &transfers);
+        let begun = calls.running().reserve_all(transfers.len()).and_then(|places| {
+            let created = create(calls, lanes, layers, deliveries, limits, (&transfers, &places));
+            created.inspect_err(|_| places.iter().for_each(|place| calls.running().leave(*place)))
+        });
         if begun.is_err() {
             for transfer in &transfers {
-                calls.running().leave(transfer.number());
                 transfer.abandon();
             }
         }
@@ -104,18 +107,19 @@ fn create(
     layers: u32,
     deliveries: Vec<Delivery>,
     limits: TaskLimits,
-    transfers: &[Arc<Transfer>],
+    (transfers, places): (&[Arc<Transfer>], &[Place]),
 ) -> Result<Arc<Task>> {
     let running = calls.running();
     let copied = fallible::collect("the transfers of a task", transfers.iter().cloned())?;
-    let outlet = Outlet::Transfers { transfers: copied, running: running.clone() };
+    let kept = fallible::copied("the transfers of a task", places)?;
+    let outlet = Outlet::Transfers { transfers: copied, running: running.clone(), places: kept };
     let task = Task::new(lanes.clone(), layers, deliveries, limits, outlet)?;
-    let of = |(index, transfer): (usize, &Arc<Transfer>)| -> (u64, Arc<dyn RunningCall>) {
+    let of = |(index, transfer): (usize, &Arc<Transfer>)| -> (Place, Arc<dyn RunningCall>) {
         let (transfer, task) = (transfer.clone(), task.clone());
         let delivery = Arc::new(RunningDelivery { transfer, task, index });
         let stops: Weak<RunningDelivery> = Arc::downgrade(&delivery);
         delivery.transfer.stop_with(stops);
-        (delivery.transfer.number(), delivery)
+        (places[index], delivery)
     };
     running.enter_all(transfers.iter().enumerate().map(of))?;
     task.watch();

@@ -54,7 +54,8 @@ impl Call {
         self.open_grant().map_err(|error| self.named(error))?;
         let mut key = None;
         let pulled = self.rounds(|known| {
-            let (moved, pulled) = self.pull_moves(known, &mut checked.moves(known.remote)?)?;
+            let (moved, pulled) =
+                self.pull_moves(known, &mut checked.moves(self.local.geometry(), known.remote)?)?;
             key = pulled;
             Ok(moved)
         });

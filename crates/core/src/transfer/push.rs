@@ -41,7 +41,8 @@ impl Call {
         let mut slot = None;
         let bytes = self.rounds(|known| {
             let remote = RemoteCache { row: row.unwrap_or(known.remote.row), ..known.remote };
-            let mut moves = checked.moves(remote).map_err(|error| error.with("name", to))?;
+            let mut moves =
+                checked.moves(self.local.geometry(), remote).map_err(|error| error.with("name", to))?;
             let local_rows = std::mem::take(&mut moves.src_rows);
             let plan = Arc::new(CopyPlan::moves(&mut moves, CacheCount::Two)?);
             let outcome = self.push(known, &plan, local_rows)?;

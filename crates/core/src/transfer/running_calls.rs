@@ -3,12 +3,14 @@
 use std::fmt;
 use std::sync::Arc;
 
-use hashbrown::HashMap;
-
+use super::slots::{Place, Slots};
 use crate::error::{Error, Result};
 use crate::fallible;
 use crate::model::Deadline;
 use crate::sync::{Condvar, Mutex};
+
+/// Name of the list in out-of-memory errors.
+const RUNNING: &str = "the list of running transfers";
 
 /// A call that has not ended.
 pub(super) trait RunningCall: Send + Sync + fmt::Debug {
@@ -26,37 +28,52 @@ pub(super) struct RunningCalls {
 
 #[derive(Debug, Default)]
 struct State {
-    /// By the number of the transfer.
-    calls: HashMap<u64, Arc<dyn RunningCall>>,
+    calls: Slots<Arc<dyn RunningCall>>,
     closed: bool,
 }
 
 impl RunningCalls {
-    /// Adds a call. Returns `Err(Closed)` once the engine closes.
-    pub(super) fn enter(&self, number: u64, call: Arc<dyn RunningCall>) -> Result<()> {
-        self.enter_all(std::iter::once((number, call)))
+    /// Makes a place for a call, which counts as one that runs until it [leaves](Self::leave).
+    pub(super) fn reserve(&self) -> Result<Place> {
+        self.state.lock().calls.reserve(RUNNING)
+    }
+
+    /// Makes places for `count` calls, all or none, as [`reserve`](Self::reserve) does.
+    pub(super) fn reserve_all(&self, count: usize) -> Result<Vec<Place>> {
+        let mut places = fallible::with_capacity(RUNNING, count)?;
+        for _ in 0..count {
+            match self.reserve() {
+                Ok(place) => places.push(place),
+                Err(error) => {
+                    for place in places {
+                        self.leave(place);
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        Ok(places)
+    }
+
+    /// Adds a call in its place. Returns `Err(Closed)` once the engine closes.
+    pub(super) fn enter(&self, place: Place, call: Arc<dyn RunningCall>) -> Result<()> {
+        self.enter_all(std::iter::once((place, call)))
     }
 
     /// Adds calls, all or none, as [`enter`](Self::enter) does.
-    pub(super) fn enter_all(
-        &self,
-        calls: impl ExactSizeIterator<Item = (u64, Arc<dyn RunningCall>)>,
-    ) -> Result<()> {
+    pub(super) fn enter_all(&self, calls: impl Iterator<Item = (Place, Arc<dyn RunningCall>)>) -> Result<()> {
         let mut state = self.state.lock();
         if state.closed {
             return Err(Error::closed());
         }
-        let asked = (state.calls.len() + calls.len()) * size_of::<(u64, Arc<dyn RunningCall>)>();
-        let room = state.calls.try_reserve(calls.len());
-        room.map_err(|_| fallible::out_of_memory("the list of running transfers", asked))?;
-        state.calls.extend(calls);
+        calls.for_each(|(place, call)| state.calls.fill(place, call));
         Ok(())
     }
 
-    /// Removes a call that has ended.
-    pub(super) fn leave(&self, number: u64) {
+    /// Removes a call that has ended, or whose start has failed.
+    pub(super) fn leave(&self, place: Place) {
         let mut state = self.state.lock();
-        let ended = state.calls.remove(&number);
+        let ended = state.calls.remove(place);
         let idle = state.calls.is_empty();
         drop(state);
         drop(ended);

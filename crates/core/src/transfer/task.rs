@@ -13,10 +13,12 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
+use super::clock::Alarmed;
 use super::delivery::{Carrier, Delivery, DeliveryState, ReadyLayer, ReportedLayers, TaskLimits};
-use super::executor::{Alarmed, ExecutorHandle, Job, LaneKey};
+use super::executor::{ExecutorHandle, Job, LaneKey};
 use super::on_lane::OnLane;
 use super::running_calls::RunningCalls;
+use super::slots::Place;
 use super::task_state::TaskState;
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::Transfer;
@@ -48,6 +50,8 @@ pub(super) enum Outlet {
         /// In the order of the destinations.
         transfers: Vec<Arc<Transfer>>,
         running: Arc<RunningCalls>,
+        /// The places of these transfers in `running`.
+        places: Vec<Place>,
     },
 }
 
@@ -172,9 +176,9 @@ impl Task {
         // The carrier may be the last owner of a cache, whose memory returns to a pool. So it is dropped without the
         // lock, and before anything reports that the destination has ended.
         drop(carrier);
-        if let Outlet::Transfers { transfers, running } = &self.outlet {
+        if let Outlet::Transfers { transfers, running, places } = &self.outlet {
             transfers[index].finish(moved);
-            running.leave(transfers[index].number());
+            running.leave(places[index]);
         }
         self.close_one();
     }
@@ -191,8 +195,8 @@ impl Task {
         self.changed.notify_all();
         let alarm = state.alarm.take();
         drop(state);
-        if let Some(alarm) = alarm {
-            self.lanes.forget(alarm);
+        if let Some((_, alarm)) = alarm {
+            self.lanes.clock().forget(alarm);
         }
     }
 
@@ -209,9 +213,9 @@ impl Task {
         if state.ended || state.alarm.is_some_and(|(at, _)| at <= when) {
             return Ok(());
         }
-        let alarm = self.lanes.at(when, Arc::new(Late(Arc::downgrade(self))))?;
-        if let Some(later) = state.alarm.replace(alarm) {
-            self.lanes.forget(later);
+        let alarm = self.lanes.clock().at(when, Arc::new(Late(Arc::downgrade(self))))?;
+        if let Some((_, later)) = state.alarm.replace((when, alarm)) {
+            self.lanes.clock().forget(later);
         }
         Ok(())
     }
@@ -241,8 +245,8 @@ impl Task {
 impl Drop for Task {
     fn drop(&mut self) {
         let alarm = self.state.lock().alarm.take();
-        if let Some(alarm) = alarm {
-            self.lanes.forget(alarm);
+        if let Some((_, alarm)) = alarm {
+            self.lanes.clock().forget(alarm);
         }
     }
 }

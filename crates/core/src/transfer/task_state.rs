@@ -2,8 +2,8 @@
 
 use std::time::Instant;
 
+use super::clock::Alarm;
 use super::delivery::{DeliveryState, ReportedLayers, TaskLimits};
-use super::executor::Alarm;
 use crate::error::Error;
 use crate::model::Deadline;
 
@@ -16,7 +16,7 @@ pub(super) struct TaskState {
     /// The layer for which the thread of a list task waits.
     pub(super) awaited: Option<Awaited>,
     /// Alarm that checks what is late, not after the first moment at which something is; at most one.
-    pub(super) alarm: Option<Alarm>,
+    pub(super) alarm: Option<(Instant, Alarm)>,
     pub(super) deliveries: Vec<DeliveryState>,
     /// Number of destinations that have not ended, or whose carrier is being dropped.
     pub(super) open: usize,

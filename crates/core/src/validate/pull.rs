@@ -28,7 +28,6 @@ pub enum PullRows {
 
 /// A pull that fits the local cache. It is not checked against the remote cache yet.
 pub struct CheckedPull<R> {
-    local: CacheLayout,
     rows: R,
     tensors: TensorRun,
     /// Whether the caller named the layers that are read.
@@ -94,7 +93,7 @@ impl<R: Borrow<PullRows>> CheckedPull<R> {
             }
         }
         let tensors = pull_layers(geometry, layers)?;
-        Ok(CheckedPull { local, rows, tensors, src_layers_given: layers_given(layers.src).is_some() })
+        Ok(CheckedPull { rows, tensors, src_layers_given: layers_given(layers.src).is_some() })
     }
 
     /// Returns the rows that the caller named.
@@ -102,9 +101,10 @@ impl<R: Borrow<PullRows>> CheckedPull<R> {
         self.rows.borrow()
     }
 
-    /// Checks the pull against the owner's description of the remote cache, and returns what moves.
+    /// Checks the pull against the owner's description of the remote cache, and returns what moves to the `local` cache for
+    /// which the pull was checked.
     /// `Err(CacheNotFound)` if the remote cache does not have the slot.
-    pub fn moves(&self, remote: RemoteCache) -> Result<Moves> {
+    pub fn moves(&self, local: Geometry, remote: RemoteCache) -> Result<Moves> {
         let (tensors, peer) = (self.tensors, remote.layout.geometry);
         remote_row(remote, ErrorKind::CacheNotFound)?;
         if !self.src_layers_given && peer.num_tensors() != tensors.count {
@@ -123,14 +123,14 @@ impl<R: Borrow<PullRows>> CheckedPull<R> {
             }
         }
         check_accessible("the remote cache", remote.accessible)?;
-        let (pieces, dst_rows) = self.pieces(remote)?;
+        let (pieces, dst_rows) = self.pieces(local, remote)?;
         let whole = tensors.count == peer.num_tensors();
         Ok(Moves { dst_rows, ..tensors.moves(pieces, whole) })
     }
 
     /// Returns the pieces that move in each tensor, and the local rows that they write.
-    fn pieces(&self, remote: RemoteCache) -> Result<(Pieces, Vec<u64>)> {
-        let (own, peer) = (self.local.geometry, remote.layout.geometry);
+    fn pieces(&self, own: Geometry, remote: RemoteCache) -> Result<(Pieces, Vec<u64>)> {
+        let peer = remote.layout.geometry;
         let slot = u64::from(remote.row) * peer.row_bytes();
         Ok(match self.rows.borrow() {
             PullRows::Slot { local: index, remote_offset, local_offset, size } => {

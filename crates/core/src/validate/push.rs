@@ -8,7 +8,7 @@ use super::cache_rules::{
 };
 use super::layer_ranges::{Layers, TensorRun, push_layers, within};
 use crate::error::{Error, ErrorKind, Result};
-use crate::model::CacheLayout;
+use crate::model::{CacheLayout, Geometry};
 use crate::plan::{Moves, Piece, Pieces};
 
 /// The rows that a push reads and writes: `local` rows, into `remote` rows of the peer's cache.
@@ -25,7 +25,6 @@ pub enum PushRows {
 
 /// A push that fits the local cache. It is not checked against the remote cache yet.
 pub struct CheckedPush<R> {
-    local: CacheLayout,
     rows: R,
     tensors: TensorRun,
 }
@@ -70,7 +69,7 @@ impl<R: Borrow<PushRows>> CheckedPush<R> {
                 in_range("src_blocks", blocks, geometry)?;
             }
         }
-        Ok(CheckedPush { local, rows, tensors })
+        Ok(CheckedPush { rows, tensors })
     }
 
     /// Returns the rows that the caller named.
@@ -78,22 +77,23 @@ impl<R: Borrow<PushRows>> CheckedPush<R> {
         self.rows.borrow()
     }
 
-    /// Checks the push against the owner's description of the remote cache, and returns what moves.
-    pub fn moves(&self, remote: RemoteCache) -> Result<Moves> {
+    /// Checks the push against the owner's description of the remote cache, and returns what moves from the `local` cache
+    /// for which the push was checked.
+    pub fn moves(&self, local: Geometry, remote: RemoteCache) -> Result<Moves> {
         let (tensors, peer) = (self.tensors, remote.layout.geometry);
         check_accessible("the remote cache", remote.accessible)?;
         within("dst_layer_range", tensors.dst, tensors.count, "the remote cache", peer)?;
-        let (pieces, src_rows) = self.pieces(remote)?;
+        let (pieces, src_rows) = self.pieces(local, remote)?;
         if tensors.count == 0 {
             return Ok(tensors.moves(Pieces::default(), false));
         }
-        let whole = tensors.count == self.local.geometry.num_tensors();
+        let whole = tensors.count == local.num_tensors();
         Ok(Moves { src_rows, ..tensors.moves(pieces, whole) })
     }
 
     /// Returns the pieces that move in each tensor, and the local rows that they read.
-    fn pieces(&self, remote: RemoteCache) -> Result<(Pieces, Vec<u64>)> {
-        let (own, peer) = (self.local.geometry, remote.layout.geometry);
+    fn pieces(&self, own: Geometry, remote: RemoteCache) -> Result<(Pieces, Vec<u64>)> {
+        let peer = remote.layout.geometry;
         Ok(match self.rows.borrow() {
             PushRows::Slot { local: index } => {
                 batch_cache("the remote cache", remote.layout.kind)?;

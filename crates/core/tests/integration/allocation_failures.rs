@@ -123,13 +123,13 @@ fn checking_arguments_fails_whole() {
     let list: Vec<i64> = (0..MANY).map(|k| shuffled(k) as i64).collect();
     let pairs: Vec<(i64, i64)> = list.iter().copied().zip(0..).collect();
     let pull = PullRows::Blocks { remote: list.clone(), local: list.clone() };
-    only_fails("pull", 2, || CheckedPull::new(layout, &pull, Layers::ALL)?.moves(remote));
+    only_fails("pull", 2, || CheckedPull::new(layout, &pull, Layers::ALL)?.moves(geometry, remote));
     let push = PushRows::Blocks { local: list.clone(), remote: list.clone() };
-    only_fails("push", 2, || CheckedPush::new(layout, &push, Layers::ALL)?.moves(remote));
+    only_fails("push", 2, || CheckedPush::new(layout, &push, Layers::ALL)?.moves(geometry, remote));
     let one = Geometry::new(&desc(Placement::Device, 2, 1, 16 * MANY as usize)).unwrap();
     let slot = RemoteCache { layout: CacheLayout { geometry: one, ..slots }, ..remote };
     let cut = PullRows::SlotToBlocks { local: list };
-    only_fails("slot to blocks", 2, || CheckedPull::new(layout, &cut, Layers::ALL)?.moves(slot));
+    only_fails("slot to blocks", 2, || CheckedPull::new(layout, &cut, Layers::ALL)?.moves(geometry, slot));
     only_fails("copy", 1, || validate::copy_blocks(layout, &pairs));
     let keys: Vec<_> = (0..MANY).map(|id| Some(CacheKey::Request { model: 0, id })).collect();
     only_fails("keys", 2, || validate::bindings(&keys));

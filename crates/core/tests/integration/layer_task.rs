@@ -5,7 +5,7 @@
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, Weak};
 use std::thread;
 use std::time::Duration;
 
@@ -115,8 +115,9 @@ impl Bed {
     }
 
     fn with(layer: Duration, wait: Option<Duration>) -> Bed {
-        let calls = AsyncCalls::new(Arc::new(EventQueue::new(64)));
-        Bed { lanes: Executor::default(), calls, limits: TaskLimits { layer, wait } }
+        let lanes = Executor::default();
+        let calls = AsyncCalls::new(Arc::new(EventQueue::new(64)), lanes.handle(), Weak::new());
+        Bed { lanes, calls, limits: TaskLimits { layer, wait } }
     }
 
     fn try_begin(&self, cluster: u64, to: &[To]) -> Result<LayerTask> {

@@ -44,11 +44,11 @@ fn refused<T: Debug>(kind: ErrorKind, result: Result<T>, facts: &[&str]) {
 }
 
 fn pull(local: CacheLayout, remote: RemoteCache, rows: &PullRows, layers: Layers) -> Result<Moves> {
-    CheckedPull::new(local, rows, layers)?.moves(remote)
+    CheckedPull::new(local, rows, layers)?.moves(local.geometry, remote)
 }
 
 fn push(local: CacheLayout, remote: RemoteCache, rows: &PushRows, layers: Layers) -> Result<Moves> {
-    CheckedPush::new(local, rows, layers)?.moves(remote)
+    CheckedPush::new(local, rows, layers)?.moves(local.geometry, remote)
 }
 
 #[derive(Clone, Debug)]

@@ -1,0 +1,286 @@
+//! The clock of one engine: a thread that calls what is due at a set time, and ends some time after the last alarm.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::slots::{Place, Slots};
+use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
+use crate::session::THREAD_STACK;
+use crate::sync::{Builder, Condvar, Mutex};
+
+/// How long the thread is kept without an alarm.
+const KEEP: Duration = Duration::from_secs(30);
+/// Number of forgotten alarms that are never worth removing from the order.
+const SPARE: usize = 64;
+/// Name of these lists in out-of-memory errors.
+const ALARMS: &str = "the alarms of an engine";
+
+/// What the clock calls at a set time.
+pub(crate) trait Alarmed: Send + Sync {
+    /// Called once, at that time or a little later. It must be short.
+    fn due(self: Arc<Self>);
+}
+
+/// Names a call of the clock at a set time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Alarm(Place);
+
+/// The clock of one engine. It may outlive the engine.
+#[derive(Clone)]
+pub(crate) struct Clock(Arc<Shared>);
+
+struct Shared {
+    /// The times of alarms count from here.
+    base: Instant,
+    state: Mutex<State>,
+    /// Notified when there is an earlier alarm and when the clock closes.
+    changed: Condvar,
+    /// Notified when the thread ends.
+    ended: Condvar,
+    /// Test only: behave as if no thread could be started.
+    #[cfg(feature = "testing")]
+    no_threads: std::sync::atomic::AtomicBool,
+}
+
+#[derive(Default)]
+struct State {
+    alarms: Slots<Arc<dyn Alarmed>>,
+    /// When each of them is due, in nanoseconds, and where it is; also of alarms that were forgotten.
+    order: BinaryHeap<Reverse<(u64, Place)>>,
+    /// Whether the thread runs.
+    running: bool,
+    /// When the thread wakes by itself; `None` while it is awake, because it then looks at the alarms before it sleeps.
+    wakes: Option<u64>,
+    closed: bool,
+}
+
+impl State {
+    /// Adds an alarm, and returns it.
+    fn add(&mut self, when: u64, alarmed: Arc<dyn Alarmed>) -> Result<Place> {
+        let room = self.order.try_reserve(1);
+        room.map_err(|_| fallible::out_of_memory(ALARMS, self.order.len() * size_of::<(u64, Place)>()))?;
+        let place = self.alarms.reserve(ALARMS)?;
+        self.alarms.fill(place, alarmed);
+        self.order.push(Reverse((when, place)));
+        Ok(place)
+    }
+
+    /// Returns when the next alarm is due.
+    fn next(&mut self) -> Option<u64> {
+        while let Some(&Reverse((when, place))) = self.order.peek() {
+            if self.alarms.contains(place) {
+                return Some(when);
+            }
+            self.order.pop();
+        }
+        None
+    }
+
+    fn remove(&mut self, place: Place) -> Option<Arc<dyn Alarmed>> {
+        let removed = self.alarms.remove(place);
+        // Half of the entries or more are removed, so that the time for each alarm is constant.
+        if self.order.len() > 2 * self.alarms.len() + SPARE {
+            let State { alarms, order, .. } = self;
+            order.retain(|Reverse((_, place))| alarms.contains(*place));
+        }
+        removed
+    }
+}
+
+impl Default for Clock {
+    fn default() -> Self {
+        Clock(Arc::new(Shared {
+            base: Instant::now(),
+            state: Mutex::default(),
+            changed: Condvar::default(),
+            ended: Condvar::default(),
+            #[cfg(feature = "testing")]
+            no_threads: std::sync::atomic::AtomicBool::default(),
+        }))
+    }
+}
+
+impl Clock {
+    /// Calls `alarmed` at `when`. It is dropped if the alarm is [forgotten](Self::forget) before, or if the clock closes.
+    /// Returns `Err` if the clock has closed or no thread can be started.
+    pub(crate) fn at(&self, when: Instant, alarmed: Arc<dyn Alarmed>) -> Result<Alarm> {
+        let when = self.0.nanos(when);
+        let mut state = self.0.state.lock();
+        if state.closed {
+            return Err(Error::closed());
+        }
+        if !state.running {
+            self.start().map_err(|error| no_thread(&error))?;
+            state.running = true;
+        }
+        let place = state.add(when, alarmed)?;
+        // Otherwise the clock looks at the alarms in time anyway. Waking it for each call that runs alone took a third of
+        // the time of starting one.
+        let early = state.wakes.is_some_and(|wakes| when < wakes);
+        drop(state);
+        if early {
+            self.0.changed.notify_one();
+        }
+        Ok(Alarm(place))
+    }
+
+    /// Cancels an alarm that has not come yet.
+    pub(crate) fn forget(&self, alarm: Alarm) {
+        let mut state = self.0.state.lock();
+        let forgotten = state.remove(alarm.0);
+        drop(state);
+        drop(forgotten);
+    }
+
+    /// Drops all alarms, and refuses new ones.
+    pub(super) fn close(&self) {
+        let mut state = self.0.state.lock();
+        state.closed = true;
+        let dropped = (std::mem::take(&mut state.alarms), std::mem::take(&mut state.order));
+        drop(state);
+        self.0.changed.notify_all();
+        drop(dropped);
+    }
+
+    /// Waits until the thread has ended, at most until `until`. The clock must be closed.
+    pub(super) fn join(&self, until: Instant) {
+        let mut state = self.0.state.lock();
+        while state.running {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            state = self.0.ended.wait_timeout(state, left).0;
+        }
+    }
+
+    /// Sets whether the clock behaves as if no thread could be started.
+    #[cfg(feature = "testing")]
+    pub(super) fn refuse_threads(&self, refuse: bool) {
+        self.0.no_threads.store(refuse, std::sync::atomic::Ordering::SeqCst);
+    }
+
+    /// Whether the thread runs.
+    #[cfg(feature = "testing")]
+    pub(super) fn running(&self) -> bool {
+        self.0.state.lock().running
+    }
+
+    /// Number of alarms that are set.
+    #[cfg(feature = "testing")]
+    pub(super) fn alarms(&self) -> usize {
+        self.0.state.lock().alarms.len()
+    }
+
+    fn start(&self) -> io::Result<()> {
+        #[cfg(feature = "testing")]
+        if self.0.no_threads.load(std::sync::atomic::Ordering::SeqCst) {
+            return Err(io::Error::from_raw_os_error(libc::EAGAIN));
+        }
+        let shared = self.0.clone();
+        let thread = Builder::new().name("llm-clock".into()).stack_size(THREAD_STACK);
+        thread.spawn(move || shared.run()).map(|_| ())
+    }
+}
+
+impl Shared {
+    fn nanos(&self, when: Instant) -> u64 {
+        u64::try_from(when.saturating_duration_since(self.base).as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    /// Body of the thread: calls what is due, until there has been no alarm for a while.
+    fn run(&self) {
+        let mut state = self.state.lock();
+        while !state.closed {
+            let (next, now) = (state.next(), self.nanos(Instant::now()));
+            if next.is_some_and(|next| next <= now) {
+                let due = state.order.pop().and_then(|Reverse((_, place))| state.remove(place));
+                drop(state);
+                if let Some(alarmed) = due {
+                    let _ = catch_unwind(AssertUnwindSafe(|| alarmed.due()));
+                }
+                state = self.state.lock();
+                continue;
+            }
+            // At most `KEEP`, so that the thread ends some time after the last alarm was forgotten.
+            let sleep = next.map_or(KEEP, |next| Duration::from_nanos(next - now)).min(KEEP);
+            state.wakes = Some(self.nanos(Instant::now() + sleep));
+            let (woken, waited) = self.changed.wait_timeout(state, sleep);
+            state = woken;
+            state.wakes = None;
+            if waited && next.is_none() && state.alarms.is_empty() {
+                break;
+            }
+        }
+        state.running = false;
+        drop(state);
+        self.ended.notify_all();
+    }
+}
+
+/// Returns the error for a thread that could not be started.
+pub(super) fn no_thread(error: &io::Error) -> Error {
+    let text = format!("no thread for a transfer could be started: {error}");
+    let errno = error.raw_os_error().unwrap_or(0);
+    Error::new(ErrorKind::System, text).with("errno", errno)
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::sync::mpsc::{Receiver, Sender, channel};
+
+    use super::*;
+
+    struct Tell(Sender<u64>, u64);
+
+    impl Alarmed for Tell {
+        fn due(self: Arc<Self>) {
+            let _ = self.0.send(self.1);
+        }
+    }
+
+    /// Keeps the clock busy until something arrives.
+    struct Busy(Mutex<Receiver<()>>);
+
+    impl Alarmed for Busy {
+        fn due(self: Arc<Self>) {
+            let _ = self.0.lock().recv();
+        }
+    }
+
+    /// Alarms come in the order of their times, those of one time in the order in which they were set, each once. Those
+    /// that were forgotten do not come, and leave no memory behind.
+    #[test]
+    fn alarms_come_in_order_unless_they_are_forgotten() {
+        let (clock, base, (sender, told)) = (Clock::default(), Instant::now(), channel());
+        let later = |millis| base + Duration::from_millis(millis);
+        let (free, busy) = channel();
+        clock.at(base, Arc::new(Busy(Mutex::new(busy)))).unwrap();
+        let mut expected = Vec::new();
+        for number in 0..5000_u64 {
+            let millis = 1 + number * 7 % 50;
+            let alarm = clock.at(later(millis), Arc::new(Tell(sender.clone(), number))).unwrap();
+            if number % 5 == 0 {
+                expected.push((millis, number));
+            } else {
+                clock.forget(alarm);
+                clock.forget(alarm);
+            }
+            let state = clock.0.state.lock();
+            assert!(state.order.len() <= 2 * state.alarms.len() + SPARE);
+        }
+        expected.sort_unstable();
+        free.send(()).unwrap();
+        let all: Vec<_> = expected.iter().map(|_| told.recv().unwrap()).collect();
+        assert_eq!(all, expected.into_iter().map(|(_, number)| number).collect::<Vec<_>>());
+        clock.close();
+        assert!(clock.at(base, Arc::new(Tell(sender, 0))).is_err());
+        clock.join(Instant::now() + Duration::from_secs(20));
+        assert!(told.recv().is_err(), "an alarm came twice");
+    }
+}
