@@ -7,7 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::slots::{Place, Slots};
+use super::place_table::{Place, PlaceTable};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::session::THREAD_STACK;
@@ -49,7 +49,7 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    alarms: Slots<Arc<dyn Alarmed>>,
+    alarms: PlaceTable<Arc<dyn Alarmed>>,
     /// When each of them is due, in nanoseconds, and where it is; also of alarms that were forgotten.
     order: BinaryHeap<Reverse<(u64, Place)>>,
     /// Whether the thread runs.

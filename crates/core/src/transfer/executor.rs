@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use hashbrown::HashMap;
 
 use super::clock::{Clock, no_thread};
-use super::slots::{Place, Slots};
+use super::place_table::{Place, PlaceTable};
 use crate::error::{Error, Result};
 use crate::fallible;
 use crate::model::ClusterId;
@@ -91,7 +91,7 @@ struct State {
     idle: IdleLanes,
     lanes: usize,
     /// Jobs that wait until one of the others of their cluster ends.
-    waiting: Slots<Arc<dyn Job>>,
+    waiting: PlaceTable<Arc<dyn Job>>,
     closed: bool,
 }
 

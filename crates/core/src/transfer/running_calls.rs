@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::slots::{Place, Slots};
+use super::place_table::{Place, PlaceTable};
 use crate::error::{Error, Result};
 use crate::fallible;
 use crate::model::Deadline;
@@ -28,7 +28,7 @@ pub(super) struct RunningCalls {
 
 #[derive(Debug, Default)]
 struct State {
-    calls: Slots<Arc<dyn RunningCall>>,
+    calls: PlaceTable<Arc<dyn RunningCall>>,
     closed: bool,
 }
 

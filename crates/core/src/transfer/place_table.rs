@@ -17,39 +17,39 @@ const NONE: u32 = u32::MAX;
 /// Names an entry of a table. It names no other one later, until 2^32 more entries were made. Later entries are greater.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Place {
-    entry: NonZeroU32,
+    number: NonZeroU32,
     index: u32,
 }
 
 /// A table whose entries keep their places.
 #[derive(Debug)]
-pub(super) struct Slots<T> {
+pub(super) struct PlaceTable<T> {
     /// All are full but the last one in use; those behind it are empty.
-    chunks: Vec<Vec<Slot<T>>>,
+    chunks: Vec<Vec<Placed<T>>>,
     /// Number of places that were ever used since the table was empty.
     touched: usize,
     /// First of the unused places among these, which are linked by `next`.
     unused: u32,
     len: usize,
-    last_entry: NonZeroU32,
+    last_number: NonZeroU32,
 }
 
 #[derive(Debug)]
-struct Slot<T> {
+struct Placed<T> {
     /// `None` if the place is unused, or reserved.
     value: Option<T>,
     /// `None` if the place is unused.
-    entry: Option<NonZeroU32>,
+    number: Option<NonZeroU32>,
     next: u32,
 }
 
-impl<T> Default for Slots<T> {
+impl<T> Default for PlaceTable<T> {
     fn default() -> Self {
-        Slots { chunks: Vec::new(), touched: 0, unused: NONE, len: 0, last_entry: NonZeroU32::MIN }
+        PlaceTable { chunks: Vec::new(), touched: 0, unused: NONE, len: 0, last_number: NonZeroU32::MIN }
     }
 }
 
-impl<T> Slots<T> {
+impl<T> PlaceTable<T> {
     /// Returns the number of entries, with those that are only reserved.
     pub(super) fn len(&self) -> usize {
         self.len
@@ -62,36 +62,36 @@ impl<T> Slots<T> {
 
     /// Creates an entry without a value. `what` names the table in the error.
     pub(super) fn reserve(&mut self, what: &str) -> Result<Place> {
-        let entry = self.last_entry.checked_add(1).unwrap_or(NonZeroU32::MIN);
-        let index = if self.unused == NONE { self.new_slot(what)? } else { self.unused };
-        if let Some(slot) = self.slot(index) {
-            slot.entry = Some(entry);
-            self.unused = std::mem::replace(&mut slot.next, NONE);
+        let number = self.last_number.checked_add(1).unwrap_or(NonZeroU32::MIN);
+        let index = if self.unused == NONE { self.new_entry(what)? } else { self.unused };
+        if let Some(entry) = self.entry(index) {
+            entry.number = Some(number);
+            self.unused = std::mem::replace(&mut entry.next, NONE);
         }
-        (self.last_entry, self.len) = (entry, self.len + 1);
-        Ok(Place { entry, index })
+        (self.last_number, self.len) = (number, self.len + 1);
+        Ok(Place { number, index })
     }
 
     /// Sets the value of an entry.
     pub(super) fn fill(&mut self, place: Place, value: T) {
-        if let Some(slot) = self.slot(place.index).filter(|slot| slot.entry == Some(place.entry)) {
-            slot.value = Some(value);
+        if let Some(entry) = self.entry(place.index).filter(|entry| entry.number == Some(place.number)) {
+            entry.value = Some(value);
         }
     }
 
     /// Whether the entry exists.
     pub(super) fn contains(&self, place: Place) -> bool {
         let index = place.index as usize;
-        let slot = self.chunks.get(index / CHUNK).and_then(|chunk| chunk.get(index % CHUNK));
-        slot.is_some_and(|slot| slot.entry == Some(place.entry))
+        let entry = self.chunks.get(index / CHUNK).and_then(|chunk| chunk.get(index % CHUNK));
+        entry.is_some_and(|entry| entry.number == Some(place.number))
     }
 
     /// Removes an entry, and returns its value. An entry that was removed before has none.
     pub(super) fn remove(&mut self, place: Place) -> Option<T> {
         let unused = self.unused;
-        let slot = self.slot(place.index).filter(|slot| slot.entry == Some(place.entry))?;
-        (slot.entry, slot.next) = (None, unused);
-        let value = slot.value.take();
+        let entry = self.entry(place.index).filter(|entry| entry.number == Some(place.number))?;
+        (entry.number, entry.next) = (None, unused);
+        let value = entry.value.take();
         (self.unused, self.len) = (place.index, self.len - 1);
         if self.len == 0 && self.chunks.len() > KEPT {
             self.chunks.truncate(KEPT);
@@ -103,21 +103,21 @@ impl<T> Slots<T> {
 
     /// Returns the values.
     pub(super) fn values(&self) -> impl Iterator<Item = &T> {
-        self.chunks.iter().flatten().filter_map(|slot| slot.value.as_ref())
+        self.chunks.iter().flatten().filter_map(|entry| entry.value.as_ref())
     }
 
-    fn slot(&mut self, index: u32) -> Option<&mut Slot<T>> {
+    fn entry(&mut self, index: u32) -> Option<&mut Placed<T>> {
         self.chunks.get_mut(index as usize / CHUNK)?.get_mut(index as usize % CHUNK)
     }
 
     /// Adds an unused place.
     #[expect(clippy::cast_possible_truncation, reason = "fewer entries than fit into memory")]
-    fn new_slot(&mut self, what: &str) -> Result<u32> {
+    fn new_entry(&mut self, what: &str) -> Result<u32> {
         if self.touched / CHUNK == self.chunks.len() {
             let chunk = fallible::with_capacity(what, CHUNK)?;
             fallible::push(what, &mut self.chunks, chunk)?;
         }
-        self.chunks[self.touched / CHUNK].push(Slot { value: None, entry: None, next: NONE });
+        self.chunks[self.touched / CHUNK].push(Placed { value: None, number: None, next: NONE });
         self.touched += 1;
         Ok(self.touched as u32 - 1)
     }
@@ -130,7 +130,8 @@ mod tests {
     /// The operations of a table, beside a list of pairs.
     #[test]
     fn entries_are_those_of_a_naive_twin() {
-        let (mut slots, mut twin, mut removed) = (Slots::default(), Vec::<(Place, u64)>::new(), Vec::new());
+        let (mut table, mut twin, mut removed) =
+            (PlaceTable::default(), Vec::<(Place, u64)>::new(), Vec::new());
         let mut random = 1u64;
         for step in 0..200_000u64 {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -138,36 +139,36 @@ mod tests {
             // The table is filled and emptied in turn, beyond the chunks that are kept.
             let grows = step / 3000 % 2 == 0;
             if (choice < 10) == grows || twin.is_empty() {
-                let place = slots.reserve("test").unwrap();
-                assert!(slots.contains(place));
-                slots.fill(place, step);
+                let place = table.reserve("test").unwrap();
+                assert!(table.contains(place));
+                table.fill(place, step);
                 twin.push((place, step));
             } else {
                 let (place, value) = twin.swap_remove(which % twin.len());
-                assert_eq!(slots.remove(place), Some(value));
+                assert_eq!(table.remove(place), Some(value));
                 removed.push(place);
             }
             if let Some(&place) = removed.get(which % removed.len().max(1)) {
-                slots.fill(place, 0);
-                assert!(!slots.contains(place) && slots.remove(place).is_none());
+                table.fill(place, 0);
+                assert!(!table.contains(place) && table.remove(place).is_none());
             }
-            assert_eq!((slots.len(), slots.is_empty()), (twin.len(), twin.is_empty()));
+            assert_eq!((table.len(), table.is_empty()), (twin.len(), twin.is_empty()));
         }
-        let mut values: Vec<_> = slots.values().copied().collect();
+        let mut values: Vec<_> = table.values().copied().collect();
         let mut expected: Vec<_> = twin.iter().map(|(_, value)| *value).collect();
         values.sort_unstable();
         expected.sort_unstable();
         assert_eq!(values, expected);
         for (place, value) in twin {
-            assert_eq!(slots.remove(place), Some(value));
+            assert_eq!(table.remove(place), Some(value));
         }
-        assert!(slots.chunks.len() <= KEPT);
+        assert!(table.chunks.len() <= KEPT);
     }
 
     /// A pointer to a call costs half as much again as the pointer alone.
     #[test]
     fn an_entry_is_small() {
-        assert_eq!(size_of::<Slot<std::sync::Arc<dyn Send>>>(), 24);
+        assert_eq!(size_of::<Placed<std::sync::Arc<dyn Send>>>(), 24);
         assert_eq!(size_of::<Option<Place>>(), 8);
     }
 }
