@@ -12,7 +12,7 @@
 use std::sync::Arc;
 
 use super::cache::Cache;
-use super::row_turns::{MAX_COUNTERS, PINS, RowTurns, RowUse};
+use super::row_turns::{MAX_COUNTERS, PINS, RowTurns, RowUse, UsedRows};
 use super::turn::{CallTurn, OnOpened};
 use crate::error::{Error, Result};
 use crate::fallible;
@@ -21,13 +21,40 @@ use crate::sync::MutexGuard;
 
 /// The rows that one call uses, in one cache or several. The caches ascend by address.
 #[derive(Debug)]
-pub struct CallRows(Vec<CacheRows>);
+pub struct CallRows(RowsOfCaches);
+
+/// Most calls use one cache, and need no list of caches.
+#[derive(Debug)]
+enum RowsOfCaches {
+    One(CacheRows),
+    Several(Vec<CacheRows>),
+}
+
+impl RowsOfCaches {
+    fn all(&self) -> &[CacheRows] {
+        match self {
+            RowsOfCaches::One(rows) => std::slice::from_ref(rows),
+            RowsOfCaches::Several(rows) => rows,
+        }
+    }
+
+    fn all_mut(&mut self) -> &mut [CacheRows] {
+        match self {
+            RowsOfCaches::One(rows) => std::slice::from_mut(rows),
+            RowsOfCaches::Several(rows) => rows,
+        }
+    }
+
+    fn take(&mut self) -> RowsOfCaches {
+        std::mem::replace(self, RowsOfCaches::Several(Vec::new()))
+    }
+}
 
 /// The rows that one call uses in one cache.
 #[derive(Debug)]
 struct CacheRows {
     cache: Arc<Cache>,
-    used: RowUse,
+    used: UsedRows,
     /// The place of the call in the queues of the cache; `None` unless it waits there.
     waiter: Option<u32>,
 }
@@ -44,10 +71,16 @@ pub struct WaitingCall {
     turn: Arc<CallTurn>,
 }
 
+impl CacheRows {
+    fn new(cache: Arc<Cache>, used: RowUse) -> Self {
+        CacheRows { cache, used: used.into(), waiter: None }
+    }
+}
+
 impl CallRows {
     /// Returns the rows of a call that uses one cache.
     pub fn of(cache: Arc<Cache>, used: RowUse) -> Self {
-        CallRows(vec![CacheRows { cache, used, waiter: None }])
+        CallRows(RowsOfCaches::One(CacheRows::new(cache, used)))
     }
 
     /// Returns the rows of `src` that are read and those of `dst` that are written. Both may be the same cache.
@@ -56,28 +89,28 @@ impl CallRows {
             return Self::of(src, RowUse { reads, writes });
         }
         let ascending = Arc::as_ptr(&src) < Arc::as_ptr(&dst);
-        let of = |cache, used| CacheRows { cache, used, waiter: None };
-        let src = of(src, RowUse { reads, ..RowUse::default() });
-        let dst = of(dst, RowUse { writes, ..RowUse::default() });
-        CallRows(if ascending { vec![src, dst] } else { vec![dst, src] })
+        let src = CacheRows::new(src, RowUse { reads, ..RowUse::default() });
+        let dst = CacheRows::new(dst, RowUse { writes, ..RowUse::default() });
+        CallRows(RowsOfCaches::Several(if ascending { vec![src, dst] } else { vec![dst, src] }))
     }
 
     /// Returns the rows of a call that uses any number of caches. A cache may occur more than once.
     pub fn of_all(mut parts: Vec<(Arc<Cache>, RowUse)>) -> Result<Self> {
         parts.sort_by_key(|(cache, _)| Arc::as_ptr(cache));
-        let mut merged: Vec<CacheRows> = fallible::with_capacity(PINS, parts.len())?;
+        let mut merged: Vec<(Arc<Cache>, RowUse)> = fallible::with_capacity(PINS, parts.len())?;
         for (cache, used) in parts {
-            match merged.last_mut().filter(|last| Arc::ptr_eq(&last.cache, &cache)) {
-                Some(CacheRows { used: known, .. }) => {
+            match merged.last_mut().filter(|(last, _)| Arc::ptr_eq(last, &cache)) {
+                Some((_, known)) => {
                     fallible::grow(PINS, &mut known.reads, used.reads.len())?;
                     fallible::grow(PINS, &mut known.writes, used.writes.len())?;
                     known.reads.extend(used.reads);
                     known.writes.extend(used.writes);
                 }
-                None => merged.push(CacheRows { cache, used, waiter: None }),
+                None => merged.push((cache, used)),
             }
         }
-        Ok(CallRows(merged))
+        let rows = merged.into_iter().map(|(cache, used)| CacheRows::new(cache, used));
+        Ok(CallRows(RowsOfCaches::Several(fallible::collect(PINS, rows)?)))
     }
 
     /// Takes the rows for a call of this engine, and waits for them in turn. Returns `Err` of kind `Timeout` once
@@ -96,7 +129,7 @@ impl CallRows {
         let mut locked = self.lock()?;
         let passes = passes() && self.all(&locked, RowTurns::may_pass);
         if self.all(&locked, |turns, used| turns.taken(used, passes).is_none()) {
-            self.0.iter().zip(&mut locked).for_each(|(rows, turns)| turns.take(&rows.used));
+            self.0.all().iter().zip(&mut locked).for_each(|(rows, turns)| turns.take(&rows.used));
             drop(locked);
             return Ok(Pin(self));
         }
@@ -106,8 +139,8 @@ impl CallRows {
         self.waiting(entered, turn)?.pin(deadline)
     }
 
-    fn all(&self, locked: &[MutexGuard<'_, RowTurns>], holds: impl Fn(&RowTurns, &RowUse) -> bool) -> bool {
-        self.0.iter().zip(locked).all(|(rows, turns)| holds(turns, &rows.used))
+    fn all(&self, locked: &[MutexGuard<'_, RowTurns>], holds: impl Fn(&RowTurns, &UsedRows) -> bool) -> bool {
+        self.0.all().iter().zip(locked).all(|(rows, turns)| holds(turns, &rows.used))
     }
 
     /// Puts a call into the queues of its rows. Each time that they have all become free, `opened` is called on the
@@ -127,11 +160,11 @@ impl CallRows {
         passes: bool,
         turn: &Arc<CallTurn>,
     ) -> (Vec<u32>, Result<()>) {
-        let mut waiters = match fallible::with_capacity(PINS, self.0.len()) {
+        let mut waiters = match fallible::with_capacity(PINS, self.0.all().len()) {
             Ok(waiters) => waiters,
             Err(error) => return (Vec::new(), Err(error)),
         };
-        for (CacheRows { cache, used, .. }, turns) in self.0.iter().zip(locked) {
+        for (CacheRows { cache, used, .. }, turns) in self.0.all().iter().zip(locked) {
             match turns.enter(used, passes, turn) {
                 Ok(waiter) => waiters.push(waiter),
                 Err(error) => return (waiters, Err(error.with("cache_id", cache.id()))),
@@ -146,15 +179,15 @@ impl CallRows {
         (waiters, entered): (Vec<u32>, Result<()>),
         turn: Arc<CallTurn>,
     ) -> Result<WaitingCall> {
-        self.0.iter_mut().zip(waiters).for_each(|(rows, waiter)| rows.waiter = Some(waiter));
+        self.0.all_mut().iter_mut().zip(waiters).for_each(|(rows, waiter)| rows.waiter = Some(waiter));
         let waiting = WaitingCall { rows: self, turn };
         entered.map(|()| waiting)
     }
 
     /// Locks the rows of all caches. `Err(OutOfMemory)` if the counters of a cache cannot be allocated.
     fn lock(&self) -> Result<Vec<MutexGuard<'_, RowTurns>>> {
-        let mut locked = fallible::with_capacity(PINS, self.0.len())?;
-        for CacheRows { cache, .. } in &self.0 {
+        let mut locked = fallible::with_capacity(PINS, self.0.all().len())?;
+        for CacheRows { cache, .. } in self.0.all() {
             let mut turns = cache.pins.lock();
             turns.prepare(cache.geometry().rows())?;
             locked.push(turns);
@@ -175,13 +208,13 @@ impl WaitingCall {
             {
                 let mut locked = self.rows.lock()?;
                 if self.turn.is_open() {
-                    for (CacheRows { used, waiter, .. }, turns) in self.rows.0.iter().zip(&mut locked) {
+                    for (CacheRows { used, waiter, .. }, turns) in self.rows.0.all().iter().zip(&mut locked) {
                         if let Some(waiter) = *waiter {
                             turns.begin(waiter, used);
                         }
                     }
                     drop(locked);
-                    return Ok(Pin(CallRows(std::mem::take(&mut self.rows.0))));
+                    return Ok(Pin(CallRows(self.rows.0.take())));
                 }
             }
             let doing = "waiting for blocks that another call is copying";
@@ -195,7 +228,7 @@ impl WaitingCall {
 
     /// Adds a row for which the call waits to an error.
     pub fn named(&self, error: Error) -> Error {
-        let blocking = self.rows.0.iter().find_map(|CacheRows { cache, waiter, .. }| {
+        let blocking = self.rows.0.all().iter().find_map(|CacheRows { cache, waiter, .. }| {
             cache.pins.lock().blocking((*waiter)?).map(|row| (cache.id(), row))
         });
         match blocking {
@@ -208,7 +241,7 @@ impl WaitingCall {
 impl Drop for WaitingCall {
     fn drop(&mut self) {
         let mut opened = OpenedTurns::default();
-        for CacheRows { cache, waiter, .. } in &self.rows.0 {
+        for CacheRows { cache, waiter, .. } in self.rows.0.all() {
             let Some(waiter) = *waiter else { continue };
             opened.take(&mut cache.pins.lock(), |turns| turns.withdraw(waiter));
         }
@@ -241,8 +274,8 @@ impl Pin {
 
     fn give_back(&mut self) -> OpenedTurns {
         let mut opened = OpenedTurns::default();
-        for CacheRows { cache, used, .. } in self.0.0.drain(..) {
-            opened.take(&mut cache.pins.lock(), |turns| turns.release(&used));
+        for CacheRows { cache, used, .. } in self.0.0.take().all() {
+            opened.take(&mut cache.pins.lock(), |turns| turns.release(used));
         }
         opened
     }

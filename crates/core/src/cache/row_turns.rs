@@ -37,6 +37,42 @@ pub struct RowUse {
     pub writes: Vec<u64>,
 }
 
+/// The same in the memory of one list, because most calls only read or only write.
+#[derive(Debug)]
+pub(super) enum UsedRows {
+    Reads(Box<[u64]>),
+    Writes(Box<[u64]>),
+    Both(Box<RowUse>),
+}
+
+impl UsedRows {
+    pub(super) fn reads(&self) -> &[u64] {
+        match self {
+            UsedRows::Reads(reads) => reads,
+            UsedRows::Writes(_) => &[],
+            UsedRows::Both(both) => &both.reads,
+        }
+    }
+
+    pub(super) fn writes(&self) -> &[u64] {
+        match self {
+            UsedRows::Reads(_) => &[],
+            UsedRows::Writes(writes) => writes,
+            UsedRows::Both(both) => &both.writes,
+        }
+    }
+}
+
+impl From<RowUse> for UsedRows {
+    fn from(used: RowUse) -> Self {
+        match used {
+            RowUse { reads, writes } if writes.is_empty() => UsedRows::Reads(reads.into()),
+            RowUse { reads, writes } if reads.is_empty() => UsedRows::Writes(writes.into()),
+            both => UsedRows::Both(Box::new(both)),
+        }
+    }
+}
+
 /// The rows of one cache, with the calls that use them and wait for them.
 #[derive(Debug, Default)]
 pub(super) struct RowTurns {
@@ -126,25 +162,25 @@ impl RowTurns {
 
     /// Returns a row that keeps a call from taking its rows now: one that another call uses, or for which another
     /// call waits that this one does not pass.
-    pub(super) fn taken(&self, used: &RowUse, passes: bool) -> Option<u64> {
+    pub(super) fn taken(&self, used: &UsedRows, passes: bool) -> Option<u64> {
         let taken = |row: u64, writes| {
             let row = self.rows[self.index(row)];
             let last_peer = if passes { self.last_that_passes(row) } else { row.last };
             !row.admits(writes) || self.conflicts(row.first, last_peer, writes)
         };
-        let written = used.writes.iter().find(|row| taken(**row, true));
-        written.or_else(|| used.reads.iter().find(|row| taken(**row, false))).copied()
+        let written = used.writes().iter().find(|row| taken(**row, true));
+        written.or_else(|| used.reads().iter().find(|row| taken(**row, false))).copied()
     }
 
     /// Whether a request of a peer may pass the calls that wait for its rows. It passes all or none: otherwise a call
     /// could go before it in one row and behind it in another.
-    pub(super) fn may_pass(&self, used: &RowUse) -> bool {
+    pub(super) fn may_pass(&self, used: &UsedRows) -> bool {
         let may_pass = |row: u64, writes| {
             let next = self.entries.get(self.first_passed(self.index(row)) as usize);
             next.is_none_or(|next| !(writes || next.writes) || next.passed < MOST_PASSES)
         };
-        used.writes.iter().all(|row| may_pass(*row, true))
-            && used.reads.iter().all(|row| may_pass(*row, false))
+        used.writes().iter().all(|row| may_pass(*row, true))
+            && used.reads().iter().all(|row| may_pass(*row, false))
     }
 
     /// Returns the last of the entries at the front of a queue that are requests of peers.
@@ -172,15 +208,15 @@ impl RowTurns {
     }
 
     /// Takes rows that [`taken`](Self::taken) has found free.
-    pub(super) fn take(&mut self, used: &RowUse) {
-        for &row in &used.writes {
+    pub(super) fn take(&mut self, used: &UsedRows) {
+        for &row in used.writes() {
             let row = self.index(row);
             if self.rows[row].users != WRITER {
                 self.rows[row].users = WRITER;
                 self.note_pass(self.first_passed(row), true);
             }
         }
-        for &row in &used.reads {
+        for &row in used.reads() {
             let row = self.index(row);
             // A WRITER here is this call itself.
             if self.rows[row].users != WRITER {
@@ -210,9 +246,9 @@ impl RowTurns {
     }
 
     /// Puts a call into the queues of all its rows. It may [`begin`](Self::begin) once nothing blocks `turn`.
-    pub(super) fn enter(&mut self, used: &RowUse, passes: bool, turn: &Arc<CallTurn>) -> Result<u32> {
+    pub(super) fn enter(&mut self, used: &UsedRows, passes: bool, turn: &Arc<CallTurn>) -> Result<u32> {
         let waiter = self.new_waiter(used, passes, turn)?;
-        for (rows, writes) in [(&used.writes, true), (&used.reads, false)] {
+        for (rows, writes) in [(used.writes(), true), (used.reads(), false)] {
             for &row in rows {
                 self.enter_row(waiter, self.index(row), writes);
             }
@@ -225,8 +261,8 @@ impl RowTurns {
 
     /// Makes room for a waiter and its entries, and returns the waiter.
     #[expect(clippy::cast_possible_truncation, reason = "fewer waiters than fit into memory")]
-    fn new_waiter(&mut self, used: &RowUse, passes: bool, turn: &Arc<CallTurn>) -> Result<u32> {
-        fallible::grow(PINS, &mut self.entries, used.reads.len() + used.writes.len())?;
+    fn new_waiter(&mut self, used: &UsedRows, passes: bool, turn: &Arc<CallTurn>) -> Result<u32> {
+        fallible::grow(PINS, &mut self.entries, used.reads().len() + used.writes().len())?;
         fallible::grow(PINS, &mut self.waiters, 1)?;
         let unlisted = self.waiters.len() + 1 - self.opened.len();
         fallible::grow(PINS, &mut self.opened, unlisted)?;
@@ -292,13 +328,13 @@ impl RowTurns {
     }
 
     /// Takes the rows of a call that nothing blocks, and removes its entries.
-    pub(super) fn begin(&mut self, waiter: u32, used: &RowUse) {
+    pub(super) fn begin(&mut self, waiter: u32, used: &UsedRows) {
         self.remove(waiter, |_, _| ());
-        for &row in &used.writes {
+        for &row in used.writes() {
             let row = self.index(row);
             self.rows[row].users = WRITER;
         }
-        for &row in &used.reads {
+        for &row in used.reads() {
             let row = self.index(row);
             if self.rows[row].users != WRITER {
                 self.rows[row].users += 1;
@@ -354,15 +390,15 @@ impl RowTurns {
     }
 
     /// Gives back the rows of a call. Returns whether [`take_opened`](Self::take_opened) has a turn.
-    pub(super) fn release(&mut self, used: &RowUse) -> bool {
-        for &row in &used.reads {
+    pub(super) fn release(&mut self, used: &UsedRows) -> bool {
+        for &row in used.reads() {
             let row = self.index(row);
             if self.rows[row].users != WRITER {
                 self.rows[row].users -= 1;
                 self.row_released(row);
             }
         }
-        for &row in &used.writes {
+        for &row in used.writes() {
             let row = self.index(row);
             if self.rows[row].users == WRITER {
                 self.rows[row].users = 0;
