@@ -76,8 +76,13 @@ struct State {
     /// The number of bytes moved, or the failure.
     outcome: Option<Result<u64>>,
     nanos: u64,
-    loops: Vec<Arc<AwaitQueue>>,
+    /// In a box, because few calls are awaited while they run.
+    loops: Option<Box<Loops>>,
 }
+
+/// The event loops that await a transfer.
+#[derive(Default)]
+struct Loops(Vec<Arc<AwaitQueue>>);
 
 /// Counts the transfers of this process.
 static STARTED: AtomicU64 = AtomicU64::new(1);
@@ -218,13 +223,13 @@ impl Transfer {
         state.cancelled = outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::Cancelled);
         state.outcome = Some(outcome);
         state.nanos = self.elapsed();
-        let (stop, loops) = (state.stop.take(), std::mem::take(&mut state.loops));
+        let (stop, loops) = (state.stop.take(), state.loops.take());
         // Queued under the lock, so that a thread that sees the outcome can take it out of the queue.
         self.queue.ended(self);
         self.changed.notify_all();
         drop(state);
         drop(stop);
-        for queue in loops {
+        for queue in loops.into_iter().flat_map(|loops| loops.0) {
             queue.push(self.number);
         }
     }
@@ -295,8 +300,9 @@ impl Transfer {
         if state.outcome.is_some() {
             return Ok(false);
         }
-        if !state.loops.iter().any(|known| Arc::ptr_eq(known, queue)) {
-            crate::fallible::push("the event loops that await a transfer", &mut state.loops, queue.clone())?;
+        let loops = &mut state.loops.get_or_insert_default().0;
+        if !loops.iter().any(|known| Arc::ptr_eq(known, queue)) {
+            crate::fallible::push("the event loops that await a transfer", loops, queue.clone())?;
         }
         Ok(true)
     }

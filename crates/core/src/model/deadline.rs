@@ -11,7 +11,8 @@ use crate::error::{Error, ErrorKind, Result};
 #[derive(Clone, Copy, Debug)]
 pub struct Deadline {
     at: Instant,
-    limit: Duration,
+    /// In nanoseconds: half of a `Duration`, because each transfer in flight has a deadline.
+    limit: u64,
     /// The option or argument that set it, for error messages.
     name: &'static str,
     /// A function that is called from time to time while the caller waits, and returns whether the wait must
@@ -36,7 +37,7 @@ impl Deadline {
         let limit = limit.min(Duration::from_secs(10 * 365 * 24 * 3600));
         Deadline {
             at: begin + limit,
-            limit,
+            limit: u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX),
             name: "sync_kv_timeout",
             interrupted: None,
             #[cfg(feature = "testing")]
@@ -101,7 +102,7 @@ impl Deadline {
     /// deadline passed.
     pub fn error(&self, doing: &str) -> Error {
         Error::new(ErrorKind::Timeout, format!("{} passed while {doing}", self.name))
-            .with("limit_ms", self.limit.as_millis())
+            .with("limit_ms", Duration::from_nanos(self.limit).as_millis())
     }
 
     /// Returns `Err` of kind [`ErrorKind::Timeout`] once the deadline has passed.

@@ -65,6 +65,10 @@ pub(super) struct AsyncCall {
     stage: Mutex<CallStage>,
 }
 
+/// A call is the largest of the objects of a transfer in flight (`serving_latency.py --only memory`).
+#[cfg(not(any(loom, feature = "testing")))]
+const _: () = assert!(size_of::<AsyncCall>() <= 216);
+
 /// How far a call is.
 #[derive(Default)]
 struct CallStage {
