@@ -1,6 +1,6 @@
 //! An asynchronous call and its event, as Python holds them.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
@@ -26,15 +26,15 @@ pub(crate) struct TransferHandle {
 }
 
 /// The handles of the calls of one engine whose outcome was not taken, by number: an event has the same handle that the
-/// call returned.
+/// call returned. A hash map would take up to twice the memory, and move all entries at times while a call starts.
 #[derive(Default)]
-pub(crate) struct Handles(Mutex<HashMap<u64, Py<TransferHandle>>>);
+pub(crate) struct Handles(Mutex<BTreeMap<u64, Py<TransferHandle>>>);
 
 /// Makes the event that a grant has ended.
 type GrantEnded<'a> = &'a dyn Fn(&Arc<Grant>, GrantEnd) -> PyResult<Py<PyAny>>;
 
 impl Handles {
-    fn lock(&self) -> MutexGuard<'_, HashMap<u64, Py<TransferHandle>>> {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<u64, Py<TransferHandle>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
