@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 LAYERS = 40
+LONG_LIST = 128  # blocks; a power of two, as many tables grow
 
 
 @dataclass(frozen=True)
@@ -275,27 +276,59 @@ def accepted(dist: LLMDataDist) -> bool:
 
 
 def memory(size: Size) -> Iterator[Row]:
-    """Memory of one more transfer that waits for a stopped peer. Each has a list of one block."""
+    """Memory of one more transfer that waits for a stopped peer.
+
+    The allocator of the engine keeps a few freed lists, at most 16 MiB in all, whatever uses them next. Before each
+    reading, `fill_kept_lists` has it keep all that it can, so they are no part of the difference. A list takes the more
+    memory the longer it is: what a transfer takes without its list is what remains of one with a list of one block.
+    """
+    (one, handle), (many, _) = (in_flight(size, blocks) for blocks in (1, LONG_LIST))
+    each = (many - one) / (LONG_LIST - 1)
+    what = "memory of a transfer in flight"
+    yield Row(f"{what}, without its list of blocks", [one - each], "bytes", at_most=1024)
+    yield Row(f"{what}, each block of its list", [each], "bytes")
+    yield Row(f"{what}, with a list of one block", [one], "bytes")
+    yield Row(f"{what}, with a list of one block and its Python handle", [one + handle], "bytes")
+
+
+def in_flight(size: Size, blocks: int) -> tuple[float, int]:
+    """Bytes of one more transfer of this many blocks, and of its Python handle."""
     few, most = size.in_flight
     running: list[Transfer] = []
     taken = []
-    with linked(Setting("tcp", 64, 1), most) as near:
+    with linked(Setting("tcp", 8, 1), most * blocks) as near:
         stop(near.owner.pid)
         for count in (few, most):
             while len(running) < count:
-                running.append(near.manager.pull_blocks_async(near.key, near.cache, [0], [len(running)]))
+                first = len(running) * blocks
+                to = list(range(first, first + blocks))
+                running.append(near.manager.pull_blocks_async(near.key, near.cache, [0] * blocks, to))
             time.sleep(0.2)  # until the lanes have begun what they can
-            taken.append((allocated(), private()))
+            fill_kept_lists(near)
+            taken.append(allocated())
         assert not any(transfer.done() for transfer in running)
         for transfer in running:
             transfer.cancel()
         os.kill(near.owner.pid, signal.SIGCONT)
         assert near.dist.drain()
-    engine, process = ((after - before) / (most - few) for before, after in zip(*taken))
-    handle = sys.getsizeof(running[0])
-    yield Row("memory of a transfer in flight, without its Python handle", [engine], "bytes", at_most=1024)
-    yield Row("memory of a transfer in flight, with its Python handle", [engine + handle], "bytes")
-    yield Row("the same, as private memory of the process", [process], "bytes")
+    before, after = taken
+    return (after - before) / (most - few), sys.getsizeof(running[0])
+
+
+def fill_kept_lists(near: Near) -> None:
+    """Have the allocator of the engine keep as many freed lists of each size as it ever keeps."""
+    most = 1 << 18  # blocks: the longest list that is kept has 2 MiB, 8 bytes for each block
+    cache = near.manager.allocate_blocks_cache(CacheDesc(1, [most + 1, 1], DataType.DT_UINT8))
+
+    def copy(blocks: int) -> None:
+        # Other threads use the same rows, so the lists of several calls exist at the same time.
+        for _ in range(4):
+            near.manager.copy_blocks(cache, {most: list(range(blocks))})
+
+    with ThreadPoolExecutor(4) as pool:
+        for bits in range(11, 19):
+            list(pool.map(copy, [1 << bits] * 4))
+    near.manager.deallocate_blocks_cache(cache)
 
 
 def stop(process: int) -> None:
@@ -324,12 +357,6 @@ def allocated() -> int:
     mallinfo2.restype = Mallinfo
     info = mallinfo2()
     return int(info.uordblks + info.hblkhd)
-
-
-def private() -> int:
-    """Bytes of memory that this process has written and shares with no other."""
-    fields = Path("/proc/self/smaps_rollup").read_text().split()
-    return int(fields[fields.index("Private_Dirty:") + 1]) << 10
 
 
 def idle(size: Size) -> Iterator[Row]:
