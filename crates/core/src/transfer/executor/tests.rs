@@ -1,16 +1,18 @@
-use std::sync::{Arc, Barrier, mpsc};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Barrier};
 use std::thread::{self, ThreadId};
 use std::time::Duration;
 
-use super::{Executor, ExecutorHandle, Job, LaneKey};
+use super::{Executor, ExecutorHandle, Job, LaneKey, MOST_OF_ONE, SPARE};
 use crate::error::Error;
 use crate::model::ClusterId;
+use crate::sync::Mutex;
 
 const HOUR: Duration = Duration::from_secs(3600);
 const KEY: LaneKey = LaneKey::Calls(ClusterId(1));
 
 /// Reports the lane that runs it, once as many lanes are at work as the barrier counts.
-struct Meets(Barriers, mpsc::Sender<ThreadId>);
+struct Meets(Barriers, Sender<ThreadId>);
 
 type Barriers = Arc<Barrier>;
 
@@ -27,7 +29,7 @@ impl Job for Meets {
 
 /// Has `count` lanes run one job each at the same time, and returns the lanes.
 fn meet(lanes: &ExecutorHandle, count: usize) -> Vec<ThreadId> {
-    let (sender, ran) = mpsc::channel();
+    let (sender, ran) = channel();
     let barrier = Arc::new(Barrier::new(count));
     for _ in 0..count {
         assert_eq!(lanes.carry(KEY, Arc::new(Meets(barrier.clone(), sender.clone()))), None);
@@ -89,4 +91,52 @@ fn without_a_limit_no_lane_polls() {
         meet(executor.handle(), 2);
         assert!(!executor.handle().0.state.lock().idle.polling);
     }
+}
+
+/// Says that it runs, and ends when the other end of `gate` is dropped.
+struct Stalls {
+    number: usize,
+    ran: Sender<usize>,
+    gate: Arc<Mutex<Receiver<()>>>,
+}
+
+impl Job for Stalls {
+    fn run(self: Arc<Self>) {
+        let _ = self.ran.send(self.number);
+        let _ = self.gate.lock().recv();
+    }
+
+    fn refused(self: Arc<Self>, why: Error) {
+        drop(why);
+    }
+}
+
+/// Jobs that are withdrawn while they wait do not run, and leave no memory behind; the others run, each once.
+#[test]
+fn withdrawn_jobs_do_not_run() {
+    let (executor, key) = (Executor::default(), LaneKey::SeveralClusters);
+    let ((ran, numbers), (open, gate)) = (channel(), channel());
+    let gate = Arc::new(Mutex::new(gate));
+    let mut expected = Vec::new();
+    for number in 0..2000 {
+        let job = Arc::new(Stalls { number, ran: ran.clone(), gate: gate.clone() });
+        let place = executor.handle.carry(key, job);
+        assert_eq!(place.is_some(), number >= MOST_OF_ONE);
+        match place.filter(|_| number % 10 > 0) {
+            Some(place) => {
+                assert!(executor.handle.withdraw(key, place).is_some());
+                assert!(executor.handle.withdraw(key, place).is_none());
+            }
+            None => expected.push(number),
+        }
+        let state = executor.handle.0.state.lock();
+        let at = &state.clusters[&key];
+        assert!(at.waiting == state.waiting.len() && at.queue.len() <= 2 * at.waiting + SPARE);
+    }
+    drop(open);
+    let mut all: Vec<_> = expected.iter().map(|_| numbers.recv().unwrap()).collect();
+    all.sort_unstable();
+    assert_eq!(all, expected);
+    drop((executor, ran));
+    assert!(numbers.recv().is_err(), "a withdrawn job ran");
 }
