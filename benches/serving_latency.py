@@ -404,7 +404,7 @@ def layers(size: Size) -> Iterator[Row]:
         with linked(Setting(accessible=True, blocks=64, tensors=2 * LAYERS, block_bytes=4 << 10), 64, options) as near:
             for _ in range(size.rounds):
                 begin, ready = layered(near, max(2, size.calls // 10), pause_ms)
-                if pause_ms:
+                if pause_ms and not options:
                     figures["begin"].append(begin)
                 figures[name].append(ready)
     yield Row(f"begin_layers, one request of {LAYERS} layers", figures.pop("begin"), "us", at_most=100)

@@ -21,6 +21,8 @@ const MOST_MESSAGES: usize = 1 << 16;
 const MOST_MESSAGE_BYTES: usize = 256 << 20;
 /// What is kept of news about links. Beyond that, the oldest are dropped.
 const MOST_NEWS: usize = 4096;
+/// Number of taken outcomes that are never worth removing.
+const SPARE: usize = 64;
 
 /// Something that happened.
 #[derive(Clone, Debug)]
@@ -184,11 +186,13 @@ impl EventQueue {
     }
 
     /// Puts events back that [`poll`](Self::poll) has returned and that could not be delivered.
-    pub fn put_back(&self, events: impl DoubleEndedIterator<Item = Event>) {
+    pub fn put_back(&self, events: impl DoubleEndedIterator<Item = Event> + ExactSizeIterator) {
         let mut state = self.state.lock();
         if state.closed {
             return;
         }
+        // Other events may have their places by now. Without memory for more, nothing better can be done than to try again.
+        let _ = state.make_room(events.len());
         for event in events.rev() {
             match &event {
                 Event::Completed(transfer) => {
@@ -202,12 +206,10 @@ impl EventQueue {
                 Event::LinkUp(_) | Event::LinkDown(_) => state.news += 1,
                 Event::GrantEnded(..) => state.grant_ends += 1,
             }
-            state.free_place();
+            state.drop_taken();
             state.events.push_front(event);
             state.untaken += 1;
         }
-        // Their places may be taken by now. If there is no memory for more, the end of a transfer may need some.
-        let _ = state.make_room(0);
         if state.untaken > 0 {
             state.signal();
         }
@@ -290,9 +292,9 @@ impl GrantObserver for EventQueue {
 }
 
 impl State {
-    /// Makes room for `more` events beside the outcomes of all transfers that run. So the end of a transfer needs no memory.
-    /// An eighth of the places or more is spare, so that outcomes that were taken are rarely removed, and the list rarely
-    /// moves.
+    /// Makes room for `more` events beside the outcomes of all transfers that run, so that the end of a transfer needs no
+    /// memory (`the_end_of_a_transfer_needs_no_memory`). There is at least an eighth more room than needed, so that the list
+    /// rarely moves.
     fn make_room(&mut self, more: usize) -> Result<()> {
         let needed = self.open + self.messages.0 + self.news + self.grant_ends + more;
         if self.events.capacity() > needed + needed / 8 + 2 {
@@ -303,9 +305,10 @@ impl State {
         room.map_err(|_| fallible::out_of_memory(EVENTS, places * size_of::<Event>()))
     }
 
-    /// Removes the outcomes that were taken, if there is no other place for one more event.
-    fn free_place(&mut self) {
-        if self.events.len() == self.events.capacity() {
+    /// Removes the outcomes that were taken, if they are most of the list, or if there is no other room for one more event.
+    fn drop_taken(&mut self) {
+        let len = self.events.len();
+        if len == self.events.capacity() || len > 2 * self.untaken + SPARE {
             self.events.retain(|event| !matches!(event, Event::Completed(ended) if ended.is_taken()));
         }
     }
@@ -329,7 +332,7 @@ impl State {
     }
 
     fn push(&mut self, event: Event) {
-        self.free_place();
+        self.drop_taken();
         self.events.push_back(event);
         self.untaken += 1;
         if self.untaken == 1 {
@@ -448,6 +451,9 @@ mod tests {
             assert_eq!(queue.open_transfers(), running.len() + ended.len());
             peak = peak.max(queue.open_transfers());
             most = most.max(queue.places());
+            let state = queue.state.lock();
+            assert!(state.events.len() <= 2 * state.untaken + SPARE + 1, "taken outcomes are kept");
+            drop(state);
         }
         assert!(peak > 900 && most <= peak + peak / 4 + 3, "{most} places for {peak} transfers");
     }

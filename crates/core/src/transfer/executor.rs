@@ -1,7 +1,8 @@
 //! Lanes: threads that run the jobs of transfers and stay for a while when idle.
 //!
-//! One of the idle lanes polls for a short time before it sleeps. A caller who starts a call within that time does not
-//! wake a thread, which takes longer than the rest of starting a call.
+//! One of the idle lanes polls for a short time before it sleeps
+//! (`the_polling_lane_takes_the_next_job_and_no_lane_is_woken`). A caller who starts a call meanwhile wakes no thread.
+//! Waking one takes longer than the rest of starting a call.
 //!
 //! A transfer whose next layer is still being computed takes no lane, so there are as many threads as layers
 //! in transit, not as transfers (`tasks_that_wait_take_no_threads`). One destination cluster cannot
@@ -49,7 +50,7 @@ pub(crate) enum LaneKey {
     SeveralClusters,
 }
 
-/// Work for a lane. It is run or refused, exactly once.
+/// Work for a lane. It is run or refused, exactly once. The executor keeps no other reference then.
 pub(crate) trait Job: Send + Sync {
     /// Does the work.
     fn run(self: Arc<Self>);
@@ -155,13 +156,12 @@ impl State {
         self.jobs.remove(own.unwrap_or(0))
     }
 
-    /// Has a job wait until another one for `cluster` ends.
-    fn wait(&mut self, cluster: LaneKey, job: &Arc<dyn Job>) -> Result<Place> {
+    /// Makes a place for a job that waits until another one for `cluster` ends.
+    fn place_to_wait(&mut self, cluster: LaneKey) -> Result<Place> {
         let at = self.clusters.entry(cluster).or_default();
         let room = at.queue.try_reserve(1);
         room.map_err(|_| fallible::out_of_memory(JOBS, at.queue.len() * size_of::<Place>()))?;
         let place = self.waiting.reserve(JOBS)?;
-        self.waiting.fill(place, job.clone());
         at.queue.push_back(place);
         at.waiting += 1;
         Ok(place)
@@ -230,9 +230,17 @@ impl ExecutorHandle {
         }
         let at = state.clusters.entry(cluster).or_default();
         if at.taken == MOST_OF_ONE {
-            let waits = state.wait(cluster, &job);
-            drop(state);
-            return waits.map_err(|error| job.refused(error)).ok();
+            return match state.place_to_wait(cluster) {
+                Ok(place) => {
+                    state.waiting.fill(place, job);
+                    Some(place)
+                }
+                Err(error) => {
+                    drop(state);
+                    job.refused(error);
+                    None
+                }
+            };
         }
         at.taken += 1;
         // A cluster without a lane gets one, however many others stall

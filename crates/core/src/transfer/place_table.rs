@@ -14,7 +14,8 @@ const KEPT: usize = 8;
 /// Marks the end of the list of unused places.
 const NONE: u32 = u32::MAX;
 
-/// Names an entry of a table. It names no other one later, until 2^32 more entries were made. Later entries are greater.
+/// Names one entry of a table. The name of a removed entry is not used again before 2^32 − 1 further entries were made.
+/// Until then, later entries are greater.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Place {
     number: NonZeroU32,
@@ -132,13 +133,15 @@ mod tests {
     fn entries_are_those_of_a_naive_twin() {
         let (mut table, mut twin, mut removed) =
             (PlaceTable::default(), Vec::<(Place, u64)>::new(), Vec::new());
-        let mut random = 1u64;
+        let (mut random, mut emptied) = (1u64, 0);
+        // The numbers wrap in the middle of the test.
+        table.last_number = NonZeroU32::new(u32::MAX - 50_000).unwrap();
         for step in 0..200_000u64 {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             let (choice, which) = (random >> 60, (random >> 20) as usize);
-            // The table is filled and emptied in turn, beyond the chunks that are kept.
-            let grows = step / 3000 % 2 == 0;
-            if (choice < 10) == grows || twin.is_empty() {
+            // The table is filled beyond the chunks that are kept, and emptied, in turn.
+            let grows = step / 10_000 % 2 == 0;
+            if (choice < if grows { 10 } else { 2 }) || twin.is_empty() {
                 let place = table.reserve("test").unwrap();
                 assert!(table.contains(place));
                 table.fill(place, step);
@@ -147,6 +150,7 @@ mod tests {
                 let (place, value) = twin.swap_remove(which % twin.len());
                 assert_eq!(table.remove(place), Some(value));
                 removed.push(place);
+                emptied += u32::from(table.touched == 0);
             }
             if let Some(&place) = removed.get(which % removed.len().max(1)) {
                 table.fill(place, 0);
@@ -162,10 +166,10 @@ mod tests {
         for (place, value) in twin {
             assert_eq!(table.remove(place), Some(value));
         }
-        assert!(table.chunks.len() <= KEPT);
+        assert!(table.chunks.len() <= KEPT && emptied > 2, "emptied {emptied} times");
     }
 
-    /// A pointer to a call costs half as much again as the pointer alone.
+    /// An entry takes 24 bytes; the pointer in it takes 16.
     #[test]
     fn an_entry_is_small() {
         assert_eq!(size_of::<Placed<std::sync::Arc<dyn Send>>>(), 24);

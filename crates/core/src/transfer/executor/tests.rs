@@ -1,3 +1,5 @@
+//! Lanes: which of them take a job, and when they are woken, poll and end.
+
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Barrier};
 use std::thread::{self, ThreadId};
@@ -12,9 +14,7 @@ const HOUR: Duration = Duration::from_secs(3600);
 const KEY: LaneKey = LaneKey::Calls(ClusterId(1));
 
 /// Reports the lane that runs it, once as many lanes are at work as the barrier counts.
-struct Meets(Barriers, Sender<ThreadId>);
-
-type Barriers = Arc<Barrier>;
+struct Meets(Arc<Barrier>, Sender<ThreadId>);
 
 impl Job for Meets {
     fn run(self: Arc<Self>) {
@@ -37,7 +37,7 @@ fn meet(lanes: &ExecutorHandle, count: usize) -> Vec<ThreadId> {
     (0..count).map(|_| ran.recv_timeout(HOUR).unwrap()).collect()
 }
 
-/// Waits until all `lanes` are idle and one of them polls.
+/// Waits until `count` lanes are idle and one of them polls.
 fn await_poll(lanes: &ExecutorHandle, count: usize) {
     let polls = || {
         let state = lanes.0.state.lock();
@@ -139,4 +139,38 @@ fn withdrawn_jobs_do_not_run() {
     assert_eq!(all, expected);
     drop((executor, ran));
     assert!(numbers.recv().is_err(), "a withdrawn job ran");
+}
+
+/// Says whether it has the only reference to itself.
+struct Alone(Sender<bool>);
+
+impl Job for Alone {
+    fn run(self: Arc<Self>) {
+        let ran = self.0.clone();
+        ran.send(Arc::into_inner(self).is_some()).unwrap();
+    }
+
+    fn refused(self: Arc<Self>, _: Error) {
+        self.run();
+    }
+}
+
+/// Also of a job that a lane takes out of the queue at the moment at which it was put there.
+#[test]
+fn a_lane_has_the_only_reference_to_its_job() {
+    let executor = Executor::default();
+    let (sender, ran) = channel();
+    thread::scope(|scope| {
+        for _ in 0..4 {
+            let (lanes, sender) = (executor.handle(), sender.clone());
+            scope.spawn(move || {
+                for _ in 0..20_000 {
+                    let _ = lanes.carry(KEY, Arc::new(Alone(sender.clone())));
+                }
+            });
+        }
+    });
+    drop((executor, sender));
+    let alone: Vec<bool> = ran.iter().collect();
+    assert_eq!((alone.len(), alone.iter().all(|&alone| alone)), (80_000, true));
 }
