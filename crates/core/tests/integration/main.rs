@@ -34,6 +34,7 @@ mod fixtures;
 mod grants;
 mod kernels;
 mod kv_cache_manager;
+mod kv_geometry;
 mod layer_destination;
 mod layer_task;
 mod layerwise_arguments;
