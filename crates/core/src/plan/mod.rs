@@ -16,6 +16,8 @@ mod range_list;
 mod request;
 mod span_limits;
 mod spans;
+mod template;
+mod tensor_steps;
 mod untrusted;
 mod waves;
 
@@ -29,5 +31,9 @@ pub(crate) use request::{REQUEST, total_bytes};
 pub use spans::Piece;
 #[cfg(feature = "testing")]
 pub use spans::Span;
+#[cfg(feature = "testing")]
+pub use template::Template;
+#[cfg(feature = "testing")]
+pub use tensor_steps::TensorSteps;
 pub use untrusted::MOST_WAVES;
 pub use waves::Wave;
