@@ -10,6 +10,8 @@ mod block_waves;
 mod blocks;
 mod conflicts;
 mod copy_plan;
+#[cfg_attr(not(feature = "testing"), expect(dead_code, reason = "no call moves between layouts yet"))]
+mod layouts;
 mod order;
 mod packed_spans;
 mod range_list;
@@ -23,6 +25,8 @@ mod waves;
 
 pub use blocks::Blocks;
 pub use copy_plan::CopyPlan;
+#[cfg(feature = "testing")]
+pub use layouts::{KvPart, KvSequence, LayoutPlan, assign_owners};
 pub use order::CacheCount;
 pub use packed_spans::{ReceivedSpans, SpanList, read_list};
 pub(crate) use range_list::RangeList;

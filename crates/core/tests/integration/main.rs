@@ -35,6 +35,7 @@ mod grants;
 mod kernels;
 mod kv_cache_manager;
 mod kv_geometry;
+mod kv_layouts;
 mod layer_destination;
 mod layer_task;
 mod layerwise_arguments;
