@@ -3,8 +3,9 @@
 //!
 //! Planning is pure arithmetic and never sees an address. All tensors of a cache are equal, so one list of
 //! spans serves all of them: a plan of 4,096 blocks in 80 tensors has at most 4,096 spans, or as many pairs
-//! of block numbers. `validate` checks the bounds of local requests, `untrusted` those of a peer's plan, and
-//! `memory::Window` checks both again.
+//! of block numbers. Between caches of different layouts (`layouts`), each block takes several pieces, which a
+//! template stores once for all blocks. `validate` checks the bounds of local requests, `untrusted` those of a
+//! peer's plan, and `memory::Window` checks both again.
 
 mod block_waves;
 mod blocks;

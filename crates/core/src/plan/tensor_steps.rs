@@ -6,7 +6,9 @@
 /// has them in alternating tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TensorSteps {
+    /// The plan's tensor 0.
     pub first: u32,
+    /// Distance of two tensors of the plan, above 0.
     pub step: u32,
 }
 

@@ -9,7 +9,9 @@ use crate::model::{KvGeometry, KvLayout, KvPlanes};
 /// Layers and heads of the model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KvPart {
+    /// Range of layers.
     pub layers: Range<u32>,
+    /// Range of key-value heads, in each of the layers.
     pub heads: Range<u32>,
 }
 
@@ -50,7 +52,7 @@ impl KvPart {
 /// Returns `Err(InvalidArgument)` if the two caches have tokens of different models or element types.
 pub(super) fn check_same_model(src: &KvGeometry, dst: &KvGeometry) -> Result<()> {
     let (src_layout, dst_layout) = (src.layout(), dst.layout());
-    let latent = |layout: &KvLayout| u64::from(layout.kv == KvPlanes::Latent);
+    let latent = |layout: &KvLayout| layout.kv == KvPlanes::Latent;
     if latent(src_layout) != latent(dst_layout) {
         return Err(differ("kv", format!("{:?}", src_layout.kv), format!("{:?}", dst_layout.kv)));
     }
