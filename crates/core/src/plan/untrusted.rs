@@ -171,6 +171,15 @@ impl CopyPlan {
     }
 }
 
+/// Places of `len` bytes in one tensor: one at `first + unit·number`, for a number of each pair. All of them lie
+/// inside the tensor.
+struct Places<'a> {
+    pairs: &'a [(u32, u32)],
+    first: u64,
+    unit: u64,
+    len: u64,
+}
+
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum PlanAccess {
     Read,
@@ -223,29 +232,51 @@ impl PlanAccess {
         fallible::collect(ROWS, numbers().map(|number| first / row_bytes + number)).map(Some)
     }
 
-    /// Returns the rows of `blocks` by marking one bit for each row, which takes a fraction of the time and
-    /// memory of sorting. `None` if the bitmap has more words than there are blocks, or if a block may touch
+    /// Returns the bytes from the first to the last byte of a template, at each of its places.
+    fn template_places(self, wave: &Wave) -> Option<Places<'_>> {
+        let template = wave.template()?;
+        let (hull, unit) = (self.of(template.hulls()?), self.of((template.src_unit, template.dst_unit)));
+        Some(Places { pairs: &template.pairs, first: hull.start, unit, len: hull.end - hull.start })
+    }
+
+    /// Returns the rows of a wave of blocks or of a template. `None` if a list of ranges takes less memory.
+    fn rows_of_places(self, wave: &Wave, row_bytes: u64) -> Result<Option<Vec<u64>>> {
+        if let Some(blocks) = wave.blocks() {
+            let sorted = self.rows_if_sorted(blocks, row_bytes)?;
+            if sorted.is_some() || blocks.end_offsets().is_none() {
+                return Ok(sorted);
+            }
+            let (first, len) = (self.of((blocks.src, blocks.dst)), blocks.len);
+            return self.rows_by_bitmap(&Places { pairs: &blocks.pairs, first, unit: len, len }, row_bytes);
+        }
+        let places = self.template_places(wave);
+        places.map_or(Ok(None), |places| self.rows_by_bitmap(&places, row_bytes))
+    }
+
+    /// Returns the rows of `places` by marking one bit for each row, which takes a fraction of the time and
+    /// memory of sorting. `None` if the bitmap has more words than there are places, or if a place may touch
     /// more than two rows.
-    fn rows_by_bitmap(self, blocks: &Blocks, row_bytes: u64) -> Result<Option<Vec<u64>>> {
-        let reach = blocks.end_offsets().filter(|_| blocks.len <= row_bytes);
-        let words = reach.map(|ends| self.of(ends).div_ceil(row_bytes).div_ceil(64));
-        let words = words.and_then(|words| usize::try_from(words).ok());
-        let Some(words) = words.filter(|&words| words <= blocks.pairs.len()) else { return Ok(None) };
+    fn rows_by_bitmap(self, places: &Places<'_>, row_bytes: u64) -> Result<Option<Vec<u64>>> {
+        let Places { pairs, first, unit, len } = *places;
+        let numbers = || pairs.iter().map(|&pair| u64::from(self.of(pair)));
+        let end = numbers().fold(0, u64::max) * unit + first + len;
+        let words = usize::try_from(end.div_ceil(row_bytes).div_ceil(64)).unwrap_or(usize::MAX);
+        if len > row_bytes || words > pairs.len() {
+            return Ok(None);
+        }
         let mut bits = fallible::filled(ROWS, 0u64, words)?;
         let mut set = |row: u64| {
-            // No row lies beyond the reach of the blocks, so every row has its word.
+            // No row lies beyond the end of the places, so every row has its word.
             if let Some(word) = usize::try_from(row / 64).ok().and_then(|at| bits.get_mut(at)) {
                 *word |= 1 << (row % 64);
             }
         };
-        let first = self.of((blocks.src, blocks.dst));
-        let numbers = blocks.pairs.iter().map(|&pair| u64::from(self.of(pair)));
-        if blocks.len == row_bytes && first.is_multiple_of(row_bytes) {
-            numbers.for_each(|number| set(first / row_bytes + number));
+        if unit == row_bytes && first % row_bytes + len <= row_bytes {
+            numbers().for_each(|number| set(first / row_bytes + number));
         } else {
-            for start in numbers.map(|number| first + number * blocks.len) {
+            for start in numbers().map(|number| first + number * unit) {
                 set(start / row_bytes);
-                set((start + (blocks.len - 1)) / row_bytes);
+                set((start + (len - 1)) / row_bytes);
             }
         }
         let mut rows =
@@ -292,13 +323,9 @@ fn total(bytes: u64, tensors: u32) -> Result<()> {
 fn rows(waves: &[Wave], row_bytes: u64, access: PlanAccess) -> Result<Vec<u64>> {
     let row_bytes = row_bytes.max(1);
     if let [wave] = waves
-        && let Some(blocks) = wave.blocks()
+        && let Some(rows) = access.rows_of_places(wave, row_bytes)?
     {
-        let sorted = access.rows_if_sorted(blocks, row_bytes)?;
-        let rows = if sorted.is_some() { sorted } else { access.rows_by_bitmap(blocks, row_bytes)? };
-        if let Some(rows) = rows {
-            return Ok(rows);
-        }
+        return Ok(rows);
     }
     let mut touched = RangeList::new(ROWS);
     let mut add =
@@ -308,14 +335,11 @@ fn rows(waves: &[Wave], row_bytes: u64, access: PlanAccess) -> Result<Vec<u64>> 
             blocks.pieces().try_for_each(|piece| add(access.of((piece.src, piece.dst)), piece.len))?;
             continue;
         }
-        if let Some((template, hull)) = wave.template().and_then(|template| {
-            let hull = access.of(template.hulls()?);
-            (hull.end - hull.start <= row_bytes).then_some((template, hull))
-        }) {
+        if let Some(Places { pairs, first, unit, len }) = access.template_places(wave)
+            && len <= row_bytes
+        {
             // Each place touches the rows of its first and of its last byte, and there is none in between.
-            let unit = access.of((template.src_unit, template.dst_unit));
-            let start = |&pair: &(u32, u32)| hull.start + unit * u64::from(access.of(pair));
-            template.pairs.iter().try_for_each(|pair| add(start(pair), hull.end - hull.start))?;
+            pairs.iter().try_for_each(|&pair| add(first + unit * u64::from(access.of(pair)), len))?;
             continue;
         }
         for span in wave.spans() {
