@@ -169,6 +169,7 @@ check-aarch64:  ## cargo check for 64-bit Arm, where that target is installed
 
 thorough: loom build $(VENV)/.test-tools  ## long property tests and the model checker (minutes)
 	PROPTEST_CASES=4096 cargo test --release -p llm-datadist-core --test integration
+	PROPTEST_CASES=10000000 cargo test --release -p llm-datadist-core --test integration -- between_any_two_layouts
 	LLM_DATADIST_THOROUGH=1 $(BIN)/python -m pytest
 
 soak: build $(VENV)/.test-tools  ## thousands of kills, every byte of every greeting broken, an hour of each fuzz target (four hours)

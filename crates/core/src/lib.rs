@@ -17,7 +17,7 @@
 //!   [`PoolConfig`] or [`Share`], [`LinkConfig`] with [`Token`] and [`TransportChoice`], and the choices
 //!   [`KernelChoice`], [`SwapInPath`] and [`HugeChoice`].
 //! - **Describe and hold memory:** [`CacheDesc`] ([`DataType`], [`Placement`], [`CacheKind`]), [`CacheKey`],
-//!   [`CacheLayout`] with a [`Geometry`]; a [`Cache`] found by [`CacheId`]; [`Adopted`] memory of the caller.
+//!   [`CacheLayout`] with a [`Geometry`]; a [`KvLayout`] ([`TokenOrder`], [`KvPlanes`]) with a [`KvGeometry`]; a [`Cache`] found by [`CacheId`]; [`Adopted`] memory of the caller.
 //! - **Copy and swap:** [`End`], [`CopyArgs`].
 //! - **Link:** [`PeerAddress`], [`CommStatus`], [`Deadline`].
 //! - **Pull and push:** [`RemoteName`] with a [`Name`], [`PullRows`], [`PushRows`], [`Layers`] of
@@ -174,7 +174,7 @@ pub use grants::Grant;
 pub use memory::Adopted;
 pub use model::{
     CacheDesc, CacheId, CacheKey, CacheKind, CacheLayout, ClusterId, DataType, Deadline, Geometry, GrantEnd,
-    GrantToken, NO_ID, Name, Placement, tensor_bytes,
+    GrantToken, KvGeometry, KvLayout, KvPlanes, NO_ID, Name, Placement, TokenOrder, tensor_bytes,
 };
 pub use pool::PoolState;
 pub use session::{CommStatus, PeerAddress};

@@ -80,7 +80,10 @@ impl Progress {
                 .try_for_each(|piece| planned.add(rows_of(piece, row_bytes)))?;
         }
         let (planned, mut count) = (planned.joined(), 0);
-        for (index, tensor) in (0..plan.num_tensors()).zip(plan.dst_tensor()..) {
+        let tensors = plan.dst_tensors();
+        for (index, tensor) in
+            (0..plan.num_tensors()).zip((tensors.first..).step_by(tensors.step.max(1) as usize))
+        {
             let rows = without(&planned, &missing(plan, index, &gaps, row_bytes)?)?;
             count += rows.len();
             if count > MOST {

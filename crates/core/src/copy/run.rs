@@ -104,7 +104,7 @@ pub(super) fn read_window<'a>(
     index: usize,
     piece: Piece,
 ) -> Result<Window<'a>> {
-    src.window(index.saturating_add(plan.src_tensor() as usize), piece.src, piece.len)
+    src.window(plan.src_tensors().tensor(index), piece.src, piece.len)
 }
 
 /// Returns the window of `dst` that a piece of the `index`-th tensor of `plan` writes.
@@ -114,7 +114,7 @@ pub(super) fn write_window<'a>(
     index: usize,
     piece: Piece,
 ) -> Result<Window<'a>> {
-    dst.window(index.saturating_add(plan.dst_tensor() as usize), piece.dst, piece.len)
+    dst.window(plan.dst_tensors().tensor(index), piece.dst, piece.len)
 }
 
 /// One wave of a direct copy, cut into units.

@@ -6,6 +6,7 @@
 
 use super::blocks::Blocks;
 use super::spans::Span;
+use super::template::Template;
 use crate::error::{Error, Result};
 use crate::fallible;
 
@@ -16,13 +17,30 @@ const LEAST: u64 = 16 << 20;
 
 /// Returns `Err(InvalidArgument)` if two of `blocks` are written to the same place.
 pub(super) fn check_blocks(blocks: &Blocks) -> Result<()> {
-    let written = || blocks.pairs.iter().map(|&(_, dst)| dst);
+    check_places(&blocks.pairs, blocks.dst, blocks.len)
+}
+
+/// Returns `Err(InvalidArgument)` if two pieces of `template` write the same byte. Its spans must have passed the
+/// checks of `span_limits`, and its end offsets must fit 64 bits. `plan_bytes` as in [`check_spans`].
+pub(super) fn check_template(template: &Template, plan_bytes: usize) -> Result<()> {
+    let written = template.hulls().map_or(0, |(_, written)| written.end - written.start);
+    if template.pairs.len() > 1 && written > template.dst_unit {
+        // The places interleave, as those of blocks inside larger blocks whose heads are outside.
+        return check_spans(&template.placed_spans(), plan_bytes);
+    }
+    check_places(&template.pairs, 0, template.dst_unit)?;
+    check_spans(&template.spans.iter().copied(), plan_bytes)
+}
+
+/// Returns `Err(InvalidArgument)` if two of `pairs` are written to the same place. Place 0 is at byte `first`, and the
+/// places are `unit` bytes apart.
+fn check_places(pairs: &[(u32, u32)], first: u64, unit: u64) -> Result<()> {
+    let written = || pairs.iter().map(|&(_, dst)| dst);
     if written().is_sorted_by(|a, b| a < b) {
         return Ok(());
     }
-    let (count, most) = (blocks.pairs.len(), written().fold(0, u32::max));
-    let again =
-        |block: u32| Err(written_twice(blocks.dst.saturating_add(blocks.len.saturating_mul(block.into()))));
+    let (count, most) = (pairs.len(), written().fold(0, u32::max));
+    let again = |place: u32| Err(written_twice(first.saturating_add(unit.saturating_mul(place.into()))));
     let words = most as usize / 64 + 1;
     // A bitmap up to the last block costs less than sorting, unless most of its bits would belong to blocks
     // that are not in the list.

@@ -8,19 +8,20 @@ use super::blocks::Blocks;
 use super::order::{self, CacheCount};
 use super::request::{Moves, Pieces};
 use super::spans::{PLAN, Piece};
+use super::tensor_steps::TensorSteps;
 use super::waves::Wave;
 use crate::error::Result;
 use crate::fallible;
 
 /// A plan of waves, each of which must finish before the next begins.
 ///
-/// The waves apply to each of `num_tensors` tensors: tensor `src_tensor + t` is copied into tensor
-/// `dst_tensor + t`.
+/// The waves apply to each of `num_tensors` tensors: each tensor of `src` is copied into the tensor of `dst` with the
+/// same index.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CopyPlan {
     num_tensors: u32,
-    pub(super) src_tensor: u32,
-    pub(super) dst_tensor: u32,
+    src: TensorSteps,
+    dst: TensorSteps,
     /// Shared by the plans of all layers of one transfer.
     waves: Arc<Vec<Wave>>,
 }
@@ -47,31 +48,51 @@ impl CopyPlan {
             }
         };
         let plan = Self::new(moves.num_tensors, waves);
-        Ok(CopyPlan { src_tensor: moves.src_tensor, dst_tensor: moves.dst_tensor, ..plan })
+        Ok(plan.in_tensors(moves.src_tensor, moves.dst_tensor, moves.num_tensors))
     }
 
     pub(super) fn new(num_tensors: u32, mut waves: Vec<Wave>) -> Self {
         waves.retain(|wave| wave.count() > 0);
-        CopyPlan { num_tensors, src_tensor: 0, dst_tensor: 0, waves: Arc::new(waves) }
+        let first = TensorSteps::consecutive(0);
+        CopyPlan { num_tensors, src: first, dst: first, waves: Arc::new(waves) }
     }
 
     /// Returns the same waves for other tensors: tensor `src_tensor + t` is copied into tensor `dst_tensor +
     /// t`, for each of `num_tensors` tensors. This cuts a plan by layer without planning again.
     #[must_use]
     pub fn in_tensors(&self, src_tensor: u32, dst_tensor: u32, num_tensors: u32) -> Self {
-        CopyPlan { num_tensors, src_tensor, dst_tensor, waves: self.waves.clone() }
+        let (src, dst) = (TensorSteps::consecutive(src_tensor), TensorSteps::consecutive(dst_tensor));
+        self.in_tensor_steps(src, dst, num_tensors)
+    }
+
+    /// Returns the same waves for the first `num_tensors` tensors of `src` and of `dst`.
+    #[must_use]
+    pub fn in_tensor_steps(&self, src: TensorSteps, dst: TensorSteps, num_tensors: u32) -> Self {
+        CopyPlan { num_tensors, src, dst, waves: self.waves.clone() }
     }
 
     pub fn num_tensors(&self) -> u32 {
         self.num_tensors
     }
 
-    pub fn src_tensor(&self) -> u32 {
-        self.src_tensor
+    /// Returns the tensors that are read.
+    pub fn src_tensors(&self) -> TensorSteps {
+        self.src
     }
 
+    /// Returns the tensors that are written.
+    pub fn dst_tensors(&self) -> TensorSteps {
+        self.dst
+    }
+
+    /// Returns the first tensor that is read.
+    pub fn src_tensor(&self) -> u32 {
+        self.src.first
+    }
+
+    /// Returns the first tensor that is written.
     pub fn dst_tensor(&self) -> u32 {
-        self.dst_tensor
+        self.dst.first
     }
 
     /// Returns the waves, in the order in which they must run.
@@ -84,9 +105,9 @@ impl CopyPlan {
         one.saturating_mul(u64::from(self.num_tensors))
     }
 
-    /// Returns the pieces of bytes `from..to` of the whole plan, each with the index of its tensor. The index
-    /// counts from [`src_tensor`](Self::src_tensor) and [`dst_tensor`](Self::dst_tensor). Bytes are counted
-    /// wave after wave, and within a wave as in [`Wave::across_tensors`].
+    /// Returns the pieces of bytes `from..to` of the whole plan, each with the index of its tensor in
+    /// [`src_tensors`](Self::src_tensors) and [`dst_tensors`](Self::dst_tensors). Bytes are counted wave after
+    /// wave, and within a wave as in [`Wave::across_tensors`].
     pub fn pieces(&self, from: u64, to: u64) -> impl Iterator<Item = (usize, Piece)> + '_ {
         let tensors = u64::from(self.num_tensors);
         let starts = self.waves.iter().scan(0u64, move |end, wave| {

@@ -3,24 +3,31 @@
 //!
 //! Planning is pure arithmetic and never sees an address. All tensors of a cache are equal, so one list of
 //! spans serves all of them: a plan of 4,096 blocks in 80 tensors has at most 4,096 spans, or as many pairs
-//! of block numbers. `validate` checks the bounds of local requests, `untrusted` those of a peer's plan, and
-//! `memory::Window` checks both again.
+//! of block numbers. Between caches of different layouts (`layouts`), each block takes several pieces, which a
+//! template stores once for all blocks. `validate` checks the bounds of local requests, `untrusted` those of a
+//! peer's plan, and `memory::Window` checks both again.
 
 mod block_waves;
 mod blocks;
 mod conflicts;
 mod copy_plan;
+#[cfg_attr(not(feature = "testing"), expect(dead_code, reason = "no call moves between layouts yet"))]
+mod layouts;
 mod order;
 mod packed_spans;
 mod range_list;
 mod request;
 mod span_limits;
 mod spans;
+mod template;
+mod tensor_steps;
 mod untrusted;
 mod waves;
 
 pub use blocks::Blocks;
 pub use copy_plan::CopyPlan;
+#[cfg(feature = "testing")]
+pub use layouts::{KvPart, KvSequence, LayoutPlan, assign_owners};
 pub use order::CacheCount;
 pub use packed_spans::{ReceivedSpans, SpanList, read_list};
 pub(crate) use range_list::RangeList;
@@ -29,5 +36,9 @@ pub(crate) use request::{REQUEST, total_bytes};
 pub use spans::Piece;
 #[cfg(feature = "testing")]
 pub use spans::Span;
+#[cfg(feature = "testing")]
+pub use template::Template;
+#[cfg(feature = "testing")]
+pub use tensor_steps::TensorSteps;
 pub use untrusted::MOST_WAVES;
 pub use waves::Wave;

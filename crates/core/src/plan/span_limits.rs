@@ -2,7 +2,8 @@
 //! span.
 
 use super::spans::Span;
-use crate::error::{Error, Result};
+use super::template::Template;
+use crate::error::{Error, Result, ensure};
 
 /// Maximum number of pieces of a peer's plan in one tensor. No block list that fits in a message needs more.
 pub(super) const MOST_PIECES: u64 = 1 << 24;
@@ -27,10 +28,27 @@ impl Tally {
             Some((self.pieces.checked_add(span.count)?, all))
         });
         (self.pieces, self.bytes) = sums.ok_or_else(|| refused(&format!("{span:?}")))?;
-        if self.pieces > MOST_PIECES {
-            return Err(refused(&format!("more than {MOST_PIECES} pieces in one tensor")));
-        }
-        Ok(())
+        self.check_pieces()
+    }
+
+    /// Adds the spans of a template at each of its places. `Err(InvalidArgument)` as [`add`](Self::add).
+    pub(super) fn add_template(&mut self, template: &Template) -> Result<()> {
+        let mut one = Tally::default();
+        template.spans.iter().try_for_each(|span| one.add(span))?;
+        let pairs = template.pairs.len() as u64;
+        let sums = template.end_offsets().and_then(|_| {
+            let pieces = self.pieces.checked_add(one.pieces.checked_mul(pairs)?)?;
+            Some((pieces, self.bytes.checked_add(template.bytes()?)?))
+        });
+        let (spans, units) = (template.spans.len(), (template.src_unit, template.dst_unit));
+        let text = || refused(&format!("{spans} spans at {pairs} pairs of places, {units:?} bytes apart"));
+        (self.pieces, self.bytes) = sums.ok_or_else(text)?;
+        self.check_pieces()
+    }
+
+    fn check_pieces(&self) -> Result<()> {
+        let text = || refused(&format!("more than {MOST_PIECES} pieces in one tensor"));
+        ensure(self.pieces <= MOST_PIECES, text)
     }
 }
 

@@ -6,12 +6,14 @@
 use std::sync::Arc;
 
 use super::blocks::Blocks;
-use super::conflicts::{check_blocks, check_spans};
+use super::conflicts::{check_blocks, check_spans, check_template};
 use super::copy_plan::CopyPlan;
 use super::packed_spans::{Packed, SpanList};
 use super::range_list::RangeList;
 use super::span_limits::{MOST_PIECES, Tally, refused};
 use super::spans::{PLAN, Span, hull};
+use super::template::Template;
+use super::tensor_steps::TensorSteps;
 use super::waves::Wave;
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
@@ -34,7 +36,7 @@ impl CopyPlan {
         dst_tensor: u32,
         waves: Vec<Vec<Span>>,
     ) -> Result<CopyPlan> {
-        tensors(num_tensors, src_tensor, dst_tensor)?;
+        consecutive_tensors(num_tensors, src_tensor, dst_tensor)?;
         check_wave_count(waves.len())?;
         let mut tally = Tally::default();
         waves.iter().flatten().try_for_each(|span| tally.add(span))?;
@@ -69,7 +71,7 @@ impl CopyPlan {
             let waves = fallible::try_collect(PLAN, counts.iter().map(wave))?;
             return Self::from_parts(num_tensors, src_tensor, dst_tensor, waves);
         }
-        tensors(num_tensors, src_tensor, dst_tensor)?;
+        consecutive_tensors(num_tensors, src_tensor, dst_tensor)?;
         let mut tally = Tally::default();
         spans.iter().try_for_each(|span| tally.add(&span))?;
         total(tally.bytes(), num_tensors)?;
@@ -94,7 +96,7 @@ impl CopyPlan {
         dst_tensor: u32,
         blocks: Blocks,
     ) -> Result<CopyPlan> {
-        tensors(num_tensors, src_tensor, dst_tensor)?;
+        consecutive_tensors(num_tensors, src_tensor, dst_tensor)?;
         let count = blocks.pairs.len() as u64;
         if count > MOST_PIECES {
             return Err(refused(&format!("more than {MOST_PIECES} pieces in one tensor")));
@@ -110,16 +112,39 @@ impl CopyPlan {
         Ok(CopyPlan::new(num_tensors, waves).in_tensors(src_tensor, dst_tensor, num_tensors))
     }
 
+    /// Builds the plan of a peer whose waves are templates, for the first `num_tensors` tensors of `src` and `dst`.
+    ///
+    /// Returns `Err` as [`from_parts`](Self::from_parts) does.
+    #[cfg_attr(not(feature = "testing"), expect(dead_code, reason = "no message carries templates yet"))]
+    pub fn from_templates(
+        num_tensors: u32,
+        src: TensorSteps,
+        dst: TensorSteps,
+        waves: Vec<Template>,
+    ) -> Result<CopyPlan> {
+        tensors(num_tensors, src, dst)?;
+        check_wave_count(waves.len())?;
+        let mut tally = Tally::default();
+        waves.iter().try_for_each(|template| tally.add_template(template))?;
+        total(tally.bytes(), num_tensors)?;
+        let taken = |template: &Template| size_of_val(&template.pairs[..]) + size_of_val(&template.spans[..]);
+        let taken = waves.iter().map(taken).sum();
+        waves.iter().try_for_each(|template| check_template(template, taken))?;
+        let waves = fallible::try_collect(PLAN, waves.into_iter().map(Wave::of_template))?;
+        Ok(CopyPlan::new(num_tensors, waves).in_tensor_steps(src, dst, num_tensors))
+    }
+
     /// Checks that every piece lies inside the tensors that are read and written. `src` and `dst` are the
     /// number of tensors and the bytes of each; `None` for a cache that is checked elsewhere. Returns
     /// `Err(InvalidArgument)` if a piece lies outside.
     pub fn check_bounds(&self, src: Option<(u32, u64)>, dst: Option<(u32, u64)>) -> Result<()> {
-        for (access, of, first) in
-            [(PlanAccess::Read, src, self.src_tensor), (PlanAccess::Written, dst, self.dst_tensor)]
+        for (access, of, steps) in
+            [(PlanAccess::Read, src, self.src_tensors()), (PlanAccess::Written, dst, self.dst_tensors())]
         {
             let Some((tensors, tensor_bytes)) = of else { continue };
-            if u64::from(first) + u64::from(self.num_tensors()) > u64::from(tensors) {
-                let text = format!("{} tensors from tensor {first} are not in a cache", self.num_tensors());
+            if steps.end(self.num_tensors()).is_none_or(|end| end > tensors) {
+                let (count, first) = (self.num_tensors(), steps.first);
+                let text = format!("{count} tensors from tensor {first} are not in a cache");
                 return Err(Error::invalid(text).with("which", access.name()).with("num_tensors", tensors));
             }
             for wave in self.waves() {
@@ -146,6 +171,15 @@ impl CopyPlan {
     }
 }
 
+/// Places of `len` bytes in one tensor: one at `first + unit·number`, for a number of each pair. All of them lie
+/// inside the tensor.
+struct Places<'a> {
+    pairs: &'a [(u32, u32)],
+    first: u64,
+    unit: u64,
+    len: u64,
+}
+
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum PlanAccess {
     Read,
@@ -163,13 +197,14 @@ impl PlanAccess {
 
     /// Checks that every piece of `wave` lies inside a tensor.
     fn check(self, wave: &Wave, tensor_bytes: u64) -> Result<()> {
+        let inside = |ends: Option<(u64, u64)>| ends.is_some_and(|ends| self.of(ends) <= tensor_bytes);
         if let Some(blocks) = wave.blocks() {
-            let inside = blocks.end_offsets().is_some_and(|ends| self.of(ends) <= tensor_bytes);
-            return if inside {
-                Ok(())
-            } else {
-                Err(outside(self, tensor_bytes).with("block_bytes", blocks.len))
-            };
+            let text = || outside(self, tensor_bytes).with("block_bytes", blocks.len);
+            return ensure(inside(blocks.end_offsets()), text);
+        }
+        if let Some(template) = wave.template() {
+            let text = || outside(self, tensor_bytes).with("places", template.pairs.len());
+            return ensure(inside(template.end_offsets()), text);
         }
         let reach = |span: &Span| if self == PlanAccess::Read { span.reads() } else { span.writes() };
         let beyond = |span: &Span| reach(span).is_none_or(|range| range.end > tensor_bytes);
@@ -197,29 +232,51 @@ impl PlanAccess {
         fallible::collect(ROWS, numbers().map(|number| first / row_bytes + number)).map(Some)
     }
 
-    /// Returns the rows of `blocks` by marking one bit for each row, which takes a fraction of the time and
-    /// memory of sorting. `None` if the bitmap has more words than there are blocks, or if a block may touch
+    /// Returns the bytes from the first to the last byte of a template, at each of its places.
+    fn template_places(self, wave: &Wave) -> Option<Places<'_>> {
+        let template = wave.template()?;
+        let (hull, unit) = (self.of(template.hulls()?), self.of((template.src_unit, template.dst_unit)));
+        Some(Places { pairs: &template.pairs, first: hull.start, unit, len: hull.end - hull.start })
+    }
+
+    /// Returns the rows of a wave of blocks or of a template. `None` if a list of ranges takes less memory.
+    fn rows_of_places(self, wave: &Wave, row_bytes: u64) -> Result<Option<Vec<u64>>> {
+        if let Some(blocks) = wave.blocks() {
+            let sorted = self.rows_if_sorted(blocks, row_bytes)?;
+            if sorted.is_some() || blocks.end_offsets().is_none() {
+                return Ok(sorted);
+            }
+            let (first, len) = (self.of((blocks.src, blocks.dst)), blocks.len);
+            return self.rows_by_bitmap(&Places { pairs: &blocks.pairs, first, unit: len, len }, row_bytes);
+        }
+        let places = self.template_places(wave);
+        places.map_or(Ok(None), |places| self.rows_by_bitmap(&places, row_bytes))
+    }
+
+    /// Returns the rows of `places` by marking one bit for each row, which takes a fraction of the time and
+    /// memory of sorting. `None` if the bitmap has more words than there are places, or if a place may touch
     /// more than two rows.
-    fn rows_by_bitmap(self, blocks: &Blocks, row_bytes: u64) -> Result<Option<Vec<u64>>> {
-        let reach = blocks.end_offsets().filter(|_| blocks.len <= row_bytes);
-        let words = reach.map(|ends| self.of(ends).div_ceil(row_bytes).div_ceil(64));
-        let words = words.and_then(|words| usize::try_from(words).ok());
-        let Some(words) = words.filter(|&words| words <= blocks.pairs.len()) else { return Ok(None) };
+    fn rows_by_bitmap(self, places: &Places<'_>, row_bytes: u64) -> Result<Option<Vec<u64>>> {
+        let Places { pairs, first, unit, len } = *places;
+        let numbers = || pairs.iter().map(|&pair| u64::from(self.of(pair)));
+        let end = numbers().fold(0, u64::max) * unit + first + len;
+        let words = usize::try_from(end.div_ceil(row_bytes).div_ceil(64)).unwrap_or(usize::MAX);
+        if len > row_bytes || words > pairs.len() {
+            return Ok(None);
+        }
         let mut bits = fallible::filled(ROWS, 0u64, words)?;
         let mut set = |row: u64| {
-            // No row lies beyond the reach of the blocks, so every row has its word.
+            // No row lies beyond the end of the places, so every row has its word.
             if let Some(word) = usize::try_from(row / 64).ok().and_then(|at| bits.get_mut(at)) {
                 *word |= 1 << (row % 64);
             }
         };
-        let first = self.of((blocks.src, blocks.dst));
-        let numbers = blocks.pairs.iter().map(|&pair| u64::from(self.of(pair)));
-        if blocks.len == row_bytes && first.is_multiple_of(row_bytes) {
-            numbers.for_each(|number| set(first / row_bytes + number));
+        if unit == row_bytes && first % row_bytes + len <= row_bytes {
+            numbers().for_each(|number| set(first / row_bytes + number));
         } else {
-            for start in numbers.map(|number| first + number * blocks.len) {
+            for start in numbers().map(|number| first + number * unit) {
                 set(start / row_bytes);
-                set((start + (blocks.len - 1)) / row_bytes);
+                set((start + (len - 1)) / row_bytes);
             }
         }
         let mut rows =
@@ -244,10 +301,16 @@ fn check_wave_count(count: usize) -> Result<()> {
     ensure(count <= MOST_WAVES, || refused(&format!("{count} waves, more than {MOST_WAVES}")))
 }
 
-fn tensors(count: u32, src: u32, dst: u32) -> Result<()> {
-    ensure(count > 0 && src.checked_add(count).is_some() && dst.checked_add(count).is_some(), || {
-        refused(&format!("{count} tensors, read from tensor {src} and written from tensor {dst}"))
+fn tensors(count: u32, src: TensorSteps, dst: TensorSteps) -> Result<()> {
+    let sound = |steps: TensorSteps| count > 0 && steps.step > 0 && steps.end(count).is_some();
+    ensure(sound(src) && sound(dst), || {
+        let steps = |TensorSteps { first, step }: TensorSteps| format!("tensor {first} with step {step}");
+        refused(&format!("{count} tensors, read from {} and written from {}", steps(src), steps(dst)))
     })
+}
+
+fn consecutive_tensors(count: u32, src: u32, dst: u32) -> Result<()> {
+    tensors(count, TensorSteps::consecutive(src), TensorSteps::consecutive(dst))
 }
 
 fn total(bytes: u64, tensors: u32) -> Result<()> {
@@ -260,13 +323,9 @@ fn total(bytes: u64, tensors: u32) -> Result<()> {
 fn rows(waves: &[Wave], row_bytes: u64, access: PlanAccess) -> Result<Vec<u64>> {
     let row_bytes = row_bytes.max(1);
     if let [wave] = waves
-        && let Some(blocks) = wave.blocks()
+        && let Some(rows) = access.rows_of_places(wave, row_bytes)?
     {
-        let sorted = access.rows_if_sorted(blocks, row_bytes)?;
-        let rows = if sorted.is_some() { sorted } else { access.rows_by_bitmap(blocks, row_bytes)? };
-        if let Some(rows) = rows {
-            return Ok(rows);
-        }
+        return Ok(rows);
     }
     let mut touched = RangeList::new(ROWS);
     let mut add =
@@ -274,6 +333,13 @@ fn rows(waves: &[Wave], row_bytes: u64, access: PlanAccess) -> Result<Vec<u64>> 
     for wave in waves {
         if let Some(blocks) = wave.blocks() {
             blocks.pieces().try_for_each(|piece| add(access.of((piece.src, piece.dst)), piece.len))?;
+            continue;
+        }
+        if let Some(Places { pairs, first, unit, len }) = access.template_places(wave)
+            && len <= row_bytes
+        {
+            // Each place touches the rows of its first and of its last byte, and there is none in between.
+            pairs.iter().try_for_each(|&pair| add(first + unit * u64::from(access.of(pair)), len))?;
             continue;
         }
         for span in wave.spans() {

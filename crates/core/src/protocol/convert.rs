@@ -5,7 +5,7 @@
 
 use super::messages::{EntryVersion, MAX_ARRIVED, Reply, Run, WireCache, WireName, WireRows};
 use super::plan_codec::{Pairs, WirePlan, WireSteps};
-use crate::error::{ArrivedRows, Error, ErrorKind, Result};
+use crate::error::{ArrivedRows, Error, ErrorKind, Result, ensure};
 use crate::fallible;
 use crate::model::{
     CacheDesc, CacheId, CacheKey, CacheKind, CacheLayout, DataType, Geometry, Name, Placement,
@@ -75,6 +75,11 @@ impl TryFrom<&CopyPlan> for WirePlan {
     type Error = Error;
 
     fn try_from(plan: &CopyPlan) -> Result<WirePlan> {
+        let steps = (plan.src_tensors().step, plan.dst_tensors().step);
+        ensure(steps == (1, 1), || {
+            Error::invalid("a request cannot carry a plan that skips tensors")
+                .with("steps", format_args!("{steps:?}"))
+        })?;
         let (num_tensors, src_tensor, dst_tensor) =
             (plan.num_tensors(), plan.src_tensor(), plan.dst_tensor());
         let only = if let [wave] = plan.waves() { wave.blocks() } else { None };

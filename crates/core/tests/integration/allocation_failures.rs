@@ -3,12 +3,13 @@
 //! Only allocations of `LEAST` bytes and more fail, which are lists. Any other failed allocation would end the process.
 //! `protocol` tests how much memory a message may take, `tests/test_out_of_memory.py` limits of the system.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
 use llm_datadist_core::testing::model::{AddressLocation, CacheLayout};
 use llm_datadist_core::testing::plan::{
-    Blocks, CacheCount, CopyPlan, Moves, Piece, Pieces, Span, SpanList, Wave,
+    Blocks, CacheCount, CopyPlan, KvPart, KvSequence, LayoutPlan, Moves, Piece, Pieces, Span, SpanList, Wave,
 };
 use llm_datadist_core::testing::protocol::{
     self, EntryVersion, HEADER, MESSAGE_LIMIT, Reply, Request, Run, WireCache, WireLocation, WireName,
@@ -16,8 +17,8 @@ use llm_datadist_core::testing::protocol::{
 };
 use llm_datadist_core::testing::validate::{self, CheckedPull, CheckedPush, RemoteCache};
 use llm_datadist_core::{
-    CacheId, CacheKey, CacheKind, DataDist, Deadline, End, ErrorKind, Geometry, Layers, Placement,
-    PoolConfig, PullRows, PushRows, Result,
+    CacheDesc, CacheId, CacheKey, CacheKind, DataDist, DataType, Deadline, End, ErrorKind, Geometry,
+    KvGeometry, KvLayout, KvPlanes, Layers, Placement, PoolConfig, PullRows, PushRows, Result, TokenOrder,
 };
 
 use crate::counting_allocator;
@@ -111,6 +112,43 @@ fn planning_fails_whole() {
             let plan = |moves: &mut Moves| CopyPlan::moves(moves, caches);
             assert!(each_judged(|| moves.clone(), plan, planned) > 0, "{name}");
         }
+    }
+}
+
+/// A cache of `MANY` blocks of 16 tokens, with these heads of 8.
+fn kv_geometry(heads: Range<u32>, order: TokenOrder) -> KvGeometry {
+    let row = 16 * i64::from(heads.end - heads.start) * 8;
+    let (num_tensors, data_type) = (4, DataType::Float16);
+    let desc =
+        CacheDesc { num_tensors, shape: vec![MANY as i64, row], data_type, placement: Placement::Device };
+    let layout = KvLayout {
+        tokens_per_block: 16,
+        heads,
+        total_heads: 8,
+        head_dim: 8,
+        order,
+        kv: KvPlanes::Separate,
+        layers: 0..2,
+    };
+    KvGeometry::new(layout, &Geometry::new(&desc).unwrap(), data_type).unwrap()
+}
+
+#[test]
+fn planning_between_layouts_fails_whole() {
+    let src = kv_geometry(0..4, TokenOrder::Nhd);
+    let ascending: Vec<u64> = (0..MANY).collect();
+    let backwards: Vec<u64> = (0..MANY).rev().collect();
+    for (heads, order, tokens) in [
+        (0..4, TokenOrder::Nhd, None),
+        (2..4, TokenOrder::Nhd, None),
+        (2..4, TokenOrder::Hnd, None),
+        (2..4, TokenOrder::Nhd, Some(5..16 * MANY)),
+    ] {
+        let dst = kv_geometry(heads.clone(), order);
+        let src = KvSequence { geometry: &src, blocks: &ascending, tokens };
+        let dst = KvSequence { geometry: &dst, blocks: &backwards, tokens: None };
+        let part = KvPart { layers: 0..2, heads };
+        only_fails("between layouts", 3, || LayoutPlan::new(&src, &dst, &part));
     }
 }
 

@@ -34,6 +34,8 @@ mod fixtures;
 mod grants;
 mod kernels;
 mod kv_cache_manager;
+mod kv_geometry;
+mod kv_layouts;
 mod layer_destination;
 mod layer_task;
 mod layerwise_arguments;

@@ -7,8 +7,9 @@ use std::collections::{BTreeSet, HashSet};
 
 use llm_datadist_core::Result;
 use llm_datadist_core::testing::plan::{
-    Blocks, CacheCount, CopyPlan, Moves, Piece, Pieces, Span, SpanList, Wave,
+    Blocks, CacheCount, CopyPlan, Moves, Piece, Pieces, Span, SpanList, Template, TensorSteps, Wave,
 };
+use llm_datadist_core::testing::protocol::WirePlan;
 use proptest::prelude::*;
 use proptest::test_runner::{TestCaseResult, TestRunner};
 
@@ -458,6 +459,78 @@ fn blocks_of_peers() {
         })
         .unwrap();
     seen.enough();
+}
+
+/// Every piece of a template, one by one; `None` if it has none, or a span is not valid where it stands.
+fn walk_template(template: &Template) -> Option<Walked> {
+    let Template { src_unit, dst_unit, pairs, spans } = template;
+    let one: Walked = spans.iter().map(one_by_one).collect::<Option<Vec<_>>>()?.concat();
+    let inside =
+        |piece: &[i128; 3]| piece[..2].iter().all(|&at| at >= 0 && at + piece[2] <= i128::from(u64::MAX));
+    let at = |unit: &u64, number: u32| i128::from(*unit) * i128::from(number);
+    (!pairs.is_empty() && !one.is_empty() && one.iter().all(inside)).then(|| {
+        let place = |&(s, d): &(u32, u32)| {
+            one.iter().map(move |&[src, dst, len]| [src + at(src_unit, s), dst + at(dst_unit, d), len])
+        };
+        pairs.iter().flat_map(place).collect()
+    })
+}
+
+#[test]
+fn templates_of_peers() {
+    let unit = || prop_oneof![12 => 0..12u64, 1 => Just(u64::MAX), 1 => any::<u64>()];
+    let small = || prop_oneof![30 => 0..8u32, 1 => Just(u32::MAX), 1 => any::<u32>()];
+    let pairs =
+        (0..8usize).prop_flat_map(move |count| prop::collection::vec((small(), small()), count.div_ceil(3)));
+    let tame = (0..6u64, 0..6u64, 1..3u64, 1..4u64, -3..9i64, 2..9i64).prop_map(
+        |(src, dst, len, count, src_step, dst_step)| Span { src, dst, len, count, src_step, dst_step },
+    );
+    let spans = prop::collection::vec(prop_oneof![12 => tame, 1 => foreign_spans()], 0..4);
+    let template = (unit(), unit(), pairs, spans).prop_map(|(src_unit, dst_unit, pairs, spans)| Template {
+        src_unit,
+        dst_unit,
+        pairs: pairs.into(),
+        spans,
+    });
+    let templates = (1..5usize)
+        .prop_flat_map(move |count| prop::collection::vec(template.clone(), count.saturating_sub(2).max(1)));
+    let seen = Seen::default();
+    TestRunner::new(proptest_cases(20_000))
+        .run(&(given(), templates), |(given, templates)| {
+            let ([count, src, dst], _) = given;
+            let walked: Option<Vec<Walked>> = templates.iter().map(walk_template).collect();
+            let (src, dst) = (TensorSteps::consecutive(src), TensorSteps::consecutive(dst));
+            let made = CopyPlan::from_templates(count, src, dst, templates);
+            seen.check(&made, given, walked.as_deref())
+        })
+        .unwrap();
+    seen.enough();
+}
+
+/// A plan may touch every n-th tensor; its bounds are those of the last one.
+#[test]
+fn plans_step_over_tensors() {
+    let span = Span { src: 0, dst: 0, len: 1, count: 1, src_step: 0, dst_step: 0 };
+    let template = Template { src_unit: 1, dst_unit: 1, pairs: vec![(0, 0)].into(), spans: vec![span] };
+    let plan = |count, src: (u32, u32), dst: (u32, u32)| {
+        let steps = |(first, step)| TensorSteps { first, step };
+        CopyPlan::from_templates(count, steps(src), steps(dst), vec![template.clone()])
+    };
+    let every_second = plan(3, (1, 2), (4, 1)).unwrap();
+    assert_eq!([0, 1, 2].map(|index| every_second.src_tensors().tensor(index)), [1, 3, 5]);
+    assert_eq!([0, 1, 2].map(|index| every_second.dst_tensors().tensor(index)), [4, 5, 6]);
+    every_second.check_bounds(Some((6, 1)), Some((7, 1))).unwrap();
+    every_second.check_bounds(Some((5, 1)), None).unwrap_err();
+    every_second.check_bounds(None, Some((6, 1))).unwrap_err();
+    plan(1 << 31, (1, 2), (0, 1)).unwrap_err();
+    plan(2, (0, u32::MAX), (0, 1)).unwrap_err();
+    plan(2, (0, 1), (0, 0)).unwrap_err();
+    plan(0, (0, 1), (0, 1)).unwrap_err();
+    // No message carries steps, and none is sent without them.
+    let consecutive = plan(3, (1, 1), (4, 1)).unwrap();
+    assert!(WirePlan::try_from(&consecutive).is_ok());
+    let error = WirePlan::try_from(&every_second).unwrap_err();
+    assert!(error.to_string().contains("skips tensors (steps=(2, 1))"), "{error}");
 }
 
 #[test]

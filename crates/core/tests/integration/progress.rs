@@ -8,7 +8,7 @@ use std::os::fd::AsFd;
 use std::time::Duration;
 
 use llm_datadist_core::testing::copy::{CopyEngine, Progress};
-use llm_datadist_core::testing::plan::{CopyPlan, Span};
+use llm_datadist_core::testing::plan::{CopyPlan, Span, TensorSteps};
 use llm_datadist_core::{ArrivedRows, Deadline, ErrorKind};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
@@ -35,7 +35,8 @@ fn twin(plan: &CopyPlan, row_bytes: u64, done: impl Fn(u64) -> bool) -> Vec<(u32
     }
     assert_eq!(at, plan.bytes());
     let rows = planned.iter().zip(&missing).map(|(planned, missing)| planned - missing);
-    (plan.dst_tensor()..).zip(rows).filter(|(_, rows)| !rows.is_empty()).collect()
+    let tensors = (0..).map(|index| plan.dst_tensors().tensor(index) as u32);
+    tensors.zip(rows).filter(|(_, rows)| !rows.is_empty()).collect()
 }
 
 fn as_sets(arrived: &[ArrivedRows]) -> Vec<(u32, BTreeSet<u64>)> {
@@ -51,14 +52,15 @@ fn what_arrived_is_what_the_twin_says() {
     // Rows larger and smaller than what is moved, and stretches done in any order.
     let input = (
         pairs,
-        1..4_u32,
+        (1..4_u32, 0..3_u32, 1..4_u32),
         prop::sample::select(vec![3, 6, 12]),
         prop::collection::vec(any::<bool>(), 1..40),
         any::<u64>(),
     );
     TestRunner::new(proptest_cases(400))
-        .run(&input, |(pairs, tensors, row_bytes, taken, seed)| {
-            let plan = block_plan(&pairs, 6, tensors);
+        .run(&input, |(pairs, (tensors, first, step), row_bytes, taken, seed)| {
+            let steps = TensorSteps { first, step };
+            let plan = block_plan(&pairs, 6, tensors).in_tensor_steps(steps, steps, tensors);
             let unit = plan.bytes().div_ceil(taken.len() as u64);
             let progress = Progress::default();
             let mut order: Vec<usize> = (0..taken.len()).filter(|&unit| taken[unit]).collect();

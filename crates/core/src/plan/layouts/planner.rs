@@ -1,0 +1,227 @@
+//! Builds the plans of a move between two KV layouts.
+
+use std::sync::Arc;
+
+use super::super::block_waves;
+use super::super::copy_plan::CopyPlan;
+use super::super::order::CacheCount;
+use super::super::spans::{PLAN, Span};
+use super::super::template::Template;
+use super::super::tensor_steps::TensorSteps;
+use super::super::waves::Wave;
+use super::axes::{self, Axis};
+use super::part::{KvPart, check_same_model};
+use super::tokens::{KvSequence, TokenRun, token_runs};
+use crate::error::Result;
+use crate::fallible;
+use crate::model::{KvGeometry, KvPlanes};
+
+/// Up to this many equal runs of tokens become plain spans, because a template would save nothing.
+const FEW: usize = 2;
+
+/// A move between two caches, which may have different KV layouts.
+///
+/// The plans write different bytes and may run in any order. Source and destination must be different caches.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LayoutPlan {
+    /// One plan, or one for the keys and one for the values if only one side has them in tensors of their own. None if
+    /// there are no tokens to move.
+    pub plans: Vec<CopyPlan>,
+}
+
+impl LayoutPlan {
+    /// Plans the move of `part` of some tokens of `src` to `dst`.
+    ///
+    /// Returns `Err(InvalidArgument)` if the layouts are of different models or element types, if one side does not
+    /// hold all of `part`, if a token range exceeds its blocks or both have different lengths, or if a block is not
+    /// a row of its cache or occurs twice in the destination.
+    pub fn new(src: &KvSequence<'_>, dst: &KvSequence<'_>, part: &KvPart) -> Result<LayoutPlan> {
+        check_same_model(src.geometry, dst.geometry)?;
+        part.check_inside(src.geometry.layout(), dst.geometry.layout())?;
+        let runs = token_runs(src, dst)?;
+        if runs.is_empty() {
+            return Ok(LayoutPlan { plans: Vec::new() });
+        }
+        let pair = LayoutPair { src: src.geometry, dst: dst.geometry, part };
+        let plan = |planes: Planes| {
+            let waves = pair.waves(&runs, &planes)?;
+            Ok(CopyPlan::new(planes.num_tensors, waves).in_tensor_steps(
+                planes.src.tensors,
+                planes.dst.tensors,
+                planes.num_tensors,
+            ))
+        };
+        Ok(LayoutPlan { plans: fallible::try_collect(PLAN, pair.planes().into_iter().map(plan))? })
+    }
+
+    /// Returns the bytes that the plans copy.
+    pub fn bytes(&self) -> u64 {
+        self.plans.iter().map(CopyPlan::bytes).sum()
+    }
+}
+
+/// Where one side has the planes that a plan copies.
+struct PlanesOfSide {
+    tensors: TensorSteps,
+    /// Bytes from the start of a row to the first plane.
+    offset: u64,
+}
+
+/// The planes that one plan copies.
+struct Planes {
+    src: PlanesOfSide,
+    dst: PlanesOfSide,
+    num_tensors: u32,
+    /// Number of planes in each row that are copied.
+    per_row: u64,
+}
+
+/// How the bytes of a run of tokens are arranged on both sides.
+struct LayoutPair<'a> {
+    src: &'a KvGeometry,
+    dst: &'a KvGeometry,
+    part: &'a KvPart,
+}
+
+impl LayoutPair<'_> {
+    /// Returns the planes of each plan.
+    fn planes(&self) -> Vec<Planes> {
+        let (src, dst) = (self.src.layout(), self.dst.layout());
+        let layers = self.part.layers.end - self.part.layers.start;
+        if src.kv == dst.kv {
+            let all = |side: &KvGeometry| {
+                let layout = side.layout();
+                let first = (self.part.layers.start - layout.layers.start) * layout.tensors_per_layer();
+                PlanesOfSide { tensors: TensorSteps::consecutive(first), offset: 0 }
+            };
+            return vec![Planes {
+                src: all(self.src),
+                dst: all(self.dst),
+                num_tensors: layers * src.tensors_per_layer(),
+                per_row: src.planes_per_row().into(),
+            }];
+        }
+        let one = |plane: u32| Planes {
+            src: self.plane(self.src, plane),
+            dst: self.plane(self.dst, plane),
+            num_tensors: layers,
+            per_row: 1,
+        };
+        vec![one(0), one(1)]
+    }
+
+    /// Returns where one side has the keys (`plane` 0) or the values (1) of the first layer.
+    fn plane(&self, side: &KvGeometry, plane: u32) -> PlanesOfSide {
+        let layer = self.part.layers.start - side.layout().layers.start;
+        if side.layout().kv == KvPlanes::Separate {
+            PlanesOfSide { tensors: TensorSteps { first: 2 * layer + plane, step: 2 }, offset: 0 }
+        } else {
+            let offset = u64::from(plane) * side.plane_bytes();
+            PlanesOfSide { tensors: TensorSteps::consecutive(layer), offset }
+        }
+    }
+
+    /// Returns the spans of a run of tokens whose first token is at position 0.
+    fn spans(&self, tokens: u64, planes: &Planes) -> Result<Vec<Span>> {
+        let along = |count: u64, step: fn(&KvGeometry) -> u64| Axis {
+            count,
+            src_step: step(self.src),
+            dst_step: step(self.dst),
+        };
+        let axes = [
+            along(planes.per_row, KvGeometry::plane_bytes),
+            along(tokens, KvGeometry::token_step),
+            along(self.part.heads.len() as u64, KvGeometry::head_step),
+        ];
+        let first = |side: &KvGeometry, planes: &PlanesOfSide| {
+            let head = self.part.heads.start - side.layout().heads.start;
+            planes.offset + u64::from(head) * side.head_step()
+        };
+        let first = (first(self.src, &planes.src), first(self.dst, &planes.dst));
+        axes::spans(self.src.head_bytes(), &axes, first)
+    }
+
+    /// Returns the waves that copy all runs of tokens. They write different bytes.
+    fn waves(&self, runs: &[TokenRun], planes: &Planes) -> Result<Vec<Wave>> {
+        let (mut waves, mut rest) = (Vec::new(), Vec::new());
+        for group in runs.chunk_by(|a, b| a.tokens == b.tokens) {
+            let spans = self.spans(group[0].tokens, planes)?;
+            let units = Units::of(group);
+            if group.len() <= FEW || !units.fit(group) {
+                fallible::grow(PLAN, &mut rest, group.len().saturating_mul(spans.len()))?;
+                for run in group {
+                    let placed =
+                        |span: &Span| Span { src: span.src + run.src, dst: span.dst + run.dst, ..*span };
+                    rest.extend(spans.iter().map(placed));
+                }
+                continue;
+            }
+            let of_group = waves_of_group(group, spans, units)?;
+            fallible::grow(PLAN, &mut waves, of_group.len())?;
+            waves.extend(of_group);
+        }
+        if !rest.is_empty() {
+            fallible::push(PLAN, &mut waves, Wave::new(rest)?)?;
+        }
+        Ok(waves)
+    }
+}
+
+/// Numbers of which the positions of a group of runs are multiples.
+#[derive(Clone, Copy)]
+struct Units {
+    src: u64,
+    dst: u64,
+}
+
+impl Units {
+    fn of(runs: &[TokenRun]) -> Units {
+        let divisor = |of: fn(&TokenRun) -> u64| {
+            runs.iter().fold(0, |divisor, run| common_divisor(of(run), divisor)).max(1)
+        };
+        Units { src: divisor(|run| run.src), dst: divisor(|run| run.dst) }
+    }
+
+    /// Returns the numbers of the places of a run. They must fit 32 bits.
+    fn pair(self, run: &TokenRun) -> Option<(u32, u32)> {
+        Some((u32::try_from(run.src / self.src).ok()?, u32::try_from(run.dst / self.dst).ok()?))
+    }
+
+    /// Returns whether the numbers of all places fit 32 bits.
+    fn fit(self, runs: &[TokenRun]) -> bool {
+        runs.iter().all(|run| self.pair(run).is_some())
+    }
+
+    /// Returns whether both units are multiples of `len`.
+    fn multiple_of(self, len: u64) -> bool {
+        self.src.is_multiple_of(len) && self.dst.is_multiple_of(len)
+    }
+}
+
+/// Returns the waves of runs of equal length: blocks if each is one piece that is as long as the distance of the
+/// places, so that neighbours can be joined; else a template.
+fn waves_of_group(runs: &[TokenRun], spans: Vec<Span>, units: Units) -> Result<Vec<Wave>> {
+    if let [Span { src, dst, len, count: 1, .. }] = spans[..]
+        && units.multiple_of(len)
+    {
+        let of_len = Units { src: len, dst: len };
+        if of_len.fit(runs) {
+            return block_waves::waves(len, (src, dst), pairs(runs, of_len)?, CacheCount::Two);
+        }
+    }
+    let pairs = Arc::new(pairs(runs, units)?);
+    let template = Template { src_unit: units.src, dst_unit: units.dst, pairs, spans };
+    fallible::try_collect(PLAN, std::iter::once(Wave::of_template(template)))
+}
+
+/// Returns the numbers of the places of `runs`, which must fit 32 bits.
+fn pairs(runs: &[TokenRun], units: Units) -> Result<Vec<(u32, u32)>> {
+    fallible::collect_growing(PLAN, runs.len(), runs.iter().filter_map(|run| units.pair(run)))
+}
+
+fn common_divisor(mut a: u64, mut b: u64) -> u64 {
+    while b != 0 {
+        (a, b) = (b, a % b);
+    }
+    a
+}

@@ -1,0 +1,100 @@
+//! A layout is refused unless it fits its cache.
+
+use std::ops::Range;
+
+use llm_datadist_core::{
+    CacheDesc, DataType, ErrorKind, Geometry, KvGeometry, KvLayout, KvPlanes, Placement, TokenOrder,
+};
+
+fn layout() -> KvLayout {
+    KvLayout {
+        tokens_per_block: 16,
+        heads: 4..8,
+        total_heads: 8,
+        head_dim: 8,
+        order: TokenOrder::Nhd,
+        kv: KvPlanes::Separate,
+        layers: 0..4,
+    }
+}
+
+/// Each rule of a layout, with its argument, its value and what is allowed.
+#[test]
+fn layouts_that_do_not_fit_their_cache_are_refused() {
+    let elements = 16 * 4 * 8;
+    let checked = |layout: KvLayout, num_tensors: u32, elements: i64| {
+        let (shape, data_type) = (vec![4, elements], DataType::Float16);
+        let desc = CacheDesc { num_tensors, shape, data_type, placement: Placement::Device };
+        KvGeometry::new(layout, &Geometry::new(&desc).unwrap(), data_type)
+    };
+    let good = checked(layout(), 8, elements).unwrap();
+    assert_eq!((good.rows(), good.row_bytes(), good.row_stride()), (4, 1024, 1024));
+    assert_eq!((good.plane_bytes(), good.head_bytes(), good.element_bytes()), (1024, 16, 2));
+    assert_eq!((good.token_step(), good.head_step()), (64, 16));
+    let cases: [(fn(&mut KvLayout), u32, i64, &str); 14] = [
+        (|layout| layout.tokens_per_block = 0, 8, elements, "tokens_per_block=0 must be above 0"),
+        (|layout| layout.total_heads = 0, 8, elements, "total_heads=0 must be above 0"),
+        (|layout| layout.head_dim = 0, 8, elements, "head_dim=0 must be above 0"),
+        (
+            |layout| layout.heads = 2..2,
+            8,
+            elements,
+            "heads=2..2 must be a range of at least one head inside 0..8",
+        ),
+        (
+            |layout| layout.heads = Range { start: 3, end: 2 },
+            8,
+            elements,
+            "heads=3..2 must be a range of at least",
+        ),
+        (
+            |layout| layout.heads = 6..9,
+            8,
+            elements,
+            "heads=6..9 must be a range of at least one head inside 0..8",
+        ),
+        (|layout| layout.layers = 3..3, 8, elements, "layers=3..3 must be a range of at least one layer"),
+        (
+            |layout| layout.kv = KvPlanes::Latent,
+            4,
+            elements,
+            "heads=4..8 of 8 must be 0..1 of 1 in a latent layout",
+        ),
+        (|_| (), 7, elements, "num_tensors=7 must be 8 for layers 0..4 (Separate)"),
+        (
+            |layout| layout.kv = KvPlanes::KThenV,
+            8,
+            elements,
+            "num_tensors=8 must be 4 for layers 0..4 (KThenV)",
+        ),
+        (
+            |layout| layout.kv = KvPlanes::KThenV,
+            4,
+            elements,
+            "row_bytes=1024 must be 2048, the bytes of a block",
+        ),
+        (|_| (), 8, elements + 1, "row_bytes=1026 must be 1024, the bytes of a block"),
+        (|layout| layout.layers = 0..u32::MAX, 8, elements, "num_tensors=8 must be 8589934590 for layers"),
+        (
+            |layout| (layout.tokens_per_block, layout.head_dim) = (u32::MAX, u32::MAX),
+            8,
+            elements,
+            "a layout whose blocks have less than 2^64 bytes",
+        ),
+    ];
+    for (change, tensors, elements, text) in cases {
+        let mut layout = layout();
+        change(&mut layout);
+        let error = checked(layout, tensors, elements).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        assert!(error.to_string().contains(text), "{error}");
+    }
+    let error = good.clone().with_row_stride(1023).unwrap_err();
+    assert!(
+        error.to_string().contains("row_stride=1023 must be at least the 1024 bytes of a row"),
+        "{error}"
+    );
+    let error = good.clone().with_row_stride(1 << 61).unwrap_err();
+    assert!(error.to_string().contains("4 rows in less than 2^63 bytes"), "{error}");
+    assert_eq!(good.with_row_stride(2048).unwrap().row_stride(), 2048);
+}

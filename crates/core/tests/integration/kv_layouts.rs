@@ -1,0 +1,737 @@
+//! Moves between KV layouts give the same result as moving element after element by the definitions of the layouts.
+//!
+//! Not for: waves and pieces of a plan (`plan.rs`).
+
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use llm_datadist_core::testing::copy::{CopyEngine, Progress, Staging};
+use llm_datadist_core::testing::device::DeviceSet;
+use llm_datadist_core::testing::plan::{CopyPlan, KvPart, KvSequence, LayoutPlan, Template, assign_owners};
+use llm_datadist_core::{
+    CacheDesc, ClusterId, Config, DataType, Deadline, Geometry, KvGeometry, KvLayout, KvPlanes, Placement,
+    Result, Role, SwapInPath, TokenOrder,
+};
+use proptest::prelude::*;
+use proptest::test_runner::TestRunner;
+
+use crate::fixtures::{local_streams, pattern, proptest_cases, tensors_over};
+
+/// A cache and the blocks of one sequence in it.
+#[derive(Clone, Debug)]
+struct Side {
+    layout: KvLayout,
+    data_type: DataType,
+    rows: u64,
+    row_stride: u64,
+    blocks: Vec<u64>,
+    tokens: Option<Range<u64>>,
+}
+
+impl Side {
+    fn row_bytes(&self) -> u64 {
+        let KvLayout { tokens_per_block, heads, head_dim, kv, .. } = &self.layout;
+        let planes = if *kv == KvPlanes::KThenV { 2 } else { 1 };
+        planes
+            * u64::from(*tokens_per_block)
+            * heads.len() as u64
+            * u64::from(*head_dim)
+            * self.data_type.bytes()
+    }
+
+    fn num_tensors(&self) -> u32 {
+        self.layout.layers.len() as u32 * if self.layout.kv == KvPlanes::Separate { 2 } else { 1 }
+    }
+
+    fn geometry(&self) -> Result<KvGeometry> {
+        let elements = self.row_bytes() / self.data_type.bytes();
+        let desc = CacheDesc {
+            num_tensors: self.num_tensors(),
+            shape: vec![self.rows as i64, elements as i64],
+            data_type: self.data_type,
+            placement: Placement::Device,
+        };
+        KvGeometry::new(self.layout.clone(), &Geometry::new(&desc)?, self.data_type)?
+            .with_row_stride(self.row_stride)
+    }
+
+    fn capacity(&self) -> u64 {
+        self.blocks.len() as u64 * u64::from(self.layout.tokens_per_block)
+    }
+
+    /// Tensor and first byte of an element, from the definition of the layout: an index into nested arrays.
+    fn place(&self, element: &Element) -> (u32, u64) {
+        let KvLayout { tokens_per_block, heads, head_dim, order, kv, layers, .. } = &self.layout;
+        let (tokens, num_heads) = (u64::from(*tokens_per_block), heads.len() as u64);
+        let block = self.blocks[(element.token / tokens) as usize];
+        let (token, head) = (element.token % tokens, u64::from(element.head - heads.start));
+        let layer = element.layer - layers.start;
+        let (tensor, plane) = match kv {
+            KvPlanes::Separate => (2 * layer + element.plane, 0),
+            KvPlanes::KThenV => (layer, u64::from(element.plane)),
+            KvPlanes::Latent => (layer, 0),
+        };
+        let index = match order {
+            TokenOrder::Nhd => (plane * tokens + token) * num_heads + head,
+            TokenOrder::Hnd => (plane * num_heads + head) * tokens + token,
+        };
+        let element = index * u64::from(*head_dim) + u64::from(element.dim);
+        (tensor, block * self.row_stride + element * self.data_type.bytes())
+    }
+}
+
+/// One element of a model: `token` counts along the sequence of one side.
+struct Element {
+    layer: u32,
+    plane: u32,
+    token: u64,
+    head: u32,
+    dim: u32,
+}
+
+/// Tensor and byte written, then tensor and byte read, of one element.
+type Moved = ((u32, u64), (u32, u64));
+
+/// A move of tokens between two sides.
+#[derive(Clone, Debug)]
+struct Case {
+    src: Side,
+    dst: Side,
+    /// Where the elements of a plan are cut in two.
+    cut: u64,
+}
+
+impl Case {
+    /// The first tokens of both sides, and their number.
+    fn tokens(&self) -> (u64, u64, u64) {
+        let len = |range: &Range<u64>| range.end - range.start;
+        let both = self.src.capacity().min(self.dst.capacity());
+        let count = self.src.tokens.as_ref().or(self.dst.tokens.as_ref()).map_or(both, len);
+        let first = |side: &Side| side.tokens.as_ref().map_or(0, |range| range.start);
+        (first(&self.src), first(&self.dst), count)
+    }
+
+    /// Moves element after element.
+    fn twin(&self, part: &KvPart) -> Vec<Moved> {
+        let (from, to, count) = self.tokens();
+        let planes = if self.src.layout.kv == KvPlanes::Latent { 1 } else { 2 };
+        let mut moved = Vec::new();
+        for layer in part.layers.clone() {
+            for plane in 0..planes {
+                for token in 0..count {
+                    for head in part.heads.clone() {
+                        for dim in 0..self.src.layout.head_dim {
+                            let at = |first| Element { layer, plane, token: first + token, head, dim };
+                            moved.push((self.dst.place(&at(to)), self.src.place(&at(from))));
+                        }
+                    }
+                }
+            }
+        }
+        moved.sort_unstable();
+        moved
+    }
+
+    fn plan(&self, part: &KvPart) -> Result<LayoutPlan> {
+        let (src, dst) = (self.src.geometry()?, self.dst.geometry()?);
+        let sequence = |geometry, side: &Side| (geometry, side.blocks.clone(), side.tokens.clone());
+        let ((src, src_blocks, src_tokens), (dst, dst_blocks, dst_tokens)) =
+            (sequence(&src, &self.src), sequence(&dst, &self.dst));
+        let src = KvSequence { geometry: src, blocks: &src_blocks, tokens: src_tokens };
+        let dst = KvSequence { geometry: dst, blocks: &dst_blocks, tokens: dst_tokens };
+        LayoutPlan::new(&src, &dst, part)
+    }
+
+    /// The elements that a plan moves, in the order of their destination. Every piece has whole elements.
+    fn moved(&self, plan: &LayoutPlan) -> Vec<Moved> {
+        let bytes = self.src.data_type.bytes();
+        let mut moved = Vec::new();
+        for plan in &plan.plans {
+            let (src, dst) = (plan.src_tensors(), plan.dst_tensors());
+            let cut = self.cut % (plan.bytes() / bytes + 1) * bytes;
+            for (index, piece) in plan.pieces(0, cut).chain(plan.pieces(cut, plan.bytes())) {
+                assert!(piece.len > 0 && piece.len.is_multiple_of(bytes));
+                let tensors = (dst.tensor(index) as u32, src.tensor(index) as u32);
+                let element = |at| ((tensors.0, piece.dst + at), (tensors.1, piece.src + at));
+                moved.extend((0..piece.len).step_by(bytes as usize).map(element));
+            }
+        }
+        moved.sort_unstable();
+        moved
+    }
+
+    /// Checks the plan of `part` against the twin.
+    fn check(&self, part: &KvPart) -> Result<(), TestCaseError> {
+        let layouts = || format!("\n  from: {}\n    to: {}\n", self.src.layout, self.dst.layout);
+        let plan = self.plan(part).map_err(|error| TestCaseError::fail(format!("{error}{}", layouts())))?;
+        let expected = self.twin(part);
+        let moved = self.moved(&plan);
+        prop_assert_eq!(plan.bytes(), moved.len() as u64 * self.src.data_type.bytes(), "{}", layouts());
+        prop_assert!(moved == expected, "the plan moves other elements than the twin{}", layouts());
+        let mut rows = (BTreeSet::new(), BTreeSet::new());
+        for plan in &plan.plans {
+            let tensors = |side: &Side| Some((side.num_tensors(), side.rows * side.row_stride));
+            plan.check_bounds(tensors(&self.src), tensors(&self.dst))
+                .map_err(|error| TestCaseError::fail(format!("{error}{}", layouts())))?;
+            rows.0.extend(plan.src_rows(self.src.row_stride).unwrap());
+            rows.1.extend(plan.dst_rows(self.dst.row_stride).unwrap());
+            let waves: Vec<Template> =
+                plan.waves().iter().filter_map(|wave| wave.template().cloned()).collect();
+            let (src, dst) = (plan.src_tensors(), plan.dst_tensors());
+            let received = CopyPlan::from_templates(plan.num_tensors(), src, dst, waves.clone());
+            prop_assert!(received.is_ok(), "{:?}{}", received, layouts());
+            prop_assert_eq!(received.unwrap().waves().len(), waves.len());
+        }
+        let expected = |side: &Side, at: fn(&Moved) -> u64| -> BTreeSet<u64> {
+            expected.iter().map(|moved| at(moved) / side.row_stride).collect()
+        };
+        prop_assert_eq!(rows.0, expected(&self.src, |moved| moved.1.1), "{}", layouts());
+        prop_assert_eq!(rows.1, expected(&self.dst, |moved| moved.0.1), "{}", layouts());
+        Ok(())
+    }
+}
+
+/// The heads of one rank of a tensor-parallel group. If there are fewer heads than ranks, several ranks hold the
+/// same head.
+fn heads_of_rank(total: u32, ranks: u32, rank: u32) -> Range<u32> {
+    let start = rank * total / ranks;
+    start..((rank + 1) * total / ranks).max(start + 1)
+}
+
+/// Numbers for one side of a case; see [`side`].
+#[derive(Clone, Debug)]
+struct Numbers {
+    tokens_per_block: u32,
+    order: TokenOrder,
+    separate: bool,
+    ranks: u32,
+    replica: u32,
+    layers: (u32, u32),
+    padding: u64,
+    skip: u64,
+    spare: (u64, u64),
+    seed: u64,
+    whole: bool,
+}
+
+fn numbers() -> impl Strategy<Value = Numbers> {
+    let tokens = prop_oneof![4 => 1..=8u32, 1 => 1..=64u32];
+    let order = prop_oneof![Just(TokenOrder::Nhd), Just(TokenOrder::Hnd)];
+    let first = (tokens, order, any::<bool>(), 1..=16u32, 0..16u32, (0..3u32, 0..3u32));
+    let padding = prop_oneof![2 => Just(0), 1 => 0..9u64];
+    let spare = (0..2u64, 0..3u64);
+    let second = (padding, prop_oneof![1 => Just(0), 1 => 0..80u64], spare, any::<u64>(), any::<bool>());
+    (first, second).prop_map(|(first, (padding, skip, spare, seed, whole))| {
+        let (tokens_per_block, order, separate, ranks, replica, layers) = first;
+        let skip = skip % (2 * u64::from(tokens_per_block));
+        Numbers {
+            tokens_per_block,
+            order,
+            separate,
+            ranks,
+            replica,
+            layers,
+            padding,
+            skip,
+            spare,
+            seed,
+            whole,
+        }
+    })
+}
+
+/// What both sides have in common.
+#[derive(Clone, Debug)]
+struct Model {
+    total_heads: u32,
+    head_dim: u32,
+    latent: bool,
+    data_type: DataType,
+    /// A head and a layer that both sides hold.
+    head: u32,
+    layer: u32,
+    tokens: u64,
+}
+
+fn model() -> impl Strategy<Value = Model> {
+    let heads = prop_oneof![3 => 1..=4u32, 1 => 1..=16u32];
+    let types = [DataType::Int8, DataType::Float16, DataType::Float, DataType::String];
+    let data_type = prop_oneof![3 => Just(0usize), 2 => Just(1), 1 => Just(2), 1 => Just(3)];
+    let tokens = prop_oneof![8 => 0..13u64, 1 => 0..140u64];
+    (heads, 1..=4u32, 0..5u8, data_type, 0..16u32, 0..3u32, tokens).prop_map(
+        move |(heads, head_dim, latent, data_type, head, layer, tokens)| {
+            let latent = latent == 0;
+            let total_heads = if latent { 1 } else { heads };
+            let data_type = types[data_type];
+            Model { total_heads, head_dim, latent, data_type, head: head % total_heads, layer, tokens }
+        },
+    )
+}
+
+/// Builds one side: a rank that holds the head and the layer of the model, with blocks for its tokens.
+fn side(model: &Model, numbers: &Numbers, is_src: bool) -> Side {
+    let ranks = if model.latent { 1 } else { numbers.ranks };
+    let holders: Vec<Range<u32>> = (0..ranks)
+        .map(|rank| heads_of_rank(model.total_heads, ranks, rank))
+        .filter(|heads| heads.contains(&model.head))
+        .collect();
+    let layout = KvLayout {
+        tokens_per_block: numbers.tokens_per_block,
+        heads: holders[numbers.replica as usize % holders.len()].clone(),
+        total_heads: model.total_heads,
+        head_dim: model.head_dim,
+        order: numbers.order,
+        kv: match (model.latent, numbers.separate) {
+            (true, _) => KvPlanes::Latent,
+            (false, true) => KvPlanes::Separate,
+            (false, false) => KvPlanes::KThenV,
+        },
+        layers: model.layer.saturating_sub(numbers.layers.0)..model.layer + 1 + numbers.layers.1,
+    };
+    let needed = numbers.skip + model.tokens;
+    let count = needed.div_ceil(numbers.tokens_per_block.into()) + numbers.spare.0;
+    let rows = (count + numbers.spare.1).max(1);
+    let blocks = block_list(count as usize, rows, numbers.seed, is_src);
+    let tokens = Some(numbers.skip..needed).filter(|_| numbers.skip > 0 || !numbers.whole);
+    let mut side = Side { layout, data_type: model.data_type, rows, row_stride: 0, blocks, tokens };
+    side.row_stride = side.row_bytes() + numbers.padding;
+    side
+}
+
+/// `count` of `rows` blocks: ascending, shuffled or, in a source, repeated.
+fn block_list(count: usize, rows: u64, seed: u64, is_src: bool) -> Vec<u64> {
+    let mut random = seed;
+    let mut below = |most: u64| {
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (random >> 33) % most
+    };
+    match seed % 8 {
+        0 | 1 => (0..count as u64).collect(),
+        2 if is_src => (0..count).map(|_| below(rows)).collect(),
+        _ => {
+            let mut all: Vec<u64> = (0..rows).collect();
+            (1..all.len()).rev().for_each(|at| all.swap(at, below(at as u64 + 1) as usize));
+            all.truncate(count);
+            all
+        }
+    }
+}
+
+fn cases() -> impl Strategy<Value = Case> {
+    (model(), numbers(), numbers(), any::<u64>()).prop_map(|(model, src, dst, cut)| Case {
+        src: side(&model, &src, true),
+        dst: side(&model, &dst, false),
+        cut,
+    })
+}
+
+/// Any two layouts, block lists and token ranges. `make thorough` runs 10 million.
+#[test]
+fn a_plan_between_any_two_layouts_moves_what_the_twin_moves() {
+    let seen = std::cell::Cell::new([0u32; 4]);
+    let outcome = TestRunner::new(proptest_cases(100_000)).run(&cases(), |case| {
+        let part = KvPart::common(&case.src.layout, &case.dst.layout).unwrap();
+        case.check(&part)?;
+        let (src, dst) = (&case.src.layout, &case.dst.layout);
+        let [all, orders, planes, blocks] = seen.get();
+        seen.set([
+            all + u32::from(case.tokens().2 > 0),
+            orders + u32::from(src.order != dst.order),
+            planes + u32::from(src.kv != dst.kv),
+            blocks + u32::from(!src.tokens_per_block.is_multiple_of(dst.tokens_per_block)),
+        ]);
+        Ok(())
+    });
+    if let Err(error) = outcome {
+        panic!("{error}");
+    }
+    let [all, ..] = seen.get();
+    assert!(all < 1000 || seen.get().into_iter().all(|count| count >= all / 4), "{seen:?}");
+}
+
+/// A group of owners and one reader: tensor-parallel ranks, each for some of the layers.
+#[derive(Clone, Debug)]
+struct Group {
+    model: Model,
+    /// Numbers of the owners; those of the ranks count.
+    src: Numbers,
+    dst: Numbers,
+    /// Layers of the model, and the first layer of the second stage of the owners.
+    layers: (u32, u32),
+    ranks: (u32, u32),
+    reader: u32,
+}
+
+fn groups() -> impl Strategy<Value = Group> {
+    let layers = (1..=4u32, 0..4u32);
+    (model(), numbers(), numbers(), layers, (1..=16u32, 1..=16u32), 0..16u32).prop_map(
+        |(model, src, dst, (layers, stage), ranks, reader)| Group {
+            model,
+            src,
+            dst,
+            layers: (layers, stage % layers),
+            ranks,
+            reader: reader % ranks.1,
+        },
+    )
+}
+
+impl Group {
+    /// One side of a move with these heads and layers. The block size, order and planes of owners differ by `variant`.
+    fn side(&self, numbers: &Numbers, heads: Range<u32>, layers: Range<u32>, variant: u32) -> Side {
+        let order = if variant.is_multiple_of(2) { TokenOrder::Nhd } else { TokenOrder::Hnd };
+        let tokens_per_block = (numbers.tokens_per_block + variant) % 64 + 1;
+        let skip = numbers.skip % u64::from(tokens_per_block);
+        let seed = numbers.seed.wrapping_add(variant.into());
+        let separate = numbers.separate ^ variant.is_multiple_of(3);
+        let numbers = Numbers { tokens_per_block, order, separate, skip, seed, ..numbers.clone() };
+        let mut side = side(&self.model, &numbers, variant > 0);
+        (side.layout.heads, side.layout.layers) = (heads, layers);
+        side.tokens = Some(skip..skip + self.model.tokens);
+        side.row_stride = side.row_bytes() + numbers.padding;
+        side
+    }
+
+    fn owners(&self) -> Vec<Side> {
+        let (all, second) = self.layers;
+        let stages = [0..second, second..all];
+        let ranks = |layers: Range<u32>| {
+            let ranks = self.ranks.0;
+            (0..ranks).map(move |rank| (layers.clone(), heads_of_rank(self.model.total_heads, ranks, rank)))
+        };
+        let holders = stages.into_iter().filter(|layers| !layers.is_empty()).flat_map(ranks);
+        (1..).zip(holders).map(|(at, (layers, heads))| self.side(&self.src, heads, layers, at)).collect()
+    }
+}
+
+/// Several owners together write each element of the destination once, with the right source.
+#[test]
+fn plans_of_all_owners_write_each_element_once() {
+    let seen = std::cell::Cell::new((0, 0));
+    let outcome = TestRunner::new(proptest_cases(10_000)).run(&groups(), |group| {
+        let owners = group.owners();
+        let heads = heads_of_rank(group.model.total_heads, group.ranks.1, group.reader);
+        let dst = group.side(&group.dst, heads, 0..group.layers.0, 0);
+        let layouts: Vec<&KvLayout> = owners.iter().map(|owner| &owner.layout).collect();
+        let wanted = KvPart::of(&dst.layout);
+        let parts = assign_owners(&wanted, &layouts, group.reader as usize).unwrap();
+        let (mut written, mut read_from) = (Vec::new(), 0);
+        for (owner, parts) in owners.into_iter().zip(parts) {
+            let case = Case { src: owner, dst: dst.clone(), cut: 0 };
+            read_from += u32::from(!parts.is_empty());
+            for part in parts {
+                case.check(&part)?;
+                written.extend(case.moved(&case.plan(&part).unwrap()).into_iter().map(|moved| moved.0));
+            }
+        }
+        written.sort_unstable();
+        let case = Case { src: dst.clone(), dst, cut: 0 };
+        let all: Vec<(u32, u64)> = case.twin(&wanted).into_iter().map(|moved| moved.0).collect();
+        prop_assert!(written == all, "{} elements of {} are written", written.len(), all.len());
+        seen.set((seen.get().0 + 1, seen.get().1 + u32::from(read_from > 1)));
+        Ok(())
+    });
+    if let Err(error) = outcome {
+        panic!("{error}");
+    }
+    let (all, several) = seen.get();
+    assert!(all < 1000 || several >= all / 4, "{several} of {all} read several owners");
+}
+
+/// A layout of 16 tokens, with all heads of one rank of a group of `ranks`, and 4 layers.
+fn rank(total_heads: u32, ranks: u32, rank: u32) -> KvLayout {
+    KvLayout {
+        tokens_per_block: 16,
+        heads: heads_of_rank(total_heads, ranks, rank),
+        total_heads,
+        head_dim: 8,
+        order: TokenOrder::Nhd,
+        kv: KvPlanes::Separate,
+        layers: 0..4,
+    }
+}
+
+/// The first `blocks` blocks of a cache.
+fn whole(layout: KvLayout, blocks: u64) -> Side {
+    let mut side = Side {
+        layout,
+        data_type: DataType::Float16,
+        rows: blocks,
+        row_stride: 0,
+        blocks: (0..blocks).collect(),
+        tokens: None,
+    };
+    side.row_stride = side.row_bytes();
+    side
+}
+
+fn between(src: Side, dst: Side) -> Case {
+    Case { src, dst, cut: 0 }
+}
+
+/// For all tensor-parallel sizes, replicas of a head are read by equally many readers, or one more.
+#[test]
+fn readers_are_spread_over_replicas() {
+    let mut with_replicas = 0;
+    for (heads, ranks, readers) in
+        (1..=16u32).flat_map(|h| (1..=16u32).flat_map(move |m| (1..=16u32).map(move |n| (h, m, n))))
+    {
+        let owners: Vec<KvLayout> = (0..ranks).map(|at| rank(heads, ranks, at)).collect();
+        let owners: Vec<&KvLayout> = owners.iter().collect();
+        // How many readers read each head from each owner.
+        let mut reads = vec![vec![0u32; owners.len()]; heads as usize];
+        for reader in 0..readers {
+            let wanted = KvPart::of(&rank(heads, readers, reader));
+            let parts = assign_owners(&wanted, &owners, reader as usize).unwrap();
+            assert_eq!(parts.len(), owners.len());
+            for (owner, parts) in parts.iter().enumerate() {
+                for part in parts {
+                    assert_eq!(part.layers, 0..4, "equal heads of adjacent layers are one part");
+                    part.heads.clone().for_each(|head| reads[head as usize][owner] += 1);
+                }
+            }
+        }
+        for (head, reads) in (0..).zip(&reads) {
+            let replicas = || (0..owners.len()).filter(|&at| owners[at].heads.contains(&head));
+            let (least, most) = (replicas().map(|at| reads[at]).min(), replicas().map(|at| reads[at]).max());
+            assert!(most.unwrap() - least.unwrap() <= 1, "head {head} of {heads}, TP {ranks} to {readers}");
+            with_replicas += u32::from(replicas().count() > 1);
+        }
+    }
+    assert!(with_replicas > 1000);
+}
+
+#[test]
+fn a_head_without_owner_is_named() {
+    let owners = [rank(8, 4, 0), rank(8, 4, 2), KvLayout { layers: 0..2, ..rank(8, 4, 3) }];
+    let owners: Vec<&KvLayout> = owners.iter().collect();
+    let wanted = |layers, heads| KvPart { layers, heads };
+    let error = assign_owners(&wanted(0..4, 0..6), &owners, 0).unwrap_err();
+    assert!(error.to_string().contains("no owner holds head 2 of layer 0"), "{error}");
+    let error = assign_owners(&wanted(0..4, 4..8), &owners, 0).unwrap_err();
+    assert!(error.to_string().contains("no owner holds head 6 of layer 2"), "{error}");
+    let parts = assign_owners(&wanted(0..2, 4..8), &owners, 7).unwrap();
+    assert_eq!(parts, [vec![], vec![wanted(0..2, 4..6)], vec![wanted(0..2, 6..8)]]);
+    assign_owners(&wanted(0..1, 0..1), &[], 0).unwrap_err();
+}
+
+/// What a plan of one wave stores: spans of a template and its pairs, or spans or blocks.
+fn stored(plan: &CopyPlan) -> (usize, usize) {
+    let [wave] = plan.waves() else { panic!("{} waves", plan.waves().len()) };
+    wave.template().map_or((wave.num_spans(), 0), |template| (template.spans.len(), template.pairs.len()))
+}
+
+#[test]
+fn plans_are_as_small_as_the_layouts_allow() {
+    let plans = |src: Side, dst: Side| {
+        let case = between(src, dst);
+        let part = KvPart::common(&case.src.layout, &case.dst.layout).unwrap();
+        case.check(&part).unwrap();
+        case.plan(&part).unwrap().plans
+    };
+    let one = |src: Side, dst: Side| {
+        let plans = plans(src, dst);
+        assert_eq!(plans.len(), 1);
+        (stored(&plans[0]), plans[0].waves()[0].count())
+    };
+    let nhd = |ranks, at, blocks| whole(rank(8, ranks, at), blocks);
+    let with = |change: fn(&mut KvLayout), blocks| {
+        let mut layout = rank(8, 2, 0);
+        change(&mut layout);
+        whole(layout, blocks)
+    };
+    // 512 blocks, TP 2 to 4: one span for all blocks, and a pair for each block.
+    assert_eq!(one(nhd(2, 0, 512), nhd(4, 1, 512)), ((1, 512), 512 * 16));
+    // The same with keys and values in one row: they continue one another.
+    let fused = |ranks, at| {
+        let mut side = nhd(ranks, at, 512);
+        side.layout.kv = KvPlanes::KThenV;
+        side.row_stride = side.row_bytes();
+        side
+    };
+    assert_eq!(one(fused(2, 0), fused(4, 1)), ((1, 512), 512 * 32));
+    // With the heads outside, the heads of a rank are one piece, and neighbouring blocks are one span.
+    let hnd = |ranks, at| {
+        let mut side = nhd(ranks, at, 512);
+        side.layout.order = TokenOrder::Hnd;
+        side
+    };
+    assert_eq!(one(hnd(2, 0), hnd(4, 1)), ((1, 0), 512));
+    // The other order: the longer dimension is in the spans, so that there are as many as the shorter one has.
+    assert_eq!(one(nhd(2, 0, 512), hnd(2, 0)), ((4, 512), 512 * 64));
+    // Equal layouts, and blocks that divide each other: all is one piece.
+    assert_eq!(one(nhd(2, 0, 512), nhd(2, 0, 512)), ((1, 0), 1));
+    assert_eq!(one(nhd(2, 0, 512), with(|layout| layout.tokens_per_block = 64, 128)), ((1, 0), 1));
+    // Keys and values apart on one side only: a plan for each.
+    let apart = plans(nhd(2, 0, 512), with(|layout| layout.kv = KvPlanes::KThenV, 512));
+    let steps = |plan: &CopyPlan| (plan.src_tensors(), plan.dst_tensors(), plan.num_tensors());
+    let named: Vec<_> =
+        apart.iter().map(steps).map(|(src, dst, n)| (src.first, src.step, dst.step, n)).collect();
+    assert_eq!(named, [(0, 2, 1, 4), (1, 2, 1, 4)]);
+    assert!(apart.iter().all(|plan| stored(plan) == (1, 0)));
+}
+
+/// An unaligned range has a few waves: one for each length of its runs of tokens.
+#[test]
+fn an_unaligned_range_has_few_waves() {
+    let mut case = between(whole(rank(8, 2, 0), 512), whole(rank(8, 4, 0), 512));
+    (case.src.tokens, case.dst.tokens) = (Some(5..8000), Some(3..7998));
+    let part = KvPart::common(&case.src.layout, &case.dst.layout).unwrap();
+    case.check(&part).unwrap();
+    let plans = case.plan(&part).unwrap().plans;
+    let sizes: Vec<_> = plans[0].waves().iter().map(|wave| (wave.num_spans(), wave.count())).collect();
+    assert!(sizes.len() <= 4 && sizes.iter().map(|size| size.0).sum::<usize>() <= 1001, "{sizes:?}");
+}
+
+/// Numbers of places that do not fit 32 bits become spans.
+#[test]
+fn large_tensors_with_odd_strides_are_planned_as_spans() {
+    let mut case = between(whole(rank(8, 2, 0), 8), whole(rank(8, 4, 0), 8));
+    case.src.row_stride = (1 << 40) + 1;
+    case.dst.layout.tokens_per_block = 8;
+    case.dst.row_stride = case.dst.row_bytes();
+    case.src.blocks.reverse();
+    let part = KvPart::common(&case.src.layout, &case.dst.layout).unwrap();
+    case.check(&part).unwrap();
+    let plan = case.plan(&part).unwrap();
+    assert_eq!(plan.plans[0].waves().iter().map(|wave| wave.template()).collect::<Vec<_>>(), [None]);
+}
+
+/// The copy engine copies the templates, and the alternating tensors, of a plan: in memory and through a stream.
+#[test]
+fn plans_between_layouts_move_bytes() {
+    let shuffled = |side: Side| Side { blocks: block_list(50, 60, 5, false), rows: 60, ..side };
+    let fused = KvLayout { kv: KvPlanes::KThenV, order: TokenOrder::Hnd, ..rank(8, 4, 1) };
+    let there = between(shuffled(whole(rank(8, 2, 0), 50)), shuffled(whole(fused, 50)));
+    let back = between(there.dst.clone(), there.src.clone());
+    for case in [there, back] {
+        let part = KvPart::common(&case.src.layout, &case.dst.layout).unwrap();
+        let plans = case.plan(&part).unwrap().plans;
+        assert!(plans.len() == 2 && plans[0].waves()[0].template().is_some());
+        let over = |side: &Side, seed: u8| {
+            let (tensors, row) = (side.num_tensors() as usize, side.row_stride as usize);
+            tensors_over(tensors, side.rows as usize, row, |tensor, at| pattern(seed, tensor, at))
+        };
+        let (_kept, src) = over(&case.src, 1);
+        let tensor_bytes = (case.dst.rows * case.dst.row_stride) as usize;
+        let bytes = case.dst.num_tensors() as usize * tensor_bytes;
+        let mut expected: Vec<u8> =
+            (0..bytes).map(|at| pattern(2, at / tensor_bytes, at % tensor_bytes)).collect();
+        for ((to, written), (from, read)) in case.twin(&part) {
+            for byte in 0..2 {
+                expected[to as usize * tensor_bytes + written as usize + byte] =
+                    pattern(1, from as usize, read as usize + byte);
+            }
+        }
+        let soon = || Deadline::after(Duration::from_secs(60));
+        let (buffer, dst) = over(&case.dst, 2);
+        let config = Config::new(Role::Prompt, ClusterId(1));
+        let engine = CopyEngine::new(&config, DeviceSet::host_only()).unwrap();
+        for plan in &plans {
+            let (from, to) = ((&src, Placement::Host), (&dst, Placement::Host));
+            let staging = Staging { path: SwapInPath::Auto, buffer_bytes: 1 << 20 };
+            engine.run(Arc::new(plan.clone()), from, to, staging, soon(), &Arc::default()).unwrap();
+        }
+        assert!(buffer.read(0, bytes) == expected, "in memory");
+        let (buffer, dst) = over(&case.dst, 2);
+        let (local, remote) = local_streams("kv_layouts");
+        for plan in &plans {
+            std::thread::scope(|scope| {
+                scope.spawn(|| CopyEngine::send(plan, 0..plan.bytes(), &src, &local, soon()).unwrap());
+                let progress = Progress::default();
+                CopyEngine::receive(plan, 0..plan.bytes(), &dst, &remote, soon(), &progress).unwrap();
+            });
+        }
+        assert!(buffer.read(0, bytes) == expected, "through a stream");
+    }
+}
+
+#[test]
+fn moves_that_do_not_fit_are_refused() {
+    let good = || between(whole(rank(8, 2, 0), 4), whole(rank(8, 4, 0), 4));
+    let cases: [(fn(&mut Case), &str); 15] = [
+        (|case| case.dst.layout.head_dim = 4, "head_dim differs (src=8, dst=4)"),
+        (|case| case.dst.layout.total_heads = 16, "total_heads differs (src=8, dst=16)"),
+        (|case| case.dst.data_type = DataType::Float, "element_bytes differs (src=2, dst=4)"),
+        (
+            |case| {
+                let layout = &mut case.dst.layout;
+                (layout.heads, layout.total_heads, layout.kv) = (0..1, 1, KvPlanes::Latent);
+            },
+            "kv differs (src=Separate, dst=Latent)",
+        ),
+        (
+            |case| case.dst.layout.heads = 4..8,
+            "heads=0..2 must be a range that source and destination hold (src=0..4",
+        ),
+        (
+            |case| case.src.layout.layers = 1..2,
+            "layers=0..4 must be a range that source and destination hold (src=1",
+        ),
+        (
+            |case| case.src.tokens = Some(0..65),
+            "src_tokens=0..65 must be a range inside 0..64: 4 blocks of 16 tokens",
+        ),
+        (|case| case.dst.tokens = Some(60..65), "dst_tokens=60..65 must be a range inside 0..64"),
+        (
+            |case| case.src.tokens = Some(Range { start: 3, end: 2 }),
+            "src_tokens=3..2 must be a range inside 0..64",
+        ),
+        (
+            |case| case.dst.tokens = Some(Range { start: 3, end: 2 }),
+            "dst_tokens=3..2 must be a range inside 0..64",
+        ),
+        (
+            |case| (case.src.tokens, case.dst.tokens) = (Some(0..3), Some(0..4)),
+            "src_tokens=0..3 must be as many tokens as dst_tokens=0..4",
+        ),
+        (|case| case.dst.blocks = vec![3, 1, 2, 1], "dst_blocks=1 must be in the list only once"),
+        (|case| case.dst.blocks = vec![0, 1, 4], "dst_blocks[2]=4 is out of range (0 to 3)"),
+        (
+            |case| case.src.blocks = vec![u64::MAX],
+            "src_blocks[0]=18446744073709551615 is out of range (0 to 3)",
+        ),
+        (
+            |case| (case.src.blocks, case.src.tokens) = (vec![], Some(0..1)),
+            "src_tokens=0..1 must be a range inside 0..0",
+        ),
+    ];
+    let part = KvPart { layers: 0..4, heads: 0..2 };
+    good().check(&part).unwrap();
+    for (change, text) in cases {
+        let mut case = good();
+        change(&mut case);
+        for side in [&mut case.src, &mut case.dst] {
+            side.row_stride = side.row_bytes();
+        }
+        let error = case.plan(&part).unwrap_err();
+        assert_eq!(error.kind(), llm_datadist_core::ErrorKind::InvalidArgument);
+        assert!(error.to_string().contains(text), "{error}");
+    }
+    for heads in [0..0, 0..3, 3..4] {
+        good().plan(&KvPart { layers: 0..4, heads }).unwrap_err();
+    }
+    good().plan(&KvPart { layers: 0..5, heads: 0..2 }).unwrap_err();
+    let common = |change: fn(&mut KvLayout)| {
+        let mut layout = rank(8, 2, 1);
+        change(&mut layout);
+        KvPart::common(&rank(8, 2, 0), &layout).unwrap_err().to_string()
+    };
+    assert!(common(|_| ()).contains("heads differs (src=0..4, dst=4..8)"));
+    assert!(common(|layout| layout.layers = 4..6).contains("layers differs (src=0..4, dst=4..6)"));
+}
+
+#[test]
+fn no_tokens_are_no_plan() {
+    for tokens in [None, Some(0..0)] {
+        let mut case = between(whole(rank(8, 2, 0), 4), whole(rank(8, 4, 0), 4));
+        if tokens.is_none() {
+            case.src.blocks.clear();
+        }
+        case.dst.tokens = tokens;
+        let plan = case.plan(&KvPart { layers: 0..4, heads: 0..2 }).unwrap();
+        assert_eq!((plan.plans.len(), plan.bytes()), (0, 0));
+    }
+}
