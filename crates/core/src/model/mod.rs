@@ -5,9 +5,11 @@ mod deadline;
 mod grant;
 mod ids;
 mod keys;
+mod verify;
 
 pub use cache_desc::{CacheDesc, CacheKind, CacheLayout, DataType, Geometry, Placement, tensor_bytes};
 pub use deadline::Deadline;
 pub use grant::{GrantEnd, GrantId, GrantToken};
 pub use ids::{AddressLocation, CacheId, ClusterId};
 pub use keys::{CacheKey, NO_ID, Name};
+pub use verify::Verify;

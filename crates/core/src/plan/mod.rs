@@ -10,6 +10,7 @@ mod block_waves;
 mod blocks;
 mod conflicts;
 mod copy_plan;
+mod final_blocks;
 mod order;
 mod packed_spans;
 mod range_list;
@@ -21,6 +22,7 @@ mod waves;
 
 pub use blocks::Blocks;
 pub use copy_plan::CopyPlan;
+pub use final_blocks::{BlockSizes, LocalEnd};
 pub use order::CacheCount;
 pub use packed_spans::{ReceivedSpans, SpanList, read_list};
 pub(crate) use range_list::RangeList;

@@ -22,6 +22,7 @@ mod running_tasks;
 mod stream;
 mod task;
 mod task_state;
+mod verify;
 
 pub(crate) use async_call::{CallPurpose, Execution, Work};
 pub use async_calls::AsyncCalls;
@@ -41,3 +42,5 @@ pub(crate) use local_copy::LocalCopy;
 pub(crate) use notify::notify;
 pub use running_tasks::RunningTasks;
 pub use task::Task;
+#[cfg(feature = "testing")]
+pub use verify::MOVED;

@@ -23,6 +23,7 @@ mod allocation_failures;
 mod arguments;
 mod async_copies;
 mod cache_table;
+mod checksums;
 mod child_process;
 mod contiguous;
 mod copy_deadlines;
