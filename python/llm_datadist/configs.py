@@ -173,8 +173,8 @@ class LlmConfig:
         "llm.Verify",
         str,
         '`"off"`',
-        'How pulls and pushes compare the bytes that they moved with their source: ``"off"``, ``"sample"`` (one block '
-        'in 64), ``"full"`` (every block). Calls can say otherwise with ``verify``.',
+        'How pulls, pushes, copies and swaps compare the bytes that they moved with their source: ``"off"``, '
+        '``"sample"`` (one block in 64), ``"full"`` (every block). Pulls and pushes can say otherwise with ``verify``.',
     )
     copy_kernel = OwnOption(
         "llm.CopyKernel",

@@ -16,7 +16,7 @@ use crate::error::Result;
 use crate::fallible;
 use crate::memory::kernels::Kernel;
 use crate::memory::{Access, Reach, Tensors, Window, read_bytes};
-use crate::model::{Deadline, Placement};
+use crate::model::Placement;
 
 /// Name of these lists in out-of-memory errors.
 const SUMS: &str = "the checksums of blocks";
@@ -27,15 +27,16 @@ const UNIT: u64 = 1 << 20;
 
 impl CopyEngine {
     /// Returns the checksum of each of `blocks` of the tensors `tensors` of `memory`. The caller must hold pins on the
-    /// rows until this returns. Returns `Err(Timeout)` once `deadline` has passed.
+    /// rows until this returns. Returns `Err(Timeout)` once a `limit` on the whole has passed.
     pub fn block_sums(
         &self,
         memory: PlacedTensors<'_>,
         tensors: Range<u32>,
         blocks: Vec<ByteRange>,
         checksums: Checksums,
-        deadline: Deadline,
+        limit: impl Into<Limit>,
     ) -> Result<Vec<u64>> {
+        let limit = limit.into();
         memory.0.check_mapped(Access::Read)?;
         let bytes = blocks.iter().map(|block| block.len).fold(0, u64::saturating_add);
         let bytes = bytes.saturating_mul(tensors.len() as u64);
@@ -46,8 +47,7 @@ impl CopyEngine {
         let device =
             (memory.0.reach() == Reach::Device).then(|| self.devices().at(Placement::Device).clone());
         let host = self.devices().at(Placement::Host).clone();
-        let hashing =
-            Arc::new(Hashing { memory: memory.0.clone(), tensors, blocks, checksums, deadline, sums });
+        let hashing = Arc::new(Hashing { memory: memory.0.clone(), tensors, blocks, checksums, limit, sums });
         let work = {
             let hashing = hashing.clone();
             move |unit: usize| {
@@ -57,7 +57,7 @@ impl CopyEngine {
                 (first..last).try_for_each(|at| hashing.hash(at, scratch.as_ref()))
             }
         };
-        self.spread(Arc::new(work), units, Limit::Whole(deadline))?;
+        self.spread(Arc::new(work), units, limit)?;
         fallible::collect(SUMS, hashing.sums.iter().map(|sum| sum.load(Ordering::Acquire)))
     }
 }
@@ -68,7 +68,7 @@ struct Hashing {
     tensors: Range<u32>,
     blocks: Vec<ByteRange>,
     checksums: Checksums,
-    deadline: Deadline,
+    limit: Limit,
     sums: Vec<AtomicU64>,
 }
 
@@ -86,7 +86,7 @@ impl Hashing {
                 unchecked += len;
             }
             if unchecked >= UNIT {
-                self.deadline.check("hashing a block")?;
+                self.limit.check("hashing a block")?;
                 unchecked = 0;
             }
         }

@@ -7,24 +7,20 @@
 use std::ops::Range;
 
 use super::call::{Call, Moved};
+use super::compared::{block_sizes, differ};
 use crate::checksums::{ByteRange, Checksums};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::Result;
 use crate::fallible;
 use crate::memory::random;
-use crate::model::{CacheKind, Verify};
-use crate::plan::{BlockSizes, CopyPlan, LocalEnd, Piece};
+use crate::model::Verify;
+use crate::plan::{CopyPlan, LocalEnd, Piece};
 use crate::protocol::{MAX_CHECKSUMS, Reply, Request};
 use crate::session::{KnownCache, limit_ms, send_message};
 
 /// Name of these lists in out-of-memory errors.
 const BLOCKS: &str = "the blocks that are compared";
-/// Most bytes of a slot that have one checksum. Caches of blocks have one for each block.
-const SLOT_PIECE: u64 = 64 << 10;
 /// Most bytes, in all tensors together, that one request asks to hash.
 const AT_ONCE: u64 = 1 << 30;
-/// Most blocks that an error lists.
-const SHOWN: usize = 8;
-
 /// The tensors of both ends of a transfer, and the end that is here.
 struct Ends {
     local: LocalEnd,
@@ -50,7 +46,7 @@ impl Call {
             moved(&self.local);
         }
         let sample = if self.verify == Verify::Sample { Some(u64::from_ne_bytes(random()?)) } else { None };
-        let blocks = plan.final_blocks(self.block_sizes(local), sample)?;
+        let blocks = plan.final_blocks(block_sizes(&self.local, local), sample)?;
         let (here, there) = match local {
             LocalEnd::Source => (plan.src_tensor(), plan.dst_tensor()),
             LocalEnd::Destination => (plan.dst_tensor(), plan.src_tensor()),
@@ -67,13 +63,10 @@ impl Call {
             }
         }
         self.resources.stats.count_verified(blocks.len(), different.len());
-        if different.is_empty() { Ok(moved) } else { Err(self.differ(&blocks, &different, local)) }
-    }
-
-    fn block_sizes(&self, local: LocalEnd) -> BlockSizes {
-        let row_bytes = self.local.geometry().row_bytes();
-        let most = if self.local.kind() == CacheKind::Blocks { row_bytes } else { SLOT_PIECE };
-        BlockSizes { local, row_bytes, most }
+        if different.is_empty() {
+            return Ok(moved);
+        }
+        Err(differ(&self.local, local, blocks.len(), &different))
     }
 
     /// Returns for each of `blocks` whether both sides have the same bytes; `None` if the remote cache has changed.
@@ -139,29 +132,6 @@ impl Call {
         let checksums = Checksums::bound_to(self.name, known.cache, generation)?;
         let memory = (self.local.tensors(), self.local.placement());
         self.resources.copy_engine.block_sums(memory, ends.here.clone(), ranges, checksums, self.deadline)
-    }
-
-    /// Returns the error for blocks that differ. It names the first ones by their place in the local cache.
-    fn differ(&self, all: &[Piece], different: &[Piece], local: LocalEnd) -> Error {
-        let row_bytes = self.local.geometry().row_bytes();
-        let of_blocks = self.local.kind() == CacheKind::Blocks;
-        let mut places: Vec<_> = different.iter().map(|block| (local.of(block), block.len)).collect();
-        places.sort_unstable();
-        let shown = places.iter().take(SHOWN).map(|&(start, len)| {
-            let (row, first) = (start / row_bytes, start % row_bytes);
-            if of_blocks { row.to_string() } else { format!("{row}[{first}..{}]", first + len) }
-        });
-        let mut text = shown.collect::<Vec<_>>().join(", ");
-        if places.len() > SHOWN {
-            text += ", …";
-        }
-        let what = if of_blocks { "blocks" } else { "slots" };
-        let text_of_all =
-            format!("{} of {} checked blocks differ from the source", different.len(), all.len());
-        Error::new(ErrorKind::VerifyFailed, text_of_all)
-            .with("cache_id", self.local.id())
-            .with(what, text)
-            .with("different", different.len())
     }
 }
 

@@ -1,45 +1,16 @@
 //! Verified pulls and pushes: every bit that changes between the source and the destination is found, nothing is
 //! released then, and a cache that changes meanwhile is handled as during the move.
 
-use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use llm_datadist_core::testing::transfer::MOVED;
 use llm_datadist_core::{
-    Cache, CacheKind, CallExtras, DataDist, Error, ErrorKind, Event, GrantUse, GroupMember, Layers, Name,
-    Placement, PullRows, PushRows, RemoteName, Result, Verify,
+    CacheKind, CallExtras, DataDist, Error, ErrorKind, Event, GrantUse, GroupMember, Layers, Name, Placement,
+    PullRows, PushRows, RemoteName, Result, Verify,
 };
 
-use crate::fixtures;
+use crate::moved::{after_the_move, flip};
 
 use super::{Held, LONG, Memory, Pair, WAYS, Way, device, of, request, row, times};
-
-type Act = Box<dyn FnOnce(&Cache) + Send>;
-
-/// What happens to a local cache, by the address of its first tensor, between the next move and its comparison.
-static ACTS: Mutex<Option<HashMap<u64, Act>>> = Mutex::new(None);
-
-/// Runs `act` after the next move into or out of `cache`, before the comparison.
-fn after_the_move(cache: &Held, act: impl FnOnce(&Cache) + Send + 'static) {
-    let _ = MOVED.set(|cache| {
-        let mut acts = ACTS.lock().unwrap_or_else(PoisonError::into_inner);
-        let act = acts.as_mut().and_then(|acts| acts.remove(&cache.addrs()[0]));
-        drop(acts);
-        if let Some(act) = act {
-            act(cache);
-        }
-    });
-    let mut acts = ACTS.lock().unwrap_or_else(PoisonError::into_inner);
-    acts.get_or_insert_default().insert(cache.cache.addrs()[0], Box::new(act));
-}
-
-/// Changes bit `bit` of a tensor.
-fn flip(cache: &Cache, tensor: usize, bit: u64) {
-    let mut bytes = fixtures::contents(cache);
-    bytes[tensor][usize::try_from(bit / 8).unwrap()] ^= 1 << (bit % 8);
-    fixtures::fill(cache, &bytes);
-}
 
 fn extras(verify: Verify) -> CallExtras {
     CallExtras { verify: Some(verify), ..CallExtras::default() }
@@ -95,7 +66,7 @@ fn every_flipped_bit_fails_a_full_pull_and_names_its_block() {
         for _ in 0..times(20) {
             let (tensor, bit) =
                 (chance.below(TENSORS.into()) as usize, chance.below((ROWS * ROW * 8) as u64));
-            after_the_move(&near, move |cache| flip(cache, tensor, bit));
+            after_the_move(&near.cache, move |cache| flip(cache, tensor, bit));
             let error = pull(&pair.local, from, &near, &moved, Verify::Full).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::VerifyFailed, "{error}");
             let block = (bit / 8 / ROW as u64).to_string();
@@ -108,9 +79,9 @@ fn every_flipped_bit_fails_a_full_pull_and_names_its_block() {
             (u64::from(times(20)) * ROWS as u64, u64::from(times(20)))
         );
         // The same change is not looked for, or does not happen.
-        after_the_move(&near, |_| panic!("a call without verification does not stop here"));
+        after_the_move(&near.cache, |_| panic!("a call without verification does not stop here"));
         pull(&pair.local, from, &near, &moved, Verify::Off).unwrap();
-        after_the_move(&near, |_| ());
+        after_the_move(&near.cache, |_| ());
         pull(&pair.local, from, &near, &moved, Verify::Full).unwrap();
         let row_of = |tensor: &[u8], at: usize| tensor[at * ROW..(at + 1) * ROW].to_vec();
         for (ours, theirs) in near.read().iter().zip(&bytes) {
@@ -133,7 +104,7 @@ fn every_flipped_bit_fails_a_full_push() {
         for _ in 0..times(20) {
             let (tensor, bit) = (chance.below(TENSORS.into()) as usize, chance.below((ROW * 8) as u64));
             let block = 5 + 4 * chance.below(2);
-            after_the_move(&near, move |cache| flip(cache, tensor, block * ROW as u64 * 8 + bit));
+            after_the_move(&near.cache, move |cache| flip(cache, tensor, block * ROW as u64 * 8 + bit));
             let error = push(Verify::Full).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::VerifyFailed, "{error}");
             assert_eq!(error.fact("blocks"), Some(block.to_string().as_str()));
@@ -154,7 +125,7 @@ fn a_failed_comparison_releases_no_key_and_delivers_no_notification() {
         let bytes = far.fill(1);
         let given = || CallExtras { notify: Some(b"here".to_vec()), ..extras(Verify::Full) };
         let (from, rows) = (of(2, Name::Key(request(1))), PullRows::slot(1, -1));
-        after_the_move(&near, |cache| flip(cache, 1, (200_000 + 70_000) * 8));
+        after_the_move(&near.cache, |cache| flip(cache, 1, (200_000 + 70_000) * 8));
         let error = pair.local.pull_with(from, &near.end(), &rows, Layers::ALL, given()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::VerifyFailed, "{error}");
         assert_eq!(error.fact("slots"), Some("1[65536..131072]"));
@@ -185,7 +156,7 @@ fn a_sample_has_one_block_of_64_and_at_least_one() {
     for block in [0u64, 39, 63] {
         let numbers: Vec<i64> = (0..64).collect();
         let found = (0..10_000).any(|_| {
-            after_the_move(&near, move |cache| flip(cache, 0, block * 512 * 8 + 77));
+            after_the_move(&near.cache, move |cache| flip(cache, 0, block * 512 * 8 + 77));
             pull(&pair.local, from, &near, &blocks(&numbers, &numbers), Verify::Sample).is_err()
         });
         assert!(found, "block {block}");
@@ -233,7 +204,7 @@ fn a_remote_cache_that_changes_before_the_comparison_is_pulled_again_or_gone() {
                 remote.remove_key(request(2)).unwrap();
                 done.send(()).unwrap();
             });
-            after_the_move(&near, move |_| {
+            after_the_move(&near.cache, move |_| {
                 tell.send(()).unwrap();
                 gone.recv().unwrap();
             });
@@ -253,7 +224,7 @@ fn a_remote_cache_that_changes_before_the_comparison_is_pulled_again_or_gone() {
                 remote.remove_key(request(3)).unwrap();
                 done.send(()).unwrap();
             });
-            after_the_move(&near, move |_| {
+            after_the_move(&near.cache, move |_| {
                 tell.send(()).unwrap();
                 gone.recv().unwrap();
             });
@@ -271,7 +242,7 @@ fn the_comparison_belongs_to_the_time_limit_of_the_call() {
         let [near, far] = [&pair.local, &pair.remote]
             .map(|engine| Held::pool(engine, &device(2, 8, 4096), CacheKind::Blocks));
         let from = of(2, row(&far, 0));
-        after_the_move(&near, |_| std::thread::sleep(Duration::from_millis(1001)));
+        after_the_move(&near.cache, |_| std::thread::sleep(Duration::from_millis(1001)));
         let error = pull(&pair.local, from, &near, &blocks(&[1], &[1]), Verify::Full).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
         pull(&pair.local, from, &near, &blocks(&[1], &[1]), Verify::Full).unwrap();
@@ -300,7 +271,7 @@ fn a_grant_must_last_until_the_comparison() {
                 remote.revoke(grant).unwrap();
                 done.send(()).unwrap();
             });
-            after_the_move(&near, move |_| {
+            after_the_move(&near.cache, move |_| {
                 tell.send(()).unwrap();
                 gone.recv().unwrap();
             });
@@ -329,7 +300,7 @@ fn a_group_fails_with_the_part_that_differs_and_releases_nothing() {
         transfer.wait(llm_datadist_core::Deadline::after(LONG)).unwrap();
         transfer.outcome().unwrap()
     };
-    after_the_move(&near[1], |cache| flip(cache, 0, 5000 * 8));
+    after_the_move(&near[1].cache, |cache| flip(cache, 0, 5000 * 8));
     let error = group().unwrap_err();
     assert_eq!((error.kind(), error.fact("part")), (ErrorKind::VerifyFailed, Some("1")), "{error}");
     assert_eq!(pair.remote.stats().table.keys, 2);
