@@ -118,6 +118,22 @@ def test_the_option_of_the_engine(ends: Ends) -> None:
     assert verified(far) == (0, 0), "the side that compares counts"
 
 
+def test_copies_and_swaps_follow_the_option_of_the_engine(ends: Ends) -> None:
+    near = ends.near(options(llm__Verify="full"))
+    near.allocate("d", 8, 5000, 3, blocks=True, seed=1)
+    near.allocate("h", 8, 5000, 3, blocks=True, host=True)
+    near.allocate("s", 3, 70_000, 2, seed=2)
+    near.swap_blocks("d", "h", [(0, 1), (1, 2), (7, 0)])
+    assert verified(near) == (3, 0)
+    near.swap_blocks("h", "d", [(1, 4)])
+    assert verified(near) == (4, 0)
+    near.copy_blocks("d", [(1, 2), (2, 3), (5, 5)])
+    assert verified(near) == (6, 0)
+    near.copy_cache("s", "s", 1, 2)  # two pieces of each slot
+    assert verified(near) == (8, 0)
+    assert (near.read("s")[1][1] == near.read("s")[1][2]).all()
+
+
 @pytest.mark.parametrize("given", ["Full", "", "on", "full "])
 def test_other_words_are_refused(served: tuple[End, Peer], given: str) -> None:
     near, far = served

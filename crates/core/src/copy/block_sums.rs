@@ -54,7 +54,8 @@ impl CopyEngine {
                 let scratch = device.clone().map(|device| Scratch::new(device, &*host)).transpose()?;
                 let first = unit * per_unit;
                 let last = hashing.blocks.len().min(first + per_unit);
-                (first..last).try_for_each(|at| hashing.hash(at, scratch.as_ref()))
+                let mut buffer = [0; BUFFER];
+                (first..last).try_for_each(|at| hashing.hash(at, &mut buffer, scratch.as_ref()))
             }
         };
         self.spread(Arc::new(work), units, limit)?;
@@ -74,15 +75,14 @@ struct Hashing {
 
 impl Hashing {
     /// Hashes block `at`.
-    fn hash(&self, at: usize, scratch: Option<&Scratch>) -> Result<()> {
+    fn hash(&self, at: usize, buffer: &mut [u8; BUFFER], scratch: Option<&Scratch>) -> Result<()> {
         let (Some(&block), Some(sum)) = (self.blocks.get(at), self.sums.get(at)) else { return Ok(()) };
-        let (mut checksum, mut buffer) = (self.checksums.block(), [0; BUFFER]);
-        let mut unchecked = 0;
+        let (mut checksum, mut unchecked) = (self.checksums.block(), 0);
         for (tensor, range) in canonical(block, self.tensors.clone()) {
             for from in (0..range.len).step_by(BUFFER) {
                 let len = (range.len - from).min(BUFFER as u64);
                 let window = self.memory.window(tensor as usize, range.start + from, len)?;
-                add(&mut checksum, &window, &mut buffer, scratch)?;
+                add(&mut checksum, &window, buffer, scratch)?;
                 unchecked += len;
             }
             if unchecked >= UNIT {
