@@ -4,12 +4,13 @@
 use std::time::Duration;
 
 use llm_datadist_core::{
-    CacheKind, CallExtras, DataDist, Error, ErrorKind, Event, GrantUse, GroupMember, Layers, Name, Placement,
-    PullRows, PushRows, RemoteName, Result, Verify,
+    CacheKind, CallExtras, DataDist, Error, ErrorKind, Event, GrantUse, GroupMember, Layers, Name, Outcome,
+    Placement, PullRows, PushRows, RemoteName, Result, Target, Verify,
 };
 
 use crate::moved::{after_the_move, flip};
 
+use super::layerwise::{SLOTS, is_done, start, to, wait};
 use super::{Held, LONG, Memory, Pair, WAYS, Way, device, of, request, row, times};
 
 fn extras(verify: Verify) -> CallExtras {
@@ -318,4 +319,33 @@ fn the_option_of_the_engine_counts_unless_the_call_says_otherwise() {
     assert_eq!(pair.local.stats().verified_blocks, 2);
     pull(&pair.local, from, &near, &rows, Verify::Off).unwrap();
     assert_eq!(pair.local.stats().verified_blocks, 2);
+}
+
+#[test]
+fn layers_follow_the_option_of_the_engine() {
+    for way in WAYS {
+        let pair = Pair::with(way, |config| {
+            (config.remote_accessible, config.verify) = (true, Verify::Full);
+        });
+        let shape = device(4, 2, 70_000);
+        let [near, far] =
+            [&pair.local, &pair.remote].map(|engine| Held::pool(engine, &shape, CacheKind::Batch));
+        let bytes = near.fill(1);
+        let aims = || [to(2, Target::Cache { name: row(&far, 1), first_layer: 0 }, 2)];
+        let task = start(&pair.local, &near, &SLOTS, &aims());
+        for layer in 0..2 {
+            task.ready(layer).unwrap();
+        }
+        wait(&task);
+        assert!(is_done(&task, 0), "{:?}", task.outcomes());
+        assert_eq!(far.read()[3][70_000..], bytes[3][..70_000]);
+        assert_eq!(pair.local.stats().verified_blocks, 4, "two pieces in each of two layers");
+        after_the_move(&near.cache, |cache| flip(cache, 0, 5 * 8));
+        let task = start(&pair.local, &near, &SLOTS, &aims());
+        task.ready(0).unwrap();
+        wait(&task);
+        let [Outcome::Failed(error)] = &task.outcomes()[..] else { panic!("{:?}", task.outcomes()) };
+        assert_eq!(error.kind(), ErrorKind::VerifyFailed, "{error}");
+        assert_eq!(error.fact("slots"), Some("0[0..65536]"));
+    }
 }
