@@ -2,7 +2,7 @@
 //! engine and hand-written loops take turns over the same memory and list of blocks. Prints ratios,
 //! latencies, and the cost of a link.
 //!
-//! `cargo bench -p llm-datadist-core --bench transfer [-- --only pools,registered,tcp,latency,links,many,stages --mib 512
+//! `cargo bench -p llm-datadist-core --bench transfer [-- --only pools,registered,tcp,latency,links,many,stages,verify --mib 512
 //! --rounds 7 --blocks 16,64 --calls 10000 --lists 512,32768 --workers 4 --streams 1 --all]`
 //!
 //! The other process runs this program too. Every round is verified outside the timed part, on a destination
@@ -44,6 +44,8 @@ mod prefill;
 mod speed;
 #[path = "transfer/stages.rs"]
 mod stages;
+#[path = "transfer/verify.rs"]
+mod verify;
 
 /// What a run measures.
 pub struct Options {
@@ -99,7 +101,7 @@ fn main() {
         return prefill::serve();
     }
     let options = options();
-    let parts: [(&str, Part); 7] = [
+    let parts: [(&str, Part); 8] = [
         ("pools", speed::pools),
         ("registered", speed::registered),
         ("tcp", speed::tcp),
@@ -107,6 +109,7 @@ fn main() {
         ("links", links::links),
         ("many", speed::many),
         ("stages", stages::stages),
+        ("verify", verify::verify),
     ];
     for (name, part) in parts {
         if options.only.is_empty() || options.only.iter().any(|only| only == name) {

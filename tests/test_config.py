@@ -27,6 +27,7 @@ LINK_TEXTS = ("link_token", "link_transport", "rank_hosts")
 LINK_OPTIONS = (*LINK_INTEGERS, *LINK_TEXTS, "link_accept_remote", "link_remote_memory")
 CHOICES = {
     "swap_in_path": ("auto", "direct", "ring"),
+    "verify": ("off", "sample", "full"),
     "copy_kernel": ("auto", "plain", "streaming"),
     "huge_pages": ("auto", "off", "merge", "merge_registered", "eager"),
 }
@@ -132,6 +133,7 @@ WRONG: dict[Expected, dict[str | tuple[str, ...], tuple[Any, ...]]] = {
         "max_transfers": (0, -1, (1 << 20) + 1, 2**64),
         "transfer_poll_us": (-1, 10_001, 2**64),
         "swap_in_path": ("Ring", "fast", " ring", "nan", "", "\ud800", LONG),
+        "verify": ("Full", "on", " off", "samples", "", "full\0", "\ud800", LONG),
         "copy_kernel": ("Plain", "avx", "streaming ", "nan", "", "plain\0"),
         "huge_pages": ("Auto", "on", "eager ", "1", "", "off\0", "\ud800", LONG),
         LINK_INTEGERS: (0, -1, 2**31, 2**70),

@@ -102,6 +102,9 @@ fn requests(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     add(7, "finish", frame(&Request::Finish { pulled, grant: None, message: None, limit_ms }));
     let all = Request::Finish { pulled, grant, message: Some(message.clone()), limit_ms };
     add(7, "finish-all", frame(&all));
+    let ranges = vec![(0, 4096), (1 << 20, 300)];
+    let checksums = Request::Checksums { name, cache, first_tensor: 1, num_tensors: 2, ranges, grant, limit_ms };
+    add(7, "checksums", frame(&checksums));
     add(7, "open-grant", frame(&Request::OpenGrant { grant: GRANT, limit_ms }));
     add(
         7,
@@ -134,6 +137,7 @@ fn replies(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     add(8, "unreachable", frame(&Reply::Unreachable { reason: "no permission".into() }));
     let arrived = vec![WireRows { tensor: 1, rows: vec![(0, 3), (5, 6)] }];
     add(8, "failed", frame(&Reply::Failed { kind: 4, message: "gone".into(), facts: 0, arrived }));
+    add(8, "checksums", frame(&Reply::Checksums { generation: 300, sums: vec![0, 1 << 40, u64::MAX] }));
     add(8, "granted", frame(&Reply::Granted { cache: 3, rows: vec![(0, 3), (5, 6)] }));
     add(
         8,

@@ -204,6 +204,7 @@ class DataDist:
         size: int,
         tensor_num_per_layer: int,
         notify: bytes | bytearray | None,
+        verify: str | None,
     ) -> None:
         """Write a batch slot to a peer (contract §7.14)."""
 
@@ -217,6 +218,7 @@ class DataDist:
         dst_layer_range: range | None,
         tensor_num_per_layer: int,
         notify: bytes | bytearray | None,
+        verify: str | None,
     ) -> None:
         """Write blocks to a peer (contract §7.15)."""
 
@@ -611,6 +613,7 @@ class AsyncCalls:
         size: int,
         tensor_num_per_layer: int,
         notify: bytes | bytearray | None,
+        verify: str | None,
         timeout_ms: int | None,
     ) -> Transfer:
         """Start a push of a slot (contract §7.14)."""
@@ -625,6 +628,7 @@ class AsyncCalls:
         dst_layer_range: range | None,
         tensor_num_per_layer: int,
         notify: bytes | bytearray | None,
+        verify: str | None,
         timeout_ms: int | None,
     ) -> Transfer:
         """Start a push of blocks (contract §7.15)."""
@@ -633,13 +637,21 @@ class AsyncCalls:
         self,
         parts: Any,
         notify: bytes | bytearray | None,
+        verify: str | None,
         grants_done: bool,
         timeout_ms: int | None,
         quiet: bool,
     ) -> Transfer:
         """Start a pull of several caches: ``parts`` is a list of ``(key, cache, src_blocks, dst_blocks[, grant])``."""
 
-    def push_group(self, parts: Any, notify: bytes | bytearray | None, timeout_ms: int | None, quiet: bool) -> Transfer:
+    def push_group(
+        self,
+        parts: Any,
+        notify: bytes | bytearray | None,
+        verify: str | None,
+        timeout_ms: int | None,
+        quiet: bool,
+    ) -> Transfer:
         """Start a push of several caches: ``parts`` is a list of ``(key, cache, src_blocks, dst_blocks)``."""
 
     def begin_layers(

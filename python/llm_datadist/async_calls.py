@@ -127,6 +127,7 @@ class AsyncCalls(GrantCalls):
         tensor_num_per_layer: int = 2,
         timeout_ms: Optional[int] = None,
         notify: Optional[bytes] = None,
+        verify: Optional[str] = None,
     ) -> _core.Transfer:
         """Start ``push_cache``: write a local batch slot into a remote one (contract §7.14).
 
@@ -141,6 +142,7 @@ class AsyncCalls(GrantCalls):
             timeout_ms: time limit of the whole call in milliseconds, or ``None``.
             notify: notification for the owner of the remote cache, at most 64 KiB (``LLMDataDist.notify``), delivered
                 when the bytes are in place, before the transfer succeeds.
+            verify: as for the call without ``_async``.
 
         Returns:
             The call that was started.
@@ -152,7 +154,7 @@ class AsyncCalls(GrantCalls):
         """
         layers = (src_layer_range, dst_layer_range)
         return self._calls_async().push_cache(
-            dst_cache_key, src_cache, src_batch_index, *layers, size, tensor_num_per_layer, notify, timeout_ms
+            dst_cache_key, src_cache, src_batch_index, *layers, size, tensor_num_per_layer, notify, verify, timeout_ms
         )
 
     @logged
@@ -167,6 +169,7 @@ class AsyncCalls(GrantCalls):
         tensor_num_per_layer: int = 2,
         timeout_ms: Optional[int] = None,
         notify: Optional[bytes] = None,
+        verify: Optional[str] = None,
     ) -> _core.Transfer:
         """Start ``push_blocks``: write local blocks into remote blocks (contract §7.15).
 
@@ -181,6 +184,7 @@ class AsyncCalls(GrantCalls):
             timeout_ms: time limit of the whole call in milliseconds, or ``None``.
             notify: notification for the owner of the remote cache, at most 64 KiB (``LLMDataDist.notify``), delivered
                 when the bytes are in place, before the transfer succeeds.
+            verify: as for the call without ``_async``.
 
         Returns:
             The call that was started.
@@ -191,9 +195,8 @@ class AsyncCalls(GrantCalls):
                 ``LLM_KV_CACHE_NOT_EXIST``), and ``LLM_LINK_BUSY``. Other failures are the outcome of the transfer.
         """
         layers = (src_layer_range, dst_layer_range)
-        return self._calls_async().push_blocks(
-            dst_cache_key, src_cache, src_blocks, dst_blocks, *layers, tensor_num_per_layer, notify, timeout_ms
-        )
+        moved = (src_blocks, dst_blocks, *layers, tensor_num_per_layer)
+        return self._calls_async().push_blocks(dst_cache_key, src_cache, *moved, notify, verify, timeout_ms)
 
     @logged
     def copy_cache_async(

@@ -31,7 +31,7 @@ __all__ = [
 # The keyword arguments of every pull; others are ignored (contract §7.12, §9.1).
 PULL_KEYWORDS = frozenset({"src_layer_range", "dst_layer_range", "tensor_num_per_layer"})
 # Those of a pull of the CacheManager.
-NOTIFYING_PULL_KEYWORDS = PULL_KEYWORDS | {"notify"}
+NOTIFYING_PULL_KEYWORDS = PULL_KEYWORDS | {"notify", "verify"}
 # Those of a pull of blocks of the CacheManager.
 BLOCK_PULL_KEYWORDS = NOTIFYING_PULL_KEYWORDS | {"grant", "grant_done"}
 

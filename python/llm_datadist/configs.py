@@ -169,6 +169,13 @@ class LlmConfig:
         '`"auto"`',
         'Path of swap-ins: ``"direct"`` is one copy, ``"ring"`` copies through a staging ring, ``"auto"`` chooses.',
     )
+    verify = OwnOption(
+        "llm.Verify",
+        str,
+        '`"off"`',
+        'How pulls, pushes, copies and swaps compare the bytes that they moved with their source: ``"off"``, '
+        '``"sample"`` (one block in 64), ``"full"`` (every block). Pulls and pushes can say otherwise with ``verify``.',
+    )
     copy_kernel = OwnOption(
         "llm.CopyKernel",
         str,

@@ -35,6 +35,7 @@ class GroupCalls(AsyncCalls):
         timeout_ms: Optional[int] = None,
         notify: Optional[bytes] = None,
         grants_done: bool = False,
+        verify: Optional[str] = None,
     ) -> _core.Transfer:
         """Start a pull of several caches.
 
@@ -51,17 +52,23 @@ class GroupCalls(AsyncCalls):
             notify: notification for the peer, at most 64 KiB, delivered when all parts are in place and all keys are
                 released. All parts must name one cluster then.
             grants_done: whether the owners may end the grants of the parts once all parts are in place.
+            verify: how the bytes of each part are compared with those of its owner before keys are released:
+                ``"off"``, ``"sample"`` (one block in 64), ``"full"``, or ``None`` for the option of the engine.
 
         Raises:
             TypeError: ``parts`` is no list or tuple, or a part is no tuple.
             TypeError, ValueError, AttributeError, LLMException: as for ``pull_blocks_async``. Python 3.11 and later
                 note the part in the exception.
         """
-        return self._calls_async().pull_group(parts, notify, grants_done, timeout_ms, False)
+        return self._calls_async().pull_group(parts, notify, verify, grants_done, timeout_ms, False)
 
     @logged
     def push_group_async(
-        self, parts: Sequence[PushPart], timeout_ms: Optional[int] = None, notify: Optional[bytes] = None
+        self,
+        parts: Sequence[PushPart],
+        timeout_ms: Optional[int] = None,
+        notify: Optional[bytes] = None,
+        verify: Optional[str] = None,
     ) -> _core.Transfer:
         """Start a push of several caches.
 
@@ -74,13 +81,14 @@ class GroupCalls(AsyncCalls):
             timeout_ms: time limit of the whole group in milliseconds (uint32, above 0; ``sync_kv_timeout`` by default).
             notify: notification for the peer, at most 64 KiB, delivered when all parts are in place. All parts must
                 name one cluster then.
+            verify: as for ``pull_group_async``.
 
         Raises:
             TypeError: ``parts`` is no list or tuple, or a part is no tuple.
             TypeError, ValueError, AttributeError, LLMException: as for ``push_blocks_async``. Python 3.11 and later
                 note the part in the exception.
         """
-        return self._calls_async().push_group(parts, notify, timeout_ms, False)
+        return self._calls_async().push_group(parts, notify, verify, timeout_ms, False)
 
     @logged
     def pull_group(
@@ -89,6 +97,7 @@ class GroupCalls(AsyncCalls):
         timeout_ms: Optional[int] = None,
         notify: Optional[bytes] = None,
         grants_done: bool = False,
+        verify: Optional[str] = None,
     ) -> None:
         """Pull several caches, and wait for the outcome. Ctrl-C cancels the group.
 
@@ -97,16 +106,21 @@ class GroupCalls(AsyncCalls):
             timeout_ms: as for ``pull_group_async``.
             notify: as for ``pull_group_async``.
             grants_done: as for ``pull_group_async``.
+            verify: as for ``pull_group_async``.
 
         Raises:
             TypeError, ValueError, AttributeError: as for ``pull_group_async``.
             LLMException: as for ``pull_group_async``, or the outcome of the transfer.
         """
-        _finish(self._calls_async().pull_group(parts, notify, grants_done, timeout_ms, True))
+        _finish(self._calls_async().pull_group(parts, notify, verify, grants_done, timeout_ms, True))
 
     @logged
     def push_group(
-        self, parts: Sequence[PushPart], timeout_ms: Optional[int] = None, notify: Optional[bytes] = None
+        self,
+        parts: Sequence[PushPart],
+        timeout_ms: Optional[int] = None,
+        notify: Optional[bytes] = None,
+        verify: Optional[str] = None,
     ) -> None:
         """Push several caches, and wait for the outcome. Ctrl-C cancels the group.
 
@@ -114,12 +128,13 @@ class GroupCalls(AsyncCalls):
             parts: as for ``push_group_async``.
             timeout_ms: as for ``push_group_async``.
             notify: as for ``push_group_async``.
+            verify: as for ``push_group_async``.
 
         Raises:
             TypeError, ValueError, AttributeError: as for ``push_group_async``.
             LLMException: as for ``push_group_async``, or the outcome of the transfer.
         """
-        _finish(self._calls_async().push_group(parts, notify, timeout_ms, True))
+        _finish(self._calls_async().push_group(parts, notify, verify, timeout_ms, True))
 
 
 def _finish(transfer: Any) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Optional, TypedDict
 
-__all__ = ["LinkStats", "OpStats", "PoolStats", "Stats", "SwapInStats", "TableStats"]
+__all__ = ["LinkStats", "OpStats", "PoolStats", "Stats", "SwapInStats", "TableStats", "VerifyStats"]
 
 
 class OpStats(TypedDict):
@@ -90,6 +90,15 @@ class SwapInStats(TypedDict):
     """Swap-ins copied through the staging ring."""
 
 
+class VerifyStats(TypedDict):
+    """Blocks that this engine has compared with their source (option ``verify``)."""
+
+    blocks: int
+    """Blocks that were compared."""
+    mismatches: int
+    """Blocks that differed."""
+
+
 class LinkStats(TypedDict):
     """One current link."""
 
@@ -129,6 +138,8 @@ class Stats(TypedDict):
     ``swap_in``, ``swap_out``, ``link``, ``unlink``, ``pull``, ``push``, ``transfer_layer``, ``served``."""
     swap_in: SwapInStats
     """Number of swap-ins by path."""
+    verify: VerifyStats
+    """Blocks that this engine has compared with their source."""
     links: list[LinkStats]
     """The current links."""
     registered_merged_bytes: int

@@ -226,6 +226,21 @@ def open_grant(grant: bytes, limit_ms: int = NEVER) -> bytes:
     return uint(9) + grant + uint(limit_ms)
 
 
+def checksums(
+    name: bytes,
+    cache: int,
+    tensors: tuple[int, int],
+    ranges: list[tuple[int, int]],
+    grant: bytes | None = None,
+    limit_ms: int = NEVER,
+    count: int | None = None,
+) -> bytes:
+    """Request 10: ask for the checksums of ranges of bytes. `count` is their number, if it is to be wrong."""
+    asked = name + sint(cache) + uint(tensors[0]) + uint(tensors[1])
+    listed = b"".join(uint(start) + uint(length) for start, length in ranges)
+    return uint(10) + asked + uint(len(ranges) if count is None else count) + listed + some(grant) + uint(limit_ms)
+
+
 def polled(arrived: tuple[int, int], of_those: tuple[int, int]) -> bytes:
     """Control message 4: what has arrived and what was polled, in messages and bytes."""
     return uint(4) + b"".join(map(uint, (*arrived, *of_those)))
@@ -248,7 +263,7 @@ def in_process(runs: list[bytes]) -> bytes:
 
 HIDDEN = uint(2)
 
-REPLIES = ("Described", "Ready", "Done", "Stale", "Unreachable", "Failed", "Located", "Granted")
+REPLIES = ("Described", "Ready", "Done", "Stale", "Unreachable", "Failed", "Located", "Granted", "Checksums")
 STALE = uint(3)
 
 
@@ -273,6 +288,11 @@ def granted(cache: int, ranges: list[tuple[int, int]], count: int | None = None)
     """Reply 7: a grant lends these ranges of rows of a cache. `count` is their number, if it is to be wrong."""
     listed = b"".join(uint(first) + uint(end) for first, end in ranges)
     return uint(7) + sint(cache) + uint(len(ranges) if count is None else count) + listed
+
+
+def sums(generation: int, values: list[int], count: int | None = None) -> bytes:
+    """Reply 8: these checksums. `count` is their number, if it is to be wrong."""
+    return uint(8) + uint(generation) + uint(len(values) if count is None else count) + b"".join(map(uint, values))
 
 
 def described(*, location: bytes = HIDDEN, **given: int) -> bytes:
@@ -303,6 +323,8 @@ def read_reply(body: bytes) -> dict[str, Any]:
         told["arrived"] = reader.many(lambda: (reader.uint(), reader.many(lambda: (reader.uint(), reader.uint()))))
     elif told["is"] == "Granted":
         told["cache"], told["rows"] = reader.sint(), reader.many(lambda: (reader.uint(), reader.uint()))
+    elif told["is"] == "Checksums":
+        told["generation"], told["sums"] = reader.uint(), reader.many(reader.uint)
     elif told["is"] == "Located":
         told["spots"] = reader.many(lambda: (reader.sint(), reader.uint(), reader.uint()))
     reader.done()

@@ -87,17 +87,33 @@ class Stranger(_Door):
 
 
 class Proxy(_Door):
-    """A proxy between two ends that can delay, stop or cut the stream. Only for links over sockets."""
+    """A proxy between two ends that can delay, stop, cut or change the stream. Only for links over sockets."""
 
     def __init__(self, to: str) -> None:
         self.to = to
         self.left: dict[str, float] = {"up": float("inf"), "down": float("inf")}  # bytes that still pass
         self.cut = False  # whether to close the stream then, or only to stop forwarding
+        self.flips: dict[str, int] = {}  # bits that still pass before one that is changed
         super().__init__()
 
     def allow(self, way: str, count: float, *, cut: bool = False) -> None:
         """Let `count` more bytes pass `"up"` to the listener, or `"down"` from it."""
         self.cut, self.left[way] = cut, count
+
+    def flip(self, way: str, after: int) -> None:
+        """Change one bit in this direction, after `after` further bits."""
+        self.flips[way] = after
+
+    def _flipped(self, way: str, data: bytes) -> bytes:
+        after = self.flips.pop(way, None)
+        if after is None:
+            return data
+        if after >= 8 * len(data):
+            self.flips[way] = after - 8 * len(data)
+            return data
+        changed = bytearray(data)
+        changed[after // 8] ^= 1 << after % 8
+        return bytes(changed)
 
     def accepted(self, caller: socket.socket) -> None:
         callee = socket.create_connection(split(self.to), timeout=LIMIT)
@@ -109,7 +125,7 @@ class Proxy(_Door):
     def _carry(self, way: str, source: socket.socket, target: socket.socket) -> None:
         with suppress(OSError):
             while data := source.recv(1 << 16):
-                passed = data[: int(min(self.left[way], len(data)))]
+                passed = self._flipped(way, data[: int(min(self.left[way], len(data)))])
                 self.left[way] -= len(passed)
                 target.sendall(passed)
                 if len(passed) < len(data) and self.cut:

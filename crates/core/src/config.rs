@@ -8,7 +8,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::model::ClusterId;
+use crate::model::{ClusterId, Verify};
 
 /// The role of a cluster. In `CacheManager` mode it is informational.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -272,6 +272,8 @@ pub struct Config {
     pub kernel: KernelChoice,
     /// How memory is put into huge pages.
     pub huge_pages: HugeChoice,
+    /// How thoroughly calls check the bytes that they have moved, unless a call says otherwise.
+    pub verify: Verify,
     /// How links are made and kept.
     pub links: LinkConfig,
 }
@@ -305,6 +307,7 @@ impl Config {
             swap_in: SwapInPath::Auto,
             kernel: KernelChoice::Auto,
             huge_pages: HugeChoice::Auto,
+            verify: Verify::Off,
             links: LinkConfig::default(),
         }
     }

@@ -62,6 +62,8 @@ kinds! {
     Busy,
     /// A grant has expired, was revoked or has ended otherwise.
     GrantEnded,
+    /// Bytes that a call moved differ from those of the source.
+    VerifyFailed,
 }
 
 /// An error: a kind, a message, named facts and a cause.

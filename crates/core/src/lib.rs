@@ -131,6 +131,7 @@ compile_error!("llm_datadist supports Linux on 64-bit little-endian processors o
 
 pub mod bindings;
 mod cache;
+mod checksums;
 mod config;
 mod copy;
 mod device;
@@ -174,7 +175,7 @@ pub use grants::Grant;
 pub use memory::Adopted;
 pub use model::{
     CacheDesc, CacheId, CacheKey, CacheKind, CacheLayout, ClusterId, DataType, Deadline, Geometry, GrantEnd,
-    GrantToken, KvGeometry, KvLayout, KvPlanes, NO_ID, Name, Placement, TokenOrder, tensor_bytes,
+    GrantToken, KvGeometry, KvLayout, KvPlanes, NO_ID, Name, Placement, TokenOrder, Verify, tensor_bytes,
 };
 pub use pool::PoolState;
 pub use session::{CommStatus, PeerAddress};

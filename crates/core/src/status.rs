@@ -86,6 +86,8 @@ status_codes! {
     OutOfMemory = BASE + 0x1C, "LLM_OUT_OF_MEMORY";
     /// A grant has ended. The original does not have this code; its number is outside the ranges of the original.
     GrantEnded = 0x4C44_0001, "LLM_GRANT_ENDED";
+    /// Moved bytes differ from those of the source. The original does not have this code either.
+    VerifyFailed = 0x4C44_0002, "LLM_VERIFY_FAILED";
     /// Device memory fault (reserved).
     DeviceMemError = 507_053, "LLM_DEVICE_MEM_ERROR";
     /// Possible memory fault at the peer.
@@ -112,6 +114,7 @@ impl From<ErrorKind> for StatusCode {
             ErrorKind::LinksExist => StatusCode::ExistLink,
             ErrorKind::Busy => StatusCode::LinkBusy,
             ErrorKind::GrantEnded => StatusCode::GrantEnded,
+            ErrorKind::VerifyFailed => StatusCode::VerifyFailed,
             ErrorKind::Forked | ErrorKind::Interrupted | ErrorKind::Cancelled | ErrorKind::System => {
                 StatusCode::Failed
             }

@@ -9,13 +9,14 @@ use std::time::Duration;
 
 use llm_datadist_core::bindings::validate;
 use llm_datadist_core::{
-    CallExtras, CallOptions, ClusterId, DataDist as CoreDataDist, EnsureOptions, Grant, Result, Transfer,
+    CallOptions, ClusterId, DataDist as CoreDataDist, EnsureOptions, Grant, Result, Transfer,
 };
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::arguments::{FlagArg, IntArg, TextArg};
 use crate::blocks::BlocksArg;
+use crate::call_extras::{self, VerifyArg};
 use crate::copy_arguments;
 use crate::datadist::DataDist;
 use crate::engine::Engine;
@@ -93,12 +94,13 @@ impl AsyncMethods {
         size: IntArg<'_, '_>,
         tensor_num_per_layer: IntArg<'_, '_>,
         notify: NotifyArg<'_, '_>,
+        verify: VerifyArg<'_, '_>,
         timeout_ms: IntArg<'_, '_>,
     ) -> PyResult<Py<TransferHandle>> {
         let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
         let slot = (src_batch_index, size);
         let push = pull_push_arguments::push_cache(self.engine(), (dst_cache_key, src_cache), slot, layers)?;
-        let call = options(limit(timeout_ms)?, notify, false)?;
+        let call = options(limit(timeout_ms)?, (notify, verify), false)?;
         let start =
             |engine: &CoreDataDist| engine.push_async(&push.from, push.to, push.rows, push.layers, call);
         self.start(src_cache.py(), 1, start)
@@ -115,12 +117,13 @@ impl AsyncMethods {
         dst_layer_range: LayersArg<'_, '_>,
         tensor_num_per_layer: IntArg<'_, '_>,
         notify: NotifyArg<'_, '_>,
+        verify: VerifyArg<'_, '_>,
         timeout_ms: IntArg<'_, '_>,
     ) -> PyResult<Py<TransferHandle>> {
         let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
         let (blocks, engine) = ((src_blocks, dst_blocks), self.engine());
         let push = pull_push_arguments::push_blocks(engine, (dst_cache_key, src_cache), blocks, layers)?;
-        let call = options(limit(timeout_ms)?, notify, false)?;
+        let call = options(limit(timeout_ms)?, (notify, verify), false)?;
         let count = push.rows.num_blocks();
         let start =
             |engine: &CoreDataDist| engine.push_async(&push.from, push.to, push.rows, push.layers, call);
@@ -131,12 +134,13 @@ impl AsyncMethods {
         &self,
         parts: PartsArg<'_, '_>,
         notify: NotifyArg<'_, '_>,
+        verify: VerifyArg<'_, '_>,
         grants_done: FlagArg<'_, '_>,
         timeout_ms: IntArg<'_, '_>,
         quiet: bool,
     ) -> PyResult<Py<TransferHandle>> {
         let pulls = parts.pulls(self.engine(), grants_done.required("grants_done")?)?;
-        let call = options(limit(timeout_ms)?, notify, quiet)?;
+        let call = options(limit(timeout_ms)?, (notify, verify), quiet)?;
         self.start(parts.py(), usize::MAX, |engine| engine.pull_group_async(pulls, call))
     }
 
@@ -144,11 +148,12 @@ impl AsyncMethods {
         &self,
         parts: PartsArg<'_, '_>,
         notify: NotifyArg<'_, '_>,
+        verify: VerifyArg<'_, '_>,
         timeout_ms: IntArg<'_, '_>,
         quiet: bool,
     ) -> PyResult<Py<TransferHandle>> {
         let pushes = parts.pushes(self.engine())?;
-        let call = options(limit(timeout_ms)?, notify, quiet)?;
+        let call = options(limit(timeout_ms)?, (notify, verify), quiet)?;
         self.start(parts.py(), usize::MAX, |engine| engine.push_group_async(pushes, call))
     }
 
@@ -281,9 +286,12 @@ impl AsyncMethods {
 }
 
 /// Returns the options of a call without a grant of its own.
-fn options(limit: Option<Duration>, notify: NotifyArg<'_, '_>, quiet: bool) -> PyResult<CallOptions> {
-    let extras = CallExtras { notify: notify.bytes("notify")?, grant: None };
-    Ok(CallOptions { limit, extras, quiet })
+fn options(
+    limit: Option<Duration>,
+    (notify, verify): (NotifyArg<'_, '_>, VerifyArg<'_, '_>),
+    quiet: bool,
+) -> PyResult<CallOptions> {
+    Ok(CallOptions { limit, extras: call_extras::of_push(notify, verify)?, quiet })
 }
 
 /// Returns the time limit of a call in milliseconds; `None` for `sync_kv_timeout`.

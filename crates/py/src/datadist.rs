@@ -12,6 +12,7 @@ use pyo3::types::{IntoPyDict, PyDict, PyList, PyString};
 use crate::arguments::{AddressesArg, DescArg, FlagArg, IntArg, RoleArg, TextArg};
 use crate::blocks::BlocksArg;
 use crate::cache::{ManagedCache, TensorView};
+use crate::call_extras::{self, VerifyArg};
 use crate::convert;
 use crate::engine::Engine;
 use crate::error::{self, raise};
@@ -197,11 +198,12 @@ impl DataDist {
         size: IntArg<'_, '_>,
         tensor_num_per_layer: IntArg<'_, '_>,
         notify: NotifyArg<'_, '_>,
+        verify: VerifyArg<'_, '_>,
     ) -> PyResult<()> {
         let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
         let slot = (src_batch_index, size);
         let push = pull_push_arguments::push_cache(&self.engine, (dst_cache_key, src_cache), slot, layers)?;
-        self.engine.push(src_cache.py(), &push, notify)
+        self.engine.push(src_cache.py(), &push, call_extras::of_push(notify, verify)?)
     }
 
     #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
@@ -215,12 +217,13 @@ impl DataDist {
         dst_layer_range: LayersArg<'_, '_>,
         tensor_num_per_layer: IntArg<'_, '_>,
         notify: NotifyArg<'_, '_>,
+        verify: VerifyArg<'_, '_>,
     ) -> PyResult<()> {
         let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
         let blocks = (src_blocks, dst_blocks);
         let push =
             pull_push_arguments::push_blocks(&self.engine, (dst_cache_key, src_cache), blocks, layers)?;
-        self.engine.push(src_cache.py(), &push, notify)
+        self.engine.push(src_cache.py(), &push, call_extras::of_push(notify, verify)?)
     }
 
     fn transfer_cache_async(

@@ -10,9 +10,9 @@ use pyo3::types::PyBytes;
 
 use crate::arguments::IntArg;
 use crate::blocks::BlocksArg;
+use crate::call_extras;
 use crate::datadist::DataDist;
 use crate::local_cache::CacheArg;
-use crate::pull_extras;
 
 arguments! {
     /// The token of a grant.
@@ -71,7 +71,7 @@ impl GrantMethods {
     }
 
     fn release(&self, token: TokenArg<'_, '_>) -> PyResult<()> {
-        let (py, token) = (token.py(), pull_extras::token("token", &token.0)?);
+        let (py, token) = (token.py(), call_extras::token("token", &token.0)?);
         self.native.get().engine().enter(py, |engine| engine.release_grant(&token))
     }
 }

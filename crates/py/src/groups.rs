@@ -6,12 +6,12 @@ use pyo3::types::{PyDict, PyList, PyTuple};
 
 use crate::arguments::IntArg;
 use crate::blocks::BlocksArg;
+use crate::call_extras;
 use crate::convert::{self, Any, only_support};
 use crate::engine::Engine;
 use crate::error::{invalid, of_item};
 use crate::keys::KeyArg;
 use crate::local_cache::CacheArg;
-use crate::pull_extras;
 use crate::pull_push_arguments::{self, LayersArg};
 
 arguments! {
@@ -31,7 +31,7 @@ impl PartsArg<'_, '_> {
             let pull = pull_push_arguments::pull_blocks(engine, (key, cache), blocks, &options)?;
             let token = grant
                 .filter(|given| !given.is_none())
-                .map(|given| pull_extras::token("grant", given))
+                .map(|given| call_extras::token("grant", given))
                 .transpose()?;
             let grant = token.map(|token| GrantUse { token, done });
             Ok(GroupMember { remote: pull.from, local: pull.to, rows: pull.rows, grant })

@@ -9,6 +9,7 @@ mod async_calls;
 mod blocks;
 mod cache;
 mod cache_buffer;
+mod call_extras;
 mod checks;
 mod convert;
 mod copy_arguments;
@@ -29,7 +30,6 @@ mod local_cache;
 mod log;
 mod notify;
 mod operations;
-mod pull_extras;
 mod pull_push_arguments;
 mod python_types;
 #[expect(

@@ -2,14 +2,13 @@
 
 use std::sync::Arc;
 
-use llm_datadist_core::{Cache, CacheId, CacheKey, CacheKind, CopyArgs, DataDist, End, Error};
+use llm_datadist_core::{Cache, CacheId, CacheKey, CacheKind, CallExtras, CopyArgs, DataDist, End, Error};
 use pyo3::prelude::*;
 
 use crate::arguments::DescArg;
 use crate::cache::ManagedCache;
 use crate::engine::Engine;
 use crate::error::raise;
-use crate::notify::NotifyArg;
 use crate::pull_push_arguments::{Pull, Push};
 use crate::{log, raw};
 
@@ -41,10 +40,9 @@ impl Engine {
     }
 
     /// Pushes. If that fails, passes the engine's log lines to Python, because they report broken links.
-    pub(crate) fn push(&self, py: Python<'_>, push: &Push, notify: NotifyArg<'_, '_>) -> PyResult<()> {
-        let notify = notify.bytes("notify")?;
+    pub(crate) fn push(&self, py: Python<'_>, push: &Push, extras: CallExtras) -> PyResult<()> {
         let Push { from, to, rows, layers } = push;
-        let pushed = self.enter(py, |engine| engine.push_and_notify(from, *to, rows, *layers, notify));
+        let pushed = self.enter(py, |engine| engine.push_with(from, *to, rows, *layers, extras));
         if pushed.is_err() {
             log::drain(py)?;
         }

@@ -12,12 +12,12 @@ use pyo3::types::{PyDict, PyRange, PyRangeMethods, PyString};
 
 use crate::arguments::IntArg;
 use crate::blocks::BlocksArg;
+use crate::call_extras;
 use crate::convert::{Any, int, only_support, shown};
 use crate::engine::Engine;
 use crate::error::{invalid, raise};
 use crate::keys::{KeyArg, KeyClass};
 use crate::local_cache::CacheArg;
-use crate::pull_extras;
 
 arguments! {
     /// A range of layers, or `None`.
@@ -79,7 +79,7 @@ pub(crate) fn pull_cache(
     let per_layer = given.per_layer()?;
     key.check_ids()?;
     let layers = given.layers(per_layer)?;
-    let extras = pull_extras::of_slot(options)?;
+    let extras = call_extras::of_slot(options)?;
     let from = key.name()?;
     Ok(Pull { from, to: local.end(engine)?, rows: PullRows::slot(row, size), layers, extras })
 }
@@ -108,7 +108,7 @@ pub(crate) fn pull_blocks(
         PullRows::SlotToBlocks { local }
     };
     let layers = given.layers(per_layer)?;
-    let extras = pull_extras::of_blocks(options)?;
+    let extras = call_extras::of_blocks(options)?;
     Ok(Pull { from: key.name()?, to: cache.end(engine)?, rows, layers, extras })
 }
 

@@ -31,6 +31,10 @@ pub(crate) fn dict<'py>(py: Python<'py>, snapshot: &Snapshot) -> PyResult<Bound<
     swap_in.set_item("direct", snapshot.swap_in_direct)?;
     swap_in.set_item("ring", snapshot.swap_in_ring)?;
     dict.set_item("swap_in", swap_in)?;
+    let verify = PyDict::new(py);
+    verify.set_item("blocks", snapshot.verified_blocks)?;
+    verify.set_item("mismatches", snapshot.mismatched_blocks)?;
+    dict.set_item("verify", verify)?;
     let links = snapshot.links.iter().map(|state| link(py, state));
     dict.set_item("links", links.collect::<PyResult<Vec<_>>>()?)?;
     fields!(dict, snapshot, registered_merged_bytes ring_bytes plain_bytes streaming_bytes copy_workers);

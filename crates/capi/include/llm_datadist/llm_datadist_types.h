@@ -40,6 +40,8 @@ constexpr Status LLM_LINK_BUSY = 0x5010B01BU;
 constexpr Status LLM_OUT_OF_MEMORY = 0x5010B01CU;
 // A grant has ended. Only the Python interface has grants: the class never returns this status.
 constexpr Status LLM_GRANT_ENDED = 0x4C440001U;
+// Bytes of a transfer differ from those of its source (option "llm.Verify").
+constexpr Status LLM_VERIFY_FAILED = 0x4C440002U;
 
 // Keys of the options of Initialize and SetRole. Keys and values are texts.
 constexpr const char *OPTION_LISTEN_IP_INFO = "llm.ListenIpInfo";

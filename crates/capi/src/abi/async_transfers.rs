@@ -182,7 +182,7 @@ pub unsafe extern "C" fn llm_datadist_copy_blocks_async(
 }
 
 fn options(limit: Option<Duration>, notify: Option<Vec<u8>>) -> CallOptions {
-    CallOptions { limit, extras: CallExtras { notify, grant: None }, quiet: false }
+    CallOptions { limit, extras: CallExtras { notify, ..CallExtras::default() }, quiet: false }
 }
 
 /// Starts a transfer, and writes its handle to `transfer`.

@@ -83,6 +83,11 @@ impl CopyEngine {
         self.workers.run(work, units, limit)
     }
 
+    /// Returns the devices whose memory the engine copies.
+    pub(super) fn devices(&self) -> &DeviceSet {
+        &self.devices
+    }
+
     /// Returns the choice of kernels, which also counts the bytes of all copies.
     pub fn tuner(&self) -> &Tuner {
         &self.tuner

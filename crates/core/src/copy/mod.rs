@@ -1,6 +1,7 @@
 //! The copy engine: the only module that moves the bytes of caches. Copies, swaps, pulls, pushes and layers
 //! are plans that it runs.
 
+mod block_sums;
 mod engine;
 mod limit;
 mod peer_read;

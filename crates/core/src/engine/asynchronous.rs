@@ -53,12 +53,13 @@ impl DataDist {
         let (local, checked) = self.checked_pull(from, to, rows, layers)?;
         let writes = checked.rows().local_rows()?;
         let used = CallRows::of(local.clone(), RowUse { writes, ..RowUse::default() });
+        let verify = self.verify(&extras);
         let (notify, grant) = extras.checked()?;
         let (resources, link) = (self.resources.clone(), self.links.finder().for_later(from.cluster));
         let work = move |execution: &Arc<Execution>, deadline: Deadline| {
             let link = link.find(deadline)?;
             let (name, execution, to_the_end) = (from.name, Some(execution.clone()), true);
-            Call { resources, link, name, local, deadline, execution, to_the_end, notify, grant }
+            Call { resources, link, name, local, deadline, execution, to_the_end, notify, grant, verify }
                 .pull_rows(&checked)
         };
         let purpose = self.outgoing(Op::Pull, LaneKey::Calls(from.cluster), deadline);
@@ -79,6 +80,7 @@ impl DataDist {
         let (local, checked) = self.checked_push(from, to, rows, layers)?;
         let reads = checked.rows().local_rows()?;
         let used = CallRows::of(local.clone(), RowUse { reads, ..RowUse::default() });
+        let verify = self.verify(&extras);
         let notify = extras.checked_of_push()?;
         let (resources, link) = (self.resources.clone(), self.links.finder().for_later(to.cluster));
         let work = move |execution: &Arc<Execution>, deadline: Deadline| {
@@ -86,7 +88,7 @@ impl DataDist {
             // The end of an asynchronous call says that nobody reads its rows any more.
             let (execution, to_the_end) = (Some(execution.clone()), true);
             let (name, grant) = (to.name.without_slot().0, None);
-            Call { resources, link, name, local, deadline, execution, to_the_end, notify, grant }
+            Call { resources, link, name, local, deadline, execution, to_the_end, notify, grant, verify }
                 .push_rows(to.name, &checked)
         };
         let purpose = self.outgoing(Op::Push, LaneKey::Calls(to.cluster), deadline);

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::error::{Error, ErrorKind, Result, ensure};
+use crate::model::Verify;
 use crate::session;
 use crate::transfer::{CallGrant, GrantUse};
 
@@ -13,6 +14,8 @@ pub struct CallExtras {
     pub notify: Option<Vec<u8>>,
     /// The grant under which it pulls. Groups have one for each part instead.
     pub grant: Option<GrantUse>,
+    /// How thoroughly it checks the bytes that it has moved; as the engine is configured if `None`.
+    pub verify: Option<Verify>,
 }
 
 type CheckedExtras = (Option<Arc<Vec<u8>>>, Option<Arc<CallGrant>>);

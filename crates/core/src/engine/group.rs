@@ -58,9 +58,10 @@ impl DataDist {
             });
         }
         report_each_grant_once(&mut checked)?;
+        let verify = self.verify(&extras);
         let (lanes, notify) = (lanes_of(&checked), group_notification(&checked, extras.notify)?);
         let purpose = CallPurpose { event: !quiet, ..self.outgoing(Op::Pull, lanes, deadline) };
-        let group = Group { resources: self.resources.clone(), parts: checked, notify };
+        let group = Group { resources: self.resources.clone(), parts: checked, notify, verify };
         let work = move |execution: &Arc<Execution>, deadline| group.pull(execution, deadline);
         self.start(purpose, CallRows::of_all(used)?, Box::new(work))
     }
@@ -91,9 +92,10 @@ impl DataDist {
                 grant,
             });
         }
+        let verify = self.verify(&extras);
         let (lanes, notify) = (lanes_of(&checked), group_notification(&checked, extras.notify)?);
         let purpose = CallPurpose { event: !quiet, ..self.outgoing(Op::Push, lanes, deadline) };
-        let group = Group { resources: self.resources.clone(), parts: checked, notify };
+        let group = Group { resources: self.resources.clone(), parts: checked, notify, verify };
         let work = move |execution: &Arc<Execution>, deadline| group.push(execution, deadline);
         self.start(purpose, CallRows::of_all(used)?, Box::new(work))
     }

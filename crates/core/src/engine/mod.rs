@@ -308,6 +308,7 @@ impl DataDist {
     /// Returns every counter, and the state of the pools, the table and the links.
     pub fn stats(&self) -> Snapshot {
         let (swap_in_direct, swap_in_ring) = self.resources.stats.swap_ins();
+        let (verified_blocks, mismatched_blocks) = self.resources.stats.verified();
         let (plain_bytes, streaming_bytes) = self.resources.copy_engine.tuner().bytes();
         Snapshot {
             device_pool: self.resources.pool(Placement::Device).map(|arena| self.report(arena)),
@@ -316,6 +317,8 @@ impl DataDist {
             ops: self.resources.stats.ops(),
             swap_in_direct,
             swap_in_ring,
+            verified_blocks,
+            mismatched_blocks,
             ring_bytes: self.resources.copy_engine.ring_bytes(),
             registered_merged_bytes: self.resources.merger.lent_bytes(),
             plain_bytes,

@@ -6,12 +6,12 @@
 use std::borrow::Borrow;
 use std::sync::Arc;
 
-use super::call_extras::{CallExtras, checked_notification};
+use super::call_extras::CallExtras;
 use super::{DataDist, End};
 use crate::cache::Cache;
 use crate::config::Mode;
 use crate::error::{Error, ErrorKind, Result};
-use crate::model::{ClusterId, Name};
+use crate::model::{ClusterId, Name, Verify};
 use crate::session;
 use crate::stats::Op;
 use crate::transfer::{self, Call};
@@ -47,11 +47,13 @@ impl DataDist {
         self.resources.stats.timed(Op::Pull, || {
             let deadline = self.deadline();
             let (local, checked) = self.checked_pull(from, to, rows, layers)?;
+            let verify = self.verify(&extras);
             let (notify, grant) = extras.checked()?;
             let link = self.links.find_other(from.cluster, deadline)?;
             let (resources, name) = (self.resources.clone(), from.name);
             let (execution, to_the_end) = (None, false);
-            let call = Call { resources, link, name, local, deadline, execution, to_the_end, notify, grant };
+            let call =
+                Call { resources, link, name, local, deadline, execution, to_the_end, notify, grant, verify };
             call.pull_rows(&checked).map(drop)
         })
     }
@@ -60,26 +62,28 @@ impl DataDist {
     /// place there when this returns. All layers are one submission under one deadline. An error reports how
     /// far the push got.
     pub fn push(&self, from: &End, to: RemoteName, rows: &PushRows, layers: Layers) -> Result<()> {
-        self.push_and_notify(from, to, rows, layers, None)
+        self.push_with(from, to, rows, layers, CallExtras::default())
     }
 
-    /// Does what [`push`](Self::push) does, and then delivers `notify` as [`pull_with`](Self::pull_with) does.
-    pub fn push_and_notify(
+    /// Does what [`push`](Self::push) does, with `extras` as in [`pull_with`](Self::pull_with). A push takes no grant.
+    pub fn push_with(
         &self,
         from: &End,
         to: RemoteName,
         rows: &PushRows,
         layers: Layers,
-        notify: Option<Vec<u8>>,
+        extras: CallExtras,
     ) -> Result<()> {
         self.resources.stats.timed(Op::Push, || {
             let deadline = self.deadline();
             let (local, checked) = self.checked_push(from, to, rows, layers)?;
-            let notify = checked_notification(notify)?;
+            let verify = self.verify(&extras);
+            let notify = extras.checked_of_push()?;
             let link = self.links.find_other(to.cluster, deadline)?;
             let (resources, name) = (self.resources.clone(), to.name.without_slot().0);
             let (execution, to_the_end, grant) = (None, false, None);
-            let call = Call { resources, link, name, local, deadline, execution, to_the_end, notify, grant };
+            let call =
+                Call { resources, link, name, local, deadline, execution, to_the_end, notify, grant, verify };
             call.push_rows(to.name, &checked).map(drop)
         })
     }
@@ -93,6 +97,11 @@ impl DataDist {
         session::check_notification(&message)?;
         let link = self.links.find_other(cluster, self.deadline())?;
         transfer::notify(self.lanes.handle(), &link, message, self.resources.config.links.pin_limit)
+    }
+
+    /// Returns how thoroughly a call checks the bytes that it has moved.
+    pub(super) fn verify(&self, extras: &CallExtras) -> Verify {
+        extras.verify.unwrap_or(self.resources.config.verify)
     }
 
     /// Checks what a pull needs of this side, and returns the local cache.

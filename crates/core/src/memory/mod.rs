@@ -11,9 +11,9 @@
 //!    exists.
 //! 3. A [`Window`] exists only inside the tensor from which it was cut. Its bounds were checked when it was
 //!    made.
-//! 4. Bytes move only in [`kernels::copy`], [`socket_io`] and [`PeerProcess::read`], between two windows or
-//!    between a window and the kernel, and by raw addresses. No slice is ever made over memory that others
-//!    may write.
+//! 4. Bytes move only in [`kernels::copy`], [`socket_io`], [`PeerProcess::read`] and [`read_bytes`], between two
+//!    windows, between a window and the kernel, or from a window into a private buffer, and by raw addresses. No
+//!    slice is ever made over memory that others may write.
 //! 5. No process writes into the memory of another one. Memory of a peer is mapped read-only, or read through
 //!    the kernel. A window of it is refused as a destination.
 //! 6. Which rows may be read and written at the same time is decided by the pins of the `cache` module,
@@ -38,6 +38,7 @@ mod smaps;
 pub mod socket_io;
 mod tensors;
 mod window;
+mod window_bytes;
 
 pub use adopted::Adopted;
 pub use fork::{Kept, abandon};
@@ -58,3 +59,4 @@ pub use random::random;
 pub use region::Region;
 pub use tensors::Tensors;
 pub use window::{Access, Reach, Window};
+pub use window_bytes::read_bytes;

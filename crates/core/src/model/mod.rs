@@ -6,6 +6,7 @@ mod grant;
 mod ids;
 mod keys;
 mod kv_layout;
+mod verify;
 
 pub use cache_desc::{CacheDesc, CacheKind, CacheLayout, DataType, Geometry, Placement, tensor_bytes};
 pub use deadline::Deadline;
@@ -13,3 +14,4 @@ pub use grant::{GrantEnd, GrantId, GrantToken};
 pub use ids::{AddressLocation, CacheId, ClusterId};
 pub use keys::{CacheKey, NO_ID, Name};
 pub use kv_layout::{KvGeometry, KvLayout, KvPlanes, TokenOrder};
+pub use verify::Verify;

@@ -71,6 +71,15 @@ impl CopyPlan {
         CopyPlan { num_tensors, src, dst, waves: self.waves.clone() }
     }
 
+    /// Returns a plan for each wave, which does what that wave does.
+    pub fn each_wave(&self) -> impl Iterator<Item = Result<Self>> + '_ {
+        let alone = |wave: &Wave| {
+            let waves = Arc::new(fallible::collect(PLAN, std::iter::once(wave.clone()))?);
+            Ok(CopyPlan { waves, ..*self })
+        };
+        self.waves.iter().map(alone)
+    }
+
     pub fn num_tensors(&self) -> u32 {
         self.num_tensors
     }

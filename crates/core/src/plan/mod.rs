@@ -11,6 +11,7 @@ mod block_waves;
 mod blocks;
 mod conflicts;
 mod copy_plan;
+mod final_blocks;
 #[cfg_attr(not(feature = "testing"), expect(dead_code, reason = "no call moves between layouts yet"))]
 mod layouts;
 mod order;
@@ -26,6 +27,7 @@ mod waves;
 
 pub use blocks::Blocks;
 pub use copy_plan::CopyPlan;
+pub use final_blocks::{BlockSizes, LocalEnd};
 #[cfg(feature = "testing")]
 pub use layouts::{KvPart, KvSequence, LayoutPlan, assign_owners};
 pub use order::CacheCount;

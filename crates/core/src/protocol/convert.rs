@@ -232,6 +232,7 @@ impl Reply {
             Reply::Failed { .. } => "failed",
             Reply::Located(_) => "located",
             Reply::Granted { .. } => "granted",
+            Reply::Checksums { .. } => "checksums",
         }
     }
 }

@@ -31,6 +31,8 @@ pub const MAX_RUNS: usize = 1 << 20;
 pub const MAX_ARRIVED: usize = 1 << 16;
 /// Maximum number of ranges of rows of a grant: 16 MiB.
 pub const MAX_RANGES: usize = 1 << 20;
+/// Maximum number of ranges in one [`Request::Checksums`], and of checksums in its reply: 1 MiB.
+pub const MAX_CHECKSUMS: usize = 1 << 16;
 /// Maximum number of bytes that are kept of each text from a peer.
 const MAX_TEXT: usize = 16 << 10;
 
@@ -226,6 +228,19 @@ pub enum Request {
     Notify { messages: Payloads, limit_ms: u64 },
     /// Asks what a grant lends.
     OpenGrant { grant: GrantId, limit_ms: u64 },
+    /// Asks for the checksums of ranges of bytes, as they are now. With a grant, the owner checks that it covers them.
+    Checksums {
+        name: WireName,
+        cache: i64,
+        first_tensor: u32,
+        num_tensors: u32,
+        /// The first byte in each tensor, and the number of bytes.
+        #[serde(deserialize_with = "blocks")]
+        ranges: Vec<(u64, u64)>,
+        /// The grant under which the caller has read them.
+        grant: Option<GrantId>,
+        limit_ms: u64,
+    },
 }
 
 /// The tensors of a cache that a caller has pulled under a name.
@@ -274,6 +289,12 @@ pub enum Reply {
         cache: i64,
         #[serde(deserialize_with = "ranges")]
         rows: Vec<(u64, u64)>,
+    },
+    /// Reply to [`Request::Checksums`]: one checksum for each range, bound to this generation of the entry.
+    Checksums {
+        generation: u64,
+        #[serde(deserialize_with = "blocks")]
+        sums: Vec<u64>,
     },
 }
 
@@ -368,6 +389,10 @@ fn runs<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<Run>, D::Error> {
 
 fn ranges<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<(u64, u64)>, D::Error> {
     from.deserialize_seq(AtMost::<(u64, u64), MAX_RANGES>(PhantomData))
+}
+
+fn blocks<'de, T: Deserialize<'de>, D: Deserializer<'de>>(from: D) -> Result<Vec<T>, D::Error> {
+    from.deserialize_seq(AtMost::<T, MAX_CHECKSUMS>(PhantomData))
 }
 
 fn arrived<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<WireRows>, D::Error> {

@@ -7,6 +7,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::asked_blocks::AskedBlocks;
 use super::link::Link;
 use super::message_io::{send_message, send_message_before};
 use super::peer_memory::location;
@@ -130,6 +131,11 @@ impl RequestContext<'_> {
             Request::Write { name, cache, plan, from, to, ahead, limit_ms } => {
                 self.write(&named(name.into(), cache, limit_ms), plan, (from, to), ahead)
             }
+            Request::Checksums { name, cache, first_tensor, num_tensors, ranges, grant, limit_ms } => {
+                let call = named(name.into(), cache, limit_ms);
+                let asked = || AskedBlocks::new((first_tensor, num_tensors), ranges);
+                self.answer_with(call.deadline, || self.checksums(&call, asked()?, grant))
+            }
             Request::Locate { addrs, limit_ms } => {
                 self.answer_with(self.limit(limit_ms), || self.locate(&addrs))
             }
@@ -207,11 +213,26 @@ impl RequestContext<'_> {
         Ok(Reply::Granted { cache: grant.cache().0, rows: fallible::collect(RowRanges::LIST, ranges)? })
     }
 
-    /// Begins a read under a grant. Checks that the grant lends what the plan reads.
-    fn begin_granted(&self, id: &GrantId, cache: &Cache, plan: &CopyPlan) -> Result<GrantedRead> {
+    /// Begins a read of `rows` under a grant. Checks that the grant lends them.
+    fn begin_granted(&self, id: &GrantId, cache: &Cache, rows: &[u64]) -> Result<GrantedRead> {
         let read = self.resources.grants.read(id)?;
-        read.grant().covers(cache.id(), &plan.src_rows(cache.geometry().row_bytes())?)?;
+        read.grant().covers(cache.id(), rows)?;
         Ok(read)
+    }
+
+    /// Hashes bytes of a cache as they are now. With a grant, checks that it lends them and has not ended.
+    fn checksums(&self, call: &NamedCache, asked: AskedBlocks, grant: Option<GrantId>) -> Result<Reply> {
+        let pinned = self.pinned(call, |cache| {
+            asked.check_bounds(cache.geometry())?;
+            let reads = rows(cache, |row_bytes| asked.rows(row_bytes))?;
+            self.pin(cache, RowUse { reads, ..RowUse::default() }, call.deadline)
+        })?;
+        let Some((cache, _pin)) = pinned else { return Ok(Reply::Stale) };
+        let lent = |id| self.begin_granted(&id, &cache, &asked.rows(cache.geometry().row_bytes())?);
+        let granted = grant.map(lent).transpose()?;
+        let reply = asked.reply(self.resources, call.name, &cache, call.deadline)?;
+        granted.map_or(Ok(()), GrantedRead::finish)?;
+        Ok(reply)
     }
 
     /// Describes a cache and the location of its memory.
@@ -290,7 +311,9 @@ impl RequestContext<'_> {
                 self.pin(cache, RowUse { reads, ..RowUse::default() }, call.deadline)
             })?;
             let Some((cache, pin)) = pinned else { return Ok(None) };
-            let granted = grant.map(|grant| self.begin_granted(&grant, &cache, &plan)).transpose()?;
+            let granted = grant
+                .map(|id| self.begin_granted(&id, &cache, &plan.src_rows(cache.geometry().row_bytes())?))
+                .transpose()?;
             Ok(Some((plan, cache, pin, granted)))
         });
         let bytes = to.saturating_sub(from);

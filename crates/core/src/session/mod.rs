@@ -11,6 +11,7 @@
 
 mod accept;
 mod answers;
+mod asked_blocks;
 mod call_slots;
 mod call_streams;
 mod client;
@@ -53,7 +54,7 @@ pub(crate) use call_streams::StreamLease;
 pub(crate) use client::{CallEnd, REPORTED_BY, limit_ms, reply};
 pub(crate) use ensure::{LinkOnDemand, check_metadata};
 pub(crate) use known_cache::KnownCache;
-pub(crate) use message_io::send_message_before;
+pub(crate) use message_io::{send_message, send_message_before};
 pub(crate) use notifications::{ReservedNotification, check_notification};
 pub(crate) use opened_grants::OpenedGrant;
 pub(crate) use peer_memory::location;

@@ -65,6 +65,8 @@ pub struct Stats {
     ops: [Counters; Op::ALL.len()],
     direct: AtomicU64,
     ring: AtomicU64,
+    verified: AtomicU64,
+    mismatched: AtomicU64,
 }
 
 /// All counters of one engine and the state of its pools, table and links, as they were when read.
@@ -82,6 +84,10 @@ pub struct Snapshot {
     pub swap_in_direct: u64,
     /// Number of swap-ins that were copied through the staging ring.
     pub swap_in_ring: u64,
+    /// Number of blocks that this engine has compared with their source.
+    pub verified_blocks: u64,
+    /// Number of those that differed.
+    pub mismatched_blocks: u64,
     /// Bytes of device memory that the staging ring holds.
     pub ring_bytes: u64,
     /// Bytes of registered memory that the engine put into huge pages for peers, or found in huge pages.
@@ -172,6 +178,17 @@ impl Stats {
     /// ring.
     pub fn swap_ins(&self) -> (u64, u64) {
         (self.direct.load(Ordering::Relaxed), self.ring.load(Ordering::Relaxed))
+    }
+
+    /// Counts blocks that were compared with their source, and those of them that differed.
+    pub fn count_verified(&self, blocks: usize, mismatched: usize) {
+        self.verified.fetch_add(blocks as u64, Ordering::Relaxed);
+        self.mismatched.fetch_add(mismatched as u64, Ordering::Relaxed);
+    }
+
+    /// Returns the number of blocks that were compared with their source, and of those that differed.
+    pub fn verified(&self) -> (u64, u64) {
+        (self.verified.load(Ordering::Relaxed), self.mismatched.load(Ordering::Relaxed))
     }
 
     /// Returns the current counters of every kind of call, with its name.

@@ -11,7 +11,7 @@ use super::call_grant::CallGrant;
 use crate::cache::{Cache, CallRows, RowUse};
 use crate::copy::{KeptAlive, Progress};
 use crate::error::{Error, ErrorKind, Result};
-use crate::model::{Deadline, Name};
+use crate::model::{Deadline, Name, Verify};
 use crate::resources::Resources;
 use crate::session::{KnownCache, Link, ReservedNotification};
 use crate::validate;
@@ -44,6 +44,8 @@ pub(crate) struct Call {
     pub(crate) notify: Option<Arc<Vec<u8>>>,
     /// The grant under which the call pulls.
     pub(crate) grant: Option<Arc<CallGrant>>,
+    /// How thoroughly it checks the bytes that it has moved.
+    pub(crate) verify: Verify,
 }
 
 impl Call {

@@ -12,7 +12,7 @@ use super::pull::PullEnd;
 use crate::cache::Cache;
 use crate::error::{Error, Result};
 use crate::fallible;
-use crate::model::{ClusterId, Deadline, Name};
+use crate::model::{ClusterId, Deadline, Name, Verify};
 use crate::resources::Resources;
 use crate::session::LinkOfCall;
 use crate::stats::Op;
@@ -39,6 +39,8 @@ pub(crate) struct Group<Checked> {
     pub(crate) parts: Vec<GroupPart<Checked>>,
     /// The notification for the peer of the first part.
     pub(crate) notify: Option<Arc<Vec<u8>>>,
+    /// How thoroughly it checks the bytes that it has moved.
+    pub(crate) verify: Verify,
 }
 
 impl<Checked> Group<Checked> {
@@ -94,6 +96,7 @@ impl<Checked> Group<Checked> {
             to_the_end: true,
             notify: self.notify.clone(),
             grant: part.grant.map(CallGrant::new),
+            verify: self.verify,
         })
     }
 }

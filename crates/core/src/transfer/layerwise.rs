@@ -98,6 +98,7 @@ impl LayerPush {
             to_the_end: self.to_the_end,
             notify: None,
             grant: None,
+            verify: self.resources.config.verify,
         };
         let (rows, plan) = (|| fallible::copied(LAYERS, &found.local_rows), part.plan.clone());
         call.counted(|| call.rounds(|known| call.push(known, &plan, rows()?)))

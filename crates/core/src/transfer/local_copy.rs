@@ -1,12 +1,13 @@
 //! One copy or swap within this engine.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::async_call::Execution;
 use crate::cache::{Cache, CallRows};
-use crate::copy::{Limit, Progress, Staging};
-use crate::error::Result;
-use crate::model::Deadline;
+use crate::copy::{CopyOutcome, Limit, Progress, Staging};
+use crate::error::{Error, ErrorKind, Result};
+use crate::model::{Deadline, Verify};
 use crate::plan::{CacheCount, CopyPlan, Moves};
 use crate::resources::Resources;
 use crate::stats::Op;
@@ -54,9 +55,39 @@ impl LocalCopy {
         resources.still_registered(dst)?;
         let (from, to) = ((src.tensors(), src.placement()), (dst.tensors(), dst.placement()));
         let limit = Limit::Start(deadline);
-        let outcome = resources.copy_engine.run(plan, from, to, self.staging, limit, progress)?;
+        let run = |plan: Arc<CopyPlan>, limit: Limit, progress: &Arc<Progress>| {
+            resources.copy_engine.run(plan, from, to, self.staging, limit, progress)
+        };
+        let outcome = if resources.config.verify == Verify::Off {
+            run(Arc::new(plan), limit, progress)?
+        } else {
+            self.copy_compared(&plan, limit, progress, run)?
+        };
         resources.stats.count_copy(self.op, &outcome);
         resources.merger.note_use(outcome.bytes);
         Ok(outcome.bytes)
+    }
+
+    /// Copies wave after wave with `run`, and compares each before the next one. `limit` is that of the first one.
+    fn copy_compared(
+        &self,
+        plan: &CopyPlan,
+        mut limit: Limit,
+        progress: &Progress,
+        run: impl Fn(Arc<CopyPlan>, Limit, &Arc<Progress>) -> Result<CopyOutcome>,
+    ) -> Result<CopyOutcome> {
+        let (mut bytes, mut last) = (0, None);
+        for wave in plan.each_wave() {
+            let wave = Arc::new(wave?);
+            let outcome = run(wave.clone(), limit, &Arc::default())?;
+            self.compare(&wave, limit)?;
+            progress.done(bytes, bytes + outcome.bytes);
+            (bytes, last) = (bytes + outcome.bytes, Some(outcome.route));
+            // The rest of a copy that has begun has no limit.
+            limit = Limit::Start(Deadline::after(Duration::MAX));
+        }
+        // Every plan that gets here has a wave.
+        let route = last.ok_or_else(|| Error::new(ErrorKind::System, "a copy without a wave"))?;
+        Ok(CopyOutcome { bytes, route })
     }
 }

@@ -9,7 +9,7 @@ use crate::cache::RowUse;
 use crate::copy::{KeptAlive, Progress, STILL_READING, Staging, with_arrived_rows};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{CacheKey, GrantId, Name};
-use crate::plan::{CacheCount, CopyPlan, Moves};
+use crate::plan::{CacheCount, CopyPlan, LocalEnd, Moves};
 use crate::session::{CallEnd, KnownCache, PeerSnapshot, ReservedNotification, Validity};
 use crate::stats::Op;
 use crate::validate::{CheckedPull, PullRows};
@@ -114,6 +114,7 @@ impl Call {
             progress,
         };
         let outcome = outcome.map_err(|error| self.with_arrived(error, &key))?;
+        let outcome = self.verified(outcome, known, &key.plan, LocalEnd::Destination)?;
         let consumed = matches!(outcome, Moved::Bytes(_))
             && !self.resources.config.remote_accessible
             && known.consumable;

@@ -10,7 +10,7 @@ use super::stream::Streams;
 use crate::cache::RowUse;
 use crate::error::Result;
 use crate::model::Name;
-use crate::plan::{CacheCount, CopyPlan};
+use crate::plan::{CacheCount, CopyPlan, LocalEnd};
 use crate::protocol::{Reply, Request, WirePlan};
 use crate::session::{KnownCache, REPORTED_BY, limit_ms, location};
 use crate::stats::Op;
@@ -87,7 +87,7 @@ impl Call {
         if taken.as_ref().is_err_and(|error| error.fact(REPORTED_BY).is_none()) {
             writing.unanswered(limit);
         }
-        taken
+        self.verified(taken?, known, plan, LocalEnd::Source)
     }
 
     /// Moves the bytes of a push by the available path.

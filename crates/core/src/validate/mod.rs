@@ -43,4 +43,6 @@ pub use push::{CheckedPush, PushRows};
 pub(crate) use values::link_token;
 #[cfg(feature = "testing")]
 pub use values::page_shift;
-pub use values::{dimensions, mem_utilization, number, one_address, socket_address, text, timeout_ms};
+pub use values::{
+    dimensions, mem_utilization, number, one_address, socket_address, text, timeout_ms, verify,
+};

@@ -95,6 +95,9 @@ fn own_options<'a>(config: &mut Config, text: &impl Fn(&str) -> Option<&'a str>)
     if let Some(kernel) = text("llm.CopyKernel") {
         config.kernel = one_of("copy_kernel", kernel, &values::COPY_KERNELS)?;
     }
+    if let Some(how) = text("llm.Verify") {
+        config.verify = values::verify(how)?;
+    }
     if let Some(choice) = text("llm.HugePages") {
         config.huge_pages = one_of("huge_pages", choice, &values::HUGE_PAGES)?;
     }

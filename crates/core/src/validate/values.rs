@@ -13,6 +13,7 @@ use serde_json::Value;
 use super::json::json;
 use crate::config::{HugeChoice, KernelChoice, SwapInPath, Token, TransportChoice};
 use crate::error::{Error, Result, ensure};
+use crate::model::Verify;
 
 /// Minimum number of characters of a token. A shorter token could be guessed.
 const TOKEN_CHARACTERS: usize = 16;
@@ -20,7 +21,7 @@ const TOKEN_CHARACTERS: usize = 16;
 /// Maximum length of a path in bytes: the limit of the kernel, without the null byte.
 const PATH_BYTES: usize = 4095;
 
-/// The texts of `swap_in_path`, `copy_kernel`, `huge_pages` and `link_transport`, and what they choose.
+/// The texts of `swap_in_path`, `copy_kernel`, `huge_pages`, `verify` and `link_transport`, and what they choose.
 pub(super) const SWAP_IN_PATHS: [(&str, SwapInPath); 3] =
     [("auto", SwapInPath::Auto), ("direct", SwapInPath::Direct), ("ring", SwapInPath::Ring)];
 pub(super) const COPY_KERNELS: [(&str, KernelChoice); 3] =
@@ -32,6 +33,8 @@ pub(super) const HUGE_PAGES: [(&str, HugeChoice); 5] = [
     ("merge_registered", HugeChoice::MergeRegistered),
     ("eager", HugeChoice::Eager),
 ];
+pub(super) const VERIFY: [(&str, Verify); 3] =
+    [("off", Verify::Off), ("sample", Verify::Sample), ("full", Verify::Full)];
 pub(super) const LINK_TRANSPORTS: [(&str, TransportChoice); 3] =
     [("auto", TransportChoice::Auto), ("shm", TransportChoice::Shm), ("tcp", TransportChoice::Tcp)];
 
@@ -83,8 +86,14 @@ pub fn text(name: &str, text: &str) -> Result<()> {
         "link_transport" => one_of(name, text, &LINK_TRANSPORTS).map(drop),
         "rank_hosts" => rank_hosts(text).map(drop),
         "swap_in_path" => one_of(name, text, &SWAP_IN_PATHS).map(drop),
+        "verify" => verify(text).map(drop),
         _ => Err(Error::invalid(format!("{name} is not a text option"))),
     }
+}
+
+/// Reads `verify`, of the engine or of one call: `off`, `sample` or `full`.
+pub fn verify(text: &str) -> Result<Verify> {
+    one_of("verify", text, &VERIFY)
 }
 
 /// Checks `mem_utilization`: a share from 0.0 to 1.0.

@@ -8,7 +8,7 @@ use llm_datadist_core::{Error, ErrorKind, StatusCode};
 #[test]
 fn codes_are_the_numbers_of_the_contract() {
     use StatusCode as S;
-    let expected: [(ErrorKind, S, i64); 19] = [
+    let expected: [(ErrorKind, S, i64); 20] = [
         (ErrorKind::InvalidArgument, S::ParamInvalid, 0x5010_B005),
         (ErrorKind::CacheNotFound, S::KvCacheNotExist, 0x5010_B002),
         (ErrorKind::OutOfMemory, S::OutOfMemory, 0x5010_B01C),
@@ -28,6 +28,7 @@ fn codes_are_the_numbers_of_the_contract() {
         (ErrorKind::TensorCountMismatch, S::ParamInvalid, 0x5010_B005),
         (ErrorKind::Busy, S::LinkBusy, 0x5010_B01B),
         (ErrorKind::GrantEnded, S::GrantEnded, 0x4C44_0001),
+        (ErrorKind::VerifyFailed, S::VerifyFailed, 0x4C44_0002),
     ];
     assert_eq!(expected.map(|(kind, _, _)| kind), ErrorKind::ALL);
     for (kind, code, value) in expected {

@@ -17,6 +17,7 @@ mod pull_and_push;
 mod push_ahead;
 mod races;
 mod silent_memory;
+mod verification;
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU16, Ordering};

@@ -1,16 +1,39 @@
-//! What a pull does beside moving bytes: the notification for the owner, and the grant under which it pulls.
+//! What a pull or push does beside moving bytes: the notification for the owner, the grant under which it pulls, and how
+//! it checks the bytes.
 
-use llm_datadist_core::{CallExtras, Error, ErrorKind, GrantToken, GrantUse};
+use llm_datadist_core::bindings::validate;
+use llm_datadist_core::{CallExtras, Error, ErrorKind, GrantToken, GrantUse, Verify};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
 use crate::arguments::FlagArg;
-use crate::convert::{Any, only_support};
+use crate::convert::{self, Any, only_support};
 use crate::error::raise;
 use crate::notify::NotifyArg;
 
-/// Reads `notify`, `grant` and `grant_done` among the keyword arguments of a pull of blocks.
+arguments! {
+    /// How a call checks the bytes that it has moved, or `None`.
+    VerifyArg;
+}
+
+impl VerifyArg<'_, '_> {
+    /// `"off"`, `"sample"`, `"full"` or `None`, which means the option of the engine.
+    fn optional(self) -> PyResult<Option<Verify>> {
+        if self.0.is_none() {
+            return Ok(None);
+        }
+        let text = convert::text("verify", &self.0)?;
+        validate::verify(&text).map(Some).map_err(|error| raise(self.py(), &error))
+    }
+}
+
+/// Reads what a push, a group, or another call without a grant of its own does beside moving bytes.
+pub(crate) fn of_push(notify: NotifyArg<'_, '_>, verify: VerifyArg<'_, '_>) -> PyResult<CallExtras> {
+    Ok(CallExtras { notify: notify.bytes("notify")?, grant: None, verify: verify.optional()? })
+}
+
+/// Reads `notify`, `verify`, `grant` and `grant_done` among the keyword arguments of a pull of blocks.
 pub(crate) fn of_blocks(options: &Bound<'_, PyDict>) -> PyResult<CallExtras> {
     let mut extras = CallExtras::default();
     if options.is_empty() {
@@ -19,6 +42,9 @@ pub(crate) fn of_blocks(options: &Bound<'_, PyDict>) -> PyResult<CallExtras> {
     let py = options.py();
     if let Some(given) = options.get_item(intern!(py, "notify"))? {
         extras.notify = NotifyArg::extract(given.as_borrowed())?.bytes("notify")?;
+    }
+    if let Some(given) = options.get_item(intern!(py, "verify"))? {
+        extras.verify = VerifyArg::extract(given.as_borrowed())?.optional()?;
     }
     let done = match options.get_item(intern!(py, "grant_done"))? {
         Some(given) => FlagArg::extract(given.as_borrowed())?.required("grant_done")?,
@@ -33,7 +59,7 @@ pub(crate) fn of_blocks(options: &Bound<'_, PyDict>) -> PyResult<CallExtras> {
     Ok(extras)
 }
 
-/// Reads `notify` among the keyword arguments of a pull of a slot, which takes no grant.
+/// Reads `notify` and `verify` among the keyword arguments of a pull of a slot, which takes no grant.
 pub(crate) fn of_slot(options: &Bound<'_, PyDict>) -> PyResult<CallExtras> {
     let extras = of_blocks(options)?;
     if extras.grant.is_none() {

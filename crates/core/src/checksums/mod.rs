@@ -1,0 +1,75 @@
+//! The checksum of a block: XXH3 of its bytes in canonical order, with a seed that binds it to the cache.
+//!
+//! Both sides of a transfer calculate it over their own memory. It finds bytes that changed by accident. It is not a
+//! message authentication code: whoever can change the bytes on purpose can also change the checksum.
+
+use std::hash::Hasher;
+use std::ops::Range;
+
+use twox_hash::xxhash3_64::{self, DEFAULT_SECRET_LENGTH, RawHasher, SecretBuffer};
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::model::{CacheId, CacheKey, Name};
+
+/// A range of bytes of one tensor. A block is this range of every tensor that moves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ByteRange {
+    /// First byte, from the start of the tensor.
+    pub start: u64,
+    /// Number of bytes.
+    pub len: u64,
+}
+
+/// Returns the ranges of a block in canonical order, each with its tensor: the tensors in ascending order, and in each
+/// the bytes in ascending order. Both sides hash in this order, whatever the layout of their memory.
+pub fn canonical(range: ByteRange, tensors: Range<u32>) -> impl Iterator<Item = (u32, ByteRange)> {
+    tensors.map(move |tensor| (tensor, range))
+}
+
+type Secret = SecretBuffer<[u8; DEFAULT_SECRET_LENGTH]>;
+
+/// Calculates the checksums of blocks of one remote cache, as one name and one generation of its entry identify it.
+#[derive(Clone)]
+pub struct Checksums(Secret);
+
+/// The checksum of one block while its bytes are added.
+pub struct BlockChecksum(RawHasher<[u8; DEFAULT_SECRET_LENGTH]>);
+
+impl Checksums {
+    /// Returns the checksums that are bound to the cache `cache` of the owner, to the name by which the caller finds
+    /// it, and to the generation of its entry in the owner's table.
+    pub fn bound_to(name: Name, cache: CacheId, generation: u64) -> Result<Checksums> {
+        let (kind, first, second) = match name {
+            Name::Key(CacheKey::Request { model, id }) => (0, model, id),
+            Name::Key(CacheKey::Prefix { model, id }) => (1, model, id),
+            Name::Key(CacheKey::Blocks { model }) => (2, model, 0),
+            Name::Row { cache, row } => (3, cache.0.cast_unsigned(), u64::from(row)),
+        };
+        let mut bytes = [0; 40];
+        let words: [u64; 5] = [kind, first, second, cache.0.cast_unsigned(), generation];
+        for (place, word) in bytes.chunks_exact_mut(8).zip(words) {
+            place.copy_from_slice(&word.to_le_bytes());
+        }
+        let seed = xxhash3_64::Hasher::oneshot(&bytes);
+        let secret = SecretBuffer::with_seed(seed, [0; DEFAULT_SECRET_LENGTH]);
+        let refused = |_| Error::new(ErrorKind::System, "the secret of the checksums has the wrong length");
+        secret.map(Checksums).map_err(refused)
+    }
+
+    /// Begins the checksum of one block.
+    pub fn block(&self) -> BlockChecksum {
+        BlockChecksum(RawHasher::new(self.0.clone()))
+    }
+}
+
+impl BlockChecksum {
+    /// Adds the next bytes in canonical order.
+    pub fn add(&mut self, bytes: &[u8]) {
+        self.0.write(bytes);
+    }
+
+    /// Returns the checksum of all bytes that were added.
+    pub fn value(&self) -> u64 {
+        self.0.finish()
+    }
+}

@@ -1,0 +1,115 @@
+//! The blocks that a plan leaves in place, for comparing them with their source.
+//!
+//! A block is a piece that lies in one row of the local cache, and at most `most` bytes of it. If several pieces write
+//! the same bytes, only the last one counts.
+
+use super::copy_plan::CopyPlan;
+use super::spans::{PLAN, Piece};
+use crate::error::Result;
+use crate::fallible;
+
+/// One block of every `SAMPLED` is chosen.
+const SAMPLED: u64 = 64;
+
+/// The end of a plan that is a cache of this engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LocalEnd {
+    /// The plan reads the local cache.
+    Source,
+    /// The plan writes the local cache.
+    Destination,
+}
+
+/// How pieces are cut into blocks: at the rows of the local cache, and after each `most` bytes of a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockSizes {
+    /// Which end of the plan is the local cache.
+    pub local: LocalEnd,
+    /// Bytes of one row of the local cache.
+    pub row_bytes: u64,
+    /// Most bytes of a block.
+    pub most: u64,
+}
+
+impl LocalEnd {
+    /// Returns where the local end of a piece starts.
+    pub fn of(self, piece: &Piece) -> u64 {
+        match self {
+            LocalEnd::Source => piece.src,
+            LocalEnd::Destination => piece.dst,
+        }
+    }
+}
+
+impl CopyPlan {
+    /// Returns the blocks of one tensor that are in place after the plan has run: all of them, or one in 64 and at least
+    /// one, chosen by the random number `sample`.
+    pub fn final_blocks(&self, sizes: BlockSizes, sample: Option<u64>) -> Result<Vec<Piece>> {
+        if let [wave] = self.waves() {
+            // No byte is written twice within a wave.
+            let blocks = || wave.pieces(0, wave.tensor_bytes()).flat_map(|piece| cut(piece, sizes));
+            return chosen(&blocks, sample);
+        }
+        let last = self.last_writers(sizes)?;
+        chosen(&|| last.iter().copied(), sample)
+    }
+
+    /// Returns the blocks of all waves, without bytes that a later wave writes again.
+    fn last_writers(&self, sizes: BlockSizes) -> Result<Vec<Piece>> {
+        let mut blocks = Vec::new();
+        for (number, wave) in self.waves().iter().enumerate() {
+            for block in wave.pieces(0, wave.tensor_bytes()).flat_map(|piece| cut(piece, sizes)) {
+                fallible::push(PLAN, &mut blocks, (block, number))?;
+            }
+        }
+        // Pieces that write the same bytes start at the same byte, that of a destination block.
+        blocks.sort_unstable_by_key(|&(block, number)| (block.dst, std::cmp::Reverse(number)));
+        let (mut last, mut written) = (fallible::with_capacity(PLAN, blocks.len())?, 0);
+        for (block, _) in blocks {
+            let skip = u64::saturating_sub(written, block.dst);
+            if skip < block.len {
+                last.push(Piece { src: block.src + skip, dst: block.dst + skip, len: block.len - skip });
+                written = block.dst + block.len;
+            }
+        }
+        Ok(last)
+    }
+}
+
+/// Cuts a piece into blocks.
+fn cut(piece: Piece, sizes: BlockSizes) -> impl Iterator<Item = Piece> {
+    let mut done = 0;
+    std::iter::from_fn(move || {
+        let left = piece.len.checked_sub(done).filter(|&left| left > 0)?;
+        let in_row = (sizes.local.of(&piece) + done) % sizes.row_bytes.max(1);
+        let most = sizes.most.max(1);
+        let room = (sizes.row_bytes - in_row).min(most - in_row % most);
+        let block = Piece { src: piece.src + done, dst: piece.dst + done, len: left.min(room) };
+        done += block.len;
+        Some(block)
+    })
+}
+
+/// Returns all of `blocks`, or a sample.
+fn chosen<I: Iterator<Item = Piece>>(blocks: &dyn Fn() -> I, sample: Option<u64>) -> Result<Vec<Piece>> {
+    let count = blocks().count();
+    let Some(random) = sample else { return fallible::collect_growing(PLAN, count, blocks()) };
+    let count = count as u64;
+    let picked = |index: u64| {
+        let group = index / SAMPLED;
+        // A last group that is not full has a block with the same probability as a full one, unless it is the only one.
+        let of = if count < SAMPLED { count } else { SAMPLED };
+        index % SAMPLED == scrambled(random.wrapping_add(group)) % of
+    };
+    let some = (0..).zip(blocks()).filter(|&(index, _)| picked(index)).map(|(_, block)| block);
+    let most = usize::try_from(count.div_ceil(SAMPLED)).unwrap_or(usize::MAX);
+    fallible::collect_growing(PLAN, most, some)
+}
+
+/// Returns a number whose bits all depend on all bits of `number` (`SplitMix64`).
+fn scrambled(number: u64) -> u64 {
+    let mut z = number.wrapping_add(0x9E37_79B9_7F4A_7C15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}

@@ -1,0 +1,88 @@
+//! The blocks whose checksums a peer asks for. Every bound is checked here.
+
+use crate::cache::Cache;
+use crate::checksums::{ByteRange, Checksums};
+use crate::error::{Error, Result};
+use crate::fallible;
+use crate::model::{Deadline, Geometry, Name};
+use crate::protocol::Reply;
+use crate::resources::Resources;
+
+/// Name of these lists in out-of-memory errors.
+const BLOCKS: &str = "the blocks of a request";
+
+/// Ranges of bytes in some tensors of a cache.
+pub(super) struct AskedBlocks {
+    first_tensor: u32,
+    num_tensors: u32,
+    ranges: Vec<ByteRange>,
+}
+
+impl AskedBlocks {
+    /// Returns ranges, each of a first byte and a number of bytes, in the tensors `first` to `first + count`.
+    pub(super) fn new((first, count): (u32, u32), ranges: Vec<(u64, u64)>) -> Result<AskedBlocks> {
+        let ranges = ranges.into_iter().map(|(start, len)| ByteRange { start, len });
+        let ranges = fallible::collect(BLOCKS, ranges)?;
+        Ok(AskedBlocks { first_tensor: first, num_tensors: count, ranges })
+    }
+
+    /// Checks that the ranges lie inside the tensors, which the cache must have, and have together no more bytes than a
+    /// tensor, so that a request costs no more than reading the cache once. Returns `Err(InvalidArgument)` otherwise.
+    pub(super) fn check_bounds(&self, geometry: Geometry) -> Result<()> {
+        let (first, count) = (self.first_tensor, self.num_tensors);
+        if count == 0 || u64::from(first) + u64::from(count) > u64::from(geometry.num_tensors()) {
+            let text = format!("{count} tensors from tensor {first} are not in a cache");
+            return Err(Error::invalid(text).with("num_tensors", geometry.num_tensors()));
+        }
+        let tensor_bytes = geometry.tensor_bytes();
+        let mut total = 0u64;
+        for &ByteRange { start, len } in &self.ranges {
+            let inside = start.checked_add(len).is_some_and(|end| end <= tensor_bytes);
+            if len == 0 || !inside {
+                let text = format!("{len} bytes at {start} are not a range of bytes of a tensor");
+                return Err(Error::invalid(text).with("tensor_bytes", tensor_bytes));
+            }
+            total = total.saturating_add(len);
+        }
+        if total <= tensor_bytes {
+            return Ok(());
+        }
+        let text = "the ranges of a request for checksums have more bytes than a tensor";
+        Err(Error::invalid(text).with("bytes", total).with("tensor_bytes", tensor_bytes))
+    }
+
+    /// Returns the rows of `row_bytes` bytes in which the ranges lie, in ascending order, each once. The ranges must have
+    /// passed [`check_bounds`](Self::check_bounds).
+    pub(super) fn rows(&self, row_bytes: u64) -> Result<Vec<u64>> {
+        let mut rows = Vec::new();
+        for &ByteRange { start, len } in &self.ranges {
+            for row in start / row_bytes..(start + len).div_ceil(row_bytes) {
+                if rows.last() != Some(&row) {
+                    fallible::push(BLOCKS, &mut rows, row)?;
+                }
+            }
+        }
+        rows.sort_unstable();
+        rows.dedup();
+        Ok(rows)
+    }
+
+    /// Hashes the ranges of `cache`, to which `name` must resolve. The caller holds pins on the rows.
+    pub(super) fn reply(
+        self,
+        resources: &Resources,
+        name: Name,
+        cache: &Cache,
+        deadline: Deadline,
+    ) -> Result<Reply> {
+        let found = resources.table.describe(name)?;
+        if found.cache.id() != cache.id() {
+            return Ok(Reply::Stale);
+        }
+        let checksums = Checksums::bound_to(name, cache.id(), found.generation)?;
+        let tensors = self.first_tensor..self.first_tensor + self.num_tensors;
+        let memory = (cache.tensors(), cache.placement());
+        let sums = resources.copy_engine.block_sums(memory, tensors, self.ranges, checksums, deadline)?;
+        Ok(Reply::Checksums { generation: found.generation, sums })
+    }
+}

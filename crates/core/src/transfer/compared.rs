@@ -1,0 +1,44 @@
+//! The blocks of a cache of this engine that are compared with their source, and the error that names those that differ.
+
+use crate::cache::Cache;
+use crate::error::{Error, ErrorKind};
+use crate::model::CacheKind;
+use crate::plan::{BlockSizes, LocalEnd, Piece};
+
+/// Most bytes of a slot that have one checksum. Caches of blocks have one for each block.
+const SLOT_PIECE: u64 = 64 << 10;
+/// Most blocks that an error lists.
+const SHOWN: usize = 8;
+
+/// Returns how pieces are cut into blocks of `cache`, which is the end `local` of the plan.
+pub(super) fn block_sizes(cache: &Cache, local: LocalEnd) -> BlockSizes {
+    let row_bytes = cache.geometry().row_bytes();
+    let most = if cache.kind() == CacheKind::Blocks { row_bytes } else { SLOT_PIECE };
+    BlockSizes { local, row_bytes, most }
+}
+
+/// Returns the error for the blocks `different` among `checked` ones. It names the first ones by their place in `cache`,
+/// which is the end `local` of the plan.
+pub(super) fn differ(cache: &Cache, local: LocalEnd, checked: usize, different: &[Piece]) -> Error {
+    let row_bytes = cache.geometry().row_bytes();
+    let of_blocks = cache.kind() == CacheKind::Blocks;
+    let mut first: Vec<(u64, u64)> = Vec::with_capacity(SHOWN + 1);
+    for block in different {
+        let place = (local.of(block), block.len);
+        first.insert(first.partition_point(|known| *known < place), place);
+        first.truncate(SHOWN);
+    }
+    let shown = first.iter().map(|&(start, len)| {
+        let (row, at) = (start / row_bytes, start % row_bytes);
+        if of_blocks { row.to_string() } else { format!("{row}[{at}..{}]", at + len) }
+    });
+    let mut places = shown.collect::<Vec<_>>().join(", ");
+    if different.len() > SHOWN {
+        places += ", …";
+    }
+    let text = format!("{} of {checked} checked blocks differ from their source", different.len());
+    Error::new(ErrorKind::VerifyFailed, text)
+        .with("cache_id", cache.id())
+        .with(if of_blocks { "blocks" } else { "slots" }, places)
+        .with("different", different.len())
+}

@@ -1,0 +1,154 @@
+//! The blocks of a plan against a naive twin, and checksums against the bytes that they stand for.
+
+use std::collections::BTreeMap;
+
+use llm_datadist_core::testing::checksums::{ByteRange, Checksums, canonical};
+use llm_datadist_core::testing::copy::CopyEngine;
+use llm_datadist_core::testing::device::{DeviceSet, HostReach};
+use llm_datadist_core::testing::plan::{BlockSizes, CacheCount, CopyPlan, LocalEnd, Moves, Piece, Pieces};
+use llm_datadist_core::testing::tensors;
+use llm_datadist_core::{
+    CacheId, CacheKey, CacheKind, ClusterId, Config, Deadline, ErrorKind, Name, Placement, Role,
+};
+use llm_datadist_testing::SimDevice;
+use proptest::prelude::*;
+
+use crate::fixtures::{block_plan, config, desc, engine_on, patterned, proptest_cases};
+
+const ROW: u64 = 12;
+
+/// The source of every byte that the pieces write, if they run one after the other.
+fn last_sources(pieces: &[Piece]) -> BTreeMap<u64, u64> {
+    let bytes =
+        |piece: &Piece| (0..piece.len).map(move |at| (piece.dst + at, piece.src + at)).collect::<Vec<_>>();
+    pieces.iter().flat_map(bytes).collect()
+}
+
+fn judge(plan: &CopyPlan, expected: &BTreeMap<u64, u64>, local: LocalEnd, row_bytes: u64, most: u64) {
+    let blocks = plan.final_blocks(BlockSizes { local, row_bytes, most }, None).unwrap();
+    let mut found = BTreeMap::new();
+    for block in &blocks {
+        let at = local.of(block);
+        assert!(block.len > 0 && block.len <= most, "{block:?}");
+        assert_eq!(at / row_bytes, (at + block.len - 1) / row_bytes, "{block:?} is in one row");
+        for byte in 0..block.len {
+            assert_eq!(found.insert(block.dst + byte, block.src + byte), None, "each byte is in one block");
+        }
+    }
+    assert_eq!(&found, expected);
+    // A sample is a part of the blocks, and never none of them.
+    for random in 0..4 {
+        let some = plan.final_blocks(BlockSizes { local, row_bytes, most }, Some(random)).unwrap();
+        assert!(some.iter().all(|block| blocks.contains(block)));
+        assert_eq!(some.is_empty(), blocks.is_empty());
+        assert!(some.len() <= blocks.len().div_ceil(64));
+    }
+}
+
+proptest! {
+    #![proptest_config(proptest_cases(256))]
+
+    #[test]
+    fn the_blocks_of_a_list_are_what_it_leaves_in_place(
+        pairs in prop::collection::vec((0..20u64, 0..12u64), 0..200),
+        source in any::<bool>(),
+        most in 1..20u64,
+    ) {
+        let plan = block_plan(&pairs, ROW, 2);
+        let pieces: Vec<_> =
+            pairs.iter().map(|&(src, dst)| Piece { src: src * ROW, dst: dst * ROW, len: ROW }).collect();
+        let local = if source { LocalEnd::Source } else { LocalEnd::Destination };
+        judge(&plan, &last_sources(&pieces), local, ROW, most);
+    }
+
+    #[test]
+    fn the_blocks_of_a_slot_are_what_it_leaves_in_place(
+        first in 0..50u64,
+        to in prop::collection::vec(0..6u64, 1..8),
+        last in 1..=ROW,
+        most in 1..20u64,
+    ) {
+        let count = to.len() as u64;
+        let piece = |(at, row): (u64, &u64)| {
+            let len = if at + 1 == count { last } else { ROW };
+            Piece { src: first + at * ROW, dst: row * ROW, len }
+        };
+        let pieces: Vec<_> = (0..).zip(&to).map(piece).collect();
+        let mut moves = Moves { pieces: Pieces::Listed(pieces.clone()), num_tensors: 1, ..Moves::default() };
+        let plan = CopyPlan::moves(&mut moves, CacheCount::Two).unwrap();
+        judge(&plan, &last_sources(&pieces), LocalEnd::Destination, ROW, most);
+    }
+}
+
+/// Checksums are a part of the protocol: both sides must calculate the same.
+#[test]
+fn checksums_keep_their_values() {
+    let value = |name, cache, generation, bytes: &[u8]| {
+        let mut block = Checksums::bound_to(name, CacheId(cache), generation).unwrap().block();
+        bytes.iter().for_each(|byte| block.add(&[*byte]));
+        block.value()
+    };
+    let bytes: Vec<u8> = (0..=255).cycle().take(1000).collect();
+    let blocks = Name::Key(CacheKey::Blocks { model: 1 });
+    let known = value(blocks, 3, 600, &bytes);
+    // The seed is the unseeded XXH3 of five words.
+    let words: Vec<u8> = [2u64, 1, 0, 3, 600].iter().flat_map(|word| word.to_le_bytes()).collect();
+    let seed = twox_hash::XxHash3_64::oneshot(&words);
+    assert_eq!(known, twox_hash::XxHash3_64::oneshot_with_seed(seed, &bytes));
+    let mut whole = Checksums::bound_to(blocks, CacheId(3), 600).unwrap().block();
+    whole.add(&bytes);
+    assert_eq!(whole.value(), known, "it does not matter how the bytes are cut");
+    let others = [
+        value(Name::Key(CacheKey::Blocks { model: 2 }), 3, 600, &bytes),
+        value(Name::Row { cache: CacheId(3), row: 1 }, 3, 600, &bytes),
+        value(Name::Key(CacheKey::Request { model: 1, id: 0 }), 3, 600, &bytes),
+        value(Name::Key(CacheKey::Prefix { model: 1, id: 0 }), 3, 600, &bytes),
+        value(blocks, 4, 600, &bytes),
+        value(blocks, 3, 601, &bytes),
+        value(blocks, 3, 600, &bytes[1..]),
+        value(blocks, 3, 600, &[]),
+    ];
+    assert!(others.iter().all(|&other| other != known), "another cache, generation or content");
+}
+
+#[test]
+fn the_canonical_order_is_by_tensor_and_then_by_byte() {
+    let range = ByteRange { start: 4, len: 8 };
+    assert_eq!(canonical(range, 2..4).collect::<Vec<_>>(), [(2, range), (3, range)]);
+}
+
+/// Memory of a device is hashed through host memory, with the same result.
+#[test]
+fn memory_of_a_device_has_the_checksums_of_its_bytes() {
+    let device = std::sync::Arc::new(SimDevice::new(HostReach::Staged));
+    let engine = engine_on(config(4 << 20), device.clone());
+    let shape = |placement| desc(placement, 3, 5, 40_000);
+    let host = engine.allocate(&shape(Placement::Host), CacheKind::Blocks, &[]).unwrap();
+    let far = engine.allocate(&shape(Placement::Device), CacheKind::Blocks, &[]).unwrap();
+    let bytes = patterned(3, 3, 200_000);
+    crate::fixtures::fill(&host, &bytes);
+    let pairs: Vec<_> = (0..5).map(|row| (row, row)).collect();
+    engine.swap_blocks(&crate::fixtures::end(&host), &crate::fixtures::end(&far), &pairs).unwrap();
+    let copies =
+        CopyEngine::new(&Config::new(Role::Mix, ClusterId(1)), DeviceSet::with_device(device)).unwrap();
+    let blocks = vec![ByteRange { start: 0, len: 40_000 }, ByteRange { start: 39_000, len: 100_001 }];
+    let checksums = Checksums::bound_to(Name::Row { cache: CacheId(1), row: 0 }, CacheId(1), 0).unwrap();
+    let expected: Vec<u64> = blocks
+        .iter()
+        .map(|&ByteRange { start, len }| {
+            let mut block = checksums.block();
+            bytes[1..].iter().for_each(|tensor| block.add(&tensor[start as usize..(start + len) as usize]));
+            block.value()
+        })
+        .collect();
+    let deadline = Deadline::after(std::time::Duration::from_secs(20));
+    for (cache, placement) in [(&host, Placement::Host), (&far, Placement::Device)] {
+        let memory = (tensors(cache), placement);
+        let sums = copies.block_sums(memory, 1..3, blocks.clone(), checksums.clone(), deadline).unwrap();
+        assert_eq!(sums, expected);
+        let passed = Deadline::after(std::time::Duration::ZERO);
+        let many = vec![ByteRange { start: 0, len: 200_000 }; 64];
+        let late = copies.block_sums(memory, 0..3, many, checksums.clone(), passed).unwrap_err();
+        assert_eq!(late.kind(), ErrorKind::Timeout);
+    }
+}

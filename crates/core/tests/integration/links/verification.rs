@@ -1,0 +1,351 @@
+//! Verified pulls and pushes: every bit that changes between the source and the destination is found, nothing is
+//! released then, and a cache that changes meanwhile is handled as during the move.
+
+use std::time::Duration;
+
+use llm_datadist_core::{
+    CacheKind, CallExtras, DataDist, Error, ErrorKind, Event, GrantUse, GroupMember, Layers, Name, Outcome,
+    Placement, PullRows, PushRows, RemoteName, Result, Target, Verify,
+};
+
+use crate::moved::{after_the_move, flip};
+
+use super::layerwise::{SLOTS, is_done, start, to, wait};
+use super::{Held, LONG, Memory, Pair, WAYS, Way, device, of, request, row, times};
+
+fn extras(verify: Verify) -> CallExtras {
+    CallExtras { verify: Some(verify), ..CallExtras::default() }
+}
+
+fn blocks(remote: &[i64], local: &[i64]) -> PullRows {
+    PullRows::Blocks { remote: remote.to_vec(), local: local.to_vec() }
+}
+
+fn pull(
+    local: &DataDist,
+    from: RemoteName,
+    into: &Held,
+    rows: &PullRows,
+    verify: Verify,
+) -> Result<(), Error> {
+    local.pull_with(from, &into.end(), rows, Layers::ALL, extras(verify))
+}
+
+/// A generator of numbers that is good enough for positions.
+struct Chance(u64);
+
+impl Chance {
+    fn below(&mut self, most: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % most
+    }
+}
+
+fn all() -> impl Iterator<Item = (Way, Memory)> {
+    let memory = |registered| Memory { registered, placement: Placement::Device };
+    WAYS.into_iter()
+        .flat_map(move |way| [false, true].map(|registered| (way, memory(registered))))
+        .inspect(|what| eprintln!("{what:?}"))
+}
+
+const TENSORS: u32 = 3;
+const ROWS: usize = 70;
+const ROW: usize = 1000;
+
+#[test]
+fn every_flipped_bit_fails_a_full_pull_and_names_its_block() {
+    let mut chance = Chance(1);
+    for (way, memory) in all() {
+        let pair = Pair::new(way);
+        let [near, far] = [&pair.local, &pair.remote]
+            .map(|engine| memory.held(engine, (TENSORS, ROWS, ROW), CacheKind::Blocks, &[]));
+        let bytes = far.fill(2);
+        let from = of(2, row(&far, 0));
+        let numbers: Vec<i64> = (0..ROWS as i64).collect();
+        let backwards: Vec<i64> = numbers.iter().rev().copied().collect();
+        let moved = blocks(&numbers, &backwards);
+        for _ in 0..times(20) {
+            let (tensor, bit) =
+                (chance.below(TENSORS.into()) as usize, chance.below((ROWS * ROW * 8) as u64));
+            after_the_move(&near.cache, move |cache| flip(cache, tensor, bit));
+            let error = pull(&pair.local, from, &near, &moved, Verify::Full).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::VerifyFailed, "{error}");
+            let block = (bit / 8 / ROW as u64).to_string();
+            assert_eq!(error.fact("blocks"), Some(block.as_str()), "{error}");
+            assert_eq!((error.fact("cluster"), error.arrived()), (Some("2"), &[][..]));
+        }
+        let counted = pair.local.stats();
+        assert_eq!(
+            (counted.verified_blocks, counted.mismatched_blocks),
+            (u64::from(times(20)) * ROWS as u64, u64::from(times(20)))
+        );
+        // The same change is not looked for, or does not happen.
+        after_the_move(&near.cache, |_| panic!("a call without verification does not stop here"));
+        pull(&pair.local, from, &near, &moved, Verify::Off).unwrap();
+        after_the_move(&near.cache, |_| ());
+        pull(&pair.local, from, &near, &moved, Verify::Full).unwrap();
+        let row_of = |tensor: &[u8], at: usize| tensor[at * ROW..(at + 1) * ROW].to_vec();
+        for (ours, theirs) in near.read().iter().zip(&bytes) {
+            (0..ROWS).for_each(|at| assert_eq!(row_of(ours, at), row_of(theirs, ROWS - 1 - at)));
+        }
+    }
+}
+
+#[test]
+fn every_flipped_bit_fails_a_full_push() {
+    let mut chance = Chance(2);
+    for (way, memory) in all() {
+        let pair = Pair::with(way, |config| config.remote_accessible = true);
+        let [near, far] = [&pair.local, &pair.remote]
+            .map(|engine| memory.held(engine, (TENSORS, ROWS, ROW), CacheKind::Blocks, &[]));
+        near.fill(2);
+        let to = of(2, row(&far, 0));
+        let rows = PushRows::Blocks { local: vec![5, 9], remote: vec![3, 60] };
+        let push = |verify| pair.local.push_with(&near.end(), to, &rows, Layers::ALL, extras(verify));
+        for _ in 0..times(20) {
+            let (tensor, bit) = (chance.below(TENSORS.into()) as usize, chance.below((ROW * 8) as u64));
+            let block = 5 + 4 * chance.below(2);
+            after_the_move(&near.cache, move |cache| flip(cache, tensor, block * ROW as u64 * 8 + bit));
+            let error = push(Verify::Full).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::VerifyFailed, "{error}");
+            assert_eq!(error.fact("blocks"), Some(block.to_string().as_str()));
+        }
+        push(Verify::Full).unwrap();
+        assert_eq!(far.read()[0][60 * ROW..61 * ROW], near.read()[0][9 * ROW..10 * ROW]);
+    }
+}
+
+#[test]
+fn a_failed_comparison_releases_no_key_and_delivers_no_notification() {
+    for way in WAYS {
+        let pair = Pair::new(way);
+        pair.remote.poll(1).unwrap();
+        let key = Some(request(1));
+        let far = Held::new(&pair.remote, false, &device(2, 1, 200_000), CacheKind::Batch, &[key]);
+        let near = Held::pool(&pair.local, &device(2, 3, 200_000), CacheKind::Batch);
+        let bytes = far.fill(1);
+        let given = || CallExtras { notify: Some(b"here".to_vec()), ..extras(Verify::Full) };
+        let (from, rows) = (of(2, Name::Key(request(1))), PullRows::slot(1, -1));
+        after_the_move(&near.cache, |cache| flip(cache, 1, (200_000 + 70_000) * 8));
+        let error = pair.local.pull_with(from, &near.end(), &rows, Layers::ALL, given()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::VerifyFailed, "{error}");
+        assert_eq!(error.fact("slots"), Some("1[65536..131072]"));
+        assert!(pair.remote.poll(9).unwrap().is_empty());
+        assert_eq!(pair.remote.stats().table.keys, 1, "the key is still there");
+        pair.local.pull_with(from, &near.end(), &rows, Layers::ALL, given()).unwrap();
+        assert_eq!(near.read()[1][200_000..400_000], bytes[1]);
+        assert_eq!(pair.remote.stats().table.keys, 0);
+        assert!(matches!(&pair.remote.poll(9).unwrap()[..], [Event::Notification(_)]));
+    }
+}
+
+#[test]
+fn a_sample_has_one_block_of_64_and_at_least_one() {
+    let pair = Pair::new(Way::Shm);
+    let [near, far] =
+        [&pair.local, &pair.remote].map(|engine| Held::pool(engine, &device(1, 640, 512), CacheKind::Blocks));
+    let from = of(2, row(&far, 0));
+    let mut checked = 0;
+    for (count, least, most) in [(1, 1, 1), (2, 1, 1), (63, 1, 1), (64, 1, 1), (65, 1, 2), (640, 10, 10)] {
+        let numbers: Vec<i64> = (0..count).collect();
+        pull(&pair.local, from, &near, &blocks(&numbers, &numbers), Verify::Sample).unwrap();
+        let now = pair.local.stats().verified_blocks;
+        assert!((least..=most).contains(&(now - checked)), "{count} blocks: {}", now - checked);
+        checked = now;
+    }
+    // A block that differs is found after some time, wherever it is.
+    for block in [0u64, 39, 63] {
+        let numbers: Vec<i64> = (0..64).collect();
+        let found = (0..10_000).any(|_| {
+            after_the_move(&near.cache, move |cache| flip(cache, 0, block * 512 * 8 + 77));
+            pull(&pair.local, from, &near, &blocks(&numbers, &numbers), Verify::Sample).is_err()
+        });
+        assert!(found, "block {block}");
+    }
+}
+
+#[test]
+fn blocks_that_are_written_twice_count_once() {
+    for way in WAYS {
+        let pair = Pair::new(way);
+        let [near, far] = [&pair.local, &pair.remote]
+            .map(|engine| Held::pool(engine, &device(2, 16, 256), CacheKind::Blocks));
+        let bytes = far.fill(4);
+        let moved = blocks(&[1, 2, 3, 4, 3], &[7, 8, 7, 7, 8]);
+        pull(&pair.local, of(2, row(&far, 0)), &near, &moved, Verify::Full).unwrap();
+        assert_eq!(
+            near.read()[1][7 * 256..9 * 256],
+            [&bytes[1][4 * 256..5 * 256], &bytes[1][3 * 256..4 * 256]].concat()
+        );
+        assert_eq!(pair.local.stats().verified_blocks, 2);
+        // A slot that is cut into the same block twice: its end overwrites a part of its beginning.
+        let slot = Held::new(&pair.remote, false, &device(2, 1, 300), CacheKind::Batch, &[Some(request(5))]);
+        slot.fill(8);
+        let rows = PullRows::SlotToBlocks { local: vec![3, 3] };
+        pull(&pair.local, of(2, Name::Key(request(5))), &near, &rows, Verify::Full).unwrap();
+        assert_eq!(pair.local.stats().verified_blocks, 4);
+    }
+}
+
+#[test]
+fn a_remote_cache_that_changes_before_the_comparison_is_pulled_again_or_gone() {
+    for way in WAYS {
+        let pair = Pair::new(way);
+        let near = Held::pool(&pair.local, &device(2, 1, 4096), CacheKind::Batch);
+        let keys = [Some(request(1)), Some(request(2))];
+        let far = Held::new(&pair.remote, false, &device(2, 2, 4096), CacheKind::Batch, &keys);
+        let bytes = far.fill(1);
+        std::thread::scope(|scope| {
+            let remote = &pair.remote;
+            // Another key of the same cache goes: its generation changes, and the bytes are the same.
+            let (tell, told) = std::sync::mpsc::channel();
+            let (done, gone) = std::sync::mpsc::channel::<()>();
+            scope.spawn(move || {
+                told.recv().unwrap();
+                remote.remove_key(request(2)).unwrap();
+                done.send(()).unwrap();
+            });
+            after_the_move(&near.cache, move |_| {
+                tell.send(()).unwrap();
+                gone.recv().unwrap();
+            });
+            pull(&pair.local, of(2, Name::Key(request(1))), &near, &PullRows::slot(0, -1), Verify::Full)
+                .unwrap();
+        });
+        assert_eq!(near.read()[1], bytes[1][..4096]);
+        let far = Held::new(&pair.remote, false, &device(2, 1, 4096), CacheKind::Batch, &[Some(request(3))]);
+        far.fill(1);
+        let (remote, id) = (&pair.remote, far.cache.id());
+        std::thread::scope(|scope| {
+            let (tell, told) = std::sync::mpsc::channel();
+            let (done, gone) = std::sync::mpsc::channel::<()>();
+            scope.spawn(move || {
+                told.recv().unwrap();
+                remote.deallocate(id).unwrap();
+                remote.remove_key(request(3)).unwrap();
+                done.send(()).unwrap();
+            });
+            after_the_move(&near.cache, move |_| {
+                tell.send(()).unwrap();
+                gone.recv().unwrap();
+            });
+            let from = of(2, Name::Key(request(3)));
+            let error = pull(&pair.local, from, &near, &PullRows::slot(0, -1), Verify::Full).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::CacheNotFound, "{error}");
+        });
+    }
+}
+
+#[test]
+fn the_comparison_belongs_to_the_time_limit_of_the_call() {
+    for way in WAYS {
+        let pair = Pair::with(way, |config| config.sync_timeout = Duration::from_secs(1));
+        let [near, far] = [&pair.local, &pair.remote]
+            .map(|engine| Held::pool(engine, &device(2, 8, 4096), CacheKind::Blocks));
+        let from = of(2, row(&far, 0));
+        after_the_move(&near.cache, |_| std::thread::sleep(Duration::from_millis(1001)));
+        let error = pull(&pair.local, from, &near, &blocks(&[1], &[1]), Verify::Full).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+        pull(&pair.local, from, &near, &blocks(&[1], &[1]), Verify::Full).unwrap();
+    }
+}
+
+#[test]
+fn a_grant_must_last_until_the_comparison() {
+    for way in WAYS {
+        let pair = Pair::new(way);
+        let [near, far] = [&pair.local, &pair.remote]
+            .map(|engine| Held::pool(engine, &device(2, 8, 4096), CacheKind::Blocks));
+        far.fill(3);
+        let grant = pair.remote.grant(&far.end(), &[1, 2], LONG, 1).unwrap();
+        let token = pair.remote.grant_token(&grant);
+        let given = || CallExtras { grant: Some(GrantUse { token, done: false }), ..extras(Verify::Full) };
+        let from = of(2, row(&far, 0));
+        let pull = || pair.local.pull_with(from, &near.end(), &blocks(&[2], &[5]), Layers::ALL, given());
+        pull().unwrap();
+        std::thread::scope(|scope| {
+            let (tell, told) = std::sync::mpsc::channel();
+            let (done, gone) = std::sync::mpsc::channel::<()>();
+            let (remote, grant) = (&pair.remote, &grant);
+            scope.spawn(move || {
+                told.recv().unwrap();
+                remote.revoke(grant).unwrap();
+                done.send(()).unwrap();
+            });
+            after_the_move(&near.cache, move |_| {
+                tell.send(()).unwrap();
+                gone.recv().unwrap();
+            });
+            assert_eq!(pull().unwrap_err().kind(), ErrorKind::GrantEnded);
+        });
+    }
+}
+
+#[test]
+fn a_group_fails_with_the_part_that_differs_and_releases_nothing() {
+    let pair = Pair::new(Way::Shm);
+    let [a, b] = [request(1), request(2)]
+        .map(|key| Held::new(&pair.remote, false, &device(2, 1, 8192), CacheKind::Batch, &[Some(key)]));
+    a.fill(1);
+    b.fill(2);
+    let near = [1, 2].map(|_| Held::pool(&pair.local, &device(2, 2, 4096), CacheKind::Blocks));
+    let part = |at: usize| GroupMember {
+        remote: of(2, Name::Key(request(at as u64 + 1))),
+        local: near[at].end(),
+        rows: PullRows::SlotToBlocks { local: vec![0, 1] },
+        grant: None,
+    };
+    let group = || {
+        let options = llm_datadist_core::CallOptions { extras: extras(Verify::Full), ..Default::default() };
+        let transfer = pair.local.pull_group_async(vec![part(0), part(1)], options).unwrap();
+        transfer.wait(llm_datadist_core::Deadline::after(LONG)).unwrap();
+        transfer.outcome().unwrap()
+    };
+    after_the_move(&near[1].cache, |cache| flip(cache, 0, 5000 * 8));
+    let error = group().unwrap_err();
+    assert_eq!((error.kind(), error.fact("part")), (ErrorKind::VerifyFailed, Some("1")), "{error}");
+    assert_eq!(pair.remote.stats().table.keys, 2);
+    group().unwrap();
+    assert_eq!(pair.remote.stats().table.keys, 0);
+}
+
+#[test]
+fn the_option_of_the_engine_counts_unless_the_call_says_otherwise() {
+    let pair = Pair::with(Way::Tcp, |config| config.verify = Verify::Full);
+    let [near, far] =
+        [&pair.local, &pair.remote].map(|engine| Held::pool(engine, &device(1, 4, 512), CacheKind::Blocks));
+    let (from, rows) = (of(2, row(&far, 0)), blocks(&[1, 2], &[1, 2]));
+    pair.local.pull(from, &near.end(), &rows, Layers::ALL).unwrap();
+    assert_eq!(pair.local.stats().verified_blocks, 2);
+    pull(&pair.local, from, &near, &rows, Verify::Off).unwrap();
+    assert_eq!(pair.local.stats().verified_blocks, 2);
+}
+
+#[test]
+fn layers_follow_the_option_of_the_engine() {
+    for way in WAYS {
+        let pair = Pair::with(way, |config| {
+            (config.remote_accessible, config.verify) = (true, Verify::Full);
+        });
+        let shape = device(4, 2, 70_000);
+        let [near, far] =
+            [&pair.local, &pair.remote].map(|engine| Held::pool(engine, &shape, CacheKind::Batch));
+        let bytes = near.fill(1);
+        let aims = || [to(2, Target::Cache { name: row(&far, 1), first_layer: 0 }, 2)];
+        let task = start(&pair.local, &near, &SLOTS, &aims());
+        for layer in 0..2 {
+            task.ready(layer).unwrap();
+        }
+        wait(&task);
+        assert!(is_done(&task, 0), "{:?}", task.outcomes());
+        assert_eq!(far.read()[3][70_000..], bytes[3][..70_000]);
+        assert_eq!(pair.local.stats().verified_blocks, 4, "two pieces in each of two layers");
+        after_the_move(&near.cache, |cache| flip(cache, 0, 5 * 8));
+        let task = start(&pair.local, &near, &SLOTS, &aims());
+        task.ready(0).unwrap();
+        wait(&task);
+        let [Outcome::Failed(error)] = &task.outcomes()[..] else { panic!("{:?}", task.outcomes()) };
+        assert_eq!(error.kind(), ErrorKind::VerifyFailed, "{error}");
+        assert_eq!(error.fact("slots"), Some("0[0..65536]"));
+    }
+}

@@ -1,0 +1,149 @@
+"""Attacks as in `test_hostile_peers.py`: peers that ask for checksums that they must not get, and owners that lie."""
+
+from __future__ import annotations
+
+import pytest
+
+from hostile import messages as m
+from hostile.client import Wire, ask, payload
+from hostile.trial import PREY, PREY_BYTES, PREY_ROWS, SLACK, VICTIM, Trial, prey_of
+from peers import OK, by_blocks
+from peers.values import Refused, code
+from test_hostile_grants import GRANT_ENDED_KIND, INVALID_KIND, id_of
+
+U32, U64 = 2**32 - 1, 2**64 - 1
+TIMEOUT_KIND = 3
+WHOLE = (0, 2)
+
+
+def test_checksums_of_what_is_not_there_are_refused() -> None:
+    with Trial(honest=["tcp"]) as trial:
+        _, call = trial.fair_call()
+        cache, name = prey_of(call), m.name_blocks(1)
+        trial.begin()
+        row = [(0, PREY_BYTES)]
+        for tensors, ranges in (
+            ((0, 0), row),
+            ((0, 3), row),
+            ((2, 1), row),
+            ((U32, U32), row),
+            ((1, U32), row),
+            (WHOLE, [(0, PREY + 1)]),
+            (WHOLE, [(PREY, 1)]),
+            (WHOLE, [(1, PREY)]),
+            (WHOLE, [(U64, 2)]),
+            (WHOLE, [(2, U64)]),
+            (WHOLE, [(0, 0)]),
+            (WHOLE, [(0, PREY), (0, 1)]),
+            (WHOLE, [(0, PREY_BYTES)] * (PREY_ROWS + 1)),
+        ):
+            told = ask(call, m.checksums(name, cache, tensors, ranges))
+            assert (told["is"], told["kind"]) == ("Failed", INVALID_KIND), (tensors, ranges[:2], told)
+        assert ask(call, m.checksums(name, cache + 99, WHOLE, row))["is"] == "Stale"
+        assert ask(call, m.checksums(m.name_blocks(77), cache, WHOLE, row))["is"] == "Stale"
+        told = ask(call, m.checksums(name, cache, WHOLE, [(0, 5), (PREY_BYTES - 1, 2), (PREY - 1, 1), (0, 5)]))
+        assert len(set(told["sums"])) == 3, "equal ranges have equal checksums, and others do not"
+        assert ask(call, m.checksums(name, cache, WHOLE, []))["sums"] == []
+        whole = ask(call, m.checksums(name, cache, WHOLE, [(row * PREY_BYTES, PREY_BYTES) for row in range(PREY_ROWS)]))
+        assert len(whole["sums"]) == PREY_ROWS
+        # A caller whose limit has passed gets an error, and not a checksum of half a block.
+        late = ask(call, m.checksums(name, cache, WHOLE, [(0, PREY // 2), (PREY // 2, PREY // 2)], limit_ms=0))
+        assert late["is"] == "Checksums" or (late["is"], late["kind"]) == ("Failed", TIMEOUT_KIND), late
+        trial.judge(links=1, streams=1, busy=1)
+
+
+def test_checksums_obey_grants() -> None:
+    with Trial(honest=["tcp"]) as trial:
+        _, call = trial.fair_call()
+        cache, name = prey_of(call), m.name_blocks(1)
+        grant = id_of(trial.victim.grant("prey", [1, 2]))
+        old = trial.victim.grant("prey", [0])
+        trial.victim.revoke(old)
+        trial.begin()
+        for start, length in ((0, 1), (PREY_BYTES - 1, 2), (3 * PREY_BYTES - 1, 2), (PREY - 1, 1), (0, PREY)):
+            told = ask(call, m.checksums(name, cache, WHOLE, [(PREY_BYTES, 1), (start, length)], grant))
+            assert (told["is"], told["kind"]) == ("Failed", INVALID_KIND), told
+        assert len(ask(call, m.checksums(name, cache, WHOLE, [(PREY_BYTES, 2 * PREY_BYTES)], grant))["sums"]) == 1
+        for ended in (id_of(old), id_of(old, secret=bytes(16))):
+            told = ask(call, m.checksums(name, cache, WHOLE, [(0, 1)], ended))
+            assert (told["is"], told["kind"]) == ("Failed", GRANT_ENDED_KIND), told
+        trial.judge(links=1, streams=1, busy=1)
+
+
+def test_endless_lists_end_the_stream_alone() -> None:
+    with Trial(honest=["tcp"]) as trial:
+        link, call = trial.fair_call()
+        cache, name = prey_of(call), m.name_blocks(1)
+        trial.begin()
+        many = [(0, 1)] * ((1 << 16) + 1)
+        for broken in (
+            m.checksums(name, cache, WHOLE, [(0, 1)], count=U32),
+            m.checksums(name, cache, WHOLE, [(0, 1)], count=U64),
+            m.checksums(name, cache, WHOLE, [(0, 1)], count=2),
+            m.checksums(name, cache, WHOLE, many),
+            m.checksums(name, cache, WHOLE, [(0, 1)])[:-3],
+        ):
+            wire = link.call()
+            wire.say(broken)
+            assert wire.ended(SLACK), broken[:20]
+        assert ask(call, m.checksums(name, cache, WHOLE, many[:-1]))["is"] == "Checksums"
+        trial.judge(links=1, streams=6, busy=1)
+        assert not trial.tender.ended, "the link itself goes on"
+
+
+def test_the_heaviest_requests_do_not_hold_up_honest_peers() -> None:
+    with Trial(honest=["tcp"]) as trial:
+        link, call = trial.fair_call()
+        cache, name = prey_of(call), m.name_blocks(1)
+        heavy = m.checksums(name, cache, WHOLE, [(0, PREY)])
+        wires = [link.call() for _ in range(4)]
+        trial.begin()
+        for _ in range(20):
+            for wire in wires:
+                wire.say(heavy)
+            for wire in wires:
+                assert m.read_reply(wire.hear())["is"] == "Checksums"
+        for wire in wires:  # gone before the answer
+            wire.say(heavy)
+            wire.close()
+        trial.judge(links=1, streams=5, busy=1)
+
+
+LIES: dict[str, tuple[bytes, set[str]]] = {
+    "wrong checksums": (m.sums(0, [1]), {"LLM_VERIFY_FAILED"}),
+    "too few": (m.sums(0, []), {"LLM_FAILED"}),
+    "too many": (m.sums(0, [1, 2]), {"LLM_FAILED"}),
+    "more than a message may have": (m.sums(0, [0] * ((1 << 16) + 1)), {"LLM_NOT_YET_LINK"}),
+    "fewer than announced": (m.sums(0, [1], U32), {"LLM_NOT_YET_LINK"}),
+    "without end": (m.sums(0, [1], U64), {"LLM_NOT_YET_LINK"}),
+    "another generation": (m.sums(U64, [1]), {"LLM_VERIFY_FAILED"}),
+    "stale for ever": (m.STALE, {"LLM_KV_CACHE_NOT_EXIST"}),
+    "done": (m.done(1), {"LLM_FAILED"}),
+    "half a reply": (m.sums(0, [U64])[:3], {"LLM_NOT_YET_LINK"}),
+}
+
+
+def test_owners_that_lie_about_checksums_fail_the_call_and_nothing_else() -> None:
+    """The victim pulls from a hostile owner, which sends bytes, and then answers that mean nothing or do not fit."""
+    with Trial(honest=["tcp"], llm__SyncKvCacheWaitTime=1000) as trial:
+        answer = b""
+
+        def serve(wire: Wire) -> None:
+            while request := wire.hear():
+                if request[0] == 0:
+                    wire.say(m.described())
+                elif request[0] == 1:
+                    wire.say(m.ready(512))
+                    wire.send(payload(bytes(512)))
+                else:
+                    wire.say(answer)
+
+        trial.listen(serve)
+        trial.begin()
+        for what, (answer, expected) in LIES.items():  # noqa: B007  (`serve` sends it)
+            with pytest.raises(Refused) as caught:
+                trial.victim.pull_blocks(by_blocks(77), "n", [0], [0], verify="full")
+            assert caught.value.code in expected, (what, caught.value)
+        trial.victim.pull_blocks(by_blocks(77), "n", [0], [0], verify="off")
+        trial.judge(links=1, streams=2, busy=1)
+        assert code(trial.join(41, "tcp").pull_blocks, by_blocks(VICTIM), "n", [0], [0], verify="full") == OK
