@@ -22,7 +22,7 @@ use crate::model::Placement;
 const SUMS: &str = "the checksums of blocks";
 /// Bytes that are read and hashed at a time.
 const BUFFER: usize = 16 << 10;
-/// A unit has blocks of about this many bytes. The deadline is checked between units, and within larger blocks.
+/// A unit has blocks of about this many bytes. The deadline is checked before each unit, and within larger blocks.
 const UNIT: u64 = 1 << 20;
 
 impl CopyEngine {
@@ -54,6 +54,7 @@ impl CopyEngine {
                 let scratch = device.clone().map(|device| Scratch::new(device, &*host)).transpose()?;
                 let first = unit * per_unit;
                 let last = hashing.blocks.len().min(first + per_unit);
+                hashing.limit.check("hashing a block")?;
                 let mut buffer = [0; BUFFER];
                 (first..last).try_for_each(|at| hashing.hash(at, &mut buffer, scratch.as_ref()))
             }
@@ -84,10 +85,10 @@ impl Hashing {
                 let window = self.memory.window(tensor as usize, range.start + from, len)?;
                 add(&mut checksum, &window, buffer, scratch)?;
                 unchecked += len;
-            }
-            if unchecked >= UNIT {
-                self.limit.check("hashing a block")?;
-                unchecked = 0;
+                if unchecked >= UNIT {
+                    self.limit.check("hashing a block")?;
+                    unchecked = 0;
+                }
             }
         }
         sum.store(checksum.value(), Ordering::Release);

@@ -24,6 +24,8 @@ pub struct CopyPlan {
     dst: TensorSteps,
     /// Shared by the plans of all layers of one transfer.
     waves: Arc<Vec<Wave>>,
+    /// The first of the waves that this plan runs, and the one after the last.
+    part: (usize, usize),
 }
 
 impl CopyPlan {
@@ -54,7 +56,7 @@ impl CopyPlan {
     pub(super) fn new(num_tensors: u32, mut waves: Vec<Wave>) -> Self {
         waves.retain(|wave| wave.count() > 0);
         let first = TensorSteps::consecutive(0);
-        CopyPlan { num_tensors, src: first, dst: first, waves: Arc::new(waves) }
+        CopyPlan { num_tensors, src: first, dst: first, part: (0, waves.len()), waves: Arc::new(waves) }
     }
 
     /// Returns the same waves for other tensors: tensor `src_tensor + t` is copied into tensor `dst_tensor +
@@ -68,16 +70,13 @@ impl CopyPlan {
     /// Returns the same waves for the first `num_tensors` tensors of `src` and of `dst`.
     #[must_use]
     pub fn in_tensor_steps(&self, src: TensorSteps, dst: TensorSteps, num_tensors: u32) -> Self {
-        CopyPlan { num_tensors, src, dst, waves: self.waves.clone() }
+        CopyPlan { num_tensors, src, dst, waves: self.waves.clone(), part: self.part }
     }
 
     /// Returns a plan for each wave, which does what that wave does.
-    pub fn each_wave(&self) -> impl Iterator<Item = Result<Self>> + '_ {
-        let alone = |wave: &Wave| {
-            let waves = Arc::new(fallible::collect(PLAN, std::iter::once(wave.clone()))?);
-            Ok(CopyPlan { waves, ..*self })
-        };
-        self.waves.iter().map(alone)
+    pub fn each_wave(&self) -> impl Iterator<Item = Self> + '_ {
+        let (from, to) = self.part;
+        (from..to).map(|wave| CopyPlan { part: (wave, wave + 1), ..self.clone() })
     }
 
     pub fn num_tensors(&self) -> u32 {
@@ -106,11 +105,11 @@ impl CopyPlan {
 
     /// Returns the waves, in the order in which they must run.
     pub fn waves(&self) -> &[Wave] {
-        &self.waves
+        self.waves.get(self.part.0..self.part.1).unwrap_or_default()
     }
 
     pub fn bytes(&self) -> u64 {
-        let one: u64 = self.waves.iter().map(Wave::tensor_bytes).sum();
+        let one: u64 = self.waves().iter().map(Wave::tensor_bytes).sum();
         one.saturating_mul(u64::from(self.num_tensors))
     }
 
@@ -119,7 +118,7 @@ impl CopyPlan {
     /// wave, and within a wave as in [`Wave::across_tensors`].
     pub fn pieces(&self, from: u64, to: u64) -> impl Iterator<Item = (usize, Piece)> + '_ {
         let tensors = u64::from(self.num_tensors);
-        let starts = self.waves.iter().scan(0u64, move |end, wave| {
+        let starts = self.waves().iter().scan(0u64, move |end, wave| {
             let start = *end;
             *end = start.saturating_add(wave.tensor_bytes().saturating_mul(tensors));
             Some((wave, start, *end))

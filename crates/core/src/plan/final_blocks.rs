@@ -3,6 +3,8 @@
 //! A block is a piece that lies in one row of the local cache, and at most `most` bytes of it. If several pieces write
 //! the same bytes, only the last one counts.
 
+use std::collections::BinaryHeap;
+
 use super::copy_plan::CopyPlan;
 use super::spans::{PLAN, Piece};
 use crate::error::Result;
@@ -56,23 +58,42 @@ impl CopyPlan {
 
     /// Returns the blocks of all waves, without bytes that a later wave writes again.
     fn last_writers(&self, sizes: BlockSizes) -> Result<Vec<Piece>> {
-        let mut blocks = Vec::new();
+        let mut pieces = Vec::new();
         for (number, wave) in self.waves().iter().enumerate() {
-            for block in wave.pieces(0, wave.tensor_bytes()).flat_map(|piece| cut(piece, sizes)) {
-                fallible::push(PLAN, &mut blocks, (block, number))?;
+            for piece in wave.pieces(0, wave.tensor_bytes()) {
+                fallible::push(PLAN, &mut pieces, (piece, number))?;
             }
         }
-        // Pieces that write the same bytes start at the same byte, that of a destination block.
-        blocks.sort_unstable_by_key(|&(block, number)| (block.dst, std::cmp::Reverse(number)));
-        let (mut last, mut written) = (fallible::with_capacity(PLAN, blocks.len())?, 0);
-        for (block, _) in blocks {
-            let skip = u64::saturating_sub(written, block.dst);
-            if skip < block.len {
-                last.push(Piece { src: block.src + skip, dst: block.dst + skip, len: block.len - skip });
-                written = block.dst + block.len;
+        pieces.sort_unstable_by_key(|&(piece, _)| piece.dst);
+        let mut last = Vec::new();
+        // Goes through the bytes that are written, from the first to the last. `open` has the pieces that write the byte
+        // `at`; the one of the last wave counts.
+        let (mut at, mut rest) = (0, pieces.iter().peekable());
+        let mut open = BinaryHeap::new();
+        open.try_reserve(pieces.len()).map_err(|_| fallible::out_of_memory(PLAN, size_of_val(&*pieces)))?;
+        loop {
+            while open.peek().is_some_and(|&(_, dst, _, len)| dst + len <= at) {
+                open.pop();
             }
+            let Some(&(wave, dst, src, len)) = open.peek() else {
+                let Some((piece, wave)) = rest.next() else { return Ok(last) };
+                at = piece.dst;
+                open.push((*wave, piece.dst, piece.src, piece.len));
+                continue;
+            };
+            let mut until = dst + len;
+            while let Some((piece, number)) = rest.next_if(|(piece, _)| piece.dst < until) {
+                open.push((*number, piece.dst, piece.src, piece.len));
+                if *number > wave {
+                    until = piece.dst;
+                }
+            }
+            let part = Piece { src: src + (at - dst), dst: at, len: until - at };
+            for block in cut(part, sizes) {
+                fallible::push(PLAN, &mut last, block)?;
+            }
+            at = until;
         }
-        Ok(last)
     }
 }
 

@@ -33,6 +33,8 @@ pub const MAX_ARRIVED: usize = 1 << 16;
 pub const MAX_RANGES: usize = 1 << 20;
 /// Maximum number of ranges in one [`Request::Checksums`], and of checksums in its reply: 1 MiB.
 pub const MAX_CHECKSUMS: usize = 1 << 16;
+/// Maximum number of bytes, in all tensors together, that one request asks to hash. One row may have more.
+pub const MAX_HASHED: u64 = 1 << 28;
 /// Maximum number of bytes that are kept of each text from a peer.
 const MAX_TEXT: usize = 16 << 10;
 

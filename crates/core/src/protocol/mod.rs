@@ -15,9 +15,9 @@ mod plan_codec;
 pub use frame::{HANDSHAKE_LIMIT, HEADER, Header, MESSAGE_LIMIT, encode, open, refusal};
 pub use link_messages::{Confirm, LinkAnswer, MAX_METADATA, METADATA_LIMIT, Metadata};
 pub use messages::{
-    Attach, Attached, Challenge, Comm, Control, EntryVersion, Hello, MAX_ADDRS, MAX_CHECKSUMS, MAX_RANGES,
-    MAX_RUNS, MOST_AHEAD, Party, Proof, Purpose, Reply, Request, Run, Welcome, WireCache, WireLocation,
-    WirePulled,
+    Attach, Attached, Challenge, Comm, Control, EntryVersion, Hello, MAX_ADDRS, MAX_CHECKSUMS, MAX_HASHED,
+    MAX_RANGES, MAX_RUNS, MOST_AHEAD, Party, Proof, Purpose, Reply, Request, Run, Welcome, WireCache,
+    WireLocation, WirePulled,
 };
 pub use notification::{MAX_BATCH, MAX_NOTIFICATION, Payload, Payloads};
 pub use plan_codec::WirePlan;

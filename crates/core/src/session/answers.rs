@@ -214,9 +214,14 @@ impl RequestContext<'_> {
     }
 
     /// Begins a read of `rows` under a grant. Checks that the grant lends them.
-    fn begin_granted(&self, id: &GrantId, cache: &Cache, rows: &[u64]) -> Result<GrantedRead> {
+    fn begin_granted(
+        &self,
+        id: &GrantId,
+        cache: &Cache,
+        rows: impl FnOnce(u64) -> Result<Vec<u64>>,
+    ) -> Result<GrantedRead> {
         let read = self.resources.grants.read(id)?;
-        read.grant().covers(cache.id(), rows)?;
+        read.grant().covers(cache.id(), &rows(cache.geometry().row_bytes())?)?;
         Ok(read)
     }
 
@@ -228,10 +233,13 @@ impl RequestContext<'_> {
             self.pin(cache, RowUse { reads, ..RowUse::default() }, call.deadline)
         })?;
         let Some((cache, _pin)) = pinned else { return Ok(Reply::Stale) };
-        let lent = |id| self.begin_granted(&id, &cache, &asked.rows(cache.geometry().row_bytes())?);
+        self.still_wanted()?;
+        let lent = |id| self.begin_granted(&id, &cache, |row_bytes| asked.rows(row_bytes));
         let granted = grant.map(lent).transpose()?;
         let reply = asked.reply(self.resources, call.name, &cache, call.deadline)?;
         granted.map_or(Ok(()), GrantedRead::finish)?;
+        // Hashing took time in which the caller could not be expected to read.
+        self.stream.restart_pace();
         Ok(reply)
     }
 
@@ -312,7 +320,7 @@ impl RequestContext<'_> {
             })?;
             let Some((cache, pin)) = pinned else { return Ok(None) };
             let granted = grant
-                .map(|id| self.begin_granted(&id, &cache, &plan.src_rows(cache.geometry().row_bytes())?))
+                .map(|id| self.begin_granted(&id, &cache, |row_bytes| plan.src_rows(row_bytes)))
                 .transpose()?;
             Ok(Some((plan, cache, pin, granted)))
         });

@@ -5,7 +5,7 @@ use crate::checksums::{ByteRange, Checksums};
 use crate::error::{Error, Result};
 use crate::fallible;
 use crate::model::{Deadline, Geometry, Name};
-use crate::protocol::Reply;
+use crate::protocol::{MAX_HASHED, Reply};
 use crate::resources::Resources;
 
 /// Name of these lists in out-of-memory errors.
@@ -26,8 +26,9 @@ impl AskedBlocks {
         Ok(AskedBlocks { first_tensor: first, num_tensors: count, ranges })
     }
 
-    /// Checks that the ranges lie inside the tensors, which the cache must have, and have together no more bytes than a
-    /// tensor, so that a request costs no more than reading the cache once. Returns `Err(InvalidArgument)` otherwise.
+    /// Checks that the ranges lie inside the tensors, which the cache must have, and that they have together at most
+    /// [`MAX_HASHED`] bytes, or those of one row. So a request takes a bounded time, even if its caller is gone. Returns
+    /// `Err(InvalidArgument)` otherwise.
     pub(super) fn check_bounds(&self, geometry: Geometry) -> Result<()> {
         let (first, count) = (self.first_tensor, self.num_tensors);
         if count == 0 || u64::from(first) + u64::from(count) > u64::from(geometry.num_tensors()) {
@@ -44,11 +45,12 @@ impl AskedBlocks {
             }
             total = total.saturating_add(len);
         }
-        if total <= tensor_bytes {
+        let most = (MAX_HASHED / u64::from(count)).max(geometry.row_bytes()).min(tensor_bytes);
+        if total <= most {
             return Ok(());
         }
-        let text = "the ranges of a request for checksums have more bytes than a tensor";
-        Err(Error::invalid(text).with("bytes", total).with("tensor_bytes", tensor_bytes))
+        let text = "the ranges of a request for checksums have too many bytes";
+        Err(Error::invalid(text).with("bytes", total).with("limit", most))
     }
 
     /// Returns the rows of `row_bytes` bytes in which the ranges lie, in ascending order, each once. The ranges must have

@@ -78,7 +78,7 @@ impl LocalCopy {
     ) -> Result<CopyOutcome> {
         let (mut bytes, mut last) = (0, None);
         for wave in plan.each_wave() {
-            let wave = Arc::new(wave?);
+            let wave = Arc::new(wave);
             let outcome = run(wave.clone(), limit, &Arc::default())?;
             self.compare(&wave, limit)?;
             progress.done(bytes, bytes + outcome.bytes);

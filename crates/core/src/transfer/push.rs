@@ -86,6 +86,9 @@ impl Call {
         let taken = self.push_bytes(known, plan);
         if taken.as_ref().is_err_and(|error| error.fact(REPORTED_BY).is_none()) {
             writing.unanswered(limit);
+        } else {
+            // The bytes are in place, so pulls may read them in place while they are compared.
+            drop(writing);
         }
         self.verified(taken?, known, plan, LocalEnd::Source)
     }

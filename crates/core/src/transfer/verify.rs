@@ -14,13 +14,11 @@ use crate::fallible;
 use crate::memory::random;
 use crate::model::Verify;
 use crate::plan::{CopyPlan, LocalEnd, Piece};
-use crate::protocol::{MAX_CHECKSUMS, Reply, Request};
+use crate::protocol::{MAX_CHECKSUMS, MAX_HASHED, Reply, Request};
 use crate::session::{KnownCache, limit_ms, send_message};
 
 /// Name of these lists in out-of-memory errors.
 const BLOCKS: &str = "the blocks that are compared";
-/// Most bytes, in all tensors together, that one request asks to hash.
-const AT_ONCE: u64 = 1 << 30;
 /// The tensors of both ends of a transfer, and the end that is here.
 struct Ends {
     local: LocalEnd,
@@ -52,8 +50,8 @@ impl Call {
             LocalEnd::Destination => (plan.dst_tensor(), plan.src_tensor()),
         };
         let ends = Ends { local, here: here..here + plan.num_tensors(), there };
-        let most =
-            (AT_ONCE / u64::from(plan.num_tensors()).max(1)).min(known.remote.layout.geometry.tensor_bytes());
+        let most = (MAX_HASHED / u64::from(plan.num_tensors()).max(1))
+            .min(known.remote.layout.geometry.tensor_bytes());
         let mut different = Vec::new();
         for some in chunks(&blocks, most) {
             self.deadline.waiting("comparing blocks with their source")?;

@@ -66,6 +66,8 @@ proptest! {
         first in 0..50u64,
         to in prop::collection::vec(0..6u64, 1..8),
         last in 1..=ROW,
+        source in any::<bool>(),
+        slot in 1..3 * ROW,
         most in 1..20u64,
     ) {
         let count = to.len() as u64;
@@ -76,7 +78,9 @@ proptest! {
         let pieces: Vec<_> = (0..).zip(&to).map(piece).collect();
         let mut moves = Moves { pieces: Pieces::Listed(pieces.clone()), num_tensors: 1, ..Moves::default() };
         let plan = CopyPlan::moves(&mut moves, CacheCount::Two).unwrap();
-        judge(&plan, &last_sources(&pieces), LocalEnd::Destination, ROW, most);
+        // The rows of a slot need not have the size of the blocks.
+        let (local, row) = if source { (LocalEnd::Source, slot) } else { (LocalEnd::Destination, ROW) };
+        judge(&plan, &last_sources(&pieces), local, row, most);
     }
 }
 
@@ -147,8 +151,10 @@ fn memory_of_a_device_has_the_checksums_of_its_bytes() {
         let sums = copies.block_sums(memory, 1..3, blocks.clone(), checksums.clone(), deadline).unwrap();
         assert_eq!(sums, expected);
         let passed = Deadline::after(std::time::Duration::ZERO);
-        let many = vec![ByteRange { start: 0, len: 200_000 }; 64];
-        let late = copies.block_sums(memory, 0..3, many, checksums.clone(), passed).unwrap_err();
-        assert_eq!(late.kind(), ErrorKind::Timeout);
+        for count in [1, 64] {
+            let late = vec![ByteRange { start: 0, len: 200_000 }; count];
+            let late = copies.block_sums(memory, 0..3, late, checksums.clone(), passed).unwrap_err();
+            assert_eq!(late.kind(), ErrorKind::Timeout);
+        }
     }
 }
