@@ -12,7 +12,22 @@ import numpy as np
 import pytest
 
 from llm_datadist import LLMException, events
-from peers import INVALID, LIMIT, OK, End, Ends, Peer, Proxy, by_blocks, by_request, by_slot, equal, options, pattern
+from peers import (
+    INVALID,
+    LIMIT,
+    OK,
+    End,
+    Ends,
+    Peer,
+    Proxy,
+    by_blocks,
+    by_request,
+    by_slot,
+    equal,
+    kv_options,
+    options,
+    pattern,
+)
 from peers.values import cache_key as key
 from peers.values import code
 
@@ -168,3 +183,66 @@ def test_a_mismatch_is_the_outcome_of_an_asynchronous_call(ends: Ends) -> None:
         assert isinstance(call, events.Transfer)
         assert verified(near) == (ROWS, 1)
         assert far.polled() == [], "the notification was not delivered"
+
+
+def test_a_bit_that_changes_in_a_pushed_payload(ends: Ends) -> None:
+    settings = options(
+        llm__LinkTransport="tcp",
+        llm__SyncKvCacheWaitTime=5000,
+        llm__EnableRemoteCacheAccessible="1",
+        llm__Verify="full",
+    )
+    far, near = ends.peer(settings), ends.near(settings)
+    far.allocate("f", ROWS, ROW_BYTES, 2, blocks=True, keys=[by_blocks(0)])
+    near.allocate("n", ROWS, ROW_BYTES, 2, blocks=True, seed=1)
+    chance = random.Random(2)  # noqa: S311
+    rows = list(range(ROWS))
+    found = 0
+    with Proxy(far.address) as wire:
+        assert near.link_clusters([(2, wire.at)])[0] == OK
+        near.push_blocks(by_blocks(2), "n", rows, rows)  # the owner has described its cache
+        for _ in range(20):
+            far.paint("f", 0)
+            # Behind the request, which is in front of the bytes.
+            wire.flip("up", 8 * chance.randrange(2048, BYTES - 64) + chance.randrange(8))
+            error = outcome(lambda: near.push_blocks(by_blocks(2), "n", rows, rows))
+            pairs = zip(far.read("f"), near.read("n"))
+            different = sorted({int(row) for there, here in pairs for row in np.nonzero(there != here)[0]})
+            if error is None:
+                assert not different
+                continue
+            assert (error.status_code.name, len(different)) == (FAILED, 1), error
+            assert f"blocks={different[0]}," in str(error), error
+            found += 1
+    assert found > 15, "hardly any bit was one of the payload"
+
+
+def test_layers_at_different_places(pair: tuple[End, Peer], way: dict[str, Any]) -> None:
+    """Each side hashes its own layers, not those of the same number."""
+    near, far = pair
+    far.allocate("f", 8, 4096, 6, blocks=True, keys=[by_blocks(0)], seed=1)
+    near.allocate("n", 8, 4096, 6, blocks=True, seed=2)
+    before = near.read("n")
+    layers = {"src_layers": (2, 4), "dst_layers": (0, 2), "n": 1}
+    near.pull_blocks(by_blocks(2), "n", [1, 2], [3, 4], verify="full", **layers)
+    assert verified(near) == (2, 0)
+    source = pattern(1, 6, 8, 4096)
+    for tensor in range(2):
+        assert (near.read("n")[tensor][3:5] == source[tensor + 2][1:3]).all()
+        assert (near.read("n")[tensor + 2] == before[tensor + 2]).all()
+    if way["accessible"]:
+        layers = {"src_layers": (3, 5), "dst_layers": (1, 3), "n": 1}
+        near.push_blocks(by_blocks(2), "n", [5, 6], [0, 7], verify="full", **layers)
+        assert verified(near) == (4, 0)
+        assert (far.read("f")[1][0] == near.read("n")[3][5]).all()
+
+
+def test_the_kv_cache_manager_follows_the_option_of_the_engine(ends: Ends) -> None:
+    far = ends.peer(kv_options(), 0)
+    near = ends.near(kv_options(llm__Verify="full"), 0)
+    assert near.link_clusters([far.at], 20000) == (OK, [OK])
+    far.allocate("f", 1, 70_000, 2, keys=[by_request(0, 7)], seed=3)
+    near.allocate("n", 2, 70_000, 2)
+    near.pull_cache(by_request(0, 7), "n", 1)
+    assert equal([rows[1:] for rows in near.read("n")], pattern(3, 2, 1, 70_000))
+    assert verified(near) == (2, 0)
