@@ -81,9 +81,8 @@ impl Progress {
         }
         let (planned, mut count) = (planned.joined(), 0);
         let tensors = plan.dst_tensors();
-        for (index, tensor) in
-            (0..plan.num_tensors()).zip((tensors.first..).step_by(tensors.step.max(1) as usize))
-        {
+        for index in 0..plan.num_tensors() {
+            let tensor = u32::try_from(tensors.tensor(index as usize)).unwrap_or(u32::MAX);
             let rows = without(&planned, &missing(plan, index, &gaps, row_bytes)?)?;
             count += rows.len();
             if count > MOST {

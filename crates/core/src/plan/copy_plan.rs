@@ -59,11 +59,12 @@ impl CopyPlan {
         CopyPlan { num_tensors, src: first, dst: first, part: (0, waves.len()), waves: Arc::new(waves) }
     }
 
-    /// Returns the same waves for other tensors: tensor `src_tensor + t` is copied into tensor `dst_tensor +
-    /// t`, for each of `num_tensors` tensors. This cuts a plan by layer without planning again.
+    /// Returns the same waves for `num_tensors` other tensors, from tensor `src_tensor` of the source and tensor
+    /// `dst_tensor` of the destination on, with the same steps. This cuts a plan by layer without planning again.
     #[must_use]
     pub fn in_tensors(&self, src_tensor: u32, dst_tensor: u32, num_tensors: u32) -> Self {
-        let (src, dst) = (TensorSteps::consecutive(src_tensor), TensorSteps::consecutive(dst_tensor));
+        let src = TensorSteps { first: src_tensor, ..self.src };
+        let dst = TensorSteps { first: dst_tensor, ..self.dst };
         self.in_tensor_steps(src, dst, num_tensors)
     }
 

@@ -16,7 +16,7 @@ pub struct Template {
     pub src_unit: u64,
     /// Bytes from one destination place to the next.
     pub dst_unit: u64,
-    /// Numbers of the source and destination places. Shared with the message that carries the plan.
+    /// Numbers of the source and destination places.
     pub pairs: Arc<Vec<(u32, u32)>>,
     /// The spans at place 0 of source and destination.
     pub spans: Vec<Span>,

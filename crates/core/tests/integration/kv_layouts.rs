@@ -333,6 +333,13 @@ fn a_plan_between_any_two_layouts_moves_what_the_twin_moves() {
     let seen = std::cell::Cell::new([0u32; 4]);
     let outcome = TestRunner::new(proptest_cases(100_000)).run(&cases(), |case| {
         let part = KvPart::common(&case.src.layout, &case.dst.layout).unwrap();
+        let common =
+            |src: &Range<u32>, dst: &Range<u32>| src.clone().filter(|one| dst.contains(one)).collect();
+        let expected: [Vec<u32>; 2] = [
+            common(&case.src.layout.layers, &case.dst.layout.layers),
+            common(&case.src.layout.heads, &case.dst.layout.heads),
+        ];
+        prop_assert_eq!([part.layers.clone().collect::<Vec<_>>(), part.heads.clone().collect()], expected);
         case.check(&part)?;
         let (src, dst) = (&case.src.layout, &case.dst.layout);
         let [all, orders, planes, blocks] = seen.get();

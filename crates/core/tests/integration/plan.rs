@@ -522,6 +522,12 @@ fn plans_step_over_tensors() {
     every_second.check_bounds(Some((6, 1)), Some((7, 1))).unwrap();
     every_second.check_bounds(Some((5, 1)), None).unwrap_err();
     every_second.check_bounds(None, Some((6, 1))).unwrap_err();
+    // A cut by layer keeps the steps.
+    let cut = every_second.in_tensors(3, 5, 2);
+    assert_eq!(
+        [0, 1].map(|index| (cut.src_tensors().tensor(index), cut.dst_tensors().tensor(index))),
+        [(3, 5), (5, 6)]
+    );
     plan(1 << 31, (1, 2), (0, 1)).unwrap_err();
     plan(2, (0, u32::MAX), (0, 1)).unwrap_err();
     plan(2, (0, 1), (0, 0)).unwrap_err();
