@@ -280,8 +280,9 @@ def memory(size: Size) -> Iterator[Row]:
     """Memory of one more transfer that waits for a stopped peer.
 
     The allocator of the engine keeps a few freed lists, at most 16 MiB in all, whatever uses them next. Before each
-    reading, `fill_kept_lists` has it keep all that it can, so they are no part of the difference. A list takes the more
-    memory the longer it is: what a transfer takes without its list is what remains of one with a list of one block.
+    reading, `fill_kept_lists` has it keep all that it can, so they are no part of the difference. The memory
+    of a list grows with its length. The figure without the list is that of a transfer with one block, less the memory
+    of one block.
     """
     (one, handle), (many, _) = (in_flight(size, blocks) for blocks in (1, LONG_LIST))
     each = (many - one) / (LONG_LIST - 1)
@@ -317,7 +318,7 @@ def in_flight(size: Size, blocks: int) -> tuple[float, int]:
 
 
 def fill_kept_lists(near: Near) -> None:
-    """Have the allocator of the engine keep as many freed lists of each size as it ever keeps."""
+    """Fill the store of freed lists of every size that the allocator of the engine keeps."""
     most = 1 << 18  # blocks: the longest list that is kept has 2 MiB, 8 bytes for each block
     cache = near.manager.allocate_blocks_cache(CacheDesc(1, [most + 1, 1], DataType.DT_UINT8))
 
@@ -391,8 +392,9 @@ def both_rest(near: Near, size: Size) -> float:
 def layers(size: Size) -> Iterator[Row]:
     """The caller's time for one request of 40 layers, whose destination is the owner's cache.
 
-    Layers come one after the other, while a thread of the engine works, or apart, when no layer is being sent any
-    more. In the second case, a thread has to be woken unless one polls. The last row is what waking alone takes.
+    Either the layers follow one another while a thread of the engine works, or they are so far apart that the last one
+    has been sent. In the second case, the caller must wake a thread unless one polls. The last row is what waking a
+    thread takes alone.
     """
     apart = f"{size.layer_ms * 1e3:g} us apart"
     rows = {

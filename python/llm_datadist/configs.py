@@ -173,8 +173,9 @@ class LlmConfig:
         "llm.Verify",
         str,
         '`"off"`',
-        'How pulls, pushes, copies and swaps compare the bytes that they moved with their source: ``"off"``, '
-        '``"sample"`` (one block in 64), ``"full"`` (every block). Pulls and pushes can say otherwise with ``verify``.',
+        "How thoroughly pulls, pushes, layer-wise transfers, copies and swaps compare the moved bytes with their "
+        'source: ``"off"``, ``"sample"`` (one block in 64), ``"full"`` (every block). The argument ``verify`` of a '
+        "pull, push or group overrides it.",
     )
     copy_kernel = OwnOption(
         "llm.CopyKernel",

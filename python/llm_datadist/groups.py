@@ -81,7 +81,9 @@ class GroupCalls(AsyncCalls):
             timeout_ms: time limit of the whole group in milliseconds (uint32, above 0; ``sync_kv_timeout`` by default).
             notify: notification for the peer, at most 64 KiB, delivered when all parts are in place. All parts must
                 name one cluster then.
-            verify: as for ``pull_group_async``.
+            verify: how thoroughly the bytes at the owner of each part are compared with the local ones, before the
+                group succeeds: ``"off"``, ``"sample"`` (one block in 64), ``"full"``, or ``None`` for the option
+                ``verify`` of the engine.
 
         Raises:
             TypeError: ``parts`` is no list or tuple, or a part is no tuple.

@@ -44,21 +44,23 @@ class PullPushCalls(LayerCalls):
                 or an empty range means all. ``tensor_num_per_layer``, tensors of one layer (uint32, above 0, 2 by
                 default). ``notify``, a notification for the owner, ``bytes`` of at most 64 KiB
                 (``LLMDataDist.notify``), delivered when the bytes are in place and the key is released, before the call
-                returns. ``verify``, how the bytes are compared with those of the owner before that: ``"off"``,
-                ``"sample"`` (one block in 64), ``"full"``, or ``None`` for the option ``verify`` of the engine. The
-                original does not have these two. Others are ignored, with a WARNING if a name looks misspelt.
+                returns. ``verify``: how thoroughly the bytes are compared with those of the owner, before the key is
+                released and the notification delivered: ``"off"``, ``"sample"`` (one block in 64), ``"full"``, or
+                ``None`` for the option ``verify`` of the engine. The original does not have these two. Others are
+                ignored, with a WARNING if a name looks misspelt.
 
         Raises:
             TypeError: an argument has the wrong type.
             ValueError: an integer is outside its width.
             AttributeError: ``cache_key`` or ``cache`` is ``None``.
             LLMException: ``LLM_PARAM_INVALID``: the engine's own cluster, a blocks cache, a range outside a slot,
-                different numbers of tensors, layers outside a cache, or a cache that is not accessible;
+                different numbers of tensors, layers outside a cache, a cache that is not accessible, or an unknown
+                ``verify``;
                 ``LLM_KV_CACHE_NOT_EXIST``: the local cache, or the remote key or slot, does not exist;
                 ``LLM_NOT_YET_LINK``: there is no link, or it broke; ``LLM_TIMEOUT``: ``sync_kv_timeout`` passed;
                 ``LLM_LINK_BUSY``: with ``notify``, the peer has not polled its notifications, and nothing has moved;
-                ``LLM_VERIFY_FAILED``: bytes differ from those of the owner, and the key is not released. The attribute
-                ``arrived`` lists the rows that were written.
+                ``LLM_VERIFY_FAILED``: bytes differ from those of the owner; the key is not released, and ``arrived`` is
+                empty. For the other codes, the attribute ``arrived`` lists the rows that were written.
         """
         if kwargs:
             warn_of_misspelt("keyword argument of pull_cache", kwargs, NOTIFYING_PULL_KEYWORDS, once=True)
@@ -139,8 +141,8 @@ class PullPushCalls(LayerCalls):
                 outside a cache, a slot larger than the remote one, or a cache that is not accessible;
                 ``LLM_KV_CACHE_NOT_EXIST``: the local or the remote cache does not exist; ``LLM_NOT_YET_LINK``: there is
                 no link, or it broke; ``LLM_TIMEOUT``: ``sync_kv_timeout`` passed; ``LLM_LINK_BUSY`` and
-                ``LLM_VERIFY_FAILED``: as for ``pull_cache``. The attribute ``arrived`` lists the rows that were
-                written.
+                ``LLM_VERIFY_FAILED``: as for ``pull_cache``. For the other codes, the attribute ``arrived`` lists the
+                rows that were written.
         """
         layers = (src_layer_range, dst_layer_range)
         self._engine.push_cache(

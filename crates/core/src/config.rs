@@ -272,7 +272,7 @@ pub struct Config {
     pub kernel: KernelChoice,
     /// How memory is put into huge pages.
     pub huge_pages: HugeChoice,
-    /// How thoroughly calls check the bytes that they have moved, unless a call says otherwise.
+    /// How thoroughly calls compare the bytes that they have moved with their source, unless the call overrides it.
     pub verify: Verify,
     /// How links are made and kept.
     pub links: LinkConfig,

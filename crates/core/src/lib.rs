@@ -17,7 +17,8 @@
 //!   [`PoolConfig`] or [`Share`], [`LinkConfig`] with [`Token`] and [`TransportChoice`], and the choices
 //!   [`KernelChoice`], [`SwapInPath`] and [`HugeChoice`].
 //! - **Describe and hold memory:** [`CacheDesc`] ([`DataType`], [`Placement`], [`CacheKind`]), [`CacheKey`],
-//!   [`CacheLayout`] with a [`Geometry`]; a [`KvLayout`] ([`TokenOrder`], [`KvPlanes`]) with a [`KvGeometry`]; a [`Cache`] found by [`CacheId`]; [`Adopted`] memory of the caller.
+//!   [`CacheLayout`] with a [`Geometry`]; a [`KvLayout`] ([`TokenOrder`], [`KvPlanes`]) with a [`KvGeometry`];
+//!   a [`Cache`] found by [`CacheId`]; [`Adopted`] memory of the caller.
 //! - **Copy and swap:** [`End`], [`CopyArgs`].
 //! - **Link:** [`PeerAddress`], [`CommStatus`], [`Deadline`].
 //! - **Pull and push:** [`RemoteName`] with a [`Name`], [`PullRows`], [`PushRows`], [`Layers`] of

@@ -37,7 +37,7 @@ pub struct RowUse {
     pub writes: Vec<u64>,
 }
 
-/// The same in the memory of one list, because most calls only read or only write.
+/// A [`RowUse`] that takes the memory of one list in most calls, which only read or only write.
 #[derive(Debug)]
 pub(super) enum UsedRows {
     Reads(Box<[u64]>),

@@ -27,7 +27,8 @@ const UNIT: u64 = 1 << 20;
 
 impl CopyEngine {
     /// Returns the checksum of each of `blocks` of the tensors `tensors` of `memory`. The caller must hold pins on the
-    /// rows until this returns. Returns `Err(Timeout)` once a `limit` on the whole has passed.
+    /// rows until this returns. Returns `Err(Timeout)` if `limit` covers the whole
+    /// call and has passed.
     pub fn block_sums(
         &self,
         memory: PlacedTensors<'_>,

@@ -191,7 +191,7 @@ impl EventQueue {
         if state.closed {
             return;
         }
-        // Other events may have their places by now. Without memory for more, nothing better can be done than to try again.
+        // Other events may have their places by now. If there is no memory for more room, the list grows without a check.
         let _ = state.make_room(events.len());
         for event in events.rev() {
             match &event {
@@ -412,7 +412,7 @@ mod tests {
         events.iter().filter_map(number).collect()
     }
 
-    /// Random operations beside a list. The end of a transfer never makes the queue grow, however many outcomes were taken.
+    /// Random operations, compared with a list. The end of a transfer never makes the queue grow, however many outcomes were taken.
     #[test]
     fn the_end_of_a_transfer_needs_no_memory() {
         let queue = Arc::new(EventQueue::new(2000));

@@ -11,7 +11,7 @@ use crate::error::{Error, ErrorKind, Result};
 #[derive(Clone, Copy, Debug)]
 pub struct Deadline {
     at: Instant,
-    /// In nanoseconds: half of a `Duration`, because each transfer in flight has a deadline.
+    /// Nanoseconds. A `u64` takes half the memory of a `Duration`, and each transfer in flight has a deadline.
     limit: u64,
     /// The option or argument that set it, for error messages.
     name: &'static str,

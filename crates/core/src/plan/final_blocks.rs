@@ -118,7 +118,8 @@ fn chosen<I: Iterator<Item = Piece>>(blocks: &dyn Fn() -> I, sample: Option<u64>
     let count = count as u64;
     let picked = |index: u64| {
         let group = index / SAMPLED;
-        // A last group that is not full has a block with the same probability as a full one, unless it is the only one.
+        // Each block of a last group that is not full is chosen with probability 1/64, as in a full group. If this group is
+        // the only one, one of its blocks is always chosen.
         let of = if count < SAMPLED { count } else { SAMPLED };
         index % SAMPLED == scrambled(random.wrapping_add(group)) % of
     };

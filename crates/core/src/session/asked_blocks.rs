@@ -40,7 +40,7 @@ impl AskedBlocks {
         for &ByteRange { start, len } in &self.ranges {
             let inside = start.checked_add(len).is_some_and(|end| end <= tensor_bytes);
             if len == 0 || !inside {
-                let text = format!("{len} bytes at {start} are not a range of bytes of a tensor");
+                let text = format!("the range of {len} bytes at {start} is empty or outside the tensor");
                 return Err(Error::invalid(text).with("tensor_bytes", tensor_bytes));
             }
             total = total.saturating_add(len);
@@ -49,7 +49,7 @@ impl AskedBlocks {
         if total <= most {
             return Ok(());
         }
-        let text = "the ranges of a request for checksums have too many bytes";
+        let text = "a request for checksums asks for too many bytes";
         Err(Error::invalid(text).with("bytes", total).with("limit", most))
     }
 

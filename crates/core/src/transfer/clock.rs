@@ -1,9 +1,9 @@
 //! The clock of one engine: a thread that calls what is due at a set time, and ends some time after the last alarm
 //! (`alarms_come_in_order_unless_they_are_forgotten`).
 //!
-//! Most alarms are forgotten before they come. A forgotten alarm leaves its time in the order until more than half of the
-//! times are of forgotten alarms. All of these are removed then: a pause of a few nanoseconds for each alarm that is set, once
-//! for as many calls.
+//! Most alarms are forgotten before they are due. The entry of a forgotten alarm stays in the heap. When more than half of
+//! the entries are of forgotten alarms, the clock removes them all, which takes a few nanoseconds for each entry. So the
+//! cost for each alarm is constant.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;

@@ -120,7 +120,7 @@ struct ClusterJobs {
 }
 
 impl IdleLanes {
-    /// Notes that a lane that was started or woken runs.
+    /// Records that a started or woken lane now runs.
     fn woken(&mut self) {
         self.count -= 1;
         self.waking = false;
@@ -401,7 +401,8 @@ impl Shared {
         (state, waited)
     }
 
-    /// Has an idle lane look at the jobs, if there are any. Returns whether the caller must wake it, without the lock.
+    /// Tells an idle lane that there are jobs, if there are any. Returns whether the caller must also wake a lane, after it
+    /// has released the lock.
     fn call_lane(&self, state: &mut State) -> bool {
         if state.jobs.is_empty() {
             return false;

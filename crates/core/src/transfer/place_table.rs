@@ -14,8 +14,8 @@ const KEPT: usize = 8;
 /// Marks the end of the list of unused places.
 const NONE: u32 = u32::MAX;
 
-/// Names one entry of a table. The name of a removed entry is not used again before 2^32 − 1 further entries were made.
-/// Until then, later entries are greater.
+/// Names one entry of a table. The name of a removed entry is reused only after 2^32 − 1 further entries. A later entry
+/// compares greater, except when the numbers wrap between the two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Place {
     number: NonZeroU32,
@@ -128,7 +128,7 @@ impl<T> PlaceTable<T> {
 mod tests {
     use super::*;
 
-    /// The operations of a table, beside a list of pairs.
+    /// The operations of a table, compared with a list of pairs.
     #[test]
     fn entries_are_those_of_a_naive_twin() {
         let (mut table, mut twin, mut removed) =

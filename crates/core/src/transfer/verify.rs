@@ -111,7 +111,8 @@ impl Call {
         }
     }
 
-    /// Whether only something else about the remote cache has changed, such as one of its keys.
+    /// Returns whether the remote cache is still the one that was described, although its generation has changed, for
+    /// example because a key was released.
     fn same_cache(&self, known: &KnownCache) -> Result<bool> {
         let now = self.link.describe(self.name, self.deadline)?;
         Ok(now.cache == known.cache && now.remote == known.remote)

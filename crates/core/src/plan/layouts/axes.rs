@@ -22,8 +22,8 @@ impl Axis {
     }
 }
 
-/// Returns the spans that copy `len` bytes at every combination of indices of `axes`, read from `src` and written from
-/// `dst` on. The longest dimension is the count of the spans.
+/// Returns the spans that copy `len` bytes for every combination of indices of `axes`. Reads start at byte `src` and
+/// writes at byte `dst`. The longest dimension becomes the count of the spans.
 pub(super) fn spans(len: u64, axes: &[Axis], (src, dst): (u64, u64)) -> Result<Vec<Span>> {
     let (len, mut axes) = joined(len, axes);
     axes.sort_unstable_by_key(|axis| axis.count);

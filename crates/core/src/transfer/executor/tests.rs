@@ -13,7 +13,7 @@ use crate::sync::Mutex;
 const HOUR: Duration = Duration::from_secs(3600);
 const KEY: LaneKey = LaneKey::Calls(ClusterId(1));
 
-/// Reports the lane that runs it, once as many lanes are at work as the barrier counts.
+/// A job that waits until as many lanes as the barrier counts run one, and then sends the id of its lane.
 struct Meets(Arc<Barrier>, Sender<ThreadId>);
 
 impl Job for Meets {
@@ -93,7 +93,7 @@ fn without_a_limit_no_lane_polls() {
     }
 }
 
-/// Says that it runs, and ends when the other end of `gate` is dropped.
+/// A job that sends its number and blocks until the other end of `gate` is dropped.
 struct Stalls {
     number: usize,
     ran: Sender<usize>,
@@ -141,7 +141,7 @@ fn withdrawn_jobs_do_not_run() {
     assert!(numbers.recv().is_err(), "a withdrawn job ran");
 }
 
-/// Says whether it has the only reference to itself.
+/// A job that sends whether the lane has the only reference to it.
 struct Alone(Sender<bool>);
 
 impl Job for Alone {
@@ -155,7 +155,7 @@ impl Job for Alone {
     }
 }
 
-/// Also of a job that a lane takes out of the queue at the moment at which it was put there.
+/// Holds even if a lane takes the job at the moment it is queued.
 #[test]
 fn a_lane_has_the_only_reference_to_its_job() {
     let executor = Executor::default();
