@@ -456,5 +456,7 @@ mod tests {
             drop(state);
         }
         assert!(peak > 900 && most <= peak + peak / 4 + 3, "{most} places for {peak} transfers");
+        // The events refer to the queue.
+        queue.close();
     }
 }
