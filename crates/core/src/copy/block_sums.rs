@@ -122,7 +122,7 @@ struct Scratch {
 
 impl Scratch {
     fn new(device: Arc<dyn Device>, host: &dyn Device) -> Result<Scratch> {
-        let region = Arc::new(host.allocate("llm-verify", BUFFER as u64)?);
+        let region = Arc::new(host.allocate("llm_datadist verification", BUFFER as u64)?);
         let memory = Tensors::carved(region, [0], BUFFER as u64, Box::new(()))?;
         Ok(Scratch { device, memory })
     }
