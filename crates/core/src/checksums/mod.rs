@@ -1,7 +1,7 @@
 //! The checksum of a block: XXH3 of its bytes in canonical order, with a seed that binds it to the cache.
 //!
 //! Both sides of a transfer calculate it over their own memory. It finds bytes that changed by accident. It is not a
-//! message authentication code: whoever can change the bytes on purpose can also change the checksum.
+//! message authentication code: an attacker who can change the bytes can also change the checksum.
 
 use std::hash::Hasher;
 use std::ops::Range;

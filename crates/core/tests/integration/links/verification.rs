@@ -198,15 +198,15 @@ fn a_remote_cache_that_changes_before_the_comparison_is_pulled_again_or_gone() {
         std::thread::scope(|scope| {
             let remote = &pair.remote;
             // Another key of the same cache goes: its generation changes, and the bytes are the same.
-            let (tell, told) = std::sync::mpsc::channel();
+            let (moved, was_moved) = std::sync::mpsc::channel();
             let (done, gone) = std::sync::mpsc::channel::<()>();
             scope.spawn(move || {
-                told.recv().unwrap();
+                was_moved.recv().unwrap();
                 remote.remove_key(request(2)).unwrap();
                 done.send(()).unwrap();
             });
             after_the_move(&near.cache, move |_| {
-                tell.send(()).unwrap();
+                moved.send(()).unwrap();
                 gone.recv().unwrap();
             });
             pull(&pair.local, of(2, Name::Key(request(1))), &near, &PullRows::slot(0, -1), Verify::Full)
@@ -217,16 +217,16 @@ fn a_remote_cache_that_changes_before_the_comparison_is_pulled_again_or_gone() {
         far.fill(1);
         let (remote, id) = (&pair.remote, far.cache.id());
         std::thread::scope(|scope| {
-            let (tell, told) = std::sync::mpsc::channel();
+            let (moved, was_moved) = std::sync::mpsc::channel();
             let (done, gone) = std::sync::mpsc::channel::<()>();
             scope.spawn(move || {
-                told.recv().unwrap();
+                was_moved.recv().unwrap();
                 remote.deallocate(id).unwrap();
                 remote.remove_key(request(3)).unwrap();
                 done.send(()).unwrap();
             });
             after_the_move(&near.cache, move |_| {
-                tell.send(()).unwrap();
+                moved.send(()).unwrap();
                 gone.recv().unwrap();
             });
             let from = of(2, Name::Key(request(3)));
@@ -264,16 +264,16 @@ fn a_grant_must_last_until_the_comparison() {
         let pull = || pair.local.pull_with(from, &near.end(), &blocks(&[2], &[5]), Layers::ALL, given());
         pull().unwrap();
         std::thread::scope(|scope| {
-            let (tell, told) = std::sync::mpsc::channel();
+            let (moved, was_moved) = std::sync::mpsc::channel();
             let (done, gone) = std::sync::mpsc::channel::<()>();
             let (remote, grant) = (&pair.remote, &grant);
             scope.spawn(move || {
-                told.recv().unwrap();
+                was_moved.recv().unwrap();
                 remote.revoke(grant).unwrap();
                 done.send(()).unwrap();
             });
             after_the_move(&near.cache, move |_| {
-                tell.send(()).unwrap();
+                moved.send(()).unwrap();
                 gone.recv().unwrap();
             });
             assert_eq!(pull().unwrap_err().kind(), ErrorKind::GrantEnded);
