@@ -106,6 +106,8 @@ fn main() {
         shape: vec![ROWS, ROW_BYTES],
         data_type: DataType::Uint8,
         placement: Placement::Device,
+        row_stride: None,
+        kv_layout: None,
     };
     let cache = engine.allocate(&desc, CacheKind::Batch, &[]).unwrap();
     let end = End::Managed(cache.id());

@@ -97,6 +97,8 @@ impl Bed {
                 shape: vec![rows as i64, block as i64],
                 data_type: DataType::Uint8,
                 placement,
+                row_stride: None,
+                kv_layout: None,
             };
             engine.allocate(&desc, kind, &[]).unwrap()
         };

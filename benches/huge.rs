@@ -75,7 +75,14 @@ fn engine(cluster: u64, mib: u64, choice: HugeChoice) -> DataDist {
 
 fn desc(placement: Placement, mib: u64, block: u64) -> CacheDesc {
     let shape = vec![((mib << 20) / block) as i64, block as i64];
-    CacheDesc { num_tensors: 1, shape, data_type: DataType::Uint8, placement }
+    CacheDesc {
+        num_tensors: 1,
+        shape,
+        data_type: DataType::Uint8,
+        placement,
+        row_stride: None,
+        kv_layout: None,
+    }
 }
 
 fn allocate(engine: &DataDist, placement: Placement, mib: u64, block: u64) -> Arc<Cache> {

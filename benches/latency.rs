@@ -111,7 +111,14 @@ fn engine(cluster: u64) -> DataDist {
 
 fn desc(placement: Placement, block: u64) -> CacheDesc {
     let shape = vec![(POOL / block) as i64, block as i64];
-    CacheDesc { num_tensors: 1, shape, data_type: DataType::Uint8, placement }
+    CacheDesc {
+        num_tensors: 1,
+        shape,
+        data_type: DataType::Uint8,
+        placement,
+        row_stride: None,
+        kv_layout: None,
+    }
 }
 
 /// Writes to every page from `at` on.

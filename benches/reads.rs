@@ -54,7 +54,14 @@ fn main() {
     let src = Arc::new(Tensors::of_process(process, [number(at)].into(), BYTES as u64).unwrap());
     let mut memory = vec![1_u8; BYTES];
     let shape = vec![i64::try_from(BYTES).unwrap(), 1];
-    let desc = CacheDesc { num_tensors: 1, shape, data_type: DataType::Uint8, placement: Placement::Host };
+    let desc = CacheDesc {
+        num_tensors: 1,
+        shape,
+        data_type: DataType::Uint8,
+        placement: Placement::Host,
+        row_stride: None,
+        kv_layout: None,
+    };
     // SAFETY: `memory` outlives every copy, and nothing else touches it.
     let adopted = unsafe { Adopted::new(&desc, CacheKind::Blocks, &[memory.as_mut_ptr() as u64]) };
     let dst = Arc::new(Tensors::adopted(adopted.unwrap()));

@@ -85,6 +85,8 @@ fn one_round(rows: u64) -> [f64; 5] {
         shape: vec![rows as i64, 1],
         data_type: DataType::Uint8,
         placement: Placement::Host,
+        row_stride: None,
+        kv_layout: None,
     };
     let geometry = Geometry::new(&desc).unwrap();
     let layout = CacheLayout { geometry, kind: CacheKind::Batch, placement: Placement::Host };
@@ -173,8 +175,14 @@ fn planning() {
 fn between_layouts(src_blocks: &[u64], dst_blocks: &[u64], order: TokenOrder) -> f64 {
     let side = |heads: std::ops::Range<u32>, order| {
         let (num_tensors, shape) = (80, vec![8192, 16 * i64::from(heads.end - heads.start) * 128]);
-        let desc =
-            CacheDesc { num_tensors, shape, data_type: DataType::Float16, placement: Placement::Device };
+        let desc = CacheDesc {
+            num_tensors,
+            shape,
+            data_type: DataType::Float16,
+            placement: Placement::Device,
+            row_stride: None,
+            kv_layout: None,
+        };
         let layout = KvLayout {
             tokens_per_block: 16,
             heads,

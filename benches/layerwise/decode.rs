@@ -42,7 +42,14 @@ impl Kv {
     pub fn new(engine: &DataDist, rows: u64, len: u64) -> Kv {
         let shape = vec![rows as i64, len as i64];
         let (num_tensors, placement) = (LAYERS * 2, Placement::Device);
-        let desc = CacheDesc { num_tensors, shape, data_type: DataType::Uint8, placement };
+        let desc = CacheDesc {
+            num_tensors,
+            shape,
+            data_type: DataType::Uint8,
+            placement,
+            row_stride: None,
+            kv_layout: None,
+        };
         let cache = engine.allocate(&desc, CacheKind::Blocks, &[Some(KEY)]).unwrap();
         Kv { end: End::Managed(cache.id()), addrs: cache.addrs().to_vec(), rows, len }
     }

@@ -34,7 +34,14 @@ pub fn config(cluster: u64, transport: &str, one_sided: bool, mib: u64, streams:
 
 pub fn desc(rows: u64, len: u64) -> CacheDesc {
     let shape = vec![rows as i64, len as i64];
-    CacheDesc { num_tensors: 1, shape, data_type: DataType::Uint8, placement: Placement::Device }
+    CacheDesc {
+        num_tensors: 1,
+        shape,
+        data_type: DataType::Uint8,
+        placement: Placement::Device,
+        row_stride: None,
+        kv_layout: None,
+    }
 }
 
 impl Blocks {

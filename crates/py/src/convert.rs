@@ -156,6 +156,8 @@ pub(crate) fn desc(value: &Any<'_>) -> PyResult<CacheDesc> {
         shape: shape(&value.getattr(intern!(py, "_shape"))?)?,
         data_type: data_type(&value.getattr(intern!(py, "_data_type"))?)?,
         placement: placement(&value.getattr(intern!(py, "_placement"))?)?,
+        row_stride: None,
+        kv_layout: None,
     })
 }
 

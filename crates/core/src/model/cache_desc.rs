@@ -5,6 +5,7 @@
 
 use std::fmt;
 
+use super::kv_layout::KvLayout;
 use crate::error::{Error, Result};
 
 macro_rules! data_types {
@@ -110,6 +111,11 @@ pub struct CacheDesc {
     pub data_type: DataType,
     /// Placement, which selects the pool.
     pub placement: Placement,
+    /// Bytes from the start of one row to the start of the next, for padded pages and packed layers. `None` if rows
+    /// follow each other without gaps.
+    pub row_stride: Option<u64>,
+    /// What the rows mean, if the caller said so.
+    pub kv_layout: Option<Box<KvLayout>>,
 }
 
 /// Sizes, kind and placement of a cache: what a request is checked against.

@@ -5,6 +5,7 @@ mod deadline;
 mod grant;
 mod ids;
 mod keys;
+mod kv_geometry;
 mod kv_layout;
 mod verify;
 
@@ -13,5 +14,6 @@ pub use deadline::Deadline;
 pub use grant::{GrantEnd, GrantId, GrantToken};
 pub use ids::{AddressLocation, CacheId, ClusterId};
 pub use keys::{CacheKey, NO_ID, Name};
-pub use kv_layout::{KvGeometry, KvLayout, KvPlanes, TokenOrder};
+pub use kv_geometry::KvGeometry;
+pub use kv_layout::{KvLayout, KvPlanes, TokenOrder};
 pub use verify::Verify;

@@ -149,6 +149,8 @@ impl WireCache {
             shape: vec![dim(self.rows)?, dim(self.row_bytes)?],
             data_type: DataType::Uint8,
             placement,
+            row_stride: None,
+            kv_layout: None,
         };
         let geometry = Geometry::new(&desc).map_err(|error| invalid("invalid sizes").because(error))?;
         let kind = if self.blocks { CacheKind::Blocks } else { CacheKind::Batch };

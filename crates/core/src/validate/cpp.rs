@@ -202,7 +202,14 @@ pub fn ip_info(ip: &str, port: u16) -> Result<SocketAddr> {
 /// type that the Python API does not have is read as a type of the same size.
 pub fn desc(placement: u32, num_tensors: u32, data_type: i32, shape: &[i64]) -> Result<CacheDesc> {
     let placement = self::placement(placement)?;
-    Ok(CacheDesc { num_tensors, shape: shape.to_vec(), data_type: element(data_type)?, placement })
+    Ok(CacheDesc {
+        num_tensors,
+        shape: shape.to_vec(),
+        data_type: element(data_type)?,
+        placement,
+        row_stride: None,
+        kv_layout: None,
+    })
 }
 
 fn placement(number: u32) -> Result<Placement> {

@@ -119,8 +119,14 @@ fn planning_fails_whole() {
 fn kv_geometry(heads: Range<u32>, order: TokenOrder) -> KvGeometry {
     let row = 16 * i64::from(heads.end - heads.start) * 8;
     let (num_tensors, data_type) = (4, DataType::Float16);
-    let desc =
-        CacheDesc { num_tensors, shape: vec![MANY as i64, row], data_type, placement: Placement::Device };
+    let desc = CacheDesc {
+        num_tensors,
+        shape: vec![MANY as i64, row],
+        data_type,
+        placement: Placement::Device,
+        row_stride: None,
+        kv_layout: None,
+    };
     let layout = KvLayout {
         tokens_per_block: 16,
         heads,

@@ -24,7 +24,7 @@ pub fn refused<T: std::fmt::Debug>(result: Result<T>, facts: &[&str]) -> Error {
 }
 
 fn desc(num_tensors: u32, shape: &[i64], data_type: DataType, placement: Placement) -> CacheDesc {
-    CacheDesc { num_tensors, shape: shape.to_vec(), data_type, placement }
+    CacheDesc { num_tensors, shape: shape.to_vec(), data_type, placement, row_stride: None, kv_layout: None }
 }
 
 pub fn spec(tensors: u32, rows: i64, row_bytes: i64, kind: CacheKind, placement: Placement) -> CacheLayout {

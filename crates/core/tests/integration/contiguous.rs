@@ -66,7 +66,14 @@ fn tensors_follow_one_another_in_one_extent() {
 fn elements_need_no_gap_for_their_alignment() {
     let engine = engine(64);
     for &data_type in DataType::ALL {
-        let spec = CacheDesc { num_tensors: 7, shape: vec![3, 5], data_type, placement: Device };
+        let spec = CacheDesc {
+            num_tensors: 7,
+            shape: vec![3, 5],
+            data_type,
+            placement: Device,
+            row_stride: None,
+            kv_layout: None,
+        };
         let cache = engine.allocate_contiguous(&spec, Blocks, &[]).unwrap();
         assert!(cache.addrs().iter().all(|addr| addr % data_type.bytes() == 0), "{data_type:?}");
     }

@@ -103,7 +103,7 @@ pub fn patterned(seed: u8, tensors: usize, bytes: usize) -> Vec<Vec<u8>> {
 
 pub fn desc(placement: Placement, num_tensors: u32, rows: usize, row_bytes: usize) -> CacheDesc {
     let shape = vec![rows as i64, row_bytes as i64];
-    CacheDesc { num_tensors, shape, data_type: DataType::Uint8, placement }
+    CacheDesc { num_tensors, shape, data_type: DataType::Uint8, placement, row_stride: None, kv_layout: None }
 }
 
 /// The rows of a whole cache, each paired with the same row of another one.

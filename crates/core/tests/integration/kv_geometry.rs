@@ -24,7 +24,14 @@ fn layouts_that_do_not_fit_their_cache_are_refused() {
     let elements = 16 * 4 * 8;
     let checked = |layout: KvLayout, num_tensors: u32, elements: i64| {
         let (shape, data_type) = (vec![4, elements], DataType::Float16);
-        let desc = CacheDesc { num_tensors, shape, data_type, placement: Placement::Device };
+        let desc = CacheDesc {
+            num_tensors,
+            shape,
+            data_type,
+            placement: Placement::Device,
+            row_stride: None,
+            kv_layout: None,
+        };
         KvGeometry::new(layout, &Geometry::new(&desc).unwrap(), data_type)
     };
     let good = checked(layout(), 8, elements).unwrap();

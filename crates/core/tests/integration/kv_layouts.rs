@@ -52,6 +52,8 @@ impl Side {
             shape: vec![self.rows as i64, elements as i64],
             data_type: self.data_type,
             placement: Placement::Device,
+            row_stride: None,
+            kv_layout: None,
         };
         KvGeometry::new(self.layout.clone(), &Geometry::new(&desc)?, self.data_type)?
             .with_row_stride(self.row_stride)

@@ -1,0 +1,116 @@
+//! The sizes of a cache whose rows have a KV layout: how far apart its tokens, heads and planes are.
+
+use super::cache_desc::{DataType, Geometry};
+use super::kv_layout::{KvLayout, TokenOrder};
+use crate::error::{Error, Result, ensure};
+
+/// A layout that fits its cache, with the sizes that follow. A value exists only for valid sizes: no position
+/// inside a tensor reaches 2^63.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KvGeometry {
+    layout: KvLayout,
+    rows: u64,
+    row_stride: u64,
+    element_bytes: u64,
+    plane_bytes: u64,
+}
+
+impl KvGeometry {
+    /// Checks `layout` against the sizes of its cache. Returns `Err` of kind `InvalidArgument` unless a row has
+    /// as many bytes as a block, and the cache has the tensors of all layers.
+    pub fn new(layout: KvLayout, geometry: &Geometry, data_type: DataType) -> Result<Self> {
+        layout.check_ranges()?;
+        let tensors = u64::from(layout.tensors_per_layer()) * layout.layers.len() as u64;
+        ensure(u64::from(geometry.num_tensors()) == tensors, || {
+            let layers = format_args!("{tensors} for layers {:?} ({:?})", layout.layers, layout.kv);
+            Error::argument("num_tensors", geometry.num_tensors(), layers)
+        })?;
+        let plane_bytes = [layout.tokens_per_block, layout.head_dim]
+            .into_iter()
+            .try_fold(data_type.bytes() * layout.heads.len() as u64, |bytes, factor| {
+                bytes.checked_mul(factor.into())
+            });
+        let row_bytes = plane_bytes.and_then(|bytes| bytes.checked_mul(u64::from(layout.planes_per_row())));
+        let (Some(plane_bytes), Some(row_bytes)) = (plane_bytes, row_bytes) else {
+            return Err(Error::argument(
+                "layout",
+                &layout,
+                "a layout whose blocks have less than 2^64 bytes",
+            ));
+        };
+        ensure(geometry.row_bytes() == row_bytes, || {
+            let required = format_args!("{row_bytes}, the bytes of a block");
+            Error::argument("row_bytes", geometry.row_bytes(), required)
+                .with("layout", &layout)
+                .with("data_type", data_type.name())
+        })?;
+        let (rows, element_bytes) = (geometry.rows(), data_type.bytes());
+        Ok(KvGeometry { layout, rows, row_stride: row_bytes, element_bytes, plane_bytes })
+    }
+
+    /// Sets the bytes from the start of one row to the start of the next, for padded pages. Returns `Err` of kind
+    /// `InvalidArgument` if rows would overlap or a tensor would have 2^63 bytes or more.
+    pub fn with_row_stride(self, row_stride: u64) -> Result<Self> {
+        let row_bytes = self.row_bytes();
+        ensure(row_stride >= row_bytes, || {
+            Error::argument("row_stride", row_stride, format_args!("at least the {row_bytes} bytes of a row"))
+        })?;
+        let end = row_stride.checked_mul(self.rows).filter(|&end| i64::try_from(end).is_ok());
+        ensure(end.is_some(), || {
+            let required = format_args!("small enough for {} rows in less than 2^63 bytes", self.rows);
+            Error::argument("row_stride", row_stride, required)
+        })?;
+        Ok(KvGeometry { row_stride, ..self })
+    }
+
+    /// Returns the layout.
+    pub fn layout(&self) -> &KvLayout {
+        &self.layout
+    }
+
+    /// Returns the number of blocks in one tensor.
+    pub fn rows(&self) -> u64 {
+        self.rows
+    }
+
+    /// Returns the bytes of one block in one tensor, without padding.
+    pub fn row_bytes(&self) -> u64 {
+        self.plane_bytes * u64::from(self.layout.planes_per_row())
+    }
+
+    /// Returns the bytes from the start of one block to the start of the next.
+    pub fn row_stride(&self) -> u64 {
+        self.row_stride
+    }
+
+    /// Returns the bytes of one element.
+    pub fn element_bytes(&self) -> u64 {
+        self.element_bytes
+    }
+
+    /// Returns the bytes of the keys, or of the values, of one block.
+    pub fn plane_bytes(&self) -> u64 {
+        self.plane_bytes
+    }
+
+    /// Returns the bytes of one head of one token.
+    pub fn head_bytes(&self) -> u64 {
+        u64::from(self.layout.head_dim) * self.element_bytes
+    }
+
+    /// Returns the bytes from one token of a block to the next.
+    pub fn token_step(&self) -> u64 {
+        match self.layout.order {
+            TokenOrder::Nhd => self.layout.heads.len() as u64 * self.head_bytes(),
+            TokenOrder::Hnd => self.head_bytes(),
+        }
+    }
+
+    /// Returns the bytes from one head of a block to the next.
+    pub fn head_step(&self) -> u64 {
+        match self.layout.order {
+            TokenOrder::Nhd => self.head_bytes(),
+            TokenOrder::Hnd => u64::from(self.layout.tokens_per_block) * self.head_bytes(),
+        }
+    }
+}
