@@ -191,6 +191,7 @@ fn between_layouts(src_blocks: &[u64], dst_blocks: &[u64], order: TokenOrder) ->
             order,
             kv: KvPlanes::Separate,
             layers: 0..40,
+            model: String::new(),
         };
         KvGeometry::new(layout, &Geometry::new(&desc).unwrap(), DataType::Float16).unwrap()
     };

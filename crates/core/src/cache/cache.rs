@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::row_turns::RowTurns;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Access, Adopted, Tensors};
-use crate::model::{CacheDesc, CacheId, CacheKind, CacheLayout, DataType, Geometry, Placement};
+use crate::model::{CacheDesc, CacheId, CacheKind, CacheLayout, DataType, Geometry, KvGeometry, Placement};
 use crate::sync::Mutex;
 
 /// The provider of a cache's memory.
@@ -52,6 +52,7 @@ pub struct Cache {
     layout: CacheLayout,
     shape: Shape,
     data_type: DataType,
+    kv: Option<Arc<KvGeometry>>,
     remote_accessible: bool,
     tensors: Arc<Tensors>,
     pub(super) pins: Mutex<RowTurns>,
@@ -72,12 +73,15 @@ impl Cache {
         tensors: Tensors,
         remote_accessible: bool,
     ) -> Self {
+        // The description was checked when the memory was allocated or adopted.
+        let kv = KvGeometry::of(desc, &layout.geometry).ok().flatten();
         Cache {
             id,
             origin,
             layout,
             shape: Shape::of(&desc.shape),
             data_type: desc.data_type,
+            kv,
             remote_accessible,
             tensors: Arc::new(tensors),
             pins: Mutex::default(),
@@ -124,6 +128,11 @@ impl Cache {
     /// Returns the element type.
     pub fn data_type(&self) -> DataType {
         self.data_type
+    }
+
+    /// Returns what its rows mean, if its description said so.
+    pub fn kv(&self) -> Option<&Arc<KvGeometry>> {
+        self.kv.as_ref()
     }
 
     /// Returns whether peers may access it.

@@ -50,7 +50,7 @@ impl DataDist {
     ) -> Result<Arc<Transfer>> {
         let CallOptions { limit, extras, .. } = options.into();
         let deadline = self.limited(limit);
-        let (local, checked) = self.checked_pull(from, to, rows, layers)?;
+        let (local, checked) = self.checked_pull(from, to, rows, layers, extras.raw_layout)?;
         let writes = checked.rows().local_rows()?;
         let used = CallRows::of(local.clone(), RowUse { writes, ..RowUse::default() });
         let verify = self.verify(&extras);
@@ -77,7 +77,7 @@ impl DataDist {
     ) -> Result<Arc<Transfer>> {
         let CallOptions { limit, extras, .. } = options.into();
         let deadline = self.limited(limit);
-        let (local, checked) = self.checked_push(from, to, rows, layers)?;
+        let (local, checked) = self.checked_push(from, to, rows, layers, extras.raw_layout)?;
         let reads = checked.rows().local_rows()?;
         let used = CallRows::of(local.clone(), RowUse { reads, ..RowUse::default() });
         let verify = self.verify(&extras);

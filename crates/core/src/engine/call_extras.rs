@@ -16,6 +16,8 @@ pub struct CallExtras {
     pub grant: Option<GrantUse>,
     /// How thoroughly it checks the bytes that it has moved; as the engine is configured if `None`.
     pub verify: Option<Verify>,
+    /// Whether rows move as they are, whatever KV layouts the two caches have.
+    pub raw_layout: bool,
 }
 
 type CheckedExtras = (Option<Arc<Vec<u8>>>, Option<Arc<CallGrant>>);

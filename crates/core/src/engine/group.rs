@@ -39,12 +39,38 @@ impl DataDist {
         parts: Vec<GroupMember<PullRows>>,
         options: impl Into<CallOptions>,
     ) -> Result<Arc<Transfer>> {
-        let CallOptions { limit, extras, quiet } = options.into();
+        self.pull_members(parts, options.into(), false)
+    }
+
+    /// Starts one call that pulls the blocks of a sequence from several `owners`, each of which holds some layers and heads
+    /// of it, for example the ranks of a tensor-parallel group. All members name one local cache and the same rows of it,
+    /// and all caches have KV layouts. Each layer and head of the local cache is read from one owner; where several hold
+    /// it, engines with neighbouring ids read from different ones. Otherwise like
+    /// [`pull_group_async`](Self::pull_group_async).
+    ///
+    /// The transfer fails with `InvalidArgument` before any byte moves if an owner has no layout, or one of another model,
+    /// or if nobody holds some head of the local cache.
+    pub fn pull_owners_async(
+        &self,
+        owners: Vec<GroupMember<PullRows>>,
+        options: impl Into<CallOptions>,
+    ) -> Result<Arc<Transfer>> {
+        self.pull_members(owners, options.into(), true)
+    }
+
+    fn pull_members(
+        &self,
+        parts: Vec<GroupMember<PullRows>>,
+        options: CallOptions,
+        owners: bool,
+    ) -> Result<Arc<Transfer>> {
+        let CallOptions { limit, extras, quiet } = options;
         let deadline = self.limited(limit);
         let (mut checked, mut used) = lists(&parts)?;
         for (index, GroupMember { remote, local, rows, grant }) in parts.into_iter().enumerate() {
             let of_part = |error: Error| error.with("part", index);
-            let (local, pull) = self.checked_pull(remote, &local, rows, Layers::ALL).map_err(of_part)?;
+            let (local, pull) =
+                self.checked_pull(remote, &local, rows, Layers::ALL, extras.raw_layout).map_err(of_part)?;
             let writes = pull.rows().local_rows()?;
             used.push((local.clone(), RowUse { writes, ..RowUse::default() }));
             let link = self.links.finder().for_later(remote.cluster);
@@ -58,10 +84,12 @@ impl DataDist {
             });
         }
         report_each_grant_once(&mut checked)?;
+        let one_cache = checked.iter().all(|part| Arc::ptr_eq(&part.local, &checked[0].local));
+        ensure(!owners || one_cache, || Error::invalid("several owners need one destination cache"))?;
         let verify = self.verify(&extras);
         let (lanes, notify) = (lanes_of(&checked), group_notification(&checked, extras.notify)?);
         let purpose = CallPurpose { event: !quiet, ..self.outgoing(Op::Pull, lanes, deadline) };
-        let group = Group { resources: self.resources.clone(), parts: checked, notify, verify };
+        let group = Group { resources: self.resources.clone(), parts: checked, notify, verify, owners };
         let work = move |execution: &Arc<Execution>, deadline| group.pull(execution, deadline);
         self.start(purpose, CallRows::of_all(used)?, Box::new(work))
     }
@@ -79,7 +107,8 @@ impl DataDist {
         for (index, GroupMember { remote, local, rows, grant }) in parts.into_iter().enumerate() {
             let of_part = |error: Error| error.with("part", index);
             no_grant_in_push(grant).map_err(of_part)?;
-            let (local, push) = self.checked_push(&local, remote, rows, Layers::ALL).map_err(of_part)?;
+            let (local, push) =
+                self.checked_push(&local, remote, rows, Layers::ALL, extras.raw_layout).map_err(of_part)?;
             let reads = push.rows().local_rows()?;
             used.push((local.clone(), RowUse { reads, ..RowUse::default() }));
             let link = self.links.finder().for_later(remote.cluster);
@@ -95,7 +124,8 @@ impl DataDist {
         let verify = self.verify(&extras);
         let (lanes, notify) = (lanes_of(&checked), group_notification(&checked, extras.notify)?);
         let purpose = CallPurpose { event: !quiet, ..self.outgoing(Op::Push, lanes, deadline) };
-        let group = Group { resources: self.resources.clone(), parts: checked, notify, verify };
+        let group =
+            Group { resources: self.resources.clone(), parts: checked, notify, verify, owners: false };
         let work = move |execution: &Arc<Execution>, deadline| group.push(execution, deadline);
         self.start(purpose, CallRows::of_all(used)?, Box::new(work))
     }

@@ -15,7 +15,7 @@ use crate::model::{ClusterId, Name, Verify};
 use crate::session;
 use crate::stats::Op;
 use crate::transfer::{self, Call};
-use crate::validate::{CheckedPull, CheckedPush, Layers, PullRows, PushRows};
+use crate::validate::{CheckedPull, CheckedPush, Layers, LocalCache, PullRows, PushRows};
 
 /// Name of a peer's cache or slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,7 +46,7 @@ impl DataDist {
     ) -> Result<()> {
         self.resources.stats.timed(Op::Pull, || {
             let deadline = self.deadline();
-            let (local, checked) = self.checked_pull(from, to, rows, layers)?;
+            let (local, checked) = self.checked_pull(from, to, rows, layers, extras.raw_layout)?;
             let verify = self.verify(&extras);
             let (notify, grant) = extras.checked()?;
             let link = self.links.find_other(from.cluster, deadline)?;
@@ -76,7 +76,7 @@ impl DataDist {
     ) -> Result<()> {
         self.resources.stats.timed(Op::Push, || {
             let deadline = self.deadline();
-            let (local, checked) = self.checked_push(from, to, rows, layers)?;
+            let (local, checked) = self.checked_push(from, to, rows, layers, extras.raw_layout)?;
             let verify = self.verify(&extras);
             let notify = extras.checked_of_push()?;
             let link = self.links.find_other(to.cluster, deadline)?;
@@ -111,11 +111,12 @@ impl DataDist {
         to: &End,
         rows: R,
         layers: Layers,
+        raw: bool,
     ) -> Result<(Arc<Cache>, CheckedPull<R>)> {
         self.other(from.cluster)?;
         let local = self.source(to)?;
         super::room_for_lists(rows.borrow().num_blocks())?;
-        let checked = CheckedPull::new(local.layout(), rows, layers)?;
+        let checked = CheckedPull::new(with_layout(&local, raw), rows, layers)?;
         Ok((local, checked))
     }
 
@@ -126,11 +127,12 @@ impl DataDist {
         to: RemoteName,
         rows: R,
         layers: Layers,
+        raw: bool,
     ) -> Result<(Arc<Cache>, CheckedPush<R>)> {
         self.other(to.cluster)?;
         let local = self.source(from)?;
         super::room_for_lists(rows.borrow().num_blocks())?;
-        let checked = CheckedPush::new(local.layout(), rows, layers)?;
+        let checked = CheckedPush::new(with_layout(&local, raw), rows, layers)?;
         Ok((local, checked))
     }
 
@@ -154,4 +156,9 @@ impl DataDist {
             }
         }
     }
+}
+
+/// Returns what a pull or push must know of a cache of this engine. With `raw`, its rows move as they are.
+fn with_layout(cache: &Cache, raw: bool) -> LocalCache {
+    LocalCache { layout: cache.layout(), kv: cache.kv().cloned(), raw }
 }

@@ -1,6 +1,9 @@
 //! The sizes of a cache whose rows have a KV layout: how far apart its tokens, heads and planes are.
 
-use super::cache_desc::{DataType, Geometry};
+use std::fmt;
+use std::sync::Arc;
+
+use super::cache_desc::{CacheDesc, DataType, Geometry};
 use super::kv_layout::{KvLayout, TokenOrder};
 use crate::error::{Error, Result, ensure};
 
@@ -11,7 +14,7 @@ pub struct KvGeometry {
     layout: KvLayout,
     rows: u64,
     row_stride: u64,
-    element_bytes: u64,
+    data_type: DataType,
     plane_bytes: u64,
 }
 
@@ -44,8 +47,15 @@ impl KvGeometry {
                 .with("layout", &layout)
                 .with("data_type", data_type.name())
         })?;
-        let (rows, element_bytes) = (geometry.rows(), data_type.bytes());
-        Ok(KvGeometry { layout, rows, row_stride: row_bytes, element_bytes, plane_bytes })
+        Ok(KvGeometry { layout, rows: geometry.rows(), row_stride: row_bytes, data_type, plane_bytes })
+    }
+
+    /// Returns the layout of a cache with these sizes, if its description has one. Returns `Err` as [`new`](Self::new).
+    pub(crate) fn of(desc: &CacheDesc, geometry: &Geometry) -> Result<Option<Arc<KvGeometry>>> {
+        let layout = desc.kv_layout.as_deref();
+        layout
+            .map(|layout| KvGeometry::new(layout.clone(), geometry, desc.data_type).map(Arc::new))
+            .transpose()
     }
 
     /// Sets the bytes from the start of one row to the start of the next, for padded pages. Returns `Err` of kind
@@ -83,9 +93,9 @@ impl KvGeometry {
         self.row_stride
     }
 
-    /// Returns the bytes of one element.
-    pub fn element_bytes(&self) -> u64 {
-        self.element_bytes
+    /// Returns the type of the elements.
+    pub fn data_type(&self) -> DataType {
+        self.data_type
     }
 
     /// Returns the bytes of the keys, or of the values, of one block.
@@ -95,7 +105,7 @@ impl KvGeometry {
 
     /// Returns the bytes of one head of one token.
     pub fn head_bytes(&self) -> u64 {
-        u64::from(self.layout.head_dim) * self.element_bytes
+        u64::from(self.layout.head_dim) * self.data_type.bytes()
     }
 
     /// Returns the bytes from one token of a block to the next.
@@ -112,5 +122,11 @@ impl KvGeometry {
             TokenOrder::Nhd => self.head_bytes(),
             TokenOrder::Hnd => u64::from(self.layout.tokens_per_block) * self.head_bytes(),
         }
+    }
+}
+
+impl fmt::Display for KvGeometry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}, {}", self.data_type.name(), self.layout)
     }
 }

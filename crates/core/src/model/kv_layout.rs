@@ -45,7 +45,12 @@ pub struct KvLayout {
     pub kv: KvPlanes,
     /// The layers of the model that the cache holds.
     pub layers: Range<u32>,
+    /// Name or version of the model, as the program chooses it. Both sides of a transfer must have the same.
+    pub model: String,
 }
+
+/// Maximum number of bytes in the name of a model.
+const MAX_MODEL: usize = 256;
 
 impl KvLayout {
     /// Returns `Err` of kind `InvalidArgument` unless every range and count is valid by itself.
@@ -68,6 +73,9 @@ impl KvLayout {
         })?;
         ensure(!layers.is_empty(), || {
             Error::argument("layers", format_args!("{layers:?}"), "a range of at least one layer")
+        })?;
+        ensure(self.model.len() <= MAX_MODEL, || {
+            Error::argument("len(model)", self.model.len(), format_args!("at most {MAX_MODEL} bytes"))
         })
     }
 
@@ -84,8 +92,9 @@ impl KvLayout {
 
 impl fmt::Display for KvLayout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let KvLayout { tokens_per_block, heads, total_heads, head_dim, order, kv, layers } = self;
+        let KvLayout { tokens_per_block, heads, total_heads, head_dim, order, kv, layers, model } = self;
         write!(f, "{tokens_per_block} tokens, heads {heads:?} of {total_heads}, head_dim {head_dim}, ")?;
-        write!(f, "{order:?}, {kv:?}, layers {layers:?}")
+        write!(f, "{order:?}, {kv:?}, layers {layers:?}")?;
+        if model.is_empty() { Ok(()) } else { write!(f, ", model {model:?}") }
     }
 }

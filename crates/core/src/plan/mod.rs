@@ -12,7 +12,6 @@ mod blocks;
 mod conflicts;
 mod copy_plan;
 mod final_blocks;
-#[cfg_attr(not(feature = "testing"), expect(dead_code, reason = "no call moves between layouts yet"))]
 mod layouts;
 mod order;
 mod packed_spans;
@@ -28,8 +27,7 @@ mod waves;
 pub use blocks::Blocks;
 pub use copy_plan::CopyPlan;
 pub use final_blocks::{BlockSizes, LocalEnd};
-#[cfg(feature = "testing")]
-pub use layouts::{KvPart, KvSequence, LayoutPlan, assign_owners};
+pub use layouts::{KvPart, KvSequence, LayoutPlan, assign_owners, check_same_model};
 pub use order::CacheCount;
 pub use packed_spans::{ReceivedSpans, SpanList, read_list};
 pub(crate) use range_list::RangeList;

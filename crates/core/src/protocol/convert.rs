@@ -3,13 +3,11 @@
 //! Received values are checked as far as possible without the cache that they concern. `plan` and `validate`
 //! check the bounds; `messages` defines the bytes.
 
-use super::messages::{EntryVersion, MAX_ARRIVED, Reply, Run, WireCache, WireName, WireRows};
+use super::messages::{MAX_ARRIVED, Reply, Run, WireName, WireRows};
 use super::plan_codec::{Pairs, WirePlan, WireSteps};
 use crate::error::{ArrivedRows, Error, ErrorKind, Result, ensure};
 use crate::fallible;
-use crate::model::{
-    CacheDesc, CacheId, CacheKey, CacheKind, CacheLayout, DataType, Geometry, Name, Placement,
-};
+use crate::model::{CacheId, CacheKey, Geometry, Name};
 use crate::plan::{Blocks, CopyPlan, SpanList, Wave};
 
 /// Largest number of tensors for which a failure reports the rows that arrived.
@@ -113,48 +111,6 @@ impl TryFrom<WirePlan> for CopyPlan {
             }
             WireSteps::Unusable(error) => Err(error),
         }
-    }
-}
-
-impl WireCache {
-    /// Returns a record of row `row` of a cache with these sizes. Its location is hidden, and peers may not
-    /// use it yet.
-    pub fn new(at: EntryVersion, cache: CacheId, row: u32, layout: CacheLayout) -> WireCache {
-        WireCache {
-            at,
-            cache: cache.0,
-            row,
-            num_tensors: layout.geometry.num_tensors(),
-            rows: layout.geometry.rows(),
-            row_bytes: layout.geometry.row_bytes(),
-            blocks: layout.kind == CacheKind::Blocks,
-            placement: layout.placement as u8,
-            allocated: false,
-            accessible: false,
-            location: super::WireLocation::Hidden,
-        }
-    }
-
-    /// Returns sizes, kind and placement of the remote cache. `Err(NotLinked)` if they are invalid.
-    pub fn layout(&self) -> Result<CacheLayout> {
-        let invalid = |what: &str| {
-            let text = format!("the peer described cache {} with {what}", self.cache);
-            Error::new(ErrorKind::NotLinked, text)
-        };
-        let placement = Placement::ALL.into_iter().find(|&known| known as u8 == self.placement);
-        let placement = placement.ok_or_else(|| invalid("an unknown placement"))?;
-        let dim = |number: u64| i64::try_from(number).map_err(|_| invalid("invalid sizes"));
-        let desc = CacheDesc {
-            num_tensors: self.num_tensors,
-            shape: vec![dim(self.rows)?, dim(self.row_bytes)?],
-            data_type: DataType::Uint8,
-            placement,
-            row_stride: None,
-            kv_layout: None,
-        };
-        let geometry = Geometry::new(&desc).map_err(|error| invalid("invalid sizes").because(error))?;
-        let kind = if self.blocks { CacheKind::Blocks } else { CacheKind::Batch };
-        Ok(CacheLayout { geometry, kind, placement })
     }
 }
 

@@ -7,6 +7,7 @@
 use std::cell::Cell;
 use std::fmt;
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use serde::de::{SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
@@ -333,6 +334,26 @@ pub struct WireCache {
     pub allocated: bool,
     pub accessible: bool,
     pub location: WireLocation,
+    /// What the rows mean, if the owner described it.
+    pub layout: Option<WireLayout>,
+}
+
+/// The KV layout of a cache.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WireLayout {
+    /// Number of the element type in the public API.
+    pub data_type: u8,
+    pub tokens_per_block: u32,
+    pub heads: Range<u32>,
+    pub total_heads: u32,
+    pub head_dim: u32,
+    /// 0 for `[tokens, heads, head_dim]`, 1 for `[heads, tokens, head_dim]`.
+    pub order: u8,
+    /// 0 for keys and values in tensors of their own, 1 for both in each row, 2 for one latent vector for each token.
+    pub planes: u8,
+    pub layers: Range<u32>,
+    #[serde(deserialize_with = "text")]
+    pub model: String,
 }
 
 /// Location of the tensors of a cache, for a peer on the same host.

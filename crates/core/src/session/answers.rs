@@ -20,8 +20,8 @@ use crate::model::{CacheId, Deadline, Geometry, GrantId, Name};
 use crate::net::Stream;
 use crate::plan::CopyPlan;
 use crate::protocol::{
-    self, EntryVersion, MESSAGE_LIMIT, MOST_AHEAD, Payload, Reply, Request, WireCache, WireLocation,
-    WirePlan, WirePulled,
+    self, EntryVersion, MESSAGE_LIMIT, MOST_AHEAD, Payload, Reply, Request, WireCache, WireLayout,
+    WireLocation, WirePlan, WirePulled,
 };
 use crate::resources::Resources;
 use crate::stats::Op;
@@ -251,6 +251,7 @@ impl RequestContext<'_> {
         let mut record = WireCache::new(version, cache.id(), found.row, cache.layout());
         record.allocated = cache.origin() == Origin::Allocated;
         record.accessible = cache.remote_accessible();
+        record.layout = cache.kv().map(|kv| WireLayout::from(&**kv));
         if let Some(memory) = self.link.peer_memory().filter(|_| record.accessible) {
             let at = self.resources.memory_location(cache)?;
             if memory.seen(&at) {

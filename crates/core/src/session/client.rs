@@ -183,6 +183,7 @@ impl Link {
 
     fn read_record(&self, record: &WireCache) -> Result<KnownCache> {
         let layout = record.layout()?;
+        let kv = record.kv_geometry(&layout.geometry)?.map(Arc::new);
         let tensors = match self.peer_memory() {
             Some(memory) => {
                 memory.tensors(&record.location, record.num_tensors, layout.geometry.tensor_bytes())?
@@ -192,7 +193,7 @@ impl Link {
         Ok(KnownCache {
             at: record.at,
             cache: CacheId(record.cache),
-            remote: RemoteCache { layout, row: record.row, accessible: record.accessible },
+            remote: RemoteCache { layout, kv, row: record.row, accessible: record.accessible },
             consumable: record.allocated && !record.blocks,
             tensors,
         })

@@ -13,6 +13,7 @@ use crate::cache::Cache;
 use crate::error::{Error, Result};
 use crate::fallible;
 use crate::model::{ClusterId, Deadline, Name, Verify};
+use crate::plan::{KvPart, assign_owners, check_same_model};
 use crate::resources::Resources;
 use crate::session::LinkOfCall;
 use crate::stats::Op;
@@ -41,6 +42,8 @@ pub(crate) struct Group<Checked> {
     pub(crate) notify: Option<Arc<Vec<u8>>>,
     /// How thoroughly it checks the bytes that it has moved.
     pub(crate) verify: Verify,
+    /// Whether the parts are several owners of one local cache: each layer and head is then read from one of them.
+    pub(crate) owners: bool,
 }
 
 impl<Checked> Group<Checked> {
@@ -50,7 +53,7 @@ impl<Checked> Group<Checked> {
         &self,
         execution: &Arc<Execution>,
         deadline: Deadline,
-        part: impl Fn(&Call, &GroupPart<Checked>) -> Result<(u64, Left)>,
+        part: impl Fn(usize, &Call, &GroupPart<Checked>) -> Result<(u64, Left)>,
         finish: impl Fn(&Call, Left) -> Result<()>,
     ) -> Result<u64> {
         let (mut bytes, mut notification) = (0, None);
@@ -62,7 +65,7 @@ impl<Checked> Group<Checked> {
             }
             let mut left = None;
             let counted = call.counted(|| {
-                let (bytes, rest) = part(&call, of_group)?;
+                let (bytes, rest) = part(index, &call, of_group)?;
                 left = Some(rest);
                 Ok(bytes)
             });
@@ -104,18 +107,52 @@ impl<Checked> Group<Checked> {
 impl Group<CheckedPull<PullRows>> {
     /// Pulls all parts.
     pub(crate) fn pull(&self, execution: &Arc<Execution>, deadline: Deadline) -> Result<u64> {
-        let part = |call: &Call, part: &GroupPart<CheckedPull<PullRows>>| call.pull_checked(&part.checked);
+        let assigned = if self.owners { Some(self.assigned(execution, deadline)?) } else { None };
+        let part = |index: usize, call: &Call, part: &GroupPart<CheckedPull<PullRows>>| match &assigned {
+            Some(assigned) => call.pull_checked(&part.checked.of_parts(assigned[index].clone())),
+            None => call.pull_checked(&part.checked),
+        };
         let finish = |call: &Call, end| call.finish(&end, None);
         let bytes = self.run(execution, deadline, part, finish)?;
         self.resources.count_bytes(Op::Pull, bytes);
         Ok(bytes)
+    }
+
+    /// Asks every owner for the layout of its cache, and returns which layers and heads to read from each.
+    fn assigned(&self, execution: &Arc<Execution>, deadline: Deadline) -> Result<Vec<Vec<KvPart>>> {
+        let missing = |which: &str| {
+            Error::invalid(format!("several owners of one cache need KV layouts: the {which} cache has none"))
+        };
+        let local = self.parts[0].local.kv().ok_or_else(|| missing("local"))?;
+        let mut owners = fallible::with_capacity(PARTS, self.parts.len())?;
+        for (index, part) in self.parts.iter().enumerate() {
+            let described = || {
+                let call = self.call(part, execution, deadline)?;
+                let known = call.link.known(part.name, deadline)?;
+                let layout = known.remote.kv.clone().ok_or_else(|| missing("remote"))?;
+                check_same_model(&layout, local).map_err(|error| call.named(error))?;
+                Ok((known, layout))
+            };
+            owners.push(described().map_err(|error| of_part(index, error))?);
+        }
+        let mut layouts = fallible::with_capacity(PARTS, owners.len())?;
+        layouts.extend(owners.iter().map(|(_, layout)| layout.layout()));
+        // Neighbouring ranks usually have neighbouring ids, and are to read from different replicas.
+        let reader = usize::try_from(self.resources.config.cluster.0).unwrap_or(usize::MAX);
+        let assigned = assign_owners(&KvPart::of(local.layout()), &layouts, reader)?;
+        // What does not fit is found before the first byte moves, not when the turn of its owner comes.
+        for (index, ((known, _), parts)) in owners.iter().zip(&assigned).enumerate() {
+            let checked = self.parts[index].checked.of_parts(parts.clone());
+            checked.conversion(&known.remote).map_err(|error| of_part(index, error))?;
+        }
+        Ok(assigned)
     }
 }
 
 impl Group<CheckedPush<PushRows>> {
     /// Pushes all parts.
     pub(crate) fn push(&self, execution: &Arc<Execution>, deadline: Deadline) -> Result<u64> {
-        let part = |call: &Call, part: &GroupPart<CheckedPush<PushRows>>| {
+        let part = |_, call: &Call, part: &GroupPart<CheckedPush<PushRows>>| {
             let call = Call { name: part.name.without_slot().0, ..call.clone() };
             call.push_checked(part.name, &part.checked)
         };

@@ -121,14 +121,15 @@ impl LayerPush {
     ) -> Result<FoundDestination> {
         let (name, row) = name.without_slot();
         let known = ask(&link, name, deadline)?;
-        let remote = RemoteCache { row: row.unwrap_or(known.remote.row), ..known.remote };
+        let remote = RemoteCache { row: row.unwrap_or(known.remote.row), ..known.remote.clone() };
         let range = self.to.src_layers;
-        validate::destination_layers(remote, first_layer, range.end - range.first, self.per_layer)?;
+        validate::rows_alike(self.local.kv().map(|kv| &**kv), &remote)?;
+        validate::destination_layers(&remote, first_layer, range.end - range.first, self.per_layer)?;
         let mut moves = validate::layer_moves(
             self.local.layout(),
             &self.rows,
             self.to.src_row,
-            LayerDestination::Cache(remote),
+            &LayerDestination::Cache(remote),
         )?;
         let plan = CopyPlan::moves(&mut moves, CacheCount::Two)?;
         let part = |index: u32| {
@@ -202,7 +203,7 @@ impl TensorPlans<'_> {
         }
         let (local, to) =
             (self.push.local.layout(), LayerDestination::Memory { offset: location.offset, tensor_bytes });
-        let mut moves = validate::layer_moves(local, &self.push.rows, self.push.to.src_row, to)?;
+        let mut moves = validate::layer_moves(local, &self.push.rows, self.push.to.src_row, &to)?;
         let plan = CopyPlan::moves(&mut moves, CacheCount::Two)?;
         self.local_rows = moves.src_rows;
         fallible::push(LAYERS, &mut self.plans, (place, plan.clone()))?;

@@ -12,15 +12,15 @@ use crate::model::{CacheKey, GrantId, Name};
 use crate::plan::{CacheCount, CopyPlan, LocalEnd, Moves};
 use crate::session::{CallEnd, KnownCache, PeerSnapshot, ReservedNotification, Validity};
 use crate::stats::Op;
-use crate::validate::{CheckedPull, PullRows};
+use crate::validate::{CheckedPull, Conversion, PullRows};
 
 /// The key of a pull whose bytes are in place.
 pub(super) struct PulledKey {
     known: Arc<KnownCache>,
     first_tensor: u32,
     num_tensors: u32,
-    plan: Arc<CopyPlan>,
-    progress: Arc<Progress>,
+    /// What was copied, for the list of rows that are in place. `None` if rows were converted: then no rows are listed.
+    copied: Option<(Arc<CopyPlan>, Arc<Progress>)>,
 }
 
 /// What is left to do once the bytes of a pull are in place.
@@ -54,8 +54,10 @@ impl Call {
         self.open_grant().map_err(|error| self.named(error))?;
         let mut key = None;
         let pulled = self.rounds(|known| {
-            let (moved, pulled) =
-                self.pull_moves(known, &mut checked.moves(self.local.geometry(), known.remote)?)?;
+            let (moved, pulled) = match checked.conversion(&known.remote)? {
+                Some(conversion) => self.pull_converted(known, conversion, checked.rows().local_rows()?)?,
+                None => self.pull_moves(known, &mut checked.moves(&known.remote)?)?,
+            };
             key = pulled;
             Ok(moved)
         });
@@ -82,7 +84,10 @@ impl Call {
         };
         self.note_grant(finished.as_ref().err());
         let Some(key) = key else { return finished };
-        finished.map_err(|error| self.with_arrived(error, key))?;
+        finished.map_err(|error| match &key.copied {
+            Some((plan, progress)) => self.with_arrived(error, plan, progress),
+            None => error,
+        })?;
         if let Name::Key(CacheKey::Request { .. }) = self.name {
             self.link.forget(&self.name);
         }
@@ -106,24 +111,49 @@ impl Call {
         self.resources.still_registered(&self.local)?;
         let mut progress = self.attempt(plan.bytes());
         let outcome = self.pull_bytes(known, &plan, &mut progress, &pinned);
-        let key = PulledKey {
-            known: known.clone(),
-            first_tensor: moves.src_tensor,
-            num_tensors: moves.num_tensors,
-            plan,
-            progress,
-        };
-        let outcome = outcome.map_err(|error| self.with_arrived(error, &key))?;
-        let outcome = self.verified(outcome, known, &key.plan, LocalEnd::Destination)?;
-        let consumed = matches!(outcome, Moved::Bytes(_))
-            && !self.resources.config.remote_accessible
-            && known.consumable;
+        let outcome = outcome.map_err(|error| self.with_arrived(error, &plan, &progress))?;
+        let outcome = self.verified(outcome, known, &plan, LocalEnd::Destination)?;
+        let (first_tensor, num_tensors) = (moves.src_tensor, moves.num_tensors);
+        let key =
+            PulledKey { known: known.clone(), first_tensor, num_tensors, copied: Some((plan, progress)) };
+        let consumed = matches!(outcome, Moved::Bytes(_)) && self.uses_up(known);
         Ok((outcome, consumed.then_some(key)))
     }
 
+    /// Pulls rows into rows of another KV layout. The key is to be released if all layers and heads of the remote cache
+    /// are in place.
+    fn pull_converted(
+        &self,
+        known: &Arc<KnownCache>,
+        conversion: Conversion,
+        local_rows: Vec<u64>,
+    ) -> Result<(Moved, Option<PulledKey>)> {
+        let pinned = self.pin(RowUse { writes: local_rows, ..RowUse::default() })?;
+        self.resources.still_registered(&self.local)?;
+        let mut progress = self.attempt(conversion.plans.iter().map(CopyPlan::bytes).sum());
+        let mut bytes = 0;
+        for plan in conversion.plans {
+            let plan = Arc::new(plan);
+            self.check_covered(known, &plan)?;
+            let moved = self.pull_bytes(known, &plan, &mut progress, &pinned)?;
+            match self.verified(moved, known, &plan, LocalEnd::Destination)? {
+                Moved::Bytes(moved) => bytes += moved,
+                Moved::Stale => return Ok((Moved::Stale, None)),
+            }
+        }
+        let num_tensors = known.remote.layout.geometry.num_tensors();
+        let key = PulledKey { known: known.clone(), first_tensor: 0, num_tensors, copied: None };
+        Ok((Moved::Bytes(bytes), (conversion.whole_source && self.uses_up(known)).then_some(key)))
+    }
+
+    /// Returns whether a pull of all tensors releases the key of the remote slot.
+    fn uses_up(&self, known: &KnownCache) -> bool {
+        !self.resources.config.remote_accessible && known.consumable
+    }
+
     /// Adds the rows that have arrived to the error of a pull.
-    fn with_arrived(&self, error: Error, pulled: &PulledKey) -> Error {
-        with_arrived_rows(error, &pulled.progress, &pulled.plan, self.local.geometry().row_bytes())
+    fn with_arrived(&self, error: Error, plan: &CopyPlan, progress: &Progress) -> Error {
+        with_arrived_rows(error, progress, plan, self.local.geometry().row_bytes())
     }
 
     /// Moves the bytes of a pull by the available path. `progress` ends empty if it is unknown whether the

@@ -8,13 +8,14 @@ use super::call::{Call, Moved};
 use super::pull::PullEnd;
 use super::stream::Streams;
 use crate::cache::RowUse;
-use crate::error::Result;
+use crate::copy::KeptAlive;
+use crate::error::{Error, Result};
 use crate::model::Name;
 use crate::plan::{CacheCount, CopyPlan, LocalEnd};
 use crate::protocol::{Reply, Request, WirePlan};
 use crate::session::{KnownCache, REPORTED_BY, limit_ms, location};
 use crate::stats::Op;
-use crate::validate::{CheckedPush, PushRows, RemoteCache};
+use crate::validate::{CheckedPush, Conversion, PushRows, RemoteCache};
 
 impl Call {
     /// Pushes rows of the local cache to the cache `to`, which is the name of this call with its slot, and then delivers
@@ -40,20 +41,42 @@ impl Call {
         let (_, row) = to.without_slot();
         let mut slot = None;
         let bytes = self.rounds(|known| {
-            let remote = RemoteCache { row: row.unwrap_or(known.remote.row), ..known.remote };
-            let mut moves =
-                checked.moves(self.local.geometry(), remote).map_err(|error| error.with("name", to))?;
+            let remote = RemoteCache { row: row.unwrap_or(known.remote.row), ..known.remote.clone() };
+            let with_name = |error: Error| error.with("name", to);
+            if let Some(conversion) = checked.conversion(&remote).map_err(with_name)? {
+                let all = conversion.whole_source;
+                let outcome = self.push_converted(known, conversion, checked.rows().local_rows()?)?;
+                slot = checked.rows().slot().filter(|_| all && matches!(outcome, Moved::Bytes(1..)));
+                return Ok(outcome);
+            }
+            let mut moves = checked.moves(&remote).map_err(with_name)?;
             let local_rows = std::mem::take(&mut moves.src_rows);
             let plan = Arc::new(CopyPlan::moves(&mut moves, CacheCount::Two)?);
             let outcome = self.push(known, &plan, local_rows)?;
-            if let (PushRows::Slot { local }, Moved::Bytes(1..), true) =
-                (checked.rows(), &outcome, moves.all_tensors)
-            {
-                slot = Some(*local);
-            }
+            slot =
+                checked.rows().slot().filter(|_| moves.all_tensors && matches!(outcome, Moved::Bytes(1..)));
             Ok(outcome)
         })?;
         Ok((bytes, slot))
+    }
+
+    /// Pushes rows into rows of another KV layout.
+    fn push_converted(
+        &self,
+        known: &Arc<KnownCache>,
+        conversion: Conversion,
+        local_rows: Vec<u64>,
+    ) -> Result<Moved> {
+        let pinned = self.pin(RowUse { reads: local_rows, ..RowUse::default() })?;
+        self.attempt(conversion.plans.iter().map(CopyPlan::bytes).sum());
+        let mut bytes = 0;
+        for plan in conversion.plans {
+            match self.push_plan(known, &Arc::new(plan), &pinned)? {
+                Moved::Bytes(moved) => bytes += moved,
+                Moved::Stale => return Ok(Moved::Stale),
+            }
+        }
+        Ok(Moved::Bytes(bytes))
     }
 
     /// Releases the key of a slot that was pushed, as a pull does (the original's `deprecated.md`; contract
@@ -77,10 +100,15 @@ impl Call {
         if plan.waves().is_empty() {
             return Ok(Moved::Bytes(0));
         }
-        let writing = self.link.pushes.begin(known.cache);
-        let _pinned = self.pin(RowUse { reads: local_rows, ..RowUse::default() })?;
+        let pinned = self.pin(RowUse { reads: local_rows, ..RowUse::default() })?;
         // The bytes count as moved when the peer confirms them.
         self.attempt(plan.bytes());
+        self.push_plan(known, plan, &pinned)
+    }
+
+    /// Pushes the bytes of `plan` while the rows that it reads are `pinned`.
+    fn push_plan(&self, known: &Arc<KnownCache>, plan: &Arc<CopyPlan>, _pinned: &KeptAlive) -> Result<Moved> {
+        let writing = self.link.pushes.begin(known.cache);
         self.resources.still_registered(&self.local)?;
         let limit = Duration::from_millis(limit_ms(self.deadline));
         let taken = self.push_bytes(known, plan);

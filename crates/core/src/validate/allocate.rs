@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::fallible;
-use crate::model::{CacheDesc, CacheKey, CacheKind, CacheLayout, Geometry, Placement};
+use crate::model::{CacheDesc, CacheKey, CacheKind, CacheLayout, Geometry, KvGeometry, Placement};
 
 /// Which placements have a pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -47,6 +47,7 @@ pub fn allocate(
         let required = format_args!("at most {}, one key for each batch slot", geometry.rows());
         return Err(Error::argument("len(cache_keys)", keys.len(), required));
     }
+    KvGeometry::of(desc, &geometry)?;
     let layout = CacheLayout { geometry, kind, placement: desc.placement };
     Ok(Allocate { layout, keys: bindings(keys)? })
 }
@@ -90,6 +91,7 @@ pub fn addresses(desc: &CacheDesc, kind: CacheKind, addrs: &[u64]) -> Result<Cac
             return Err(Error::argument(&format!("addrs[{tensor}]"), addr, required));
         }
     }
+    KvGeometry::of(desc, &geometry)?;
     Ok(CacheLayout { geometry, kind, placement: desc.placement })
 }
 

@@ -2,17 +2,20 @@
 //! the owner's description of a remote cache.
 
 use std::fmt::Display;
+use std::sync::Arc;
 
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
-use crate::model::{CacheKind, CacheLayout, Geometry, Placement};
+use crate::model::{CacheKind, CacheLayout, Geometry, KvGeometry, Placement};
 use crate::plan::{Piece, REQUEST, total_bytes};
 
 /// The cache of a peer, as its owner describes it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RemoteCache {
     /// Sizes, kind and placement.
     pub layout: CacheLayout,
+    /// What its rows mean, if its owner described it.
+    pub kv: Option<Arc<KvGeometry>>,
     /// The batch slot that the key names; 0 for a blocks cache.
     pub row: u32,
     /// Whether its owner lets peers use it.
@@ -118,7 +121,7 @@ pub fn check_accessible(name: &str, accessible: bool) -> Result<()> {
 }
 
 /// Checks that the remote cache has the slot that its key names. Otherwise returns an error of this `kind`.
-pub(super) fn remote_row(remote: RemoteCache, kind: ErrorKind) -> Result<()> {
+pub(super) fn remote_row(remote: &RemoteCache, kind: ErrorKind) -> Result<()> {
     // Wherever a call names a slot, a blocks cache counts as one slot (contract §12.1).
     let rows = if remote.layout.kind == CacheKind::Batch { remote.layout.geometry.rows() } else { 1 };
     ensure(u64::from(remote.row) < rows, || {

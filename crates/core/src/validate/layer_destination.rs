@@ -13,7 +13,7 @@ use crate::model::{CacheKind, CacheLayout, Geometry};
 use crate::plan::{Moves, Piece, Pieces, REQUEST};
 
 /// Memory of a peer into which a tensor of the local cache is written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LayerDestination {
     /// A tensor of a cache: the slot named by the key, or the blocks named by the call.
     Cache(RemoteCache),
@@ -32,7 +32,7 @@ pub fn layer_moves(
     local: CacheLayout,
     rows: &LayerRows,
     src_row: u32,
-    to: LayerDestination,
+    to: &LayerDestination,
 ) -> Result<Moves> {
     let here = local.geometry;
     if let LayerDestination::Cache(remote) = to {
@@ -59,7 +59,7 @@ pub fn layer_moves(
     let (pieces, src_rows) = pieces(here, rows, src_row)?;
     let (first, room) = match (to, rows) {
         (LayerDestination::Memory { offset, tensor_bytes }, _) => {
-            (offset, tensor_bytes.saturating_sub(offset))
+            (*offset, tensor_bytes.saturating_sub(*offset))
         }
         (LayerDestination::Cache(remote), LayerRows::Slot) => {
             let slot = remote.layout.geometry.row_bytes();
@@ -77,7 +77,7 @@ pub fn layer_moves(
 
 /// Checks that the layers to be written are in the remote cache: `layers` layers of `per_layer` tensors each,
 /// from layer `first`. `Err(InvalidArgument)` if they are not.
-pub fn destination_layers(remote: RemoteCache, first: u32, layers: u32, per_layer: u32) -> Result<()> {
+pub fn destination_layers(remote: &RemoteCache, first: u32, layers: u32, per_layer: u32) -> Result<()> {
     let tensors = remote.layout.geometry.num_tensors();
     let end = (u64::from(first) + u64::from(layers)).saturating_mul(u64::from(per_layer));
     if end <= u64::from(tensors) {

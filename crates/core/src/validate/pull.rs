@@ -1,15 +1,17 @@
 //! Checks pulls, and returns the bytes that move from the remote cache to the local one (contract §7.12, §7.13).
 
 use std::borrow::Borrow;
+use std::ops::Range;
 
 use super::cache_rules::{
     RemoteCache, batch_cache, blocks_cache, check_accessible, copy_size, cut, equal_blocks, equally_many,
     in_range, not_empty, numbers, remote_row, row, too_long,
 };
+use super::conversion::{Conversion, LocalCache, TokenMove, some_tokens};
 use super::layer_ranges::{Layers, TensorRun, layers_given, pull_layers, tensors_per_layer, within};
-use crate::error::{Error, ErrorKind, Result};
-use crate::model::{CacheLayout, Geometry};
-use crate::plan::{Moves, Piece, Pieces};
+use crate::error::{Error, ErrorKind, Result, ensure};
+use crate::model::Geometry;
+use crate::plan::{KvPart, Moves, Piece, Pieces};
 
 /// The rows that a pull reads and writes: `remote` rows of the peer's cache, into `local` ones.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,14 +26,26 @@ pub enum PullRows {
     Rows { remote: Vec<i64>, local: Vec<i64> },
     /// A remote batch slot, cut into local blocks from its start.
     SlotToBlocks { local: Vec<i64> },
+    /// Some tokens of a sequence whose remote and local blocks are given in the order of its tokens. Both caches must
+    /// have KV layouts. Without a range, as many tokens move as the other side's range has, or both lists can hold.
+    Sequence {
+        remote: Vec<i64>,
+        local: Vec<i64>,
+        remote_tokens: Option<Range<u64>>,
+        local_tokens: Option<Range<u64>>,
+    },
 }
 
 /// A pull that fits the local cache. It is not checked against the remote cache yet.
 pub struct CheckedPull<R> {
     rows: R,
+    local: LocalCache,
+    /// The layers and heads that are read if rows are converted; all of the local cache if `None`.
+    parts: Option<Vec<KvPart>>,
     tensors: TensorRun,
-    /// Whether the caller named the layers that are read.
+    /// Whether the caller named the layers that are read, and whether it named any layers.
     src_layers_given: bool,
+    layers_given: bool,
 }
 
 impl PullRows {
@@ -47,6 +61,7 @@ impl PullRows {
             PullRows::Slot { local, .. } => Ok(vec![u64::from(*local)]),
             PullRows::Blocks { local, .. }
             | PullRows::Rows { local, .. }
+            | PullRows::Sequence { local, .. }
             | PullRows::SlotToBlocks { local } => numbers(local),
         }
     }
@@ -57,15 +72,28 @@ impl PullRows {
             PullRows::Slot { .. } => 0,
             PullRows::Blocks { local, .. }
             | PullRows::Rows { local, .. }
+            | PullRows::Sequence { local, .. }
             | PullRows::SlotToBlocks { local } => local.len(),
         }
     }
 }
 
+impl PullRows {
+    /// Returns `Err(InvalidArgument)` for a part of a slot, because it is not known which tokens that is.
+    fn whole_slot(&self) -> Result<()> {
+        let PullRows::Slot { remote_offset, local_offset, size, .. } = self else { return Ok(()) };
+        ensure((*remote_offset, *local_offset, *size) == (0, 0, -1), || {
+            Error::argument("size", size, "-1 and no offsets between different KV layouts")
+        })
+    }
+}
+
 impl<R: Borrow<PullRows>> CheckedPull<R> {
     /// Checks what needs only the local cache, before a request is sent to the peer.
-    pub fn new(local: CacheLayout, rows: R, layers: Layers) -> Result<Self> {
-        let (geometry, given) = (local.geometry, rows.borrow());
+    pub fn new(local: impl Into<LocalCache>, rows: R, layers: Layers) -> Result<Self> {
+        let cache = local.into();
+        let (local, given) = (cache.layout, rows.borrow());
+        let geometry = local.geometry;
         match given {
             PullRows::Slot { local: slot, local_offset, size, .. } => {
                 batch_cache("cache", local.kind)?;
@@ -82,7 +110,18 @@ impl<R: Borrow<PullRows>> CheckedPull<R> {
                 not_empty("dst_blocks", blocks)?;
                 tensors_per_layer(layers.tensors_per_layer)?;
                 not_empty("src_blocks", remote)?;
-                equally_many(("src_blocks", remote.len()), ("dst_blocks", blocks.len()))?;
+                if !cache.has_sequences() {
+                    equally_many(("src_blocks", remote.len()), ("dst_blocks", blocks.len()))?;
+                }
+                in_range("dst_blocks", blocks, geometry)?;
+            }
+            PullRows::Sequence { remote, local: blocks, remote_tokens, local_tokens } => {
+                blocks_cache("dst_cache", local.kind)?;
+                cache.needs_layout()?;
+                some_tokens("src_tokens", remote_tokens.as_ref())?;
+                some_tokens("dst_tokens", local_tokens.as_ref())?;
+                not_empty("dst_blocks", blocks)?;
+                not_empty("src_blocks", remote)?;
                 in_range("dst_blocks", blocks, geometry)?;
             }
             PullRows::SlotToBlocks { local: blocks } => {
@@ -93,7 +132,72 @@ impl<R: Borrow<PullRows>> CheckedPull<R> {
             }
         }
         let tensors = pull_layers(geometry, layers)?;
-        Ok(CheckedPull { rows, tensors, src_layers_given: layers_given(layers.src).is_some() })
+        let [src, dst] = [layers.src, layers.dst].map(|range| layers_given(range).is_some());
+        let (src_layers_given, layers_given) = (src, src || dst);
+        Ok(CheckedPull { rows, local: cache, parts: None, tensors, src_layers_given, layers_given })
+    }
+
+    /// Returns the same pull of some layers and heads only.
+    pub fn of_parts(&self, parts: Vec<KvPart>) -> CheckedPull<&PullRows> {
+        CheckedPull {
+            rows: self.rows(),
+            local: self.local.clone(),
+            parts: Some(parts),
+            tensors: self.tensors,
+            src_layers_given: self.src_layers_given,
+            layers_given: self.layers_given,
+        }
+    }
+
+    /// Returns what moves if the rows of the two caches have different KV layouts, or the caller named tokens. `None` if
+    /// rows move as they are; [`moves`](Self::moves) returns them then. `Err(InvalidArgument)` if the layouts do not fit,
+    /// or if only one cache has one.
+    pub fn conversion(&self, remote: &RemoteCache) -> Result<Option<Conversion>> {
+        let Some((dst, src)) = self.local.layouts(remote)? else { return Ok(None) };
+        let rows = self.rows();
+        self.check_remote(remote)?;
+        let src_blocks = match rows {
+            PullRows::Blocks { remote: blocks, .. }
+            | PullRows::Rows { remote: blocks, .. }
+            | PullRows::Sequence { remote: blocks, .. } => {
+                in_range("src_blocks", blocks, remote.layout.geometry)?;
+                numbers(blocks)?
+            }
+            PullRows::Slot { .. } | PullRows::SlotToBlocks { .. } => vec![u64::from(remote.row)],
+        };
+        let (src_tokens, dst_tokens) = match rows {
+            PullRows::Sequence { remote_tokens, local_tokens, .. } => {
+                (remote_tokens.clone(), local_tokens.clone())
+            }
+            _ => (None, None),
+        };
+        let dst_blocks = rows.local_rows()?;
+        let tokens =
+            TokenMove { src, dst, src_blocks: &src_blocks, dst_blocks: &dst_blocks, src_tokens, dst_tokens };
+        if tokens.is_plain(self.layers_given)? && self.parts.is_none() {
+            return Ok(None);
+        }
+        rows.whole_slot()?;
+        match &self.parts {
+            Some(parts) => tokens.plan(parts),
+            None => tokens.plan(&[KvPart::of(dst.layout())]),
+        }
+        .map(Some)
+    }
+
+    /// Checks kind, slot and access of the remote cache.
+    fn check_remote(&self, remote: &RemoteCache) -> Result<()> {
+        remote_row(remote, ErrorKind::CacheNotFound)?;
+        match self.rows() {
+            PullRows::Blocks { .. } | PullRows::Sequence { .. } => {
+                blocks_cache("the remote cache", remote.layout.kind)?;
+            }
+            PullRows::Rows { .. } => {}
+            PullRows::Slot { .. } | PullRows::SlotToBlocks { .. } => {
+                batch_cache("the remote cache", remote.layout.kind)?;
+            }
+        }
+        check_accessible("the remote cache", remote.accessible)
     }
 
     /// Returns the rows that the caller named.
@@ -101,10 +205,10 @@ impl<R: Borrow<PullRows>> CheckedPull<R> {
         self.rows.borrow()
     }
 
-    /// Checks the pull against the owner's description of the remote cache, and returns what moves to the `local` cache for
-    /// which the pull was checked.
+    /// Checks the pull against the owner's description of the remote cache, and returns what moves if rows move as they
+    /// are.
     /// `Err(CacheNotFound)` if the remote cache does not have the slot.
-    pub fn moves(&self, local: Geometry, remote: RemoteCache) -> Result<Moves> {
+    pub fn moves(&self, remote: &RemoteCache) -> Result<Moves> {
         let (tensors, peer) = (self.tensors, remote.layout.geometry);
         remote_row(remote, ErrorKind::CacheNotFound)?;
         if !self.src_layers_given && peer.num_tensors() != tensors.count {
@@ -115,22 +219,15 @@ impl<R: Borrow<PullRows>> CheckedPull<R> {
             )));
         }
         within("src_layer_range", tensors.src, tensors.count, "the remote cache", peer)?;
-        match self.rows.borrow() {
-            PullRows::Blocks { .. } => blocks_cache("the remote cache", remote.layout.kind)?,
-            PullRows::Rows { .. } => {}
-            PullRows::Slot { .. } | PullRows::SlotToBlocks { .. } => {
-                batch_cache("the remote cache", remote.layout.kind)?;
-            }
-        }
-        check_accessible("the remote cache", remote.accessible)?;
-        let (pieces, dst_rows) = self.pieces(local, remote)?;
+        self.check_remote(remote)?;
+        let (pieces, dst_rows) = self.pieces(remote)?;
         let whole = tensors.count == peer.num_tensors();
         Ok(Moves { dst_rows, ..tensors.moves(pieces, whole) })
     }
 
     /// Returns the pieces that move in each tensor, and the local rows that they write.
-    fn pieces(&self, own: Geometry, remote: RemoteCache) -> Result<(Pieces, Vec<u64>)> {
-        let peer = remote.layout.geometry;
+    fn pieces(&self, remote: &RemoteCache) -> Result<(Pieces, Vec<u64>)> {
+        let (own, peer) = (self.local.layout.geometry, remote.layout.geometry);
         let slot = u64::from(remote.row) * peer.row_bytes();
         Ok(match self.rows.borrow() {
             PullRows::Slot { local: index, remote_offset, local_offset, size } => {
@@ -141,7 +238,9 @@ impl<R: Borrow<PullRows>> CheckedPull<R> {
                 let dst = index * own.row_bytes() + local_offset;
                 (Pieces::Listed(vec![Piece { src: slot + remote_offset, dst, len }]), vec![index])
             }
-            PullRows::Blocks { remote: from, local: to } | PullRows::Rows { remote: from, local: to } => {
+            PullRows::Blocks { remote: from, local: to }
+            | PullRows::Rows { remote: from, local: to }
+            | PullRows::Sequence { remote: from, local: to, .. } => {
                 equal_blocks(own, peer)?;
                 in_range("src_blocks", from, peer)?;
                 let to = numbers(to)?;

@@ -1,15 +1,16 @@
 //! Checks pushes, and returns the bytes that move from the local cache to the remote one (contract §7.14, §7.15).
 
 use std::borrow::Borrow;
+use std::ops::Range;
 
 use super::cache_rules::{
     RemoteCache, batch_cache, blocks_cache, check_accessible, equal_blocks, equally_many, in_range,
     not_empty, numbers, remote_row, row,
 };
+use super::conversion::{Conversion, LocalCache, TokenMove, some_tokens};
 use super::layer_ranges::{Layers, TensorRun, push_layers, within};
 use crate::error::{Error, ErrorKind, Result};
-use crate::model::{CacheLayout, Geometry};
-use crate::plan::{Moves, Piece, Pieces};
+use crate::plan::{KvPart, Moves, Piece, Pieces};
 
 /// The rows that a push reads and writes: `local` rows, into `remote` rows of the peer's cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -21,12 +22,22 @@ pub enum PushRows {
     Blocks { local: Vec<i64>, remote: Vec<i64> },
     /// Like `Blocks`, for caches of either kind, because the C++ class does not distinguish them.
     Rows { local: Vec<i64>, remote: Vec<i64> },
+    /// Some tokens of a sequence, as in [`PullRows::Sequence`](super::PullRows::Sequence).
+    Sequence {
+        local: Vec<i64>,
+        remote: Vec<i64>,
+        local_tokens: Option<Range<u64>>,
+        remote_tokens: Option<Range<u64>>,
+    },
 }
 
 /// A push that fits the local cache. It is not checked against the remote cache yet.
 pub struct CheckedPush<R> {
     rows: R,
+    local: LocalCache,
     tensors: TensorRun,
+    /// Whether the caller named layers.
+    layers_given: bool,
 }
 
 impl PushRows {
@@ -34,28 +45,46 @@ impl PushRows {
     pub(crate) fn local_rows(&self) -> Result<Vec<u64>> {
         match self {
             PushRows::Slot { local } => Ok(vec![u64::from(*local)]),
-            PushRows::Blocks { local, .. } | PushRows::Rows { local, .. } => numbers(local),
+            PushRows::Blocks { local, .. }
+            | PushRows::Rows { local, .. }
+            | PushRows::Sequence { local, .. } => numbers(local),
         }
+    }
+
+    /// Returns the local slot that is read, if it is one.
+    pub(crate) fn slot(&self) -> Option<u32> {
+        if let PushRows::Slot { local } = self { Some(*local) } else { None }
     }
 
     /// Returns how many blocks the caller named.
     pub fn num_blocks(&self) -> usize {
         match self {
             PushRows::Slot { .. } => 0,
-            PushRows::Blocks { local, .. } | PushRows::Rows { local, .. } => local.len(),
+            PushRows::Blocks { local, .. }
+            | PushRows::Rows { local, .. }
+            | PushRows::Sequence { local, .. } => local.len(),
         }
     }
 }
 
 impl<R: Borrow<PushRows>> CheckedPush<R> {
     /// Checks what needs only the local cache, before a request is sent to the peer.
-    pub fn new(local: CacheLayout, rows: R, layers: Layers) -> Result<Self> {
-        let (geometry, given) = (local.geometry, rows.borrow());
+    pub fn new(local: impl Into<LocalCache>, rows: R, layers: Layers) -> Result<Self> {
+        let cache = local.into();
+        let (local, given) = (cache.layout, rows.borrow());
+        let geometry = local.geometry;
         match given {
             PushRows::Slot { .. } => batch_cache("src_cache", local.kind)?,
-            PushRows::Blocks { local: blocks, remote } | PushRows::Rows { local: blocks, remote } => {
-                if matches!(given, PushRows::Blocks { .. }) {
+            PushRows::Blocks { local: blocks, remote }
+            | PushRows::Rows { local: blocks, remote }
+            | PushRows::Sequence { local: blocks, remote, .. } => {
+                if !matches!(given, PushRows::Rows { .. }) {
                     blocks_cache("src_cache", local.kind)?;
+                }
+                if let PushRows::Sequence { local_tokens, remote_tokens, .. } = given {
+                    cache.needs_layout()?;
+                    some_tokens("src_tokens", local_tokens.as_ref())?;
+                    some_tokens("dst_tokens", remote_tokens.as_ref())?;
                 }
                 not_empty("dst_blocks", remote)?;
                 not_empty("src_blocks", blocks)?;
@@ -64,12 +93,63 @@ impl<R: Borrow<PushRows>> CheckedPush<R> {
         let tensors = push_layers(geometry, layers)?;
         match given {
             PushRows::Slot { local: slot } => row("src_batch_index", *slot, geometry).map(drop)?,
-            PushRows::Blocks { local: blocks, remote } | PushRows::Rows { local: blocks, remote } => {
-                equally_many(("src_blocks", blocks.len()), ("dst_blocks", remote.len()))?;
+            PushRows::Blocks { local: blocks, remote }
+            | PushRows::Rows { local: blocks, remote }
+            | PushRows::Sequence { local: blocks, remote, .. } => {
+                if !cache.has_sequences() {
+                    equally_many(("src_blocks", blocks.len()), ("dst_blocks", remote.len()))?;
+                }
                 in_range("src_blocks", blocks, geometry)?;
             }
         }
-        Ok(CheckedPush { rows, tensors })
+        let layers_given = layers.src.or(layers.dst).is_some();
+        Ok(CheckedPush { rows, local: cache, tensors, layers_given })
+    }
+
+    /// Returns what moves if the rows of the two caches have different KV layouts, as
+    /// [`CheckedPull::conversion`](super::CheckedPull::conversion) does: the layers and heads that both caches hold.
+    pub fn conversion(&self, remote: &RemoteCache) -> Result<Option<Conversion>> {
+        let Some((src, dst)) = self.local.layouts(remote)? else { return Ok(None) };
+        let rows = self.rows();
+        self.check_remote(remote)?;
+        let dst_blocks = match rows {
+            PushRows::Slot { .. } => vec![u64::from(remote.row)],
+            PushRows::Blocks { remote: blocks, .. }
+            | PushRows::Rows { remote: blocks, .. }
+            | PushRows::Sequence { remote: blocks, .. } => {
+                in_range("dst_blocks", blocks, remote.layout.geometry)?;
+                numbers(blocks)?
+            }
+        };
+        let (src_tokens, dst_tokens) = match rows {
+            PushRows::Sequence { local_tokens, remote_tokens, .. } => {
+                (local_tokens.clone(), remote_tokens.clone())
+            }
+            _ => (None, None),
+        };
+        let src_blocks = rows.local_rows()?;
+        let tokens =
+            TokenMove { src, dst, src_blocks: &src_blocks, dst_blocks: &dst_blocks, src_tokens, dst_tokens };
+        if tokens.is_plain(self.layers_given)? {
+            return Ok(None);
+        }
+        let part = KvPart::common(src.layout(), dst.layout())?;
+        tokens.plan(&[part]).map(Some)
+    }
+
+    /// Checks kind, slot and access of the remote cache.
+    fn check_remote(&self, remote: &RemoteCache) -> Result<()> {
+        check_accessible("the remote cache", remote.accessible)?;
+        match self.rows() {
+            PushRows::Slot { .. } => {
+                batch_cache("the remote cache", remote.layout.kind)?;
+                remote_row(remote, ErrorKind::InvalidArgument)
+            }
+            PushRows::Blocks { .. } | PushRows::Sequence { .. } => {
+                blocks_cache("the remote cache", remote.layout.kind)
+            }
+            PushRows::Rows { .. } => Ok(()),
+        }
     }
 
     /// Returns the rows that the caller named.
@@ -77,27 +157,26 @@ impl<R: Borrow<PushRows>> CheckedPush<R> {
         self.rows.borrow()
     }
 
-    /// Checks the push against the owner's description of the remote cache, and returns what moves from the `local` cache
-    /// for which the push was checked.
-    pub fn moves(&self, local: Geometry, remote: RemoteCache) -> Result<Moves> {
+    /// Checks the push against the owner's description of the remote cache, and returns what moves if rows move as they
+    /// are.
+    pub fn moves(&self, remote: &RemoteCache) -> Result<Moves> {
         let (tensors, peer) = (self.tensors, remote.layout.geometry);
         check_accessible("the remote cache", remote.accessible)?;
         within("dst_layer_range", tensors.dst, tensors.count, "the remote cache", peer)?;
-        let (pieces, src_rows) = self.pieces(local, remote)?;
+        let (pieces, src_rows) = self.pieces(remote)?;
         if tensors.count == 0 {
             return Ok(tensors.moves(Pieces::default(), false));
         }
-        let whole = tensors.count == local.num_tensors();
+        let whole = tensors.count == self.local.layout.geometry.num_tensors();
         Ok(Moves { src_rows, ..tensors.moves(pieces, whole) })
     }
 
     /// Returns the pieces that move in each tensor, and the local rows that they read.
-    fn pieces(&self, own: Geometry, remote: RemoteCache) -> Result<(Pieces, Vec<u64>)> {
-        let peer = remote.layout.geometry;
+    fn pieces(&self, remote: &RemoteCache) -> Result<(Pieces, Vec<u64>)> {
+        let (own, peer) = (self.local.layout.geometry, remote.layout.geometry);
+        self.check_remote(remote)?;
         Ok(match self.rows.borrow() {
             PushRows::Slot { local: index } => {
-                batch_cache("the remote cache", remote.layout.kind)?;
-                remote_row(remote, ErrorKind::InvalidArgument)?;
                 let len = own.row_bytes();
                 if len > peer.row_bytes() {
                     return Err(Error::invalid(format!(
@@ -109,10 +188,9 @@ impl<R: Borrow<PushRows>> CheckedPush<R> {
                 let dst = u64::from(remote.row) * peer.row_bytes();
                 (Pieces::Listed(vec![Piece { src: index * len, dst, len }]), vec![index])
             }
-            PushRows::Blocks { local: from, remote: to } | PushRows::Rows { local: from, remote: to } => {
-                if matches!(self.rows.borrow(), PushRows::Blocks { .. }) {
-                    blocks_cache("the remote cache", remote.layout.kind)?;
-                }
+            PushRows::Blocks { local: from, remote: to }
+            | PushRows::Rows { local: from, remote: to }
+            | PushRows::Sequence { local: from, remote: to, .. } => {
                 equal_blocks(own, peer)?;
                 in_range("dst_blocks", to, peer)?;
                 let from = numbers(from)?;

@@ -135,6 +135,7 @@ fn kv_geometry(heads: Range<u32>, order: TokenOrder) -> KvGeometry {
         order,
         kv: KvPlanes::Separate,
         layers: 0..2,
+        model: String::new(),
     };
     KvGeometry::new(layout, &Geometry::new(&desc).unwrap(), data_type).unwrap()
 }
@@ -163,17 +164,17 @@ fn checking_arguments_fails_whole() {
     let geometry = Geometry::new(&desc(Placement::Device, 2, MANY as usize, 16)).unwrap();
     let layout = CacheLayout { geometry, kind: CacheKind::Blocks, placement: Placement::Device };
     let slots = CacheLayout { kind: CacheKind::Batch, ..layout };
-    let remote = RemoteCache { layout, row: 0, accessible: true };
+    let remote = RemoteCache { layout, kv: None, row: 0, accessible: true };
     let list: Vec<i64> = (0..MANY).map(|k| shuffled(k) as i64).collect();
     let pairs: Vec<(i64, i64)> = list.iter().copied().zip(0..).collect();
     let pull = PullRows::Blocks { remote: list.clone(), local: list.clone() };
-    only_fails("pull", 2, || CheckedPull::new(layout, &pull, Layers::ALL)?.moves(geometry, remote));
+    only_fails("pull", 2, || CheckedPull::new(layout, &pull, Layers::ALL)?.moves(&remote));
     let push = PushRows::Blocks { local: list.clone(), remote: list.clone() };
-    only_fails("push", 2, || CheckedPush::new(layout, &push, Layers::ALL)?.moves(geometry, remote));
+    only_fails("push", 2, || CheckedPush::new(layout, &push, Layers::ALL)?.moves(&remote));
     let one = Geometry::new(&desc(Placement::Device, 2, 1, 16 * MANY as usize)).unwrap();
-    let slot = RemoteCache { layout: CacheLayout { geometry: one, ..slots }, ..remote };
+    let slot = RemoteCache { layout: CacheLayout { geometry: one, ..slots }, ..remote.clone() };
     let cut = PullRows::SlotToBlocks { local: list };
-    only_fails("slot to blocks", 2, || CheckedPull::new(layout, &cut, Layers::ALL)?.moves(geometry, slot));
+    only_fails("slot to blocks", 2, || CheckedPull::new(layout, &cut, Layers::ALL)?.moves(&slot));
     only_fails("copy", 1, || validate::copy_blocks(layout, &pairs));
     let keys: Vec<_> = (0..MANY).map(|id| Some(CacheKey::Request { model: 0, id })).collect();
     only_fails("keys", 2, || validate::bindings(&keys));

@@ -15,6 +15,7 @@ fn layout() -> KvLayout {
         order: TokenOrder::Nhd,
         kv: KvPlanes::Separate,
         layers: 0..4,
+        model: String::new(),
     }
 }
 
@@ -36,7 +37,7 @@ fn layouts_that_do_not_fit_their_cache_are_refused() {
     };
     let good = checked(layout(), 8, elements).unwrap();
     assert_eq!((good.rows(), good.row_bytes(), good.row_stride()), (4, 1024, 1024));
-    assert_eq!((good.plane_bytes(), good.head_bytes(), good.element_bytes()), (1024, 16, 2));
+    assert_eq!((good.plane_bytes(), good.head_bytes(), good.data_type()), (1024, 16, DataType::Float16));
     assert_eq!((good.token_step(), good.head_step()), (64, 16));
     let cases: [(fn(&mut KvLayout), u32, i64, &str); 14] = [
         (|layout| layout.tokens_per_block = 0, 8, elements, "tokens_per_block=0 must be above 0"),

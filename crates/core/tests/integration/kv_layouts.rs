@@ -291,6 +291,7 @@ fn side(model: &Model, numbers: &Numbers, is_src: bool) -> Side {
             (false, false) => KvPlanes::KThenV,
         },
         layers: model.layer.saturating_sub(numbers.layers.0)..model.layer + 1 + numbers.layers.1,
+        model: String::new(),
     };
     let needed = numbers.skip + model.tokens;
     let count = needed.div_ceil(numbers.tokens_per_block.into()) + numbers.spare.0;
@@ -459,6 +460,7 @@ fn rank(total_heads: u32, ranks: u32, rank: u32) -> KvLayout {
         order: TokenOrder::Nhd,
         kv: KvPlanes::Separate,
         layers: 0..4,
+        model: String::new(),
     }
 }
 
@@ -661,15 +663,21 @@ fn plans_between_layouts_move_bytes() {
 fn moves_that_do_not_fit_are_refused() {
     let good = || between(whole(rank(8, 2, 0), 4), whole(rank(8, 4, 0), 4));
     let cases: [(fn(&mut Case), &str); 15] = [
-        (|case| case.dst.layout.head_dim = 4, "head_dim differs (src=8, dst=4)"),
-        (|case| case.dst.layout.total_heads = 16, "total_heads differs (src=8, dst=16)"),
-        (|case| case.dst.data_type = DataType::Float, "element_bytes differs (src=2, dst=4)"),
+        (
+            |case| case.dst.layout.head_dim = 4,
+            "head_dim differs (src=DT_FLOAT16, 16 tokens, heads 0..4 of 8, head_dim 8",
+        ),
+        (
+            |case| case.dst.layout.total_heads = 16,
+            "total_heads differs (src=DT_FLOAT16, 16 tokens, heads 0..4 of 8",
+        ),
+        (|case| case.dst.data_type = DataType::Float, "data_type differs (src=DT_FLOAT16"),
         (
             |case| {
                 let layout = &mut case.dst.layout;
                 (layout.heads, layout.total_heads, layout.kv) = (0..1, 1, KvPlanes::Latent);
             },
-            "kv differs (src=Separate, dst=Latent)",
+            "kv differs (src=DT_FLOAT16",
         ),
         (
             |case| case.dst.layout.heads = 4..8,

@@ -17,7 +17,7 @@ fn spec(kind: CacheKind, tensors: u32, rows: usize, row_bytes: usize) -> CacheLa
 }
 
 fn remote(layout: CacheLayout, row: u32) -> RemoteCache {
-    RemoteCache { layout, row, accessible: true }
+    RemoteCache { layout, kv: None, row, accessible: true }
 }
 
 /// Applies the plan of `moves` to layer `layer` of `src`, which goes to layer `to` of `dst`.
@@ -137,7 +137,7 @@ fn judge(case: &Case, done: &mut [u32; 2]) {
     };
     let source = patterned(1, 9, local.0 * local.1);
     let before = patterned(2, 9, far_bytes);
-    let planned: Result<Moves> = layer_moves(here, &rows, slots.0 as u32, at);
+    let planned: Result<Moves> = layer_moves(here, &rows, slots.0 as u32, &at);
     let (mut expected, mut got) = (before.clone(), before);
     let mut legal = slots.0 < local.0 || case.form % 3 == 1;
     legal &= !by_name || !slots_alone || slots.1 < remote.0;
@@ -187,7 +187,7 @@ fn layers_are_in_the_remote_cache_or_refused() {
         for layers in bounds {
             for per_layer in bounds {
                 let inside = (u128::from(first) + u128::from(layers)) * u128::from(per_layer) <= 12;
-                let result = destination_layers(there, first, layers, per_layer);
+                let result = destination_layers(&there, first, layers, per_layer);
                 assert_eq!(result.is_ok(), inside, "{first} {layers} {per_layer}");
             }
         }

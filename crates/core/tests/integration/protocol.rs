@@ -97,6 +97,7 @@ fn record(location: WireLocation) -> WireCache {
         allocated: true,
         accessible: false,
         location,
+        layout: None,
     }
 }
 

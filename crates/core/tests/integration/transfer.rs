@@ -27,7 +27,7 @@ fn spec(kind: CacheKind, num_tensors: u32, rows: u64, row_bytes: u64) -> CacheLa
 }
 
 fn remote(layout: CacheLayout, row: u32) -> RemoteCache {
-    RemoteCache { layout, row, accessible: true }
+    RemoteCache { layout, kv: None, row, accessible: true }
 }
 
 fn layers(src: Option<(u32, u32)>, dst: Option<(u32, u32)>, tensors_per_layer: u32) -> Layers {
@@ -43,12 +43,12 @@ fn refused<T: Debug>(kind: ErrorKind, result: Result<T>, facts: &[&str]) {
     }
 }
 
-fn pull(local: CacheLayout, remote: RemoteCache, rows: &PullRows, layers: Layers) -> Result<Moves> {
-    CheckedPull::new(local, rows, layers)?.moves(local.geometry, remote)
+fn pull(local: CacheLayout, remote: &RemoteCache, rows: &PullRows, layers: Layers) -> Result<Moves> {
+    CheckedPull::new(local, rows, layers)?.moves(remote)
 }
 
-fn push(local: CacheLayout, remote: RemoteCache, rows: &PushRows, layers: Layers) -> Result<Moves> {
-    CheckedPush::new(local, rows, layers)?.moves(local.geometry, remote)
+fn push(local: CacheLayout, remote: &RemoteCache, rows: &PushRows, layers: Layers) -> Result<Moves> {
+    CheckedPush::new(local, rows, layers)?.moves(remote)
 }
 
 #[derive(Clone, Debug)]
@@ -132,6 +132,7 @@ fn naive_pull(case: &Case) -> Result<Vec<Byte>, ErrorKind> {
             (remote.len() == local.len() && here.has_blocks(local), there.kind)
         }
         PullRows::SlotToBlocks { local } => (here.kind == Blocks && here.has_blocks(local), Batch),
+        PullRows::Sequence { .. } => unreachable!("`kv_pulls` tests sequences"),
     };
     let per_layer = layers.tensors_per_layer;
     need(local_fits && per_layer > 0, InvalidArgument)?;
@@ -164,6 +165,7 @@ fn naive_pull(case: &Case) -> Result<Vec<Byte>, ErrorKind> {
             let len = there.stride.min(blocks * here.stride);
             (0..len).map(|byte| (row * there.stride + byte, into(byte))).collect()
         }
+        PullRows::Sequence { .. } => unreachable!("`kv_pulls` tests sequences"),
     };
     Ok(in_all(&from, &to, &bytes))
 }
@@ -184,6 +186,7 @@ fn naive_push(case: &Case) -> Result<Vec<Byte>, ErrorKind> {
         PushRows::Slot { .. } => (Batch, Batch),
         PushRows::Blocks { .. } => (Blocks, Blocks),
         PushRows::Rows { .. } => (here.kind, there.kind),
+        PushRows::Sequence { .. } => unreachable!("`kv_pulls` tests sequences"),
     };
     need((here.kind, there.kind) == kinds && remote.accessible, InvalidArgument)?;
     let bytes = match rows {
@@ -197,6 +200,7 @@ fn naive_push(case: &Case) -> Result<Vec<Byte>, ErrorKind> {
             need(lists && here.stride == there.stride, InvalidArgument)?;
             whole_blocks(local, remote, here.stride)
         }
+        PushRows::Sequence { .. } => unreachable!("`kv_pulls` tests sequences"),
     };
     Ok(in_all(&from, &to, &bytes))
 }
@@ -322,7 +326,7 @@ fn cases() -> impl Strategy<Value = Case> {
             let there = spec(kinds.1, remote_tensors, remote_rows, remote_bytes);
             Case {
                 local: spec(kinds.0, tensors, rows, bytes),
-                remote: RemoteCache { layout: there, row, accessible },
+                remote: RemoteCache { layout: there, kv: None, row, accessible },
                 pull,
                 push,
                 layers: layers(layering.0, layering.1, layering.2),
@@ -371,7 +375,7 @@ fn agrees_with_the_model(pulls: bool, answer: impl Fn(&Case) -> Answers) {
 fn pulls_agree_with_the_model() {
     agrees_with_the_model(true, |case| {
         let Case { local, remote, pull: rows, layers, .. } = case;
-        (pull(*local, *remote, rows, *layers), naive_pull(case))
+        (pull(*local, remote, rows, *layers), naive_pull(case))
     });
 }
 
@@ -379,7 +383,7 @@ fn pulls_agree_with_the_model() {
 fn pushes_agree_with_the_model() {
     agrees_with_the_model(false, |case| {
         let Case { local, remote, push: rows, layers, .. } = case;
-        (push(*local, *remote, rows, *layers), naive_push(case))
+        (push(*local, remote, rows, *layers), naive_push(case))
     });
 }
 
@@ -399,22 +403,40 @@ fn refused_pulls_name_the_argument_and_its_limit() {
     let hidden = RemoteCache { accessible: false, ..slots(4, 8) };
     let wide = |bytes| remote(spec(Blocks, 4, 9, bytes), 0);
     let rules: &[(CacheLayout, RemoteCache, PullRows, Layers, &[&str])] = &[
-        (batch, absent, slot(9, i64::MIN), all, &["size=-9223372036854775808"]),
-        (batch, absent, slot(3, 99), all, &["batch_index=3", "0 to 2"]),
-        (batch, absent, slot(2, 9), given((0, 1), (0, 1), 3), &["size=9", "8 bytes"]),
-        (batch, absent, slot(2, 8), given((0, 1), (0, 9), 3), &["tensor_num_per_layer=3", "num_tensors, 4"]),
-        (batch, absent, slot(2, 8), given((0, 1), (1, 3), 2), &["dst_layer_range", "tensors 2 to 5"]),
-        (batch, absent, slot(2, 8), given((0, 2), (1, 2), 2), &["src_layer_range names 4 tensors and 2"]),
-        (batch, absent, slot(2, 8), given(last, (0, 1), u32::MAX), &["tensor_num_per_layer=4294967295"]),
-        (batch, absent, part(0, 3, 6), all, &["size=6", "5 bytes"]),
-        (batch, absent, part(0, 8, 1), all, &["dst_cache_offset=8", "8 bytes"]),
-        (batch, absent, part(u64::MAX, u64::MAX, i64::MAX), all, &["dst_cache_offset"]),
-        (batch, absent, cut(&[0]), all, &["continuous cache"]),
-        (blocks, absent, cut(&[4]), all, &["dst_blocks[0]=4"]),
-        (blocks, absent, pairs(&[], &[]), all, &["dst_blocks=[]"]),
-        (blocks, absent, pairs(&[], &[1]), all, &["src_blocks=[]"]),
-        (blocks, absent, pairs(&[1], &[1, 2]), all, &["src_blocks has 1", "2"]),
-        (blocks, absent, pairs(&[1, 1], &[0, -1]), all, &["dst_blocks[1]=-1", "0 to 3"]),
+        (batch, absent.clone(), slot(9, i64::MIN), all, &["size=-9223372036854775808"]),
+        (batch, absent.clone(), slot(3, 99), all, &["batch_index=3", "0 to 2"]),
+        (batch, absent.clone(), slot(2, 9), given((0, 1), (0, 1), 3), &["size=9", "8 bytes"]),
+        (
+            batch,
+            absent.clone(),
+            slot(2, 8),
+            given((0, 1), (0, 9), 3),
+            &["tensor_num_per_layer=3", "num_tensors, 4"],
+        ),
+        (batch, absent.clone(), slot(2, 8), given((0, 1), (1, 3), 2), &["dst_layer_range", "tensors 2 to 5"]),
+        (
+            batch,
+            absent.clone(),
+            slot(2, 8),
+            given((0, 2), (1, 2), 2),
+            &["src_layer_range names 4 tensors and 2"],
+        ),
+        (
+            batch,
+            absent.clone(),
+            slot(2, 8),
+            given(last, (0, 1), u32::MAX),
+            &["tensor_num_per_layer=4294967295"],
+        ),
+        (batch, absent.clone(), part(0, 3, 6), all, &["size=6", "5 bytes"]),
+        (batch, absent.clone(), part(0, 8, 1), all, &["dst_cache_offset=8", "8 bytes"]),
+        (batch, absent.clone(), part(u64::MAX, u64::MAX, i64::MAX), all, &["dst_cache_offset"]),
+        (batch, absent.clone(), cut(&[0]), all, &["continuous cache"]),
+        (blocks, absent.clone(), cut(&[4]), all, &["dst_blocks[0]=4"]),
+        (blocks, absent.clone(), pairs(&[], &[]), all, &["dst_blocks=[]"]),
+        (blocks, absent.clone(), pairs(&[], &[1]), all, &["src_blocks=[]"]),
+        (blocks, absent.clone(), pairs(&[1], &[1, 2]), all, &["src_blocks has 1", "2"]),
+        (blocks, absent.clone(), pairs(&[1, 1], &[0, -1]), all, &["dst_blocks[1]=-1", "0 to 3"]),
         (batch, slots(4, 8), slot(2, 8), given(last, (0, 1), 4), &["src_layer_range", "remote cache"]),
         (batch, hidden, slot(0, -1), all, &["remote_accessible False"]),
         (batch, slots(3, 8), slot(0, -1), all, &["3 tensors", "the local range has 4"]),
@@ -428,31 +450,31 @@ fn refused_pulls_name_the_argument_and_its_limit() {
         (blocks, slots(4, 20), cut(&[0, 1, 2, 3]), all, &["len(dst_blocks)=4", "at most 3"]),
     ];
     for (local, remote, rows, layers, facts) in rules {
-        refused(InvalidArgument, pull(*local, *remote, rows, *layers), facts);
+        refused(InvalidArgument, pull(*local, remote, rows, *layers), facts);
     }
-    refused(CacheNotFound, pull(batch, absent, &slot(0, -1), all), &["no slot 99", "0 to 2"]);
+    refused(CacheNotFound, pull(batch, &absent, &slot(0, -1), all), &["no slot 99", "0 to 2"]);
 }
 
 #[test]
 fn refused_pushes_name_the_argument_and_its_limit() {
     let (local, slot) = (spec(Batch, 10, 3, 8), PushRows::Slot { local: 2 });
     let (good, narrow) = (remote(local, 1), remote(spec(Batch, 10, 3, 7), 0));
-    let hidden = RemoteCache { accessible: false, ..good };
+    let hidden = RemoteCache { accessible: false, ..good.clone() };
     let (one, two) = (Some((0, 1)), Some((0, 2)));
     let rules: &[(RemoteCache, Layers, &[&str])] = &[
-        (good, layers(None, None, 3), &["tensor_num_per_layer=3", "10"]),
-        (good, layers(None, one, 2), &["dst_layer_range was given without src_layer_range"]),
-        (good, layers(Some((0, 0)), one, 2), &["src_layer_range=0..0", "at least one layer"]),
-        (good, layers(Some((4, 6)), two, 2), &["src_layer_range", "tensors 8 to 11"]),
-        (good, layers(one, Some((5, 6)), 2), &["dst_layer_range", "remote cache"]),
+        (good.clone(), layers(None, None, 3), &["tensor_num_per_layer=3", "10"]),
+        (good.clone(), layers(None, one, 2), &["dst_layer_range was given without src_layer_range"]),
+        (good.clone(), layers(Some((0, 0)), one, 2), &["src_layer_range=0..0", "at least one layer"]),
+        (good.clone(), layers(Some((4, 6)), two, 2), &["src_layer_range", "tensors 8 to 11"]),
+        (good.clone(), layers(one, Some((5, 6)), 2), &["dst_layer_range", "remote cache"]),
         (hidden, Layers::ALL, &["remote_accessible False"]),
         (narrow, Layers::ALL, &["8 bytes", "the 7 bytes of a slot of the remote cache"]),
     ];
     for (remote, layers, facts) in rules {
-        refused(InvalidArgument, push(local, *remote, &slot, *layers), facts);
+        refused(InvalidArgument, push(local, remote, &slot, *layers), facts);
     }
     let pairs = PushRows::Blocks { local: vec![0], remote: vec![] };
-    refused(InvalidArgument, push(spec(Blocks, 10, 3, 8), good, &pairs, Layers::ALL), &["dst_blocks=[]"]);
+    refused(InvalidArgument, push(spec(Blocks, 10, 3, 8), &good, &pairs, Layers::ALL), &["dst_blocks=[]"]);
     validate::push_size(-1).unwrap();
     for size in [0, 1, -2, i64::MIN] {
         refused(InvalidArgument, validate::push_size(size), &["size", "-1"]);
@@ -488,8 +510,8 @@ fn ranges_of_an_ext_param_name_tensors() {
         let (pushed, pulled) =
             (pushed(local, given).unwrap(), pull_kv_layers(local.geometry, given).unwrap());
         for moves in [
-            push(local, remote(local, 3), &PushRows::Slot { local: 3 }, pushed).unwrap(),
-            pull(local, remote(local, 3), &PullRows::slot(3, -1), pulled).unwrap(),
+            push(local, &remote(local, 3), &PushRows::Slot { local: 3 }, pushed).unwrap(),
+            pull(local, &remote(local, 3), &PullRows::slot(3, -1), pulled).unwrap(),
         ] {
             assert_eq!((moves.src_tensor, moves.dst_tensor, moves.num_tensors), expected, "{given:?}");
         }

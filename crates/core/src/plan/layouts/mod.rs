@@ -10,11 +10,7 @@ mod part;
 mod planner;
 mod tokens;
 
-#[cfg(feature = "testing")]
 pub use owners::assign_owners;
-#[cfg(feature = "testing")]
-pub use part::KvPart;
-#[cfg(feature = "testing")]
+pub use part::{KvPart, check_same_model};
 pub use planner::LayoutPlan;
-#[cfg(feature = "testing")]
 pub use tokens::KvSequence;

@@ -50,18 +50,17 @@ impl KvPart {
 }
 
 /// Returns `Err(InvalidArgument)` if the two caches have tokens of different models or element types.
-pub(super) fn check_same_model(src: &KvGeometry, dst: &KvGeometry) -> Result<()> {
+pub fn check_same_model(src: &KvGeometry, dst: &KvGeometry) -> Result<()> {
     let (src_layout, dst_layout) = (src.layout(), dst.layout());
     let latent = |layout: &KvLayout| layout.kv == KvPlanes::Latent;
-    if latent(src_layout) != latent(dst_layout) {
-        return Err(differ("kv", format!("{:?}", src_layout.kv), format!("{:?}", dst_layout.kv)));
-    }
-    for (name, of_src, of_dst) in [
-        ("head_dim", src_layout.head_dim.into(), dst_layout.head_dim.into()),
-        ("total_heads", src_layout.total_heads.into(), dst_layout.total_heads.into()),
-        ("element_bytes", src.element_bytes(), dst.element_bytes()),
+    for (name, equal) in [
+        ("model", src_layout.model == dst_layout.model),
+        ("data_type", src.data_type() == dst.data_type()),
+        ("kv", latent(src_layout) == latent(dst_layout)),
+        ("head_dim", src_layout.head_dim == dst_layout.head_dim),
+        ("total_heads", src_layout.total_heads == dst_layout.total_heads),
     ] {
-        ensure(of_src == of_dst, || differ(name, of_src, of_dst))?;
+        ensure(equal, || differ(name, src, dst))?;
     }
     Ok(())
 }

@@ -55,6 +55,7 @@ impl LayoutPlan {
     }
 
     /// Returns the bytes that the plans copy.
+    #[cfg(feature = "testing")]
     pub fn bytes(&self) -> u64 {
         self.plans.iter().map(CopyPlan::bytes).sum()
     }

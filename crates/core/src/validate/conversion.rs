@@ -1,0 +1,145 @@
+//! Decides whether a pull or push moves rows as they are or between two KV layouts, and plans the latter.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::cache_rules::RemoteCache;
+use crate::error::{Error, Result, ensure};
+use crate::fallible;
+use crate::model::{CacheLayout, KvGeometry, KvLayout};
+use crate::plan::{CopyPlan, KvPart, KvSequence, LayoutPlan, REQUEST, check_same_model};
+
+/// The cache of this engine that a pull writes or a push reads.
+#[derive(Clone, Debug)]
+pub struct LocalCache {
+    /// Sizes, kind and placement.
+    pub layout: CacheLayout,
+    /// What its rows mean, if the caller described it.
+    pub kv: Option<Arc<KvGeometry>>,
+    /// Whether rows move as they are, whatever they mean.
+    pub raw: bool,
+}
+
+impl From<CacheLayout> for LocalCache {
+    /// Returns a cache without a KV layout.
+    fn from(layout: CacheLayout) -> Self {
+        LocalCache { layout, kv: None, raw: false }
+    }
+}
+
+impl LocalCache {
+    /// Whether lists of blocks are sequences of tokens, which may differ in length.
+    pub(super) fn has_sequences(&self) -> bool {
+        self.kv.is_some() && !self.raw
+    }
+
+    /// Returns `Err(InvalidArgument)` unless lists of blocks are sequences of tokens.
+    pub(super) fn needs_layout(&self) -> Result<()> {
+        let text = "a range of tokens needs caches with KV layouts, and layout=\"raw\" must not be given";
+        ensure(self.has_sequences(), || Error::invalid(text))
+    }
+
+    /// Returns the layouts of the local and the remote cache if their rows may have to be converted. `None` if rows move
+    /// as they are.
+    pub(super) fn layouts<'a>(
+        &'a self,
+        remote: &'a RemoteCache,
+    ) -> Result<Option<(&'a KvGeometry, &'a KvGeometry)>> {
+        if self.raw { Ok(None) } else { both(self.kv.as_deref(), remote.kv.as_deref()) }
+    }
+}
+
+/// Checks that rows of two caches mean the same, because the call moves them as they are.
+/// `Err(InvalidArgument)` if they do not, or if only one of them has a KV layout.
+pub fn rows_alike(local: Option<&KvGeometry>, remote: &RemoteCache) -> Result<()> {
+    let Some((local, remote)) = both(local, remote.kv.as_deref())? else { return Ok(()) };
+    check_same_model(local, remote)?;
+    ensure(same_rows(local.layout(), remote.layout()), || {
+        Error::invalid(
+            "this call moves rows as they are, but rows of the two caches have different KV layouts",
+        )
+        .with("local", local)
+        .with("remote", remote)
+    })
+}
+
+fn both<'a>(
+    local: Option<&'a KvGeometry>,
+    remote: Option<&'a KvGeometry>,
+) -> Result<Option<(&'a KvGeometry, &'a KvGeometry)>> {
+    let (which, layout) = match (local, remote) {
+        (None, None) => return Ok(None),
+        (Some(local), Some(remote)) => return Ok(Some((local, remote))),
+        (Some(local), None) => ("local", local),
+        (None, Some(remote)) => ("remote", remote),
+    };
+    let text = format!(
+        "only the {which} cache has a KV layout: describe both caches, or pass layout=\"raw\" to move rows as they are"
+    );
+    Err(Error::invalid(text).with("layout", layout))
+}
+
+/// Returns whether rows of both layouts have the same bytes in the same order.
+fn same_rows(a: &KvLayout, b: &KvLayout) -> bool {
+    let rows = |of: &KvLayout| (of.tokens_per_block, of.heads.clone(), of.order, of.kv);
+    rows(a) == rows(b)
+}
+
+/// What moves between two caches with KV layouts: some tokens of a sequence on each side.
+pub(super) struct TokenMove<'a> {
+    pub(super) src: &'a KvGeometry,
+    pub(super) dst: &'a KvGeometry,
+    pub(super) src_blocks: &'a [u64],
+    pub(super) dst_blocks: &'a [u64],
+    pub(super) src_tokens: Option<Range<u64>>,
+    pub(super) dst_tokens: Option<Range<u64>>,
+}
+
+impl TokenMove<'_> {
+    /// Checks that both caches belong to one model. Returns whether moving rows as they are has the same result.
+    /// `Err(InvalidArgument)` if it does not and the caller named layers, which otherwise follow from the layouts.
+    pub(super) fn is_plain(&self, layers_given: bool) -> Result<bool> {
+        check_same_model(self.src, self.dst)?;
+        let (src, dst) = (self.src.layout(), self.dst.layout());
+        let whole_blocks = self.src_tokens.is_none() && self.dst_tokens.is_none();
+        let plain = whole_blocks && self.src_blocks.len() == self.dst_blocks.len() && same_rows(src, dst);
+        ensure(plain || !layers_given, || {
+            Error::invalid("layer ranges need equal KV layouts and no token ranges; otherwise the layers follow from the layouts")
+                .with("src", self.src)
+                .with("dst", self.dst)
+        })?;
+        Ok(plain && (layers_given || src.layers == dst.layers))
+    }
+
+    /// Plans the moves of `parts`, which have no layer and head in common.
+    pub(super) fn plan(self, parts: &[KvPart]) -> Result<Conversion> {
+        let sequence = |geometry, blocks, tokens| KvSequence { geometry, blocks, tokens };
+        let src = sequence(self.src, self.src_blocks, self.src_tokens);
+        let dst = sequence(self.dst, self.dst_blocks, self.dst_tokens);
+        let mut plans = Vec::new();
+        for part in parts {
+            for plan in LayoutPlan::new(&src, &dst, part)?.plans {
+                fallible::push(REQUEST, &mut plans, plan)?;
+            }
+        }
+        let heads = |part: &KvPart| part.layers.len() as u64 * part.heads.len() as u64;
+        let read = parts.iter().map(heads).sum::<u64>();
+        Ok(Conversion { plans, whole_source: read == heads(&KvPart::of(self.src.layout())) })
+    }
+}
+
+/// A move between two KV layouts.
+pub struct Conversion {
+    /// What is copied. The plans write different bytes and may run in any order.
+    pub plans: Vec<CopyPlan>,
+    /// Whether all layers and heads of the source are read.
+    pub whole_source: bool,
+}
+
+/// Checks a range of tokens that a caller gave.
+pub(super) fn some_tokens(name: &str, tokens: Option<&Range<u64>>) -> Result<()> {
+    let Some(tokens) = tokens else { return Ok(()) };
+    ensure(!tokens.is_empty(), || {
+        Error::argument(name, format_args!("{tokens:?}"), "a range of at least one token")
+    })
+}
