@@ -30,7 +30,12 @@ impl VerifyArg<'_, '_> {
 
 /// Reads what a push, a group, or another call without a grant of its own does beside moving bytes.
 pub(crate) fn of_push(notify: NotifyArg<'_, '_>, verify: VerifyArg<'_, '_>) -> PyResult<CallExtras> {
-    Ok(CallExtras { notify: notify.bytes("notify")?, grant: None, verify: verify.optional()? })
+    Ok(CallExtras {
+        notify: notify.bytes("notify")?,
+        grant: None,
+        verify: verify.optional()?,
+        ..CallExtras::default()
+    })
 }
 
 /// Reads `notify`, `verify`, `grant` and `grant_done` among the keyword arguments of a pull of blocks.
