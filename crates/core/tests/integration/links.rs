@@ -9,6 +9,7 @@ mod deadlines;
 mod ensure_link;
 pub mod fake_peer;
 mod identity;
+mod kv_layouts;
 mod layerwise;
 mod layerwise_faults;
 mod linking;

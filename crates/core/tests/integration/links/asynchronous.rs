@@ -17,7 +17,7 @@ use CacheKind::{Batch, Blocks};
 const KEY: CacheKey = CacheKey::Blocks { model: 7 };
 
 /// The number of bytes, or the failure.
-fn outcome(transfer: &Transfer) -> Result<u64, llm_datadist_core::Error> {
+pub(super) fn outcome(transfer: &Transfer) -> Result<u64, llm_datadist_core::Error> {
     assert!(transfer.wait(Deadline::after(LONG)).unwrap(), "the transfer did not end");
     transfer.outcome().expect("it has ended")
 }

@@ -1,0 +1,97 @@
+//! The KV layout in the description of a cache: it survives the message, and a peer cannot describe an impossible one.
+
+use std::ops::Range;
+
+use llm_datadist_core::testing::protocol::{
+    EntryVersion, HEADER, MESSAGE, WireCache, WireLayout, decode, encode,
+};
+use llm_datadist_core::{
+    CacheDesc, CacheId, CacheKind, CacheLayout, DataType, ErrorKind, Geometry, KvGeometry, KvLayout,
+    KvPlanes, Placement, TokenOrder,
+};
+
+fn layout(order: TokenOrder, kv: KvPlanes) -> KvLayout {
+    let latent = kv == KvPlanes::Latent;
+    KvLayout {
+        tokens_per_block: 16,
+        heads: if latent { 0..1 } else { 2..6 },
+        total_heads: if latent { 1 } else { 8 },
+        head_dim: 128,
+        order,
+        kv,
+        layers: 3..7,
+        model: "a model, version 2".into(),
+    }
+}
+
+/// A description of a cache with this layout, of 16-bit floats.
+fn record(layout: &KvLayout) -> (WireCache, KvGeometry) {
+    let planes = if layout.kv == KvPlanes::KThenV { 2 } else { 1 };
+    let per_layer = if layout.kv == KvPlanes::Separate { 2 } else { 1 };
+    let desc = CacheDesc {
+        num_tensors: 4 * per_layer,
+        shape: vec![9, planes * 16 * layout.heads.len() as i64, 128],
+        data_type: DataType::Float16,
+        placement: Placement::Device,
+        row_stride: None,
+        kv_layout: None,
+    };
+    let geometry = Geometry::new(&desc).unwrap();
+    let cache = CacheLayout { geometry, kind: CacheKind::Blocks, placement: Placement::Device };
+    let mut record = WireCache::new(EntryVersion { index: 1, generation: 2 }, CacheId(3), 0, cache);
+    let kv = KvGeometry::new(layout.clone(), &geometry, DataType::Float16).unwrap();
+    record.layout = Some(WireLayout::from(&kv));
+    (record, kv)
+}
+
+#[test]
+fn a_layout_survives_the_message() {
+    for order in [TokenOrder::Nhd, TokenOrder::Hnd] {
+        for kv in [KvPlanes::Separate, KvPlanes::KThenV, KvPlanes::Latent] {
+            let (record, kv) = record(&layout(order, kv));
+            let frame = encode(&record).unwrap();
+            assert_eq!(frame[3], MESSAGE);
+            let read: WireCache = decode(&frame[HEADER..]).unwrap();
+            let geometry = read.layout().unwrap().geometry;
+            assert_eq!(read.kv_geometry(&geometry).unwrap(), Some(kv));
+        }
+    }
+}
+
+/// The bytes of a layout: they may change only with the version of the protocol.
+#[test]
+fn layout_bytes() {
+    let (record, _) = record(&layout(TokenOrder::Hnd, KvPlanes::KThenV));
+    let mut expected = vec![1, 1, 16, 2, 6, 8, 0x80, 1, 1, 1, 3, 7, 18];
+    expected.extend(b"a model, version 2");
+    assert!(encode(&record).unwrap().ends_with(&expected));
+}
+
+#[test]
+fn a_peer_cannot_describe_an_impossible_layout() {
+    let changes: [fn(&mut WireLayout); 13] = [
+        |layout| layout.data_type = 99,
+        |layout| layout.data_type = DataType::Float as u8,
+        |layout| layout.tokens_per_block = 0,
+        |layout| layout.tokens_per_block = 15,
+        |layout| layout.tokens_per_block = u32::MAX,
+        |layout| layout.heads = Range { start: 6, end: 2 },
+        |layout| layout.heads = 5..9,
+        |layout| layout.heads = 0..u32::MAX,
+        |layout| layout.head_dim = u32::MAX,
+        |layout| layout.order = 2,
+        |layout| layout.planes = 3,
+        |layout| layout.layers = 3..6,
+        |layout| layout.model = "m".repeat(257),
+    ];
+    let (good, _) = record(&layout(TokenOrder::Nhd, KvPlanes::Separate));
+    let geometry = good.layout().unwrap().geometry;
+    for (index, change) in changes.into_iter().enumerate() {
+        let mut bad = good.clone();
+        bad.layout.as_mut().into_iter().for_each(change);
+        let error = bad.kv_geometry(&geometry).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NotLinked, "change {index}: {error}");
+        assert!(error.to_string().contains("cache 3 with an invalid layout"), "{error}");
+    }
+    assert_eq!(WireCache { layout: None, ..good }.kv_geometry(&geometry).unwrap(), None);
+}

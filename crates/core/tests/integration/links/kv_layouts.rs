@@ -1,0 +1,441 @@
+//! Pulls and pushes between KV layouts: every element arrives where its layout has it, and no other byte changes.
+
+use std::ops::Range;
+
+use llm_datadist_core::{
+    CacheDesc, CacheKind, CallExtras, CallOptions, DataDist, DataType, ErrorKind, GroupMember, KvLayout,
+    KvPlanes, Layers, Name, Placement, PullRows, PushRows, RemoteName, Result, TokenOrder, Verify,
+};
+
+use super::asynchronous::outcome;
+use super::{Held, LONG, Pair, WAYS, Way, of, request, row, times};
+
+/// One element of the model: layer, plane, token of the sequence, head, and index in the head.
+type Element = (u32, u32, u64, u32, u32);
+
+/// The value of an element, different from those around it.
+fn value((layer, plane, token, head, dim): Element) -> u8 {
+    let number = [layer.into(), plane.into(), token, head.into(), dim.into()]
+        .iter()
+        .fold(17u64, |sum, part| (sum ^ part).wrapping_mul(0x9E37_79B9_7F4A_7C15));
+    (number >> 40) as u8
+}
+
+/// A random generator that is good enough for cases.
+struct Chance(u64);
+
+impl Chance {
+    fn below(&mut self, most: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % most
+    }
+
+    fn shuffled(&mut self, count: usize, rows: u64) -> Vec<i64> {
+        let mut all: Vec<i64> = (0..rows.cast_signed()).collect();
+        (1..all.len()).rev().for_each(|at| all.swap(at, self.below(at as u64 + 1) as usize));
+        all.truncate(count);
+        all
+    }
+}
+
+/// The description of a cache of `rows` blocks, of elements of one byte.
+fn described(layout: &KvLayout, rows: u64) -> CacheDesc {
+    let planes = if layout.kv == KvPlanes::KThenV { 2 } else { 1 };
+    let elements = planes * layout.tokens_per_block * layout.heads.len() as u32 * layout.head_dim;
+    let per_layer = if layout.kv == KvPlanes::Separate { 2 } else { 1 };
+    CacheDesc {
+        num_tensors: layout.layers.len() as u32 * per_layer,
+        shape: vec![rows.cast_signed(), elements.into()],
+        data_type: DataType::Int8,
+        placement: Placement::Device,
+        row_stride: None,
+        kv_layout: Some(Box::new(layout.clone())),
+    }
+}
+
+/// A cache and the blocks of one sequence in it.
+struct Rank {
+    held: Held,
+    layout: KvLayout,
+    blocks: Vec<i64>,
+}
+
+impl Rank {
+    fn new(engine: &DataDist, layout: KvLayout, rows: u64, blocks: Vec<i64>) -> Rank {
+        let held = Held::new(engine, false, &described(&layout, rows), CacheKind::Blocks, &[]);
+        Rank { held, layout, blocks }
+    }
+
+    /// Tensor and byte of an element, as the documentation of the layout says: the index into nested arrays.
+    fn place(&self, (layer, plane, token, head, dim): Element) -> (usize, usize) {
+        let KvLayout { tokens_per_block, heads, head_dim, order, kv, layers, .. } = &self.layout;
+        let (tokens, num_heads) = (u64::from(*tokens_per_block), heads.len() as u64);
+        let (block, token) = (self.blocks[(token / tokens) as usize] as u64, token % tokens);
+        let (layer, head) = (layer - layers.start, u64::from(head - heads.start));
+        let (tensor, block, planes) = match kv {
+            KvPlanes::Separate => (2 * layer + plane, block, 1),
+            KvPlanes::KThenV => (layer, 2 * block + u64::from(plane), 2),
+            KvPlanes::Latent => (layer, block, 1),
+        };
+        assert!(planes < 3);
+        let inner = match order {
+            TokenOrder::Nhd => (block * tokens + token) * num_heads + head,
+            TokenOrder::Hnd => (block * num_heads + head) * tokens + token,
+        };
+        (tensor as usize, (inner * u64::from(*head_dim) + u64::from(dim)) as usize)
+    }
+
+    /// The elements of the tokens `tokens` of the sequence that the cache holds.
+    fn elements(&self, tokens: Range<u64>) -> Vec<Element> {
+        let planes = if self.layout.kv == KvPlanes::Latent { 1 } else { 2 };
+        let mut all = Vec::new();
+        for layer in self.layout.layers.clone() {
+            for (plane, token) in
+                (0..planes).flat_map(|plane| tokens.clone().map(move |token| (plane, token)))
+            {
+                for head in self.layout.heads.clone() {
+                    all.extend((0..self.layout.head_dim).map(|dim| (layer, plane, token, head, dim)));
+                }
+            }
+        }
+        all
+    }
+
+    fn capacity(&self) -> u64 {
+        self.blocks.len() as u64 * u64::from(self.layout.tokens_per_block)
+    }
+
+    /// Writes the value of every element of the sequence.
+    fn fill(&self) {
+        let mut bytes = self.held.fill(9);
+        for element in self.elements(0..self.capacity()) {
+            let (tensor, at) = self.place(element);
+            bytes[tensor][at] = value(element);
+        }
+        self.held.write(&bytes);
+    }
+
+    /// Fills the cache with other bytes, and returns them.
+    fn clear(&self) -> Vec<Vec<u8>> {
+        self.held.fill(200)
+    }
+
+    /// Checks that the elements of `parts` at the tokens from `to` on have the values of those from `from` on, and that
+    /// all other bytes are still those of `before`.
+    fn check(
+        &self,
+        mut before: Vec<Vec<u8>>,
+        (from, to, count): (u64, u64, u64),
+        holds: impl Fn(&Element) -> bool,
+    ) {
+        for element in self.elements(to..to + count).into_iter().filter(holds) {
+            let (tensor, at) = self.place(element);
+            let (layer, plane, token, head, dim) = element;
+            before[tensor][at] = value((layer, plane, token - to + from, head, dim));
+        }
+        assert!(self.held.read() == before, "{}", self.layout);
+    }
+}
+
+/// The heads of one rank. If there are fewer heads than ranks, several ranks hold the same head.
+fn heads_of(total: u32, ranks: u32, rank: u32) -> Range<u32> {
+    let start = rank * total / ranks;
+    start..((rank + 1) * total / ranks).max(start + 1)
+}
+
+/// A random layout of a model with this many heads and layers, without its heads and layers.
+fn random_layout(chance: &mut Chance, total_heads: u32, latent: bool) -> KvLayout {
+    let kv = if latent {
+        KvPlanes::Latent
+    } else {
+        [KvPlanes::Separate, KvPlanes::KThenV][chance.below(2) as usize]
+    };
+    KvLayout {
+        tokens_per_block: [1, 2, 3, 4, 8, 16][chance.below(6) as usize],
+        heads: 0..total_heads,
+        total_heads,
+        head_dim: 5,
+        order: [TokenOrder::Nhd, TokenOrder::Hnd][chance.below(2) as usize],
+        kv,
+        layers: 0..4,
+        model: "m".into(),
+    }
+}
+
+/// A rank of `layout` with blocks for `tokens` tokens and some more.
+fn random_rank(chance: &mut Chance, engine: &DataDist, layout: KvLayout, tokens: u64) -> Rank {
+    let count = tokens.div_ceil(layout.tokens_per_block.into()) + chance.below(2);
+    let rows = count + chance.below(3);
+    let blocks = chance.shuffled(count as usize, rows);
+    Rank::new(engine, layout, rows, blocks)
+}
+
+fn sequence(remote: &Rank, local: &Rank, tokens: Option<(u64, u64, u64)>) -> PullRows {
+    PullRows::Sequence {
+        remote: remote.blocks.clone(),
+        local: local.blocks.clone(),
+        remote_tokens: tokens.map(|(from, _, count)| from..from + count),
+        local_tokens: tokens.map(|(_, to, count)| to..to + count),
+    }
+}
+
+fn owner(remote: &Rank, local: &Rank, rows: PullRows) -> GroupMember<PullRows> {
+    GroupMember { remote: of(2, row(&remote.held, 0)), local: local.held.end(), rows, grant: None }
+}
+
+fn full() -> CallExtras {
+    CallExtras { verify: Some(Verify::Full), ..CallExtras::default() }
+}
+
+/// Random ranges of tokens that both sides can hold: the first token of each, and their number.
+fn random_tokens(chance: &mut Chance, remote: u64, local: u64) -> (u64, u64, u64) {
+    let (from, to) = (chance.below(remote), chance.below(local));
+    (from, to, 1 + chance.below((remote - from).min(local - to)))
+}
+
+#[test]
+fn several_owners_fill_any_other_layout() {
+    for way in WAYS {
+        let pair = Pair::new(way);
+        let mut chance = Chance(3);
+        for round in 0..times(60) {
+            let latent = round % 6 == 5;
+            let total = if latent { 1 } else { 1 + chance.below(8) as u32 };
+            let (src, dst) =
+                (random_layout(&mut chance, total, latent), random_layout(&mut chance, total, latent));
+            let (ranks, stages) = (1 + chance.below(5) as u32, 1 + chance.below(2) as u32);
+            let mut owners = Vec::new();
+            for (rank, stage) in (0..ranks).flat_map(|rank| (0..stages).map(move |stage| (rank, stage))) {
+                let (heads, layers) = (heads_of(total, ranks, rank), heads_of(4, stages, stage));
+                let layout = KvLayout { heads, layers, ..src.clone() };
+                let owner = random_rank(&mut chance, &pair.remote, layout, 20);
+                owner.fill();
+                owners.push(owner);
+            }
+            let (readers, reader) = (1 + chance.below(5) as u32, chance.below(5) as u32);
+            let layout = KvLayout { heads: heads_of(total, readers, reader % readers), ..dst };
+            let into = random_rank(&mut chance, &pair.local, layout, 20);
+            let before = into.clear();
+            let least = owners.iter().map(Rank::capacity).min().unwrap();
+            let tokens = random_tokens(&mut chance, least, into.capacity());
+            let members = owners
+                .iter()
+                .map(|remote| owner(remote, &into, sequence(remote, &into, Some(tokens))))
+                .collect();
+            let options = CallOptions { extras: full(), limit: Some(LONG), quiet: false };
+            let call = pair.local.pull_owners_async(members, options).unwrap();
+            outcome(&call).unwrap_or_else(|error| panic!("{way:?}, round {round}: {error}"));
+            into.check(before, tokens, |_| true);
+            owners.iter().for_each(|owner| owner.held.free(&pair.remote));
+            into.held.free(&pair.local);
+        }
+    }
+}
+
+#[test]
+fn one_owner_is_pulled_and_pushed_in_any_other_layout() {
+    for way in WAYS {
+        let pair = Pair::with(way, |config| config.remote_accessible = true);
+        let mut chance = Chance(4);
+        for round in 0..times(40) {
+            let latent = round % 6 == 5;
+            let total = if latent { 1 } else { 1 + chance.below(8) as u32 };
+            let [wide, narrow] = [0, 1].map(|_| random_layout(&mut chance, total, latent));
+            let rank = chance.below(3) as u32;
+            let part = KvLayout { heads: heads_of(total, 3, rank), layers: 1..3, ..narrow };
+            // A pull takes a part of what the owner has; a push writes a part of what the owner has.
+            let near = random_rank(&mut chance, &pair.local, part.clone(), 20);
+            let far = random_rank(&mut chance, &pair.remote, wide, 20);
+            let all = (0, 0, near.capacity().min(far.capacity()));
+            far.fill();
+            let before = near.clear();
+            let rows = PullRows::Blocks { remote: far.blocks.clone(), local: near.blocks.clone() };
+            let from = of(2, row(&far.held, 0));
+            pair.local.pull_with(from, &near.held.end(), &rows, Layers::ALL, full()).unwrap();
+            near.check(before, all, |_| true);
+
+            near.fill();
+            let before = far.clear();
+            let (from, to, count) = random_tokens(&mut chance, near.capacity(), far.capacity());
+            let rows = PushRows::Sequence {
+                local: near.blocks.clone(),
+                remote: far.blocks.clone(),
+                local_tokens: Some(from..from + count),
+                remote_tokens: Some(to..to + count),
+            };
+            let into = of(2, row(&far.held, 0));
+            pair.local.push_with(&near.held.end(), into, &rows, Layers::ALL, full()).unwrap();
+            let holds =
+                |(layer, _, _, head, _): &Element| part.layers.contains(layer) && part.heads.contains(head);
+            far.check(before, (from, to, count), holds);
+            near.held.free(&pair.local);
+            far.held.free(&pair.remote);
+        }
+    }
+}
+
+/// A pull of the blocks of `far` into those of `near`.
+fn pull(pair: &Pair, far: &Rank, near: &Rank, extras: CallExtras) -> Result<()> {
+    let rows = PullRows::Blocks { remote: far.blocks.clone(), local: near.blocks.clone() };
+    pair.local.pull_with(of(2, row(&far.held, 0)), &near.held.end(), &rows, Layers::ALL, extras)
+}
+
+fn good() -> KvLayout {
+    KvLayout {
+        tokens_per_block: 4,
+        heads: 0..4,
+        total_heads: 4,
+        head_dim: 5,
+        order: TokenOrder::Nhd,
+        kv: KvPlanes::Separate,
+        layers: 0..4,
+        model: "m".into(),
+    }
+}
+
+#[test]
+fn layouts_that_do_not_fit_are_refused_before_any_byte_moves() {
+    type Change = fn(&mut KvLayout);
+    let cases: [(Change, &[&str]); 6] = [
+        (|layout| layout.model = "other".into(), &["model differs", "model \"m\"", "model \"other\""]),
+        (|layout| layout.head_dim = 10, &["head_dim differs", "head_dim 5", "head_dim 10"]),
+        (|layout| layout.total_heads = 8, &["total_heads differs", "of 4", "of 8"]),
+        (
+            |layout| (layout.kv, layout.heads, layout.total_heads) = (KvPlanes::Latent, 0..1, 1),
+            &["kv differs", "Separate", "Latent"],
+        ),
+        (|layout| layout.heads = 1..4, &["heads=0..4", "src=1..4"]),
+        (|layout| layout.layers = 1..5, &["layers=0..4", "src=1..5"]),
+    ];
+    for way in WAYS {
+        let pair = Pair::new(way);
+        let near = Rank::new(&pair.local, good(), 3, vec![2, 0]);
+        let before = near.clear();
+        for (change, facts) in cases {
+            let mut layout = good();
+            change(&mut layout);
+            let far = Rank::new(&pair.remote, layout, 3, vec![1, 2]);
+            let error = pull(&pair, &far, &near, CallExtras::default()).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+            facts.iter().for_each(|fact| assert!(error.to_string().contains(fact), "{error} lacks {fact}"));
+        }
+        let mut desc = described(&good(), 3);
+        desc.data_type = DataType::Uint8;
+        let held = Held::new(&pair.remote, false, &desc, CacheKind::Blocks, &[]);
+        let far = Rank { held, layout: good(), blocks: vec![1, 2] };
+        let error = pull(&pair, &far, &near, CallExtras::default()).unwrap_err();
+        assert!(error.to_string().contains("data_type differs (src=DT_UINT8"), "{error}");
+        assert!(near.held.read() == before);
+    }
+}
+
+#[test]
+fn rows_without_a_layout_move_only_as_they_are() {
+    for way in WAYS {
+        let pair = Pair::new(way);
+        let plain = |engine| {
+            let desc = CacheDesc { kv_layout: None, ..described(&good(), 3) };
+            let held = Held::new(engine, false, &desc, CacheKind::Blocks, &[]);
+            Rank { held, layout: good(), blocks: vec![1, 2] }
+        };
+        let with = |engine| Rank::new(engine, good(), 3, vec![1, 2]);
+        for (near, far, which) in [
+            (plain(&pair.local), with(&pair.remote), "only the remote cache has a KV layout"),
+            (with(&pair.local), plain(&pair.remote), "only the local cache has a KV layout"),
+        ] {
+            far.fill();
+            let before = near.clear();
+            let error = pull(&pair, &far, &near, CallExtras::default()).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+            assert!(error.to_string().contains(which), "{error}");
+            assert!(near.held.read() == before);
+            pull(&pair, &far, &near, CallExtras { raw_layout: true, ..CallExtras::default() }).unwrap();
+            near.check(before, (0, 0, 8), |_| true);
+        }
+        let (near, far) = (plain(&pair.local), plain(&pair.remote));
+        let rows = sequence(&far, &near, Some((0, 0, 3)));
+        let error =
+            pair.local.pull(of(2, row(&far.held, 0)), &near.held.end(), &rows, Layers::ALL).unwrap_err();
+        assert!(error.to_string().contains("a range of tokens needs caches with KV layouts"), "{error}");
+    }
+}
+
+#[test]
+fn a_head_that_nobody_owns_is_named_before_any_byte_moves() {
+    for way in WAYS {
+        let pair = Pair::new(way);
+        let near = Rank::new(&pair.local, good(), 3, vec![0, 1]);
+        let before = near.clear();
+        let part = |heads| {
+            let far = Rank::new(&pair.remote, KvLayout { heads, ..good() }, 3, vec![1, 2]);
+            far.fill();
+            far
+        };
+        let owners = [part(0..2), part(3..4)];
+        let members = |owners: &[Rank]| -> Vec<_> {
+            owners.iter().map(|far| owner(far, &near, sequence(far, &near, None))).collect()
+        };
+        let error =
+            outcome(&pair.local.pull_owners_async(members(&owners), Some(LONG)).unwrap()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+        assert!(error.to_string().contains("no owner holds head 2 of layer 0"), "{error}");
+        // The blocks of the last owner do not fit.
+        let mut owners = [part(0..2), part(2..4)];
+        owners[1].blocks[1] = 3;
+        let error =
+            outcome(&pair.local.pull_owners_async(members(&owners), Some(LONG)).unwrap()).unwrap_err();
+        assert!(error.to_string().contains("src_blocks[1]=3"), "{error}");
+        assert_eq!(error.fact("part"), Some("1"), "{error}");
+        assert!(near.held.read() == before, "{way:?}");
+        owners[1].blocks[1] = 2;
+        outcome(&pair.local.pull_owners_async(members(&owners), Some(LONG)).unwrap()).unwrap();
+        near.check(before, (0, 0, 8), |_| true);
+    }
+}
+
+/// A slot of a continuous cache is one block of its layout.
+#[test]
+fn a_slot_is_converted_and_its_key_is_used_up_by_a_pull_of_everything() {
+    for way in WAYS {
+        let pair = Pair::new(way);
+        let slot = KvLayout { tokens_per_block: 12, order: TokenOrder::Hnd, ..good() };
+        let keys = [None, Some(request(1))];
+        let held = Held::new(&pair.remote, false, &described(&slot, 2), CacheKind::Batch, &keys);
+        let far = Rank { held, layout: slot, blocks: vec![1] };
+        far.fill();
+        let from: RemoteName = of(2, Name::Key(request(1)));
+        let half = Rank::new(&pair.local, KvLayout { heads: 1..3, ..good() }, 5, vec![4, 0, 2]);
+        let whole = Rank::new(&pair.local, good(), 5, vec![3, 1, 0]);
+        for (near, keys_left) in [(&half, 1), (&whole, 0)] {
+            let before = near.clear();
+            let rows = PullRows::SlotToBlocks { local: near.blocks.clone() };
+            pair.local.pull_with(from, &near.held.end(), &rows, Layers::ALL, full()).unwrap();
+            near.check(before, (0, 0, 12), |_| true);
+            assert_eq!(pair.remote.stats().table.keys, keys_left, "{way:?}");
+        }
+    }
+}
+
+/// A part of a slot has no known tokens in another layout.
+#[test]
+fn a_part_of_a_slot_is_not_converted() {
+    let pair = Pair::new(Way::Shm);
+    let [far, near] =
+        [(&pair.remote, TokenOrder::Hnd), (&pair.local, TokenOrder::Nhd)].map(|(engine, order)| {
+            let layout = KvLayout { order, ..good() };
+            let held = Held::new(engine, false, &described(&layout, 2), CacheKind::Batch, &[]);
+            Rank { held, layout, blocks: vec![0] }
+        });
+    far.fill();
+    let before = near.clear();
+    let pull = |size| {
+        pair.local.pull(of(2, row(&far.held, 0)), &near.held.end(), &PullRows::slot(0, size), Layers::ALL)
+    };
+    let error = pull(20).unwrap_err();
+    assert!(
+        error.to_string().contains("size=20 must be -1 and no offsets between different KV layouts"),
+        "{error}"
+    );
+    pull(-1).unwrap();
+    near.check(before, (0, 0, 4), |_| true);
+}
