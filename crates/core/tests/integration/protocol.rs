@@ -5,12 +5,12 @@
 use std::sync::Arc;
 
 use llm_datadist_core::testing::model::{AddressLocation, CacheLayout, GrantId, Name};
-use llm_datadist_core::testing::plan::{CopyPlan, Span, SpanList};
+use llm_datadist_core::testing::plan::{CopyPlan, MOST_TEMPLATE_SPANS, MOST_TEMPLATES, Span, SpanList};
 use llm_datadist_core::testing::protocol::{
     self, Attach, Attached, Challenge, Comm, Confirm, Control, EntryVersion, HANDSHAKE_LIMIT, HEADER, Header,
     Hello, LinkAnswer, MAX_METADATA, MESSAGE, MESSAGE_LIMIT, METADATA_LIMIT, Metadata, Pairs, Party, Payload,
     Payloads, Proof, Purpose, REFUSAL, Reply, Request, Run, Welcome, WireCache, WireLocation, WireName,
-    WirePlan, WirePulled, WireRows, WireSpan, WireSteps,
+    WirePlan, WirePulled, WireRows, WireSpan, WireSteps, WireTemplate,
 };
 use llm_datadist_core::{CacheId, CacheKey, CacheKind, Error, ErrorKind, Placement};
 use serde::Serialize;
@@ -67,6 +67,31 @@ fn plan() -> WirePlan {
 fn blocks(len: u64, pairs: Vec<(u32, u32)>) -> WirePlan {
     let steps = WireSteps::Blocks { len, src: 512, dst: 4096, pairs: Pairs(Arc::new(pairs)) };
     WirePlan { num_tensors: 2, src_tensor: 0, dst_tensor: 4, steps }
+}
+
+/// One piece of `len` bytes.
+fn single(src: u64, dst: u64, len: u64) -> WireSpan {
+    WireSpan { src, dst, len, count: 1, src_step: 0, dst_step: 0 }
+}
+
+fn template(units: (u64, u64), pairs: Vec<(u32, u32)>, spans: &[WireSpan]) -> WireTemplate {
+    let spans = SpanList::pack(spans.iter().copied()).unwrap();
+    WireTemplate { src_unit: units.0, dst_unit: units.1, pairs: Pairs(Arc::new(pairs)), spans }
+}
+
+/// A plan that reads every second tensor.
+fn templates(templates: Vec<WireTemplate>) -> WirePlan {
+    let steps = WireSteps::Templates { src_step: 2, dst_step: 1, templates };
+    WirePlan { num_tensors: 2, src_tensor: 1, dst_tensor: 4, steps }
+}
+
+/// Heads of two tokens, and a rest.
+fn layout_plan() -> WirePlan {
+    let heads = WireSpan { count: 3, src_step: -16, dst_step: 300, ..single(64, 8, 16) };
+    templates(vec![
+        template((128, 16), vec![(1, 0), (300, 2)], &[heads, single(96, 1 << 20, 16)]),
+        template((0, 0), vec![(0, 0)], &[single(5000, 6000, 7)]),
+    ])
 }
 
 fn read(plan: WirePlan) -> Request {
@@ -234,6 +259,21 @@ fn request_bytes() {
             },
             bytes,
         );
+    }
+    for (written, grant, bytes) in [
+        (
+            false,
+            None,
+            "4c4409013b0000000b020106020104020201028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e070100000000e807",
+        ),
+        (
+            true,
+            Some(GRANT),
+            "4c4409014e0000000b020106020104020201028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e0701000001012cd80407070707070707070707070707070707e807",
+        ),
+    ] {
+        let (name, cache, plan) = (named, 3, layout_plan());
+        golden(&Request::PairChecksums { name, cache, plan, written, grant, limit_ms }, bytes);
     }
     golden(
         &Reply::Checksums { generation: 300, sums: vec![1, u64::MAX] },
@@ -473,6 +513,155 @@ fn block_bytes() {
 }
 
 #[test]
+fn template_bytes() {
+    golden(
+        &read(layout_plan()),
+        "4c4409013b00000001020106020104020201028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e0701000000000000",
+    );
+}
+
+#[test]
+fn plans_of_templates_round_trip() {
+    let plan = CopyPlan::try_from(layout_plan()).unwrap();
+    assert_eq!((plan.num_tensors(), plan.bytes()), (2, 2 * (2 * 4 * 16 + 7)));
+    let tensors = |index| (plan.src_tensors().tensor(index), plan.dst_tensors().tensor(index));
+    assert_eq!([0, 1].map(tensors), [(1, 4), (3, 5)]);
+    let pieces: Vec<_> = plan.waves()[0].pieces(0, 999).map(|piece| (piece.src, piece.dst)).collect();
+    let of = |src: u64, dst: u64| {
+        [(64, 8), (48, 308), (32, 608), (96, 1 << 20)].map(|(s, d)| (s + 128 * src, d + 16 * dst))
+    };
+    assert_eq!(pieces, [of(1, 0), of(300, 2)].concat());
+    assert_eq!(WirePlan::try_from(&plan).unwrap(), layout_plan());
+    // A template of equal blocks is a wave of blocks again.
+    let equal = templates(vec![template((512, 512), vec![(3, 1), (1, 3)], &[single(64, 0, 512)])]);
+    let plan = CopyPlan::try_from(equal.clone()).unwrap();
+    assert_eq!(plan.waves()[0].blocks().unwrap().pairs.as_slice(), [(3, 1), (1, 3)]);
+    assert_eq!(WirePlan::try_from(&plan).unwrap(), equal);
+}
+
+/// The message itself decodes, so that its sender learns what is wrong with the plan.
+#[test]
+fn templates_that_lie_are_invalid_arguments() {
+    let one = || template((64, 64), vec![(0, 0), (1, 1)], &[single(0, 0, 16)]);
+    let with = |change: fn(&mut WireTemplate)| {
+        let mut changed = one();
+        change(&mut changed);
+        templates(vec![changed])
+    };
+    let steps = |src_step, dst_step, num_tensors| {
+        let steps = WireSteps::Templates { src_step, dst_step, templates: vec![one()] };
+        WirePlan { num_tensors, steps, ..templates(vec![]) }
+    };
+    let pack = |spans: Vec<WireSpan>| SpanList::pack(spans).unwrap();
+    let distinct = |count: usize| pack((0..count as u64).map(|k| single(k, 2 * k, 1)).collect());
+    let many_spans = |count: usize| {
+        templates(vec![WireTemplate { spans: distinct(count), pairs: Pairs(vec![(0, 0)].into()), ..one() }])
+    };
+    let cases: Vec<(&str, WirePlan, Option<&str>)> = vec![
+        ("sound", templates(vec![one()]), None),
+        ("no templates", templates(vec![]), None),
+        ("as many templates as may be", templates(vec![one(); MOST_TEMPLATES]), None),
+        ("too many templates", templates(vec![one(); MOST_TEMPLATES + 1]), Some("256 templates")),
+        ("as many spans as may be", many_spans(MOST_TEMPLATE_SPANS), None),
+        ("too many spans", many_spans(MOST_TEMPLATE_SPANS + 1), Some("65536 spans of templates")),
+        ("a step of 0 in the source", steps(0, 1, 2), Some("step 0")),
+        ("a step of 0 in the destination", steps(1, 0, 2), Some("step 0")),
+        ("steps beyond 32 bits", steps(u32::MAX, 1, 2), Some("step 4294967295")),
+        ("no tensors", steps(1, 1, 0), Some("0 tensors")),
+        ("no pairs", with(|it| it.pairs = Pairs(vec![].into())), Some("at 0 pairs")),
+        ("no spans", with(|it| it.spans = SpanList::default()), Some("0 spans")),
+        ("one place twice", with(|it| it.pairs = Pairs(vec![(0, 1), (1, 1)].into())), Some("twice")),
+        ("all places are one", with(|it| it.dst_unit = 0), Some("twice")),
+        ("places that overlap", with(|it| it.dst_unit = 15), Some("twice")),
+        (
+            "places that interleave",
+            with(|it| it.spans = SpanList::pack([single(0, 0, 16), single(16, 128, 16)]).unwrap()),
+            None,
+        ),
+        (
+            "places that interleave and meet",
+            with(|it| it.spans = SpanList::pack([single(0, 0, 16), single(16, 64, 16)]).unwrap()),
+            Some("twice"),
+        ),
+        (
+            "a span without bytes",
+            with(|it| it.spans = SpanList::pack([single(0, 0, 0)]).unwrap()),
+            Some("len: 0"),
+        ),
+        ("a read beyond 64 bits", with(|it| it.src_unit = u64::MAX), Some("18446744073709551615")),
+        ("a write beyond 64 bits", with(|it| it.dst_unit = u64::MAX - 3), Some("18446744073709551612")),
+        (
+            "bytes beyond 63 bits",
+            with(|it| {
+                it.dst_unit = 1 << 62;
+                it.spans = SpanList::pack([single(0, 0, 1 << 62)]).unwrap();
+            }),
+            Some("2^63 or more"),
+        ),
+        (
+            "too many pieces at a place",
+            with(|it| {
+                let span = WireSpan { count: (1 << 24) + 1, dst_step: 1, ..single(0, 0, 1) };
+                it.spans = SpanList::pack([span]).unwrap();
+            }),
+            Some("16777216 pieces"),
+        ),
+        (
+            "too many pieces at all places",
+            with(|it| {
+                let span = WireSpan { count: 1 << 24, dst_step: 1, ..single(0, 0, 1) };
+                it.dst_unit = 1 << 24;
+                it.pairs = Pairs(Arc::new((0..5).map(|at| (at, at)).collect()));
+                it.spans = SpanList::pack([span]).unwrap();
+            }),
+            Some("67108864 pieces"),
+        ),
+    ];
+    for (name, plan, refused) in cases {
+        let frame = protocol::encode(&read(plan)).unwrap();
+        let Request::Read { plan, .. } = protocol::decode(&frame[HEADER..]).unwrap() else { panic!() };
+        match (CopyPlan::try_from(plan), refused) {
+            (Ok(_), None) => {}
+            (Err(error), Some(why)) => {
+                assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{name}: {error}");
+                assert!(error.to_string().contains(why), "{name}: {error}");
+            }
+            (result, expected) => panic!("{name}: {result:?}, and not {expected:?}"),
+        }
+    }
+}
+
+/// This side does not make a plan that the other side would refuse.
+#[test]
+fn plans_that_a_peer_would_refuse_are_not_sent() {
+    use llm_datadist_core::testing::plan::{Template, TensorSteps};
+    let all = |count: u32| (0..count).map(|at| (at, at)).collect::<Vec<_>>();
+    let plan = |num: usize, pairs: Vec<(u32, u32)>, dst_unit: u64, spans: Vec<Span>| {
+        let template = Template { src_unit: 1 << 12, dst_unit, pairs: pairs.into(), spans };
+        let steps = TensorSteps { first: 0, step: 1 };
+        CopyPlan::from_templates(1, steps, steps, vec![template; num])
+    };
+    let pieces = |count: u64| Span { count, src_step: 0, dst_step: 4, ..single(0, 0, 1) };
+    let sent = |num, pairs, dst_unit, spans| WirePlan::try_from(&plan(num, pairs, dst_unit, spans).unwrap());
+    assert!(sent(MOST_TEMPLATES, all(3), 16, vec![pieces(4)]).is_ok());
+    let many = sent(MOST_TEMPLATES + 1, all(3), 16, vec![pieces(4)]).unwrap_err();
+    assert!(many.to_string().contains("more than 256 templates"), "{many}");
+    let span = |k: u64| single(k, 2 * k, 1);
+    let long = |count: u64| sent(1, all(2), 1 << 40, (0..count).map(span).collect());
+    assert!(long(MOST_TEMPLATE_SPANS as u64).is_ok());
+    let long = long(MOST_TEMPLATE_SPANS as u64 + 1).unwrap_err();
+    assert!(long.to_string().contains("more than 65536 spans of templates"), "{long}");
+    // A list of spans has fewer pieces than templates may have.
+    let listed = |count| CopyPlan::from_parts(1, 0, 0, vec![vec![pieces(count)]]).unwrap();
+    let several = listed(1 << 24);
+    assert!(WirePlan::try_from(&several).is_ok());
+    let templates = plan(1, all(4), 1 << 26, vec![pieces(1 << 24)]).unwrap();
+    assert_eq!(templates.waves()[0].count(), 1 << 26);
+    let wire = WirePlan::try_from(&templates).unwrap();
+    assert_eq!(CopyPlan::try_from(wire).unwrap(), templates);
+}
+
+#[test]
 fn pairs_without_a_width_or_cut_short_are_refused() {
     // The packed pairs follow the kind, name, cache, tensors, form, and the three numbers of `blocks`.
     let frame = protocol::encode(&read(blocks(512, vec![]))).unwrap();
@@ -622,6 +811,34 @@ fn a_plan_takes_a_bounded_multiple_of_its_bytes() {
         ),
         ("far blocks", blocks(8, (0..1 << 21).map(|k: u32| (k, !k)).collect()), true),
         ("narrow blocks", blocks(8, vec![(1, 2); 9 << 20]), false),
+        (
+            "many pairs of narrow numbers",
+            templates(
+                (0..96)
+                    .map(|at| {
+                        let pairs =
+                            (0..1u32 << 16).map(|k| (k, shuffled(1 << 16, k.into()) as u32)).collect();
+                        template((8, 8), pairs, &[single(0, at << 20, 4), single(4, (at << 20) + 4, 4)])
+                    })
+                    .collect(),
+            ),
+            true,
+        ),
+        (
+            "pairs whose places interleave",
+            templates(vec![template(
+                (8, 8),
+                (0..1 << 21).map(|k: u32| (k, shuffled(many, k.into()) as u32)).collect(),
+                &[single(0, 0, 4), single(4, 1 << 25, 4)],
+            )]),
+            true,
+        ),
+        (
+            "spans of one template",
+            templates(vec![template((8, 8), vec![(0, 0)], &vec![single(0, 0, 1); 3 << 20])]),
+            false,
+        ),
+        ("only templates", templates(vec![template((0, 0), vec![], &[]); 4 << 20]), false),
         ("blocks without bytes", blocks(0, (0..1 << 21).map(|k: u32| (k, k << 8)).collect()), false),
     ];
     for (name, plan, taken) in cases {
@@ -637,7 +854,9 @@ fn a_plan_takes_a_bounded_multiple_of_its_bytes() {
         };
         let (result, peak): (Result<_, Error>, usize) = counting_allocator::peak(work);
         assert_eq!(result.is_ok(), taken, "{name}: {result:?}");
-        assert!(peak > frame.len() && peak <= 3 * frame.len(), "{name}: {peak} for {}", frame.len());
+        // Each of up to 256 templates reserves a few kilobytes.
+        let most = 3 * frame.len() + (1 << 20);
+        assert!(peak > frame.len() && peak <= most, "{name}: {peak} for {}", frame.len());
     }
 }
 
@@ -681,6 +900,7 @@ fn counts_without_elements_reserve_bounded_memory() {
     });
     one(&read(plan()));
     one(&read(blocks(512, vec![(0, 1); 20])));
+    one(&read(layout_plan()));
     one(&Reply::Described(record(WireLocation::Process { runs })));
     let arrived = vec![WireRows { tensor: 7, rows: vec![(2, 300)] }];
     one(&Reply::Failed { kind: 1, message: "no".into(), facts: 0, arrived });
