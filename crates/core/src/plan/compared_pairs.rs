@@ -7,8 +7,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::copy_plan::CopyPlan;
-use super::final_blocks::{BlockSizes, Sampled};
-use super::spans::{PLAN, Piece, Span};
+use super::final_blocks::{BlockSizes, LocalEnd, Sampled, cut};
+use super::spans::{PLAN, Piece, Span, common_divisor};
 use super::template::Template;
 use super::template_list::{MOST_TEMPLATE_SPANS, MOST_TEMPLATES};
 use crate::error::Result;
@@ -31,13 +31,8 @@ impl CopyPlan {
         for (template, wave) in self.templates()?.into_iter().zip(self.waves()) {
             if wave.template().is_some() || wave.blocks().is_some() {
                 fallible::push(PLAN, &mut blocks, template)?;
-                continue;
-            }
-            let row = |span: &Span| sizes.local.of(&piece_at(span)) / sizes.row_bytes.max(1);
-            for spans in template.spans.chunk_by(|a, b| row(a) == row(b)) {
-                let spans = fallible::copied(PLAN, spans)?;
-                let pairs = template.pairs.clone();
-                fallible::push(PLAN, &mut blocks, Template { pairs, spans, ..template })?;
+            } else {
+                cut_at_rows(&template, sizes, &mut blocks)?;
             }
         }
         sample.map_or(Ok(()), |random| keep_sample(&mut blocks, random))?;
@@ -45,9 +40,65 @@ impl CopyPlan {
     }
 }
 
-/// The first piece of a span.
-fn piece_at(span: &Span) -> Piece {
-    Piece { src: span.src, dst: span.dst, len: span.len }
+/// Adds blocks of a wave of spans, which is a template with one pair. Spans in one row of the local cache are a block.
+/// Spans that cross rows, for example of neighbouring blocks that were joined, are cut into blocks again.
+fn cut_at_rows(wave: &Template, sizes: BlockSizes, blocks: &mut Vec<Template>) -> Result<()> {
+    let mut pieces = Vec::new();
+    let row = |span: &Span| {
+        sizes.local.of(&Piece { src: span.src, dst: span.dst, len: span.len }) / sizes.row_bytes
+    };
+    for spans in wave.spans.chunk_by(|a, b| row(a) == row(b)) {
+        let inside = |span: &Span| {
+            let range = if sizes.local == LocalEnd::Source { span.reads() } else { span.writes() };
+            range.is_some_and(|range| range.start / sizes.row_bytes == (range.end - 1) / sizes.row_bytes)
+        };
+        if matches!(spans, [_, _, ..] | [Span { count: 2.., .. }]) && spans.iter().all(inside) {
+            let (spans, pairs) = (fallible::copied(PLAN, spans)?, wave.pairs.clone());
+            fallible::push(PLAN, blocks, Template { pairs, spans, ..*wave })?;
+            continue;
+        }
+        for span in spans {
+            let piece = |k| {
+                let (src, dst) = span.piece(k);
+                Piece { src, dst, len: span.len }
+            };
+            let mut all = (0..span.count).flat_map(|k| cut(piece(k), sizes));
+            all.try_for_each(|piece| fallible::push(PLAN, &mut pieces, piece))?;
+        }
+    }
+    pieces.sort_unstable_by_key(|piece| (piece.len, piece.src, piece.dst));
+    for equal in pieces.chunk_by(|a, b| a.len == b.len) {
+        repeated(equal, blocks)?;
+    }
+    Ok(())
+}
+
+/// Adds a template of which each of `pieces`, which have one length, is a pair; or several if its numbers do not fit 32
+/// bits.
+fn repeated(pieces: &[Piece], blocks: &mut Vec<Template>) -> Result<()> {
+    let Some(&first) = pieces.first() else { return Ok(()) };
+    let lowest = |of: fn(&Piece) -> u64| pieces.iter().map(of).min().unwrap_or(0);
+    let (src, dst) = (lowest(|piece| piece.src), lowest(|piece| piece.dst));
+    let units = pieces.iter().fold((0, 0), |(src_unit, dst_unit), piece| {
+        (common_divisor(src_unit, piece.src - src), common_divisor(dst_unit, piece.dst - dst))
+    });
+    let number = |from: u64, unit: u64| u32::try_from(from / unit.max(1)).ok();
+    let mut pairs = fallible::with_capacity(PLAN, pieces.len())?;
+    pairs.extend(
+        pieces
+            .iter()
+            .map_while(|piece| number(piece.src - src, units.0).zip(number(piece.dst - dst, units.1))),
+    );
+    if pairs.len() < pieces.len() && pieces.len() > 1 {
+        let (low, high) = pieces.split_at(pieces.len() / 2);
+        return repeated(low, blocks).and_then(|()| repeated(high, blocks));
+    }
+    let spans = vec![Span::single(src, dst, first.len)];
+    fallible::push(
+        PLAN,
+        blocks,
+        Template { src_unit: units.0, dst_unit: units.1, pairs: Arc::new(pairs), spans },
+    )
 }
 
 /// Removes the pairs that are not in a sample.
@@ -94,7 +145,8 @@ pub fn parts(templates: &[Template], limits: PartLimits) -> impl Iterator<Item =
             if count == 0 {
                 break;
             }
-            match cut(template, pair..pair + count).and_then(|cut| fallible::push(PLAN, &mut part, cut)) {
+            let some = with_pairs(template, pair..pair + count);
+            match some.and_then(|some| fallible::push(PLAN, &mut part, some)) {
                 Ok(()) => pair += count,
                 Err(error) => return Some(Err(error)),
             }
@@ -107,7 +159,7 @@ pub fn parts(templates: &[Template], limits: PartLimits) -> impl Iterator<Item =
 }
 
 /// Returns the template with some of its pairs.
-fn cut(template: &Template, pairs: Range<usize>) -> Result<Template> {
+fn with_pairs(template: &Template, pairs: Range<usize>) -> Result<Template> {
     let all = pairs.len() == template.pairs.len();
     let some = template.pairs.get(pairs).unwrap_or_default();
     let pairs = if all { template.pairs.clone() } else { Arc::new(fallible::copied(PLAN, some)?) };

@@ -98,7 +98,7 @@ impl CopyPlan {
 }
 
 /// Cuts a piece into blocks.
-fn cut(piece: Piece, sizes: BlockSizes) -> impl Iterator<Item = Piece> {
+pub(super) fn cut(piece: Piece, sizes: BlockSizes) -> impl Iterator<Item = Piece> {
     let mut done = 0;
     std::iter::from_fn(move || {
         let left = piece.len.checked_sub(done).filter(|&left| left > 0)?;

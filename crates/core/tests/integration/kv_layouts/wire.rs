@@ -272,8 +272,14 @@ fn the_pairs_of_all_requests_are_those_of_the_plan() {
                     prop_assert!(part.num_pairs() > 0 && part.waves().len() <= MOST_TEMPLATES);
                     blocks += part.num_pairs();
                     for template in part.templates().unwrap() {
-                        for block in template.pair_blocks() {
-                            prop_assert!(local.of(&block) / row_bytes < case.src.rows.max(case.dst.rows));
+                        for (pair, block) in template.pairs.iter().zip(template.pair_blocks()) {
+                            let row = local.of(&block) / row_bytes;
+                            let mut ranges = template.ranges(*pair, local);
+                            prop_assert!(
+                                ranges
+                                    .all(|(at, len)| (at / row_bytes, (at + len - 1) / row_bytes)
+                                        == (row, row))
+                            );
                         }
                     }
                     found.extend(bytes_of(&part));
@@ -290,4 +296,39 @@ fn the_pairs_of_all_requests_are_those_of_the_plan() {
     if let Err(error) = outcome {
         panic!("{error}");
     }
+}
+
+/// A plan that the peer would refuse fails here, before anything is sent.
+#[test]
+fn plans_with_too_many_pieces_are_not_sent() {
+    let tokens = |order, tokens_per_block| {
+        let mut layout = KvLayout { order, tokens_per_block, ..rank(16, 1, 0) };
+        (layout.head_dim, layout.layers) = (1, 0..1);
+        whole(layout, (1 << 22) / u64::from(tokens_per_block))
+    };
+    let sent = |src: Side, mut dst: Side, stride: u64| {
+        dst.row_stride = stride;
+        let case = between(src, dst);
+        let plan = case.plan(&part(&case)).unwrap().plans.remove(0);
+        (plan.waves()[0].count(), WirePlan::try_from(&plan))
+    };
+    let (nhd, hnd) = (TokenOrder::Nhd, TokenOrder::Hnd);
+    // Every head of every token is a piece: as many as may be.
+    let (pieces, wire) = sent(tokens(nhd, 16), tokens(hnd, 16), 512);
+    assert_eq!(pieces, 1 << 26);
+    assert_eq!(CopyPlan::try_from(wire.unwrap()).unwrap().waves()[0].count(), pieces);
+    let mut longer = (tokens(nhd, 16), tokens(hnd, 16));
+    for side in [&mut longer.0, &mut longer.1] {
+        side.rows += 1;
+        side.blocks.push(side.rows - 1);
+    }
+    let (_, wire) = sent(longer.0, longer.1, 512);
+    let error = wire.unwrap_err();
+    assert!(error.to_string().contains("more than 67108864 pieces in one tensor"), "{error}");
+    // Blocks inside larger ones, at distances without a common divisor, cannot be checked for overlaps.
+    let (_, wire) = sent(tokens(hnd, 16), tokens(hnd, 64), 4096);
+    assert!(wire.is_ok(), "{wire:?}");
+    let (_, wire) = sent(tokens(hnd, 16), tokens(hnd, 64), 4097);
+    let error = wire.unwrap_err();
+    assert!(error.to_string().contains("too many and too irregular"), "{error}");
 }
