@@ -23,7 +23,17 @@ pub struct ByteRange {
 /// Returns the ranges of a block in canonical order, each with its tensor: the tensors in ascending order, and in each
 /// the bytes in ascending order. Both sides hash in this order, whatever the layout of their memory.
 pub fn canonical(range: ByteRange, tensors: Range<u32>) -> impl Iterator<Item = (u32, ByteRange)> {
-    tensors.map(move |tensor| (tensor, range))
+    canonical_pieces(move || std::iter::once(range), tensors)
+}
+
+/// Returns the ranges of a block between two layouts in canonical order: the tensors in the order of the plan that
+/// moves the block, and in each the ranges in the order of the plan. The two sides have the bytes in different places,
+/// but the plan has them in the same order for both.
+pub fn canonical_pieces<I: Iterator<Item = ByteRange>>(
+    pieces: impl Fn() -> I,
+    tensors: impl Iterator<Item = u32>,
+) -> impl Iterator<Item = (u32, ByteRange)> {
+    tensors.flat_map(move |tensor| pieces().map(move |range| (tensor, range)))
 }
 
 type Secret = SecretBuffer<[u8; DEFAULT_SECRET_LENGTH]>;

@@ -14,6 +14,7 @@ mod staging_ring;
 mod tuner;
 mod workers;
 
+pub use block_sums::PairBlocks;
 pub use engine::{CopyEngine, CopyOutcome};
 pub use limit::Limit;
 pub use peer_read::STILL_READING;

@@ -5,7 +5,7 @@
 //! the range it writes, whichever is less.
 
 use super::blocks::Blocks;
-use super::spans::Span;
+use super::spans::{Span, common_divisor};
 use super::template::Template;
 use crate::error::{Error, Result};
 use crate::fallible;
@@ -23,13 +23,49 @@ pub(super) fn check_blocks(blocks: &Blocks) -> Result<()> {
 /// Returns `Err(InvalidArgument)` if two pieces of `template` write the same byte. Its spans must have passed the
 /// checks of `span_limits`, and its end offsets must fit 64 bits. `plan_bytes` as in [`check_spans`].
 pub(super) fn check_template(template: &Template, plan_bytes: usize) -> Result<()> {
-    let written = template.hulls().map_or(0, |(_, written)| written.end - written.start);
-    if template.pairs.len() > 1 && written > template.dst_unit {
-        // The places interleave, as those of blocks inside larger blocks whose heads are outside.
-        return check_spans(&template.placed_spans(), plan_bytes);
+    if !interleaves(template) {
+        check_places(&template.pairs, 0, template.dst_unit)?;
+        return check_spans(&template.spans.iter().copied(), plan_bytes);
     }
-    check_places(&template.pairs, 0, template.dst_unit)?;
-    check_spans(&template.spans.iter().copied(), plan_bytes)
+    let written = || template.placed_spans().map(|span| WrittenSpan::of(&span));
+    if in_order(written()) {
+        return Ok(());
+    }
+    let extent = extent_of_template(template);
+    extent.map_or(Ok(()), |extent| check_written(&written, &extent, plan_bytes))
+}
+
+/// Returns `Err(InvalidArgument)` if [`check_template`] might refuse a template without overlaps, because its check would
+/// need too much memory. A sender finds out here, in closed form, what the receiver would say.
+pub(super) fn check_template_size(template: &Template) -> Result<()> {
+    let extent =
+        if interleaves(template) { extent_of_template(template) } else { Extent::of(written_once(template)) };
+    extent.map_or(Ok(()), |extent| extent.check_size(0))
+}
+
+/// Returns whether a place of the template may lie between pieces of another one, as blocks inside larger blocks whose
+/// heads are outside.
+fn interleaves(template: &Template) -> bool {
+    let written = template.hulls().map_or(0, |(_, written)| written.end - written.start);
+    template.pairs.len() > 1 && written > template.dst_unit
+}
+
+fn written_once(template: &Template) -> impl Iterator<Item = WrittenSpan> {
+    template.spans.iter().map(WrittenSpan::of)
+}
+
+/// Returns what all places of a template write. This visits each span and each pair once, and not their combinations.
+fn extent_of_template(template: &Template) -> Option<Extent> {
+    let Extent { low, end, grid, pieces } = Extent::of(written_once(template))?;
+    let numbers = || template.pairs.iter().map(|&(_, dst)| u64::from(dst));
+    let (first, last) = (numbers().min()?, numbers().max()?);
+    let grid = if template.pairs.len() > 1 { common_divisor(grid, template.dst_unit) } else { grid };
+    Some(Extent {
+        low: low + first * template.dst_unit,
+        end: end + last * template.dst_unit,
+        grid,
+        pieces: pieces.saturating_mul(template.pairs.len() as u64),
+    })
 }
 
 /// Returns `Err(InvalidArgument)` if two of `pairs` are written to the same place. Place 0 is at byte `first`, and the
@@ -97,39 +133,90 @@ impl WrittenSpan {
     }
 }
 
+/// What a wave writes: the range of its bytes, a number of which the distances of its pieces are multiples, and the
+/// number of pieces.
+struct Extent {
+    low: u64,
+    end: u64,
+    /// 0 if all pieces start at the same byte.
+    grid: u64,
+    pieces: u64,
+}
+
+impl Extent {
+    /// Returns `None` if nothing is written.
+    fn of(mut written: impl Iterator<Item = WrittenSpan>) -> Option<Extent> {
+        let first = written.next()?;
+        let grid = if first.count > 1 { first.step } else { 0 };
+        let mut extent = Extent { low: first.low, end: first.end(), grid, pieces: first.count };
+        for span in written {
+            extent.low = extent.low.min(span.low);
+            extent.end = extent.end.max(span.end());
+            let step = if span.count > 1 { span.step } else { 0 };
+            extent.grid = common_divisor(common_divisor(extent.grid, step), first.low.abs_diff(span.low));
+            extent.pieces = extent.pieces.saturating_add(span.count);
+        }
+        Some(extent)
+    }
+
+    /// Returns the number of units of the grid.
+    fn units(&self) -> u64 {
+        (self.end - self.low).div_ceil(self.grid.max(1))
+    }
+
+    /// Returns the bytes that a check needs: with a bit for each unit, and with a list of the pieces.
+    fn needed(&self) -> (u64, u64) {
+        (self.units().div_ceil(64).saturating_mul(8), self.pieces.saturating_mul(16))
+    }
+
+    /// Returns `Err(InvalidArgument)` if the check needs more than 16 MiB and more than one and a half times `plan_bytes`.
+    fn check_size(&self, plan_bytes: usize) -> Result<()> {
+        let (of_bits, of_list) = self.needed();
+        let most = LEAST.max(plan_bytes as u64 / 2 * 3);
+        if of_bits.min(of_list) <= most {
+            return Ok(());
+        }
+        let text = "the pieces of a plan are too many and too irregular to be checked";
+        Err(Error::invalid(text)
+            .with("pieces", self.pieces)
+            .with("needed_bytes", of_bits.min(of_list))
+            .with("limit", most))
+    }
+}
+
 /// Returns `Err(InvalidArgument)` if two pieces of `spans` write the same byte. The spans must have passed
 /// the checks of `span_limits`. `plan_bytes` is the memory that the spans of the plan take; a wave is refused
 /// if its check would need more than one and a half times that and more than 16 MiB.
 pub(super) fn check_spans(spans: &(impl Iterator<Item = Span> + Clone), plan_bytes: usize) -> Result<()> {
     let written = || spans.clone().map(|span| WrittenSpan::of(&span));
-    let Some(first) = written().next() else { return Ok(()) };
     // Waves are sorted by source, and in most plans this is also the order of the destinations.
-    if written().is_sorted_by(|a, b| a.end() <= b.low) {
+    if in_order(written()) {
         return Ok(());
     }
-    let (mut low, mut end) = (first.low, first.end());
-    let (mut grid, mut pieces) = (0, 0u64);
-    for span in written() {
-        (low, end) = (low.min(span.low), end.max(span.end()));
-        let step = if span.count > 1 { span.step } else { 0 };
-        grid = common_divisor(common_divisor(grid, step), first.low.abs_diff(span.low));
-        pieces = pieces.saturating_add(span.count);
-    }
-    if grid == 0 {
+    Extent::of(written()).map_or(Ok(()), |extent| check_written(&written, &extent, plan_bytes))
+}
+
+fn in_order(written: impl Iterator<Item = WrittenSpan>) -> bool {
+    written.is_sorted_by(|a, b| a.end() <= b.low)
+}
+
+/// Checks what is written within `extent`, in any order, as [`check_spans`] does.
+fn check_written<I: Iterator<Item = WrittenSpan>>(
+    written: &impl Fn() -> I,
+    extent: &Extent,
+    plan_bytes: usize,
+) -> Result<()> {
+    if extent.grid == 0 {
         // Several spans of one piece each, all at the same place.
-        return Err(written_twice(low));
+        return Err(written_twice(extent.low));
     }
-    let units = (end - low).div_ceil(grid);
-    let (of_bits, of_list) = (units.div_ceil(64).saturating_mul(8), pieces.saturating_mul(16));
-    let most = LEAST.max(plan_bytes as u64 / 2 * 3);
-    if of_bits.min(of_list) > most {
-        let text = "the pieces of a plan are too many and too irregular to be checked";
-        return Err(Error::invalid(text)
-            .with("pieces", pieces)
-            .with("needed_bytes", of_bits.min(of_list))
-            .with("limit", most));
+    extent.check_size(plan_bytes)?;
+    let (of_bits, of_list) = extent.needed();
+    if of_bits <= of_list {
+        by_bits(written(), extent.low, extent.grid, extent.units())
+    } else {
+        by_sorting(written(), extent.pieces)
     }
-    if of_bits <= of_list { by_bits(written(), low, grid, units) } else { by_sorting(written(), pieces) }
 }
 
 /// Checks with one bit for each unit of the grid. Every piece starts on the grid, so two pieces that share a
@@ -165,13 +252,6 @@ fn by_sorting(written: impl Iterator<Item = WrittenSpan>, pieces: u64) -> Result
         Some(two) => Err(written_twice(two[1].0)),
         None => Ok(()),
     }
-}
-
-fn common_divisor(mut a: u64, mut b: u64) -> u64 {
-    while b != 0 {
-        (a, b) = (b, a % b);
-    }
-    a
 }
 
 fn written_twice(at: u64) -> Error {

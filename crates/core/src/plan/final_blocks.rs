@@ -98,7 +98,7 @@ impl CopyPlan {
 }
 
 /// Cuts a piece into blocks.
-fn cut(piece: Piece, sizes: BlockSizes) -> impl Iterator<Item = Piece> {
+pub(super) fn cut(piece: Piece, sizes: BlockSizes) -> impl Iterator<Item = Piece> {
     let mut done = 0;
     std::iter::from_fn(move || {
         let left = piece.len.checked_sub(done).filter(|&left| left > 0)?;
@@ -115,17 +115,30 @@ fn cut(piece: Piece, sizes: BlockSizes) -> impl Iterator<Item = Piece> {
 fn chosen<I: Iterator<Item = Piece>>(blocks: &dyn Fn() -> I, sample: Option<u64>) -> Result<Vec<Piece>> {
     let count = blocks().count();
     let Some(random) = sample else { return fallible::collect_growing(PLAN, count, blocks()) };
-    let count = count as u64;
-    let picked = |index: u64| {
-        let group = index / SAMPLED;
+    let sampled = Sampled::new(count as u64, random);
+    let some = (0..).zip(blocks()).filter(|&(index, _)| sampled.picks(index)).map(|(_, block)| block);
+    let most = usize::try_from((count as u64).div_ceil(SAMPLED)).unwrap_or(usize::MAX);
+    fallible::collect_growing(PLAN, most, some)
+}
+
+/// Chooses one of every 64 blocks, and at least one.
+pub(super) struct Sampled {
+    random: u64,
+    /// Blocks of a group from which one is chosen.
+    of: u64,
+}
+
+impl Sampled {
+    pub(super) fn new(count: u64, random: u64) -> Sampled {
         // Each block of a last group that is not full is chosen with probability 1/64, as in a full group. If this group is
         // the only one, one of its blocks is always chosen.
-        let of = if count < SAMPLED { count } else { SAMPLED };
-        index % SAMPLED == scrambled(random.wrapping_add(group)) % of
-    };
-    let some = (0..).zip(blocks()).filter(|&(index, _)| picked(index)).map(|(_, block)| block);
-    let most = usize::try_from(count.div_ceil(SAMPLED)).unwrap_or(usize::MAX);
-    fallible::collect_growing(PLAN, most, some)
+        Sampled { random, of: count.clamp(1, SAMPLED) }
+    }
+
+    /// Returns whether the block with this index is in the sample.
+    pub(super) fn picks(&self, index: u64) -> bool {
+        index % SAMPLED == scrambled(self.random.wrapping_add(index / SAMPLED)) % self.of
+    }
 }
 
 /// Returns a number whose bits all depend on all bits of `number` (`SplitMix64`).

@@ -9,6 +9,7 @@
 
 mod block_waves;
 mod blocks;
+mod compared_pairs;
 mod conflicts;
 mod copy_plan;
 mod final_blocks;
@@ -20,11 +21,13 @@ mod request;
 mod span_limits;
 mod spans;
 mod template;
+mod template_list;
 mod tensor_steps;
 mod untrusted;
 mod waves;
 
 pub use blocks::Blocks;
+pub use compared_pairs::{PartLimits, parts};
 pub use copy_plan::CopyPlan;
 pub use final_blocks::{BlockSizes, LocalEnd};
 pub use layouts::{KvPart, KvSequence, LayoutPlan, assign_owners, check_same_model};
@@ -36,9 +39,10 @@ pub(crate) use request::{REQUEST, total_bytes};
 pub use spans::Piece;
 #[cfg(feature = "testing")]
 pub use spans::Span;
-#[cfg(feature = "testing")]
 pub use template::Template;
+pub use template_list::check_counts;
 #[cfg(feature = "testing")]
+pub use template_list::{MOST_TEMPLATE_SPANS, MOST_TEMPLATES};
 pub use tensor_steps::TensorSteps;
 pub use untrusted::MOST_WAVES;
 pub use waves::Wave;

@@ -5,8 +5,12 @@ use super::spans::Span;
 use super::template::Template;
 use crate::error::{Error, Result, ensure};
 
-/// Maximum number of pieces of a peer's plan in one tensor. No block list that fits in a message needs more.
+/// Maximum number of pieces of a peer's plan in one tensor. A few bytes can name any number of pieces, and the check for
+/// repeated destinations and the list of rows may visit each of them. No block list that fits in a message needs more.
 pub(super) const MOST_PIECES: u64 = 1 << 24;
+/// The same for a plan of templates, which may have a piece for each head of each token: at 256 bytes, 16 GiB of one
+/// tensor. Its check takes a fraction of a second.
+pub(super) const MOST_TEMPLATE_PIECES: u64 = 1 << 26;
 
 /// Running totals of the spans of a peer's plan.
 #[derive(Debug, Default)]
@@ -28,7 +32,7 @@ impl Tally {
             Some((self.pieces.checked_add(span.count)?, all))
         });
         (self.pieces, self.bytes) = sums.ok_or_else(|| refused(&format!("{span:?}")))?;
-        self.check_pieces()
+        check_pieces(self.pieces, MOST_PIECES)
     }
 
     /// Adds the spans of a template at each of its places. `Err(InvalidArgument)` as [`add`](Self::add).
@@ -43,13 +47,13 @@ impl Tally {
         let (spans, units) = (template.spans.len(), (template.src_unit, template.dst_unit));
         let text = || refused(&format!("{spans} spans at {pairs} pairs of places, {units:?} bytes apart"));
         (self.pieces, self.bytes) = sums.ok_or_else(text)?;
-        self.check_pieces()
+        check_pieces(self.pieces, MOST_TEMPLATE_PIECES)
     }
+}
 
-    fn check_pieces(&self) -> Result<()> {
-        let text = || refused(&format!("more than {MOST_PIECES} pieces in one tensor"));
-        ensure(self.pieces <= MOST_PIECES, text)
-    }
+/// Returns `Err(InvalidArgument)` if a plan has more than `most` pieces in one tensor.
+pub(super) fn check_pieces(pieces: u64, most: u64) -> Result<()> {
+    ensure(pieces <= most, || refused(&format!("more than {most} pieces in one tensor")))
 }
 
 fn sound(span: &Span) -> bool {

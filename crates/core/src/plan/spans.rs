@@ -69,3 +69,11 @@ pub(super) fn hull(start: u64, step: i64, count: u64, len: u64) -> Option<Range<
     let last = u64::try_from(last).ok()?;
     Some(start.min(last)..start.max(last).checked_add(len)?)
 }
+
+/// Returns the greatest common divisor; that of a number and 0 is the number.
+pub(super) fn common_divisor(mut a: u64, mut b: u64) -> u64 {
+    while b != 0 {
+        (a, b) = (b, a % b);
+    }
+    a
+}

@@ -6,7 +6,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::spans::Span;
+use super::blocks::Blocks;
+use super::final_blocks::LocalEnd;
+use super::spans::{Piece, Span};
 
 /// Spans that are repeated at pairs of places. For the pair `(s, d)`, each span is read `s·src_unit` bytes and
 /// written `d·dst_unit` bytes later than it says.
@@ -32,6 +34,39 @@ impl Template {
         }
     }
 
+    /// Returns equal blocks that are read and written as the template says; the template if there are none.
+    pub(super) fn into_blocks(self) -> Result<Blocks, Template> {
+        match self.spans[..] {
+            [Span { src, dst, len, count: 1, .. }] if self.src_unit == len && self.dst_unit == len => {
+                Ok(Blocks { len, src, dst, pairs: self.pairs })
+            }
+            _ => Err(self),
+        }
+    }
+
+    /// Returns the template of equal blocks.
+    pub(super) fn of_blocks(blocks: &Blocks) -> Template {
+        let Blocks { len, src, dst, pairs } = blocks;
+        let spans = vec![Span::single(*src, *dst, *len)];
+        Template { src_unit: *len, dst_unit: *len, pairs: pairs.clone(), spans }
+    }
+
+    /// Returns the ranges that the template reads (`Source`) or writes at a pair of places, in the order of its spans:
+    /// the first byte of each and its number of bytes. Together they are the bytes that the pair copies, in order.
+    pub fn ranges(&self, pair: (u32, u32), end: LocalEnd) -> impl Iterator<Item = (u64, u64)> + '_ {
+        self.spans.iter().flat_map(move |span| {
+            let span = self.placed(pair, span);
+            let step = if end == LocalEnd::Source { span.src_step } else { span.dst_step };
+            // Pieces without gaps are one range, which is read faster.
+            let whole = i64::try_from(span.len).is_ok_and(|len| len == step);
+            let (count, len) = if whole { (1, span.bytes()) } else { (span.count, span.len) };
+            (0..count).map(move |k| {
+                let (src, dst) = span.piece(k);
+                (end.of(&Piece { src, dst, len }), len)
+            })
+        })
+    }
+
     /// Returns all spans at all places: those of the first pair, then those of the next.
     pub(super) fn placed_spans(&self) -> impl Iterator<Item = Span> + Clone + '_ {
         self.pairs.iter().flat_map(move |&pair| self.spans.iter().map(move |span| self.placed(pair, span)))
@@ -42,11 +77,15 @@ impl Template {
         self.pairs.len().saturating_mul(self.spans.len())
     }
 
-    /// Returns the bytes that all places together copy in one tensor; `None` if they exceed 64 bits.
-    pub(super) fn bytes(&self) -> Option<u64> {
+    /// Returns the bytes that one pair of places copies in one tensor; `None` if they exceed 64 bits.
+    pub(super) fn pair_bytes(&self) -> Option<u64> {
         let bytes = |span: &Span| span.len.checked_mul(span.count);
-        let one = self.spans.iter().try_fold(0u64, |sum, span| sum.checked_add(bytes(span)?))?;
-        one.checked_mul(self.pairs.len() as u64)
+        self.spans.iter().try_fold(0u64, |sum, span| sum.checked_add(bytes(span)?))
+    }
+
+    /// Returns the bytes that all places together copy in one tensor; `None` if they exceed 64 bits.
+    pub fn bytes(&self) -> Option<u64> {
+        self.pair_bytes()?.checked_mul(self.pairs.len() as u64)
     }
 
     /// Returns the smallest ranges that contain all bytes read and all bytes written at the places 0. `None` if

@@ -23,6 +23,11 @@ impl TensorSteps {
         index.saturating_mul(self.step as usize).saturating_add(self.first as usize)
     }
 
+    /// Returns the number of the plan's tensor `index` in its cache, or the highest number if it exceeds that.
+    pub fn number(self, index: u32) -> u32 {
+        index.saturating_mul(self.step).saturating_add(self.first)
+    }
+
     /// Returns the number after the last of `count` tensors, `first` if there are none; `None` if it exceeds 32 bits.
     pub(super) fn end(self, count: u32) -> Option<u32> {
         let Some(last) = count.checked_sub(1) else { return Some(self.first) };

@@ -4,16 +4,18 @@
 //! check the bounds; `messages` defines the bytes.
 
 use super::messages::{MAX_ARRIVED, Reply, Run, WireName, WireRows};
-use super::plan_codec::{Pairs, WirePlan, WireSteps};
-use crate::error::{ArrivedRows, Error, ErrorKind, Result, ensure};
+use super::plan_codec::{Pairs, WirePlan, WireSteps, WireTemplate};
+use crate::error::{ArrivedRows, Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::{CacheId, CacheKey, Geometry, Name};
-use crate::plan::{Blocks, CopyPlan, SpanList, Wave};
+use crate::plan::{Blocks, CopyPlan, SpanList, Template, TensorSteps, Wave};
 
 /// Largest number of tensors for which a failure reports the rows that arrived.
 const MOST_ARRIVED: usize = 1 << 12;
 /// Name of the lists of tensor positions in out-of-memory errors.
 const TENSORS: &str = "the places of the tensors of a cache";
+/// Name of the lists of a plan in out-of-memory errors.
+const PLAN: &str = "a plan";
 /// Maximum number of characters of a peer's text that are kept.
 const LONGEST: usize = 4 << 10;
 
@@ -73,17 +75,20 @@ impl TryFrom<&CopyPlan> for WirePlan {
     type Error = Error;
 
     fn try_from(plan: &CopyPlan) -> Result<WirePlan> {
-        let steps = (plan.src_tensors().step, plan.dst_tensors().step);
-        ensure(steps == (1, 1), || {
-            Error::invalid("a request cannot carry a plan that skips tensors")
-                .with("steps", format_args!("{steps:?}"))
-        })?;
         let (num_tensors, src_tensor, dst_tensor) =
             (plan.num_tensors(), plan.src_tensor(), plan.dst_tensor());
+        if plan.needs_templates() {
+            let templates = plan.sendable_templates()?.into_iter().map(WireTemplate::try_from);
+            let (src_step, dst_step) = (plan.src_tensors().step, plan.dst_tensors().step);
+            let templates = fallible::try_collect("a request", templates)?;
+            let steps = WireSteps::Templates { src_step, dst_step, templates };
+            return Ok(WirePlan { num_tensors, src_tensor, dst_tensor, steps });
+        }
         let only = if let [wave] = plan.waves() { wave.blocks() } else { None };
         let steps = if let Some(Blocks { len, src, dst, pairs }) = only {
             WireSteps::Blocks { len: *len, src: *src, dst: *dst, pairs: Pairs(pairs.clone()) }
         } else {
+            plan.check_span_pieces()?;
             // A plan with more spans than fit in a `u32` does not fit in a frame, and is refused when the
             // frame is written.
             let count = |wave: &Wave| u32::try_from(wave.num_spans()).unwrap_or(u32::MAX);
@@ -109,8 +114,33 @@ impl TryFrom<WirePlan> for CopyPlan {
             WireSteps::Spans { waves, spans } => {
                 CopyPlan::from_list(num_tensors, src_tensor, dst_tensor, &waves, spans)
             }
+            WireSteps::Templates { src_step, dst_step, templates } => {
+                let src = TensorSteps { first: src_tensor, step: src_step };
+                let dst = TensorSteps { first: dst_tensor, step: dst_step };
+                let templates = fallible::try_collect(PLAN, templates.into_iter().map(Template::try_from))?;
+                CopyPlan::from_templates(num_tensors, src, dst, templates)
+            }
             WireSteps::Unusable(error) => Err(error),
         }
+    }
+}
+
+impl TryFrom<Template> for WireTemplate {
+    type Error = Error;
+
+    fn try_from(template: Template) -> Result<WireTemplate> {
+        let Template { src_unit, dst_unit, pairs, spans } = template;
+        Ok(WireTemplate { src_unit, dst_unit, pairs: Pairs(pairs), spans: SpanList::pack(spans)? })
+    }
+}
+
+impl TryFrom<WireTemplate> for Template {
+    type Error = Error;
+
+    fn try_from(template: WireTemplate) -> Result<Template> {
+        let WireTemplate { src_unit, dst_unit, pairs, spans } = template;
+        let spans = fallible::collect_growing(PLAN, spans.len(), spans.iter())?;
+        Ok(Template { src_unit, dst_unit, pairs: pairs.0, spans })
     }
 }
 

@@ -32,9 +32,10 @@ pub const MAX_RUNS: usize = 1 << 20;
 pub const MAX_ARRIVED: usize = 1 << 16;
 /// Maximum number of ranges of rows of a grant: 16 MiB.
 pub const MAX_RANGES: usize = 1 << 20;
-/// Maximum number of ranges in one [`Request::Checksums`], and of checksums in its reply: 1 MiB.
+/// Maximum number of ranges in one [`Request::Checksums`], of pairs in one [`Request::PairChecksums`], and of checksums in
+/// their reply: 1 MiB.
 pub const MAX_CHECKSUMS: usize = 1 << 16;
-/// Maximum number of bytes, in all tensors together, that one request asks to hash. One row may have more.
+/// Maximum number of bytes, in all tensors together, that one request asks to hash. One row, or one pair, may have more.
 pub const MAX_HASHED: u64 = 1 << 28;
 /// Maximum number of bytes that are kept of each text from a peer.
 const MAX_TEXT: usize = 16 << 10;
@@ -244,6 +245,19 @@ pub enum Request {
         grant: Option<GrantId>,
         limit_ms: u64,
     },
+    /// Asks for the checksums of the blocks of a plan between layouts, as they are now: one for each pair of each template.
+    /// With a grant, the owner checks that it covers them.
+    PairChecksums {
+        name: WireName,
+        cache: i64,
+        /// A plan of the pairs that are asked for. A wave of spans counts as one pair.
+        plan: WirePlan,
+        /// Whether the cache is the one that the plan writes. Otherwise it is the one that the plan reads.
+        written: bool,
+        /// The grant under which the caller has read them.
+        grant: Option<GrantId>,
+        limit_ms: u64,
+    },
 }
 
 /// The tensors of a cache that a caller has pulled under a name.
@@ -293,7 +307,8 @@ pub enum Reply {
         #[serde(deserialize_with = "ranges")]
         rows: Vec<(u64, u64)>,
     },
-    /// Reply to [`Request::Checksums`]: one checksum for each range, bound to this generation of the entry.
+    /// Reply to [`Request::Checksums`] and [`Request::PairChecksums`]: one checksum for each range or pair, bound to this
+    /// generation of the entry.
     Checksums {
         generation: u64,
         #[serde(deserialize_with = "blocks")]

@@ -27,5 +27,5 @@ pub use {
     convert::{kind_number, kind_of},
     frame::{MESSAGE, REFUSAL, VERSION, decode, refused},
     messages::{WireName, WireRows},
-    plan_codec::{Pairs, WireSpan, WireSteps},
+    plan_codec::{Pairs, WireSpan, WireSteps, WireTemplate},
 };

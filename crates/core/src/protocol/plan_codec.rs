@@ -11,7 +11,7 @@ use crate::error::{Error, Result, ensure};
 use crate::fallible;
 #[cfg(feature = "testing")]
 pub use crate::plan::Span as WireSpan;
-use crate::plan::{MOST_WAVES, ReceivedSpans, SpanList, read_list};
+use crate::plan::{MOST_WAVES, ReceivedSpans, SpanList, check_counts, read_list};
 
 /// A plan as it is encoded.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -42,10 +42,32 @@ pub enum WireSteps {
         dst: u64,
         pairs: Pairs,
     },
+    /// A plan between layouts: waves that are templates, and tensors that may be skipped.
+    Templates {
+        /// Distance of two tensors that are read.
+        src_step: u32,
+        /// Distance of two tensors that are written.
+        dst_step: u32,
+        /// At most as many, with as many spans in all, as [`check_counts`] allows.
+        templates: Vec<WireTemplate>,
+    },
     /// A plan that was read to its end, but is invalid or could not be allocated. The rest of its message can
     /// be read, so the peer still gets a reply. Never sent.
     #[serde(skip)]
     Unusable(Error),
+}
+
+/// One wave: spans that are repeated at pairs of places.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct WireTemplate {
+    /// Bytes from one source place to the next.
+    pub src_unit: u64,
+    /// Bytes from one destination place to the next.
+    pub dst_unit: u64,
+    /// Numbers of the source and destination places.
+    pub pairs: Pairs,
+    /// The spans at place 0 of source and destination.
+    pub spans: SpanList,
 }
 
 /// [`WireSteps`] as they are read. Each list is checked and bounded before memory is allocated for it.
@@ -53,6 +75,7 @@ pub enum WireSteps {
 enum ReceivedSteps {
     Spans { waves: ReceivedCounts, spans: ReceivedSpans },
     Blocks { len: u64, src: u64, dst: u64, pairs: ReceivedPairs },
+    Templates { src_step: u32, dst_step: u32, templates: ReceivedTemplates },
 }
 
 impl From<ReceivedSteps> for WireSteps {
@@ -63,6 +86,9 @@ impl From<ReceivedSteps> for WireSteps {
             }
             ReceivedSteps::Blocks { len, src, dst, pairs } => {
                 pairs.0.map(|pairs| WireSteps::Blocks { len, src, dst, pairs: Pairs(Arc::new(pairs)) })
+            }
+            ReceivedSteps::Templates { src_step, dst_step, templates } => {
+                templates.0.map(|templates| WireSteps::Templates { src_step, dst_step, templates })
             }
         };
         steps.unwrap_or_else(WireSteps::Unusable)
@@ -82,6 +108,32 @@ impl<'de> Deserialize<'de> for ReceivedCounts {
             fallible::push("a plan", counts, count)
         })
         .map(ReceivedCounts)
+    }
+}
+
+/// [`WireTemplate`] as it is read.
+#[derive(Deserialize)]
+struct ReceivedTemplate {
+    src_unit: u64,
+    dst_unit: u64,
+    pairs: ReceivedPairs,
+    spans: ReceivedSpans,
+}
+
+/// Templates as they are read; an error if they, or their spans, are more than a message may have.
+struct ReceivedTemplates(Result<Vec<WireTemplate>>);
+
+impl<'de> Deserialize<'de> for ReceivedTemplates {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        let mut num_spans = 0;
+        read_list(from, Vec::new(), |templates, template: ReceivedTemplate| {
+            let ReceivedTemplate { src_unit, dst_unit, pairs, spans } = template;
+            let (pairs, spans) = (Pairs(Arc::new(pairs.0?)), spans.0?);
+            num_spans += spans.len();
+            check_counts(templates.len() + 1, num_spans)?;
+            fallible::push("a plan", templates, WireTemplate { src_unit, dst_unit, pairs, spans })
+        })
+        .map(ReceivedTemplates)
     }
 }
 

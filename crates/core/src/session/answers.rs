@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::asked_blocks::AskedBlocks;
+use super::asked_blocks::{AskedBlocks, AskedPairs, AskedRanges};
 use super::link::Link;
 use super::message_io::{send_message, send_message_before};
 use super::peer_memory::location;
@@ -133,7 +133,12 @@ impl RequestContext<'_> {
             }
             Request::Checksums { name, cache, first_tensor, num_tensors, ranges, grant, limit_ms } => {
                 let call = named(name.into(), cache, limit_ms);
-                let asked = || AskedBlocks::new((first_tensor, num_tensors), ranges);
+                let asked = || AskedRanges::new((first_tensor, num_tensors), ranges).map(AskedBlocks::Ranges);
+                self.answer_with(call.deadline, || self.checksums(&call, asked()?, grant))
+            }
+            Request::PairChecksums { name, cache, plan, written, grant, limit_ms } => {
+                let call = named(name.into(), cache, limit_ms);
+                let asked = || AskedPairs::new(plan, written).map(AskedBlocks::Pairs);
                 self.answer_with(call.deadline, || self.checksums(&call, asked()?, grant))
             }
             Request::Locate { addrs, limit_ms } => {

@@ -2,34 +2,89 @@
 
 use crate::cache::Cache;
 use crate::checksums::{ByteRange, Checksums};
-use crate::error::{Error, Result};
+use crate::copy::PairBlocks;
+use crate::error::{Error, Result, ensure};
 use crate::fallible;
 use crate::model::{Deadline, Geometry, Name};
-use crate::protocol::{MAX_HASHED, Reply};
+use crate::plan::{CopyPlan, LocalEnd};
+use crate::protocol::{MAX_CHECKSUMS, MAX_HASHED, Reply, WirePlan};
 use crate::resources::Resources;
 
 /// Name of these lists in out-of-memory errors.
 const BLOCKS: &str = "the blocks of a request";
 
+/// What a request for checksums asks for.
+pub(super) enum AskedBlocks {
+    /// Ranges of bytes.
+    Ranges(AskedRanges),
+    /// Pairs of a plan between layouts.
+    Pairs(AskedPairs),
+}
+
+impl AskedBlocks {
+    /// Checks that the blocks lie inside the tensors of a cache, and that they have few enough bytes together. So a
+    /// request takes a bounded time, even if its caller is gone. Returns `Err(InvalidArgument)` otherwise.
+    pub(super) fn check_bounds(&self, geometry: Geometry) -> Result<()> {
+        match self {
+            AskedBlocks::Ranges(ranges) => ranges.check_bounds(geometry),
+            AskedBlocks::Pairs(pairs) => pairs.check_bounds(geometry),
+        }
+    }
+
+    /// Returns the rows of `row_bytes` bytes in which the blocks lie, in ascending order, each once. The blocks must have
+    /// passed [`check_bounds`](Self::check_bounds).
+    pub(super) fn rows(&self, row_bytes: u64) -> Result<Vec<u64>> {
+        match self {
+            AskedBlocks::Ranges(ranges) => ranges.rows(row_bytes),
+            AskedBlocks::Pairs(pairs) => pairs.rows(row_bytes),
+        }
+    }
+
+    /// Hashes the blocks of `cache`, to which `name` must resolve. The caller holds pins on the rows.
+    pub(super) fn reply(
+        self,
+        resources: &Resources,
+        name: Name,
+        cache: &Cache,
+        deadline: Deadline,
+    ) -> Result<Reply> {
+        let found = resources.table.describe(name)?;
+        if found.cache.id() != cache.id() {
+            return Ok(Reply::Stale);
+        }
+        let checksums = Checksums::bound_to(name, cache.id(), found.generation)?;
+        let (engine, memory) = (&resources.copy_engine, (cache.tensors(), cache.placement()));
+        let sums = match self {
+            AskedBlocks::Ranges(AskedRanges { first_tensor, num_tensors, ranges }) => {
+                let tensors = first_tensor..first_tensor + num_tensors;
+                engine.block_sums(memory, tensors, ranges, checksums, deadline)?
+            }
+            AskedBlocks::Pairs(AskedPairs { plan, here, .. }) => {
+                engine.pair_sums(memory, PairBlocks::of(&plan, here)?, checksums, deadline)?
+            }
+        };
+        Ok(Reply::Checksums { generation: found.generation, sums })
+    }
+}
+
 /// Ranges of bytes in some tensors of a cache.
-pub(super) struct AskedBlocks {
+pub(super) struct AskedRanges {
     first_tensor: u32,
     num_tensors: u32,
     ranges: Vec<ByteRange>,
 }
 
-impl AskedBlocks {
+impl AskedRanges {
     /// Returns ranges, each of a first byte and a number of bytes, in the tensors `first` to `first + count`.
-    pub(super) fn new((first, count): (u32, u32), ranges: Vec<(u64, u64)>) -> Result<AskedBlocks> {
+    pub(super) fn new((first, count): (u32, u32), ranges: Vec<(u64, u64)>) -> Result<AskedRanges> {
         let ranges = ranges.into_iter().map(|(start, len)| ByteRange { start, len });
         let ranges = fallible::collect(BLOCKS, ranges)?;
-        Ok(AskedBlocks { first_tensor: first, num_tensors: count, ranges })
+        Ok(AskedRanges { first_tensor: first, num_tensors: count, ranges })
     }
 
     /// Checks that the ranges lie inside the tensors, which the cache must have, and that they have together at most
-    /// [`MAX_HASHED`] bytes, or those of one row. So a request takes a bounded time, even if its caller is gone. Returns
-    /// `Err(InvalidArgument)` otherwise.
-    pub(super) fn check_bounds(&self, geometry: Geometry) -> Result<()> {
+    /// [`MAX_HASHED`] bytes, or those of one row.
+    fn check_bounds(&self, geometry: Geometry) -> Result<()> {
         let (first, count) = (self.first_tensor, self.num_tensors);
         if count == 0 || u64::from(first) + u64::from(count) > u64::from(geometry.num_tensors()) {
             let text = format!("{count} tensors from tensor {first} are not in a cache");
@@ -46,16 +101,10 @@ impl AskedBlocks {
             total = total.saturating_add(len);
         }
         let most = (MAX_HASHED / u64::from(count)).max(geometry.row_bytes()).min(tensor_bytes);
-        if total <= most {
-            return Ok(());
-        }
-        let text = "a request for checksums asks for too many bytes";
-        Err(Error::invalid(text).with("bytes", total).with("limit", most))
+        check_hashed(total, most)
     }
 
-    /// Returns the rows of `row_bytes` bytes in which the ranges lie, in ascending order, each once. The ranges must have
-    /// passed [`check_bounds`](Self::check_bounds).
-    pub(super) fn rows(&self, row_bytes: u64) -> Result<Vec<u64>> {
+    fn rows(&self, row_bytes: u64) -> Result<Vec<u64>> {
         let mut rows = Vec::new();
         for &ByteRange { start, len } in &self.ranges {
             for row in start / row_bytes..(start + len).div_ceil(row_bytes) {
@@ -68,23 +117,59 @@ impl AskedBlocks {
         rows.dedup();
         Ok(rows)
     }
+}
 
-    /// Hashes the ranges of `cache`, to which `name` must resolve. The caller holds pins on the rows.
-    pub(super) fn reply(
-        self,
-        resources: &Resources,
-        name: Name,
-        cache: &Cache,
-        deadline: Deadline,
-    ) -> Result<Reply> {
-        let found = resources.table.describe(name)?;
-        if found.cache.id() != cache.id() {
-            return Ok(Reply::Stale);
-        }
-        let checksums = Checksums::bound_to(name, cache.id(), found.generation)?;
-        let tensors = self.first_tensor..self.first_tensor + self.num_tensors;
-        let memory = (cache.tensors(), cache.placement());
-        let sums = resources.copy_engine.block_sums(memory, tensors, self.ranges, checksums, deadline)?;
-        Ok(Reply::Checksums { generation: found.generation, sums })
+/// The pairs of a plan between layouts, at the end that is a cache here.
+pub(super) struct AskedPairs {
+    plan: CopyPlan,
+    here: LocalEnd,
+    num_pairs: usize,
+}
+
+impl AskedPairs {
+    /// Checks the plan as any plan of a peer. `written` says whether the cache here is the one that it writes. Returns
+    /// `Err(InvalidArgument)` also if the plan has more than [`MAX_CHECKSUMS`] pairs.
+    pub(super) fn new(plan: WirePlan, written: bool) -> Result<AskedPairs> {
+        let plan = CopyPlan::try_from(plan)?;
+        let num_pairs = plan.num_pairs();
+        ensure(num_pairs <= MAX_CHECKSUMS, || {
+            let text = "a request for checksums asks for too many pairs";
+            Error::invalid(text).with("pairs", num_pairs).with("limit", MAX_CHECKSUMS)
+        })?;
+        Ok(AskedPairs {
+            plan,
+            here: if written { LocalEnd::Destination } else { LocalEnd::Source },
+            num_pairs,
+        })
     }
+
+    /// Checks that the pairs lie inside the tensors, which the cache must have, and that they have together at most
+    /// [`MAX_HASHED`] bytes; or, if it is a single pair, those of a tensor, in each tensor.
+    fn check_bounds(&self, geometry: Geometry) -> Result<()> {
+        let sizes = Some((geometry.num_tensors(), geometry.tensor_bytes()));
+        match self.here {
+            LocalEnd::Source => self.plan.check_bounds(sizes, None)?,
+            LocalEnd::Destination => self.plan.check_bounds(None, sizes)?,
+        }
+        let tensors = u64::from(self.plan.num_tensors());
+        // A plan has at least one tensor.
+        let asked = self.plan.bytes() / tensors.max(1);
+        let one = if self.num_pairs == 1 { geometry.tensor_bytes() } else { 0 };
+        check_hashed(asked, (MAX_HASHED / tensors.max(1)).max(one))
+    }
+
+    fn rows(&self, row_bytes: u64) -> Result<Vec<u64>> {
+        match self.here {
+            LocalEnd::Source => self.plan.src_rows(row_bytes),
+            LocalEnd::Destination => self.plan.dst_rows(row_bytes),
+        }
+    }
+}
+
+/// Returns `Err(InvalidArgument)` if a request asks to hash more than `most` bytes of each tensor.
+fn check_hashed(bytes: u64, most: u64) -> Result<()> {
+    ensure(bytes <= most, || {
+        let text = "a request for checksums asks for too many bytes";
+        Error::invalid(text).with("bytes", bytes).with("limit", most)
+    })
 }

@@ -19,6 +19,9 @@ use crate::session::{KnownCache, limit_ms, send_message};
 
 /// Name of these lists in out-of-memory errors.
 const BLOCKS: &str = "the blocks that are compared";
+/// Name of the comparison in errors of its deadline.
+pub(super) const COMPARING: &str = "comparing blocks with their source";
+
 /// The tensors of both ends of a transfer, and the end that is here.
 struct Ends {
     local: LocalEnd,
@@ -26,9 +29,32 @@ struct Ends {
     there: u32,
 }
 
+/// Result of a comparison.
+#[derive(Default)]
+pub(super) struct Compared {
+    /// Number of blocks that were compared.
+    pub(super) checked: usize,
+    /// The blocks that differ.
+    pub(super) different: Vec<Piece>,
+}
+
+impl Compared {
+    /// Adds blocks, and whether both sides have the same bytes of each.
+    pub(super) fn add(&mut self, blocks: impl Iterator<Item = Piece>, equal: &[bool]) -> Result<()> {
+        self.checked += equal.len();
+        for (block, _) in blocks.zip(equal).filter(|&(_, equal)| !equal) {
+            fallible::push(BLOCKS, &mut self.different, block)?;
+        }
+        Ok(())
+    }
+}
+
 impl Call {
     /// Compares the blocks of `plan`, which were moved, if this call verifies. Returns `Moved::Stale` if the remote cache
     /// has changed since it was described, and `Err(VerifyFailed)` if a block differs.
+    ///
+    /// Pieces of most plans are contiguous on both sides, and are compared by their ranges. A plan between layouts is
+    /// compared by the pairs of its templates (`layout_verify.rs`).
     pub(super) fn verified(
         &self,
         moved: Moved,
@@ -44,6 +70,27 @@ impl Call {
             moved(&self.local);
         }
         let sample = if self.verify == Verify::Sample { Some(u64::from_ne_bytes(random()?)) } else { None };
+        let compared = if plan.needs_templates() {
+            self.compare_pairs(known, plan, local, sample)?
+        } else {
+            self.compare_ranges(known, plan, local, sample)?
+        };
+        let Some(Compared { checked, different }) = compared else { return Ok(Moved::Stale) };
+        self.resources.stats.count_verified(checked, different.len());
+        if different.is_empty() {
+            return Ok(moved);
+        }
+        Err(differ(&self.local, local, checked, &different))
+    }
+
+    /// Compares ranges that are contiguous on both sides. Returns `None` if the remote cache has changed.
+    fn compare_ranges(
+        &self,
+        known: &KnownCache,
+        plan: &CopyPlan,
+        local: LocalEnd,
+        sample: Option<u64>,
+    ) -> Result<Option<Compared>> {
         let blocks = plan.final_blocks(block_sizes(&self.local, local), sample)?;
         let (here, there) = match local {
             LocalEnd::Source => (plan.src_tensor(), plan.dst_tensor()),
@@ -52,23 +99,17 @@ impl Call {
         let ends = Ends { local, here: here..here + plan.num_tensors(), there };
         let most = (MAX_HASHED / u64::from(plan.num_tensors()).max(1))
             .min(known.remote.layout.geometry.tensor_bytes());
-        let mut different = Vec::new();
+        let mut compared = Compared::default();
         for some in chunks(&blocks, most) {
-            self.deadline.waiting("comparing blocks with their source")?;
-            let Some(equal) = self.compare(known, some, &ends)? else { return Ok(Moved::Stale) };
-            for (block, _) in some.iter().zip(equal).filter(|(_, equal)| !equal) {
-                fallible::push(BLOCKS, &mut different, *block)?;
-            }
+            self.deadline.waiting(COMPARING)?;
+            let Some(equal) = self.compare_chunk(known, some, &ends)? else { return Ok(None) };
+            compared.add(some.iter().copied(), &equal)?;
         }
-        self.resources.stats.count_verified(blocks.len(), different.len());
-        if different.is_empty() {
-            return Ok(moved);
-        }
-        Err(differ(&self.local, local, blocks.len(), &different))
+        Ok(Some(compared))
     }
 
     /// Returns for each of `blocks` whether both sides have the same bytes; `None` if the remote cache has changed.
-    fn compare(&self, known: &KnownCache, blocks: &[Piece], ends: &Ends) -> Result<Option<Vec<bool>>> {
+    fn compare_chunk(&self, known: &KnownCache, blocks: &[Piece], ends: &Ends) -> Result<Option<Vec<bool>>> {
         let remote = |piece: &Piece| match ends.local {
             LocalEnd::Source => (piece.dst, piece.len),
             LocalEnd::Destination => (piece.src, piece.len),
@@ -82,12 +123,30 @@ impl Call {
             grant: self.grant_id(),
             limit_ms: limit_ms(self.deadline),
         };
+        let range = |piece: &Piece| ByteRange { start: ends.local.of(piece), len: piece.len };
+        let (engine, memory) = (&self.resources.copy_engine, (self.local.tensors(), self.local.placement()));
+        self.exchange_sums(known, &request, blocks.len(), |checksums| {
+            let ranges = fallible::collect(BLOCKS, blocks.iter().map(range))?;
+            engine.block_sums(memory, ends.here.clone(), ranges, checksums, self.deadline)
+        })
+    }
+
+    /// Asks the owner for `count` checksums while this side calculates its own with `own_sums`. Returns for each of them
+    /// whether they are equal; `None` if the remote cache has changed.
+    pub(super) fn exchange_sums(
+        &self,
+        known: &KnownCache,
+        request: &Request,
+        count: usize,
+        own_sums: impl Fn(Checksums) -> Result<Vec<u64>>,
+    ) -> Result<Option<Vec<bool>>> {
+        let bound = |generation| Checksums::bound_to(self.name, known.cache, generation);
         let mut lease = self.link.lease(self.deadline)?;
         let mut own = Ok(Vec::new());
         let send = || {
-            send_message(lease.stream(), &request, self.deadline)?;
+            send_message(lease.stream(), request, self.deadline)?;
             // Both sides hash at the same time.
-            own = self.own_sums(known, known.at.generation, blocks, ends);
+            own = bound(known.at.generation).and_then(&own_sums);
             Ok(())
         };
         let answer = self.link.exchange_with(&lease, self.deadline, send);
@@ -97,11 +156,11 @@ impl Call {
         let own = own?;
         match self.link.refusal(reply)? {
             Reply::Stale => Ok(None),
-            Reply::Checksums { generation, sums } if sums.len() == blocks.len() => {
+            Reply::Checksums { generation, sums } if sums.len() == count => {
                 let own = if generation == known.at.generation {
                     own
                 } else if self.same_cache(known)? {
-                    self.own_sums(known, generation, blocks, ends)?
+                    own_sums(bound(generation)?)?
                 } else {
                     return Ok(None);
                 };
@@ -116,21 +175,6 @@ impl Call {
     fn same_cache(&self, known: &KnownCache) -> Result<bool> {
         let now = self.link.describe(self.name, self.deadline)?;
         Ok(now.cache == known.cache && now.remote == known.remote)
-    }
-
-    /// Returns the checksums of this side, bound to a generation of the remote cache.
-    fn own_sums(
-        &self,
-        known: &KnownCache,
-        generation: u64,
-        blocks: &[Piece],
-        ends: &Ends,
-    ) -> Result<Vec<u64>> {
-        let range = |piece: &Piece| ByteRange { start: ends.local.of(piece), len: piece.len };
-        let ranges = fallible::collect(BLOCKS, blocks.iter().map(range))?;
-        let checksums = Checksums::bound_to(self.name, known.cache, generation)?;
-        let memory = (self.local.tensors(), self.local.placement());
-        self.resources.copy_engine.block_sums(memory, ends.here.clone(), ranges, checksums, self.deadline)
     }
 }
 

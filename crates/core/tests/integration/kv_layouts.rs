@@ -1,6 +1,8 @@
 //! Moves between KV layouts give the same result as moving element after element by the definitions of the layouts.
 //!
-//! Not for: waves and pieces of a plan (`plan.rs`).
+//! Not for: waves and pieces of a plan (`plan.rs`), messages and checksums (`wire`).
+
+mod wire;
 
 use std::collections::BTreeSet;
 use std::ops::Range;

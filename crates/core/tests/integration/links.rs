@@ -14,6 +14,7 @@ mod layerwise;
 mod layerwise_faults;
 mod linking;
 mod memory_offers;
+mod pair_checksums;
 mod pull_and_push;
 mod push_ahead;
 mod races;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::super::block_waves;
 use super::super::copy_plan::CopyPlan;
 use super::super::order::CacheCount;
-use super::super::spans::{PLAN, Span};
+use super::super::spans::{PLAN, Span, common_divisor};
 use super::super::template::Template;
 use super::super::tensor_steps::TensorSteps;
 use super::super::waves::Wave;
@@ -218,11 +218,4 @@ fn waves_of_group(runs: &[TokenRun], spans: Vec<Span>, units: Units) -> Result<V
 /// Returns the numbers of the places of `runs`, which must fit 32 bits.
 fn pairs(runs: &[TokenRun], units: Units) -> Result<Vec<(u32, u32)>> {
     fallible::collect_growing(PLAN, runs.len(), runs.iter().filter_map(|run| units.pair(run)))
-}
-
-fn common_divisor(mut a: u64, mut b: u64) -> u64 {
-    while b != 0 {
-        (a, b) = (b, a % b);
-    }
-    a
 }

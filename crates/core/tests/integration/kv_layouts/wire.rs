@@ -1,0 +1,334 @@
+//! Plans between KV layouts as messages: the receiver moves what the twin moves, and both sides calculate the same
+//! checksums.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use llm_datadist_core::testing::checksums::Checksums;
+use llm_datadist_core::testing::copy::{CopyEngine, PairBlocks, Progress};
+use llm_datadist_core::testing::device::{DeviceSet, HostReach};
+use llm_datadist_core::testing::memory::Tensors;
+use llm_datadist_core::testing::plan::{
+    BlockSizes, CopyPlan, KvPart, LocalEnd, MOST_TEMPLATES, PartLimits, Span, Template, TensorSteps, parts,
+};
+use llm_datadist_core::testing::protocol::{self, HEADER, MESSAGE_LIMIT, WirePlan};
+use llm_datadist_core::testing::tensors;
+use llm_datadist_core::{
+    CacheId, CacheKind, ClusterId, Config, Deadline, KvLayout, KvPlanes, Name, Placement, Role, TokenOrder,
+};
+use llm_datadist_testing::SimDevice;
+use proptest::prelude::*;
+use proptest::test_runner::TestRunner;
+
+use super::{Case, Moved, Side, between, block_list, cases, rank, whole};
+use crate::fixtures::{self, Buffer, local_streams, pattern, proptest_cases, tensors_over};
+
+fn soon() -> Deadline {
+    Deadline::after(Duration::from_secs(60))
+}
+
+/// The plan as the peer has it that receives it in a message.
+fn received(plan: &CopyPlan) -> CopyPlan {
+    let frame = protocol::encode(&WirePlan::try_from(plan).unwrap()).unwrap();
+    CopyPlan::try_from(protocol::decode::<WirePlan>(&frame[HEADER..]).unwrap()).unwrap()
+}
+
+fn part(case: &Case) -> KvPart {
+    KvPart::common(&case.src.layout, &case.dst.layout).unwrap()
+}
+
+/// Memory of one side: byte `at` of each tensor has the value of the pattern `seed`.
+fn memory(side: &Side, seed: u8) -> (Arc<Buffer>, Arc<Tensors>) {
+    let (tensors, row) = (side.num_tensors() as usize, side.row_stride as usize);
+    tensors_over(tensors, side.rows as usize, row, |tensor, at| pattern(seed, tensor, at))
+}
+
+fn offset(side: &Side, (tensor, at): (u32, u64)) -> usize {
+    tensor as usize * (side.rows * side.row_stride) as usize + at as usize
+}
+
+/// Moves the elements of `moved` one by one.
+fn move_elements(case: &Case, moved: &[Moved], src: &Buffer, dst: &Buffer) {
+    let bytes = case.src.data_type.bytes() as usize;
+    for &(to, from) in moved {
+        for byte in 0..bytes {
+            let value = src.read(offset(&case.src, from) + byte, 1);
+            dst.write(offset(&case.dst, to) + byte, &value);
+        }
+    }
+}
+
+fn copies() -> CopyEngine {
+    CopyEngine::new(&Config::new(Role::Prompt, ClusterId(1)), DeviceSet::host_only()).unwrap()
+}
+
+fn bound() -> Checksums {
+    Checksums::bound_to(Name::Row { cache: CacheId(1), row: 0 }, CacheId(1), 0).unwrap()
+}
+
+fn sums(engine: &CopyEngine, plan: &CopyPlan, end: LocalEnd, memory: &Arc<Tensors>) -> Vec<u64> {
+    let blocks = PairBlocks::of(plan, end).unwrap();
+    engine.pair_sums((memory, Placement::Host), blocks, bound(), soon()).unwrap()
+}
+
+/// The pieces of a plan in one tensor.
+fn pieces(plan: &CopyPlan) -> Vec<(u64, u64, u64)> {
+    let all = plan.waves().iter().flat_map(|wave| wave.pieces(0, wave.tensor_bytes()).collect::<Vec<_>>());
+    all.map(|piece| (piece.src, piece.dst, piece.len)).collect()
+}
+
+#[test]
+fn plans_in_messages_move_what_the_twin_moves() {
+    let seen = std::cell::Cell::new((0u32, 0u32));
+    let outcome = TestRunner::new(proptest_cases(3000)).run(&cases(), |case| {
+        let part = part(&case);
+        let mut plan = case.plan(&part).unwrap();
+        let templates = plan.plans.iter().any(CopyPlan::needs_templates);
+        let sent = plan.plans.clone();
+        plan.plans = sent.iter().map(received).collect();
+        prop_assert!(case.moved(&plan) == case.twin(&part), "the received plan moves other elements");
+        for (sent, received) in sent.iter().zip(&plan.plans) {
+            prop_assert_eq!(pieces(sent), pieces(received), "in the same order");
+            let rows = |plan: &CopyPlan| {
+                (plan.src_rows(case.src.row_stride).unwrap(), plan.dst_rows(case.dst.row_stride).unwrap())
+            };
+            prop_assert_eq!(rows(sent), rows(received));
+        }
+        seen.set((seen.get().0 + 1, seen.get().1 + u32::from(templates)));
+        Ok(())
+    });
+    if let Err(error) = outcome {
+        panic!("{error}");
+    }
+    let (all, templates) = seen.get();
+    assert!(all < 1000 || templates >= all / 4, "{templates} of {all} have templates or steps");
+}
+
+/// The request and then the bytes go through a stream. The receiver knows the plan only from the request.
+#[test]
+fn a_plan_and_its_bytes_go_through_a_stream() {
+    let shuffled = |side: Side| Side { blocks: block_list(50, 60, 5, false), rows: 60, ..side };
+    let fused = KvLayout { kv: KvPlanes::KThenV, order: TokenOrder::Hnd, ..rank(8, 4, 1) };
+    let there = between(shuffled(whole(rank(8, 2, 0), 50)), shuffled(whole(fused, 50)));
+    let back = between(there.dst.clone(), there.src.clone());
+    for case in [there, back] {
+        let part = part(&case);
+        let plans = case.plan(&part).unwrap().plans;
+        assert!(plans.iter().all(CopyPlan::needs_templates));
+        let ((source, src), (expected, _)) = (memory(&case.src, 1), memory(&case.dst, 2));
+        move_elements(&case, &case.twin(&part), &source, &expected);
+        let (written, dst) = memory(&case.dst, 2);
+        let (local, remote) = local_streams("kv_layouts_wire");
+        for plan in &plans {
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    let frame = protocol::encode(&WirePlan::try_from(plan).unwrap()).unwrap();
+                    local.send(&frame, soon()).unwrap();
+                    CopyEngine::send(plan, 0..plan.bytes(), &src, &local, soon()).unwrap();
+                });
+                let (kind, body) = remote.receive(MESSAGE_LIMIT, Duration::ZERO, soon()).unwrap().unwrap();
+                let plan = CopyPlan::try_from(protocol::open::<WirePlan>(kind, &body).unwrap()).unwrap();
+                let bytes = 0..plan.bytes();
+                CopyEngine::receive(&plan, bytes, &dst, &remote, soon(), &Progress::default()).unwrap();
+            });
+        }
+        let all = case.dst.num_tensors() as usize * (case.dst.rows * case.dst.row_stride) as usize;
+        assert!(written.read(0, all) == expected.read(0, all));
+    }
+}
+
+/// For any two layouts, and for a part of the pairs: equal bytes have equal checksums, and any flipped bit of a moved
+/// element changes that of exactly one pair.
+#[test]
+fn pairs_have_equal_checksums_on_both_sides() {
+    let seen = std::cell::Cell::new(0u32);
+    let engine = copies();
+    let positions = (cases(), any::<prop::sample::Index>(), any::<u32>(), prop::option::of(any::<u64>()));
+    let outcome = TestRunner::new(proptest_cases(600)).run(&positions, |(case, element, bit, sample)| {
+        let part = part(&case);
+        let plans = case.plan(&part).unwrap().plans;
+        let moved = case.twin(&part);
+        let ((source, src), (copied, dst)) = (memory(&case.src, 1), memory(&case.dst, 2));
+        move_elements(&case, &moved, &source, &copied);
+        let sizes =
+            BlockSizes { local: LocalEnd::Destination, row_bytes: case.dst.row_stride, most: u64::MAX };
+        let asked = |plan: &CopyPlan| {
+            let pairs = plan.compared_templates(sizes, sample).unwrap();
+            plan.with_templates(pairs).unwrap()
+        };
+        let asked: Vec<CopyPlan> = plans.iter().map(asked).collect();
+        let both = || -> Vec<(u64, u64)> {
+            let of_plan = |plan: &CopyPlan| {
+                let read = sums(&engine, plan, LocalEnd::Source, &src);
+                let written = sums(&engine, &received(plan), LocalEnd::Destination, &dst);
+                assert_eq!((read.len(), written.len()), (plan.num_pairs(), plan.num_pairs()));
+                read.into_iter().zip(written).collect::<Vec<_>>()
+            };
+            asked.iter().flat_map(of_plan).collect()
+        };
+        prop_assert!(both().iter().all(|(read, written)| read == written));
+        if moved.is_empty() {
+            return Ok(());
+        }
+        let (to, _) = moved[element.index(moved.len())];
+        let at = offset(&case.dst, to) + bit as usize / 8 % case.dst.data_type.bytes() as usize;
+        let byte = copied.read(at, 1)[0];
+        copied.write(at, &[byte ^ (1 << (bit % 8))]);
+        let different = both().iter().filter(|(read, written)| read != written).count();
+        prop_assert!(different == 1 || sample.is_some() && different == 0, "{different} pairs differ");
+        seen.set(seen.get() + u32::from(different == 1));
+        Ok(())
+    });
+    if let Err(error) = outcome {
+        panic!("{error}");
+    }
+    assert!(seen.get() > 0);
+}
+
+/// The checksum of a pair is that of its bytes in the order of the plan, tensor after tensor.
+#[test]
+fn the_checksum_of_a_pair_is_that_of_its_pieces_in_order() {
+    let hnd = KvLayout { order: TokenOrder::Hnd, ..rank(8, 2, 0) };
+    let case = between(whole(rank(8, 2, 0), 6), whole(hnd, 6));
+    let plan = &case.plan(&part(&case)).unwrap().plans[0];
+    let template = plan.waves()[0].template().unwrap();
+    assert_eq!((template.pairs.len(), template.spans.len()), (6, 4));
+    let (source, src) = memory(&case.src, 1);
+    let per_pair = plan.waves()[0].tensor_bytes() / 6;
+    let expected = (0..6).map(|pair| {
+        let mut block = bound().block();
+        for tensor in 0..plan.num_tensors() {
+            for piece in plan.waves()[0].pieces(pair * per_pair, (pair + 1) * per_pair) {
+                block.add(&source.read(offset(&case.src, (tensor, piece.src)), piece.len as usize));
+            }
+        }
+        block.value()
+    });
+    assert_eq!(sums(&copies(), plan, LocalEnd::Source, &src), expected.collect::<Vec<_>>());
+    let passed = Deadline::after(Duration::ZERO);
+    let blocks = PairBlocks::of(plan, LocalEnd::Source).unwrap();
+    let late = copies().pair_sums((&src, Placement::Host), blocks, bound(), passed).unwrap_err();
+    assert_eq!(late.kind(), llm_datadist_core::ErrorKind::Timeout);
+}
+
+/// Small pieces of a device are read through host memory, many at a time, with the same result.
+#[test]
+fn pairs_on_a_device_have_the_checksums_of_their_bytes() {
+    let device = Arc::new(SimDevice::new(HostReach::Staged));
+    let engine = fixtures::engine_on(fixtures::config(4 << 20), device.clone());
+    let shape = |placement| fixtures::desc(placement, 3, 8, 20_000);
+    let host = engine.allocate(&shape(Placement::Host), CacheKind::Blocks, &[]).unwrap();
+    let on_device = engine.allocate(&shape(Placement::Device), CacheKind::Blocks, &[]).unwrap();
+    fixtures::fill(&host, &fixtures::patterned(3, 3, 160_000));
+    let rows: Vec<_> = (0..8).map(|row| (row, row)).collect();
+    engine.swap_blocks(&fixtures::end(&host), &fixtures::end(&on_device), &rows).unwrap();
+    let short = Span { src: 5, dst: 0, len: 3, count: 900, src_step: 7, dst_step: 3 };
+    let long = Span { src: 7000, dst: 2700, len: 12_000, count: 1, src_step: 0, dst_step: 0 };
+    let pairs = vec![(6, 0), (1, 1), (3, 2)].into();
+    let template = Template { src_unit: 20_000, dst_unit: 20_000, pairs, spans: vec![short, long] };
+    let (src, dst) = (TensorSteps { first: 0, step: 2 }, TensorSteps { first: 0, step: 1 });
+    let plan = CopyPlan::from_templates(2, src, dst, vec![template]).unwrap();
+    let config = Config::new(Role::Mix, ClusterId(1));
+    let copies = CopyEngine::new(&config, DeviceSet::with_device(device)).unwrap();
+    let sums = |cache, placement| {
+        let blocks = PairBlocks::of(&plan, LocalEnd::Source).unwrap();
+        copies.pair_sums((tensors(cache), placement), blocks, bound(), soon()).unwrap()
+    };
+    let on_host = sums(&host, Placement::Host);
+    assert_eq!(sums(&on_device, Placement::Device), on_host);
+    assert_eq!(on_host.iter().collect::<std::collections::BTreeSet<_>>().len(), 3);
+}
+
+/// Every byte that a plan writes, with the byte that it reads.
+fn bytes_of(plan: &CopyPlan) -> BTreeMap<u64, u64> {
+    let bytes = |(src, dst, len): (u64, u64, u64)| (0..len).map(move |at| (dst + at, src + at));
+    let all: Vec<_> = pieces(plan).into_iter().flat_map(bytes).collect();
+    let map: BTreeMap<_, _> = all.iter().copied().collect();
+    assert_eq!(map.len(), all.len(), "no byte twice");
+    map
+}
+
+/// The compared blocks are the bytes of the plan, each once and in one row, and requests keep to their limits.
+#[test]
+fn the_pairs_of_all_requests_are_those_of_the_plan() {
+    let limits = (1..2000u64, 1..20usize, any::<bool>(), any::<u64>());
+    let outcome = TestRunner::new(proptest_cases(600)).run(
+        &(cases(), limits),
+        |(case, (bytes, pairs, read, random))| {
+            let (local, row_bytes) = if read {
+                (LocalEnd::Source, case.src.row_stride)
+            } else {
+                (LocalEnd::Destination, case.dst.row_stride)
+            };
+            let sizes = BlockSizes { local, row_bytes, most: u64::MAX };
+            for plan in case.plan(&part(&case)).unwrap().plans {
+                let all = plan.compared_templates(sizes, None).unwrap();
+                let (mut found, mut blocks) = (BTreeMap::new(), 0);
+                for part in parts(&all, PartLimits { bytes, pairs }) {
+                    let part = plan.with_templates(part.unwrap()).unwrap();
+                    let total: u64 = part.bytes() / u64::from(part.num_tensors());
+                    prop_assert!(part.num_pairs() == 1 || part.num_pairs() <= pairs && total <= bytes);
+                    prop_assert!(part.num_pairs() > 0 && part.waves().len() <= MOST_TEMPLATES);
+                    blocks += part.num_pairs();
+                    for template in part.templates().unwrap() {
+                        for (pair, block) in template.pairs.iter().zip(template.pair_blocks()) {
+                            let row = local.of(&block) / row_bytes;
+                            let mut ranges = template.ranges(*pair, local);
+                            prop_assert!(
+                                ranges
+                                    .all(|(at, len)| (at / row_bytes, (at + len - 1) / row_bytes)
+                                        == (row, row))
+                            );
+                        }
+                    }
+                    found.extend(bytes_of(&part));
+                }
+                prop_assert_eq!(&found, &bytes_of(&plan));
+                let some = plan.compared_templates(sizes, Some(random)).unwrap();
+                let some = plan.with_templates(some).unwrap();
+                prop_assert!(some.num_pairs() > 0 && some.num_pairs() <= blocks.div_ceil(64));
+                prop_assert!(bytes_of(&some).into_iter().all(|(dst, src)| found.get(&dst) == Some(&src)));
+            }
+            Ok(())
+        },
+    );
+    if let Err(error) = outcome {
+        panic!("{error}");
+    }
+}
+
+/// A plan that the peer would refuse fails here, before anything is sent.
+#[test]
+fn plans_with_too_many_pieces_are_not_sent() {
+    let tokens = |order, tokens_per_block| {
+        let mut layout = KvLayout { order, tokens_per_block, ..rank(16, 1, 0) };
+        (layout.head_dim, layout.layers) = (1, 0..1);
+        whole(layout, (1 << 22) / u64::from(tokens_per_block))
+    };
+    let sent = |src: Side, mut dst: Side, stride: u64| {
+        dst.row_stride = stride;
+        let case = between(src, dst);
+        let plan = case.plan(&part(&case)).unwrap().plans.remove(0);
+        (plan.waves()[0].count(), WirePlan::try_from(&plan))
+    };
+    let (nhd, hnd) = (TokenOrder::Nhd, TokenOrder::Hnd);
+    // Every head of every token is a piece: as many as may be.
+    let (pieces, wire) = sent(tokens(nhd, 16), tokens(hnd, 16), 512);
+    assert_eq!(pieces, 1 << 26);
+    assert_eq!(CopyPlan::try_from(wire.unwrap()).unwrap().waves()[0].count(), pieces);
+    let mut longer = (tokens(nhd, 16), tokens(hnd, 16));
+    for side in [&mut longer.0, &mut longer.1] {
+        side.rows += 1;
+        side.blocks.push(side.rows - 1);
+    }
+    let (_, wire) = sent(longer.0, longer.1, 512);
+    let error = wire.unwrap_err();
+    assert!(error.to_string().contains("more than 67108864 pieces in one tensor"), "{error}");
+    // Blocks inside larger ones, at distances without a common divisor, cannot be checked for overlaps.
+    let (_, wire) = sent(tokens(hnd, 16), tokens(hnd, 64), 4096);
+    assert!(wire.is_ok(), "{wire:?}");
+    let (_, wire) = sent(tokens(hnd, 16), tokens(hnd, 64), 4097);
+    let error = wire.unwrap_err();
+    assert!(error.to_string().contains("too many and too irregular"), "{error}");
+}

@@ -1,0 +1,195 @@
+//! An owner answers for the checksums of the pairs of a plan between layouts, and refuses what it must not answer.
+//!
+//! `kv_layouts::wire` tests that both sides calculate the same, `tests/test_hostile_verify.py` grants and load.
+
+use llm_datadist_core::testing::checksums::Checksums;
+use llm_datadist_core::testing::net::{Stream, Tcp};
+use llm_datadist_core::testing::plan::SpanList;
+use llm_datadist_core::testing::protocol::{
+    MAX_CHECKSUMS, Pairs, Reply, Request, WireName, WirePlan, WireSpan, WireSteps, WireTemplate,
+};
+use llm_datadist_core::{CacheId, CacheKind, ErrorKind};
+
+use super::fake_peer::{Fake, hear, say};
+use super::{Held, Way, config, device, open, row};
+
+const TENSORS: u32 = 4;
+const ROWS: u64 = 6;
+const ROW: u64 = 4096;
+
+/// An owner with a cache, and the call stream of a simulated peer.
+struct Owner {
+    into: Held,
+    call: Stream,
+    _open: (llm_datadist_core::DataDist, Stream),
+}
+
+impl Owner {
+    fn new() -> Owner {
+        let engine = open(config(2, Way::Tcp), Way::Tcp);
+        let into = Held::pool(&engine, &device(TENSORS, ROWS as usize, ROW as usize), CacheKind::Blocks);
+        let (control, call) = Fake::new(1, 1).calling(&engine, &Tcp, 7);
+        Owner { into, call, _open: (engine, control) }
+    }
+
+    fn ask(&self, cache: CacheId, plan: WirePlan, written: bool) -> Reply {
+        let name = WireName::Row { cache: cache.0, row: 0 };
+        let grant = None;
+        say(
+            &self.call,
+            &Request::PairChecksums { name, cache: cache.0, plan, written, grant, limit_ms: 20_000 },
+        );
+        hear(&self.call).unwrap()
+    }
+
+    fn sums(&self, plan: WirePlan, written: bool) -> Vec<u64> {
+        match self.ask(self.into.cache.id(), plan, written) {
+            Reply::Checksums { generation: 0, sums } => sums,
+            reply => panic!("{reply:?}"),
+        }
+    }
+
+    fn refusal(&self, plan: WirePlan, written: bool) -> String {
+        match self.ask(self.into.cache.id(), plan, written) {
+            Reply::Failed { kind, message, .. } => {
+                let kind = llm_datadist_core::testing::protocol::kind_of(kind);
+                assert_eq!(kind, ErrorKind::InvalidArgument, "{message}");
+                message
+            }
+            reply => panic!("{reply:?}"),
+        }
+    }
+}
+
+fn single(src: u64, dst: u64, len: u64) -> WireSpan {
+    WireSpan { src, dst, len, count: 1, src_step: 0, dst_step: 0 }
+}
+
+fn template(units: (u64, u64), pairs: &[(u32, u32)], spans: &[WireSpan]) -> WireTemplate {
+    WireTemplate {
+        src_unit: units.0,
+        dst_unit: units.1,
+        pairs: Pairs(pairs.to_vec().into()),
+        spans: SpanList::pack(spans.iter().copied()).unwrap(),
+    }
+}
+
+/// A plan that reads tensors 1 and 3, and writes tensors 2 and 3.
+fn plan(templates: Vec<WireTemplate>) -> WirePlan {
+    let steps = WireSteps::Templates { src_step: 2, dst_step: 1, templates };
+    WirePlan { num_tensors: 2, src_tensor: 1, dst_tensor: 2, steps }
+}
+
+/// Ranges of bytes at one end, each of a first byte and a length.
+type Ranges = Vec<(u64, u64)>;
+
+#[test]
+fn an_owner_hashes_the_pairs_that_a_plan_names() {
+    let owner = Owner::new();
+    let mut bytes = owner.into.fill(3);
+    let spans =
+        [WireSpan { src: 64, dst: 512, len: 16, count: 3, src_step: 100, dst_step: -32 }, single(0, 700, 40)];
+    let asked = || {
+        plan(vec![
+            template((ROW, 2048), &[(2, 3), (5, 0)], &spans),
+            template((8, 8), &[(1, 90)], &[single(8, 0, 8)]),
+        ])
+    };
+    // What each pair reads and writes in a tensor.
+    let read: [Ranges; 3] = [2, 5]
+        .map(|at| {
+            [64, 164, 264].map(|start| (at * ROW + start, 16)).into_iter().chain([(at * ROW, 40)]).collect()
+        })
+        .into_iter()
+        .chain([vec![(16, 8)]])
+        .collect::<Vec<_>>()
+        .try_into()
+        .unwrap();
+    let written: [Ranges; 3] = [3, 0]
+        .map(|at| {
+            [512, 480, 448]
+                .map(|start| (at * 2048 + start, 16))
+                .into_iter()
+                .chain([(at * 2048 + 700, 40)])
+                .collect()
+        })
+        .into_iter()
+        .chain([vec![(720, 8)]])
+        .collect::<Vec<_>>()
+        .try_into()
+        .unwrap();
+    let name = row(&owner.into, 0);
+    let expected = |bytes: &[Vec<u8>], pairs: &[Ranges; 3], tensors: [usize; 2]| {
+        let sum = |ranges: &Ranges| {
+            let mut block = Checksums::bound_to(name, owner.into.cache.id(), 0).unwrap().block();
+            for tensor in tensors {
+                for &(start, len) in ranges {
+                    block.add(&bytes[tensor][start as usize..][..len as usize]);
+                }
+            }
+            block.value()
+        };
+        pairs.each_ref().map(sum)
+    };
+    assert_eq!(owner.sums(asked(), false), expected(&bytes, &read, [1, 3]));
+    assert_eq!(owner.sums(asked(), true), expected(&bytes, &written, [2, 3]));
+    // One bit of the second pair of the source.
+    bytes[3][5 * ROW as usize + 39] ^= 4;
+    owner.into.write(&bytes);
+    let now = owner.sums(asked(), false);
+    assert_eq!(now, expected(&bytes, &read, [1, 3]));
+    // A plan of other forms has one checksum for each wave of spans, and for each block.
+    let spans = WireSteps::Spans {
+        waves: vec![2],
+        spans: SpanList::pack([single(0, 0, 8), single(8, 8, 8)]).unwrap(),
+    };
+    assert_eq!(owner.sums(WirePlan { steps: spans, ..plan(vec![]) }, false).len(), 1);
+    let pairs = Pairs(vec![(0, 0), (1, 1), (0, 2)].into());
+    let blocks = WireSteps::Blocks { len: 8, src: 0, dst: 0, pairs };
+    let blocks = owner.sums(WirePlan { steps: blocks, ..plan(vec![]) }, false);
+    assert!(blocks[0] == blocks[2] && blocks[0] != blocks[1]);
+    assert!(owner.sums(plan(vec![]), false).is_empty());
+}
+
+#[test]
+fn an_owner_refuses_pairs_that_it_must_not_hash() {
+    let owner = Owner::new();
+    let tensor = ROWS * ROW;
+    let one = |span: WireSpan| plan(vec![template((ROW, ROW), &[(0, 0)], &[span])]);
+    let whole = one(single(0, 0, tensor));
+    assert_eq!(owner.sums(whole.clone(), false).len(), 1);
+    assert_eq!(owner.sums(whole.clone(), true).len(), 1);
+    // Bounds at the end that is asked for; the other end is not here.
+    for (written, span) in [(false, single(1, 0, tensor)), (true, single(0, 1, tensor))] {
+        assert_eq!(owner.sums(one(span), !written).len(), 1);
+        let refused = owner.refusal(one(span), written);
+        assert!(refused.contains("exceeds the bounds"), "{refused}");
+    }
+    let far = plan(vec![template((ROW, ROW), &[(0, 0), (ROWS as u32, 1)], &[single(0, 0, ROW)])]);
+    assert!(owner.refusal(far, false).contains("exceeds the bounds"));
+    let tensors = |src_tensor, dst_tensor| WirePlan { src_tensor, dst_tensor, ..whole.clone() };
+    assert!(owner.refusal(tensors(2, 0), false).contains("2 tensors from tensor 2"));
+    assert!(owner.refusal(tensors(0, 3), true).contains("2 tensors from tensor 3"));
+    let twice = plan(vec![template((0, ROW), &[(0, 1), (0, 1)], &[single(0, 0, 8)])]);
+    assert!(owner.refusal(twice, false).contains("twice"));
+    // More bytes than a request may ask for, although the cache has few: each pair reads the same row.
+    let same = |count: u32| {
+        let pairs: Vec<_> = (0..count).map(|at| (0, at)).collect();
+        plan(vec![template((0, ROW), &pairs, &[single(0, 0, ROW)])])
+    };
+    let refused = owner.refusal(same(40_000), false);
+    assert!(refused.contains("too many bytes") && refused.contains("limit=134217728"), "{refused}");
+    let long = WireSpan { count: 40_000, dst_step: ROW.cast_signed(), ..single(0, 0, ROW) };
+    let refused = owner.refusal(one(long), false);
+    assert!(refused.contains("too many bytes"), "{refused}");
+    let many = |count: usize| {
+        let pairs: Vec<_> = (0..count as u32).map(|at| (0, at)).collect();
+        plan(vec![template((0, 1), &pairs, &[single(0, 0, 1)])])
+    };
+    let refused = owner.refusal(many(MAX_CHECKSUMS + 1), false);
+    assert!(refused.contains("too many pairs (pairs=65537, limit=65536"), "{refused}");
+    let sums = owner.sums(many(MAX_CHECKSUMS), false);
+    assert!(sums.len() == MAX_CHECKSUMS && sums.iter().all(|sum| *sum == sums[0]));
+    assert_eq!(owner.ask(CacheId(owner.into.cache.id().0 + 1), whole.clone(), false), Reply::Stale);
+    assert_eq!(owner.sums(whole, false).len(), 1);
+}
