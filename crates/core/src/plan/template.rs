@@ -6,7 +6,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::spans::Span;
+use super::spans::{Piece, Span};
 
 /// Spans that are repeated at pairs of places. For the pair `(s, d)`, each span is read `s·src_unit` bytes and
 /// written `d·dst_unit` bytes later than it says.
@@ -35,6 +35,18 @@ impl Template {
     /// Returns all spans at all places: those of the first pair, then those of the next.
     pub(super) fn placed_spans(&self) -> impl Iterator<Item = Span> + Clone + '_ {
         self.pairs.iter().flat_map(move |&pair| self.spans.iter().map(move |span| self.placed(pair, span)))
+    }
+
+    /// Returns the first piece of the template at a pair of places. A template of a request has only this one.
+    pub(super) fn first_piece_at(&self, pair: (u32, u32)) -> Piece {
+        let first = self.spans.first().copied().unwrap_or(Span::single(0, 0, 0));
+        let Span { src, dst, len, .. } = self.placed(pair, &first);
+        Piece { src, dst, len }
+    }
+
+    /// Returns the first piece at every pair of places.
+    pub(super) fn first_pieces(&self) -> impl ExactSizeIterator<Item = Piece> + '_ {
+        self.pairs.iter().map(|&pair| self.first_piece_at(pair))
     }
 
     /// Returns the number of spans at all places.

@@ -4,7 +4,7 @@ use crate::cache::Cache;
 use crate::checksums::{ByteRange, Checksums};
 use crate::error::{Error, Result};
 use crate::fallible;
-use crate::model::{Deadline, Geometry, Name};
+use crate::model::{Deadline, Geometry, Name, RowSizes};
 use crate::protocol::{MAX_HASHED, Reply};
 use crate::resources::Resources;
 
@@ -26,7 +26,7 @@ impl AskedBlocks {
         Ok(AskedBlocks { first_tensor: first, num_tensors: count, ranges })
     }
 
-    /// Checks that the ranges lie inside the tensors, which the cache must have, and that they have together at most
+    /// Checks that the ranges lie inside the tensors, which the cache must have, and touch no gap between rows, and that they have together at most
     /// [`MAX_HASHED`] bytes, or those of one row. So a request takes a bounded time, even if its caller is gone. Returns
     /// `Err(InvalidArgument)` otherwise.
     pub(super) fn check_bounds(&self, geometry: Geometry) -> Result<()> {
@@ -35,13 +35,17 @@ impl AskedBlocks {
             let text = format!("{count} tensors from tensor {first} are not in a cache");
             return Err(Error::invalid(text).with("num_tensors", geometry.num_tensors()));
         }
-        let tensor_bytes = geometry.tensor_bytes();
+        let (tensor_bytes, rows) = (geometry.tensor_bytes(), geometry.row_sizes());
         let mut total = 0u64;
         for &ByteRange { start, len } in &self.ranges {
             let inside = start.checked_add(len).is_some_and(|end| end <= tensor_bytes);
             if len == 0 || !inside {
                 let text = format!("the range of {len} bytes at {start} is empty or outside the tensor");
                 return Err(Error::invalid(text).with("tensor_bytes", tensor_bytes));
+            }
+            if !rows.hold(start, len) {
+                let text = format!("the range of {len} bytes at {start} is not inside one row");
+                return Err(Error::invalid(text).with("row_stride", rows.stride()));
             }
             total = total.saturating_add(len);
         }
@@ -53,12 +57,12 @@ impl AskedBlocks {
         Err(Error::invalid(text).with("bytes", total).with("limit", most))
     }
 
-    /// Returns the rows of `row_bytes` bytes in which the ranges lie, in ascending order, each once. The ranges must have
-    /// passed [`check_bounds`](Self::check_bounds).
-    pub(super) fn rows(&self, row_bytes: u64) -> Result<Vec<u64>> {
+    /// Returns the rows in which the ranges lie, in ascending order, each once; `sizes` says where the rows lie. The ranges
+    /// must have passed [`check_bounds`](Self::check_bounds).
+    pub(super) fn rows(&self, sizes: RowSizes) -> Result<Vec<u64>> {
         let mut rows = Vec::new();
         for &ByteRange { start, len } in &self.ranges {
-            for row in start / row_bytes..(start + len).div_ceil(row_bytes) {
+            for row in sizes.touched(start, len) {
                 if rows.last() != Some(&row) {
                     fallible::push(BLOCKS, &mut rows, row)?;
                 }
