@@ -15,7 +15,8 @@ use llm_datadist_core::testing::plan::{
 use llm_datadist_core::testing::protocol::{self, HEADER, MESSAGE_LIMIT, WirePlan};
 use llm_datadist_core::testing::tensors;
 use llm_datadist_core::{
-    CacheId, CacheKind, ClusterId, Config, Deadline, KvLayout, KvPlanes, Name, Placement, Role, TokenOrder,
+    CacheId, CacheKind, ClusterId, Config, Deadline, KvLayout, KvPlanes, Name, Placement, Role, RowSizes,
+    TokenOrder,
 };
 use llm_datadist_testing::SimDevice;
 use proptest::prelude::*;
@@ -36,6 +37,11 @@ fn received(plan: &CopyPlan) -> CopyPlan {
 
 fn part(case: &Case) -> KvPart {
     KvPart::common(&case.src.layout, &case.dst.layout).unwrap()
+}
+
+/// Where the rows of one side lie.
+fn rows_of(side: &Side) -> RowSizes {
+    RowSizes::new(side.row_bytes(), side.row_stride)
 }
 
 /// Memory of one side: byte `at` of each tensor has the value of the pattern `seed`.
@@ -151,8 +157,7 @@ fn pairs_have_equal_checksums_on_both_sides() {
         let moved = case.twin(&part);
         let ((source, src), (copied, dst)) = (memory(&case.src, 1), memory(&case.dst, 2));
         move_elements(&case, &moved, &source, &copied);
-        let sizes =
-            BlockSizes { local: LocalEnd::Destination, row_bytes: case.dst.row_stride, most: u64::MAX };
+        let sizes = BlockSizes { local: LocalEnd::Destination, rows: rows_of(&case.dst), most: u64::MAX };
         let asked = |plan: &CopyPlan| {
             let pairs = plan.compared_templates(sizes, sample).unwrap();
             plan.with_templates(pairs).unwrap()
@@ -256,12 +261,9 @@ fn the_pairs_of_all_requests_are_those_of_the_plan() {
     let outcome = TestRunner::new(proptest_cases(600)).run(
         &(cases(), limits),
         |(case, (bytes, pairs, read, random))| {
-            let (local, row_bytes) = if read {
-                (LocalEnd::Source, case.src.row_stride)
-            } else {
-                (LocalEnd::Destination, case.dst.row_stride)
-            };
-            let sizes = BlockSizes { local, row_bytes, most: u64::MAX };
+            let (local, side) =
+                if read { (LocalEnd::Source, &case.src) } else { (LocalEnd::Destination, &case.dst) };
+            let sizes = BlockSizes { local, rows: rows_of(side), most: u64::MAX };
             for plan in case.plan(&part(&case)).unwrap().plans {
                 let all = plan.compared_templates(sizes, None).unwrap();
                 let (mut found, mut blocks) = (BTreeMap::new(), 0);
@@ -273,13 +275,10 @@ fn the_pairs_of_all_requests_are_those_of_the_plan() {
                     blocks += part.num_pairs();
                     for template in part.templates().unwrap() {
                         for (pair, block) in template.pairs.iter().zip(template.pair_blocks()) {
-                            let row = local.of(&block) / row_bytes;
+                            let row = local.of(&block) / side.row_stride;
                             let mut ranges = template.ranges(*pair, local);
-                            prop_assert!(
-                                ranges
-                                    .all(|(at, len)| (at / row_bytes, (at + len - 1) / row_bytes)
-                                        == (row, row))
-                            );
+                            let inside = |at| at / side.row_stride == row;
+                            prop_assert!(ranges.all(|(at, len)| inside(at) && inside(at + len - 1)));
                         }
                     }
                     found.extend(bytes_of(&part));

@@ -38,17 +38,22 @@ impl Chance {
     }
 }
 
-/// The description of a cache of `rows` blocks, of elements of one byte.
-fn described(layout: &KvLayout, rows: u64) -> CacheDesc {
+/// The bytes of one row, of elements of one byte.
+fn row_bytes(layout: &KvLayout) -> u64 {
     let planes = if layout.kv == KvPlanes::KThenV { 2 } else { 1 };
-    let elements = planes * layout.tokens_per_block * layout.heads.len() as u32 * layout.head_dim;
+    u64::from(planes * layout.tokens_per_block * layout.heads.len() as u32 * layout.head_dim)
+}
+
+/// The description of a cache of `rows` blocks, with `gap` bytes between two rows.
+fn described(layout: &KvLayout, rows: u64, gap: u64) -> CacheDesc {
+    let elements = row_bytes(layout).cast_signed();
     let per_layer = if layout.kv == KvPlanes::Separate { 2 } else { 1 };
     CacheDesc {
         num_tensors: layout.layers.len() as u32 * per_layer,
-        shape: vec![rows.cast_signed(), elements.into()],
+        shape: vec![rows.cast_signed(), elements],
         data_type: DataType::Int8,
         placement: Placement::Device,
-        row_stride: None,
+        row_stride: Some(row_bytes(layout) + gap),
         kv_layout: Some(Box::new(layout.clone())),
     }
 }
@@ -58,12 +63,22 @@ struct Rank {
     held: Held,
     layout: KvLayout,
     blocks: Vec<i64>,
+    row_stride: u64,
 }
 
 impl Rank {
     fn new(engine: &DataDist, layout: KvLayout, rows: u64, blocks: Vec<i64>) -> Rank {
-        let held = Held::new(engine, false, &described(&layout, rows), CacheKind::Blocks, &[]);
-        Rank { held, layout, blocks }
+        Self::with_gaps(engine, layout, rows, blocks, 0)
+    }
+
+    fn with_gaps(engine: &DataDist, layout: KvLayout, rows: u64, blocks: Vec<i64>, gap: u64) -> Rank {
+        let held = Held::new(engine, false, &described(&layout, rows, gap), CacheKind::Blocks, &[]);
+        Self::of(held, layout, blocks)
+    }
+
+    fn of(held: Held, layout: KvLayout, blocks: Vec<i64>) -> Rank {
+        let row_stride = held.cache.geometry().row_stride();
+        Rank { held, layout, blocks, row_stride }
     }
 
     /// Tensor and byte of an element, as the documentation of the layout says: the index into nested arrays.
@@ -72,17 +87,16 @@ impl Rank {
         let (tokens, num_heads) = (u64::from(*tokens_per_block), heads.len() as u64);
         let (block, token) = (self.blocks[(token / tokens) as usize] as u64, token % tokens);
         let (layer, head) = (layer - layers.start, u64::from(head - heads.start));
-        let (tensor, block, planes) = match kv {
-            KvPlanes::Separate => (2 * layer + plane, block, 1),
-            KvPlanes::KThenV => (layer, 2 * block + u64::from(plane), 2),
-            KvPlanes::Latent => (layer, block, 1),
+        let (tensor, plane) = match kv {
+            KvPlanes::Separate => (2 * layer + plane, 0),
+            KvPlanes::KThenV => (layer, u64::from(plane)),
+            KvPlanes::Latent => (layer, 0),
         };
-        assert!(planes < 3);
-        let inner = match order {
-            TokenOrder::Nhd => (block * tokens + token) * num_heads + head,
-            TokenOrder::Hnd => (block * num_heads + head) * tokens + token,
+        let index = match order {
+            TokenOrder::Nhd => (plane * tokens + token) * num_heads + head,
+            TokenOrder::Hnd => (plane * num_heads + head) * tokens + token,
         };
-        (tensor as usize, (inner * u64::from(*head_dim) + u64::from(dim)) as usize)
+        (tensor as usize, (block * self.row_stride + index * u64::from(*head_dim) + u64::from(dim)) as usize)
     }
 
     /// The elements of the tokens `tokens` of the sequence that the cache holds.
@@ -167,7 +181,8 @@ fn random_rank(chance: &mut Chance, engine: &DataDist, layout: KvLayout, tokens:
     let count = tokens.div_ceil(layout.tokens_per_block.into()) + chance.below(2);
     let rows = count + chance.below(3);
     let blocks = chance.shuffled(count as usize, rows);
-    Rank::new(engine, layout, rows, blocks)
+    let gap = chance.below(4).saturating_sub(1);
+    Rank::with_gaps(engine, layout, rows, blocks, gap)
 }
 
 fn sequence(remote: &Rank, local: &Rank, tokens: Option<(u64, u64, u64)>) -> PullRows {
@@ -319,10 +334,10 @@ fn layouts_that_do_not_fit_are_refused_before_any_byte_moves() {
             assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
             facts.iter().for_each(|fact| assert!(error.to_string().contains(fact), "{error} lacks {fact}"));
         }
-        let mut desc = described(&good(), 3);
+        let mut desc = described(&good(), 3, 0);
         desc.data_type = DataType::Uint8;
         let held = Held::new(&pair.remote, false, &desc, CacheKind::Blocks, &[]);
-        let far = Rank { held, layout: good(), blocks: vec![1, 2] };
+        let far = Rank::of(held, good(), vec![1, 2]);
         let error = pull(&pair, &far, &near, CallExtras::default()).unwrap_err();
         assert!(error.to_string().contains("data_type differs (src=DT_UINT8"), "{error}");
         assert!(near.held.read() == before);
@@ -334,9 +349,9 @@ fn rows_without_a_layout_move_only_as_they_are() {
     for way in WAYS {
         let pair = Pair::new(way);
         let plain = |engine| {
-            let desc = CacheDesc { kv_layout: None, ..described(&good(), 3) };
+            let desc = CacheDesc { kv_layout: None, ..described(&good(), 3, 0) };
             let held = Held::new(engine, false, &desc, CacheKind::Blocks, &[]);
-            Rank { held, layout: good(), blocks: vec![1, 2] }
+            Rank::of(held, good(), vec![1, 2])
         };
         let with = |engine| Rank::new(engine, good(), 3, vec![1, 2]);
         for (near, far, which) in [
@@ -400,8 +415,8 @@ fn a_slot_is_converted_and_its_key_is_used_up_by_a_pull_of_everything() {
         let pair = Pair::new(way);
         let slot = KvLayout { tokens_per_block: 12, order: TokenOrder::Hnd, ..good() };
         let keys = [None, Some(request(1))];
-        let held = Held::new(&pair.remote, false, &described(&slot, 2), CacheKind::Batch, &keys);
-        let far = Rank { held, layout: slot, blocks: vec![1] };
+        let held = Held::new(&pair.remote, false, &described(&slot, 2, 7), CacheKind::Batch, &keys);
+        let far = Rank::of(held, slot, vec![1]);
         far.fill();
         let from: RemoteName = of(2, Name::Key(request(1)));
         let half = Rank::new(&pair.local, KvLayout { heads: 1..3, ..good() }, 5, vec![4, 0, 2]);
@@ -423,8 +438,8 @@ fn a_part_of_a_slot_is_not_converted() {
     let [far, near] =
         [(&pair.remote, TokenOrder::Hnd), (&pair.local, TokenOrder::Nhd)].map(|(engine, order)| {
             let layout = KvLayout { order, ..good() };
-            let held = Held::new(engine, false, &described(&layout, 2), CacheKind::Batch, &[]);
-            Rank { held, layout, blocks: vec![0] }
+            let held = Held::new(engine, false, &described(&layout, 2, 0), CacheKind::Batch, &[]);
+            Rank::of(held, layout, vec![0])
         });
     far.fill();
     let before = near.clear();
