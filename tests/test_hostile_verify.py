@@ -153,13 +153,13 @@ def test_pairs_that_are_not_there_are_refused() -> None:
             wire = link.call()
             wire.say(broken)
             assert wire.ended(SLACK), broken[:20]
-        good = _pairs([(0, 1), (1, 0), (0, 2)], [m.span(7, 7, 5, 3, 100, -2), m.span(900, 1, 6)])
+        good = _pairs([(0, 1), (1, 0), (0, 2)], [m.span(7, 100, 5, 3, 100, -20), m.span(900, 1, 6)])
         assert ask(call, m.pair_checksums(name, cache + 99, good))["is"] == "Stale"
         assert ask(call, m.pair_checksums(m.name_blocks(77), cache, good))["is"] == "Stale"
         first, second, third = ask(call, m.pair_checksums(name, cache, good))["sums"]
         assert first == third != second, "equal ranges have equal checksums, and others do not"
         # The pieces of a pair that lie side by side have the checksum of the range.
-        halves = _pairs([(3, 0)], [m.span(0, 0, 100, 2, 100, 200), m.span(200, 100, PREY_BYTES - 200)])
+        halves = _pairs([(3, 0)], [m.span(0, 0, 100, 2, 100, 200), m.span(200, 300, PREY_BYTES - 200)])
         (told,) = ask(call, m.pair_checksums(name, cache, halves))["sums"]
         assert [told] == ask(call, m.checksums(name, cache, WHOLE, [(3 * PREY_BYTES, PREY_BYTES)]))["sums"]
         late = ask(call, m.pair_checksums(name, cache, _pairs([(0, 0)], [m.span(0, 0, PREY)]), limit_ms=0))
@@ -178,7 +178,7 @@ def test_pairs_obey_grants() -> None:
         for pairs, spans in (
             ([(1, 0), (0, 1)], [ROW]),
             ([(1, 0), (3, 1)], [ROW]),
-            ([(1, 0)], [m.span(PREY_BYTES - 1, 0, 2, 2, PREY_BYTES - 1, 2)]),
+            ([(1, 0)], [m.span(PREY_BYTES - 1, 0, 2, 2, PREY_BYTES, 2)]),
             ([(0, 0)], [m.span(PREY_BYTES - 1, 0, 1), m.span(PREY_BYTES, 1, 1)]),
         ):
             told = ask(call, m.pair_checksums(name, cache, _pairs(pairs, spans), grant=grant))

@@ -15,6 +15,7 @@ mod copy_plan;
 mod final_blocks;
 #[cfg_attr(not(feature = "testing"), expect(dead_code, reason = "no call moves between layouts yet"))]
 mod layouts;
+mod local_end;
 mod order;
 mod packed_spans;
 mod range_list;
@@ -30,9 +31,10 @@ mod waves;
 pub use blocks::Blocks;
 pub use compared_pairs::{PartLimits, parts};
 pub use copy_plan::CopyPlan;
-pub use final_blocks::{BlockSizes, LocalEnd};
+pub use final_blocks::BlockSizes;
 #[cfg(feature = "testing")]
 pub use layouts::{KvPart, KvSequence, LayoutPlan, assign_owners};
+pub use local_end::LocalEnd;
 pub use order::CacheCount;
 pub use packed_spans::{ReceivedSpans, SpanList, read_list};
 pub(crate) use range_list::RangeList;
