@@ -6,6 +6,7 @@ import fcntl
 import mmap
 import time
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -27,11 +28,32 @@ def _long_plan(kind: str) -> bytes:
         return start + m.uint(count) + b"\1" * count + m.uint(count) + one * count
     if kind == "wide pairs":
         return m.plan_blocks(1, b"\4" + bytes(8 * (7 * MIB)))
+    if kind == "templates":
+        return m.plan_templates([m.template((0, 0), b"\1", [])] * (10 * MIB))
+    if kind == "pairs of templates":
+        return m.plan_templates([m.template((1, 1), b"\2" + bytes(4 << 16), [one])] * 220)
+    if kind == "spans of a template":
+        return m.plan_templates([m.template((1, 1), [(0, 0)], [one] * (60 * MIB // len(one)))])
+    if kind == "places that interleave":
+        wide = b"\4" + b"".join(number.to_bytes(4, "little") * 2 for number in range(MIB))
+        return m.plan_templates([m.template((1, 64), wide, [m.span(0, 0, 1, 32, 0, 1), m.span(0, 1 << 26, 1, 32, 0, 1)])])
     assert kind == "pairs that are allowed"
     return m.plan_blocks(1, b"\1" + bytes(2 * ((1 << 24) - 1)))
 
 
-@pytest.mark.parametrize("kind", ["spans", "waves", "wide pairs", "pairs that are allowed"])
+KINDS = (
+    "spans",
+    "waves",
+    "wide pairs",
+    "pairs that are allowed",
+    "templates",
+    "pairs of templates",
+    "spans of a template",
+    "places that interleave",
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_plans_of_millions_of_pieces_take_bounded_memory(kind: str) -> None:
     plan = _long_plan(kind)
     with Trial() as trial:
@@ -58,6 +80,13 @@ def test_plans_of_millions_of_pieces_take_bounded_memory(kind: str) -> None:
 
 U32, U64 = 2**32 - 1, 2**64 - 1
 one_span = m.plan_spans([1], [m.span(0, 0, 64)])
+two_pieces = [m.span(0, 0, 64), m.span(64, 512, 64)]
+
+
+def _templates(units: tuple[int, int], pairs: list[tuple[int, int]], spans: list[bytes], **more: Any) -> bytes:
+    return m.plan_templates([m.template(units, pairs, spans)], **more)
+
+
 # `plan.rs` of the core tests the rules for the numbers of a plan. Here: every request checks them.
 BOUNDS: dict[str, tuple[bytes, int, int]] = {
     "backwards": (one_span, 64, 0),
@@ -74,6 +103,19 @@ BOUNDS: dict[str, tuple[bytes, int, int]] = {
     "a block past the end": (m.plan_blocks(PREY_BYTES, [(PREY_ROWS, PREY_ROWS)]), 0, PREY_BYTES),
     "block 2^32-1": (m.plan_blocks(PREY_BYTES, [(U32, U32)]), 0, PREY_BYTES),
     "blocks of 2^63 bytes": (m.plan_blocks(2**63, [(2, 2)]), 0, 64),
+    "a place written twice": (_templates((64, 64), [(0, 1), (1, 1)], [m.span(0, 0, 64)]), 0, 128),
+    "places that are one": (_templates((64, 0), [(0, 0), (1, 1)], [m.span(0, 0, 64)]), 0, 128),
+    "places that overlap": (_templates((64, 63), [(0, 0), (1, 1)], [m.span(0, 0, 64)]), 0, 128),
+    "places that interleave and meet": (_templates((64, 512), [(0, 0), (1, 1)], two_pieces), 0, 256),
+    "a tensor step of zero": (_templates((0, 0), [(0, 0)], [m.span(0, 0, 64)], steps=(0, 1)), 0, 64),
+    "a tensor step of 2^32-1": (_templates((0, 0), [(0, 0)], [m.span(0, 0, 64)], tensors=2, steps=(U32, U32)), 0, 64),
+    "a place past the end": (_templates((64, 64), [(0, 0), (PREY // 64, PREY // 64)], [m.span(0, 0, 64)]), 0, 64),
+    "place 2^32-1": (_templates((U64, U64), [(U32, U32)], [m.span(0, 0, 64)]), 0, 64),
+    "a template without places": (_templates((64, 64), [], [m.span(0, 0, 64)]), 0, 0),
+    "a template without spans": (_templates((64, 64), [(0, 0)], []), 0, 0),
+    "257 templates": (m.plan_templates([m.template((0, 0), [(0, 0)], [m.span(0, 0, 64)])] * 257), 0, 64),
+    "65,537 spans": (_templates((0, 0), [(0, 0)], [m.span(0, at, 1) for at in range(65537)]), 0, 64),
+    "2^50 pieces in places": (_templates((0, 1 << 24), [(0, 0), (0, 1)], [m.span(0, 0, 1, 1 << 49, 0, 1)]), 0, 64),
     "fewer waves than spans": (m.plan_spans([1], [m.span(0, 0, 64), m.span(64, 64, 64)]), 0, 128),
 }
 
@@ -81,7 +123,10 @@ BOUNDS: dict[str, tuple[bytes, int, int]] = {
 UNREADABLE: dict[str, bytes] = {
     "half a pair": m.plan_blocks(64, b"\4" + bytes(6)),
     "a list longer than its frame": m.uint(1) + m.uint(0) * 3 + m.uint(U64),
-    "steps of a third kind": m.uint(1) + m.uint(0) + m.uint(0) + m.uint(2),
+    "half a template": m.plan_templates([m.template((64, 64), [(0, 0)], [m.span(0, 0, 64)])[:-4]]),
+    "pairs of half numbers": m.plan_templates([m.template((64, 64), b"\4" + bytes(7), [m.span(0, 0, 64)])]),
+    "templates without end": m.uint(1) + m.uint(0) * 2 + m.uint(2) + m.uint(1) * 2 + m.uint(U64),
+    "steps of a fourth kind": m.uint(1) + m.uint(0) + m.uint(0) + m.uint(3),
 }
 
 

@@ -95,10 +95,15 @@ def test_the_heaviest_requests_do_not_hold_up_honest_peers() -> None:
     with Trial(honest=["tcp"]) as trial:
         link, call = trial.fair_call()
         cache, name = prey_of(call), m.name_blocks(1)
-        heavy = m.checksums(name, cache, WHOLE, [(0, PREY)])
+        # As a whole, and in pieces of 64 bytes: the slowest to hash that a layout may have.
+        whole = m.checksums(name, cache, WHOLE, [(0, PREY)])
+        small = m.span(0, 0, 64, PREY_BYTES // 128, 128, 64)
+        every = [(row, row) for row in range(PREY_ROWS)]
+        pieces = m.pair_checksums(name, cache, _pairs(every, [small, m.span(64, PREY_BYTES // 2, 64, PREY_BYTES // 128, 128, 64)]))
         wires = [link.call() for _ in range(4)]
         trial.begin()
-        for _ in range(20):
+        for turn in range(20):
+            heavy = whole if turn % 2 else pieces
             for wire in wires:
                 wire.say(heavy)
             for wire in wires:
@@ -107,6 +112,83 @@ def test_the_heaviest_requests_do_not_hold_up_honest_peers() -> None:
             wire.say(heavy)
             wire.close()
         trial.judge(links=1, streams=5, busy=1)
+
+
+def _pairs(pairs: list[tuple[int, int]] | bytes, spans: list[bytes], unit: int = PREY_BYTES, tensors: int = 2) -> bytes:
+    """A plan that moves from the cache under attack, or into it."""
+    return m.plan_templates([m.template((unit, unit), pairs, spans)], tensors)
+
+
+ROW = m.span(0, 0, PREY_BYTES)
+
+
+def test_pairs_that_are_not_there_are_refused() -> None:
+    with Trial(honest=["tcp"]) as trial:
+        link, call = trial.fair_call()
+        cache, name = prey_of(call), m.name_blocks(1)
+        trial.begin()
+        same = b"\4" + b"".join(bytes(4) + row.to_bytes(4, "little") for row in range(65_537))
+        for plan in (
+            _pairs([(0, 0)], [ROW], tensors=0),
+            _pairs([(0, 0)], [ROW], tensors=3),
+            m.plan_templates([m.template((0, 0), [(0, 0)], [ROW])], 2, (0, 0), (2, 2)),
+            _pairs([(PREY_ROWS, PREY_ROWS)], [ROW]),
+            _pairs([(0, 0)], [m.span(PREY - 1, PREY - 1, 2)]),
+            _pairs([(0, 0)], [m.span(U64, U64, 1)]),
+            _pairs([(U32, U32)], [ROW], unit=U64),
+            _pairs([(0, 1), (1, 1)], [ROW]),
+            _pairs([], [ROW]),
+            _pairs([(0, 0)], []),
+            m.plan_templates([m.template((0, PREY_BYTES), same[: 1 + 8 * 3000], [ROW])], 2),  # too many bytes
+            m.plan_templates([m.template((0, 1), same, [m.span(0, 0, 1)])], 2),  # too many pairs
+            m.plan_templates([m.template((1, 1), [(0, 0)], [m.span(0, 0, 1)])] * 257),
+        ):
+            for written in (False, True):
+                told = ask(call, m.pair_checksums(name, cache, plan, written))
+                assert (told["is"], told["kind"]) == ("Failed", INVALID_KIND), (plan[:20], told)
+        for broken in (
+            m.pair_checksums(name, cache, _pairs([(0, 0)], [ROW])[:-3]),
+            m.pair_checksums(name, cache, _pairs([(0, 0)], [ROW]))[:-1],
+        ):
+            wire = link.call()
+            wire.say(broken)
+            assert wire.ended(SLACK), broken[:20]
+        good = _pairs([(0, 1), (1, 0), (0, 2)], [m.span(7, 100, 5, 3, 100, -20), m.span(900, 1, 6)])
+        assert ask(call, m.pair_checksums(name, cache + 99, good))["is"] == "Stale"
+        assert ask(call, m.pair_checksums(m.name_blocks(77), cache, good))["is"] == "Stale"
+        first, second, third = ask(call, m.pair_checksums(name, cache, good))["sums"]
+        assert first == third != second, "equal ranges have equal checksums, and others do not"
+        # The pieces of a pair that lie side by side have the checksum of the range.
+        halves = _pairs([(3, 0)], [m.span(0, 0, 100, 2, 100, 200), m.span(200, 300, PREY_BYTES - 200)])
+        (told,) = ask(call, m.pair_checksums(name, cache, halves))["sums"]
+        assert [told] == ask(call, m.checksums(name, cache, WHOLE, [(3 * PREY_BYTES, PREY_BYTES)]))["sums"]
+        late = ask(call, m.pair_checksums(name, cache, _pairs([(0, 0)], [m.span(0, 0, PREY)]), limit_ms=0))
+        assert late["is"] == "Checksums" or (late["is"], late["kind"]) == ("Failed", TIMEOUT_KIND), late
+        trial.judge(links=1, streams=3, busy=1)
+
+
+def test_pairs_obey_grants() -> None:
+    with Trial(honest=["tcp"]) as trial:
+        _, call = trial.fair_call()
+        cache, name = prey_of(call), m.name_blocks(1)
+        grant = id_of(trial.victim.grant("prey", [1, 2]))
+        old = trial.victim.grant("prey", [0])
+        trial.victim.revoke(old)
+        trial.begin()
+        for pairs, spans in (
+            ([(1, 0), (0, 1)], [ROW]),
+            ([(1, 0), (3, 1)], [ROW]),
+            ([(1, 0)], [m.span(PREY_BYTES - 1, 0, 2, 2, PREY_BYTES, 2)]),
+            ([(0, 0)], [m.span(PREY_BYTES - 1, 0, 1), m.span(PREY_BYTES, 1, 1)]),
+        ):
+            told = ask(call, m.pair_checksums(name, cache, _pairs(pairs, spans), grant=grant))
+            assert (told["is"], told["kind"]) == ("Failed", INVALID_KIND), told
+        told = ask(call, m.pair_checksums(name, cache, _pairs([(2, 0), (1, 1)], [ROW]), grant=grant))
+        assert len(told["sums"]) == 2
+        for ended in (id_of(old), id_of(old, secret=bytes(16))):
+            told = ask(call, m.pair_checksums(name, cache, _pairs([(0, 0)], [ROW]), grant=ended))
+            assert (told["is"], told["kind"]) == ("Failed", GRANT_ENDED_KIND), told
+        trial.judge(links=1, streams=1, busy=1)
 
 
 LIES: dict[str, tuple[bytes, set[str]]] = {

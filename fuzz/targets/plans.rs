@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use libfuzzer_sys::fuzz_target;
 use llm_datadist_core::ErrorKind;
 use llm_datadist_core::testing::plan::CopyPlan;
-use llm_datadist_core::testing::protocol::{self, WirePlan, WireSteps};
+use llm_datadist_core::testing::protocol::{self, WirePlan, WireSteps, WireTemplate};
 use llm_datadist_fuzz::{decoded, peak, refused_as};
 
 /// Bytes before the plan: tensors (2), bytes of a tensor (3) for each end, and bytes of a row (2).
@@ -48,7 +48,43 @@ fn pieces(plan: &WirePlan) -> Option<Vec<Piece>> {
             });
             Some(all.collect())
         }
+        WireSteps::Templates { templates, .. } => {
+            let count = |template: &WireTemplate| {
+                let one = template.spans.iter().fold(0u64, |sum, span| sum.saturating_add(span.count));
+                one.saturating_mul(template.pairs.0.len() as u64)
+            };
+            let all = templates.iter().map(count).fold(0, u64::saturating_add);
+            (all <= MOST_PIECES).then(|| {
+                (0..).zip(templates).flat_map(|(wave, template)| places(wave, template)).collect()
+            })
+        }
         WireSteps::Unusable(_) => None,
+    }
+}
+
+/// The pieces of one template.
+fn places(wave: usize, template: &WireTemplate) -> Vec<Piece> {
+    let mut pieces = Vec::new();
+    for &(from, to) in &*template.pairs.0 {
+        let read = i128::from(from) * i128::from(template.src_unit);
+        let written = i128::from(to) * i128::from(template.dst_unit);
+        for span in template.spans.iter() {
+            pieces.extend((0..i128::from(span.count)).map(|k| Piece {
+                wave,
+                src: i128::from(span.src) + read + k * i128::from(span.src_step),
+                dst: i128::from(span.dst) + written + k * i128::from(span.dst_step),
+                len: i128::from(span.len),
+            }));
+        }
+    }
+    pieces
+}
+
+/// Distances of the tensors that a plan reads and writes.
+fn steps(plan: &WirePlan) -> (u32, u32) {
+    match plan.steps {
+        WireSteps::Templates { src_step, dst_step, .. } => (src_step, dst_step),
+        _ => (1, 1),
     }
 }
 
@@ -78,8 +114,8 @@ fuzz_target!(|input: &[u8]| {
     let Some(wire) = decoded::<WirePlan>(body) else { return };
     let (plan, most) = peak(|| CopyPlan::try_from(wire.clone()));
     // The bound that docs/security.md states: the memory that the check for repeated destinations may always
-    // use, and the plan.
-    assert!(most < 3 * body.len() + (16 << 20), "{most} bytes of memory for a plan of {}", body.len());
+    // use, the spans of templates, and the plan.
+    assert!(most < 3 * body.len() + (20 << 20), "{most} bytes of memory for a plan of {}", body.len());
     let plan = match plan {
         Ok(plan) => plan,
         Err(error) => return refused_as(&error, &[ErrorKind::InvalidArgument, ErrorKind::NotLinked]),
@@ -90,9 +126,12 @@ fuzz_target!(|input: &[u8]| {
     }
     let Some(pieces) = pieces(&wire) else { return };
     let inside = |at: i128, len: i128, bytes: u64| at >= 0 && len > 0 && at + len <= i128::from(bytes);
-    let last = |first: u32| u64::from(first) + u64::from(wire.num_tensors);
-    let all_inside = last(wire.src_tensor) <= u64::from(src_tensors)
-        && last(wire.dst_tensor) <= u64::from(dst_tensors)
+    let steps = steps(&wire);
+    let end = |first: u32, step: u32| {
+        u64::from(first) + u64::from(wire.num_tensors).saturating_sub(1) * u64::from(step) + 1
+    };
+    let all_inside = end(wire.src_tensor, steps.0) <= u64::from(src_tensors)
+        && end(wire.dst_tensor, steps.1) <= u64::from(dst_tensors)
         && pieces
             .iter()
             .all(|piece| inside(piece.src, piece.len, src_bytes) && inside(piece.dst, piece.len, dst_bytes));
@@ -115,7 +154,14 @@ fuzz_target!(|input: &[u8]| {
     let again = WirePlan::try_from(&plan).expect("a plan that was received fits a message");
     let frame = protocol::encode(&again).expect("a plan that was received can be sent");
     let read: WirePlan = protocol::decode(&frame[protocol::HEADER..]).expect("and read");
-    assert_eq!(CopyPlan::try_from(read).expect("and accepted"), plan);
+    let read = CopyPlan::try_from(read).expect("and accepted");
+    if matches!(wire.steps, WireSteps::Templates { .. }) {
+        // Templates of equal blocks are blocks, and several waves of blocks are sent as spans.
+        same_bytes(&read, &pieces);
+        assert_eq!((read.src_tensors(), read.dst_tensors()), (plan.src_tensors(), plan.dst_tensors()));
+    } else {
+        assert_eq!(read, plan);
+    }
 });
 
 /// The waves of an accepted plan move exactly the pieces that the message names.

@@ -1,4 +1,4 @@
-//! Writes the seed corpora into `seeds`: one of every message, plans of both forms, and texts from the documentation.
+//! Writes the seed corpora into `seeds`: one of every message, plans of all forms, and texts from the documentation.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use llm_datadist_core::testing::plan::{Span, SpanList};
 use llm_datadist_core::testing::protocol::{
     self, Attach, Attached, Challenge, Comm, Confirm, Control, EntryVersion, Hello, LinkAnswer, Metadata, Pairs,
     Party, Payload, Payloads, Proof, Purpose, Reply, Request, Run, Welcome, WireCache, WireLocation, WireName,
-    WirePlan, WirePulled, WireRows, WireSteps,
+    WirePlan, WirePulled, WireRows, WireSteps, WireTemplate,
 };
 use llm_datadist_core::{Error, ErrorKind};
 use serde::Serialize;
@@ -105,6 +105,9 @@ fn requests(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     let ranges = vec![(0, 4096), (1 << 20, 300)];
     let checksums = Request::Checksums { name, cache, first_tensor: 1, num_tensors: 2, ranges, grant, limit_ms };
     add(7, "checksums", frame(&checksums));
+    let (_, of_pairs) = plans().into_iter().find(|(name, _)| *name == "templates").expect("a plan of templates");
+    let checksums = Request::PairChecksums { name, cache, plan: of_pairs, written: true, grant, limit_ms };
+    add(7, "pair-checksums", frame(&checksums));
     add(7, "open-grant", frame(&Request::OpenGrant { grant: GRANT, limit_ms }));
     add(
         7,
@@ -151,6 +154,12 @@ fn plans() -> Vec<(&'static str, WirePlan)> {
     let span = Span { src: 4096, dst: 0, len: 512, count: 3, src_step: -1024, dst_step: 512 };
     let one = |src, dst| Span { src, dst, len: 512, count: 1, src_step: 0, dst_step: 0 };
     let pairs = |pairs: &[(u32, u32)]| Pairs(Arc::new(pairs.to_vec()));
+    let template = |units: (u64, u64), pairs, spans: &[Span]| {
+        let (src_unit, dst_unit) = units;
+        WireTemplate { src_unit, dst_unit, pairs, spans: packed(spans) }
+    };
+    let templates = |templates| plan(WireSteps::Templates { src_step: 2, dst_step: 1, templates });
+    let heads = Span { src: 0, dst: 64, len: 64, count: 4, src_step: 128, dst_step: 256 };
     let blocks = |pairs| plan(WireSteps::Blocks { len: 512, src: 512, dst: 1024, pairs });
     vec![
         (
@@ -158,6 +167,18 @@ fn plans() -> Vec<(&'static str, WirePlan)> {
             plan(WireSteps::Spans { waves: vec![2, 1], spans: packed(&[span, one(0, 9000), one(8192, 0)]) }),
         ),
         ("blocks", blocks(pairs(&[(0, 1), (5, 2), (3, 9)]))),
+        (
+            "templates",
+            templates(vec![
+                template((512, 1024), pairs(&[(0, 3), (7, 0), (7, 5)]), &[heads]),
+                template((0, 0), pairs(&[(0, 0)]), &[one(9, 9000), one(5, 10_000)]),
+            ]),
+        ),
+        (
+            "places-that-interleave",
+            templates(vec![template((64, 64), pairs(&[(0, 0), (1, 1), (2, 2)]), &[heads])]),
+        ),
+        ("template-of-blocks", templates(vec![template((512, 512), pairs(&[(4, 2), (1, 1)]), &[one(0, 512)])])),
         ("same-destination", blocks(pairs(&[(0, 4), (5, 4)]))),
         ("wide-pairs", blocks(pairs(&[(0, 1), (300, 70_000)]))),
         (

@@ -158,6 +158,22 @@ def plan_blocks(
     return start + uint(1) + uint(length) + uint(base[0]) + uint(base[1]) + blob(packed)
 
 
+def template(units: tuple[int, int], pairs: list[tuple[int, int]] | bytes, spans: list[bytes]) -> bytes:
+    """Spans that are repeated at pairs of places. `pairs` as in `plan_blocks`."""
+    return uint(units[0]) + uint(units[1]) + blob(pairs if isinstance(pairs, bytes) else pack(pairs)) + many(spans)
+
+
+def plan_templates(
+    templates: list[bytes],
+    tensors: int = 1,
+    first: tuple[int, int] = (0, 0),
+    steps: tuple[int, int] = (1, 1),
+) -> bytes:
+    """A plan of templates. `steps` are the distances of the tensors that are read and written."""
+    start = uint(tensors) + uint(first[0]) + uint(first[1])
+    return start + uint(2) + uint(steps[0]) + uint(steps[1]) + many(templates)
+
+
 def pack(pairs: list[tuple[int, int]]) -> bytes:
     return b"\x04" + b"".join(number.to_bytes(4, "little") for pair in pairs for number in pair)
 
@@ -239,6 +255,13 @@ def checksums(
     asked = name + sint(cache) + uint(tensors[0]) + uint(tensors[1])
     listed = b"".join(uint(start) + uint(length) for start, length in ranges)
     return uint(10) + asked + uint(len(ranges) if count is None else count) + listed + some(grant) + uint(limit_ms)
+
+
+def pair_checksums(
+    name: bytes, cache: int, plan: bytes, written: bool = False, grant: bytes | None = None, limit_ms: int = NEVER
+) -> bytes:
+    """Request 11: ask for the checksums of the pairs of a plan, at the end that it reads or writes."""
+    return uint(11) + name + sint(cache) + plan + flag(written) + some(grant) + uint(limit_ms)
 
 
 def polled(arrived: tuple[int, int], of_those: tuple[int, int]) -> bytes:

@@ -7,7 +7,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::copy_plan::CopyPlan;
-use super::final_blocks::{BlockSizes, LocalEnd, Sampled, cut};
+use super::final_blocks::{BlockSizes, Sampled, cut};
+use super::local_end::LocalEnd;
 use super::spans::{PLAN, Piece, Span, common_divisor};
 use super::template::Template;
 use super::template_list::{MOST_TEMPLATE_SPANS, MOST_TEMPLATES};

@@ -38,8 +38,11 @@ pub(super) fn check_template(template: &Template, plan_bytes: usize) -> Result<(
 /// Returns `Err(InvalidArgument)` if [`check_template`] might refuse a template without overlaps, because its check would
 /// need too much memory. A sender finds out here, in closed form, what the receiver would say.
 pub(super) fn check_template_size(template: &Template) -> Result<()> {
-    let extent =
-        if interleaves(template) { extent_of_template(template) } else { Extent::of(written_once(template)) };
+    let extent = if interleaves(template) {
+        extent_of_template(template)
+    } else {
+        WrittenExtent::of(written_once(template))
+    };
     extent.map_or(Ok(()), |extent| extent.check_size(0))
 }
 
@@ -55,12 +58,12 @@ fn written_once(template: &Template) -> impl Iterator<Item = WrittenSpan> {
 }
 
 /// Returns what all places of a template write. This visits each span and each pair once, and not their combinations.
-fn extent_of_template(template: &Template) -> Option<Extent> {
-    let Extent { low, end, grid, pieces } = Extent::of(written_once(template))?;
+fn extent_of_template(template: &Template) -> Option<WrittenExtent> {
+    let WrittenExtent { low, end, grid, pieces } = WrittenExtent::of(written_once(template))?;
     let numbers = || template.pairs.iter().map(|&(_, dst)| u64::from(dst));
     let (first, last) = (numbers().min()?, numbers().max()?);
     let grid = if template.pairs.len() > 1 { common_divisor(grid, template.dst_unit) } else { grid };
-    Some(Extent {
+    Some(WrittenExtent {
         low: low + first * template.dst_unit,
         end: end + last * template.dst_unit,
         grid,
@@ -135,7 +138,7 @@ impl WrittenSpan {
 
 /// What a wave writes: the range of its bytes, a number of which the distances of its pieces are multiples, and the
 /// number of pieces.
-struct Extent {
+struct WrittenExtent {
     low: u64,
     end: u64,
     /// 0 if all pieces start at the same byte.
@@ -143,12 +146,12 @@ struct Extent {
     pieces: u64,
 }
 
-impl Extent {
+impl WrittenExtent {
     /// Returns `None` if nothing is written.
-    fn of(mut written: impl Iterator<Item = WrittenSpan>) -> Option<Extent> {
+    fn of(mut written: impl Iterator<Item = WrittenSpan>) -> Option<WrittenExtent> {
         let first = written.next()?;
         let grid = if first.count > 1 { first.step } else { 0 };
-        let mut extent = Extent { low: first.low, end: first.end(), grid, pieces: first.count };
+        let mut extent = WrittenExtent { low: first.low, end: first.end(), grid, pieces: first.count };
         for span in written {
             extent.low = extent.low.min(span.low);
             extent.end = extent.end.max(span.end());
@@ -193,7 +196,7 @@ pub(super) fn check_spans(spans: &(impl Iterator<Item = Span> + Clone), plan_byt
     if in_order(written()) {
         return Ok(());
     }
-    Extent::of(written()).map_or(Ok(()), |extent| check_written(&written, &extent, plan_bytes))
+    WrittenExtent::of(written()).map_or(Ok(()), |extent| check_written(&written, &extent, plan_bytes))
 }
 
 fn in_order(written: impl Iterator<Item = WrittenSpan>) -> bool {
@@ -203,7 +206,7 @@ fn in_order(written: impl Iterator<Item = WrittenSpan>) -> bool {
 /// Checks what is written within `extent`, in any order, as [`check_spans`] does.
 fn check_written<I: Iterator<Item = WrittenSpan>>(
     written: &impl Fn() -> I,
-    extent: &Extent,
+    extent: &WrittenExtent,
     plan_bytes: usize,
 ) -> Result<()> {
     if extent.grid == 0 {

@@ -6,6 +6,7 @@
 use std::collections::BinaryHeap;
 
 use super::copy_plan::CopyPlan;
+use super::local_end::LocalEnd;
 use super::spans::{PLAN, Piece};
 use crate::error::Result;
 use crate::fallible;
@@ -13,15 +14,6 @@ use crate::model::RowSizes;
 
 /// One block of every `SAMPLED` is chosen.
 const SAMPLED: u64 = 64;
-
-/// The end of a plan that is a cache of this engine.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LocalEnd {
-    /// The plan reads the local cache.
-    Source,
-    /// The plan writes the local cache.
-    Destination,
-}
 
 /// How pieces are cut into blocks: at the rows of the local cache, and after each `most` bytes of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,16 +24,6 @@ pub struct BlockSizes {
     pub rows: RowSizes,
     /// Most bytes of a block.
     pub most: u64,
-}
-
-impl LocalEnd {
-    /// Returns where the local end of a piece starts.
-    pub fn of(self, piece: &Piece) -> u64 {
-        match self {
-            LocalEnd::Source => piece.src,
-            LocalEnd::Destination => piece.dst,
-        }
-    }
 }
 
 impl CopyPlan {

@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::blocks::Blocks;
-use super::final_blocks::LocalEnd;
+use super::local_end::LocalEnd;
 use super::spans::{Piece, Span};
 
 /// Spans that are repeated at pairs of places. For the pair `(s, d)`, each span is read `s·src_unit` bytes and

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::asked_blocks::{AskedBlocks, AskedPairs, AskedRanges};
+use super::asked_blocks::AskedBlocks;
 use super::link::Link;
 use super::message_io::{send_message, send_message_before};
 use super::peer_memory::location;
@@ -132,14 +132,12 @@ impl RequestContext<'_> {
                 self.write(&named(name.into(), cache, limit_ms), plan, (from, to), ahead)
             }
             Request::Checksums { name, cache, first_tensor, num_tensors, ranges, grant, limit_ms } => {
-                let call = named(name.into(), cache, limit_ms);
-                let asked = || AskedRanges::new((first_tensor, num_tensors), ranges).map(AskedBlocks::Ranges);
-                self.answer_with(call.deadline, || self.checksums(&call, asked()?, grant))
+                let asked = || AskedBlocks::ranges((first_tensor, num_tensors), ranges);
+                self.checksums(&named(name.into(), cache, limit_ms), asked, grant)
             }
             Request::PairChecksums { name, cache, plan, written, grant, limit_ms } => {
-                let call = named(name.into(), cache, limit_ms);
-                let asked = || AskedPairs::new(plan, written).map(AskedBlocks::Pairs);
-                self.answer_with(call.deadline, || self.checksums(&call, asked()?, grant))
+                let asked = || AskedBlocks::pairs(plan, written);
+                self.checksums(&named(name.into(), cache, limit_ms), asked, grant)
             }
             Request::Locate { addrs, limit_ms } => {
                 self.answer_with(self.limit(limit_ms), || self.locate(&addrs))
@@ -231,7 +229,16 @@ impl RequestContext<'_> {
     }
 
     /// Hashes bytes of a cache as they are now. With a grant, checks that it lends them and has not ended.
-    fn checksums(&self, call: &NamedCache, asked: AskedBlocks, grant: Option<GrantId>) -> Result<Reply> {
+    fn checksums(
+        &self,
+        call: &NamedCache,
+        asked: impl FnOnce() -> Result<AskedBlocks>,
+        grant: Option<GrantId>,
+    ) -> Result<(), Ended> {
+        self.answer_with(call.deadline, || self.sums_of(call, asked()?, grant))
+    }
+
+    fn sums_of(&self, call: &NamedCache, asked: AskedBlocks, grant: Option<GrantId>) -> Result<Reply> {
         let pinned = self.pinned(call, |cache| {
             asked.check_bounds(cache.geometry())?;
             let reads = rows(cache, |sizes| asked.rows(sizes))?;

@@ -22,6 +22,26 @@ pub(super) enum AskedBlocks {
 }
 
 impl AskedBlocks {
+    /// Returns ranges, each of a first byte and a number of bytes, in the tensors `first` to `first + count`.
+    pub(super) fn ranges((first, count): (u32, u32), ranges: Vec<(u64, u64)>) -> Result<AskedBlocks> {
+        let ranges = ranges.into_iter().map(|(start, len)| ByteRange { start, len });
+        let ranges = fallible::collect(BLOCKS, ranges)?;
+        Ok(AskedBlocks::Ranges(AskedRanges { first_tensor: first, num_tensors: count, ranges }))
+    }
+
+    /// Checks the plan as any plan of a peer. `written` says whether the cache here is the one that it writes. Returns
+    /// `Err(InvalidArgument)` also if the plan has more than [`MAX_CHECKSUMS`] pairs.
+    pub(super) fn pairs(plan: WirePlan, written: bool) -> Result<AskedBlocks> {
+        let plan = CopyPlan::try_from(plan)?;
+        let num_pairs = plan.num_pairs();
+        ensure(num_pairs <= MAX_CHECKSUMS, || {
+            let text = "a request for checksums asks for too many pairs";
+            Error::invalid(text).with("pairs", num_pairs).with("limit", MAX_CHECKSUMS)
+        })?;
+        let here = if written { LocalEnd::Destination } else { LocalEnd::Source };
+        Ok(AskedBlocks::Pairs(AskedPairs { plan, here, num_pairs }))
+    }
+
     /// Checks that the blocks lie inside the tensors of a cache, and that they have few enough bytes together. So a
     /// request takes a bounded time, even if its caller is gone. Returns `Err(InvalidArgument)` otherwise.
     pub(super) fn check_bounds(&self, geometry: Geometry) -> Result<()> {
@@ -75,13 +95,6 @@ pub(super) struct AskedRanges {
 }
 
 impl AskedRanges {
-    /// Returns ranges, each of a first byte and a number of bytes, in the tensors `first` to `first + count`.
-    pub(super) fn new((first, count): (u32, u32), ranges: Vec<(u64, u64)>) -> Result<AskedRanges> {
-        let ranges = ranges.into_iter().map(|(start, len)| ByteRange { start, len });
-        let ranges = fallible::collect(BLOCKS, ranges)?;
-        Ok(AskedRanges { first_tensor: first, num_tensors: count, ranges })
-    }
-
     /// Checks that the ranges lie inside the tensors, which the cache must have, touch no gap between rows, and have
     /// together at most [`MAX_HASHED`] bytes, or those of one row.
     fn check_bounds(&self, geometry: Geometry) -> Result<()> {
@@ -131,24 +144,8 @@ pub(super) struct AskedPairs {
 }
 
 impl AskedPairs {
-    /// Checks the plan as any plan of a peer. `written` says whether the cache here is the one that it writes. Returns
-    /// `Err(InvalidArgument)` also if the plan has more than [`MAX_CHECKSUMS`] pairs.
-    pub(super) fn new(plan: WirePlan, written: bool) -> Result<AskedPairs> {
-        let plan = CopyPlan::try_from(plan)?;
-        let num_pairs = plan.num_pairs();
-        ensure(num_pairs <= MAX_CHECKSUMS, || {
-            let text = "a request for checksums asks for too many pairs";
-            Error::invalid(text).with("pairs", num_pairs).with("limit", MAX_CHECKSUMS)
-        })?;
-        Ok(AskedPairs {
-            plan,
-            here: if written { LocalEnd::Destination } else { LocalEnd::Source },
-            num_pairs,
-        })
-    }
-
-    /// Checks that the pairs lie inside the tensors, which the cache must have, touch no gap between rows, and have together at most
-    /// [`MAX_HASHED`] bytes; or, if it is a single pair, those of a tensor, in each tensor.
+    /// Checks that the pairs lie inside the tensors, which the cache must have, touch no gap between rows, and have
+    /// together at most [`MAX_HASHED`] bytes; or, if it is a single pair, those of a tensor, in each tensor.
     fn check_bounds(&self, geometry: Geometry) -> Result<()> {
         let (sizes, rows) = ((geometry.num_tensors(), geometry.tensor_bytes()), geometry.row_sizes());
         match self.here {

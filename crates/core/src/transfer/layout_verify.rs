@@ -5,7 +5,7 @@
 
 use super::call::Call;
 use super::compared::block_sizes;
-use super::verify::{COMPARING, Compared};
+use super::compared_sums::{COMPARING, Compared};
 use crate::copy::PairBlocks;
 use crate::error::Result;
 use crate::plan::{CopyPlan, LocalEnd, PartLimits, Template, parts};
@@ -50,7 +50,7 @@ impl Call {
             limit_ms: limit_ms(self.deadline),
         };
         let (engine, memory) = (&self.resources.copy_engine, (self.local.tensors(), self.local.placement()));
-        self.exchange_sums(known, &request, part.num_pairs(), |checksums| {
+        self.compare(known, &request, part.num_pairs(), |checksums| {
             engine.pair_sums(memory, PairBlocks::of(part, local)?, checksums, self.deadline)
         })
     }

@@ -6,6 +6,7 @@ mod call;
 mod call_grant;
 mod clock;
 mod compared;
+mod compared_sums;
 mod delivery;
 mod executor;
 mod granted;

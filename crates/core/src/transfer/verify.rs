@@ -8,45 +8,24 @@ use std::ops::Range;
 
 use super::call::{Call, Moved};
 use super::compared::{block_sizes, differ};
-use crate::checksums::{ByteRange, Checksums};
+use super::compared_sums::{COMPARING, Compared};
+use crate::checksums::ByteRange;
 use crate::error::Result;
 use crate::fallible;
 use crate::memory::random;
 use crate::model::Verify;
 use crate::plan::{CopyPlan, LocalEnd, Piece};
-use crate::protocol::{MAX_CHECKSUMS, MAX_HASHED, Reply, Request};
-use crate::session::{KnownCache, limit_ms, send_message};
+use crate::protocol::{MAX_CHECKSUMS, MAX_HASHED, Request};
+use crate::session::{KnownCache, limit_ms};
 
 /// Name of these lists in out-of-memory errors.
 const BLOCKS: &str = "the blocks that are compared";
-/// Name of the comparison in errors of its deadline.
-pub(super) const COMPARING: &str = "comparing blocks with their source";
 
 /// The tensors of both ends of a transfer, and the end that is here.
 struct Ends {
     local: LocalEnd,
     here: Range<u32>,
     there: u32,
-}
-
-/// Result of a comparison.
-#[derive(Default)]
-pub(super) struct Compared {
-    /// Number of blocks that were compared.
-    pub(super) checked: usize,
-    /// The blocks that differ.
-    pub(super) different: Vec<Piece>,
-}
-
-impl Compared {
-    /// Adds blocks, and whether both sides have the same bytes of each.
-    pub(super) fn add(&mut self, blocks: impl Iterator<Item = Piece>, equal: &[bool]) -> Result<()> {
-        self.checked += equal.len();
-        for (block, _) in blocks.zip(equal).filter(|&(_, equal)| !equal) {
-            fallible::push(BLOCKS, &mut self.different, block)?;
-        }
-        Ok(())
-    }
 }
 
 impl Call {
@@ -125,56 +104,10 @@ impl Call {
         };
         let range = |piece: &Piece| ByteRange { start: ends.local.of(piece), len: piece.len };
         let (engine, memory) = (&self.resources.copy_engine, (self.local.tensors(), self.local.placement()));
-        self.exchange_sums(known, &request, blocks.len(), |checksums| {
+        self.compare(known, &request, blocks.len(), |checksums| {
             let ranges = fallible::collect(BLOCKS, blocks.iter().map(range))?;
             engine.block_sums(memory, ends.here.clone(), ranges, checksums, self.deadline)
         })
-    }
-
-    /// Asks the owner for `count` checksums while this side calculates its own with `own_sums`. Returns for each of them
-    /// whether they are equal; `None` if the remote cache has changed.
-    pub(super) fn exchange_sums(
-        &self,
-        known: &KnownCache,
-        request: &Request,
-        count: usize,
-        own_sums: impl Fn(Checksums) -> Result<Vec<u64>>,
-    ) -> Result<Option<Vec<bool>>> {
-        let bound = |generation| Checksums::bound_to(self.name, known.cache, generation);
-        let mut lease = self.link.lease(self.deadline)?;
-        let mut own = Ok(Vec::new());
-        let send = || {
-            send_message(lease.stream(), request, self.deadline)?;
-            // Both sides hash at the same time.
-            own = bound(known.at.generation).and_then(&own_sums);
-            Ok(())
-        };
-        let answer = self.link.exchange_with(&lease, self.deadline, send);
-        let reply = answer.map_err(|error| self.link.break_reason_or(error))?;
-        lease.reusable = true;
-        drop(lease);
-        let own = own?;
-        match self.link.refusal(reply)? {
-            Reply::Stale => Ok(None),
-            Reply::Checksums { generation, sums } if sums.len() == count => {
-                let own = if generation == known.at.generation {
-                    own
-                } else if self.same_cache(known)? {
-                    own_sums(bound(generation)?)?
-                } else {
-                    return Ok(None);
-                };
-                fallible::collect(BLOCKS, own.iter().zip(&sums).map(|(own, theirs)| own == theirs)).map(Some)
-            }
-            reply => Err(self.link.unexpected(&reply)),
-        }
-    }
-
-    /// Returns whether the remote cache is still the one that was described, although its generation has changed, for
-    /// example because a key was released.
-    fn same_cache(&self, known: &KnownCache) -> Result<bool> {
-        let now = self.link.describe(self.name, self.deadline)?;
-        Ok(now.cache == known.cache && now.remote == known.remote)
     }
 }
 
