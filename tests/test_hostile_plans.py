@@ -36,7 +36,8 @@ def _long_plan(kind: str) -> bytes:
         return m.plan_templates([m.template((1, 1), [(0, 0)], [one] * (60 * MIB // len(one)))])
     if kind == "places that interleave":
         wide = b"\4" + b"".join(number.to_bytes(4, "little") * 2 for number in range(MIB))
-        return m.plan_templates([m.template((1, 64), wide, [m.span(0, 0, 1, 32, 0, 1), m.span(0, 1 << 26, 1, 32, 0, 1)])])
+        spans = [m.span(0, at, 1, 32, 0, 1) for at in (0, 1 << 26)]
+        return m.plan_templates([m.template((1, 64), wide, spans)])
     assert kind == "pairs that are allowed"
     return m.plan_blocks(1, b"\1" + bytes(2 * ((1 << 24) - 1)))
 

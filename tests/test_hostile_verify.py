@@ -97,9 +97,9 @@ def test_the_heaviest_requests_do_not_hold_up_honest_peers() -> None:
         cache, name = prey_of(call), m.name_blocks(1)
         # As a whole, and in pieces of 64 bytes: the slowest to hash that a layout may have.
         whole = m.checksums(name, cache, WHOLE, [(0, PREY)])
-        small = m.span(0, 0, 64, PREY_BYTES // 128, 128, 64)
-        every = [(row, row) for row in range(PREY_ROWS)]
-        pieces = m.pair_checksums(name, cache, _pairs(every, [small, m.span(64, PREY_BYTES // 2, 64, PREY_BYTES // 128, 128, 64)]))
+        half = PREY_BYTES // 2
+        small = [m.span(at, at // 64 * half, 64, half // 64, 128, 64) for at in (0, 64)]
+        pieces = m.pair_checksums(name, cache, _pairs([(row, row) for row in range(PREY_ROWS)], small))
         wires = [link.call() for _ in range(4)]
         trial.begin()
         for turn in range(20):
