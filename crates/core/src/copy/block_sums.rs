@@ -129,7 +129,7 @@ impl Scratch {
 
     fn read(&self, window: &Window<'_>, bytes: &mut [u8]) -> Result<()> {
         let through = self.memory.window(0, 0, window.len())?;
-        self.device.copy(&[Copy { src: *window, dst: through }], Kernel::PLAIN)?;
+        self.device.copy(&[Copy::one(*window, through)], Kernel::PLAIN)?;
         read_bytes(&through, bytes)
     }
 }
