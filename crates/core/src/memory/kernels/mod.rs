@@ -15,7 +15,7 @@ mod plain;
 pub use plain::Copy;
 use plain::{RawCopies, plain};
 
-use super::{Reach, Window};
+use super::Reach;
 use crate::error::{Error, ErrorKind, Result};
 
 /// A copy kernel that this CPU supports. All kernels except [`Kernel::PLAIN`] can be obtained only from
@@ -85,7 +85,7 @@ impl Kernel {
 
 /// Copies `src` to `dst`, in the same way as [`copy_all`].
 #[cfg(feature = "testing")]
-pub fn copy(src: Window<'_>, dst: Window<'_>, kernel: Kernel) -> Result<()> {
+pub fn copy(src: super::Window<'_>, dst: super::Window<'_>, kernel: Kernel) -> Result<()> {
     copy_all(&[Copy::one(src, dst)], kernel)
 }
 
