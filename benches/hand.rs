@@ -161,7 +161,7 @@ mod stores {
 
 /// Bytes that a thread takes at a time. A thread that is done takes the next chunk, so none waits for a
 /// slower one.
-const CHUNK: usize = 512 << 10;
+pub const CHUNK: usize = 512 << 10;
 
 /// Copies everything of `flat` with `threads` threads.
 pub fn loop_over(flat: &Flat, threads: usize, copy: Loop) {

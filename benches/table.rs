@@ -1,7 +1,8 @@
 //! The cache table with 2^20 keys, and the planner: nanoseconds per operation, bytes per key.
 //!
 //! `cargo bench -p llm-datadist-core --bench table`. Medians over rounds; keys are visited in random order, so most of
-//! the time is waiting for memory. Not for: copies (`copy`), pools (`pool`).
+//! the time is waiting for memory. Not for: copies (`copy`), plans between KV layouts
+//! (`layouts`), pools (`pool`).
 
 #![allow(clippy::print_stdout, reason = "a benchmark prints its table")]
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark stops at the first surprise")]
@@ -20,11 +21,8 @@ use std::time::Instant;
 
 use llm_datadist_core::testing::cache::Table;
 use llm_datadist_core::testing::memory::{Generations, Region, Tensors};
-use llm_datadist_core::testing::plan::{CacheCount, CopyPlan, KvPart, KvSequence, LayoutPlan, Moves, Pieces};
-use llm_datadist_core::{
-    CacheDesc, CacheKey, CacheKind, CacheLayout, DataType, Geometry, KvGeometry, KvLayout, KvPlanes,
-    Placement, TokenOrder,
-};
+use llm_datadist_core::testing::plan::{CacheCount, CopyPlan, Moves, Pieces};
+use llm_datadist_core::{CacheDesc, CacheKey, CacheKind, CacheLayout, DataType, Geometry, Placement};
 
 const KEYS: u64 = 1 << 20;
 
@@ -165,41 +163,4 @@ fn planning() {
         let times = (0..101).map(|_| each(1, || drop(std::hint::black_box(planned())))).collect();
         println!("{name:24} {:9.0}", median(times) / 1e3);
     }
-    for (name, order) in [("TP 2 to 4", TokenOrder::Nhd), ("TP 2 to 4, NHD to HND", TokenOrder::Hnd)] {
-        let times = (0..101).map(|_| between_layouts(&from, &to[..4096], order)).collect();
-        println!("{name:24} {:9.0}", median(times) / 1e3);
-    }
-}
-
-/// The time to plan the move of 4,096 blocks of 16 tokens in 40 layers from rank 0 of 2 to rank 1 of 4.
-fn between_layouts(src_blocks: &[u64], dst_blocks: &[u64], order: TokenOrder) -> f64 {
-    let side = |heads: std::ops::Range<u32>, order| {
-        let (num_tensors, shape) = (80, vec![8192, 16 * i64::from(heads.end - heads.start) * 128]);
-        let desc = CacheDesc {
-            num_tensors,
-            shape,
-            data_type: DataType::Float16,
-            placement: Placement::Device,
-            row_stride: None,
-            kv_layout: None,
-        };
-        let layout = KvLayout {
-            tokens_per_block: 16,
-            heads,
-            total_heads: 8,
-            head_dim: 128,
-            order,
-            kv: KvPlanes::Separate,
-            layers: 0..40,
-            model: String::new(),
-        };
-        KvGeometry::new(layout, &Geometry::new(&desc).unwrap(), DataType::Float16).unwrap()
-    };
-    let (src, dst) = (side(0..4, TokenOrder::Nhd), side(2..4, order));
-    each(1, || {
-        let src = KvSequence { geometry: &src, blocks: src_blocks, tokens: None };
-        let dst = KvSequence { geometry: &dst, blocks: dst_blocks, tokens: None };
-        let part = KvPart::common(src.geometry.layout(), dst.geometry.layout()).unwrap();
-        drop(std::hint::black_box(LayoutPlan::new(&src, &dst, &part).unwrap()));
-    })
 }

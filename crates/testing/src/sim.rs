@@ -55,16 +55,16 @@ impl SimDevice {
         self.copies.load(Ordering::SeqCst)
     }
 
-    fn one(&self, copy: Copy<'_>, kernel: Kernel) -> Result<()> {
+    fn one(&self, (src, dst): (Window<'_>, Window<'_>), kernel: Kernel) -> Result<()> {
         let left =
             self.fail_after.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| Some(n.saturating_sub(1)));
         if left == Ok(0) {
             return Err(Error::new(ErrorKind::System, "the simulated device failed as requested"));
         }
         self.copies.fetch_add(1, Ordering::SeqCst);
-        let (src_bytes, dst_bytes) = (self.backing(copy.src), self.backing(copy.dst));
-        let src = Self::real(copy.src, src_bytes.as_ref())?;
-        let dst = Self::real(copy.dst, dst_bytes.as_ref())?;
+        let (src_bytes, dst_bytes) = (self.backing(src), self.backing(dst));
+        let src = Self::real(src, src_bytes.as_ref())?;
+        let dst = Self::real(dst, dst_bytes.as_ref())?;
         kernels::copy(src, dst, kernel)
     }
 
@@ -105,6 +105,6 @@ impl Device for SimDevice {
 
 impl Copier for SimDevice {
     fn copy(&self, batch: &[Copy<'_>], kernel: Kernel) -> Result<()> {
-        batch.iter().try_for_each(|copy| self.one(*copy, kernel))
+        batch.iter().flat_map(|copy| copy.pairs()).try_for_each(|pair| self.one(pair, kernel))
     }
 }

@@ -205,7 +205,7 @@ impl<'a> Feed<'a> {
         match self.scratch {
             Some(scratch) => {
                 let dst = scratch.memory.window(0, self.filled as u64, window.len())?;
-                fallible::push(SUMS, &mut self.copies, Copy { src: *window, dst })?;
+                fallible::push(SUMS, &mut self.copies, Copy::one(*window, dst))?;
             }
             None => self.buffer.get_mut(self.filled..end).map_or(Ok(()), |room| read_bytes(window, room))?,
         }

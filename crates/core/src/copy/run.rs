@@ -15,7 +15,7 @@ use crate::error::Result;
 use crate::memory::kernels::Kernel;
 use crate::memory::{Tensors, Window, faulted};
 use crate::model::Deadline;
-use crate::plan::{CopyPlan, Piece};
+use crate::plan::{CopyPlan, Piece, Span};
 
 /// Copies of at most this many bytes run on the calling thread. A sleeping worker needs about 50 µs to start.
 /// In that time the caller copies half a MiB that is not cached, or a whole MiB that is.
@@ -168,10 +168,13 @@ impl DirectWave {
         // Two more, because the first and the last piece may be cut.
         let about = usize::try_from((to - from) / self.piece.max(1)).unwrap_or(usize::MAX).saturating_add(2);
         let mut batch = Vec::with_capacity(most.min(about));
-        plan.waves()[self.wave].across_tensors(from, to).try_for_each(|(tensor, piece)| {
-            let (src, dst) =
-                (self.copying.read_window(tensor, piece)?, self.copying.write_window(tensor, piece)?);
-            batch.push(Copy { src, dst });
+        let (src, dst) = (&self.copying.src, &self.copying.dst);
+        plan.waves()[self.wave].spans_across_tensors(from, to).try_for_each(|(tensor, span)| {
+            let Span { len, count, .. } = span;
+            batch.push(Copy {
+                src: src.windows(plan.src_tensors().tensor(tensor), span.src, len, (count, span.src_step))?,
+                dst: dst.windows(plan.dst_tensors().tensor(tensor), span.dst, len, (count, span.dst_step))?,
+            });
             if batch.len() == most {
                 copier.copy(&batch, kernel)?;
                 batch.clear();

@@ -205,7 +205,7 @@ fn fill(
         let src = copying.read_window(tensor, piece)?;
         let dst = buffers.window(buffer, 0, piece.len)?;
         // The draining stage reads the buffer next, so its bytes should stay in the CPU caches.
-        copying.copier.copy(&[Copy { src, dst }], copying.tuner.cached())?;
+        copying.copier.copy(&[Copy::one(src, dst)], copying.tuner.cached())?;
         draining.filled(buffer)?;
     }
     Ok(())
@@ -223,7 +223,7 @@ impl Stage {
             let dst = copying.write_window(tensor, piece)?;
             let kernel = copying.tuner.choose(copying.source, total, piece.len);
             let started = Instant::now();
-            copying.copier.copy(&[Copy { src, dst }], kernel)?;
+            copying.copier.copy(&[Copy::one(src, dst)], kernel)?;
             let took = started.elapsed();
             copying.tuner.learn(copying.source, total, piece.len, kernel, piece.len, took);
             copying.progress.done(at, at + piece.len);

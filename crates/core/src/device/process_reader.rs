@@ -25,7 +25,7 @@ impl Copier for ProcessReader {
         if batch.is_empty() {
             return Ok(());
         }
-        let pairs: Vec<_> = batch.iter().map(|copy| (copy.src, copy.dst)).collect();
+        let pairs: Vec<_> = batch.iter().flat_map(|copy| copy.pairs()).collect();
         self.0.read(&pairs)
     }
 

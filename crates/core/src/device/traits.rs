@@ -23,7 +23,7 @@ pub trait Copier: Debug + Send + Sync {
     /// kernel to use, if this copier uses kernels.
     fn copy(&self, batch: &[Copy<'_>], kernel: Kernel) -> Result<()>;
 
-    /// Returns how many pieces are worth passing in one batch.
+    /// Returns how many entries are worth passing in one batch.
     fn batch(&self) -> usize {
         64
     }

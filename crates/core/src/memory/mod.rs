@@ -10,7 +10,7 @@
 //!    that the addresses stay valid, readable and writable as long as the value, or anything made from it,
 //!    exists.
 //! 3. A [`Window`] exists only inside the tensor from which it was cut. Its bounds were checked when it was
-//!    made.
+//!    made. The same holds for each of several [`Windows`].
 //! 4. Bytes move only in [`kernels::copy`], [`socket_io`], [`PeerProcess::read`] and [`read_bytes`], between two
 //!    windows, between a window and the kernel, or from a window into a private buffer, and by raw addresses. No
 //!    slice is ever made over memory that others may write.
@@ -58,5 +58,5 @@ pub use process_id::{remember_process, this_process};
 pub use random::random;
 pub use region::Region;
 pub use tensors::Tensors;
-pub use window::{Access, Reach, Window};
+pub use window::{Access, Reach, Window, Windows};
 pub use window_bytes::read_bytes;

@@ -9,7 +9,7 @@ use super::peer_mapping::PeerMapping;
 use super::peer_process::PeerProcess;
 use super::region::Region;
 use super::smaps;
-use super::window::{Access, Reach, Window};
+use super::window::{Access, Reach, Window, Windows};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::Geometry;
@@ -190,6 +190,7 @@ impl Tensors {
 
     /// Returns a window of `len` bytes of one tensor from `offset` on. Returns `Err` of kind
     /// [`ErrorKind::System`] if they are not all inside the tensor, or there is no such tensor.
+    #[inline]
     pub fn window(&self, tensor: usize, offset: u64, len: u64) -> Result<Window<'_>> {
         let inside = offset.checked_add(len).is_some_and(|end| end <= self.tensor_bytes);
         match self.addrs.get(tensor) {
@@ -198,6 +199,28 @@ impl Tensors {
         }
     }
 
+    /// Returns `count` windows of `len` bytes of one tensor, the first from `offset` on and each `step` bytes after the
+    /// one before. Returns `Err` of kind [`ErrorKind::System`] if one of them is not inside the tensor, there is no
+    /// such tensor, or `count` is 0.
+    #[inline]
+    pub fn windows(
+        &self,
+        tensor: usize,
+        offset: u64,
+        len: u64,
+        (count, step): (u64, i64),
+    ) -> Result<Windows<'_>> {
+        let first = self.window(tensor, offset, len)?;
+        if count == 1 {
+            return Ok(first.into());
+        }
+        let distance = count.checked_sub(1).and_then(|steps| i64::try_from(steps).ok()?.checked_mul(step));
+        let last = distance.and_then(|distance| offset.checked_add_signed(distance)).unwrap_or(u64::MAX);
+        self.window(tensor, last, len)?;
+        Ok(Windows::inside(first, count, step))
+    }
+
+    #[cold]
     fn outside(&self, tensor: usize, offset: u64, len: u64) -> Error {
         Error::new(
             ErrorKind::System,

@@ -94,3 +94,62 @@ impl Window<'_> {
             && other.addr < self.addr + self.len
     }
 }
+
+/// One or more bounds-checked windows of equal length at a constant distance, all inside one tensor.
+#[derive(Clone, Copy, Debug)]
+pub struct Windows<'a> {
+    first: Window<'a>,
+    count: u64,
+    step: i64,
+}
+
+impl<'a> Windows<'a> {
+    /// Makes `count` windows, of which [`Tensors::windows`](super::Tensors::windows) has checked the first and the
+    /// last. All others are between these.
+    pub(super) fn inside(first: Window<'a>, count: u64, step: i64) -> Self {
+        Windows { first, count, step }
+    }
+
+    /// Returns the first window.
+    pub fn first(&self) -> Window<'a> {
+        self.first
+    }
+
+    /// Returns the number of windows, at least one.
+    pub fn count(&self) -> u64 {
+        self.count
+    }
+
+    /// Returns the bytes from the start of one window to the start of the next.
+    pub fn step(&self) -> i64 {
+        self.step
+    }
+
+    /// Returns whether a byte from the first to the last window is also between the first and the last of `other`.
+    pub fn overlaps(&self, other: &Windows<'_>) -> bool {
+        self.hull().overlaps(&other.hull())
+    }
+
+    /// Returns the smallest window that contains all of them.
+    fn hull(&self) -> Window<'a> {
+        // Inside the tensor, so the distance of the last window fits.
+        let distance = self.step.wrapping_mul(self.count.cast_signed() - 1);
+        let addr = self.first.addr.min(self.first.addr.wrapping_add_signed(distance));
+        Window { addr, len: self.first.len + distance.unsigned_abs(), ..self.first }
+    }
+
+    /// Returns every window.
+    pub fn iter(self) -> impl Iterator<Item = Window<'a>> {
+        let Windows { first, count, step } = self;
+        (0..count).map(move |k| Window {
+            addr: first.addr.wrapping_add_signed(step.wrapping_mul(k.cast_signed())),
+            ..first
+        })
+    }
+}
+
+impl<'a> From<Window<'a>> for Windows<'a> {
+    fn from(first: Window<'a>) -> Self {
+        Windows { first, count: 1, step: 0 }
+    }
+}

@@ -39,9 +39,7 @@ pub use packed_spans::{ReceivedSpans, SpanList, read_list};
 pub(crate) use range_list::RangeList;
 pub use request::{Moves, Pieces};
 pub(crate) use request::{REQUEST, total_bytes};
-pub use spans::Piece;
-#[cfg(feature = "testing")]
-pub use spans::Span;
+pub use spans::{Piece, Span};
 pub use template::Template;
 pub use template_list::check_counts;
 #[cfg(feature = "testing")]

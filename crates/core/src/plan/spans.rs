@@ -51,6 +51,19 @@ impl Span {
         let at = |start: u64, step: i64| start.wrapping_add_signed(step.wrapping_mul(k.cast_signed()));
         (at(self.src, self.src_step), at(self.dst, self.dst_step))
     }
+
+    pub(super) fn pieces(self) -> impl Iterator<Item = Piece> {
+        (0..self.count).map(move |k| {
+            let (src, dst) = self.piece(k);
+            Piece { src, dst, len: self.len }
+        })
+    }
+
+    /// Returns the span without its first `k` pieces, of which it must have at least as many.
+    pub(super) fn after(&self, k: u64) -> Span {
+        let (src, dst) = self.piece(k);
+        Span { src, dst, count: self.count - k, ..*self }
+    }
 }
 
 /// One contiguous range of bytes to copy in one tensor.

@@ -103,29 +103,23 @@ impl Wave {
     /// Returns the pieces of bytes `from..to`, counted along one tensor. The first and the last piece may be
     /// cut.
     pub fn pieces(&self, from: u64, to: u64) -> impl Iterator<Item = Piece> + '_ {
-        let (index, skip) = match &self.form {
-            Form::Spans { ends, .. } => (ends.partition_point(|&end| end <= from), 0),
-            Form::Packed(packed) => packed.seek(from),
-            Form::Blocks(blocks) => {
-                (usize::try_from(from / blocks.len).unwrap_or(usize::MAX), from % blocks.len)
-            }
-            Form::Template { ends, .. } => {
-                let one = ends.last().copied().unwrap_or(0).max(1);
-                let span = ends.partition_point(|&end| end <= from % one);
-                (usize::try_from(from / one).unwrap_or(usize::MAX), span as u64)
-            }
-        };
-        WavePieces { form: &self.form, at: from, to, index, skip }
+        SpansBetween::new(&self.form, from, to).flat_map(Span::pieces)
     }
 
     /// Returns the pieces of bytes `from..to`, each with its tensor. Bytes are counted along tensor 0, then
     /// along tensor 1, and so on.
     pub fn across_tensors(&self, from: u64, to: u64) -> impl Iterator<Item = (usize, Piece)> + '_ {
+        let each = |(tensor, span): (usize, Span)| span.pieces().map(move |piece| (tensor, piece));
+        self.spans_across_tensors(from, to).flat_map(each)
+    }
+
+    /// Returns the same pieces as [`across_tensors`](Self::across_tensors), as spans.
+    pub fn spans_across_tensors(&self, from: u64, to: u64) -> impl Iterator<Item = (usize, Span)> + '_ {
         let one = self.tensor_bytes().max(1);
         (from / one..to.div_ceil(one)).flat_map(move |tensor| {
             let start = tensor * one;
-            let pieces = self.pieces(from.saturating_sub(start), (to - start).min(one));
-            pieces.map(move |piece| (usize::try_from(tensor).unwrap_or(usize::MAX), piece))
+            let spans = SpansBetween::new(&self.form, from.saturating_sub(start), (to - start).min(one));
+            spans.map(move |span| (usize::try_from(tensor).unwrap_or(usize::MAX), span))
         })
     }
 }
@@ -140,76 +134,96 @@ fn ends_of(spans: &[Span]) -> Result<(Vec<u64>, u64)> {
     Ok((fallible::collect(PLAN, spans.iter().map(end))?, bytes))
 }
 
-struct WavePieces<'a> {
+/// The pieces of a range of bytes of one tensor, as spans.
+struct SpansBetween<'a> {
     form: &'a Form,
-    at: u64,
-    to: u64,
-    /// Index of the span, of the block, or of the pair of a template; for packed spans, the byte at which the
-    /// current span starts.
-    index: usize,
-    /// For blocks, the bytes of the current block before the first piece; for packed spans, the bytes of one
-    /// tensor in the spans before the current one; for a template, the index of the span.
+    /// Bytes still to return.
+    left: u64,
+    /// The pieces of the current span that were not returned yet.
+    span: Span,
+    /// Bytes of the next piece before the first byte to return.
     skip: u64,
+    /// The span after the current one: its index or, for packed spans, the byte at which it starts.
+    next: usize,
+    /// Index of the pair of places of that span, for a template.
+    pair: usize,
 }
 
-impl WavePieces<'_> {
-    /// Returns the current piece of `span`, which ends at byte `end` of one tensor, the bytes of the piece that are
-    /// already done, and whether it is the last one.
-    fn inside(&self, span: &Span, end: u64) -> (Piece, u64, bool) {
-        let inside = self.at - (end - span.bytes());
-        let (k, skip) = (inside / span.len, inside % span.len);
-        let (src, dst) = span.piece(k);
-        (Piece { src, dst, len: span.len }, skip, self.at + (span.len - skip) == end)
-    }
-
-    /// Returns the current piece of `template` and the bytes of it that are already done. Goes on to the next
-    /// span, and after the last one to the next pair, once a span ends.
-    fn of_template(&mut self, template: &Template, ends: &[u64]) -> Option<(Piece, u64)> {
-        let at = usize::try_from(self.skip).ok()?;
-        let span = template.placed(*template.pairs.get(self.index)?, template.spans.get(at)?);
-        let end = self.index as u64 * ends.last()? + ends.get(at)?;
-        let (piece, skip, last) = self.inside(&span, end);
-        if last && at + 1 == ends.len() {
-            (self.index, self.skip) = (self.index + 1, 0);
-        } else if last {
-            self.skip += 1;
-        }
-        Some((piece, skip))
-    }
-}
-
-impl Iterator for WavePieces<'_> {
-    type Item = Piece;
-
-    fn next(&mut self) -> Option<Piece> {
-        if self.at >= self.to {
-            return None;
-        }
-        let (whole, skip) = match self.form {
-            Form::Blocks(blocks) => {
-                let piece = blocks.piece(self.index)?;
-                self.index += 1;
-                (piece, std::mem::take(&mut self.skip))
+impl<'a> SpansBetween<'a> {
+    fn new(form: &'a Form, from: u64, to: u64) -> Self {
+        let index = |at: u64| usize::try_from(at).unwrap_or(usize::MAX);
+        // The span with the byte `at`, and the bytes of that span before it.
+        let find = |ends: &[u64], at: u64| {
+            let span = ends.partition_point(|&end| end <= at);
+            (span, at - span.checked_sub(1).map_or(0, |before| ends[before]))
+        };
+        let (pair, (next, inside)) = match form {
+            Form::Blocks(blocks) => (0, (index(from / blocks.len), from % blocks.len)),
+            Form::Spans { ends, .. } => (0, find(ends, from)),
+            Form::Template { ends, .. } => {
+                let one = ends.last().copied().unwrap_or(0).max(1);
+                (index(from / one), find(ends, from % one))
             }
             Form::Packed(packed) => {
-                let (span, next) = packed.at(self.index)?;
-                let end = self.skip + span.bytes();
-                let (piece, skip, last) = self.inside(&span, end);
-                if last {
-                    (self.index, self.skip) = (next, end);
-                }
-                (piece, skip)
-            }
-            Form::Template { template, ends } => self.of_template(template, ends)?,
-            Form::Spans { spans, ends } => {
-                let (span, end) = (spans.get(self.index)?, *ends.get(self.index)?);
-                let (piece, skip, last) = self.inside(span, end);
-                self.index += usize::from(last);
-                (piece, skip)
+                let (at, before) = packed.seek(from);
+                (0, (at, from - before))
             }
         };
-        let len = (whole.len - skip).min(self.to - self.at);
-        self.at += len;
-        Some(Piece { src: whole.src + skip, dst: whole.dst + skip, len })
+        let none = Span { count: 0, ..Span::single(0, 0, 1) };
+        let mut spans = SpansBetween { form, left: to.saturating_sub(from), span: none, skip: 0, next, pair };
+        if let Some(span) = spans.next_span() {
+            spans.span = span.after(inside / span.len);
+            spans.skip = inside % span.len;
+        }
+        spans
+    }
+
+    /// Returns the next span, not cut. `None` after the last one.
+    fn next_span(&mut self) -> Option<Span> {
+        let at = self.next;
+        self.next += 1;
+        match self.form {
+            Form::Blocks(blocks) => {
+                let Piece { src, dst, len } = blocks.piece(at)?;
+                Some(Span::single(src, dst, len))
+            }
+            Form::Spans { spans, .. } => spans.get(at).copied(),
+            Form::Template { template, .. } => {
+                let span = template.placed(*template.pairs.get(self.pair)?, template.spans.get(at)?);
+                if self.next == template.spans.len() {
+                    (self.pair, self.next) = (self.pair + 1, 0);
+                }
+                Some(span)
+            }
+            Form::Packed(packed) => {
+                let (span, next) = packed.at(at)?;
+                self.next = next;
+                Some(span)
+            }
+        }
+    }
+}
+
+impl Iterator for SpansBetween<'_> {
+    type Item = Span;
+
+    fn next(&mut self) -> Option<Span> {
+        if self.left == 0 {
+            return None;
+        }
+        if self.span.count == 0 {
+            self.span = self.next_span()?;
+        }
+        let (Span { src, dst, len, .. }, skip) = (self.span, self.skip);
+        let count = if self.left < self.span.bytes() { self.left / len } else { self.span.count };
+        let span = if skip > 0 || count == 0 {
+            self.skip = 0;
+            Span::single(src + skip, dst + skip, (len - skip).min(self.left))
+        } else {
+            Span { count, ..self.span }
+        };
+        self.span = self.span.after(span.count);
+        self.left -= span.bytes();
+        Some(span)
     }
 }

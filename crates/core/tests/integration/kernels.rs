@@ -6,7 +6,7 @@ use std::thread;
 
 use llm_datadist_core::ErrorKind;
 use llm_datadist_core::testing::memory::kernels::{Copy, Kernel, copy, copy_all};
-use llm_datadist_core::testing::memory::{Region, Tensors, Window};
+use llm_datadist_core::testing::memory::{Region, Tensors, Window, Windows};
 
 use crate::fixtures::{Buffer, StopOnDrop};
 
@@ -46,6 +46,10 @@ impl Arena {
         self.tensors.window(0, at as u64, len as u64).unwrap()
     }
 
+    fn windows(&self, at: usize, len: usize, (count, step): (usize, i64)) -> Windows<'_> {
+        self.tensors.windows(0, at as u64, len as u64, (count as u64, step)).unwrap()
+    }
+
     fn read(&self) -> Vec<u8> {
         self.buffer.read(self.start, self.before.len())
     }
@@ -60,10 +64,8 @@ type Piece = (usize, usize, usize);
 
 /// Copies pieces as one batch, compares the first `room` bytes with a copy byte by byte, and restores the destination.
 fn check_batch(from: &Arena, to: &Arena, pieces: &[Piece], room: usize, kernel: Kernel) {
-    let batch: Vec<Copy<'_>> = pieces
-        .iter()
-        .map(|&(src, dst, len)| Copy { src: from.window(src, len), dst: to.window(dst, len) })
-        .collect();
+    let batch: Vec<Copy<'_>> =
+        pieces.iter().map(|&(src, dst, len)| Copy::one(from.window(src, len), to.window(dst, len))).collect();
     copy_all(&batch, kernel).unwrap();
     check_copied(from, to, pieces, room, kernel);
 }
@@ -176,6 +178,69 @@ fn many_pieces_at_once() {
     assert!(alike >= 50 * kernels().len() && mixed >= 150 * kernels().len(), "{alike} {mixed}");
 }
 
+/// Several windows in one entry, short and long, at steps that keep or change the alignment, forwards and backwards.
+#[test]
+fn many_windows_in_one_entry() {
+    const ROOM: usize = 300_000;
+    let (from, to) = (Arena::new(ROOM, 7), Arena::new(ROOM, 13));
+    let (mut dice, mut short, mut others) = (Dice(3), 0, 0);
+    for &kernel in kernels() {
+        for round in 0..500 {
+            // Every other batch has only short pieces that are whole steps.
+            let whole_steps = round % 2 == 0;
+            let len =
+                if whole_steps { 128 * (1 + dice.below(4)) } else { LENGTHS[dice.below(LENGTHS.len())] };
+            let (mut batch, mut pieces): (Vec<Copy<'_>>, Vec<Piece>) = (Vec::new(), Vec::new());
+            let mut end = 0;
+            for _ in 0..=dice.below(5) {
+                let count = 1 + dice.below(12);
+                let dst_step = if whole_steps { len + 64 * dice.below(3) } else { len + dice.below(130) };
+                let dst = if whole_steps { end } else { end + dice.below(70) };
+                let room = dst_step * (count - 1) + len;
+                if dst + room > ROOM {
+                    break;
+                }
+                end = (dst + room).next_multiple_of(64);
+                // Sources may share bytes.
+                let src_step = dice.below((ROOM - len) / count);
+                let src = dice.below(ROOM - len - src_step * (count - 1) + 1);
+                let backwards = dice.below(2) == 0;
+                let place = |start: usize, step: usize, k: usize| {
+                    start + step * if backwards { count - 1 - k } else { k }
+                };
+                let signed = |step: usize| if backwards { -(step as i64) } else { step as i64 };
+                let (first_src, first_dst) = (place(src, src_step, 0), place(dst, dst_step, 0));
+                batch.push(Copy {
+                    src: from.windows(first_src, len, (count, signed(src_step))),
+                    dst: to.windows(first_dst, len, (count, signed(dst_step))),
+                });
+                pieces.extend((0..count).map(|k| (place(src, src_step, k), place(dst, dst_step, k), len)));
+            }
+            copy_all(&batch, kernel).unwrap();
+            check_copied(&from, &to, &pieces, ROOM, kernel);
+            short += usize::from(whole_steps && batch.len() > 1);
+            others += usize::from(!whole_steps && batch.len() > 1);
+        }
+        assert!(from.is_unchanged(), "the source was written");
+    }
+    assert!(short >= 100 * kernels().len() && others >= 100 * kernels().len(), "{short} {others}");
+}
+
+/// Windows in one entry whose sources and destinations lie between each other.
+#[test]
+fn windows_between_each_other() {
+    let arena = Arena::new(9000, 11);
+    for &kernel in kernels() {
+        for len in [1, 100, 128, 256, 512] {
+            let step = 2 * len as i64;
+            let windows = |at| arena.windows(at, len, (8, step));
+            copy_all(&[Copy { src: windows(0), dst: windows(len) }], kernel).unwrap();
+            let pieces: Vec<Piece> = (0..8).map(|k| (2 * k * len, (2 * k + 1) * len, len)).collect();
+            check_copied(&arena, &arena, &pieces, 9000, kernel);
+        }
+    }
+}
+
 #[test]
 fn pieces_onto_themselves_beside_others() {
     const ZONE: usize = 24 << 10;
@@ -218,8 +283,8 @@ fn overlapping_windows_are_copied_as_through_a_buffer() {
 #[test]
 fn a_batch_with_one_refused_pair_copies_nothing() {
     let (from, to) = (Arena::new(200, 3), Arena::new(200, 5));
-    let sound = Copy { src: from.window(0, 10), dst: to.window(0, 10) };
-    let unequal = Copy { src: from.window(20, 10), dst: to.window(20, 11) };
+    let sound = Copy::one(from.window(0, 10), to.window(0, 10));
+    let unequal = Copy::one(from.window(20, 10), to.window(20, 11));
     for &kernel in kernels() {
         for batch in [[sound, unequal], [unequal, sound]] {
             let error = copy_all(&batch, kernel).unwrap_err();
@@ -264,6 +329,33 @@ fn windows_are_inside_their_tensor() {
         assert_eq!((error.fact("tensors"), error.fact("tensor_bytes")), (Some("1"), Some("100")));
     }
     assert!(arena.tensors.window(0, 100, 0).unwrap().is_empty());
+    // The first and the last of several windows must be inside, also with negative steps.
+    let several = |offset, len, count, step| arena.tensors.windows(0, offset, len, (count, step));
+    for (offset, len, count, step, inside) in [
+        (0, 10, 10, 10, true),
+        (90, 10, 10, -10, true),
+        (50, 10, u64::MAX, 0, false),
+        (50, 10, 1 << 40, 0, true),
+        (0, 10, 11, 10, false),
+        (1, 10, 10, 10, false),
+        (89, 10, 10, -10, false),
+        (0, 10, 0, 10, false),
+        (0, 10, 2, i64::MIN, false),
+        (0, 10, 2, i64::MAX, false),
+        (0, 10, 1 << 40, 1 << 40, false),
+        (0, 101, 1, 0, false),
+        (100, 0, 2, -100, true),
+    ] {
+        assert_eq!(several(offset, len, count, step).is_ok(), inside, "{offset} {len} {count} {step}");
+    }
+    let starts: Vec<u64> = several(90, 10, 3, -20)
+        .unwrap()
+        .iter()
+        .map(|window| window.addr() - arena.tensors.addrs()[0])
+        .collect();
+    assert_eq!(starts, [90, 70, 50]);
+    assert!(several(0, 5, 3, 10).unwrap().overlaps(&several(24, 5, 3, -2).unwrap()));
+    assert!(!several(0, 5, 3, 10).unwrap().overlaps(&several(25, 5, 3, 10).unwrap()));
     let window = |offset, len| arena.window(offset, len);
     assert!(window(0, 10).overlaps(&window(9, 1)) && !window(0, 10).overlaps(&window(10, 1)));
     assert!(!window(5, 0).overlaps(&window(5, 0)), "no byte in common");

@@ -572,8 +572,16 @@ fn plans_are_as_small_as_the_layouts_allow() {
         side
     };
     assert_eq!(one(hnd(2, 0), hnd(4, 1)), ((1, 0), 512));
-    // The other order: the longer dimension is in the spans, so that there are as many as the shorter one has.
-    assert_eq!(one(nhd(2, 0, 512), hnd(2, 0)), ((4, 512), 512 * 64));
+    // The other order: a span for each token, so that its heads are contiguous on one side.
+    assert_eq!(one(nhd(2, 0, 512), hnd(2, 0)), ((16, 512), 512 * 64));
+    // Blocks of so many tokens that a span for each would take more memory: a span for each head.
+    let long = |order| {
+        let mut side = whole(rank(8, 2, 0), 3);
+        (side.layout.tokens_per_block, side.layout.order) = (2048, order);
+        side.row_stride = side.row_bytes();
+        side
+    };
+    assert_eq!(one(long(TokenOrder::Nhd), long(TokenOrder::Hnd)), ((4, 3), 3 * 4 * 2048));
     // Equal layouts, and blocks that divide each other: all is one piece.
     assert_eq!(one(nhd(2, 0, 512), nhd(2, 0, 512)), ((1, 0), 1));
     assert_eq!(one(nhd(2, 0, 512), with(|layout| layout.tokens_per_block = 64, 128)), ((1, 0), 1));

@@ -507,6 +507,52 @@ fn templates_of_peers() {
     seen.enough();
 }
 
+/// A part of a template, cut anywhere, is the same part of the list of its bytes.
+#[test]
+fn spans_of_a_range_of_a_template_are_its_bytes() {
+    let span = (12..18u64, 0..3u64, 1..4u64, 1..5u64, -3..9i64, 4..6i64).prop_map(
+        |(src, dst, len, count, src_step, dst_step)| Span { src, dst, len, count, src_step, dst_step },
+    );
+    let spans = prop::collection::vec(span, 1..4).prop_map(|mut spans| {
+        spans.iter_mut().zip(0..).for_each(|(span, at): (&mut Span, u64)| span.dst += 32 * at);
+        spans
+    });
+    let pairs =
+        prop::collection::vec(0..5u32, 1..5).prop_map(|src| src.into_iter().zip(0..).collect::<Vec<_>>());
+    let (whole, cut) = (Cell::new(0), Cell::new(0));
+    TestRunner::new(proptest_cases(2000))
+        .run(&(spans, pairs, any::<(u64, u64)>()), |(spans, pairs, ends)| {
+            let template = Template { src_unit: 7, dst_unit: 100, pairs: pairs.into(), spans };
+            let walked = walk_template(&template).unwrap();
+            let bytes = |tensor: usize, [src, dst, len]: [i128; 3]| {
+                (0..len).map(move |at| (tensor, src + at, dst + at))
+            };
+            let all: Vec<_> = (0..3)
+                .flat_map(|tensor| walked.iter().flat_map(move |&piece| bytes(tensor, piece)))
+                .collect();
+            let first = TensorSteps::consecutive(0);
+            let plan = CopyPlan::from_templates(3, first, first, vec![template]).unwrap();
+            let total = all.len() as u64 + 1;
+            let (from, to) = ((ends.0 % total).min(ends.1 % total), (ends.0 % total).max(ends.1 % total));
+            let mut part = Vec::new();
+            for (tensor, span) in plan.waves()[0].spans_across_tensors(from, to) {
+                prop_assert!(span.len > 0 && span.count > 0);
+                let pieces = one_by_one(&span).unwrap();
+                whole.set(whole.get() + u32::from(span.count > 1));
+                cut.set(cut.get() + u32::from(pieces.len() == 1));
+                part.extend(pieces.into_iter().flat_map(|piece| bytes(tensor, piece)));
+            }
+            prop_assert_eq!(&part[..], &all[from as usize..to as usize]);
+            let pieces = plan.waves()[0].across_tensors(from, to);
+            let piece = |Piece { src, dst, len }: Piece| [src.into(), dst.into(), len.into()];
+            let part: Vec<_> = pieces.flat_map(|(tensor, one)| bytes(tensor, piece(one))).collect();
+            prop_assert_eq!(&part[..], &all[from as usize..to as usize]);
+            Ok(())
+        })
+        .unwrap();
+    assert!(whole.get() > 0 && cut.get() > 0, "{whole:?} {cut:?}");
+}
+
 /// A plan may touch every n-th tensor; its bounds are those of the last one.
 #[test]
 fn plans_step_over_tensors() {

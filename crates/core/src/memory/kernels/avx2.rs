@@ -13,7 +13,7 @@ use std::arch::x86_64::{
     _mm256_stream_si256,
 };
 
-use super::plain::{Copy, plain};
+use super::plain::{Copy, RawCopies, RawCopy, RawRun, plain};
 
 /// Bytes of one step: two cache lines, copied by four loads and four stores.
 const STEP: usize = 128;
@@ -27,112 +27,129 @@ const STRIPE_AHEAD: usize = 256;
 /// become one stripe each.
 const CUT: usize = STRIPES * 4096;
 
-/// The windows of a [`Copy`] as pointers.
-#[derive(Clone, Copy)]
-struct RawCopy {
-    from: *const u8,
-    to: *mut u8,
-    len: usize,
+/// Maximum length of a short piece: four of them are prefetched ahead.
+const SHORT: u64 = 512;
+
+/// Returns the number of bytes before the first destination byte that starts a cache line, at most the whole
+/// length.
+fn head(piece: RawCopy) -> usize {
+    piece.to.align_offset(64).min(piece.len)
 }
 
-impl RawCopy {
-    fn of(copy: &Copy<'_>) -> RawCopy {
-        // A window lies in an address space, so its length fits.
-        let len = usize::try_from(copy.src.len()).unwrap_or(0);
-        RawCopy { from: copy.src.addr() as *const u8, to: copy.dst.addr() as *mut u8, len }
-    }
-
-    /// Returns the number of bytes before the first destination byte that starts a cache line, at most the
-    /// whole length.
-    fn head(self) -> usize {
-        self.to.align_offset(64).min(self.len)
-    }
-}
-
-/// Address and length of what is read after a stripe, for the prefetch.
-#[derive(Clone, Copy)]
-struct Following {
-    from: *const u8,
-    len: usize,
-}
-
-impl Following {
-    const NONE: Following = Following { from: std::ptr::null(), len: 0 };
-
-    fn of(copy: Option<&Copy<'_>>) -> Following {
-        copy.map_or(Following::NONE, |copy| {
-            let RawCopy { from, len, .. } = RawCopy::of(copy);
-            Following { from, len }
-        })
-    }
-}
-
-/// Copies one piece after the other with streaming stores, and prefetches the next piece.
+/// Copies one piece after the other or, if `LANES` is set, four stripes at once, which belong to one long piece or to
+/// four short ones. Prefetches the pieces that follow. Uses streaming stores if `STREAM` is set.
 ///
 /// # Safety
 ///
-/// Every pair of `batch` is sound (`kernels::sound`), and the CPU has AVX2.
+/// Every entry of `batch` is sound (`kernels::sound`), and the CPU has AVX2.
 #[target_feature(enable = "avx2")]
-pub(super) unsafe fn one(batch: &[Copy<'_>]) {
-    for (index, copy) in batch.iter().enumerate() {
-        if copy.src.overlaps(&copy.dst) {
-            plain(copy);
-        } else {
-            // SAFETY: the windows lie inside live tensors (promise 3), have equal lengths because the pair is
-            // sound, and do not overlap.
-            unsafe { lone(RawCopy::of(copy), Following::of(batch.get(index + 1))) };
+pub(super) unsafe fn copy<const STREAM: bool, const LANES: bool>(batch: &[Copy<'_>]) {
+    if batch.first().is_some_and(|first| batch.iter().all(|entry| short(entry, first))) {
+        for (index, entry) in batch.iter().enumerate() {
+            let next = batch.get(index + 1).unwrap_or(entry);
+            // SAFETY: both entries are sound and `short`, with pieces of the same length.
+            unsafe { shorts::<STREAM>(RawRun::of(entry), RawRun::of(next)) };
         }
+        _mm_sfence();
+        return;
+    }
+    let mut pieces = RawCopies::of(batch);
+    // The next four pieces, and the four after these.
+    let mut group = [RawCopy::NONE; 2 * STRIPES];
+    let mut count = fill(&mut group, &mut pieces);
+    while count > 0 {
+        let (now, next) = ([0, 1, 2, 3].map(|at| group[at]), [4, 5, 6, 7].map(|at| group[at]));
+        if LANES && alike(now) {
+            // SAFETY: the pieces are those of sound entries. They do not overlap, and have the same length and
+            // alignment, because they are `alike`.
+            unsafe { together::<STREAM>(now, next) };
+        } else {
+            for (index, piece) in now.into_iter().enumerate().take(count) {
+                let ahead = [1, STRIPES][usize::from(piece.len <= AHEAD / STRIPES)];
+                // SAFETY: the piece belongs to a sound entry.
+                unsafe { single::<STREAM, LANES>(piece, group[index + ahead]) };
+            }
+        }
+        group.copy_within(STRIPES.., 0);
+        count = count.saturating_sub(STRIPES);
+        count += fill(&mut group[STRIPES..], &mut pieces);
     }
     _mm_sfence();
 }
 
-/// Copies four stripes at once, which belong to one long piece or to four short ones, with streaming stores if
-/// `STREAM` is set and ordinary stores otherwise.
+/// Returns whether an entry has short pieces that are whole steps, as long as those of `first`. All destinations must
+/// start a cache line, and no source may overlap a destination.
+#[inline]
+fn short(entry: &Copy<'_>, first: &Copy<'_>) -> bool {
+    let (src, dst) = (entry.src, entry.dst);
+    let len = src.first().len();
+    let lines = dst.first().addr().is_multiple_of(64) && dst.step() % 64 == 0;
+    let whole = len <= SHORT && len.is_multiple_of(STEP as u64) && len == first.src.first().len();
+    whole && lines && !src.overlaps(&dst)
+}
+
+/// Copies short pieces, one after the other, and prefetches those that follow, at last those of `next`.
 ///
 /// # Safety
 ///
-/// As for [`one`].
+/// Both runs belong to sound entries that are [`short`], with pieces of the same length. The CPU has AVX2.
 #[target_feature(enable = "avx2")]
-pub(super) unsafe fn four<const STREAM: bool>(batch: &[Copy<'_>]) {
-    let mut rest = batch;
-    while let Some((first, others)) = rest.split_first() {
-        let four = rest.first_chunk::<STRIPES>().filter(|four| alike(four));
-        if first.src.overlaps(&first.dst) {
-            plain(first);
-            rest = others;
-        } else if first.src.len() >= CUT as u64 {
-            // SAFETY: the windows lie inside live tensors (promise 3), have equal lengths because the pair is
-            // sound, and do not overlap.
-            unsafe { cut::<STREAM>(RawCopy::of(first), Following::of(others.first())) };
-            rest = others;
-        } else if let Some(four) = four {
-            let next = rest.get(STRIPES..).unwrap_or_default();
-            let next = [0, 1, 2, 3].map(|stripe| Following::of(next.get(stripe)));
-            // SAFETY: as above for each of the four pieces. They have the same length and alignment because
-            // they are `alike`.
-            unsafe { together::<STREAM>(four.each_ref().map(RawCopy::of), next) };
-            rest = rest.get(STRIPES..).unwrap_or_default();
-        } else if STREAM {
-            // SAFETY: as above.
-            unsafe { lone(RawCopy::of(first), Following::of(others.first())) };
-            rest = others;
+unsafe fn shorts<const STREAM: bool>(run: RawRun, next: RawRun) {
+    let steps = run.first.len / STEP;
+    let inside = run.count.saturating_sub(STRIPES);
+    for index in 0..run.count {
+        let ahead = if index < inside {
+            run.at(index + STRIPES)
         } else {
-            plain(first);
-            rest = others;
+            next.at((index - inside).min(next.count.saturating_sub(1)))
+        };
+        for step in 0..steps {
+            hint(ahead.from.wrapping_add(step * STEP));
+            // SAFETY: `step < steps`, and each destination starts a cache line.
+            unsafe { one_step::<STREAM>(run.at(index), step) };
         }
     }
-    _mm_sfence();
 }
 
-/// Returns whether four short pieces can form four stripes: their lengths are equal, their destinations have
+/// Fills `group` with the next pieces. Returns their number; the rest of the group is empty.
+#[inline]
+fn fill(group: &mut [RawCopy], pieces: &mut RawCopies<'_>) -> usize {
+    let mut count = 0;
+    for place in group {
+        let piece = pieces.next();
+        count += usize::from(piece.is_some());
+        *place = piece.unwrap_or(RawCopy::NONE);
+    }
+    count
+}
+
+/// Returns whether four short pieces can form four stripes: their lengths are equal and not 0, their destinations have
 /// the same offset from the start of a cache line, and none overlaps its own destination.
-fn alike(four: &[Copy<'_>; STRIPES]) -> bool {
-    let len = four[0].src.len();
-    let line = |copy: &Copy<'_>| copy.dst.addr() % 64;
-    let fits = |copy: &Copy<'_>| {
-        copy.src.len() == len && line(copy) == line(&four[0]) && !copy.src.overlaps(&copy.dst)
-    };
-    len < CUT as u64 && four.iter().all(fits)
+#[inline]
+fn alike(four: [RawCopy; STRIPES]) -> bool {
+    let first = four[0];
+    let line = |piece: &RawCopy| piece.to.addr() % 64;
+    let fits = |piece: &RawCopy| piece.len == first.len && line(piece) == line(&first) && !piece.overlaps();
+    (1..CUT).contains(&first.len) && four.iter().all(fits)
+}
+
+/// Copies one piece, long ones as four stripes if `LANES` is set.
+///
+/// # Safety
+///
+/// `from..from + len` is readable and `to..to + len` is writable. `next` is readable. The CPU has AVX2.
+#[target_feature(enable = "avx2")]
+unsafe fn single<const STREAM: bool, const LANES: bool>(piece: RawCopy, next: RawCopy) {
+    if LANES && piece.len >= CUT && !piece.overlaps() {
+        // SAFETY: as promised by the caller, and the two do not overlap.
+        unsafe { cut::<STREAM>(piece, next) };
+    } else if STREAM && !piece.overlaps() {
+        // SAFETY: as above.
+        unsafe { lone(piece, next) };
+    } else {
+        // SAFETY: as promised by the caller.
+        unsafe { plain(piece) };
+    }
 }
 
 /// Copies one piece as one stripe, with streaming stores.
@@ -141,8 +158,8 @@ fn alike(four: &[Copy<'_>; STRIPES]) -> bool {
 ///
 /// `from..from + len` is readable, `to..to + len` is writable, the two do not overlap, and the CPU has AVX2.
 #[target_feature(enable = "avx2")]
-unsafe fn lone(piece: RawCopy, next: Following) {
-    let head = piece.head();
+unsafe fn lone(piece: RawCopy, next: RawCopy) {
+    let head = head(piece);
     let steps = (piece.len - head) / STEP;
     // SAFETY: `head + steps * STEP <= len`, and the destination is aligned from `head` on.
     unsafe { stripes::<1, AHEAD, true>([at(piece, head)], steps, [next]) };
@@ -156,14 +173,14 @@ unsafe fn lone(piece: RawCopy, next: Following) {
 ///
 /// As for [`lone`].
 #[target_feature(enable = "avx2")]
-unsafe fn cut<const STREAM: bool>(piece: RawCopy, next: Following) {
-    let head = piece.head();
+unsafe fn cut<const STREAM: bool>(piece: RawCopy, next: RawCopy) {
+    let head = head(piece);
     let stripe = (piece.len - head) / (STRIPES * STEP) * STEP;
     let next_lane = next.len / (STRIPES * STEP) * STEP;
     let next = [0, 1, 2, 3].map(|index| match next_lane {
-        0 => Following::NONE,
-        // Inside the next window, because `index * next_lane < next.len`.
-        len => Following { from: next.from.wrapping_add(index * next_lane), len },
+        0 => RawCopy::NONE,
+        // Inside the next piece, because `index * next_lane < next.len`.
+        len => RawCopy { len, ..at(next, index * next_lane) },
     });
     let pieces = [0, 1, 2, 3].map(|index| at(piece, head + index * stripe));
     // SAFETY: the four stripes end at `head + 4 * stripe <= len`. Each destination starts at a multiple of 64
@@ -180,8 +197,8 @@ unsafe fn cut<const STREAM: bool>(piece: RawCopy, next: Following) {
 /// As for [`lone`], for each piece. All pieces have the same length, and their destinations have the same
 /// offset from the start of a cache line.
 #[target_feature(enable = "avx2")]
-unsafe fn together<const STREAM: bool>(pieces: [RawCopy; STRIPES], next: [Following; STRIPES]) {
-    let head = pieces[0].head();
+unsafe fn together<const STREAM: bool>(pieces: [RawCopy; STRIPES], next: [RawCopy; STRIPES]) {
+    let head = head(pieces[0]);
     let steps = (pieces[0].len - head) / STEP;
     // SAFETY: `head + steps * STEP <= len` for each piece, and each destination is aligned from `head` on.
     unsafe { stripes::<STRIPES, STRIPE_AHEAD, STREAM>(pieces.map(|piece| at(piece, head)), steps, next) };
@@ -225,14 +242,14 @@ unsafe fn edges(piece: RawCopy, head: usize, tail: usize) {
 /// # Safety
 ///
 /// In every stripe, `steps * STEP` bytes are readable at the source and writable at the destination, and the
-/// two do not overlap. The address of the destination is a multiple of 64. The range that `next` describes is
-/// readable. The CPU has AVX2.
+/// two do not overlap. The address of the destination is a multiple of 64. The sources of `next` are readable. The
+/// CPU has AVX2.
 #[target_feature(enable = "avx2")]
 #[inline]
 unsafe fn stripes<const N: usize, const AHEAD: usize, const STREAM: bool>(
     pieces: [RawCopy; N],
     steps: usize,
-    next: [Following; N],
+    next: [RawCopy; N],
 ) {
     let inside = steps.saturating_sub(AHEAD / STEP);
     for step in 0..inside {

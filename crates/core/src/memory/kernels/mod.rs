@@ -13,9 +13,9 @@ mod avx2;
 mod plain;
 
 pub use plain::Copy;
-use plain::plain;
+use plain::{RawCopies, plain};
 
-use super::{Reach, Window};
+use super::Reach;
 use crate::error::{Error, ErrorKind, Result};
 
 /// A copy kernel that this CPU supports. All kernels except [`Kernel::PLAIN`] can be obtained only from
@@ -85,13 +85,13 @@ impl Kernel {
 
 /// Copies `src` to `dst`, in the same way as [`copy_all`].
 #[cfg(feature = "testing")]
-pub fn copy(src: Window<'_>, dst: Window<'_>, kernel: Kernel) -> Result<()> {
-    copy_all(&[Copy { src, dst }], kernel)
+pub fn copy(src: super::Window<'_>, dst: super::Window<'_>, kernel: Kernel) -> Result<()> {
+    copy_all(&[Copy::one(src, dst)], kernel)
 }
 
 /// Copies every source of `batch` to its destination, in any order.
 ///
-/// The two windows of a pair must have equal lengths, the CPU must be able to read the source, and the
+/// The two windows of a copy must have equal lengths, the CPU must be able to read the source, and the
 /// destination must be writable host memory. If one pair violates this, returns `Err` of kind
 /// [`ErrorKind::System`] and copies nothing.
 ///
@@ -100,38 +100,44 @@ pub fn copy(src: Window<'_>, dst: Window<'_>, kernel: Kernel) -> Result<()> {
 /// one engine. When this function has returned, any thread that synchronizes with this one sees all bytes.
 pub fn copy_all(batch: &[Copy<'_>], kernel: Kernel) -> Result<()> {
     if let Some(copy) = batch.iter().find(|copy| !sound(copy)) {
-        return Err(refused(copy.src, copy.dst));
+        return Err(refused(copy));
     }
     match kernel.0 {
-        Stores::Plain => batch.iter().for_each(plain),
+        // SAFETY: every copy is between windows of one sound entry, as checked above. They have equal lengths, lie
+        // inside live tensors (promise 3), and the CPU can read the first and write the second.
+        Stores::Plain => RawCopies::of(batch).for_each(|copy| unsafe { plain(copy) }),
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: every pair is sound, as checked above. The CPU has AVX2, because only `Kernel::all` creates
+        // SAFETY: every entry is sound, as checked above. The CPU has AVX2, because only `Kernel::all` creates
         // this value, after it has detected AVX2.
-        Stores::PlainLanes => unsafe { avx2::four::<false>(batch) },
+        Stores::PlainLanes => unsafe { avx2::copy::<false, true>(batch) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
-        Stores::Streaming => unsafe { avx2::one(batch) },
+        Stores::Streaming => unsafe { avx2::copy::<true, false>(batch) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
-        Stores::StreamingLanes => unsafe { avx2::four::<true>(batch) },
+        Stores::StreamingLanes => unsafe { avx2::copy::<true, true>(batch) },
     }
     Ok(())
 }
 
-/// Returns whether the CPU can read the source and write the destination, and both have the same length,
-/// which fits `usize`.
+/// Returns whether the CPU can read the sources and write the destinations, and both are equally many and have the
+/// same length, which fits `usize`.
 fn sound(copy: &Copy<'_>) -> bool {
-    let equal = copy.src.len() == copy.dst.len() && usize::try_from(copy.src.len()).is_ok();
-    equal && copy.src.host_addressable() && copy.dst.reach() == Reach::Host
+    let (src, dst) = (copy.src.first(), copy.dst.first());
+    let equal = src.len() == dst.len() && copy.src.count() == copy.dst.count();
+    equal && usize::try_from(src.len()).is_ok() && src.host_addressable() && dst.reach() == Reach::Host
 }
 
-fn refused(src: Window<'_>, dst: Window<'_>) -> Error {
+fn refused(copy: &Copy<'_>) -> Error {
+    let (src, dst) = (copy.src.first(), copy.dst.first());
     Error::new(
         ErrorKind::System,
         "the host kernel needs two windows of equal length in host-addressable memory, the second writable",
     )
     .with("src_bytes", src.len())
     .with("dst_bytes", dst.len())
+    .with("src_windows", copy.src.count())
+    .with("dst_windows", copy.dst.count())
     .with("src", format_args!("{:?}", src.reach()))
     .with("dst", format_args!("{:?}", dst.reach()))
 }

@@ -1,8 +1,14 @@
 //! The pieces that a run of tokens takes, as few and as long as the layouts of both sides allow.
 
+use std::cmp::Reverse;
+
 use super::super::spans::{PLAN, Span};
 use crate::error::Result;
 use crate::fallible;
+
+/// Most spans of a run of tokens for the sake of their order. If there would be more, the longest dimension becomes the
+/// count of the spans.
+const MOST: u64 = 1024;
 
 /// One dimension of a run of tokens: its planes, tokens or heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,16 +29,24 @@ impl Axis {
 }
 
 /// Returns the spans that copy `len` bytes for every combination of indices of `axes`. Reads start at byte `src` and
-/// writes at byte `dst`. The longest dimension becomes the count of the spans.
+/// writes at byte `dst`.
+///
+/// The order is that of the fastest copy: a side whose bytes are contiguous along the innermost dimension is read or
+/// written in order, and the other one at as few places in turn as possible (docs/performance.md).
 pub(super) fn spans(len: u64, axes: &[Axis], (src, dst): (u64, u64)) -> Result<Vec<Span>> {
     let (len, mut axes) = joined(len, axes);
-    axes.sort_unstable_by_key(|axis| axis.count);
+    axes.sort_unstable_by_key(|axis| (axis.src_step.min(axis.dst_step), axis.count));
+    let outer = |axes: &[Axis]| axes.iter().skip(1).map(|axis| axis.count).product::<u64>();
+    if outer(&axes) > MOST {
+        axes.sort_unstable_by_key(|axis| Reverse(axis.count));
+    }
+    let outer = outer(&axes);
+    let mut axes = axes.into_iter();
     let Axis { count, src_step, dst_step } =
-        axes.pop().unwrap_or(Axis { count: 1, src_step: 0, dst_step: 0 });
-    let outer: u64 = axes.iter().map(|axis| axis.count).product();
+        axes.next().unwrap_or(Axis { count: 1, src_step: 0, dst_step: 0 });
     let place = |mut index: u64| {
         let (mut src, mut dst) = (src, dst);
-        for axis in &axes {
+        for axis in axes.clone() {
             let at = index % axis.count;
             index /= axis.count;
             (src, dst) = (src + at * axis.src_step, dst + at * axis.dst_step);

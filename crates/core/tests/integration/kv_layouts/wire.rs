@@ -198,7 +198,7 @@ fn the_checksum_of_a_pair_is_that_of_its_pieces_in_order() {
     let case = between(whole(rank(8, 2, 0), 6), whole(hnd, 6));
     let plan = &case.plan(&part(&case)).unwrap().plans[0];
     let template = plan.waves()[0].template().unwrap();
-    assert_eq!((template.pairs.len(), template.spans.len()), (6, 4));
+    assert_eq!((template.pairs.len(), template.spans.len()), (6, 16));
     let (source, src) = memory(&case.src, 1);
     let per_pair = plan.waves()[0].tensor_bytes() / 6;
     let expected = (0..6).map(|pair| {
