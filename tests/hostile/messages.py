@@ -296,12 +296,13 @@ def sums(generation: int, values: list[int], count: int | None = None) -> bytes:
 
 
 def described(*, location: bytes = HIDDEN, **given: int) -> bytes:
-    """Reply 0: a cache of 2 tensors of 4 blocks of 256 bytes, unless other numbers are given."""
+    """Reply 0: a cache of 2 tensors of 4 blocks of 256 bytes without gaps or layout, unless other numbers are given."""
     cache = {"place": 0, "generation": 0, "tensors": 2, "rows": 4, "row_bytes": 256, "placement": 0, "allocated": 1}
     cache.update(given)
     names = uint(0) + uint(cache["place"]) + uint(cache["generation"]) + sint(1)
-    sizes = uint(0) + uint(cache["tensors"]) + uint(cache["rows"]) + uint(cache["row_bytes"])
-    return names + sizes + bytes([True, cache["placement"], cache["allocated"], True]) + location
+    stride = cache.get("row_stride", cache["row_bytes"])
+    sizes = uint(0) + uint(cache["tensors"]) + uint(cache["rows"]) + uint(cache["row_bytes"]) + uint(stride)
+    return names + sizes + bytes([True, cache["placement"], cache["allocated"], True]) + location + uint(0)
 
 
 def read_reply(body: bytes) -> dict[str, Any]:
@@ -312,6 +313,7 @@ def read_reply(body: bytes) -> dict[str, Any]:
         reader.uint(), reader.uint()
         told["cache"], told["row"] = reader.sint(), reader.uint()
         told["tensors"], told["rows"], told["row_bytes"] = reader.uint(), reader.uint(), reader.uint()
+        told["row_stride"] = reader.uint()
         return told  # flags and location follow
     if told["is"] in {"Ready", "Done"}:
         told["bytes"] = reader.uint()

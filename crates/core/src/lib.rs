@@ -176,7 +176,8 @@ pub use grants::Grant;
 pub use memory::Adopted;
 pub use model::{
     CacheDesc, CacheId, CacheKey, CacheKind, CacheLayout, ClusterId, DataType, Deadline, Geometry, GrantEnd,
-    GrantToken, KvGeometry, KvLayout, KvPlanes, NO_ID, Name, Placement, TokenOrder, Verify, tensor_bytes,
+    GrantToken, KvGeometry, KvLayout, KvPlanes, NO_ID, Name, Placement, RowSizes, SubRow, TokenOrder, Verify,
+    tensor_bytes,
 };
 pub use pool::PoolState;
 pub use session::{CommStatus, PeerAddress};

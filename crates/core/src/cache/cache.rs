@@ -163,9 +163,18 @@ impl Cache {
     /// Returns the address of the first byte of all tensors together, which are
     /// [`geometry().bytes()`](Geometry::bytes) long. Makes the checks of [`check_views`](Self::check_views) first.
     /// Returns `Err` of kind [`ErrorKind::InvalidArgument`] unless the cache was allocated as one range of bytes,
-    /// or has one tensor.
+    /// or has one tensor, and if there are gaps between rows that the engine did not allocate.
     pub fn one_range(&self) -> Result<u64> {
         self.check_views()?;
+        let rows = self.geometry().row_sizes();
+        if rows.has_gaps() && self.origin != Origin::Allocated {
+            return Err(Error::invalid(
+                "the rows of the cache have gaps between them that do not belong to it",
+            )
+            .with("cache_id", self.id)
+            .with("row_bytes", rows.bytes())
+            .with("row_stride", rows.stride()));
+        }
         self.tensors.one_range().ok_or_else(|| {
             Error::invalid("the tensors of the cache are not contiguous; allocate it with contiguous=True")
                 .with("cache_id", self.id)

@@ -12,7 +12,8 @@ use std::time::Duration;
 
 use crate::error::{ArrivedRows, Error, Result};
 use crate::fallible;
-use crate::plan::{CopyPlan, Piece, RangeList};
+use crate::model::RowSizes;
+use crate::plan::{CopyPlan, RangeList};
 use crate::sync::Mutex;
 
 /// Maximum number of tensors, and of row ranges per tensor, that the text of an error lists.
@@ -62,28 +63,28 @@ impl Progress {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    /// Returns the destination rows, of `row_bytes` bytes each, whose bytes in `plan` are all in place.
+    /// Returns the destination rows whose bytes in `plan` are all in place; `sizes` says where the rows lie.
     ///
     /// Tensors without such a row are left out, and so is everything after 2^20 ranges of rows. A row that
     /// the plan writes twice counts once both writes have happened. Returns `Err(OutOfMemory)` if there is no
     /// memory for the lists.
-    pub fn arrived(&self, plan: &CopyPlan, row_bytes: u64) -> Result<Vec<ArrivedRows>> {
+    pub fn arrived(&self, plan: &CopyPlan, sizes: impl Into<RowSizes>) -> Result<Vec<ArrivedRows>> {
         let mut arrived = Vec::new();
         if self.bytes() == 0 {
             return Ok(arrived);
         }
         let gaps = self.gaps(plan.bytes())?;
-        let row_bytes = row_bytes.max(1);
+        let sizes = sizes.into();
         let mut planned = RangeList::new(ARRIVED);
         for wave in plan.waves() {
             wave.pieces(0, wave.tensor_bytes())
-                .try_for_each(|piece| planned.add(rows_of(piece, row_bytes)))?;
+                .try_for_each(|piece| planned.add(sizes.touched(piece.dst, piece.len)))?;
         }
         let (planned, mut count) = (planned.joined(), 0);
         let tensors = plan.dst_tensors();
         for index in 0..plan.num_tensors() {
             let tensor = u32::try_from(tensors.tensor(index as usize)).unwrap_or(u32::MAX);
-            let rows = without(&planned, &missing(plan, index, &gaps, row_bytes)?)?;
+            let rows = without(&planned, &missing(plan, index, &gaps, sizes)?)?;
             count += rows.len();
             if count > MOST {
                 break;
@@ -107,7 +108,7 @@ impl Progress {
 
 /// Returns the rows of the `index`-th tensor of `plan` with a planned byte in `gaps`, which are positions of
 /// the plan.
-fn missing(plan: &CopyPlan, index: u32, gaps: &[Range<u64>], row_bytes: u64) -> Result<Vec<Range<u64>>> {
+fn missing(plan: &CopyPlan, index: u32, gaps: &[Range<u64>], sizes: RowSizes) -> Result<Vec<Range<u64>>> {
     let (mut missing, mut start) = (RangeList::new(ARRIVED), 0u64);
     for wave in plan.waves() {
         let one = wave.tensor_bytes();
@@ -115,7 +116,8 @@ fn missing(plan: &CopyPlan, index: u32, gaps: &[Range<u64>], row_bytes: u64) -> 
         let first = gaps.partition_point(|gap| gap.end <= from);
         for gap in gaps[first..].iter().take_while(|gap| gap.start < from + one) {
             let (first, last) = (gap.start.max(from) - from, gap.end.min(from + one) - from);
-            wave.pieces(first, last).try_for_each(|piece| missing.add(rows_of(piece, row_bytes)))?;
+            wave.pieces(first, last)
+                .try_for_each(|piece| missing.add(sizes.touched(piece.dst, piece.len)))?;
         }
         start += one * u64::from(plan.num_tensors());
     }
@@ -124,8 +126,8 @@ fn missing(plan: &CopyPlan, index: u32, gaps: &[Range<u64>], row_bytes: u64) -> 
 
 /// Adds to the error of a transfer which destination rows are in place nevertheless: all of them in
 /// [`Error::arrived`], the first ones in the text.
-pub fn with_arrived_rows(error: Error, progress: &Progress, plan: &CopyPlan, row_bytes: u64) -> Error {
-    let Ok(whole) = progress.arrived(plan, row_bytes) else {
+pub fn with_arrived_rows(error: Error, progress: &Progress, plan: &CopyPlan, sizes: RowSizes) -> Error {
+    let Ok(whole) = progress.arrived(plan, sizes) else {
         return error.with("arrived", "unknown (out of memory)");
     };
     let mut text = String::new();
@@ -139,11 +141,6 @@ pub fn with_arrived_rows(error: Error, progress: &Progress, plan: &CopyPlan, row
     }
     let rest = if whole.len() > SHOWN { "…" } else { "nothing else" };
     error.with("arrived", format_args!("{text}{rest}")).with_arrived(whole)
-}
-
-/// Returns the rows that a piece writes. The first and the last one may be written in part.
-fn rows_of(piece: Piece, row_bytes: u64) -> Range<u64> {
-    piece.dst / row_bytes..(piece.dst + piece.len).div_ceil(row_bytes)
 }
 
 /// Returns the parts of `ranges` outside `holes`. Both are ascending and disjoint.

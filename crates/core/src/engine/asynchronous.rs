@@ -12,7 +12,7 @@ use crate::cache::{Cache, CallRows, RowUse};
 use crate::copy::Staging;
 use crate::error::Result;
 use crate::events::{Event, EventQueue, Transfer};
-use crate::model::{Deadline, Placement};
+use crate::model::{Deadline, Placement, SubRow};
 use crate::plan::Moves;
 use crate::stats::Op;
 use crate::transfer::{Call, CallPurpose, Execution, LaneKey, LocalCopy, Work};
@@ -116,8 +116,19 @@ impl DataDist {
         pairs: &[(i64, i64)],
         limit: Option<Duration>,
     ) -> Result<Arc<Transfer>> {
+        self.copy_sub_rows_async(cache, pairs, SubRow::default(), limit)
+    }
+
+    /// Starts a [`copy_sub_rows`](Self::copy_sub_rows); otherwise like [`pull_async`](Self::pull_async).
+    pub fn copy_sub_rows_async(
+        &self,
+        cache: &End,
+        pairs: &[(i64, i64)],
+        part: SubRow,
+        limit: Option<Duration>,
+    ) -> Result<Arc<Transfer>> {
         let deadline = self.limited(limit);
-        let (cache, moves) = self.checked_copy_blocks(cache, pairs)?;
+        let (cache, moves) = self.checked_copy_blocks(cache, pairs, part)?;
         self.start_copy(Op::CopyBlocks, (cache.clone(), cache), moves, Staging::DEFAULT, deadline)
     }
 
@@ -129,9 +140,21 @@ impl DataDist {
         pairs: &[(i64, i64)],
         limit: Option<Duration>,
     ) -> Result<Arc<Transfer>> {
+        self.swap_sub_rows_async((src, dst), pairs, SubRow::default(), limit)
+    }
+
+    /// Starts a [`swap_sub_rows`](Self::swap_sub_rows) from the first end to the second; otherwise like
+    /// [`pull_async`](Self::pull_async).
+    pub fn swap_sub_rows_async(
+        &self,
+        (src, dst): (&End, &End),
+        pairs: &[(i64, i64)],
+        part: SubRow,
+        limit: Option<Duration>,
+    ) -> Result<Arc<Transfer>> {
         let deadline = self.limited(limit);
         let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
-        let (moves, staging) = self.checked_swap(&src, &dst, pairs)?;
+        let (moves, staging) = self.checked_swap((&src, &dst), pairs, part)?;
         let op = if src.placement() == Placement::Host { Op::SwapIn } else { Op::SwapOut };
         self.start_copy(op, (src, dst), moves, staging, deadline)
     }

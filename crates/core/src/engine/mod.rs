@@ -29,7 +29,9 @@ use crate::copy::Staging;
 use crate::device::DeviceSet;
 use crate::error::Result;
 use crate::memory::{self, Adopted, Tensors};
-use crate::model::{CacheDesc, CacheId, CacheKey, CacheKind, CacheLayout, Deadline, Geometry, Placement};
+use crate::model::{
+    CacheDesc, CacheId, CacheKey, CacheKind, CacheLayout, Deadline, Geometry, Placement, SubRow,
+};
 use crate::plan::Moves;
 use crate::pool::Arena;
 use crate::resources::Resources;
@@ -259,19 +261,30 @@ impl DataDist {
     /// Copies blocks within one cache, with the result of copying the pairs in the given order (contract
     /// §7.10). Without pairs, it does nothing.
     pub fn copy_blocks(&self, cache: &End, pairs: &[(i64, i64)]) -> Result<()> {
+        self.copy_sub_rows(cache, pairs, SubRow::default())
+    }
+
+    /// Does a [`copy_blocks`](Self::copy_blocks) of a part of every block. The part that is read and the part that is written
+    /// must be the same part of a block, or have no byte in common.
+    pub fn copy_sub_rows(&self, cache: &End, pairs: &[(i64, i64)], part: SubRow) -> Result<()> {
         self.resources.stats.timed(Op::CopyBlocks, || {
             let deadline = self.deadline();
-            let (cache, moves) = self.checked_copy_blocks(cache, pairs)?;
+            let (cache, moves) = self.checked_copy_blocks(cache, pairs, part)?;
             self.run(Op::CopyBlocks, (cache.clone(), cache), moves, Staging::DEFAULT, deadline)
         })
     }
 
-    fn checked_copy_blocks(&self, cache: &End, pairs: &[(i64, i64)]) -> Result<(Arc<Cache>, Moves)> {
+    fn checked_copy_blocks(
+        &self,
+        cache: &End,
+        pairs: &[(i64, i64)],
+        part: SubRow,
+    ) -> Result<(Arc<Cache>, Moves)> {
         room_for_lists(pairs.len())?;
         let cache = self.resolve(cache)?;
         let moves = match self.mode() {
-            Mode::CacheManager => validate::copy_blocks(cache.layout(), pairs),
-            Mode::KvCacheManager => validate::copy_rows(cache.layout(), pairs),
+            Mode::CacheManager => validate::copy_blocks(cache.layout(), pairs, part),
+            Mode::KvCacheManager => validate::copy_rows(cache.layout(), pairs, part),
         }?;
         Ok((cache, moves))
     }
@@ -279,6 +292,12 @@ impl DataDist {
     /// Copies blocks between a host cache and a device cache; the placements give the direction (contract
     /// §7.11). Without pairs, it does nothing.
     pub fn swap_blocks(&self, src: &End, dst: &End, pairs: &[(i64, i64)]) -> Result<()> {
+        self.swap_sub_rows(src, dst, pairs, SubRow::default())
+    }
+
+    /// Does a [`swap_blocks`](Self::swap_blocks) of a part of every block. With a part, the blocks of both caches may have
+    /// different sizes.
+    pub fn swap_sub_rows(&self, src: &End, dst: &End, pairs: &[(i64, i64)], part: SubRow) -> Result<()> {
         let deadline = self.deadline();
         let (src, dst) = (self.resolve(src), self.resolve(dst));
         // A call that names an unknown cache is counted as well, by the end that is known.
@@ -290,16 +309,21 @@ impl DataDist {
         let op = if into_device { Op::SwapIn } else { Op::SwapOut };
         self.resources.stats.timed(op, || {
             let (src, dst) = (src?, dst?);
-            let (moves, staging) = self.checked_swap(&src, &dst, pairs)?;
+            let (moves, staging) = self.checked_swap((&src, &dst), pairs, part)?;
             self.run(op, (src, dst), moves, staging, deadline)
         })
     }
 
-    fn checked_swap(&self, src: &Cache, dst: &Cache, pairs: &[(i64, i64)]) -> Result<(Moves, Staging)> {
+    fn checked_swap(
+        &self,
+        (src, dst): (&Cache, &Cache),
+        pairs: &[(i64, i64)],
+        part: SubRow,
+    ) -> Result<(Moves, Staging)> {
         room_for_lists(pairs.len())?;
         let moves = match self.mode() {
-            Mode::CacheManager => validate::swap_blocks(src.layout(), dst.layout(), pairs),
-            Mode::KvCacheManager => validate::swap_rows(src.layout(), dst.layout(), pairs),
+            Mode::CacheManager => validate::swap_blocks(src.layout(), dst.layout(), pairs, part),
+            Mode::KvCacheManager => validate::swap_rows(src.layout(), dst.layout(), pairs, part),
         }?;
         let buffer_bytes = src.geometry().row_bytes();
         Ok((moves, Staging { path: self.resources.config.swap_in, buffer_bytes }))

@@ -12,6 +12,7 @@ use super::smaps;
 use super::window::{Access, Reach, Window};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
+use crate::model::Geometry;
 
 /// The tensors of one cache. They have equal sizes, arbitrary addresses, and one owner, which is dropped with
 /// this value.
@@ -32,7 +33,10 @@ enum Memory {
     Carved(Arc<Region>),
     /// The caller's memory. The first copy that reads, and the first that writes, store the first address
     /// that is not mapped with that access; `None` if all are.
-    Adopted([OnceLock<Option<u64>>; 2]),
+    Adopted {
+        unmapped: [OnceLock<Option<u64>>; 2],
+        geometry: Geometry,
+    },
     /// Memory of another process, mapped here read-only.
     Mapped,
     /// Memory of another process, not mapped here.
@@ -96,11 +100,12 @@ impl Tensors {
     /// Creates tensors over the caller's own memory.
     #[expect(clippy::needless_pass_by_value, reason = "takes over the caller's promise")]
     pub fn adopted(adopted: Adopted) -> Tensors {
+        let geometry = adopted.layout().geometry;
         Tensors {
-            tensor_bytes: adopted.layout().geometry.tensor_bytes(),
+            tensor_bytes: geometry.tensor_bytes(),
             addrs: adopted.shared_addrs(),
             contiguous: false,
-            memory: Memory::Adopted(Default::default()),
+            memory: Memory::Adopted { unmapped: Default::default(), geometry },
             _owner: None,
         }
     }
@@ -134,15 +139,15 @@ impl Tensors {
     pub fn reach(&self) -> Reach {
         match &self.memory {
             Memory::Carved(region) if !region.host_addressable() => Reach::Device,
-            Memory::Carved(_) | Memory::Adopted(_) => Reach::Host,
+            Memory::Carved(_) | Memory::Adopted { .. } => Reach::Host,
             Memory::Mapped => Reach::HostRead,
             Memory::Process(_) => Reach::Process,
         }
     }
 
-    /// Returns whether they are memory of the caller in this process.
-    pub(super) fn adopted_here(&self) -> bool {
-        matches!(self.memory, Memory::Adopted(_))
+    /// Returns whether they are memory of the caller in this process, without gaps between rows.
+    pub(super) fn adopted_whole(&self) -> bool {
+        matches!(&self.memory, Memory::Adopted { geometry, .. } if !geometry.row_sizes().has_gaps())
     }
 
     /// Returns whether the CPU can dereference the addresses, at least to read.
@@ -161,12 +166,21 @@ impl Tensors {
     ///
     /// Without this check, a copy could crash half-way instead of returning an error. The kernel is asked
     /// once for reads and once for writes, at the first copy of that kind. Unmapping the memory later breaks
-    /// the promise of [`Adopted`].
+    /// the promise of [`Adopted`]. Gaps between rows need not be mapped.
     pub fn check_mapped(&self, access: Access) -> Result<()> {
-        let Memory::Adopted(known) = &self.memory else { return Ok(()) };
-        let unmapped = known[access as usize].get_or_init(|| {
-            let ranges = self.addrs.iter().map(|&addr| (addr, self.tensor_bytes));
-            smaps::first_unmapped(ranges, access == Access::Write)
+        let Memory::Adopted { unmapped, geometry } = &self.memory else { return Ok(()) };
+        let unmapped = unmapped[access as usize].get_or_init(|| {
+            let write = access == Access::Write;
+            let tensors = self.addrs.iter().map(|&addr| (addr, self.tensor_bytes));
+            let unmapped = smaps::first_unmapped(tensors, write)?;
+            if !geometry.row_sizes().has_gaps() {
+                return Some(unmapped);
+            }
+            let row_at = |addr: u64| move |row| (addr + geometry.row_start(row), geometry.row_bytes());
+            smaps::first_unmapped(
+                self.addrs.iter().flat_map(|&addr| (0..geometry.rows()).map(row_at(addr))),
+                write,
+            )
         });
         let Some(addr) = unmapped else { return Ok(()) };
         let way = if access == Access::Write { "writable" } else { "readable" };

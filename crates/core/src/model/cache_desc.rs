@@ -6,7 +6,8 @@
 use std::fmt;
 
 use super::kv_layout::KvLayout;
-use crate::error::{Error, Result};
+use super::row_sizes::RowSizes;
+use crate::error::{Error, Result, ensure};
 
 macro_rules! data_types {
     ($($(#[$doc:meta])* $variant:ident = $value:literal, $bytes:literal, $name:literal;)*) => {
@@ -111,8 +112,8 @@ pub struct CacheDesc {
     pub data_type: DataType,
     /// Placement, which selects the pool.
     pub placement: Placement,
-    /// Bytes from the start of one row to the start of the next, for padded pages and packed layers. `None` if rows
-    /// follow each other without gaps.
+    /// Bytes from the start of one row to the start of the next, for padded pages and packed layers: a multiple of
+    /// the element size, and at least the bytes of a row. `None` if rows follow each other without gaps.
     pub row_stride: Option<u64>,
     /// What the rows mean, if the caller said so.
     pub kv_layout: Option<Box<KvLayout>>,
@@ -137,6 +138,7 @@ pub struct Geometry {
     num_tensors: u32,
     rows: u64,
     row_bytes: u64,
+    row_stride: u64,
 }
 
 impl Geometry {
@@ -146,19 +148,27 @@ impl Geometry {
     pub const MAX_TENSORS: u32 = 1 << 24;
 
     /// Computes the sizes of `desc`. Returns `Err` of kind `InvalidArgument` unless it has 1 to
-    /// 31 dimensions, each above zero, 1 to 2^24 tensors, and less than 2^63 bytes in total.
+    /// 31 dimensions, each above zero, 1 to 2^24 tensors, a row stride that holds whole elements and a whole row, and
+    /// less than 2^63 bytes in total.
     pub fn new(desc: &CacheDesc) -> Result<Self> {
         if !(1..=Self::MAX_TENSORS).contains(&desc.num_tensors) {
             let range = format_args!("1 to {}", Self::MAX_TENSORS);
             return Err(Error::out_of_range("num_tensors", desc.num_tensors, range));
         }
-        let tensor_bytes = tensor_bytes(&desc.shape, desc.data_type)?;
-        let whole = tensor_bytes.checked_mul(u64::from(desc.num_tensors));
-        if whole.is_none_or(|bytes| i64::try_from(bytes).is_err()) {
-            return Err(too_large(&desc.shape).with("num_tensors", desc.num_tensors));
-        }
+        let dense_bytes = tensor_bytes(&desc.shape, desc.data_type)?;
         let rows = desc.shape[0].unsigned_abs();
-        Ok(Geometry { num_tensors: desc.num_tensors, rows, row_bytes: tensor_bytes / rows })
+        let row_bytes = dense_bytes / rows;
+        let row_stride = desc.row_stride.unwrap_or(row_bytes);
+        check_row_stride(row_stride, row_bytes, desc.data_type)?;
+        let whole = row_stride
+            .checked_mul(rows - 1)
+            .and_then(|bytes| bytes.checked_add(row_bytes))
+            .and_then(|bytes| bytes.checked_mul(u64::from(desc.num_tensors)));
+        if whole.is_none_or(|bytes| i64::try_from(bytes).is_err()) {
+            let error = too_large(&desc.shape).with("num_tensors", desc.num_tensors);
+            return Err(desc.row_stride.map_or(error.clone(), |stride| error.with("row_stride", stride)));
+        }
+        Ok(Geometry { num_tensors: desc.num_tensors, rows, row_bytes, row_stride })
     }
 
     /// Returns the number of tensors.
@@ -171,23 +181,51 @@ impl Geometry {
         self.rows
     }
 
-    /// Returns the bytes of one batch slot or block in one tensor (the *stride*).
+    /// Returns the bytes of one batch slot or block in one tensor.
     pub fn row_bytes(&self) -> u64 {
         self.row_bytes
     }
 
-    /// Returns the bytes of one tensor.
-    pub fn tensor_bytes(&self) -> u64 {
-        self.rows * self.row_bytes
+    /// Returns the bytes from the start of one row to the start of the next.
+    pub fn row_stride(&self) -> u64 {
+        self.row_stride
     }
 
-    /// Returns the bytes of all tensors.
+    /// Returns where the rows of a tensor lie.
+    pub fn row_sizes(&self) -> RowSizes {
+        RowSizes::new(self.row_bytes, self.row_stride)
+    }
+
+    /// Returns the first byte of a row of the cache, from the start of the tensor.
+    pub fn row_start(&self, row: u64) -> u64 {
+        row * self.row_stride
+    }
+
+    /// Returns the bytes of one tensor, from the first byte of its first row to the last byte of its last row. Gaps
+    /// between the rows count.
+    pub fn tensor_bytes(&self) -> u64 {
+        (self.rows - 1) * self.row_stride + self.row_bytes
+    }
+
+    /// Returns the bytes of all tensors, gaps between rows included.
     pub fn bytes(&self) -> u64 {
         self.tensor_bytes().saturating_mul(u64::from(self.num_tensors()))
     }
 }
 
-/// Returns the bytes of one tensor of `shape`. Returns `Err` of kind `InvalidArgument` unless it
+/// Checks that rows `row_stride` bytes apart do not overlap, and that each begins with a whole element.
+fn check_row_stride(row_stride: u64, row_bytes: u64, data_type: DataType) -> Result<()> {
+    ensure(row_stride >= row_bytes, || {
+        Error::argument("row_stride", row_stride, format_args!("at least the {row_bytes} bytes of a row"))
+    })?;
+    let element = data_type.bytes();
+    ensure(row_stride.is_multiple_of(element), || {
+        let required = format_args!("a multiple of the {element} bytes of an element");
+        Error::argument("row_stride", row_stride, required).with("data_type", data_type.name())
+    })
+}
+
+/// Returns the bytes of one tensor of `shape`, without gaps between its rows. Returns `Err` of kind `InvalidArgument` unless it
 /// has 1 to 31 dimensions, each above zero, and less than 2^63 bytes in total.
 pub fn tensor_bytes(shape: &[i64], data_type: DataType) -> Result<u64> {
     let invalid = |required: &str| Error::argument("shape", format_args!("{shape:?}"), required);

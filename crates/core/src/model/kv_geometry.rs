@@ -47,7 +47,13 @@ impl KvGeometry {
                 .with("layout", &layout)
                 .with("data_type", data_type.name())
         })?;
-        Ok(KvGeometry { layout, rows: geometry.rows(), row_stride: row_bytes, data_type, plane_bytes })
+        Ok(KvGeometry {
+            layout,
+            rows: geometry.rows(),
+            row_stride: geometry.row_stride(),
+            data_type,
+            plane_bytes,
+        })
     }
 
     /// Returns the layout of a cache with these sizes, if its description has one. Returns `Err` as [`new`](Self::new).

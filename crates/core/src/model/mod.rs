@@ -7,6 +7,8 @@ mod ids;
 mod keys;
 mod kv_geometry;
 mod kv_layout;
+mod row_sizes;
+mod sub_row;
 mod verify;
 
 pub use cache_desc::{CacheDesc, CacheKind, CacheLayout, DataType, Geometry, Placement, tensor_bytes};
@@ -16,4 +18,6 @@ pub use ids::{AddressLocation, CacheId, ClusterId};
 pub use keys::{CacheKey, NO_ID, Name};
 pub use kv_geometry::KvGeometry;
 pub use kv_layout::{KvLayout, KvPlanes, TokenOrder};
+pub use row_sizes::RowSizes;
+pub use sub_row::SubRow;
 pub use verify::Verify;

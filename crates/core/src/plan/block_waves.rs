@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use super::blocks::Blocks;
 use super::order::{self, CacheCount};
-use super::spans::PLAN;
+use super::spans::{PLAN, Piece};
+use super::template::Template;
 use super::waves::Wave;
 use crate::error::Result;
 use crate::fallible;
@@ -22,19 +23,44 @@ pub(super) fn waves(
     pairs: Vec<(u32, u32)>,
     caches: CacheCount,
 ) -> Result<Vec<Wave>> {
+    ordered(pairs, caches, |pairs, scattered| {
+        let blocks = Blocks { len, src, dst, pairs };
+        if scattered { Ok(Wave::of_blocks(blocks)) } else { joined(blocks.pieces()) }
+    })
+}
+
+/// Returns the waves of `pairs` of rows, of each of which the one piece of `template` is copied. Otherwise like [`waves`].
+pub(super) fn waves_of_rows(
+    template: &Template,
+    pairs: Vec<(u32, u32)>,
+    caches: CacheCount,
+) -> Result<Vec<Wave>> {
+    let (src_unit, dst_unit) = (template.src_unit, template.dst_unit);
+    ordered(pairs, caches, |pairs, scattered| {
+        let spans = fallible::copied(PLAN, &template.spans)?;
+        let template = Template { src_unit, dst_unit, pairs, spans };
+        if scattered { Wave::of_template(template) } else { joined(template.first_pieces()) }
+    })
+}
+
+/// Splits pairs into waves, sorts each, and has `wave` make it from its pairs and from whether they are scattered.
+fn ordered(
+    pairs: Vec<(u32, u32)>,
+    caches: CacheCount,
+    wave: impl Fn(Arc<Vec<(u32, u32)>>, bool) -> Result<Wave>,
+) -> Result<Vec<Wave>> {
     let free = apart(&pairs, caches)? || !order::order_matters(&pairs, caches)?;
     let waves = if free { vec![pairs] } else { order::waves(&pairs, caches)? };
-    let wave = |mut pairs: Vec<(u32, u32)>| {
+    let sorted = |mut pairs: Vec<(u32, u32)>| {
         by_source(&mut pairs)?;
         let scattered = scattered(&pairs);
-        let blocks = Blocks { len, src, dst, pairs: Arc::new(pairs) };
-        if scattered {
-            Ok(Wave::of_blocks(blocks))
-        } else {
-            Wave::new(order::strided(order::contiguous(blocks.pieces())?)?)
-        }
+        wave(Arc::new(pairs), scattered)
     };
-    fallible::try_collect(PLAN, waves.into_iter().map(wave))
+    fallible::try_collect(PLAN, waves.into_iter().map(sorted))
+}
+
+fn joined(pieces: impl ExactSizeIterator<Item = Piece>) -> Result<Wave> {
+    Wave::new(order::strided(order::contiguous(pieces)?)?)
 }
 
 /// Returns whether no block is written twice and, if source and destination are one cache, no written block

@@ -8,6 +8,7 @@ use super::blocks::Blocks;
 use super::order::{self, CacheCount};
 use super::request::{Moves, Pieces};
 use super::spans::{PLAN, Piece};
+use super::template::Template;
 use super::tensor_steps::TensorSteps;
 use super::waves::Wave;
 use crate::error::Result;
@@ -36,12 +37,13 @@ impl CopyPlan {
         // The pieces are taken, not copied: allocating memory for a long list costs more than planning it.
         let waves = match std::mem::take(&mut moves.pieces) {
             Pieces::Blocks(Blocks { len, src, dst, pairs }) => {
-                let mut pairs = Arc::try_unwrap(pairs).or_else(|shared| fallible::copied(PLAN, &shared))?;
+                let mut pairs = unshared(pairs)?;
                 if one_cache {
                     pairs.retain(|(src, dst)| src != dst);
                 }
                 block_waves::waves(len, (src, dst), pairs, caches)?
             }
+            Pieces::Rows(template) => row_waves(template, caches)?,
             Pieces::Listed(mut pieces) => {
                 if one_cache {
                     pieces.retain(|piece| piece.src != piece.dst);
@@ -128,6 +130,23 @@ impl CopyPlan {
             wave.across_tensors(from.max(start) - start, to.min(end) - start)
         })
     }
+}
+
+fn unshared(pairs: Arc<Vec<(u32, u32)>>) -> Result<Vec<(u32, u32)>> {
+    Arc::try_unwrap(pairs).or_else(|shared| fallible::copied(PLAN, &shared))
+}
+
+/// Returns the waves of the same part of many rows.
+fn row_waves(mut template: Template, caches: CacheCount) -> Result<Vec<Wave>> {
+    let mut pairs = unshared(std::mem::take(&mut template.pairs))?;
+    // Within one cache, the part that is read and the part that is written are equal or do not overlap
+    // (`validate::sub_rows`). In the second case no byte is both read and written, as between two caches.
+    let equal = template.spans.iter().all(|span| span.src == span.dst);
+    let caches = if equal { caches } else { CacheCount::Two };
+    if caches == CacheCount::One {
+        pairs.retain(|(src, dst)| src != dst);
+    }
+    block_waves::waves_of_rows(&template, pairs, caches)
 }
 
 /// Returns the waves of `pieces`, with neighbours joined.

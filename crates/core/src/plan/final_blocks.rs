@@ -9,6 +9,7 @@ use super::copy_plan::CopyPlan;
 use super::spans::{PLAN, Piece};
 use crate::error::Result;
 use crate::fallible;
+use crate::model::RowSizes;
 
 /// One block of every `SAMPLED` is chosen.
 const SAMPLED: u64 = 64;
@@ -27,8 +28,8 @@ pub enum LocalEnd {
 pub struct BlockSizes {
     /// Which end of the plan is the local cache.
     pub local: LocalEnd,
-    /// Bytes of one row of the local cache.
-    pub row_bytes: u64,
+    /// Where the rows of the local cache lie.
+    pub rows: RowSizes,
     /// Most bytes of a block.
     pub most: u64,
 }
@@ -102,9 +103,9 @@ pub(super) fn cut(piece: Piece, sizes: BlockSizes) -> impl Iterator<Item = Piece
     let mut done = 0;
     std::iter::from_fn(move || {
         let left = piece.len.checked_sub(done).filter(|&left| left > 0)?;
-        let in_row = (sizes.local.of(&piece) + done) % sizes.row_bytes.max(1);
+        let in_row = sizes.rows.place_in_row(sizes.local.of(&piece) + done);
         let most = sizes.most.max(1);
-        let room = (sizes.row_bytes - in_row).min(most - in_row % most);
+        let room = (sizes.rows.bytes() - in_row).min(most - in_row % most);
         let block = Piece { src: piece.src + done, dst: piece.dst + done, len: left.min(room) };
         done += block.len;
         Some(block)

@@ -18,6 +18,7 @@ mod order;
 mod packed_spans;
 mod range_list;
 mod request;
+mod row_bounds;
 mod span_limits;
 mod spans;
 mod template;

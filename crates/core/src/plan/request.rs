@@ -6,7 +6,8 @@
 use std::sync::Arc;
 
 use super::blocks::Blocks;
-use super::spans::Piece;
+use super::spans::{Piece, Span};
+use super::template::Template;
 use crate::error::{Error, Result};
 use crate::fallible;
 
@@ -34,6 +35,8 @@ pub enum Pieces {
     /// Pieces of any size and position.
     Listed(Vec<Piece>),
     Blocks(Blocks),
+    /// The same part of many rows that are not copied whole or do not follow each other: one span of one piece.
+    Rows(Template),
 }
 
 impl Default for Pieces {
@@ -57,10 +60,37 @@ impl Pieces {
         fallible::collect(REQUEST, pairs.map(one)).map(Pieces::Listed)
     }
 
+    /// Returns the same part of many rows: `first` says which part of row 0 of the source goes to which part of row 0 of
+    /// the destination, and `strides` how far apart the rows of both are. Each row must lie inside its tensor. Whole rows
+    /// without gaps become [`blocks`](Self::blocks). `Err(InvalidArgument)` as there.
+    pub fn rows(
+        first: Piece,
+        strides: (u64, u64),
+        pairs: impl ExactSizeIterator<Item = (u64, u64)> + Clone,
+    ) -> Result<Pieces> {
+        let Piece { src, dst, len } = first;
+        if strides == (len, len) && (src, dst) == (0, 0) {
+            return Self::blocks(len, pairs);
+        }
+        total_bytes(pairs.len() as u64, len)?;
+        let narrow = |row: u64| u32::try_from(row).ok();
+        if pairs.clone().all(|(src, dst)| narrow(src | dst).is_some()) {
+            let pairs =
+                pairs.map(|(src, dst)| (narrow(src).unwrap_or(u32::MAX), narrow(dst).unwrap_or(u32::MAX)));
+            let pairs = Arc::new(fallible::collect(REQUEST, pairs)?);
+            let spans = fallible::collect(REQUEST, std::iter::once(Span::single(src, dst, len)))?;
+            return Ok(Pieces::Rows(Template { src_unit: strides.0, dst_unit: strides.1, pairs, spans }));
+        }
+        let one =
+            |(from, to): (u64, u64)| Piece { src: src + from * strides.0, dst: dst + to * strides.1, len };
+        fallible::collect(REQUEST, pairs.map(one)).map(Pieces::Listed)
+    }
+
     pub fn count(&self) -> usize {
         match self {
             Pieces::Listed(pieces) => pieces.len(),
             Pieces::Blocks(blocks) => blocks.pairs.len(),
+            Pieces::Rows(template) => template.pairs.len() * template.spans.len(),
         }
     }
 
@@ -68,6 +98,7 @@ impl Pieces {
         (0..self.count()).map(|at| match self {
             Pieces::Listed(pieces) => pieces[at],
             Pieces::Blocks(blocks) => blocks.piece_of(blocks.pairs[at]),
+            Pieces::Rows(template) => template.first_piece_at(template.pairs[at]),
         })
     }
 
@@ -76,6 +107,7 @@ impl Pieces {
         match &mut self {
             Pieces::Listed(pieces) => pieces.iter_mut().for_each(|piece| piece.dst += by),
             Pieces::Blocks(blocks) => blocks.dst += by,
+            Pieces::Rows(template) => template.spans.iter_mut().for_each(|span| span.dst += by),
         }
         self
     }

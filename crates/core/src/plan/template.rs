@@ -72,6 +72,18 @@ impl Template {
         self.pairs.iter().flat_map(move |&pair| self.spans.iter().map(move |span| self.placed(pair, span)))
     }
 
+    /// Returns the first piece of the template at a pair of places. A template of a request has only this one.
+    pub(super) fn first_piece_at(&self, pair: (u32, u32)) -> Piece {
+        let first = self.spans.first().copied().unwrap_or(Span::single(0, 0, 0));
+        let Span { src, dst, len, .. } = self.placed(pair, &first);
+        Piece { src, dst, len }
+    }
+
+    /// Returns the first piece at every pair of places.
+    pub(super) fn first_pieces(&self) -> impl ExactSizeIterator<Item = Piece> + '_ {
+        self.pairs.iter().map(|&pair| self.first_piece_at(pair))
+    }
+
     /// Returns the number of spans at all places.
     pub(super) fn num_spans(&self) -> usize {
         self.pairs.len().saturating_mul(self.spans.len())

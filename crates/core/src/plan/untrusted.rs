@@ -17,6 +17,7 @@ use super::tensor_steps::TensorSteps;
 use super::waves::Wave;
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
+use crate::model::RowSizes;
 
 /// Maximum number of waves of a peer's plan. Blocks with one destination need one wave each.
 pub const MOST_WAVES: usize = 1 << 16;
@@ -161,15 +162,16 @@ impl CopyPlan {
         Ok(())
     }
 
-    /// Returns the rows of `row_bytes` bytes that are read, in ascending order, each once. A peer's plan must
-    /// have passed [`check_bounds`](Self::check_bounds); then there are at most as many rows as the cache has.
-    pub fn src_rows(&self, row_bytes: u64) -> Result<Vec<u64>> {
-        rows(self.waves(), row_bytes, PlanAccess::Read)
+    /// Returns the rows that are read, in ascending order, each once; `sizes` says where they lie. A peer's plan must
+    /// have passed [`check_bounds`](Self::check_bounds) and [`check_rows`](Self::check_rows); then there are at most as
+    /// many rows as the cache has.
+    pub fn src_rows(&self, sizes: impl Into<RowSizes>) -> Result<Vec<u64>> {
+        rows(self.waves(), sizes.into().stride(), PlanAccess::Read)
     }
 
-    /// Returns the rows of `row_bytes` bytes that are written; otherwise like [`src_rows`](Self::src_rows).
-    pub fn dst_rows(&self, row_bytes: u64) -> Result<Vec<u64>> {
-        rows(self.waves(), row_bytes, PlanAccess::Written)
+    /// Returns the rows that are written; otherwise like [`src_rows`](Self::src_rows).
+    pub fn dst_rows(&self, sizes: impl Into<RowSizes>) -> Result<Vec<u64>> {
+        rows(self.waves(), sizes.into().stride(), PlanAccess::Written)
     }
 }
 
@@ -183,17 +185,17 @@ struct Places<'a> {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum PlanAccess {
+pub(super) enum PlanAccess {
     Read,
     Written,
 }
 
 impl PlanAccess {
-    fn name(self) -> &'static str {
+    pub(super) fn name(self) -> &'static str {
         if self == PlanAccess::Read { "read" } else { "written" }
     }
 
-    fn of<T>(self, ends: (T, T)) -> T {
+    pub(super) fn of<T>(self, ends: (T, T)) -> T {
         if self == PlanAccess::Read { ends.0 } else { ends.1 }
     }
 
@@ -217,21 +219,21 @@ impl PlanAccess {
     }
 
     /// Returns the start of the first piece of `span`, and the distance to the next piece.
-    fn start(self, span: &Span) -> (u64, i64) {
+    pub(super) fn start(self, span: &Span) -> (u64, i64) {
         self.of(((span.src, span.src_step), (span.dst, span.dst_step)))
     }
 
     /// Returns the rows of `blocks` if they are in ascending order and each block is exactly one row.
-    fn rows_if_sorted(self, blocks: &Blocks, row_bytes: u64) -> Result<Option<Vec<u64>>> {
+    fn rows_if_sorted(self, blocks: &Blocks, row_stride: u64) -> Result<Option<Vec<u64>>> {
         let first = self.of((blocks.src, blocks.dst));
         let numbers = || blocks.pairs.iter().map(|&pair| u64::from(self.of(pair)));
-        if blocks.len != row_bytes
-            || !first.is_multiple_of(row_bytes)
+        if blocks.len != row_stride
+            || !first.is_multiple_of(row_stride)
             || !numbers().is_sorted_by(|a, b| a < b)
         {
             return Ok(None);
         }
-        fallible::collect(ROWS, numbers().map(|number| first / row_bytes + number)).map(Some)
+        fallible::collect(ROWS, numbers().map(|number| first / row_stride + number)).map(Some)
     }
 
     /// Returns the bytes from the first to the last byte of a template, at each of its places.
@@ -242,28 +244,28 @@ impl PlanAccess {
     }
 
     /// Returns the rows of a wave of blocks or of a template. `None` if a list of ranges takes less memory.
-    fn rows_of_places(self, wave: &Wave, row_bytes: u64) -> Result<Option<Vec<u64>>> {
+    fn rows_of_places(self, wave: &Wave, row_stride: u64) -> Result<Option<Vec<u64>>> {
         if let Some(blocks) = wave.blocks() {
-            let sorted = self.rows_if_sorted(blocks, row_bytes)?;
+            let sorted = self.rows_if_sorted(blocks, row_stride)?;
             if sorted.is_some() || blocks.end_offsets().is_none() {
                 return Ok(sorted);
             }
             let (first, len) = (self.of((blocks.src, blocks.dst)), blocks.len);
-            return self.rows_by_bitmap(&Places { pairs: &blocks.pairs, first, unit: len, len }, row_bytes);
+            return self.rows_by_bitmap(&Places { pairs: &blocks.pairs, first, unit: len, len }, row_stride);
         }
         let places = self.template_places(wave);
-        places.map_or(Ok(None), |places| self.rows_by_bitmap(&places, row_bytes))
+        places.map_or(Ok(None), |places| self.rows_by_bitmap(&places, row_stride))
     }
 
     /// Returns the rows of `places` by marking one bit for each row, which takes a fraction of the time and
     /// memory of sorting. `None` if the bitmap has more words than there are places, or if a place may touch
     /// more than two rows.
-    fn rows_by_bitmap(self, places: &Places<'_>, row_bytes: u64) -> Result<Option<Vec<u64>>> {
+    fn rows_by_bitmap(self, places: &Places<'_>, row_stride: u64) -> Result<Option<Vec<u64>>> {
         let Places { pairs, first, unit, len } = *places;
         let numbers = || pairs.iter().map(|&pair| u64::from(self.of(pair)));
         let end = numbers().fold(0, u64::max) * unit + first + len;
-        let words = usize::try_from(end.div_ceil(row_bytes).div_ceil(64)).unwrap_or(usize::MAX);
-        if len > row_bytes || words > pairs.len() {
+        let words = usize::try_from(end.div_ceil(row_stride).div_ceil(64)).unwrap_or(usize::MAX);
+        if len > row_stride || words > pairs.len() {
             return Ok(None);
         }
         let mut bits = fallible::filled(ROWS, 0u64, words)?;
@@ -273,12 +275,12 @@ impl PlanAccess {
                 *word |= 1 << (row % 64);
             }
         };
-        if unit == row_bytes && first % row_bytes + len <= row_bytes {
-            numbers().for_each(|number| set(first / row_bytes + number));
+        if unit == row_stride && first % row_stride + len <= row_stride {
+            numbers().for_each(|number| set(first / row_stride + number));
         } else {
             for start in numbers().map(|number| first + number * unit) {
-                set(start / row_bytes);
-                set((start + (len - 1)) / row_bytes);
+                set(start / row_stride);
+                set((start + (len - 1)) / row_stride);
             }
         }
         let mut rows =
@@ -322,23 +324,24 @@ fn total(bytes: u64, tensors: u32) -> Result<()> {
     })
 }
 
-fn rows(waves: &[Wave], row_bytes: u64, access: PlanAccess) -> Result<Vec<u64>> {
-    let row_bytes = row_bytes.max(1);
+/// Returns the rows that `access` touches. Row `r` is the bytes from `r·row_stride` on, up to the next row. That includes
+/// the gap after it, which no piece touches.
+fn rows(waves: &[Wave], row_stride: u64, access: PlanAccess) -> Result<Vec<u64>> {
     if let [wave] = waves
-        && let Some(rows) = access.rows_of_places(wave, row_bytes)?
+        && let Some(rows) = access.rows_of_places(wave, row_stride)?
     {
         return Ok(rows);
     }
     let mut touched = RangeList::new(ROWS);
     let mut add =
-        |start: u64, bytes: u64| touched.add(start / row_bytes..(start + (bytes - 1)) / row_bytes + 1);
+        |start: u64, bytes: u64| touched.add(start / row_stride..(start + (bytes - 1)) / row_stride + 1);
     for wave in waves {
         if let Some(blocks) = wave.blocks() {
             blocks.pieces().try_for_each(|piece| add(access.of((piece.src, piece.dst)), piece.len))?;
             continue;
         }
         if let Some(Places { pairs, first, unit, len }) = access.template_places(wave)
-            && len <= row_bytes
+            && len <= row_stride
         {
             // Each place touches the rows of its first and of its last byte, and there is none in between.
             pairs.iter().try_for_each(|&pair| add(first + unit * u64::from(access.of(pair)), len))?;
@@ -348,7 +351,7 @@ fn rows(waves: &[Wave], row_bytes: u64, access: PlanAccess) -> Result<Vec<u64>> 
             let (start, step) = access.start(&span);
             // Steps of at most one row skip no row in between. With longer steps every piece is visited, of which
             // there are at most `MOST_PIECES`.
-            if step.unsigned_abs() <= row_bytes {
+            if step.unsigned_abs() <= row_stride {
                 if let Some(range) = hull(start, step, span.count, span.len) {
                     add(range.start, range.end - range.start)?;
                 }

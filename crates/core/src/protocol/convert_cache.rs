@@ -22,6 +22,7 @@ impl WireCache {
             num_tensors: layout.geometry.num_tensors(),
             rows: layout.geometry.rows(),
             row_bytes: layout.geometry.row_bytes(),
+            row_stride: layout.geometry.row_stride(),
             blocks: layout.kind == CacheKind::Blocks,
             placement: layout.placement as u8,
             allocated: false,
@@ -57,7 +58,7 @@ impl WireCache {
             shape: vec![dim(self.rows)?, dim(self.row_bytes)?],
             data_type: DataType::Uint8,
             placement,
-            row_stride: None,
+            row_stride: Some(self.row_stride),
             kv_layout: None,
         };
         let geometry = Geometry::new(&desc).map_err(|error| invalid("invalid sizes").because(error))?;

@@ -342,6 +342,8 @@ pub struct WireCache {
     /// Number of rows, that is batch slots or blocks, in one tensor.
     pub rows: u64,
     pub row_bytes: u64,
+    /// Bytes from the start of one row to the start of the next.
+    pub row_stride: u64,
     pub blocks: bool,
     /// Number of the placement in the public API.
     pub placement: u8,

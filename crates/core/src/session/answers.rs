@@ -16,7 +16,7 @@ use crate::copy::{CopyEngine, Progress, Staging, with_arrived_rows};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::grants::{GrantedRead, RowRanges};
-use crate::model::{CacheId, Deadline, Geometry, GrantId, Name};
+use crate::model::{CacheId, Deadline, Geometry, GrantId, Name, RowSizes};
 use crate::net::Stream;
 use crate::plan::CopyPlan;
 use crate::protocol::{
@@ -223,10 +223,10 @@ impl RequestContext<'_> {
         &self,
         id: &GrantId,
         cache: &Cache,
-        rows: impl FnOnce(u64) -> Result<Vec<u64>>,
+        rows: impl FnOnce(RowSizes) -> Result<Vec<u64>>,
     ) -> Result<GrantedRead> {
         let read = self.resources.grants.read(id)?;
-        read.grant().covers(cache.id(), &rows(cache.geometry().row_bytes())?)?;
+        read.grant().covers(cache.id(), &rows(cache.geometry().row_sizes())?)?;
         Ok(read)
     }
 
@@ -234,12 +234,12 @@ impl RequestContext<'_> {
     fn checksums(&self, call: &NamedCache, asked: AskedBlocks, grant: Option<GrantId>) -> Result<Reply> {
         let pinned = self.pinned(call, |cache| {
             asked.check_bounds(cache.geometry())?;
-            let reads = rows(cache, |row_bytes| asked.rows(row_bytes))?;
+            let reads = rows(cache, |sizes| asked.rows(sizes))?;
             self.pin(cache, RowUse { reads, ..RowUse::default() }, call.deadline)
         })?;
         let Some((cache, _pin)) = pinned else { return Ok(Reply::Stale) };
         self.still_wanted()?;
-        let lent = |id| self.begin_granted(&id, &cache, |row_bytes| asked.rows(row_bytes));
+        let lent = |id| self.begin_granted(&id, &cache, |sizes| asked.rows(sizes));
         let granted = grant.map(lent).transpose()?;
         let reply = asked.reply(self.resources, call.name, &cache, call.deadline)?;
         granted.map_or(Ok(()), GrantedRead::finish)?;
@@ -319,15 +319,14 @@ impl RequestContext<'_> {
     ) -> Result<(), Ended> {
         let begun = bounded(plan, from, to).and_then(|plan| {
             let pinned = self.pinned(call, |cache| {
-                plan.check_bounds(Some(sizes(cache.geometry())), None)?;
+                check_plan(&plan, Some(cache.geometry()), None)?;
                 CopyEngine::can_send(cache.tensors())?;
-                let reads = rows(cache, |row_bytes| plan.src_rows(row_bytes))?;
+                let reads = rows(cache, |sizes| plan.src_rows(sizes))?;
                 self.pin(cache, RowUse { reads, ..RowUse::default() }, call.deadline)
             })?;
             let Some((cache, pin)) = pinned else { return Ok(None) };
-            let granted = grant
-                .map(|id| self.begin_granted(&id, &cache, |row_bytes| plan.src_rows(row_bytes)))
-                .transpose()?;
+            let granted =
+                grant.map(|id| self.begin_granted(&id, &cache, |sizes| plan.src_rows(sizes))).transpose()?;
             Ok(Some((plan, cache, pin, granted)))
         });
         let bytes = to.saturating_sub(from);
@@ -356,9 +355,9 @@ impl RequestContext<'_> {
         let bytes = to.saturating_sub(from);
         let begun = bounded(plan, from, to).and_then(|plan| {
             let pinned = self.pinned(call, |cache| {
-                plan.check_bounds(None, Some(sizes(cache.geometry())))?;
+                check_plan(&plan, None, Some(cache.geometry()))?;
                 CopyEngine::can_receive(cache.tensors())?;
-                let writes = rows(cache, |row_bytes| plan.dst_rows(row_bytes))?;
+                let writes = rows(cache, |sizes| plan.dst_rows(sizes))?;
                 self.pin(cache, RowUse { writes, ..RowUse::default() }, call.deadline)
             })?;
             Ok(pinned.map(|(cache, pin)| (plan, cache, pin)))
@@ -440,8 +439,9 @@ impl RequestContext<'_> {
             return Ok(Reply::Unreachable { reason });
         };
         let pinned = self.pinned(call, |cache| {
-            plan.check_bounds(Some((num_tensors, tensor_bytes)), Some(sizes(cache.geometry())))?;
-            let writes = rows(cache, |row_bytes| plan.dst_rows(row_bytes))?;
+            plan.check_bounds(Some((num_tensors, tensor_bytes)), None)?;
+            check_plan(&plan, None, Some(cache.geometry()))?;
+            let writes = rows(cache, |sizes| plan.dst_rows(sizes))?;
             self.pin(cache, RowUse { writes, ..RowUse::default() }, call.deadline)
         })?;
         let Some((cache, pin)) = pinned else { return Ok(Reply::Stale) };
@@ -462,7 +462,7 @@ impl RequestContext<'_> {
             Err(error) if error.kind() == ErrorKind::NotEnabled => {
                 Ok(Reply::Unreachable { reason: error.to_string() })
             }
-            Err(error) => Err(with_arrived_rows(error, &progress, &plan, cache.geometry().row_bytes())),
+            Err(error) => Err(with_arrived_rows(error, &progress, &plan, cache.geometry().row_sizes())),
         }
     }
 }
@@ -476,10 +476,10 @@ struct NamedCache {
 }
 
 /// Returns the rows of `cache` to pin: one for each pin, because rows may share a pin. `touched` returns the
-/// groups of rows that the plan touches, given the size in bytes of a group that shares a pin.
-fn rows(cache: &Cache, touched: impl FnOnce(u64) -> Result<Vec<u64>>) -> Result<Vec<u64>> {
+/// groups of rows that the plan touches, given the sizes of groups that share a pin.
+fn rows(cache: &Cache, touched: impl FnOnce(RowSizes) -> Result<Vec<u64>>) -> Result<Vec<u64>> {
     let together = rows_of_a_pin(cache);
-    let mut rows = touched(cache.geometry().row_bytes() * together)?;
+    let mut rows = touched(cache.geometry().row_sizes().grouped(together))?;
     for row in &mut rows {
         *row *= together;
     }
@@ -496,8 +496,12 @@ fn bounded(plan: WirePlan, from: u64, to: u64) -> Result<CopyPlan> {
     Err(Error::argument("the range of a transfer", format_args!("{from} to {to}"), allowed))
 }
 
-fn sizes(geometry: Geometry) -> (u32, u64) {
-    (geometry.num_tensors(), geometry.tensor_bytes())
+/// Checks that a plan from a peer stays inside the rows of the caches that it reads and writes. `None` stands for a cache
+/// that is checked elsewhere.
+fn check_plan(plan: &CopyPlan, src: Option<Geometry>, dst: Option<Geometry>) -> Result<()> {
+    let sizes = |geometry: Geometry| (geometry.num_tensors(), geometry.tensor_bytes());
+    plan.check_bounds(src.map(sizes), dst.map(sizes))?;
+    plan.check_rows(src.as_ref().map(Geometry::row_sizes), dst.as_ref().map(Geometry::row_sizes))
 }
 
 fn unknown_address(at: usize, addr: u64) -> Error {

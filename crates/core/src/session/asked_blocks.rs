@@ -5,7 +5,7 @@ use crate::checksums::{ByteRange, Checksums};
 use crate::copy::PairBlocks;
 use crate::error::{Error, Result, ensure};
 use crate::fallible;
-use crate::model::{Deadline, Geometry, Name};
+use crate::model::{Deadline, Geometry, Name, RowSizes};
 use crate::plan::{CopyPlan, LocalEnd};
 use crate::protocol::{MAX_CHECKSUMS, MAX_HASHED, Reply, WirePlan};
 use crate::resources::Resources;
@@ -22,7 +22,7 @@ pub(super) enum AskedBlocks {
 }
 
 impl AskedBlocks {
-    /// Checks that the blocks lie inside the tensors of a cache, and that they have few enough bytes together. So a
+    /// Checks that the blocks lie inside the rows of a cache, and that they have few enough bytes together. So a
     /// request takes a bounded time, even if its caller is gone. Returns `Err(InvalidArgument)` otherwise.
     pub(super) fn check_bounds(&self, geometry: Geometry) -> Result<()> {
         match self {
@@ -31,12 +31,12 @@ impl AskedBlocks {
         }
     }
 
-    /// Returns the rows of `row_bytes` bytes in which the blocks lie, in ascending order, each once. The blocks must have
-    /// passed [`check_bounds`](Self::check_bounds).
-    pub(super) fn rows(&self, row_bytes: u64) -> Result<Vec<u64>> {
+    /// Returns the rows in which the blocks lie, in ascending order, each once; `sizes` says where the rows lie. The blocks
+    /// must have passed [`check_bounds`](Self::check_bounds).
+    pub(super) fn rows(&self, sizes: RowSizes) -> Result<Vec<u64>> {
         match self {
-            AskedBlocks::Ranges(ranges) => ranges.rows(row_bytes),
-            AskedBlocks::Pairs(pairs) => pairs.rows(row_bytes),
+            AskedBlocks::Ranges(ranges) => ranges.rows(sizes),
+            AskedBlocks::Pairs(pairs) => pairs.rows(sizes),
         }
     }
 
@@ -90,7 +90,7 @@ impl AskedRanges {
             let text = format!("{count} tensors from tensor {first} are not in a cache");
             return Err(Error::invalid(text).with("num_tensors", geometry.num_tensors()));
         }
-        let tensor_bytes = geometry.tensor_bytes();
+        let (tensor_bytes, rows) = (geometry.tensor_bytes(), geometry.row_sizes());
         let mut total = 0u64;
         for &ByteRange { start, len } in &self.ranges {
             let inside = start.checked_add(len).is_some_and(|end| end <= tensor_bytes);
@@ -98,16 +98,20 @@ impl AskedRanges {
                 let text = format!("the range of {len} bytes at {start} is empty or outside the tensor");
                 return Err(Error::invalid(text).with("tensor_bytes", tensor_bytes));
             }
+            if !rows.hold(start, len) {
+                let text = format!("the range of {len} bytes at {start} is not inside one row");
+                return Err(Error::invalid(text).with("row_stride", rows.stride()));
+            }
             total = total.saturating_add(len);
         }
         let most = (MAX_HASHED / u64::from(count)).max(geometry.row_bytes()).min(tensor_bytes);
         check_hashed(total, most)
     }
 
-    fn rows(&self, row_bytes: u64) -> Result<Vec<u64>> {
+    fn rows(&self, sizes: RowSizes) -> Result<Vec<u64>> {
         let mut rows = Vec::new();
         for &ByteRange { start, len } in &self.ranges {
-            for row in start / row_bytes..(start + len).div_ceil(row_bytes) {
+            for row in sizes.touched(start, len) {
                 if rows.last() != Some(&row) {
                     fallible::push(BLOCKS, &mut rows, row)?;
                 }
@@ -146,10 +150,17 @@ impl AskedPairs {
     /// Checks that the pairs lie inside the tensors, which the cache must have, and that they have together at most
     /// [`MAX_HASHED`] bytes; or, if it is a single pair, those of a tensor, in each tensor.
     fn check_bounds(&self, geometry: Geometry) -> Result<()> {
-        let sizes = Some((geometry.num_tensors(), geometry.tensor_bytes()));
+        let (sizes, rows) =
+            (Some((geometry.num_tensors(), geometry.tensor_bytes())), Some(geometry.row_sizes()));
         match self.here {
-            LocalEnd::Source => self.plan.check_bounds(sizes, None)?,
-            LocalEnd::Destination => self.plan.check_bounds(None, sizes)?,
+            LocalEnd::Source => {
+                self.plan.check_bounds(sizes, None)?;
+                self.plan.check_rows(rows, None)?;
+            }
+            LocalEnd::Destination => {
+                self.plan.check_bounds(None, sizes)?;
+                self.plan.check_rows(None, rows)?;
+            }
         }
         let tensors = u64::from(self.plan.num_tensors());
         // A plan has at least one tensor.
@@ -158,10 +169,10 @@ impl AskedPairs {
         check_hashed(asked, (MAX_HASHED / tensors.max(1)).max(one))
     }
 
-    fn rows(&self, row_bytes: u64) -> Result<Vec<u64>> {
+    fn rows(&self, sizes: RowSizes) -> Result<Vec<u64>> {
         match self.here {
-            LocalEnd::Source => self.plan.src_rows(row_bytes),
-            LocalEnd::Destination => self.plan.dst_rows(row_bytes),
+            LocalEnd::Source => self.plan.src_rows(sizes),
+            LocalEnd::Destination => self.plan.dst_rows(sizes),
         }
     }
 }

@@ -12,15 +12,15 @@ const SHOWN: usize = 8;
 
 /// Returns how pieces are cut into blocks of `cache`, which is the end `local` of the plan.
 pub(super) fn block_sizes(cache: &Cache, local: LocalEnd) -> BlockSizes {
-    let row_bytes = cache.geometry().row_bytes();
-    let most = if cache.kind() == CacheKind::Blocks { row_bytes } else { SLOT_PIECE };
-    BlockSizes { local, row_bytes, most }
+    let rows = cache.geometry().row_sizes();
+    let most = if cache.kind() == CacheKind::Blocks { rows.bytes() } else { SLOT_PIECE };
+    BlockSizes { local, rows, most }
 }
 
 /// Returns the error for the blocks `different` among `checked` ones. It names the first ones by their place in `cache`,
 /// which is the end `local` of the plan.
 pub(super) fn differ(cache: &Cache, local: LocalEnd, checked: usize, different: &[Piece]) -> Error {
-    let row_bytes = cache.geometry().row_bytes();
+    let rows = cache.geometry().row_sizes();
     let of_blocks = cache.kind() == CacheKind::Blocks;
     let mut first: Vec<(u64, u64)> = Vec::with_capacity(SHOWN + 1);
     for block in different {
@@ -29,7 +29,7 @@ pub(super) fn differ(cache: &Cache, local: LocalEnd, checked: usize, different: 
         first.truncate(SHOWN);
     }
     let shown = first.iter().map(|&(start, len)| {
-        let (row, at) = (start / row_bytes, start % row_bytes);
+        let (row, at) = (rows.row_of(start), rows.place_in_row(start));
         if of_blocks { row.to_string() } else { format!("{row}[{at}..{}]", at + len) }
     });
     let mut places = shown.collect::<Vec<_>>().join(", ");

@@ -24,7 +24,7 @@ impl Call {
     /// Checks that the plan reads only what the grant lends.
     pub(super) fn check_covered(&self, known: &KnownCache, plan: &CopyPlan) -> Result<()> {
         let Some(opened) = self.opened_grant() else { return Ok(()) };
-        opened.covers(known.cache, &plan.src_rows(known.remote.layout.geometry.row_bytes())?)
+        opened.covers(known.cache, &plan.src_rows(known.remote.layout.geometry.row_sizes())?)
     }
 
     /// Checks that the grant has not ended, after a read in place.

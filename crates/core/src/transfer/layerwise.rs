@@ -10,7 +10,7 @@ use super::delivery::Carrier;
 use crate::cache::Cache;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::{AddressLocation, CacheId, Deadline, Name};
+use crate::model::{AddressLocation, CacheId, Deadline, Name, RowSizes};
 use crate::plan::{CacheCount, CopyPlan};
 use crate::resources::Resources;
 use crate::session::{KnownCache, Link, LinkOfCall};
@@ -188,21 +188,21 @@ fn neighbours(a: &AddressLocation, b: &AddressLocation) -> bool {
 struct TensorPlans<'a> {
     push: &'a LayerPush,
     known: Vec<Arc<KnownCache>>,
-    /// Plans by offset in a tensor and size of the tensor, both in bytes.
-    plans: Vec<((u64, u64), CopyPlan)>,
+    /// Plans by offset in a tensor and size of the tensor, both in bytes, and its rows.
+    plans: Vec<((u64, u64, RowSizes), CopyPlan)>,
     local_rows: Vec<u64>,
 }
 
 impl TensorPlans<'_> {
     /// Returns the plan for a tensor that goes to `location`.
     fn plan(&mut self, link: &Link, location: AddressLocation, deadline: Deadline) -> Result<CopyPlan> {
-        let tensor_bytes = self.known(link, location.cache, deadline)?.remote.layout.geometry.tensor_bytes();
-        let place = (location.offset, tensor_bytes);
+        let geometry = self.known(link, location.cache, deadline)?.remote.layout.geometry;
+        let (offset, tensor_bytes, rows) = (location.offset, geometry.tensor_bytes(), geometry.row_sizes());
+        let place = (offset, tensor_bytes, rows);
         if let Some((_, plan)) = self.plans.iter().find(|(known, _)| *known == place) {
             return Ok(plan.clone());
         }
-        let (local, to) =
-            (self.push.local.layout(), LayerDestination::Memory { offset: location.offset, tensor_bytes });
+        let (local, to) = (self.push.local.layout(), LayerDestination::Memory { offset, tensor_bytes, rows });
         let mut moves = validate::layer_moves(local, &self.push.rows, self.push.to.src_row, &to)?;
         let plan = CopyPlan::moves(&mut moves, CacheCount::Two)?;
         self.local_rows = moves.src_rows;

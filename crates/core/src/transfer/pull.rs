@@ -153,7 +153,7 @@ impl Call {
 
     /// Adds the rows that have arrived to the error of a pull.
     fn with_arrived(&self, error: Error, plan: &CopyPlan, progress: &Progress) -> Error {
-        with_arrived_rows(error, progress, plan, self.local.geometry().row_bytes())
+        with_arrived_rows(error, progress, plan, self.local.geometry().row_sizes())
     }
 
     /// Moves the bytes of a pull by the available path. `progress` ends empty if it is unknown whether the

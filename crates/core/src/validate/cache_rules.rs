@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
-use crate::model::{CacheKind, CacheLayout, Geometry, KvGeometry, Placement};
+use crate::model::{CacheKind, CacheLayout, Geometry, KvGeometry, Placement, RowSizes};
 use crate::plan::{Piece, REQUEST, total_bytes};
 
 /// The cache of a peer, as its owner describes it.
@@ -99,8 +99,10 @@ pub(super) fn numbers(blocks: &[i64]) -> Result<Vec<u64>> {
     fallible::collect(REQUEST, blocks.iter().map(|index| index.cast_unsigned()))
 }
 
-/// Cuts the slot at byte `slot` into blocks from its start. The last piece may be shorter.
-pub(super) fn cut(slot: u64, slot_bytes: u64, blocks: &[u64], block_bytes: u64) -> Result<Vec<Piece>> {
+/// Cuts the slot of `slot_bytes` bytes at byte `slot` into `blocks` from its start, which have the sizes `block`. The last
+/// piece may be shorter.
+pub(super) fn cut(slot: u64, slot_bytes: u64, blocks: &[u64], block: RowSizes) -> Result<Vec<Piece>> {
+    let (block_bytes, stride) = (block.bytes(), block.stride());
     let most = slot_bytes.div_ceil(block_bytes);
     if blocks.len() as u64 > most {
         let allowed =
@@ -110,7 +112,7 @@ pub(super) fn cut(slot: u64, slot_bytes: u64, blocks: &[u64], block_bytes: u64) 
     total_bytes(blocks.len() as u64, block_bytes)?;
     let piece = |(at, &block): (usize, &u64)| {
         let start = at as u64 * block_bytes;
-        Piece { src: slot + start, dst: block * block_bytes, len: block_bytes.min(slot_bytes - start) }
+        Piece { src: slot + start, dst: block * stride, len: block_bytes.min(slot_bytes - start) }
     };
     fallible::collect(REQUEST, blocks.iter().enumerate().map(piece))
 }

@@ -3,9 +3,10 @@
 use std::fmt::Display;
 
 use super::cache_rules::{batch_cache, blocks_cache, copy_size, on_device, row, too_long};
+use super::sub_rows::{apart_or_equal, first_row};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::{CacheLayout, Geometry, Placement};
+use crate::model::{CacheLayout, Geometry, Placement, SubRow};
 use crate::plan::{Moves, Piece, Pieces, REQUEST, total_bytes};
 
 /// The arguments of `copy_cache` as the caller gave them.
@@ -45,7 +46,7 @@ pub fn copy_cache(src: CacheLayout, dst: CacheLayout, args: CopyArgs) -> Result<
         let slots = format!("slots of {} and {} bytes", from.row_bytes(), to.row_bytes());
         return Err(too_long(size, bytes, room - offset, &format!("{slots} from offset {offset} on")));
     }
-    let (src, dst) = (src_row * from.row_bytes() + offset, dst_row * to.row_bytes() + offset);
+    let (src, dst) = (from.row_start(src_row) + offset, to.row_start(dst_row) + offset);
     Ok(Moves {
         pieces: Pieces::Listed(vec![Piece { src, dst, len: bytes }]),
         num_tensors: from.num_tensors(),
@@ -69,30 +70,30 @@ pub fn copy_on_device(src: CacheLayout, dst: CacheLayout, args: CopyArgs) -> Res
     copy_cache(src, dst, args)
 }
 
-/// Checks a copy of blocks within one cache (contract §7.10).
-pub fn copy_blocks(cache: CacheLayout, pairs: &[(i64, i64)]) -> Result<Moves> {
+/// Checks a copy of `part` of blocks within one cache (contract §7.10).
+pub fn copy_blocks(cache: CacheLayout, pairs: &[(i64, i64)], part: SubRow) -> Result<Moves> {
     blocks_cache("cache", cache.kind)?;
-    block_moves(pairs, cache.geometry, cache.geometry)
+    moves_within(cache.geometry, pairs, part)
 }
 
 /// Checks a copy of blocks in `KvCacheManager` mode: like [`copy_blocks`], but for rows of a device cache of
 /// either kind (contract §9.1).
-pub fn copy_rows(cache: CacheLayout, pairs: &[(i64, i64)]) -> Result<Moves> {
+pub fn copy_rows(cache: CacheLayout, pairs: &[(i64, i64)], part: SubRow) -> Result<Moves> {
     on_device("cache", cache.placement)?;
-    block_moves(pairs, cache.geometry, cache.geometry)
+    moves_within(cache.geometry, pairs, part)
 }
 
-/// Checks a swap of blocks between a host cache and a device cache (contract §7.11).
-pub fn swap_blocks(src: CacheLayout, dst: CacheLayout, pairs: &[(i64, i64)]) -> Result<Moves> {
+/// Checks a swap of `part` of blocks between a host cache and a device cache (contract §7.11).
+pub fn swap_blocks(src: CacheLayout, dst: CacheLayout, pairs: &[(i64, i64)], part: SubRow) -> Result<Moves> {
     blocks_cache("src_cache", src.kind)?;
     blocks_cache("dst_cache", dst.kind)?;
-    swap_rows(src, dst, pairs)
+    swap_rows(src, dst, pairs, part)
 }
 
 /// Checks a swap in `KvCacheManager` mode: like [`swap_blocks`], but for rows of caches of either kind
 /// (contract §9.1).
-pub fn swap_rows(src: CacheLayout, dst: CacheLayout, pairs: &[(i64, i64)]) -> Result<Moves> {
-    let checked = equal_pairs(src, dst, pairs)?;
+pub fn swap_rows(src: CacheLayout, dst: CacheLayout, pairs: &[(i64, i64)], part: SubRow) -> Result<Moves> {
+    let checked = moves_between(src, dst, pairs, part)?;
     if src.placement == dst.placement {
         return Err(mismatch(
             "placements (one must be host, the other device)",
@@ -106,31 +107,37 @@ pub fn swap_rows(src: CacheLayout, dst: CacheLayout, pairs: &[(i64, i64)]) -> Re
 /// Checks a copy of the C++ class's `CopyKvBlocks`: rows of caches of either kind, but not from host to host
 /// (contract, C++ §4).
 pub fn copy_kv_blocks(src: CacheLayout, dst: CacheLayout, pairs: &[(i64, i64)]) -> Result<Moves> {
-    let checked = equal_pairs(src, dst, pairs)?;
+    let checked = moves_between(src, dst, pairs, SubRow::default())?;
     if (src.placement, dst.placement) == (Placement::Host, Placement::Host) {
         return Err(mismatch("placements (one must be device)", src.placement, dst.placement));
     }
     Ok(checked)
 }
 
-fn equal_pairs(src: CacheLayout, dst: CacheLayout, pairs: &[(i64, i64)]) -> Result<Moves> {
+fn moves_between(src: CacheLayout, dst: CacheLayout, pairs: &[(i64, i64)], part: SubRow) -> Result<Moves> {
     let (from, to) = (src.geometry, dst.geometry);
-    if from.row_bytes() != to.row_bytes() {
+    if part.is_whole() && from.row_bytes() != to.row_bytes() {
         return Err(mismatch("block sizes", from.row_bytes(), to.row_bytes()));
     }
     if from.num_tensors() != to.num_tensors() {
         return Err(mismatch("num_tensors", from.num_tensors(), to.num_tensors()));
     }
-    block_moves(pairs, from, to)
+    block_moves(pairs, first_row(part, from, to)?, (from, to))
+}
+
+fn moves_within(cache: Geometry, pairs: &[(i64, i64)], part: SubRow) -> Result<Moves> {
+    let first = first_row(part, cache, cache)?;
+    apart_or_equal(first)?;
+    block_moves(pairs, first, (cache, cache))
 }
 
 fn mismatch(what: &str, src: impl Display, dst: impl Display) -> Error {
     Error::invalid(format!("src_cache and dst_cache do not match: {what} {src} and {dst}"))
 }
 
-fn block_moves(pairs: &[(i64, i64)], src: Geometry, dst: Geometry) -> Result<Moves> {
+fn block_moves(pairs: &[(i64, i64)], first: Piece, (src, dst): (Geometry, Geometry)) -> Result<Moves> {
     let blocks = (pairs.len() as u64).saturating_mul(u64::from(src.num_tensors()));
-    total_bytes(blocks, src.row_bytes())?;
+    total_bytes(blocks, first.len)?;
     let mut src_rows = fallible::with_capacity(REQUEST, pairs.len())?;
     let mut dst_rows = fallible::with_capacity(REQUEST, pairs.len())?;
     for &(from, to) in pairs {
@@ -139,6 +146,6 @@ fn block_moves(pairs: &[(i64, i64)], src: Geometry, dst: Geometry) -> Result<Mov
         dst_rows.push(row("destination block", to, dst).map_err(|error| error.with("pair", at))?);
     }
     let rows = src_rows.iter().copied().zip(dst_rows.iter().copied());
-    let pieces = Pieces::blocks(src.row_bytes(), rows)?;
+    let pieces = Pieces::rows(first, (src.row_stride(), dst.row_stride()), rows)?;
     Ok(Moves { pieces, num_tensors: src.num_tensors(), src_rows, dst_rows, ..Moves::default() })
 }

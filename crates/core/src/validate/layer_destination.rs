@@ -7,9 +7,9 @@ use super::cache_rules::{
     RemoteCache, batch_cache, blocks_cache, check_accessible, cut, equal_blocks, remote_row, row,
 };
 use super::layerwise::LayerRows;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
-use crate::model::{CacheKind, CacheLayout, Geometry};
+use crate::model::{CacheKind, CacheLayout, Geometry, RowSizes};
 use crate::plan::{Moves, Piece, Pieces, REQUEST};
 
 /// Memory of a peer into which a tensor of the local cache is written.
@@ -23,6 +23,9 @@ pub enum LayerDestination {
         offset: u64,
         /// Bytes of the tensor.
         tensor_bytes: u64,
+        /// Where the rows of the tensor lie. If there are gaps between them, blocks go to one row each, from the row of
+        /// the address on.
+        rows: RowSizes,
     },
 }
 
@@ -56,20 +59,24 @@ pub fn layer_moves(
             }
         }
     }
-    let (pieces, src_rows) = pieces(here, rows, src_row)?;
+    let (pieces, src_rows) = pieces(here, rows, src_row, dst_stride(to))?;
     let (first, room) = match (to, rows) {
-        (LayerDestination::Memory { offset, tensor_bytes }, _) => {
+        (LayerDestination::Memory { offset, tensor_bytes, .. }, _) => {
             (*offset, tensor_bytes.saturating_sub(*offset))
         }
         (LayerDestination::Cache(remote), LayerRows::Slot) => {
-            let slot = remote.layout.geometry.row_bytes();
-            (u64::from(remote.row) * slot, slot)
+            let geometry = remote.layout.geometry;
+            (geometry.row_start(remote.row.into()), geometry.row_bytes())
         }
         (LayerDestination::Cache(remote), _) => (0, remote.layout.geometry.tensor_bytes()),
     };
     let beyond = |piece: &Piece| piece.dst.checked_add(piece.len).is_none_or(|end| end > room);
     if let Some((at, piece)) = pieces.iter().enumerate().find(|(_, piece)| beyond(piece)) {
         return Err(too_small(rows, at, piece, room));
+    }
+    if let LayerDestination::Memory { offset, rows, .. } = to {
+        let longest = pieces.iter().map(|piece| piece.len).max().unwrap_or(0);
+        ensure(rows.hold(*offset, longest), || beyond_row(*rows, *offset, longest))?;
     }
     let pieces = pieces.shifted(first);
     Ok(Moves { pieces, num_tensors: 1, src_rows, ..Moves::default() })
@@ -88,32 +95,58 @@ pub fn destination_layers(remote: &RemoteCache, first: u32, layers: u32, per_lay
     Err(Error::argument("dst_layer_range", value, allowed).with("remote_num_tensors", tensors))
 }
 
+/// Returns the bytes from one written block to the next; `None` if blocks follow each other.
+fn dst_stride(to: &LayerDestination) -> Option<u64> {
+    match to {
+        LayerDestination::Cache(remote) => Some(remote.layout.geometry.row_stride()),
+        LayerDestination::Memory { rows, .. } => rows.has_gaps().then_some(rows.stride()),
+    }
+}
+
+/// Returns the error for `bytes` bytes from `offset` of a tensor on, which exceed their row.
+fn beyond_row(rows: RowSizes, offset: u64, bytes: u64) -> Error {
+    Error::invalid("a destination address plus the bytes of a row exceeds the row of the remote cache")
+        .with("offset_in_row", rows.place_in_row(offset))
+        .with("bytes", bytes)
+        .with("row_bytes", rows.bytes())
+        .with("row_stride", rows.stride())
+}
+
 /// Returns the pieces, with destinations counted from the start of the remote memory, and the local rows they
-/// read.
-fn pieces(here: Geometry, rows: &LayerRows, src_row: u32) -> Result<(Pieces, Vec<u64>)> {
+/// read. Blocks are written `dst_stride` bytes apart.
+fn pieces(
+    here: Geometry,
+    rows: &LayerRows,
+    src_row: u32,
+    dst_stride: Option<u64>,
+) -> Result<(Pieces, Vec<u64>)> {
     let slot = u64::from(src_row);
     match rows {
         LayerRows::Slot => {
             row("src_batch_index", slot, here)?;
             let len = here.row_bytes();
-            Ok((Pieces::Listed(vec![Piece { src: slot * len, dst: 0, len }]), vec![slot]))
+            Ok((Pieces::Listed(vec![Piece { src: here.row_start(slot), dst: 0, len }]), vec![slot]))
         }
         LayerRows::Blocks { src, dst } => {
             numbered("src_block_indices", src, here.rows())?;
-            numbered("dst_block_indices", dst, u64::MAX / here.row_bytes().max(1))?;
+            let len = here.row_bytes();
+            let stride = dst_stride.unwrap_or(len);
+            numbered("dst_block_indices", dst, u64::MAX / stride.max(1))?;
             let pairs = src.iter().copied().zip(dst.iter().copied());
-            Ok((Pieces::blocks(here.row_bytes(), pairs)?, fallible::copied(REQUEST, src)?))
+            let pieces = Pieces::rows(Piece { src: 0, dst: 0, len }, (here.row_stride(), stride), pairs)?;
+            Ok((pieces, fallible::copied(REQUEST, src)?))
         }
         LayerRows::SlotToBlocks { dst, block_bytes } => {
             row("src_batch_index", slot, here)?;
             let len = here.row_bytes();
-            let whole = here.tensor_bytes();
+            let whole = here.rows() * len;
             if *block_bytes == 0 || *block_bytes >= whole {
                 let range = format_args!("1 to {}, less than a tensor of src_cache", whole - 1);
                 return Err(Error::out_of_range("dst_block_memory_size", block_bytes, range));
             }
-            numbered("dst_block_indices", dst, u64::MAX / block_bytes)?;
-            Ok((Pieces::Listed(cut(slot * len, len, dst, *block_bytes)?), vec![slot]))
+            let blocks = RowSizes::new(*block_bytes, dst_stride.unwrap_or(*block_bytes));
+            numbered("dst_block_indices", dst, u64::MAX / blocks.stride())?;
+            Ok((Pieces::Listed(cut(here.row_start(slot), len, dst, blocks)?), vec![slot]))
         }
     }
 }

@@ -18,6 +18,7 @@ mod options;
 mod pull;
 mod push;
 pub mod rank_table;
+mod sub_rows;
 mod values;
 
 pub use allocate::{Pools, accessible, addresses, allocate, bindings};

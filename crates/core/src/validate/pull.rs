@@ -4,13 +4,14 @@ use std::borrow::Borrow;
 use std::ops::Range;
 
 use super::cache_rules::{
-    RemoteCache, batch_cache, blocks_cache, check_accessible, copy_size, cut, equal_blocks, equally_many,
-    in_range, not_empty, numbers, remote_row, row, too_long,
+    RemoteCache, batch_cache, blocks_cache, check_accessible, copy_size, cut, equally_many, in_range,
+    not_empty, numbers, remote_row, row, too_long,
 };
-use super::conversion::{Conversion, LocalCache, TokenMove, some_tokens};
+use super::conversion::{Conversion, LocalCache, TokenMove, rows_alike, some_tokens};
 use super::layer_ranges::{Layers, TensorRun, layers_given, pull_layers, tensors_per_layer, within};
+use super::sub_rows::{between, fits_row};
 use crate::error::{Error, ErrorKind, Result, ensure};
-use crate::model::Geometry;
+use crate::model::{Geometry, SubRow};
 use crate::plan::{KvPart, Moves, Piece, Pieces};
 
 /// The rows that a pull reads and writes: `remote` rows of the peer's cache, into `local` ones.
@@ -24,6 +25,8 @@ pub enum PullRows {
     Blocks { remote: Vec<i64>, local: Vec<i64> },
     /// Like `Blocks`, for caches of either kind, because the C++ class does not distinguish them.
     Rows { remote: Vec<i64>, local: Vec<i64> },
+    /// Like `Blocks`, but only a part of every block.
+    SubRows { remote: Vec<i64>, local: Vec<i64>, part: SubRow },
     /// A remote batch slot, cut into local blocks from its start.
     SlotToBlocks { local: Vec<i64> },
     /// Some tokens of a sequence whose remote and local blocks are given in the order of its tokens. Both caches must
@@ -55,12 +58,18 @@ impl PullRows {
         PullRows::Slot { local, remote_offset: 0, local_offset: 0, size }
     }
 
+    /// Returns the part of every block that moves.
+    fn part(&self) -> SubRow {
+        if let PullRows::SubRows { part, .. } = self { *part } else { SubRow::default() }
+    }
+
     /// Returns the rows of the local cache that are written.
     pub(crate) fn local_rows(&self) -> Result<Vec<u64>> {
         match self {
             PullRows::Slot { local, .. } => Ok(vec![u64::from(*local)]),
             PullRows::Blocks { local, .. }
             | PullRows::Rows { local, .. }
+            | PullRows::SubRows { local, .. }
             | PullRows::Sequence { local, .. }
             | PullRows::SlotToBlocks { local } => numbers(local),
         }
@@ -72,6 +81,7 @@ impl PullRows {
             PullRows::Slot { .. } => 0,
             PullRows::Blocks { local, .. }
             | PullRows::Rows { local, .. }
+            | PullRows::SubRows { local, .. }
             | PullRows::Sequence { local, .. }
             | PullRows::SlotToBlocks { local } => local.len(),
         }
@@ -103,17 +113,20 @@ impl<R: Borrow<PullRows>> CheckedPull<R> {
                 let room = after("dst_cache_offset", *local_offset, geometry)?;
                 slot_bytes("cache", *size, room, (*local_offset, room))?;
             }
-            PullRows::Blocks { remote, local: blocks } | PullRows::Rows { remote, local: blocks } => {
-                if matches!(given, PullRows::Blocks { .. }) {
+            PullRows::Blocks { remote, local: blocks }
+            | PullRows::SubRows { remote, local: blocks, .. }
+            | PullRows::Rows { remote, local: blocks } => {
+                if !matches!(given, PullRows::Rows { .. }) {
                     blocks_cache("dst_cache", local.kind)?;
                 }
                 not_empty("dst_blocks", blocks)?;
                 tensors_per_layer(layers.tensors_per_layer)?;
                 not_empty("src_blocks", remote)?;
-                if !cache.has_sequences() {
+                if !cache.has_sequences() || matches!(given, PullRows::SubRows { .. }) {
                     equally_many(("src_blocks", remote.len()), ("dst_blocks", blocks.len()))?;
                 }
                 in_range("dst_blocks", blocks, geometry)?;
+                fits_row(given.part(), ("dst_offset", given.part().dst_offset), geometry)?;
             }
             PullRows::Sequence { remote, local: blocks, remote_tokens, local_tokens } => {
                 blocks_cache("dst_cache", local.kind)?;
@@ -156,8 +169,12 @@ impl<R: Borrow<PullRows>> CheckedPull<R> {
         let Some((dst, src)) = self.local.layouts(remote)? else { return Ok(None) };
         let rows = self.rows();
         self.check_remote(remote)?;
+        if let PullRows::SubRows { .. } = rows {
+            return rows_alike(Some(dst), remote).map(|()| None);
+        }
         let src_blocks = match rows {
             PullRows::Blocks { remote: blocks, .. }
+            | PullRows::SubRows { remote: blocks, .. }
             | PullRows::Rows { remote: blocks, .. }
             | PullRows::Sequence { remote: blocks, .. } => {
                 in_range("src_blocks", blocks, remote.layout.geometry)?;
@@ -189,7 +206,7 @@ impl<R: Borrow<PullRows>> CheckedPull<R> {
     fn check_remote(&self, remote: &RemoteCache) -> Result<()> {
         remote_row(remote, ErrorKind::CacheNotFound)?;
         match self.rows() {
-            PullRows::Blocks { .. } | PullRows::Sequence { .. } => {
+            PullRows::Blocks { .. } | PullRows::SubRows { .. } | PullRows::Sequence { .. } => {
                 blocks_cache("the remote cache", remote.layout.kind)?;
             }
             PullRows::Rows { .. } => {}
@@ -228,28 +245,28 @@ impl<R: Borrow<PullRows>> CheckedPull<R> {
     /// Returns the pieces that move in each tensor, and the local rows that they write.
     fn pieces(&self, remote: &RemoteCache) -> Result<(Pieces, Vec<u64>)> {
         let (own, peer) = (self.local.layout.geometry, remote.layout.geometry);
-        let slot = u64::from(remote.row) * peer.row_bytes();
+        let slot = peer.row_start(remote.row.into());
         Ok(match self.rows.borrow() {
             PullRows::Slot { local: index, remote_offset, local_offset, size } => {
                 let index = u64::from(*index);
                 let room = after("dst_cache_offset", *local_offset, own)?;
                 let left = after("src_cache_offset", *remote_offset, peer)?;
                 let len = slot_bytes("the remote cache", *size, room, (*remote_offset, left))?;
-                let dst = index * own.row_bytes() + local_offset;
+                let dst = own.row_start(index) + local_offset;
                 (Pieces::Listed(vec![Piece { src: slot + remote_offset, dst, len }]), vec![index])
             }
             PullRows::Blocks { remote: from, local: to }
+            | PullRows::SubRows { remote: from, local: to, .. }
             | PullRows::Rows { remote: from, local: to }
             | PullRows::Sequence { remote: from, local: to, .. } => {
-                equal_blocks(own, peer)?;
                 in_range("src_blocks", from, peer)?;
                 let to = numbers(to)?;
                 let pairs = from.iter().map(|index| index.cast_unsigned()).zip(to.iter().copied());
-                (Pieces::blocks(own.row_bytes(), pairs)?, to)
+                (between(self.rows().part(), (own, peer), (peer, own), pairs)?, to)
             }
             PullRows::SlotToBlocks { local: to } => {
                 let to = numbers(to)?;
-                (Pieces::Listed(cut(slot, peer.row_bytes(), &to, own.row_bytes())?), to)
+                (Pieces::Listed(cut(slot, peer.row_bytes(), &to, own.row_sizes())?), to)
             }
         })
     }

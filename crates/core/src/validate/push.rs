@@ -4,12 +4,14 @@ use std::borrow::Borrow;
 use std::ops::Range;
 
 use super::cache_rules::{
-    RemoteCache, batch_cache, blocks_cache, check_accessible, equal_blocks, equally_many, in_range,
-    not_empty, numbers, remote_row, row,
+    RemoteCache, batch_cache, blocks_cache, check_accessible, equally_many, in_range, not_empty, numbers,
+    remote_row, row,
 };
-use super::conversion::{Conversion, LocalCache, TokenMove, some_tokens};
+use super::conversion::{Conversion, LocalCache, TokenMove, rows_alike, some_tokens};
 use super::layer_ranges::{Layers, TensorRun, push_layers, within};
+use super::sub_rows::{between, fits_row};
 use crate::error::{Error, ErrorKind, Result};
+use crate::model::SubRow;
 use crate::plan::{KvPart, Moves, Piece, Pieces};
 
 /// The rows that a push reads and writes: `local` rows, into `remote` rows of the peer's cache.
@@ -22,6 +24,8 @@ pub enum PushRows {
     Blocks { local: Vec<i64>, remote: Vec<i64> },
     /// Like `Blocks`, for caches of either kind, because the C++ class does not distinguish them.
     Rows { local: Vec<i64>, remote: Vec<i64> },
+    /// Like `Blocks`, but only a part of every block.
+    SubRows { local: Vec<i64>, remote: Vec<i64>, part: SubRow },
     /// Some tokens of a sequence, as in [`PullRows::Sequence`](super::PullRows::Sequence).
     Sequence {
         local: Vec<i64>,
@@ -41,12 +45,18 @@ pub struct CheckedPush<R> {
 }
 
 impl PushRows {
+    /// Returns the part of every block that moves.
+    fn part(&self) -> SubRow {
+        if let PushRows::SubRows { part, .. } = self { *part } else { SubRow::default() }
+    }
+
     /// Returns the rows of the local cache that are read.
     pub(crate) fn local_rows(&self) -> Result<Vec<u64>> {
         match self {
             PushRows::Slot { local } => Ok(vec![u64::from(*local)]),
             PushRows::Blocks { local, .. }
             | PushRows::Rows { local, .. }
+            | PushRows::SubRows { local, .. }
             | PushRows::Sequence { local, .. } => numbers(local),
         }
     }
@@ -62,6 +72,7 @@ impl PushRows {
             PushRows::Slot { .. } => 0,
             PushRows::Blocks { local, .. }
             | PushRows::Rows { local, .. }
+            | PushRows::SubRows { local, .. }
             | PushRows::Sequence { local, .. } => local.len(),
         }
     }
@@ -76,6 +87,7 @@ impl<R: Borrow<PushRows>> CheckedPush<R> {
         match given {
             PushRows::Slot { .. } => batch_cache("src_cache", local.kind)?,
             PushRows::Blocks { local: blocks, remote }
+            | PushRows::SubRows { local: blocks, remote, .. }
             | PushRows::Rows { local: blocks, remote }
             | PushRows::Sequence { local: blocks, remote, .. } => {
                 if !matches!(given, PushRows::Rows { .. }) {
@@ -94,12 +106,14 @@ impl<R: Borrow<PushRows>> CheckedPush<R> {
         match given {
             PushRows::Slot { local: slot } => row("src_batch_index", *slot, geometry).map(drop)?,
             PushRows::Blocks { local: blocks, remote }
+            | PushRows::SubRows { local: blocks, remote, .. }
             | PushRows::Rows { local: blocks, remote }
             | PushRows::Sequence { local: blocks, remote, .. } => {
-                if !cache.has_sequences() {
+                if !cache.has_sequences() || matches!(given, PushRows::SubRows { .. }) {
                     equally_many(("src_blocks", blocks.len()), ("dst_blocks", remote.len()))?;
                 }
                 in_range("src_blocks", blocks, geometry)?;
+                fits_row(given.part(), ("src_offset", given.part().src_offset), geometry)?;
             }
         }
         let layers_given = layers.src.or(layers.dst).is_some();
@@ -112,9 +126,13 @@ impl<R: Borrow<PushRows>> CheckedPush<R> {
         let Some((src, dst)) = self.local.layouts(remote)? else { return Ok(None) };
         let rows = self.rows();
         self.check_remote(remote)?;
+        if let PushRows::SubRows { .. } = rows {
+            return rows_alike(Some(src), remote).map(|()| None);
+        }
         let dst_blocks = match rows {
             PushRows::Slot { .. } => vec![u64::from(remote.row)],
             PushRows::Blocks { remote: blocks, .. }
+            | PushRows::SubRows { remote: blocks, .. }
             | PushRows::Rows { remote: blocks, .. }
             | PushRows::Sequence { remote: blocks, .. } => {
                 in_range("dst_blocks", blocks, remote.layout.geometry)?;
@@ -145,7 +163,7 @@ impl<R: Borrow<PushRows>> CheckedPush<R> {
                 batch_cache("the remote cache", remote.layout.kind)?;
                 remote_row(remote, ErrorKind::InvalidArgument)
             }
-            PushRows::Blocks { .. } | PushRows::Sequence { .. } => {
+            PushRows::Blocks { .. } | PushRows::SubRows { .. } | PushRows::Sequence { .. } => {
                 blocks_cache("the remote cache", remote.layout.kind)
             }
             PushRows::Rows { .. } => Ok(()),
@@ -185,17 +203,17 @@ impl<R: Borrow<PushRows>> CheckedPush<R> {
                     )));
                 }
                 let index = u64::from(*index);
-                let dst = u64::from(remote.row) * peer.row_bytes();
-                (Pieces::Listed(vec![Piece { src: index * len, dst, len }]), vec![index])
+                let dst = peer.row_start(remote.row.into());
+                (Pieces::Listed(vec![Piece { src: own.row_start(index), dst, len }]), vec![index])
             }
             PushRows::Blocks { local: from, remote: to }
+            | PushRows::SubRows { local: from, remote: to, .. }
             | PushRows::Rows { local: from, remote: to }
             | PushRows::Sequence { local: from, remote: to, .. } => {
-                equal_blocks(own, peer)?;
                 in_range("dst_blocks", to, peer)?;
                 let from = numbers(from)?;
                 let pairs = from.iter().copied().zip(to.iter().map(|index| index.cast_unsigned()));
-                (Pieces::blocks(own.row_bytes(), pairs)?, from)
+                (between(self.rows().part(), (own, peer), (own, peer), pairs)?, from)
             }
         })
     }

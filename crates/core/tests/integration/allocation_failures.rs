@@ -18,7 +18,8 @@ use llm_datadist_core::testing::protocol::{
 use llm_datadist_core::testing::validate::{self, CheckedPull, CheckedPush, RemoteCache};
 use llm_datadist_core::{
     CacheDesc, CacheId, CacheKey, CacheKind, DataDist, DataType, Deadline, End, ErrorKind, Geometry,
-    KvGeometry, KvLayout, KvPlanes, Layers, Placement, PoolConfig, PullRows, PushRows, Result, TokenOrder,
+    KvGeometry, KvLayout, KvPlanes, Layers, Placement, PoolConfig, PullRows, PushRows, Result, SubRow,
+    TokenOrder,
 };
 
 use crate::counting_allocator;
@@ -175,7 +176,7 @@ fn checking_arguments_fails_whole() {
     let slot = RemoteCache { layout: CacheLayout { geometry: one, ..slots }, ..remote.clone() };
     let cut = PullRows::SlotToBlocks { local: list };
     only_fails("slot to blocks", 2, || CheckedPull::new(layout, &cut, Layers::ALL)?.moves(&slot));
-    only_fails("copy", 1, || validate::copy_blocks(layout, &pairs));
+    only_fails("copy", 1, || validate::copy_blocks(layout, &pairs, SubRow::default()));
     let keys: Vec<_> = (0..MANY).map(|id| Some(CacheKey::Request { model: 0, id })).collect();
     only_fails("keys", 2, || validate::bindings(&keys));
     let numbers: Vec<u64> = (0..MANY).collect();

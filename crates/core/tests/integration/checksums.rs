@@ -25,7 +25,7 @@ fn last_sources(pieces: &[Piece]) -> BTreeMap<u64, u64> {
 }
 
 fn judge(plan: &CopyPlan, expected: &BTreeMap<u64, u64>, local: LocalEnd, row_bytes: u64, most: u64) {
-    let blocks = plan.final_blocks(BlockSizes { local, row_bytes, most }, None).unwrap();
+    let blocks = plan.final_blocks(BlockSizes { local, rows: row_bytes.into(), most }, None).unwrap();
     let mut found = BTreeMap::new();
     for block in &blocks {
         let at = local.of(block);
@@ -38,7 +38,8 @@ fn judge(plan: &CopyPlan, expected: &BTreeMap<u64, u64>, local: LocalEnd, row_by
     assert_eq!(&found, expected);
     // A sample is a part of the blocks, and never none of them.
     for random in 0..4 {
-        let some = plan.final_blocks(BlockSizes { local, row_bytes, most }, Some(random)).unwrap();
+        let some =
+            plan.final_blocks(BlockSizes { local, rows: row_bytes.into(), most }, Some(random)).unwrap();
         assert!(some.iter().all(|block| blocks.contains(block)));
         assert_eq!(some.is_empty(), blocks.is_empty());
         assert!(some.len() <= blocks.len().div_ceil(64));

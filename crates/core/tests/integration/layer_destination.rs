@@ -6,7 +6,7 @@ use llm_datadist_core::testing::plan::{CacheCount, CopyPlan, Moves};
 use llm_datadist_core::testing::validate::{
     LayerDestination, LayerRows, RemoteCache, destination_layers, layer_moves,
 };
-use llm_datadist_core::{CacheKind, CacheLayout, ErrorKind, Geometry, Placement, Result};
+use llm_datadist_core::{CacheKind, CacheLayout, ErrorKind, Geometry, Placement, Result, RowSizes};
 use proptest::prelude::*;
 
 use crate::fixtures::{desc, patterned};
@@ -128,7 +128,11 @@ fn judge(case: &Case, done: &mut [u32; 2]) {
             if kinds == CacheKind::Batch { slots.1 as u32 } else { 0 },
         ))
     } else {
-        LayerDestination::Memory { offset: case.offset as u64, tensor_bytes: far_bytes as u64 }
+        LayerDestination::Memory {
+            offset: case.offset as u64,
+            tensor_bytes: far_bytes as u64,
+            rows: RowSizes::dense(1),
+        }
     };
     let (start, room) = match (by_name, case.form % 3) {
         (false, _) => (case.offset, far_bytes.saturating_sub(case.offset)),

@@ -117,6 +117,7 @@ fn record(location: WireLocation) -> WireCache {
         num_tensors: 80,
         rows: 128,
         row_bytes: 65536,
+        row_stride: 65536,
         blocks: true,
         placement: 1,
         allocated: true,
@@ -329,11 +330,11 @@ fn reply_bytes() {
     let runs = vec![Run { start: 0, step: u64::MAX, count: 80 }];
     golden(
         &Reply::Described(record(WireLocation::Region { region: 1, runs })),
-        "4c4409011f0000000005d80406025080018080040101010000010100ffffffffffffffffff0150",
+        "4c440901230000000005d80406025080018080048080040101010000010100ffffffffffffffffff015000",
     );
     golden(
         &Reply::Described(record(WireLocation::Hidden)),
-        "4c440901110000000005d80406025080018080040101010002",
+        "4c440901150000000005d8040602508001808004808004010101000200",
     );
     golden(&Reply::Ready { bytes: 300 }, "4c4409010300000001ac02");
     golden(&Reply::Done { bytes: 1 << 63 }, "4c4409010b0000000280808080808080808001");
@@ -727,6 +728,8 @@ fn records_describe_a_cache() {
         WireCache { rows: u64::MAX, ..good.clone() },
         WireCache { row_bytes: 0, ..good.clone() },
         WireCache { row_bytes: 1 << 57, ..good.clone() },
+        WireCache { row_stride: 65535, ..good.clone() },
+        WireCache { row_stride: 1 << 57, ..good.clone() },
     ] {
         let error = bad.layout().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NotLinked, "{bad:?}");

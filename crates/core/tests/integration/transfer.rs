@@ -11,7 +11,9 @@ use llm_datadist_core::testing::validate::{
     self, CheckedPull, CheckedPush, ExtParam, LayerRange, Layers, PullRows, PushRows, RemoteCache,
     accessible, pull_kv_layers, push_kv_alone, push_kv_cache,
 };
-use llm_datadist_core::{CacheKind, CacheLayout, ErrorKind, Geometry, Placement, Result, Role};
+use llm_datadist_core::{
+    CacheDesc, CacheKind, CacheLayout, ErrorKind, Geometry, Placement, Result, Role, SubRow,
+};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
@@ -22,7 +24,13 @@ use ErrorKind::{CacheNotFound, InvalidArgument};
 use Placement::{Device, Host};
 
 fn spec(kind: CacheKind, num_tensors: u32, rows: u64, row_bytes: u64) -> CacheLayout {
-    let geometry = Geometry::new(&desc(Device, num_tensors, rows as usize, row_bytes as usize)).unwrap();
+    with_gaps(kind, num_tensors, rows, (row_bytes, 0))
+}
+
+/// Rows of `row_bytes` bytes, with `gap` bytes between two of them.
+fn with_gaps(kind: CacheKind, num_tensors: u32, rows: u64, (row_bytes, gap): (u64, u64)) -> CacheLayout {
+    let dense = desc(Device, num_tensors, rows as usize, row_bytes as usize);
+    let geometry = Geometry::new(&CacheDesc { row_stride: Some(row_bytes + gap), ..dense }).unwrap();
     CacheLayout { geometry, kind, placement: Device }
 }
 
@@ -71,13 +79,16 @@ struct Shape {
     kind: CacheKind,
     tensors: u64,
     rows: u64,
+    /// Bytes of a row, and from the start of one row to the start of the next.
+    row: u64,
     stride: u64,
 }
 
 impl Shape {
     fn of(CacheLayout { geometry, kind, .. }: CacheLayout) -> Shape {
         let tensors = u64::from(geometry.num_tensors());
-        Shape { kind, tensors, rows: geometry.rows(), stride: geometry.row_bytes() }
+        let (row, stride) = (geometry.row_bytes(), geometry.row_stride());
+        Shape { kind, tensors, rows: geometry.rows(), row, stride }
     }
 
     fn has_blocks(&self, blocks: &[i64]) -> bool {
@@ -85,8 +96,8 @@ impl Shape {
     }
 
     fn has_part(&self, slot: u32, offset: u64, size: i64) -> bool {
-        let fits = size == -1 || (size > 0 && offset.saturating_add(size as u64) <= self.stride);
-        u64::from(slot) < self.rows && offset < self.stride && fits
+        let fits = size == -1 || (size > 0 && offset.saturating_add(size as u64) <= self.row);
+        u64::from(slot) < self.rows && offset < self.row && fits
     }
 
     fn has_tensors(&self, tensors: &[u64]) -> bool {
@@ -104,10 +115,22 @@ fn listed(range: Option<LayerRange>, per_layer: u32) -> Vec<u64> {
     layers.flat_map(|layer| (0..per_layer).map(move |at| u64::from(layer * per_layer + at))).collect()
 }
 
-fn whole_blocks(from: &[i64], to: &[i64], stride: u64) -> Vec<Offsets> {
-    let at = |block: i64, byte: u64| block as u64 * stride + byte;
-    let pairs = from.iter().zip(to);
-    pairs.flat_map(|(&from, &to)| (0..stride).map(move |byte| (at(from, byte), at(to, byte)))).collect()
+/// The bytes of `part` of some rows of `src` and the rows of `dst` that they go to.
+fn parts_of_rows(
+    (src, from): (&Shape, &[i64]),
+    (dst, to): (&Shape, &[i64]),
+    part: SubRow,
+) -> Option<Vec<Offsets>> {
+    let room = |row: u64, offset: u64| row.checked_sub(offset).filter(|&room| room > 0);
+    let (read, written) = (room(src.row, part.src_offset)?, room(dst.row, part.dst_offset)?);
+    let len = part.length.unwrap_or(read.min(written));
+    if len == 0 || len > read || len > written || (part == SubRow::default() && src.row != dst.row) {
+        return None;
+    }
+    let pairs = from.iter().zip(to).map(|(&from, &to)| {
+        (from as u64 * src.stride + part.src_offset, to as u64 * dst.stride + part.dst_offset)
+    });
+    Some(pairs.flat_map(|(from, to)| (0..len).map(move |byte| (from + byte, to + byte))).collect())
 }
 
 fn in_all(src: &[u64], dst: &[u64], bytes: &[Offsets]) -> Vec<Byte> {
@@ -124,6 +147,11 @@ fn naive_pull(case: &Case) -> Result<Vec<Byte>, ErrorKind> {
     let (local_fits, remote_kind) = match rows {
         PullRows::Slot { local, local_offset, size, .. } => {
             (here.kind == Batch && here.has_part(*local, *local_offset, *size), Batch)
+        }
+        PullRows::SubRows { remote, local, part } => {
+            let room = here.row.saturating_sub(part.dst_offset);
+            let fits = room > 0 && part.length.is_none_or(|length| (1..=room).contains(&length));
+            (here.kind == Blocks && remote.len() == local.len() && here.has_blocks(local) && fits, Blocks)
         }
         PullRows::Blocks { remote, local } => {
             (here.kind == Blocks && remote.len() == local.len() && here.has_blocks(local), Blocks)
@@ -148,21 +176,24 @@ fn naive_pull(case: &Case) -> Result<Vec<Byte>, ErrorKind> {
     need(remote.accessible && there.kind == remote_kind, InvalidArgument)?;
     let bytes = match rows {
         PullRows::Slot { local, remote_offset, local_offset, size } => {
-            let len = if *size == -1 { here.stride - local_offset } else { *size as u64 };
-            need(remote_offset.saturating_add(len) <= there.stride, InvalidArgument)?;
+            let len = if *size == -1 { here.row - local_offset } else { *size as u64 };
+            need(remote_offset.saturating_add(len) <= there.row, InvalidArgument)?;
             let dst = u64::from(*local) * here.stride + local_offset;
             (0..len).map(|byte| (row * there.stride + remote_offset + byte, dst + byte)).collect()
         }
         PullRows::Blocks { remote, local } | PullRows::Rows { remote, local } => {
-            need(there.stride == here.stride && there.has_blocks(remote), InvalidArgument)?;
-            whole_blocks(remote, local, here.stride)
+            need(there.has_blocks(remote), InvalidArgument)?;
+            parts_of_rows((&there, remote), (&here, local), SubRow::default()).ok_or(InvalidArgument)?
+        }
+        PullRows::SubRows { remote, local, part } => {
+            need(there.has_blocks(remote), InvalidArgument)?;
+            parts_of_rows((&there, remote), (&here, local), *part).ok_or(InvalidArgument)?
         }
         PullRows::SlotToBlocks { local } => {
             let blocks = local.len() as u64;
-            need((blocks - 1) * here.stride < there.stride, InvalidArgument)?;
-            let into =
-                |byte: u64| local[(byte / here.stride) as usize] as u64 * here.stride + byte % here.stride;
-            let len = there.stride.min(blocks * here.stride);
+            need((blocks - 1) * here.row < there.row, InvalidArgument)?;
+            let into = |byte: u64| local[(byte / here.row) as usize] as u64 * here.stride + byte % here.row;
+            let len = there.row.min(blocks * here.row);
             (0..len).map(|byte| (row * there.stride + byte, into(byte))).collect()
         }
         PullRows::Sequence { .. } => unreachable!("`kv_pulls` tests sequences"),
@@ -184,7 +215,7 @@ fn naive_push(case: &Case) -> Result<Vec<Byte>, ErrorKind> {
     need(from.len() == to.len() && here.has_tensors(&from) && there.has_tensors(&to), InvalidArgument)?;
     let kinds = match rows {
         PushRows::Slot { .. } => (Batch, Batch),
-        PushRows::Blocks { .. } => (Blocks, Blocks),
+        PushRows::Blocks { .. } | PushRows::SubRows { .. } => (Blocks, Blocks),
         PushRows::Rows { .. } => (here.kind, there.kind),
         PushRows::Sequence { .. } => unreachable!("`kv_pulls` tests sequences"),
     };
@@ -192,15 +223,18 @@ fn naive_push(case: &Case) -> Result<Vec<Byte>, ErrorKind> {
     let bytes = match rows {
         PushRows::Slot { local } => {
             let (slot, row) = (u64::from(*local), u64::from(remote.row));
-            need(slot < here.rows && row < there.rows && here.stride <= there.stride, InvalidArgument)?;
-            (0..here.stride).map(|byte| (slot * here.stride + byte, row * there.stride + byte)).collect()
+            need(slot < here.rows && row < there.rows && here.row <= there.row, InvalidArgument)?;
+            (0..here.row).map(|byte| (slot * here.stride + byte, row * there.stride + byte)).collect()
         }
-        PushRows::Blocks { local, remote } | PushRows::Rows { local, remote } => {
+        PushRows::Blocks { local, remote }
+        | PushRows::Rows { local, remote }
+        | PushRows::SubRows { local, remote, .. } => {
+            let part = if let PushRows::SubRows { part, .. } = rows { *part } else { SubRow::default() };
             let lists = local.len() == remote.len() && here.has_blocks(local) && there.has_blocks(remote);
-            need(lists && here.stride == there.stride, InvalidArgument)?;
-            whole_blocks(local, remote, here.stride)
+            need(lists, InvalidArgument)?;
+            parts_of_rows((&here, local), (&there, remote), part).ok_or(InvalidArgument)?
         }
-        PushRows::Sequence { .. } => unreachable!("`kv_pulls` tests sequences"),
+        PushRows::Sequence { .. } => unreachable!("{rows:?}"),
     };
     Ok(in_all(&from, &to, &bytes))
 }
@@ -225,6 +259,7 @@ fn plan_does(moves: &Moves, bytes: &[Byte], (src, dst): (CacheLayout, CacheLayou
     assert_eq!(plan.bytes(), bytes.len() as u64);
     let ends = |layout: CacheLayout| Some((layout.geometry.num_tensors(), layout.geometry.tensor_bytes()));
     plan.check_bounds(ends(src), ends(dst)).unwrap();
+    plan.check_rows(Some(src.geometry.row_sizes()), Some(dst.geometry.row_sizes())).unwrap();
 
     let copy = |to: &mut Memory, tensor: usize, piece: Piece| {
         let read = &from[moves.src_tensor as usize + tensor][piece.src as usize..][..piece.len as usize];
@@ -250,10 +285,10 @@ fn plan_does(moves: &Moves, bytes: &[Byte], (src, dst): (CacheLayout, CacheLayou
     assert_eq!(in_cuts, expected, "in cuts of {cut}: {plan:?}");
 
     let rows = |at: fn(&Byte) -> u64, layout: CacheLayout| {
-        sorted(bytes.iter().map(|byte| at(byte) / layout.geometry.row_bytes()))
+        sorted(bytes.iter().map(|byte| at(byte) / layout.geometry.row_stride()))
     };
-    assert_eq!(plan.src_rows(src.geometry.row_bytes()).unwrap(), rows(|byte| byte.0.1, src));
-    assert_eq!(plan.dst_rows(dst.geometry.row_bytes()).unwrap(), rows(|byte| byte.1.1, dst));
+    assert_eq!(plan.src_rows(src.geometry.row_sizes()).unwrap(), rows(|byte| byte.0.1, src));
+    assert_eq!(plan.dst_rows(dst.geometry.row_sizes()).unwrap(), rows(|byte| byte.1.1, dst));
 }
 
 fn sorted(rows: impl IntoIterator<Item = u64>) -> Vec<u64> {
@@ -272,13 +307,16 @@ fn cases() -> impl Strategy<Value = Case> {
     let sizes = (1..6u64, 1..6u64, 1..9u64, 0..6u64, 1..6usize);
     let tensors = (1..4u32, 1..4u32, prop::bool::ANY, prop::bool::ANY);
     let kinds = || prop_oneof![Just(Batch), Just(Blocks)];
-    (0..6u8, kinds(), kinds(), sizes, tensors, 0..8u64).prop_flat_map(move |drawn| {
-        let (what, any_local, any_remote, sizes, (per_layer, count, src_given, dst_given), offset) = drawn;
+    let gap = || prop_oneof![Just(0), 1..5u64];
+    (0..7u8, (kinds(), gap()), (kinds(), gap()), sizes, tensors, 0..8u64).prop_flat_map(move |drawn| {
+        let (what, (any_local, local_gap), (any_remote, remote_gap), sizes, tensors, offset) = drawn;
+        let (per_layer, count, src_given, dst_given) = tensors;
         let (rows, remote_rows, bytes, more, blocks) = sizes;
         let (kind, remote_kind, remote_bytes, blocks) = match what {
             0 | 1 => (Batch, Batch, bytes + more, blocks),
             2 => (Blocks, Batch, bytes + 2 * more, blocks.min((bytes + 2 * more).div_ceil(bytes) as usize)),
             3 => (any_local, any_remote, bytes, blocks),
+            6 => (Blocks, Blocks, bytes + more, blocks),
             _ => (Blocks, Blocks, bytes, blocks),
         };
         let remote_row = if remote_kind == Batch { remote_rows as u32 } else { 1 };
@@ -321,11 +359,21 @@ fn cases() -> impl Strategy<Value = Case> {
                 1 => (PullRows::Slot { local: slot, remote_offset, local_offset, size }, slot_push),
                 2 => (PullRows::SlotToBlocks { local }, slot_push),
                 3 => (PullRows::Rows { remote, local }, rows_push),
+                6 => {
+                    let length = u64::try_from(size).ok().filter(|&length| length != 5);
+                    let part = SubRow { src_offset: remote_offset, dst_offset: local_offset, length };
+                    let back = SubRow { src_offset: local_offset, dst_offset: remote_offset, length };
+                    let (from, to) = (local.clone(), remote.clone());
+                    (
+                        PullRows::SubRows { remote, local, part },
+                        PushRows::SubRows { local: from, remote: to, part: back },
+                    )
+                }
                 _ => (PullRows::Blocks { remote, local }, blocks_push),
             };
-            let there = spec(kinds.1, remote_tensors, remote_rows, remote_bytes);
+            let there = with_gaps(kinds.1, remote_tensors, remote_rows, (remote_bytes, remote_gap));
             Case {
-                local: spec(kinds.0, tensors, rows, bytes),
+                local: with_gaps(kinds.0, tensors, rows, (bytes, local_gap)),
                 remote: RemoteCache { layout: there, kv: None, row, accessible },
                 pull,
                 push,
@@ -353,7 +401,7 @@ fn agrees_with_the_model(pulls: bool, answer: impl Fn(&Case) -> Answers) {
                 (Ok(moves), Ok(bytes)) => {
                     plan_does(&moves, &bytes, (src, dst), case.cut);
                     let plan = CopyPlan::moves(&mut moves.clone(), CacheCount::Two).unwrap();
-                    let stride = case.local.geometry.row_bytes();
+                    let stride = case.local.geometry.row_sizes();
                     let (rows, planned) = if pulls {
                         (&moves.dst_rows, plan.dst_rows(stride))
                     } else {

@@ -74,12 +74,13 @@ impl Table {
             let caches = fallible::collect_growing(FOUND_ADDRESSES, 0, some.cloned())?;
             drop(state);
             for cache in &caches {
-                let bytes = cache.geometry().tensor_bytes();
+                let (bytes, rows) = (cache.geometry().tensor_bytes(), cache.geometry().row_sizes());
                 for (tensor, &base) in (0..).zip(cache.addrs()) {
                     let first = order.partition_point(|&at| addrs[at] < base);
                     for &at in order[first..].iter().take_while(|&&at| addrs[at] - base < bytes) {
                         let (spot, offset) = (&mut found[at], addrs[at] - base);
-                        if spot.is_none_or(|(room, _)| room < bytes - offset) {
+                        // A gap between two rows belongs to another tensor, or to nobody.
+                        if rows.hold(offset, 1) && spot.is_none_or(|(room, _)| room < bytes - offset) {
                             *spot =
                                 Some((bytes - offset, AddressLocation { cache: cache.id(), tensor, offset }));
                         }
