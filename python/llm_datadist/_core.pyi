@@ -219,6 +219,7 @@ class DataDist:
         tensor_num_per_layer: int,
         notify: bytes | bytearray | None,
         verify: str | None,
+        part: tuple[int, int, int | None] | None,
     ) -> None:
         """Write blocks to a peer (contract §7.15)."""
 
@@ -300,10 +301,18 @@ class DataDist:
     ) -> None:
         """Copy ``size`` bytes of one batch slot in every tensor; -1 copies the rest of the slot (contract §7.9)."""
 
-    def copy_blocks(self, cache: Cache, copy_block_info: dict[int, list[int]] | Any) -> None:
+    def copy_blocks(
+        self, cache: Cache, copy_block_info: dict[int, list[int]] | Any, part: tuple[int, int, int | None] | None
+    ) -> None:
         """Copy blocks inside one cache (contract §7.10)."""
 
-    def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int] | Any) -> None:
+    def swap_blocks(
+        self,
+        src_cache: Cache,
+        dst_cache: Cache,
+        src_to_dst: dict[int, int] | Any,
+        part: tuple[int, int, int | None] | None,
+    ) -> None:
         """Copy blocks between host and device (contract §7.11)."""
 
     def tensor_views(self, cache: Cache) -> list[TensorView]:
@@ -630,6 +639,7 @@ class AsyncCalls:
         notify: bytes | bytearray | None,
         verify: str | None,
         timeout_ms: int | None,
+        part: tuple[int, int, int | None] | None,
     ) -> Transfer:
         """Start a push of blocks (contract §7.15)."""
 
@@ -642,7 +652,7 @@ class AsyncCalls:
         timeout_ms: int | None,
         quiet: bool,
     ) -> Transfer:
-        """Start a pull of several caches: ``parts`` is a list of ``(key, cache, src_blocks, dst_blocks[, grant])``."""
+        """Start a pull of several caches: ``parts`` is a list of ``(key, cache, src_blocks, dst_blocks[, grant[, part]])``."""
 
     def push_group(
         self,
@@ -652,7 +662,7 @@ class AsyncCalls:
         timeout_ms: int | None,
         quiet: bool,
     ) -> Transfer:
-        """Start a push of several caches: ``parts`` is a list of ``(key, cache, src_blocks, dst_blocks)``."""
+        """Start a push of several caches: ``parts`` is a list of ``(key, cache, src_blocks, dst_blocks[, part])``."""
 
     def begin_layers(
         self, cache: Cache, destinations: Any, layer_timeout_ms: int | None, tensor_num_per_layer: int
@@ -672,10 +682,23 @@ class AsyncCalls:
     ) -> Transfer:
         """Start a copy of a range of a slot (contract §7.9)."""
 
-    def copy_blocks(self, cache: Cache, copy_block_info: Any, timeout_ms: int | None) -> Transfer:
+    def copy_blocks(
+        self,
+        cache: Cache,
+        copy_block_info: Any,
+        timeout_ms: int | None,
+        part: tuple[int, int, int | None] | None,
+    ) -> Transfer:
         """Start a copy of blocks: lists of blocks by block, or an array of shape ``(n, 2)`` (contract §7.10)."""
 
-    def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: Any, timeout_ms: int | None) -> Transfer:
+    def swap_blocks(
+        self,
+        src_cache: Cache,
+        dst_cache: Cache,
+        src_to_dst: Any,
+        timeout_ms: int | None,
+        part: tuple[int, int, int | None] | None,
+    ) -> Transfer:
         """Start a swap: blocks by block, or an array of shape ``(n, 2)`` (contract §7.11).
 
         Every argument error is a ``ValueError`` as well.
@@ -953,7 +976,8 @@ class CacheBuffer:
         """Make the buffer of the cache to which ``view`` belongs.
 
         Raises:
-            LLMException: ``LLM_PARAM_INVALID``: the cache is not contiguous.
+            LLMException: ``LLM_PARAM_INVALID``: the cache is not contiguous, or it is registered memory with gaps
+                between rows.
         """
 
     @property

@@ -170,6 +170,9 @@ class AsyncCalls(GrantCalls):
         timeout_ms: Optional[int] = None,
         notify: Optional[bytes] = None,
         verify: Optional[str] = None,
+        src_offset: int = 0,
+        dst_offset: int = 0,
+        length: Optional[int] = None,
     ) -> _core.Transfer:
         """Start ``push_blocks``: write local blocks into remote blocks (contract §7.15).
 
@@ -185,6 +188,9 @@ class AsyncCalls(GrantCalls):
             notify: notification for the owner of the remote cache, at most 64 KiB (``LLMDataDist.notify``), delivered
                 when the bytes are in place, before the transfer succeeds.
             verify: as for the call without ``_async``.
+            src_offset: which part of every block moves, in bytes (uint64), as for the call without ``_async``.
+            dst_offset: as for the call without ``_async``.
+            length: as for the call without ``_async``.
 
         Returns:
             The call that was started.
@@ -196,7 +202,8 @@ class AsyncCalls(GrantCalls):
         """
         layers = (src_layer_range, dst_layer_range)
         moved = (src_blocks, dst_blocks, *layers, tensor_num_per_layer)
-        return self._calls_async().push_blocks(dst_cache_key, src_cache, *moved, notify, verify, timeout_ms)
+        part = (src_offset, dst_offset, length)
+        return self._calls_async().push_blocks(dst_cache_key, src_cache, *moved, notify, verify, timeout_ms, part)
 
     @logged
     def copy_cache_async(
@@ -235,7 +242,13 @@ class AsyncCalls(GrantCalls):
 
     @logged
     def copy_blocks_async(
-        self, cache: Cache, copy_block_info: Union[dict[int, list[int]], Any], timeout_ms: Optional[int] = None
+        self,
+        cache: Cache,
+        copy_block_info: Union[dict[int, list[int]], Any],
+        timeout_ms: Optional[int] = None,
+        src_offset: int = 0,
+        dst_offset: int = 0,
+        length: Optional[int] = None,
     ) -> _core.Transfer:
         """Start ``copy_blocks``: copy blocks inside one cache (contract §7.10).
 
@@ -244,6 +257,9 @@ class AsyncCalls(GrantCalls):
             copy_block_info: the destination blocks of each source block, or an integer array of shape ``(n, 2)`` with
                 rows ``(source, destination)``.
             timeout_ms: time limit of the wait before the first byte, in milliseconds, or ``None``.
+            src_offset: which part of every block moves, in bytes (uint64), as for the call without ``_async``.
+            dst_offset: as for the call without ``_async``.
+            length: as for the call without ``_async``.
 
         Returns:
             The call that was started.
@@ -253,7 +269,8 @@ class AsyncCalls(GrantCalls):
             LLMException: what the arguments and the caches decide (``LLM_PARAM_INVALID``, ``LLM_KV_CACHE_NOT_EXIST``),
                 and ``LLM_LINK_BUSY``. Other failures, such as ``LLM_TIMEOUT``, are the outcome of the transfer.
         """
-        return self._calls_async().copy_blocks(cache, copy_block_info, timeout_ms)
+        part = (src_offset, dst_offset, length)
+        return self._calls_async().copy_blocks(cache, copy_block_info, timeout_ms, part)
 
     @logged
     def swap_blocks_async(
@@ -262,6 +279,9 @@ class AsyncCalls(GrantCalls):
         dst_cache: Cache,
         src_to_dst: Union[dict[int, int], Any],
         timeout_ms: Optional[int] = None,
+        src_offset: int = 0,
+        dst_offset: int = 0,
+        length: Optional[int] = None,
     ) -> _core.Transfer:
         """Start ``swap_blocks``: copy blocks between a host and a device cache (contract §7.11).
 
@@ -271,6 +291,9 @@ class AsyncCalls(GrantCalls):
             src_to_dst: the destination block of each source block, or an integer array of shape ``(n, 2)`` with rows
                 ``(source, destination)``.
             timeout_ms: time limit of the wait before the first byte, in milliseconds, or ``None``.
+            src_offset: which part of every block moves, in bytes (uint64), as for the call without ``_async``.
+            dst_offset: as for the call without ``_async``.
+            length: as for the call without ``_async``.
 
         Returns:
             The call that was started.
@@ -281,4 +304,5 @@ class AsyncCalls(GrantCalls):
             LLMException: what the arguments and the caches decide (``LLM_PARAM_INVALID``, ``LLM_KV_CACHE_NOT_EXIST``),
                 and ``LLM_LINK_BUSY``. Other failures, such as ``LLM_TIMEOUT``, are the outcome of the transfer.
         """
-        return self._calls_async().swap_blocks(src_cache, dst_cache, src_to_dst, timeout_ms)
+        part = (src_offset, dst_offset, length)
+        return self._calls_async().swap_blocks(src_cache, dst_cache, src_to_dst, timeout_ms, part)

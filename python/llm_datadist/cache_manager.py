@@ -280,7 +280,14 @@ class CacheManager(PullPushCalls):
         self._engine.copy_cache(dst, src, dst_batch_index, src_batch_index, offset, size, req_id)
 
     @logged
-    def copy_blocks(self, cache: Cache, copy_block_info: Union[dict[int, list[int]], Any]) -> None:
+    def copy_blocks(
+        self,
+        cache: Cache,
+        copy_block_info: Union[dict[int, list[int]], Any],
+        src_offset: int = 0,
+        dst_offset: int = 0,
+        length: Optional[int] = None,
+    ) -> None:
         """Copy blocks inside one cache, in every tensor (contract §7.10).
 
         The result is the same as if the pairs were copied one after the other, in the order given. All indices are
@@ -290,18 +297,31 @@ class CacheManager(PullPushCalls):
             cache: a blocks cache.
             copy_block_info: the destination blocks of each source block, or an integer array of shape ``(n, 2)`` with
                 rows ``(source, destination)``.
+            src_offset: as for ``push_blocks``.
+            dst_offset: as for ``push_blocks``; ``src_offset``, or at least ``length`` bytes before or after it, because
+                the bytes that are read and those that are written must not overlap in part.
+            length: as for ``push_blocks``.
 
         Raises:
             TypeError: an argument has the wrong type.
             AttributeError: ``cache`` or ``copy_block_info`` is ``None``.
-            LLMException: ``LLM_PARAM_INVALID``: a continuous cache, or an index outside the blocks;
+            LLMException: ``LLM_PARAM_INVALID``: a continuous cache, an index outside the blocks, or a part that exceeds a
+                block or overlaps itself;
                 ``LLM_KV_CACHE_NOT_EXIST``: the cache was released; ``LLM_TIMEOUT``: other calls used the rows for
                 longer than ``sync_kv_timeout``.
         """
-        self._engine.copy_blocks(cache, copy_block_info)
+        self._engine.copy_blocks(cache, copy_block_info, (src_offset, dst_offset, length))
 
     @logged
-    def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: Union[dict[int, int], Any]) -> None:
+    def swap_blocks(
+        self,
+        src_cache: Cache,
+        dst_cache: Cache,
+        src_to_dst: Union[dict[int, int], Any],
+        src_offset: int = 0,
+        dst_offset: int = 0,
+        length: Optional[int] = None,
+    ) -> None:
         """Copy blocks between a host and a device cache, in every tensor (contract §7.11).
 
         The placements give the direction. The two caches may have different numbers of blocks.
@@ -311,17 +331,20 @@ class CacheManager(PullPushCalls):
             dst_cache: blocks cache that is written.
             src_to_dst: the destination block of each source block, or an integer array of shape ``(n, 2)`` with rows
                 ``(source, destination)``.
+            src_offset: as for ``push_blocks``.
+            dst_offset: as for ``push_blocks``.
+            length: as for ``push_blocks``.
 
         Raises:
             TypeError: an argument has the wrong type.
             AttributeError: an argument is ``None``.
             LLMMismatchException: an ``LLMException`` with ``LLM_PARAM_INVALID`` that is a ``ValueError`` as well: a
-                continuous cache, an index outside the blocks, different block sizes or numbers of tensors, or
-                placements that are not one ``HOST`` and one ``DEVICE``.
+                continuous cache, an index outside the blocks, different block sizes or numbers of tensors, a part that
+                exceeds a block, or placements that are not one ``HOST`` and one ``DEVICE``.
             LLMException: ``LLM_KV_CACHE_NOT_EXIST``: a cache was released; ``LLM_TIMEOUT``: other calls used the rows
                 for longer than ``sync_kv_timeout``.
         """
-        self._engine.swap_blocks(src_cache, dst_cache, src_to_dst)
+        self._engine.swap_blocks(src_cache, dst_cache, src_to_dst, (src_offset, dst_offset, length))
 
     @logged
     def transfer_cache_async(

@@ -33,7 +33,7 @@ PULL_KEYWORDS = frozenset({"src_layer_range", "dst_layer_range", "tensor_num_per
 # Those of a pull of the CacheManager.
 NOTIFYING_PULL_KEYWORDS = PULL_KEYWORDS | {"notify", "verify"}
 # Those of a pull of blocks of the CacheManager.
-BLOCK_PULL_KEYWORDS = NOTIFYING_PULL_KEYWORDS | {"grant", "grant_done"}
+BLOCK_PULL_KEYWORDS = NOTIFYING_PULL_KEYWORDS | {"grant", "grant_done", "src_offset", "dst_offset", "length"}
 
 _Calls = TypeVar("_Calls")
 

@@ -21,8 +21,16 @@ __all__ = ["GroupCalls"]
 
 Blocks = Union[list[int], tuple[int, ...]]
 PullKey = Union["BlocksCacheKey", "CacheKey", "CacheKeyByIdAndIndex"]
-PullPart = Union[tuple[PullKey, "Cache", Blocks, Blocks], tuple[PullKey, "Cache", Blocks, Blocks, Optional[bytes]]]
-PushPart = tuple["BlocksCacheKey", "Cache", Blocks, Blocks]
+SubRow = tuple[int, int, Optional[int]]
+PullPart = Union[
+    tuple[PullKey, "Cache", Blocks, Blocks],
+    tuple[PullKey, "Cache", Blocks, Blocks, Optional[bytes]],
+    tuple[PullKey, "Cache", Blocks, Blocks, Optional[bytes], Optional[SubRow]],
+]
+PushPart = Union[
+    tuple["BlocksCacheKey", "Cache", Blocks, Blocks],
+    tuple["BlocksCacheKey", "Cache", Blocks, Blocks, Optional[SubRow]],
+]
 
 
 class GroupCalls(AsyncCalls):
@@ -44,10 +52,11 @@ class GroupCalls(AsyncCalls):
         then the keys of earlier parts may be released. The error of the transfer names the part, counted from 0.
 
         Args:
-            parts: list or tuple of at least one ``(key, cache, src_blocks, dst_blocks)`` or ``(key, cache, src_blocks,
-                dst_blocks, grant)``. Each obeys the rules of ``pull_blocks`` (contract §7.13), and moves all tensors;
-                ``grant`` is the token of a grant, or ``None``. Parts may name several clusters, and a cache may occur
-                in several parts.
+            parts: list or tuple of at least one ``(key, cache, src_blocks, dst_blocks)``, ``(key, cache, src_blocks,
+                dst_blocks, grant)`` or ``(key, cache, src_blocks, dst_blocks, grant, sub_row)``. Each obeys the rules
+                of ``pull_blocks`` (contract §7.13), and moves all tensors; ``grant`` is the token of a grant, or
+                ``None``; ``sub_row`` is ``(src_offset, dst_offset, length)`` of ``pull_blocks``, or ``None``. Parts may
+                name several clusters, and a cache may occur in several parts.
             timeout_ms: time limit of the whole group in milliseconds (uint32, above 0; ``sync_kv_timeout`` by default).
             notify: notification for the peer, at most 64 KiB, delivered when all parts are in place and all keys are
                 released. All parts must name one cluster then.
@@ -76,8 +85,9 @@ class GroupCalls(AsyncCalls):
         destination blocks are undefined. The error of the transfer names the part, counted from 0.
 
         Args:
-            parts: list or tuple of at least one ``(key, cache, src_blocks, dst_blocks)``. Each obeys the rules of
-                ``push_blocks`` (contract §7.15), and moves all tensors.
+            parts: list or tuple of at least one ``(key, cache, src_blocks, dst_blocks)`` or ``(key, cache, src_blocks,
+                dst_blocks, sub_row)``. Each obeys the rules of ``push_blocks`` (contract §7.15), and moves all tensors;
+                ``sub_row`` is ``(src_offset, dst_offset, length)`` of ``push_blocks``, or ``None``.
             timeout_ms: time limit of the whole group in milliseconds (uint32, above 0; ``sync_kv_timeout`` by default).
             notify: notification for the peer, at most 64 KiB, delivered when all parts are in place. All parts must
                 name one cluster then.

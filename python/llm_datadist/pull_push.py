@@ -86,15 +86,17 @@ class PullPushCalls(LayerCalls):
                 the local block size.
             dst_blocks: local blocks that are written, at least one.
             **kwargs: as for ``pull_cache``; also ``grant``, the token of a grant (``CacheManager.grant``) of the source
-                blocks, and ``grant_done=True``, which reports that this pull is the last one under it.
+                blocks, and ``grant_done=True``, which reports that this pull is the last one under it; and
+                ``src_offset``, ``dst_offset`` and ``length``, which part of every block moves, in bytes, as for
+                ``push_blocks``. They need a ``BlocksCacheKey``.
 
         Raises:
             TypeError: an argument has the wrong type.
             ValueError: an integer is outside its width.
             AttributeError: ``src_cache_key`` or ``dst_cache`` is ``None``.
             LLMException: as for ``pull_cache``; ``LLM_PARAM_INVALID`` also for a continuous ``dst_cache``, lists of
-                different lengths, an index outside a cache, different block sizes, more blocks than the slot fills, or
-                a grant of other blocks; ``LLM_GRANT_ENDED``: the grant ended before all bytes were read.
+                different lengths, an index outside a cache, different block sizes, a part that exceeds a block, more
+                blocks than the slot fills, or a grant of other blocks; ``LLM_GRANT_ENDED``: the grant ended before all bytes were read.
         """
         if kwargs:
             warn_of_misspelt("keyword argument of pull_blocks", kwargs, BLOCK_PULL_KEYWORDS, once=True)
@@ -161,6 +163,9 @@ class PullPushCalls(LayerCalls):
         tensor_num_per_layer: int = 2,
         notify: Optional[bytes] = None,
         verify: Optional[str] = None,
+        src_offset: int = 0,
+        dst_offset: int = 0,
+        length: Optional[int] = None,
     ) -> None:
         """Write local blocks into blocks of a linked cluster (contract §7.15), in remote-accessible mode.
 
@@ -174,15 +179,20 @@ class PullPushCalls(LayerCalls):
             tensor_num_per_layer: as for ``push_cache``.
             notify: as for ``push_cache``.
             verify: as for ``push_cache``.
+            src_offset: bytes to skip at the start of each block that is read (uint64, below the bytes of a block). The
+                original does not have this argument, and neither ``dst_offset`` nor ``length``.
+            dst_offset: bytes to skip at the start of each block that is written (uint64, below the bytes of a block).
+            length: bytes that move of each block in each tensor (uint64, above 0, at most the bytes after the offset in
+                either block); ``None`` for the rest of the block with fewer bytes left. If any of the three is given,
+                the blocks of both caches may have different sizes.
 
         Raises:
             TypeError: an argument has the wrong type.
             ValueError: an integer is outside its width.
             AttributeError: ``dst_cache_key`` or ``src_cache`` is ``None``.
             LLMException: as for ``push_cache``; ``LLM_PARAM_INVALID`` also for a continuous cache, lists of
-                different lengths, an index outside a cache, or different block sizes.
+                different lengths, an index outside a cache, different block sizes, or a part that exceeds a block.
         """
-        layers = (src_layer_range, dst_layer_range)
-        self._engine.push_blocks(
-            dst_cache_key, src_cache, src_blocks, dst_blocks, *layers, tensor_num_per_layer, notify, verify
-        )
+        moved = (src_blocks, dst_blocks, src_layer_range, dst_layer_range, tensor_num_per_layer)
+        part = (src_offset, dst_offset, length)
+        self._engine.push_blocks(dst_cache_key, src_cache, *moved, notify, verify, part)

@@ -85,6 +85,11 @@ class CacheDesc:
         batch_dim_index: index of the dimension of batch slots or blocks. Calls that use slots need 0 (contract §12.1).
         seq_len_dim_index: index of the dimension of the sequence length, or -1 (int32). It has no effect.
         kv_tensor_format: name of a layout. It has no effect.
+        row_stride: bytes from the start of one row (batch slot or block) of a tensor to the start of the next (uint64),
+            for padded pages and packed layers; ``None`` if rows follow each other. It must be at least the bytes of a
+            row, a multiple of the element size, and give each tensor less than 2^63 bytes, which is checked when the
+            descriptor is used. The bytes between two rows do not belong to the cache, and no call touches them. The
+            original does not have this argument.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -101,6 +106,7 @@ class CacheDesc:
         batch_dim_index: int = 0,
         seq_len_dim_index: int = -1,
         kv_tensor_format: Optional[str] = None,
+        row_stride: Optional[int] = None,
     ) -> None:
         _core.check_uint32("num_tensors", num_tensors)
         _core.check_isinstance("shape", shape, [list, tuple], int)
@@ -109,6 +115,8 @@ class CacheDesc:
         _core.check_isinstance("batch_dim_index", batch_dim_index, int)
         _core.check_int32("seq_len_dim_index", seq_len_dim_index)
         _core.check_isinstance("kv_tensor_format", kv_tensor_format, str)
+        if row_stride is not None:
+            _core.check_uint64("row_stride", row_stride)
         _core.check_dimensions(len(shape), batch_dim_index, seq_len_dim_index)
         _core.check_list_int64("shape", shape)
         self._num_tensors = num_tensors
@@ -119,6 +127,7 @@ class CacheDesc:
         self._batch_size = shape[batch_dim_index]
         self._seq_len_dim_index = seq_len_dim_index
         self._kv_tensor_format = kv_tensor_format
+        self._row_stride = row_stride
         self._size: Optional[int] = None
         # Contract §18.2: the call decides whether a cache is a blocks cache, and no call changes this attribute.
         self._is_blocks = False
@@ -164,8 +173,13 @@ class CacheDesc:
         return self._kv_tensor_format
 
     @property
+    def row_stride(self) -> Optional[int]:
+        """Bytes from the start of one row to the start of the next; ``None`` if rows follow each other."""
+        return self._row_stride
+
+    @property
     def size(self) -> int:
-        """Bytes of one tensor, computed on first access (contract §4.2).
+        """Bytes of one tensor without gaps between its rows, computed on first access (contract §4.2).
 
         Raises:
             ValueError: a dimension is outside int64, because the shape was changed.
@@ -191,10 +205,11 @@ class CacheDesc:
         self._size = None
 
     def __repr__(self) -> str:
+        stride = "" if self._row_stride is None else f", row_stride={self._row_stride}"
         return (
             f"CacheDesc(num_tensors={self._num_tensors}, shape={self._shape}, data_type={self._data_type}, "
             f"placement={self._placement}, batch_dim_index={self._batch_dim_index}, "
-            f"seq_len_dim_index={self._seq_len_dim_index},kv_tensor_format={self._kv_tensor_format})"
+            f"seq_len_dim_index={self._seq_len_dim_index},kv_tensor_format={self._kv_tensor_format}{stride})"
         )
 
 

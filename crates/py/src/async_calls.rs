@@ -30,6 +30,7 @@ use crate::links;
 use crate::local_cache::CacheArg;
 use crate::notify::NotifyArg;
 use crate::pull_push_arguments::{self, LayersArg};
+use crate::sub_rows::{self, SubRowArg};
 use crate::transfer::TransferHandle;
 
 /// Calls with more blocks detach from the interpreter while they start.
@@ -75,7 +76,9 @@ impl AsyncMethods {
         options: &Bound<'_, PyDict>,
     ) -> PyResult<Py<TransferHandle>> {
         let (blocks, engine) = ((src_blocks, dst_blocks), self.engine());
-        let pull = pull_push_arguments::pull_blocks(engine, (src_cache_key, dst_cache), blocks, options)?;
+        let part = sub_rows::of_options(options)?;
+        let pull =
+            pull_push_arguments::pull_blocks(engine, (src_cache_key, dst_cache), blocks, part, options)?;
         let call = CallOptions { limit: limit(timeout_ms)?, extras: pull.extras, quiet: false };
         let count = pull.rows.num_blocks();
         self.start(options.py(), count, |engine| {
@@ -119,10 +122,13 @@ impl AsyncMethods {
         notify: NotifyArg<'_, '_>,
         verify: VerifyArg<'_, '_>,
         timeout_ms: IntArg<'_, '_>,
+        part: SubRowArg<'_, '_>,
     ) -> PyResult<Py<TransferHandle>> {
         let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
         let (blocks, engine) = ((src_blocks, dst_blocks), self.engine());
-        let push = pull_push_arguments::push_blocks(engine, (dst_cache_key, src_cache), blocks, layers)?;
+        let part = part.part()?;
+        let push =
+            pull_push_arguments::push_blocks(engine, (dst_cache_key, src_cache), blocks, layers, part)?;
         let call = options(limit(timeout_ms)?, (notify, verify), false)?;
         let count = push.rows.num_blocks();
         let start =
@@ -180,10 +186,11 @@ impl AsyncMethods {
         cache: CacheArg<'_, '_>,
         copy_block_info: BlocksArg<'_, '_>,
         timeout_ms: IntArg<'_, '_>,
+        part: SubRowArg<'_, '_>,
     ) -> PyResult<Py<TransferHandle>> {
         let (end, pairs) = copy_arguments::copy_blocks_args(self.engine(), cache, copy_block_info)?;
-        let limit = limit(timeout_ms)?;
-        self.start(cache.py(), pairs.len(), |engine| engine.copy_blocks_async(&end, &pairs, limit))
+        let (limit, part) = (limit(timeout_ms)?, part.part()?);
+        self.start(cache.py(), pairs.len(), |engine| engine.copy_sub_rows_async(&end, &pairs, part, limit))
     }
 
     /// Every argument error of a swap is a `ValueError` as well.
@@ -193,12 +200,13 @@ impl AsyncMethods {
         dst_cache: CacheArg<'_, '_>,
         src_to_dst: BlocksArg<'_, '_>,
         timeout_ms: IntArg<'_, '_>,
+        part: SubRowArg<'_, '_>,
     ) -> PyResult<Py<TransferHandle>> {
         let engine = self.engine();
         let args = copy_arguments::swap_args(engine, src_cache, dst_cache, src_to_dst);
         let started = args.and_then(|(src, dst, pairs)| {
-            let limit = limit(timeout_ms)?;
-            let start = |engine: &CoreDataDist| engine.swap_blocks_async(&src, &dst, &pairs, limit);
+            let (limit, part) = (limit(timeout_ms)?, part.part()?);
+            let start = |engine: &CoreDataDist| engine.swap_sub_rows_async((&src, &dst), &pairs, part, limit);
             self.start(src_cache.py(), pairs.len(), start)
         });
         started.map_err(|error| error::mismatch(src_cache.py(), error))

@@ -138,7 +138,8 @@ impl TensorView {
 
     #[getter]
     fn nbytes(&self, py: Python<'_>) -> PyResult<u64> {
-        Ok(self.cache(py)?.geometry().tensor_bytes())
+        let geometry = self.cache(py)?.geometry();
+        Ok(geometry.rows() * geometry.row_bytes())
     }
 
     #[getter]
@@ -147,6 +148,10 @@ impl TensorView {
         let interface = PyDict::new(py);
         interface.set_item("version", 3)?;
         interface.set_item("shape", PyTuple::new(py, cache.shape())?)?;
+        if let Some(strides) = raw::strides_with_gaps(cache) {
+            let bytes = cache.data_type().bytes().cast_signed();
+            interface.set_item("strides", PyTuple::new(py, strides.iter().map(|stride| stride * bytes))?)?;
+        }
         interface.set_item("typestr", typestr(cache.data_type())?)?;
         interface.set_item("data", (cache.addrs()[self.index], false))?;
         Ok(interface)

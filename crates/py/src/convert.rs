@@ -156,7 +156,7 @@ pub(crate) fn desc(value: &Any<'_>) -> PyResult<CacheDesc> {
         shape: shape(&value.getattr(intern!(py, "_shape"))?)?,
         data_type: data_type(&value.getattr(intern!(py, "_data_type"))?)?,
         placement: placement(&value.getattr(intern!(py, "_placement"))?)?,
-        row_stride: None,
+        row_stride: optional_int("row_stride", &value.getattr(intern!(py, "_row_stride"))?)?,
         kv_layout: None,
     })
 }

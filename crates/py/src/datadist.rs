@@ -23,6 +23,7 @@ use crate::links::{self, ClustersArg, Membership, RanksArg, by_rank};
 use crate::local_cache::CacheArg;
 use crate::notify::NotifyArg;
 use crate::pull_push_arguments::{self, LayersArg};
+use crate::sub_rows::{self, SubRowArg};
 use crate::task::TransferTask;
 use crate::transfer::Handles;
 use crate::{copy_arguments, log, stats};
@@ -182,8 +183,13 @@ impl DataDist {
         options: &Bound<'_, PyDict>,
     ) -> PyResult<()> {
         let blocks = (src_blocks, dst_blocks);
-        let pull =
-            pull_push_arguments::pull_blocks(&self.engine, (src_cache_key, dst_cache), blocks, options)?;
+        let pull = pull_push_arguments::pull_blocks(
+            &self.engine,
+            (src_cache_key, dst_cache),
+            blocks,
+            sub_rows::of_options(options)?,
+            options,
+        )?;
         self.engine.pull(options.py(), pull)
     }
 
@@ -218,11 +224,17 @@ impl DataDist {
         tensor_num_per_layer: IntArg<'_, '_>,
         notify: NotifyArg<'_, '_>,
         verify: VerifyArg<'_, '_>,
+        part: SubRowArg<'_, '_>,
     ) -> PyResult<()> {
         let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
         let blocks = (src_blocks, dst_blocks);
-        let push =
-            pull_push_arguments::push_blocks(&self.engine, (dst_cache_key, src_cache), blocks, layers)?;
+        let push = pull_push_arguments::push_blocks(
+            &self.engine,
+            (dst_cache_key, src_cache),
+            blocks,
+            layers,
+            part.part()?,
+        )?;
         self.engine.push(src_cache.py(), &push, call_extras::of_push(notify, verify)?)
     }
 
@@ -361,9 +373,15 @@ impl DataDist {
         self.engine.copy(src.py(), &ends, args, request)
     }
 
-    fn copy_blocks(&self, cache: CacheArg<'_, '_>, copy_block_info: BlocksArg<'_, '_>) -> PyResult<()> {
+    fn copy_blocks(
+        &self,
+        cache: CacheArg<'_, '_>,
+        copy_block_info: BlocksArg<'_, '_>,
+        part: SubRowArg<'_, '_>,
+    ) -> PyResult<()> {
         let (end, pairs) = copy_arguments::copy_blocks_args(&self.engine, cache, copy_block_info)?;
-        self.engine.enter(cache.py(), |engine| engine.copy_blocks(&end, &pairs))
+        let part = part.part()?;
+        self.engine.enter(cache.py(), |engine| engine.copy_sub_rows(&end, &pairs, part))
     }
 
     /// Every argument error of a swap is a `ValueError` as well.
@@ -372,12 +390,13 @@ impl DataDist {
         src_cache: CacheArg<'_, '_>,
         dst_cache: CacheArg<'_, '_>,
         src_to_dst: BlocksArg<'_, '_>,
+        part: SubRowArg<'_, '_>,
     ) -> PyResult<()> {
-        let swapped = copy_arguments::swap_args(&self.engine, src_cache, dst_cache, src_to_dst).and_then(
-            |(src, dst, pairs)| {
-                self.engine.enter(src_cache.py(), |engine| engine.swap_blocks(&src, &dst, &pairs))
-            },
-        );
+        let args = copy_arguments::swap_args(&self.engine, src_cache, dst_cache, src_to_dst);
+        let swapped = args.and_then(|(src, dst, pairs)| {
+            let part = part.part()?;
+            self.engine.enter(src_cache.py(), |engine| engine.swap_sub_rows(&src, &dst, &pairs, part))
+        });
         swapped.map_err(|error| error::mismatch(src_cache.py(), error))
     }
 

@@ -1,6 +1,6 @@
 //! The parts of a group of pulls or pushes: `(key, cache, source blocks, destination blocks)` each.
 
-use llm_datadist_core::{GrantUse, GroupMember, PullRows, PushRows};
+use llm_datadist_core::{GrantUse, GroupMember, PullRows, PushRows, SubRow};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
 
@@ -13,6 +13,7 @@ use crate::error::{invalid, of_item};
 use crate::keys::KeyArg;
 use crate::local_cache::CacheArg;
 use crate::pull_push_arguments::{self, LayersArg};
+use crate::sub_rows::SubRowArg;
 
 arguments! {
     /// A list or tuple of parts.
@@ -27,9 +28,11 @@ impl PartsArg<'_, '_> {
     /// `done` says that it is the last pull under their grants.
     pub(crate) fn pulls(self, engine: &Engine, done: bool) -> PyResult<Vec<GroupMember<PullRows>>> {
         let options = PyDict::new(self.py());
-        self.read(5, |(key, cache, blocks), grant| {
-            let pull = pull_push_arguments::pull_blocks(engine, (key, cache), blocks, &options)?;
-            let token = grant
+        self.read(6, |(key, cache, blocks), more| {
+            let part = sub_row(more.get(1))?;
+            let pull = pull_push_arguments::pull_blocks(engine, (key, cache), blocks, part, &options)?;
+            let token = more
+                .first()
                 .filter(|given| !given.is_none())
                 .map(|given| call_extras::token("grant", given))
                 .transpose()?;
@@ -42,10 +45,11 @@ impl PartsArg<'_, '_> {
     pub(crate) fn pushes(self, engine: &Engine) -> PyResult<Vec<GroupMember<PushRows>>> {
         let py = self.py();
         let (all, two) = (py.None(), 2_u32.into_pyobject(py)?.into_any());
-        self.read(4, |(key, cache, blocks), _| {
+        self.read(5, |(key, cache, blocks), more| {
             let all = LayersArg::extract(all.bind_borrowed(py))?;
             let layers = (all, all, IntArg::extract(two.as_borrowed())?);
-            let push = pull_push_arguments::push_blocks(engine, (key, cache), blocks, layers)?;
+            let part = sub_row(more.first())?;
+            let push = pull_push_arguments::push_blocks(engine, (key, cache), blocks, layers, part)?;
             Ok(GroupMember { remote: push.to, local: push.from, rows: push.rows, grant: None })
         })
     }
@@ -54,7 +58,7 @@ impl PartsArg<'_, '_> {
     fn read<T>(
         self,
         most: usize,
-        read: impl Fn(Part<'_, '_>, Option<&Any<'_>>) -> PyResult<T>,
+        read: impl Fn(Part<'_, '_>, &[Any<'_>]) -> PyResult<T>,
     ) -> PyResult<Vec<T>> {
         let py = self.py();
         let items = match self.0.cast::<PyList>() {
@@ -81,19 +85,26 @@ fn values<'py>(item: &Any<'py>, index: usize, most: usize) -> PyResult<Vec<Any<'
     if (4..=most).contains(&part.len()) {
         return Ok(part.iter().collect());
     }
-    let allowed = if most > 4 {
-        "4 or 5: the key, the cache, the blocks of the source and of the destination, and optionally a grant"
+    let allowed = if most == 6 {
+        "4 to 6: the key, the cache, the blocks of the source and of the destination, and optionally a grant and the \
+         part of every block"
     } else {
-        "4: the key, the cache, and the blocks of the source and of the destination"
+        "4 or 5: the key, the cache, the blocks of the source and of the destination, and optionally the part of every \
+         block"
     };
     Err(invalid(item.py(), &format!("len({name})"), part.len(), allowed))
 }
 
 fn with_arguments<T>(
     values: &[Any<'_>],
-    read: impl Fn(Part<'_, '_>, Option<&Any<'_>>) -> PyResult<T>,
+    read: impl Fn(Part<'_, '_>, &[Any<'_>]) -> PyResult<T>,
 ) -> PyResult<T> {
     let at = |index: usize| values[index].as_borrowed();
     let blocks = (BlocksArg::extract(at(2))?, BlocksArg::extract(at(3))?);
-    read((KeyArg::extract(at(0))?, CacheArg::extract(at(1))?, blocks), values.get(4))
+    read((KeyArg::extract(at(0))?, CacheArg::extract(at(1))?, blocks), &values[4..])
+}
+
+/// Reads the part of every block that moves, which a member of a group may end with.
+fn sub_row(given: Option<&Any<'_>>) -> PyResult<SubRow> {
+    given.map_or_else(|| Ok(SubRow::default()), |given| SubRowArg::extract(given.as_borrowed())?.part())
 }

@@ -39,6 +39,7 @@ mod python_types;
 )]
 mod raw;
 mod stats;
+mod sub_rows;
 mod task;
 mod transfer;
 

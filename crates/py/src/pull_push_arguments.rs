@@ -4,7 +4,7 @@
 
 use llm_datadist_core::bindings::validate;
 use llm_datadist_core::{
-    CallExtras, End, Error, ErrorKind, LayerRange, Layers, Mode, PullRows, PushRows, RemoteName,
+    CallExtras, End, Error, ErrorKind, LayerRange, Layers, Mode, PullRows, PushRows, RemoteName, SubRow,
 };
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -18,6 +18,7 @@ use crate::engine::Engine;
 use crate::error::{invalid, raise};
 use crate::keys::{KeyArg, KeyClass};
 use crate::local_cache::CacheArg;
+use crate::sub_rows;
 
 arguments! {
     /// A range of layers, or `None`.
@@ -84,11 +85,12 @@ pub(crate) fn pull_cache(
     Ok(Pull { from, to: local.end(engine)?, rows: PullRows::slot(row, size), layers, extras })
 }
 
-/// Checks the arguments of `pull_blocks` (contract §7.13).
+/// Checks the arguments of `pull_blocks` (contract §7.13), of which `part` of every block moves.
 pub(crate) fn pull_blocks(
     engine: &Engine,
     (src_cache_key, dst_cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
     (src_blocks, dst_blocks): (BlocksArg<'_, '_>, BlocksArg<'_, '_>),
+    part: SubRow,
     options: &Bound<'_, PyDict>,
 ) -> PyResult<Pull> {
     let allowed = [KeyClass::Blocks, KeyClass::Cache, KeyClass::Row];
@@ -101,8 +103,14 @@ pub(crate) fn pull_blocks(
     let given = PullLayers::of(options)?;
     let per_layer = given.per_layer()?;
     let rows = if key.is(KeyClass::Blocks) {
-        PullRows::Blocks { remote: at_least_one("src_blocks", remote, src_blocks)?, local }
+        let remote = at_least_one("src_blocks", remote, src_blocks)?;
+        if part.is_whole() {
+            PullRows::Blocks { remote, local }
+        } else {
+            PullRows::SubRows { remote, local, part }
+        }
     } else {
+        sub_rows::whole(options.py(), part)?;
         no_blocks(remote, src_blocks)?;
         key.check_ids()?;
         PullRows::SlotToBlocks { local }
@@ -129,12 +137,13 @@ pub(crate) fn push_cache(
     Ok(Push { from: local.end(engine)?, to: key.name()?, rows, layers })
 }
 
-/// Checks the arguments of `push_blocks` (contract §7.15).
+/// Checks the arguments of `push_blocks` (contract §7.15), of which `part` of every block moves.
 pub(crate) fn push_blocks(
     engine: &Engine,
     (dst_cache_key, src_cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
     (src_blocks, dst_blocks): (BlocksArg<'_, '_>, BlocksArg<'_, '_>),
     layers: PushLayers<'_, '_>,
+    part: SubRow,
 ) -> PyResult<Push> {
     one_sided(src_cache.py(), engine, "push_blocks")?;
     let key = dst_cache_key.of("dst_cache_key", &[KeyClass::Blocks])?;
@@ -145,7 +154,12 @@ pub(crate) fn push_blocks(
     let remote = at_least_one("dst_blocks", remote, dst_blocks)?;
     let layers = push_layers(layers)?;
     let to = key.name()?;
-    let rows = PushRows::Blocks { local: listed("src_blocks", local, src_blocks)?, remote };
+    let local = listed("src_blocks", local, src_blocks)?;
+    let rows = if part.is_whole() {
+        PushRows::Blocks { local, remote }
+    } else {
+        PushRows::SubRows { local, remote, part }
+    };
     Ok(Push { from: cache.end(engine)?, to, rows, layers })
 }
 

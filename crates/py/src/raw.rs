@@ -5,7 +5,7 @@ mod exporter;
 mod items;
 
 pub(crate) use self::dlpack::{
-    CachePart, DL_CPU, Element, TensorCopy, capsule, copied_tensor, readable_device,
+    CachePart, DL_CPU, Element, TensorCopy, capsule, copied_tensor, readable_device, strides_with_gaps,
 };
 pub(crate) use self::exporter::{ExportsCache, exporting_class};
 pub(crate) use self::items::{dict_lists, dict_words, list_words, tuple_words};

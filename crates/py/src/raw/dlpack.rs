@@ -159,7 +159,8 @@ fn wrapped<'py, M: Managed>(
     part: CachePart,
 ) -> PyResult<Bound<'py, PyAny>> {
     let (address, mut shape, element) = part.described(cache).map_err(|error| raise(py, &error))?;
-    let mut strides = row_major(&shape);
+    let gaps = if let CachePart::OneTensor(..) = part { strides_with_gaps(cache) } else { None };
+    let mut strides = gaps.unwrap_or_else(|| row_major(&shape));
     let tensor = Tensor {
         // The address passes through a C interface as a number; only the consumer dereferences it.
         data: ptr::with_exposed_provenance_mut(usize::try_from(address)?),
@@ -184,7 +185,16 @@ fn wrapped<'py, M: Managed>(
     capsule
 }
 
-/// Returns the strides of each dimension, in elements.
+/// Returns the strides of each dimension of a tensor of `cache`, in elements; `None` if there are no gaps between its rows.
+pub(crate) fn strides_with_gaps(cache: &Cache) -> Option<Vec<i64>> {
+    let geometry = cache.geometry();
+    let mut strides = geometry.row_sizes().has_gaps().then(|| row_major(cache.shape()))?;
+    // A row stride is a multiple of the element size.
+    strides[0] = (geometry.row_stride() / cache.data_type().bytes()).cast_signed();
+    Some(strides)
+}
+
+/// Returns the strides of each dimension without gaps, in elements.
 fn row_major(shape: &[i64]) -> Vec<i64> {
     let mut strides = vec![1; shape.len()];
     for dim in (1..shape.len()).rev() {
