@@ -107,7 +107,7 @@ def test_what_is_refused(served: tuple[End, Peer]) -> None:
             pull(wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"parts\[1\]"):
         pull([good[0], list(good[1])])  # type: ignore[list-item]
-    for wrong_part in (good[0][:3], (*good[0], None, None)):
+    for wrong_part in (good[0][:3], (*good[0], None, None, None)):
         with pytest.raises(LLMException, match=r"len\(parts\[0\]\)"):
             pull([wrong_part])
     with pytest.raises(LLMException) as caught:

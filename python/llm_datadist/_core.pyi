@@ -652,7 +652,10 @@ class AsyncCalls:
         timeout_ms: int | None,
         quiet: bool,
     ) -> Transfer:
-        """Start a pull of several caches: ``parts`` is a list of ``(key, cache, src_blocks, dst_blocks[, grant[, part]])``."""
+        """Start a pull of several caches.
+
+        ``parts`` is a list of ``(key, cache, src_blocks, dst_blocks[, grant[, part]])``.
+        """
 
     def push_group(
         self,
@@ -922,7 +925,7 @@ class TensorView:
     belongs to the caller, and no view keeps it alive.
 
     ``numpy.asarray``, ``numpy.from_dlpack``, ``torch.from_dlpack`` and similar functions accept a view. The memory is
-    C-contiguous and writable.
+    writable, and C-contiguous except for the gaps between rows of a cache with a row stride.
     """
 
     @property

@@ -305,8 +305,8 @@ class CacheManager(PullPushCalls):
         Raises:
             TypeError: an argument has the wrong type.
             AttributeError: ``cache`` or ``copy_block_info`` is ``None``.
-            LLMException: ``LLM_PARAM_INVALID``: a continuous cache, an index outside the blocks, or a part that exceeds a
-                block or overlaps itself;
+            LLMException: ``LLM_PARAM_INVALID``: a continuous cache, an index outside the blocks, or a part that exceeds
+                a block or overlaps itself;
                 ``LLM_KV_CACHE_NOT_EXIST``: the cache was released; ``LLM_TIMEOUT``: other calls used the rows for
                 longer than ``sync_kv_timeout``.
         """

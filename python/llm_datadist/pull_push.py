@@ -96,7 +96,8 @@ class PullPushCalls(LayerCalls):
             AttributeError: ``src_cache_key`` or ``dst_cache`` is ``None``.
             LLMException: as for ``pull_cache``; ``LLM_PARAM_INVALID`` also for a continuous ``dst_cache``, lists of
                 different lengths, an index outside a cache, different block sizes, a part that exceeds a block, more
-                blocks than the slot fills, or a grant of other blocks; ``LLM_GRANT_ENDED``: the grant ended before all bytes were read.
+                blocks than the slot fills, or a grant of other blocks; ``LLM_GRANT_ENDED``: the grant ended before all
+                bytes were read.
         """
         if kwargs:
             warn_of_misspelt("keyword argument of pull_blocks", kwargs, BLOCK_PULL_KEYWORDS, once=True)

@@ -15,6 +15,7 @@ from llm_datadist import CacheDesc, DataType, KvCache, LLMClusterInfo, LLMDataDi
 from llm_datadist.events import GrantEnded, LinkDown, Notification
 
 from .process import Process, _over
+from .rows import RowsWithGaps
 from .sockets import split
 from .values import GRACE, LIMIT, OK, by_blocks, cache_key, equal, outcome, pattern, together
 
@@ -68,7 +69,7 @@ def _desc(rows: int, row_bytes: int, tensors: int, host: bool) -> CacheDesc:
     return CacheDesc(tensors, [rows, row_bytes], DataType.DT_UINT8, Placement.HOST if host else Placement.DEVICE)
 
 
-class End(Process):
+class End(RowsWithGaps, Process):
     """One engine and its caches by name, in the process that has this object.
 
     Methods without a docstring make the engine call of the same name. In transfers, `src_layers` and `dst_layers` are
@@ -76,6 +77,7 @@ class End(Process):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.dist: Any = None
         self.held: dict[str, Held] = {}
         self.granted: dict[bytes, Any] = {}
@@ -205,6 +207,9 @@ class End(Process):
         if registered:
             return self.register(name, *args, **{"accessible": True, **kwargs})
         return self.allocate(name, *args, **kwargs)
+
+    def key_of(self, key: Key) -> Any:
+        return cache_key(key)
 
     def held_id(self, name: str) -> int:
         return self.held[name].handle.cache_id
