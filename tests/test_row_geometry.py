@@ -6,6 +6,7 @@ The Rust tests compare the plans and their bounds with a model (`transfer.rs`, `
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import numpy as np
@@ -293,6 +294,27 @@ def test_layers_agree_with_numpy(ends: Ends, way: dict[str, Any]) -> None:
         assert equal(far.read("far"), expected), f"{number}: {here} to {there}, {blocks}"
         near.drop_rows("near")
         far.drop_rows("far")
+
+
+def test_addresses_in_gaps_are_refused(served: tuple[End, Peer]) -> None:
+    near, far = served
+    bases = far.make_rows("far", 8, 100, 640, 4, how="padded", seed=1)
+    near.make_rows("near", 8, 100, 100, 4, how="pool", seed=2)
+    before = far.read("far")
+    for offset, blocks, text in (
+        (100, [0], "lies in no cache"),  # the first byte of a gap
+        (639, [0], "lies in no cache"),
+        (1, [0], "exceeds the row"),
+        (640, [7], r"dst_block_indices\[0\]=7"),  # one row after the last one
+    ):
+        to = TransferConfig(2, [base + offset for base in bases], range(2), 0)
+        task = near.manager.begin_layers(near.held["near"].handle, [LayerDestination(to, [3], blocks)])
+        failure = task.transfers[0].exception(LIMIT_MS)
+        assert isinstance(failure, LLMException)
+        assert failure.status_code.name == INVALID
+        assert re.search(text, str(failure)), failure
+    assert equal(far.read("far"), before)
+    far.check_gaps("far")
 
 
 def test_rows_under_a_grant(served: tuple[End, Peer]) -> None:
