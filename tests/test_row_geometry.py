@@ -104,7 +104,7 @@ def test_pulls_agree_with_numpy(served: tuple[End, Peer], verify: str) -> None:
     chance = random.Random(7)  # noqa: S311
     for number in range(ROUNDS):
         there, here = shapes(chance)
-        pairs, part = drawn_pairs(chance, there, here), drawn_part(chance, there, here)
+        pairs, part = drawn_pairs(chance, there, here, repeats=chance.random() < 0.3), drawn_part(chance, there, here)
         note = f"{number}: {there} to {here}, {part}"
         there.make(far, "far", number, keys=[by_blocks(0, 9)])
         here.make(near, "near", 1000 + number)
@@ -132,7 +132,7 @@ def test_pushes_agree_with_numpy(one_sided: tuple[End, Peer], verify: str) -> No
     chance = random.Random(8)  # noqa: S311
     for number in range(ROUNDS):
         here, there = shapes(chance)
-        pairs, part = drawn_pairs(chance, here, there), drawn_part(chance, here, there)
+        pairs, part = drawn_pairs(chance, here, there, repeats=chance.random() < 0.3), drawn_part(chance, here, there)
         note = f"{number}: {here} to {there}, {part}"
         there.make(far, "far", number, keys=[by_blocks(0, 9)])
         here.make(near, "near", 1000 + number)

@@ -45,12 +45,12 @@ impl CopyPlan {
 fn cut_at_rows(wave: &Template, sizes: BlockSizes, blocks: &mut Vec<Template>) -> Result<()> {
     let mut pieces = Vec::new();
     let row = |span: &Span| {
-        sizes.local.of(&Piece { src: span.src, dst: span.dst, len: span.len }) / sizes.row_bytes
+        sizes.rows.row_of(sizes.local.of(&Piece { src: span.src, dst: span.dst, len: span.len }))
     };
     for spans in wave.spans.chunk_by(|a, b| row(a) == row(b)) {
         let inside = |span: &Span| {
             let range = if sizes.local == LocalEnd::Source { span.reads() } else { span.writes() };
-            range.is_some_and(|range| range.start / sizes.row_bytes == (range.end - 1) / sizes.row_bytes)
+            range.is_some_and(|range| sizes.rows.row_of(range.start) == sizes.rows.row_of(range.end - 1))
         };
         if matches!(spans, [_, _, ..] | [Span { count: 2.., .. }]) && spans.iter().all(inside) {
             let (spans, pairs) = (fallible::copied(PLAN, spans)?, wave.pairs.clone());

@@ -152,7 +152,7 @@ fn pairs_have_equal_checksums_on_both_sides() {
         let ((source, src), (copied, dst)) = (memory(&case.src, 1), memory(&case.dst, 2));
         move_elements(&case, &moved, &source, &copied);
         let sizes =
-            BlockSizes { local: LocalEnd::Destination, row_bytes: case.dst.row_stride, most: u64::MAX };
+            BlockSizes { local: LocalEnd::Destination, rows: case.dst.row_stride.into(), most: u64::MAX };
         let asked = |plan: &CopyPlan| {
             let pairs = plan.compared_templates(sizes, sample).unwrap();
             plan.with_templates(pairs).unwrap()
@@ -261,7 +261,7 @@ fn the_pairs_of_all_requests_are_those_of_the_plan() {
             } else {
                 (LocalEnd::Destination, case.dst.row_stride)
             };
-            let sizes = BlockSizes { local, row_bytes, most: u64::MAX };
+            let sizes = BlockSizes { local, rows: row_bytes.into(), most: u64::MAX };
             for plan in case.plan(&part(&case)).unwrap().plans {
                 let all = plan.compared_templates(sizes, None).unwrap();
                 let (mut found, mut blocks) = (BTreeMap::new(), 0);
