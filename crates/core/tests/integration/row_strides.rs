@@ -88,7 +88,7 @@ impl Sent {
             Sent::Spans(spans) => CopyPlan::from_parts(1, 0, 0, vec![spans]),
             Sent::Packed(spans) => {
                 let count = spans.len() as u32;
-                CopyPlan::from_list(1, 0, 0, &[count], SpanList::pack(spans.into_iter())?)
+                CopyPlan::from_list(1, 0, 0, &[count], SpanList::pack(spans)?)
             }
             Sent::Blocks(blocks) => CopyPlan::from_blocks(1, 0, 0, blocks),
             Sent::Template(template) => {
@@ -300,7 +300,8 @@ fn copies_on_the_simulated_device_leave_gaps_alone() {
             let [from, to] = [host.cache.geometry(), device.geometry()];
             let written = patterned(1, 3, from.tensor_bytes() as usize);
             let empty = patterned(2, 3, from.tensor_bytes() as usize);
-            (host.write(&written), back.write(&empty));
+            host.write(&written);
+            back.write(&empty);
             let all: Vec<(i64, i64)> = (0..40).map(|row| (row, row)).collect();
 
             let mut there = vec![vec![0; to.tensor_bytes() as usize]; 3];
