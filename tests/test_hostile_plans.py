@@ -250,3 +250,55 @@ def test_generations_that_never_rest_end_the_pull_in_time() -> None:
                 _, seconds, text = trial.victim.timed("pull_blocks", by_blocks(77), "n", [0], [0])
                 assert seconds < 1 + SLACK, text
         trial.judge(links=1, streams=2, busy=1, mapped=2 * GENERATIONS)
+
+
+GAP_ROW, GAP_STRIDE, GAP_ROWS = 256, 640, 8
+# Positions in a cache whose rows of 256 bytes are 640 bytes apart: in a gap, or across one.
+INTO_GAPS: dict[str, tuple[bytes, int]] = {
+    "a byte after a row": (m.plan_spans([1], [m.span(GAP_ROW, GAP_ROW, 1)]), 1),
+    "a row and a byte": (m.plan_spans([1], [m.span(0, 0, GAP_ROW + 1)]), GAP_ROW + 1),
+    "from the end of a row": (m.plan_spans([1], [m.span(GAP_ROW - 1, GAP_ROW - 1, 2)]), 2),
+    "up to the next row": (m.plan_spans([1], [m.span(GAP_STRIDE - 1, GAP_STRIDE - 1, 2)]), 2),
+    "two rows at once": (m.plan_spans([1], [m.span(0, 0, GAP_STRIDE + 1)]), GAP_STRIDE + 1),
+    "steps of another length": (m.plan_spans([1], [m.span(0, 0, 8, 4, 248, 248)]), 32),
+    "every byte of the tensor": (m.plan_blocks(1, [(at, at) for at in range(7 * GAP_STRIDE)]), 7 * GAP_STRIDE),
+    "blocks as long as rows": (m.plan_blocks(GAP_ROW, [(0, 0), (1, 1)]), 2 * GAP_ROW),
+}
+
+
+@pytest.mark.parametrize("verb", ["read", "write", "fetch"])
+def test_plans_that_touch_gaps_between_rows_are_refused(verb: str) -> None:
+    """What lies between the rows of a cache belongs to somebody else."""
+    with Trial(honest=["tcp"]) as trial:
+        trial.victim.make_rows("gaps", GAP_ROWS, GAP_ROW, GAP_STRIDE, 2, how="packed", keys=[by_blocks(0, 7)], seed=3)
+        _, call = trial.fair_call()
+        told = ask(call, m.describe(m.name_blocks(7)))
+        assert (told["row_bytes"], told["row_stride"]) == (GAP_ROW, GAP_STRIDE)
+        cache, name = int(told["cache"]), m.name_blocks(7)
+
+        def request(plan: bytes, count: int) -> bytes:
+            if verb == "fetch":
+                return m.fetch(name, cache, plan, m.in_region([m.run(0, 0, 1)]), 1, GAP_ROWS * GAP_STRIDE)
+            return (m.read if verb == "read" else m.write)(name, cache, plan, 0, count)
+
+        trial.begin()
+        for what, (plan, count) in INTO_GAPS.items():
+            told = ask(call, request(plan, count))
+            assert told["is"] == "Failed" or (verb == "fetch" and told["is"] == "Unreachable"), (what, told)
+            assert ask(call, m.ping())["is"] == "Done", what
+        trial.victim.check_gaps("gaps")
+        assert equal(trial.victim.read("gaps"), pattern(3, 2, GAP_ROWS, GAP_ROW))
+        trial.judge(links=1, streams=1, busy=1)
+
+
+def test_checksums_of_gaps_are_refused() -> None:
+    with Trial(honest=["tcp"]) as trial:
+        trial.victim.make_rows("gaps", GAP_ROWS, GAP_ROW, GAP_STRIDE, 2, how="packed", keys=[by_blocks(0, 7)], seed=3)
+        _, call = trial.fair_call()
+        cache, name = int(ask(call, m.describe(m.name_blocks(7)))["cache"]), m.name_blocks(7)
+        trial.begin()
+        for start, length in ((GAP_ROW, 1), (0, GAP_ROW + 1), (GAP_STRIDE - 1, 2), (0, GAP_STRIDE + 1)):
+            told = ask(call, m.checksums(name, cache, (0, 2), [(start, length)]))
+            assert told["is"] == "Failed", (start, length, told)
+        assert ask(call, m.checksums(name, cache, (0, 2), [(GAP_STRIDE, GAP_ROW)]))["is"] == "Checksums"
+        trial.judge(links=1, streams=1, busy=1)

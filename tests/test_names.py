@@ -131,11 +131,12 @@ SIGNATURES = {
 OF_CLASS: dict[str, dict[str, str]] = {
     "CacheManager": {
         **SIGNATURES,
-        # `contiguous` is an addition of this package.
+        # `contiguous`, and which part of every block moves, are additions of this package.
         "allocate_cache": "cache_desc, cache_keys=(), contiguous=False",
         "allocate_blocks_cache": "cache_desc, blocks_cache_key=None, contiguous=False",
         "deallocate_blocks_cache": "cache",
-        "swap_blocks": "src_cache, dst_cache, src_to_dst",
+        "copy_blocks": "cache, copy_block_info, src_offset=0, dst_offset=0, length=None",
+        "swap_blocks": "src_cache, dst_cache, src_to_dst, src_offset=0, dst_offset=0, length=None",
     },
     "KvCacheManager": {
         **SIGNATURES,

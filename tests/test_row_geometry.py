@@ -6,6 +6,7 @@ The Rust tests compare the plans and their bounds with a model (`transfer.rs`, `
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import numpy as np
@@ -103,7 +104,7 @@ def test_pulls_agree_with_numpy(served: tuple[End, Peer], verify: str) -> None:
     chance = random.Random(7)  # noqa: S311
     for number in range(ROUNDS):
         there, here = shapes(chance)
-        pairs, part = drawn_pairs(chance, there, here), drawn_part(chance, there, here)
+        pairs, part = drawn_pairs(chance, there, here, repeats=chance.random() < 0.3), drawn_part(chance, there, here)
         note = f"{number}: {there} to {here}, {part}"
         there.make(far, "far", number, keys=[by_blocks(0, 9)])
         here.make(near, "near", 1000 + number)
@@ -131,7 +132,7 @@ def test_pushes_agree_with_numpy(one_sided: tuple[End, Peer], verify: str) -> No
     chance = random.Random(8)  # noqa: S311
     for number in range(ROUNDS):
         here, there = shapes(chance)
-        pairs, part = drawn_pairs(chance, here, there), drawn_part(chance, here, there)
+        pairs, part = drawn_pairs(chance, here, there, repeats=chance.random() < 0.3), drawn_part(chance, here, there)
         note = f"{number}: {here} to {there}, {part}"
         there.make(far, "far", number, keys=[by_blocks(0, 9)])
         here.make(near, "near", 1000 + number)
@@ -293,6 +294,27 @@ def test_layers_agree_with_numpy(ends: Ends, way: dict[str, Any]) -> None:
         assert equal(far.read("far"), expected), f"{number}: {here} to {there}, {blocks}"
         near.drop_rows("near")
         far.drop_rows("far")
+
+
+def test_addresses_in_gaps_are_refused(served: tuple[End, Peer]) -> None:
+    near, far = served
+    bases = far.make_rows("far", 8, 100, 640, 4, how="padded", seed=1)
+    near.make_rows("near", 8, 100, 100, 4, how="pool", seed=2)
+    before = far.read("far")
+    for offset, blocks, text in (
+        (100, [0], "lies in no cache"),  # the first byte of a gap
+        (639, [0], "lies in no cache"),
+        (1, [0], "exceeds the row"),
+        (640, [7], r"dst_block_indices\[0\]=7"),  # one row after the last one
+    ):
+        to = TransferConfig(2, [base + offset for base in bases], range(2), 0)
+        task = near.manager.begin_layers(near.held["near"].handle, [LayerDestination(to, [3], blocks)])
+        failure = task.transfers[0].exception(LIMIT_MS)
+        assert isinstance(failure, LLMException)
+        assert failure.status_code.name == INVALID
+        assert re.search(text, str(failure)), failure
+    assert equal(far.read("far"), before)
+    far.check_gaps("far")
 
 
 def test_rows_under_a_grant(served: tuple[End, Peer]) -> None:

@@ -164,6 +164,7 @@ class PullPushCalls(LayerCalls):
         tensor_num_per_layer: int = 2,
         notify: Optional[bytes] = None,
         verify: Optional[str] = None,
+        *,
         src_offset: int = 0,
         dst_offset: int = 0,
         length: Optional[int] = None,

@@ -6,7 +6,7 @@ use super::blocks::Blocks;
 use super::conflicts::check_template_size;
 use super::copy_plan::CopyPlan;
 use super::span_limits::{MOST_PIECES, Tally, check_pieces};
-use super::spans::PLAN;
+use super::spans::{PLAN, Span};
 use super::template::Template;
 use super::waves::Wave;
 use crate::error::{Error, Result, ensure};
@@ -22,6 +22,15 @@ impl CopyPlan {
     pub fn needs_templates(&self) -> bool {
         (self.src_tensors().step, self.dst_tensors().step) != (1, 1)
             || self.waves().iter().any(|wave| wave.template().is_some())
+    }
+
+    /// Returns whether the blocks of the plan are compared by pairs of templates (`compared_templates`), because a block
+    /// takes several pieces, in another order on each side. Rows that are merely further apart are compared by ranges
+    /// (`final_blocks`), which also knows which of several writes of a row is the last one.
+    pub fn is_compared_by_pairs(&self) -> bool {
+        let one_piece = |template: &Template| matches!(template.spans[..], [Span { count: 1, .. }]);
+        (self.src_tensors().step, self.dst_tensors().step) != (1, 1)
+            || self.waves().iter().filter_map(Wave::template).any(|template| !one_piece(template))
     }
 
     /// Returns each wave as a template. A wave of spans is one with the single pair (0, 0).

@@ -42,7 +42,7 @@ impl AskedBlocks {
         Ok(AskedBlocks::Pairs(AskedPairs { plan, here, num_pairs }))
     }
 
-    /// Checks that the blocks lie inside the tensors of a cache, and that they have few enough bytes together. So a
+    /// Checks that the blocks lie inside the rows of a cache, and that they have few enough bytes together. So a
     /// request takes a bounded time, even if its caller is gone. Returns `Err(InvalidArgument)` otherwise.
     pub(super) fn check_bounds(&self, geometry: Geometry) -> Result<()> {
         match self {

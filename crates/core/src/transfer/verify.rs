@@ -49,7 +49,7 @@ impl Call {
             moved(&self.local);
         }
         let sample = if self.verify == Verify::Sample { Some(u64::from_ne_bytes(random()?)) } else { None };
-        let compared = if plan.needs_templates() {
+        let compared = if plan.is_compared_by_pairs() {
             self.compare_pairs(known, plan, local, sample)?
         } else {
             self.compare_ranges(known, plan, local, sample)?

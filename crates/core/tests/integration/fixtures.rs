@@ -18,7 +18,7 @@ use llm_datadist_core::testing::plan::{CacheCount, CopyPlan, Moves, Pieces};
 use llm_datadist_core::testing::session::Transports;
 use llm_datadist_core::{
     Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, Deadline, End, Error,
-    ErrorKind, Placement, PoolConfig, Result, Role,
+    ErrorKind, Geometry, Placement, PoolConfig, Result, Role,
 };
 use llm_datadist_testing::{Local, SimDevice};
 use tracing::{Level, Subscriber, span};
@@ -142,7 +142,7 @@ impl Own {
     }
 
     pub fn new(desc: &CacheDesc, kind: CacheKind, enter: impl FnOnce(Adopted) -> Arc<Cache>) -> Own {
-        let tensor_bytes = llm_datadist_core::tensor_bytes(&desc.shape, desc.data_type).unwrap() as usize;
+        let tensor_bytes = Geometry::new(desc).unwrap().tensor_bytes() as usize;
         let starts: Vec<usize> =
             (0..desc.num_tensors as usize).map(|t| 67 + t * (tensor_bytes + 67)).collect();
         let buffer = Buffer::new(67 + starts.len() * (tensor_bytes + 67), |_| GUARD);

@@ -60,6 +60,7 @@ mod region;
 mod registered_pages;
 mod remote_table;
 mod row_pins;
+mod row_strides;
 mod row_turns;
 mod small_page_hint;
 mod stats;
