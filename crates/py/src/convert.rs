@@ -14,6 +14,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyInt, PyList, PyString, PyTuple, PyType};
 
 use crate::error::{invalid, raise};
+use crate::kv_layout;
 use crate::python_types::PythonTypes;
 
 /// Any Python object.
@@ -157,7 +158,7 @@ pub(crate) fn desc(value: &Any<'_>) -> PyResult<CacheDesc> {
         data_type: data_type(&value.getattr(intern!(py, "_data_type"))?)?,
         placement: placement(&value.getattr(intern!(py, "_placement"))?)?,
         row_stride: None,
-        kv_layout: None,
+        kv_layout: kv_layout::optional(&value.getattr(intern!(py, "_layout"))?)?,
     })
 }
 

@@ -24,6 +24,7 @@ use crate::local_cache::CacheArg;
 use crate::notify::NotifyArg;
 use crate::pull_push_arguments::{self, LayersArg};
 use crate::task::TransferTask;
+use crate::token_ranges::{RawArg, TokenRanges, TokensArg};
 use crate::transfer::Handles;
 use crate::{copy_arguments, log, stats};
 
@@ -199,11 +200,12 @@ impl DataDist {
         tensor_num_per_layer: IntArg<'_, '_>,
         notify: NotifyArg<'_, '_>,
         verify: VerifyArg<'_, '_>,
+        layout: RawArg<'_, '_>,
     ) -> PyResult<()> {
         let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
         let slot = (src_batch_index, size);
         let push = pull_push_arguments::push_cache(&self.engine, (dst_cache_key, src_cache), slot, layers)?;
-        self.engine.push(src_cache.py(), &push, call_extras::of_push(notify, verify)?)
+        self.engine.push(src_cache.py(), &push, call_extras::of_push(notify, verify, layout)?)
     }
 
     #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
@@ -218,12 +220,15 @@ impl DataDist {
         tensor_num_per_layer: IntArg<'_, '_>,
         notify: NotifyArg<'_, '_>,
         verify: VerifyArg<'_, '_>,
+        src_tokens: TokensArg<'_, '_>,
+        dst_tokens: TokensArg<'_, '_>,
+        layout: RawArg<'_, '_>,
     ) -> PyResult<()> {
         let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
-        let blocks = (src_blocks, dst_blocks);
-        let push =
-            pull_push_arguments::push_blocks(&self.engine, (dst_cache_key, src_cache), blocks, layers)?;
-        self.engine.push(src_cache.py(), &push, call_extras::of_push(notify, verify)?)
+        let (ends, blocks) = ((dst_cache_key, src_cache), (src_blocks, dst_blocks));
+        let tokens = TokenRanges::given((src_tokens, dst_tokens))?;
+        let push = pull_push_arguments::push_blocks(&self.engine, ends, blocks, layers, tokens)?;
+        self.engine.push(src_cache.py(), &push, call_extras::of_push(notify, verify, layout)?)
     }
 
     fn transfer_cache_async(

@@ -18,6 +18,7 @@ use crate::engine::Engine;
 use crate::error::{invalid, raise};
 use crate::keys::{KeyArg, KeyClass};
 use crate::local_cache::CacheArg;
+use crate::token_ranges::TokenRanges;
 
 arguments! {
     /// A range of layers, or `None`.
@@ -59,7 +60,7 @@ pub(crate) struct PullLayers<'py> {
 }
 
 /// The unchecked arguments of a push that choose layers: of the source, of the destination, and tensors per layer.
-type PushLayers<'a, 'py> = (LayersArg<'a, 'py>, LayersArg<'a, 'py>, IntArg<'a, 'py>);
+pub(crate) type PushLayers<'a, 'py> = (LayersArg<'a, 'py>, LayersArg<'a, 'py>, IntArg<'a, 'py>);
 
 /// Checks the arguments of `pull_cache` (contract §7.12).
 pub(crate) fn pull_cache(
@@ -100,9 +101,11 @@ pub(crate) fn pull_blocks(
     let local = at_least_one("dst_blocks", local, dst_blocks)?;
     let given = PullLayers::of(options)?;
     let per_layer = given.per_layer()?;
+    let tokens = TokenRanges::of(options)?;
     let rows = if key.is(KeyClass::Blocks) {
-        PullRows::Blocks { remote: at_least_one("src_blocks", remote, src_blocks)?, local }
+        tokens.pull(at_least_one("src_blocks", remote, src_blocks)?, local)
     } else {
+        tokens.refused(options.py(), "a slot")?;
         no_blocks(remote, src_blocks)?;
         key.check_ids()?;
         PullRows::SlotToBlocks { local }
@@ -135,6 +138,7 @@ pub(crate) fn push_blocks(
     (dst_cache_key, src_cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
     (src_blocks, dst_blocks): (BlocksArg<'_, '_>, BlocksArg<'_, '_>),
     layers: PushLayers<'_, '_>,
+    tokens: TokenRanges,
 ) -> PyResult<Push> {
     one_sided(src_cache.py(), engine, "push_blocks")?;
     let key = dst_cache_key.of("dst_cache_key", &[KeyClass::Blocks])?;
@@ -145,7 +149,7 @@ pub(crate) fn push_blocks(
     let remote = at_least_one("dst_blocks", remote, dst_blocks)?;
     let layers = push_layers(layers)?;
     let to = key.name()?;
-    let rows = PushRows::Blocks { local: listed("src_blocks", local, src_blocks)?, remote };
+    let rows = tokens.push(listed("src_blocks", local, src_blocks)?, remote);
     Ok(Push { from: cache.end(engine)?, to, rows, layers })
 }
 

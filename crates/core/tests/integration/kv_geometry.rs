@@ -41,7 +41,7 @@ fn layouts_that_do_not_fit_their_cache_are_refused() {
     assert_eq!((good.token_step(), good.head_step()), (64, 16));
     let cases: [(fn(&mut KvLayout), u32, i64, &str); 14] = [
         (|layout| layout.tokens_per_block = 0, 8, elements, "tokens_per_block=0 must be above 0"),
-        (|layout| layout.total_heads = 0, 8, elements, "total_heads=0 must be above 0"),
+        (|layout| layout.total_heads = 0, 8, elements, "total_kv_heads=0 must be above 0"),
         (|layout| layout.head_dim = 0, 8, elements, "head_dim=0 must be above 0"),
         (
             |layout| layout.heads = 2..2,
