@@ -686,7 +686,10 @@ class AsyncCalls:
         timeout_ms: int | None,
         quiet: bool,
     ) -> Transfer:
-        """Start a pull of several caches: ``parts`` has tuples ``(key, cache, src_blocks, dst_blocks[, grant])`` or ``GroupPart``s."""
+        """Start a pull of several caches.
+
+        ``parts`` has ``(key, cache, src_blocks, dst_blocks[, grant])`` or ``GroupPart`` items.
+        """
 
     def push_group(
         self,
@@ -697,7 +700,10 @@ class AsyncCalls:
         timeout_ms: int | None,
         quiet: bool,
     ) -> Transfer:
-        """Start a push of several caches: ``parts`` has tuples ``(key, cache, src_blocks, dst_blocks)`` or ``GroupPart``s."""
+        """Start a push of several caches.
+
+        ``parts`` has ``(key, cache, src_blocks, dst_blocks)`` or ``GroupPart`` items.
+        """
 
     def begin_layers(
         self, cache: Cache, destinations: Any, layer_timeout_ms: int | None, tensor_num_per_layer: int

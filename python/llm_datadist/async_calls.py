@@ -208,9 +208,10 @@ class AsyncCalls(GrantCalls):
         """
         layers = (src_layer_range, dst_layer_range)
         moved = (src_blocks, dst_blocks, *layers, tensor_num_per_layer)
-        rest = (notify, verify, src_tokens, dst_tokens, layout, timeout_ms)
+        rest: Any = (notify, verify, src_tokens, dst_tokens, layout, timeout_ms)
         if isinstance(dst_cache_key, (list, tuple)):
-            return self._calls_async().push_owners(dst_cache_key, src_cache, *moved, *rest, False)
+            to_owners: Any = (src_cache, *moved, *rest, False)
+            return self._calls_async().push_owners(dst_cache_key, *to_owners)
         return self._calls_async().push_blocks(dst_cache_key, src_cache, *moved, *rest)
 
     @logged

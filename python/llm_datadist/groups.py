@@ -93,9 +93,9 @@ class GroupCalls(AsyncCalls):
 
         Args:
             parts: list or tuple of at least one ``(key, cache, src_blocks, dst_blocks)`` or ``(key, cache, src_blocks,
-                dst_blocks, grant)``. Each obeys the rules of ``pull_blocks`` (contract §7.13), and moves all tensors;
-                ``grant`` is the token of a grant, or ``None``. A part that moves a range of tokens is a ``GroupPart``. Parts may name several clusters, and a cache may occur
-                in several parts.
+                dst_blocks, grant)``, or ``GroupPart`` for a range of tokens. Each obeys the rules of ``pull_blocks``
+                with one key (contract §7.13), and moves all tensors; ``grant`` is the token of a grant, or ``None``.
+                Parts may name several clusters, and a cache may occur in several parts.
             timeout_ms: time limit of the whole group in milliseconds (uint32, above 0; ``sync_kv_timeout`` by default).
             notify: notification for the peer, at most 64 KiB, delivered when all parts are in place and all keys are
                 released. All parts must name one cluster then.

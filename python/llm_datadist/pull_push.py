@@ -219,9 +219,10 @@ class PullPushCalls(LayerCalls):
             LLMException: as for ``push_cache``; ``LLM_PARAM_INVALID`` also for a continuous cache, lists of
                 different lengths, an index outside a cache, or different block sizes.
         """
-        blocks, layers = (src_blocks, dst_blocks), (src_layer_range, dst_layer_range, tensor_num_per_layer)
-        rest = (notify, verify, src_tokens, dst_tokens, layout)
+        ranges: Any = (src_layer_range, dst_layer_range, tensor_num_per_layer)
+        rest: Any = (notify, verify, src_tokens, dst_tokens, layout)
         if isinstance(dst_cache_key, (list, tuple)):
-            finish(self._calls_async().push_owners(dst_cache_key, src_cache, *blocks, *layers, *rest, None, True))
+            moved: Any = (src_cache, src_blocks, dst_blocks, *ranges, *rest, None, True)
+            finish(self._calls_async().push_owners(dst_cache_key, *moved))
         else:
-            self._engine.push_blocks(dst_cache_key, src_cache, *blocks, *layers, *rest)
+            self._engine.push_blocks(dst_cache_key, src_cache, src_blocks, dst_blocks, *ranges, *rest)

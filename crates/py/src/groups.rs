@@ -23,7 +23,7 @@ arguments! {
 }
 
 /// The unchecked values of a part.
-struct Part<'py> {
+struct GivenPart<'py> {
     /// The key, the cache, and the blocks of the source and of the destination.
     four: [Any<'py>; 4],
     /// The token of a grant, or `None`.
@@ -65,7 +65,7 @@ impl PartsArg<'_, '_> {
     }
 
     /// Reads each part. A tuple has four to `most` values. An error says in which part it is.
-    fn read<T>(self, most: usize, read: impl Fn(&Part<'_>) -> PyResult<T>) -> PyResult<Vec<T>> {
+    fn read<T>(self, most: usize, read: impl Fn(&GivenPart<'_>) -> PyResult<T>) -> PyResult<Vec<T>> {
         let py = self.py();
         let items = match self.0.cast::<PyList>() {
             Ok(list) => list.to_tuple(),
@@ -77,14 +77,14 @@ impl PartsArg<'_, '_> {
         };
         let mut parts = convert::room(py, items.len())?;
         for (index, item) in items.iter().enumerate() {
-            let part = Part::of(&item, index, most).and_then(|part| read(&part));
+            let part = GivenPart::of(&item, index, most).and_then(|part| read(&part));
             parts.push(part.map_err(|error| of_item(py, "parts", index, error))?);
         }
         Ok(parts)
     }
 }
 
-impl<'py> Part<'py> {
+impl<'py> GivenPart<'py> {
     /// Reads the values of a `GroupPart`, or of a tuple of four to `most`.
     fn of(item: &Any<'py>, index: usize, most: usize) -> PyResult<Self> {
         let py = item.py();
@@ -93,7 +93,7 @@ impl<'py> Part<'py> {
             let cache = (of(intern!(py, "key"))?, of(intern!(py, "cache"))?);
             let four = [cache.0, cache.1, of(intern!(py, "src_blocks"))?, of(intern!(py, "dst_blocks"))?];
             let tokens = [of(intern!(py, "src_tokens"))?, of(intern!(py, "dst_tokens"))?];
-            return Ok(Part { four, grant: Some(of(intern!(py, "grant"))?), tokens: Some(tokens) });
+            return Ok(GivenPart { four, grant: Some(of(intern!(py, "grant"))?), tokens: Some(tokens) });
         }
         let name = format!("parts[{index}]");
         let part = item.cast::<PyTuple>().map_err(|_| only_support(&name, "['tuple', 'GroupPart']", item))?;
@@ -102,7 +102,7 @@ impl<'py> Part<'py> {
         }
         let at = |index| part.get_item(index);
         let grant = if part.len() > 4 { Some(at(4)?) } else { None };
-        Ok(Part { four: [at(0)?, at(1)?, at(2)?, at(3)?], grant, tokens: None })
+        Ok(GivenPart { four: [at(0)?, at(1)?, at(2)?, at(3)?], grant, tokens: None })
     }
 
     /// Returns the ends and the blocks.

@@ -42,7 +42,7 @@ pub(crate) fn pull(
     let py = options.py();
     let keys = keys.keys(KEYS)?;
     let lists = src_blocks.lists("src_blocks", keys.len())?;
-    let (grants, options) = (Grants::of(options, keys.len())?, without_grants(options)?);
+    let (grants, options) = (OwnerGrants::of(options, keys.len())?, without_grants(options)?);
     let mut owners = OwnersPull { parts: convert::room(py, keys.len())?, extras: CallExtras::default() };
     for (index, (key, blocks)) in keys.iter().zip(&lists).enumerate() {
         let one = || {
@@ -110,12 +110,12 @@ impl<'py> BlockListsArg<'_, 'py> {
 }
 
 /// The tokens of the grants of several owners.
-struct Grants<'py> {
+struct OwnerGrants<'py> {
     tokens: Option<Vec<Any<'py>>>,
     done: bool,
 }
 
-impl<'py> Grants<'py> {
+impl<'py> OwnerGrants<'py> {
     fn of(options: &Bound<'py, PyDict>, count: usize) -> PyResult<Self> {
         let py = options.py();
         let done = match options.get_item(intern!(py, "grant_done"))? {
@@ -134,7 +134,7 @@ impl<'py> Grants<'py> {
         if done && tokens.is_none() {
             return Err(raise(py, &Error::new(ErrorKind::InvalidArgument, "grant_done=True needs a grant")));
         }
-        Ok(Grants { tokens, done })
+        Ok(OwnerGrants { tokens, done })
     }
 
     /// Returns the grant under which the part with this index is pulled.

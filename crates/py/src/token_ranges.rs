@@ -5,9 +5,9 @@ use std::ops::Range;
 use llm_datadist_core::{Error, ErrorKind, PullRows, PushRows};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyRange, PyRangeMethods, PyTuple};
+use pyo3::types::PyDict;
 
-use crate::convert::{self, Any, Width, int, only_support, shown};
+use crate::convert::{self, Any};
 use crate::error::{invalid, raise};
 
 arguments! {
@@ -89,28 +89,5 @@ impl RawArg<'_, '_> {
 }
 
 fn optional(name: &str, value: &Any<'_>) -> PyResult<Option<Range<u64>>> {
-    if value.is_none() { Ok(None) } else { range(name, value).map(Some) }
-}
-
-/// Reads a `range` of step 1, or a list or tuple of its two ends.
-pub(crate) fn range<T: Width>(name: &str, value: &Any<'_>) -> PyResult<Range<T>> {
-    let py = value.py();
-    let wrong = || only_support(name, "['range', 'a pair of int']", value);
-    if let Ok(range) = value.cast::<PyRange>() {
-        // A step that does not fit 64 bits is not 1.
-        if range.step().ok() != Some(1) {
-            return Err(invalid(py, name, shown(value), "a range of step 1"));
-        }
-        let end = |which| int(name, &range.getattr(which)?);
-        return Ok(end(intern!(py, "start"))?..end(intern!(py, "stop"))?);
-    }
-    let pair = match (value.cast::<PyTuple>(), value.cast::<PyList>()) {
-        (Ok(tuple), _) => tuple.clone(),
-        (_, Ok(list)) => list.to_tuple(),
-        _ => return Err(wrong()),
-    };
-    if pair.len() != 2 {
-        return Err(wrong());
-    }
-    Ok(int(name, &pair.get_item(0)?)?..int(name, &pair.get_item(1)?)?)
+    if value.is_none() { Ok(None) } else { convert::range(name, value).map(Some) }
 }
