@@ -647,7 +647,7 @@ class AsyncCalls:
 
     def pull_owners(
         self,
-        src_cache_keys: list[_AnyKey] | tuple[_AnyKey, ...],
+        src_cache_keys: list[Any] | tuple[_AnyKey, ...],
         dst_cache: Cache,
         src_blocks: list[Any] | tuple[Any, ...] | Any,
         dst_blocks: list[int] | tuple[int, ...] | Any,

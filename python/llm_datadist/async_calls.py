@@ -88,7 +88,7 @@ class AsyncCalls(GrantCalls):
     @logged
     def pull_blocks_async(
         self,
-        src_cache_key: Union[AnyKey, list[AnyKey], tuple[AnyKey, ...]],
+        src_cache_key: Union[AnyKey, list[Any], tuple[AnyKey, ...]],
         dst_cache: Cache,
         src_blocks: Union[list[int], tuple[int, ...], Any] = (),
         dst_blocks: Union[list[int], tuple[int, ...], Any] = (),

@@ -74,7 +74,7 @@ class PullPushCalls(LayerCalls):
     @logged
     def pull_blocks(
         self,
-        src_cache_key: Union[AnyKey, list[AnyKey], tuple[AnyKey, ...]],
+        src_cache_key: Union[AnyKey, list[Any], tuple[AnyKey, ...]],
         dst_cache: Cache,
         src_blocks: Union[list[int], tuple[int, ...], Any] = (),
         dst_blocks: Union[list[int], tuple[int, ...], Any] = (),
