@@ -18,11 +18,13 @@ from llm_datadist import (
     DataType,
     GroupPart,
     KvLayout,
+    LayerDestination,
     LLMException,
     Placement,
+    TransferWithCacheKeyConfig,
 )
 from llm_datadist.events import Transfer
-from peers import GONE, INVALID, LIMIT, OK, End, Ends, Peer, by_blocks, by_request, equal, linked, options
+from peers import GONE, INVALID, LIMIT, OK, End, Ends, Peer, by_blocks, by_request, equal, kv_options, linked, options
 from peers.values import cache_key as key
 from peers.values import code, outcome
 
@@ -148,7 +150,7 @@ def ranks(ends: Ends, count: int, **given: Any) -> tuple[End, list[Peer]]:
 
 @pytest.mark.parametrize(("owners", "readers"), SPLITS, ids=str)
 def test_tensor_parallel_ranks(ends: Ends, transport: str, owners: int, readers: int) -> None:
-    """Each rank of the readers pulls its heads from all owners, with blocks and an order of its own."""
+    """Each rank of the readers names all owners, also those without its heads. Blocks and orders differ."""
     near, far = ranks(ends, owners, llm__LinkTransport=transport)
     whole = sequence(TOKENS, 5)
     lists = []
@@ -160,15 +162,9 @@ def test_tensor_parallel_ranks(ends: Ends, transport: str, owners: int, readers:
     for index in range(readers):
         of = layout(24, rank(index, readers), order="HND")
         expected = reader(near, f"n{index}", of, 4)
-        used = [key_ for number, key_ in enumerate(keys) if meets(rank(number, owners), rank(index, readers))]
-        parts = [blocks for number, blocks in enumerate(lists) if meets(rank(number, owners), rank(index, readers))]
-        pull = near.manager.pull_blocks
-        pull(used, handle(near, f"n{index}"), parts, [2, 0], src_tokens=range(TOKENS), verify="full")
+        cache = handle(near, f"n{index}")
+        near.manager.pull_blocks(keys, cache, lists, [2, 0], src_tokens=range(TOKENS), verify="full")
         assert equal(near.read(f"n{index}"), put(expected, of, [2, 0], whole)), index
-
-
-def meets(left: tuple[int, int], right: tuple[int, int]) -> bool:
-    return max(left[0], right[0]) < min(left[1], right[1])
 
 
 @pytest.mark.parametrize("readers", [1, 4])
@@ -634,3 +630,36 @@ def test_a_cache_key_in_a_list_of_one(served: tuple[End, Peer]) -> None:
     expected = put(reader(near, "n", layout(8), 3), layout(8), [2, 0], whole)
     near.manager.pull_blocks([BlocksCacheKey(2)], handle(near, "n"), [[0]], [2, 0])
     assert equal(near.read("n"), expected)
+
+
+def test_the_older_manager_converts_too(ends: Ends, transport: str) -> None:
+    """Without ranges, several owners and `layout="raw"`."""
+    far = ends.peer(kv_options(llm__LinkTransport=transport))
+    near = ends.near(kv_options(llm__LinkTransport=transport))
+    linked(near, far)
+    whole = sequence(32, 22)
+    src, dst = layout(32, order="HND"), layout(32, rank(1, 2))
+    owner(far, "f", src, [0], whole, slots=True, keys=[by_request(0, 7)])
+    expected = put(reader(near, "n", dst, 2, slots=True), dst, [1], whole)
+    near.pull_cache(by_request(2, 7), "n", 1)
+    assert equal(near.read("n"), expected)
+
+
+def test_layerwise_transfers_do_not_convert(one_sided: tuple[End, Peer]) -> None:
+    near, far = one_sided
+    of, whole = layout(16), sequence(16, 23)
+    far.allocate_layout("f", layout(16, order="HND"), 2, keys=[by_blocks(0)])
+    far.allocate_layout("g", of, 2, keys=[by_blocks(0, 1)])
+    far.paint("g", 0x55)
+    owner(near, "n", of, [0], whole)
+    outcomes = []
+    for model in (0, 1):
+        config = TransferWithCacheKeyConfig(BlocksCacheKey(2, model), range(LAYERS), range(LAYERS))
+        task = near.manager.begin_layers(handle(near, "n"), [LayerDestination(config, [0], [1])])
+        for layer in range(LAYERS):
+            task.ready(layer)
+        outcomes.append(task.transfers[0].exception(LIMIT_MS))
+    assert isinstance(outcomes[0], LLMException)
+    assert (outcomes[0].status_code.name, "different KV layouts" in str(outcomes[0])) == (INVALID, True)
+    assert outcomes[1] is None
+    assert equal(far.read("g"), put(blank(of, 2, 0x55), of, [1], whole))
