@@ -76,7 +76,8 @@ pub fn local_rows_alike(src: Option<&KvGeometry>, dst: Option<&KvGeometry>) -> R
     let (Some(src), Some(dst)) = (src, dst) else { return Ok(()) };
     check_same_model(src, dst)?;
     ensure(same_rows(src.layout(), dst.layout()), || {
-        let text = "copies and swaps move rows as they are, but rows of the two caches have different KV layouts";
+        let text =
+            "copies and swaps move rows as they are, but rows of the two caches have different KV layouts";
         Error::invalid(text).with("src", src).with("dst", dst)
     })
 }
