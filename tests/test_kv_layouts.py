@@ -59,6 +59,7 @@ CONVERSIONS = {
     "latent": (latent(16), latent(24)),
     "latent, some layers": (latent(16), latent(16, layers=range(2))),
 }
+# Their plans skip tensors, so they need a path on which plans do not travel.
 PLANES = {
     "separate to k then v": (layout(16), layout(16, kv="k_then_v")),
     "k then v to separate": (layout(16, kv="k_then_v", order="HND"), layout(24, (0, 4))),
@@ -93,14 +94,17 @@ def test_pulls_between_keys_and_values_apart_and_together(ends: Ends, case: str)
 
 @pytest.mark.parametrize("case", CONVERSIONS)
 def test_pushes(one_sided: tuple[End, Peer], case: str) -> None:
-    """A push converts the layers and heads that both caches hold."""
     near, far = one_sided
-    src, dst = CONVERSIONS[case]
+    pushes(near, far, *CONVERSIONS[case], verify="full")
+
+
+def pushes(near: End, far: Any, src: KvLayout, dst: KvLayout, **given: Any) -> None:
+    """A push from `src` into `dst` at `far` converts the layers and heads that both caches hold."""
     whole = sequence(TOKENS, 2, planes=1 if src.kv == "latent" else 2, heads=src.total_kv_heads)
     from_blocks, to_blocks = blocks_for(src), blocks_for(dst)
     owner(near, "n", src, from_blocks, whole)
     expected = reader(far, "f", dst, max(to_blocks) + 2, keys=[by_blocks(0)])
-    near.manager.push_blocks(FAR, handle(near, "n"), from_blocks, to_blocks, src_tokens=(0, TOKENS), verify="full")
+    near.manager.push_blocks(FAR, handle(near, "n"), from_blocks, to_blocks, src_tokens=(0, TOKENS), **given)
     assert equal(far.read("f"), put(expected, dst, to_blocks, whole))
 
 
@@ -193,7 +197,7 @@ def test_pipeline_and_tensor_parallel_owners(ends: Ends, transport: str) -> None
         layout(48, rank(1, 2), layers=range(1, 3)),
     ]
     lists = [[2, 1, 0], [1, 2], [3]]
-    for peer, of, blocks in zip(far, parts, lists, strict=True):
+    for peer, of, blocks in zip(far, parts, lists):
         owner(peer, "f", of, blocks, whole, keys=[by_blocks(0)])
     all_of, keys = layout(12), [key(by_blocks(2 + index)) for index in range(3)]
     expected = reader(near, "n", all_of, 5)
@@ -207,7 +211,7 @@ def test_pipeline_and_tensor_parallel_owners(ends: Ends, transport: str) -> None
 def test_a_head_without_an_owner(ends: Ends) -> None:
     near, far = ranks(ends, 2)
     whole = sequence(16, 8)
-    for peer, heads in zip(far, [(0, 3), (5, 8)], strict=True):
+    for peer, heads in zip(far, [(0, 3), (5, 8)]):
         owner(peer, "f", layout(16, heads), [0], whole, keys=[by_blocks(0)])
     before = reader(near, "n", layout(16), 2)
     keys = [key(by_blocks(2)), key(by_blocks(3))]
@@ -225,14 +229,14 @@ def test_a_push_to_several_owners(ends: Ends, transport: str) -> None:
     layouts = [layout(8, rank(index, 3), order=order) for index, order in enumerate(("NHD", "HND", "NHD"))]
     lists = [[index + block for block in (4, 2, 0, 1, 3)] for index in range(3)]
     keys = [key(by_blocks(2 + index)) for index in range(3)]
-    expected = [reader(peer, "f", of, 8, keys=[by_blocks(0)]) for peer, of in zip(far, layouts, strict=True)]
+    expected = [reader(peer, "f", of, 8, keys=[by_blocks(0)]) for peer, of in zip(far, layouts)]
     near.manager.push_blocks(keys, handle(near, "n"), [3, 0, 2], lists, verify="full")
-    for peer, of, blocks, before in zip(far, layouts, lists, expected, strict=True):
+    for peer, of, blocks, before in zip(far, layouts, lists, expected):
         assert equal(peer.read("f"), put(before, of, blocks, whole)), of
         peer.paint("f", 0x55)
     started = near.manager.push_blocks_async(keys[:2], handle(near, "n"), [3, 0, 2], lists[:2], dst_tokens=(3, 20))
     assert started.result(LIMIT_MS) is None
-    for peer, of, blocks in zip(far[:2], layouts, lists, strict=False):
+    for peer, of, blocks in zip(far[:2], layouts, lists):
         assert equal(peer.read("f"), put(blank(of, 8, 0x55), of, blocks, whole, 0, 3, 17)), of
     assert equal(far[2].read("f"), blank(layouts[2], 8, 0x55))
 
@@ -244,7 +248,7 @@ def test_groups(one_sided: tuple[End, Peer]) -> None:
     owner(far, "full", layout(16), [2, 0, 1], full, keys=[by_blocks(0, 0)])
     owner(far, "window", layout(32, order="HND"), [0], window, keys=[by_blocks(0, 1)])
     here = [layout(24), layout(8, rank(1, 2))]
-    expected = [reader(near, name, of, 5) for name, of in zip(("full", "window"), here, strict=True)]
+    expected = [reader(near, name, of, 5) for name, of in zip(("full", "window"), here)]
     token = far.grant("window", [0])
     part = GroupPart(
         key(by_blocks(2, 1)),
@@ -424,7 +428,7 @@ def test_raw_moves_rows_between_different_layouts(served: tuple[End, Peer]) -> N
     near.allocate_layout("n", dst, 3)
     rows = far.read("f")
     near.manager.pull_blocks(FAR, handle(near, "n"), [0, 1], [1, 2], layout="raw")
-    for ours, theirs in zip(near.read("n"), rows, strict=True):
+    for ours, theirs in zip(near.read("n"), rows):
         assert (ours[1:] == theirs[:2]).all()
     pull = near.manager.pull_blocks
     assert code(pull, FAR, handle(near, "n"), [0, 1], [1], layout="raw") == INVALID
@@ -444,7 +448,7 @@ def test_local_copies_and_swaps(ends: Ends) -> None:
     near.allocate_layout("none", None, 3, host=True, **shape)
     for name in ("same", "none"):
         near.swap_blocks("d", name, [(0, 2), (1, 0)])
-        assert all((ours[2] == theirs[0]).all() for ours, theirs in zip(near.read(name), near.read("d"), strict=True))
+        assert all((ours[2] == theirs[0]).all() for ours, theirs in zip(near.read(name), near.read("d")))
         near.swap_blocks(name, "d", [(2, 1)])
     near.swap_blocks("none", "d", [(0, 0)])
     before = near.read("other")

@@ -207,7 +207,7 @@ class End(Process):
 
     def write(self, name: str, tensors: Sequence[np.ndarray]) -> None:
         """Set the bytes of a cache."""
-        for array, made in zip(self.held[name].arrays, tensors, strict=True):
+        for array, made in zip(self.held[name].arrays, tensors):
             array[:] = made
 
     def register(
