@@ -222,6 +222,22 @@ def test_a_head_without_an_owner(ends: Ends) -> None:
     assert equal(near.read("n"), before), "nothing has moved"
 
 
+def test_owners_with_different_numbers_of_tokens(ends: Ends, transport: str) -> None:
+    """Without a range of tokens, some heads would have fewer tokens than others."""
+    near, far = ranks(ends, 2, llm__LinkTransport=transport)
+    whole = sequence(32, 24)
+    for index, peer in enumerate(far):
+        owner(peer, "f", layout(16, rank(index, 2)), [0, 1], whole, keys=[by_blocks(0)])
+    of, keys = layout(32), [key(by_blocks(2)), key(by_blocks(3))]
+    before = reader(near, "n", of, 2)
+    pull = near.manager.pull_blocks
+    status, said = outcome(lambda: pull(keys, handle(near, "n"), [[0, 1], [0]], [1]))
+    assert (status, "32 and 16" in said, "part=1" in said) == (INVALID, True, True), said
+    assert equal(near.read("n"), before), "nothing has moved"
+    pull(keys, handle(near, "n"), [[0, 1], [0]], [1], src_tokens=range(16))
+    assert equal(near.read("n"), put(before, of, [1], whole, count=16))
+
+
 def test_a_push_to_several_owners(ends: Ends, transport: str) -> None:
     near, far = ranks(ends, 3, accessible=True, llm__LinkTransport=transport)
     whole, src = sequence(TOKENS, 9), layout(16)

@@ -7,7 +7,7 @@ use super::cache_rules::RemoteCache;
 use super::layer_ranges::Layers;
 use crate::error::{Error, Result, ensure};
 use crate::fallible;
-use crate::model::{CacheLayout, KvGeometry, KvLayout};
+use crate::model::{CacheLayout, KvGeometry, KvLayout, KvPlanes};
 use crate::plan::{CopyPlan, KvPart, KvSequence, LayoutPlan, REQUEST, check_same_model};
 
 /// The cache of this engine that a pull writes or a push reads.
@@ -148,7 +148,14 @@ impl TokenMove<'_> {
         }
         let heads = |part: &KvPart| part.layers.len() as u64 * part.heads.len() as u64;
         let read = parts.iter().map(heads).sum::<u64>();
-        Ok(Conversion { plans, whole_source: read == heads(&KvPart::of(self.src.layout())) })
+        // The product is at most the bytes of the destination cache.
+        let vectors = if self.dst.layout().kv == KvPlanes::Latent { 1 } else { 2 };
+        let tokens = plans
+            .iter()
+            .map(CopyPlan::bytes)
+            .sum::<u64>()
+            .checked_div(read * vectors * self.dst.head_bytes());
+        Ok(Conversion { plans, whole_source: read == heads(&KvPart::of(self.src.layout())), tokens })
     }
 }
 
@@ -158,6 +165,8 @@ pub struct Conversion {
     pub plans: Vec<CopyPlan>,
     /// Whether all layers and heads of the source are read.
     pub whole_source: bool,
+    /// How many tokens move. `None` if no head does.
+    pub tokens: Option<u64>,
 }
 
 /// Checks a range of tokens that a caller gave.
