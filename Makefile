@@ -180,6 +180,9 @@ soak: build $(VENV)/.test-tools  ## thousands of kills, every byte of every gree
 example: build  ## a transformer in two processes, bit-identical to one (examples/transformer)
 	$(BIN)/python examples/transformer
 
+example-tensor-parallel: build  ## prefill with two ranks, decode with one and four: other heads, blocks and orders
+	$(BIN)/python examples/transformer/tensor_parallel.py
+
 example-torch: build .venv-torch/.tools  ## the same with `transformers` on torch, which are fetched (gigabytes on Linux)
 	PYTHONPATH=python HF_HUB_OFFLINE=1 .venv-torch/bin/python examples/transformers_torch.py
 
@@ -280,4 +283,4 @@ $(VENV)/.wheel-tools: requirements-wheel.txt $(VENV)/.build-tools
 clean:  ## remove everything that was built
 	rm -rf target fuzz/target $(VENV) .venv-docs .venv-torch .venv-peers dist python/llm_datadist/_core*.so
 
-.PHONY: help demo demo-plan check-tools test-wheel sdist uninstall test test-benches test-docs docs docs-options docs-stats mutants cpp-tools stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance lint loom thorough soak bench bench-latency bench-peers example example-torch wheel build sanitize header capi install install-files clean
+.PHONY: help demo demo-plan check-tools test-wheel sdist uninstall test test-benches test-docs docs docs-options docs-stats mutants cpp-tools stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance lint loom thorough soak bench bench-latency bench-peers example example-tensor-parallel example-torch wheel build sanitize header capi install install-files clean

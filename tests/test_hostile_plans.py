@@ -15,48 +15,42 @@ from hostile.client import F_ADD_SEALS, GENERATIONS, SEALS, Offer, Wire, ask, fr
 from hostile.trial import MIB, PREY, PREY_BYTES, PREY_ROWS, PULL_LIMIT, SLACK, Trial, prey_of
 from peers import OK, by_blocks, equal, meanwhile, pattern, together
 
-
-def _long_plan(kind: str) -> bytes:
-    """A plan that fills a frame of 60 MiB."""
-    one = m.span(0, 0, 1, 1, 0, 0)
-    start = m.uint(1) + m.uint(0) + m.uint(0) + m.uint(0)
-    if kind == "spans":
-        count = 60 * MIB // len(one)
-        return start + m.many([m.uint(count)]) + m.uint(count) + one * count
-    if kind == "waves":
-        count = 1 << 22
-        return start + m.uint(count) + b"\1" * count + m.uint(count) + one * count
-    if kind == "wide pairs":
-        return m.plan_blocks(1, b"\4" + bytes(8 * (7 * MIB)))
-    if kind == "templates":
-        return m.plan_templates([m.template((0, 0), b"\1", [])] * (10 * MIB))
-    if kind == "pairs of templates":
-        return m.plan_templates([m.template((1, 1), b"\2" + bytes(4 << 16), [one])] * 220)
-    if kind == "spans of a template":
-        return m.plan_templates([m.template((1, 1), [(0, 0)], [one] * (60 * MIB // len(one)))])
-    if kind == "places that interleave":
-        wide = b"\4" + b"".join(number.to_bytes(4, "little") * 2 for number in range(MIB))
-        spans = [m.span(0, at, 1, 32, 0, 1) for at in (0, 1 << 26)]
-        return m.plan_templates([m.template((1, 64), wide, spans)])
-    assert kind == "pairs that are allowed"
-    return m.plan_blocks(1, b"\1" + bytes(2 * ((1 << 24) - 1)))
+ONE = m.span(0, 0, 1, 1, 0, 0)
+START = m.uint(1) + m.uint(0) + m.uint(0) + m.uint(0)
 
 
-KINDS = (
-    "spans",
-    "waves",
-    "wide pairs",
-    "pairs that are allowed",
-    "templates",
-    "pairs of templates",
-    "spans of a template",
-    "places that interleave",
-)
+def _spans() -> bytes:
+    count = 60 * MIB // len(ONE)
+    return START + m.many([m.uint(count)]) + m.uint(count) + ONE * count
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def _waves() -> bytes:
+    count = 1 << 22
+    return START + m.uint(count) + b"\1" * count + m.uint(count) + ONE * count
+
+
+def _interleaved_places() -> bytes:
+    wide = b"\4" + b"".join(number.to_bytes(4, "little") * 2 for number in range(MIB))
+    spans = [m.span(0, at, 1, 32, 0, 1) for at in (0, 1 << 26)]
+    return m.plan_templates([m.template((1, 64), wide, spans)])
+
+
+# Plans that fill a frame of 60 MiB.
+PLANS = {
+    "spans": _spans,
+    "waves": _waves,
+    "wide pairs": lambda: m.plan_blocks(1, b"\4" + bytes(8 * (7 * MIB))),
+    "pairs that are allowed": lambda: m.plan_blocks(1, b"\1" + bytes(2 * ((1 << 24) - 1))),
+    "templates": lambda: m.plan_templates([m.template((0, 0), b"\1", [])] * (10 * MIB)),
+    "pairs of templates": lambda: m.plan_templates([m.template((1, 1), b"\2" + bytes(4 << 16), [ONE])] * 220),
+    "spans of a template": lambda: m.plan_templates([m.template((1, 1), [(0, 0)], [ONE] * (60 * MIB // len(ONE)))]),
+    "places that interleave": _interleaved_places,
+}
+
+
+@pytest.mark.parametrize("kind", PLANS)
 def test_plans_of_millions_of_pieces_take_bounded_memory(kind: str) -> None:
-    plan = _long_plan(kind)
+    plan = PLANS[kind]()
     with Trial() as trial:
         links = [trial.fair_call(100 + number) for number in range(2)]
         cache, name = prey_of(links[0][1]), m.name_blocks(1)

@@ -162,6 +162,36 @@ def test_signatures(class_name: str) -> None:
         assert ", ".join(map(str, plain)) == text, name
 
 
+def test_additions_that_are_no_names_of_the_star_import() -> None:
+    for name, module in [
+        ("CacheManager", "cache_manager"),
+        ("GroupPart", "groups"),
+        ("KvLayout", "kv_layout"),
+        ("LayerDestination", "layer_tasks"),
+    ]:
+        assert getattr(llm_datadist, name) is getattr(importlib.import_module(f"llm_datadist.{module}"), name)
+        assert name not in llm_datadist.__all__
+
+
+LAYOUT_ARGUMENTS = {
+    "push_blocks": ["src_tokens", "dst_tokens", "layout"],
+    "push_blocks_async": ["src_tokens", "dst_tokens", "layout"],
+    "push_cache": ["layout"],
+    "push_cache_async": ["layout"],
+    "pull_group": ["layout"],
+    "pull_group_async": ["layout"],
+    "push_group": ["layout"],
+    "push_group_async": ["layout"],
+}
+
+
+@pytest.mark.parametrize("name", LAYOUT_ARGUMENTS)
+def test_arguments_about_layouts_are_optional(name: str) -> None:
+    found = inspect.signature(getattr(llm_datadist.CacheManager, name)).parameters
+    assert [found[argument].default for argument in LAYOUT_ARGUMENTS[name]] == [None] * len(LAYOUT_ARGUMENTS[name])
+    assert inspect.signature(llm_datadist.CacheDesc).parameters["layout"].default is None
+
+
 def test_what_the_kv_cache_manager_has_not() -> None:
     manager = llm_datadist.KvCacheManager
     assert list(inspect.signature(manager).parameters) == ["native", "role"]

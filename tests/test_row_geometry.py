@@ -17,6 +17,7 @@ from llm_datadist import (
     CacheDesc,
     CacheKeyByIdAndIndex,
     DataType,
+    GroupPart,
     LayerDestination,
     LLMException,
     Placement,
@@ -119,8 +120,7 @@ def test_pulls_agree_with_numpy(served: tuple[End, Peer], verify: str) -> None:
             pulled = manager.pull_blocks_async(key, handle, src, dst, verify=verify, tensor_num_per_layer=1, **part)
             pulled.result(LIMIT_MS)
         else:
-            sub_row = (part.get("src_offset", 0), part.get("dst_offset", 0), part.get("length"))
-            manager.pull_group([(key, handle, src, dst, None, sub_row)], verify=verify)
+            manager.pull_group([GroupPart(key, handle, src, dst, **part)], verify=verify)
         assert equal(near.read("near"), expected), note
         near.drop_rows("near")
         far.drop_rows("far")
@@ -149,8 +149,7 @@ def test_pushes_agree_with_numpy(one_sided: tuple[End, Peer], verify: str) -> No
         elif here.tensors % 2:
             manager.push_blocks(key, handle, src, dst, tensor_num_per_layer=1, **part)
         else:
-            sub_row = (part.get("src_offset", 0), part.get("dst_offset", 0), part.get("length"))
-            manager.push_group([(key, handle, src, dst, sub_row)], verify=verify)
+            manager.push_group([GroupPart(key, handle, src, dst, **part)], verify=verify)
         assert equal(far.read("far"), expected), note
         near.drop_rows("near")
         far.drop_rows("far")
@@ -447,14 +446,14 @@ def test_invalid_parts(one_sided: tuple[End, Peer], bad: tuple[dict[str, Any], t
     near.make_rows("host", 4, 64, 64, 2, how="pool", host=True, seed=3)
     before, key = near.read("near"), cache_key(by_blocks(2, 9))
     manager, handle, host = near.manager, near.held["near"].handle, near.held["host"].handle
-    sub_row = (part.get("src_offset", 0), part.get("dst_offset", 0), part.get("length"))
+    in_group = GroupPart(key, handle, [1], [2], **part)
     for call in (
         lambda: manager.pull_blocks(key, handle, [1], [2], **part),
         lambda: manager.pull_blocks_async(key, handle, [1], [2], **part).result(LIMIT_MS),
-        lambda: manager.pull_group([(key, handle, [1], [2], None, sub_row)]),
+        lambda: manager.pull_group([in_group]),
         lambda: manager.push_blocks(key, handle, [1], [2], **part),
         lambda: manager.push_blocks_async(key, handle, [1], [2], **part).result(LIMIT_MS),
-        lambda: manager.push_group([(key, handle, [1], [2], sub_row)]),
+        lambda: manager.push_group([in_group]),
         lambda: manager.copy_blocks(handle, {1: [2]}, **part),
         lambda: manager.copy_blocks_async(handle, {1: [2]}, **part),
         lambda: manager.swap_blocks(handle, host, {1: 2}, **part),
@@ -480,11 +479,8 @@ def test_parts_that_do_not_fit_the_call(served: tuple[End, Peer]) -> None:
         (lambda: near.manager.pull_blocks(key, handle, [1, 2], [2], length=8), "src_blocks has 2"),
         (lambda: near.manager.pull_blocks(cache_key(by_request(2, 5)), handle, [], [2], length=8), "BlocksCacheKey"),
         (lambda: near.manager.copy_blocks(handle, {1: [2]}, dst_offset=8, length=16), "dst_offset=8 "),
-        (lambda: near.manager.pull_group([(key, handle, [1], [2], None, (0, 0))]), "len.part.=2"),
     ]
     for call, text in refused:
         with pytest.raises(LLMException, match=text) as caught:
             call()
         assert caught.value.status_code.name == INVALID
-    with pytest.raises(TypeError, match="part"):
-        near.manager.pull_group([(key, handle, [1], [2], None, [0, 0, None])])

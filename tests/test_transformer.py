@@ -94,3 +94,34 @@ def test_the_command_ends_when_a_process_dies(victim, delay):
     done = run_patched(patch)
     assert done.returncode == 1
     assert "ended without a result" in done.stderr
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_tensor_parallel_ranks_with_other_layouts(transport):
+    """Two ranks of prefill, and one or four of decode with other blocks and another order, as one process."""
+    done = run(str(EXAMPLE / "tensor_parallel.py"), "--transport", transport)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    found = re.findall(
+        r"^decode: (\d) ranks, blocks of (\d+) tokens, (\w+): (\d+) tokens identical", done.stdout, re.MULTILINE
+    )
+    assert [(ranks, blocks, order) for ranks, blocks, order, _ in found] == [("1", "32", "HND"), ("4", "8", "HND")]
+    assert all(int(tokens) > 0 for *_, tokens in found)
+    assert "prefill: 2 ranks, blocks of 16 tokens, NHD" in done.stdout.splitlines()
+
+
+def test_tensor_parallel_ranks_fail_on_one_wrong_bit():
+    code = f"""
+    import sys
+    sys.path.insert(0, {str(EXAMPLE)!r})
+    import tensor_parallel
+    right = tensor_parallel.in_one_process
+    def wrong(work):
+        made = right(work)
+        made.logits[4][2].view("u4")[9] ^= 1
+        return made
+    tensor_parallel.in_one_process = wrong
+    sys.exit(tensor_parallel.main())
+    """
+    done = run("-c", textwrap.dedent(code))
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.count("DIFFERENT: request 4: logits of new token 2") == 1 + 4, "each rank is compared"

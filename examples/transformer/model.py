@@ -60,6 +60,17 @@ class Cache(Protocol):
         """Return keys and values of the first `tokens` positions, as C-contiguous arrays."""
 
 
+class Split(NamedTuple):
+    """The part of the attention that one tensor-parallel rank computes.
+
+    A rank attends to `kv_heads` only, and only these go through its cache. `gather` returns the results of all ranks,
+    side by side. Everything else is computed by every rank, so that all sums have the order of a single process.
+    """
+
+    kv_heads: range
+    gather: Callable[[Array], Array]
+
+
 class Layer(NamedTuple):
     """Weights of one layer; matrices are applied from the right."""
 
@@ -75,9 +86,9 @@ class Layer(NamedTuple):
 
 
 class Model:
-    """A model with weights from a seed."""
+    """A model with weights from a seed. By default, it is not split between ranks."""
 
-    def __init__(self, shape: Shape, seed: int) -> None:
+    def __init__(self, shape: Shape, seed: int, split: Split | None = None) -> None:
         dice = np.random.default_rng(seed)
 
         def matrix(rows: int, columns: int) -> Array:
@@ -95,6 +106,7 @@ class Model:
             return Layer(*attention, norm(), matrix(wide, inner), matrix(wide, inner), matrix(inner, wide))
 
         self.shape = shape
+        self._split = split or Split(range(shape.kv_heads), lambda mixed: mixed)
         self.embedding: Array = dice.standard_normal((shape.vocabulary, shape.hidden), np.float32)
         self.layers = [layer() for _ in range(shape.layers)]
         self.final_norm = norm()
@@ -117,10 +129,12 @@ class Model:
 
     def _attention(self, number: int, layer: Layer, hidden: Array, chunks: Sequence[Chunk], cache: Cache) -> Array:
         """Attend within each request: projections of the whole batch at once, scores request by request."""
-        shape = self.shape
-        queries = (hidden @ layer.query).reshape(-1, shape.heads, shape.head_dim)
-        keys = (hidden @ layer.key).reshape(-1, shape.kv_heads, shape.head_dim)
-        values = (hidden @ layer.value).reshape(-1, shape.kv_heads, shape.head_dim)
+        shape, (own, gather) = self.shape, self._split
+        kv, shared = slice(own.start, own.stop), shape.heads // shape.kv_heads
+        asking = slice(own.start * shared, own.stop * shared)
+        queries = (hidden @ layer.query).reshape(-1, shape.heads, shape.head_dim)[:, asking]
+        keys = (hidden @ layer.key).reshape(-1, shape.kv_heads, shape.head_dim)[:, kv]
+        values = (hidden @ layer.value).reshape(-1, shape.kv_heads, shape.head_dim)[:, kv]
         parts, first = [], 0
         for chunk in chunks:
             here = slice(first, first + len(chunk.tokens))
@@ -129,21 +143,26 @@ class Model:
             cache.write(number, chunk.request, chunk.start, rotate(keys[here], cos, sin), values[here])
             seen = cache.read(number, chunk.request, end)
             parts.append(attend(rotate(queries[here], cos, sin), *seen, chunk.start))
-        mixed: Array = np.concatenate(parts) @ layer.output
+        mixed: Array = gather(np.concatenate(parts)) @ layer.output
         return mixed
 
 
 def attend(queries: Array, keys: Array, values: Array, start: int) -> Array:
-    """Causal grouped-query attention of tokens from position `start` on; `[tokens, heads * head_dim]`."""
+    """Causal grouped-query attention of tokens from position `start` on; `[tokens, heads * head_dim]`.
+
+    The operands of the products are contiguous, because numpy may sum others in another order. So each head has the
+    same bits, however many heads the arrays have.
+    """
     (count, heads, head_dim), (seen, kv_heads, _) = queries.shape, keys.shape
-    grouped = queries.reshape(count, kv_heads, heads // kv_heads, head_dim).transpose(1, 2, 0, 3)
-    scores = grouped @ keys.transpose(1, 2, 0)[:, None] * np.float32(head_dim**-0.5)
+    grouped = queries.reshape(count, kv_heads, heads // kv_heads, head_dim)
+    asked, known = (np.ascontiguousarray(part) for part in (grouped.transpose(1, 2, 0, 3), keys.transpose(1, 2, 0)))
+    scores = asked @ known[:, None] * np.float32(head_dim**-0.5)
     if count > 1:
         scores[..., np.arange(seen) > start + np.arange(count)[:, None]] = -np.inf
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     scores /= scores.sum(axis=-1, keepdims=True)
-    mixed = scores @ values.transpose(1, 0, 2)[:, None]
+    mixed = scores @ np.ascontiguousarray(values.transpose(1, 0, 2))[:, None]
     rows: Array = mixed.transpose(2, 0, 1, 3).reshape(count, heads * head_dim)
     return rows
 

@@ -17,7 +17,9 @@ from llm_datadist.configs import LLMClusterInfo, LLMConfig, LlmConfig, LLMRole
 from llm_datadist.data_type import DataType
 from llm_datadist.datadist import LLMDataDist
 from llm_datadist.engine_log import drain as _drain_log
+from llm_datadist.groups import GroupPart as GroupPart  # not in __all__: not in the original
 from llm_datadist.kv_cache_manager import KvCache, KvCacheManager
+from llm_datadist.kv_layout import KvLayout as KvLayout  # not in __all__: not in the original
 from llm_datadist.layer_tasks import LayerDestination as LayerDestination  # not in __all__: not in the original
 from llm_datadist.layerwise import CacheTask, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
 from llm_datadist.log import error as _log_error
@@ -110,6 +112,8 @@ _register_types(
     TransferConfig=TransferConfig,
     TransferWithCacheKeyConfig=TransferWithCacheKeyConfig,
     LayerDestination=LayerDestination,
+    KvLayout=KvLayout,
+    GroupPart=GroupPart,
     LLMClusterInfo=LLMClusterInfo,
     log_error=_log_error,
     drain_log=_drain_log,

@@ -12,6 +12,7 @@ from typing_extensions import CapsuleType, TypeAlias
 from llm_datadist.configs import LLMClusterInfo, LLMRole
 from llm_datadist.data_type import DataType
 from llm_datadist.kv_cache_manager import KvCache
+from llm_datadist.kv_layout import KvLayout
 from llm_datadist.layerwise import LayerSynchronizer
 from llm_datadist.stats import Stats
 from llm_datadist.status import LLMException, LLMStatusCode
@@ -48,6 +49,7 @@ __all__ = [
     "check_int32",
     "check_int64",
     "check_isinstance",
+    "check_kv_layout",
     "check_layer_range",
     "check_list_int32",
     "check_list_int64",
@@ -69,6 +71,8 @@ __all__ = [
 
 _Value = TypeVar("_Value")
 _Class: TypeAlias = type[Any] | list[type[Any]] | tuple[type[Any], ...]
+_AnyKey: TypeAlias = CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey
+_Tokens: TypeAlias = range | tuple[int, int]
 
 __version__: str
 
@@ -205,6 +209,7 @@ class DataDist:
         tensor_num_per_layer: int,
         notify: bytes | bytearray | None,
         verify: str | None,
+        layout: str | None,
     ) -> None:
         """Write a batch slot to a peer (contract §7.14)."""
 
@@ -219,6 +224,9 @@ class DataDist:
         tensor_num_per_layer: int,
         notify: bytes | bytearray | None,
         verify: str | None,
+        src_tokens: _Tokens | None,
+        dst_tokens: _Tokens | None,
+        layout: str | None,
         part: tuple[int, int, int | None] | None,
     ) -> None:
         """Write blocks to a peer (contract §7.15)."""
@@ -623,6 +631,7 @@ class AsyncCalls:
         tensor_num_per_layer: int,
         notify: bytes | bytearray | None,
         verify: str | None,
+        layout: str | None,
         timeout_ms: int | None,
     ) -> Transfer:
         """Start a push of a slot (contract §7.14)."""
@@ -638,10 +647,45 @@ class AsyncCalls:
         tensor_num_per_layer: int,
         notify: bytes | bytearray | None,
         verify: str | None,
+        src_tokens: _Tokens | None,
+        dst_tokens: _Tokens | None,
+        layout: str | None,
         timeout_ms: int | None,
         part: tuple[int, int, int | None] | None,
     ) -> Transfer:
         """Start a push of blocks (contract §7.15)."""
+
+    def pull_owners(
+        self,
+        src_cache_keys: list[Any] | tuple[_AnyKey, ...],
+        dst_cache: Cache,
+        src_blocks: list[Any] | tuple[Any, ...] | Any,
+        dst_blocks: list[int] | tuple[int, ...] | Any,
+        timeout_ms: int | None,
+        quiet: bool,
+        options: dict[str, Any],
+    ) -> Transfer:
+        """Start a pull of one sequence from several owners; ``src_blocks`` has one list of blocks for each."""
+
+    def push_owners(
+        self,
+        dst_cache_keys: list[BlocksCacheKey] | tuple[BlocksCacheKey, ...],
+        src_cache: Cache,
+        src_blocks: list[int] | tuple[int, ...] | Any,
+        dst_blocks: list[Any] | tuple[Any, ...] | Any,
+        src_layer_range: range | None,
+        dst_layer_range: range | None,
+        tensor_num_per_layer: int,
+        notify: bytes | bytearray | None,
+        verify: str | None,
+        src_tokens: _Tokens | None,
+        dst_tokens: _Tokens | None,
+        layout: str | None,
+        timeout_ms: int | None,
+        quiet: bool,
+        part: tuple[int, int, int | None] | None,
+    ) -> Transfer:
+        """Start a push of one sequence to several owners; ``dst_blocks`` has one list of blocks for each."""
 
     def pull_group(
         self,
@@ -649,12 +693,13 @@ class AsyncCalls:
         notify: bytes | bytearray | None,
         verify: str | None,
         grants_done: bool,
+        layout: str | None,
         timeout_ms: int | None,
         quiet: bool,
     ) -> Transfer:
         """Start a pull of several caches.
 
-        ``parts`` is a list of ``(key, cache, src_blocks, dst_blocks[, grant[, part]])``.
+        ``parts`` has ``(key, cache, src_blocks, dst_blocks[, grant])`` or ``GroupPart`` items.
         """
 
     def push_group(
@@ -662,10 +707,14 @@ class AsyncCalls:
         parts: Any,
         notify: bytes | bytearray | None,
         verify: str | None,
+        layout: str | None,
         timeout_ms: int | None,
         quiet: bool,
     ) -> Transfer:
-        """Start a push of several caches: ``parts`` is a list of ``(key, cache, src_blocks, dst_blocks[, part])``."""
+        """Start a push of several caches.
+
+        ``parts`` has ``(key, cache, src_blocks, dst_blocks)`` or ``GroupPart`` items.
+        """
 
     def begin_layers(
         self, cache: Cache, destinations: Any, layer_timeout_ms: int | None, tensor_num_per_layer: int
@@ -1087,6 +1136,13 @@ def check_option(name: str, arg_value: int | str) -> None:
 
 def check_cache_key(cache_key: CacheKey) -> None:
     """Raise ``LLM_PARAM_INVALID`` unless exactly one of ``req_id`` and ``prefix_id`` is given (contract §7)."""
+
+def check_kv_layout(layout: KvLayout) -> None:
+    """Check the values of a ``KvLayout`` whose attributes are set, without the sizes of a cache.
+
+    Raises:
+        LLMException: ``LLM_PARAM_INVALID``: a value that is not allowed.
+    """
 
 def check_layer_range(name: str, layer_range: range | None, allow_none: bool = True) -> None:
     """Raise unless the value is a ``range`` of step 1 with ``0 <= start < stop`` (contract §4.10).

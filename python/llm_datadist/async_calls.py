@@ -18,6 +18,8 @@ from llm_datadist.spelling import warn_of_misspelt
 if TYPE_CHECKING:
     from llm_datadist.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex
 
+    AnyKey = Union[CacheKey, CacheKeyByIdAndIndex, BlocksCacheKey]
+
 __all__ = ["AsyncCalls"]
 
 
@@ -86,7 +88,7 @@ class AsyncCalls(GrantCalls):
     @logged
     def pull_blocks_async(
         self,
-        src_cache_key: Union[CacheKey, CacheKeyByIdAndIndex, BlocksCacheKey],
+        src_cache_key: Union[AnyKey, list[Any], tuple[AnyKey, ...]],
         dst_cache: Cache,
         src_blocks: Union[list[int], tuple[int, ...], Any] = (),
         dst_blocks: Union[list[int], tuple[int, ...], Any] = (),
@@ -96,12 +98,12 @@ class AsyncCalls(GrantCalls):
         """Start ``pull_blocks``: read remote blocks, or a slot, into local blocks (contract §7.13).
 
         Args:
-            src_cache_key: the remote blocks cache or slot, as for ``pull_blocks``.
+            src_cache_key: the remote blocks cache or slot, or several keys, as for ``pull_blocks``.
             dst_cache: blocks cache that is written.
             src_blocks: remote block for each entry of ``dst_blocks``; empty for a slot.
             dst_blocks: local blocks that are written, at least one.
             timeout_ms: time limit of the whole call in milliseconds, or ``None``.
-            **kwargs: as for ``pull_blocks``, ``grant`` and ``grant_done`` included.
+            **kwargs: as for ``pull_blocks``, ``grant``, ``grant_done`` and ranges of tokens included.
 
         Returns:
             The call that was started.
@@ -113,7 +115,10 @@ class AsyncCalls(GrantCalls):
         """
         if kwargs:
             warn_of_misspelt("keyword argument of pull_blocks_async", kwargs, BLOCK_PULL_KEYWORDS, once=True)
-        return self._calls_async().pull_blocks(src_cache_key, dst_cache, src_blocks, dst_blocks, timeout_ms, kwargs)
+        calls, lists = self._calls_async(), (src_blocks, dst_blocks)
+        if isinstance(src_cache_key, (list, tuple)):
+            return calls.pull_owners(src_cache_key, dst_cache, *lists, timeout_ms, False, kwargs)
+        return calls.pull_blocks(src_cache_key, dst_cache, *lists, timeout_ms, kwargs)
 
     @logged
     def push_cache_async(
@@ -128,6 +133,7 @@ class AsyncCalls(GrantCalls):
         timeout_ms: Optional[int] = None,
         notify: Optional[bytes] = None,
         verify: Optional[str] = None,
+        layout: Optional[str] = None,
     ) -> _core.Transfer:
         """Start ``push_cache``: write a local batch slot into a remote one (contract §7.14).
 
@@ -143,6 +149,7 @@ class AsyncCalls(GrantCalls):
             notify: notification for the owner of the remote cache, at most 64 KiB (``LLMDataDist.notify``), delivered
                 when the bytes are in place, before the transfer succeeds.
             verify: as for the call without ``_async``.
+            layout: as for the call without ``_async``.
 
         Returns:
             The call that was started.
@@ -152,15 +159,14 @@ class AsyncCalls(GrantCalls):
             LLMException: what the arguments and the local cache decide (``LLM_PARAM_INVALID``,
                 ``LLM_KV_CACHE_NOT_EXIST``), and ``LLM_LINK_BUSY``. Other failures are the outcome of the transfer.
         """
-        layers = (src_layer_range, dst_layer_range)
-        return self._calls_async().push_cache(
-            dst_cache_key, src_cache, src_batch_index, *layers, size, tensor_num_per_layer, notify, verify, timeout_ms
-        )
+        layers = (src_layer_range, dst_layer_range, size, tensor_num_per_layer)
+        rest = (notify, verify, layout, timeout_ms)
+        return self._calls_async().push_cache(dst_cache_key, src_cache, src_batch_index, *layers, *rest)
 
     @logged
     def push_blocks_async(
         self,
-        dst_cache_key: BlocksCacheKey,
+        dst_cache_key: Union[BlocksCacheKey, list[BlocksCacheKey], tuple[BlocksCacheKey, ...]],
         src_cache: Cache,
         src_blocks: Union[list[int], tuple[int, ...], Any] = (),
         dst_blocks: Union[list[int], tuple[int, ...], Any] = (),
@@ -170,6 +176,9 @@ class AsyncCalls(GrantCalls):
         timeout_ms: Optional[int] = None,
         notify: Optional[bytes] = None,
         verify: Optional[str] = None,
+        src_tokens: Optional[Union[range, tuple[int, int]]] = None,
+        dst_tokens: Optional[Union[range, tuple[int, int]]] = None,
+        layout: Optional[str] = None,
         *,
         src_offset: int = 0,
         dst_offset: int = 0,
@@ -178,7 +187,7 @@ class AsyncCalls(GrantCalls):
         """Start ``push_blocks``: write local blocks into remote blocks (contract §7.15).
 
         Args:
-            dst_cache_key: the remote blocks cache.
+            dst_cache_key: the remote blocks cache, or several keys, as for ``push_blocks``.
             src_cache: blocks cache that is read.
             src_blocks: local block for each entry of ``dst_blocks``.
             dst_blocks: remote blocks that are written, at least one.
@@ -189,6 +198,9 @@ class AsyncCalls(GrantCalls):
             notify: notification for the owner of the remote cache, at most 64 KiB (``LLMDataDist.notify``), delivered
                 when the bytes are in place, before the transfer succeeds.
             verify: as for the call without ``_async``.
+            src_tokens: as for the call without ``_async``.
+            dst_tokens: as for the call without ``_async``.
+            layout: as for the call without ``_async``.
             src_offset: which part of every block moves, in bytes (uint64), as for the call without ``_async``.
             dst_offset: as for the call without ``_async``.
             length: as for the call without ``_async``.
@@ -203,8 +215,13 @@ class AsyncCalls(GrantCalls):
         """
         layers = (src_layer_range, dst_layer_range)
         moved = (src_blocks, dst_blocks, *layers, tensor_num_per_layer)
+        rest: Any = (notify, verify, src_tokens, dst_tokens, layout, timeout_ms)
         part = (src_offset, dst_offset, length)
-        return self._calls_async().push_blocks(dst_cache_key, src_cache, *moved, notify, verify, timeout_ms, part)
+        if isinstance(dst_cache_key, (list, tuple)):
+            to_owners: Any = (src_cache, *moved, *rest, False, part)
+            return self._calls_async().push_owners(dst_cache_key, *to_owners)
+        to_one: Any = (*moved, *rest, part)
+        return self._calls_async().push_blocks(dst_cache_key, src_cache, *to_one)
 
     @logged
     def copy_cache_async(

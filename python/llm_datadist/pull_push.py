@@ -8,12 +8,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Optional, Union
 
 from llm_datadist.caches import BLOCK_PULL_KEYWORDS, NOTIFYING_PULL_KEYWORDS
+from llm_datadist.groups import finish
 from llm_datadist.layer_tasks import LayerCalls
 from llm_datadist.log import logged
 from llm_datadist.spelling import warn_of_misspelt
 
 if TYPE_CHECKING:
+    from llm_datadist.groups import Tokens
     from llm_datadist.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex
+
+    AnyKey = Union[CacheKey, CacheKeyByIdAndIndex, BlocksCacheKey]
 
 __all__ = ["PullPushCalls"]
 
@@ -46,16 +50,17 @@ class PullPushCalls(LayerCalls):
                 (``LLMDataDist.notify``), delivered when the bytes are in place and the key is released, before the call
                 returns. ``verify``: how thoroughly the bytes are compared with those of the owner, before the key is
                 released and the notification delivered: ``"off"``, ``"sample"`` (one block in 64), ``"full"``, or
-                ``None`` for the option ``verify`` of the engine. The original does not have these two. Others are
-                ignored, with a WARNING if a name looks misspelt.
+                ``None`` for the option ``verify`` of the engine. ``layout="raw"``: rows move as they are, whatever
+                ``KvLayout`` the two caches have; by default they are converted. The original does not have these three.
+                Others are ignored, with a WARNING if a name looks misspelt.
 
         Raises:
             TypeError: an argument has the wrong type.
             ValueError: an integer is outside its width.
             AttributeError: ``cache_key`` or ``cache`` is ``None``.
             LLMException: ``LLM_PARAM_INVALID``: the engine's own cluster, a blocks cache, a range outside a slot,
-                different numbers of tensors, layers outside a cache, a cache that is not accessible, or an unknown
-                ``verify``;
+                different numbers of tensors, layers outside a cache, a cache that is not accessible, layouts that do
+                not fit, or an unknown ``verify`` or ``layout``;
                 ``LLM_KV_CACHE_NOT_EXIST``: the local cache, or the remote key or slot, does not exist;
                 ``LLM_NOT_YET_LINK``: there is no link, or it broke; ``LLM_TIMEOUT``: ``sync_kv_timeout`` passed;
                 ``LLM_LINK_BUSY``: with ``notify``, the peer has not polled its notifications, and nothing has moved;
@@ -69,7 +74,7 @@ class PullPushCalls(LayerCalls):
     @logged
     def pull_blocks(
         self,
-        src_cache_key: Union[CacheKey, CacheKeyByIdAndIndex, BlocksCacheKey],
+        src_cache_key: Union[AnyKey, list[Any], tuple[AnyKey, ...]],
         dst_cache: Cache,
         src_blocks: Union[list[int], tuple[int, ...], Any] = (),
         dst_blocks: Union[list[int], tuple[int, ...], Any] = (),
@@ -79,16 +84,26 @@ class PullPushCalls(LayerCalls):
 
         A pull of a slot uses up its key, as in ``pull_cache``. A pull of blocks does not.
 
+        If both caches have a ``KvLayout``, each list of blocks is one sequence in the order of its tokens, and the
+        lists may differ in length. The tokens are converted to the layout of ``dst_cache``. The original does not have
+        this, nor several keys.
+
         Args:
-            src_cache_key: the remote blocks cache by its ``BlocksCacheKey``, or a remote slot by another key.
+            src_cache_key: the remote blocks cache by its ``BlocksCacheKey``, or a remote slot by another key. A list or
+                tuple of keys names several owners, such as tensor-parallel ranks. Each layer and head of ``dst_cache``
+                is then read from one of them, in one transfer with one time limit, and ``src_blocks`` has one list for
+                each key. All caches have layouts then, and there are no layer ranges.
             dst_cache: blocks cache that is written.
             src_blocks: remote block for each entry of ``dst_blocks``; empty for a slot, which is split into pieces of
                 the local block size.
             dst_blocks: local blocks that are written, at least one.
             **kwargs: as for ``pull_cache``; also ``grant``, the token of a grant (``CacheManager.grant``) of the source
-                blocks, and ``grant_done=True``, which reports that this pull is the last one under it; and
-                ``src_offset``, ``dst_offset`` and ``length``, which part of every block moves, in bytes, as for
-                ``push_blocks``. They need a ``BlocksCacheKey``.
+                blocks, or a list of tokens or ``None`` for several keys, and ``grant_done=True``, which reports that
+                this pull is the last one under it; ``src_tokens`` and ``dst_tokens``, which tokens of the remote and
+                of the local sequence move: a ``range`` of step 1 or a pair ``(first, end)``, both of the same length.
+                Without one, as many tokens move as the other has, from the first token on. Without both, as many as
+                both lists hold. They need layouts. ``src_offset``, ``dst_offset`` and ``length``: which part of every
+                block moves, in bytes, as for ``push_blocks``. They need a ``BlocksCacheKey`` and equal layouts.
 
         Raises:
             TypeError: an argument has the wrong type.
@@ -101,7 +116,11 @@ class PullPushCalls(LayerCalls):
         """
         if kwargs:
             warn_of_misspelt("keyword argument of pull_blocks", kwargs, BLOCK_PULL_KEYWORDS, once=True)
-        self._engine.pull_blocks(src_cache_key, dst_cache, src_blocks, dst_blocks, kwargs)
+        if isinstance(src_cache_key, (list, tuple)):
+            lists = (src_blocks, dst_blocks)
+            finish(self._calls_async().pull_owners(src_cache_key, dst_cache, *lists, None, True, kwargs))
+        else:
+            self._engine.pull_blocks(src_cache_key, dst_cache, src_blocks, dst_blocks, kwargs)
 
     @logged
     def push_cache(
@@ -115,6 +134,7 @@ class PullPushCalls(LayerCalls):
         tensor_num_per_layer: int = 2,
         notify: Optional[bytes] = None,
         verify: Optional[str] = None,
+        layout: Optional[str] = None,
     ) -> None:
         """Write a local batch slot into a slot of a linked cluster (contract §7.14), in remote-accessible mode.
 
@@ -129,19 +149,23 @@ class PullPushCalls(LayerCalls):
             dst_layer_range: remote layers, as many as ``src_layer_range`` has.
             size: must be -1, which means the whole local slot (int64).
             tensor_num_per_layer: tensors of one layer (uint32, above 0). A cache with fewer tensors has no layer:
-                without ranges nothing is sent, and that is not an error. Use 1 for a cache of one tensor.
+                without ranges nothing is sent, and that is not an error. Use 1 for a cache of one tensor. Without
+                ranges, all tensors of a cache with a ``KvLayout`` are sent, whatever this number is.
             notify: notification for the owner of the remote cache, at most 64 KiB (``LLMDataDist.notify``), delivered
                 when the bytes are in place, before the call returns; ``None`` for none. The original does not have this
                 argument.
             verify: how the bytes at the owner are compared with the local ones, before the key is released and the
                 notification delivered: ``"off"``, ``"sample"`` (one block in 64), ``"full"``, or ``None`` for the
                 option ``verify`` of the engine. The original does not have this argument.
+            layout: ``"raw"`` moves rows as they are, whatever ``KvLayout`` the two caches have; ``None`` converts. The
+                original does not have this argument.
 
         Raises:
             TypeError: an argument has the wrong type; a key or a cache that is ``None`` too.
             ValueError: an integer is outside its width.
             LLMException: ``LLM_PARAM_INVALID``: another mode, the engine's own cluster, a blocks cache, layers or slots
-                outside a cache, a slot larger than the remote one, or a cache that is not accessible;
+                outside a cache, a slot larger than the remote one, layouts that do not fit, or a cache that is not
+                accessible;
                 ``LLM_KV_CACHE_NOT_EXIST``: the local or the remote cache does not exist; ``LLM_NOT_YET_LINK``: there is
                 no link, or it broke; ``LLM_TIMEOUT``: ``sync_kv_timeout`` passed; ``LLM_LINK_BUSY`` and
                 ``LLM_VERIFY_FAILED``: as for ``pull_cache``. For the other codes, the attribute ``arrived`` lists the
@@ -149,13 +173,13 @@ class PullPushCalls(LayerCalls):
         """
         layers = (src_layer_range, dst_layer_range)
         self._engine.push_cache(
-            dst_cache_key, src_cache, src_batch_index, *layers, size, tensor_num_per_layer, notify, verify
+            dst_cache_key, src_cache, src_batch_index, *layers, size, tensor_num_per_layer, notify, verify, layout
         )
 
     @logged
     def push_blocks(
         self,
-        dst_cache_key: BlocksCacheKey,
+        dst_cache_key: Union[BlocksCacheKey, list[BlocksCacheKey], tuple[BlocksCacheKey, ...]],
         src_cache: Cache,
         src_blocks: Union[list[int], tuple[int, ...], Any] = (),
         dst_blocks: Union[list[int], tuple[int, ...], Any] = (),
@@ -164,6 +188,9 @@ class PullPushCalls(LayerCalls):
         tensor_num_per_layer: int = 2,
         notify: Optional[bytes] = None,
         verify: Optional[str] = None,
+        src_tokens: Optional[Tokens] = None,
+        dst_tokens: Optional[Tokens] = None,
+        layout: Optional[str] = None,
         *,
         src_offset: int = 0,
         dst_offset: int = 0,
@@ -171,16 +198,25 @@ class PullPushCalls(LayerCalls):
     ) -> None:
         """Write local blocks into blocks of a linked cluster (contract §7.15), in remote-accessible mode.
 
+        If both caches have a ``KvLayout``, the layers and heads that both hold are converted to the layout of the
+        remote cache, and the lists of blocks may differ in length, as for ``pull_blocks``. The original does not have
+        this, nor several keys.
+
         Args:
-            dst_cache_key: the remote blocks cache.
+            dst_cache_key: the remote blocks cache. A list or tuple of keys names several, which are written in one
+                transfer with one time limit. ``dst_blocks`` then has one list for each key, and there are no layer
+                ranges.
             src_cache: blocks cache that is read.
             src_blocks: local block for each entry of ``dst_blocks``.
             dst_blocks: remote blocks that are written, at least one.
             src_layer_range: as for ``push_cache``.
             dst_layer_range: as for ``push_cache``.
             tensor_num_per_layer: as for ``push_cache``.
-            notify: as for ``push_cache``.
+            notify: as for ``push_cache``. Several keys must name one cluster then.
             verify: as for ``push_cache``.
+            src_tokens: tokens of the local sequence that are read, as for ``pull_blocks``.
+            dst_tokens: tokens of the remote sequence that are written, as for ``pull_blocks``.
+            layout: as for ``push_cache``.
             src_offset: bytes to skip at the start of each block that is read (uint64, below the bytes of a block). The
                 original does not have this argument, and neither ``dst_offset`` nor ``length``.
             dst_offset: bytes to skip at the start of each block that is written (uint64, below the bytes of a block).
@@ -195,6 +231,12 @@ class PullPushCalls(LayerCalls):
             LLMException: as for ``push_cache``; ``LLM_PARAM_INVALID`` also for a continuous cache, lists of
                 different lengths, an index outside a cache, different block sizes, or a part that exceeds a block.
         """
-        moved = (src_blocks, dst_blocks, src_layer_range, dst_layer_range, tensor_num_per_layer)
+        ranges: Any = (src_layer_range, dst_layer_range, tensor_num_per_layer)
+        rest: Any = (notify, verify, src_tokens, dst_tokens, layout)
         part = (src_offset, dst_offset, length)
-        self._engine.push_blocks(dst_cache_key, src_cache, *moved, notify, verify, part)
+        if isinstance(dst_cache_key, (list, tuple)):
+            moved: Any = (src_cache, src_blocks, dst_blocks, *ranges, *rest, None, True, part)
+            finish(self._calls_async().push_owners(dst_cache_key, *moved))
+        else:
+            named: Any = (*ranges, *rest, part)
+            self._engine.push_blocks(dst_cache_key, src_cache, src_blocks, dst_blocks, *named)

@@ -15,6 +15,7 @@ from llm_datadist._core import check_layer_range
 from llm_datadist.arguments import refuse_none
 from llm_datadist.caches import CacheHandle
 from llm_datadist.data_type import DataType
+from llm_datadist.kv_layout import KvLayout
 from llm_datadist.status import LLMException, LLMStatusCode, NamedIntEnum, raise_if_false
 
 if TYPE_CHECKING:
@@ -90,6 +91,8 @@ class CacheDesc:
             row, a multiple of the element size, and give each tensor less than 2^63 bytes, which is checked when the
             descriptor is used. The bytes between two rows do not belong to the cache, and no call touches them. The
             original does not have this argument.
+        layout: what the rows mean, a ``KvLayout``, or ``None``. Pulls and pushes then convert between different layouts
+            (contract §4.2). The original does not have this argument.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -107,6 +110,7 @@ class CacheDesc:
         seq_len_dim_index: int = -1,
         kv_tensor_format: Optional[str] = None,
         row_stride: Optional[int] = None,
+        layout: Optional[KvLayout] = None,
     ) -> None:
         _core.check_uint32("num_tensors", num_tensors)
         _core.check_isinstance("shape", shape, [list, tuple], int)
@@ -117,6 +121,7 @@ class CacheDesc:
         _core.check_isinstance("kv_tensor_format", kv_tensor_format, str)
         if row_stride is not None:
             _core.check_uint64("row_stride", row_stride)
+        _core.check_isinstance("layout", layout, KvLayout)
         _core.check_dimensions(len(shape), batch_dim_index, seq_len_dim_index)
         _core.check_list_int64("shape", shape)
         self._num_tensors = num_tensors
@@ -128,6 +133,7 @@ class CacheDesc:
         self._seq_len_dim_index = seq_len_dim_index
         self._kv_tensor_format = kv_tensor_format
         self._row_stride = row_stride
+        self._layout = layout
         self._size: Optional[int] = None
         # Contract §18.2: the call decides whether a cache is a blocks cache, and no call changes this attribute.
         self._is_blocks = False
@@ -178,6 +184,34 @@ class CacheDesc:
         return self._row_stride
 
     @property
+    def layout(self) -> Optional[KvLayout]:
+        """What the rows mean, or ``None``. The original does not have this property."""
+        return self._layout
+
+    @classmethod
+    def of_layout(
+        cls, layout: KvLayout, num_blocks: int, data_type: DataType, placement: Placement = Placement.DEVICE
+    ) -> CacheDesc:
+        """Return the descriptor of a cache of ``num_blocks`` blocks, or batch slots, with this layout.
+
+        Its tensors and shape are those of the layout (``KvLayout.num_tensors``, ``KvLayout.shape``). The original does
+        not have this method.
+
+        Args:
+            layout: what the rows mean.
+            num_blocks: number of rows (int64).
+            data_type: element type.
+            placement: the memory that holds the cache.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: ``num_blocks`` is outside int64.
+        """
+        _core.check_isinstance("layout", layout, KvLayout, allow_none=False)
+        _core.check_isinstance("num_blocks", num_blocks, int, allow_none=False)
+        return cls(layout.num_tensors, layout.shape(num_blocks), data_type, placement, layout=layout)
+
+    @property
     def size(self) -> int:
         """Bytes of one tensor without gaps between its rows, computed on first access (contract §4.2).
 
@@ -209,7 +243,8 @@ class CacheDesc:
         return (
             f"CacheDesc(num_tensors={self._num_tensors}, shape={self._shape}, data_type={self._data_type}, "
             f"placement={self._placement}, batch_dim_index={self._batch_dim_index}, "
-            f"seq_len_dim_index={self._seq_len_dim_index},kv_tensor_format={self._kv_tensor_format}{stride})"
+            f"seq_len_dim_index={self._seq_len_dim_index},kv_tensor_format={self._kv_tensor_format}{stride}"
+            f"{'' if self._layout is None else f', layout={self._layout}'})"
         )
 
 

@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llm_datadist import CacheDesc, DataType, KvCache, LLMClusterInfo, LLMDataDist, LLMRole, LLMStatusCode, Placement
+from llm_datadist import (
+    CacheDesc,
+    DataType,
+    KvCache,
+    KvLayout,
+    LLMClusterInfo,
+    LLMDataDist,
+    LLMRole,
+    LLMStatusCode,
+    Placement,
+)
 from llm_datadist.events import GrantEnded, LinkDown, Notification
 
 from .process import Process, _over
@@ -181,6 +191,26 @@ class End(RowsWithGaps, Process):
         else:
             handle = manager.allocate_cache(desc, given, **how)
         return self._hold(name, handle, [_over(address, rows, row_bytes) for address in _addresses(handle)], seed)
+
+    def allocate_layout(
+        self, name, layout: KvLayout | None, rows: int, data_type: str = "DT_UINT16", *,
+        keys=(), slots=False, host=False, shape: Sequence[int] | None = None, tensors: int = 0,
+    ) -> int:  # fmt: skip
+        """Allocate a blocks cache, or batch slots, with a KV layout. Without one, `tensors` have the `shape`."""
+        placement, element = Placement.HOST if host else Placement.DEVICE, DataType[data_type]
+        if layout is None:
+            desc = CacheDesc(tensors, [rows, *(shape or ())], element, placement)
+        else:
+            desc = CacheDesc.of_layout(layout, rows, element, placement)
+        given: Any = [cache_key(key) for key in keys]
+        manager = self.manager
+        handle = manager.allocate_cache(desc, given) if slots else manager.allocate_blocks_cache(desc, *given)
+        return self._hold(name, handle, [_over(at, rows, desc.size // rows) for at in _addresses(handle)], None)
+
+    def write(self, name: str, tensors: Sequence[np.ndarray]) -> None:
+        """Set the bytes of a cache."""
+        for array, made in zip(self.held[name].arrays, tensors):
+            array[:] = made
 
     def register(
         self, name, rows=4, row_bytes=256, tensors=2, *,

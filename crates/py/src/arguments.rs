@@ -12,6 +12,7 @@ use pyo3::types::{PyBool, PyList};
 
 use crate::convert::{self, Any, Width, any_int, only_support, shown};
 use crate::error::{invalid, raise};
+use crate::kv_layout;
 use crate::python_types::PythonTypes;
 
 /// Declares wrappers of arguments. Only the file that declares a wrapper can access the object in it; all other
@@ -75,7 +76,7 @@ impl DescArg<'_, '_> {
         if kind == CacheKind::Batch && !keys.is_empty() {
             slot_dim(&self.0)?;
         }
-        convert::desc(&self.0)
+        Ok(CacheDesc { kv_layout: kv_layout::of_desc(&self.0)?, ..convert::desc(&self.0)? })
     }
 }
 

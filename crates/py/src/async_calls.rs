@@ -29,8 +29,11 @@ use crate::layer_task_arguments::{self, DestinationsArg};
 use crate::links;
 use crate::local_cache::CacheArg;
 use crate::notify::NotifyArg;
+use crate::owners::{self, BlockListsArg, OwnersArg};
 use crate::pull_push_arguments::{self, LayersArg};
-use crate::sub_rows::{self, SubRowArg};
+use crate::selection::Selection;
+use crate::sub_rows::SubRowArg;
+use crate::token_ranges::{RawArg, TokensArg};
 use crate::transfer::TransferHandle;
 
 /// Calls with more blocks detach from the interpreter while they start.
@@ -76,9 +79,7 @@ impl AsyncMethods {
         options: &Bound<'_, PyDict>,
     ) -> PyResult<Py<TransferHandle>> {
         let (blocks, engine) = ((src_blocks, dst_blocks), self.engine());
-        let part = sub_rows::of_options(options)?;
-        let pull =
-            pull_push_arguments::pull_blocks(engine, (src_cache_key, dst_cache), blocks, part, options)?;
+        let pull = pull_push_arguments::pull_blocks(engine, (src_cache_key, dst_cache), blocks, options)?;
         let call = CallOptions { limit: limit(timeout_ms)?, extras: pull.extras, quiet: false };
         let count = pull.rows.num_blocks();
         self.start(options.py(), count, |engine| {
@@ -98,12 +99,13 @@ impl AsyncMethods {
         tensor_num_per_layer: IntArg<'_, '_>,
         notify: NotifyArg<'_, '_>,
         verify: VerifyArg<'_, '_>,
+        layout: RawArg<'_, '_>,
         timeout_ms: IntArg<'_, '_>,
     ) -> PyResult<Py<TransferHandle>> {
         let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
         let slot = (src_batch_index, size);
         let push = pull_push_arguments::push_cache(self.engine(), (dst_cache_key, src_cache), slot, layers)?;
-        let call = options(limit(timeout_ms)?, (notify, verify), false)?;
+        let call = options(limit(timeout_ms)?, (notify, verify, layout), false)?;
         let start =
             |engine: &CoreDataDist| engine.push_async(&push.from, push.to, push.rows, push.layers, call);
         self.start(src_cache.py(), 1, start)
@@ -121,32 +123,82 @@ impl AsyncMethods {
         tensor_num_per_layer: IntArg<'_, '_>,
         notify: NotifyArg<'_, '_>,
         verify: VerifyArg<'_, '_>,
+        src_tokens: TokensArg<'_, '_>,
+        dst_tokens: TokensArg<'_, '_>,
+        layout: RawArg<'_, '_>,
         timeout_ms: IntArg<'_, '_>,
         part: SubRowArg<'_, '_>,
     ) -> PyResult<Py<TransferHandle>> {
         let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
-        let (blocks, engine) = ((src_blocks, dst_blocks), self.engine());
-        let part = part.part()?;
-        let push =
-            pull_push_arguments::push_blocks(engine, (dst_cache_key, src_cache), blocks, layers, part)?;
-        let call = options(limit(timeout_ms)?, (notify, verify), false)?;
+        let (ends, blocks) = ((dst_cache_key, src_cache), (src_blocks, dst_blocks));
+        let selected = Selection::given((src_tokens, dst_tokens), part)?;
+        let push = pull_push_arguments::push_blocks(self.engine(), ends, blocks, layers, selected)?;
+        let call = options(limit(timeout_ms)?, (notify, verify, layout), false)?;
         let count = push.rows.num_blocks();
         let start =
             |engine: &CoreDataDist| engine.push_async(&push.from, push.to, push.rows, push.layers, call);
         self.start(src_cache.py(), count, start)
     }
 
+    /// Pulls one sequence from several owners.
+    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
+    fn pull_owners(
+        &self,
+        src_cache_keys: OwnersArg<'_, '_>,
+        dst_cache: CacheArg<'_, '_>,
+        src_blocks: BlockListsArg<'_, '_>,
+        dst_blocks: BlocksArg<'_, '_>,
+        timeout_ms: IntArg<'_, '_>,
+        quiet: bool,
+        options: &Bound<'_, PyDict>,
+    ) -> PyResult<Py<TransferHandle>> {
+        let (ends, blocks) = ((src_cache_keys, dst_cache), (src_blocks, dst_blocks));
+        let pull = owners::pull(self.engine(), ends, blocks, options)?;
+        let call = CallOptions { limit: limit(timeout_ms)?, extras: pull.extras, quiet };
+        self.start(options.py(), usize::MAX, |engine| engine.pull_owners_async(pull.parts, call))
+    }
+
+    /// Pushes one sequence to several owners.
+    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
+    fn push_owners(
+        &self,
+        dst_cache_keys: OwnersArg<'_, '_>,
+        src_cache: CacheArg<'_, '_>,
+        src_blocks: BlocksArg<'_, '_>,
+        dst_blocks: BlockListsArg<'_, '_>,
+        src_layer_range: LayersArg<'_, '_>,
+        dst_layer_range: LayersArg<'_, '_>,
+        tensor_num_per_layer: IntArg<'_, '_>,
+        notify: NotifyArg<'_, '_>,
+        verify: VerifyArg<'_, '_>,
+        src_tokens: TokensArg<'_, '_>,
+        dst_tokens: TokensArg<'_, '_>,
+        layout: RawArg<'_, '_>,
+        timeout_ms: IntArg<'_, '_>,
+        quiet: bool,
+        part: SubRowArg<'_, '_>,
+    ) -> PyResult<Py<TransferHandle>> {
+        let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
+        let (ends, blocks) = ((dst_cache_keys, src_cache), (src_blocks, dst_blocks));
+        let selected = Selection::given((src_tokens, dst_tokens), part)?;
+        let pushes = owners::push(self.engine(), ends, blocks, layers, &selected)?;
+        let call = options(limit(timeout_ms)?, (notify, verify, layout), quiet)?;
+        self.start(src_cache.py(), usize::MAX, |engine| engine.push_group_async(pushes, call))
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
     fn pull_group(
         &self,
         parts: PartsArg<'_, '_>,
         notify: NotifyArg<'_, '_>,
         verify: VerifyArg<'_, '_>,
         grants_done: FlagArg<'_, '_>,
+        layout: RawArg<'_, '_>,
         timeout_ms: IntArg<'_, '_>,
         quiet: bool,
     ) -> PyResult<Py<TransferHandle>> {
         let pulls = parts.pulls(self.engine(), grants_done.required("grants_done")?)?;
-        let call = options(limit(timeout_ms)?, (notify, verify), quiet)?;
+        let call = options(limit(timeout_ms)?, (notify, verify, layout), quiet)?;
         self.start(parts.py(), usize::MAX, |engine| engine.pull_group_async(pulls, call))
     }
 
@@ -155,11 +207,12 @@ impl AsyncMethods {
         parts: PartsArg<'_, '_>,
         notify: NotifyArg<'_, '_>,
         verify: VerifyArg<'_, '_>,
+        layout: RawArg<'_, '_>,
         timeout_ms: IntArg<'_, '_>,
         quiet: bool,
     ) -> PyResult<Py<TransferHandle>> {
         let pushes = parts.pushes(self.engine())?;
-        let call = options(limit(timeout_ms)?, (notify, verify), quiet)?;
+        let call = options(limit(timeout_ms)?, (notify, verify, layout), quiet)?;
         self.start(parts.py(), usize::MAX, |engine| engine.push_group_async(pushes, call))
     }
 
@@ -296,10 +349,10 @@ impl AsyncMethods {
 /// Returns the options of a call without a grant of its own.
 fn options(
     limit: Option<Duration>,
-    (notify, verify): (NotifyArg<'_, '_>, VerifyArg<'_, '_>),
+    (notify, verify, layout): (NotifyArg<'_, '_>, VerifyArg<'_, '_>, RawArg<'_, '_>),
     quiet: bool,
 ) -> PyResult<CallOptions> {
-    Ok(CallOptions { limit, extras: call_extras::of_push(notify, verify)?, quiet })
+    Ok(CallOptions { limit, extras: call_extras::of_push(notify, verify, layout)?, quiet })
 }
 
 /// Returns the time limit of a call in milliseconds; `None` for `sync_kv_timeout`.

@@ -11,6 +11,7 @@ use crate::arguments::FlagArg;
 use crate::convert::{self, Any, only_support};
 use crate::error::raise;
 use crate::notify::NotifyArg;
+use crate::token_ranges::{RawArg, TokenRanges};
 
 arguments! {
     /// How a call checks the bytes that it has moved, or `None`.
@@ -29,16 +30,16 @@ impl VerifyArg<'_, '_> {
 }
 
 /// Reads what a push, a group, or another call without a grant of its own does beside moving bytes.
-pub(crate) fn of_push(notify: NotifyArg<'_, '_>, verify: VerifyArg<'_, '_>) -> PyResult<CallExtras> {
-    Ok(CallExtras {
-        notify: notify.bytes("notify")?,
-        grant: None,
-        verify: verify.optional()?,
-        ..CallExtras::default()
-    })
+pub(crate) fn of_push(
+    notify: NotifyArg<'_, '_>,
+    verify: VerifyArg<'_, '_>,
+    layout: RawArg<'_, '_>,
+) -> PyResult<CallExtras> {
+    let (notify, verify) = (notify.bytes("notify")?, verify.optional()?);
+    Ok(CallExtras { notify, grant: None, verify, raw_layout: layout.raw()? })
 }
 
-/// Reads `notify`, `verify`, `grant` and `grant_done` among the keyword arguments of a pull of blocks.
+/// Reads `notify`, `verify`, `layout`, `grant` and `grant_done` among the keyword arguments of a pull of blocks.
 pub(crate) fn of_blocks(options: &Bound<'_, PyDict>) -> PyResult<CallExtras> {
     let mut extras = CallExtras::default();
     if options.is_empty() {
@@ -50,6 +51,9 @@ pub(crate) fn of_blocks(options: &Bound<'_, PyDict>) -> PyResult<CallExtras> {
     }
     if let Some(given) = options.get_item(intern!(py, "verify"))? {
         extras.verify = VerifyArg::extract(given.as_borrowed())?.optional()?;
+    }
+    if let Some(given) = options.get_item(intern!(py, "layout"))? {
+        extras.raw_layout = RawArg::extract(given.as_borrowed())?.raw()?;
     }
     let done = match options.get_item(intern!(py, "grant_done"))? {
         Some(given) => FlagArg::extract(given.as_borrowed())?.required("grant_done")?,
@@ -64,9 +68,11 @@ pub(crate) fn of_blocks(options: &Bound<'_, PyDict>) -> PyResult<CallExtras> {
     Ok(extras)
 }
 
-/// Reads `notify` and `verify` among the keyword arguments of a pull of a slot, which takes no grant.
+/// Reads `notify`, `verify` and `layout` among the keyword arguments of a pull of a slot, which takes no grant and no
+/// ranges of tokens.
 pub(crate) fn of_slot(options: &Bound<'_, PyDict>) -> PyResult<CallExtras> {
     let extras = of_blocks(options)?;
+    TokenRanges::of(options)?.refused(options.py(), "a slot")?;
     if extras.grant.is_none() {
         return Ok(extras);
     }

@@ -5,13 +5,14 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
+use std::ops::Range;
 
 use llm_datadist_core::bindings::fallible;
 use llm_datadist_core::{CacheDesc, DataType, Placement};
 use pyo3::exceptions::{PyMemoryError, PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyDict, PyInt, PyList, PyString, PyTuple, PyType};
+use pyo3::types::{PyBool, PyDict, PyInt, PyList, PyRange, PyRangeMethods, PyString, PyTuple, PyType};
 
 use crate::error::{invalid, raise};
 use crate::python_types::PythonTypes;
@@ -148,7 +149,7 @@ pub(crate) fn required(name: &str, value: &Any<'_>, class: &Py<PyType>, class_na
     }
 }
 
-/// Reads a `CacheDesc`. It is read at each call, because `update_dim` may change its shape.
+/// Reads a `CacheDesc` without its layout (`kv_layout`). It is read at each call, because `update_dim` may change its shape.
 pub(crate) fn desc(value: &Any<'_>) -> PyResult<CacheDesc> {
     let py = value.py();
     Ok(CacheDesc {
@@ -245,4 +246,27 @@ pub(crate) fn texts(options: &Bound<'_, PyDict>) -> PyResult<BTreeMap<String, St
         Ok((key, value))
     };
     options.iter().map(entry).collect() // nothing in here runs Python code, which could change the dict
+}
+
+/// Reads a `range` of step 1, or a list or tuple of its two ends.
+pub(crate) fn range<T: Width>(name: &str, value: &Any<'_>) -> PyResult<Range<T>> {
+    let py = value.py();
+    let wrong = || only_support(name, "['range', 'a pair of int']", value);
+    if let Ok(range) = value.cast::<PyRange>() {
+        // A step that does not fit 64 bits is not 1.
+        if range.step().ok() != Some(1) {
+            return Err(invalid(py, name, shown(value), "a range of step 1"));
+        }
+        let end = |which| int(name, &range.getattr(which)?);
+        return Ok(end(intern!(py, "start"))?..end(intern!(py, "stop"))?);
+    }
+    let pair = match (value.cast::<PyTuple>(), value.cast::<PyList>()) {
+        (Ok(tuple), _) => tuple.clone(),
+        (_, Ok(list)) => list.to_tuple(),
+        _ => return Err(wrong()),
+    };
+    if pair.len() != 2 {
+        return Err(wrong());
+    }
+    Ok(int(name, &pair.get_item(0)?)?..int(name, &pair.get_item(1)?)?)
 }

@@ -23,8 +23,10 @@ use crate::links::{self, ClustersArg, Membership, RanksArg, by_rank};
 use crate::local_cache::CacheArg;
 use crate::notify::NotifyArg;
 use crate::pull_push_arguments::{self, LayersArg};
-use crate::sub_rows::{self, SubRowArg};
+use crate::selection::Selection;
+use crate::sub_rows::SubRowArg;
 use crate::task::TransferTask;
+use crate::token_ranges::{RawArg, TokensArg};
 use crate::transfer::Handles;
 use crate::{copy_arguments, log, stats};
 
@@ -182,12 +184,10 @@ impl DataDist {
         dst_blocks: BlocksArg<'_, '_>,
         options: &Bound<'_, PyDict>,
     ) -> PyResult<()> {
-        let blocks = (src_blocks, dst_blocks);
         let pull = pull_push_arguments::pull_blocks(
             &self.engine,
             (src_cache_key, dst_cache),
-            blocks,
-            sub_rows::of_options(options)?,
+            (src_blocks, dst_blocks),
             options,
         )?;
         self.engine.pull(options.py(), pull)
@@ -205,11 +205,12 @@ impl DataDist {
         tensor_num_per_layer: IntArg<'_, '_>,
         notify: NotifyArg<'_, '_>,
         verify: VerifyArg<'_, '_>,
+        layout: RawArg<'_, '_>,
     ) -> PyResult<()> {
         let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
         let slot = (src_batch_index, size);
         let push = pull_push_arguments::push_cache(&self.engine, (dst_cache_key, src_cache), slot, layers)?;
-        self.engine.push(src_cache.py(), &push, call_extras::of_push(notify, verify)?)
+        self.engine.push(src_cache.py(), &push, call_extras::of_push(notify, verify, layout)?)
     }
 
     #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
@@ -224,18 +225,16 @@ impl DataDist {
         tensor_num_per_layer: IntArg<'_, '_>,
         notify: NotifyArg<'_, '_>,
         verify: VerifyArg<'_, '_>,
+        src_tokens: TokensArg<'_, '_>,
+        dst_tokens: TokensArg<'_, '_>,
+        layout: RawArg<'_, '_>,
         part: SubRowArg<'_, '_>,
     ) -> PyResult<()> {
         let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
-        let blocks = (src_blocks, dst_blocks);
-        let push = pull_push_arguments::push_blocks(
-            &self.engine,
-            (dst_cache_key, src_cache),
-            blocks,
-            layers,
-            part.part()?,
-        )?;
-        self.engine.push(src_cache.py(), &push, call_extras::of_push(notify, verify)?)
+        let (ends, blocks) = ((dst_cache_key, src_cache), (src_blocks, dst_blocks));
+        let selected = Selection::given((src_tokens, dst_tokens), part)?;
+        let push = pull_push_arguments::push_blocks(&self.engine, ends, blocks, layers, selected)?;
+        self.engine.push(src_cache.py(), &push, call_extras::of_push(notify, verify, layout)?)
     }
 
     fn transfer_cache_async(

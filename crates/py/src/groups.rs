@@ -1,6 +1,7 @@
-//! The parts of a group of pulls or pushes: `(key, cache, source blocks, destination blocks)` each.
+//! The parts of a group of pulls or pushes: a `GroupPart`, or `(key, cache, source blocks, destination blocks)`, each.
 
-use llm_datadist_core::{GrantUse, GroupMember, PullRows, PushRows, SubRow};
+use llm_datadist_core::{GrantUse, GroupMember, PullRows, PushRows};
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
 
@@ -13,29 +14,37 @@ use crate::error::{invalid, of_item};
 use crate::keys::KeyArg;
 use crate::local_cache::CacheArg;
 use crate::pull_push_arguments::{self, LayersArg};
-use crate::sub_rows::SubRowArg;
+use crate::python_types::PythonTypes;
+use crate::selection::Selection;
 
 arguments! {
     /// A list or tuple of parts.
     PartsArg;
 }
 
-/// The four values of a part.
-type Part<'a, 'py> = (KeyArg<'a, 'py>, CacheArg<'a, 'py>, (BlocksArg<'a, 'py>, BlocksArg<'a, 'py>));
+/// The unchecked values of a part.
+struct GivenPart<'py> {
+    /// The key, the cache, and the blocks of the source and of the destination.
+    four: [Any<'py>; 4],
+    /// The token of a grant, or `None`.
+    grant: Option<Any<'py>>,
+    /// The keyword arguments of a pull that a `GroupPart` has.
+    options: Bound<'py, PyDict>,
+}
+
+/// The arguments of a pull or push.
+type Ends<'a, 'py> = (KeyArg<'a, 'py>, CacheArg<'a, 'py>);
+type Lists<'a, 'py> = (BlocksArg<'a, 'py>, BlocksArg<'a, 'py>);
 
 impl PartsArg<'_, '_> {
     /// Checks the parts of a pull. Each obeys the rules of `pull_blocks` (contract §7.13).
     /// `done` says that it is the last pull under their grants.
     pub(crate) fn pulls(self, engine: &Engine, done: bool) -> PyResult<Vec<GroupMember<PullRows>>> {
-        let options = PyDict::new(self.py());
-        self.read(6, |(key, cache, blocks), more| {
-            let part = sub_row(more.get(1))?;
-            let pull = pull_push_arguments::pull_blocks(engine, (key, cache), blocks, part, &options)?;
-            let token = more
-                .first()
-                .filter(|given| !given.is_none())
-                .map(|given| call_extras::token("grant", given))
-                .transpose()?;
+        self.read(5, |part| {
+            let (ends, blocks) = part.arguments()?;
+            let pull = pull_push_arguments::pull_blocks(engine, ends, blocks, &part.options)?;
+            let token = part.grant.as_ref().filter(|given| !given.is_none());
+            let token = token.map(|given| call_extras::token("grant", given)).transpose()?;
             let grant = token.map(|token| GrantUse { token, done });
             Ok(GroupMember { remote: pull.from, local: pull.to, rows: pull.rows, grant })
         })
@@ -45,21 +54,18 @@ impl PartsArg<'_, '_> {
     pub(crate) fn pushes(self, engine: &Engine) -> PyResult<Vec<GroupMember<PushRows>>> {
         let py = self.py();
         let (all, two) = (py.None(), 2_u32.into_pyobject(py)?.into_any());
-        self.read(5, |(key, cache, blocks), more| {
+        self.read(4, |part| {
             let all = LayersArg::extract(all.bind_borrowed(py))?;
             let layers = (all, all, IntArg::extract(two.as_borrowed())?);
-            let part = sub_row(more.first())?;
-            let push = pull_push_arguments::push_blocks(engine, (key, cache), blocks, layers, part)?;
+            part.without_grant()?;
+            let ((ends, blocks), selected) = (part.arguments()?, Selection::of(&part.options)?);
+            let push = pull_push_arguments::push_blocks(engine, ends, blocks, layers, selected)?;
             Ok(GroupMember { remote: push.to, local: push.from, rows: push.rows, grant: None })
         })
     }
 
-    /// Reads each part, of four to `most` values. An error says in which part it is.
-    fn read<T>(
-        self,
-        most: usize,
-        read: impl Fn(Part<'_, '_>, &[Any<'_>]) -> PyResult<T>,
-    ) -> PyResult<Vec<T>> {
+    /// Reads each part. A tuple has four to `most` values. An error says in which part it is.
+    fn read<T>(self, most: usize, read: impl Fn(&GivenPart<'_>) -> PyResult<T>) -> PyResult<Vec<T>> {
         let py = self.py();
         let items = match self.0.cast::<PyList>() {
             Ok(list) => list.to_tuple(),
@@ -71,40 +77,61 @@ impl PartsArg<'_, '_> {
         };
         let mut parts = convert::room(py, items.len())?;
         for (index, item) in items.iter().enumerate() {
-            let part = values(&item, index, most).and_then(|values| with_arguments(&values, &read));
+            let part = GivenPart::of(&item, index, most).and_then(|part| read(&part));
             parts.push(part.map_err(|error| of_item(py, "parts", index, error))?);
         }
         Ok(parts)
     }
 }
 
-/// Returns the values of a part, which must be a tuple of four to `most`.
-fn values<'py>(item: &Any<'py>, index: usize, most: usize) -> PyResult<Vec<Any<'py>>> {
-    let name = format!("parts[{index}]");
-    let part = item.cast::<PyTuple>().map_err(|_| only_support(&name, "['tuple']", item))?;
-    if (4..=most).contains(&part.len()) {
-        return Ok(part.iter().collect());
+impl<'py> GivenPart<'py> {
+    /// Reads the values of a `GroupPart`, or of a tuple of four to `most`.
+    fn of(item: &Any<'py>, index: usize, most: usize) -> PyResult<Self> {
+        let py = item.py();
+        let options = PyDict::new(py);
+        if convert::instance(item, &PythonTypes::get(py)?.group_part)? {
+            let of = |name| item.getattr(name);
+            let cache = (of(intern!(py, "key"))?, of(intern!(py, "cache"))?);
+            let four = [cache.0, cache.1, of(intern!(py, "src_blocks"))?, of(intern!(py, "dst_blocks"))?];
+            for name in ["src_tokens", "dst_tokens", "src_offset", "dst_offset", "length"] {
+                options.set_item(name, item.getattr(name)?)?;
+            }
+            return Ok(GivenPart { four, grant: Some(of(intern!(py, "grant"))?), options });
+        }
+        let name = format!("parts[{index}]");
+        let part = item.cast::<PyTuple>().map_err(|_| only_support(&name, "['tuple', 'GroupPart']", item))?;
+        if !(4..=most).contains(&part.len()) {
+            return Err(wrong_length(py, &name, part.len(), most));
+        }
+        let at = |index| part.get_item(index);
+        let grant = if part.len() > 4 { Some(at(4)?) } else { None };
+        Ok(GivenPart { four: [at(0)?, at(1)?, at(2)?, at(3)?], grant, options })
     }
-    let allowed = if most == 6 {
-        "4 to 6: the key, the cache, the blocks of the source and of the destination, and optionally a grant and the \
-         part of every block"
+
+    /// Returns the ends and the blocks.
+    fn arguments(&self) -> PyResult<(Ends<'_, 'py>, Lists<'_, 'py>)> {
+        let [key, cache, src, dst] = self.four.each_ref().map(Bound::as_borrowed);
+        let ends = (KeyArg::extract(key)?, CacheArg::extract(cache)?);
+        Ok((ends, (BlocksArg::extract(src)?, BlocksArg::extract(dst)?)))
+    }
+
+    /// Refuses a grant in a push.
+    fn without_grant(&self) -> PyResult<()> {
+        match &self.grant {
+            Some(given) if !given.is_none() => {
+                Err(invalid(given.py(), "grant", "a token", "None in a push: grants are for readers"))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+#[cold]
+fn wrong_length(py: Python<'_>, name: &str, length: usize, most: usize) -> PyErr {
+    let allowed = if most > 4 {
+        "4 or 5: the key, the cache, the blocks of the source and of the destination, and optionally a grant"
     } else {
-        "4 or 5: the key, the cache, the blocks of the source and of the destination, and optionally the part of every \
-         block"
+        "4: the key, the cache, and the blocks of the source and of the destination"
     };
-    Err(invalid(item.py(), &format!("len({name})"), part.len(), allowed))
-}
-
-fn with_arguments<T>(
-    values: &[Any<'_>],
-    read: impl Fn(Part<'_, '_>, &[Any<'_>]) -> PyResult<T>,
-) -> PyResult<T> {
-    let at = |index: usize| values[index].as_borrowed();
-    let blocks = (BlocksArg::extract(at(2))?, BlocksArg::extract(at(3))?);
-    read((KeyArg::extract(at(0))?, CacheArg::extract(at(1))?, blocks), &values[4..])
-}
-
-/// Reads the part of every block that moves, which a member of a group may end with.
-fn sub_row(given: Option<&Any<'_>>) -> PyResult<SubRow> {
-    given.map_or_else(|| Ok(SubRow::default()), |given| SubRowArg::extract(given.as_borrowed())?.part())
+    invalid(py, &format!("len({name})"), length, allowed)
 }

@@ -19,7 +19,7 @@ use crate::convert::{self, Any, inner_only_support, int};
 use crate::engine::Engine;
 use crate::error::{invalid, raise};
 use crate::keys::{KeyArg, KeyClass};
-use crate::local_cache::{CacheArg, LocalCache};
+use crate::local_cache::{CacheArg, CacheWithHandle};
 use crate::pull_push_arguments;
 use crate::python_types::PythonTypes;
 
@@ -82,7 +82,7 @@ pub(crate) fn on_device(name: &str, engine: &Engine, cache: CacheArg<'_, '_>) ->
 
 /// The source of a layer-wise transfer.
 pub(crate) struct LayerSource<'a, 'py> {
-    pub(crate) cache: LocalCache<'a, 'py>,
+    pub(crate) cache: CacheWithHandle<'a, 'py>,
     local: CacheLayout,
     layers: u32,
     py: Python<'py>,

@@ -22,6 +22,7 @@ mod groups;
 mod index_arrays;
 mod keys;
 mod kv_caches;
+mod kv_layout;
 mod layer_task;
 mod layer_task_arguments;
 mod layerwise_arguments;
@@ -30,6 +31,7 @@ mod local_cache;
 mod log;
 mod notify;
 mod operations;
+mod owners;
 mod pull_push_arguments;
 mod python_types;
 #[expect(
@@ -38,9 +40,11 @@ mod python_types;
               numbers read from lists that `gil_used` below keeps other threads from changing"
 )]
 mod raw;
+mod selection;
 mod stats;
 mod sub_rows;
 mod task;
+mod token_ranges;
 mod transfer;
 
 use llm_datadist_core::{DataType, StatusCode};
@@ -101,6 +105,7 @@ fn validators(module: &Bound<'_, PyModule>) -> PyResult<()> {
         checks::check_list_int32 checks::check_list_int64 checks::check_list_uint64
         checks::check_mem_utilization checks::check_option checks::check_positive_or_set_default
         checks::check_uint8 checks::check_uint16 checks::check_uint32 checks::check_uint64 checks::tensor_bytes
+        kv_layout::check_kv_layout
     );
     Ok(())
 }

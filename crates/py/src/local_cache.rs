@@ -66,26 +66,26 @@ impl<'a, 'py> CacheArg<'a, 'py> {
     }
 
     /// The cache with its handle. `None`, which has no handle, fails here.
-    pub(crate) fn local(self) -> PyResult<LocalCache<'a, 'py>> {
-        Ok(LocalCache { cache: self, handle: self.0.getattr(intern!(self.py(), "_handle"))? })
+    pub(crate) fn local(self) -> PyResult<CacheWithHandle<'a, 'py>> {
+        Ok(CacheWithHandle { cache: self, handle: self.0.getattr(intern!(self.py(), "_handle"))? })
     }
 
     /// It must be a blocks cache.
-    pub(crate) fn blocks(self, name: &str) -> PyResult<LocalCache<'a, 'py>> {
+    pub(crate) fn blocks(self, name: &str) -> PyResult<CacheWithHandle<'a, 'py>> {
         let local = self.local()?;
         validate::blocks_cache(name, local.kind()?).map_err(|error| raise(self.py(), &error))?;
         Ok(local)
     }
 
     /// It must be a continuous cache.
-    pub(crate) fn batch(self, name: &str) -> PyResult<LocalCache<'a, 'py>> {
+    pub(crate) fn batch(self, name: &str) -> PyResult<CacheWithHandle<'a, 'py>> {
         let local = self.local()?;
         validate::batch_cache(name, local.kind()?).map_err(|error| raise(self.py(), &error))?;
         Ok(local)
     }
 
     /// It must be a continuous cache whose slots are its dimension 0: only those are contiguous (contract §7.9, §12.1).
-    pub(crate) fn slots(self, name: &str) -> PyResult<LocalCache<'a, 'py>> {
+    pub(crate) fn slots(self, name: &str) -> PyResult<CacheWithHandle<'a, 'py>> {
         let local = self.batch(name)?;
         local.slots_first()?;
         Ok(local)
@@ -107,12 +107,12 @@ impl<'a, 'py> CacheArg<'a, 'py> {
 }
 
 /// A `Cache` or `KvCache` with its handle.
-pub(crate) struct LocalCache<'a, 'py> {
+pub(crate) struct CacheWithHandle<'a, 'py> {
     cache: CacheArg<'a, 'py>,
     handle: Any<'py>,
 }
 
-impl LocalCache<'_, '_> {
+impl CacheWithHandle<'_, '_> {
     /// Returns whether its rows are batch slots or blocks.
     pub(crate) fn kind(&self) -> PyResult<CacheKind> {
         if let Some(managed) = self.managed() {

@@ -4,7 +4,7 @@
 
 use llm_datadist_core::bindings::validate;
 use llm_datadist_core::{
-    CallExtras, End, Error, ErrorKind, LayerRange, Layers, Mode, PullRows, PushRows, RemoteName, SubRow,
+    CallExtras, End, Error, ErrorKind, LayerRange, Layers, Mode, PullRows, PushRows, RemoteName,
 };
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -18,7 +18,7 @@ use crate::engine::Engine;
 use crate::error::{invalid, raise};
 use crate::keys::{KeyArg, KeyClass};
 use crate::local_cache::CacheArg;
-use crate::sub_rows;
+use crate::selection::Selection;
 
 arguments! {
     /// A range of layers, or `None`.
@@ -60,7 +60,7 @@ pub(crate) struct PullLayers<'py> {
 }
 
 /// The unchecked arguments of a push that choose layers: of the source, of the destination, and tensors per layer.
-type PushLayers<'a, 'py> = (LayersArg<'a, 'py>, LayersArg<'a, 'py>, IntArg<'a, 'py>);
+pub(crate) type PushLayers<'a, 'py> = (LayersArg<'a, 'py>, LayersArg<'a, 'py>, IntArg<'a, 'py>);
 
 /// Checks the arguments of `pull_cache` (contract §7.12).
 pub(crate) fn pull_cache(
@@ -85,12 +85,11 @@ pub(crate) fn pull_cache(
     Ok(Pull { from, to: local.end(engine)?, rows: PullRows::slot(row, size), layers, extras })
 }
 
-/// Checks the arguments of `pull_blocks` (contract §7.13), of which `part` of every block moves.
+/// Checks the arguments of `pull_blocks` (contract §7.13).
 pub(crate) fn pull_blocks(
     engine: &Engine,
     (src_cache_key, dst_cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
     (src_blocks, dst_blocks): (BlocksArg<'_, '_>, BlocksArg<'_, '_>),
-    part: SubRow,
     options: &Bound<'_, PyDict>,
 ) -> PyResult<Pull> {
     let allowed = [KeyClass::Blocks, KeyClass::Cache, KeyClass::Row];
@@ -102,15 +101,11 @@ pub(crate) fn pull_blocks(
     let local = at_least_one("dst_blocks", local, dst_blocks)?;
     let given = PullLayers::of(options)?;
     let per_layer = given.per_layer()?;
+    let selected = Selection::of(options)?;
     let rows = if key.is(KeyClass::Blocks) {
-        let remote = at_least_one("src_blocks", remote, src_blocks)?;
-        if part.is_whole() {
-            PullRows::Blocks { remote, local }
-        } else {
-            PullRows::SubRows { remote, local, part }
-        }
+        selected.pull(at_least_one("src_blocks", remote, src_blocks)?, local)
     } else {
-        sub_rows::whole(options.py(), part)?;
+        selected.refused_for_slot(options.py())?;
         no_blocks(remote, src_blocks)?;
         key.check_ids()?;
         PullRows::SlotToBlocks { local }
@@ -137,13 +132,13 @@ pub(crate) fn push_cache(
     Ok(Push { from: local.end(engine)?, to: key.name()?, rows, layers })
 }
 
-/// Checks the arguments of `push_blocks` (contract §7.15), of which `part` of every block moves.
+/// Checks the arguments of `push_blocks` (contract §7.15).
 pub(crate) fn push_blocks(
     engine: &Engine,
     (dst_cache_key, src_cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
     (src_blocks, dst_blocks): (BlocksArg<'_, '_>, BlocksArg<'_, '_>),
     layers: PushLayers<'_, '_>,
-    part: SubRow,
+    selected: Selection,
 ) -> PyResult<Push> {
     one_sided(src_cache.py(), engine, "push_blocks")?;
     let key = dst_cache_key.of("dst_cache_key", &[KeyClass::Blocks])?;
@@ -154,12 +149,7 @@ pub(crate) fn push_blocks(
     let remote = at_least_one("dst_blocks", remote, dst_blocks)?;
     let layers = push_layers(layers)?;
     let to = key.name()?;
-    let local = listed("src_blocks", local, src_blocks)?;
-    let rows = if part.is_whole() {
-        PushRows::Blocks { local, remote }
-    } else {
-        PushRows::SubRows { local, remote, part }
-    };
+    let rows = selected.push(listed("src_blocks", local, src_blocks)?, remote);
     Ok(Push { from: cache.end(engine)?, to, rows, layers })
 }
 

@@ -43,6 +43,10 @@ pub(crate) struct PythonTypes {
     pub(crate) transfer_key_config: Py<PyType>,
     /// `LayerDestination`.
     pub(crate) layer_destination: Py<PyType>,
+    /// `KvLayout`.
+    pub(crate) kv_layout: Py<PyType>,
+    /// `GroupPart`.
+    pub(crate) group_part: Py<PyType>,
     /// `LLMClusterInfo`.
     pub(crate) cluster_info: Py<PyType>,
     /// Called with the text of an argument error before it is raised.
@@ -97,6 +101,8 @@ impl PythonTypes {
             transfer_config: class("TransferConfig")?,
             transfer_key_config: class("TransferWithCacheKeyConfig")?,
             layer_destination: class("LayerDestination")?,
+            kv_layout: class("KvLayout")?,
+            group_part: class("GroupPart")?,
             cluster_info: class("LLMClusterInfo")?,
             log_error: named("log_error")?.unbind(),
             drain_log: named("drain_log")?.unbind(),

@@ -106,6 +106,7 @@ impl DataDist {
         let deadline = self.limited(limit);
         let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
         let moves = validate::copy_cache(src.layout(), dst.layout(), args)?;
+        super::rows_alike(&src, &dst)?;
         self.start_copy(Op::CopyCache, (src, dst), moves, Staging::DEFAULT, deadline)
     }
 

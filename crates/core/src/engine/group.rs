@@ -65,6 +65,9 @@ impl DataDist {
         owners: bool,
     ) -> Result<Arc<Transfer>> {
         let CallOptions { limit, extras, quiet } = options;
+        ensure(!owners || !extras.raw_layout, || {
+            Error::invalid("several owners of one cache need KV layouts: layout=\"raw\" must not be given")
+        })?;
         let deadline = self.limited(limit);
         let (mut checked, mut used) = lists(&parts)?;
         for (index, GroupMember { remote, local, rows, grant }) in parts.into_iter().enumerate() {

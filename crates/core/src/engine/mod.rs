@@ -325,6 +325,7 @@ impl DataDist {
             Mode::CacheManager => validate::swap_blocks(src.layout(), dst.layout(), pairs, part),
             Mode::KvCacheManager => validate::swap_rows(src.layout(), dst.layout(), pairs, part),
         }?;
+        rows_alike(src, dst)?;
         let buffer_bytes = src.geometry().row_bytes();
         Ok((moves, Staging { path: self.resources.config.swap_in, buffer_bytes }))
     }
@@ -376,6 +377,7 @@ impl DataDist {
             let deadline = self.deadline();
             let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
             let moves = checked(src.layout(), dst.layout(), args)?;
+            rows_alike(&src, &dst)?;
             self.run(Op::CopyCache, (src, dst), moves, Staging::DEFAULT, deadline)
         })
     }
@@ -431,6 +433,11 @@ impl Drop for DataDist {
         self.calls.close();
         self.resources.merger.close();
     }
+}
+
+/// Checks that a copy or swap between caches of this engine keeps the meaning of the rows.
+fn rows_alike(src: &Cache, dst: &Cache) -> Result<()> {
+    validate::local_rows_alike(src.kv().map(|kv| &**kv), dst.kv().map(|kv| &**kv))
 }
 
 /// Returns `Err(OutOfMemory)` if the lists of a call with this many blocks need more memory than this process

@@ -54,22 +54,22 @@ const MAX_MODEL: usize = 256;
 
 impl KvLayout {
     /// Returns `Err` of kind `InvalidArgument` unless every range and count is valid by itself.
-    pub(super) fn check_ranges(&self) -> Result<()> {
+    pub(crate) fn check_ranges(&self) -> Result<()> {
         let KvLayout { heads, layers, .. } = self;
         for (name, value) in [
             ("tokens_per_block", self.tokens_per_block),
-            ("total_heads", self.total_heads),
+            ("total_kv_heads", self.total_heads),
             ("head_dim", self.head_dim),
         ] {
             ensure(value > 0, || Error::argument(name, value, "above 0"))?;
         }
         ensure(!heads.is_empty() && heads.end <= self.total_heads, || {
             let required = format_args!("a range of at least one head inside 0..{}", self.total_heads);
-            Error::argument("heads", format_args!("{heads:?}"), required)
+            Error::argument("kv_heads", format_args!("{heads:?}"), required)
         })?;
         ensure(self.kv != KvPlanes::Latent || (heads, self.total_heads) == (&(0..1), 1), || {
             let value = format_args!("{heads:?} of {}", self.total_heads);
-            Error::argument("heads", value, "0..1 of 1 in a latent layout")
+            Error::argument("kv_heads", value, "0..1 of 1 in a latent layout")
         })?;
         ensure(!layers.is_empty(), || {
             Error::argument("layers", format_args!("{layers:?}"), "a range of at least one layer")

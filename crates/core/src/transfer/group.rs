@@ -10,14 +10,14 @@ use super::call::Call;
 use super::call_grant::{CallGrant, GrantUse};
 use super::pull::PullEnd;
 use crate::cache::Cache;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, ensure};
 use crate::fallible;
 use crate::model::{ClusterId, Deadline, Name, Verify};
 use crate::plan::{KvPart, assign_owners, check_same_model};
 use crate::resources::Resources;
 use crate::session::LinkOfCall;
 use crate::stats::Op;
-use crate::validate::{CheckedPull, CheckedPush, PullRows, PushRows};
+use crate::validate::{CheckedPull, CheckedPush, PullRows, PushRows, RemoteCache};
 
 /// Name of these lists in out-of-memory errors.
 const PARTS: &str = "the parts of a group";
@@ -140,12 +140,30 @@ impl Group<CheckedPull<PullRows>> {
         // Neighbouring ranks usually have neighbouring ids, and are to read from different replicas.
         let reader = usize::try_from(self.resources.config.cluster.0).unwrap_or(usize::MAX);
         let assigned = assign_owners(&KvPart::of(local.layout()), &layouts, reader)?;
-        // What does not fit is found before the first byte moves, not when the turn of its owner comes.
-        for (index, ((known, _), parts)) in owners.iter().zip(&assigned).enumerate() {
-            let checked = self.parts[index].checked.of_parts(parts.clone());
-            checked.conversion(&known.remote).map_err(|error| of_part(index, error))?;
-        }
+        self.check_assigned(owners.iter().map(|(known, _)| &known.remote).zip(&assigned))?;
         Ok(assigned)
+    }
+
+    /// Checks what is read from each owner before the first byte moves, and not when the turn of its owner comes.
+    fn check_assigned<'a>(
+        &self,
+        owners: impl Iterator<Item = (&'a RemoteCache, &'a Vec<KvPart>)>,
+    ) -> Result<()> {
+        let mut first = None;
+        for (index, (remote, parts)) in owners.enumerate() {
+            let checked = self.parts[index].checked.of_parts(parts.clone());
+            let conversion = checked.conversion(remote).map_err(|error| of_part(index, error))?;
+            let Some(tokens) = conversion.and_then(|conversion| conversion.tokens) else { continue };
+            let expected = *first.get_or_insert(tokens);
+            ensure(tokens == expected, || {
+                let text = format!(
+                    "the lists of the owners hold different numbers of tokens, {expected} and {tokens}: name the tokens \
+                     that move (src_tokens, dst_tokens)"
+                );
+                of_part(index, Error::invalid(text))
+            })?;
+        }
+        Ok(())
     }
 }
 

@@ -4,9 +4,10 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::cache_rules::RemoteCache;
+use super::layer_ranges::Layers;
 use crate::error::{Error, Result, ensure};
 use crate::fallible;
-use crate::model::{CacheLayout, KvGeometry, KvLayout};
+use crate::model::{CacheLayout, KvGeometry, KvLayout, KvPlanes};
 use crate::plan::{CopyPlan, KvPart, KvSequence, LayoutPlan, REQUEST, check_same_model};
 
 /// The cache of this engine that a pull writes or a push reads.
@@ -31,6 +32,12 @@ impl LocalCache {
     /// Whether lists of blocks are sequences of tokens, which may differ in length.
     pub(super) fn has_sequences(&self) -> bool {
         self.kv.is_some() && !self.raw
+    }
+
+    /// Returns the layers that a push names, or all tensors if it names none: a layout says which tensors a layer has.
+    pub(super) fn layers(&self, given: Layers) -> Layers {
+        let all = self.kv.is_some() && given.src.or(given.dst).is_none() && given.tensors_per_layer > 0;
+        if all { Layers::ALL } else { given }
     }
 
     /// Returns `Err(InvalidArgument)` unless lists of blocks are sequences of tokens.
@@ -61,6 +68,23 @@ pub fn rows_alike(local: Option<&KvGeometry>, remote: &RemoteCache) -> Result<()
         .with("local", local)
         .with("remote", remote)
     })
+}
+
+/// Checks that rows of two caches of this engine mean the same, because a copy or swap moves them as they are.
+/// `Err(InvalidArgument)` if both have KV layouts and these differ. A cache without one may hold anything.
+pub fn local_rows_alike(src: Option<&KvGeometry>, dst: Option<&KvGeometry>) -> Result<()> {
+    let (Some(src), Some(dst)) = (src, dst) else { return Ok(()) };
+    check_same_model(src, dst)?;
+    ensure(same_rows(src.layout(), dst.layout()), || {
+        let text =
+            "copies and swaps move rows as they are, but rows of the two caches have different KV layouts";
+        Error::invalid(text).with("src", src).with("dst", dst)
+    })
+}
+
+/// Checks a KV layout by itself, without the sizes of a cache.
+pub fn kv_layout(layout: &KvLayout) -> Result<()> {
+    layout.check_ranges()
 }
 
 fn both<'a>(
@@ -124,7 +148,14 @@ impl TokenMove<'_> {
         }
         let heads = |part: &KvPart| part.layers.len() as u64 * part.heads.len() as u64;
         let read = parts.iter().map(heads).sum::<u64>();
-        Ok(Conversion { plans, whole_source: read == heads(&KvPart::of(self.src.layout())) })
+        // The product is at most the bytes of the destination cache.
+        let vectors = if self.dst.layout().kv == KvPlanes::Latent { 1 } else { 2 };
+        let tokens = plans
+            .iter()
+            .map(CopyPlan::bytes)
+            .sum::<u64>()
+            .checked_div(read * vectors * self.dst.head_bytes());
+        Ok(Conversion { plans, whole_source: read == heads(&KvPart::of(self.src.layout())), tokens })
     }
 }
 
@@ -134,6 +165,8 @@ pub struct Conversion {
     pub plans: Vec<CopyPlan>,
     /// Whether all layers and heads of the source are read.
     pub whole_source: bool,
+    /// How many tokens move. `None` if no head does.
+    pub tokens: Option<u64>,
 }
 
 /// Checks a range of tokens that a caller gave.

@@ -25,7 +25,7 @@ pub use allocate::{Pools, accessible, addresses, allocate, bindings};
 pub use cache_rules::{
     RemoteCache, batch_cache, blocks_cache, check_accessible, copy_size, equally_many, not_empty, on_device,
 };
-pub use conversion::{Conversion, LocalCache, rows_alike};
+pub use conversion::{Conversion, LocalCache, kv_layout, local_rows_alike, rows_alike};
 pub use copy::{
     CopyArgs, copy_blocks, copy_cache, copy_kv_blocks, copy_kv_cache, copy_on_device, copy_rows, swap_blocks,
     swap_rows,

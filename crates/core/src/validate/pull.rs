@@ -170,6 +170,8 @@ impl<R: Borrow<PullRows>> CheckedPull<R> {
         let rows = self.rows();
         self.check_remote(remote)?;
         if let PullRows::SubRows { .. } = rows {
+            let text = "several owners need whole blocks, or ranges of tokens";
+            ensure(self.parts.is_none(), || Error::invalid(text))?;
             return rows_alike(Some(dst), remote).map(|()| None);
         }
         let src_blocks = match rows {

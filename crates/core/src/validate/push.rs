@@ -102,7 +102,7 @@ impl<R: Borrow<PushRows>> CheckedPush<R> {
                 not_empty("src_blocks", blocks)?;
             }
         }
-        let tensors = push_layers(geometry, layers)?;
+        let tensors = push_layers(geometry, cache.layers(layers))?;
         match given {
             PushRows::Slot { local: slot } => row("src_batch_index", *slot, geometry).map(drop)?,
             PushRows::Blocks { local: blocks, remote }

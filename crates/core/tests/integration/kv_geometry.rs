@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use llm_datadist_core::testing::validate::local_rows_alike;
 use llm_datadist_core::{
     CacheDesc, DataType, ErrorKind, Geometry, KvGeometry, KvLayout, KvPlanes, Placement, TokenOrder,
 };
@@ -41,7 +42,7 @@ fn layouts_that_do_not_fit_their_cache_are_refused() {
     assert_eq!((good.token_step(), good.head_step()), (64, 16));
     let cases: [(fn(&mut KvLayout), u32, i64, &str); 14] = [
         (|layout| layout.tokens_per_block = 0, 8, elements, "tokens_per_block=0 must be above 0"),
-        (|layout| layout.total_heads = 0, 8, elements, "total_heads=0 must be above 0"),
+        (|layout| layout.total_heads = 0, 8, elements, "total_kv_heads=0 must be above 0"),
         (|layout| layout.head_dim = 0, 8, elements, "head_dim=0 must be above 0"),
         (
             |layout| layout.heads = 2..2,
@@ -105,4 +106,45 @@ fn layouts_that_do_not_fit_their_cache_are_refused() {
     let error = good.clone().with_row_stride(1 << 61).unwrap_err();
     assert!(error.to_string().contains("4 rows in less than 2^63 bytes"), "{error}");
     assert_eq!(good.with_row_stride(2048).unwrap().row_stride(), 2048);
+}
+
+/// Copies and swaps within an engine do not convert. A cache without a layout may hold anything.
+#[test]
+fn local_rows_of_different_layouts_are_not_alike() {
+    let geometry = |change: fn(&mut KvLayout), data_type: DataType| {
+        let mut layout = layout();
+        change(&mut layout);
+        let row = u64::from(layout.tokens_per_block) * layout.heads.len() as u64 * u64::from(layout.head_dim);
+        let desc = CacheDesc {
+            num_tensors: 8,
+            shape: vec![4, i64::try_from(row).unwrap()],
+            data_type,
+            placement: Placement::Device,
+            row_stride: None,
+            kv_layout: None,
+        };
+        KvGeometry::new(layout, &Geometry::new(&desc).unwrap(), data_type).unwrap()
+    };
+    let alike = |change, data_type| {
+        let (own, other) = (geometry(|_| (), DataType::Float16), geometry(change, data_type));
+        local_rows_alike(Some(&own), Some(&other))
+    };
+    let own = geometry(|_| (), DataType::Float16);
+    for (src, dst) in [(None, None), (Some(&own), None), (None, Some(&own)), (Some(&own), Some(&own))] {
+        local_rows_alike(src, dst).unwrap();
+    }
+    alike(|layout| layout.layers = 4..8, DataType::Float16).unwrap();
+    let cases: [(fn(&mut KvLayout), DataType, &str); 6] = [
+        (|layout| layout.order = TokenOrder::Hnd, DataType::Float16, "different KV layouts"),
+        (|layout| layout.heads = 0..4, DataType::Float16, "different KV layouts"),
+        (|layout| layout.tokens_per_block = 32, DataType::Float16, "different KV layouts"),
+        (|layout| layout.model = "b".into(), DataType::Float16, "model differs"),
+        (|layout| layout.head_dim = 16, DataType::Float16, "head_dim differs"),
+        (|_| (), DataType::Bf16, "data_type differs"),
+    ];
+    for (change, data_type, text) in cases {
+        let error = alike(change, data_type).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        assert!(error.to_string().contains(text), "{error}");
+    }
 }

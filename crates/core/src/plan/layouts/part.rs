@@ -58,7 +58,7 @@ pub fn check_same_model(src: &KvGeometry, dst: &KvGeometry) -> Result<()> {
         ("data_type", src.data_type() == dst.data_type()),
         ("kv", latent(src_layout) == latent(dst_layout)),
         ("head_dim", src_layout.head_dim == dst_layout.head_dim),
-        ("total_heads", src_layout.total_heads == dst_layout.total_heads),
+        ("total_kv_heads", src_layout.total_heads == dst_layout.total_heads),
     ] {
         ensure(equal, || differ(name, src, dst))?;
     }
