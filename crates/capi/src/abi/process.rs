@@ -5,8 +5,8 @@
 //! (`child_has_no_handles_of_its_parent_and_may_create_its_own`).
 
 use std::ptr::null_mut;
-use std::sync::atomic::{AtomicPtr, Ordering};
-use std::sync::{Once, RwLock};
+use std::sync::RwLock;
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 
 use crate::log::Recipient;
 use crate::objects::{self, Objects};
@@ -52,16 +52,20 @@ pub(crate) fn forked() {
     llm_datadist_core::bindings::abandon_sockets();
 }
 
-/// Registers [`forked`], once in the life of the process.
+/// Registers [`forked`], unless that is done.
 fn watch_forks() {
-    static WATCHED: Once = Once::new();
+    /// Not a `Once`, for which a child would wait forever if it was forked while another thread was in it. Threads that
+    /// come here at the same time may each register the handler, which may run several times.
+    static WATCHED: AtomicBool = AtomicBool::new(false);
     extern "C" fn child() {
         forked();
     }
-    WATCHED.call_once(|| {
-        // SAFETY: the handler lives forever. In a child of several threads it does only what is allowed there: it
-        // stores to atomics, and closes descriptors under a lock that it tries and never waits for.
-        let registered = unsafe { libc::pthread_atfork(None, None, Some(child)) };
-        debug_assert_eq!(registered, 0, "it fails only without memory");
-    });
+    if WATCHED.load(Ordering::Acquire) {
+        return;
+    }
+    // SAFETY: the handler lives forever. In a child of several threads it does only what is allowed there: it stores to
+    // atomics, and closes descriptors under a lock that it tries and never waits for.
+    let registered = unsafe { libc::pthread_atfork(None, None, Some(child)) };
+    debug_assert_eq!(registered, 0, "it fails only without memory");
+    WATCHED.store(true, Ordering::Release);
 }

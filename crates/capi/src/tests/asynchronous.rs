@@ -6,7 +6,7 @@ use std::ptr::{from_ref, null, null_mut, without_provenance};
 
 use llm_datadist_core::StatusCode;
 
-use super::handles::in_a_child;
+use super::forks::{alone, in_a_child};
 use super::{ALL, Engine, INDEX, SMALL, cache, desc, failed, initialize, reason, refused};
 use crate::abi::{
     LLM_DATADIST_EVENT_COMPLETED, LlmDatadistBlocks, LlmDatadistEvent, llm_datadist_allocate_cache,
@@ -115,17 +115,19 @@ fn invalid_transfers_are_refused_by_every_call() {
 
 #[test]
 fn child_has_no_transfers_of_its_parent_and_may_start_its_own() {
-    let engine = with_cache(Engine::new());
-    let transfer = copy(&engine, 1);
-    assert_eq!(llm_datadist_transfer_wait(transfer, LONG), 0);
-    in_a_child(|| {
-        let refused = every_function_refuses(transfer, &["forked"]);
-        let own = with_cache(Engine::new());
-        let copied = copy(&own, 1);
-        let works = copied != transfer && llm_datadist_transfer_wait(copied, LONG) == 0;
-        refused && works && llm_datadist_finalize(own.0) == 0
+    alone("tests::asynchronous::child_has_no_transfers_of_its_parent_and_may_start_its_own", || {
+        let engine = with_cache(Engine::new());
+        let transfer = copy(&engine, 1);
+        assert_eq!(llm_datadist_transfer_wait(transfer, LONG), 0);
+        in_a_child(|| {
+            let refused = every_function_refuses(transfer, &["forked"]);
+            let own = with_cache(Engine::new());
+            let copied = copy(&own, 1);
+            let works = copied != transfer && llm_datadist_transfer_wait(copied, LONG) == 0;
+            refused && works && llm_datadist_finalize(own.0) == 0
+        });
+        assert_eq!(llm_datadist_transfer_result(transfer), 0, "{}", reason());
     });
-    assert_eq!(llm_datadist_transfer_result(transfer), 0, "{}", reason());
 }
 
 #[test]

@@ -6,6 +6,7 @@ use std::ptr::{from_ref, null};
 
 use llm_datadist_core::{Error, ErrorKind, StatusCode};
 
+use super::forks::{alone, in_a_child};
 use super::{ALL, Engine, INDEX, SMALL, cache, desc, failed, initialize, reason};
 use crate::abi::process;
 use crate::abi::{
@@ -177,47 +178,34 @@ fn reason_belongs_to_its_thread_and_outlives_successes() {
     assert_eq!(unsafe { CStr::from_ptr(kept) }.to_str().unwrap(), "one\u{fffd}two");
 }
 
-/// Runs `holds` in a forked child and checks that it returns true.
-pub(super) fn in_a_child(holds: impl FnOnce() -> bool) {
-    // SAFETY: the child only uses the library, which supports that, writes nothing and exits without unwinding.
-    let child = unsafe { libc::fork() };
-    if child == 0 {
-        // A panic must not return to the test runner, which the child has a copy of.
-        let held = std::panic::catch_unwind(std::panic::AssertUnwindSafe(holds));
-        let code = i32::from(!held.unwrap_or(false));
-        // SAFETY: nothing of the parent needs to be unwound.
-        unsafe { libc::_exit(code) };
-    }
-    let mut status = -1;
-    // SAFETY: the child belongs to this test, and the status is a valid pointer.
-    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
-    assert_eq!(status, 0);
-}
-
 #[test]
 fn child_has_no_handles_of_its_parent_and_may_create_its_own() {
-    let engine = Engine::new();
-    in_a_child(|| {
-        let refused = every_call_fails(engine.0) && reason().contains("forked");
-        let own = llm_datadist_new(1, 1);
-        let works = initialize(own, &SMALL) == 0 && own != engine.0;
-        let freed = llm_datadist_free(engine.0) == failure::status(StatusCode::Failed);
-        refused && works && freed && llm_datadist_free(own) == 0
+    alone("tests::handles::child_has_no_handles_of_its_parent_and_may_create_its_own", || {
+        let engine = Engine::new();
+        in_a_child(|| {
+            let refused = every_call_fails(engine.0) && reason().contains("forked");
+            let own = llm_datadist_new(1, 1);
+            let works = initialize(own, &SMALL) == 0 && own != engine.0;
+            let freed = llm_datadist_free(engine.0) == failure::status(StatusCode::Failed);
+            refused && works && freed && llm_datadist_free(own) == 0
+        });
+        assert!(no_call_fails(engine.0), "{}", reason());
     });
-    assert!(no_call_fails(engine.0), "{}", reason());
 }
 
 /// Every process of a chain of forks has handles of its own.
 #[test]
 fn forks_within_forks_do_not_run_out() {
-    let engine = Engine::new();
-    in_a_child(|| {
-        (0..70).all(|_| {
-            let own = llm_datadist_new(1, 1);
-            let works = initialize(own, &SMALL) == 0 && no_call_fails(own);
-            process::forked();
-            works && every_call_fails(own) && every_call_fails(engine.0) && reason().contains("forked")
-        })
+    alone("tests::handles::forks_within_forks_do_not_run_out", || {
+        let engine = Engine::new();
+        in_a_child(|| {
+            (0..70).all(|_| {
+                let own = llm_datadist_new(1, 1);
+                let works = initialize(own, &SMALL) == 0 && no_call_fails(own);
+                process::forked();
+                works && every_call_fails(own) && every_call_fails(engine.0) && reason().contains("forked")
+            })
+        });
+        assert!(no_call_fails(engine.0), "{}", reason());
     });
-    assert!(no_call_fails(engine.0), "{}", reason());
 }

@@ -5,6 +5,7 @@
 //! (`tests/test_cpp.py`).
 
 mod asynchronous;
+mod forks;
 mod handles;
 mod header;
 mod layout;

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use llm_datadist_core::StatusCode;
 
 use super::asynchronous::{LONG, descriptor, polled, with_cache};
-use super::handles::in_a_child;
+use super::forks::{alone, in_a_child};
 use super::{ALL, Engine, INDEX, LOCAL, SMALL, cache, failed, initialize, peer, reason, refused};
 use crate::abi::{
     LLM_DATADIST_EVENT_COMPLETED, LLM_DATADIST_EVENT_LINK_DOWN, LLM_DATADIST_EVENT_LINK_UP,
@@ -263,22 +263,24 @@ fn last_poll_of_a_thread_can_be_undone() {
 /// A forked child cannot reach the queue of its parent, and drops its copies of the events when it polls.
 #[test]
 fn child_cannot_put_back_events_of_its_parent() {
-    let (one, two) = linked();
-    for number in 0..3_u8 {
-        sent(&one, 2, &[number]);
-    }
-    received(&two, 3, 3);
-    sent(&one, 2, b"parent");
-    await_events(&two);
-    let (_, events) = polled(&two, 1);
-    in_a_child(|| {
-        let refused = llm_datadist_unpoll(two.0, 1) == failure::status(StatusCode::Failed);
-        let own = open(3);
-        let nothing = llm_datadist_unpoll(own.0, 1) == failure::status(StatusCode::ParamInvalid);
-        refused && nothing && polled(&own, 9).1.is_empty() && llm_datadist_finalize(own.0) == 0
+    alone("tests::notifications::child_cannot_put_back_events_of_its_parent", || {
+        let (one, two) = linked();
+        for number in 0..3_u8 {
+            sent(&one, 2, &[number]);
+        }
+        received(&two, 3, 3);
+        sent(&one, 2, b"parent");
+        await_events(&two);
+        let (_, events) = polled(&two, 1);
+        in_a_child(|| {
+            let refused = llm_datadist_unpoll(two.0, 1) == failure::status(StatusCode::Failed);
+            let own = open(3);
+            let nothing = llm_datadist_unpoll(own.0, 1) == failure::status(StatusCode::ParamInvalid);
+            refused && nothing && polled(&own, 9).1.is_empty() && llm_datadist_finalize(own.0) == 0
+        });
+        assert_eq!(message(&events[0]), (1, b"parent".to_vec()));
+        assert_eq!(llm_datadist_unpoll(two.0, 1), 0, "{}", reason());
     });
-    assert_eq!(message(&events[0]), (1, b"parent".to_vec()));
-    assert_eq!(llm_datadist_unpoll(two.0, 1), 0, "{}", reason());
 }
 
 /// An event that was put back has the same outcome, and its transfer counts once.

@@ -6,9 +6,32 @@
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
-use std::sync::{Mutex, PoisonError};
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
-static OPEN: Mutex<BTreeSet<RawFd>> = Mutex::new(BTreeSet::new());
+type Sockets = Mutex<BTreeSet<RawFd>>;
+
+/// The list of this process; null until it has a socket. Never freed. A child has a list of its own, because a thread
+/// that the child does not have may hold the lock of the parent's list.
+static OPEN: AtomicPtr<Sockets> = AtomicPtr::new(null_mut());
+
+fn open() -> MutexGuard<'static, BTreeSet<RawFd>> {
+    let mut found = OPEN.load(Ordering::Acquire);
+    if found.is_null() {
+        let made = Box::into_raw(Box::<Sockets>::default());
+        match OPEN.compare_exchange(null_mut(), made, Ordering::AcqRel, Ordering::Acquire) {
+            Ok(_) => found = made,
+            Err(other) => {
+                // SAFETY: the box made above, which nothing else has seen.
+                drop(unsafe { Box::from_raw(made) });
+                found = other;
+            }
+        }
+    }
+    // SAFETY: a box that was leaked above. It is changed only behind its lock, and never freed.
+    unsafe { &*found }.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Entry for a socket that a forked child closes. Its owner declares it before the descriptor, so that it
 /// drops first.
@@ -19,14 +42,14 @@ impl Kept {
     /// Adds `socket` to the list until this value drops.
     pub fn new(socket: &OwnedFd) -> Kept {
         let socket = socket.as_raw_fd();
-        OPEN.lock().unwrap_or_else(PoisonError::into_inner).insert(socket);
+        open().insert(socket);
         Kept(socket)
     }
 }
 
 impl Drop for Kept {
     fn drop(&mut self) {
-        OPEN.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.0);
+        open().remove(&self.0);
     }
 }
 
@@ -35,15 +58,44 @@ impl Drop for Kept {
 /// Call it only in the child, and before anything else. The owners of the sockets are never used again in the
 /// child (`tests/test_peer_faults.py`).
 pub fn abandon() {
+    let parents = OPEN.swap(null_mut(), Ordering::AcqRel);
+    // SAFETY: null, or a box that `open` leaked.
+    let Some(parents) = (unsafe { parents.as_ref() }) else { return };
     // Another thread of the parent may have held the lock at the time of the fork. Then the copies stay open,
     // and if the parent dies later its peers notice only because its heartbeats stop.
-    let Ok(mut open) = OPEN.try_lock() else { return };
-    for &socket in &*open {
+    let Ok(sockets) = parents.try_lock() else { return };
+    for &socket in &*sockets {
         // SAFETY: this is a descriptor of this process that has been open since before the fork. Its owner in
         // this process is a copy that is never used or dropped, because the binding and the C interface
         // refuse every call on it in a child.
         unsafe { libc::close(socket) };
     }
-    // The set is not freed, because another thread may have been allocating at the time of the fork.
-    std::mem::forget(std::mem::take(&mut *open));
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn child_opens_sockets_after_a_fork_under_the_lock() {
+        let held = open();
+        // SAFETY: the child calls this module and `_exit`. An alarm ends it if it waits for the lock.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: both only take a number.
+            unsafe { libc::alarm(10) };
+            abandon();
+            let ends = UnixStream::pair().map(|(end, _)| OwnedFd::from(end));
+            let kept = ends.map(|end| Kept::new(&end));
+            // SAFETY: nothing of the parent needs to be unwound.
+            unsafe { libc::_exit(i32::from(kept.is_err())) };
+        }
+        drop(held);
+        let mut status = -1;
+        // SAFETY: the child belongs to this test, and the status is a valid pointer.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert_eq!(status, 0, "the child waited for a lock of its parent");
+    }
 }
