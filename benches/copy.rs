@@ -99,6 +99,7 @@ impl Bed {
                 placement,
                 row_stride: None,
                 kv_layout: None,
+                tensors: Vec::new(),
             };
             engine.allocate(&desc, kind, &[]).unwrap()
         };

@@ -118,6 +118,7 @@ fn desc(placement: Placement, block: u64) -> CacheDesc {
         placement,
         row_stride: None,
         kv_layout: None,
+        tensors: Vec::new(),
     }
 }
 

@@ -117,6 +117,7 @@ impl Case {
             placement: Placement::Host,
             row_stride: None,
             kv_layout: None,
+            tensors: Vec::new(),
         };
         let layout = KvLayout {
             tokens_per_block: self.tokens_per_block,

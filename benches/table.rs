@@ -85,6 +85,7 @@ fn one_round(rows: u64) -> [f64; 5] {
         placement: Placement::Host,
         row_stride: None,
         kv_layout: None,
+        tensors: Vec::new(),
     };
     let geometry = Geometry::new(&desc).unwrap();
     let layout = CacheLayout { geometry, kind: CacheKind::Batch, placement: Placement::Host };

@@ -81,7 +81,7 @@ fn push(layout: CacheLayout, list: &PushRows) -> ([f64; 7], usize) {
 
 #[inline(never)]
 fn checked(layout: CacheLayout, list: &PushRows) -> Moves {
-    let remote = RemoteCache { layout, kv: None, row: 0, accessible: true };
+    let remote = RemoteCache { layout, mixed: None, kv: None, row: 0, accessible: true };
     CheckedPush::new(layout, list, Layers::ALL).unwrap().moves(&remote).unwrap()
 }
 

@@ -47,7 +47,7 @@
 //!     shape: vec![8, 1024],
 //!     data_type: DataType::Float16,
 //!     placement: Placement::Device,
-//!, row_stride: None, kv_layout: None };
+//!, row_stride: None, kv_layout: None, tensors: Vec::new() };
 //! let cache = engine.allocate(&desc, CacheKind::Blocks, &[])?;
 //! engine.copy_blocks(&End::Managed(cache.id()), &[(0, 1), (1, 2)])?;
 //! engine.deallocate(cache.id())?;
@@ -76,7 +76,7 @@
 //!     shape: vec![8, 64],
 //!     data_type: DataType::Float16,
 //!     placement: Placement::Device,
-//!, row_stride: None, kv_layout: None };
+//!, row_stride: None, kv_layout: None, tensors: Vec::new() };
 //! let theirs = prefill.allocate(&desc, CacheKind::Batch, &[])?;
 //! let ours = decode.allocate(&desc, CacheKind::Batch, &[])?;
 //!
@@ -176,8 +176,8 @@ pub use grants::Grant;
 pub use memory::Adopted;
 pub use model::{
     CacheDesc, CacheId, CacheKey, CacheKind, CacheLayout, ClusterId, DataType, Deadline, Geometry, GrantEnd,
-    GrantToken, KvGeometry, KvLayout, KvPlanes, NO_ID, Name, Placement, RowSizes, SubRow, TokenOrder, Verify,
-    tensor_bytes,
+    GrantToken, KvGeometry, KvLayout, KvPlanes, MixedSizes, NO_ID, Name, Placement, RowSizes, SubRow,
+    TensorDesc, TokenOrder, Verify, tensor_bytes,
 };
 pub use pool::PoolState;
 pub use session::{CommStatus, PeerAddress};

@@ -14,7 +14,7 @@ use crate::fallible;
 use crate::grants::Grants;
 use crate::huge_pages::Merger;
 use crate::memory::{self, Generations, MapBudget};
-use crate::model::Placement;
+use crate::model::{Placement, TensorSpan};
 use crate::pool::Arena;
 use crate::stats::{Op, Stats};
 
@@ -37,6 +37,9 @@ pub struct Resources {
     generations: Arc<Generations>,
 }
 
+/// Name of the lists of tensors in out-of-memory errors.
+const TENSORS: &str = "the places of the tensors of a cache";
+
 /// Location of the tensors of a cache, in a form that another process can use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MemoryLocation {
@@ -46,6 +49,21 @@ pub enum MemoryLocation {
     Process(Vec<u64>),
     /// In memory that another process cannot read: device memory that the CPU cannot address.
     Hidden,
+}
+
+impl MemoryLocation {
+    /// Returns the location of some of the tensors only. `Err(OutOfMemory)` if the list cannot be allocated.
+    pub fn only(self, TensorSpan { first, step, count }: TensorSpan) -> Result<MemoryLocation> {
+        let only = |list: Vec<u64>| {
+            let picked = list.iter().skip(first as usize).step_by(step.max(1) as usize).take(count as usize);
+            fallible::collect_growing(TENSORS, count as usize, picked.copied())
+        };
+        Ok(match self {
+            MemoryLocation::Pool(placement, offsets) => MemoryLocation::Pool(placement, only(offsets)?),
+            MemoryLocation::Process(addrs) => MemoryLocation::Process(only(addrs)?),
+            MemoryLocation::Hidden => MemoryLocation::Hidden,
+        })
+    }
 }
 
 /// Counts the calls of this engine to peers, from before they wait for a row until they end.
@@ -166,8 +184,6 @@ impl Resources {
     /// Returns where another process finds the tensors of `cache`. `Err(OutOfMemory)` if the list cannot be
     /// allocated.
     pub fn memory_location(&self, cache: &Cache) -> Result<MemoryLocation> {
-        /// Name of the list in out-of-memory errors.
-        const TENSORS: &str = "the places of the tensors of a cache";
         if !cache.tensors().host_addressable() {
             return Ok(MemoryLocation::Hidden);
         }

@@ -159,6 +159,7 @@ pub(crate) fn desc(value: &Any<'_>) -> PyResult<CacheDesc> {
         placement: placement(&value.getattr(intern!(py, "_placement"))?)?,
         row_stride: optional_int("row_stride", &value.getattr(intern!(py, "_row_stride"))?)?,
         kv_layout: None,
+        tensors: Vec::new(),
     })
 }
 

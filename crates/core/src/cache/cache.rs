@@ -7,7 +7,10 @@ use std::sync::Arc;
 use super::row_turns::RowTurns;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Access, Adopted, Tensors};
-use crate::model::{CacheDesc, CacheId, CacheKind, CacheLayout, DataType, Geometry, KvGeometry, Placement};
+use crate::model::{
+    CacheDesc, CacheId, CacheKind, CacheLayout, DataType, Geometry, KvGeometry, MixedSizes, Placement,
+    TensorSpan,
+};
 use crate::sync::Mutex;
 
 /// The provider of a cache's memory.
@@ -44,11 +47,12 @@ impl Shape {
     }
 }
 
-/// A group of equal tensors under one id.
+/// A group of tensors under one id. Most caches have equal tensors.
 #[derive(Debug)]
 pub struct Cache {
     id: CacheId,
     origin: Origin,
+    /// The sizes are those of tensor 0 if the tensors differ; [`Tensors::mixed`] has all sizes then.
     layout: CacheLayout,
     shape: Shape,
     data_type: DataType,
@@ -97,14 +101,61 @@ impl Cache {
         self.origin
     }
 
-    /// Returns the sizes, kind and placement.
-    pub fn layout(&self) -> CacheLayout {
+    /// Returns the sizes, kind and placement of a cache whose tensors are equal. `Err(InvalidArgument)` if they differ, for
+    /// calls that do not support such caches.
+    pub fn layout(&self) -> Result<CacheLayout> {
+        let Some(mixed) = self.mixed() else { return Ok(self.layout) };
+        Err(Error::invalid("this call needs a cache whose tensors are equal")
+            .with("cache_id", self.id)
+            .with("tensors", mixed.num_tensors())
+            .with("runs", mixed.runs().len()))
+    }
+
+    /// Returns the kind and the placement with the sizes of tensor 0.
+    pub fn layout_of_first(&self) -> CacheLayout {
         self.layout
     }
 
-    /// Returns the sizes.
+    /// Returns the sizes of all tensors if they differ.
+    pub fn mixed(&self) -> Option<&Arc<MixedSizes>> {
+        self.tensors.mixed()
+    }
+
+    /// Returns the sizes of tensor 0.
+    #[cfg(feature = "testing")]
     pub fn geometry(&self) -> Geometry {
         self.layout.geometry
+    }
+
+    /// Returns the sizes of a tensor.
+    pub fn sizes_of(&self, tensor: u32) -> Geometry {
+        self.mixed().map_or(self.layout.geometry, |mixed| mixed.run(tensor).geometry())
+    }
+
+    /// Returns the sizes that some tensors have in common. `Err(InvalidArgument)` if their rows differ.
+    pub fn common_sizes(&self, tensors: TensorSpan) -> Result<Geometry> {
+        self.mixed().map_or(Ok(self.layout.geometry), |mixed| mixed.common(tensors))
+    }
+
+    /// Returns the number of tensors.
+    pub fn num_tensors(&self) -> u32 {
+        self.layout.geometry.num_tensors()
+    }
+
+    /// Returns the number of rows, that is batch slots or blocks, which is the same for all tensors.
+    pub fn rows(&self) -> u64 {
+        self.layout.geometry.rows()
+    }
+
+    /// Returns the bytes of the longest row.
+    pub fn longest_row(&self) -> u64 {
+        let Some(mixed) = self.mixed() else { return self.layout.geometry.row_bytes() };
+        mixed.runs().iter().map(|run| run.geometry().row_bytes()).max().unwrap_or(0)
+    }
+
+    /// Returns the bytes of all tensors, gaps between rows included.
+    pub fn bytes(&self) -> u64 {
+        self.mixed().map_or_else(|| self.layout.geometry.bytes(), |mixed| mixed.bytes())
     }
 
     /// Returns whether a row is a batch slot or a block.
@@ -117,7 +168,17 @@ impl Cache {
         self.layout.placement
     }
 
-    /// Returns the dimensions of one tensor, outermost first.
+    /// Returns the dimensions of a tensor, outermost first.
+    pub fn shape_of(&self, tensor: u32) -> &[i64] {
+        self.mixed().map_or_else(|| self.shape(), |mixed| mixed.run(tensor).shape())
+    }
+
+    /// Returns the element type of a tensor.
+    pub fn data_type_of(&self, tensor: u32) -> DataType {
+        self.mixed().map_or(self.data_type, |mixed| mixed.run(tensor).data_type())
+    }
+
+    /// Returns the dimensions of tensor 0, outermost first.
     pub fn shape(&self) -> &[i64] {
         match &self.shape {
             Shape::Few(count, dims) => &dims[..usize::from(*count)],
@@ -125,7 +186,7 @@ impl Cache {
         }
     }
 
-    /// Returns the element type.
+    /// Returns the element type of tensor 0.
     pub fn data_type(&self) -> DataType {
         self.data_type
     }
@@ -161,12 +222,12 @@ impl Cache {
     }
 
     /// Returns the address of the first byte of all tensors together, which are
-    /// [`geometry().bytes()`](Geometry::bytes) long. Makes the checks of [`check_views`](Self::check_views) first.
+    /// [`bytes`](Self::bytes) long. Makes the checks of [`check_views`](Self::check_views) first.
     /// Returns `Err` of kind [`ErrorKind::InvalidArgument`] unless the cache was allocated as one range of bytes,
-    /// or has one tensor, and if there are gaps between rows that the engine did not allocate.
+    /// or has one tensor, and if its tensors differ or there are gaps between rows that the engine did not allocate.
     pub fn one_range(&self) -> Result<u64> {
         self.check_views()?;
-        let rows = self.geometry().row_sizes();
+        let rows = self.layout()?.geometry.row_sizes();
         if rows.has_gaps() && self.origin != Origin::Allocated {
             return Err(Error::invalid(
                 "the rows of the cache have gaps between them that do not belong to it",

@@ -189,7 +189,7 @@ impl CallRows {
         let mut locked = fallible::with_capacity(PINS, self.0.all().len())?;
         for CacheRows { cache, .. } in self.0.all() {
             let mut turns = cache.pins.lock();
-            turns.prepare(cache.geometry().rows())?;
+            turns.prepare(cache.rows())?;
             locked.push(turns);
         }
         Ok(locked)
@@ -290,7 +290,7 @@ impl Drop for Pin {
 /// Waits until no call uses any row of `cache`.
 pub fn unpinned(cache: &Arc<Cache>, deadline: Deadline) -> Result<()> {
     let Some(step) = cache.pins.lock().step() else { return Ok(()) };
-    let all = (0..cache.geometry().rows()).step_by(usize::try_from(step).unwrap_or(usize::MAX));
+    let all = (0..cache.rows()).step_by(usize::try_from(step).unwrap_or(usize::MAX));
     let writes = fallible::collect_growing(PINS, all.size_hint().0, all)?;
     CallRows::of(cache.clone(), RowUse { writes, ..RowUse::default() }).pin(deadline).map(drop)
 }
@@ -299,7 +299,7 @@ pub fn unpinned(cache: &Arc<Cache>, deadline: Deadline) -> Result<()> {
 /// enough.
 pub fn rows_of_a_pin(cache: &Cache) -> u64 {
     let mut shift = 0;
-    while cache.geometry().rows() >> shift > MAX_COUNTERS {
+    while cache.rows() >> shift > MAX_COUNTERS {
         shift += 1;
     }
     1 << shift

@@ -13,9 +13,8 @@ use crate::copy::Staging;
 use crate::error::Result;
 use crate::events::{Event, EventQueue, Transfer};
 use crate::model::{Deadline, Placement, SubRow};
-use crate::plan::Moves;
 use crate::stats::Op;
-use crate::transfer::{Call, CallPurpose, Execution, LaneKey, LocalCopy, Work};
+use crate::transfer::{Call, CallPurpose, Execution, LaneKey, LocalCopy, LocalMoves, Work};
 use crate::validate::{self, CopyArgs, Layers, PullRows, PushRows};
 
 /// How an asynchronous call differs from its synchronous twin.
@@ -105,7 +104,7 @@ impl DataDist {
     ) -> Result<Arc<Transfer>> {
         let deadline = self.limited(limit);
         let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
-        let moves = validate::copy_cache(src.layout(), dst.layout(), args)?;
+        let moves = LocalMoves::of_slots(&src, &dst, args, validate::copy_cache)?;
         super::rows_alike(&src, &dst)?;
         self.start_copy(Op::CopyCache, (src, dst), moves, Staging::DEFAULT, deadline)
     }
@@ -186,11 +185,12 @@ impl DataDist {
         &self,
         op: Op,
         (src, dst): (Arc<Cache>, Arc<Cache>),
-        mut moves: Moves,
+        moves: impl Into<LocalMoves>,
         staging: Staging,
         deadline: Deadline,
     ) -> Result<Arc<Transfer>> {
-        let (reads, writes) = (std::mem::take(&mut moves.src_rows), std::mem::take(&mut moves.dst_rows));
+        let mut moves = moves.into();
+        let (reads, writes) = moves.take_rows();
         let used = CallRows::copy((src.clone(), reads), (dst.clone(), writes));
         let copy = LocalCopy { resources: self.resources.clone(), op, src, dst, staging };
         let work = move |execution: &Arc<Execution>, deadline| copy.execute(moves, execution, deadline);

@@ -43,7 +43,7 @@ impl DataDist {
         validate::ext_alone(ext)?;
         self.other(src.cluster)?;
         let local = self.resources.table.find(dst)?;
-        let layers = validate::pull_kv_layers(local.geometry(), ext)?;
+        let layers = validate::pull_kv_layers(local.layout()?.geometry, ext)?;
         self.pull(src.name(), &End::Managed(dst), &PullRows::slot(batch_index, size), layers)
     }
 
@@ -62,7 +62,7 @@ impl DataDist {
         validate::ext_alone(ext)?;
         self.other(src.cluster)?;
         let local = self.resources.table.find(dst)?;
-        let layers = validate::pull_kv_layers(local.geometry(), ext)?;
+        let layers = validate::pull_kv_layers(local.layout()?.geometry, ext)?;
         self.pull(src.name(), &End::Managed(dst), &rows, layers)
     }
 
@@ -81,7 +81,7 @@ impl DataDist {
         validate::push_kv_alone("PushKvBlocks", self.pushing_role(), -1, ext)?;
         self.other(dst.cluster)?;
         let cache = self.resources.table.find(src)?;
-        let layers = validate::push_kv_blocks(cache.layout(), ext)?;
+        let layers = validate::push_kv_blocks(cache.layout()?, ext)?;
         self.push(&End::Managed(src), dst.name(), &rows, layers)
     }
 
@@ -98,7 +98,7 @@ impl DataDist {
         validate::push_kv_alone("PushKvCache", self.pushing_role(), size, ext)?;
         self.other(dst.cluster)?;
         let local = self.resources.table.find(src)?;
-        let layers = validate::push_kv_cache(local.layout(), ext)?;
+        let layers = validate::push_kv_cache(local.layout()?, ext)?;
         self.push(&End::Managed(src), dst.name(), &PushRows::Slot { local: src_batch_index }, layers)
     }
 
@@ -116,7 +116,7 @@ impl DataDist {
             super::room_for_lists(src_blocks.len().saturating_mul(dst_blocks_list.len()))?;
             let pairs = validate::cpp::block_lists(src_blocks, dst_blocks_list)?;
             let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
-            let moves = validate::copy_kv_blocks(src.layout(), dst.layout(), &pairs)?;
+            let moves = validate::copy_kv_blocks(src.layout()?, dst.layout()?, &pairs)?;
             self.run(Op::CopyBlocks, (src, dst), moves, Staging::DEFAULT, deadline)
         })
     }
@@ -165,7 +165,7 @@ impl DataDist {
         validate::ext_alone(ext)?;
         self.other(src.cluster)?;
         let local = self.resources.table.find(dst)?;
-        let layers = validate::pull_kv_layers(local.geometry(), ext)?;
+        let layers = validate::pull_kv_layers(local.layout()?.geometry, ext)?;
         self.pull_async(src.name(), &End::Managed(dst), PullRows::slot(batch_index, size), layers, options)
     }
 
@@ -185,7 +185,7 @@ impl DataDist {
         validate::ext_alone(ext)?;
         self.other(src.cluster)?;
         let local = self.resources.table.find(dst)?;
-        let layers = validate::pull_kv_layers(local.geometry(), ext)?;
+        let layers = validate::pull_kv_layers(local.layout()?.geometry, ext)?;
         self.pull_async(src.name(), &End::Managed(dst), rows, layers, options)
     }
 
@@ -205,7 +205,7 @@ impl DataDist {
         validate::push_kv_alone("PushKvBlocks", self.pushing_role(), -1, ext)?;
         self.other(dst.cluster)?;
         let cache = self.resources.table.find(src)?;
-        let layers = validate::push_kv_blocks(cache.layout(), ext)?;
+        let layers = validate::push_kv_blocks(cache.layout()?, ext)?;
         self.push_async(&End::Managed(src), dst.name(), rows, layers, options)
     }
 
@@ -222,7 +222,7 @@ impl DataDist {
         validate::push_kv_alone("PushKvCache", self.pushing_role(), size, ext)?;
         self.other(dst.cluster)?;
         let local = self.resources.table.find(src)?;
-        let layers = validate::push_kv_cache(local.layout(), ext)?;
+        let layers = validate::push_kv_cache(local.layout()?, ext)?;
         let rows = PushRows::Slot { local: src_batch_index };
         self.push_async(&End::Managed(src), dst.name(), rows, layers, options)
     }
@@ -237,7 +237,7 @@ impl DataDist {
     ) -> Result<Arc<Transfer>> {
         let deadline = self.limited(limit);
         let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
-        let moves = validate::copy_kv_cache(src.layout(), dst.layout(), args)?;
+        let moves = validate::copy_kv_cache(src.layout()?, dst.layout()?, args)?;
         self.start_copy(Op::CopyCache, (src, dst), moves, Staging::DEFAULT, deadline)
     }
 
@@ -254,7 +254,7 @@ impl DataDist {
         super::room_for_lists(src_blocks.len().saturating_mul(dst_blocks_list.len()))?;
         let pairs = validate::cpp::block_lists(src_blocks, dst_blocks_list)?;
         let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
-        let moves = validate::copy_kv_blocks(src.layout(), dst.layout(), &pairs)?;
+        let moves = validate::copy_kv_blocks(src.layout()?, dst.layout()?, &pairs)?;
         self.start_copy(Op::CopyBlocks, (src, dst), moves, Staging::DEFAULT, deadline)
     }
 }

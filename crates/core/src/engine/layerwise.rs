@@ -38,14 +38,14 @@ impl DataDist {
     ) -> Result<Arc<Task>> {
         let source = match self.source(from) {
             Ok(local) => {
-                let rows = validate::layerwise(local.layout(), args)?;
-                to.iter().try_for_each(|to| validate::destination(local.layout(), args, to))?;
+                let rows = layer_rows(&local, args)?;
+                to.iter().try_for_each(|to| validate::destination(local.layout_of_first(), args, to))?;
                 Ok((local, Arc::new(rows)))
             }
             Err(error) => Err(error),
         };
         let num_layers = match &source {
-            Ok((local, _)) => validate::whole_layers(local.geometry(), args.tensors_per_layer)?,
+            Ok((local, _)) => validate::whole_layers(local.sizes_of(0), args.tensors_per_layer)?,
             Err(_) => 0,
         };
         let carrier = |to: Destination| -> Result<Arc<dyn Carrier>> {
@@ -83,13 +83,13 @@ impl DataDist {
         let first = to.first().ok_or_else(|| Error::argument("len(destinations)", 0, "at least 1"))?;
         let per_layer = first.args.tensors_per_layer;
         let local = self.source(from)?;
-        let num_layers = validate::whole_layers(local.geometry(), per_layer)?;
+        let num_layers = validate::whole_layers(local.sizes_of(0), per_layer)?;
         let delivery = |LayerReceiver { to, args }: LayerReceiver| {
             ensure(args.tensors_per_layer == per_layer, || {
                 Error::argument("tensors_per_layer", args.tensors_per_layer, per_layer)
             })?;
-            let rows = validate::layerwise(local.layout(), &args)?;
-            validate::destination(local.layout(), &args, &to)?;
+            let rows = layer_rows(&local, &args)?;
+            validate::destination(local.layout_of_first(), &args, &to)?;
             self.other(to.cluster)?;
             let (cluster, layers) = (to.cluster, to.src_layers);
             let carrier = self.layer_push(&local, Arc::new(rows), per_layer, to, true);
@@ -124,4 +124,12 @@ impl DataDist {
             found: OnceLock::new(),
         })
     }
+}
+
+/// Returns which rows of each layer move.
+fn layer_rows(local: &Cache, args: &LayerwiseArgs) -> Result<LayerRows> {
+    if local.mixed().is_some() {
+        validate::no_block_bytes(args)?;
+    }
+    validate::layerwise(local.layout_of_first(), args)
 }

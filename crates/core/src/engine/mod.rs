@@ -30,7 +30,7 @@ use crate::device::DeviceSet;
 use crate::error::Result;
 use crate::memory::{self, Adopted, Tensors};
 use crate::model::{
-    CacheDesc, CacheId, CacheKey, CacheKind, CacheLayout, Deadline, Geometry, Placement, SubRow,
+    CacheDesc, CacheId, CacheKey, CacheKind, CacheLayout, Deadline, Geometry, MixedSizes, Placement, SubRow,
 };
 use crate::plan::Moves;
 use crate::pool::Arena;
@@ -39,7 +39,7 @@ use crate::session::{Links, Transports};
 use crate::stats::{Op, PoolReport, Snapshot};
 use crate::sync::Mutex;
 use crate::token_file;
-use crate::transfer::{AsyncCalls, Executor, GrantClock, LocalCopy, RunningTasks};
+use crate::transfer::{AsyncCalls, Executor, GrantClock, LocalCopy, LocalMoves, RunningTasks};
 use crate::validate::{self, CopyArgs, Pools};
 
 /// Calls with fewer blocks skip the check whether there is memory for their lists.
@@ -141,7 +141,7 @@ impl DataDist {
         kind: CacheKind,
         keys: &[Option<CacheKey>],
     ) -> Result<Arc<Cache>> {
-        self.allocate_with(desc, kind, keys, Arena::allocate)
+        self.allocate_with(desc, kind, keys, Arena::allocate, Arena::allocate_mixed)
     }
 
     /// Allocates a cache as [`allocate`](Self::allocate) does, but all tensors are one range of bytes: they follow one
@@ -154,7 +154,9 @@ impl DataDist {
         kind: CacheKind,
         keys: &[Option<CacheKey>],
     ) -> Result<Arc<Cache>> {
-        self.allocate_with(desc, kind, keys, Arena::allocate_contiguous)
+        self.allocate_with(desc, kind, keys, Arena::allocate_contiguous, |_, _| {
+            Err(validate::contiguous_mixed())
+        })
     }
 
     fn allocate_with(
@@ -163,6 +165,7 @@ impl DataDist {
         kind: CacheKind,
         keys: &[Option<CacheKey>],
         allocate: fn(&Arc<Arena>, &Geometry) -> Result<Tensors>,
+        mixed: fn(&Arc<Arena>, &Arc<MixedSizes>) -> Result<Tensors>,
     ) -> Result<Arc<Cache>> {
         self.resources.stats.timed(Op::Allocate, || {
             let pools = Pools {
@@ -170,10 +173,15 @@ impl DataDist {
                 device: self.resources.pool(Placement::Device).is_some(),
             };
             let request = validate::allocate(desc, kind, keys, pools)?;
-            let tensors = allocate(self.resources.arena(desc.placement)?, &request.layout.geometry)?;
+            let arena = self.resources.arena(desc.placement)?;
+            let tensors = match &request.mixed {
+                Some(sizes) => mixed(arena, sizes)?,
+                None => allocate(arena, &request.layout.geometry)?,
+            };
+            let bytes = request.mixed.map_or_else(|| request.layout.geometry.bytes(), |sizes| sizes.bytes());
             // Caches that were allocated before may have been touched since, perhaps by the caller's own
             // code.
-            self.resources.merger.note_use(request.layout.geometry.bytes());
+            self.resources.merger.note_use(bytes);
             self.resources.table.allocate(desc, request.layout, tensors, &request.keys)
         })
     }
@@ -279,13 +287,14 @@ impl DataDist {
         cache: &End,
         pairs: &[(i64, i64)],
         part: SubRow,
-    ) -> Result<(Arc<Cache>, Moves)> {
+    ) -> Result<(Arc<Cache>, LocalMoves)> {
         room_for_lists(pairs.len())?;
         let cache = self.resolve(cache)?;
-        let moves = match self.mode() {
-            Mode::CacheManager => validate::copy_blocks(cache.layout(), pairs, part),
-            Mode::KvCacheManager => validate::copy_rows(cache.layout(), pairs, part),
-        }?;
+        let check = match self.mode() {
+            Mode::CacheManager => validate::copy_blocks,
+            Mode::KvCacheManager => validate::copy_rows,
+        };
+        let moves = LocalMoves::checked(&cache, &cache, |cache, _| check(cache, pairs, part))?;
         Ok((cache, moves))
     }
 
@@ -319,14 +328,15 @@ impl DataDist {
         (src, dst): (&Cache, &Cache),
         pairs: &[(i64, i64)],
         part: SubRow,
-    ) -> Result<(Moves, Staging)> {
+    ) -> Result<(LocalMoves, Staging)> {
         room_for_lists(pairs.len())?;
-        let moves = match self.mode() {
-            Mode::CacheManager => validate::swap_blocks(src.layout(), dst.layout(), pairs, part),
-            Mode::KvCacheManager => validate::swap_rows(src.layout(), dst.layout(), pairs, part),
-        }?;
+        let check = match self.mode() {
+            Mode::CacheManager => validate::swap_blocks,
+            Mode::KvCacheManager => validate::swap_rows,
+        };
+        let moves = LocalMoves::checked(src, dst, |src, dst| check(src, dst, pairs, part))?;
         rows_alike(src, dst)?;
-        let buffer_bytes = src.geometry().row_bytes();
+        let buffer_bytes = src.longest_row();
         Ok((moves, Staging { path: self.resources.config.swap_in, buffer_bytes }))
     }
 
@@ -376,7 +386,7 @@ impl DataDist {
         self.resources.stats.timed(Op::CopyCache, || {
             let deadline = self.deadline();
             let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
-            let moves = checked(src.layout(), dst.layout(), args)?;
+            let moves = LocalMoves::of_slots(&src, &dst, args, checked)?;
             rows_alike(&src, &dst)?;
             self.run(Op::CopyCache, (src, dst), moves, Staging::DEFAULT, deadline)
         })
@@ -386,10 +396,11 @@ impl DataDist {
         &self,
         op: Op,
         (src, dst): (Arc<Cache>, Arc<Cache>),
-        moves: Moves,
+        moves: impl Into<LocalMoves>,
         staging: Staging,
         deadline: Deadline,
     ) -> Result<()> {
+        let moves = moves.into();
         LocalCopy { resources: self.resources.clone(), op, src, dst, staging }.run(moves, deadline).map(drop)
     }
 

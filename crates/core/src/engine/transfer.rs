@@ -160,5 +160,10 @@ impl DataDist {
 
 /// Returns what a pull or push must know of a cache of this engine. With `raw`, its rows move as they are.
 fn with_layout(cache: &Cache, raw: bool) -> LocalCache {
-    LocalCache { layout: cache.layout(), kv: cache.kv().cloned(), raw }
+    LocalCache {
+        layout: cache.layout_of_first(),
+        mixed: cache.mixed().cloned(),
+        kv: cache.kv().cloned(),
+        raw,
+    }
 }

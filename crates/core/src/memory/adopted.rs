@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::error::Result;
 use crate::fallible;
-use crate::model::{CacheDesc, CacheKind, CacheLayout};
+use crate::model::{CacheDesc, CacheKind, CacheLayout, MixedSizes};
 use crate::validate::{self};
 
 /// Addresses of the caller's own memory, one per tensor.
@@ -15,6 +15,7 @@ use crate::validate::{self};
 pub struct Adopted {
     desc: CacheDesc,
     layout: CacheLayout,
+    mixed: Option<Arc<MixedSizes>>,
     addrs: Arc<Vec<u64>>,
 }
 
@@ -28,9 +29,9 @@ impl Adopted {
     /// a cache made from it, is used in a copy. Gaps between rows are not touched. If tensors share bytes with other tensors, their pins do not
     /// exclude each other. Copies between them stay inside the given memory, but their order is undefined.
     pub unsafe fn new(desc: &CacheDesc, kind: CacheKind, addrs: &[u64]) -> Result<Adopted> {
-        let layout = validate::addresses(desc, kind, addrs)?;
+        let (layout, mixed) = validate::addresses(desc, kind, addrs)?;
         let addrs = Arc::new(fallible::copied(super::window::ADDRESSES, addrs)?);
-        Ok(Adopted { desc: desc.clone(), layout, addrs })
+        Ok(Adopted { desc: desc.clone(), layout, mixed, addrs })
     }
 
     /// Returns the description that the caller gave.
@@ -38,9 +39,14 @@ impl Adopted {
         &self.desc
     }
 
-    /// Returns the sizes, kind and placement.
+    /// Returns the sizes, kind and placement. The sizes are those of tensor 0 if the tensors differ.
     pub fn layout(&self) -> CacheLayout {
         self.layout
+    }
+
+    /// Returns the sizes of all tensors if they differ.
+    pub fn mixed(&self) -> Option<&Arc<MixedSizes>> {
+        self.mixed.as_ref()
     }
 
     /// Returns the shared list with the address of every tensor.

@@ -57,6 +57,6 @@ pub use peer_process::{PeerProcess, Probe, allow_readers, own_probe};
 pub use process_id::{remember_process, this_process};
 pub use random::random;
 pub use region::Region;
-pub use tensors::Tensors;
+pub use tensors::{TensorBytes, Tensors};
 pub use window::{Access, Reach, Window, Windows};
 pub use window_bytes::read_bytes;

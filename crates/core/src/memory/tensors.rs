@@ -1,4 +1,4 @@
-//! The tensors of one cache: equal sizes, arbitrary addresses, one owner.
+//! The tensors of one cache: their sizes, arbitrary addresses, one owner.
 
 use std::any::Any;
 use std::fmt;
@@ -12,15 +12,51 @@ use super::smaps;
 use super::window::{Access, Reach, Window, Windows};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::Geometry;
+use crate::model::{Geometry, MixedSizes};
 
-/// The tensors of one cache. They have equal sizes, arbitrary addresses, and one owner, which is dropped with
-/// this value.
+/// The bytes of each tensor of a cache.
+#[derive(Clone, Debug)]
+pub enum TensorBytes {
+    /// All have the same number.
+    Equal(u64),
+    /// They differ.
+    Mixed(Arc<MixedSizes>),
+}
+
+impl TensorBytes {
+    /// Returns the bytes of a tensor.
+    fn of(&self, tensor: u32) -> u64 {
+        match self {
+            TensorBytes::Equal(bytes) => *bytes,
+            TensorBytes::Mixed(sizes) => sizes.run(tensor).geometry().tensor_bytes(),
+        }
+    }
+
+    /// Returns the bytes of the smallest tensor, and the sizes of all if they differ.
+    fn split(self) -> (u64, Option<Arc<MixedSizes>>) {
+        match self {
+            TensorBytes::Equal(bytes) => (bytes, None),
+            TensorBytes::Mixed(sizes) => (sizes.smallest_tensor(), Some(sizes)),
+        }
+    }
+}
+
+impl From<u64> for TensorBytes {
+    /// Returns equal tensors of so many bytes.
+    fn from(bytes: u64) -> Self {
+        TensorBytes::Equal(bytes)
+    }
+}
+
+/// The tensors of one cache. They have arbitrary addresses, and one owner, which is dropped with this value.
 pub struct Tensors {
     /// Shared with the caller's handles, because a copy of the list might fail after the cache has been
     /// created.
     addrs: Arc<Vec<u64>>,
+    /// The bytes of each tensor, or of the smallest one if they differ.
     tensor_bytes: u64,
+    /// The sizes of all tensors if they differ.
+    mixed: Option<Arc<MixedSizes>>,
     /// Whether each tensor starts where the one before it ends, because the owner was asked for that. Tensors
     /// that happen to lie so do not count.
     contiguous: bool,
@@ -49,12 +85,13 @@ impl Tensors {
     pub fn carved(
         region: Arc<Region>,
         offsets: impl IntoIterator<Item = u64>,
-        tensor_bytes: u64,
+        tensor_bytes: impl Into<TensorBytes>,
         owner: Box<dyn Any + Send + Sync>,
     ) -> Result<Tensors> {
-        let addrs = inside(region.base(), region.len(), offsets, tensor_bytes)?;
-        let memory = Memory::Carved(region);
-        Ok(Tensors { addrs, tensor_bytes, contiguous: false, memory, _owner: Some(owner) })
+        let tensor_bytes = tensor_bytes.into();
+        let addrs = inside(region.base(), region.len(), offsets, &tensor_bytes)?;
+        let (memory, (tensor_bytes, mixed)) = (Memory::Carved(region), tensor_bytes.split());
+        Ok(Tensors { addrs, tensor_bytes, mixed, contiguous: false, memory, _owner: Some(owner) })
     }
 
     /// Creates `count` tensors as [`carved`](Self::carved) does, one after the other from `offset` on, without
@@ -77,32 +114,44 @@ impl Tensors {
     pub fn mapped(
         region: Arc<PeerMapping>,
         offsets: impl IntoIterator<Item = u64>,
-        tensor_bytes: u64,
+        tensor_bytes: impl Into<TensorBytes>,
     ) -> Result<Tensors> {
-        let addrs = inside(region.base(), region.len(), offsets, tensor_bytes)?;
+        let tensor_bytes = tensor_bytes.into();
+        let addrs = inside(region.base(), region.len(), offsets, &tensor_bytes)?;
         let (memory, owner) = (Memory::Mapped, Some(Box::new(region) as _));
-        Ok(Tensors { addrs, tensor_bytes, contiguous: false, memory, _owner: owner })
+        let (tensor_bytes, mixed) = tensor_bytes.split();
+        Ok(Tensors { addrs, tensor_bytes, mixed, contiguous: false, memory, _owner: owner })
     }
 
     /// Creates read-only tensors of `tensor_bytes` bytes at the addresses `addrs` of another process, which
     /// the CPU cannot dereference. Returns `Err` of kind [`ErrorKind::System`] if a tensor exceeds the
     /// address space. Any other invalid address is reported when it is read.
-    pub fn of_process(process: Arc<PeerProcess>, addrs: Vec<u64>, tensor_bytes: u64) -> Result<Tensors> {
-        if let Some(addr) = addrs.iter().find(|addr| addr.checked_add(tensor_bytes).is_none()) {
-            let text = format!("{tensor_bytes} bytes at {addr:#x} exceed the address space");
+    pub fn of_process(
+        process: Arc<PeerProcess>,
+        addrs: Vec<u64>,
+        tensor_bytes: impl Into<TensorBytes>,
+    ) -> Result<Tensors> {
+        let tensor_bytes = tensor_bytes.into();
+        let beyond = |&(tensor, addr): &(u32, &u64)| addr.checked_add(tensor_bytes.of(tensor)).is_none();
+        if let Some((tensor, addr)) = (0..).zip(&addrs).find(beyond) {
+            let text = format!("{} bytes at {addr:#x} exceed the address space", tensor_bytes.of(tensor));
             return Err(Error::new(ErrorKind::System, text).with("pid", process.pid()));
         }
         let addrs = Arc::new(addrs);
         let memory = Memory::Process(process);
-        Ok(Tensors { addrs, tensor_bytes, contiguous: false, memory, _owner: None })
+        let (tensor_bytes, mixed) = tensor_bytes.split();
+        Ok(Tensors { addrs, tensor_bytes, mixed, contiguous: false, memory, _owner: None })
     }
 
     /// Creates tensors over the caller's own memory.
     #[expect(clippy::needless_pass_by_value, reason = "takes over the caller's promise")]
     pub fn adopted(adopted: Adopted) -> Tensors {
         let geometry = adopted.layout().geometry;
+        let mixed = adopted.mixed().cloned();
+        let smallest = mixed.as_ref().map(|mixed| mixed.smallest_tensor());
         Tensors {
-            tensor_bytes: geometry.tensor_bytes(),
+            tensor_bytes: smallest.unwrap_or_else(|| geometry.tensor_bytes()),
+            mixed,
             addrs: adopted.shared_addrs(),
             contiguous: false,
             memory: Memory::Adopted { unmapped: Default::default(), geometry },
@@ -120,7 +169,12 @@ impl Tensors {
         self.addrs.clone()
     }
 
-    /// Returns the bytes of one tensor.
+    /// Returns the sizes of all tensors if they differ.
+    pub fn mixed(&self) -> Option<&Arc<MixedSizes>> {
+        self.mixed.as_ref()
+    }
+
+    /// Returns the bytes of one tensor, of the smallest one if they differ.
     pub fn tensor_bytes(&self) -> u64 {
         self.tensor_bytes
     }
@@ -145,9 +199,10 @@ impl Tensors {
         }
     }
 
-    /// Returns whether they are memory of the caller in this process, without gaps between rows.
+    /// Returns whether they are equal tensors in memory of the caller in this process, without gaps between rows.
     pub(super) fn adopted_whole(&self) -> bool {
-        matches!(&self.memory, Memory::Adopted { geometry, .. } if !geometry.row_sizes().has_gaps())
+        self.mixed.is_none()
+            && matches!(&self.memory, Memory::Adopted { geometry, .. } if !geometry.row_sizes().has_gaps())
     }
 
     /// Returns whether the CPU can dereference the addresses, at least to read.
@@ -171,6 +226,9 @@ impl Tensors {
         let Memory::Adopted { unmapped, geometry } = &self.memory else { return Ok(()) };
         let unmapped = unmapped[access as usize].get_or_init(|| {
             let write = access == Access::Write;
+            if let Some(mixed) = &self.mixed {
+                return smaps::first_unmapped(mixed_rows(&self.addrs, mixed), write);
+            }
             let tensors = self.addrs.iter().map(|&addr| (addr, self.tensor_bytes));
             let unmapped = smaps::first_unmapped(tensors, write)?;
             if !geometry.row_sizes().has_gaps() {
@@ -193,6 +251,19 @@ impl Tensors {
     #[inline]
     pub fn window(&self, tensor: usize, offset: u64, len: u64) -> Result<Window<'_>> {
         let inside = offset.checked_add(len).is_some_and(|end| end <= self.tensor_bytes);
+        match self.addrs.get(tensor) {
+            Some(&addr) if inside => Ok(Window::inside(addr + offset, len, self.reach())),
+            _ => self.window_of_mixed(tensor, offset, len),
+        }
+    }
+
+    /// Returns a window of a tensor that is larger than the smallest one.
+    #[cold]
+    fn window_of_mixed(&self, tensor: usize, offset: u64, len: u64) -> Result<Window<'_>> {
+        let bytes = self.mixed.as_ref().map_or(0, |mixed| {
+            u32::try_from(tensor).map_or(0, |tensor| mixed.run(tensor).geometry().tensor_bytes())
+        });
+        let inside = offset.checked_add(len).is_some_and(|end| end <= bytes);
         match self.addrs.get(tensor) {
             Some(&addr) if inside => Ok(Window::inside(addr + offset, len, self.reach())),
             _ => Err(self.outside(tensor, offset, len)),
@@ -231,15 +302,29 @@ impl Tensors {
     }
 }
 
+/// Returns address and length of all rows of tensors that differ, or of a whole tensor if there are no gaps between its rows.
+fn mixed_rows<'a>(addrs: &'a [u64], sizes: &'a MixedSizes) -> impl Iterator<Item = (u64, u64)> + 'a {
+    (0..).zip(addrs).flat_map(|(tensor, &addr)| {
+        let geometry = sizes.run(tensor).geometry();
+        let (count, bytes) = if geometry.row_sizes().has_gaps() {
+            (geometry.rows(), geometry.row_bytes())
+        } else {
+            (1, geometry.tensor_bytes())
+        };
+        (0..count).map(move |row| (addr + geometry.row_start(row), bytes))
+    })
+}
+
 /// Returns the addresses of tensors at `offsets` of `base..base + len`, or `Err` if a tensor exceeds that
 /// range.
 fn inside(
     base: u64,
     len: u64,
     offsets: impl IntoIterator<Item = u64>,
-    tensor_bytes: u64,
+    tensor_bytes: &TensorBytes,
 ) -> Result<Arc<Vec<u64>>> {
-    let at = |offset: u64| {
+    let at = |tensor: u32, offset: u64| {
+        let tensor_bytes = tensor_bytes.of(tensor);
         let end = offset.checked_add(tensor_bytes);
         if end.is_none_or(|end| end > len) {
             let text = format!("tensor at {offset} + {tensor_bytes} bytes is outside its region");
@@ -249,8 +334,8 @@ fn inside(
     };
     let (mut addrs, offsets) = (Vec::new(), offsets.into_iter());
     fallible::grow(super::window::ADDRESSES, &mut addrs, offsets.size_hint().0)?;
-    for offset in offsets {
-        fallible::push(super::window::ADDRESSES, &mut addrs, at(offset)?)?;
+    for (tensor, offset) in (0..).zip(offsets) {
+        fallible::push(super::window::ADDRESSES, &mut addrs, at(tensor, offset)?)?;
     }
     Ok(Arc::new(addrs))
 }

@@ -1,6 +1,7 @@
 //! The basic types of the engine: ids, keys, cache descriptions and deadlines.
 
 mod cache_desc;
+mod cache_sizes;
 mod deadline;
 mod grant;
 mod ids;
@@ -11,7 +12,10 @@ mod row_sizes;
 mod sub_row;
 mod verify;
 
-pub use cache_desc::{CacheDesc, CacheKind, CacheLayout, DataType, Geometry, Placement, tensor_bytes};
+pub use cache_desc::{
+    CacheDesc, CacheKind, CacheLayout, DataType, Geometry, Placement, TensorDesc, tensor_bytes,
+};
+pub use cache_sizes::{EqualTensors, MixedSizes, TensorSpan};
 pub use deadline::Deadline;
 pub use grant::{GrantEnd, GrantId, GrantToken};
 pub use ids::{AddressLocation, CacheId, ClusterId};

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::block_waves;
 use super::blocks::Blocks;
+use super::local_end::LocalEnd;
 use super::order::{self, CacheCount};
 use super::request::{Moves, Pieces};
 use super::spans::{PLAN, Piece};
@@ -13,6 +14,7 @@ use super::tensor_steps::TensorSteps;
 use super::waves::Wave;
 use crate::error::Result;
 use crate::fallible;
+use crate::model::TensorSpan;
 
 /// A plan of waves, each of which must finish before the next begins.
 ///
@@ -94,6 +96,15 @@ impl CopyPlan {
     /// Returns the tensors that are written.
     pub fn dst_tensors(&self) -> TensorSteps {
         self.dst
+    }
+
+    /// Returns the tensors of the cache at one end that the plan touches.
+    pub fn tensors_at(&self, end: LocalEnd) -> TensorSpan {
+        let TensorSteps { first, step } = match end {
+            LocalEnd::Source => self.src,
+            LocalEnd::Destination => self.dst,
+        };
+        TensorSpan { first, step, count: self.num_tensors }
     }
 
     /// Returns the first tensor that is read.

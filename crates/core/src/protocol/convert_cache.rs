@@ -1,10 +1,13 @@
 //! Conversions between the engine's caches and the records that describe them to peers.
 
-use super::messages::{EntryVersion, WireCache, WireLayout, WireLocation};
+use std::sync::Arc;
+
+use super::messages::{EntryVersion, WireCache, WireLayout, WireLocation, WireSizes};
 use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
 use crate::model::{
-    CacheDesc, CacheId, CacheKind, CacheLayout, DataType, Geometry, KvGeometry, KvLayout, KvPlanes,
-    Placement, TokenOrder,
+    CacheDesc, CacheId, CacheKind, CacheLayout, DataType, EqualTensors, Geometry, KvGeometry, KvLayout,
+    KvPlanes, MixedSizes, Placement, TensorDesc, TokenOrder,
 };
 
 /// Orders and planes, in the order of their numbers in messages.
@@ -29,7 +32,26 @@ impl WireCache {
             accessible: false,
             location: WireLocation::Hidden,
             layout: None,
+            mixed: Vec::new(),
         }
+    }
+
+    /// Returns the sizes of all tensors of the remote cache if they differ. `Err(NotLinked)` if they are invalid.
+    pub fn mixed_sizes(&self) -> Result<Option<Arc<MixedSizes>>> {
+        let [first, ..] = &self.mixed[..] else { return Ok(None) };
+        let rows = i64::try_from(self.rows).map_err(|_| self.invalid("invalid sizes"))?;
+        // Layouts describe equal tensors.
+        let equal = (first.row_bytes, first.row_stride) == (self.row_bytes, self.row_stride);
+        if !equal || self.layout.is_some() {
+            return Err(self.invalid("tensors that differ, and other sizes or a layout"));
+        }
+        let runs = self.mixed.iter().map(|run| {
+            let row_bytes = i64::try_from(run.row_bytes).unwrap_or(0);
+            let (shape, row_stride) = (vec![rows, row_bytes], Some(run.row_stride));
+            (run.first, TensorDesc { shape, data_type: DataType::Uint8, row_stride })
+        });
+        let sizes = MixedSizes::of_runs(self.num_tensors, runs);
+        sizes.map(|sizes| Some(Arc::new(sizes))).map_err(|error| self.invalid("invalid sizes").because(error))
     }
 
     /// Returns the KV layout of the remote cache, whose sizes are `geometry`. `Err(NotLinked)` if it is invalid.
@@ -60,10 +82,22 @@ impl WireCache {
             placement,
             row_stride: Some(self.row_stride),
             kv_layout: None,
+            tensors: Vec::new(),
         };
         let geometry = Geometry::new(&desc).map_err(|error| invalid("invalid sizes").because(error))?;
         let kind = if self.blocks { CacheKind::Blocks } else { CacheKind::Batch };
         Ok(CacheLayout { geometry, kind, placement })
+    }
+}
+
+impl WireSizes {
+    /// Returns the runs of tensors that differ. `Err(OutOfMemory)` if the list cannot be allocated.
+    pub fn list(sizes: &MixedSizes) -> Result<Vec<WireSizes>> {
+        let run = |run: &EqualTensors| {
+            let (first, sizes) = (run.first(), run.geometry());
+            WireSizes { first, row_bytes: sizes.row_bytes(), row_stride: sizes.row_stride() }
+        };
+        fallible::collect("the sizes of tensors", sizes.runs().iter().map(run))
     }
 }
 

@@ -15,7 +15,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use super::allocation::append;
 use super::notification::{Payload, Payloads};
 use super::plan_codec::WirePlan;
-use crate::model::{AddressLocation, GrantId};
+use crate::model::{AddressLocation, GrantId, MixedSizes};
 
 /// Maximum number of cache bytes that follow a [`Request::Write`] without a [`Reply::Ready`].
 ///
@@ -351,8 +351,22 @@ pub struct WireCache {
     pub allocated: bool,
     pub accessible: bool,
     pub location: WireLocation,
+    /// The runs of equal neighbours if the tensors differ: `row_bytes` and `row_stride` are those of tensor 0 then. Empty if
+    /// all tensors are equal.
+    #[serde(deserialize_with = "sizes")]
+    pub mixed: Vec<WireSizes>,
     /// What the rows mean, if the owner described it.
     pub layout: Option<WireLayout>,
+}
+
+/// The rows of neighbouring tensors of a cache that are equal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WireSizes {
+    /// Number of the first of these tensors.
+    pub first: u32,
+    pub row_bytes: u64,
+    /// Bytes from the start of one row to the start of the next.
+    pub row_stride: u64,
 }
 
 /// The KV layout of a cache.
@@ -425,6 +439,10 @@ fn addresses<'de, T: Deserialize<'de>, D: Deserializer<'de>>(from: D) -> Result<
 
 fn runs<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<Run>, D::Error> {
     from.deserialize_seq(AtMost::<Run, MAX_RUNS>(PhantomData))
+}
+
+fn sizes<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<WireSizes>, D::Error> {
+    from.deserialize_seq(AtMost::<WireSizes, { MixedSizes::MAX_RUNS }>(PhantomData))
 }
 
 fn ranges<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<(u64, u64)>, D::Error> {

@@ -18,7 +18,7 @@ pub use link_messages::{Confirm, LinkAnswer, MAX_METADATA, METADATA_LIMIT, Metad
 pub use messages::{
     Attach, Attached, Challenge, Comm, Control, EntryVersion, Hello, MAX_ADDRS, MAX_CHECKSUMS, MAX_HASHED,
     MAX_RANGES, MAX_RUNS, MOST_AHEAD, Party, Proof, Purpose, Reply, Request, Run, Welcome, WireCache,
-    WireLayout, WireLocation, WirePulled,
+    WireLayout, WireLocation, WirePulled, WireSizes,
 };
 pub use notification::{MAX_BATCH, MAX_NOTIFICATION, Payload, Payloads};
 pub use plan_codec::WirePlan;

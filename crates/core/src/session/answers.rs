@@ -18,10 +18,10 @@ use crate::fallible;
 use crate::grants::{GrantedRead, RowRanges};
 use crate::model::{CacheId, Deadline, Geometry, GrantId, Name, RowSizes};
 use crate::net::Stream;
-use crate::plan::CopyPlan;
+use crate::plan::{CopyPlan, LocalEnd};
 use crate::protocol::{
     self, EntryVersion, MESSAGE_LIMIT, MOST_AHEAD, Payload, Reply, Request, WireCache, WireLayout,
-    WireLocation, WirePlan, WirePulled,
+    WireLocation, WirePlan, WirePulled, WireSizes,
 };
 use crate::resources::Resources;
 use crate::stats::Op;
@@ -220,11 +220,11 @@ impl RequestContext<'_> {
     fn begin_granted(
         &self,
         id: &GrantId,
-        cache: &Cache,
+        (cache, sizes): (&Cache, RowSizes),
         rows: impl FnOnce(RowSizes) -> Result<Vec<u64>>,
     ) -> Result<GrantedRead> {
         let read = self.resources.grants.read(id)?;
-        read.grant().covers(cache.id(), &rows(cache.geometry().row_sizes())?)?;
+        read.grant().covers(cache.id(), &rows(sizes)?)?;
         Ok(read)
     }
 
@@ -240,13 +240,15 @@ impl RequestContext<'_> {
 
     fn sums_of(&self, call: &NamedCache, asked: AskedBlocks, grant: Option<GrantId>) -> Result<Reply> {
         let pinned = self.pinned(call, |cache| {
-            asked.check_bounds(cache.geometry())?;
-            let reads = rows(cache, |sizes| asked.rows(sizes))?;
+            let geometry = cache.common_sizes(asked.tensors())?;
+            asked.check_bounds(geometry)?;
+            let reads = rows(cache, geometry, |sizes| asked.rows(sizes))?;
             self.pin(cache, RowUse { reads, ..RowUse::default() }, call.deadline)
         })?;
         let Some((cache, _pin)) = pinned else { return Ok(Reply::Stale) };
         self.still_wanted()?;
-        let lent = |id| self.begin_granted(&id, &cache, |sizes| asked.rows(sizes));
+        let sizes = cache.common_sizes(asked.tensors())?.row_sizes();
+        let lent = |id| self.begin_granted(&id, (&cache, sizes), |sizes| asked.rows(sizes));
         let granted = grant.map(lent).transpose()?;
         let reply = asked.reply(self.resources, call.name, &cache, call.deadline)?;
         granted.map_or(Ok(()), GrantedRead::finish)?;
@@ -260,7 +262,8 @@ impl RequestContext<'_> {
         let found = self.resources.table.describe(name)?;
         let cache = &found.cache;
         let version = EntryVersion { index: found.index, generation: found.generation };
-        let mut record = WireCache::new(version, cache.id(), found.row, cache.layout());
+        let mut record = WireCache::new(version, cache.id(), found.row, cache.layout_of_first());
+        record.mixed = cache.mixed().map(|sizes| WireSizes::list(sizes)).transpose()?.unwrap_or_default();
         record.allocated = cache.origin() == Origin::Allocated;
         record.accessible = cache.remote_accessible();
         record.layout = cache.kv().map(|kv| WireLayout::from(&**kv));
@@ -272,7 +275,7 @@ impl RequestContext<'_> {
             record.location = location(at)?;
             // The peer will probably read the cache, perhaps in place, which this side cannot observe. So
             // count the bytes now.
-            self.resources.merger.note_use(cache.geometry().bytes());
+            self.resources.merger.note_use(cache.bytes());
         }
         Ok(Reply::Described(record))
     }
@@ -326,14 +329,16 @@ impl RequestContext<'_> {
     ) -> Result<(), Ended> {
         let begun = bounded(plan, from, to).and_then(|plan| {
             let pinned = self.pinned(call, |cache| {
-                check_plan(&plan, Some(cache.geometry()), None)?;
+                let geometry = cache.common_sizes(plan.tensors_at(LocalEnd::Source))?;
+                check_plan(&plan, Some(geometry), None)?;
                 CopyEngine::can_send(cache.tensors())?;
-                let reads = rows(cache, |sizes| plan.src_rows(sizes))?;
+                let reads = rows(cache, geometry, |sizes| plan.src_rows(sizes))?;
                 self.pin(cache, RowUse { reads, ..RowUse::default() }, call.deadline)
             })?;
             let Some((cache, pin)) = pinned else { return Ok(None) };
-            let granted =
-                grant.map(|id| self.begin_granted(&id, &cache, |sizes| plan.src_rows(sizes))).transpose()?;
+            let sizes = cache.common_sizes(plan.tensors_at(LocalEnd::Source))?.row_sizes();
+            let lent = |id| self.begin_granted(&id, (&cache, sizes), |sizes| plan.src_rows(sizes));
+            let granted = grant.map(lent).transpose()?;
             Ok(Some((plan, cache, pin, granted)))
         });
         let bytes = to.saturating_sub(from);
@@ -362,9 +367,10 @@ impl RequestContext<'_> {
         let bytes = to.saturating_sub(from);
         let begun = bounded(plan, from, to).and_then(|plan| {
             let pinned = self.pinned(call, |cache| {
-                check_plan(&plan, None, Some(cache.geometry()))?;
+                let geometry = cache.common_sizes(plan.tensors_at(LocalEnd::Destination))?;
+                check_plan(&plan, None, Some(geometry))?;
                 CopyEngine::can_receive(cache.tensors())?;
-                let writes = rows(cache, |sizes| plan.dst_rows(sizes))?;
+                let writes = rows(cache, geometry, |sizes| plan.dst_rows(sizes))?;
                 self.pin(cache, RowUse { writes, ..RowUse::default() }, call.deadline)
             })?;
             Ok(pinned.map(|(cache, pin)| (plan, cache, pin)))
@@ -447,8 +453,9 @@ impl RequestContext<'_> {
         };
         let pinned = self.pinned(call, |cache| {
             plan.check_bounds(Some((num_tensors, tensor_bytes)), None)?;
-            check_plan(&plan, None, Some(cache.geometry()))?;
-            let writes = rows(cache, |sizes| plan.dst_rows(sizes))?;
+            let geometry = cache.common_sizes(plan.tensors_at(LocalEnd::Destination))?;
+            check_plan(&plan, None, Some(geometry))?;
+            let writes = rows(cache, geometry, |sizes| plan.dst_rows(sizes))?;
             self.pin(cache, RowUse { writes, ..RowUse::default() }, call.deadline)
         })?;
         let Some((cache, pin)) = pinned else { return Ok(Reply::Stale) };
@@ -469,7 +476,10 @@ impl RequestContext<'_> {
             Err(error) if error.kind() == ErrorKind::NotEnabled => {
                 Ok(Reply::Unreachable { reason: error.to_string() })
             }
-            Err(error) => Err(with_arrived_rows(error, &progress, &plan, cache.geometry().row_sizes())),
+            Err(error) => {
+                let sizes = cache.sizes_of(plan.dst_tensor()).row_sizes();
+                Err(with_arrived_rows(error, &progress, &plan, sizes))
+            }
         }
     }
 }
@@ -483,10 +493,15 @@ struct NamedCache {
 }
 
 /// Returns the rows of `cache` to pin: one for each pin, because rows may share a pin. `touched` returns the
-/// groups of rows that the plan touches, given the sizes of groups that share a pin.
-fn rows(cache: &Cache, touched: impl FnOnce(RowSizes) -> Result<Vec<u64>>) -> Result<Vec<u64>> {
+/// groups of rows that the plan touches, given the sizes of groups that share a pin. The plan's tensors have the sizes
+/// `geometry`.
+fn rows(
+    cache: &Cache,
+    geometry: Geometry,
+    touched: impl FnOnce(RowSizes) -> Result<Vec<u64>>,
+) -> Result<Vec<u64>> {
     let together = rows_of_a_pin(cache);
-    let mut rows = touched(cache.geometry().row_sizes().grouped(together))?;
+    let mut rows = touched(geometry.row_sizes().grouped(together))?;
     for row in &mut rows {
         *row *= together;
     }

@@ -5,7 +5,7 @@ use crate::checksums::{ByteRange, Checksums};
 use crate::copy::PairBlocks;
 use crate::error::{Error, Result, ensure};
 use crate::fallible;
-use crate::model::{Deadline, Geometry, Name, RowSizes};
+use crate::model::{Deadline, Geometry, Name, RowSizes, TensorSpan};
 use crate::plan::{CopyPlan, LocalEnd};
 use crate::protocol::{MAX_CHECKSUMS, MAX_HASHED, Reply, WirePlan};
 use crate::resources::Resources;
@@ -48,6 +48,16 @@ impl AskedBlocks {
         match self {
             AskedBlocks::Ranges(ranges) => ranges.check_bounds(geometry),
             AskedBlocks::Pairs(pairs) => pairs.check_bounds(geometry),
+        }
+    }
+
+    /// Returns the tensors in which the blocks lie. The cache need not have them.
+    pub(super) fn tensors(&self) -> TensorSpan {
+        match self {
+            AskedBlocks::Ranges(AskedRanges { first_tensor, num_tensors, .. }) => {
+                TensorSpan { first: *first_tensor, step: 1, count: *num_tensors }
+            }
+            AskedBlocks::Pairs(AskedPairs { plan, here, .. }) => plan.tensors_at(*here),
         }
     }
 

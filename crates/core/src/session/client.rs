@@ -12,6 +12,7 @@ use super::link::Link;
 use super::message_io;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
+use crate::memory::TensorBytes;
 use crate::model::{AddressLocation, CacheId, Deadline, GrantId, Name};
 use crate::net::POLL_TIME;
 use crate::protocol::{MAX_ADDRS, MESSAGE_LIMIT, Payload, Reply, Request, WireCache, WirePulled};
@@ -182,18 +183,20 @@ impl Link {
     }
 
     fn read_record(&self, record: &WireCache) -> Result<KnownCache> {
-        let layout = record.layout()?;
+        let (layout, mixed) = (record.layout()?, record.mixed_sizes()?);
         let kv = record.kv_geometry(&layout.geometry)?.map(Arc::new);
         let tensors = match self.peer_memory() {
             Some(memory) => {
-                memory.tensors(&record.location, record.num_tensors, layout.geometry.tensor_bytes())?
+                let equal = || TensorBytes::Equal(layout.geometry.tensor_bytes());
+                let bytes = mixed.clone().map_or_else(equal, TensorBytes::Mixed);
+                memory.tensors(&record.location, record.num_tensors, bytes)?
             }
             None => None,
         };
         Ok(KnownCache {
             at: record.at,
             cache: CacheId(record.cache),
-            remote: RemoteCache { layout, kv, row: record.row, accessible: record.accessible },
+            remote: RemoteCache { layout, mixed, kv, row: record.row, accessible: record.accessible },
             consumable: record.allocated && !record.blocks,
             tensors,
         })

@@ -14,7 +14,7 @@ use rustix::fs::fcntl_get_seals;
 
 use super::message_io;
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::{self, PeerGenerations, PeerMapping, PeerProcess, Probe, Tensors};
+use crate::memory::{self, PeerGenerations, PeerMapping, PeerProcess, Probe, TensorBytes, Tensors};
 use crate::model::{Deadline, Placement};
 use crate::net::Stream;
 use crate::protocol::{self, Attach, Attached, HANDSHAKE_LIMIT, MAX_RUNS, Run, WireLocation};
@@ -161,13 +161,13 @@ impl PeerMemory {
         }
     }
 
-    /// Returns `count` tensors of `bytes` each at `location` of the peer, or `None` if this process cannot
+    /// Returns `count` tensors of these `bytes` at `location` of the peer, or `None` if this process cannot
     /// read them. Returns `Err` if the location is invalid.
     pub(crate) fn tensors(
         &self,
         location: &WireLocation,
         count: u32,
-        bytes: u64,
+        bytes: impl Into<TensorBytes>,
     ) -> Result<Option<Arc<Tensors>>> {
         let tensors = match location {
             WireLocation::Region { region, runs } => {

@@ -3,24 +3,31 @@
 use crate::cache::Cache;
 use crate::error::{Error, ErrorKind};
 use crate::model::CacheKind;
-use crate::plan::{BlockSizes, LocalEnd, Piece};
+use crate::plan::{BlockSizes, CopyPlan, LocalEnd, Piece};
 
 /// Most bytes of a slot that have one checksum. Caches of blocks have one for each block.
 const SLOT_PIECE: u64 = 64 << 10;
 /// Most blocks that an error lists.
 const SHOWN: usize = 8;
 
-/// Returns how pieces are cut into blocks of `cache`, which is the end `local` of the plan.
-pub(super) fn block_sizes(cache: &Cache, local: LocalEnd) -> BlockSizes {
-    let rows = cache.geometry().row_sizes();
+/// Returns how pieces are cut into blocks of `cache`, which is the end `local` of the plan. All tensors of a plan have equal
+/// rows.
+pub(super) fn block_sizes(cache: &Cache, plan: &CopyPlan, local: LocalEnd) -> BlockSizes {
+    let rows = cache.sizes_of(plan.tensors_at(local).first).row_sizes();
     let most = if cache.kind() == CacheKind::Blocks { rows.bytes() } else { SLOT_PIECE };
     BlockSizes { local, rows, most }
 }
 
 /// Returns the error for the blocks `different` among `checked` ones. It names the first ones by their place in `cache`,
 /// which is the end `local` of the plan.
-pub(super) fn differ(cache: &Cache, local: LocalEnd, checked: usize, different: &[Piece]) -> Error {
-    let rows = cache.geometry().row_sizes();
+pub(super) fn differ(
+    cache: &Cache,
+    plan: &CopyPlan,
+    local: LocalEnd,
+    checked: usize,
+    different: &[Piece],
+) -> Error {
+    let rows = cache.sizes_of(plan.tensors_at(local).first).row_sizes();
     let of_blocks = cache.kind() == CacheKind::Blocks;
     let mut first: Vec<(u64, u64)> = Vec::with_capacity(SHOWN + 1);
     for block in different {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use super::call::Call;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::GrantId;
-use crate::plan::CopyPlan;
+use crate::plan::{CopyPlan, LocalEnd};
 use crate::session::{KnownCache, OpenedGrant};
 
 impl Call {
@@ -24,7 +24,8 @@ impl Call {
     /// Checks that the plan reads only what the grant lends.
     pub(super) fn check_covered(&self, known: &KnownCache, plan: &CopyPlan) -> Result<()> {
         let Some(opened) = self.opened_grant() else { return Ok(()) };
-        opened.covers(known.cache, &plan.src_rows(known.remote.layout.geometry.row_sizes())?)
+        let sizes = known.remote.common_sizes(plan.tensors_at(LocalEnd::Source))?;
+        opened.covers(known.cache, &plan.src_rows(sizes.row_sizes())?)
     }
 
     /// Checks that the grant has not ended, after a read in place.

@@ -10,12 +10,12 @@ use super::delivery::Carrier;
 use crate::cache::Cache;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::{AddressLocation, CacheId, Deadline, Name, RowSizes};
+use crate::model::{AddressLocation, CacheId, CacheLayout, Deadline, Name, RowSizes};
 use crate::plan::{CacheCount, CopyPlan};
 use crate::resources::Resources;
 use crate::session::{KnownCache, Link, LinkOfCall};
 use crate::stats::Op;
-use crate::validate::{self, Destination, LayerDestination, LayerRows, RemoteCache, Target};
+use crate::validate::{self, Destination, LayerDestination, LayerRows, RemoteCache, SideSizes, Target};
 
 /// Name of these lists in out-of-memory errors.
 const LAYERS: &str = "the layers of a transfer";
@@ -125,8 +125,12 @@ impl LayerPush {
         let range = self.to.src_layers;
         validate::rows_alike(self.local.kv().map(|kv| &**kv), &remote)?;
         validate::destination_layers(&remote, first_layer, range.end - range.first, self.per_layer)?;
+        if self.local.mixed().is_some() || remote.mixed.is_some() {
+            let (local_rows, layers) = self.layers_by_runs(known.cache, &remote, first_layer)?;
+            return Ok(FoundDestination { link, local_rows, layers });
+        }
         let mut moves = validate::layer_moves(
-            self.local.layout(),
+            self.local.layout()?,
             &self.rows,
             self.to.src_row,
             &LayerDestination::Cache(remote),
@@ -142,6 +146,40 @@ impl LayerPush {
         Ok(FoundDestination { link, local_rows: moves.src_rows, layers })
     }
 
+    /// Returns the local rows that are read and the parts of each layer, if the tensors of a cache differ: one part for each
+    /// run of tensors that are equal on both sides.
+    fn layers_by_runs(
+        &self,
+        cache: CacheId,
+        remote: &RemoteCache,
+        first_layer: u32,
+    ) -> Result<(Vec<u64>, Vec<Vec<Part>>)> {
+        let (range, per_layer) = (self.to.src_layers, self.per_layer);
+        let tensors =
+            (range.first * per_layer, first_layer * per_layer, (range.end - range.first) * per_layer);
+        let local = SideSizes::new(self.local.layout_of_first(), self.local.mixed());
+        let planned = validate::layer_runs(tensors, (local, remote.into()), |src, dst| {
+            let to = RemoteCache { layout: dst, mixed: None, ..remote.clone() };
+            validate::layer_moves(src, &self.rows, self.to.src_row, &LayerDestination::Cache(to))
+        })?;
+        let layer = |index: u32| {
+            let first = (range.first + index) * per_layer;
+            let mut parts = Vec::new();
+            for plan in &planned.plans {
+                let start = plan.src_tensor().max(first);
+                let end = (plan.src_tensor() + plan.num_tensors()).min(first + per_layer);
+                if start < end {
+                    let dst = plan.dst_tensor() + (start - plan.src_tensor());
+                    let plan = Arc::new(plan.in_tensors(start, dst, end - start));
+                    fallible::push(LAYERS, &mut parts, Part { cache, plan })?;
+                }
+            }
+            Ok(parts)
+        };
+        let layers = fallible::try_collect(LAYERS, (0..range.end - range.first).map(layer))?;
+        Ok((planned.src_rows, layers))
+    }
+
     fn to_addresses(&self, link: Arc<Link>, addrs: &[u64], deadline: Deadline) -> Result<FoundDestination> {
         let locations = link.locate(addrs, deadline)?;
         let mut plans_of_tensors =
@@ -151,9 +189,18 @@ impl LayerPush {
         for (index, locations) in locations.chunks(per_layer).enumerate() {
             let mut parts = Vec::new();
             let mut src_tensor = (first + index) * per_layer;
+            let tensors = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
             for run in locations.chunk_by(neighbours) {
-                let tensors = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
-                let plan = plans_of_tensors.plan(&link, run[0], deadline)?;
+                if plans_of_tensors.differ(&link, run[0].cache, deadline)? {
+                    for location in run {
+                        let plan = plans_of_tensors.plan(&link, *location, tensors(src_tensor), deadline)?;
+                        let plan = Arc::new(plan.in_tensors(tensors(src_tensor), location.tensor, 1));
+                        fallible::push(LAYERS, &mut parts, Part { cache: location.cache, plan })?;
+                        src_tensor += 1;
+                    }
+                    continue;
+                }
+                let plan = plans_of_tensors.plan(&link, run[0], tensors(src_tensor), deadline)?;
                 let plan = Arc::new(plan.in_tensors(tensors(src_tensor), run[0].tensor, tensors(run.len())));
                 fallible::push(LAYERS, &mut parts, Part { cache: run[0].cache, plan })?;
                 src_tensor += run.len();
@@ -188,21 +235,36 @@ fn neighbours(a: &AddressLocation, b: &AddressLocation) -> bool {
 struct TensorPlans<'a> {
     push: &'a LayerPush,
     known: Vec<Arc<KnownCache>>,
-    /// Plans by offset in a tensor and size of the tensor, both in bytes, and its rows.
-    plans: Vec<((u64, u64, RowSizes), CopyPlan)>,
+    /// Plans by the rows of the local tensor, the offset in a remote tensor and the size of that, both in bytes, and its
+    /// rows.
+    plans: Vec<((RowSizes, u64, u64, RowSizes), CopyPlan)>,
     local_rows: Vec<u64>,
 }
 
 impl TensorPlans<'_> {
-    /// Returns the plan for a tensor that goes to `location`.
-    fn plan(&mut self, link: &Link, location: AddressLocation, deadline: Deadline) -> Result<CopyPlan> {
-        let geometry = self.known(link, location.cache, deadline)?.remote.layout.geometry;
+    /// Returns whether the tensors of the local cache or of a remote one differ.
+    fn differ(&mut self, link: &Link, cache: CacheId, deadline: Deadline) -> Result<bool> {
+        let known = self.known(link, cache, deadline)?;
+        Ok(self.push.local.mixed().is_some() || known.remote.mixed.is_some())
+    }
+
+    /// Returns the plan for the local tensor `src_tensor`, which goes to `location`.
+    fn plan(
+        &mut self,
+        link: &Link,
+        location: AddressLocation,
+        src_tensor: u32,
+        deadline: Deadline,
+    ) -> Result<CopyPlan> {
+        let geometry = self.known(link, location.cache, deadline)?.remote.sizes_of(location.tensor);
         let (offset, tensor_bytes, rows) = (location.offset, geometry.tensor_bytes(), geometry.row_sizes());
-        let place = (offset, tensor_bytes, rows);
+        let here = self.push.local.sizes_of(src_tensor);
+        let place = (here.row_sizes(), offset, tensor_bytes, rows);
         if let Some((_, plan)) = self.plans.iter().find(|(known, _)| *known == place) {
             return Ok(plan.clone());
         }
-        let (local, to) = (self.push.local.layout(), LayerDestination::Memory { offset, tensor_bytes, rows });
+        let local = CacheLayout { geometry: here, ..self.push.local.layout_of_first() };
+        let to = LayerDestination::Memory { offset, tensor_bytes, rows };
         let mut moves = validate::layer_moves(local, &self.push.rows, self.push.to.src_row, &to)?;
         let plan = CopyPlan::moves(&mut moves, CacheCount::Two)?;
         self.local_rows = moves.src_rows;

@@ -21,7 +21,7 @@ impl Call {
         local: LocalEnd,
         sample: Option<u64>,
     ) -> Result<Option<Compared>> {
-        let templates = plan.compared_templates(block_sizes(&self.local, local), sample)?;
+        let templates = plan.compared_templates(block_sizes(&self.local, plan, local), sample)?;
         let bytes = MAX_HASHED / u64::from(plan.num_tensors()).max(1);
         let mut compared = Compared::default();
         for part in parts(&templates, PartLimits { bytes, pairs: MAX_CHECKSUMS }) {

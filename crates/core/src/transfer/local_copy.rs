@@ -7,10 +7,66 @@ use super::async_call::Execution;
 use crate::cache::{Cache, CallRows};
 use crate::copy::{CopyOutcome, Limit, Progress, Staging};
 use crate::error::{Error, ErrorKind, Result};
-use crate::model::{Deadline, Verify};
+use crate::model::{CacheLayout, Deadline, Verify};
 use crate::plan::{CacheCount, CopyPlan, Moves};
 use crate::resources::Resources;
 use crate::stats::Op;
+use crate::validate::{self, CopyArgs, PlannedRuns, SideSizes};
+
+/// What a copy or swap moves.
+pub(crate) enum LocalMoves {
+    /// The same in every tensor.
+    Equal(Moves),
+    /// Something of its own in each run of equal tensors, because the tensors of a cache differ.
+    Runs(PlannedRuns),
+}
+
+impl From<Moves> for LocalMoves {
+    fn from(moves: Moves) -> Self {
+        LocalMoves::Equal(moves)
+    }
+}
+
+impl LocalMoves {
+    /// Returns what `check` allows, which is called with the layouts that the caches have or, if the tensors of a cache
+    /// differ, would have if all tensors were like those of a run.
+    pub(crate) fn checked(
+        src: &Cache,
+        dst: &Cache,
+        check: impl FnMut(CacheLayout, CacheLayout) -> Result<Moves>,
+    ) -> Result<LocalMoves> {
+        let mut check = check;
+        if src.mixed().is_none() && dst.mixed().is_none() {
+            return check(src.layout_of_first(), dst.layout_of_first()).map(LocalMoves::Equal);
+        }
+        let sides = [src, dst].map(|cache| SideSizes::new(cache.layout_of_first(), cache.mixed()));
+        let caches = if std::ptr::eq(src, dst) { CacheCount::One } else { CacheCount::Two };
+        validate::local_runs(sides[0], sides[1], caches, check).map(LocalMoves::Runs)
+    }
+
+    /// Returns what a copy between slots moves. `check` returns it for caches of equal tensors.
+    pub(crate) fn of_slots(
+        src: &Cache,
+        dst: &Cache,
+        args: CopyArgs,
+        check: fn(CacheLayout, CacheLayout, CopyArgs) -> Result<Moves>,
+    ) -> Result<LocalMoves> {
+        let mixed = src.mixed().is_some() || dst.mixed().is_some();
+        Self::checked(src, dst, |src, dst| {
+            let moves = check(src, dst, args)?;
+            if mixed { validate::whole_slots(src, dst, args).map(|()| moves) } else { Ok(moves) }
+        })
+    }
+
+    /// Takes the rows that are read, and those that are written.
+    pub(crate) fn take_rows(&mut self) -> (Vec<u64>, Vec<u64>) {
+        let (src, dst) = match self {
+            LocalMoves::Equal(moves) => (&mut moves.src_rows, &mut moves.dst_rows),
+            LocalMoves::Runs(planned) => (&mut planned.src_rows, &mut planned.dst_rows),
+        };
+        (std::mem::take(src), std::mem::take(dst))
+    }
+}
 
 /// A copy between caches of this engine.
 pub(crate) struct LocalCopy {
@@ -23,49 +79,86 @@ pub(crate) struct LocalCopy {
 
 impl LocalCopy {
     /// Plans the moves, pins both ends, moves the bytes, and counts them.
-    pub(crate) fn run(&self, mut moves: Moves, deadline: Deadline) -> Result<u64> {
-        let plan = self.plan(&mut moves)?;
+    pub(crate) fn run(&self, moves: impl Into<LocalMoves>, deadline: Deadline) -> Result<u64> {
+        let mut moves = moves.into();
+        let (plan, more) = self.plan(&mut moves)?;
         if plan.waves().is_empty() {
             return Ok(0);
         }
-        let (reads, writes) = (moves.src_rows, moves.dst_rows);
+        let (reads, writes) = moves.take_rows();
         let _pin = CallRows::copy((self.src.clone(), reads), (self.dst.clone(), writes)).pin(deadline)?;
-        self.copy(plan, &Arc::default(), deadline)
+        self.copy_all(plan, more, &Arc::default(), deadline)
     }
 
     /// Does the same for an asynchronous call, which has its rows already.
-    pub(crate) fn execute(&self, mut moves: Moves, execution: &Execution, deadline: Deadline) -> Result<u64> {
-        let plan = self.plan(&mut moves)?;
+    pub(crate) fn execute(
+        &self,
+        mut moves: LocalMoves,
+        execution: &Execution,
+        deadline: Deadline,
+    ) -> Result<u64> {
+        let (plan, more) = self.plan(&mut moves)?;
         if plan.waves().is_empty() {
             return Ok(0);
         }
         execution.pin(deadline)?;
-        let progress = execution.transfer().attempt(plan.bytes());
-        self.copy(plan, &progress, deadline)
+        let bytes = more.iter().map(CopyPlan::bytes).sum::<u64>();
+        let progress = execution.transfer().attempt(plan.bytes().saturating_add(bytes));
+        self.copy_all(plan, more, &progress, deadline)
     }
 
-    fn plan(&self, moves: &mut Moves) -> Result<CopyPlan> {
+    /// Returns the first plan, and those after it if the tensors of a cache differ.
+    fn plan(&self, moves: &mut LocalMoves) -> Result<(CopyPlan, Vec<CopyPlan>)> {
         let one_cache = Arc::ptr_eq(&self.src, &self.dst);
-        CopyPlan::moves(moves, if one_cache { CacheCount::One } else { CacheCount::Two })
+        let caches = if one_cache { CacheCount::One } else { CacheCount::Two };
+        match moves {
+            LocalMoves::Equal(moves) => Ok((CopyPlan::moves(moves, caches)?, Vec::new())),
+            LocalMoves::Runs(planned) => {
+                let mut plans = std::mem::take(&mut planned.plans);
+                match plans.pop() {
+                    Some(first) => Ok((first, plans)),
+                    None => Ok((CopyPlan::moves(&mut Moves::default(), caches)?, Vec::new())),
+                }
+            }
+        }
     }
 
-    fn copy(&self, plan: CopyPlan, progress: &Arc<Progress>, deadline: Deadline) -> Result<u64> {
+    /// Copies by the first plan and then by the others, which write other tensors.
+    fn copy_all(
+        &self,
+        first: CopyPlan,
+        more: Vec<CopyPlan>,
+        progress: &Arc<Progress>,
+        deadline: Deadline,
+    ) -> Result<u64> {
         let LocalCopy { resources, src, dst, .. } = self;
         resources.still_registered(src)?;
         resources.still_registered(dst)?;
+        let mut all = self.copy(first, progress, Limit::Start(deadline))?;
+        for plan in more {
+            // The rest of a copy that has begun has no limit.
+            let limit = Limit::Start(Deadline::after(Duration::MAX));
+            let part = Arc::default();
+            let outcome = self.copy(plan, &part, limit)?;
+            progress.done(all.bytes, all.bytes + outcome.bytes);
+            all = CopyOutcome { bytes: all.bytes + outcome.bytes, ..outcome };
+        }
+        resources.stats.count_copy(self.op, &all);
+        resources.merger.note_use(all.bytes);
+        Ok(all.bytes)
+    }
+
+    fn copy(&self, plan: CopyPlan, progress: &Arc<Progress>, limit: Limit) -> Result<CopyOutcome> {
+        let LocalCopy { resources, src, dst, .. } = self;
         let (from, to) = ((src.tensors(), src.placement()), (dst.tensors(), dst.placement()));
-        let limit = Limit::Start(deadline);
         let run = |plan: Arc<CopyPlan>, limit: Limit, progress: &Arc<Progress>| {
             resources.copy_engine.run(plan, from, to, self.staging, limit, progress)
         };
-        let outcome = if resources.config.verify == Verify::Off {
-            run(Arc::new(plan), limit, progress)?
+        if resources.config.verify == Verify::Off {
+            run(Arc::new(plan), limit, progress)
         } else {
-            self.copy_compared(&plan, limit, progress, run)?
-        };
-        resources.stats.count_copy(self.op, &outcome);
-        resources.merger.note_use(outcome.bytes);
-        Ok(outcome.bytes)
+            self.copy_compared(&plan, limit, progress, run)
+        }
     }
 
     /// Copies wave after wave with `run`, and compares each before the next one. `limit` is that of the first one.

@@ -44,7 +44,7 @@ pub use grants::GrantClock;
 pub(crate) use group::{Group, GroupPart};
 pub use layer_task::LayerTask;
 pub(crate) use layerwise::LayerPush;
-pub(crate) use local_copy::LocalCopy;
+pub(crate) use local_copy::{LocalCopy, LocalMoves};
 pub(crate) use notify::notify;
 pub use running_tasks::RunningTasks;
 pub use task::Task;

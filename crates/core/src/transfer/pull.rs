@@ -120,8 +120,8 @@ impl Call {
         Ok((outcome, consumed.then_some(key)))
     }
 
-    /// Pulls rows into rows of another KV layout. The key is to be released if all layers and heads of the remote cache
-    /// are in place.
+    /// Pulls rows by several plans: into rows of another KV layout, or between caches whose tensors differ. The key is to be
+    /// released if all layers and heads of the remote cache are in place; without a conversion, as for one plan.
     fn pull_converted(
         &self,
         known: &Arc<KnownCache>,
@@ -141,9 +141,11 @@ impl Call {
                 Moved::Stale => return Ok((Moved::Stale, None)),
             }
         }
-        let num_tensors = known.remote.layout.geometry.num_tensors();
-        let key = PulledKey { known: known.clone(), first_tensor: 0, num_tensors, copied: None };
-        Ok((Moved::Bytes(bytes), (conversion.whole_source && self.uses_up(known)).then_some(key)))
+        let all = || (0, known.remote.layout.geometry.num_tensors());
+        let (first_tensor, num_tensors) = conversion.read_tensors.unwrap_or_else(all);
+        let key = PulledKey { known: known.clone(), first_tensor, num_tensors, copied: None };
+        let complete = conversion.whole_source || conversion.read_tensors.is_some();
+        Ok((Moved::Bytes(bytes), (complete && self.uses_up(known)).then_some(key)))
     }
 
     /// Returns whether a pull of all tensors releases the key of the remote slot.
@@ -153,7 +155,8 @@ impl Call {
 
     /// Adds the rows that have arrived to the error of a pull.
     fn with_arrived(&self, error: Error, plan: &CopyPlan, progress: &Progress) -> Error {
-        with_arrived_rows(error, progress, plan, self.local.geometry().row_sizes())
+        let sizes = self.local.sizes_of(plan.tensors_at(LocalEnd::Destination).first);
+        with_arrived_rows(error, progress, plan, sizes.row_sizes())
     }
 
     /// Moves the bytes of a pull by the available path. `progress` ends empty if it is unknown whether the

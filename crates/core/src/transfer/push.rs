@@ -11,8 +11,9 @@ use crate::cache::RowUse;
 use crate::copy::KeptAlive;
 use crate::error::{Error, Result};
 use crate::model::Name;
-use crate::plan::{CacheCount, CopyPlan, LocalEnd};
+use crate::plan::{CacheCount, CopyPlan, LocalEnd, TensorSteps};
 use crate::protocol::{Reply, Request, WirePlan};
+use crate::resources::MemoryLocation;
 use crate::session::{KnownCache, REPORTED_BY, limit_ms, location};
 use crate::stats::Op;
 use crate::validate::{CheckedPush, Conversion, PushRows, RemoteCache};
@@ -60,7 +61,7 @@ impl Call {
         Ok((bytes, slot))
     }
 
-    /// Pushes rows into rows of another KV layout.
+    /// Pushes rows by several plans: into rows of another KV layout, or between caches whose tensors differ.
     fn push_converted(
         &self,
         known: &Arc<KnownCache>,
@@ -121,19 +122,36 @@ impl Call {
         self.verified(taken?, known, plan, LocalEnd::Source)
     }
 
+    /// Returns the plan for the peer, and the number and the location of the tensors that it may read. If the tensors of the
+    /// cache differ, these are only those of the plan, because a request describes equal tensors.
+    fn read_tensors(
+        &self,
+        plan: &Arc<CopyPlan>,
+        memory_location: MemoryLocation,
+    ) -> Result<(Arc<CopyPlan>, u32, MemoryLocation)> {
+        if self.local.mixed().is_none() {
+            return Ok((plan.clone(), self.local.num_tensors(), memory_location));
+        }
+        let tensors = plan.tensors_at(LocalEnd::Source);
+        let first = TensorSteps::consecutive(0);
+        let plan = plan.in_tensor_steps(first, plan.dst_tensors(), tensors.count);
+        Ok((Arc::new(plan), tensors.count, memory_location.only(tensors)?))
+    }
+
     /// Moves the bytes of a push by the available path.
     fn push_bytes(&self, known: &Arc<KnownCache>, plan: &Arc<CopyPlan>) -> Result<Moved> {
         let memory_location = self.resources.memory_location(&self.local)?;
         if self.link.peer_memory().is_some_and(|memory| memory.seen(&memory_location)) {
             self.resources.described_to_peer(&self.local, &memory_location);
-            let geometry = self.local.geometry();
+            let tensor_bytes = self.local.sizes_of(plan.src_tensor()).tensor_bytes();
+            let (plan, num_tensors, memory_location) = self.read_tensors(plan, memory_location)?;
             let request = Request::Fetch {
                 name: self.name.into(),
                 cache: known.cache.0,
-                plan: WirePlan::try_from(&**plan)?,
+                plan: WirePlan::try_from(&*plan)?,
                 source: location(memory_location)?,
-                num_tensors: geometry.num_tensors(),
-                tensor_bytes: geometry.tensor_bytes(),
+                num_tensors,
+                tensor_bytes,
                 limit_ms: limit_ms(self.deadline),
             };
             let reply = if self.to_the_end {

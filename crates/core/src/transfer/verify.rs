@@ -59,7 +59,7 @@ impl Call {
         if different.is_empty() {
             return Ok(moved);
         }
-        Err(differ(&self.local, local, checked, &different))
+        Err(differ(&self.local, plan, local, checked, &different))
     }
 
     /// Compares ranges that are contiguous on both sides. Returns `None` if the remote cache has changed.
@@ -70,14 +70,14 @@ impl Call {
         local: LocalEnd,
         sample: Option<u64>,
     ) -> Result<Option<Compared>> {
-        let blocks = plan.final_blocks(block_sizes(&self.local, local), sample)?;
+        let blocks = plan.final_blocks(block_sizes(&self.local, plan, local), sample)?;
         let (here, there) = match local {
             LocalEnd::Source => (plan.src_tensor(), plan.dst_tensor()),
             LocalEnd::Destination => (plan.dst_tensor(), plan.src_tensor()),
         };
         let ends = Ends { local, here: here..here + plan.num_tensors(), there };
         let most = (MAX_HASHED / u64::from(plan.num_tensors()).max(1))
-            .min(known.remote.layout.geometry.tensor_bytes());
+            .min(known.remote.sizes_of(there).tensor_bytes());
         let mut compared = Compared::default();
         for some in chunks(&blocks, most) {
             self.deadline.waiting(COMPARING)?;

@@ -1,8 +1,12 @@
 //! Checks the allocation of caches from pools, and the registration of the caller's memory.
 
+use std::sync::Arc;
+
 use crate::error::{Error, Result};
 use crate::fallible;
-use crate::model::{CacheDesc, CacheKey, CacheKind, CacheLayout, Geometry, KvGeometry, Placement};
+use crate::model::{
+    CacheDesc, CacheKey, CacheKind, CacheLayout, Geometry, KvGeometry, MixedSizes, Placement,
+};
 
 /// Which placements have a pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -16,8 +20,10 @@ pub struct Pools {
 /// A checked request for memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Allocate {
-    /// Sizes, kind and placement of the cache.
+    /// Sizes, kind and placement of the cache. The sizes are those of tensor 0 if its tensors differ.
     pub layout: CacheLayout,
+    /// The sizes of all tensors if they differ.
+    pub mixed: Option<Arc<MixedSizes>>,
     /// The row that each key names. Placeholders and overwritten duplicates are removed.
     pub keys: Vec<(u64, CacheKey)>,
 }
@@ -42,14 +48,27 @@ pub fn allocate(
             desc.placement
         )));
     }
-    let geometry = Geometry::new(desc)?;
+    let (geometry, mixed) = sizes(desc)?;
     if keys.len() as u64 > geometry.rows() {
         let required = format_args!("at most {}, one key for each batch slot", geometry.rows());
         return Err(Error::argument("len(cache_keys)", keys.len(), required));
     }
     KvGeometry::of(desc, &geometry)?;
     let layout = CacheLayout { geometry, kind, placement: desc.placement };
-    Ok(Allocate { layout, keys: bindings(keys)? })
+    Ok(Allocate { layout, mixed, keys: bindings(keys)? })
+}
+
+/// Returns the error for a cache that is to be one range of bytes but has tensors that differ. Their elements need different
+/// alignments.
+pub fn contiguous_mixed() -> Error {
+    Error::argument("contiguous", "True", "False, because the tensors of the cache differ")
+}
+
+/// Returns the sizes of tensor 0, and those of all tensors if they differ.
+fn sizes(desc: &CacheDesc) -> Result<(Geometry, Option<Arc<MixedSizes>>)> {
+    let mixed = MixedSizes::of(desc)?;
+    let geometry = mixed.as_ref().map_or_else(|| Geometry::new(desc), |mixed| Ok(mixed.first()))?;
+    Ok((geometry, mixed))
 }
 
 /// Returns the row that each key names, which is its position in the list. A placeholder (`None`) binds
@@ -72,8 +91,13 @@ pub fn bindings(keys: &[Option<CacheKey>]) -> Result<Vec<(u64, CacheKey)>> {
 }
 
 /// Checks the addresses of memory that the caller owns (contract §7.6, §7.7, §4.3). `Err(InvalidArgument)`
-/// unless there is one address for each tensor, each is above 0, and each tensor ends below 2^64.
-pub fn addresses(desc: &CacheDesc, kind: CacheKind, addrs: &[u64]) -> Result<CacheLayout> {
+/// unless there is one address for each tensor, each is above 0, and each tensor ends below 2^64. Also returns the sizes
+/// of all tensors if they differ.
+pub fn addresses(
+    desc: &CacheDesc,
+    kind: CacheKind,
+    addrs: &[u64],
+) -> Result<(CacheLayout, Option<Arc<MixedSizes>>)> {
     if addrs.is_empty() {
         return Err(Error::argument("addrs", "[]", "a list with one address for each tensor"));
     }
@@ -81,8 +105,9 @@ pub fn addresses(desc: &CacheDesc, kind: CacheKind, addrs: &[u64]) -> Result<Cac
         let required = format_args!("num_tensors={}", desc.num_tensors);
         return Err(Error::argument("len(addrs)", addrs.len(), required));
     }
-    let geometry = Geometry::new(desc)?;
-    for (tensor, &addr) in addrs.iter().enumerate() {
+    let (geometry, mixed) = sizes(desc)?;
+    for (tensor, &addr) in (0..).zip(addrs) {
+        let geometry = mixed.as_ref().map_or(geometry, |mixed| mixed.run(tensor).geometry());
         if addr == 0 {
             return Err(Error::argument(&format!("addrs[{tensor}]"), 0, "above 0"));
         }
@@ -92,7 +117,7 @@ pub fn addresses(desc: &CacheDesc, kind: CacheKind, addrs: &[u64]) -> Result<Cac
         }
     }
     KvGeometry::of(desc, &geometry)?;
-    Ok(CacheLayout { geometry, kind, placement: desc.placement })
+    Ok((CacheLayout { geometry, kind, placement: desc.placement }, mixed))
 }
 
 /// Returns whether peers may use registered memory (contract §7.6).

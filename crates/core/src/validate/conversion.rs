@@ -5,16 +5,19 @@ use std::sync::Arc;
 
 use super::cache_rules::RemoteCache;
 use super::layer_ranges::Layers;
+use super::sub_rows::fits_row;
 use crate::error::{Error, Result, ensure};
 use crate::fallible;
-use crate::model::{CacheLayout, KvGeometry, KvLayout, KvPlanes};
+use crate::model::{CacheLayout, EqualTensors, KvGeometry, KvLayout, KvPlanes, MixedSizes, SubRow};
 use crate::plan::{CopyPlan, KvPart, KvSequence, LayoutPlan, REQUEST, check_same_model};
 
 /// The cache of this engine that a pull writes or a push reads.
 #[derive(Clone, Debug)]
 pub struct LocalCache {
-    /// Sizes, kind and placement.
+    /// Sizes, kind and placement. The sizes are those of tensor 0 if the tensors differ.
     pub layout: CacheLayout,
+    /// The sizes of all tensors if they differ.
+    pub mixed: Option<Arc<MixedSizes>>,
     /// What its rows mean, if the caller described it.
     pub kv: Option<Arc<KvGeometry>>,
     /// Whether rows move as they are, whatever they mean.
@@ -24,7 +27,7 @@ pub struct LocalCache {
 impl From<CacheLayout> for LocalCache {
     /// Returns a cache without a KV layout.
     fn from(layout: CacheLayout) -> Self {
-        LocalCache { layout, kv: None, raw: false }
+        LocalCache { layout, mixed: None, kv: None, raw: false }
     }
 }
 
@@ -53,6 +56,33 @@ impl LocalCache {
         remote: &'a RemoteCache,
     ) -> Result<Option<(&'a KvGeometry, &'a KvGeometry)>> {
         if self.raw { Ok(None) } else { both(self.kv.as_deref(), remote.kv.as_deref()) }
+    }
+}
+
+impl LocalCache {
+    /// Returns whether the tensors of this or of the remote cache differ. Then each run of them has a plan of its own.
+    pub(super) fn is_mixed_with(&self, remote: &RemoteCache) -> bool {
+        self.mixed.is_some() || remote.mixed.is_some()
+    }
+
+    /// Checks that `part` fits the rows of some tensors, which the cache must have; `offset` is the one that counts here.
+    pub(super) fn fits_rows(
+        &self,
+        part: SubRow,
+        offset: (&str, u64),
+        (first, count): (u64, u32),
+    ) -> Result<()> {
+        let Some(mixed) = &self.mixed else { return fits_row(part, offset, self.layout.geometry) };
+        let moved = first..first + u64::from(count);
+        let mut touched = mixed.counted().filter(|(run, tensors)| {
+            let start = u64::from(run.first());
+            start < moved.end && moved.start < start + u64::from(*tensors)
+        });
+        let fits = |(run, _): (&EqualTensors, u32)| {
+            let named = |error: Error| error.with("tensor", run.first());
+            fits_row(part, offset, run.geometry()).map_err(named)
+        };
+        touched.try_for_each(fits)
     }
 }
 
@@ -155,17 +185,20 @@ impl TokenMove<'_> {
             .map(CopyPlan::bytes)
             .sum::<u64>()
             .checked_div(read * vectors * self.dst.head_bytes());
-        Ok(Conversion { plans, whole_source: read == heads(&KvPart::of(self.src.layout())), tokens })
+        let whole_source = read == heads(&KvPart::of(self.src.layout()));
+        Ok(Conversion { plans, whole_source, read_tensors: None, tokens })
     }
 }
 
-/// A move between two KV layouts.
+/// A move of several plans: between two KV layouts, or between caches whose tensors differ.
 pub struct Conversion {
     /// What is copied. The plans write different bytes and may run in any order.
     pub plans: Vec<CopyPlan>,
     /// Whether all layers and heads of the source are read.
     pub whole_source: bool,
-    /// How many tokens move. `None` if no head does.
+    /// The first tensor of the source that is read, and the number of them, if rows move as they are.
+    pub read_tensors: Option<(u32, u32)>,
+    /// How many tokens move. `None` if no head does, or if rows move as they are.
     pub tokens: Option<u64>,
 }
 

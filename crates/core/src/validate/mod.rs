@@ -5,6 +5,7 @@
 //! no clock. They return `Err(InvalidArgument)` for what breaks their rule, unless stated otherwise.
 
 mod allocate;
+mod by_runs;
 mod cache_rules;
 mod conversion;
 mod copy;
@@ -21,7 +22,8 @@ pub mod rank_table;
 mod sub_rows;
 mod values;
 
-pub use allocate::{Pools, accessible, addresses, allocate, bindings};
+pub use allocate::{Pools, accessible, addresses, allocate, bindings, contiguous_mixed};
+pub use by_runs::{PlannedRuns, SideSizes, layer_runs, local_runs, no_block_bytes, whole_slots};
 pub use cache_rules::{
     RemoteCache, batch_cache, blocks_cache, check_accessible, copy_size, equally_many, not_empty, on_device,
 };

@@ -3,16 +3,17 @@
 use std::borrow::Borrow;
 use std::ops::Range;
 
+use super::by_runs::{equal_rows, part_of_mixed, planned};
 use super::cache_rules::{
     RemoteCache, batch_cache, blocks_cache, check_accessible, copy_size, cut, equally_many, in_range,
     not_empty, numbers, remote_row, row, too_long,
 };
 use super::conversion::{Conversion, LocalCache, TokenMove, rows_alike, some_tokens};
 use super::layer_ranges::{Layers, TensorRun, layers_given, pull_layers, tensors_per_layer, within};
-use super::sub_rows::{between, fits_row};
+use super::sub_rows::between;
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::model::{Geometry, SubRow};
-use crate::plan::{KvPart, Moves, Piece, Pieces};
+use crate::plan::{CacheCount, KvPart, Moves, Piece, Pieces};
 
 /// The rows that a pull reads and writes: `remote` rows of the peer's cache, into `local` ones.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -91,10 +92,15 @@ impl PullRows {
 impl PullRows {
     /// Returns `Err(InvalidArgument)` for a part of a slot, because it is not known which tokens that is.
     fn whole_slot(&self) -> Result<()> {
-        let PullRows::Slot { remote_offset, local_offset, size, .. } = self else { return Ok(()) };
-        ensure((*remote_offset, *local_offset, *size) == (0, 0, -1), || {
+        let PullRows::Slot { size, .. } = self else { return Ok(()) };
+        ensure(self.is_whole_slot(), || {
             Error::argument("size", size, "-1 and no offsets between different KV layouts")
         })
+    }
+
+    /// Returns whether this is a slot without an offset and a size.
+    fn is_whole_slot(&self) -> bool {
+        matches!(self, PullRows::Slot { remote_offset: 0, local_offset: 0, size: -1, .. })
     }
 }
 
@@ -110,6 +116,7 @@ impl<R: Borrow<PullRows>> CheckedPull<R> {
                 copy_size(*size)?;
                 tensors_per_layer(layers.tensors_per_layer)?;
                 row("batch_index", *slot, geometry)?;
+                ensure(cache.mixed.is_none() || given.is_whole_slot(), || part_of_mixed("size", *size))?;
                 let room = after("dst_cache_offset", *local_offset, geometry)?;
                 slot_bytes("cache", *size, room, (*local_offset, room))?;
             }
@@ -126,7 +133,6 @@ impl<R: Borrow<PullRows>> CheckedPull<R> {
                     equally_many(("src_blocks", remote.len()), ("dst_blocks", blocks.len()))?;
                 }
                 in_range("dst_blocks", blocks, geometry)?;
-                fits_row(given.part(), ("dst_offset", given.part().dst_offset), geometry)?;
             }
             PullRows::Sequence { remote, local: blocks, remote_tokens, local_tokens } => {
                 blocks_cache("dst_cache", local.kind)?;
@@ -145,6 +151,8 @@ impl<R: Borrow<PullRows>> CheckedPull<R> {
             }
         }
         let tensors = pull_layers(geometry, layers)?;
+        let offset = ("dst_offset", given.part().dst_offset);
+        cache.fits_rows(given.part(), offset, (tensors.dst, tensors.count))?;
         let [src, dst] = [layers.src, layers.dst].map(|range| layers_given(range).is_some());
         let (src_layers_given, layers_given) = (src, src || dst);
         Ok(CheckedPull { rows, local: cache, parts: None, tensors, src_layers_given, layers_given })
@@ -162,10 +170,13 @@ impl<R: Borrow<PullRows>> CheckedPull<R> {
         }
     }
 
-    /// Returns what moves if the rows of the two caches have different KV layouts, or the caller named tokens. `None` if
-    /// rows move as they are; [`moves`](Self::moves) returns them then. `Err(InvalidArgument)` if the layouts do not fit,
-    /// or if only one cache has one.
+    /// Returns what moves if it takes several plans: if the rows of the two caches have different KV layouts, the caller
+    /// named tokens, or the tensors of a cache differ. `None` if one plan is enough; [`moves`](Self::moves) returns it then.
+    /// `Err(InvalidArgument)` if the layouts do not fit, or if only one cache has one.
     pub fn conversion(&self, remote: &RemoteCache) -> Result<Option<Conversion>> {
+        if self.local.is_mixed_with(remote) {
+            return self.by_runs(remote).map(Some);
+        }
         let Some((dst, src)) = self.local.layouts(remote)? else { return Ok(None) };
         let rows = self.rows();
         self.check_remote(remote)?;
@@ -228,7 +239,47 @@ impl<R: Borrow<PullRows>> CheckedPull<R> {
     /// are.
     /// `Err(CacheNotFound)` if the remote cache does not have the slot.
     pub fn moves(&self, remote: &RemoteCache) -> Result<Moves> {
-        let (tensors, peer) = (self.tensors, remote.layout.geometry);
+        let (tensors, peer) = (self.tensors, remote.equal_tensors()?.geometry);
+        let (pieces, dst_rows) = self.checked_pieces(remote, (self.local.layout.geometry, peer))?;
+        let whole = tensors.count == peer.num_tensors();
+        Ok(Moves { dst_rows, ..tensors.moves(pieces, whole) })
+    }
+
+    /// Plans the moves between caches of which one or both have tensors that differ.
+    fn by_runs(&self, remote: &RemoteCache) -> Result<Conversion> {
+        // Neither a sequence of tokens nor a part of a group has a meaning without KV layouts.
+        self.local.layouts(remote)?;
+        let (tensors, rows) = (self.tensors, self.rows());
+        let sides = (remote.into(), (&self.local).into());
+        let planned = planned(tensors, sides, CacheCount::Two, |src, dst| {
+            let (src, dst) = (src.geometry, dst.geometry);
+            match rows {
+                PullRows::Slot { size, .. } => {
+                    ensure(rows.is_whole_slot(), || part_of_mixed("size", *size))?;
+                    equal_rows(src, dst)?;
+                }
+                PullRows::Blocks { .. } | PullRows::Rows { .. } | PullRows::Sequence { .. } => {
+                    equal_rows(src, dst)?;
+                }
+                PullRows::SubRows { .. } | PullRows::SlotToBlocks { .. } => {}
+            }
+            let (pieces, dst_rows) = self.checked_pieces(remote, (dst, src))?;
+            Ok(Moves { dst_rows, ..tensors.moves(pieces, false) })
+        })?;
+        let first = u32::try_from(tensors.src).unwrap_or(u32::MAX);
+        let whole_source = tensors.count == remote.layout.geometry.num_tensors();
+        let read_tensors = Some((first, tensors.count));
+        Ok(Conversion { plans: planned.plans, whole_source, read_tensors, tokens: None })
+    }
+
+    /// Checks the pull against a remote cache whose tensors have the sizes `peer`, and returns the pieces that move in each
+    /// tensor, and the local rows that they write. Local tensors have the sizes `own`.
+    fn checked_pieces(
+        &self,
+        remote: &RemoteCache,
+        (own, peer): (Geometry, Geometry),
+    ) -> Result<(Pieces, Vec<u64>)> {
+        let tensors = self.tensors;
         remote_row(remote, ErrorKind::CacheNotFound)?;
         if !self.src_layers_given && peer.num_tensors() != tensors.count {
             return Err(Error::invalid(format!(
@@ -239,14 +290,11 @@ impl<R: Borrow<PullRows>> CheckedPull<R> {
         }
         within("src_layer_range", tensors.src, tensors.count, "the remote cache", peer)?;
         self.check_remote(remote)?;
-        let (pieces, dst_rows) = self.pieces(remote)?;
-        let whole = tensors.count == peer.num_tensors();
-        Ok(Moves { dst_rows, ..tensors.moves(pieces, whole) })
+        self.pieces(remote, (own, peer))
     }
 
     /// Returns the pieces that move in each tensor, and the local rows that they write.
-    fn pieces(&self, remote: &RemoteCache) -> Result<(Pieces, Vec<u64>)> {
-        let (own, peer) = (self.local.layout.geometry, remote.layout.geometry);
+    fn pieces(&self, remote: &RemoteCache, (own, peer): (Geometry, Geometry)) -> Result<(Pieces, Vec<u64>)> {
         let slot = peer.row_start(remote.row.into());
         Ok(match self.rows.borrow() {
             PullRows::Slot { local: index, remote_offset, local_offset, size } => {

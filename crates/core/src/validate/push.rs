@@ -3,16 +3,17 @@
 use std::borrow::Borrow;
 use std::ops::Range;
 
+use super::by_runs::{equal_rows, planned};
 use super::cache_rules::{
     RemoteCache, batch_cache, blocks_cache, check_accessible, equally_many, in_range, not_empty, numbers,
     remote_row, row,
 };
 use super::conversion::{Conversion, LocalCache, TokenMove, rows_alike, some_tokens};
 use super::layer_ranges::{Layers, TensorRun, push_layers, within};
-use super::sub_rows::{between, fits_row};
+use super::sub_rows::between;
 use crate::error::{Error, ErrorKind, Result};
-use crate::model::SubRow;
-use crate::plan::{KvPart, Moves, Piece, Pieces};
+use crate::model::{Geometry, SubRow};
+use crate::plan::{CacheCount, KvPart, Moves, Piece, Pieces};
 
 /// The rows that a push reads and writes: `local` rows, into `remote` rows of the peer's cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -113,16 +114,20 @@ impl<R: Borrow<PushRows>> CheckedPush<R> {
                     equally_many(("src_blocks", blocks.len()), ("dst_blocks", remote.len()))?;
                 }
                 in_range("src_blocks", blocks, geometry)?;
-                fits_row(given.part(), ("src_offset", given.part().src_offset), geometry)?;
+                let offset = ("src_offset", given.part().src_offset);
+                cache.fits_rows(given.part(), offset, (tensors.src, tensors.count))?;
             }
         }
         let layers_given = layers.src.or(layers.dst).is_some();
         Ok(CheckedPush { rows, local: cache, tensors, layers_given })
     }
 
-    /// Returns what moves if the rows of the two caches have different KV layouts, as
-    /// [`CheckedPull::conversion`](super::CheckedPull::conversion) does: the layers and heads that both caches hold.
+    /// Returns what moves if it takes several plans, as [`CheckedPull::conversion`](super::CheckedPull::conversion) does.
+    /// Between different KV layouts, these are the layers and heads that both caches hold.
     pub fn conversion(&self, remote: &RemoteCache) -> Result<Option<Conversion>> {
+        if self.local.is_mixed_with(remote) {
+            return self.by_runs(remote).map(Some);
+        }
         let Some((src, dst)) = self.local.layouts(remote)? else { return Ok(None) };
         let rows = self.rows();
         self.check_remote(remote)?;
@@ -178,10 +183,10 @@ impl<R: Borrow<PushRows>> CheckedPush<R> {
     /// Checks the push against the owner's description of the remote cache, and returns what moves if rows move as they
     /// are.
     pub fn moves(&self, remote: &RemoteCache) -> Result<Moves> {
-        let (tensors, peer) = (self.tensors, remote.layout.geometry);
+        let (tensors, peer) = (self.tensors, remote.equal_tensors()?.geometry);
         check_accessible("the remote cache", remote.accessible)?;
         within("dst_layer_range", tensors.dst, tensors.count, "the remote cache", peer)?;
-        let (pieces, src_rows) = self.pieces(remote)?;
+        let (pieces, src_rows) = self.pieces(remote, (self.local.layout.geometry, peer))?;
         if tensors.count == 0 {
             return Ok(tensors.moves(Pieces::default(), false));
         }
@@ -189,9 +194,31 @@ impl<R: Borrow<PushRows>> CheckedPush<R> {
         Ok(Moves { src_rows, ..tensors.moves(pieces, whole) })
     }
 
-    /// Returns the pieces that move in each tensor, and the local rows that they read.
-    fn pieces(&self, remote: &RemoteCache) -> Result<(Pieces, Vec<u64>)> {
-        let (own, peer) = (self.local.layout.geometry, remote.layout.geometry);
+    /// Plans the moves between caches of which one or both have tensors that differ.
+    fn by_runs(&self, remote: &RemoteCache) -> Result<Conversion> {
+        // A sequence of tokens has no meaning without KV layouts.
+        self.local.layouts(remote)?;
+        let (tensors, peer) = (self.tensors, remote.layout.geometry);
+        check_accessible("the remote cache", remote.accessible)?;
+        within("dst_layer_range", tensors.dst, tensors.count, "the remote cache", peer)?;
+        let sides = ((&self.local).into(), remote.into());
+        let planned = planned(tensors, sides, CacheCount::Two, |src, dst| {
+            let (src, dst) = (src.geometry, dst.geometry);
+            if !matches!(self.rows(), PushRows::SubRows { .. }) {
+                equal_rows(src, dst)?;
+            }
+            let (pieces, src_rows) = self.pieces(remote, (src, dst))?;
+            Ok(Moves { src_rows, ..tensors.moves(pieces, false) })
+        })?;
+        let first = u32::try_from(tensors.src).unwrap_or(u32::MAX);
+        let whole_source = tensors.count == self.local.layout.geometry.num_tensors();
+        let read_tensors = Some((first, tensors.count));
+        Ok(Conversion { plans: planned.plans, whole_source, read_tensors, tokens: None })
+    }
+
+    /// Returns the pieces that move in each tensor, and the local rows that they read. Local tensors have the sizes `own`,
+    /// and remote ones `peer`.
+    fn pieces(&self, remote: &RemoteCache, (own, peer): (Geometry, Geometry)) -> Result<(Pieces, Vec<u64>)> {
         self.check_remote(remote)?;
         Ok(match self.rows.borrow() {
             PushRows::Slot { local: index } => {

@@ -24,7 +24,15 @@ pub fn refused<T: std::fmt::Debug>(result: Result<T>, facts: &[&str]) -> Error {
 }
 
 fn desc(num_tensors: u32, shape: &[i64], data_type: DataType, placement: Placement) -> CacheDesc {
-    CacheDesc { num_tensors, shape: shape.to_vec(), data_type, placement, row_stride: None, kv_layout: None }
+    CacheDesc {
+        num_tensors,
+        shape: shape.to_vec(),
+        data_type,
+        placement,
+        row_stride: None,
+        kv_layout: None,
+        tensors: Vec::new(),
+    }
 }
 
 pub fn spec(tensors: u32, rows: i64, row_bytes: i64, kind: CacheKind, placement: Placement) -> CacheLayout {
@@ -114,7 +122,8 @@ fn addresses() {
     };
     refused(one(0, &[4]), &["len(addrs)=1", "num_tensors=0"]);
     refused(one(1, &[-4]), &["shape=[-4]"]);
-    let layout = addresses(&[u64::MAX - 128, 1]).unwrap();
+    let (layout, mixed) = addresses(&[u64::MAX - 128, 1]).unwrap();
+    assert_eq!(mixed, None);
     assert_eq!((layout.kind, layout.placement, layout.geometry.row_bytes()), (Blocks, Host, 32));
 }
 

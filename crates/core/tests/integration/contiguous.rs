@@ -73,6 +73,7 @@ fn elements_need_no_gap_for_their_alignment() {
             placement: Device,
             row_stride: None,
             kv_layout: None,
+            tensors: Vec::new(),
         };
         let cache = engine.allocate_contiguous(&spec, Blocks, &[]).unwrap();
         assert!(cache.addrs().iter().all(|addr| addr % data_type.bytes() == 0), "{data_type:?}");

@@ -35,6 +35,7 @@ fn record(layout: &KvLayout) -> (WireCache, KvGeometry) {
         placement: Placement::Device,
         row_stride: None,
         kv_layout: None,
+        tensors: Vec::new(),
     };
     let geometry = Geometry::new(&desc).unwrap();
     let cache = CacheLayout { geometry, kind: CacheKind::Blocks, placement: Placement::Device };

@@ -18,7 +18,7 @@ use llm_datadist_core::testing::plan::{CacheCount, CopyPlan, Moves, Pieces};
 use llm_datadist_core::testing::session::Transports;
 use llm_datadist_core::{
     Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, Deadline, End, Error,
-    ErrorKind, Geometry, Placement, PoolConfig, Result, Role,
+    ErrorKind, Geometry, MixedSizes, Placement, PoolConfig, Result, Role,
 };
 use llm_datadist_testing::{Local, SimDevice};
 use tracing::{Level, Subscriber, span};
@@ -103,7 +103,15 @@ pub fn patterned(seed: u8, tensors: usize, bytes: usize) -> Vec<Vec<u8>> {
 
 pub fn desc(placement: Placement, num_tensors: u32, rows: usize, row_bytes: usize) -> CacheDesc {
     let shape = vec![rows as i64, row_bytes as i64];
-    CacheDesc { num_tensors, shape, data_type: DataType::Uint8, placement, row_stride: None, kv_layout: None }
+    CacheDesc {
+        num_tensors,
+        shape,
+        data_type: DataType::Uint8,
+        placement,
+        row_stride: None,
+        kv_layout: None,
+        tensors: Vec::new(),
+    }
 }
 
 /// The rows of a whole cache, each paired with the same row of another one.
@@ -130,7 +138,17 @@ pub struct Own {
     pub cache: Arc<Cache>,
     buffer: Arc<Buffer>,
     starts: Vec<usize>,
-    tensor_bytes: usize,
+    tensor_bytes: Vec<usize>,
+}
+
+/// The bytes of each tensor.
+pub fn tensor_bytes(desc: &CacheDesc) -> Vec<usize> {
+    match MixedSizes::of(desc).unwrap() {
+        Some(sizes) => {
+            (0..desc.num_tensors).map(|tensor| sizes.run(tensor).geometry().tensor_bytes() as usize).collect()
+        }
+        None => vec![Geometry::new(desc).unwrap().tensor_bytes() as usize; desc.num_tensors as usize],
+    }
 }
 
 const GUARD: u8 = 0xA5;
@@ -142,10 +160,15 @@ impl Own {
     }
 
     pub fn new(desc: &CacheDesc, kind: CacheKind, enter: impl FnOnce(Adopted) -> Arc<Cache>) -> Own {
-        let tensor_bytes = Geometry::new(desc).unwrap().tensor_bytes() as usize;
-        let starts: Vec<usize> =
-            (0..desc.num_tensors as usize).map(|t| 67 + t * (tensor_bytes + 67)).collect();
-        let buffer = Buffer::new(67 + starts.len() * (tensor_bytes + 67), |_| GUARD);
+        let tensor_bytes = tensor_bytes(desc);
+        let mut end = 0;
+        let start = |bytes: &usize| {
+            let start = end + 67;
+            end = start + bytes;
+            start
+        };
+        let starts: Vec<usize> = tensor_bytes.iter().map(start).collect();
+        let buffer = Buffer::new(end + 67, |_| GUARD);
         let addrs: Vec<u64> = starts.iter().map(|&at| buffer.addr() + at as u64).collect();
         Own { cache: enter(adopt(desc, kind, &addrs)), buffer, starts, tensor_bytes }
     }
@@ -157,20 +180,25 @@ impl Own {
 
     pub fn write(&self, tensors: &[Vec<u8>]) {
         assert_eq!(tensors.len(), self.starts.len());
-        for (start, bytes) in self.starts.iter().zip(tensors) {
-            assert_eq!(bytes.len(), self.tensor_bytes);
+        for ((start, bytes), len) in self.starts.iter().zip(tensors).zip(&self.tensor_bytes) {
+            assert_eq!(bytes.len(), *len);
             self.buffer.write(*start, bytes);
         }
     }
 
     pub fn read(&self) -> Vec<Vec<u8>> {
-        self.starts.iter().map(|&start| self.buffer.read(start, self.tensor_bytes)).collect()
+        self.starts
+            .iter()
+            .zip(&self.tensor_bytes)
+            .map(|(&start, &len)| self.buffer.read(start, len))
+            .collect()
     }
 
     /// Fails if a byte outside the tensors changed. Returns the number of bytes that it checked.
     pub fn outside_untouched(&self) -> usize {
-        let ends: Vec<usize> =
-            std::iter::once(0).chain(self.starts.iter().map(|s| s + self.tensor_bytes)).collect();
+        let ends: Vec<usize> = std::iter::once(0)
+            .chain(self.starts.iter().zip(&self.tensor_bytes).map(|(start, len)| start + len))
+            .collect();
         let mut seen = 0;
         for end in ends {
             let guard = self.buffer.read(end, 67);
@@ -299,8 +327,8 @@ pub fn proptest_cases(default: u32) -> proptest::test_runner::Config {
 /// Writes the tensors of a pool cache of host memory. Only while no copy runs.
 pub fn fill(cache: &Cache, tensors: &[Vec<u8>]) {
     assert_eq!(tensors.len(), cache.addrs().len());
-    for (&addr, bytes) in cache.addrs().iter().zip(tensors) {
-        assert_eq!(bytes.len() as u64, cache.geometry().tensor_bytes());
+    for (tensor, (&addr, bytes)) in (0..).zip(cache.addrs().iter().zip(tensors)) {
+        assert_eq!(bytes.len() as u64, cache.sizes_of(tensor).tensor_bytes());
         // SAFETY: the tensor is `len` bytes of a pool, alive as long as the cache, and used by nobody else now.
         unsafe { (addr as *mut u8).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
     }
@@ -308,13 +336,12 @@ pub fn fill(cache: &Cache, tensors: &[Vec<u8>]) {
 
 /// The tensors of a cache of host memory. Only while no copy runs.
 pub fn contents(cache: &Cache) -> Vec<Vec<u8>> {
-    let len = cache.geometry().tensor_bytes() as usize;
-    // SAFETY: as in `fill`.
-    cache
-        .addrs()
-        .iter()
-        .map(|&addr| unsafe { std::slice::from_raw_parts(addr as *const u8, len) }.to_vec())
-        .collect()
+    let tensor = |(tensor, &addr): (u32, &u64)| {
+        let len = cache.sizes_of(tensor).tensor_bytes() as usize;
+        // SAFETY: as in `fill`.
+        unsafe { std::slice::from_raw_parts(addr as *const u8, len) }.to_vec()
+    };
+    (0..).zip(cache.addrs()).map(tensor).collect()
 }
 
 /// Sets a flag when dropped, so that threads that check the flag also end if the test fails.

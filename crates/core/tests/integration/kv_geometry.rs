@@ -33,6 +33,7 @@ fn layouts_that_do_not_fit_their_cache_are_refused() {
             placement: Placement::Device,
             row_stride: None,
             kv_layout: None,
+            tensors: Vec::new(),
         };
         KvGeometry::new(layout, &Geometry::new(&desc).unwrap(), data_type)
     };
@@ -122,6 +123,7 @@ fn local_rows_of_different_layouts_are_not_alike() {
             placement: Placement::Device,
             row_stride: None,
             kv_layout: None,
+            tensors: Vec::new(),
         };
         KvGeometry::new(layout, &Geometry::new(&desc).unwrap(), data_type).unwrap()
     };

@@ -56,6 +56,7 @@ impl Side {
             placement: Placement::Device,
             row_stride: None,
             kv_layout: None,
+            tensors: Vec::new(),
         };
         KvGeometry::new(self.layout.clone(), &Geometry::new(&desc)?, self.data_type)?
             .with_row_stride(self.row_stride)

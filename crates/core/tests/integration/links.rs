@@ -14,6 +14,7 @@ mod layerwise;
 mod layerwise_faults;
 mod linking;
 mod memory_offers;
+mod mixed_tensors;
 mod pair_checksums;
 mod pull_and_push;
 mod push_ahead;
@@ -288,9 +289,12 @@ impl Held {
 
     /// Fills it with bytes that differ everywhere, and returns them.
     fn fill(&self, seed: u8) -> Vec<Vec<u8>> {
-        let geometry = self.cache.geometry();
-        let bytes =
-            fixtures::patterned(seed, geometry.num_tensors() as usize, geometry.tensor_bytes() as usize);
+        let bytes: Vec<Vec<u8>> = (0..self.cache.num_tensors())
+            .map(|tensor| {
+                let len = self.cache.sizes_of(tensor).tensor_bytes() as usize;
+                (0..len).map(|at| fixtures::pattern(seed, tensor as usize, at)).collect()
+            })
+            .collect();
         self.write(&bytes);
         bytes
     }

@@ -47,6 +47,7 @@ mod local_verify;
 mod log;
 mod memory_limits;
 mod merger;
+mod mixed_tensors;
 mod moved;
 mod options;
 mod peer_memory;

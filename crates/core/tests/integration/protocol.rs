@@ -124,6 +124,7 @@ fn record(location: WireLocation) -> WireCache {
         accessible: false,
         location,
         layout: None,
+        mixed: Vec::new(),
     }
 }
 

@@ -63,7 +63,10 @@ impl Table {
                 cache.addrs().iter().fold((u64::MAX, 0), |(low, high), &at| (at.min(low), at.max(high)));
             let first = order.partition_point(|&at| addrs[at] < ends.0);
             let next = order.get(first).map(|&at| addrs[at]);
-            next.is_some_and(|next| next <= ends.1 || next - ends.1 < cache.geometry().tensor_bytes())
+            // The tensor at the highest address may be any of them.
+            let longest =
+                cache.mixed().map_or_else(|| cache.sizes_of(0).tensor_bytes(), |mixed| mixed.bytes());
+            next.is_some_and(|next| next <= ends.1 || next - ends.1 < longest)
         };
         for first in (0..).step_by(AT_ONCE) {
             let state = self.state.lock();
@@ -74,8 +77,9 @@ impl Table {
             let caches = fallible::collect_growing(FOUND_ADDRESSES, 0, some.cloned())?;
             drop(state);
             for cache in &caches {
-                let (bytes, rows) = (cache.geometry().tensor_bytes(), cache.geometry().row_sizes());
                 for (tensor, &base) in (0..).zip(cache.addrs()) {
+                    let sizes = cache.sizes_of(tensor);
+                    let (bytes, rows) = (sizes.tensor_bytes(), sizes.row_sizes());
                     let first = order.partition_point(|&at| addrs[at] < base);
                     for &at in order[first..].iter().take_while(|&&at| addrs[at] - base < bytes) {
                         let (spot, offset) = (&mut found[at], addrs[at] - base);
@@ -137,7 +141,7 @@ impl State {
         };
         let (index, entry) = found.ok_or_else(|| no_cache(id))?;
         // For a name that selects a slot, a blocks cache counts as one slot (contract §12.1).
-        let rows = if entry.cache.kind() == CacheKind::Batch { entry.cache.geometry().rows() } else { 1 };
+        let rows = if entry.cache.kind() == CacheKind::Batch { entry.cache.rows() } else { 1 };
         if u64::from(row) < rows {
             return Ok((index, entry, row));
         }
@@ -155,7 +159,7 @@ impl State {
             let text = format!("{name} now names another cache");
             return Err(Error::new(ErrorKind::CacheNotFound, text).with("cache_id", cache));
         }
-        let tensors = entry.cache.geometry().num_tensors();
+        let tensors = entry.cache.num_tensors();
         let Some(end) = first.checked_add(count).filter(|&end| end <= tensors) else {
             let value = format!("{count} tensors from tensor {first}");
             let required = format_args!("within the {tensors} tensors of the cache");

@@ -55,6 +55,7 @@ fn described(layout: &KvLayout, rows: u64, gap: u64) -> CacheDesc {
         placement: Placement::Device,
         row_stride: Some(row_bytes(layout) + gap),
         kv_layout: Some(Box::new(layout.clone())),
+        tensors: Vec::new(),
     }
 }
 
