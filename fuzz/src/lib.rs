@@ -136,6 +136,9 @@ fn reply(body: &[u8]) {
             if let Err(error) = record.layout() {
                 refused_as(&error, &[ErrorKind::NotLinked]);
             }
+            if let Err(error) = record.mixed_sizes() {
+                refused_as(&error, &[ErrorKind::NotLinked]);
+            }
             let (WireLocation::Region { runs, .. } | WireLocation::Process { runs }) = &record.location
             else {
                 return;

@@ -9,7 +9,7 @@ use llm_datadist_core::testing::plan::{Span, SpanList};
 use llm_datadist_core::testing::protocol::{
     self, Attach, Attached, Challenge, Comm, Confirm, Control, EntryVersion, Hello, LinkAnswer, Metadata, Pairs,
     Party, Payload, Payloads, Proof, Purpose, Reply, Request, Run, Welcome, WireCache, WireLocation, WireName,
-    WirePlan, WirePulled, WireRows, WireSteps, WireTemplate,
+    WirePlan, WirePulled, WireRows, WireSizes, WireSteps, WireTemplate,
 };
 use llm_datadist_core::{Error, ErrorKind};
 use serde::Serialize;
@@ -126,6 +126,7 @@ fn replies(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
         num_tensors: 4,
         rows: 128,
         row_bytes: 65536,
+        row_stride: 65536,
         blocks: true,
         placement: 1,
         allocated: true,
@@ -133,8 +134,13 @@ fn replies(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
         location: WireLocation::Process {
             runs: vec![Run { start: 4096, step: 1 << 23, count: 3 }, Run { start: 1, step: 0, count: 1 }],
         },
+        mixed: vec![],
+        layout: None,
     };
+    let sizes = |first, row_bytes, row_stride| WireSizes { first, row_bytes, row_stride };
+    let mixed = WireCache { mixed: vec![sizes(0, 65536, 65536), sizes(3, 8192, 9000)], ..record.clone() };
     add(8, "described", frame(&Reply::Described(record)));
+    add(8, "described-mixed", frame(&Reply::Described(mixed)));
     add(8, "done", frame(&Reply::Done { bytes: 1 << 40 }));
     add(8, "ready", frame(&Reply::Ready { bytes: 4096 }));
     add(8, "unreachable", frame(&Reply::Unreachable { reason: "no permission".into() }));

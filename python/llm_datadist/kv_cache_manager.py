@@ -500,7 +500,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
                 released.
         """
         view = self._engine.tensor_view(cache, tensor_index)
-        return [Tensor._of_view(view, cache.cache_desc.data_type)]  # noqa: SLF001  (made here only)
+        return [Tensor._of_view(view, cache.cache_desc._data_type_of(tensor_index))]  # noqa: SLF001  (made here only)
 
 
 def _check_uint64_blocks(copy_block_info: Union[dict[int, list[int]], Any]) -> None:

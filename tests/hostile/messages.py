@@ -318,14 +318,18 @@ def sums(generation: int, values: list[int], count: int | None = None) -> bytes:
     return uint(8) + uint(generation) + uint(len(values) if count is None else count) + b"".join(map(uint, values))
 
 
-def described(*, location: bytes = HIDDEN, **given: int) -> bytes:
-    """Reply 0: a cache of 2 tensors of 4 blocks of 256 bytes without gaps or layout, unless other numbers are given."""
+def described(*, location: bytes = HIDDEN, mixed: Sequence[tuple[int, int, int]] = (), **given: int) -> bytes:
+    """Reply 0: a cache of 2 tensors of 4 blocks of 256 bytes without gaps or layout, unless other numbers are given.
+
+    `mixed` has a run of equal tensors in each entry: its first tensor, the bytes of a row, and the row stride.
+    """
     cache = {"place": 0, "generation": 0, "tensors": 2, "rows": 4, "row_bytes": 256, "placement": 0, "allocated": 1}
     cache.update(given)
     names = uint(0) + uint(cache["place"]) + uint(cache["generation"]) + sint(1)
     stride = cache.get("row_stride", cache["row_bytes"])
     sizes = uint(0) + uint(cache["tensors"]) + uint(cache["rows"]) + uint(cache["row_bytes"]) + uint(stride)
-    return names + sizes + bytes([True, cache["placement"], cache["allocated"], True]) + location + uint(0)
+    runs = uint(len(mixed)) + b"".join(uint(first) + uint(row) + uint(stride) for first, row, stride in mixed)
+    return names + sizes + bytes([True, cache["placement"], cache["allocated"], True]) + location + runs + uint(0)
 
 
 def read_reply(body: bytes) -> dict[str, Any]:

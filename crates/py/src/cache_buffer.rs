@@ -52,7 +52,7 @@ impl FlatView {
 
     #[getter]
     fn nbytes(&self, py: Python<'_>) -> PyResult<u64> {
-        Ok(self.cache(py)?.geometry().bytes())
+        Ok(self.cache(py)?.bytes())
     }
 
     fn numpy<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {

@@ -8,7 +8,7 @@ use std::fmt::Display;
 use std::ops::Range;
 
 use llm_datadist_core::bindings::fallible;
-use llm_datadist_core::{CacheDesc, DataType, Placement};
+use llm_datadist_core::{CacheDesc, DataType, Placement, TensorDesc};
 use pyo3::exceptions::{PyMemoryError, PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -152,6 +152,10 @@ pub(crate) fn required(name: &str, value: &Any<'_>, class: &Py<PyType>, class_na
 /// Reads a `CacheDesc` without its layout (`kv_layout`). It is read at each call, because `update_dim` may change its shape.
 pub(crate) fn desc(value: &Any<'_>) -> PyResult<CacheDesc> {
     let py = value.py();
+    let parts = value.getattr(intern!(py, "_parts"))?;
+    if !parts.is_empty()? {
+        return of_parts(value, &listed("parts", &parts)?);
+    }
     Ok(CacheDesc {
         num_tensors: num_tensors(value)?,
         shape: shape(&value.getattr(intern!(py, "_shape"))?)?,
@@ -161,6 +165,22 @@ pub(crate) fn desc(value: &Any<'_>) -> PyResult<CacheDesc> {
         kv_layout: None,
         tensors: Vec::new(),
     })
+}
+
+/// Reads a `CacheDesc` whose tensors differ.
+fn of_parts(value: &Any<'_>, parts: &[Any<'_>]) -> PyResult<CacheDesc> {
+    let py = value.py();
+    let placement = placement(&value.getattr(intern!(py, "_placement"))?)?;
+    let tensors = parts.iter().map(|part| {
+        Ok(TensorDesc {
+            count: num_tensors(part)?,
+            shape: shape(&part.getattr(intern!(py, "_shape"))?)?,
+            data_type: data_type(&part.getattr(intern!(py, "_data_type"))?)?,
+            row_stride: optional_int("row_stride", &part.getattr(intern!(py, "_row_stride"))?)?,
+        })
+    });
+    let tensors = gathered(py, parts.len(), tensors)?;
+    CacheDesc::of_tensors(tensors, placement).map_err(|error| raise(py, &error))
 }
 
 /// Reads the number of tensors of a `CacheDesc`.

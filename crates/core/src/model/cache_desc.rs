@@ -117,14 +117,16 @@ pub struct CacheDesc {
     pub row_stride: Option<u64>,
     /// What the rows mean, if the caller said so.
     pub kv_layout: Option<Box<KvLayout>>,
-    /// Each tensor, if they differ; `shape`, `data_type` and `row_stride` are those of tensor 0 then. Empty if all tensors
+    /// All tensors, if they differ; `shape`, `data_type` and `row_stride` are those of tensor 0 then. Empty if all tensors
     /// are equal. [`of_tensors`](CacheDesc::of_tensors) returns such a description.
     pub tensors: Vec<TensorDesc>,
 }
 
-/// One tensor of a cache whose tensors differ, as the caller described it.
+/// Some equal tensors of a cache whose tensors differ, as the caller described them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorDesc {
+    /// How many neighbouring tensors are described.
+    pub count: u32,
     /// Dimensions, outermost first.
     pub shape: Vec<i64>,
     /// Element type.

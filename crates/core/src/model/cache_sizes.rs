@@ -11,23 +11,35 @@ use crate::fallible;
 /// Name of these lists in out-of-memory errors.
 const TENSORS: &str = "the tensors of a cache";
 
+impl TensorDesc {
+    /// Returns whether the tensors are like those of `other`, which may be more or fewer.
+    fn equals(&self, other: &TensorDesc) -> bool {
+        (&self.shape, self.data_type, self.row_stride) == (&other.shape, other.data_type, other.row_stride)
+    }
+}
+
 impl CacheDesc {
-    /// Returns the description of a cache with these tensors.
-    /// `Err(InvalidArgument)` if there are none, or more than [`Geometry::MAX_TENSORS`].
+    /// Returns the description of a cache with these tensors, in this order. `Err(InvalidArgument)` if there are none, if a
+    /// description is of none, or if there are more than [`Geometry::MAX_TENSORS`].
     pub fn of_tensors(tensors: Vec<TensorDesc>, placement: Placement) -> Result<CacheDesc> {
-        let count = tensors.len();
+        let count = tensors.iter().map(|tensors| u64::from(tensors.count)).sum::<u64>();
+        let allowed = 1..=u64::from(Geometry::MAX_TENSORS);
         let (Some(first), Ok(num_tensors)) = (tensors.first(), u32::try_from(count)) else {
-            return Err(Error::out_of_range(
-                "len(tensors)",
-                count,
-                format_args!("1 to {}", Geometry::MAX_TENSORS),
-            ));
+            return Err(too_many(count));
         };
-        let TensorDesc { shape, data_type, row_stride } = first.clone();
+        ensure(allowed.contains(&count), || too_many(count))?;
+        ensure(tensors.iter().all(|tensors| tensors.count > 0), || {
+            Error::argument("num_tensors", 0, "above 0 in every part")
+        })?;
+        let TensorDesc { shape, data_type, row_stride, .. } = first.clone();
         // Then it is a cache like any other, and takes the same paths.
-        let tensors = if tensors.iter().all(|tensor| tensor == first) { Vec::new() } else { tensors };
+        let tensors = if tensors.iter().all(|other| other.equals(first)) { Vec::new() } else { tensors };
         Ok(CacheDesc { num_tensors, shape, data_type, placement, row_stride, kv_layout: None, tensors })
     }
+}
+
+fn too_many(count: u64) -> Error {
+    Error::out_of_range("num_tensors", count, format_args!("1 to {}", Geometry::MAX_TENSORS))
 }
 
 /// Some tensors of a cache: `count` of them from `first` on, each `step` after the one before.
@@ -99,25 +111,39 @@ impl MixedSizes {
         if tensors.is_empty() {
             return Ok(None);
         }
-        ensure(tensors.len() as u64 == u64::from(desc.num_tensors), || {
-            Error::argument("num_tensors", desc.num_tensors, format_args!("len(tensors)={}", tensors.len()))
+        let count = tensors.iter().map(|tensors| u64::from(tensors.count)).sum::<u64>();
+        ensure(count == u64::from(desc.num_tensors), || {
+            Error::argument("num_tensors", desc.num_tensors, format_args!("{count}, the tensors described"))
         })?;
         ensure(desc.kv_layout.is_none(), || {
             Error::argument("layout", "a KvLayout", "None, because the tensors of the cache differ")
         })?;
-        let starts = (0..).zip(tensors).filter(|&(at, tensor): &(u32, _)| {
-            at.checked_sub(1).is_none_or(|before| &tensors[before as usize] != tensor)
+        let mut next = 0;
+        let mut before: Option<&TensorDesc> = None;
+        let starts = tensors.iter().filter(|described| described.count > 0).filter_map(|described| {
+            let (first, joined) = (next, before.is_some_and(|before| before.equals(described)));
+            // The sum was compared with a number of 32 bits.
+            next += described.count;
+            before = Some(described);
+            (!joined).then_some((first, described))
         });
         Self::of_runs(desc.num_tensors, starts.map(|(first, tensor)| (first, tensor.clone())))
             .map(|sizes| Some(Arc::new(sizes)))
     }
 
-    /// Checks runs of equal tensors, each given by the number of its first tensor. The numbers must begin with 0, ascend,
+    /// Returns the sizes of tensor 0 of `desc`, and those of all tensors if they differ. `Err(InvalidArgument)` as
+    /// [`Geometry::new`] and [`of`](Self::of).
+    pub fn checked(desc: &CacheDesc) -> Result<(Geometry, Option<Arc<MixedSizes>>)> {
+        let mixed = Self::of(desc)?;
+        let geometry = mixed.as_ref().map_or_else(|| Geometry::new(desc), |mixed| Ok(mixed.first()))?;
+        Ok((geometry, mixed))
+    }
+
+    /// Checks runs of equal tensors, each given by the number of its first tensor; the counts of the descriptions have no
+    /// effect. The numbers must begin with 0, ascend,
     /// and be below `num_tensors`. Otherwise like [`of`](Self::of).
     pub fn of_runs(num_tensors: u32, runs: impl Iterator<Item = (u32, TensorDesc)>) -> Result<MixedSizes> {
-        ensure((1..=Geometry::MAX_TENSORS).contains(&num_tensors), || {
-            Error::out_of_range("num_tensors", num_tensors, format_args!("1 to {}", Geometry::MAX_TENSORS))
-        })?;
+        ensure((1..=Geometry::MAX_TENSORS).contains(&num_tensors), || too_many(num_tensors.into()))?;
         let mut checked: Vec<EqualTensors> = Vec::new();
         for (first, tensor) in runs {
             ensure(checked.len() < Self::MAX_RUNS, || {
@@ -139,7 +165,7 @@ impl MixedSizes {
             let run = EqualTensors { first, geometry, shape, data_type };
             fallible::push(TENSORS, &mut checked, run)?;
         }
-        ensure(!checked.is_empty(), || Error::out_of_range("len(tensors)", 0, "1 to 16777216"))?;
+        ensure(!checked.is_empty(), || too_many(0))?;
         let mut sizes = MixedSizes { num_tensors, runs: checked, bytes: 0 };
         sizes.bytes = sizes.total_bytes()?;
         Ok(sizes)

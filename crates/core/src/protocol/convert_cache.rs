@@ -48,7 +48,7 @@ impl WireCache {
         let runs = self.mixed.iter().map(|run| {
             let row_bytes = i64::try_from(run.row_bytes).unwrap_or(0);
             let (shape, row_stride) = (vec![rows, row_bytes], Some(run.row_stride));
-            (run.first, TensorDesc { shape, data_type: DataType::Uint8, row_stride })
+            (run.first, TensorDesc { count: 1, shape, data_type: DataType::Uint8, row_stride })
         });
         let sizes = MixedSizes::of_runs(self.num_tensors, runs);
         sizes.map(|sizes| Some(Arc::new(sizes))).map_err(|error| self.invalid("invalid sizes").because(error))

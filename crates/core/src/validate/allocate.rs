@@ -4,9 +4,7 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::fallible;
-use crate::model::{
-    CacheDesc, CacheKey, CacheKind, CacheLayout, Geometry, KvGeometry, MixedSizes, Placement,
-};
+use crate::model::{CacheDesc, CacheKey, CacheKind, CacheLayout, KvGeometry, MixedSizes, Placement};
 
 /// Which placements have a pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -48,7 +46,7 @@ pub fn allocate(
             desc.placement
         )));
     }
-    let (geometry, mixed) = sizes(desc)?;
+    let (geometry, mixed) = MixedSizes::checked(desc)?;
     if keys.len() as u64 > geometry.rows() {
         let required = format_args!("at most {}, one key for each batch slot", geometry.rows());
         return Err(Error::argument("len(cache_keys)", keys.len(), required));
@@ -62,13 +60,6 @@ pub fn allocate(
 /// alignments.
 pub fn contiguous_mixed() -> Error {
     Error::argument("contiguous", "True", "False, because the tensors of the cache differ")
-}
-
-/// Returns the sizes of tensor 0, and those of all tensors if they differ.
-fn sizes(desc: &CacheDesc) -> Result<(Geometry, Option<Arc<MixedSizes>>)> {
-    let mixed = MixedSizes::of(desc)?;
-    let geometry = mixed.as_ref().map_or_else(|| Geometry::new(desc), |mixed| Ok(mixed.first()))?;
-    Ok((geometry, mixed))
 }
 
 /// Returns the row that each key names, which is its position in the list. A placeholder (`None`) binds
@@ -105,7 +96,7 @@ pub fn addresses(
         let required = format_args!("num_tensors={}", desc.num_tensors);
         return Err(Error::argument("len(addrs)", addrs.len(), required));
     }
-    let (geometry, mixed) = sizes(desc)?;
+    let (geometry, mixed) = MixedSizes::checked(desc)?;
     for (tensor, &addr) in (0..).zip(addrs) {
         let geometry = mixed.as_ref().map_or(geometry, |mixed| mixed.run(tensor).geometry());
         if addr == 0 {

@@ -19,7 +19,7 @@ use proptest::test_runner::TestRunner;
 use crate::fixtures::{Own, config, end, engine_on, pattern, proptest_cases, tensor_bytes};
 
 fn tensor(rows: i64, row_bytes: i64, row_stride: Option<u64>) -> TensorDesc {
-    TensorDesc { shape: vec![rows, row_bytes], data_type: DataType::Uint8, row_stride }
+    TensorDesc { count: 1, shape: vec![rows, row_bytes], data_type: DataType::Uint8, row_stride }
 }
 
 fn desc(placement: Placement, tensors: Vec<TensorDesc>) -> CacheDesc {
@@ -91,7 +91,7 @@ fn sizes_are_those_of_each_tensor() {
 #[test]
 fn descriptions_that_do_not_fit_are_refused() {
     let of = |tensors: Vec<TensorDesc>| MixedSizes::of(&desc(Placement::Host, tensors));
-    refused(CacheDesc::of_tensors(vec![], Placement::Host), &["len(tensors)=0"]);
+    refused(CacheDesc::of_tensors(vec![], Placement::Host), &["num_tensors=0"]);
     refused(
         of(vec![tensor(4, 8, None), tensor(5, 8, None)]),
         &["dimension 0=5", "4, the number of rows", "tensor=1"],
@@ -108,10 +108,7 @@ fn descriptions_that_do_not_fit_are_refused() {
     assert_eq!(of(alternating(4096)).unwrap().unwrap().runs().len(), 4096);
     refused(of(alternating(4097)), &["at most 4096 runs"]);
     let good = desc(Placement::Host, alternating(2));
-    refused(
-        MixedSizes::of(&CacheDesc { num_tensors: 3, ..good.clone() }),
-        &["num_tensors=3", "len(tensors)=2"],
-    );
+    refused(MixedSizes::of(&CacheDesc { num_tensors: 3, ..good.clone() }), &["num_tensors=3", "must be 2"]);
     refused(Geometry::new(&good), &["2 descriptions", "equal tensors"]);
     let layout = KvLayout {
         tokens_per_block: 1,

@@ -331,11 +331,11 @@ fn reply_bytes() {
     let runs = vec![Run { start: 0, step: u64::MAX, count: 80 }];
     golden(
         &Reply::Described(record(WireLocation::Region { region: 1, runs })),
-        "4c440901230000000005d80406025080018080048080040101010000010100ffffffffffffffffff015000",
+        "4c440901240000000005d80406025080018080048080040101010000010100ffffffffffffffffff01500000",
     );
     golden(
         &Reply::Described(record(WireLocation::Hidden)),
-        "4c440901150000000005d8040602508001808004808004010101000200",
+        "4c440901160000000005d804060250800180800480800401010100020000",
     );
     golden(&Reply::Ready { bytes: 300 }, "4c4409010300000001ac02");
     golden(&Reply::Done { bytes: 1 << 63 }, "4c4409010b0000000280808080808080808001");

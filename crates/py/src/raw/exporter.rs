@@ -158,5 +158,5 @@ fn bytes_of<T: ExportsCache>(object: Borrowed<'_, '_, PyAny>) -> PyResult<(usize
     let exporter = object.cast::<T>()?;
     let cache = exporter.get().held().map_err(refused)?;
     let address = cache.one_range().map_err(refused)?;
-    Ok((address.try_into()?, cache.geometry().bytes().try_into()?))
+    Ok((address.try_into()?, cache.bytes().try_into()?))
 }

@@ -69,7 +69,7 @@ impl Side {
                 let stride = data_type.bytes() * elements + gap;
                 strides.push(stride as usize);
                 let shape = vec![count.cast_signed(), elements.cast_signed()];
-                TensorDesc { shape, data_type, row_stride: (gap > 0).then_some(stride) }
+                TensorDesc { count: 1, shape, data_type, row_stride: (gap > 0).then_some(stride) }
             })
             .collect();
         let desc = CacheDesc::of_tensors(tensors, Placement::Device).unwrap();
@@ -361,6 +361,7 @@ fn keys_of_tensors_that_differ_are_released() {
     let tensors: Vec<TensorDesc> = rows
         .iter()
         .map(|&(data_type, elements)| TensorDesc {
+            count: 1,
             shape: vec![1, elements.cast_signed()],
             data_type,
             row_stride: None,
@@ -391,8 +392,12 @@ fn keys_of_tensors_that_differ_are_released() {
 #[test]
 fn plans_over_tensors_that_differ_are_refused() {
     let engine = super::open(super::config(2, super::Way::Tcp), super::Way::Tcp);
-    let tensor =
-        |bytes: i64| TensorDesc { shape: vec![8, bytes], data_type: DataType::Uint8, row_stride: None };
+    let tensor = |bytes: i64| TensorDesc {
+        count: 1,
+        shape: vec![8, bytes],
+        data_type: DataType::Uint8,
+        row_stride: None,
+    };
     let tensors = vec![tensor(64), tensor(64), tensor(16), tensor(64)];
     let desc = CacheDesc::of_tensors(tensors, Placement::Device).unwrap();
     let held = Held::pool(&engine, &desc, CacheKind::Blocks);
