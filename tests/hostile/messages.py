@@ -6,9 +6,12 @@ dictionaries with the name of the variant under "is". Not for: the order of mess
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .postcard import Reader, blob, flag, many, sint, some, text, uint
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 NEVER = 600_000  # ms: a deadline that is later than the end of every attack
 

@@ -6,7 +6,7 @@ use llm_datadist_core::testing::plan::SpanList;
 use llm_datadist_core::testing::protocol::{Reply, Request, WireName, WirePlan, WireSpan, WireSteps};
 use llm_datadist_core::{
     CacheDesc, CacheKind, CallExtras, DataType, Error, ErrorKind, LayerRange, Layers, LayerwiseArgs, Name,
-    Placement, PullRows, PushRows, SubRow, Target, TensorDesc, Verify,
+    Placement, PullRows, PushRows, SubRow, TensorDesc, Verify,
 };
 
 use super::fake_peer::{Fake, hear, say};
