@@ -17,7 +17,7 @@ __all__ = ["DescOfParts"]
 
 
 class DescOfParts:
-    """The base of ``CacheDesc`` that joins descriptors."""
+    """The base of ``CacheDesc``: it joins descriptors, and returns the text of one."""
 
     _data_type: DataType
     _parts: tuple[CacheDesc, ...] = ()
@@ -87,5 +87,13 @@ class DescOfParts:
             tensor -= part.num_tensors
         return self._data_type
 
-    def __repr__(self) -> str:
-        return f"CacheDesc.of_parts({list(self._parts)})"
+    def __repr__(self: CacheDesc) -> str:  # type: ignore[misc]
+        if self._parts:
+            return f"CacheDesc.of_parts({list(self._parts)})"
+        stride = "" if self._row_stride is None else f", row_stride={self._row_stride}"
+        return (
+            f"CacheDesc(num_tensors={self._num_tensors}, shape={self._shape}, data_type={self._data_type}, "
+            f"placement={self._placement}, batch_dim_index={self._batch_dim_index}, "
+            f"seq_len_dim_index={self._seq_len_dim_index},kv_tensor_format={self._kv_tensor_format}{stride}"
+            f"{'' if self._layout is None else f', layout={self._layout}'})"
+        )

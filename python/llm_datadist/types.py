@@ -239,19 +239,6 @@ class CacheDesc(DescOfParts):
         self._shape[dim_index] = dim_value  # type: ignore[index]
         self._size = None
 
-    def __repr__(self) -> str:
-        stride = "" if self._row_stride is None else f", row_stride={self._row_stride}"
-        return (
-            super().__repr__()
-            if self._parts
-            else (
-                f"CacheDesc(num_tensors={self._num_tensors}, shape={self._shape}, data_type={self._data_type}, "
-                f"placement={self._placement}, batch_dim_index={self._batch_dim_index}, "
-                f"seq_len_dim_index={self._seq_len_dim_index},kv_tensor_format={self._kv_tensor_format}{stride}"
-                f"{'' if self._layout is None else f', layout={self._layout}'})"
-            )
-        )
-
 
 def _key_arguments(
     positions: tuple[str, ...], required: tuple[str, ...], args: tuple[int, ...], kwargs: dict[str, int]
