@@ -20,6 +20,7 @@ from llm_datadist import (
     CacheDesc,
     CacheKeyByIdAndIndex,
     DataType,
+    GroupPart,
     LayerSynchronizer,
     LLMClusterInfo,
     LLMConfig,
@@ -300,8 +301,10 @@ def test_pulls_and_pushes_agree_with_numpy(pair: tuple[Owner, Any], verify: str)
         expected = copies(here)
         for into, out_of in zip(expected, there):
             into[dst] = out_of[src]
-        if number % 2:
+        if number % 3 == 0:
             reader.pull_blocks(key, near, src, dst, verify=verify)
+        elif number % 3 == 1:
+            reader.pull_group([GroupPart(key, near, src, dst)], verify=verify)
         else:
             reader.pull_blocks_async(key, near, src, dst, verify=verify).result(20_000)
         assert equal(here, expected), number
