@@ -100,6 +100,9 @@ def serve(pipe: Any, transport: str) -> None:
             manager.deallocate_blocks_cache(cache)
         elif what == "fill":
             views = filled(manager, cache, *given)
+        elif what == "grant":
+            pipe.send(manager.grant(cache, *given).token)
+            continue
         elif what == "end":
             owner.finalize()
         if what in {"fill", "read"}:
@@ -339,6 +342,24 @@ def test_slots_are_pulled_whole(pair: tuple[Owner, Any]) -> None:
     for into, out_of in zip(expected, there):
         into[1] = out_of[0]
     reader.pull_cache(key, near, batch_index=1)
+    assert equal(here, expected)
+
+
+def test_grants_lend_rows_of_every_tensor(pair: tuple[Owner, Any]) -> None:
+    owner, reader = pair
+    parts = padded(random.Random(5), parts_of(random.Random(5)))  # noqa: S311
+    owner.ask("blocks", CacheDesc.of_parts(parts), BlocksCacheKey(1, 1))
+    near = reader.allocate_blocks_cache(CacheDesc.of_parts(parts))
+    there, here = owner.ask("fill", 1), filled(reader, near, 2)
+    token = owner.ask("grant", [3, 4, BLOCKS - 1], 30_000, 2)
+    expected = copies(here)
+    for into, out_of in zip(expected, there):
+        into[[0, 7]] = out_of[[BLOCKS - 1, 3]]
+    reader.pull_blocks(BlocksCacheKey(1, 1), near, [BLOCKS - 1, 3], [0, 7], grant=token, verify="full")
+    assert equal(here, expected)
+    with pytest.raises(LLMException) as refused:
+        reader.pull_blocks(BlocksCacheKey(1, 1), near, [4, 5], [0, 7], grant=token)
+    assert refused.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
     assert equal(here, expected)
 
 
