@@ -26,7 +26,7 @@ pub enum KvPlanes {
 }
 
 /// What the rows of a cache mean: each row is a block of tokens. The values may be invalid;
-/// [`KvGeometry::new`] checks them.
+/// [`KvGeometry::new`](super::kv_geometry::KvGeometry::new) checks them.
 ///
 /// The heads and layers are those of the whole model, so that caches of several ranks can be compared.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
