@@ -51,6 +51,10 @@ impl Workers {
             .panic_handler(|_| {})
             .build()
             .map_err(refused)?;
+        // The first thread of a process that waits for work initializes a lock of `crossbeam-epoch`. A child that is
+        // forked in that moment could not start workers of its own, so this waits until a thread is past it
+        // (`child_has_no_handles_of_its_parent_and_may_create_its_own` in the C library).
+        pool.install(|| ());
         Ok(Workers { pool: Some(pool), threads, count })
     }
 
