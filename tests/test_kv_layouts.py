@@ -443,6 +443,28 @@ def test_raw_moves_rows_between_different_layouts(served: tuple[End, Peer]) -> N
     assert code(pull, [FAR], handle(near, "n"), [[0]], [1], layout="raw") == INVALID
 
 
+def test_parts_of_rows(one_sided: tuple[End, Peer]) -> None:
+    """Parts of rows have no meaning in a layout: allowed between equal layouts or as raw bytes, refused otherwise."""
+    near, far = one_sided
+    of, other = layout(16), layout(16, order="HND")
+    owner(far, "f", of, [0, 1], sequence(32, 19), keys=[by_blocks(0)])
+    rows = far.read("f")
+    before = {"same": reader(near, "same", of, 3), "other": reader(near, "other", other, 3)}
+    part = {"src_offset": 8, "dst_offset": 32, "length": 40}
+    for call in (near.manager.pull_blocks, near.manager.push_blocks):
+        status, said = outcome(lambda call=call: call(FAR, handle(near, "other"), [0], [1], **part))  # type: ignore[misc]
+        assert (status, "different KV layouts" in said) == (INVALID, True), said
+        assert "order NHD, kv separate" in said
+        assert "order HND, kv separate" in said
+    assert equal(near.read("other"), before["other"])
+    assert equal(far.read("f"), rows)
+    for name, given in (("same", {}), ("other", {"layout": "raw"})):
+        for ours, theirs in zip(before[name], rows):
+            ours[2, 32:72] = theirs[1, 8:48]
+        near.manager.pull_blocks(FAR, handle(near, name), [1], [2], **part, **given)
+        assert equal(near.read(name), before[name]), name
+
+
 def test_local_copies_and_swaps(ends: Ends) -> None:
     """They move rows as they are: refused between different layouts, allowed if a cache has none."""
     near = ends.near()

@@ -25,7 +25,7 @@ impl KvGeometry {
         layout.check_ranges()?;
         let tensors = u64::from(layout.tensors_per_layer()) * layout.layers.len() as u64;
         ensure(u64::from(geometry.num_tensors()) == tensors, || {
-            let layers = format_args!("{tensors} for layers {:?} ({:?})", layout.layers, layout.kv);
+            let layers = format_args!("{tensors} for layers {:?} (kv {})", layout.layers, layout.kv.name());
             Error::argument("num_tensors", geometry.num_tensors(), layers)
         })?;
         let plane_bytes = [layout.tokens_per_block, layout.head_dim]

@@ -14,6 +14,19 @@ pub enum TokenOrder {
     Hnd,
 }
 
+impl TokenOrder {
+    /// Both orders.
+    pub const ALL: [TokenOrder; 2] = [TokenOrder::Nhd, TokenOrder::Hnd];
+
+    /// Returns its name in the public API.
+    pub const fn name(self) -> &'static str {
+        match self {
+            TokenOrder::Nhd => "NHD",
+            TokenOrder::Hnd => "HND",
+        }
+    }
+}
+
 /// Where the keys and the values of a layer are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum KvPlanes {
@@ -23,6 +36,20 @@ pub enum KvPlanes {
     KThenV,
     /// In one tensor: each row has one latent vector for each token (MLA), the same in every rank.
     Latent,
+}
+
+impl KvPlanes {
+    /// All of them.
+    pub const ALL: [KvPlanes; 3] = [KvPlanes::Separate, KvPlanes::KThenV, KvPlanes::Latent];
+
+    /// Returns its name in the public API.
+    pub const fn name(self) -> &'static str {
+        match self {
+            KvPlanes::Separate => "separate",
+            KvPlanes::KThenV => "k_then_v",
+            KvPlanes::Latent => "latent",
+        }
+    }
 }
 
 /// What the rows of a cache mean: each row is a block of tokens. The values may be invalid;
@@ -94,7 +121,7 @@ impl fmt::Display for KvLayout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let KvLayout { tokens_per_block, heads, total_heads, head_dim, order, kv, layers, model } = self;
         write!(f, "{tokens_per_block} tokens, heads {heads:?} of {total_heads}, head_dim {head_dim}, ")?;
-        write!(f, "{order:?}, {kv:?}, layers {layers:?}")?;
+        write!(f, "order {}, kv {}, layers {layers:?}", order.name(), kv.name())?;
         if model.is_empty() { Ok(()) } else { write!(f, ", model {model:?}") }
     }
 }

@@ -69,12 +69,12 @@ fn layouts_that_do_not_fit_their_cache_are_refused() {
             elements,
             "heads=4..8 of 8 must be 0..1 of 1 in a latent layout",
         ),
-        (|_| (), 7, elements, "num_tensors=7 must be 8 for layers 0..4 (Separate)"),
+        (|_| (), 7, elements, "num_tensors=7 must be 8 for layers 0..4 (kv separate)"),
         (
             |layout| layout.kv = KvPlanes::KThenV,
             8,
             elements,
-            "num_tensors=8 must be 4 for layers 0..4 (KThenV)",
+            "num_tensors=8 must be 4 for layers 0..4 (kv k_then_v)",
         ),
         (
             |layout| layout.kv = KvPlanes::KThenV,
