@@ -47,7 +47,9 @@
 //!     shape: vec![8, 1024],
 //!     data_type: DataType::Float16,
 //!     placement: Placement::Device,
-//!, row_stride: None, kv_layout: None };
+//!     row_stride: None,
+//!     kv_layout: None,
+//! };
 //! let cache = engine.allocate(&desc, CacheKind::Blocks, &[])?;
 //! engine.copy_blocks(&End::Managed(cache.id()), &[(0, 1), (1, 2)])?;
 //! engine.deallocate(cache.id())?;
@@ -76,7 +78,9 @@
 //!     shape: vec![8, 64],
 //!     data_type: DataType::Float16,
 //!     placement: Placement::Device,
-//!, row_stride: None, kv_layout: None };
+//!     row_stride: None,
+//!     kv_layout: None,
+//! };
 //! let theirs = prefill.allocate(&desc, CacheKind::Batch, &[])?;
 //! let ours = decode.allocate(&desc, CacheKind::Batch, &[])?;
 //!

@@ -64,21 +64,6 @@ impl KvGeometry {
             .transpose()
     }
 
-    /// Sets the bytes from the start of one row to the start of the next, for padded pages. Returns `Err` of kind
-    /// `InvalidArgument` if rows would overlap or a tensor would have 2^63 bytes or more.
-    pub fn with_row_stride(self, row_stride: u64) -> Result<Self> {
-        let row_bytes = self.row_bytes();
-        ensure(row_stride >= row_bytes, || {
-            Error::argument("row_stride", row_stride, format_args!("at least the {row_bytes} bytes of a row"))
-        })?;
-        let end = row_stride.checked_mul(self.rows).filter(|&end| i64::try_from(end).is_ok());
-        ensure(end.is_some(), || {
-            let required = format_args!("small enough for {} rows in less than 2^63 bytes", self.rows);
-            Error::argument("row_stride", row_stride, required)
-        })?;
-        Ok(KvGeometry { row_stride, ..self })
-    }
-
     /// Returns the layout.
     pub fn layout(&self) -> &KvLayout {
         &self.layout

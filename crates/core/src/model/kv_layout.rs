@@ -9,13 +9,13 @@ use crate::error::{Error, Result, ensure};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TokenOrder {
     /// `[tokens, heads, head_dim]`.
-    Nhd,
+    Nhd = 0,
     /// `[heads, tokens, head_dim]`.
-    Hnd,
+    Hnd = 1,
 }
 
 impl TokenOrder {
-    /// Both orders.
+    /// Both orders, by their numbers in messages.
     pub const ALL: [TokenOrder; 2] = [TokenOrder::Nhd, TokenOrder::Hnd];
 
     /// Returns its name in the public API.
@@ -31,15 +31,15 @@ impl TokenOrder {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum KvPlanes {
     /// In two tensors: tensor `2·l` has the keys of the cache's `l`-th layer, and tensor `2·l + 1` its values.
-    Separate,
+    Separate = 0,
     /// In one tensor: each row has the keys of its tokens, and then their values.
-    KThenV,
+    KThenV = 1,
     /// In one tensor: each row has one latent vector for each token (MLA), the same in every rank.
-    Latent,
+    Latent = 2,
 }
 
 impl KvPlanes {
-    /// All of them.
+    /// All of them, by their numbers in messages.
     pub const ALL: [KvPlanes; 3] = [KvPlanes::Separate, KvPlanes::KThenV, KvPlanes::Latent];
 
     /// Returns its name in the public API.

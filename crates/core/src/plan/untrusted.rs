@@ -350,7 +350,7 @@ fn rows(waves: &[Wave], row_stride: u64, access: PlanAccess) -> Result<Vec<u64>>
         for span in wave.spans() {
             let (start, step) = access.start(&span);
             // Steps of at most one row skip no row in between. With longer steps every piece is visited, of which
-            // there are at most `MOST_PIECES`.
+            // there are at most `MOST_PIECES`, or `MOST_TEMPLATE_PIECES` in a plan of templates.
             if step.unsigned_abs() <= row_stride {
                 if let Some(range) = hull(start, step, span.count, span.len) {
                     add(range.start, range.end - range.start)?;

@@ -7,7 +7,7 @@ use super::cache_rules::{
     RemoteCache, batch_cache, blocks_cache, check_accessible, copy_size, cut, equally_many, in_range,
     not_empty, numbers, remote_row, row, too_long,
 };
-use super::conversion::{Conversion, LocalCache, TokenMove, rows_alike, some_tokens};
+use super::conversion::{Conversion, LocalCache, TokenMove, parts_alike, some_tokens};
 use super::layer_ranges::{Layers, TensorRun, layers_given, pull_layers, tensors_per_layer, within};
 use super::sub_rows::{between, fits_row};
 use crate::error::{Error, ErrorKind, Result, ensure};
@@ -45,6 +45,8 @@ pub struct CheckedPull<R> {
     local: LocalCache,
     /// The layers and heads that are read if rows are converted; all of the local cache if `None`.
     parts: Option<Vec<KvPart>>,
+    /// How many tokens must move if rows are converted, because as many are read from the other owners.
+    tokens: Option<u64>,
     tensors: TensorRun,
     /// Whether the caller named the layers that are read, and whether it named any layers.
     src_layers_given: bool,
@@ -147,19 +149,34 @@ impl<R: Borrow<PullRows>> CheckedPull<R> {
         let tensors = pull_layers(geometry, layers)?;
         let [src, dst] = [layers.src, layers.dst].map(|range| layers_given(range).is_some());
         let (src_layers_given, layers_given) = (src, src || dst);
-        Ok(CheckedPull { rows, local: cache, parts: None, tensors, src_layers_given, layers_given })
+        Ok(CheckedPull {
+            rows,
+            local: cache,
+            parts: None,
+            tokens: None,
+            tensors,
+            src_layers_given,
+            layers_given,
+        })
     }
 
-    /// Returns the same pull of some layers and heads only.
-    pub fn of_parts(&self, parts: Vec<KvPart>) -> CheckedPull<&PullRows> {
+    /// Returns the same pull of some layers and heads only, one of several owners. `tokens` is as for
+    /// [`must_move`](Self::must_move).
+    pub fn of_parts(&self, parts: Vec<KvPart>, tokens: Option<u64>) -> CheckedPull<&PullRows> {
         CheckedPull {
             rows: self.rows(),
             local: self.local.clone(),
             parts: Some(parts),
+            tokens,
             tensors: self.tensors,
             src_layers_given: self.src_layers_given,
             layers_given: self.layers_given,
         }
+    }
+
+    /// Sets how many tokens move from each owner. A [`conversion`](Self::conversion) of another number fails.
+    pub fn must_move(&mut self, tokens: Option<u64>) {
+        self.tokens = tokens;
     }
 
     /// Returns what moves if the rows of the two caches have different KV layouts, or the caller named tokens. `None` if
@@ -172,7 +189,7 @@ impl<R: Borrow<PullRows>> CheckedPull<R> {
         if let PullRows::SubRows { .. } = rows {
             let text = "several owners need whole blocks, or ranges of tokens";
             ensure(self.parts.is_none(), || Error::invalid(text))?;
-            return rows_alike(Some(dst), remote).map(|()| None);
+            return parts_alike(dst, remote, self.layers_given).map(|()| None);
         }
         let src_blocks = match rows {
             PullRows::Blocks { remote: blocks, .. }
@@ -197,11 +214,22 @@ impl<R: Borrow<PullRows>> CheckedPull<R> {
             return Ok(None);
         }
         rows.whole_slot()?;
-        match &self.parts {
+        let conversion = match &self.parts {
             Some(parts) => tokens.plan(parts),
             None => tokens.plan(&[KvPart::of(dst.layout())]),
-        }
-        .map(Some)
+        }?;
+        self.check_tokens(conversion.tokens)?;
+        Ok(Some(conversion))
+    }
+
+    fn check_tokens(&self, tokens: Option<u64>) -> Result<()> {
+        let (Some(tokens), Some(expected)) = (tokens, self.tokens) else { return Ok(()) };
+        ensure(tokens == expected, || {
+            Error::invalid(format!(
+                "the lists of the owners hold different numbers of tokens, {expected} and {tokens}: name the tokens \
+                 that move (src_tokens, dst_tokens)"
+            ))
+        })
     }
 
     /// Checks kind, slot and access of the remote cache.

@@ -26,7 +26,7 @@ impl KvPart {
         let part =
             KvPart { layers: overlap(&src.layers, &dst.layers), heads: overlap(&src.heads, &dst.heads) };
         ensure(!part.layers.is_empty(), || differ("layers", debug(&src.layers), debug(&dst.layers)))?;
-        ensure(!part.heads.is_empty(), || differ("heads", debug(&src.heads), debug(&dst.heads)))?;
+        ensure(!part.heads.is_empty(), || differ("kv_heads", debug(&src.heads), debug(&dst.heads)))?;
         Ok(part)
     }
 
@@ -37,7 +37,7 @@ impl KvPart {
         };
         for (name, part, src, dst) in [
             ("layers", &self.layers, &src.layers, &dst.layers),
-            ("heads", &self.heads, &src.heads, &dst.heads),
+            ("kv_heads", &self.heads, &src.heads, &dst.heads),
         ] {
             ensure(inside(part, src) && inside(part, dst), || {
                 Error::argument(name, debug(part), "a range that source and destination hold")
