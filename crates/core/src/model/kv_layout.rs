@@ -94,9 +94,8 @@ impl KvLayout {
             let required = format_args!("a range of at least one head inside 0..{}", self.total_heads);
             Error::argument("kv_heads", format_args!("{heads:?}"), required)
         })?;
-        ensure(self.kv != KvPlanes::Latent || (heads, self.total_heads) == (&(0..1), 1), || {
-            let value = format_args!("{heads:?} of {}", self.total_heads);
-            Error::argument("kv_heads", value, "0..1 of 1 in a latent layout")
+        ensure(self.kv != KvPlanes::Latent || self.total_heads == 1, || {
+            Error::argument("total_kv_heads", self.total_heads, "1 in a latent layout")
         })?;
         ensure(!layers.is_empty(), || {
             Error::argument("layers", format_args!("{layers:?}"), "a range of at least one layer")

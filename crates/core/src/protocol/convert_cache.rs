@@ -81,7 +81,7 @@ impl From<&KvGeometry> for WireLayout {
 }
 
 impl TryFrom<&WireLayout> for KvLayout {
-    /// A number means nothing here.
+    /// An unknown number.
     type Error = ();
 
     fn try_from(wire: &WireLayout) -> Result<Self, ()> {

@@ -95,7 +95,12 @@ impl PullRows {
     fn whole_slot(&self) -> Result<()> {
         let PullRows::Slot { remote_offset, local_offset, size, .. } = self else { return Ok(()) };
         ensure((*remote_offset, *local_offset, *size) == (0, 0, -1), || {
-            Error::argument("size", size, "-1 and no offsets between different KV layouts")
+            Error::invalid(
+                "a pull between different KV layouts moves whole slots: size must be -1 and both offsets 0",
+            )
+            .with("size", size)
+            .with("src_cache_offset", remote_offset)
+            .with("dst_cache_offset", local_offset)
         })
     }
 }

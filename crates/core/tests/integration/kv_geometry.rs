@@ -63,12 +63,7 @@ fn layouts_that_do_not_fit_their_cache_are_refused() {
             "heads=6..9 must be a range of at least one head inside 0..8",
         ),
         (|layout| layout.layers = 3..3, 8, elements, "layers=3..3 must be a range of at least one layer"),
-        (
-            |layout| layout.kv = KvPlanes::Latent,
-            4,
-            elements,
-            "heads=4..8 of 8 must be 0..1 of 1 in a latent layout",
-        ),
+        (|layout| layout.kv = KvPlanes::Latent, 4, elements, "total_kv_heads=8 must be 1 in a latent layout"),
         (|_| (), 7, elements, "num_tensors=7 must be 8 for layers 0..4 (kv separate)"),
         (
             |layout| layout.kv = KvPlanes::KThenV,

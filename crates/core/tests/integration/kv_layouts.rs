@@ -713,7 +713,7 @@ fn moves_that_do_not_fit_are_refused() {
             |case| (case.src.tokens, case.dst.tokens) = (Some(0..3), Some(0..4)),
             "src_tokens=0..3 must be as many tokens as dst_tokens=0..4",
         ),
-        (|case| case.dst.blocks = vec![3, 1, 2, 1], "dst_blocks=1 must be in the list only once"),
+        (|case| case.dst.blocks = vec![3, 1, 2, 1], "dst_blocks contains block 1 twice"),
         (|case| case.dst.blocks = vec![0, 1, 4], "dst_blocks[2]=4 is out of range (0 to 3)"),
         (
             |case| case.src.blocks = vec![u64::MAX],
