@@ -6,7 +6,6 @@ use std::sync::Arc;
 
 use super::traits::Copier;
 use crate::error::Result;
-use crate::fallible;
 use crate::memory::PeerProcess;
 use crate::memory::kernels::{Copy, Kernel};
 
@@ -24,7 +23,7 @@ impl ProcessReader {
 impl Copier for ProcessReader {
     fn copy(&self, batch: &[Copy<'_>], _: Kernel) -> Result<()> {
         // An entry may be millions of windows, and a peer chooses how many. So they are listed a system call at a time.
-        let mut pairs = fallible::with_capacity("the windows of a read", PeerProcess::PAIRS)?;
+        let mut pairs = Vec::with_capacity(PeerProcess::PAIRS);
         for pair in batch.iter().flat_map(|copy| copy.pairs()) {
             pairs.push(pair);
             if pairs.len() == PeerProcess::PAIRS {

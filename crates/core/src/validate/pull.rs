@@ -136,13 +136,7 @@ impl<R: Borrow<PullRows>> CheckedPull<R> {
                 fits_row(given.part(), ("dst_offset", given.part().dst_offset), geometry)?;
             }
             PullRows::Sequence { remote, local: blocks, remote_tokens, local_tokens } => {
-                blocks_cache("dst_cache", local.kind)?;
-                cache.needs_layout()?;
-                some_tokens("src_tokens", remote_tokens.as_ref())?;
-                some_tokens("dst_tokens", local_tokens.as_ref())?;
-                not_empty("dst_blocks", blocks)?;
-                not_empty("src_blocks", remote)?;
-                in_range("dst_blocks", blocks, geometry)?;
+                check_sequence(&cache, (remote, blocks), (remote_tokens.as_ref(), local_tokens.as_ref()))?;
             }
             PullRows::SlotToBlocks { local: blocks } => {
                 blocks_cache("dst_cache", local.kind)?;
@@ -305,6 +299,21 @@ impl<R: Borrow<PullRows>> CheckedPull<R> {
             }
         })
     }
+}
+
+/// Checks a move of tokens into `blocks` of the local cache.
+fn check_sequence(
+    cache: &LocalCache,
+    (remote, blocks): (&[i64], &[i64]),
+    (src_tokens, dst_tokens): (Option<&Range<u64>>, Option<&Range<u64>>),
+) -> Result<()> {
+    blocks_cache("dst_cache", cache.layout.kind)?;
+    cache.needs_layout()?;
+    some_tokens("src_tokens", src_tokens)?;
+    some_tokens("dst_tokens", dst_tokens)?;
+    not_empty("dst_blocks", blocks)?;
+    not_empty("src_blocks", remote)?;
+    in_range("dst_blocks", blocks, cache.layout.geometry)
 }
 
 /// Returns the bytes of a slot after the offset called `name`, at least one.

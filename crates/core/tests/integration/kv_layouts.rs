@@ -745,8 +745,8 @@ fn moves_that_do_not_fit_are_refused() {
         change(&mut layout);
         KvPart::common(&rank(8, 2, 0), &layout).unwrap_err().to_string()
     };
-    assert!(common(|_| ()).contains("heads differs (src=0..4, dst=4..8)"));
-    assert!(common(|layout| layout.layers = 4..6).contains("layers differs (src=0..4, dst=4..6)"));
+    assert!(common(|_| ()).contains("no key-value head in common (src=0..4, dst=4..8)"));
+    assert!(common(|layout| layout.layers = 4..6).contains("no layer in common (src=0..4, dst=4..6)"));
 }
 
 #[test]
