@@ -2,8 +2,8 @@
 //! engine and hand-written loops take turns over the same memory and list of blocks. Prints ratios,
 //! latencies, and the cost of a link.
 //!
-//! `cargo bench -p llm-datadist-core --bench transfer [-- --only pools,registered,tcp,latency,links,many,stages,verify --mib 512
-//! --rounds 7 --blocks 16,64 --calls 10000 --lists 512,32768 --workers 4 --streams 1 --all]`
+//! `cargo bench -p llm-datadist-core --bench transfer [-- --only pools,registered,tcp,latency,links,many,stages,verify,layouts
+//! --mib 512 --rounds 7 --blocks 16,64 --calls 10000 --lists 512,32768 --workers 4 --streams 1 --all]`
 //!
 //! The other process runs this program too. Every round is verified outside the timed part, on a destination
 //! that was overwritten before. Absolute figures mean little, because machines differ and are shared.
@@ -34,6 +34,8 @@
 mod hand;
 #[path = "transfer/latency.rs"]
 mod latency;
+#[path = "transfer/layouts.rs"]
+mod layouts;
 #[path = "transfer/links.rs"]
 mod links;
 #[path = "transfer/memory.rs"]
@@ -101,7 +103,7 @@ fn main() {
         return prefill::serve();
     }
     let options = options();
-    let parts: [(&str, Part); 8] = [
+    let parts: [(&str, Part); 9] = [
         ("pools", speed::pools),
         ("registered", speed::registered),
         ("tcp", speed::tcp),
@@ -110,6 +112,7 @@ fn main() {
         ("many", speed::many),
         ("stages", stages::stages),
         ("verify", verify::verify),
+        ("layouts", layouts::layouts),
     ];
     for (name, part) in parts {
         if options.only.is_empty() || options.only.iter().any(|only| only == name) {
