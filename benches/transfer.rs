@@ -3,7 +3,7 @@
 //! latencies, and the cost of a link.
 //!
 //! `cargo bench -p llm-datadist-core --bench transfer [-- --only pools,registered,tcp,latency,links,many,stages,verify,layouts
-//! --mib 512 --rounds 7 --blocks 16,64 --calls 10000 --lists 512,32768 --workers 4 --streams 1 --all]`
+//! --mib 512 --rounds 7 --blocks 16,64 --calls 10000 --lists 512,32768 --workers 4 --streams 1 --case 'NHD to HND' --all]`
 //!
 //! The other process runs this program too. Every round is verified outside the timed part, on a destination
 //! that was overwritten before. Absolute figures mean little, because machines differ and are shared.
@@ -60,6 +60,8 @@ pub struct Options {
     calls: usize,
     workers: Option<usize>,
     streams: usize,
+    /// The only case of `layouts`; all if it is empty.
+    case: String,
     /// Show every loop, not only the best.
     all: bool,
 }
@@ -74,6 +76,7 @@ fn options() -> Options {
         calls: 10_000,
         workers: None,
         streams: 1,
+        case: String::new(),
         all: false,
     };
     let mut words = std::env::args().skip(1);
@@ -87,6 +90,7 @@ fn options() -> Options {
             "--lists" => options.lists = value().split(',').map(|blocks| blocks.parse().unwrap()).collect(),
             "--calls" => options.calls = value().parse().unwrap(),
             "--workers" => options.workers = Some(value().parse().unwrap()),
+            "--case" => options.case = value(),
             "--streams" => options.streams = value().parse().unwrap(),
             "--all" => options.all = true,
             _ => {} // what cargo itself passes

@@ -266,7 +266,9 @@ pub fn layouts(options: &Options) {
     );
     for transport in ["tcp", "shm"] {
         for mib in SIZES.into_iter().filter(|&mib| mib <= options.mib) {
-            cases().iter().for_each(|case| line(options, transport, mib, case));
+            for case in cases().iter().filter(|case| options.case.is_empty() || options.case == case.name) {
+                line(options, transport, mib, case);
+            }
         }
     }
 }
