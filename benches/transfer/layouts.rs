@@ -1,6 +1,6 @@
 //! Pulls of the same bytes between equal KV layouts and between different ones, in turn over one link.
 //!
-//! Both destinations are one cache. A source has its layout for the first pull, and another one for the second.
+//! Both write the same cache. The source of the first has the layout of that cache, and the source of the second another.
 //! Not for: the limit of the memory (the benchmark `layouts`).
 
 use std::fmt::Write as _;
@@ -276,7 +276,7 @@ pub fn layouts(options: &Options) {
 fn line(options: &Options, transport: &str, mib: u64, case: &Case) {
     let mut prefill = Prefill::start();
     let rows = (mib << 20) / (u64::from(TENSORS) * case.dst.block_bytes());
-    let held = case.owners.iter().chain([&case.dst]).map(|rank| rank.block_bytes()).sum::<u64>();
+    let held = case.owners.iter().chain([&case.dst]).map(Rank::block_bytes).sum::<u64>();
     let there = ((held * rows * u64::from(TENSORS)) >> 20) + 1;
     let peer = prefill.open(transport, true, there, options.streams);
     let mut near = config(1, transport, true, mib + 1, options.streams);
