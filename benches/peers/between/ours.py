@@ -112,7 +112,7 @@ class Ours(Adapter):
             kv_heads=range(rank.first, rank.end),
             order=rank.order,
         )
-        manager, key = self.dist.cache_manager, BlocksCacheKey(CLUSTERS[self.role], index)
+        manager, key = self.dist.cache_manager, BlocksCacheKey(CLUSTERS[self.role], number_of(case, index))
         desc = CacheDesc.of_layout(layout, case.rows, DataType.DT_BF16)
         if self.own is not None:
             base = address(self.own) + at
@@ -177,7 +177,7 @@ class Ours(Adapter):
         """One call for new lists of blocks, from one owner or from several."""
         from llm_datadist import BlocksCacheKey  # noqa: PLC0415
 
-        keys = [BlocksCacheKey(CLUSTERS[FAR], index) for index in range(len(case.move.owners))]
+        keys = [BlocksCacheKey(CLUSTERS[FAR], number_of(case, index)) for index in range(len(case.move.owners))]
         src, dst = case.src_blocks.tolist(), case.dst_blocks.tolist()
         if len(keys) == 1:
             self.dist.cache_manager.pull_blocks(keys[0], self.cache, src, dst)
@@ -208,6 +208,11 @@ class Ours(Adapter):
         """In order."""
         self.memory, self.parts = np.zeros(0, dtype=np.int64), []
         self.dist.finalize()
+
+
+def number_of(case: Sequence, index: int) -> int:
+    """The number of an owner's key. It differs between layouts, because a peer may keep the description of a key."""
+    return case.block + index
 
 
 def merging() -> bool:
