@@ -39,11 +39,11 @@ MOVES = {
 }
 SYSTEMS = (OURS, "nixl", "mooncake")
 NOTES = {
-    OURS: "lists of blocks and plan within the clock",
-    "nixl": "`new lists`: addresses, descriptors and request within the clock; `new indices`: indices and request; "
-    "`prepared`: the same request again",
-    "mooncake": "over tcp, the only way of its CPU wheel; `new lists`: addresses within the clock; `prepared`: the "
-    "same lists again; 1,024 pieces a call, its limit",
+    OURS: "lists of blocks and plan within the clock. Peers: within the clock are, with `new lists`, addresses, "
+    "descriptors and request; with `new indices`, indices into a list of all pieces and request; with `prepared`, "
+    "neither",
+    "nixl": "",
+    "mooncake": "over tcp, the only way of its CPU wheel; 1,024 pieces a call, its limit",
 }
 
 
