@@ -2,8 +2,8 @@
 //! engine and hand-written loops take turns over the same memory and list of blocks. Prints ratios,
 //! latencies, and the cost of a link.
 //!
-//! `cargo bench -p llm-datadist-core --bench transfer [-- --only pools,registered,tcp,latency,links,many,stages,verify --mib 512
-//! --rounds 7 --blocks 16,64 --calls 10000 --lists 512,32768 --workers 4 --streams 1 --all]`
+//! `cargo bench -p llm-datadist-core --bench transfer [-- --only pools,registered,tcp,latency,links,many,stages,verify,layouts
+//! --mib 512 --rounds 7 --blocks 16,64 --calls 10000 --lists 512,32768 --workers 4 --streams 1 --case 'NHD to HND' --all]`
 //!
 //! The other process runs this program too. Every round is verified outside the timed part, on a destination
 //! that was overwritten before. Absolute figures mean little, because machines differ and are shared.
@@ -34,6 +34,8 @@
 mod hand;
 #[path = "transfer/latency.rs"]
 mod latency;
+#[path = "transfer/layouts.rs"]
+mod layouts;
 #[path = "transfer/links.rs"]
 mod links;
 #[path = "transfer/memory.rs"]
@@ -58,6 +60,8 @@ pub struct Options {
     calls: usize,
     workers: Option<usize>,
     streams: usize,
+    /// The only case of `layouts`; all if it is empty.
+    case: String,
     /// Show every loop, not only the best.
     all: bool,
 }
@@ -72,6 +76,7 @@ fn options() -> Options {
         calls: 10_000,
         workers: None,
         streams: 1,
+        case: String::new(),
         all: false,
     };
     let mut words = std::env::args().skip(1);
@@ -85,6 +90,7 @@ fn options() -> Options {
             "--lists" => options.lists = value().split(',').map(|blocks| blocks.parse().unwrap()).collect(),
             "--calls" => options.calls = value().parse().unwrap(),
             "--workers" => options.workers = Some(value().parse().unwrap()),
+            "--case" => options.case = value(),
             "--streams" => options.streams = value().parse().unwrap(),
             "--all" => options.all = true,
             _ => {} // what cargo itself passes
@@ -101,7 +107,7 @@ fn main() {
         return prefill::serve();
     }
     let options = options();
-    let parts: [(&str, Part); 8] = [
+    let parts: [(&str, Part); 9] = [
         ("pools", speed::pools),
         ("registered", speed::registered),
         ("tcp", speed::tcp),
@@ -110,6 +116,7 @@ fn main() {
         ("many", speed::many),
         ("stages", stages::stages),
         ("verify", verify::verify),
+        ("layouts", layouts::layouts),
     ];
     for (name, part) in parts {
         if options.only.is_empty() || options.only.iter().any(|only| only == name) {

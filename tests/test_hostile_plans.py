@@ -262,7 +262,7 @@ INTO_GAPS: dict[str, tuple[bytes, int]] = {
 
 @pytest.mark.parametrize("verb", ["read", "write", "fetch"])
 def test_plans_that_touch_gaps_between_rows_are_refused(verb: str) -> None:
-    """What lies between the rows of a cache belongs to somebody else."""
+    """What lies between the rows of a cache is not part of it."""
     with Trial(honest=["tcp"]) as trial:
         trial.victim.make_rows("gaps", GAP_ROWS, GAP_ROW, GAP_STRIDE, 2, how="packed", keys=[by_blocks(0, 7)], seed=3)
         _, call = trial.fair_call()

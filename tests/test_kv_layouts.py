@@ -199,6 +199,28 @@ def test_pipeline_and_tensor_parallel_owners(ends: Ends, transport: str) -> None
     assert len(near.dist.poll()) == 0, "result() has taken the event"
 
 
+def test_owners_whose_caches_were_replaced(ends: Ends, transport: str) -> None:
+    """What an earlier pull learnt about a cache is not used for another one under the same key."""
+    near, far = ranks(ends, 2, llm__LinkTransport=transport)
+    whole, keys = sequence(TOKENS, 9), [key(by_blocks(2)), key(by_blocks(3))]
+    forms = [layout(16, rank(index, 2)) for index in range(2)]
+    lists = [blocks_for(of) for of in forms]
+    for peer, of, blocks in zip(far, forms, lists):
+        owner(peer, "f", of, blocks, whole, keys=[by_blocks(0)])
+    target = layout(12)
+    expected, to = reader(near, "n", target, 6), blocks_for(target)
+    tokens = {"src_tokens": range(TOKENS)}
+    near.manager.pull_blocks(keys, handle(near, "n"), lists, to, **tokens)
+    assert equal(near.read("n"), put(expected, target, to, whole))
+    # Owner 0 has more blocks now, in another order, and other heads: those of owner 1. Owner 1 has those of owner 0.
+    for peer, of in zip(far, [layout(4, rank(1, 2), order="HND"), layout(16, rank(0, 2))]):
+        peer.deallocate("f")
+        owner(peer, "f", of, list(reversed(range(10))), sequence(TOKENS, 10), keys=[by_blocks(0)])
+    lists = [list(reversed(range(10))), [9, 8, 7]]
+    near.manager.pull_blocks(keys, handle(near, "n"), lists, to, **tokens)
+    assert equal(near.read("n"), put(expected, target, to, sequence(TOKENS, 10)))
+
+
 def test_a_head_without_an_owner(ends: Ends) -> None:
     near, far = ranks(ends, 2)
     whole = sequence(16, 8)
@@ -441,6 +463,48 @@ def test_raw_moves_rows_between_different_layouts(served: tuple[End, Peer]) -> N
     assert code(pull, FAR, handle(near, "n"), [0, 1], [1], layout="raw") == INVALID
     assert code(pull, FAR, handle(near, "n"), [0], [1], layout="raw", src_tokens=range(3)) == INVALID
     assert code(pull, [FAR], handle(near, "n"), [[0]], [1], layout="raw") == INVALID
+
+
+def test_parts_of_rows(one_sided: tuple[End, Peer]) -> None:
+    """Parts of rows have no meaning in a layout: allowed between equal layouts or as raw bytes, refused otherwise."""
+    near, far = one_sided
+    of, other = layout(16), layout(16, order="HND")
+    owner(far, "f", of, [0, 1], sequence(32, 19), keys=[by_blocks(0)])
+    rows = far.read("f")
+    before = {"same": reader(near, "same", of, 3), "other": reader(near, "other", other, 3)}
+    part = {"src_offset": 8, "dst_offset": 32, "length": 40}
+    for call in (near.manager.pull_blocks, near.manager.push_blocks):
+        status, said = outcome(lambda call=call: call(FAR, handle(near, "other"), [0], [1], **part))  # type: ignore[misc]
+        assert (status, "different KV layouts" in said) == (INVALID, True), said
+        assert "order NHD, kv separate" in said
+        assert "order HND, kv separate" in said
+    assert equal(near.read("other"), before["other"])
+    assert equal(far.read("f"), rows)
+    for name, given in (("same", {}), ("other", {"layout": "raw"})):
+        for ours, theirs in zip(before[name], rows):
+            ours[2, 32:72] = theirs[1, 8:48]
+        near.manager.pull_blocks(FAR, handle(near, name), [1], [2], **part, **given)
+        assert equal(near.read(name), before[name]), name
+
+
+def test_parts_of_rows_of_other_layers(one_sided: tuple[End, Peer]) -> None:
+    """They would arrive in the wrong layer, unless the caller names the layers."""
+    near, far = one_sided
+    of, later = layout(16), layout(16, layers=range(LAYERS, 2 * LAYERS))
+    owner(far, "f", of, [0, 1], sequence(32, 20), keys=[by_blocks(0)])
+    rows, expected = far.read("f"), reader(near, "n", later, 3)
+    cache, part = handle(near, "n"), {"src_offset": 8, "length": 40}
+    for call in (near.manager.pull_blocks, near.manager.push_blocks):
+        status, said = outcome(lambda call=call: call(FAR, cache, [0], [1], **part))  # type: ignore[misc]
+        assert (status, "different layers need layer ranges" in said) == (INVALID, True), said
+    assert equal(near.read("n"), expected)
+    assert equal(far.read("f"), rows)
+    for ours, theirs in zip(expected[:2], rows[2:]):
+        ours[2, :40] = theirs[1, 8:48]
+    near.manager.pull_blocks(FAR, cache, [1], [2], src_layer_range=range(1, 2), dst_layer_range=range(1), **part)
+    assert equal(near.read("n"), expected)
+    same = near.allocate_layout("h", of, 3, host=True)
+    assert code(near.manager.swap_blocks, cache, handle(near, "h"), {1: 1}) == INVALID, same
 
 
 def test_local_copies_and_swaps(ends: Ends) -> None:

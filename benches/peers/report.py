@@ -22,6 +22,7 @@ SECTIONS: dict[str, Callable[[Any, str], str]] = {"scale": scale.section}
 TITLES = {
     "local": "Inside one process: swap and copy of shuffled blocks",
     "between": "Between two processes: pull and push",
+    "layouts": "Between two processes: pull between KV layouts",
     "small": "Latency of small requests, and preparing many segments",
     "many": "Many small caches",
     "standing": "Idle, start and memory",
@@ -220,7 +221,8 @@ def named(row: Row) -> str:
 
 def size_of(size: int, blocks: int, several: bool) -> str:
     """The head of a column."""
-    text = f"{size >> 20} MiB" if size and size % 2**20 == 0 else f"{size >> 10} KiB" if size else ""
+    text = f"{size >> 20} MiB" if size and size % 2**20 == 0 else f"{size >> 10} KiB" if size >= 1024 else ""
+    text = f"{size} B" if 0 < size < 1024 else text
     if several and blocks:
         text = f"{blocks:,} x {text}" if text else f"{blocks:,}"
     return text or "figure"

@@ -16,7 +16,9 @@ import pytest
 from between import case_of
 from between.adapter import POISON, Adapter
 from between.pair import Failed, Pair, Pattern
+from between.sequence import HEAD, sequence_of
 from between.systems import PEERS
+from layouts import MOVES
 from limit import Limit
 
 MEMORY = 4 << 20
@@ -53,6 +55,38 @@ def test_pulls_and_pushes_end_to_end(tmp_path):
     absent = [row for row in rows if row["system"] == "ucxx"]
     assert absent, "a peer that was asked for has a row"
     assert all("median" in row or row["note"] for row in absent)
+
+
+def test_pulls_between_layouts_end_to_end(tmp_path):
+    _, ours = measured(tmp_path, "layouts")
+    assert {row["op"] for row in ours} == {f"pull pool, {its[0].name}" for its in MOVES.values()}
+    assert {row["block_bytes"] for row in ours} == {256, 4 << 10, 16 << 10}
+    assert all(row["verified"] for row in ours)
+
+
+@pytest.mark.parametrize(
+    "move", [move for its in MOVES.values() for move in its], ids=lambda it: f"{it.name} {it.piece}"
+)
+def test_the_pieces_of_a_sequence_put_every_head_where_its_layout_has_it(move):
+    """The model: each rank is an array [tensor, block, token, head], stored as its layout says."""
+    case = sequence_of(move, 2, 8 << 20, 2 << 20)
+    heads = max(move.near.end, *(owner.end for owner in move.owners))
+    model = np.arange(2 * case.rows * move.near.tokens * heads).reshape(2, case.rows, move.near.tokens, heads)
+
+    def stored(rank, values):
+        mine = values[..., rank.first : rank.end]
+        return (mine if rank.order == "NHD" else mine.swapaxes(2, 3)).ravel()
+
+    far = np.concatenate([stored(owner, model) for owner in move.owners]).reshape(-1, move.piece // HEAD)
+    near = np.full(2 * case.rows * move.near.block_bytes // HEAD, -1).reshape(-1, move.piece // HEAD)
+    near[case.dst] = far[case.src]
+    expected = np.full_like(model, -1)
+    expected[:, case.dst_blocks] = model[:, case.src_blocks]
+    assert len(case.src_blocks) > 0
+    assert np.array_equal(near.ravel(), stored(move.near, expected))
+    again = case.anew()
+    assert np.array_equal(again.src, case.src)
+    assert np.array_equal(again.dst, case.dst)
 
 
 def test_small_requests_end_to_end(tmp_path):

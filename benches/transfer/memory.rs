@@ -98,7 +98,8 @@ impl Blocks {
     }
 }
 
-fn word(seed: u64, at: u64) -> u64 {
+/// A value that differs for each seed and word.
+pub fn word(seed: u64, at: u64) -> u64 {
     (seed << 56) ^ at.wrapping_mul(0x9E37_79B9_7F4A_7C15)
 }
 

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use llm_datadist_core::{CacheKey, CacheKind, ClusterId, DataDist, PeerAddress};
 
 use crate::hand::Shuffle;
+use crate::layouts;
 use crate::links::on_cpu;
 use crate::memory::{Blocks, config, desc, mapped};
 
@@ -108,6 +109,8 @@ impl There {
                 port.to_string()
             }
             "blocks" => self.blocks(words[0] == "own", number(1), number(2)),
+            "layout" => layouts::hold(self.engine(), number(0), number(1), &layouts::Rank::of(&words[2..]))
+                .to_string(),
             "fill" => self.on_blocks(|blocks| blocks.fill(number(0))),
             "poison" => self.on_blocks(Blocks::poison),
             "verify" => self.on_blocks(|blocks| {

@@ -183,15 +183,15 @@ class Side:
         self._ranks, self.pipes = [], []
         for number in range(setup.ranks):
             ours, theirs = context.Pipe()
-            others = [near for near, _ in between] if number == 0 else [between[number - 1][1]]
+            others = [rank_0_end for rank_0_end, _ in between] if number == 0 else [between[number - 1][1]]
             arguments = (setup, number, work, [theirs, *others], transport)
             self._ranks.append(context.Process(target=run, args=arguments, name=f"{setup.name} {number}", daemon=True))
             self._ranks[-1].start()
             self.pipes.append(ours)
             theirs.close()
-        for near, far in between:
-            near.close()
-            far.close()
+        for rank_0_end, other_end in between:
+            rank_0_end.close()
+            other_end.close()
 
     def results(self) -> list[Any]:
         """Wait for a message of each rank."""
@@ -230,10 +230,11 @@ def main() -> int:
                 wrong = [line for made in ranks.results() for line in differences(work, alone, made)]
             for line in wrong:
                 print(f"  DIFFERENT: {line}")
-            said = (
+            verdict = (
                 "DIFFERENT" if wrong else f"{tokens} tokens identical, {tokens * shape.vocabulary:,} logits bit for bit"
             )
-            print(f"decode: {setup.ranks} ranks, blocks of {setup.block_tokens} tokens, {setup.order}: {said}")
+            ranks_of = "1 rank" if setup.ranks == 1 else f"{setup.ranks} ranks"
+            print(f"decode: {ranks_of}, blocks of {setup.block_tokens} tokens, {setup.order}: {verdict}")
             good = good and not wrong
         for pipe in prompts.pipes:
             pipe.send("done")

@@ -133,8 +133,13 @@ fn reply(body: &[u8]) {
     use llm_datadist_core::testing::protocol::{Run, WireLocation};
     match decoded::<Reply>(body) {
         Some(Reply::Described(record)) => {
-            if let Err(error) = record.layout() {
-                refused_as(&error, &[ErrorKind::NotLinked]);
+            match record.layout() {
+                Ok(layout) => {
+                    if let Err(error) = record.kv_geometry(&layout.geometry) {
+                        refused_as(&error, &[ErrorKind::NotLinked]);
+                    }
+                }
+                Err(error) => refused_as(&error, &[ErrorKind::NotLinked]),
             }
             if let Err(error) = record.mixed_sizes() {
                 refused_as(&error, &[ErrorKind::NotLinked]);

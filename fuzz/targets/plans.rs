@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 
 use libfuzzer_sys::fuzz_target;
 use llm_datadist_core::ErrorKind;
+use llm_datadist_core::testing::model::RowSizes;
 use llm_datadist_core::testing::plan::CopyPlan;
 use llm_datadist_core::testing::protocol::{self, WirePlan, WireSteps, WireTemplate};
 use llm_datadist_fuzz::{decoded, peak, refused_as};
@@ -54,9 +55,8 @@ fn pieces(plan: &WirePlan) -> Option<Vec<Piece>> {
                 one.saturating_mul(template.pairs.0.len() as u64)
             };
             let all = templates.iter().map(count).fold(0, u64::saturating_add);
-            (all <= MOST_PIECES).then(|| {
-                (0..).zip(templates).flat_map(|(wave, template)| places(wave, template)).collect()
-            })
+            (all <= MOST_PIECES)
+                .then(|| (0..).zip(templates).flat_map(|(wave, template)| places(wave, template)).collect())
         }
         WireSteps::Unusable(_) => None,
     }
@@ -97,8 +97,8 @@ fn written_twice(pieces: &[Piece]) -> bool {
 }
 
 /// The rows that the ranges touch, one by one.
-fn rows(ranges: impl Iterator<Item = (i128, i128)>, row_bytes: u64) -> Vec<u64> {
-    let row = i128::from(row_bytes);
+fn rows(ranges: impl Iterator<Item = (i128, i128)>, stride: u64) -> Vec<u64> {
+    let row = i128::from(stride);
     let touched = ranges.flat_map(|(from, len)| from / row..=(from + len - 1) / row);
     let touched: BTreeSet<i128> = touched.collect();
     touched.into_iter().map(|row| u64::try_from(row).expect("a row inside a tensor")).collect()
@@ -138,14 +138,21 @@ fuzz_target!(|input: &[u8]| {
     if fits.is_ok() {
         assert!(all_inside, "accepted, and outside: {wire:?}");
         assert!(!written_twice(&pieces), "accepted, and writes one place twice: {wire:?}");
-        assert_eq!(
-            plan.src_rows(row_bytes).expect("memory"),
-            rows(pieces.iter().map(|p| (p.src, p.len)), row_bytes)
-        );
-        assert_eq!(
-            plan.dst_rows(row_bytes).expect("memory"),
-            rows(pieces.iter().map(|p| (p.dst, p.len)), row_bytes)
-        );
+        // Some inputs have rows with gaps.
+        let sizes = RowSizes::new(row_bytes, row_bytes + 8 * u64::from(sizes[4] % 3));
+        let (row, stride) = (i128::from(sizes.bytes()), i128::from(sizes.stride()));
+        let in_a_row = |at: i128, len: i128| row == stride || at % stride + len <= row;
+        let checked = plan.check_rows(Some(sizes), Some(sizes));
+        let outside = pieces.iter().find(|p| !(in_a_row(p.src, p.len) && in_a_row(p.dst, p.len)));
+        assert_eq!(checked.is_err(), outside.is_some(), "{wire:?} in {sizes:?}");
+        if let Err(error) = &checked {
+            refused_as(error, &[ErrorKind::InvalidArgument]);
+        } else {
+            let expected = rows(pieces.iter().map(|p| (p.src, p.len)), sizes.stride());
+            assert_eq!(plan.src_rows(sizes).expect("memory"), expected);
+            let expected = rows(pieces.iter().map(|p| (p.dst, p.len)), sizes.stride());
+            assert_eq!(plan.dst_rows(sizes).expect("memory"), expected);
+        }
         same_bytes(&plan, &pieces);
     } else {
         assert!(!all_inside || written_twice(&pieces), "refused, and sound: {wire:?}");

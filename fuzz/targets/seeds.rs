@@ -7,9 +7,9 @@ use std::sync::Arc;
 use llm_datadist_core::testing::model::{AddressLocation, CacheId, GrantId};
 use llm_datadist_core::testing::plan::{Span, SpanList};
 use llm_datadist_core::testing::protocol::{
-    self, Attach, Attached, Challenge, Comm, Confirm, Control, EntryVersion, Hello, LinkAnswer, Metadata, Pairs,
-    Party, Payload, Payloads, Proof, Purpose, Reply, Request, Run, Welcome, WireCache, WireLocation, WireName,
-    WirePlan, WirePulled, WireRows, WireSizes, WireSteps, WireTemplate,
+    self, Attach, Attached, Challenge, Comm, Confirm, Control, EntryVersion, Hello, LinkAnswer, Metadata,
+    Pairs, Party, Payload, Payloads, Proof, Purpose, Reply, Request, Run, Welcome, WireCache, WireLayout,
+    WireLocation, WireName, WirePlan, WirePulled, WireRows, WireSizes, WireSteps, WireTemplate,
 };
 use llm_datadist_core::{Error, ErrorKind};
 use serde::Serialize;
@@ -83,8 +83,15 @@ fn requests(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     let request = WireName::Request { model: 1, id: 2 };
     add(7, "describe", frame(&Request::Describe { name: request, limit_ms: 1000 }));
     let grant = Some(GRANT);
-    let read =
-        |grant| Request::Read { name: NAME, cache: 3, plan: plan(), from: 0, to: 4096, grant, limit_ms: 1000 };
+    let read = |grant| Request::Read {
+        name: NAME,
+        cache: 3,
+        plan: plan(),
+        from: 0,
+        to: 4096,
+        grant,
+        limit_ms: 1000,
+    };
     add(7, "read", frame(&read(None)));
     add(7, "read-granted", frame(&read(grant)));
     let (name, cache, limit_ms) = (NAME, 3, 1000);
@@ -103,9 +110,11 @@ fn requests(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     let all = Request::Finish { pulled, grant, message: Some(message.clone()), limit_ms };
     add(7, "finish-all", frame(&all));
     let ranges = vec![(0, 4096), (1 << 20, 300)];
-    let checksums = Request::Checksums { name, cache, first_tensor: 1, num_tensors: 2, ranges, grant, limit_ms };
+    let checksums =
+        Request::Checksums { name, cache, first_tensor: 1, num_tensors: 2, ranges, grant, limit_ms };
     add(7, "checksums", frame(&checksums));
-    let (_, of_pairs) = plans().into_iter().find(|(name, _)| *name == "templates").expect("a plan of templates");
+    let (_, of_pairs) =
+        plans().into_iter().find(|(name, _)| *name == "templates").expect("a plan of templates");
     let checksums = Request::PairChecksums { name, cache, plan: of_pairs, written: true, grant, limit_ms };
     add(7, "pair-checksums", frame(&checksums));
     add(7, "open-grant", frame(&Request::OpenGrant { grant: GRANT, limit_ms }));
@@ -126,7 +135,7 @@ fn replies(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
         num_tensors: 4,
         rows: 128,
         row_bytes: 65536,
-        row_stride: 65536,
+        row_stride: 66048,
         blocks: true,
         placement: 1,
         allocated: true,
@@ -138,9 +147,21 @@ fn replies(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
         layout: None,
     };
     let sizes = |first, row_bytes, row_stride| WireSizes { first, row_bytes, row_stride };
-    let mixed = WireCache { mixed: vec![sizes(0, 65536, 65536), sizes(3, 8192, 9000)], ..record.clone() };
-    add(8, "described", frame(&Reply::Described(record)));
+    let mixed = WireCache { mixed: vec![sizes(0, 65536, 66048), sizes(3, 8192, 9000)], ..record.clone() };
+    add(8, "described", frame(&Reply::Described(record.clone())));
     add(8, "described-mixed", frame(&Reply::Described(mixed)));
+    let layout = WireLayout {
+        data_type: 1,
+        tokens_per_block: 16,
+        heads: 8..16,
+        total_heads: 16,
+        head_dim: 128,
+        order: 1,
+        planes: 0,
+        layers: 0..2,
+        model: "a model".into(),
+    };
+    add(8, "described-layout", frame(&Reply::Described(WireCache { layout: Some(layout), ..record })));
     add(8, "done", frame(&Reply::Done { bytes: 1 << 40 }));
     add(8, "ready", frame(&Reply::Ready { bytes: 4096 }));
     add(8, "unreachable", frame(&Reply::Unreachable { reason: "no permission".into() }));
@@ -184,7 +205,10 @@ fn plans() -> Vec<(&'static str, WirePlan)> {
             "places-that-interleave",
             templates(vec![template((64, 64), pairs(&[(0, 0), (1, 1), (2, 2)]), &[heads])]),
         ),
-        ("template-of-blocks", templates(vec![template((512, 512), pairs(&[(4, 2), (1, 1)]), &[one(0, 512)])])),
+        (
+            "template-of-blocks",
+            templates(vec![template((512, 512), pairs(&[(4, 2), (1, 1)]), &[one(0, 512)])]),
+        ),
         ("same-destination", blocks(pairs(&[(0, 4), (5, 4)]))),
         ("wide-pairs", blocks(pairs(&[(0, 1), (300, 70_000)]))),
         (

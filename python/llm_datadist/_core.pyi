@@ -1141,7 +1141,7 @@ def check_kv_layout(layout: KvLayout) -> None:
     """Check the values of a ``KvLayout`` whose attributes are set, without the sizes of a cache.
 
     Raises:
-        LLMException: ``LLM_PARAM_INVALID``: a value that is not allowed.
+        LLMException: ``LLM_PARAM_INVALID``: an invalid value.
     """
 
 def check_layer_range(name: str, layer_range: range | None, allow_none: bool = True) -> None:

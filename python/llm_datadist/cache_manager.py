@@ -299,8 +299,8 @@ class CacheManager(PullPushCalls):
             copy_block_info: the destination blocks of each source block, or an integer array of shape ``(n, 2)`` with
                 rows ``(source, destination)``.
             src_offset: as for ``push_blocks``.
-            dst_offset: as for ``push_blocks``; ``src_offset``, or at least ``length`` bytes before or after it, because
-                the bytes that are read and those that are written must not overlap in part.
+            dst_offset: as for ``push_blocks``. It must equal ``src_offset``, or be at least ``length`` bytes away from
+                it, because the two byte ranges must not overlap in part.
             length: as for ``push_blocks``.
 
         Raises:

@@ -29,7 +29,7 @@ Tokens = Union[range, tuple[int, int]]
 
 
 class GroupPart:
-    """A part of a group, where a tuple is not enough: it moves a range of tokens, or a part of every block.
+    """A part of a group, where a tuple is not enough: it moves a range of tokens, or a byte range of every block.
 
     The constructor checks nothing; the call checks all values. The original does not have this class.
 
@@ -41,9 +41,9 @@ class GroupPart:
         grant: token of a grant of the source blocks, or ``None``. A push takes none.
         src_tokens: tokens of the source that are read, as for ``pull_blocks``.
         dst_tokens: tokens of the destination that are written, as for ``pull_blocks``.
-        src_offset: bytes to skip at the start of each block that is read, as for ``pull_blocks``.
-        dst_offset: bytes to skip at the start of each block that is written, as for ``pull_blocks``.
-        length: bytes of each block that move in each tensor, as for ``pull_blocks``.
+        src_offset: bytes to skip at the start of each block that is read, as for ``push_blocks``.
+        dst_offset: bytes to skip at the start of each block that is written, as for ``push_blocks``.
+        length: bytes of each block that move in each tensor, as for ``push_blocks``.
     """
 
     __slots__ = (
@@ -114,9 +114,10 @@ class GroupCalls(AsyncCalls):
 
         Args:
             parts: list or tuple of at least one ``(key, cache, src_blocks, dst_blocks)`` or ``(key, cache, src_blocks,
-                dst_blocks, grant)``, or ``GroupPart`` for a range of tokens or a part of every block. Each obeys the
-                rules of ``pull_blocks`` with one key (contract §7.13), and moves all tensors; ``grant`` is the token of
-                a grant, or ``None``. Parts may name several clusters, and a cache may occur in several parts.
+                dst_blocks, grant)``, or ``GroupPart`` for a range of tokens or a byte range of every block. Each
+                obeys the rules of ``pull_blocks`` with one key (contract §7.13), and moves all tensors; ``grant`` is
+                the token of a grant, or ``None``. Parts may name several clusters, and a cache may occur in several
+                parts.
             timeout_ms: time limit of the whole group in milliseconds (uint32, above 0; ``sync_kv_timeout`` by default).
             notify: notification for the peer, at most 64 KiB, delivered when all parts are in place and all keys are
                 released. All parts must name one cluster then.
@@ -148,7 +149,8 @@ class GroupCalls(AsyncCalls):
 
         Args:
             parts: list or tuple of at least one ``(key, cache, src_blocks, dst_blocks)``, or ``GroupPart`` for a range
-                of tokens. Each obeys the rules of ``push_blocks`` (contract §7.15), and moves all tensors.
+                of tokens or a byte range of every block. Each obeys the rules of ``push_blocks`` (contract §7.15), and
+                moves all tensors.
             timeout_ms: time limit of the whole group in milliseconds (uint32, above 0; ``sync_kv_timeout`` by default).
             notify: notification for the peer, at most 64 KiB, delivered when all parts are in place. All parts must
                 name one cluster then.

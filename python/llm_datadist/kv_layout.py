@@ -53,7 +53,7 @@ class KvLayout:
     Raises:
         TypeError: an argument has the wrong type, or ``total_kv_heads`` is missing.
         ValueError: an integer is outside uint32.
-        LLMException: ``LLM_PARAM_INVALID``: a value that is not allowed.
+        LLMException: ``LLM_PARAM_INVALID``: an invalid value.
     """
 
     tokens_per_block: int

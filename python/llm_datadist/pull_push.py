@@ -218,7 +218,7 @@ class PullPushCalls(LayerCalls):
             dst_tokens: tokens of the remote sequence that are written, as for ``pull_blocks``.
             layout: as for ``push_cache``.
             src_offset: bytes to skip at the start of each block that is read (uint64, below the bytes of a block). The
-                original does not have this argument, and neither ``dst_offset`` nor ``length``.
+                original has none of ``src_offset``, ``dst_offset`` and ``length``.
             dst_offset: bytes to skip at the start of each block that is written (uint64, below the bytes of a block).
             length: bytes that move of each block in each tensor (uint64, above 0, at most the bytes after the offset in
                 either block); ``None`` for the rest of the block with fewer bytes left. If any of the three is given,

@@ -89,9 +89,9 @@ class CacheDesc(DescOfParts):
         kv_tensor_format: name of a layout. It has no effect.
         row_stride: bytes from the start of one row (batch slot or block) of a tensor to the start of the next (uint64),
             for padded pages and packed layers; ``None`` if rows follow each other. It must be at least the bytes of a
-            row, a multiple of the element size, and give each tensor less than 2^63 bytes, which is checked when the
-            descriptor is used. The bytes between two rows do not belong to the cache, and no call touches them. The
-            original does not have this argument.
+            row, a multiple of the element size, and give all tensors together, gaps included, less than 2^63 bytes,
+            which is checked when the descriptor is used. The bytes between two rows do not belong to the cache, and no
+            call touches them. The original does not have this argument.
         layout: what the rows mean, a ``KvLayout``, or ``None``. Pulls and pushes then convert between different layouts
             (contract §4.2). The original does not have this argument.
 

@@ -153,7 +153,7 @@ class Pairs:
 
 
 def entries_of(pair: Pair, case: Case) -> Iterator[Entry]:
-    """The entries of a pair for a cell: one, or one for each loop of the limit."""
+    """The entries of a pair for a cell: one, or one for each loop of the limit and for each way to make a request."""
     pair.wake()
     settings = pair.lay(case)
     if pair.peer.environment.get(PAGES) == AUTO:
@@ -165,6 +165,8 @@ def entries_of(pair: Pair, case: Case) -> Iterator[Entry]:
         setting = pair.peer.setting
         if pair.peer.system == LIMIT:
             setting = f"{setting} {variant}"
+        elif variant:
+            setting = f"{setting}, {variant}"
         yield Entry(
             pair.peer.system,
             turn.run,

@@ -140,7 +140,7 @@ class Adapter(ABC):
         return self.request(case)
 
     def variants(self, case: Case) -> list[tuple[str, int, Run]]:
-        """(setting, threads, transfer) of each variant. Only the limit has more than one."""
+        """(setting, threads, transfer) of each variant: the loops of the limit, or ways to make a request."""
         return [("", 0, self.request(case))]
 
     def attend(self, case: Optional[Case], times: int, over: Callable[[], bool]) -> None:  # noqa: B027  (not every system needs it)

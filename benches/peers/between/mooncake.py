@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from between.adapter import PULL, Adapter, Case, Run, address
+from between.sequence import Sequence
 
 MOST = 1024  # requests of a call; more fail, and make later calls fail
 
@@ -45,6 +46,17 @@ class Engine(Adapter):
         code = self.engine.transfer_sync_read(self.host, address(self.memory), self.there, 8)
         if code:
             raise RuntimeError(f"transfer_sync_read says {code}")
+
+    def variants(self, case: Case) -> list[tuple[str, int, Run]]:
+        """A sequence between KV layouts is requested with new lists and with prepared ones, other cases in one way."""
+        prepared = self.request(case)
+        if not isinstance(case, Sequence):
+            return [("", 0, prepared)]
+
+        def run() -> None:
+            self.request(case.anew())()
+
+        return [("new lists", 0, run), ("prepared", 0, prepared)]
 
     def request(self, case: Case) -> Run:
         """Calls of at most 1,024 blocks; the lists are made here."""

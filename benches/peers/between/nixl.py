@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import importlib
 import time
+from functools import partial
 from typing import Any, Callable, Optional
 
 import numpy as np
 
 from between.adapter import NEAR, PULL, Adapter, Case, Run, address
+from between.sequence import Sequence
 
 BATCH = 50  # polls of NIXL between two checks of the pipe
 FAILED = "ERR"
@@ -50,6 +52,7 @@ class Nixl(Adapter):
         self.memory = self.plain(self.size)
         self.region = self.agent.register_memory([(address(self.memory), self.size, 0, "")], mem_type="DRAM")
         self.handle: Any = None
+        self.lists: list[Any] = []
 
     def hello(self) -> Any:
         """The metadata, and the address of the memory."""
@@ -112,6 +115,48 @@ class Nixl(Adapter):
 
         return run
 
+    def variants(self, case: Case) -> list[tuple[str, int, Run]]:
+        """A sequence between KV layouts is requested in three ways, other cases in one."""
+        prepared = self.request(case)
+        if not isinstance(case, Sequence):
+            return [("", 0, prepared)]
+        self.lists = [self.every_piece(side, base, case.block) for side, base in self.sides()]
+        return [
+            ("new lists", 0, partial(self.once, case, self.by_lists)),
+            ("new indices", 0, partial(self.once, case, self.by_indices)),
+            ("prepared", 0, prepared),
+        ]
+
+    def sides(self) -> tuple[tuple[str, int], tuple[str, int]]:
+        """The agent and the memory of the near side and of the far side."""
+        return ("", address(self.memory)), (self.remote, self.there)
+
+    def every_piece(self, agent: str, base: int, piece: int) -> Any:
+        """A prepared list of all pieces of one side, given in its compressed form."""
+        dense = np.array([[base, piece, 0, piece, self.size // piece]], dtype=np.uint64)
+        return self.agent.prep_xfer_dlist(agent, dense, mem_type="DRAM")
+
+    def by_lists(self, case: Case) -> Any:
+        """A request over new lists of descriptors."""
+        near = self.agent.get_xfer_descs(self.rows(address(self.memory), case.dst, case.block), mem_type="DRAM")
+        far = self.agent.get_xfer_descs(self.rows(self.there, case.src, case.block), mem_type="DRAM")
+        return self.agent.initialize_xfer("READ", near, far, self.remote)
+
+    def by_indices(self, case: Case) -> Any:
+        """A request over indices into the prepared lists."""
+        near, far = self.lists
+        return self.agent.make_prepped_xfer("READ", near, case.dst.astype(np.int32), far, case.src.astype(np.int32))
+
+    def once(self, case: Sequence, requested: Callable[[Case], Any]) -> None:
+        """Compute the pieces, make a request, transfer, and release the request."""
+        handle = requested(case.anew())
+        state = self.agent.transfer(handle)
+        while state == "PROC":
+            state = self.agent.check_xfer_state(handle)
+        self.agent.release_xfer_handle(handle)
+        if state == FAILED:
+            raise RuntimeError("check_xfer_state says ERR")
+
     def prepared(self, blocks: int, block: int) -> dict[str, float]:
         """Both lists prepared, and a request over all of them."""
         began = time.perf_counter()
@@ -127,7 +172,10 @@ class Nixl(Adapter):
         return {"prepare": listed - began, "request": asked - listed}
 
     def release(self) -> None:
-        """Release the last request."""
+        """Release the last request and the lists of pieces."""
+        for prepared in self.lists:
+            prepared.release()
+        self.lists = []
         if self.handle is not None:
             self.agent.release_xfer_handle(self.handle)
             self.handle = None

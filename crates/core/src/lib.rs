@@ -47,7 +47,10 @@
 //!     shape: vec![8, 1024],
 //!     data_type: DataType::Float16,
 //!     placement: Placement::Device,
-//!, row_stride: None, kv_layout: None, tensors: Vec::new() };
+//!     row_stride: None,
+//!     kv_layout: None,
+//!     tensors: vec![],
+//! };
 //! let cache = engine.allocate(&desc, CacheKind::Blocks, &[])?;
 //! engine.copy_blocks(&End::Managed(cache.id()), &[(0, 1), (1, 2)])?;
 //! engine.deallocate(cache.id())?;
@@ -76,7 +79,10 @@
 //!     shape: vec![8, 64],
 //!     data_type: DataType::Float16,
 //!     placement: Placement::Device,
-//!, row_stride: None, kv_layout: None, tensors: Vec::new() };
+//!     row_stride: None,
+//!     kv_layout: None,
+//!     tensors: vec![],
+//! };
 //! let theirs = prefill.allocate(&desc, CacheKind::Batch, &[])?;
 //! let ours = decode.allocate(&desc, CacheKind::Batch, &[])?;
 //!

@@ -43,21 +43,14 @@ fn read(value: &Any<'_>) -> PyResult<KvLayout> {
 }
 
 fn order(value: &Any<'_>) -> PyResult<TokenOrder> {
-    match convert::text("order", value)?.as_str() {
-        "NHD" => Ok(TokenOrder::Nhd),
-        "HND" => Ok(TokenOrder::Hnd),
-        other => Err(invalid(value.py(), "order", format_args!("{other:?}"), "\"NHD\" or \"HND\"")),
-    }
+    let given = convert::text("order", value)?;
+    let found = TokenOrder::ALL.into_iter().find(|order| order.name() == given);
+    found.ok_or_else(|| invalid(value.py(), "order", format_args!("{given:?}"), "\"NHD\" or \"HND\""))
 }
 
 fn planes(value: &Any<'_>) -> PyResult<KvPlanes> {
-    match convert::text("kv", value)?.as_str() {
-        "separate" => Ok(KvPlanes::Separate),
-        "k_then_v" => Ok(KvPlanes::KThenV),
-        "latent" => Ok(KvPlanes::Latent),
-        other => {
-            let allowed = "\"separate\", \"k_then_v\" or \"latent\"";
-            Err(invalid(value.py(), "kv", format_args!("{other:?}"), allowed))
-        }
-    }
+    let given = convert::text("kv", value)?;
+    let found = KvPlanes::ALL.into_iter().find(|planes| planes.name() == given);
+    let allowed = "\"separate\", \"k_then_v\" or \"latent\"";
+    found.ok_or_else(|| invalid(value.py(), "kv", format_args!("{given:?}"), allowed))
 }

@@ -86,9 +86,7 @@ impl RawArg<'_, '_> {
         }
         match convert::text("layout", &self.0)?.as_str() {
             "raw" => Ok(true),
-            other => {
-                Err(invalid(self.py(), "layout", format_args!("{other:?}"), "None or \"raw\" in a transfer"))
-            }
+            other => Err(invalid(self.py(), "layout", format_args!("{other:?}"), "None or \"raw\"")),
         }
     }
 }

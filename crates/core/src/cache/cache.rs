@@ -230,7 +230,7 @@ impl Cache {
         let rows = self.layout()?.geometry.row_sizes();
         if rows.has_gaps() && self.origin != Origin::Allocated {
             return Err(Error::invalid(
-                "the rows of the cache have gaps between them that do not belong to it",
+                "registered memory has gaps between the rows that are not part of the cache",
             )
             .with("cache_id", self.id)
             .with("row_bytes", rows.bytes())

@@ -39,7 +39,7 @@ pub struct PairBlocks {
 }
 
 impl PairBlocks {
-    /// Returns the blocks of a plan, each of whose waves counts as a template, at one end.
+    /// Returns the blocks of a plan of templates, at one end.
     pub fn of(plan: &CopyPlan, end: LocalEnd) -> Result<PairBlocks> {
         let tensors = if end == LocalEnd::Source { plan.src_tensors() } else { plan.dst_tensors() };
         let num_tensors = plan.num_tensors();

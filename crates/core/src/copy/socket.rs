@@ -18,7 +18,7 @@ use crate::net::{LEAD_INTERVAL, Stream, leads};
 use crate::plan::{CopyPlan, Piece};
 
 /// Maximum number of windows in one call of the stream.
-const WINDOWS: usize = 256;
+const WINDOWS: usize = 1024;
 
 impl CopyEngine {
     /// Checks that `src` can be sent through a socket, before the peer is told to expect it. Returns

@@ -4,8 +4,9 @@
 //! and blocks of any size keep all workers busy. A call never waits for a worker that has not started: the
 //! calling thread works too, closes the job when no unit is left, and then waits only for the workers inside.
 
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::thread::{Builder, JoinHandle, current};
+use std::time::Duration;
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
@@ -13,6 +14,9 @@ use super::Limit;
 use crate::config::Config;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::{AtomicBool, AtomicUsize, Condvar, Mutex, Ordering};
+
+/// Longest wait for a thread to start. A thread that is later is no error.
+const START: Duration = Duration::from_secs(1);
 
 /// Work that is cut into units, which may run in any order and at the same time. It is called with the index of
 /// each unit.
@@ -51,6 +55,14 @@ impl Workers {
             .panic_handler(|_| {})
             .build()
             .map_err(refused)?;
+        // The first thread of a process that waits for work initializes a lock of `crossbeam-epoch`. A child that is
+        // forked in that moment could not start workers of its own, so this waits until a thread is past it
+        // (`child_has_no_handles_of_its_parent_and_may_create_its_own` in the C library).
+        let (started, is_started) = mpsc::sync_channel(1);
+        pool.spawn(move || {
+            let _ = started.try_send(());
+        });
+        let _ = is_started.recv_timeout(START);
         Ok(Workers { pool: Some(pool), threads, count })
     }
 

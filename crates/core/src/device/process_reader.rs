@@ -22,15 +22,20 @@ impl ProcessReader {
 
 impl Copier for ProcessReader {
     fn copy(&self, batch: &[Copy<'_>], _: Kernel) -> Result<()> {
-        if batch.is_empty() {
-            return Ok(());
+        // An entry may be millions of windows, and a peer chooses how many. So they are listed a system call at a time.
+        let mut pairs = Vec::with_capacity(PeerProcess::PAIRS);
+        for pair in batch.iter().flat_map(|copy| copy.pairs()) {
+            pairs.push(pair);
+            if pairs.len() == PeerProcess::PAIRS {
+                self.0.read(&pairs)?;
+                pairs.clear();
+            }
         }
-        let pairs: Vec<_> = batch.iter().flat_map(|copy| copy.pairs()).collect();
-        self.0.read(&pairs)
+        if pairs.is_empty() { Ok(()) } else { self.0.read(&pairs) }
     }
 
     fn batch(&self) -> usize {
-        // As many as fit one system call, next to the secret that proves it is still the same process.
+        // As many as fit one system call, if each entry is one window.
         PeerProcess::PAIRS
     }
 

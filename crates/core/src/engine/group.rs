@@ -165,7 +165,7 @@ fn group_notification<Checked>(
     notify: Option<Vec<u8>>,
 ) -> Result<Option<Arc<Vec<u8>>>> {
     let one_peer = lanes_of(parts) != LaneKey::SeveralClusters;
-    let text = "notify needs a group whose parts name one cluster";
+    let text = "notify needs parts or keys of one cluster";
     ensure(notify.is_none() || one_peer, || Error::new(ErrorKind::InvalidArgument, text))?;
     checked_notification(notify)
 }

@@ -272,8 +272,8 @@ impl DataDist {
         self.copy_sub_rows(cache, pairs, SubRow::default())
     }
 
-    /// Does a [`copy_blocks`](Self::copy_blocks) of a part of every block. The part that is read and the part that is written
-    /// must be the same part of a block, or have no byte in common.
+    /// Copies a part of every block; otherwise like [`copy_blocks`](Self::copy_blocks). The byte ranges of a block that are
+    /// read and written must be equal or disjoint.
     pub fn copy_sub_rows(&self, cache: &End, pairs: &[(i64, i64)], part: SubRow) -> Result<()> {
         self.resources.stats.timed(Op::CopyBlocks, || {
             let deadline = self.deadline();
@@ -304,7 +304,7 @@ impl DataDist {
         self.swap_sub_rows(src, dst, pairs, SubRow::default())
     }
 
-    /// Does a [`swap_blocks`](Self::swap_blocks) of a part of every block. With a part, the blocks of both caches may have
+    /// Swaps a part of every block; otherwise like [`swap_blocks`](Self::swap_blocks). With a part, the blocks of both caches may have
     /// different sizes.
     pub fn swap_sub_rows(&self, src: &End, dst: &End, pairs: &[(i64, i64)], part: SubRow) -> Result<()> {
         let deadline = self.deadline();

@@ -25,7 +25,7 @@ impl KvGeometry {
         layout.check_ranges()?;
         let tensors = u64::from(layout.tensors_per_layer()) * layout.layers.len() as u64;
         ensure(u64::from(geometry.num_tensors()) == tensors, || {
-            let layers = format_args!("{tensors} for layers {:?} ({:?})", layout.layers, layout.kv);
+            let layers = format_args!("{tensors} for layers {:?} (kv {})", layout.layers, layout.kv.name());
             Error::argument("num_tensors", geometry.num_tensors(), layers)
         })?;
         let plane_bytes = [layout.tokens_per_block, layout.head_dim]
@@ -62,21 +62,6 @@ impl KvGeometry {
         layout
             .map(|layout| KvGeometry::new(layout.clone(), geometry, desc.data_type).map(Arc::new))
             .transpose()
-    }
-
-    /// Sets the bytes from the start of one row to the start of the next, for padded pages. Returns `Err` of kind
-    /// `InvalidArgument` if rows would overlap or a tensor would have 2^63 bytes or more.
-    pub fn with_row_stride(self, row_stride: u64) -> Result<Self> {
-        let row_bytes = self.row_bytes();
-        ensure(row_stride >= row_bytes, || {
-            Error::argument("row_stride", row_stride, format_args!("at least the {row_bytes} bytes of a row"))
-        })?;
-        let end = row_stride.checked_mul(self.rows).filter(|&end| i64::try_from(end).is_ok());
-        ensure(end.is_some(), || {
-            let required = format_args!("small enough for {} rows in less than 2^63 bytes", self.rows);
-            Error::argument("row_stride", row_stride, required)
-        })?;
-        Ok(KvGeometry { row_stride, ..self })
     }
 
     /// Returns the layout.

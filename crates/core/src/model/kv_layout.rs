@@ -9,24 +9,51 @@ use crate::error::{Error, Result, ensure};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TokenOrder {
     /// `[tokens, heads, head_dim]`.
-    Nhd,
+    Nhd = 0,
     /// `[heads, tokens, head_dim]`.
-    Hnd,
+    Hnd = 1,
+}
+
+impl TokenOrder {
+    /// Both orders, by their numbers in messages.
+    pub const ALL: [TokenOrder; 2] = [TokenOrder::Nhd, TokenOrder::Hnd];
+
+    /// Returns its name in the public API.
+    pub const fn name(self) -> &'static str {
+        match self {
+            TokenOrder::Nhd => "NHD",
+            TokenOrder::Hnd => "HND",
+        }
+    }
 }
 
 /// Where the keys and the values of a layer are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum KvPlanes {
     /// In two tensors: tensor `2·l` has the keys of the cache's `l`-th layer, and tensor `2·l + 1` its values.
-    Separate,
+    Separate = 0,
     /// In one tensor: each row has the keys of its tokens, and then their values.
-    KThenV,
+    KThenV = 1,
     /// In one tensor: each row has one latent vector for each token (MLA), the same in every rank.
-    Latent,
+    Latent = 2,
+}
+
+impl KvPlanes {
+    /// All of them, by their numbers in messages.
+    pub const ALL: [KvPlanes; 3] = [KvPlanes::Separate, KvPlanes::KThenV, KvPlanes::Latent];
+
+    /// Returns its name in the public API.
+    pub const fn name(self) -> &'static str {
+        match self {
+            KvPlanes::Separate => "separate",
+            KvPlanes::KThenV => "k_then_v",
+            KvPlanes::Latent => "latent",
+        }
+    }
 }
 
 /// What the rows of a cache mean: each row is a block of tokens. The values may be invalid;
-/// [`KvGeometry::new`] checks them.
+/// [`KvGeometry::new`](super::kv_geometry::KvGeometry::new) checks them.
 ///
 /// The heads and layers are those of the whole model, so that caches of several ranks can be compared.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -67,9 +94,8 @@ impl KvLayout {
             let required = format_args!("a range of at least one head inside 0..{}", self.total_heads);
             Error::argument("kv_heads", format_args!("{heads:?}"), required)
         })?;
-        ensure(self.kv != KvPlanes::Latent || (heads, self.total_heads) == (&(0..1), 1), || {
-            let value = format_args!("{heads:?} of {}", self.total_heads);
-            Error::argument("kv_heads", value, "0..1 of 1 in a latent layout")
+        ensure(self.kv != KvPlanes::Latent || self.total_heads == 1, || {
+            Error::argument("total_kv_heads", self.total_heads, "1 in a latent layout")
         })?;
         ensure(!layers.is_empty(), || {
             Error::argument("layers", format_args!("{layers:?}"), "a range of at least one layer")
@@ -94,7 +120,7 @@ impl fmt::Display for KvLayout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let KvLayout { tokens_per_block, heads, total_heads, head_dim, order, kv, layers, model } = self;
         write!(f, "{tokens_per_block} tokens, heads {heads:?} of {total_heads}, head_dim {head_dim}, ")?;
-        write!(f, "{order:?}, {kv:?}, layers {layers:?}")?;
+        write!(f, "order {}, kv {}, layers {layers:?}", order.name(), kv.name())?;
         if model.is_empty() { Ok(()) } else { write!(f, ", model {model:?}") }
     }
 }

@@ -1,7 +1,7 @@
 //! Where the rows of a tensor lie: row `r` has `bytes` bytes from `r·stride` on.
 
-/// The size of a row, and the distance from one row to the next. The bytes between two rows are a *gap*, which belongs
-/// to somebody else.
+/// The size of a row, and the distance from one row to the next. The bytes between two rows are a *gap*, which is not
+/// part of the cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RowSizes {
     bytes: u64,

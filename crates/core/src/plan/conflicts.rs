@@ -36,7 +36,7 @@ pub(super) fn check_template(template: &Template, plan_bytes: usize) -> Result<(
 }
 
 /// Returns `Err(InvalidArgument)` if [`check_template`] might refuse a template without overlaps, because its check would
-/// need too much memory. A sender finds out here, in closed form, what the receiver would say.
+/// need too much memory. The sender checks in closed form, before it sends a plan, whether the receiver would refuse it.
 pub(super) fn check_template_size(template: &Template) -> Result<()> {
     let extent = if interleaves(template) {
         extent_of_template(template)
@@ -46,8 +46,8 @@ pub(super) fn check_template_size(template: &Template) -> Result<()> {
     extent.map_or(Ok(()), |extent| extent.check_size(0))
 }
 
-/// Returns whether a place of the template may lie between pieces of another one, as blocks inside larger blocks whose
-/// heads are outside.
+/// Returns whether a place of the template may lie between pieces of another one, for example small blocks inside larger
+/// HND blocks.
 fn interleaves(template: &Template) -> bool {
     let written = template.hulls().map_or(0, |(_, written)| written.end - written.start);
     template.pairs.len() > 1 && written > template.dst_unit
@@ -179,7 +179,7 @@ impl WrittenExtent {
         if of_bits.min(of_list) <= most {
             return Ok(());
         }
-        let text = "the pieces of a plan are too many and too irregular to be checked";
+        let text = "the pieces of a plan are too many and too irregular to be checked: move fewer blocks in one call";
         Err(Error::invalid(text)
             .with("pieces", self.pieces)
             .with("needed_bytes", of_bits.min(of_list))

@@ -39,7 +39,7 @@ impl PlanAccess {
     }
 
     /// Returns whether a piece of `span` is not inside one row. A span whose pieces are not a multiple of the row stride
-    /// apart is visited piece by piece; a plan has at most `MOST_PIECES`.
+    /// apart is visited piece by piece; a plan has at most `MOST_PIECES`, or `MOST_TEMPLATE_PIECES` if it has templates.
     fn touches_gap(self, span: &Span, rows: RowSizes) -> bool {
         let (_, step) = self.start(span);
         let count = if step.unsigned_abs().is_multiple_of(rows.stride()) { 1 } else { span.count };

@@ -78,7 +78,9 @@ pub fn check_counts(templates: usize, spans: usize) -> Result<()> {
         [("templates", templates, MOST_TEMPLATES), ("spans of templates", spans, MOST_TEMPLATE_SPANS)]
     {
         ensure(count <= most, || {
-            let text = format!("a message cannot carry the plan: it has more than {most} {what}");
+            let text = format!(
+                "the plan has more than {most} {what}, the limit of a message: move fewer blocks in one call"
+            );
             Error::invalid(text).with("count", count)
         })?;
     }

@@ -126,7 +126,7 @@ impl CopyPlan {
         let mut tally = Tally::default();
         waves.iter().try_for_each(|template| tally.add_template(template))?;
         total(tally.bytes(), num_tensors)?;
-        // Pairs of narrow numbers take twice as much memory as in their message, so they count as a quarter.
+        // A pair takes 8 bytes here and at least 2 in its message, so a quarter is counted.
         let taken = waves.iter().map(|template| size_of_val(&template.pairs[..]) / 4).sum();
         waves.iter().try_for_each(|template| check_template(template, taken))?;
         let wave = |template: Template| match template.into_blocks() {
@@ -350,7 +350,7 @@ fn rows(waves: &[Wave], row_stride: u64, access: PlanAccess) -> Result<Vec<u64>>
         for span in wave.spans() {
             let (start, step) = access.start(&span);
             // Steps of at most one row skip no row in between. With longer steps every piece is visited, of which
-            // there are at most `MOST_PIECES`.
+            // there are at most `MOST_PIECES`, or `MOST_TEMPLATE_PIECES` in a plan of templates.
             if step.unsigned_abs() <= row_stride {
                 if let Some(range) = hull(start, step, span.count, span.len) {
                     add(range.start, range.end - range.start)?;

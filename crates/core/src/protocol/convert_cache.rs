@@ -10,10 +10,6 @@ use crate::model::{
     KvPlanes, MixedSizes, Placement, TensorDesc, TokenOrder,
 };
 
-/// Orders and planes, in the order of their numbers in messages.
-const ORDERS: [TokenOrder; 2] = [TokenOrder::Nhd, TokenOrder::Hnd];
-const PLANES: [KvPlanes; 3] = [KvPlanes::Separate, KvPlanes::KThenV, KvPlanes::Latent];
-
 impl WireCache {
     /// Returns a record of row `row` of a cache with these sizes. Its location is hidden, and peers may not
     /// use it yet.
@@ -119,7 +115,7 @@ impl From<&KvGeometry> for WireLayout {
 }
 
 impl TryFrom<&WireLayout> for KvLayout {
-    /// A number means nothing here.
+    /// An unknown number.
     type Error = ();
 
     fn try_from(wire: &WireLayout) -> Result<Self, ()> {
@@ -128,8 +124,8 @@ impl TryFrom<&WireLayout> for KvLayout {
             heads: wire.heads.clone(),
             total_heads: wire.total_heads,
             head_dim: wire.head_dim,
-            order: *ORDERS.get(usize::from(wire.order)).ok_or(())?,
-            kv: *PLANES.get(usize::from(wire.planes)).ok_or(())?,
+            order: *TokenOrder::ALL.get(usize::from(wire.order)).ok_or(())?,
+            kv: *KvPlanes::ALL.get(usize::from(wire.planes)).ok_or(())?,
             layers: wire.layers.clone(),
             model: wire.model.clone(),
         })

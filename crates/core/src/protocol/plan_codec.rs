@@ -22,6 +22,13 @@ pub struct WirePlan {
     pub steps: WireSteps,
 }
 
+impl WirePlan {
+    /// Returns whether the plan is a list of templates.
+    pub fn has_templates(&self) -> bool {
+        matches!(self.steps, WireSteps::Templates { .. })
+    }
+}
+
 /// What a plan moves in each tensor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "ReceivedSteps")]

@@ -30,8 +30,12 @@ impl AskedBlocks {
     }
 
     /// Checks the plan as any plan of a peer. `written` says whether the cache here is the one that it writes. Returns
-    /// `Err(InvalidArgument)` also if the plan has more than [`MAX_CHECKSUMS`] pairs.
+    /// `Err(InvalidArgument)` also if the plan has more than [`MAX_CHECKSUMS`] pairs, or if it is not a plan of templates:
+    /// a list of spans would take several times as much memory here as in the message.
     pub(super) fn pairs(plan: WirePlan, written: bool) -> Result<AskedBlocks> {
+        ensure(plan.has_templates(), || {
+            Error::invalid("a request for checksums of pairs needs a plan of templates")
+        })?;
         let plan = CopyPlan::try_from(plan)?;
         let num_pairs = plan.num_pairs();
         ensure(num_pairs <= MAX_CHECKSUMS, || {

@@ -10,14 +10,14 @@ use super::call::Call;
 use super::call_grant::{CallGrant, GrantUse};
 use super::pull::PullEnd;
 use crate::cache::Cache;
-use crate::error::{Error, Result, ensure};
+use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::{ClusterId, Deadline, Name, Verify};
 use crate::plan::{KvPart, assign_owners, check_same_model};
 use crate::resources::Resources;
-use crate::session::LinkOfCall;
+use crate::session::{KnownCache, Link, LinkOfCall};
 use crate::stats::Op;
-use crate::validate::{CheckedPull, CheckedPush, PullRows, PushRows, RemoteCache};
+use crate::validate::{CheckedPull, CheckedPush, PullRows, PushRows};
 
 /// Name of these lists in out-of-memory errors.
 const PARTS: &str = "the parts of a group";
@@ -109,7 +109,7 @@ impl Group<CheckedPull<PullRows>> {
     pub(crate) fn pull(&self, execution: &Arc<Execution>, deadline: Deadline) -> Result<u64> {
         let assigned = if self.owners { Some(self.assigned(execution, deadline)?) } else { None };
         let part = |index: usize, call: &Call, part: &GroupPart<CheckedPull<PullRows>>| match &assigned {
-            Some(assigned) => call.pull_checked(&part.checked.of_parts(assigned[index].clone())),
+            Some(assigned) => call.pull_checked(&assigned[index]),
             None => call.pull_checked(&part.checked),
         };
         let finish = |call: &Call, end| call.finish(&end, None);
@@ -118,8 +118,28 @@ impl Group<CheckedPull<PullRows>> {
         Ok(bytes)
     }
 
-    /// Asks every owner for the layout of its cache, and returns which layers and heads to read from each.
-    fn assigned(&self, execution: &Arc<Execution>, deadline: Deadline) -> Result<Vec<Vec<KvPart>>> {
+    /// Returns what to read from each owner.
+    fn assigned(
+        &self,
+        execution: &Arc<Execution>,
+        deadline: Deadline,
+    ) -> Result<Vec<CheckedPull<&PullRows>>> {
+        match self.assigned_by(Link::known, execution, deadline) {
+            // The stored description of an owner may be outdated, as in `Call::rounds`.
+            Err(error) if error.kind() == ErrorKind::InvalidArgument => {
+                self.assigned_by(Link::describe, execution, deadline)
+            }
+            assigned => assigned,
+        }
+    }
+
+    /// Finds out the layout of every owner's cache with `describe`, and returns what to read from each owner.
+    fn assigned_by(
+        &self,
+        describe: fn(&Link, Name, Deadline) -> Result<Arc<KnownCache>>,
+        execution: &Arc<Execution>,
+        deadline: Deadline,
+    ) -> Result<Vec<CheckedPull<&PullRows>>> {
         let missing = |which: &str| {
             Error::invalid(format!("several owners of one cache need KV layouts: the {which} cache has none"))
         };
@@ -128,7 +148,7 @@ impl Group<CheckedPull<PullRows>> {
         for (index, part) in self.parts.iter().enumerate() {
             let described = || {
                 let call = self.call(part, execution, deadline)?;
-                let known = call.link.known(part.name, deadline)?;
+                let known = describe(&call.link, part.name, deadline)?;
                 let layout = known.remote.kv.clone().ok_or_else(|| missing("remote"))?;
                 check_same_model(&layout, local).map_err(|error| call.named(error))?;
                 Ok((known, layout))
@@ -140,30 +160,19 @@ impl Group<CheckedPull<PullRows>> {
         // Neighbouring ranks usually have neighbouring ids, and are to read from different replicas.
         let reader = usize::try_from(self.resources.config.cluster.0).unwrap_or(usize::MAX);
         let assigned = assign_owners(&KvPart::of(local.layout()), &layouts, reader)?;
-        self.check_assigned(owners.iter().map(|(known, _)| &known.remote).zip(&assigned))?;
-        Ok(assigned)
-    }
-
-    /// Checks what is read from each owner before the first byte moves, and not when the turn of its owner comes.
-    fn check_assigned<'a>(
-        &self,
-        owners: impl Iterator<Item = (&'a RemoteCache, &'a Vec<KvPart>)>,
-    ) -> Result<()> {
-        let mut first = None;
-        for (index, (remote, parts)) in owners.enumerate() {
-            let checked = self.parts[index].checked.of_parts(parts.clone());
-            let conversion = checked.conversion(remote).map_err(|error| of_part(index, error))?;
-            let Some(tokens) = conversion.and_then(|conversion| conversion.tokens) else { continue };
-            let expected = *first.get_or_insert(tokens);
-            ensure(tokens == expected, || {
-                let text = format!(
-                    "the lists of the owners hold different numbers of tokens, {expected} and {tokens}: name the tokens \
-                     that move (src_tokens, dst_tokens)"
-                );
-                of_part(index, Error::invalid(text))
-            })?;
+        let mut pulls = fallible::with_capacity(PARTS, owners.len())?;
+        // Each is checked here, before the first byte moves, and not only when the turn of its owner comes.
+        let mut tokens = None;
+        for (index, (parts, (known, _))) in assigned.into_iter().zip(&owners).enumerate() {
+            let pull = self.parts[index].checked.of_parts(parts, tokens);
+            let conversion = pull.conversion(&known.remote).map_err(|error| of_part(index, error))?;
+            tokens = tokens.or(conversion.and_then(|conversion| conversion.tokens));
+            pulls.push(pull);
         }
-        Ok(())
+        for pull in &mut pulls {
+            pull.must_move(tokens);
+        }
+        Ok(pulls)
     }
 }
 

@@ -100,12 +100,25 @@ pub fn rows_alike(local: Option<&KvGeometry>, remote: &RemoteCache) -> Result<()
     })
 }
 
+/// Checks that parts of rows of two caches mean the same: rows of the same layout, and the same layers in the same tensors
+/// unless the caller named the layers. `Err(InvalidArgument)` if they do not.
+pub(super) fn parts_alike(local: &KvGeometry, remote: &RemoteCache, layers_given: bool) -> Result<()> {
+    rows_alike(Some(local), remote)?;
+    let Some(remote) = remote.kv.as_deref() else { return Ok(()) };
+    ensure(layers_given || local.layout().layers == remote.layout().layers, || {
+        Error::invalid("parts of rows of caches with different layers need layer ranges")
+            .with("local", local)
+            .with("remote", remote)
+    })
+}
+
 /// Checks that rows of two caches of this engine mean the same, because a copy or swap moves them as they are.
 /// `Err(InvalidArgument)` if both have KV layouts and these differ. A cache without one may hold anything.
 pub fn local_rows_alike(src: Option<&KvGeometry>, dst: Option<&KvGeometry>) -> Result<()> {
     let (Some(src), Some(dst)) = (src, dst) else { return Ok(()) };
     check_same_model(src, dst)?;
-    ensure(same_rows(src.layout(), dst.layout()), || {
+    let same_layers = src.layout().layers == dst.layout().layers;
+    ensure(same_layers && same_rows(src.layout(), dst.layout()), || {
         let text =
             "copies and swaps move rows as they are, but rows of the two caches have different KV layouts";
         Error::invalid(text).with("src", src).with("dst", dst)
@@ -128,7 +141,7 @@ fn both<'a>(
         (None, Some(remote)) => ("remote", remote),
     };
     let text = format!(
-        "only the {which} cache has a KV layout: describe both caches, or pass layout=\"raw\" to move rows as they are"
+        "only the {which} cache has a KV layout: describe both caches, or move rows as they are (layout=\"raw\", in calls with this option)"
     );
     Err(Error::invalid(text).with("layout", layout))
 }

@@ -178,8 +178,7 @@ fn too_small(rows: &LayerRows, at: usize, piece: Piece, room: u64) -> Error {
         }
         LayerRows::Blocks { dst, .. } | LayerRows::SlotToBlocks { dst, .. } => {
             let block = piece.len.max(1);
-            let allowed =
-                format!("within the {} blocks of {block} bytes that the peer has there", room / block);
+            let allowed = format!("a block of {block} bytes within the {room} bytes that the peer has there");
             let value = dst.get(at).copied().unwrap_or_default();
             Error::argument(&format!("dst_block_indices[{at}]"), value, allowed)
         }

@@ -8,7 +8,7 @@ use super::cache_rules::{
     RemoteCache, batch_cache, blocks_cache, check_accessible, copy_size, cut, equally_many, in_range,
     not_empty, numbers, remote_row, row, too_long,
 };
-use super::conversion::{Conversion, LocalCache, TokenMove, rows_alike, some_tokens};
+use super::conversion::{Conversion, LocalCache, TokenMove, parts_alike, some_tokens};
 use super::layer_ranges::{Layers, TensorRun, layers_given, pull_layers, tensors_per_layer, within};
 use super::sub_rows::between;
 use crate::error::{Error, ErrorKind, Result, ensure};
@@ -46,6 +46,8 @@ pub struct CheckedPull<R> {
     local: LocalCache,
     /// The layers and heads that are read if rows are converted; all of the local cache if `None`.
     parts: Option<Vec<KvPart>>,
+    /// How many tokens must move if rows are converted, because as many are read from the other owners.
+    tokens: Option<u64>,
     tensors: TensorRun,
     /// Whether the caller named the layers that are read, and whether it named any layers.
     src_layers_given: bool,
@@ -92,9 +94,14 @@ impl PullRows {
 impl PullRows {
     /// Returns `Err(InvalidArgument)` for a part of a slot, because it is not known which tokens that is.
     fn whole_slot(&self) -> Result<()> {
-        let PullRows::Slot { size, .. } = self else { return Ok(()) };
+        let PullRows::Slot { remote_offset, local_offset, size, .. } = self else { return Ok(()) };
         ensure(self.is_whole_slot(), || {
-            Error::argument("size", size, "-1 and no offsets between different KV layouts")
+            Error::invalid(
+                "a pull between different KV layouts moves whole slots: size must be -1 and both offsets 0",
+            )
+            .with("size", size)
+            .with("src_cache_offset", remote_offset)
+            .with("dst_cache_offset", local_offset)
         })
     }
 
@@ -135,13 +142,7 @@ impl<R: Borrow<PullRows>> CheckedPull<R> {
                 in_range("dst_blocks", blocks, geometry)?;
             }
             PullRows::Sequence { remote, local: blocks, remote_tokens, local_tokens } => {
-                blocks_cache("dst_cache", local.kind)?;
-                cache.needs_layout()?;
-                some_tokens("src_tokens", remote_tokens.as_ref())?;
-                some_tokens("dst_tokens", local_tokens.as_ref())?;
-                not_empty("dst_blocks", blocks)?;
-                not_empty("src_blocks", remote)?;
-                in_range("dst_blocks", blocks, geometry)?;
+                check_sequence(&cache, (remote, blocks), (remote_tokens.as_ref(), local_tokens.as_ref()))?;
             }
             PullRows::SlotToBlocks { local: blocks } => {
                 blocks_cache("dst_cache", local.kind)?;
@@ -153,21 +154,35 @@ impl<R: Borrow<PullRows>> CheckedPull<R> {
         let tensors = pull_layers(geometry, layers)?;
         let offset = ("dst_offset", given.part().dst_offset);
         cache.fits_rows(given.part(), offset, (tensors.dst, tensors.count))?;
-        let [src, dst] = [layers.src, layers.dst].map(|range| layers_given(range).is_some());
-        let (src_layers_given, layers_given) = (src, src || dst);
-        Ok(CheckedPull { rows, local: cache, parts: None, tensors, src_layers_given, layers_given })
+        let [src_layers_given, dst] = [layers.src, layers.dst].map(|range| layers_given(range).is_some());
+        Ok(CheckedPull {
+            rows,
+            local: cache,
+            parts: None,
+            tokens: None,
+            tensors,
+            src_layers_given,
+            layers_given: src_layers_given || dst,
+        })
     }
 
-    /// Returns the same pull of some layers and heads only.
-    pub fn of_parts(&self, parts: Vec<KvPart>) -> CheckedPull<&PullRows> {
+    /// Returns the same pull of some layers and heads only, one of several owners. `tokens` is as for
+    /// [`must_move`](Self::must_move).
+    pub fn of_parts(&self, parts: Vec<KvPart>, tokens: Option<u64>) -> CheckedPull<&PullRows> {
         CheckedPull {
             rows: self.rows(),
             local: self.local.clone(),
             parts: Some(parts),
+            tokens,
             tensors: self.tensors,
             src_layers_given: self.src_layers_given,
             layers_given: self.layers_given,
         }
+    }
+
+    /// Sets how many tokens move from each owner. A [`conversion`](Self::conversion) of another number fails.
+    pub fn must_move(&mut self, tokens: Option<u64>) {
+        self.tokens = tokens;
     }
 
     /// Returns what moves if it takes several plans: if the rows of the two caches have different KV layouts, the caller
@@ -183,7 +198,7 @@ impl<R: Borrow<PullRows>> CheckedPull<R> {
         if let PullRows::SubRows { .. } = rows {
             let text = "several owners need whole blocks, or ranges of tokens";
             ensure(self.parts.is_none(), || Error::invalid(text))?;
-            return rows_alike(Some(dst), remote).map(|()| None);
+            return parts_alike(dst, remote, self.layers_given).map(|()| None);
         }
         let src_blocks = match rows {
             PullRows::Blocks { remote: blocks, .. }
@@ -208,11 +223,22 @@ impl<R: Borrow<PullRows>> CheckedPull<R> {
             return Ok(None);
         }
         rows.whole_slot()?;
-        match &self.parts {
+        let conversion = match &self.parts {
             Some(parts) => tokens.plan(parts),
             None => tokens.plan(&[KvPart::of(dst.layout())]),
-        }
-        .map(Some)
+        }?;
+        self.check_tokens(conversion.tokens)?;
+        Ok(Some(conversion))
+    }
+
+    fn check_tokens(&self, tokens: Option<u64>) -> Result<()> {
+        let (Some(tokens), Some(expected)) = (tokens, self.tokens) else { return Ok(()) };
+        ensure(tokens == expected, || {
+            Error::invalid(format!(
+                "the lists of the owners hold different numbers of tokens, {expected} and {tokens}: name the tokens \
+                 that move (src_tokens, dst_tokens)"
+            ))
+        })
     }
 
     /// Checks kind, slot and access of the remote cache.
@@ -320,6 +346,21 @@ impl<R: Borrow<PullRows>> CheckedPull<R> {
             }
         })
     }
+}
+
+/// Checks a move of tokens into `blocks` of the local cache.
+fn check_sequence(
+    cache: &LocalCache,
+    (remote, blocks): (&[i64], &[i64]),
+    (src_tokens, dst_tokens): (Option<&Range<u64>>, Option<&Range<u64>>),
+) -> Result<()> {
+    blocks_cache("dst_cache", cache.layout.kind)?;
+    cache.needs_layout()?;
+    some_tokens("src_tokens", src_tokens)?;
+    some_tokens("dst_tokens", dst_tokens)?;
+    not_empty("dst_blocks", blocks)?;
+    not_empty("src_blocks", remote)?;
+    in_range("dst_blocks", blocks, cache.layout.geometry)
 }
 
 /// Returns the bytes of a slot after the offset called `name`, at least one.

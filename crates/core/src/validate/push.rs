@@ -8,7 +8,7 @@ use super::cache_rules::{
     RemoteCache, batch_cache, blocks_cache, check_accessible, equally_many, in_range, not_empty, numbers,
     remote_row, row,
 };
-use super::conversion::{Conversion, LocalCache, TokenMove, rows_alike, some_tokens};
+use super::conversion::{Conversion, LocalCache, TokenMove, parts_alike, some_tokens};
 use super::layer_ranges::{Layers, TensorRun, push_layers, within};
 use super::sub_rows::between;
 use crate::error::{Error, ErrorKind, Result};
@@ -132,7 +132,7 @@ impl<R: Borrow<PushRows>> CheckedPush<R> {
         let rows = self.rows();
         self.check_remote(remote)?;
         if let PushRows::SubRows { .. } = rows {
-            return rows_alike(Some(src), remote).map(|()| None);
+            return parts_alike(src, remote, self.layers_given).map(|()| None);
         }
         let dst_blocks = match rows {
             PushRows::Slot { .. } => vec![u64::from(remote.row)],

@@ -44,8 +44,8 @@ pub(super) fn between(
     Pieces::rows(first_row(part, src, dst)?, (src.row_stride(), dst.row_stride()), pairs)
 }
 
-/// Checks that a copy within one cache does not read bytes of a row that it writes in the same place of another row, except
-/// where both are the same part. So the order of the pairs decides the result, and nothing else.
+/// Checks that, within one cache, the byte ranges of a block that are read and written are equal or disjoint. Otherwise the
+/// order of the pairs would not fully decide the result.
 pub(super) fn apart_or_equal(first: Piece) -> Result<()> {
     let Piece { src, dst, len } = first;
     ensure(src == dst || src.abs_diff(dst) >= len, || {

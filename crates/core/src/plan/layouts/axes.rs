@@ -6,8 +6,8 @@ use super::super::spans::{PLAN, Span};
 use crate::error::Result;
 use crate::fallible;
 
-/// Most spans of a run of tokens for the sake of their order. If there would be more, the longest dimension becomes the
-/// count of the spans.
+/// Maximum number of spans of a run of tokens in the fastest order. Above it, the longest dimension becomes the span count,
+/// which gives the fewest spans.
 const MOST: u64 = 1024;
 
 /// One dimension of a run of tokens: its planes, tokens or heads.

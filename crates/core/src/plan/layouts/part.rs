@@ -25,8 +25,16 @@ impl KvPart {
     pub fn common(src: &KvLayout, dst: &KvLayout) -> Result<KvPart> {
         let part =
             KvPart { layers: overlap(&src.layers, &dst.layers), heads: overlap(&src.heads, &dst.heads) };
-        ensure(!part.layers.is_empty(), || differ("layers", debug(&src.layers), debug(&dst.layers)))?;
-        ensure(!part.heads.is_empty(), || differ("heads", debug(&src.heads), debug(&dst.heads)))?;
+        for (what, common, src, dst) in [
+            ("layer", &part.layers, &src.layers, &dst.layers),
+            ("key-value head", &part.heads, &src.heads, &dst.heads),
+        ] {
+            ensure(!common.is_empty(), || {
+                Error::invalid(format!("source and destination have no {what} in common"))
+                    .with("src", debug(src))
+                    .with("dst", debug(dst))
+            })?;
+        }
         Ok(part)
     }
 
@@ -37,7 +45,7 @@ impl KvPart {
         };
         for (name, part, src, dst) in [
             ("layers", &self.layers, &src.layers, &dst.layers),
-            ("heads", &self.heads, &src.heads, &dst.heads),
+            ("kv_heads", &self.heads, &src.heads, &dst.heads),
         ] {
             ensure(inside(part, src) && inside(part, dst), || {
                 Error::argument(name, debug(part), "a range that source and destination hold")

@@ -109,7 +109,7 @@ fn check_repeats(blocks: &[u64]) -> Result<()> {
     let mut sorted = fallible::copied(PLAN, blocks)?;
     sorted.sort_unstable();
     let twice = sorted.windows(2).find(|two| two[0] == two[1]);
-    twice.map_or(Ok(()), |two| Err(Error::argument("dst_blocks", two[0], "in the list only once")))
+    twice.map_or(Ok(()), |two| Err(Error::invalid(format!("dst_blocks contains block {} twice", two[0]))))
 }
 
 /// A token of a sequence, and where it is.

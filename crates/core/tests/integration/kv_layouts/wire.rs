@@ -327,7 +327,7 @@ fn plans_with_too_many_pieces_are_not_sent() {
     // Blocks inside larger ones, at distances without a common divisor, cannot be checked for overlaps.
     let (_, wire) = sent(tokens(hnd, 16), tokens(hnd, 64), 4096);
     assert!(wire.is_ok(), "{wire:?}");
-    let (_, wire) = sent(tokens(hnd, 16), tokens(hnd, 64), 4097);
+    let (_, wire) = sent(tokens(hnd, 16), tokens(hnd, 64), 4098);
     let error = wire.unwrap_err();
     assert!(error.to_string().contains("too many and too irregular"), "{error}");
 }

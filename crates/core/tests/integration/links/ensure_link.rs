@@ -58,7 +58,7 @@ fn news(engine: &DataDist) -> (usize, usize) {
 }
 
 /// Waits until `engine` reports that its link ended, and checks that it reports nothing else. A link that breaks leaves
-/// [`DataDist::peers`] shortly before its end is reported, so an early look takes the news that it was made.
+/// [`DataDist::peers`] shortly before its end is reported, so an early call would consume the event of the link's start.
 fn await_end(engine: &DataDist) {
     let mut all = (0, 0);
     eventually("the news of the end", || {

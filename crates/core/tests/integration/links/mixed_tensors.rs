@@ -3,7 +3,9 @@
 
 use llm_datadist_core::testing::net::Tcp;
 use llm_datadist_core::testing::plan::SpanList;
-use llm_datadist_core::testing::protocol::{Reply, Request, WireName, WirePlan, WireSpan, WireSteps};
+use llm_datadist_core::testing::protocol::{
+    Pairs, Reply, Request, WireName, WirePlan, WireSpan, WireSteps, WireTemplate,
+};
 use llm_datadist_core::{
     CacheDesc, CacheKind, CallExtras, DataType, Error, ErrorKind, LayerRange, Layers, LayerwiseArgs, Name,
     Placement, PullRows, PushRows, SubRow, TensorDesc, Verify,
@@ -428,17 +430,35 @@ fn plans_over_tensors_that_differ_are_refused() {
         grant: None,
         limit_ms,
     };
-    let pairs = |plan| Request::PairChecksums { name, cache, plan, written: false, grant: None, limit_ms };
+    let templates = |len: u64| WireSteps::Templates {
+        src_step: 1,
+        dst_step: 1,
+        templates: vec![WireTemplate {
+            src_unit: 0,
+            dst_unit: 0,
+            pairs: Pairs(vec![(0, 0)].into()),
+            spans: SpanList::pack([WireSpan { src: 0, dst: 0, len, count: 1, src_step: 0, dst_step: 0 }])
+                .unwrap(),
+        }],
+    };
+    let pairs = |first, num_tensors, len| Request::PairChecksums {
+        name,
+        cache,
+        plan: WirePlan { steps: templates(len), ..plan(first, num_tensors, len) },
+        written: false,
+        grant: None,
+        limit_ms,
+    };
     let different = "different rows";
     for (request, text) in [
         (read(plan(0, 4, 8), 32), different),
         (write(plan(1, 2, 8), 16), different),
         (checksums(1, 2, 8), different),
-        (pairs(plan(2, 2, 8)), different),
+        (pairs(2, 2, 8), different),
         (read(plan(2, 1, 129), 129), "exceeds the bounds"),
         (write(plan(2, 1, 129), 129), "exceeds the bounds"),
         (checksums(2, 1, 129), "outside the tensor"),
-        (pairs(plan(2, 1, 129)), "exceeds the bounds"),
+        (pairs(2, 1, 129), "exceeds the bounds"),
         (read(plan(3, 2, 8), 16), "2 tensors from tensor 3"),
         (read(plan(9, 1, 8), 8), "1 tensors from tensor 9"),
         (checksums(9, 1, 8), "are not in a cache"),

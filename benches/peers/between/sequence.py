@@ -1,0 +1,120 @@
+"""One sequence that moves between caches with different KV layouts: which piece of memory goes where.
+
+A piece is the largest run of bytes that is contiguous on both sides. Not for: how the engine plans such a move. This is
+an independent model of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+
+from between.adapter import PULL, Case
+
+HEAD_DIM, ELEMENT = 128, 2
+HEAD = HEAD_DIM * ELEMENT  # bytes of one head of one token
+TOTAL_HEADS = 128
+NHD, HND = "NHD", "HND"
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The heads of a rank, their order in a block, and the tokens of a block."""
+
+    first: int
+    end: int
+    tokens: int
+    order: str = NHD
+
+    @property
+    def heads(self) -> int:
+        """Number of heads."""
+        return self.end - self.first
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block in one tensor."""
+        return self.tokens * self.heads * HEAD
+
+    def offset(self, token: int, head: int) -> int:
+        """Bytes from the start of a block to one head of one token."""
+        at = head - self.first
+        return HEAD * (token * self.heads + at if self.order == NHD else at * self.tokens + token)
+
+
+@dataclass(frozen=True)
+class Move:
+    """A named pair of layouts: the ranks of prefill, which all lie in the far memory, and the rank of decode."""
+
+    name: str
+    owners: tuple[Rank, ...]
+    near: Rank
+
+    @property
+    def piece(self) -> int:
+        """Bytes that are contiguous on both sides."""
+        if self.owners[0].order != self.near.order:
+            return HEAD
+        return HEAD * min(len(self.common(owner)) for owner in self.owners)
+
+    def common(self, owner: Rank) -> range:
+        """The heads that one owner and the rank of decode both hold."""
+        return range(max(owner.first, self.near.first), min(owner.end, self.near.end))
+
+    def steps(self, owner: Rank) -> tuple[np.ndarray, np.ndarray]:
+        """Offsets of the pieces of a block in the owner and in the rank of decode, in pieces, token by token."""
+        heads = self.common(owner)[:: self.piece // HEAD]
+        places = [(token, head) for token in range(self.near.tokens) for head in heads]
+        sides = ([rank.offset(*place) // self.piece for place in places] for rank in (owner, self.near))
+        far, near = (np.array(side, dtype=np.int64) for side in sides)
+        return far, near
+
+
+@dataclass(frozen=True)
+class Sequence(Case):
+    """A pull of some blocks of all tensors. `src` and `dst` are its pieces, in units of a piece."""
+
+    move: Move
+    tensors: int
+    rows: int  # blocks of every cache
+    src_blocks: np.ndarray
+    dst_blocks: np.ndarray
+    steps: tuple[tuple[np.ndarray, np.ndarray], ...]  # of each owner; a scheduler computes them once
+
+    def pieces(self) -> tuple[np.ndarray, np.ndarray]:
+        """The pieces of the source and of the destination for these lists of blocks."""
+        src, dst, tensor = [], [], np.arange(self.tensors)[:, None, None]
+        near_row = self.move.near.block_bytes // self.block
+        near = tensor * (self.rows * near_row) + self.dst_blocks[:, None] * near_row
+        for index, (owner, (far_steps, near_steps)) in enumerate(zip(self.move.owners, self.steps)):
+            row = owner.block_bytes // self.block
+            far = (tensor + index * self.tensors) * (self.rows * row) + self.src_blocks[:, None] * row
+            src.append((far + far_steps).ravel())
+            dst.append((near + near_steps).ravel())
+        return np.concatenate(src), np.concatenate(dst)
+
+    def anew(self) -> Case:
+        """The pieces computed again, as for a list of blocks that nobody has seen before."""
+        src, dst = self.pieces()
+        return Case(self.op, self.block, src, dst)
+
+
+def sequence_of(move: Move, tensors: int, size: int, total: int) -> Sequence:
+    """A pull of about `total` bytes in random blocks, between memories of at most `size` bytes."""
+    owners = move.owners
+    rows = size // (tensors * max(sum(owner.block_bytes for owner in owners), move.near.block_bytes))
+    blocks = min(rows, max(1, total // (tensors * moved_of_block(move))))
+    chance = np.random.default_rng(total + move.piece)
+    src, dst = (chance.permutation(rows)[:blocks] for _ in range(2))
+    none = np.zeros(0, dtype=np.int64)
+    steps = tuple(move.steps(owner) for owner in owners)
+    case = Sequence(PULL, move.piece, none, none, move, tensors, rows, src, dst, steps)
+    far, near = case.pieces()
+    return dataclasses.replace(case, src=far, dst=near)
+
+
+def moved_of_block(move: Move) -> int:
+    """Bytes of a block that move in one tensor."""
+    return sum(len(move.common(owner)) for owner in move.owners) * move.near.tokens * HEAD
