@@ -336,7 +336,7 @@ def test_slots_are_pulled_whole(pair: tuple[Owner, Any]) -> None:
     key = CacheKeyByIdAndIndex(1, owner.ask("slots", desc), 0)
     near = reader.allocate_cache(desc)
     there, here = owner.ask("fill", 1), filled(reader, near, 2)
-    with pytest.raises(LLMException, match="whole slots move"):
+    with pytest.raises(LLMException, match="move whole slots"):
         reader.pull_cache(key, near, batch_index=1, size=8)
     expected = copies(here)
     for into, out_of in zip(expected, there):

@@ -256,9 +256,14 @@ impl TensorPlans<'_> {
         src_tensor: u32,
         deadline: Deadline,
     ) -> Result<CopyPlan> {
-        let geometry = self.known(link, location.cache, deadline)?.remote.sizes_of(location.tensor);
+        let known = self.known(link, location.cache, deadline)?;
+        let geometry = known.remote.sizes_of(location.tensor);
         let (offset, tensor_bytes, rows) = (location.offset, geometry.tensor_bytes(), geometry.row_sizes());
         let here = self.push.local.sizes_of(src_tensor);
+        if known.remote.mixed.is_some() {
+            validate::blocks_of_tensor(&self.push.rows, here, geometry)
+                .map_err(|error| error.with("tensor", src_tensor))?;
+        }
         let place = (here.row_sizes(), offset, tensor_bytes, rows);
         if let Some((_, plan)) = self.plans.iter().find(|(known, _)| *known == place) {
             return Ok(plan.clone());

@@ -6,11 +6,15 @@ use super::cache_rules::RemoteCache;
 use super::conversion::LocalCache;
 use super::copy::CopyArgs;
 use super::layer_ranges::TensorRun;
-use super::layerwise::LayerwiseArgs;
+use super::layerwise::{LayerRows, LayerwiseArgs};
 use crate::error::{Error, Result, ensure};
 use crate::fallible;
 use crate::model::{CacheLayout, Geometry, MixedSizes};
 use crate::plan::{CacheCount, CopyPlan, Moves, REQUEST};
+
+/// Maximum number of pairs of different sizes, of a tensor here and one there, in a call. Each has a plan of its own, with
+/// a list of all blocks, and the descriptions of peers decide how many there are.
+const MOST_SIZES: usize = 64;
 
 /// The sizes of one side of a call.
 #[derive(Clone, Copy)]
@@ -85,6 +89,9 @@ pub(super) fn planned(
         let plan = if let Some((_, plan)) = known.iter().find(|(known, _)| *known == sizes) {
             plan.clone()
         } else {
+            ensure(known.len() < MOST_SIZES, || {
+                Error::invalid(format!("the tensors of a call have more than {MOST_SIZES} different sizes"))
+            })?;
             let named = |error: Error| error.with("tensor", from);
             let mut moves = moves(src.layout_of(from), dst.layout_of(to)).map_err(named)?;
             let plan = CopyPlan::moves(&mut moves, caches).map_err(named)?;
@@ -126,6 +133,12 @@ pub fn layer_runs(
     })
 }
 
+/// Checks that blocks that go to an address inside a tensor of a cache whose tensors differ have the size of its blocks.
+/// They could otherwise overwrite blocks that the call does not name.
+pub fn blocks_of_tensor(rows: &LayerRows, src: Geometry, dst: Geometry) -> Result<()> {
+    if let LayerRows::Blocks { .. } = rows { equal_rows(src, dst) } else { Ok(()) }
+}
+
 /// Checks that no size of a block was given for a cache whose tensors differ, because it can only be that of one tensor.
 pub fn no_block_bytes(args: &LayerwiseArgs) -> Result<()> {
     let given = args.dst_block_bytes.unwrap_or(0);
@@ -138,9 +151,7 @@ pub fn no_block_bytes(args: &LayerwiseArgs) -> Result<()> {
 /// Checks that a copy between slots of caches whose rows differ copies whole slots of equal sizes, because an offset or a
 /// size would mean something else in each tensor.
 pub fn whole_slots(src: CacheLayout, dst: CacheLayout, args: CopyArgs) -> Result<()> {
-    ensure((args.offset, args.size) == (0, -1), || {
-        part_of_mixed("size", args.size).with("offset", args.offset)
-    })?;
+    ensure((args.offset, args.size) == (0, -1), || part_of_mixed(args.size).with("offset", args.offset))?;
     equal_rows(src.geometry, dst.geometry)
 }
 
@@ -156,7 +167,7 @@ pub(super) fn equal_rows(src: Geometry, dst: Geometry) -> Result<()> {
 }
 
 /// Returns the error for a part of a slot of a cache whose tensors differ.
-pub(super) fn part_of_mixed(name: &str, value: i64) -> Error {
-    let required = "-1 and no offsets for caches whose tensors differ: whole slots move";
-    Error::argument(name, value, required)
+pub(super) fn part_of_mixed(size: i64) -> Error {
+    let text = "caches whose tensors differ move whole slots: size must be -1, and offsets 0";
+    Error::invalid(text).with("size", size)
 }

@@ -23,7 +23,9 @@ mod sub_rows;
 mod values;
 
 pub use allocate::{Pools, accessible, addresses, allocate, bindings, contiguous_mixed};
-pub use by_runs::{PlannedRuns, SideSizes, layer_runs, local_runs, no_block_bytes, whole_slots};
+pub use by_runs::{
+    PlannedRuns, SideSizes, blocks_of_tensor, layer_runs, local_runs, no_block_bytes, whole_slots,
+};
 pub use cache_rules::{
     RemoteCache, batch_cache, blocks_cache, check_accessible, copy_size, equally_many, not_empty, on_device,
 };

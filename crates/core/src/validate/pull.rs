@@ -123,7 +123,7 @@ impl<R: Borrow<PullRows>> CheckedPull<R> {
                 copy_size(*size)?;
                 tensors_per_layer(layers.tensors_per_layer)?;
                 row("batch_index", *slot, geometry)?;
-                ensure(cache.mixed.is_none() || given.is_whole_slot(), || part_of_mixed("size", *size))?;
+                ensure(cache.mixed.is_none() || given.is_whole_slot(), || part_of_mixed(*size))?;
                 let room = after("dst_cache_offset", *local_offset, geometry)?;
                 slot_bytes("cache", *size, room, (*local_offset, room))?;
             }
@@ -281,7 +281,7 @@ impl<R: Borrow<PullRows>> CheckedPull<R> {
             let (src, dst) = (src.geometry, dst.geometry);
             match rows {
                 PullRows::Slot { size, .. } => {
-                    ensure(rows.is_whole_slot(), || part_of_mixed("size", *size))?;
+                    ensure(rows.is_whole_slot(), || part_of_mixed(*size))?;
                     equal_rows(src, dst)?;
                 }
                 PullRows::Blocks { .. } | PullRows::Rows { .. } | PullRows::Sequence { .. } => {

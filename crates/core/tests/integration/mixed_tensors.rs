@@ -323,6 +323,21 @@ fn parts_of_rows_fit_the_shortest_row() {
     assert!(cache.read() == expected);
 }
 
+/// Every size in a call has a plan of its own, so there must not be too many.
+#[test]
+fn a_call_has_few_different_sizes() {
+    let engine = plain_engine();
+    let cache = |count| {
+        Own::loose(
+            &desc(Placement::Host, (1..=count).map(|b| tensor(4, b, None)).collect()),
+            CacheKind::Blocks,
+        )
+    };
+    let (most, more) = (cache(64), cache(65));
+    engine.copy_blocks(&most.end(), &[(0, 1)]).unwrap();
+    refused(engine.copy_blocks(&more.end(), &[(0, 1)]), &["more than 64 different sizes"]);
+}
+
 /// A pool gives each tensor its own pages, takes all of them back, and is as before after a failure.
 #[test]
 fn pools_hold_tensors_of_each_size() {

@@ -197,7 +197,7 @@ fn slots_of_tensors_that_differ_are_pulled_and_pushed() {
             for (size, offset) in [(1, 0), (-1, 1)] {
                 let rows = PullRows::Slot { local: 0, remote_offset: offset, local_offset: offset, size };
                 let error = pair.local.pull(from, &here.held.end(), &rows, Layers::ALL).unwrap_err();
-                refused(&error, &["whole slots move"]);
+                refused(&error, &["move whole slots"]);
             }
             assert!(here.held.read() == expected);
             here.held.free(&pair.local);
@@ -350,6 +350,15 @@ fn layers_of_tensors_that_differ_are_transferred() {
         let task = start(&pair.local, &here.held, &args, &[to(2, named(&there.held), 1)]);
         finish(&task);
         refused(&failure(&task, 0), &["tensor=1", "4 bytes", "2 in"]);
+        // Addresses in another order: a block of 8 bytes would cover two blocks of 4.
+        let here = Side::new(&pair.local, &mut chance, &rows(&[8, 4]), (CacheKind::Blocks, 4));
+        let there = Side::new(&pair.remote, &mut chance, &rows(&[4, 8]), (CacheKind::Blocks, 4));
+        let before = there.held.fill(3);
+        let args = LayerwiseArgs { src_blocks: vec![0], dst_blocks: vec![1], dst_block_bytes: None, ..args };
+        let task = start(&pair.local, &here.held, &args, &[to(2, addressed(&there.held), 1)]);
+        finish(&task);
+        refused(&failure(&task, 0), &["tensor=0", "8 bytes", "4 in"]);
+        assert!(there.held.read() == before);
     }
 }
 
