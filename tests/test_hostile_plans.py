@@ -141,13 +141,13 @@ def test_plans_whose_numbers_lie_are_refused(verb: str) -> None:
         allowed = {"Failed", "Unreachable"} if verb == "fetch" else {"Failed"}
         trial.begin()
         for what, (plan, start, end) in BOUNDS.items():
-            told = ask(call, request(plan, start, end))
-            assert told["is"] in allowed, (what, told)
+            reply = ask(call, request(plan, start, end))
+            assert reply["is"] in allowed, (what, reply)
             assert ask(call, m.ping())["is"] == "Done", what
         for what, plan in UNREADABLE.items():
             with suppress(OSError):
-                told = ask(call, request(plan, 0, 64))
-                assert told["is"] == "Failed", (what, told)
+                reply = ask(call, request(plan, 0, 64))
+                assert reply["is"] == "Failed", (what, reply)
             call = link.call()
         assert equal(trial.victim.read("prey"), pattern(5, 2, PREY_ROWS, PREY_BYTES))
         trial.judge(links=1, streams=1, busy=1)
@@ -162,9 +162,9 @@ def test_addresses_by_the_million() -> None:
         most = 1 << 20
         trial.begin()
         assert ask(call, m.locate(wrong * most, most))["is"] == "Failed"
-        told = ask(call, m.locate(right * most, most))
-        assert told["is"] == "Located", told
-        assert told["spots"] == [told["spots"][0]] * most
+        reply = ask(call, m.locate(right * most, most))
+        assert reply["is"] == "Located", reply
+        assert reply["spots"] == [reply["spots"][0]] * most
         with suppress(OSError):
             assert ask(call, m.locate(b"\0" * (most + 1), most + 1))["is"] == "Failed"
         for _ in range(4):
@@ -207,8 +207,8 @@ def test_places_that_lie_fail_the_pull_alone() -> None:
         for number, (what, place) in enumerate(PLACES.items()):
             answer = m.described(place=number, location=place)
             # Each has its own key, because the victim keeps descriptions.
-            told, seconds, _ = trial.victim.timed("pull_blocks", by_blocks(77, number), "n", [0], [0])
-            assert told not in {OK, "MemoryError"}, (what, told)
+            reply, seconds, _ = trial.victim.timed("pull_blocks", by_blocks(77, number), "n", [0], [0])
+            assert reply not in {OK, "MemoryError"}, (what, reply)
             assert seconds < PULL_LIMIT / 1000 + SLACK, (what, seconds)
         # A correct place works, which proves that the others reached the copy. Memory that was never written is zero.
         answer = m.described(place=99, location=m.in_region([m.run(4096, 8192, 2)]))
@@ -266,9 +266,9 @@ def test_plans_that_touch_gaps_between_rows_are_refused(verb: str) -> None:
     with Trial(honest=["tcp"]) as trial:
         trial.victim.make_rows("gaps", GAP_ROWS, GAP_ROW, GAP_STRIDE, 2, how="packed", keys=[by_blocks(0, 7)], seed=3)
         _, call = trial.fair_call()
-        told = ask(call, m.describe(m.name_blocks(7)))
-        assert (told["row_bytes"], told["row_stride"]) == (GAP_ROW, GAP_STRIDE)
-        cache, name = int(told["cache"]), m.name_blocks(7)
+        reply = ask(call, m.describe(m.name_blocks(7)))
+        assert (reply["row_bytes"], reply["row_stride"]) == (GAP_ROW, GAP_STRIDE)
+        cache, name = int(reply["cache"]), m.name_blocks(7)
 
         def request(plan: bytes, count: int) -> bytes:
             if verb == "fetch":
@@ -277,8 +277,8 @@ def test_plans_that_touch_gaps_between_rows_are_refused(verb: str) -> None:
 
         trial.begin()
         for what, (plan, count) in INTO_GAPS.items():
-            told = ask(call, request(plan, count))
-            assert told["is"] == "Failed" or (verb == "fetch" and told["is"] == "Unreachable"), (what, told)
+            reply = ask(call, request(plan, count))
+            assert reply["is"] == "Failed" or (verb == "fetch" and reply["is"] == "Unreachable"), (what, reply)
             assert ask(call, m.ping())["is"] == "Done", what
         trial.victim.check_gaps("gaps")
         assert equal(trial.victim.read("gaps"), pattern(3, 2, GAP_ROWS, GAP_ROW))
@@ -292,7 +292,7 @@ def test_checksums_of_gaps_are_refused() -> None:
         cache, name = int(ask(call, m.describe(m.name_blocks(7)))["cache"]), m.name_blocks(7)
         trial.begin()
         for start, length in ((GAP_ROW, 1), (0, GAP_ROW + 1), (GAP_STRIDE - 1, 2), (0, GAP_STRIDE + 1)):
-            told = ask(call, m.checksums(name, cache, (0, 2), [(start, length)]))
-            assert told["is"] == "Failed", (start, length, told)
+            reply = ask(call, m.checksums(name, cache, (0, 2), [(start, length)]))
+            assert reply["is"] == "Failed", (start, length, reply)
         assert ask(call, m.checksums(name, cache, (0, 2), [(GAP_STRIDE, GAP_ROW)]))["is"] == "Checksums"
         trial.judge(links=1, streams=1, busy=1)

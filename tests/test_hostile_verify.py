@@ -37,12 +37,12 @@ def test_checksums_of_what_is_not_there_are_refused() -> None:
             (WHOLE, [(0, PREY), (0, 1)]),
             (WHOLE, [(0, PREY_BYTES)] * (PREY_ROWS + 1)),
         ):
-            told = ask(call, m.checksums(name, cache, tensors, ranges))
-            assert (told["is"], told["kind"]) == ("Failed", INVALID_KIND), (tensors, ranges[:2], told)
+            reply = ask(call, m.checksums(name, cache, tensors, ranges))
+            assert (reply["is"], reply["kind"]) == ("Failed", INVALID_KIND), (tensors, ranges[:2], reply)
         assert ask(call, m.checksums(name, cache + 99, WHOLE, row))["is"] == "Stale"
         assert ask(call, m.checksums(m.name_blocks(77), cache, WHOLE, row))["is"] == "Stale"
-        told = ask(call, m.checksums(name, cache, WHOLE, [(0, 5), (PREY_BYTES - 1, 2), (PREY - 1, 1), (0, 5)]))
-        assert len(set(told["sums"])) == 3, "equal ranges have equal checksums, and others do not"
+        reply = ask(call, m.checksums(name, cache, WHOLE, [(0, 5), (PREY_BYTES - 1, 2), (PREY - 1, 1), (0, 5)]))
+        assert len(set(reply["sums"])) == 3, "equal ranges have equal checksums, and others do not"
         assert ask(call, m.checksums(name, cache, WHOLE, []))["sums"] == []
         whole = ask(call, m.checksums(name, cache, WHOLE, [(row * PREY_BYTES, PREY_BYTES) for row in range(PREY_ROWS)]))
         assert len(whole["sums"]) == PREY_ROWS
@@ -61,12 +61,12 @@ def test_checksums_obey_grants() -> None:
         trial.victim.revoke(old)
         trial.begin()
         for start, length in ((0, 1), (PREY_BYTES - 1, 2), (3 * PREY_BYTES - 1, 2), (PREY - 1, 1), (0, PREY)):
-            told = ask(call, m.checksums(name, cache, WHOLE, [(PREY_BYTES, 1), (start, length)], grant))
-            assert (told["is"], told["kind"]) == ("Failed", INVALID_KIND), told
+            reply = ask(call, m.checksums(name, cache, WHOLE, [(PREY_BYTES, 1), (start, length)], grant))
+            assert (reply["is"], reply["kind"]) == ("Failed", INVALID_KIND), reply
         assert len(ask(call, m.checksums(name, cache, WHOLE, [(PREY_BYTES, 2 * PREY_BYTES)], grant))["sums"]) == 1
         for ended in (id_of(old), id_of(old, secret=bytes(16))):
-            told = ask(call, m.checksums(name, cache, WHOLE, [(0, 1)], ended))
-            assert (told["is"], told["kind"]) == ("Failed", GRANT_ENDED_KIND), told
+            reply = ask(call, m.checksums(name, cache, WHOLE, [(0, 1)], ended))
+            assert (reply["is"], reply["kind"]) == ("Failed", GRANT_ENDED_KIND), reply
         trial.judge(links=1, streams=1, busy=1)
 
 
@@ -144,8 +144,8 @@ def test_pairs_that_are_not_there_are_refused() -> None:
             m.plan_templates([m.template((1, 1), [(0, 0)], [m.span(0, 0, 1)])] * 257),
         ):
             for written in (False, True):
-                told = ask(call, m.pair_checksums(name, cache, plan, written))
-                assert (told["is"], told["kind"]) == ("Failed", INVALID_KIND), (plan[:20], told)
+                reply = ask(call, m.pair_checksums(name, cache, plan, written))
+                assert (reply["is"], reply["kind"]) == ("Failed", INVALID_KIND), (plan[:20], reply)
         for broken in (
             m.pair_checksums(name, cache, _pairs([(0, 0)], [ROW])[:-3]),
             m.pair_checksums(name, cache, _pairs([(0, 0)], [ROW]))[:-1],
@@ -160,8 +160,8 @@ def test_pairs_that_are_not_there_are_refused() -> None:
         assert first == third != second, "equal ranges have equal checksums, and others do not"
         # The pieces of a pair that lie side by side have the checksum of the range.
         halves = _pairs([(3, 0)], [m.span(0, 0, 100, 2, 100, 200), m.span(200, 300, PREY_BYTES - 200)])
-        (told,) = ask(call, m.pair_checksums(name, cache, halves))["sums"]
-        assert [told] == ask(call, m.checksums(name, cache, WHOLE, [(3 * PREY_BYTES, PREY_BYTES)]))["sums"]
+        (reply,) = ask(call, m.pair_checksums(name, cache, halves))["sums"]
+        assert [reply] == ask(call, m.checksums(name, cache, WHOLE, [(3 * PREY_BYTES, PREY_BYTES)]))["sums"]
         late = ask(call, m.pair_checksums(name, cache, _pairs([(0, 0)], [m.span(0, 0, PREY)]), limit_ms=0))
         assert late["is"] == "Checksums" or (late["is"], late["kind"]) == ("Failed", TIMEOUT_KIND), late
         trial.judge(links=1, streams=3, busy=1)
@@ -181,13 +181,13 @@ def test_pairs_obey_grants() -> None:
             ([(1, 0)], [m.span(PREY_BYTES - 1, 0, 2, 2, PREY_BYTES, 2)]),
             ([(0, 0)], [m.span(PREY_BYTES - 1, 0, 1), m.span(PREY_BYTES, 1, 1)]),
         ):
-            told = ask(call, m.pair_checksums(name, cache, _pairs(pairs, spans), grant=grant))
-            assert (told["is"], told["kind"]) == ("Failed", INVALID_KIND), told
-        told = ask(call, m.pair_checksums(name, cache, _pairs([(2, 0), (1, 1)], [ROW]), grant=grant))
-        assert len(told["sums"]) == 2
+            reply = ask(call, m.pair_checksums(name, cache, _pairs(pairs, spans), grant=grant))
+            assert (reply["is"], reply["kind"]) == ("Failed", INVALID_KIND), reply
+        reply = ask(call, m.pair_checksums(name, cache, _pairs([(2, 0), (1, 1)], [ROW]), grant=grant))
+        assert len(reply["sums"]) == 2
         for ended in (id_of(old), id_of(old, secret=bytes(16))):
-            told = ask(call, m.pair_checksums(name, cache, _pairs([(0, 0)], [ROW]), grant=ended))
-            assert (told["is"], told["kind"]) == ("Failed", GRANT_ENDED_KIND), told
+            reply = ask(call, m.pair_checksums(name, cache, _pairs([(0, 0)], [ROW]), grant=ended))
+            assert (reply["is"], reply["kind"]) == ("Failed", GRANT_ENDED_KIND), reply
         trial.judge(links=1, streams=1, busy=1)
 
 
