@@ -9,6 +9,9 @@ use crate::fallible;
 /// Maximum number of spans of a run of tokens in the fastest order. Above it, the longest dimension becomes the span count,
 /// which gives the fewest spans.
 const MOST: u64 = 1024;
+/// Dimensions of fewer indices are not the innermost one, because handling each span would cost more than the fastest
+/// order saves.
+const FEW: u64 = 8;
 
 /// One dimension of a run of tokens: its planes, tokens or heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,11 +34,11 @@ impl Axis {
 /// Returns the spans that copy `len` bytes for every combination of indices of `axes`. Reads start at byte `src` and
 /// writes at byte `dst`.
 ///
-/// The order is that of the fastest copy: a side whose bytes are contiguous along the innermost dimension is read or
-/// written in order, and the other one at as few places in turn as possible (docs/performance.md).
+/// The order is that of the fastest copy: the source is read in the order of its bytes, unless that needs many short
+/// spans (docs/performance.md).
 pub(super) fn spans(len: u64, axes: &[Axis], (src, dst): (u64, u64)) -> Result<Vec<Span>> {
     let (len, mut axes) = joined(len, axes);
-    axes.sort_unstable_by_key(|axis| (axis.src_step.min(axis.dst_step), axis.count));
+    axes.sort_unstable_by_key(|axis| (axis.count < FEW, axis.src_step, axis.count));
     let outer = |axes: &[Axis]| axes.iter().skip(1).map(|axis| axis.count).product::<u64>();
     if outer(&axes) > MOST {
         axes.sort_unstable_by_key(|axis| Reverse(axis.count));
