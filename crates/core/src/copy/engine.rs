@@ -150,7 +150,7 @@ impl CopyEngine {
         let plan = plan.into();
         let bytes = plan.bytes();
         let source = match route {
-            Route::Ring => Source::Ring,
+            Route::Ring => Source::Buffer,
             Route::Direct if src.0.reach().is_peer() => Source::Peer,
             Route::Direct => Source::Own,
         };

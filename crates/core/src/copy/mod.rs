@@ -9,9 +9,11 @@ mod progress;
 mod reader_threads;
 mod route;
 mod run;
+mod short_windows;
 mod socket;
 mod staging_ring;
 mod tuner;
+mod window_batch;
 mod workers;
 
 pub use block_sums::PairBlocks;

@@ -2,23 +2,22 @@
 //! receiver writes its own.
 //!
 //! Both sides count along the same plan, so only the bytes travel, and zeros at positions that follow from
-//! the byte count alone ([`LEAD`](crate::net::LEAD)). The bytes are not copied in between
-//! (`a_plan_through_a_stream_ends_like_a_plan_in_memory`). `protocol` and `session` agree on the plan.
+//! the byte count alone ([`LEAD`](crate::net::LEAD)). The kernel copies the bytes directly from and to the windows
+//! (`a_plan_through_a_stream_ends_like_a_plan_in_memory`), except short ones (`short_windows`). `protocol` and
+//! `session` agree on the plan.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use super::engine::CopyEngine;
 use super::progress::{Progress, with_copied_bytes};
-use super::run;
+use super::short_windows::ShortWindows;
+use super::window_batch::{Batch, Listing};
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::{Access, Reach, Tensors, Window};
+use crate::memory::{Access, Reach, Tensors};
 use crate::model::Deadline;
 use crate::net::{LEAD_INTERVAL, Stream, leads};
-use crate::plan::{CopyPlan, Piece};
-
-/// Maximum number of windows in one call of the stream.
-const WINDOWS: usize = 1024;
+use crate::plan::{CopyPlan, LocalEnd};
 
 impl CopyEngine {
     /// Checks that `src` can be sent through a socket, before the peer is told to expect it. Returns
@@ -38,6 +37,7 @@ impl CopyEngine {
     /// Sends the bytes at positions `range` of `plan`, read from `src`. An error carries how many bytes were
     /// sent.
     pub fn send(
+        &self,
         plan: &CopyPlan,
         range: Range<u64>,
         src: &Arc<Tensors>,
@@ -46,15 +46,22 @@ impl CopyEngine {
     ) -> Result<()> {
         Self::can_send(src)?;
         let sent = Progress::default();
-        let window = |index, piece| run::read_window(plan, src, index, piece);
+        let listing = Listing { plan, end: LocalEnd::Source, tensors: src };
+        let (mut windows, mut short) = (Vec::new(), ShortWindows::new(self.tuner(), &range));
         let lead = || stream.send_lead(deadline);
-        let moved = |windows: &[Window<'_>], _: &mut u64| stream.send_windows(windows, deadline);
-        in_batches(plan, range, &sent, deadline, window, lead, moved)
+        in_batches(&listing, range, &sent, deadline, lead, |batch, _| {
+            if short.take(batch) {
+                return stream.send_windows(&[short.gathered(batch)?], deadline);
+            }
+            batch.list_windows(&mut windows);
+            stream.send_windows(&windows, deadline)
+        })
     }
 
     /// Receives the bytes at positions `range` of `plan` into `dst`, and records in `progress` what is in
     /// place.
     pub fn receive(
+        &self,
         plan: &CopyPlan,
         range: Range<u64>,
         dst: &Arc<Tensors>,
@@ -63,10 +70,19 @@ impl CopyEngine {
         progress: &Progress,
     ) -> Result<()> {
         Self::can_receive(dst)?;
-        let window = |index, piece| run::write_window(plan, dst, index, piece);
+        let listing = Listing { plan, end: LocalEnd::Destination, tensors: dst };
+        let (mut windows, mut short) = (Vec::new(), ShortWindows::new(self.tuner(), &range));
         let lead = || stream.receive_lead(deadline);
-        let moved = |windows: &[Window<'_>], done: &mut u64| stream.receive_counted(windows, deadline, done);
-        in_batches(plan, range, progress, deadline, window, lead, moved)
+        in_batches(&listing, range, progress, deadline, lead, |batch, done| {
+            if short.take(batch) {
+                let mut arrived = 0;
+                let received = stream.receive_counted(&[short.window(batch)?], deadline, &mut arrived);
+                *done = short.scattered(batch, arrived)?;
+                return received;
+            }
+            batch.list_windows(&mut windows);
+            stream.receive_counted(&windows, deadline, done)
+        })
     }
 }
 
@@ -74,32 +90,26 @@ impl CopyEngine {
 /// state of at most one batch unknown. No batch crosses a multiple of [`LEAD_INTERVAL`] bytes from the start
 /// of `range`. `lead` is called at each such multiple that has a lead.
 fn in_batches<'a>(
-    plan: &CopyPlan,
+    listing: &Listing<'a>,
     range: Range<u64>,
     progress: &Progress,
     deadline: Deadline,
-    window: impl Fn(usize, Piece) -> Result<Window<'a>>,
     lead: impl Fn() -> Result<()>,
-    moved: impl Fn(&[Window<'a>], &mut u64) -> Result<()>,
+    mut moved: impl FnMut(&Batch<'a>, &mut u64) -> Result<()>,
 ) -> Result<()> {
     let of_bytes = range.end.saturating_sub(range.start);
-    if range.end > plan.bytes() {
+    if range.end > listing.plan.bytes() {
         return Err(Error::new(ErrorKind::System, "a range ends beyond its plan")
             .with("end", range.end)
-            .with("plan_bytes", plan.bytes()));
+            .with("plan_bytes", listing.plan.bytes()));
     }
-    let mut batch = Vec::with_capacity(WINDOWS);
+    let mut batch = Batch::new();
     let mut at = range.start;
     while at < range.end {
-        batch.clear();
-        let mut end = at;
         let into = at - range.start;
         let interval = LEAD_INTERVAL - into % LEAD_INTERVAL;
-        for (index, piece) in plan.pieces(at, range.end.min(at.saturating_add(interval))).take(WINDOWS) {
-            batch.push(window(index, piece)?);
-            end += piece.len;
-        }
-        if end == at {
+        listing.list(at, range.end.min(at.saturating_add(interval)), &mut batch)?;
+        if batch.bytes == 0 {
             let text = "the plan has no piece at this position";
             return Err(Error::new(ErrorKind::System, text).with("at", at));
         }
@@ -112,6 +122,7 @@ fn in_batches<'a>(
             progress.done(at, at + done);
             return Err(with_copied_bytes(error, progress, of_bytes));
         }
+        let end = at + batch.bytes;
         progress.done(at, end);
         at = end;
     }

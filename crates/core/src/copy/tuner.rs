@@ -34,8 +34,8 @@ pub enum Source {
     Own,
     /// Memory of another process, which has its own page tables.
     Peer,
-    /// A buffer of the staging ring, which stays in the CPU caches.
-    Ring,
+    /// A buffer of the engine, which stays in the CPU caches.
+    Buffer,
 }
 
 /// Learns which kernel is fastest for which source and size.

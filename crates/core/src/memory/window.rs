@@ -120,6 +120,34 @@ impl<'a> Windows<'a> {
         self.count
     }
 
+    /// Returns the windows as one if each starts where the one before it ends.
+    #[must_use]
+    pub fn joined(self) -> Self {
+        let Windows { first, count, step } = self;
+        let whole = if i64::try_from(first.len) == Ok(step) { first.len.checked_mul(count) } else { None };
+        whole.map_or(self, |len| Window { len, ..first }.into())
+    }
+
+    /// Returns both as one window, if both are single and `next` starts where this one ends.
+    pub fn followed_by(&self, next: &Self) -> Option<Self> {
+        let (this, that) = (self.first, next.first);
+        let follows = (self.count, next.count) == (1, 1)
+            && this.reach == that.reach
+            && this.addr.checked_add(this.len) == Some(that.addr);
+        follows.then(|| Window { len: this.len + that.len, ..this }.into())
+    }
+
+    /// Returns the first `count` windows, at least one, or all if there are fewer.
+    #[must_use]
+    pub fn first_of(self, count: u64) -> Self {
+        Windows { count: self.count.min(count).max(1), ..self }
+    }
+
+    /// Returns the bytes of all windows together.
+    pub fn bytes(&self) -> u64 {
+        self.first.len.saturating_mul(self.count)
+    }
+
     /// Returns the bytes from the start of one window to the start of the next.
     pub fn step(&self) -> i64 {
         self.step

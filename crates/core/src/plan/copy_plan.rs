@@ -8,7 +8,7 @@ use super::blocks::Blocks;
 use super::local_end::LocalEnd;
 use super::order::{self, CacheCount};
 use super::request::{Moves, Pieces};
-use super::spans::{PLAN, Piece};
+use super::spans::{PLAN, Piece, Span};
 use super::template::Template;
 use super::tensor_steps::TensorSteps;
 use super::waves::Wave;
@@ -129,18 +129,37 @@ impl CopyPlan {
 
     /// Returns the pieces of bytes `from..to` of the whole plan, each with the index of its tensor in
     /// [`src_tensors`](Self::src_tensors) and [`dst_tensors`](Self::dst_tensors). Bytes are counted wave after
-    /// wave, and within a wave as in [`Wave::across_tensors`].
+    /// wave, and within a wave as in [`Wave::spans_across_tensors`].
     pub fn pieces(&self, from: u64, to: u64) -> impl Iterator<Item = (usize, Piece)> + '_ {
+        let each =
+            |PlannedSpan { tensor, span, .. }: PlannedSpan| span.pieces().map(move |piece| (tensor, piece));
+        self.spans(from, to).flat_map(each)
+    }
+
+    /// Returns the same pieces as [`pieces`](Self::pieces), as spans.
+    pub fn spans(&self, from: u64, to: u64) -> impl Iterator<Item = PlannedSpan> + '_ {
         let tensors = u64::from(self.num_tensors);
-        let starts = self.waves().iter().scan(0u64, move |end, wave| {
+        let starts = self.waves().iter().enumerate().scan(0u64, move |end, (index, wave)| {
             let start = *end;
             *end = start.saturating_add(wave.tensor_bytes().saturating_mul(tensors));
-            Some((wave, start, *end))
+            Some((index, wave, start, *end))
         });
-        starts.filter(move |&(_, start, end)| start < to && from < end).flat_map(move |(wave, start, end)| {
-            wave.across_tensors(from.max(start) - start, to.min(end) - start)
+        let between = starts.filter(move |&(_, _, start, end)| start < to && from < end);
+        between.flat_map(move |(index, wave, start, end)| {
+            let spans = wave.spans_across_tensors(from.max(start) - start, to.min(end) - start);
+            spans.map(move |(tensor, span)| PlannedSpan { wave: index, tensor, span })
         })
     }
+}
+
+/// A span of a plan, or the part of one that lies in a range of bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PlannedSpan {
+    /// Index of its wave in [`CopyPlan::waves`].
+    pub wave: usize,
+    /// Index of its tensor in [`CopyPlan::src_tensors`] and [`CopyPlan::dst_tensors`].
+    pub tensor: usize,
+    pub span: Span,
 }
 
 fn unshared(pairs: Arc<Vec<(u32, u32)>>) -> Result<Vec<(u32, u32)>> {

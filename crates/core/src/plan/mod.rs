@@ -30,7 +30,7 @@ mod waves;
 
 pub use blocks::Blocks;
 pub use compared_pairs::{PartLimits, parts};
-pub use copy_plan::CopyPlan;
+pub use copy_plan::{CopyPlan, PlannedSpan};
 pub use final_blocks::BlockSizes;
 pub use layouts::{KvPart, KvSequence, LayoutPlan, assign_owners, check_same_model};
 pub use local_end::LocalEnd;

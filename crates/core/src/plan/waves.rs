@@ -106,14 +106,15 @@ impl Wave {
         SpansBetween::new(&self.form, from, to).flat_map(Span::pieces)
     }
 
-    /// Returns the pieces of bytes `from..to`, each with its tensor. Bytes are counted along tensor 0, then
-    /// along tensor 1, and so on.
+    /// Returns the same pieces as [`spans_across_tensors`](Self::spans_across_tensors), one by one.
+    #[cfg(feature = "testing")]
     pub fn across_tensors(&self, from: u64, to: u64) -> impl Iterator<Item = (usize, Piece)> + '_ {
         let each = |(tensor, span): (usize, Span)| span.pieces().map(move |piece| (tensor, piece));
         self.spans_across_tensors(from, to).flat_map(each)
     }
 
-    /// Returns the same pieces as [`across_tensors`](Self::across_tensors), as spans.
+    /// Returns the spans of bytes `from..to`, each with its tensor. Bytes are counted along tensor 0, then along
+    /// tensor 1, and so on. The first and the last piece may be cut.
     pub fn spans_across_tensors(&self, from: u64, to: u64) -> impl Iterator<Item = (usize, Span)> + '_ {
         let one = self.tensor_bytes().max(1);
         (from / one..to.div_ceil(one)).flat_map(move |tensor| {

@@ -348,7 +348,8 @@ impl RequestContext<'_> {
             return Err(Ended::Refused);
         };
         self.stream.restart_pace();
-        let sent = CopyEngine::send(&plan, from..to, cache.tensors(), self.stream, call.deadline);
+        let sent =
+            self.resources.copy_engine.send(&plan, from..to, cache.tensors(), self.stream, call.deadline);
         sent.map_err(Ended::Broken)?;
         self.resources.count_bytes(Op::Served, bytes);
         let Some(granted) = granted else { return Ok(()) };
@@ -384,7 +385,14 @@ impl RequestContext<'_> {
         self.stream.restart_pace();
         let progress = Progress::default();
         let tensors = cache.tensors();
-        let taken = CopyEngine::receive(&plan, from..to, tensors, self.stream, call.deadline, &progress);
+        let taken = self.resources.copy_engine.receive(
+            &plan,
+            from..to,
+            tensors,
+            self.stream,
+            call.deadline,
+            &progress,
+        );
         taken.map_err(Ended::Broken)?;
         drop(pin);
         self.resources.count_bytes(Op::Served, bytes);

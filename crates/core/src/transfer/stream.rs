@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::call::{Call, Moved};
-use crate::copy::{CopyEngine, Progress};
+use crate::copy::Progress;
 use crate::error::{Error, ErrorKind, Result};
 use crate::plan::{CopyPlan, Wave};
 use crate::protocol::{MOST_AHEAD, Reply, Request, WirePlan};
@@ -81,7 +81,14 @@ impl Streams {
         let mut lease = self.call.link.lease(self.call.deadline)?;
         let received = self.ready(&mut lease, &request, bytes, |lease| {
             let tensors = self.call.local.tensors();
-            CopyEngine::receive(&self.plan, range, tensors, lease.stream(), self.call.deadline, progress)
+            self.call.resources.copy_engine.receive(
+                &self.plan,
+                range,
+                tensors,
+                lease.stream(),
+                self.call.deadline,
+                progress,
+            )
         })?;
         if !received {
             return Ok(Moved::Stale);
@@ -115,7 +122,13 @@ impl Streams {
         };
         let local = self.call.local.tensors();
         let moved = |lease: &StreamLease<'_>| {
-            CopyEngine::send(&self.plan, 0..bytes, local, lease.stream(), self.call.deadline)
+            self.call.resources.copy_engine.send(
+                &self.plan,
+                0..bytes,
+                local,
+                lease.stream(),
+                self.call.deadline,
+            )
         };
         let answer = if ahead {
             let send = || {

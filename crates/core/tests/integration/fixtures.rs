@@ -10,6 +10,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use llm_datadist_core::testing::cache::{CallRows, Pin, RowUse};
+use llm_datadist_core::testing::copy::CopyEngine;
 use llm_datadist_core::testing::device::{Copier, Copy, Device, DeviceSet, HostReach};
 use llm_datadist_core::testing::memory::kernels::Kernel;
 use llm_datadist_core::testing::memory::{Region, Tensors};
@@ -409,6 +410,11 @@ pub fn local_streams(name: &str) -> (Stream, Stream) {
     let listener = transport.listen(&at).unwrap();
     let dialled = transport.dial(&at, Deadline::after(Duration::from_secs(60))).unwrap();
     (dialled, accepted(&*listener).unwrap())
+}
+
+/// A copy engine with its defaults.
+pub fn copy_engine() -> CopyEngine {
+    CopyEngine::new(&Config::new(Role::Mix, ClusterId(1)), DeviceSet::host_only()).unwrap()
 }
 
 /// Tensors of rows over one buffer, which `fill` fills by tensor and offset.

@@ -572,16 +572,19 @@ fn plans_are_as_small_as_the_layouts_allow() {
         side
     };
     assert_eq!(one(hnd(2, 0), hnd(4, 1)), ((1, 0), 512));
-    // The other order: a span for each token, so that its heads are contiguous on one side.
-    assert_eq!(one(nhd(2, 0, 512), hnd(2, 0)), ((16, 512), 512 * 64));
+    // The other order: a span for each token, so that the source is read in order; or for each of few heads.
+    assert_eq!(one(nhd(1, 0, 512), hnd(1, 0)), ((16, 512), 512 * 128));
+    assert_eq!(one(hnd(1, 0), nhd(1, 0, 512)), ((8, 512), 512 * 128));
+    assert_eq!(one(nhd(2, 0, 512), hnd(2, 0)), ((4, 512), 512 * 64));
+    assert_eq!(one(hnd(2, 0), nhd(2, 0, 512)), ((4, 512), 512 * 64));
     // Blocks of so many tokens that a span for each would take more memory: a span for each head.
     let long = |order| {
-        let mut side = whole(rank(8, 2, 0), 3);
+        let mut side = whole(rank(8, 1, 0), 3);
         (side.layout.tokens_per_block, side.layout.order) = (2048, order);
         side.row_stride = side.row_bytes();
         side
     };
-    assert_eq!(one(long(TokenOrder::Nhd), long(TokenOrder::Hnd)), ((4, 3), 3 * 4 * 2048));
+    assert_eq!(one(long(TokenOrder::Nhd), long(TokenOrder::Hnd)), ((8, 3), 3 * 8 * 2048));
     // Equal layouts, and blocks that divide each other: all is one piece.
     assert_eq!(one(nhd(2, 0, 512), nhd(2, 0, 512)), ((1, 0), 1));
     assert_eq!(one(nhd(2, 0, 512), with(|layout| layout.tokens_per_block = 64, 128)), ((1, 0), 1));
@@ -592,6 +595,26 @@ fn plans_are_as_small_as_the_layouts_allow() {
         apart.iter().map(steps).map(|(src, dst, n)| (src.first, src.step, dst.step, n)).collect();
     assert_eq!(named, [(0, 2, 1, 4), (1, 2, 1, 4)]);
     assert!(apart.iter().all(|plan| stored(plan) == (1, 0)));
+}
+
+/// Between the orders of heads and tokens, the pieces of a block are read one after the other.
+#[test]
+fn the_source_is_read_in_order() {
+    let hnd = KvLayout { order: TokenOrder::Hnd, ..rank(8, 1, 0) };
+    let sides = [whole(rank(8, 1, 0), 4), whole(hnd, 4)];
+    for (src, dst) in [(0, 1), (1, 0)] {
+        let case = between(sides[src].clone(), sides[dst].clone());
+        let part = KvPart::common(&case.src.layout, &case.dst.layout).unwrap();
+        let plans = case.plan(&part).unwrap().plans;
+        for wave in plans.iter().flat_map(CopyPlan::waves) {
+            let mut read = 0;
+            for piece in wave.pieces(0, wave.tensor_bytes()) {
+                assert_eq!(piece.src, read);
+                read += piece.len;
+            }
+            assert_eq!(read, wave.tensor_bytes());
+        }
+    }
 }
 
 /// An unaligned range has a few waves: one for each length of its runs of tokens.
@@ -660,9 +683,9 @@ fn plans_between_layouts_move_bytes() {
         let (local, remote) = local_streams("kv_layouts");
         for plan in &plans {
             std::thread::scope(|scope| {
-                scope.spawn(|| CopyEngine::send(plan, 0..plan.bytes(), &src, &local, soon()).unwrap());
+                scope.spawn(|| engine.send(plan, 0..plan.bytes(), &src, &local, soon()).unwrap());
                 let progress = Progress::default();
-                CopyEngine::receive(plan, 0..plan.bytes(), &dst, &remote, soon(), &progress).unwrap();
+                engine.receive(plan, 0..plan.bytes(), &dst, &remote, soon(), &progress).unwrap();
             });
         }
         assert!(buffer.read(0, bytes) == expected, "through a stream");

@@ -63,6 +63,7 @@ mod remote_table;
 mod row_pins;
 mod row_strides;
 mod row_turns;
+mod short_windows;
 mod small_page_hint;
 mod stats;
 mod swap_ring;

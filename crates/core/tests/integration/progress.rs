@@ -7,13 +7,13 @@ use std::io::Read;
 use std::os::fd::AsFd;
 use std::time::Duration;
 
-use llm_datadist_core::testing::copy::{CopyEngine, Progress};
+use llm_datadist_core::testing::copy::Progress;
 use llm_datadist_core::testing::plan::{CopyPlan, Span, TensorSteps};
 use llm_datadist_core::{ArrivedRows, Deadline, ErrorKind};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use crate::fixtures::{block_plan, local_streams, pattern, proptest_cases, tensors_over};
+use crate::fixtures::{block_plan, copy_engine, local_streams, pattern, proptest_cases, tensors_over};
 
 /// The rows whose planned bytes all lie at positions that are done, byte by byte.
 fn twin(plan: &CopyPlan, row_bytes: u64, done: impl Fn(u64) -> bool) -> Vec<(u32, BTreeSet<u64>)> {
@@ -118,7 +118,7 @@ fn expected(pairs: &[(u64, u64)], tensors: usize) -> Vec<u8> {
 
 #[test]
 fn a_plan_through_a_stream_ends_like_a_plan_in_memory() {
-    let plan = block_plan(&shuffled(), ROW as u64, 3);
+    let (engine, plan) = (copy_engine(), block_plan(&shuffled(), ROW as u64, 3));
     assert!(plan.waves().len() > 1);
     let (_kept, src) = tensors_over(3, ROWS, ROW, |tensor, at| pattern(4, tensor, at));
     // In one range, and in three ranges that cut pieces and waves.
@@ -129,8 +129,8 @@ fn a_plan_through_a_stream_ends_like_a_plan_in_memory() {
         let mut from = 0;
         for to in cuts.into_iter().chain([plan.bytes()]) {
             std::thread::scope(|scope| {
-                let sender = scope.spawn(|| CopyEngine::send(&plan, from..to, &src, &local, soon()));
-                CopyEngine::receive(&plan, from..to, &dst, &remote, soon(), &progress).unwrap();
+                let sender = scope.spawn(|| engine.send(&plan, from..to, &src, &local, soon()));
+                engine.receive(&plan, from..to, &dst, &remote, soon(), &progress).unwrap();
                 sender.join().unwrap().unwrap();
             });
             from = to;
@@ -142,7 +142,7 @@ fn a_plan_through_a_stream_ends_like_a_plan_in_memory() {
         assert_eq!(all, [0, 1, 2].map(|tensor| ArrivedRows { tensor, rows: vec![whole.clone()] }));
     }
     let (local, _far) = local_streams("progress");
-    let error = CopyEngine::send(&plan, 0..plan.bytes() + 1, &src, &local, soon()).unwrap_err();
+    let error = engine.send(&plan, 0..plan.bytes() + 1, &src, &local, soon()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::System, "a stretch beyond the plan");
 }
 
@@ -150,6 +150,7 @@ fn a_plan_through_a_stream_ends_like_a_plan_in_memory() {
 #[test]
 fn zeros_stand_before_each_stretch_however_it_is_cut() {
     const BLOCK: usize = 4096;
+    let engine = copy_engine();
     for (blocks, from) in [(12, 0), (13, 0), (13, 100), (1024, 0), (1037, 0), (2100, 5000)] {
         let bytes = blocks * BLOCK;
         // One piece a block, read backwards; and one piece for all of them.
@@ -174,15 +175,15 @@ fn zeros_stand_before_each_stretch_however_it_is_cut() {
         let (local, remote) = local_streams("progress");
         let mut got = vec![1; wanted.len()];
         std::thread::scope(|scope| {
-            scope.spawn(|| CopyEngine::send(&pieces, range.clone(), &src, &local, soon()).unwrap());
+            scope.spawn(|| engine.send(&pieces, range.clone(), &src, &local, soon()).unwrap());
             let mut remote = std::fs::File::from(remote.as_fd().try_clone_to_owned().unwrap());
             remote.read_exact(&mut got).unwrap();
         });
         assert!(got == wanted, "{blocks} blocks from {from}");
         let (buffer, dst) = tensors_over(1, blocks, BLOCK, |_, _| 0xEE);
         std::thread::scope(|scope| {
-            scope.spawn(|| CopyEngine::send(&pieces, range.clone(), &src, &local, soon()).unwrap());
-            CopyEngine::receive(&whole, range.clone(), &dst, &remote, soon(), &Progress::default()).unwrap();
+            scope.spawn(|| engine.send(&pieces, range.clone(), &src, &local, soon()).unwrap());
+            engine.receive(&whole, range.clone(), &dst, &remote, soon(), &Progress::default()).unwrap();
         });
         assert!(buffer.read(from, bytes - from) == order[from..], "{blocks} blocks from {from}");
     }

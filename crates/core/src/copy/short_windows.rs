@@ -1,0 +1,86 @@
+//! Short windows on their way through a socket: they pass a buffer of the engine, which stays in the CPU caches.
+//!
+//! The operating system copies a list of short windows more slowly than the copy kernels, so the additional copy
+//! through the caches saves time (docs/performance.md).
+
+use std::ops::Range;
+use std::time::Instant;
+
+use super::tuner::{Source, Tuner};
+use super::window_batch::Batch;
+use crate::error::{Error, ErrorKind, Result};
+use crate::memory::kernels::{Copy, copy_all};
+use crate::memory::{Buffer, Window, Windows};
+
+/// The buffer of one transmission. It is allocated for the first batch of short windows, and holds at most a
+/// MiB.
+pub(super) struct ShortWindows<'a> {
+    tuner: &'a Tuner,
+    /// Bytes of the whole transmission.
+    total: u64,
+    buffer: Option<Buffer>,
+}
+
+impl<'a> ShortWindows<'a> {
+    pub(super) fn new(tuner: &'a Tuner, range: &Range<u64>) -> Self {
+        ShortWindows { tuner, total: range.end.saturating_sub(range.start), buffer: None }
+    }
+
+    /// Returns whether the bytes of `batch` shall pass the buffer, which then has room for them.
+    pub(super) fn take(&mut self, batch: &Batch<'_>) -> bool {
+        let short = batch.is_short();
+        if short && self.buffer.as_ref().is_none_or(|buffer| buffer.bytes() < batch.bytes) {
+            // Without memory for a buffer, the socket takes the windows themselves.
+            self.buffer = Buffer::new(batch.bytes).ok();
+        }
+        short && self.buffer.is_some()
+    }
+
+    /// Returns the window of the buffer that the bytes of `batch` pass.
+    pub(super) fn window(&self, batch: &Batch<'_>) -> Result<Window<'_>> {
+        Ok(self.windows(0, batch.bytes, 1)?.first())
+    }
+
+    /// Copies the bytes of `batch` into the buffer, and returns their window.
+    pub(super) fn gathered(&self, batch: &Batch<'_>) -> Result<Window<'_>> {
+        let (mut copies, mut at) = (Vec::with_capacity(batch.runs.len()), 0);
+        for &run in &batch.runs {
+            copies.push(Copy { src: run, dst: self.windows(at, run.first().len(), run.count())? });
+            at += run.bytes();
+        }
+        let kernel = self.tuner.cached();
+        copy_all(&copies, kernel)?;
+        self.tuner.count(kernel, at);
+        self.window(batch)
+    }
+
+    /// Copies from the buffer, into which `arrived` bytes were received, the windows of `batch` that are complete.
+    /// Returns their bytes.
+    pub(super) fn scattered(&self, batch: &Batch<'_>, arrived: u64) -> Result<u64> {
+        let (mut copies, mut at) = (Vec::with_capacity(batch.runs.len()), 0);
+        for &run in &batch.runs {
+            let len = run.first().len();
+            let count = run.count().min((arrived - at) / len.max(1));
+            if count > 0 {
+                copies.push(Copy { src: self.windows(at, len, count)?, dst: run.first_of(count) });
+                at += len * count;
+            }
+            if count < run.count() {
+                break;
+            }
+        }
+        let piece = batch.bytes / batch.windows.max(1);
+        let kernel = self.tuner.choose(Source::Buffer, self.total, piece);
+        let started = Instant::now();
+        copy_all(&copies, kernel)?;
+        self.tuner.learn(Source::Buffer, self.total, piece, kernel, at, started.elapsed());
+        Ok(at)
+    }
+
+    fn windows(&self, at: u64, len: u64, count: u64) -> Result<Windows<'_>> {
+        match &self.buffer {
+            Some(buffer) => buffer.windows(at, len, count),
+            None => Err(Error::new(ErrorKind::System, "no batch of short windows was taken")),
+        }
+    }
+}

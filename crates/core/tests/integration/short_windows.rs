@@ -1,0 +1,169 @@
+//! Plans of short pieces through a stream, which pass a buffer of the engine, compared with a model that moves byte by
+//! byte.
+
+use std::io::Write;
+use std::os::fd::AsFd;
+use std::time::Duration;
+
+use llm_datadist_core::testing::copy::Progress;
+use llm_datadist_core::testing::memory;
+use llm_datadist_core::testing::plan::{CopyPlan, Span};
+use llm_datadist_core::{Deadline, ErrorKind};
+use proptest::prelude::*;
+use proptest::test_runner::TestRunner;
+
+use crate::fixtures::{copied_bytes, copy_engine, local_streams, pattern, proptest_cases, tensors_over};
+
+const TENSORS: usize = 2;
+/// Bytes of a tensor.
+const BYTES: usize = 1 << 20;
+
+fn soon() -> Deadline {
+    Deadline::after(Duration::from_secs(60))
+}
+
+/// The bytes of all destination tensors after the plan, moved byte by byte in the order of the waves.
+fn model(waves: &[Vec<Span>]) -> Vec<u8> {
+    let mut bytes = vec![0xEE; TENSORS * BYTES];
+    for Span { src, dst, len, count, src_step, dst_step } in waves.iter().flatten() {
+        for (k, at) in (0..*count as i64).flat_map(|k| (0..*len as i64).map(move |at| (k, at))) {
+            let from = *src as i64 + k * src_step + at;
+            let to = *dst as i64 + k * dst_step + at;
+            for tensor in 0..TENSORS {
+                bytes[tensor * BYTES + to as usize] = pattern(4, tensor, from as usize);
+            }
+        }
+    }
+    bytes
+}
+
+/// One wave of spans that write different bytes. The spans divide the destination; each piece has room for `step`
+/// bytes there, and for `step` or `len` bytes in the source, which is read from the end if `reversed`.
+fn wave() -> impl Strategy<Value = Vec<Span>> {
+    let lens = prop::sample::select(vec![1_u64, 7, 64, 100, 128, 256, 1000, 4096, 8191, 8192, 20_000]);
+    let span = (lens, 0..400_u64, 1..400_u64, any::<(bool, bool, bool)>());
+    prop::collection::vec(span, 1..12).prop_map(|parts| {
+        let room = BYTES as u64 / parts.len() as u64;
+        let span = |(index, (len, gap, count, (reversed, packed, together))): (u64, (u64, u64, u64, _))| {
+            let (start, step) = (index * room, len + if together { 0 } else { gap });
+            let count = (room / step).min(count);
+            let src_step = if packed { len } else { step };
+            let (src, src_step) = if reversed {
+                (start + (count.max(1) - 1) * src_step, -(src_step as i64))
+            } else {
+                (start, src_step as i64)
+            };
+            Span { src, dst: start, len, count, src_step, dst_step: step as i64 }
+        };
+        (0..).zip(parts).map(span).filter(|span| span.count > 0).collect()
+    })
+}
+
+#[test]
+fn short_pieces_arrive_as_the_model_says() {
+    let engine = copy_engine();
+    let (_kept, src) = tensors_over(TENSORS, 1, BYTES, |tensor, at| pattern(4, tensor, at));
+    let input = (prop::collection::vec(wave(), 1..4), prop::collection::vec(0..1000_u64, 0..3));
+    let outcome = TestRunner::new(proptest_cases(60)).run(&input, |(waves, cuts)| {
+        let plan = CopyPlan::from_parts(TENSORS as u32, 0, 0, waves.clone()).unwrap();
+        let (buffer, dst) = tensors_over(TENSORS, 1, BYTES, |_, _| 0xEE);
+        let (local, remote) = local_streams("short_windows");
+        let mut cuts: Vec<u64> = cuts.iter().map(|cut| plan.bytes() * cut / 1000).collect();
+        cuts.extend([0, plan.bytes()]);
+        cuts.sort_unstable();
+        let progress = Progress::default();
+        for range in cuts.windows(2).map(|two| two[0]..two[1]) {
+            std::thread::scope(|scope| {
+                scope.spawn(|| engine.send(&plan, range.clone(), &src, &local, soon()).unwrap());
+                engine.receive(&plan, range.clone(), &dst, &remote, soon(), &progress).unwrap();
+            });
+        }
+        prop_assert_eq!(progress.bytes(), plan.bytes());
+        prop_assert!(buffer.read(0, TENSORS * BYTES) == model(&waves));
+        Ok(())
+    });
+    if let Err(error) = outcome {
+        panic!("{error}");
+    }
+}
+
+/// A plan of 100 pieces of 100 bytes, each of which has 200 bytes in the destination.
+fn hundred() -> CopyPlan {
+    let span = Span { src: 0, dst: 0, len: 100, count: 100, src_step: 100, dst_step: 200 };
+    CopyPlan::from_parts(1, 0, 0, vec![vec![span]]).unwrap()
+}
+
+#[test]
+fn whole_pieces_before_a_break_are_in_place() {
+    let (buffer, dst) = tensors_over(1, 1, BYTES, |_, _| 0xEE);
+    let (local, remote) = local_streams("short_windows_break");
+    let sent: Vec<u8> = (0..1234).map(|at| pattern(4, 0, at)).collect();
+    let mut socket = std::fs::File::from(local.as_fd().try_clone_to_owned().unwrap());
+    socket.write_all(&sent).unwrap();
+    drop((socket, local));
+    // Shorter pieces follow, of which the rest of the bytes would fill some.
+    let long = Span { src: 0, dst: 0, len: 100, count: 100, src_step: 100, dst_step: 200 };
+    let short = Span { src: 0, dst: 20_000, len: 10, count: 100, src_step: 10, dst_step: 20 };
+    let plan = CopyPlan::from_parts(1, 0, 0, vec![vec![long, short]]).unwrap();
+    let (engine, progress) = (copy_engine(), Progress::default());
+    let error = engine.receive(&plan, 0..plan.bytes(), &dst, &remote, soon(), &progress).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NotLinked);
+    assert_eq!(copied_bytes(&error), (1200, 11_000), "{error}");
+    assert_eq!(progress.bytes(), 1200);
+    let mut expected = vec![0xEE; BYTES];
+    for piece in 0..12 {
+        expected[piece * 200..piece * 200 + 100].copy_from_slice(&sent[piece * 100..piece * 100 + 100]);
+    }
+    assert!(buffer.read(0, BYTES) == expected);
+}
+
+#[test]
+fn a_plan_of_short_pieces_counts_the_bytes_that_its_kernels_copy() {
+    let (_source, src) = tensors_over(1, 1, BYTES, |tensor, at| pattern(4, tensor, at));
+    let (_buffer, dst) = tensors_over(1, 1, BYTES, |_, _| 0xEE);
+    let (local, remote) = local_streams("short_windows_count");
+    let (sender, receiver, plan) = (copy_engine(), copy_engine(), hundred());
+    std::thread::scope(|scope| {
+        scope.spawn(|| sender.send(&plan, 0..plan.bytes(), &src, &local, soon()).unwrap());
+        receiver.receive(&plan, 0..plan.bytes(), &dst, &remote, soon(), &Progress::default()).unwrap();
+    });
+    let copied = |(plain, streaming): (u64, u64)| plain + streaming;
+    // The source is one window, because its pieces are neighbours. The destination is 100 short ones.
+    assert_eq!((copied(sender.tuner().bytes()), copied(receiver.tuner().bytes())), (0, plan.bytes()));
+}
+
+#[test]
+fn a_buffer_gives_windows_only_inside_itself() {
+    let buffer = memory::Buffer::new(100).unwrap();
+    assert_eq!(buffer.bytes(), 128, "whole cache lines");
+    let windows = buffer.windows(8, 40, 3).unwrap();
+    assert_eq!((windows.count(), windows.step(), windows.bytes()), (3, 40, 120));
+    assert_eq!((windows.first().addr() - 8) % 64, 0, "it starts with a cache line");
+    for (at, len, count) in [(9, 40, 3), (129, 0, 1), (0, u64::MAX, 2), (u64::MAX, 1, 1), (0, 1, 0)] {
+        let error = buffer.windows(at, len, count).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::System, "{at}, {len}, {count}");
+    }
+}
+
+#[test]
+fn windows_are_joined_only_if_they_are_neighbours() {
+    let buffer = memory::Buffer::new(1000).unwrap();
+    let one = |at, len| buffer.windows(at, len, 1).unwrap();
+    let place = |windows: memory::Windows<'_>| {
+        (windows.first().addr() - one(0, 1).first().addr(), windows.first().len(), windows.count())
+    };
+    assert_eq!(place(buffer.windows(10, 20, 5).unwrap().joined()), (10, 100, 1));
+    assert_eq!(one(10, 20).followed_by(&one(30, 5)).map(place), Some((10, 25, 1)));
+    for next in [one(29, 5), one(31, 5), one(5, 5), buffer.windows(30, 5, 2).unwrap()] {
+        assert_eq!(one(10, 20).followed_by(&next).map(place), None);
+    }
+    let (_kept, tensors) = tensors_over(1, 1, 1000, |_, _| 0);
+    let apart = tensors.windows(0, 10, 20, (5, 30)).unwrap();
+    let backwards = tensors.windows(0, 90, 20, (5, -20)).unwrap();
+    for windows in [apart, backwards] {
+        let joined = windows.joined();
+        assert_eq!((joined.first().addr(), joined.count()), (windows.first().addr(), 5));
+    }
+    let first = |count| apart.first_of(count).count();
+    assert_eq!([0, 1, 3, 5, 9].map(first), [1, 1, 3, 5, 5]);
+}
