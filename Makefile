@@ -108,6 +108,7 @@ lint: build $(VENV)/.test-tools  ## formatting, clippy, ruff, mypy, stubs; warni
 	MYPYPATH=benches/scaling $(BIN)/mypy benches/peers
 	MYPYPATH=benches $(BIN)/mypy benches/serving_latency.py
 	$(BIN)/python -m mypy.stubtest llm_datadist._core
+	$(BIN)/python tools/mutants/run.py --check
 
 docs: build .venv-docs/.tools  ## the documentation site in target/docs: runs every snippet, checks every link; warnings are errors
 	$(BIN)/python tools/docs/options.py --check
