@@ -7,10 +7,10 @@ use std::ops::Range;
 use std::time::Instant;
 
 use super::tuner::{Source, Tuner};
-use super::window_batch::Batch;
+use super::window_batch::WindowBatch;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::kernels::{Copy, copy_all};
-use crate::memory::{Buffer, Window, Windows};
+use crate::memory::{BounceBuffer, Window, Windows};
 
 /// The buffer of one transmission. It is allocated for the first batch of short windows, and holds at most a
 /// MiB.
@@ -18,7 +18,7 @@ pub(super) struct ShortWindows<'a> {
     tuner: &'a Tuner,
     /// Bytes of the whole transmission.
     total: u64,
-    buffer: Option<Buffer>,
+    buffer: Option<BounceBuffer>,
 }
 
 impl<'a> ShortWindows<'a> {
@@ -27,22 +27,22 @@ impl<'a> ShortWindows<'a> {
     }
 
     /// Returns whether the bytes of `batch` shall pass the buffer, which then has room for them.
-    pub(super) fn take(&mut self, batch: &Batch<'_>) -> bool {
+    pub(super) fn take(&mut self, batch: &WindowBatch<'_>) -> bool {
         let short = batch.is_short();
         if short && self.buffer.as_ref().is_none_or(|buffer| buffer.bytes() < batch.bytes) {
             // Without memory for a buffer, the socket takes the windows themselves.
-            self.buffer = Buffer::new(batch.bytes).ok();
+            self.buffer = BounceBuffer::new(batch.bytes).ok();
         }
         short && self.buffer.is_some()
     }
 
     /// Returns the window of the buffer that the bytes of `batch` pass.
-    pub(super) fn window(&self, batch: &Batch<'_>) -> Result<Window<'_>> {
+    pub(super) fn window(&self, batch: &WindowBatch<'_>) -> Result<Window<'_>> {
         Ok(self.windows(0, batch.bytes, 1)?.first())
     }
 
     /// Copies the bytes of `batch` into the buffer, and returns their window.
-    pub(super) fn gathered(&self, batch: &Batch<'_>) -> Result<Window<'_>> {
+    pub(super) fn gathered(&self, batch: &WindowBatch<'_>) -> Result<Window<'_>> {
         let (mut copies, mut at) = (Vec::with_capacity(batch.runs.len()), 0);
         for &run in &batch.runs {
             copies.push(Copy { src: run, dst: self.windows(at, run.first().len(), run.count())? });
@@ -56,7 +56,7 @@ impl<'a> ShortWindows<'a> {
 
     /// Copies from the buffer, into which `arrived` bytes were received, the windows of `batch` that are complete.
     /// Returns their bytes.
-    pub(super) fn scattered(&self, batch: &Batch<'_>, arrived: u64) -> Result<u64> {
+    pub(super) fn scattered(&self, batch: &WindowBatch<'_>, arrived: u64) -> Result<u64> {
         let (mut copies, mut at) = (Vec::with_capacity(batch.runs.len()), 0);
         for &run in &batch.runs {
             let len = run.first().len();

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use super::engine::CopyEngine;
 use super::progress::{Progress, with_copied_bytes};
 use super::short_windows::ShortWindows;
-use super::window_batch::{Batch, Listing};
+use super::window_batch::{Listing, WindowBatch};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Access, Reach, Tensors};
 use crate::model::Deadline;
@@ -95,7 +95,7 @@ fn in_batches<'a>(
     progress: &Progress,
     deadline: Deadline,
     lead: impl Fn() -> Result<()>,
-    mut moved: impl FnMut(&Batch<'a>, &mut u64) -> Result<()>,
+    mut moved: impl FnMut(&WindowBatch<'a>, &mut u64) -> Result<()>,
 ) -> Result<()> {
     let of_bytes = range.end.saturating_sub(range.start);
     if range.end > listing.plan.bytes() {
@@ -103,7 +103,7 @@ fn in_batches<'a>(
             .with("end", range.end)
             .with("plan_bytes", listing.plan.bytes()));
     }
-    let mut batch = Batch::new();
+    let mut batch = WindowBatch::new();
     let mut at = range.start;
     while at < range.end {
         let into = at - range.start;

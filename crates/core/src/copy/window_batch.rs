@@ -21,7 +21,7 @@ pub(super) struct Listing<'a> {
 }
 
 /// The windows of some bytes of a plan, in order.
-pub(super) struct Batch<'a> {
+pub(super) struct WindowBatch<'a> {
     /// At most [`WINDOWS`], because each run has at least one window.
     pub(super) runs: Vec<Windows<'a>>,
     /// Number of windows in all runs, at most [`WINDOWS`].
@@ -34,7 +34,7 @@ pub(super) struct Batch<'a> {
 impl<'a> Listing<'a> {
     /// Lists in `batch` the windows of bytes `from..to` of the plan, as many as it may have. Neighbours become one
     /// window.
-    pub(super) fn list(&self, from: u64, to: u64, batch: &mut Batch<'a>) -> Result<()> {
+    pub(super) fn list(&self, from: u64, to: u64, batch: &mut WindowBatch<'a>) -> Result<()> {
         batch.clear();
         let mut first_wave = None;
         for PlannedSpan { wave, tensor, span } in self.plan.spans(from, to) {
@@ -52,9 +52,9 @@ impl<'a> Listing<'a> {
     }
 }
 
-impl<'a> Batch<'a> {
+impl<'a> WindowBatch<'a> {
     pub(super) fn new() -> Self {
-        Batch { runs: Vec::new(), windows: 0, bytes: 0, is_one_wave: true }
+        WindowBatch { runs: Vec::new(), windows: 0, bytes: 0, is_one_wave: true }
     }
 
     fn clear(&mut self) {

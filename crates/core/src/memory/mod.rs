@@ -9,7 +9,7 @@
 //! 2. Memory of the caller enters only through the unsafe constructor of [`Adopted`]. Its caller promises
 //!    that the addresses stay valid, readable and writable as long as the value, or anything made from it,
 //!    exists.
-//! 3. A [`Window`] exists only inside the tensor or the [`Buffer`] from which it was cut. Its bounds were checked
+//! 3. A [`Window`] exists only inside the tensor or the [`BounceBuffer`] from which it was cut. Its bounds were checked
 //!    when it was made. The same holds for each of several [`Windows`].
 //! 4. Bytes move only in [`kernels::copy`], [`socket_io`], [`PeerProcess::read`] and [`read_bytes`], between two
 //!    windows, between a window and the kernel, or from a window into a private buffer, and by raw addresses. No
@@ -20,7 +20,7 @@
 //!    before bytes move.
 
 mod adopted;
-mod buffer;
+mod bounce_buffer;
 mod fork;
 mod generations;
 pub mod kernels;
@@ -42,7 +42,7 @@ mod window;
 mod window_bytes;
 
 pub use adopted::Adopted;
-pub use buffer::Buffer;
+pub use bounce_buffer::BounceBuffer;
 pub use fork::{Kept, abandon};
 pub use generations::{Generations, PeerGenerations};
 #[cfg(feature = "testing")]

@@ -134,7 +134,7 @@ fn a_plan_of_short_pieces_counts_the_bytes_that_its_kernels_copy() {
 
 #[test]
 fn a_buffer_gives_windows_only_inside_itself() {
-    let buffer = memory::Buffer::new(100).unwrap();
+    let buffer = memory::BounceBuffer::new(100).unwrap();
     assert_eq!(buffer.bytes(), 128, "whole cache lines");
     let windows = buffer.windows(8, 40, 3).unwrap();
     assert_eq!((windows.count(), windows.step(), windows.bytes()), (3, 40, 120));
@@ -147,7 +147,7 @@ fn a_buffer_gives_windows_only_inside_itself() {
 
 #[test]
 fn windows_are_joined_only_if_they_are_neighbours() {
-    let buffer = memory::Buffer::new(1000).unwrap();
+    let buffer = memory::BounceBuffer::new(1000).unwrap();
     let one = |at, len| buffer.windows(at, len, 1).unwrap();
     let place = |windows: memory::Windows<'_>| {
         (windows.first().addr() - one(0, 1).first().addr(), windows.first().len(), windows.count())

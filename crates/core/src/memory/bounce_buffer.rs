@@ -10,17 +10,21 @@ use crate::fallible;
 const LINE: usize = 64;
 
 /// A buffer that starts with a cache line. Only its owner accesses it, through windows.
-pub struct Buffer(Vec<Line>);
+pub struct BounceBuffer(Vec<CacheLine>);
 
 #[derive(Clone)]
 #[repr(align(64))]
-struct Line(#[expect(dead_code, reason = "accessed by address")] Cell<[u8; LINE]>);
+struct CacheLine(#[expect(dead_code, reason = "accessed by address")] Cell<[u8; LINE]>);
 
-impl Buffer {
+impl BounceBuffer {
     /// Allocates a buffer of at least `bytes` bytes. Returns `Err(OutOfMemory)` if there is no memory for it.
-    pub fn new(bytes: u64) -> Result<Buffer> {
+    pub fn new(bytes: u64) -> Result<BounceBuffer> {
         let lines = usize::try_from(bytes.div_ceil(LINE as u64)).unwrap_or(usize::MAX);
-        Ok(Buffer(fallible::filled("a buffer for short pieces", Line(Cell::new([0; LINE])), lines)?))
+        Ok(BounceBuffer(fallible::filled(
+            "a buffer for short pieces",
+            CacheLine(Cell::new([0; LINE])),
+            lines,
+        )?))
     }
 
     /// Returns the length in bytes.
