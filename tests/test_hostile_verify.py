@@ -12,6 +12,7 @@ from peers.values import Refused, code
 from test_hostile_grants import GRANT_ENDED_KIND, INVALID_KIND, id_of
 
 U32, U64 = 2**32 - 1, 2**64 - 1
+FAILED = "LLM_VERIFY_FAILED"
 TIMEOUT_KIND = 3
 WHOLE = (0, 2)
 
@@ -208,7 +209,7 @@ LIES: dict[str, tuple[bytes, set[str]]] = {
 def test_owners_that_lie_about_checksums_fail_the_call_and_nothing_else() -> None:
     """The victim pulls from a hostile owner, which sends bytes, and then answers that mean nothing or do not fit."""
     with Trial(honest=["tcp"], llm__SyncKvCacheWaitTime=1000) as trial:
-        answer = b""
+        answer = of_bytes = m.sums(0, [1])
 
         def serve(wire: Wire) -> None:
             while request := wire.hear():
@@ -217,6 +218,8 @@ def test_owners_that_lie_about_checksums_fail_the_call_and_nothing_else() -> Non
                 elif request[0] == 1:
                     wire.say(m.ready(512))
                     wire.send(payload(bytes(512)))
+                    if request[-1]:  # the checksum of the bytes is asked for
+                        wire.say(of_bytes)
                 else:
                     wire.say(answer)
 
@@ -226,6 +229,12 @@ def test_owners_that_lie_about_checksums_fail_the_call_and_nothing_else() -> Non
             with pytest.raises(Refused) as caught:
                 trial.victim.pull_blocks(by_blocks(77), "n", [0], [0], verify="full")
             assert caught.value.code in expected, (what, caught.value)
+        answer = m.sums(0, [1])
+        for what, (of_bytes, expected) in LIES.items():  # noqa: B007  (`serve` sends it)
+            with pytest.raises(Refused) as caught:
+                trial.victim.pull_blocks(by_blocks(77), "n", [0], [0], verify="full")
+            # If the lie has the form of a checksum, the blocks are compared, and differ.
+            assert caught.value.code in expected | {FAILED}, (what, caught.value)
         trial.victim.pull_blocks(by_blocks(77), "n", [0], [0], verify="off")
         trial.judge(links=1, streams=2, busy=1)
         assert code(trial.join(41, "tcp").pull_blocks, by_blocks(VICTIM), "n", [0], [0], verify="full") == OK

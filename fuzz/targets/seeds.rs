@@ -91,6 +91,7 @@ fn requests(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
         to: 4096,
         grant,
         limit_ms: 1000,
+        summed: grant.is_some(),
     };
     add(7, "read", frame(&read(None)));
     add(7, "read-granted", frame(&read(grant)));

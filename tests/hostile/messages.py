@@ -186,9 +186,17 @@ def describe(name: bytes, limit_ms: int = NEVER) -> bytes:
 
 
 def read(
-    name: bytes, cache: int, plan: bytes, start: int, end: int, limit_ms: int = NEVER, grant: bytes | None = None
+    name: bytes,
+    cache: int,
+    plan: bytes,
+    start: int,
+    end: int,
+    limit_ms: int = NEVER,
+    grant: bytes | None = None,
+    summed: bool = False,
 ) -> bytes:
-    return uint(1) + name + sint(cache) + plan + uint(start) + uint(end) + some(grant) + uint(limit_ms)
+    body = uint(1) + name + sint(cache) + plan + uint(start) + uint(end) + some(grant) + uint(limit_ms)
+    return body + flag(summed)
 
 
 def write(

@@ -12,6 +12,7 @@ mod run;
 mod short_windows;
 mod socket;
 mod staging_ring;
+mod stream_sum;
 mod tuner;
 mod window_batch;
 mod workers;
@@ -23,6 +24,8 @@ pub use peer_read::STILL_READING;
 pub use progress::{Progress, with_arrived_rows};
 pub use route::{Route, Staging};
 pub use run::KeptAlive;
+pub use socket::Arrived;
+pub use stream_sum::StreamSum;
 #[cfg(feature = "testing")]
 pub use tuner::Source;
 #[cfg(feature = "testing")]

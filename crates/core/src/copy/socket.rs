@@ -12,6 +12,7 @@ use std::sync::Arc;
 use super::engine::CopyEngine;
 use super::progress::{Progress, with_copied_bytes};
 use super::short_windows::ShortWindows;
+use super::stream_sum::{SUMMED_BYTES, StreamSum};
 use super::window_batch::{Listing, WindowBatch};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Access, Reach, Tensors};
@@ -34,8 +35,8 @@ impl CopyEngine {
         if dst.reach() == Reach::Host { Ok(()) } else { Err(unreachable(dst.reach(), "written")) }
     }
 
-    /// Sends the bytes at positions `range` of `plan`, read from `src`. An error carries how many bytes were
-    /// sent.
+    /// Sends the bytes at positions `range` of `plan`, read from `src`, and adds them to `sum`. An error carries how
+    /// many bytes were sent.
     pub fn send(
         &self,
         plan: &CopyPlan,
@@ -43,13 +44,17 @@ impl CopyEngine {
         src: &Arc<Tensors>,
         stream: &Stream,
         deadline: Deadline,
+        mut sum: Option<&mut StreamSum>,
     ) -> Result<()> {
         Self::can_send(src)?;
         let sent = Progress::default();
-        let listing = Listing { plan, end: LocalEnd::Source, tensors: src };
+        let listing = Listing { plan, end: LocalEnd::Source, tensors: src, most: most_bytes(sum.is_some()) };
         let (mut windows, mut short) = (Vec::new(), ShortWindows::new(self.tuner(), &range));
         let lead = || stream.send_lead(deadline);
         in_batches(&listing, range, &sent, deadline, lead, |batch, _| {
+            if let Some(sum) = &mut sum {
+                sum.add(&batch.runs)?;
+            }
             if short.take(batch) {
                 return stream.send_windows(&[short.gathered(batch)?], deadline);
             }
@@ -58,32 +63,53 @@ impl CopyEngine {
         })
     }
 
-    /// Receives the bytes at positions `range` of `plan` into `dst`, and records in `progress` what is in
-    /// place.
-    pub fn receive(
+    /// Receives the bytes at positions `range` of `plan` into `dst`, and records in `arrived` what is in place.
+    pub fn receive<'a>(
         &self,
         plan: &CopyPlan,
         range: Range<u64>,
         dst: &Arc<Tensors>,
         stream: &Stream,
         deadline: Deadline,
-        progress: &Progress,
+        arrived: impl Into<Arrived<'a>>,
     ) -> Result<()> {
         Self::can_receive(dst)?;
-        let listing = Listing { plan, end: LocalEnd::Destination, tensors: dst };
+        let Arrived { progress, mut sum } = arrived.into();
+        let most = most_bytes(sum.is_some());
+        let listing = Listing { plan, end: LocalEnd::Destination, tensors: dst, most };
         let (mut windows, mut short) = (Vec::new(), ShortWindows::new(self.tuner(), &range));
         let lead = || stream.receive_lead(deadline);
         in_batches(&listing, range, progress, deadline, lead, |batch, done| {
             if short.take(batch) {
                 let mut arrived = 0;
                 let received = stream.receive_counted(&[short.window(batch)?], deadline, &mut arrived);
-                *done = short.scattered(batch, arrived)?;
-                return received;
+                *done = short.scattered(batch, arrived, sum.is_some())?;
+                received?;
+            } else {
+                batch.list_windows(&mut windows);
+                stream.receive_counted(&windows, deadline, done)?;
             }
-            batch.list_windows(&mut windows);
-            stream.receive_counted(&windows, deadline, done)
+            // The bytes as they are in place, not as they came.
+            sum.as_mut().map_or(Ok(()), |sum| sum.add(&batch.runs))
         })
     }
+}
+
+/// Where a receiver records what is in place.
+pub struct Arrived<'a> {
+    pub progress: &'a Progress,
+    /// The checksum of the bytes in place.
+    pub sum: Option<&'a mut StreamSum>,
+}
+
+impl<'a> From<&'a Progress> for Arrived<'a> {
+    fn from(progress: &'a Progress) -> Self {
+        Arrived { progress, sum: None }
+    }
+}
+
+fn most_bytes(summed: bool) -> u64 {
+    if summed { SUMMED_BYTES } else { LEAD_INTERVAL }
 }
 
 /// Cuts `range` into batches of windows, moves them in order, and reports each, so that a failure leaves the
@@ -108,7 +134,8 @@ fn in_batches<'a>(
     while at < range.end {
         let into = at - range.start;
         let interval = LEAD_INTERVAL - into % LEAD_INTERVAL;
-        listing.list(at, range.end.min(at.saturating_add(interval)), &mut batch)?;
+        let most = interval.min(listing.most);
+        listing.list(at, range.end.min(at.saturating_add(most)), &mut batch)?;
         if batch.bytes == 0 {
             let text = "the plan has no piece at this position";
             return Err(Error::new(ErrorKind::System, text).with("at", at));

@@ -18,6 +18,8 @@ pub(super) struct Listing<'a> {
     pub(super) plan: &'a CopyPlan,
     pub(super) end: LocalEnd,
     pub(super) tensors: &'a Tensors,
+    /// Most bytes of a batch.
+    pub(super) most: u64,
 }
 
 /// The windows of some bytes of a plan, in order.

@@ -76,6 +76,13 @@ impl Window<'_> {
         self.len == 0
     }
 
+    /// Returns the part from byte `at` on, of at most `most` bytes.
+    #[must_use]
+    pub fn part(&self, at: u64, most: u64) -> Self {
+        let at = at.min(self.len);
+        Window { addr: self.addr + at, len: (self.len - at).min(most), ..*self }
+    }
+
     /// Returns how this process can access it.
     pub fn reach(&self) -> Reach {
         self.reach

@@ -180,7 +180,8 @@ pub enum Control {
 pub enum Request {
     /// Asks what a cache is and where its memory is.
     Describe { name: WireName, limit_ms: u64 },
-    /// Asks for bytes of a cache. With a grant, a [`Reply::Done`] or [`Reply::Failed`] follows the bytes.
+    /// Asks for bytes of a cache. With a grant, a [`Reply::Done`] or [`Reply::Failed`] follows the bytes. If their checksum
+    /// is asked for, [`Reply::Checksums`] with one checksum takes the place of [`Reply::Done`], also without a grant.
     Read {
         name: WireName,
         cache: i64,
@@ -190,6 +191,8 @@ pub enum Request {
         /// The grant under which the caller reads.
         grant: Option<GrantId>,
         limit_ms: u64,
+        /// Whether the checksum of the bytes is asked for.
+        summed: bool,
     },
     /// Sends bytes to be written into a cache.
     Write {

@@ -12,7 +12,8 @@ use super::link::Link;
 use super::message_io::{send_message, send_message_before};
 use super::peer_memory::location;
 use crate::cache::{Cache, CallRows, Origin, Pin, RowUse, rows_of_a_pin};
-use crate::copy::{CopyEngine, Progress, Staging, with_arrived_rows};
+use crate::checksums::Checksums;
+use crate::copy::{CopyEngine, Progress, Staging, StreamSum, with_arrived_rows};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::grants::{GrantedRead, RowRanges};
@@ -125,8 +126,8 @@ impl RequestContext<'_> {
                 let call = named(name.into(), cache, limit_ms);
                 self.answer_with(call.deadline, || self.fetch(&call, plan, source))
             }
-            Request::Read { name, cache, plan, from, to, grant, limit_ms } => {
-                self.read(&named(name.into(), cache, limit_ms), plan, (from, to), grant)
+            Request::Read { name, cache, plan, from, to, grant, limit_ms, summed } => {
+                self.read(&named(name.into(), cache, limit_ms), plan, (from, to), (grant, summed))
             }
             Request::Write { name, cache, plan, from, to, ahead, limit_ms } => {
                 self.write(&named(name.into(), cache, limit_ms), plan, (from, to), ahead)
@@ -319,13 +320,14 @@ impl RequestContext<'_> {
         CallRows::of(cache.clone(), rows).pin_for_peer(deadline, || self.resources.outgoing_calls.any())
     }
 
-    /// Sends bytes of a cache. With a grant, also sends whether it lasted until they were sent.
+    /// Sends bytes of a cache. With a grant, also sends whether it lasted until they were sent. Sends their checksum if it
+    /// is asked for.
     fn read(
         &self,
         call: &NamedCache,
         plan: WirePlan,
         (from, to): (u64, u64),
-        grant: Option<GrantId>,
+        (grant, summed): (Option<GrantId>, bool),
     ) -> Result<(), Ended> {
         let begun = bounded(plan, from, to).and_then(|plan| {
             let pinned = self.pinned(call, |cache| {
@@ -339,21 +341,40 @@ impl RequestContext<'_> {
             let sizes = cache.common_sizes(plan.tensors_at(LocalEnd::Source))?.row_sizes();
             let lent = |id| self.begin_granted(&id, (&cache, sizes), |sizes| plan.src_rows(sizes));
             let granted = grant.map(lent).transpose()?;
-            Ok(Some((plan, cache, pin, granted)))
+            let sum = if summed { Some(self.stream_sum(call.name, &cache)?) } else { None };
+            Ok(Some((plan, cache, pin, granted, sum)))
         });
         let bytes = to.saturating_sub(from);
         // `Ready` is sent together with the bytes that follow it, which saves a packet when they are few.
         let ready = if bytes > 0 { send_message_before } else { send_message };
-        let Some((plan, cache, _pin, granted)) = self.begin(begun, bytes, call.deadline, ready)? else {
+        let Some((plan, cache, _pin, granted, mut sum)) = self.begin(begun, bytes, call.deadline, ready)?
+        else {
             return Err(Ended::Refused);
         };
         self.stream.restart_pace();
-        let sent =
-            self.resources.copy_engine.send(&plan, from..to, cache.tensors(), self.stream, call.deadline);
+        let engine = &self.resources.copy_engine;
+        let adding = sum.as_mut().map(|(_, sum)| sum);
+        let sent = engine.send(&plan, from..to, cache.tensors(), self.stream, call.deadline, adding);
         sent.map_err(Ended::Broken)?;
         self.resources.count_bytes(Op::Served, bytes);
-        let Some(granted) = granted else { return Ok(()) };
-        self.answer_with(call.deadline, || granted.finish().map(|()| Reply::Done { bytes }))
+        if granted.is_none() && sum.is_none() {
+            return Ok(());
+        }
+        self.answer_with(call.deadline, || {
+            granted.map_or(Ok(()), GrantedRead::finish)?;
+            let sums = |(generation, sum): (u64, StreamSum)| Reply::Checksums {
+                generation,
+                sums: vec![sum.value()],
+            };
+            Ok(sum.map_or(Reply::Done { bytes }, sums))
+        })
+    }
+
+    /// Begins a checksum that is bound to `cache`, which has this name, and to the generation of its entry.
+    fn stream_sum(&self, name: Name, cache: &Cache) -> Result<(u64, StreamSum)> {
+        let generation = self.resources.table.describe(name)?.generation;
+        let checksums = Checksums::bound_to(name, cache.id(), generation)?;
+        Ok((generation, StreamSum::new(&checksums)?))
     }
 
     /// Receives bytes into a cache: bytes that follow the request (`ahead`), or bytes that this side then

@@ -23,8 +23,18 @@ const MOST_ROUNDS: usize = 8;
 pub(crate) enum Moved {
     /// All bytes are in place; this is their number.
     Bytes(u64),
+    /// All bytes are in place and were equal to their source when they arrived; this is their number.
+    Equal(u64),
     /// The remote cache has changed and must be described again.
     Stale,
+}
+
+#[cfg(feature = "testing")]
+impl Moved {
+    /// Returns the same without the knowledge that the bytes were equal.
+    pub(super) fn unknown(self) -> Self {
+        if let Moved::Equal(bytes) = self { Moved::Bytes(bytes) } else { self }
+    }
 }
 
 /// One pull, push or layer in progress.
@@ -97,7 +107,7 @@ impl Call {
             let open = validate::check_accessible("the remote cache", known.remote.accessible);
             let outcome = open.and_then(|()| attempt(&known));
             match outcome {
-                Ok(Moved::Bytes(bytes)) => return Ok(bytes),
+                Ok(Moved::Bytes(bytes) | Moved::Equal(bytes)) => return Ok(bytes),
                 Ok(Moved::Stale) => deadline.waiting("finding a cache of the peer that keeps changing")?,
                 // An argument that does not fit the known description may fit the cache that is there now.
                 Err(error) if error.kind() == ErrorKind::InvalidArgument => {

@@ -137,7 +137,7 @@ impl Call {
             self.check_covered(known, &plan)?;
             let moved = self.pull_bytes(known, &plan, &mut progress, &pinned)?;
             match self.verified(moved, known, &plan, LocalEnd::Destination)? {
-                Moved::Bytes(moved) => bytes += moved,
+                Moved::Bytes(moved) | Moved::Equal(moved) => bytes += moved,
                 Moved::Stale => return Ok((Moved::Stale, None)),
             }
         }

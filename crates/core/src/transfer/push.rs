@@ -73,7 +73,7 @@ impl Call {
         let mut bytes = 0;
         for plan in conversion.plans {
             match self.push_plan(known, &Arc::new(plan), &pinned)? {
-                Moved::Bytes(moved) => bytes += moved,
+                Moved::Bytes(moved) | Moved::Equal(moved) => bytes += moved,
                 Moved::Stale => return Ok(Moved::Stale),
             }
         }

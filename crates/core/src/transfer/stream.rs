@@ -8,8 +8,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::call::{Call, Moved};
-use crate::copy::Progress;
+use crate::checksums::Checksums;
+use crate::copy::{Arrived, Progress, StreamSum};
 use crate::error::{Error, ErrorKind, Result};
+use crate::model::Verify;
 use crate::plan::{CopyPlan, Wave};
 use crate::protocol::{MOST_AHEAD, Reply, Request, WirePlan};
 use crate::session::{KnownCache, StreamLease, limit_ms, reply, send_message_before};
@@ -50,25 +52,35 @@ impl Streams {
         // Whether the owner reported, for any part, that the cache has changed.
         let stale = Arc::new(AtomicBool::new(false));
         let changed = stale.clone();
+        // Whether it is unknown, for any part, whether its bytes are equal to their source.
+        let compare = Arc::new(AtomicBool::new(false));
+        let unknown = compare.clone();
         let work = move |index: usize| {
             let from = index as u64 * each;
             let lane = self.call.execution.as_ref().map(|execution| execution.on_this_thread(deadline));
             let (_lane, deadline) = lane.unzip();
             let call = Call { deadline: deadline.unwrap_or(self.call.deadline), ..self.call.clone() };
             let streams = Streams { call, known: self.known.clone(), plan: self.plan.clone() };
-            if let Moved::Stale = part(&streams, from..(from + each).min(bytes))? {
-                changed.store(true, Ordering::Release);
+            match part(&streams, from..(from + each).min(bytes))? {
+                Moved::Equal(_) => {}
+                Moved::Bytes(_) => unknown.store(true, Ordering::Release),
+                Moved::Stale => changed.store(true, Ordering::Release),
             }
             Ok(())
         };
         let units = usize::try_from(bytes.div_ceil(each)).unwrap_or(usize::MAX);
         resources.copy_engine.streamers()?.run(Arc::new(work), units, deadline)?;
-        Ok(if stale.load(Ordering::Acquire) { Moved::Stale } else { Moved::Bytes(bytes) })
+        Ok(match (stale.load(Ordering::Acquire), compare.load(Ordering::Acquire)) {
+            (true, _) => Moved::Stale,
+            (false, true) => Moved::Bytes(bytes),
+            (false, false) => Moved::Equal(bytes),
+        })
     }
 
     /// Sends one request and receives its bytes into place.
     fn receive_range(&self, range: Range<u64>, progress: &Progress) -> Result<Moved> {
         let bytes = range.end - range.start;
+        let mut sum = self.sum()?;
         let request = Request::Read {
             name: self.call.name.into(),
             cache: self.known.cache.0,
@@ -77,30 +89,40 @@ impl Streams {
             to: range.end,
             grant: self.call.grant_id(),
             limit_ms: limit_ms(self.call.deadline),
+            summed: sum.is_some(),
         };
         let mut lease = self.call.link.lease(self.call.deadline)?;
         let received = self.ready(&mut lease, &request, bytes, |lease| {
-            let tensors = self.call.local.tensors();
-            self.call.resources.copy_engine.receive(
-                &self.plan,
-                range,
-                tensors,
-                lease.stream(),
-                self.call.deadline,
-                progress,
-            )
+            let (engine, tensors) = (&self.call.resources.copy_engine, self.call.local.tensors());
+            let arrived = Arrived { progress, sum: sum.as_mut() };
+            engine.receive(&self.plan, range, tensors, lease.stream(), self.call.deadline, arrived)
         })?;
         if !received {
             return Ok(Moved::Stale);
         }
-        if self.call.grant_id().is_some() {
-            let lasted = reply(&lease, self.call.deadline).map_err(|error| self.late_or(error))?;
-            if !matches!(lasted, Reply::Done { .. }) {
-                return self.stale(&mut lease, lasted).map(|()| Moved::Stale);
-            }
+        let mut equal = false;
+        if self.call.grant_id().is_some() || sum.is_some() {
+            let sent = reply(&lease, self.call.deadline).map_err(|error| self.late_or(error))?;
+            equal = match (&sent, sum) {
+                (Reply::Done { .. }, None) => false,
+                (Reply::Checksums { generation, sums }, Some(sum)) => {
+                    *generation == self.known.at.generation && sums[..] == [sum.value()]
+                }
+                _ => return self.stale(&mut lease, sent).map(|()| Moved::Stale),
+            };
         }
         lease.reusable = true;
-        Ok(Moved::Bytes(bytes))
+        Ok(if equal { Moved::Equal(bytes) } else { Moved::Bytes(bytes) })
+    }
+
+    /// Begins the checksum of the bytes that arrive, if the call compares all of them. With several waves, a later piece may
+    /// write what an earlier one has written.
+    fn sum(&self) -> Result<Option<StreamSum>> {
+        if self.call.verify != Verify::Full || self.plan.waves().len() != 1 {
+            return Ok(None);
+        }
+        let (name, KnownCache { cache, at, .. }) = (self.call.name, &*self.known);
+        StreamSum::new(&Checksums::bound_to(name, *cache, at.generation)?).map(Some)
     }
 
     /// Sends the bytes of the plan from the local cache, and receives the reply that they are in place. It uses
@@ -128,6 +150,7 @@ impl Streams {
                 local,
                 lease.stream(),
                 self.call.deadline,
+                None,
             )
         };
         let answer = if ahead {

@@ -683,7 +683,7 @@ fn plans_between_layouts_move_bytes() {
         let (local, remote) = local_streams("kv_layouts");
         for plan in &plans {
             std::thread::scope(|scope| {
-                scope.spawn(|| engine.send(plan, 0..plan.bytes(), &src, &local, soon()).unwrap());
+                scope.spawn(|| engine.send(plan, 0..plan.bytes(), &src, &local, soon(), None).unwrap());
                 let progress = Progress::default();
                 engine.receive(plan, 0..plan.bytes(), &dst, &remote, soon(), &progress).unwrap();
             });

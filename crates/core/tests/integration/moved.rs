@@ -19,9 +19,11 @@ pub fn after_the_move(cache: &Cache, act: impl FnOnce(&Cache) + Send + 'static) 
         let mut acts = ACTS.lock().unwrap_or_else(PoisonError::into_inner);
         let act = acts.as_mut().and_then(|acts| acts.remove(&cache.addrs()[0]));
         drop(acts);
+        let changed = act.is_some();
         if let Some(act) = act {
             act(cache);
         }
+        changed
     });
     let mut acts = ACTS.lock().unwrap_or_else(PoisonError::into_inner);
     acts.get_or_insert_default().insert(cache.addrs()[0], Box::new(act));

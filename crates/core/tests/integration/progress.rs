@@ -129,7 +129,7 @@ fn a_plan_through_a_stream_ends_like_a_plan_in_memory() {
         let mut from = 0;
         for to in cuts.into_iter().chain([plan.bytes()]) {
             std::thread::scope(|scope| {
-                let sender = scope.spawn(|| engine.send(&plan, from..to, &src, &local, soon()));
+                let sender = scope.spawn(|| engine.send(&plan, from..to, &src, &local, soon(), None));
                 engine.receive(&plan, from..to, &dst, &remote, soon(), &progress).unwrap();
                 sender.join().unwrap().unwrap();
             });
@@ -142,7 +142,7 @@ fn a_plan_through_a_stream_ends_like_a_plan_in_memory() {
         assert_eq!(all, [0, 1, 2].map(|tensor| ArrivedRows { tensor, rows: vec![whole.clone()] }));
     }
     let (local, _far) = local_streams("progress");
-    let error = engine.send(&plan, 0..plan.bytes() + 1, &src, &local, soon()).unwrap_err();
+    let error = engine.send(&plan, 0..plan.bytes() + 1, &src, &local, soon(), None).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::System, "a stretch beyond the plan");
 }
 
@@ -175,14 +175,14 @@ fn zeros_stand_before_each_stretch_however_it_is_cut() {
         let (local, remote) = local_streams("progress");
         let mut got = vec![1; wanted.len()];
         std::thread::scope(|scope| {
-            scope.spawn(|| engine.send(&pieces, range.clone(), &src, &local, soon()).unwrap());
+            scope.spawn(|| engine.send(&pieces, range.clone(), &src, &local, soon(), None).unwrap());
             let mut remote = std::fs::File::from(remote.as_fd().try_clone_to_owned().unwrap());
             remote.read_exact(&mut got).unwrap();
         });
         assert!(got == wanted, "{blocks} blocks from {from}");
         let (buffer, dst) = tensors_over(1, blocks, BLOCK, |_, _| 0xEE);
         std::thread::scope(|scope| {
-            scope.spawn(|| engine.send(&pieces, range.clone(), &src, &local, soon()).unwrap());
+            scope.spawn(|| engine.send(&pieces, range.clone(), &src, &local, soon(), None).unwrap());
             engine.receive(&whole, range.clone(), &dst, &remote, soon(), &Progress::default()).unwrap();
         });
         assert!(buffer.read(from, bytes - from) == order[from..], "{blocks} blocks from {from}");

@@ -5,10 +5,11 @@ use std::io::Write;
 use std::os::fd::AsFd;
 use std::time::Duration;
 
-use llm_datadist_core::testing::copy::Progress;
+use llm_datadist_core::testing::checksums::Checksums;
+use llm_datadist_core::testing::copy::{Arrived, Progress, StreamSum};
 use llm_datadist_core::testing::memory;
 use llm_datadist_core::testing::plan::{CopyPlan, Span};
-use llm_datadist_core::{Deadline, ErrorKind};
+use llm_datadist_core::{CacheId, Deadline, ErrorKind, Name};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
@@ -59,6 +60,45 @@ fn wave() -> impl Strategy<Value = Vec<Span>> {
     })
 }
 
+fn bound() -> Checksums {
+    Checksums::bound_to(Name::Row { cache: CacheId(3), row: 1 }, CacheId(3), 7).unwrap()
+}
+
+fn sum() -> StreamSum {
+    StreamSum::new(&bound()).unwrap()
+}
+
+/// The checksum of a range of a plan, byte by byte.
+fn sum_of(plan: &CopyPlan, range: std::ops::Range<u64>) -> u64 {
+    let mut block = bound().block();
+    for (tensor, piece) in plan.pieces(range.start, range.end) {
+        let bytes: Vec<u8> =
+            (piece.src..piece.src + piece.len).map(|at| pattern(4, tensor, at as usize)).collect();
+        block.add(&bytes);
+    }
+    block.value()
+}
+
+/// Compared with the memory of the receiver, read again.
+#[test]
+fn the_sum_of_a_receiver_is_that_of_its_memory() {
+    let (engine, plan) = (copy_engine(), hundred());
+    let (_kept, src) = tensors_over(1, 1, BYTES, |tensor, at| pattern(4, tensor, at));
+    let (buffer, dst) = tensors_over(1, 1, BYTES, |_, _| 0xEE);
+    let (local, remote) = local_streams("short_windows_sum");
+    let (mut sent, mut placed) = (sum(), sum());
+    std::thread::scope(|scope| {
+        let sent = Some(&mut sent);
+        scope.spawn(|| engine.send(&plan, 0..plan.bytes(), &src, &local, soon(), sent).unwrap());
+        let arrived = Arrived { progress: &Progress::default(), sum: Some(&mut placed) };
+        engine.receive(&plan, 0..plan.bytes(), &dst, &remote, soon(), arrived).unwrap();
+    });
+    let mut block = bound().block();
+    (0..100).for_each(|piece| block.add(&buffer.read(piece * 200, 100)));
+    assert_eq!(placed.value(), block.value());
+    assert_eq!(sent.value(), block.value());
+}
+
 #[test]
 fn short_pieces_arrive_as_the_model_says() {
     let engine = copy_engine();
@@ -73,10 +113,17 @@ fn short_pieces_arrive_as_the_model_says() {
         cuts.sort_unstable();
         let progress = Progress::default();
         for range in cuts.windows(2).map(|two| two[0]..two[1]) {
+            let (mut sent, mut placed) = (sum(), sum());
             std::thread::scope(|scope| {
-                scope.spawn(|| engine.send(&plan, range.clone(), &src, &local, soon()).unwrap());
-                engine.receive(&plan, range.clone(), &dst, &remote, soon(), &progress).unwrap();
+                let sent = Some(&mut sent);
+                scope.spawn(|| engine.send(&plan, range.clone(), &src, &local, soon(), sent).unwrap());
+                let arrived = Arrived { progress: &progress, sum: Some(&mut placed) };
+                engine.receive(&plan, range.clone(), &dst, &remote, soon(), arrived).unwrap();
             });
+            let (sent, placed) = (sent.value(), placed.value());
+            prop_assert_eq!(sent, sum_of(&plan, range), "the bytes in the order of the plan");
+            // With several waves, the bytes of an earlier one may be written again.
+            prop_assert!(sent == placed || waves.len() > 1);
         }
         prop_assert_eq!(progress.bytes(), plan.bytes());
         prop_assert!(buffer.read(0, TENSORS * BYTES) == model(&waves));
@@ -124,7 +171,7 @@ fn a_plan_of_short_pieces_counts_the_bytes_that_its_kernels_copy() {
     let (local, remote) = local_streams("short_windows_count");
     let (sender, receiver, plan) = (copy_engine(), copy_engine(), hundred());
     std::thread::scope(|scope| {
-        scope.spawn(|| sender.send(&plan, 0..plan.bytes(), &src, &local, soon()).unwrap());
+        scope.spawn(|| sender.send(&plan, 0..plan.bytes(), &src, &local, soon(), None).unwrap());
         receiver.receive(&plan, 0..plan.bytes(), &dst, &remote, soon(), &Progress::default()).unwrap();
     });
     let copied = |(plain, streaming): (u64, u64)| plain + streaming;

@@ -132,7 +132,7 @@ fn a_plan_and_its_bytes_go_through_a_stream() {
                 scope.spawn(|| {
                     let frame = protocol::encode(&WirePlan::try_from(plan).unwrap()).unwrap();
                     local.send(&frame, soon()).unwrap();
-                    engine.send(plan, 0..plan.bytes(), &src, &local, soon()).unwrap();
+                    engine.send(plan, 0..plan.bytes(), &src, &local, soon(), None).unwrap();
                 });
                 let (kind, body) = remote.receive(MESSAGE_LIMIT, Duration::ZERO, soon()).unwrap().unwrap();
                 let plan = CopyPlan::try_from(protocol::open::<WirePlan>(kind, &body).unwrap()).unwrap();

@@ -428,7 +428,16 @@ fn plans_over_tensors_that_differ_are_refused() {
         steps: spans(len),
     };
     let limit_ms = 20_000;
-    let read = |plan, bytes| Request::Read { name, cache, plan, from: 0, to: bytes, grant: None, limit_ms };
+    let read = |plan, bytes| Request::Read {
+        name,
+        cache,
+        plan,
+        from: 0,
+        to: bytes,
+        grant: None,
+        limit_ms,
+        summed: false,
+    };
     let write = |plan, to| Request::Write { name, cache, plan, from: 0, to, ahead: false, limit_ms };
     let checksums = |first_tensor, num_tensors, len| Request::Checksums {
         name,

@@ -2,6 +2,9 @@
 //!
 //! `kv_layouts::wire` tests that both sides calculate the same, `tests/test_hostile_verify.py` grants and load.
 
+use std::io::Read;
+use std::os::fd::AsFd;
+
 use llm_datadist_core::testing::checksums::Checksums;
 use llm_datadist_core::testing::net::{Stream, Tcp};
 use llm_datadist_core::testing::plan::SpanList;
@@ -193,4 +196,71 @@ fn an_owner_refuses_pairs_that_it_must_not_hash() {
     assert!(sums.len() == MAX_CHECKSUMS && sums.iter().all(|sum| *sum == sums[0]));
     assert_eq!(owner.ask(CacheId(owner.into.cache.id().0 + 1), whole.clone(), false), Reply::Stale);
     assert_eq!(owner.sums(whole, false).len(), 1);
+}
+
+/// A read sends the checksum of its bytes in the order of the plan, if it is asked for. Otherwise nothing follows the bytes.
+#[test]
+fn an_owner_sums_the_bytes_that_it_sends() {
+    let owner = Owner::new();
+    let bytes = owner.into.fill(3);
+    let cache = owner.into.cache.id();
+    let (name, limit_ms) = (WireName::Row { cache: cache.0, row: 0 }, 20_000);
+    let spans = [WireSpan { src: 64, dst: 0, len: 16, count: 3, src_step: 100, dst_step: 16 }];
+    for (from, to, summed) in
+        [(0, 192, true), (0, 192, false), (40, 150, true), (100, 100, true), (0, 192, true)]
+    {
+        let plan = plan(vec![template((ROW, ROW), &[(2, 0), (5, 1)], &spans)]);
+        let read = Request::Read { name, cache: cache.0, plan, from, to, grant: None, limit_ms, summed };
+        say(&owner.call, &read);
+        let ready: Reply = hear(&owner.call).unwrap();
+        assert_eq!(ready, Reply::Ready { bytes: to - from });
+        let mut right = Vec::new();
+        for tensor in [1, 3] {
+            for row in [2, 5] {
+                for piece in 0..3 {
+                    let start = row * ROW as usize + 64 + 100 * piece;
+                    right.extend_from_slice(&bytes[tensor][start..start + 16]);
+                }
+            }
+        }
+        let right = &right[from as usize..to as usize];
+        let mut got = vec![0; right.len()];
+        read_exactly(&owner.call, &mut got);
+        assert_eq!(got, right);
+        if summed {
+            let mut block = Checksums::bound_to(name.into(), cache, 0).unwrap().block();
+            block.add(right);
+            assert_eq!(
+                hear::<Reply>(&owner.call).unwrap(),
+                Reply::Checksums { generation: 0, sums: vec![block.value()] }
+            );
+        }
+    }
+    let nothing = WireName::Row { cache: cache.0, row: 99 };
+    let plan = plan(vec![template((ROW, ROW), &[(2, 0)], &spans)]);
+    say(
+        &owner.call,
+        &Request::Read {
+            name: nothing,
+            cache: cache.0,
+            plan,
+            from: 0,
+            to: 8,
+            grant: None,
+            limit_ms,
+            summed: true,
+        },
+    );
+    assert_eq!(hear::<Reply>(&owner.call).unwrap(), Reply::Stale);
+}
+
+fn read_exactly(stream: &Stream, bytes: &mut [u8]) {
+    let mut socket = std::fs::File::from(stream.as_fd().try_clone_to_owned().unwrap());
+    let mut done = 0;
+    while done < bytes.len() {
+        match socket.read(&mut bytes[done..]) {
+            Ok(count) => done += count,
+            Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock),
+        }
+    }
 }
