@@ -2,18 +2,18 @@
 //! receiver writes its own.
 //!
 //! Both sides count along the same plan, so only the bytes travel, and zeros at positions that follow from
-//! the byte count alone ([`LEAD`](crate::net::LEAD)). The kernel copies the bytes directly from and to the windows
-//! (`a_plan_through_a_stream_ends_like_a_plan_in_memory`), except short ones (`short_windows`). `protocol` and
-//! `session` agree on the plan.
+//! the byte count alone ([`LEAD`](crate::net::LEAD)). The operating system copies the bytes directly between the socket
+//! and the windows (`a_plan_through_a_stream_ends_like_a_plan_in_memory`). Many short windows go through a buffer
+//! (`short_windows`). `protocol` and `session` agree on the plan.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use super::engine::CopyEngine;
 use super::progress::{Progress, with_copied_bytes};
-use super::short_windows::ShortWindows;
+use super::short_windows::ShortWindowBuffer;
 use super::stream_sum::{SUMMED_BYTES, StreamSum};
-use super::window_batch::{Listing, WindowBatch};
+use super::window_batch::{PlanEnd, WindowBatch};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Access, Reach, Tensors};
 use crate::model::Deadline;
@@ -48,15 +48,15 @@ impl CopyEngine {
     ) -> Result<()> {
         Self::can_send(src)?;
         let sent = Progress::default();
-        let listing = Listing { plan, end: LocalEnd::Source, tensors: src, most: most_bytes(sum.is_some()) };
-        let (mut windows, mut short) = (Vec::new(), ShortWindows::new(self.tuner(), &range));
+        let end = PlanEnd { plan, end: LocalEnd::Source, tensors: src, most: most_bytes(sum.is_some()) };
+        let (mut windows, mut short) = (Vec::new(), ShortWindowBuffer::new(self.tuner(), &range));
         let lead = || stream.send_lead(deadline);
-        in_batches(&listing, range, &sent, deadline, lead, |batch, _| {
+        in_batches(&end, range, &sent, deadline, lead, |batch, _| {
             if let Some(sum) = &mut sum {
                 sum.add(&batch.runs)?;
             }
-            if short.take(batch) {
-                return stream.send_windows(&[short.gathered(batch)?], deadline);
+            if short.prepare(batch) {
+                return stream.send_windows(&[short.gather(batch)?], deadline);
             }
             batch.list_windows(&mut windows);
             stream.send_windows(&windows, deadline)
@@ -76,14 +76,14 @@ impl CopyEngine {
         Self::can_receive(dst)?;
         let Arrived { progress, mut sum } = arrived.into();
         let most = most_bytes(sum.is_some());
-        let listing = Listing { plan, end: LocalEnd::Destination, tensors: dst, most };
-        let (mut windows, mut short) = (Vec::new(), ShortWindows::new(self.tuner(), &range));
+        let end = PlanEnd { plan, end: LocalEnd::Destination, tensors: dst, most };
+        let (mut windows, mut short) = (Vec::new(), ShortWindowBuffer::new(self.tuner(), &range));
         let lead = || stream.receive_lead(deadline);
-        in_batches(&listing, range, progress, deadline, lead, |batch, done| {
-            if short.take(batch) {
+        in_batches(&end, range, progress, deadline, lead, |batch, done| {
+            if short.prepare(batch) {
                 let mut arrived = 0;
                 let received = stream.receive_counted(&[short.window(batch)?], deadline, &mut arrived);
-                *done = short.scattered(batch, arrived, sum.is_some())?;
+                *done = short.scatter(batch, arrived, sum.is_some())?;
                 received?;
             } else {
                 batch.list_windows(&mut windows);
@@ -116,7 +116,7 @@ fn most_bytes(summed: bool) -> u64 {
 /// state of at most one batch unknown. No batch crosses a multiple of [`LEAD_INTERVAL`] bytes from the start
 /// of `range`. `lead` is called at each such multiple that has a lead.
 fn in_batches<'a>(
-    listing: &Listing<'a>,
+    plan_end: &PlanEnd<'a>,
     range: Range<u64>,
     progress: &Progress,
     deadline: Deadline,
@@ -124,18 +124,17 @@ fn in_batches<'a>(
     mut moved: impl FnMut(&WindowBatch<'a>, &mut u64) -> Result<()>,
 ) -> Result<()> {
     let of_bytes = range.end.saturating_sub(range.start);
-    if range.end > listing.plan.bytes() {
+    if range.end > plan_end.plan.bytes() {
         return Err(Error::new(ErrorKind::System, "a range ends beyond its plan")
             .with("end", range.end)
-            .with("plan_bytes", listing.plan.bytes()));
+            .with("plan_bytes", plan_end.plan.bytes()));
     }
     let mut batch = WindowBatch::new();
     let mut at = range.start;
     while at < range.end {
         let into = at - range.start;
         let interval = LEAD_INTERVAL - into % LEAD_INTERVAL;
-        let most = interval.min(listing.most);
-        listing.list(at, range.end.min(at.saturating_add(most)), &mut batch)?;
+        plan_end.list(at, range.end.min(at.saturating_add(interval)), &mut batch)?;
         if batch.bytes == 0 {
             let text = "the plan has no piece at this position";
             return Err(Error::new(ErrorKind::System, text).with("at", at));

@@ -1,4 +1,4 @@
-//! Lists the windows of a plan at one end, some at a time.
+//! Lists the windows of a plan at one end, in batches.
 
 use crate::error::Result;
 use crate::memory::{Tensors, Window, Windows};
@@ -8,17 +8,19 @@ use crate::plan::{CopyPlan, LocalEnd, PlannedSpan};
 const WINDOWS: u64 = 1024;
 /// Windows of fewer bytes than this are short.
 const SHORT: u64 = 8 << 10;
-/// A batch takes short windows until it has this many bytes, which fit the caches of every core.
-const SHORT_BYTES: u64 = 256 << 10;
-/// Batches of fewer windows do not count as short, because a buffer would save nothing.
-const FEW: u64 = 64;
+/// Maximum number of bytes in a batch of short windows, which fits the caches of every core.
+pub(super) const SHORT_BYTES: u64 = 256 << 10;
+/// Minimum number of windows in a batch of short windows. With fewer, a buffer saves no time.
+const FEW: u64 = 16;
+
+const _: () = assert!(FEW * SHORT <= SHORT_BYTES, "a batch of windows just below the limit can be short");
 
 /// One end of a plan.
-pub(super) struct Listing<'a> {
+pub(super) struct PlanEnd<'a> {
     pub(super) plan: &'a CopyPlan,
     pub(super) end: LocalEnd,
     pub(super) tensors: &'a Tensors,
-    /// Most bytes of a batch.
+    /// Maximum number of bytes in a batch.
     pub(super) most: u64,
 }
 
@@ -30,23 +32,25 @@ pub(super) struct WindowBatch<'a> {
     pub(super) windows: u64,
     pub(super) bytes: u64,
     /// Whether all windows belong to one wave, so that they may be written in any order.
-    pub(super) is_one_wave: bool,
+    is_one_wave: bool,
+    /// Wave and tensor of the last run.
+    last: Option<(usize, usize)>,
 }
 
-impl<'a> Listing<'a> {
-    /// Lists in `batch` the windows of bytes `from..to` of the plan, as many as it may have. Neighbours become one
-    /// window.
+impl<'a> PlanEnd<'a> {
+    /// Lists in `batch` the windows of bytes `from..to` of the plan, up to the limits of a batch. Adjacent windows of a
+    /// tensor are joined.
     pub(super) fn list(&self, from: u64, to: u64, batch: &mut WindowBatch<'a>) -> Result<()> {
         batch.clear();
-        let mut first_wave = None;
-        for PlannedSpan { wave, tensor, span } in self.plan.spans(from, to) {
-            let (tensor, start, step) = match self.end {
+        for PlannedSpan { wave, tensor, span } in
+            self.plan.spans(from, to.min(from.saturating_add(self.most)))
+        {
+            let (number, start, step) = match self.end {
                 LocalEnd::Source => (self.plan.src_tensors().tensor(tensor), span.src, span.src_step),
                 LocalEnd::Destination => (self.plan.dst_tensors().tensor(tensor), span.dst, span.dst_step),
             };
-            let run = self.tensors.windows(tensor, start, span.len, (span.count, step))?;
-            batch.is_one_wave &= *first_wave.get_or_insert(wave) == wave;
-            if !batch.add(run.joined()) {
+            let run = self.tensors.windows(number, start, span.len, (span.count, step))?;
+            if !batch.add(run.joined(), (wave, tensor)) {
                 break;
             }
         }
@@ -56,26 +60,30 @@ impl<'a> Listing<'a> {
 
 impl<'a> WindowBatch<'a> {
     pub(super) fn new() -> Self {
-        WindowBatch { runs: Vec::new(), windows: 0, bytes: 0, is_one_wave: true }
+        WindowBatch { runs: Vec::new(), windows: 0, bytes: 0, is_one_wave: true, last: None }
     }
 
     fn clear(&mut self) {
         self.runs.clear();
-        (self.windows, self.bytes, self.is_one_wave) = (0, 0, true);
+        (self.windows, self.bytes, self.is_one_wave, self.last) = (0, 0, true, None);
     }
 
-    /// Adds as many windows of `run` as fit. Returns whether more may follow.
-    fn add(&mut self, run: Windows<'a>) -> bool {
-        let joined = self.runs.last().and_then(|last| last.followed_by(&run));
-        if let (Some(both), Some(last)) = (joined, self.runs.last_mut()) {
+    /// Adds as many windows of `run` as fit. Returns whether more may follow. A long window, or one of another wave, does
+    /// not follow enough short ones.
+    fn add(&mut self, run: Windows<'a>, (wave, tensor): (usize, usize)) -> bool {
+        let (short, last) = (run.first().len() < SHORT, self.last.unwrap_or((wave, tensor)));
+        if self.is_short() && !(short && wave == last.0) {
+            return false;
+        }
+        let room = self.short_room(&run).unwrap_or(u64::MAX);
+        let joined =
+            self.runs.last().filter(|_| last == (wave, tensor)).and_then(|last| last.followed_by(&run));
+        if let (Some(both), Some(last), 1..) = (joined, self.runs.last_mut(), room) {
             *last = both;
             self.bytes += run.bytes();
             return true;
         }
-        let len = run.first().len();
-        let short_room =
-            if len < SHORT { SHORT_BYTES.saturating_sub(self.bytes) / len.max(1) } else { WINDOWS };
-        let room = short_room.min(WINDOWS - self.windows);
+        let room = room.min(WINDOWS - self.windows);
         if room == 0 {
             return false;
         }
@@ -83,7 +91,21 @@ impl<'a> WindowBatch<'a> {
         self.runs.push(some);
         self.windows += some.count();
         self.bytes += some.bytes();
+        self.is_one_wave &= wave == last.0;
+        self.last = Some((wave, tensor));
         some.count() == run.count()
+    }
+
+    /// Returns the number of windows of `run` for which a batch of short windows has room; `None` if they are not short, or
+    /// do not make the batch short on average.
+    fn short_room(&self, run: &Windows<'_>) -> Option<u64> {
+        let len = run.first().len();
+        let room = SHORT_BYTES.saturating_sub(self.bytes) / len.max(1);
+        let more = room.min(run.count());
+        let (windows, bytes) = (self.windows + more, self.bytes + more * len);
+        let averages_short = |bytes: u64, windows: u64| bytes <= windows * SHORT;
+        (len < SHORT && (averages_short(self.bytes, self.windows) || averages_short(bytes, windows)))
+            .then_some(room)
     }
 
     /// Returns whether the windows are short and many, and may be written in any order.

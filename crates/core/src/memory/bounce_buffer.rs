@@ -1,4 +1,4 @@
-//! Memory of the engine itself, through which many short windows pass at a time.
+//! A buffer of the engine, in which many short windows are gathered, or from which they are scattered.
 
 use std::cell::Cell;
 
@@ -9,7 +9,7 @@ use crate::fallible;
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
-/// A buffer that starts with a cache line. Only its owner accesses it, through windows.
+/// A buffer of zeros, aligned to a cache line. Only its windows give access to it.
 pub struct BounceBuffer(Vec<CacheLine>);
 
 #[derive(Clone)]

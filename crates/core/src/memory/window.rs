@@ -1,4 +1,4 @@
-//! Windows: bounds-checked ranges of bytes inside one tensor, and what this process can do with them.
+//! Windows: bounds-checked ranges of bytes inside one tensor or buffer, and what this process can do with them.
 
 use std::marker::PhantomData;
 
@@ -44,19 +44,19 @@ impl Reach {
     }
 }
 
-/// A bounds-checked range of bytes inside one tensor. It describes a location only: there is no way to read
+/// A bounds-checked range of bytes inside one tensor or [`BounceBuffer`](super::BounceBuffer). It describes a location only: there is no way to read
 /// it as a slice.
 #[derive(Clone, Copy, Debug)]
 pub struct Window<'a> {
     addr: u64,
     len: u64,
     reach: Reach,
-    /// Keeps the tensors alive while the window is in use.
+    /// Keeps the memory alive while the window is in use.
     tensors: PhantomData<&'a ()>,
 }
 
 impl Window<'_> {
-    /// Makes a window whose bounds [`Tensors::window`](super::Tensors::window) has checked.
+    /// Makes a window whose bounds [`Tensors::window`](super::Tensors::window) or the buffer has checked.
     pub(super) fn inside(addr: u64, len: u64, reach: Reach) -> Self {
         Window { addr, len, reach, tensors: PhantomData }
     }
@@ -144,7 +144,7 @@ impl<'a> Windows<'a> {
         follows.then(|| Window { len: this.len + that.len, ..this }.into())
     }
 
-    /// Returns the first `count` windows, at least one, or all if there are fewer.
+    /// Returns the first `count` windows, or all if there are fewer. At least one remains, also if `count` is 0.
     #[must_use]
     pub fn first_of(self, count: u64) -> Self {
         Windows { count: self.count.min(count).max(1), ..self }

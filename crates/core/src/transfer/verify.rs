@@ -1,5 +1,5 @@
 //! Compares what a call has moved with its source: both sides hash their own memory, and this side compares the
-//! checksums.
+//! checksums. A pull of a stream may have compared them while the bytes arrived (`Moved::Equal`).
 //!
 //! This happens before a key is released and before a notification is delivered, while the local rows are pinned. The
 //! owner pins its rows while it hashes them. Between the move and that moment the owner's program must not write them.

@@ -606,6 +606,7 @@ fn the_source_is_read_in_order() {
         let case = between(sides[src].clone(), sides[dst].clone());
         let part = KvPart::common(&case.src.layout, &case.dst.layout).unwrap();
         let plans = case.plan(&part).unwrap().plans;
+        assert_eq!(plans.iter().flat_map(CopyPlan::waves).count(), 1);
         for wave in plans.iter().flat_map(CopyPlan::waves) {
             let mut read = 0;
             for piece in wave.pieces(0, wave.tensor_bytes()) {

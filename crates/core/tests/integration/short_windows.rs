@@ -164,19 +164,77 @@ fn whole_pieces_before_a_break_are_in_place() {
     assert!(buffer.read(0, BYTES) == expected);
 }
 
-#[test]
-fn a_plan_of_short_pieces_counts_the_bytes_that_its_kernels_copy() {
-    let (_source, src) = tensors_over(1, 1, BYTES, |tensor, at| pattern(4, tensor, at));
-    let (_buffer, dst) = tensors_over(1, 1, BYTES, |_, _| 0xEE);
+/// The bytes of a plan that the sender gathered and the receiver scattered in a buffer.
+fn through_buffers(spans: &[Vec<Span>]) -> (u64, u64) {
+    let (_source, src) = tensors_over(1, 1, 2 * BYTES, |tensor, at| pattern(4, tensor, at));
+    let (_buffer, dst) = tensors_over(1, 1, 2 * BYTES, |_, _| 0xEE);
     let (local, remote) = local_streams("short_windows_count");
-    let (sender, receiver, plan) = (copy_engine(), copy_engine(), hundred());
+    let (sender, receiver) = (copy_engine(), copy_engine());
+    let plan = CopyPlan::from_parts(1, 0, 0, spans.to_vec()).unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| sender.send(&plan, 0..plan.bytes(), &src, &local, soon(), None).unwrap());
         receiver.receive(&plan, 0..plan.bytes(), &dst, &remote, soon(), &Progress::default()).unwrap();
     });
     let copied = |(plain, streaming): (u64, u64)| plain + streaming;
-    // The source is one window, because its pieces are neighbours. The destination is 100 short ones.
-    assert_eq!((copied(sender.tuner().bytes()), copied(receiver.tuner().bytes())), (0, plan.bytes()));
+    (copied(sender.tuner().bytes()), copied(receiver.tuner().bytes()))
+}
+
+#[test]
+fn many_short_windows_go_through_a_buffer() {
+    let span = |len: u64, count: u64, gaps: (u64, u64)| Span {
+        src: 0,
+        dst: 0,
+        len,
+        count,
+        src_step: (len + gaps.0) as i64,
+        dst_step: (len + gaps.1) as i64,
+    };
+    for len in [100, 4096, 5000, 8191] {
+        let bytes = 96 * len;
+        // Pieces without gaps are one window.
+        assert_eq!(through_buffers(&[vec![span(len, 96, (0, 64))]]), (0, bytes), "{len}");
+        assert_eq!(through_buffers(&[vec![span(len, 96, (64, 0))]]), (bytes, 0), "{len}");
+        assert_eq!(through_buffers(&[vec![span(len, 96, (64, 64))]]), (bytes, bytes), "{len}");
+        assert_eq!(through_buffers(&[vec![span(len, 16, (64, 64))]]), (16 * len, 16 * len), "{len}");
+    }
+    // Too long, too few, or neighbours.
+    for spans in [span(8192, 100, (64, 64)), span(100, 15, (64, 64)), span(100, 100, (0, 0))] {
+        assert_eq!(through_buffers(&[vec![spans]]), (0, 0), "{spans:?}");
+    }
+    // One piece is read many times.
+    let repeated = Span { src_step: 0, ..span(100, 100, (0, 50)) };
+    assert_eq!(through_buffers(&[vec![repeated]]), (10_000, 10_000));
+    // A neighbour among pieces of 4 KiB, and long pieces among short ones, which do not keep those from the buffer.
+    let at = |at: u64, span: Span| Span { src: at, dst: at, ..span };
+    let pair = at(1 << 20, Span { count: 2, src_step: 4096, dst_step: 4096, ..span(4096, 1, (0, 0)) });
+    let many = span(4096, 100, (64, 64));
+    assert_eq!(through_buffers(&[vec![pair, many]]), (102 * 4096, 102 * 4096));
+    let long = at(1 << 20, span(300_000, 1, (0, 0)));
+    let (after, before) = (at(0, span(100, 50, (50, 50))), at(1_500_000, span(100, 50, (50, 50))));
+    assert_eq!(through_buffers(&[vec![before, long, after]]), (5000, 5000));
+    // Pieces of two waves are not in one batch if they are many.
+    let other = Span { src: 30_000, ..span(100, 50, (50, 50)) };
+    assert_eq!(through_buffers(&[vec![span(100, 50, (50, 50))], vec![other]]), (10_000, 10_000));
+}
+
+/// Tensors that happen to be neighbours are not one window.
+#[test]
+fn windows_of_two_tensors_are_not_joined() {
+    let (_source, src) = tensors_over(16, 1, 100, |tensor, at| pattern(4, tensor, at));
+    let (buffer, dst) = tensors_over(16, 1, 100, |_, _| 0xEE);
+    let (local, remote) = local_streams("short_windows_tensors");
+    let (sender, receiver) = (copy_engine(), copy_engine());
+    let whole = Span { src: 0, dst: 0, len: 100, count: 1, src_step: 0, dst_step: 0 };
+    let plan = CopyPlan::from_parts(16, 0, 0, vec![vec![whole]]).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| sender.send(&plan, 0..plan.bytes(), &src, &local, soon(), None).unwrap());
+        receiver.receive(&plan, 0..plan.bytes(), &dst, &remote, soon(), &Progress::default()).unwrap();
+    });
+    // As one window, they would not go through the buffer.
+    assert_eq!(sender.tuner().bytes(), (1600, 0));
+    let expected: Vec<u8> =
+        (0..16).flat_map(|tensor| (0..100).map(move |at| pattern(4, tensor, at))).collect();
+    assert!(buffer.read(0, 1600) == expected);
 }
 
 #[test]

@@ -9,8 +9,8 @@ use crate::fallible;
 /// Maximum number of spans of a run of tokens in the fastest order. Above it, the longest dimension becomes the span count,
 /// which gives the fewest spans.
 const MOST: u64 = 1024;
-/// Dimensions of fewer indices are not the innermost one, because handling each span would cost more than the fastest
-/// order saves.
+/// A dimension of fewer indices becomes the innermost one only if all dimensions have fewer: handling each span would cost
+/// more than reading in order saves.
 const FEW: u64 = 8;
 
 /// One dimension of a run of tokens: its planes, tokens or heads.
