@@ -1,17 +1,22 @@
 //! Verified pulls and pushes: every bit that changes between the source and the destination is found, nothing is
 //! released then, and a cache that changes meanwhile is handled as during the move.
 
+use std::io::Write;
+use std::os::fd::AsFd;
 use std::time::Duration;
 
+use llm_datadist_core::testing::checksums::Checksums;
+use llm_datadist_core::testing::protocol::{EntryVersion, Reply, Request, WireCache};
 use llm_datadist_core::{
-    CacheKind, CallExtras, DataDist, Error, ErrorKind, Event, GrantUse, GroupMember, Layers, Name, Outcome,
-    Placement, PullRows, PushRows, RemoteName, Result, Target, Verify,
+    CacheId, CacheKind, CacheLayout, CallExtras, DataDist, Error, ErrorKind, Event, Geometry, GrantUse,
+    GroupMember, Layers, Name, Outcome, Placement, PullRows, PushRows, RemoteName, Result, Target, Verify,
 };
 
 use crate::moved::{after_the_move, flip};
 
+use super::fake_peer::{Fake, hear, say};
 use super::layerwise::{SLOTS, is_done, start, to, wait};
-use super::{Held, LONG, Memory, Pair, WAYS, Way, device, of, request, row, times};
+use super::{Held, LONG, Memory, Pair, WAYS, Way, config, device, of, open, request, row, times};
 
 fn extras(verify: Verify) -> CallExtras {
     CallExtras { verify: Some(verify), ..CallExtras::default() }
@@ -348,4 +353,68 @@ fn layers_follow_the_option_of_the_engine() {
         assert_eq!(error.kind(), ErrorKind::VerifyFailed, "{error}");
         assert_eq!(error.fact("slots"), Some("0[0..65536]"));
     }
+}
+
+/// A pull over a socket compares the checksum of its bytes. It asks for those of the blocks only if that one differs, or if the
+/// owner's entry has another generation.
+#[test]
+fn blocks_are_compared_only_if_the_bytes_may_differ() {
+    const FAR: CacheId = CacheId(5);
+    let engine = open(config(1, Way::Tcp), Way::Tcp);
+    let shape = device(2, 2, 1000);
+    let near = Held::pool(&engine, &shape, CacheKind::Blocks);
+    let layout = CacheLayout {
+        geometry: Geometry::new(&shape).unwrap(),
+        kind: CacheKind::Blocks,
+        placement: Placement::Device,
+    };
+    let name = Name::Row { cache: FAR, row: 0 };
+    let bytes: Vec<u8> = (0..4000_u32).map(|at| (at % 251) as u8).collect();
+    let mut block = Checksums::bound_to(name, FAR, 0).unwrap().block();
+    block.add(&bytes);
+    let right = block.value();
+    // The checksums that follow the bytes, and whether those of the blocks are asked for.
+    let cases = [
+        (0, vec![right], false),
+        (0, vec![right ^ 1], true),
+        (1, vec![right], true),
+        (0, vec![], true),
+        (0, vec![right, right], true),
+        (0, vec![right], false),
+    ];
+    let fake = Fake::new(2, 1);
+    let (linked, _control) = fake.linked_by(&engine, || fake.linked());
+    linked.unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let (call, _) = fake.greet();
+            let Request::Describe { .. } = hear(&call).unwrap() else { panic!("not asked what it is") };
+            let mut record = WireCache::new(EntryVersion { index: 0, generation: 0 }, FAR, 0, layout);
+            record.accessible = true;
+            say(&call, &Reply::Described(record));
+            for (generation, sums, compares) in &cases {
+                let request: Request = hear(&call).unwrap();
+                let Request::Read { from: 0, to: 4000, summed: true, .. } = request else {
+                    panic!("{request:?}")
+                };
+                say(&call, &Reply::Ready { bytes: 4000 });
+                let mut socket = std::fs::File::from(call.as_fd().try_clone_to_owned().unwrap());
+                socket.write_all(&bytes).unwrap();
+                say(&call, &Reply::Checksums { generation: *generation, sums: sums.clone() });
+                if *compares {
+                    let request: Request = hear(&call).unwrap();
+                    let Request::Checksums { .. } = request else { panic!("{request:?}") };
+                    say(&call, &Reply::Checksums { generation: 0, sums: vec![1, 2] });
+                }
+            }
+        });
+        for (_, sums, compares) in &cases {
+            let pulled = pull(&engine, of(2, name), &near, &blocks(&[0, 1], &[0, 1]), Verify::Full);
+            let kind = pulled.map_err(|error| error.kind());
+            assert_eq!(kind, if *compares { Err(ErrorKind::VerifyFailed) } else { Ok(()) }, "{sums:?}");
+            assert_eq!(near.read().concat(), bytes);
+        }
+    });
+    let counted = engine.stats();
+    assert_eq!((counted.verified_blocks, counted.mismatched_blocks), (12, 8), "2 blocks of each pull");
 }
