@@ -3,8 +3,9 @@
 //! `session/dials.rs` checks the decision in every order of its steps; `tests/test_ensure_link.py` covers arguments and
 //! separate processes.
 
-use std::net::{SocketAddr, TcpListener};
-use std::sync::{Arc, Barrier};
+use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4, TcpListener};
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Barrier, OnceLock};
 use std::thread;
 use std::time::Duration;
 
@@ -15,6 +16,7 @@ use llm_datadist_core::testing::protocol::{
 use llm_datadist_core::{
     ClusterId, DataDist, Deadline, EnsureOptions, ErrorKind, Event, PeerInfo, Result, Role, Token, Transfer,
 };
+use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket, sockopt};
 
 use super::fake_peer::{Fake, confirm, hear, say, soon};
 use super::{LONG, WAYS, Way, address, check_pull, config, eventually, link, open, times, unlink};
@@ -45,9 +47,25 @@ fn pair(way: Way) -> [DataDist; 2] {
     [1, 2].map(|cluster| open(config(cluster, way), way))
 }
 
+/// A port that nobody gets by chance, as long as this lives. Who asks for it by number can listen at it.
+struct ReservedPort {
+    address: SocketAddr,
+    _socket: OwnedFd,
+}
+
+impl ReservedPort {
+    fn new() -> Self {
+        let socket = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+        sockopt::set_socket_reuseaddr(&socket, true).unwrap();
+        bind(&socket, &SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0)).unwrap();
+        Self { address: getsockname(&socket).unwrap().try_into().unwrap(), _socket: socket }
+    }
+}
+
 /// An address at which nobody listens.
 fn nowhere() -> SocketAddr {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
+    static PORT: OnceLock<ReservedPort> = OnceLock::new();
+    PORT.get_or_init(ReservedPort::new).address
 }
 
 /// Returns how many links were made and ended since the last call.
@@ -245,12 +263,12 @@ fn bad_arguments_start_nothing() {
 fn a_peer_may_start_later() {
     for way in [Way::Shm, Way::Tcp] {
         let local = open(config(1, way), way);
-        let (port, calls) = {
-            let starting = TcpListener::bind("127.0.0.1:0").unwrap();
-            let port = starting.local_addr().unwrap();
+        let ReservedPort { address: port, _socket } = ReservedPort::new();
+        let calls = {
+            let starting = TcpListener::bind(port).unwrap();
             let calls = [at(&local, port), at(&local, port)];
             drop(starting.accept().unwrap());
-            (port, calls)
+            calls
         };
         thread::sleep(Duration::from_millis(300));
         assert!(calls.iter().all(|call| !call.done()));
