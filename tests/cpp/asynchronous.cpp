@@ -108,7 +108,7 @@ void TestManyEvents(const Peer &peer) {
       ended.push_back(event.transfer);
     }
   }
-  // They take turns, because they write the same row, but their events may be queued in another order.
+  // A copy that starts at the moment another one ends may be reported first.
   std::sort(ended.begin(), ended.end());
   std::sort(started.begin(), started.end());
   CHECK(ended == started);

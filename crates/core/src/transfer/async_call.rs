@@ -297,8 +297,9 @@ impl Execution {
 impl Drop for Execution {
     fn drop(&mut self) {
         drop(self.waiting.lock().take());
-        // The calls that wait for the rows are notified after the end of this one was reported. So the events of calls that
-        // waited for each other are in the order of their start.
+        // The calls that wait for the rows are notified after the end of this one was reported. So the event of a call that
+        // waited comes after this one. A call that starts now finds the rows free and may be reported first. The rows come
+        // first all the same: whoever learns of the end may release the cache, and needs its memory back at once.
         let _opened = self.pin.take().map(Pin::release);
         let text = "the lane of a transfer ended without a result";
         let missing = || Err(Error::new(ErrorKind::System, text));
