@@ -58,6 +58,8 @@ CONVERSIONS = {
     "k then v": (layout(16, kv="k_then_v"), layout(8, kv="k_then_v", order="HND")),
     "latent": (latent(16), latent(24)),
     "latent, some layers": (latent(16), latent(16, layers=range(2))),
+    "single": (layout(16, kv="single"), layout(24, kv="single", order="HND")),
+    "single, half the heads": (layout(16, rank(0, 2), kv="single"), layout(16, (2, 4), kv="single")),
     "separate to k then v": (layout(16), layout(16, kv="k_then_v")),
     "k then v to separate, some heads": (layout(16, kv="k_then_v", order="HND"), layout(24, (0, 4))),
 }
@@ -65,7 +67,7 @@ CONVERSIONS = {
 
 def converts(near: End, far: Any, src: KvLayout, dst: KvLayout, **given: Any) -> None:
     """A pull from `src` at `far` into `dst` has the bytes of the model."""
-    whole = sequence(TOKENS, 1, heads=src.total_kv_heads, planes=1 if src.kv == "latent" else 2)
+    whole = sequence(TOKENS, 1, heads=src.total_kv_heads, planes=1 if src.kv in ("latent", "single") else 2)
     from_blocks, to_blocks = blocks_for(src), blocks_for(dst)
     owner(far, "f", src, from_blocks, whole, keys=[by_blocks(0)])
     expected = reader(near, "n", dst, max(to_blocks) + 2)
@@ -91,7 +93,7 @@ def test_pushes(one_sided: tuple[End, Peer], case: str) -> None:
 
 def pushes(near: End, far: Any, src: KvLayout, dst: KvLayout, **given: Any) -> None:
     """A push from `src` into `dst` at `far` converts the layers and heads that both caches hold."""
-    whole = sequence(TOKENS, 2, planes=1 if src.kv == "latent" else 2, heads=src.total_kv_heads)
+    whole = sequence(TOKENS, 2, planes=1 if src.kv in ("latent", "single") else 2, heads=src.total_kv_heads)
     from_blocks, to_blocks = blocks_for(src), blocks_for(dst)
     owner(near, "n", src, from_blocks, whole)
     expected = reader(far, "f", dst, max(to_blocks) + 2, keys=[by_blocks(0)])
@@ -378,12 +380,12 @@ def test_slots(ends: Ends, transport: str) -> None:
             call(slot, handle(near, "n"), 2, src_tokens=range(3))
 
 
-@pytest.mark.parametrize("kv", ["k_then_v", "latent"])
+@pytest.mark.parametrize("kv", ["k_then_v", "latent", "single"])
 def test_pushes_of_caches_with_one_tensor_for_a_layer(one_sided: tuple[End, Peer], kv: str) -> None:
     """The layout says how many tensors a layer has, so that a push without `tensor_num_per_layer` sends all."""
     near, far = one_sided
     of = latent() if kv == "latent" else layout(kv=kv)
-    whole = sequence(16, 15, heads=of.total_kv_heads, planes=1 if kv == "latent" else 2)
+    whole = sequence(16, 15, heads=of.total_kv_heads, planes=1 if kv in ("latent", "single") else 2)
     owner(near, "n", of, [0], whole)
     expected = put(reader(far, "f", of, 3, keys=[by_blocks(0)]), of, [1], whole)
     near.manager.push_blocks(FAR, handle(near, "n"), [0], [1])
@@ -622,7 +624,7 @@ GOOD: dict[str, Any] = {"head_dim": 8, "layers": range(4), "total_kv_heads": 8}
     ("given", "error", "text"),
     [
         ({"order": "nhd"}, LLMException, 'order="nhd" must be "NHD" or "HND"'),
-        ({"kv": "apart"}, LLMException, 'kv="apart" must be "separate", "k_then_v" or "latent"'),
+        ({"kv": "apart"}, LLMException, 'kv="apart" must be "separate", "k_then_v", "latent" or "single"'),
         ({"kv_heads": range(3, 9)}, LLMException, "kv_heads=3..9 must be"),
         ({"kv_heads": (5, 5)}, LLMException, "kv_heads=5..5 must be"),
         ({"layers": range(0)}, LLMException, "layers=0..0 must be"),

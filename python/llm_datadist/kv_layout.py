@@ -32,7 +32,7 @@ class KvLayout:
         total_kv_heads: number of key-value heads of the model.
         kv_heads: the key-value heads that the cache holds, as a ``range``.
         order: the order of dimensions in a row, ``"NHD"`` or ``"HND"``.
-        kv: where keys and values are, ``"separate"``, ``"k_then_v"`` or ``"latent"``.
+        kv: where keys and values are, ``"separate"``, ``"k_then_v"``, ``"latent"`` or ``"single"``.
         model: the name or version of the model.
 
     Args:
@@ -47,7 +47,8 @@ class KvLayout:
         kv: ``"separate"``: tensor ``2 * l`` has the keys of the *l*-th layer of the cache, and tensor ``2 * l + 1`` its
             values; ``"k_then_v"``: one tensor for each layer, in whose rows the keys of all tokens precede the values;
             ``"latent"``: one tensor for each layer, with one latent vector for each token (MLA), the same in every
-            rank.
+            rank; ``"single"``: one tensor for each layer, with one vector for each head of each token. What it holds is
+            up to the program, for example a key followed by its value.
         model: name or version of the model, at most 256 bytes of UTF-8. Both sides of a transfer must have the same.
 
     Raises:

@@ -51,6 +51,6 @@ fn order(value: &Any<'_>) -> PyResult<TokenOrder> {
 fn planes(value: &Any<'_>) -> PyResult<KvPlanes> {
     let given = convert::text("kv", value)?;
     let found = KvPlanes::ALL.into_iter().find(|planes| planes.name() == given);
-    let allowed = "\"separate\", \"k_then_v\" or \"latent\"";
+    let allowed = "\"separate\", \"k_then_v\", \"latent\" or \"single\"";
     found.ok_or_else(|| invalid(value.py(), "kv", format_args!("{given:?}"), allowed))
 }

@@ -36,11 +36,14 @@ pub enum KvPlanes {
     KThenV = 1,
     /// In one tensor: each row has one latent vector for each token (MLA), the same in every rank.
     Latent = 2,
+    /// In one tensor: each row has one vector for each head of each token. What it holds is up to the program, for
+    /// example a key followed by its value.
+    Single = 3,
 }
 
 impl KvPlanes {
     /// All of them, by their numbers in messages.
-    pub const ALL: [KvPlanes; 3] = [KvPlanes::Separate, KvPlanes::KThenV, KvPlanes::Latent];
+    pub const ALL: [KvPlanes; 4] = [KvPlanes::Separate, KvPlanes::KThenV, KvPlanes::Latent, KvPlanes::Single];
 
     /// Returns its name in the public API.
     pub const fn name(self) -> &'static str {
@@ -48,6 +51,7 @@ impl KvPlanes {
             KvPlanes::Separate => "separate",
             KvPlanes::KThenV => "k_then_v",
             KvPlanes::Latent => "latent",
+            KvPlanes::Single => "single",
         }
     }
 }
@@ -108,6 +112,14 @@ impl KvLayout {
     /// Returns the number of tensors that hold one layer.
     pub fn tensors_per_layer(&self) -> u32 {
         if self.kv == KvPlanes::Separate { 2 } else { 1 }
+    }
+
+    /// Returns the number of vectors that a head of a token has in one layer: 2 for a key and a value.
+    pub fn vectors(&self) -> u32 {
+        match self.kv {
+            KvPlanes::Separate | KvPlanes::KThenV => 2,
+            KvPlanes::Latent | KvPlanes::Single => 1,
+        }
     }
 
     /// Returns the number of planes in one row: 2 if a row has keys and values.

@@ -383,7 +383,8 @@ pub struct WireLayout {
     pub head_dim: u32,
     /// 0 for `[tokens, heads, head_dim]`, 1 for `[heads, tokens, head_dim]`.
     pub order: u8,
-    /// 0 for keys and values in tensors of their own, 1 for both in each row, 2 for one latent vector for each token.
+    /// 0 for keys and values in tensors of their own, 1 for both in each row, 2 for one latent vector for each token,
+    /// 3 for one vector for each head of each token.
     pub planes: u8,
     pub layers: Range<u32>,
     #[serde(deserialize_with = "text")]

@@ -8,7 +8,7 @@ use super::layer_ranges::Layers;
 use super::sub_rows::fits_row;
 use crate::error::{Error, Result, ensure};
 use crate::fallible;
-use crate::model::{CacheLayout, EqualTensors, KvGeometry, KvLayout, KvPlanes, MixedSizes, SubRow};
+use crate::model::{CacheLayout, EqualTensors, KvGeometry, KvLayout, MixedSizes, SubRow};
 use crate::plan::{CopyPlan, KvPart, KvSequence, LayoutPlan, REQUEST, check_same_model};
 
 /// The cache of this engine that a pull writes or a push reads.
@@ -192,7 +192,7 @@ impl TokenMove<'_> {
         let heads = |part: &KvPart| part.layers.len() as u64 * part.heads.len() as u64;
         let read = parts.iter().map(heads).sum::<u64>();
         // The product is at most the bytes of the destination cache.
-        let vectors = if self.dst.layout().kv == KvPlanes::Latent { 1 } else { 2 };
+        let vectors = u64::from(self.dst.layout().vectors());
         let tokens = plans
             .iter()
             .map(CopyPlan::bytes)

@@ -48,7 +48,7 @@ fn record(layout: &KvLayout) -> (WireCache, KvGeometry) {
 #[test]
 fn a_layout_survives_the_message() {
     for order in [TokenOrder::Nhd, TokenOrder::Hnd] {
-        for kv in [KvPlanes::Separate, KvPlanes::KThenV, KvPlanes::Latent] {
+        for kv in KvPlanes::ALL {
             let (record, kv) = record(&layout(order, kv));
             let frame = encode(&record).unwrap();
             assert_eq!(frame[3], MESSAGE);

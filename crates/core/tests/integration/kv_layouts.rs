@@ -75,7 +75,7 @@ impl Side {
         let (tensor, plane) = match kv {
             KvPlanes::Separate => (2 * layer + element.plane, 0),
             KvPlanes::KThenV => (layer, u64::from(element.plane)),
-            KvPlanes::Latent => (layer, 0),
+            KvPlanes::Latent | KvPlanes::Single => (layer, 0),
         };
         let index = match order {
             TokenOrder::Nhd => (plane * tokens + token) * num_heads + head,
@@ -120,7 +120,7 @@ impl Case {
     /// Moves element after element.
     fn twin(&self, part: &KvPart) -> Vec<Moved> {
         let (from, to, count) = self.tokens();
-        let planes = if self.src.layout.kv == KvPlanes::Latent { 1 } else { 2 };
+        let planes = if matches!(self.src.layout.kv, KvPlanes::Latent | KvPlanes::Single) { 1 } else { 2 };
         let mut moved = Vec::new();
         for layer in part.layers.clone() {
             for plane in 0..planes {
@@ -251,7 +251,8 @@ fn numbers() -> impl Strategy<Value = Numbers> {
 struct Model {
     total_heads: u32,
     head_dim: u32,
-    latent: bool,
+    /// Where the keys and values are in both sides, or `None` if each side chooses.
+    kv: Option<KvPlanes>,
     data_type: DataType,
     /// A head and a layer that both sides hold.
     head: u32,
@@ -264,19 +265,19 @@ fn model() -> impl Strategy<Value = Model> {
     let types = [DataType::Int8, DataType::Float16, DataType::Float, DataType::String];
     let data_type = prop_oneof![3 => Just(0usize), 2 => Just(1), 1 => Just(2), 1 => Just(3)];
     let tokens = prop_oneof![8 => 0..13u64, 1 => 0..140u64];
-    (heads, 1..=4u32, 0..5u8, data_type, 0..16u32, 0..3u32, tokens).prop_map(
-        move |(heads, head_dim, latent, data_type, head, layer, tokens)| {
-            let latent = latent == 0;
-            let total_heads = if latent { 1 } else { heads };
+    (heads, 1..=4u32, 0..8u8, data_type, 0..16u32, 0..3u32, tokens).prop_map(
+        move |(heads, head_dim, kv, data_type, head, layer, tokens)| {
+            let kv = [KvPlanes::Latent, KvPlanes::Single].get(kv as usize).copied();
+            let total_heads = if kv == Some(KvPlanes::Latent) { 1 } else { heads };
             let data_type = types[data_type];
-            Model { total_heads, head_dim, latent, data_type, head: head % total_heads, layer, tokens }
+            Model { total_heads, head_dim, kv, data_type, head: head % total_heads, layer, tokens }
         },
     )
 }
 
 /// Builds one side: a rank that holds the head and the layer of the model, with blocks for its tokens.
 fn side(model: &Model, numbers: &Numbers, is_src: bool) -> Side {
-    let ranks = if model.latent { 1 } else { numbers.ranks };
+    let ranks = if model.kv == Some(KvPlanes::Latent) { 1 } else { numbers.ranks };
     let holders: Vec<Range<u32>> = (0..ranks)
         .map(|rank| heads_of_rank(model.total_heads, ranks, rank))
         .filter(|heads| heads.contains(&model.head))
@@ -287,11 +288,7 @@ fn side(model: &Model, numbers: &Numbers, is_src: bool) -> Side {
         total_heads: model.total_heads,
         head_dim: model.head_dim,
         order: numbers.order,
-        kv: match (model.latent, numbers.separate) {
-            (true, _) => KvPlanes::Latent,
-            (false, true) => KvPlanes::Separate,
-            (false, false) => KvPlanes::KThenV,
-        },
+        kv: model.kv.unwrap_or(if numbers.separate { KvPlanes::Separate } else { KvPlanes::KThenV }),
         layers: model.layer.saturating_sub(numbers.layers.0)..model.layer + 1 + numbers.layers.1,
         model: String::new(),
     };

@@ -4,7 +4,7 @@ use std::fmt;
 use std::ops::Range;
 
 use crate::error::{Error, Result, ensure};
-use crate::model::{KvGeometry, KvLayout, KvPlanes};
+use crate::model::{KvGeometry, KvLayout};
 
 /// Layers and heads of the model.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -60,11 +60,10 @@ impl KvPart {
 /// Returns `Err(InvalidArgument)` if the two caches have tokens of different models or element types.
 pub fn check_same_model(src: &KvGeometry, dst: &KvGeometry) -> Result<()> {
     let (src_layout, dst_layout) = (src.layout(), dst.layout());
-    let latent = |layout: &KvLayout| layout.kv == KvPlanes::Latent;
     for (name, equal) in [
         ("model", src_layout.model == dst_layout.model),
         ("data_type", src.data_type() == dst.data_type()),
-        ("kv", latent(src_layout) == latent(dst_layout)),
+        ("kv", src_layout.vectors() == dst_layout.vectors()),
         ("head_dim", src_layout.head_dim == dst_layout.head_dim),
         ("total_kv_heads", src_layout.total_heads == dst_layout.total_heads),
     ] {

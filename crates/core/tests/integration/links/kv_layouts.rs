@@ -91,7 +91,7 @@ impl Rank {
         let (tensor, plane) = match kv {
             KvPlanes::Separate => (2 * layer + plane, 0),
             KvPlanes::KThenV => (layer, u64::from(plane)),
-            KvPlanes::Latent => (layer, 0),
+            KvPlanes::Latent | KvPlanes::Single => (layer, 0),
         };
         let index = match order {
             TokenOrder::Nhd => (plane * tokens + token) * num_heads + head,
@@ -102,7 +102,7 @@ impl Rank {
 
     /// The elements of the tokens `tokens` of the sequence that the cache holds.
     fn elements(&self, tokens: Range<u64>) -> Vec<Element> {
-        let planes = if self.layout.kv == KvPlanes::Latent { 1 } else { 2 };
+        let planes = if matches!(self.layout.kv, KvPlanes::Latent | KvPlanes::Single) { 1 } else { 2 };
         let mut all = Vec::new();
         for layer in self.layout.layers.clone() {
             for (plane, token) in
@@ -158,13 +158,18 @@ fn heads_of(total: u32, ranks: u32, rank: u32) -> Range<u32> {
     start..((rank + 1) * total / ranks).max(start + 1)
 }
 
+/// Where both sides of a round may have their keys and values.
+fn planes_of(round: u32) -> &'static [KvPlanes] {
+    match round % 6 {
+        4 => &[KvPlanes::Single],
+        5 => &[KvPlanes::Latent],
+        _ => &[KvPlanes::Separate, KvPlanes::KThenV],
+    }
+}
+
 /// A random layout of a model with this many heads and layers, without its heads and layers.
-fn random_layout(chance: &mut Chance, total_heads: u32, latent: bool) -> KvLayout {
-    let kv = if latent {
-        KvPlanes::Latent
-    } else {
-        [KvPlanes::Separate, KvPlanes::KThenV][chance.below(2) as usize]
-    };
+fn random_layout(chance: &mut Chance, total_heads: u32, planes: &[KvPlanes]) -> KvLayout {
+    let kv = planes[chance.below(planes.len() as u64) as usize];
     KvLayout {
         tokens_per_block: [1, 2, 3, 4, 8, 16][chance.below(6) as usize],
         heads: 0..total_heads,
@@ -215,10 +220,10 @@ fn several_owners_fill_any_other_layout() {
         let pair = Pair::new(way);
         let mut chance = Chance(3);
         for round in 0..times(60) {
-            let latent = round % 6 == 5;
-            let total = if latent { 1 } else { 1 + chance.below(8) as u32 };
+            let planes = planes_of(round);
+            let total = if planes == [KvPlanes::Latent] { 1 } else { 1 + chance.below(8) as u32 };
             let (src, dst) =
-                (random_layout(&mut chance, total, latent), random_layout(&mut chance, total, latent));
+                (random_layout(&mut chance, total, planes), random_layout(&mut chance, total, planes));
             let (ranks, stages) = (1 + chance.below(5) as u32, 1 + chance.below(2) as u32);
             let mut owners = Vec::new();
             for (rank, stage) in (0..ranks).flat_map(|rank| (0..stages).map(move |stage| (rank, stage))) {
@@ -254,9 +259,9 @@ fn one_owner_is_pulled_and_pushed_in_any_other_layout() {
         let pair = Pair::with(way, |config| config.remote_accessible = true);
         let mut chance = Chance(4);
         for round in 0..times(40) {
-            let latent = round % 6 == 5;
-            let total = if latent { 1 } else { 1 + chance.below(8) as u32 };
-            let [wide, narrow] = [0, 1].map(|_| random_layout(&mut chance, total, latent));
+            let planes = planes_of(round);
+            let total = if planes == [KvPlanes::Latent] { 1 } else { 1 + chance.below(8) as u32 };
+            let [wide, narrow] = [0, 1].map(|_| random_layout(&mut chance, total, planes));
             let rank = chance.below(3) as u32;
             let part = KvLayout { heads: heads_of(total, 3, rank), layers: 1..3, ..narrow };
             // A pull takes a part of what the owner has; a push writes a part of what the owner has.
