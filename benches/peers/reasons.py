@@ -23,9 +23,9 @@ BY_PAGE = (
     "its pages (`pages left to each system`)"
 )
 BY_PIECE = (
-    "the kernel looks up and pins the pages of each piece: with 4 KiB pieces, 29 % of the time of the reading threads is "
-    "the copy, the rest is locks and pages (`perf`). A shared ring buffer that one process fills and the other empties "
-    "avoids this, without detecting errors. Ours is ahead if the caches are in pools (`pull pool`)"
+    "the kernel looks up and pins the pages of each piece: with 4 KiB pieces, 29 % of the time of the reading threads "
+    "is the copy, the rest is locks and pages (`perf`). A shared ring buffer that one process fills and the other "
+    "empties avoids this, without detecting errors. Ours is ahead if the caches are in pools (`pull pool`)"
 )
 PREPARED = (
     "the other system prepares its request outside the measured time, ours makes it within: of 4.8 us, 48 % are the "
