@@ -396,12 +396,28 @@ def test_python_files_import_one_another_in_no_circle() -> None:
 STDLIB = getattr(sys, "stdlib_module_names", None)
 
 
+SERVERS = {"vllm": ("vllm", "torch", "numpy")}
+
+
+def test_only_integrations_import_integrations() -> None:
+    outside = [path for path in python_files() if "integrations" not in path.parts]
+    inside = [path for path in python_files() if "integrations" in path.parts]
+    assert outside
+    assert inside
+    wrong = {shown(path) for path in outside for name in python_imports(path) if "/integrations/" in name}
+    assert not wrong
+
+
 @pytest.mark.skipif(STDLIB is None, reason="this Python does not list its standard library (needs 3.10)")
 def test_the_front_imports_only_the_standard_library_and_itself() -> None:
+    """The integrations with a server also import that server, and nothing else imports them."""
     found, wrong = 0, []
     for path in python_files():
+        server = path.relative_to(PYTHON).parts[:2]
         for name, eager, line in imports(tree_of(path)):
             found += 1
+            if server[:1] == ("integrations",) and name in SERVERS.get(server[1], ()):
+                continue
             if name in ("llm_datadist", "llm_datadist_v1", "__future__") or name in (STDLIB or ()):
                 continue
             if name == "numpy" and (not eager or "replay" in path.relative_to(PYTHON).parts):

@@ -1,0 +1,1 @@
+"""Integrations with inference servers. Each is imported only by a program that uses it."""

@@ -1,0 +1,164 @@
+"""``LlmDatadistConnector``: prefill and decode of vLLM in separate processes.
+
+vLLM makes one object in the scheduler and one in each worker. This class only passes calls on to the two halves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.v1.request import RequestStatus
+
+from llm_datadist.integrations.vllm import supported
+from llm_datadist.integrations.vllm.metadata import Address, StepMetadata
+from llm_datadist.integrations.vllm.metrics import PrometheusMetrics, TransferStats
+from llm_datadist.integrations.vllm.scheduler import SchedulerSide
+from llm_datadist.integrations.vllm.settings import Settings
+from llm_datadist.integrations.vllm.worker import WorkerSide
+
+__all__ = ["LlmDatadistConnector"]
+
+_COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """A KV connector in which decode pulls the blocks of a request from prefill.
+
+    The methods are those of vLLM's ``KVConnectorBase_V1``, which documents when each is called.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        role: whether this object belongs to the scheduler or to a worker.
+        kv_cache_config: vLLM's description of its KV cache.
+
+    Raises:
+        RuntimeError: an untested version of vLLM, or a configuration that is not supported.
+        ValueError: an invalid option.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        settings = Settings.parse(transfer.kv_connector_extra_config)
+        supported.check_vllm(settings.allow_untested_vllm, supported.installed())
+        _check_parallel(vllm_config.parallel_config)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+            roles = {"producer": transfer.is_kv_producer, "consumer": transfer.is_kv_consumer}
+            self._scheduler = SchedulerSide(transfer.engine_id, sizes, **roles)
+        else:
+            ranks = (get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
+            self._worker = WorkerSide(vllm_config, kv_cache_config, settings, *ranks)
+
+    # ---- The scheduler.
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Address]) -> None:
+        """Take the addresses of the workers."""
+        self._of_scheduler.set_addresses({rank: worker.address for rank, worker in metadata.items()})
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Return how many tokens of the prompt come from prefill, and that they are loaded between steps."""
+        count = self._of_scheduler.tokens_to_load(request, num_computed_tokens)
+        return count, count > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Take the blocks of a request that is received."""
+        self._of_scheduler.allocated(request, blocks.blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:  # noqa: ARG002 - the signature is vLLM's
+        """Return the work of this step."""
+        return StepMetadata(self._of_scheduler.take_step())
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Decide whether the blocks of a request are kept for decode, and what prefill answers."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Do the same for a model with several KV cache groups."""
+        params = self._of_scheduler.finished(request, block_ids, request.status in _COMPLETE)
+        return params is not None, params
+
+    # ---- A worker.
+
+    def get_mem_pool_context(self) -> Any:
+        """Return the context in which vLLM allocates its KV cache."""
+        return self._of_worker.pool_memory()
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Register the KV cache with the engine."""
+        self._of_worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> Address:
+        """Return where the engine of this worker listens."""
+        return Address(self._of_worker.address)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002 - the signature is vLLM's
+        """Hand the work of the step over to the transfer thread."""
+        self._of_worker.transfers.submit(self._get_connector_metadata().step)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: a request is scheduled only when all of its blocks are in place."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Do nothing: decode pulls the blocks."""
+
+    def wait_for_save(self) -> None:
+        """Do nothing: decode pulls the blocks."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
+        """Return the requests that were sent or received since the last step."""
+        ended = self._of_worker.transfers.take()
+        return KVConnectorTransferResults(ended.sent, ended.received, ended.failed)
+
+    def get_kv_connector_stats(self) -> TransferStats | None:
+        """Return the observations since the last step."""
+        data = None if self._worker is None else self._worker.transfers.take_observations()
+        return None if data is None else TransferStats(data)
+
+    def shutdown(self) -> None:
+        """Close the engine."""
+        if self._worker is not None:
+            self._worker.close()
+
+    # ---- The process that logs.
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:
+        """Return the observations that a worker has sent."""
+        return TransferStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> PrometheusMetrics:
+        """Return the metrics of this connector."""
+        return PrometheusMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @property
+    def _of_scheduler(self) -> SchedulerSide:
+        if self._scheduler is None:
+            raise RuntimeError("this object belongs to a worker")
+        return self._scheduler
+
+    @property
+    def _of_worker(self) -> WorkerSide:
+        if self._worker is None:
+            raise RuntimeError("this object belongs to the scheduler")
+        return self._worker
+
+
+def _check_parallel(parallel: Any) -> None:
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) != 1:
+            raise RuntimeError(f"LlmDatadistConnector does not support {name}={getattr(parallel, name)}")

@@ -1,0 +1,109 @@
+"""How vLLM's CPU backend lays out the pages of its KV cache, in terms of ``KvLayout``.
+
+A page is one block of tokens in one layer: for each KV head, the keys of all tokens, followed by their values. The
+kernels pack keys and values for the vector unit, so a head of a page can be copied as a whole, but its tokens cannot be
+told apart without knowing the packing. Two views of the same memory follow from that:
+
+- *pages*: each row is a page. A head of a page counts as one token of one vector. This view serves peers with the same
+  block size, also with another number of ranks.
+- *heads*: each row is the keys, or the values, of one head of one page. This view serves peers with another block size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llm_datadist.kv_layout import KvLayout
+
+__all__ = ["Packing", "PageFormat"]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How the keys or values of one head of a page are packed: ``[outer, tokens / unit, unit * inner]`` elements.
+
+    Attributes:
+        outer: number of parts into which the vectors of the tokens are split.
+        unit: number of consecutive tokens that are mixed with each other in a part.
+        inner: elements of one token in a part.
+    """
+
+    outer: int
+    unit: int
+    inner: int
+
+
+@dataclass(frozen=True)
+class PageFormat:
+    """The format of the pages of one KV cache group in one worker.
+
+    Attributes:
+        layers: number of layers.
+        block_size: tokens in a block.
+        heads: the KV heads that the worker holds.
+        total_heads: number of KV heads of the model.
+        key_size: elements of a key.
+        value_size: elements of a value.
+        element_size: bytes of an element.
+        isa: vLLM's name of the packing, or an empty text if there are no separate keys and values.
+        tag: what both sides must have in common, beside the numbers.
+    """
+
+    layers: int
+    block_size: int
+    heads: range
+    total_heads: int
+    key_size: int
+    value_size: int
+    element_size: int
+    isa: str
+    tag: str
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head of a page."""
+        return self.block_size * (self.key_size + self.value_size) * self.element_size
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        return len(self.heads) * self.head_bytes
+
+    def pages(self) -> KvLayout:
+        """Return the layout of the *pages* view."""
+        return KvLayout(
+            1,
+            head_dim=self.head_bytes,
+            layers=range(self.layers),
+            total_kv_heads=self.total_heads,
+            kv_heads=self.heads,
+            order="HND",
+            kv="single",
+            model=f"{self.tag}/{self.isa}/{self.block_size}",
+        )
+
+    def packings(self) -> list[Packing]:
+        """Return how keys and values are packed, or an empty list if that is not known.
+
+        Tests compare these with what vLLM's kernel writes.
+        """
+        size = self.key_size
+        if size != self.value_size:
+            return []
+        if self.isa in ("vec", "vec16"):
+            return [Packing(size, 1, 1), Packing(1, 1, size)]
+        if self.isa == "amx" and self.element_size == 2:  # noqa: PLR2004 - bfloat16, the only type of this packing
+            return [Packing(1, 16, size), Packing(size // 16, 2, 16)]
+        return []
+
+    def heads_view(self, packing: Packing) -> KvLayout:
+        """Return the layout of the *heads* view of the keys or the values."""
+        return KvLayout(
+            self.block_size // packing.unit,
+            head_dim=packing.unit * packing.inner * self.element_size,
+            layers=range(self.layers),
+            total_kv_heads=packing.outer,
+            order="HND",
+            kv="single",
+            model=f"{self.tag}/{self.isa}",
+        )

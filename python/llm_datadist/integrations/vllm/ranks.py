@@ -1,0 +1,78 @@
+"""Which ranks of prefill a rank of decode reads.
+
+vLLM gives each tensor-parallel rank an equal share of the KV heads. With more ranks than heads, several consecutive
+ranks hold the same head. A latent cache (MLA) counts as one head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Source", "heads_of", "sources"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a rank of decode has to do with one rank of prefill.
+
+    Attributes:
+        rank: the rank of prefill.
+        readers: number of decode ranks that read it, or that report for it.
+        reads: whether this rank reads blocks of it. Otherwise it only reports that prefill may free them.
+    """
+
+    rank: int
+    readers: int
+    reads: bool
+
+
+def heads_of(rank: int, ranks: int, total_heads: int) -> range:
+    """Return the KV heads that a rank holds.
+
+    Args:
+        rank: the tensor-parallel rank.
+        ranks: the tensor-parallel size.
+        total_heads: number of KV heads of the model.
+
+    Raises:
+        ValueError: neither number divides the other.
+    """
+    if total_heads % ranks == 0:
+        share = total_heads // ranks
+        return range(rank * share, (rank + 1) * share)
+    if ranks % total_heads == 0:
+        head = rank // (ranks // total_heads)
+        return range(head, head + 1)
+    raise ValueError(f"{total_heads} KV heads cannot be split over {ranks} ranks")
+
+
+def sources(rank: int, ranks: int, remote_ranks: int, total_heads: int) -> list[Source]:
+    """Return the ranks of prefill that a rank of decode reads, or frees without reading.
+
+    Each rank of prefill gets at least one reader, so that its blocks are freed. Readers are spread over the ranks that
+    hold copies of one head.
+
+    Args:
+        rank: this tensor-parallel rank of decode.
+        ranks: the tensor-parallel size of decode.
+        remote_ranks: the tensor-parallel size of prefill.
+        total_heads: number of KV heads of the model.
+    """
+    reads = [_reads(reader, ranks, remote_ranks, total_heads) for reader in range(ranks)]
+    found = []
+    for remote in range(remote_ranks):
+        readers = sum(remote in read for read in reads)
+        if remote in reads[rank]:
+            found.append(Source(remote, readers, reads=True))
+        elif not readers and remote % ranks == rank:
+            found.append(Source(remote, 1, reads=False))
+    return found
+
+
+def _reads(rank: int, ranks: int, remote_ranks: int, total_heads: int) -> set[int]:
+    copies = max(1, remote_ranks // total_heads)
+    read = set()
+    for head in heads_of(rank, ranks, total_heads):
+        holders = [remote for remote in range(remote_ranks) if head in heads_of(remote, remote_ranks, total_heads)]
+        read.add(holders[rank % copies])
+    return read

@@ -1,0 +1,93 @@
+"""The options of the connector: the keys of ``kv_connector_extra_config``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from llm_datadist import LLMConfig
+
+__all__ = ["Settings", "apply_engine_options"]
+
+MAX_PORT = 65_535
+MAX_UINT32 = 2**32 - 1
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The checked options of one vLLM.
+
+    Attributes:
+        host: IP address at which the workers listen, and at which peers reach them.
+        port: port of rank 0 (0 to 65,535); rank *n* uses ``port + n``. 0 takes free ports.
+        lease_ms: how long prefill keeps the blocks of a request for decode, in milliseconds (uint32, above 0).
+        timeout_ms: time limit of one receive, from its start in the worker to the last byte, in milliseconds (uint32,
+            above 0).
+        kv_cache_in_pool: whether vLLM's KV cache lies in the pool of the engine, if its layout allows that.
+        model_tag: name or version of the model. Both sides must have the same; by default it is not compared.
+        engine_options: attributes of ``LLMConfig`` for the engines of the workers.
+        allow_untested_vllm: whether a vLLM that was not tested is accepted.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    lease_ms: int = 60_000
+    timeout_ms: int = 10_000
+    kv_cache_in_pool: bool = True
+    model_tag: str = ""
+    engine_options: dict[str, Any] = field(default_factory=dict)
+    allow_untested_vllm: bool = False
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> Settings:
+        """Check ``kv_connector_extra_config``.
+
+        Raises:
+            ValueError: an unknown option, a value of another type, or a number out of range.
+        """
+        defaults = {option.name: getattr(cls(), option.name) for option in fields(cls)}
+        for name, value in given.items():
+            if name not in defaults:
+                raise ValueError(f"unknown option {name!r} of LlmDatadistConnector; allowed: {', '.join(defaults)}")
+            wanted = type(defaults[name])
+            # A bool is an int for isinstance, but not here.
+            if type(value) is not wanted:
+                raise ValueError(f"option {name!r} must be of type {wanted.__name__}, not {value!r}")
+        settings = cls(**given)
+        _in_range("port", settings.port, 0, MAX_PORT)
+        _in_range("lease_ms", settings.lease_ms, 1, MAX_UINT32)
+        _in_range("timeout_ms", settings.timeout_ms, 1, MAX_UINT32)
+        if not settings.host:
+            raise ValueError("option 'host' must not be empty")
+        return settings
+
+    def listen_address(self, rank: int) -> str:
+        """Return the address at which the worker of a rank listens.
+
+        Raises:
+            ValueError: the port of the rank is too large.
+        """
+        port = self.port + rank if self.port else 0
+        _in_range(f"port of rank {rank}", port, 0, MAX_PORT)
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{port}"
+
+
+def apply_engine_options(config: LLMConfig, options: Mapping[str, Any]) -> None:
+    """Set the attributes of ``LLMConfig`` that the user has given as ``engine_options``.
+
+    Raises:
+        ValueError: there is no such option.
+    """
+    for name, value in options.items():
+        if not hasattr(type(config), name):
+            raise ValueError(f"engine_options: LLMConfig has no option {name!r}")
+        setattr(config, name, value)
+
+
+def _in_range(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{name}={value} is out of range; allowed: {low} to {high}")

@@ -1,0 +1,166 @@
+"""The half of the connector in a worker of vLLM: its engine, and the caches over vLLM's KV cache."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from llm_datadist import LLMConfig, LLMDataDist, LLMRole
+from llm_datadist.integrations.vllm.group_caches import GroupCaches
+from llm_datadist.integrations.vllm.pages import PageFormat
+from llm_datadist.integrations.vllm.ranks import heads_of
+from llm_datadist.integrations.vllm.receiving import cluster_of
+from llm_datadist.integrations.vllm.settings import apply_engine_options
+from llm_datadist.integrations.vllm.supported import check_device
+from llm_datadist.integrations.vllm.transfer_thread import TransferThread
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from llm_datadist.integrations.vllm.settings import Settings
+
+__all__ = ["WorkerSide"]
+
+logger = logging.getLogger("vllm.llm_datadist")
+
+# Memory of the pool beside vLLM's KV cache: the engine rounds each tensor up.
+_POOL_SLACK = 64 << 20
+_LATENT = "MLAAttentionSpec"
+
+
+class WorkerSide:
+    """The engine of one worker, and its transfers.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        kv_cache_config: vLLM's description of its KV cache.
+        settings: the options of the connector.
+        rank: the tensor-parallel rank.
+        ranks: the tensor-parallel size.
+    """
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings, rank: int, ranks: int) -> None:
+        self._config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._settings = settings
+        self._rank = rank
+        self._ranks = ranks
+        self._cluster = cluster_of(vllm_config.kv_transfer_config.engine_id, rank)
+        self.groups: list[GroupCaches] = []
+        self._transfers: TransferThread | None = None
+        self._engine = self._open()
+
+    @property
+    def address(self) -> str:
+        """The address at which the engine listens."""
+        return str(self._engine.listen_ip_info)
+
+    @property
+    def transfers(self) -> TransferThread:
+        """The transfers of the worker. They exist from ``register`` on."""
+        if self._transfers is None:
+            raise RuntimeError("vLLM has not registered its KV cache")
+        return self._transfers
+
+    def pool_memory(self) -> AbstractContextManager[Any] | None:
+        """Return a context in which vLLM allocates its KV cache in the pool of the engine, if that is possible."""
+        return _PoolMemory(self) if self._fits_pool() else None
+
+    def allocate(self) -> torch.Tensor:
+        """Allocate vLLM's KV cache in the pool."""
+        caches = GroupCaches(self._engine.cache_manager, self._cluster, 0, self._form(0))
+        self.groups = [caches]
+        return torch.from_dlpack(caches.allocate(self._kv_cache_config.num_blocks)).view(torch.int8)
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Register vLLM's KV cache, and begin to transfer."""
+        manager = self._engine.cache_manager
+        for index, group in enumerate(self._kv_cache_config.kv_cache_groups):
+            if index == len(self.groups):
+                self.groups.append(GroupCaches(manager, self._cluster, index, self._form(index)))
+            tensors = [kv_caches[name] for name in group.layer_names]
+            first = tensors[0]
+            check_device(first.device.type)
+            form = self.groups[index].form
+            stride = first.stride(0) * first.element_size()
+            for tensor in tensors:
+                if tensor[0].nbytes != form.page_bytes or not tensor[0].is_contiguous():
+                    raise RuntimeError(f"unknown layout of vLLM's KV cache: shape {tuple(tensor.shape)}, {form}")
+            self.groups[index].register([tensor.data_ptr() for tensor in tensors], first.shape[0], stride)
+        sizes = (self._rank, self._ranks, self._total_heads())
+        self._transfers = TransferThread(self._engine, self.groups, *sizes, self._settings)
+        form = self.groups[0].form
+        logger.info(
+            "llm_datadist listens at %s: %d KV cache groups, %d layers, pages of %d bytes, packing %r, cluster %d",
+            *(self.address, len(self.groups), form.layers, form.page_bytes, form.isa, self._cluster),
+        )
+
+    def close(self) -> None:
+        """End all transfers, and close the engine."""
+        if self._transfers is not None:
+            self._transfers.close()
+        self._engine.finalize()
+
+    def _open(self) -> LLMDataDist:
+        config = LLMConfig()
+        config.enable_cache_manager = True
+        config.listen_ip_info = self._settings.listen_address(self._rank)
+        config.sync_kv_timeout = min(self._settings.timeout_ms, 2**31 - 1)
+        if self._fits_pool():
+            size = self._kv_cache_config.kv_cache_tensors[0].size + _POOL_SLACK
+            config.mem_pool_cfg = f'{{"memory_size": {size >> 20 << 20}}}'
+        apply_engine_options(config, self._settings.engine_options)
+        engine = LLMDataDist(LLMRole.MIX, self._cluster)
+        engine.init(config.generate_options())
+        return engine
+
+    def _fits_pool(self) -> bool:
+        """Whether vLLM's KV cache is one cache of the engine: one group, layer after layer, without gaps."""
+        config = self._kv_cache_config
+        if not self._settings.kv_cache_in_pool or len(config.kv_cache_groups) != 1 or len(config.kv_cache_tensors) != 1:
+            return False
+        tensor, page = config.kv_cache_tensors[0], config.kv_cache_groups[0].kv_cache_spec.page_size_bytes
+        packed = tensor.block_stride == page and tensor.layer_stride == page * config.num_blocks
+        return bool(packed and tensor.size == tensor.layer_stride * len(tensor.layers) and not tensor.offset)
+
+    def _form(self, index: int) -> PageFormat:
+        """Describe the pages of a group.
+
+        Raises:
+            RuntimeError: the group has no attention pages.
+        """
+        group = self._kv_cache_config.kv_cache_groups[index]
+        spec = group.kv_cache_spec
+        if not hasattr(spec, "num_kv_heads"):
+            raise RuntimeError(f"llm_datadist does not know KV caches of {type(spec).__name__}")
+        total = self._total_heads()
+        latent = total == 1 and type(spec).__name__ == _LATENT
+        layers = self._config.compilation_config.static_forward_context
+        isa = "" if latent else str(getattr(layers.get(group.layer_names[0]), "isa", ""))
+        element = torch.empty(0, dtype=spec.dtype).element_size()
+        content = spec.page_size_bytes // (spec.block_size * spec.num_kv_heads * element)
+        tag = f"{self._settings.model_tag}/{spec.dtype}/{type(spec).__name__}"
+        heads = heads_of(self._rank, self._ranks, total)
+        sizes = (content - content // 2, content // 2)
+        return PageFormat(len(group.layer_names), spec.block_size, heads, total, *sizes, element, isa, tag)
+
+    def _total_heads(self) -> int:
+        model = self._config.model_config
+        return 1 if model.use_mla else int(model.get_total_num_kv_heads())
+
+
+class _PoolMemory(TorchFunctionMode):  # type: ignore[misc]
+    """While it is entered, the one large ``torch.zeros`` of vLLM's KV cache is memory of the engine's pool."""
+
+    def __init__(self, worker: WorkerSide) -> None:
+        super().__init__()
+        self._worker = worker
+        self._size = worker._kv_cache_config.kv_cache_tensors[0].size  # noqa: SLF001 - a part of this module
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.zeros and args and args[0] == self._size:
+            return self._worker.allocate()
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,204 @@
+"""The transfers of the vLLM integration between two engines, without vLLM.
+
+Every conversion is compared with an independent model of vLLM's pages (`vllm_pages.py`). That the model agrees with
+vLLM's kernels, and the whole with vLLM's scheduler, is proved in `integration-tests/vllm`.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from llm_datadist.integrations.vllm.handover import Handover
+from llm_datadist.integrations.vllm.step import Receive, Send
+from peers import eventually
+from vllm_pages import DIM, LAYERS
+from vllm_workers import BLOCKS, Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Side:
+    """All ranks of prefill or of decode."""
+
+    def __init__(self, name: str, ranks: int, heads: int, **given: Any) -> None:
+        self.name = name
+        self.block_size = given.get("block_size", 32)
+        self.workers = [Worker(name, rank, ranks, heads, dict(given)) for rank in range(ranks)]
+
+    def handover(self, request: str, blocks: list[int]) -> Handover:
+        addresses = [worker.address() for worker in self.workers]
+        return Handover(request, self.name, addresses, [self.block_size], [blocks])
+
+    def do(self, receives: Any = (), sends: Any = ()) -> None:
+        for worker in self.workers:
+            worker.submit(list(receives), list(sends))
+
+    def all_ended(self, request: str, what: str) -> bool:
+        return all(request in getattr(worker.look(), what) for worker in self.workers)
+
+
+@contextmanager
+def sides(prefill: Any = (), decode: Any = (), **both: Any) -> Iterator[tuple[Side, Side]]:
+    with ExitStack() as stack:
+        made = []
+        for name, given in (("prefill", prefill), ("decode", decode)):
+            made.append(Side(name, **{"ranks": 1, "heads": 2, **both, **dict(given)}))
+            for worker in made[-1].workers:
+                stack.callback(worker.close)
+        for worker in [worker for side in made for worker in side.workers]:
+            worker.ready()
+        yield made[0], made[1]
+
+
+def whole(heads: int, tokens: int) -> np.ndarray:
+    """Keys and values of a sequence: `[layer, plane, token, head, element]`."""
+    shape = (LAYERS, 2, tokens, heads, DIM)
+    return np.random.default_rng(3).integers(1, 1 << 16, shape, dtype=np.uint16)
+
+
+def blocks_of(side: Side, tokens: int) -> list[int]:
+    """The blocks of a sequence, in no order; 0 is vLLM's null block."""
+    count = -(-tokens // side.block_size)
+    return [1 + (7 * index + 3) % (BLOCKS - 1) for index in range(count)]
+
+
+def receive(decode: Side, handover: Handover, tokens: int, first: int = 0) -> Receive:
+    size = decode.block_size
+    blocks = [block if (index + 1) * size > first else 0 for index, block in enumerate(blocks_of(decode, tokens))]
+    return Receive("here", handover, [blocks], first, tokens)
+
+
+CASES = {
+    "equal": ({}, {}),
+    "heads split": ({"ranks": 1}, {"ranks": 2}),
+    "heads joined": ({"ranks": 4}, {"ranks": 1}),
+    "neither divides the other": ({"ranks": 2, "heads": 12}, {"ranks": 3, "heads": 12}),
+    "more ranks of prefill than heads": ({"ranks": 8}, {"ranks": 2}),
+    "more ranks of decode than heads": ({"ranks": 1}, {"ranks": 8}),
+    "larger blocks": ({"block_size": 32}, {"block_size": 64}),
+    "smaller blocks, heads split": ({"block_size": 96}, {"block_size": 32, "ranks": 2}),
+    "larger blocks, heads joined": ({"block_size": 32, "ranks": 2}, {"block_size": 96}),
+}
+
+
+@pytest.mark.parametrize("first", [0, 96])
+@pytest.mark.parametrize("isa", ["vec", "amx"])
+@pytest.mark.parametrize("case", CASES)
+def test_decode_has_the_tokens_of_prefill(case: str, isa: str, first: int) -> None:
+    """All tokens from `first` on arrive, whatever the ranks and block sizes; both sides end, and nothing is left."""
+    given = [{"heads": 4, **one} for one in CASES[case]]
+    heads, tokens = given[0]["heads"], 150
+    sequence = whole(heads, tokens)
+    with sides(*given, isa=isa) as (prefill, decode):
+        blocks = blocks_of(prefill, tokens)
+        for worker in prefill.workers:
+            worker.write(blocks, range(tokens), sequence)
+        prefill.do(sends=[Send("there", [blocks])])
+        decode.do([receive(decode, prefill.handover("there", blocks), tokens, first)])
+        eventually(lambda: decode.all_ended("here", "received"))
+        assert not any(worker.look().failed for worker in decode.workers)
+        wrong = [worker.wrong(blocks_of(decode, tokens), range(first, tokens), sequence) for worker in decode.workers]
+        assert wrong == [[]] * len(wrong)
+        eventually(lambda: prefill.all_ended("there", "sent"))
+        assert all(worker.observed() is None for worker in prefill.workers)
+
+
+def test_tokens_before_the_first_are_left_alone() -> None:
+    sequence = whole(2, 150)
+    with sides() as (prefill, decode):
+        blocks = blocks_of(prefill, 150)
+        prefill.workers[0].write(blocks, range(150), sequence)
+        prefill.do(sends=[Send("there", [blocks])])
+        decode.do([receive(decode, prefill.handover("there", blocks), 150, 96)])
+        eventually(lambda: decode.all_ended("here", "received"))
+        assert decode.workers[0].untouched(blocks_of(decode, 150)[:3])
+
+
+def test_decode_may_ask_before_prefill_has_finished() -> None:
+    with sides() as (prefill, decode):
+        decode.do([receive(decode, prefill.handover("there", [4]), 30)])
+        time.sleep(0.1)
+        assert not decode.workers[0].look().received
+        prefill.do(sends=[Send("there", [[4]])])
+        eventually(lambda: decode.all_ended("here", "received"))
+        assert not decode.workers[0].look().failed
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2), (8, 2)])
+def test_prefill_frees_what_decode_does_not_need(ranks: tuple[int, int]) -> None:
+    """A request whose prompt is in the prefix cache of decode, or was aborted there, has no blocks to receive."""
+    with sides({"ranks": ranks[0]}, {"ranks": ranks[1]}) as (prefill, decode):
+        prefill.do(sends=[Send("there", [[4, 5]])])
+        decode.do([Receive("here", prefill.handover("there", [4, 5]), [], 40, 40)])
+        eventually(lambda: prefill.all_ended("there", "sent"))
+        assert not any(worker.look().received for worker in decode.workers)
+
+
+def failed_receive(prefill: Side, decode: Side) -> None:
+    """Receive blocks 4 and 5 of a request, which fails."""
+    decode.do([receive(decode, prefill.handover("there", [4, 5]), 60)])
+    eventually(lambda: decode.all_ended("here", "received"))
+    assert decode.workers[0].look().failed == {"here"}
+    observed = decode.workers[0].observed()
+    assert observed is not None
+    assert (observed["failed_receives"], observed["bytes"]) == (1, [])
+
+
+def test_a_request_that_nobody_lends_fails() -> None:
+    with sides(timeout_ms=300) as (prefill, decode):
+        failed_receive(prefill, decode)
+
+
+def test_a_lease_that_has_expired_fails_the_receive() -> None:
+    with sides({"lease_ms": 100}) as (prefill, decode):
+        prefill.do(sends=[Send("there", [[4, 5]])])
+        eventually(lambda: prefill.all_ended("there", "sent"))
+        observed = prefill.workers[0].observed()
+        assert observed is not None
+        assert observed["expired_leases"] == 1
+        failed_receive(prefill, decode)
+        assert "its lease has ended" in decode.workers[0].lines()
+
+
+def test_a_prefill_that_is_gone_fails_the_receive() -> None:
+    with sides(timeout_ms=500) as (prefill, decode):
+        gone = prefill.handover("there", [4, 5])
+        gone.addresses[:] = ["127.0.0.1:1"]
+        decode.do([Receive("here", gone, [[4, 5]], 0, 60)])
+        eventually(lambda: decode.all_ended("here", "received"))
+        assert decode.workers[0].look().failed == {"here"}
+        assert "127.0.0.1:1" in decode.workers[0].lines()
+
+
+def test_a_prefill_that_ends_fails_the_receives_that_wait_for_it() -> None:
+    with sides() as (prefill, decode):
+        decode.do([receive(decode, prefill.handover("there", [4, 5]), 60)])
+        eventually(decode.workers[0].peers)
+        time.sleep(0.1)
+        prefill.workers[0].kill()
+        eventually(lambda: decode.all_ended("here", "received"))
+        assert decode.workers[0].look().failed == {"here"}
+        assert "broke" in decode.workers[0].lines()
+
+
+def test_another_model_is_refused() -> None:
+    with sides({"tag": "one"}, {"tag": "another"}) as (prefill, decode):
+        prefill.do(sends=[Send("there", [[4, 5]])])
+        failed_receive(prefill, decode)
+        assert "model differs" in decode.workers[0].lines()
+
+
+def test_messages_that_cannot_be_read_are_dropped() -> None:
+    with sides() as (prefill, decode):
+        bad = [b"", b"\xff", b"[]", b"{}", b'{"is": "ask", "request": "r", "readers": 0, "view": "pages"}']
+        decode.workers[0].tell(prefill.workers[0].address(), bad)
+        prefill.do(sends=[Send("there", [[4]])])
+        decode.do([receive(decode, prefill.handover("there", [4]), 30)])
+        eventually(lambda: decode.all_ended("here", "received"))
+        assert not decode.workers[0].look().failed

@@ -1,0 +1,153 @@
+"""Workers of the vLLM integration in processes of their own, because a process has one engine.
+
+Not for: the scheduler's half, and vLLM itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+from typing import TYPE_CHECKING, Any
+
+from llm_datadist import LLMConfig, LLMDataDist, LLMRole
+from llm_datadist.integrations.vllm.group_caches import GroupCaches
+from llm_datadist.integrations.vllm.pages import PageFormat
+from llm_datadist.integrations.vllm.ranks import heads_of
+from llm_datadist.integrations.vllm.receiving import cluster_of
+from llm_datadist.integrations.vllm.settings import Settings
+from llm_datadist.integrations.vllm.step import Step
+from llm_datadist.integrations.vllm.transfer_thread import Ended, TransferThread
+from peers import LIMIT
+from vllm_pages import DIM, LAYERS, Pages
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    import numpy as np
+
+    from llm_datadist.integrations.vllm.step import Receive, Send
+
+LIMIT_MS = int(LIMIT * 1000)
+BLOCKS = 24
+# Forks of a small process start at once, and no engine was opened in it.
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload([__name__])
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+class _Worker:
+    """One rank, in its process: its engine, its pages and its transfers."""
+
+    def __init__(self, name: str, rank: int, ranks: int, heads: int, given: dict[str, Any]) -> None:
+        isa, block_size, tag = (given.pop(*pair) for pair in (("isa", "vec"), ("block_size", 32), ("tag", "model")))
+        self.log = _Lines()
+        logging.getLogger("vllm.llm_datadist").addHandler(self.log)
+        config = LLMConfig()
+        config.enable_cache_manager = True
+        config.listen_ip_info = "127.0.0.1:0"
+        config.link_transport = given.pop("transport", "auto")
+        cluster = cluster_of(name, rank)
+        self.engine = LLMDataDist(LLMRole.MIX, cluster)
+        self.engine.init(config.generate_options())
+        self.pages = Pages(isa, block_size, heads_of(rank, ranks, heads), BLOCKS)
+        form = PageFormat(LAYERS, block_size, self.pages.heads, heads, DIM, DIM, 2, isa, tag)
+        caches = GroupCaches(self.engine.cache_manager, cluster, 0, form)
+        caches.register([layer.ctypes.data for layer in self.pages.memory], BLOCKS, form.page_bytes)
+        settings = Settings.parse({"timeout_ms": LIMIT_MS, "lease_ms": LIMIT_MS, **given})
+        self.transfers = TransferThread(self.engine, [caches], rank, ranks, heads, settings)
+        self.ended = Ended()
+
+    def address(self) -> str:
+        return str(self.engine.listen_ip_info)
+
+    def submit(self, receives: list[Receive], sends: list[Send]) -> None:
+        self.transfers.submit(Step(receives, sends))
+
+    def look(self) -> Ended:
+        """Return what has ended so far."""
+        ended = self.transfers.take()
+        self.ended.sent |= ended.sent
+        self.ended.received |= ended.received
+        self.ended.failed |= ended.failed
+        return self.ended
+
+    def observed(self) -> dict[str, Any] | None:
+        return self.transfers.take_observations()
+
+    def lines(self) -> str:
+        return "\n".join(self.log.lines)
+
+    def peers(self) -> int:
+        return len(self.engine.peers())
+
+    def tell(self, address: str, payloads: list[bytes]) -> None:
+        """Send messages to the engine at an address."""
+        peer = self.engine.ensure_link(address).result()
+        for payload in payloads:
+            self.engine.notify(peer.cluster_id, payload)
+
+    def write(self, blocks: list[int], tokens: range, whole: np.ndarray) -> None:
+        self.pages.write(blocks, tokens, whole)
+
+    def wrong(self, blocks: list[int], tokens: range, whole: np.ndarray) -> list[tuple[int, int]]:
+        return self.pages.wrong(blocks, tokens, whole)
+
+    def untouched(self, blocks: list[int]) -> bool:
+        return not self.pages.memory[:, blocks].any()
+
+    def close(self) -> None:
+        self.transfers.close()
+        self.engine.finalize()
+
+
+def _run(pipe: Connection, *given: Any) -> None:
+    worker = _Worker(*given)
+    pipe.send(None)
+    name = ""
+    while name != "close":
+        name, args = pipe.recv()
+        pipe.send(getattr(worker, name)(*args))
+
+
+class Worker:
+    """A handle of a worker in another process. Its methods are those of `_Worker`."""
+
+    def __init__(self, *given: Any) -> None:
+        self._pipe, there = _PROCESSES.Pipe()
+        self.process = _PROCESSES.Process(target=_run, args=(there, *given), daemon=True)
+        self.process.start()
+        there.close()
+
+    def ready(self) -> Worker:
+        self._heard()
+        return self
+
+    def close(self) -> None:
+        """Close the worker in order, and check that its process ends."""
+        if self.process.is_alive():
+            self._called("close")
+            self.process.join(LIMIT)
+            assert self.process.exitcode == 0
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(LIMIT)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: self._called(name, *args)
+
+    def _called(self, name: str, *args: Any) -> Any:
+        self._pipe.send((name, args))
+        return self._heard()
+
+    def _heard(self) -> Any:
+        assert self._pipe.poll(LIMIT), "the worker does not answer"
+        return self._pipe.recv()
