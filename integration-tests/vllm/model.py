@@ -1,0 +1,45 @@
+"""A small Llama with random weights, made on the spot: nothing is downloaded.
+
+The weights have a standard deviation of 0.08, so that attention decides about the next token. With the weights of
+vLLM's ``load_format="dummy"``, the next token follows from the last one alone, and wrong KV goes unnoticed.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+VOCABULARY = 2048
+FIRST_WORD = 3
+
+
+def make_model(folder: Path, *, layers: int = 4, kv_heads: int = 2, max_tokens: int = 8192) -> None:
+    """Write configuration, tokenizer and weights into a folder."""
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 64,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": max_tokens,
+    }
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        **sizes, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False, initializer_range=0.08, dtype="bfloat16"
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, safe_serialization=True)
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{index}": index for index in range(FIRST_WORD, VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**about, "unk_token": "<unk>"}))

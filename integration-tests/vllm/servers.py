@@ -1,0 +1,223 @@
+"""vLLM in processes of their own, each with its engine in the process, which starts in seconds.
+
+A server takes requests through a pipe and sends back what came of them. The parent plays the part of the proxy between
+prefill and decode.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import signal
+    from collections.abc import Iterable
+    from multiprocessing.connection import Connection
+
+START_S = 240
+REQUEST_S = 120
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@dataclass
+class Done:
+    """What came of a request."""
+
+    tokens: list[int]
+    params: dict[str, Any] | None
+    reason: str
+    first_token_s: float
+    cached: int
+
+
+@dataclass
+class End:
+    """What a server says when it stops: the share of its KV cache in use, and the sums of the connector's stats."""
+
+    usage: float
+    stats: dict[str, Any]
+
+
+class Server:
+    """A vLLM in a process of its own.
+
+    Args:
+        model: the folder of the model.
+        kv: the ``KVTransferConfig``, or ``None`` for none.
+        options: further arguments of ``EngineArgs``.
+    """
+
+    def __init__(self, model: str, kv: dict[str, Any] | None = None, **options: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, there = context.Pipe()
+        self._process = context.Process(target=_serve, args=(there, model, kv, options))
+        self._process.start()
+        there.close()
+        self._ready = False
+
+    def wait(self) -> Server:
+        """Wait until it serves."""
+        if not self._ready:
+            assert self._hear(START_S) == "ready"
+            self._ready = True
+        return self
+
+    def add(self, name: str, tokens: list[int], count: int, params: dict[str, Any] | None = None) -> None:
+        """Add a request for ``count`` tokens."""
+        self._pipe.send(("add", name, tokens, count, params))
+
+    def results(self, timeout_s: float = REQUEST_S) -> Iterable[tuple[str, Done]]:
+        """Yield the requests that have ended, until none has for an instant."""
+        while self._pipe.poll(0):
+            yield self._hear(timeout_s)
+
+    def result(self, timeout_s: float = REQUEST_S) -> tuple[str, Done]:
+        """Wait for the next request that ends."""
+        found: tuple[str, Done] = self._hear(timeout_s)
+        return found
+
+    def stop(self) -> End:
+        """Shut it down in order."""
+        self._pipe.send(("stop",))
+        end: End = self._hear(REQUEST_S)
+        self._process.join(60)
+        assert self._process.exitcode == 0
+        return end
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process."""
+        os.kill(self._process.pid or 0, number)
+
+    def kill(self) -> None:
+        """End the process at once, whatever it does."""
+        self._process.kill()
+        self._process.join(60)
+
+    def _hear(self, timeout_s: float) -> Any:
+        if not self._pipe.poll(timeout_s):
+            raise TimeoutError(f"the server said nothing for {timeout_s:g} s")
+        return self._pipe.recv()
+
+
+def _serve(pipe: Connection, model: str, kv: dict[str, Any] | None, options: dict[str, Any]) -> None:
+    os.environ.update(ENVIRONMENT)
+    from vllm import EngineArgs, LLMEngine, SamplingParams  # noqa: PLC0415 - reads the environment
+    from vllm.config import KVTransferConfig  # noqa: PLC0415
+
+    ranks = options.get("tensor_parallel_size", 1)
+    defaults = {"max_model_len": 4096, "dtype": "float32", "block_size": 32, "enable_prefix_caching": False}
+    engine = LLMEngine.from_engine_args(
+        EngineArgs(
+            model=model,
+            enforce_eager=True,
+            seed=0,
+            disable_log_stats=False,
+            distributed_executor_backend="uni" if ranks == 1 else "mp",
+            kv_transfer_config=None if kv is None else KVTransferConfig(**kv),
+            **{**defaults, **options},
+        )
+    )
+    stats = _keep_stats() if kv is not None and ranks == 1 else []
+    pipe.send("ready")
+    core = engine.engine_core.engine_core
+    begun: dict[str, list[float]] = {}
+    while True:
+        busy = engine.has_unfinished_requests() or core.scheduler.has_requests()
+        while pipe.poll(0 if busy else 0.001):
+            what, *rest = pipe.recv()
+            if what == "stop":
+                pipe.send(End(core.scheduler.kv_cache_manager.usage, _sum(stats)))
+                engine.engine_core.shutdown()
+                return
+            name, tokens, count, params = rest
+            extra = {"kv_transfer_params": params} if params else None
+            sampling = SamplingParams(
+                temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, extra_args=extra
+            )
+            begun[name] = [time.monotonic()]
+            engine.add_request(name, {"prompt_token_ids": tokens}, sampling)
+            busy = True
+        if not busy:
+            continue
+        outputs = engine.step()
+        if not outputs:
+            time.sleep(0.001)  # as vLLM's own loop does if nothing ran
+        for output in outputs:
+            times = begun[output.request_id]
+            if output.outputs[0].token_ids and len(times) == 1:
+                times.append(time.monotonic())
+            if output.finished:
+                text = output.outputs[0]
+                first = times[-1] - times[0]
+                cached = output.num_cached_tokens or 0
+                done = Done(list(text.token_ids), output.kv_transfer_params, str(text.finish_reason), first, cached)
+                pipe.send((output.request_id, done))
+
+
+def _keep_stats() -> list[Any]:
+    """Keep what the connector reports in each step."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: PLC0415
+
+    connector, kept = get_kv_transfer_group(), []
+    take = connector.get_kv_connector_stats
+
+    def taken() -> Any:
+        found = take()
+        if found is not None:
+            kept.append(type(found)({name: _copy(value) for name, value in found.data.items()}))
+        return found
+
+    connector.get_kv_connector_stats = taken
+    return kept
+
+
+def _copy(value: Any) -> Any:
+    return list(value) if isinstance(value, list) else value
+
+
+def _sum(stats: list[Any]) -> dict[str, Any]:
+    if not stats:
+        return {}
+    whole = stats[0]
+    for other in stats[1:]:
+        whole.aggregate(other)
+    return dict(whole.data)
+
+
+def hand_over(prefill: Server, decode: Server, prompts: dict[str, list[int]], count: int) -> dict[str, Done]:
+    """Have prefill compute the prompts, and decode the rest, as a proxy does. Return what decode says."""
+    for name, tokens in prompts.items():
+        prefill.add(name, tokens, 1, {"do_remote_decode": True})
+    found: dict[str, Done] = {}
+    end = time.monotonic() + REQUEST_S
+    while len(found) < len(prompts):
+        for name, done in prefill.results():
+            decode.add(name, prompts[name], count, done.params)
+        found.update(decode.results())
+        if time.monotonic() > end:
+            raise TimeoutError(f"{len(found)} of {len(prompts)} requests ended within {REQUEST_S} s")
+        time.sleep(0.0005)
+    return found
+
+
+def alone(server: Server, prompts: dict[str, list[int]], count: int) -> dict[str, list[int]]:
+    """Return the tokens of one vLLM that computes everything."""
+    for name, tokens in prompts.items():
+        server.add(name, tokens, count)
+    found = {}
+    while len(found) < len(prompts):
+        name, done = server.result()
+        found[name] = done.tokens
+    return found
