@@ -1,0 +1,117 @@
+"""The counters of an engine for Prometheus: a collector for ``prometheus_client``.
+
+    from prometheus_client import REGISTRY, start_http_server
+    REGISTRY.register(EngineCollector(engine))
+    start_http_server(9400)
+
+The collector reads ``stats()`` when Prometheus asks, and nothing in between. After ``finalize`` it has no metrics. The
+how-to page "Monitoring" lists them, and ``docs/monitoring/dashboard.json`` is a dashboard for Grafana.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from llm_datadist import LLMException
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from prometheus_client import Metric
+
+    from llm_datadist import LLMDataDist
+    from llm_datadist.stats import OpStats, PoolStats, Stats
+
+__all__ = ["EngineCollector"]
+
+# Powers of two of nanoseconds that bound the buckets of the histogram: 1 us to 69 s.
+_FIRST, _LAST, _STEP = 10, 36, 2
+_NANOS = 1e9
+
+
+class EngineCollector(Collector):
+    """Makes the counters of one engine available to a registry of ``prometheus_client``.
+
+    Args:
+        engine: the engine. It may be initialized later.
+    """
+
+    def __init__(self, engine: LLMDataDist) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of this moment."""
+        try:
+            stats = self._engine.stats()
+        except (LLMException, RuntimeError):  # not initialized, or finalized
+            return
+        yield from _calls(stats)
+        yield from _pools(stats)
+        yield from _tables(stats)
+        yield from _links(stats)
+
+
+def _calls(stats: Stats) -> Iterator[Metric]:
+    seconds = HistogramMetricFamily("llm_datadist_call_seconds", "Duration of the calls of a kind.", labels=["op"])
+    failures = CounterMetricFamily("llm_datadist_call_failures", "Calls of a kind that failed.", labels=["op"])
+    moved = CounterMetricFamily("llm_datadist_moved_bytes", "Bytes moved by calls that succeeded.", labels=["op"])
+    for op, counted in stats["ops"].items():
+        seconds.add_metric([op], _buckets(counted), counted["total_nanos"] / _NANOS)
+        failures.add_metric([op], counted["failures"])
+        moved.add_metric([op], counted["bytes"])
+    yield from (seconds, failures, moved)
+
+
+def _buckets(counted: OpStats) -> list[tuple[str, float]]:
+    """Return cumulative counts by upper bound in seconds."""
+    counts = counted["buckets"]
+    bounds = range(_FIRST, _LAST + 1, _STEP)
+    # Entry i counts calls of less than 2**i nanoseconds.
+    cumulative = [(str(2**bound / _NANOS), float(sum(counts[: bound + 1]))) for bound in bounds]
+    return [*cumulative, ("+Inf", float(sum(counts)))]
+
+
+_POOLS: dict[str, tuple[str, Any]] = {
+    "capacity_bytes": ("Bytes that can be allocated.", GaugeMetricFamily),
+    "used_bytes": ("Allocated bytes.", GaugeMetricFamily),
+    "peak_used_bytes": ("Largest number of allocated bytes so far.", GaugeMetricFamily),
+    "largest_free_run_bytes": ("Bytes of the largest request that would succeed now.", GaugeMetricFamily),
+    "failures": ("Requests refused for lack of free pages.", CounterMetricFamily),
+}
+
+
+def _pools(stats: Stats) -> Iterator[Metric]:
+    for name, (text, kind) in _POOLS.items():
+        family = kind(f"llm_datadist_pool_{name}", text, labels=["pool"])
+        for pool, counted in stats["pools"].items():
+            family.add_metric([pool], _of(counted, name))
+        yield family
+
+
+def _of(counted: PoolStats, name: str) -> float:
+    values: dict[str, Any] = {**counted}
+    return float(values[name])
+
+
+def _tables(stats: Stats) -> Iterator[Metric]:
+    yield GaugeMetricFamily("llm_datadist_caches", "Caches.", stats["table"]["caches"])
+    yield GaugeMetricFamily("llm_datadist_keys", "Keys that are bound to a cache.", stats["table"]["keys"])
+    verify = stats["verify"]
+    yield CounterMetricFamily("llm_datadist_verified_blocks", "Blocks that were compared.", verify["blocks"])
+    yield CounterMetricFamily("llm_datadist_mismatched_blocks", "Blocks that differed.", verify["mismatches"])
+
+
+def _links(stats: Stats) -> Iterator[Metric]:
+    labels = ["cluster", "transport", "pools", "registered"]
+    links = GaugeMetricFamily("llm_datadist_link", "1 for each current link, and how bytes travel.", labels=labels)
+    silent = GaugeMetricFamily(
+        "llm_datadist_link_silent_seconds", "Time since the peer's last control message.", labels=["cluster"]
+    )
+    for link in stats["links"]:
+        cluster = str(link["cluster"])
+        links.add_metric([cluster, link["transport"], link["pools"], link["registered"]], 1)
+        silent.add_metric([cluster], link["silent_ms"] / 1000)
+    yield from (links, silent)

@@ -1,0 +1,112 @@
+"""The collector for Prometheus has the values of `stats()`, and the dashboard for Grafana has names that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from llm_datadist import CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole
+from llm_datadist.integrations.prometheus import EngineCollector
+
+if TYPE_CHECKING:
+    from peers import End, Peer
+
+DASHBOARD = Path(__file__).parents[1] / "docs" / "monitoring" / "dashboard.json"
+# Names of `integrations/vllm/metrics.py`. Prometheus adds the endings.
+VLLM = {
+    "vllm:llm_datadist_receive_seconds": "histogram",
+    "vllm:llm_datadist_transfer_seconds": "histogram",
+    "vllm:llm_datadist_receive_bytes": "histogram",
+    "vllm:llm_datadist_receive_blocks": "histogram",
+    "vllm:llm_datadist_failed_receives": "counter",
+    "vllm:llm_datadist_expired_leases": "counter",
+    "vllm:llm_datadist_model_thread_seconds": "counter",
+}
+
+
+def engine_with_a_cache() -> LLMDataDist:
+    config = LLMConfig()
+    config.enable_cache_manager = True
+    config.mem_pool_cfg = config.host_mem_pool_cfg = '{"memory_size": "16MiB"}'
+    engine = LLMDataDist(LLMRole.PROMPT, 1)
+    engine.init(config.generate_options())
+    cache = engine.cache_manager.allocate_blocks_cache(CacheDesc(2, [8, 4096], DataType.DT_INT8))
+    engine.cache_manager.copy_blocks(cache, {0: [1, 2]})
+    return engine
+
+
+def test_the_values_are_those_of_stats() -> None:
+    engine = engine_with_a_cache()
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(engine))
+    try:
+        stats = engine.stats()
+        value = registry.get_sample_value
+        for op, counted in stats["ops"].items():
+            labels = {"op": op}
+            assert value("llm_datadist_call_seconds_count", labels) == counted["calls"]
+            assert value("llm_datadist_call_seconds_sum", labels) == counted["total_nanos"] / 1e9
+            assert value("llm_datadist_call_failures_total", labels) == counted["failures"]
+            assert value("llm_datadist_moved_bytes_total", labels) == counted["bytes"]
+            for power in range(10, 37, 2):
+                shorter = sum(count for index, count in enumerate(counted["buckets"]) if index <= power)
+                bound = str(2**power / 1e9)
+                assert value("llm_datadist_call_seconds_bucket", {**labels, "le": bound}) == shorter
+        assert stats["ops"]["copy_blocks"]["calls"] == 1
+        for pool, state in stats["pools"].items():
+            assert value("llm_datadist_pool_used_bytes", {"pool": pool}) == state["used_bytes"]
+            assert value("llm_datadist_pool_failures_total", {"pool": pool}) == state["failures"]
+        assert value("llm_datadist_caches") == 1
+    finally:
+        engine.finalize()
+
+
+def test_links_are_named(served: tuple[End, Peer]) -> None:
+    near, _ = served
+    text = generate_latest(EngineCollector(near.dist)).decode()
+    assert re.search(r'^llm_datadist_link\{cluster="2",.*\} 1.0$', text, re.MULTILINE)
+    assert 'llm_datadist_link_silent_seconds{cluster="2"}' in text
+
+
+def test_an_engine_that_is_not_open_has_no_metrics() -> None:
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(LLMDataDist(LLMRole.PROMPT, 1)))
+    assert generate_latest(registry) == b""
+
+
+def endings(kind: str) -> list[str]:
+    return {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "gauge": [""]}[kind]
+
+
+def test_the_dashboard_has_names_that_exist() -> None:
+    engine = engine_with_a_cache()
+    try:
+        kinds = {family.name: family.type for family in EngineCollector(engine).collect()}
+    finally:
+        engine.finalize()
+    names = {name + end for name, kind in {**kinds, **VLLM}.items() for end in endings(kind)}
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    used = {name for panel in panels for target in panel["targets"] for name in NAME.findall(target["expr"])}
+    assert len(used) > 15
+    assert used <= names
+    unused = {name for name in {**kinds, **VLLM} if not any(one.startswith(name) for one in used)}
+    assert unused == {
+        "llm_datadist_caches",
+        "llm_datadist_keys",
+        "llm_datadist_pool_failures",
+        "llm_datadist_pool_peak_used_bytes",
+        "vllm:llm_datadist_receive_blocks",
+    }
+
+
+NAME = re.compile(r"(?:vllm:)?llm_datadist_\w+")
+
+
+def test_the_names_of_vllm_are_those_of_the_connector() -> None:
+    source = Path(__file__).parents[1] / "python/llm_datadist/integrations/vllm/metrics.py"
+    made = re.findall(r'make\((histogram|counter), "(\w+)"', source.read_text())
+    assert {f"vllm:llm_datadist_{name}": kind for kind, name in made} == VLLM
