@@ -9,6 +9,7 @@ REPLAY ?=
 KILL ?=
 PEERS ?=
 SUBSET ?=
+BENCH_VLLM ?=
 FUZZ_SECONDS ?= 60
 FUZZ_JOBS ?= 2
 REPEAT ?= 10
@@ -76,6 +77,12 @@ test-vllm: build  ## tests with a real vLLM on a CPU, in an environment of its o
 	@$(MAKE) --no-print-directory .venv-vllm/.tools || { echo "NOT RUN: integration-tests/vllm, because vLLM cannot be installed here"; exit $(if $(CI),0,1); }
 	if [ -e .venv-vllm/.tools ]; then VIRTUAL_ENV=$(CURDIR)/.venv-vllm $(BIN)/maturin develop --release --quiet --locked && \
 		.venv-vllm/bin/python -m pytest -c integration-tests/vllm/pytest.ini $(if $(SUBSET),--subset) integration-tests/vllm; fi
+
+# NIXL is installed alone, because it asks for gigabytes of CUDA that it does not use here.
+bench-vllm: build .venv-vllm/.tools  ## the connector for vLLM beside that of NIXL, and offloading (BENCH_VLLM="options")
+	VIRTUAL_ENV=$(CURDIR)/.venv-vllm $(BIN)/maturin develop --release --quiet --locked
+	.venv-vllm/bin/python $(PIP) --quiet --no-deps nixl==1.5.1 nixl-cu13==1.5.1 || echo "NIXL cannot be installed here: no rows for it"
+	.venv-vllm/bin/python benches/vllm $(BENCH_VLLM)
 
 test-benches: build $(VENV)/.test-tools  ## the tests of the benchmarks and of the pages written from their figures
 	$(BIN)/python -m pytest benches/tests
@@ -297,4 +304,4 @@ $(VENV)/.wheel-tools: requirements-wheel.txt $(VENV)/.build-tools
 clean:  ## remove everything that was built
 	rm -rf target fuzz/target $(VENV) .venv-docs .venv-torch .venv-peers .venv-vllm dist python/llm_datadist/_core*.so
 
-.PHONY: help demo demo-plan check-tools test-wheel sdist uninstall test test-vllm test-benches test-docs docs docs-options docs-stats mutants cpp-tools stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance lint loom thorough soak bench bench-latency bench-peers example example-tensor-parallel example-torch wheel build sanitize header capi install install-files clean
+.PHONY: help demo demo-plan check-tools test-wheel sdist uninstall test test-vllm bench-vllm test-benches test-docs docs docs-options docs-stats mutants cpp-tools stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance lint loom thorough soak bench bench-latency bench-peers example example-tensor-parallel example-torch wheel build sanitize header capi install install-files clean

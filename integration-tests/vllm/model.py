@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +20,7 @@ VOCABULARY = 2048
 FIRST_WORD = 3
 
 
-def make_model(folder: Path, *, layers: int = 4, kv_heads: int = 2, max_tokens: int = 8192) -> None:
+def make_model(folder: Path, *, layers: int = 4, kv_heads: int = 2, head_dim: int = 64) -> None:
     """Write configuration, tokenizer and weights into a folder."""
     sizes = {
         "hidden_size": 256,
@@ -28,15 +28,44 @@ def make_model(folder: Path, *, layers: int = 4, kv_heads: int = 2, max_tokens: 
         "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": kv_heads,
-        "head_dim": 64,
+        "head_dim": head_dim,
         "vocab_size": VOCABULARY,
-        "max_position_embeddings": max_tokens,
+        "max_position_embeddings": 8192,
     }
     torch.manual_seed(7)
     config = LlamaConfig(
         **sizes, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False, initializer_range=0.08, dtype="bfloat16"
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, safe_serialization=True)
+    _write_tokenizer(folder)
+
+
+def make_hybrid_model(folder: Path) -> None:
+    """Write a small Gemma 3 with a sliding window in two of three layers: several KV cache groups."""
+    torch.manual_seed(7)
+    config = Gemma3TextConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=8192,
+        sliding_window=128,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        query_pre_attn_scalar=64,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+        initializer_range=0.08,
+    )
+    Gemma3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, safe_serialization=True)
+    _write_tokenizer(folder)
+
+
+def _write_tokenizer(folder: Path) -> None:
     words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{index}": index for index in range(FIRST_WORD, VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -6,6 +6,7 @@ prefill and decode.
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import time
@@ -44,10 +45,17 @@ class Done:
 
 @dataclass
 class End:
-    """What a server says when it stops: the share of its KV cache in use, and the sums of the connector's stats."""
+    """What a server says when it stops.
+
+    Attributes:
+        usage: the share of its KV cache in use.
+        stats: the sums of what its connector has reported.
+        connector_s: seconds that the thread of the model has spent in the connector.
+    """
 
     usage: float
     stats: dict[str, Any]
+    connector_s: float
 
 
 class Server:
@@ -56,13 +64,20 @@ class Server:
     Args:
         model: the folder of the model.
         kv: the ``KVTransferConfig``, or ``None`` for none.
+        environment: further environment variables.
         options: further arguments of ``EngineArgs``.
     """
 
-    def __init__(self, model: str, kv: dict[str, Any] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str,
+        kv: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
+        **options: Any,
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, there = context.Pipe()
-        self._process = context.Process(target=_serve, args=(there, model, kv, options))
+        self._process = context.Process(target=_serve, args=(there, model, kv, environment or {}, options))
         self._process.start()
         there.close()
         self._ready = False
@@ -88,12 +103,12 @@ class Server:
         found: tuple[str, Done] = self._hear(timeout_s)
         return found
 
-    def stop(self) -> End:
-        """Shut it down in order."""
+    def stop(self, *, check: bool = True) -> End:
+        """Shut it down in order. Libraries of other connectors may crash at exit, so ``check`` can be left out."""
         self._pipe.send(("stop",))
         end: End = self._hear(REQUEST_S)
         self._process.join(60)
-        assert self._process.exitcode == 0
+        assert self._process.exitcode == 0 or not check
         return end
 
     def signal(self, number: signal.Signals) -> None:
@@ -111,8 +126,10 @@ class Server:
         return self._pipe.recv()
 
 
-def _serve(pipe: Connection, model: str, kv: dict[str, Any] | None, options: dict[str, Any]) -> None:
-    os.environ.update(ENVIRONMENT)
+def _serve(
+    pipe: Connection, model: str, kv: dict[str, Any] | None, environment: dict[str, str], options: dict[str, Any]
+) -> None:
+    os.environ.update({**ENVIRONMENT, **environment})
     from vllm import EngineArgs, LLMEngine, SamplingParams  # noqa: PLC0415 - reads the environment
     from vllm.config import KVTransferConfig  # noqa: PLC0415
 
@@ -129,7 +146,7 @@ def _serve(pipe: Connection, model: str, kv: dict[str, Any] | None, options: dic
             **{**defaults, **options},
         )
     )
-    stats = _keep_stats() if kv is not None and ranks == 1 else []
+    watched = _Watched() if kv is not None and ranks == 1 else None
     pipe.send("ready")
     core = engine.engine_core.engine_core
     begun: dict[str, list[float]] = {}
@@ -138,7 +155,8 @@ def _serve(pipe: Connection, model: str, kv: dict[str, Any] | None, options: dic
         while pipe.poll(0 if busy else 0.001):
             what, *rest = pipe.recv()
             if what == "stop":
-                pipe.send(End(core.scheduler.kv_cache_manager.usage, _sum(stats)))
+                found = (watched.sum(), watched.seconds) if watched is not None else ({}, 0.0)
+                pipe.send(End(core.scheduler.kv_cache_manager.usage, *found))
                 engine.engine_core.shutdown()
                 return
             name, tokens, count, params = rest
@@ -166,34 +184,48 @@ def _serve(pipe: Connection, model: str, kv: dict[str, Any] | None, options: dic
                 pipe.send((output.request_id, done))
 
 
-def _keep_stats() -> list[Any]:
-    """Keep what the connector reports in each step."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: PLC0415
+class _Watched:
+    """Keeps what the connector of a worker reports in each step, and the time that its methods take."""
 
-    connector, kept = get_kv_transfer_group(), []
-    take = connector.get_kv_connector_stats
+    METHODS = ("start_load_kv", "wait_for_save", "get_transfer_results", "get_finished")
 
-    def taken() -> Any:
-        found = take()
+    def __init__(self) -> None:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: PLC0415
+
+        self.seconds = 0.0
+        self._kept: list[Any] = []
+        self._inside = False
+        connector = get_kv_transfer_group()
+        for name in self.METHODS:
+            setattr(connector, name, self._timed(getattr(connector, name)))
+        take = connector.get_kv_connector_stats
+        connector.get_kv_connector_stats = lambda: self._keep(take())
+
+    def sum(self) -> dict[str, Any]:
+        """Return the sums of the reports."""
+        if not self._kept:
+            return {}
+        whole, *others = self._kept
+        for other in others:
+            whole.aggregate(other)
+        return dict(whole.data)
+
+    def _keep(self, found: Any) -> Any:
         if found is not None:
-            kept.append(type(found)({name: _copy(value) for name, value in found.data.items()}))
+            self._kept.append(copy.deepcopy(found))
         return found
 
-    connector.get_kv_connector_stats = taken
-    return kept
+    def _timed(self, method: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:  # one method may call another
+                return method(*args, **kwargs)
+            self._inside, begin = True, time.perf_counter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._inside, self.seconds = False, self.seconds + time.perf_counter() - begin
 
-
-def _copy(value: Any) -> Any:
-    return list(value) if isinstance(value, list) else value
-
-
-def _sum(stats: list[Any]) -> dict[str, Any]:
-    if not stats:
-        return {}
-    whole = stats[0]
-    for other in stats[1:]:
-        whole.aggregate(other)
-    return dict(whole.data)
+        return timed
 
 
 def hand_over(prefill: Server, decode: Server, prompts: dict[str, list[int]], count: int) -> dict[str, Done]:

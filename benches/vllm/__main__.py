@@ -1,0 +1,171 @@
+"""The vLLM connector beside vLLM's NIXL connector, and offloading: ``make bench-vllm``.
+
+    .venv-vllm/bin/python benches/vllm [--rounds 3] [--only handover,concurrent,offloading]
+
+Each row is the median of rounds in which all systems take turns: each round starts prefill and decode anew. The model
+has 64 KiB of KV for each token. Not for: correctness (integration-tests/vllm).
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "integration-tests/vllm"))
+
+from servers import Server, alone, hand_over  # noqa: E402
+
+from model import FIRST_WORD, VOCABULARY, make_model  # noqa: E402
+
+LENGTHS = (1024, 2048, 512, 1536) * 3
+TOKENS = 4
+MODULE = "broken_connectors"
+# Name: connector, its module, its options.
+SYSTEMS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
+    "llm_datadist, pool": ("LlmDatadistConnector", None, {}),
+    "llm_datadist, registered": ("LlmDatadistConnector", None, {"kv_cache_in_pool": False}),
+    "llm_datadist, tcp": ("LlmDatadistConnector", None, {"engine_options": {"link_transport": "tcp"}}),
+    "nothing moved": ("NothingPulled", MODULE, {}),
+    "NIXL": ("NixlConnector", None, {}),
+}
+DURATIONS = ("transfer_seconds", "transfer_duration")
+
+
+def prompts(lengths: tuple[int, ...], seed: int = 1) -> dict[str, list[int]]:
+    """Return random prompts."""
+    rng = random.Random(seed)  # noqa: S311 - not a secret
+    draw = lambda length: [rng.randrange(FIRST_WORD, VOCABULARY - 8) for _ in range(length)]  # noqa: E731
+    return {f"r{index}": draw(length) for index, length in enumerate(lengths)}
+
+
+def config(system: str, role: str) -> dict[str, Any]:
+    """Return the ``KVTransferConfig`` of one side."""
+    connector, module, extra = SYSTEMS[system]
+    if role == "kv_producer" and module == MODULE:
+        connector, module = "LlmDatadistConnector", None
+    transfer: dict[str, Any] = {"kv_connector": connector, "kv_role": role, "engine_id": f"{role} {time.time()}"}
+    if module is not None:
+        transfer["kv_connector_module_path"] = module
+    return {**transfer, "kv_connector_extra_config": extra}
+
+
+def pair(model: str, system: str) -> tuple[Server, Server]:
+    """Start prefill and decode one after the other, because NIXL's side channel wants a port of its own."""
+    servers = [
+        Server(model, config(system, role), environment={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}, dtype="bfloat16")
+        for role, port in (("kv_producer", 5650), ("kv_consumer", 5660))
+    ]
+    return servers[0].wait(), servers[1].wait()
+
+
+def handover(model: str, system: str) -> dict[str, float]:
+    """One request at a time: times of the connector and of the transfer, and until decode's first token."""
+    prefill, decode = pair(model, system)
+    hand_over(prefill, decode, prompts((64,), seed=2), TOKENS)  # links, and warms up
+    firsts = []
+    for name, tokens in prompts(LENGTHS).items():
+        firsts.append(hand_over(prefill, decode, {name: tokens}, TOKENS)[name].first_token_s)
+    time.sleep(0.5)
+    prefill.stop(check=False)
+    end = decode.stop(check=False)
+    durations = next((end.stats[name] for name in DURATIONS if name in end.stats), [])
+    transfers = len(LENGTHS) + 1
+    return {
+        "model thread, ms a transfer": 1e3 * end.connector_s / transfers,
+        "transfer, ms": 1e3 * statistics.median(durations[1:] or [0]),
+        "first token, ms": 1e3 * statistics.median(firsts),
+    }
+
+
+def concurrent(model: str, system: str) -> dict[str, float]:
+    """48 requests at once: until all have ended."""
+    wanted = prompts((256, 512, 128, 768) * 12)
+    if system == "one vLLM":
+        server = Server(model, dtype="bfloat16").wait()
+        begin = time.monotonic()
+        alone(server, wanted, 16)
+        took = time.monotonic() - begin
+        server.stop()
+    else:
+        prefill, decode = pair(model, system)
+        hand_over(prefill, decode, prompts((64,), seed=2), TOKENS)
+        begin = time.monotonic()
+        hand_over(prefill, decode, wanted, 16)
+        took = time.monotonic() - begin
+        prefill.stop(check=False)
+        decode.stop(check=False)
+    return {"48 requests, s": took, "requests a second": 48 / took}
+
+
+def offloading(model: str, system: str) -> dict[str, float]:
+    """Prompts that do not fit into vLLM's KV cache, a second time."""
+    extra = {"spec_name": "LlmDatadistOffloadingSpec", "cpu_bytes_to_use": 2 << 30}
+    transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    kv = transfer if system == "offloading" else None
+    options = {"num_gpu_blocks_override": 150, "enable_prefix_caching": True, "dtype": "bfloat16"}
+    server = Server(model, kv, **options).wait()
+    times = []
+    for turn in range(2):
+        begin = time.monotonic()
+        for name, tokens in prompts((1500,) * 8).items():
+            alone(server, {f"{name} {turn}": tokens}, 1)
+        times.append(time.monotonic() - begin)
+    server.stop()
+    return {"first round, s": times[0], "second round, s": times[1]}
+
+
+GROUPS = {
+    "handover": (handover, [*SYSTEMS]),
+    "concurrent": (concurrent, ["one vLLM", "llm_datadist, pool", "NIXL"]),
+    "offloading": (offloading, ["offloading", "recomputed"]),
+}
+
+
+def main() -> None:
+    """Measure, and print a table for each group."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default=",".join(GROUPS), help="groups: " + ",".join(GROUPS))
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder), layers=16, kv_heads=4, head_dim=256)
+        for group in given.only.split(","):
+            measure, systems = GROUPS[group]
+            rows: dict[str, list[dict[str, float]]] = {system: [] for system in systems}
+            for turn in range(given.rounds):
+                for system in systems if turn % 2 == 0 else reversed(systems):
+                    rows[system] += attempt(group, system, partial(measure, folder, system))
+            table(group, rows)
+
+
+def attempt(group: str, system: str, measured: Callable[[], dict[str, float]]) -> list[dict[str, float]]:
+    """Return one round of a system, or nothing, with the reason, if it fails."""
+    try:
+        return [measured()]
+    except Exception as error:  # noqa: BLE001 - the others are still measured
+        print(f"{group}: {system}: {type(error).__name__}: {error}", file=sys.stderr)
+        return []
+
+
+def table(group: str, rows: dict[str, list[dict[str, float]]]) -> None:
+    """Print the medians of a group."""
+    columns = next((list(found[0]) for found in rows.values() if found), [])
+    print(f"\n| {group} | {' | '.join(columns)} |\n| --- {'| --- ' * len(columns)}|")
+    for system, found in rows.items():
+        cells = [f"{statistics.median(row[name] for row in found):.3g}" for name in columns] if found else ["failed"]
+        print(f"| {system} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

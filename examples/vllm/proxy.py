@@ -1,0 +1,91 @@
+"""The program between the clients and two vLLM servers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+from aiohttp import web
+
+if TYPE_CHECKING:
+    from asyncio.subprocess import Process
+    from types import TracebackType
+
+PATHS = ("/v1/completions", "/v1/chat/completions")
+REQUEST_S = 3600
+CHUNK = 65_536
+
+
+class Proxy:
+    """Passes each request to prefill and then to decode.
+
+    Args:
+        prefill: the address of the server of prefill, ``http://host:port``.
+        decode: the address of the server of decode.
+    """
+
+    def __init__(self, prefill: str, decode: str) -> None:
+        self._prefill = prefill
+        self._decode = decode
+
+    async def __aenter__(self) -> Proxy:  # noqa: PYI034 - Self needs Python 3.11
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=REQUEST_S))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._session.close()
+
+    def app(self) -> web.Application:
+        """Return the server that clients talk to."""
+        app = web.Application(client_max_size=1 << 30)
+        app.add_routes([web.post(path, self._serve) for path in PATHS])
+        return app
+
+    async def until_ready(self, processes: list[Process]) -> None:
+        """Wait until both servers answer.
+
+        Raises:
+            RuntimeError: one of the servers has ended.
+        """
+        for url in (self._prefill, self._decode):
+            while not await self._answers(f"{url}/health"):
+                if any(process.returncode is not None for process in processes):
+                    raise RuntimeError("a server has ended; its output says why")
+                await asyncio.sleep(0.5)
+
+    async def _answers(self, url: str) -> bool:
+        try:
+            async with self._session.get(url) as answer:
+                return answer.status == web.HTTPOk.status_code
+        except aiohttp.ClientError:
+            return False
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        asked = await request.json()
+        params = await self._prefilled(request.path, asked)
+        # Without parameters, decode computes the prompt itself.
+        body = asked if params is None else {**asked, "kv_transfer_params": params}
+        async with self._session.post(self._decode + request.path, json=body) as answer:
+            response = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.content_type})
+            await response.prepare(request)
+            async for chunk in answer.content.iter_chunked(CHUNK):
+                await response.write(chunk)
+            await response.write_eof()
+            return response
+
+    async def _prefilled(self, path: str, asked: dict[str, Any]) -> dict[str, Any] | None:
+        """Have prefill compute the prompt. Return what decode needs, or ``None`` if prefill cannot be reached."""
+        asked = {
+            name: value for name, value in asked.items() if name not in ("stream_options", "max_completion_tokens")
+        }
+        body = {**asked, "max_tokens": 1, "stream": False, "kv_transfer_params": {"do_remote_decode": True}}
+        try:
+            async with self._session.post(self._prefill + path, json=body) as answer:
+                found = await answer.json()
+        except (aiohttp.ClientError, ValueError):
+            return None
+        params: dict[str, Any] | None = found.get("kv_transfer_params")
+        return params
