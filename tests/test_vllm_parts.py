@@ -13,7 +13,7 @@ import pytest
 
 from llm_datadist.integrations.vllm import messages, register
 from llm_datadist.integrations.vllm.handover import Handover
-from llm_datadist.integrations.vllm.ranks import heads_of, sources
+from llm_datadist.integrations.vllm.ranks import Shard, heads_of
 from llm_datadist.integrations.vllm.scheduler import SchedulerSide
 from llm_datadist.integrations.vllm.settings import Settings
 from llm_datadist.integrations.vllm.step import Receive, Send, Step
@@ -36,7 +36,7 @@ def test_decode_reads_each_head_once_and_reports_to_every_rank() -> None:
         reports = dict.fromkeys(range(remote), 0)
         wanted = {}
         for rank in range(ranks):
-            found = sources(rank, ranks, remote, heads)
+            found = Shard(rank, ranks, heads).sources(remote)
             read = [head for one in found if one.reads for head in heads_of(one.rank, remote, heads)]
             mine = heads_of(rank, ranks, heads)
             assert all(read.count(head) == 1 for head in mine)
@@ -47,7 +47,7 @@ def test_decode_reads_each_head_once_and_reports_to_every_rank() -> None:
 
 
 def test_copies_of_a_head_share_the_readers() -> None:
-    readers = [next(one.rank for one in sources(rank, 4, 8, 2) if one.reads) for rank in range(4)]
+    readers = [next(one.rank for one in Shard(rank, 4, 2).sources(8) if one.reads) for rank in range(4)]
     assert len(set(readers)) == 4
 
 
@@ -101,6 +101,14 @@ def test_other_requests_are_freed_at_once(params: Any, complete: bool, given: di
     prefill = side(**given)
     assert prefill.finished(Request(kv_transfer_params=params), ([5, 6],), complete) is None
     assert prefill.take_step() == Step()
+
+
+def test_without_addresses_nothing_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    prefill = SchedulerSide("engine", [32], producer=True, consumer=False)
+    request = Request(kv_transfer_params={"do_remote_decode": True})
+    assert prefill.finished(request, ([5, 6, 7, 8],), complete=True) is None
+    assert prefill.take_step() == Step()
+    assert "request r is not handed over" in caplog.text
 
 
 def test_blocks_without_content_are_not_lent() -> None:

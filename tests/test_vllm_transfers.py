@@ -176,6 +176,24 @@ def test_a_prefill_that_is_gone_fails_the_receive() -> None:
         assert "127.0.0.1:1" in decode.workers[0].lines()
 
 
+@pytest.mark.parametrize(
+    ("addresses", "reason"),
+    [
+        (["127.0.0.1:1"] * 3, "2 KV heads cannot be split over 3 ranks"),
+        (["nonsense"], "nonsense"),
+        (["127.0.0.1:1", ""], "address"),
+    ],
+)
+def test_addresses_that_make_no_sense_fail_the_receive(addresses: list[str], reason: str) -> None:
+    with sides() as (prefill, decode):
+        handover = prefill.handover("there", [4, 5])
+        handover.addresses[:] = addresses
+        decode.do([Receive("here", handover, [[4, 5]], 0, 60)])
+        eventually(lambda: decode.all_ended("here", "received"))
+        assert decode.workers[0].look().failed == {"here"}
+        assert reason in decode.workers[0].lines()
+
+
 def test_a_prefill_that_ends_fails_the_receives_that_wait_for_it() -> None:
     with sides() as (prefill, decode):
         decode.do([receive(decode, prefill.handover("there", [4, 5]), 60)])
@@ -187,10 +205,14 @@ def test_a_prefill_that_ends_fails_the_receives_that_wait_for_it() -> None:
         assert "broke" in decode.workers[0].lines()
 
 
-def test_another_model_is_refused() -> None:
-    with sides({"tag": "one"}, {"tag": "another"}) as (prefill, decode):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_another_model_is_refused(ranks: int) -> None:
+    """Decode then tells prefill that it needs nothing, long before the lease ends."""
+    lease = {"lease_ms": 3_600_000}
+    with sides({"tag": "one", **lease}, {"tag": "another", "ranks": ranks}) as (prefill, decode):
         prefill.do(sends=[Send("there", [[4, 5]])])
         failed_receive(prefill, decode)
+        eventually(lambda: prefill.all_ended("there", "sent"))
         assert "model differs" in decode.workers[0].lines()
 
 

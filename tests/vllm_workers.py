@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from llm_datadist import LLMConfig, LLMDataDist, LLMRole
 from llm_datadist.integrations.vllm.group_caches import GroupCaches
 from llm_datadist.integrations.vllm.pages import PageFormat
-from llm_datadist.integrations.vllm.ranks import heads_of
+from llm_datadist.integrations.vllm.ranks import Shard
 from llm_datadist.integrations.vllm.receiving import cluster_of
 from llm_datadist.integrations.vllm.settings import Settings
 from llm_datadist.integrations.vllm.step import Step
@@ -57,12 +57,13 @@ class _Worker:
         cluster = cluster_of(name, rank)
         self.engine = LLMDataDist(LLMRole.MIX, cluster)
         self.engine.init(config.generate_options())
-        self.pages = Pages(isa, block_size, heads_of(rank, ranks, heads), BLOCKS)
+        shard = Shard(rank, ranks, heads)
+        self.pages = Pages(isa, block_size, shard.heads, BLOCKS)
         form = PageFormat(LAYERS, block_size, self.pages.heads, heads, DIM, DIM, 2, isa, tag)
         caches = GroupCaches(self.engine.cache_manager, cluster, 0, form)
         caches.register([layer.ctypes.data for layer in self.pages.memory], BLOCKS, form.page_bytes)
         settings = Settings.parse({"timeout_ms": LIMIT_MS, "lease_ms": LIMIT_MS, **given})
-        self.transfers = TransferThread(self.engine, [caches], rank, ranks, heads, settings)
+        self.transfers = TransferThread(self.engine, [caches], shard, settings)
         self.ended = Ended()
 
     def address(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Source", "heads_of", "sources"]
+__all__ = ["Shard", "Source", "heads_of"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,45 @@ class Source:
     rank: int
     readers: int
     reads: bool
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of the KV cache that one worker holds.
+
+    Attributes:
+        rank: the tensor-parallel rank of the worker.
+        ranks: the tensor-parallel size.
+        total_heads: number of KV heads of the model.
+    """
+
+    rank: int
+    ranks: int
+    total_heads: int
+
+    @property
+    def heads(self) -> range:
+        """The KV heads that the worker holds."""
+        return heads_of(self.rank, self.ranks, self.total_heads)
+
+    def sources(self, remote_ranks: int) -> list[Source]:
+        """Return the ranks of prefill that this worker of decode reads, or frees without reading.
+
+        Each rank of prefill gets at least one reader, so that its blocks are freed. Readers are spread over the ranks
+        that hold copies of one head.
+
+        Args:
+            remote_ranks: the tensor-parallel size of prefill.
+        """
+        reads = [_reads(Shard(reader, self.ranks, self.total_heads), remote_ranks) for reader in range(self.ranks)]
+        found = []
+        for remote in range(remote_ranks):
+            readers = sum(remote in read for read in reads)
+            if remote in reads[self.rank]:
+                found.append(Source(remote, readers, reads=True))
+            elif not readers and remote % self.ranks == self.rank:
+                found.append(Source(remote, 1, reads=False))
+        return found
 
 
 def heads_of(rank: int, ranks: int, total_heads: int) -> range:
@@ -46,33 +85,12 @@ def heads_of(rank: int, ranks: int, total_heads: int) -> range:
     raise ValueError(f"{total_heads} KV heads cannot be split over {ranks} ranks")
 
 
-def sources(rank: int, ranks: int, remote_ranks: int, total_heads: int) -> list[Source]:
-    """Return the ranks of prefill that a rank of decode reads, or frees without reading.
-
-    Each rank of prefill gets at least one reader, so that its blocks are freed. Readers are spread over the ranks that
-    hold copies of one head.
-
-    Args:
-        rank: this tensor-parallel rank of decode.
-        ranks: the tensor-parallel size of decode.
-        remote_ranks: the tensor-parallel size of prefill.
-        total_heads: number of KV heads of the model.
-    """
-    reads = [_reads(reader, ranks, remote_ranks, total_heads) for reader in range(ranks)]
-    found = []
-    for remote in range(remote_ranks):
-        readers = sum(remote in read for read in reads)
-        if remote in reads[rank]:
-            found.append(Source(remote, readers, reads=True))
-        elif not readers and remote % ranks == rank:
-            found.append(Source(remote, 1, reads=False))
-    return found
-
-
-def _reads(rank: int, ranks: int, remote_ranks: int, total_heads: int) -> set[int]:
+def _reads(shard: Shard, remote_ranks: int) -> set[int]:
+    """Return the ranks of prefill that hold the heads of a shard, one for each head."""
+    total_heads = shard.total_heads
     copies = max(1, remote_ranks // total_heads)
     read = set()
-    for head in heads_of(rank, ranks, total_heads):
+    for head in shard.heads:
         holders = [remote for remote in range(remote_ranks) if head in heads_of(remote, remote_ranks, total_heads)]
-        read.add(holders[rank % copies])
+        read.add(holders[shard.rank % copies])
     return read

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 from llm_datadist import LLMException
 from llm_datadist.integrations.vllm.group_caches import HEADS, PAGES, Owner
 from llm_datadist.integrations.vllm.messages import Ask, Done, Gone
-from llm_datadist.integrations.vllm.ranks import heads_of, sources
+from llm_datadist.integrations.vllm.ranks import heads_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from llm_datadist.events import Transfer
     from llm_datadist.integrations.vllm.group_caches import GroupCaches
     from llm_datadist.integrations.vllm.messages import Lent, Message
-    from llm_datadist.integrations.vllm.ranks import Source
+    from llm_datadist.integrations.vllm.ranks import Shard, Source
     from llm_datadist.integrations.vllm.step import Receive
 
 __all__ = ["Outcome", "Receiving", "cluster_of"]
@@ -82,9 +83,7 @@ class Receiving:
     Args:
         engine: the engine.
         groups: the caches of the KV cache groups.
-        rank: this tensor-parallel rank.
-        ranks: the tensor-parallel size.
-        total_heads: number of KV heads of the model.
+        shard: the part of the KV cache that this worker holds.
         limit_s: time limit of a receive, in seconds.
         notify: sends a message to a cluster.
         ended: takes the outcome of each receive that has blocks.
@@ -94,18 +93,14 @@ class Receiving:
         self,
         engine: LLMDataDist,
         groups: list[GroupCaches],
-        rank: int,
-        ranks: int,
-        total_heads: int,
+        shard: Shard,
         limit_s: float,
         notify: Callable[[int, Message], None],
         ended: Callable[[Outcome], None],
     ) -> None:
         self._engine = engine
         self._groups = groups
-        self._rank = rank
-        self._ranks = ranks
-        self._total_heads = total_heads
+        self._shard = shard
         self._limit_s = limit_s
         self._notify = notify
         self._ended = ended
@@ -114,14 +109,25 @@ class Receiving:
         self._linked: set[int] = set()
 
     def begin(self, receive: Receive, now: float) -> None:
-        """Begin to receive a request."""
+        """Begin to receive a request. Whatever fails is the outcome of the receive."""
+        try:
+            self._begin(receive, now)
+        except Exception as error:  # noqa: BLE001 - one request fails, not the thread
+            if receive.request in self._ongoing:
+                self._fail(self._ongoing[receive.request], str(error))
+            else:
+                self._report(receive, str(error), (0, 0, 0, 0))
+
+    def _begin(self, receive: Receive, now: float) -> None:
         handover = receive.handover
-        wanted = sources(self._rank, self._ranks, len(handover.addresses), self._total_heads)
+        wanted = self._shard.sources(len(handover.addresses))
         by_cluster = {cluster_of(handover.engine_id, source.rank): source for source in wanted}
         view = PAGES if handover.block_sizes == [group.form.block_size for group in self._groups] else HEADS
         ongoing = _Ongoing(receive, by_cluster, view, now, now + self._limit_s)
         self._ongoing[receive.request] = ongoing
         for cluster in by_cluster:
+            if ongoing.failure:
+                return  # the receive has ended
             if cluster in self._linked:
                 self._greet(ongoing, cluster)
             else:
@@ -165,7 +171,8 @@ class Receiving:
             self._fail(ongoing, str(failure))
         elif cluster is not None:
             self._linked.add(cluster)
-            self._greet(ongoing, cluster)
+            if not ongoing.failure:
+                self._greet(ongoing, cluster)
         self._proceed(ongoing)
 
     def due(self, now: float) -> None:
@@ -177,11 +184,6 @@ class Receiving:
     def next_due(self) -> float | None:
         """Return when ``due`` has something to do, or ``None``."""
         return min((ongoing.deadline for ongoing in self._ongoing.values()), default=None)
-
-    def fail(self, request: str, failure: str) -> None:
-        """Fail a receive for a reason outside this class."""
-        if request in self._ongoing:
-            self._fail(self._ongoing[request], failure)
 
     def _link(self, ongoing: _Ongoing, cluster: int, address: str) -> None:
         left_ms = max(1, int(1000 * (ongoing.deadline - time.monotonic())))
@@ -233,7 +235,7 @@ class Receiving:
         receive = ongoing.receive
         ranks = len(receive.handover.addresses)
         owners = [
-            Owner(cluster, heads_of(source.rank, ranks, self._total_heads), ongoing.lent[cluster])
+            Owner(cluster, heads_of(source.rank, ranks, self._shard.total_heads), ongoing.lent[cluster])
             for cluster, source in ongoing.sources.items()
             if source.reads
         ]
@@ -278,11 +280,22 @@ class Receiving:
         self._proceed(ongoing)
 
     def _end(self, ongoing: _Ongoing) -> None:
-        receive = ongoing.receive
-        del self._ongoing[receive.request]
-        took = time.monotonic() - ongoing.begin
+        del self._ongoing[ongoing.receive.request]
         if ongoing.failure:
-            logger.error("request %s was not received from prefill: %s", receive.request, ongoing.failure)
+            self._give_up(ongoing)
+        took = time.monotonic() - ongoing.begin
+        figures = (took, ongoing.nanos / 1e9, ongoing.moved, ongoing.blocks)
+        self._report(ongoing.receive, ongoing.failure, figures)
+
+    def _give_up(self, ongoing: _Ongoing) -> None:
+        """Tell prefill that its blocks are not needed any more, where there is a link. The lease ends anyway."""
+        for cluster, source in ongoing.sources.items():
+            if cluster in self._linked:
+                with suppress(LLMException):
+                    self._notify(cluster, Done(ongoing.receive.handover.request, source.readers))
+
+    def _report(self, receive: Receive, failure: str, figures: tuple[float, float, int, int]) -> None:
+        if failure:
+            logger.error("request %s was not received from prefill: %s", receive.request, failure)
         if receive.blocks:
-            figures = (took, ongoing.nanos / 1e9, ongoing.moved, ongoing.blocks)
-            self._ended(Outcome(receive.request, ongoing.failure, *figures))
+            self._ended(Outcome(receive.request, failure, *figures))

@@ -88,6 +88,11 @@ class SchedulerSide:
                 self._receive(request, handover, [], request.num_prompt_tokens)
         if not self._producer or not params.get("do_remote_decode") or not complete:
             return None
+        if not self._addresses:
+            logger.error(
+                "request %s is not handed over: the workers have not said where they listen", request.request_id
+            )
+            return None
         counts = [-(-request.num_prompt_tokens // size) for size in self._block_sizes]
         blocks = [list(group[:count]) for group, count in zip(groups, counts)]
         if not any(any(group) for group in blocks):

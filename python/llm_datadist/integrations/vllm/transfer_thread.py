@@ -27,6 +27,7 @@ from llm_datadist.integrations.vllm.step import Receive, Send
 if TYPE_CHECKING:
     from llm_datadist import LLMDataDist
     from llm_datadist.integrations.vllm.group_caches import GroupCaches
+    from llm_datadist.integrations.vllm.ranks import Shard
     from llm_datadist.integrations.vllm.receiving import Outcome
     from llm_datadist.integrations.vllm.settings import Settings
     from llm_datadist.integrations.vllm.step import Step
@@ -51,9 +52,7 @@ class TransferThread:
     Args:
         engine: the engine of the worker.
         groups: the caches of its KV cache groups.
-        rank: its tensor-parallel rank.
-        ranks: the tensor-parallel size.
-        total_heads: number of KV heads of the model.
+        shard: the part of the KV cache that it holds.
         settings: the options of the connector.
     """
 
@@ -61,16 +60,13 @@ class TransferThread:
         self,
         engine: LLMDataDist,
         groups: list[GroupCaches],
-        rank: int,
-        ranks: int,
-        total_heads: int,
+        shard: Shard,
         settings: Settings,
     ) -> None:
         limit_s = settings.timeout_ms / 1000
         self._engine = engine
         self._lending = Lending(groups, settings.lease_ms / 1000, limit_s, self._notify, self._freed)
-        sizes = (rank, ranks, total_heads)
-        self._receiving = Receiving(engine, groups, *sizes, limit_s, self._notify, self._received)
+        self._receiving = Receiving(engine, groups, shard, limit_s, self._notify, self._received)
         self._lock = threading.Lock()
         self._work: deque[Receive | Send] = deque()
         self._ended = Ended()
@@ -146,10 +142,8 @@ class TransferThread:
         """Run an action. A failure concerns one request, so the thread goes on."""
         try:
             action(item)
-        except Exception as error:
+        except Exception:
             logger.exception("llm_datadist: %s failed", action.__name__)
-            if isinstance(item, Receive):
-                self._receiving.fail(item.request, str(error))
 
     def _begin(self, item: Receive | Send) -> None:
         if isinstance(item, Send):

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from llm_datadist import LLMConfig, LLMDataDist, LLMRole
 from llm_datadist.integrations.vllm.group_caches import GroupCaches
 from llm_datadist.integrations.vllm.pages import PageFormat
-from llm_datadist.integrations.vllm.ranks import heads_of
+from llm_datadist.integrations.vllm.ranks import Shard
 from llm_datadist.integrations.vllm.receiving import cluster_of
 from llm_datadist.integrations.vllm.settings import apply_engine_options
 from llm_datadist.integrations.vllm.supported import check_device
@@ -43,11 +43,12 @@ class WorkerSide:
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings, rank: int, ranks: int) -> None:
+        model = vllm_config.model_config
+        total_heads = 1 if model.use_mla else int(model.get_total_num_kv_heads())
+        self._shard = Shard(rank, ranks, total_heads)
         self._config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._settings = settings
-        self._rank = rank
-        self._ranks = ranks
         self._cluster = cluster_of(vllm_config.kv_transfer_config.engine_id, rank)
         self.groups: list[GroupCaches] = []
         self._transfers: TransferThread | None = None
@@ -80,6 +81,8 @@ class WorkerSide:
         manager = self._engine.cache_manager
         for index, group in enumerate(self._kv_cache_config.kv_cache_groups):
             if index == len(self.groups):
+                if self._fits_pool():
+                    logger.warning("vLLM did not allocate its KV cache in the pool of llm_datadist; it is registered")
                 self.groups.append(GroupCaches(manager, self._cluster, index, self._form(index)))
             tensors = [kv_caches[name] for name in group.layer_names]
             first = tensors[0]
@@ -90,8 +93,7 @@ class WorkerSide:
                 if tensor[0].nbytes != form.page_bytes or not tensor[0].is_contiguous():
                     raise RuntimeError(f"unknown layout of vLLM's KV cache: shape {tuple(tensor.shape)}, {form}")
             self.groups[index].register([tensor.data_ptr() for tensor in tensors], first.shape[0], stride)
-        sizes = (self._rank, self._ranks, self._total_heads())
-        self._transfers = TransferThread(self._engine, self.groups, *sizes, self._settings)
+        self._transfers = TransferThread(self._engine, self.groups, self._shard, self._settings)
         form = self.groups[0].form
         logger.info(
             "llm_datadist listens at %s: %d KV cache groups, %d layers, pages of %d bytes, packing %r, cluster %d",
@@ -107,7 +109,7 @@ class WorkerSide:
     def _open(self) -> LLMDataDist:
         config = LLMConfig()
         config.enable_cache_manager = True
-        config.listen_ip_info = self._settings.listen_address(self._rank)
+        config.listen_ip_info = self._settings.listen_address(self._shard.rank)
         config.sync_kv_timeout = min(self._settings.timeout_ms, 2**31 - 1)
         if self._fits_pool():
             size = self._kv_cache_config.kv_cache_tensors[0].size + _POOL_SLACK
@@ -136,20 +138,15 @@ class WorkerSide:
         spec = group.kv_cache_spec
         if not hasattr(spec, "num_kv_heads"):
             raise RuntimeError(f"llm_datadist does not know KV caches of {type(spec).__name__}")
-        total = self._total_heads()
-        latent = total == 1 and type(spec).__name__ == _LATENT
+        latent = self._shard.total_heads == 1 and type(spec).__name__ == _LATENT
         layers = self._config.compilation_config.static_forward_context
         isa = "" if latent else str(getattr(layers.get(group.layer_names[0]), "isa", ""))
         element = torch.empty(0, dtype=spec.dtype).element_size()
         content = spec.page_size_bytes // (spec.block_size * spec.num_kv_heads * element)
         tag = f"{self._settings.model_tag}/{spec.dtype}/{type(spec).__name__}"
-        heads = heads_of(self._rank, self._ranks, total)
+        heads, total = self._shard.heads, self._shard.total_heads
         sizes = (content - content // 2, content // 2)
         return PageFormat(len(group.layer_names), spec.block_size, heads, total, *sizes, element, isa, tag)
-
-    def _total_heads(self) -> int:
-        model = self._config.model_config
-        return 1 if model.use_mla else int(model.get_total_num_kv_heads())
 
 
 class _PoolMemory(TorchFunctionMode):  # type: ignore[misc]
