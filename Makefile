@@ -76,7 +76,12 @@ test: check-tools cpp-tools build capi $(VENV)/.test-tools  ## every test: Rust,
 test-vllm: build  ## tests with a real vLLM on a CPU, in an environment of its own of 6 GB (SUBSET=1: the short version)
 	@$(MAKE) --no-print-directory .venv-vllm/.tools || { echo "NOT RUN: integration-tests/vllm, because vLLM cannot be installed here"; exit $(if $(CI),0,1); }
 	if [ -e .venv-vllm/.tools ]; then VIRTUAL_ENV=$(CURDIR)/.venv-vllm $(BIN)/maturin develop --release --quiet --locked && \
-		.venv-vllm/bin/python -m pytest -c integration-tests/vllm/pytest.ini $(if $(SUBSET),--subset) integration-tests/vllm; fi
+		.venv-vllm/bin/python -m pytest -c integration-tests/pytest.ini $(if $(SUBSET),--subset) integration-tests/vllm; fi
+
+test-lmcache: build .venv-peers/.tools  ## the transfer channel inside the real LMCache, in the environment of bench-peers
+	VIRTUAL_ENV=$(CURDIR)/.venv-peers $(BIN)/maturin develop --release --quiet --locked
+	.venv-peers/bin/python $(PIP) --quiet pytest==9.2.0
+	.venv-peers/bin/python -m pytest -c integration-tests/pytest.ini integration-tests/lmcache
 
 # NIXL is installed alone, because it asks for gigabytes of CUDA that it does not use here.
 bench-vllm: build .venv-vllm/.tools  ## the connector for vLLM beside that of NIXL, and offloading (BENCH_VLLM="options")
@@ -304,4 +309,4 @@ $(VENV)/.wheel-tools: requirements-wheel.txt $(VENV)/.build-tools
 clean:  ## remove everything that was built
 	rm -rf target fuzz/target $(VENV) .venv-docs .venv-torch .venv-peers .venv-vllm dist python/llm_datadist/_core*.so
 
-.PHONY: help demo demo-plan check-tools test-wheel sdist uninstall test test-vllm bench-vllm test-benches test-docs docs docs-options docs-stats mutants cpp-tools stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance lint loom thorough soak bench bench-latency bench-peers example example-tensor-parallel example-torch wheel build sanitize header capi install install-files clean
+.PHONY: help demo demo-plan check-tools test-wheel sdist uninstall test test-vllm test-lmcache bench-vllm test-benches test-docs docs docs-options docs-stats mutants cpp-tools stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance lint loom thorough soak bench bench-latency bench-peers example example-tensor-parallel example-torch wheel build sanitize header capi install install-files clean

@@ -396,7 +396,7 @@ def test_python_files_import_one_another_in_no_circle() -> None:
 STDLIB = getattr(sys, "stdlib_module_names", None)
 
 
-SERVERS = {"vllm": ("vllm", "torch", "numpy"), "prometheus.py": ("prometheus_client",)}
+SERVERS = {"vllm": ("vllm", "torch", "numpy"), "prometheus.py": ("prometheus_client",), "lmcache": ("lmcache",)}
 
 
 def test_only_integrations_import_integrations() -> None:

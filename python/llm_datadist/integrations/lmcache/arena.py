@@ -1,0 +1,177 @@
+"""One memory arena that peers read by offsets, and readers of the arenas of peers. Nothing here needs LMCache."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+from typing import TYPE_CHECKING, Any
+
+from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMConfig, LLMDataDist, LLMException, LLMRole
+from llm_datadist.groups import GroupPart
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from llm_datadist.events import Transfer
+
+__all__ = ["Arena", "ArenaReader", "address_of"]
+
+_MODEL = 0
+_MAX_TASKS = 65_536
+_RELINK_MS = 1000
+Range = tuple[int, int]
+
+
+def address_of(url: str) -> str:
+    """Return ``ip:port`` of a URL with or without a scheme.
+
+    Raises:
+        ValueError: there is no port.
+    """
+    address = url.split("://", 1)[-1]
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"url={url!r} must be ip:port")
+    return address
+
+
+class Arena:
+    """The memory of this process that peers read, and the engine that serves them.
+
+    Args:
+        listen_url: where peers reach this process, ``ip:port``; port 0 takes a free one.
+        pointer: the first address of the arena.
+        size: its bytes.
+        engine_options: attributes of ``LLMConfig`` for the engine.
+
+    Raises:
+        ValueError: an invalid URL, or an option that does not exist.
+        LLMException: the engine cannot be opened; for example, the process has one already.
+    """
+
+    def __init__(self, listen_url: str, pointer: int, size: int, engine_options: Mapping[str, Any]) -> None:
+        config = LLMConfig()
+        config.enable_cache_manager = True
+        config.listen_ip_info = address_of(listen_url)
+        for name, value in engine_options.items():
+            if not hasattr(type(config), name):
+                raise ValueError(f"engine_options: LLMConfig has no option {name!r}")
+            setattr(config, name, value)
+        self.size = size
+        self._engine = LLMDataDist(LLMRole.MIX, secrets.randbits(63))
+        self._engine.init(config.generate_options())
+        desc = CacheDesc(1, [1, size], DataType.DT_UINT8)
+        key = BlocksCacheKey(self._engine.cluster_id, _MODEL)
+        self._cache = self._engine.cache_manager.register_blocks_cache(desc, [pointer], key, True)
+
+    @property
+    def address(self) -> str:
+        """Where the engine listens, ``ip:port``."""
+        return str(self._engine.listen_ip_info)
+
+    def link(self, url: str, timeout_ms: int) -> int:
+        """Link to the arena of a peer, and return its cluster.
+
+        Raises:
+            LLMException: as for ``ensure_link``.
+        """
+        peer = self._engine.ensure_link(address_of(url), timeout_ms=timeout_ms).result()
+        if peer is None:
+            raise RuntimeError(f"no peer at {url}")
+        return peer.cluster_id
+
+    def is_linked(self, cluster: int) -> bool:
+        """Whether there is a link to a cluster."""
+        return any(peer.cluster_id == cluster for peer in self._engine.peers())
+
+    def read(self, cluster: int, local: Sequence[Range], remote: Sequence[Range], timeout_ms: int) -> Transfer:
+        """Start to read ranges of a peer's arena into ranges of this one. A range is ``(offset, size)``.
+
+        Raises:
+            ValueError: the lists differ in length, or a pair in size, or a range leaves the arena.
+            LLMException: as for ``pull_group_async``.
+        """
+        if len(local) != len(remote) or not local:
+            raise ValueError(
+                f"{len(local)} local and {len(remote)} remote ranges must be equally many, and at least one"
+            )
+        key = BlocksCacheKey(cluster, _MODEL)
+        parts = []
+        for (offset, size), (peer_offset, peer_size) in zip(local, remote):
+            if size != peer_size or not 0 <= offset <= offset + size <= self.size or size <= 0:
+                raise ValueError(f"ranges {(offset, size)} and {(peer_offset, peer_size)} do not fit {self.size} bytes")
+            parts.append(GroupPart(key, self._cache, [0], [0], src_offset=peer_offset, dst_offset=offset, length=size))
+        return self._engine.cache_manager.pull_group_async(parts, timeout_ms=timeout_ms)
+
+    def close(self) -> None:
+        """Close the engine. Reads that run fail."""
+        self._engine.finalize()
+
+
+class ArenaReader:
+    """Reads the arena of one peer.
+
+    Args:
+        arena: the arena of this process.
+        url: where the peer listens.
+        timeout_ms: time limit of linking and of each read, in milliseconds.
+
+    Raises:
+        LLMException: as for ``ensure_link``.
+    """
+
+    def __init__(self, arena: Arena, url: str, timeout_ms: int) -> None:
+        self._arena = arena
+        self._url = url
+        self._timeout_ms = timeout_ms
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._tasks: dict[int, tuple[Transfer | None, int]] = {}
+        self._cluster = arena.link(url, timeout_ms)
+
+    def submit(self, local: Sequence[Range], remote: Sequence[Range]) -> int:
+        """Start a read, and return its number. A peer that cannot be reached is the outcome of the read.
+
+        If the link has broken, for example because the peer was restarted, the call first links again, within 1 s.
+
+        Raises:
+            ValueError: as for ``Arena.read``, or too many reads whose outcome nobody has asked for.
+        """
+        with self._lock:
+            if len(self._tasks) >= _MAX_TASKS:
+                raise ValueError(f"{_MAX_TASKS} reads whose outcome nobody has asked for")
+        try:
+            if not self._arena.is_linked(self._cluster):
+                self._cluster = self._arena.link(self._url, _RELINK_MS)
+            transfer: Transfer | None = self._arena.read(self._cluster, local, remote, self._timeout_ms)
+        except LLMException:
+            transfer = None
+        with self._lock:
+            number = next(self._numbers)
+            self._tasks[number] = (transfer, len(local))
+        return number
+
+    def outcome(self, number: int) -> list[bool] | None:
+        """Return which ranges of a read are in place, or ``None`` while it runs. Ended reads are forgotten.
+
+        Raises:
+            KeyError: there is no such read.
+        """
+        with self._lock:
+            transfer, count = self._tasks[number]
+            if transfer is not None and not transfer.done():
+                return None
+            del self._tasks[number]
+        # After a failure, no range of the group is known to be complete.
+        return [transfer is not None and transfer.exception() is None] * count
+
+    def close(self) -> None:
+        """Cancel the reads that run, and wait until nothing of them writes to the arena any more."""
+        with self._lock:
+            tasks, self._tasks = self._tasks, {}
+        transfers = [transfer for transfer, _ in tasks.values() if transfer is not None]
+        for transfer in transfers:
+            transfer.cancel()
+        for transfer in transfers:
+            transfer.exception()

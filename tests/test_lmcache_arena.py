@@ -1,0 +1,150 @@
+"""The arena and the readers of the channel for LMCache, between two processes, without LMCache.
+
+`integration-tests/lmcache` runs the channel inside the real package.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from llm_datadist import LLMException
+from peers import LIMIT, eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from multiprocessing.connection import Connection
+
+SIZE = 1 << 18
+LIMIT_MS = int(LIMIT * 1000)
+_PROCESSES = multiprocessing.get_context("forkserver")
+
+
+def load() -> Any:
+    """Import `arena.py` alone, because its package needs LMCache."""
+    name = "lmcache_arena"
+    if name not in sys.modules:
+        path = Path(__file__).parents[1] / "python/llm_datadist/integrations/lmcache/arena.py"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+def _run(pipe: Connection, listen: str) -> None:
+    memory = np.arange(SIZE // 2, dtype=np.uint16)
+    served = load().Arena(listen, memory.ctypes.data, SIZE, {})
+    pipe.send(served.address)
+    pipe.recv()
+    served.close()
+
+
+class Far:
+    """An arena in another process."""
+
+    def __init__(self, listen: str = "tcp://127.0.0.1:0") -> None:
+        self._pipe, there = _PROCESSES.Pipe()
+        self.process = _PROCESSES.Process(target=_run, args=(there, listen), daemon=True)
+        self.process.start()
+        there.close()
+        assert self._pipe.poll(LIMIT)
+        self.address = self._pipe.recv()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(LIMIT)
+
+    def close(self) -> None:
+        if self.process.is_alive():
+            self._pipe.send("close")
+            self.process.join(LIMIT)
+
+
+@pytest.fixture
+def memory() -> np.ndarray:
+    return np.zeros(SIZE, np.uint8)
+
+
+@pytest.fixture
+def near(memory: np.ndarray) -> Iterator[Any]:
+    made = load().Arena("127.0.0.1:0", memory.ctypes.data, SIZE, {})
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def far() -> Iterator[Far]:
+    made = Far()
+    yield made
+    made.close()
+
+
+def ended(reader: Any, number: int) -> list[bool]:
+    outcomes: list[list[bool]] = []
+    eventually(lambda: outcomes.extend(filter(None, [reader.outcome(number)])) or outcomes)
+    return outcomes[0]
+
+
+def test_ranges_are_read(near: Any, far: Far, memory: np.ndarray) -> None:
+    reader = load().ArenaReader(near, f"tcp://{far.address}", LIMIT_MS)
+    local, remote = [(100, 50), (4096, 8192)], [(2000, 50), (SIZE - 8192, 8192)]
+    assert ended(reader, reader.submit(local, remote)) == [True, True]
+    source = np.arange(SIZE // 2, dtype=np.uint16).view(np.uint8)
+    expected = np.zeros(SIZE, np.uint8)
+    expected[100:150], expected[4096:12288] = source[2000:2050], source[-8192:]
+    assert np.array_equal(memory, expected)
+    with pytest.raises(KeyError):
+        reader.outcome(1)
+    reader.close()
+
+
+def test_ranges_that_do_not_fit_are_refused(near: Any, far: Far, memory: np.ndarray) -> None:
+    reader = load().ArenaReader(near, far.address, LIMIT_MS)
+    for local, remote in [
+        ([], []),
+        ([(0, 8)], []),
+        ([(0, 8)], [(0, 9)]),
+        ([(0, 0)], [(0, 0)]),
+        ([(-1, 8)], [(0, 8)]),
+        ([(SIZE - 4, 8)], [(0, 8)]),
+    ]:
+        with pytest.raises(ValueError, match="ranges"):
+            reader.submit(local, remote)
+    # The peer refuses what leaves its arena.
+    assert ended(reader, reader.submit([(0, 8), (8, 8)], [(0, 8), (SIZE - 4, 8)])) == [False, False]
+    assert not memory[8:16].any()
+
+
+def test_a_peer_may_be_restarted(near: Any, far: Far) -> None:
+    reader = load().ArenaReader(near, far.address, LIMIT_MS)
+    assert ended(reader, reader.submit([(0, 8)], [(8, 8)])) == [True]
+    far.kill()
+    eventually(lambda: not near.is_linked(reader._cluster))
+    assert ended(reader, reader.submit([(0, 8)], [(8, 8)])) == [False]
+    again = Far(far.address)
+    try:
+        assert ended(reader, reader.submit([(0, 8)], [(8, 8)])) == [True]
+    finally:
+        again.close()
+
+
+def test_bad_arguments() -> None:
+    for url in ("127.0.0.1", "tcp://host:", ":7600", "host:port"):
+        with pytest.raises(ValueError, match="must be ip:port"):
+            load().Arena(url, 4096, 8, {})
+    with pytest.raises(ValueError, match="no option 'no_such'"):
+        load().Arena("127.0.0.1:0", 4096, 8, {"no_such": 1})
+
+
+def test_nobody_listens(near: Any) -> None:
+    with pytest.raises(LLMException, match=r"127\.0\.0\.1:1"):
+        load().ArenaReader(near, "127.0.0.1:1", 200)
