@@ -396,7 +396,12 @@ def test_python_files_import_one_another_in_no_circle() -> None:
 STDLIB = getattr(sys, "stdlib_module_names", None)
 
 
-SERVERS = {"vllm": ("vllm", "torch", "numpy"), "prometheus.py": ("prometheus_client",), "lmcache": ("lmcache",)}
+SERVERS = {
+    "vllm": ("vllm", "torch", "numpy"),
+    "prometheus.py": ("prometheus_client",),
+    "lmcache": ("lmcache",),
+    "opentelemetry.py": ("opentelemetry",),
+}
 
 
 def test_only_integrations_import_integrations() -> None:

@@ -224,6 +224,7 @@ def test_options_are_checked() -> None:
         ({"timeout_ms": 2**32}, "timeout_ms=4294967296 is out of range"),
         ({"host": ""}, "'host' must not be empty"),
         ({"engine_options": []}, "must be of type dict"),
+        ({"spans": 1}, "option 'spans' must be of type bool, not 1"),
     ]:
         with pytest.raises(ValueError, match=text):
             Settings.parse(given)

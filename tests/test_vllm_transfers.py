@@ -216,6 +216,21 @@ def test_another_model_is_refused(ranks: int) -> None:
         assert "model differs" in decode.workers[0].lines()
 
 
+def test_receives_are_spans() -> None:
+    pytest.importorskip("opentelemetry.sdk", reason="opentelemetry-sdk needs Python 3.10")
+    with sides({}, {"spans": True, "timeout_ms": 1000}) as (prefill, decode):
+        prefill.do(sends=[Send("there", [[4, 5]])])
+        decode.do([receive(decode, prefill.handover("there", [4, 5]), 60)])
+        eventually(lambda: decode.all_ended("here", "received"))
+        decode.do([Receive("gone", prefill.handover("nobody", [4]), [[4]], 0, 30)])
+        eventually(lambda: decode.all_ended("gone", "failed"))
+        (good, bad) = decode.workers[0].spans()
+        assert (good[0], good[2], bad[2]) == ("llm_datadist.receive", "UNSET", "ERROR")
+        assert good[1].pop("llm_datadist.pull_seconds") > 0
+        size = LAYERS * 2 * 32 * 2 * DIM * 2 * 2
+        assert good[1] == {"llm_datadist.request": "here", "llm_datadist.bytes": size, "llm_datadist.blocks": 2}
+
+
 def test_messages_that_cannot_be_read_are_dropped() -> None:
     with sides() as (prefill, decode):
         bad = [b"", b"\xff", b"[]", b"{}", b'{"is": "ask", "request": "r", "readers": 0, "view": "pages"}']

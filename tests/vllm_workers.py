@@ -63,6 +63,7 @@ class _Worker:
         caches = GroupCaches(self.engine.cache_manager, cluster, 0, form)
         caches.register([layer.ctypes.data for layer in self.pages.memory], BLOCKS, form.page_bytes)
         settings = Settings.parse({"timeout_ms": LIMIT_MS, "lease_ms": LIMIT_MS, **given})
+        self.exporter = _global_exporter() if settings.spans else None
         self.transfers = TransferThread(self.engine, [caches], shard, settings)
         self.ended = Ended()
 
@@ -82,6 +83,11 @@ class _Worker:
 
     def observed(self) -> dict[str, Any] | None:
         return self.transfers.take_observations()
+
+    def spans(self) -> list[tuple[str, dict[str, Any], str]]:
+        """Return name, attributes and status of the spans so far."""
+        done = self.exporter.get_finished_spans()
+        return [(span.name, dict(span.attributes), span.status.status_code.name) for span in done]
 
     def lines(self) -> str:
         return "\n".join(self.log.lines)
@@ -107,6 +113,18 @@ class _Worker:
     def close(self) -> None:
         self.transfers.close()
         self.engine.finalize()
+
+
+def _global_exporter() -> Any:
+    from opentelemetry import trace  # noqa: PLC0415 - only for the test of spans
+    from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor  # noqa: PLC0415
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter  # noqa: PLC0415
+
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    trace.set_tracer_provider(provider)
+    return exporter
 
 
 def _run(pipe: Connection, *given: Any) -> None:

@@ -29,6 +29,7 @@ class Settings:
         kv_cache_in_pool: whether vLLM's KV cache lies in the pool of the engine, if its layout allows that.
         model_tag: name or version of the model. Both sides must have the same; by default it is not compared.
         engine_options: attributes of ``LLMConfig`` for the engines of the workers.
+        spans: whether each receive is a span of OpenTelemetry.
         allow_untested_vllm: whether a vLLM that was not tested is accepted.
     """
 
@@ -39,6 +40,7 @@ class Settings:
     kv_cache_in_pool: bool = True
     model_tag: str = ""
     engine_options: dict[str, Any] = field(default_factory=dict)
+    spans: bool = False
     allow_untested_vllm: bool = False
 
     @classmethod

@@ -26,6 +26,7 @@ from llm_datadist.integrations.vllm.step import Receive, Send
 
 if TYPE_CHECKING:
     from llm_datadist import LLMDataDist
+    from llm_datadist.integrations.opentelemetry import TransferSpans
     from llm_datadist.integrations.vllm.group_caches import GroupCaches
     from llm_datadist.integrations.vllm.ranks import Shard
     from llm_datadist.integrations.vllm.receiving import Outcome
@@ -71,6 +72,7 @@ class TransferThread:
         self._work: deque[Receive | Send] = deque()
         self._ended = Ended()
         self._observed = Observations()
+        self._spans = _spans() if settings.spans else None
         self._closing = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         engine.poll()  # from now on, the engine keeps news about links and grants
@@ -191,6 +193,14 @@ class TransferThread:
             logger.warning("request %s was not read by decode before its lease ended", request)
 
     def _received(self, outcome: Outcome) -> None:
+        if self._spans is not None:
+            attributes = {
+                "llm_datadist.request": outcome.request,
+                "llm_datadist.bytes": outcome.moved,
+                "llm_datadist.blocks": outcome.blocks,
+                "llm_datadist.pull_seconds": outcome.transfer_seconds,
+            }
+            self._spans.add("receive", outcome.receive_seconds, attributes, outcome.failure)
         with self._lock:
             self._ended.received.add(outcome.request)
             if outcome.failure:
@@ -199,3 +209,9 @@ class TransferThread:
             else:
                 figures = (outcome.receive_seconds, outcome.transfer_seconds, outcome.moved, outcome.blocks)
                 self._observed.received(*figures)
+
+
+def _spans() -> TransferSpans:
+    from llm_datadist.integrations.opentelemetry import TransferSpans  # noqa: PLC0415 - only if it is asked for
+
+    return TransferSpans()
