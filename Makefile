@@ -129,7 +129,7 @@ lint: build $(VENV)/.test-tools  ## formatting, clippy, ruff, mypy, stubs; warni
 	$(BIN)/python -m mypy.stubtest llm_datadist._core
 	$(BIN)/python tools/mutants/run.py --check
 
-docs: build .venv-docs/.tools  ## the documentation site in target/docs: runs every snippet, checks every link; warnings are errors
+docs: build $(VENV)/.test-tools .venv-docs/.tools  ## the documentation site in target/docs: runs every snippet, checks every link; warnings are errors
 	$(BIN)/python tools/docs/options.py --check
 	$(BIN)/python tools/docs/stats.py --check
 	$(BIN)/python tools/docs/snippets.py docs/*.md docs/*/*.md
