@@ -62,6 +62,7 @@ class Block:
 class Request:
     request_id: str = "r"
     num_prompt_tokens: int = 100
+    prompt_token_ids: list[int] | None = None
     kv_transfer_params: dict[str, Any] | None = field(default_factory=dict)
 
 
@@ -72,7 +73,7 @@ def side(*sizes: int, producer: bool = True, consumer: bool = True) -> Scheduler
 
 
 def handed_over(**changes: Any) -> dict[str, Any]:
-    params = Handover("there", "prefill", ["host:1"], [32], [[7, 8, 9, 10]]).params()
+    params = Handover("there", "prefill", ["host:1"], 100, "", [32], [[7, 8, 9, 10]]).params()
     params["llm_datadist"] |= changes
     return params
 
@@ -83,7 +84,7 @@ def test_prefill_answers_where_the_prompt_is() -> None:
     params = prefill.finished(request, ([5, 6, 7, 8, 9],), complete=True)
     # The answer survives JSON, and the fifth block has no token of the prompt.
     handover = Handover.parse(json.loads(json.dumps(params)), 1)
-    assert handover == Handover("r", "engine", ["host:1", "host:2"], [32], [[5, 6, 7, 8]])
+    assert handover == Handover("r", "engine", ["host:1", "host:2"], 100, "", [32], [[5, 6, 7, 8]])
     assert prefill.take_step() == Step(sends=[Send("r", [[5, 6, 7, 8]])])
     assert prefill.take_step() == Step()
 
@@ -150,6 +151,10 @@ def test_a_request_that_ends_before_it_is_scheduled_needs_no_blocks() -> None:
     [
         {"request": 1},
         {"engine_id": None},
+        {"prompt": None},
+        {"prompt": "ab"},
+        {"num_tokens": 99},
+        {"num_tokens": True},
         {"addresses": []},
         {"addresses": [1]},
         {"addresses": ["host:1"] * 2000},
@@ -167,11 +172,24 @@ def test_a_handover_that_lies_is_computed_here(changes: dict[str, Any], caplog: 
     decode = side()
     request = Request(kv_transfer_params=handed_over(**changes))
     with pytest.raises(ValueError, match="kv_transfer_params"):
-        Handover.parse(request.kv_transfer_params or {}, 1)
+        Handover.parse(request.kv_transfer_params or {}, 1).check_prompt(100, None)
     assert decode.tokens_to_load(request, 0) == 0
     decode.allocated(request, [[Block(1)]], 0)
     assert decode.take_step() == Step()
     assert "request r is not received from prefill" in caplog.text
+
+
+def test_the_kv_cache_of_another_prompt_is_not_used() -> None:
+    """A proxy may give decode the answer of prefill to another request."""
+    prefill, decode = side(), side()
+    tokens = list(range(100))
+    request = Request(prompt_token_ids=tokens, kv_transfer_params={"do_remote_decode": True})
+    params = prefill.finished(request, ([5, 6, 7, 8],), complete=True)
+    for other, count in [(tokens, 100), (tokens[::-1], 0), ([*tokens[:-1], 7], 0), (None, 0)]:
+        asked = Request(f"for {count}", prompt_token_ids=other, kv_transfer_params=dict(params or {}))
+        assert side().tokens_to_load(asked, 0) == count
+    longer = Request(num_prompt_tokens=101, prompt_token_ids=[*tokens, 1], kv_transfer_params=dict(params or {}))
+    assert decode.tokens_to_load(longer, 0) == 0
 
 
 def test_a_request_of_another_connector_is_computed_here() -> None:

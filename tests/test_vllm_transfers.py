@@ -33,7 +33,7 @@ class Side:
 
     def handover(self, request: str, blocks: list[int]) -> Handover:
         addresses = [worker.address() for worker in self.workers]
-        return Handover(request, self.name, addresses, [self.block_size], [blocks])
+        return Handover(request, self.name, addresses, 0, "", [self.block_size], [blocks])
 
     def do(self, receives: Any = (), sends: Any = ()) -> None:
         for worker in self.workers:
@@ -138,6 +138,16 @@ def test_prefill_frees_what_decode_does_not_need(ranks: tuple[int, int]) -> None
         decode.do([Receive("here", prefill.handover("there", [4, 5]), [], 40, 40)])
         eventually(lambda: prefill.all_ended("there", "sent"))
         assert not any(worker.look().received for worker in decode.workers)
+
+
+@pytest.mark.parametrize("theirs", [[4], [4, 0]])
+def test_a_block_that_prefill_lacks_fails_the_receive(theirs: list[int]) -> None:
+    """Otherwise the request would continue with a block that nobody has written."""
+    with sides() as (prefill, decode):
+        prefill.do(sends=[Send("there", [[4, 5]])])
+        decode.do([Receive("here", prefill.handover("there", theirs), [[6, 7]], 0, 60)])
+        eventually(lambda: decode.all_ended("here", "failed"))
+        assert "prefill lacks a block" in decode.workers[0].lines()
 
 
 def failed_receive(prefill: Side, decode: Side) -> None:

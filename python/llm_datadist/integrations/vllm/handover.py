@@ -6,13 +6,15 @@ decode, so it has JSON values only, and decode checks it like any input from the
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Handover"]
+__all__ = ["Handover", "digest"]
 
 MAX_RANKS = 1024
 MAX_BLOCKS = 2**24
@@ -26,6 +28,8 @@ class Handover:
         request: the id of the request in prefill.
         engine_id: the engine id of the vLLM of prefill.
         addresses: ``host:port`` of the engine of each tensor-parallel rank, in order.
+        num_tokens: number of tokens of the prompt.
+        prompt: a digest of the tokens of the prompt (``digest``).
         block_sizes: tokens in a block, for each KV cache group.
         blocks: the blocks of the prompt in the order of its tokens, for each KV cache group. 0 is a block without
             content, outside the window of a sliding-window group.
@@ -34,12 +38,23 @@ class Handover:
     request: str
     engine_id: str
     addresses: list[str]
+    num_tokens: int
+    prompt: str
     block_sizes: list[int]
     blocks: list[list[int]]
 
     def params(self) -> dict[str, Any]:
         """Return the ``kv_transfer_params`` of the answer of prefill."""
         return {"do_remote_prefill": True, "do_remote_decode": False, "llm_datadist": asdict(self)}
+
+    def check_prompt(self, num_tokens: int, tokens: list[int] | None) -> None:
+        """Refuse the KV cache of another prompt, which a proxy may have mixed up.
+
+        Raises:
+            ValueError: the prompt differs from that of prefill.
+        """
+        _ensure(num_tokens == self.num_tokens, f"prefill has computed {self.num_tokens} tokens, not {num_tokens}")
+        _ensure(digest(tokens) == self.prompt, "prefill has computed another prompt")
 
     @classmethod
     def parse(cls, params: Mapping[str, Any], num_groups: int) -> Handover:
@@ -56,9 +71,11 @@ class Handover:
         if not isinstance(given, dict):
             text = "kv_transfer_params has no 'llm_datadist'; pass what prefill has answered, unchanged"
             raise ValueError(text)  # noqa: TRY004 - input from the network
-        names = ("request", "engine_id", "addresses", "block_sizes", "blocks")
-        request, engine_id, addresses, sizes, blocks = (given.get(name) for name in names)
-        _ensure(isinstance(request, str) and isinstance(engine_id, str), "request and engine_id must be texts")
+        names = ("request", "engine_id", "addresses", "num_tokens", "prompt", "block_sizes", "blocks")
+        request, engine_id, addresses, num_tokens, prompt, sizes, blocks = (given.get(name) for name in names)
+        texts = all(isinstance(text, str) for text in (request, engine_id, prompt))
+        _ensure(texts, "request, engine_id and prompt must be texts")
+        _ensure(type(num_tokens) is int, "num_tokens must be a number")
         _ensure(_is_list(addresses, str) and 0 < len(addresses or "") <= MAX_RANKS, f"1 to {MAX_RANKS} addresses")
         _ensure(_is_list(sizes, int) and all(size > 0 for size in sizes or ()), "block_sizes must be above 0")
         groups = blocks if isinstance(blocks, list) and all(_is_list(group, int) for group in blocks) else []
@@ -68,6 +85,11 @@ class Handover:
         numbers = [block for group in groups for block in group]
         _ensure(len(numbers) <= MAX_BLOCKS and all(0 <= block < 2**31 for block in numbers), "blocks out of range")
         return cls(**{name: given[name] for name in names})
+
+
+def digest(tokens: list[int] | None) -> str:
+    """Return a digest of the tokens of a prompt, or an empty text for a prompt that has none (embeddings)."""
+    return "" if tokens is None else blake2b(array("q", tokens).tobytes(), digest_size=16).hexdigest()
 
 
 def _is_list(value: Any, kind: type) -> bool:

@@ -245,7 +245,9 @@ class Receiving:
                 transfer = self._pull_heads(group, owners, receive, (src, dst), left_ms)
                 ongoing.blocks += len(dst)
             else:
-                pairs = [(theirs, ours) for theirs, ours in zip(src, dst) if theirs and ours]
+                pairs = [(src[index] if index < len(src) else 0, ours) for index, ours in enumerate(dst) if ours]
+                if not all(theirs for theirs, _ in pairs):
+                    raise ValueError("prefill lacks a block that decode needs")
                 ongoing.blocks += len(pairs)
                 if not pairs:
                     continue

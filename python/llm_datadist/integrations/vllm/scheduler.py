@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from llm_datadist.integrations.vllm.handover import Handover
+from llm_datadist.integrations.vllm.handover import Handover, digest
 from llm_datadist.integrations.vllm.step import Receive, Send, Step
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ class SchedulerSide:
         self._consumer = consumer
         self._addresses: list[str] = []
         self._step = Step()
+        # What prefill has said of the requests that wait here, or None if it cannot be used.
+        self._handovers: dict[str, Handover | None] = {}
 
     def set_addresses(self, addresses: dict[int, str]) -> None:
         """Take the addresses of the workers, by rank."""
@@ -58,6 +60,7 @@ class SchedulerSide:
             return
         handover = self._handover(request)
         params["do_remote_prefill"] = False  # vLLM calls again for this request
+        self._handovers.pop(request.request_id, None)
         if handover is None:
             return
         total = request.num_prompt_tokens
@@ -86,6 +89,7 @@ class SchedulerSide:
             handover = self._handover(request)
             if handover is not None:
                 self._receive(request, handover, [], request.num_prompt_tokens)
+        self._handovers.pop(request.request_id, None)
         if not self._producer or not params.get("do_remote_decode") or not complete:
             return None
         if not self._addresses:
@@ -98,7 +102,9 @@ class SchedulerSide:
         if not any(any(group) for group in blocks):
             return None
         self._step.sends.append(Send(request.request_id, [[block for block in group if block] for group in blocks]))
-        return Handover(request.request_id, self._engine_id, self._addresses, self._block_sizes, blocks).params()
+        prompt = (request.num_prompt_tokens, digest(request.prompt_token_ids))
+        names = (request.request_id, self._engine_id, self._addresses)
+        return Handover(*names, *prompt, self._block_sizes, blocks).params()
 
     def take_step(self) -> Step:
         """Return the work for the workers, and begin to collect that of the next step."""
@@ -106,8 +112,15 @@ class SchedulerSide:
         return step
 
     def _handover(self, request: Any) -> Handover | None:
+        name = request.request_id
+        if name not in self._handovers:
+            self._handovers[name] = self._parsed(request)
+        return self._handovers[name]
+
+    def _parsed(self, request: Any) -> Handover | None:
         try:
             handover = Handover.parse(request.kv_transfer_params, len(self._block_sizes))
+            handover.check_prompt(request.num_prompt_tokens, request.prompt_token_ids)
         except ValueError as error:
             # vLLM computes the prompt itself then.
             logger.warning("request %s is not received from prefill: %s", request.request_id, error)
