@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMConfig, LLMDataDist, LLMException, LLMRole
 from llm_datadist.groups import GroupPart
+from llm_datadist.integrations.engine_options import apply_engine_options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -54,10 +55,7 @@ class Arena:
         config = LLMConfig()
         config.enable_cache_manager = True
         config.listen_ip_info = address_of(listen_url)
-        for name, value in engine_options.items():
-            if not hasattr(type(config), name):
-                raise ValueError(f"engine_options: LLMConfig has no option {name!r}")
-            setattr(config, name, value)
+        apply_engine_options(config, engine_options)
         self.size = size
         self._engine = LLMDataDist(LLMRole.MIX, secrets.randbits(63))
         self._engine.init(config.generate_options())

@@ -22,6 +22,7 @@ from llm_datadist import (
     LLMStatusCode,
 )
 from llm_datadist.groups import GroupPart
+from llm_datadist.integrations.engine_options import apply_engine_options
 from llm_datadist.integrations.transfer_engine.peers import Peers
 from llm_datadist.integrations.transfer_engine.regions import Region, Regions, pieces
 
@@ -322,10 +323,7 @@ class TransferEngine:
         config.sync_kv_timeout = _TIMEOUT_MS
         if protocol == "tcp":
             config.link_transport = "tcp"
-        for name, value in self._options.items():
-            if not hasattr(type(config), name):
-                raise ValueError(f"engine_options: LLMConfig has no option {name!r}")
-            setattr(config, name, value)
+        apply_engine_options(config, self._options)
         engine = LLMDataDist(LLMRole.MIX, secrets.randbits(63))
         engine.init(config.generate_options())
         self._engine, self._peers = engine, Peers(engine, lambda: self._regions)

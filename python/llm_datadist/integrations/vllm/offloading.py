@@ -15,8 +15,8 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from llm_datadist import CacheDesc, DataType, LLMConfig, LLMDataDist, LLMException, LLMRole, Placement
 from llm_datadist.events import Completed
+from llm_datadist.integrations.engine_options import apply_engine_options
 from llm_datadist.integrations.vllm.chunks import host_rows
-from llm_datadist.integrations.vllm.settings import apply_engine_options
 from llm_datadist.integrations.vllm.supported import check_device, check_vllm, installed
 
 if TYPE_CHECKING:

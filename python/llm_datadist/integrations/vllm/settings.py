@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from llm_datadist import LLMConfig
-
-__all__ = ["Settings", "apply_engine_options"]
+__all__ = ["Settings"]
 
 MAX_PORT = 65_535
 MAX_UINT32 = 2**32 - 1
@@ -76,18 +74,6 @@ class Settings:
         _in_range(f"port of rank {rank}", port, 0, MAX_PORT)
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{port}"
-
-
-def apply_engine_options(config: LLMConfig, options: Mapping[str, Any]) -> None:
-    """Set the attributes of ``LLMConfig`` that the user has given as ``engine_options``.
-
-    Raises:
-        ValueError: there is no such option.
-    """
-    for name, value in options.items():
-        if not hasattr(type(config), name):
-            raise ValueError(f"engine_options: LLMConfig has no option {name!r}")
-        setattr(config, name, value)
 
 
 def _in_range(name: str, value: int, low: int, high: int) -> None:

@@ -9,11 +9,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from llm_datadist import LLMConfig, LLMDataDist, LLMRole
+from llm_datadist.integrations.engine_options import apply_engine_options
 from llm_datadist.integrations.vllm.group_caches import GroupCaches
 from llm_datadist.integrations.vllm.pages import PageFormat
 from llm_datadist.integrations.vllm.ranks import Shard
 from llm_datadist.integrations.vllm.receiving import cluster_of
-from llm_datadist.integrations.vllm.settings import apply_engine_options
 from llm_datadist.integrations.vllm.supported import check_device
 from llm_datadist.integrations.vllm.transfer_thread import TransferThread
 
