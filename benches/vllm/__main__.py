@@ -83,6 +83,7 @@ def handover(model: str, system: str) -> dict[str, float]:
     transfers = len(LENGTHS) + 1
     return {
         "model thread, ms a transfer": 1e3 * end.connector_s / transfers,
+        "us a step": 1e6 * end.connector_s / max(1, end.steps),
         "transfer, ms": 1e3 * statistics.median(durations[1:] or [0]),
         "first token, ms": 1e3 * statistics.median(firsts),
     }

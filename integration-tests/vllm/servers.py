@@ -51,11 +51,13 @@ class End:
         usage: the share of its KV cache in use.
         stats: the sums of what its connector has reported.
         connector_s: seconds that the thread of the model has spent in the connector.
+        steps: number of steps.
     """
 
     usage: float
     stats: dict[str, Any]
     connector_s: float
+    steps: int
 
 
 class Server:
@@ -155,7 +157,7 @@ def _serve(
         while pipe.poll(0 if busy else 0.001):
             what, *rest = pipe.recv()
             if what == "stop":
-                found = (watched.sum(), watched.seconds) if watched is not None else ({}, 0.0)
+                found = (watched.sum(), watched.seconds, watched.steps) if watched is not None else ({}, 0.0, 0)
                 pipe.send(End(core.scheduler.kv_cache_manager.usage, *found))
                 engine.engine_core.shutdown()
                 return
@@ -193,6 +195,7 @@ class _Watched:
         from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: PLC0415
 
         self.seconds = 0.0
+        self.steps = 0
         self._kept: list[Any] = []
         self._inside = False
         connector = get_kv_transfer_group()
@@ -211,6 +214,7 @@ class _Watched:
         return dict(whole.data)
 
     def _keep(self, found: Any) -> Any:
+        self.steps += 1
         if found is not None:
             self._kept.append(copy.deepcopy(found))
         return found

@@ -179,6 +179,27 @@ def test_a_stopped_prefill_holds_up_nobody(start: Start, prompts: Prompts, expec
     assert decode.stop().usage == 0
 
 
+def test_a_stopped_decode_holds_up_nobody(start: Start, prompts: Prompts, expected: Prompts) -> None:
+    """Prefill serves other requests meanwhile, and frees what the stopped decode has not read when its lease ends."""
+    lease_ms = 2000
+    prefill, decode = start.pair(policy="recompute", extra={"lease_ms": lease_ms, "timeout_ms": 3000})
+    some = first(prompts, 4)
+    assert wrong(one_by_one(prefill, decode, first(prompts, 1)), expected) == []
+    for name, tokens in some.items():
+        prefill.add(name, tokens, 1, {"do_remote_decode": True})
+    answers = dict(prefill.result() for _ in some)
+    for name, done in answers.items():
+        decode.add(name, some[name], TOKENS, done.params)
+    decode.signal(signal.SIGSTOP)
+    prefill.add("local", prompts["r6"], TOKENS)
+    assert prefill.result()[1].tokens == expected["r6"]
+    time.sleep(lease_ms / 1000 + 1)
+    decode.signal(signal.SIGCONT)
+    # Whether it had read them or not, the tokens are right.
+    assert wrong(dict(decode.result() for _ in some), expected) == []
+    assert [prefill.stop().usage, decode.stop().usage] == [0, 0]
+
+
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_expired_leases_are_never_wrong(start: Start, prompts: Prompts, expected: Prompts, policy: str) -> None:
     prefill, decode = start.pair(policy=policy, extra={"lease_ms": 300})
