@@ -169,11 +169,11 @@ def test_one_range_and_a_notification(ends: tuple[Near, Far]) -> None:
     assert engine.transfer_sync_read(far.session, near.address + 200, far.address + 9, 100) == 0
     assert np.array_equal(near.memory[200:300], near.memory[5:105])
     ranges = ([near.address], [far.address], [8])
-    told = TransferNotify("request 7", "done")
-    assert engine.batch_transfer_sync(far.session, *ranges, TransferOpcode.Write, told) == 0
+    message = TransferNotify("request 7", "done")
+    assert engine.batch_transfer_sync(far.session, *ranges, TransferOpcode.Write, message) == 0
     got: list[TransferNotify] = []
     eventually(lambda: got.extend(far("get_notifies")) or got)
-    assert got == [told]
+    assert got == [message]
     assert engine.get_notifies() == []
 
 

@@ -298,8 +298,9 @@ impl Drop for Execution {
     fn drop(&mut self) {
         drop(self.waiting.lock().take());
         // The calls that wait for the rows are notified after the end of this one was reported. So the event of a call that
-        // waited comes after this one. A call that starts now finds the rows free and may be reported first. The rows come
-        // first all the same: whoever learns of the end may release the cache, and needs its memory back at once.
+        // waited comes after this one. A call that starts now finds the rows free and may be reported first. The rows are
+        // released before the report nevertheless, because a program that learns of the end may release the cache and
+        // allocate its memory again.
         let _opened = self.pin.take().map(Pin::release);
         let text = "the lane of a transfer ended without a result";
         let missing = || Err(Error::new(ErrorKind::System, text));

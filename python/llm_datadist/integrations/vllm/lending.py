@@ -127,7 +127,7 @@ class Lending:
             if isinstance(message, Ask):
                 self._notify(cluster, Gone(request, "its lease has ended"))
             return
-        # The answer of prefill may reach decode before its worker has been told of the end of the request.
+        # Decode may have the answer of prefill before this worker learns, in its next step, that the request ended.
         self._early.setdefault(request, []).append(_EarlyAsk(cluster, message, now + self._early_s))
         if sum(map(len, self._early.values())) > MAX_REMEMBERED:
             dropped, asks = self._early.popitem(last=False)

@@ -1,7 +1,7 @@
 """The messages between the workers of prefill and decode. The engine carries them (``LLMDataDist.notify``).
 
-Decode asks for a request, prefill lends its blocks, and decode reports through the grant, or by ``Done`` if it was
-lent nothing. Each message is a JSON object. A message that cannot be read is dropped, whoever sent it.
+Decode asks for a request, and prefill lends its blocks. Decode reports that it is done through the grant, or with
+``Done`` if it did not need any block. Each message is a JSON object. The receiver drops a message that it cannot read.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How vLLM's CPU backend lays out the pages of its KV cache, in terms of ``KvLayout``.
 
 A page is one block of tokens in one layer: for each KV head, the keys of all tokens, followed by their values. The
-kernels pack keys and values for the vector unit, so a head of a page can be copied as a whole, but its tokens cannot be
-told apart without knowing the packing. Two views of the same memory follow from that:
+kernels pack keys and values for the vector unit, so a head of a page can be copied as a whole, but the place of a
+single token depends on the packing. So the engine has two views of the same memory:
 
 - *pages*: each row is a page. A head of a page counts as one token of one vector. This view serves peers with the same
   block size, also with another number of ranks.
