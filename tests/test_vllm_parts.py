@@ -7,16 +7,18 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from llm_datadist.integrations.vllm import messages, register
-from llm_datadist.integrations.vllm.handover import Handover
+from llm_datadist.integrations.vllm.handover import Handover, prompt_digest
 from llm_datadist.integrations.vllm.ranks import Shard, heads_of
+from llm_datadist.integrations.vllm.receiving import Receiving
 from llm_datadist.integrations.vllm.scheduler import SchedulerSide
 from llm_datadist.integrations.vllm.settings import Settings
-from llm_datadist.integrations.vllm.step import Receive, Send, Step
+from llm_datadist.integrations.vllm.step import Part, Receive, Send, Step, Withdraw
 from llm_datadist.integrations.vllm.supported import check_device, check_vllm
 
 SIZES = [1, 2, 4, 8, 16]
@@ -66,27 +68,69 @@ class Request:
     kv_transfer_params: dict[str, Any] | None = field(default_factory=dict)
 
 
-def side(*sizes: int, producer: bool = True, consumer: bool = True) -> SchedulerSide:
-    made = SchedulerSide("engine", list(sizes or (32,)), producer=producer, consumer=consumer)
+@dataclass
+class Output:
+    """What the tests need of vLLM's `SchedulerOutput`."""
+
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    scheduled_new_reqs: list[Any] = field(default_factory=list)
+    scheduled_cached_reqs: Any = None
+    preempted_req_ids: set[str] | None = None
+
+    def __post_init__(self) -> None:
+        self.scheduled_cached_reqs = self.scheduled_cached_reqs or cached()
+
+
+def cached(**requests: tuple[int, list[int] | None]) -> Any:
+    """Requests that go on: how many tokens are computed, and new blocks. One that was preempted is in `resumed`."""
+    return SimpleNamespace(
+        req_ids=list(requests),
+        num_computed_tokens=[computed for computed, _ in requests.values()],
+        new_block_ids=[None if blocks is None else (blocks,) for _, blocks in requests.values()],
+        resumed_req_ids=set(),
+    )
+
+
+def new(name: str, blocks: list[int], computed: int = 0) -> Any:
+    return SimpleNamespace(req_id=name, block_ids=(blocks,), num_computed_tokens=computed)
+
+
+def side(*sizes: int, producer: bool = True, consumer: bool = True, layerwise: bool = True) -> SchedulerSide:
+    options = {"producer": producer, "consumer": consumer, "layerwise": layerwise}
+    made = SchedulerSide("engine", list(sizes or (32,)), **options)
     made.set_addresses({1: "host:2", 0: "host:1"})
     return made
 
 
 def handed_over(**changes: Any) -> dict[str, Any]:
-    params = Handover("there", "prefill", ["host:1"], 100, "", [32], [[7, 8, 9, 10]]).params()
+    params = Handover("there", "prefill", ["host:1"], prompt_digest(100, None), [32]).params()
     params["llm_datadist"] |= changes
     return params
 
 
+def for_decode(ticket: str | None = None) -> dict[str, Any]:
+    """The parameters of a request that prefill computes for decode."""
+    given = {} if ticket is None else {"llm_datadist": {"ticket": ticket}}
+    return {"do_remote_decode": True, **given}
+
+
+def finished(prefill: SchedulerSide, request: Request, *groups: list[int], complete: bool = True) -> Any:
+    prefill.arrived(request)
+    return prefill.finished(request, groups, complete)
+
+
+DIGEST = prompt_digest(100, None)
+
+
 def test_prefill_answers_where_the_prompt_is() -> None:
     prefill = side()
-    request = Request(kv_transfer_params={"do_remote_decode": True})
-    params = prefill.finished(request, ([5, 6, 7, 8, 9],), complete=True)
+    params = finished(prefill, Request(kv_transfer_params=for_decode()), [5, 6, 7, 8, 9])
     # The answer survives JSON, and the fifth block has no token of the prompt.
-    handover = Handover.parse(json.loads(json.dumps(params)), 1)
-    assert handover == Handover("r", "engine", ["host:1", "host:2"], 100, "", [32], [[5, 6, 7, 8]])
-    assert prefill.take_step() == Step(sends=[Send("r", [[5, 6, 7, 8]])])
-    assert prefill.take_step() == Step()
+    handover = Handover.parse(json.loads(json.dumps(params)), [32], DIGEST)
+    assert handover == Handover("r", "engine", ["host:1", "host:2"], DIGEST, [32])
+    part = Part("r", DIGEST, 0, 0, [[5, 6, 7, 8]], computed=True, last=True)
+    assert prefill.take_step(Output()) == Step(parts=[part], sends=[Send("r", "r")])
+    assert prefill.take_step(Output()) == Step()
 
 
 @pytest.mark.parametrize(
@@ -94,30 +138,128 @@ def test_prefill_answers_where_the_prompt_is() -> None:
     [
         ({}, True, {}),
         (None, True, {}),
-        ({"do_remote_decode": True}, False, {}),
-        ({"do_remote_decode": True}, True, {"producer": False}),
+        (for_decode(), False, {}),
+        (for_decode(), True, {"producer": False}),
     ],
 )
 def test_other_requests_are_freed_at_once(params: Any, complete: bool, given: dict[str, bool]) -> None:
     prefill = side(**given)
-    assert prefill.finished(Request(kv_transfer_params=params), ([5, 6],), complete) is None
-    assert prefill.take_step() == Step()
+    assert finished(prefill, Request(kv_transfer_params=params), [5, 6], complete=complete) is None
+    assert prefill.take_step(Output()) == Step()
 
 
-def test_without_addresses_nothing_is_kept(caplog: pytest.LogCaptureFixture) -> None:
-    prefill = SchedulerSide("engine", [32], producer=True, consumer=False)
-    request = Request(kv_transfer_params={"do_remote_decode": True})
-    assert prefill.finished(request, ([5, 6, 7, 8],), complete=True) is None
-    assert prefill.take_step() == Step()
+@pytest.mark.parametrize("ticket", [None, "t"])
+def test_without_addresses_nothing_is_kept(ticket: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    prefill = SchedulerSide("engine", [32], producer=True, consumer=False, layerwise=True)
+    assert finished(prefill, Request(kv_transfer_params=for_decode(ticket)), [5, 6, 7, 8]) is None
+    assert prefill.take_step(Output()) == Step(withdrawn=[Withdraw("t", ended=True)] if ticket else [])
     assert "request r is not handed over" in caplog.text
+
+
+def test_a_long_prompt_is_lent_in_parts_that_fit_into_a_message() -> None:
+    prefill = side()
+    blocks = list(range(1, 10_001))
+    request = Request(num_prompt_tokens=320_000, kv_transfer_params=for_decode())
+    assert finished(prefill, request, blocks) is not None
+    parts = prefill.take_step(Output()).parts
+    assert [block for part in parts for block in part.blocks[0]] == blocks
+    assert [(part.number, part.first, part.last) for part in parts] == [
+        (0, 0, False),
+        (1, 4096, False),
+        (2, 8192, True),
+    ]
+    largest = [2**31 - 1] * 4096
+    message = messages.Lent("\x7f" * 256, 2**31 - 1, 2**31 - 1, [largest], [["f" * 96] * 2], 80, last=True)
+    assert len(messages.encode(message)) < 65_536
+    ready = messages.Ready([["\x7f" * 256, 2**31 - 1]] * 24, 80)
+    assert len(messages.encode(ready)) < 65_536
 
 
 def test_blocks_without_content_are_not_lent() -> None:
     prefill = side(32, 16)
-    request = Request(num_prompt_tokens=64, kv_transfer_params={"do_remote_decode": True})
-    params = prefill.finished(request, ([5, 6], [0, 0, 7, 8, 9]), complete=True)
-    assert Handover.parse(params or {}, 2).blocks == [[5, 6], [0, 0, 7, 8]]
-    assert prefill.take_step().sends == [Send("r", [[5, 6], [7, 8]])]
+    request = Request(num_prompt_tokens=64, kv_transfer_params=for_decode())
+    params = finished(prefill, request, [5, 6], [0, 0, 7, 8, 9])
+    assert Handover.parse(params, [32, 16], prompt_digest(64, None)).block_sizes == [32, 16]
+    (part,) = prefill.take_step(Output()).parts
+    assert (part.blocks, part.last) == ([[5, 6], [0, 0, 7, 8]], True)
+    empty = Request("empty", num_prompt_tokens=64, kv_transfer_params=for_decode())
+    assert finished(prefill, empty, [0, 0], [0, 0, 0, 0]) is None
+    assert prefill.take_step(Output()) == Step()
+
+
+def part(number: int, first: int, blocks: list[int], *, computed: bool = False, last: bool = False) -> Part:
+    return Part("t", DIGEST, number, first, [blocks], computed, last)
+
+
+def test_a_prompt_with_a_ticket_is_lent_as_it_is_computed() -> None:
+    """Each step lends the blocks that it fills, those of the prefix cache included."""
+    prefill = side()
+    request = Request(kv_transfer_params=for_decode("t"))
+    prefill.arrived(request)
+    assert prefill.take_step(Output()) == Step()
+    # 32 tokens from the prefix cache and 40 computed: the third block is not full.
+    step = prefill.take_step(Output({"r": 40}, [new("r", [5, 6, 7], 32)]))
+    assert step == Step(parts=[part(0, 0, [5, 6])])
+    step = prefill.take_step(Output({"r": 10}, scheduled_cached_reqs=cached(r=(72, None))))
+    assert step == Step()
+    step = prefill.take_step(Output({"r": 18}, scheduled_cached_reqs=cached(r=(82, [8]))))
+    assert step == Step(parts=[part(1, 2, [7, 8], last=True)])
+    # The tokens that it generates do not concern decode.
+    assert prefill.take_step(Output({"r": 1}, scheduled_cached_reqs=cached(r=(100, [9])))) == Step()
+    params = prefill.finished(request, ([5, 6, 7, 8, 9],), complete=True)
+    assert params is not None
+    assert params["llm_datadist"]["ticket"] == "t"
+    assert prefill.take_step(Output()) == Step(sends=[Send("r", "t")])
+
+
+def test_a_preempted_prompt_is_withdrawn_and_lent_again() -> None:
+    prefill = side()
+    prefill.arrived(Request(kv_transfer_params=for_decode("t")))
+    prefill.take_step(Output({"r": 64}, [new("r", [5, 6])]))
+    assert prefill.take_step(Output(preempted_req_ids={"r", "other"})) == Step(withdrawn=[Withdraw("t", ended=False)])
+    output = Output({"r": 96}, scheduled_cached_reqs=cached(r=(0, [1, 2, 3])))
+    output.scheduled_cached_reqs.resumed_req_ids.add("r")
+    assert prefill.take_step(output).parts == [part(1, 0, [1, 2, 3])]
+
+
+def test_an_aborted_prompt_is_withdrawn() -> None:
+    prefill = side()
+    request = Request(kv_transfer_params=for_decode("t"))
+    prefill.arrived(request)
+    prefill.take_step(Output({"r": 64}, [new("r", [5, 6])]))
+    assert prefill.finished(request, ([5, 6],), complete=False) is None
+    assert prefill.take_step(Output()) == Step(withdrawn=[Withdraw("t", ended=True)])
+
+
+def test_blocks_that_vllm_may_free_early_are_lent_at_the_end() -> None:
+    """A sliding window frees blocks while the prompt is computed."""
+    prefill = side(32, 32, layerwise=False)
+    request = Request(num_prompt_tokens=64, kv_transfer_params=for_decode("t"))
+    prefill.arrived(request)
+    assert prefill.take_step(Output({"r": 64}, [new("r", [5, 6])])) == Step()
+    prefill.finished(request, ([5, 6], [0, 7]), complete=True)
+    whole = Part("t", prompt_digest(64, None), 0, 0, [[5, 6], [0, 7]], computed=True, last=True)
+    assert prefill.take_step(Output()) == Step(parts=[whole], sends=[Send("r", "t")])
+
+
+@pytest.mark.parametrize("ticket", ["", 1, None, "x" * 257])
+def test_a_bad_ticket_is_refused(ticket: Any, caplog: pytest.LogCaptureFixture) -> None:
+    prefill = side()
+    params = {"do_remote_decode": True, "llm_datadist": {"ticket": ticket}}
+    assert finished(prefill, Request(kv_transfer_params=params), [5, 6, 7, 8]) is None
+    assert prefill.take_step(Output()) == Step()
+    assert "request r is not handed over: " in caplog.text
+    assert "ticket must be a text of 1 to 256 characters" in caplog.text
+
+
+def test_a_ticket_names_one_request_at_a_time(caplog: pytest.LogCaptureFixture) -> None:
+    prefill = side()
+    first, second = (Request(name, kv_transfer_params=for_decode("t")) for name in ("one", "two"))
+    prefill.arrived(first)
+    assert finished(prefill, second, [1, 2, 3, 4]) is None
+    assert "another one has the ticket 't'" in caplog.text
+    assert prefill.finished(first, ([5, 6, 7, 8],), complete=True) is not None
+    assert finished(prefill, second, [1, 2, 3, 4]) is not None
 
 
 def test_decode_receives_what_it_has_not_computed() -> None:
@@ -127,9 +269,19 @@ def test_decode_receives_what_it_has_not_computed() -> None:
     blocks = [Block(1, block_hash=b"cached"), Block(0, is_null=True), Block(3), Block(4)]
     decode.allocated(request, [blocks], 36)
     decode.allocated(request, [blocks], 0)  # vLLM calls again when the blocks are in place
-    (receive,) = decode.take_step().receives
-    assert receive == Receive("r", Handover.parse(handed_over(), 1), [[0, 0, 3, 4]], 64, 100)
+    (receive,) = decode.take_step(Output()).receives
+    assert receive == Receive("r", Handover.parse(handed_over(), [32], DIGEST), [[0, 0, 3, 4]], 64, 100)
     assert decode.tokens_to_load(request, 0) == 0
+
+
+def test_a_proxy_need_not_know_the_prompt() -> None:
+    """It has started both sides at the same time, so prefill has not answered yet."""
+    given = {"ticket": "t", "engine_id": "prefill", "addresses": ["host:1"]}
+    request = Request(kv_transfer_params={"do_remote_prefill": True, "llm_datadist": given})
+    assert side().tokens_to_load(request, 0) == 100
+    assert Handover.parse(request.kv_transfer_params or {}, [32], DIGEST) == Handover(
+        "t", "prefill", ["host:1"], DIGEST, [32]
+    )
 
 
 def test_a_prompt_in_the_prefix_cache_needs_no_blocks() -> None:
@@ -137,59 +289,54 @@ def test_a_prompt_in_the_prefix_cache_needs_no_blocks() -> None:
     request = Request(kv_transfer_params=handed_over())
     assert decode.tokens_to_load(request, 100) == 0
     decode.allocated(request, [[Block(1), Block(2)]], 0)
-    assert [one.blocks for one in decode.take_step().receives] == [[]]
+    assert [one.blocks for one in decode.take_step(Output()).receives] == [[]]
 
 
 def test_a_request_that_ends_before_it_is_scheduled_needs_no_blocks() -> None:
     decode = side()
     assert decode.finished(Request(kv_transfer_params=handed_over()), ([],), complete=False) is None
-    assert [one.blocks for one in decode.take_step().receives] == [[]]
+    assert [one.blocks for one in decode.take_step(Output()).receives] == [[]]
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"request": 1},
+        {"ticket": 1},
+        {"ticket": ""},
         {"engine_id": None},
         {"prompt": None},
-        {"prompt": "ab"},
-        {"num_tokens": 99},
-        {"num_tokens": True},
+        {"prompt": "100:ab"},
+        {"prompt": "99:"},
         {"addresses": []},
         {"addresses": [1]},
         {"addresses": ["host:1"] * 2000},
         {"block_sizes": [0]},
         {"block_sizes": [True]},
         {"block_sizes": [32, 32]},
-        {"blocks": [[1], [2]]},
-        {"blocks": [[-1]]},
-        {"blocks": [[2**31]]},
-        {"blocks": [["1"]]},
-        {"blocks": None},
+        {"block_sizes": None},
     ],
 )
 def test_a_handover_that_lies_is_computed_here(changes: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     decode = side()
     request = Request(kv_transfer_params=handed_over(**changes))
     with pytest.raises(ValueError, match="kv_transfer_params"):
-        Handover.parse(request.kv_transfer_params or {}, 1).check_prompt(100, None)
+        Handover.parse(request.kv_transfer_params or {}, [32], DIGEST)
     assert decode.tokens_to_load(request, 0) == 0
     decode.allocated(request, [[Block(1)]], 0)
-    assert decode.take_step() == Step()
+    assert decode.take_step(Output()) == Step()
     assert "request r is not received from prefill" in caplog.text
 
 
 def test_the_kv_cache_of_another_prompt_is_not_used() -> None:
     """A proxy may give decode the answer of prefill to another request."""
-    prefill, decode = side(), side()
     tokens = list(range(100))
-    request = Request(prompt_token_ids=tokens, kv_transfer_params={"do_remote_decode": True})
-    params = prefill.finished(request, ([5, 6, 7, 8],), complete=True)
+    request = Request(prompt_token_ids=tokens, kv_transfer_params=for_decode())
+    params = finished(side(), request, [5, 6, 7, 8])
     for other, count in [(tokens, 100), (tokens[::-1], 0), ([*tokens[:-1], 7], 0), (None, 0)]:
-        asked = Request(f"for {count}", prompt_token_ids=other, kv_transfer_params=dict(params or {}))
+        asked = Request(f"for {count}", prompt_token_ids=other, kv_transfer_params=dict(params))
         assert side().tokens_to_load(asked, 0) == count
-    longer = Request(num_prompt_tokens=101, prompt_token_ids=[*tokens, 1], kv_transfer_params=dict(params or {}))
-    assert decode.tokens_to_load(longer, 0) == 0
+    longer = Request(num_prompt_tokens=101, prompt_token_ids=[*tokens, 1], kv_transfer_params=dict(params))
+    assert side().tokens_to_load(longer, 0) == 0
 
 
 def test_a_request_of_another_connector_is_computed_here() -> None:
@@ -197,14 +344,34 @@ def test_a_request_of_another_connector_is_computed_here() -> None:
     assert side(consumer=False).tokens_to_load(Request(kv_transfer_params=handed_over()), 0) == 0
 
 
+def test_a_receive_that_has_failed_has_no_time_limit() -> None:
+    """It ends with its pulls and links, however long they take to be cancelled."""
+    link = SimpleNamespace(cancel=lambda: None)
+    engine: Any = SimpleNamespace(ensure_link=lambda *_, **__: link)
+    group: Any = SimpleNamespace(form=SimpleNamespace(block_size=32, layers=2))
+    ended: list[Any] = []
+    receiving = Receiving(engine, [group], Shard(0, 1, 2), 5.0, lambda *_: None, ended.append)
+    handover = Handover.parse(handed_over(), [32], DIGEST)
+    receiving.begin(Receive("r", handover, [[1, 2, 3, 4]], 0, 100), 10.0)
+    assert receiving.next_due() == 15.0
+    receiving.due(15.0)
+    assert receiving.next_due() is None
+    assert ended == []
+
+
 def test_messages_survive() -> None:
+    assert messages.decode((LENT % '"blocks": [[1]], "grants": [["aa"]]').encode())
     for message in (
-        messages.Ask("r", 3, "heads"),
-        messages.Lent("r", [["00ff"], []]),
+        messages.Ask("r", "heads", "100:"),
+        messages.Lent("r", 1, 2, [[3, 0], []], [["00ff"], []], 4, last=True),
+        messages.Ready([["r", 1], ["s", 0]], 3),
         messages.Gone("r", "why"),
         messages.Done("r", 4096),
     ):
         assert messages.decode(messages.encode(message)) == message
+
+
+LENT = '{"is": "lent", "ticket": "r", "part": 0, "first": 0, "layers": 1, "last": true, %s}'
 
 
 @pytest.mark.parametrize(
@@ -213,15 +380,23 @@ def test_messages_survive() -> None:
         "1",
         "null",
         '{"is": "ask"}',
-        '{"is": [], "request": "r"}',
-        '{"is": "ask", "request": "r", "readers": 1, "view": "other"}',
-        '{"is": "ask", "request": 1, "readers": 1, "view": "pages"}',
-        '{"is": "ask", "request": "r", "readers": true, "view": "pages"}',
-        '{"is": "done", "request": "r", "readers": 4097}',
-        '{"is": "gone", "request": "r", "reason": "w", "more": 1}',
-        '{"is": "lent", "request": "r", "grants": [["xy"]]}',
-        '{"is": "lent", "request": "r", "grants": [[1]]}',
-        '{"is": "lent", "request": "r", "grants": "aa"}',
+        '{"is": [], "ticket": "r"}',
+        '{"is": "ask", "ticket": "r", "prompt": "1:", "view": "other"}',
+        '{"is": "ask", "ticket": 1, "prompt": "1:", "view": "pages"}',
+        '{"is": "done", "ticket": "r", "readers": true}',
+        '{"is": "done", "ticket": "r", "readers": 4097}',
+        '{"is": "gone", "ticket": "r", "reason": "w", "more": 1}',
+        '{"is": "ready", "parts": [["r"]], "layers": 1}',
+        '{"is": "ready", "parts": [[1, "r"]], "layers": 1}',
+        '{"is": "ready", "parts": {}, "layers": 1}',
+        '{"is": "ready", "parts": [], "layers": -1}',
+        LENT % '"blocks": [[1]], "grants": [["xy"]]',
+        LENT % '"blocks": [[1]], "grants": [[1]]',
+        LENT % '"blocks": [[1]], "grants": "aa"',
+        LENT % '"blocks": [[-1]], "grants": []',
+        LENT % '"blocks": [[2147483648]], "grants": []',
+        LENT % '"blocks": [1], "grants": []',
+        (LENT % '"blocks": [[1]], "grants": []').replace("true", "1"),
     ],
 )
 def test_bad_messages_are_refused(payload: str) -> None:
@@ -242,6 +417,7 @@ def test_options_are_checked() -> None:
         ({"timeout_ms": 2**32}, "timeout_ms=4294967296 is out of range"),
         ({"host": ""}, "'host' must not be empty"),
         ({"engine_options": []}, "must be of type dict"),
+        ({"layers_per_read": 0}, "layers_per_read=0 is out of range; allowed: 1 to 2147483647"),
         ({"spans": 1}, "option 'spans' must be of type bool, not 1"),
     ]:
         with pytest.raises(ValueError, match=text):

@@ -14,13 +14,15 @@ import numpy as np
 import pytest
 
 from llm_datadist.integrations.vllm.handover import Handover
-from llm_datadist.integrations.vllm.step import Receive, Send
+from llm_datadist.integrations.vllm.step import Part, Receive, Send, Step
 from peers import eventually
 from vllm_pages import DIM, LAYERS
 from vllm_workers import BLOCKS, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+PROMPT = "150:digest"
 
 
 class Side:
@@ -31,13 +33,17 @@ class Side:
         self.block_size = given.get("block_size", 32)
         self.workers = [Worker(name, rank, ranks, heads, dict(given)) for rank in range(ranks)]
 
-    def handover(self, request: str, blocks: list[int]) -> Handover:
+    def handover(self, ticket: str, prompt: str = PROMPT) -> Handover:
         addresses = [worker.address() for worker in self.workers]
-        return Handover(request, self.name, addresses, 0, "", [self.block_size], [blocks])
+        return Handover(ticket, self.name, addresses, prompt, [self.block_size])
 
-    def do(self, receives: Any = (), sends: Any = ()) -> None:
+    def do(self, **work: Any) -> None:
         for worker in self.workers:
-            worker.submit(list(receives), list(sends))
+            worker.submit(Step(**work))
+
+    def send(self, ticket: str, blocks: list[int]) -> None:
+        """Lend a prompt that is computed, as vLLM does when the request has finished."""
+        self.do(parts=[Part(ticket, PROMPT, 0, 0, [blocks], True, True)], sends=[Send(ticket, ticket)])
 
     def all_ended(self, request: str, what: str) -> bool:
         return all(request in getattr(worker.look(), what) for worker in self.workers)
@@ -99,8 +105,8 @@ def test_decode_has_the_tokens_of_prefill(case: str, isa: str, first: int) -> No
         blocks = blocks_of(prefill, tokens)
         for worker in prefill.workers:
             worker.write(blocks, range(tokens), sequence)
-        prefill.do(sends=[Send("there", [blocks])])
-        decode.do([receive(decode, prefill.handover("there", blocks), tokens, first)])
+        prefill.send("there", blocks)
+        decode.do(receives=[receive(decode, prefill.handover("there"), tokens, first)])
         eventually(lambda: decode.all_ended("here", "received"))
         assert not any(worker.look().failed for worker in decode.workers)
         wrong = [worker.wrong(blocks_of(decode, tokens), range(first, tokens), sequence) for worker in decode.workers]
@@ -114,18 +120,18 @@ def test_tokens_before_the_first_are_left_alone() -> None:
     with sides() as (prefill, decode):
         blocks = blocks_of(prefill, 150)
         prefill.workers[0].write(blocks, range(150), sequence)
-        prefill.do(sends=[Send("there", [blocks])])
-        decode.do([receive(decode, prefill.handover("there", blocks), 150, 96)])
+        prefill.send("there", blocks)
+        decode.do(receives=[receive(decode, prefill.handover("there"), 150, 96)])
         eventually(lambda: decode.all_ended("here", "received"))
         assert decode.workers[0].untouched(blocks_of(decode, 150)[:3])
 
 
 def test_decode_may_ask_before_prefill_has_finished() -> None:
     with sides() as (prefill, decode):
-        decode.do([receive(decode, prefill.handover("there", [4]), 30)])
+        decode.do(receives=[receive(decode, prefill.handover("there"), 30)])
         time.sleep(0.1)
         assert not decode.workers[0].look().received
-        prefill.do(sends=[Send("there", [[4]])])
+        prefill.send("there", [4])
         eventually(lambda: decode.all_ended("here", "received"))
         assert not decode.workers[0].look().failed
 
@@ -134,8 +140,8 @@ def test_decode_may_ask_before_prefill_has_finished() -> None:
 def test_prefill_frees_what_decode_does_not_need(ranks: tuple[int, int]) -> None:
     """A request whose prompt is in the prefix cache of decode, or was aborted there, has no blocks to receive."""
     with sides({"ranks": ranks[0]}, {"ranks": ranks[1]}) as (prefill, decode):
-        prefill.do(sends=[Send("there", [[4, 5]])])
-        decode.do([Receive("here", prefill.handover("there", [4, 5]), [], 40, 40)])
+        prefill.send("there", [4, 5])
+        decode.do(receives=[Receive("here", prefill.handover("there"), [], 40, 40)])
         eventually(lambda: prefill.all_ended("there", "sent"))
         assert not any(worker.look().received for worker in decode.workers)
 
@@ -144,15 +150,15 @@ def test_prefill_frees_what_decode_does_not_need(ranks: tuple[int, int]) -> None
 def test_a_block_that_prefill_lacks_fails_the_receive(theirs: list[int]) -> None:
     """Otherwise the request would continue with a block that nobody has written."""
     with sides() as (prefill, decode):
-        prefill.do(sends=[Send("there", [[4, 5]])])
-        decode.do([Receive("here", prefill.handover("there", theirs), [[6, 7]], 0, 60)])
+        prefill.send("there", theirs)
+        decode.do(receives=[Receive("here", prefill.handover("there"), [[6, 7]], 0, 60)])
         eventually(lambda: decode.all_ended("here", "failed"))
         assert "prefill lacks a block" in decode.workers[0].lines()
 
 
 def failed_receive(prefill: Side, decode: Side) -> None:
     """Receive blocks 4 and 5 of a request, which fails."""
-    decode.do([receive(decode, prefill.handover("there", [4, 5]), 60)])
+    decode.do(receives=[receive(decode, prefill.handover("there"), 60)])
     eventually(lambda: decode.all_ended("here", "received"))
     assert decode.workers[0].look().failed == {"here"}
     observed = decode.workers[0].observed()
@@ -167,7 +173,7 @@ def test_a_request_that_nobody_lends_fails() -> None:
 
 def test_a_lease_that_has_expired_fails_the_receive() -> None:
     with sides({"lease_ms": 100}) as (prefill, decode):
-        prefill.do(sends=[Send("there", [[4, 5]])])
+        prefill.send("there", [4, 5])
         eventually(lambda: prefill.all_ended("there", "sent"))
         observed = prefill.workers[0].observed()
         assert observed is not None
@@ -178,9 +184,9 @@ def test_a_lease_that_has_expired_fails_the_receive() -> None:
 
 def test_a_prefill_that_is_gone_fails_the_receive() -> None:
     with sides(timeout_ms=500) as (prefill, decode):
-        gone = prefill.handover("there", [4, 5])
+        gone = prefill.handover("there")
         gone.addresses[:] = ["127.0.0.1:1"]
-        decode.do([Receive("here", gone, [[4, 5]], 0, 60)])
+        decode.do(receives=[Receive("here", gone, [[4, 5]], 0, 60)])
         eventually(lambda: decode.all_ended("here", "received"))
         assert decode.workers[0].look().failed == {"here"}
         assert "127.0.0.1:1" in decode.workers[0].lines()
@@ -196,9 +202,9 @@ def test_a_prefill_that_is_gone_fails_the_receive() -> None:
 )
 def test_addresses_that_make_no_sense_fail_the_receive(addresses: list[str], reason: str) -> None:
     with sides() as (prefill, decode):
-        handover = prefill.handover("there", [4, 5])
+        handover = prefill.handover("there")
         handover.addresses[:] = addresses
-        decode.do([Receive("here", handover, [[4, 5]], 0, 60)])
+        decode.do(receives=[Receive("here", handover, [[4, 5]], 0, 60)])
         eventually(lambda: decode.all_ended("here", "received"))
         assert decode.workers[0].look().failed == {"here"}
         assert reason in decode.workers[0].lines()
@@ -206,7 +212,7 @@ def test_addresses_that_make_no_sense_fail_the_receive(addresses: list[str], rea
 
 def test_a_prefill_that_ends_fails_the_receives_that_wait_for_it() -> None:
     with sides() as (prefill, decode):
-        decode.do([receive(decode, prefill.handover("there", [4, 5]), 60)])
+        decode.do(receives=[receive(decode, prefill.handover("there"), 60)])
         eventually(decode.workers[0].peers)
         time.sleep(0.1)
         prefill.workers[0].kill()
@@ -220,7 +226,7 @@ def test_another_model_is_refused(ranks: int) -> None:
     """Decode then tells prefill that it needs nothing, long before the lease ends."""
     lease = {"lease_ms": 3_600_000}
     with sides({"tag": "one", **lease}, {"tag": "another", "ranks": ranks}) as (prefill, decode):
-        prefill.do(sends=[Send("there", [[4, 5]])])
+        prefill.send("there", [4, 5])
         failed_receive(prefill, decode)
         eventually(lambda: prefill.all_ended("there", "sent"))
         assert "model differs" in decode.workers[0].lines()
@@ -229,10 +235,10 @@ def test_another_model_is_refused(ranks: int) -> None:
 def test_receives_are_spans() -> None:
     pytest.importorskip("opentelemetry.sdk", reason="opentelemetry-sdk needs Python 3.10")
     with sides({}, {"spans": True, "timeout_ms": 1000}) as (prefill, decode):
-        prefill.do(sends=[Send("there", [[4, 5]])])
-        decode.do([receive(decode, prefill.handover("there", [4, 5]), 60)])
+        prefill.send("there", [4, 5])
+        decode.do(receives=[receive(decode, prefill.handover("there"), 60)])
         eventually(lambda: decode.all_ended("here", "received"))
-        decode.do([Receive("gone", prefill.handover("nobody", [4]), [[4]], 0, 30)])
+        decode.do(receives=[Receive("gone", prefill.handover("nobody"), [[4]], 0, 30)])
         eventually(lambda: decode.all_ended("gone", "failed"))
         (good, bad) = decode.workers[0].spans()
         assert (good[0], good[2], bad[2]) == ("llm_datadist.receive", "UNSET", "ERROR")
@@ -245,7 +251,7 @@ def test_messages_that_cannot_be_read_are_dropped() -> None:
     with sides() as (prefill, decode):
         bad = [b"", b"\xff", b"[]", b"{}", b'{"is": "ask", "request": "r", "readers": 0, "view": "pages"}']
         decode.workers[0].tell(prefill.workers[0].address(), bad)
-        prefill.do(sends=[Send("there", [[4]])])
-        decode.do([receive(decode, prefill.handover("there", [4]), 30)])
+        prefill.send("there", [4])
+        decode.do(receives=[receive(decode, prefill.handover("there"), 30)])
         eventually(lambda: decode.all_ended("here", "received"))
         assert not decode.workers[0].look().failed

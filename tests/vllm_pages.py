@@ -32,28 +32,32 @@ class Pages:
         self.heads = heads
         self.memory = np.zeros((LAYERS, blocks, len(heads), 2 * block_size * DIM), np.uint16)
 
-    def write(self, blocks: list[int], tokens: range, whole: np.ndarray) -> None:
+    def write(self, blocks: list[int], tokens: range, whole: np.ndarray, layers: range = range(LAYERS)) -> None:
         """Write tokens of `whole`, which is `[layer, plane, token, head, element]` of the model."""
         for token in tokens:
-            for at, value in self._elements(blocks, token, whole):
+            for at, value in self._elements(blocks, token, whole, layers):
                 self.memory[at] = value
 
-    def wrong(self, blocks: list[int], tokens: range, whole: np.ndarray) -> list[tuple[int, int]]:
+    def wrong(
+        self, blocks: list[int], tokens: range, whole: np.ndarray, layers: range = range(LAYERS)
+    ) -> list[tuple[int, int]]:
         """Return the tokens and dimensions of the elements that differ from `whole`."""
         found = []
         for token in tokens:
-            wrong = [at for at, value in self._elements(blocks, token, whole) if self.memory[at] != value]
+            wrong = [at for at, value in self._elements(blocks, token, whole, layers) if self.memory[at] != value]
             found += [(token, at[-1]) for at in wrong]
         return found
 
-    def _elements(self, blocks: list[int], token: int, whole: np.ndarray) -> list[tuple[tuple[int, ...], int]]:
+    def _elements(
+        self, blocks: list[int], token: int, whole: np.ndarray, layers: range
+    ) -> list[tuple[tuple[int, ...], int]]:
         block, inside = blocks[token // self.block_size], token % self.block_size
         return [
             (
                 (layer, block, local, place(self.isa, self.block_size, plane, inside, dim)),
                 whole[layer, plane, token, head, dim],
             )
-            for layer in range(LAYERS)
+            for layer in layers
             for plane in range(2)
             for local, head in enumerate(self.heads)
             for dim in range(0, DIM, 5)

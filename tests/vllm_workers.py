@@ -15,7 +15,6 @@ from llm_datadist.integrations.vllm.pages import PageFormat
 from llm_datadist.integrations.vllm.ranks import Shard
 from llm_datadist.integrations.vllm.receiving import cluster_of
 from llm_datadist.integrations.vllm.settings import Settings
-from llm_datadist.integrations.vllm.step import Step
 from llm_datadist.integrations.vllm.transfer_thread import Ended, TransferThread
 from peers import LIMIT
 from vllm_pages import DIM, LAYERS, Pages
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from llm_datadist.integrations.vllm.step import Receive, Send
+    from llm_datadist.integrations.vllm.step import Step
 
 LIMIT_MS = int(LIMIT * 1000)
 BLOCKS = 24
@@ -64,14 +63,21 @@ class _Worker:
         caches.register([layer.ctypes.data for layer in self.pages.memory], BLOCKS, form.page_bytes)
         settings = Settings.parse({"timeout_ms": LIMIT_MS, "lease_ms": LIMIT_MS, **given})
         self.exporter = _global_exporter() if settings.spans else None
-        self.transfers = TransferThread(self.engine, [caches], shard, settings)
+        self.transfers = TransferThread(self.engine, [caches], shard, settings, [f"layer {n}" for n in range(LAYERS)])
         self.ended = Ended()
 
     def address(self) -> str:
         return str(self.engine.listen_ip_info)
 
-    def submit(self, receives: list[Receive], sends: list[Send]) -> None:
-        self.transfers.submit(Step(receives, sends))
+    def submit(self, step: Step) -> None:
+        self.transfers.begin(step)
+        self.transfers.submit(step)
+
+    def layer_saved(self, layer: int) -> None:
+        self.transfers.layer_saved(f"layer {layer}")
+
+    def step_saved(self) -> None:
+        self.transfers.step_saved()
 
     def look(self) -> Ended:
         """Return what has ended so far."""
@@ -101,11 +107,13 @@ class _Worker:
         for payload in payloads:
             self.engine.notify(peer.cluster_id, payload)
 
-    def write(self, blocks: list[int], tokens: range, whole: np.ndarray) -> None:
-        self.pages.write(blocks, tokens, whole)
+    def write(self, blocks: list[int], tokens: range, whole: np.ndarray, layers: range = range(LAYERS)) -> None:
+        self.pages.write(blocks, tokens, whole, layers)
 
-    def wrong(self, blocks: list[int], tokens: range, whole: np.ndarray) -> list[tuple[int, int]]:
-        return self.pages.wrong(blocks, tokens, whole)
+    def wrong(
+        self, blocks: list[int], tokens: range, whole: np.ndarray, layers: range = range(LAYERS)
+    ) -> list[tuple[int, int]]:
+        return self.pages.wrong(blocks, tokens, whole, layers)
 
     def untouched(self, blocks: list[int]) -> bool:
         return not self.pages.memory[:, blocks].any()

@@ -1,6 +1,6 @@
 """The vLLM connector beside vLLM's NIXL connector, and offloading: ``make bench-vllm``.
 
-    .venv-vllm/bin/python benches/vllm [--rounds 3] [--only handover,concurrent,offloading]
+    .venv-vllm/bin/python benches/vllm [--rounds 3] [--only handover,layerwise,concurrent,offloading]
 
 Each row is the median of rounds in which all systems take turns: each round starts prefill and decode anew. The model
 has 64 KiB of KV for each token. Not for: correctness (integration-tests/vllm).
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "integration-tests/vllm"))
 
-from servers import Server, alone, hand_over  # noqa: E402
+from servers import Server, alone, hand_over, start_both, where  # noqa: E402
 
 from model import FIRST_WORD, VOCABULARY, make_model  # noqa: E402
 
@@ -89,6 +89,40 @@ def handover(model: str, system: str) -> dict[str, float]:
     }
 
 
+def layerwise(model: str, system: str) -> dict[str, float]:
+    """One request at a time, decode after prefill or together with it: from prefill's first token to decode's."""
+    name, _, when = system.partition(", ")
+    extra = {"engine_options": {"link_transport": "tcp"}} if "tcp" in name else {}
+    servers = [
+        Server(
+            model,
+            {"kv_connector": "LlmDatadistConnector", "kv_role": role, "kv_connector_extra_config": extra},
+            dtype="bfloat16",
+            max_num_batched_tokens=512,
+        ).wait()
+        for role in ("kv_producer", "kv_consumer")
+    ]
+    prefill, decode = servers
+    place = where(prefill, decode, prompts((64,), seed=2)["r0"])
+    waits = []
+    for request, tokens in prompts(LENGTHS).items():
+        if when == "layer-wise":
+            start_both(prefill, decode, {request: tokens}, TOKENS, place)
+            done = prefill.result()[1]
+        else:
+            prefill.add(request, tokens, 1, {"do_remote_decode": True})
+            done = prefill.result()[1]
+            decode.add(request, tokens, TOKENS, done.params)
+        waits.append(decode.result()[1].first_token_at - done.first_token_at)
+    time.sleep(0.5)
+    ends = prefill.stop(check=False), decode.stop(check=False)
+    return {
+        "decode's first token after prefill's, ms": 1e3 * statistics.median(waits),
+        "model thread of prefill, us a step": 1e6 * ends[0].connector_s / max(1, ends[0].steps),
+        "model thread of decode, us a step": 1e6 * ends[1].connector_s / max(1, ends[1].steps),
+    }
+
+
 def concurrent(model: str, system: str) -> dict[str, float]:
     """48 requests at once: until all have ended."""
     wanted = prompts((256, 512, 128, 768) * 12)
@@ -128,6 +162,7 @@ def offloading(model: str, system: str) -> dict[str, float]:
 
 GROUPS = {
     "handover": (handover, [*SYSTEMS]),
+    "layerwise": (layerwise, [f"{name}, {when}" for name in ("pool", "tcp") for when in ("whole", "layer-wise")]),
     "concurrent": (concurrent, ["one vLLM", "llm_datadist, pool", "NIXL"]),
     "offloading": (offloading, ["offloading", "recomputed"]),
 }

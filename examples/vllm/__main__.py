@@ -1,12 +1,13 @@
 """Prefill and decode of vLLM in two API servers, behind one address.
 
-    python examples/vllm MODEL [--port 8000] [further arguments of vLLM's servers]
+    python examples/vllm MODEL [--port 8000] [--layerwise] [further arguments of vLLM's servers]
     curl http://127.0.0.1:8000/v1/completions -H "Content-Type: application/json" \
         -d '{"model": "MODEL", "prompt": "Once upon a time", "max_tokens": 16}'
 
 The program starts both servers, waits until they serve, and passes requests on: prefill gets each request first, for a
-single token, and decode then gets it together with what prefill has answered. Ctrl-C ends everything. It needs vLLM,
-aiohttp (a part of vLLM) and llm_datadist.
+single token, and decode then gets it together with what prefill has answered. With --layerwise, both get it at the same
+time, and decode receives the layers while prefill computes. Ctrl-C ends everything. It needs vLLM, aiohttp (a part of
+vLLM) and llm_datadist.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", help="name or folder of a model")
     parser.add_argument("--port", type=int, default=8000, help="of the proxy; the two servers use the next two ports")
+    parser.add_argument("--layerwise", action="store_true", help="start decode together with prefill")
     given, rest = parser.parse_known_args()
     urls, processes = {}, []
     try:
@@ -45,7 +47,7 @@ async def main() -> None:
             command += ["--kv-transfer-config", json.dumps(transfer), *rest]
             processes.append(await asyncio.create_subprocess_exec(sys.executable, *command))
             urls[name] = f"http://127.0.0.1:{port}"
-        async with Proxy(urls["prefill"], urls["decode"]) as proxy:
+        async with Proxy(urls["prefill"], urls["decode"], layerwise=given.layerwise) as proxy:
             await asyncio.wait_for(proxy.until_ready(processes), START_S)
             runner = web.AppRunner(proxy.app())
             await runner.setup()

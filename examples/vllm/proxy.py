@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -18,16 +19,20 @@ CHUNK = 65_536
 
 
 class Proxy:
-    """Passes each request to prefill and then to decode.
+    """Passes each request to prefill and then to decode, or to both at the same time.
 
     Args:
         prefill: the address of the server of prefill, ``http://host:port``.
         decode: the address of the server of decode.
+        layerwise: whether decode gets a request together with prefill, and receives each layer as soon as it is
+            computed. The first request tells the proxy where the engines of prefill listen.
     """
 
-    def __init__(self, prefill: str, decode: str) -> None:
+    def __init__(self, prefill: str, decode: str, *, layerwise: bool = False) -> None:
         self._prefill = prefill
         self._decode = decode
+        self._layerwise = layerwise
+        self._where: dict[str, Any] | None = None
 
     async def __aenter__(self) -> Proxy:  # noqa: PYI034 - Self needs Python 3.11
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=REQUEST_S))
@@ -65,8 +70,42 @@ class Proxy:
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         asked = await request.json()
-        params = await self._prefilled(request.path, asked)
-        # Without parameters, decode computes the prompt itself.
+        if not self._layerwise or self._where is None:
+            return await self._decoded(request, asked, await self._prefilled(request.path, asked))
+        # Prefill lends the prompt under this name, and decode asks for it.
+        ticket = uuid.uuid4().hex
+        prefilled = asyncio.create_task(self._prefilled(request.path, asked, ticket))
+        try:
+            params = {"do_remote_prefill": True, "llm_datadist": {**self._where, "ticket": ticket}}
+            response = await self._decoded(request, asked, params)
+            await prefilled
+        finally:
+            prefilled.cancel()  # if the client has gone
+        return response
+
+    async def _prefilled(self, path: str, asked: dict[str, Any], ticket: str | None = None) -> dict[str, Any] | None:
+        """Have prefill compute the prompt. Return what decode needs, or ``None`` if prefill cannot be reached."""
+        left_out = ("stream_options", "max_completion_tokens")
+        body = {name: value for name, value in asked.items() if name not in left_out}
+        params: dict[str, Any] | None = {"do_remote_decode": True}
+        if ticket is not None:
+            params = {"do_remote_decode": True, "llm_datadist": {"ticket": ticket}}
+        body |= {"max_tokens": 1, "n": 1, "stream": False, "kv_transfer_params": params}
+        try:
+            async with self._session.post(self._prefill + path, json=body) as answer:
+                found = await answer.json()
+        except (aiohttp.ClientError, ValueError):
+            return None
+        params = found.get("kv_transfer_params")
+        if params is not None:
+            # Prefill may have been restarted, and listen elsewhere.
+            self._where = {name: params["llm_datadist"][name] for name in ("engine_id", "addresses", "block_sizes")}
+        return params
+
+    async def _decoded(
+        self, request: web.Request, asked: dict[str, Any], params: dict[str, Any] | None
+    ) -> web.StreamResponse:
+        """Pass on what decode answers. Without parameters, it computes the prompt itself."""
         body = asked if params is None else {**asked, "kv_transfer_params": params}
         async with self._session.post(self._decode + request.path, json=body) as answer:
             response = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.content_type})
@@ -75,17 +114,3 @@ class Proxy:
                 await response.write(chunk)
             await response.write_eof()
             return response
-
-    async def _prefilled(self, path: str, asked: dict[str, Any]) -> dict[str, Any] | None:
-        """Have prefill compute the prompt. Return what decode needs, or ``None`` if prefill cannot be reached."""
-        asked = {
-            name: value for name, value in asked.items() if name not in ("stream_options", "max_completion_tokens")
-        }
-        body = {**asked, "max_tokens": 1, "stream": False, "kv_transfer_params": {"do_remote_decode": True}}
-        try:
-            async with self._session.post(self._prefill + path, json=body) as answer:
-                found = await answer.json()
-        except (aiohttp.ClientError, ValueError):
-            return None
-        params: dict[str, Any] | None = found.get("kv_transfer_params")
-        return params

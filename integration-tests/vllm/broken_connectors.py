@@ -1,30 +1,37 @@
-"""Negative controls: connectors that report success and hand over the wrong bytes.
+"""Connectors for tests: negative controls, and a pair that shows when decode reads.
 
-If the tokens of a run with one of them were right, the comparison of tokens would prove nothing.
+The negative controls report success and hand over the wrong bytes. If the tokens of a run with one of them were right,
+the comparison of tokens would prove nothing.
 """
 
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
 from typing import Any
 
 from llm_datadist.integrations.vllm.connector import LlmDatadistConnector
 from llm_datadist.integrations.vllm.group_caches import GroupCaches
 
+# How long prefill waits for decode, in seconds.
+WAIT_S = 30
+
 
 class _NothingPulled(GroupCaches):
-    def pull_pages(self, owners: Any, pairs: Any, timeout_ms: int) -> Any:
+    def pull_pages(self, owners: Any, pairs: Any, *rest: Any) -> Any:
         """Pull every page into block 0, which vLLM never reads."""
-        return super().pull_pages(owners, [(pairs[0][0], 0)], timeout_ms)
+        return super().pull_pages(owners, [(pairs[0][0], 0)], *rest)
 
 
 class _BlocksSwapped(GroupCaches):
-    def pull_pages(self, owners: Any, pairs: Any, timeout_ms: int) -> Any:
+    def pull_pages(self, owners: Any, pairs: Any, *rest: Any) -> Any:
         """Exchange the last two pages.
 
         The others are full, and attention does not depend on the order of full pages.
         """
-        *rest, (first, to_first), (second, to_second) = pairs
-        return super().pull_pages(owners, [*rest, (second, to_first), (first, to_second)], timeout_ms)
+        *others, (first, to_first), (second, to_second) = pairs
+        return super().pull_pages(owners, [*others, (second, to_first), (first, to_second)], *rest)
 
 
 class _Broken(LlmDatadistConnector):
@@ -47,3 +54,38 @@ class BlocksSwapped(_Broken):
     """Exchanges two blocks of each request."""
 
     caches = _BlocksSwapped
+
+
+class _Reports(GroupCaches):
+    def pull_pages(self, owners: Any, pairs: Any, timeout_ms: int, layers: range | None = None) -> Any:
+        """Leave a mark when some layers of a prompt are read, and not all."""
+        if layers is not None:
+            _mark().touch()
+        return super().pull_pages(owners, pairs, timeout_ms, layers)
+
+
+class ReportsReads(_Broken):
+    """Decode: leaves a mark when it reads the first layers of a prompt."""
+
+    caches = _Reports
+
+
+class WaitsForReads(LlmDatadistConnector):
+    """Prefill: if a mark is expected, computes the last of four layers only when it is there."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Wait behind the last layer but one."""
+        super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
+        end = time.monotonic() + WAIT_S
+        while layer_name.startswith("model.layers.2.") and _expects_mark() and not _mark().exists():
+            if time.monotonic() > end:
+                raise TimeoutError(f"decode has not read the first layers within {WAIT_S} s")
+            time.sleep(0.001)
+
+
+def _mark() -> Path:
+    return Path(os.environ["MARK"])
+
+
+def _expects_mark() -> bool:
+    return _mark().with_suffix(".expected").exists()

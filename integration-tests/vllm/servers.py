@@ -34,12 +34,13 @@ ENVIRONMENT = {
 
 @dataclass
 class Done:
-    """What came of a request."""
+    """What came of a request. ``first_token_at`` is a time of ``time.monotonic``."""
 
     tokens: list[int]
     params: dict[str, Any] | None
     reason: str
     first_token_s: float
+    first_token_at: float
     cached: int
 
 
@@ -52,12 +53,14 @@ class End:
         stats: the sums of what its connector has reported.
         connector_s: seconds that the thread of the model has spent in the connector.
         steps: number of steps.
+        preemptions: how often its scheduler has preempted a request.
     """
 
     usage: float
     stats: dict[str, Any]
     connector_s: float
     steps: int
+    preemptions: int
 
 
 class Server:
@@ -151,6 +154,7 @@ def _serve(
     watched = _Watched() if kv is not None and ranks == 1 else None
     pipe.send("ready")
     core = engine.engine_core.engine_core
+    preempted = _Counted(core.scheduler, "_preempt_request")
     begun: dict[str, list[float]] = {}
     while True:
         busy = engine.has_unfinished_requests() or core.scheduler.has_requests()
@@ -158,7 +162,7 @@ def _serve(
             what, *rest = pipe.recv()
             if what == "stop":
                 found = (watched.sum(), watched.seconds, watched.steps) if watched is not None else ({}, 0.0, 0)
-                pipe.send(End(core.scheduler.kv_cache_manager.usage, *found))
+                pipe.send(End(core.scheduler.kv_cache_manager.usage, *found, preempted.calls))
                 engine.engine_core.shutdown()
                 return
             name, tokens, count, params = rest
@@ -180,16 +184,36 @@ def _serve(
                 times.append(time.monotonic())
             if output.finished:
                 text = output.outputs[0]
-                first = times[-1] - times[0]
+                first = (times[-1] - times[0], times[-1])
                 cached = output.num_cached_tokens or 0
-                done = Done(list(text.token_ids), output.kv_transfer_params, str(text.finish_reason), first, cached)
+                done = Done(list(text.token_ids), output.kv_transfer_params, str(text.finish_reason), *first, cached)
                 pipe.send((output.request_id, done))
+
+
+class _Counted:
+    """Counts the calls of a method of an object."""
+
+    def __init__(self, of: Any, name: str) -> None:
+        self.calls = 0
+        self._method = getattr(of, name)
+        setattr(of, name, self._call)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self._method(*args, **kwargs)
 
 
 class _Watched:
     """Keeps what the connector of a worker reports in each step, and the time that its methods take."""
 
-    METHODS = ("start_load_kv", "wait_for_save", "get_transfer_results", "get_finished")
+    METHODS = (
+        "handle_preemptions",
+        "start_load_kv",
+        "save_kv_layer",
+        "wait_for_save",
+        "get_transfer_results",
+        "get_finished",
+    )
 
     def __init__(self) -> None:
         from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: PLC0415
@@ -246,6 +270,24 @@ def hand_over(prefill: Server, decode: Server, prompts: dict[str, list[int]], co
             raise TimeoutError(f"{len(found)} of {len(prompts)} requests ended within {REQUEST_S} s")
         time.sleep(0.0005)
     return found
+
+
+def where(prefill: Server, decode: Server, tokens: list[int]) -> dict[str, Any]:
+    """Hand over one request, and return what a proxy learns from the answer about prefill."""
+    prefill.add("first", tokens, 1, {"do_remote_decode": True})
+    done = prefill.result()[1]
+    decode.add("first", tokens, 1, done.params)
+    decode.result()
+    given = (done.params or {})["llm_datadist"]
+    return {name: given[name] for name in ("engine_id", "addresses", "block_sizes")}
+
+
+def start_both(prefill: Server, decode: Server, prompts: dict[str, list[int]], count: int, place: Any) -> None:
+    """Give requests to both sides at the same time, as a proxy does that knows where prefill is."""
+    for name, tokens in prompts.items():
+        ticket = f"ticket of {name}"
+        decode.add(name, tokens, count, {"do_remote_prefill": True, "llm_datadist": {**place, "ticket": ticket}})
+        prefill.add(name, tokens, 1, {"do_remote_decode": True, "llm_datadist": {"ticket": ticket}})
 
 
 def alone(server: Server, prompts: dict[str, list[int]], count: int) -> dict[str, list[int]]:

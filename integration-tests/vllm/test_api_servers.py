@@ -25,9 +25,10 @@ PORT = 18_350
 Prompts = dict[str, list[int]]
 
 
-@pytest.fixture(scope="module")
-def url(model: str) -> Iterator[str]:
+@pytest.fixture(params=["after prefill", "layerwise"])
+def url(model: str, request: pytest.FixtureRequest) -> Iterator[str]:
     options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "4096", "--no-enable-prefix-caching"]
+    options += ["--layerwise"] if request.param == "layerwise" else []
     command = [sys.executable, str(ROOT / "examples/vllm"), model, "--port", str(PORT), "--block-size", "32", *options]
     environment = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)  # noqa: S603

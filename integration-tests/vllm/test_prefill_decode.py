@@ -131,6 +131,20 @@ def test_prefix_caching(start: Start, prompts: Prompts, expected: Prompts) -> No
     assert [end.usage for end in ends] == [0, 0]
 
 
+def test_a_preempted_request_is_computed_by_decode(start: Start, prompts: Prompts, expected: Prompts) -> None:
+    """Decode has room for two of these prompts, and not for all tokens that it generates."""
+    small = {"num_gpu_blocks_override": 97, "max_model_len": 2048, "scheduler_reserve_full_isl": False}
+    prefill, decode = start.pair(decode=small)
+    long = {name: tokens for name, tokens in prompts.items() if len(tokens) == 1500}
+    found = hand_over(prefill, decode, long, 100)
+    assert [name for name, done in found.items() if done.tokens[:TOKENS] != expected[name]] == []
+    time.sleep(1)
+    ends = prefill.stop(), decode.stop()
+    assert ends[1].preemptions > 0
+    assert ends[1].stats["failed_receives"] == 0
+    assert [end.usage for end in ends] == [0, 0]
+
+
 @pytest.mark.subset
 def test_prefill_is_killed_and_returns(start: Start, prompts: Prompts, expected: Prompts) -> None:
     """What was not received is recomputed, and requests to the new prefill are received again."""

@@ -521,13 +521,17 @@ class Grant:
     def ended(self) -> str | None:
         """Why it has ended: ``"expired"``, ``"revoked"``, ``"done"`` or ``"released"``; ``None`` if it has not."""
 
-    def revoke(self) -> None:
+    def revoke(self, *, wait: bool = True) -> None:
         """End the grant, and wait for the reads under it that this engine serves. Ctrl-C interrupts the wait.
 
         A reader in another process of this host may still be reading; its pull fails. A grant that has ended before is
         not an error.
 
+        Args:
+            wait: whether to wait for these reads. If it is ``False``, they may go on, and their pulls fail as well.
+
         Raises:
+            TypeError: ``wait`` is not a ``bool``.
             LLMException: ``LLM_TIMEOUT``: such a read took longer than ``sync_kv_timeout``, and the grant has ended;
                 ``LLM_ENGINE_FINALIZED``: the engine was finalized; ``LLM_FAILED``: a forked child (contract §16).
         """

@@ -88,8 +88,9 @@ impl GrantHandle {
         self.grant.ended().map(GrantEnd::name)
     }
 
-    fn revoke(&self, py: Python<'_>) -> PyResult<()> {
-        self.native.get().engine().enter(py, |engine| engine.revoke(&self.grant))
+    #[pyo3(signature = (*, wait=true))]
+    fn revoke(&self, py: Python<'_>, wait: bool) -> PyResult<()> {
+        self.native.get().engine().enter(py, |engine| engine.revoke(&self.grant, wait))
     }
 
     fn __repr__(&self) -> String {

@@ -40,12 +40,12 @@ impl DataDist {
         GrantToken { cluster, incarnation, grant: grant.id() }
     }
 
-    /// Ends a grant, and waits for the reads under it that this engine serves. No read of another process is accepted from
-    /// now on. A grant that has ended before is not an error. Returns `Err(Timeout)` if a read lasts longer than
-    /// `sync_kv_timeout`; the grant has ended then, too.
-    pub fn revoke(&self, grant: &Arc<Grant>) -> Result<()> {
+    /// Ends a grant, and with `wait`, waits for the reads under it that this engine serves. No read is accepted from now on,
+    /// whether it has begun or not. A grant that has ended before is not an error. Returns `Err(Timeout)` if a read lasts
+    /// longer than `sync_kv_timeout`; the grant has ended then, too.
+    pub fn revoke(&self, grant: &Arc<Grant>, wait: bool) -> Result<()> {
         self.resources.grants.end(grant, GrantEnd::Revoked);
-        self.resources.grants.wait_for_reads(grant, self.deadline())
+        if wait { self.resources.grants.wait_for_reads(grant, self.deadline()) } else { Ok(()) }
     }
 
     /// Reports to the owner of a grant that this engine is done with it. Reporting again, or after the end, changes nothing.

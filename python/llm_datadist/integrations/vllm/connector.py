@@ -5,7 +5,7 @@ vLLM makes one object in the scheduler and one in each worker. This class only p
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -23,8 +23,13 @@ from llm_datadist.integrations.vllm.scheduler import SchedulerSide
 from llm_datadist.integrations.vllm.settings import Settings
 from llm_datadist.integrations.vllm.worker import WorkerSide
 
+if TYPE_CHECKING:
+    from llm_datadist.integrations.vllm.transfer_thread import TransferThread
+
 __all__ = ["LlmDatadistConnector"]
 
+# The KV caches in which vLLM keeps all blocks of a request until it ends.
+_KEPT = ("FullAttentionSpec", "MLAAttentionSpec")
 _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -51,10 +56,12 @@ class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         _check_parallel(vllm_config.parallel_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._transfers: TransferThread | None = None
         if role == KVConnectorRole.SCHEDULER:
-            sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
-            roles = {"producer": transfer.is_kv_producer, "consumer": transfer.is_kv_consumer}
-            self._scheduler = SchedulerSide(transfer.engine_id, sizes, **roles)
+            specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+            sizes = [spec.block_size for spec in specs]
+            options = {"producer": transfer.is_kv_producer, "consumer": transfer.is_kv_consumer}
+            self._scheduler = SchedulerSide(transfer.engine_id, sizes, **options, layerwise=_keeps_blocks(specs))
         else:
             ranks = (get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
             self._worker = WorkerSide(vllm_config, kv_cache_config, settings, *ranks)
@@ -65,6 +72,10 @@ class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         """Take the addresses of the workers."""
         self._of_scheduler.set_addresses({rank: worker.address for rank, worker in metadata.items()})
 
+    def on_new_request(self, request: Any) -> None:
+        """Take a request that was added."""
+        self._of_scheduler.arrived(request)
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Return how many tokens of the prompt come from prefill, and that they are loaded between steps."""
         count = self._of_scheduler.tokens_to_load(request, num_computed_tokens)
@@ -74,9 +85,9 @@ class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         """Take the blocks of a request that is received."""
         self._of_scheduler.allocated(request, blocks.blocks, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:  # noqa: ARG002 - the signature is vLLM's
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """Return the work of this step."""
-        return StepMetadata(self._of_scheduler.take_step())
+        return StepMetadata(self._of_scheduler.take_step(scheduler_output))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Decide whether the blocks of a request are kept for decode, and what prefill answers."""
@@ -97,33 +108,40 @@ class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Register the KV cache with the engine."""
-        self._of_worker.register(kv_caches)
+        self._transfers = self._of_worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> Address:
         """Return where the engine of this worker listens."""
         return Address(self._of_worker.address)
 
+    def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
+        """Do what must be done before the step writes to blocks."""
+        self._of_transfers.begin(kv_connector_metadata.step)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002 - the signature is vLLM's
-        """Hand the work of the step over to the transfer thread."""
-        self._of_worker.transfers.submit(self._get_connector_metadata().step)
+        """Do what needs blocks that vLLM has prepared. vLLM calls this when the model has run."""
+        self._of_transfers.submit(self._get_connector_metadata().step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: a request is scheduled only when all of its blocks are in place."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Do nothing: decode pulls the blocks."""
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Have decode read the layer, if it waits for a part that this step computes."""
+        if self._transfers is not None:  # as short a way as can be: vLLM calls this for each layer
+            self._transfers.layer_saved(layer_name)
 
     def wait_for_save(self) -> None:
-        """Do nothing: decode pulls the blocks."""
+        """Have decode read what it has not read of this step. Nothing is waited for."""
+        self._of_transfers.step_saved()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
         """Return the requests that were sent or received since the last step."""
-        ended = self._of_worker.transfers.take()
+        ended = self._of_transfers.take()
         return KVConnectorTransferResults(ended.sent, ended.received, ended.failed)
 
     def get_kv_connector_stats(self) -> TransferStats | None:
         """Return the observations since the last step."""
-        data = None if self._worker is None else self._worker.transfers.take_observations()
+        data = None if self._transfers is None else self._transfers.take_observations()
         return None if data is None else TransferStats(data)
 
     def shutdown(self) -> None:
@@ -156,6 +174,16 @@ class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         if self._worker is None:
             raise RuntimeError("this object belongs to the scheduler")
         return self._worker
+
+    @property
+    def _of_transfers(self) -> TransferThread:
+        if self._transfers is None:
+            raise RuntimeError("vLLM has not registered its KV cache")
+        return self._transfers
+
+
+def _keeps_blocks(specs: list[Any]) -> bool:
+    return len(specs) == 1 and type(specs[0]).__name__ in _KEPT
 
 
 def _check_parallel(parallel: Any) -> None:

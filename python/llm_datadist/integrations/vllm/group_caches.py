@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from llm_datadist.events import Grant, Transfer
     from llm_datadist.integrations.vllm.pages import Packing, PageFormat
 
-__all__ = ["HEADS", "PAGES", "VIEWS", "GroupCaches", "Owner"]
+__all__ = ["HEADS", "PAGES", "VIEWS", "GroupCaches", "Owner", "Tokens"]
 
 # The views of vLLM's pages.
 PAGES, HEADS = "pages", "heads"
@@ -27,12 +27,29 @@ class Owner:
     Attributes:
         cluster: the cluster of its engine.
         heads: the KV heads that it holds.
-        grants: a token for each cache of the view, for each KV cache group.
+        grants: a token for each cache of the view, for each KV cache group, or none for a group without content.
     """
 
     cluster: int
     heads: range
     grants: list[list[bytes]]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Consecutive tokens of a prompt, and where the lists of blocks begin on both sides.
+
+    Attributes:
+        first: the first token that is read.
+        end: the token after the last one.
+        src_first: the first token of the first block in prefill.
+        dst_first: the first token of the first block here.
+    """
+
+    first: int
+    end: int
+    src_first: int
+    dst_first: int
 
 
 class GroupCaches:
@@ -98,7 +115,7 @@ class GroupCaches:
             self._heads.append(self._manager.register_blocks_cache(desc, planes, key, True))
             offset += self.form.head_bytes // 2
 
-    def grant(self, view: str, blocks: list[int], ttl_ms: int, readers: int) -> list[Grant]:
+    def grant(self, view: str, blocks: list[int], ttl_ms: int) -> list[Grant]:
         """Lend blocks to readers of a view, with one grant for each cache of the view.
 
         Raises:
@@ -112,15 +129,18 @@ class GroupCaches:
             caches, rows = list(self._heads), [block * count + head for block in blocks for head in range(count)]
         if not caches or caches[0] is None:
             raise ValueError(f"the packing of vLLM's pages is not known ({self.form.isa!r})")
-        return [self._manager.grant(cache, rows, ttl_ms, readers) for cache in caches if cache is not None]
+        return [self._manager.grant(cache, rows, ttl_ms) for cache in caches if cache is not None]
 
-    def pull_pages(self, owners: list[Owner], pairs: list[tuple[int, int]], timeout_ms: int) -> Transfer:
+    def pull_pages(
+        self, owners: list[Owner], pairs: list[tuple[int, int]], timeout_ms: int, layers: range | None = None
+    ) -> Transfer:
         """Start to pull pages between equal block sizes.
 
         Args:
             owners: the ranks that are read.
             pairs: the source and the destination block of each page.
             timeout_ms: time limit in milliseconds.
+            layers: the layers that are pulled from one owner with the same heads, or ``None`` for all layers.
         """
         if self._pages is None:
             raise RuntimeError("vLLM has not registered its KV cache")
@@ -128,21 +148,23 @@ class GroupCaches:
         keys = [self._key(owner.cluster, PAGES, 0) for owner in owners]
         grants = [owner.grants[self._group][0] for owner in owners]
         if len(owners) == 1:
-            options: dict[str, Any] = {"grant": grants[0], "grant_done": True, "timeout_ms": timeout_ms}
+            options: dict[str, Any] = {"grant": grants[0], "timeout_ms": timeout_ms}
+            if layers is not None:
+                options |= {"src_layer_range": layers, "dst_layer_range": layers, "tensor_num_per_layer": 1}
             return self._manager.pull_blocks_async(keys[0], self._pages, src, dst, **options)
-        options = {"grant": grants, "grant_done": True, "timeout_ms": timeout_ms}
+        options = {"grant": grants, "timeout_ms": timeout_ms}
         return self._manager.pull_blocks_async(keys, self._pages, [src] * len(owners), dst, **options)
 
     def pull_heads(
-        self, owners: list[Owner], src: list[int], dst: list[int], tokens: tuple[int, int, int], timeout_ms: int
+        self, owners: list[Owner], src: list[int], dst: list[int], tokens: Tokens, timeout_ms: int
     ) -> Transfer:
         """Start to pull tokens between different block sizes.
 
         Args:
             owners: the ranks that are read.
-            src: the blocks of the whole prompt in prefill.
-            dst: the blocks here from the first token that is read.
-            tokens: the first token that is read, the first token of ``dst[0]``, and the end.
+            src: consecutive blocks of the prompt in prefill.
+            dst: consecutive blocks of the prompt here.
+            tokens: the tokens that are read.
             timeout_ms: time limit in milliseconds.
         """
         if not self._heads:
@@ -154,7 +176,7 @@ class GroupCaches:
             if head in owner.heads
             for number, packing in enumerate(self._packings)
         ]
-        return self._manager.pull_group_async(parts, timeout_ms=timeout_ms, grants_done=True)
+        return self._manager.pull_group_async(parts, timeout_ms=timeout_ms)
 
     def _part(
         self,
@@ -163,21 +185,23 @@ class GroupCaches:
         packing: Packing,
         head: int,
         blocks: tuple[list[int], list[int]],
-        tokens: tuple[int, int, int],
+        tokens: Tokens,
     ) -> GroupPart:
         src, dst = blocks
-        first, dst_first, end = tokens
-        unit = packing.unit
+        unit = packing.unit  # one that is not full moves as a whole
         src_heads, dst_heads = len(owner.heads), len(self.form.heads)
-        last = -(-end // unit)  # a unit that is not full moves as a whole
+
+        def of(first: int) -> tuple[int, int]:
+            return (tokens.first - first) // unit, -(-(tokens.end - first) // unit)
+
         return GroupPart(
             self._key(owner.cluster, HEADS, number),
             self._heads[number],
             [block * src_heads + head - owner.heads.start for block in src],
             [block * dst_heads + head - self.form.heads.start for block in dst],
             grant=owner.grants[self._group][number],
-            src_tokens=(first // unit, last),
-            dst_tokens=((first - dst_first) // unit, last - dst_first // unit),
+            src_tokens=of(tokens.src_first),
+            dst_tokens=of(tokens.dst_first),
         )
 
     def _key(self, cluster: int, view: str, number: int) -> BlocksCacheKey:

@@ -1,7 +1,7 @@
-"""What prefill tells decode about a request, as ``kv_transfer_params``.
+"""What decode needs to know about a request of prefill, as ``kv_transfer_params``.
 
-The dict travels through the answer of prefill, the program between the two servers (the proxy) and the request to
-decode, so it has JSON values only, and decode checks it like any input from the network.
+Prefill answers it, or the program between the two servers (the proxy) writes it and starts both at the same time. The
+dict travels through several programs, so it has JSON values only, and decode checks it like any input from the network.
 """
 
 from __future__ import annotations
@@ -14,82 +14,87 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Handover", "digest"]
+__all__ = ["Handover", "prompt_digest", "ticket_of"]
 
+KEY = "llm_datadist"
 MAX_RANKS = 1024
-MAX_BLOCKS = 2**24
+MAX_TICKET = 256
 
 
 @dataclass(frozen=True)
 class Handover:
-    """Where the KV cache of one request lies in prefill.
+    """Where the KV cache of one request can be had.
 
     Attributes:
-        request: the id of the request in prefill.
+        ticket: the name under which prefill lends the request.
         engine_id: the engine id of the vLLM of prefill.
         addresses: ``host:port`` of the engine of each tensor-parallel rank, in order.
-        num_tokens: number of tokens of the prompt.
-        prompt: a digest of the tokens of the prompt (``digest``).
-        block_sizes: tokens in a block, for each KV cache group.
-        blocks: the blocks of the prompt in the order of its tokens, for each KV cache group. 0 is a block without
-            content, outside the window of a sliding-window group.
+        prompt: a digest of the prompt (``prompt_digest``).
+        block_sizes: tokens in a block of prefill, for each KV cache group.
     """
 
-    request: str
+    ticket: str
     engine_id: str
     addresses: list[str]
-    num_tokens: int
     prompt: str
     block_sizes: list[int]
-    blocks: list[list[int]]
 
     def params(self) -> dict[str, Any]:
         """Return the ``kv_transfer_params`` of the answer of prefill."""
-        return {"do_remote_prefill": True, "do_remote_decode": False, "llm_datadist": asdict(self)}
-
-    def check_prompt(self, num_tokens: int, tokens: list[int] | None) -> None:
-        """Refuse the KV cache of another prompt, which a proxy may have mixed up.
-
-        Raises:
-            ValueError: the prompt differs from that of prefill.
-        """
-        _ensure(num_tokens == self.num_tokens, f"prefill has computed {self.num_tokens} tokens, not {num_tokens}")
-        _ensure(digest(tokens) == self.prompt, "prefill has computed another prompt")
+        return {"do_remote_prefill": True, "do_remote_decode": False, KEY: asdict(self)}
 
     @classmethod
-    def parse(cls, params: Mapping[str, Any], num_groups: int) -> Handover:
+    def parse(cls, params: Mapping[str, Any], block_sizes: list[int], prompt: str) -> Handover:
         """Read the ``kv_transfer_params`` of a request to decode.
 
         Args:
-            params: what prefill has answered.
-            num_groups: number of KV cache groups here.
+            params: what prefill has answered, or what the proxy has written. The proxy may leave out ``prompt`` and
+                ``block_sizes``: prefill compares the prompt before it lends blocks.
+            block_sizes: tokens in a block here, for each KV cache group.
+            prompt: the digest of the prompt here.
 
         Raises:
-            ValueError: something is missing or has another type or an impossible value.
+            ValueError: something is missing, has another type or an impossible value, or belongs to another prompt.
         """
-        given = params.get("llm_datadist")
+        given = params.get(KEY)
         if not isinstance(given, dict):
-            text = "kv_transfer_params has no 'llm_datadist'; pass what prefill has answered, unchanged"
+            text = f"kv_transfer_params has no {KEY!r}; pass what prefill has answered, unchanged"
             raise ValueError(text)  # noqa: TRY004 - input from the network
-        names = ("request", "engine_id", "addresses", "num_tokens", "prompt", "block_sizes", "blocks")
-        request, engine_id, addresses, num_tokens, prompt, sizes, blocks = (given.get(name) for name in names)
-        texts = all(isinstance(text, str) for text in (request, engine_id, prompt))
-        _ensure(texts, "request, engine_id and prompt must be texts")
-        _ensure(type(num_tokens) is int, "num_tokens must be a number")
+        given = {"prompt": prompt, "block_sizes": block_sizes, **given}
+        names = ("ticket", "engine_id", "addresses", "prompt", "block_sizes")
+        ticket, engine_id, addresses, theirs, sizes = (given.get(name) for name in names)
+        _check_ticket(ticket)
+        _ensure(isinstance(engine_id, str), "engine_id must be a text")
         _ensure(_is_list(addresses, str) and 0 < len(addresses or "") <= MAX_RANKS, f"1 to {MAX_RANKS} addresses")
         _ensure(_is_list(sizes, int) and all(size > 0 for size in sizes or ()), "block_sizes must be above 0")
-        groups = blocks if isinstance(blocks, list) and all(_is_list(group, int) for group in blocks) else []
-        _ensure(
-            len(groups) == len(sizes or ()) == num_groups, f"block_sizes and blocks of {num_groups} KV cache groups"
-        )
-        numbers = [block for group in groups for block in group]
-        _ensure(len(numbers) <= MAX_BLOCKS and all(0 <= block < 2**31 for block in numbers), "blocks out of range")
+        _ensure(len(sizes or ()) == len(block_sizes), f"block_sizes of {len(block_sizes)} KV cache groups")
+        _ensure(theirs == prompt, "prefill has computed another prompt")
         return cls(**{name: given[name] for name in names})
 
 
-def digest(tokens: list[int] | None) -> str:
-    """Return a digest of the tokens of a prompt, or an empty text for a prompt that has none (embeddings)."""
-    return "" if tokens is None else blake2b(array("q", tokens).tobytes(), digest_size=16).hexdigest()
+def ticket_of(params: Mapping[str, Any]) -> str | None:
+    """Return the ticket that the proxy has given to a request of prefill, or ``None``.
+
+    Raises:
+        ValueError: it is not a ticket.
+    """
+    given = params.get(KEY)
+    if not isinstance(given, dict):
+        return None
+    ticket = given.get("ticket")
+    _check_ticket(ticket)
+    return str(ticket)
+
+
+def prompt_digest(num_tokens: int, tokens: list[int] | None) -> str:
+    """Return a digest of a prompt: the number of its tokens, and a hash of them unless it has none (embeddings)."""
+    text = "" if tokens is None else blake2b(array("q", tokens).tobytes(), digest_size=16).hexdigest()
+    return f"{num_tokens}:{text}"
+
+
+def _check_ticket(ticket: Any) -> None:
+    valid = isinstance(ticket, str) and 0 < len(ticket) <= MAX_TICKET
+    _ensure(valid, f"ticket must be a text of 1 to {MAX_TICKET} characters")
 
 
 def _is_list(value: Any, kind: type) -> bool:
@@ -98,4 +103,4 @@ def _is_list(value: Any, kind: type) -> bool:
 
 def _ensure(holds: bool, rule: str) -> None:
     if not holds:
-        raise ValueError(f"kv_transfer_params['llm_datadist'] is invalid: {rule}")
+        raise ValueError(f"kv_transfer_params[{KEY!r}] is invalid: {rule}")

@@ -1,37 +1,57 @@
 """The messages between the workers of prefill and decode. The engine carries them (``LLMDataDist.notify``).
 
-Decode asks for a request, and prefill lends its blocks. Decode reports that it is done through the grant, or with
-``Done`` if it did not need any block. Each message is a JSON object. The receiver drops a message that it cannot read.
+Decode asks for a request. Prefill lends its blocks in parts, and says how many layers of each are in place. Decode
+reports at the end, whether it has read them or not. Each message is a JSON object. The receiver drops a message that it
+cannot read.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable  # noqa: TC003 - evaluated when the module is imported
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Union
 
 from llm_datadist.integrations.vllm.group_caches import VIEWS
 
-__all__ = ["Ask", "Done", "Gone", "Lent", "Message", "decode", "encode"]
+__all__ = ["Ask", "Done", "Gone", "Lent", "Message", "Ready", "decode", "encode"]
 
 MAX_READERS = 4096
+MAX_NUMBER = 2**31
+_PAIR = 2
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Decode asks for the blocks of a request: how many ranks read this worker, and through which view."""
+    """Decode asks for a request: through which view it reads, and the digest of its prompt."""
 
-    request: str
-    readers: int
+    ticket: str
     view: str
+    prompt: str
 
 
 @dataclass(frozen=True)
 class Lent:
-    """Prefill has lent them: tokens in hexadecimal digits, for each group and each cache of the view."""
+    """Prefill lends a part of a request.
 
-    request: str
+    Attributes:
+        ticket: the name under which the request is lent.
+        part: the number of the part.
+        first: the index of the first block in the prompt.
+        blocks: the blocks, for each KV cache group. 0 is a block without content.
+        grants: tokens in hexadecimal digits, for each group and each cache of the view. Empty for a group without
+            content.
+        layers: how many layers are in place, from the first on.
+        last: whether the part reaches the end of the prompt.
+    """
+
+    ticket: str
+    part: int
+    first: int
+    blocks: list[list[int]]
     grants: list[list[str]]
+    layers: int
+    last: bool
 
     def tokens(self) -> list[list[bytes]]:
         """Return the tokens of the grants."""
@@ -39,29 +59,37 @@ class Lent:
 
 
 @dataclass(frozen=True)
+class Ready:
+    """So many layers of these parts are in place now. A part is a ticket and a number."""
+
+    parts: list[list[Any]]
+    layers: int
+
+
+@dataclass(frozen=True)
 class Gone:
     """Prefill does not have the request, or no longer."""
 
-    request: str
+    ticket: str
     reason: str
 
 
 @dataclass(frozen=True)
 class Done:
-    """One of ``readers`` ranks of decode needs nothing from this worker."""
+    """One of ``readers`` ranks of decode needs nothing more from this worker."""
 
-    request: str
+    ticket: str
     readers: int
 
 
-Message = Union[Ask, Lent, Gone, Done]
-_KINDS = {"ask": Ask, "lent": Lent, "gone": Gone, "done": Done}
+Message = Union[Ask, Lent, Ready, Gone, Done]
+_KINDS = {"ask": Ask, "lent": Lent, "ready": Ready, "gone": Gone, "done": Done}
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 def encode(message: Message) -> bytes:
     """Return the payload of a message."""
-    return json.dumps({"is": _NAMES[type(message)], **asdict(message)}).encode()
+    return json.dumps({"is": _NAMES[type(message)], **asdict(message)}, separators=(",", ":")).encode()
 
 
 def decode(payload: bytes) -> Message:
@@ -81,12 +109,33 @@ def decode(payload: bytes) -> Message:
 
 def _valid(item: tuple[str, Any]) -> bool:
     name, value = item
-    if name == "readers":
-        return type(value) is int and 0 < value <= MAX_READERS
-    if name == "grants":
-        lists = isinstance(value, list) and all(isinstance(tokens, list) for tokens in value)
-        return lists and all(_is_hex(token) for tokens in value for token in tokens)
-    return isinstance(value, str) and (name != "view" or value in VIEWS)
+    return bool(_VALID.get(name, _is_text)(value))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_view(value: Any) -> bool:
+    return _is_text(value) and value in VIEWS
+
+
+def _is_readers(value: Any) -> bool:
+    return type(value) is int and 0 < value <= MAX_READERS
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MAX_NUMBER
+
+
+def _is_table(value: Any, valid: Callable[[Any], bool]) -> bool:
+    lists = isinstance(value, list) and all(isinstance(row, list) for row in value)
+    return lists and all(valid(item) for row in value for item in row)
+
+
+def _is_parts(value: Any) -> bool:
+    pairs = isinstance(value, list) and all(isinstance(pair, list) and len(pair) == _PAIR for pair in value)
+    return pairs and all(_is_text(ticket) and _is_number(number) for ticket, number in value)
 
 
 def _is_hex(token: Any) -> bool:
@@ -95,3 +144,16 @@ def _is_hex(token: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return True
+
+
+_VALID: dict[str, Callable[[Any], bool]] = {
+    "readers": _is_readers,
+    "view": _is_view,
+    "part": _is_number,
+    "first": _is_number,
+    "layers": _is_number,
+    "last": lambda value: isinstance(value, bool),
+    "blocks": lambda value: _is_table(value, _is_number),
+    "grants": lambda value: _is_table(value, _is_hex),
+    "parts": _is_parts,
+}

@@ -1,7 +1,7 @@
 """Decode: the requests that are being received from prefill, each from the link to the last byte.
 
-For each rank of prefill that it reads, a receive makes sure of a link, asks for the blocks, and waits for the grants.
-When all have come, it starts the pulls, one for each KV cache group. It ends when all of them have ended, so nothing
+For each rank of prefill that it reads, a receive makes sure of a link, and asks for the blocks. Prefill lends them in
+parts, and each part is pulled as its layers become ready. A receive ends when all of its pulls have ended, so nothing
 writes to vLLM's blocks after that.
 """
 
@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from llm_datadist import LLMException
-from llm_datadist.integrations.vllm.group_caches import HEADS, PAGES, Owner
-from llm_datadist.integrations.vllm.messages import Ask, Done, Gone
+from llm_datadist import LLMException, LLMStatusCode
+from llm_datadist.integrations.vllm.group_caches import HEADS, PAGES, Owner, Tokens
+from llm_datadist.integrations.vllm.incoming import Incoming
+from llm_datadist.integrations.vllm.messages import Ask, Done, Gone, Lent
 from llm_datadist.integrations.vllm.ranks import heads_of
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from llm_datadist import LLMDataDist
     from llm_datadist.events import Transfer
     from llm_datadist.integrations.vllm.group_caches import GroupCaches
-    from llm_datadist.integrations.vllm.messages import Lent, Message
+    from llm_datadist.integrations.vllm.incoming import LentPart, Pull
+    from llm_datadist.integrations.vllm.messages import Message, Ready
     from llm_datadist.integrations.vllm.ranks import Shard, Source
     from llm_datadist.integrations.vllm.step import Receive
 
@@ -48,7 +50,7 @@ class Outcome:
         request: the id of the request.
         failure: why it failed, or an empty text.
         receive_seconds: time since the receive began.
-        transfer_seconds: time of the longest pull.
+        transfer_seconds: time of the pulls. Those that run together count once.
         moved: bytes in place.
         blocks: number of blocks.
     """
@@ -66,15 +68,25 @@ class _Ongoing:
     receive: Receive
     sources: dict[int, Source]  # by cluster
     view: str
+    incoming: Incoming
     begin: float
     deadline: float
-    lent: dict[int, list[list[bytes]]] = field(default_factory=dict)
     links: dict[Transfer, int] = field(default_factory=dict)
-    pulls: set[Transfer] = field(default_factory=set)
+    pulls: dict[Transfer, _Running] = field(default_factory=dict)
     blocks: int = 0
     moved: int = 0
     nanos: int = 0
     failure: str = ""
+
+
+@dataclass
+class _Running:
+    """A pull, with one transfer for each KV cache group."""
+
+    pull: Pull
+    transfers: int = 0
+    nanos: int = 0
+    lost: bool = False
 
 
 class Receiving:
@@ -84,7 +96,7 @@ class Receiving:
         engine: the engine.
         groups: the caches of the KV cache groups.
         shard: the part of the KV cache that this worker holds.
-        limit_s: time limit of a receive, in seconds.
+        limit_s: how long a receive may take between two signs of progress, in seconds.
         notify: sends a message to a cluster.
         ended: takes the outcome of each receive that has blocks.
     """
@@ -105,6 +117,7 @@ class Receiving:
         self._notify = notify
         self._ended = ended
         self._ongoing: dict[str, _Ongoing] = {}
+        self._by_ticket: dict[str, list[_Ongoing]] = {}
         self._transfers: dict[Transfer, _Ongoing] = {}
         self._linked: set[int] = set()
 
@@ -120,16 +133,28 @@ class Receiving:
 
     def _begin(self, receive: Receive, now: float) -> None:
         handover = receive.handover
-        wanted = self._shard.sources(len(handover.addresses))
+        ranks = len(handover.addresses)
+        wanted = self._shard.sources(ranks)
         by_cluster = {cluster_of(handover.engine_id, source.rank): source for source in wanted}
         view = PAGES if handover.block_sizes == [group.form.block_size for group in self._groups] else HEADS
-        ongoing = _Ongoing(receive, by_cluster, view, now, now + self._limit_s)
+        reads = {cluster for cluster, source in by_cluster.items() if source.reads}
+        # The engine converts between different heads only as a whole.
+        by_layers = (
+            view == PAGES
+            and len(self._groups) == 1
+            and [heads_of(by_cluster[cluster].rank, ranks, self._shard.total_heads) for cluster in reads]
+            == [self._shard.heads]
+        )
+        layers = max(group.form.layers for group in self._groups)
+        incoming = Incoming(self._missing(receive, view), reads, view, layers, by_layers=by_layers)
+        ongoing = _Ongoing(receive, by_cluster, view, incoming, now, now + self._limit_s)
         self._ongoing[receive.request] = ongoing
+        self._by_ticket.setdefault(handover.ticket, []).append(ongoing)
         for cluster in by_cluster:
             if ongoing.failure:
                 return  # the receive has ended
             if cluster in self._linked:
-                self._greet(ongoing, cluster)
+                self._ask(ongoing, cluster)
             else:
                 self._link(ongoing, cluster, handover.addresses[by_cluster[cluster].rank])
         self._proceed(ongoing)
@@ -142,19 +167,22 @@ class Receiving:
         """Fail the receives that wait for a cluster. Pulls that run end by themselves."""
         self._linked.discard(cluster)
         for ongoing in list(self._ongoing.values()):
-            if cluster in ongoing.sources and cluster not in ongoing.lent and not self._dials(ongoing, cluster):
+            if cluster in ongoing.sources and ongoing.incoming.waits and not self._dials(ongoing, cluster):
                 self._fail(ongoing, f"the link to cluster {cluster} broke")
 
-    def heard(self, cluster: int, message: Lent | Gone) -> None:
-        """Take the answer of prefill."""
-        for ongoing in self._asking(cluster, message.request):
-            if isinstance(message, Gone):
+    def heard(self, cluster: int, message: Lent | Ready | Gone) -> None:
+        """Take news from prefill."""
+        if isinstance(message, Lent):
+            for ongoing in self._asking(cluster, message.ticket):
+                self._lent(ongoing, cluster, message)
+        elif isinstance(message, Gone):
+            for ongoing in self._asking(cluster, message.ticket):
                 self._fail(ongoing, f"prefill does not lend it: {message.reason}")
-            elif len(message.grants) != len(self._groups):
-                self._fail(ongoing, f"prefill lends {len(message.grants)} KV cache groups, not {len(self._groups)}")
-            else:
-                ongoing.lent[cluster] = message.tokens()
-                self._proceed(ongoing)
+        else:
+            for ticket, number in message.parts:
+                for ongoing in self._asking(cluster, ticket):
+                    ongoing.incoming.ready(cluster, number, message.layers)
+                    self._proceed(ongoing)
 
     def completed(self, transfer: Transfer) -> None:
         """Take the end of a link call or a pull."""
@@ -162,118 +190,146 @@ class Receiving:
         if ongoing is None:
             return
         failure = transfer.exception()
-        cluster = ongoing.links.pop(transfer, None)
-        if cluster is None:
-            ongoing.pulls.discard(transfer)
-            ongoing.moved += transfer.bytes
-            ongoing.nanos = max(ongoing.nanos, transfer.nanos)
-        if failure is not None:
-            self._fail(ongoing, str(failure))
-        elif cluster is not None:
-            self._linked.add(cluster)
-            if not ongoing.failure:
-                self._greet(ongoing, cluster)
+        if transfer in ongoing.pulls:
+            self._pulled(ongoing, transfer, failure)
+        else:
+            cluster = ongoing.links.pop(transfer)
+            if failure is not None:
+                self._fail(ongoing, str(failure))
+            else:
+                self._linked.add(cluster)
+                if not ongoing.failure:
+                    self._ask(ongoing, cluster)
         self._proceed(ongoing)
 
     def due(self, now: float) -> None:
         """Fail the receives whose time limit has passed."""
-        for ongoing in [ongoing for ongoing in self._ongoing.values() if ongoing.deadline <= now]:
-            ongoing.deadline = float("inf")
-            self._fail(ongoing, f"not received within {self._limit_s:g} s")
+        for ongoing in [ongoing for ongoing in self._waiting() if ongoing.deadline <= now]:
+            self._fail(ongoing, f"no progress within {self._limit_s:g} s")
 
     def next_due(self) -> float | None:
         """Return when ``due`` has something to do, or ``None``."""
-        return min((ongoing.deadline for ongoing in self._ongoing.values()), default=None)
+        return min((ongoing.deadline for ongoing in self._waiting()), default=None)
+
+    def _waiting(self) -> list[_Ongoing]:
+        """Return the receives that have not failed. Those that have end with their pulls."""
+        return [ongoing for ongoing in self._ongoing.values() if not ongoing.failure]
+
+    def _missing(self, receive: Receive, view: str) -> list[set[int]]:
+        """Return the indexes of the blocks that are needed, in blocks of prefill, for each KV cache group."""
+        if view == PAGES or not receive.blocks:
+            return [{index for index, block in enumerate(blocks) if block} for blocks in receive.blocks]
+        sizes = receive.handover.block_sizes
+        return [set(range(receive.first_token // size, -(-receive.num_tokens // size))) for size in sizes]
 
     def _link(self, ongoing: _Ongoing, cluster: int, address: str) -> None:
-        left_ms = max(1, int(1000 * (ongoing.deadline - time.monotonic())))
-        transfer = self._engine.ensure_link(address, cluster_id=cluster, timeout_ms=left_ms)
+        transfer = self._engine.ensure_link(address, cluster_id=cluster, timeout_ms=self._left_ms(ongoing))
         ongoing.links[transfer] = cluster
         self._transfers[transfer] = ongoing
 
     def _dials(self, ongoing: _Ongoing, cluster: int) -> bool:
         return cluster in ongoing.links.values()
 
-    def _greet(self, ongoing: _Ongoing, cluster: int) -> None:
-        """Ask a rank of prefill for the request, or report that nothing of it is needed."""
-        source, request = ongoing.sources[cluster], ongoing.receive.handover.request
-        wanted = source.reads and bool(ongoing.receive.blocks)
-        message: Message = Ask(request, source.readers, ongoing.view) if wanted else Done(request, source.readers)
+    def _ask(self, ongoing: _Ongoing, cluster: int) -> None:
+        """Ask a rank of prefill for the request, if it is read."""
+        if not ongoing.sources[cluster].reads or ongoing.incoming.complete:
+            return
+        handover = ongoing.receive.handover
         try:
-            self._notify(cluster, message)
+            self._notify(cluster, Ask(handover.ticket, ongoing.view, handover.prompt))
         except LLMException as error:
             self._fail(ongoing, str(error))
-            return
-        if not wanted:
-            ongoing.lent[cluster] = []
 
-    def _asking(self, cluster: int, request: str) -> list[_Ongoing]:
-        return [
-            ongoing
-            for ongoing in self._ongoing.values()
-            if ongoing.receive.handover.request == request
-            and cluster in ongoing.sources
-            and cluster not in ongoing.lent
-            and not ongoing.failure
-        ]
+    def _asking(self, cluster: int, ticket: str) -> list[_Ongoing]:
+        of_ticket = self._by_ticket.get(ticket, ())
+        return [ongoing for ongoing in of_ticket if cluster in ongoing.sources and not ongoing.failure]
+
+    def _lent(self, ongoing: _Ongoing, cluster: int, message: Lent) -> None:
+        try:
+            ongoing.incoming.lent(cluster, message)
+        except ValueError as error:
+            self._fail(ongoing, str(error))
+            return
+        self._progressed(ongoing)
+        self._proceed(ongoing)
+
+    def _pulled(self, ongoing: _Ongoing, transfer: Transfer, failure: BaseException | None) -> None:
+        """Take the end of one transfer of a pull."""
+        running = ongoing.pulls.pop(transfer)
+        running.transfers -= 1
+        running.nanos = max(running.nanos, transfer.nanos)
+        ongoing.moved += transfer.bytes
+        if isinstance(failure, LLMException) and failure.status_code == LLMStatusCode.LLM_GRANT_ENDED:
+            running.lost = True
+        elif failure is not None:
+            self._fail(ongoing, str(failure))
+        if running.transfers:
+            return
+        ongoing.nanos += running.nanos
+        if running.lost:
+            # Prefill lends the blocks again if it has preempted the request, and otherwise says that it is gone.
+            ongoing.incoming.lost(running.pull)
+        elif not ongoing.failure:
+            ongoing.blocks += ongoing.incoming.done(running.pull)
+            self._progressed(ongoing)
+
+    def _progressed(self, ongoing: _Ongoing) -> None:
+        if not ongoing.failure:
+            ongoing.deadline = time.monotonic() + self._limit_s
+
+    def _left_ms(self, ongoing: _Ongoing) -> int:
+        return max(1, int(1000 * (ongoing.deadline - time.monotonic())))
 
     def _proceed(self, ongoing: _Ongoing) -> None:
-        """Start the pulls when all grants have come, and end the receive when nothing of it runs any more."""
-        if ongoing.receive.request not in self._ongoing or ongoing.links or ongoing.pulls:
+        """Start the pulls that can run, and end the receive when nothing of it runs any more."""
+        if ongoing.receive.request not in self._ongoing or ongoing.links:
             return
-        complete = len(ongoing.lent) == len(ongoing.sources)
-        if complete and ongoing.receive.blocks and not ongoing.blocks and not ongoing.failure:
+        if not ongoing.failure:
             try:
-                self._pull(ongoing)
+                for pull in ongoing.incoming.start():
+                    self._pull(ongoing, pull)
             except Exception as error:  # noqa: BLE001 - one request fails, not the thread
                 self._fail(ongoing, str(error))
                 return
-        if not ongoing.pulls and (complete or ongoing.failure):
+        if not ongoing.pulls and (ongoing.incoming.complete or ongoing.failure):
             self._end(ongoing)
 
-    def _pull(self, ongoing: _Ongoing) -> None:
-        receive = ongoing.receive
-        ranks = len(receive.handover.addresses)
+    def _pull(self, ongoing: _Ongoing, pull: Pull) -> None:
+        part, layers = pull.part, self._groups[0].form.layers
+        ranks = len(ongoing.receive.handover.addresses)
         owners = [
-            Owner(cluster, heads_of(source.rank, ranks, self._shard.total_heads), ongoing.lent[cluster])
-            for cluster, source in ongoing.sources.items()
-            if source.reads
+            Owner(cluster, heads_of(ongoing.sources[cluster].rank, ranks, self._shard.total_heads), grants)
+            for cluster, grants in part.grants.items()
         ]
-        left_ms = max(1, int(1000 * (ongoing.deadline - time.monotonic())))
-        for group, src, dst in zip(self._groups, receive.handover.blocks, receive.blocks):
+        running = _Running(pull)
+        for number, (group, wanted) in enumerate(zip(self._groups, part.wanted)):
+            if not wanted:
+                continue
             if ongoing.view == HEADS:
-                transfer = self._pull_heads(group, owners, receive, (src, dst), left_ms)
-                ongoing.blocks += len(dst)
+                transfer = self._pull_heads(group, number, owners, ongoing, part)
             else:
-                pairs = [(src[index] if index < len(src) else 0, ours) for index, ours in enumerate(dst) if ours]
-                if not all(theirs for theirs, _ in pairs):
-                    raise ValueError("prefill lacks a block that decode needs")
-                ongoing.blocks += len(pairs)
-                if not pairs:
-                    continue
-                transfer = group.pull_pages(owners, pairs, left_ms)
-            ongoing.pulls.add(transfer)
+                theirs, ours = part.blocks[number], ongoing.receive.blocks[number]
+                pairs = [(theirs[index - part.first], ours[index]) for index in wanted]
+                some = None if len(pull.layers) == layers or len(self._groups) > 1 else pull.layers
+                transfer = group.pull_pages(owners, pairs, self._left_ms(ongoing), some)
+            running.transfers += 1
+            ongoing.pulls[transfer] = running
             self._transfers[transfer] = ongoing
-        if not ongoing.pulls:
-            raise ValueError("prefill has none of the blocks that are needed")
 
     def _pull_heads(
-        self,
-        group: GroupCaches,
-        owners: list[Owner],
-        receive: Receive,
-        blocks: tuple[list[int], list[int]],
-        left_ms: int,
+        self, group: GroupCaches, number: int, owners: list[Owner], ongoing: _Ongoing, part: LentPart
     ) -> Transfer:
-        src, dst = blocks
-        size = group.form.block_size
-        first_block = receive.first_token // size
-        end_block = -(-receive.num_tokens // size)
-        dst = dst[first_block:end_block]
+        """Start to pull the tokens of a part between different block sizes."""
+        receive = ongoing.receive
+        size, theirs = group.form.block_size, receive.handover.block_sizes[number]
+        first = max(receive.first_token, part.first * theirs)
+        end = min(receive.num_tokens, part.end * theirs)
+        src = part.blocks[number][first // theirs - part.first :]
+        dst = receive.blocks[number][first // size : -(-end // size)]
         if not all(src) or not all(dst):
             raise ValueError("blocks without content need equal block sizes")
-        tokens = (receive.first_token, first_block * size, receive.num_tokens)
-        return group.pull_heads(owners, src, dst, tokens, left_ms)
+        tokens = Tokens(first, end, first // theirs * theirs, first // size * size)
+        return group.pull_heads(owners, src, dst, tokens, self._left_ms(ongoing))
 
     def _fail(self, ongoing: _Ongoing, failure: str) -> None:
         ongoing.failure = ongoing.failure or failure
@@ -282,19 +338,23 @@ class Receiving:
         self._proceed(ongoing)
 
     def _end(self, ongoing: _Ongoing) -> None:
+        ticket = ongoing.receive.handover.ticket
         del self._ongoing[ongoing.receive.request]
-        if ongoing.failure:
-            self._give_up(ongoing)
+        self._by_ticket[ticket].remove(ongoing)
+        # A request for several answers (n > 1) is several requests here, with one ticket.
+        if not self._by_ticket[ticket]:
+            del self._by_ticket[ticket]
+            self._report_done(ongoing)
         took = time.monotonic() - ongoing.begin
         figures = (took, ongoing.nanos / 1e9, ongoing.moved, ongoing.blocks)
         self._report(ongoing.receive, ongoing.failure, figures)
 
-    def _give_up(self, ongoing: _Ongoing) -> None:
-        """Tell prefill that its blocks are not needed any more, where there is a link. The lease ends anyway."""
+    def _report_done(self, ongoing: _Ongoing) -> None:
+        """Tell prefill that nothing more is needed. Where there is no link, the lease ends the loan."""
         for cluster, source in ongoing.sources.items():
             if cluster in self._linked:
                 with suppress(LLMException):
-                    self._notify(cluster, Done(ongoing.receive.handover.request, source.readers))
+                    self._notify(cluster, Done(ongoing.receive.handover.ticket, source.readers))
 
     def _report(self, receive: Receive, failure: str, figures: tuple[float, float, int, int]) -> None:
         if failure:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from llm_datadist.integrations.vllm.handover import Handover, digest
-from llm_datadist.integrations.vllm.step import Receive, Send, Step
+from llm_datadist.integrations.vllm.handover import Handover, prompt_digest, ticket_of
+from llm_datadist.integrations.vllm.prompts import Prompts, prompt_of, whole
+from llm_datadist.integrations.vllm.step import Receive, Send, Step, Withdraw
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,21 +25,48 @@ class SchedulerSide:
         block_sizes: tokens in a block, for each KV cache group.
         producer: whether this vLLM hands requests over.
         consumer: whether this vLLM receives requests.
+        layerwise: whether blocks may be lent while their request is computed. vLLM must keep them until it ends.
     """
 
-    def __init__(self, engine_id: str, block_sizes: list[int], *, producer: bool, consumer: bool) -> None:
+    def __init__(
+        self, engine_id: str, block_sizes: list[int], *, producer: bool, consumer: bool, layerwise: bool
+    ) -> None:
         self._engine_id = engine_id
         self._block_sizes = block_sizes
         self._producer = producer
         self._consumer = consumer
+        self._layerwise = layerwise
         self._addresses: list[str] = []
         self._step = Step()
+        self._prompts = Prompts(block_sizes[0])
+        # The tickets of the requests that have not ended, by the id of the request.
+        self._tickets: dict[str, str] = {}
+        self._taken: set[str] = set()
         # What prefill has said of the requests that wait here, or None if it cannot be used.
         self._handovers: dict[str, Handover | None] = {}
 
     def set_addresses(self, addresses: dict[int, str]) -> None:
         """Take the addresses of the workers, by rank."""
         self._addresses = [addresses[rank] for rank in sorted(addresses)]
+
+    def arrived(self, request: Any) -> None:
+        """Take a new request. If decode waits for it already, its blocks are lent while they are computed."""
+        params = request.kv_transfer_params or {}
+        if not self._producer or not params.get("do_remote_decode"):
+            return
+        try:
+            given = ticket_of(params)
+        except ValueError as error:
+            logger.error("request %s is not handed over: %s", request.request_id, error)  # noqa: TRY400 - says all
+            return
+        ticket = given or request.request_id
+        if ticket in self._taken:
+            logger.error("request %s is not handed over: another one has the ticket %r", request.request_id, ticket)
+            return
+        self._tickets[request.request_id] = ticket
+        self._taken.add(ticket)
+        if given is not None and self._layerwise:
+            self._prompts.begin(request, ticket)
 
     def tokens_to_load(self, request: Any, computed: int) -> int:
         """Return how many tokens of the prompt come from prefill, after those that are computed already."""
@@ -90,25 +118,43 @@ class SchedulerSide:
             if handover is not None:
                 self._receive(request, handover, [], request.num_prompt_tokens)
         self._handovers.pop(request.request_id, None)
-        if not self._producer or not params.get("do_remote_decode") or not complete:
+        if not self._producer or not params.get("do_remote_decode"):
             return None
-        if not self._addresses:
-            logger.error(
-                "request %s is not handed over: the workers have not said where they listen", request.request_id
-            )
-            return None
-        counts = [-(-request.num_prompt_tokens // size) for size in self._block_sizes]
-        blocks = [list(group[:count]) for group, count in zip(groups, counts)]
-        if not any(any(group) for group in blocks):
-            return None
-        self._step.sends.append(Send(request.request_id, [[block for block in group if block] for group in blocks]))
-        prompt = (request.num_prompt_tokens, digest(request.prompt_token_ids))
-        names = (request.request_id, self._engine_id, self._addresses)
-        return Handover(*names, *prompt, self._block_sizes, blocks).params()
+        ticket = self._tickets.pop(request.request_id, None)
+        return None if ticket is None else self._handed_over(request, ticket, groups, complete)
 
-    def take_step(self) -> Step:
-        """Return the work for the workers, and begin to collect that of the next step."""
+    def _handed_over(
+        self, request: Any, ticket: str, groups: Sequence[Sequence[int]], complete: bool
+    ) -> dict[str, Any] | None:
+        name = request.request_id
+        self._taken.discard(ticket)
+        begun = self._prompts.end(name)
+        if complete and not self._addresses:
+            logger.error("request %s is not handed over: the workers have not said where they listen", name)
+        elif complete:
+            prompt = begun or prompt_of(request, ticket)
+            in_parts = prompt.lent > 0
+            parts = whole(prompt, groups, self._block_sizes)
+            if in_parts or any(block for part in parts for group in part.blocks for block in group):
+                self._step.parts += parts
+                self._step.sends.append(Send(name, ticket))
+                place = (self._engine_id, self._addresses, prompt.digest, self._block_sizes)
+                return Handover(ticket, *place).params()
+        if begun is not None or ticket != name:
+            # Decode may have asked for it, or read it.
+            self._step.withdrawn.append(Withdraw(ticket, ended=True))
+        return None
+
+    def take_step(self, output: Any) -> Step:
+        """Return the work for the workers, and begin to collect that of the next step.
+
+        Args:
+            output: vLLM's ``SchedulerOutput`` of the step.
+        """
         step, self._step = self._step, Step()
+        withdrawn, parts = self._prompts.scheduled(output)
+        step.withdrawn += withdrawn
+        step.parts += parts
         return step
 
     def _handover(self, request: Any) -> Handover | None:
@@ -118,9 +164,9 @@ class SchedulerSide:
         return self._handovers[name]
 
     def _parsed(self, request: Any) -> Handover | None:
+        prompt = prompt_digest(request.num_prompt_tokens, request.prompt_token_ids)
         try:
-            handover = Handover.parse(request.kv_transfer_params, len(self._block_sizes))
-            handover.check_prompt(request.num_prompt_tokens, request.prompt_token_ids)
+            handover = Handover.parse(request.kv_transfer_params, self._block_sizes, prompt)
         except ValueError as error:
             # vLLM computes the prompt itself then.
             logger.warning("request %s is not received from prefill: %s", request.request_id, error)

@@ -12,6 +12,7 @@ __all__ = ["Settings"]
 
 MAX_PORT = 65_535
 MAX_UINT32 = 2**32 - 1
+MAX_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,11 @@ class Settings:
         host: IP address at which the workers listen, and at which peers reach them.
         port: port of rank 0 (0 to 65,535); rank *n* uses ``port + n``. 0 takes free ports.
         lease_ms: how long prefill keeps the blocks of a request for decode, in milliseconds (uint32, above 0).
-        timeout_ms: time limit of one receive, from its start in the worker to the last byte, in milliseconds (uint32,
+        timeout_ms: how long a receive may take between two signs of progress (a link, a part that prefill lends, bytes
+            in place), and how long an ask for a request that is not known to prefill waits, in milliseconds (uint32,
             above 0).
+        layers_per_read: how many layers prefill computes before decode reads them, if decode reads while prefill
+            computes (1 to 2^31 - 1).
         kv_cache_in_pool: whether vLLM's KV cache lies in the pool of the engine, if its layout allows that.
         model_tag: name or version of the model. Both sides must have the same; by default it is not compared.
         engine_options: attributes of ``LLMConfig`` for the engines of the workers.
@@ -35,6 +39,7 @@ class Settings:
     port: int = 0
     lease_ms: int = 60_000
     timeout_ms: int = 10_000
+    layers_per_read: int = 8
     kv_cache_in_pool: bool = True
     model_tag: str = ""
     engine_options: dict[str, Any] = field(default_factory=dict)
@@ -60,6 +65,7 @@ class Settings:
         _in_range("port", settings.port, 0, MAX_PORT)
         _in_range("lease_ms", settings.lease_ms, 1, MAX_UINT32)
         _in_range("timeout_ms", settings.timeout_ms, 1, MAX_UINT32)
+        _in_range("layers_per_read", settings.layers_per_read, 1, MAX_INT32)
         if not settings.host:
             raise ValueError("option 'host' must not be empty")
         return settings

@@ -6,6 +6,7 @@ instant. Everything else happens here: one thread for each worker, whatever the 
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import selectors
@@ -14,17 +15,19 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Union
 
 from llm_datadist import LLMException
-from llm_datadist.events import Completed, GrantEnded, LinkDown, LinkUp, Notification
+from llm_datadist.events import Completed, LinkDown, LinkUp, Notification
 from llm_datadist.integrations.vllm import messages
 from llm_datadist.integrations.vllm.lending import Lending
 from llm_datadist.integrations.vllm.observations import Observations
 from llm_datadist.integrations.vllm.receiving import Receiving
-from llm_datadist.integrations.vllm.step import Receive, Send
+from llm_datadist.integrations.vllm.step import Part, Receive, Send, Withdraw
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from llm_datadist import LLMDataDist
     from llm_datadist.integrations.opentelemetry import TransferSpans
     from llm_datadist.integrations.vllm.group_caches import GroupCaches
@@ -38,6 +41,14 @@ __all__ = ["Ended", "TransferThread"]
 logger = logging.getLogger("vllm.llm_datadist")
 
 
+# A call through PyDLL keeps the GIL. With os.eventfd_write, the thread that it wakes takes the GIL at once, and the
+# thread of the model waits until it gets it back.
+_eventfd_write = ctypes.PyDLL(None).eventfd_write
+_eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
+# How long the model's thread waits until this one has taken back blocks. It does nothing that takes so long.
+_WITHDRAW_S = 60.0
+
+
 @dataclass
 class Ended:
     """What has ended since the last step: the ids of requests."""
@@ -45,6 +56,25 @@ class Ended:
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
+
+
+@dataclass
+class _Computing:
+    """The parts that a step computes. The model's thread counts their layers, and the transfer thread tells decode."""
+
+    parts: list[tuple[str, int]]
+    layers: int = 0
+    complete: bool = False
+    told: int = 0
+
+
+@dataclass
+class _Withdrawal:
+    orders: list[Withdraw]
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+_Work = Union[Part, Send, Receive, _Computing, _Withdrawal]
 
 
 class TransferThread:
@@ -55,6 +85,7 @@ class TransferThread:
         groups: the caches of its KV cache groups.
         shard: the part of the KV cache that it holds.
         settings: the options of the connector.
+        layers: the names of the layers of the first group, in order.
     """
 
     def __init__(
@@ -63,13 +94,20 @@ class TransferThread:
         groups: list[GroupCaches],
         shard: Shard,
         settings: Settings,
+        layers: list[str],
     ) -> None:
         limit_s = settings.timeout_ms / 1000
         self._engine = engine
         self._lending = Lending(groups, settings.lease_ms / 1000, limit_s, self._notify, self._freed)
         self._receiving = Receiving(engine, groups, shard, limit_s, self._notify, self._received)
         self._lock = threading.Lock()
-        self._work: deque[Receive | Send] = deque()
+        self._work: deque[_Work] = deque()
+        self._layers = layers
+        self._layers_per_read = settings.layers_per_read
+        # Only the thread of the model uses the first two, and only the transfer thread the third one.
+        self._model_seconds = 0.0
+        self._computing: _Computing | None = None
+        self._untold: deque[_Computing] = deque()
         self._ended = Ended()
         self._observed = Observations()
         self._spans = _spans() if settings.spans else None
@@ -79,14 +117,51 @@ class TransferThread:
         self._thread = threading.Thread(target=self._run, name="llm_datadist-vllm", daemon=True)
         self._thread.start()
 
-    def submit(self, step: Step) -> None:
-        """Hand over the work of a step. The model's thread calls this."""
+    def begin(self, step: Step) -> None:
+        """Take back parts, and lend others, before the step writes to blocks. The model's thread calls this.
+
+        Raises:
+            RuntimeError: the transfer thread has ended, or does not answer, so parts are not taken back. Nothing may
+                be computed then, because decode could read other bytes.
+        """
         begin = time.perf_counter()
-        if step.sends or step.receives:
+        if step.withdrawn:
+            self._withdraw(step.withdrawn)
+        self._saved()
+        computed = [(part.ticket, part.number) for part in step.parts if not part.computed]
+        if computed:
+            # The transfer thread need not know before the first layers are in place.
+            self._computing = _Computing(computed)
             with self._lock:
-                self._work.extend(step.sends)
-                self._work.extend(step.receives)
-            os.eventfd_write(self._wake, 1)
+                self._work.extend([*step.parts, self._computing])
+        else:
+            self._submit(step.parts)
+        self._took(begin)
+
+    def submit(self, step: Step) -> None:
+        """Keep requests that have finished, and receive others. The model's thread calls this."""
+        begin = time.perf_counter()
+        self._submit([*step.sends, *step.receives])
+        self._took(begin)
+
+    def layer_saved(self, name: str) -> None:
+        """Note that a layer is computed. The model's thread calls this.
+
+        Layers that are computed in another order become ready together, at the end of the step.
+        """
+        computing, end = self._computing, len(self._layers)
+        if computing is None or computing.layers == end or self._layers[computing.layers] != name:
+            return
+        computing.layers += 1
+        if computing.layers % self._layers_per_read == 0 and computing.layers < end:
+            begin = time.perf_counter()
+            self._rouse()
+            self._took(begin)
+
+    def step_saved(self) -> None:
+        """Note that all layers of the step are computed. The model's thread calls this."""
+        begin = time.perf_counter()
+        self._saved()
         self._took(begin)
 
     def take(self) -> Ended:
@@ -98,21 +173,42 @@ class TransferThread:
         return ended
 
     def take_observations(self) -> dict[str, Any] | None:
-        """Return the observations since the last call, or ``None`` if there are none."""
+        """Return the observations since the last call, or ``None`` if there are none. The model's thread calls this."""
+        seconds, self._model_seconds = self._model_seconds, 0.0
         with self._lock:
+            self._observed.count("model_thread_seconds", seconds)
             return self._observed.take()
 
     def close(self) -> None:
         """Stop the thread. Receives that run are cancelled when the engine is finalized."""
         self._closing = True
-        os.eventfd_write(self._wake, 1)
+        self._rouse()
         self._thread.join()
         os.close(self._wake)
 
+    def _submit(self, work: Sequence[_Work]) -> None:
+        if work:
+            with self._lock:
+                self._work.extend(work)
+            self._rouse()
+
+    def _withdraw(self, orders: list[Withdraw]) -> None:
+        withdrawal = _Withdrawal(orders)
+        self._submit([withdrawal])
+        if not withdrawal.done.wait(_WITHDRAW_S):
+            raise RuntimeError(f"the transfer thread has not taken back {orders} within {_WITHDRAW_S:g} s")
+
+    def _saved(self) -> None:
+        computing, self._computing = self._computing, None
+        if computing is not None:
+            computing.complete = True
+            self._rouse()
+
+    def _rouse(self) -> None:
+        _eventfd_write(self._wake, 1)
+
     def _took(self, begin: float) -> None:
-        took = time.perf_counter() - begin
-        with self._lock:
-            self._observed.count("model_thread_seconds", took)
+        self._model_seconds += time.perf_counter() - begin
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -134,6 +230,7 @@ class TransferThread:
             work, self._work = self._work, deque()
         for item in work:
             self._guarded(self._begin, item)
+        self._guarded(self._tell_layers, self._untold)
         for event in self._engine.poll():
             self._guarded(self._happened, event)
         now = time.monotonic()
@@ -147,19 +244,37 @@ class TransferThread:
         except Exception:
             logger.exception("llm_datadist: %s failed", action.__name__)
 
-    def _begin(self, item: Receive | Send) -> None:
-        if isinstance(item, Send):
+    def _begin(self, item: _Work) -> None:
+        if isinstance(item, Part):
             self._lending.lend(item, time.monotonic())
-        else:
+        elif isinstance(item, Send):
+            self._lending.finish(item, time.monotonic())
+        elif isinstance(item, Receive):
             self._receiving.begin(item, time.monotonic())
+        elif isinstance(item, _Computing):
+            self._untold.append(item)
+        else:
+            for order in item.orders:
+                self._lending.withdraw(order)
+            item.done.set()
+
+    def _tell_layers(self, untold: deque[_Computing]) -> None:
+        """Tell decode of the layers that were computed since the last turn."""
+        for computing in list(untold):
+            # In this order: the thread of the model counts layers before it says that the step is complete.
+            complete, layers = computing.complete, computing.layers
+            if complete:
+                untold.remove(computing)
+                self._lending.ready(computing.parts, None)
+            elif layers > computing.told:
+                computing.told = layers
+                self._lending.ready(computing.parts, layers)
 
     def _happened(self, event: Any) -> None:
         if isinstance(event, Completed):
             self._receiving.completed(event.transfer)
         elif isinstance(event, Notification):
             self._heard(event)
-        elif isinstance(event, GrantEnded):
-            self._lending.grant_ended(event)
         elif isinstance(event, LinkUp):
             self._receiving.linked(event.peer.cluster_id)
         elif isinstance(event, LinkDown):
@@ -181,7 +296,7 @@ class TransferThread:
         if isinstance(message, (messages.Ask, messages.Done)):
             self._engine.notify(cluster, payload)
             return
-        with suppress(LLMException):  # the reader is gone, and learns of it by its own time limit
+        with suppress(LLMException):  # the reader is gone, and learns of it by its own time limit or a broken link
             self._engine.notify(cluster, payload)
 
     def _freed(self, request: str, expired: bool) -> None:

@@ -59,13 +59,6 @@ class WorkerSide:
         """The address at which the engine listens."""
         return str(self._engine.listen_ip_info)
 
-    @property
-    def transfers(self) -> TransferThread:
-        """The transfers of the worker. They exist from ``register`` on."""
-        if self._transfers is None:
-            raise RuntimeError("vLLM has not registered its KV cache")
-        return self._transfers
-
     def pool_memory(self) -> AbstractContextManager[Any] | None:
         """Return a context in which vLLM allocates its KV cache in the pool of the engine, if that is possible."""
         return _PoolMemory(self) if self._fits_pool() else None
@@ -76,8 +69,8 @@ class WorkerSide:
         self.groups = [caches]
         return torch.from_dlpack(caches.allocate(self._kv_cache_config.num_blocks)).view(torch.int8)
 
-    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Register vLLM's KV cache, and begin to transfer."""
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> TransferThread:
+        """Register vLLM's KV cache, and return its transfers, which begin."""
         manager = self._engine.cache_manager
         for index, group in enumerate(self._kv_cache_config.kv_cache_groups):
             if index == len(self.groups):
@@ -93,12 +86,14 @@ class WorkerSide:
                 if tensor[0].nbytes != form.page_bytes or not tensor[0].is_contiguous():
                     raise RuntimeError(f"unknown layout of vLLM's KV cache: shape {tuple(tensor.shape)}, {form}")
             self.groups[index].register([tensor.data_ptr() for tensor in tensors], first.shape[0], stride)
-        self._transfers = TransferThread(self._engine, self.groups, self._shard, self._settings)
+        layers = list(self._kv_cache_config.kv_cache_groups[0].layer_names)
+        self._transfers = TransferThread(self._engine, self.groups, self._shard, self._settings, layers)
         form = self.groups[0].form
         logger.info(
             "llm_datadist listens at %s: %d KV cache groups, %d layers, pages of %d bytes, packing %r, cluster %d",
             *(self.address, len(self.groups), form.layers, form.page_bytes, form.isa, self._cluster),
         )
+        return self._transfers
 
     def close(self) -> None:
         """End all transfers, and close the engine."""

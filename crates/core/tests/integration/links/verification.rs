@@ -274,7 +274,7 @@ fn a_grant_must_last_until_the_comparison() {
             let (remote, grant) = (&pair.remote, &grant);
             scope.spawn(move || {
                 was_moved.recv().unwrap();
-                remote.revoke(grant).unwrap();
+                remote.revoke(grant, true).unwrap();
                 done.send(()).unwrap();
             });
             after_the_move(&near.cache, move |_| {

@@ -1,0 +1,185 @@
+"""Which parts decode pulls, and when it has everything, against a model of both memories."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any
+
+import pytest
+
+from llm_datadist.integrations.vllm.group_caches import PAGES
+from llm_datadist.integrations.vllm.incoming import MAX_PARTS, Incoming, Pull
+from llm_datadist.integrations.vllm.messages import Lent, Ready
+
+RIGHT, WRONG = "right", "wrong"
+
+
+def lent(number: int, first: int, blocks: list[list[int]], *, layers: int = 0, last: bool = False) -> Lent:
+    return Lent("t", number, first, blocks, [["aa"] if any(group) else [] for group in blocks], layers, last)
+
+
+def incoming(missing: Any, ranks: Any = (1,), layers: int = 4, *, by_layers: bool = True) -> Incoming:
+    return Incoming([set(group) for group in missing], set(ranks), PAGES, layers, by_layers=by_layers)
+
+
+class Sides:
+    """Prefill computes, preempts and lends. Decode hears it from each rank in order, and pulls."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.count, self.layers, ranks = rng.randint(1, 12), rng.randint(1, 4), rng.randint(1, 3)
+        self.missing = {index for index in range(self.count) if rng.random() < 0.8} or {0}
+        self.memory = {(index, layer): "" for index in range(self.count) for layer in range(self.layers)}
+        self.news: dict[int, deque[Any]] = {rank: deque() for rank in range(ranks)}
+        self.decode = incoming([self.missing], self.news, self.layers, by_layers=ranks == 1 and rng.random() < 0.8)
+        self.number = 0
+        self.withdrawn: set[int] = set()
+        self.running: list[Pull] = []
+
+    def say(self, message: Any) -> None:
+        for news in self.news.values():
+            news.append(message)
+
+    def compute(self, begin: int, end: int, *, interrupted: bool) -> int:
+        """Compute the blocks from `begin` to `end` in steps. Return where a preemption has interrupted it."""
+        parts = []
+        while begin < end:
+            size = self.rng.randint(1, end - begin)
+            if interrupted and self.rng.random() < 0.3:
+                break
+            blocks = [[100 + index for index in range(begin, begin + size)]]
+            parts.append(self.number)
+            self.say(lent(self.number, begin, blocks, last=begin + size == end))
+            for layer in range(self.layers):
+                if self.rng.random() < 0.7 or layer == self.layers - 1:
+                    self.say(Ready([["t", self.number]], layer + 1))
+                self.decode_acts()
+            self.number, begin = self.number + 1, begin + size
+        if interrupted:
+            self.withdrawn.update(parts)
+        return begin
+
+    def decode_acts(self) -> None:
+        for _ in range(self.rng.randint(0, 4)):
+            rank = self.rng.choice(list(self.news))
+            if self.running and self.rng.random() < 0.5:
+                self.end_pull(self.running.pop(self.rng.randrange(len(self.running))))
+            elif self.news[rank]:
+                self.hear(rank, self.news[rank].popleft())
+            self.running += self.decode.start()
+            self.check()
+
+    def hear(self, rank: int, message: Any) -> None:
+        if isinstance(message, Lent):
+            self.decode.lent(rank, message)
+        else:
+            for _, number in message.parts:
+                self.decode.ready(rank, number, message.layers)
+
+    def end_pull(self, pull: Pull) -> None:
+        """A pull of a part that was withdrawn meanwhile has read other bytes, and fails."""
+        lost = pull.part.number in self.withdrawn
+        for index in pull.part.wanted[0]:
+            for layer in pull.layers:
+                self.memory[index, layer] = WRONG if lost else RIGHT
+        if lost:
+            self.decode.lost(pull)
+        else:
+            self.decode.done(pull)
+
+    def check(self) -> None:
+        """No two pulls write to one place, and only what is missing is written."""
+        places = [(index, layer) for pull in self.running for index in pull.part.wanted[0] for layer in pull.layers]
+        assert len(places) == len(set(places))
+        assert {index for index, _ in places} <= self.missing
+        if self.decode.complete:
+            assert all(self.memory[index, layer] == RIGHT for index in self.missing for layer in range(self.layers))
+            assert not self.running
+
+    def run(self) -> None:
+        for _ in range(self.rng.randint(0, 3)):
+            self.compute(0, self.count, interrupted=True)
+        self.compute(0, self.count, interrupted=False)
+        while self.running or any(self.news.values()):
+            self.decode_acts()
+        assert self.decode.complete
+        assert all(not self.memory[index, 0] for index in range(self.count) if index not in self.missing)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_decode_has_all_that_is_missing_whatever_happens(seed: int) -> None:
+    Sides(random.Random(seed)).run()  # noqa: S311 - not a secret
+
+
+def test_layers_are_pulled_as_they_become_ready() -> None:
+    """While a pull runs, further layers gather for the next one."""
+    state = incoming([[0, 1]])
+    state.lent(1, lent(0, 0, [[7, 8]], last=True))
+    assert state.start() == []
+    state.ready(1, 0, 1)
+    (first,) = state.start()
+    assert first.layers == range(1)
+    state.ready(1, 0, 3)
+    assert state.start() == []
+    assert state.waits
+    assert state.done(first) == 0
+    (second,) = state.start()
+    assert second.layers == range(1, 3)
+    state.done(second)
+    state.ready(1, 0, 4)
+    state.ready(1, 0, 2)  # an older message changes nothing
+    (third,) = state.start()
+    assert not state.waits
+    assert state.done(third) == 2
+    assert state.complete
+
+
+def test_groups_without_content_have_no_grants() -> None:
+    state = incoming([[0, 1], [1]])
+    state.lent(1, lent(0, 0, [[7, 8], [0, 9]], layers=4, last=True))
+    (pull,) = state.start()
+    assert (pull.part.wanted, pull.layers) == ([[0, 1], [1]], range(4))
+    assert state.done(pull) == 3
+    assert state.complete
+
+
+@pytest.mark.parametrize(
+    ("parts", "text"),
+    [
+        ([lent(0, 0, [[7, 0]])], "prefill lacks a block"),
+        ([lent(0, 0, [[7]], last=True)], "prefill lacks a block"),
+        ([lent(0, 1, [[7]]), lent(1, 2, [[8]], last=True)], "prefill lacks a block"),
+        ([lent(0, 0, [[7], [8]])], "prefill lends 2 KV cache groups, not 1"),
+        ([lent(0, 0, [])], "prefill lends 0 KV cache groups, not 1"),
+        ([Lent("t", 0, 0, [[7]], [[]], 0, False)], "other grants than needed"),
+        ([Lent("t", 0, 0, [[7]], [["aa", "aa"]], 0, False)], "other grants than needed"),
+        ([lent(0, 0, [[7]]), lent(0, 0, [[7]])], "do not agree about part 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused(parts: list[Lent], text: str) -> None:
+    state = incoming([[0, 1]])
+    *before, last = parts
+    for message in before:
+        state.lent(1, message)
+    with pytest.raises(ValueError, match=text):
+        state.lent(1, last)
+
+
+def test_ranks_that_do_not_agree_are_refused() -> None:
+    state = incoming([[0, 1]], ranks=(1, 2))
+    state.lent(1, lent(0, 0, [[7, 8]], layers=4))
+    state.lent(3, lent(5, 0, [[1, 2]], layers=4))  # nobody has asked this one
+    assert state.start() == []
+    with pytest.raises(ValueError, match="do not agree about part 0"):
+        state.lent(2, lent(0, 0, [[7, 9]], layers=4))
+
+
+def test_the_parts_of_a_request_are_bounded() -> None:
+    state = incoming([[0]])
+    for number in range(MAX_PARTS):
+        state.lent(1, lent(number, 5 + number, [[7]]))
+        if number % 100 == 0:
+            state.start()
+    with pytest.raises(ValueError, match="more than 65536 parts"):
+        state.lent(1, lent(MAX_PARTS, 1, [[7]]))

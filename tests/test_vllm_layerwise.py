@@ -1,0 +1,260 @@
+"""Decode reads the blocks of a request while prefill computes it: the transfers between two engines, without vLLM.
+
+That vLLM's scheduler and model drive them so is proved in `integration-tests/vllm`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from llm_datadist.integrations.vllm.step import Part, Receive, Send, Step, Withdraw
+from peers import eventually
+from test_vllm_transfers import PROMPT, blocks_of, receive, sides, whole
+from vllm_pages import DIM, LAYERS
+
+if TYPE_CHECKING:
+    from test_vllm_transfers import Side
+
+TOKENS = 150
+LAYERWISE = {"layers_per_read": 1}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+    # Options of prefill and of decode, and whether layers are read one by one.
+    "equal": ({}, {}, True),
+    "tcp": ({"transport": "tcp"}, {"transport": "tcp"}, True),
+    "two ranks": ({"ranks": 2}, {"ranks": 2}, True),
+    "heads split": ({}, {"ranks": 2}, False),
+    "heads joined": ({"ranks": 2}, {}, False),
+    "larger blocks": ({}, {"block_size": 64}, False),
+    "smaller blocks": ({"block_size": 64}, {}, False),
+}
+
+
+class Prefill:
+    """Computes the prompt of one request, as vLLM's model would."""
+
+    def __init__(self, side: Side, ticket: str = "there") -> None:
+        self.side = side
+        self.ticket = ticket
+        self.blocks = blocks_of(side, TOKENS)
+        self.sequence = whole(2, TOKENS)
+        self._parts = 0
+
+    def schedule(self, first: int, end: int) -> None:
+        """Begin a step that computes the blocks from `first` to `end`."""
+        last = end == len(self.blocks)
+        blocks = self.blocks[first:end]
+        self.side.do(parts=[Part(self.ticket, PROMPT, self._parts, first, [blocks], False, last)])
+        self._parts += 1
+
+    def compute(self, first: int, end: int, layer: int) -> None:
+        """Write a layer of the tokens in these blocks."""
+        size = self.side.block_size
+        tokens = range(first * size, min(end * size, TOKENS))
+        for worker in self.side.workers:
+            worker.write(self.blocks, tokens, self.sequence, range(layer, layer + 1))
+            worker.layer_saved(layer)
+
+    def save(self) -> None:
+        """End the step."""
+        for worker in self.side.workers:
+            worker.step_saved()
+
+    def step(self, first: int, end: int) -> None:
+        self.schedule(first, end)
+        for layer in range(LAYERS):
+            self.compute(first, end, layer)
+        self.save()
+
+    def withdraw(self, *, ended: bool) -> None:
+        """Preempt or abort the request: other requests get its blocks."""
+        for worker in self.side.workers:
+            worker.submit(Step(withdrawn=[Withdraw(self.ticket, ended)]))
+            worker.write(self.blocks, range(TOKENS), np.full_like(self.sequence, 7))
+
+    def finish(self) -> None:
+        self.side.do(sends=[Send("request", self.ticket)])
+
+
+def in_place(decode: Side, sequence: np.ndarray, tokens: range, layers: range) -> bool:
+    """Whether decode has these tokens in these layers."""
+    blocks = blocks_of(decode, TOKENS)
+    return all(worker.wrong(blocks, tokens, sequence, layers) == [] for worker in decode.workers)
+
+
+def check_received(prefill: Side, decode: Side, sequence: np.ndarray) -> None:
+    """The receive has succeeded with the right bytes, and prefill may free its blocks."""
+    eventually(lambda: decode.all_ended("here", "received"))
+    assert not any(worker.look().failed for worker in decode.workers)
+    assert in_place(decode, sequence, range(TOKENS), range(LAYERS))
+    eventually(lambda: prefill.all_ended("request", "sent"))
+    assert all(worker.observed() is None for worker in prefill.workers)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_decode_reads_while_prefill_computes(case: str) -> None:
+    """Layers are in place while later ones are not computed, or parts, if the two sides differ."""
+    prefill_options, decode_options, by_layers = CASES[case]
+    with sides(prefill_options, decode_options, **LAYERWISE) as (prefill, decode):
+        computing = Prefill(prefill)
+        decode.do(receives=[receive(decode, prefill.handover("there"), TOKENS)])
+        half = len(computing.blocks) // 2
+        early = range(half * prefill.block_size)
+        computing.schedule(0, half)
+        computing.compute(0, half, 0)
+        if by_layers:
+            eventually(lambda: in_place(decode, computing.sequence, early, range(1)))
+        computing.compute(0, half, 1)
+        computing.save()
+        eventually(lambda: in_place(decode, computing.sequence, early, range(LAYERS)))
+        assert not decode.workers[0].look().received
+        computing.step(half, len(computing.blocks))
+        computing.finish()
+        check_received(prefill, decode, computing.sequence)
+        if by_layers:
+            # No layer was read twice.
+            moved = [sum((worker.observed() or {}).get("bytes", ())) for worker in decode.workers]
+            assert sum(moved) == 5 * LAYERS * 2 * (2 * 32 * DIM * 2)
+
+
+@pytest.mark.parametrize("when", ["while it is computed", "when it has finished"])
+def test_decode_may_come_late(when: str) -> None:
+    with sides(**LAYERWISE) as (prefill, decode):
+        computing = Prefill(prefill)
+        computing.step(0, 2)
+        computing.schedule(2, 5)
+        computing.compute(2, 5, 0)
+        if when == "while it is computed":
+            decode.do(receives=[receive(decode, prefill.handover("there"), TOKENS)])
+            eventually(lambda: in_place(decode, computing.sequence, range(64), range(LAYERS)))
+        computing.compute(2, 5, 1)
+        computing.save()
+        computing.finish()
+        if when == "when it has finished":
+            decode.do(receives=[receive(decode, prefill.handover("there"), TOKENS)])
+        check_received(prefill, decode, computing.sequence)
+
+
+def test_only_what_is_missing_is_read() -> None:
+    """Decode has the first 96 tokens in its prefix cache: blocks that it shares with other requests."""
+    with sides(**LAYERWISE) as (prefill, decode):
+        computing = Prefill(prefill)
+        decode.do(receives=[receive(decode, prefill.handover("there"), TOKENS, 96)])
+        computing.step(0, 2)
+        computing.step(2, 5)
+        computing.finish()
+        eventually(lambda: decode.all_ended("here", "received"))
+        assert decode.workers[0].untouched(blocks_of(decode, TOKENS)[:3])
+        assert in_place(decode, computing.sequence, range(96, TOKENS), range(LAYERS))
+        observed = decode.workers[0].observed()
+        assert observed is not None
+        assert observed["blocks"] == [2]
+
+
+@pytest.mark.parametrize("asks", ["before", "after"])
+def test_a_preempted_request_comes_again(asks: str) -> None:
+    """Its blocks have other bytes meanwhile. Whatever decode has read of them does not count."""
+    with sides(**LAYERWISE) as (prefill, decode):
+        computing = Prefill(prefill)
+        if asks == "before":
+            decode.do(receives=[receive(decode, prefill.handover("there"), TOKENS)])
+        computing.schedule(0, 3)
+        computing.compute(0, 3, 0)
+        if asks == "before":
+            eventually(lambda: in_place(decode, computing.sequence, range(96), range(1)))
+        computing.withdraw(ended=False)
+        if asks == "after":
+            decode.do(receives=[receive(decode, prefill.handover("there"), TOKENS)])
+        computing.save()  # the layers of a part that is withdrawn
+        computing.blocks = computing.blocks[::-1]
+        computing.step(0, 4)
+        computing.step(4, 5)
+        computing.finish()
+        check_received(prefill, decode, computing.sequence)
+
+
+def test_preemption_while_decode_reads_is_never_wrong() -> None:
+    """Prefill preempts at any time, also in the middle of a pull, and overwrites the blocks at once."""
+    with sides(**LAYERWISE) as (prefill, decode):
+        for turn in range(30):
+            name = f"here {turn}"
+            computing = Prefill(prefill, f"there {turn}")
+            one = receive(decode, prefill.handover(computing.ticket), TOKENS)
+            decode.do(receives=[Receive(name, one.handover, one.blocks, 0, TOKENS)])
+            for round_ in range(3):
+                computing.step(0, 4)
+                time.sleep(0.0004 * (turn % 5))
+                computing.withdraw(ended=False)
+                computing.blocks = computing.blocks[::-1] if round_ else computing.blocks
+            computing.step(0, 5)
+            computing.finish()
+            eventually(lambda: decode.all_ended(name, "received"))  # noqa: B023 - called at once
+            assert name not in decode.workers[0].look().failed
+            assert in_place(decode, computing.sequence, range(TOKENS), range(LAYERS))
+            decode.workers[0].write(blocks_of(decode, TOKENS), range(TOKENS), np.zeros_like(computing.sequence))
+
+
+@pytest.mark.parametrize("when", ["before it is computed", "while it is computed"])
+def test_a_request_that_prefill_aborts_fails_the_receive(when: str) -> None:
+    with sides(**LAYERWISE) as (prefill, decode):
+        computing = Prefill(prefill)
+        decode.do(receives=[receive(decode, prefill.handover("there"), TOKENS)])
+        if when == "while it is computed":
+            computing.step(0, 2)
+            eventually(lambda: in_place(decode, computing.sequence, range(64), range(LAYERS)))
+        else:
+            eventually(decode.workers[0].peers)
+            time.sleep(0.1)
+        computing.withdraw(ended=True)
+        eventually(lambda: decode.all_ended("here", "failed"))
+        assert "ended without a result" in decode.workers[0].lines()
+
+
+def test_prefill_frees_a_request_that_decode_has_given_up() -> None:
+    """Decode was told of an abort, or has failed, before prefill has finished."""
+    lease = {"lease_ms": 3_600_000}
+    with sides(**LAYERWISE, **lease) as (prefill, decode):
+        computing = Prefill(prefill)
+        computing.step(0, 2)
+        decode.do(receives=[Receive("here", prefill.handover("there"), [], TOKENS, TOKENS)])
+        eventually(decode.workers[0].peers)
+        computing.step(2, 5)
+        computing.finish()
+        eventually(lambda: prefill.all_ended("request", "sent"))
+
+
+def test_the_kv_cache_of_another_prompt_is_not_lent() -> None:
+    with sides(**LAYERWISE) as (prefill, decode):
+        computing = Prefill(prefill)
+        decode.do(receives=[receive(decode, prefill.handover("there", "150:other"), TOKENS)])
+        computing.step(0, 2)
+        eventually(lambda: decode.all_ended("here", "failed"))
+        assert "another prompt" in decode.workers[0].lines()
+        assert decode.workers[0].untouched(blocks_of(decode, TOKENS))
+
+
+def test_a_prefill_that_makes_no_progress_fails_the_receive() -> None:
+    """The time limit begins anew with each sign of progress."""
+    with sides({}, {"timeout_ms": 700}, **LAYERWISE) as (prefill, decode):
+        computing = Prefill(prefill)
+        decode.do(receives=[receive(decode, prefill.handover("there"), TOKENS)])
+        for block in range(4):
+            time.sleep(0.4)
+            computing.step(block, block + 1)
+        assert not decode.workers[0].look().received
+        eventually(lambda: decode.all_ended("here", "failed"))
+        assert "no progress within 0.7 s" in decode.workers[0].lines()
+
+
+def test_a_lease_that_ends_between_parts_fails_the_receive() -> None:
+    with sides({"lease_ms": 200}, **LAYERWISE) as (prefill, decode):
+        computing = Prefill(prefill)
+        computing.step(0, 5)
+        computing.finish()
+        eventually(lambda: prefill.all_ended("request", "sent"))
+        decode.do(receives=[receive(decode, prefill.handover("there"), TOKENS)])
+        eventually(lambda: decode.all_ended("here", "failed"))
+        assert "its lease has ended" in decode.workers[0].lines()
