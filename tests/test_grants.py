@@ -323,8 +323,10 @@ def test_objects_of_grants(ends: Ends) -> None:
     assert first != second
     assert (first.ended, repr(first)) == (None, f"Grant(cache_id={handle.cache_id}, ended=None)")
     assert first.token[-16:].hex() not in repr(first), "the secret is not shown"
+    with pytest.raises(TypeError):
+        second.revoke(wait=1)  # type: ignore[arg-type]
     second.revoke()
-    first.revoke()
+    first.revoke(wait=False)
     one, two = near.dist.poll()
     assert (type(one), one.__match_args__) == (GrantEnded, ("grant", "reason"))
     assert (one.grant, one.reason, two.grant, two.reason) == (second, "revoked", first, "revoked")

@@ -102,8 +102,12 @@ def test_broken_ids_end_the_stream_alone() -> None:
         assert not trial.tender.ended, "the link itself goes on"
 
 
-def test_a_reader_that_takes_no_bytes_holds_a_revocation_no_longer_than_its_limit() -> None:
-    """It asks for bytes under a grant and does not read them: `revoke` waits for that read, and ends with a code."""
+@pytest.mark.parametrize(("wait", "outcome"), [(True, "LLM_TIMEOUT"), (False, OK)])
+def test_a_reader_that_takes_no_bytes_holds_a_revocation_no_longer_than_its_limit(wait: bool, outcome: str) -> None:
+    """It asks for bytes under a grant and does not read them: `revoke` waits for that read, and ends with a code.
+
+    With `wait=False` it does not wait, and the bytes do not count either.
+    """
     with Trial(honest=["tcp"], llm__SyncKvCacheWaitTime=700) as trial:
         _, call = trial.fair_call(window=4096)
         cache, name = prey_of(call), m.name_blocks(1)
@@ -111,7 +115,7 @@ def test_a_reader_that_takes_no_bytes_holds_a_revocation_no_longer_than_its_limi
         plan = m.plan_spans([1], [m.span(0, 0, PREY)], 2)
         trial.begin()
         assert ask(call, m.read(name, cache, plan, 0, 2 * PREY, grant=id_of(token)))["is"] == "Ready"
-        assert code(trial.victim.revoke, token) == "LLM_TIMEOUT"
+        assert code(trial.victim.revoke, token, wait=wait) == outcome
         assert trial.victim.grant_ended(token) == "revoked"
         told = ask(trial.fair_call(67)[1], m.open_grant(id_of(token)))
         assert (told["is"], told["kind"]) == ("Failed", GRANT_ENDED_KIND), told

@@ -255,3 +255,24 @@ def test_messages_that_cannot_be_read_are_dropped() -> None:
         decode.do(receives=[receive(decode, prefill.handover("there"), 30)])
         eventually(lambda: decode.all_ended("here", "received"))
         assert not decode.workers[0].look().failed
+
+
+def test_a_request_takes_no_thread() -> None:
+    """Neither one that waits, nor one that is received, on either side."""
+    with sides() as (prefill, decode):
+        (one,), (other,) = prefill.workers, decode.workers
+        prefill.send("first", [4])
+        decode.do(receives=[Receive("first", prefill.handover("first"), [[4]], 0, 30)])
+        eventually(lambda: decode.all_ended("first", "received"))
+        before = one.threads(), other.threads()
+        names = [f"request {number}" for number in range(50)]
+        decode.do(receives=[Receive(name, prefill.handover(name), [[4]], 0, 30) for name in names])
+        time.sleep(0.1)
+        waiting = one.threads(), other.threads()
+        for name in names:
+            prefill.send(name, [4])
+        eventually(lambda: all(decode.all_ended(name, "received") for name in names))
+        assert not other.look().failed
+        # The engine may start more of its own threads, of which it has a fixed number.
+        for count, after, usual in zip(waiting, (one.threads(), other.threads()), before):
+            assert max(count, after) <= usual + 4

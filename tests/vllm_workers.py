@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llm_datadist import LLMConfig, LLMDataDist, LLMRole
@@ -100,6 +101,10 @@ class _Worker:
 
     def peers(self) -> int:
         return len(self.engine.peers())
+
+    def threads(self) -> int:
+        """Number of threads of the process, those of the engine included."""
+        return len(list(Path("/proc/self/task").iterdir()))
 
     def tell(self, address: str, payloads: list[bytes]) -> None:
         """Send messages to the engine at an address."""

@@ -158,8 +158,8 @@ class End(RowsWithGaps, Process):
     def release_grant(self, token: bytes) -> None:
         self.dist.release_grant(token)
 
-    def revoke(self, token: bytes) -> None:
-        self.granted[token].revoke()
+    def revoke(self, token: bytes, *, wait: bool = True) -> None:
+        self.granted[token].revoke(wait=wait)
 
     def revoke_and_paint(self, token: bytes, name: str, value: int) -> None:
         """End a grant, and then reuse the memory of its cache."""

@@ -296,8 +296,11 @@ class TransferThread:
         if isinstance(message, (messages.Ask, messages.Done)):
             self._engine.notify(cluster, payload)
             return
-        with suppress(LLMException):  # the reader is gone, and learns of it by its own time limit or a broken link
+        try:
             self._engine.notify(cluster, payload)
+        except LLMException as error:
+            # The reader is gone, or does not take its messages. It fails by a broken link or its own time limit.
+            logger.warning("cluster %d is not told of a request that it waits for: %s", cluster, error)
 
     def _freed(self, request: str, expired: bool) -> None:
         with self._lock:
