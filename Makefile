@@ -72,10 +72,15 @@ test: check-tools cpp-tools build capi $(VENV)/.test-tools  ## every test: Rust,
 	@$(OPEN_FILES); set -x; cargo test --workspace --exclude llm-datadist-py
 	$(BIN)/python -m pytest
 
+# NIXL is installed alone, because it asks for gigabytes of CUDA that it does not use here. The tests with latent vectors
+# are compared with it.
+NIXL = nixl==1.5.1 nixl-cu13==1.5.1
+
 # In CI, a machine on which vLLM cannot be installed is named, and does not fail.
 test-vllm: build  ## tests with a real vLLM on a CPU, in an environment of its own of 6 GB (SUBSET=1: the short version)
 	@$(MAKE) --no-print-directory .venv-vllm/.tools || { echo "NOT RUN: integration-tests/vllm, because vLLM cannot be installed here"; exit $(if $(CI),0,1); }
 	if [ -e .venv-vllm/.tools ]; then VIRTUAL_ENV=$(CURDIR)/.venv-vllm $(BIN)/maturin develop --release --quiet --locked && \
+		$(if $(SUBSET),,.venv-vllm/bin/python $(PIP) --quiet --no-deps $(NIXL) &&) \
 		.venv-vllm/bin/python -m pytest -c integration-tests/pytest.ini $(if $(SUBSET),--subset) integration-tests/vllm; fi
 
 test-lmcache: build .venv-peers/.tools  ## the transfer channel inside the real LMCache, in the environment of bench-peers
@@ -83,10 +88,9 @@ test-lmcache: build .venv-peers/.tools  ## the transfer channel inside the real 
 	.venv-peers/bin/python $(PIP) --quiet pytest==9.2.0
 	.venv-peers/bin/python -m pytest -c integration-tests/pytest.ini integration-tests/lmcache
 
-# NIXL is installed alone, because it asks for gigabytes of CUDA that it does not use here.
 bench-vllm: build .venv-vllm/.tools  ## the connector for vLLM beside that of NIXL, and offloading (BENCH_VLLM="options")
 	VIRTUAL_ENV=$(CURDIR)/.venv-vllm $(BIN)/maturin develop --release --quiet --locked
-	.venv-vllm/bin/python $(PIP) --quiet --no-deps nixl==1.5.1 nixl-cu13==1.5.1 || echo "NIXL cannot be installed here: no rows for it"
+	.venv-vllm/bin/python $(PIP) --quiet --no-deps $(NIXL) || echo "NIXL cannot be installed here: no rows for it"
 	.venv-vllm/bin/python benches/vllm $(BENCH_VLLM)
 
 test-benches: build $(VENV)/.test-tools  ## the tests of the benchmarks and of the pages written from their figures

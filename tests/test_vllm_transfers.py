@@ -126,6 +126,16 @@ def test_tokens_before_the_first_are_left_alone() -> None:
         assert decode.workers[0].untouched(blocks_of(decode, 150)[:3])
 
 
+def test_the_longest_limits_are_no_trouble() -> None:
+    with sides(lease_ms=2**32 - 1, timeout_ms=2**32 - 1) as (prefill, decode):
+        decode.do(receives=[receive(decode, prefill.handover("there"), 30)])
+        prefill.send("other", [5])
+        time.sleep(0.1)
+        prefill.send("there", [4])
+        eventually(lambda: decode.all_ended("here", "received"))
+        assert not decode.workers[0].look().failed
+
+
 def test_decode_may_ask_before_prefill_has_finished() -> None:
     with sides() as (prefill, decode):
         decode.do(receives=[receive(decode, prefill.handover("there"), 30)])

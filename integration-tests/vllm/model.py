@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,6 +69,37 @@ def make_hybrid_model(folder: Path) -> None:
         initializer_range=0.08,
     )
     Gemma3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, safe_serialization=True)
+    _write_tokenizer(folder)
+
+
+def make_latent_model(folder: Path) -> None:
+    """Write a small DeepSeek V2 with latent attention (MLA) and without experts."""
+    torch.manual_seed(7)
+    layers = 3
+    config = DeepseekV2Config(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=layers,
+        first_k_dense_replace=layers,
+        num_attention_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=64,
+        v_head_dim=64,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        n_group=1,
+        topk_group=1,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        initializer_range=0.08,
+        dtype="bfloat16",
+    )
+    DeepseekV2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, safe_serialization=True)
     _write_tokenizer(folder)
 
 

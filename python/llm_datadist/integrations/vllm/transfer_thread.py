@@ -47,6 +47,8 @@ _eventfd_write = ctypes.PyDLL(None).eventfd_write
 _eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
 # How long the model's thread waits until this one has taken back blocks. It does nothing that takes so long.
 _WITHDRAW_S = 60.0
+# epoll takes no time limit of more than 24 days.
+_LONGEST_SLEEP_S = 3600.0
 
 
 @dataclass
@@ -222,7 +224,7 @@ class TransferThread:
 
     def _until_due(self) -> float | None:
         times = [due for due in (self._lending.next_due(), self._receiving.next_due()) if due is not None]
-        return max(0.0, min(times) - time.monotonic()) if times else None
+        return min(max(0.0, min(times) - time.monotonic()), _LONGEST_SLEEP_S) if times else None
 
     def _turn(self) -> None:
         """Do the work that was handed over, and take what has happened in the engine."""
