@@ -156,6 +156,19 @@ def test_prefill_frees_what_decode_does_not_need(ranks: tuple[int, int]) -> None
         assert not any(worker.look().received for worker in decode.workers)
 
 
+def test_a_rank_that_gives_up_does_not_hold_the_blocks() -> None:
+    """The other rank reads them, and prefill frees them long before the lease ends."""
+    with sides({"lease_ms": 3_600_000}, {"ranks": 2}) as (prefill, decode):
+        prefill.send("there", [4])
+        reads, gives_up = decode.workers
+        reads.submit(Step(receives=[Receive("here", prefill.handover("there"), [[5]], 0, 30)]))
+        eventually(lambda: "here" in reads.look().received)
+        assert not prefill.workers[0].look().sent
+        gives_up.submit(Step(receives=[Receive("here", prefill.handover("there"), [], 30, 30)]))
+        eventually(lambda: prefill.all_ended("there", "sent"))
+        assert not reads.look().failed
+
+
 @pytest.mark.parametrize("theirs", [[4], [4, 0]])
 def test_a_block_that_prefill_lacks_fails_the_receive(theirs: list[int]) -> None:
     """Otherwise the request would continue with a block that nobody has written."""
