@@ -9,18 +9,22 @@ from typing import Any
 import pytest
 
 from llm_datadist.integrations.vllm.group_caches import PAGES
-from llm_datadist.integrations.vllm.incoming import MAX_PARTS, Incoming, Pull
+from llm_datadist.integrations.vllm.incoming import MAX_AGAIN, MAX_PARTS, Incoming, Pull
 from llm_datadist.integrations.vllm.messages import Lent, Ready
 
 RIGHT, WRONG = "right", "wrong"
 
 
 def lent(number: int, first: int, blocks: list[list[int]], *, layers: int = 0, last: bool = False) -> Lent:
-    return Lent("t", number, first, blocks, [["aa"] if any(group) else [] for group in blocks], layers, last)
+    return Lent("t", 0, number, first, blocks, [["aa"] if any(group) else [] for group in blocks], layers, last)
 
 
-def incoming(missing: Any, ranks: Any = (1,), layers: int = 4, *, by_layers: bool = True) -> Incoming:
-    return Incoming([set(group) for group in missing], set(ranks), PAGES, layers, by_layers=by_layers)
+def incoming(
+    missing: Any, ranks: Any = (1,), layers: int = 4, *, by_layers: bool = True, blocks: int | None = None
+) -> Incoming:
+    needed = [set(group) for group in missing]
+    count = 1 + max(index for group in needed for index in group) if blocks is None else blocks
+    return Incoming(needed, count, set(ranks), PAGES, layers, by_layers=by_layers)
 
 
 class Sides:
@@ -32,7 +36,8 @@ class Sides:
         self.missing = {index for index in range(self.count) if rng.random() < 0.8} or {0}
         self.memory = {(index, layer): "" for index in range(self.count) for layer in range(self.layers)}
         self.news: dict[int, deque[Any]] = {rank: deque() for rank in range(ranks)}
-        self.decode = incoming([self.missing], self.news, self.layers, by_layers=ranks == 1 and rng.random() < 0.8)
+        by_layers = ranks == 1 and rng.random() < 0.8
+        self.decode = incoming([self.missing], self.news, self.layers, by_layers=by_layers, blocks=self.count)
         self.number = 0
         self.withdrawn: set[int] = set()
         self.running: list[Pull] = []
@@ -108,7 +113,7 @@ class Sides:
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_decode_has_all_that_is_missing_whatever_happens(seed: int) -> None:
+def test_random_schedules_deliver_every_missing_block(seed: int) -> None:
     Sides(random.Random(seed)).run()  # noqa: S311 - not a secret
 
 
@@ -147,18 +152,20 @@ def test_groups_without_content_have_no_grants() -> None:
 @pytest.mark.parametrize(
     ("parts", "text"),
     [
-        ([lent(0, 0, [[7, 0]])], "prefill lacks a block"),
-        ([lent(0, 0, [[7]], last=True)], "prefill lacks a block"),
-        ([lent(0, 1, [[7]]), lent(1, 2, [[8]], last=True)], "prefill lacks a block"),
+        ([lent(0, 0, [[7, 0]])], "prefill does not lend block 1 of KV cache group 0"),
+        ([lent(0, 0, [[7]], last=True)], "prefill does not lend block 1 of KV cache group 0"),
+        ([lent(0, 1, [[7]]), lent(1, 2, [[8]], last=True)], "prefill does not lend block 0 of KV cache group 0"),
+        ([lent(0, 2, [[7, 8]])], "prefill lends blocks up to 4 of a prompt of 3 blocks"),
+        ([lent(0, 2**31 - 1, [[7]])], "prefill lends blocks up to 2147483648 of a prompt of 3 blocks"),
         ([lent(0, 0, [[7], [8]])], "prefill lends 2 KV cache groups, not 1"),
         ([lent(0, 0, [])], "prefill lends 0 KV cache groups, not 1"),
-        ([Lent("t", 0, 0, [[7]], [[]], 0, False)], "other grants than needed"),
-        ([Lent("t", 0, 0, [[7]], [["aa", "aa"]], 0, False)], "other grants than needed"),
-        ([lent(0, 0, [[7]]), lent(0, 0, [[7]])], "do not agree about part 0"),
+        ([Lent("t", 0, 0, 0, [[7]], [[]], 0, False)], r"part 0 has \[0\] grants per KV cache group \(expected \[1\]\)"),
+        ([Lent("t", 0, 0, 0, [[7]], [["aa"] * 2], 0, False)], r"\[2\] grants per KV cache group \(expected \[1\]\)"),
+        ([lent(0, 0, [[7]]), lent(0, 0, [[8]])], "do not agree about the blocks of part 0"),
     ],
 )
 def test_what_does_not_fit_is_refused(parts: list[Lent], text: str) -> None:
-    state = incoming([[0, 1]])
+    state = incoming([[0, 1]], blocks=3)
     *before, last = parts
     for message in before:
         state.lent(1, message)
@@ -171,15 +178,56 @@ def test_ranks_that_do_not_agree_are_refused() -> None:
     state.lent(1, lent(0, 0, [[7, 8]], layers=4))
     state.lent(3, lent(5, 0, [[1, 2]], layers=4))  # nobody has asked this one
     assert state.start() == []
-    with pytest.raises(ValueError, match="do not agree about part 0"):
+    with pytest.raises(ValueError, match="do not agree about the blocks of part 0"):
         state.lent(2, lent(0, 0, [[7, 9]], layers=4))
 
 
 def test_the_parts_of_a_request_are_bounded() -> None:
-    state = incoming([[0]])
+    state = incoming([range(MAX_PARTS + 1)])
     for number in range(MAX_PARTS):
-        state.lent(1, lent(number, 5 + number, [[7]]))
-        if number % 100 == 0:
-            state.start()
-    with pytest.raises(ValueError, match="more than 65536 parts"):
-        state.lent(1, lent(MAX_PARTS, 1, [[7]]))
+        assert state.lent(1, lent(number, number, [[7]]))
+    with pytest.raises(ValueError, match="more than 4096 parts"):
+        state.lent(1, lent(MAX_PARTS, MAX_PARTS, [[7]]))
+
+
+def test_a_prompt_is_not_lent_again_for_ever() -> None:
+    """Each part replaces the one before, and is a sign of progress."""
+    state = incoming([[0, 1]])
+    for number in range(MAX_AGAIN + 1):
+        assert state.lent(1, lent(number, 0, [[7, 8]]))
+        assert state.start() == []
+    with pytest.raises(ValueError, match="lent the prompt again more than 64 times"):
+        state.lent(1, lent(MAX_AGAIN + 1, 0, [[7, 8]]))
+
+
+def test_parts_that_are_not_needed_are_not_kept() -> None:
+    state = incoming([[0]], blocks=1000)
+    for number in range(2 * MAX_PARTS):
+        assert not state.lent(1, lent(number, 1 + number % 999, [[7]]))
+    assert state.lent(1, lent(9999, 0, [[7]], layers=4))
+    assert len(state.start()) == 1
+
+
+def test_a_part_may_be_lent_again_with_other_grants() -> None:
+    """Decode asks again when grants have ended, and prefill repeats all parts. None is pulled twice."""
+    state = incoming([[0, 1]])
+    state.lent(1, lent(0, 0, [[7]], layers=2))
+    (first,) = state.start()
+    again = Lent("t", 0, 0, 0, [[7]], [["bb"]], 1, False)
+    assert state.lent(1, again)
+    assert state.start() == []
+    state.ready(1, 0, 4)
+    state.done(first)
+    (second,) = state.start()
+    assert (second.layers, second.part.grants) == (range(2, 4), {1: [[b"\xbb"]]})
+    assert state.done(second) == 1
+    assert not state.lent(1, again)
+    assert state.start() == []
+
+
+def test_only_more_layers_are_progress() -> None:
+    state = incoming([[0]])
+    assert not state.ready(1, 0, 1)
+    state.lent(1, lent(0, 0, [[7]]))
+    assert [state.ready(1, 0, layers) for layers in (1, 1, 0, 2**31 - 1)] == [True, False, False, True]
+    assert not state.ready(1, 0, 2**31 - 1)

@@ -15,6 +15,7 @@ from llm_datadist.integrations.vllm.step import Part, Receive, Send, Step, Withd
 from peers import eventually
 from test_vllm_transfers import PROMPT, blocks_of, receive, sides, whole
 from vllm_pages import DIM, LAYERS
+from vllm_workers import BLOCKS
 
 if TYPE_CHECKING:
     from test_vllm_transfers import Side
@@ -155,8 +156,8 @@ def test_only_what_is_missing_is_read() -> None:
 
 
 @pytest.mark.parametrize("asks", ["before", "after"])
-def test_a_preempted_request_comes_again(asks: str) -> None:
-    """Its blocks have other bytes meanwhile. Whatever decode has read of them does not count."""
+def test_preempted_request_is_read_again(asks: str) -> None:
+    """Its blocks have other bytes in the meantime. Decode discards the parts that it has not read completely."""
     with sides(**LAYERWISE) as (prefill, decode):
         computing = Prefill(prefill)
         if asks == "before":
@@ -176,7 +177,7 @@ def test_a_preempted_request_comes_again(asks: str) -> None:
         check_received(prefill, decode, computing.sequence)
 
 
-def test_preemption_while_decode_reads_is_never_wrong() -> None:
+def test_preemption_during_pull_never_delivers_wrong_bytes() -> None:
     """Prefill preempts at any time, also in the middle of a pull, and overwrites the blocks at once."""
     with sides(**LAYERWISE) as (prefill, decode):
         for turn in range(30):
@@ -213,8 +214,57 @@ def test_a_request_that_prefill_aborts_fails_the_receive(when: str) -> None:
         assert "ended without a result" in decode.workers[0].lines()
 
 
+@pytest.mark.parametrize("computed", [0, 1])
+def test_a_model_that_fails_fails_the_receive(computed: int) -> None:
+    """vLLM ends the step in the same way, but not all layers have their content."""
+    with sides(**LAYERWISE) as (prefill, decode):
+        computing = Prefill(prefill)
+        decode.do(receives=[receive(decode, prefill.handover("there"), TOKENS)])
+        computing.step(0, 2)
+        computing.schedule(2, 5)
+        for layer in range(computed):
+            computing.compute(2, 5, layer)
+        computing.save()
+        computing.finish()
+        eventually(lambda: decode.all_ended("here", "failed"))
+        assert f"prefill does not lend it: the model has computed {computed} of 2 layers" in decode.workers[0].lines()
+        assert not in_place(decode, computing.sequence, range(64, TOKENS), range(LAYERS))
+        eventually(lambda: prefill.all_ended("request", "sent"))
+
+
+def test_a_step_that_has_no_end_is_not_complete() -> None:
+    """The next step begins, and vLLM has not called `wait_for_save`."""
+    with sides(**LAYERWISE) as (prefill, decode):
+        computing = Prefill(prefill)
+        decode.do(receives=[receive(decode, prefill.handover("there"), TOKENS)])
+        computing.schedule(0, 4)
+        computing.step(4, 5)
+        eventually(lambda: decode.all_ended("here", "failed"))
+        assert "the model has computed 0 of 2 layers" in decode.workers[0].lines()
+
+
+@pytest.mark.parametrize("case", ["equal", "larger blocks"])
+def test_several_receives_with_one_ticket(case: str) -> None:
+    """A request for two answers is two requests in decode. Both read all blocks."""
+    prefill_options, decode_options, _ = CASES[case]
+    with sides(prefill_options, decode_options, **LAYERWISE) as (prefill, decode):
+        computing = Prefill(prefill)
+        one = receive(decode, prefill.handover("there"), TOKENS)
+        count = len(one.blocks[0])
+        unused = [block for block in range(1, BLOCKS) if block not in one.blocks[0]]
+        other = Receive("other", one.handover, [unused[:count]], 0, TOKENS)
+        decode.do(receives=[one, other])
+        computing.step(0, 3)
+        computing.step(3, 5)
+        computing.finish()
+        check_received(prefill, decode, computing.sequence)
+        eventually(lambda: decode.all_ended("other", "received"))
+        assert not decode.workers[0].look().failed
+        assert decode.workers[0].wrong(unused[:count], range(TOKENS), computing.sequence) == []
+
+
 def test_prefill_frees_a_request_that_decode_has_given_up() -> None:
-    """Decode was told of an abort, or has failed, before prefill has finished."""
+    """A receive that is aborted or fails before prefill has finished does not hold the blocks for the lease."""
     lease = {"lease_ms": 3_600_000}
     with sides(**LAYERWISE, **lease) as (prefill, decode):
         computing = Prefill(prefill)
@@ -232,7 +282,7 @@ def test_the_kv_cache_of_another_prompt_is_not_lent() -> None:
         decode.do(receives=[receive(decode, prefill.handover("there", "150:other"), TOKENS)])
         computing.step(0, 2)
         eventually(lambda: decode.all_ended("here", "failed"))
-        assert "another prompt" in decode.workers[0].lines()
+        assert "differs from the prompt in prefill" in decode.workers[0].lines()
         assert decode.workers[0].untouched(blocks_of(decode, TOKENS))
 
 
@@ -247,6 +297,34 @@ def test_a_prefill_that_makes_no_progress_fails_the_receive() -> None:
         assert not decode.workers[0].look().received
         eventually(lambda: decode.all_ended("here", "failed"))
         assert "no progress within 0.7 s" in decode.workers[0].lines()
+
+
+def test_computed_layers_are_progress() -> None:
+    """Also if decode can only pull a part when all of its layers are computed, because the block sizes differ."""
+    with sides({}, {"timeout_ms": 1500, "block_size": 64}, **LAYERWISE) as (prefill, decode):
+        computing = Prefill(prefill)
+        decode.do(receives=[receive(decode, prefill.handover("there"), TOKENS)])
+        computing.schedule(0, 5)
+        for layer in range(LAYERS):
+            time.sleep(0.9)
+            computing.compute(0, 5, layer)
+        computing.save()
+        computing.finish()
+        check_received(prefill, decode, computing.sequence)
+
+
+def test_decode_asks_again_when_the_grants_have_ended() -> None:
+    """Grants of the first part are made for as long as the lease, and prefill computes longer than that."""
+    with sides({"lease_ms": 500}, **LAYERWISE) as (prefill, decode):
+        computing = Prefill(prefill)
+        decode.do(receives=[receive(decode, prefill.handover("there"), TOKENS)])
+        computing.schedule(0, 5)
+        time.sleep(0.8)
+        for layer in range(LAYERS):
+            computing.compute(0, 5, layer)
+        computing.save()
+        computing.finish()
+        check_received(prefill, decode, computing.sequence)
 
 
 def test_a_lease_that_ends_between_parts_fails_the_receive() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from llm_datadist.integrations.vllm import messages, register
 from llm_datadist.integrations.vllm.handover import Handover, prompt_digest
+from llm_datadist.integrations.vllm.lending import MAX_READY
 from llm_datadist.integrations.vllm.ranks import Shard, heads_of
 from llm_datadist.integrations.vllm.receiving import Receiving
 from llm_datadist.integrations.vllm.scheduler import SchedulerSide
@@ -154,7 +155,7 @@ def test_without_addresses_nothing_is_kept(ticket: str | None, caplog: pytest.Lo
     prefill = SchedulerSide("engine", [32], producer=True, consumer=False, layerwise=True)
     assert finished(prefill, Request(kv_transfer_params=for_decode(ticket)), [5, 6, 7, 8]) is None
     assert prefill.take_step(Output()) == Step(withdrawn=[Withdraw("t", ended=True)] if ticket else [])
-    assert "request r is not handed over" in caplog.text
+    assert "request r is not handed over: vLLM has not passed on the addresses of the workers" in caplog.text
 
 
 def test_a_long_prompt_is_lent_in_parts_that_fit_into_a_message() -> None:
@@ -170,9 +171,11 @@ def test_a_long_prompt_is_lent_in_parts_that_fit_into_a_message() -> None:
         (2, 8192, True),
     ]
     largest = [2**31 - 1] * 4096
-    message = messages.Lent("\x7f" * 256, 2**31 - 1, 2**31 - 1, [largest], [["f" * 96] * 2], 80, last=True)
+    longest = "\x01" * 256  # JSON has six characters for this one
+    numbers = (2**31 - 1, 2**31 - 1, 2**31 - 1)
+    message = messages.Lent(longest, *numbers, [largest], [["f" * 96] * 2], 80, last=True)
     assert len(messages.encode(message)) < 65_536
-    ready = messages.Ready([["\x7f" * 256, 2**31 - 1]] * 24, 80)
+    ready = messages.Ready([[longest, 2**31 - 1]] * MAX_READY, 80)
     assert len(messages.encode(ready)) < 65_536
 
 
@@ -243,14 +246,14 @@ def test_blocks_that_vllm_may_free_early_are_lent_at_the_end() -> None:
     assert prefill.take_step(Output()) == Step(parts=[whole], sends=[Send("r", "t")])
 
 
-@pytest.mark.parametrize("ticket", ["", 1, None, "x" * 257])
+@pytest.mark.parametrize("ticket", ["", 1, None, "x" * 257, "é"])
 def test_a_bad_ticket_is_refused(ticket: Any, caplog: pytest.LogCaptureFixture) -> None:
     prefill = side()
     params = {"do_remote_decode": True, "llm_datadist": {"ticket": ticket}}
     assert finished(prefill, Request(kv_transfer_params=params), [5, 6, 7, 8]) is None
     assert prefill.take_step(Output()) == Step()
     assert "request r is not handed over: " in caplog.text
-    assert "ticket must be a text of 1 to 256 characters" in caplog.text
+    assert "ticket must be a text of 1 to 256 ASCII characters" in caplog.text
 
 
 def test_a_ticket_names_one_request_at_a_time(caplog: pytest.LogCaptureFixture) -> None:
@@ -260,7 +263,30 @@ def test_a_ticket_names_one_request_at_a_time(caplog: pytest.LogCaptureFixture) 
     assert finished(prefill, second, [1, 2, 3, 4]) is None
     assert "another one has the ticket 't'" in caplog.text
     assert prefill.finished(first, ([5, 6, 7, 8],), complete=True) is not None
+    # The workers still lend the first request under this name.
+    assert finished(prefill, second, [1, 2, 3, 4]) is None
+    prefill.freed({"one", "unknown"})
     assert finished(prefill, second, [1, 2, 3, 4]) is not None
+
+
+def test_the_ticket_of_an_aborted_request_is_free() -> None:
+    prefill = side()
+    first, second = (Request(name, kv_transfer_params=for_decode("t")) for name in ("one", "two"))
+    assert finished(prefill, first, [5, 6, 7, 8], complete=False) is None
+    assert finished(prefill, second, [1, 2, 3, 4]) is not None
+    step = prefill.take_step(Output())
+    assert (step.withdrawn, [part.blocks for part in step.parts]) == ([Withdraw("t", ended=True)], [[[1, 2, 3, 4]]])
+
+
+@pytest.mark.parametrize("name", ["x" * 257, "é"])
+def test_a_request_id_that_is_no_ticket_is_hashed(name: str) -> None:
+    prefill = side()
+    params = finished(prefill, Request(name, kv_transfer_params=for_decode()), [5, 6, 7, 8])
+    ticket = Handover.parse(params, [32], DIGEST).ticket
+    assert ticket.isascii()
+    assert prefill.take_step(Output()).sends == [Send(name, ticket)]
+    assert finished(prefill, Request(name, kv_transfer_params=for_decode()), [5, 6, 7, 8], complete=False) is None
+    assert prefill.take_step(Output()) == Step()
 
 
 def test_decode_receives_what_it_has_not_computed() -> None:
@@ -362,17 +388,19 @@ def test_a_receive_that_has_failed_has_no_time_limit() -> None:
 
 def test_messages_survive() -> None:
     assert messages.decode((LENT % '"blocks": [[1]], "grants": [["aa"]]').encode())
+    assert messages.decode((ASK % '"ticket": "r", "prompt": "1:", "view": "pages"').encode())
     for message in (
-        messages.Ask("r", "heads", "100:"),
-        messages.Lent("r", 1, 2, [[3, 0], []], [["00ff"], []], 4, last=True),
+        messages.Ask("r", 7, "heads", "100:"),
+        messages.Lent("r", 7, 1, 2, [[3, 0], []], [["00ff"], []], 4, last=True),
         messages.Ready([["r", 1], ["s", 0]], 3),
-        messages.Gone("r", "why"),
+        messages.Gone("r", 7, "why"),
         messages.Done("r", 4096),
     ):
         assert messages.decode(messages.encode(message)) == message
 
 
-LENT = '{"is": "lent", "ticket": "r", "part": 0, "first": 0, "layers": 1, "last": true, %s}'
+ASK = '{"is": "ask", "reader": 7, %s}'
+LENT = '{"is": "lent", "ticket": "r", "reader": 7, "part": 0, "first": 0, "layers": 1, "last": true, %s}'
 
 
 @pytest.mark.parametrize(
@@ -382,11 +410,14 @@ LENT = '{"is": "lent", "ticket": "r", "part": 0, "first": 0, "layers": 1, "last"
         "null",
         '{"is": "ask"}',
         '{"is": [], "ticket": "r"}',
-        '{"is": "ask", "ticket": "r", "prompt": "1:", "view": "other"}',
-        '{"is": "ask", "ticket": 1, "prompt": "1:", "view": "pages"}',
+        ASK % '"ticket": "r", "prompt": "1:", "view": "other"',
+        ASK % '"ticket": 1, "prompt": "1:", "view": "pages"',
+        ASK % f'"ticket": "{"x" * 257}", "prompt": "1:", "view": "pages"',
+        ASK % f'"ticket": "r", "prompt": "{"1" * 65}", "view": "pages"',
+        (ASK % '"ticket": "r", "prompt": "1:", "view": "pages"').replace("7", "-7"),
         '{"is": "done", "ticket": "r", "readers": true}',
         '{"is": "done", "ticket": "r", "readers": 4097}',
-        '{"is": "gone", "ticket": "r", "reason": "w", "more": 1}',
+        '{"is": "gone", "ticket": "r", "reader": 7, "reason": "w", "more": 1}',
         '{"is": "ready", "parts": [["r"]], "layers": 1}',
         '{"is": "ready", "parts": [[1, "r"]], "layers": 1}',
         '{"is": "ready", "parts": {}, "layers": 1}',

@@ -126,7 +126,7 @@ def test_tokens_before_the_first_are_left_alone() -> None:
         assert decode.workers[0].untouched(blocks_of(decode, 150)[:3])
 
 
-def test_the_longest_limits_are_no_trouble() -> None:
+def test_maximum_timeout_and_lease_are_accepted() -> None:
     with sides(lease_ms=2**32 - 1, timeout_ms=2**32 - 1) as (prefill, decode):
         decode.do(receives=[receive(decode, prefill.handover("there"), 30)])
         prefill.send("other", [5])
@@ -176,7 +176,7 @@ def test_a_block_that_prefill_lacks_fails_the_receive(theirs: list[int]) -> None
         prefill.send("there", theirs)
         decode.do(receives=[Receive("here", prefill.handover("there"), [[6, 7]], 0, 60)])
         eventually(lambda: decode.all_ended("here", "failed"))
-        assert "prefill lacks a block" in decode.workers[0].lines()
+        assert f"prefill does not lend block {theirs.count(4)} of KV cache group 0" in decode.workers[0].lines()
 
 
 def failed_receive(prefill: Side, decode: Side) -> None:
@@ -280,7 +280,7 @@ def test_messages_that_cannot_be_read_are_dropped() -> None:
         assert not decode.workers[0].look().failed
 
 
-def test_a_request_takes_no_thread() -> None:
+def test_requests_start_no_threads() -> None:
     """Neither one that waits, nor one that is received, on either side."""
     with sides() as (prefill, decode):
         (one,), (other,) = prefill.workers, decode.workers

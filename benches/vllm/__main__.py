@@ -119,6 +119,7 @@ def layerwise(model: str, system: str) -> dict[str, float]:
     return {
         "decode's first token after prefill's, ms": 1e3 * statistics.median(waits),
         "model thread of prefill, us a step": 1e6 * ends[0].connector_s / max(1, ends[0].steps),
+        "us a step that computes": 1e6 * statistics.median(ends[0].computing_s),
         "model thread of decode, us a step": 1e6 * ends[1].connector_s / max(1, ends[1].steps),
     }
 

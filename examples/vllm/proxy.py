@@ -70,6 +70,9 @@ class Proxy:
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         asked = await request.json()
+        if _has_several_prompts(asked):
+            # They are several requests, and prefill answers for one of them only. Decode computes them.
+            return await self._decoded(request, asked, None)
         if not self._layerwise or self._where is None:
             return await self._decoded(request, asked, await self._prefilled(request.path, asked))
         # Prefill lends the prompt under this name, and decode asks for it.
@@ -114,3 +117,8 @@ class Proxy:
                 await response.write(chunk)
             await response.write_eof()
             return response
+
+
+def _has_several_prompts(asked: dict[str, Any]) -> bool:
+    prompt = asked.get("prompt")
+    return isinstance(prompt, list) and any(isinstance(item, (str, list)) for item in prompt)

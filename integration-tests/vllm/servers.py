@@ -1,6 +1,6 @@
 """vLLM in processes of their own, each with its engine in the process, which starts in seconds.
 
-A server takes requests through a pipe and sends back what came of them. The parent plays the part of the proxy between
+A server takes requests through a pipe and sends back their results. The parent plays the part of the proxy between
 prefill and decode.
 """
 
@@ -34,7 +34,7 @@ ENVIRONMENT = {
 
 @dataclass
 class Done:
-    """What came of a request. ``first_token_at`` is a time of ``time.monotonic``."""
+    """Result of a request. ``first_token_at`` is a time of ``time.monotonic``."""
 
     tokens: list[int]
     params: dict[str, Any] | None
@@ -52,6 +52,7 @@ class End:
         usage: the share of its KV cache in use.
         stats: the sums of what its connector has reported.
         connector_s: seconds that the thread of the model has spent in the connector.
+        computing_s: the same, for each step that has computed layers.
         steps: number of steps.
         preemptions: how often its scheduler has preempted a request.
     """
@@ -59,6 +60,7 @@ class End:
     usage: float
     stats: dict[str, Any]
     connector_s: float
+    computing_s: list[float]
     steps: int
     preemptions: int
 
@@ -161,7 +163,7 @@ def _serve(
         while pipe.poll(0 if busy else 0.001):
             what, *rest = pipe.recv()
             if what == "stop":
-                found = (watched.sum(), watched.seconds, watched.steps) if watched is not None else ({}, 0.0, 0)
+                found = watched.found() if watched is not None else ({}, 0.0, [], 0)
                 pipe.send(End(core.scheduler.kv_cache_manager.usage, *found, preempted.calls))
                 engine.engine_core.shutdown()
                 return
@@ -218,40 +220,48 @@ class _Watched:
     def __init__(self) -> None:
         from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: PLC0415
 
-        self.seconds = 0.0
-        self.steps = 0
+        self._seconds = 0.0
+        self._computing: list[float] = []
+        self._steps = 0
+        self._step_began = 0.0
+        self._computes = False
         self._kept: list[Any] = []
         self._inside = False
         connector = get_kv_transfer_group()
         for name in self.METHODS:
-            setattr(connector, name, self._timed(getattr(connector, name)))
+            setattr(connector, name, self._timed(getattr(connector, name), computes=name == "save_kv_layer"))
         take = connector.get_kv_connector_stats
         connector.get_kv_connector_stats = lambda: self._keep(take())
 
-    def sum(self) -> dict[str, Any]:
-        """Return the sums of the reports."""
-        if not self._kept:
-            return {}
-        whole, *others = self._kept
-        for other in others:
-            whole.aggregate(other)
-        return dict(whole.data)
+    def found(self) -> tuple[dict[str, Any], float, list[float], int]:
+        """Return the sums of the reports, and the next three attributes of ``End``."""
+        sums: dict[str, Any] = {}
+        if self._kept:
+            whole, *others = self._kept
+            for other in others:
+                whole.aggregate(other)
+            sums = dict(whole.data)
+        return sums, self._seconds, self._computing, self._steps
 
     def _keep(self, found: Any) -> Any:
-        self.steps += 1
+        self._steps += 1
+        if self._computes:
+            self._computing.append(self._seconds - self._step_began)
+        self._step_began, self._computes = self._seconds, False
         if found is not None:
             self._kept.append(copy.deepcopy(found))
         return found
 
-    def _timed(self, method: Any) -> Any:
+    def _timed(self, method: Any, *, computes: bool) -> Any:
         def timed(*args: Any, **kwargs: Any) -> Any:
+            self._computes |= computes
             if self._inside:  # one method may call another
                 return method(*args, **kwargs)
             self._inside, begin = True, time.perf_counter()
             try:
                 return method(*args, **kwargs)
             finally:
-                self._inside, self.seconds = False, self.seconds + time.perf_counter() - begin
+                self._inside, self._seconds = False, self._seconds + time.perf_counter() - begin
 
         return timed
 

@@ -49,10 +49,11 @@ def ask(address: str, body: dict[str, Any]) -> Any:
         return json.load(answer)
 
 
-def completion(url: str, model: str, tokens: list[int]) -> list[int]:
-    body = {"model": model, "prompt": tokens, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+def completion(url: str, model: str, prompt: Any, **options: Any) -> list[list[int]]:
+    """The tokens of each answer. Only the most probable token is ever sampled."""
+    body = {"model": model, "prompt": prompt, "max_tokens": TOKENS, "top_k": 1, "ignore_eos": True, **options}
     found = ask(f"{url}/v1/completions", {**body, "return_token_ids": True})
-    return list(found["choices"][0]["token_ids"])
+    return [list(choice["token_ids"]) for choice in found["choices"]]
 
 
 def received(port: int) -> float:
@@ -66,7 +67,11 @@ def test_the_tokens_are_those_of_one_vllm(url: str, model: str, prompts: Prompts
     some = dict(list(prompts.items())[:16])
     with ThreadPoolExecutor(8) as threads:
         found = dict(zip(some, threads.map(lambda tokens: completion(url, model, tokens), some.values())))
-    assert [name for name, tokens in found.items() if tokens != expected[name]] == []
+    assert [name for name, tokens in found.items() if tokens != [expected[name]]] == []
     # Decode has received all of them, and computed none.
     assert received(PORT + 2) == 16
     assert received(PORT + 1) == 0
+    # Several answers are several requests in decode, and several prompts too.
+    assert completion(url, model, prompts["r3"], n=3) == [expected["r3"]] * 3
+    assert received(PORT + 2) > 16
+    assert completion(url, model, [prompts["r0"], prompts["r1"]]) == [expected["r0"], expected["r1"]]

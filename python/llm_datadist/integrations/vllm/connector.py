@@ -89,6 +89,10 @@ class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         """Return the work of this step."""
         return StepMetadata(self._of_scheduler.take_step(scheduler_output))
 
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Take the requests that all workers have sent."""
+        self._of_scheduler.freed(connector_output.finished_sending or set())
+
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Decide whether the blocks of a request are kept for decode, and what prefill answers."""
         return self.request_finished_all_groups(request, (block_ids,))
@@ -115,23 +119,23 @@ class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         return Address(self._of_worker.address)
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
-        """Do what must be done before the step writes to blocks."""
+        """Revoke the grants of withdrawn requests, and lend the parts of this step, before the model runs."""
         self._of_transfers.begin(kv_connector_metadata.step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002 - the signature is vLLM's
-        """Do what needs blocks that vLLM has prepared. vLLM calls this when the model has run."""
+        """Keep finished requests, and start receives. vLLM calls this after the model."""
         self._of_transfers.submit(self._get_connector_metadata().step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: a request is scheduled only when all of its blocks are in place."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Have decode read the layer, if it waits for a part that this step computes."""
-        if self._transfers is not None:  # as short a way as can be: vLLM calls this for each layer
+        """Note that a layer is computed. Decode reads it if it waits for a part of this step."""
+        if self._transfers is not None:  # vLLM calls this for each layer, so it must be cheap
             self._transfers.layer_saved(layer_name)
 
     def wait_for_save(self) -> None:
-        """Have decode read what it has not read of this step. Nothing is waited for."""
+        """Report the layers of this step to decode. This does not wait."""
         self._of_transfers.step_saved()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002

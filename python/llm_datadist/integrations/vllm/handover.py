@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Handover", "prompt_digest", "ticket_of"]
+__all__ = ["Handover", "is_ticket", "own_ticket", "prompt_digest", "ticket_of"]
 
 KEY = "llm_datadist"
 MAX_RANKS = 1024
 MAX_TICKET = 256
+# The longest digest of a prompt.
+MAX_PROMPT = 64
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,18 @@ def prompt_digest(num_tokens: int, tokens: list[int] | None) -> str:
     return f"{num_tokens}:{text}"
 
 
+def own_ticket(request_id: str) -> str:
+    """Return the ticket of a request to which the proxy has given none."""
+    return request_id if is_ticket(request_id) else blake2b(request_id.encode(), digest_size=16).hexdigest()
+
+
+def is_ticket(value: Any) -> bool:
+    """Whether a value can be a ticket."""
+    return isinstance(value, str) and 0 < len(value) <= MAX_TICKET and value.isascii()
+
+
 def _check_ticket(ticket: Any) -> None:
-    valid = isinstance(ticket, str) and 0 < len(ticket) <= MAX_TICKET
-    _ensure(valid, f"ticket must be a text of 1 to {MAX_TICKET} characters")
+    _ensure(is_ticket(ticket), f"ticket must be a text of 1 to {MAX_TICKET} ASCII characters")
 
 
 def _is_list(value: Any, kind: type) -> bool:

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Incoming", "LentPart", "Pull"]
 
-# Bounds what prefill can make decode remember, and for how long.
-MAX_PARTS = 65_536
+# Limits on what decode remembers, and for how long, if prefill misbehaves: the number of parts at a time, and how often
+# prefill may lend the whole prompt again.
+MAX_PARTS = 4096
+MAX_AGAIN = 64
 
 
 @dataclass
@@ -27,7 +29,6 @@ class LentPart:
         number: the number of the part.
         first: the index of its first block.
         blocks: the blocks in prefill, for each KV cache group.
-        last: whether the part reaches the end of the prompt.
         wanted: the indexes that are missing here, for each KV cache group.
         grants: the tokens of each rank, by cluster: for each group, for each cache of the view.
         layers: how many layers each rank has in place.
@@ -39,7 +40,6 @@ class LentPart:
     number: int
     first: int
     blocks: list[list[int]]
-    last: bool
     wanted: list[list[int]]
     grants: dict[int, list[list[bytes]]] = field(default_factory=dict)
     layers: dict[int, int] = field(default_factory=dict)
@@ -66,20 +66,25 @@ class Incoming:
 
     Args:
         missing: the indexes of the blocks that are needed, for each KV cache group.
+        blocks: number of blocks of the whole prompt in prefill, the largest of all groups.
         ranks: the clusters that are read. Each of them lends each part.
         view: through which view they are read.
         layers: number of layers.
         by_layers: whether layers can be pulled one after another. Otherwise a part is pulled when all are in place.
     """
 
-    def __init__(self, missing: list[set[int]], ranks: set[int], view: str, layers: int, *, by_layers: bool) -> None:
+    def __init__(
+        self, missing: list[set[int]], blocks: int, ranks: set[int], view: str, layers: int, *, by_layers: bool
+    ) -> None:
         self._missing = missing
+        self._blocks = blocks
         self._ranks = ranks
         self._view = view
         self._layers = layers
         self._by_layers = by_layers
         self._parts: dict[int, LentPart] = {}
-        self._seen = 0
+        self._seen: set[int] = set()
+        self._again = 0
         self._taken_back = False
 
     @property
@@ -89,38 +94,43 @@ class Incoming:
 
     @property
     def waits(self) -> bool:
-        """Whether something is missing that no running pull brings."""
+        """Whether any missing block is not covered by a running pull."""
         coming = [part for part in self._parts.values() if part.pulling and part.pulled == self._layers]
         covered = [{index for part in coming for index in part.wanted[group]} for group in range(len(self._missing))]
         return any(missing - found for missing, found in zip(self._missing, covered))
 
-    def lent(self, cluster: int, message: Lent) -> None:
-        """Take a part from a rank.
+    def lent(self, cluster: int, message: Lent) -> bool:
+        """Take a part from a rank, and return whether it has something that is missing.
+
+        A rank may lend a part again, with other grants.
 
         Raises:
-            ValueError: it does not fit this request, or what other ranks lend, or blocks are missing for good.
+            ValueError: the part does not fit this request, or contradicts another rank, or lacks a block.
         """
         if cluster not in self._ranks:
-            return
-        part = self._parts.get(message.part)
-        if part is None:
-            part = self._parts[message.part] = self._added(message)
-        elif (part.first, part.blocks) != (message.first, message.blocks) or cluster in part.grants:
-            raise ValueError(f"the ranks of prefill do not agree about part {message.part}")
-        grants = message.tokens()
-        if [len(of_group) for of_group in grants] != [VIEWS[self._view] * any(blocks) for blocks in part.blocks]:
-            raise ValueError(f"prefill lends part {message.part} with other grants than needed")
-        part.grants[cluster] = grants
-        part.layers[cluster] = message.layers
-        # The last part may be one of those that prefill has taken back, and the others come again.
-        if part.last and self._is_lent(part) and not self._taken_back:
+            return False
+        part = self._parts.get(message.part) or self._added(message)
+        if part is not None:
+            if (part.first, part.blocks) != (message.first, message.blocks):
+                raise ValueError(f"the ranks of prefill do not agree about the blocks of part {message.part}")
+            grants = message.tokens()
+            given, expected = [len(of) for of in grants], [VIEWS[self._view] * any(blocks) for blocks in part.blocks]
+            if given != expected:
+                raise ValueError(f"part {message.part} has {given} grants per KV cache group (expected {expected})")
+            part.grants[cluster] = grants
+            part.layers[cluster] = max(message.layers, part.layers.get(cluster, 0))
+        # Each rank lends its parts in order, so no more follow. But parts that were taken back come again.
+        if message.last and not self._taken_back:
             self._check_end()
+        return part is not None
 
-    def ready(self, cluster: int, number: int, layers: int) -> None:
-        """Note how many layers of a part a rank has in place."""
+    def ready(self, cluster: int, number: int, layers: int) -> bool:
+        """Note how many layers of a part a rank has in place, and return whether they are more than before."""
         part = self._parts.get(number)
-        if part is not None and cluster in part.layers:
-            part.layers[cluster] = max(layers, part.layers[cluster])
+        if part is None or layers <= part.layers.get(cluster, layers) or part.layers[cluster] >= self._layers:
+            return False
+        part.layers[cluster] = layers
+        return True
 
     def start(self) -> list[Pull]:
         """Return the pulls that can run now. Each must end with ``done`` or ``lost``."""
@@ -129,9 +139,9 @@ class Incoming:
         if any(part.stale and part.pulling for part in self._parts.values()):
             return pulls
         for part in list(self._parts.values()):
-            if part.pulling or not self._is_lent(part):
+            if part.pulling or len(part.grants) < len(self._ranks):
                 continue
-            if part.stale or not any(part.wanted):
+            if part.stale:
                 del self._parts[part.number]
                 continue
             ready = min(self._layers, *part.layers.values())
@@ -156,29 +166,47 @@ class Incoming:
         del self._parts[pull.part.number]
         self._taken_back = True
 
-    def _is_lent(self, part: LentPart) -> bool:
-        return len(part.grants) == len(self._ranks)
-
-    def _added(self, message: Lent) -> LentPart:
-        self._seen += 1
-        if self._seen > MAX_PARTS:
-            raise ValueError(f"prefill lends more than {MAX_PARTS} parts")
+    def _added(self, message: Lent) -> LentPart | None:
+        """Return a new part, or ``None`` if nothing of it is missing or a later part has its blocks."""
         groups = len(self._missing)
         if len(message.blocks) != groups or len(message.grants) != groups:
             raise ValueError(f"prefill lends {len(message.blocks)} KV cache groups, not {groups}")
+        indexes = range(message.first, message.first + max(map(len, message.blocks)))
+        if indexes.stop > self._blocks:
+            raise ValueError(f"prefill lends blocks up to {indexes.stop} of a prompt of {self._blocks} blocks")
         wanted = []
-        for missing, blocks in zip(self._missing, message.blocks):
-            wanted.append([index for index, block in enumerate(blocks, message.first) if index in missing])
-            if any(not blocks[index - message.first] for index in wanted[-1]):
-                raise ValueError("prefill lacks a block that decode needs")
-        part = LentPart(message.part, message.first, message.blocks, message.last, wanted)
-        for other in self._parts.values():
-            if other.first < part.end and part.first < other.end:
-                other.stale = self._taken_back = True
+        for group, (missing, blocks) in enumerate(zip(self._missing, message.blocks)):
+            wanted.append([index for index, _ in enumerate(blocks, message.first) if index in missing])
+            lacking = next((index for index in wanted[-1] if not blocks[index - message.first]), None)
+            if lacking is not None:
+                raise ValueError(_lacks(group, lacking))
+        overlapping = [part for part in self._parts.values() if part.first < indexes.stop and indexes.start < part.end]
+        if not any(wanted) or any(part.number > message.part for part in overlapping):
+            return None
+        self._bound(indexes)
+        for part in overlapping:
+            part.stale = self._taken_back = True
+            if not part.pulling:
+                del self._parts[part.number]
+        part = LentPart(message.part, message.first, message.blocks, wanted)
+        self._parts[message.part] = part
         return part
+
+    def _bound(self, indexes: range) -> None:
+        self._again += len(self._seen.intersection(indexes))
+        self._seen.update(indexes)
+        if self._again > MAX_AGAIN * self._blocks:
+            raise ValueError(f"prefill has lent the prompt again more than {MAX_AGAIN} times")
+        if len(self._parts) >= MAX_PARTS:
+            raise ValueError(f"prefill lends more than {MAX_PARTS} parts at a time")
 
     def _check_end(self) -> None:
         parts = self._parts.values()
         for group, missing in enumerate(self._missing):
-            if missing.difference(*(part.wanted[group] for part in parts)):
-                raise ValueError("prefill lacks a block that decode needs")
+            lacking = missing.difference(*(part.wanted[group] for part in parts))
+            if lacking:
+                raise ValueError(_lacks(group, min(lacking)))
+
+
+def _lacks(group: int, index: int) -> str:
+    return f"prefill does not lend block {index} of KV cache group {group}, which decode needs"

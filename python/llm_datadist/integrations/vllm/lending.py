@@ -7,7 +7,7 @@ which view it reads. A request that has finished is kept until every reader has 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,10 +25,16 @@ __all__ = ["Lending"]
 
 logger = logging.getLogger("vllm.llm_datadist")
 
-# How many asks for requests that are not known here, and how many ended requests, are remembered.
-MAX_REMEMBERED = 4096
-# So many parts with tickets of any length fit into one message.
+# How many ended requests are remembered.
+MAX_PAST = 4096
+# How many messages of one cluster wait for requests that are not known here.
+MAX_EARLY = 1024
+# How many receives of one cluster read a request at a time.
+MAX_RECEIVES = 1024
+# The number of parts in a message. So many fit into one even with the longest tickets.
 MAX_READY = 24
+# Grants that end by this share of a lease before it count as long enough.
+_EARLIER = 0.1
 
 
 @dataclass
@@ -36,6 +42,10 @@ class _LentPart:
     part: Part
     layers: int
     grants: list[list[Grant]] = field(default_factory=list)
+    # When the grants end by themselves.
+    grants_end: float = 0.0
+    # Earlier grants that have not ended.
+    replaced: list[Grant] = field(default_factory=list)
 
 
 @dataclass
@@ -43,10 +53,11 @@ class _Loan:
     prompt: str
     parts: dict[int, _LentPart] = field(default_factory=dict)
     view: str = ""
-    readers: set[int] = field(default_factory=set)
+    # The receives that read it, by cluster and number, and the clusters that need nothing more.
+    readers: set[tuple[int, int]] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
-    # From its end on, it only waits until vLLM has finished the request.
-    ended: bool = False
+    # Why nothing is lent any more. The loan then only waits until vLLM has finished the request.
+    ended: str = ""
     # Once the request has finished: its id, and when its lease ends.
     request: str = ""
     lease_end: float | None = None
@@ -65,7 +76,7 @@ class Lending:
     Args:
         groups: the caches of the KV cache groups.
         lease_s: how long a request is kept, in seconds.
-        early_s: how long an ask for a request that is not known here waits, in seconds.
+        early_s: how long a message about a request that is not known here waits, in seconds.
         notify: sends a message to a cluster.
         freed: takes a request whose blocks vLLM may free, and whether its lease has expired.
     """
@@ -85,8 +96,10 @@ class Lending:
         self._notify = notify
         self._freed = freed
         self._loans: dict[str, _Loan] = {}
-        self._early: OrderedDict[str, list[_EarlyMessage]] = OrderedDict()
-        self._past: OrderedDict[str, None] = OrderedDict()
+        self._early: dict[str, list[_EarlyMessage]] = {}
+        self._early_of: Counter[int] = Counter()
+        # Requests that are not lent any more, and why.
+        self._past: OrderedDict[str, str] = OrderedDict()
 
     def lend(self, part: Part, now: float) -> None:
         """Lend a part of a request."""
@@ -97,9 +110,9 @@ class Lending:
         if loan.ended:
             return
         lent = loan.parts[part.number] = _LentPart(part, self._layers if part.computed else 0)
-        for cluster in loan.readers:
-            self._offer(cluster, loan, lent, now)
-        for early in self._early.pop(part.ticket, []):
+        for reader in sorted(loan.readers):
+            self._offer(reader, loan, lent, now)
+        for early in self._take_early(part.ticket):
             self.heard(early.cluster, early.message, now)
 
     def ready(self, parts: list[tuple[str, int]], layers: int | None) -> None:
@@ -111,7 +124,7 @@ class Lending:
             lent = None if loan is None else loan.parts.get(number)
             if loan is not None and lent is not None:
                 lent.layers = count
-                for cluster in loan.readers - loan.done:
+                for cluster in {cluster for cluster, _ in loan.readers}:
                     news.setdefault(cluster, []).append([ticket, number])
         for cluster, pairs in news.items():
             for at in range(0, len(pairs), MAX_READY):
@@ -124,96 +137,120 @@ class Lending:
         if loan.ended:
             self._free(send.ticket, expired=False)
 
+    def fail(self, parts: list[tuple[str, int]], reason: str) -> None:
+        """Lend nothing more of the requests with these parts, because they were not computed."""
+        for ticket, number in parts:
+            loan = self._loans.get(ticket)
+            if loan is not None and number in loan.parts:
+                self._end(ticket, reason, expired=False)
+
     def withdraw(self, order: Withdraw) -> None:
         """Take back all parts of a request. When this returns, no read of them succeeds."""
         loan = self._loans.get(order.ticket)
         if loan is not None:
             _take_back(loan)
         if order.ended:
-            self._tell(order.ticket, "the request has ended without a result")
+            reason = "the request has ended without a result"
+            self._tell(order.ticket, reason)
             self._loans.pop(order.ticket, None)
-            self._remember(order.ticket)
+            self._remember(order.ticket, reason)
 
     def heard(self, cluster: int, message: Ask | Done, now: float) -> None:
         """Answer a reader."""
         loan = self._loans.get(message.ticket)
-        if loan is None or (loan.ended and isinstance(message, Ask)):
+        if loan is None:
             self._not_lent(cluster, message, now)
         elif isinstance(message, Ask):
             self._begin(cluster, message, loan, now)
-        else:
+        elif not loan.ended:
+            # A cluster reports when all of its receives have ended.
             loan.done.add(cluster)
+            loan.readers = {reader for reader in loan.readers if reader[0] != cluster}
             if len(loan.done) >= message.readers:
-                self._end(message.ticket, expired=False)
+                self._end(message.ticket, "all readers have reported", expired=False)
 
     def due(self, now: float) -> None:
-        """End leases, and asks for requests that never came."""
+        """End leases, and the wait for requests that never came."""
         for ticket in [name for name, loan in self._loans.items() if loan.lease_end and loan.lease_end <= now]:
-            self._tell(ticket, "its lease has ended")
-            self._end(ticket, expired=True)
-        for ticket, early in list(self._early.items()):
-            if early[0].end <= now:
-                self._tell(ticket, "prefill has no such request")
+            self._end(ticket, "its lease has ended", expired=True)
+        for ticket in list(self._early):
+            late = [early for early in self._early[ticket] if early.end <= now]
+            if late:
+                kept = [early for early in self._take_early(ticket) if early.end > now]
+                self._keep_early(ticket, kept)
+                reason = f"prefill got no request with this ticket within {self._early_s:g} s"
+                self._refuse_early(late, reason)
 
     def next_due(self) -> float | None:
         """Return when ``due`` has something to do, or ``None``."""
         times = [loan.lease_end for loan in self._loans.values() if loan.lease_end]
-        times += [early[0].end for early in self._early.values()]
+        times += [early.end for waiting in self._early.values() for early in waiting]
         return min(times, default=None)
 
     def _not_lent(self, cluster: int, message: Ask | Done, now: float) -> None:
         ticket = message.ticket
+        early = _EarlyMessage(cluster, message, now + self._early_s)
         if ticket in self._past:
-            if isinstance(message, Ask):
-                self._notify(cluster, Gone(ticket, "its lease has ended"))
-            return
-        # Decode may know of the request before this worker does.
-        self._early.setdefault(ticket, []).append(_EarlyMessage(cluster, message, now + self._early_s))
-        if sum(map(len, self._early.values())) > MAX_REMEMBERED:
-            self._tell(next(iter(self._early)), "too many requests are asked for")
+            self._refuse_early([early], self._past[ticket])
+        elif self._early_of[cluster] >= MAX_EARLY:
+            self._refuse_early([early], f"more than {MAX_EARLY} messages of this cluster wait for unknown tickets")
+        else:
+            # Decode may know of the request before this worker does.
+            self._keep_early(ticket, [early])
 
     def _begin(self, cluster: int, ask: Ask, loan: _Loan, now: float) -> None:
+        reason = loan.ended
         if loan.prompt != ask.prompt:
-            self._notify(cluster, Gone(ask.ticket, "prefill computes another prompt"))
+            reason = "the prompt in decode differs from the prompt in prefill"
+        elif not reason and loan.view and loan.view != ask.view:
+            reason = f"another reader uses the view {loan.view!r}, not {ask.view!r}; all need equal block sizes"
+        elif not reason and sum(other == cluster for other, _ in loan.readers) >= MAX_RECEIVES:
+            reason = f"more than {MAX_RECEIVES} receives of this cluster read the request"
+        if reason:
+            self._notify(cluster, Gone(ask.ticket, ask.reader, reason))
             return
-        loan.view = loan.view or ask.view
-        if loan.view != ask.view:
-            self._notify(cluster, Gone(ask.ticket, f"it is lent by {loan.view}, not by {ask.view}"))
-            return
-        loan.readers.add(cluster)
+        loan.view = ask.view
+        loan.done.discard(cluster)
+        loan.readers.add((cluster, ask.reader))
         for lent in loan.parts.values():
-            self._offer(cluster, loan, lent, now)
+            self._offer((cluster, ask.reader), loan, lent, now)
 
-    def _offer(self, cluster: int, loan: _Loan, lent: _LentPart, now: float) -> None:
-        part = lent.part
+    def _offer(self, reader: tuple[int, int], loan: _Loan, lent: _LentPart, now: float) -> None:
+        part, (cluster, number) = lent.part, reader
         try:
-            if not lent.grants:
-                self._grant(loan, lent, now)
+            self._grant(loan, lent, now)
         except Exception as error:
             logger.exception("request %s is not lent", part.ticket)
-            self._notify(cluster, Gone(part.ticket, str(error)))
+            self._notify(cluster, Gone(part.ticket, number, str(error)))
             return
         tokens = [[grant.token.hex() for grant in grants] for grants in lent.grants]
-        place = (part.ticket, part.number, part.first, part.blocks)
+        place = (part.ticket, number, part.number, part.first, part.blocks)
         self._notify(cluster, Lent(*place, tokens, lent.layers, part.last))
 
     def _grant(self, loan: _Loan, lent: _LentPart, now: float) -> None:
-        left_s = self._lease_s if loan.lease_end is None else loan.lease_end - now
+        """Make the grants of a part, unless it has some that last long enough."""
+        end = now + self._lease_s if loan.lease_end is None else loan.lease_end
+        lasting = lent.grants_end >= end - _EARLIER * self._lease_s
+        if lent.grants and lasting and not any(grant.ended for grant in _flat(lent.grants)):
+            return
         made: list[list[Grant]] = []
         try:
             for group, blocks in zip(self._groups, lent.part.blocks):
                 content = [block for block in blocks if block]
-                made.append(group.grant(loan.view, content, max(1, int(1000 * left_s))) if content else [])
+                made.append(group.grant(loan.view, content, max(1, int(1000 * (end - now)))) if content else [])
         except Exception:
-            _revoke(made)
+            _revoke(_flat(made))
             raise
-        lent.grants = made
+        # Earlier readers may still pull under the old grants.
+        lent.replaced = [grant for grant in [*lent.replaced, *_flat(lent.grants)] if not grant.ended]
+        lent.grants, lent.grants_end = made, end
 
-    def _end(self, ticket: str, *, expired: bool) -> None:
+    def _end(self, ticket: str, reason: str, *, expired: bool) -> None:
+        self._tell(ticket, reason)
         loan = self._loans[ticket]
-        loan.ended = True
+        loan.ended = reason
         _take_back(loan)
-        self._remember(ticket)
+        self._remember(ticket, reason)
         if loan.lease_end is not None:
             self._free(ticket, expired=expired)
 
@@ -223,23 +260,42 @@ class Lending:
     def _tell(self, ticket: str, reason: str) -> None:
         """Tell all who wait for a request that it does not come."""
         loan = self._loans.get(ticket)
-        waiting = set() if loan is None else loan.readers - loan.done
-        asks = [early.cluster for early in self._early.pop(ticket, []) if isinstance(early.message, Ask)]
-        for cluster in waiting.union(asks):
-            self._notify(cluster, Gone(ticket, reason))
+        for cluster, number in [] if loan is None else sorted(loan.readers):
+            self._notify(cluster, Gone(ticket, number, reason))
+        self._refuse_early(self._take_early(ticket), reason)
 
-    def _remember(self, ticket: str) -> None:
-        self._past[ticket] = None
-        if len(self._past) > MAX_REMEMBERED:
+    def _keep_early(self, ticket: str, messages: list[_EarlyMessage]) -> None:
+        if messages:
+            self._early.setdefault(ticket, []).extend(messages)
+            self._early_of.update(early.cluster for early in messages)
+
+    def _take_early(self, ticket: str) -> list[_EarlyMessage]:
+        taken = self._early.pop(ticket, [])
+        self._early_of.subtract(early.cluster for early in taken)
+        self._early_of += Counter()  # forgets clusters without messages
+        return taken
+
+    def _refuse_early(self, messages: list[_EarlyMessage], reason: str) -> None:
+        for early in messages:
+            if isinstance(early.message, Ask):
+                self._notify(early.cluster, Gone(early.message.ticket, early.message.reader, reason))
+
+    def _remember(self, ticket: str, reason: str) -> None:
+        self._past[ticket] = reason
+        if len(self._past) > MAX_PAST:
             self._past.popitem(last=False)
 
 
 def _take_back(loan: _Loan) -> None:
     for lent in loan.parts.values():
-        _revoke(lent.grants)
+        _revoke([*_flat(lent.grants), *lent.replaced])
     loan.parts.clear()
 
 
-def _revoke(grants: list[list[Grant]]) -> None:
-    for grant in [grant for of_group in grants for grant in of_group]:
+def _flat(grants: list[list[Grant]]) -> list[Grant]:
+    return [grant for of_group in grants for grant in of_group]
+
+
+def _revoke(grants: list[Grant]) -> None:
+    for grant in grants:
         grant.revoke(wait=False)

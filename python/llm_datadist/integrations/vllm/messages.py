@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Union
 
 from llm_datadist.integrations.vllm.group_caches import VIEWS
+from llm_datadist.integrations.vllm.handover import MAX_PROMPT, is_ticket
 
 __all__ = ["Ask", "Done", "Gone", "Lent", "Message", "Ready", "decode", "encode"]
 
@@ -23,9 +24,17 @@ _PAIR = 2
 
 @dataclass(frozen=True)
 class Ask:
-    """Decode asks for a request: through which view it reads, and the digest of its prompt."""
+    """Decode asks for a request.
+
+    Attributes:
+        ticket: the name under which the request is lent.
+        reader: a number that stands for this receive. A cluster may have several receives with one ticket.
+        view: the view through which it reads.
+        prompt: the digest of its prompt.
+    """
 
     ticket: str
+    reader: int
     view: str
     prompt: str
 
@@ -36,6 +45,7 @@ class Lent:
 
     Attributes:
         ticket: the name under which the request is lent.
+        reader: the number in the ``Ask``.
         part: the number of the part.
         first: the index of the first block in the prompt.
         blocks: the blocks, for each KV cache group. 0 is a block without content.
@@ -46,6 +56,7 @@ class Lent:
     """
 
     ticket: str
+    reader: int
     part: int
     first: int
     blocks: list[list[int]]
@@ -60,7 +71,7 @@ class Lent:
 
 @dataclass(frozen=True)
 class Ready:
-    """So many layers of these parts are in place now. A part is a ticket and a number."""
+    """The first ``layers`` layers of these parts are in place. Each part is a list of a ticket and a number."""
 
     parts: list[list[Any]]
     layers: int
@@ -68,9 +79,10 @@ class Ready:
 
 @dataclass(frozen=True)
 class Gone:
-    """Prefill does not have the request, or no longer."""
+    """Prefill does not lend the request to this receive, or has stopped lending it."""
 
     ticket: str
+    reader: int
     reason: str
 
 
@@ -116,6 +128,10 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _is_prompt(value: Any) -> bool:
+    return _is_text(value) and len(value) <= MAX_PROMPT
+
+
 def _is_view(value: Any) -> bool:
     return _is_text(value) and value in VIEWS
 
@@ -135,7 +151,7 @@ def _is_table(value: Any, valid: Callable[[Any], bool]) -> bool:
 
 def _is_parts(value: Any) -> bool:
     pairs = isinstance(value, list) and all(isinstance(pair, list) and len(pair) == _PAIR for pair in value)
-    return pairs and all(_is_text(ticket) and _is_number(number) for ticket, number in value)
+    return pairs and all(is_ticket(ticket) and _is_number(number) for ticket, number in value)
 
 
 def _is_hex(token: Any) -> bool:
@@ -147,6 +163,9 @@ def _is_hex(token: Any) -> bool:
 
 
 _VALID: dict[str, Callable[[Any], bool]] = {
+    "ticket": is_ticket,
+    "prompt": _is_prompt,
+    "reader": _is_number,
     "readers": _is_readers,
     "view": _is_view,
     "part": _is_number,

@@ -43,7 +43,7 @@ class Prompt:
     parts: int = 0
 
     def lend(self, groups: list[list[int]], end: int, *, computed: bool) -> list[Part]:
-        """Lend all blocks from those that are lent to ``end``.
+        """Lend the blocks that are not lent yet, up to index ``end``.
 
         Args:
             groups: the blocks of the prompt, for each KV cache group.

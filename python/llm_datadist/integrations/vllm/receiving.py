@@ -7,6 +7,7 @@ writes to vLLM's blocks after that.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from contextlib import suppress
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 from llm_datadist import LLMException, LLMStatusCode
 from llm_datadist.integrations.vllm.group_caches import HEADS, PAGES, Owner, Tokens
 from llm_datadist.integrations.vllm.incoming import Incoming
-from llm_datadist.integrations.vllm.messages import Ask, Done, Gone, Lent
+from llm_datadist.integrations.vllm.messages import MAX_NUMBER, Ask, Done, Gone, Lent
 from llm_datadist.integrations.vllm.ranks import heads_of
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Outcome:
 @dataclass
 class _Ongoing:
     receive: Receive
+    reader: int
     sources: dict[int, Source]  # by cluster
     view: str
     incoming: Incoming
@@ -120,6 +122,7 @@ class Receiving:
         self._by_ticket: dict[str, list[_Ongoing]] = {}
         self._transfers: dict[Transfer, _Ongoing] = {}
         self._linked: set[int] = set()
+        self._readers = itertools.count()
 
     def begin(self, receive: Receive, now: float) -> None:
         """Begin to receive a request. Whatever fails is the outcome of the receive."""
@@ -146,8 +149,10 @@ class Receiving:
             == [self._shard.heads]
         )
         layers = max(group.form.layers for group in self._groups)
-        incoming = Incoming(self._missing(receive, view), reads, view, layers, by_layers=by_layers)
-        ongoing = _Ongoing(receive, by_cluster, view, incoming, now, now + self._limit_s)
+        blocks = max(-(-receive.num_tokens // size) for size in handover.block_sizes)
+        incoming = Incoming(self._missing(receive, view), blocks, reads, view, layers, by_layers=by_layers)
+        reader = next(self._readers) % MAX_NUMBER
+        ongoing = _Ongoing(receive, reader, by_cluster, view, incoming, now, now + self._limit_s)
         self._ongoing[receive.request] = ongoing
         self._by_ticket.setdefault(handover.ticket, []).append(ongoing)
         for cluster in by_cluster:
@@ -172,16 +177,18 @@ class Receiving:
 
     def heard(self, cluster: int, message: Lent | Ready | Gone) -> None:
         """Take news from prefill."""
-        if isinstance(message, Lent):
-            for ongoing in self._asking(cluster, message.ticket):
-                self._lent(ongoing, cluster, message)
-        elif isinstance(message, Gone):
-            for ongoing in self._asking(cluster, message.ticket):
-                self._fail(ongoing, f"prefill does not lend it: {message.reason}")
-        else:
-            for ticket, number in message.parts:
-                for ongoing in self._asking(cluster, ticket):
-                    ongoing.incoming.ready(cluster, number, message.layers)
+        if isinstance(message, (Lent, Gone)):
+            asking = [one for one in self._asking(cluster, message.ticket) if one.reader == message.reader]
+            for ongoing in asking:
+                if isinstance(message, Lent):
+                    self._lent(ongoing, cluster, message)
+                else:
+                    self._fail(ongoing, f"prefill does not lend it: {message.reason}")
+            return
+        for ticket, number in message.parts:
+            for ongoing in self._asking(cluster, ticket):
+                if ongoing.incoming.ready(cluster, number, message.layers):
+                    self._progressed(ongoing)
                     self._proceed(ongoing)
 
     def completed(self, transfer: Transfer) -> None:
@@ -236,7 +243,7 @@ class Receiving:
             return
         handover = ongoing.receive.handover
         try:
-            self._notify(cluster, Ask(handover.ticket, ongoing.view, handover.prompt))
+            self._notify(cluster, Ask(handover.ticket, ongoing.reader, ongoing.view, handover.prompt))
         except LLMException as error:
             self._fail(ongoing, str(error))
 
@@ -246,12 +253,13 @@ class Receiving:
 
     def _lent(self, ongoing: _Ongoing, cluster: int, message: Lent) -> None:
         try:
-            ongoing.incoming.lent(cluster, message)
+            wanted = ongoing.incoming.lent(cluster, message)
         except ValueError as error:
             self._fail(ongoing, str(error))
             return
-        self._progressed(ongoing)
-        self._proceed(ongoing)
+        if wanted:
+            self._progressed(ongoing)
+            self._proceed(ongoing)
 
     def _pulled(self, ongoing: _Ongoing, transfer: Transfer, failure: BaseException | None) -> None:
         """Take the end of one transfer of a pull."""
@@ -267,8 +275,11 @@ class Receiving:
             return
         ongoing.nanos += running.nanos
         if running.lost:
-            # Prefill lends the blocks again if it has preempted the request, and otherwise says that it is gone.
+            # If prefill has preempted the request, it lends the blocks again. If only the grants have ended, it makes
+            # others for who asks again.
             ongoing.incoming.lost(running.pull)
+            for cluster in [] if ongoing.failure else ongoing.sources:
+                self._ask(ongoing, cluster)
         elif not ongoing.failure:
             ongoing.blocks += ongoing.incoming.done(running.pull)
             self._progressed(ongoing)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from llm_datadist.integrations.vllm.handover import Handover, prompt_digest, ticket_of
+from llm_datadist.integrations.vllm.handover import Handover, own_ticket, prompt_digest, ticket_of
 from llm_datadist.integrations.vllm.prompts import Prompts, prompt_of, whole
 from llm_datadist.integrations.vllm.step import Receive, Send, Step, Withdraw
 
@@ -39,8 +39,10 @@ class SchedulerSide:
         self._addresses: list[str] = []
         self._step = Step()
         self._prompts = Prompts(block_sizes[0])
-        # The tickets of the requests that have not ended, by the id of the request.
+        # The tickets of the requests whose blocks are in use, by the id of the request: those that have not finished,
+        # and those that are lent.
         self._tickets: dict[str, str] = {}
+        self._lent: dict[str, str] = {}
         self._taken: set[str] = set()
         # What prefill has said of the requests that wait here, or None if it cannot be used.
         self._handovers: dict[str, Handover | None] = {}
@@ -50,7 +52,7 @@ class SchedulerSide:
         self._addresses = [addresses[rank] for rank in sorted(addresses)]
 
     def arrived(self, request: Any) -> None:
-        """Take a new request. If decode waits for it already, its blocks are lent while they are computed."""
+        """Take a new request. If the proxy has given it a ticket, its blocks are lent while they are computed."""
         params = request.kv_transfer_params or {}
         if not self._producer or not params.get("do_remote_decode"):
             return
@@ -59,7 +61,7 @@ class SchedulerSide:
         except ValueError as error:
             logger.error("request %s is not handed over: %s", request.request_id, error)  # noqa: TRY400 - says all
             return
-        ticket = given or request.request_id
+        ticket = given or own_ticket(request.request_id)
         if ticket in self._taken:
             logger.error("request %s is not handed over: another one has the ticket %r", request.request_id, ticket)
             return
@@ -127,10 +129,9 @@ class SchedulerSide:
         self, request: Any, ticket: str, groups: Sequence[Sequence[int]], complete: bool
     ) -> dict[str, Any] | None:
         name = request.request_id
-        self._taken.discard(ticket)
         begun = self._prompts.end(name)
         if complete and not self._addresses:
-            logger.error("request %s is not handed over: the workers have not said where they listen", name)
+            logger.error("request %s is not handed over: vLLM has not passed on the addresses of the workers", name)
         elif complete:
             prompt = begun or prompt_of(request, ticket)
             in_parts = prompt.lent > 0
@@ -138,12 +139,19 @@ class SchedulerSide:
             if in_parts or any(block for part in parts for group in part.blocks for block in group):
                 self._step.parts += parts
                 self._step.sends.append(Send(name, ticket))
+                self._lent[name] = ticket
                 place = (self._engine_id, self._addresses, prompt.digest, self._block_sizes)
                 return Handover(ticket, *place).params()
-        if begun is not None or ticket != name:
+        self._taken.discard(ticket)
+        if begun is not None or ticket != own_ticket(name):
             # Decode may have asked for it, or read it.
             self._step.withdrawn.append(Withdraw(ticket, ended=True))
         return None
+
+    def freed(self, requests: set[str]) -> None:
+        """Note that all workers have ended the lending of requests, so that their tickets can be used again."""
+        for name in requests:
+            self._taken.discard(self._lent.pop(name, ""))
 
     def take_step(self, output: Any) -> Step:
         """Return the work for the workers, and begin to collect that of the next step.

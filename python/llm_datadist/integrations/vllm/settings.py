@@ -23,11 +23,11 @@ class Settings:
         host: IP address at which the workers listen, and at which peers reach them.
         port: port of rank 0 (0 to 65,535); rank *n* uses ``port + n``. 0 takes free ports.
         lease_ms: how long prefill keeps the blocks of a request for decode, in milliseconds (uint32, above 0).
-        timeout_ms: how long a receive may take between two signs of progress (a link, a part that prefill lends, bytes
-            in place), and how long an ask for a request that is not known to prefill waits, in milliseconds (uint32,
-            above 0).
-        layers_per_read: how many layers prefill computes before decode reads them, if decode reads while prefill
-            computes (1 to 2^31 - 1).
+        timeout_ms: in decode, how long a receive may go without progress (a link, a part that prefill lends, computed
+            layers, bytes in place); in prefill, how long decode may wait for a ticket that prefill does not know yet.
+            In milliseconds (uint32, above 0).
+        layers_per_read: in prefill, after how many layers decode is told to read, if it reads while prefill computes
+            (1 to 2^31 - 1).
         kv_cache_in_pool: whether vLLM's KV cache lies in the pool of the engine, if its layout allows that.
         model_tag: name or version of the model. Both sides must have the same; by default it is not compared.
         engine_options: attributes of ``LLMConfig`` for the engines of the workers.

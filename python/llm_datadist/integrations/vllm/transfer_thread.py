@@ -41,11 +41,12 @@ __all__ = ["Ended", "TransferThread"]
 logger = logging.getLogger("vllm.llm_datadist")
 
 
-# A call through PyDLL keeps the GIL. With os.eventfd_write, the thread that it wakes takes the GIL at once, and the
-# thread of the model waits until it gets it back.
+# os.eventfd_write releases the GIL. The woken thread then takes it, and the model's thread has to wait for it. A call
+# through PyDLL keeps the GIL.
 _eventfd_write = ctypes.PyDLL(None).eventfd_write
 _eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
-# How long the model's thread waits until this one has taken back blocks. It does nothing that takes so long.
+# How long the model's thread waits for the transfer thread to revoke grants, in seconds. If it takes longer, the
+# transfer thread is stuck.
 _WITHDRAW_S = 60.0
 # epoll takes no time limit of more than 24 days.
 _LONGEST_SLEEP_S = 3600.0
@@ -62,12 +63,21 @@ class Ended:
 
 @dataclass
 class _Computing:
-    """The parts that a step computes. The model's thread counts their layers, and the transfer thread tells decode."""
+    """The parts that a step computes. The model's thread counts layers, and the transfer thread reports them to decode.
+
+    Attributes:
+        parts: tickets and numbers.
+        saved: the layers that are computed.
+        layers: how many are computed from the first one on.
+        complete: whether all are computed. ``None`` while the model runs.
+        reported: how many were reported to decode.
+    """
 
     parts: list[tuple[str, int]]
+    saved: set[str] = field(default_factory=set)
     layers: int = 0
-    complete: bool = False
-    told: int = 0
+    complete: bool | None = None
+    reported: int = 0
 
 
 @dataclass
@@ -109,7 +119,7 @@ class TransferThread:
         # Only the thread of the model uses the first two, and only the transfer thread the third one.
         self._model_seconds = 0.0
         self._computing: _Computing | None = None
-        self._untold: deque[_Computing] = deque()
+        self._unreported: deque[_Computing] = deque()
         self._ended = Ended()
         self._observed = Observations()
         self._spans = _spans() if settings.spans else None
@@ -152,7 +162,10 @@ class TransferThread:
         Layers that are computed in another order become ready together, at the end of the step.
         """
         computing, end = self._computing, len(self._layers)
-        if computing is None or computing.layers == end or self._layers[computing.layers] != name:
+        if computing is None:
+            return
+        computing.saved.add(name)
+        if computing.layers == end or self._layers[computing.layers] != name:
             return
         computing.layers += 1
         if computing.layers % self._layers_per_read == 0 and computing.layers < end:
@@ -161,7 +174,7 @@ class TransferThread:
             self._took(begin)
 
     def step_saved(self) -> None:
-        """Note that all layers of the step are computed. The model's thread calls this."""
+        """Note that the model has run. vLLM calls this in the model's thread, also if the model has failed."""
         begin = time.perf_counter()
         self._saved()
         self._took(begin)
@@ -198,12 +211,13 @@ class TransferThread:
         withdrawal = _Withdrawal(orders)
         self._submit([withdrawal])
         if not withdrawal.done.wait(_WITHDRAW_S):
-            raise RuntimeError(f"the transfer thread has not taken back {orders} within {_WITHDRAW_S:g} s")
+            tickets = ", ".join(order.ticket for order in orders)
+            raise RuntimeError(f"the transfer thread has not revoked the grants of {tickets} within {_WITHDRAW_S:g} s")
 
     def _saved(self) -> None:
         computing, self._computing = self._computing, None
         if computing is not None:
-            computing.complete = True
+            computing.complete = computing.saved.issuperset(self._layers)
             self._rouse()
 
     def _rouse(self) -> None:
@@ -232,7 +246,7 @@ class TransferThread:
             work, self._work = self._work, deque()
         for item in work:
             self._guarded(self._begin, item)
-        self._guarded(self._tell_layers, self._untold)
+        self._guarded(self._report_layers, self._unreported)
         for event in self._engine.poll():
             self._guarded(self._happened, event)
         now = time.monotonic()
@@ -254,22 +268,27 @@ class TransferThread:
         elif isinstance(item, Receive):
             self._receiving.begin(item, time.monotonic())
         elif isinstance(item, _Computing):
-            self._untold.append(item)
+            self._unreported.append(item)
         else:
             for order in item.orders:
                 self._lending.withdraw(order)
             item.done.set()
 
-    def _tell_layers(self, untold: deque[_Computing]) -> None:
-        """Tell decode of the layers that were computed since the last turn."""
-        for computing in list(untold):
-            # In this order: the thread of the model counts layers before it says that the step is complete.
+    def _report_layers(self, unreported: deque[_Computing]) -> None:
+        """Report to decode the layers that were computed since the last turn."""
+        for computing in list(unreported):
+            # In this order: the model's thread counts layers before it says how the step has ended.
             complete, layers = computing.complete, computing.layers
+            if complete is not None:
+                unreported.remove(computing)
             if complete:
-                untold.remove(computing)
                 self._lending.ready(computing.parts, None)
-            elif layers > computing.told:
-                computing.told = layers
+            elif complete is not None:
+                reason = f"the model has computed {len(computing.saved)} of {len(self._layers)} layers"
+                logger.error("requests are not handed over: %s", reason)
+                self._lending.fail(computing.parts, reason)
+            elif layers > computing.reported:
+                computing.reported = layers
                 self._lending.ready(computing.parts, layers)
 
     def _happened(self, event: Any) -> None:
@@ -302,7 +321,7 @@ class TransferThread:
             self._engine.notify(cluster, payload)
         except LLMException as error:
             # The reader is gone, or does not take its messages. It fails by a broken link or its own time limit.
-            logger.warning("cluster %d is not told of a request that it waits for: %s", cluster, error)
+            logger.warning("cannot notify cluster %d of %s: %s", cluster, message, error)
 
     def _freed(self, request: str, expired: bool) -> None:
         with self._lock:
