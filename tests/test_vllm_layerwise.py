@@ -263,6 +263,23 @@ def test_several_receives_with_one_ticket(case: str) -> None:
         assert decode.workers[0].wrong(unused[:count], range(TOKENS), computing.sequence) == []
 
 
+def test_a_receive_with_another_prompt_fails_alone() -> None:
+    """Another receive of the same worker has the same ticket."""
+    with sides(**LAYERWISE) as (prefill, decode):
+        computing = Prefill(prefill)
+        good = receive(decode, prefill.handover("there"), TOKENS)
+        bad = Receive("bad", prefill.handover("there", "150:other"), [[20] * 5], 0, TOKENS)
+        decode.do(receives=[good, bad])
+        computing.step(0, 3)
+        eventually(lambda: decode.all_ended("bad", "failed"))
+        computing.step(3, 5)
+        computing.finish()
+        eventually(lambda: decode.all_ended("here", "received"))
+        assert decode.workers[0].look().failed == {"bad"}
+        assert in_place(decode, computing.sequence, range(TOKENS), range(LAYERS))
+        assert decode.workers[0].untouched([20])
+
+
 def test_prefill_frees_a_request_that_decode_has_given_up() -> None:
     """A receive that is aborted or fails before prefill has finished does not hold the blocks for the lease."""
     lease = {"lease_ms": 3_600_000}

@@ -114,6 +114,17 @@ def test_a_cluster_that_has_reported_may_ask_again(prefill: Prefill) -> None:
     assert [(type(one), one.reader) for one in prefill.news()] == [(Gone, 1)]
 
 
+def test_a_cluster_that_asks_again_has_not_reported(prefill: Prefill) -> None:
+    prefill.lending.lend(part(), 0)
+    prefill.lending.finish(Send("r", "t"), 0)
+    prefill.lending.heard(NEAR, Done("t", 2), 0)
+    prefill.lending.heard(NEAR, ask(1), 0)
+    prefill.lending.heard(FAR, Done("t", 2), 0)
+    assert prefill.freed == []
+    prefill.lending.heard(NEAR, Done("t", 2), 0)
+    assert prefill.freed == [("r", False)]
+
+
 def test_a_step_that_was_not_computed_is_never_ready(prefill: Prefill) -> None:
     prefill.lending.lend(part(computed=False), 0)
     prefill.lending.heard(NEAR, ask(), 0)

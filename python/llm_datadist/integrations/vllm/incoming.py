@@ -118,7 +118,7 @@ class Incoming:
             if given != expected:
                 raise ValueError(f"part {message.part} has {given} grants per KV cache group (expected {expected})")
             part.grants[cluster] = grants
-            part.layers[cluster] = max(message.layers, part.layers.get(cluster, 0))
+            part.layers[cluster] = message.layers
         # Each rank lends its parts in order, so no more follow. But parts that were taken back come again.
         if message.last and not self._taken_back:
             self._check_end()
