@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llm_datadist.integrations.vllm.group_caches import PAGES
+from llm_datadist.integrations.vllm.group_caches import HEADS, PAGES, VIEWS
 from llm_datadist.integrations.vllm.incoming import MAX_AGAIN, MAX_PARTS, Incoming, Pull
 from llm_datadist.integrations.vllm.messages import Lent, Ready
 
@@ -20,11 +20,17 @@ def lent(number: int, first: int, blocks: list[list[int]], *, layers: int = 0, l
 
 
 def incoming(
-    missing: Any, ranks: Any = (1,), layers: int = 4, *, by_layers: bool = True, blocks: int | None = None
+    missing: Any,
+    ranks: Any = (1,),
+    layers: int = 4,
+    *,
+    by_layers: bool = True,
+    blocks: int | None = None,
+    view: str = PAGES,
 ) -> Incoming:
     needed = [set(group) for group in missing]
     count = 1 + max(index for group in needed for index in group) if blocks is None else blocks
-    return Incoming(needed, count, set(ranks), PAGES, layers, by_layers=by_layers)
+    return Incoming(needed, count, set(ranks), view, layers, by_layers=by_layers)
 
 
 class Sides:
@@ -33,14 +39,20 @@ class Sides:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.count, self.layers, ranks = rng.randint(1, 12), rng.randint(1, 4), rng.randint(1, 3)
+        self.view = rng.choice([PAGES, HEADS])
         self.missing = {index for index in range(self.count) if rng.random() < 0.8} or {0}
+        if self.view == HEADS:
+            self.missing = set(range(min(self.missing), self.count))
         self.memory = {(index, layer): "" for index in range(self.count) for layer in range(self.layers)}
         self.news: dict[int, deque[Any]] = {rank: deque() for rank in range(ranks)}
-        by_layers = ranks == 1 and rng.random() < 0.8
-        self.decode = incoming([self.missing], self.news, self.layers, by_layers=by_layers, blocks=self.count)
+        by_layers = self.view == PAGES and ranks == 1 and rng.random() < 0.8
+        options: Any = {"by_layers": by_layers, "blocks": self.count, "view": self.view}
+        self.decode = incoming([self.missing], self.news, self.layers, **options)
         self.number = 0
         self.withdrawn: set[int] = set()
         self.running: list[Pull] = []
+        # Those that had read their last byte before their part was withdrawn.
+        self.in_time: list[Pull] = []
 
     def say(self, message: Any) -> None:
         for news in self.news.values():
@@ -55,13 +67,15 @@ class Sides:
                 break
             blocks = [[100 + index for index in range(begin, begin + size)]]
             parts.append(self.number)
-            self.say(lent(self.number, begin, blocks, last=begin + size == end))
+            grants = [["aa"] * VIEWS[self.view]]
+            self.say(Lent("t", 0, self.number, begin, blocks, grants, 0, begin + size == end))
             for layer in range(self.layers):
                 if self.rng.random() < 0.7 or layer == self.layers - 1:
                     self.say(Ready([["t", self.number]], layer + 1))
                 self.decode_acts()
             self.number, begin = self.number + 1, begin + size
         if interrupted:
+            self.in_time += [pull for pull in self.running if self.rng.random() < 0.5]
             self.withdrawn.update(parts)
         return begin
 
@@ -84,8 +98,8 @@ class Sides:
 
     def end_pull(self, pull: Pull) -> None:
         """A pull of a part that was withdrawn meanwhile has read other bytes, and fails."""
-        lost = pull.part.number in self.withdrawn
-        for index in pull.part.wanted[0]:
+        lost = pull.part.number in self.withdrawn and not any(pull is other for other in self.in_time)
+        for index in self.written(pull):
             for layer in pull.layers:
                 self.memory[index, layer] = WRONG if lost else RIGHT
         if lost:
@@ -93,9 +107,14 @@ class Sides:
         else:
             self.decode.done(pull)
 
+    def written(self, pull: Pull) -> list[int]:
+        """The blocks that a pull writes. Between other block sizes, it covers the whole part."""
+        part = pull.part
+        return part.wanted[0] if self.view == PAGES else sorted(self.missing.intersection(range(part.first, part.end)))
+
     def check(self) -> None:
         """No two pulls write to one place, and only what is missing is written."""
-        places = [(index, layer) for pull in self.running for index in pull.part.wanted[0] for layer in pull.layers]
+        places = [(index, layer) for pull in self.running for index in self.written(pull) for layer in pull.layers]
         assert len(places) == len(set(places))
         assert {index for index, _ in places} <= self.missing
         if self.decode.complete:
@@ -157,14 +176,17 @@ def test_groups_without_content_have_no_grants() -> None:
         ([lent(0, 1, [[7]]), lent(1, 2, [[8]], last=True)], "prefill does not lend block 0 of KV cache group 0"),
         ([lent(0, 2, [[7, 8]])], "prefill lends blocks up to 4 of a prompt of 3 blocks"),
         ([lent(0, 2**31 - 1, [[7]])], "prefill lends blocks up to 2147483648 of a prompt of 3 blocks"),
-        ([lent(0, 0, [[7], [8]])], "prefill lends 2 KV cache groups, not 1"),
-        ([lent(0, 0, [])], "prefill lends 0 KV cache groups, not 1"),
+        (
+            [lent(0, 0, [[7], [8]])],
+            r"part 0 has 2 lists of blocks and 2 of grants \(expected 1, one for each KV cache group\)",
+        ),
+        ([lent(0, 0, [])], "part 0 has 0 lists of blocks and 0 of grants"),
         ([Lent("t", 0, 0, 0, [[7]], [[]], 0, False)], r"part 0 has \[0\] grants per KV cache group \(expected \[1\]\)"),
         ([Lent("t", 0, 0, 0, [[7]], [["aa"] * 2], 0, False)], r"\[2\] grants per KV cache group \(expected \[1\]\)"),
-        ([lent(0, 0, [[7]]), lent(0, 0, [[8]])], "do not agree about the blocks of part 0"),
+        ([lent(0, 0, [[7]]), lent(0, 0, [[8]])], "part 0 from cluster 1 has other blocks than before"),
     ],
 )
-def test_what_does_not_fit_is_refused(parts: list[Lent], text: str) -> None:
+def test_invalid_part_is_refused(parts: list[Lent], text: str) -> None:
     state = incoming([[0, 1]], blocks=3)
     *before, last = parts
     for message in before:
@@ -178,7 +200,7 @@ def test_ranks_that_do_not_agree_are_refused() -> None:
     state.lent(1, lent(0, 0, [[7, 8]], layers=4))
     state.lent(3, lent(5, 0, [[1, 2]], layers=4))  # nobody has asked this one
     assert state.start() == []
-    with pytest.raises(ValueError, match="do not agree about the blocks of part 0"):
+    with pytest.raises(ValueError, match="part 0 from cluster 2 has other blocks than before"):
         state.lent(2, lent(0, 0, [[7, 9]], layers=4))
 
 
@@ -190,7 +212,7 @@ def test_the_parts_of_a_request_are_bounded() -> None:
         state.lent(1, lent(MAX_PARTS, MAX_PARTS, [[7]]))
 
 
-def test_a_prompt_is_not_lent_again_for_ever() -> None:
+def test_repeated_lending_is_bounded() -> None:
     """Each part replaces the one before, and is a sign of progress."""
     state = incoming([[0, 1]])
     for number in range(MAX_AGAIN + 1):
@@ -214,7 +236,7 @@ def test_a_part_may_be_lent_again_with_other_grants() -> None:
     state.lent(1, lent(0, 0, [[7]], layers=2))
     (first,) = state.start()
     again = Lent("t", 0, 0, 0, [[7]], [["bb"]], 1, False)
-    assert state.lent(1, again)
+    assert not state.lent(1, again), "nothing new is ready"
     assert state.start() == []
     state.ready(1, 0, 4)
     state.done(first)
@@ -231,3 +253,30 @@ def test_only_more_layers_are_progress() -> None:
     state.lent(1, lent(0, 0, [[7]]))
     assert [state.ready(1, 0, layers) for layers in (1, 1, 0, 2**31 - 1)] == [True, False, False, True]
     assert not state.ready(1, 0, 2**31 - 1)
+
+
+def test_blocks_that_a_lost_pull_has_overwritten_are_missing_again() -> None:
+    """A part is lent again while its first pull has already succeeded, and is withdrawn during the second one."""
+    state = incoming([[0, 1]], blocks=2)
+    state.lent(1, lent(0, 0, [[7]], layers=4))
+    (first,) = state.start()
+    state.lent(1, lent(1, 0, [[8, 9]], layers=4))
+    state.done(first)
+    (second,) = state.start()
+    assert second.part.wanted == [[0, 1]]
+    state.lost(second)
+    assert not state.complete
+    state.lent(1, lent(2, 0, [[5, 6]], layers=4))
+    (third,) = state.start()
+    assert state.done(third) == 2
+    assert state.complete
+
+
+def test_a_part_whose_blocks_have_arrived_is_not_pulled() -> None:
+    state = incoming([[0]])
+    state.lent(1, lent(0, 0, [[7]], layers=4))
+    (first,) = state.start()
+    state.lent(1, lent(1, 0, [[8]], layers=4))
+    state.done(first)
+    assert state.start() == []
+    assert state.complete

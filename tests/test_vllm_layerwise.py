@@ -1,6 +1,6 @@
 """Decode reads the blocks of a request while prefill computes it: the transfers between two engines, without vLLM.
 
-That vLLM's scheduler and model drive them so is proved in `integration-tests/vllm`.
+`integration-tests/vllm` checks that vLLM's scheduler and model make the same calls.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def test_decode_reads_while_prefill_computes(case: str) -> None:
 
 
 @pytest.mark.parametrize("when", ["while it is computed", "when it has finished"])
-def test_decode_may_come_late(when: str) -> None:
+def test_late_decode_reads_computed_layers(when: str) -> None:
     with sides(**LAYERWISE) as (prefill, decode):
         computing = Prefill(prefill)
         computing.step(0, 2)
@@ -166,10 +166,11 @@ def test_preempted_request_is_read_again(asks: str) -> None:
         computing.compute(0, 3, 0)
         if asks == "before":
             eventually(lambda: in_place(decode, computing.sequence, range(96), range(1)))
+        computing.compute(0, 3, 1)
+        computing.save()
         computing.withdraw(ended=False)
         if asks == "after":
             decode.do(receives=[receive(decode, prefill.handover("there"), TOKENS)])
-        computing.save()  # the layers of a part that is withdrawn
         computing.blocks = computing.blocks[::-1]
         computing.step(0, 4)
         computing.step(4, 5)
@@ -177,25 +178,33 @@ def test_preempted_request_is_read_again(asks: str) -> None:
         check_received(prefill, decode, computing.sequence)
 
 
-def test_preemption_during_pull_never_delivers_wrong_bytes() -> None:
+@pytest.mark.parametrize("case", ["equal", "tcp", "two ranks", "larger blocks", "smaller blocks"])
+def test_preemption_during_pull_never_delivers_wrong_bytes(case: str) -> None:
     """Prefill preempts at any time, also in the middle of a pull, and overwrites the blocks at once."""
-    with sides(**LAYERWISE) as (prefill, decode):
+    prefill_options, decode_options, _ = CASES[case]
+    with sides(prefill_options, decode_options, **LAYERWISE) as (prefill, decode):
+        count = len(blocks_of(prefill, TOKENS))
         for turn in range(30):
             name = f"here {turn}"
             computing = Prefill(prefill, f"there {turn}")
             one = receive(decode, prefill.handover(computing.ticket), TOKENS)
             decode.do(receives=[Receive(name, one.handover, one.blocks, 0, TOKENS)])
             for round_ in range(3):
-                computing.step(0, 4)
+                if round_ == 0:
+                    # Complete in decode before the next parts have the same blocks.
+                    computing.step(0, 1)
+                    time.sleep(0.001 * (turn % 3))
+                computing.step(1 if round_ == 0 else 0, max(2, count - 1))
                 time.sleep(0.0004 * (turn % 5))
                 computing.withdraw(ended=False)
                 computing.blocks = computing.blocks[::-1] if round_ else computing.blocks
-            computing.step(0, 5)
+            computing.step(0, count)
             computing.finish()
             eventually(lambda: decode.all_ended(name, "received"))  # noqa: B023 - called at once
-            assert name not in decode.workers[0].look().failed
+            assert not any(name in worker.look().failed for worker in decode.workers)
             assert in_place(decode, computing.sequence, range(TOKENS), range(LAYERS))
-            decode.workers[0].write(blocks_of(decode, TOKENS), range(TOKENS), np.zeros_like(computing.sequence))
+            for worker in decode.workers:
+                worker.write(blocks_of(decode, TOKENS), range(TOKENS), np.zeros_like(computing.sequence))
 
 
 @pytest.mark.parametrize("when", ["before it is computed", "while it is computed"])
@@ -215,7 +224,7 @@ def test_a_request_that_prefill_aborts_fails_the_receive(when: str) -> None:
 
 
 @pytest.mark.parametrize("computed", [0, 1])
-def test_a_model_that_fails_fails_the_receive(computed: int) -> None:
+def test_model_failure_fails_receive(computed: int) -> None:
     """vLLM ends the step in the same way, but not all layers have their content."""
     with sides(**LAYERWISE) as (prefill, decode):
         computing = Prefill(prefill)
@@ -232,7 +241,7 @@ def test_a_model_that_fails_fails_the_receive(computed: int) -> None:
         eventually(lambda: prefill.all_ended("request", "sent"))
 
 
-def test_a_step_that_has_no_end_is_not_complete() -> None:
+def test_step_without_wait_for_save_fails_receive() -> None:
     """The next step begins, and vLLM has not called `wait_for_save`."""
     with sides(**LAYERWISE) as (prefill, decode):
         computing = Prefill(prefill)
@@ -243,9 +252,29 @@ def test_a_step_that_has_no_end_is_not_complete() -> None:
         assert "the model has computed 0 of 2 layers" in decode.workers[0].lines()
 
 
+def test_step_without_end_does_not_complete_the_next_request() -> None:
+    """The next step withdraws the request, and lends another one with the same ticket and part."""
+    with sides(**LAYERWISE) as (prefill, decode):
+        computing = Prefill(prefill)
+        computing.schedule(0, 5)
+        for layer in range(LAYERS):
+            computing.compute(0, 5, layer)
+        part = Part("there", PROMPT, 0, 0, [computing.blocks], False, True)
+        prefill.do(withdrawn=[Withdraw("there", ended=True)], parts=[part])
+        prefill.workers[0].write(computing.blocks, range(TOKENS), np.zeros_like(computing.sequence))
+        decode.do(receives=[receive(decode, prefill.handover("there"), TOKENS)])
+        time.sleep(0.2)
+        assert not decode.workers[0].look().received
+        for layer in range(LAYERS):
+            computing.compute(0, 5, layer)
+        computing.save()
+        computing.finish()
+        check_received(prefill, decode, computing.sequence)
+
+
 @pytest.mark.parametrize("case", ["equal", "larger blocks"])
 def test_several_receives_with_one_ticket(case: str) -> None:
-    """A request for two answers is two requests in decode. Both read all blocks."""
+    """A request for two completions is two requests in decode. Both read all blocks."""
     prefill_options, decode_options, _ = CASES[case]
     with sides(prefill_options, decode_options, **LAYERWISE) as (prefill, decode):
         computing = Prefill(prefill)
@@ -344,7 +373,7 @@ def test_decode_asks_again_when_the_grants_have_ended() -> None:
         check_received(prefill, decode, computing.sequence)
 
 
-def test_a_lease_that_ends_between_parts_fails_the_receive() -> None:
+def test_receive_after_lease_end_fails() -> None:
     with sides({"lease_ms": 200}, **LAYERWISE) as (prefill, decode):
         computing = Prefill(prefill)
         computing.step(0, 5)

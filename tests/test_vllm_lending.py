@@ -13,7 +13,7 @@ from llm_datadist.integrations.vllm.step import Part, Send, Withdraw
 
 LEASE_S = 60.0
 EARLY_S = 10.0
-NEAR, FAR = 1, 2
+FIRST, SECOND = 1, 2
 
 
 class Grant:
@@ -24,7 +24,7 @@ class Grant:
         self.ended: str | None = None
 
     def revoke(self, *, wait: bool) -> None:
-        assert not wait, "the thread of the model may be waiting"
+        assert not wait, "the model's thread may be waiting"
         self.ended = self.ended or "revoked"
 
 
@@ -60,7 +60,7 @@ class Prefill:
             lambda request, expired: self.freed.append((request, expired)),
         )
 
-    def news(self, cluster: int = NEAR) -> list[Any]:
+    def news(self, cluster: int = FIRST) -> list[Any]:
         """Take what a cluster was sent since the last call."""
         found = [message for to, message in self.sent if to == cluster]
         self.sent = [(to, message) for to, message in self.sent if to != cluster]
@@ -76,139 +76,143 @@ def part(number: int = 0, *, first: int = 0, computed: bool = True, last: bool =
     return Part("t", "64:p", number, first, [[5, 6]], computed, last)
 
 
-def ask(reader: int = 0, prompt: str = "64:p", view: str = "pages") -> Ask:
-    return Ask("t", reader, view, prompt)
+def ask(receive: int = 0, prompt: str = "64:p", view: str = "pages") -> Ask:
+    return Ask("t", receive, view, prompt)
 
 
-def test_each_reader_of_a_cluster_gets_every_part_once(prefill: Prefill) -> None:
-    """A request for several answers is several readers of one cluster."""
+def test_each_receive_of_a_cluster_gets_every_part_once(prefill: Prefill) -> None:
+    """A request for several completions is several receives of one cluster."""
     prefill.lending.lend(part(last=False), 0)
-    prefill.lending.heard(NEAR, ask(0), 0)
-    prefill.lending.heard(NEAR, ask(1), 0)
+    prefill.lending.heard(FIRST, ask(0), 0)
+    prefill.lending.heard(FIRST, ask(1), 0)
     prefill.lending.lend(part(1, first=2), 0)
-    assert [(one.reader, one.part) for one in prefill.news()] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert [(one.receive, one.part) for one in prefill.news()] == [(0, 0), (1, 0), (0, 1), (1, 1)]
 
 
-def test_who_asks_for_another_prompt_fails_alone(prefill: Prefill) -> None:
+def test_ask_with_other_prompt_or_view_is_refused(prefill: Prefill) -> None:
     prefill.lending.lend(part(), 0)
-    prefill.lending.heard(NEAR, ask(0), 0)
-    prefill.lending.heard(NEAR, ask(1, prompt="64:q"), 0)
-    prefill.lending.heard(NEAR, ask(2, view="heads"), 0)
+    prefill.lending.heard(FIRST, ask(0), 0)
+    prefill.lending.heard(FIRST, ask(1, prompt="64:q"), 0)
+    prefill.lending.heard(FIRST, ask(2, view="heads"), 0)
     found = prefill.news()
-    assert [(type(one), one.reader) for one in found] == [(Lent, 0), (Gone, 1), (Gone, 2)]
+    assert [(type(one), one.receive) for one in found] == [(Lent, 0), (Gone, 1), (Gone, 2)]
     assert "differs" in found[1].reason
-    assert "another reader uses the view 'pages', not 'heads'" in found[2].reason
+    assert "another receive uses the view 'pages', and this one 'heads'" in found[2].reason
 
 
 def test_a_cluster_that_has_reported_may_ask_again(prefill: Prefill) -> None:
     prefill.lending.lend(part(computed=False), 0)
-    prefill.lending.heard(NEAR, ask(0), 0)
-    prefill.lending.heard(NEAR, Done("t", 2), 0)
+    prefill.lending.heard(FIRST, ask(0), 0)
+    prefill.lending.heard(FIRST, Done("t", 2), 0)
     prefill.lending.ready([("t", 0)], 2)
     assert [type(one) for one in prefill.news()] == [Lent]
-    prefill.lending.heard(NEAR, ask(1), 0)
+    prefill.lending.heard(FIRST, ask(1), 0)
     prefill.lending.ready([("t", 0)], None)
     assert [(type(one), one.layers) for one in prefill.news()] == [(Lent, 2), (Ready, 4)]
     prefill.lending.finish(Send("r", "t"), 0)
     prefill.lending.due(LEASE_S)
-    assert [(type(one), one.reader) for one in prefill.news()] == [(Gone, 1)]
+    assert [(type(one), one.receive) for one in prefill.news()] == [(Gone, 1)]
 
 
 def test_a_cluster_that_asks_again_has_not_reported(prefill: Prefill) -> None:
     prefill.lending.lend(part(), 0)
     prefill.lending.finish(Send("r", "t"), 0)
-    prefill.lending.heard(NEAR, Done("t", 2), 0)
-    prefill.lending.heard(NEAR, ask(1), 0)
-    prefill.lending.heard(FAR, Done("t", 2), 0)
+    prefill.lending.heard(FIRST, Done("t", 2), 0)
+    prefill.lending.heard(FIRST, ask(1), 0)
+    prefill.lending.heard(SECOND, Done("t", 2), 0)
     assert prefill.freed == []
-    prefill.lending.heard(NEAR, Done("t", 2), 0)
+    prefill.lending.heard(FIRST, Done("t", 2), 0)
     assert prefill.freed == [("r", False)]
 
 
 def test_a_step_that_was_not_computed_is_never_ready(prefill: Prefill) -> None:
     prefill.lending.lend(part(computed=False), 0)
-    prefill.lending.heard(NEAR, ask(), 0)
+    prefill.lending.heard(FIRST, ask(), 0)
     prefill.lending.fail([("t", 0), ("other", 0)], "the model has failed")
     assert [type(one) for one in prefill.news()] == [Lent, Gone]
     assert {grant.ended for grant in prefill.group.grants} == {"revoked"}
     prefill.lending.ready([("t", 0)], None)
-    prefill.lending.heard(NEAR, ask(1), 0)
+    prefill.lending.heard(FIRST, ask(1), 0)
     assert [(type(one), one.reason) for one in prefill.news()] == [(Gone, "the model has failed")]
     prefill.lending.finish(Send("r", "t"), 0)
     assert prefill.freed == [("r", False)]
 
 
 def test_grants_last_as_long_as_the_lease(prefill: Prefill) -> None:
-    """Those of the first parts were made while the prompt was computed. Who asks later gets new ones."""
+    """Those of the first parts were made while the prompt was computed. A later receive gets new ones."""
     prefill.lending.lend(part(), 0)
-    prefill.lending.heard(NEAR, ask(), 0)
+    prefill.lending.heard(FIRST, ask(), 0)
     prefill.lending.finish(Send("r", "t"), 40)
-    prefill.lending.heard(FAR, ask(), 50)
-    (first,), (second,) = prefill.news(NEAR), prefill.news(FAR)
+    prefill.lending.heard(SECOND, ask(), 50)
+    (first,), (second,) = prefill.news(FIRST), prefill.news(SECOND)
     assert first.grants != second.grants
-    prefill.lending.heard(FAR, Done("t", 1), 51)
+    prefill.lending.heard(SECOND, Done("t", 1), 51)
     assert {grant.ended for grant in prefill.group.grants} == {"revoked"}
     assert prefill.freed == [("r", False)]
 
 
 def test_ended_grants_are_made_again(prefill: Prefill) -> None:
     prefill.lending.lend(part(), 0)
-    prefill.lending.heard(NEAR, ask(), 0)
+    prefill.lending.heard(FIRST, ask(), 0)
     prefill.group.grants[0].ended = "expired"
-    prefill.lending.heard(NEAR, ask(), 1)
+    prefill.lending.heard(FIRST, ask(), 1)
     first, second = prefill.news()
     assert first.grants != second.grants
 
 
 @pytest.mark.parametrize(
     ("end", "reason"),
-    [("lease", "its lease has ended"), ("done", "all readers have reported"), ("aborted", "ended without a result")],
+    [
+        ("lease", "its lease has ended"),
+        ("done", "all ranks of decode had reported"),
+        ("aborted", "ended without a result"),
+    ],
 )
-def test_a_late_reader_learns_why(prefill: Prefill, end: str, reason: str) -> None:
+def test_late_ask_gets_end_reason(prefill: Prefill, end: str, reason: str) -> None:
     prefill.lending.lend(part(), 0)
     if end == "aborted":
         prefill.lending.withdraw(Withdraw("t", ended=True))
     else:
         prefill.lending.finish(Send("r", "t"), 0)
-        prefill.lending.heard(NEAR, Done("t", 1), 0) if end == "done" else prefill.lending.due(LEASE_S)
-    prefill.lending.heard(NEAR, ask(), LEASE_S)
+        prefill.lending.heard(FIRST, Done("t", 1), 0) if end == "done" else prefill.lending.due(LEASE_S)
+    prefill.lending.heard(FIRST, ask(), LEASE_S)
     assert [one.reason for one in prefill.news() if reason in one.reason]
 
 
-def test_each_early_reader_waits_as_long(prefill: Prefill) -> None:
-    prefill.lending.heard(NEAR, ask(), 0)
-    prefill.lending.heard(FAR, ask(), 9)
+def test_early_asks_expire_individually(prefill: Prefill) -> None:
+    prefill.lending.heard(FIRST, ask(), 0)
+    prefill.lending.heard(SECOND, ask(), 9)
     prefill.lending.due(EARLY_S)
-    assert ([type(one) for one in prefill.news(NEAR)], prefill.news(FAR)) == ([Gone], [])
+    assert ([type(one) for one in prefill.news(FIRST)], prefill.news(SECOND)) == ([Gone], [])
     assert prefill.lending.next_due() == 9 + EARLY_S
     prefill.lending.lend(part(), 11)
-    assert [type(one) for one in prefill.news(FAR)] == [Lent]
+    assert [type(one) for one in prefill.news(SECOND)] == [Lent]
 
 
-def test_a_cluster_cannot_push_out_the_early_readers_of_others(prefill: Prefill) -> None:
-    prefill.lending.heard(FAR, ask(), 0)
+def test_a_cluster_cannot_displace_early_asks_of_others(prefill: Prefill) -> None:
+    prefill.lending.heard(SECOND, ask(), 0)
     for number in range(MAX_EARLY + 5):
-        prefill.lending.heard(NEAR, Ask(f"unknown {number}", 0, "pages", "64:p"), 0)
-    assert [type(one) for one in prefill.news(NEAR)] == [Gone] * 5
+        prefill.lending.heard(FIRST, Ask(f"unknown {number}", 0, "pages", "64:p"), 0)
+    assert [type(one) for one in prefill.news(FIRST)] == [Gone] * 5
     prefill.lending.lend(part(), 1)
-    assert [type(one) for one in prefill.news(FAR)] == [Lent]
+    assert [type(one) for one in prefill.news(SECOND)] == [Lent]
 
 
-def test_a_part_that_was_taken_back_may_fail(prefill: Prefill) -> None:
+def test_failed_withdrawn_part_does_not_end_loan(prefill: Prefill) -> None:
     """A request that is preempted in a step that fails is computed again."""
     prefill.lending.lend(part(computed=False), 0)
     prefill.lending.withdraw(Withdraw("t", ended=False))
     prefill.lending.lend(part(1), 0)
     prefill.lending.fail([("t", 0)], "the model has failed")
-    prefill.lending.heard(NEAR, ask(), 0)
+    prefill.lending.heard(FIRST, ask(), 0)
     assert [(type(one), one.part) for one in prefill.news()] == [(Lent, 1)]
 
 
 def test_the_receives_of_a_cluster_are_bounded(prefill: Prefill) -> None:
     prefill.lending.lend(part(), 0)
     for number in range(MAX_RECEIVES):
-        prefill.lending.heard(NEAR, ask(number), 0)
+        prefill.lending.heard(FIRST, ask(number), 0)
     prefill.news()
-    prefill.lending.heard(NEAR, ask(MAX_RECEIVES), 0)
-    prefill.lending.heard(FAR, ask(MAX_RECEIVES), 0)
-    assert ([type(one) for one in prefill.news(NEAR)], [type(one) for one in prefill.news(FAR)]) == ([Gone], [Lent])
+    prefill.lending.heard(FIRST, ask(MAX_RECEIVES), 0)
+    prefill.lending.heard(SECOND, ask(MAX_RECEIVES), 0)
+    assert ([type(one) for one in prefill.news(FIRST)], [type(one) for one in prefill.news(SECOND)]) == ([Gone], [Lent])

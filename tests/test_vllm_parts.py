@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 from llm_datadist.integrations.vllm import messages, register
-from llm_datadist.integrations.vllm.handover import Handover, prompt_digest
+from llm_datadist.integrations.vllm.handover import Handover, digest_of, prompt_digest
 from llm_datadist.integrations.vllm.lending import MAX_READY
 from llm_datadist.integrations.vllm.ranks import Shard, heads_of
 from llm_datadist.integrations.vllm.receiving import Receiving
@@ -68,6 +69,7 @@ class Request:
     num_prompt_tokens: int = 100
     prompt_token_ids: list[int] | None = None
     kv_transfer_params: dict[str, Any] | None = field(default_factory=dict)
+    lora_request: Any = None
 
 
 @dataclass
@@ -124,10 +126,10 @@ def finished(prefill: SchedulerSide, request: Request, *groups: list[int], compl
 DIGEST = prompt_digest(100, None)
 
 
-def test_prefill_answers_where_the_prompt_is() -> None:
+def test_response_of_prefill_says_where_the_prompt_is() -> None:
     prefill = side()
     params = finished(prefill, Request(kv_transfer_params=for_decode()), [5, 6, 7, 8, 9])
-    # The answer survives JSON, and the fifth block has no token of the prompt.
+    # The response survives JSON, and the fifth block has no token of the prompt.
     handover = Handover.parse(json.loads(json.dumps(params)), [32], DIGEST)
     assert handover == Handover("r", "engine", ["host:1", "host:2"], DIGEST, [32])
     part = Part("r", DIGEST, 0, 0, [[5, 6, 7, 8]], computed=True, last=True)
@@ -253,7 +255,7 @@ def test_a_bad_ticket_is_refused(ticket: Any, caplog: pytest.LogCaptureFixture) 
     assert finished(prefill, Request(kv_transfer_params=params), [5, 6, 7, 8]) is None
     assert prefill.take_step(Output()) == Step()
     assert "request r is not handed over: " in caplog.text
-    assert "ticket must be a text of 1 to 256 ASCII characters" in caplog.text
+    assert "ticket must be a string of 1 to 256 ASCII characters" in caplog.text
 
 
 def test_a_ticket_names_one_request_at_a_time(caplog: pytest.LogCaptureFixture) -> None:
@@ -302,7 +304,7 @@ def test_decode_receives_what_it_has_not_computed() -> None:
 
 
 def test_a_proxy_need_not_know_the_prompt() -> None:
-    """It has started both sides at the same time, so prefill has not answered yet."""
+    """It has started both sides at the same time, so there is no response of prefill yet."""
     given = {"ticket": "t", "engine_id": "prefill", "addresses": ["host:1"]}
     request = Request(kv_transfer_params={"do_remote_prefill": True, "llm_datadist": given})
     assert side().tokens_to_load(request, 0) == 100
@@ -355,7 +357,7 @@ def test_a_handover_that_lies_is_computed_here(changes: dict[str, Any], caplog: 
 
 
 def test_the_kv_cache_of_another_prompt_is_not_used() -> None:
-    """A proxy may give decode the answer of prefill to another request."""
+    """A proxy may give decode the response of prefill to another request."""
     tokens = list(range(100))
     request = Request(prompt_token_ids=tokens, kv_transfer_params=for_decode())
     params = finished(side(), request, [5, 6, 7, 8])
@@ -399,8 +401,8 @@ def test_messages_survive() -> None:
         assert messages.decode(messages.encode(message)) == message
 
 
-ASK = '{"is": "ask", "reader": 7, %s}'
-LENT = '{"is": "lent", "ticket": "r", "reader": 7, "part": 0, "first": 0, "layers": 1, "last": true, %s}'
+ASK = '{"is": "ask", "receive": 7, %s}'
+LENT = '{"is": "lent", "ticket": "r", "receive": 7, "part": 0, "first": 0, "layers": 1, "last": true, %s}'
 
 
 @pytest.mark.parametrize(
@@ -417,11 +419,12 @@ LENT = '{"is": "lent", "ticket": "r", "reader": 7, "part": 0, "first": 0, "layer
         (ASK % '"ticket": "r", "prompt": "1:", "view": "pages"').replace("7", "-7"),
         '{"is": "done", "ticket": "r", "readers": true}',
         '{"is": "done", "ticket": "r", "readers": 4097}',
-        '{"is": "gone", "ticket": "r", "reader": 7, "reason": "w", "more": 1}',
+        '{"is": "gone", "ticket": "r", "receive": 7, "reason": "w", "more": 1}',
         '{"is": "ready", "parts": [["r"]], "layers": 1}',
         '{"is": "ready", "parts": [[1, "r"]], "layers": 1}',
         '{"is": "ready", "parts": {}, "layers": 1}',
         '{"is": "ready", "parts": [], "layers": -1}',
+        "[" * 20_000 + "]" * 20_000,
         LENT % '"blocks": [[1]], "grants": [["xy"]]',
         LENT % '"blocks": [[1]], "grants": [[1]]',
         LENT % '"blocks": [[1]], "grants": "aa"',
@@ -436,6 +439,20 @@ def test_bad_messages_are_refused(payload: str) -> None:
         messages.decode(payload.encode())
 
 
+def test_messages_do_not_show_the_tokens_of_grants() -> None:
+    assert "00ff" not in repr(messages.Lent("r", 7, 1, 2, [[3]], [["00ff"]], 4, last=True))
+
+
+def test_prompts_for_other_adapters_differ() -> None:
+    """The name of a LoRA adapter belongs to the digest; a prompt of embeddings has no ids."""
+    prompts = [(100, None, ""), (100, None, "a"), (100, [1] * 100, ""), (100, [1] * 100, "a"), (100, [1] * 100, "b")]
+    assert len({prompt_digest(*prompt) for prompt in prompts}) == len(prompts)
+    request = Request(prompt_token_ids=[1] * 100)
+    assert digest_of(request) == prompt_digest(100, [1] * 100)
+    request.lora_request = SimpleNamespace(lora_name="a")
+    assert digest_of(request) == prompt_digest(100, [1] * 100, "a")
+
+
 def test_options_are_checked() -> None:
     assert Settings.parse({}) == Settings()
     assert Settings.parse({"port": 26000}).listen_address(3) == "127.0.0.1:26003"
@@ -444,15 +461,15 @@ def test_options_are_checked() -> None:
         ({"lease": 1}, "unknown option 'lease' of LlmDatadistConnector; allowed: host, port, lease_ms"),
         ({"port": "1"}, "option 'port' must be of type int, not '1'"),
         ({"port": True}, "option 'port' must be of type int, not True"),
-        ({"port": 65_536}, "port=65536 is out of range; allowed: 0 to 65535"),
-        ({"lease_ms": 0}, "lease_ms=0 is out of range; allowed: 1 to 4294967295"),
+        ({"port": 65_536}, "port=65536 is out of range (0 to 65535)"),
+        ({"lease_ms": 0}, "lease_ms=0 is out of range (1 to 4294967295)"),
         ({"timeout_ms": 2**32}, "timeout_ms=4294967296 is out of range"),
         ({"host": ""}, "'host' must not be empty"),
         ({"engine_options": []}, "must be of type dict"),
-        ({"layers_per_read": 0}, "layers_per_read=0 is out of range; allowed: 1 to 2147483647"),
+        ({"layers_per_read": 0}, "layers_per_read=0 is out of range (1 to 2147483647)"),
         ({"spans": 1}, "option 'spans' must be of type bool, not 1"),
     ]:
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises(ValueError, match=re.escape(text)):
             Settings.parse(given)
     with pytest.raises(ValueError, match="port of rank 7=65537 is out of range"):
         Settings.parse({"port": 65_530}).listen_address(7)

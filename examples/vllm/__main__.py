@@ -4,10 +4,10 @@
     curl http://127.0.0.1:8000/v1/completions -H "Content-Type: application/json" \
         -d '{"model": "MODEL", "prompt": "Once upon a time", "max_tokens": 16}'
 
-The program starts both servers, waits until they serve, and passes requests on: prefill gets each request first, for a
-single token, and decode then gets it together with what prefill has answered. With --layerwise, both get it at the same
-time, and decode receives the layers while prefill computes. Ctrl-C ends everything. It needs vLLM, aiohttp (a part of
-vLLM) and llm_datadist.
+The program starts both servers, waits until they serve, and passes requests on: prefill gets each request first, for
+a single token, and decode then gets it together with the `kv_transfer_params` of that response. With --layerwise,
+both get it at the same time, and decode receives the layers while prefill computes. Ctrl-C ends everything. It needs
+vLLM, aiohttp (a part of vLLM) and llm_datadist.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ class Proxy:
     Args:
         prefill: the address of the server of prefill, ``http://host:port``.
         decode: the address of the server of decode.
-        layerwise: whether decode gets a request together with prefill, and receives each layer as soon as it is
-            computed. The first request tells the proxy where the engines of prefill listen.
+        layerwise: whether decode gets a request together with prefill, and receives layers while prefill computes. The
+            proxy learns the addresses of the engines of prefill from the first response of prefill.
     """
 
     def __init__(self, prefill: str, decode: str, *, layerwise: bool = False) -> None:
@@ -50,28 +50,28 @@ class Proxy:
         return app
 
     async def until_ready(self, processes: list[Process]) -> None:
-        """Wait until both servers answer.
+        """Wait until both servers respond.
 
         Raises:
             RuntimeError: one of the servers has ended.
         """
         for url in (self._prefill, self._decode):
-            while not await self._answers(f"{url}/health"):
+            while not await self._responds(f"{url}/health"):
                 if any(process.returncode is not None for process in processes):
                     raise RuntimeError("a server has ended; its output says why")
                 await asyncio.sleep(0.5)
 
-    async def _answers(self, url: str) -> bool:
+    async def _responds(self, url: str) -> bool:
         try:
-            async with self._session.get(url) as answer:
-                return answer.status == web.HTTPOk.status_code
+            async with self._session.get(url) as found:
+                return found.status == web.HTTPOk.status_code
         except aiohttp.ClientError:
             return False
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         asked = await request.json()
         if _has_several_prompts(asked):
-            # They are several requests, and prefill answers for one of them only. Decode computes them.
+            # They are several requests, but the response of prefill has the parameters of one. Decode computes them.
             return await self._decoded(request, asked, None)
         if not self._layerwise or self._where is None:
             return await self._decoded(request, asked, await self._prefilled(request.path, asked))
@@ -87,7 +87,7 @@ class Proxy:
         return response
 
     async def _prefilled(self, path: str, asked: dict[str, Any], ticket: str | None = None) -> dict[str, Any] | None:
-        """Have prefill compute the prompt. Return what decode needs, or ``None`` if prefill cannot be reached."""
+        """Have prefill compute the prompt. Return what decode needs, or ``None`` if decode must compute it."""
         left_out = ("stream_options", "max_completion_tokens")
         body = {name: value for name, value in asked.items() if name not in left_out}
         params: dict[str, Any] | None = {"do_remote_decode": True}
@@ -95,8 +95,8 @@ class Proxy:
             params = {"do_remote_decode": True, "llm_datadist": {"ticket": ticket}}
         body |= {"max_tokens": 1, "n": 1, "stream": False, "kv_transfer_params": params}
         try:
-            async with self._session.post(self._prefill + path, json=body) as answer:
-                found = await answer.json()
+            async with self._session.post(self._prefill + path, json=body) as found:
+                body = await found.json()
         except (aiohttp.ClientError, ValueError):
             return None
         params = found.get("kv_transfer_params")
@@ -108,12 +108,12 @@ class Proxy:
     async def _decoded(
         self, request: web.Request, asked: dict[str, Any], params: dict[str, Any] | None
     ) -> web.StreamResponse:
-        """Pass on what decode answers. Without parameters, it computes the prompt itself."""
+        """Pass on the response of decode. Without parameters, decode computes the prompt itself."""
         body = asked if params is None else {**asked, "kv_transfer_params": params}
-        async with self._session.post(self._decode + request.path, json=body) as answer:
-            response = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.content_type})
+        async with self._session.post(self._decode + request.path, json=body) as found:
+            response = web.StreamResponse(status=found.status, headers={"Content-Type": found.content_type})
             await response.prepare(request)
-            async for chunk in answer.content.iter_chunked(CHUNK):
+            async for chunk in found.content.iter_chunked(CHUNK):
                 await response.write(chunk)
             await response.write_eof()
             return response

@@ -51,7 +51,7 @@ class End:
     Attributes:
         usage: the share of its KV cache in use.
         stats: the sums of what its connector has reported.
-        connector_s: seconds that the thread of the model has spent in the connector.
+        connector_s: seconds that the model's thread has spent in the connector.
         computing_s: the same, for each step that has computed layers.
         steps: number of steps.
         preemptions: how often its scheduler has preempted a request.
@@ -283,7 +283,7 @@ def hand_over(prefill: Server, decode: Server, prompts: dict[str, list[int]], co
 
 
 def where(prefill: Server, decode: Server, tokens: list[int]) -> dict[str, Any]:
-    """Hand over one request, and return what a proxy learns from the answer about prefill."""
+    """Hand over one request, and return what a proxy learns about prefill from the response."""
     prefill.add("first", tokens, 1, {"do_remote_decode": True})
     done = prefill.result()[1]
     decode.add("first", tokens, 1, done.params)

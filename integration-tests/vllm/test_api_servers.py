@@ -45,12 +45,12 @@ def url(model: str, request: pytest.FixtureRequest) -> Iterator[str]:
 
 def ask(address: str, body: dict[str, Any]) -> Any:
     request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})  # noqa: S310
-    with urllib.request.urlopen(request, timeout=REQUEST_S) as answer:  # noqa: S310
-        return json.load(answer)
+    with urllib.request.urlopen(request, timeout=REQUEST_S) as response:  # noqa: S310
+        return json.load(response)
 
 
 def completion(url: str, model: str, prompt: Any, **options: Any) -> list[list[int]]:
-    """The tokens of each answer. Only the most probable token is ever sampled."""
+    """The tokens of each completion. Only the most probable token is ever sampled."""
     body = {"model": model, "prompt": prompt, "max_tokens": TOKENS, "top_k": 1, "ignore_eos": True, **options}
     found = ask(f"{url}/v1/completions", {**body, "return_token_ids": True})
     return [list(choice["token_ids"]) for choice in found["choices"]]
@@ -58,8 +58,8 @@ def completion(url: str, model: str, prompt: Any, **options: Any) -> list[list[i
 
 def received(port: int) -> float:
     """The number of receives that vLLM's metrics of a server count."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=REQUEST_S) as answer:
-        lines = answer.read().decode().splitlines()
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=REQUEST_S) as response:
+        lines = response.read().decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:llm_datadist_receive_bytes_count"))
 
 
@@ -71,7 +71,7 @@ def test_the_tokens_are_those_of_one_vllm(url: str, model: str, prompts: Prompts
     # Decode has received all of them, and computed none.
     assert received(PORT + 2) == 16
     assert received(PORT + 1) == 0
-    # Several answers are several requests in decode, and several prompts too.
+    # Several completions are several requests in decode, and several prompts too.
     assert completion(url, model, prompts["r3"], n=3) == [expected["r3"]] * 3
     assert received(PORT + 2) > 16
     assert completion(url, model, [prompts["r0"], prompts["r1"]]) == [expected["r0"], expected["r1"]]

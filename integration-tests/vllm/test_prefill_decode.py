@@ -35,15 +35,15 @@ def one_by_one(prefill: Server, decode: Server, prompts: Prompts) -> dict[str, D
 
 
 def prefilled(prefill: Server, prompts: Prompts) -> dict[str, Done]:
-    """Have prefill compute prompts, and return its answers."""
+    """Have prefill compute prompts, and return its responses."""
     for name, tokens in prompts.items():
         prefill.add(name, tokens, 1, {"do_remote_decode": True})
     return dict(prefill.result() for _ in prompts)
 
 
-def pass_on(decode: Server, prompts: Prompts, answers: dict[str, Done]) -> None:
-    """Give decode the requests with the answers of prefill."""
-    for name, done in answers.items():
+def pass_on(decode: Server, prompts: Prompts, responses: dict[str, Done]) -> None:
+    """Give decode the requests with the responses of prefill."""
+    for name, done in responses.items():
         decode.add(name, prompts[name], TOKENS, done.params)
 
 
@@ -151,9 +151,9 @@ def test_prefill_is_killed_and_returns(start: Start, prompts: Prompts, expected:
     prefill, decode = start.pair(policy="recompute", extra={"timeout_ms": 3000})
     some = first(prompts, 8)
     assert wrong(one_by_one(prefill, decode, first(prompts, 2)), expected) == []
-    answers = prefilled(prefill, some)
+    responses = prefilled(prefill, some)
     prefill.kill()
-    pass_on(decode, some, answers)
+    pass_on(decode, some, responses)
     found = dict(decode.result() for _ in some)
     assert wrong(found, expected) == []
     again = {f"{name} again": tokens for name, tokens in some.items()}
@@ -189,9 +189,9 @@ def test_a_stopped_prefill_holds_up_nobody(start: Start, prompts: Prompts, expec
     prefill, decode = start.pair(policy="recompute", extra={"timeout_ms": 2000})
     some = first(prompts, 4)
     assert wrong(one_by_one(prefill, decode, first(prompts, 1)), expected) == []
-    answers = prefilled(prefill, some)
+    responses = prefilled(prefill, some)
     prefill.signal(signal.SIGSTOP)
-    pass_on(decode, some, answers)
+    pass_on(decode, some, responses)
     decode.add("local", prompts["r6"], TOKENS)
     found = dict(decode.result() for _ in range(5))
     prefill.signal(signal.SIGCONT)
@@ -206,8 +206,8 @@ def test_a_stopped_decode_holds_up_nobody(start: Start, prompts: Prompts, expect
     prefill, decode = start.pair(policy="recompute", extra={"lease_ms": lease_ms, "timeout_ms": 3000})
     some = first(prompts, 4)
     assert wrong(one_by_one(prefill, decode, first(prompts, 1)), expected) == []
-    answers = prefilled(prefill, some)
-    pass_on(decode, some, answers)
+    responses = prefilled(prefill, some)
+    pass_on(decode, some, responses)
     decode.signal(signal.SIGSTOP)
     prefill.add("local", prompts["r6"], TOKENS)
     assert prefill.result()[1].tokens == expected["r6"]
@@ -222,14 +222,14 @@ def test_a_stopped_decode_holds_up_nobody(start: Start, prompts: Prompts, expect
 def test_expired_leases_are_never_wrong(start: Start, prompts: Prompts, expected: Prompts, policy: str) -> None:
     prefill, decode = start.pair(policy=policy, extra={"lease_ms": 300})
     some = first(prompts, 4)
-    answers = prefilled(prefill, some)
+    responses = prefilled(prefill, some)
     time.sleep(1)
     # Other requests get the blocks meanwhile.
     for name, tokens in list(prompts.items())[8:12]:
         prefill.add(name, tokens, 4)
     for _ in range(4):
         prefill.result()
-    pass_on(decode, some, answers)
+    pass_on(decode, some, responses)
     found = dict(decode.result(REQUEST_S) for _ in some)
     if policy == "recompute":
         assert wrong(found, expected) == []

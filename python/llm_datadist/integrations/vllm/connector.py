@@ -94,7 +94,7 @@ class LlmDatadistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._of_scheduler.freed(connector_output.finished_sending or set())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Decide whether the blocks of a request are kept for decode, and what prefill answers."""
+        """Decide whether the blocks of a request are kept for decode, and what prefill returns."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(

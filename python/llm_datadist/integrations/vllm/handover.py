@@ -1,7 +1,8 @@
 """What decode needs to know about a request of prefill, as ``kv_transfer_params``.
 
-Prefill answers it, or the program between the two servers (the proxy) writes it and starts both at the same time. The
-dict travels through several programs, so it has JSON values only, and decode checks it like any input from the network.
+Prefill returns it in its response, or the program between the two servers (the proxy) writes it and sends the request
+to both at the same time. The dict passes through several programs, so it has JSON values only, and decode checks it
+like any input from the network.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Handover", "is_ticket", "own_ticket", "prompt_digest", "ticket_of"]
+__all__ = ["Handover", "digest_of", "is_ticket", "own_ticket", "prompt_digest", "ticket_of"]
 
 KEY = "llm_datadist"
 MAX_RANKS = 1024
 MAX_TICKET = 256
-# The longest digest of a prompt.
+# Maximum length of the digest of a prompt.
 MAX_PROMPT = 64
+# Maximum length of a value in an error.
+MAX_SHOWN = 200
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Handover:
     block_sizes: list[int]
 
     def params(self) -> dict[str, Any]:
-        """Return the ``kv_transfer_params`` of the answer of prefill."""
+        """Return the ``kv_transfer_params`` of the response of prefill."""
         return {"do_remote_prefill": True, "do_remote_decode": False, KEY: asdict(self)}
 
     @classmethod
@@ -50,7 +53,7 @@ class Handover:
         """Read the ``kv_transfer_params`` of a request to decode.
 
         Args:
-            params: what prefill has answered, or what the proxy has written. The proxy may leave out ``prompt`` and
+            params: what prefill has returned, or what the proxy has written. The proxy may leave out ``prompt`` and
                 ``block_sizes``: prefill compares the prompt before it lends blocks.
             block_sizes: tokens in a block here, for each KV cache group.
             prompt: the digest of the prompt here.
@@ -60,17 +63,20 @@ class Handover:
         """
         given = params.get(KEY)
         if not isinstance(given, dict):
-            text = f"kv_transfer_params has no {KEY!r}; pass what prefill has answered, unchanged"
+            text = f"kv_transfer_params has no {KEY!r}; pass those of the response of prefill, unchanged"
             raise ValueError(text)  # noqa: TRY004 - input from the network
         given = {"prompt": prompt, "block_sizes": block_sizes, **given}
         names = ("ticket", "engine_id", "addresses", "prompt", "block_sizes")
         ticket, engine_id, addresses, theirs, sizes = (given.get(name) for name in names)
         _check_ticket(ticket)
-        _ensure(isinstance(engine_id, str), "engine_id must be a text")
-        _ensure(_is_list(addresses, str) and 0 < len(addresses or "") <= MAX_RANKS, f"1 to {MAX_RANKS} addresses")
-        _ensure(_is_list(sizes, int) and all(size > 0 for size in sizes or ()), "block_sizes must be above 0")
-        _ensure(len(sizes or ()) == len(block_sizes), f"block_sizes of {len(block_sizes)} KV cache groups")
-        _ensure(theirs == prompt, "prefill has computed another prompt")
+        _ensure(isinstance(engine_id, str), "engine_id must be a string", engine_id)
+        rule = f"addresses must be a list of 1 to {MAX_RANKS} strings"
+        _ensure(_is_list(addresses, str) and 0 < len(addresses or "") <= MAX_RANKS, rule, addresses)
+        rule = "block_sizes must be a list of integers above 0"
+        _ensure(_is_list(sizes, int) and all(size > 0 for size in sizes or ()), rule, sizes)
+        rule = f"block_sizes must have {len(block_sizes)} entries, one for each KV cache group"
+        _ensure(len(sizes or ()) == len(block_sizes), rule, sizes)
+        _ensure(theirs == prompt, f"prompt must be the digest of the prompt of this request, {prompt!r}", theirs)
         return cls(**{name: given[name] for name in names})
 
 
@@ -88,10 +94,24 @@ def ticket_of(params: Mapping[str, Any]) -> str | None:
     return str(ticket)
 
 
-def prompt_digest(num_tokens: int, tokens: list[int] | None) -> str:
-    """Return a digest of a prompt: the number of its tokens, and a hash of them unless it has none (embeddings)."""
-    text = "" if tokens is None else blake2b(array("q", tokens).tobytes(), digest_size=16).hexdigest()
-    return f"{num_tokens}:{text}"
+def prompt_digest(num_tokens: int, tokens: list[int] | None, adapter: str = "") -> str:
+    """Return a digest of a prompt: its length, and a hash of its token ids and its LoRA adapter.
+
+    Args:
+        num_tokens: number of tokens.
+        tokens: the ids of the tokens; ``None`` for a prompt of embeddings, which are not compared.
+        adapter: the name of the LoRA adapter, if there is one.
+    """
+    if tokens is None and not adapter:
+        return f"{num_tokens}:"
+    key = blake2b(adapter.encode()).digest() if adapter else b""
+    return f"{num_tokens}:{blake2b(array('q', tokens or ()).tobytes(), digest_size=16, key=key).hexdigest()}"
+
+
+def digest_of(request: Any) -> str:
+    """Return the digest of the prompt of a request of vLLM."""
+    lora = getattr(request, "lora_request", None)
+    return prompt_digest(request.num_prompt_tokens, request.prompt_token_ids, "" if lora is None else lora.lora_name)
 
 
 def own_ticket(request_id: str) -> str:
@@ -105,13 +125,15 @@ def is_ticket(value: Any) -> bool:
 
 
 def _check_ticket(ticket: Any) -> None:
-    _ensure(is_ticket(ticket), f"ticket must be a text of 1 to {MAX_TICKET} ASCII characters")
+    _ensure(is_ticket(ticket), f"ticket must be a string of 1 to {MAX_TICKET} ASCII characters", ticket)
 
 
 def _is_list(value: Any, kind: type) -> bool:
     return isinstance(value, list) and all(type(item) is kind for item in value)
 
 
-def _ensure(holds: bool, rule: str) -> None:
+def _ensure(holds: bool, rule: str, given: Any) -> None:
     if not holds:
-        raise ValueError(f"kv_transfer_params[{KEY!r}] is invalid: {rule}")
+        shown = repr(given)
+        shown = shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}…"
+        raise ValueError(f"kv_transfer_params[{KEY!r}] is invalid: {rule} (got {shown})")

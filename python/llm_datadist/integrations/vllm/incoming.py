@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from llm_datadist.integrations.vllm.group_caches import VIEWS
+from llm_datadist.integrations.vllm.group_caches import HEADS, VIEWS
 
 if TYPE_CHECKING:
     from llm_datadist.integrations.vllm.messages import Lent
@@ -32,7 +32,7 @@ class LentPart:
         wanted: the indexes that are missing here, for each KV cache group.
         grants: the tokens of each rank, by cluster: for each group, for each cache of the view.
         layers: how many layers each rank has in place.
-        pulled: how many layers are in place here.
+        pulled: number of layers that are in place here or being pulled.
         pulling: whether a pull runs.
         stale: whether a later part has the same blocks, because the request was preempted.
     """
@@ -77,6 +77,7 @@ class Incoming:
         self, missing: list[set[int]], blocks: int, ranks: set[int], view: str, layers: int, *, by_layers: bool
     ) -> None:
         self._missing = missing
+        self._needed = [set(group) for group in missing]
         self._blocks = blocks
         self._ranks = ranks
         self._view = view
@@ -85,7 +86,7 @@ class Incoming:
         self._parts: dict[int, LentPart] = {}
         self._seen: set[int] = set()
         self._again = 0
-        self._taken_back = False
+        self._withdrawn = False
 
     @property
     def complete(self) -> bool:
@@ -94,13 +95,13 @@ class Incoming:
 
     @property
     def waits(self) -> bool:
-        """Whether any missing block is not covered by a running pull."""
+        """Whether a missing block is not covered by a running pull that includes the last layer."""
         coming = [part for part in self._parts.values() if part.pulling and part.pulled == self._layers]
         covered = [{index for part in coming for index in part.wanted[group]} for group in range(len(self._missing))]
         return any(missing - found for missing, found in zip(self._missing, covered))
 
     def lent(self, cluster: int, message: Lent) -> bool:
-        """Take a part from a rank, and return whether it has something that is missing.
+        """Take a part from a rank, and return whether this is progress.
 
         A rank may lend a part again, with other grants.
 
@@ -110,19 +111,21 @@ class Incoming:
         if cluster not in self._ranks:
             return False
         part = self._parts.get(message.part) or self._added(message)
+        progress = False
         if part is not None:
             if (part.first, part.blocks) != (message.first, message.blocks):
-                raise ValueError(f"the ranks of prefill do not agree about the blocks of part {message.part}")
+                raise ValueError(f"part {message.part} from cluster {cluster} has other blocks than before")
             grants = message.tokens()
             given, expected = [len(of) for of in grants], [VIEWS[self._view] * any(blocks) for blocks in part.blocks]
             if given != expected:
                 raise ValueError(f"part {message.part} has {given} grants per KV cache group (expected {expected})")
+            progress = message.layers > part.layers.get(cluster, -1)
             part.grants[cluster] = grants
             part.layers[cluster] = message.layers
-        # Each rank lends its parts in order, so no more follow. But parts that were taken back come again.
-        if message.last and not self._taken_back:
+        # Each rank lends its parts in order, so no more follow. But prefill lends withdrawn parts again.
+        if message.last and not self._withdrawn:
             self._check_end()
-        return part is not None
+        return progress
 
     def ready(self, cluster: int, number: int, layers: int) -> bool:
         """Note how many layers of a part a rank has in place, and return whether they are more than before."""
@@ -141,17 +144,21 @@ class Incoming:
         for part in list(self._parts.values()):
             if part.pulling or len(part.grants) < len(self._ranks):
                 continue
-            if part.stale:
+            if part.stale or not (part.pulled or self._misses(part)):
                 del self._parts[part.number]
                 continue
             ready = min(self._layers, *part.layers.values())
             if ready > part.pulled and (self._by_layers or ready == self._layers):
                 pulls.append(Pull(part, range(part.pulled, ready)))
                 part.pulling, part.pulled = True, ready
+                # The pull writes to all of these blocks, also to those that an earlier part has brought. If it fails,
+                # none of them can be trusted.
+                for missing, wanted in zip(self._missing, part.wanted):
+                    missing.update(wanted)
         return pulls
 
     def done(self, pull: Pull) -> int:
-        """Note that a pull has succeeded, and return how many blocks are complete now."""
+        """Note that a pull has succeeded, and return how many blocks it has completed: none if layers remain."""
         part = pull.part
         part.pulling = False
         if part.pulled < self._layers:
@@ -162,21 +169,26 @@ class Incoming:
         return sum(map(len, part.wanted))
 
     def lost(self, pull: Pull) -> None:
-        """Note that prefill has taken a part back. It may lend its blocks again."""
+        """Note that the grants of a part have ended during its pull. Prefill may lend the blocks again."""
         del self._parts[pull.part.number]
-        self._taken_back = True
+        self._withdrawn = True
 
     def _added(self, message: Lent) -> LentPart | None:
         """Return a new part, or ``None`` if nothing of it is missing or a later part has its blocks."""
         groups = len(self._missing)
         if len(message.blocks) != groups or len(message.grants) != groups:
-            raise ValueError(f"prefill lends {len(message.blocks)} KV cache groups, not {groups}")
+            text = f"part {message.part} has {len(message.blocks)} lists of blocks and {len(message.grants)} of grants"
+            raise ValueError(f"{text} (expected {groups}, one for each KV cache group)")
         indexes = range(message.first, message.first + max(map(len, message.blocks)))
         if indexes.stop > self._blocks:
             raise ValueError(f"prefill lends blocks up to {indexes.stop} of a prompt of {self._blocks} blocks")
         wanted = []
         for group, (missing, blocks) in enumerate(zip(self._missing, message.blocks)):
-            wanted.append([index for index, _ in enumerate(blocks, message.first) if index in missing])
+            found = [index for index, _ in enumerate(blocks, message.first) if index in missing]
+            if found and self._view == HEADS:
+                # Such a pull covers the whole part.
+                found = [index for index, _ in enumerate(blocks, message.first) if index in self._needed[group]]
+            wanted.append(found)
             lacking = next((index for index in wanted[-1] if not blocks[index - message.first]), None)
             if lacking is not None:
                 raise ValueError(_lacks(group, lacking))
@@ -185,12 +197,15 @@ class Incoming:
             return None
         self._bound(indexes)
         for part in overlapping:
-            part.stale = self._taken_back = True
+            part.stale = self._withdrawn = True
             if not part.pulling:
                 del self._parts[part.number]
         part = LentPart(message.part, message.first, message.blocks, wanted)
         self._parts[message.part] = part
         return part
+
+    def _misses(self, part: LentPart) -> bool:
+        return any(not missing.isdisjoint(wanted) for missing, wanted in zip(self._missing, part.wanted))
 
     def _bound(self, indexes: range) -> None:
         self._again += len(self._seen.intersection(indexes))

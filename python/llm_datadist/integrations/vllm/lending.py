@@ -1,7 +1,8 @@
 """Prefill: which requests are lent to decode, and until when.
 
-A request is lent in parts. Each part has grants, made when a reader has asked, because only a reader knows through
-which view it reads. A request that has finished is kept until every reader has reported, or its lease has ended.
+A request is lent in parts. Each part has grants, which are made when decode asks, because only decode knows through
+which view it reads. A request that has finished is kept until every rank of decode has reported, or its lease has
+ended.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ __all__ = ["Lending"]
 
 logger = logging.getLogger("vllm.llm_datadist")
 
-# How many ended requests are remembered.
+# Maximum number of ended tickets that are remembered.
 MAX_PAST = 4096
-# How many messages of one cluster wait for requests that are not known here.
+# Maximum number of messages of one cluster that wait for tickets which this worker does not know.
 MAX_EARLY = 1024
-# How many receives of one cluster read a request at a time.
+# Maximum number of receives of one cluster that read a request at a time.
 MAX_RECEIVES = 1024
-# The number of parts in a message. So many fit into one even with the longest tickets.
+# Maximum number of parts in a ``Ready``, so that the message fits into 64 KiB with the longest tickets.
 MAX_READY = 24
-# Grants that end by this share of a lease before it count as long enough.
+# Grants are used again for a later receive if they end at most this share of a lease before the lease.
 _EARLIER = 0.1
 
 
@@ -42,7 +43,7 @@ class _LentPart:
     part: Part
     layers: int
     grants: list[list[Grant]] = field(default_factory=list)
-    # When the grants end by themselves.
+    # The time at which the grants end.
     grants_end: float = 0.0
     # Earlier grants that have not ended.
     replaced: list[Grant] = field(default_factory=list)
@@ -53,12 +54,13 @@ class _Loan:
     prompt: str
     parts: dict[int, _LentPart] = field(default_factory=dict)
     view: str = ""
-    # The receives that read it, by cluster and number, and the clusters that need nothing more.
-    readers: set[tuple[int, int]] = field(default_factory=set)
+    # The receives that read it, as cluster and number.
+    receives: set[tuple[int, int]] = field(default_factory=set)
+    # The clusters that have sent ``Done``.
     done: set[int] = field(default_factory=set)
-    # Why nothing is lent any more. The loan then only waits until vLLM has finished the request.
+    # The reason why nothing is lent any more. The loan then waits until vLLM has finished the request.
     ended: str = ""
-    # Once the request has finished: its id, and when its lease ends.
+    # Set when the request has finished: its id, and the time at which its lease ends.
     request: str = ""
     lease_end: float | None = None
 
@@ -76,7 +78,7 @@ class Lending:
     Args:
         groups: the caches of the KV cache groups.
         lease_s: how long a request is kept, in seconds.
-        early_s: how long a message about a request that is not known here waits, in seconds.
+        early_s: how long a message with a ticket that is not known here waits, in seconds.
         notify: sends a message to a cluster.
         freed: takes a request whose blocks vLLM may free, and whether its lease has expired.
     """
@@ -98,7 +100,7 @@ class Lending:
         self._loans: dict[str, _Loan] = {}
         self._early: dict[str, list[_EarlyMessage]] = {}
         self._early_of: Counter[int] = Counter()
-        # Requests that are not lent any more, and why.
+        # Tickets that are not lent any more, and the reasons.
         self._past: OrderedDict[str, str] = OrderedDict()
 
     def lend(self, part: Part, now: float) -> None:
@@ -110,13 +112,13 @@ class Lending:
         if loan.ended:
             return
         lent = loan.parts[part.number] = _LentPart(part, self._layers if part.computed else 0)
-        for reader in sorted(loan.readers):
-            self._offer(reader, loan, lent, now)
+        for receive in sorted(loan.receives):
+            self._offer(receive, loan, lent, now)
         for early in self._take_early(part.ticket):
             self.heard(early.cluster, early.message, now)
 
     def ready(self, parts: list[tuple[str, int]], layers: int | None) -> None:
-        """Tell the readers of parts how many of their layers are in place; ``None`` stands for all."""
+        """Notify decode how many layers of parts are computed; ``None`` stands for all."""
         count = self._layers if layers is None else layers
         news: dict[int, list[list[str | int]]] = {}
         for ticket, number in parts:
@@ -124,7 +126,7 @@ class Lending:
             lent = None if loan is None else loan.parts.get(number)
             if loan is not None and lent is not None:
                 lent.layers = count
-                for cluster in {cluster for cluster, _ in loan.readers}:
+                for cluster in {cluster for cluster, _ in loan.receives}:
                     news.setdefault(cluster, []).append([ticket, number])
         for cluster, pairs in news.items():
             for at in range(0, len(pairs), MAX_READY):
@@ -145,10 +147,10 @@ class Lending:
                 self._end(ticket, reason, expired=False)
 
     def withdraw(self, order: Withdraw) -> None:
-        """Take back all parts of a request. When this returns, no read of them succeeds."""
+        """Withdraw all parts of a request. No pull that is still running succeeds after this returns."""
         loan = self._loans.get(order.ticket)
         if loan is not None:
-            _take_back(loan)
+            _withdraw_parts(loan)
         if order.ended:
             reason = "the request has ended without a result"
             self._tell(order.ticket, reason)
@@ -156,7 +158,7 @@ class Lending:
             self._remember(order.ticket, reason)
 
     def heard(self, cluster: int, message: Ask | Done, now: float) -> None:
-        """Answer a reader."""
+        """Take a message from decode."""
         loan = self._loans.get(message.ticket)
         if loan is None:
             self._not_lent(cluster, message, now)
@@ -165,9 +167,10 @@ class Lending:
         elif not loan.ended:
             # A cluster reports when all of its receives have ended.
             loan.done.add(cluster)
-            loan.readers = {reader for reader in loan.readers if reader[0] != cluster}
+            loan.receives = {receive for receive in loan.receives if receive[0] != cluster}
             if len(loan.done) >= message.readers:
-                self._end(message.ticket, "all readers have reported", expired=False)
+                reason = "prefill has freed the blocks, because all ranks of decode had reported"
+                self._end(message.ticket, reason, expired=False)
 
     def due(self, now: float) -> None:
         """End leases, and the wait for requests that never came."""
@@ -178,7 +181,10 @@ class Lending:
             if late:
                 kept = [early for early in self._take_early(ticket) if early.end > now]
                 self._keep_early(ticket, kept)
-                reason = f"prefill got no request with this ticket within {self._early_s:g} s"
+                reason = (
+                    f"prefill has lent no blocks with this ticket within {self._early_s:g} s (its timeout_ms); "
+                    "the request may be in its queue"
+                )
                 self._refuse_early(late, reason)
 
     def next_due(self) -> float | None:
@@ -193,7 +199,7 @@ class Lending:
         if ticket in self._past:
             self._refuse_early([early], self._past[ticket])
         elif self._early_of[cluster] >= MAX_EARLY:
-            self._refuse_early([early], f"more than {MAX_EARLY} messages of this cluster wait for unknown tickets")
+            self._refuse_early([early], f"more than {MAX_EARLY} messages of this cluster wait for blocks")
         else:
             # Decode may know of the request before this worker does.
             self._keep_early(ticket, [early])
@@ -203,24 +209,27 @@ class Lending:
         if loan.prompt != ask.prompt:
             reason = "the prompt in decode differs from the prompt in prefill"
         elif not reason and loan.view and loan.view != ask.view:
-            reason = f"another reader uses the view {loan.view!r}, not {ask.view!r}; all need equal block sizes"
-        elif not reason and sum(other == cluster for other, _ in loan.readers) >= MAX_RECEIVES:
+            reason = (
+                f"another receive uses the view {loan.view!r}, and this one {ask.view!r}: either all servers of decode "
+                "have the block size of prefill, or none has"
+            )
+        elif not reason and sum(other == cluster for other, _ in loan.receives) >= MAX_RECEIVES:
             reason = f"more than {MAX_RECEIVES} receives of this cluster read the request"
         if reason:
-            self._notify(cluster, Gone(ask.ticket, ask.reader, reason))
+            self._notify(cluster, Gone(ask.ticket, ask.receive, reason))
             return
         loan.view = ask.view
         loan.done.discard(cluster)
-        loan.readers.add((cluster, ask.reader))
+        loan.receives.add((cluster, ask.receive))
         for lent in loan.parts.values():
-            self._offer((cluster, ask.reader), loan, lent, now)
+            self._offer((cluster, ask.receive), loan, lent, now)
 
-    def _offer(self, reader: tuple[int, int], loan: _Loan, lent: _LentPart, now: float) -> None:
-        part, (cluster, number) = lent.part, reader
+    def _offer(self, receive: tuple[int, int], loan: _Loan, lent: _LentPart, now: float) -> None:
+        part, (cluster, number) = lent.part, receive
         try:
             self._grant(loan, lent, now)
         except Exception as error:
-            logger.exception("request %s is not lent", part.ticket)
+            logger.exception("part %d of ticket %r is not lent to cluster %d", part.number, part.ticket, cluster)
             self._notify(cluster, Gone(part.ticket, number, str(error)))
             return
         tokens = [[grant.token.hex() for grant in grants] for grants in lent.grants]
@@ -241,7 +250,7 @@ class Lending:
         except Exception:
             _revoke(_flat(made))
             raise
-        # Earlier readers may still pull under the old grants.
+        # Earlier receives may still pull under the old grants.
         lent.replaced = [grant for grant in [*lent.replaced, *_flat(lent.grants)] if not grant.ended]
         lent.grants, lent.grants_end = made, end
 
@@ -249,7 +258,7 @@ class Lending:
         self._tell(ticket, reason)
         loan = self._loans[ticket]
         loan.ended = reason
-        _take_back(loan)
+        _withdraw_parts(loan)
         self._remember(ticket, reason)
         if loan.lease_end is not None:
             self._free(ticket, expired=expired)
@@ -258,9 +267,9 @@ class Lending:
         self._freed(self._loans.pop(ticket).request, expired)
 
     def _tell(self, ticket: str, reason: str) -> None:
-        """Tell all who wait for a request that it does not come."""
+        """Send ``Gone`` to every receive that reads or awaits the request."""
         loan = self._loans.get(ticket)
-        for cluster, number in [] if loan is None else sorted(loan.readers):
+        for cluster, number in [] if loan is None else sorted(loan.receives):
             self._notify(cluster, Gone(ticket, number, reason))
         self._refuse_early(self._take_early(ticket), reason)
 
@@ -278,7 +287,7 @@ class Lending:
     def _refuse_early(self, messages: list[_EarlyMessage], reason: str) -> None:
         for early in messages:
             if isinstance(early.message, Ask):
-                self._notify(early.cluster, Gone(early.message.ticket, early.message.reader, reason))
+                self._notify(early.cluster, Gone(early.message.ticket, early.message.receive, reason))
 
     def _remember(self, ticket: str, reason: str) -> None:
         self._past[ticket] = reason
@@ -286,7 +295,7 @@ class Lending:
             self._past.popitem(last=False)
 
 
-def _take_back(loan: _Loan) -> None:
+def _withdraw_parts(loan: _Loan) -> None:
     for lent in loan.parts.values():
         _revoke([*_flat(lent.grants), *lent.replaced])
     loan.parts.clear()

@@ -1,15 +1,15 @@
 """The messages between the workers of prefill and decode. The engine carries them (``LLMDataDist.notify``).
 
-Decode asks for a request. Prefill lends its blocks in parts, and says how many layers of each are in place. Decode
-reports at the end, whether it has read them or not. Each message is a JSON object. The receiver drops a message that it
-cannot read.
+Decode asks for a request (``Ask``). Prefill lends its blocks in parts (``Lent``), and reports how many layers of each
+are computed (``Ready``). At the end decode sends ``Done``, even if it has read nothing. Each message is a JSON
+object. The receiver drops a message that it cannot read.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable  # noqa: TC003 - evaluated when the module is imported
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Union
 
 from llm_datadist.integrations.vllm.group_caches import VIEWS
@@ -28,13 +28,13 @@ class Ask:
 
     Attributes:
         ticket: the name under which the request is lent.
-        reader: a number that stands for this receive. A cluster may have several receives with one ticket.
+        receive: the number of the receive in decode. A cluster may have several receives with one ticket.
         view: the view through which it reads.
         prompt: the digest of its prompt.
     """
 
     ticket: str
-    reader: int
+    receive: int
     view: str
     prompt: str
 
@@ -45,7 +45,7 @@ class Lent:
 
     Attributes:
         ticket: the name under which the request is lent.
-        reader: the number in the ``Ask``.
+        receive: the number in the ``Ask``.
         part: the number of the part.
         first: the index of the first block in the prompt.
         blocks: the blocks, for each KV cache group. 0 is a block without content.
@@ -56,11 +56,11 @@ class Lent:
     """
 
     ticket: str
-    reader: int
+    receive: int
     part: int
     first: int
     blocks: list[list[int]]
-    grants: list[list[str]]
+    grants: list[list[str]] = field(repr=False)  # a log must not show them
     layers: int
     last: bool
 
@@ -82,13 +82,18 @@ class Gone:
     """Prefill does not lend the request to this receive, or has stopped lending it."""
 
     ticket: str
-    reader: int
+    receive: int
     reason: str
 
 
 @dataclass(frozen=True)
 class Done:
-    """One of ``readers`` ranks of decode needs nothing more from this worker."""
+    """A rank of decode needs no more blocks of a request.
+
+    Attributes:
+        ticket: the name under which the request is lent.
+        readers: number of ranks of decode that must send ``Done`` before the worker of prefill frees the blocks.
+    """
 
     ticket: str
     readers: int
@@ -110,10 +115,13 @@ def decode(payload: bytes) -> Message:
     Raises:
         ValueError: it is not a message.
     """
-    given = json.loads(payload)
+    try:
+        given = json.loads(payload)
+    except RecursionError:
+        given = None
     name = given.pop("is", None) if isinstance(given, dict) else None
     kind = _KINDS.get(name) if isinstance(name, str) else None
-    if kind is None or set(given) != {field.name for field in fields(kind)} or not all(map(_valid, given.items())):
+    if kind is None or set(given) != {one.name for one in fields(kind)} or not all(map(_valid, given.items())):
         raise ValueError("not a message of the connector")
     message: Message = kind(**given)
     return message
@@ -165,7 +173,7 @@ def _is_hex(token: Any) -> bool:
 _VALID: dict[str, Callable[[Any], bool]] = {
     "ticket": is_ticket,
     "prompt": _is_prompt,
-    "reader": _is_number,
+    "receive": _is_number,
     "readers": _is_readers,
     "view": _is_view,
     "part": _is_number,

@@ -84,7 +84,7 @@ class PrometheusMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._counters = {
             "failed_receives": make(counter, "failed_receives", "Receives that failed."),
             "expired_leases": make(counter, "expired_leases", "Requests whose blocks no decode has read in time."),
-            "model_thread_seconds": make(counter, "model_thread_seconds", "Time taken from the thread of the model."),
+            "model_thread_seconds": make(counter, "model_thread_seconds", "Time taken from the model's thread."),
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

@@ -14,7 +14,7 @@ class Observations:
     """The observations since they were last taken. Their owner guards them with a lock.
 
     ``receive_seconds`` counts from the step that begins a receive to its last byte, and ``transfer_seconds`` only the
-    pull. ``model_thread_seconds`` is what the connector took from the thread of the model.
+    pull. ``model_thread_seconds`` is what the connector took from the model's thread.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Prefill: the prompts that are computed for decode, and which of their blocks are lent when.
 
-A request whose proxy has started decode at the same time (it has a ticket) is lent in parts, each in the step that
-computes it. Decode reads the layers of a part while the next ones are computed. Any other request is lent as a whole
-when it has finished.
+A request to which the proxy has given a ticket is lent in parts, each in the step that computes it, if the model has
+one KV cache group whose blocks vLLM keeps until the request ends. Decode reads the layers of a part while the next
+ones are computed. Any other request is lent as a whole when it has finished.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from llm_datadist.integrations.vllm.handover import prompt_digest
+from llm_datadist.integrations.vllm.handover import digest_of
 from llm_datadist.integrations.vllm.step import Part, Withdraw
 
 if TYPE_CHECKING:
@@ -118,13 +118,13 @@ class Prompts:
         full = count if end == prompt.num_tokens else end // size
         prompt.blocks = prompt.blocks[:count]
         groups = [[*prompt.blocks, *[0] * (count - len(prompt.blocks))]]
-        # Blocks of the prefix cache may belong to another request that is computed in this very step.
+        # This includes blocks of the prefix cache: another request may compute them in this very step.
         return prompt.lend(groups, full, computed=False)
 
 
 def prompt_of(request: Any, ticket: str) -> Prompt:
     """Return the prompt of a request of vLLM."""
-    return Prompt(ticket, prompt_digest(request.num_prompt_tokens, request.prompt_token_ids), request.num_prompt_tokens)
+    return Prompt(ticket, digest_of(request), request.num_prompt_tokens)
 
 
 def whole(prompt: Prompt, groups: Sequence[Sequence[int]], block_sizes: list[int]) -> list[Part]:

@@ -36,6 +36,9 @@ __all__ = ["Outcome", "Receiving", "cluster_of"]
 
 logger = logging.getLogger("vllm.llm_datadist")
 
+# Maximum number of characters of a reason from prefill that are kept.
+MAX_REASON = 1000
+
 
 def cluster_of(engine_id: str, rank: int) -> int:
     """Return the cluster id of the engine of a rank: 63 bits of a hash."""
@@ -51,8 +54,9 @@ class Outcome:
         request: the id of the request.
         failure: why it failed, or an empty text.
         receive_seconds: time since the receive began.
-        transfer_seconds: time of the pulls. Those that run together count once.
-        moved: bytes in place.
+        transfer_seconds: sum of the times of the pulls, one after the other. The transfers of one part count once, and
+            parts that are pulled at the same time count separately.
+        moved: bytes that were pulled, also those of parts that were withdrawn in the meantime.
         blocks: number of blocks.
     """
 
@@ -67,7 +71,7 @@ class Outcome:
 @dataclass
 class _Ongoing:
     receive: Receive
-    reader: int
+    number: int
     sources: dict[int, Source]  # by cluster
     view: str
     incoming: Incoming
@@ -122,10 +126,10 @@ class Receiving:
         self._by_ticket: dict[str, list[_Ongoing]] = {}
         self._transfers: dict[Transfer, _Ongoing] = {}
         self._linked: set[int] = set()
-        self._readers = itertools.count()
+        self._numbers = itertools.count()
 
     def begin(self, receive: Receive, now: float) -> None:
-        """Begin to receive a request. Whatever fails is the outcome of the receive."""
+        """Begin to receive a request. A failure becomes the outcome of the receive."""
         try:
             self._begin(receive, now)
         except Exception as error:  # noqa: BLE001 - one request fails, not the thread
@@ -151,8 +155,8 @@ class Receiving:
         layers = max(group.form.layers for group in self._groups)
         blocks = max(-(-receive.num_tokens // size) for size in handover.block_sizes)
         incoming = Incoming(self._missing(receive, view), blocks, reads, view, layers, by_layers=by_layers)
-        reader = next(self._readers) % MAX_NUMBER
-        ongoing = _Ongoing(receive, reader, by_cluster, view, incoming, now, now + self._limit_s)
+        number = next(self._numbers) % MAX_NUMBER
+        ongoing = _Ongoing(receive, number, by_cluster, view, incoming, now, now + self._limit_s)
         self._ongoing[receive.request] = ongoing
         self._by_ticket.setdefault(handover.ticket, []).append(ongoing)
         for cluster in by_cluster:
@@ -178,12 +182,12 @@ class Receiving:
     def heard(self, cluster: int, message: Lent | Ready | Gone) -> None:
         """Take news from prefill."""
         if isinstance(message, (Lent, Gone)):
-            asking = [one for one in self._asking(cluster, message.ticket) if one.reader == message.reader]
+            asking = [one for one in self._asking(cluster, message.ticket) if one.number == message.receive]
             for ongoing in asking:
                 if isinstance(message, Lent):
                     self._lent(ongoing, cluster, message)
                 else:
-                    self._fail(ongoing, f"prefill does not lend it: {message.reason}")
+                    self._fail(ongoing, f"prefill does not lend it: {_printable(message.reason)}")
             return
         for ticket, number in message.parts:
             for ongoing in self._asking(cluster, ticket):
@@ -206,6 +210,7 @@ class Receiving:
             else:
                 self._linked.add(cluster)
                 if not ongoing.failure:
+                    self._progressed(ongoing)
                     self._ask(ongoing, cluster)
         self._proceed(ongoing)
 
@@ -219,7 +224,7 @@ class Receiving:
         return min((ongoing.deadline for ongoing in self._waiting()), default=None)
 
     def _waiting(self) -> list[_Ongoing]:
-        """Return the receives that have not failed. Those that have end with their pulls."""
+        """Return the receives that have not failed. A failed one ends when its last pull ends."""
         return [ongoing for ongoing in self._ongoing.values() if not ongoing.failure]
 
     def _missing(self, receive: Receive, view: str) -> list[set[int]]:
@@ -243,8 +248,10 @@ class Receiving:
             return
         handover = ongoing.receive.handover
         try:
-            self._notify(cluster, Ask(handover.ticket, ongoing.reader, ongoing.view, handover.prompt))
+            self._notify(cluster, Ask(handover.ticket, ongoing.number, ongoing.view, handover.prompt))
         except LLMException as error:
+            # The link may have ended before the call that made it was reported. The next receive makes sure of it.
+            self._linked.discard(cluster)
             self._fail(ongoing, str(error))
 
     def _asking(self, cluster: int, ticket: str) -> list[_Ongoing]:
@@ -275,8 +282,8 @@ class Receiving:
             return
         ongoing.nanos += running.nanos
         if running.lost:
-            # If prefill has preempted the request, it lends the blocks again. If only the grants have ended, it makes
-            # others for who asks again.
+            # If prefill has preempted the request, it lends the blocks again. If only the grants have expired, it makes
+            # new ones when decode asks again.
             ongoing.incoming.lost(running.pull)
             for cluster in [] if ongoing.failure else ongoing.sources:
                 self._ask(ongoing, cluster)
@@ -292,7 +299,7 @@ class Receiving:
         return max(1, int(1000 * (ongoing.deadline - time.monotonic())))
 
     def _proceed(self, ongoing: _Ongoing) -> None:
-        """Start the pulls that can run, and end the receive when nothing of it runs any more."""
+        """Start the pulls that can run. End the receive when no pull runs, and it is complete or has failed."""
         if ongoing.receive.request not in self._ongoing or ongoing.links:
             return
         if not ongoing.failure:
@@ -338,7 +345,7 @@ class Receiving:
         src = part.blocks[number][first // theirs - part.first :]
         dst = receive.blocks[number][first // size : -(-end // size)]
         if not all(src) or not all(dst):
-            raise ValueError("blocks without content need equal block sizes")
+            raise ValueError(f"models with a sliding window need equal block sizes (prefill: {theirs}, decode: {size})")
         tokens = Tokens(first, end, first // theirs * theirs, first // size * size)
         return group.pull_heads(owners, src, dst, tokens, self._left_ms(ongoing))
 
@@ -351,24 +358,30 @@ class Receiving:
     def _end(self, ongoing: _Ongoing) -> None:
         ticket = ongoing.receive.handover.ticket
         del self._ongoing[ongoing.receive.request]
-        self._by_ticket[ticket].remove(ongoing)
-        # A request for several answers (n > 1) is several requests here, with one ticket.
-        if not self._by_ticket[ticket]:
-            del self._by_ticket[ticket]
-            self._report_done(ongoing)
+        # A request for several completions (n > 1) is several requests here, with one ticket.
+        others = [other for other in self._by_ticket.pop(ticket) if other is not ongoing]
+        if others:
+            self._by_ticket[ticket] = others
+        self._report_done(ongoing, {cluster for other in others for cluster in other.sources})
         took = time.monotonic() - ongoing.begin
         figures = (took, ongoing.nanos / 1e9, ongoing.moved, ongoing.blocks)
         self._report(ongoing.receive, ongoing.failure, figures)
 
-    def _report_done(self, ongoing: _Ongoing) -> None:
-        """Tell prefill that nothing more is needed. Where there is no link, the lease ends the loan."""
+    def _report_done(self, ongoing: _Ongoing, still_read: set[int]) -> None:
+        """Send ``Done`` to the ranks that no other receive reads. Without a link, the lease ends the loan."""
         for cluster, source in ongoing.sources.items():
-            if cluster in self._linked:
+            if cluster in self._linked and cluster not in still_read:
                 with suppress(LLMException):
                     self._notify(cluster, Done(ongoing.receive.handover.ticket, source.readers))
 
     def _report(self, receive: Receive, failure: str, figures: tuple[float, float, int, int]) -> None:
         if failure:
-            logger.error("request %s was not received from prefill: %s", receive.request, failure)
+            addresses = ", ".join(receive.handover.addresses)
+            logger.error("request %s was not received from prefill at %s: %s", receive.request, addresses, failure)
         if receive.blocks:
             self._ended(Outcome(receive.request, failure, *figures))
+
+
+def _printable(reason: str) -> str:
+    """Return a reason that a peer has given, fit for the log."""
+    return "".join(letter if letter.isprintable() else "?" for letter in reason[:MAX_REASON])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from llm_datadist.integrations.vllm.handover import Handover, own_ticket, prompt_digest, ticket_of
+from llm_datadist.integrations.vllm.handover import Handover, digest_of, own_ticket, ticket_of
 from llm_datadist.integrations.vllm.prompts import Prompts, prompt_of, whole
 from llm_datadist.integrations.vllm.step import Receive, Send, Step, Withdraw
 
@@ -39,12 +39,13 @@ class SchedulerSide:
         self._addresses: list[str] = []
         self._step = Step()
         self._prompts = Prompts(block_sizes[0])
-        # The tickets of the requests whose blocks are in use, by the id of the request: those that have not finished,
-        # and those that are lent.
+        # The tickets of requests that have not finished, by the id of the request.
         self._tickets: dict[str, str] = {}
+        # The tickets of finished requests that are lent, by the id of the request.
         self._lent: dict[str, str] = {}
+        # The tickets of both.
         self._taken: set[str] = set()
-        # What prefill has said of the requests that wait here, or None if it cannot be used.
+        # The parsed kv_transfer_params of requests that wait here, or None if they are invalid.
         self._handovers: dict[str, Handover | None] = {}
 
     def set_addresses(self, addresses: dict[int, str]) -> None:
@@ -110,7 +111,7 @@ class SchedulerSide:
             complete: whether the request has finished normally, so that the KV of its prompt is complete.
 
         Returns:
-            The ``kv_transfer_params`` of the answer, if the blocks must be kept for decode; ``None`` otherwise.
+            The ``kv_transfer_params`` of the response, if the blocks must be kept for decode; ``None`` otherwise.
         """
         params = request.kv_transfer_params or {}
         if self._consumer and params.get("do_remote_prefill"):
@@ -172,7 +173,7 @@ class SchedulerSide:
         return self._handovers[name]
 
     def _parsed(self, request: Any) -> Handover | None:
-        prompt = prompt_digest(request.num_prompt_tokens, request.prompt_token_ids)
+        prompt = digest_of(request)
         try:
             handover = Handover.parse(request.kv_transfer_params, self._block_sizes, prompt)
         except ValueError as error:

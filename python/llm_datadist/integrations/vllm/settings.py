@@ -24,9 +24,9 @@ class Settings:
         port: port of rank 0 (0 to 65,535); rank *n* uses ``port + n``. 0 takes free ports.
         lease_ms: how long prefill keeps the blocks of a request for decode, in milliseconds (uint32, above 0).
         timeout_ms: in decode, how long a receive may go without progress (a link, a part that prefill lends, computed
-            layers, bytes in place); in prefill, how long decode may wait for a ticket that prefill does not know yet.
+            layers, a completed pull); in prefill, how long decode may wait for blocks that prefill does not lend yet.
             In milliseconds (uint32, above 0).
-        layers_per_read: in prefill, after how many layers decode is told to read, if it reads while prefill computes
+        layers_per_read: number of layers after which prefill notifies decode, if decode reads while prefill computes
             (1 to 2^31 - 1).
         kv_cache_in_pool: whether vLLM's KV cache lies in the pool of the engine, if its layout allows that.
         model_tag: name or version of the model. Both sides must have the same; by default it is not compared.
@@ -84,4 +84,4 @@ class Settings:
 
 def _in_range(name: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
-        raise ValueError(f"{name}={value} is out of range; allowed: {low} to {high}")
+        raise ValueError(f"{name}={value} is out of range ({low} to {high})")

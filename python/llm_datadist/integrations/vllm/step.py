@@ -70,11 +70,11 @@ class Send:
 
 @dataclass
 class Withdraw:
-    """Have a worker of prefill take back all parts of a request before the blocks are used for something else.
+    """Have a worker of prefill withdraw all parts of a request before the blocks are used for something else.
 
     Attributes:
         ticket: the name under which the request is lent.
-        ended: whether the request has ended. Otherwise it was preempted, and its parts come again.
+        ended: whether the request has ended. Otherwise it was preempted, and its blocks are lent again later.
     """
 
     ticket: str

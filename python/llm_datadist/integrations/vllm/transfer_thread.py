@@ -1,7 +1,8 @@
 """The thread of a worker that talks to the engine, so that vLLM's model never waits for a peer.
 
-The model's thread hands over the work of a step and takes what has ended, both under a lock that is held for an
-instant. Everything else happens here: one thread for each worker, whatever the number of requests and peers.
+The model's thread hands over the work of a step, counts computed layers, and takes what has ended, under a lock that
+is held for an instant. It waits for the transfer thread only to revoke grants before a step overwrites their blocks,
+and never for a peer. Each worker has one transfer thread, whatever the number of requests and peers.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ _eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
 # How long the model's thread waits for the transfer thread to revoke grants, in seconds. If it takes longer, the
 # transfer thread is stuck.
 _WITHDRAW_S = 60.0
+# How long the transfer thread waits before it takes events again, if there was no memory for them, in seconds.
+_POLL_AGAIN_S = 0.1
 # epoll takes no time limit of more than 24 days.
 _LONGEST_SLEEP_S = 3600.0
 
@@ -116,9 +119,10 @@ class TransferThread:
         self._work: deque[_Work] = deque()
         self._layers = layers
         self._layers_per_read = settings.layers_per_read
-        # Only the thread of the model uses the first two, and only the transfer thread the third one.
+        # Only the model's thread uses these two.
         self._model_seconds = 0.0
         self._computing: _Computing | None = None
+        # Only the transfer thread uses this.
         self._unreported: deque[_Computing] = deque()
         self._ended = Ended()
         self._observed = Observations()
@@ -130,16 +134,17 @@ class TransferThread:
         self._thread.start()
 
     def begin(self, step: Step) -> None:
-        """Take back parts, and lend others, before the step writes to blocks. The model's thread calls this.
+        """Withdraw parts, and lend others, before the step writes to blocks. The model's thread calls this.
 
         Raises:
-            RuntimeError: the transfer thread has ended, or does not answer, so parts are not taken back. Nothing may
-                be computed then, because decode could read other bytes.
+            RuntimeError: the transfer thread has ended, or does not respond, so the parts are not withdrawn. Nothing
+                may be computed then, because decode could read other bytes.
         """
         begin = time.perf_counter()
+        # First, so that the step before never completes a part of this one with the same ticket and number.
+        self._saved()
         if step.withdrawn:
             self._withdraw(step.withdrawn)
-        self._saved()
         computed = [(part.ticket, part.number) for part in step.parts if not part.computed]
         if computed:
             # The transfer thread need not know before the first layers are in place.
@@ -247,18 +252,27 @@ class TransferThread:
         for item in work:
             self._guarded(self._begin, item)
         self._guarded(self._report_layers, self._unreported)
-        for event in self._engine.poll():
+        for event in self._polled():
             self._guarded(self._happened, event)
         now = time.monotonic()
         self._guarded(self._lending.due, now)
         self._guarded(self._receiving.due, now)
+
+    def _polled(self) -> list[Any]:
+        try:
+            return self._engine.poll()
+        except LLMException:
+            # The events stay in the engine.
+            logger.exception("the events of the engine cannot be taken, and are taken later")
+            time.sleep(_POLL_AGAIN_S)
+            return []
 
     def _guarded(self, action: Any, item: Any) -> None:
         """Run an action. A failure concerns one request, so the thread goes on."""
         try:
             action(item)
         except Exception:
-            logger.exception("llm_datadist: %s failed", action.__name__)
+            logger.exception("the transfer thread could not process %r", item)
 
     def _begin(self, item: _Work) -> None:
         if isinstance(item, Part):
@@ -285,7 +299,8 @@ class TransferThread:
                 self._lending.ready(computing.parts, None)
             elif complete is not None:
                 reason = f"the model has computed {len(computing.saved)} of {len(self._layers)} layers"
-                logger.error("requests are not handed over: %s", reason)
+                tickets = ", ".join(sorted({ticket for ticket, _ in computing.parts}))
+                logger.error("tickets %s are not handed over: %s", tickets, reason)
                 self._lending.fail(computing.parts, reason)
             elif layers > computing.reported:
                 computing.reported = layers
@@ -305,7 +320,7 @@ class TransferThread:
         try:
             message = messages.decode(event.payload)
         except ValueError:
-            logger.warning("cluster %d sent what is not a message of the connector", event.cluster_id)
+            logger.warning("cluster %d has sent an invalid message of %d bytes", event.cluster_id, len(event.payload))
             return
         if isinstance(message, (messages.Ask, messages.Done)):
             self._lending.heard(event.cluster_id, message, time.monotonic())
@@ -320,8 +335,9 @@ class TransferThread:
         try:
             self._engine.notify(cluster, payload)
         except LLMException as error:
-            # The reader is gone, or does not take its messages. It fails by a broken link or its own time limit.
-            logger.warning("cannot notify cluster %d of %s: %s", cluster, message, error)
+            # The receive fails by its broken link or its own time limit.
+            about = getattr(message, "ticket", "several tickets")
+            logger.warning("cannot send %s of %s to cluster %d: %s", type(message).__name__, about, cluster, error)
 
     def _freed(self, request: str, expired: bool) -> None:
         with self._lock:
