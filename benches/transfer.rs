@@ -2,7 +2,7 @@
 //! engine and hand-written loops take turns over the same memory and list of blocks. Prints ratios,
 //! latencies, and the cost of a link.
 //!
-//! `cargo bench -p llm-datadist-core --bench transfer [-- --only pools,registered,tcp,latency,links,many,stages,verify,layouts
+//! `cargo bench -p llm-datadist-core --bench transfer [-- --only pools,registered,tcp,latency,links,many,staged,stages,verify,layouts
 //! --mib 512 --rounds 7 --blocks 16,64 --calls 10000 --lists 512,32768 --workers 4 --streams 1 --case 'NHD to HND' --all]`
 //!
 //! The other process runs this program too. Every round is verified outside the timed part, on a destination
@@ -44,6 +44,8 @@ mod memory;
 mod prefill;
 #[path = "transfer/speed.rs"]
 mod speed;
+#[path = "transfer/staged.rs"]
+mod staged;
 #[path = "transfer/stages.rs"]
 mod stages;
 #[path = "transfer/verify.rs"]
@@ -107,13 +109,14 @@ fn main() {
         return prefill::serve();
     }
     let options = options();
-    let parts: [(&str, Part); 9] = [
+    let parts: [(&str, Part); 10] = [
         ("pools", speed::pools),
         ("registered", speed::registered),
         ("tcp", speed::tcp),
         ("latency", latency::latency),
         ("links", links::links),
         ("many", speed::many),
+        ("staged", staged::staged),
         ("stages", stages::stages),
         ("verify", verify::verify),
         ("layouts", layouts::layouts),

@@ -20,7 +20,7 @@ use crate::prefill::{LIMIT, Prefill, order_bare, receive_bare, send_bare};
 const SEED: u64 = 0x5EED_0003;
 
 /// A call that is timed, and what runs before and after it outside the timed part.
-struct Way<'a> {
+pub struct Way<'a> {
     name: String,
     before: Box<dyn Fn() + 'a>,
     call: Box<dyn Fn() + 'a>,
@@ -28,22 +28,29 @@ struct Way<'a> {
 }
 
 impl<'a> Way<'a> {
-    fn new(name: impl Into<String>, call: impl Fn() + 'a) -> Way<'a> {
+    pub fn new(name: impl Into<String>, call: impl Fn() + 'a) -> Way<'a> {
         Way { name: name.into(), before: Box::new(|| ()), call: Box::new(call), after: Box::new(|| ()) }
     }
 
-    fn before(self, before: impl Fn() + 'a) -> Way<'a> {
+    pub fn before(self, before: impl Fn() + 'a) -> Way<'a> {
         Way { before: Box::new(before), ..self }
     }
 
-    fn after(self, after: impl Fn() + 'a) -> Way<'a> {
+    pub fn after(self, after: impl Fn() + 'a) -> Way<'a> {
         Way { after: Box::new(after), ..self }
     }
 }
 
 /// Runs all in turn, each round beginning with another one. Prints a line for each of `ours`: the ratio of
 /// its median to that of the fastest of `limits`.
-fn compare(what: &str, len: u64, bytes: u64, options: &Options, limits: Vec<Way<'_>>, ours: Vec<Way<'_>>) {
+pub fn compare(
+    what: &str,
+    len: u64,
+    bytes: u64,
+    options: &Options,
+    limits: Vec<Way<'_>>,
+    ours: Vec<Way<'_>>,
+) {
     let (count, rounds) = (limits.len(), options.rounds);
     let all: Vec<Way<'_>> = limits.into_iter().chain(ours).collect();
     let mut times = vec![Vec::new(); all.len()];
@@ -85,7 +92,7 @@ fn compare(what: &str, len: u64, bytes: u64, options: &Options, limits: Vec<Way<
 /// Total time for which one comparison waits until other processes leave the machine idle.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-fn heading(title: &str, options: &Options) {
+pub fn heading(title: &str, options: &Options) {
     let workers = options.workers.map_or("default".into(), |count| count.to_string());
     println!(
         "\n{title}: {} MiB a round, {} rounds, {workers} workers; GB/s = 10^9 bytes, each counted once",

@@ -95,8 +95,8 @@ class Proxy:
             params = {"do_remote_decode": True, "llm_datadist": {"ticket": ticket}}
         body |= {"max_tokens": 1, "n": 1, "stream": False, "kv_transfer_params": params}
         try:
-            async with self._session.post(self._prefill + path, json=body) as found:
-                body = await found.json()
+            async with self._session.post(self._prefill + path, json=body) as response:
+                found = await response.json()
         except (aiohttp.ClientError, ValueError):
             return None
         params = found.get("kv_transfer_params")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Optional, TypedDict
 
-__all__ = ["LinkStats", "OpStats", "PoolStats", "Stats", "SwapInStats", "TableStats", "VerifyStats"]
+__all__ = ["LinkStats", "OpStats", "PathStats", "PoolStats", "Stats", "SwapInStats", "TableStats", "VerifyStats"]
 
 
 class OpStats(TypedDict):
@@ -99,6 +99,15 @@ class VerifyStats(TypedDict):
     """Blocks that differed."""
 
 
+class PathStats(TypedDict):
+    """The pulls and pushes of a link whose bytes moved on one path."""
+
+    transfers: int
+    """Pulls, pushes and layers that succeeded. One between other KV layouts may count several times."""
+    bytes: int
+    """Bytes moved."""
+
+
 class LinkStats(TypedDict):
     """One current link."""
 
@@ -123,6 +132,13 @@ class LinkStats(TypedDict):
     """Requests sent to the peer."""
     transfers: OpStats
     """Pulls from and pushes to the peer."""
+    paths: dict[str, PathStats]
+    """The same by path: ``mapped`` (the receiver reads memory of the owner that is mapped), ``process`` (the
+    kernel reads it for the receiver) and ``sockets`` (the owner sends the bytes)."""
+    staged_bytes: int
+    """Bytes that passed a host buffer here, because no path reaches the memory of the device."""
+    sockets_reason: Optional[str]
+    """The reason why the latest pull or push over sockets used no other path. ``None`` if none used sockets."""
 
 
 class Stats(TypedDict):

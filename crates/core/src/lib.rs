@@ -187,7 +187,7 @@ pub use model::{
 };
 pub use pool::PoolState;
 pub use session::{CommStatus, PeerAddress};
-pub use stats::{LinkState, OpState, PoolReport, Snapshot};
+pub use stats::{LinkState, OpState, PathState, PoolReport, Snapshot};
 pub use status::StatusCode;
 pub use transfer::{Carried, GrantUse, LayerTask, Outcome, Task};
 pub use validate::{

@@ -57,6 +57,15 @@ fn link<'py>(py: Python<'py>, state: &LinkState) -> PyResult<Bound<'py, PyDict>>
     fields!(dict, state, transport pools registered outgoing silent_ms);
     dict.set_item("requests", op(py, &state.requests)?)?;
     dict.set_item("transfers", op(py, &state.transfers)?)?;
+    let paths = PyDict::new(py);
+    for (name, state) in &state.paths {
+        let path = PyDict::new(py);
+        fields!(path, state, transfers bytes);
+        paths.set_item(name, path)?;
+    }
+    dict.set_item("paths", paths)?;
+    dict.set_item("staged_bytes", state.staged_bytes)?;
+    dict.set_item("sockets_reason", state.sockets_reason.as_deref())?;
     Ok(dict)
 }
 

@@ -95,5 +95,5 @@ mod stalled;
 
 pub use faulty::{Fault, Faults, Faulty};
 pub use in_process::Local;
-pub use sim::SimDevice;
+pub use sim::{SimDevice, host_address};
 pub use stalled::Stall;

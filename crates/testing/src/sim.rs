@@ -5,8 +5,8 @@
 //! device does not model the speed of any hardware. Its memory stays until the device drops. So a late copy
 //! after the end of a call writes to memory that still exists, where the test that checks for it can see it.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 
 use llm_datadist_core::testing::device::{Copier, Copy, Device, HostReach};
 use llm_datadist_core::testing::error::{Error, ErrorKind, Result};
@@ -16,6 +16,24 @@ use std::sync::{Mutex, PoisonError};
 
 /// Not canonical on any 64-bit machine, so an access faults.
 const BASE: u64 = 0xDEAD_0000_0000_0000;
+
+/// The first address that no device of this process has used.
+static NEXT: AtomicU64 = AtomicU64::new(BASE);
+/// The regions of all devices of this process.
+static REGIONS: Mutex<Vec<(u64, Weak<Tensors>)>> = Mutex::new(Vec::new());
+
+/// Returns the host address of the byte at an address of a simulated device; `None` for other addresses.
+#[must_use]
+pub fn host_address(addr: u64) -> Option<u64> {
+    let mut regions = REGIONS.lock().unwrap_or_else(PoisonError::into_inner);
+    regions.retain(|(_, bytes)| bytes.strong_count() > 0);
+    let inside = |(base, bytes): &(u64, Weak<Tensors>)| {
+        let bytes = bytes.upgrade()?;
+        let offset = addr.checked_sub(*base).filter(|&offset| offset < bytes.tensor_bytes())?;
+        Some(bytes.addrs()[0] + offset)
+    };
+    regions.iter().find_map(inside)
+}
 
 /// A device with memory that the CPU cannot address.
 #[derive(Debug)]
@@ -93,7 +111,8 @@ impl Device for SimDevice {
         let real = Arc::new(Region::shared(name, len)?);
         let bytes = Arc::new(Tensors::carved(real, [0], len, Box::new(()))?);
         let mut memory = self.memory.lock().unwrap_or_else(PoisonError::into_inner);
-        let base = memory.last().map_or(BASE, |last| last.base + last.bytes.tensor_bytes() + 4096);
+        let base = NEXT.fetch_add(len.next_multiple_of(4096) + 4096, Ordering::Relaxed);
+        REGIONS.lock().unwrap_or_else(PoisonError::into_inner).push((base, Arc::downgrade(&bytes)));
         memory.push(Backing { base, bytes });
         Ok(Region::opaque(base, len))
     }

@@ -110,8 +110,13 @@ def _links(stats: Stats) -> Iterator[Metric]:
     silent = GaugeMetricFamily(
         "llm_datadist_link_silent_seconds", "Time since the peer's last control message.", labels=["cluster"]
     )
+    paths = CounterMetricFamily(
+        "llm_datadist_link_moved_bytes", "Bytes of pulls and pushes, by path.", labels=["cluster", "path"]
+    )
     for link in stats["links"]:
         cluster = str(link["cluster"])
         links.add_metric([cluster, link["transport"], link["pools"], link["registered"]], 1)
         silent.add_metric([cluster], link["silent_ms"] / 1000)
-    yield from (links, silent)
+        for path, moved in link["paths"].items():
+            paths.add_metric([cluster, path], moved["bytes"])
+    yield from (links, silent, paths)

@@ -5,15 +5,17 @@
 
 use std::sync::{Arc, OnceLock};
 
+use super::host_buffers::HostBuffers;
 use super::limit::Limit;
 use super::progress::{Progress, with_copied_bytes};
 use super::route::{PlacedTensors, Route, Staging};
 use super::run::KeptAlive;
+use super::staged_copier::StagedCopier;
 use super::tuner::{Source, Tuner};
 use super::workers::{Work, Workers};
 use super::{reader_threads, staging_ring};
 use crate::config::Config;
-use crate::device::DeviceSet;
+use crate::device::{Copier, DeviceSet};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Access, PeerProcess, Probe};
 use crate::model::Deadline;
@@ -37,6 +39,7 @@ pub struct CopyEngine {
     readers: reader_threads::Readers,
     tuner: Arc<Tuner>,
     ring: staging_ring::RingOwner,
+    host_buffers: Arc<HostBuffers>,
     /// Threads that wait for sockets, which copy workers must not do. Started by the first transfer that
     /// needs them.
     streamers: OnceLock<Workers>,
@@ -57,6 +60,7 @@ impl CopyEngine {
             workers,
             tuner: Arc::new(tuner),
             ring: staging_ring::RingOwner::default(),
+            host_buffers: Arc::default(),
             streamers: OnceLock::new(),
             streams: config.links.streams,
         })
@@ -81,6 +85,16 @@ impl CopyEngine {
     /// Returns when no thread touches `work` any more (see [`Workers::run`]).
     pub fn spread(&self, work: Arc<impl Work>, units: usize, limit: impl Into<Limit>) -> Result<()> {
         self.workers.run(work, units, limit)
+    }
+
+    /// Returns the threads that copy.
+    pub(super) fn copy_workers(&self) -> &Workers {
+        &self.workers
+    }
+
+    /// Returns the buffers for bytes that a device and a path cannot pass to each other directly.
+    pub(super) fn host_buffers(&self) -> &Arc<HostBuffers> {
+        &self.host_buffers
     }
 
     /// Returns the devices whose memory the engine copies.
@@ -151,21 +165,21 @@ impl CopyEngine {
         let bytes = plan.bytes();
         let source = match route {
             Route::Ring => Source::Buffer,
-            Route::Direct if src.0.reach().is_peer() => Source::Peer,
-            Route::Direct => Source::Own,
+            Route::Direct | Route::Staged if src.0.reach().is_peer() => Source::Peer,
+            Route::Direct | Route::Staged => Source::Own,
         };
         let copy = super::run::Copying {
             plan,
             src: src.0.clone(),
             dst: dst.0.clone(),
-            copier: super::route::copier(&self.devices, src, dst),
+            copier: self.copier(route, src, dst),
             tuner: self.tuner.clone(),
             source,
             progress: progress.clone(),
             held,
         };
         let ended = match route {
-            Route::Direct => match src.0.process() {
+            Route::Direct | Route::Staged => match src.0.process() {
                 Some(process) => {
                     copy.read(&self.readers, process.pid(), self.workers.count(), limit.deadline())
                 }
@@ -178,5 +192,17 @@ impl CopyEngine {
         };
         ended.map_err(|error| with_copied_bytes(error, progress, bytes))?;
         Ok(CopyOutcome { bytes, route })
+    }
+
+    /// Returns what copies from `src` to `dst` on `route`.
+    fn copier(&self, route: Route, src: PlacedTensors<'_>, dst: PlacedTensors<'_>) -> Arc<dyn Copier> {
+        if route != Route::Staged {
+            return super::route::copier(&self.devices, src, dst);
+        }
+        Arc::new(StagedCopier {
+            first: super::route::reader(&self.devices, src),
+            second: self.devices.at(dst.1).clone(),
+            buffers: self.host_buffers.clone(),
+        })
     }
 }

@@ -1,8 +1,10 @@
 //! The copy engine: the only module that moves the bytes of caches. Copies, swaps, pulls, pushes and layers
 //! are plans that it runs.
 
+mod alongside;
 mod block_sums;
 mod engine;
+mod host_buffers;
 mod limit;
 mod peer_read;
 mod progress;
@@ -11,6 +13,8 @@ mod route;
 mod run;
 mod short_windows;
 mod socket;
+mod staged_copier;
+mod staged_socket;
 mod staging_ring;
 mod stream_sum;
 mod tuner;

@@ -1,7 +1,8 @@
-//! Chooses the route of a copy, direct or through the staging ring, and the device that runs it.
+//! Chooses the route of a copy, and the device that runs it.
 //!
 //! A swap-in goes directly if the device can read host memory in place, because that is one copy instead of
-//! two. Otherwise it goes through the ring. `docs/performance.md` has the measurements.
+//! two. Otherwise it goes through the ring. `docs/performance.md` has the measurements. Memory of another process
+//! goes through host buffers if the device cannot read it.
 
 use std::sync::Arc;
 
@@ -35,11 +36,13 @@ pub enum Route {
     Direct,
     /// From host memory to a ring buffer of the device, and from there to the destination.
     Ring,
+    /// From memory of another process to a host buffer, and from there to the destination.
+    Staged,
 }
 
-/// Returns the route from `src` to `dst`. Only copies from host to device have a choice. Returns
+/// Returns the route from `src` to `dst`. Only copies from host to device of this process have a choice. Returns
 /// `Err(System)` if the destination is memory of another process, and `Err(NotEnabled)` if the device does
-/// not support the route.
+/// not support the route that is forced.
 pub(super) fn choose(
     devices: &DeviceSet,
     src: PlacedTensors<'_>,
@@ -50,7 +53,7 @@ pub(super) fn choose(
         return Err(Error::new(ErrorKind::System, "cannot write to memory of another process"));
     }
     if src.0.reach().is_peer() {
-        return from_peer(devices, src, dst);
+        return Ok(from_peer(devices, src, dst));
     }
     if (src.1, dst.1) != (Placement::Host, Placement::Device) {
         return Ok(Route::Direct);
@@ -67,17 +70,23 @@ pub(super) fn choose(
     }
 }
 
-/// Memory of another process is copied directly or not at all. The ring is for swap-ins: its stages would
-/// copy the bytes a second time before it is known whether they are still current
-/// (`memory_that_a_device_cannot_reach_is_refused_and_the_ring_is_not_used`).
-fn from_peer(devices: &DeviceSet, src: PlacedTensors<'_>, dst: PlacedTensors<'_>) -> Result<Route> {
+/// Memory of another process never passes the ring, which is for swap-ins: its stages do not leave a process whose memory
+/// does not answer (`reader_threads`).
+fn from_peer(devices: &DeviceSet, src: PlacedTensors<'_>, dst: PlacedTensors<'_>) -> Route {
     let direct = device(devices, src, dst).host_reach() == HostReach::Direct;
-    let here = dst.0.host_addressable();
-    if here || (src.0.host_addressable() && direct) {
-        return Ok(Route::Direct);
+    if dst.0.host_addressable() || (src.0.host_addressable() && direct) {
+        Route::Direct
+    } else {
+        Route::Staged
     }
-    let text = "this device cannot access memory of another process directly";
-    Err(Error::new(ErrorKind::NotEnabled, text).with("source", format_args!("{:?}", src.0.reach())))
+}
+
+/// Returns what reads `src` into host memory: the system's kernel if it is read by process id, otherwise the CPU.
+pub(super) fn reader(devices: &DeviceSet, src: PlacedTensors<'_>) -> Arc<dyn Copier> {
+    match src.0.process() {
+        Some(process) => Arc::new(ProcessReader::new(process.clone())),
+        None => devices.at(Placement::Host).clone(),
+    }
 }
 
 /// Returns the copier for two ends: the system's kernel if the source is read by process id, otherwise the

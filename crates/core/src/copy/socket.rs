@@ -21,18 +21,18 @@ use crate::net::{LEAD_INTERVAL, Stream, leads};
 use crate::plan::{CopyPlan, LocalEnd};
 
 impl CopyEngine {
-    /// Checks that `src` can be sent through a socket, before the peer is told to expect it. Returns
-    /// `Err(NotEnabled)` if the CPU cannot address the memory.
+    /// Checks that `src` can be sent through a socket, before the peer is told to expect it. Returns `Err(System)` for
+    /// memory that only the kernel can read.
     pub fn can_send(src: &Tensors) -> Result<()> {
         src.check_mapped(Access::Read)?;
-        if src.host_addressable() { Ok(()) } else { Err(unreachable(src.reach(), "read")) }
+        if src.reach() == Reach::Process { Err(unreachable(src.reach(), "sent")) } else { Ok(()) }
     }
 
-    /// Checks that `dst` can be received through a socket, before the peer is told to expect it. Returns
-    /// `Err(NotEnabled)` if the CPU cannot write the memory.
+    /// Checks that `dst` can be received through a socket, before the peer is told to expect it. Returns `Err(System)`
+    /// for memory of another process.
     pub fn can_receive(dst: &Tensors) -> Result<()> {
         dst.check_mapped(Access::Write)?;
-        if dst.reach() == Reach::Host { Ok(()) } else { Err(unreachable(dst.reach(), "written")) }
+        if dst.reach().writable() { Ok(()) } else { Err(unreachable(dst.reach(), "received")) }
     }
 
     /// Sends the bytes at positions `range` of `plan`, read from `src`, and adds them to `sum`. An error carries how
@@ -47,6 +47,10 @@ impl CopyEngine {
         mut sum: Option<&mut StreamSum>,
     ) -> Result<()> {
         Self::can_send(src)?;
+        inside(plan, &range)?;
+        if src.reach() == Reach::Device {
+            return self.send_staged(plan, range, src, stream, deadline, sum);
+        }
         let sent = Progress::default();
         let end = PlanEnd { plan, end: LocalEnd::Source, tensors: src, most: most_bytes(sum.is_some()) };
         let (mut windows, mut short) = (Vec::new(), ShortWindowBuffer::new(self.tuner(), &range));
@@ -74,7 +78,16 @@ impl CopyEngine {
         arrived: impl Into<Arrived<'a>>,
     ) -> Result<()> {
         Self::can_receive(dst)?;
+        inside(plan, &range)?;
         let Arrived { progress, mut sum } = arrived.into();
+        if dst.reach() == Reach::Device {
+            return match sum {
+                None => self.receive_staged(plan, range, dst, stream, deadline, progress),
+                Some(_) => {
+                    Err(Error::new(ErrorKind::System, "the CPU cannot hash what a device has received"))
+                }
+            };
+        }
         let most = most_bytes(sum.is_some());
         let end = PlanEnd { plan, end: LocalEnd::Destination, tensors: dst, most };
         let (mut windows, mut short) = (Vec::new(), ShortWindowBuffer::new(self.tuner(), &range));
@@ -124,11 +137,6 @@ fn in_batches<'a>(
     mut moved: impl FnMut(&WindowBatch<'a>, &mut u64) -> Result<()>,
 ) -> Result<()> {
     let of_bytes = range.end.saturating_sub(range.start);
-    if range.end > plan_end.plan.bytes() {
-        return Err(Error::new(ErrorKind::System, "a range ends beyond its plan")
-            .with("end", range.end)
-            .with("plan_bytes", plan_end.plan.bytes()));
-    }
     let mut batch = WindowBatch::new();
     let mut at = range.start;
     while at < range.end {
@@ -155,7 +163,17 @@ fn in_batches<'a>(
     Ok(())
 }
 
+fn inside(plan: &CopyPlan, range: &Range<u64>) -> Result<()> {
+    if range.start <= range.end && range.end <= plan.bytes() {
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::System, "a range ends beyond its plan")
+        .with("start", range.start)
+        .with("end", range.end)
+        .with("plan_bytes", plan.bytes()))
+}
+
 fn unreachable(reach: Reach, done: &str) -> Error {
-    let text = format!("memory that the CPU cannot address cannot be {done} through a socket");
-    Error::new(ErrorKind::NotEnabled, text).with("memory", format_args!("{reach:?}"))
+    let text = format!("memory of another process cannot be {done} through a socket");
+    Error::new(ErrorKind::System, text).with("memory", format_args!("{reach:?}"))
 }

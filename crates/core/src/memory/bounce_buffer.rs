@@ -1,6 +1,7 @@
-//! A buffer of the engine, in which many short windows are gathered, or from which they are scattered.
+//! A buffer of the engine, through which bytes pass: short windows that are gathered or scattered, and those of a device.
 
 use std::cell::Cell;
+use std::fmt;
 
 use super::{Reach, Window, Windows};
 use crate::error::{Error, ErrorKind, Result};
@@ -21,7 +22,7 @@ impl BounceBuffer {
     pub fn new(bytes: u64) -> Result<BounceBuffer> {
         let lines = usize::try_from(bytes.div_ceil(LINE as u64)).unwrap_or(usize::MAX);
         Ok(BounceBuffer(fallible::filled(
-            "a buffer for short pieces",
+            "a buffer for bytes in transit",
             CacheLine(Cell::new([0; LINE])),
             lines,
         )?))
@@ -46,5 +47,11 @@ impl BounceBuffer {
         }
         let first = Window::inside(self.0.as_ptr() as u64 + at, len, Reach::Host);
         Ok(Windows::inside(first, count, len.cast_signed()))
+    }
+}
+
+impl fmt::Debug for BounceBuffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "BounceBuffer({} bytes)", self.bytes())
     }
 }

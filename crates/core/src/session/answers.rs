@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::asked_blocks::AskedBlocks;
 use super::link::Link;
 use super::message_io::{send_message, send_message_before};
-use super::peer_memory::location;
+use super::peer_memory::{NOTHING_SHARED, location};
 use crate::cache::{Cache, CallRows, Origin, Pin, RowUse, rows_of_a_pin};
 use crate::checksums::Checksums;
 use crate::copy::{CopyEngine, Progress, Staging, StreamSum, with_arrived_rows};
@@ -270,7 +270,7 @@ impl RequestContext<'_> {
         record.layout = cache.kv().map(|kv| WireLayout::from(&**kv));
         if let Some(memory) = self.link.peer_memory().filter(|_| record.accessible) {
             let at = self.resources.memory_location(cache)?;
-            if memory.seen(&at) {
+            if memory.seen(&at).is_ok() {
                 self.resources.described_to_peer(cache, &at);
             }
             record.location = location(at)?;
@@ -474,11 +474,13 @@ impl RequestContext<'_> {
         (source, num_tensors, tensor_bytes): (&WireLocation, u32, u64),
     ) -> Result<Reply> {
         let plan = Arc::new(CopyPlan::try_from(plan)?);
-        let seen = self.link.peer_memory().map(|memory| memory.tensors(source, num_tensors, tensor_bytes));
-        let Some(tensors) = seen.transpose()?.flatten() else {
-            let refusal = self.link.peer_memory().and_then(|memory| memory.refusal());
-            let reason = refusal.unwrap_or("the memory of the peer is not visible here").to_owned();
-            return Ok(Reply::Unreachable { reason });
+        let seen = match self.link.peer_memory() {
+            Some(memory) => memory.tensors(source, num_tensors, tensor_bytes)?,
+            None => Err(NOTHING_SHARED.into()),
+        };
+        let tensors = match seen {
+            Ok(tensors) => tensors,
+            Err(reason) => return Ok(Reply::Unreachable { reason: reason.into_owned() }),
         };
         let pinned = self.pinned(call, |cache| {
             plan.check_bounds(Some((num_tensors, tensor_bytes)), None)?;

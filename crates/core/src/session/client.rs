@@ -10,6 +10,7 @@ use super::call_streams::StreamLease;
 use super::known_cache::KnownCache;
 use super::link::Link;
 use super::message_io;
+use super::peer_memory::NOTHING_SHARED;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::memory::TensorBytes;
@@ -191,7 +192,7 @@ impl Link {
                 let bytes = mixed.clone().map_or_else(equal, TensorBytes::Mixed);
                 memory.tensors(&record.location, record.num_tensors, bytes)?
             }
-            None => None,
+            None => Err(NOTHING_SHARED.into()),
         };
         Ok(KnownCache {
             at: record.at,

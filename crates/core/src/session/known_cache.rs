@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use hashbrown::HashMap;
 
+use super::peer_memory::Readable;
 use crate::memory::Tensors;
 use crate::model::{CacheId, Name};
 use crate::protocol::EntryVersion;
@@ -35,8 +36,8 @@ pub(crate) struct KnownCache {
     pub(crate) remote: RemoteCache,
     /// Whether a pull of one of its slots may release a key.
     pub(crate) consumable: bool,
-    /// Its memory, if this process can read it.
-    pub(crate) tensors: Option<Arc<Tensors>>,
+    /// Its memory, or the reason why this process cannot read it in place.
+    pub(crate) tensors: Readable<Arc<Tensors>>,
 }
 
 #[cfg(test)]

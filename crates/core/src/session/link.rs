@@ -23,7 +23,7 @@ use crate::events::{LinkEnd, PeerInfo};
 use crate::model::{ClusterId, Deadline, Name};
 use crate::net::Stream;
 use crate::protocol::{self, Control, Purpose};
-use crate::stats::{Counters, LinkState};
+use crate::stats::{Counters, LinkState, PathCounters};
 use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// Most streams on which one peer may send requests. A peer uses at most [`MOST_CALLS`]; the rest allows for
@@ -101,6 +101,7 @@ pub struct Link {
     budget: Arc<PeerBudget>,
     pub(super) requests: Counters,
     pub(crate) transfers: Counters,
+    pub(crate) paths: PathCounters,
 }
 
 /// The streams on which requests of the peer are answered.
@@ -146,6 +147,7 @@ impl Link {
             budget: PeerBudget::new(budget),
             requests: Counters::default(),
             transfers: Counters::default(),
+            paths: PathCounters::default(),
         })
     }
 
@@ -243,6 +245,9 @@ impl Link {
             silent_ms: u64::try_from(self.silent().as_millis()).unwrap_or(u64::MAX),
             requests: self.requests.state(),
             transfers: self.transfers.state(),
+            paths: self.paths.states(),
+            staged_bytes: self.paths.staged_bytes(),
+            sockets_reason: self.paths.reason(),
         }
     }
 

@@ -57,8 +57,8 @@ pub(crate) use known_cache::KnownCache;
 pub(crate) use message_io::{send_message, send_message_before};
 pub(crate) use notifications::{ReservedNotification, check_notification};
 pub(crate) use opened_grants::OpenedGrant;
-pub(crate) use peer_memory::location;
-pub(crate) use peer_snapshot::{PeerSnapshot, Validity};
+pub(crate) use peer_memory::{NOTHING_SHARED, Readable, location};
+pub(crate) use peer_snapshot::{BEING_PUSHED, PeerSnapshot, Validity};
 pub(crate) use shared::own;
 pub(crate) use threads::STACK as THREAD_STACK;
 

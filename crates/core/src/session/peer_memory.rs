@@ -4,6 +4,7 @@
 //! Both sides offer their memory over a socket that carries descriptors, try what they were offered, and
 //! report the result to each other. Memory that cannot be read in place is transferred over sockets.
 
+use std::borrow::Cow;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -26,6 +27,15 @@ const MOST_DESCRIPTORS: usize = 3;
 const PROBE_LIMIT: Duration = Duration::from_millis(500);
 /// How long a new link waits for memory of ended links to be unmapped, if its own does not fit beside that.
 const UNMAP_LIMIT: Duration = Duration::from_secs(1);
+
+/// Why one side cannot read memory that its owner has not located.
+const HIDDEN: &str = "the memory belongs to a device, or lies in too many pieces to list";
+/// Why nothing is read in place over a link without [`PeerMemory`].
+pub(crate) const NOTHING_SHARED: &str =
+    "the link uses TCP, or the peer is on another host: no memory is shared";
+
+/// Something that one side can read in place, or the reason why it cannot.
+pub(crate) type Readable<T> = std::result::Result<T, Cow<'static, str>>;
 
 /// The offered memory of a peer that this process can read. The rest is transferred over sockets; the link is
 /// made anyway.
@@ -152,35 +162,38 @@ impl PeerMemory {
         self.taken.process.as_ref().err().map(String::as_str)
     }
 
-    /// Whether the peer can read the memory at `memory_location` of this process.
-    pub(crate) fn seen(&self, memory_location: &MemoryLocation) -> bool {
+    /// Returns `Err` with the reason if the peer cannot read the memory at `memory_location` of this process.
+    pub(crate) fn seen(&self, memory_location: &MemoryLocation) -> Readable<()> {
         match memory_location {
-            MemoryLocation::Pool(..) => self.seen.mapped.is_ok(),
-            MemoryLocation::Process(_) => self.seen.registered.is_ok(),
-            MemoryLocation::Hidden => false,
+            MemoryLocation::Pool(..) => self.seen.mapped.clone().map_err(Cow::from),
+            MemoryLocation::Process(_) => self.seen.registered.clone().map_err(Cow::from),
+            MemoryLocation::Hidden => Err(HIDDEN.into()),
         }
     }
 
-    /// Returns `count` tensors of these `bytes` at `location` of the peer, or `None` if this process cannot
-    /// read them. Returns `Err` if the location is invalid.
+    /// Returns `count` tensors of these `bytes` at `location` of the peer, or the reason why this process cannot read
+    /// them. Returns `Err` if the location is invalid.
     pub(crate) fn tensors(
         &self,
         location: &WireLocation,
         count: u32,
         bytes: impl Into<TensorBytes>,
-    ) -> Result<Option<Arc<Tensors>>> {
+    ) -> Result<Readable<Arc<Tensors>>> {
         let tensors = match location {
             WireLocation::Region { region, runs } => {
-                let Some(Some(pool)) = self.taken.pools.get(usize::from(*region)) else { return Ok(None) };
+                let Some(Some(pool)) = self.taken.pools.get(usize::from(*region)) else {
+                    let unmapped = self.taken.unmapped.clone().map(Cow::from);
+                    return Ok(Err(unmapped.unwrap_or("the peer has offered no such pool".into())));
+                };
                 Tensors::mapped(pool.clone(), Run::unpack(runs, count)?, bytes)?
             }
-            WireLocation::Process { runs } => {
-                let Ok(process) = &self.taken.process else { return Ok(None) };
-                Tensors::of_process(process.clone(), Run::unpack(runs, count)?, bytes)?
-            }
-            WireLocation::Hidden => return Ok(None),
+            WireLocation::Process { runs } => match &self.taken.process {
+                Ok(process) => Tensors::of_process(process.clone(), Run::unpack(runs, count)?, bytes)?,
+                Err(reason) => return Ok(Err(reason.clone().into())),
+            },
+            WireLocation::Hidden => return Ok(Err(HIDDEN.into())),
         };
-        Ok(Some(Arc::new(tensors)))
+        Ok(Ok(Arc::new(tensors)))
     }
 }
 

@@ -16,8 +16,12 @@ use std::sync::Arc;
 
 use super::known_cache::KnownCache;
 use super::link::Link;
+use super::peer_memory::Readable;
 use crate::memory::Tensors;
 use crate::protocol::EntryVersion;
+
+/// Why a pull does not read a cache in place while this process pushes to it.
+pub(crate) const BEING_PUSHED: &str = "this process pushes to the same cache";
 
 /// A read in progress of the memory of one remote cache.
 pub(crate) struct PeerSnapshot<'a> {
@@ -39,10 +43,11 @@ pub(crate) enum Validity {
 }
 
 impl<'a> PeerSnapshot<'a> {
-    /// Begins a read. Returns `None` if this process cannot read the memory, or is pushing to the cache.
-    pub(crate) fn begin(link: &'a Link, known: &'a KnownCache) -> Option<PeerSnapshot<'a>> {
-        let tensors = known.tensors.as_ref()?;
-        Some(PeerSnapshot { link, known, tensors, pushes: link.pushes.none_now(known.cache)? })
+    /// Begins a read. Returns the reason if this process cannot read the memory, or is pushing to the cache.
+    pub(crate) fn begin(link: &'a Link, known: &'a KnownCache) -> Readable<PeerSnapshot<'a>> {
+        let tensors = known.tensors.as_ref().map_err(Clone::clone)?;
+        let pushes = link.pushes.none_now(known.cache).ok_or(BEING_PUSHED)?;
+        Ok(PeerSnapshot { link, known, tensors, pushes })
     }
 
     pub(crate) fn tensors(&self) -> &'a Arc<Tensors> {

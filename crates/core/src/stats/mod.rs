@@ -4,10 +4,12 @@
 //! counted here; it is read from its owner when a [`Snapshot`] is made.
 
 mod counters;
+mod paths;
 
 #[cfg(feature = "testing")]
 pub use counters::BUCKETS;
 pub use counters::{Counters, OpState};
+pub use paths::{DataPath, PathCounters, PathState};
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -128,6 +130,12 @@ pub struct LinkState {
     pub requests: OpState,
     /// Pulls from and pushes to the peer: calls, failures, bytes and times.
     pub transfers: OpState,
+    /// The pulls and pushes that succeeded, by the path on which their bytes moved.
+    pub paths: Vec<(&'static str, PathState)>,
+    /// Bytes of them that passed a host buffer of this engine, because no path reaches the memory of a device.
+    pub staged_bytes: u64,
+    /// Why the latest pull or push over sockets did not use another path; `None` if none used sockets.
+    pub sockets_reason: Option<String>,
 }
 
 /// A pool and the memory under it.

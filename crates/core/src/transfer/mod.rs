@@ -23,6 +23,7 @@ mod on_lane;
 mod place_table;
 mod pull;
 mod push;
+mod route;
 mod running_calls;
 mod running_tasks;
 mod stream;

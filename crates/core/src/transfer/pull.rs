@@ -6,11 +6,11 @@ use std::sync::Arc;
 use super::call::{Call, Moved};
 use super::stream::Streams;
 use crate::cache::RowUse;
-use crate::copy::{KeptAlive, Progress, STILL_READING, Staging, with_arrived_rows};
+use crate::copy::{KeptAlive, Progress, Route, STILL_READING, Staging, with_arrived_rows};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{CacheKey, GrantId, Name};
 use crate::plan::{CacheCount, CopyPlan, LocalEnd, Moves};
-use crate::session::{CallEnd, KnownCache, PeerSnapshot, ReservedNotification, Validity};
+use crate::session::{BEING_PUSHED, CallEnd, KnownCache, ReservedNotification, Validity};
 use crate::stats::Op;
 use crate::validate::{CheckedPull, Conversion, PullRows};
 
@@ -168,8 +168,12 @@ impl Call {
         progress: &mut Arc<Progress>,
         pinned: &KeptAlive,
     ) -> Result<Moved> {
-        let Some(snapshot) = PeerSnapshot::begin(&self.link, known) else {
-            return self.receive(known, plan, progress);
+        let snapshot = match self.in_place(known) {
+            Ok(snapshot) => snapshot,
+            Err(reason) => {
+                self.use_sockets(reason);
+                return self.receive(known, plan, progress);
+            }
         };
         self.still_granted()?;
         let from = (snapshot.tensors(), self.local.placement());
@@ -177,7 +181,14 @@ impl Call {
         let (engine, held) = (&self.resources.copy_engine, pinned.clone());
         let read =
             engine.run_holding(plan.clone(), from, to, Staging::DEFAULT, self.deadline, progress, held);
+        let staged = read.as_ref().is_ok_and(|outcome| outcome.route == Route::Staged);
         let read = read.map(|outcome| outcome.bytes);
+        let accepted = |read: Result<u64>| {
+            read.map(|bytes| {
+                self.count_read(known, bytes, staged);
+                Moved::Bytes(bytes)
+            })
+        };
         let (validity, granted) = (snapshot.validate(), self.still_granted());
         match &read {
             // The kernel may still write to the rows, so no other bytes may be written there.
@@ -192,10 +203,12 @@ impl Call {
                 return granted.map(|()| Moved::Stale);
             }
             // The kernel allowed the read when the link was made, but does not now. Sockets always work.
-            Err(error) if error.kind() == ErrorKind::NotEnabled => {}
-            _ if validity == Validity::Valid => return self.link.check().and(read).map(Moved::Bytes),
-            _ if validity == Validity::Changed => return self.confirm(known, read, progress),
-            _ => {}
+            Err(error) if error.kind() == ErrorKind::NotEnabled => self.use_sockets(error.to_string()),
+            _ if validity == Validity::Valid => return self.link.check().and_then(|()| accepted(read)),
+            _ if validity == Validity::Changed => {
+                return if self.confirm(known, progress)? { accepted(read) } else { Ok(Moved::Stale) };
+            }
+            _ => self.use_sockets(BEING_PUSHED),
         }
         *progress = self.attempt(plan.bytes());
         self.receive(known, plan, progress)
@@ -211,6 +224,9 @@ impl Call {
     ) -> Result<Moved> {
         let streams = Streams { call: self.clone(), known: known.clone(), plan: plan.clone() };
         let received = streams.receive(progress.clone());
+        if let Ok(Moved::Bytes(bytes) | Moved::Equal(bytes)) = received {
+            self.count_sent(bytes);
+        }
         if received.is_err() && self.grant.is_some() {
             *progress = self.attempt(plan.bytes());
         }
@@ -219,15 +235,15 @@ impl Call {
 
     /// Asks the owner, after a read with an outdated description, whether the memory belonged to the cache
     /// during the whole read.
-    fn confirm(&self, known: &KnownCache, read: Result<u64>, progress: &mut Arc<Progress>) -> Result<Moved> {
+    fn confirm(&self, known: &KnownCache, progress: &mut Arc<Progress>) -> Result<bool> {
         let unconfirmed = std::mem::replace(progress, self.attempt(0));
         // Something about the cache changed, perhaps only one of its keys. Ids are never used again, so the
         // same id means the same memory.
         let now = self.link.describe(self.name, self.deadline)?;
-        if now.cache == known.cache && now.remote == known.remote {
+        let unchanged = now.cache == known.cache && now.remote == known.remote;
+        if unchanged {
             *progress = unconfirmed;
-            return read.map(Moved::Bytes);
         }
-        Ok(Moved::Stale)
+        Ok(unchanged)
     }
 }

@@ -141,10 +141,12 @@ impl Call {
     /// Moves the bytes of a push by the available path.
     fn push_bytes(&self, known: &Arc<KnownCache>, plan: &Arc<CopyPlan>) -> Result<Moved> {
         let memory_location = self.resources.memory_location(&self.local)?;
-        if self.link.peer_memory().is_some_and(|memory| memory.seen(&memory_location)) {
+        let readable = self.readable_by_peer(&memory_location);
+        if readable.is_ok() {
             self.resources.described_to_peer(&self.local, &memory_location);
             let tensor_bytes = self.local.sizes_of(plan.src_tensor()).tensor_bytes();
             let (plan, num_tensors, memory_location) = self.read_tensors(plan, memory_location)?;
+            let in_process = matches!(memory_location, MemoryLocation::Process(_));
             let request = Request::Fetch {
                 name: self.name.into(),
                 cache: known.cache.0,
@@ -160,14 +162,23 @@ impl Call {
                 self.link.ask(&request, self.deadline)
             };
             match reply? {
-                Reply::Done { bytes } => return Ok(Moved::Bytes(bytes)),
+                Reply::Done { bytes } => {
+                    self.count_fetched(in_process, bytes);
+                    return Ok(Moved::Bytes(bytes));
+                }
                 Reply::Stale => return Ok(Moved::Stale),
                 // The peer could read this memory when the link was made, but cannot now. Sockets always
                 // work.
-                Reply::Unreachable { .. } => {}
+                Reply::Unreachable { reason } => self.use_sockets(reason),
                 reply => return Err(self.link.unexpected(&reply)),
             }
+        } else if let Err(reason) = readable {
+            self.use_sockets(reason);
         }
-        Streams { call: self.clone(), known: known.clone(), plan: plan.clone() }.send()
+        let sent = Streams { call: self.clone(), known: known.clone(), plan: plan.clone() }.send();
+        if let Ok(Moved::Bytes(bytes)) = sent {
+            self.count_sent(bytes);
+        }
+        sent
     }
 }

@@ -21,7 +21,7 @@ use llm_datadist_core::{
     Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, Deadline, End, Error,
     ErrorKind, Geometry, MixedSizes, Placement, PoolConfig, Result, Role,
 };
-use llm_datadist_testing::{Local, SimDevice};
+use llm_datadist_testing::{Local, SimDevice, host_address};
 use tracing::{Level, Subscriber, span};
 
 /// Reports that a test skipped something, and why. Writes to standard error directly, because the test
@@ -251,6 +251,11 @@ impl Gated {
         *self.state.lock().unwrap() = Gate { closed: true, arrived: 0 };
     }
 
+    /// Makes every copy after the next `copies` ones fail.
+    pub fn fail_after(&self, copies: u64) {
+        self.sim.fail_after(copies);
+    }
+
     pub fn open(&self) {
         self.state.lock().unwrap().closed = false;
         self.changed.notify_all();
@@ -325,20 +330,23 @@ pub fn proptest_cases(default: u32) -> proptest::test_runner::Config {
     }
 }
 
-/// Writes the tensors of a pool cache of host memory. Only while no copy runs.
+/// Writes the tensors of a pool cache. Only while no copy runs.
 pub fn fill(cache: &Cache, tensors: &[Vec<u8>]) {
     assert_eq!(tensors.len(), cache.addrs().len());
     for (tensor, (&addr, bytes)) in (0..).zip(cache.addrs().iter().zip(tensors)) {
         assert_eq!(bytes.len() as u64, cache.sizes_of(tensor).tensor_bytes());
-        // SAFETY: the tensor is `len` bytes of a pool, alive as long as the cache, and used by nobody else now.
+        let addr = host_address(addr).unwrap_or(addr);
+        // SAFETY: the tensor is `len` bytes of a pool, alive as long as the cache, and used by nobody else now. If the
+        // pool belongs to a simulated device, these are the bytes behind it.
         unsafe { (addr as *mut u8).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
     }
 }
 
-/// The tensors of a cache of host memory. Only while no copy runs.
+/// The tensors of a cache. Only while no copy runs.
 pub fn contents(cache: &Cache) -> Vec<Vec<u8>> {
     let tensor = |(tensor, &addr): (u32, &u64)| {
         let len = cache.sizes_of(tensor).tensor_bytes() as usize;
+        let addr = host_address(addr).unwrap_or(addr);
         // SAFETY: as in `fill`.
         unsafe { std::slice::from_raw_parts(addr as *const u8, len) }.to_vec()
     };

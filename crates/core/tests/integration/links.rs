@@ -16,6 +16,7 @@ mod linking;
 mod memory_offers;
 mod mixed_tensors;
 mod pair_checksums;
+mod paths;
 mod pull_and_push;
 mod push_ahead;
 mod races;
@@ -27,7 +28,7 @@ use std::sync::atomic::{AtomicU16, Ordering};
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
-use llm_datadist_core::testing::device::DeviceSet;
+use llm_datadist_core::testing::device::{DeviceSet, HostReach};
 use llm_datadist_core::testing::net::{Accepted, Address, Listener, Stream, Tcp, Transport, Unix};
 use llm_datadist_core::testing::session::Transports;
 use llm_datadist_core::{
@@ -35,7 +36,7 @@ use llm_datadist_core::{
     PeerAddress, Placement, PoolConfig, PullRows, PushRows, RemoteName, Result, Role, TransportChoice,
 };
 
-use llm_datadist_testing::Local;
+use llm_datadist_testing::{Local, SimDevice};
 
 use crate::fixtures::{self, Gated, Own, eventually};
 use crate::log;
@@ -52,9 +53,16 @@ enum Way {
     Shm,
     /// Loopback sockets, nothing shared.
     Tcp,
+    /// As `Shm`, with device pools in memory that the CPU cannot address.
+    ShmDevice,
+    /// As `Tcp`, with device pools in memory that the CPU cannot address.
+    TcpDevice,
 }
 
-const WAYS: [Way; 3] = [Way::Local, Way::Shm, Way::Tcp];
+const WAYS: [Way; 5] = [Way::Local, Way::Shm, Way::Tcp, Way::ShmDevice, Way::TcpDevice];
+
+/// The ways with sockets of the kernel.
+const SOCKETS: [Way; 4] = [Way::Shm, Way::Tcp, Way::ShmDevice, Way::TcpDevice];
 
 /// The local transport with ports as addresses, because links use ports.
 #[derive(Debug)]
@@ -110,7 +118,24 @@ impl Way {
 
     /// Whether memory is seen from the other side.
     fn shares(self) -> bool {
-        self != Way::Tcp
+        !matches!(self, Way::Tcp | Way::TcpDevice)
+    }
+
+    /// Whether the engines use local sockets.
+    fn shares_sockets(self) -> bool {
+        matches!(self, Way::Shm | Way::ShmDevice)
+    }
+
+    /// Whether the CPU can address the device pools.
+    fn addresses_devices(self) -> bool {
+        !matches!(self, Way::ShmDevice | Way::TcpDevice)
+    }
+
+    fn devices(self) -> DeviceSet {
+        if self.addresses_devices() {
+            return DeviceSet::host_only();
+        }
+        DeviceSet::with_device(Arc::new(SimDevice::new(HostReach::Staged)))
     }
 }
 
@@ -121,7 +146,7 @@ fn config(cluster: u64, way: Way) -> Config {
     config.host_pool = config.device_pool;
     config.sync_timeout = LONG;
     config.copy_workers = Some(2);
-    config.links.transport = if way == Way::Shm { TransportChoice::Auto } else { TransportChoice::Tcp };
+    config.links.transport = if way.shares_sockets() { TransportChoice::Auto } else { TransportChoice::Tcp };
     config.links.listen = Some("127.0.0.1:0".parse().unwrap());
     // On a busy machine a live peer may take seconds to answer.
     config.links.heartbeat = Duration::from_secs(5);
@@ -133,7 +158,7 @@ fn config(cluster: u64, way: Way) -> Config {
 
 fn open(config: Config, way: Way) -> DataDist {
     log::collect();
-    DataDist::open_over(config, DeviceSet::host_only(), way.transports()).unwrap()
+    DataDist::open_over(config, way.devices(), way.transports()).unwrap()
 }
 
 /// An engine whose device copies wait while `gate` is shut.

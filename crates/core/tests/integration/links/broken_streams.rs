@@ -6,13 +6,12 @@
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::testing::device::DeviceSet;
 use llm_datadist_core::{CacheKey, CacheKind, DataDist, Error, ErrorKind, Name, Result, TransportChoice};
 use llm_datadist_testing::{Fault, Faults, Faulty};
 
 use super::{
-    Held, LONG, Way, address, config, device, eventually, link, of, open, pull_blocks, pull_slot, push_slot,
-    request, row, times,
+    Held, LONG, SOCKETS, Way, address, config, device, eventually, link, of, open, pull_blocks, pull_slot,
+    push_slot, request, row, times,
 };
 use CacheKind::{Batch, Blocks};
 
@@ -76,14 +75,14 @@ impl Fixture {
         let faults = move |_| next.lock().unwrap().take().unwrap_or_default();
         let (mut local, mut transports) = (config(1, way), way.transports());
         local.sync_timeout = limit;
-        if way == Way::Shm {
+        if way.shares_sockets() {
             // No fallback to sockets, so that the fault shows.
             local.links.transport = TransportChoice::Shm;
             transports.unix = Arc::new(Faulty::new(transports.unix, faults));
         } else {
             transports.tcp = Arc::new(Faulty::new(transports.tcp, faults));
         }
-        let local = DataDist::open_over(local, DeviceSet::host_only(), transports).unwrap();
+        let local = DataDist::open_over(local, way.devices(), transports).unwrap();
         Fixture { local, remote: open(config(2, way), way), armed }
     }
 
@@ -109,7 +108,7 @@ impl Fixture {
 
 #[test]
 fn a_greeting_that_breaks_anywhere_leaves_nothing() {
-    for way in [Way::Tcp, Way::Shm] {
+    for way in SOCKETS {
         let pair = Fixture::new(way, LIMIT);
         let (mut failed, mut linked) = (0, 0);
         for broken in faults(way, steps(360, 29)) {
@@ -134,7 +133,7 @@ fn a_greeting_that_breaks_anywhere_leaves_nothing() {
 #[test]
 fn a_call_that_breaks_anywhere_says_what_arrived() {
     const BLOCK: usize = 96 << 10;
-    for way in [Way::Tcp, Way::Shm] {
+    for way in SOCKETS {
         let pair = Fixture::new(way, LIMIT);
         let shape = device(2, 48, BLOCK);
         let key = CacheKey::Blocks { model: 1 };
@@ -189,7 +188,7 @@ fn check_arrived(error: &Error, source: &[Vec<u8>], local: &[Vec<u8>], row_bytes
 /// a push reports success, its bytes are in place.
 #[test]
 fn keys_and_pushes_survive_broken_calls() {
-    for way in [Way::Tcp, Way::Shm] {
+    for way in SOCKETS {
         let pair = Fixture::new(way, LIMIT);
         let local = Held::pool(&pair.local, &device(2, 1, 4096), Batch);
         // Bytes that follow their request, and bytes that are asked for.

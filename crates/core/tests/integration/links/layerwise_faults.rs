@@ -19,8 +19,8 @@ use super::layerwise::{
     SLOTS, addressed, all_ready, blocks, check_failed, failure, finish, is_done, named, start, to, wait,
 };
 use super::{
-    Held, LONG, Pair, WAYS, Way, config, device, eventually, link, of, open, open_gated, pairs, push_slot,
-    request, row, times, unlink,
+    Held, LONG, Pair, SOCKETS, WAYS, Way, config, device, eventually, link, of, open, open_gated, pairs,
+    push_slot, request, row, times, unlink,
 };
 use crate::fixtures::{Gated, desc};
 
@@ -32,7 +32,7 @@ fn stream_fault_ends_only_its_own_destination() {
     const BYTES: usize = 3000;
     let step = if times(1) > 1 { 7 } else { 83 };
     let places = (150..700).step_by(step).chain([2 * BYTES as u64, 5 * BYTES as u64]);
-    for way in [Way::Tcp, Way::Shm] {
+    for way in SOCKETS {
         let pair = Fixture::new(way, Duration::from_millis(500));
         let (local, bad, good) = (&pair.local, &pair.remote, open(config(3, way), way));
         link(local, &good).unwrap();

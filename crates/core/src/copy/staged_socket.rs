@@ -1,0 +1,202 @@
+//! Moves a range of a plan between a socket and memory that the CPU cannot address, through two host buffers: while one
+//! is on the socket, the device fills or empties the other.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::alongside::Alongside;
+use super::engine::CopyEngine;
+use super::host_buffers::{BUFFER_BYTES, HostBuffer};
+use super::progress::{Progress, with_copied_bytes};
+use super::stream_sum::StreamSum;
+use super::workers::Workers;
+use crate::device::{Copy, Device};
+use crate::error::Result;
+use crate::memory::kernels::Kernel;
+use crate::memory::{Tensors, Window};
+use crate::model::{Deadline, Placement};
+use crate::net::{LEAD_INTERVAL, Stream, leads};
+use crate::plan::{CopyPlan, LocalEnd, PlannedSpan};
+
+const _: () = assert!(LEAD_INTERVAL.is_multiple_of(BUFFER_BYTES), "a buffer never crosses a lead");
+
+/// Maximum number of windows in one batch for the device.
+const WINDOWS: usize = 1024;
+
+/// One end of a plan, in memory of a device.
+#[derive(Clone)]
+struct DeviceEnd {
+    plan: CopyPlan,
+    end: LocalEnd,
+    tensors: Arc<Tensors>,
+    device: Arc<dyn Device>,
+}
+
+/// The hop between a device and a buffer, in progress. It returns the buffer.
+type Hop = Alongside<(HostBuffer, Result<()>)>;
+
+impl CopyEngine {
+    /// Sends the bytes at positions `range` of `plan` as [`send`](Self::send) does, from memory of a device.
+    pub(super) fn send_staged(
+        &self,
+        plan: &CopyPlan,
+        range: Range<u64>,
+        src: &Arc<Tensors>,
+        stream: &Stream,
+        deadline: Deadline,
+        mut sum: Option<&mut StreamSum>,
+    ) -> Result<()> {
+        let end = self.device_end(plan, LocalEnd::Source, src);
+        let (progress, total) = (Progress::default(), range.end - range.start);
+        let mut cuts = cuts(&range).peekable();
+        let mut spare = Some(self.host_buffers().lend()?);
+        // Nothing else can be done beside the first hop.
+        let first = cuts.peek().map(|first| self.hop(&end, first.clone(), &mut spare, None));
+        let mut filling = first.transpose()?;
+        let workers = Some(self.copy_workers());
+        let mut send = || -> Result<()> {
+            while let (Some(cut), Some(hop)) = (cuts.next(), filling.take()) {
+                let (buffer, filled) = hop.finish()?;
+                filled?;
+                let next = cuts.peek().map(|next| self.hop(&end, next.clone(), &mut spare, workers));
+                filling = next.transpose()?;
+                begin(&range, &cut, deadline, || stream.send_lead(deadline))?;
+                let window = buffer.window(0, cut.end - cut.start)?;
+                if let Some(sum) = &mut sum {
+                    sum.add(&[window.into()])?;
+                }
+                stream.send_windows(&[window], deadline)?;
+                progress.done(cut.start, cut.end);
+                spare = Some(buffer);
+            }
+            Ok(())
+        };
+        send().map_err(|error| with_copied_bytes(error, &progress, total))
+    }
+
+    /// Receives the bytes at positions `range` of `plan` as [`receive`](Self::receive) does, into memory of a device.
+    pub(super) fn receive_staged(
+        &self,
+        plan: &CopyPlan,
+        range: Range<u64>,
+        dst: &Arc<Tensors>,
+        stream: &Stream,
+        deadline: Deadline,
+        progress: &Progress,
+    ) -> Result<()> {
+        let end = self.device_end(plan, LocalEnd::Destination, dst);
+        let total = range.end - range.start;
+        let mut emptying: Option<(Range<u64>, Hop)> = None;
+        let mut spare = None;
+        let mut receive = || -> Result<()> {
+            for cut in cuts(&range) {
+                let buffer = spare.take().map_or_else(|| self.host_buffers().lend(), Ok)?;
+                begin(&range, &cut, deadline, || stream.receive_lead(deadline))?;
+                let received = {
+                    let window = buffer.window(0, cut.end - cut.start)?;
+                    stream.receive_counted(&[window], deadline, &mut 0)
+                };
+                spare = emptied(emptying.take(), progress)?;
+                received?;
+                // Nor beside the last one.
+                let workers = (cut.end < range.end).then(|| self.copy_workers());
+                let hop = self.hop(&end, cut.clone(), &mut Some(buffer), workers)?;
+                emptying = Some((cut, hop));
+            }
+            emptied(emptying.take(), progress).map(drop)
+        };
+        receive().map_err(|error| with_copied_bytes(error, progress, total))
+    }
+
+    fn device_end(&self, plan: &CopyPlan, end: LocalEnd, tensors: &Arc<Tensors>) -> DeviceEnd {
+        let device = self.devices().at(Placement::Device).clone();
+        DeviceEnd { plan: plan.clone(), end, tensors: tensors.clone(), device }
+    }
+
+    /// Starts the hop of the bytes `cut`, through the buffer in `spare` or another one.
+    fn hop(
+        &self,
+        end: &DeviceEnd,
+        cut: Range<u64>,
+        spare: &mut Option<HostBuffer>,
+        workers: Option<&Workers>,
+    ) -> Result<Hop> {
+        let buffer = spare.take().map_or_else(|| self.host_buffers().lend(), Ok)?;
+        let end = end.clone();
+        Ok(Alongside::start(workers, move || {
+            let hopped = end.hop(cut, &buffer);
+            (buffer, hopped)
+        }))
+    }
+}
+
+/// Cuts a range into parts that fit a buffer.
+fn cuts(range: &Range<u64>) -> impl Iterator<Item = Range<u64>> {
+    let Range { start, end } = *range;
+    (0..(end - start).div_ceil(BUFFER_BYTES)).map(move |index| {
+        let from = start + index * BUFFER_BYTES;
+        from..end.min(from + BUFFER_BYTES)
+    })
+}
+
+/// Checks the deadline before every cut but the first, and moves a lead if one precedes the cut.
+fn begin(
+    range: &Range<u64>,
+    cut: &Range<u64>,
+    deadline: Deadline,
+    lead: impl FnOnce() -> Result<()>,
+) -> Result<()> {
+    let into = cut.start - range.start;
+    if into > 0 {
+        deadline.waiting("moving bytes through a socket")?;
+    }
+    if leads(into, range.end - cut.start) { lead() } else { Ok(()) }
+}
+
+/// Waits until a buffer is emptied, notes its bytes as in place, and returns the buffer.
+fn emptied(emptying: Option<(Range<u64>, Hop)>, progress: &Progress) -> Result<Option<HostBuffer>> {
+    let Some((cut, hop)) = emptying else { return Ok(None) };
+    let (buffer, hopped) = hop.finish()?;
+    hopped?;
+    progress.done(cut.start, cut.end);
+    Ok(Some(buffer))
+}
+
+impl DeviceEnd {
+    /// Has the device copy the bytes `cut` of the plan between its memory and the start of the buffer.
+    fn hop(&self, cut: Range<u64>, buffer: &HostBuffer) -> Result<()> {
+        let (mut copies, mut at, mut wave_now) = (Vec::new(), 0, None);
+        for PlannedSpan { wave, tensor, span } in self.plan.spans(cut.start, cut.end) {
+            let (number, start, step) = match self.end {
+                LocalEnd::Source => (self.plan.src_tensors().tensor(tensor), span.src, span.src_step),
+                LocalEnd::Destination => (self.plan.dst_tensors().tensor(tensor), span.dst, span.dst_step),
+            };
+            // A batch is copied in any order, but a later wave may write where an earlier one did.
+            if wave_now.replace(wave).is_some_and(|before| before != wave) {
+                self.copy(&mut copies)?;
+            }
+            for window in self.tensors.windows(number, start, span.len, (span.count, step))?.iter() {
+                if copies.len() == WINDOWS {
+                    self.copy(&mut copies)?;
+                }
+                let between = buffer.window(at, window.len())?;
+                copies.push(self.one(window, between));
+                at += window.len();
+            }
+        }
+        self.copy(&mut copies)
+    }
+
+    fn one<'a>(&self, window: Window<'a>, between: Window<'a>) -> Copy<'a> {
+        match self.end {
+            LocalEnd::Source => Copy::one(window, between),
+            LocalEnd::Destination => Copy::one(between, window),
+        }
+    }
+
+    fn copy(&self, copies: &mut Vec<Copy<'_>>) -> Result<()> {
+        self.device.copy(copies, Kernel::PLAIN)?;
+        copies.clear();
+        Ok(())
+    }
+}

@@ -1,0 +1,93 @@
+//! Counts the transfers of a link by the path on which their bytes moved.
+
+use std::borrow::Cow;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::sync::Mutex;
+
+macro_rules! paths {
+    ($($(#[$doc:meta])* $variant:ident = $name:literal;)*) => {
+        /// A path on which the bytes of a transfer move.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum DataPath { $($(#[$doc])* $variant,)* }
+
+        impl DataPath {
+            /// Every path, with its name in reports.
+            pub const ALL: &'static [(DataPath, &'static str)] = &[$((DataPath::$variant, $name),)*];
+        }
+    };
+}
+
+paths! {
+    /// The receiver reads memory of the other process that is mapped here.
+    Mapped = "mapped";
+    /// The receiver has the kernel read memory of the other process.
+    Process = "process";
+    /// The owner sends the bytes through a socket.
+    Sockets = "sockets";
+}
+
+/// The transfers of one link that succeeded, by path.
+#[derive(Debug, Default)]
+pub struct PathCounters {
+    counters: [PathCounter; DataPath::ALL.len()],
+    staged_bytes: AtomicU64,
+    reason: Mutex<Option<Cow<'static, str>>>,
+}
+
+#[derive(Debug, Default)]
+struct PathCounter {
+    transfers: AtomicU64,
+    bytes: AtomicU64,
+}
+
+/// The transfers on one path when they were counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PathState {
+    /// Number of plans that were moved. A transfer between caches with other layouts may have several.
+    pub transfers: u64,
+    /// Bytes moved.
+    pub bytes: u64,
+}
+
+impl PathCounters {
+    /// Counts bytes that moved on `path`. `staged` is whether they passed a host buffer of this engine.
+    pub fn count(&self, path: DataPath, bytes: u64, staged: bool) {
+        let counter = &self.counters[path as usize];
+        counter.transfers.fetch_add(1, Ordering::Relaxed);
+        counter.bytes.fetch_add(bytes, Ordering::Relaxed);
+        if staged {
+            self.staged_bytes.fetch_add(bytes, Ordering::Relaxed);
+        }
+    }
+
+    /// Notes why a transfer uses sockets. Returns whether the reason is another one than before.
+    pub fn use_sockets(&self, reason: Cow<'static, str>) -> bool {
+        let mut known = self.reason.lock();
+        let is_new = known.as_ref() != Some(&reason);
+        if is_new {
+            *known = Some(reason);
+        }
+        is_new
+    }
+
+    /// Returns the transfers on each path, with its name.
+    pub fn states(&self) -> Vec<(&'static str, PathState)> {
+        let state = |&(path, name): &(DataPath, &'static str)| {
+            let counter = &self.counters[path as usize];
+            let transfers = counter.transfers.load(Ordering::Relaxed);
+            (name, PathState { transfers, bytes: counter.bytes.load(Ordering::Relaxed) })
+        };
+        DataPath::ALL.iter().map(state).collect()
+    }
+
+    /// Returns the number of bytes that passed a host buffer of this engine.
+    pub fn staged_bytes(&self) -> u64 {
+        self.staged_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Returns why the latest transfer that used sockets did so.
+    pub fn reason(&self) -> Option<String> {
+        self.reason.lock().as_deref().map(str::to_owned)
+    }
+}

@@ -1,0 +1,93 @@
+//! Which path the bytes of a transfer take for each pair of memory kinds, and the reason that `stats()` gives.
+
+use std::collections::HashMap;
+
+use llm_datadist_core::{CacheKind, LinkState, Placement};
+
+use super::{Held, Memory, Pair, WAYS, Way, device, of, pull_slot, push_slot, row};
+
+const BYTES: u64 = 2 * 96;
+
+/// Bytes by path, and those that were staged.
+fn counted(link: &LinkState) -> HashMap<&'static str, u64> {
+    let paths = link.paths.iter().map(|(name, path)| (*name, path.bytes));
+    paths.chain([("staged", link.staged_bytes)]).collect()
+}
+
+fn link(pair: &Pair) -> LinkState {
+    pair.local.stats().links.remove(0)
+}
+
+/// The path on which bytes leave this memory.
+fn path_from(way: Way, memory: Memory) -> &'static str {
+    match (way.shares(), memory.registered, on_device(way, memory)) {
+        (true, true, _) => "process",
+        (true, false, false) => "mapped",
+        _ => "sockets",
+    }
+}
+
+fn on_device(way: Way, memory: Memory) -> bool {
+    !way.addresses_devices() && !memory.registered && memory.placement == Placement::Device
+}
+
+#[test]
+fn bytes_take_the_fastest_path_and_stats_show_it() {
+    let kinds = || {
+        [false, true]
+            .into_iter()
+            .flat_map(|registered| Placement::ALL.map(|placement| Memory { registered, placement }))
+    };
+    for way in WAYS {
+        let pair = Pair::with(way, |config| config.remote_accessible = true);
+        assert_eq!(link(&pair).sockets_reason, None);
+        for (here, there) in kinds().flat_map(|here| kinds().map(move |there| (here, there))) {
+            let what = format!("{way:?}: {here:?}, {there:?}");
+            let local = here.held(&pair.local, (2, 1, 96), CacheKind::Batch, &[]);
+            let remote = there.held(&pair.remote, (2, 1, 96), CacheKind::Batch, &[]);
+            let moved = |call: &dyn Fn()| {
+                let before = counted(&link(&pair));
+                call();
+                let mut after = counted(&link(&pair));
+                after.iter_mut().for_each(|(name, bytes)| *bytes -= before[name]);
+                after.retain(|_, bytes| *bytes > 0);
+                after
+            };
+            let expected = |path, staged: bool| {
+                let mut expected = HashMap::from([(path, BYTES)]);
+                if staged {
+                    expected.insert("staged", BYTES);
+                }
+                expected
+            };
+            let source = remote.fill(1);
+            let pulled = moved(&|| pull_slot(&pair.local, of(2, row(&remote, 0)), &local).unwrap());
+            assert_eq!(pulled, expected(path_from(way, there), on_device(way, here)), "pull, {what}");
+            assert!(local.read() == source, "{what}");
+            let source = local.fill(2);
+            let pushed = moved(&|| push_slot(&pair.local, &local, 0, of(2, row(&remote, 0))).unwrap());
+            assert_eq!(pushed, expected(path_from(way, here), on_device(way, here)), "push, {what}");
+            assert!(remote.read() == source, "{what}");
+            local.free(&pair.local);
+            remote.free(&pair.remote);
+        }
+        let reason = link(&pair).sockets_reason;
+        match way {
+            Way::Tcp | Way::TcpDevice => assert!(reason.unwrap().contains("no memory is shared"), "{way:?}"),
+            Way::ShmDevice => assert!(reason.unwrap().contains("belongs to a device"), "{way:?}"),
+            Way::Local | Way::Shm => assert_eq!(reason, None),
+        }
+    }
+}
+
+/// What fails is not counted.
+#[test]
+fn a_transfer_that_fails_is_on_no_path() {
+    for way in WAYS {
+        let pair = Pair::new(way);
+        let local = Held::pool(&pair.local, &device(2, 1, 96), CacheKind::Batch);
+        let remote = Held::pool(&pair.remote, &device(1, 1, 96), CacheKind::Batch);
+        pull_slot(&pair.local, of(2, row(&remote, 0)), &local).unwrap_err();
+        assert!(counted(&link(&pair)).values().all(|&bytes| bytes == 0), "{way:?}");
+    }
+}

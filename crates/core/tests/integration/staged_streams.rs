@@ -1,0 +1,209 @@
+//! Plans that are sent from memory of a device, and received into it: through host buffers, two at a time.
+//!
+//! `links` has the same device under pulls and pushes, and `peer_memory` reads of another process into it.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread;
+use std::time::Duration;
+
+use llm_datadist_core::testing::copy::{CopyEngine, Progress};
+use llm_datadist_core::testing::device::{Copier, Copy, Device, DeviceSet, HostReach};
+use llm_datadist_core::testing::memory::kernels::Kernel;
+use llm_datadist_core::testing::memory::{Reach, Tensors};
+use llm_datadist_core::testing::plan::CopyPlan;
+use llm_datadist_core::{ClusterId, Config, Deadline, ErrorKind, Role};
+
+use crate::fixtures::{Gated, block_plan, copied_bytes, local_streams, pattern, tensors_over};
+
+const TENSORS: usize = 3;
+const ROWS: usize = 300;
+const ROW: usize = 5000;
+const TENSOR: usize = ROWS * ROW;
+
+fn soon() -> Deadline {
+    Deadline::after(Duration::from_secs(60))
+}
+
+/// Rows in no order, of which two are written twice.
+fn pairs() -> Vec<(u64, u64)> {
+    let mut pairs: Vec<(u64, u64)> = (0..ROWS as u64).map(|row| (row, row * 77 % ROWS as u64)).collect();
+    pairs.extend([(8, 77), (9, 77)]);
+    pairs
+}
+
+/// The rows of a source, moved one after the other.
+fn expected(plan: &CopyPlan) -> Vec<u8> {
+    let mut bytes = vec![0xEE; TENSORS * TENSOR];
+    for (tensor, piece) in plan.pieces(0, plan.bytes()) {
+        for at in 0..piece.len as usize {
+            bytes[tensor * TENSOR + piece.dst as usize + at] = pattern(4, tensor, piece.src as usize + at);
+        }
+    }
+    bytes
+}
+
+/// An engine on a device, and tensors of either kind of memory.
+struct Side {
+    gate: Arc<Gated>,
+    engine: CopyEngine,
+    tensors: Arc<Tensors>,
+}
+
+impl Side {
+    /// Makes tensors with the bytes that `fill` returns for a tensor and an offset.
+    fn new(on_device: bool, fill: impl Fn(usize, usize) -> u8) -> Side {
+        let gate = Gated::new(HostReach::Staged);
+        let devices = DeviceSet::with_device(gate.clone());
+        let engine = CopyEngine::new(&Config::new(Role::Mix, ClusterId(1)), devices).unwrap();
+        let (kept, host) = tensors_over(TENSORS, ROWS, ROW, fill);
+        if !on_device {
+            std::mem::forget(kept); // the tensors do not own the memory of the test
+            return Side { gate, engine, tensors: host };
+        }
+        let region = Arc::new(gate.allocate("test", (TENSORS * TENSOR) as u64).unwrap());
+        let offsets = (0..TENSORS).map(|tensor| (tensor * TENSOR) as u64);
+        let tensors = Arc::new(Tensors::carved(region, offsets, TENSOR as u64, Box::new(())).unwrap());
+        assert_eq!(tensors.reach(), Reach::Device);
+        copy_all(&gate, &host, &tensors);
+        Side { gate, engine, tensors }
+    }
+
+    fn read(&self) -> Vec<u8> {
+        let (buffer, host) = tensors_over(TENSORS, ROWS, ROW, |_, _| 0);
+        copy_all(&self.gate, &self.tensors, &host);
+        buffer.read(0, TENSORS * TENSOR)
+    }
+}
+
+fn copy_all(device: &Gated, from: &Tensors, to: &Tensors) {
+    for tensor in 0..TENSORS {
+        let [src, dst] = [from, to].map(|tensors| tensors.window(tensor, 0, TENSOR as u64).unwrap());
+        device.copy(&[Copy::one(src, dst)], Kernel::PLAIN).unwrap();
+    }
+}
+
+fn source(on_device: bool) -> Side {
+    Side::new(on_device, |tensor, at| pattern(4, tensor, at))
+}
+
+fn destination(on_device: bool) -> Side {
+    Side::new(on_device, |_, _| 0xEE)
+}
+
+#[test]
+fn a_plan_through_a_stream_ends_like_a_plan_in_memory() {
+    let plan = block_plan(&pairs(), ROW as u64, TENSORS as u32);
+    assert!(plan.waves().len() > 1 && plan.bytes() > 4 << 20);
+    for (from_device, to_device) in [(true, false), (false, true), (true, true)] {
+        let (src, dst) = (source(from_device), destination(to_device));
+        // In one range, and in three ranges that cut rows, waves and buffers.
+        for cuts in [vec![], vec![1_234_567, plan.bytes() - 17]] {
+            let (local, remote) = local_streams("staged");
+            let progress = Progress::default();
+            let mut from = 0;
+            for to in cuts.into_iter().chain([plan.bytes()]) {
+                thread::scope(|scope| {
+                    let send = || src.engine.send(&plan, from..to, &src.tensors, &local, soon(), None);
+                    let sender = scope.spawn(send);
+                    dst.engine.receive(&plan, from..to, &dst.tensors, &remote, soon(), &progress).unwrap();
+                    sender.join().unwrap().unwrap();
+                });
+                from = to;
+                assert_eq!(progress.bytes(), to);
+            }
+            assert!(dst.read() == expected(&plan), "{from_device} {to_device}");
+        }
+    }
+}
+
+#[test]
+fn a_device_that_fails_ends_the_call_and_what_is_done_is_in_place() {
+    let plan = block_plan(&pairs(), ROW as u64, TENSORS as u32);
+    for allowed in [0, 1, 150, 400] {
+        let (src, dst) = (source(false), destination(true));
+        let (local, remote) = local_streams("staged");
+        let progress = Progress::default();
+        dst.gate.fail_after(allowed);
+        let error = thread::scope(|scope| {
+            scope.spawn(|| {
+                let _ = src.engine.send(&plan, 0..plan.bytes(), &src.tensors, &local, soon(), None);
+            });
+            let received =
+                dst.engine.receive(&plan, 0..plan.bytes(), &dst.tensors, &remote, soon(), &progress);
+            remote.close();
+            received.unwrap_err()
+        });
+        assert!(error.to_string().contains("failed as requested"), "{error}");
+        assert_eq!(copied_bytes(&error), (progress.bytes(), plan.bytes()));
+        dst.gate.fail_after(u64::MAX);
+        let (got, mut wanted) = (dst.read(), vec![0xEE; TENSORS * TENSOR]);
+        for (tensor, piece) in plan.pieces(0, progress.bytes()) {
+            for at in 0..piece.len as usize {
+                let place = tensor * TENSOR + piece.dst as usize + at;
+                wanted[place] = pattern(4, tensor, piece.src as usize + at);
+                assert_eq!(got[place], wanted[place], "{allowed} copies: {place} is not in place");
+            }
+        }
+        // The sender's device fails too.
+        let (src, dst) = (source(true), destination(false));
+        let (local, remote) = local_streams("staged");
+        src.gate.fail_after(allowed);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let progress = Progress::default();
+                let _ = dst.engine.receive(&plan, 0..plan.bytes(), &dst.tensors, &remote, soon(), &progress);
+            });
+            let sent = src.engine.send(&plan, 0..plan.bytes(), &src.tensors, &local, soon(), None);
+            local.close();
+            assert!(sent.unwrap_err().to_string().contains("failed as requested"));
+        });
+    }
+}
+
+/// The peer is gone while a worker has the device write. The call ends after that.
+#[test]
+fn a_receive_ends_after_its_last_write() {
+    let plan = block_plan(&pairs(), ROW as u64, TENSORS as u32);
+    let (src, dst) = (source(false), destination(true));
+    let (local, remote) = local_streams("staged");
+    dst.gate.shut();
+    let whole = plan.clone();
+    thread::scope(|scope| {
+        scope.spawn(move || {
+            let _ = src.engine.send(&plan, 0..plan.bytes() / 2, &src.tensors, &local, soon(), None);
+            local.close();
+        });
+        let receiving = scope.spawn(|| {
+            let progress = Progress::default();
+            let (engine, tensors) = (&dst.engine, &dst.tensors);
+            engine.receive(&whole, 0..whole.bytes(), tensors, &remote, soon(), &progress).unwrap_err()
+        });
+        dst.gate.wait_for(1);
+        thread::sleep(Duration::from_millis(100));
+        assert!(!receiving.is_finished());
+        dst.gate.open();
+        receiving.join().unwrap();
+        assert_eq!(dst.gate.inside.load(Ordering::SeqCst), 0);
+    });
+}
+
+#[test]
+fn a_device_that_panics_fails_the_call() {
+    let plan = block_plan(&pairs(), ROW as u64, TENSORS as u32);
+    let (src, dst) = (source(true), destination(false));
+    let (local, remote) = local_streams("staged");
+    *src.gate.panics.lock().unwrap() = Some("llm-copy".into());
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let progress = Progress::default();
+            let _ = dst.engine.receive(&plan, 0..plan.bytes(), &dst.tensors, &remote, soon(), &progress);
+        });
+        // The hop that panics may also be run by this thread, if no worker has begun it.
+        let sent = src.engine.send(&plan, 0..plan.bytes(), &src.tensors, &local, soon(), None);
+        local.close();
+        if src.gate.panics.lock().unwrap().is_none() {
+            assert_eq!(sent.unwrap_err().kind(), ErrorKind::System);
+        }
+    });
+}
