@@ -88,6 +88,10 @@ test-lmcache: build .venv-peers/.tools  ## the transfer channel inside the real 
 	.venv-peers/bin/python $(PIP) --quiet pytest==9.2.0
 	.venv-peers/bin/python -m pytest -c integration-tests/pytest.ini integration-tests/lmcache
 
+test-ucx: .venv-peers/.tools  ## reads by a real UCX over TCP between two processes (UCX=path of libucp.so.0; ROUNDS=5 give-ups)
+	LLM_DATADIST_UCX_LIBRARY=$(or $(UCX),$$(ls $(CURDIR)/.venv-peers/lib/python3*/site-packages/libucx/lib/libucp.so.0)) \
+		cargo test -p llm-datadist-ucx --test real -- --ignored --nocapture --test-threads 1
+
 bench-vllm: build .venv-vllm/.tools  ## the connector for vLLM beside that of NIXL, and offloading (BENCH_VLLM="options")
 	VIRTUAL_ENV=$(CURDIR)/.venv-vllm $(BIN)/maturin develop --release --quiet --locked
 	.venv-vllm/bin/python $(PIP) --quiet --no-deps $(NIXL) || echo "NIXL cannot be installed here: no rows for it"

@@ -566,6 +566,7 @@ def test_an_asynchronous_call_copies_its_arrays(one_sided: tuple[End, Peer]) -> 
 def test_an_array_that_does_not_fit_into_memory(call: str) -> None:
     run_fresh(f"""
         import resource
+        import time
         from pathlib import Path
         import numpy as np
         from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMDataDist, LLMException, LLMRole
@@ -576,6 +577,10 @@ def test_an_array_that_does_not_fit_into_memory(call: str) -> None:
         numbers = np.zeros(1 << 24, np.int32)
         pairs = memoryview(numbers).cast("B").cast("i", (1 << 23, 2))
         given = (BlocksCacheKey(2), cache, numbers, [0]) if {call!r} == "pull_blocks" else (cache, cache, pairs)
+        # A thread of the engine that has not begun yet would need memory for its thread-local data.
+        tasks = list(Path("/proc/self/task").iterdir())
+        while sum(" R " in (task / "stat").read_text().rsplit(")", 1)[1] for task in tasks) > 1:
+            time.sleep(0.01)
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         for room in (1 << 20, 1 << 26):
             resource.setrlimit(resource.RLIMIT_AS, (used + room, resource.RLIM_INFINITY))

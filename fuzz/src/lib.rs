@@ -7,7 +7,8 @@ use std::cell::Cell;
 use std::fmt::Debug;
 
 use llm_datadist_core::testing::protocol::{
-    self, Attach, Attached, Challenge, Confirm, Control, Hello, LinkAnswer, Proof, Reply, Request, Welcome, WirePlan,
+    self, Attach, Attached, Challenge, Confirm, Control, Hello, LinkAnswer, Proof, Reply, Request, Welcome,
+    WirePlan,
 };
 use llm_datadist_core::{Error, ErrorKind};
 use serde::Serialize;

@@ -66,8 +66,8 @@ fn greeting(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     add(4, "attach", frame(&Attach { generations: true, regions: [Some(1 << 20), None], probe }));
     add(5, "attached", frame(&Attached { mapped: Ok(()), registered: Err("refused".into()) }));
     let metadata = Metadata(Arc::new(b"metadata".to_vec()));
-    add(9, "confirm", frame(&Confirm { metadata: metadata.clone() }));
-    add(10, "entered", frame(&LinkAnswer::Entered { metadata }));
+    add(9, "confirm", frame(&Confirm { metadata: metadata.clone(), fabric: None }));
+    add(10, "entered", frame(&LinkAnswer::Entered { metadata, fabric: None }));
     add(10, "later", frame(&LinkAnswer::Later { reason: "there is a link already".into() }));
 }
 

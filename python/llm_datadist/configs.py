@@ -138,7 +138,9 @@ class LlmConfig:
         str,
         "",
         "none",
-        'Name of the transfer backend: ``"hixl"`` or nothing (contract §6.12).',
+        'What moves bytes between hosts: ``"sockets"``, ``"ucx"``, which fails if UCX cannot be used, or ``"auto"``, '
+        'which uses UCX if both ends have an RDMA device. ``"hixl"`` chooses as ``"auto"`` does, and sets rules '
+        "(contract §6.12).",
         empty=True,
     )
     global_resource_config = Option(
@@ -240,6 +242,12 @@ class LlmConfig:
         '`"auto"`',
         'How bytes travel: ``"shm"`` is shared memory, or no link; ``"tcp"`` is TCP, on one host as well; ``"auto"`` '
         "uses shared memory inside a host and TCP otherwise.",
+    )
+    ucx_library = OwnOption(
+        "llm.UcxLibrary",
+        str,
+        "`libucp.so.0`, which the system finds",
+        "Absolute path of the library of UCX.",
     )
     link_streams = OwnOption(
         "llm.LinkStreams",

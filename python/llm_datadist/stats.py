@@ -134,7 +134,7 @@ class LinkStats(TypedDict):
     """Pulls from and pushes to the peer."""
     paths: dict[str, PathStats]
     """The same by path: ``mapped`` (the receiver reads memory of the owner that is mapped), ``process`` (the
-    kernel reads it for the receiver) and ``sockets`` (the owner sends the bytes)."""
+    kernel reads it for the receiver), ``fabric`` (UCX reads it) and ``sockets`` (the owner sends the bytes)."""
     staged_bytes: int
     """Bytes that passed a host buffer here, because no path reaches the memory of the device."""
     sockets_reason: Optional[str]

@@ -154,6 +154,31 @@ pub enum TransportChoice {
     Tcp,
 }
 
+/// Which library moves bytes between hosts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Backend {
+    /// UCX if both ends have an RDMA device, otherwise sockets.
+    #[default]
+    Auto,
+    /// The sockets of the engine.
+    Sockets,
+    /// UCX; opening the engine, linking or a call fails if it cannot be used.
+    Ucx,
+}
+
+/// How bytes move between hosts.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FabricConfig {
+    /// What moves the bytes.
+    pub backend: Backend,
+    /// The path of UCX's library; `None` for `libucp.so.0`, which the system finds.
+    pub library: Option<PathBuf>,
+    /// Settings of UCX, by their names without the prefix `UCX_`.
+    pub settings: Vec<(String, String)>,
+    /// Whether [`Backend::Auto`] counts an RDMA device that does not exist. For tests.
+    pub assume_device: bool,
+}
+
 /// The secret that both ends of a link must know. It is never part of any output.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Token(Box<[u8]>);
@@ -215,6 +240,8 @@ pub struct LinkConfig {
     /// of it. `None` means four times the memory of the machine. Memory that does not fit is read over
     /// sockets.
     pub remote_memory: Option<u64>,
+    /// How bytes move between hosts.
+    pub fabric: FabricConfig,
 }
 
 impl Default for LinkConfig {
@@ -235,6 +262,7 @@ impl Default for LinkConfig {
             rank_hosts: BTreeMap::new(),
             both_ways: false,
             remote_memory: None,
+            fabric: FabricConfig::default(),
         }
     }
 }

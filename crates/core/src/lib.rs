@@ -145,6 +145,7 @@ mod device;
 mod engine;
 mod error;
 mod events;
+mod fabric;
 mod fallible;
 mod grants;
 mod huge_pages;
@@ -168,8 +169,8 @@ mod validate;
 
 pub use cache::{Cache, TableState};
 pub use config::{
-    Config, HugeChoice, KernelChoice, LinkConfig, Mode, PoolConfig, Role, Share, SwapInPath, Token,
-    TransportChoice,
+    Backend, Config, FabricConfig, HugeChoice, KernelChoice, LinkConfig, Mode, PoolConfig, Role, Share,
+    SwapInPath, Token, TransportChoice,
 };
 pub use engine::{
     CacheIndex, CallExtras, CallOptions, DataDist, End, EnsureOptions, GroupMember, LayerReceiver, RemoteName,

@@ -10,6 +10,7 @@ use crate::copy::CopyEngine;
 use crate::device::DeviceSet;
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::EventQueue;
+use crate::fabric::EngineFabric;
 use crate::fallible;
 use crate::grants::Grants;
 use crate::huge_pages::Merger;
@@ -32,6 +33,8 @@ pub struct Resources {
     pub outgoing_calls: OutgoingCalls,
     pub events: Arc<EventQueue>,
     pub grants: Arc<Grants>,
+    /// UCX, if links between hosts may use it. Dropped before the pools that it has mapped.
+    pub fabric: Option<EngineFabric>,
     host: Option<Arc<Arena>>,
     device: Option<Arc<Arena>>,
     generations: Arc<Generations>,
@@ -119,8 +122,11 @@ impl Resources {
         if config.huge_pages == HugeChoice::Eager {
             merger.commit(&copy_engine)?;
         }
+        let regions = [&host, &device].map(|arena| arena.as_ref().map(|arena| arena.shared()));
+        let fabric = EngineFabric::open(&config.links.fabric, regions)?;
         let events = Arc::new(EventQueue::new(config.max_transfers));
         Ok(Resources {
+            fabric,
             host,
             device,
             table: Table::new(generations.clone()),

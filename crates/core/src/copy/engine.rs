@@ -172,7 +172,7 @@ impl CopyEngine {
             plan,
             src: src.0.clone(),
             dst: dst.0.clone(),
-            copier: self.copier(route, src, dst),
+            copier: self.copier(route, src, dst, limit.deadline()),
             tuner: self.tuner.clone(),
             source,
             progress: progress.clone(),
@@ -183,6 +183,8 @@ impl CopyEngine {
                 Some(process) => {
                     copy.read(&self.readers, process.pid(), self.workers.count(), limit.deadline())
                 }
+                // Copy workers must not wait for a network.
+                None if src.0.fabric().is_some() => copy.alone(limit),
                 None => copy.direct(&self.workers, limit),
             },
             Route::Ring => {
@@ -195,12 +197,18 @@ impl CopyEngine {
     }
 
     /// Returns what copies from `src` to `dst` on `route`.
-    fn copier(&self, route: Route, src: PlacedTensors<'_>, dst: PlacedTensors<'_>) -> Arc<dyn Copier> {
+    fn copier(
+        &self,
+        route: Route,
+        src: PlacedTensors<'_>,
+        dst: PlacedTensors<'_>,
+        deadline: Deadline,
+    ) -> Arc<dyn Copier> {
         if route != Route::Staged {
-            return super::route::copier(&self.devices, src, dst);
+            return super::route::copier(&self.devices, src, dst, deadline);
         }
         Arc::new(StagedCopier {
-            first: super::route::reader(&self.devices, src),
+            first: super::route::reader(&self.devices, src, deadline),
             second: self.devices.at(dst.1).clone(),
             buffers: self.host_buffers.clone(),
         })

@@ -7,10 +7,10 @@
 use std::sync::Arc;
 
 use crate::config::SwapInPath;
-use crate::device::{Copier, Device, DeviceSet, HostReach, ProcessReader};
+use crate::device::{Copier, Device, DeviceSet, FabricReader, HostReach, ProcessReader};
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::Tensors;
-use crate::model::Placement;
+use crate::memory::{Reach, Tensors};
+use crate::model::{Deadline, Placement};
 
 /// How a copy from host to device may be staged.
 #[derive(Clone, Copy, Debug)]
@@ -81,20 +81,26 @@ fn from_peer(devices: &DeviceSet, src: PlacedTensors<'_>, dst: PlacedTensors<'_>
     }
 }
 
-/// Returns what reads `src` into host memory: the system's kernel if it is read by process id, otherwise the CPU.
-pub(super) fn reader(devices: &DeviceSet, src: PlacedTensors<'_>) -> Arc<dyn Copier> {
-    match src.0.process() {
-        Some(process) => Arc::new(ProcessReader::new(process.clone())),
-        None => devices.at(Placement::Host).clone(),
+/// Returns what reads `src` into host memory: the system's kernel if it is read by process id, UCX if it is on another
+/// host, otherwise the CPU.
+pub(super) fn reader(devices: &DeviceSet, src: PlacedTensors<'_>, deadline: Deadline) -> Arc<dyn Copier> {
+    match (src.0.process(), src.0.fabric()) {
+        (Some(process), _) => Arc::new(ProcessReader::new(process.clone())),
+        (None, Some(region)) => Arc::new(FabricReader::new(region.clone(), deadline)),
+        (None, None) => devices.at(Placement::Host).clone(),
     }
 }
 
-/// Returns the copier for two ends: the system's kernel if the source is read by process id, otherwise the
-/// device.
-pub(super) fn copier(devices: &DeviceSet, src: PlacedTensors<'_>, dst: PlacedTensors<'_>) -> Arc<dyn Copier> {
-    match src.0.process() {
-        Some(process) => Arc::new(ProcessReader::new(process.clone())),
-        None => device(devices, src, dst).clone(),
+/// Returns the copier for two ends: what reads a peer's memory if it is not mapped, otherwise the device.
+pub(super) fn copier(
+    devices: &DeviceSet,
+    src: PlacedTensors<'_>,
+    dst: PlacedTensors<'_>,
+    deadline: Deadline,
+) -> Arc<dyn Copier> {
+    match src.0.reach() {
+        Reach::Process | Reach::Fabric => reader(devices, src, deadline),
+        _ => device(devices, src, dst).clone(),
     }
 }
 

@@ -60,6 +60,12 @@ impl Copying {
         Ok(())
     }
 
+    /// Does the same on the calling thread alone.
+    pub(super) fn alone(&self, limit: Limit) -> Result<()> {
+        limit.begin()?;
+        self.waves(1).try_for_each(|(wave, units)| wave.all(units))
+    }
+
     /// Does the same from the memory of process `pid`, on reader threads. At its deadline, the caller leaves
     /// those threads.
     pub(super) fn read(&self, readers: &Readers, pid: i32, workers: usize, deadline: Deadline) -> Result<()> {

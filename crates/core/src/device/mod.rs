@@ -2,14 +2,16 @@
 //! implementations.
 //!
 //! A [`Copier`] copies; a [`Device`] also owns memory. There is one file for each implementation. Host memory
-//! always exists. `process_reader` copies out of other processes. The simulated device of the tests is in
+//! always exists. `process_reader` copies out of other processes, and `fabric_reader` out of other hosts. The simulated device of the tests is in
 //! `crates/testing`; the CPU must not dereference its addresses.
 
+mod fabric_reader;
 mod host;
 mod process_reader;
 mod traits;
 
 pub use crate::memory::kernels::Copy;
+pub use fabric_reader::FabricReader;
 pub use host::HostDevice;
 pub use process_reader::ProcessReader;
 pub use traits::{Copier, Device, HostReach};

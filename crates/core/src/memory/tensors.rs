@@ -5,6 +5,7 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 use super::adopted::Adopted;
+use super::fabric_region::FabricRegion;
 use super::peer_mapping::PeerMapping;
 use super::peer_process::PeerProcess;
 use super::region::Region;
@@ -77,6 +78,8 @@ enum Memory {
     Mapped,
     /// Memory of another process, not mapped here.
     Process(Arc<PeerProcess>),
+    /// Memory of another process, perhaps on another host, that UCX reads.
+    Fabric(Arc<FabricRegion>),
 }
 
 impl Tensors {
@@ -143,6 +146,19 @@ impl Tensors {
         Ok(Tensors { addrs, tensor_bytes, mixed, contiguous: false, memory, _owner: None })
     }
 
+    /// Creates read-only tensors of `tensor_bytes` bytes at `offsets` of a peer's memory that UCX reads. Returns `Err` if a
+    /// tensor exceeds the region, or if there is no memory for the list.
+    pub fn of_fabric(
+        region: Arc<FabricRegion>,
+        offsets: impl IntoIterator<Item = u64>,
+        tensor_bytes: impl Into<TensorBytes>,
+    ) -> Result<Tensors> {
+        let tensor_bytes = tensor_bytes.into();
+        let addrs = inside(region.base(), region.len(), offsets, &tensor_bytes)?;
+        let (memory, (tensor_bytes, mixed)) = (Memory::Fabric(region), tensor_bytes.split());
+        Ok(Tensors { addrs, tensor_bytes, mixed, contiguous: false, memory, _owner: None })
+    }
+
     /// Creates tensors over the caller's own memory.
     #[expect(clippy::needless_pass_by_value, reason = "takes over the caller's promise")]
     pub fn adopted(adopted: Adopted) -> Tensors {
@@ -196,6 +212,7 @@ impl Tensors {
             Memory::Carved(_) | Memory::Adopted { .. } => Reach::Host,
             Memory::Mapped => Reach::HostRead,
             Memory::Process(_) => Reach::Process,
+            Memory::Fabric(_) => Reach::Fabric,
         }
     }
 
@@ -214,6 +231,11 @@ impl Tensors {
     /// mapped here.
     pub fn process(&self) -> Option<&Arc<PeerProcess>> {
         if let Memory::Process(process) = &self.memory { Some(process) } else { None }
+    }
+
+    /// Returns the region through which UCX reads the bytes; `None` if another way is needed.
+    pub fn fabric(&self) -> Option<&Arc<FabricRegion>> {
+        if let Memory::Fabric(region) = &self.memory { Some(region) } else { None }
     }
 
     /// Returns `Err` of kind [`ErrorKind::InvalidArgument`] if adopted memory is not mapped in this process

@@ -14,6 +14,8 @@ pub enum Reach {
     HostRead,
     /// Memory of another process, not mapped here: only the kernel can read it, on request.
     Process,
+    /// Memory of another process, perhaps on another host: only UCX can read it.
+    Fabric,
     /// Memory of a device: only the device reads and writes it.
     Device,
 }
@@ -35,7 +37,7 @@ impl Reach {
 
     /// Returns whether this is memory of another process.
     pub fn is_peer(self) -> bool {
-        matches!(self, Reach::HostRead | Reach::Process)
+        matches!(self, Reach::HostRead | Reach::Process | Reach::Fabric)
     }
 
     /// Returns whether this process may write there. No process writes into the memory of another one.
@@ -93,10 +95,11 @@ impl Window<'_> {
         self.reach.host_addressable()
     }
 
-    /// Returns whether the two windows have a byte in common. Memory that only the kernel can read
-    /// ([`Reach::Process`]) overlaps no memory with an address in this process.
+    /// Returns whether the two windows have a byte in common. Memory that only the kernel or UCX can read overlaps no
+    /// memory with an address in this process.
     pub fn overlaps(&self, other: &Window<'_>) -> bool {
-        (self.reach == Reach::Process) == (other.reach == Reach::Process)
+        let elsewhere = |reach| matches!(reach, Reach::Process | Reach::Fabric);
+        elsewhere(self.reach) == elsewhere(other.reach)
             && self.addr < other.addr + other.len
             && other.addr < self.addr + self.len
     }

@@ -1,6 +1,7 @@
-//! The last messages of the handshake of a link: they carry the metadata of the two programs.
+//! The last messages of the handshake of a link: they carry the metadata of the two programs, and what each side offers
+//! to be read by UCX.
 //!
-//! Each side sends its metadata only after the other side has proved its identity.
+//! Each side sends them only after the other side has proved its identity.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,6 +10,7 @@ use serde::de::Visitor;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::convert::printable;
+use super::fabric_offer::{FabricOffer, OFFER_LIMIT};
 use super::messages::text;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
@@ -16,7 +18,7 @@ use crate::fallible;
 /// Maximum number of bytes of the metadata of one side.
 pub const MAX_METADATA: usize = 16 << 10;
 /// Longest body, in bytes, of a frame with one of these messages.
-pub const METADATA_LIMIT: usize = MAX_METADATA + 64;
+pub const METADATA_LIMIT: usize = MAX_METADATA + 64 + OFFER_LIMIT;
 
 /// What the program of one side tells the program of the other about itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -26,13 +28,14 @@ pub struct Metadata(pub Arc<Vec<u8>>);
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Confirm {
     pub metadata: Metadata,
+    pub fabric: Option<FabricOffer>,
 }
 
 /// Answer of the accepting side to [`Confirm`]. The control stream begins after [`Entered`](LinkAnswer::Entered).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum LinkAnswer {
     /// It has entered the link.
-    Entered { metadata: Metadata },
+    Entered { metadata: Metadata, fabric: Option<FabricOffer> },
     /// Only in answer to `ensure`: it has not entered the link, because there is another one, or will be. The dialing
     /// side uses that one, or tries again.
     Later {
@@ -42,10 +45,11 @@ pub enum LinkAnswer {
 }
 
 impl LinkAnswer {
-    /// Returns the metadata of the peer that has entered the link. Otherwise returns `Err` with `AlreadyLinked`.
-    pub fn entered(self) -> Result<Metadata> {
+    /// Returns the metadata and the offer of the peer that has entered the link. Otherwise returns `Err` with
+    /// `AlreadyLinked`.
+    pub fn entered(self) -> Result<(Metadata, Option<FabricOffer>)> {
         match self {
-            LinkAnswer::Entered { metadata } => Ok(metadata),
+            LinkAnswer::Entered { metadata, fabric } => Ok((metadata, fabric)),
             LinkAnswer::Later { reason } => {
                 let text = format!("the peer keeps another link: {}", printable(&reason));
                 Err(Error::new(ErrorKind::AlreadyLinked, text))

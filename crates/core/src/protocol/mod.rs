@@ -7,12 +7,16 @@
 mod allocation;
 mod convert;
 mod convert_cache;
+mod fabric_offer;
 mod frame;
 mod link_messages;
 mod messages;
 mod notification;
 mod plan_codec;
 
+#[cfg(feature = "testing")]
+pub use fabric_offer::MAX_OFFER_BYTES;
+pub use fabric_offer::{FabricOffer, FabricPool};
 pub use frame::{HANDSHAKE_LIMIT, HEADER, Header, MESSAGE_LIMIT, encode, open, refusal};
 pub use link_messages::{Confirm, LinkAnswer, MAX_METADATA, METADATA_LIMIT, Metadata};
 pub use messages::{

@@ -11,11 +11,12 @@ use std::sync::Arc;
 
 use super::handshake::ChallengedPeer;
 use super::link::{Kind, Link, Peer};
-use super::peer_memory::{PeerMemory, TakenMemory};
+use super::peer_memory::{PeerMemory, Readable, TakenMemory};
 use super::refusals::{Reason, Refusal};
 use super::shared::Shared;
 use crate::config::TransportChoice;
 use crate::error::{Error, ErrorKind, Result};
+use crate::fabric::PeerFabric;
 use crate::model::{ClusterId, Deadline};
 use crate::net::{ReceivedFrame, Stream};
 use crate::protocol::{
@@ -81,7 +82,7 @@ enum What {
     /// Map the memory that the peer offers.
     Take(Attach, Vec<OwnedFd>),
     /// Enter the link.
-    Enter(Option<PeerMemory>),
+    Enter(Option<PeerMemory>, Readable<PeerFabric>),
 }
 
 impl PendingStream {
@@ -131,7 +132,9 @@ impl PendingStream {
             Step::Confirm(mut pending, memory) => {
                 let confirm: Confirm = protocol::open(kind, &body).map_err(Refusal::unreadable)?;
                 pending.peer.metadata = confirm.metadata.0;
-                Ok(Next::Long(LongStep { pending, stream, until, what: What::Enter(memory) }))
+                let fabric = shared.take_fabric(&stream, confirm.fabric.as_ref())?;
+                let what = What::Enter(memory, fabric);
+                Ok(Next::Long(LongStep { pending, stream, until, what }))
             }
         }
     }
@@ -149,13 +152,15 @@ impl LongStep {
                 let step = Step::Attached(pending, offered);
                 Ok(Next::Proven(PendingStream { stream, local: true, until, step }))
             }
-            What::Enter(memory) => enter(shared, &stream, pending, memory).map(|()| Next::Done),
+            What::Enter(memory, fabric) => {
+                enter(shared, &stream, pending, (memory, fabric)).map(|()| Next::Done)
+            }
         }
     }
 
     /// Whether this step makes the connection a link. Such a step must not be interrupted.
     pub(super) fn enters(&self) -> bool {
-        matches!(self.what, What::Enter(_))
+        matches!(self.what, What::Enter(..))
     }
 
     pub(super) fn stream(&self) -> &Arc<Stream> {
@@ -250,7 +255,7 @@ fn enter(
     shared: &Arc<Shared>,
     stream: &Arc<Stream>,
     pending: Making,
-    memory: Option<PeerMemory>,
+    memory: (Option<PeerMemory>, Readable<PeerFabric>),
 ) -> Result<(), Refusal> {
     let Making { id, kind, peer } = pending;
     let cluster = peer.cluster;
@@ -274,7 +279,8 @@ fn enter(
         shared.registry.joined(id, cluster);
     }
     let metadata = Metadata(shared.metadata());
-    let sent = link.send_control_with(&first, &LinkAnswer::Entered { metadata });
+    let fabric = shared.fabric_offer(stream);
+    let sent = link.send_control_with(&first, &LinkAnswer::Entered { metadata, fabric });
     drop(first);
     sent.inspect_err(|error| {
         shared.registry.lost(&link, &error.to_string());

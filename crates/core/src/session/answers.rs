@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::asked_blocks::AskedBlocks;
 use super::link::Link;
 use super::message_io::{send_message, send_message_before};
-use super::peer_memory::{NOTHING_SHARED, location};
+use super::peer_memory::location;
 use crate::cache::{Cache, CallRows, Origin, Pin, RowUse, rows_of_a_pin};
 use crate::checksums::Checksums;
 use crate::copy::{CopyEngine, Progress, Staging, StreamSum, with_arrived_rows};
@@ -24,7 +24,7 @@ use crate::protocol::{
     self, EntryVersion, MESSAGE_LIMIT, MOST_AHEAD, Payload, Reply, Request, WireCache, WireLayout,
     WireLocation, WirePlan, WirePulled, WireSizes,
 };
-use crate::resources::Resources;
+use crate::resources::{MemoryLocation, Resources};
 use crate::stats::Op;
 use crate::validate;
 
@@ -277,6 +277,11 @@ impl RequestContext<'_> {
             // The peer will probably read the cache, perhaps in place, which this side cannot observe. So
             // count the bytes now.
             self.resources.merger.note_use(cache.bytes());
+        } else if record.accessible && self.link.fabric().is_ok() {
+            let at = self.resources.memory_location(cache)?;
+            if matches!(at, MemoryLocation::Pool(..)) {
+                record.location = location(at)?;
+            }
         }
         Ok(Reply::Described(record))
     }
@@ -474,11 +479,7 @@ impl RequestContext<'_> {
         (source, num_tensors, tensor_bytes): (&WireLocation, u32, u64),
     ) -> Result<Reply> {
         let plan = Arc::new(CopyPlan::try_from(plan)?);
-        let seen = match self.link.peer_memory() {
-            Some(memory) => memory.tensors(source, num_tensors, tensor_bytes)?,
-            None => Err(NOTHING_SHARED.into()),
-        };
-        let tensors = match seen {
+        let tensors = match self.link.tensors(source, num_tensors, tensor_bytes)? {
             Ok(tensors) => tensors,
             Err(reason) => return Ok(Reply::Unreachable { reason: reason.into_owned() }),
         };

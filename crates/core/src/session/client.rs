@@ -10,7 +10,6 @@ use super::call_streams::StreamLease;
 use super::known_cache::KnownCache;
 use super::link::Link;
 use super::message_io;
-use super::peer_memory::NOTHING_SHARED;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::memory::TensorBytes;
@@ -186,14 +185,9 @@ impl Link {
     fn read_record(&self, record: &WireCache) -> Result<KnownCache> {
         let (layout, mixed) = (record.layout()?, record.mixed_sizes()?);
         let kv = record.kv_geometry(&layout.geometry)?.map(Arc::new);
-        let tensors = match self.peer_memory() {
-            Some(memory) => {
-                let equal = || TensorBytes::Equal(layout.geometry.tensor_bytes());
-                let bytes = mixed.clone().map_or_else(equal, TensorBytes::Mixed);
-                memory.tensors(&record.location, record.num_tensors, bytes)?
-            }
-            None => Err(NOTHING_SHARED.into()),
-        };
+        let equal = || TensorBytes::Equal(layout.geometry.tensor_bytes());
+        let bytes = mixed.clone().map_or_else(equal, TensorBytes::Mixed);
+        let tensors = self.tensors(&record.location, record.num_tensors, bytes)?;
         Ok(KnownCache {
             at: record.at,
             cache: CacheId(record.cache),

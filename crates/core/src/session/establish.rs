@@ -19,7 +19,9 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::random;
 use crate::model::{ClusterId, Deadline};
 use crate::net::{Address, Stream};
-use crate::protocol::{Comm, Confirm, LinkAnswer, METADATA_LIMIT, Metadata, Party, Purpose, Welcome};
+use crate::protocol::{
+    Comm, Confirm, FabricOffer, LinkAnswer, METADATA_LIMIT, Metadata, Party, Purpose, Welcome,
+};
 
 /// What is asked of the dialing side.
 pub(super) struct LinkRequest<'a> {
@@ -158,11 +160,12 @@ impl Shared {
             let text = "llm.LinkTransport=shm, but the peer is reachable only over TCP";
             return Err(Error::new(ErrorKind::LinkFailed, text).with("peer", stream.peer()));
         }
-        let metadata = confirm(&stream, request, deadline)?;
+        let (metadata, offer) = confirm(&stream, request, self.fabric_offer(&stream), deadline)?;
+        let fabric = self.take_fabric(&stream, offer.as_ref())?;
         let address = shown.unwrap_or_else(|| dialer.address.to_string());
         let peer = Peer { cluster, instance, address, metadata };
         let budget = self.server.budget();
-        let link = Link::new(id, kind, peer, memory, Arc::new(stream), Some(dialer), budget);
+        let link = Link::new(id, kind, peer, (memory, fabric), Arc::new(stream), Some(dialer), budget);
         (request.commit)()?;
         self.enroll(&link)?;
         // Not earlier: the accepting side of this engine must see the dial or the link.
@@ -230,15 +233,20 @@ fn is_final(error: &Error) -> bool {
     is_stopped || error.kind() == ErrorKind::AlreadyLinked || error.fact(RIVAL_LINK).is_some()
 }
 
-/// Asks the peer to enter the link, and returns its metadata once it has.
-fn confirm(stream: &Stream, request: &LinkRequest<'_>, deadline: Deadline) -> Result<Arc<Vec<u8>>> {
+/// Asks the peer to enter the link, and returns its metadata and its offer once it has.
+fn confirm(
+    stream: &Stream,
+    request: &LinkRequest<'_>,
+    fabric: Option<FabricOffer>,
+    deadline: Deadline,
+) -> Result<(Arc<Vec<u8>>, Option<FabricOffer>)> {
     let metadata = Metadata(request.metadata.clone());
-    message_io::send_message(stream, &Confirm { metadata }, deadline)?;
+    message_io::send_message(stream, &Confirm { metadata, fabric }, deadline)?;
     let answer: LinkAnswer = message_io::receive_message(stream, METADATA_LIMIT, Duration::ZERO, deadline)?;
     if matches!(answer, LinkAnswer::Later { .. }) && request.kind != Kind::Ensured {
         return Err(Error::new(ErrorKind::LinkFailed, "the peer did not confirm the link"));
     }
-    answer.entered().map(|metadata| metadata.0)
+    answer.entered().map(|(metadata, fabric)| (metadata.0, fabric))
 }
 
 impl Link {
@@ -255,7 +263,10 @@ impl Link {
                 let why = memory.refusal().map_or("process id".into(), |why| format!("sockets ({why})"));
                 format!("{transport}: {pools}registered memory by {why}")
             }
-            None => format!("{transport}: sockets"),
+            None => match self.fabric() {
+                Ok(_) => format!("{transport}: pools by UCX, registered memory by sockets"),
+                Err(_) => format!("{transport}: sockets"),
+            },
         };
         let Peer { cluster, address, .. } = &self.peer;
         format!("linked with cluster {cluster} at {address} over {way}")

@@ -36,6 +36,12 @@ impl Link {
         Ok(grant)
     }
 
+    /// Asks the owner whether a grant has ended. Returns `Err(GrantEnded)` if so.
+    pub(crate) fn ask_about_grant(&self, token: &GrantToken, deadline: Deadline) -> Result<()> {
+        self.forget_grant(&self.grant_of(token)?);
+        self.open_grant(token, deadline).map(drop)
+    }
+
     /// Returns the id of the grant of a token, which this peer must have given.
     pub(crate) fn grant_of(&self, token: &GrantToken) -> Result<GrantId> {
         if token.cluster != self.peer.cluster {

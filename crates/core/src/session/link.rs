@@ -15,11 +15,12 @@ use super::known_cache::{self, KnownCache};
 use super::limits::{Budget, BudgetShare, PeerBudget};
 use super::notification_window::Notifications;
 use super::opened_grants::OpenedGrants;
-use super::peer_memory::PeerMemory;
+use super::peer_memory::{PeerMemory, Readable};
 use super::pushes_in_flight::PushesInFlight;
 use super::stream_set::{self, MOST_CALLS, StreamSet};
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::{LinkEnd, PeerInfo};
+use crate::fabric::PeerFabric;
 use crate::model::{ClusterId, Deadline, Name};
 use crate::net::Stream;
 use crate::protocol::{self, Control, Purpose};
@@ -70,6 +71,7 @@ pub struct Link {
     pub(super) kind: Kind,
     pub(super) peer: Peer,
     peer_memory: Option<PeerMemory>,
+    fabric: Readable<PeerFabric>,
     pub(super) control: Arc<Stream>,
     /// Guards sending on the control stream. Held during socket I/O, which never waits: a short message is
     /// sent at once or not at all.
@@ -117,7 +119,7 @@ impl Link {
         id: u64,
         kind: Kind,
         peer: Peer,
-        peer_memory: Option<PeerMemory>,
+        (peer_memory, fabric): (Option<PeerMemory>, Readable<PeerFabric>),
         control: Arc<Stream>,
         dialer: Option<Dialer>,
         budget: &Arc<Budget>,
@@ -127,6 +129,7 @@ impl Link {
             kind,
             peer,
             peer_memory,
+            fabric,
             control,
             sending: Mutex::default(),
             dialer,
@@ -193,6 +196,11 @@ impl Link {
     /// Returns which memory of the peer this process can read in place. `None` if the link has sockets only.
     pub(crate) fn peer_memory(&self) -> Option<&PeerMemory> {
         self.peer_memory.as_ref()
+    }
+
+    /// Returns what UCX reads of the peer, or the reason why it reads nothing.
+    pub(crate) fn fabric(&self) -> &Readable<PeerFabric> {
+        &self.fabric
     }
 
     /// Begins a pull or push. An unlink waits until the returned guard is dropped. Returns `Err` with

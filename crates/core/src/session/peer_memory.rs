@@ -29,9 +29,9 @@ const PROBE_LIMIT: Duration = Duration::from_millis(500);
 const UNMAP_LIMIT: Duration = Duration::from_secs(1);
 
 /// Why one side cannot read memory that its owner has not located.
-const HIDDEN: &str = "the memory belongs to a device, or lies in too many pieces to list";
+pub(super) const HIDDEN: &str = "the memory belongs to a device, or lies in too many pieces to list";
 /// Why nothing is read in place over a link without [`PeerMemory`].
-pub(crate) const NOTHING_SHARED: &str =
+pub(super) const NOTHING_SHARED: &str =
     "the link uses TCP, or the peer is on another host: no memory is shared";
 
 /// Something that one side can read in place, or the reason why it cannot.

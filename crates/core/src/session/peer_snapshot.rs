@@ -17,7 +17,7 @@ use std::sync::Arc;
 use super::known_cache::KnownCache;
 use super::link::Link;
 use super::peer_memory::Readable;
-use crate::memory::Tensors;
+use crate::memory::{Reach, Tensors};
 use crate::protocol::EntryVersion;
 
 /// Why a pull does not read a cache in place while this process pushes to it.
@@ -58,6 +58,9 @@ impl<'a> PeerSnapshot<'a> {
     pub(crate) fn validate(&self) -> Validity {
         if !self.link.pushes.none_since(self.known.cache, self.pushes) {
             Validity::Pushed
+        } else if self.tensors.reach() == Reach::Fabric {
+            // No generations of another host are visible here, so the owner must be asked.
+            Validity::Changed
         } else if self.link.current(self.known) {
             Validity::Valid
         } else {

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use super::call::Call;
 use crate::error::{Error, ErrorKind, Result};
+use crate::memory::Reach;
 use crate::model::GrantId;
 use crate::plan::{CopyPlan, LocalEnd};
 use crate::session::{KnownCache, OpenedGrant};
@@ -28,9 +29,20 @@ impl Call {
         opened.covers(known.cache, &plan.src_rows(sizes.row_sizes())?)
     }
 
-    /// Checks that the grant has not ended, after a read in place.
+    /// Checks that the grant has not ended, as far as this side sees.
     pub(super) fn still_granted(&self) -> Result<()> {
         self.opened_grant().map_or(Ok(()), |opened| self.link.check_grant(opened))
+    }
+
+    /// Checks that the grant has not ended, after a read in place of memory with this reach. No generations of another host
+    /// are visible here, so its owner is asked.
+    pub(super) fn granted_until_now(&self, reach: Reach) -> Result<()> {
+        match &self.grant {
+            Some(grant) if reach == Reach::Fabric => {
+                self.link.ask_about_grant(&grant.given.token, self.deadline)
+            }
+            _ => self.still_granted(),
+        }
     }
 
     /// Returns the id of the grant, for a request to the owner.

@@ -189,7 +189,8 @@ impl Call {
                 Moved::Bytes(bytes)
             })
         };
-        let (validity, granted) = (snapshot.validate(), self.still_granted());
+        let granted = self.granted_until_now(snapshot.tensors().reach());
+        let validity = snapshot.validate();
         match &read {
             // The kernel may still write to the rows, so no other bytes may be written there.
             Err(error) if error.fact(STILL_READING).is_some() => {
@@ -202,8 +203,11 @@ impl Call {
                 *progress = self.attempt(plan.bytes());
                 return granted.map(|()| Moved::Stale);
             }
-            // The kernel allowed the read when the link was made, but does not now. Sockets always work.
-            Err(error) if error.kind() == ErrorKind::NotEnabled => self.use_sockets(error.to_string()),
+            // The kernel allowed the read when the link was made, but does not now, or UCX has failed. Sockets always work.
+            Err(error) if error.kind() == ErrorKind::NotEnabled && !self.only_ucx() => {
+                self.use_sockets(error.to_string());
+            }
+            Err(error) if error.kind() == ErrorKind::NotEnabled => return read.map(Moved::Bytes),
             _ if validity == Validity::Valid => return self.link.check().and_then(|()| accepted(read)),
             _ if validity == Validity::Changed => {
                 return if self.confirm(known, progress)? { accepted(read) } else { Ok(Moved::Stale) };

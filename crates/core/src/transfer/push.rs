@@ -9,7 +9,7 @@ use super::pull::PullEnd;
 use super::stream::Streams;
 use crate::cache::RowUse;
 use crate::copy::KeptAlive;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::model::Name;
 use crate::plan::{CacheCount, CopyPlan, LocalEnd, TensorSteps};
 use crate::protocol::{Reply, Request, WirePlan};
@@ -169,7 +169,11 @@ impl Call {
                 Reply::Stale => return Ok(Moved::Stale),
                 // The peer could read this memory when the link was made, but cannot now. Sockets always
                 // work.
-                Reply::Unreachable { reason } => self.use_sockets(reason),
+                Reply::Unreachable { reason } if !self.only_ucx() => self.use_sockets(reason),
+                Reply::Unreachable { reason } => {
+                    let text = format!("the peer cannot read by UCX: {reason}");
+                    return Err(self.named(Error::new(ErrorKind::NotEnabled, text)));
+                }
                 reply => return Err(self.link.unexpected(&reply)),
             }
         } else if let Err(reason) = readable {

@@ -4,15 +4,17 @@
 //! | --- | --- |
 //! | a pool that the reader has mapped | the reader copies it ([`DataPath::Mapped`]) |
 //! | other memory of a process that the reader may read | the kernel copies it ([`DataPath::Process`]) |
+//! | a pool over a link on which both sides use UCX | UCX reads it ([`DataPath::Fabric`]) |
 //! | anything else, and a cache to which this process pushes | the owner sends it ([`DataPath::Sockets`]) |
 //!
 //! On each path, bytes from or to memory that the CPU cannot address pass host buffers at that end
 //! (`copy::staged_copier`, `copy::staged_socket`).
 
 use super::call::Call;
+use crate::fabric::EngineFabric;
 use crate::memory::Reach;
 use crate::resources::MemoryLocation;
-use crate::session::{KnownCache, NOTHING_SHARED, PeerSnapshot, Readable};
+use crate::session::{KnownCache, PeerSnapshot, Readable};
 use crate::stats::DataPath;
 
 impl Call {
@@ -23,7 +25,13 @@ impl Call {
 
     /// Returns `Err` with the reason if the peer cannot read the source of a push in place.
     pub(super) fn readable_by_peer(&self, source: &MemoryLocation) -> Readable<()> {
-        self.link.peer_memory().map_or(Err(NOTHING_SHARED.into()), |memory| memory.seen(source))
+        self.link.readable_by_peer(source)
+    }
+
+    /// Whether the configuration names UCX, which is used over this link, so that a failure of it fails the call.
+    pub(super) fn only_ucx(&self) -> bool {
+        let required = self.resources.fabric.as_ref().is_some_and(EngineFabric::is_required);
+        required && self.link.fabric().is_ok()
     }
 
     /// Notes why this transfer uses sockets. The log shows each reason once.
@@ -37,14 +45,21 @@ impl Call {
 
     /// Counts a plan that was read in place. `staged` is whether its bytes passed host buffers.
     pub(super) fn count_read(&self, known: &KnownCache, bytes: u64, staged: bool) {
-        let process = known.tensors.as_ref().is_ok_and(|tensors| tensors.reach() == Reach::Process);
-        let path = if process { DataPath::Process } else { DataPath::Mapped };
+        let path = match known.tensors.as_ref().map(|tensors| tensors.reach()) {
+            Ok(Reach::Process) => DataPath::Process,
+            Ok(Reach::Fabric) => DataPath::Fabric,
+            _ => DataPath::Mapped,
+        };
         self.link.paths.count(path, bytes, staged);
     }
 
     /// Counts a plan whose bytes the peer has read in place.
     pub(super) fn count_fetched(&self, in_process: bool, bytes: u64) {
-        let path = if in_process { DataPath::Process } else { DataPath::Mapped };
+        let path = match (self.link.peer_memory(), in_process) {
+            (None, _) => DataPath::Fabric,
+            (Some(_), true) => DataPath::Process,
+            (Some(_), false) => DataPath::Mapped,
+        };
         self.link.paths.count(path, bytes, false);
     }
 

@@ -114,11 +114,11 @@ fn links<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<LinkConfig> {
         links.retries = u32::try_from(count).unwrap_or(1);
     }
     if let Some(backend) = text("llm.TransferBackend") {
-        if backend != "hixl" {
-            let value = format!("{:?}", clipped(backend));
-            return Err(Error::argument("llm.TransferBackend", value, "hixl"));
-        }
-        links.both_ways = true;
+        links.fabric.backend = one_of("llm.TransferBackend", backend, &values::TRANSFER_BACKENDS)?;
+        links.both_ways = backend == "hixl";
+    }
+    if let Some(path) = text("llm.UcxLibrary") {
+        links.fabric.library = Some(values::path("ucx_library", path)?);
     }
     token(&mut links, text)?;
     links.accept_remote = flag("llm.LinkAcceptRemote", text("llm.LinkAcceptRemote"))?;

@@ -11,7 +11,7 @@ use std::time::Duration;
 use serde_json::Value;
 
 use super::json::json;
-use crate::config::{HugeChoice, KernelChoice, SwapInPath, Token, TransportChoice};
+use crate::config::{Backend, HugeChoice, KernelChoice, SwapInPath, Token, TransportChoice};
 use crate::error::{Error, Result, ensure};
 use crate::model::Verify;
 
@@ -35,6 +35,8 @@ pub(super) const HUGE_PAGES: [(&str, HugeChoice); 5] = [
 ];
 pub(super) const VERIFY: [(&str, Verify); 3] =
     [("off", Verify::Off), ("sample", Verify::Sample), ("full", Verify::Full)];
+pub(super) const TRANSFER_BACKENDS: [(&str, Backend); 4] =
+    [("hixl", Backend::Auto), ("auto", Backend::Auto), ("sockets", Backend::Sockets), ("ucx", Backend::Ucx)];
 pub(super) const LINK_TRANSPORTS: [(&str, TransportChoice); 3] =
     [("auto", TransportChoice::Auto), ("shm", TransportChoice::Shm), ("tcp", TransportChoice::Tcp)];
 
@@ -86,6 +88,7 @@ pub fn text(name: &str, text: &str) -> Result<()> {
         "link_transport" => one_of(name, text, &LINK_TRANSPORTS).map(drop),
         "rank_hosts" => rank_hosts(text).map(drop),
         "swap_in_path" => one_of(name, text, &SWAP_IN_PATHS).map(drop),
+        "ucx_library" => path(name, text).map(drop),
         "verify" => verify(text).map(drop),
         _ => Err(Error::invalid(format!("{name} is not a text option"))),
     }
@@ -111,6 +114,15 @@ pub fn link_token(text: &str) -> Result<Token> {
             Err(Error::argument("link_token", value, allowed))
         }
     }
+}
+
+/// Reads an option that is an absolute path.
+pub(super) fn path(name: &str, text: &str) -> Result<PathBuf> {
+    if text.starts_with('/') && !text.contains('\0') && text.len() <= PATH_BYTES {
+        return Ok(PathBuf::from(text));
+    }
+    let allowed = format!("an absolute path of at most {PATH_BYTES} bytes");
+    Err(Error::argument(name, format_args!("{:?}", clipped(text)), allowed))
 }
 
 /// Reads `link_token_file`: an absolute path. Error messages do not contain the value, because it may be the

@@ -7,6 +7,7 @@ mod broken_streams;
 mod communicators;
 mod deadlines;
 mod ensure_link;
+mod fabric;
 pub mod fake_peer;
 mod identity;
 mod kv_layouts;
@@ -32,10 +33,13 @@ use llm_datadist_core::testing::device::{DeviceSet, HostReach};
 use llm_datadist_core::testing::net::{Accepted, Address, Listener, Stream, Tcp, Transport, Unix};
 use llm_datadist_core::testing::session::Transports;
 use llm_datadist_core::{
-    Cache, CacheDesc, CacheKey, CacheKind, ClusterId, Config, DataDist, Deadline, End, Layers, Name,
-    PeerAddress, Placement, PoolConfig, PullRows, PushRows, RemoteName, Result, Role, TransportChoice,
+    Backend, Cache, CacheDesc, CacheKey, CacheKind, ClusterId, Config, DataDist, Deadline, End, FabricConfig,
+    Layers, Name, PeerAddress, Placement, PoolConfig, PullRows, PushRows, RemoteName, Result, Role,
+    TransportChoice,
 };
 
+// The tests need the file of the stand-in for UCX, and no symbol of it.
+use fake_ucp as _;
 use llm_datadist_testing::{Local, SimDevice};
 
 use crate::fixtures::{self, Gated, Own, eventually};
@@ -57,12 +61,14 @@ enum Way {
     ShmDevice,
     /// As `Tcp`, with device pools in memory that the CPU cannot address.
     TcpDevice,
+    /// As `Tcp`, with pools that are read by a stand-in for UCX.
+    Fabric,
 }
 
-const WAYS: [Way; 5] = [Way::Local, Way::Shm, Way::Tcp, Way::ShmDevice, Way::TcpDevice];
+const WAYS: [Way; 6] = [Way::Local, Way::Shm, Way::Tcp, Way::ShmDevice, Way::TcpDevice, Way::Fabric];
 
 /// The ways with sockets of the kernel.
-const SOCKETS: [Way; 4] = [Way::Shm, Way::Tcp, Way::ShmDevice, Way::TcpDevice];
+const SOCKETS: [Way; 5] = [Way::Shm, Way::Tcp, Way::ShmDevice, Way::TcpDevice, Way::Fabric];
 
 /// The local transport with ports as addresses, because links use ports.
 #[derive(Debug)]
@@ -118,7 +124,7 @@ impl Way {
 
     /// Whether memory is seen from the other side.
     fn shares(self) -> bool {
-        !matches!(self, Way::Tcp | Way::TcpDevice)
+        !matches!(self, Way::Tcp | Way::TcpDevice | Way::Fabric)
     }
 
     /// Whether the engines use local sockets.
@@ -147,6 +153,9 @@ fn config(cluster: u64, way: Way) -> Config {
     config.sync_timeout = LONG;
     config.copy_workers = Some(2);
     config.links.transport = if way.shares_sockets() { TransportChoice::Auto } else { TransportChoice::Tcp };
+    if way == Way::Fabric {
+        config.links.fabric = fake_ucp(&[]);
+    }
     config.links.listen = Some("127.0.0.1:0".parse().unwrap());
     // On a busy machine a live peer may take seconds to answer.
     config.links.heartbeat = Duration::from_secs(5);
@@ -154,6 +163,14 @@ fn config(cluster: u64, way: Way) -> Config {
     // Peers that a test simulates prove nothing; `identity` covers which peers are admitted.
     config.links.accept_remote = true;
     config
+}
+
+/// Has an engine use the stand-in for UCX, with settings.
+fn fake_ucp(settings: &[(&str, &str)]) -> FabricConfig {
+    let library = std::env::current_exe().unwrap().with_file_name("libfake_ucp.so");
+    assert!(library.exists(), "{} was not built", library.display());
+    let settings = settings.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect();
+    FabricConfig { backend: Backend::Ucx, library: Some(library), settings, assume_device: false }
 }
 
 fn open(config: Config, way: Way) -> DataDist {

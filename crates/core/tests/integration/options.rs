@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use llm_datadist_core::testing::config::{LinkConfig, Token, TransportChoice};
 use llm_datadist_core::testing::validate;
-use llm_datadist_core::{ClusterId, Config, HugeChoice, KernelChoice, PoolConfig, Result, Role, SwapInPath};
+use llm_datadist_core::{
+    Backend, ClusterId, Config, FabricConfig, HugeChoice, KernelChoice, PoolConfig, Result, Role, SwapInPath,
+};
 
 use crate::arguments::refused;
 
@@ -140,6 +142,7 @@ fn link_options() {
         ("llm.LinkStreams", "16"),
         ("llm.LinkRemoteMemory", "12345678901"),
         ("llm.RankPort", "65535"),
+        ("llm.UcxLibrary", "/opt/libucp.so.0"),
         ("llm.RankHosts", r#"{"5": "[::1]:70", "192.0.2.9": "192.0.2.8:1"}"#),
     ]);
     let hosts = [("192.0.2.9", "192.0.2.8:1"), ("5", "[::1]:70")];
@@ -159,8 +162,18 @@ fn link_options() {
         rank_port: 65_535,
         rank_hosts: hosts.iter().map(|&(name, at)| (name.to_owned(), at.parse().unwrap())).collect(),
         both_ways: true,
+        fabric: FabricConfig {
+            backend: Backend::Auto,
+            library: Some("/opt/libucp.so.0".into()),
+            settings: vec![],
+            assume_device: false,
+        },
     };
     assert_eq!(all.unwrap(), expected);
+    for (name, backend) in [("auto", Backend::Auto), ("sockets", Backend::Sockets), ("ucx", Backend::Ucx)] {
+        let links = links(&[("llm.TransferBackend", name)]).unwrap();
+        assert_eq!((links.fabric.backend, links.both_ways), (backend, false));
+    }
     assert_eq!(LinkConfig::default().pin_limit, Duration::from_secs(600));
     assert_eq!(links(&[("llm.RankHosts", "")]).unwrap().rank_hosts.len(), 0);
     // 0 seconds stands for the environment variable, and without one for the default.

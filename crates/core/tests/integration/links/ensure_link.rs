@@ -394,7 +394,7 @@ fn a_cancelled_call_enters_no_link() {
         let (stream, _) = fake.greet();
         let _: Confirm = hear(&stream).unwrap();
         assert!(call.cancel());
-        say(&stream, &LinkAnswer::Entered { metadata: Metadata::default() });
+        say(&stream, &LinkAnswer::Entered { metadata: Metadata::default(), fabric: None });
         assert_eq!(failed(&call).kind(), ErrorKind::Cancelled);
         assert!(engine.peers().is_empty());
         assert!(hear::<Control>(&stream).is_err(), "the engine closes the connection");
@@ -475,7 +475,7 @@ fn the_lower_id_keeps_its_connection() {
         if own < peer {
             assert_eq!(entered.unwrap_err().kind(), ErrorKind::AlreadyLinked);
             assert!(hear::<Control>(&second).is_err(), "the connection is closed");
-            say(&first, &LinkAnswer::Entered { metadata: Metadata::default() });
+            say(&first, &LinkAnswer::Entered { metadata: Metadata::default(), fabric: None });
             linked(&call).unwrap();
         } else {
             entered.unwrap();
@@ -512,17 +512,18 @@ fn a_link_is_entered_after_its_confirmation() {
     let waiting = fake.dial(&engine, ENSURE).unwrap();
     assert!(engine.peers().is_empty());
     let long = Fake::new(3, 7).dial(&engine, ENSURE).unwrap();
-    say(&long, &Confirm { metadata: Metadata(Arc::new(vec![1; MAX_METADATA + 1])) });
+    say(&long, &Confirm { metadata: Metadata(Arc::new(vec![1; MAX_METADATA + 1])), fabric: None });
     assert_eq!(hear::<LinkAnswer>(&long).unwrap_err().kind(), ErrorKind::NotLinked);
     // The metadata of a peer that has not proved its identity is not read.
     let early = std::net::TcpStream::connect(engine.listening().unwrap()).unwrap();
-    let frame = encode(&Confirm { metadata: Metadata(Arc::new(vec![1; MAX_METADATA])) }).unwrap();
+    let frame =
+        encode(&Confirm { metadata: Metadata(Arc::new(vec![1; MAX_METADATA])), fabric: None }).unwrap();
     assert_eq!(frame[3], MESSAGE);
     std::io::Write::write_all(&mut &early, &frame).unwrap();
     let mut answer = Vec::new();
     let _ = std::io::Read::read_to_end(&mut &early, &mut answer);
     assert!(engine.peers().is_empty());
-    say(&waiting, &Confirm { metadata: Metadata(Arc::new(vec![1; MAX_METADATA])) });
+    say(&waiting, &Confirm { metadata: Metadata(Arc::new(vec![1; MAX_METADATA])), fabric: None });
     assert!(matches!(hear(&waiting).unwrap(), LinkAnswer::Entered { .. }));
     assert_eq!(*engine.peers()[0].metadata, vec![1; MAX_METADATA]);
     // A second confirmation is no control message, and ends the link.

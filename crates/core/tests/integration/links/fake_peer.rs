@@ -61,8 +61,8 @@ fn mirror(stream: &Stream) {
 
 /// Confirms a link without metadata, and waits until the engine has entered it.
 pub fn confirm(stream: &Stream) -> Result<Vec<u8>> {
-    say(stream, &Confirm { metadata: Metadata::default() });
-    Ok(hear::<LinkAnswer>(stream)?.entered()?.0.to_vec())
+    say(stream, &Confirm { metadata: Metadata::default(), fabric: None });
+    Ok(hear::<LinkAnswer>(stream)?.entered()?.0.0.to_vec())
 }
 
 /// A process that claims to be `cluster`.
@@ -115,7 +115,7 @@ impl Fake {
 
     /// Accepts a link that the engine makes, and returns its control stream.
     pub fn linked(&self) -> Stream {
-        self.answers_link(&LinkAnswer::Entered { metadata: Metadata::default() })
+        self.answers_link(&LinkAnswer::Entered { metadata: Metadata::default(), fabric: None })
     }
 
     /// Accepts a link that the engine makes, up to its confirmation, and answers that.

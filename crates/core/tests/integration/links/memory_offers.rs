@@ -45,7 +45,7 @@ fn offered(engine: &DataDist, offer: &Attach, descriptors: &[OwnedFd]) -> (Attac
         let said: Attached = hear(&stream).unwrap();
         say(&stream, &Attached { mapped: Ok(()), registered: Ok(()) });
         let _: Confirm = hear(&stream).unwrap();
-        say(&stream, &LinkAnswer::Entered { metadata: Metadata::default() });
+        say(&stream, &LinkAnswer::Entered { metadata: Metadata::default(), fabric: None });
         (said, stream)
     });
     linked.unwrap();

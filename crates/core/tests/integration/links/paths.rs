@@ -20,6 +20,9 @@ fn link(pair: &Pair) -> LinkState {
 
 /// The path on which bytes leave this memory.
 fn path_from(way: Way, memory: Memory) -> &'static str {
+    if way == Way::Fabric && !memory.registered {
+        return "fabric";
+    }
     match (way.shares(), memory.registered, on_device(way, memory)) {
         (true, true, _) => "process",
         (true, false, false) => "mapped",
@@ -75,6 +78,7 @@ fn bytes_take_the_fastest_path_and_stats_show_it() {
         match way {
             Way::Tcp | Way::TcpDevice => assert!(reason.unwrap().contains("no memory is shared"), "{way:?}"),
             Way::ShmDevice => assert!(reason.unwrap().contains("belongs to a device"), "{way:?}"),
+            Way::Fabric => assert!(reason.unwrap().contains("no registered memory"), "{way:?}"),
             Way::Local | Way::Shm => assert_eq!(reason, None),
         }
     }

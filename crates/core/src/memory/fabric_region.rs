@@ -1,0 +1,125 @@
+//! Memory that UCX reads: pools of this process that peers may read, and pools of peers.
+
+use std::cell::RefCell;
+use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
+
+use llm_datadist_ucx::{Fabric, Library, Mapping, Peer, Piece};
+
+use super::region::Region;
+use super::window::{Reach, Window};
+use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
+use crate::model::Deadline;
+
+/// Name of lists of pieces in out-of-memory errors.
+const PIECES: &str = "the pieces of a read by UCX";
+
+/// Loads the library of UCX at `path`, or the one of this name that the system finds. Returns `Err(NotEnabled)` with the
+/// reason if it cannot be used.
+pub fn load_ucx(path: &Path) -> Result<Library> {
+    // SAFETY: the path is that of an option, or the name of UCX's library, so whoever has configured or installed it vouches
+    // for its code. Rust's functions lock the environment; programs that use it by functions of C at the same time are
+    // as unsafe as with any other change of it.
+    unsafe { Library::open(path) }.map_err(|error| not_enabled(&error))
+}
+
+/// A pool of this process that peers can read by UCX.
+#[derive(Debug)]
+pub struct SharedRegion {
+    // Dropped before the region.
+    mapping: Mapping,
+    region: Arc<Region>,
+}
+
+impl SharedRegion {
+    /// Maps a region for reads of peers. Returns `Err(NotEnabled)` with the reason if UCX refuses, for example because the
+    /// memory cannot be pinned.
+    pub fn share(fabric: &Fabric, region: Arc<Region>) -> Result<SharedRegion> {
+        // SAFETY: the region outlives the mapping, as the order of the fields ensures (promise 1). What a peer reads while
+        // it is written is discarded (`session::peer_snapshot`).
+        let mapping = unsafe { fabric.map(region.base(), region.len()) };
+        let mapping = mapping.map_err(|error| not_enabled(&error).with("bytes", region.len()))?;
+        Ok(SharedRegion { mapping, region })
+    }
+
+    /// Returns the address of the first byte, the number of bytes, and the key with which peers read them.
+    pub fn offer(&self) -> (u64, u64, &Arc<Vec<u8>>) {
+        (self.region.base(), self.region.len(), self.mapping.key())
+    }
+}
+
+/// A pool of a peer that this process can read by UCX.
+pub struct FabricRegion {
+    peer: Arc<Peer>,
+    base: u64,
+    len: u64,
+    key: Arc<Vec<u8>>,
+}
+
+impl FabricRegion {
+    /// Creates the region that a peer has offered. Returns `Err(System)` if it exceeds the address space.
+    pub fn new(peer: Arc<Peer>, base: u64, len: u64, key: Arc<Vec<u8>>) -> Result<FabricRegion> {
+        if base.checked_add(len).is_none() {
+            let text = format!("{len} bytes at {base:#x} exceed the address space");
+            return Err(Error::new(ErrorKind::System, text));
+        }
+        Ok(FabricRegion { peer, base, len, key })
+    }
+
+    /// Returns the address of the first byte in the process of the peer.
+    pub fn base(&self) -> u64 {
+        self.base
+    }
+
+    /// Returns the number of bytes.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Reads every source of `pairs` into its destination. When it returns, nothing touches the destinations any more.
+    ///
+    /// Returns `Err` with `NotEnabled` and the reason if UCX fails, `Timeout` at the deadline, and `Interrupted`.
+    pub fn read(&self, pairs: &[(Window<'_>, Window<'_>)], deadline: Deadline) -> Result<()> {
+        let piece = |(src, dst): &(Window<'_>, Window<'_>)| {
+            if src.len() != dst.len() || src.reach() != Reach::Fabric || dst.reach() != Reach::Host {
+                let text = "UCX reads memory of a peer into host memory of the same length";
+                return Err(
+                    Error::new(ErrorKind::System, text).with("src", format_args!("{:?}", src.reach()))
+                );
+            }
+            Ok(Piece { local: dst.addr(), remote: src.addr(), len: src.len() })
+        };
+        let pieces = fallible::try_collect(PIECES, pairs.iter().map(piece))?;
+        let doing = "reading a peer by UCX";
+        let interruption = RefCell::new(None);
+        let waiting = || {
+            let mut interruption = interruption.borrow_mut();
+            if interruption.is_none() {
+                *interruption = deadline.interruption(doing).err();
+            }
+            interruption.is_some()
+        };
+        // SAFETY: the destinations are windows of live tensors or buffers that are writable host memory, as checked above,
+        // and stay so until the return (promise 3).
+        let read = unsafe { self.peer.read(&self.key, pieces, Some(deadline.at()), waiting) };
+        read.map_err(|error| match error {
+            llm_datadist_ucx::Error::DeadlinePassed => deadline.error(doing),
+            llm_datadist_ucx::Error::Cancelled => {
+                interruption.take().unwrap_or_else(|| deadline.error(doing))
+            }
+            other => not_enabled(&other),
+        })
+    }
+}
+
+impl fmt::Debug for FabricRegion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "FabricRegion({} bytes)", self.len)
+    }
+}
+
+fn not_enabled(error: &llm_datadist_ucx::Error) -> Error {
+    Error::new(ErrorKind::NotEnabled, error.to_string())
+}

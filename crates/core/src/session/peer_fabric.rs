@@ -1,0 +1,83 @@
+//! Memory of a peer that UCX reads: what both sides offer when a link is made, and where memory that is read in place lies.
+
+use std::sync::Arc;
+
+use super::link::Link;
+use super::peer_memory::{HIDDEN, NOTHING_SHARED, Readable};
+use super::shared::Shared;
+use crate::error::{Error, ErrorKind, Result};
+use crate::fabric::{EngineFabric, PeerFabric};
+use crate::memory::{TensorBytes, Tensors};
+use crate::net::Stream;
+use crate::protocol::{FabricOffer, WireLocation};
+use crate::resources::MemoryLocation;
+
+/// Why registered memory is not read by UCX.
+const POOLS_ONLY: &str = "UCX reads pools, and no registered memory";
+
+impl Shared {
+    /// Returns what the peer on `stream` may read by UCX: nothing if it maps memory.
+    pub(super) fn fabric_offer(&self, stream: &Stream) -> Option<FabricOffer> {
+        let fabric = self.resources.fabric.as_ref().filter(|_| !stream.carries_descriptors());
+        fabric.map(EngineFabric::offer)
+    }
+
+    /// Takes the offer of the peer on `stream`, or returns the reason why UCX is not used. Returns `Err(LinkFailed)` with
+    /// the reason if the configuration names UCX.
+    pub(super) fn take_fabric(
+        &self,
+        stream: &Stream,
+        offer: Option<&FabricOffer>,
+    ) -> Result<Readable<PeerFabric>> {
+        if stream.carries_descriptors() {
+            return Ok(Err(NOTHING_SHARED.into()));
+        }
+        let taken = match (&self.resources.fabric, offer) {
+            (None, _) => Err(NOTHING_SHARED.into()),
+            (Some(_), None) => Err("the peer does not use UCX".into()),
+            (Some(fabric), Some(offer)) => fabric.take(offer).map_err(|error| error.to_string().into()),
+        };
+        match taken {
+            Err(reason) if self.resources.fabric.as_ref().is_some_and(EngineFabric::is_required) => {
+                let error =
+                    Error::new(ErrorKind::LinkFailed, format!("llm.TransferBackend=ucx, but {reason}"));
+                Err(error.with("peer", stream.peer()))
+            }
+            taken => Ok(taken),
+        }
+    }
+}
+
+impl Link {
+    /// Returns `count` tensors of these `bytes` at `location` of the peer, or the reason why this process cannot read them in
+    /// place. Returns `Err` if the location is invalid.
+    pub(crate) fn tensors(
+        &self,
+        location: &WireLocation,
+        count: u32,
+        bytes: impl Into<TensorBytes>,
+    ) -> Result<Readable<Arc<Tensors>>> {
+        if let Some(memory) = self.peer_memory() {
+            return memory.tensors(location, count, bytes);
+        }
+        Ok(match (self.fabric(), location) {
+            (Err(reason), _) => Err(reason.clone()),
+            (Ok(fabric), WireLocation::Region { region, runs }) => {
+                fabric.tensors(*region, runs, count, bytes)?.ok_or("the peer has offered no such pool".into())
+            }
+            (Ok(_), WireLocation::Process { .. }) => Err(POOLS_ONLY.into()),
+            (Ok(_), WireLocation::Hidden) => Err(HIDDEN.into()),
+        })
+    }
+
+    /// Returns `Err` with the reason if the peer cannot read the memory at `location` of this process in place.
+    pub(crate) fn readable_by_peer(&self, location: &MemoryLocation) -> Readable<()> {
+        match (self.peer_memory(), self.fabric(), location) {
+            (Some(memory), _, _) => memory.seen(location),
+            (None, Err(reason), _) => Err(reason.clone()),
+            (None, Ok(_), MemoryLocation::Pool(..)) => Ok(()),
+            (None, Ok(_), MemoryLocation::Process(_)) => Err(POOLS_ONLY.into()),
+            (None, Ok(_), MemoryLocation::Hidden) => Err(HIDDEN.into()),
+        }
+    }
+}

@@ -1,0 +1,236 @@
+//! Links on which a stand-in for UCX reads pools: what it refuses, stalls and loses, and what both sides must agree on.
+//!
+//! The other tests of links run over it too (`Way::Fabric`). `crates/ucx` tests reads alone, and with the real library.
+
+#![allow(unsafe_code, reason = "functions of a library that a test loads")]
+
+use std::ffi::{CString, c_char};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use llm_datadist_core::{
+    Backend, CacheKey, CacheKind, Config, DataDist, ErrorKind, Layers, Name, PullRows, Result,
+};
+
+use super::{Held, Pair, Way, address, config, device, fake_ucp, link, of, open, push_blocks, row};
+use crate::fixtures::eventually;
+
+const KEY: CacheKey = CacheKey::Blocks { model: 1 };
+const BLOCKS: i64 = 64;
+const BLOCK: usize = 4096;
+
+/// Changes a setting of the stand-in in the engine with this name.
+fn set(name: &str, setting: &str, value: i64) {
+    type Set = unsafe extern "C" fn(*const c_char, *const c_char, i64) -> bool;
+    let file = std::env::current_exe().unwrap().with_file_name("libfake_ucp.so");
+    // SAFETY: the stand-in, which is loaded already.
+    let library = unsafe { libloading::Library::new(file) }.unwrap();
+    // SAFETY: the signature of the function.
+    let set = unsafe { library.get::<Set>("fake_ucp_set") }.unwrap();
+    let [name, setting] = [name, setting].map(|text| CString::new(text).unwrap());
+    // SAFETY: two texts that end with a zero byte.
+    assert!(unsafe { set(name.as_ptr(), setting.as_ptr(), value) }, "no context has this name");
+}
+
+/// Cluster 1, whose reads a test controls, and cluster 2, linked by 1; and a cache of each.
+struct Controlled {
+    name: String,
+    pair: Pair,
+    near: Held,
+    far: Held,
+}
+
+impl Controlled {
+    fn new(change: impl Fn(&mut Config)) -> Controlled {
+        static NUMBER: AtomicU64 = AtomicU64::new(0);
+        let name = format!("engine {}", NUMBER.fetch_add(1, Ordering::Relaxed));
+        let pair = Pair::with(Way::Fabric, |config| {
+            config.remote_accessible = true;
+            if config.cluster.0 == 1 {
+                let settings = [("FAKE_NAME", name.as_str())];
+                config.links.fabric = fake_ucp(&settings);
+            }
+            change(config);
+        });
+        let shape = device(2, BLOCKS as usize, BLOCK);
+        let near = Held::pool(&pair.local, &shape, CacheKind::Blocks);
+        let far = Held::new(&pair.remote, false, &shape, CacheKind::Blocks, &[Some(KEY)]);
+        Controlled { name, pair, near, far }
+    }
+
+    fn set(&self, setting: &str, value: i64) {
+        set(&self.name, setting, value);
+    }
+
+    fn pull(&self, limit: Duration) -> Result<()> {
+        // Backwards, so that each block is a request of its own.
+        let rows = PullRows::Blocks { remote: (0..BLOCKS).rev().collect(), local: (0..BLOCKS).collect() };
+        let from = of(2, Name::Key(KEY));
+        let transfer =
+            self.pair.local.pull_async(from, &self.near.end(), rows, Layers::ALL, Some(limit)).unwrap();
+        eventually("the end of a pull", || transfer.outcome().is_some());
+        transfer.outcome().unwrap().map(|_| ())
+    }
+
+    /// Whether all blocks of a source are in place.
+    fn arrived(&self, source: &[Vec<u8>]) -> bool {
+        let backwards = |tensor: &Vec<u8>| tensor.chunks(BLOCK).rev().flatten().copied().collect::<Vec<u8>>();
+        self.near.read() == source.iter().map(backwards).collect::<Vec<_>>()
+    }
+
+    fn paths(&self) -> (u64, u64) {
+        let link = self.pair.local.stats().links.remove(0);
+        let bytes = |name| link.paths.iter().find(|(path, _)| *path == name).unwrap().1.bytes;
+        (bytes("fabric"), bytes("sockets"))
+    }
+}
+
+const LONG: Duration = Duration::from_secs(20);
+const ALL: u64 = 2 * BLOCKS as u64 * BLOCK as u64;
+
+#[test]
+fn a_pull_that_stalls_ends_at_its_deadline_and_writes_nothing_afterwards() {
+    let both = Controlled::new(|_| ());
+    let bytes = both.far.fill(1);
+    for end in [0, 1, 50, 127] {
+        both.set("STALL", end);
+        let error = both.pull(Duration::from_millis(60)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+        let after = both.near.fill(9);
+        both.set("STALL", i64::MAX);
+        thread::sleep(Duration::from_millis(100));
+        assert!(both.near.read() == after, "bytes came after the end");
+        both.pull(LONG).unwrap();
+        assert!(both.arrived(&bytes));
+    }
+    assert_eq!(both.paths(), (4 * ALL, 0));
+}
+
+/// The owner releases the cache while it is read. No generations of another host are visible, so the owner is asked.
+#[test]
+fn a_cache_that_is_released_while_it_is_read_is_never_a_success() {
+    let both = Controlled::new(|_| ());
+    both.far.fill(1);
+    both.set("STALL", 60);
+    thread::scope(|scope| {
+        let pulling = scope.spawn(|| both.pull(LONG));
+        thread::sleep(Duration::from_millis(100));
+        both.far.free(&both.pair.remote);
+        let other = Held::pool(&both.pair.remote, &device(2, BLOCKS as usize, BLOCK), CacheKind::Blocks);
+        other.fill(7);
+        both.set("STALL", i64::MAX);
+        let error = pulling.join().unwrap().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::CacheNotFound, "{error}");
+    });
+}
+
+#[test]
+fn a_failure_of_ucx_fails_the_call_if_it_is_named_and_uses_sockets_otherwise() {
+    for (backend, setting, value) in [
+        (Backend::Ucx, "RESET", 1),
+        (Backend::Auto, "RESET", 1),
+        (Backend::Ucx, "REFUSE_ucp_ep_rkey_unpack", -5),
+        (Backend::Auto, "REFUSE_ucp_ep_rkey_unpack", -5),
+        (Backend::Auto, "REFUSE_ucp_ep_create", -6),
+        (Backend::Auto, "REFUSE_ucp_get_nbx", -4),
+    ] {
+        let both = Controlled::new(|config| {
+            (config.links.fabric.backend, config.links.fabric.assume_device) = (backend, true);
+        });
+        let bytes = both.far.fill(1);
+        both.set(setting, value);
+        let pulled = both.pull(LONG);
+        let reason = format!("UCX status {}", if setting == "RESET" { -25 } else { value });
+        if backend == Backend::Ucx {
+            let error = pulled.unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::NotEnabled, "{error}");
+            assert!(error.to_string().contains(&reason), "{error}");
+            assert_eq!(both.paths(), (0, 0));
+        } else {
+            pulled.unwrap();
+            assert!(both.arrived(&bytes));
+            assert_eq!(both.paths(), (0, ALL));
+            let link = both.pair.local.stats().links.remove(0);
+            assert!(link.sockets_reason.unwrap().contains(&reason), "{setting}");
+        }
+    }
+}
+
+/// A push is a read by the peer, so it fails where the peer cannot read.
+#[test]
+fn a_push_uses_sockets_if_the_peer_cannot_read() {
+    for backend in [Backend::Ucx, Backend::Auto] {
+        let both = Controlled::new(|config| {
+            (config.links.fabric.backend, config.links.fabric.assume_device) = (backend, true);
+        });
+        both.set("RESET", 1);
+        let source = both.far.fill(3);
+        let all: Vec<i64> = (0..BLOCKS).collect();
+        // Cluster 1 reads.
+        let pushed = push_blocks(&both.pair.remote, &both.far, &all, of(1, row(&both.near, 0)), &all);
+        if backend == Backend::Ucx {
+            assert_eq!(pushed.unwrap_err().kind(), ErrorKind::NotEnabled);
+        } else {
+            pushed.unwrap();
+            assert!(both.near.read() == source);
+        }
+    }
+}
+
+#[test]
+fn both_sides_must_use_ucx() {
+    let cases = [
+        (Backend::Ucx, Backend::Sockets, Some("llm.TransferBackend=ucx, but the peer does not use UCX")),
+        (Backend::Auto, Backend::Sockets, None),
+        (Backend::Sockets, Backend::Auto, None),
+        (Backend::Auto, Backend::Auto, None),
+    ];
+    for (near, far, refused) in cases {
+        let made = |cluster, backend| {
+            let mut config = config(cluster, Way::Fabric);
+            (config.links.fabric.backend, config.links.fabric.assume_device) = (backend, true);
+            open(config, Way::Fabric)
+        };
+        let (local, remote) = (made(1, near), made(2, far));
+        match (link(&local, &remote), refused) {
+            (Err(error), Some(reason)) => assert!(error.to_string().contains(reason), "{error}"),
+            (linked, _) => {
+                linked.unwrap();
+                super::check_pull(&local, &remote);
+                let link = local.stats().links.remove(0);
+                let fabric = link.paths.iter().any(|(name, path)| *name == "fabric" && path.bytes > 0);
+                assert_eq!(fabric, (near, far) == (Backend::Auto, Backend::Auto));
+            }
+        }
+    }
+}
+
+#[test]
+fn an_engine_that_cannot_use_ucx_says_why() {
+    let opened = |backend, change: &dyn Fn(&mut Config)| {
+        let mut config = config(1, Way::Fabric);
+        (config.links.fabric.backend, config.links.fabric.assume_device) = (backend, true);
+        change(&mut config);
+        DataDist::open_over(config, Way::Fabric.devices(), Way::Fabric.transports())
+    };
+    let missing = |config: &mut Config| config.links.fabric.library = Some("/nowhere/libucp.so.0".into());
+    let error = opened(Backend::Ucx, &missing).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NotEnabled);
+    assert!(error.to_string().contains("/nowhere/libucp.so.0"), "{error}");
+    drop(opened(Backend::Auto, &missing).unwrap());
+    drop(opened(Backend::Sockets, &missing).unwrap());
+    for call in
+        ["ucp_init_version", "ucp_worker_create", "ucp_worker_get_address", "ucp_mem_map", "ucp_rkey_pack"]
+    {
+        let refuses = |config: &mut Config| {
+            config.links.fabric = llm_datadist_core::FabricConfig {
+                backend: config.links.fabric.backend,
+                ..fake_ucp(&[(&format!("REFUSE_{call}"), "-4")])
+            };
+        };
+        let error = opened(Backend::Ucx, &refuses).unwrap_err().to_string();
+        assert!(error.contains(&format!("{call} failed: out of memory (UCX status -4)")), "{error}");
+    }
+    assert!(address(&opened(Backend::Auto, &missing).unwrap()).remote.len() == 1);
+}

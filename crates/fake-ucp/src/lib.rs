@@ -1,0 +1,24 @@
+//! A stand-in for `libucp` in tests. It reads memory of processes of this host, and fails on request.
+//!
+//! Settings of a context (`ucp_config_modify`) and the function `fake_ucp_set` choose what goes wrong:
+//!
+//! | name | effect |
+//! | --- | --- |
+//! | `FAKE_NAME` | the name of the context, for `fake_ucp_set` |
+//! | `STALL` | number of requests that still end; further ones wait |
+//! | `RESET` | 1: all requests end with -25, and the error handler is called |
+//! | `REQUESTS` | maximum number of requests in flight; a further one is refused with -2 |
+//! | `REORDER` | 1: the latest request ends first |
+//! | `LATE` | 1: the bytes of requests that a forced close has ended arrive all the same: a fault of the library |
+//! | `STUCK` | 1: requests do not end by a forced close |
+//! | `REFUSE_…` | the status that this function returns, for example `REFUSE_ucp_mem_map` |
+//!
+//! The environment variable `FAKE_UCP_VERSION` sets the version, `1.13.0` by default.
+
+#![allow(unsafe_code, reason = "the interface of a library of C")]
+#![allow(clippy::missing_safety_doc, reason = "as in UCX")]
+#![allow(missing_docs, reason = "the functions are those of UCX")]
+#![allow(unreachable_pub, reason = "exported by name")]
+
+mod functions;
+mod model;

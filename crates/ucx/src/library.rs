@@ -1,0 +1,105 @@
+//! Loads `libucp`.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::abi::Api;
+use crate::error::Error;
+
+/// The oldest version whose structures are those of `abi`.
+const OLDEST: Version = Version { major: 1, minor: 13, patch: 0 };
+
+/// Settings that UCX reads from the environment while it is loaded. Each is set only for that time, and only if the
+/// program has not set it.
+///
+/// The first keeps UCX from installing handlers of signals, and the second one from intercepting `mmap` and `munmap` of
+/// the whole process.
+pub const ENVIRONMENT: [(&str, &str); 2] = [("UCX_HANDLE_ERRORS", "none"), ("UCX_MEM_EVENTS", "n")];
+
+/// A version of UCX.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Version {
+    /// Versions with other numbers are incompatible.
+    pub major: u32,
+    /// Raised by new features.
+    pub minor: u32,
+    /// Raised by corrections.
+    pub patch: u32,
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}.{}", self.major, self.minor, self.patch)
+    }
+}
+
+/// The loaded library. It is never unloaded while something of it exists.
+#[derive(Clone)]
+pub struct Library {
+    pub(crate) api: Arc<Api>,
+    path: PathBuf,
+    version: Version,
+}
+
+impl Library {
+    /// Loads the library at `path`, or the one of this name that the system finds.
+    ///
+    /// Returns `Err` if there is none, if a function is missing, or if it is older than UCX 1.13.
+    ///
+    /// # Safety
+    ///
+    /// The file must be a `libucp` of UCX, or something that behaves like it: its code runs in this process. No other
+    /// thread may use the environment at the same time, by functions of C.
+    pub unsafe fn open(path: &Path) -> Result<Library, Error> {
+        let unset: Vec<_> =
+            ENVIRONMENT.into_iter().filter(|(name, _)| std::env::var_os(name).is_none()).collect();
+        for (name, value) in &unset {
+            // SAFETY: no other thread uses the environment, as the caller promises.
+            unsafe { std::env::set_var(name, value) };
+        }
+        let unusable = |reason: String| Error::Library(format!("{}: {reason}", path.display()));
+        // SAFETY: promised by the caller.
+        let library = unsafe { libloading::Library::new(path) }.map_err(|error| unusable(explained(&error)));
+        for (name, _) in &unset {
+            // SAFETY: as above.
+            unsafe { std::env::remove_var(name) };
+        }
+        let library = library?;
+        // SAFETY: promised by the caller.
+        let api = unsafe { Api::of(library) };
+        let api =
+            api.map_err(|(name, error)| unusable(format!("it has no {name}: {}", explained(&error))))?;
+        let mut found = Version { major: 0, minor: 0, patch: 0 };
+        // SAFETY: the function writes three numbers.
+        unsafe {
+            (api.ucp_get_version)(&raw mut found.major, &raw mut found.minor, &raw mut found.patch);
+        };
+        let version = found;
+        if version < OLDEST || version.major != OLDEST.major {
+            return Err(unusable(format!("its version is {version}; {OLDEST} or a later 1.x is needed")));
+        }
+        Ok(Library { api: Arc::new(api), path: path.to_owned(), version })
+    }
+
+    /// Returns the version of the library.
+    pub fn version(&self) -> Version {
+        self.version
+    }
+
+    /// Returns the path from which it was loaded.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+/// Returns the text of an error of the loader.
+fn explained(error: &libloading::Error) -> String {
+    std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
+}
+
+impl fmt::Debug for Library {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "UCX {} from {}", self.version, self.path.display())
+    }
+}

@@ -1,0 +1,354 @@
+//! Reads through a stand-in for UCX that fails on request: `crates/fake-ucp` in a file of its own, as the real library is.
+
+#![allow(unsafe_code, reason = "addresses of buffers")]
+#![allow(clippy::cast_possible_truncation, clippy::cast_possible_wrap, reason = "small numbers")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs, reason = "tests")]
+
+use std::ffi::{CString, c_char};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use llm_datadist_ucx::{Error, Fabric, Library, Mapping, Options, Peer, Piece};
+
+const LONG: Duration = Duration::from_secs(20);
+const PIECE: usize = 1000;
+
+// The tests need the file, and no symbol of it.
+use fake_ucp as _;
+
+/// The file beside the program of these tests.
+fn fake() -> PathBuf {
+    let file = std::env::current_exe().unwrap().with_file_name("libfake_ucp.so");
+    assert!(file.exists(), "{} was not built", file.display());
+    file
+}
+
+fn library() -> Library {
+    // SAFETY: the stand-in, and no test uses the environment by functions of C.
+    unsafe { Library::open(&fake()) }.unwrap()
+}
+
+/// A function of the stand-in with which a test controls it.
+fn set(name: &str, setting: &str, value: i64) {
+    type Set = unsafe extern "C" fn(*const c_char, *const c_char, i64) -> bool;
+    // SAFETY: the stand-in, loaded already.
+    let library = unsafe { libloading::Library::new(fake()) }.unwrap();
+    // SAFETY: the signature of the function.
+    let set = unsafe { library.get::<Set>("fake_ucp_set") }.unwrap();
+    let [name, setting] = [name, setting].map(|text| CString::new(text).unwrap());
+    // SAFETY: two texts that end with a zero byte.
+    assert!(unsafe { set(name.as_ptr(), setting.as_ptr(), value) }, "no context has this name");
+}
+
+/// Two fabrics in this process, and memory that one maps and the other reads.
+struct Pair {
+    name: String,
+    reader: Fabric,
+    owner: Fabric,
+    source: Vec<u8>,
+    target: Vec<u8>,
+    mapping: Option<Mapping>,
+}
+
+impl Pair {
+    fn new(pieces: usize, settings: &[(&str, &str)]) -> Pair {
+        Self::with(pieces, settings, &Options::default())
+    }
+
+    fn with(pieces: usize, settings: &[(&str, &str)], options: &Options) -> Pair {
+        static NUMBER: AtomicU64 = AtomicU64::new(0);
+        let name = format!("context {}", NUMBER.fetch_add(1, Ordering::Relaxed));
+        let library = library();
+        let all = settings.iter().copied().chain([("FAKE_NAME", name.as_str())]);
+        let settings = all.map(|(name, value)| (name.to_owned(), value.to_owned())).collect();
+        let reader = Fabric::open(&library, Options { settings, ..options.clone() }).unwrap();
+        let owner = Fabric::open(&library, Options::default()).unwrap();
+        let source: Vec<u8> = (0..pieces * PIECE).map(|at| (at * 7 + at / 251) as u8).collect();
+        let target = vec![0; source.len()];
+        // SAFETY: the memory lives as long as the pair, which drops the mapping first.
+        let mapping = unsafe { owner.map(source.as_ptr() as u64, source.len() as u64) }.unwrap();
+        Pair { name, reader, owner, source, target, mapping: Some(mapping) }
+    }
+
+    fn peer(&self) -> Peer {
+        self.reader.peer(self.owner.address().unwrap())
+    }
+
+    fn key(&self) -> Arc<Vec<u8>> {
+        self.mapping.as_ref().unwrap().key().clone()
+    }
+
+    /// Every piece, the last one first.
+    fn pieces(&self) -> Vec<Piece> {
+        let count = self.source.len() / PIECE;
+        let piece = |at: usize| Piece {
+            local: self.target.as_ptr() as u64 + (at * PIECE) as u64,
+            remote: self.source.as_ptr() as u64 + (at * PIECE) as u64,
+            len: PIECE as u64,
+        };
+        (0..count).rev().map(piece).collect()
+    }
+
+    fn read(&self, peer: &Peer, limit: Duration) -> Result<(), Error> {
+        // SAFETY: the destinations are the target, which lives longer.
+        unsafe { peer.read(&self.key(), self.pieces(), Some(Instant::now() + limit), || false) }
+    }
+
+    fn set(&self, setting: &str, value: i64) {
+        set(&self.name, setting, value);
+    }
+
+    /// Whether all bytes are in place.
+    fn arrived(&self) -> bool {
+        self.target == self.source
+    }
+}
+
+impl Drop for Pair {
+    fn drop(&mut self) {
+        self.mapping = None;
+    }
+}
+
+#[test]
+fn bytes_arrive_in_any_order_and_beyond_the_window() {
+    for (pieces, window, settings) in
+        [(1, 1024, &[][..]), (5000, 1024, &[][..]), (300, 7, &[][..]), (3000, 100, &[("REORDER", "1")][..])]
+    {
+        let pair = Pair::with(pieces, settings, &Options { window, ..Options::default() });
+        let peer = pair.peer();
+        pair.read(&peer, LONG).unwrap();
+        assert!(pair.arrived(), "{pieces} pieces");
+        let counts = pair.reader.counts();
+        assert_eq!((counts.reads, counts.bytes), (1, (pieces * PIECE) as u64));
+        assert_eq!((counts.failures, counts.forced_closes), (0, 0));
+    }
+}
+
+#[test]
+fn a_read_that_is_late_ends_at_its_deadline_and_no_byte_arrives_afterwards() {
+    let mut pair = Pair::new(2000, &[]);
+    for end in [0, 1, 700, 1999] {
+        let peer = pair.peer();
+        pair.set("STALL", end);
+        assert_eq!(pair.read(&peer, Duration::from_millis(30)), Err(Error::DeadlinePassed));
+        // Whatever arrives from now on is noticed.
+        pair.target.fill(0xEE);
+        pair.set("STALL", i64::MAX);
+        thread::sleep(Duration::from_millis(100));
+        assert!(pair.target.iter().all(|&byte| byte == 0xEE), "a byte came after the end");
+        // The peer is still usable.
+        pair.read(&peer, LONG).unwrap();
+        assert!(pair.arrived());
+    }
+    let counts = pair.reader.counts();
+    assert_eq!((counts.reads, counts.failures, counts.forced_closes), (4, 4, 4));
+}
+
+/// The negative control of the test above: a library that writes late is noticed.
+#[test]
+fn late_bytes_are_noticed() {
+    let mut pair = Pair::new(100, &[("LATE", "1"), ("STALL", "10")]);
+    pair.read(&pair.peer(), Duration::from_millis(30)).unwrap_err();
+    pair.target.fill(0xEE);
+    thread::sleep(Duration::from_millis(300));
+    assert!(pair.target.iter().any(|&byte| byte != 0xEE));
+}
+
+#[test]
+fn a_caller_can_cancel() {
+    let pair = Pair::new(10, &[("STALL", "3")]);
+    let stop = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let read = scope.spawn(|| {
+            // SAFETY: the destinations live longer.
+            unsafe { pair.peer().read(&pair.key(), pair.pieces(), None, || stop.load(Ordering::Relaxed)) }
+        });
+        thread::sleep(Duration::from_millis(50));
+        assert!(!read.is_finished());
+        stop.store(true, Ordering::Relaxed);
+        assert_eq!(read.join().unwrap(), Err(Error::Cancelled));
+    });
+}
+
+#[test]
+fn giving_up_one_read_leaves_the_others_of_the_same_peer_alone() {
+    let pair = Pair::new(50, &[("STALL", "0")]);
+    let peer = pair.peer();
+    thread::scope(|scope| {
+        let late = scope.spawn(|| pair.read(&peer, Duration::from_millis(50)));
+        let other = scope.spawn(|| pair.read(&peer, LONG));
+        assert_eq!(late.join().unwrap(), Err(Error::DeadlinePassed));
+        pair.set("STALL", i64::MAX);
+        other.join().unwrap().unwrap();
+    });
+    assert!(pair.arrived());
+}
+
+#[test]
+fn reads_beyond_the_endpoints_of_a_peer_wait() {
+    let options = Options { endpoints: 2, ..Options::default() };
+    let pair = Pair::with(20, &[("STALL", "0")], &options);
+    let peer = pair.peer();
+    thread::scope(|scope| {
+        let reads: Vec<_> = (0..6).map(|_| scope.spawn(|| pair.read(&peer, LONG))).collect();
+        let waiting = pair.read(&peer, Duration::from_millis(50));
+        assert_eq!(waiting, Err(Error::DeadlinePassed));
+        pair.set("STALL", i64::MAX);
+        for read in reads {
+            read.join().unwrap().unwrap();
+        }
+    });
+    assert_eq!(pair.reader.counts().reads, 6);
+}
+
+#[test]
+fn a_peer_that_is_lost_fails_its_reads() {
+    let pair = Pair::new(500, &[("STALL", "20")]);
+    let peer = pair.peer();
+    thread::scope(|scope| {
+        let read = scope.spawn(|| pair.read(&peer, LONG));
+        thread::sleep(Duration::from_millis(50));
+        pair.set("RESET", 1);
+        let error = read.join().unwrap().unwrap_err();
+        assert!(matches!(error, Error::Peer(status) if status.number() == -25), "{error}");
+    });
+    pair.set("RESET", 0);
+    pair.set("STALL", i64::MAX);
+    pair.read(&peer, LONG).unwrap();
+    assert!(pair.arrived());
+}
+
+#[test]
+fn requests_that_are_refused_fail_the_read() {
+    for (setting, status) in
+        [("REFUSE_ucp_get_nbx", -2), ("REFUSE_ucp_ep_rkey_unpack", -5), ("REFUSE_ucp_ep_create", -6)]
+    {
+        let pair = Pair::new(10, &[]);
+        let peer = pair.peer();
+        pair.set(setting, status);
+        let error = pair.read(&peer, LONG).unwrap_err().to_string();
+        assert!(error.contains(&format!("UCX status {status}")), "{setting}: {error}");
+        pair.set(setting, 0);
+    }
+    // The library has room for fewer requests than the window.
+    let pair = Pair::new(100, &[("REQUESTS", "10"), ("STALL", "0")]);
+    let error = pair.read(&pair.peer(), LONG).unwrap_err();
+    assert!(matches!(error, Error::Peer(status) if status.number() == -2), "{error}");
+}
+
+#[test]
+fn memory_that_was_not_mapped_cannot_be_read() {
+    let pair = Pair::new(10, &[]);
+    let mut beyond = pair.pieces();
+    beyond[3].remote += (10 * PIECE) as u64;
+    // SAFETY: the destinations live longer.
+    let read = unsafe { pair.peer().read(&pair.key(), beyond, None, || false) };
+    assert!(matches!(read, Err(Error::Peer(_))));
+    let nonsense = Arc::new(vec![7; 40]);
+    // SAFETY: as above.
+    let read = unsafe { pair.peer().read(&nonsense, pair.pieces(), None, || false) };
+    assert!(matches!(read, Err(Error::Refused { call: "ucp_ep_rkey_unpack", .. })));
+    let nowhere = pair.reader.peer(vec![7; 24]);
+    assert!(matches!(pair.read(&nowhere, LONG), Err(Error::Refused { call: "ucp_ep_create", .. })));
+}
+
+#[test]
+fn requests_that_a_closed_endpoint_does_not_end_cost_the_worker() {
+    let pair = Pair::new(100, &[("STALL", "10"), ("STUCK", "1")]);
+    let peer = pair.peer();
+    assert_eq!(pair.read(&peer, Duration::from_millis(20)), Err(Error::DeadlinePassed));
+    assert_eq!(pair.reader.counts().renewals, 1);
+    pair.set("STALL", i64::MAX);
+    pair.read(&peer, LONG).unwrap();
+    assert!(pair.arrived());
+}
+
+#[test]
+fn the_worker_is_replaced_after_many_give_ups() {
+    let options = Options { renew_after: 5, ..Options::default() };
+    let pair = Pair::with(10, &[("STALL", "0")], &options);
+    let peer = pair.peer();
+    for _ in 0..11 {
+        assert_eq!(pair.read(&peer, Duration::from_millis(2)), Err(Error::DeadlinePassed));
+    }
+    pair.set("STALL", i64::MAX);
+    pair.read(&peer, LONG).unwrap();
+    assert!(pair.arrived());
+    assert_eq!(pair.reader.counts().renewals, 2);
+}
+
+#[test]
+fn a_fabric_that_is_dropped_ends_its_reads() {
+    let mut pair = Pair::new(100, &[("STALL", "10")]);
+    let (peer, key, pieces) = (pair.peer(), pair.key(), pair.pieces());
+    thread::scope(|scope| {
+        // SAFETY: the destinations live longer.
+        let read = scope.spawn(move || unsafe { peer.read(&key, pieces, None, || false) });
+        thread::sleep(Duration::from_millis(50));
+        let other = Fabric::open(&library(), Options::default()).unwrap();
+        let dropped = std::mem::replace(&mut pair.reader, other);
+        assert!(!read.is_finished());
+        drop(dropped);
+        assert_eq!(read.join().unwrap(), Err(Error::Closed));
+    });
+}
+
+#[test]
+fn nothing_is_left_open() {
+    type Count = extern "C" fn() -> usize;
+    // SAFETY: the stand-in, loaded already or by this.
+    let library = unsafe { libloading::Library::new(fake()) }.unwrap();
+    // SAFETY: the signature of the function.
+    let open = unsafe { library.get::<Count>("fake_ucp_open_handles") }.unwrap();
+    // The other tests have handles too, so this runs in a process of its own.
+    let alone = std::env::var_os("ALONE").is_some();
+    if !alone {
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+        let status = child.args(["nothing_is_left_open", "--exact"]).env("ALONE", "1").status().unwrap();
+        assert!(status.success());
+        return;
+    }
+    for round in 0..20 {
+        let pair = Pair::new(50, &[("STALL", "10")]);
+        let peer = pair.peer();
+        pair.read(&peer, Duration::from_millis(5)).unwrap_err();
+        pair.set("STALL", i64::MAX);
+        pair.read(&peer, LONG).unwrap();
+        drop(peer);
+        drop(pair);
+        assert_eq!(open(), 0, "after round {round}");
+    }
+}
+
+#[test]
+fn calls_that_the_library_refuses_are_named() {
+    let refused = |setting: &str| {
+        let settings = vec![(format!("REFUSE_{setting}"), "-14".to_owned())];
+        Fabric::open(&library(), Options { settings, ..Options::default() }).unwrap_err().to_string()
+    };
+    for call in ["ucp_init_version", "ucp_worker_create", "ucp_worker_get_efd", "ucp_worker_get_address"] {
+        assert_eq!(refused(call), format!("{call} failed: no such device (UCX status -14)"));
+    }
+    let settings = vec![("NONSENSE".to_owned(), "text".to_owned())];
+    let error = Fabric::open(&library(), Options { settings, ..Options::default() }).unwrap_err();
+    assert!(error.to_string().contains("UCX refuses the setting NONSENSE=text"), "{error}");
+    for call in ["ucp_mem_map", "ucp_rkey_pack"] {
+        let pair = Pair::new(1, &[(&format!("REFUSE_{call}"), "-4")]);
+        // SAFETY: refused.
+        let mapped = unsafe { pair.reader.map(4096, 4096) };
+        assert_eq!(mapped.unwrap_err().to_string(), format!("{call} failed: out of memory (UCX status -4)"));
+    }
+}
+
+#[test]
+fn files_that_are_no_library_are_refused() {
+    for (path, reason) in [("/nowhere/libucp.so.0", "cannot open"), ("libc.so.6", "ucp_get_version")] {
+        // SAFETY: neither runs code of its own.
+        let error = unsafe { Library::open(path.as_ref()) }.unwrap_err().to_string();
+        assert!(error.contains(path) && error.contains(reason), "{error}");
+    }
+}
