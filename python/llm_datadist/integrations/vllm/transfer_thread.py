@@ -66,20 +66,18 @@ class Ended:
 
 @dataclass
 class _Computing:
-    """The parts that a step computes. The model's thread counts layers, and the transfer thread reports them to decode.
+    """The parts that a step computes. The model's thread notes layers, and the transfer thread reports them to decode.
 
     Attributes:
         parts: tickets and numbers.
-        saved: the layers that are computed.
-        layers: how many are computed from the first one on.
-        complete: whether all are computed. ``None`` while the model runs.
-        reported: how many were reported to decode.
+        saved: the layers that are computed, in the order in which they were.
+        ended: whether the model has run.
+        reported: how many layers were reported to decode, from the first one on.
     """
 
     parts: list[tuple[str, int]]
-    saved: set[str] = field(default_factory=set)
-    layers: int = 0
-    complete: bool | None = None
+    saved: list[str] = field(default_factory=list)
+    ended: bool = False
     reported: int = 0
 
 
@@ -166,14 +164,13 @@ class TransferThread:
 
         Layers that are computed in another order become ready together, at the end of the step.
         """
-        computing, end = self._computing, len(self._layers)
+        computing = self._computing
         if computing is None:
             return
-        computing.saved.add(name)
-        if computing.layers == end or self._layers[computing.layers] != name:
-            return
-        computing.layers += 1
-        if computing.layers % self._layers_per_read == 0 and computing.layers < end:
+        # vLLM calls this for each layer of each step, so it only takes a note.
+        computing.saved.append(name)
+        count = len(computing.saved)
+        if count % self._layers_per_read == 0 and count < len(self._layers):
             begin = time.perf_counter()
             self._rouse()
             self._took(begin)
@@ -222,7 +219,7 @@ class TransferThread:
     def _saved(self) -> None:
         computing, self._computing = self._computing, None
         if computing is not None:
-            computing.complete = computing.saved.issuperset(self._layers)
+            computing.ended = True
             self._rouse()
 
     def _rouse(self) -> None:
@@ -291,20 +288,21 @@ class TransferThread:
     def _report_layers(self, unreported: deque[_Computing]) -> None:
         """Report to decode the layers that were computed since the last turn."""
         for computing in list(unreported):
-            # In this order: the model's thread counts layers before it says how the step has ended.
-            complete, layers = computing.complete, computing.layers
-            if complete is not None:
-                unreported.remove(computing)
-            if complete:
+            if not computing.ended:
+                count = _in_order(computing.saved, self._layers)
+                if count > computing.reported:
+                    computing.reported = count
+                    self._lending.ready(computing.parts, count)
+                continue
+            unreported.remove(computing)
+            missing = set(self._layers).difference(computing.saved)
+            if not missing:
                 self._lending.ready(computing.parts, None)
-            elif complete is not None:
-                reason = f"the model has computed {len(computing.saved)} of {len(self._layers)} layers"
-                tickets = ", ".join(sorted({ticket for ticket, _ in computing.parts}))
-                logger.error("tickets %s are not handed over: %s", tickets, reason)
-                self._lending.fail(computing.parts, reason)
-            elif layers > computing.reported:
-                computing.reported = layers
-                self._lending.ready(computing.parts, layers)
+                continue
+            reason = f"the model has computed {len(self._layers) - len(missing)} of {len(self._layers)} layers"
+            tickets = ", ".join(sorted({ticket for ticket, _ in computing.parts}))
+            logger.error("tickets %s are not handed over: %s", tickets, reason)
+            self._lending.fail(computing.parts, reason)
 
     def _happened(self, event: Any) -> None:
         if isinstance(event, Completed):
@@ -364,6 +362,14 @@ class TransferThread:
             else:
                 figures = (outcome.receive_seconds, outcome.transfer_seconds, outcome.moved, outcome.blocks)
                 self._observed.received(*figures)
+
+
+def _in_order(saved: list[str], layers: list[str]) -> int:
+    """Return how many layers are computed from the first one on."""
+    for count, (computed, layer) in enumerate(zip(saved, layers)):
+        if computed != layer:
+            return count
+    return min(len(saved), len(layers))
 
 
 def _spans() -> TransferSpans:
