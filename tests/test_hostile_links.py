@@ -24,6 +24,7 @@ def test_metadata_of_peers_is_bounded(local: bool) -> None:
     bodies = [
         m.confirm(bytes(MOST + 1)),
         m.confirm(bytes(1 << 20)),
+        m.blob(bytes(10)),  # no word about an offer
         m.blob(bytes(10))[:-1],  # shorter than it says
         b"\xff\xff\xff\xff\x0f",  # 4 GiB that do not follow
         m.confirm(b"x") + b"y",
@@ -47,6 +48,34 @@ def test_metadata_of_peers_is_bounded(local: bool) -> None:
         assert m.read_entered(link.control.hear()) == bytes(MOST)
         assert b"z" * MOST in [metadata for _, _, metadata in trial.victim.peers()]
         trial.judge(links=2, mapped=(5 * len(bodies) + 4) * GENERATIONS)
+
+
+def test_offers_of_peers_are_bounded() -> None:
+    """Offers for UCX that are malformed end their connection only, and an engine without UCX ignores valid ones."""
+    key = bytes(4096)
+    full = m.offered_pool((1 << 64) - 1, (1 << 64) - 1, key)
+    bodies = [
+        m.blob(b"") + b"\x02",  # neither an offer nor none
+        m.confirm(fabric=m.offer(b"1.22.0", bytes(4097))),
+        m.confirm(fabric=m.offer(b"1.22.0", b"", (m.offered_pool(0, 1, bytes(4097)), None))),
+        m.confirm(fabric=m.offer(b"\xff\xfe", b"")),  # no UTF-8
+        m.confirm(fabric=m.offer(b"1.22.0", b"address"))[:-1],
+        m.confirm(fabric=m.offer(b"1.22.0", b"address")) + b"x",
+        m.confirm(fabric=m.blob(b"") + b"\xff\xff\xff\xff\x0f"),  # 4 GiB that do not follow
+    ]
+    with Trial() as trial:
+        trial.begin()
+        for number, body in enumerate(bodies * 3):
+            link = trial.link(100 + number, stop="welcome")
+            with suppress(OSError):
+                link.control.send(frame(body))
+            with pytest.raises((EndedError, OSError)):
+                link.control.hear()
+        link = trial.link(98, stop="welcome")
+        link.control.say(m.confirm(b"z" * MOST, m.offer(b"1.22.0", key, (full, full))))
+        m.read_entered(link.control.hear())
+        assert b"z" * MOST in [metadata for _, _, metadata in trial.victim.peers()]
+        trial.judge(links=2)
 
 
 def test_nobody_gets_metadata_without_a_proof() -> None:

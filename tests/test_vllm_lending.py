@@ -97,7 +97,7 @@ def test_ask_with_other_prompt_or_view_is_refused(prefill: Prefill) -> None:
     found = prefill.news()
     assert [(type(one), one.receive) for one in found] == [(Lent, 0), (Gone, 1), (Gone, 2)]
     assert "differs" in found[1].reason
-    assert "another receive uses the view 'pages', and this one 'heads'" in found[2].reason
+    assert "(first receive: view=pages, this one: view=heads)" in found[2].reason
 
 
 def test_a_cluster_that_has_reported_may_ask_again(prefill: Prefill) -> None:

@@ -138,9 +138,9 @@ class LlmConfig:
         str,
         "",
         "none",
-        'What moves bytes between hosts: ``"sockets"``, ``"ucx"``, which fails if UCX cannot be used, or ``"auto"``, '
-        'which uses UCX if both ends have an RDMA device. ``"hixl"`` chooses as ``"auto"`` does, and sets rules '
-        "(contract §6.12).",
+        'What moves bytes between hosts: ``"sockets"``; ``"ucx"``, which fails if UCX cannot be used; or ``"auto"`` '
+        '(default): UCX if both ends have a token, an RDMA device and equal, usable versions of UCX. ``"hixl"`` is '
+        '``"auto"`` with the rules of contract §6.12.',
         empty=True,
     )
     global_resource_config = Option(

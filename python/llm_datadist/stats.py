@@ -103,7 +103,7 @@ class PathStats(TypedDict):
     """The pulls and pushes of a link whose bytes moved on one path."""
 
     transfers: int
-    """Pulls, pushes and layers that succeeded. One between other KV layouts may count several times."""
+    """Number of pulls, pushes and layers. One between caches with different KV layouts may count more than once."""
     bytes: int
     """Bytes moved."""
 
@@ -118,7 +118,8 @@ class LinkStats(TypedDict):
     transport: str
     """Transport of messages: ``"shm"``, ``"tcp"`` or ``"local"``."""
     pools: str
-    """How the peer's pools are read: ``"mapped"``, ``"stream"``, or ``"none"`` if the peer offers no pool."""
+    """How the peer's pools are read: ``"mapped"``, ``"stream"`` (UCX or sockets; ``paths`` shows which), or
+    ``"none"`` if the peer offers no pool."""
     registered: str
     """How the peer's registered memory is read: ``"process"`` or ``"stream"``."""
     refusal: Optional[str]
@@ -133,8 +134,8 @@ class LinkStats(TypedDict):
     transfers: OpStats
     """Pulls from and pushes to the peer."""
     paths: dict[str, PathStats]
-    """The same by path: ``mapped`` (the receiver reads memory of the owner that is mapped), ``process`` (the
-    kernel reads it for the receiver), ``fabric`` (UCX reads it) and ``sockets`` (the owner sends the bytes)."""
+    """Transfers that succeeded, by path: ``mapped`` (the reader copies mapped memory of the owner), ``process`` (the
+    reader uses ``process_vm_readv``), ``fabric`` (the reader uses UCX) and ``sockets`` (the owner sends the bytes)."""
     staged_bytes: int
     """Bytes that passed a host buffer here, because no path reaches the memory of the device."""
     sockets_reason: Optional[str]

@@ -2,12 +2,12 @@
 
 The tests use this package to play peers that misbehave. `postcard` has the encoding, `messages` has every message,
 `client` has sockets, frames and greetings, `trial` has the honest peers that must not notice an attack, and `budgets`
-has the limits of what an attack may cost. The client implements version 7 of the protocol, as follows.
+has the limits of what an attack may cost. The client implements version 10 of the protocol, as follows.
 
 Two engines exchange frames over TCP, or over a Unix stream socket with an abstract name. A frame is a header of eight
 bytes (`b"LD"`, version, kind, length of the body as a little-endian `u32`) and a body. Kind 1 is a message: one value
 in the postcard format, which the state of the stream names. A body has at most 4 KiB during a greeting and on control
-streams (`Confirm` and its answer: 16 KiB and 64 bytes), and at most 64 MiB on call streams. Kind 255 is a refusal,
+streams (`Confirm` and its answer: 29,184 bytes), and at most 64 MiB on call streams. Kind 255 is a refusal,
 which may come in place of any message, from any version: the number of an error kind as a `u32`, then UTF-8 text.
 Descriptors travel as SCM_RIGHTS with the first byte of a frame, at most eight. Only `Attach` carries any.
 
@@ -28,8 +28,8 @@ greeting over the local socket. The purpose says what follows:
 - `Link` with `probe_local`, over TCP: if `host` equals the boot id of A, A answers with the abstract name of its local
   socket in `Welcome.local` and closes the stream. D dials that socket next.
 - `Link`: over the local socket, both sides send `Attach` with descriptors of their memory, then `Attached`. Then D
-  sends `Confirm` with the metadata of its program, and A answers with `LinkAnswer::Entered` and its own. From then on
-  the stream is the control stream of a link. If `ensure` is set, A may answer `LinkAnswer::Later` instead, because
+  sends `Confirm` with the metadata of its program, and A answers with `LinkAnswer::Entered` and its own. Both may
+  offer pools to be read by UCX in these messages. From then on the stream is the control stream of a link. If `ensure` is set, A may answer `LinkAnswer::Later` instead, because
   another link between the two exists or is being made; then it closes the stream.
 - `Call`: a call stream of the link that it names. D calls on it, or A if `reverse` is set.
 - `Meet`: `Welcome.secret` holds the key for TCP streams to A. Nothing follows.

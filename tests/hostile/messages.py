@@ -92,14 +92,23 @@ def read_attached(body: bytes) -> dict[str, str | None]:
     return told
 
 
-def confirm(metadata: bytes = b"") -> bytes:
+def offer(version: bytes, address: bytes, pools: tuple[bytes | None, bytes | None] = (None, None)) -> bytes:
+    """The pools of one side that UCX may read; a pool is (address, length, key)."""
+    return blob(version) + blob(address) + b"".join(some(pool) for pool in pools)
+
+
+def offered_pool(base: int, length: int, key: bytes) -> bytes:
+    return uint(base) + uint(length) + blob(key)
+
+
+def confirm(metadata: bytes = b"", fabric: bytes | None = None) -> bytes:
     """The last message of the side that dials a link."""
-    return blob(metadata)
+    return blob(metadata) + some(fabric)
 
 
-def entered(metadata: bytes = b"") -> bytes:
+def entered(metadata: bytes = b"", fabric: bytes | None = None) -> bytes:
     """Answer 0 of the side that accepts a link: it has entered the link."""
-    return uint(0) + blob(metadata)
+    return uint(0) + blob(metadata) + some(fabric)
 
 
 def later(reason: str) -> bytes:
@@ -112,6 +121,7 @@ def read_entered(body: bytes) -> bytes:
     reader = Reader(body)
     assert reader.uint() == 0, body
     metadata = reader.raw(reader.uint())
+    assert not reader.flag(), "the engine offers pools to UCX"
     reader.done()
     return metadata
 

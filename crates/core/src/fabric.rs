@@ -1,6 +1,7 @@
 //! UCX for one engine: whether it is used, the pools that peers may read by it, and the pools that peers offer.
 //!
-//! Each side offers its pools when a link is made (`protocol::FabricOffer`), after the other one has proved its identity.
+//! Each side offers its pools in the last messages of the handshake (`protocol::FabricOffer`), after the other one was
+//! admitted.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -10,10 +11,13 @@ use llm_datadist_ucx as ucx;
 use crate::config::{Backend, FabricConfig};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{FabricRegion, Region, SharedRegion, TensorBytes, Tensors, load_ucx};
-use crate::protocol::{FabricOffer, FabricPool, Run};
+use crate::protocol::{FabricOffer, FabricPool, MAX_OFFER_BYTES, Run};
 
 /// The name under which the system finds the library.
 const LIBRARY: &str = "libucp.so.0";
+/// The transports of UCX that the engine allows, unless the program has chosen others: RDMA. UCX listens on all networks
+/// without authentication if it may use TCP.
+const TRANSPORTS: &str = "rc,dc,ud,srd";
 /// The kernel lists RDMA devices here.
 const DEVICES: &str = "/sys/class/infiniband";
 
@@ -37,9 +41,15 @@ impl EngineFabric {
     /// Opens UCX if the configuration asks for it, or leaves the choice to the engine and there is an RDMA device. Maps the
     /// pools that the CPU can address.
     ///
-    /// If the configuration names UCX, returns `Err(NotEnabled)` with the reason if it cannot be used. Otherwise the log has
-    /// the reason.
-    pub fn open(config: &FabricConfig, pools: [Option<Arc<Region>>; 2]) -> Result<Option<EngineFabric>> {
+    /// If UCX cannot be used, returns `Err(NotEnabled)` with the reason if the configuration names UCX; otherwise it logs a
+    /// warning.
+    ///
+    /// Without a `token`, it is not used: whoever gets a key can do harm with it (docs/networks.md).
+    pub fn open(
+        config: &FabricConfig,
+        token: bool,
+        pools: [Option<Arc<Region>>; 2],
+    ) -> Result<Option<EngineFabric>> {
         let wanted = match config.backend {
             Backend::Sockets => false,
             Backend::Ucx => true,
@@ -48,11 +58,17 @@ impl EngineFabric {
         if !wanted {
             return Ok(None);
         }
-        match Self::opened(config, pools) {
+        let opened = if token {
+            Self::opened(config, pools)
+        } else {
+            let text = "UCX needs a token (llm.LinkToken or llm.LinkTokenFile), because it does not authenticate peers";
+            Err(Error::new(ErrorKind::NotEnabled, text))
+        };
+        match opened {
             Ok(fabric) => Ok(Some(fabric)),
             Err(error) if config.backend == Backend::Ucx => Err(error),
             Err(error) => {
-                tracing::warn!(target: "llm_datadist::links", "links use sockets, and not UCX: {error}");
+                tracing::warn!(target: "llm_datadist::links", "links without shared memory use sockets instead of UCX: {error}");
                 Ok(None)
             }
         }
@@ -61,7 +77,12 @@ impl EngineFabric {
     fn opened(config: &FabricConfig, pools: [Option<Arc<Region>>; 2]) -> Result<EngineFabric> {
         let path = config.library.clone().unwrap_or_else(|| PathBuf::from(LIBRARY));
         let library = load_ucx(&path)?;
-        let options = ucx::Options { settings: config.settings.clone(), ..ucx::Options::default() };
+        let mut settings = config.settings.clone();
+        let chosen = std::env::var_os("UCX_TLS").is_some() || settings.iter().any(|(name, _)| name == "TLS");
+        if !chosen {
+            settings.push(("TLS".into(), TRANSPORTS.into()));
+        }
+        let options = ucx::Options { settings, ..ucx::Options::default() };
         let failed = |error: ucx::Error| Error::new(ErrorKind::NotEnabled, error.to_string());
         let fabric = ucx::Fabric::open(&library, options).map_err(failed)?;
         let address = fabric.address().map_err(failed)?;
@@ -70,12 +91,20 @@ impl EngineFabric {
             let region = region.filter(|region| region.host_addressable());
             *place = region.map(|region| SharedRegion::share(&fabric, region)).transpose()?;
         }
+        let keys = shared.iter().flatten().map(|region| region.offer().2.len());
+        let longest = keys.chain([address.len()]).max().unwrap_or(0);
+        if longest > MAX_OFFER_BYTES {
+            let text = "the address or a key of UCX is too long; UCX_NET_DEVICES and UCX_TLS make it shorter";
+            return Err(Error::new(ErrorKind::NotEnabled, text)
+                .with("bytes", longest)
+                .with("limit", MAX_OFFER_BYTES));
+        }
         tracing::info!(target: "llm_datadist::links", "links may use {library:?}");
         let required = config.backend == Backend::Ucx;
         Ok(EngineFabric { pools: shared, address, required, fabric })
     }
 
-    /// Whether the configuration names UCX, so that nothing else may be used in its place.
+    /// Whether the configuration requires UCX, so that a failure of UCX fails the link or the call.
     pub fn is_required(&self) -> bool {
         self.required
     }

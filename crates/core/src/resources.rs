@@ -123,7 +123,7 @@ impl Resources {
             merger.commit(&copy_engine)?;
         }
         let regions = [&host, &device].map(|arena| arena.as_ref().map(|arena| arena.shared()));
-        let fabric = EngineFabric::open(&config.links.fabric, regions)?;
+        let fabric = EngineFabric::open(&config.links.fabric, config.links.token.is_some(), regions)?;
         let events = Arc::new(EventQueue::new(config.max_transfers));
         Ok(Resources {
             fabric,

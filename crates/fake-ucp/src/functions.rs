@@ -138,8 +138,10 @@ pub unsafe extern "C" fn ucp_config_modify(config: Handle, name: *const c_char, 
             settings.insert(name, value);
             0
         }
-        // A setting of UCX that means nothing here.
-        Err(_) if name.starts_with("TLS") => 0,
+        Err(_) if name == "TLS" => {
+            settings.insert(name, i64::from(value == "rc,dc,ud,srd"));
+            0
+        }
         Err(_) => -12,
     }
 }
@@ -161,6 +163,9 @@ pub unsafe extern "C" fn ucp_init_version(
     let settings = model.configs.get(&(config as usize)).cloned().unwrap_or_default();
     if let Some(status) = settings.get("REFUSE_ucp_init_version") {
         return i8::try_from(*status).unwrap_or(-1);
+    }
+    if settings.get("REQUIRE_RDMA") == Some(&1) && settings.get("TLS") != Some(&1) {
+        return -6;
     }
     let number = model.next();
     if let Some(name) = model.names.remove(&(config as usize)) {

@@ -6,11 +6,13 @@
 //! | --- | --- |
 //! | `FAKE_NAME` | the name of the context, for `fake_ucp_set` |
 //! | `STALL` | number of requests that still end; further ones wait |
+//! | `HOLD` | requests for remote addresses below this one wait |
 //! | `RESET` | 1: all requests end with -25, and the error handler is called |
 //! | `REQUESTS` | maximum number of requests in flight; a further one is refused with -2 |
 //! | `REORDER` | 1: the latest request ends first |
 //! | `LATE` | 1: the bytes of requests that a forced close has ended arrive all the same: a fault of the library |
 //! | `STUCK` | 1: requests do not end by a forced close |
+//! | `REQUIRE_RDMA` | 1: no context is opened unless `TLS` names the transports of RDMA |
 //! | `REFUSE_…` | the status that this function returns, for example `REFUSE_ucp_mem_map` |
 //!
 //! The environment variable `FAKE_UCP_VERSION` sets the version, `1.13.0` by default.

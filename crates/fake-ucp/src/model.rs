@@ -101,18 +101,17 @@ impl Model {
             let request = self.workers.get_mut(&worker)?.pending.pop_front()?;
             return Some((request, -25));
         }
-        if pending.is_empty() {
-            return None;
-        }
+        let hold = self.setting(context, "HOLD").and_then(|address| u64::try_from(address).ok()).unwrap_or(0);
+        let free = |request: &usize| self.requests[request].remote >= hold;
+        let reorder = self.setting(context, "REORDER") == Some(1);
+        let next = if reorder { pending.iter().rposition(free) } else { pending.iter().position(free) }?;
         if let Some(left) = self.contexts.get_mut(&context).and_then(|settings| settings.get_mut("STALL")) {
             if *left <= 0 {
                 return None;
             }
             *left -= 1;
         }
-        let reorder = self.setting(context, "REORDER") == Some(1);
-        let pending = &mut self.workers.get_mut(&worker)?.pending;
-        let request = if reorder { pending.pop_back() } else { pending.pop_front() }?;
+        let request = self.workers.get_mut(&worker)?.pending.remove(next)?;
         Some((request, 0))
     }
 }

@@ -12,6 +12,9 @@ use crate::abi::{
 use crate::error::{Error, IN_PROGRESS, OK, Status, check};
 use crate::worker::Worker;
 
+/// Zeros behind bytes from a peer that the library reads without a length.
+const PADDING: usize = 64 << 10;
+
 /// An open endpoint.
 pub(crate) struct Endpoint {
     api: Arc<Api>,
@@ -32,17 +35,18 @@ extern "C" fn endpoint_failed(argument: Handle, _endpoint: Handle, status: RawSt
 impl Endpoint {
     /// Begins to connect to the worker at `address`.
     pub(crate) fn connect(worker: &Worker, address: &[u8]) -> Result<Endpoint, Error> {
-        let failure = Box::new(Cell::new(OK));
+        let (failure, padded) = (Box::new(Cell::new(OK)), padded(address));
         let params = EndpointParams {
             mask: EP_REMOTE_ADDRESS | EP_ERROR_MODE | EP_ERROR_HANDLER,
-            address: address.as_ptr().cast(),
+            address: padded.as_ptr().cast(),
             error_mode: ERROR_MODE_PEER,
             error_handler: Some(endpoint_failed),
             error_argument: (&raw const *failure).cast_mut().cast(),
             rest: [0; 8],
         };
         let mut handle = null_mut();
-        // SAFETY: the worker is open and the parameters are valid for the call; the cell outlives the endpoint.
+        // SAFETY: the worker is open and the parameters are valid for the call; the cell outlives the endpoint. The library
+        // trusts the address, as it trusts keys (see `key`).
         let status = unsafe { (worker.api.ucp_ep_create)(worker.handle, &raw const params, &raw mut handle) };
         check("ucp_ep_create", status)?;
         Ok(Endpoint { api: worker.api.clone(), handle, failure, keys: HashMap::new() })
@@ -61,27 +65,25 @@ impl Endpoint {
         if let Some(handle) = self.keys.get(key) {
             return Ok(*handle);
         }
-        let mut handle = null_mut();
-        // SAFETY: the endpoint is open. The library checks the bytes of the key.
+        let (mut handle, padded) = (null_mut(), padded(key));
+        // SAFETY: the endpoint is open. The library takes no length, and trusts the bytes: whoever reads a peer trusts it.
+        // Zeros follow them, so that lengths inside them that are too large by little lead nowhere else.
         let status =
-            unsafe { (self.api.ucp_ep_rkey_unpack)(self.handle, key.as_ptr().cast(), &raw mut handle) };
+            unsafe { (self.api.ucp_ep_rkey_unpack)(self.handle, padded.as_ptr().cast(), &raw mut handle) };
         check("ucp_ep_rkey_unpack", status)?;
         self.keys.insert(key.clone(), handle);
         Ok(handle)
     }
 
     /// Begins to close it. All of its requests end, and `Closing::ended` becomes true after that.
-    pub(crate) fn close(mut self) -> Closing {
-        for (_, key) in self.keys.drain() {
-            // SAFETY: unpacked for this endpoint, and no request is posted with it any more.
-            unsafe { (self.api.ucp_rkey_destroy)(key) };
-        }
+    pub(crate) fn close(self) -> Closing {
         // SAFETY: a request without parameters but the flag.
         let mut params: RequestParams = unsafe { std::mem::zeroed() };
         (params.mask, params.flags) = (OP_FLAGS, CLOSE_FORCE);
         // SAFETY: the endpoint is open, and not used afterwards.
         let request = unsafe { (self.api.ucp_ep_close_nbx)(self.handle, &raw const params) };
-        Closing { api: self.api.clone(), request: request_of(request).ok().flatten(), _failure: self.failure }
+        let request = request_of(request).ok().flatten();
+        Closing { api: self.api, request, keys: self.keys.into_values().collect(), _failure: self.failure }
     }
 }
 
@@ -89,6 +91,8 @@ impl Endpoint {
 pub(crate) struct Closing {
     api: Arc<Api>,
     request: Option<Handle>,
+    /// The keys of its requests, which have ended when the endpoint is closed.
+    keys: Vec<Handle>,
     /// The library may still report that the endpoint has failed.
     _failure: Box<Cell<RawStatus>>,
 }
@@ -96,16 +100,28 @@ pub(crate) struct Closing {
 impl Closing {
     /// Whether the endpoint is closed.
     pub(crate) fn ended(&mut self) -> bool {
-        let Some(request) = self.request else { return true };
-        // SAFETY: a request of this endpoint that is not freed yet.
-        if unsafe { (self.api.ucp_request_check_status)(request) } == IN_PROGRESS {
-            return false;
+        if let Some(request) = self.request {
+            // SAFETY: a request of this endpoint that is not freed yet.
+            if unsafe { (self.api.ucp_request_check_status)(request) } == IN_PROGRESS {
+                return false;
+            }
+            // SAFETY: it has ended, and is not used afterwards.
+            unsafe { (self.api.ucp_request_free)(request) };
+            self.request = None;
         }
-        // SAFETY: it has ended, and is not used afterwards.
-        unsafe { (self.api.ucp_request_free)(request) };
-        self.request = None;
+        for key in self.keys.drain(..) {
+            // SAFETY: unpacked for this endpoint in a worker that is still open. Its requests have ended.
+            unsafe { (self.api.ucp_rkey_destroy)(key) };
+        }
         true
     }
+}
+
+/// Returns bytes from a peer with zeros behind them.
+fn padded(bytes: &[u8]) -> Vec<u8> {
+    let mut padded = vec![0; bytes.len() + PADDING];
+    padded[..bytes.len()].copy_from_slice(bytes);
+    padded
 }
 
 /// Tells apart what a call returns: `None` if it has ended at once, a request, or an error.

@@ -8,7 +8,7 @@ use crate::abi::RawStatus;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Error {
-    /// The library cannot be loaded, or lacks a function.
+    /// The library cannot be used: it cannot be loaded, lacks a function, has another version, or refuses a setting.
     Library(String),
     /// The library refused a call.
     Refused {

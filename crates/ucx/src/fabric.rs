@@ -22,7 +22,7 @@ pub struct Options {
     pub window: usize,
     /// Maximum number of endpoints of one peer, and so of reads of it at the same time. Further reads wait.
     pub endpoints: usize,
-    /// The worker is replaced after this many reads that were given up: a forced close may leak a descriptor.
+    /// The worker that reads is replaced after this many reads that were given up: a forced close may leak a descriptor.
     pub renew_after: u64,
 }
 
@@ -140,7 +140,7 @@ impl Orders {
     }
 }
 
-/// UCX in this process: a context, a worker, and their thread.
+/// UCX in this process: a context, two workers (one reads, the other serves peers), and their thread.
 #[derive(Debug)]
 pub struct Fabric {
     orders: Arc<Orders>,
@@ -150,7 +150,7 @@ pub struct Fabric {
 }
 
 impl Fabric {
-    /// Opens a context and a worker, and starts their thread.
+    /// Opens a context and its workers, and starts their thread.
     ///
     /// Returns `Err` if UCX refuses a setting, or has no transport for the settings.
     pub fn open(library: &Library, options: Options) -> Result<Fabric, Error> {
@@ -179,7 +179,7 @@ impl Fabric {
         self.version
     }
 
-    /// Returns the address of the worker, for peers. It changes when the worker is replaced.
+    /// Returns the address of the worker that serves peers. It never changes.
     pub fn address(&self) -> Result<Vec<u8>, Error> {
         self.orders.ask(|reply| Order::Address { reply })
     }
@@ -255,8 +255,8 @@ pub struct Peer {
 impl Peer {
     /// Reads `pieces` with `key`, and returns when all bytes are in place.
     ///
-    /// `waiting` is called about ten times a second. If it returns `true`, the read is given up with
-    /// [`Error::Cancelled`]. Whatever the result, nothing of the read touches memory after the return.
+    /// `cancelled` is called about every 100 ms. When it returns `true`, the read ends with [`Error::Cancelled`]. Whatever the
+    /// result, nothing of the read touches memory after the return.
     ///
     /// # Safety
     ///
@@ -266,34 +266,62 @@ impl Peer {
         key: &Arc<Vec<u8>>,
         pieces: Vec<Piece>,
         deadline: Option<Instant>,
-        waiting: impl Fn() -> bool,
+        cancelled: impl Fn() -> bool,
     ) -> Result<(), Error> {
         let (reply, replied) = sync_channel(1);
         let number = self.orders.next_number();
         let (address, key) = (self.address.clone(), key.clone());
         let read = ReadOrder { number, peer: self.id, address, key, pieces, deadline };
         self.orders.give(Order::Read { read, reply })?;
-        self.outcome(&replied, number, waiting)
+        self.outcome(&replied, number, cancelled)
     }
 
     fn outcome(
         &self,
         replied: &Receiver<Result<(), Error>>,
         number: u64,
-        waiting: impl Fn() -> bool,
+        cancelled: impl Fn() -> bool,
     ) -> Result<(), Error> {
         use std::sync::mpsc::RecvTimeoutError;
-        let mut given_up = false;
+        let mut running =
+            RunningRead { orders: &self.orders, replied, number, given_up: false, ended: false };
         loop {
             match replied.recv_timeout(thread::ASK) {
-                Ok(outcome) => return outcome,
-                Err(RecvTimeoutError::Disconnected) => return Err(Error::Closed),
-                Err(RecvTimeoutError::Timeout) if !given_up && waiting() => {
-                    given_up = true;
-                    let _ = self.orders.give(Order::GiveUp { read: number, cause: Error::Cancelled });
+                Err(RecvTimeoutError::Timeout) => {
+                    if !running.given_up && cancelled() {
+                        running.give_up();
+                    }
                 }
-                Err(RecvTimeoutError::Timeout) => {}
+                ended => {
+                    running.ended = true;
+                    return ended.unwrap_or(Err(Error::Closed));
+                }
             }
+        }
+    }
+}
+
+/// A read whose caller waits. Drop, also during a panic, gives it up and waits for its end.
+struct RunningRead<'a> {
+    orders: &'a Orders,
+    replied: &'a Receiver<Result<(), Error>>,
+    number: u64,
+    given_up: bool,
+    ended: bool,
+}
+
+impl RunningRead<'_> {
+    fn give_up(&mut self) {
+        self.given_up = true;
+        let _ = self.orders.give(Order::GiveUp { read: self.number, cause: Error::Cancelled });
+    }
+}
+
+impl Drop for RunningRead<'_> {
+    fn drop(&mut self) {
+        if !self.ended {
+            self.give_up();
+            let _ = self.replied.recv();
         }
     }
 }

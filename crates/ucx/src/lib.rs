@@ -1,10 +1,10 @@
 //! Reads of memory of other processes by UCX (<https://openucx.org>), whose library is loaded at run time.
 //!
 //! A [`Fabric`] has one thread, which makes all calls of the library. It sleeps while nothing is read. Each side maps
-//! memory ([`Fabric::map`]), and sends the key and the address of its fabric to the other one by a way of its own. The
-//! other side connects ([`Fabric::peer`]) and reads ([`Peer::read`]).
+//! memory ([`Fabric::map`]), and sends the key and the address of its fabric to the other one over a channel that the caller
+//! provides. The other side connects ([`Fabric::peer`]) and reads ([`Peer::read`]).
 //!
-//! A read that returns has ended: nothing of it touches memory afterwards, also if it was given up. UCX cannot cancel a
+//! When a read returns, also without success, UCX no longer touches its memory. UCX cannot cancel a
 //! read. But it ends all requests of an endpoint that is closed by force, so each read has an endpoint to itself.
 //!
 //! Nobody writes into memory of another process: there is no call for it, and memory is mapped for remote reads only.

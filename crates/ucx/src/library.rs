@@ -34,7 +34,7 @@ impl fmt::Display for Version {
     }
 }
 
-/// The loaded library. It is never unloaded while something of it exists.
+/// The loaded library. It stays loaded while a `Library` or a `Fabric` uses it.
 #[derive(Clone)]
 pub struct Library {
     pub(crate) api: Arc<Api>,
@@ -50,7 +50,7 @@ impl Library {
     /// # Safety
     ///
     /// The file must be a `libucp` of UCX, or something that behaves like it: its code runs in this process. No other
-    /// thread may use the environment at the same time, by functions of C.
+    /// thread may access the environment through functions of C during the call.
     pub unsafe fn open(path: &Path) -> Result<Library, Error> {
         let unset: Vec<_> =
             ENVIRONMENT.into_iter().filter(|(name, _)| std::env::var_os(name).is_none()).collect();

@@ -157,7 +157,7 @@ impl ActiveRead {
             Some(endpoint) => {
                 self.ending = Some(Ending { cause, closing: endpoint.close(), since: Instant::now() });
             }
-            None if self.ending.is_none() => self.send(Err(cause)),
+            None if self.ending.is_none() && !self.ended => self.send(Err(cause)),
             None => {}
         }
     }

@@ -23,6 +23,8 @@ pub(crate) const ASK: Duration = Duration::from_millis(100);
 const POLL: Duration = Duration::from_micros(50);
 /// How long the requests of a closed endpoint may take to end. After that, the worker is destroyed.
 const CLOSE_LIMIT: Duration = Duration::from_secs(5);
+/// How long idle endpoints may take to close before their worker is destroyed.
+const RENEW_LIMIT: Duration = Duration::from_millis(100);
 /// How often the thread looks at endpoints that are being closed.
 const CLOSE_LOOK: Duration = Duration::from_millis(1);
 
@@ -56,21 +58,22 @@ struct KnownPeer {
     forgotten: bool,
 }
 
-/// Everything that the thread owns. Fields are dropped in this order.
+/// Everything that the thread owns. Fields are dropped in this order, also if the thread panics: the library calls back for
+/// requests of reads until their worker is destroyed, and no caller returns before that.
 struct State {
+    /// Reads peers. It is replaced after many forced closes; `None` if that failed.
+    reading: Option<Worker>,
+    /// Serves reads of peers, which have its address.
+    serving: Worker,
     reads: Vec<ActiveRead>,
     peers: HashMap<u64, KnownPeer>,
     closing: Vec<Closing>,
     memory: Vec<(u64, MappedMemory)>,
-    /// Reads peers. It is replaced after many forced closes.
-    reading: Worker,
-    /// Serves reads of peers, which have its address.
-    serving: Worker,
     context: Context,
     address: Vec<u8>,
     options: Options,
     counts: Arc<SharedCounts>,
-    /// Forced closes since the worker was created.
+    /// Forced closes since the worker that reads was created.
     forced: u64,
     last_mapping: u64,
 }
@@ -81,12 +84,12 @@ impl State {
         let (reading, serving) = (Worker::create(&context)?, Worker::create(&context)?);
         let address = serving.address()?;
         Ok(State {
+            reading: Some(reading),
+            serving,
             reads: Vec::new(),
             peers: HashMap::new(),
             closing: Vec::new(),
             memory: Vec::new(),
-            reading,
-            serving,
             context,
             address,
             options,
@@ -114,14 +117,19 @@ impl State {
     fn take_orders(&mut self, orders: &Receiver<Order>) -> bool {
         loop {
             match orders.try_recv() {
-                Ok(Order::Close) | Err(TryRecvError::Disconnected) => return false,
-                Ok(order) => self.obey(order),
+                Ok(order) => {
+                    if !self.obey(order) {
+                        return false;
+                    }
+                }
+                Err(TryRecvError::Disconnected) => return false,
                 Err(TryRecvError::Empty) => return true,
             }
         }
     }
 
-    fn obey(&mut self, order: Order) {
+    /// Carries out an order. Returns `false` for the last one.
+    fn obey(&mut self, order: Order) -> bool {
         match order {
             Order::Map { start, len, reply } => {
                 let _ = reply.send(self.map(start, len));
@@ -141,14 +149,16 @@ impl State {
                 }
             }
             Order::Forget { peer } => {
-                if let Some(known) = self.peers.get_mut(&peer) {
+                let idle = self.peers.get_mut(&peer).map(|known| {
                     known.forgotten = true;
-                    self.closing.extend(known.idle.drain(..).map(Endpoint::close));
-                }
+                    std::mem::take(&mut known.idle)
+                });
+                idle.into_iter().flatten().for_each(|endpoint| self.close_endpoint(endpoint));
                 self.forget_unused(peer);
             }
-            Order::Close => {}
+            Order::Close => return false,
         }
+        true
     }
 
     fn map(&mut self, start: u64, len: u64) -> Result<(u64, Vec<u8>), Error> {
@@ -169,22 +179,23 @@ impl State {
 
     /// Does what can be done now. Returns whether there was anything.
     fn turn(&mut self) -> bool {
-        let mut busy = self.reading.progress();
+        let mut busy = self.reading.as_ref().is_some_and(Worker::progress);
         busy |= self.serving.progress();
         if self.reads.is_empty() && self.closing.is_empty() {
             return busy;
         }
         let now = Instant::now();
-        let mut in_flight: usize = self.reads.iter().map(ActiveRead::outstanding).sum();
-        for read in &mut self.reads {
-            read.check_deadline(now);
-            if read.waits() {
-                let (peers, closing) = (&mut self.peers, &mut self.closing);
-                assign(read, peers, closing, (&self.reading, self.options.endpoints));
+        let drains = self.forced >= self.options.renew_after;
+        // Each read has its share, so that none waits for the requests of a peer that does not respond.
+        let share = (self.options.window / self.reads.len().max(1)).max(1);
+        for at in 0..self.reads.len() {
+            self.reads[at].check_deadline(now);
+            if self.reads[at].waits() && !drains {
+                self.assign(at);
             }
-            let (before, room) = (read.outstanding(), self.options.window.saturating_sub(in_flight));
+            let read = &mut self.reads[at];
+            let room = share.saturating_sub(read.outstanding());
             busy |= room > 0 && read.post(&self.context.api, &self.memory, room);
-            in_flight = (in_flight + read.outstanding()).saturating_sub(before);
         }
         busy |= self.end_reads();
         self.closing.retain_mut(|closing| !closing.ended());
@@ -195,7 +206,7 @@ impl State {
                 CLOSE_LIMIT.as_secs()
             );
             self.renew();
-        } else if self.forced >= self.options.renew_after && self.reads.is_empty() {
+        } else if drains && self.reads.iter().all(ActiveRead::waits) {
             self.renew();
         }
         busy
@@ -213,13 +224,15 @@ impl State {
             let (peer, used) = (read.order.peer, read.uses_endpoint());
             let endpoint = read.into_endpoint();
             self.forced += u64::from(used && endpoint.is_none());
+            let mut unwanted = endpoint;
             if let Some(known) = self.peers.get_mut(&peer) {
                 known.used -= usize::from(used);
-                match endpoint {
-                    Some(endpoint) if !known.forgotten => known.idle.push(endpoint),
-                    Some(endpoint) => self.closing.push(endpoint.close()),
-                    None => {}
+                if !known.forgotten {
+                    known.idle.extend(unwanted.take());
                 }
+            }
+            if let Some(endpoint) = unwanted {
+                self.close_endpoint(endpoint);
             }
             self.forget_unused(peer);
         }
@@ -232,54 +245,90 @@ impl State {
         }
     }
 
-    /// Replaces the worker that reads. Reads in progress fail.
-    fn renew(&mut self) {
-        let idle = self.peers.values_mut().flat_map(|known| known.idle.drain(..));
-        self.closing.extend(idle.map(Endpoint::close));
-        let limit = Instant::now() + CLOSE_LIMIT;
-        while self.closing.iter_mut().any(|closing| !closing.ended()) && Instant::now() < limit {
-            self.reading.progress();
-        }
-        match Worker::create(&self.context) {
-            Ok(worker) => {
-                // Nothing of the old worker touches memory any more, so its reads may end.
-                drop(std::mem::replace(&mut self.reading, worker));
-                self.closing.clear();
-                self.forced = 0;
-                self.counts.renewals.fetch_add(1, Ordering::Relaxed);
-                self.reads.iter_mut().for_each(ActiveRead::abandon);
+    /// Begins to close an endpoint that no read uses.
+    fn close_endpoint(&mut self, endpoint: Endpoint) {
+        self.forced += 1;
+        self.closing.push(endpoint.close());
+    }
+
+    /// Gives a read an endpoint of its peer, unless all are in use.
+    fn assign(&mut self, at: usize) {
+        let (peer, address) = (self.reads[at].order.peer, self.reads[at].order.address.clone());
+        while let Some(idle) = self.peers.get_mut(&peer).and_then(|known| known.idle.pop()) {
+            if idle.check().is_ok() {
+                return self.begin_read(at, peer, idle);
             }
+            // The peer has gone, or was restarted.
+            self.close_endpoint(idle);
+        }
+        if self.peers.get(&peer).is_some_and(|known| known.used >= self.options.endpoints) {
+            return;
+        }
+        let worker = match self.reading.take() {
+            Some(worker) => Ok(worker),
+            None => Worker::create(&self.context),
+        };
+        match worker.and_then(|worker| Endpoint::connect(self.reading.insert(worker), &address)) {
+            Ok(endpoint) => self.begin_read(at, peer, endpoint),
+            Err(error) => self.reads[at].give_up(error),
+        }
+    }
+
+    fn begin_read(&mut self, at: usize, peer: u64, endpoint: Endpoint) {
+        self.peers.entry(peer).or_default().used += 1;
+        self.reads[at].begin(endpoint);
+    }
+
+    /// Destroys the worker that reads, and creates another one. Reads that have an endpoint fail.
+    fn renew(&mut self) {
+        for known in self.peers.values_mut() {
+            self.closing.extend(known.idle.drain(..).map(Endpoint::close));
+        }
+        let limit = Instant::now() + RENEW_LIMIT;
+        while self.closing.iter_mut().any(|closing| !closing.ended()) && Instant::now() < limit {
+            self.reading.iter().for_each(|worker| {
+                worker.progress();
+            });
+            self.serving.progress();
+        }
+        self.reading = None;
+        // Nothing of the old worker touches memory any more, so its reads may end.
+        self.closing.clear();
+        self.forced = 0;
+        self.counts.renewals.fetch_add(1, Ordering::Relaxed);
+        self.reads.iter_mut().filter(|read| !read.waits()).for_each(ActiveRead::abandon);
+        match Worker::create(&self.context) {
+            Ok(worker) => self.reading = Some(worker),
+            // The next read tries again, and fails with the reason.
             Err(error) => {
                 tracing::warn!(target: "llm_datadist::links", "the worker of UCX cannot be replaced: {error}");
-                self.forced = 0;
             }
         }
     }
 
     /// Sleeps until something happens at a worker, an order arrives, or a read must be looked at.
     fn sleep(&mut self, wake: &OwnedFd) {
-        for worker in [&self.reading, &self.serving] {
+        for worker in self.reading.iter().chain([&self.serving]) {
             match worker.arm() {
                 Ok(true) => {}
                 Ok(false) => return,
                 Err(error) => {
-                    tracing::warn!(target: "llm_datadist::links", "{error}");
+                    tracing::warn!(target: "llm_datadist::links", "cannot wait for events of UCX: {error}");
                     std::thread::sleep(CLOSE_LOOK);
                     return;
                 }
             }
         }
         let ending = !self.closing.is_empty() || self.reads.iter().any(|read| read.ending_since().is_some());
-        let deadline = self.reads.iter().filter_map(|read| read.order.deadline).min();
+        let running = self.reads.iter().filter(|read| read.ending_since().is_none());
+        let deadline = running.filter_map(|read| read.order.deadline).min();
         let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
         let limit = if ending { Some(left.unwrap_or(CLOSE_LOOK).min(CLOSE_LOOK)) } else { left };
         let limit =
             limit.map(|limit| Timespec::try_from(limit).unwrap_or(Timespec { tv_sec: 3600, tv_nsec: 0 }));
-        let mut watched = [
-            PollFd::new(&self.reading, PollFlags::IN),
-            PollFd::new(&self.serving, PollFlags::IN),
-            PollFd::new(wake, PollFlags::IN),
-        ];
+        let workers = self.reading.iter().chain([&self.serving]);
+        let mut watched: Vec<PollFd<'_>> = workers.map(|worker| PollFd::new(worker, PollFlags::IN)).collect();
+        watched.push(PollFd::new(wake, PollFlags::IN));
         let _ = poll(&mut watched, limit.as_ref());
         let _ = rustix::io::read(wake, &mut [0u8; 8]);
     }
@@ -295,37 +344,8 @@ impl State {
         while !(self.reads.is_empty() && self.closing.is_empty()) && Instant::now() < limit {
             self.turn();
         }
-        let State { mut reads, memory, reading, serving, context, .. } = self;
-        drop(reading);
-        reads.iter_mut().for_each(ActiveRead::abandon);
-        drop((serving, memory, context));
-    }
-}
-
-/// Gives a read an endpoint of its peer, unless all are in use.
-fn assign(
-    read: &mut ActiveRead,
-    peers: &mut HashMap<u64, KnownPeer>,
-    closing: &mut Vec<Closing>,
-    (worker, most): (&Worker, usize),
-) {
-    let known = peers.entry(read.order.peer).or_default();
-    while let Some(idle) = known.idle.pop() {
-        if idle.check().is_ok() {
-            known.used += 1;
-            return read.begin(idle);
-        }
-        // The peer has gone, or was restarted.
-        closing.push(idle.close());
-    }
-    if known.used >= most {
-        return;
-    }
-    match Endpoint::connect(worker, &read.order.address) {
-        Ok(endpoint) => {
-            known.used += 1;
-            read.begin(endpoint);
-        }
-        Err(error) => read.give_up(error),
+        // Nothing touches memory after that, so what is left may end.
+        self.reading = None;
+        self.reads.iter_mut().for_each(ActiveRead::abandon);
     }
 }

@@ -56,7 +56,7 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: opened above; whatever belongs to it was dropped before, as `thread` drops fields in order.
+        // SAFETY: opened above. `thread::State` drops workers and mappings before the context.
         unsafe { (self.api.ucp_cleanup)(self.handle) };
     }
 }

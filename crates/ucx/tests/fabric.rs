@@ -189,6 +189,32 @@ fn giving_up_one_read_leaves_the_others_of_the_same_peer_alone() {
 }
 
 #[test]
+fn a_peer_that_does_not_respond_leaves_room_for_other_reads() {
+    let pair = Pair::with(80, &[], &Options { window: 8, ..Options::default() });
+    // The second half of the pieces has the lower addresses.
+    let (free, held) = {
+        let mut pieces = pair.pieces();
+        let held = pieces.split_off(40);
+        (pieces, held)
+    };
+    pair.set("HOLD", free.last().unwrap().remote as i64);
+    let (silent, other) = (pair.peer(), pair.peer());
+    let read = |peer: &Peer, pieces: &[Piece]| {
+        // SAFETY: the destinations are the target, which lives longer.
+        unsafe { peer.read(&pair.key(), pieces.to_vec(), Some(Instant::now() + LONG), || false) }
+    };
+    thread::scope(|scope| {
+        let waiting = scope.spawn(|| read(&silent, &held));
+        // The first read takes the whole window before the second one begins.
+        thread::sleep(Duration::from_millis(50));
+        assert_eq!(read(&other, &free), Ok(()));
+        pair.set("HOLD", 0);
+        assert_eq!(waiting.join().unwrap(), Ok(()));
+    });
+    assert!(pair.arrived());
+}
+
+#[test]
 fn reads_beyond_the_endpoints_of_a_peer_wait() {
     let options = Options { endpoints: 2, ..Options::default() };
     let pair = Pair::with(20, &[("STALL", "0")], &options);

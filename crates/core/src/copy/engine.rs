@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock};
 use super::host_buffers::HostBuffers;
 use super::limit::Limit;
 use super::progress::{Progress, with_copied_bytes};
-use super::route::{PlacedTensors, Route, Staging};
+use super::route::{PlacedTensors, ReadLimits, Route, Staging};
 use super::run::KeptAlive;
 use super::staged_copier::StagedCopier;
 use super::tuner::{Source, Tuner};
@@ -172,7 +172,7 @@ impl CopyEngine {
             plan,
             src: src.0.clone(),
             dst: dst.0.clone(),
-            copier: self.copier(route, src, dst, limit.deadline()),
+            copier: self.copier(route, src, dst, (limit.deadline(), progress.silence)),
             tuner: self.tuner.clone(),
             source,
             progress: progress.clone(),
@@ -202,13 +202,13 @@ impl CopyEngine {
         route: Route,
         src: PlacedTensors<'_>,
         dst: PlacedTensors<'_>,
-        deadline: Deadline,
+        limits: ReadLimits,
     ) -> Arc<dyn Copier> {
         if route != Route::Staged {
-            return super::route::copier(&self.devices, src, dst, deadline);
+            return super::route::copier(&self.devices, src, dst, limits);
         }
         Arc::new(StagedCopier {
-            first: super::route::reader(&self.devices, src, deadline),
+            first: super::route::reader(&self.devices, src, limits),
             second: self.devices.at(dst.1).clone(),
             buffers: self.host_buffers.clone(),
         })

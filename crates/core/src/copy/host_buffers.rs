@@ -9,7 +9,7 @@ use crate::sync::Mutex;
 /// Bytes of a buffer: enough that starting a copy of a device costs little beside the copy, and few enough that the
 /// bytes stay in a core's second-level cache between the two hops.
 pub(super) const BUFFER_BYTES: u64 = 512 << 10;
-/// Maximum number of idle buffers that are kept. Beyond that, each hop allocates its own.
+/// Maximum number of idle buffers that are kept. Further ones are freed when they are returned.
 const KEPT: usize = 8;
 
 /// The buffers of one engine. They are allocated when a copy needs them.

@@ -5,6 +5,7 @@
 //! goes through host buffers if the device cannot read it.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::config::SwapInPath;
 use crate::device::{Copier, Device, DeviceSet, FabricReader, HostReach, ProcessReader};
@@ -81,12 +82,15 @@ fn from_peer(devices: &DeviceSet, src: PlacedTensors<'_>, dst: PlacedTensors<'_>
     }
 }
 
+/// The deadline of a read of a peer, and how long its memory may give no sign of life.
+pub(super) type ReadLimits = (Deadline, Option<Duration>);
+
 /// Returns what reads `src` into host memory: the system's kernel if it is read by process id, UCX if it is on another
 /// host, otherwise the CPU.
-pub(super) fn reader(devices: &DeviceSet, src: PlacedTensors<'_>, deadline: Deadline) -> Arc<dyn Copier> {
+pub(super) fn reader(devices: &DeviceSet, src: PlacedTensors<'_>, limits: ReadLimits) -> Arc<dyn Copier> {
     match (src.0.process(), src.0.fabric()) {
         (Some(process), _) => Arc::new(ProcessReader::new(process.clone())),
-        (None, Some(region)) => Arc::new(FabricReader::new(region.clone(), deadline)),
+        (None, Some(region)) => Arc::new(FabricReader::new(region.clone(), limits.0, limits.1)),
         (None, None) => devices.at(Placement::Host).clone(),
     }
 }
@@ -96,10 +100,10 @@ pub(super) fn copier(
     devices: &DeviceSet,
     src: PlacedTensors<'_>,
     dst: PlacedTensors<'_>,
-    deadline: Deadline,
+    limits: ReadLimits,
 ) -> Arc<dyn Copier> {
     match src.0.reach() {
-        Reach::Process | Reach::Fabric => reader(devices, src, deadline),
+        Reach::Process | Reach::Fabric => reader(devices, src, limits),
         _ => device(devices, src, dst).clone(),
     }
 }

@@ -25,7 +25,10 @@ impl CopyEngine {
     /// memory that only the kernel can read.
     pub fn can_send(src: &Tensors) -> Result<()> {
         src.check_mapped(Access::Read)?;
-        if src.reach() == Reach::Process { Err(unreachable(src.reach(), "sent")) } else { Ok(()) }
+        match src.reach() {
+            Reach::Host | Reach::HostRead | Reach::Device => Ok(()),
+            reach @ (Reach::Process | Reach::Fabric) => Err(unreachable(reach, "sent")),
+        }
     }
 
     /// Checks that `dst` can be received through a socket, before the peer is told to expect it. Returns `Err(System)`

@@ -50,7 +50,7 @@ impl CopyEngine {
         let (progress, total) = (Progress::default(), range.end - range.start);
         let mut cuts = cuts(&range).peekable();
         let mut spare = Some(self.host_buffers().lend()?);
-        // Nothing else can be done beside the first hop.
+        // The socket has nothing to send yet, so this thread runs the first hop itself.
         let first = cuts.peek().map(|first| self.hop(&end, first.clone(), &mut spare, None));
         let mut filling = first.transpose()?;
         let workers = Some(self.copy_workers());
@@ -98,7 +98,7 @@ impl CopyEngine {
                 };
                 spare = emptied(emptying.take(), progress)?;
                 received?;
-                // Nor beside the last one.
+                // After the last cut the socket has nothing left to receive, so this thread runs the last hop itself.
                 let workers = (cut.end < range.end).then(|| self.copy_workers());
                 let hop = self.hop(&end, cut.clone(), &mut Some(buffer), workers)?;
                 emptying = Some((cut, hop));

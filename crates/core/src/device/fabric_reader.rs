@@ -3,11 +3,12 @@
 //! This is a copier and no device: nothing is allocated from a peer.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::traits::Copier;
 use crate::error::Result;
-use crate::memory::FabricRegion;
 use crate::memory::kernels::{Copy, Kernel};
+use crate::memory::{FabricRegion, Window};
 use crate::model::Deadline;
 
 /// Maximum number of pieces that are handed over together.
@@ -18,12 +19,17 @@ const PIECES: usize = 4096;
 pub struct FabricReader {
     region: Arc<FabricRegion>,
     deadline: Deadline,
+    silence: Option<Duration>,
 }
 
 impl FabricReader {
-    /// Creates a copier that reads `region`.
-    pub fn new(region: Arc<FabricRegion>, deadline: Deadline) -> Self {
-        FabricReader { region, deadline }
+    /// Creates a copier that reads `region`. The memory may take at most `silence` for each list of pieces.
+    pub fn new(region: Arc<FabricRegion>, deadline: Deadline, silence: Option<Duration>) -> Self {
+        FabricReader { region, deadline, silence }
+    }
+
+    fn read(&self, pairs: &[(Window<'_>, Window<'_>)]) -> Result<()> {
+        self.region.read(pairs, self.silence.map_or(self.deadline, |silence| self.deadline.at_most(silence)))
     }
 }
 
@@ -34,11 +40,11 @@ impl Copier for FabricReader {
         for pair in batch.iter().flat_map(|copy| copy.pairs()) {
             pairs.push(pair);
             if pairs.len() == PIECES {
-                self.region.read(&pairs, self.deadline)?;
+                self.read(&pairs)?;
                 pairs.clear();
             }
         }
-        if pairs.is_empty() { Ok(()) } else { self.region.read(&pairs, self.deadline) }
+        if pairs.is_empty() { Ok(()) } else { self.read(&pairs) }
     }
 
     fn batch(&self) -> usize {

@@ -2,7 +2,8 @@
 //! implementations.
 //!
 //! A [`Copier`] copies; a [`Device`] also owns memory. There is one file for each implementation. Host memory
-//! always exists. `process_reader` copies out of other processes, and `fabric_reader` out of other hosts. The simulated device of the tests is in
+//! always exists. `process_reader` copies out of other processes, and `fabric_reader` out of
+//! other hosts. The simulated device of the tests is in
 //! `crates/testing`; the CPU must not dereference its addresses.
 
 mod fabric_reader;

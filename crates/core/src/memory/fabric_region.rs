@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::fmt;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 use llm_datadist_ucx::{Fabric, Library, Mapping, Peer, Piece};
 
@@ -12,6 +12,7 @@ use super::window::{Reach, Window};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::Deadline;
+use crate::sync::Mutex;
 
 /// Name of lists of pieces in out-of-memory errors.
 const PIECES: &str = "the pieces of a read by UCX";
@@ -19,10 +20,17 @@ const PIECES: &str = "the pieces of a read by UCX";
 /// Loads the library of UCX at `path`, or the one of this name that the system finds. Returns `Err(NotEnabled)` with the
 /// reason if it cannot be used.
 pub fn load_ucx(path: &Path) -> Result<Library> {
+    static LOADED: LazyLock<Mutex<Vec<Library>>> = LazyLock::new(Mutex::default);
+    let mut loaded = LOADED.lock();
+    if let Some(library) = loaded.iter().find(|library| library.path() == path) {
+        return Ok(library.clone());
+    }
     // SAFETY: the path is that of an option, or the name of UCX's library, so whoever has configured or installed it vouches
-    // for its code. Rust's functions lock the environment; programs that use it by functions of C at the same time are
-    // as unsafe as with any other change of it.
-    unsafe { Library::open(path) }.map_err(|error| not_enabled(&error))
+    // for its code. Rust's functions lock the environment. That no other code of the process reads it meanwhile through
+    // functions of C cannot be checked, so this happens once in a process.
+    let library = unsafe { Library::open(path) }.map_err(|error| not_enabled(&error))?;
+    loaded.push(library.clone());
+    Ok(library)
 }
 
 /// A pool of this process that peers can read by UCX.
@@ -80,14 +88,16 @@ impl FabricRegion {
 
     /// Reads every source of `pairs` into its destination. When it returns, nothing touches the destinations any more.
     ///
-    /// Returns `Err` with `NotEnabled` and the reason if UCX fails, `Timeout` at the deadline, and `Interrupted`.
+    /// Returns `Err(NotEnabled)` with the reason if UCX fails, `Err(Timeout)` at the deadline, and `Err(Interrupted)` if the
+    /// caller was interrupted.
     pub fn read(&self, pairs: &[(Window<'_>, Window<'_>)], deadline: Deadline) -> Result<()> {
         let piece = |(src, dst): &(Window<'_>, Window<'_>)| {
             if src.len() != dst.len() || src.reach() != Reach::Fabric || dst.reach() != Reach::Host {
-                let text = "UCX reads memory of a peer into host memory of the same length";
-                return Err(
-                    Error::new(ErrorKind::System, text).with("src", format_args!("{:?}", src.reach()))
-                );
+                return Err(Error::new(ErrorKind::System, "UCX cannot read this pair of windows")
+                    .with("src", format_args!("{:?}", src.reach()))
+                    .with("dst", format_args!("{:?}", dst.reach()))
+                    .with("src_bytes", src.len())
+                    .with("dst_bytes", dst.len()));
             }
             Ok(Piece { local: dst.addr(), remote: src.addr(), len: src.len() })
         };

@@ -14,9 +14,7 @@ mod messages;
 mod notification;
 mod plan_codec;
 
-#[cfg(feature = "testing")]
-pub use fabric_offer::MAX_OFFER_BYTES;
-pub use fabric_offer::{FabricOffer, FabricPool};
+pub use fabric_offer::{FabricOffer, FabricPool, MAX_OFFER_BYTES};
 pub use frame::{HANDSHAKE_LIMIT, HEADER, Header, MESSAGE_LIMIT, encode, open, refusal};
 pub use link_messages::{Confirm, LinkAnswer, MAX_METADATA, METADATA_LIMIT, Metadata};
 pub use messages::{

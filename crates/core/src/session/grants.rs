@@ -23,6 +23,11 @@ impl Link {
         if let Some(known) = known {
             return self.check_grant(&known).map(|()| known);
         }
+        self.ask_for_grant(id, deadline)
+    }
+
+    /// Asks the owner what a grant lends, whatever is known of it here. Returns `Err(GrantEnded)` if it has ended.
+    fn ask_for_grant(&self, id: GrantId, deadline: Deadline) -> Result<Arc<OpenedGrant>> {
         let request = Request::OpenGrant { grant: id, limit_ms: limit_ms(deadline) };
         let reply = self.ask(&request, deadline)?;
         let Reply::Granted { cache, rows } = reply else { return Err(self.unexpected(&reply)) };
@@ -38,8 +43,9 @@ impl Link {
 
     /// Asks the owner whether a grant has ended. Returns `Err(GrantEnded)` if so.
     pub(crate) fn ask_about_grant(&self, token: &GrantToken, deadline: Deadline) -> Result<()> {
-        self.forget_grant(&self.grant_of(token)?);
-        self.open_grant(token, deadline).map(drop)
+        let id = self.grant_of(token)?;
+        // Another call may know an older answer, so only a new one counts.
+        self.ask_for_grant(id, deadline).inspect_err(|_| self.forget_grant(&id)).map(drop)
     }
 
     /// Returns the id of the grant of a token, which this peer must have given.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::link::Link;
-use super::peer_memory::{HIDDEN, NOTHING_SHARED, Readable};
+use super::peer_memory::{NOTHING_SHARED, Readable};
 use super::shared::Shared;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fabric::{EngineFabric, PeerFabric};
@@ -13,10 +13,11 @@ use crate::protocol::{FabricOffer, WireLocation};
 use crate::resources::MemoryLocation;
 
 /// Why registered memory is not read by UCX.
-const POOLS_ONLY: &str = "UCX reads pools, and no registered memory";
+const POOLS_ONLY: &str = "UCX reads only pools, not registered memory or memory of a device";
 
 impl Shared {
-    /// Returns what the peer on `stream` may read by UCX: nothing if it maps memory.
+    /// Returns what the peer on `stream` may read by UCX. `None` if the stream carries descriptors, because the peer then maps
+    /// the memory.
     pub(super) fn fabric_offer(&self, stream: &Stream) -> Option<FabricOffer> {
         let fabric = self.resources.fabric.as_ref().filter(|_| !stream.carries_descriptors());
         fabric.map(EngineFabric::offer)
@@ -65,8 +66,7 @@ impl Link {
             (Ok(fabric), WireLocation::Region { region, runs }) => {
                 fabric.tensors(*region, runs, count, bytes)?.ok_or("the peer has offered no such pool".into())
             }
-            (Ok(_), WireLocation::Process { .. }) => Err(POOLS_ONLY.into()),
-            (Ok(_), WireLocation::Hidden) => Err(HIDDEN.into()),
+            (Ok(_), WireLocation::Process { .. } | WireLocation::Hidden) => Err(POOLS_ONLY.into()),
         })
     }
 
@@ -76,8 +76,7 @@ impl Link {
             (Some(memory), _, _) => memory.seen(location),
             (None, Err(reason), _) => Err(reason.clone()),
             (None, Ok(_), MemoryLocation::Pool(..)) => Ok(()),
-            (None, Ok(_), MemoryLocation::Process(_)) => Err(POOLS_ONLY.into()),
-            (None, Ok(_), MemoryLocation::Hidden) => Err(HIDDEN.into()),
+            (None, Ok(_), MemoryLocation::Process(_) | MemoryLocation::Hidden) => Err(POOLS_ONLY.into()),
         }
     }
 }

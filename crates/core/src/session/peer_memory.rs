@@ -29,7 +29,7 @@ const PROBE_LIMIT: Duration = Duration::from_millis(500);
 const UNMAP_LIMIT: Duration = Duration::from_secs(1);
 
 /// Why one side cannot read memory that its owner has not located.
-pub(super) const HIDDEN: &str = "the memory belongs to a device, or lies in too many pieces to list";
+const HIDDEN: &str = "the memory belongs to a device, or lies in too many pieces to list";
 /// Why nothing is read in place over a link without [`PeerMemory`].
 pub(super) const NOTHING_SHARED: &str =
     "the link uses TCP, or the peer is on another host: no memory is shared";

@@ -46,7 +46,7 @@ struct PathCounter {
 /// The transfers on one path when they were counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PathState {
-    /// Number of plans that were moved. A transfer between caches with other layouts may have several.
+    /// Number of plans that were moved. A transfer between caches with different KV layouts may have several.
     pub transfers: u64,
     /// Bytes moved.
     pub bytes: u64,
@@ -63,7 +63,7 @@ impl PathCounters {
         }
     }
 
-    /// Notes why a transfer uses sockets. Returns whether the reason is another one than before.
+    /// Records why a transfer uses sockets. Returns whether the reason differs from the previous one.
     pub fn use_sockets(&self, reason: Cow<'static, str>) -> bool {
         let mut known = self.reason.lock();
         let is_new = known.as_ref() != Some(&reason);

@@ -8,9 +8,10 @@ use super::stream::Streams;
 use crate::cache::RowUse;
 use crate::copy::{KeptAlive, Progress, Route, STILL_READING, Staging, with_arrived_rows};
 use crate::error::{Error, ErrorKind, Result};
+use crate::memory::Reach;
 use crate::model::{CacheKey, GrantId, Name};
 use crate::plan::{CacheCount, CopyPlan, LocalEnd, Moves};
-use crate::session::{BEING_PUSHED, CallEnd, KnownCache, ReservedNotification, Validity};
+use crate::session::{BEING_PUSHED, CallEnd, KnownCache, PeerSnapshot, ReservedNotification, Validity};
 use crate::stats::Op;
 use crate::validate::{CheckedPull, Conversion, PullRows};
 
@@ -176,46 +177,67 @@ impl Call {
             }
         };
         self.still_granted()?;
+        if let Some(moved) = self.read_in_place(known, plan, &snapshot, progress, pinned)? {
+            return Ok(moved);
+        }
+        *progress = self.attempt(plan.bytes());
+        self.receive(known, plan, progress)
+    }
+
+    /// Reads the bytes of a pull in the memory of the owner. Returns `None` if sockets have to move them.
+    fn read_in_place(
+        &self,
+        known: &KnownCache,
+        plan: &Arc<CopyPlan>,
+        snapshot: &PeerSnapshot<'_>,
+        progress: &mut Arc<Progress>,
+        pinned: &KeptAlive,
+    ) -> Result<Option<Moved>> {
         let from = (snapshot.tensors(), self.local.placement());
         let to = (self.local.tensors(), self.local.placement());
         let (engine, held) = (&self.resources.copy_engine, pinned.clone());
         let read =
             engine.run_holding(plan.clone(), from, to, Staging::DEFAULT, self.deadline, progress, held);
-        let staged = read.as_ref().is_ok_and(|outcome| outcome.route == Route::Staged);
-        let read = read.map(|outcome| outcome.bytes);
-        let accepted = |read: Result<u64>| {
-            read.map(|bytes| {
-                self.count_read(known, bytes, staged);
-                Moved::Bytes(bytes)
-            })
-        };
-        let granted = self.granted_until_now(snapshot.tensors().reach());
+        let reach = snapshot.tensors().reach();
+        if reach == Reach::Fabric && read.as_ref().is_err_and(|error| error.kind() != ErrorKind::NotEnabled) {
+            // Whose bytes have arrived is unknown, and the owner is not asked about a read that has failed.
+            *progress = self.attempt(plan.bytes());
+            return read.map(|_| None);
+        }
+        let granted = self.granted_until_now(reach);
         let validity = snapshot.validate();
-        match &read {
+        let read = match read {
             // The kernel may still write to the rows, so no other bytes may be written there.
             Err(error) if error.fact(STILL_READING).is_some() => {
                 if validity != Validity::Valid || granted.is_err() {
                     *progress = self.attempt(plan.bytes());
                 }
-                return read.map(Moved::Bytes);
+                return Err(error);
             }
             _ if granted.is_err() => {
                 *progress = self.attempt(plan.bytes());
-                return granted.map(|()| Moved::Stale);
+                return granted.map(|()| None);
             }
             // The kernel allowed the read when the link was made, but does not now, or UCX has failed. Sockets always work.
             Err(error) if error.kind() == ErrorKind::NotEnabled && !self.only_ucx() => {
                 self.use_sockets(error.to_string());
+                return Ok(None);
             }
-            Err(error) if error.kind() == ErrorKind::NotEnabled => return read.map(Moved::Bytes),
-            _ if validity == Validity::Valid => return self.link.check().and_then(|()| accepted(read)),
-            _ if validity == Validity::Changed => {
-                return if self.confirm(known, progress)? { accepted(read) } else { Ok(Moved::Stale) };
+            Err(error) if error.kind() == ErrorKind::NotEnabled => return Err(error),
+            read => read,
+        };
+        match validity {
+            Validity::Valid => self.link.check()?,
+            Validity::Changed if self.confirm(known, progress)? => {}
+            Validity::Changed => return Ok(Some(Moved::Stale)),
+            Validity::Pushed => {
+                self.use_sockets(BEING_PUSHED);
+                return Ok(None);
             }
-            _ => self.use_sockets(BEING_PUSHED),
         }
-        *progress = self.attempt(plan.bytes());
-        self.receive(known, plan, progress)
+        let outcome = read?;
+        self.count_read(known, outcome.bytes, outcome.route == Route::Staged);
+        Ok(Some(Moved::Bytes(outcome.bytes)))
     }
 
     /// Receives the bytes over sockets. On this path the owner reads, under its own pins. `progress` ends empty if a grant

@@ -1,4 +1,4 @@
-//! Chooses the path on which the bytes of a transfer move, and notes why it is not a faster one.
+//! The paths on which the bytes of a transfer move, and the reason why one does not use a faster path.
 //!
 //! | memory of the owner | path of a pull, and of a push by the peer |
 //! | --- | --- |
@@ -28,13 +28,13 @@ impl Call {
         self.link.readable_by_peer(source)
     }
 
-    /// Whether the configuration names UCX, which is used over this link, so that a failure of it fails the call.
+    /// Whether a failure of UCX fails the call: the configuration requires UCX, and this link uses it.
     pub(super) fn only_ucx(&self) -> bool {
         let required = self.resources.fabric.as_ref().is_some_and(EngineFabric::is_required);
         required && self.link.fabric().is_ok()
     }
 
-    /// Notes why this transfer uses sockets. The log shows each reason once.
+    /// Records why this transfer uses sockets. Logs the reason when it differs from the previous one.
     pub(super) fn use_sockets(&self, reason: impl Into<std::borrow::Cow<'static, str>>) {
         let reason = reason.into();
         if self.link.paths.use_sockets(reason.clone()) {

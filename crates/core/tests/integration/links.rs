@@ -34,7 +34,7 @@ use llm_datadist_core::testing::net::{Accepted, Address, Listener, Stream, Tcp, 
 use llm_datadist_core::testing::session::Transports;
 use llm_datadist_core::{
     Backend, Cache, CacheDesc, CacheKey, CacheKind, ClusterId, Config, DataDist, Deadline, End, FabricConfig,
-    Layers, Name, PeerAddress, Placement, PoolConfig, PullRows, PushRows, RemoteName, Result, Role,
+    Layers, Name, PeerAddress, Placement, PoolConfig, PullRows, PushRows, RemoteName, Result, Role, Token,
     TransportChoice,
 };
 
@@ -155,6 +155,7 @@ fn config(cluster: u64, way: Way) -> Config {
     config.links.transport = if way.shares_sockets() { TransportChoice::Auto } else { TransportChoice::Tcp };
     if way == Way::Fabric {
         config.links.fabric = fake_ucp(&[]);
+        config.links.token = Some(Token::new("sixteen letters or more"));
     }
     config.links.listen = Some("127.0.0.1:0".parse().unwrap());
     // On a busy machine a live peer may take seconds to answer.

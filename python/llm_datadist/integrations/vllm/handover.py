@@ -28,7 +28,7 @@ MAX_SHOWN = 200
 
 @dataclass(frozen=True)
 class Handover:
-    """Where the KV cache of one request can be had.
+    """The location of the KV cache of one request.
 
     Attributes:
         ticket: the name under which prefill lends the request.

@@ -30,7 +30,8 @@ class LentPart:
         first: the index of its first block.
         blocks: the blocks in prefill, for each KV cache group.
         wanted: the indexes that are missing here, for each KV cache group.
-        grants: the tokens of each rank, by cluster: for each group, for each cache of the view.
+        grants: the tokens of the grants, by cluster: a list for each KV cache group, with one token for each cache of
+            the view.
         layers: how many layers each rank has in place.
         pulled: number of layers that are in place here or being pulled.
         pulling: whether a pull runs.

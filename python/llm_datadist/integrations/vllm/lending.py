@@ -34,7 +34,7 @@ MAX_EARLY = 1024
 MAX_RECEIVES = 1024
 # Maximum number of parts in a ``Ready``, so that the message fits into 64 KiB with the longest tickets.
 MAX_READY = 24
-# Grants are used again for a later receive if they end at most this share of a lease before the lease.
+# Grants are used again for a later receive if they end at most this share of a lease before its lease ends.
 _EARLIER = 0.1
 
 
@@ -210,8 +210,8 @@ class Lending:
             reason = "the prompt in decode differs from the prompt in prefill"
         elif not reason and loan.view and loan.view != ask.view:
             reason = (
-                f"another receive uses the view {loan.view!r}, and this one {ask.view!r}: either all servers of decode "
-                "have the block size of prefill, or none has"
+                "the receives of one request must all have the block sizes of prefill, or all other ones "
+                f"(first receive: view={loan.view}, this one: view={ask.view})"
             )
         elif not reason and sum(other == cluster for other, _ in loan.receives) >= MAX_RECEIVES:
             reason = f"more than {MAX_RECEIVES} receives of this cluster read the request"

@@ -1,6 +1,6 @@
 """Decode: the requests that are being received from prefill, each from the link to the last byte.
 
-For each rank of prefill that it reads, a receive makes sure of a link, and asks for the blocks. Prefill lends them in
+For each rank of prefill that it reads, a receive ensures a link, and asks for the blocks. Prefill lends them in
 parts, and each part is pulled as its layers become ready. A receive ends when all of its pulls have ended, so nothing
 writes to vLLM's blocks after that.
 """
@@ -54,8 +54,8 @@ class Outcome:
         request: the id of the request.
         failure: why it failed, or an empty text.
         receive_seconds: time since the receive began.
-        transfer_seconds: sum of the times of the pulls, one after the other. The transfers of one part count once, and
-            parts that are pulled at the same time count separately.
+        transfer_seconds: sum of the durations of the pulls. A pull lasts as long as its longest transfer. Pulls that
+            overlap are added.
         moved: bytes that were pulled, also those of parts that were withdrawn in the meantime.
         blocks: number of blocks.
     """
@@ -145,7 +145,7 @@ class Receiving:
         by_cluster = {cluster_of(handover.engine_id, source.rank): source for source in wanted}
         view = PAGES if handover.block_sizes == [group.form.block_size for group in self._groups] else HEADS
         reads = {cluster for cluster, source in by_cluster.items() if source.reads}
-        # The engine converts between different heads only as a whole.
+        # If the heads differ, the engine converts all layers of a part in one transfer.
         by_layers = (
             view == PAGES
             and len(self._groups) == 1
@@ -250,7 +250,8 @@ class Receiving:
         try:
             self._notify(cluster, Ask(handover.ticket, ongoing.number, ongoing.view, handover.prompt))
         except LLMException as error:
-            # The link may have ended before the call that made it was reported. The next receive makes sure of it.
+            # The link may have ended before the call that made it was reported. The next receive calls ensure_link
+            # again.
             self._linked.discard(cluster)
             self._fail(ongoing, str(error))
 

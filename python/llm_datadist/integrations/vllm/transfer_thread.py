@@ -51,7 +51,7 @@ _eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
 _WITHDRAW_S = 60.0
 # How long the transfer thread waits before it takes events again, if there was no memory for them, in seconds.
 _POLL_AGAIN_S = 0.1
-# epoll takes no time limit of more than 24 days.
+# The timeout of epoll is limited to about 24 days.
 _LONGEST_SLEEP_S = 3600.0
 
 
@@ -136,10 +136,10 @@ class TransferThread:
 
         Raises:
             RuntimeError: the transfer thread has ended, or does not respond, so the parts are not withdrawn. Nothing
-                may be computed then, because decode could read other bytes.
+                may be computed then, because decode could read bytes of another request.
         """
         begin = time.perf_counter()
-        # First, so that the step before never completes a part of this one with the same ticket and number.
+        # End the previous step first. Otherwise its layers could count for a part of this step with the same ticket.
         self._saved()
         if step.withdrawn:
             self._withdraw(step.withdrawn)
@@ -260,7 +260,7 @@ class TransferThread:
             return self._engine.poll()
         except LLMException:
             # The events stay in the engine.
-            logger.exception("the events of the engine cannot be taken, and are taken later")
+            logger.exception("cannot poll the events of the engine; retrying in %g s", _POLL_AGAIN_S)
             time.sleep(_POLL_AGAIN_S)
             return []
 

@@ -10,7 +10,8 @@ use std::thread;
 use std::time::Duration;
 
 use llm_datadist_core::{
-    Backend, CacheKey, CacheKind, Config, DataDist, ErrorKind, Layers, Name, PullRows, Result,
+    Backend, CacheKey, CacheKind, CallExtras, Config, DataDist, ErrorKind, GrantUse, Layers, Name, PullRows,
+    Result,
 };
 
 use super::{Held, Pair, Way, address, config, device, fake_ucp, link, of, open, push_blocks, row};
@@ -123,6 +124,63 @@ fn a_cache_that_is_released_while_it_is_read_is_never_a_success() {
         let error = pulling.join().unwrap().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::CacheNotFound, "{error}");
     });
+}
+
+/// The owner revokes the grant while it is read.
+#[test]
+fn a_grant_that_ends_while_it_is_read_is_never_a_success() {
+    let both = Controlled::new(|_| ());
+    both.far.fill(1);
+    let all: Vec<i64> = (0..BLOCKS).collect();
+    let remote = &both.pair.remote;
+    let grant = remote.grant(&both.far.end(), &all, LONG, 1).unwrap();
+    let token = remote.grant_token(&grant);
+    let rows = PullRows::Blocks { remote: all.iter().rev().copied().collect(), local: all };
+    let pull = || {
+        let extras = CallExtras { grant: Some(GrantUse { token, done: false }), ..CallExtras::default() };
+        both.pair.local.pull_with(of(2, row(&both.far, 0)), &both.near.end(), &rows, Layers::ALL, extras)
+    };
+    pull().unwrap();
+    both.set("STALL", 60);
+    thread::scope(|scope| {
+        let pulling = scope.spawn(pull);
+        thread::sleep(Duration::from_millis(100));
+        remote.revoke(&grant, true).unwrap();
+        both.set("STALL", i64::MAX);
+        let error = pulling.join().unwrap().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::GrantEnded, "{error}");
+    });
+}
+
+#[test]
+fn ucx_is_not_used_without_a_token() {
+    let opened = |cluster, backend| {
+        let mut config = config(cluster, Way::Fabric);
+        config.links.token = None;
+        (config.links.fabric.backend, config.links.fabric.assume_device) = (backend, true);
+        DataDist::open_over(config, Way::Fabric.devices(), Way::Fabric.transports())
+    };
+    let error = opened(1, Backend::Ucx).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NotEnabled);
+    assert!(error.to_string().contains("UCX needs a token"), "{error}");
+    let [local, remote] = [1, 2].map(|cluster| opened(cluster, Backend::Auto).unwrap());
+    link(&local, &remote).unwrap();
+    super::check_pull(&local, &remote);
+    let reason = local.stats().links.remove(0).sockets_reason.unwrap();
+    assert!(reason.starts_with("the link uses TCP"), "{reason}");
+}
+
+/// UCX listens on all networks if it may use TCP.
+#[test]
+fn the_engine_allows_rdma_alone_unless_the_program_chooses() {
+    let opened = |settings: &[(&str, &str)]| {
+        let mut config = config(1, Way::Fabric);
+        config.links.fabric = fake_ucp(&[&[("REQUIRE_RDMA", "1")], settings].concat());
+        DataDist::open_over(config, Way::Fabric.devices(), Way::Fabric.transports())
+    };
+    drop(opened(&[]).unwrap());
+    let error = opened(&[("TLS", "all")]).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NotEnabled, "{error}");
 }
 
 #[test]

@@ -71,6 +71,10 @@ fn bytes_take_the_fastest_path_and_stats_show_it() {
             let pushed = moved(&|| push_slot(&pair.local, &local, 0, of(2, row(&remote, 0))).unwrap());
             assert_eq!(pushed, expected(path_from(way, here), on_device(way, here)), "push, {what}");
             assert!(remote.read() == source, "{what}");
+            if way == Way::Fabric && there.registered {
+                pull_slot(&pair.local, of(2, row(&remote, 0)), &local).unwrap();
+                assert!(link(&pair).sockets_reason.unwrap().contains("only pools"), "{what}");
+            }
             local.free(&pair.local);
             remote.free(&pair.remote);
         }
@@ -78,7 +82,7 @@ fn bytes_take_the_fastest_path_and_stats_show_it() {
         match way {
             Way::Tcp | Way::TcpDevice => assert!(reason.unwrap().contains("no memory is shared"), "{way:?}"),
             Way::ShmDevice => assert!(reason.unwrap().contains("belongs to a device"), "{way:?}"),
-            Way::Fabric => assert!(reason.unwrap().contains("no registered memory"), "{way:?}"),
+            Way::Fabric => assert!(reason.unwrap().contains("only pools"), "{way:?}"),
             Way::Local | Way::Shm => assert_eq!(reason, None),
         }
     }
