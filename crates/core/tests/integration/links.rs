@@ -145,6 +145,9 @@ impl Way {
     }
 }
 
+/// The token of engines that may use UCX.
+const TOKEN: &str = "sixteen letters or more";
+
 /// Returns a configuration that listens, with limits that no test reaches by accident.
 fn config(cluster: u64, way: Way) -> Config {
     let mut config = Config::new(Role::Prompt, ClusterId(cluster));
@@ -155,7 +158,7 @@ fn config(cluster: u64, way: Way) -> Config {
     config.links.transport = if way.shares_sockets() { TransportChoice::Auto } else { TransportChoice::Tcp };
     if way == Way::Fabric {
         config.links.fabric = fake_ucp(&[]);
-        config.links.token = Some(Token::new("sixteen letters or more"));
+        config.links.token = Some(Token::new(TOKEN));
     }
     config.links.listen = Some("127.0.0.1:0".parse().unwrap());
     // On a busy machine a live peer may take seconds to answer.

@@ -14,6 +14,9 @@ use llm_datadist_core::{
     Result,
 };
 
+use llm_datadist_core::testing::protocol::{FabricOffer, FabricPool, LinkAnswer, Metadata};
+
+use super::fake_peer::Fake;
 use super::{Held, Pair, Way, address, config, device, fake_ucp, link, of, open, push_blocks, row};
 use crate::fixtures::eventually;
 
@@ -260,6 +263,38 @@ fn both_sides_must_use_ucx() {
                 let fabric = link.paths.iter().any(|(name, path)| *name == "fabric" && path.bytes > 0);
                 assert_eq!(fabric, (near, far) == (Backend::Auto, Backend::Auto));
             }
+        }
+    }
+}
+
+#[test]
+fn an_offer_that_cannot_be_used_fails_the_link_if_ucx_is_named() {
+    let pool = |base, len| [Some(FabricPool { base, len, key: vec![1].into() }), None];
+    let offer =
+        |version: &str, pools| FabricOffer { version: version.into(), address: vec![1].into(), pools };
+    let cases = [
+        (offer("9.9.9", [None, None]), "the peer uses UCX 9.9.9, and this side 1.13.0"),
+        // Whoever reads the message sees no control characters of a peer.
+        (offer("1\n2", [None, None]), "the peer uses UCX 1 2, and this side 1.13.0"),
+        (offer("1.13.0", pool(u64::MAX, 2)), "address"),
+    ];
+    for (backend, (offer, reason)) in [Backend::Ucx, Backend::Auto]
+        .into_iter()
+        .flat_map(|backend| cases.iter().map(move |case| (backend, case)))
+    {
+        let mut config = config(1, Way::Fabric);
+        (config.links.fabric.backend, config.links.fabric.assume_device) = (backend, true);
+        let engine = open(config, Way::Fabric);
+        let mut fake = Fake::new(2, 5);
+        fake.token = super::TOKEN.into();
+        let answer = LinkAnswer::Entered { metadata: Metadata::default(), fabric: Some(offer.clone()) };
+        let (linked, _stream) = fake.linked_by(&engine, || fake.answers_link(&answer));
+        if backend == Backend::Ucx {
+            let error = linked.unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::LinkFailed, "{error}");
+            assert!(error.to_string().contains(reason), "{error}");
+        } else {
+            linked.unwrap();
         }
     }
 }

@@ -68,6 +68,8 @@ pub fn confirm(stream: &Stream) -> Result<Vec<u8>> {
 /// A process that claims to be `cluster`.
 pub struct Fake {
     pub party: Party,
+    /// The token with which it proves its identity; none if empty.
+    pub token: Vec<u8>,
     listener: Box<dyn Listener>,
 }
 
@@ -79,7 +81,7 @@ impl Fake {
     /// Creates the same, which listens at `address`.
     pub fn at(transport: &dyn Transport, address: &Address, cluster: u64, instance: u64) -> Fake {
         let listener = transport.listen(address).unwrap();
-        Fake { party: Party { cluster, instance, remote_accessible: false }, listener }
+        Fake { party: Party { cluster, instance, remote_accessible: false }, token: vec![], listener }
     }
 
     pub fn address(&self) -> PeerAddress {
@@ -107,9 +109,9 @@ impl Fake {
         let nonce = [7; 16];
         say(&stream, &Challenge { nonce });
         let proof: Proof = hear(&stream).unwrap();
-        assert_eq!(proof.mac, mac(b"", b"dialer", &said, nonce, b""));
+        assert_eq!(proof.mac, mac(&self.token, b"dialer", &said, nonce, b""));
         let welcome = Welcome { from: self.party, mac: [0; 32], local, secret: None };
-        say(&stream, &Welcome { mac: welcome_mac(b"", &said, nonce, &welcome), ..welcome.clone() });
+        say(&stream, &Welcome { mac: welcome_mac(&self.token, &said, nonce, &welcome), ..welcome.clone() });
         (stream, hello.purpose)
     }
 
