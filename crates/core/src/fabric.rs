@@ -142,6 +142,11 @@ impl EngineFabric {
 }
 
 impl PeerFabric {
+    /// Has all reads of the peer fail soon.
+    pub fn end(&self) {
+        self.pools.iter().flatten().for_each(|pool| pool.end());
+    }
+
     /// Returns `count` tensors of these `bytes` in pool `region` of the peer; `None` if the peer offers no such pool. Returns
     /// `Err` if the location is invalid.
     pub fn tensors(

@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::fmt;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock};
 
 use llm_datadist_ucx::{Fabric, Library, Mapping, Peer, Piece};
@@ -64,6 +65,7 @@ pub struct FabricRegion {
     base: u64,
     len: u64,
     key: Arc<Vec<u8>>,
+    ended: AtomicBool,
 }
 
 impl FabricRegion {
@@ -73,7 +75,7 @@ impl FabricRegion {
             let text = format!("{len} bytes at {base:#x} exceed the address space");
             return Err(Error::new(ErrorKind::System, text));
         }
-        Ok(FabricRegion { peer, base, len, key })
+        Ok(FabricRegion { peer, base, len, key, ended: AtomicBool::new(false) })
     }
 
     /// Returns the address of the first byte in the process of the peer.
@@ -86,10 +88,15 @@ impl FabricRegion {
         self.len
     }
 
+    /// Has reads in progress, and further ones, fail soon: the link to the peer has ended.
+    pub fn end(&self) {
+        self.ended.store(true, Ordering::Relaxed);
+    }
+
     /// Reads every source of `pairs` into its destination. When it returns, nothing touches the destinations any more.
     ///
-    /// Returns `Err(NotEnabled)` with the reason if UCX fails, `Err(Timeout)` at the deadline, and `Err(Interrupted)` if the
-    /// caller was interrupted.
+    /// Returns `Err(NotEnabled)` with the reason if UCX fails, `Err(Timeout)` at the deadline, `Err(Interrupted)` if the
+    /// caller was interrupted, and `Err(NotLinked)` if the link has ended.
     pub fn read(&self, pairs: &[(Window<'_>, Window<'_>)], deadline: Deadline) -> Result<()> {
         let piece = |(src, dst): &(Window<'_>, Window<'_>)| {
             if src.len() != dst.len() || src.reach() != Reach::Fabric || dst.reach() != Reach::Host {
@@ -107,7 +114,7 @@ impl FabricRegion {
         let waiting = || {
             let mut interruption = interruption.borrow_mut();
             if interruption.is_none() {
-                *interruption = deadline.interruption(doing).err();
+                *interruption = self.interruption(deadline, doing).err();
             }
             interruption.is_some()
         };
@@ -121,6 +128,13 @@ impl FabricRegion {
             }
             other => not_enabled(&other),
         })
+    }
+
+    fn interruption(&self, deadline: Deadline, doing: &str) -> Result<()> {
+        if self.ended.load(Ordering::Relaxed) {
+            return Err(Error::new(ErrorKind::NotLinked, format!("the link ended while {doing}")));
+        }
+        deadline.interruption(doing)
     }
 }
 

@@ -304,6 +304,7 @@ impl Link {
             return;
         }
         self.peer_memory.iter().for_each(PeerMemory::release_soon);
+        self.fabric.iter().for_each(PeerFabric::end);
         self.control.close();
         let served = self.serving.lock().streams.clone();
         for stream in self.streams.lock().end().iter().chain(&served) {

@@ -129,6 +129,25 @@ fn a_cache_that_is_released_while_it_is_read_is_never_a_success() {
     });
 }
 
+#[test]
+fn a_link_that_ends_ends_its_reads() {
+    let both = Controlled::new(|_| ());
+    both.far.fill(1);
+    both.set("STALL", 60);
+    thread::scope(|scope| {
+        let pulling = scope.spawn(|| both.pull(LONG));
+        thread::sleep(Duration::from_millis(100));
+        let (local, remote) = (&both.pair.local, &both.pair.remote);
+        remote.unlink_clusters(&[address(local)], Duration::from_secs(1), true).remove(0).unwrap();
+        let error = pulling.join().unwrap().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NotLinked, "{error}");
+    });
+    let after = both.near.fill(9);
+    both.set("STALL", i64::MAX);
+    thread::sleep(Duration::from_millis(100));
+    assert!(both.near.read() == after, "bytes came after the end");
+}
+
 /// The owner revokes the grant while it is read.
 #[test]
 fn a_grant_that_ends_while_it_is_read_is_never_a_success() {
