@@ -7,8 +7,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CRATES = ROOT / "crates"
-# A name in backticks that may be a test: at least three words joined by underscores.
-NAME = re.compile(r"`([a-z][a-z0-9]*(?:_[a-z0-9]+){2,})`")
+# A name in backticks that may be a test: at least three words joined by underscores. Names that end in `_t` are
+# types of libraries in C.
+NAME = re.compile(r"`([a-z][a-z0-9]*(?:_[a-z0-9]+){2,})(?<!_t)`")
 FILE = re.compile(r"`?((?:docs|tests|tools|crates|benches)/[\w/.-]+\.(?:md|rs|py|json))")
 
 
