@@ -44,7 +44,7 @@ impl EngineFabric {
     /// If UCX cannot be used, returns `Err(NotEnabled)` with the reason if the configuration names UCX; otherwise it logs a
     /// warning.
     ///
-    /// Without a `token`, it is not used: whoever gets a key can do harm with it (docs/networks.md).
+    /// Without a `token`, UCX is not used: a process that gets a key is trusted with the whole pool (docs/networks.md).
     pub fn open(
         config: &FabricConfig,
         token: bool,

@@ -66,7 +66,8 @@ impl Endpoint {
             return Ok(*handle);
         }
         let (mut handle, padded) = (null_mut(), padded(key));
-        // SAFETY: the endpoint is open. The library takes no length, and trusts the bytes: whoever reads a peer trusts it.
+        // SAFETY: the endpoint is open. The library takes no length, and trusts the bytes. The
+        // engine trusts a peer that may use UCX (docs/networks.md).
         // Zeros follow them, so that lengths inside them that are too large by little lead nowhere else.
         let status =
             unsafe { (self.api.ucp_ep_rkey_unpack)(self.handle, padded.as_ptr().cast(), &raw mut handle) };

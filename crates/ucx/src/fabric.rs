@@ -232,7 +232,8 @@ pub struct Mapping {
 }
 
 impl Mapping {
-    /// Returns the key with which peers read the memory. Whoever has it, and the address of the fabric, can read it.
+    /// Returns the key with which peers read the memory. Any process that has the key and the address of the
+    /// fabric can read it.
     pub fn key(&self) -> &Arc<Vec<u8>> {
         &self.key
     }

@@ -23,7 +23,7 @@ const BLOCKS: usize = 2048;
 fn open() -> Fabric {
     let path = std::env::var("LLM_DATADIST_UCX_LIBRARY").expect("LLM_DATADIST_UCX_LIBRARY names libucp.so.0");
     let transports = std::env::var("LLM_DATADIST_UCX_TLS").unwrap_or_else(|_| "tcp".into());
-    // SAFETY: whoever sets the variable vouches for the library.
+    // SAFETY: the variable names the library of UCX, and no other thread uses the environment through functions of C.
     let library = unsafe { Library::open(path.as_ref()) }.unwrap();
     let settings = vec![("TLS".to_owned(), transports)];
     Fabric::open(&library, Options { settings, ..Options::default() }).unwrap()

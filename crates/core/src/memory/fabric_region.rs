@@ -26,9 +26,9 @@ pub fn load_ucx(path: &Path) -> Result<Library> {
     if let Some(library) = loaded.iter().find(|library| library.path() == path) {
         return Ok(library.clone());
     }
-    // SAFETY: the path is that of an option, or the name of UCX's library, so whoever has configured or installed it vouches
-    // for its code. Rust's functions lock the environment. That no other code of the process reads it meanwhile through
-    // functions of C cannot be checked, so this happens once in a process.
+    // SAFETY: the path is that of an option, or the name of UCX's library, so the user has chosen the code. Rust's functions
+    // lock the environment. That no other code of the process reads it meanwhile through functions of C cannot be checked, so
+    // this happens once in a process.
     let library = unsafe { Library::open(path) }.map_err(|error| not_enabled(&error))?;
     loaded.push(library.clone());
     Ok(library)

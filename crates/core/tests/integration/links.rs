@@ -7,7 +7,6 @@ mod broken_streams;
 mod communicators;
 mod deadlines;
 mod ensure_link;
-#[cfg(not(sanitized))]
 mod fabric;
 pub mod fake_peer;
 mod identity;
@@ -66,17 +65,9 @@ enum Way {
     Fabric,
 }
 
-// The address sanitizer cannot load the stand-in: a library that is sanitized needs symbols that a program does not export.
-#[cfg(sanitized)]
-const WAYS: [Way; 5] = [Way::Local, Way::Shm, Way::Tcp, Way::ShmDevice, Way::TcpDevice];
-#[cfg(not(sanitized))]
 const WAYS: [Way; 6] = [Way::Local, Way::Shm, Way::Tcp, Way::ShmDevice, Way::TcpDevice, Way::Fabric];
 
 /// The ways with sockets of the kernel.
-#[cfg(sanitized)]
-const SOCKETS: [Way; 4] = [Way::Shm, Way::Tcp, Way::ShmDevice, Way::TcpDevice];
-/// The same.
-#[cfg(not(sanitized))]
 const SOCKETS: [Way; 5] = [Way::Shm, Way::Tcp, Way::ShmDevice, Way::TcpDevice, Way::Fabric];
 
 /// The local transport with ports as addresses, because links use ports.

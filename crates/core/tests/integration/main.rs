@@ -65,8 +65,6 @@ mod row_strides;
 mod row_turns;
 mod short_windows;
 mod small_page_hint;
-// TODO: the address sanitizer finds that its tests leak their buffers; the cause is unknown.
-#[cfg(not(sanitized))]
 mod staged_streams;
 mod stats;
 mod swap_ring;

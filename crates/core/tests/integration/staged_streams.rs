@@ -14,7 +14,7 @@ use llm_datadist_core::testing::memory::{Reach, Tensors};
 use llm_datadist_core::testing::plan::CopyPlan;
 use llm_datadist_core::{ClusterId, Config, Deadline, ErrorKind, Role};
 
-use crate::fixtures::{Gated, block_plan, copied_bytes, local_streams, pattern, tensors_over};
+use crate::fixtures::{Buffer, Gated, block_plan, copied_bytes, local_streams, pattern, tensors_over};
 
 const TENSORS: usize = 3;
 const ROWS: usize = 300;
@@ -48,6 +48,8 @@ struct Side {
     gate: Arc<Gated>,
     engine: CopyEngine,
     tensors: Arc<Tensors>,
+    /// The memory of `tensors`, unless that of the device.
+    _kept: Option<Arc<Buffer>>,
 }
 
 impl Side {
@@ -58,15 +60,14 @@ impl Side {
         let engine = CopyEngine::new(&Config::new(Role::Mix, ClusterId(1)), devices).unwrap();
         let (kept, host) = tensors_over(TENSORS, ROWS, ROW, fill);
         if !on_device {
-            std::mem::forget(kept); // the tensors do not own the memory of the test
-            return Side { gate, engine, tensors: host };
+            return Side { gate, engine, tensors: host, _kept: Some(kept) };
         }
         let region = Arc::new(gate.allocate("test", (TENSORS * TENSOR) as u64).unwrap());
         let offsets = (0..TENSORS).map(|tensor| (tensor * TENSOR) as u64);
         let tensors = Arc::new(Tensors::carved(region, offsets, TENSOR as u64, Box::new(())).unwrap());
         assert_eq!(tensors.reach(), Reach::Device);
         copy_all(&gate, &host, &tensors);
-        Side { gate, engine, tensors }
+        Side { gate, engine, tensors, _kept: None }
     }
 
     fn read(&self) -> Vec<u8> {

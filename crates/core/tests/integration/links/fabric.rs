@@ -5,13 +5,14 @@
 #![allow(unsafe_code, reason = "functions of a library that a test loads")]
 
 use std::ffi::{CString, c_char};
+use std::fmt::Debug;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
 use llm_datadist_core::{
-    Backend, CacheKey, CacheKind, CallExtras, Config, DataDist, ErrorKind, GrantUse, Layers, Name, PullRows,
-    Result,
+    Backend, CacheKey, CacheKind, CallExtras, Config, DataDist, Error, ErrorKind, GrantUse, Layers, Name,
+    PullRows, Result,
 };
 
 use llm_datadist_core::testing::protocol::{FabricOffer, FabricPool, LinkAnswer, Metadata};
@@ -77,6 +78,21 @@ impl Controlled {
         transfer.outcome().unwrap().map(|_| ())
     }
 
+    /// Calls `pull`, has `during` happen while its reads have stalled, and returns how the pull failed.
+    fn fails<T: Send + Debug>(
+        &self,
+        pull: impl FnOnce() -> Result<T> + Send,
+        during: impl FnOnce(),
+    ) -> Error {
+        self.set("STALL", 60);
+        thread::scope(|scope| {
+            let pulling = scope.spawn(pull);
+            thread::sleep(Duration::from_millis(100));
+            during();
+            pulling.join().unwrap().unwrap_err()
+        })
+    }
+
     /// Whether all blocks of a source are in place.
     fn arrived(&self, source: &[Vec<u8>]) -> bool {
         let backwards = |tensor: &Vec<u8>| tensor.chunks(BLOCK).rev().flatten().copied().collect::<Vec<u8>>();
@@ -116,32 +132,26 @@ fn a_pull_that_stalls_ends_at_its_deadline_and_writes_nothing_afterwards() {
 fn a_cache_that_is_released_while_it_is_read_is_never_a_success() {
     let both = Controlled::new(|_| ());
     both.far.fill(1);
-    both.set("STALL", 60);
-    thread::scope(|scope| {
-        let pulling = scope.spawn(|| both.pull(LONG));
-        thread::sleep(Duration::from_millis(100));
-        both.far.free(&both.pair.remote);
-        let other = Held::pool(&both.pair.remote, &device(2, BLOCKS as usize, BLOCK), CacheKind::Blocks);
-        other.fill(7);
-        both.set("STALL", i64::MAX);
-        let error = pulling.join().unwrap().unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::CacheNotFound, "{error}");
-    });
+    let error = both.fails(
+        || both.pull(LONG),
+        || {
+            both.far.free(&both.pair.remote);
+            let shape = device(2, BLOCKS as usize, BLOCK);
+            Held::pool(&both.pair.remote, &shape, CacheKind::Blocks).fill(7);
+            both.set("STALL", i64::MAX);
+        },
+    );
+    assert_eq!(error.kind(), ErrorKind::CacheNotFound, "{error}");
 }
 
 #[test]
 fn a_link_that_ends_ends_its_reads() {
     let both = Controlled::new(|_| ());
     both.far.fill(1);
-    both.set("STALL", 60);
-    thread::scope(|scope| {
-        let pulling = scope.spawn(|| both.pull(LONG));
-        thread::sleep(Duration::from_millis(100));
-        let (local, remote) = (&both.pair.local, &both.pair.remote);
-        remote.unlink_clusters(&[address(local)], Duration::from_secs(1), true).remove(0).unwrap();
-        let error = pulling.join().unwrap().unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::NotLinked, "{error}");
-    });
+    let local = [address(&both.pair.local)];
+    let unlink = || both.pair.remote.unlink_clusters(&local, Duration::from_secs(1), true).remove(0).unwrap();
+    let error = both.fails(|| both.pull(LONG), unlink);
+    assert_eq!(error.kind(), ErrorKind::NotLinked, "{error}");
     let after = both.near.fill(9);
     both.set("STALL", i64::MAX);
     thread::sleep(Duration::from_millis(100));
@@ -163,15 +173,12 @@ fn a_grant_that_ends_while_it_is_read_is_never_a_success() {
         both.pair.local.pull_with(of(2, row(&both.far, 0)), &both.near.end(), &rows, Layers::ALL, extras)
     };
     pull().unwrap();
-    both.set("STALL", 60);
-    thread::scope(|scope| {
-        let pulling = scope.spawn(pull);
-        thread::sleep(Duration::from_millis(100));
+    let revoke = || {
         remote.revoke(&grant, true).unwrap();
         both.set("STALL", i64::MAX);
-        let error = pulling.join().unwrap().unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::GrantEnded, "{error}");
-    });
+    };
+    let error = both.fails(pull, revoke);
+    assert_eq!(error.kind(), ErrorKind::GrantEnded, "{error}");
 }
 
 #[test]
@@ -293,7 +300,7 @@ fn an_offer_that_cannot_be_used_fails_the_link_if_ucx_is_named() {
         |version: &str, pools| FabricOffer { version: version.into(), address: vec![1].into(), pools };
     let cases = [
         (offer("9.9.9", [None, None]), "the peer uses UCX 9.9.9, and this side 1.13.0"),
-        // Whoever reads the message sees no control characters of a peer.
+        // An error contains no control characters of a peer.
         (offer("1\n2", [None, None]), "the peer uses UCX 1 2, and this side 1.13.0"),
         (offer("1.13.0", pool(u64::MAX, 2)), "address"),
     ];
