@@ -15,9 +15,8 @@ use crate::fallible;
 pub(super) const TABLE: &str = "the table of caches";
 /// Enough tables that a step takes less than a millisecond for a million entries.
 const SHARDS: usize = 64;
-/// Shift that selects the bits of the hash for the choice of the table. The tables themselves use its lowest
-/// bits and its highest seven.
-const CHOICE: u32 = 48;
+/// 2^64 divided by the golden ratio, of which the highest bits of a product depend on every bit of the factor.
+const GOLDEN_RATIO: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// A map from keys to values.
 #[derive(Debug)]
@@ -84,8 +83,10 @@ impl<K: Eq + Hash, V> Shards<K, V> {
     }
 }
 
+/// The table of a hash. It depends on every bit, because single bits of the default hasher may be the same for
+/// all keys of a sequence: then half of the tables would stay empty, in about one process of 400.
 fn shard(hash: u64) -> usize {
-    (hash >> CHOICE) as usize % SHARDS
+    (hash.wrapping_mul(GOLDEN_RATIO) >> (u64::BITS - SHARDS.ilog2())) as usize
 }
 
 #[cfg(test)]
@@ -118,6 +119,17 @@ mod tests {
                 sorted(shards.values().copied().collect()),
                 sorted(twin.values().copied().collect())
             );
+        }
+    }
+
+    #[test]
+    fn all_tables_are_used_whichever_bits_of_the_hash_differ() {
+        for shift in [0, 16, 32, 48] {
+            let mut sizes = [0; SHARDS];
+            for hash in 0..64_000_u64 {
+                sizes[shard(hash << shift)] += 1;
+            }
+            assert!(sizes.iter().all(|size| (700..1300).contains(size)), "shift {shift}: {sizes:?}");
         }
     }
 
