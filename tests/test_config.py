@@ -23,7 +23,7 @@ TEXTS = (
 FLAGS = ("enable_cache_manager", "enable_remote_cache_accessible", "enable_switch_role")
 WIDTH32 = ("rdma_traffic_class", "rdma_service_level")
 LINK_INTEGERS = ("link_heartbeat", "link_pin_limit", "link_silence", "link_streams", "rank_port")
-LINK_TEXTS = ("link_token", "link_transport", "rank_hosts", "ucx_library")
+LINK_TEXTS = ("link_addresses", "link_token", "link_transport", "rank_hosts", "ucx_library")
 LINK_OPTIONS = (*LINK_INTEGERS, *LINK_TEXTS, "link_accept_remote", "link_remote_memory")
 CHOICES = {
     "swap_in_path": ("auto", "direct", "ring"),
@@ -79,11 +79,13 @@ EMITTED: dict[str, tuple[str, list[tuple[Any, str | None]]]] = {
     "link_pin_limit": ("llm.LinkPinLimit", [(1, "1"), (86_400_000, "86400000")]),
     "link_transport": ("llm.LinkTransport", [(word, word) for word in ("auto", "shm", "tcp")]),
     "ucx_library": ("llm.UcxLibrary", [("/opt/libucp.so.0", "/opt/libucp.so.0")]),
-    "link_streams": ("llm.LinkStreams", [(1, "1"), (16, "16")]),
+    "link_streams": ("llm.LinkStreams", [(0, "0"), (16, "16")]),
+    "link_addresses": ("llm.LinkAddresses", [(ips, ips) for ips in ("10.0.0.1", "10.0.0.1, 10.0.1.1,fd00::1")]),
     "link_remote_memory": ("llm.LinkRemoteMemory", [(0, "0"), (2**63 - 1, str(2**63 - 1))]),
     "rank_port": ("llm.RankPort", [(1, "1"), (65535, "65535")]),
     "rank_hosts": ("llm.RankHosts", [(HOSTS, HOSTS), ("{}", "{}")]),
 }  # fmt: skip
+SIXTEEN_IPS = ",".join(f"10.0.0.{n}" for n in range(16))
 SEVERAL: list[tuple[str, Any, dict[str, str]]] = [
     ("ge_options", {"a": "b", "c": "d"}, {"a": "b", "c": "d"}),
     ("ge_options", {}, {}),
@@ -137,12 +139,14 @@ WRONG: dict[Expected, dict[str | tuple[str, ...], tuple[Any, ...]]] = {
         "verify": ("Full", "on", " off", "samples", "", "full\0", "\ud800", LONG),
         "copy_kernel": ("Plain", "avx", "streaming ", "nan", "", "plain\0"),
         "huge_pages": ("Auto", "on", "eager ", "1", "", "off\0", "\ud800", LONG),
-        LINK_INTEGERS: (0, -1, 2**31, 2**70),
+        LINK_INTEGERS: (-1, 2**31, 2**70),
+        ("link_heartbeat", "link_pin_limit", "link_silence", "rank_port"): (0,),
         "link_token": ("", "x" * 15),
         "link_silence": (1,),
         "link_transport": ("", "TCP", "rdma", " tcp", "\ud800", LONG),
         "ucx_library": ("", "libucp.so.0", "/a\0b", "\ud800", "/" + LONG * 5000),
-        "link_streams": (17,),
+        "link_streams": (-1, 17),
+        "link_addresses": ("", "localhost", "0.0.0.0", "10.0.0.1;10.0.0.2", "10.0.0.1,10.0.0.1", SIXTEEN_IPS),
         "link_remote_memory": (-1, 2**63, 2**70),
         "rank_port": (65536,),
         "rank_hosts": ("", "x", "[]", '{"1": 5}', '{"1": "host:1"}', '{"1": "127.0.0.1:0"}'),

@@ -252,8 +252,16 @@ class LlmConfig:
     link_streams = OwnOption(
         "llm.LinkStreams",
         int,
-        "1",
-        "Number of connections that share one large pull over TCP (1 to 16).",
+        "0",
+        "Number of TCP connections that share one large pull or push, 1 to 16; each carries at least 8 MiB. 0 stands for "
+        "4, or for one for each of `link_addresses` if there are more.",
+    )
+    link_addresses = OwnOption(
+        "llm.LinkAddresses",
+        str,
+        "none",
+        "IP addresses of this host, separated by commas, over which peers spread the connections of large pulls and "
+        "pushes, beside the address of `listen_ip_info` (at most 15).",
     )
     link_remote_memory = OwnOption(
         "llm.LinkRemoteMemory",

@@ -28,8 +28,8 @@ greeting over the local socket. The purpose says what follows:
 - `Link` with `probe_local`, over TCP: if `host` equals the boot id of A, A answers with the abstract name of its local
   socket in `Welcome.local` and closes the stream. D dials that socket next.
 - `Link`: over the local socket, both sides send `Attach` with descriptors of their memory, then `Attached`. Then D
-  sends `Confirm` with the metadata of its program, and A answers with `LinkAnswer::Entered` and its own. Both may
-  offer pools to be read by UCX in these messages. From then on the stream is the control stream of a link. If
+  sends `Confirm` with the metadata of its program, and A answers with `LinkAnswer::Entered` and its own, and with the
+  addresses at which it listens for call streams. Both may offer pools to be read by UCX in these messages. From then on the stream is the control stream of a link. If
   `ensure` is set, A may answer `LinkAnswer::Later` instead, because another link between the two exists or is being
   made; then it closes the stream.
 - `Call`: a call stream of the link that it names. D calls on it, or A if `reverse` is set.
@@ -40,7 +40,8 @@ Control streams carry `Ping` (answered with `Pong`), `Pong`, `Dial`, `Polled`, b
 reports how many have arrived and were polled, and `Bye`, which ends the link. On call streams the
 caller sends one `Request`, the owner answers with one `Reply`. Cache bytes follow some of them, outside of any frame:
 after the `Ready` that answers a `Read`; from the caller after the `Ready` that answers a `Write`, and then `Done`
-comes; with `ahead` set, at most 48 KiB right behind the `Write`. Cache bytes travel in the order of the plan: wave
+comes; with `ahead` set, at most 48 KiB right behind the `Write`. With `shared` set, further bytes of the plan follow in
+`WritePart`s on other streams, which are answered as a `Write` is. Cache bytes travel in the order of the plan: wave
 after wave, in each wave tensor after tensor, in each tensor span after span. Where more than 48 KiB are still to come,
 64 zero bytes stand before byte 0 and before every 4 MiB after it.
 """

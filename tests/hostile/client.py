@@ -26,7 +26,7 @@ from . import messages as m
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-VERSION = 10
+VERSION = 11
 MAGIC = b"LD"
 MESSAGE, REFUSAL = 1, 255
 LIMIT = 10.0  # seconds: the time limit of one step of an attack

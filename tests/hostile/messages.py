@@ -108,7 +108,7 @@ def confirm(metadata: bytes = b"", fabric: bytes | None = None) -> bytes:
 
 def entered(metadata: bytes = b"", fabric: bytes | None = None) -> bytes:
     """Answer 0 of the side that accepts a link: it has entered the link."""
-    return uint(0) + blob(metadata) + some(fabric)
+    return uint(0) + blob(metadata) + some(fabric) + uint(0)
 
 
 def later(reason: str) -> bytes:
@@ -122,6 +122,7 @@ def read_entered(body: bytes) -> bytes:
     assert reader.uint() == 0, body
     metadata = reader.raw(reader.uint())
     assert not reader.flag(), "the engine offers pools to UCX"
+    assert reader.uint() == 0, "the engine announces addresses"
     reader.done()
     return metadata
 
@@ -210,9 +211,22 @@ def read(
 
 
 def write(
-    name: bytes, cache: int, plan: bytes, start: int, end: int, ahead: bool = False, limit_ms: int = NEVER
+    name: bytes,
+    cache: int,
+    plan: bytes,
+    start: int,
+    end: int,
+    ahead: bool = False,
+    limit_ms: int = NEVER,
+    shared: int | None = None,
 ) -> bytes:
-    return uint(2) + name + sint(cache) + plan + uint(start) + uint(end) + flag(ahead) + uint(limit_ms)
+    body = uint(2) + name + sint(cache) + plan + uint(start) + uint(end) + flag(ahead)
+    return body + some(None if shared is None else uint(shared)) + uint(limit_ms)
+
+
+def write_part(write: int, start: int, end: int, limit_ms: int = NEVER) -> bytes:
+    """Request 12: further bytes of a shared write, on another stream."""
+    return uint(12) + uint(write) + uint(start) + uint(end) + uint(limit_ms)
 
 
 def fetch(

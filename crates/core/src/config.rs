@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -228,8 +228,10 @@ pub struct LinkConfig {
     pub retries: u32,
     /// How bytes travel.
     pub transport: TransportChoice,
-    /// Number of connections that share one large transfer between hosts.
+    /// Most connections that share one large transfer over sockets; 0 for the default.
     pub streams: usize,
+    /// Addresses of this host at which peers open streams of large transfers, beside the listening address.
+    pub addresses: Vec<IpAddr>,
     /// Port of device 0 for rank-table links. Device `n` uses this port plus `n`.
     pub rank_port: u16,
     /// Real addresses of the members of rank-table links, by `device_ip` or cluster id.
@@ -242,6 +244,18 @@ pub struct LinkConfig {
     pub remote_memory: Option<u64>,
     /// How bytes move between hosts.
     pub fabric: FabricConfig,
+}
+
+impl LinkConfig {
+    /// Maximum number of further addresses.
+    pub const MAX_ADDRESSES: usize = 15;
+    /// Streams of one large transfer unless configured. Two to four take no more CPU time for each byte than one.
+    const DEFAULT_STREAMS: usize = 4;
+
+    /// Returns the largest number of streams of one transfer.
+    pub(crate) fn most_streams(&self) -> usize {
+        if self.streams == 0 { Self::DEFAULT_STREAMS.max(self.addresses.len()) } else { self.streams }
+    }
 }
 
 impl Default for LinkConfig {
@@ -257,7 +271,8 @@ impl Default for LinkConfig {
             total: Duration::from_secs(120),
             retries: 1,
             transport: TransportChoice::Auto,
-            streams: 1,
+            streams: 0,
+            addresses: Vec::new(),
             rank_port: 16_666,
             rank_hosts: BTreeMap::new(),
             both_ways: false,

@@ -58,6 +58,7 @@ impl Transport for Local {
             .map_err(refused)?;
         let about = || About {
             transport: "local",
+            listened_at: None,
             peer: to.to_string(),
             same_host: true,
             carries_descriptors: true,

@@ -5,6 +5,7 @@
 
 use std::borrow::Cow;
 use std::io;
+use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
@@ -44,6 +45,8 @@ pub struct About {
     /// Name of the transport, for logs and `stats()`.
     pub transport: &'static str,
     pub peer: String,
+    /// The IP address of the end that listened, if there is one.
+    pub listened_at: Option<IpAddr>,
     pub same_host: bool,
     pub carries_descriptors: bool,
     pub credentials: Option<Credentials>,
@@ -64,6 +67,11 @@ impl Stream {
     /// Describes the peer, for messages.
     pub fn peer(&self) -> &str {
         &self.about.peer
+    }
+
+    /// Returns the IP address of the end that listened, if there is one.
+    pub fn listened_at(&self) -> Option<IpAddr> {
+        self.about.listened_at
     }
 
     /// Returns the name of the transport: `tcp`, or `shm` for a local socket, beside which memory is shared.

@@ -48,7 +48,7 @@ impl Transport for Tcp {
             // itself.
             return Err(refused(Errno::CONNREFUSED));
         }
-        stream(socket, local, remote).map_err(refused)
+        stream(socket, (local, remote), remote).map_err(refused)
     }
 
     fn listen(&self, at: &Address) -> Result<Box<dyn Listener>> {
@@ -64,7 +64,7 @@ impl Transport for Tcp {
         let (socket, local) = bound().map_err(|errno| unavailable(at, "listen at", errno))?;
         let welcome = |socket: OwnedFd, _: &Address| {
             let (local, remote) = addresses(&socket).ok()?;
-            stream(socket, local, remote).ok()
+            stream(socket, (local, remote), local).ok()
         };
         Ok(Box::new(ListeningSocket::open(socket, Address::Tcp(local), welcome)?))
     }
@@ -95,7 +95,11 @@ fn addresses(socket: &OwnedFd) -> rustix::io::Result<(SocketAddr, SocketAddr)> {
     Ok((getsockname(socket)?.try_into()?, remote.try_into()?))
 }
 
-fn stream(socket: OwnedFd, local: SocketAddr, remote: SocketAddr) -> rustix::io::Result<Stream> {
+fn stream(
+    socket: OwnedFd,
+    (local, remote): (SocketAddr, SocketAddr),
+    listened_at: SocketAddr,
+) -> rustix::io::Result<Stream> {
     // Frames are written whole, so waiting for more bytes to send with them would only delay them.
     sockopt::set_tcp_nodelay(&socket, true)?;
     let same_host = same_host(local.ip(), remote.ip());
@@ -108,6 +112,7 @@ fn stream(socket: OwnedFd, local: SocketAddr, remote: SocketAddr) -> rustix::io:
     let about = About {
         transport: "tcp",
         peer: Address::Tcp(remote).to_string(),
+        listened_at: Some(listened_at.ip().to_canonical()),
         same_host,
         carries_descriptors: false,
         credentials: None,

@@ -72,6 +72,13 @@ fn stream(socket: OwnedFd, address: &Address) -> Stream {
     };
     Stream::new(
         socket,
-        About { transport: "shm", peer, same_host: true, carries_descriptors: true, credentials },
+        About {
+            transport: "shm",
+            peer,
+            listened_at: None,
+            same_host: true,
+            carries_descriptors: true,
+            credentials,
+        },
     )
 }

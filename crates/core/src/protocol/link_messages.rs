@@ -4,6 +4,7 @@
 //! Each side sends them only after the other side has proved its identity.
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use serde::de::Visitor;
@@ -11,14 +12,17 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::convert::printable;
 use super::fabric_offer::{FabricOffer, OFFER_LIMIT};
-use super::messages::text;
+use super::messages::{listening_addresses, text};
+use crate::config::LinkConfig;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 
 /// Maximum number of bytes of the metadata of one side.
 pub const MAX_METADATA: usize = 16 << 10;
+/// Maximum number of addresses of one side: the main one and the further ones.
+pub const MAX_ADDRESSES: usize = 1 + LinkConfig::MAX_ADDRESSES;
 /// Longest body, in bytes, of a frame with one of these messages.
-pub const METADATA_LIMIT: usize = MAX_METADATA + 64 + OFFER_LIMIT;
+pub const METADATA_LIMIT: usize = MAX_METADATA + 64 + OFFER_LIMIT + 24 * MAX_ADDRESSES;
 
 /// What the program of one side tells the program of the other about itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -35,7 +39,7 @@ pub struct Confirm {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum LinkAnswer {
     /// It has entered the link.
-    Entered { metadata: Metadata, fabric: Option<FabricOffer> },
+    Entered(EnteredLink),
     /// Only in answer to `ensure`: it has not entered the link, because there is another one, or will be. The dialing
     /// side uses that one, or tries again.
     Later {
@@ -44,12 +48,22 @@ pub enum LinkAnswer {
     },
 }
 
+/// What the accepting side tells the dialing side about itself.
+#[derive(Clone, Default, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EnteredLink {
+    pub metadata: Metadata,
+    pub fabric: Option<FabricOffer>,
+    /// Where it listens for the streams of this link.
+    #[serde(deserialize_with = "listening_addresses")]
+    pub addresses: Vec<SocketAddr>,
+}
+
 impl LinkAnswer {
-    /// Returns the metadata and the offer of the peer that has entered the link. Otherwise returns `Err` with
+    /// Returns what the peer that has entered the link tells about itself. Otherwise returns `Err` with
     /// `AlreadyLinked`.
-    pub fn entered(self) -> Result<(Metadata, Option<FabricOffer>)> {
+    pub fn entered(self) -> Result<EnteredLink> {
         match self {
-            LinkAnswer::Entered { metadata, fabric } => Ok((metadata, fabric)),
+            LinkAnswer::Entered(entered) => Ok(entered),
             LinkAnswer::Later { reason } => {
                 let text = format!("the peer keeps another link: {}", printable(&reason));
                 Err(Error::new(ErrorKind::AlreadyLinked, text))

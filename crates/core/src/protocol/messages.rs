@@ -7,12 +7,14 @@
 use std::cell::Cell;
 use std::fmt;
 use std::marker::PhantomData;
+use std::net::SocketAddr;
 use std::ops::Range;
 
 use serde::de::{SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::allocation::append;
+use super::link_messages::MAX_ADDRESSES;
 use super::notification::{Payload, Payloads};
 use super::plan_codec::WirePlan;
 use crate::model::{AddressLocation, GrantId, MixedSizes};
@@ -204,6 +206,9 @@ pub enum Request {
         /// Whether the bytes follow at once; they are at most [`MOST_AHEAD`](super::MOST_AHEAD). Otherwise,
         /// the caller waits for a [`Reply::Ready`].
         ahead: bool,
+        /// A number that no other write of the link in progress has, if further bytes of the plan follow in
+        /// [`WritePart`](Request::WritePart)s.
+        shared: Option<u64>,
         limit_ms: u64,
     },
     /// Asks the peer to read bytes from the caller's memory into a cache.
@@ -261,6 +266,9 @@ pub enum Request {
         grant: Option<GrantId>,
         limit_ms: u64,
     },
+    /// Sends further bytes of the plan of a shared write, on another stream. The caller sends it after the
+    /// [`Reply::Ready`] to the [`Write`](Request::Write).
+    WritePart { write: u64, from: u64, to: u64, limit_ms: u64 },
 }
 
 /// The tensors of a cache that a caller has pulled under a name.
@@ -439,6 +447,10 @@ thread_local! {
 
 fn addresses<'de, T: Deserialize<'de>, D: Deserializer<'de>>(from: D) -> Result<Vec<T>, D::Error> {
     from.deserialize_seq(AtMost::<T, MAX_ADDRS>(PhantomData))
+}
+
+pub(super) fn listening_addresses<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<SocketAddr>, D::Error> {
+    from.deserialize_seq(AtMost::<SocketAddr, MAX_ADDRESSES>(PhantomData))
 }
 
 fn runs<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<Run>, D::Error> {

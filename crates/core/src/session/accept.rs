@@ -20,7 +20,8 @@ use crate::fabric::PeerFabric;
 use crate::model::{ClusterId, Deadline};
 use crate::net::{ReceivedFrame, Stream};
 use crate::protocol::{
-    self, Attach, Attached, Comm, Confirm, HANDSHAKE_LIMIT, LinkAnswer, METADATA_LIMIT, Metadata, Purpose,
+    self, Attach, Attached, Comm, Confirm, EnteredLink, HANDSHAKE_LIMIT, LinkAnswer, METADATA_LIMIT,
+    Metadata, Purpose,
 };
 
 /// A connection that is not yet a link or a stream of a link, and the next step of its handshake.
@@ -280,7 +281,9 @@ fn enter(
     }
     let metadata = Metadata(shared.metadata());
     let fabric = shared.fabric_offer(stream);
-    let sent = link.send_control_with(&first, &LinkAnswer::Entered { metadata, fabric });
+    let addresses = shared.listeners.announced();
+    let answer = LinkAnswer::Entered(EnteredLink { metadata, fabric, addresses });
+    let sent = link.send_control_with(&first, &answer);
     drop(first);
     sent.inspect_err(|error| {
         shared.registry.lost(&link, &error.to_string());

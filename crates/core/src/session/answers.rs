@@ -4,13 +4,16 @@
 //! all bounds of the plan in the request before it moves a byte. Only this process writes into the memory of
 //! this cluster.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::asked_blocks::AskedBlocks;
+use super::limits::BudgetShare;
 use super::link::Link;
 use super::message_io::{send_message, send_message_before};
 use super::peer_memory::location;
+use super::shared_writes::{SharedWrite, WritePart};
 use crate::cache::{Cache, CallRows, Origin, Pin, RowUse, rows_of_a_pin};
 use crate::checksums::Checksums;
 use crate::copy::{CopyEngine, Progress, Staging, StreamSum, with_arrived_rows};
@@ -57,7 +60,7 @@ impl Answers {
                 |(kind, body, held): (_, Vec<u8>, _)| Ok((protocol::open::<Request>(kind, &body)?, held));
             frame.map(read).transpose()
         });
-        let (request, _held) = match received {
+        let (request, held) = match received {
             Ok(Some(received)) => received,
             Ok(None) => return Ok(false),
             // The body was read completely, so the stream remains usable: report the error, and the next
@@ -71,7 +74,7 @@ impl Answers {
         stream.restart_pace();
         let started = Instant::now();
         let call = RequestContext { resources: &self.resources, link, stream, unlinked };
-        let served = call.serve(request);
+        let served = call.serve(request, held);
         let done = matches!(served, Ok(()) | Err(Ended::Unlinked));
         self.resources.stats.counted(Op::Served, started.elapsed(), done);
         match served {
@@ -101,7 +104,8 @@ struct RequestContext<'a> {
 }
 
 impl RequestContext<'_> {
-    fn serve(&self, request: Request) -> Result<(), Ended> {
+    /// Serves `request`, whose memory has the share `held` of the budget of the link.
+    fn serve(&self, request: Request, held: BudgetShare) -> Result<(), Ended> {
         let named = |name, cache, limit_ms| NamedCache {
             name,
             cache: CacheId(cache),
@@ -129,8 +133,14 @@ impl RequestContext<'_> {
             Request::Read { name, cache, plan, from, to, grant, limit_ms, summed } => {
                 self.read(&named(name.into(), cache, limit_ms), plan, (from, to), (grant, summed))
             }
-            Request::Write { name, cache, plan, from, to, ahead, limit_ms } => {
+            Request::Write { name, cache, plan, from, to, ahead, shared: None, limit_ms } => {
                 self.write(&named(name.into(), cache, limit_ms), plan, (from, to), ahead)
+            }
+            Request::Write { name, cache, plan, from, to, shared: Some(id), limit_ms, .. } => {
+                self.begin_shared_write(&named(name.into(), cache, limit_ms), plan, (from, to), (id, held))
+            }
+            Request::WritePart { write, from, to, limit_ms } => {
+                self.write_part(write, from..to, self.limit(limit_ms))
             }
             Request::Checksums { name, cache, first_tensor, num_tensors, ranges, grant, limit_ms } => {
                 let asked = || AskedBlocks::ranges((first_tensor, num_tensors), ranges);
@@ -393,13 +403,7 @@ impl RequestContext<'_> {
     ) -> Result<(), Ended> {
         let bytes = to.saturating_sub(from);
         let begun = bounded(plan, from, to).and_then(|plan| {
-            let pinned = self.pinned(call, |cache| {
-                let geometry = cache.common_sizes(plan.tensors_at(LocalEnd::Destination))?;
-                check_plan(&plan, None, Some(geometry))?;
-                CopyEngine::can_receive(cache.tensors())?;
-                let writes = rows(cache, geometry, |sizes| plan.dst_rows(sizes))?;
-                self.pin(cache, RowUse { writes, ..RowUse::default() }, call.deadline)
-            })?;
+            let pinned = self.pin_for_write(call, &plan)?;
             Ok(pinned.map(|(cache, pin)| (plan, cache, pin)))
         });
         let begun = if ahead {
@@ -423,6 +427,68 @@ impl RequestContext<'_> {
         drop(pin);
         self.resources.count_bytes(Op::Served, bytes);
         self.reply(&Reply::Done { bytes }, call.deadline)
+    }
+
+    /// Pins the rows that a plan of the peer writes.
+    fn pin_for_write(&self, call: &NamedCache, plan: &CopyPlan) -> Result<Option<(Arc<Cache>, Pin)>> {
+        self.pinned(call, |cache| {
+            let geometry = cache.common_sizes(plan.tensors_at(LocalEnd::Destination))?;
+            check_plan(plan, None, Some(geometry))?;
+            CopyEngine::can_receive(cache.tensors())?;
+            let writes = rows(cache, geometry, |sizes| plan.dst_rows(sizes))?;
+            self.pin(cache, RowUse { writes, ..RowUse::default() }, call.deadline)
+        })
+    }
+
+    /// Begins a write over several streams, and receives its first part.
+    fn begin_shared_write(
+        &self,
+        call: &NamedCache,
+        plan: WirePlan,
+        (from, to): (u64, u64),
+        (id, held): (u64, BudgetShare),
+    ) -> Result<(), Ended> {
+        let begun = bounded(plan, from, to).and_then(|plan| {
+            // The parts arrive in any order, and the waves of a plan have one.
+            if plan.waves().len() > 1 {
+                return Err(Error::argument(
+                    "the waves of a write over several streams",
+                    plan.waves().len(),
+                    "1",
+                ));
+            }
+            let Some((cache, pin)) = self.pin_for_write(call, &plan)? else { return Ok(None) };
+            let write = SharedWrite { id, plan, cache, deadline: call.deadline, _pin: pin, _held: held };
+            self.link.shared_writes.begin(write, from..to).map(Some)
+        });
+        self.receive_part(begun, from..to, call.deadline)
+    }
+
+    /// Receives a further part of a write over several streams.
+    fn write_part(&self, id: u64, range: Range<u64>, deadline: Deadline) -> Result<(), Ended> {
+        let part = self.still_wanted().and_then(|()| self.link.shared_writes.part(id, range.clone()));
+        self.receive_part(part.map(Some), range, deadline)
+    }
+
+    fn receive_part(
+        &self,
+        begun: Result<Option<WritePart<'_>>>,
+        range: Range<u64>,
+        deadline: Deadline,
+    ) -> Result<(), Ended> {
+        let bytes = range.end.saturating_sub(range.start);
+        let Some(part) = self.begin(begun, bytes, deadline, send_message)? else {
+            return Err(Ended::Refused);
+        };
+        self.stream.restart_pace();
+        let (engine, write, progress) = (&self.resources.copy_engine, part.write(), Progress::default());
+        let deadline = if write.deadline.at() < deadline.at() { write.deadline } else { deadline };
+        let taken =
+            engine.receive(&write.plan, range, write.cache.tensors(), self.stream, deadline, &progress);
+        taken.map_err(Ended::Broken)?;
+        part.arrived();
+        self.resources.count_bytes(Op::Served, bytes);
+        self.reply(&Reply::Done { bytes }, deadline)
     }
 
     /// Accepts bytes that follow the request, and returns `begun`. If the request is refused, discards these

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::dial::Dialer;
 use super::link::Link;
+use super::peer_addresses::FurtherAddress;
 use super::stream_set::{MOST_CALLS, StreamSet};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
@@ -19,14 +20,14 @@ use crate::sync::MutexGuard;
 /// Maximum number of idle streams kept for later calls.
 const KEPT_STREAMS: usize = 32;
 /// Idle streams that are kept without a time limit.
-const IDLE_STREAMS: usize = 2;
+const IDLE_STREAMS: usize = 4;
 /// How long further idle streams are kept.
 const IDLE_TIME: Duration = Duration::from_secs(30);
 
 /// A stream that one call has to itself.
 #[derive(Debug)]
-pub(crate) struct StreamLease<'a> {
-    link: &'a Link,
+pub(crate) struct StreamLease {
+    link: Arc<Link>,
     stream: Arc<Stream>,
     /// Whether request and reply were complete, so that the next call may use the stream.
     pub(crate) reusable: bool,
@@ -35,15 +36,15 @@ pub(crate) struct StreamLease<'a> {
 impl Link {
     /// Returns a stream for one call, idle or new. Waits for its turn until `deadline`. Returns `Err` if the
     /// link has broken, the deadline passes or the caller is interrupted.
-    pub(crate) fn lease(&self, deadline: Deadline) -> Result<StreamLease<'_>> {
+    pub(crate) fn lease(self: &Arc<Self>, deadline: Deadline) -> Result<StreamLease> {
         let mut streams = self.streams.lock();
         streams.waiting += 1;
         let (mut streams, turn) = self.queue(streams, deadline);
         streams.waiting -= 1;
         drop(streams);
         match turn? {
-            StreamGrant::Idle(stream) => Ok(StreamLease { link: self, stream, reusable: false }),
-            StreamGrant::Dial(dialer) => self.dial(dialer, deadline),
+            StreamGrant::Idle(stream) => Ok(StreamLease { link: self.clone(), stream, reusable: false }),
+            StreamGrant::Dial(dialer, at) => self.dial((dialer, at), deadline),
         }
     }
 
@@ -56,14 +57,20 @@ impl Link {
             if let Err(error) = self.check() {
                 return (streams, Err(error));
             }
-            if let Some((stream, _)) = streams.idle.pop() {
+            let room = streams.in_use() < MOST_CALLS;
+            let idle = streams.next_idle();
+            if let Some((at, stream)) = idle
+                && (!room || self.unused_address(&streams, &stream).is_none())
+            {
+                streams.idle.remove(at);
                 streams.busy.push(stream.clone());
                 return (streams, Ok(StreamGrant::Idle(stream)));
             }
-            if streams.busy.len() + streams.opening + streams.asked < MOST_CALLS {
+            if room {
                 if let Some(dialer) = &self.dialer {
-                    streams.opening += 1;
-                    return (streams, Ok(StreamGrant::Dial(dialer)));
+                    let at = dialer.addresses.choose(|ip| streams.count_at(ip));
+                    streams.opening.push(dialer.addresses.ip_of(at));
+                    return (streams, Ok(StreamGrant::Dial(dialer, at)));
                 }
                 if streams.asked < streams.waiting {
                     streams.asked += 1;
@@ -93,11 +100,25 @@ impl Link {
         }
     }
 
-    fn dial(&self, dialer: &Dialer, deadline: Deadline) -> Result<StreamLease<'_>> {
-        let opened = self.open_call_stream(dialer, false, deadline).map(Arc::new);
+    /// Returns a further address of the peer without streams if the idle `stream` leads to one that calls are using.
+    fn unused_address(&self, streams: &StreamSet, stream: &Stream) -> Option<&FurtherAddress> {
+        let dialer = self.dialer.as_ref().filter(|_| streams.busy_at(stream.listened_at()) > 0)?;
+        dialer.addresses.unused(|ip| streams.count_at(ip))
+    }
+
+    fn dial(
+        self: &Arc<Self>,
+        (dialer, at): (&Dialer, Option<&FurtherAddress>),
+        deadline: Deadline,
+    ) -> Result<StreamLease> {
+        let opened = self.open_call_stream(dialer, at, false, deadline).map(Arc::new);
         let mut streams = self.streams.lock();
-        streams.opening -= 1;
+        let ip = dialer.addresses.ip_of(at);
+        if let Some(opening) = streams.opening.iter().position(|opening| *opening == ip) {
+            streams.opening.swap_remove(opening);
+        }
         if let Ok(stream) = &opened {
+            streams.note_address(stream);
             streams.busy.push(stream.clone());
         }
         drop(streams);
@@ -110,7 +131,7 @@ impl Link {
             _ => error,
         };
         let stream = opened.map_err(|error| self.break_reason_or(gone(error)))?;
-        let lease = StreamLease { link: self, stream, reusable: false };
+        let lease = StreamLease { link: self.clone(), stream, reusable: false };
         self.check()?;
         Ok(lease)
     }
@@ -123,6 +144,7 @@ impl Link {
         streams.asked = streams.asked.saturating_sub(1);
         let welcome = asked && self.alive() && streams.idle.len() + streams.busy.len() < MOST_CALLS;
         if welcome {
+            streams.note_address(stream);
             streams.idle.push((stream.clone(), Instant::now()));
         }
         drop(streams);
@@ -146,14 +168,14 @@ impl Link {
     }
 }
 
-impl StreamLease<'_> {
+impl StreamLease {
     /// Returns the stream.
     pub(crate) fn stream(&self) -> &Stream {
         &self.stream
     }
 }
 
-impl Drop for StreamLease<'_> {
+impl Drop for StreamLease {
     fn drop(&mut self) {
         let mut streams = self.link.streams.lock();
         streams.busy.retain(|stream| !Arc::ptr_eq(stream, &self.stream));
@@ -175,5 +197,6 @@ type Locked<'a> = MutexGuard<'a, StreamSet>;
 /// What a waiting call receives: an idle stream, or the right to open one.
 enum StreamGrant<'a> {
     Idle(Arc<Stream>),
-    Dial(&'a Dialer),
+    /// At a further address of the peer, or at the main one.
+    Dial(&'a Dialer, Option<&'a FurtherAddress>),
 }

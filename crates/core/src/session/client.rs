@@ -55,7 +55,7 @@ impl CallEnd {
 impl Link {
     /// Returns the remote cache with the name `name`. Uses the stored description if no change of the cache
     /// is visible from here; otherwise asks the owner.
-    pub(crate) fn known(&self, name: Name, deadline: Deadline) -> Result<Arc<KnownCache>> {
+    pub(crate) fn known(self: &Arc<Self>, name: Name, deadline: Deadline) -> Result<Arc<KnownCache>> {
         match self.record(&name) {
             Some(known) if self.current(&known) => Ok(known),
             _ => self.describe(name, deadline),
@@ -63,7 +63,7 @@ impl Link {
     }
 
     /// Asks the owner for the description of the cache with the name `name`, and stores it.
-    pub(crate) fn describe(&self, name: Name, deadline: Deadline) -> Result<Arc<KnownCache>> {
+    pub(crate) fn describe(self: &Arc<Self>, name: Name, deadline: Deadline) -> Result<Arc<KnownCache>> {
         self.forget(&name);
         let limit_ms = limit_ms(deadline);
         let reply = self.ask(&Request::Describe { name: name.into(), limit_ms }, deadline)?;
@@ -75,7 +75,11 @@ impl Link {
 
     /// Asks in which caches of the peer `addrs` lie, and returns one answer for each. Returns `Err` with
     /// `InvalidArgument` if there are more than `MAX_ADDRS`.
-    pub(crate) fn locate(&self, addrs: &[u64], deadline: Deadline) -> Result<Vec<AddressLocation>> {
+    pub(crate) fn locate(
+        self: &Arc<Self>,
+        addrs: &[u64],
+        deadline: Deadline,
+    ) -> Result<Vec<AddressLocation>> {
         if addrs.len() > MAX_ADDRS {
             let allowed = format!("at most {MAX_ADDRS} for one destination");
             return Err(Error::argument("len(dst_addrs)", addrs.len(), allowed));
@@ -89,22 +93,22 @@ impl Link {
     }
 
     /// Tells the owner that a call has ended.
-    pub(crate) fn finish(&self, end: &CallEnd, deadline: Deadline) -> Result<()> {
+    pub(crate) fn finish(self: &Arc<Self>, end: &CallEnd, deadline: Deadline) -> Result<()> {
         self.done(&end.request(None, deadline), deadline).map(|_| ())
     }
 
     /// Asks the peer for a reply, to check that it responds.
-    pub(crate) fn ping(&self, deadline: Deadline) -> Result<()> {
+    pub(crate) fn ping(self: &Arc<Self>, deadline: Deadline) -> Result<()> {
         self.done(&Request::Ping { limit_ms: limit_ms(deadline) }, deadline).map(|_| ())
     }
 
     /// Asks the peer to drop the link.
-    pub(crate) fn unlink(&self, deadline: Deadline) -> Result<()> {
+    pub(crate) fn unlink(self: &Arc<Self>, deadline: Deadline) -> Result<()> {
         self.done(&Request::Unlink { limit_ms: limit_ms(deadline) }, deadline).map(|_| ())
     }
 
     /// Sends one request that has no other result than its byte count, and returns that count.
-    pub(crate) fn done(&self, request: &Request, deadline: Deadline) -> Result<u64> {
+    pub(crate) fn done(self: &Arc<Self>, request: &Request, deadline: Deadline) -> Result<u64> {
         match self.ask(request, deadline)? {
             Reply::Done { bytes } => Ok(bytes),
             reply => Err(self.unexpected(&reply)),
@@ -113,7 +117,7 @@ impl Link {
 
     /// Sends one request on a stream of its own, and returns the reply. Returns `Err` with the peer's error
     /// if the peer refuses.
-    pub(crate) fn ask(&self, request: &Request, deadline: Deadline) -> Result<Reply> {
+    pub(crate) fn ask(self: &Arc<Self>, request: &Request, deadline: Deadline) -> Result<Reply> {
         let mut lease = self.lease(deadline)?;
         let reply = self.exchange(&lease, request, deadline);
         lease.reusable = reply.is_ok();
@@ -125,7 +129,7 @@ impl Link {
     /// Does the same as [`ask`](Self::ask) for a request during which the peer reads memory of this process. If the
     /// caller gives up, this still waits until the peer has replied or the link has broken, which the heartbeat decides.
     /// The error is the first one.
-    pub(crate) fn ask_to_the_end(&self, request: &Request, deadline: Deadline) -> Result<Reply> {
+    pub(crate) fn ask_to_the_end(self: &Arc<Self>, request: &Request, deadline: Deadline) -> Result<Reply> {
         let mut lease = self.lease(deadline)?;
         let answer = self.exchange(&lease, request, deadline);
         if answer
@@ -143,7 +147,7 @@ impl Link {
     /// Sends `request` on the stream of `lease`, and waits for the reply.
     pub(crate) fn exchange(
         &self,
-        lease: &StreamLease<'_>,
+        lease: &StreamLease,
         request: &Request,
         deadline: Deadline,
     ) -> Result<Reply> {
@@ -154,7 +158,7 @@ impl Link {
     /// Sends a message with `send` on the stream of `lease`, waits for the reply, and counts the request.
     pub(crate) fn exchange_with(
         &self,
-        lease: &StreamLease<'_>,
+        lease: &StreamLease,
         deadline: Deadline,
         send: impl FnOnce() -> Result<()>,
     ) -> Result<Reply> {
@@ -199,7 +203,7 @@ impl Link {
 }
 
 /// Waits for a reply on the stream of `lease`.
-pub(crate) fn reply(lease: &StreamLease<'_>, deadline: Deadline) -> Result<Reply> {
+pub(crate) fn reply(lease: &StreamLease, deadline: Deadline) -> Result<Reply> {
     message_io::receive_message(lease.stream(), MESSAGE_LIMIT, POLL_TIME, deadline)
 }
 

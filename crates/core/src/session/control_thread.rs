@@ -243,6 +243,7 @@ impl Watched {
 fn check_silence(shared: &Arc<Shared>, link: &Arc<Link>) {
     let config = &shared.resources.config.links;
     link.trim();
+    link.shared_writes.trim();
     let silent = link.silent();
     // A message may have arrived that is not read yet.
     if silent >= config.silence && !link.control.readable_within(Duration::ZERO) {

@@ -5,6 +5,7 @@
 use std::sync::Arc;
 
 use super::handshake::{self, Identity, Key};
+use super::peer_addresses::PeerAddresses;
 use crate::error::Result;
 use crate::memory::same_user;
 use crate::model::Deadline;
@@ -42,6 +43,8 @@ pub(super) struct Dialer {
     pub(super) key: Key,
     /// Whether the process that answers is accepted without proof (`llm.LinkAcceptRemote`).
     pub(super) accept_remote: bool,
+    /// The addresses of the peer.
+    pub(super) addresses: Arc<PeerAddresses>,
 }
 
 impl Dialer {

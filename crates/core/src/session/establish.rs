@@ -11,6 +11,7 @@ use super::dial::Dialer;
 use super::handshake::Key;
 use super::link::{ANSWER_TIME, EngineId, Kind, Link, Peer};
 use super::message_io;
+use super::peer_addresses::PeerAddresses;
 use super::peer_memory::{self, PeerMemory};
 use super::registry::{DialStart, RIVAL_LINK, replaced_because};
 use super::shared::Shared;
@@ -20,7 +21,7 @@ use crate::memory::random;
 use crate::model::{ClusterId, Deadline};
 use crate::net::{Address, Stream};
 use crate::protocol::{
-    Comm, Confirm, FabricOffer, LinkAnswer, METADATA_LIMIT, Metadata, Party, Purpose, Welcome,
+    Comm, Confirm, EnteredLink, FabricOffer, LinkAnswer, METADATA_LIMIT, Metadata, Party, Purpose, Welcome,
 };
 
 /// What is asked of the dialing side.
@@ -126,7 +127,7 @@ impl Shared {
     /// entered it, and enters it here. If any link will do and there is one to the same engine, returns that one.
     fn establish(
         self: &Arc<Self>,
-        (dialer, stream): (Dialer, Stream),
+        (mut dialer, stream): (Dialer, Stream),
         from: &Party,
         id: u64,
         shown: Option<String>,
@@ -160,10 +161,12 @@ impl Shared {
             let text = "llm.LinkTransport=shm, but the peer is reachable only over TCP";
             return Err(Error::new(ErrorKind::LinkFailed, text).with("peer", stream.peer()));
         }
-        let (metadata, offer) = confirm(&stream, request, self.fabric_offer(&stream), deadline)?;
-        let fabric = self.take_fabric(&stream, offer.as_ref())?;
+        let EnteredLink { metadata, fabric, addresses } =
+            confirm(&stream, request, self.fabric_offer(&stream), deadline)?;
+        let fabric = self.take_fabric(&stream, fabric.as_ref())?;
+        dialer.addresses = Arc::new(PeerAddresses::new(stream.listened_at(), addresses));
         let address = shown.unwrap_or_else(|| dialer.address.to_string());
-        let peer = Peer { cluster, instance, address, metadata };
+        let peer = Peer { cluster, instance, address, metadata: metadata.0 };
         let budget = self.server.budget();
         let link = Link::new(id, kind, peer, (memory, fabric), Arc::new(stream), Some(dialer), budget);
         (request.commit)()?;
@@ -213,7 +216,7 @@ impl Shared {
         let transport = self.transports.for_address(&address).clone();
         let config = &self.resources.config.links;
         let (key, accept_remote) = (Key::of(config.token.as_ref()), config.accept_remote);
-        Dialer { transport, address, me: self.me.clone(), key, accept_remote }
+        Dialer { transport, address, me: self.me.clone(), key, accept_remote, addresses: Arc::default() }
     }
 }
 
@@ -239,14 +242,14 @@ fn confirm(
     request: &LinkRequest<'_>,
     fabric: Option<FabricOffer>,
     deadline: Deadline,
-) -> Result<(Arc<Vec<u8>>, Option<FabricOffer>)> {
+) -> Result<EnteredLink> {
     let metadata = Metadata(request.metadata.clone());
     message_io::send_message(stream, &Confirm { metadata, fabric }, deadline)?;
     let answer: LinkAnswer = message_io::receive_message(stream, METADATA_LIMIT, Duration::ZERO, deadline)?;
     if matches!(answer, LinkAnswer::Later { .. }) && request.kind != Kind::Ensured {
         return Err(Error::new(ErrorKind::LinkFailed, "the peer did not confirm the link"));
     }
-    answer.entered().map(|(metadata, fabric)| (metadata.0, fabric))
+    answer.entered()
 }
 
 impl Link {

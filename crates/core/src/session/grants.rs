@@ -17,7 +17,11 @@ use crate::protocol::{Reply, Request};
 impl Link {
     /// Returns what the grant of a token lends; asks the owner unless it is known. Returns `Err(GrantEnded)` if the grant
     /// has ended, and `Err(InvalidArgument)` if another cluster gave it.
-    pub(crate) fn open_grant(&self, token: &GrantToken, deadline: Deadline) -> Result<Arc<OpenedGrant>> {
+    pub(crate) fn open_grant(
+        self: &Arc<Self>,
+        token: &GrantToken,
+        deadline: Deadline,
+    ) -> Result<Arc<OpenedGrant>> {
         let id = self.grant_of(token)?;
         let known = self.grants.lock().get(&id);
         if let Some(known) = known {
@@ -27,7 +31,7 @@ impl Link {
     }
 
     /// Asks the owner what a grant lends, whatever is known of it here. Returns `Err(GrantEnded)` if it has ended.
-    fn ask_for_grant(&self, id: GrantId, deadline: Deadline) -> Result<Arc<OpenedGrant>> {
+    fn ask_for_grant(self: &Arc<Self>, id: GrantId, deadline: Deadline) -> Result<Arc<OpenedGrant>> {
         let request = Request::OpenGrant { grant: id, limit_ms: limit_ms(deadline) };
         let reply = self.ask(&request, deadline)?;
         let Reply::Granted { cache, rows } = reply else { return Err(self.unexpected(&reply)) };
@@ -42,7 +46,7 @@ impl Link {
     }
 
     /// Asks the owner whether a grant has ended. Returns `Err(GrantEnded)` if so.
-    pub(crate) fn ask_about_grant(&self, token: &GrantToken, deadline: Deadline) -> Result<()> {
+    pub(crate) fn ask_about_grant(self: &Arc<Self>, token: &GrantToken, deadline: Deadline) -> Result<()> {
         let id = self.grant_of(token)?;
         // Another call may know an older answer, so only a new one counts.
         self.ask_for_grant(id, deadline).inspect_err(|_| self.forget_grant(&id)).map(drop)

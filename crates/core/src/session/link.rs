@@ -3,6 +3,7 @@
 //! Links are made in `establish` and `accept`. `control_thread` detects that a peer is gone, and
 //! `call_streams` manages the streams of calls.
 
+use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -15,8 +16,10 @@ use super::known_cache::{self, KnownCache};
 use super::limits::{Budget, BudgetShare, PeerBudget};
 use super::notification_window::Notifications;
 use super::opened_grants::OpenedGrants;
+use super::peer_addresses::FurtherAddress;
 use super::peer_memory::{PeerMemory, Readable};
 use super::pushes_in_flight::PushesInFlight;
+use super::shared_writes::SharedWrites;
 use super::stream_set::{self, MOST_CALLS, StreamSet};
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::{LinkEnd, PeerInfo};
@@ -94,6 +97,10 @@ pub struct Link {
     records: Mutex<HashMap<Name, Arc<KnownCache>>>,
     pub(super) grants: Mutex<OpenedGrants>,
     pub(crate) pushes: PushesInFlight,
+    /// Writes of the peer over several streams.
+    pub(super) shared_writes: SharedWrites,
+    /// Number of the next write of this side over several streams.
+    next_write: AtomicU64,
     pub(super) notifications: Notifications,
     /// Pulls and pushes in progress.
     active: AtomicUsize,
@@ -144,6 +151,8 @@ impl Link {
             records: Mutex::default(),
             grants: Mutex::default(),
             pushes: PushesInFlight::default(),
+            shared_writes: SharedWrites::default(),
+            next_write: AtomicU64::new(0),
             notifications: Notifications::default(),
             active: AtomicUsize::new(0),
             unlinking: AtomicBool::new(false),
@@ -306,6 +315,7 @@ impl Link {
         self.peer_memory.iter().for_each(PeerMemory::release_soon);
         self.fabric.iter().for_each(PeerFabric::end);
         self.control.close();
+        self.shared_writes.end();
         let served = self.serving.lock().streams.clone();
         for stream in self.streams.lock().end().iter().chain(&served) {
             stream.close();
@@ -379,14 +389,26 @@ impl Link {
             .saturating_sub(Duration::from_millis(self.last_sign_of_life.load(Ordering::Relaxed)))
     }
 
-    /// Opens another stream of this link with `dialer`. With `reverse` the peer will send requests on it.
-    /// Returns `Err` with `NotLinked` if another process answers at the address of the peer.
+    /// Opens another stream of this link with `dialer`, if possible at the further address `at`. With `reverse` the peer
+    /// will send requests on it. Returns `Err` with `NotLinked` if another process answers at the address of the peer.
     pub(super) fn open_call_stream(
         &self,
         dialer: &Dialer,
+        at: Option<&FurtherAddress>,
         reverse: bool,
         deadline: Deadline,
     ) -> Result<Stream> {
+        if let Some(at) = at {
+            let (dialer, limit) = at.dialer(dialer, deadline);
+            match self.dial_call_stream(&dialer, reverse, limit) {
+                Ok(stream) => return Ok(stream),
+                Err(error) => at.note_failure(self.peer.cluster, &error),
+            }
+        }
+        self.dial_call_stream(dialer, reverse, deadline)
+    }
+
+    fn dial_call_stream(&self, dialer: &Dialer, reverse: bool, deadline: Deadline) -> Result<Stream> {
         let dial = || {
             let purpose = Purpose::Call { link: self.id, reverse };
             dialer.handshake(Some(self.peer.cluster), purpose, deadline)
@@ -420,6 +442,11 @@ impl Link {
         Ok(())
     }
 
+    /// Returns the number of streams over one address of the peer on which its requests are answered.
+    pub(super) fn serves_at(&self, ip: IpAddr) -> usize {
+        stream_set::count_at(&self.serving.lock().streams, ip)
+    }
+
     /// Returns the number of streams on which requests of the peer are answered.
     pub(super) fn serves(&self) -> usize {
         self.serving.lock().streams.len()
@@ -442,6 +469,11 @@ impl Link {
     /// Returns the reservation of [`may_open`](Self::may_open).
     pub(super) fn opened(&self) {
         self.serving.lock().opening -= 1;
+    }
+
+    /// Returns a number for a write over several streams.
+    pub(crate) fn next_write(&self) -> u64 {
+        self.next_write.fetch_add(1, Ordering::Relaxed)
     }
 
     /// Returns the stored description of a remote cache.

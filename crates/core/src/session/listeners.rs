@@ -31,6 +31,8 @@ pub(super) struct Listeners {
 struct Listening {
     closed: bool,
     main: Option<OpenListener>,
+    /// At the other addresses of `link_addresses`, with the port of the main listener.
+    further: Vec<OpenListener>,
     local: Option<(String, OpenListener)>,
     /// Listeners of communicators, by the requested address, and the number of communicators that use each.
     others: HashMap<Address, (OpenListener, usize)>,
@@ -106,8 +108,48 @@ impl Listeners {
                 open.main.replace(opened).into_iter().for_each(|listener| listener.close(&self.control));
             }
         }
+        if let Err(error) = self.open_further(&mut open) {
+            self.close_main(&mut open);
+            return Err(error);
+        }
         self.warn_without_token(open.main.as_ref().and_then(OpenListener::port));
         self.open_local(&mut open);
+        Ok(())
+    }
+
+    /// Returns the addresses for the streams of peers: those of `link_addresses`, and that of the main listener unless it
+    /// listens at all addresses. Empty without `link_addresses`.
+    pub(super) fn announced(&self) -> Vec<SocketAddr> {
+        let open = self.open.lock();
+        let addresses = &self.resources.config.links.addresses;
+        let Some(main) = open.main.as_ref().and_then(OpenListener::port).filter(|_| !addresses.is_empty())
+        else {
+            return Vec::new();
+        };
+        let first = (!main.ip().is_unspecified()).then_some(main);
+        let further = addresses.iter().map(|ip| SocketAddr::new(*ip, main.port()));
+        first.into_iter().chain(further.filter(|at| Some(*at) != first)).collect()
+    }
+
+    /// Listens at the further addresses, unless the main listener does.
+    fn open_further(&self, open: &mut Listening) -> Result<()> {
+        open.further.drain(..).for_each(|listener| listener.close(&self.control));
+        let Some(main) = open.main.as_ref().and_then(OpenListener::port) else { return Ok(()) };
+        for ip in &self.resources.config.links.addresses {
+            let covered = main.ip().is_unspecified() && main.is_ipv4() == ip.is_ipv4();
+            // Without a listener of its own, an address is only checked.
+            let at = SocketAddr::new(*ip, if covered { 0 } else { main.port() });
+            if at == main {
+                continue;
+            }
+            let listener =
+                self.open(&Address::Tcp(at)).map_err(|error| error.with("option", "link_addresses"))?;
+            if covered {
+                listener.close(&self.control);
+            } else {
+                open.further.push(listener);
+            }
+        }
         Ok(())
     }
 
@@ -178,10 +220,16 @@ impl Listeners {
         open.closed = true;
     }
 
-    /// Closes the main listener and the local socket.
+    /// Closes the main listener, those beside it, and the local socket.
     fn close_main(&self, open: &mut Listening) {
         let local = open.local.take().map(|(_, listener)| listener);
-        open.main.take().into_iter().chain(local).for_each(|listener| listener.close(&self.control));
+        let further = std::mem::take(&mut open.further);
+        open.main
+            .take()
+            .into_iter()
+            .chain(local)
+            .chain(further)
+            .for_each(|listener| listener.close(&self.control));
     }
 
     /// Listens at `address`. The control thread accepts the connections.

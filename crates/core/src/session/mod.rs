@@ -34,6 +34,7 @@ mod message_io;
 mod notification_window;
 mod notifications;
 mod opened_grants;
+mod peer_addresses;
 mod peer_fabric;
 mod peer_memory;
 mod peer_snapshot;
@@ -44,6 +45,7 @@ mod refusals;
 mod registry;
 mod server;
 mod shared;
+mod shared_writes;
 mod stream_set;
 mod threads;
 

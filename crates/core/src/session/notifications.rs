@@ -78,7 +78,7 @@ impl Link {
 
     /// Sends the notifications that wait, until none does. Each request may take `limit`. What the peer refuses, because it
     /// has no memory, is sent again. If it is unknown what has arrived, the link breaks.
-    pub(crate) fn send_notifications(&self, limit: Duration) {
+    pub(crate) fn send_notifications(self: &Arc<Self>, limit: Duration) {
         let mut deadline = Deadline::after(limit).named("llm.LinkPinLimit");
         while let Some(batch) = self.notifications.next_batch() {
             let (count, load) = (batch.len() as u64, Load::of(&batch));

@@ -333,7 +333,8 @@ impl Server {
     fn take_dial(self: &Arc<Self>, link: &Arc<Link>) {
         let Some(dialer) = link.dialer.as_ref().filter(|_| link.alive()) else { return link.opened() };
         let deadline = Deadline::after(HANDSHAKE_TIME).named("the handshake limit");
-        let opened = link.open_call_stream(dialer, true, deadline).map(Arc::new);
+        let at = dialer.addresses.choose(|ip| link.serves_at(ip));
+        let opened = link.open_call_stream(dialer, at, true, deadline).map(Arc::new);
         link.opened();
         let served = opened.and_then(|stream| {
             self.admit(link, &stream).map_err(|refusal| refusal.error)?;

@@ -136,7 +136,7 @@ impl Group<CheckedPull<PullRows>> {
     /// Finds out the layout of every owner's cache with `describe`, and returns what to read from each owner.
     fn assigned_by(
         &self,
-        describe: fn(&Link, Name, Deadline) -> Result<Arc<KnownCache>>,
+        describe: fn(&Arc<Link>, Name, Deadline) -> Result<Arc<KnownCache>>,
         execution: &Arc<Execution>,
         deadline: Deadline,
     ) -> Result<Vec<CheckedPull<&PullRows>>> {

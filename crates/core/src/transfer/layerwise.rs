@@ -212,7 +212,7 @@ impl LayerPush {
 }
 
 /// Asks the owner for the current description of a remote cache, and remembers it by the id of the cache.
-fn ask(link: &Link, name: Name, deadline: Deadline) -> Result<Arc<KnownCache>> {
+fn ask(link: &Arc<Link>, name: Name, deadline: Deadline) -> Result<Arc<KnownCache>> {
     let known = link.describe(name, deadline)?;
     if known.remote.row == 0 {
         link.remember(by_id(known.cache), known.clone());
@@ -243,7 +243,7 @@ struct TensorPlans<'a> {
 
 impl TensorPlans<'_> {
     /// Returns whether the tensors of the local cache or of a remote one differ.
-    fn differ(&mut self, link: &Link, cache: CacheId, deadline: Deadline) -> Result<bool> {
+    fn differ(&mut self, link: &Arc<Link>, cache: CacheId, deadline: Deadline) -> Result<bool> {
         let known = self.known(link, cache, deadline)?;
         Ok(self.push.local.mixed().is_some() || known.remote.mixed.is_some())
     }
@@ -251,7 +251,7 @@ impl TensorPlans<'_> {
     /// Returns the plan for the local tensor `src_tensor`, which goes to `location`.
     fn plan(
         &mut self,
-        link: &Link,
+        link: &Arc<Link>,
         location: AddressLocation,
         src_tensor: u32,
         deadline: Deadline,
@@ -277,7 +277,7 @@ impl TensorPlans<'_> {
         Ok(plan)
     }
 
-    fn known(&mut self, link: &Link, cache: CacheId, deadline: Deadline) -> Result<Arc<KnownCache>> {
+    fn known(&mut self, link: &Arc<Link>, cache: CacheId, deadline: Deadline) -> Result<Arc<KnownCache>> {
         if let Some(known) = self.known.iter().find(|known| known.cache == cache) {
             return Ok(known.clone());
         }

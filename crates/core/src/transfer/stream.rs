@@ -1,7 +1,7 @@
-//! Transfers through sockets: one request and one stream of bytes, or a large pull cut into as many as
-//! configured.
+//! Transfers through sockets: one request and one stream of bytes, or, for large ones, several.
 //!
-//! Every part names the whole plan and the range of it that it carries, so no part depends on another.
+//! Each part of a pull names the whole plan and the range of it that it carries, so no part depends on another. The parts
+//! of a push share the pin of the first one, because the owner pins whole rows, and each part may write to all rows.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,6 +15,7 @@ use crate::model::Verify;
 use crate::plan::{CopyPlan, Wave};
 use crate::protocol::{MOST_AHEAD, Reply, Request, WirePlan};
 use crate::session::{KnownCache, StreamLease, limit_ms, reply, send_message_before};
+use crate::sync::Mutex;
 
 /// Minimum size of a part in bytes: a stream moves this many while another one is being requested.
 const PART: u64 = 8 << 20;
@@ -40,15 +41,11 @@ impl Streams {
         self,
         part: impl Fn(&Streams, Range<u64>) -> Result<Moved> + Send + Sync + 'static,
     ) -> Result<Moved> {
-        let bytes = self.plan.bytes();
-        // Waves have an order, which parts that run at the same time would not keep.
-        let most = if self.plan.waves().len() == 1 { self.call.resources.config.links.streams } else { 1 };
-        let count = (bytes / PART).clamp(1, most.max(1) as u64);
-        if count == 1 {
+        let (bytes, each) = (self.plan.bytes(), self.part_bytes());
+        if each >= bytes {
             return part(&self, 0..bytes);
         }
         let (deadline, resources) = (self.call.deadline, self.call.resources.clone());
-        let each = bytes.div_ceil(count);
         // Whether the owner reported, for any part, that the cache has changed.
         let stale = Arc::new(AtomicBool::new(false));
         let changed = stale.clone();
@@ -77,6 +74,15 @@ impl Streams {
         })
     }
 
+    /// Returns the number of bytes that each stream carries.
+    fn part_bytes(&self) -> u64 {
+        let bytes = self.plan.bytes();
+        // Waves have an order, which parts that run at the same time would not keep.
+        let most =
+            if self.plan.waves().len() == 1 { self.call.resources.config.links.most_streams() } else { 1 };
+        bytes.div_ceil((bytes / PART).clamp(1, most as u64))
+    }
+
     /// Sends one request and receives its bytes into place.
     fn receive_range(&self, range: Range<u64>, progress: &Progress) -> Result<Moved> {
         let bytes = range.end - range.start;
@@ -92,14 +98,14 @@ impl Streams {
             summed: sum.is_some(),
         };
         let mut lease = self.call.link.lease(self.call.deadline)?;
-        let received = self.ready(&mut lease, &request, bytes, |lease| {
-            let (engine, tensors) = (&self.call.resources.copy_engine, self.call.local.tensors());
-            let arrived = Arrived { progress, sum: sum.as_mut() };
-            engine.receive(&self.plan, range, tensors, lease.stream(), self.call.deadline, arrived)
-        })?;
-        if !received {
+        if !self.ready(&mut lease, &request, bytes)? {
             return Ok(Moved::Stale);
         }
+        let (engine, tensors) = (&self.call.resources.copy_engine, self.call.local.tensors());
+        let arrived = Arrived { progress, sum: sum.as_mut() };
+        let received =
+            engine.receive(&self.plan, range, tensors, lease.stream(), self.call.deadline, arrived);
+        received.map_err(|error| self.late_or(error))?;
         let mut equal = false;
         if self.call.grant_id().is_some() || sum.is_some() {
             let sent = reply(&lease, self.call.deadline).map_err(|error| self.late_or(error))?;
@@ -126,47 +132,88 @@ impl Streams {
         StreamSum::new(&Checksums::bound_to(name, *cache, at.generation)?).map(Some)
     }
 
-    /// Sends the bytes of the plan from the local cache, and receives the reply that they are in place. It uses
-    /// one stream, because parts of a push would write the same rows of other tensors, and the owner pins whole
-    /// rows. Few bytes follow the request without waiting for a reply, which takes one round trip instead of two
-    /// (`few_bytes_follow_their_request`).
-    pub(super) fn send(&self) -> Result<Moved> {
-        let bytes = self.plan.bytes();
+    /// Sends the bytes of the plan from the local cache, and receives the reply that they are in place.
+    pub(super) fn send(self) -> Result<Moved> {
+        let each = self.part_bytes();
+        if each >= self.plan.bytes() {
+            return self.send_alone();
+        }
+        let write = self.call.link.next_write();
         let mut lease = self.call.link.lease(self.call.deadline)?;
+        let request = self.write(0..each, false, Some(write))?;
+        if !self.ready(&mut lease, &request, each)? {
+            return Ok(Moved::Stale);
+        }
+        let first = Mutex::new(Some(lease));
+        self.in_parts(move |streams, range| {
+            let lease = if range.start == 0 { first.lock().take() } else { None };
+            streams.send_part(write, lease, range)
+        })
+    }
+
+    /// Sends a part of a shared write: on `lease` if the owner is ready for it, otherwise on another stream.
+    fn send_part(&self, write: u64, lease: Option<StreamLease>, range: Range<u64>) -> Result<Moved> {
+        let deadline = self.call.deadline;
+        let lease = match lease {
+            Some(lease) => lease,
+            None => {
+                let mut lease = self.call.link.lease(deadline)?;
+                let Range { start: from, end: to } = range;
+                let request = Request::WritePart { write, from, to, limit_ms: limit_ms(deadline) };
+                if !self.ready(&mut lease, &request, to - from)? {
+                    return Ok(Moved::Stale);
+                }
+                lease
+            }
+        };
+        let sent = self.send_range(&lease, range).and_then(|()| reply(&lease, deadline));
+        self.sent(lease, sent)
+    }
+
+    /// Sends the bytes on one stream. Few bytes follow the request without waiting for a reply, which takes one round trip
+    /// instead of two (`few_bytes_follow_their_request`).
+    fn send_alone(&self) -> Result<Moved> {
+        let (bytes, deadline) = (self.plan.bytes(), self.call.deadline);
+        let mut lease = self.call.link.lease(deadline)?;
         let ahead = self.ahead(bytes);
-        let request = Request::Write {
+        let request = self.write(0..bytes, ahead, None)?;
+        let answer = if ahead {
+            let send = || {
+                send_message_before(lease.stream(), &request, deadline)
+                    .and_then(|()| self.send_range(&lease, 0..bytes))
+            };
+            self.call.link.exchange_with(&lease, deadline, send)
+        } else {
+            if !self.ready(&mut lease, &request, bytes)? {
+                return Ok(Moved::Stale);
+            }
+            self.send_range(&lease, 0..bytes).and_then(|()| reply(&lease, deadline))
+        };
+        self.sent(lease, answer)
+    }
+
+    fn write(&self, range: Range<u64>, ahead: bool, shared: Option<u64>) -> Result<Request> {
+        Ok(Request::Write {
             name: self.call.name.into(),
             cache: self.known.cache.0,
             plan: WirePlan::try_from(&*self.plan)?,
-            from: 0,
-            to: bytes,
+            from: range.start,
+            to: range.end,
             ahead,
+            shared,
             limit_ms: limit_ms(self.call.deadline),
-        };
-        let local = self.call.local.tensors();
-        let moved = |lease: &StreamLease<'_>| {
-            self.call.resources.copy_engine.send(
-                &self.plan,
-                0..bytes,
-                local,
-                lease.stream(),
-                self.call.deadline,
-                None,
-            )
-        };
-        let answer = if ahead {
-            let send = || {
-                send_message_before(lease.stream(), &request, self.call.deadline).and_then(|()| moved(&lease))
-            };
-            self.call.link.exchange_with(&lease, self.call.deadline, send)
-        } else {
-            if !self.ready(&mut lease, &request, bytes, moved)? {
-                return Ok(Moved::Stale);
-            }
-            reply(&lease, self.call.deadline)
-        };
+        })
+    }
+
+    fn send_range(&self, lease: &StreamLease, range: Range<u64>) -> Result<()> {
+        let (engine, local) = (&self.call.resources.copy_engine, self.call.local.tensors());
+        engine.send(&self.plan, range, local, lease.stream(), self.call.deadline, None)
+    }
+
+    /// Takes the answer to a write whose bytes were sent.
+    fn sent(&self, mut lease: StreamLease, answer: Result<Reply>) -> Result<Moved> {
         match answer.map_err(|error| self.late_or(error))? {
-            Reply::Done { .. } => {
+            Reply::Done { bytes } => {
                 lease.reusable = true;
                 Ok(Moved::Bytes(bytes))
             }
@@ -179,21 +226,13 @@ impl Streams {
         bytes <= MOST_AHEAD && self.plan.waves().iter().map(Wave::count).sum::<u64>() <= MOST_PIECES
     }
 
-    /// Sends the request, and moves the `bytes` once the peer is ready for them. Returns `false` if the
-    /// remote cache has changed.
-    fn ready(
-        &self,
-        lease: &mut StreamLease<'_>,
-        request: &Request,
-        bytes: u64,
-        moved: impl FnOnce(&StreamLease<'_>) -> Result<()>,
-    ) -> Result<bool> {
+    /// Sends the request, and waits until the peer is ready for its `bytes`. Returns `false` if the remote cache has
+    /// changed.
+    fn ready(&self, lease: &mut StreamLease, request: &Request, bytes: u64) -> Result<bool> {
         match self.call.link.exchange(lease, request, self.call.deadline)? {
-            Reply::Ready { bytes: ready } if ready == bytes => {}
-            other => return self.stale(lease, other).map(|()| false),
+            Reply::Ready { bytes: ready } if ready == bytes => Ok(true),
+            other => self.stale(lease, other).map(|()| false),
         }
-        moved(lease).map_err(|error| self.late_or(error))?;
-        Ok(true)
     }
 
     /// Error of a stream that failed: a timeout if the deadline has passed and the peer only noticed it
@@ -206,7 +245,7 @@ impl Streams {
     }
 
     /// Handles a reply other than the expected one: `Ok` if the remote cache has changed, otherwise an error.
-    fn stale(&self, lease: &mut StreamLease<'_>, reply: Reply) -> Result<()> {
+    fn stale(&self, lease: &mut StreamLease, reply: Reply) -> Result<()> {
         // The peer waits for the next request, so the stream remains usable.
         lease.reusable = matches!(reply, Reply::Stale | Reply::Failed { .. });
         match self.call.link.refusal(reply)? {

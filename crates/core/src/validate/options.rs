@@ -130,7 +130,10 @@ fn links<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<LinkConfig> {
         links.transport = one_of("link_transport", transport, &values::LINK_TRANSPORTS)?;
     }
     if let Some(streams) = number(text, "llm.LinkStreams", "link_streams")? {
-        links.streams = usize::try_from(streams).unwrap_or(1);
+        links.streams = usize::try_from(streams).unwrap_or(0);
+    }
+    if let Some(addresses) = text("llm.LinkAddresses") {
+        links.addresses = values::link_addresses(addresses)?;
     }
     if let Some(bytes) = number(text, "llm.LinkRemoteMemory", "link_remote_memory")? {
         links.remote_memory = Some(bytes);

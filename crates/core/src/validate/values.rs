@@ -11,7 +11,7 @@ use std::time::Duration;
 use serde_json::Value;
 
 use super::json::json;
-use crate::config::{Backend, HugeChoice, KernelChoice, SwapInPath, Token, TransportChoice};
+use crate::config::{Backend, HugeChoice, KernelChoice, LinkConfig, SwapInPath, Token, TransportChoice};
 use crate::error::{Error, Result, ensure};
 use crate::model::Verify;
 
@@ -53,7 +53,7 @@ fn range(name: &str) -> Result<(i64, i64, &'static str)> {
         "link_retry_count" => (1, 100, ""),
         // At least two of the shortest heartbeats.
         "link_silence" => (2, 24 * HOUR_MS, " milliseconds"),
-        "link_streams" => (1, 16, ""),
+        "link_streams" => (0, 16, ""),
         "link_total_time" => (0, i64::from(u32::MAX), " seconds"),
         "max_transfers" => (1, 1 << 20, ""),
         "rank_port" => (1, i64::from(u16::MAX), ""),
@@ -83,6 +83,7 @@ pub fn text(name: &str, text: &str) -> Result<()> {
     match name {
         "copy_kernel" => one_of(name, text, &COPY_KERNELS).map(drop),
         "huge_pages" => one_of(name, text, &HUGE_PAGES).map(drop),
+        "link_addresses" => link_addresses(text).map(drop),
         "link_token" => link_token(text).map(drop),
         "link_token_file" => link_token_file(text).map(drop),
         "link_transport" => one_of(name, text, &LINK_TRANSPORTS).map(drop),
@@ -170,6 +171,31 @@ pub fn socket_address(name: &str, text: &str) -> Result<SocketAddr> {
         let allowed = "ip:port or [ipv6]:port with a port of 0 to 65535, not a host name";
         Error::argument(name, format_args!("{:?}", clipped(text)), allowed)
     })
+}
+
+/// Reads a list of IP addresses, separated by commas.
+pub fn link_addresses(text: &str) -> Result<Vec<IpAddr>> {
+    let refused = |what: &str, allowed: &str| {
+        Err(Error::argument(
+            "link_addresses",
+            format_args!("{:?}", clipped(text)),
+            format!("{allowed}{what}"),
+        ))
+    };
+    let mut addresses = Vec::new();
+    for part in text.split(',') {
+        let Some(ip) = ip_address(part.trim()).filter(|ip| !ip.is_unspecified() && !ip.is_multicast()) else {
+            return refused("", "IP addresses of this host, separated by commas");
+        };
+        if addresses.contains(&ip) {
+            return refused(&ip.to_string(), "a list without repetitions, but it has twice ");
+        }
+        addresses.push(ip);
+    }
+    if addresses.len() > LinkConfig::MAX_ADDRESSES {
+        return refused(&LinkConfig::MAX_ADDRESSES.to_string(), "a list of at most ");
+    }
+    Ok(addresses)
 }
 
 /// Checks the time limit of an asynchronous call in milliseconds, and returns it.

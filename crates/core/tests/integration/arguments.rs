@@ -238,7 +238,7 @@ fn single_values() {
         ("link_heartbeat", 1, 3_600_000),
         ("link_silence", 2, 86_400_000),
         ("link_pin_limit", 1, 86_400_000),
-        ("link_streams", 1, 16),
+        ("link_streams", 0, 16),
         ("link_remote_memory", 0, i64::MAX),
         ("rank_port", 1, 65_535),
         ("batch_dim_index", 0, 3),

@@ -22,6 +22,7 @@ mod pull_and_push;
 mod push_ahead;
 mod races;
 mod silent_memory;
+mod streams;
 mod verification;
 
 use std::net::SocketAddr;

@@ -156,7 +156,9 @@ class TransferThread:
     def submit(self, step: Step) -> None:
         """Keep requests that have finished, and receive others. The model's thread calls this."""
         begin = time.perf_counter()
-        self._submit([*step.sends, *step.receives])
+        work = [*step.sends, *step.receives]
+        # In a step that computes, `step_saved` wakes the transfer thread.
+        self._submit(work, rouse=self._computing is None)
         self._took(begin)
 
     def layer_saved(self, name: str) -> None:
@@ -203,11 +205,12 @@ class TransferThread:
         self._thread.join()
         os.close(self._wake)
 
-    def _submit(self, work: Sequence[_Work]) -> None:
+    def _submit(self, work: Sequence[_Work], *, rouse: bool = True) -> None:
         if work:
             with self._lock:
                 self._work.extend(work)
-            self._rouse()
+            if rouse:
+                self._rouse()
 
     def _withdraw(self, orders: list[Withdraw]) -> None:
         withdrawal = _Withdrawal(orders)

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use llm_datadist_core::testing::net::{Address, Unix};
 use llm_datadist_core::testing::protocol::{
-    Confirm, Control, LinkAnswer, MAX_METADATA, MESSAGE, Metadata, Purpose, encode,
+    Confirm, Control, EnteredLink, LinkAnswer, MAX_METADATA, MESSAGE, Metadata, Purpose, encode,
 };
 use llm_datadist_core::{
     ClusterId, DataDist, Deadline, EnsureOptions, ErrorKind, Event, PeerInfo, Result, Role, Token, Transfer,
@@ -394,7 +394,7 @@ fn a_cancelled_call_enters_no_link() {
         let (stream, _) = fake.greet();
         let _: Confirm = hear(&stream).unwrap();
         assert!(call.cancel());
-        say(&stream, &LinkAnswer::Entered { metadata: Metadata::default(), fabric: None });
+        say(&stream, &LinkAnswer::Entered(EnteredLink::default()));
         assert_eq!(failed(&call).kind(), ErrorKind::Cancelled);
         assert!(engine.peers().is_empty());
         assert!(hear::<Control>(&stream).is_err(), "the engine closes the connection");
@@ -475,7 +475,7 @@ fn the_lower_id_keeps_its_connection() {
         if own < peer {
             assert_eq!(entered.unwrap_err().kind(), ErrorKind::AlreadyLinked);
             assert!(hear::<Control>(&second).is_err(), "the connection is closed");
-            say(&first, &LinkAnswer::Entered { metadata: Metadata::default(), fabric: None });
+            say(&first, &LinkAnswer::Entered(EnteredLink::default()));
             linked(&call).unwrap();
         } else {
             entered.unwrap();
@@ -524,7 +524,7 @@ fn a_link_is_entered_after_its_confirmation() {
     let _ = std::io::Read::read_to_end(&mut &early, &mut answer);
     assert!(engine.peers().is_empty());
     say(&waiting, &Confirm { metadata: Metadata(Arc::new(vec![1; MAX_METADATA])), fabric: None });
-    assert!(matches!(hear(&waiting).unwrap(), LinkAnswer::Entered { .. }));
+    assert!(matches!(hear(&waiting).unwrap(), LinkAnswer::Entered(_)));
     assert_eq!(*engine.peers()[0].metadata, vec![1; MAX_METADATA]);
     // A second confirmation is no control message, and ends the link.
     waiting.send(&frame, soon()).unwrap();

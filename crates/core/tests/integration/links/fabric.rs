@@ -15,7 +15,7 @@ use llm_datadist_core::{
     PullRows, Result,
 };
 
-use llm_datadist_core::testing::protocol::{FabricOffer, FabricPool, LinkAnswer, Metadata};
+use llm_datadist_core::testing::protocol::{EnteredLink, FabricOffer, FabricPool, LinkAnswer};
 
 use super::fake_peer::Fake;
 use super::{Held, Pair, Way, address, config, device, fake_ucp, link, of, open, push_blocks, row};
@@ -313,7 +313,8 @@ fn an_offer_that_cannot_be_used_fails_the_link_if_ucx_is_named() {
         let engine = open(config, Way::Fabric);
         let mut fake = Fake::new(2, 5);
         fake.token = super::TOKEN.into();
-        let answer = LinkAnswer::Entered { metadata: Metadata::default(), fabric: Some(offer.clone()) };
+        let answer =
+            LinkAnswer::Entered(EnteredLink { fabric: Some(offer.clone()), ..EnteredLink::default() });
         let (linked, _stream) = fake.linked_by(&engine, || fake.answers_link(&answer));
         if backend == Backend::Ucx {
             let error = linked.unwrap_err();

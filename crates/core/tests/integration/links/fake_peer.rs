@@ -9,8 +9,8 @@ use std::time::Duration;
 use hmac::{Hmac, KeyInit, Mac};
 use llm_datadist_core::testing::net::{Address, Listener, Stream, Tcp, Transport};
 use llm_datadist_core::testing::protocol::{
-    self, Attach, Attached, Challenge, Confirm, HANDSHAKE_LIMIT, HEADER, Hello, LinkAnswer, MESSAGE_LIMIT,
-    Metadata, Party, Proof, Purpose, Welcome,
+    self, Attach, Attached, Challenge, Confirm, EnteredLink, HANDSHAKE_LIMIT, HEADER, Hello, LinkAnswer,
+    MESSAGE_LIMIT, Metadata, Party, Proof, Purpose, Welcome,
 };
 use llm_datadist_core::{ClusterId, DataDist, Deadline, PeerAddress, Result};
 use serde::Serialize;
@@ -62,7 +62,7 @@ fn mirror(stream: &Stream) {
 /// Confirms a link without metadata, and waits until the engine has entered it.
 pub fn confirm(stream: &Stream) -> Result<Vec<u8>> {
     say(stream, &Confirm { metadata: Metadata::default(), fabric: None });
-    Ok(hear::<LinkAnswer>(stream)?.entered()?.0.0.to_vec())
+    Ok(hear::<LinkAnswer>(stream)?.entered()?.metadata.0.to_vec())
 }
 
 /// A process that claims to be `cluster`.
@@ -117,7 +117,7 @@ impl Fake {
 
     /// Accepts a link that the engine makes, and returns its control stream.
     pub fn linked(&self) -> Stream {
-        self.answers_link(&LinkAnswer::Entered { metadata: Metadata::default(), fabric: None })
+        self.answers_link(&LinkAnswer::Entered(EnteredLink::default()))
     }
 
     /// Accepts a link that the engine makes, up to its confirmation, and answers that.

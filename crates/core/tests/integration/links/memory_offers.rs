@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use llm_datadist_core::testing::memory::Generations;
 use llm_datadist_core::testing::net::Address;
 use llm_datadist_core::testing::protocol::{
-    self, Attach, Attached, Confirm, HANDSHAKE_LIMIT, LinkAnswer, Metadata,
+    self, Attach, Attached, Confirm, EnteredLink, HANDSHAKE_LIMIT, LinkAnswer,
 };
 use llm_datadist_core::testing::stats::LinkState;
 use llm_datadist_core::{CacheKind, Config, DataDist, Placement, PoolConfig};
@@ -45,7 +45,7 @@ fn offered(engine: &DataDist, offer: &Attach, descriptors: &[OwnedFd]) -> (Attac
         let said: Attached = hear(&stream).unwrap();
         say(&stream, &Attached { mapped: Ok(()), registered: Ok(()) });
         let _: Confirm = hear(&stream).unwrap();
-        say(&stream, &LinkAnswer::Entered { metadata: Metadata::default(), fabric: None });
+        say(&stream, &LinkAnswer::Entered(EnteredLink::default()));
         (said, stream)
     });
     linked.unwrap();

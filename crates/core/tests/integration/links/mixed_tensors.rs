@@ -438,7 +438,8 @@ fn plans_over_tensors_that_differ_are_refused() {
         limit_ms,
         summed: false,
     };
-    let write = |plan, to| Request::Write { name, cache, plan, from: 0, to, ahead: false, limit_ms };
+    let write =
+        |plan, to| Request::Write { name, cache, plan, from: 0, to, ahead: false, shared: None, limit_ms };
     let checksums = |first_tensor, num_tensors, len| Request::Checksums {
         name,
         cache,

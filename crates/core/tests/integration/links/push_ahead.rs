@@ -63,7 +63,16 @@ impl Owner {
     /// Sends a request to write bytes `from..to` of `plan`, followed by the bytes `behind`, in one call.
     fn send(&self, cache: CacheId, plan: WirePlan, (from, to): (u64, u64), behind: &[u8]) {
         let name = WireName::Row { cache: cache.0, row: 0 };
-        let request = Request::Write { name, cache: cache.0, plan, from, to, ahead: true, limit_ms: 10_000 };
+        let request = Request::Write {
+            name,
+            cache: cache.0,
+            plan,
+            from,
+            to,
+            ahead: true,
+            shared: None,
+            limit_ms: 10_000,
+        };
         let frame = protocol::encode(&request).unwrap();
         self.call.send(&[frame, behind.to_vec()].concat(), soon()).unwrap();
     }

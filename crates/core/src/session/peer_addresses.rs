@@ -1,0 +1,91 @@
+//! The addresses of a peer that has several networks. The streams of large transfers are spread over them.
+//!
+//! The link itself uses the address that the program named, the main one. The peer announces others
+//! (`link_addresses`). If one cannot be reached, its streams use the main address for a while.
+
+use std::net::{IpAddr, SocketAddr};
+use std::time::{Duration, Instant};
+
+use super::dial::Dialer;
+use crate::error::Error;
+use crate::model::{ClusterId, Deadline};
+use crate::net::Address;
+use crate::sync::Mutex;
+
+/// How long connecting to a further address may take.
+const DIAL_TIME: Duration = Duration::from_secs(2);
+/// How long a further address that could not be reached is not tried again.
+const RETRY_AFTER: Duration = Duration::from_secs(30);
+
+/// The main address of a peer, and the further ones.
+#[derive(Debug, Default)]
+pub(super) struct PeerAddresses {
+    main: Option<IpAddr>,
+    others: Vec<FurtherAddress>,
+}
+
+/// A further address of a peer.
+#[derive(Debug)]
+pub(super) struct FurtherAddress {
+    at: SocketAddr,
+    failed: Mutex<Option<Instant>>,
+}
+
+impl PeerAddresses {
+    /// Takes the addresses that the peer at `main` has announced, without those at which no peer can listen. `None` stands
+    /// for a local socket, which is never left.
+    pub(super) fn new(main: Option<IpAddr>, announced: Vec<SocketAddr>) -> PeerAddresses {
+        let Some(main) = main else { return PeerAddresses::default() };
+        let mut addresses = PeerAddresses { main: Some(main), others: Vec::new() };
+        for at in announced {
+            let known = at.ip() == main || addresses.others.iter().any(|other| other.at.ip() == at.ip());
+            let remote = !at.ip().is_unspecified() && !at.ip().is_multicast() && at.port() != 0;
+            // An address of this host is not that of a peer on another one.
+            if !known && remote && at.ip().is_loopback() == main.is_loopback() {
+                addresses.others.push(FurtherAddress { at, failed: Mutex::default() });
+            }
+        }
+        addresses
+    }
+
+    /// Returns the IP address of a further address, or the main one.
+    pub(super) fn ip_of(&self, at: Option<&FurtherAddress>) -> Option<IpAddr> {
+        at.map(|at| at.at.ip()).or(self.main)
+    }
+
+    /// Returns the address with the fewest streams for another one, given their numbers. `None` stands for the main
+    /// address.
+    pub(super) fn choose(&self, streams_at: impl Fn(IpAddr) -> usize) -> Option<&FurtherAddress> {
+        let least = self.usable().min_by_key(|other| streams_at(other.at.ip()))?;
+        let main = streams_at(self.main?);
+        (streams_at(least.at.ip()) < main).then_some(least)
+    }
+
+    /// Returns an address without streams, given their numbers.
+    pub(super) fn unused(&self, streams_at: impl Fn(IpAddr) -> usize) -> Option<&FurtherAddress> {
+        self.usable().find(|other| streams_at(other.at.ip()) == 0)
+    }
+
+    fn usable(&self) -> impl Iterator<Item = &FurtherAddress> {
+        self.others.iter().filter(|other| other.failed.lock().is_none_or(|at| at.elapsed() > RETRY_AFTER))
+    }
+}
+
+impl FurtherAddress {
+    /// Returns the dialer for this address, and how long it may take.
+    pub(super) fn dialer(&self, main: &Dialer, deadline: Deadline) -> (Dialer, Deadline) {
+        let limit = Deadline::after(DIAL_TIME.min(deadline.left())).named("the limit of a further address");
+        (Dialer { address: Address::Tcp(self.at), ..main.clone() }, limit)
+    }
+
+    /// Notes that the address could not be used, and logs the reason.
+    pub(super) fn note_failure(&self, cluster: ClusterId, error: &Error) {
+        *self.failed.lock() = Some(Instant::now());
+        tracing::warn!(
+            target: "llm_datadist::links",
+            "cluster {cluster} cannot be reached at {}, one of its link_addresses; the next try is in {} s: {error}",
+            self.at,
+            RETRY_AFTER.as_secs()
+        );
+    }
+}

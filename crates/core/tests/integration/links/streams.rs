@@ -1,0 +1,366 @@
+//! Large pulls and pushes use several streams, over several addresses of the peer if it has them.
+//!
+//! `tests/test_two_hosts.py` covers networks that are cut, `benches/networks` the throughput.
+
+use std::fs;
+use std::net::{IpAddr, SocketAddr};
+use std::thread;
+
+use llm_datadist_core::testing::net::{Stream, Tcp, Transport};
+use llm_datadist_core::testing::plan::SpanList;
+use llm_datadist_core::testing::protocol::{
+    self, EnteredLink, LinkAnswer, Purpose, Reply, Request, WireName, WirePlan, WireSpan, WireSteps,
+};
+use llm_datadist_core::{CacheKind, DataDist, ErrorKind};
+
+use super::fake_peer::{Fake, hear, say, soon};
+use super::{Held, Pair, Way, config, device, of, open, pull_slot, push_slot, row};
+use crate::fixtures::pattern;
+
+const MIB: usize = 1 << 20;
+
+/// The number of requests that this side has sent over its only link.
+fn requests(engine: &DataDist) -> u64 {
+    engine.stats().links[0].requests.calls
+}
+
+/// Pulls and pushes one row of `bytes` bytes in two tensors, and returns the number of requests that moved the bytes of
+/// each.
+fn requests_of(pair: &Pair, bytes: usize) -> (u64, u64) {
+    let [local, remote] = [&pair.local, &pair.remote]
+        .map(|engine| Held::pool(engine, &device(2, 1, bytes / 2), CacheKind::Batch));
+    let name = || of(pair.remote.config().cluster.0, row(&remote, 0));
+    // The first pull asks for the description of the cache.
+    pull_slot(&pair.local, name(), &local).unwrap();
+    let before = requests(&pair.local);
+    let source = remote.fill(1);
+    pull_slot(&pair.local, name(), &local).unwrap();
+    assert!(local.read() == source);
+    let between = requests(&pair.local);
+    let source = local.fill(2);
+    push_slot(&pair.local, &local, 0, name()).unwrap();
+    assert!(remote.read() == source);
+    let after = requests(&pair.local);
+    local.free(&pair.local);
+    remote.free(&pair.remote);
+    // The last request of a pull releases the key.
+    (between - before - 1, after - between)
+}
+
+/// Each stream carries at least 8 MiB.
+#[test]
+fn large_transfers_use_several_streams() {
+    for (streams, bytes, expected) in [
+        (0, 64, 1),
+        (0, 16 * MIB - 4, 1),
+        (0, 16 * MIB, 2),
+        (0, 24 * MIB + 8, 3),
+        (0, 40 * MIB, 4),
+        (1, 40 * MIB, 1),
+        (5, 40 * MIB, 5),
+    ] {
+        let pair = Pair::with(Way::Tcp, |config| config.links.streams = streams);
+        assert_eq!(requests_of(&pair, bytes), (expected, expected), "{streams} streams, {bytes} bytes");
+    }
+}
+
+/// The side that was linked cannot dial, and asks for streams.
+#[test]
+fn the_linked_side_uses_several_streams_too() {
+    let Pair { local, remote } = Pair::new(Way::Tcp);
+    let turned = Pair { local: remote, remote: local };
+    assert_eq!(requests_of(&turned, 40 * MIB), (4, 4));
+}
+
+/// Returns the addresses at which `engine` has established connections, one for each connection.
+fn connections(engine: &DataDist) -> Vec<IpAddr> {
+    let port = engine.listening().unwrap().port();
+    let table = fs::read_to_string("/proc/self/net/tcp").unwrap();
+    let local = table.lines().skip(1).filter_map(|line| {
+        let mut words = line.split_whitespace().skip(1);
+        let (ip, at) = words.next()?.split_once(':')?;
+        let established = words.nth(1)? == "01";
+        let ip = u32::from_str_radix(ip, 16).ok()?.to_le_bytes();
+        (established && u16::from_str_radix(at, 16) == Ok(port)).then(|| IpAddr::from(ip))
+    });
+    local.collect()
+}
+
+fn ips(last: &[u8]) -> Vec<IpAddr> {
+    last.iter().map(|last| IpAddr::from([127, 0, 0, *last])).collect()
+}
+
+/// A pair whose sides both have these addresses beside their listening address.
+fn with_addresses(last: &[u8]) -> Pair {
+    Pair::with(Way::Tcp, |config| config.links.addresses = ips(last))
+}
+
+#[test]
+fn streams_are_spread_over_the_addresses_of_the_peer() {
+    for listen in ["127.0.0.1:0", "0.0.0.0:0"] {
+        let pair = Pair::with(Way::Tcp, |config| {
+            config.links.listen = Some(listen.parse().unwrap());
+            config.links.addresses = ips(&[21, 22, 23]);
+        });
+        assert_eq!(requests_of(&pair, 40 * MIB), (4, 4), "{listen}");
+        let mut at = connections(&pair.remote);
+        at.sort();
+        at.dedup();
+        // The first one is that of the link.
+        assert_eq!(at, ips(&[1, 21, 22, 23]), "{listen}");
+    }
+}
+
+/// A transfer with fewer streams than there are idle ones uses those over different addresses.
+#[test]
+fn calls_in_progress_use_different_addresses() {
+    let pair = with_addresses(&[31]);
+    requests_of(&pair, 40 * MIB);
+    assert_eq!(connections(&pair.remote).len(), 5, "the control stream and four streams of calls");
+    for turned in [false, true] {
+        let (local, remote) = if turned { (&pair.remote, &pair.local) } else { (&pair.local, &pair.remote) };
+        let [into, source] =
+            [local, remote].map(|engine| Held::pool(engine, &device(1, 1, 16 * MIB), CacheKind::Batch));
+        let bytes = source.fill(3);
+        pull_slot(local, of(remote.config().cluster.0, row(&source, 0)), &into).unwrap();
+        assert!(into.read() == bytes);
+    }
+    let mut at = connections(&pair.remote);
+    at.sort();
+    assert_eq!(at[0], ips(&[1])[0]);
+    assert_eq!(at.last(), ips(&[31]).last());
+}
+
+#[test]
+fn an_address_of_another_host_is_refused() {
+    for listen in ["127.0.0.1:0", "0.0.0.0:0"] {
+        let mut config = config(1, Way::Tcp);
+        config.links.listen = Some(listen.parse().unwrap());
+        config.links.addresses = vec!["192.0.2.1".parse().unwrap()];
+        let error = DataDist::open(config).map(|_| ()).unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains("192.0.2.1") && text.contains("link_addresses"), "{text}");
+    }
+}
+
+/// Nobody answers at two of the addresses, and another process at the third.
+#[test]
+fn addresses_that_lead_nowhere_are_left_out() {
+    let engine = open(config(1, Way::Tcp), Way::Tcp);
+    let (peer, stranger) = (Fake::new(2, 7), open(config(2, Way::Tcp), Way::Tcp));
+    let port = peer.address().remote[0].port();
+    let addresses = vec![
+        SocketAddr::new("127.0.0.41".parse().unwrap(), port),
+        SocketAddr::new("0.0.0.0".parse().unwrap(), port),
+        SocketAddr::new("127.0.0.42".parse().unwrap(), 0),
+        stranger.listening().unwrap(),
+    ];
+    let answer = LinkAnswer::Entered(EnteredLink { addresses, ..EnteredLink::default() });
+    let (linked, control) = peer.linked_by(&engine, || peer.answers_link(&answer));
+    linked.unwrap();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            for _ in 0..2 {
+                let (call, purpose) = peer.greet();
+                assert!(matches!(purpose, Purpose::Call { .. }), "{purpose:?}");
+                let request: Request = hear(&call).unwrap();
+                assert!(matches!(request, Request::Describe { .. }), "{request:?}");
+                // So the next call needs another stream.
+                call.close();
+            }
+        });
+        for _ in 0..2 {
+            let into = Held::pool(&engine, &device(1, 1, 64), CacheKind::Batch);
+            let name = llm_datadist_core::Name::Row { cache: into.cache.id(), row: 0 };
+            pull_slot(&engine, of(2, name), &into).unwrap_err();
+            into.free(&engine);
+        }
+    });
+    drop(control);
+}
+
+const BLOCK: u64 = 4096;
+const BLOCKS: u64 = 80;
+
+/// An engine with a cache, and a simulated peer with two streams for its calls.
+struct Owner {
+    engine: DataDist,
+    into: Held,
+    peer: Fake,
+    _control: Stream,
+    calls: [Stream; 2],
+}
+
+impl Owner {
+    fn new() -> Owner {
+        let engine = open(config(2, Way::Tcp), Way::Tcp);
+        let into = Held::pool(&engine, &device(1, BLOCKS as usize, BLOCK as usize), CacheKind::Blocks);
+        into.fill(1);
+        let peer = Fake::new(1, 1);
+        let (control, first) = peer.calling(&engine, &Tcp as &dyn Transport, 7);
+        let second = peer.call(&engine, 7).unwrap();
+        Owner { engine, into, peer, _control: control, calls: [first, second] }
+    }
+
+    /// Begins the write of the first two blocks with the bytes `from..to`.
+    fn begin(&self, stream: &Stream, id: u64, (from, to): (u64, u64)) -> Reply {
+        self.begin_with(stream, id, plan(2), (from, to), 10_000)
+    }
+
+    fn begin_with(
+        &self,
+        stream: &Stream,
+        id: u64,
+        plan: WirePlan,
+        (from, to): (u64, u64),
+        limit_ms: u64,
+    ) -> Reply {
+        let cache = self.into.cache.id().0;
+        let name = WireName::Row { cache, row: 0 };
+        say(
+            stream,
+            &Request::Write { name, cache, plan, from, to, ahead: false, shared: Some(id), limit_ms },
+        );
+        hear(stream).unwrap()
+    }
+
+    /// Waits until the rows of the write are free.
+    fn is_free(&self) {
+        self.engine.copy_blocks(&self.into.end(), &[(2, 0), (3, 1)]).unwrap();
+    }
+}
+
+/// A plan that writes `blocks` blocks from the first on.
+fn plan(blocks: u64) -> WirePlan {
+    let spans = [WireSpan { src: 0, dst: 0, len: BLOCK * blocks, count: 1, src_step: 0, dst_step: 0 }];
+    let steps = WireSteps::Spans { waves: vec![1], spans: SpanList::pack(spans).unwrap() };
+    WirePlan { num_tensors: 1, src_tensor: 0, dst_tensor: 0, steps }
+}
+
+fn part(stream: &Stream, write: u64, (from, to): (u64, u64)) -> Reply {
+    say(stream, &Request::WritePart { write, from, to, limit_ms: 10_000 });
+    hear(stream).unwrap()
+}
+
+fn refused(reply: Reply, what: &str) -> (ErrorKind, String) {
+    let Reply::Failed { kind, message, .. } = reply else { panic!("{what}: {reply:?}") };
+    (protocol::kind_of(kind), message)
+}
+
+/// The parts of a write may arrive in any order. The rows stay pinned until the last one has arrived.
+#[test]
+fn parts_share_the_pin_of_their_write() {
+    let owner = Owner::new();
+    let sent: Vec<u8> = (0..2 * BLOCK as usize).map(|at| pattern(9, 0, at)).collect();
+    let [first, second] = &owner.calls;
+    assert_eq!(owner.begin(first, 5, (0, 100)), Reply::Ready { bytes: 100 });
+    assert_eq!(part(second, 5, (100, 2 * BLOCK)), Reply::Ready { bytes: 2 * BLOCK - 100 });
+    second.send(&sent[100..], soon()).unwrap();
+    assert_eq!(hear::<Reply>(second).unwrap(), Reply::Done { bytes: 2 * BLOCK - 100 });
+    // The first part is still missing, so a copy of these rows waits.
+    thread::scope(|scope| {
+        let copied = scope.spawn(|| owner.engine.copy_blocks(&owner.into.end(), &[(0, 4), (1, 5)]));
+        first.send(&sent[..100], soon()).unwrap();
+        assert_eq!(hear::<Reply>(first).unwrap(), Reply::Done { bytes: 100 });
+        copied.join().unwrap().unwrap();
+    });
+    let now = owner.into.read().remove(0);
+    let blocks = |from: u64| &now[(from * BLOCK) as usize..][..sent.len()];
+    assert!(blocks(0) == sent && blocks(4) == sent, "the copy has taken a torn block");
+    let (kind, text) = refused(part(second, 5, (0, 1)), "a part of a write that has ended");
+    assert!(kind == ErrorKind::NotLinked && text.contains("has ended"), "{text}");
+}
+
+#[test]
+fn parts_that_do_not_fit_are_refused() {
+    use ErrorKind::{InvalidArgument as Wrong, NotLinked};
+    let owner = Owner::new();
+    let [first, second] = &owner.calls;
+    assert_eq!(owner.begin(first, 1, (0, 100)), Reply::Ready { bytes: 100 });
+    for (what, write, range, expected) in [
+        ("another write", 2, (100, 200), NotLinked),
+        ("the same bytes", 1, (0, 100), Wrong),
+        ("one byte of another part", 1, (99, 200), Wrong),
+        ("around another part", 1, (0, 2 * BLOCK), Wrong),
+        ("past the plan", 1, (100, 2 * BLOCK + 1), Wrong),
+        ("behind the plan", 1, (1 << 40, 1 << 41), Wrong),
+        ("no bytes", 1, (200, 200), Wrong),
+        ("a range that ends before it begins", 1, (300, 200), Wrong),
+    ] {
+        assert_eq!(refused(part(second, write, range), what).0, expected, "{what}");
+    }
+    let again = owner.begin_with(second, 1, plan(2), (0, 1), 100);
+    assert!(matches!(again, Reply::Failed { .. }), "two writes of one number: {again:?}");
+    let elsewhere = [0, 4].map(|dst| WireSpan {
+        src: 0,
+        dst: dst * BLOCK,
+        len: BLOCK,
+        count: 1,
+        src_step: 0,
+        dst_step: 0,
+    });
+    let steps = WireSteps::Spans { waves: vec![1, 1], spans: SpanList::pack(elsewhere).unwrap() };
+    let waves = WirePlan { steps, ..plan(2) };
+    let (kind, text) = refused(owner.begin_with(second, 3, waves, (0, 1), 10_000), "two waves");
+    assert!(kind == Wrong && text.contains("waves"), "{text}");
+    // The write goes on.
+    assert_eq!(part(second, 1, (100, 2 * BLOCK)), Reply::Ready { bytes: 2 * BLOCK - 100 });
+    for (stream, bytes) in [(first, 100), (second, 2 * BLOCK - 100)] {
+        stream.send(&vec![7; bytes as usize], soon()).unwrap();
+        assert_eq!(hear::<Reply>(stream).unwrap(), Reply::Done { bytes });
+    }
+    assert!(owner.into.read()[0].starts_with(&[7; 2 * BLOCK as usize]));
+    owner.is_free();
+}
+
+/// A part that breaks off ends the write, and so do the deadline and the end of the link.
+#[test]
+fn a_write_that_cannot_be_completed_frees_its_rows() {
+    let owner = Owner::new();
+    let [first, second] = &owner.calls;
+    assert_eq!(owner.begin(first, 1, (0, 100)), Reply::Ready { bytes: 100 });
+    assert_eq!(part(second, 1, (100, 200)), Reply::Ready { bytes: 100 });
+    second.close();
+    first.send(&[7; 100], soon()).unwrap();
+    assert_eq!(hear::<Reply>(first).unwrap(), Reply::Done { bytes: 100 });
+    owner.is_free();
+    let third = owner.peer.call(&owner.engine, 7).unwrap();
+    assert_eq!(refused(part(&third, 1, (200, 300)), "a write that has failed").0, ErrorKind::NotLinked);
+
+    let late = owner.begin_with(&third, 2, plan(2), (0, 0), 50);
+    assert_eq!(late, Reply::Ready { bytes: 0 });
+    assert_eq!(hear::<Reply>(&third).unwrap(), Reply::Done { bytes: 0 });
+    // The heartbeat of the link ends it.
+    owner.is_free();
+
+    assert_eq!(owner.begin(first, 3, (0, 100)), Reply::Ready { bytes: 100 });
+    say(&third, &Request::Unlink { limit_ms: 10_000 });
+    assert_eq!(hear::<Reply>(&third).unwrap(), Reply::Done { bytes: 0 });
+    owner.engine.copy_blocks(&owner.into.end(), &[(2, 0), (3, 1)]).unwrap();
+}
+
+/// Writes that are begun and left alone take a bounded number of places.
+#[test]
+fn the_writes_of_a_peer_are_bounded() {
+    let owner = Owner::new();
+    let [stream, _] = &owner.calls;
+    let to_block = |block: u64| {
+        let span = WireSpan { src: 0, dst: block * BLOCK, len: 2, count: 1, src_step: 0, dst_step: 0 };
+        WirePlan {
+            steps: WireSteps::Spans { waves: vec![1], spans: SpanList::pack([span]).unwrap() },
+            ..plan(1)
+        }
+    };
+    for id in 0..64 {
+        let begun = owner.begin_with(stream, id, to_block(id), (0, 0), 60_000);
+        assert_eq!(begun, Reply::Ready { bytes: 0 });
+        assert_eq!(hear::<Reply>(stream).unwrap(), Reply::Done { bytes: 0 });
+    }
+    let (kind, text) = refused(owner.begin_with(stream, 64, to_block(64), (0, 0), 60_000), "one more");
+    assert!(kind == ErrorKind::NotLinked && text.contains("limit=64"), "{text}");
+    assert_eq!(part(stream, 0, (0, 2)), Reply::Ready { bytes: 2 });
+    stream.send(&[1, 2], soon()).unwrap();
+    assert_eq!(hear::<Reply>(stream).unwrap(), Reply::Done { bytes: 2 });
+    assert_eq!(owner.begin_with(stream, 64, to_block(64), (0, 0), 60_000), Reply::Ready { bytes: 0 });
+    assert_eq!(hear::<Reply>(stream).unwrap(), Reply::Done { bytes: 0 });
+}
