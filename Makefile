@@ -92,6 +92,9 @@ test-ucx: .venv-peers/.tools  ## reads by a real UCX over TCP between two proces
 	LLM_DATADIST_UCX_LIBRARY=$(or $(UCX),$$(ls $(CURDIR)/.venv-peers/lib/python3*/site-packages/libucx/lib/libucp.so.0)) \
 		cargo test -p llm-datadist-ucx --test real -- --ignored --nocapture --test-threads 1
 
+bench-networks: build  ## pulls and pushes over shaped links between two network namespaces; needs root (BENCH_NETWORKS="options")
+	$(BIN)/python benches/networks.py $(BENCH_NETWORKS)
+
 bench-vllm: build .venv-vllm/.tools  ## the connector for vLLM beside that of NIXL, and offloading (BENCH_VLLM="options")
 	VIRTUAL_ENV=$(CURDIR)/.venv-vllm $(BIN)/maturin develop --release --quiet --locked
 	.venv-vllm/bin/python $(PIP) --quiet --no-deps $(NIXL) || echo "NIXL cannot be installed here: no rows for it"
@@ -318,4 +321,4 @@ $(VENV)/.wheel-tools: requirements-wheel.txt $(VENV)/.build-tools
 clean:  ## remove everything that was built
 	rm -rf target fuzz/target $(VENV) .venv-docs .venv-torch .venv-peers .venv-vllm dist python/llm_datadist/_core*.so
 
-.PHONY: help demo demo-plan check-tools test-wheel sdist uninstall test test-vllm test-lmcache bench-vllm test-benches test-docs docs docs-options docs-stats mutants cpp-tools stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance lint loom thorough soak bench bench-latency bench-peers example example-tensor-parallel example-torch wheel build sanitize header capi install install-files clean
+.PHONY: help demo demo-plan check-tools test-wheel sdist uninstall test test-vllm test-lmcache bench-networks bench-vllm test-benches test-docs docs docs-options docs-stats mutants cpp-tools stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance lint loom thorough soak bench bench-latency bench-peers example example-tensor-parallel example-torch wheel build sanitize header capi install install-files clean

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 TOKEN = "a shared token of some length"  # noqa: S105
 ADDRESSES = ("10.231.7.1", "10.231.7.2")
+FURTHER = ("10.231.8.1", "10.231.8.2")
 
 
 def _run(*command: str) -> bool:
@@ -61,19 +63,31 @@ class Hosts:
         self.ends = [ends.adopt(Peer("unshare", "--net")) for _ in ADDRESSES]
         for end in self.ends:
             end.pid()  # waits until it runs in its namespace
-        self._in(0, "link", "add", "cable", "type", "veth", "peer", "name", "other")
-        self._in(0, "link", "set", "other", "netns", str(self.ends[1].process.pid))
-        for number, name in enumerate(("cable", "other")):
-            self._in(number, "addr", "add", f"{ADDRESSES[number]}/30", "dev", name)
-            self._in(number, "link", "set", name, "up")
+        self.lay("cable", ADDRESSES)
+        for number in range(2):
             self._in(number, "link", "set", "lo", "up")
 
     def _in(self, number: int, *command: str) -> None:
         assert _run("nsenter", "-t", str(self.ends[number].process.pid), "-n", "ip", *command), command
 
-    def plug(self, up: bool) -> None:
-        """Connect or disconnect the cable."""
-        self._in(0, "link", "set", "cable", "up" if up else "down")
+    def lay(self, name: str, addresses: tuple[str, str]) -> None:
+        """Lay a cable between these addresses."""
+        self._in(0, "link", "add", name, "type", "veth", "peer", "name", f"{name}-peer")
+        self._in(0, "link", "set", f"{name}-peer", "netns", str(self.ends[1].process.pid))
+        for number, end in enumerate((name, f"{name}-peer")):
+            self._in(number, "addr", "add", f"{addresses[number]}/30", "dev", end)
+            self._in(number, "link", "set", end, "up")
+
+    def plug(self, up: bool, cable: str = "cable") -> None:
+        """Connect or disconnect a cable."""
+        self._in(0, "link", "set", cable, "up" if up else "down")
+
+    def connected(self, number: int) -> set[str]:
+        """The local addresses of the established connections of one end."""
+        table = Path(f"/proc/{self.ends[number].process.pid}/net/tcp").read_text().splitlines()[1:]
+        rows = [line.split() for line in table]
+        local = [row[1].split(":")[0] for row in rows if row[3] == "01"]
+        return {".".join(str(byte) for byte in reversed(bytes.fromhex(ip))) for ip in local}
 
     def open(self, *given: dict[str, Any]) -> tuple[Peer, Peer]:
         """Clusters 1 and 2 with these options; both listen."""
@@ -146,6 +160,27 @@ def test_a_pulled_cable(hosts: Hosts) -> None:
     eventually(lambda: near.link_clusters([far.at], 1000)[1] == [OK], what="the link")
     near.pull_blocks(by_blocks(2), "n", range(8), range(8))
     assert equal(near.read("n"), pattern(5, 2, 8, 30_000))
+
+
+def test_two_networks_of_which_one_is_cut(hosts: Hosts) -> None:
+    hosts.lay("second", FURTHER)
+    given = {"llm__LinkToken": TOKEN, "llm__SyncKvCacheWaitTime": 3000, "pool": 32 << 20}
+    near, far = hosts.open(given, {**given, "llm__LinkAddresses": FURTHER[1]})
+    assert near.link_clusters([far.at])[1] == [OK]
+    blocks, elements = 8, 1 << 20
+    far.allocate("f", blocks, elements, 2, blocks=True, keys=[by_blocks(0)], seed=5)
+    near.allocate("n", blocks, elements, 2, blocks=True)
+    pull = ("pull_blocks", by_blocks(2), "n", range(blocks), range(blocks))
+    near.pull_blocks(*pull[1:])
+    assert equal(near.read("n"), pattern(5, 2, blocks, elements))
+    assert hosts.connected(1) == {ADDRESSES[1], FURTHER[1]}
+    hosts.plug(up=False, cable="second")
+    told, seconds, _ = near.timed(*pull)
+    assert told == TIMEOUT
+    assert seconds < 3 + GRACE
+    near.pull_blocks(*pull[1:])
+    assert equal(near.read("n"), pattern(5, 2, blocks, elements))
+    assert hosts.connected(0) == {ADDRESSES[0]}
 
 
 @pytest.mark.parametrize("numbered", [False, True])

@@ -18,6 +18,9 @@ const SHARDS: usize = 64;
 /// 2^64 divided by the golden ratio, of which the highest bits of a product depend on every bit of the factor.
 const GOLDEN_RATIO: u64 = 0x9e37_79b9_7f4a_7c15;
 
+/// Shift that leaves the bits of the product which choose the table.
+const CHOICE: u32 = u64::BITS - SHARDS.ilog2();
+
 /// A map from keys to values.
 #[derive(Debug)]
 pub(super) struct Shards<K, V> {
@@ -86,7 +89,7 @@ impl<K: Eq + Hash, V> Shards<K, V> {
 /// The table of a hash. It depends on every bit, because single bits of the default hasher may be the same for
 /// all keys of a sequence: then half of the tables would stay empty, in about one process of 400.
 fn shard(hash: u64) -> usize {
-    (hash.wrapping_mul(GOLDEN_RATIO) >> (u64::BITS - SHARDS.ilog2())) as usize
+    (hash.wrapping_mul(GOLDEN_RATIO) >> CHOICE) as usize % SHARDS
 }
 
 #[cfg(test)]

@@ -12,15 +12,12 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::convert::printable;
 use super::fabric_offer::{FabricOffer, OFFER_LIMIT};
-use super::messages::{listening_addresses, text};
-use crate::config::LinkConfig;
+use super::messages::{MAX_ADDRESSES, listening_addresses, text};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 
 /// Maximum number of bytes of the metadata of one side.
 pub const MAX_METADATA: usize = 16 << 10;
-/// Maximum number of addresses of one side: the main one and the further ones.
-pub const MAX_ADDRESSES: usize = 1 + LinkConfig::MAX_ADDRESSES;
 /// Longest body, in bytes, of a frame with one of these messages.
 pub const METADATA_LIMIT: usize = MAX_METADATA + 64 + OFFER_LIMIT + 24 * MAX_ADDRESSES;
 

@@ -14,7 +14,6 @@ use serde::de::{SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::allocation::append;
-use super::link_messages::MAX_ADDRESSES;
 use super::notification::{Payload, Payloads};
 use super::plan_codec::WirePlan;
 use crate::model::{AddressLocation, GrantId, MixedSizes};
@@ -39,6 +38,8 @@ pub const MAX_RANGES: usize = 1 << 20;
 pub const MAX_CHECKSUMS: usize = 1 << 16;
 /// Maximum number of bytes, in all tensors together, that one request asks to hash. One row, or one pair, may have more.
 pub const MAX_HASHED: u64 = 1 << 28;
+/// Maximum number of addresses at which one side listens for the streams of a link.
+pub const MAX_ADDRESSES: usize = 16;
 /// Maximum number of bytes that are kept of each text from a peer.
 const MAX_TEXT: usize = 16 << 10;
 

@@ -4,7 +4,6 @@
 //! all bounds of the plan in the request before it moves a byte. Only this process writes into the memory of
 //! this cluster.
 
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -13,23 +12,22 @@ use super::limits::BudgetShare;
 use super::link::Link;
 use super::message_io::{send_message, send_message_before};
 use super::peer_memory::location;
-use super::shared_writes::{SharedWrite, WritePart};
-use crate::cache::{Cache, CallRows, Origin, Pin, RowUse, rows_of_a_pin};
+use super::request_context::{Ended, NamedCache, RequestContext, bounded, check_plan, rows};
+use crate::cache::{Cache, Origin, RowUse};
 use crate::checksums::Checksums;
 use crate::copy::{CopyEngine, Progress, Staging, StreamSum, with_arrived_rows};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::grants::{GrantedRead, RowRanges};
-use crate::model::{CacheId, Deadline, Geometry, GrantId, Name, RowSizes};
+use crate::model::{CacheId, Deadline, GrantId, Name, RowSizes};
 use crate::net::Stream;
 use crate::plan::{CopyPlan, LocalEnd};
 use crate::protocol::{
-    self, EntryVersion, MESSAGE_LIMIT, MOST_AHEAD, Payload, Reply, Request, WireCache, WireLayout,
-    WireLocation, WirePlan, WirePulled, WireSizes,
+    self, EntryVersion, MESSAGE_LIMIT, Payload, Reply, Request, WireCache, WireLayout, WireLocation,
+    WirePlan, WirePulled, WireSizes,
 };
 use crate::resources::{MemoryLocation, Resources};
 use crate::stats::Op;
-use crate::validate;
 
 /// Answers requests for one cluster.
 pub(super) struct Answers {
@@ -85,32 +83,10 @@ impl Answers {
     }
 }
 
-/// How a request ended without success.
-enum Ended {
-    /// The peer received the error; the stream remains usable.
-    Refused,
-    /// The request ended the link.
-    Unlinked,
-    /// The stream stopped in the middle of a message or payload and is unusable.
-    Broken(Error),
-}
-
-/// One request that is being answered.
-struct RequestContext<'a> {
-    resources: &'a Resources,
-    link: &'a Arc<Link>,
-    stream: &'a Stream,
-    unlinked: &'a dyn Fn(),
-}
-
 impl RequestContext<'_> {
     /// Serves `request`, whose memory has the share `held` of the budget of the link.
     fn serve(&self, request: Request, held: BudgetShare) -> Result<(), Ended> {
-        let named = |name, cache, limit_ms| NamedCache {
-            name,
-            cache: CacheId(cache),
-            deadline: self.limit(limit_ms),
-        };
+        let named = |name, cache, limit_ms| self.named(name, CacheId(cache), limit_ms);
         match request {
             Request::Describe { name, limit_ms } => {
                 self.answer_with(self.limit(limit_ms), || self.describe(name.into()))
@@ -133,11 +109,9 @@ impl RequestContext<'_> {
             Request::Read { name, cache, plan, from, to, grant, limit_ms, summed } => {
                 self.read(&named(name.into(), cache, limit_ms), plan, (from, to), (grant, summed))
             }
-            Request::Write { name, cache, plan, from, to, ahead, shared: None, limit_ms } => {
-                self.write(&named(name.into(), cache, limit_ms), plan, (from, to), ahead)
-            }
-            Request::Write { name, cache, plan, from, to, shared: Some(id), limit_ms, .. } => {
-                self.begin_shared_write(&named(name.into(), cache, limit_ms), plan, (from, to), (id, held))
+            Request::Write { name, cache, plan, from, to, ahead, shared, limit_ms } => {
+                let call = named(name.into(), cache, limit_ms);
+                self.write(&call, (plan, from..to), ahead, shared.map(|id| (id, held)))
             }
             Request::WritePart { write, from, to, limit_ms } => {
                 self.write_part(write, from..to, self.limit(limit_ms))
@@ -162,36 +136,6 @@ impl RequestContext<'_> {
                 answered.and(Err(Ended::Unlinked))
             }
         }
-    }
-
-    /// Returns the deadline of the caller by this side's clock. It is at most `llm.LinkPinLimit` from now, so
-    /// that no caller keeps rows pinned for longer.
-    fn limit(&self, limit_ms: u64) -> Deadline {
-        let most = self.resources.config.links.pin_limit;
-        let asked = Duration::from_millis(limit_ms);
-        let name = if asked > most { "llm.LinkPinLimit" } else { "the rest of the caller's sync_kv_timeout" };
-        Deadline::after(asked.min(most)).named(name)
-    }
-
-    /// Runs `call`, and sends its reply or its error.
-    fn answer_with(&self, deadline: Deadline, call: impl FnOnce() -> Result<Reply>) -> Result<(), Ended> {
-        let reply = call();
-        let refused = reply.is_err();
-        self.reply(&reply.unwrap_or_else(|error| Reply::failed(&error)), deadline)?;
-        if refused { Err(Ended::Refused) } else { Ok(()) }
-    }
-
-    fn reply(&self, reply: &Reply, deadline: Deadline) -> Result<(), Ended> {
-        send_message(self.stream, reply, deadline).map_err(Ended::Broken)
-    }
-
-    /// Returns `Err` with `NotLinked` if the caller is gone. A request that is read late, because this
-    /// process was stopped, must not be executed any more (`tests/test_peer_faults.py`).
-    fn still_wanted(&self) -> Result<()> {
-        if self.stream.abandoned() || !self.link.alive() {
-            return Err(Error::new(ErrorKind::NotLinked, "the caller has given up"));
-        }
-        Ok(())
     }
 
     /// Does what the end of a call of the peer asks for: notes that it is done with a grant, releases the key of a pull,
@@ -306,35 +250,6 @@ impl RequestContext<'_> {
         locations.map(Reply::Located)
     }
 
-    /// Returns the cache of a request, or `None` if its name no longer resolves to that cache. Returns `Err`
-    /// with `InvalidArgument` if peers may not access it.
-    fn opened(&self, call: &NamedCache) -> Result<Option<Arc<Cache>>> {
-        let Some(cache) = self.resources.table.still_named(call.name, call.cache) else { return Ok(None) };
-        validate::check_accessible("the remote cache", cache.remote_accessible())?;
-        Ok(Some(cache))
-    }
-
-    /// Returns the cache of a request, pinned by `pin`, which checks the plan first. Returns `None` if the
-    /// name no longer resolves to that cache.
-    fn pinned(
-        &self,
-        call: &NamedCache,
-        pin: impl FnOnce(&Arc<Cache>) -> Result<Pin>,
-    ) -> Result<Option<(Arc<Cache>, Pin)>> {
-        self.still_wanted()?;
-        let Some(cache) = self.opened(call)? else { return Ok(None) };
-        let pin = pin(&cache)?;
-        // While `pin` waited for the rows, the cache may have been released, and the caller may have given
-        // up.
-        self.still_wanted()?;
-        Ok(self.opened(call)?.map(|cache| (cache, pin)))
-    }
-
-    /// Takes rows for a request. While this engine calls peers, the request passes calls that only wait.
-    fn pin(&self, cache: &Arc<Cache>, rows: RowUse, deadline: Deadline) -> Result<Pin> {
-        CallRows::of(cache.clone(), rows).pin_for_peer(deadline, || self.resources.outgoing_calls.any())
-    }
-
     /// Sends bytes of a cache. With a grant, also sends whether it lasted until they were sent. Sends their checksum if it
     /// is asked for.
     fn read(
@@ -392,151 +307,6 @@ impl RequestContext<'_> {
         Ok((generation, StreamSum::new(&checksums)?))
     }
 
-    /// Receives bytes into a cache: bytes that follow the request (`ahead`), or bytes that this side then
-    /// asks for.
-    fn write(
-        &self,
-        call: &NamedCache,
-        plan: WirePlan,
-        (from, to): (u64, u64),
-        ahead: bool,
-    ) -> Result<(), Ended> {
-        let bytes = to.saturating_sub(from);
-        let begun = bounded(plan, from, to).and_then(|plan| {
-            let pinned = self.pin_for_write(call, &plan)?;
-            Ok(pinned.map(|(cache, pin)| (plan, cache, pin)))
-        });
-        let begun = if ahead {
-            self.begin_ahead(begun, bytes, call.deadline)
-        } else {
-            self.begin(begun, bytes, call.deadline, send_message)
-        };
-        let Some((plan, cache, pin)) = begun? else { return Err(Ended::Refused) };
-        self.stream.restart_pace();
-        let progress = Progress::default();
-        let tensors = cache.tensors();
-        let taken = self.resources.copy_engine.receive(
-            &plan,
-            from..to,
-            tensors,
-            self.stream,
-            call.deadline,
-            &progress,
-        );
-        taken.map_err(Ended::Broken)?;
-        drop(pin);
-        self.resources.count_bytes(Op::Served, bytes);
-        self.reply(&Reply::Done { bytes }, call.deadline)
-    }
-
-    /// Pins the rows that a plan of the peer writes.
-    fn pin_for_write(&self, call: &NamedCache, plan: &CopyPlan) -> Result<Option<(Arc<Cache>, Pin)>> {
-        self.pinned(call, |cache| {
-            let geometry = cache.common_sizes(plan.tensors_at(LocalEnd::Destination))?;
-            check_plan(plan, None, Some(geometry))?;
-            CopyEngine::can_receive(cache.tensors())?;
-            let writes = rows(cache, geometry, |sizes| plan.dst_rows(sizes))?;
-            self.pin(cache, RowUse { writes, ..RowUse::default() }, call.deadline)
-        })
-    }
-
-    /// Begins a write over several streams, and receives its first part.
-    fn begin_shared_write(
-        &self,
-        call: &NamedCache,
-        plan: WirePlan,
-        (from, to): (u64, u64),
-        (id, held): (u64, BudgetShare),
-    ) -> Result<(), Ended> {
-        let begun = bounded(plan, from, to).and_then(|plan| {
-            // The parts arrive in any order, and the waves of a plan have one.
-            if plan.waves().len() > 1 {
-                return Err(Error::argument(
-                    "the waves of a write over several streams",
-                    plan.waves().len(),
-                    "1",
-                ));
-            }
-            let Some((cache, pin)) = self.pin_for_write(call, &plan)? else { return Ok(None) };
-            let write = SharedWrite { id, plan, cache, deadline: call.deadline, _pin: pin, _held: held };
-            self.link.shared_writes.begin(write, from..to).map(Some)
-        });
-        self.receive_part(begun, from..to, call.deadline)
-    }
-
-    /// Receives a further part of a write over several streams.
-    fn write_part(&self, id: u64, range: Range<u64>, deadline: Deadline) -> Result<(), Ended> {
-        let part = self.still_wanted().and_then(|()| self.link.shared_writes.part(id, range.clone()));
-        self.receive_part(part.map(Some), range, deadline)
-    }
-
-    fn receive_part(
-        &self,
-        begun: Result<Option<WritePart<'_>>>,
-        range: Range<u64>,
-        deadline: Deadline,
-    ) -> Result<(), Ended> {
-        let bytes = range.end.saturating_sub(range.start);
-        let Some(part) = self.begin(begun, bytes, deadline, send_message)? else {
-            return Err(Ended::Refused);
-        };
-        self.stream.restart_pace();
-        let (engine, write, progress) = (&self.resources.copy_engine, part.write(), Progress::default());
-        let deadline = if write.deadline.at() < deadline.at() { write.deadline } else { deadline };
-        let taken =
-            engine.receive(&write.plan, range, write.cache.tensors(), self.stream, deadline, &progress);
-        taken.map_err(Ended::Broken)?;
-        part.arrived();
-        self.resources.count_bytes(Op::Served, bytes);
-        self.reply(&Reply::Done { bytes }, deadline)
-    }
-
-    /// Accepts bytes that follow the request, and returns `begun`. If the request is refused, discards these
-    /// bytes, sends the reason and returns `None`.
-    fn begin_ahead<T>(
-        &self,
-        begun: Result<Option<T>>,
-        bytes: u64,
-        deadline: Deadline,
-    ) -> Result<Option<T>, Ended> {
-        if bytes > MOST_AHEAD {
-            // Peers of this version send no such request, so the stream is closed without reading the bytes.
-            let text = "too many bytes follow a request without a reply";
-            let error = Error::new(ErrorKind::NotLinked, text).with("bytes", bytes).with("limit", MOST_AHEAD);
-            self.reply(&Reply::failed(&error), deadline)?;
-            return Err(Ended::Broken(error));
-        }
-        let reply = match begun {
-            Ok(Some(begun)) => return Ok(Some(begun)),
-            Ok(None) => Reply::Stale,
-            Err(error) => Reply::failed(&error),
-        };
-        self.stream.discard_payload(bytes, deadline).map_err(Ended::Broken)?;
-        self.reply(&reply, deadline)?;
-        Ok(None)
-    }
-
-    /// Sends `Ready` with the function `ready` and returns `begun`, or sends the reason for a refusal and
-    /// returns `None`.
-    fn begin<T>(
-        &self,
-        begun: Result<Option<T>>,
-        bytes: u64,
-        deadline: Deadline,
-        ready: impl FnOnce(&Stream, &Reply, Deadline) -> Result<()>,
-    ) -> Result<Option<T>, Ended> {
-        let reply = match begun {
-            Ok(Some(begun)) => {
-                let sent = ready(self.stream, &Reply::Ready { bytes }, deadline);
-                return sent.map(|()| Some(begun)).map_err(Ended::Broken);
-            }
-            Ok(None) => Reply::Stale,
-            Err(error) => Reply::failed(&error),
-        };
-        self.reply(&reply, deadline)?;
-        Ok(None)
-    }
-
     /// Reads bytes from the peer's memory into a cache.
     fn fetch(
         &self,
@@ -580,48 +350,6 @@ impl RequestContext<'_> {
             }
         }
     }
-}
-
-/// The cache of a request, and its deadline.
-struct NamedCache {
-    name: Name,
-    /// The cache to which the name resolved when it was described.
-    cache: CacheId,
-    deadline: Deadline,
-}
-
-/// Returns the rows of `cache` to pin: one for each pin, because rows may share a pin. `touched` returns the
-/// groups of rows that the plan touches, given the sizes of groups that share a pin. The plan's tensors have the sizes
-/// `geometry`.
-fn rows(
-    cache: &Cache,
-    geometry: Geometry,
-    touched: impl FnOnce(RowSizes) -> Result<Vec<u64>>,
-) -> Result<Vec<u64>> {
-    let together = rows_of_a_pin(cache);
-    let mut rows = touched(geometry.row_sizes().grouped(together))?;
-    for row in &mut rows {
-        *row *= together;
-    }
-    Ok(rows)
-}
-
-/// Checks a plan from a peer, and that the bytes `from..to` lie within it.
-fn bounded(plan: WirePlan, from: u64, to: u64) -> Result<CopyPlan> {
-    let plan = CopyPlan::try_from(plan)?;
-    if from <= to && to <= plan.bytes() {
-        return Ok(plan);
-    }
-    let allowed = format!("within the {} bytes of the plan", plan.bytes());
-    Err(Error::argument("the range of a transfer", format_args!("{from} to {to}"), allowed))
-}
-
-/// Checks that a plan from a peer stays inside the rows of the caches that it reads and writes. `None` stands for a cache
-/// that is checked elsewhere.
-fn check_plan(plan: &CopyPlan, src: Option<Geometry>, dst: Option<Geometry>) -> Result<()> {
-    let sizes = |geometry: Geometry| (geometry.num_tensors(), geometry.tensor_bytes());
-    plan.check_bounds(src.map(sizes), dst.map(sizes))?;
-    plan.check_rows(src.as_ref().map(Geometry::row_sizes), dst.as_ref().map(Geometry::row_sizes))
 }
 
 fn unknown_address(at: usize, addr: u64) -> Error {

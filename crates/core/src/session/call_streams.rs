@@ -183,9 +183,13 @@ impl Drop for StreamLease {
         if kept {
             streams.idle.push((self.stream.clone(), Instant::now()));
         }
+        let dubious = if self.reusable { Vec::new() } else { streams.leave_address(&self.stream) };
         drop(streams);
         if !kept {
             self.stream.close();
+        }
+        for stream in dubious {
+            stream.close();
         }
         // Wake all threads: one that waits may be a call, or an unlink that waits for something else.
         self.link.changed.notify_all();

@@ -3,14 +3,18 @@
 //! The messages of the handshake are in `handshake`.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::handshake::{self, Identity, Key};
-use super::peer_addresses::PeerAddresses;
+use super::peer_addresses::{FurtherAddress, PeerAddresses};
 use crate::error::Result;
 use crate::memory::same_user;
 use crate::model::Deadline;
 use crate::net::{Address, Stream, Tcp, Transport, Unix};
 use crate::protocol::{Purpose, Welcome};
+
+/// How long connecting to a further address of a peer may take.
+const FURTHER_TIME: Duration = Duration::from_secs(2);
 
 /// The transports over which streams reach peers.
 #[derive(Clone, Debug)]
@@ -48,6 +52,14 @@ pub(super) struct Dialer {
 }
 
 impl Dialer {
+    /// Returns a dialer for a further address of the peer, and how long it may take: at most half of the time that is left,
+    /// so that the main address can still be tried.
+    pub(super) fn to(&self, at: &FurtherAddress, deadline: Deadline) -> (Dialer, Deadline) {
+        let limit = FURTHER_TIME.min(deadline.left() / 2);
+        let dialer = Dialer { address: at.address(), ..self.clone() };
+        (dialer, Deadline::after(limit).named("the limit of a further address"))
+    }
+
     /// Opens a stream to the address and runs the handshake for `purpose`. Afterwards the peer is
     /// authenticated, unless it only names its local socket or `accept_remote` is set. Returns `Err` with
     /// `LinkFailed` if the peer does not prove its identity.

@@ -399,7 +399,7 @@ impl Link {
         deadline: Deadline,
     ) -> Result<Stream> {
         if let Some(at) = at {
-            let (dialer, limit) = at.dialer(dialer, deadline);
+            let (dialer, limit) = dialer.to(at, deadline);
             match self.dial_call_stream(&dialer, reverse, limit) {
                 Ok(stream) => return Ok(stream),
                 Err(error) => at.note_failure(self.peer.cluster, &error),

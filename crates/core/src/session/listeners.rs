@@ -11,11 +11,15 @@ use hashbrown::HashMap;
 
 use super::control_poller::ControlPoller;
 use super::dial::Transports;
-use crate::config::TransportChoice;
+use crate::config::{LinkConfig, TransportChoice};
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::{Address, Listener};
+use crate::protocol::MAX_ADDRESSES;
 use crate::resources::Resources;
 use crate::sync::{Mutex, MutexGuard};
+
+// The main listener and the further ones.
+const _: () = assert!(MAX_ADDRESSES == 1 + LinkConfig::MAX_ADDRESSES);
 
 /// The listeners of one engine.
 pub(super) struct Listeners {

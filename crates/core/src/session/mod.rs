@@ -10,6 +10,7 @@
 //! socket. A thread that holds it may lock the progress of a communicator, never the other way round.
 
 mod accept;
+mod answered_writes;
 mod answers;
 mod asked_blocks;
 mod call_slots;
@@ -43,6 +44,7 @@ mod poller;
 mod pushes_in_flight;
 mod refusals;
 mod registry;
+mod request_context;
 mod server;
 mod shared;
 mod shared_writes;

@@ -6,14 +6,11 @@
 use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
 
-use super::dial::Dialer;
 use crate::error::Error;
-use crate::model::{ClusterId, Deadline};
+use crate::model::ClusterId;
 use crate::net::Address;
 use crate::sync::Mutex;
 
-/// How long connecting to a further address may take.
-const DIAL_TIME: Duration = Duration::from_secs(2);
 /// How long a further address that could not be reached is not tried again.
 const RETRY_AFTER: Duration = Duration::from_secs(30);
 
@@ -72,10 +69,8 @@ impl PeerAddresses {
 }
 
 impl FurtherAddress {
-    /// Returns the dialer for this address, and how long it may take.
-    pub(super) fn dialer(&self, main: &Dialer, deadline: Deadline) -> (Dialer, Deadline) {
-        let limit = Deadline::after(DIAL_TIME.min(deadline.left())).named("the limit of a further address");
-        (Dialer { address: Address::Tcp(self.at), ..main.clone() }, limit)
+    pub(super) fn address(&self) -> Address {
+        Address::Tcp(self.at)
     }
 
     /// Notes that the address could not be used, and logs the reason.

@@ -24,10 +24,10 @@ const WRITES: &str = "the writes over several streams";
 
 /// The shared writes of one peer.
 #[derive(Debug, Default)]
-pub(super) struct SharedWrites(Mutex<Vec<Entry>>);
+pub(super) struct SharedWrites(Mutex<Vec<PendingWrite>>);
 
 #[derive(Debug)]
-struct Entry {
+struct PendingWrite {
     write: Arc<SharedWrite>,
     /// The ranges of bytes that have arrived or are arriving.
     begun: Vec<Range<u64>>,
@@ -77,7 +77,7 @@ impl SharedWrites {
             return Err(Error::new(ErrorKind::NotLinked, text).with("limit", MOST_WRITES));
         }
         fallible::grow(WRITES, &mut writes, 1)?;
-        writes.push(Entry { write: write.clone(), begun, missing });
+        writes.push(PendingWrite { write: write.clone(), begun, missing });
         drop(writes);
         drop(ended);
         Ok(WritePart { writes: self, write, bytes: range.end - range.start, arrived: false })
@@ -124,7 +124,7 @@ impl SharedWrites {
     }
 
     /// Removes the writes whose deadline has passed. The caller drops them without the lock, because that frees rows.
-    fn end_late(&self) -> Vec<Entry> {
+    fn end_late(&self) -> Vec<PendingWrite> {
         let mut writes = self.0.lock();
         let late = writes.iter().filter(|entry| entry.write.deadline.passed()).count();
         let mut ended = Vec::new();

@@ -47,6 +47,16 @@ impl StreamSet {
         Some((at, self.idle[at].0.clone()))
     }
 
+    /// Removes the idle streams over the address of a stream whose call ended early: that network may be cut. Streams over
+    /// the only address of a peer stay, because its link notices that by itself.
+    pub(super) fn leave_address(&mut self, stream: &Stream) -> Vec<Arc<Stream>> {
+        if !self.several_addresses {
+            return Vec::new();
+        }
+        let left = self.idle.extract_if(.., |(idle, _)| idle.listened_at() == stream.listened_at());
+        left.map(|(idle, _)| idle).collect()
+    }
+
     /// Notes that there is another stream.
     pub(super) fn note_address(&mut self, stream: &Stream) {
         let mut others = self.idle.iter().map(|(stream, _)| stream).chain(&self.busy);
@@ -74,4 +84,71 @@ pub(super) fn count_at(streams: &[Arc<Stream>], ip: IpAddr) -> usize {
 /// Returns the error for a peer that opens more call streams than the limit allows.
 pub(super) fn too_many(most: usize) -> Error {
     Error::new(ErrorKind::NotLinked, "the link has too many streams of calls").with("limit", most)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::OwnedFd;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+    use crate::net::About;
+
+    /// A stream whose listening end has the address 10.0.0.`last`.
+    fn stream(last: u8) -> Arc<Stream> {
+        let about = About {
+            transport: "test",
+            peer: String::new(),
+            listened_at: Some(IpAddr::from([10, 0, 0, last])),
+            same_host: false,
+            carries_descriptors: false,
+            credentials: None,
+        };
+        Arc::new(Stream::new(OwnedFd::from(UnixStream::pair().unwrap().0), about))
+    }
+
+    /// Returns the last bytes of the addresses that calls get which begin one after the other.
+    fn taken(mut set: StreamSet) -> Vec<u8> {
+        let mut taken = Vec::new();
+        while let Some((at, stream)) = set.next_idle() {
+            set.idle.remove(at);
+            let Some(IpAddr::V4(ip)) = stream.listened_at() else { unreachable!("an IPv4 address") };
+            taken.push(ip.octets()[3]);
+            set.busy.push(stream);
+        }
+        taken
+    }
+
+    fn set(idle: &[u8], busy: &[u8]) -> StreamSet {
+        let mut set = StreamSet::default();
+        for last in idle {
+            let stream = stream(*last);
+            set.note_address(&stream);
+            set.idle.push((stream, Instant::now()));
+        }
+        set.busy.extend(busy.iter().map(|last| stream(*last)));
+        set
+    }
+
+    #[test]
+    fn calls_are_spread_over_addresses() {
+        assert_eq!(taken(set(&[1, 1, 2, 2], &[])), [2, 1, 2, 1]);
+        assert_eq!(taken(set(&[2, 1, 1, 1], &[1, 1])), [2, 1, 1, 1]);
+        assert_eq!(taken(set(&[1, 2, 3], &[3, 2])), [1, 3, 2]);
+    }
+
+    #[test]
+    fn streams_over_an_address_that_failed_are_left() {
+        let mut several = set(&[1, 2, 1, 3], &[]);
+        assert_eq!(several.leave_address(&stream(1)).len(), 2);
+        assert_eq!(taken(several), [3, 2]);
+        assert!(set(&[1, 1], &[]).leave_address(&stream(1)).is_empty());
+    }
+
+    #[test]
+    fn the_stream_that_was_used_last_is_the_next() {
+        let set = set(&[1, 1, 1], &[1]);
+        assert_eq!(set.next_idle().map(|(at, _)| at), Some(2));
+        assert!(StreamSet::default().next_idle().is_none());
+    }
 }

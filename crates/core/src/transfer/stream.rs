@@ -154,17 +154,16 @@ impl Streams {
     /// Sends a part of a shared write: on `lease` if the owner is ready for it, otherwise on another stream.
     fn send_part(&self, write: u64, lease: Option<StreamLease>, range: Range<u64>) -> Result<Moved> {
         let deadline = self.call.deadline;
-        let lease = match lease {
-            Some(lease) => lease,
-            None => {
-                let mut lease = self.call.link.lease(deadline)?;
-                let Range { start: from, end: to } = range;
-                let request = Request::WritePart { write, from, to, limit_ms: limit_ms(deadline) };
-                if !self.ready(&mut lease, &request, to - from)? {
-                    return Ok(Moved::Stale);
-                }
-                lease
+        let lease = if let Some(lease) = lease {
+            lease
+        } else {
+            let mut lease = self.call.link.lease(deadline)?;
+            let Range { start: from, end: to } = range;
+            let request = Request::WritePart { write, from, to, limit_ms: limit_ms(deadline) };
+            if !self.ready(&mut lease, &request, to - from)? {
+                return Ok(Moved::Stale);
             }
+            lease
         };
         let sent = self.send_range(&lease, range).and_then(|()| reply(&lease, deadline));
         self.sent(lease, sent)

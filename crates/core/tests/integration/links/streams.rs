@@ -111,24 +111,18 @@ fn streams_are_spread_over_the_addresses_of_the_peer() {
     }
 }
 
-/// A transfer with fewer streams than there are idle ones uses those over different addresses.
+/// Streams are kept for later transfers, at each of the addresses.
 #[test]
-fn calls_in_progress_use_different_addresses() {
+fn idle_streams_are_used_again() {
     let pair = with_addresses(&[31]);
     requests_of(&pair, 40 * MIB);
-    assert_eq!(connections(&pair.remote).len(), 5, "the control stream and four streams of calls");
-    for turned in [false, true] {
-        let (local, remote) = if turned { (&pair.remote, &pair.local) } else { (&pair.local, &pair.remote) };
-        let [into, source] =
-            [local, remote].map(|engine| Held::pool(engine, &device(1, 1, 16 * MIB), CacheKind::Batch));
-        let bytes = source.fill(3);
-        pull_slot(local, of(remote.config().cluster.0, row(&source, 0)), &into).unwrap();
-        assert!(into.read() == bytes);
-    }
-    let mut at = connections(&pair.remote);
-    at.sort();
-    assert_eq!(at[0], ips(&[1])[0]);
-    assert_eq!(at.last(), ips(&[31]).last());
+    let all = connections(&pair.remote);
+    assert_eq!(all.len(), 5, "the control stream and four streams of calls");
+    requests_of(&pair, 16 * MIB);
+    let mut now = connections(&pair.remote);
+    now.sort();
+    assert_eq!(now, ips(&[1, 1, 1, 31, 31]));
+    assert_eq!(now.len(), all.len());
 }
 
 #[test]

@@ -1,0 +1,146 @@
+//! Answers to pushes: receives their bytes into caches, over one stream or several.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::limits::BudgetShare;
+use super::message_io::send_message;
+use super::request_context::{Ended, NamedCache, RequestContext, bounded, check_plan, rows};
+use super::shared_writes::{SharedWrite, WritePart};
+use crate::cache::{Cache, Pin, RowUse};
+use crate::copy::{CopyEngine, Progress};
+use crate::error::{Error, ErrorKind, Result};
+use crate::model::Deadline;
+use crate::plan::{CopyPlan, LocalEnd};
+use crate::protocol::{MOST_AHEAD, Reply, WirePlan};
+use crate::stats::Op;
+
+impl RequestContext<'_> {
+    /// Receives bytes into a cache: bytes that follow the request (`ahead`), or bytes that this side then asks for. If the
+    /// write is shared, `shared` is its number, and the share of the budget that it keeps.
+    pub(super) fn write(
+        &self,
+        call: &NamedCache,
+        (plan, range): (WirePlan, Range<u64>),
+        ahead: bool,
+        shared: Option<(u64, BudgetShare)>,
+    ) -> Result<(), Ended> {
+        let Range { start: from, end: to } = range;
+        if let Some(shared) = shared {
+            return self.begin_shared_write(call, plan, (from, to), shared);
+        }
+        let bytes = to.saturating_sub(from);
+        let begun = bounded(plan, from, to).and_then(|plan| {
+            let pinned = self.pin_for_write(call, &plan)?;
+            Ok(pinned.map(|(cache, pin)| (plan, cache, pin)))
+        });
+        let begun = if ahead {
+            self.begin_ahead(begun, bytes, call.deadline)
+        } else {
+            self.begin(begun, bytes, call.deadline, send_message)
+        };
+        let Some((plan, cache, pin)) = begun? else { return Err(Ended::Refused) };
+        self.stream.restart_pace();
+        let progress = Progress::default();
+        let tensors = cache.tensors();
+        let taken = self.resources.copy_engine.receive(
+            &plan,
+            from..to,
+            tensors,
+            self.stream,
+            call.deadline,
+            &progress,
+        );
+        taken.map_err(Ended::Broken)?;
+        drop(pin);
+        self.resources.count_bytes(Op::Served, bytes);
+        self.reply(&Reply::Done { bytes }, call.deadline)
+    }
+
+    /// Pins the rows that a plan of the peer writes.
+    fn pin_for_write(&self, call: &NamedCache, plan: &CopyPlan) -> Result<Option<(Arc<Cache>, Pin)>> {
+        self.pinned(call, |cache| {
+            let geometry = cache.common_sizes(plan.tensors_at(LocalEnd::Destination))?;
+            check_plan(plan, None, Some(geometry))?;
+            CopyEngine::can_receive(cache.tensors())?;
+            let writes = rows(cache, geometry, |sizes| plan.dst_rows(sizes))?;
+            self.pin(cache, RowUse { writes, ..RowUse::default() }, call.deadline)
+        })
+    }
+
+    /// Begins a write over several streams, and receives its first part.
+    fn begin_shared_write(
+        &self,
+        call: &NamedCache,
+        plan: WirePlan,
+        (from, to): (u64, u64),
+        (id, held): (u64, BudgetShare),
+    ) -> Result<(), Ended> {
+        let begun = bounded(plan, from, to).and_then(|plan| {
+            // The parts arrive in any order, and the waves of a plan have one.
+            if plan.waves().len() > 1 {
+                return Err(Error::argument(
+                    "the waves of a write over several streams",
+                    plan.waves().len(),
+                    "1",
+                ));
+            }
+            let Some((cache, pin)) = self.pin_for_write(call, &plan)? else { return Ok(None) };
+            let write = SharedWrite { id, plan, cache, deadline: call.deadline, _pin: pin, _held: held };
+            self.link.shared_writes.begin(write, from..to).map(Some)
+        });
+        self.receive_part(begun, from..to, call.deadline)
+    }
+
+    /// Receives a further part of a write over several streams.
+    pub(super) fn write_part(&self, id: u64, range: Range<u64>, deadline: Deadline) -> Result<(), Ended> {
+        let part = self.still_wanted().and_then(|()| self.link.shared_writes.part(id, range.clone()));
+        self.receive_part(part.map(Some), range, deadline)
+    }
+
+    fn receive_part(
+        &self,
+        begun: Result<Option<WritePart<'_>>>,
+        range: Range<u64>,
+        deadline: Deadline,
+    ) -> Result<(), Ended> {
+        let bytes = range.end.saturating_sub(range.start);
+        let Some(part) = self.begin(begun, bytes, deadline, send_message)? else {
+            return Err(Ended::Refused);
+        };
+        self.stream.restart_pace();
+        let (engine, write, progress) = (&self.resources.copy_engine, part.write(), Progress::default());
+        let deadline = if write.deadline.at() < deadline.at() { write.deadline } else { deadline };
+        let taken =
+            engine.receive(&write.plan, range, write.cache.tensors(), self.stream, deadline, &progress);
+        taken.map_err(Ended::Broken)?;
+        part.arrived();
+        self.resources.count_bytes(Op::Served, bytes);
+        self.reply(&Reply::Done { bytes }, deadline)
+    }
+
+    /// Accepts bytes that follow the request, and returns `begun`. If the request is refused, discards these
+    /// bytes, sends the reason and returns `None`.
+    fn begin_ahead<T>(
+        &self,
+        begun: Result<Option<T>>,
+        bytes: u64,
+        deadline: Deadline,
+    ) -> Result<Option<T>, Ended> {
+        if bytes > MOST_AHEAD {
+            // Peers of this version send no such request, so the stream is closed without reading the bytes.
+            let text = "too many bytes follow a request without a reply";
+            let error = Error::new(ErrorKind::NotLinked, text).with("bytes", bytes).with("limit", MOST_AHEAD);
+            self.reply(&Reply::failed(&error), deadline)?;
+            return Err(Ended::Broken(error));
+        }
+        let reply = match begun {
+            Ok(Some(begun)) => return Ok(Some(begun)),
+            Ok(None) => Reply::Stale,
+            Err(error) => Reply::failed(&error),
+        };
+        self.stream.discard_payload(bytes, deadline).map_err(Ended::Broken)?;
+        self.reply(&reply, deadline)?;
+        Ok(None)
+    }
+}

@@ -1,0 +1,166 @@
+//! One request of a peer that is being answered: what all requests need, whatever they ask for.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::link::Link;
+use super::message_io::send_message;
+use crate::cache::{Cache, CallRows, Pin, RowUse, rows_of_a_pin};
+use crate::error::{Error, ErrorKind, Result};
+use crate::model::{CacheId, Deadline, Geometry, Name, RowSizes};
+use crate::net::Stream;
+use crate::plan::CopyPlan;
+use crate::protocol::{Reply, WirePlan};
+use crate::resources::Resources;
+use crate::validate;
+
+/// How a request ended without success.
+pub(super) enum Ended {
+    /// The peer received the error; the stream remains usable.
+    Refused,
+    /// The request ended the link.
+    Unlinked,
+    /// The stream stopped in the middle of a message or payload and is unusable.
+    Broken(Error),
+}
+
+/// One request that is being answered.
+pub(super) struct RequestContext<'a> {
+    pub(super) resources: &'a Resources,
+    pub(super) link: &'a Arc<Link>,
+    pub(super) stream: &'a Stream,
+    pub(super) unlinked: &'a dyn Fn(),
+}
+
+impl RequestContext<'_> {
+    /// Returns the cache that a request names, with the deadline of the request.
+    pub(super) fn named(&self, name: Name, cache: CacheId, limit_ms: u64) -> NamedCache {
+        NamedCache { name, cache, deadline: self.limit(limit_ms) }
+    }
+
+    /// Returns the deadline of the caller by this side's clock. It is at most `llm.LinkPinLimit` from now, so
+    /// that no caller keeps rows pinned for longer.
+    pub(super) fn limit(&self, limit_ms: u64) -> Deadline {
+        let most = self.resources.config.links.pin_limit;
+        let asked = Duration::from_millis(limit_ms);
+        let name = if asked > most { "llm.LinkPinLimit" } else { "the rest of the caller's sync_kv_timeout" };
+        Deadline::after(asked.min(most)).named(name)
+    }
+
+    /// Runs `call`, and sends its reply or its error.
+    pub(super) fn answer_with(
+        &self,
+        deadline: Deadline,
+        call: impl FnOnce() -> Result<Reply>,
+    ) -> Result<(), Ended> {
+        let reply = call();
+        let refused = reply.is_err();
+        self.reply(&reply.unwrap_or_else(|error| Reply::failed(&error)), deadline)?;
+        if refused { Err(Ended::Refused) } else { Ok(()) }
+    }
+
+    pub(super) fn reply(&self, reply: &Reply, deadline: Deadline) -> Result<(), Ended> {
+        send_message(self.stream, reply, deadline).map_err(Ended::Broken)
+    }
+
+    /// Returns `Err` with `NotLinked` if the caller is gone. A request that is read late, because this
+    /// process was stopped, must not be executed any more (`tests/test_peer_faults.py`).
+    pub(super) fn still_wanted(&self) -> Result<()> {
+        if self.stream.abandoned() || !self.link.alive() {
+            return Err(Error::new(ErrorKind::NotLinked, "the caller has given up"));
+        }
+        Ok(())
+    }
+
+    /// Returns the cache of a request, or `None` if its name no longer resolves to that cache. Returns `Err`
+    /// with `InvalidArgument` if peers may not access it.
+    fn opened(&self, call: &NamedCache) -> Result<Option<Arc<Cache>>> {
+        let Some(cache) = self.resources.table.still_named(call.name, call.cache) else { return Ok(None) };
+        validate::check_accessible("the remote cache", cache.remote_accessible())?;
+        Ok(Some(cache))
+    }
+
+    /// Returns the cache of a request, pinned by `pin`, which checks the plan first. Returns `None` if the
+    /// name no longer resolves to that cache.
+    pub(super) fn pinned(
+        &self,
+        call: &NamedCache,
+        pin: impl FnOnce(&Arc<Cache>) -> Result<Pin>,
+    ) -> Result<Option<(Arc<Cache>, Pin)>> {
+        self.still_wanted()?;
+        let Some(cache) = self.opened(call)? else { return Ok(None) };
+        let pin = pin(&cache)?;
+        // While `pin` waited for the rows, the cache may have been released, and the caller may have given
+        // up.
+        self.still_wanted()?;
+        Ok(self.opened(call)?.map(|cache| (cache, pin)))
+    }
+
+    /// Takes rows for a request. While this engine calls peers, the request passes calls that only wait.
+    pub(super) fn pin(&self, cache: &Arc<Cache>, rows: RowUse, deadline: Deadline) -> Result<Pin> {
+        CallRows::of(cache.clone(), rows).pin_for_peer(deadline, || self.resources.outgoing_calls.any())
+    }
+
+    /// Sends `Ready` with the function `ready` and returns `begun`, or sends the reason for a refusal and
+    /// returns `None`.
+    pub(super) fn begin<T>(
+        &self,
+        begun: Result<Option<T>>,
+        bytes: u64,
+        deadline: Deadline,
+        ready: impl FnOnce(&Stream, &Reply, Deadline) -> Result<()>,
+    ) -> Result<Option<T>, Ended> {
+        let reply = match begun {
+            Ok(Some(begun)) => {
+                let sent = ready(self.stream, &Reply::Ready { bytes }, deadline);
+                return sent.map(|()| Some(begun)).map_err(Ended::Broken);
+            }
+            Ok(None) => Reply::Stale,
+            Err(error) => Reply::failed(&error),
+        };
+        self.reply(&reply, deadline)?;
+        Ok(None)
+    }
+}
+
+/// The cache of a request, and its deadline.
+pub(super) struct NamedCache {
+    pub(super) name: Name,
+    /// The cache to which the name resolved when it was described.
+    cache: CacheId,
+    pub(super) deadline: Deadline,
+}
+
+/// Returns the rows of `cache` to pin: one for each pin, because rows may share a pin. `touched` returns the
+/// groups of rows that the plan touches, given the sizes of groups that share a pin. The plan's tensors have the sizes
+/// `geometry`.
+pub(super) fn rows(
+    cache: &Cache,
+    geometry: Geometry,
+    touched: impl FnOnce(RowSizes) -> Result<Vec<u64>>,
+) -> Result<Vec<u64>> {
+    let together = rows_of_a_pin(cache);
+    let mut rows = touched(geometry.row_sizes().grouped(together))?;
+    for row in &mut rows {
+        *row *= together;
+    }
+    Ok(rows)
+}
+
+/// Checks a plan from a peer, and that the bytes `from..to` lie within it.
+pub(super) fn bounded(plan: WirePlan, from: u64, to: u64) -> Result<CopyPlan> {
+    let plan = CopyPlan::try_from(plan)?;
+    if from <= to && to <= plan.bytes() {
+        return Ok(plan);
+    }
+    let allowed = format!("within the {} bytes of the plan", plan.bytes());
+    Err(Error::argument("the range of a transfer", format_args!("{from} to {to}"), allowed))
+}
+
+/// Checks that a plan from a peer stays inside the rows of the caches that it reads and writes. `None` stands for a cache
+/// that is checked elsewhere.
+pub(super) fn check_plan(plan: &CopyPlan, src: Option<Geometry>, dst: Option<Geometry>) -> Result<()> {
+    let sizes = |geometry: Geometry| (geometry.num_tensors(), geometry.tensor_bytes());
+    plan.check_bounds(src.map(sizes), dst.map(sizes))?;
+    plan.check_rows(src.as_ref().map(Geometry::row_sizes), dst.as_ref().map(Geometry::row_sizes))
+}
