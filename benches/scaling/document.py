@@ -132,7 +132,7 @@ def node(figures: Figures) -> str:
 def bottlenecks(figures: Figures) -> str:
     """The first and the second bottleneck, by transport."""
     lines = []
-    for network, what in (("tcp", "TCP (today)"), ("nixl", "RDMA underneath")):
+    for network, what in (("tcp", "TCP"), ("nixl", "RDMA")):
         first, second = fleet.uses(figures, network)[:2]
         lines.append(
             f"| {what} | {first.name} ({digits(first.prompts / fleet.DEMAND)} times) "
