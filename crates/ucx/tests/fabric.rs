@@ -323,19 +323,70 @@ fn a_fabric_that_is_dropped_ends_its_reads() {
     });
 }
 
-#[test]
-fn nothing_is_left_open() {
+/// Returns the number of handles of the stand-in that are open in this process.
+fn open_handles() -> usize {
     type Count = extern "C" fn() -> usize;
     // SAFETY: the stand-in, loaded already or by this.
     let library = unsafe { libloading::Library::new(fake()) }.unwrap();
     // SAFETY: the signature of the function.
     let open = unsafe { library.get::<Count>("fake_ucp_open_handles") }.unwrap();
-    // The other tests have handles too, so this runs in a process of its own.
-    let alone = std::env::var_os("ALONE").is_some();
-    if !alone {
-        let mut child = std::process::Command::new(std::env::current_exe().unwrap());
-        let status = child.args(["nothing_is_left_open", "--exact"]).env("ALONE", "1").status().unwrap();
-        assert!(status.success());
+    open()
+}
+
+/// Runs the test `name` in a process of its own, because other tests have handles too. Returns `false` in that process.
+fn runs_alone(name: &str) -> bool {
+    if std::env::var_os("ALONE").is_some() {
+        return false;
+    }
+    let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+    assert!(child.args([name, "--exact", "--nocapture"]).env("ALONE", "1").status().unwrap().success());
+    true
+}
+
+fn resident_pages() -> u64 {
+    let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+    statm.split(' ').nth(1).unwrap().parse().unwrap()
+}
+
+#[test]
+fn ten_thousand_give_ups_leave_nothing() {
+    if runs_alone("ten_thousand_give_ups_leave_nothing") {
+        return;
+    }
+    let pair = Pair::new(4, &[("STALL", "0")]);
+    let give_up = |times: usize| {
+        thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| {
+                    let peer = pair.peer();
+                    for _ in 0..times / 8 {
+                        let read = pair.read(&peer, Duration::from_micros(300));
+                        assert_eq!(read, Err(Error::DeadlinePassed));
+                    }
+                });
+            }
+        });
+        let descriptors = std::fs::read_dir("/proc/self/fd").unwrap().count();
+        (open_handles(), descriptors, resident_pages())
+    };
+    let (handles, descriptors, pages) = give_up(2_000);
+    let after = give_up(8_000);
+    assert_eq!((after.0, after.1), (handles, descriptors));
+    assert!(after.2 < pages + 512, "{pages} pages, then {}", after.2);
+    let counts = pair.reader.counts();
+    assert_eq!(counts.failures, 10_000);
+    // A worker is replaced after 100 forced closes, and those of the reads that are in progress then.
+    assert!(counts.forced_closes > 9_000 && counts.renewals >= counts.forced_closes / 108, "{counts:?}");
+    pair.set("STALL", i64::MAX);
+    pair.read(&pair.peer(), LONG).unwrap();
+    assert!(pair.arrived());
+    drop(pair);
+    assert_eq!(open_handles(), 0);
+}
+
+#[test]
+fn nothing_is_left_open() {
+    if runs_alone("nothing_is_left_open") {
         return;
     }
     for round in 0..20 {
@@ -346,7 +397,7 @@ fn nothing_is_left_open() {
         pair.read(&peer, LONG).unwrap();
         drop(peer);
         drop(pair);
-        assert_eq!(open(), 0, "after round {round}");
+        assert_eq!(open_handles(), 0, "after round {round}");
     }
 }
 
