@@ -206,8 +206,11 @@ impl State {
                 CLOSE_LIMIT.as_secs()
             );
             self.renew();
+            busy = true;
         } else if drains && self.reads.iter().all(ActiveRead::waits) {
             self.renew();
+            // The reads that waited for this can begin now.
+            busy = true;
         }
         busy
     }

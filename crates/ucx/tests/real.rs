@@ -9,7 +9,7 @@
 
 use std::fmt::Write as _;
 use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -63,6 +63,8 @@ fn owner() {
 
 struct Owner {
     process: Child,
+    /// Kept open: after a minute, the test program of the owner says that it is slow.
+    _output: BufReader<ChildStdout>,
     address: Vec<u8>,
     key: Arc<Vec<u8>>,
     start: u64,
@@ -73,14 +75,15 @@ impl Owner {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["owner", "--exact", "--ignored", "--nocapture"]).env("OWNER", "1");
         let mut process = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        let lines = BufReader::new(process.stdout.take().unwrap()).lines();
-        let found = lines
+        let mut output = BufReader::new(process.stdout.take().unwrap());
+        let found = (&mut output)
+            .lines()
             .map(Result::unwrap)
             .find_map(|line| line.split_once("OWNER ").map(|(_, rest)| rest.to_owned()));
         let found = found.expect("the owner did not start");
         let words: Vec<&str> = found.split(' ').collect();
         let (address, key) = (bytes(words[0]), Arc::new(bytes(words[1])));
-        Owner { process, address, key, start: words[2].parse().unwrap() }
+        Owner { process, _output: output, address, key, start: words[2].parse().unwrap() }
     }
 
     fn signal(&self, signal: i32) {
