@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -72,6 +73,19 @@ def test_links_are_named(served: tuple[End, Peer]) -> None:
     assert 'llm_datadist_link_silent_seconds{cluster="2"}' in text
     moved = re.findall(r'^llm_datadist_link_moved_bytes_total\{cluster="2",path="(\w+)"\} (\d)', text, re.MULTILINE)
     assert sorted(path for path, _ in moved) == ["fabric", "mapped", "process", "sockets"]
+
+
+def test_ucx_has_metrics_if_it_is_used(served: tuple[End, Peer]) -> None:
+    near, _ = served
+    stats = near.dist.stats()
+    collected = lambda: {family.name for family in EngineCollector(near.dist).collect()}  # noqa: E731
+    assert not any("ucx" in name for name in collected())
+    used = SimpleNamespace(stats=lambda: {**stats, "ucx": {**stats["ucx"], "version": "1.22.0", "forced_closes": 7}})
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(used))  # type: ignore[arg-type]
+    assert registry.get_sample_value("llm_datadist_ucx_forced_closes_total") == 7
+    for name in ("reads", "failures", "renewals"):
+        assert registry.get_sample_value(f"llm_datadist_ucx_{name}_total") == stats["ucx"][name]
 
 
 def test_an_engine_that_is_not_open_has_no_metrics() -> None:

@@ -9,14 +9,24 @@ import inspect
 import re
 from typing import TYPE_CHECKING, Any, Callable, get_args, get_origin, get_type_hints
 
-from llm_datadist.stats import LinkStats, OpStats, PathStats, PoolStats, Stats, SwapInStats, TableStats, VerifyStats
+from llm_datadist.stats import (
+    LinkStats,
+    OpStats,
+    PathStats,
+    PoolStats,
+    Stats,
+    SwapInStats,
+    TableStats,
+    UcxStats,
+    VerifyStats,
+)
 from memory import desc
 from peers import Ends
 
 if TYPE_CHECKING:
     from llm_datadist import LLMDataDist
 
-CLASSES = [Stats, PoolStats, TableStats, OpStats, SwapInStats, VerifyStats, LinkStats, PathStats]
+CLASSES = [Stats, PoolStats, TableStats, OpStats, SwapInStats, VerifyStats, UcxStats, LinkStats, PathStats]
 
 
 def compare(value: Any, kind: Any, place: str, seen: set[str]) -> None:

@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from typing import Optional, TypedDict
 
-__all__ = ["LinkStats", "OpStats", "PathStats", "PoolStats", "Stats", "SwapInStats", "TableStats", "VerifyStats"]
+__all__ = [
+    "LinkStats",
+    "OpStats",
+    "PathStats",
+    "PoolStats",
+    "Stats",
+    "SwapInStats",
+    "TableStats",
+    "UcxStats",
+    "VerifyStats",
+]
 
 
 class OpStats(TypedDict):
@@ -142,6 +152,25 @@ class LinkStats(TypedDict):
     """The reason why the latest pull or push over sockets used no other path. ``None`` if none used sockets."""
 
 
+class UcxStats(TypedDict):
+    """UCX of this engine (option ``transfer_backend``)."""
+
+    version: Optional[str]
+    """Version of the library. ``None`` if UCX is not used."""
+    reason: Optional[str]
+    """The reason why UCX is not used. ``None`` if it is."""
+    reads: int
+    """Reads that succeeded."""
+    bytes: int
+    """Bytes of these reads."""
+    failures: int
+    """Reads that failed or were given up."""
+    forced_closes: int
+    """Connections that were closed by force, to end a read."""
+    renewals: int
+    """Workers of UCX that were replaced: after 100 forced closes, or because requests did not end."""
+
+
 class Stats(TypedDict):
     """All counters of an engine."""
 
@@ -157,6 +186,8 @@ class Stats(TypedDict):
     """Number of swap-ins by path."""
     verify: VerifyStats
     """Blocks that this engine has compared with their source."""
+    ucx: UcxStats
+    """UCX of this engine."""
     links: list[LinkStats]
     """The current links."""
     registered_merged_bytes: int

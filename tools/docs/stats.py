@@ -12,10 +12,20 @@ import sys
 from pathlib import Path
 
 import llm_datadist.stats
-from llm_datadist.stats import LinkStats, OpStats, PathStats, PoolStats, Stats, SwapInStats, TableStats, VerifyStats
+from llm_datadist.stats import (
+    LinkStats,
+    OpStats,
+    PathStats,
+    PoolStats,
+    Stats,
+    SwapInStats,
+    TableStats,
+    UcxStats,
+    VerifyStats,
+)
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "stats.md"
-CLASSES = (Stats, PoolStats, TableStats, OpStats, SwapInStats, VerifyStats, LinkStats, PathStats)
+CLASSES = (Stats, PoolStats, TableStats, OpStats, SwapInStats, VerifyStats, UcxStats, LinkStats, PathStats)
 HEAD = """# Statistics
 
 This page lists every counter of an engine. Use it to write a health check, to export metrics, or to find out where

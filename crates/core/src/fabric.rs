@@ -3,6 +3,7 @@
 //! Each side offers its pools in the last messages of the handshake (`protocol::FabricOffer`), after the other one was
 //! admitted.
 
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -20,6 +21,12 @@ const LIBRARY: &str = "libucp.so.0";
 const TRANSPORTS: &str = "rc,dc,ud,srd";
 /// The kernel lists RDMA devices here.
 const DEVICES: &str = "/sys/class/infiniband";
+/// Reasons why an engine does not use UCX.
+const CHOSEN: &str = "llm.TransferBackend=sockets";
+const NO_DEVICE: &str = "this host has no RDMA device (/sys/class/infiniband)";
+
+/// What this process can read in place, or the reason why it cannot.
+pub type Readable<T> = std::result::Result<T, Cow<'static, str>>;
 
 /// UCX of one engine.
 #[derive(Debug)]
@@ -41,22 +48,21 @@ impl EngineFabric {
     /// Opens UCX if the configuration asks for it, or leaves the choice to the engine and there is an RDMA device. Maps the
     /// pools that the CPU can address.
     ///
-    /// If UCX cannot be used, returns `Err(NotEnabled)` with the reason if the configuration names UCX; otherwise it logs a
-    /// warning.
+    /// If UCX cannot be used, returns `Err(NotEnabled)` if the configuration names UCX. Otherwise returns the reason, and
+    /// logs a warning unless there is no device.
     ///
     /// Without a `token`, UCX is not used: a process that gets a key is trusted with the whole pool (docs/networks.md).
     pub fn open(
         config: &FabricConfig,
         token: bool,
         pools: [Option<Arc<Region>>; 2],
-    ) -> Result<Option<EngineFabric>> {
-        let wanted = match config.backend {
-            Backend::Sockets => false,
-            Backend::Ucx => true,
-            Backend::Auto => config.assume_device || has_devices(Path::new(DEVICES)),
-        };
-        if !wanted {
-            return Ok(None);
+    ) -> Result<Readable<EngineFabric>> {
+        match config.backend {
+            Backend::Sockets => return Ok(Err(CHOSEN.into())),
+            Backend::Auto if !config.assume_device && !has_devices(Path::new(DEVICES)) => {
+                return Ok(Err(NO_DEVICE.into()));
+            }
+            Backend::Ucx | Backend::Auto => {}
         }
         let opened = if token {
             Self::opened(config, pools)
@@ -65,13 +71,18 @@ impl EngineFabric {
             Err(Error::new(ErrorKind::NotEnabled, text))
         };
         match opened {
-            Ok(fabric) => Ok(Some(fabric)),
+            Ok(fabric) => Ok(Ok(fabric)),
             Err(error) if config.backend == Backend::Ucx => Err(error),
             Err(error) => {
                 tracing::warn!(target: "llm_datadist::links", "links without shared memory use sockets instead of UCX: {error}");
-                Ok(None)
+                Ok(Err(error.to_string().into()))
             }
         }
+    }
+
+    /// Returns the version of the library, and what was done with it.
+    pub fn state(&self) -> (String, ucx::Counts) {
+        (self.fabric.version().to_string(), self.fabric.counts())
     }
 
     fn opened(config: &FabricConfig, pools: [Option<Arc<Region>>; 2]) -> Result<EngineFabric> {

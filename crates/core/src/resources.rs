@@ -10,7 +10,7 @@ use crate::copy::CopyEngine;
 use crate::device::DeviceSet;
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::EventQueue;
-use crate::fabric::EngineFabric;
+use crate::fabric::{EngineFabric, Readable};
 use crate::fallible;
 use crate::grants::Grants;
 use crate::huge_pages::Merger;
@@ -34,7 +34,7 @@ pub struct Resources {
     pub events: Arc<EventQueue>,
     pub grants: Arc<Grants>,
     /// UCX, if links between hosts may use it. Dropped before the pools that it has mapped.
-    pub fabric: Option<EngineFabric>,
+    pub fabric: Readable<EngineFabric>,
     host: Option<Arc<Arena>>,
     device: Option<Arc<Arena>>,
     generations: Arc<Generations>,

@@ -52,6 +52,7 @@ class EngineCollector(Collector):
         yield from _pools(stats)
         yield from _tables(stats)
         yield from _links(stats)
+        yield from _ucx(stats)
 
 
 def _calls(stats: Stats) -> Iterator[Metric]:
@@ -102,6 +103,21 @@ def _tables(stats: Stats) -> Iterator[Metric]:
     verify = stats["verify"]
     yield CounterMetricFamily("llm_datadist_verified_blocks", "Blocks that were compared.", verify["blocks"])
     yield CounterMetricFamily("llm_datadist_mismatched_blocks", "Blocks that differed.", verify["mismatches"])
+
+
+_UCX = {
+    "reads": "Reads by UCX that succeeded.",
+    "failures": "Reads by UCX that failed or were given up.",
+    "forced_closes": "Connections of UCX that were closed by force, to end a read.",
+    "renewals": "Workers of UCX that were replaced.",
+}
+
+
+def _ucx(stats: Stats) -> Iterator[Metric]:
+    if stats["ucx"]["version"] is not None:
+        counted: dict[str, Any] = {**stats["ucx"]}
+        for name, text in _UCX.items():
+            yield CounterMetricFamily(f"llm_datadist_ucx_{name}", text, counted[name])
 
 
 def _links(stats: Stats) -> Iterator[Metric]:

@@ -36,7 +36,7 @@ use crate::plan::Moves;
 use crate::pool::Arena;
 use crate::resources::Resources;
 use crate::session::{Links, Transports};
-use crate::stats::{Op, PoolReport, Snapshot};
+use crate::stats::{Op, PoolReport, Snapshot, UcxState};
 use crate::sync::Mutex;
 use crate::token_file;
 use crate::transfer::{AsyncCalls, Executor, GrantClock, LocalCopy, LocalMoves, RunningTasks};
@@ -359,7 +359,25 @@ impl DataDist {
             plain_bytes,
             streaming_bytes,
             copy_workers: self.resources.copy_engine.workers() as u64,
+            ucx: self.ucx(),
             links: self.links.states(),
+        }
+    }
+
+    fn ucx(&self) -> UcxState {
+        let fabric = match &self.resources.fabric {
+            Ok(fabric) => fabric,
+            Err(reason) => return UcxState { reason: Some(reason.to_string()), ..UcxState::default() },
+        };
+        let (version, counts) = fabric.state();
+        UcxState {
+            version: Some(version),
+            reason: None,
+            reads: counts.reads,
+            bytes: counts.bytes,
+            failures: counts.failures,
+            forced_closes: counts.forced_closes,
+            renewals: counts.renewals,
         }
     }
 

@@ -19,7 +19,7 @@ impl Shared {
     /// Returns what the peer on `stream` may read by UCX. `None` if the stream carries descriptors, because the peer then maps
     /// the memory.
     pub(super) fn fabric_offer(&self, stream: &Stream) -> Option<FabricOffer> {
-        let fabric = self.resources.fabric.as_ref().filter(|_| !stream.carries_descriptors());
+        let fabric = self.resources.fabric.as_ref().ok().filter(|_| !stream.carries_descriptors());
         fabric.map(EngineFabric::offer)
     }
 
@@ -34,12 +34,12 @@ impl Shared {
             return Ok(Err(NOTHING_SHARED.into()));
         }
         let taken = match (&self.resources.fabric, offer) {
-            (None, _) => Err(NOTHING_SHARED.into()),
-            (Some(_), None) => Err("the peer does not use UCX".into()),
-            (Some(fabric), Some(offer)) => fabric.take(offer).map_err(|error| error.to_string().into()),
+            (Err(reason), _) => Err(format!("{NOTHING_SHARED}, and UCX is not used: {reason}").into()),
+            (Ok(_), None) => Err("the peer does not use UCX".into()),
+            (Ok(fabric), Some(offer)) => fabric.take(offer).map_err(|error| error.to_string().into()),
         };
         match taken {
-            Err(reason) if self.resources.fabric.as_ref().is_some_and(EngineFabric::is_required) => {
+            Err(reason) if self.resources.fabric.as_ref().is_ok_and(EngineFabric::is_required) => {
                 let error =
                     Error::new(ErrorKind::LinkFailed, format!("llm.TransferBackend=ucx, but {reason}"));
                 Err(error.with("peer", stream.peer()))

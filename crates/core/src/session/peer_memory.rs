@@ -15,6 +15,7 @@ use rustix::fs::fcntl_get_seals;
 
 use super::message_io;
 use crate::error::{Error, ErrorKind, Result};
+pub(crate) use crate::fabric::Readable;
 use crate::memory::{self, PeerGenerations, PeerMapping, PeerProcess, Probe, TensorBytes, Tensors};
 use crate::model::{Deadline, Placement};
 use crate::net::Stream;
@@ -33,9 +34,6 @@ const HIDDEN: &str = "the memory belongs to a device, or lies in too many pieces
 /// Why nothing is read in place over a link without [`PeerMemory`].
 pub(super) const NOTHING_SHARED: &str =
     "the link uses TCP, or the peer is on another host: no memory is shared";
-
-/// Something that one side can read in place, or the reason why it cannot.
-pub(crate) type Readable<T> = std::result::Result<T, Cow<'static, str>>;
 
 /// The offered memory of a peer that this process can read. The rest is transferred over sockets; the link is
 /// made anyway.

@@ -101,8 +101,29 @@ pub struct Snapshot {
     pub streaming_bytes: u64,
     /// Number of threads that copy, including the calling thread.
     pub copy_workers: u64,
+    /// UCX of this engine.
+    pub ucx: UcxState,
     /// All live links.
     pub links: Vec<LinkState>,
+}
+
+/// UCX of an engine: whether it is used, and what it has done.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct UcxState {
+    /// Version of the library, if it is used.
+    pub version: Option<String>,
+    /// The reason why UCX is not used.
+    pub reason: Option<String>,
+    /// Number of reads that succeeded.
+    pub reads: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Number of reads that failed or were given up.
+    pub failures: u64,
+    /// Number of connections that were closed by force to end a read.
+    pub forced_closes: u64,
+    /// Number of workers that were replaced.
+    pub renewals: u64,
 }
 
 /// The state of a link when it was read.

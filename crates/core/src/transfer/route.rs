@@ -30,7 +30,7 @@ impl Call {
 
     /// Whether a failure of UCX fails the call: the configuration requires UCX, and this link uses it.
     pub(super) fn only_ucx(&self) -> bool {
-        let required = self.resources.fabric.as_ref().is_some_and(EngineFabric::is_required);
+        let required = self.resources.fabric.as_ref().is_ok_and(EngineFabric::is_required);
         required && self.link.fabric().is_ok()
     }
 

@@ -125,6 +125,9 @@ fn a_pull_that_stalls_ends_at_its_deadline_and_writes_nothing_afterwards() {
         assert!(both.arrived(&bytes));
     }
     assert_eq!(both.paths(), (4 * ALL, 0));
+    let ucx = both.pair.local.stats().ucx;
+    assert_eq!((ucx.reads, ucx.bytes, ucx.failures, ucx.forced_closes), (4, 4 * ALL, 4, 4));
+    assert!(ucx.version.is_some() && ucx.reason.is_none(), "{ucx:?}");
 }
 
 /// The owner releases the cache while it is read. No generations of another host are visible, so the owner is asked.
@@ -196,7 +199,7 @@ fn ucx_is_not_used_without_a_token() {
     link(&local, &remote).unwrap();
     super::check_pull(&local, &remote);
     let reason = local.stats().links.remove(0).sockets_reason.unwrap();
-    assert!(reason.starts_with("the link uses TCP"), "{reason}");
+    assert!(reason.starts_with("the link uses TCP") && reason.contains("UCX needs a token"), "{reason}");
 }
 
 /// UCX listens on all networks if it may use TCP.
@@ -338,8 +341,18 @@ fn an_engine_that_cannot_use_ucx_says_why() {
     let error = opened(Backend::Ucx, &missing).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::NotEnabled);
     assert!(error.to_string().contains("/nowhere/libucp.so.0"), "{error}");
-    drop(opened(Backend::Auto, &missing).unwrap());
-    drop(opened(Backend::Sockets, &missing).unwrap());
+    let without_device = |config: &mut Config| config.links.fabric.assume_device = false;
+    for (backend, change, reason) in [
+        (Backend::Auto, &missing as &dyn Fn(&mut Config), "/nowhere/libucp.so.0"),
+        (Backend::Auto, &without_device, "no RDMA device"),
+        (Backend::Sockets, &missing, "llm.TransferBackend=sockets"),
+    ] {
+        let ucx = opened(backend, change).unwrap().stats().ucx;
+        assert!(
+            ucx.version.is_none() && ucx.reason.as_ref().is_some_and(|said| said.contains(reason)),
+            "{ucx:?}"
+        );
+    }
     for call in
         ["ucp_init_version", "ucp_worker_create", "ucp_worker_get_address", "ucp_mem_map", "ucp_rkey_pack"]
     {
