@@ -88,9 +88,13 @@ test-lmcache: build .venv-peers/.tools  ## the transfer channel inside the real 
 	.venv-peers/bin/python $(PIP) --quiet pytest==9.2.0
 	.venv-peers/bin/python -m pytest -c integration-tests/pytest.ini integration-tests/lmcache
 
-test-ucx: .venv-peers/.tools  ## reads by a real UCX over TCP between two processes (UCX=path of libucp.so.0; ROUNDS=5 give-ups)
-	LLM_DATADIST_UCX_LIBRARY=$(or $(UCX),$$(ls $(CURDIR)/.venv-peers/lib/python3*/site-packages/libucx/lib/libucp.so.0)) \
+# UCX=path of libucp.so.0 and OTHER_UCX=that of another version; PERFTEST=path of ucx_perftest. By default, those of the packages.
+UCX_LIBRARY = $(or $(UCX),$$(ls $(CURDIR)/.venv-peers/lib/python3*/site-packages/libucx/lib/libucp.so.0))
+test-ucx: build $(VENV)/.test-tools .venv-peers/.tools  ## reads by a real UCX over TCP, also between network namespaces (UCX=libucp.so.0; ROUNDS=5 give-ups)
+	LLM_DATADIST_UCX_LIBRARY=$(UCX_LIBRARY) LLM_DATADIST_UCX_PERFTEST=$(or $(PERFTEST),$$(command -v ucx_perftest)) \
 		cargo test -p llm-datadist-ucx --test real -- --ignored --nocapture --test-threads 1
+	LLM_DATADIST_UCX_LIBRARY=$(UCX_LIBRARY) LLM_DATADIST_OTHER_UCX_LIBRARY=$(OTHER_UCX) \
+		$(BIN)/python -m pytest -c integration-tests/pytest.ini integration-tests/ucx
 
 bench-networks: build  ## pulls and pushes over shaped links between two network namespaces; needs root (BENCH_NETWORKS="options")
 	$(BIN)/python benches/networks.py $(BENCH_NETWORKS)

@@ -7,15 +7,12 @@ can be tested on one host.
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from network_namespaces import ADDRESSES, Hosts, possible
 from peers import (
     GRACE,
     LINK_FAILED,
@@ -23,13 +20,11 @@ from peers import (
     TIMEOUT,
     UNLINKED,
     Ends,
-    Peer,
     by_blocks,
     check_pull,
     equal,
     eventually,
     free_ports,
-    options,
     pattern,
 )
 
@@ -37,63 +32,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TOKEN = "a shared token of some length"  # noqa: S105
-ADDRESSES = ("10.231.7.1", "10.231.7.2")
 FURTHER = ("10.231.8.1", "10.231.8.2")
 
 
-def _run(*command: str) -> bool:
-    return subprocess.run(command, check=False, capture_output=True, timeout=10).returncode == 0  # noqa: S603
-
-
-def _possible() -> bool:
-    return (
-        os.geteuid() == 0
-        and all(map(shutil.which, ("ip", "unshare", "nsenter")))
-        and _run("unshare", "--net", "ip", "link", "add", "v0", "type", "veth", "peer", "name", "v1")
-    )
-
-
-pytestmark = pytest.mark.skipif(not _possible(), reason="this machine allows no network namespaces")
-
-
-class Hosts:
-    """Two processes, each in its own network namespace, and a virtual cable."""
-
-    def __init__(self, ends: Ends) -> None:
-        self.ends = [ends.adopt(Peer("unshare", "--net")) for _ in ADDRESSES]
-        for end in self.ends:
-            end.pid()  # waits until it runs in its namespace
-        self.lay("cable", ADDRESSES)
-        for number in range(2):
-            self._in(number, "link", "set", "lo", "up")
-
-    def _in(self, number: int, *command: str) -> None:
-        assert _run("nsenter", "-t", str(self.ends[number].process.pid), "-n", "ip", *command), command
-
-    def lay(self, name: str, addresses: tuple[str, str]) -> None:
-        """Lay a cable between these addresses."""
-        self._in(0, "link", "add", name, "type", "veth", "peer", "name", f"{name}-peer")
-        self._in(0, "link", "set", f"{name}-peer", "netns", str(self.ends[1].process.pid))
-        for number, end in enumerate((name, f"{name}-peer")):
-            self._in(number, "addr", "add", f"{addresses[number]}/30", "dev", end)
-            self._in(number, "link", "set", end, "up")
-
-    def plug(self, up: bool, cable: str = "cable") -> None:
-        """Connect or disconnect a cable."""
-        self._in(0, "link", "set", cable, "up" if up else "down")
-
-    def connected(self, number: int) -> set[str]:
-        """The local addresses of the established connections of one end."""
-        table = Path(f"/proc/{self.ends[number].process.pid}/net/tcp").read_text().splitlines()[1:]
-        rows = [line.split() for line in table]
-        local = [row[1].split(":")[0] for row in rows if row[3] == "01"]
-        return {".".join(str(byte) for byte in reversed(bytes.fromhex(ip))) for ip in local}
-
-    def open(self, *given: dict[str, Any]) -> tuple[Peer, Peer]:
-        """Clusters 1 and 2 with these options; both listen."""
-        for number, (end, extra) in enumerate(zip(self.ends, given)):
-            end.open(options(**{"listen": f"{ADDRESSES[number]}:0", **extra}), cluster=number + 1)
-        return self.ends[0], self.ends[1]
+pytestmark = pytest.mark.skipif(not possible(), reason="this machine allows no network namespaces")
 
 
 @pytest.fixture

@@ -35,6 +35,7 @@ pub(crate) struct WorkerParams {
 pub(crate) const EP_REMOTE_ADDRESS: u64 = 1;
 pub(crate) const EP_ERROR_MODE: u64 = 1 << 1;
 pub(crate) const EP_ERROR_HANDLER: u64 = 1 << 2;
+pub(crate) const ERROR_MODE_NONE: c_uint = 0;
 pub(crate) const ERROR_MODE_PEER: c_uint = 1;
 
 /// Called by the library when an endpoint has failed.

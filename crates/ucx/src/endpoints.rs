@@ -6,8 +6,8 @@ use std::ptr::null_mut;
 use std::sync::Arc;
 
 use crate::abi::{
-    Api, CLOSE_FORCE, EP_ERROR_HANDLER, EP_ERROR_MODE, EP_REMOTE_ADDRESS, ERROR_MODE_PEER, EndpointParams,
-    Handle, OP_FLAGS, RawStatus, RequestParams,
+    Api, CLOSE_FORCE, EP_ERROR_HANDLER, EP_ERROR_MODE, EP_REMOTE_ADDRESS, ERROR_MODE_NONE, ERROR_MODE_PEER,
+    EndpointParams, Handle, OP_FLAGS, RawStatus, RequestParams,
 };
 use crate::error::{Error, IN_PROGRESS, OK, Status, check};
 use crate::worker::Worker;
@@ -33,13 +33,13 @@ extern "C" fn endpoint_failed(argument: Handle, _endpoint: Handle, status: RawSt
 }
 
 impl Endpoint {
-    /// Begins to connect to the worker at `address`.
-    pub(crate) fn connect(worker: &Worker, address: &[u8]) -> Result<Endpoint, Error> {
+    /// Begins to connect to the worker at `address`. With `peer_failures`, UCX reports that the peer has failed.
+    pub(crate) fn connect(worker: &Worker, address: &[u8], peer_failures: bool) -> Result<Endpoint, Error> {
         let (failure, padded) = (Box::new(Cell::new(OK)), padded(address));
         let params = EndpointParams {
             mask: EP_REMOTE_ADDRESS | EP_ERROR_MODE | EP_ERROR_HANDLER,
             address: padded.as_ptr().cast(),
-            error_mode: ERROR_MODE_PEER,
+            error_mode: if peer_failures { ERROR_MODE_PEER } else { ERROR_MODE_NONE },
             error_handler: Some(endpoint_failed),
             error_argument: (&raw const *failure).cast_mut().cast(),
             rest: [0; 8],

@@ -24,11 +24,14 @@ pub struct Options {
     pub endpoints: usize,
     /// The worker that reads is replaced after this many reads that were given up: a forced close may leak a descriptor.
     pub renew_after: u64,
+    /// Whether UCX reports that a peer has failed. Without that, a read of a peer that dies may never end; the shared memory of
+    /// UCX works only so, for measurements.
+    pub peer_failures: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Options { settings: Vec::new(), window: 1024, endpoints: 8, renew_after: 100 }
+        Options { settings: Vec::new(), window: 1024, endpoints: 8, renew_after: 100, peer_failures: true }
     }
 }
 

@@ -271,7 +271,9 @@ impl State {
             Some(worker) => Ok(worker),
             None => Worker::create(&self.context),
         };
-        match worker.and_then(|worker| Endpoint::connect(self.reading.insert(worker), &address)) {
+        match worker.and_then(|worker| {
+            Endpoint::connect(self.reading.insert(worker), &address, self.options.peer_failures)
+        }) {
             Ok(endpoint) => self.begin_read(at, peer, endpoint),
             Err(error) => self.reads[at].give_up(error),
         }

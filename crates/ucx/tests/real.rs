@@ -25,8 +25,76 @@ fn open() -> Fabric {
     let transports = std::env::var("LLM_DATADIST_UCX_TLS").unwrap_or_else(|_| "tcp".into());
     // SAFETY: the variable names the library of UCX, and no other thread uses the environment through functions of C.
     let library = unsafe { Library::open(path.as_ref()) }.unwrap();
+    // The shared memory of UCX cannot report a peer that has failed.
+    let peer_failures = transports == "tcp";
     let settings = vec![("TLS".to_owned(), transports)];
-    Fabric::open(&library, Options { settings, ..Options::default() }).unwrap()
+    Fabric::open(&library, Options { settings, peer_failures, ..Options::default() }).unwrap()
+}
+
+/// The rate at which `ucx_perftest` gets pieces of the same size through the same transports, in GB/s.
+fn perftest(port: u16) -> Option<f64> {
+    let program = std::env::var("LLM_DATADIST_UCX_PERFTEST").ok().filter(|path| !path.is_empty())?;
+    let transports = std::env::var("LLM_DATADIST_UCX_TLS").unwrap_or_else(|_| "tcp".into());
+    let command = |peer: &[&str]| {
+        let mut command = Command::new(&program);
+        command.args(peer).args([
+            "-t",
+            "ucp_get",
+            "-s",
+            &BLOCK.to_string(),
+            "-n",
+            "20000",
+            "-w",
+            "2000",
+            "-O",
+            "64",
+        ]);
+        command.args(["-f", "-p", &port.to_string()]).env("UCX_TLS", &transports);
+        // Memory of its own, not shared memory of UCX.
+        command.env("UCX_ALLOC_PRIO", "mmap,heap").stdout(Stdio::piped());
+        command
+    };
+    let mut server = command(&[]).spawn().unwrap();
+    thread::sleep(Duration::from_millis(500));
+    let output = command(&["127.0.0.1"]).output().unwrap();
+    let _ = server.kill();
+    let _ = server.wait();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    // Columns of the last line: iterations, latency (percentile, average, overall), bandwidth in MB/s of 2^20 bytes.
+    let rate =
+        text.lines().filter_map(|line| line.split_whitespace().nth(5)?.parse::<f64>().ok()).next_back();
+    Some(rate.unwrap_or_else(|| panic!("no figures: {text}")) * f64::from(1 << 20) / 1e9)
+}
+
+/// Not a test of speed: it prints the rates, in turns. `ucx_perftest` gets one block again and again, so this does too.
+#[test]
+#[ignore = "needs a real UCX: make test-ucx"]
+fn rates_beside_perftest() {
+    let (owner, fabric) = (Owner::start(), open());
+    let peer = fabric.peer(owner.address.clone());
+    let target = vec![0u8; BLOCK * BLOCKS];
+    // SAFETY: the memory lives longer than the mapping.
+    let mapping = unsafe { fabric.map(target.as_ptr() as u64, target.len() as u64) }.unwrap();
+    let (mut ours, mut theirs) = (Vec::new(), Vec::new());
+    for round in 0..7 {
+        let started = Instant::now();
+        for _ in 0..8 {
+            // SAFETY: the destinations live longer.
+            unsafe {
+                peer.read(&owner.key, pieces(&target, owner.start), Some(Instant::now() + LONG), || false)
+            }
+            .unwrap();
+        }
+        ours.push(8.0 * target.len() as f64 / started.elapsed().as_secs_f64() / 1e9);
+        theirs.extend(perftest(13_400 + round));
+    }
+    assert!(target.iter().enumerate().all(|(at, &byte)| byte == pattern(at)));
+    let median = |rates: &mut Vec<f64>| {
+        rates.sort_by(f64::total_cmp);
+        rates.get(rates.len() / 2).copied()
+    };
+    println!("reads {:.2?} GB/s, ucx_perftest {:.2?} GB/s (medians)", median(&mut ours), median(&mut theirs));
+    drop(mapping);
 }
 
 fn pattern(at: usize) -> u8 {
