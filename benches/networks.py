@@ -141,7 +141,7 @@ def connect(hosts: tuple[Host, Host], mbit: int) -> None:
 
 def measure(hosts: tuple[Host, Host], options: dict[str, Any], sizes: list[int]) -> dict[tuple[str, int], float]:
     """Open both engines, and return the seconds of each transfer."""
-    caller, owner = hosts
+    caller, _ = hosts
     for host in hosts:
         host.ask("open", options={**options, "pool": (max(sizes) + 8) * MIB})
         host.ask("allocate", blocks=max(sizes))

@@ -146,7 +146,7 @@ WRONG: dict[Expected, dict[str | tuple[str, ...], tuple[Any, ...]]] = {
         "link_transport": ("", "TCP", "rdma", " tcp", "\ud800", LONG),
         "ucx_library": ("", "libucp.so.0", "/a\0b", "\ud800", "/" + LONG * 5000),
         "link_streams": (-1, 17),
-        "link_addresses": ("", "localhost", "0.0.0.0", "10.0.0.1;10.0.0.2", "10.0.0.1,10.0.0.1", SIXTEEN_IPS),
+        "link_addresses": ("", "localhost", "::", "10.0.0.1;10.0.0.2", "10.0.0.1,10.0.0.1", SIXTEEN_IPS),
         "link_remote_memory": (-1, 2**63, 2**70),
         "rank_port": (65536,),
         "rank_hosts": ("", "x", "[]", '{"1": 5}', '{"1": "host:1"}', '{"1": "127.0.0.1:0"}'),

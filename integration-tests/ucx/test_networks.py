@@ -1,7 +1,7 @@
 """Pulls by a real UCX between two network namespaces, over a cable that is throttled and cut: ``make test-ucx``.
 
-`LLM_DATADIST_UCX_LIBRARY` is the path of `libucp.so.0`, and `LLM_DATADIST_OTHER_UCX_LIBRARY` that of another version, if
-there is one. UCX uses TCP, so these tests say nothing about RDMA devices.
+`LLM_DATADIST_UCX_LIBRARY` is the path of `libucp.so.0`, and `LLM_DATADIST_OTHER_UCX_LIBRARY` that of another version,
+if there is one. UCX uses TCP, so these tests say nothing about RDMA devices.
 """
 
 from __future__ import annotations

@@ -29,9 +29,9 @@ greeting over the local socket. The purpose says what follows:
   socket in `Welcome.local` and closes the stream. D dials that socket next.
 - `Link`: over the local socket, both sides send `Attach` with descriptors of their memory, then `Attached`. Then D
   sends `Confirm` with the metadata of its program, and A answers with `LinkAnswer::Entered` and its own, and with the
-  addresses at which it listens for call streams. Both may offer pools to be read by UCX in these messages. From then on the stream is the control stream of a link. If
-  `ensure` is set, A may answer `LinkAnswer::Later` instead, because another link between the two exists or is being
-  made; then it closes the stream.
+  addresses at which it listens for call streams. Both may offer pools to be read by UCX in these messages. From then on
+  the stream is the control stream of a link. If `ensure` is set, A may answer `LinkAnswer::Later` instead, because
+  another link between the two exists or is being made; then it closes the stream.
 - `Call`: a call stream of the link that it names. D calls on it, or A if `reverse` is set.
 - `Meet`: `Welcome.secret` holds the key for TCP streams to A. Nothing follows.
 - `Knock`: D tells A that it has entered a communicator of a rank table. Nothing follows.

@@ -156,7 +156,7 @@ class TransferThread:
     def submit(self, step: Step) -> None:
         """Keep requests that have finished, and receive others. The model's thread calls this."""
         begin = time.perf_counter()
-        work = [*step.sends, *step.receives]
+        work: list[_Work] = [*step.sends, *step.receives]
         # In a step that computes, `step_saved` wakes the transfer thread.
         self._submit(work, rouse=self._computing is None)
         self._took(begin)
