@@ -20,7 +20,7 @@ use crate::sync::MutexGuard;
 /// Maximum number of idle streams kept for later calls.
 const KEPT_STREAMS: usize = 32;
 /// Idle streams that are kept without a time limit.
-const IDLE_STREAMS: usize = 4;
+const IDLE_STREAMS: usize = 2;
 /// How long further idle streams are kept.
 const IDLE_TIME: Duration = Duration::from_secs(30);
 
