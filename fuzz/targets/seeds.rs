@@ -7,9 +7,9 @@ use std::sync::Arc;
 use llm_datadist_core::testing::model::{AddressLocation, CacheId, GrantId};
 use llm_datadist_core::testing::plan::{Span, SpanList};
 use llm_datadist_core::testing::protocol::{
-    self, Attach, Attached, Challenge, Comm, Confirm, Control, EntryVersion, Hello, LinkAnswer, Metadata,
-    Pairs, Party, Payload, Payloads, Proof, Purpose, Reply, Request, Run, Welcome, WireCache, WireLayout,
-    WireLocation, WireName, WirePlan, WirePulled, WireRows, WireSizes, WireSteps, WireTemplate,
+    self, Attach, Attached, Challenge, Comm, Confirm, Control, EnteredLink, EntryVersion, Hello, LinkAnswer,
+    Metadata, Pairs, Party, Payload, Payloads, Proof, Purpose, Reply, Request, Run, Welcome, WireCache,
+    WireLayout, WireLocation, WireName, WirePlan, WirePulled, WireRows, WireSizes, WireSteps, WireTemplate,
 };
 use llm_datadist_core::{Error, ErrorKind};
 use serde::Serialize;
@@ -67,7 +67,9 @@ fn greeting(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     add(5, "attached", frame(&Attached { mapped: Ok(()), registered: Err("refused".into()) }));
     let metadata = Metadata(Arc::new(b"metadata".to_vec()));
     add(9, "confirm", frame(&Confirm { metadata: metadata.clone(), fabric: None }));
-    add(10, "entered", frame(&LinkAnswer::Entered { metadata, fabric: None }));
+    let addresses = vec![([10, 0, 0, 1], 26000).into(), ([0xfd00, 0, 0, 0, 0, 0, 0, 1], 1).into()];
+    let entered = EnteredLink { metadata, fabric: None, addresses };
+    add(10, "entered", frame(&LinkAnswer::Entered(entered)));
     add(10, "later", frame(&LinkAnswer::Later { reason: "there is a link already".into() }));
 }
 
@@ -99,7 +101,16 @@ fn requests(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     add(
         7,
         "write",
-        frame(&Request::Write { name, cache, plan: plan(), from: 0, to: 8, ahead: true, limit_ms }),
+        frame(&Request::Write {
+            name,
+            cache,
+            plan: plan(),
+            from: 0,
+            to: 8,
+            ahead: true,
+            shared: None,
+            limit_ms,
+        }),
     );
     let source = WireLocation::Region { region: 1, runs: vec![Run { start: 0, step: 4096, count: 2 }] };
     let fetch =
@@ -124,6 +135,18 @@ fn requests(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
         "notify",
         frame(&Request::Notify { messages: Payloads(vec![message.clone(), message]), limit_ms }),
     );
+    let of_a_part = Request::Write {
+        name,
+        cache,
+        plan: plan(),
+        from: 0,
+        to: 8,
+        ahead: false,
+        shared: Some(300),
+        limit_ms,
+    };
+    add(7, "write-shared", frame(&of_a_part));
+    add(7, "write-part", frame(&Request::WritePart { write: 300, from: 8, to: 16, limit_ms }));
     add(7, "unlink", frame(&Request::Unlink { limit_ms }));
     add(7, "locate", frame(&Request::Locate { addrs: vec![0, 4096, u64::MAX], limit_ms }));
 }
