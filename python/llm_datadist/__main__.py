@@ -1,4 +1,4 @@
-"""The commands ``llm-datadist`` and ``python -m llm_datadist``: ``replay``, ``options`` and ``--version``.
+"""The commands ``llm-datadist`` and ``python -m llm_datadist``: ``replay``, ``doctor``, ``options`` and ``--version``.
 
 Sub-commands are imported when they are called, so that the other commands do not import numpy.
 """
@@ -42,6 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         write(table(min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST)))
         return 0
+    if options.command == "doctor":
+        from llm_datadist.doctor.cli import main as doctor  # noqa: PLC0415  (only this command needs it)
+
+        return doctor(rest)
     from llm_datadist.replay.cli import main as replay  # noqa: PLC0415  (it imports numpy)
 
     return replay(rest)
@@ -54,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"llm_datadist {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands.add_parser("replay", add_help=False, help="replay a request trace through a prefill and a decode process")
+    commands.add_parser("doctor", add_help=False, help="examine this host, or measure the link to another one")
     commands.add_parser("options", help="print every option of an engine with its type, default and meaning")
     return parser
 

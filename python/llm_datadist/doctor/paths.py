@@ -1,0 +1,66 @@
+"""Which path the bytes of each kind of peer would take, and why not a faster one.
+
+The rules are those of docs/links.md ("How bytes travel") and docs/networks.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llm_datadist.doctor import devices, libraries, limits
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from llm_datadist.doctor.kernel_calls import KernelCalls
+    from llm_datadist.doctor.libraries import UcxLibrary
+
+SHARED, PROCESS, SOCKETS, UCX = "mapped", "process", "sockets", "fabric"
+"""Names of the paths in ``stats()["links"]``."""
+MEANINGS = {
+    SHARED: "shared memory: the reader copies mapped memory of the owner",
+    PROCESS: "reads by process id: the reader calls process_vm_readv",
+    SOCKETS: "sockets: the owner sends the bytes",
+    UCX: "UCX: the reader reads the memory of the owner by RDMA",
+}
+
+
+@dataclass(frozen=True)
+class PeerPath:
+    """The path of one kind of peer.
+
+    Args:
+        peer: the kind of peer, and of its memory.
+        path: name of the path, as in ``stats()``.
+        reasons: why no faster path is used; empty if this is the fastest one.
+    """
+
+    peer: str
+    path: str
+    reasons: tuple[str, ...] = ()
+
+
+def paths(root: Path, calls: KernelCalls, ucx: UcxLibrary, environment: Mapping[str, str]) -> list[PeerPath]:
+    """Return the path for each kind of peer, with the default options."""
+    return [_pools(calls), _registered(root, calls), _other_host(root, ucx, environment)]
+
+
+def _pools(calls: KernelCalls) -> PeerPath:
+    peer = "same host, allocated caches"
+    return PeerPath(peer, SOCKETS, (calls.shared_memory,)) if calls.shared_memory else PeerPath(peer, SHARED)
+
+
+def _registered(root: Path, calls: KernelCalls) -> PeerPath:
+    peer = "same host, registered memory"
+    reason = limits.no_process_reads(root, calls)
+    shared = "only pools can be mapped: allocate caches from mem_pool_cfg"
+    return PeerPath(peer, PROCESS, (shared,)) if reason is None else PeerPath(peer, SOCKETS, (reason, shared))
+
+
+def _other_host(root: Path, ucx: UcxLibrary, environment: Mapping[str, str]) -> PeerPath:
+    peer = "other host, or other network namespace"
+    found = (devices.no_rdma(root), ucx.reason, libraries.no_token(environment))
+    reasons = tuple(reason for reason in found if reason is not None)
+    return PeerPath(peer, SOCKETS if reasons else UCX, reasons)
