@@ -150,8 +150,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Examine this host: devices, networks, libraries, limits, and which path the bytes of each kind of "
         "peer would take and why not a faster one. With --to, measure the link to another machine, on which --serve "
         "runs.",
-        epilog="Exit status: 0 if no problem was found or the link was measured; 1 for a problem, a peer that cannot be "
-        "measured or a failure of the engine; 2 for options that cannot be used.",
+        epilog="Exit status: 0 if no problem was found or the link was measured; 1 for a problem, a peer that cannot "
+        "be measured or a failure of the engine; 2 for options that cannot be used; 130 for Ctrl-C.",
     )
     add = parser.add_mutually_exclusive_group().add_argument
     served = f"wait for measurements at this address until Ctrl-C ({_SERVED}); port 0 takes a free port"

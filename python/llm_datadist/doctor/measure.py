@@ -10,6 +10,7 @@ import math
 import select
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Callable
 
 from llm_datadist import BlocksCacheKey, LLMException, LLMStatusCode
@@ -47,6 +48,7 @@ class Row:
 
     Args:
         name: the choice of options, and the memory that was read.
+        transport: how the link carries messages, as ``stats()`` names it.
         moved_by: the paths that moved the bytes, as ``stats()`` names them.
         pull_us: the median and the 99th percentile of pulls of one block of 16 KiB.
         message_us: the same of a message to the program of the peer and back.
@@ -58,6 +60,7 @@ class Row:
     """
 
     name: str
+    transport: str = ""
     moved_by: list[str] = field(default_factory=list)
     pull_us: tuple[float, float] | None = None
     message_us: tuple[float, float] | None = None
@@ -90,19 +93,20 @@ def measure(target: Target) -> list[Row]:
     limit_s = target.seconds / _ROWS
     given = {"token_file": target.token_file, "ucx_library": target.ucx_library}
     rows = _measured(target, Choice(**given), [(DEFAULT, POOL_MODEL), (DEFAULT_REGISTERED, REGISTERED_MODEL)], limit_s)
-    # UCX is not used with peers that share memory, so the link must not look for shared memory. A transfer backend needs
-    # a listener.
-    local = "[::1]:0" if target.address.startswith("[") else "127.0.0.1:0"
-    others = {
-        TCP: Choice(**given, transport="tcp", backend="sockets", listen=local),
-        UCX: Choice(**given, transport="tcp", backend="ucx", listen=local),
-    }
-    for name, choice in others.items():
-        try:
-            rows += _measured(target, choice, [(name, POOL_MODEL)], limit_s)
-        except MeasureError as error:
-            rows.append(Row(name, unusable=str(error)))
-    return rows
+    # UCX is not used with peers that share memory, so these links must not look for shared memory. A transfer backend
+    # needs a listener.
+    over = {"transport": "tcp", "listen": "127.0.0.1:0"}
+    if (rows[0].transport, rows[0].moved_by) != ("tcp", [paths.SOCKETS]):  # otherwise it would be measured twice
+        rows += _optional(target, Choice(**given, **over, backend="sockets"), TCP, limit_s)
+    return rows + _optional(target, Choice(**given, **over, backend="ucx"), UCX, limit_s)
+
+
+def _optional(target: Target, choice: Choice, name: str, limit_s: float) -> list[Row]:
+    """Measure a path that may be unusable."""
+    try:
+        return _measured(target, choice, [(name, POOL_MODEL)], limit_s)
+    except MeasureError as error:
+        return [Row(name, unusable=str(error))]
 
 
 def _measured(target: Target, choice: Choice, parts: list[tuple[str, int]], limit_s: float) -> list[Row]:
@@ -117,20 +121,15 @@ def _measured(target: Target, choice: Choice, parts: list[tuple[str, int]], limi
         try:
             peer = engine.dist.ensure_link(target.address, timeout_ms=LINK_LIMIT_MS).result()
         except LLMException as error:
-            invalid = error.status_code == LLMStatusCode.LLM_PARAM_INVALID
-            raise MeasureError(f"cannot link to {target.address}: {_shown(error)}") from error
-        reason = probe.refusal(peer.metadata)
-        if reason is not None:
+            hint = f"; {probe.START}" if error.status_code == LLMStatusCode.LLM_PARAM_INVALID else ""
+            raise MeasureError(f"cannot link to {target.address}: {_shown(error)}{hint}") from error
+        reason = probe.refusal(b"" if peer is None else peer.metadata)
+        if peer is None or reason is not None:
             raise MeasureError(f"cannot measure {target.address}: {reason}")
-        rows = []
-        for name, model in parts:
-            try:
-                rows.append(_Measurement(engine, peer, model).row(name, limit_s))
-            except LLMException as error:
-                if not rows:
-                    raise MeasureError(f"the measurement of {target.address} failed: {_shown(error)}") from error
-                rows.append(Row(name, unusable=_shown(error)))
-        return rows
+        try:
+            return [_Measurement(engine, peer, model).row(name, limit_s) for name, model in parts]
+        except LLMException as error:
+            raise MeasureError(f"the measurement of {target.address} failed: {_shown(error)}") from error
 
 
 def _shown(error: LLMException) -> str:
@@ -166,13 +165,14 @@ class _Measurement:
         moved = [path for path, now in link["paths"].items() if now["transfers"] > before[path]["transfers"]]
         return Row(
             name,
+            link["transport"],
             moved,
             pull_us,
             message_us,
             pull_gb_s,
             push_gb_s,
             (pull_bytes, push_bytes),
-            not_faster=_not_faster(moved, link),
+            not_faster=_not_faster(moved, link) if name in (DEFAULT, DEFAULT_REGISTERED) else None,
         )
 
     def _link(self) -> Any:
@@ -211,7 +211,8 @@ class _Measurement:
 
 def _not_faster(moved: list[str], link: Any) -> str | None:
     if paths.SOCKETS in moved:
-        return link["sockets_reason"] or link["refusal"]
+        reason: str | None = link["refusal"] or link["sockets_reason"]
+        return reason
     if paths.PROCESS in moved:
         return "only pools can be mapped: allocate caches from mem_pool_cfg"
     return None
@@ -237,13 +238,12 @@ def rate(move: Callable[[int], None], limit_s: float) -> tuple[int, float]:
     until = time.monotonic() + limit_s
     blocks = _FIRST_BLOCKS
     while True:
-        seconds = samples_us(lambda: move(blocks), 0)[0] / 1e6
+        seconds = samples_us(partial(move, blocks), 0)[0] / 1e6
         if blocks >= BLOCKS or seconds * _GROWTH > limit_s / 2:
             break
         blocks = min(blocks * _GROWTH, BLOCKS)
     # The first move of this size touched its memory, so it does not count unless there is no time for another one.
-    counted = (
-        samples_us(lambda: move(blocks), until - time.monotonic()) if time.monotonic() < until else [seconds * 1e6]
-    )
+    left_s = until - time.monotonic()
+    counted = samples_us(partial(move, blocks), left_s) if left_s > 0 else [seconds * 1e6]
     count = blocks * BLOCK_BYTES
     return count, count * len(counted) / (sum(counted) / 1e6) / 1e9

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole, __version__
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from llm_datadist import Cache
 
 BLOCK_BYTES, BLOCKS = 16 * 1024, 1024
@@ -19,6 +21,8 @@ CACHE_BYTES = BLOCK_BYTES * BLOCKS
 POOL_MODEL, REGISTERED_MODEL = 0, 1
 """Model ids in the keys of the two caches."""
 LONGEST_CALL_MS = 10_000
+START = "start `llm-datadist doctor --serve` there, and give its address"
+"""What to do if another program answers."""
 _FORMAT = 1
 _NAME = "llm-datadist doctor"
 _FILL = 0x5A
@@ -75,8 +79,8 @@ class ProbeEngine:
     def __init__(self, choice: Choice) -> None:
         cluster = secrets.randbits(62)  # two measurements of one host must not share an id
         self.dist = LLMDataDist(LLMRole.MIX, cluster)
-        self.dist.init(choice.options())
         self._memory = mmap.mmap(-1, CACHE_BYTES)
+        self.dist.init(choice.options())
         try:
             self.manager = self.dist.cache_manager
             shape = CacheDesc(1, [BLOCKS, BLOCK_BYTES], DataType.DT_INT8)
@@ -93,7 +97,7 @@ class ProbeEngine:
             self.dist.finalize()
             raise
 
-    def __enter__(self) -> ProbeEngine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -111,7 +115,7 @@ def refusal(metadata: bytes) -> str | None:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or found.get("program") != _NAME:
-        return "an engine answers, but not `llm-datadist doctor --serve`; start that on the other machine"
+        return f"another program with an engine answers; {START}"
     if found.get("format") != _FORMAT:
         return "the other side runs another version of `llm-datadist doctor`; use the same version on both sides"
     return None

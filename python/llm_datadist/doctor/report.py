@@ -23,7 +23,8 @@ _INDENT = 4
 def findings(found: Sequence[Finding], peers: Sequence[PeerPath], width: int) -> str:
     """Return the report about this host."""
     column = max(len(finding.name) for finding in found) + 2
-    lines, section = [], ""
+    lines: list[str] = []
+    section = ""
     for finding in found:
         if finding.section != section:
             lines += ["", finding.section] if lines else [finding.section]
@@ -31,8 +32,8 @@ def findings(found: Sequence[Finding], peers: Sequence[PeerPath], width: int) ->
         head = f"  {_MARKS[finding.verdict]:<{_MARK}}{finding.name:<{column}}"
         lines += _wrapped(finding.value, head, len(head), width)
         if finding.verdict != OK:
-            lines += _wrapped(f"{finding.meaning}.", " " * (len(head)), len(head), width)
-            lines += _wrapped(f"To do: {finding.remedy}.", " " * (len(head)), len(head), width)
+            lines += _wrapped(f"Meaning: {finding.meaning}.", " " * len(head), len(head), width)
+            lines += _wrapped(f"To do: {finding.remedy}.", " " * len(head), len(head), width)
     lines += ["", "path of the bytes, by peer", *_paths(peers, width), "", _total(found)]
     return "\n".join(lines)
 
@@ -105,4 +106,5 @@ def _cells(row: Row) -> Sequence[str]:
         return (row.name, "not usable", *["-"] * 6)
     times = [*(row.pull_us or ()), *(row.message_us or ())]
     rates = [row.pull_gb_s or 0.0, row.push_gb_s or 0.0]
-    return (row.name, ", ".join(row.moved_by), *(f"{time:,.1f}" for time in times), *(f"{rate:.3g}" for rate in rates))
+    moved_by = f"{', '.join(row.moved_by)} ({row.transport})"
+    return (row.name, moved_by, *(f"{time:,.1f}" for time in times), *(f"{rate:.3g}" for rate in rates))

@@ -22,8 +22,9 @@ def serve(choice: Choice, seconds: float | None) -> None:
     until = None if seconds is None else time.monotonic() + seconds
     with ProbeEngine(choice) as engine:
         engine.dist.poll()  # from now on, the engine keeps news about links
-        write(f"doctor: serving at {engine.dist.listen_ip_info}; measure from the other machine with")
-        write("doctor:   llm-datadist doctor --to HOST:PORT")
+        address = engine.dist.listen_ip_info or ""
+        write(f"doctor: serving at {address}; measure from the other machine with")
+        write(f"doctor:   llm-datadist doctor --to HOST:{address.rpartition(':')[2]}")
         while until is None or time.monotonic() < until:
             left = _LONGEST_WAIT_S if until is None else max(until - time.monotonic(), 0)
             select.select([engine.dist], [], [], min(left, _LONGEST_WAIT_S))
