@@ -7,14 +7,16 @@ Pulls write into the pool of this engine, and pushes into that of the peer: regi
 from __future__ import annotations
 
 import math
+import os
 import select
 import time
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
 from llm_datadist import BlocksCacheKey, LLMException, LLMStatusCode
-from llm_datadist.doctor import paths, probe
+from llm_datadist.doctor import devices, paths, probe
 from llm_datadist.doctor.probe import BLOCK_BYTES, BLOCKS, POOL_MODEL, REGISTERED_MODEL, Choice, ProbeEngine
 from llm_datadist.events import LinkDown, Notification
 
@@ -98,6 +100,9 @@ def measure(target: Target) -> list[Row]:
     over = {"transport": "tcp", "listen": "127.0.0.1:0"}
     if (rows[0].transport, rows[0].moved_by) != ("tcp", [paths.SOCKETS]):  # otherwise it would be measured twice
         rows += _optional(target, Choice(**given, **over, backend="sockets"), TCP, limit_s)
+    reason = None if "UCX_TLS" in os.environ else devices.no_rdma(Path("/"))  # the variable may allow other transports
+    if reason is not None:
+        return [*rows, Row(UCX, unusable=reason)]
     return rows + _optional(target, Choice(**given, **over, backend="ucx"), UCX, limit_s)
 
 
