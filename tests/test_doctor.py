@@ -140,6 +140,7 @@ def test_limits_of_control_groups_of_version_1_are_read(root: Path) -> None:
 def test_a_group_outside_the_mounted_ones_is_not_followed(root: Path) -> None:
     write(root, "proc/self/cgroup", "0::/../../sibling")
     write(root, "sys/sibling/memory.max", "4096")
+    (root / "sys/fs/cgroup").mkdir(parents=True)
     assert cgroup.memory_limit(root) is None
 
 

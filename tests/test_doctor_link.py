@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Callable
 import pytest
 
 from conftest import options
+from llm_datadist import LLMException
 from llm_datadist.doctor import kernel_calls, limits, measure, probe, report
 from llm_datadist.doctor.measure import Row
 from peers import eventually, free_ports
@@ -132,6 +134,14 @@ def test_token_file_that_others_can_read_exits_2(token: str) -> None:
     assert "mode 0644" in served.stderr
 
 
+def test_an_address_in_use_is_a_failure_of_the_engine() -> None:
+    with serving() as other:
+        command = [*DOCTOR, "--serve", f"127.0.0.1:{other.port}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)  # noqa: S603
+    assert done.returncode == 1
+    assert "doctor: the engine failed: LLM_FAILED: cannot listen at" in done.stderr
+
+
 def test_nobody_listens() -> None:
     address = f"127.0.0.1:{free_ports()}"
     done = to(address)
@@ -196,10 +206,12 @@ def test_interrupted_measurement_exits_130() -> None:
     assert (measuring.returncode, output, errors) == (130, "", "doctor: interrupted\n")
 
 
-def test_a_peer_that_returns_no_messages_is_an_error(
-    start: Callable[..., LLMDataDist], monkeypatch: pytest.MonkeyPatch, held: ExitStack
+@pytest.mark.parametrize(("limit_s", "code"), [(0.2, "LLM_TIMEOUT"), (30.0, "LLM_NOT_YET_LINK")])
+def test_a_peer_that_returns_no_message_is_an_error(
+    start: Callable[..., LLMDataDist], monkeypatch: pytest.MonkeyPatch, held: ExitStack, limit_s: float, code: str
 ) -> None:
-    monkeypatch.setattr(measure, "_MESSAGE_LIMIT_S", 0.2)
+    """With the longer limit, the peer ends while its message is awaited."""
+    monkeypatch.setattr(measure, "_MESSAGE_LIMIT_S", limit_s)
     other = held.enter_context(serving())
     dist = start(options(llm__EnableRemoteCacheAccessible="1"))
     dist.poll()
@@ -211,8 +223,12 @@ def test_a_peer_that_returns_no_messages_is_an_error(
 
     engine: Any = Engine()
     engine.dist = dist
-    with pytest.raises(Exception, match="the peer did not return a message"):
+    killer = threading.Timer(0.5, other.kill)
+    killer.start()
+    held.callback(killer.join)
+    with pytest.raises(LLMException) as caught:
         measure._Measurement(engine, peer, measure.POOL_MODEL)._message()
+    assert caught.value.status_code.name == code
 
 
 @pytest.mark.skipif(not REAL_UCX, reason="needs LLM_DATADIST_UCX_LIBRARY, the path of a libucp.so.0")

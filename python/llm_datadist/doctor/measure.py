@@ -184,7 +184,7 @@ class _Measurement:
         links = self._engine.dist.stats()["links"]
         found = [link for link in links if link["cluster"] == self._peer.cluster_id]
         if not found:
-            raise LLMException("the link has ended", LLMStatusCode.LLM_NOT_YET_LINK)
+            raise LLMException("the link has ended", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
         return found[0]
 
     def _pull(self, blocks: int, **more: str) -> None:
@@ -210,8 +210,10 @@ class _Measurement:
                 if isinstance(event, Notification) and event.payload == payload:
                     return
                 if isinstance(event, LinkDown):
-                    raise LLMException(f"the link has ended: {event.reason}", LLMStatusCode.LLM_NOT_YET_LINK)
-        raise LLMException("the peer did not return a message", LLMStatusCode.LLM_TIMEOUT)
+                    raise LLMException(
+                        f"the link has ended: {event.reason}", status_code=LLMStatusCode.LLM_NOT_YET_LINK
+                    )
+        raise LLMException("the peer did not return a message", status_code=LLMStatusCode.LLM_TIMEOUT)
 
 
 def _not_faster(moved: list[str], link: Any) -> str | None:
