@@ -1,4 +1,6 @@
-"""The commands `llm-datadist` and `python -m llm_datadist`. Not for: replays (`test_replay.py`)."""
+"""The commands `llm-datadist` and `python -m llm_datadist`. Not for: replays (`test_replay.py`) and `doctor`
+(`test_doctor.py`).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ def test_options_prints_every_option_with_type_default_and_meaning(capsys: pytes
 
 @pytest.mark.parametrize(
     ("argument", "shown"),
-    [("--version", [f"llm_datadist {llm_datadist.__version__}\n"]), ("--help", ["usage: ", "replay", "options"])],
+    [
+        ("--version", [f"llm_datadist {llm_datadist.__version__}\n"]),
+        ("--help", ["usage: ", "replay", "doctor", "options"]),
+    ],
 )
 def test_module_is_a_command(argument: str, shown: list[str]) -> None:
     command = [sys.executable, "-m", "llm_datadist", argument]
@@ -54,6 +59,7 @@ def test_wrong_arguments_exit_2(capsys: pytest.CaptureFixture[str], arguments: l
     ("arguments", "errors"),
     [
         ("options", 0),
+        ("doctor", 0),
         ("replay --quiet --requests 10 --layers 1 --head-dim 8", 0),
         ("replay --quiet --requests 10 --layers 1 --head-dim 8 --json -", 1),  # the table goes to standard error
     ],

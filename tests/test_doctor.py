@@ -1,277 +1,452 @@
-"""`llm-datadist doctor`: facts of hosts that the tests make up, and a link between two processes that is measured."""
+"""What `llm-datadist doctor` says about a host, from made-up `/proc` and `/sys` folders.
+
+Not for: measurements (`test_doctor_link.py`).
+"""
 
 from __future__ import annotations
 
+import ctypes
 import json
-import resource
+import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from llm_datadist.doctor import host, paths, report, software
-from llm_datadist.doctor.cli import main
-from llm_datadist.doctor.findings import NOTE, OK, PROBLEM, Finding
-from peers import free_ports
+import llm_datadist
+from llm_datadist.__main__ import main
+from llm_datadist.doctor import cgroup, devices, host, kernel_calls, libraries, limits, paths, report
+from llm_datadist.doctor.finding import NOTE, OK, PROBLEM, Finding
+from llm_datadist.doctor.kernel_calls import KernelCalls
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-COMMAND = (sys.executable, "-m", "llm_datadist", "doctor")
-EPERM = 1
+WORKS = KernelCalls()
+LIMITS = """\
+Limit                     Soft Limit           Hard Limit           Units
+Max open files            {files:<20} 1048576              files
+Max locked memory         {locked:<20} unlimited            bytes
+Max address space         {space:<20} unlimited            bytes
+"""
+STATUS = "Name:\tpython\nUid:\t1000\t1001\t1000\t1000\nNSpid:\t77\nCapEff:\t{caps}\nCpus_allowed_list:\t{cpus}\n"
+PTRACE = f"{1 << 19:016x}"
 
 
-def make(root: Path, files: dict[str, str]) -> Path:
-    """Write files below a root."""
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
-
-
-def by_subject(findings: Iterable[Finding]) -> dict[str, Finding]:
-    """The findings by subject. Each that is not ok says what to do."""
-    found = {finding.subject: finding for finding in findings}
-    assert all(bool(finding.advice) == (finding.verdict != OK) for finding in found.values())
-    return found
-
-
-def test_a_host_without_any_of_the_files(tmp_path: Path) -> None:
-    found = by_subject(host.examine(tmp_path))
-    assert found["RDMA devices"].value == "none"
-    assert found["accelerators"].value == "none"
-    assert found["networks"].value == "none is up"
-    assert found["huge pages"].verdict == NOTE
-    assert "NUMA nodes" not in found
-
-
-def test_a_control_group_and_two_nodes(tmp_path: Path) -> None:
-    files = {
-        "proc/sys/kernel/osrelease": "6.1.0\n",
-        "sys/fs/cgroup/cpu.max": "150000 100000\n",
-        "sys/fs/cgroup/memory.max": f"{3 << 30}\n",
-        "proc/meminfo": "MemTotal:       8388608 kB\nMemAvailable:   2097152 kB\nHugePages_Total:       0\n",
-        "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
-        **{f"sys/devices/system/node/node{number}/x": "" for number in range(2)},
-    }
-    root = make(tmp_path, files)
-    found = by_subject([*host.processor(root), *host.memory(root)])
-    assert found["kernel"].value == "6.1.0"
-    assert found["CPUs that the control group allows"].value == "1.5"
-    assert found["memory"].value == "8.0 GiB, of which 2.0 GiB are available"
-    assert found["memory that the control group allows"].value == "3.0 GiB"
-    assert found["huge pages"] == Finding("huge pages", "madvise")
-    assert found["NUMA nodes"].value == "2"
-
-
-@pytest.mark.parametrize("choice", ["always madvise [never]", ""])
-def test_huge_pages_that_are_off(tmp_path: Path, choice: str) -> None:
-    make(tmp_path, {"sys/kernel/mm/transparent_hugepage/enabled": choice, "sys/fs/cgroup/memory.max": "max\n"})
-    found = by_subject(host.memory(tmp_path))
-    assert found["huge pages"].verdict == NOTE
-    assert "memory that the control group allows" not in found
-
-
-def test_the_limit_of_open_files_says_how_many_links_fit(tmp_path: Path) -> None:
-    few = by_subject(host.limits(tmp_path, files=1024, locked=resource.RLIM_INFINITY))
-    assert "at most 244 links" in few["open files (ulimit -n)"].advice
-    for many in (4096, resource.RLIM_INFINITY):
-        assert by_subject(host.limits(tmp_path, files=many))["open files (ulimit -n)"].verdict == OK
-
-
-def test_locked_memory_matters_for_rdma(tmp_path: Path) -> None:
-    name = "locked memory (ulimit -l)"
-    assert by_subject(host.limits(tmp_path, locked=8 << 20))[name] == Finding(name, "8192 KiB")
-    make(tmp_path, {"sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n"})
-    assert by_subject(host.limits(tmp_path, locked=8 << 20))[name].verdict == PROBLEM
-    assert by_subject(host.limits(tmp_path, locked=resource.RLIM_INFINITY))[name].verdict == OK
-
-
-@pytest.mark.parametrize(
-    ("scope", "errno", "user", "verdict"),
-    [
-        (None, None, 1000, OK),
-        ("1", None, 1000, OK),
-        ("2", None, 1000, NOTE),
-        ("2", None, 0, OK),
-        ("3", None, 0, NOTE),
-        ("0", EPERM, 0, NOTE),
-    ],
-)
-def test_reads_of_other_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scope: str | None, errno: int | None, user: int, verdict: str
-) -> None:
-    monkeypatch.setattr("os.geteuid", lambda: user)
-    make(tmp_path, {} if scope is None else {"proc/sys/kernel/yama/ptrace_scope": scope})
-    [finding] = host.process_reads(tmp_path, lambda: errno)
-    assert finding.verdict == verdict
-    assert errno is None or "Operation not permitted" in finding.value
-
-
-def test_this_process_may_read_itself() -> None:
-    assert host._reads_itself() is None
-
-
-def test_networks_and_rdma_devices(tmp_path: Path) -> None:
-    files = {
-        "sys/class/net/lo/operstate": "unknown\n",
-        "sys/class/net/docker0/operstate": "down\n",
-        "sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n",
-        "sys/class/infiniband/mlx5_0/ports/1/link_layer": "Ethernet\n",
-        "sys/class/infiniband/mlx5_0/ports/1/rate": "400 Gb/sec (4X NDR)\n",
-        "sys/class/infiniband/mlx5_1/ports/1/state": "1: DOWN\n",
-    }
-    for name, speed in (("eth0", 100_000), ("eth1", 25_000)):
-        folder = f"sys/class/net/{name}"
-        files |= {f"{folder}/operstate": "up\n", f"{folder}/speed": f"{speed}\n", f"{folder}/device/x": ""}
-    root = make(tmp_path, files)
-    found = by_subject([*host.networks(root), *host.rdma_devices(root)])
-    assert found["networks"].value == "eth0 (100 Gbit/s), eth1 (25 Gbit/s)"
-    assert "link_addresses" in found["networks"].advice
-    assert found["RDMA device mlx5_0, port 1"] == Finding(
-        "RDMA device mlx5_0, port 1", "ACTIVE, Ethernet, 400 Gb/sec (4X NDR)"
-    )
-    assert found["RDMA device mlx5_1, port 1"].verdict == NOTE
-
-
-def test_accelerators(tmp_path: Path) -> None:
-    names = ("nvidia0", "nvidia1", "nvidiactl", "davinci0", "davinci_manager")
-    [finding] = host.accelerators(make(tmp_path, {f"dev/{name}": "" for name in names}))
-    assert (finding.value, finding.verdict) == ("2 of NVIDIA, 1 of Ascend", NOTE)
-
-
-def test_a_library_that_is_no_ucx() -> None:
-    for library, reason in (("/nowhere/libucp.so.0", "/nowhere/libucp.so.0"), ("libc.so.6", "ucp_get_version")):
-        finding = software.ucx(library)
-        assert finding.verdict == NOTE
-        assert reason in finding.value
-
-
-def facts(*, device: str | None = OK, library: str = OK, reads: str = OK) -> list[Finding]:
-    """What decides about paths."""
-    devices = Finding("RDMA devices", "none", NOTE, "x")
-    if device is not None:
-        devices = Finding("RDMA device mlx5_0, port 1", "x", device, "")
-    return [Finding("reads of registered memory of …", "no", reads), devices, Finding("UCX (x)", "missing", library)]
-
-
-@pytest.mark.parametrize(
-    ("given", "token", "path", "reason"),
-    [
-        (facts(), True, "fabric", "same version"),
-        (facts(), False, "sockets", "token"),
-        (facts(device=None), True, "sockets", "no RDMA device"),
-        (facts(device=NOTE), True, "sockets", "no RDMA device"),
-        (facts(library=NOTE), True, "sockets", "missing"),
-    ],
-)
-def test_the_path_between_hosts(given: list[Finding], token: bool, path: str, reason: str) -> None:
-    found = {expected.peer: expected for expected in paths.expected(given, token=token)}
-    between = found["another host, cache in a pool"]
-    assert between.path == path
-    assert reason in between.reason
-    assert found["this host, cache in a pool"].path == "mapped"
-
-
-def test_the_path_of_registered_memory() -> None:
-    for verdict, path in ((OK, "process"), (NOTE, "sockets")):
-        found = {one.peer: one for one in paths.expected(facts(reads=verdict), token=False)}
-        assert found["this host, registered memory"].path == path
-
-
-def test_the_report_has_every_finding_and_its_advice() -> None:
-    text = report.findings_text([Finding("a", "1"), Finding("longer", "2", PROBLEM, "do this")])
-    assert text.splitlines() == ["ok      a       1", "PROBLEM longer  2", "                -> do this"]
-
-
-def test_this_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "found.json"
-    assert main(["--json", str(file)]) in {0, 1}
-    found = json.loads(file.read_text())
-    text = capsys.readouterr().out
-    assert {finding["subject"] for finding in found["findings"]} >= {"kernel", "memory", "llm_datadist", "Python"}
-    assert all(finding["subject"] in text for finding in found["findings"])
-    assert len(found["paths"]) == 4
-    assert main(["--json", "-"]) in {0, 1}
-    captured = capsys.readouterr()
-    assert json.loads(captured.out).keys() == found.keys()
-    assert "kernel" in captured.err
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--to", "10.0.0.1"],
-        ["--to", ":26010"],
-        ["--to", "10.0.0.1:0"],
-        ["--to", "10.0.0.1:65536"],
-        ["--seconds", "0"],
-        ["--seconds", "nan"],
-        ["--seconds", "x"],
-        ["--serve", "--to", "10.0.0.1:1"],
-        ["--nonsense"],
-    ],
-)
-def test_wrong_options(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
-    assert arguments[0].lstrip("-") in capsys.readouterr().err
-
-
-def test_a_peer_that_does_not_serve(capsys: pytest.CaptureFixture[str]) -> None:
-    for address in (f"127.0.0.1:{free_ports()}", "no-such-host.invalid:26010"):
-        assert main(["--to", address]) == 2
-        assert "doctor --serve" in capsys.readouterr().err
-
-
-def test_a_token_file_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--to", "127.0.0.1:26010", "--token-file", "/nowhere/token"]) in {1, 2}
-    assert "/nowhere/token" in capsys.readouterr().err
+def write(root: Path, name: str, text: str) -> None:
+    file = root / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text + "\n", encoding="utf-8")
 
 
 @pytest.fixture
-def serving(tmp_path: Path) -> Iterator[tuple[str, str]]:
-    """A process that serves, its address, and its token file."""
-    token = tmp_path / "token"
-    token.write_text("a shared token of some length")
-    token.chmod(0o600)
-    address = f"127.0.0.1:{free_ports()}"
-    command = [*COMMAND, "--serve", address, "--seconds", "60", "--token-file", str(token)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603
-        assert process.stdout is not None
-        assert address in process.stdout.readline()
-        yield address, str(token)
-        process.terminate()
+def root(tmp_path: Path) -> Path:
+    """A large host on which nothing limits the engine, without RDMA devices and accelerators."""
+    write(tmp_path, "proc/sys/kernel/osrelease", "6.8.0-40-generic")
+    write(tmp_path, "proc/self/status", STATUS.format(caps="0" * 16, cpus="0-3,8"))
+    write(tmp_path, "proc/self/limits", LIMITS.format(files=65536, locked="unlimited", space="unlimited"))
+    write(tmp_path, "proc/self/uid_map", "         0          0 4294967295")
+    write(tmp_path, "proc/meminfo", "MemTotal:       16777216 kB\nMemAvailable:    8388608 kB")
+    write(tmp_path, "proc/cpuinfo", "processor\t: 0\nmodel name\t: A CPU of tests")
+    write(tmp_path, "proc/self/cgroup", "0::/service/engine")
+    write(tmp_path, "sys/devices/system/cpu/online", "0-15")
+    (tmp_path / "sys/devices/system/node/node0").mkdir(parents=True)
+    for name in ("enabled", "shmem_enabled"):
+        write(tmp_path, f"sys/kernel/mm/transparent_hugepage/{name}", "always [madvise] never")
+    write(tmp_path, "sys/class/net/lo/type", "772")
+    network(tmp_path, "eth0", state="up", speed="25000")
+    (tmp_path / "dev/shm").mkdir(parents=True)
+    return tmp_path
 
 
-def test_a_link_is_measured(serving: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    address, token = serving
-    file = tmp_path / "link.json"
-    assert main(["--to", address, "--seconds", "0.4", "--token-file", token, "--json", str(file)]) == 0
-    rows: list[dict[str, Any]] = json.loads(file.read_text())["link"]
-    assert [(row["options"], row["path"]) for row in rows] == [
-        ("default options", "mapped"),
-        ("sockets only", "sockets"),
-    ]
-    for row in rows:
-        assert 0 < row["pull_us"][0] <= row["pull_us"][1]
-        assert 0 < row["push_us"][0] <= row["push_us"][1]
-        assert min(row["pull_gbs"], row["push_gbs"]) > 0
-    assert rows[0]["reason"] == ""
-    assert "no memory is shared" in rows[1]["reason"]
-    text = capsys.readouterr().out
-    assert "pull 16 KiB" in text
-    assert "sockets only: sockets, because the link uses TCP" in text
+def network(root: Path, name: str, state: str, speed: str) -> None:
+    for part, text in {"type": "1", "operstate": state, "speed": speed, "mtu": "9000"}.items():
+        write(root, f"sys/class/net/{name}/{part}", text)
 
 
-def test_a_peer_with_another_token(
-    serving: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def rdma(root: Path, state: str = "4: ACTIVE", *, file: bool = True) -> None:
+    for part, text in {"state": state, "link_layer": "InfiniBand", "rate": "200 Gb/sec (4X HDR)"}.items():
+        write(root, f"sys/class/infiniband/mlx5_0/ports/1/{part}", text)
+    if file:
+        write(root, "dev/infiniband/uverbs0", "")
+
+
+def named(found: list[Finding], name: str) -> Finding:
+    return next(finding for finding in found if finding.name == name)
+
+
+def everything(root: Path, calls: KernelCalls = WORKS) -> list[Finding]:
+    return [*host.findings(root), *limits.findings(root, calls), *devices.findings(root)]
+
+
+class Ucx(libraries.UcxLibrary):
+    """A stand-in for a library that was loaded."""
+
+    def __init__(self, version: tuple[int, int, int] | None = (1, 17, 0), reason: str | None = None) -> None:
+        self.name, self.version, self.reason = "libucp.so.0", version, reason
+
+
+def test_a_host_without_limits_has_neither_notes_nor_problems(root: Path) -> None:
+    found = everything(root)
+    assert len(found) > 15
+    assert [finding for finding in found if finding.verdict != OK] == []
+    values = {finding.name: finding.value for finding in found}
+    assert values["kernel"] == "Linux 6.8.0-40-generic"
+    assert values["CPUs"] == "5 of 16 usable, A CPU of tests"
+    assert values["memory"] == "16.0 GiB, 8.0 GiB available"
+    assert values["user"] == "user id 1001"  # the effective one
+    assert values["open files (ulimit -n)"] == "65,536 (hard limit 1,048,576): 4,096 incoming links"
+    assert values["eth0"] == "up, 25 Gbit/s, MTU 9000"
+    assert "lo" not in values
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict"), [("5.0.9", PROBLEM), ("5.1.0", NOTE), ("5.8.18", NOTE), ("5.9.0", OK), ("6.18.44-x", OK)]
+)
+def test_kernels_that_are_too_old_are_named(root: Path, version: str, verdict: str) -> None:
+    write(root, "proc/sys/kernel/osrelease", version)
+    found = named(host.findings(root), "kernel")
+    assert (found.value, found.verdict) == (f"Linux {version}", verdict)
+
+
+def test_limits_of_control_groups_of_version_2_are_the_lowest_of_all_groups_around(root: Path) -> None:
+    assert cgroup.memory_limit(root) is None
+    assert cgroup.cpu_limit(root) is None
+    write(root, "sys/fs/cgroup/service/engine/memory.max", "max")
+    write(root, "sys/fs/cgroup/service/memory.max", str(3 * 2**30))
+    write(root, "sys/fs/cgroup/memory.max", str(4 * 2**30))
+    write(root, "sys/fs/cgroup/other/memory.max", "4096")
+    write(root, "sys/fs/cgroup/service/engine/cpu.max", "150000 100000")
+    write(root, "sys/fs/cgroup/service/cpu.max", "max 100000")
+    memory, cpus = (named(host.findings(root), name) for name in ("memory", "CPUs"))
+    assert (memory.value, memory.verdict) == ("16.0 GiB, 8.0 GiB available, cgroup limit 3.0 GiB", NOTE)
+    assert cpus.value.startswith("5 of 16 usable, cgroup limit 1.5, ")
+    assert cpus.verdict == NOTE
+
+
+def test_limits_of_control_groups_of_version_1_are_read(root: Path) -> None:
+    write(root, "proc/self/cgroup", "5:cpu,cpuacct:/job\n4:memory:/job/step\n3:cpuset:/other")
+    write(root, "sys/fs/cgroup/memory/job/step/memory.limit_in_bytes", str(2**63 - 4096))  # none
+    write(root, "sys/fs/cgroup/memory/job/memory.limit_in_bytes", str(2**30))
+    write(root, "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us", "400000")
+    write(root, "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us", "100000")
+    assert cgroup.memory_limit(root) == 2**30
+    assert cgroup.cpu_limit(root) == 4.0
+    write(root, "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us", "-1")
+    assert cgroup.cpu_limit(root) is None
+
+
+def test_a_group_outside_the_mounted_ones_is_not_followed(root: Path) -> None:
+    write(root, "proc/self/cgroup", "0::/../../sibling")
+    write(root, "sys/sibling/memory.max", "4096")
+    (root / "sys/fs/cgroup").mkdir(parents=True)
+    assert cgroup.memory_limit(root) is None
+
+
+@pytest.mark.parametrize(("files", "links"), [(1024, "244"), (50, "4"), (4095, "1,011")])
+def test_few_open_files_limit_the_links(root: Path, files: int, links: str) -> None:
+    write(root, "proc/self/limits", LIMITS.format(files=files, locked="unlimited", space="unlimited"))
+    found = named(limits.findings(root, WORKS), "open files (ulimit -n)")
+    assert found.verdict == NOTE
+    assert found.value == f"{files:,} (hard limit 1,048,576): {links} incoming links"
+    assert "ulimit -n 65536" in found.remedy
+
+
+def test_locked_memory_matters_only_with_an_rdma_device(root: Path) -> None:
+    write(root, "proc/self/limits", LIMITS.format(files=65536, locked=8 * 2**20, space=2**40))
+    name = "locked memory (ulimit -l)"
+    assert named(limits.findings(root, WORKS), name).verdict == OK
+    rdma(root)
+    found = named(limits.findings(root, WORKS), name)
+    assert (found.value, found.verdict) == ("8.0 MiB", NOTE)
+    assert named(limits.findings(root, WORKS), "address space (ulimit -v)").value == "1.0 TiB"
+
+
+@pytest.mark.parametrize(
+    ("scope", "caps", "permitted"),
+    [
+        (None, "0", True),
+        ("0", "0", True),
+        ("1", "0", True),
+        ("2", "0", False),
+        ("2", PTRACE, True),
+        ("2", f"{1 << 18:x}", False),
+        ("3", PTRACE, False),
+    ],
+)
+def test_yama_decides_about_reads_by_process_id(root: Path, scope: str | None, caps: str, permitted: bool) -> None:
+    if scope is not None:
+        write(root, "proc/sys/kernel/yama/ptrace_scope", scope)
+    write(root, "proc/self/status", STATUS.format(caps=caps, cpus="0-3"))
+    found = named(limits.findings(root, WORKS), "reads by process id")
+    assert found.verdict == (OK if permitted else NOTE)
+    assert found.value.startswith("permitted" if permitted else "refused")
+    assert ("with CAP_SYS_PTRACE" in found.value) == (caps == PTRACE)
+    registered = paths.paths(root, WORKS, Ucx(), {})[1]
+    assert registered.path == ("process" if permitted else "sockets")
+
+
+def test_calls_that_the_kernel_refuses_change_the_paths(root: Path) -> None:
+    calls = KernelCalls("memfd_create failed", "process_vm_readv failed", "pidfd_open failed")
+    found = limits.findings(root, calls)
+    shared, reads = (named(found, name) for name in ("shared memory (memfd)", "reads by process id"))
+    assert (shared.verdict, reads.verdict) == (PROBLEM, NOTE)
+    assert "memfd_create failed" in shared.meaning
+    assert "process_vm_readv failed" in reads.meaning
+    pools, registered, _ = paths.paths(root, calls, Ucx(), {})
+    assert (pools.path, pools.reasons) == ("sockets", ("memfd_create failed",))
+    assert (registered.path, registered.reasons[0]) == ("sockets", "process_vm_readv failed")
+    handle = paths.paths(root, KernelCalls(process_handle="pidfd_open failed"), Ucx(), {})[1]
+    assert (handle.path, handle.reasons[0]) == ("sockets", "pidfd_open failed")
+
+
+def test_this_process_may_make_the_calls() -> None:
+    calls = kernel_calls.try_all()
+    assert calls.shared_memory is None  # every test with an engine needs it
+    if hasattr(os, "pidfd_open"):
+        assert calls.process_handle is None
+
+
+def test_a_call_that_fails_is_reported_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError(1, "refused by the test")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    monkeypatch.setattr(os, "pidfd_open", refuse, raising=False)
+    monkeypatch.setattr(os, "getpid", lambda: 2**22 + 1)  # above the highest id of a process
+    calls = kernel_calls.try_all()
+    assert calls.shared_memory == "memfd_create failed (errno=1): Operation not permitted"
+    assert calls.process_handle == "pidfd_open failed (errno=1): Operation not permitted"
+    assert calls.process_read == "process_vm_readv failed (errno=3): No such process"
+
+
+def test_small_pages_are_noted(root: Path) -> None:
+    write(root, "sys/kernel/mm/transparent_hugepage/shmem_enabled", "always within_size advise [never] deny force")
+    found = named(limits.findings(root, WORKS), "transparent huge pages")
+    assert (found.value, found.verdict) == ("anonymous: madvise, shared: never", NOTE)
+    assert "huge_pages=" in found.remedy
+    write(root, "proc/sys/kernel/osrelease", "6.0.1")
+    assert "6.1" in named(limits.findings(root, WORKS), "transparent huge pages").remedy
+
+
+def test_a_host_whose_networks_are_down_reaches_no_other_host(root: Path) -> None:
+    network(root, "eth0", state="down", speed="-1")
+    found = named(devices.findings(root), "interfaces")
+    assert (found.value, found.verdict) == ("eth0", NOTE)
+
+
+def test_several_cards_are_noted_but_no_bridges(root: Path) -> None:
+    network(root, "docker0", state="up", speed="10000")
+    write(root, "sys/class/net/eth0/device/vendor", "0x15b3")
+    assert not [finding for finding in devices.findings(root) if finding.name == "several networks"]
+    network(root, "eth1", state="up", speed="100000")
+    write(root, "sys/class/net/eth1/device/vendor", "0x15b3")
+    found = named(devices.findings(root), "several networks")
+    assert (found.value, found.verdict) == ("eth0, eth1", NOTE)
+    assert "link_addresses" in found.remedy
+
+
+def test_rdma_devices_are_listed_with_their_ports(root: Path) -> None:
+    assert devices.no_rdma(root) == "this host has no RDMA device (/sys/class/infiniband)"
+    rdma(root)
+    assert devices.no_rdma(root) is None
+    found = named(devices.findings(root), "RDMA mlx5_0 port 1")
+    assert (found.value, found.verdict) == ("ACTIVE, InfiniBand, 200 Gb/sec (4X HDR)", OK)
+
+
+@pytest.mark.parametrize(("state", "file", "reason"), [("1: DOWN", True, "active"), ("4: ACTIVE", False, "uverbs")])
+def test_rdma_devices_that_cannot_be_used_are_noted(root: Path, state: str, file: bool, reason: str) -> None:
+    rdma(root, state, file=file)
+    found = named(devices.findings(root), "RDMA devices")
+    assert found.verdict == NOTE
+    assert reason in found.meaning
+
+
+def test_accelerators_are_named_as_unused(root: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "davinci3", "davinci_manager"):
+        write(root, f"dev/{name}", "")
+    found = devices.findings(root)
+    assert named(found, "NVIDIA").value == "nvidia0, nvidia1"
+    assert named(found, "Ascend").value == "davinci3"
+    assert "does not use accelerators" in named(found, "Ascend").meaning
+
+
+@pytest.mark.parametrize("mark", [".dockerenv", "run/.containerenv", "a PID namespace"])
+def test_containers_are_noted(root: Path, mark: str) -> None:
+    if mark.startswith("a "):
+        write(root, "proc/self/status", STATUS.format(caps="0", cpus="0").replace("\t77", "\t77\t1"))
+    else:
+        write(root, mark, "")
+    assert named(host.findings(root), "container").verdict == NOTE
+
+
+def test_a_user_namespace_is_noted(root: Path) -> None:
+    write(root, "proc/self/uid_map", "         0       1000          1")
+    found = named(host.findings(root), "user")
+    assert (found.value, found.verdict) == ("user id 1001, in a user namespace", NOTE)
+
+
+def test_an_empty_root_is_no_failure(tmp_path: Path) -> None:
+    found = everything(tmp_path)
+    assert named(found, "memory").value == "unknown"
+    assert named(found, "kernel").verdict == PROBLEM
+    assert report.findings(found, paths.paths(tmp_path, WORKS, Ucx(), {}), 100)
+
+
+TOKEN = {"LLM_DATADIST_TOKEN_FILE": "/run/token"}
+
+
+def test_ucx_is_used_only_with_a_device_a_library_and_a_token(root: Path) -> None:
+    rdma(root)
+    assert paths.paths(root, WORKS, Ucx(), TOKEN)[2] == paths.PeerPath(
+        "other host, or other network namespace", "fabric", ()
+    )
+    lacking = {
+        "no token": paths.paths(root, WORKS, Ucx(), {}),
+        "too old": paths.paths(root, WORKS, Ucx((1, 12, 0), "too old"), TOKEN),
+    }
+    (root / "dev/infiniband/uverbs0").unlink()
+    lacking["uverbs"] = paths.paths(root, WORKS, Ucx(), TOKEN)
+    for reason, found in lacking.items():
+        assert found[2].path == "sockets"
+        assert len(found[2].reasons) == 1
+        assert reason in found[2].reasons[0]
+
+
+def test_ucx_that_is_missing_is_noted_only_beside_an_rdma_device(root: Path) -> None:
+    missing = libraries.UcxLibrary("libucp_of_no_system.so.0")
+    assert missing.version is None
+    assert missing.reason is not None
+    assert "libucp_of_no_system.so.0" in missing.reason
+    assert named(libraries.findings(root, missing, {}), "UCX").verdict == OK
+    rdma(root)
+    assert named(libraries.findings(root, missing, {}), "UCX").verdict == NOTE
+    assert named(libraries.findings(root, Ucx(), {}), "UCX").value == "1.17.0 (libucp.so.0)"
+
+
+@pytest.mark.parametrize(("version", "usable"), [((1, 12, 9), False), ((1, 13, 0), True), ((2, 0, 0), False)])
+def test_versions_of_ucx_are_those_that_the_engine_accepts(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, int, int], usable: bool
 ) -> None:
-    other = tmp_path / "other"
-    other.write_text("another token, of some length")
-    other.chmod(0o600)
-    assert main(["--to", serving[0], "--seconds", "0.4", "--token-file", str(other)]) == 2
-    assert "cannot link to" in capsys.readouterr().err
+    class Loaded:
+        def __init__(self, _name: str) -> None:
+            self.environment = dict(os.environ)
+            assert os.environ["UCX_HANDLE_ERRORS"] == "none"
+            assert os.environ["UCX_MEM_EVENTS"] == "y"  # the choice of the user remains
+
+        def ucp_get_version(self, *numbers: object) -> None:
+            for number, value in zip(numbers, version):
+                number._obj.value = value  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(ctypes, "CDLL", Loaded)
+    monkeypatch.delenv("UCX_HANDLE_ERRORS", raising=False)
+    monkeypatch.setenv("UCX_MEM_EVENTS", "y")
+    found = libraries.UcxLibrary()
+    assert found.version == version
+    assert (found.reason is None) == usable
+    assert "UCX_HANDLE_ERRORS" not in os.environ
+
+
+def test_the_token_is_never_shown(root: Path) -> None:
+    secret = {"LLM_DATADIST_TOKEN": "a secret of this test"}
+    found = libraries.findings(root, Ucx(), secret)
+    assert named(found, "token").value == "LLM_DATADIST_TOKEN is set"
+    assert "a secret" not in repr(found)
+    assert named(libraries.findings(root, Ucx(), {"LLM_DATADIST_TOKEN": ""}), "token").value.startswith("none")
+
+
+def test_the_report_shows_meaning_and_remedy_and_fits_its_width() -> None:
+    found = [
+        Finding("host", "good", "fine"),
+        Finding("host", "bad", "a value " * 20, PROBLEM, "it fails", "repair it"),
+        Finding("limits", "small", "7", NOTE, "it is small", "raise it"),
+    ]
+    peers = [paths.PeerPath("near", "mapped"), paths.PeerPath("far away", "sockets", ("one", "two"))]
+    text = report.findings(found, peers, 80)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "  ok       good   fine" in lines
+    assert "  PROBLEM  bad    a value a value" in text
+    assert [line.strip() for line in lines if ":" in line][:4] == [
+        "Meaning: it fails.",
+        "To do: repair it.",
+        "Meaning: it is small.",
+        "To do: raise it.",
+    ]
+    assert [line.strip() for line in lines if "Not faster" in line] == [
+        "Not faster, because one.",
+        "Not faster, because two.",
+    ]
+    assert lines[-1] == "1 problem, 1 note"
+    assert [line for line in lines if line and not line.startswith(" ")] == [
+        "host",
+        "limits",
+        "path of the bytes, by peer",
+        "1 problem, 1 note",
+    ]
+
+
+def test_doctor_reports_this_host_as_text_and_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "found.json"
+    status = main(["doctor", "--json", str(file)])
+    text, found = capsys.readouterr().out, json.loads(file.read_text())
+    verdicts = [finding["verdict"] for finding in found["findings"]]
+    assert status == int(PROBLEM in verdicts)
+    values = {finding["name"]: finding["value"] for finding in found["findings"]}
+    assert values["llm_datadist"] == llm_datadist.__version__
+    assert values["Python"] == ".".join(map(str, sys.version_info[:3]))
+    assert f"Linux {os.uname().release}" == values["kernel"]
+    assert [path["peer"].split(",")[0] for path in found["paths"]] == ["same host", "same host", "other host"]
+    assert values["kernel"] in text
+    assert main(["doctor", "--json", "-"]) == status
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["paths"] == found["paths"]
+    assert values["kernel"] in shown.err
+
+
+@pytest.mark.parametrize("verdict", [OK, NOTE, PROBLEM])
+def test_only_a_problem_is_exit_status_1(monkeypatch: pytest.MonkeyPatch, verdict: str) -> None:
+    made = [Finding("host", "made up", "value", verdict, "meaning", "remedy")]
+    monkeypatch.setattr(host, "findings", lambda _root: made)
+    for module in (limits, devices, libraries):
+        monkeypatch.setattr(module, "findings", lambda *_: [])
+    assert main(["doctor"]) == int(verdict == PROBLEM)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ("--to nowhere", "argument --to: 'nowhere' is not of the form HOST:PORT"),
+        ("--to 127.0.0.1:0", "with a port from 1 to 65535"),
+        ("--to 127.0.0.1:65536", "with a port from 1 to 65535"),
+        ("--to ::1:26500", "or [IPV6]:PORT"),
+        ("--to no.such.host.invalid:1", "--to: the host of 'no.such.host.invalid:1' is not known"),
+        ("--serve localhost:0", "argument --serve: 'localhost:0' has a host name; an IP address is needed"),
+        ("--serve 127.0.0.1:65536", "with a port from 0 to 65535"),
+        ("--serve --to 127.0.0.1:1", "not allowed with argument"),
+        ("--serve --seconds 0", "argument --seconds: '0' is not a number of seconds from 0.001 to 99,999"),
+        ("--to 127.0.0.1:1 --seconds 1e3", "argument --seconds: '1e3' is not a number of seconds"),
+        ("--to 127.0.0.1:1 --token-file /no/file", "argument --token-file: there is no file '/no/file'"),
+        ("--ucx-library /no/file", "argument --ucx-library: there is no file '/no/file'"),
+        ("--seconds 3", "--seconds belongs to --serve or --to"),
+        ("--token-file /", "--token-file belongs to --serve or --to"),
+        ("--to 127.0.0.1:1 --transfer-backend ucx", "--transfer-backend belongs to --serve"),
+        ("--serve --transfer-backend rdma", "invalid choice: 'rdma'"),
+        ("--serve --json x", "--json belongs to a report or a measurement, not to --serve"),
+        ("--json /no/folder/x", "--json: [Errno 2]"),
+        ("extra", "unrecognized arguments: extra"),
+    ],
+)
+def test_options_that_cannot_be_used_exit_2(capsys: pytest.CaptureFixture[str], arguments: str, error: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", *arguments.split()])
+    assert caught.value.code == 2
+    assert error in capsys.readouterr().err
+
+
+def test_help_names_every_option() -> None:
+    command = [sys.executable, "-m", "llm_datadist", "doctor", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)  # noqa: S603
+    options = ("--serve", "--to", "--token-file", "--ucx-library", "--transfer-backend", "--seconds", "--json")
+    assert all(option in done.stdout for option in options)

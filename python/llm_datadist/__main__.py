@@ -1,4 +1,4 @@
-"""The commands ``llm-datadist`` and ``python -m llm_datadist``: ``doctor``, ``replay``, ``options`` and ``--version``.
+"""The commands ``llm-datadist`` and ``python -m llm_datadist``: ``replay``, ``doctor``, ``options`` and ``--version``.
 
 Sub-commands are imported when they are called, so that the other commands do not import numpy.
 """
@@ -57,8 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=program, description="Commands of llm_datadist.")
     parser.add_argument("--version", action="version", version=f"llm_datadist {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    commands.add_parser("doctor", add_help=False, help="examine this host, or measure the link to another one")
     commands.add_parser("replay", add_help=False, help="replay a request trace through a prefill and a decode process")
+    commands.add_parser("doctor", add_help=False, help="examine this host, or measure the link to another one")
     commands.add_parser("options", help="print every option of an engine with its type, default and meaning")
     return parser
 

@@ -1,13 +1,21 @@
-"""Examines a host, and measures a link: ``llm-datadist doctor``.
+"""Examines a host and measures links: ``llm-datadist doctor``.
 
-| module   | content                                                                     |
-| -------- | --------------------------------------------------------------------------- |
-| findings | what was found, with a verdict                                              |
-| host     | kernel, memory, limits, devices and networks, read from ``/proc`` and ``/sys`` |
-| software | versions of the packages and of UCX                                         |
-| paths    | the path that each kind of peer would use, and why it is not a faster one   |
-| probe    | the engine with a small cache at either end of a measured link              |
-| measure  | latency and throughput of a link                                            |
-| report   | the tables                                                                  |
-| cli      | options, exit status                                                        |
+It uses the public calls of the package only, and the standard library. No module outside this folder imports this
+package at its top level.
+
+| module       | content                                                                        |
+| ------------ | ------------------------------------------------------------------------------ |
+| finding      | one fact about the host, its verdict, and what to do; reading small files      |
+| cgroup       | limits of the control groups of this process                                   |
+| host         | kernel, CPUs, memory, user                                                     |
+| kernel_calls | tries the system calls that the engine needs                                   |
+| limits       | open files, locked memory, reads of other processes, huge pages                |
+| devices      | networks, RDMA devices, accelerators                                           |
+| libraries    | versions of Python packages and of UCX; whether a token is set                 |
+| paths        | which path each kind of peer would use, and why not a faster one               |
+| probe        | what both ends of a measurement share: caches, options, metadata               |
+| serve        | the end that waits for measurements: ``--serve``                               |
+| measure      | the end that measures: ``--to``                                                |
+| report       | tables                                                                         |
+| cli          | options, exit status                                                           |
 """

@@ -1,160 +1,198 @@
 """Options of ``llm-datadist doctor`` and its exit status.
 
-| exit status | meaning                                                                     |
-| ----------- | --------------------------------------------------------------------------- |
-| 0           | nothing fails on this host; the link was measured, or served until the end  |
-| 1           | a finding is a PROBLEM, or a transfer of a measured link failed             |
-| 2           | the options cannot be used, or the peer cannot be reached                   |
-| 130         | interrupted by Ctrl-C while measuring                                       |
+| exit status | meaning                                                                                       |
+| ----------- | --------------------------------------------------------------------------------------------- |
+| 0           | no problem was found; the default path was measured; or ``--serve`` has ended                 |
+| 1           | a problem was found, the peer cannot be measured, or the engine failed                        |
+| 2           | the options cannot be used                                                                    |
+| 130         | a measurement was interrupted by Ctrl-C                                                       |
 """
+
+# ruff: noqa: T201  (a command prints)
 
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import json
+import logging
 import os
+import re
+import shutil
 import socket
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llm_datadist import LLMException, LLMStatusCode
-from llm_datadist.doctor import host, paths, report, software
-from llm_datadist.doctor.findings import PROBLEM
-from llm_datadist.doctor.measure import measure
-from llm_datadist.doctor.probe import OWNER, Probe
-from llm_datadist.option_table import TOKEN_VARIABLES
+from llm_datadist.doctor import devices, host, kernel_calls, libraries, limits, report
+from llm_datadist.doctor.finding import PROBLEM
+from llm_datadist.doctor.measure import MeasureError, Target, measure
+from llm_datadist.doctor.paths import paths
+from llm_datadist.doctor.probe import Choice
+from llm_datadist.doctor.serve import serve
 from llm_datadist.standard_output import write
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["main"]
-
-_PORT = 26010
-_SECONDS = 10.0
-_MOST_SECONDS = 86_400.0
 _STANDARD_OUTPUT = "-"
+_SERVED = "0.0.0.0:26500"
+_SECONDS = 10.0
+_LAST_PORT = 65535
+_NARROWEST, _WIDEST = 80, 120
+_BACKENDS = ("auto", "sockets", "ucx")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Examine this host, serve, or measure a link, and return the exit status."""
+    """Examine this host, serve measurements or measure a link, and return the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    run = _serve if options.serve is not None else _measure if options.to is not None else _examine
+    _check(parser, options)
     try:
-        return run(options)
-    except ConnectionError as error:
-        return _failed(f"{error}. {_WHY}", 2)
-    except (ValueError, TypeError) as error:
-        return _failed(str(error), 2)
+        if options.serve is not None:
+            return _serve(options)
+        return _examine(options) if options.to is None else _measure(parser, options)
+    except MeasureError as error:
+        return _failed(str(error), 2 if error.invalid else 1)
     except LLMException as error:
-        wrong = error.status_code == LLMStatusCode.LLM_PARAM_INVALID
-        return _failed(f"{error.status_code.name}: {error}", 2 if wrong else 1)
+        status = 2 if error.status_code == LLMStatusCode.LLM_PARAM_INVALID else 1
+        return _failed(f"the engine failed: {error.status_code.name}: {error}", status)
     except KeyboardInterrupt:
         return _failed("interrupted", 130)
 
 
-_WHY = (
-    "Run `llm-datadist doctor --serve` there, allow the port in firewalls, and give both sides the same token "
-    "(--token-file), without which a host admits no other"
-)
-
-
 def _examine(options: argparse.Namespace) -> int:
-    findings = [*host.examine(), *software.examine(options.ucx_library or software.UCX_LIBRARY)]
-    token = options.token_file is not None or any(name in os.environ for name in TOKEN_VARIABLES.values())
-    expected = list(paths.expected(findings, token=token))
-    text = f"{report.findings_text(findings)}\n\n{report.paths_text(expected)}"
-    found = {"findings": [asdict(finding) for finding in findings], "paths": [path._asdict() for path in expected]}
-    _print(options, text, found)
-    return int(any(finding.verdict == PROBLEM for finding in findings))
+    """Print what was found on this host."""
+    root, calls = Path("/"), kernel_calls.try_all()
+    ucx = libraries.UcxLibrary(options.ucx_library or libraries.LIBRARY)
+    found = [*host.findings(root), *limits.findings(root, calls), *devices.findings(root)]
+    found += libraries.findings(root, ucx, os.environ)
+    peers = paths(root, calls, ucx, os.environ)
+    result = {"findings": [asdict(finding) for finding in found], "paths": [asdict(peer) for peer in peers]}
+    _print(options, report.findings(found, peers, _width()), result)
+    return int(any(finding.verdict == PROBLEM for finding in found))
+
+
+def _measure(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Measure the link and print the table."""
+    logging.getLogger("LLM_DATADIST").setLevel(logging.CRITICAL)  # the table has the reasons of failures
+    target = Target(_resolved(parser, options.to), options.seconds or _SECONDS, options.token_file, options.ucx_library)
+    rows = measure(target)
+    result = {"peer": target.address, "seconds": target.seconds, "rows": [asdict(row) for row in rows]}
+    _print(options, report.measurements(target.address, rows, _width()), result)
+    return 0
 
 
 def _serve(options: argparse.Namespace) -> int:
-    address, port = options.serve
-    probe = Probe(OWNER, f"{address}:{port}", _extra(options))
+    """Serve measurements. Ctrl-C is the usual end."""
+    choice = Choice(None, options.transfer_backend, options.token_file, options.ucx_library, options.serve)
     try:
-        write(f"serving at {address}:{port}; on the other host, run: llm-datadist doctor --to HOST:{port}")
-        time.sleep(_MOST_SECONDS if options.seconds is None else options.seconds)
+        serve(choice, options.seconds)
     except KeyboardInterrupt:
-        pass
-    finally:
-        probe.close()
+        write("doctor: ended")
     return 0
-
-
-def _measure(options: argparse.Namespace) -> int:
-    seconds = _SECONDS if options.seconds is None else options.seconds
-    name, port = options.to
-    try:
-        ip = socket.gethostbyname(name)
-    except OSError as error:
-        raise ConnectionError(f"cannot find {name}: {error}") from error
-    rows = measure(ip, port, seconds, _extra(options))
-    _print(options, report.rows_text(rows), {"link": [asdict(row) for row in rows]})
-    return 0
-
-
-def _extra(options: argparse.Namespace) -> dict[str, Any]:
-    given = {"link_token_file": options.token_file, "ucx_library": options.ucx_library}
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def _print(options: argparse.Namespace, text: str, found: dict[str, Any]) -> None:
-    """Print the tables, and write the JSON. With ``--json -``, standard output gets only the JSON."""
-    if options.json == _STANDARD_OUTPUT:
-        print(text, file=sys.stderr)  # noqa: T201  (a command prints)
-        write(json.dumps(found, indent=2))
-        return
-    write(text)
-    if options.json is not None:
-        Path(options.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
 def _failed(text: str, status: int) -> int:
-    print(f"doctor: {text}", file=sys.stderr)  # noqa: T201  (a command prints)
+    print(f"doctor: {text}", file=sys.stderr)
     return status
 
 
-def _address(text: str) -> tuple[str, int]:
-    name, _, port = text.rpartition(":")
-    if not (name and port.isdecimal() and 1 <= int(port) <= 65535):  # noqa: PLR2004  (the largest port)
-        raise argparse.ArgumentTypeError(f"{text!r} must be HOST:PORT with a port of 1 to 65535")
-    return name, int(port)
+def _width() -> int:
+    return min(max(shutil.get_terminal_size((_WIDEST, 24)).columns, _NARROWEST), _WIDEST)
 
 
-def _seconds(text: str) -> float:
+def _print(options: argparse.Namespace, text: str, result: dict[str, Any]) -> None:
+    """Print the text, and write the JSON. With ``--json -``, standard output gets only the JSON."""
+    data = json.dumps(result, indent=2)
+    if options.json == _STANDARD_OUTPUT:
+        print(text, file=sys.stderr)
+        write(data)
+        return
+    write(text)
+    if options.json is not None:
+        Path(options.json).write_text(data + "\n", encoding="utf-8")
+
+
+def _resolved(parser: argparse.ArgumentParser, address: str) -> str:
+    """Return an address with a number in place of the name of a host."""
+    name, _, port = address.rpartition(":")
     try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0.1 <= seconds <= _MOST_SECONDS:  # noqa: PLR2004  (see the text)
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds from 0.1 to {_MOST_SECONDS:g}")
-    return seconds
+        found = socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        parser.error(f"--to: the host of {address!r} is not known: {error}")
+    number = found[0][4][0]
+    return f"[{number}]:{port}" if found[0][0] == socket.AF_INET6 else f"{number}:{port}"
+
+
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Check that the options belong together."""
+    if options.serve is None and options.transfer_backend is not None:
+        parser.error("--transfer-backend belongs to --serve; --to measures every path")
+    if options.serve is None and options.to is None:
+        for name in ("token_file", "seconds"):
+            if getattr(options, name) is not None:
+                parser.error(f"--{name.replace('_', '-')} belongs to --serve or --to")
+    if options.serve is not None and options.json is not None:
+        parser.error("--json belongs to a report or a measurement, not to --serve")
+    if options.json not in (None, _STANDARD_OUTPUT):
+        try:
+            Path(options.json).touch()
+        except OSError as error:
+            parser.error(f"--json: {error}")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="llm-datadist doctor",
-        description="Examine this host: devices, networks, limits and versions, and the path that peers would use.",
+        description="Examine this host: devices, networks, libraries, limits, and which path the bytes of each kind of "
+        "peer would take and why not a faster one. With --to, measure the link to another machine, on which --serve "
+        "runs.",
+        epilog="Exit status: 0 if no problem was found or the link was measured; 1 for a problem, a peer that cannot "
+        "be measured or a failure of the engine; 2 for options that cannot be used; 130 for Ctrl-C.",
     )
-    ways = parser.add_mutually_exclusive_group()
-    ways.add_argument("--to", type=_address, metavar="HOST:PORT", help="measure the link to a host that serves")
-    ways.add_argument(
-        "--serve",
-        type=_address,
-        nargs="?",
-        const=("0.0.0.0", _PORT),  # noqa: S104  (without a token, only this user of this host is admitted)
-        metavar="IP:PORT",
-        help=f"serve until Ctrl-C, so that another host can measure the link (default 0.0.0.0:{_PORT})",
-    )
-    parser.add_argument("--token-file", metavar="FILE", help="file with the token of both sides (link_token_file)")
-    parser.add_argument("--ucx-library", metavar="FILE", help="library of UCX (ucx_library)")
-    parser.add_argument(
-        "--seconds", type=_seconds, metavar="N", help="how long --to measures (default 10), or --serve serves"
-    )
-    parser.add_argument("--json", metavar="FILE", help="also write the results to FILE as JSON; - for standard output")
+    add = parser.add_mutually_exclusive_group().add_argument
+    served = f"wait for measurements at this address until Ctrl-C ({_SERVED}); port 0 takes a free port"
+    add("--serve", nargs="?", const=_SERVED, type=_served, metavar="IP:PORT", help=served)
+    add("--to", type=_address, metavar="HOST:PORT", help="measure the link to this address in about ten seconds")
+    add = parser.add_argument
+    token = "file with the token of both sides; needed between hosts and between users"  # noqa: S105
+    add("--token-file", type=_file, metavar="FILE", help=token)
+    add("--ucx-library", type=_file, metavar="FILE", help="library of UCX (libucp.so.0, which the system finds)")
+    backend = "with --serve: what may move bytes between hosts (auto); ucx fails if UCX cannot be used"
+    add("--transfer-backend", choices=_BACKENDS, help=backend)
+    limit = f"how long to measure ({_SECONDS:g}), or to serve (until Ctrl-C)"
+    add("--seconds", type=_seconds, metavar="S", help=limit)
+    add("--json", metavar="FILE", help="also write the results to FILE as JSON; - prints them in place of the table")
     return parser
+
+
+def _address(text: str, least_port: int = 1) -> str:
+    match = re.fullmatch(r"(\[[0-9a-fA-F:.%\w]+\]|[^\s:\[\]]+):([0-9]{1,5})", text)
+    if not match or not least_port <= int(match[2]) <= _LAST_PORT:
+        form = f"HOST:PORT or [IPV6]:PORT with a port from {least_port} to {_LAST_PORT}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form {form}")
+    return text
+
+
+def _served(text: str) -> str:
+    name = _address(text, 0).rpartition(":")[0]
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} has a host name; an IP address is needed") from None
+    return text
+
+
+def _file(text: str) -> str:
+    if not text or not Path(text).exists():
+        raise argparse.ArgumentTypeError(f"there is no file {text!r}")
+    return str(Path(text).absolute())
+
+
+def _seconds(text: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,5}(\.[0-9]{1,3})?", text) or not float(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.001 to 99,999")
+    return float(text)

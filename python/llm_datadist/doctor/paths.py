@@ -1,53 +1,66 @@
-"""Which path the bytes of a pull would take from each kind of peer, and why it is not a faster one."""
+"""Which path the bytes of each kind of peer would take, and why not a faster one.
+
+The rules are those of docs/links.md ("How bytes travel") and docs/networks.md.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from llm_datadist.doctor.findings import OK
+from llm_datadist.doctor import devices, libraries, limits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Mapping
+    from pathlib import Path
 
-    from llm_datadist.doctor.findings import Finding
+    from llm_datadist.doctor.kernel_calls import KernelCalls
+    from llm_datadist.doctor.libraries import UcxLibrary
 
-__all__ = ["Path", "expected"]
+SHARED, PROCESS, SOCKETS, UCX = "mapped", "process", "sockets", "fabric"
+"""Names of the paths in ``stats()["links"]``."""
+MEANINGS = {
+    SHARED: "shared memory: the reader copies mapped memory of the owner",
+    PROCESS: "reads by process id: the reader calls process_vm_readv",
+    SOCKETS: "sockets: the owner sends the bytes",
+    UCX: "UCX: the reader reads the memory of the owner by RDMA",
+}
 
 
-class Path(NamedTuple):
-    """The path of the bytes of one kind of memory.
+@dataclass(frozen=True)
+class PeerPath:
+    """The path of one kind of peer.
 
-    Attributes:
-        peer: where the peer runs, and where its memory comes from.
-        path: the path, as ``stats()["links"]`` names it.
-        reason: why it is not a faster one. Empty for the fastest.
+    Args:
+        peer: the kind of peer, and of its memory.
+        path: name of the path, as in ``stats()``.
+        reasons: why no faster path is used; empty if this is the fastest one.
     """
 
     peer: str
     path: str
-    reason: str
+    reasons: tuple[str, ...] = ()
 
 
-def expected(findings: Sequence[Finding], *, token: bool) -> Iterator[Path]:
-    """Yield the paths that peers use with the default options. ``token``: whether this side has a token."""
-    yield Path("this host, cache in a pool", "mapped", "")
-    reads = next(finding for finding in findings if finding.subject.startswith("reads of registered memory"))
-    if reads.verdict == OK:
-        yield Path("this host, registered memory", "process", "only pools are mapped; each piece costs a system call")
-    else:
-        yield Path("this host, registered memory", "sockets", f"process_vm_readv: {reads.value}")
-    yield _between_hosts(findings, token=token)
-    yield Path("another host, registered memory", "sockets", "UCX reads only pools")
+def paths(root: Path, calls: KernelCalls, ucx: UcxLibrary, environment: Mapping[str, str]) -> list[PeerPath]:
+    """Return the path for each kind of peer, with the default options."""
+    return [_pools(calls), _registered(root, calls), _other_host(root, ucx, environment)]
 
 
-def _between_hosts(findings: Sequence[Finding], *, token: bool) -> Path:
-    peer = "another host, cache in a pool"
-    devices = [finding for finding in findings if finding.subject.startswith("RDMA device")]
-    library = next(finding for finding in findings if finding.subject.startswith("UCX"))
-    if not any(finding.verdict == OK for finding in devices):
-        return Path(peer, "sockets", "this host has no RDMA device that is active")
-    if library.verdict != OK:
-        return Path(peer, "sockets", f"{library.subject}: {library.value}")
-    if not token:
-        return Path(peer, "sockets", "UCX needs a token: set link_token_file on both sides")
-    return Path(peer, "fabric", "if the peer uses the same version of UCX; otherwise sockets")
+def _pools(calls: KernelCalls) -> PeerPath:
+    peer = "same host, allocated caches"
+    return PeerPath(peer, SOCKETS, (calls.shared_memory,)) if calls.shared_memory else PeerPath(peer, SHARED)
+
+
+def _registered(root: Path, calls: KernelCalls) -> PeerPath:
+    peer = "same host, registered memory"
+    reason = limits.no_process_reads(root, calls)
+    shared = "only pools can be mapped: allocate caches from mem_pool_cfg"
+    return PeerPath(peer, PROCESS, (shared,)) if reason is None else PeerPath(peer, SOCKETS, (reason, shared))
+
+
+def _other_host(root: Path, ucx: UcxLibrary, environment: Mapping[str, str]) -> PeerPath:
+    peer = "other host, or other network namespace"
+    found = (devices.no_rdma(root), ucx.reason, libraries.no_token(environment))
+    reasons = tuple(reason for reason in found if reason is not None)
+    return PeerPath(peer, SOCKETS if reasons else UCX, reasons)

@@ -1,93 +1,121 @@
-"""The engine with a small cache at either end of a link that is measured."""
+"""What both ends of a measurement share: their options, their caches, and how they recognize each other."""
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
+import secrets
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from llm_datadist import (
-    BlocksCacheKey,
-    CacheDesc,
-    DataType,
-    LLMClusterInfo,
-    LLMConfig,
-    LLMDataDist,
-    LLMRole,
-    LLMStatusCode,
-    Placement,
-)
+from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole, __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from typing_extensions import Self
 
-__all__ = ["BLOCKS", "BLOCK_BYTES", "OWNER", "Probe"]
+    from llm_datadist import Cache
 
-OWNER = 990_001
-"""Cluster id of the side that serves."""
-BLOCKS, BLOCK_BYTES = 4096, 16 << 10
-"""The cache: 64 MiB, of which a transfer moves one block or all of them."""
-_POOL_BYTES = 2 * BLOCKS * BLOCK_BYTES
-LIMIT_MS = 5_000
+BLOCK_BYTES, BLOCKS = 16 * 1024, 1024
+CACHE_BYTES = BLOCK_BYTES * BLOCKS
+POOL_MODEL, REGISTERED_MODEL = 0, 1
+"""Model ids in the keys of the two caches."""
+LONGEST_CALL_MS = 10_000
+START = "start `llm-datadist doctor --serve` there, and give its address"
+"""What to do if another program answers."""
+_FORMAT = 1
+_NAME = "llm-datadist doctor"
+_FILL = 0x5A
 
 
-class Probe:
-    """An initialized engine with a blocks cache. Close it after use.
+@dataclass(frozen=True)
+class Choice:
+    """Options of an engine that a measurement sets. ``None`` leaves the default of the engine.
 
     Args:
-        cluster: its cluster id.
-        listen: the address at which it listens, ``"ip:port"``.
-        extra: further options, by the names of ``LLMConfig``.
-
-    Raises:
-        LLMException: an option is wrong, or the address is in use.
+        transport: the option ``link_transport``.
+        backend: the option ``transfer_backend``.
+        token_file: the option ``link_token_file``.
+        ucx_library: the option ``ucx_library``.
+        listen: the option ``listen_ip_info``.
     """
 
-    def __init__(self, cluster: int, listen: str, extra: Mapping[str, Any]) -> None:
+    transport: str | None = None
+    backend: str | None = None
+    token_file: str | None = None
+    ucx_library: str | None = None
+    listen: str | None = None
+
+    def options(self) -> dict[str, str]:
+        """Return the options of the engine."""
         config = LLMConfig()
+        config.device_id = 0
         config.enable_cache_manager = True
         config.enable_remote_cache_accessible = True
-        config.mem_pool_cfg = json.dumps({"memory_size": _POOL_BYTES})
-        config.sync_kv_timeout = LIMIT_MS
-        config.listen_ip_info = listen
-        for name, value in extra.items():
-            setattr(config, name, value)
-        self._engine = LLMDataDist(LLMRole.MIX, cluster)
-        self._engine.init(config.generate_options())
+        config.mem_pool_cfg = json.dumps({"memory_size": 2 * CACHE_BYTES})
+        config.sync_kv_timeout = LONGEST_CALL_MS
+        given = {
+            "link_transport": self.transport,
+            "transfer_backend": self.backend,
+            "link_token_file": self.token_file,
+            "ucx_library": self.ucx_library,
+            "listen_ip_info": self.listen,
+        }
+        for name, value in given.items():
+            if value is not None:
+                setattr(config, name, value)
+        return config.generate_options()
+
+
+class ProbeEngine:
+    """An engine with two caches of the same shape: one in its pool, one in memory that this process registers.
+
+    Use it in a ``with`` statement, which finalizes the engine.
+
+    Args:
+        choice: options of the engine.
+    """
+
+    def __init__(self, choice: Choice) -> None:
+        cluster = secrets.randbits(62)  # two measurements of one host must not share an id
+        self.dist = LLMDataDist(LLMRole.MIX, cluster)
+        self._memory = mmap.mmap(-1, CACHE_BYTES)
+        self.dist.init(choice.options())
         try:
-            shape = CacheDesc(1, [BLOCKS, BLOCK_BYTES], DataType.DT_UINT8, Placement.DEVICE)
-            self._manager = self._engine.cache_manager
-            self._cache = self._manager.allocate_blocks_cache(shape, BlocksCacheKey(cluster))
+            self.manager = self.dist.cache_manager
+            shape = CacheDesc(1, [BLOCKS, BLOCK_BYTES], DataType.DT_INT8)
+            pooled = self.manager.allocate_blocks_cache(shape, BlocksCacheKey(cluster, POOL_MODEL))
+            address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+            key = BlocksCacheKey(cluster, REGISTERED_MODEL)
+            registered = self.manager.register_blocks_cache(shape, [address], key)
+            self.caches: dict[int, Cache] = {POOL_MODEL: pooled, REGISTERED_MODEL: registered}
+            for cache in self.caches.values():
+                # Untouched memory has no pages, and would be measured as faster than it is.
+                ctypes.memset(cache.tensor_addrs[0], _FILL, CACHE_BYTES)
+            self.dist.set_metadata(_metadata())
         except BaseException:
-            self._engine.finalize()
+            self.dist.finalize()
             raise
 
-    def link(self, host: str, port: int) -> None:
-        """Link to the probe that serves there.
+    def __enter__(self) -> Self:
+        return self
 
-        Raises:
-            ConnectionError: it cannot be reached, or refuses. The log has the reason.
-        """
-        info = LLMClusterInfo()
-        info.remote_cluster_id = OWNER
-        info.append_local_ip_info("127.0.0.1", 0)
-        info.append_remote_ip_info(host, port)
-        _, [code] = self._engine.link_clusters([info], LIMIT_MS)
-        if code != LLMStatusCode.LLM_SUCCESS:
-            raise ConnectionError(f"cannot link to {host}:{port}: {code.name}")
+    def __exit__(self, *_: object) -> None:
+        self.dist.finalize()
 
-    def pull(self, blocks: list[int]) -> None:
-        """Pull blocks of the other side into the same blocks. Raises LLMException."""
-        self._manager.pull_blocks(BlocksCacheKey(OWNER), self._cache, blocks, blocks, tensor_num_per_layer=1)
 
-    def push(self, blocks: list[int]) -> None:
-        """Push blocks into the same blocks of the other side. Raises LLMException."""
-        self._manager.push_blocks(BlocksCacheKey(OWNER), self._cache, blocks, blocks, tensor_num_per_layer=1)
+def _metadata() -> bytes:
+    return json.dumps({"program": _NAME, "format": _FORMAT, "version": __version__}).encode()
 
-    def link_stats(self) -> dict[str, Any]:
-        """Return the statistics of the only link."""
-        [link] = self._engine.stats()["links"]
-        return {**link}
 
-    def close(self) -> None:
-        """End the link, and close the engine."""
-        self._engine.finalize()
+def refusal(metadata: bytes) -> str | None:
+    """Return why the peer with this metadata cannot be measured, or ``None``. The metadata is not trusted."""
+    try:
+        found: Any = json.loads(metadata)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or found.get("program") != _NAME:
+        return f"another program with an engine answers; {START}"
+    if found.get("format") != _FORMAT:
+        return "the other side runs another version of `llm-datadist doctor`; use the same version on both sides"
+    return None

@@ -1,56 +1,110 @@
-"""The tables of the doctor, as plain text."""
+"""The findings, the paths and the measurements as plain text."""
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING
 
-from llm_datadist.doctor.findings import OK
+from llm_datadist.doctor.finding import NOTE, OK, PROBLEM, size
+from llm_datadist.doctor.paths import MEANINGS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llm_datadist.doctor.findings import Finding
+    from llm_datadist.doctor.finding import Finding
     from llm_datadist.doctor.measure import Row
-    from llm_datadist.doctor.paths import Path
+    from llm_datadist.doctor.paths import PeerPath
 
-__all__ = ["findings_text", "paths_text", "rows_text"]
+_MARKS = {OK: "ok", NOTE: "note", PROBLEM: "PROBLEM"}
+_MARK = max(map(len, _MARKS.values())) + 2
+_INDENT = 4
 
 
-def findings_text(findings: Sequence[Finding]) -> str:
-    """Return one line for each finding, with the advice below those that are not ``OK``."""
-    width = max(len(finding.subject) for finding in findings)
-    lines = []
-    for finding in findings:
-        lines.append(f"{finding.verdict:8}{finding.subject:{width}}  {finding.value}")
+def findings(found: Sequence[Finding], peers: Sequence[PeerPath], width: int) -> str:
+    """Return the report about this host."""
+    column = max(len(finding.name) for finding in found) + 2
+    lines: list[str] = []
+    section = ""
+    for finding in found:
+        if finding.section != section:
+            lines += ["", finding.section] if lines else [finding.section]
+            section = finding.section
+        head = f"  {_MARKS[finding.verdict]:<{_MARK}}{finding.name:<{column}}"
+        lines += _wrapped(finding.value, head, len(head), width)
         if finding.verdict != OK:
-            lines.append(f"{'':8}{'':{width}}  -> {finding.advice}")
+            lines += _wrapped(f"Meaning: {finding.meaning}.", " " * len(head), len(head), width)
+            lines += _wrapped(f"To do: {finding.remedy}.", " " * len(head), len(head), width)
+    lines += ["", "path of the bytes, by peer", *_paths(peers, width), "", _total(found)]
     return "\n".join(lines)
 
 
-def paths_text(paths: Sequence[Path]) -> str:
-    """Return the paths as a table."""
-    rows = [("peer", "path of pulls", "why no faster one"), *(tuple(path) for path in paths)]
-    return _table([(peer, path, reason or "-") for peer, path, reason in rows])
+def _paths(peers: Sequence[PeerPath], width: int) -> list[str]:
+    column = max(len(peer.peer) for peer in peers) + 2
+    lines = []
+    for peer in peers:
+        head = f"  {peer.peer:<{column}}"
+        lines += _wrapped(MEANINGS[peer.path], head, len(head), width)
+        for reason in peer.reasons:
+            lines += _wrapped(f"Not faster, because {reason}.", " " * len(head), len(head), width)
+    return lines
 
 
-def rows_text(rows: Sequence[Row]) -> str:
-    """Return what was measured as a table, with the reasons below."""
-    head = ("options", "path", "pull 16 KiB", "push 16 KiB", "pull 64 MiB", "push 64 MiB")
-    cells = [
-        (
-            row.options,
-            row.path,
-            f"{row.pull_us[0]:.0f} us (99 %: {row.pull_us[1]:.0f})",
-            f"{row.push_us[0]:.0f} us (99 %: {row.push_us[1]:.0f})",
-            f"{row.pull_gbs:.2f} GB/s",
-            f"{row.push_gbs:.2f} GB/s",
-        )
-        for row in rows
-    ]
-    reasons = [f"{row.options}: sockets, because {row.reason}" for row in rows if row.reason]
-    return "\n".join([_table([head, *cells]), *reasons])
+def _wrapped(text: str, head: str, indent: int, width: int) -> list[str]:
+    room = max(width, indent + 20)
+    return textwrap.wrap(
+        text, room, initial_indent=head, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False
+    )
 
 
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows)
+def _total(found: Sequence[Finding]) -> str:
+    counts = [sum(finding.verdict == verdict for finding in found) for verdict in (PROBLEM, NOTE)]
+    return ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for count, name in zip(counts, ("problem", "note")))
+
+
+def measurements(address: str, rows: Sequence[Row], width: int) -> str:
+    """Return the table of a measured link, and below it why paths were not used."""
+    heading = (
+        "path",
+        "moved by",
+        "16 KiB pull: us p50",
+        "p99",
+        "message and back: us p50",
+        "p99",
+        "pull GB/s",
+        "push GB/s",
+    )
+    cells = [heading, *(_cells(row) for row in rows)]
+    heads = [_split(text) for text in heading]
+    above, below = [head[0] for head in heads], [head[1] for head in heads]
+    table = [above, below, *cells[1:]]
+    widths = [max(len(line[column]) for line in table) for column in range(len(heading))]
+    lines = [f"link to {address}", "", *(_aligned(line, widths) for line in table)]
+    notes = [f"{row.name}: not usable: {row.unusable}" for row in rows if row.unusable is not None]
+    notes += [f"{row.name}: no faster path, because {row.not_faster}" for row in rows if row.not_faster is not None]
+    sizes = {count for row in rows for count in row.call_bytes or ()}
+    if sizes:
+        notes.append("Rates are those of calls of " + ", ".join(size(count) for count in sorted(sizes)) + ".")
+    for note in notes:
+        lines += ["", *_wrapped(note, "", _INDENT, width)]
+    return "\n".join(lines)
+
+
+def _split(heading: str) -> tuple[str, str]:
+    """Split a heading at its colon into two lines."""
+    above, colon, below = heading.partition(": ")
+    return (above, below) if colon else ("", heading)
+
+
+def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
+    parts = [line[0].ljust(widths[0]), line[1].ljust(widths[1])]
+    parts += [cell.rjust(width) for cell, width in zip(line[2:], widths[2:])]
+    return "  ".join(parts).rstrip()
+
+
+def _cells(row: Row) -> Sequence[str]:
+    if row.unusable is not None:
+        return (row.name, "not usable", *["-"] * 6)
+    times = [*(row.pull_us or ()), *(row.message_us or ())]
+    rates = [row.pull_gb_s or 0.0, row.push_gb_s or 0.0]
+    moved_by = f"{', '.join(row.moved_by)} ({row.transport})"
+    return (row.name, moved_by, *(f"{time:,.1f}" for time in times), *(f"{rate:.3g}" for rate in rates))

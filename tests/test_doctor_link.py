@@ -1,0 +1,349 @@
+"""Measurements of `llm-datadist doctor --to`, with `--serve` in another process.
+
+Not for: what the command says about a host (`test_doctor.py`). No test expects a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Callable
+
+import pytest
+
+from conftest import options
+from llm_datadist import LLMException
+from llm_datadist.doctor import kernel_calls, limits, measure, probe, report
+from llm_datadist.doctor.measure import Row
+from peers import eventually, free_ports
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import ExitStack
+
+    from llm_datadist import LLMDataDist
+
+DOCTOR = [sys.executable, "-m", "llm_datadist", "doctor"]
+LIMIT_S = 60
+REAL_UCX = os.environ.get("LLM_DATADIST_UCX_LIBRARY", "")
+
+
+@contextmanager
+def serving(*arguments: str, address: str = "127.0.0.1:0", before: tuple[str, ...] = ()) -> Iterator[Any]:
+    """The other end, as a process with the attribute `port`."""
+    command = [*before, *DOCTOR, "--serve", address, *arguments]
+    process: Any = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # noqa: S603
+    try:
+        first = process.stdout.readline()
+        found = re.search(r"serving at \S+:(\d+); ", first)
+        assert found, first + process.stderr.read()
+        process.port = int(found[1])
+        assert process.stdout.readline() == f"doctor:   llm-datadist doctor --to HOST:{process.port}\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def to(address: str, *arguments: str, before: tuple[str, ...] = (), seconds: str = "0.4") -> Any:
+    command = [*before, *DOCTOR, "--to", address, "--seconds", seconds, "--json", "-", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)  # noqa: S603
+
+
+def rows_of(done: Any) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr
+    return {row["name"]: row for row in json.loads(done.stdout)["rows"]}
+
+
+def check_measured(row: dict[str, Any], moved_by: str, transport: str) -> None:
+    assert (row["moved_by"], row["transport"], row["unusable"]) == ([moved_by], transport, None)
+    for name in ("pull_us", "message_us"):
+        half, most = row[name]
+        assert 0 < half <= most
+    assert row["pull_gb_s"] > 0
+    assert row["push_gb_s"] > 0
+    assert all(count % probe.BLOCK_BYTES == 0 and 0 < count <= probe.CACHE_BYTES for count in row["call_bytes"])
+
+
+@pytest.fixture
+def token(tmp_path: Path) -> str:
+    return secret(tmp_path / "token", "a token of this test, long enough")
+
+
+def secret(file: Path, text: str) -> str:
+    file.write_text(text, encoding="utf-8")
+    file.chmod(0o600)
+    return str(file)
+
+
+def test_every_path_of_one_host_is_measured() -> None:
+    with serving() as other:
+        done = to(f"localhost:{other.port}")
+        other.send_signal(signal.SIGINT)
+        output, errors = other.communicate(timeout=LIMIT_S)
+    rows = rows_of(done)
+    assert list(rows) == [measure.DEFAULT, measure.DEFAULT_REGISTERED, measure.TCP, measure.UCX]
+    permitted = limits.no_process_reads(Path("/"), kernel_calls.try_all()) is None
+    check_measured(rows[measure.DEFAULT], "mapped", "shm")
+    check_measured(rows[measure.DEFAULT_REGISTERED], "process" if permitted else "sockets", "shm")
+    check_measured(rows[measure.TCP], "sockets", "tcp")
+    assert rows[measure.DEFAULT]["not_faster"] is None
+    assert rows[measure.DEFAULT_REGISTERED]["not_faster"]
+    assert rows[measure.UCX]["unusable"]  # there is no token
+    assert f"link to 127.0.0.1:{other.port}" in done.stderr  # the table
+    assert (other.returncode, errors) == (0, "")
+    assert re.findall(r": (linked|ended)\n", output) == ["linked", "ended"] * 2 + ["ended"]
+    assert output.endswith("doctor: ended\n")
+
+
+def test_serve_ends_by_itself_after_its_seconds() -> None:
+    with serving("--seconds", "0.2") as other:
+        _, errors = other.communicate(timeout=LIMIT_S)
+    assert (other.returncode, errors) == (0, "")
+
+
+def test_token_admits_and_a_lack_of_it_does_not(token: str, tmp_path: Path) -> None:
+    with serving("--token-file", token) as other:
+        address = f"127.0.0.1:{other.port}"
+        check_measured(rows_of(to(address, "--token-file", token))[measure.DEFAULT], "mapped", "shm")
+        wrong = secret(tmp_path / "wrong", "another token, also long enough")
+        for given in ([], ["--token-file", wrong]):
+            done = to(address, *given)
+            assert (done.returncode, done.stdout) == (1, "")
+            assert done.stderr.startswith(f"doctor: cannot link to {address}: LLM_LINK_FAILED: ")
+            assert "token" in done.stderr
+
+
+def test_token_file_that_others_can_read_exits_2(token: str) -> None:
+    os.chmod(token, 0o644)  # noqa: PTH101
+    done = to("127.0.0.1:1", "--token-file", token)
+    assert done.returncode == 2
+    assert "link_token_file" in done.stderr
+    assert "mode 0644" in done.stderr
+    command = [*DOCTOR, "--serve", "127.0.0.1:0", "--token-file", token]
+    served = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)  # noqa: S603
+    assert served.returncode == 2
+    assert "mode 0644" in served.stderr
+
+
+def test_an_address_in_use_is_a_failure_of_the_engine() -> None:
+    with serving() as other:
+        command = [*DOCTOR, "--serve", f"127.0.0.1:{other.port}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)  # noqa: S603
+    assert done.returncode == 1
+    assert "doctor: the engine failed: LLM_FAILED: cannot listen at" in done.stderr
+
+
+def test_nobody_listens() -> None:
+    address = f"127.0.0.1:{free_ports()}"
+    done = to(address)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"doctor: cannot link to {address}: LLM_TIMEOUT: ")
+    assert "Connection refused" in done.stderr
+
+
+@pytest.mark.parametrize("accessible", [True, False])
+def test_another_program_with_an_engine_is_not_measured(start: Callable[..., LLMDataDist], accessible: bool) -> None:
+    given = {"llm__listenIpInfo": "127.0.0.1:0", "llm__EnableRemoteCacheAccessible": str(int(accessible))}
+    dist = start(options(**given))
+    done = to(str(dist.listen_ip_info))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "start `llm-datadist doctor --serve` there" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        (b"", "another program"),
+        (b"\xff", "another program"),
+        (b"[" * 16_000, "another program"),
+        (b'{"program": "x", "format": 1}', "another program"),
+        (b'{"program": "llm-datadist doctor", "format": 2}', "another version"),
+        (b'{"program": "llm-datadist doctor"}', "another version"),
+    ],
+)
+def test_metadata_of_others_is_refused(metadata: bytes, words: str) -> None:
+    reason = probe.refusal(metadata)
+    assert reason is not None
+    assert words in reason
+
+
+def test_the_end_of_the_other_side_ends_the_measurement() -> None:
+    with serving() as other:
+        command = [*DOCTOR, "--to", f"127.0.0.1:{other.port}", "--seconds", "600"]
+        measuring = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # noqa: S603
+        try:
+            assert other.stdout.readline().endswith(": linked\n")
+            other.kill()
+            output, errors = measuring.communicate(timeout=LIMIT_S)
+        finally:
+            measuring.kill()
+            measuring.communicate()
+    assert (measuring.returncode, output) == (1, "")
+    address = f"127.0.0.1:{other.port}"
+    # The other side may know of the link a moment earlier than this one.
+    begun = f"doctor: the measurement of {address} failed: LLM_NOT_YET_LINK: " in errors
+    assert begun or f"doctor: cannot link to {address}: " in errors
+
+
+def test_interrupted_measurement_exits_130() -> None:
+    with serving() as other:
+        command = [*DOCTOR, "--to", f"127.0.0.1:{other.port}", "--seconds", "600"]
+        measuring = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # noqa: S603
+        try:
+            assert other.stdout.readline().endswith(": linked\n")
+            measuring.send_signal(signal.SIGINT)
+            output, errors = measuring.communicate(timeout=LIMIT_S)
+        finally:
+            measuring.kill()
+            measuring.communicate()
+        assert other.stdout.readline().endswith(": ended\n")
+    assert (measuring.returncode, output, errors) == (130, "", "doctor: interrupted\n")
+
+
+@pytest.mark.parametrize(("limit_s", "code"), [(0.2, "LLM_TIMEOUT"), (30.0, "LLM_NOT_YET_LINK")])
+def test_a_peer_that_returns_no_message_is_an_error(
+    start: Callable[..., LLMDataDist], monkeypatch: pytest.MonkeyPatch, held: ExitStack, limit_s: float, code: str
+) -> None:
+    """With the longer limit, the peer ends while its message is awaited."""
+    monkeypatch.setattr(measure, "_MESSAGE_LIMIT_S", limit_s)
+    other = held.enter_context(serving())
+    dist = start(options(llm__EnableRemoteCacheAccessible="1"))
+    dist.poll()
+    peer = dist.ensure_link(f"127.0.0.1:{other.port}").result()
+    other.send_signal(signal.SIGSTOP)
+
+    class Engine:
+        caches: dict[int, Any] = {measure.POOL_MODEL: None}  # noqa: RUF012
+
+    engine: Any = Engine()
+    engine.dist = dist
+    killer = threading.Timer(0.5, other.kill)
+    killer.start()
+    held.callback(killer.join)
+    with pytest.raises(LLMException) as caught:
+        measure._Measurement(engine, peer, measure.POOL_MODEL)._message()
+    assert caught.value.status_code.name == code
+
+
+@pytest.mark.skipif(not REAL_UCX, reason="needs LLM_DATADIST_UCX_LIBRARY, the path of a libucp.so.0")
+def test_ucx_is_measured_where_it_works(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    given = ["--token-file", token, "--ucx-library", REAL_UCX]
+    with serving(*given, "--transfer-backend", "ucx") as other:
+        rows = rows_of(to(f"127.0.0.1:{other.port}", *given))
+    check_measured(rows[measure.UCX], "fabric", "tcp")
+    assert "ucx" in rows[measure.TCP]["unusable"]  # the other side insists on UCX
+
+
+def test_ucx_that_cannot_be_opened_is_a_row_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    with serving() as other:
+        row = rows_of(to(f"127.0.0.1:{other.port}"))[measure.UCX]
+    assert row["moved_by"] == []
+    assert "UCX needs a token" in row["unusable"]
+
+
+def namespaces() -> bool:
+    tools = all(map(shutil.which, ("ip", "unshare", "nsenter")))
+    made = ("unshare", "--net", "ip", "link", "add", "v0", "type", "veth", "peer", "name", "v1")
+    return os.geteuid() == 0 and tools and subprocess.run(made, capture_output=True, check=False).returncode == 0  # noqa: S603
+
+
+@pytest.mark.skipif(not namespaces(), reason="this machine allows no network namespaces")
+def test_another_host_is_measured_over_sockets(token: str, held: ExitStack) -> None:
+    holder = subprocess.Popen(["unshare", "--net", "sleep", "600"])  # noqa: S607
+    held.callback(holder.wait)
+    held.callback(holder.kill)
+    own = os.readlink("/proc/self/ns/net")  # noqa: PTH115
+    eventually(lambda: os.readlink(f"/proc/{holder.pid}/ns/net") != own)  # noqa: PTH115
+    given = ["--token-file", token]
+    other = held.enter_context(serving(*given, address="0.0.0.0:26500", before=("unshare", "--net")))
+    inside = ("nsenter", "-t", str(holder.pid), "-n")
+    cable(inside, other.pid)
+    rows = rows_of(to("10.231.8.2:26500", *given, before=inside))
+    assert list(rows) == [measure.DEFAULT, measure.DEFAULT_REGISTERED, measure.UCX]  # TCP would be the default again
+    for name in (measure.DEFAULT, measure.DEFAULT_REGISTERED):
+        check_measured(rows[name], "sockets", "tcp")
+        assert "no memory is shared" in rows[name]["not_faster"]
+
+
+def cable(inside: tuple[str, ...], other: int) -> None:
+    """Connect the network namespace of a process with the one in which commands run after `inside`."""
+    commands = [
+        (*inside, f"ip link add cable type veth peer name other netns {other}"),
+        *((*inside, line) for line in ("ip addr add 10.231.8.1/30 dev cable", "ip link set cable up")),
+        *(
+            ("nsenter", "-t", str(other), "-n", line)
+            for line in ("ip addr add 10.231.8.2/30 dev other", "ip link set other up")
+        ),
+    ]
+    for command in commands:
+        subprocess.run([*command[:-1], *command[-1].split()], check=True)  # noqa: S603
+
+
+class Clock:
+    """Time that passes only while bytes move."""
+
+    def __init__(self, gb_s: float) -> None:
+        self.now, self.gb_s, self.moves = 1000.0, gb_s, []
+
+    def move(self, blocks: int) -> None:
+        self.moves.append(blocks)
+        self.now += blocks * probe.BLOCK_BYTES / self.gb_s / 1e9
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def perf_counter_ns(self) -> int:
+        return int(self.now * 1e9)
+
+
+@pytest.mark.parametrize(
+    ("gb_s", "limit_s", "blocks"), [(1.0, 10.0, 1024), (1e-4, 10.0, 16), (1e-4, 2.0, 4), (1e-7, 1.0, 4)]
+)
+def test_rate_grows_its_calls_only_as_far_as_time_allows(
+    monkeypatch: pytest.MonkeyPatch, gb_s: float, limit_s: float, blocks: int
+) -> None:
+    clock = Clock(gb_s)
+    monkeypatch.setattr(measure, "time", clock)
+    count, found = measure.rate(clock.move, limit_s)
+    assert count == blocks * probe.BLOCK_BYTES
+    assert found == pytest.approx(gb_s)
+    assert clock.moves[0] == 4
+    assert clock.moves[-1] == blocks
+    last_s = blocks * probe.BLOCK_BYTES / gb_s / 1e9
+    assert clock.now <= 1000 + max(limit_s + last_s, last_s)
+
+
+def test_percentiles_are_samples() -> None:
+    assert measure.percentiles([7.0]) == (7.0, 7.0)
+    assert measure.percentiles([float(number) for number in range(100, 0, -1)]) == (50.0, 99.0)
+    assert measure.percentiles([float(number) for number in range(1, 1001)]) == (500.0, 990.0)
+
+
+def test_the_table_shows_rows_reasons_and_sizes() -> None:
+    rows = [
+        Row("default", "shm", ["mapped"], (1.25, 1234.5), (3.0, 4.0), 12.3456, 0.001, (2**24, 2**16)),
+        Row("registered", "shm", ["process", "sockets"], (1.0, 2.0), (3.0, 4.0), 1.0, 1.0, None, not_faster="slow"),
+        Row("UCX", unusable="a reason " * 20),
+    ]
+    text = report.measurements("10.0.0.2:26500", rows, 100)
+    lines = text.splitlines()
+    assert lines[0] == "link to 10.0.0.2:26500"
+    assert max(map(len, lines[7:])) <= 100
+    table = [re.split(r"\s{2,}", line.strip()) for line in lines[2:7]]
+    assert table[2] == ["default", "mapped (shm)", "1.2", "1,234.5", "3.0", "4.0", "12.3", "0.001"]
+    assert table[3][:2] == ["registered", "process, sockets (shm)"]
+    assert table[4] == ["UCX", "not usable", "-", "-", "-", "-", "-", "-"]
+    assert "registered: no faster path, because slow" in lines
+    assert "UCX: not usable: a reason" in text
+    assert lines[-1] == "Rates are those of calls of 64.0 KiB, 16.0 MiB."
