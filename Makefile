@@ -94,7 +94,7 @@ test-ucx: build $(VENV)/.test-tools .venv-peers/.tools  ## reads by a real UCX o
 	LLM_DATADIST_UCX_LIBRARY=$(UCX_LIBRARY) LLM_DATADIST_UCX_PERFTEST=$(or $(PERFTEST),$$(command -v ucx_perftest)) \
 		cargo test -p llm-datadist-ucx --test real -- --ignored --nocapture --test-threads 1
 	LLM_DATADIST_UCX_LIBRARY=$(UCX_LIBRARY) LLM_DATADIST_OTHER_UCX_LIBRARY=$(OTHER_UCX) \
-		$(BIN)/python -m pytest -c integration-tests/pytest.ini integration-tests/ucx
+		$(BIN)/python -m pytest -c integration-tests/ucx/pytest.ini integration-tests/ucx
 
 bench-networks: build  ## pulls and pushes over shaped links between two network namespaces; needs root (BENCH_NETWORKS="options")
 	$(BIN)/python benches/networks.py $(BENCH_NETWORKS)

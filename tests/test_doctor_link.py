@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 DOCTOR = [sys.executable, "-m", "llm_datadist", "doctor"]
 LIMIT_S = 60
-REAL_UCX = os.environ.get("LLM_DATADIST_UCX_LIBRARY", "")
 
 
 @contextmanager
@@ -232,16 +231,6 @@ def test_a_peer_that_returns_no_message_is_an_error(
     with pytest.raises(LLMException) as caught:
         measure._Measurement(engine, peer, measure.POOL_MODEL)._message()
     assert caught.value.status_code.name == code
-
-
-@pytest.mark.skipif(not REAL_UCX, reason="needs LLM_DATADIST_UCX_LIBRARY, the path of a libucp.so.0")
-def test_ucx_is_measured_where_it_works(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp")
-    given = ["--token-file", token, "--ucx-library", REAL_UCX]
-    with serving(*given, "--transfer-backend", "ucx") as other:
-        rows = rows_of(to(f"127.0.0.1:{other.port}", *given))
-    check_measured(rows[measure.UCX], "fabric", "tcp")
-    assert "ucx" in rows[measure.TCP]["unusable"]  # the other side insists on UCX
 
 
 def test_ucx_that_cannot_be_opened_is_a_row_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
