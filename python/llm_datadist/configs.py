@@ -253,8 +253,8 @@ class LlmConfig:
         "llm.LinkStreams",
         int,
         "0",
-        "Number of TCP connections that share one large pull or push, 1 to 16; each carries at least 8 MiB. 0 stands "
-        "for 4, or for one for each of `link_addresses` if there are more.",
+        "Number of TCP connections that share one large pull or push, 1 to 16; each carries at least 8 MiB. 0 means "
+        "4, or the number of addresses of the peer if that is larger.",
     )
     link_addresses = OwnOption(
         "llm.LinkAddresses",

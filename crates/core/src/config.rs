@@ -249,12 +249,15 @@ pub struct LinkConfig {
 impl LinkConfig {
     /// Maximum number of further addresses.
     pub const MAX_ADDRESSES: usize = 15;
-    /// Streams of one large transfer unless configured. Two to four take no more CPU time for each byte than one.
+    /// Streams of one large transfer unless configured.
     const DEFAULT_STREAMS: usize = 4;
 
-    /// Returns the largest number of streams of one transfer.
-    pub(crate) fn most_streams(&self) -> usize {
-        if self.streams == 0 { Self::DEFAULT_STREAMS.max(self.addresses.len()) } else { self.streams }
+    /// Returns the largest number of streams of one transfer with a peer that has this number of addresses.
+    pub(crate) fn most_streams(&self, addresses: usize) -> usize {
+        match self.streams {
+            0 => Self::DEFAULT_STREAMS.max(addresses),
+            streams => streams,
+        }
     }
 }
 

@@ -21,8 +21,8 @@ const LIBRARY: &str = "libucp.so.0";
 const TRANSPORTS: &str = "rc,dc,ud,srd";
 /// The kernel lists RDMA devices here.
 const DEVICES: &str = "/sys/class/infiniband";
-/// Reasons why an engine does not use UCX.
-const CHOSEN: &str = "llm.TransferBackend=sockets";
+/// The reasons why an engine does not use UCX: the configuration, or the lack of a device.
+const SOCKETS_CHOSEN: &str = "llm.TransferBackend=sockets";
 const NO_DEVICE: &str = "this host has no RDMA device (/sys/class/infiniband)";
 
 /// What this process can read in place, or the reason why it cannot.
@@ -58,7 +58,7 @@ impl EngineFabric {
         pools: [Option<Arc<Region>>; 2],
     ) -> Result<Readable<EngineFabric>> {
         match config.backend {
-            Backend::Sockets => return Ok(Err(CHOSEN.into())),
+            Backend::Sockets => return Ok(Err(SOCKETS_CHOSEN.into())),
             Backend::Auto if !config.assume_device && !has_devices(Path::new(DEVICES)) => {
                 return Ok(Err(NO_DEVICE.into()));
             }

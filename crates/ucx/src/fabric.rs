@@ -24,8 +24,8 @@ pub struct Options {
     pub endpoints: usize,
     /// The worker that reads is replaced after this many reads that were given up: a forced close may leak a descriptor.
     pub renew_after: u64,
-    /// Whether UCX reports that a peer has failed. Without that, a read of a peer that dies may never end; the shared memory of
-    /// UCX works only so, for measurements.
+    /// Whether UCX reports that a peer has failed. Without it, a read from a peer that has died may never end. Turn it off only
+    /// to measure over the shared memory of UCX, which cannot report failures.
     pub peer_failures: bool,
 }
 

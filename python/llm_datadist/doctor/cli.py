@@ -123,8 +123,9 @@ def _resolved(parser: argparse.ArgumentParser, address: str) -> str:
         found = socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         parser.error(f"--to: the host of {address!r} is not known: {error}")
-    number = found[0][4][0]
-    return f"[{number}]:{port}" if found[0][0] == socket.AF_INET6 else f"{number}:{port}"
+    # `--serve` listens at IPv4 addresses unless told otherwise.
+    family, *_, place = min(found, key=lambda one: one[0] != socket.AF_INET)
+    return f"[{place[0]}]:{port}" if family == socket.AF_INET6 else f"{place[0]}:{port}"
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

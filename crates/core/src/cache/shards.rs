@@ -15,7 +15,7 @@ use crate::fallible;
 pub(super) const TABLE: &str = "the table of caches";
 /// Enough tables that a step takes less than a millisecond for a million entries.
 const SHARDS: usize = 64;
-/// 2^64 divided by the golden ratio, of which the highest bits of a product depend on every bit of the factor.
+/// 2^64 divided by the golden ratio. The highest bits of a product with it depend on every bit of the other factor.
 const GOLDEN_RATIO: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// Shift that leaves the bits of the product which choose the table.

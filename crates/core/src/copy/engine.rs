@@ -62,7 +62,7 @@ impl CopyEngine {
             ring: staging_ring::RingOwner::default(),
             host_buffers: Arc::default(),
             streamers: OnceLock::new(),
-            streams: config.links.most_streams(),
+            streams: config.links.most_streams(1 + config.links.addresses.len()),
         })
     }
 

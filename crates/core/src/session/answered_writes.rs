@@ -16,19 +16,21 @@ use crate::protocol::{MOST_AHEAD, Reply, WirePlan};
 use crate::stats::Op;
 
 impl RequestContext<'_> {
-    /// Receives bytes into a cache: bytes that follow the request (`ahead`), or bytes that this side then asks for. If the
-    /// write is shared, `shared` is its number, and the share of the budget that it keeps.
+    /// Receives bytes into a cache: bytes that follow the request (`ahead`), or bytes that this side then asks for. `shared`
+    /// is the number of a shared write, and `held` the share of the budget for the plan.
     pub(super) fn write(
         &self,
         call: &NamedCache,
         (plan, range): (WirePlan, Range<u64>),
         ahead: bool,
-        shared: Option<(u64, BudgetShare)>,
+        (shared, held): (Option<u64>, BudgetShare),
     ) -> Result<(), Ended> {
         let Range { start: from, end: to } = range;
-        if let Some(shared) = shared {
-            return self.begin_shared_write(call, plan, (from, to), shared);
+        if let Some(id) = shared {
+            return self.begin_shared_write(call, plan, (from, to), (id, held));
         }
+        // Lasts as long as the request.
+        let _held = held;
         let bytes = to.saturating_sub(from);
         let begun = bounded(plan, from, to).and_then(|plan| {
             let pinned = self.pin_for_write(call, &plan)?;

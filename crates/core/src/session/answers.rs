@@ -111,7 +111,7 @@ impl RequestContext<'_> {
             }
             Request::Write { name, cache, plan, from, to, ahead, shared, limit_ms } => {
                 let call = named(name.into(), cache, limit_ms);
-                self.write(&call, (plan, from..to), ahead, shared.map(|id| (id, held)))
+                self.write(&call, (plan, from..to), ahead, (shared, held))
             }
             Request::WritePart { write, from, to, limit_ms } => {
                 self.write_part(write, from..to, self.limit(limit_ms))

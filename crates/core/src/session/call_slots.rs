@@ -12,6 +12,9 @@ use hashbrown::HashMap;
 const SHARED: usize = 32;
 /// Maximum number of shared slots that one link may use.
 const SHARED_BY_ONE: usize = SHARED / 2;
+/// Maximum number of extra slots of one link. The rows of a write over several streams are pinned until all of its parts have
+/// arrived, so these must not wait for slots in which other calls wait for the rows.
+const EXTRA: usize = 16;
 
 /// The kind of slot in which a call is answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,6 +23,8 @@ pub(super) enum CallSlot {
     Own,
     /// A slot that all links share.
     Shared,
+    /// A slot for a link whose writes over several streams wait for parts.
+    Extra,
 }
 
 /// The slots in use, and the turns that wait for one. `Link` identifies a link.
@@ -37,6 +42,7 @@ pub(super) struct Slots<Link, Turn> {
 struct OfLink<Turn> {
     own: bool,
     shared: usize,
+    extra: usize,
     queue: VecDeque<Turn>,
 }
 
@@ -54,9 +60,9 @@ impl<Link, Turn> Default for Slots<Link, Turn> {
 
 impl<Link: Eq + Hash + Copy, Turn> Slots<Link, Turn> {
     /// Takes a slot for a turn of `link` and returns both. If there is none, queues the turn and returns
-    /// `None`.
-    pub(super) fn enter(&mut self, link: Link, turn: Turn) -> Option<(Turn, CallSlot)> {
-        let empty = || OfLink { own: false, shared: 0, queue: VecDeque::new() };
+    /// `None`. `extra` is whether writes of the link over several streams wait for parts.
+    pub(super) fn enter(&mut self, link: Link, turn: Turn, extra: bool) -> Option<(Turn, CallSlot)> {
+        let empty = || OfLink { own: false, shared: 0, extra: 0, queue: VecDeque::new() };
         let of_link = self.links.entry(link).or_insert_with(empty);
         if !of_link.own {
             of_link.own = true;
@@ -67,6 +73,10 @@ impl<Link: Eq + Hash + Copy, Turn> Slots<Link, Turn> {
             self.shared += 1;
             return Some((turn, CallSlot::Shared));
         }
+        if extra && of_link.extra < EXTRA {
+            of_link.extra += 1;
+            return Some((turn, CallSlot::Extra));
+        }
         of_link.queue.push_back(turn);
         if of_link.queue.len() == 1 {
             self.waiting.push_back(link);
@@ -75,7 +85,7 @@ impl<Link: Eq + Hash + Copy, Turn> Slots<Link, Turn> {
     }
 
     /// Releases a slot of `link`, and returns the waiting turn that takes it. The own slot passes to a turn
-    /// of the same link. A shared slot passes to the link that has waited longest among those that may use
+    /// of the same link, and an extra slot to nobody. A shared slot passes to the link that has waited longest among those that may use
     /// one more.
     pub(super) fn leave(&mut self, link: Link, slot: CallSlot) -> Option<(Turn, CallSlot)> {
         let of_link = self.links.get_mut(&link)?;
@@ -85,8 +95,10 @@ impl<Link: Eq + Hash + Copy, Turn> Slots<Link, Turn> {
                 of_link.shared -= 1;
                 self.shared -= 1;
             }
+            CallSlot::Extra => of_link.extra -= 1,
         }
         let next = match slot {
+            CallSlot::Extra => None,
             CallSlot::Own if of_link.queue.is_empty() => None,
             CallSlot::Own => self.waiting.iter().position(|waits| *waits == link),
             CallSlot::Shared => self.sharer(),
@@ -103,6 +115,7 @@ impl<Link: Eq + Hash + Copy, Turn> Slots<Link, Turn> {
                 of_next.shared += 1;
                 self.shared += 1;
             }
+            CallSlot::Extra => {}
         }
         if !of_next.queue.is_empty() {
             self.waiting.push_back(next);
@@ -116,7 +129,7 @@ impl<Link: Eq + Hash + Copy, Turn> Slots<Link, Turn> {
     /// Whether a waiting turn could use this slot of `link`.
     pub(super) fn wanted(&self, link: Link, slot: CallSlot) -> bool {
         let own_waits = self.links.get(&link).is_some_and(|of_link| !of_link.queue.is_empty());
-        own_waits || (slot == CallSlot::Shared && self.sharer().is_some())
+        (own_waits && slot != CallSlot::Extra) || (slot == CallSlot::Shared && self.sharer().is_some())
     }
 
     /// Finds the first waiting link that may use one more shared slot. At most two links can have reached
@@ -126,7 +139,9 @@ impl<Link: Eq + Hash + Copy, Turn> Slots<Link, Turn> {
     }
 
     fn forget(&mut self, link: Link) {
-        let unused = |of_link: &OfLink<Turn>| !of_link.own && of_link.shared == 0 && of_link.queue.is_empty();
+        let unused = |of_link: &OfLink<Turn>| {
+            !of_link.own && of_link.shared + of_link.extra == 0 && of_link.queue.is_empty()
+        };
         if self.links.get(&link).is_some_and(unused) {
             self.links.remove(&link);
         }
@@ -139,7 +154,7 @@ mod tests {
 
     /// Enters `count` turns of `link`, and returns how many got a slot.
     fn fill(slots: &mut Slots<u32, u32>, link: u32, count: u32) -> usize {
-        (0..count).filter_map(|turn| slots.enter(link, turn)).count()
+        (0..count).filter_map(|turn| slots.enter(link, turn, false)).count()
     }
 
     #[test]
@@ -162,11 +177,23 @@ mod tests {
     }
 
     #[test]
+    fn parts_of_writes_find_a_slot_beside_those_of_waiting_calls() {
+        let mut slots = Slots::default();
+        assert_eq!(fill(&mut slots, 1, 40), 1 + 16);
+        let extra = (100..140).filter_map(|turn| slots.enter(1, turn, true)).collect::<Vec<_>>();
+        assert_eq!(extra.len(), 16);
+        assert!(extra.iter().all(|(_, slot)| *slot == CallSlot::Extra));
+        assert!(!slots.wanted(1, CallSlot::Extra));
+        assert_eq!(slots.leave(1, CallSlot::Extra), None, "it passes to nobody");
+        assert_eq!(slots.enter(1, 200, true), Some((200, CallSlot::Extra)));
+    }
+
+    #[test]
     fn every_turn_gets_a_slot_and_nothing_is_left() {
         let (mut slots, mut taken, mut had) = (Slots::default(), VecDeque::new(), 0);
         for turn in 0..1000_u32 {
             let link = turn % 7 * (turn % 3);
-            taken.extend(slots.enter(link, (link, turn)));
+            taken.extend(slots.enter(link, (link, turn), turn % 5 == 0));
         }
         while let Some(((link, _), slot)) = taken.pop_front() {
             had += 1;

@@ -37,21 +37,42 @@ impl Link {
     /// Returns a stream for one call, idle or new. Waits for its turn until `deadline`. Returns `Err` if the
     /// link has broken, the deadline passes or the caller is interrupted.
     pub(crate) fn lease(self: &Arc<Self>, deadline: Deadline) -> Result<StreamLease> {
-        let mut streams = self.streams.lock();
-        streams.waiting += 1;
-        let (mut streams, turn) = self.queue(streams, deadline);
-        streams.waiting -= 1;
-        drop(streams);
-        match turn? {
+        match self.take_turn(deadline, true)? {
+            StreamGrant::Dial(dialer, Some(at)) => {
+                let lease = self.dial((dialer, Some(at)), deadline);
+                if !lease.as_ref().is_err_and(|error| error.kind() != ErrorKind::Interrupted) {
+                    return lease;
+                }
+                // The streams that there are, or the main address, may still work.
+                let turn = self.take_turn(deadline, false)?;
+                self.begin_turn(turn, deadline)
+            }
+            turn => self.begin_turn(turn, deadline),
+        }
+    }
+
+    fn begin_turn(self: &Arc<Self>, turn: StreamGrant<'_>, deadline: Deadline) -> Result<StreamLease> {
+        match turn {
             StreamGrant::Idle(stream) => Ok(StreamLease { link: self.clone(), stream, reusable: false }),
             StreamGrant::Dial(dialer, at) => self.dial((dialer, at), deadline),
         }
+    }
+
+    /// Waits for a stream, or for the right to open one. Further addresses of the peer count only if `spread` is set.
+    fn take_turn(&self, deadline: Deadline, spread: bool) -> Result<StreamGrant<'_>> {
+        let mut streams = self.streams.lock();
+        streams.waiting += 1;
+        let (mut streams, turn) = self.queue(streams, deadline, spread);
+        streams.waiting -= 1;
+        drop(streams);
+        turn
     }
 
     fn queue<'a>(
         &'a self,
         mut streams: Locked<'a>,
         deadline: Deadline,
+        spread: bool,
     ) -> (Locked<'a>, Result<StreamGrant<'a>>) {
         loop {
             if let Err(error) = self.check() {
@@ -60,7 +81,7 @@ impl Link {
             let room = streams.in_use() < MOST_CALLS;
             let idle = streams.next_idle();
             if let Some((at, stream)) = idle
-                && (!room || self.unused_address(&streams, &stream).is_none())
+                && !(room && spread && self.has_unused_address(&streams, &stream))
             {
                 streams.idle.remove(at);
                 streams.busy.push(stream.clone());
@@ -68,7 +89,7 @@ impl Link {
             }
             if room {
                 if let Some(dialer) = &self.dialer {
-                    let at = dialer.addresses.choose(|ip| streams.count_at(ip));
+                    let at = dialer.addresses.choose(|ip| streams.count_at(ip)).filter(|_| spread);
                     streams.opening.push(dialer.addresses.ip_of(at));
                     return (streams, Ok(StreamGrant::Dial(dialer, at)));
                 }
@@ -100,10 +121,15 @@ impl Link {
         }
     }
 
-    /// Returns a further address of the peer without streams if the idle `stream` leads to one that calls are using.
-    fn unused_address(&self, streams: &StreamSet, stream: &Stream) -> Option<&FurtherAddress> {
-        let dialer = self.dialer.as_ref().filter(|_| streams.busy_at(stream.listened_at()) > 0)?;
-        dialer.addresses.unused(|ip| streams.count_at(ip))
+    /// Whether the idle `stream` leads to an address that calls are using, and the peer has one without streams.
+    fn has_unused_address(&self, streams: &StreamSet, stream: &Stream) -> bool {
+        let dialer = self.dialer.as_ref().filter(|_| streams.busy_at(stream.listened_at()) > 0);
+        dialer.is_some_and(|dialer| dialer.addresses.unused(|ip| streams.count_at(ip)).is_some())
+    }
+
+    /// Returns the number of addresses over which this side opens streams.
+    pub(crate) fn addresses(&self) -> usize {
+        self.dialer.as_ref().map_or(1, |dialer| dialer.addresses.count())
     }
 
     fn dial(

@@ -53,11 +53,12 @@ pub(super) struct Dialer {
 
 impl Dialer {
     /// Returns a dialer for a further address of the peer, and how long it may take: at most half of the time that is left,
-    /// so that the main address can still be tried.
-    pub(super) fn to(&self, at: &FurtherAddress, deadline: Deadline) -> (Dialer, Deadline) {
-        let limit = FURTHER_TIME.min(deadline.left() / 2);
+    /// so that the main address can still be tried. The last value is whether that is less than usual.
+    pub(super) fn to(&self, at: &FurtherAddress, deadline: Deadline) -> (Dialer, Deadline, bool) {
+        let half = deadline.left() / 2;
         let dialer = Dialer { address: at.address(), ..self.clone() };
-        (dialer, Deadline::after(limit).named("the limit of a further address"))
+        let limit = deadline.at_most(FURTHER_TIME.min(half)).named("the limit of a further address");
+        (dialer, limit, half < FURTHER_TIME)
     }
 
     /// Opens a stream to the address and runs the handshake for `purpose`. Afterwards the peer is

@@ -167,8 +167,8 @@ impl Shared {
         dialer.addresses = Arc::new(PeerAddresses::new(stream.listened_at(), addresses));
         let address = shown.unwrap_or_else(|| dialer.address.to_string());
         let peer = Peer { cluster, instance, address, metadata: metadata.0 };
-        let budget = self.server.budget();
-        let link = Link::new(id, kind, peer, (memory, fabric), Arc::new(stream), Some(dialer), budget);
+        let bounds = (self.server.budget(), self.resources.config.links.silence);
+        let link = Link::new(id, kind, peer, (memory, fabric), Arc::new(stream), Some(dialer), bounds);
         (request.commit)()?;
         self.enroll(&link)?;
         // Not earlier: the accepting side of this engine must see the dial or the link.

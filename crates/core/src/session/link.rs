@@ -129,7 +129,7 @@ impl Link {
         (peer_memory, fabric): (Option<PeerMemory>, Readable<PeerFabric>),
         control: Arc<Stream>,
         dialer: Option<Dialer>,
-        budget: &Arc<Budget>,
+        (budget, silence): (&Arc<Budget>, Duration),
     ) -> Arc<Link> {
         Arc::new(Link {
             id,
@@ -151,7 +151,7 @@ impl Link {
             records: Mutex::default(),
             grants: Mutex::default(),
             pushes: PushesInFlight::default(),
-            shared_writes: SharedWrites::default(),
+            shared_writes: SharedWrites::new(silence),
             next_write: AtomicU64::new(0),
             notifications: Notifications::default(),
             active: AtomicUsize::new(0),
@@ -389,8 +389,8 @@ impl Link {
             .saturating_sub(Duration::from_millis(self.last_sign_of_life.load(Ordering::Relaxed)))
     }
 
-    /// Opens another stream of this link with `dialer`, if possible at the further address `at`. With `reverse` the peer
-    /// will send requests on it. Returns `Err` with `NotLinked` if another process answers at the address of the peer.
+    /// Opens another stream of this link with `dialer`, at a further address or at the main one. With `reverse` the peer will
+    /// send requests on it. Returns `Err` with `NotLinked` if another process answers at the address of the peer.
     pub(super) fn open_call_stream(
         &self,
         dialer: &Dialer,
@@ -398,14 +398,18 @@ impl Link {
         reverse: bool,
         deadline: Deadline,
     ) -> Result<Stream> {
-        if let Some(at) = at {
-            let (dialer, limit) = dialer.to(at, deadline);
-            match self.dial_call_stream(&dialer, reverse, limit) {
-                Ok(stream) => return Ok(stream),
-                Err(error) => at.note_failure(self.peer.cluster, &error),
+        let Some(at) = at else { return self.dial_call_stream(dialer, reverse, deadline) };
+        let (dialer, limit, hurried) = dialer.to(at, deadline);
+        self.dial_call_stream(&dialer, reverse, limit).inspect_err(|error| {
+            let blamed = match error.kind() {
+                ErrorKind::Interrupted => false,
+                ErrorKind::Timeout => !hurried,
+                _ => true,
+            };
+            if blamed && self.alive() {
+                at.note_failure(self.peer.cluster, error);
             }
-        }
-        self.dial_call_stream(dialer, reverse, deadline)
+        })
     }
 
     fn dial_call_stream(&self, dialer: &Dialer, reverse: bool, deadline: Deadline) -> Result<Stream> {

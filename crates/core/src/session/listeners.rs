@@ -98,25 +98,26 @@ impl Listeners {
             }
             (Some(asked), Some(now)) if asked.port() == now.port() => {
                 // Two listeners cannot share a port if one of them listens on all addresses, so close the old
-                // one first.
-                open.main.take().into_iter().for_each(|listener| listener.close(&self.control));
-                let opened = self.open(&Address::Tcp(asked));
-                if opened.is_err() {
-                    let before = self.open(&Address::Tcp(now));
-                    open.main = before.inspect_err(log_error).ok();
+                // ones first.
+                self.close_ports(&mut open);
+                let opened = self.open_ports(asked);
+                if opened.is_err()
+                    && let Ok(before) = self.open_ports(now).inspect_err(log_error)
+                {
+                    (open.main, open.further) = (Some(before.0), before.1);
                 }
-                open.main = Some(opened?);
+                let opened = opened?;
+                (open.main, open.further) = (Some(opened.0), opened.1);
             }
             (Some(asked), _) => {
-                let opened = self.open(&Address::Tcp(asked))?;
-                open.main.replace(opened).into_iter().for_each(|listener| listener.close(&self.control));
+                let opened = self.open_ports(asked)?;
+                self.close_ports(&mut open);
+                (open.main, open.further) = (Some(opened.0), opened.1);
             }
         }
-        if let Err(error) = self.open_further(&mut open) {
-            self.close_main(&mut open);
-            return Err(error);
+        for listener in open.main.iter().chain(&open.further) {
+            self.warn_without_token(listener.port());
         }
-        self.warn_without_token(open.main.as_ref().and_then(OpenListener::port));
         self.open_local(&mut open);
         Ok(())
     }
@@ -135,26 +136,44 @@ impl Listeners {
         first.into_iter().chain(further.filter(|at| Some(*at) != first)).collect()
     }
 
-    /// Listens at the further addresses, unless the main listener does.
-    fn open_further(&self, open: &mut Listening) -> Result<()> {
-        open.further.drain(..).for_each(|listener| listener.close(&self.control));
-        let Some(main) = open.main.as_ref().and_then(OpenListener::port) else { return Ok(()) };
+    /// Listens at `asked`, and at the further addresses with the same port, or at none of them.
+    fn open_ports(&self, asked: SocketAddr) -> Result<(OpenListener, Vec<OpenListener>)> {
+        let main = self.open(&Address::Tcp(asked))?;
+        let mut further = Vec::new();
+        match main.port().map_or(Ok(()), |at| self.open_further(at, &mut further)) {
+            Ok(()) => Ok((main, further)),
+            Err(error) => {
+                for listener in further.into_iter().chain([main]) {
+                    listener.close(&self.control);
+                }
+                Err(error.with("option", "link_addresses"))
+            }
+        }
+    }
+
+    /// Listens at the further addresses that the main listener does not cover. Of the others, it checks only that this host
+    /// has them.
+    fn open_further(&self, main: SocketAddr, further: &mut Vec<OpenListener>) -> Result<()> {
         for ip in &self.resources.config.links.addresses {
-            let covered = main.ip().is_unspecified() && main.is_ipv4() == ip.is_ipv4();
-            // Without a listener of its own, an address is only checked.
+            let covered = main.ip().is_unspecified() && (main.is_ipv6() || ip.is_ipv4());
             let at = SocketAddr::new(*ip, if covered { 0 } else { main.port() });
             if at == main {
                 continue;
             }
-            let listener =
-                self.open(&Address::Tcp(at)).map_err(|error| error.with("option", "link_addresses"))?;
+            let listener = self.open(&Address::Tcp(at))?;
             if covered {
                 listener.close(&self.control);
             } else {
-                open.further.push(listener);
+                further.push(listener);
             }
         }
         Ok(())
+    }
+
+    /// Closes the main listener and the further ones.
+    fn close_ports(&self, open: &mut Listening) {
+        let further = std::mem::take(&mut open.further);
+        open.main.take().into_iter().chain(further).for_each(|listener| listener.close(&self.control));
     }
 
     /// Opens the local socket to which peers on this host are directed, unless it is open. Without a token
@@ -224,16 +243,10 @@ impl Listeners {
         open.closed = true;
     }
 
-    /// Closes the main listener, those beside it, and the local socket.
+    /// Closes the main listener, the further ones, and the local socket.
     fn close_main(&self, open: &mut Listening) {
-        let local = open.local.take().map(|(_, listener)| listener);
-        let further = std::mem::take(&mut open.further);
-        open.main
-            .take()
-            .into_iter()
-            .chain(local)
-            .chain(further)
-            .for_each(|listener| listener.close(&self.control));
+        self.close_ports(open);
+        open.local.take().into_iter().for_each(|(_, listener)| listener.close(&self.control));
     }
 
     /// Listens at `address`. The control thread accepts the connections.

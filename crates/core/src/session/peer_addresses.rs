@@ -34,7 +34,8 @@ impl PeerAddresses {
     pub(super) fn new(main: Option<IpAddr>, announced: Vec<SocketAddr>) -> PeerAddresses {
         let Some(main) = main else { return PeerAddresses::default() };
         let mut addresses = PeerAddresses { main: Some(main), others: Vec::new() };
-        for at in announced {
+        for mut at in announced {
+            at.set_ip(at.ip().to_canonical());
             let known = at.ip() == main || addresses.others.iter().any(|other| other.at.ip() == at.ip());
             let remote = !at.ip().is_unspecified() && !at.ip().is_multicast() && at.port() != 0;
             // An address of this host is not that of a peer on another one.
@@ -58,6 +59,11 @@ impl PeerAddresses {
         (streams_at(least.at.ip()) < main).then_some(least)
     }
 
+    /// Returns the number of addresses.
+    pub(super) fn count(&self) -> usize {
+        1 + self.others.len()
+    }
+
     /// Returns an address without streams, given their numbers.
     pub(super) fn unused(&self, streams_at: impl Fn(IpAddr) -> usize) -> Option<&FurtherAddress> {
         self.usable().find(|other| streams_at(other.at.ip()) == 0)
@@ -73,7 +79,7 @@ impl FurtherAddress {
         Address::Tcp(self.at)
     }
 
-    /// Notes that the address could not be used, and logs the reason.
+    /// Notes that the address could not be reached, and logs the reason.
     pub(super) fn note_failure(&self, cluster: ClusterId, error: &Error) {
         *self.failed.lock() = Some(Instant::now());
         tracing::warn!(

@@ -151,7 +151,7 @@ impl Server {
     pub(super) fn dial(self: &Arc<Self>, link: &Arc<Link>) {
         let mut state = self.state.lock();
         let turn = Turn::Dial(link.clone());
-        let Some(turn) = state.slots.enter(link.key(), turn) else { return };
+        let Some(turn) = state.slots.enter(link.key(), turn, false) else { return };
         state.ready.push_back(turn);
         drop(state);
         self.work.ring();
@@ -268,8 +268,8 @@ impl Server {
     fn answer(self: &Arc<Self>, number: u64) {
         let mut state = self.state.lock();
         let Some(call) = state.calls.get(&number).cloned() else { return };
-        let link = call.link.key();
-        let Some((turn, slot)) = state.slots.enter(link, Turn::Answer(number, call)) else { return };
+        let (link, extra) = (call.link.key(), call.link.shared_writes.any());
+        let Some((turn, slot)) = state.slots.enter(link, Turn::Answer(number, call), extra) else { return };
         drop(state);
         self.take_turns(turn, slot);
     }
@@ -334,7 +334,11 @@ impl Server {
         let Some(dialer) = link.dialer.as_ref().filter(|_| link.alive()) else { return link.opened() };
         let deadline = Deadline::after(HANDSHAKE_TIME).named("the handshake limit");
         let at = dialer.addresses.choose(|ip| link.serves_at(ip));
-        let opened = link.open_call_stream(dialer, at, true, deadline).map(Arc::new);
+        let mut opened = link.open_call_stream(dialer, at, true, deadline);
+        if at.is_some() && opened.is_err() {
+            opened = link.open_call_stream(dialer, None, true, deadline);
+        }
+        let opened = opened.map(Arc::new);
         link.opened();
         let served = opened.and_then(|stream| {
             self.admit(link, &stream).map_err(|refusal| refusal.error)?;

@@ -1,11 +1,13 @@
 //! Writes of one peer whose bytes arrive over several streams.
 //!
 //! The first request of a shared write pins the rows and brings the plan; the other ones name the write and a range of
-//! the plan's bytes. The pin lasts until all bytes are in place, one of the parts fails, the deadline passes or the link
-//! ends. The parts cannot overlap, so no two threads write the same bytes.
+//! the plan's bytes. The pin lasts until all bytes are in place, one of the parts fails, no part has been arriving for the
+//! time that a peer may be silent, the deadline passes or the link ends. No two threads write the same bytes: parts do not
+//! overlap, and a plan of one wave writes no byte twice (`plan::conflicts`).
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use super::limits::BudgetShare;
 use crate::cache::{Cache, Pin};
@@ -15,16 +17,22 @@ use crate::model::Deadline;
 use crate::plan::CopyPlan;
 use crate::sync::Mutex;
 
-/// Maximum number of shared writes of one link in progress.
-const MOST_WRITES: usize = 64;
+/// Maximum number of shared writes of one link in progress. A caller has at most one in each of its streams, and others
+/// whose streams have ended.
+const MOST_WRITES: usize = 128;
 /// Maximum number of parts of one of them.
 const MOST_PARTS: usize = 16;
 /// Name of these lists in out-of-memory errors.
 const WRITES: &str = "the writes over several streams";
 
 /// The shared writes of one peer.
-#[derive(Debug, Default)]
-pub(super) struct SharedWrites(Mutex<Vec<PendingWrite>>);
+#[derive(Debug)]
+pub(super) struct SharedWrites {
+    /// `None` once the link has ended.
+    pending: Mutex<Option<Vec<PendingWrite>>>,
+    /// How long a write may be without a part that is arriving.
+    silence: Duration,
+}
 
 #[derive(Debug)]
 struct PendingWrite {
@@ -33,6 +41,10 @@ struct PendingWrite {
     begun: Vec<Range<u64>>,
     /// Number of bytes that have not arrived.
     missing: u64,
+    /// Number of parts that are arriving.
+    arriving: usize,
+    /// When the last part that was arriving ended.
+    since: Instant,
 }
 
 /// A write whose rows are pinned.
@@ -56,91 +68,114 @@ pub(super) struct WritePart<'a> {
     arrived: bool,
 }
 
+impl PendingWrite {
+    fn is_over(&self, silence: Duration) -> bool {
+        self.write.deadline.passed() || (self.arriving == 0 && self.since.elapsed() > silence)
+    }
+}
+
 impl SharedWrites {
-    /// Begins a shared write with its first part. Returns `Err` if its number is in use, or if there are too many.
+    /// Returns an empty list, of a peer that may be silent for `silence`.
+    pub(super) fn new(silence: Duration) -> SharedWrites {
+        SharedWrites { pending: Mutex::new(Some(Vec::new())), silence }
+    }
+
+    /// Begins a shared write with its first part. Returns `Err` if its number is in use, if the part is empty, if there are
+    /// too many writes, or if the link has ended.
     pub(super) fn begin(&self, write: SharedWrite, range: Range<u64>) -> Result<WritePart<'_>> {
-        let missing = write.plan.bytes();
-        let write = Arc::new(write);
+        let (missing, write) = (write.plan.bytes(), Arc::new(write));
         let mut begun = fallible::with_capacity(WRITES, 1)?;
         begun.push(range.clone());
-        let ended = self.end_late();
-        let mut writes = self.0.lock();
-        if writes.iter().any(|entry| entry.write.id == write.id) {
-            return Err(Error::argument(
-                "the number of a write",
-                write.id,
-                "one that no write in progress has",
-            ));
+        self.trim();
+        let mut pending = self.pending.lock();
+        let writes = pending.as_mut().ok_or_else(ended_link)?;
+        if range.is_empty() {
+            return Err(Error::argument("the range of the first part", "0 bytes", "at least one byte"));
+        }
+        if writes.iter().any(|other| other.write.id == write.id) {
+            let allowed = "one that no write in progress has";
+            return Err(Error::argument("the number of a write", write.id, allowed));
         }
         if writes.len() >= MOST_WRITES {
             let text = "the link has too many writes over several streams";
             return Err(Error::new(ErrorKind::NotLinked, text).with("limit", MOST_WRITES));
         }
-        fallible::grow(WRITES, &mut writes, 1)?;
-        writes.push(PendingWrite { write: write.clone(), begun, missing });
-        drop(writes);
-        drop(ended);
+        fallible::grow(WRITES, writes, 1)?;
+        writes.push(PendingWrite {
+            write: write.clone(),
+            begun,
+            missing,
+            arriving: 1,
+            since: Instant::now(),
+        });
+        drop(pending);
         Ok(WritePart { writes: self, write, bytes: range.end - range.start, arrived: false })
     }
 
     /// Begins a further part. Returns `Err` if there is no such write any more, or if `range` overlaps another part or
     /// is not within the plan.
     pub(super) fn part(&self, id: u64, range: Range<u64>) -> Result<WritePart<'_>> {
-        let mut writes = self.0.lock();
-        let Some(entry) =
-            writes.iter_mut().find(|entry| entry.write.id == id && !entry.write.deadline.passed())
-        else {
-            let text = "the write has ended: one of its other parts failed, or its time is over";
+        self.trim();
+        let mut pending = self.pending.lock();
+        let writes = pending.as_mut().ok_or_else(ended_link)?;
+        let Some(write) = writes.iter_mut().find(|pending| pending.write.id == id) else {
+            let text = "no write with this number is in progress: it is complete, a part of it failed, or its time is over";
             return Err(Error::new(ErrorKind::NotLinked, text).with("write", id));
         };
-        let overlaps = |other: &Range<u64>| range.start < other.end && other.start < range.end;
-        if range.is_empty() || range.end > entry.write.plan.bytes() || entry.begun.iter().any(overlaps) {
-            let allowed =
-                format!("bytes of the plan that no other part has, below {}", entry.write.plan.bytes());
+        let (overlaps, bytes) = (
+            |other: &Range<u64>| range.start < other.end && other.start < range.end,
+            write.write.plan.bytes(),
+        );
+        if range.is_empty() || range.end > bytes || write.begun.iter().any(overlaps) {
             let range = format_args!("{} to {}", range.start, range.end);
+            let allowed = format!("bytes of the plan that no other part has, below {bytes}");
             return Err(Error::argument("the range of a part", range, allowed));
         }
-        if entry.begun.len() >= MOST_PARTS {
-            return Err(
-                Error::new(ErrorKind::NotLinked, "the write has too many parts").with("limit", MOST_PARTS)
-            );
+        if write.begun.len() >= MOST_PARTS {
+            let text = "the write has too many parts";
+            return Err(Error::new(ErrorKind::NotLinked, text).with("limit", MOST_PARTS));
         }
-        fallible::grow(WRITES, &mut entry.begun, 1)?;
-        entry.begun.push(range.clone());
-        let write = entry.write.clone();
+        fallible::grow(WRITES, &mut write.begun, 1)?;
+        write.begun.push(range.clone());
+        write.arriving += 1;
+        let write = write.write.clone();
+        drop(pending);
         Ok(WritePart { writes: self, write, bytes: range.end - range.start, arrived: false })
     }
 
-    /// Ends the writes whose deadline has passed. Those that still have a part on its way keep their pins until it has
-    /// ended.
-    pub(super) fn trim(&self) {
-        drop(self.end_late());
+    /// Whether a write waits for parts.
+    pub(super) fn any(&self) -> bool {
+        self.pending.lock().as_ref().is_some_and(|writes| !writes.is_empty())
     }
 
-    /// Ends all writes, for a link that has broken.
+    /// Ends the writes whose time is over. A write with a part that is still arriving keeps its pin until that part ends.
+    pub(super) fn trim(&self) {
+        let mut over = Vec::new();
+        if let Some(writes) = &mut *self.pending.lock() {
+            let count = writes.iter().filter(|write| write.is_over(self.silence)).count();
+            if count > 0 && over.try_reserve(count).is_ok() {
+                over.extend(writes.extract_if(.., |write| write.is_over(self.silence)).take(count));
+            }
+        }
+        // Without the lock, because that frees rows.
+        drop(over);
+    }
+
+    /// Ends all writes, for a link that has broken. No write begins afterwards.
     pub(super) fn end(&self) {
-        let ended = std::mem::take(&mut *self.0.lock());
+        let ended = self.pending.lock().take();
         drop(ended);
     }
 
-    /// Removes the writes whose deadline has passed. The caller drops them without the lock, because that frees rows.
-    fn end_late(&self) -> Vec<PendingWrite> {
-        let mut writes = self.0.lock();
-        let late = writes.iter().filter(|entry| entry.write.deadline.passed()).count();
-        let mut ended = Vec::new();
-        if late > 0 && ended.try_reserve(late).is_ok() {
-            ended.extend(writes.extract_if(.., |entry| entry.write.deadline.passed()).take(late));
-        }
-        ended
-    }
-
     fn end_part(&self, part: &WritePart<'_>) {
-        let mut writes = self.0.lock();
-        let Some(at) = writes.iter().position(|entry| Arc::ptr_eq(&entry.write, &part.write)) else { return };
-        let entry = &mut writes[at];
-        entry.missing -= if part.arrived { part.bytes } else { 0 };
-        let ended = (!part.arrived || entry.missing == 0).then(|| writes.swap_remove(at));
-        drop(writes);
+        let mut pending = self.pending.lock();
+        let Some(writes) = pending.as_mut() else { return };
+        let Some(at) = writes.iter().position(|write| Arc::ptr_eq(&write.write, &part.write)) else { return };
+        let write = &mut writes[at];
+        (write.arriving, write.since) = (write.arriving - 1, Instant::now());
+        write.missing -= if part.arrived { part.bytes } else { 0 };
+        let ended = (!part.arrived || write.missing == 0).then(|| writes.swap_remove(at));
+        drop(pending);
         drop(ended);
     }
 }
@@ -160,4 +195,8 @@ impl Drop for WritePart<'_> {
     fn drop(&mut self) {
         self.writes.end_part(self);
     }
+}
+
+fn ended_link() -> Error {
+    Error::new(ErrorKind::NotLinked, "the link has ended")
 }

@@ -47,8 +47,8 @@ impl StreamSet {
         Some((at, self.idle[at].0.clone()))
     }
 
-    /// Removes the idle streams over the address of a stream whose call ended early: that network may be cut. Streams over
-    /// the only address of a peer stay, because its link notices that by itself.
+    /// Removes the idle streams over the address of a stream whose call ended early, because that network may be cut. If the
+    /// peer has one address, they stay: the heartbeat detects that it is gone.
     pub(super) fn leave_address(&mut self, stream: &Stream) -> Vec<Arc<Stream>> {
         if !self.several_addresses {
             return Vec::new();

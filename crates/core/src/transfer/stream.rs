@@ -6,11 +6,13 @@
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use super::call::{Call, Moved};
 use crate::checksums::Checksums;
 use crate::copy::{Arrived, Progress, StreamSum};
 use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
 use crate::model::Verify;
 use crate::plan::{CopyPlan, Wave};
 use crate::protocol::{MOST_AHEAD, Reply, Request, WirePlan};
@@ -19,6 +21,15 @@ use crate::sync::Mutex;
 
 /// Minimum size of a part in bytes: a stream moves this many while another one is being requested.
 const PART: u64 = 8 << 20;
+
+/// How long a call waits for each stream beyond its first one.
+const FURTHER_STREAM: Duration = Duration::from_secs(1);
+
+/// Maximum number of pieces in one tensor of a plan that is sent with each part: some 300 KiB.
+const MOST_PIECES_OF_PARTS: u64 = 1 << 16;
+
+/// Name of the list of streams in out-of-memory errors.
+const STREAMS: &str = "the streams of a transfer";
 
 /// Maximum number of pieces in one tensor of a plan (a few KiB) whose bytes follow their request at once.
 const MOST_PIECES: u64 = 128;
@@ -33,18 +44,56 @@ pub(super) struct Streams {
 impl Streams {
     /// Receives the bytes of the plan into the local cache.
     pub(super) fn receive(self, progress: Arc<Progress>) -> Result<Moved> {
-        self.in_parts(move |streams, range| streams.receive_range(range, &progress))
+        let leases = self.leases()?;
+        self.in_parts(leases, move |streams, lease, range| streams.receive_range(lease, range, &progress))
     }
 
-    /// Runs `part` for the whole plan, or for several ranges of it at the same time.
+    /// Returns the streams for the parts of the transfer. The first one is waited for. Others are used if they are there soon:
+    /// a call whose rows are pinned at the owner must not wait for streams of calls that wait for these rows.
+    fn leases(&self) -> Result<Vec<StreamLease>> {
+        let (link, deadline) = (&self.call.link, self.call.deadline);
+        let most = self.most_parts();
+        let mut leases = fallible::with_capacity(STREAMS, most)?;
+        // Until a request is sent, the next call can use the stream.
+        let unused = |mut lease: StreamLease| {
+            lease.reusable = true;
+            lease
+        };
+        leases.push(unused(link.lease(deadline)?));
+        while leases.len() < most {
+            match link.lease(deadline.at_most(FURTHER_STREAM)) {
+                Ok(lease) => leases.push(unused(lease)),
+                Err(error) if error.kind() == ErrorKind::Interrupted => return Err(error),
+                Err(_) => break,
+            }
+        }
+        Ok(leases)
+    }
+
+    /// Returns the largest number of streams for the transfer.
+    fn most_parts(&self) -> usize {
+        let pieces = self.plan.waves().iter().map(Wave::count).sum::<u64>();
+        // Waves have an order, which parts that run at the same time would not keep. Each part of a pull sends the plan.
+        if self.plan.waves().len() > 1 || pieces > MOST_PIECES_OF_PARTS {
+            return 1;
+        }
+        let most = self.call.resources.config.links.most_streams(self.call.link.addresses());
+        usize::try_from(self.plan.bytes() / PART).unwrap_or(usize::MAX).clamp(1, most)
+    }
+
+    /// Runs `part` for the whole plan, or for as many ranges of it at the same time as there are streams.
     fn in_parts(
         self,
-        part: impl Fn(&Streams, Range<u64>) -> Result<Moved> + Send + Sync + 'static,
+        mut leases: Vec<StreamLease>,
+        part: impl Fn(&Streams, StreamLease, Range<u64>) -> Result<Moved> + Send + Sync + 'static,
     ) -> Result<Moved> {
-        let (bytes, each) = (self.plan.bytes(), self.part_bytes());
-        if each >= bytes {
-            return part(&self, 0..bytes);
+        let bytes = self.plan.bytes();
+        if leases.len() == 1
+            && let Some(lease) = leases.pop()
+        {
+            return part(&self, lease, 0..bytes);
         }
+        let each = bytes.div_ceil(leases.len() as u64);
         let (deadline, resources) = (self.call.deadline, self.call.resources.clone());
         // Whether the owner reported, for any part, that the cache has changed.
         let stale = Arc::new(AtomicBool::new(false));
@@ -52,13 +101,16 @@ impl Streams {
         // Whether it is unknown, for any part, whether its bytes are equal to their source.
         let compare = Arc::new(AtomicBool::new(false));
         let unknown = compare.clone();
+        // The first stream is that of the first part, whose request may have been sent.
+        let leases = fallible::collect(STREAMS, leases.into_iter().map(|lease| Mutex::new(Some(lease))))?;
         let work = move |index: usize| {
             let from = index as u64 * each;
             let lane = self.call.execution.as_ref().map(|execution| execution.on_this_thread(deadline));
             let (_lane, deadline) = lane.unzip();
             let call = Call { deadline: deadline.unwrap_or(self.call.deadline), ..self.call.clone() };
             let streams = Streams { call, known: self.known.clone(), plan: self.plan.clone() };
-            match part(&streams, from..(from + each).min(bytes))? {
+            let Some(lease) = leases.get(index).and_then(|lease| lease.lock().take()) else { return Ok(()) };
+            match part(&streams, lease, from..(from + each).min(bytes))? {
                 Moved::Equal(_) => {}
                 Moved::Bytes(_) => unknown.store(true, Ordering::Release),
                 Moved::Stale => changed.store(true, Ordering::Release),
@@ -74,17 +126,8 @@ impl Streams {
         })
     }
 
-    /// Returns the number of bytes that each stream carries.
-    fn part_bytes(&self) -> u64 {
-        let bytes = self.plan.bytes();
-        // Waves have an order, which parts that run at the same time would not keep.
-        let most =
-            if self.plan.waves().len() == 1 { self.call.resources.config.links.most_streams() } else { 1 };
-        bytes.div_ceil((bytes / PART).clamp(1, most as u64))
-    }
-
     /// Sends one request and receives its bytes into place.
-    fn receive_range(&self, range: Range<u64>, progress: &Progress) -> Result<Moved> {
+    fn receive_range(&self, mut lease: StreamLease, range: Range<u64>, progress: &Progress) -> Result<Moved> {
         let bytes = range.end - range.start;
         let mut sum = self.sum()?;
         let request = Request::Read {
@@ -97,7 +140,7 @@ impl Streams {
             limit_ms: limit_ms(self.call.deadline),
             summed: sum.is_some(),
         };
-        let mut lease = self.call.link.lease(self.call.deadline)?;
+        lease.reusable = false;
         if !self.ready(&mut lease, &request, bytes)? {
             return Ok(Moved::Stale);
         }
@@ -134,46 +177,41 @@ impl Streams {
 
     /// Sends the bytes of the plan from the local cache, and receives the reply that they are in place.
     pub(super) fn send(self) -> Result<Moved> {
-        let each = self.part_bytes();
-        if each >= self.plan.bytes() {
-            return self.send_alone();
+        let mut leases = self.leases()?;
+        let (count, write) = (leases.len(), self.call.link.next_write());
+        if count > 1 {
+            let each = self.plan.bytes().div_ceil(count as u64);
+            let request = self.write(0..each, false, Some(write))?;
+            leases[0].reusable = false;
+            if !self.ready(&mut leases[0], &request, each)? {
+                return Ok(Moved::Stale);
+            }
         }
-        let write = self.call.link.next_write();
-        let mut lease = self.call.link.lease(self.call.deadline)?;
-        let request = self.write(0..each, false, Some(write))?;
-        if !self.ready(&mut lease, &request, each)? {
-            return Ok(Moved::Stale);
-        }
-        let first = Mutex::new(Some(lease));
-        self.in_parts(move |streams, range| {
-            let lease = if range.start == 0 { first.lock().take() } else { None };
-            streams.send_part(write, lease, range)
+        self.in_parts(leases, move |streams, lease, range| {
+            if count == 1 { streams.send_alone(lease) } else { streams.send_part(write, lease, range) }
         })
     }
 
-    /// Sends a part of a shared write: on `lease` if the owner is ready for it, otherwise on another stream.
-    fn send_part(&self, write: u64, lease: Option<StreamLease>, range: Range<u64>) -> Result<Moved> {
-        let deadline = self.call.deadline;
-        let lease = if let Some(lease) = lease {
-            lease
-        } else {
-            let mut lease = self.call.link.lease(deadline)?;
-            let Range { start: from, end: to } = range;
+    /// Sends a part of a shared write. The owner is ready for the first one.
+    fn send_part(&self, write: u64, mut lease: StreamLease, range: Range<u64>) -> Result<Moved> {
+        let (deadline, bytes) = (self.call.deadline, range.end - range.start);
+        lease.reusable = false;
+        if range.start > 0 {
+            let (from, to) = (range.start, range.end);
             let request = Request::WritePart { write, from, to, limit_ms: limit_ms(deadline) };
-            if !self.ready(&mut lease, &request, to - from)? {
+            if !self.ready(&mut lease, &request, bytes)? {
                 return Ok(Moved::Stale);
             }
-            lease
-        };
+        }
         let sent = self.send_range(&lease, range).and_then(|()| reply(&lease, deadline));
         self.sent(lease, sent)
     }
 
     /// Sends the bytes on one stream. Few bytes follow the request without waiting for a reply, which takes one round trip
     /// instead of two (`few_bytes_follow_their_request`).
-    fn send_alone(&self) -> Result<Moved> {
+    fn send_alone(&self, mut lease: StreamLease) -> Result<Moved> {
         let (bytes, deadline) = (self.plan.bytes(), self.call.deadline);
-        let mut lease = self.call.link.lease(deadline)?;
+        lease.reusable = false;
         let ahead = self.ahead(bytes);
         let request = self.write(0..bytes, ahead, None)?;
         let answer = if ahead {

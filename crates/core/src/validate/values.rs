@@ -175,25 +175,24 @@ pub fn socket_address(name: &str, text: &str) -> Result<SocketAddr> {
 
 /// Reads a list of IP addresses, separated by commas.
 pub fn link_addresses(text: &str) -> Result<Vec<IpAddr>> {
-    let refused = |what: &str, allowed: &str| {
-        Err(Error::argument(
-            "link_addresses",
-            format_args!("{:?}", clipped(text)),
-            format!("{allowed}{what}"),
-        ))
+    let refused = |allowed: String| {
+        Err(Error::argument("link_addresses", format_args!("{:?}", clipped(text)), allowed))
     };
     let mut addresses = Vec::new();
     for part in text.split(',') {
-        let Some(ip) = ip_address(part.trim()).filter(|ip| !ip.is_unspecified() && !ip.is_multicast()) else {
-            return refused("", "IP addresses of this host, separated by commas");
+        let Some(ip) = ip_address(part.trim())
+            .map(|ip| ip.to_canonical())
+            .filter(|ip| !ip.is_unspecified() && !ip.is_multicast())
+        else {
+            return refused("IP addresses of this host, separated by commas".into());
         };
         if addresses.contains(&ip) {
-            return refused(&ip.to_string(), "a list without repetitions, but it has twice ");
+            return refused(format!("a list without repetitions ({ip} occurs twice)"));
         }
         addresses.push(ip);
     }
     if addresses.len() > LinkConfig::MAX_ADDRESSES {
-        return refused(&LinkConfig::MAX_ADDRESSES.to_string(), "a list of at most ");
+        return refused(format!("a list of at most {} addresses", LinkConfig::MAX_ADDRESSES));
     }
     Ok(addresses)
 }

@@ -221,7 +221,19 @@ fn malformed_values_are_refused() {
         ("llm.LinkPinLimit", "link_pin_limit", &["0", "86400001"]),
         ("llm.LinkTransport", "link_transport", &["SHM", "rdma"]),
         ("llm.LinkStreams", "link_streams", &["-1", "17"]),
-        ("llm.LinkAddresses", "link_addresses", &["", "::", "224.0.0.1", "10.0.0.1,", "fd00::1,fd00::1"]),
+        (
+            "llm.LinkAddresses",
+            "link_addresses",
+            &[
+                "",
+                "::",
+                "224.0.0.1",
+                "10.0.0.1,",
+                "fd00::1,fd00::1",
+                "::ffff:0.0.0.0",
+                "10.0.0.1,::ffff:10.0.0.1",
+            ],
+        ),
         ("llm.LinkRemoteMemory", "link_remote_memory", &["-1", "1G", "9223372036854775808"]),
         ("llm.RankPort", "rank_port", &["0", "65536"]),
     ] {

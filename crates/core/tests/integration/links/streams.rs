@@ -4,14 +4,16 @@
 
 use std::fs;
 use std::net::{IpAddr, SocketAddr};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
+use std::time::Duration;
 
 use llm_datadist_core::testing::net::{Stream, Tcp, Transport};
 use llm_datadist_core::testing::plan::SpanList;
 use llm_datadist_core::testing::protocol::{
-    self, EnteredLink, LinkAnswer, Purpose, Reply, Request, WireName, WirePlan, WireSpan, WireSteps,
+    self, Control, EnteredLink, LinkAnswer, Purpose, Reply, Request, WireName, WirePlan, WireSpan, WireSteps,
 };
-use llm_datadist_core::{CacheKind, DataDist, ErrorKind};
+use llm_datadist_core::{CacheKind, Config, DataDist, ErrorKind};
 
 use super::fake_peer::{Fake, hear, say, soon};
 use super::{Held, Pair, Way, config, device, of, open, pull_slot, push_slot, row};
@@ -125,6 +127,28 @@ fn idle_streams_are_used_again() {
     assert_eq!(now.len(), all.len());
 }
 
+/// Like `a_listener_moves_between_addresses_of_one_port`, with a further address.
+#[test]
+fn further_listeners_move_with_the_main_one() {
+    let mut config = config(1, Way::Tcp);
+    config.links.addresses = ips(&[61]);
+    let engine = open(config, Way::Tcp);
+    let port = engine.listening().unwrap().port();
+    let reached = |last: u8, port: u16| std::net::TcpStream::connect((ips(&[last])[0], port)).is_ok();
+    assert!(reached(61, port) && !reached(62, port));
+    engine
+        .switch_role(engine.config().role, Some(SocketAddr::new("0.0.0.0".parse().unwrap(), port)))
+        .unwrap();
+    assert!(reached(61, port) && reached(62, port));
+    engine.switch_role(engine.config().role, Some(SocketAddr::new(ips(&[61])[0], port))).unwrap();
+    assert!(reached(61, port) && !reached(1, port));
+    // The further address is in use there, so nothing changes.
+    let taken = std::net::TcpListener::bind((ips(&[61])[0], 0)).unwrap();
+    let elsewhere = SocketAddr::new(ips(&[1])[0], taken.local_addr().unwrap().port());
+    engine.switch_role(engine.config().role, Some(elsewhere)).unwrap_err();
+    assert!(reached(61, port) && !reached(1, elsewhere.port()));
+}
+
 #[test]
 fn an_address_of_another_host_is_refused() {
     for listen in ["127.0.0.1:0", "0.0.0.0:0"] {
@@ -147,6 +171,8 @@ fn addresses_that_lead_nowhere_are_left_out() {
         SocketAddr::new("127.0.0.41".parse().unwrap(), port),
         SocketAddr::new("0.0.0.0".parse().unwrap(), port),
         SocketAddr::new("127.0.0.42".parse().unwrap(), 0),
+        SocketAddr::new("::ffff:127.0.0.43".parse().unwrap(), port),
+        SocketAddr::new("::ffff:0.0.0.0".parse().unwrap(), port),
         stranger.listening().unwrap(),
     ];
     let answer = LinkAnswer::Entered(EnteredLink { addresses, ..EnteredLink::default() });
@@ -174,26 +200,32 @@ fn addresses_that_lead_nowhere_are_left_out() {
 }
 
 const BLOCK: u64 = 4096;
-const BLOCKS: u64 = 80;
+const BLOCKS: u64 = 130;
 
 /// An engine with a cache, and a simulated peer with two streams for its calls.
 struct Owner {
     engine: DataDist,
     into: Held,
     peer: Fake,
-    _control: Stream,
+    control: Stream,
     calls: [Stream; 2],
 }
 
 impl Owner {
     fn new() -> Owner {
-        let engine = open(config(2, Way::Tcp), Way::Tcp);
+        Owner::with(|_| ())
+    }
+
+    fn with(change: impl FnOnce(&mut Config)) -> Owner {
+        let mut config = config(2, Way::Tcp);
+        change(&mut config);
+        let engine = open(config, Way::Tcp);
         let into = Held::pool(&engine, &device(1, BLOCKS as usize, BLOCK as usize), CacheKind::Blocks);
         into.fill(1);
         let peer = Fake::new(1, 1);
         let (control, first) = peer.calling(&engine, &Tcp as &dyn Transport, 7);
         let second = peer.call(&engine, 7).unwrap();
-        Owner { engine, into, peer, _control: control, calls: [first, second] }
+        Owner { engine, into, peer, control, calls: [first, second] }
     }
 
     /// Begins the write of the first two blocks with the bytes `from..to`.
@@ -262,7 +294,7 @@ fn parts_share_the_pin_of_their_write() {
     let blocks = |from: u64| &now[(from * BLOCK) as usize..][..sent.len()];
     assert!(blocks(0) == sent && blocks(4) == sent, "the copy has taken a torn block");
     let (kind, text) = refused(part(second, 5, (0, 1)), "a part of a write that has ended");
-    assert!(kind == ErrorKind::NotLinked && text.contains("has ended"), "{text}");
+    assert!(kind == ErrorKind::NotLinked && text.contains("it is complete"), "{text}");
 }
 
 #[test]
@@ -307,10 +339,13 @@ fn parts_that_do_not_fit_are_refused() {
     owner.is_free();
 }
 
-/// A part that breaks off ends the write, and so do the deadline and the end of the link.
+/// A part that breaks off ends the write, and so do the deadline, silence and the end of the link.
 #[test]
 fn a_write_that_cannot_be_completed_frees_its_rows() {
-    let owner = Owner::new();
+    let owner = Owner::with(|config| {
+        config.links.heartbeat = Duration::from_millis(100);
+        config.links.silence = Duration::from_millis(2000);
+    });
     let [first, second] = &owner.calls;
     assert_eq!(owner.begin(first, 1, (0, 100)), Reply::Ready { bytes: 100 });
     assert_eq!(part(second, 1, (100, 200)), Reply::Ready { bytes: 100 });
@@ -321,13 +356,25 @@ fn a_write_that_cannot_be_completed_frees_its_rows() {
     let third = owner.peer.call(&owner.engine, 7).unwrap();
     assert_eq!(refused(part(&third, 1, (200, 300)), "a write that has failed").0, ErrorKind::NotLinked);
 
-    let late = owner.begin_with(&third, 2, plan(2), (0, 0), 50);
-    assert_eq!(late, Reply::Ready { bytes: 0 });
-    assert_eq!(hear::<Reply>(&third).unwrap(), Reply::Done { bytes: 0 });
-    // The heartbeat of the link ends it.
-    owner.is_free();
+    // No part arrives any more, and then the deadline passes, or the time that a peer may be silent. Its link is not silent.
+    let freed = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while !freed.load(Ordering::Relaxed) {
+                say(&owner.control, &Control::Pong);
+                thread::sleep(Duration::from_millis(100));
+            }
+        });
+        for (id, limit_ms) in [(2, 50), (3, 60_000)] {
+            assert_eq!(owner.begin_with(&third, id, plan(2), (0, 1), limit_ms), Reply::Ready { bytes: 1 });
+            third.send(&[7], soon()).unwrap();
+            assert_eq!(hear::<Reply>(&third).unwrap(), Reply::Done { bytes: 1 });
+            owner.is_free();
+        }
+        freed.store(true, Ordering::Relaxed);
+    });
 
-    assert_eq!(owner.begin(first, 3, (0, 100)), Reply::Ready { bytes: 100 });
+    assert_eq!(owner.begin(first, 4, (0, 100)), Reply::Ready { bytes: 100 });
     say(&third, &Request::Unlink { limit_ms: 10_000 });
     assert_eq!(hear::<Reply>(&third).unwrap(), Reply::Done { bytes: 0 });
     owner.engine.copy_blocks(&owner.into.end(), &[(2, 0), (3, 1)]).unwrap();
@@ -345,16 +392,35 @@ fn the_writes_of_a_peer_are_bounded() {
             ..plan(1)
         }
     };
-    for id in 0..64 {
-        let begun = owner.begin_with(stream, id, to_block(id), (0, 0), 60_000);
-        assert_eq!(begun, Reply::Ready { bytes: 0 });
-        assert_eq!(hear::<Reply>(stream).unwrap(), Reply::Done { bytes: 0 });
+    let one_byte = || {
+        stream.send(&[1], soon()).unwrap();
+        assert_eq!(hear::<Reply>(stream).unwrap(), Reply::Done { bytes: 1 });
+    };
+    for id in 0..128 {
+        assert_eq!(owner.begin_with(stream, id, to_block(id), (0, 1), 60_000), Reply::Ready { bytes: 1 });
+        one_byte();
     }
-    let (kind, text) = refused(owner.begin_with(stream, 64, to_block(64), (0, 0), 60_000), "one more");
-    assert!(kind == ErrorKind::NotLinked && text.contains("limit=64"), "{text}");
-    assert_eq!(part(stream, 0, (0, 2)), Reply::Ready { bytes: 2 });
-    stream.send(&[1, 2], soon()).unwrap();
-    assert_eq!(hear::<Reply>(stream).unwrap(), Reply::Done { bytes: 2 });
-    assert_eq!(owner.begin_with(stream, 64, to_block(64), (0, 0), 60_000), Reply::Ready { bytes: 0 });
-    assert_eq!(hear::<Reply>(stream).unwrap(), Reply::Done { bytes: 0 });
+    let (kind, text) = refused(owner.begin_with(stream, 128, to_block(128), (0, 1), 60_000), "one more");
+    assert!(kind == ErrorKind::NotLinked && text.contains("limit=128"), "{text}");
+    assert_eq!(part(stream, 0, (1, 2)), Reply::Ready { bytes: 1 });
+    one_byte();
+    assert_eq!(owner.begin_with(stream, 128, to_block(128), (0, 1), 60_000), Reply::Ready { bytes: 1 });
+    one_byte();
+    let nothing = refused(owner.begin_with(stream, 129, to_block(129), (0, 0), 60_000), "no bytes");
+    assert_eq!(nothing.0, ErrorKind::InvalidArgument);
+}
+
+/// Many pushes at once into one row wait for each other, and for none of their own parts.
+#[test]
+fn pushes_into_one_row_take_turns() {
+    let pair = Pair::new(Way::Tcp);
+    let remote = Held::pool(&pair.remote, &device(2, 1, 16 * MIB), CacheKind::Batch);
+    let local = Held::pool(&pair.local, &device(2, 1, 16 * MIB), CacheKind::Batch);
+    let source = local.fill(4);
+    thread::scope(|scope| {
+        for _ in 0..24 {
+            scope.spawn(|| push_slot(&pair.local, &local, 0, of(2, row(&remote, 0))).unwrap());
+        }
+    });
+    assert!(remote.read() == source);
 }
