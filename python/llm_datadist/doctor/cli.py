@@ -77,9 +77,14 @@ def _examine(options: argparse.Namespace) -> int:
 
 def _measure(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Measure the link and print the table."""
-    logging.getLogger("LLM_DATADIST").setLevel(logging.CRITICAL)  # the table has the reasons of failures
     target = Target(_resolved(parser, options.to), options.seconds or _SECONDS, options.token_file, options.ucx_library)
-    rows = measure(target)
+    logger = logging.getLogger("LLM_DATADIST")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # the table has the reasons of failures
+    try:
+        rows = measure(target)
+    finally:
+        logger.setLevel(level)
     result = {"peer": target.address, "seconds": target.seconds, "rows": [asdict(row) for row in rows]}
     _print(options, report.measurements(target.address, rows, _width()), result)
     return 0
