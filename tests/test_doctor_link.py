@@ -57,6 +57,20 @@ def to(address: str, *arguments: str, before: tuple[str, ...] = (), seconds: str
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)  # noqa: S603
 
 
+def ended_measurement(other: Any, end: Callable[[Any], object]) -> tuple[int, str, str]:
+    """Begin a long measurement, call `end` with its process once it is linked, and return its status and output."""
+    command = [*DOCTOR, "--to", f"127.0.0.1:{other.port}", "--seconds", "600"]
+    measuring = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # noqa: S603
+    try:
+        assert other.stdout.readline().endswith(": linked\n")
+        end(measuring)
+        output, errors = measuring.communicate(timeout=LIMIT_S)
+    finally:
+        measuring.kill()
+        measuring.communicate()
+    return measuring.returncode, output, errors
+
+
 def rows_of(done: Any) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     return {row["name"]: row for row in json.loads(done.stdout)["rows"]}
@@ -177,16 +191,8 @@ def test_metadata_of_others_is_refused(metadata: bytes, words: str) -> None:
 
 def test_the_end_of_the_other_side_ends_the_measurement() -> None:
     with serving() as other:
-        command = [*DOCTOR, "--to", f"127.0.0.1:{other.port}", "--seconds", "600"]
-        measuring = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # noqa: S603
-        try:
-            assert other.stdout.readline().endswith(": linked\n")
-            other.kill()
-            output, errors = measuring.communicate(timeout=LIMIT_S)
-        finally:
-            measuring.kill()
-            measuring.communicate()
-    assert (measuring.returncode, output) == (1, "")
+        status, output, errors = ended_measurement(other, lambda _: other.kill())
+    assert (status, output) == (1, "")
     address = f"127.0.0.1:{other.port}"
     # The other side may know of the link a moment earlier than this one.
     begun = f"doctor: the measurement of {address} failed: LLM_NOT_YET_LINK: " in errors
@@ -195,17 +201,9 @@ def test_the_end_of_the_other_side_ends_the_measurement() -> None:
 
 def test_interrupted_measurement_exits_130() -> None:
     with serving() as other:
-        command = [*DOCTOR, "--to", f"127.0.0.1:{other.port}", "--seconds", "600"]
-        measuring = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # noqa: S603
-        try:
-            assert other.stdout.readline().endswith(": linked\n")
-            measuring.send_signal(signal.SIGINT)
-            output, errors = measuring.communicate(timeout=LIMIT_S)
-        finally:
-            measuring.kill()
-            measuring.communicate()
+        ended = ended_measurement(other, lambda measuring: measuring.send_signal(signal.SIGINT))
         assert other.stdout.readline().endswith(": ended\n")
-    assert (measuring.returncode, output, errors) == (130, "", "doctor: interrupted\n")
+    assert ended == (130, "", "doctor: interrupted\n")
 
 
 @pytest.mark.parametrize(("limit_s", "code"), [(0.2, "LLM_TIMEOUT"), (30.0, "LLM_NOT_YET_LINK")])

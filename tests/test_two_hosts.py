@@ -90,8 +90,8 @@ def test_a_pulled_cable(hosts: Hosts) -> None:
     far.allocate("f", 8, 30_000, 2, blocks=True, keys=[by_blocks(0)], seed=5)
     near.allocate("n", 8, 30_000, 2, blocks=True)
     hosts.plug(up=False)
-    told, seconds, _ = near.timed("pull_blocks", by_blocks(2), "n", range(8), range(8))
-    assert told in {TIMEOUT, UNLINKED}
+    status, seconds, _ = near.timed("pull_blocks", by_blocks(2), "n", range(8), range(8))
+    assert status in {TIMEOUT, UNLINKED}
     assert seconds < 0.4 + GRACE
     for end in (near, far):
         eventually(lambda end=end: end.links() == [], 5, "the end of the link")  # type: ignore[misc]
@@ -117,8 +117,8 @@ def test_two_networks_of_which_one_is_cut(hosts: Hosts) -> None:
     assert equal(near.read("n"), pattern(5, 2, blocks, elements))
     assert hosts.connected(1) == {ADDRESSES[1], FURTHER[1]}
     hosts.plug(up=False, cable="second")
-    told, seconds, _ = near.timed(*pull)
-    assert told == TIMEOUT
+    status, seconds, _ = near.timed(*pull)
+    assert status == TIMEOUT
     assert seconds < 3 + GRACE
     near.pull_blocks(*pull[1:])
     assert equal(near.read("n"), pattern(5, 2, blocks, elements))

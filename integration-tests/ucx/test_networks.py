@@ -52,8 +52,8 @@ def linked(hosts: Hosts, limit_ms: int = 20_000) -> tuple[Peer, Peer]:
 
 def pull(near: Peer) -> Any:
     """Pull all blocks. Return the status, and the seconds that it took."""
-    told, seconds, _ = near.timed("pull_blocks", by_blocks(2), "n", range(BLOCKS), range(BLOCKS))
-    return told, seconds
+    status, seconds, _ = near.timed("pull_blocks", by_blocks(2), "n", range(BLOCKS), range(BLOCKS))
+    return status, seconds
 
 
 def arrived(near: Peer) -> bool:
@@ -77,8 +77,8 @@ def test_a_throttled_cable(hosts: Hosts) -> None:
     near, _ = linked(hosts, limit_ms=400)
     hosts.throttle(100)
     for seed in range(3):
-        told, seconds = pull(near)
-        assert told == TIMEOUT
+        status, seconds = pull(near)
+        assert status == TIMEOUT
         assert seconds < 0.4 + GRACE
         near.fill("n", seed)
         time.sleep(0.5)
@@ -92,8 +92,8 @@ def test_a_cut_cable(hosts: Hosts) -> None:
     near, far = linked(hosts, limit_ms=400)
     assert pull(near)[0] == OK
     hosts.plug(up=False)
-    told, seconds = pull(near)
-    assert told in {TIMEOUT, UNLINKED}
+    status, seconds = pull(near)
+    assert status in {TIMEOUT, UNLINKED}
     assert seconds < 0.4 + GRACE
     near.fill("n", 3)
     eventually(lambda: near.links() == far.links() == [], 5, "the end of the link")

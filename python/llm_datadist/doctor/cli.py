@@ -128,7 +128,7 @@ def _resolved(parser: argparse.ArgumentParser, address: str) -> str:
         found = socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         parser.error(f"--to: the host of {address!r} is not known: {error}")
-    # `--serve` listens at IPv4 addresses unless told otherwise.
+    # By default, `--serve` listens at an IPv4 address.
     family, *_, place = min(found, key=lambda one: one[0] != socket.AF_INET)
     return f"[{place[0]}]:{port}" if family == socket.AF_INET6 else f"{place[0]}:{port}"
 

@@ -90,3 +90,69 @@ impl FurtherAddress {
         );
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ip(last: u8) -> IpAddr {
+        IpAddr::from([10, 0, 0, last])
+    }
+
+    fn peer(announced: &[&str]) -> PeerAddresses {
+        PeerAddresses::new(Some(ip(1)), announced.iter().map(|at| at.parse().unwrap()).collect())
+    }
+
+    /// Returns the address that is chosen for each of several streams, one after the other.
+    fn chosen(peer: &PeerAddresses, streams: usize) -> Vec<IpAddr> {
+        let mut opened = Vec::new();
+        for _ in 0..streams {
+            let count = |ip| opened.iter().filter(|other| **other == ip).count();
+            let next = peer.ip_of(peer.choose(count)).unwrap();
+            opened.push(next);
+        }
+        opened
+    }
+
+    #[test]
+    fn streams_are_spread_evenly_and_begin_at_the_main_address() {
+        let peer = peer(&["10.0.0.2:5", "10.0.0.3:5"]);
+        assert_eq!(peer.count(), 3);
+        let mut chosen = chosen(&peer, 6);
+        assert_eq!(chosen[0], ip(1));
+        chosen.sort();
+        assert_eq!(chosen, [1, 1, 2, 2, 3, 3].map(ip));
+    }
+
+    #[test]
+    fn addresses_at_which_no_other_host_listens_are_left_out() {
+        let peer = peer(&[
+            "10.0.0.1:6",
+            "10.0.0.2:5",
+            "10.0.0.2:6",
+            "[::ffff:10.0.0.2]:5",
+            "0.0.0.0:5",
+            "[::ffff:0.0.0.0]:5",
+            "[::]:5",
+            "127.0.0.1:5",
+            "[::ffff:127.0.0.1]:5",
+            "[::1]:5",
+            "224.0.0.1:5",
+            "10.0.0.3:0",
+        ]);
+        assert_eq!(peer.others.iter().map(|other| other.at.to_string()).collect::<Vec<_>>(), ["10.0.0.2:5"]);
+        // A local socket is never left.
+        assert_eq!(PeerAddresses::new(None, vec!["10.0.0.2:5".parse().unwrap()]).count(), 1);
+    }
+
+    #[test]
+    fn an_address_that_failed_is_not_used_for_a_while() {
+        let peer = peer(&["10.0.0.2:5", "10.0.0.3:5"]);
+        peer.others[0].note_failure(ClusterId(1), &Error::invalid("a test"));
+        assert!(!chosen(&peer, 6).contains(&ip(2)));
+        assert_eq!(peer.ip_of(peer.unused(|_| 0)), Some(ip(3)));
+        let before = Instant::now().checked_sub(RETRY_AFTER + Duration::from_secs(1)).unwrap();
+        *peer.others[0].failed.lock() = Some(before);
+        assert!(chosen(&peer, 6).contains(&ip(2)));
+    }
+}

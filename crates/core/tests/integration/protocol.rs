@@ -296,32 +296,35 @@ fn request_bytes() {
         &Reply::Checksums { generation: 300, sums: vec![1, u64::MAX] },
         "4c440b010f00000008ac020201ffffffffffffffffff01",
     );
-    golden(
-        &Request::Write {
-            name: named,
-            cache: 3,
-            plan: plan(),
-            from: 0,
-            to: 7168,
-            ahead: false,
-            shared: None,
-            limit_ms,
-        },
-        "4c440b0132000000020201060200040002020103802000800403ff0f800800a8468004010000804080808080802080040100000080380000e807",
-    );
-    golden(
-        &Request::Write {
-            name: named,
-            cache: 3,
-            plan: plan(),
-            from: 0,
-            to: 7168,
-            ahead: true,
-            shared: None,
-            limit_ms,
-        },
-        "4c440b0132000000020201060200040002020103802000800403ff0f800800a8468004010000804080808080802080040100000080380100e807",
-    );
+    let write = |ahead, shared| Request::Write {
+        name: named,
+        cache: 3,
+        plan: plan(),
+        from: 0,
+        to: 7168,
+        ahead,
+        shared,
+        limit_ms,
+    };
+    for (ahead, shared, bytes) in [
+        (
+            false,
+            None,
+            "4c440b0132000000020201060200040002020103802000800403ff0f800800a8468004010000804080808080802080040100000080380000e807",
+        ),
+        (
+            true,
+            None,
+            "4c440b0132000000020201060200040002020103802000800403ff0f800800a8468004010000804080808080802080040100000080380100e807",
+        ),
+        (
+            false,
+            Some(300),
+            "4c440b0134000000020201060200040002020103802000800403ff0f800800a8468004010000804080808080802080040100000080380001ac02e807",
+        ),
+    ] {
+        golden(&write(ahead, shared), bytes);
+    }
     golden(
         &Request::WritePart { write: 300, from: 7168, to: 7169, limit_ms },
         "4c440b01090000000cac0280388138e807",
