@@ -410,15 +410,16 @@ fn the_writes_of_a_peer_are_bounded() {
     assert_eq!(nothing.0, ErrorKind::InvalidArgument);
 }
 
-/// Many pushes at once into one row wait for each other, and for none of their own parts.
+/// Many pushes at once into one row wait for each other, and for none of their own parts. Each has two streams, so that more of
+/// them wait for the row than one link has slots.
 #[test]
 fn pushes_into_one_row_take_turns() {
     let pair = Pair::new(Way::Tcp);
-    let remote = Held::pool(&pair.remote, &device(2, 1, 16 * MIB), CacheKind::Batch);
-    let local = Held::pool(&pair.local, &device(2, 1, 16 * MIB), CacheKind::Batch);
+    let remote = Held::pool(&pair.remote, &device(2, 1, 8 * MIB), CacheKind::Batch);
+    let local = Held::pool(&pair.local, &device(2, 1, 8 * MIB), CacheKind::Batch);
     let source = local.fill(4);
     thread::scope(|scope| {
-        for _ in 0..24 {
+        for _ in 0..40 {
             scope.spawn(|| push_slot(&pair.local, &local, 0, of(2, row(&remote, 0))).unwrap());
         }
     });
