@@ -7,8 +7,8 @@ use std::cell::Cell;
 use std::fmt::Debug;
 
 use llm_datadist_core::testing::protocol::{
-    self, Attach, Attached, Challenge, Confirm, Control, Hello, LinkAnswer, Proof, Reply, Request, Welcome,
-    WirePlan,
+    self, Attach, Attached, Challenge, Confirm, Control, Hello, LinkAnswer, Proof, Reply, Request, RingAnswer,
+    RingOffer, Welcome, WirePlan,
 };
 use llm_datadist_core::{Error, ErrorKind};
 use serde::Serialize;
@@ -110,6 +110,8 @@ pub fn any_message(which: u8, body: &[u8]) {
         8 => reply(body),
         9 => drop(decoded::<Confirm>(body)),
         10 => drop(decoded::<LinkAnswer>(body)),
+        11 => drop(decoded::<RingOffer>(body)),
+        12 => drop(decoded::<RingAnswer>(body)),
         _ => drop(decoded::<WirePlan>(body)),
     }
 }

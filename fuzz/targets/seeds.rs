@@ -8,8 +8,8 @@ use llm_datadist_core::testing::model::{AddressLocation, CacheId, GrantId};
 use llm_datadist_core::testing::plan::{Span, SpanList};
 use llm_datadist_core::testing::protocol::{
     self, Attach, Attached, Challenge, Comm, Confirm, Control, EnteredLink, EntryVersion, Hello, LinkAnswer,
-    Metadata, Pairs, Party, Payload, Payloads, Proof, Purpose, Reply, Request, Run, Welcome, WireCache,
-    WireLayout, WireLocation, WireName, WirePlan, WirePulled, WireRows, WireSizes, WireSteps, WireTemplate,
+    Metadata, Pairs, Party, Payload, Payloads, Proof, Purpose, Reply, Request, RingAnswer, RingOffer, Run, Welcome,
+    WireCache, WireLayout, WireLocation, WireName, WirePlan, WirePulled, WireRows, WireSizes, WireSteps, WireTemplate,
 };
 use llm_datadist_core::{Error, ErrorKind};
 use serde::Serialize;
@@ -54,7 +54,8 @@ fn greeting(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     let comm = Some(Comm { name: "c".into(), members: vec![(1, 0), (2, 1)], listener: "a:1".into() });
     let hello = |purpose| Hello { purpose, from, asked: Some(2), host: "host".into(), nonce: [7; 16] };
     add(0, "hello-link", frame(&hello(Purpose::Link { link: 9, comm, probe_local: true, ensure: false })));
-    add(0, "hello-call", frame(&hello(Purpose::Call { link: 9, reverse: true })));
+    add(0, "hello-call", frame(&hello(Purpose::Call { link: 9, reverse: true, rings: false })));
+    add(0, "hello-rings", frame(&hello(Purpose::Call { link: 9, reverse: false, rings: true })));
     add(1, "challenge", frame(&Challenge { nonce: [8; 16] }));
     add(2, "proof", frame(&Proof { mac: [9; 32] }));
     add(
@@ -66,6 +67,9 @@ fn greeting(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     add(4, "attach", frame(&Attach { generations: true, regions: [Some(1 << 20), None], probe }));
     add(5, "attached", frame(&Attached { mapped: Ok(()), registered: Err("refused".into()) }));
     let metadata = Metadata(Arc::new(b"metadata".to_vec()));
+    add(11, "ring-offer", frame(&RingOffer));
+    add(12, "ring-used", frame(&RingAnswer::Used));
+    add(12, "ring-refused", frame(&RingAnswer::Refused { reason: "no".into() }));
     add(9, "confirm", frame(&Confirm { metadata: metadata.clone(), fabric: None }));
     let addresses = vec![([10, 0, 0, 1], 26000).into(), ([0xfd00, 0, 0, 0, 0, 0, 0, 1], 1).into()];
     let entered = EnteredLink { metadata, fabric: None, addresses };

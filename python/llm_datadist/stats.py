@@ -137,6 +137,8 @@ class LinkStats(TypedDict):
     not read by process id. ``None`` if there is no such reason."""
     outgoing: bool
     """Whether this side opened the link."""
+    call_rings: int
+    """Streams of calls, in either direction, whose messages go through shared memory."""
     silent_ms: int
     """Milliseconds since the peer's last control message."""
     requests: OpStats

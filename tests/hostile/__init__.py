@@ -2,14 +2,15 @@
 
 The tests use this package to play peers that misbehave. `postcard` has the encoding, `messages` has every message,
 `client` has sockets, frames and greetings, `trial` has the honest peers that must not notice an attack, and `budgets`
-has the limits of what an attack may cost. The client implements version 10 of the protocol, as follows.
+has the limits of what an attack may cost. The client implements version 12 of the protocol, as follows.
 
 Two engines exchange frames over TCP, or over a Unix stream socket with an abstract name. A frame is a header of eight
 bytes (`b"LD"`, version, kind, length of the body as a little-endian `u32`) and a body. Kind 1 is a message: one value
 in the postcard format, which the state of the stream names. A body has at most 4 KiB during a greeting and on control
 streams (`Confirm` and its answer: 29,184 bytes), and at most 64 MiB on call streams. Kind 255 is a refusal,
 which may come in place of any message, from any version: the number of an error kind as a `u32`, then UTF-8 text.
-Descriptors travel as SCM_RIGHTS with the first byte of a frame, at most eight. Only `Attach` carries any.
+Descriptors travel as SCM_RIGHTS with the first byte of a frame, at most eight. Only `Attach`, `RingOffer` and
+`RingAnswer` carry any.
 
 A *link* joins two engines. It has one *control stream*, and any number of *call streams*, each with one call at a time.
 Every stream starts with a greeting. The side that dialled the control stream also dials the call streams; the other
@@ -32,7 +33,10 @@ greeting over the local socket. The purpose says what follows:
   addresses at which it listens for call streams. Both may offer pools to be read by UCX in these messages. From then on
   the stream is the control stream of a link. If `ensure` is set, A may answer `LinkAnswer::Later` instead, because
   another link between the two exists or is being made; then it closes the stream.
-- `Call`: a call stream of the link that it names. D calls on it, or A if `reverse` is set.
+- `Call`: a call stream of the link that it names. D calls on it, or A if `reverse` is set. With `rings`, over the local
+  socket, D sends `RingOffer` with the descriptor of its ring, and A answers with `RingAnswer::Used` and that of its own.
+  From then on all bytes of the stream go through the rings, and the socket carries single bytes that wake the other side.
+  Or A answers `RingAnswer::Refused`, and the socket carries the bytes.
 - `Meet`: `Welcome.secret` holds the key for TCP streams to A. Nothing follows.
 - `Knock`: D tells A that it has entered a communicator of a rank table. Nothing follows.
 
@@ -44,4 +48,8 @@ comes; with `ahead` set, at most 48 KiB right behind the `Write`. With `shared` 
 `WritePart`s on other streams, which are answered as a `Write` is. Cache bytes travel in the order of the plan: wave
 after wave, in each wave tensor after tensor, in each tensor span after span. Where more than 48 KiB are still to come,
 64 zero bytes stand before byte 0 and before every 4 MiB after it.
+
+A ring is a sealed memfd that only its sender writes: 4,096 bytes with words, then 65,536 bytes that are used in a circle.
+The words are `u64`: at 0 how many bytes the sender has written to this ring, at 64 how many it has read from the other
+one, at 128 whether it sleeps until there are bytes to read, and at 192 whether it sleeps until there is room to write.
 """

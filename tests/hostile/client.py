@@ -11,6 +11,7 @@ import array
 import fcntl
 import hashlib
 import hmac
+import mmap
 import os
 import selectors
 import socket
@@ -26,7 +27,7 @@ from . import messages as m
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-VERSION = 11
+VERSION = 12
 MAGIC = b"LD"
 MESSAGE, REFUSAL = 1, 255
 LIMIT = 10.0  # seconds: the time limit of one step of an attack
@@ -36,6 +37,8 @@ STRETCH = 4 << 20  # bytes from one run of zeros to the next
 ZEROS = bytes(64)
 SEALS = 0x2 | 0x4 | 0x10  # F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE
 F_ADD_SEALS = 1033
+RING_WORDS, RING = 4096, 64 << 10  # bytes of a ring: its words, and what follows them
+RING_FILE = RING_WORDS + RING
 
 # The steps of a greeting at which a dialler may stop. Before "welcome", it is not authenticated.
 STEPS = ("connect", "half header", "header", "half hello", "hello", "half proof", "proof", "welcome")
@@ -72,11 +75,20 @@ class Wire:
 
     def hear(self) -> bytes:
         """Return the body of the next message; close its descriptors. Raises `EndedError` for a refusal or the end."""
+        body, descriptors = self.hear_with()
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return body
+
+    def hear_with(self) -> tuple[bytes, list[int]]:
+        """Return the body of the next message and its descriptors, which the caller closes."""
         room = socket.CMSG_SPACE(8 * 4) if self.socket.family == socket.AF_UNIX else 0
         start, extra, _, _ = self.socket.recvmsg(8, room)
-        for _, _, rights in extra:
-            for descriptor in array.array("i", rights[: len(rights) - len(rights) % 4]):
-                os.close(descriptor)
+        rights = [array.array("i", data[: len(data) - len(data) % 4]) for _, _, data in extra]
+        descriptors = [descriptor for some in rights for descriptor in some]
+        return self._body(start), descriptors
+
+    def _body(self, start: bytes) -> bytes:
         magic, version, kind, length = struct.unpack("<2sBBI", start + self.exactly(8 - len(start)))
         body = self.exactly(length)
         assert magic == MAGIC, magic
@@ -112,6 +124,56 @@ class Wire:
         self.socket.close()
 
 
+class RingWire:
+    """A call stream over rings. `word` and `forge` read the words of the engine and write those of this side."""
+
+    WRITTEN, READ, AWAITS_BYTES, AWAITS_ROOM = 0, 64, 128, 192
+
+    def __init__(self, wire: Wire, own: mmap.mmap, theirs: mmap.mmap) -> None:
+        self.wire, self.own, self.theirs = wire, own, theirs
+        self.written = self.read = 0
+
+    def word(self, at: int) -> int:
+        return int(struct.unpack_from("<Q", self.theirs, at)[0])
+
+    def forge(self, at: int, value: int) -> None:
+        struct.pack_into("<Q", self.own, at, value)
+
+    def place(self, data: bytes) -> None:
+        """Write bytes into the ring, whether there is room or not, without a word about them."""
+        for byte in data:
+            self.own[RING_WORDS + self.written % RING] = byte
+            self.written += 1
+
+    def send(self, data: bytes) -> None:
+        self.place(data)
+        self.forge(self.WRITTEN, self.written)
+        self.wake()
+
+    def wake(self) -> None:
+        self.wire.send(b"\0")
+
+    def exactly(self, count: int) -> bytes:
+        got, until = bytearray(), time.monotonic() + LIMIT
+        while len(got) < count:
+            more = min(self.word(self.WRITTEN) - self.read, count - len(got))
+            at = RING_WORDS + self.read % RING
+            part = self.theirs[at : min(at + more, RING_FILE)]
+            got += part
+            self.read += len(part)
+            self.forge(self.READ, self.read)
+            if not part:
+                assert time.monotonic() < until, "the engine does not answer"
+                time.sleep(0.001)
+        return bytes(got)
+
+    def ask(self, request: bytes) -> dict[str, Any]:
+        self.send(frame(request))
+        magic, version, kind, length = struct.unpack("<2sBBI", self.exactly(8))
+        assert (magic, version, kind) == (MAGIC, VERSION, MESSAGE)
+        return m.read_reply(self.exactly(length))
+
+
 class Link:
     def __init__(self, peer: Peer, number: int, control: Wire, dial: Callable[[], Wire] | None) -> None:
         self.peer, self.number, self.control = peer, number, control
@@ -120,13 +182,33 @@ class Link:
         self.metadata = b""  # of the engine
         self.calls: list[Wire] = []
 
-    def call(self) -> Wire:
+    def call(self, *, rings: bool = False) -> Wire:
         assert self.dial is not None, "the engine dialled this link"
         wire = self.dial()
         self.calls.append(wire)
-        told = self.peer.greet(wire, m.purpose_call(self.number))
+        told = self.peer.greet(wire, m.purpose_call(self.number, rings))
         assert told["proved"], "the engine does not know the key"
         return wire
+
+    def offer_rings(self, descriptors: Sequence[int]) -> tuple[Wire, str | None, list[int]]:
+        """Open a call stream and offer these descriptors as a ring. Return the reason of a refusal, and descriptors."""
+        wire = self.call(rings=True)
+        wire.say(m.RING_OFFER, descriptors)
+        body, received = wire.hear_with()
+        return wire, m.read_ring_answer(body), received
+
+    def ringed_call(self) -> RingWire:
+        """Open a call stream whose bytes go through rings."""
+        own = memory(RING_FILE, 0)
+        mapped = mmap.mmap(own, RING_FILE)
+        fcntl.fcntl(own, F_ADD_SEALS, SEALS)
+        wire, refused, received = self.offer_rings([own])
+        os.close(own)
+        assert refused is None, refused
+        (other,) = received
+        theirs = mmap.mmap(other, RING_FILE, prot=mmap.PROT_READ)
+        os.close(other)
+        return RingWire(wire, mapped, theirs)
 
     def close(self) -> None:
         for wire in [self.control, *self.calls]:
@@ -347,8 +429,11 @@ class Listener:
                 wire.hear()  # the confirmation
                 wire.say(self.answer_to_link)
                 self.links.append(Link(self.peer, told["link"], wire, None))
-            else:
-                self.serve(wire)
+                return
+            if told["rings"]:
+                wire.hear()
+                wire.say(m.ring_refused("this listener has no rings"))
+            self.serve(wire)
 
     def __enter__(self) -> Listener:  # noqa: PYI034
         return self

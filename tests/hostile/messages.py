@@ -30,8 +30,24 @@ def purpose_link(link: int, probe: bool = False, ensure: bool = False) -> bytes:
     return uint(0) + uint(link) + some(None) + flag(probe) + flag(ensure)
 
 
-def purpose_call(link: int) -> bytes:
-    return uint(1) + uint(link) + flag(False)
+def purpose_call(link: int, rings: bool = False) -> bytes:
+    return uint(1) + uint(link) + flag(False) + flag(rings)
+
+
+RING_OFFER = b""
+
+
+def ring_refused(reason: str) -> bytes:
+    """Answer 1 to the offer of a ring."""
+    return uint(1) + text(reason)
+
+
+def read_ring_answer(body: bytes) -> str | None:
+    """Return the reason why the other side uses no rings, if it uses none."""
+    reader = Reader(body)
+    reason = reader.text() if reader.uint() else None
+    reader.done()
+    return reason
 
 
 def purpose_meet() -> bytes:
@@ -48,10 +64,12 @@ def hello(purpose: bytes, who: bytes, host: str, nonce: bytes) -> bytes:
 
 
 def read_hello(body: bytes) -> dict[str, Any]:
-    """The purpose of a dialler, and the link that it names."""
+    """The purpose of a dialler, the link that it names, and whether it offers a ring."""
     reader = Reader(body)
     kind = ("Link", "Call", "Meet", "Knock")[reader.uint()]
-    return {"is": kind, "link": reader.uint() if kind in {"Link", "Call"} else None}
+    link = reader.uint() if kind in {"Link", "Call"} else None
+    rings = kind == "Call" and (reader.flag(), reader.flag())[1]
+    return {"is": kind, "link": link, "rings": rings}
 
 
 def welcome(who: bytes, mac: bytes, local: str | None) -> bytes:

@@ -51,7 +51,8 @@ impl Stream {
             return self.send(frame, deadline);
         }
         let (count, peer) = (descriptors.len(), &self.about.peer);
-        let limit = if self.about.carries_descriptors { MAX_DESCRIPTORS } else { 0 };
+        let carries = self.about.carries_descriptors && !self.has_rings();
+        let limit = if carries { MAX_DESCRIPTORS } else { 0 };
         if count > limit || frame.is_empty() {
             let text = format!("{count} descriptors cannot be sent with one frame to {peer}");
             return Err(Error::new(ErrorKind::System, text).with("limit", limit));
@@ -86,6 +87,9 @@ impl Stream {
     /// Returns whether there is something to receive, or the end of the stream, within `poll_time`. Meanwhile
     /// the thread polls and yields to other threads.
     pub fn readable_within(&self, poll_time: Duration) -> bool {
+        if let Some(rings) = self.rings.get() {
+            return rings.ready_within(poll_time);
+        }
         let since = Instant::now();
         loop {
             let peeked = recv(&self.socket, &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT);
@@ -228,8 +232,11 @@ impl Stream {
     fn push(&self, bytes: &[u8], flags: SendFlags) -> io::Result<StepResult> {
         let Some(most) = self.allowed(Way::Out, bytes.len())? else { return Ok(StepResult::NotYet) };
         let bytes = self.garbled(&bytes[..most]);
-        let sent = outcome(send(&self.socket, &bytes, flags | SendFlags::DONTWAIT | SendFlags::NOSIGNAL))?;
-        Ok(self.passed(Way::Out, sent))
+        let sent = match self.rings.get() {
+            Some(rings) => rings.send(self, &bytes),
+            None => send(&self.socket, &bytes, flags | SendFlags::DONTWAIT | SendFlags::NOSIGNAL),
+        };
+        Ok(self.passed(Way::Out, outcome(sent)?))
     }
 
     fn push_with(&self, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<StepResult> {
@@ -247,7 +254,10 @@ impl Stream {
 
     pub(super) fn pull(&self, rest: &mut [u8]) -> io::Result<StepResult> {
         let Some(most) = self.allowed(Way::In, rest.len())? else { return Ok(StepResult::NotYet) };
-        let got = recv(&self.socket, &mut rest[..most], RecvFlags::DONTWAIT).map(|(bytes, _)| bytes);
+        let got = match self.rings.get() {
+            Some(rings) => rings.receive(self, &mut rest[..most]),
+            None => recv(&self.socket, &mut rest[..most], RecvFlags::DONTWAIT).map(|(bytes, _)| bytes),
+        };
         self.received(rest, got)
     }
 
@@ -256,6 +266,9 @@ impl Stream {
         rest: &mut [u8],
         descriptors: &mut Vec<OwnedFd>,
     ) -> io::Result<StepResult> {
+        if self.has_rings() {
+            return self.pull(rest);
+        }
         let Some(most) = self.allowed(Way::In, rest.len())? else { return Ok(StepResult::NotYet) };
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
         let mut control = RecvAncillaryBuffer::new(&mut space);

@@ -4,7 +4,8 @@
 //!  Transport  tcp (hosts)   unix (one host, carries descriptors)   crates/testing: in_process (one process)
 //!      │ dial, accept
 //!      ▼
-//!   Stream    frames, descriptors, windows; one socket, whichever transport made it
+//!   Stream    frames, descriptors, windows; one socket, whichever transport made it, and perhaps rings in
+//!             shared memory beside it
 //! ```
 //!
 //! The same tests check all transports (`tests/integration/transport.rs`). `protocol` defines the frames, and
@@ -16,6 +17,7 @@ mod inbox;
 mod interference;
 mod pace;
 mod payload;
+mod rings;
 mod step;
 mod stream;
 mod tcp;

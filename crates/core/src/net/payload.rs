@@ -136,9 +136,11 @@ impl Stream {
         };
         let Some(most) = most else { return Ok(StepResult::NotYet) };
         let (socket, windows) = (self.socket.as_fd(), &windows[..most.min(MOST_WINDOWS)]);
-        let result = match way {
-            Way::Out => socket_io::send(socket, windows, skip),
-            Way::In => socket_io::receive(socket, windows, skip),
+        let result = match (self.rings.get(), way) {
+            (Some(rings), Way::Out) => rings.send_windows(self, windows, skip).map_err(io::Error::from),
+            (Some(rings), Way::In) => rings.receive_windows(self, windows, skip).map_err(io::Error::from),
+            (None, Way::Out) => socket_io::send(socket, windows, skip),
+            (None, Way::In) => socket_io::receive(socket, windows, skip),
         };
         let moved = match result {
             Ok(0) if way == Way::In => StepResult::Ended,

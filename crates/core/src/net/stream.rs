@@ -7,6 +7,7 @@ use std::borrow::Cow;
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
@@ -16,6 +17,7 @@ use rustix::net::{Shutdown, shutdown};
 
 use super::interference::Interference;
 use super::pace::Pace;
+use super::rings::Rings;
 use super::step::{StepResult, Way, timespec};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Credentials, Kept, take_descriptors};
@@ -30,6 +32,8 @@ const CLOSED: u8 = 2;
 pub struct Stream {
     _kept: Kept,
     pub(super) socket: OwnedFd,
+    /// The shared memory through which all bytes go instead of the socket.
+    pub(super) rings: OnceLock<Rings>,
     pub(super) about: About,
     /// [`OPEN`], [`BROKEN`] or [`CLOSED`].
     state: AtomicU8,
@@ -57,6 +61,7 @@ impl Stream {
         Stream {
             _kept: Kept::new(&socket),
             socket,
+            rings: OnceLock::new(),
             about,
             state: AtomicU8::new(OPEN),
             faults: None,

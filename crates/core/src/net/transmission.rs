@@ -37,7 +37,8 @@ impl<'a> Transmission<'a> {
             stream,
             way,
             deadline,
-            poll_time: Duration::ZERO,
+            // The other side of rings copies at the same time, and continues within microseconds.
+            poll_time: if stream.has_rings() { super::POLL_TIME.min(deadline.left()) } else { Duration::ZERO },
             slept: false,
             since: None,
             asked: None,
@@ -127,25 +128,35 @@ impl<'a> Transmission<'a> {
     /// Sleeps until the socket may be ready, and returns `true`. Returns `false` without sleeping while
     /// polling time is left.
     fn wait(&mut self, slept: bool) -> Result<bool> {
+        let stalled = self.stream.faults.as_ref().is_some_and(|faults| faults.stalled(self.way));
+        let rings = self.stream.rings.get().filter(|_| !stalled);
         if !self.poll_time.is_zero() {
             let since = *self.since.get_or_insert_with(Instant::now);
             if since.elapsed() < self.poll_time {
-                std::thread::yield_now();
+                if !rings.is_some_and(|rings| rings.ready_soon(self.way)) {
+                    std::thread::yield_now();
+                }
                 return Ok(false);
             }
         }
         if slept { self.deadline.waiting(self.doing()) } else { self.deadline.check(self.doing()) }?;
-        let stalled = self.stream.faults.as_ref().is_some_and(|faults| faults.stalled(self.way));
         let events = match self.way {
             _ if stalled => PollFlags::empty(),
+            // The peer sends a byte when it has read, too.
+            Way::Out if rings.is_some() => PollFlags::IN | PollFlags::RDHUP,
             Way::In => PollFlags::IN,
             // A peer that has closed its end reads nothing. Only RDHUP shows this before the window is full.
             Way::Out => PollFlags::OUT | PollFlags::RDHUP,
         };
+        if rings.is_some_and(|rings| !rings.fall_asleep(self.way)) {
+            return Ok(true);
+        }
         self.slept = true;
         let mut socket = [PollFd::new(self.stream, events)];
         let nap = self.deadline.nap().min(self.paced()?);
-        match poll(&mut socket, Some(&timespec(nap))) {
+        let polled = poll(&mut socket, Some(&timespec(nap)));
+        rings.iter().for_each(|rings| rings.wake_up(self.stream));
+        match polled {
             // A stalled stream would return here again and again.
             Ok(1..) if stalled => Err(self.stream.broken(Errno::CONNRESET.into())),
             Ok(1..) if socket[0].revents() == PollFlags::RDHUP => Err(self.stream.broken(Errno::PIPE.into())),

@@ -83,12 +83,30 @@ pub enum Purpose {
         link: u64,
         /// Whether the accepting side will be the caller.
         reverse: bool,
+        /// Whether the dialing side offers a ring after the welcome. Only over a stream that carries descriptors.
+        rings: bool,
     },
     /// Asks, at the local socket, for the secret that authenticates TCP streams between processes of the same
     /// user.
     Meet,
     /// Tells the dialing side of a communicator that this member has joined, so that it dials at once.
     Knock { comm: Comm },
+}
+
+/// Follows the welcome of a call stream within one host, from the dialing side. The descriptor of its ring comes with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RingOffer;
+
+/// Answer of the accepting side to [`RingOffer`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum RingAnswer {
+    /// All further bytes of the stream go through the rings. The descriptor of its own ring comes with the answer.
+    Used,
+    /// All further bytes go through the socket.
+    Refused {
+        #[serde(deserialize_with = "text")]
+        reason: String,
+    },
 }
 
 /// A communicator as its rank table describes it.

@@ -9,6 +9,7 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use super::call_rings;
 use super::handshake::ChallengedPeer;
 use super::link::{Kind, Link, Peer};
 use super::peer_memory::{PeerMemory, Readable, TakenMemory};
@@ -21,7 +22,7 @@ use crate::model::{ClusterId, Deadline};
 use crate::net::{ReceivedFrame, Stream};
 use crate::protocol::{
     self, Attach, Attached, Comm, Confirm, EnteredLink, HANDSHAKE_LIMIT, LinkAnswer, METADATA_LIMIT,
-    Metadata, Purpose,
+    Metadata, Purpose, RingOffer,
 };
 
 /// A connection that is not yet a link or a stream of a link, and the next step of its handshake.
@@ -48,6 +49,16 @@ enum Step {
     Attached(Making, TakenMemory),
     /// The metadata of a peer that makes a link, which may now be entered.
     Confirm(Making, Option<PeerMemory>),
+    /// The ring of a peer that opens a call stream.
+    Ring(NewCallStream),
+}
+
+/// A call stream of a link in the making.
+#[derive(Debug)]
+struct NewCallStream {
+    link: Arc<Link>,
+    /// Whether this side will be the caller.
+    reverse: bool,
 }
 
 /// A link in the making.
@@ -89,7 +100,7 @@ enum What {
 impl PendingStream {
     /// Whether descriptors may arrive with the next frame.
     pub(super) fn expects_descriptors(&self) -> bool {
-        matches!(self.step, Step::Attach(_))
+        matches!(self.step, Step::Attach(_) | Step::Ring(_))
     }
 
     /// The longest body of the next frame.
@@ -122,6 +133,13 @@ impl PendingStream {
                 stream.expect_descriptors(false);
                 let offered: Attach = protocol::open(kind, &body).map_err(Refusal::unreadable)?;
                 Ok(Next::Long(LongStep { pending, stream, until, what: What::Take(offered, descriptors) }))
+            }
+            Step::Ring(call) => {
+                stream.expect_descriptors(false);
+                let RingOffer = protocol::open(kind, &body).map_err(Refusal::unreadable)?;
+                let (link, serves) = (call.link.clone(), !call.reverse);
+                let answer = || call_rings::take(&link, &stream, descriptors, serves);
+                call.enter(shared, &stream, answer).map(|()| Next::Done)
             }
             Step::Attached(pending, offered) => {
                 let seen: Attached = protocol::open(kind, &body).map_err(Refusal::unreadable)?;
@@ -181,7 +199,21 @@ fn admit(
     let cluster = ClusterId(from.cluster);
     let welcome = |local, secret| challenged.welcome(&shared.me, local, secret);
     match &challenged.hello.purpose {
-        Purpose::Call { link, reverse } => admit_call(shared, &stream, challenged, *link, *reverse),
+        Purpose::Call { link, reverse, rings } => {
+            let gone =
+                || Error::new(ErrorKind::NotLinked, "this side no longer has that link; link again");
+            let link = shared.registry.by_id(cluster, from.instance, *link).ok_or_else(gone)?;
+            let call = NewCallStream { link, reverse: *reverse };
+            let rings = *rings && stream.carries_descriptors();
+            // The peer sends its ring right after it has received the welcome.
+            stream.expect_descriptors(rings);
+            let welcome = welcome(None, false)?;
+            if !rings {
+                return call.enter(shared, &stream, || stream.send_now(&welcome, &[])).map(|()| Next::Done);
+            }
+            stream.send_now(&welcome, &[])?;
+            Ok(Next::Proven(PendingStream { stream, local, until, step: Step::Ring(call) }))
+        }
         Purpose::Meet => {
             // With `llm.LinkAcceptRemote` a peer of another user may be admitted; the secret is only for
             // peers of this user.
@@ -228,27 +260,24 @@ fn admit(
     }
 }
 
-/// Adds a stream to an existing link. With `reverse` this side sends requests on it.
-fn admit_call(
-    shared: &Arc<Shared>,
-    stream: &Arc<Stream>,
-    challenged: &ChallengedPeer,
-    link: u64,
-    reverse: bool,
-) -> Result<Next, Refusal> {
-    let from = challenged.hello.from;
-    let gone = || Error::new(ErrorKind::NotLinked, "this side no longer has that link; link again");
-    let link = shared.registry.by_id(ClusterId(from.cluster), from.instance, link).ok_or_else(gone)?;
-    let welcome = challenged.welcome(&shared.me, None, false)?;
-    if reverse {
-        stream.send_now(&welcome, &[])?;
-        link.lend(stream);
-    } else {
+impl NewCallStream {
+    /// Adds the stream to its link, and answers the last message of the peer with `answer`.
+    fn enter(
+        self,
+        shared: &Arc<Shared>,
+        stream: &Arc<Stream>,
+        answer: impl FnOnce() -> Result<()>,
+    ) -> Result<(), Refusal> {
+        let NewCallStream { link, reverse } = self;
+        if reverse {
+            answer()?;
+            link.lend(stream);
+            return Ok(());
+        }
         shared.server.admit(&link, stream)?;
-        stream.send_now(&welcome, &[]).inspect_err(|_| link.stop_serving(stream))?;
-        shared.server.watch(&link, stream)?;
+        answer().inspect_err(|_| link.stop_serving(stream))?;
+        Ok(shared.server.watch(&link, stream)?)
     }
-    Ok(Next::Done)
 }
 
 /// Enters the link of an authenticated peer and confirms it to the peer.

@@ -5,7 +5,7 @@
 //! that no reply can be mistaken for the reply to another call.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::dial::Dialer;
 use super::link::Link;
@@ -171,7 +171,7 @@ impl Link {
         let welcome = asked && self.alive() && streams.idle.len() + streams.busy.len() < MOST_CALLS;
         if welcome {
             streams.note_address(stream);
-            streams.idle.push((stream.clone(), Instant::now()));
+            streams.put_idle(stream.clone());
         }
         drop(streams);
         if !welcome {
@@ -184,7 +184,7 @@ impl Link {
     pub(super) fn trim(&self) {
         let mut streams = self.streams.lock();
         let spare = streams.idle.len().saturating_sub(IDLE_STREAMS);
-        // Calls take the most recently used stream, so the streams at the front have been idle longest.
+        // Calls take the last stream, so the streams at the front have been idle longest, except those with rings.
         let old = streams.idle[..spare].iter().take_while(|(_, since)| since.elapsed() > IDLE_TIME).count();
         let old: Vec<_> = streams.idle.drain(..old).collect();
         drop(streams);
@@ -207,7 +207,7 @@ impl Drop for StreamLease {
         streams.busy.retain(|stream| !Arc::ptr_eq(stream, &self.stream));
         let kept = self.reusable && self.link.alive() && streams.idle.len() < KEPT_STREAMS;
         if kept {
-            streams.idle.push((self.stream.clone(), Instant::now()));
+            streams.put_idle(self.stream.clone());
         }
         let dubious = if self.reusable { Vec::new() } else { streams.leave_address(&self.stream) };
         drop(streams);

@@ -76,8 +76,9 @@ impl Dialer {
         if local && !known {
             return Err(handshake::other_user("the process at the local socket", &stream));
         }
-        // The peer sends its offer of memory right after its welcome.
-        stream.expect_descriptors(matches!(purpose, Purpose::Link { .. }));
+        // The peer sends its offer of memory right after its welcome, and its ring when it has that of this side.
+        let shares = matches!(purpose, Purpose::Link { .. } | Purpose::Call { rings: true, .. });
+        stream.expect_descriptors(shares);
         let welcome = handshake::dial(&stream, &self.me, &self.key, asked, purpose, deadline)?;
         if !known && welcome.local.is_none() {
             return Err(handshake::unproven(&stream));

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use hashbrown::HashMap;
 use serde::Serialize;
 
+use super::call_rings::{self, OfferedRing};
 use super::dial::Dialer;
 use super::known_cache::{self, KnownCache};
 use super::limits::{Budget, BudgetShare, PeerBudget};
@@ -85,7 +86,7 @@ pub struct Link {
     /// Notified when a stream is returned or arrives, the peer answers a ping, the link breaks, or the last
     /// transfer of an unlink ends.
     pub(super) changed: Condvar,
-    serving: Mutex<Serving>,
+    pub(super) serving: Mutex<Serving>,
     broken: OnceLock<(Instant, String)>,
     /// Whether the streams were closed.
     closed: AtomicBool,
@@ -115,8 +116,8 @@ pub struct Link {
 
 /// The streams on which requests of the peer are answered.
 #[derive(Debug, Default)]
-struct Serving {
-    streams: Vec<Arc<Stream>>,
+pub(super) struct Serving {
+    pub(super) streams: Vec<Arc<Stream>>,
     /// Streams that this side is opening at the request of the peer.
     opening: usize,
 }
@@ -259,6 +260,7 @@ impl Link {
             ),
             refusal: self.peer_memory.as_ref().and_then(PeerMemory::refused).map(str::to_owned),
             outgoing: self.dialer.is_some(),
+            call_rings: call_rings::count(self, false) + call_rings::count(self, true),
             silent_ms: u64::try_from(self.silent().as_millis()).unwrap_or(u64::MAX),
             requests: self.requests.state(),
             transfers: self.transfers.state(),
@@ -413,8 +415,24 @@ impl Link {
     }
 
     fn dial_call_stream(&self, dialer: &Dialer, reverse: bool, deadline: Deadline) -> Result<Stream> {
+        let Some(ring) = OfferedRing::create(self, &dialer.address, reverse) else {
+            return self.dial_with(dialer, (reverse, false), deadline);
+        };
+        let stream = self.dial_with(dialer, (reverse, true), deadline)?;
+        match ring.exchange(self, &stream, deadline) {
+            Ok(()) => Ok(stream),
+            // The peer uses rings, and this side cannot.
+            Err(error) if matches!(error.kind(), ErrorKind::System | ErrorKind::OutOfMemory) => {
+                drop(stream);
+                self.dial_with(dialer, (reverse, false), deadline)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    fn dial_with(&self, dialer: &Dialer, (reverse, rings): (bool, bool), deadline: Deadline) -> Result<Stream> {
         let dial = || {
-            let purpose = Purpose::Call { link: self.id, reverse };
+            let purpose = Purpose::Call { link: self.id, reverse, rings };
             dialer.handshake(Some(self.peer.cluster), purpose, deadline)
         };
         // A listener that is full of unauthenticated connections drops the oldest one, which may be this one.

@@ -13,6 +13,7 @@ mod accept;
 mod answered_writes;
 mod answers;
 mod asked_blocks;
+mod call_rings;
 mod call_slots;
 mod call_streams;
 mod client;

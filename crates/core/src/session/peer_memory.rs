@@ -101,11 +101,7 @@ impl PeerMemory {
         stream: &Stream,
         deadline: Deadline,
     ) -> (TakenMemory, Attached) {
-        // Only memory files have seals. Other descriptors are not closed here, because closing one may take
-        // long.
-        let (descriptors, others) = descriptors.into_iter().partition(|fd| fcntl_get_seals(fd).is_ok());
-        discard(others);
-        let taken = TakenMemory::of(resources, offered, descriptors, stream, deadline);
+        let taken = TakenMemory::of(resources, offered, memory_files(descriptors), stream, deadline);
         let attached = Attached {
             mapped: taken.unmapped.clone().map_or(Ok(()), Err),
             registered: taken.process.as_ref().map(|_| ()).map_err(Clone::clone),
@@ -296,6 +292,14 @@ fn missing() -> Error {
 /// Adds the option that raises the limit to `error`.
 fn bounded(error: Error) -> Error {
     error.with("option", "link_remote_memory")
+}
+
+/// Returns those of the descriptors from a peer that are memory, and discards the others.
+pub(super) fn memory_files(descriptors: Vec<OwnedFd>) -> Vec<OwnedFd> {
+    // Only memory files have seals. Other descriptors are not closed here, because closing one may take long.
+    let (files, others) = descriptors.into_iter().partition(|fd| fcntl_get_seals(fd).is_ok());
+    discard(others);
+    files
 }
 
 /// Closes descriptors that a peer sent and that are not memory. The sender can make closing one take

@@ -20,6 +20,8 @@ pub(super) enum Watching {
     Always,
     /// Once, to one thread, until [`Poller::again`] is called.
     Once,
+    /// Once, as soon as it is writable, which a socket almost always is.
+    Soon,
 }
 
 impl Watching {
@@ -27,6 +29,7 @@ impl Watching {
         match self {
             Watching::Always => EventFlags::IN | EventFlags::RDHUP,
             Watching::Once => EventFlags::IN | EventFlags::RDHUP | EventFlags::ONESHOT,
+            Watching::Soon => EventFlags::OUT | EventFlags::IN | EventFlags::RDHUP | EventFlags::ONESHOT,
         }
     }
 }
@@ -53,9 +56,14 @@ impl Poller {
         added.map_err(|errno| system(&format!("epoll does not accept {what}"), errno))
     }
 
-    /// Reports a descriptor that was added with [`Once`](Watching::Once) one more time.
-    pub(super) fn again(&self, descriptor: impl AsFd, number: u64) -> rustix::io::Result<()> {
-        epoll::modify(&self.0, descriptor, EventData::new_u64(number), Watching::Once.flags())
+    /// Reports a descriptor that was added with [`Once`](Watching::Once) or [`Soon`](Watching::Soon) one more time.
+    pub(super) fn again(
+        &self,
+        descriptor: impl AsFd,
+        number: u64,
+        watching: Watching,
+    ) -> rustix::io::Result<()> {
+        epoll::modify(&self.0, descriptor, EventData::new_u64(number), watching.flags())
     }
 
     /// Removes a descriptor.
@@ -149,7 +157,7 @@ mod tests {
         rustix::io::write(&peer, b"x").unwrap();
         assert_eq!(ready(&poller), [2]);
         assert!(ready(&poller).is_empty(), "once is once, though nothing was taken");
-        poller.again(&other, 2).unwrap();
+        poller.again(&other, 2, Watching::Once).unwrap();
         bell.ring();
         bell.ring();
         assert_eq!(ready(&poller), [0, 2]);

@@ -139,7 +139,7 @@ impl Server {
         drop(state);
         // A request may have arrived already. If the link has ended meanwhile, its streams are closed, and
         // the poller reports that too.
-        let watched = self.poller.add("a call stream", &**stream, number, Watching::Once);
+        let watched = self.poller.add("a call stream", &**stream, number, watching(stream));
         watched.and_then(|()| self.keep_one()).inspect_err(|_| {
             self.state.lock().calls.remove(&number);
             self.poller.remove(&**stream);
@@ -290,7 +290,11 @@ impl Server {
     /// Answers the requests on one stream until none follows at once.
     fn take_call(&self, number: u64, call: &CallStream, slot: CallSlot) {
         let CallStream { link, stream } = call;
+        let mut arrived = stream.wake_up();
         let on = loop {
+            if !std::mem::replace(&mut arrived, true) {
+                break true;
+            }
             stream.restart_pace();
             if !self.serve(link, stream) {
                 break false;
@@ -301,7 +305,7 @@ impl Server {
                 break true;
             }
         };
-        if on && self.poller.again(&**stream, number).is_ok() {
+        if on && self.poller.again(&**stream, number, watching(stream)).is_ok() {
             return;
         }
         self.poller.remove(&**stream);
@@ -349,4 +353,9 @@ impl Server {
             tracing::warn!(target: "llm_datadist::links", "cannot open a call stream for cluster {cluster}: {error}");
         }
     }
+}
+
+/// Returns how the poller waits for the next request on `stream`. If one has arrived, it waits for nothing.
+fn watching(stream: &Stream) -> Watching {
+    if stream.fall_asleep() { Watching::Once } else { Watching::Soon }
 }

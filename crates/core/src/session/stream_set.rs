@@ -13,7 +13,7 @@ pub(super) const MOST_CALLS: usize = 64;
 /// The call streams of one link.
 #[derive(Debug, Default)]
 pub(super) struct StreamSet {
-    /// Idle streams with the time of their return, most recent last.
+    /// Idle streams with the time of their return, most recent last, and those with rings behind all others.
     pub(super) idle: Vec<(Arc<Stream>, Instant)>,
     pub(super) busy: Vec<Arc<Stream>>,
     /// Streams that this side is opening: the addresses at which the peer listens, if known.
@@ -45,6 +45,13 @@ impl StreamSet {
         let calls = |at: &usize| self.busy_at(self.idle[*at].0.listened_at());
         let at = if self.several_addresses { (0..=last).rev().min_by_key(calls)? } else { last };
         Some((at, self.idle[at].0.clone()))
+    }
+
+    /// Keeps a stream for later calls. Those with rings are taken first.
+    pub(super) fn put_idle(&mut self, stream: Arc<Stream>) {
+        let others = self.idle.iter().rposition(|(idle, _)| !idle.has_rings());
+        let at = if stream.has_rings() { self.idle.len() } else { others.map_or(0, |last| last + 1) };
+        self.idle.insert(at, (stream, Instant::now()));
     }
 
     /// Removes the idle streams over the address of a stream whose call ended early, because that network may be cut. If the

@@ -145,6 +145,8 @@ pub struct LinkState {
     pub refusal: Option<String>,
     /// Whether this process made the link.
     pub outgoing: bool,
+    /// Streams of calls in either direction whose messages go through shared memory.
+    pub call_rings: usize,
     /// Milliseconds since the last control message of the peer.
     pub silent_ms: u64,
     /// Requests sent to the peer: calls, failures, bytes and times.

@@ -21,6 +21,7 @@ mod paths;
 mod pull_and_push;
 mod push_ahead;
 mod races;
+mod rings;
 mod silent_memory;
 mod streams;
 mod verification;

@@ -4,6 +4,7 @@
 
 mod descriptors;
 mod payload;
+mod rings;
 
 use std::io::Write;
 use std::os::fd::AsFd;
@@ -11,6 +12,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use llm_datadist_core::testing::memory::OwnRing;
 use llm_datadist_core::testing::net::{Accepted, Address, Listener, Stream, Tcp, Transport, Unix};
 use llm_datadist_core::testing::protocol::{self, HANDSHAKE_LIMIT, HEADER, MESSAGE, MESSAGE_LIMIT, REFUSAL};
 use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
@@ -28,10 +30,11 @@ fn short() -> Deadline {
     Deadline::after(Duration::from_millis(50)).named("the_limit")
 }
 
-/// A transport, and an address of it that is free.
+/// A transport, and an address of it that is free. With `rings`, the bytes of its streams go through shared memory.
 struct Case {
     transport: Arc<dyn Transport>,
     at: Address,
+    rings: bool,
 }
 
 fn unique(name: &str) -> String {
@@ -41,12 +44,12 @@ fn unique(name: &str) -> String {
 }
 
 fn cases() -> Vec<Case> {
-    let tcp = |at: &str| Case { transport: Arc::new(Tcp), at: Address::Tcp(at.parse().unwrap()) };
-    let mut cases = vec![
-        tcp("127.0.0.1:0"),
-        Case { transport: Arc::new(Unix), at: Address::Unix(unique("runner")) },
-        Case { transport: Arc::new(Local::default()), at: Address::Local(unique("runner")) },
-    ];
+    let tcp =
+        |at: &str| Case { transport: Arc::new(Tcp), at: Address::Tcp(at.parse().unwrap()), rings: false };
+    let unix = Case { transport: Arc::new(Unix), at: Address::Unix(unique("runner")), rings: false };
+    let at = Address::Local(unique("runner"));
+    let local = Case { transport: Arc::new(Local::default()), at, rings: false };
+    let mut cases = vec![tcp("127.0.0.1:0"), unix, local];
     if std::net::TcpListener::bind("[::1]:0").is_ok() {
         cases.push(tcp("[::1]:0"));
     } else {
@@ -57,15 +60,35 @@ fn cases() -> Vec<Case> {
 
 /// Runs `judge` with the listener and both ends of one stream of every transport.
 fn each(judge: impl Fn(&Case, &dyn Listener, Stream, Stream)) {
-    let cases = cases();
-    assert!(cases.len() >= 3);
+    run(cases(), judge);
+}
+
+/// Does the same, and also with a stream whose bytes go through shared memory.
+fn each_way(judge: impl Fn(&Case, &dyn Listener, Stream, Stream)) {
+    let rings = Case { transport: Arc::new(Unix), at: Address::Unix(unique("runner")), rings: true };
+    run(cases().into_iter().chain([rings]), judge);
+}
+
+fn run(cases: impl IntoIterator<Item = Case>, judge: impl Fn(&Case, &dyn Listener, Stream, Stream)) {
     for case in cases {
         let (listener, local, remote) = connected(&*case.transport, &case.at);
-        eprintln!("over {}", listener.address());
+        eprintln!("over {}{}", listener.address(), if case.rings { ", with rings" } else { "" });
         local.expect_descriptors(true);
         remote.expect_descriptors(true);
+        if case.rings {
+            share_rings(&local, &remote);
+        }
         judge(&case, &*listener, local, remote);
     }
+}
+
+/// Has the bytes of both ends of a stream go through shared memory.
+fn share_rings(local: &Stream, remote: &Stream) {
+    let ((of_local, local_file), (of_remote, remote_file)) =
+        (OwnRing::create().unwrap(), OwnRing::create().unwrap());
+    local.use_rings(of_local.join(&remote_file).unwrap());
+    remote.use_rings(of_remote.join(&local_file).unwrap());
+    assert!(local.has_rings() && remote.has_rings());
 }
 
 fn connected(transport: &dyn Transport, at: &Address) -> (Box<dyn Listener>, Stream, Stream) {
@@ -76,7 +99,7 @@ fn connected(transport: &dyn Transport, at: &Address) -> (Box<dyn Listener>, Str
 }
 
 fn frame(body: &[u8]) -> Vec<u8> {
-    let mut frame = b"LD\x0b\x01".to_vec();
+    let mut frame = b"LD\x0c\x01".to_vec();
     frame.extend(u32::try_from(body.len()).unwrap().to_le_bytes());
     frame.extend(body);
     frame
@@ -118,7 +141,7 @@ fn interrupted() -> bool {
 
 #[test]
 fn frames_of_every_size_round_trip() {
-    each(|_, _, local, remote| {
+    each_way(|_, _, local, remote| {
         // None, less than a header, both sides of the first step of a body, and more than any buffer of a socket.
         let sizes = [0, 1, 7, 8, 9, 4096, (64 << 10) - 1, 64 << 10, (64 << 10) + 1, 3 << 20];
         let echo = thread::spawn(move || {
@@ -175,7 +198,7 @@ fn length_over_the_limit_ends_the_stream() {
         (HANDSHAKE_LIMIT + 1, HANDSHAKE_LIMIT),
     ] {
         each(|_, _, local, remote| {
-            let mut header = b"LD\x0b\x01".to_vec();
+            let mut header = b"LD\x0c\x01".to_vec();
             header.extend((claimed as u32).to_le_bytes());
             raw(&local).write_all(&header).unwrap();
             let error = remote.receive(limit, Duration::ZERO, soon()).unwrap_err();
@@ -203,7 +226,7 @@ fn longest_frame_passes() {
 fn claimed_length_allocates_no_memory() {
     // A frame announces 63 MiB, and a hundred bytes arrive. The memory is bounded by what arrived.
     each(|_, _, local, remote| {
-        let mut header = b"LD\x0b\x01".to_vec();
+        let mut header = b"LD\x0c\x01".to_vec();
         header.extend((63u32 << 20).to_le_bytes());
         header.extend([0; 100]);
         raw(&local).write_all(&header).unwrap();
@@ -237,7 +260,7 @@ fn half_a_frame_ends_the_stream() {
 
 #[test]
 fn silence_times_out_and_keeps_the_stream() {
-    each(|_, _, local, remote| {
+    each_way(|_, _, local, remote| {
         let error = remote.receive(MESSAGE_LIMIT, Duration::from_micros(60), short()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Timeout);
         assert!(error.to_string().starts_with("the_limit passed while waiting"), "{error}");
@@ -262,7 +285,7 @@ fn silence_times_out_and_keeps_the_stream() {
 
 #[test]
 fn full_buffer_times_out() {
-    each(|_, _, local, remote| {
+    each_way(|_, _, local, remote| {
         let much = frame(&vec![1; 60 << 20]);
         let error = local.send(&much, short()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
@@ -295,7 +318,7 @@ fn fill(stream: &Stream) {
 
 #[test]
 fn interrupted_wait_ends() {
-    each(|_, _, local, remote| {
+    each_way(|_, _, local, remote| {
         let watched = soon().watched(Some(interrupted));
         assert_eq!(kind_of(receive_by(&remote, watched)), ErrorKind::Interrupted);
         assert!(!remote.is_closed());
@@ -306,7 +329,7 @@ fn interrupted_wait_ends() {
 
 #[test]
 fn close_wakes_a_waiting_receive() {
-    each(|_, _, local, remote| {
+    each_way(|_, _, local, remote| {
         thread::scope(|scope| {
             let waiting = scope.spawn(|| remote.receive(MESSAGE_LIMIT, Duration::ZERO, soon()));
             thread::sleep(Duration::from_millis(20));
@@ -318,7 +341,7 @@ fn close_wakes_a_waiting_receive() {
         assert!(error.to_string().starts_with("this side closed the connection"), "{error}");
         assert_eq!(error.kind(), ErrorKind::NotLinked);
     });
-    each(|_, _, local, remote| {
+    each_way(|_, _, local, remote| {
         thread::scope(|scope| {
             let waiting = scope.spawn(|| local.send(&frame(&vec![1; 60 << 20]), soon()));
             thread::sleep(Duration::from_millis(20));
@@ -415,7 +438,7 @@ fn addresses_of_other_transports_are_refused() {
 
 #[test]
 fn peer_is_described() {
-    each(|case, listener, local, remote| {
+    each_way(|case, listener, local, remote| {
         for (stream, name) in [(&local, "local"), (&remote, "remote")] {
             assert!(stream.same_host(), "{name}");
             let over_tcp = case.transport.name() == "tcp";
@@ -435,7 +458,7 @@ fn peer_is_described() {
 
 #[test]
 fn stream_sends_and_receives_at_once() {
-    each(|_, _, local, remote| {
+    each_way(|_, _, local, remote| {
         thread::scope(|scope| {
             for (from, to) in [(&local, &remote), (&remote, &local)] {
                 scope.spawn(move || {
@@ -449,7 +472,7 @@ fn stream_sends_and_receives_at_once() {
 
 #[test]
 fn a_peer_that_has_gone_is_seen_behind_what_it_left() {
-    each(|_, _, local, remote| {
+    each_way(|_, _, local, remote| {
         assert!(!remote.abandoned());
         local.send(&frame(&vec![7; 40_000]), soon()).unwrap();
         assert!(!remote.abandoned() && !local.abandoned());
@@ -466,7 +489,7 @@ fn a_peer_that_has_gone_is_seen_behind_what_it_left() {
 #[test]
 fn send_to_peer_that_closed_its_end_fails() {
     // Nothing is left to arrive at the peer, so that no answer of its kernel shows that it has gone.
-    each(|_, _, local, remote| {
+    each_way(|_, _, local, remote| {
         let buffer = vec![7; 1 << 20];
         let sink = thread::spawn(move || {
             thread::sleep(Duration::from_millis(50));

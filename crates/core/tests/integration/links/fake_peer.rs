@@ -10,7 +10,7 @@ use hmac::{Hmac, KeyInit, Mac};
 use llm_datadist_core::testing::net::{Address, Listener, Stream, Tcp, Transport};
 use llm_datadist_core::testing::protocol::{
     self, Attach, Attached, Challenge, Confirm, EnteredLink, HANDSHAKE_LIMIT, HEADER, Hello, LinkAnswer,
-    MESSAGE_LIMIT, Metadata, Party, Proof, Purpose, Welcome,
+    MESSAGE_LIMIT, Metadata, Party, Proof, Purpose, RingAnswer, RingOffer, Welcome,
 };
 use llm_datadist_core::{ClusterId, DataDist, Deadline, PeerAddress, Result};
 use serde::Serialize;
@@ -112,6 +112,10 @@ impl Fake {
         assert_eq!(proof.mac, mac(&self.token, b"dialer", &said, nonce, b""));
         let welcome = Welcome { from: self.party, mac: [0; 32], local, secret: None };
         say(&stream, &Welcome { mac: welcome_mac(&self.token, &said, nonce, &welcome), ..welcome.clone() });
+        if matches!(hello.purpose, Purpose::Call { rings: true, .. }) {
+            let RingOffer = hear(&stream).unwrap();
+            say(&stream, &RingAnswer::Refused { reason: "the peer of a test".into() });
+        }
         (stream, hello.purpose)
     }
 
@@ -192,11 +196,11 @@ impl Fake {
             mirror(&control);
         }
         confirm(&control).unwrap();
-        (control, dial(Purpose::Call { link: id, reverse: false }))
+        (control, dial(Purpose::Call { link: id, reverse: false, rings: false }))
     }
 
     /// Opens a call stream of that link.
     pub fn call(&self, engine: &DataDist, id: u64) -> Result<Stream> {
-        self.dial(engine, Purpose::Call { link: id, reverse: false })
+        self.dial(engine, Purpose::Call { link: id, reverse: false, rings: false })
     }
 }

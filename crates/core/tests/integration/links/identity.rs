@@ -50,7 +50,7 @@ fn a_stranger_is_refused_for_the_reason_that_is_logged() {
     for purpose in [
         Purpose::Link { link: 5, comm: None, probe_local: false, ensure: false },
         Purpose::Link { link: 5, comm: None, probe_local: true, ensure: false },
-        Purpose::Call { link: 5, reverse: false },
+        Purpose::Call { link: 5, reverse: false, rings: false },
         Purpose::Meet,
     ] {
         let refused = stranger.dial(&engine, purpose).unwrap_err();

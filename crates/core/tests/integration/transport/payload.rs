@@ -10,7 +10,7 @@ use llm_datadist_core::testing::memory::{Tensors, Window};
 use llm_datadist_core::testing::net::{Address, LEAD, Stream};
 use llm_datadist_core::{Deadline, ErrorKind};
 
-use super::{body, each, frame, interrupted, kind_of, raw, short, soon, stopped};
+use super::{body, each, each_way, frame, interrupted, kind_of, raw, short, soon, stopped};
 use crate::fixtures::{Buffer, pattern};
 
 /// Memory of the test in windows of the given sizes, one after the other, with a gap of `gap` bytes between them.
@@ -56,7 +56,7 @@ fn windows_arrive_in_place_byte_by_byte() {
         vec![5 << 20, 1, 3 << 20],
         vec![0; 1500].into_iter().chain([77]).collect(),
     ];
-    each(|_, _, local, remote| {
+    each_way(|_, _, local, remote| {
         for (seed, sizes) in lists.iter().enumerate() {
             let source = Cut::new(sizes, 3, |at| pattern(seed as u8, 0, at));
             // The windows at the other end differ, because only their total size is transmitted.
@@ -85,7 +85,7 @@ fn windows_arrive_in_place_byte_by_byte() {
 #[test]
 fn windows_that_get_stuck_end_the_stream() {
     let source = Cut::new(&[40 << 20], 0, |_| 1);
-    each(|_, _, local, _remote| {
+    each_way(|_, _, local, _remote| {
         assert_eq!(kind_of(local.send_windows(&source.windows(), short())), ErrorKind::Timeout);
         assert!(local.is_closed());
     });
@@ -206,7 +206,7 @@ fn interrupt_ends_a_send_that_never_waits() {
     // Far more than can be sent within the time limit, so that only a check between the writes ends it.
     let source = Cut::new(&[1 << 20], 0, |_| 1);
     let much = vec![source.windows()[0]; 1 << 20];
-    each(|_, _, local, remote| {
+    each_way(|_, _, local, remote| {
         thread::scope(|scope| {
             scope.spawn(move || std::io::copy(&mut raw(&remote), &mut std::io::sink()));
             let watched = Deadline::after(Duration::from_secs(3600)).watched(Some(interrupted));

@@ -1,0 +1,481 @@
+//! Two rings of bytes in memory that two processes share: each process writes one of them and reads the other.
+//!
+//! Each process has a file with its own ring, sealed so that the other process can only read it and it cannot shrink. The
+//! file also says how far the process has read the ring of the other one, and for what it sleeps. So neither process
+//! writes into memory of the other (promise 5). Each checks the numbers of the other whenever it uses them, and copies the
+//! bytes out before it looks at them.
+
+use std::ffi::c_void;
+use std::hint::spin_loop;
+use std::os::fd::OwnedFd;
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+
+use rustix::fs::MemfdFlags;
+use rustix::io::Errno;
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+use super::memfd::seal;
+use super::peer_mapping::refuse_shrinking;
+use super::{Reach, Window, memfd};
+use crate::error::{Error, ErrorKind, Result};
+
+/// Bytes of a ring, a power of two. Almost all requests and replies are shorter.
+const RING: usize = 64 << 10;
+/// Bytes that are copied before the other side learns of them, so that both sides copy at the same time.
+const CHUNK: usize = 16 << 10;
+/// Bytes before the ring, for the words of its process.
+const WORDS: usize = 4096;
+/// Bytes of the file of each process.
+const BYTES: usize = WORDS + RING;
+/// How often a ring is looked at before the thread does anything else.
+const LOOKS: u32 = 64;
+
+/// A word of a process, by its offset in the file. Each has a cache line to itself.
+#[derive(Clone, Copy, Debug)]
+#[repr(usize)]
+enum Word {
+    /// Bytes that the process has written into its ring.
+    Written = 0,
+    /// Bytes that it has read from the ring of the other process.
+    Read = 64,
+    /// 1 while it sleeps until there are bytes to read.
+    AwaitsBytes = 128,
+    /// 1 while it sleeps until it can write.
+    AwaitsRoom = 192,
+}
+
+/// What a thread waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Awaited {
+    /// Bytes to read.
+    Bytes,
+    /// Room to write.
+    Room,
+}
+
+impl Awaited {
+    fn word(self) -> Word {
+        match self {
+            Awaited::Bytes => Word::AwaitsBytes,
+            Awaited::Room => Word::AwaitsRoom,
+        }
+    }
+}
+
+/// The ring that this process writes, before it has the one of the peer.
+#[derive(Debug)]
+pub struct OwnRing(File);
+
+impl OwnRing {
+    /// Creates an empty ring, and the descriptor with which the peer maps it. Returns `Err` of kind [`ErrorKind::OutOfMemory`] if memory is short, and of kind
+    /// [`ErrorKind::System`] if a limit of the process or the system prevents it, or if the kernel cannot keep others from
+    /// writing.
+    pub fn create() -> Result<(OwnRing, OwnedFd)> {
+        let made = || {
+            let descriptor = memfd::create("llm_datadist calls", BYTES as u64, MemfdFlags::empty())?;
+            let file = File::map(&descriptor, ProtFlags::READ | ProtFlags::WRITE)?;
+            Ok((OwnRing(file), descriptor))
+        };
+        let made: rustix::io::Result<_> = made();
+        let made = made.map_err(|errno| memfd::refused("ring of a call stream", BYTES as u64, errno))?;
+        if !seal(&made.1) {
+            return Err(Error::new(ErrorKind::System, "the kernel cannot seal the ring of a call stream"));
+        }
+        Ok(made)
+    }
+
+    /// Maps the ring that the peer sent. Returns `Err` of kind [`ErrorKind::System`] if the descriptor is anything else,
+    /// or cannot be mapped.
+    pub fn join(self, peer: &OwnedFd) -> Result<SharedRings> {
+        refuse_shrinking(peer, BYTES as u64)?;
+        let peer = File::map(peer, ProtFlags::READ).map_err(|error| {
+            Error::new(ErrorKind::System, "the ring of the peer could not be mapped")
+                .with("bytes", BYTES)
+                .because(std::io::Error::from(error))
+        })?;
+        Ok(SharedRings { own: self.0, peer, seen_read: AtomicU64::new(0), read: AtomicU64::new(0) })
+    }
+}
+
+/// The rings of two processes, as one of them uses them. At most one thread writes and one reads at a time.
+#[derive(Debug)]
+pub struct SharedRings {
+    own: File,
+    peer: File,
+    /// How far the peer had read when that was last needed. Looking less often keeps the word in the cache of the peer.
+    seen_read: AtomicU64,
+    /// How far this process has read. The peer learns it when there is nothing more to read, or much room.
+    read: AtomicU64,
+}
+
+impl SharedRings {
+    /// Writes as many of `bytes` as there is room for, and returns how many. Returns `Err(AGAIN)` if there is no room, and
+    /// `Err(PROTO)` if the numbers of the peer are impossible.
+    pub fn write(&self, bytes: &[u8]) -> rustix::io::Result<usize> {
+        let (written, room) = self.room(bytes.len())?;
+        let len = bytes.len().min(room);
+        // SAFETY: `len` bytes of the borrowed slice, which is no memory of a ring.
+        unsafe { self.own.put(written, bytes.as_ptr(), len) };
+        self.own.publish(Word::Written, written + len as u64);
+        Ok(len)
+    }
+
+    /// Reads into as many of `bytes` as have arrived, and returns how many. Returns `Err(AGAIN)` if none have arrived, and
+    /// `Err(PROTO)` if the numbers of the peer are impossible.
+    pub fn read(&self, bytes: &mut [u8]) -> rustix::io::Result<usize> {
+        let (read, unread) = self.unread()?;
+        let len = bytes.len().min(unread);
+        // SAFETY: `len` bytes of the slice, which is borrowed exclusively.
+        unsafe { self.peer.get(read, bytes.as_mut_ptr(), len) };
+        self.note_read(read + len as u64, len == unread);
+        Ok(len)
+    }
+
+    /// Writes as many of the bytes of `windows` that follow the first `skip` bytes as there is room for. Returns what
+    /// [`write`](Self::write) does, and `Err(FAULT)` if the CPU cannot read one of the windows.
+    pub fn write_windows(&self, windows: &[Window<'_>], skip: u64) -> rustix::io::Result<usize> {
+        if windows.iter().any(|window| !window.host_addressable()) {
+            return Err(Errno::FAULT);
+        }
+        each_part(windows, skip, |addr, most| {
+            let (written, room) = self.room(most)?;
+            let len = most.min(room);
+            // SAFETY: the window lies inside a live tensor (promise 3), and the CPU can read it (checked above).
+            unsafe { self.own.put(written, addr as *const u8, len) };
+            self.own.publish(Word::Written, written + len as u64);
+            Ok(len)
+        })
+    }
+
+    /// Reads into as many of the bytes of `windows` that follow the first `skip` bytes as have arrived. Returns what
+    /// [`read`](Self::read) does, and `Err(FAULT)` if one of the windows is not writable memory of this process.
+    pub fn read_windows(&self, windows: &[Window<'_>], skip: u64) -> rustix::io::Result<usize> {
+        if windows.iter().any(|window| window.reach() != Reach::Host) {
+            return Err(Errno::FAULT);
+        }
+        each_part(windows, skip, |addr, most| {
+            let (read, unread) = self.unread()?;
+            let len = most.min(unread);
+            // SAFETY: the window lies inside a live tensor (promise 3), and this process may write it (checked above).
+            unsafe { self.peer.get(read, addr as *mut u8, len) };
+            self.note_read(read + len as u64, len == unread);
+            Ok(len)
+        })
+    }
+
+    /// Whether what a thread waits for is there. Also `true` if the numbers of the peer are impossible, which the next
+    /// call reports.
+    pub fn ready(&self, awaited: Awaited) -> bool {
+        let found = match awaited {
+            Awaited::Bytes => self.unread(),
+            Awaited::Room => self.room(RING),
+        };
+        !matches!(found, Err(Errno::AGAIN))
+    }
+
+    /// Looks for it a limited number of times, for less than a microsecond.
+    pub fn ready_soon(&self, awaited: Awaited) -> bool {
+        (0..LOOKS).any(|_| {
+            spin_loop();
+            self.ready(awaited)
+        })
+    }
+
+    /// Announces that this side is about to sleep. Returns `false` if it must not, because what it waits for is there.
+    /// [`wakes`](Self::wakes) is `true` at the other side for what comes later.
+    pub fn fall_asleep(&self, awaited: Awaited) -> bool {
+        self.own.word(awaited.word()).store(1, Ordering::Relaxed);
+        // Either this side sees what the other one has published, or the other one sees the announcement.
+        fence(Ordering::SeqCst);
+        if self.ready(awaited) {
+            self.awake();
+            return false;
+        }
+        true
+    }
+
+    /// Takes the announcements back.
+    pub fn awake(&self) {
+        for awaited in [Awaited::Bytes, Awaited::Room] {
+            self.own.word(awaited.word()).store(0, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether the other side sleeps until this one has written or read, which it has just done.
+    pub fn wakes(&self, awaited: Awaited) -> bool {
+        fence(Ordering::SeqCst);
+        self.peer.word(awaited.word()).load(Ordering::Relaxed) != 0
+    }
+
+    /// Returns how much was written, and the room for more; less than there is if there is room for `wanted` bytes.
+    /// `Err(AGAIN)` if there is none.
+    fn room(&self, wanted: usize) -> rustix::io::Result<(u64, usize)> {
+        let written = self.own.number(Word::Written);
+        let room = |read: u64| usize::try_from(written.wrapping_sub(read)).ok().and_then(|unread| RING.checked_sub(unread));
+        let mut found = room(self.seen_read.load(Ordering::Relaxed));
+        if found.is_none_or(|room| room < wanted) {
+            let read = self.peer.number(Word::Read);
+            self.seen_read.store(read, Ordering::Relaxed);
+            found = room(read);
+        }
+        match found {
+            Some(0) => Err(Errno::AGAIN),
+            Some(room) => Ok((written, room)),
+            None => Err(Errno::PROTO),
+        }
+    }
+
+    /// Notes that this process has read up to `read`. `all` is whether there was nothing more.
+    fn note_read(&self, read: u64, all: bool) {
+        self.read.store(read, Ordering::Relaxed);
+        if all || read.wrapping_sub(self.own.number(Word::Read)) >= CHUNK as u64 {
+            self.own.publish(Word::Read, read);
+        }
+    }
+
+    /// Returns how much was read, and how many bytes can be read now. `Err(AGAIN)` if there are none.
+    fn unread(&self) -> rustix::io::Result<(u64, usize)> {
+        let read = self.read.load(Ordering::Relaxed);
+        match usize::try_from(self.peer.number(Word::Written).wrapping_sub(read)) {
+            Ok(0) => Err(Errno::AGAIN),
+            Ok(unread) if unread <= RING => Ok((read, unread)),
+            _ => Err(Errno::PROTO),
+        }
+    }
+}
+
+/// Calls `copy` with the address and the number of the next bytes of `windows`, after the first `skip` bytes, until there
+/// are no more or it cannot copy all. Returns the number of bytes that it has copied, or its first error.
+fn each_part(
+    windows: &[Window<'_>],
+    mut skip: u64,
+    mut copy: impl FnMut(u64, usize) -> rustix::io::Result<usize>,
+) -> rustix::io::Result<usize> {
+    let mut done = 0;
+    for window in windows {
+        let mut at = skip.min(window.len());
+        skip -= at;
+        while at < window.len() {
+            let most = usize::try_from(window.len() - at).map_or(CHUNK, |left| left.min(CHUNK));
+            match copy(window.addr() + at, most) {
+                Ok(bytes) => (at, done) = (at + bytes as u64, done + bytes),
+                Err(_) if done > 0 => return Ok(done),
+                Err(errno) => return Err(errno),
+            }
+        }
+    }
+    Ok(done)
+}
+
+/// A mapping of the file of one process; unmapped on drop.
+#[derive(Debug)]
+struct File(usize);
+
+impl File {
+    fn map(descriptor: &OwnedFd, rights: ProtFlags) -> rustix::io::Result<File> {
+        // SAFETY: no address is requested, so the kernel chooses an unused range.
+        let at = unsafe { mmap(null_mut(), BYTES, rights, MapFlags::SHARED, descriptor, 0) }?;
+        Ok(File(at as usize))
+    }
+
+    fn word(&self, word: Word) -> &AtomicU64 {
+        // SAFETY: the word lies inside the mapping, which lives as long as `self`. Its file cannot shrink
+        // (`refuse_shrinking` checks that of a peer). The word is aligned, and is accessed only as an atomic.
+        unsafe { &*((self.0 + word as usize) as *const AtomicU64) }
+    }
+
+    fn number(&self, word: Word) -> u64 {
+        // Only a relaxed load is permitted on read-only memory; the fence makes it an acquire load.
+        let number = self.word(word).load(Ordering::Relaxed);
+        fence(Ordering::Acquire);
+        number
+    }
+
+    /// Sets a number of this process, after everything that it did before.
+    fn publish(&self, word: Word, number: u64) {
+        self.word(word).store(number, Ordering::Release);
+    }
+
+    /// Copies `len` bytes, at most [`RING`], to position `at` of the ring of this process.
+    ///
+    /// # Safety
+    ///
+    /// `from` must be valid for reads of `len` bytes, and this mapping must be writable.
+    unsafe fn put(&self, at: u64, from: *const u8, len: usize) {
+        let (start, first) = split(at, len);
+        let ring = (self.0 + WORDS) as *mut u8;
+        // SAFETY: both parts lie inside the ring (`split`), and the source is valid, as the caller promises. Nobody else
+        // writes the ring: the file is sealed, and one thread writes at a time.
+        unsafe {
+            from.copy_to_nonoverlapping(ring.add(start), first);
+            from.add(first).copy_to_nonoverlapping(ring, len - first);
+        }
+    }
+
+    /// Copies `len` bytes, at most [`RING`], from position `at` of the ring of the peer. A peer that breaks the protocol
+    /// may write them meanwhile; the copy may then have any bytes.
+    ///
+    /// # Safety
+    ///
+    /// `to` must be valid for writes of `len` bytes.
+    unsafe fn get(&self, at: u64, to: *mut u8, len: usize) {
+        let (start, first) = split(at, len);
+        let ring = (self.0 + WORDS) as *const u8;
+        // SAFETY: both parts lie inside the ring (`split`), which is mapped, and the destination is valid, as the caller
+        // promises.
+        unsafe {
+            ring.add(start).copy_to_nonoverlapping(to, first);
+            ring.copy_to_nonoverlapping(to.add(first), len - first);
+        }
+    }
+}
+
+/// Returns the place of byte `at` in a ring, and how many of the `len` bytes from there on precede its end.
+#[expect(clippy::cast_possible_truncation, reason = "the remainder is less than the bytes of a ring")]
+fn split(at: u64, len: usize) -> (usize, usize) {
+    let start = (at % RING as u64) as usize;
+    (start, len.min(RING - start))
+}
+
+impl Drop for File {
+    fn drop(&mut self) {
+        // SAFETY: the range was mapped for this value alone, and every reference into it borrowed the value.
+        let _ = unsafe { munmap(self.0 as *mut c_void, BYTES) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread::{self, Thread};
+    use std::time::{Duration, Instant};
+
+    use rustix::fs::{SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+
+    use super::*;
+
+    fn pair() -> (SharedRings, SharedRings) {
+        let ((one, of_one), (other, of_other)) = (OwnRing::create().unwrap(), OwnRing::create().unwrap());
+        (one.join(&of_other).unwrap(), other.join(&of_one).unwrap())
+    }
+
+    /// Returns `len` bytes, none of which is like the one at the same place of the next call.
+    fn bytes(seed: usize, len: usize) -> Vec<u8> {
+        (0..len).map(|at| (seed.wrapping_mul(31) ^ at.wrapping_mul(7)) as u8).collect()
+    }
+
+    #[test]
+    fn bytes_arrive_in_order_over_the_end_of_the_ring() {
+        let (one, other) = pair();
+        let mut sizes = [1, 7, RING, CHUNK + 1, RING - 3, 64].into_iter().cycle();
+        let (mut sent, mut got) = (Vec::new(), Vec::new());
+        for round in 0..64 {
+            let message = bytes(round, sizes.next().unwrap());
+            assert_eq!(one.write(&message), Ok(message.len()));
+            sent.extend(message);
+            let mut part = vec![0; RING];
+            let len = other.read(&mut part).unwrap();
+            got.extend_from_slice(&part[..len]);
+        }
+        assert!(got == sent, "{} bytes sent, {} received", sent.len(), got.len());
+        assert_eq!(other.read(&mut [0]), Err(Errno::AGAIN));
+    }
+
+    #[test]
+    fn a_full_ring_takes_what_was_read() {
+        let (one, other) = pair();
+        assert_eq!(one.write(&vec![1; RING + 5]), Ok(RING));
+        assert_eq!(one.write(&[2]), Err(Errno::AGAIN));
+        assert!(!one.ready(Awaited::Room) && other.ready(Awaited::Bytes));
+        assert_eq!(other.read(&mut [0; CHUNK]), Ok(CHUNK));
+        assert_eq!(one.write(&[2; CHUNK + 1]), Ok(CHUNK));
+    }
+
+    #[test]
+    fn only_the_side_that_announces_is_woken() {
+        let (one, other) = pair();
+        assert!(!one.wakes(Awaited::Bytes) && !one.wakes(Awaited::Room));
+        assert!(other.fall_asleep(Awaited::Bytes));
+        assert!(one.wakes(Awaited::Bytes) && !one.wakes(Awaited::Room));
+        assert!(!other.wakes(Awaited::Bytes), "nobody sleeps at the other side");
+        other.awake();
+        assert!(!one.wakes(Awaited::Bytes));
+        one.write(b"x").unwrap();
+        assert!(!other.fall_asleep(Awaited::Bytes), "the byte has arrived");
+        assert!(!one.wakes(Awaited::Bytes));
+    }
+
+    #[test]
+    fn impossible_numbers_of_the_peer_are_refused() {
+        let (one, other) = pair();
+        one.write(b"abc").unwrap();
+        let forge = |word, number| one.own.publish(word, number);
+        forge(Word::Written, RING as u64 + 1);
+        assert_eq!(other.read(&mut [0; 8]), Err(Errno::PROTO));
+        other.read.store(3, Ordering::Relaxed);
+        forge(Word::Written, 2);
+        assert_eq!(other.read(&mut [0; 8]), Err(Errno::PROTO), "fewer than were read");
+        forge(Word::Read, RING as u64 + 1);
+        assert_eq!(other.write(&[0; RING]), Ok(RING));
+        assert_eq!(other.write(b"x"), Err(Errno::PROTO), "more was read than written");
+        assert!(other.ready(Awaited::Bytes) && other.ready(Awaited::Room), "the next call reports it");
+    }
+
+    #[test]
+    fn other_descriptors_are_refused() {
+        let refused =
+            |descriptor: &OwnedFd| OwnRing::create().unwrap().0.join(descriptor).unwrap_err().to_string();
+        let file = memfd_create("a test", MemfdFlags::ALLOW_SEALING).unwrap();
+        ftruncate(&file, BYTES as u64 - 1).unwrap();
+        assert!(refused(&file).contains("not sealed"), "{}", refused(&file));
+        fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::FUTURE_WRITE).unwrap();
+        assert!(refused(&file).contains("shorter"), "{}", refused(&file));
+        let null = OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
+        assert!(refused(&null).contains("not memory"), "{}", refused(&null));
+    }
+
+    #[test]
+    fn the_peer_cannot_map_a_ring_for_writing() {
+        let (_ring, descriptor) = OwnRing::create().unwrap();
+        assert_eq!(File::map(&descriptor, ProtFlags::READ | ProtFlags::WRITE).unwrap_err(), Errno::PERM);
+        assert!(File::map(&descriptor, ProtFlags::READ).is_ok());
+    }
+
+    /// Waits for 8 bytes, asleep whenever the protocol allows it, and returns them as a number.
+    fn awaited(rings: &SharedRings) -> u64 {
+        const LOST: Duration = Duration::from_secs(20);
+        let since = Instant::now();
+        while rings.fall_asleep(Awaited::Bytes) {
+            thread::park_timeout(LOST);
+            rings.awake();
+            assert!(since.elapsed() < LOST, "a wake-up was lost");
+        }
+        let mut number = [0; 8];
+        assert_eq!(rings.read(&mut number), Ok(8));
+        u64::from_le_bytes(number)
+    }
+
+    fn say(rings: &SharedRings, number: u64, to: &Thread) {
+        assert_eq!(rings.write(&number.to_le_bytes()), Ok(8));
+        if rings.wakes(Awaited::Bytes) {
+            to.unpark();
+        }
+    }
+
+    #[test]
+    fn no_side_sleeps_over_what_has_come() {
+        const ROUNDS: u64 = 20_000;
+        let (one, other) = pair();
+        let first = thread::current();
+        let second = thread::spawn(move || {
+            for _ in 0..ROUNDS {
+                say(&other, awaited(&other) + 1, &first);
+            }
+        });
+        for round in 0..ROUNDS {
+            say(&one, round, second.thread());
+            assert_eq!(awaited(&one), round + 1);
+        }
+        second.join().unwrap();
+    }
+}

@@ -1,0 +1,77 @@
+//! Streams whose bytes go through shared memory: what their sockets say, and what they must not say.
+
+use std::io::Write;
+use std::thread;
+use std::time::Duration;
+
+use llm_datadist_core::ErrorKind;
+use llm_datadist_core::testing::net::{Address, Stream, Unix};
+use llm_datadist_core::testing::protocol::MESSAGE_LIMIT;
+
+use super::{body, connected, frame, kind_of, raw, receive, receive_by, share_rings, short, soon, unique};
+
+fn pair() -> (Stream, Stream) {
+    let (_, local, remote) = connected(&Unix, &Address::Unix(unique("rings")));
+    share_rings(&local, &remote);
+    (local, remote)
+}
+
+#[test]
+fn what_was_sent_before_the_end_arrives() {
+    let (local, remote) = pair();
+    local.send(&frame(b"the last words"), soon()).unwrap();
+    drop(local);
+    assert_eq!(body(&remote), b"the last words");
+    assert!(receive(&remote).unwrap().is_none());
+}
+
+#[test]
+fn a_frame_larger_than_the_ring_passes_between_sides_that_sleep() {
+    let (local, remote) = pair();
+    let long = frame(&vec![7; 3 << 20]);
+    thread::scope(|scope| {
+        scope.spawn(|| local.send(&long, soon()).unwrap());
+        // Longer than a side polls, so the sender has to sleep.
+        thread::sleep(Duration::from_millis(5));
+        assert!(body(&remote) == long[8..]);
+        let receiving = scope.spawn(|| body(&local));
+        thread::sleep(Duration::from_millis(5));
+        remote.send(&frame(b"got it"), soon()).unwrap();
+        assert_eq!(receiving.join().unwrap(), b"got it");
+    });
+}
+
+#[test]
+fn bytes_on_the_socket_only_wake() {
+    let (local, remote) = pair();
+    raw(&local).write_all(&vec![0xFF; 10_000]).unwrap();
+    assert_eq!(kind_of(receive_by(&remote, short())), ErrorKind::Timeout);
+    assert!(!remote.wake_up(), "nothing has arrived");
+    local.send(&frame(b"a frame"), soon()).unwrap();
+    assert!(remote.wake_up());
+    assert_eq!(body(&remote), b"a frame");
+}
+
+#[test]
+fn a_poller_is_woken_by_the_first_byte_and_by_the_end() {
+    let readable = |stream: &Stream| {
+        use rustix::event::{PollFd, PollFlags, Timespec, poll};
+        let limit = Timespec { tv_sec: 10, tv_nsec: 0 };
+        poll(&mut [PollFd::new(stream, PollFlags::IN)], Some(&limit)).unwrap() == 1
+    };
+    let (local, remote) = pair();
+    for round in 0..100 {
+        assert!(remote.fall_asleep(), "nothing has arrived in round {round}");
+        local.send(&frame(b"again"), soon()).unwrap();
+        assert!(readable(&remote) && remote.wake_up(), "round {round}");
+        assert_eq!(body(&remote), b"again");
+    }
+    local.send(&frame(b"early"), soon()).unwrap();
+    assert!(!remote.fall_asleep(), "a frame is there, and its sender has seen nobody asleep");
+    assert_eq!(body(&remote), b"early");
+    assert!(remote.fall_asleep());
+    local.close();
+    assert!(readable(&remote) && remote.wake_up(), "the end is something to receive");
+    assert!(remote.receive(MESSAGE_LIMIT, Duration::ZERO, soon()).unwrap().is_none());
+    assert!(!remote.fall_asleep(), "the end has arrived already");
+}

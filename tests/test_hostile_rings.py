@@ -1,0 +1,165 @@
+"""Attacks as in `test_hostile_peers.py`, on the shared memory through which the messages of calls go within a host."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from contextlib import suppress
+from typing import Callable, Iterator
+
+import pytest
+
+from hostile import messages as m
+from hostile.client import GENERATIONS, RING, RING_FILE, Link, Offer, RingWire, ask, frame, memory
+from hostile.trial import GONE, PREY_BYTES, SLACK, Trial
+
+MOST_RINGS = 4  # call streams of a link, in one direction
+PING = m.ping()
+
+
+
+def local_link(trial: Trial, offer: Offer) -> Link:
+    link = trial.link(local=True, offer=offer)
+    trial.tender.add(link)
+    return link
+
+
+@pytest.fixture
+def offer() -> Iterator[Offer]:
+    made = Offer()
+    yield made
+    made.close()
+
+
+def refused_offers() -> dict[str, Callable[[], list[int]]]:
+    return {
+        "no descriptor": lambda: [],
+        "a file descriptor of an event": lambda: [os.eventfd(0)],
+        "a file that is no memory": lambda: [os.open("/dev/zero", os.O_RDONLY)],
+        "memory that may shrink": lambda: [memory(RING_FILE, 0)],
+        "memory that may lose pages": lambda: [memory(RING_FILE, 0x2 | 0x4)],
+        "too short": lambda: [memory(RING_FILE - 1)],
+        "empty": lambda: [memory(0)],
+    }
+
+
+def test_offers_that_cannot_be_used_leave_the_socket(offer: Offer) -> None:
+    with Trial() as trial:
+        link = local_link(trial, offer)
+        trial.begin()
+        for name, make in refused_offers().items():
+            given = make()
+            wire, refused, received = link.offer_rings(given)
+            for descriptor in given:
+                os.close(descriptor)
+            assert refused, name
+            assert received == [], name
+            assert ask(wire, PING)["is"] == "Done", f"{name}: the stream goes on over its socket"
+        rings = [link.ringed_call() for _ in range(MOST_RINGS)]
+        spare = memory(RING_FILE)
+        wire, refused, _ = link.offer_rings([spare])
+        os.close(spare)
+        assert refused is not None
+        assert "enough" in refused, refused
+        assert ask(wire, PING)["is"] == "Done"
+        for ring in rings:
+            assert ring.ask(PING)["is"] == "Done"
+        trial.judge(links=1, streams=len(refused_offers()) + MOST_RINGS + 1, busy=1, mapped=GENERATIONS)
+
+
+def test_the_ring_of_an_engine_is_sealed(offer: Offer) -> None:
+    """The client can map it for reading only, as `ringed_call` does."""
+    with Trial() as trial:
+        link = local_link(trial, offer)
+        own = memory(RING_FILE)
+        _, refused, received = link.offer_rings([own])
+        os.close(own)
+        assert refused is None
+        (theirs,) = received
+        with pytest.raises(PermissionError):
+            os.ftruncate(theirs, 0)
+        with pytest.raises(PermissionError):
+            os.write(theirs, b"x")
+        os.close(theirs)
+        trial.begin()
+        trial.judge(links=1, streams=1, busy=1, mapped=GENERATIONS)
+
+
+def impossible(wire: RingWire) -> list[Callable[[], None]]:
+    return [
+        lambda: wire.forge(wire.WRITTEN, RING + 1),
+        lambda: wire.forge(wire.WRITTEN, 2**64 - 1),
+        lambda: wire.forge(wire.WRITTEN, 2**63),
+        lambda: wire.send(frame(b"\xff" * 40)),
+        lambda: wire.send(b"no frame at all"),
+        lambda: wire.send(frame(PING)[:5] + b"\xff\xff\xff" + bytes(RING - 8)),
+    ]
+
+
+def test_impossible_words_and_messages_end_their_stream_alone(offer: Offer) -> None:
+    with Trial() as trial:
+        link = local_link(trial, offer)
+        trial.begin()
+        good = link.ringed_call()
+        for number in range(6):
+            bad = link.ringed_call()
+            assert bad.ask(PING)["is"] == "Done"
+            impossible(bad)[number]()
+            bad.wake()
+            assert bad.wire.ended(SLACK), f"case {number} goes on"
+            assert good.ask(PING)["is"] == "Done"
+        # Numbers that only say that nothing was read: the engine has no room for further replies at some time.
+        stuck = link.ringed_call()
+        stuck.forge(stuck.READ, 0)
+        with suppress(*GONE):
+            for _ in range(RING // 8):
+                stuck.send(frame(PING))
+        assert good.ask(PING)["is"] == "Done"
+        trial.judge(links=1, streams=8, busy=1, mapped=GENERATIONS)
+        assert not trial.tender.ended, "the link itself goes on"
+
+
+def test_a_request_that_changes_while_it_is_read_is_some_request(offer: Offer) -> None:
+    """Whatever the engine has copied out is what it checks. Rows outside the cache are never read or written."""
+    with Trial() as trial:
+        link = local_link(trial, offer)
+        trial.begin()
+        calm = link.ringed_call()
+        name = m.name_blocks(1)
+        cache = int(calm.ask(m.describe(name))["cache"])
+        stop, chance = threading.Event(), random.Random(2)  # noqa: S311
+
+        def spoil(wire: RingWire) -> None:
+            while not stop.is_set():
+                at = chance.randrange(RING)
+                wire.own[4096 + at] = chance.randrange(256)
+
+        for _ in range(40):
+            wire = link.ringed_call()
+            thread = threading.Thread(target=spoil, args=(wire,))
+            thread.start()
+            with suppress(*GONE, AssertionError):
+                for row in range(20):
+                    plan = m.plan_spans([1], [m.span(row * PREY_BYTES, 0, PREY_BYTES)], 1)
+                    wire.send(frame(m.read(name, cache, plan, 0, PREY_BYTES)))
+            stop.set()
+            thread.join()
+            stop.clear()
+            wire.wire.close()
+        assert calm.ask(PING)["is"] == "Done"
+        trial.judge(links=1, streams=41, busy=1, mapped=GENERATIONS)
+
+
+def test_needless_wake_ups_cost_their_stream_only(offer: Offer) -> None:
+    with Trial() as trial:
+        link = local_link(trial, offer)
+        wire, good = link.ringed_call(), link.ringed_call()
+        trial.begin()
+        wire.wire.socket.settimeout(1)
+        with suppress(TimeoutError):
+            for _ in range(2000):
+                wire.wire.send(bytes(64))
+        assert wire.ask(PING)["is"] == "Done"
+        assert good.ask(PING)["is"] == "Done"
+        trial.judge(links=1, streams=2, busy=1, mapped=GENERATIONS)
