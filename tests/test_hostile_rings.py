@@ -105,8 +105,9 @@ def test_impossible_words_and_messages_end_their_stream_alone(offer: Offer) -> N
         for number in range(6):
             bad = link.ringed_call()
             assert bad.ask(PING)["is"] == "Done"
-            impossible(bad)[number]()
-            bad.wake()
+            with suppress(*GONE):
+                impossible(bad)[number]()
+                bad.wake()
             assert bad.wire.ended(SLACK), f"case {number} goes on"
             assert good.ask(PING)["is"] == "Done"
         # Numbers that only say that nothing was read: the engine has no room for further replies at some time.

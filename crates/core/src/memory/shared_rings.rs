@@ -15,14 +15,13 @@ use rustix::fs::MemfdFlags;
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
-use super::memfd::seal;
+use super::memfd::{self, seal};
 use super::peer_mapping::refuse_shrinking;
-use super::{Reach, Window, memfd};
 use crate::error::{Error, ErrorKind, Result};
 
 /// Bytes of a ring, a power of two. Almost all requests and replies are shorter.
 const RING: usize = 64 << 10;
-/// Bytes that are copied before the other side learns of them, so that both sides copy at the same time.
+/// Bytes that are read before the other side learns of it, if there are more to read.
 const CHUNK: usize = 16 << 10;
 /// Bytes before the ring, for the words of its process.
 const WORDS: usize = 4096;
@@ -132,38 +131,6 @@ impl SharedRings {
         Ok(len)
     }
 
-    /// Writes as many of the bytes of `windows` that follow the first `skip` bytes as there is room for. Returns what
-    /// [`write`](Self::write) does, and `Err(FAULT)` if the CPU cannot read one of the windows.
-    pub fn write_windows(&self, windows: &[Window<'_>], skip: u64) -> rustix::io::Result<usize> {
-        if windows.iter().any(|window| !window.host_addressable()) {
-            return Err(Errno::FAULT);
-        }
-        each_part(windows, skip, |addr, most| {
-            let (written, room) = self.room(most)?;
-            let len = most.min(room);
-            // SAFETY: the window lies inside a live tensor (promise 3), and the CPU can read it (checked above).
-            unsafe { self.own.put(written, addr as *const u8, len) };
-            self.own.publish(Word::Written, written + len as u64);
-            Ok(len)
-        })
-    }
-
-    /// Reads into as many of the bytes of `windows` that follow the first `skip` bytes as have arrived. Returns what
-    /// [`read`](Self::read) does, and `Err(FAULT)` if one of the windows is not writable memory of this process.
-    pub fn read_windows(&self, windows: &[Window<'_>], skip: u64) -> rustix::io::Result<usize> {
-        if windows.iter().any(|window| window.reach() != Reach::Host) {
-            return Err(Errno::FAULT);
-        }
-        each_part(windows, skip, |addr, most| {
-            let (read, unread) = self.unread()?;
-            let len = most.min(unread);
-            // SAFETY: the window lies inside a live tensor (promise 3), and this process may write it (checked above).
-            unsafe { self.peer.get(read, addr as *mut u8, len) };
-            self.note_read(read + len as u64, len == unread);
-            Ok(len)
-        })
-    }
-
     /// Whether what a thread waits for is there. Also `true` if the numbers of the peer are impossible, which the next
     /// call reports.
     pub fn ready(&self, awaited: Awaited) -> bool {
@@ -212,7 +179,9 @@ impl SharedRings {
     /// `Err(AGAIN)` if there is none.
     fn room(&self, wanted: usize) -> rustix::io::Result<(u64, usize)> {
         let written = self.own.number(Word::Written);
-        let room = |read: u64| usize::try_from(written.wrapping_sub(read)).ok().and_then(|unread| RING.checked_sub(unread));
+        let room = |read: u64| {
+            usize::try_from(written.wrapping_sub(read)).ok().and_then(|unread| RING.checked_sub(unread))
+        };
         let mut found = room(self.seen_read.load(Ordering::Relaxed));
         if found.is_none_or(|room| room < wanted) {
             let read = self.peer.number(Word::Read);
@@ -243,29 +212,6 @@ impl SharedRings {
             _ => Err(Errno::PROTO),
         }
     }
-}
-
-/// Calls `copy` with the address and the number of the next bytes of `windows`, after the first `skip` bytes, until there
-/// are no more or it cannot copy all. Returns the number of bytes that it has copied, or its first error.
-fn each_part(
-    windows: &[Window<'_>],
-    mut skip: u64,
-    mut copy: impl FnMut(u64, usize) -> rustix::io::Result<usize>,
-) -> rustix::io::Result<usize> {
-    let mut done = 0;
-    for window in windows {
-        let mut at = skip.min(window.len());
-        skip -= at;
-        while at < window.len() {
-            let most = usize::try_from(window.len() - at).map_or(CHUNK, |left| left.min(CHUNK));
-            match copy(window.addr() + at, most) {
-                Ok(bytes) => (at, done) = (at + bytes as u64, done + bytes),
-                Err(_) if done > 0 => return Ok(done),
-                Err(errno) => return Err(errno),
-            }
-        }
-    }
-    Ok(done)
 }
 
 /// A mapping of the file of one process; unmapped on drop.

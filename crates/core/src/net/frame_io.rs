@@ -103,13 +103,7 @@ impl Stream {
         }
     }
 
-    pub(super) fn send_from(
-        &self,
-        frame: &[u8],
-        from: usize,
-        flags: SendFlags,
-        deadline: Deadline,
-    ) -> Result<()> {
+    fn send_from(&self, frame: &[u8], from: usize, flags: SendFlags, deadline: Deadline) -> Result<()> {
         let mut transmission = Transmission::new(self, Way::Out, deadline);
         let mut sent = from;
         while sent < frame.len() {
@@ -230,13 +224,28 @@ impl Stream {
 /// The system calls. None of them sleeps.
 impl Stream {
     fn push(&self, bytes: &[u8], flags: SendFlags) -> io::Result<StepResult> {
+        let Some(rings) = self.rings.get() else { return self.push_socket(bytes, flags) };
+        self.pushed(bytes, |bytes| rings.send(self, bytes))
+    }
+
+    /// Sends bytes beside the frames.
+    pub(super) fn push_payload(&self, bytes: &[u8], flags: SendFlags) -> io::Result<StepResult> {
+        if self.begin_payload(Way::Out)? { self.push_socket(bytes, flags) } else { Ok(StepResult::NotYet) }
+    }
+
+    fn push_socket(&self, bytes: &[u8], flags: SendFlags) -> io::Result<StepResult> {
+        let flags = flags | SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+        self.pushed(bytes, |bytes| send(&self.socket, bytes, flags))
+    }
+
+    fn pushed(
+        &self,
+        bytes: &[u8],
+        send: impl FnOnce(&[u8]) -> rustix::io::Result<usize>,
+    ) -> io::Result<StepResult> {
         let Some(most) = self.allowed(Way::Out, bytes.len())? else { return Ok(StepResult::NotYet) };
-        let bytes = self.garbled(&bytes[..most]);
-        let sent = match self.rings.get() {
-            Some(rings) => rings.send(self, &bytes),
-            None => send(&self.socket, &bytes, flags | SendFlags::DONTWAIT | SendFlags::NOSIGNAL),
-        };
-        Ok(self.passed(Way::Out, outcome(sent)?))
+        let sent = outcome(send(&self.garbled(&bytes[..most])))?;
+        Ok(self.passed(Way::Out, sent))
     }
 
     fn push_with(&self, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<StepResult> {
@@ -253,11 +262,20 @@ impl Stream {
     }
 
     pub(super) fn pull(&self, rest: &mut [u8]) -> io::Result<StepResult> {
+        let Some(rings) = self.rings.get() else { return self.pull_socket(rest) };
         let Some(most) = self.allowed(Way::In, rest.len())? else { return Ok(StepResult::NotYet) };
-        let got = match self.rings.get() {
-            Some(rings) => rings.receive(self, &mut rest[..most]),
-            None => recv(&self.socket, &mut rest[..most], RecvFlags::DONTWAIT).map(|(bytes, _)| bytes),
-        };
+        let got = rings.receive(self, &mut rest[..most]);
+        self.received(rest, got)
+    }
+
+    /// Receives bytes beside the frames.
+    pub(super) fn pull_payload(&self, rest: &mut [u8]) -> io::Result<StepResult> {
+        if self.begin_payload(Way::In)? { self.pull_socket(rest) } else { Ok(StepResult::NotYet) }
+    }
+
+    fn pull_socket(&self, rest: &mut [u8]) -> io::Result<StepResult> {
+        let Some(most) = self.allowed(Way::In, rest.len())? else { return Ok(StepResult::NotYet) };
+        let got = recv(&self.socket, &mut rest[..most], RecvFlags::DONTWAIT).map(|(bytes, _)| bytes);
         self.received(rest, got)
     }
 

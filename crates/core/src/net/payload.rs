@@ -66,18 +66,23 @@ impl Stream {
 
     /// Sends a [`LEAD`], which may leave together with the windows that follow.
     pub fn send_lead(&self, deadline: Deadline) -> Result<()> {
-        self.send_from(&[0; LEAD], 0, SendFlags::MORE, deadline)
+        let (mut transmission, mut sent) = (Transmission::of_payload(self, Way::Out, deadline), 0);
+        while sent < LEAD {
+            let rest = &[0; LEAD][sent..];
+            sent += transmission.next(sent as u64, || self.push_payload(rest, SendFlags::MORE))?;
+        }
+        Ok(())
     }
 
     /// Receives and discards a [`LEAD`]. Bytes other than zeros end the stream with `Err(NotLinked)`.
     pub fn receive_lead(&self, deadline: Deadline) -> Result<()> {
-        let mut transmission = Transmission::new(self, Way::In, deadline);
+        let mut transmission = Transmission::of_payload(self, Way::In, deadline);
         if self.about.same_host {
             transmission.poll_time = super::POLL_TIME.min(deadline.left());
         }
         let (mut lead, mut done) = ([0; LEAD], 0);
         while done < LEAD {
-            done += transmission.next(done as u64, || self.pull(&mut lead[done..]))?;
+            done += transmission.next(done as u64, || self.pull_payload(&mut lead[done..]))?;
         }
         if lead == [0; LEAD] {
             return Ok(());
@@ -88,11 +93,11 @@ impl Stream {
 
     /// Receives `bytes` bytes and discards them.
     pub fn discard_payload(&self, bytes: u64, deadline: Deadline) -> Result<()> {
-        let mut transmission = Transmission::new(self, Way::In, deadline);
+        let mut transmission = Transmission::of_payload(self, Way::In, deadline);
         let (mut scratch, mut done) = ([0; DISCARDED], 0);
         while done < bytes {
             let most = usize::try_from(bytes - done).map_or(DISCARDED, |left| left.min(DISCARDED));
-            done += transmission.next(done, || self.pull(&mut scratch[..most]))? as u64;
+            done += transmission.next(done, || self.pull_payload(&mut scratch[..most]))? as u64;
         }
         Ok(())
     }
@@ -100,7 +105,7 @@ impl Stream {
     fn windows(&self, windows: &[Window<'_>], way: Way, deadline: Deadline, done: &mut u64) -> Result<()> {
         let mut wakes = Wakes { stream: self, at: 1 };
         let left: u64 = windows.iter().map(Window::len).sum();
-        let mut transmission = Transmission::new(self, way, deadline);
+        let mut transmission = Transmission::of_payload(self, way, deadline);
         let mut polls = if way == Way::In && self.about.same_host { POLLS } else { 0 };
         if polls > 0 || (way == Way::In && left <= FEW) {
             transmission.poll_time = super::POLL_TIME.min(deadline.left());
@@ -135,12 +140,13 @@ impl Stream {
             }
         };
         let Some(most) = most else { return Ok(StepResult::NotYet) };
+        if !self.begin_payload(way)? {
+            return Ok(StepResult::NotYet);
+        }
         let (socket, windows) = (self.socket.as_fd(), &windows[..most.min(MOST_WINDOWS)]);
-        let result = match (self.rings.get(), way) {
-            (Some(rings), Way::Out) => rings.send_windows(self, windows, skip).map_err(io::Error::from),
-            (Some(rings), Way::In) => rings.receive_windows(self, windows, skip).map_err(io::Error::from),
-            (None, Way::Out) => socket_io::send(socket, windows, skip),
-            (None, Way::In) => socket_io::receive(socket, windows, skip),
+        let result = match way {
+            Way::Out => socket_io::send(socket, windows, skip),
+            Way::In => socket_io::receive(socket, windows, skip),
         };
         let moved = match result {
             Ok(0) if way == Way::In => StepResult::Ended,

@@ -1,9 +1,17 @@
-//! A stream within one host whose bytes go through shared memory. Its socket then carries only single bytes that wake the
-//! other side, and shows the end of the stream.
+//! A stream within one host whose frames go through shared memory.
 //!
-//! The bytes of a stream keep their order, so frames, payloads and their deadlines do not depend on the way that they
-//! take.
+//! Its socket carries what frames do not: bytes of caches, because the kernel copies them faster than two processes do through
+//! a ring, and zeros that wake the other side. A one precedes each run of bytes of caches, so the two cannot be confused:
+//!
+//! ```text
+//!  rings   | request |            | reply |
+//!  socket            0 1 bytes …          0
+//! ```
+//!
+//! A side sends a one behind the frame that announces the bytes, and further frames behind the bytes. It is one thread that
+//! does both.
 
+use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -12,18 +20,24 @@ use rustix::net::{RecvFlags, SendFlags, recv, send};
 
 use super::step::Way;
 use super::stream::Stream;
-use crate::memory::{Awaited, SharedRings, Window};
+use crate::memory::{Awaited, SharedRings};
 use crate::sync;
 
-/// Bytes that are taken off the socket at once.
-const WAKE_BYTES: usize = 64;
+/// Wakes the other side.
+const WAKE: u8 = 0;
+/// Precedes bytes of caches.
+const PAYLOAD: u8 = 1;
+/// Zeros that are taken off the socket at once.
+const WAKES: usize = 64;
 
 /// The shared memory of one stream.
 #[derive(Debug)]
 pub(super) struct Rings {
     memory: SharedRings,
-    /// Whether the peer has closed its end.
+    /// Whether the peer has closed its end, or has broken the protocol.
     ended: AtomicBool,
+    /// Whether bytes of caches are received, and whether they are sent.
+    payload: [AtomicBool; 2],
 }
 
 impl Way {
@@ -36,14 +50,14 @@ impl Way {
 }
 
 impl Stream {
-    /// Has all further bytes go through `memory`. Both sides must do this at the same place of the stream, and nothing may
-    /// have been sent behind it.
+    /// Has all further frames go through `memory`. Both sides must do this at the same place of the stream.
     pub fn use_rings(&self, memory: SharedRings) {
+        let payload = [AtomicBool::new(false), AtomicBool::new(false)];
         // A stream gets rings at most once: after its handshake.
-        let _ = self.rings.set(Rings { memory, ended: AtomicBool::new(false) });
+        let _ = self.rings.set(Rings { memory, ended: AtomicBool::new(false), payload });
     }
 
-    /// Whether its bytes go through shared memory.
+    /// Whether its frames go through shared memory.
     pub fn has_rings(&self) -> bool {
         self.rings.get().is_some()
     }
@@ -61,58 +75,70 @@ impl Stream {
         rings.wake_up(self);
         rings.ready()
     }
+
+    /// Prepares to move bytes of caches through the socket. Returns `false` if the socket is not ready for it.
+    pub(super) fn begin_payload(&self, way: Way) -> io::Result<bool> {
+        let begun = self.rings.get().map_or(Ok(()), |rings| rings.begin_payload(self, way));
+        match begun {
+            Ok(()) => Ok(true),
+            Err(Errno::AGAIN) => Ok(false),
+            Err(errno) => Err(errno.into()),
+        }
+    }
 }
 
 impl Rings {
     pub(super) fn send(&self, stream: &Stream, bytes: &[u8]) -> rustix::io::Result<usize> {
-        self.sent(stream, self.memory.write(bytes))
-    }
-
-    pub(super) fn receive(&self, stream: &Stream, bytes: &mut [u8]) -> rustix::io::Result<usize> {
-        self.received(stream, self.memory.read(bytes))
-    }
-
-    pub(super) fn send_windows(
-        &self,
-        stream: &Stream,
-        windows: &[Window<'_>],
-        skip: u64,
-    ) -> rustix::io::Result<usize> {
-        self.sent(stream, self.memory.write_windows(windows, skip))
-    }
-
-    pub(super) fn receive_windows(
-        &self,
-        stream: &Stream,
-        windows: &[Window<'_>],
-        skip: u64,
-    ) -> rustix::io::Result<usize> {
-        self.received(stream, self.memory.read_windows(windows, skip))
-    }
-
-    fn sent(&self, stream: &Stream, sent: rustix::io::Result<usize>) -> rustix::io::Result<usize> {
         if self.has_ended() {
             return Err(Errno::PIPE);
         }
-        sent.inspect(|_| self.wake_peer(stream, Awaited::Bytes))
+        let sent = self.memory.write(bytes)?;
+        self.moves_payload(Way::Out).store(false, Ordering::Relaxed);
+        self.wake_peer(stream, Awaited::Bytes);
+        Ok(sent)
     }
 
-    fn received(&self, stream: &Stream, received: rustix::io::Result<usize>) -> rustix::io::Result<usize> {
-        match received {
-            // Read once more: the last bytes may have come between the two looks.
-            Err(Errno::AGAIN) if self.has_ended() && !self.memory.ready(Awaited::Bytes) => Ok(0),
-            received => received.inspect(|_| self.wake_peer(stream, Awaited::Room)),
+    pub(super) fn receive(&self, stream: &Stream, bytes: &mut [u8]) -> rustix::io::Result<usize> {
+        let received = match self.memory.read(bytes) {
+            // The last bytes may have come between the two looks.
+            Err(Errno::AGAIN) if self.has_ended() && !self.memory.ready(Awaited::Bytes) => return Ok(0),
+            received => received?,
+        };
+        self.moves_payload(Way::In).store(false, Ordering::Relaxed);
+        self.wake_peer(stream, Awaited::Room);
+        Ok(received)
+    }
+
+    fn begin_payload(&self, stream: &Stream, way: Way) -> rustix::io::Result<()> {
+        let begun = self.moves_payload(way);
+        while !begun.load(Ordering::Relaxed) {
+            let mut byte = [PAYLOAD];
+            let moved = match way {
+                Way::Out => send(&stream.socket, &byte, SendFlags::DONTWAIT | SendFlags::NOSIGNAL),
+                Way::In => recv(&stream.socket, &mut byte, RecvFlags::DONTWAIT).map(|(bytes, _)| bytes),
+            }?;
+            match (moved, byte) {
+                (1, [PAYLOAD]) => begun.store(true, Ordering::Relaxed),
+                (1, [WAKE]) => {}
+                (0, _) => return Err(Errno::CONNRESET),
+                _ => return Err(Errno::PROTO),
+            }
         }
+        Ok(())
+    }
+
+    fn moves_payload(&self, way: Way) -> &AtomicBool {
+        &self.payload[usize::from(way == Way::Out)]
     }
 
     fn wake_peer(&self, stream: &Stream, awaited: Awaited) {
         if self.memory.wakes(awaited) {
-            // Fails if the peer is gone, or if it has many of these bytes to read already.
-            let _ = send(&stream.socket, &[0], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+            // Fails if the peer is gone, or if it has much to read on its socket already.
+            let _ = send(&stream.socket, &[WAKE], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
         }
     }
 
-    /// Looks for less than a microsecond whether the stream can move bytes.
+    /// Looks for less than a microsecond whether frames can move.
     pub(super) fn ready_soon(&self, way: Way) -> bool {
         self.has_ended() || self.memory.ready_soon(way.awaited())
     }
@@ -126,11 +152,19 @@ impl Rings {
         !self.has_ended() && self.memory.fall_asleep(way.awaited())
     }
 
-    /// Ends a sleep: takes the bytes that woke this side, and sees whether the peer has closed its end.
+    /// Ends a sleep: takes the zeros that woke this side, and sees whether the peer has closed its end.
     pub(super) fn wake_up(&self, stream: &Stream) {
         self.memory.awake();
-        let woken = recv(&stream.socket, &mut [0; WAKE_BYTES], RecvFlags::DONTWAIT).map(|(bytes, _)| bytes);
-        if !matches!(woken, Ok(1..) | Err(Errno::AGAIN | Errno::INTR)) {
+        let mut bytes = [0; WAKES];
+        let seen = recv(&stream.socket, &mut bytes, RecvFlags::PEEK | RecvFlags::DONTWAIT);
+        let zeros = |len: usize| bytes[..len].iter().take_while(|byte| **byte == WAKE).count();
+        let goes_on = match seen.map(|(len, _)| zeros(len)) {
+            // The end, or bytes of caches. Those arrive behind a frame, which is still in the ring.
+            Ok(0) => self.memory.ready(Awaited::Bytes),
+            Ok(zeros) => recv(&stream.socket, &mut [0; WAKES][..zeros], RecvFlags::DONTWAIT).is_ok(),
+            Err(errno) => matches!(errno, Errno::AGAIN | Errno::INTR),
+        };
+        if !goes_on {
             self.ended.store(true, Ordering::Release);
         }
     }

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 
+use super::rings::Rings;
 use super::step::{StepResult, Way, timespec};
 use super::stream::Stream;
 use crate::error::{Error, ErrorKind, Result};
@@ -14,6 +15,8 @@ use crate::model::Deadline;
 /// One frame or one list of windows in transit.
 pub(super) struct Transmission<'a> {
     stream: &'a Stream,
+    /// The rings through which it moves, if it does.
+    rings: Option<&'a Rings>,
     way: Way,
     deadline: Deadline,
     /// How long to poll for its first bytes without sleeping.
@@ -32,13 +35,22 @@ impl<'a> Transmission<'a> {
     /// Interval at which a transmission that never has to wait checks its deadline.
     const ASK: Duration = Duration::from_millis(100);
 
+    /// Begins to move a frame.
     pub(super) fn new(stream: &'a Stream, way: Way, deadline: Deadline) -> Self {
+        let rings = stream.rings.get();
+        // The other side of rings copies at the same time, and continues within microseconds.
+        let poll_time = if rings.is_some() { super::POLL_TIME.min(deadline.left()) } else { Duration::ZERO };
+        Transmission { rings, poll_time, ..Transmission::of_payload(stream, way, deadline) }
+    }
+
+    /// Begins to move bytes beside the frames.
+    pub(super) fn of_payload(stream: &'a Stream, way: Way, deadline: Deadline) -> Self {
         Transmission {
             stream,
+            rings: None,
             way,
             deadline,
-            // The other side of rings copies at the same time, and continues within microseconds.
-            poll_time: if stream.has_rings() { super::POLL_TIME.min(deadline.left()) } else { Duration::ZERO },
+            poll_time: Duration::ZERO,
             slept: false,
             since: None,
             asked: None,
@@ -129,7 +141,7 @@ impl<'a> Transmission<'a> {
     /// polling time is left.
     fn wait(&mut self, slept: bool) -> Result<bool> {
         let stalled = self.stream.faults.as_ref().is_some_and(|faults| faults.stalled(self.way));
-        let rings = self.stream.rings.get().filter(|_| !stalled);
+        let rings = self.rings.filter(|_| !stalled);
         if !self.poll_time.is_zero() {
             let since = *self.since.get_or_insert_with(Instant::now);
             if since.elapsed() < self.poll_time {

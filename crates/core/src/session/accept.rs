@@ -200,8 +200,7 @@ fn admit(
     let welcome = |local, secret| challenged.welcome(&shared.me, local, secret);
     match &challenged.hello.purpose {
         Purpose::Call { link, reverse, rings } => {
-            let gone =
-                || Error::new(ErrorKind::NotLinked, "this side no longer has that link; link again");
+            let gone = || Error::new(ErrorKind::NotLinked, "this side no longer has that link; link again");
             let link = shared.registry.by_id(cluster, from.instance, *link).ok_or_else(gone)?;
             let call = NewCallStream { link, reverse: *reverse };
             let rings = *rings && stream.carries_descriptors();

@@ -430,7 +430,12 @@ impl Link {
         }
     }
 
-    fn dial_with(&self, dialer: &Dialer, (reverse, rings): (bool, bool), deadline: Deadline) -> Result<Stream> {
+    fn dial_with(
+        &self,
+        dialer: &Dialer,
+        (reverse, rings): (bool, bool),
+        deadline: Deadline,
+    ) -> Result<Stream> {
         let dial = || {
             let purpose = Purpose::Call { link: self.id, reverse, rings };
             dialer.handshake(Some(self.peer.cluster), purpose, deadline)

@@ -14,14 +14,14 @@ use super::{body, each, each_way, frame, interrupted, kind_of, raw, short, soon,
 use crate::fixtures::{Buffer, pattern};
 
 /// Memory of the test in windows of the given sizes, one after the other, with a gap of `gap` bytes between them.
-struct Cut {
+pub(super) struct Cut {
     buffer: Arc<Buffer>,
     tensors: Tensors,
     at: Vec<(usize, usize)>,
 }
 
 impl Cut {
-    fn new(sizes: &[usize], gap: usize, fill: impl Fn(usize) -> u8) -> Cut {
+    pub(super) fn new(sizes: &[usize], gap: usize, fill: impl Fn(usize) -> u8) -> Cut {
         let total = gap + sizes.iter().map(|size| size + gap).sum::<usize>();
         let buffer = Buffer::new(total.max(1), fill);
         let tensors = Tensors::adopted(buffer.adopt(0, total.max(1)));
@@ -35,11 +35,11 @@ impl Cut {
         Cut { buffer, tensors, at }
     }
 
-    fn windows(&self) -> Vec<Window<'_>> {
+    pub(super) fn windows(&self) -> Vec<Window<'_>> {
         self.at.iter().map(|&(at, len)| self.tensors.window(0, at as u64, len as u64).unwrap()).collect()
     }
 
-    fn bytes(&self) -> Vec<u8> {
+    pub(super) fn bytes(&self) -> Vec<u8> {
         self.at.iter().flat_map(|&(at, len)| self.buffer.read(at, len)).collect()
     }
 }

@@ -8,6 +8,9 @@ use llm_datadist_core::ErrorKind;
 use llm_datadist_core::testing::net::{Address, Stream, Unix};
 use llm_datadist_core::testing::protocol::MESSAGE_LIMIT;
 
+use crate::fixtures::pattern;
+
+use super::payload::Cut;
 use super::{body, connected, frame, kind_of, raw, receive, receive_by, share_rings, short, soon, unique};
 
 fn pair() -> (Stream, Stream) {
@@ -42,14 +45,62 @@ fn a_frame_larger_than_the_ring_passes_between_sides_that_sleep() {
 }
 
 #[test]
-fn bytes_on_the_socket_only_wake() {
+fn zeros_on_the_socket_only_wake() {
     let (local, remote) = pair();
-    raw(&local).write_all(&vec![0xFF; 10_000]).unwrap();
+    raw(&local).write_all(&[0; 10_000]).unwrap();
     assert_eq!(kind_of(receive_by(&remote, short())), ErrorKind::Timeout);
     assert!(!remote.wake_up(), "nothing has arrived");
     local.send(&frame(b"a frame"), soon()).unwrap();
     assert!(remote.wake_up());
     assert_eq!(body(&remote), b"a frame");
+}
+
+#[test]
+fn other_bytes_without_a_frame_end_the_stream() {
+    for byte in [1, 2, 0xFF] {
+        let (local, remote) = pair();
+        raw(&local).write_all(&[0, 0, byte]).unwrap();
+        assert!(receive(&remote).unwrap().is_none(), "{byte}");
+        assert_eq!(kind_of(remote.send(&frame(b"more"), soon())), ErrorKind::NotLinked, "{byte}");
+    }
+}
+
+/// Frames and bytes of caches in turn, while the receiver sleeps or polls, with and without needless zeros between them.
+#[test]
+fn bytes_of_caches_arrive_between_the_frames() {
+    const ROUNDS: usize = 400;
+    let (local, remote) = pair();
+    let length = |round: usize| [1, 64, 4096, 100_000][round % 4];
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            for round in 0..ROUNDS {
+                let source = Cut::new(&[length(round)], 0, |at| pattern((round % 251) as u8, 0, at));
+                if round % 3 == 0 {
+                    thread::sleep(Duration::from_micros(200));
+                }
+                if round % 5 == 0 {
+                    raw(&local).write_all(&[0; 3]).unwrap();
+                }
+                local.send(&frame(&round.to_le_bytes()), soon()).unwrap();
+                local.send_lead(soon()).unwrap();
+                local.send_windows(&source.windows(), soon()).unwrap();
+                if round % 7 == 0 {
+                    assert_eq!(body(&local), round.to_le_bytes());
+                }
+            }
+        });
+        for round in 0..ROUNDS {
+            assert_eq!(body(&remote), round.to_le_bytes());
+            let target = Cut::new(&[length(round)], 0, |_| 0);
+            remote.receive_lead(soon()).unwrap();
+            remote.receive_windows(&target.windows(), soon()).unwrap();
+            let source = Cut::new(&[length(round)], 0, |at| pattern((round % 251) as u8, 0, at));
+            assert!(target.bytes() == source.bytes(), "round {round}");
+            if round % 7 == 0 {
+                remote.send(&frame(&round.to_le_bytes()), soon()).unwrap();
+            }
+        }
+    });
 }
 
 #[test]
