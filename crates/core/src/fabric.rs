@@ -7,6 +7,7 @@ use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use llm_datadist_fabric::{Counts, Error as LibraryError, Fabric, Peer};
 use llm_datadist_ucx as ucx;
 
 use crate::config::{Backend, FabricConfig};
@@ -35,7 +36,7 @@ pub struct EngineFabric {
     address: Vec<u8>,
     required: bool,
     // Dropped last: the pools are mapped with it.
-    fabric: ucx::Fabric,
+    fabric: Box<dyn Fabric>,
 }
 
 /// The pools of one peer that are read by UCX, by placement.
@@ -81,7 +82,7 @@ impl EngineFabric {
     }
 
     /// Returns the version of the library, and what was done with it.
-    pub fn state(&self) -> (String, ucx::Counts) {
+    pub fn state(&self) -> (String, Counts) {
         (self.fabric.version().to_string(), self.fabric.counts())
     }
 
@@ -94,14 +95,14 @@ impl EngineFabric {
             settings.push(("TLS".into(), TRANSPORTS.into()));
         }
         let options = ucx::Options { settings, ..ucx::Options::default() };
-        let failed = |error: ucx::Error| Error::new(ErrorKind::NotEnabled, error.to_string());
-        let fabric = ucx::Fabric::open(&library, options).map_err(failed)?;
-        let address = fabric.address().map_err(failed)?;
+        let failed = |error: LibraryError| Error::new(ErrorKind::NotEnabled, error.to_string());
+        let fabric: Box<dyn Fabric> = Box::new(ucx::Fabric::open(&library, options).map_err(failed)?);
         let mut shared = [None, None];
         for (place, region) in shared.iter_mut().zip(pools) {
             let region = region.filter(|region| region.host_addressable());
-            *place = region.map(|region| SharedRegion::share(&fabric, region)).transpose()?;
+            *place = region.map(|region| SharedRegion::share(&*fabric, region)).transpose()?;
         }
+        let address = fabric.address().map_err(failed)?;
         let keys = shared.iter().flatten().map(|region| region.offer().2.len());
         let longest = keys.chain([address.len()]).max().unwrap_or(0);
         if longest > MAX_OFFER_BYTES {
@@ -141,9 +142,10 @@ impl EngineFabric {
             let text = format!("the peer uses UCX {}, and this side {own}", offer.shown_version());
             return Err(Error::new(ErrorKind::NotEnabled, text));
         }
-        let peer = Arc::new(self.fabric.peer(offer.address.to_vec()));
+        let peer: Arc<dyn Peer> = self.fabric.peer(offer.address.to_vec()).into();
         let region = |pool: &FabricPool| {
-            FabricRegion::new(peer.clone(), pool.base, pool.len, Arc::new(pool.key.to_vec())).map(Arc::new)
+            let key = Arc::new(pool.key.to_vec());
+            FabricRegion::new(peer.clone(), "UCX", (pool.base, pool.len), key).map(Arc::new)
         };
         let [host, device] = &offer.pools;
         let (host, device) =

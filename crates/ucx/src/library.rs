@@ -4,8 +4,9 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use llm_datadist_fabric::{Error, Version};
+
 use crate::abi::Api;
-use crate::error::Error;
 
 /// The oldest version whose structures are those of `abi`.
 const OLDEST: Version = Version { major: 1, minor: 13, patch: 0 };
@@ -16,23 +17,6 @@ const OLDEST: Version = Version { major: 1, minor: 13, patch: 0 };
 /// The first keeps UCX from installing handlers of signals, and the second one from intercepting `mmap` and `munmap` of
 /// the whole process.
 pub const ENVIRONMENT: [(&str, &str); 2] = [("UCX_HANDLE_ERRORS", "none"), ("UCX_MEM_EVENTS", "n")];
-
-/// A version of UCX.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Version {
-    /// Versions with other numbers are incompatible.
-    pub major: u32,
-    /// Raised by new features.
-    pub minor: u32,
-    /// Raised by corrections.
-    pub patch: u32,
-}
-
-impl fmt::Display for Version {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}.{}.{}", self.major, self.minor, self.patch)
-    }
-}
 
 /// The loaded library. It stays loaded while a `Library` or a `Fabric` uses it.
 #[derive(Clone)]
@@ -58,7 +42,8 @@ impl Library {
             // SAFETY: no other thread uses the environment, as the caller promises.
             unsafe { std::env::set_var(name, value) };
         }
-        let unusable = |reason: String| Error::Library(format!("{}: {reason}", path.display()));
+        let unusable =
+            |reason: String| Error::Library(format!("UCX cannot be used: {}: {reason}", path.display()));
         // SAFETY: promised by the caller.
         let library = unsafe { libloading::Library::new(path) }.map_err(|error| unusable(explained(&error)));
         for (name, _) in &unset {
