@@ -9,12 +9,14 @@
 
 #![allow(unsafe_code, reason = "addresses")]
 
+mod environment;
 mod error;
 
 use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
+pub use environment::with_ucx_environment;
 pub use error::{Error, Status};
 
 /// A library in this process, and the memory that it has mapped.

@@ -18,4 +18,4 @@ mod thread;
 mod worker;
 
 pub use fabric::{Fabric, Options};
-pub use library::{ENVIRONMENT, Library};
+pub use library::Library;
