@@ -3,7 +3,7 @@
 use std::ffi::CString;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use llm_datadist_fabric as fabric;
 use llm_datadist_fabric::{Counts, Error, Piece, Version};
@@ -22,11 +22,13 @@ pub struct Options {
     pub settings: Vec<(String, String)>,
     /// Maximum number of agents that read one peer, and so of reads of it at the same time. Further reads wait.
     pub readers: usize,
+    /// How long a read that is given up waits for its requests in flight. After that, its agent is destroyed.
+    pub drain: Duration,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Options { settings: Vec::new(), readers: 4 }
+        Options { settings: Vec::new(), readers: 4, drain: Duration::from_millis(20) }
     }
 }
 
@@ -42,6 +44,7 @@ struct Shared {
     /// `None` after the fabric was dropped.
     serving: Mutex<Option<Agent>>,
     readers: Readers,
+    drain: Duration,
     closed: AtomicBool,
     /// The last number of a mapping or a peer.
     last: AtomicU64,
@@ -63,6 +66,7 @@ impl Fabric {
             settings,
             serving,
             readers: Readers::new(options.readers),
+            drain: options.drain,
             closed: AtomicBool::new(false),
             last: AtomicU64::new(0),
             reads: AtomicU64::new(0),
@@ -207,7 +211,7 @@ impl Peer {
     fn try_read(&self, pieces: &[Piece], limits: &Limits<'_>) -> Result<(), Error> {
         let mut taken = self.shared.readers.take(self.id, limits, || self.connect())?;
         let Some(reader) = taken.reader() else { return Err(Error::Closed) };
-        let outcome = read(reader, pieces, limits);
+        let outcome = read(reader, pieces, limits, self.shared.drain);
         if reader.is_clean() {
             taken.keep();
         } else {

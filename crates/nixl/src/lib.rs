@@ -1,7 +1,8 @@
 //! Reads of memory of other processes by NIXL (<https://github.com/ai-dynamo/nixl>), whose library is loaded at run time.
 //!
 //! NIXL cannot end a read safely: after an unfinished request is released, its bytes still arrive. Only the end of an agent
-//! ends its requests. So reads have agents of their own, and giving a read up destroys its agent before the caller returns.
+//! ends its requests. So reads have agents of their own, and giving a read up destroys its agent before the caller returns, unless
+//! all of its requests end within a short time.
 //! Another agent serves peers, as long as the fabric lives.
 //!
 //! There is no call for writing into memory of a peer.

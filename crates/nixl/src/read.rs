@@ -2,6 +2,8 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
 
 use llm_datadist_fabric::{Error, Piece};
 
@@ -13,32 +15,52 @@ use crate::request::Request;
 const PIECES: usize = 512;
 /// Maximum number of bytes of one request. NIXL moves bytes while it is asked for a status, and returns when no more have
 /// arrived.
-const BYTES: u64 = 8 << 20;
-/// Maximum number of requests in flight.
-const REQUESTS: usize = 4;
+const BYTES: u64 = 4 << 20;
+/// Maximum number of requests in flight: one more than the one that is moved.
+const REQUESTS: usize = 2;
 /// Two destinations with a smaller gap have no page between them, so one registration covers both.
 const GAP: u64 = 4096;
 
 /// Reads all pieces. The agent must be destroyed afterwards unless it is clean (`Reader::is_clean`): bytes may still arrive.
-pub(crate) fn read(reader: &mut Reader, pieces: &[Piece], limits: &Limits<'_>) -> Result<(), Error> {
+pub(crate) fn read(
+    reader: &mut Reader,
+    pieces: &[Piece],
+    limits: &Limits<'_>,
+    drain: Duration,
+) -> Result<(), Error> {
     limits.check()?;
     let others = reader.register_mapped(pieces)?;
     let registered = if others.is_empty() { None } else { Some(reader.agent.register(&others)?) };
     reader.has_posted();
-    transfer(reader, pieces, limits)?;
-    let deregistered = registered.map_or(Ok(()), |registered| reader.agent.deregister(&registered));
-    match deregistered {
-        Ok(()) => reader.has_ended(),
-        // All bytes are in place. The end of the agent ends its registrations too.
-        Err(error) => tracing::warn!(target: "llm_datadist::links", "an agent of NIXL is replaced: {error}"),
+    let mut requests = VecDeque::with_capacity(REQUESTS);
+    let outcome = transfer(reader, pieces, limits, &mut requests);
+    let ended = match &outcome {
+        Ok(()) => true,
+        Err(Error::DeadlinePassed | Error::Cancelled | Error::Closed) => drained(&mut requests, drain),
+        Err(_) => false,
+    };
+    drop(requests);
+    if ended {
+        let deregistered = registered.map_or(Ok(()), |registered| reader.agent.deregister(&registered));
+        match deregistered {
+            Ok(()) => reader.has_ended(),
+            // Nothing arrives any more. The end of the agent ends its registrations too.
+            Err(error) => {
+                tracing::warn!(target: "llm_datadist::links", "an agent of NIXL is replaced: {error}");
+            }
+        }
     }
-    Ok(())
+    outcome
 }
 
 /// Posts requests, and waits until all have ended.
-fn transfer(reader: &Reader, pieces: &[Piece], limits: &Limits<'_>) -> Result<(), Error> {
-    let (mut rest, mut requests) = (Rest { pieces, skip: 0 }, VecDeque::with_capacity(REQUESTS));
-    let mut pauses = Pauses::new();
+fn transfer<'a>(
+    reader: &'a Reader,
+    pieces: &[Piece],
+    limits: &Limits<'_>,
+    requests: &mut VecDeque<Request<'a>>,
+) -> Result<(), Error> {
+    let (mut rest, mut pauses) = (Rest { pieces, skip: 0 }, Pauses::new());
     loop {
         limits.check()?;
         if requests.len() < REQUESTS && !rest.is_empty() {
@@ -53,6 +75,22 @@ fn transfer(reader: &Reader, pieces: &[Piece], limits: &Limits<'_>) -> Result<()
             pauses.pause(limits);
         }
     }
+}
+
+/// Waits at most `limit` until the requests of a read that is given up have ended. Returns whether they have. Then the agent need
+/// not be destroyed, which takes as long, and may abort the process of the peer (docs/networks.md).
+fn drained(requests: &mut VecDeque<Request<'_>>, limit: Duration) -> bool {
+    let (never, open) = (|| false, AtomicBool::new(false));
+    let limits = Limits::new(Some(Instant::now() + limit), &never, &open);
+    let mut pauses = Pauses::new();
+    while let Some(oldest) = requests.front() {
+        match oldest.ended() {
+            Ok(true) => drop(requests.pop_front()),
+            Ok(false) if limits.check().is_ok() => pauses.pause(&limits),
+            Ok(false) | Err(_) => return false,
+        }
+    }
+    true
 }
 
 /// The pieces that no request has yet.

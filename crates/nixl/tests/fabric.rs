@@ -70,6 +70,24 @@ fn a_read_that_is_late_ends_at_its_deadline_and_no_byte_arrives_afterwards() {
     assert_eq!((counts.reads, counts.failures, counts.forced_closes), (4, 4, 4));
 }
 
+/// Requests in flight that end soon after the deadline cost no agent.
+#[test]
+fn a_read_that_is_given_up_waits_shortly_for_its_requests() {
+    let mut pair = Pair::with(10, &[("STALL", "5")], &Options { drain: LONG, ..Options::default() });
+    let peer = pair.peer();
+    thread::scope(|scope| {
+        let late = scope.spawn(|| pair.read(&*peer, Duration::from_millis(30)));
+        thread::sleep(Duration::from_millis(100));
+        assert!(!late.is_finished());
+        pair.set("STALL", i64::MAX);
+        assert_eq!(late.join().unwrap(), Err(Error::DeadlinePassed));
+    });
+    assert_eq!((pair.reader.counts().failures, pair.reader.counts().forced_closes), (1, 0));
+    pair.target.fill(0);
+    pair.read(&*peer, LONG).unwrap();
+    assert!(pair.arrived());
+}
+
 /// The negative control of the test above: a library that writes late is noticed.
 #[test]
 fn late_bytes_are_noticed() {
@@ -146,7 +164,7 @@ fn giving_up_one_read_leaves_the_others_of_the_same_peer_alone() {
 
 #[test]
 fn reads_beyond_the_agents_of_a_peer_wait() {
-    let pair = Pair::with(20, &[("STALL", "0")], 2);
+    let pair = Pair::with(20, &[("STALL", "0")], &Options { readers: 2, ..Options::default() });
     let peer = pair.peer();
     thread::scope(|scope| {
         let reads: Vec<_> = (0..6).map(|_| scope.spawn(|| pair.read(&*peer, LONG))).collect();
@@ -225,7 +243,8 @@ fn a_thousand_give_ups_leave_nothing() {
     if runs_alone("a_thousand_give_ups_leave_nothing") {
         return;
     }
-    let pair = Pair::new(4, &[("STALL", "0")]);
+    let options = Options { drain: Duration::ZERO, ..Options::default() };
+    let pair = Pair::with(4, &[("STALL", "0")], &options);
     let give_up = |times: usize| {
         thread::scope(|scope| {
             for _ in 0..4 {

@@ -84,16 +84,16 @@ pub(crate) struct Pair {
 
 impl Pair {
     pub(crate) fn new(pieces: usize, settings: &[(&str, &str)]) -> Pair {
-        Self::with(pieces, settings, 4)
+        Self::with(pieces, settings, &Options::default())
     }
 
-    pub(crate) fn with(pieces: usize, settings: &[(&str, &str)], readers: usize) -> Pair {
+    pub(crate) fn with(pieces: usize, settings: &[(&str, &str)], options: &Options) -> Pair {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         let name = format!("group {}", NUMBER.fetch_add(1, Ordering::Relaxed));
         let library = library();
         let all = settings.iter().copied().chain([("FAKE_NAME", name.as_str())]);
         let settings = all.map(|(name, value)| (name.to_owned(), value.to_owned())).collect();
-        let options = Options { settings, readers };
+        let options = Options { settings, ..options.clone() };
         let reader = Fabric::open(&library, &options).unwrap();
         let owner = Fabric::open(&library, &Options::default()).unwrap();
         let source: Vec<u8> = (0..pieces * PIECE).map(|at| (at * 7 + at / 251) as u8).collect();
