@@ -1,4 +1,4 @@
-//! Memory that a library (UCX) reads: pools of this process that peers may read, and pools of peers.
+//! Memory that a library (UCX or NIXL) reads: pools of this process that peers may read, and pools of peers.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -8,7 +8,8 @@ use std::sync::{Arc, LazyLock};
 
 use llm_datadist_fabric as fabric;
 use llm_datadist_fabric::{Fabric, Mapping, Peer, Piece};
-use llm_datadist_ucx::Library;
+use llm_datadist_nixl as nixl;
+use llm_datadist_ucx as ucx;
 
 use super::region::Region;
 use super::window::{Reach, Window};
@@ -22,16 +23,38 @@ const PIECES: &str = "the pieces of a read";
 
 /// Loads the library of UCX at `path`, or the one of this name that the system finds. Returns `Err(NotEnabled)` with the
 /// reason if it cannot be used.
-pub fn load_ucx(path: &Path) -> Result<Library> {
-    static LOADED: LazyLock<Mutex<Vec<Library>>> = LazyLock::new(Mutex::default);
-    let mut loaded = LOADED.lock();
-    if let Some(library) = loaded.iter().find(|library| library.path() == path) {
+pub fn load_ucx(path: &Path) -> Result<ucx::Library> {
+    static LOADED: LazyLock<Mutex<Vec<ucx::Library>>> = LazyLock::new(Mutex::default);
+    let open = || {
+        // SAFETY: the path is that of an option, or the name of UCX's library, so the user has chosen the code. Rust's functions
+        // lock the environment. That no other code of the process reads it meanwhile through functions of C cannot be checked,
+        // so this happens once in a process.
+        unsafe { ucx::Library::open(path) }
+    };
+    load(&LOADED, |library| library.path() == path, open)
+}
+
+/// The same with NIXL.
+pub fn load_nixl(path: &Path) -> Result<nixl::Library> {
+    static LOADED: LazyLock<Mutex<Vec<nixl::Library>>> = LazyLock::new(Mutex::default);
+    let open = || {
+        // SAFETY: as above.
+        unsafe { nixl::Library::open(path) }
+    };
+    load(&LOADED, |library| library.path() == path, open)
+}
+
+/// Returns the loaded library that is `wanted`, or opens it.
+fn load<L: Clone>(
+    loaded: &Mutex<Vec<L>>,
+    wanted: impl Fn(&L) -> bool,
+    open: impl FnOnce() -> std::result::Result<L, fabric::Error>,
+) -> Result<L> {
+    let mut loaded = loaded.lock();
+    if let Some(library) = loaded.iter().find(|library| wanted(library)) {
         return Ok(library.clone());
     }
-    // SAFETY: the path is that of an option, or the name of UCX's library, so the user has chosen the code. Rust's functions
-    // lock the environment. That no other code of the process reads it meanwhile through functions of C cannot be checked, so
-    // this happens once in a process.
-    let library = unsafe { Library::open(path) }.map_err(|error| not_enabled(&error))?;
+    let library = open().map_err(|error| not_enabled(&error))?;
     loaded.push(library.clone());
     Ok(library)
 }

@@ -16,6 +16,7 @@ mod layerwise_faults;
 mod linking;
 mod memory_offers;
 mod mixed_tensors;
+mod nixl;
 mod pair_checksums;
 mod paths;
 mod pull_and_push;
@@ -175,7 +176,7 @@ fn fake_ucp(settings: &[(&str, &str)]) -> FabricConfig {
     let library = std::env::current_exe().unwrap().with_file_name("libfake_ucp.so");
     assert!(library.exists(), "{} was not built", library.display());
     let settings = settings.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect();
-    FabricConfig { backend: Backend::Ucx, library: Some(library), settings, assume_device: false }
+    FabricConfig { backend: Backend::Ucx, ucx_library: Some(library), settings, ..FabricConfig::default() }
 }
 
 fn open(config: Config, way: Way) -> DataDist {
