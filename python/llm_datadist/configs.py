@@ -139,9 +139,8 @@ class LlmConfig:
         "",
         "none",
         'What moves bytes between hosts: ``"sockets"``; ``"ucx"`` or ``"nixl"``, which fails if that library cannot '
-        'be used; or ``"auto"`` (default): UCX if both ends have a token, an RDMA device and equal, usable '
-        "versions of it. "
-        '``"hixl"`` is ``"auto"`` with the rules of contract §6.12.',
+        'be used; or ``"auto"`` (default): UCX if both ends have a token, an RDMA device and equal, usable versions of '
+        'it. ``"hixl"`` is ``"auto"`` with the rules of contract §6.12.',
         empty=True,
     )
     global_resource_config = Option(

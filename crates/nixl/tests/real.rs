@@ -117,6 +117,11 @@ fn read(peer: &dyn Peer, owner: &Owner, target: &[u8], deadline: Instant) -> Res
     unsafe { peer.read(&Arc::default(), pieces(target, owner.start), Some(deadline), &|| false) }
 }
 
+fn resident_mib() -> u64 {
+    let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+    statm.split(' ').nth(1).unwrap().parse::<u64>().unwrap() / 256
+}
+
 fn descriptors(pid: u32) -> usize {
     std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().count()
 }
@@ -161,6 +166,7 @@ fn give_up(stops: bool) {
     let mut peer = fabric.peer(owner.address.clone());
     let mut target = vec![0u8; BLOCK * BLOCKS];
     let (mut late, mut begun, mut aborted, mut most_descriptors) = (Vec::new(), 0, 0, 0);
+    let resident = resident_mib();
     for round in 0..rounds() {
         target.fill(0);
         let deadline = Instant::now() + Duration::from_millis(35 + round % 29);
@@ -199,7 +205,11 @@ fn give_up(stops: bool) {
         "{given_up} of {rounds} reads were given up, {begun} of them in the middle; {aborted} owners aborted"
     );
     println!("after the deadline: {times:?} (median, 99 %, at most); at most {most_descriptors} descriptors");
-    println!("{:?}", fabric.counts());
+    println!(
+        "{:?}; {resident} MiB of memory at the beginning, {} at the end",
+        fabric.counts(),
+        resident_mib()
+    );
 }
 
 #[test]
