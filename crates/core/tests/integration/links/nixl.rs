@@ -1,4 +1,6 @@
-//! Links on which a stand-in for NIXL reads pools. `crates/nixl` tests reads alone, and with the real library.
+//! Links on which a stand-in for NIXL reads pools: what it refuses and stalls, and what both sides must agree on.
+//!
+//! The other tests of links run over it too (`Way::Nixl`). `crates/nixl` tests reads alone, and with the real library.
 
 #![allow(unsafe_code, reason = "functions of a library that a test loads")]
 
@@ -32,7 +34,7 @@ fn library() -> PathBuf {
 }
 
 /// Has an engine use the stand-in, with settings that no other engine has.
-fn fake_nixl(settings: &[(&str, &str)]) -> FabricConfig {
+pub(super) fn fake_nixl(settings: &[(&str, &str)]) -> FabricConfig {
     static NUMBER: AtomicU64 = AtomicU64::new(0);
     let name = format!("engine {}", NUMBER.fetch_add(1, Ordering::Relaxed));
     let all = settings.iter().copied().chain([("FAKE_NAME", name.as_str())]);
@@ -46,14 +48,14 @@ fn fake_nixl(settings: &[(&str, &str)]) -> FabricConfig {
 }
 
 fn with(cluster: u64, fabric: FabricConfig) -> Config {
-    let mut config = config(cluster, Way::Fabric);
+    let mut config = config(cluster, Way::Nixl);
     config.links.fabric = fabric;
     config.remote_accessible = true;
     config
 }
 
 fn opened(config: Config) -> Result<DataDist> {
-    DataDist::open_over(config, Way::Fabric.devices(), Way::Fabric.transports())
+    DataDist::open_over(config, Way::Nixl.devices(), Way::Nixl.transports())
 }
 
 /// Cluster 1, whose reads a test controls, and cluster 2, linked by 1; and a cache of each.
@@ -69,8 +71,8 @@ impl Both {
     fn new() -> Both {
         let near = fake_nixl(&[]);
         let name = near.settings[0].1.clone();
-        let local = open(with(1, near), Way::Fabric);
-        let remote = open(with(2, fake_nixl(&[])), Way::Fabric);
+        let local = open(with(1, near), Way::Nixl);
+        let remote = open(with(2, fake_nixl(&[])), Way::Nixl);
         link(&local, &remote).unwrap();
         let shape = device(2, BLOCKS as usize, BLOCK);
         let near = Held::pool(&local, &shape, CacheKind::Blocks);
@@ -197,7 +199,7 @@ fn nothing_but_its_name_chooses_nixl() {
             ucx_library: Some("/nowhere/libucp.so.0".into()),
             ..fake_nixl(&[])
         };
-        let [local, remote] = [1, 2].map(|cluster| open(with(cluster, fabric.clone()), Way::Fabric));
+        let [local, remote] = [1, 2].map(|cluster| open(with(cluster, fabric.clone()), Way::Nixl));
         link(&local, &remote).unwrap();
         super::check_pull(&local, &remote);
         let stats = local.stats();
@@ -209,7 +211,7 @@ fn nothing_but_its_name_chooses_nixl() {
 
 /// Returns the error of a link between two engines with these libraries.
 fn refused(near: FabricConfig, far: FabricConfig) -> Error {
-    let (local, remote) = (open(with(1, near), Way::Fabric), open(with(2, far), Way::Fabric));
+    let (local, remote) = (open(with(1, near), Way::Nixl), open(with(2, far), Way::Nixl));
     link(&local, &remote).unwrap_err()
 }
 
