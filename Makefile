@@ -96,6 +96,14 @@ test-ucx: build $(VENV)/.test-tools .venv-peers/.tools  ## reads by a real UCX o
 	LLM_DATADIST_UCX_LIBRARY=$(UCX_LIBRARY) LLM_DATADIST_OTHER_UCX_LIBRARY=$(OTHER_UCX) \
 		$(BIN)/python -m pytest -c integration-tests/ucx/pytest.ini integration-tests/ucx
 
+# NIXL=path of libnixl_capi.so and OTHER_NIXL=that of another version.
+test-nixl: NIXL_LIBRARY = $(if $(filter /%,$(NIXL)),$(NIXL),$(error name the library: make test-nixl NIXL=/path/to/libnixl_capi.so))
+test-nixl: build $(VENV)/.test-tools  ## reads by a real NIXL over TCP, also between network namespaces (NIXL=libnixl_capi.so; ROUNDS=5 give-ups)
+	LLM_DATADIST_NIXL_LIBRARY=$(NIXL_LIBRARY) \
+		cargo test -p llm-datadist-nixl --test real -- --ignored --nocapture --test-threads 1
+	LLM_DATADIST_NIXL_LIBRARY=$(NIXL_LIBRARY) LLM_DATADIST_OTHER_NIXL_LIBRARY=$(OTHER_NIXL) \
+		$(BIN)/python -m pytest -c integration-tests/nixl/pytest.ini integration-tests/nixl
+
 bench-networks: build  ## pulls and pushes over shaped links between two network namespaces; needs root (BENCH_NETWORKS="options")
 	$(BIN)/python benches/networks.py $(BENCH_NETWORKS)
 
@@ -325,4 +333,4 @@ $(VENV)/.wheel-tools: requirements-wheel.txt $(VENV)/.build-tools
 clean:  ## remove everything that was built
 	rm -rf target fuzz/target $(VENV) .venv-docs .venv-torch .venv-peers .venv-vllm dist python/llm_datadist/_core*.so
 
-.PHONY: help demo demo-plan check-tools test-wheel sdist uninstall test test-vllm test-lmcache bench-networks bench-vllm test-benches test-docs docs docs-options docs-stats mutants cpp-tools stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance lint loom thorough soak bench bench-latency bench-peers example example-tensor-parallel example-torch wheel build sanitize header capi install install-files clean
+.PHONY: help demo demo-plan check-tools test-wheel sdist uninstall test test-vllm test-lmcache test-ucx test-nixl bench-networks bench-vllm test-benches test-docs docs docs-options docs-stats mutants cpp-tools stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance lint loom thorough soak bench bench-latency bench-peers example example-tensor-parallel example-torch wheel build sanitize header capi install install-files clean

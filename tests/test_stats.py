@@ -10,6 +10,7 @@ import re
 from typing import TYPE_CHECKING, Any, Callable, get_args, get_origin, get_type_hints
 
 from llm_datadist.stats import (
+    FabricStats,
     LinkStats,
     OpStats,
     PathStats,
@@ -17,7 +18,6 @@ from llm_datadist.stats import (
     Stats,
     SwapInStats,
     TableStats,
-    UcxStats,
     VerifyStats,
 )
 from memory import desc
@@ -26,7 +26,7 @@ from peers import Ends
 if TYPE_CHECKING:
     from llm_datadist import LLMDataDist
 
-CLASSES = [Stats, PoolStats, TableStats, OpStats, SwapInStats, VerifyStats, UcxStats, LinkStats, PathStats]
+CLASSES = [Stats, PoolStats, TableStats, OpStats, SwapInStats, VerifyStats, FabricStats, LinkStats, PathStats]
 
 
 def compare(value: Any, kind: Any, place: str, seen: set[str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Optional, TypedDict
 
 __all__ = [
+    "FabricStats",
     "LinkStats",
     "OpStats",
     "PathStats",
@@ -15,7 +16,6 @@ __all__ = [
     "Stats",
     "SwapInStats",
     "TableStats",
-    "UcxStats",
     "VerifyStats",
 ]
 
@@ -128,7 +128,7 @@ class LinkStats(TypedDict):
     transport: str
     """Transport of messages: ``"shm"``, ``"tcp"`` or ``"local"``."""
     pools: str
-    """How the peer's pools are read: ``"mapped"``, ``"stream"`` (UCX or sockets; ``paths`` shows which), or
+    """How the peer's pools are read: ``"mapped"``, ``"stream"`` (UCX, NIXL or sockets; ``paths`` shows which), or
     ``"none"`` if the peer offers no pool."""
     registered: str
     """How the peer's registered memory is read: ``"process"`` or ``"stream"``."""
@@ -147,20 +147,21 @@ class LinkStats(TypedDict):
     """Pulls from and pushes to the peer."""
     paths: dict[str, PathStats]
     """Transfers that succeeded, by path: ``mapped`` (the reader copies mapped memory of the owner), ``process`` (the
-    reader uses ``process_vm_readv``), ``fabric`` (the reader uses UCX) and ``sockets`` (the owner sends the bytes)."""
+    reader uses ``process_vm_readv``), ``fabric`` (the reader uses UCX or NIXL) and ``sockets`` (the owner sends the
+    bytes)."""
     staged_bytes: int
     """Bytes that passed a host buffer here, because no path reaches the memory of the device."""
     sockets_reason: Optional[str]
     """The reason why the latest pull or push over sockets used no other path. ``None`` if none used sockets."""
 
 
-class UcxStats(TypedDict):
-    """UCX of this engine (option ``transfer_backend``)."""
+class FabricStats(TypedDict):
+    """A library that reads other hosts, UCX or NIXL (option ``transfer_backend``)."""
 
     version: Optional[str]
-    """Version of the library. ``None`` if UCX is not used."""
+    """Version of the library. ``None`` if this engine does not use it."""
     reason: Optional[str]
-    """The reason why UCX is not used. ``None`` if it is."""
+    """The reason why this engine does not use it. ``None`` if it does."""
     reads: int
     """Reads that succeeded."""
     bytes: int
@@ -170,7 +171,7 @@ class UcxStats(TypedDict):
     forced_closes: int
     """Connections that were closed by force, to end a read."""
     renewals: int
-    """Workers of UCX that were replaced: after 100 forced closes, or because requests did not end."""
+    """Workers of UCX that were replaced: after 100 forced closes, or because requests did not end. 0 for NIXL."""
 
 
 class Stats(TypedDict):
@@ -188,8 +189,10 @@ class Stats(TypedDict):
     """Number of swap-ins by path."""
     verify: VerifyStats
     """Blocks that this engine has compared with their source."""
-    ucx: UcxStats
+    ucx: FabricStats
     """UCX of this engine."""
+    nixl: FabricStats
+    """NIXL of this engine."""
     links: list[LinkStats]
     """The current links."""
     registered_merged_bytes: int

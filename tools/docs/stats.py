@@ -13,6 +13,7 @@ from pathlib import Path
 
 import llm_datadist.stats
 from llm_datadist.stats import (
+    FabricStats,
     LinkStats,
     OpStats,
     PathStats,
@@ -20,12 +21,11 @@ from llm_datadist.stats import (
     Stats,
     SwapInStats,
     TableStats,
-    UcxStats,
     VerifyStats,
 )
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "stats.md"
-CLASSES = (Stats, PoolStats, TableStats, OpStats, SwapInStats, VerifyStats, UcxStats, LinkStats, PathStats)
+CLASSES = (Stats, PoolStats, TableStats, OpStats, SwapInStats, VerifyStats, FabricStats, LinkStats, PathStats)
 HEAD = """# Statistics
 
 This page lists every counter of an engine. Use it to write a health check, to export metrics, or to find out where

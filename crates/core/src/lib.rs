@@ -27,7 +27,7 @@
 //!   [`DataDist::poll`] returns [`Event`]s from the [`EventQueue`]; an [`AwaitQueue`] wakes an event loop.
 //! - **Transfer layer by layer:** [`LayerwiseArgs`], [`Destination`], [`Target`]; a [`Task`] with its
 //!   [`Outcome`]s and what it has [`Carried`].
-//! - **Observe:** [`Snapshot`] ([`PoolReport`], [`PoolState`], [`TableState`], [`LinkState`], [`OpState`], [`UcxState`]).
+//! - **Observe:** [`Snapshot`] ([`PoolReport`], [`PoolState`], [`TableState`], [`LinkState`], [`OpState`], [`FabricState`]).
 //!   The log is `tracing` events with targets `llm_datadist::*`.
 //! - **Errors:** [`Error`] with its [`ErrorKind`], facts and [`ArrivedRows`]; [`StatusCode`] for the bindings.
 //!
@@ -188,7 +188,7 @@ pub use model::{
 };
 pub use pool::PoolState;
 pub use session::{CommStatus, PeerAddress};
-pub use stats::{LinkState, OpState, PathState, PoolReport, Snapshot, UcxState};
+pub use stats::{FabricState, LinkState, OpState, PathState, PoolReport, Snapshot};
 pub use status::StatusCode;
 pub use transfer::{Carried, GrantUse, LayerTask, Outcome, Task};
 pub use validate::{

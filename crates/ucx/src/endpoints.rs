@@ -5,11 +5,13 @@ use std::collections::HashMap;
 use std::ptr::null_mut;
 use std::sync::Arc;
 
+use llm_datadist_fabric::{Error, Status};
+
 use crate::abi::{
     Api, CLOSE_FORCE, EP_ERROR_HANDLER, EP_ERROR_MODE, EP_REMOTE_ADDRESS, ERROR_MODE_NONE, ERROR_MODE_PEER,
     EndpointParams, Handle, OP_FLAGS, RawStatus, RequestParams,
 };
-use crate::error::{Error, IN_PROGRESS, OK, Status, check};
+use crate::error::{IN_PROGRESS, OK, check, peer_failed};
 use crate::worker::Worker;
 
 /// Zeros behind bytes from a peer that the library reads without a length.
@@ -56,7 +58,7 @@ impl Endpoint {
     pub(crate) fn check(&self) -> Result<(), Error> {
         match self.failure.get() {
             OK => Ok(()),
-            status => Err(Error::Peer(Status(status))),
+            status => Err(peer_failed(status)),
         }
     }
 
@@ -130,7 +132,9 @@ pub(crate) fn request_of(returned: Handle) -> Result<Option<Handle>, Status> {
     // The library returns small negative numbers as errors.
     match returned as isize {
         0 => Ok(None),
-        status @ -127..=-1 => Err(Status(RawStatus::try_from(status).unwrap_or(RawStatus::MIN))),
+        status @ -127..=-1 => {
+            Err(crate::error::status(RawStatus::try_from(status).unwrap_or(RawStatus::MIN)))
+        }
         _ => Ok(Some(returned)),
     }
 }

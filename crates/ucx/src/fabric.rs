@@ -7,10 +7,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
+use llm_datadist_fabric as fabric;
+use llm_datadist_fabric::{Counts, Error, Piece, Version};
 use rustix::event::{EventfdFlags, eventfd};
 
-use crate::error::Error;
-use crate::library::{Library, Version};
+use crate::library::Library;
 use crate::thread;
 
 /// How a fabric works.
@@ -33,32 +34,6 @@ impl Default for Options {
     fn default() -> Self {
         Options { settings: Vec::new(), window: 1024, endpoints: 8, renew_after: 100, peer_failures: true }
     }
-}
-
-/// One piece of a read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Piece {
-    /// The address of the destination in this process.
-    pub local: u64,
-    /// The address of the source in the process of the peer.
-    pub remote: u64,
-    /// Number of bytes.
-    pub len: u64,
-}
-
-/// What a fabric has done.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counts {
-    /// Reads that succeeded.
-    pub reads: u64,
-    /// Their bytes.
-    pub bytes: u64,
-    /// Reads that failed or were given up.
-    pub failures: u64,
-    /// Endpoints that were closed by force.
-    pub forced_closes: u64,
-    /// Workers that were replaced.
-    pub renewals: u64,
 }
 
 #[derive(Debug, Default)]
@@ -176,34 +151,29 @@ impl Fabric {
         let orders = Arc::new(Orders { sender: Mutex::new(sender), wake, numbers: AtomicU64::new(1) });
         Ok(Fabric { orders, counts, version: library.version(), thread: Some(thread) })
     }
+}
 
-    /// Returns the version of the library.
-    pub fn version(&self) -> Version {
+impl fabric::Fabric for Fabric {
+    fn version(&self) -> Version {
         self.version
     }
 
     /// Returns the address of the worker that serves peers. It never changes.
-    pub fn address(&self) -> Result<Vec<u8>, Error> {
+    fn address(&self) -> Result<Vec<u8>, Error> {
         self.orders.ask(|reply| Order::Address { reply })
     }
 
-    /// Maps memory of this process, so that peers with its key can read it.
-    ///
-    /// # Safety
-    ///
-    /// The memory must stay mapped until the value is dropped, and may be read by others at any time.
-    pub unsafe fn map(&self, start: u64, len: u64) -> Result<Mapping, Error> {
+    unsafe fn map(&self, start: u64, len: u64) -> Result<Box<dyn fabric::Mapping>, Error> {
         let (id, key) = self.orders.ask(|reply| Order::Map { start, len, reply })??;
-        Ok(Mapping { orders: self.orders.clone(), id, key: Arc::new(key) })
+        Ok(Box::new(Mapping { orders: self.orders.clone(), id, key: Arc::new(key) }))
     }
 
-    /// Returns a peer with the fabric of this address. Nothing is connected until it is read.
-    pub fn peer(&self, address: Vec<u8>) -> Peer {
-        Peer { orders: self.orders.clone(), id: self.orders.next_number(), address: Arc::new(address) }
+    fn peer(&self, address: Vec<u8>) -> Box<dyn fabric::Peer> {
+        let (orders, id) = (self.orders.clone(), self.orders.next_number());
+        Box::new(Peer { orders, id, address: Arc::new(address) })
     }
 
-    /// Returns what it has done.
-    pub fn counts(&self) -> Counts {
+    fn counts(&self) -> Counts {
         let SharedCounts { reads, bytes, failures, forced_closes, renewals } = &*self.counts;
         let load = |number: &AtomicU64| number.load(Ordering::Relaxed);
         Counts {
@@ -226,18 +196,16 @@ impl Drop for Fabric {
     }
 }
 
-/// Mapped memory. Drop unmaps it, and waits for that.
+/// Mapped memory.
 #[derive(Debug)]
-pub struct Mapping {
+struct Mapping {
     orders: Arc<Orders>,
     id: u64,
     key: Arc<Vec<u8>>,
 }
 
-impl Mapping {
-    /// Returns the key with which peers read the memory. Any process that has the key and the address of the
-    /// fabric can read it.
-    pub fn key(&self) -> &Arc<Vec<u8>> {
+impl fabric::Mapping for Mapping {
+    fn key(&self) -> &Arc<Vec<u8>> {
         &self.key
     }
 }
@@ -250,27 +218,19 @@ impl Drop for Mapping {
 
 /// A peer that can be read. Drop closes its endpoints.
 #[derive(Debug)]
-pub struct Peer {
+struct Peer {
     orders: Arc<Orders>,
     id: u64,
     address: Arc<Vec<u8>>,
 }
 
-impl Peer {
-    /// Reads `pieces` with `key`, and returns when all bytes are in place.
-    ///
-    /// `cancelled` is called about every 100 ms. When it returns `true`, the read ends with [`Error::Cancelled`]. Whatever the
-    /// result, nothing of the read touches memory after the return.
-    ///
-    /// # Safety
-    ///
-    /// The destinations must be memory of this process that is writable until the return.
-    pub unsafe fn read(
+impl fabric::Peer for Peer {
+    unsafe fn read(
         &self,
         key: &Arc<Vec<u8>>,
         pieces: Vec<Piece>,
         deadline: Option<Instant>,
-        cancelled: impl Fn() -> bool,
+        cancelled: &dyn Fn() -> bool,
     ) -> Result<(), Error> {
         let (reply, replied) = sync_channel(1);
         let number = self.orders.next_number();
@@ -279,12 +239,14 @@ impl Peer {
         self.orders.give(Order::Read { read, reply })?;
         self.outcome(&replied, number, cancelled)
     }
+}
 
+impl Peer {
     fn outcome(
         &self,
         replied: &Receiver<Result<(), Error>>,
         number: u64,
-        cancelled: impl Fn() -> bool,
+        cancelled: &dyn Fn() -> bool,
     ) -> Result<(), Error> {
         use std::sync::mpsc::RecvTimeoutError;
         let mut running =

@@ -1,13 +1,9 @@
 //! Reads of memory of other processes by UCX (<https://openucx.org>), whose library is loaded at run time.
 //!
-//! A [`Fabric`] has one thread, which makes all calls of the library. It sleeps while nothing is read. Each side maps
-//! memory ([`Fabric::map`]), and sends the key and the address of its fabric to the other one over a channel that the caller
-//! provides. The other side connects ([`Fabric::peer`]) and reads ([`Peer::read`]).
+//! A [`Fabric`] has one thread, which makes all calls of the library. It sleeps while nothing is read.
 //!
-//! When a read returns, also without success, UCX no longer touches its memory. UCX cannot cancel a
-//! read. But it ends all requests of an endpoint that is closed by force, so each read has an endpoint to itself.
-//!
-//! Nobody writes into memory of another process: there is no call for it, and memory is mapped for remote reads only.
+//! UCX cannot cancel a read. But it ends all requests of an endpoint that is closed by force, so each read has an endpoint to
+//! itself. Memory is mapped for remote reads only.
 
 #![allow(unsafe_code, reason = "the library of C")]
 
@@ -21,6 +17,5 @@ mod reads;
 mod thread;
 mod worker;
 
-pub use error::{Error, Status};
-pub use fabric::{Counts, Fabric, Mapping, Options, Peer, Piece};
-pub use library::{ENVIRONMENT, Library, Version};
+pub use fabric::{Fabric, Options};
+pub use library::Library;

@@ -4,35 +4,12 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use llm_datadist_fabric::{Error, Version, with_ucx_environment};
+
 use crate::abi::Api;
-use crate::error::Error;
 
 /// The oldest version whose structures are those of `abi`.
 const OLDEST: Version = Version { major: 1, minor: 13, patch: 0 };
-
-/// Settings that UCX reads from the environment while it is loaded. Each is set only for that time, and only if the
-/// program has not set it.
-///
-/// The first keeps UCX from installing handlers of signals, and the second one from intercepting `mmap` and `munmap` of
-/// the whole process.
-pub const ENVIRONMENT: [(&str, &str); 2] = [("UCX_HANDLE_ERRORS", "none"), ("UCX_MEM_EVENTS", "n")];
-
-/// A version of UCX.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Version {
-    /// Versions with other numbers are incompatible.
-    pub major: u32,
-    /// Raised by new features.
-    pub minor: u32,
-    /// Raised by corrections.
-    pub patch: u32,
-}
-
-impl fmt::Display for Version {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}.{}.{}", self.major, self.minor, self.patch)
-    }
-}
 
 /// The loaded library. It stays loaded while a `Library` or a `Fabric` uses it.
 #[derive(Clone)]
@@ -52,20 +29,15 @@ impl Library {
     /// The file must be a `libucp` of UCX, or something that behaves like it: its code runs in this process. No other
     /// thread may access the environment through functions of C during the call.
     pub unsafe fn open(path: &Path) -> Result<Library, Error> {
-        let unset: Vec<_> =
-            ENVIRONMENT.into_iter().filter(|(name, _)| std::env::var_os(name).is_none()).collect();
-        for (name, value) in &unset {
-            // SAFETY: no other thread uses the environment, as the caller promises.
-            unsafe { std::env::set_var(name, value) };
-        }
-        let unusable = |reason: String| Error::Library(format!("{}: {reason}", path.display()));
+        let unusable =
+            |reason: String| Error::Library(format!("UCX cannot be used: {}: {reason}", path.display()));
+        let load = || {
+            // SAFETY: promised by the caller.
+            unsafe { libloading::Library::new(path) }
+        };
         // SAFETY: promised by the caller.
-        let library = unsafe { libloading::Library::new(path) }.map_err(|error| unusable(explained(&error)));
-        for (name, _) in &unset {
-            // SAFETY: as above.
-            unsafe { std::env::remove_var(name) };
-        }
-        let library = library?;
+        let library = unsafe { with_ucx_environment(load) };
+        let library = library.map_err(|error| unusable(explained(&error)))?;
         // SAFETY: promised by the caller.
         let api = unsafe { Api::of(library) };
         let api =

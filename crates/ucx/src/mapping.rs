@@ -3,10 +3,12 @@
 use std::ptr::null_mut;
 use std::sync::Arc;
 
+use llm_datadist_fabric::Error;
+
 use crate::abi::{
     Api, Handle, LOCAL_READ, LOCAL_WRITE, MAP_ADDRESS, MAP_LENGTH, MAP_PROTECTION, MapParams, REMOTE_READ,
 };
-use crate::error::{Error, check};
+use crate::error::check;
 use crate::worker::Context;
 
 /// Mapped memory. Drop unmaps it.

@@ -6,12 +6,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::SyncSender;
 use std::time::Instant;
 
+use llm_datadist_fabric::{Error, Piece};
+
 use crate::abi::{
     Api, Handle, OP_CALLBACK, OP_MEMORY, OP_MULTI_SEND, OP_USER_DATA, RawStatus, RequestParams,
 };
 use crate::endpoints::{Closing, Endpoint, request_of};
-use crate::error::{CANCELED, Error, OK, Status};
-use crate::fabric::{Piece, ReadOrder, SharedCounts};
+use crate::error::{CANCELED, OK, peer_failed};
+use crate::fabric::{ReadOrder, SharedCounts};
 use crate::mapping::MappedMemory;
 
 /// Number of requests that are posted between two checks of the deadline.
@@ -119,7 +121,7 @@ impl ActiveRead {
         let Some(endpoint) = &mut self.endpoint else { return Ok(()) };
         endpoint.check()?;
         if self.requests.failure.get() != OK {
-            return Err(Error::Peer(Status(self.requests.failure.get())));
+            return Err(peer_failed(self.requests.failure.get()));
         }
         let key = endpoint.key(&self.order.key)?;
         // SAFETY: zeros are a request without parameters.
@@ -187,7 +189,7 @@ impl ActiveRead {
         } else if self.endpoint.is_some() && self.posted == self.order.pieces.len() {
             match self.requests.failure.get() {
                 OK => self.send(Ok(())),
-                failure => self.give_up(Error::Peer(Status(failure))),
+                failure => self.give_up(peer_failed(failure)),
             }
         }
         self.ended
@@ -195,7 +197,7 @@ impl ActiveRead {
 
     /// Ends the read although requests may be left, because their worker is gone.
     pub(crate) fn abandon(&mut self) {
-        let cause = self.ending.take().map_or(Error::Peer(Status(CANCELED)), |ending| ending.cause);
+        let cause = self.ending.take().map_or(peer_failed(CANCELED), |ending| ending.cause);
         self.endpoint = None;
         if !self.ended {
             self.send(Err(cause));

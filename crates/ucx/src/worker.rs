@@ -5,8 +5,10 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::ptr::null_mut;
 use std::sync::Arc;
 
+use llm_datadist_fabric::Error;
+
 use crate::abi::{API, Api, FEATURE_RMA, FEATURE_WAKEUP, Handle, PARAM_FEATURES, Params, WorkerParams};
-use crate::error::{BUSY, Error, OK, check};
+use crate::error::{BUSY, OK, check};
 use crate::library::Library;
 
 /// A context: the devices and transports of this process.
@@ -39,15 +41,18 @@ impl Context {
     fn configure(api: &Api, config: Handle, settings: &[(String, String)]) -> Result<(), Error> {
         for (name, value) in settings {
             let text = |text: &str| {
-                CString::new(text)
-                    .map_err(|_| Error::Library(format!("the setting {name} contains a zero byte")))
+                CString::new(text).map_err(|_| {
+                    Error::Library(format!("UCX cannot be used: the setting {name} contains a zero byte"))
+                })
             };
             let (name_there, value_there) = (text(name)?, text(value)?);
             // SAFETY: the configuration is open, and both texts end with a zero byte.
             let status =
                 unsafe { (api.ucp_config_modify)(config, name_there.as_ptr(), value_there.as_ptr()) };
             if let Err(error) = check("ucp_config_modify", status) {
-                return Err(Error::Library(format!("UCX refuses the setting {name}={value}: {error}")));
+                return Err(Error::Library(format!(
+                    "UCX cannot be used: it refuses the setting {name}={value}: {error}"
+                )));
             }
         }
         Ok(())

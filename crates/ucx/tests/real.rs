@@ -14,7 +14,8 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use llm_datadist_ucx::{Error, Fabric, Library, Options, Piece};
+use llm_datadist_fabric::{Error, Fabric as _, Piece};
+use llm_datadist_ucx::{Fabric, Library, Options};
 
 const LONG: Duration = Duration::from_secs(20);
 const BLOCK: usize = 64 << 10;
@@ -81,7 +82,7 @@ fn rates_beside_perftest() {
         for _ in 0..8 {
             // SAFETY: the destinations live longer.
             unsafe {
-                peer.read(&owner.key, pieces(&target, owner.start), Some(Instant::now() + LONG), || false)
+                peer.read(&owner.key, pieces(&target, owner.start), Some(Instant::now() + LONG), &|| false)
             }
             .unwrap();
         }
@@ -199,7 +200,7 @@ fn bytes_arrive() {
             registered.then(|| unsafe { fabric.map(target.as_ptr() as u64, target.len() as u64) }.unwrap());
         let started = Instant::now();
         // SAFETY: the destinations live longer.
-        unsafe { peer.read(&owner.key, pieces(&target, owner.start), Some(started + LONG), || false) }
+        unsafe { peer.read(&owner.key, pieces(&target, owner.start), Some(started + LONG), &|| false) }
             .unwrap();
         println!(
             "registered {registered}: {:.2} GB/s",
@@ -224,7 +225,7 @@ fn no_byte_arrives_after_a_read_was_given_up() {
         owner.signal(libc::SIGSTOP);
         let deadline = Instant::now() + Duration::from_millis(20 + round % 7);
         // SAFETY: the destinations live longer.
-        let read = unsafe { peer.read(&owner.key, pieces(&target, owner.start), Some(deadline), || false) };
+        let read = unsafe { peer.read(&owner.key, pieces(&target, owner.start), Some(deadline), &|| false) };
         if let Err(error) = &read {
             assert_eq!(*error, Error::DeadlinePassed);
             late.push(deadline.elapsed());
@@ -243,7 +244,7 @@ fn no_byte_arrives_after_a_read_was_given_up() {
         }
         // SAFETY: as above.
         let again = unsafe {
-            peer.read(&owner.key, pieces(&target, owner.start), Some(Instant::now() + LONG), || false)
+            peer.read(&owner.key, pieces(&target, owner.start), Some(Instant::now() + LONG), &|| false)
         };
         again.unwrap();
         assert!(target.iter().enumerate().all(|(at, &byte)| byte == pattern(at)), "round {round}");
@@ -270,8 +271,9 @@ fn an_owner_that_dies_fails_the_read() {
     owner.process.kill().unwrap();
     owner.process.wait().unwrap();
     // SAFETY: the destinations live longer.
-    let read =
-        unsafe { peer.read(&owner.key, pieces(&target, owner.start), Some(Instant::now() + LONG), || false) };
+    let read = unsafe {
+        peer.read(&owner.key, pieces(&target, owner.start), Some(Instant::now() + LONG), &|| false)
+    };
     println!("{}", read.unwrap_err());
 }
 
@@ -282,7 +284,7 @@ fn an_idle_fabric_takes_no_time() {
     let peer = fabric.peer(owner.address.clone());
     let target = vec![0u8; BLOCK * BLOCKS];
     // SAFETY: the destinations live longer.
-    unsafe { peer.read(&owner.key, pieces(&target, owner.start), Some(Instant::now() + LONG), || false) }
+    unsafe { peer.read(&owner.key, pieces(&target, owner.start), Some(Instant::now() + LONG), &|| false) }
         .unwrap();
     thread::sleep(Duration::from_millis(500));
     let used = |pid: u32| -> u64 {

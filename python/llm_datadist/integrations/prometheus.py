@@ -52,7 +52,7 @@ class EngineCollector(Collector):
         yield from _pools(stats)
         yield from _tables(stats)
         yield from _links(stats)
-        yield from _ucx(stats)
+        yield from _fabrics(stats)
 
 
 def _calls(stats: Stats) -> Iterator[Metric]:
@@ -105,19 +105,21 @@ def _tables(stats: Stats) -> Iterator[Metric]:
     yield CounterMetricFamily("llm_datadist_mismatched_blocks", "Blocks that differed.", verify["mismatches"])
 
 
-_UCX = {
-    "reads": "Reads by UCX that succeeded.",
-    "failures": "Reads by UCX that failed or were given up.",
-    "forced_closes": "Connections of UCX that were closed by force, to end a read.",
-    "renewals": "Workers of UCX that were replaced.",
+_FABRIC = {
+    "reads": "Reads by {} that succeeded.",
+    "failures": "Reads by {} that failed or were given up.",
+    "forced_closes": "Connections of {} that were closed by force, to end a read.",
+    "renewals": "Workers of {} that were replaced.",
 }
 
 
-def _ucx(stats: Stats) -> Iterator[Metric]:
-    if stats["ucx"]["version"] is not None:
-        counted: dict[str, Any] = {**stats["ucx"]}
-        for name, text in _UCX.items():
-            yield CounterMetricFamily(f"llm_datadist_ucx_{name}", text, counted[name])
+def _fabrics(stats: Stats) -> Iterator[Metric]:
+    for library, state in (("ucx", stats["ucx"]), ("nixl", stats["nixl"])):
+        if state["version"] is not None:
+            counted: dict[str, Any] = {**state}
+            for name, text in _FABRIC.items():
+                described = text.format(library.upper())
+                yield CounterMetricFamily(f"llm_datadist_{library}_{name}", described, counted[name])
 
 
 def _links(stats: Stats) -> Iterator[Metric]:

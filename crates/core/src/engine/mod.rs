@@ -24,7 +24,7 @@ pub use transfer::RemoteName;
 use std::sync::Arc;
 
 use crate::cache::{Cache, unpinned};
-use crate::config::{Config, HugeChoice, Mode, Role};
+use crate::config::{Config, FabricLibrary, HugeChoice, Mode, Role};
 use crate::copy::Staging;
 use crate::device::DeviceSet;
 use crate::error::Result;
@@ -36,7 +36,7 @@ use crate::plan::Moves;
 use crate::pool::Arena;
 use crate::resources::Resources;
 use crate::session::{Links, Transports};
-use crate::stats::{Op, PoolReport, Snapshot, UcxState};
+use crate::stats::{FabricState, Op, PoolReport, Snapshot};
 use crate::sync::Mutex;
 use crate::token_file;
 use crate::transfer::{AsyncCalls, Executor, GrantClock, LocalCopy, LocalMoves, RunningTasks};
@@ -359,18 +359,22 @@ impl DataDist {
             plain_bytes,
             streaming_bytes,
             copy_workers: self.resources.copy_engine.workers() as u64,
-            ucx: self.ucx(),
+            ucx: self.fabric(FabricLibrary::Ucx),
+            nixl: self.fabric(FabricLibrary::Nixl),
             links: self.links.states(),
         }
     }
 
-    fn ucx(&self) -> UcxState {
-        let fabric = match &self.resources.fabric {
-            Ok(fabric) => fabric,
-            Err(reason) => return UcxState { reason: Some(reason.to_string()), ..UcxState::default() },
+    fn fabric(&self, library: FabricLibrary) -> FabricState {
+        let unused = |reason: &str| FabricState { reason: Some(reason.into()), ..FabricState::default() };
+        let fabric = match (&self.resources.fabric, library) {
+            (Ok(fabric), _) if fabric.library() == library => fabric,
+            (_, FabricLibrary::Nixl) => return unused("llm.TransferBackend is not nixl"),
+            (Ok(_), FabricLibrary::Ucx) => return unused("llm.TransferBackend=nixl"),
+            (Err(reason), FabricLibrary::Ucx) => return unused(reason),
         };
         let (version, counts) = fabric.state();
-        UcxState {
+        FabricState {
             version: Some(version),
             reason: None,
             reads: counts.reads,

@@ -1,4 +1,4 @@
-//! Memory that UCX reads: pools of this process that peers may read, and pools of peers.
+//! Memory that a library (UCX or NIXL) reads: pools of this process that peers may read, and pools of peers.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -6,7 +6,10 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock};
 
-use llm_datadist_ucx::{Fabric, Library, Mapping, Peer, Piece};
+use llm_datadist_fabric as fabric;
+use llm_datadist_fabric::{Fabric, Mapping, Peer, Piece};
+use llm_datadist_nixl as nixl;
+use llm_datadist_ucx as ucx;
 
 use super::region::Region;
 use super::window::{Reach, Window};
@@ -16,36 +19,58 @@ use crate::model::Deadline;
 use crate::sync::Mutex;
 
 /// Name of lists of pieces in out-of-memory errors.
-const PIECES: &str = "the pieces of a read by UCX";
+const PIECES: &str = "the pieces of a read";
 
 /// Loads the library of UCX at `path`, or the one of this name that the system finds. Returns `Err(NotEnabled)` with the
 /// reason if it cannot be used.
-pub fn load_ucx(path: &Path) -> Result<Library> {
-    static LOADED: LazyLock<Mutex<Vec<Library>>> = LazyLock::new(Mutex::default);
-    let mut loaded = LOADED.lock();
-    if let Some(library) = loaded.iter().find(|library| library.path() == path) {
+pub fn load_ucx(path: &Path) -> Result<ucx::Library> {
+    static LOADED: LazyLock<Mutex<Vec<ucx::Library>>> = LazyLock::new(Mutex::default);
+    let open = || {
+        // SAFETY: the path is that of an option, or the name of UCX's library, so the user has chosen the code. Rust's functions
+        // lock the environment. That no other code of the process reads it meanwhile through functions of C cannot be checked,
+        // so this happens once in a process.
+        unsafe { ucx::Library::open(path) }
+    };
+    load(&LOADED, |library| library.path() == path, open)
+}
+
+/// The same with NIXL.
+pub fn load_nixl(path: &Path) -> Result<nixl::Library> {
+    static LOADED: LazyLock<Mutex<Vec<nixl::Library>>> = LazyLock::new(Mutex::default);
+    let open = || {
+        // SAFETY: as above.
+        unsafe { nixl::Library::open(path) }
+    };
+    load(&LOADED, |library| library.path() == path, open)
+}
+
+/// Returns the loaded library that is `wanted`, or opens it.
+fn load<L: Clone>(
+    loaded: &Mutex<Vec<L>>,
+    wanted: impl Fn(&L) -> bool,
+    open: impl FnOnce() -> std::result::Result<L, fabric::Error>,
+) -> Result<L> {
+    let mut loaded = loaded.lock();
+    if let Some(library) = loaded.iter().find(|library| wanted(library)) {
         return Ok(library.clone());
     }
-    // SAFETY: the path is that of an option, or the name of UCX's library, so the user has chosen the code. Rust's functions
-    // lock the environment. That no other code of the process reads it meanwhile through functions of C cannot be checked, so
-    // this happens once in a process.
-    let library = unsafe { Library::open(path) }.map_err(|error| not_enabled(&error))?;
+    let library = open().map_err(|error| not_enabled(&error))?;
     loaded.push(library.clone());
     Ok(library)
 }
 
-/// A pool of this process that peers can read by UCX.
+/// A pool of this process that peers can read.
 #[derive(Debug)]
 pub struct SharedRegion {
     // Dropped before the region.
-    mapping: Mapping,
+    mapping: Box<dyn Mapping>,
     region: Arc<Region>,
 }
 
 impl SharedRegion {
-    /// Maps a region for reads of peers. Returns `Err(NotEnabled)` with the reason if UCX refuses, for example because the
-    /// memory cannot be pinned.
-    pub fn share(fabric: &Fabric, region: Arc<Region>) -> Result<SharedRegion> {
+    /// Maps a region for reads of peers. Returns `Err(NotEnabled)` with the reason if the library refuses, for example
+    /// because the memory cannot be pinned.
+    pub fn share(fabric: &dyn Fabric, region: Arc<Region>) -> Result<SharedRegion> {
         // SAFETY: the region outlives the mapping, as the order of the fields ensures (promise 1). What a peer reads while
         // it is written is discarded (`session::peer_snapshot`).
         let mapping = unsafe { fabric.map(region.base(), region.len()) };
@@ -59,9 +84,11 @@ impl SharedRegion {
     }
 }
 
-/// A pool of a peer that this process can read by UCX.
+/// A pool of a peer that this process can read.
 pub struct FabricRegion {
-    peer: Arc<Peer>,
+    peer: Arc<dyn Peer>,
+    /// The name of the library that reads it.
+    library: &'static str,
     base: u64,
     len: u64,
     key: Arc<Vec<u8>>,
@@ -70,12 +97,17 @@ pub struct FabricRegion {
 
 impl FabricRegion {
     /// Creates the region that a peer has offered. Returns `Err(System)` if it exceeds the address space.
-    pub fn new(peer: Arc<Peer>, base: u64, len: u64, key: Arc<Vec<u8>>) -> Result<FabricRegion> {
+    pub fn new(
+        peer: Arc<dyn Peer>,
+        library: &'static str,
+        (base, len): (u64, u64),
+        key: Arc<Vec<u8>>,
+    ) -> Result<FabricRegion> {
         if base.checked_add(len).is_none() {
             let text = format!("{len} bytes at {base:#x} exceed the address space");
             return Err(Error::new(ErrorKind::System, text));
         }
-        Ok(FabricRegion { peer, base, len, key, ended: AtomicBool::new(false) })
+        Ok(FabricRegion { peer, library, base, len, key, ended: AtomicBool::new(false) })
     }
 
     /// Returns the address of the first byte in the process of the peer.
@@ -95,12 +127,12 @@ impl FabricRegion {
 
     /// Reads every source of `pairs` into its destination. When it returns, nothing touches the destinations any more.
     ///
-    /// Returns `Err(NotEnabled)` with the reason if UCX fails, `Err(Timeout)` at the deadline, `Err(Interrupted)` if the
+    /// Returns `Err(NotEnabled)` with the reason if the library fails, `Err(Timeout)` at the deadline, `Err(Interrupted)` if the
     /// caller was interrupted, and `Err(NotLinked)` if the link has ended.
     pub fn read(&self, pairs: &[(Window<'_>, Window<'_>)], deadline: Deadline) -> Result<()> {
         let piece = |(src, dst): &(Window<'_>, Window<'_>)| {
             if src.len() != dst.len() || src.reach() != Reach::Fabric || dst.reach() != Reach::Host {
-                return Err(Error::new(ErrorKind::System, "UCX cannot read this pair of windows")
+                return Err(Error::new(ErrorKind::System, "no library reads this pair of windows")
                     .with("src", format_args!("{:?}", src.reach()))
                     .with("dst", format_args!("{:?}", dst.reach()))
                     .with("src_bytes", src.len())
@@ -109,23 +141,21 @@ impl FabricRegion {
             Ok(Piece { local: dst.addr(), remote: src.addr(), len: src.len() })
         };
         let pieces = fallible::try_collect(PIECES, pairs.iter().map(piece))?;
-        let doing = "reading a peer by UCX";
+        let doing = format!("reading a peer by {}", self.library);
         let interruption = RefCell::new(None);
         let waiting = || {
             let mut interruption = interruption.borrow_mut();
             if interruption.is_none() {
-                *interruption = self.interruption(deadline, doing).err();
+                *interruption = self.interruption(deadline, &doing).err();
             }
             interruption.is_some()
         };
         // SAFETY: the destinations are windows of live tensors or buffers that are writable host memory, as checked above,
         // and stay so until the return (promise 3).
-        let read = unsafe { self.peer.read(&self.key, pieces, Some(deadline.at()), waiting) };
+        let read = unsafe { self.peer.read(&self.key, pieces, Some(deadline.at()), &waiting) };
         read.map_err(|error| match error {
-            llm_datadist_ucx::Error::DeadlinePassed => deadline.error(doing),
-            llm_datadist_ucx::Error::Cancelled => {
-                interruption.take().unwrap_or_else(|| deadline.error(doing))
-            }
+            fabric::Error::DeadlinePassed => deadline.error(&doing),
+            fabric::Error::Cancelled => interruption.take().unwrap_or_else(|| deadline.error(&doing)),
             other => not_enabled(&other),
         })
     }
@@ -144,6 +174,6 @@ impl fmt::Debug for FabricRegion {
     }
 }
 
-fn not_enabled(error: &llm_datadist_ucx::Error) -> Error {
+fn not_enabled(error: &fabric::Error) -> Error {
     Error::new(ErrorKind::NotEnabled, error.to_string())
 }

@@ -12,8 +12,9 @@
 //! 3. A [`Window`] exists only inside the tensor or the [`BounceBuffer`] from which it was cut. Its bounds were checked
 //!    when it was made. The same holds for each of several [`Windows`].
 //! 4. Bytes move only in [`kernels::copy`], [`socket_io`], [`SharedRings`], [`PeerProcess::read`], [`FabricRegion::read`]
-//!    and [`read_bytes`], between two windows, between a window and the kernel or UCX, between a private buffer and a ring,
-//!    or from a window into a private buffer, and by raw addresses. No slice is ever made over memory that others may write.
+//!    and [`read_bytes`], between two windows, between a window and the kernel, UCX or NIXL, between a private buffer and a
+//!    ring, or from a window into a private buffer, and by raw addresses. No slice is ever made over memory that others may
+//!    write.
 //! 5. No process writes into the memory of another one. Memory of a peer is mapped read-only, or read through
 //!    the kernel. A window of it is refused as a destination.
 //! 6. Which rows may be read and written at the same time is decided by the pins of the `cache` module,
@@ -45,7 +46,7 @@ mod window_bytes;
 
 pub use adopted::Adopted;
 pub use bounce_buffer::BounceBuffer;
-pub use fabric_region::{FabricRegion, SharedRegion, load_ucx};
+pub use fabric_region::{FabricRegion, SharedRegion, load_nixl, load_ucx};
 pub use fork::{Kept, abandon};
 pub use generations::{Generations, PeerGenerations};
 #[cfg(feature = "testing")]

@@ -267,7 +267,9 @@ impl Link {
                 format!("{transport}: {pools}registered memory by {why}")
             }
             None => match self.fabric() {
-                Ok(_) => format!("{transport}: pools by UCX, registered memory by sockets"),
+                Ok(fabric) => {
+                    format!("{transport}: pools by {}, registered memory by sockets", fabric.library().name())
+                }
                 Err(_) => format!("{transport}: sockets"),
             },
         };

@@ -1,10 +1,11 @@
-//! Memory of a peer that UCX reads: what both sides offer when a link is made, and where memory that is read in place lies.
+//! Memory of a peer that UCX or NIXL reads: what both sides offer when a link is made, and where memory that is read in place lies.
 
 use std::sync::Arc;
 
 use super::link::Link;
 use super::peer_memory::{NOTHING_SHARED, Readable};
 use super::shared::Shared;
+use crate::config::FabricLibrary;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fabric::{EngineFabric, PeerFabric};
 use crate::memory::{TensorBytes, Tensors};
@@ -12,19 +13,24 @@ use crate::net::Stream;
 use crate::protocol::{FabricOffer, WireLocation};
 use crate::resources::MemoryLocation;
 
-/// Why registered memory is not read by UCX.
-const POOLS_ONLY: &str = "UCX reads only pools, not registered memory or memory of a device";
+/// Returns the reason why registered memory is not read by a library.
+fn pools_only(library: FabricLibrary) -> &'static str {
+    match library {
+        FabricLibrary::Ucx => "UCX reads only pools, not registered memory or memory of a device",
+        FabricLibrary::Nixl => "NIXL reads only pools, not registered memory or memory of a device",
+    }
+}
 
 impl Shared {
-    /// Returns what the peer on `stream` may read by UCX. `None` if the stream carries descriptors, because the peer then maps
+    /// Returns what the peer on `stream` may read by UCX or NIXL. `None` if the stream carries descriptors, because the peer then maps
     /// the memory.
     pub(super) fn fabric_offer(&self, stream: &Stream) -> Option<FabricOffer> {
         let fabric = self.resources.fabric.as_ref().ok().filter(|_| !stream.carries_descriptors());
         fabric.map(EngineFabric::offer)
     }
 
-    /// Takes the offer of the peer on `stream`, or returns the reason why UCX is not used. Returns `Err(LinkFailed)` with
-    /// the reason if the configuration names UCX.
+    /// Takes the offer of the peer on `stream`, or returns the reason why no library is used. Returns `Err(LinkFailed)`
+    /// with the reason if the configuration names a library.
     pub(super) fn take_fabric(
         &self,
         stream: &Stream,
@@ -35,15 +41,18 @@ impl Shared {
         }
         let taken = match (&self.resources.fabric, offer) {
             (Err(reason), _) => Err(format!("{NOTHING_SHARED}, and UCX is not used: {reason}").into()),
-            (Ok(_), None) => Err("the peer does not use UCX".into()),
+            (Ok(fabric), None) => Err(format!("the peer does not use {}", fabric.library().name()).into()),
             (Ok(fabric), Some(offer)) => fabric.take(offer).map_err(|error| error.to_string().into()),
         };
         match taken {
-            Err(reason) if self.resources.fabric.as_ref().is_ok_and(EngineFabric::is_required) => {
-                let error =
-                    Error::new(ErrorKind::LinkFailed, format!("llm.TransferBackend=ucx, but {reason}"));
-                Err(error.with("peer", stream.peer()))
-            }
+            Err(reason) => match &self.resources.fabric {
+                Ok(fabric) if fabric.is_required() => {
+                    let named = fabric.library().name().to_lowercase();
+                    let text = format!("llm.TransferBackend={named}, but {reason}");
+                    Err(Error::new(ErrorKind::LinkFailed, text).with("peer", stream.peer()))
+                }
+                _ => Ok(Err(reason)),
+            },
             taken => Ok(taken),
         }
     }
@@ -66,7 +75,9 @@ impl Link {
             (Ok(fabric), WireLocation::Region { region, runs }) => {
                 fabric.tensors(*region, runs, count, bytes)?.ok_or("the peer has offered no such pool".into())
             }
-            (Ok(_), WireLocation::Process { .. } | WireLocation::Hidden) => Err(POOLS_ONLY.into()),
+            (Ok(fabric), WireLocation::Process { .. } | WireLocation::Hidden) => {
+                Err(pools_only(fabric.library()).into())
+            }
         })
     }
 
@@ -76,7 +87,9 @@ impl Link {
             (Some(memory), _, _) => memory.seen(location),
             (None, Err(reason), _) => Err(reason.clone()),
             (None, Ok(_), MemoryLocation::Pool(..)) => Ok(()),
-            (None, Ok(_), MemoryLocation::Process(_) | MemoryLocation::Hidden) => Err(POOLS_ONLY.into()),
+            (None, Ok(fabric), MemoryLocation::Process(_) | MemoryLocation::Hidden) => {
+                Err(pools_only(fabric.library()).into())
+            }
         }
     }
 }

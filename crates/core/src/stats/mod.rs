@@ -102,17 +102,19 @@ pub struct Snapshot {
     /// Number of threads that copy, including the calling thread.
     pub copy_workers: u64,
     /// UCX of this engine.
-    pub ucx: UcxState,
+    pub ucx: FabricState,
+    /// NIXL of this engine.
+    pub nixl: FabricState,
     /// All live links.
     pub links: Vec<LinkState>,
 }
 
-/// UCX of an engine: whether it is used, and what it has done.
+/// A library that reads other hosts: whether an engine uses it, and what it has done.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct UcxState {
+pub struct FabricState {
     /// Version of the library, if it is used.
     pub version: Option<String>,
-    /// The reason why UCX is not used.
+    /// The reason why it is not used.
     pub reason: Option<String>,
     /// Number of reads that succeeded.
     pub reads: u64,
@@ -122,7 +124,7 @@ pub struct UcxState {
     pub failures: u64,
     /// Number of connections that were closed by force to end a read.
     pub forced_closes: u64,
-    /// Number of workers that were replaced.
+    /// Number of workers of UCX that were replaced.
     pub renewals: u64,
 }
 

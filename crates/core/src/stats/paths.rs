@@ -23,7 +23,7 @@ paths! {
     Mapped = "mapped";
     /// The receiver has the kernel read memory of the other process.
     Process = "process";
-    /// UCX reads memory of the other process.
+    /// UCX or NIXL reads memory of the other process.
     Fabric = "fabric";
     /// The owner sends the bytes through a socket.
     Sockets = "sockets";

@@ -218,8 +218,8 @@ impl Call {
                 *progress = self.attempt(plan.bytes());
                 return granted.map(|()| None);
             }
-            // The kernel allowed the read when the link was made, but does not now, or UCX has failed. Sockets always work.
-            Err(error) if error.kind() == ErrorKind::NotEnabled && !self.only_ucx() => {
+            // The kernel allowed the read when the link was made, but does not now, or UCX or NIXL has failed. Sockets always work.
+            Err(error) if error.kind() == ErrorKind::NotEnabled && !self.only_fabric() => {
                 self.use_sockets(error.to_string());
                 return Ok(None);
             }

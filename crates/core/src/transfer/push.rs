@@ -169,9 +169,10 @@ impl Call {
                 Reply::Stale => return Ok(Moved::Stale),
                 // The peer could read this memory when the link was made, but cannot now. Sockets always
                 // work.
-                Reply::Unreachable { reason } if !self.only_ucx() => self.use_sockets(reason),
+                Reply::Unreachable { reason } if !self.only_fabric() => self.use_sockets(reason),
                 Reply::Unreachable { reason } => {
-                    let text = format!("the peer cannot read by UCX: {reason}");
+                    let library = self.link.fabric().as_ref().map_or("", |fabric| fabric.library().name());
+                    let text = format!("the peer cannot read by {library}: {reason}");
                     return Err(self.named(Error::new(ErrorKind::NotEnabled, text)));
                 }
                 reply => return Err(self.link.unexpected(&reply)),

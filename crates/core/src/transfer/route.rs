@@ -4,7 +4,7 @@
 //! | --- | --- |
 //! | a pool that the reader has mapped | the reader copies it ([`DataPath::Mapped`]) |
 //! | other memory of a process that the reader may read | the kernel copies it ([`DataPath::Process`]) |
-//! | a pool over a link on which both sides use UCX | UCX reads it ([`DataPath::Fabric`]) |
+//! | a pool over a link on which both sides use UCX or NIXL | that library reads it ([`DataPath::Fabric`]) |
 //! | anything else, and a cache to which this process pushes | the owner sends it ([`DataPath::Sockets`]) |
 //!
 //! On each path, bytes from or to memory that the CPU cannot address pass host buffers at that end
@@ -28,8 +28,8 @@ impl Call {
         self.link.readable_by_peer(source)
     }
 
-    /// Whether a failure of UCX fails the call: the configuration requires UCX, and this link uses it.
-    pub(super) fn only_ucx(&self) -> bool {
+    /// Whether a failure of the library fails the call: the configuration requires it, and this link uses it.
+    pub(super) fn only_fabric(&self) -> bool {
         let required = self.resources.fabric.as_ref().is_ok_and(EngineFabric::is_required);
         required && self.link.fabric().is_ok()
     }

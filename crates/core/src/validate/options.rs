@@ -118,7 +118,10 @@ fn links<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<LinkConfig> {
         links.both_ways = backend == "hixl";
     }
     if let Some(path) = text("llm.UcxLibrary") {
-        links.fabric.library = Some(values::path("ucx_library", path)?);
+        links.fabric.ucx_library = Some(values::path("ucx_library", path)?);
+    }
+    if let Some(path) = text("llm.NixlLibrary") {
+        links.fabric.nixl_library = Some(values::path("nixl_library", path)?);
     }
     token(&mut links, text)?;
     links.accept_remote = flag("llm.LinkAcceptRemote", text("llm.LinkAcceptRemote"))?;

@@ -35,8 +35,13 @@ pub(super) const HUGE_PAGES: [(&str, HugeChoice); 5] = [
 ];
 pub(super) const VERIFY: [(&str, Verify); 3] =
     [("off", Verify::Off), ("sample", Verify::Sample), ("full", Verify::Full)];
-pub(super) const TRANSFER_BACKENDS: [(&str, Backend); 4] =
-    [("hixl", Backend::Auto), ("auto", Backend::Auto), ("sockets", Backend::Sockets), ("ucx", Backend::Ucx)];
+pub(super) const TRANSFER_BACKENDS: [(&str, Backend); 5] = [
+    ("hixl", Backend::Auto),
+    ("auto", Backend::Auto),
+    ("sockets", Backend::Sockets),
+    ("ucx", Backend::Ucx),
+    ("nixl", Backend::Nixl),
+];
 pub(super) const LINK_TRANSPORTS: [(&str, TransportChoice); 3] =
     [("auto", TransportChoice::Auto), ("shm", TransportChoice::Shm), ("tcp", TransportChoice::Tcp)];
 
@@ -87,9 +92,9 @@ pub fn text(name: &str, text: &str) -> Result<()> {
         "link_token" => link_token(text).map(drop),
         "link_token_file" => link_token_file(text).map(drop),
         "link_transport" => one_of(name, text, &LINK_TRANSPORTS).map(drop),
+        "nixl_library" | "ucx_library" => path(name, text).map(drop),
         "rank_hosts" => rank_hosts(text).map(drop),
         "swap_in_path" => one_of(name, text, &SWAP_IN_PATHS).map(drop),
-        "ucx_library" => path(name, text).map(drop),
         "verify" => verify(text).map(drop),
         _ => Err(Error::invalid(format!("{name} is not a text option"))),
     }

@@ -16,6 +16,7 @@ mod layerwise_faults;
 mod linking;
 mod memory_offers;
 mod mixed_tensors;
+mod nixl;
 mod pair_checksums;
 mod paths;
 mod pull_and_push;
@@ -65,12 +66,15 @@ enum Way {
     TcpDevice,
     /// As `Tcp`, with pools that are read by a stand-in for UCX.
     Fabric,
+    /// As `Fabric`, with a stand-in for NIXL.
+    Nixl,
 }
 
-const WAYS: [Way; 6] = [Way::Local, Way::Shm, Way::Tcp, Way::ShmDevice, Way::TcpDevice, Way::Fabric];
+const WAYS: [Way; 7] =
+    [Way::Local, Way::Shm, Way::Tcp, Way::ShmDevice, Way::TcpDevice, Way::Fabric, Way::Nixl];
 
 /// The ways with sockets of the kernel.
-const SOCKETS: [Way; 5] = [Way::Shm, Way::Tcp, Way::ShmDevice, Way::TcpDevice, Way::Fabric];
+const SOCKETS: [Way; 6] = [Way::Shm, Way::Tcp, Way::ShmDevice, Way::TcpDevice, Way::Fabric, Way::Nixl];
 
 /// The local transport with ports as addresses, because links use ports.
 #[derive(Debug)]
@@ -126,7 +130,12 @@ impl Way {
 
     /// Whether memory is seen from the other side.
     fn shares(self) -> bool {
-        !matches!(self, Way::Tcp | Way::TcpDevice | Way::Fabric)
+        !matches!(self, Way::Tcp | Way::TcpDevice) && !self.has_fabric()
+    }
+
+    /// Whether UCX or NIXL reads pools.
+    fn has_fabric(self) -> bool {
+        matches!(self, Way::Fabric | Way::Nixl)
     }
 
     /// Whether the engines use local sockets.
@@ -158,8 +167,8 @@ fn config(cluster: u64, way: Way) -> Config {
     config.sync_timeout = LONG;
     config.copy_workers = Some(2);
     config.links.transport = if way.shares_sockets() { TransportChoice::Auto } else { TransportChoice::Tcp };
-    if way == Way::Fabric {
-        config.links.fabric = fake_ucp(&[]);
+    if way.has_fabric() {
+        config.links.fabric = if way == Way::Nixl { nixl::fake_nixl(&[]) } else { fake_ucp(&[]) };
         config.links.token = Some(Token::new(TOKEN));
     }
     config.links.listen = Some("127.0.0.1:0".parse().unwrap());
@@ -176,7 +185,7 @@ fn fake_ucp(settings: &[(&str, &str)]) -> FabricConfig {
     let library = std::env::current_exe().unwrap().with_file_name("libfake_ucp.so");
     assert!(library.exists(), "{} was not built", library.display());
     let settings = settings.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect();
-    FabricConfig { backend: Backend::Ucx, library: Some(library), settings, assume_device: false }
+    FabricConfig { backend: Backend::Ucx, ucx_library: Some(library), settings, ..FabricConfig::default() }
 }
 
 fn open(config: Config, way: Way) -> DataDist {

@@ -337,7 +337,7 @@ fn an_engine_that_cannot_use_ucx_says_why() {
         change(&mut config);
         DataDist::open_over(config, Way::Fabric.devices(), Way::Fabric.transports())
     };
-    let missing = |config: &mut Config| config.links.fabric.library = Some("/nowhere/libucp.so.0".into());
+    let missing = |config: &mut Config| config.links.fabric.ucx_library = Some("/nowhere/libucp.so.0".into());
     let error = opened(Backend::Ucx, &missing).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::NotEnabled);
     assert!(error.to_string().contains("/nowhere/libucp.so.0"), "{error}");

@@ -20,7 +20,7 @@ fn link(pair: &Pair) -> LinkState {
 
 /// The path on which bytes leave this memory.
 fn path_from(way: Way, memory: Memory) -> &'static str {
-    if way == Way::Fabric && !memory.registered {
+    if way.has_fabric() && !memory.registered {
         return "fabric";
     }
     match (way.shares(), memory.registered, on_device(way, memory)) {
@@ -71,7 +71,7 @@ fn bytes_take_the_fastest_path_and_stats_show_it() {
             let pushed = moved(&|| push_slot(&pair.local, &local, 0, of(2, row(&remote, 0))).unwrap());
             assert_eq!(pushed, expected(path_from(way, here), on_device(way, here)), "push, {what}");
             assert!(remote.read() == source, "{what}");
-            if way == Way::Fabric && there.registered {
+            if way.has_fabric() && there.registered {
                 pull_slot(&pair.local, of(2, row(&remote, 0)), &local).unwrap();
                 assert!(link(&pair).sockets_reason.unwrap().contains("only pools"), "{what}");
             }
@@ -85,7 +85,7 @@ fn bytes_take_the_fastest_path_and_stats_show_it() {
                 assert!(reason.contains("no memory is shared, and UCX is not used: "), "{way:?}: {reason}");
             }
             Way::ShmDevice => assert!(reason.unwrap().contains("belongs to a device"), "{way:?}"),
-            Way::Fabric => assert!(reason.unwrap().contains("only pools"), "{way:?}"),
+            Way::Fabric | Way::Nixl => assert!(reason.unwrap().contains("only pools"), "{way:?}"),
             Way::Local | Way::Shm => assert_eq!(reason, None),
         }
     }
