@@ -30,6 +30,7 @@ from llm_datadist import (
 BLOCK = 16 << 10
 BLOCKS = 1024
 WARM = 100
+FIRST = 1 << 32  # the first request id of slots whose pages are new
 
 
 def opened(cluster: int, accessible: bool, transport: str, pool: int) -> LLMDataDist:
@@ -49,16 +50,27 @@ def opened(cluster: int, accessible: bool, transport: str, pool: int) -> LLMData
 
 
 def prefill(accessible: bool, transport: str, requests: int) -> None:
-    """Run the other process: hold blocks, and slots with request keys, until the end of its input."""
+    """Run the other process: hold blocks, and slots with request keys, until the end of its input.
+
+    Slots with request keys are held twice: first in one cache, whose pages nobody has touched when they are pulled, and
+    after a line of input in a cache for each key.
+    """
     dist = opened(2, accessible, transport, (BLOCKS + requests + 64) * BLOCK)
     desc = CacheDesc(1, [BLOCKS, BLOCK], DataType.DT_UINT8)
     blocks = dist.cache_manager.allocate_blocks_cache(desc, BlocksCacheKey(2, 0))
     view = dist.cache_manager.tensor_views(blocks)[0].numpy()
     view[:] = np.arange(BLOCKS, dtype=np.uint64).astype(np.uint8)[:, None]
-    slot = CacheDesc(1, [1, BLOCK], DataType.DT_UINT8)
-    for number in range(requests):
-        dist.cache_manager.allocate_cache(slot, [CacheKey(2, req_id=number)])
+    if requests:
+        keys = [CacheKey(2, req_id=FIRST + number) for number in range(requests)]
+        whole = dist.cache_manager.allocate_cache(CacheDesc(1, [requests, BLOCK], DataType.DT_UINT8), keys)
     print(dist.listen_ip_info, flush=True)
+    if requests:
+        sys.stdin.readline()
+        dist.cache_manager.deallocate_cache(whole)
+        slot = CacheDesc(1, [1, BLOCK], DataType.DT_UINT8)
+        for number in range(requests):
+            dist.cache_manager.allocate_cache(slot, [CacheKey(2, req_id=number)])
+        print("ready", flush=True)
     sys.stdin.read()
     dist.finalize()
 
@@ -94,7 +106,7 @@ def measure(transport: str, accessible: bool, calls: int) -> None:
         if accessible:
             one_sided(dist, transport, calls)
         else:
-            released(dist, transport, calls)
+            released(dist, transport, calls, other)
         dist.unlink_clusters([peer])
         dist.finalize()
 
@@ -131,17 +143,28 @@ def one_sided(dist: LLMDataDist, transport: str, calls: int) -> None:
         manager.push_blocks(key, near, everything, everything, tensor_num_per_layer=1)
 
 
-def released(dist: LLMDataDist, transport: str, calls: int) -> None:
-    """Measure pulls of slots by request keys. Each pull uses up its key."""
+def released(dist: LLMDataDist, transport: str, calls: int, other: subprocess.Popen[str]) -> None:
+    """Measure pulls of slots by request keys. Each pull uses up its key.
+
+    The first pulls touch each page of the owner for the first time, the later ones read pages that were read before.
+    """
     manager = dist.cache_manager
     near = manager.allocate_cache(CacheDesc(1, [1, BLOCK], DataType.DT_UINT8))
+    name = f"{transport}, pull_cache, the key is released"
+    rest = 2 * (WARM + calls) - WARM
+    show(f"{name}, new pages", rest, 0, lambda number: manager.pull_cache(CacheKey(2, req_id=FIRST + number), near))
+    assert other.stdin is not None
+    assert other.stdout is not None
+    other.stdin.write("\n")
+    other.stdin.flush()
+    assert other.stdout.readline() == "ready\n"
     for turn, (pause, between) in enumerate(PAUSES):
         keys = [CacheKey(2, req_id=turn * (WARM + calls) + number) for number in range(WARM + calls)]
 
         def pull(number: int, keys: list[CacheKey] = keys) -> None:
             manager.pull_cache(keys[number], near)
 
-        show(f"{transport}, pull_cache, the key is released{between}", calls, pause, pull)
+        show(f"{name}{between}", calls, pause, pull)
         status = None
         try:
             manager.pull_cache(keys[0], near)

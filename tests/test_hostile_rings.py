@@ -61,7 +61,7 @@ def test_offers_that_cannot_be_used_leave_the_socket(offer: Offer) -> None:
         wire, refused, _ = link.offer_rings([spare])
         os.close(spare)
         assert refused is not None
-        assert "enough" in refused, refused
+        assert "maximum number" in refused, refused
         assert ask(wire, PING)["is"] == "Done"
         for ring in rings:
             assert ring.ask(PING)["is"] == "Done"
@@ -97,7 +97,7 @@ def impossible(wire: RingWire) -> list[Callable[[], None]]:
     ]
 
 
-def test_impossible_words_and_messages_end_their_stream_alone(offer: Offer) -> None:
+def test_invalid_words_and_messages_end_only_their_stream(offer: Offer) -> None:
     with Trial() as trial:
         link = local_link(trial, offer)
         trial.begin()
@@ -110,7 +110,7 @@ def test_impossible_words_and_messages_end_their_stream_alone(offer: Offer) -> N
                 bad.wake()
             assert bad.wire.ended(SLACK), f"case {number} goes on"
             assert good.ask(PING)["is"] == "Done"
-        # Numbers that only say that nothing was read: the engine has no room for further replies at some time.
+        # This word claims that nothing was read, so the engine runs out of room for its replies.
         stuck = link.ringed_call()
         stuck.forge(stuck.READ, 0)
         with suppress(*GONE):
@@ -121,8 +121,8 @@ def test_impossible_words_and_messages_end_their_stream_alone(offer: Offer) -> N
         assert not trial.tender.ended, "the link itself goes on"
 
 
-def test_a_request_that_changes_while_it_is_read_is_some_request(offer: Offer) -> None:
-    """Whatever the engine has copied out is what it checks. Rows outside the cache are never read or written."""
+def test_request_changed_during_read_stays_within_the_cache(offer: Offer) -> None:
+    """The engine checks the copy that it has made, so rows outside the cache are never read."""
     with Trial() as trial:
         link = local_link(trial, offer)
         trial.begin()

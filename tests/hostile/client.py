@@ -125,7 +125,7 @@ class Wire:
 
 
 class RingWire:
-    """A call stream over rings. `word` and `forge` read the words of the engine and write those of this side."""
+    """A call stream with rings. `word` reads a word of the engine; `forge` writes a word of this side."""
 
     WRITTEN, READ, AWAITS_BYTES, AWAITS_ROOM = 0, 64, 128, 192
 
@@ -140,7 +140,7 @@ class RingWire:
         struct.pack_into("<Q", self.own, at, value)
 
     def place(self, data: bytes) -> None:
-        """Write bytes into the ring, whether there is room or not, without a word about them."""
+        """Write bytes into the ring without checking the room or updating `WRITTEN`."""
         for byte in data:
             self.own[RING_WORDS + self.written % RING] = byte
             self.written += 1
@@ -191,14 +191,17 @@ class Link:
         return wire
 
     def offer_rings(self, descriptors: Sequence[int]) -> tuple[Wire, str | None, list[int]]:
-        """Open a call stream and offer these descriptors as a ring. Return the reason of a refusal, and descriptors."""
+        """Offer these descriptors as a ring on a new call stream.
+
+        Return the stream, the reason of a refusal or `None`, and the descriptors received.
+        """
         wire = self.call(rings=True)
         wire.say(m.RING_OFFER, descriptors)
         body, received = wire.hear_with()
         return wire, m.read_ring_answer(body), received
 
     def ringed_call(self) -> RingWire:
-        """Open a call stream whose bytes go through rings."""
+        """Open a call stream with rings."""
         own = memory(RING_FILE, 0)
         mapped = mmap.mmap(own, RING_FILE)
         fcntl.fcntl(own, F_ADD_SEALS, SEALS)

@@ -38,7 +38,7 @@ RING_OFFER = b""
 
 
 def ring_refused(reason: str) -> bytes:
-    """Answer 1 to the offer of a ring."""
+    """Return an encoded `RingAnswer::Refused`."""
     return uint(1) + text(reason)
 
 

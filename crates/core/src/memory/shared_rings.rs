@@ -21,14 +21,14 @@ use crate::error::{Error, ErrorKind, Result};
 
 /// Bytes of a ring, a power of two. Almost all requests and replies are shorter.
 const RING: usize = 64 << 10;
-/// Bytes that are read before the other side learns of it, if there are more to read.
+/// Bytes that this side reads before it tells the peer, unless the ring is empty earlier.
 const CHUNK: usize = 16 << 10;
 /// Bytes before the ring, for the words of its process.
 const WORDS: usize = 4096;
 /// Bytes of the file of each process.
 const BYTES: usize = WORDS + RING;
-/// How often a ring is looked at before the thread does anything else.
-const LOOKS: u32 = 64;
+/// Number of polls of a ring before the thread yields.
+const POLLS: u32 = 64;
 
 /// A word of a process, by its offset in the file. Each has a cache line to itself.
 #[derive(Clone, Copy, Debug)]
@@ -67,9 +67,10 @@ impl Awaited {
 pub struct OwnRing(File);
 
 impl OwnRing {
-    /// Creates an empty ring, and the descriptor with which the peer maps it. Returns `Err` of kind [`ErrorKind::OutOfMemory`] if memory is short, and of kind
-    /// [`ErrorKind::System`] if a limit of the process or the system prevents it, or if the kernel cannot keep others from
-    /// writing.
+    /// Creates an empty ring and the descriptor with which the peer maps it.
+    ///
+    /// Returns `Err` of kind [`ErrorKind::OutOfMemory`] if memory is short, and of kind [`ErrorKind::System`] if a limit
+    /// prevents the ring or the kernel cannot seal it.
     pub fn create() -> Result<(OwnRing, OwnedFd)> {
         let made = || {
             let descriptor = memfd::create("llm_datadist calls", BYTES as u64, MemfdFlags::empty())?;
@@ -102,9 +103,9 @@ impl OwnRing {
 pub struct SharedRings {
     own: File,
     peer: File,
-    /// How far the peer had read when that was last needed. Looking less often keeps the word in the cache of the peer.
+    /// The last value of the peer's `Read` word that this side loaded. Loading it rarely leaves its cache line with the peer.
     seen_read: AtomicU64,
-    /// How far this process has read. The peer learns it when there is nothing more to read, or much room.
+    /// Position up to which this process has read. It is published when the ring is empty or after [`CHUNK`] bytes.
     read: AtomicU64,
 }
 
@@ -131,8 +132,8 @@ impl SharedRings {
         Ok(len)
     }
 
-    /// Whether what a thread waits for is there. Also `true` if the numbers of the peer are impossible, which the next
-    /// call reports.
+    /// Returns whether `awaited` is there. Also returns `true` if the words of the peer are impossible, so that the next
+    /// call reports the error.
     pub fn ready(&self, awaited: Awaited) -> bool {
         let found = match awaited {
             Awaited::Bytes => self.unread(),
@@ -141,16 +142,16 @@ impl SharedRings {
         !matches!(found, Err(Errno::AGAIN))
     }
 
-    /// Looks for it a limited number of times, for less than a microsecond.
+    /// Polls [`ready`](Self::ready) a limited number of times, for a few microseconds at most.
     pub fn ready_soon(&self, awaited: Awaited) -> bool {
-        (0..LOOKS).any(|_| {
+        (0..POLLS).any(|_| {
             spin_loop();
             self.ready(awaited)
         })
     }
 
-    /// Announces that this side is about to sleep. Returns `false` if it must not, because what it waits for is there.
-    /// [`wakes`](Self::wakes) is `true` at the other side for what comes later.
+    /// Announces that this side is about to sleep. Returns `false` if it must not, because `awaited` is there. Until
+    /// [`awake`](Self::awake), [`wakes`](Self::wakes) returns `true` at the other side.
     pub fn fall_asleep(&self, awaited: Awaited) -> bool {
         self.own.word(awaited.word()).store(1, Ordering::Relaxed);
         // Either this side sees what the other one has published, or the other one sees the announcement.
@@ -162,21 +163,21 @@ impl SharedRings {
         true
     }
 
-    /// Takes the announcements back.
+    /// Withdraws both announcements.
     pub fn awake(&self) {
         for awaited in [Awaited::Bytes, Awaited::Room] {
             self.own.word(awaited.word()).store(0, Ordering::Relaxed);
         }
     }
 
-    /// Whether the other side sleeps until this one has written or read, which it has just done.
+    /// Returns whether the other side sleeps until `awaited` is there. Call it after a write or a read.
     pub fn wakes(&self, awaited: Awaited) -> bool {
         fence(Ordering::SeqCst);
         self.peer.word(awaited.word()).load(Ordering::Relaxed) != 0
     }
 
-    /// Returns how much was written, and the room for more; less than there is if there is room for `wanted` bytes.
-    /// `Err(AGAIN)` if there is none.
+    /// Returns the position of the next byte to write, and the room. The room may be underestimated, but is at least `wanted`
+    /// if that much is free. Returns `Err(AGAIN)` if there is none.
     fn room(&self, wanted: usize) -> rustix::io::Result<(u64, usize)> {
         let written = self.own.number(Word::Written);
         let room = |read: u64| {
@@ -195,7 +196,7 @@ impl SharedRings {
         }
     }
 
-    /// Notes that this process has read up to `read`. `all` is whether there was nothing more.
+    /// Notes that this process has read up to `read`. `all` is whether the ring is now empty.
     fn note_read(&self, read: u64, all: bool) {
         self.read.store(read, Ordering::Relaxed);
         if all || read.wrapping_sub(self.own.number(Word::Read)) >= CHUNK as u64 {
@@ -238,7 +239,7 @@ impl File {
         number
     }
 
-    /// Sets a number of this process, after everything that it did before.
+    /// Stores a word of this process. A peer that loads it sees every earlier write (release).
     fn publish(&self, word: Word, number: u64) {
         self.word(word).store(number, Ordering::Release);
     }
@@ -250,13 +251,11 @@ impl File {
     /// `from` must be valid for reads of `len` bytes, and this mapping must be writable.
     unsafe fn put(&self, at: u64, from: *const u8, len: usize) {
         let (start, first) = split(at, len);
-        let ring = (self.0 + WORDS) as *mut u8;
-        // SAFETY: both parts lie inside the ring (`split`), and the source is valid, as the caller promises. Nobody else
+        // SAFETY: the part lies inside the ring (`split`), and the source is valid, as the caller promises. Nobody else
         // writes the ring: the file is sealed, and one thread writes at a time.
-        unsafe {
-            from.copy_to_nonoverlapping(ring.add(start), first);
-            from.add(first).copy_to_nonoverlapping(ring, len - first);
-        }
+        unsafe { from.copy_to_nonoverlapping(self.ring(start), first) };
+        // SAFETY: as above; this is the part after the end of the ring, from its start on.
+        unsafe { from.wrapping_add(first).copy_to_nonoverlapping(self.ring(0), len - first) };
     }
 
     /// Copies `len` bytes, at most [`RING`], from position `at` of the ring of the peer. A peer that breaks the protocol
@@ -267,13 +266,16 @@ impl File {
     /// `to` must be valid for writes of `len` bytes.
     unsafe fn get(&self, at: u64, to: *mut u8, len: usize) {
         let (start, first) = split(at, len);
-        let ring = (self.0 + WORDS) as *const u8;
-        // SAFETY: both parts lie inside the ring (`split`), which is mapped, and the destination is valid, as the caller
+        // SAFETY: the part lies inside the ring (`split`), which is mapped, and the destination is valid, as the caller
         // promises.
-        unsafe {
-            ring.add(start).copy_to_nonoverlapping(to, first);
-            ring.copy_to_nonoverlapping(to.add(first), len - first);
-        }
+        unsafe { self.ring(start).copy_to_nonoverlapping(to, first) };
+        // SAFETY: as above; this is the part after the end of the ring, from its start on.
+        unsafe { self.ring(0).copy_to_nonoverlapping(to.wrapping_add(first), len - first) };
+    }
+
+    /// Returns the address of a byte of the ring.
+    fn ring(&self, at: usize) -> *mut u8 {
+        (self.0 + WORDS + at) as *mut u8
     }
 }
 
@@ -305,9 +307,9 @@ mod tests {
         (one.join(&of_other).unwrap(), other.join(&of_one).unwrap())
     }
 
-    /// Returns `len` bytes, none of which is like the one at the same place of the next call.
+    /// Returns `len` bytes that differ at every position from those of the next seed.
     fn bytes(seed: usize, len: usize) -> Vec<u8> {
-        (0..len).map(|at| (seed.wrapping_mul(31) ^ at.wrapping_mul(7)) as u8).collect()
+        (0..len).map(|at| (seed.wrapping_mul(31) ^ at.wrapping_mul(7)).to_le_bytes()[0]).collect()
     }
 
     #[test]
@@ -333,8 +335,8 @@ mod tests {
         assert_eq!(one.write(&vec![1; RING + 5]), Ok(RING));
         assert_eq!(one.write(&[2]), Err(Errno::AGAIN));
         assert!(!one.ready(Awaited::Room) && other.ready(Awaited::Bytes));
-        assert_eq!(other.read(&mut [0; CHUNK]), Ok(CHUNK));
-        assert_eq!(one.write(&[2; CHUNK + 1]), Ok(CHUNK));
+        assert_eq!(other.read(&mut vec![0; CHUNK]), Ok(CHUNK));
+        assert_eq!(one.write(&vec![2; CHUNK + 1]), Ok(CHUNK));
     }
 
     #[test]
@@ -362,7 +364,7 @@ mod tests {
         forge(Word::Written, 2);
         assert_eq!(other.read(&mut [0; 8]), Err(Errno::PROTO), "fewer than were read");
         forge(Word::Read, RING as u64 + 1);
-        assert_eq!(other.write(&[0; RING]), Ok(RING));
+        assert_eq!(other.write(&vec![0; RING]), Ok(RING));
         assert_eq!(other.write(b"x"), Err(Errno::PROTO), "more was read than written");
         assert!(other.ready(Awaited::Bytes) && other.ready(Awaited::Room), "the next call reports it");
     }
@@ -409,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn no_side_sleeps_over_what_has_come() {
+    fn sleeping_side_is_woken_for_every_message() {
         const ROUNDS: u64 = 20_000;
         let (one, other) = pair();
         let first = thread::current();

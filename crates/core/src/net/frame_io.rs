@@ -6,7 +6,7 @@
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
@@ -225,10 +225,10 @@ impl Stream {
 impl Stream {
     fn push(&self, bytes: &[u8], flags: SendFlags) -> io::Result<StepResult> {
         let Some(rings) = self.rings.get() else { return self.push_socket(bytes, flags) };
-        self.pushed(bytes, |bytes| rings.send(self, bytes))
+        self.pushed(bytes, |bytes| rings.send(self.as_fd(), bytes))
     }
 
-    /// Sends bytes beside the frames.
+    /// Sends payload, which always goes through the socket.
     pub(super) fn push_payload(&self, bytes: &[u8], flags: SendFlags) -> io::Result<StepResult> {
         if self.begin_payload(Way::Out)? { self.push_socket(bytes, flags) } else { Ok(StepResult::NotYet) }
     }
@@ -244,8 +244,8 @@ impl Stream {
         send: impl FnOnce(&[u8]) -> rustix::io::Result<usize>,
     ) -> io::Result<StepResult> {
         let Some(most) = self.allowed(Way::Out, bytes.len())? else { return Ok(StepResult::NotYet) };
-        let sent = outcome(send(&self.garbled(&bytes[..most])))?;
-        Ok(self.passed(Way::Out, sent))
+        let moved = outcome(send(&self.garbled(&bytes[..most])))?;
+        Ok(self.passed(Way::Out, moved))
     }
 
     fn push_with(&self, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<StepResult> {
@@ -264,11 +264,11 @@ impl Stream {
     pub(super) fn pull(&self, rest: &mut [u8]) -> io::Result<StepResult> {
         let Some(rings) = self.rings.get() else { return self.pull_socket(rest) };
         let Some(most) = self.allowed(Way::In, rest.len())? else { return Ok(StepResult::NotYet) };
-        let got = rings.receive(self, &mut rest[..most]);
+        let got = rings.receive(self.as_fd(), &mut rest[..most]);
         self.received(rest, got)
     }
 
-    /// Receives bytes beside the frames.
+    /// Receives payload, which always goes through the socket.
     pub(super) fn pull_payload(&self, rest: &mut [u8]) -> io::Result<StepResult> {
         if self.begin_payload(Way::In)? { self.pull_socket(rest) } else { Ok(StepResult::NotYet) }
     }

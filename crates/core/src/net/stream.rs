@@ -20,7 +20,7 @@ use super::pace::Pace;
 use super::rings::Rings;
 use super::step::{StepResult, Way, timespec};
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::{Credentials, Kept, take_descriptors};
+use crate::memory::{Credentials, Kept, SharedRings, take_descriptors};
 use crate::sync::Mutex;
 
 const OPEN: u8 = 0;
@@ -32,7 +32,7 @@ const CLOSED: u8 = 2;
 pub struct Stream {
     _kept: Kept,
     pub(super) socket: OwnedFd,
-    /// The shared memory through which all bytes go instead of the socket.
+    /// The shared memory that carries the frames, if the stream has rings. Payload stays on the socket.
     pub(super) rings: OnceLock<Rings>,
     pub(super) about: About,
     /// [`OPEN`], [`BROKEN`] or [`CLOSED`].
@@ -108,6 +108,41 @@ impl Stream {
     pub fn expect_descriptors(&self, expected: bool) {
         if self.about.carries_descriptors {
             take_descriptors(self.socket.as_fd(), expected);
+        }
+    }
+
+    /// Has all further frames go through `memory`. Both sides must do this at the same place of the stream.
+    pub fn use_rings(&self, memory: SharedRings) {
+        // A stream gets rings at most once: after its handshake.
+        let _ = self.rings.set(Rings::new(memory));
+    }
+
+    /// Whether its frames go through shared memory.
+    pub fn has_rings(&self) -> bool {
+        self.rings.get().is_some()
+    }
+
+    /// Prepares for a wait until the descriptor is readable. Returns `false` if it may not become readable, because
+    /// something has arrived already.
+    pub fn fall_asleep(&self) -> bool {
+        self.rings.get().is_none_or(|rings| rings.fall_asleep(Way::In))
+    }
+
+    /// Ends a wait, after the descriptor became readable. Returns whether there is something to receive, or the end of
+    /// the stream. A peer may have woken this side more often than necessary.
+    pub fn wake_up(&self) -> bool {
+        let Some(rings) = self.rings.get() else { return true };
+        rings.wake_up(self.as_fd());
+        rings.ready()
+    }
+
+    /// Prepares to move payload through the socket. Returns `false` if the socket is not ready for it.
+    pub(super) fn begin_payload(&self, way: Way) -> io::Result<bool> {
+        let begun = self.rings.get().map_or(Ok(()), |rings| rings.begin_payload(self.as_fd(), way));
+        match begun {
+            Ok(()) => Ok(true),
+            Err(Errno::AGAIN) => Ok(false),
+            Err(errno) => Err(errno.into()),
         }
     }
 

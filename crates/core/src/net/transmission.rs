@@ -1,6 +1,7 @@
 //! Moves one frame or one list of windows through a socket: tries, waits and gives up.
 
 use std::io;
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -15,7 +16,7 @@ use crate::model::Deadline;
 /// One frame or one list of windows in transit.
 pub(super) struct Transmission<'a> {
     stream: &'a Stream,
-    /// The rings through which it moves, if it does.
+    /// The rings, if a frame moves through them.
     rings: Option<&'a Rings>,
     way: Way,
     deadline: Deadline,
@@ -38,12 +39,12 @@ impl<'a> Transmission<'a> {
     /// Begins to move a frame.
     pub(super) fn new(stream: &'a Stream, way: Way, deadline: Deadline) -> Self {
         let rings = stream.rings.get();
-        // The other side of rings copies at the same time, and continues within microseconds.
+        // The peer copies at the same time and usually continues within microseconds, so polling avoids a sleep.
         let poll_time = if rings.is_some() { super::POLL_TIME.min(deadline.left()) } else { Duration::ZERO };
         Transmission { rings, poll_time, ..Transmission::of_payload(stream, way, deadline) }
     }
 
-    /// Begins to move bytes beside the frames.
+    /// Begins to move payload.
     pub(super) fn of_payload(stream: &'a Stream, way: Way, deadline: Deadline) -> Self {
         Transmission {
             stream,
@@ -154,7 +155,7 @@ impl<'a> Transmission<'a> {
         if slept { self.deadline.waiting(self.doing()) } else { self.deadline.check(self.doing()) }?;
         let events = match self.way {
             _ if stalled => PollFlags::empty(),
-            // The peer sends a byte when it has read, too.
+            // The peer also sends a zero after it has read, so wait for input.
             Way::Out if rings.is_some() => PollFlags::IN | PollFlags::RDHUP,
             Way::In => PollFlags::IN,
             // A peer that has closed its end reads nothing. Only RDHUP shows this before the window is full.
@@ -167,7 +168,9 @@ impl<'a> Transmission<'a> {
         let mut socket = [PollFd::new(self.stream, events)];
         let nap = self.deadline.nap().min(self.paced()?);
         let polled = poll(&mut socket, Some(&timespec(nap)));
-        rings.iter().for_each(|rings| rings.wake_up(self.stream));
+        if let Some(rings) = rings {
+            rings.wake_up(self.stream.as_fd());
+        }
         match polled {
             // A stalled stream would return here again and again.
             Ok(1..) if stalled => Err(self.stream.broken(Errno::CONNRESET.into())),

@@ -93,16 +93,18 @@ pub enum Purpose {
     Knock { comm: Comm },
 }
 
-/// Follows the welcome of a call stream within one host, from the dialing side. The descriptor of its ring comes with it.
+/// Offer of a ring. The dialing side sends it after the welcome of a call stream within one host, with the descriptor of its
+/// ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RingOffer;
 
 /// Answer of the accepting side to [`RingOffer`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RingAnswer {
-    /// All further bytes of the stream go through the rings. The descriptor of its own ring comes with the answer.
+    /// Further frames go through the rings. Payload stays on the socket. The answer carries the descriptor of the accepting
+    /// side's ring.
     Used,
-    /// All further bytes go through the socket.
+    /// Frames and payload stay on the socket.
     Refused {
         #[serde(deserialize_with = "text")]
         reason: String,

@@ -53,7 +53,7 @@ enum Step {
     Ring(NewCallStream),
 }
 
-/// A call stream of a link in the making.
+/// A call stream that is about to join its link.
 #[derive(Debug)]
 struct NewCallStream {
     link: Arc<Link>,
@@ -137,8 +137,8 @@ impl PendingStream {
             Step::Ring(call) => {
                 stream.expect_descriptors(false);
                 let RingOffer = protocol::open(kind, &body).map_err(Refusal::unreadable)?;
-                let (link, serves) = (call.link.clone(), !call.reverse);
-                let answer = || call_rings::take(&link, &stream, descriptors, serves);
+                let (cluster, ringed) = (call.link.peer.cluster, call.link.ringed(!call.reverse));
+                let answer = || call_rings::take(cluster, &stream, descriptors, ringed);
                 call.enter(shared, &stream, answer).map(|()| Next::Done)
             }
             Step::Attached(pending, offered) => {

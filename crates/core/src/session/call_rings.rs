@@ -4,38 +4,36 @@
 //! either side cannot use rings, the stream keeps its socket, which carries the same messages.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
 
-use super::link::Link;
 use super::message_io;
 use super::peer_memory::memory_files;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{OwnRing, SharedRings};
-use crate::model::Deadline;
+use crate::model::{ClusterId, Deadline};
 use crate::net::{Address, Stream};
 use crate::protocol::{self, HANDSHAKE_LIMIT, RingAnswer, RingOffer};
 
-/// Maximum number of call streams with rings of one link, in each direction. Their memory is used once they are, so further
-/// streams, which only many calls at a time need, have sockets.
+/// Maximum number of call streams with rings of a link in each direction. Each costs memory, and only many simultaneous calls
+/// need more streams.
 const RINGED: usize = 4;
 
-/// The ring of a dialing side that the peer does not have yet.
+/// The ring of the dialing side, before the peer has it.
 pub(super) struct OfferedRing {
     ring: OwnRing,
     descriptor: OwnedFd,
 }
 
 impl OfferedRing {
-    /// Creates a ring for a stream to `address`, unless the stream is to have none. `serves` is whether this side will
-    /// answer requests on it.
-    pub(super) fn create(link: &Link, address: &Address, serves: bool) -> Option<OfferedRing> {
-        if matches!(address, Address::Tcp(_)) || count(link, serves) >= RINGED {
+    /// Creates a ring for a stream to `address` of `cluster`, whose link has `ringed` streams with rings in the same
+    /// direction. Returns `None` over TCP, if the link has enough rings, or if it fails.
+    pub(super) fn create(cluster: ClusterId, address: &Address, ringed: usize) -> Option<OfferedRing> {
+        if matches!(address, Address::Tcp(_)) || ringed >= RINGED {
             return None;
         }
         match OwnRing::create() {
             Ok((ring, descriptor)) => Some(OfferedRing { ring, descriptor }),
             Err(error) => {
-                report(link, &error);
+                report(cluster, &error);
                 None
             }
         }
@@ -43,24 +41,29 @@ impl OfferedRing {
 
     /// Offers the ring on `stream`, whose welcome has arrived. Afterwards the stream uses rings, unless the peer refuses
     /// them. Returns `Err` if the stream is unusable.
-    pub(super) fn exchange(self, link: &Link, stream: &Stream, deadline: Deadline) -> Result<()> {
+    pub(super) fn exchange(self, cluster: ClusterId, stream: &Stream, deadline: Deadline) -> Result<()> {
         stream.send_with(&protocol::encode(&RingOffer)?, &[self.descriptor.as_fd()], deadline)?;
         let (answer, descriptors) = message_io::receive_message_with(stream, HANDSHAKE_LIMIT, deadline)?;
         stream.expect_descriptors(false);
         match answer {
             RingAnswer::Used => stream.use_rings(joined(self.ring, descriptors)?),
-            RingAnswer::Refused { reason } => report(link, &Error::new(ErrorKind::System, reason)),
+            RingAnswer::Refused { reason } => report(cluster, &Error::new(ErrorKind::System, reason)),
         }
         Ok(())
     }
 }
 
 /// Answers the offer of a dialing side, whose ring is among `descriptors`. Afterwards the stream uses rings, unless this
-/// side has refused them. `serves` is whether this side will answer requests on it.
-pub(super) fn take(link: &Link, stream: &Stream, descriptors: Vec<OwnedFd>, serves: bool) -> Result<()> {
+/// side has refused them. The link to `cluster` has `ringed` streams with rings in the same direction.
+pub(super) fn take(
+    cluster: ClusterId,
+    stream: &Stream,
+    descriptors: Vec<OwnedFd>,
+    ringed: usize,
+) -> Result<()> {
     let made = || {
-        if count(link, serves) >= RINGED {
-            let text = "the link has enough call streams over shared memory";
+        if ringed >= RINGED {
+            let text = "the link already has the maximum number of call streams with rings in this direction";
             return Err(Error::new(ErrorKind::System, text).with("limit", RINGED));
         }
         let (ring, descriptor) = OwnRing::create()?;
@@ -73,7 +76,7 @@ pub(super) fn take(link: &Link, stream: &Stream, descriptors: Vec<OwnedFd>, serv
         }
         Err(error) => {
             stream.send_now(&protocol::encode(&RingAnswer::Refused { reason: error.to_string() })?, &[])?;
-            report(link, &error);
+            report(cluster, &error);
         }
     }
     Ok(())
@@ -85,17 +88,6 @@ fn joined(ring: OwnRing, descriptors: Vec<OwnedFd>) -> Result<SharedRings> {
     ring.join(files.first().ok_or_else(missing)?)
 }
 
-/// Returns the number of streams with rings on which this side answers requests, or else sends them.
-pub(super) fn count(link: &Link, serves: bool) -> usize {
-    let ringed = |stream: &&Arc<Stream>| stream.has_rings();
-    if serves {
-        return link.serving.lock().streams.iter().filter(ringed).count();
-    }
-    let streams = link.streams.lock();
-    streams.idle.iter().map(|(stream, _)| stream).chain(&streams.busy).filter(ringed).count()
-}
-
-fn report(link: &Link, error: &Error) {
-    let cluster = link.peer.cluster;
+fn report(cluster: ClusterId, error: &Error) {
     tracing::debug!(target: "llm_datadist::links", "a call stream of cluster {cluster} uses its socket: {error}");
 }

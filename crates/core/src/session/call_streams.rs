@@ -184,7 +184,7 @@ impl Link {
     pub(super) fn trim(&self) {
         let mut streams = self.streams.lock();
         let spare = streams.idle.len().saturating_sub(IDLE_STREAMS);
-        // Calls take the last stream, so the streams at the front have been idle longest, except those with rings.
+        // Streams without rings come first, those idle longest at the front. Calls take the last stream.
         let old = streams.idle[..spare].iter().take_while(|(_, since)| since.elapsed() > IDLE_TIME).count();
         let old: Vec<_> = streams.idle.drain(..old).collect();
         drop(streams);

@@ -11,13 +11,11 @@ use std::time::{Duration, Instant};
 use hashbrown::HashMap;
 use serde::Serialize;
 
-use super::call_rings::{self, OfferedRing};
 use super::dial::Dialer;
 use super::known_cache::{self, KnownCache};
 use super::limits::{Budget, BudgetShare, PeerBudget};
 use super::notification_window::Notifications;
 use super::opened_grants::OpenedGrants;
-use super::peer_addresses::FurtherAddress;
 use super::peer_memory::{PeerMemory, Readable};
 use super::pushes_in_flight::PushesInFlight;
 use super::shared_writes::SharedWrites;
@@ -27,7 +25,7 @@ use crate::events::{LinkEnd, PeerInfo};
 use crate::fabric::PeerFabric;
 use crate::model::{ClusterId, Deadline, Name};
 use crate::net::Stream;
-use crate::protocol::{self, Control, Purpose};
+use crate::protocol::{self, Control};
 use crate::stats::{Counters, LinkState, PathCounters};
 use crate::sync::{Condvar, Mutex, MutexGuard};
 
@@ -86,7 +84,7 @@ pub struct Link {
     /// Notified when a stream is returned or arrives, the peer answers a ping, the link breaks, or the last
     /// transfer of an unlink ends.
     pub(super) changed: Condvar,
-    pub(super) serving: Mutex<Serving>,
+    serving: Mutex<Serving>,
     broken: OnceLock<(Instant, String)>,
     /// Whether the streams were closed.
     closed: AtomicBool,
@@ -116,8 +114,8 @@ pub struct Link {
 
 /// The streams on which requests of the peer are answered.
 #[derive(Debug, Default)]
-pub(super) struct Serving {
-    pub(super) streams: Vec<Arc<Stream>>,
+struct Serving {
+    streams: Vec<Arc<Stream>>,
     /// Streams that this side is opening at the request of the peer.
     opening: usize,
 }
@@ -260,7 +258,7 @@ impl Link {
             ),
             refusal: self.peer_memory.as_ref().and_then(PeerMemory::refused).map(str::to_owned),
             outgoing: self.dialer.is_some(),
-            call_rings: call_rings::count(self, false) + call_rings::count(self, true),
+            call_rings: self.ringed(false) + self.ringed(true),
             silent_ms: u64::try_from(self.silent().as_millis()).unwrap_or(u64::MAX),
             requests: self.requests.state(),
             transfers: self.transfers.state(),
@@ -391,69 +389,6 @@ impl Link {
             .saturating_sub(Duration::from_millis(self.last_sign_of_life.load(Ordering::Relaxed)))
     }
 
-    /// Opens another stream of this link with `dialer`, at a further address or at the main one. With `reverse` the peer will
-    /// send requests on it. Returns `Err` with `NotLinked` if another process answers at the address of the peer.
-    pub(super) fn open_call_stream(
-        &self,
-        dialer: &Dialer,
-        at: Option<&FurtherAddress>,
-        reverse: bool,
-        deadline: Deadline,
-    ) -> Result<Stream> {
-        let Some(at) = at else { return self.dial_call_stream(dialer, reverse, deadline) };
-        let (dialer, limit, hurried) = dialer.to(at, deadline);
-        self.dial_call_stream(&dialer, reverse, limit).inspect_err(|error| {
-            let blamed = match error.kind() {
-                ErrorKind::Interrupted => false,
-                ErrorKind::Timeout => !hurried,
-                _ => true,
-            };
-            if blamed && self.alive() {
-                at.note_failure(self.peer.cluster, error);
-            }
-        })
-    }
-
-    fn dial_call_stream(&self, dialer: &Dialer, reverse: bool, deadline: Deadline) -> Result<Stream> {
-        let Some(ring) = OfferedRing::create(self, &dialer.address, reverse) else {
-            return self.dial_with(dialer, (reverse, false), deadline);
-        };
-        let stream = self.dial_with(dialer, (reverse, true), deadline)?;
-        match ring.exchange(self, &stream, deadline) {
-            Ok(()) => Ok(stream),
-            // The peer uses rings, and this side cannot.
-            Err(error) if matches!(error.kind(), ErrorKind::System | ErrorKind::OutOfMemory) => {
-                drop(stream);
-                self.dial_with(dialer, (reverse, false), deadline)
-            }
-            Err(error) => Err(error),
-        }
-    }
-
-    fn dial_with(
-        &self,
-        dialer: &Dialer,
-        (reverse, rings): (bool, bool),
-        deadline: Deadline,
-    ) -> Result<Stream> {
-        let dial = || {
-            let purpose = Purpose::Call { link: self.id, reverse, rings };
-            dialer.handshake(Some(self.peer.cluster), purpose, deadline)
-        };
-        // A listener that is full of unauthenticated connections drops the oldest one, which may be this one.
-        // So retry once.
-        let opened = match dial() {
-            Err(error) if error.kind() == ErrorKind::NotLinked && self.alive() => dial(),
-            opened => opened,
-        };
-        let (stream, welcome) = opened?;
-        if welcome.from.instance == self.peer.instance {
-            return Ok(stream);
-        }
-        let text = "another process answers at the address of the peer: it was restarted; link again";
-        Err(Error::new(ErrorKind::NotLinked, text))
-    }
-
     /// Registers a stream on which requests of the peer are answered, so that breaking the link closes it.
     /// Refuses more than [`MOST_SERVED`] streams.
     pub(super) fn serve_on(&self, stream: &Arc<Stream>) -> Result<()> {
@@ -477,6 +412,16 @@ impl Link {
     /// Returns the number of streams on which requests of the peer are answered.
     pub(super) fn serves(&self) -> usize {
         self.serving.lock().streams.len()
+    }
+
+    /// Returns the number of streams with rings on which this side answers requests (`serves`) or sends them.
+    pub(super) fn ringed(&self, serves: bool) -> usize {
+        let ringed = |stream: &&Arc<Stream>| stream.has_rings();
+        if serves {
+            return self.serving.lock().streams.iter().filter(ringed).count();
+        }
+        let streams = self.streams.lock();
+        streams.idle.iter().map(|(stream, _)| stream).chain(&streams.busy).filter(ringed).count()
     }
 
     /// Removes a stream that has ended.

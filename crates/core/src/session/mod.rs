@@ -35,6 +35,7 @@ mod membership;
 mod message_io;
 mod notification_window;
 mod notifications;
+mod open_stream;
 mod opened_grants;
 mod peer_addresses;
 mod peer_fabric;

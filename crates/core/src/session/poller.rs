@@ -20,7 +20,7 @@ pub(super) enum Watching {
     Always,
     /// Once, to one thread, until [`Poller::again`] is called.
     Once,
-    /// Once, as soon as it is writable, which a socket almost always is.
+    /// Once, and at once: the socket is almost always writable. For a stream whose ring already holds a request.
     Soon,
 }
 
@@ -56,7 +56,8 @@ impl Poller {
         added.map_err(|errno| system(&format!("epoll does not accept {what}"), errno))
     }
 
-    /// Reports a descriptor that was added with [`Once`](Watching::Once) or [`Soon`](Watching::Soon) one more time.
+    /// Watches a descriptor again that was added with [`Once`](Watching::Once) or [`Soon`](Watching::Soon), in the way of
+    /// `watching`.
     pub(super) fn again(
         &self,
         descriptor: impl AsFd,

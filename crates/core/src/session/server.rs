@@ -355,7 +355,7 @@ impl Server {
     }
 }
 
-/// Returns how the poller waits for the next request on `stream`. If one has arrived, it waits for nothing.
+/// Returns how the poller watches `stream`. If a request is already in the ring, the poller reports the stream at once.
 fn watching(stream: &Stream) -> Watching {
     if stream.fall_asleep() { Watching::Once } else { Watching::Soon }
 }

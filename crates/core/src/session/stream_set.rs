@@ -13,7 +13,7 @@ pub(super) const MOST_CALLS: usize = 64;
 /// The call streams of one link.
 #[derive(Debug, Default)]
 pub(super) struct StreamSet {
-    /// Idle streams with the time of their return, most recent last, and those with rings behind all others.
+    /// Idle streams with the time of their return: first those without rings, then those with rings, each most recent last.
     pub(super) idle: Vec<(Arc<Stream>, Instant)>,
     pub(super) busy: Vec<Arc<Stream>>,
     /// Streams that this side is opening: the addresses at which the peer listens, if known.

@@ -30,7 +30,7 @@ fn short() -> Deadline {
     Deadline::after(Duration::from_millis(50)).named("the_limit")
 }
 
-/// A transport, and an address of it that is free. With `rings`, the bytes of its streams go through shared memory.
+/// A transport, and an address of it that is free. With `rings`, the frames of its streams go through shared memory.
 struct Case {
     transport: Arc<dyn Transport>,
     at: Address,
@@ -63,7 +63,7 @@ fn each(judge: impl Fn(&Case, &dyn Listener, Stream, Stream)) {
     run(cases(), judge);
 }
 
-/// Does the same, and also with a stream whose bytes go through shared memory.
+/// Runs `judge` for every transport, and for a local socket whose frames go through rings.
 fn each_way(judge: impl Fn(&Case, &dyn Listener, Stream, Stream)) {
     let rings = Case { transport: Arc::new(Unix), at: Address::Unix(unique("runner")), rings: true };
     run(cases().into_iter().chain([rings]), judge);
@@ -82,7 +82,7 @@ fn run(cases: impl IntoIterator<Item = Case>, judge: impl Fn(&Case, &dyn Listene
     }
 }
 
-/// Has the bytes of both ends of a stream go through shared memory.
+/// Switches both ends of a stream to rings.
 fn share_rings(local: &Stream, remote: &Stream) {
     let ((of_local, local_file), (of_remote, remote_file)) =
         (OwnRing::create().unwrap(), OwnRing::create().unwrap());

@@ -1,4 +1,4 @@
-//! Call streams whose bytes go through rings in shared memory: which calls use them, and how many streams have them.
+//! Call streams with rings: which calls use them, and how many streams of a link have them.
 
 use std::thread;
 

@@ -1,4 +1,4 @@
-//! Streams whose bytes go through shared memory: what their sockets say, and what they must not say.
+//! Streams with rings: frames, payload and wake-ups, and bytes that a peer must not send on the socket.
 
 use std::io::Write;
 use std::thread;
@@ -20,7 +20,7 @@ fn pair() -> (Stream, Stream) {
 }
 
 #[test]
-fn what_was_sent_before_the_end_arrives() {
+fn frame_sent_before_close_arrives() {
     let (local, remote) = pair();
     local.send(&frame(b"the last words"), soon()).unwrap();
     drop(local);
@@ -45,7 +45,7 @@ fn a_frame_larger_than_the_ring_passes_between_sides_that_sleep() {
 }
 
 #[test]
-fn zeros_on_the_socket_only_wake() {
+fn zeros_on_the_socket_carry_no_data() {
     let (local, remote) = pair();
     raw(&local).write_all(&[0; 10_000]).unwrap();
     assert_eq!(kind_of(receive_by(&remote, short())), ErrorKind::Timeout);
@@ -65,9 +65,9 @@ fn other_bytes_without_a_frame_end_the_stream() {
     }
 }
 
-/// Frames and bytes of caches in turn, while the receiver sleeps or polls, with and without needless zeros between them.
+/// Frames and payload in turn, while the receiver sleeps or polls, with and without needless zeros between them.
 #[test]
-fn bytes_of_caches_arrive_between_the_frames() {
+fn payload_arrives_between_frames() {
     const ROUNDS: usize = 400;
     let (local, remote) = pair();
     let length = |round: usize| [1, 64, 4096, 100_000][round % 4];
@@ -118,7 +118,7 @@ fn a_poller_is_woken_by_the_first_byte_and_by_the_end() {
         assert_eq!(body(&remote), b"again");
     }
     local.send(&frame(b"early"), soon()).unwrap();
-    assert!(!remote.fall_asleep(), "a frame is there, and its sender has seen nobody asleep");
+    assert!(!remote.fall_asleep(), "a frame arrived before this side announced its sleep");
     assert_eq!(body(&remote), b"early");
     assert!(remote.fall_asleep());
     local.close();
