@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import socket
+import struct
 import threading
+import time
 from contextlib import suppress
 from typing import Callable, Iterator
 
@@ -12,7 +15,7 @@ import pytest
 
 from hostile import messages as m
 from hostile.client import GENERATIONS, RING, RING_FILE, Link, Offer, RingWire, ask, frame, memory
-from hostile.trial import GONE, PREY_BYTES, SLACK, Trial
+from hostile.trial import GONE, PREY_BYTES, SILENCE, SLACK, Trial
 
 MOST_RINGS = 4  # call streams of a link, in one direction
 PING = m.ping()
@@ -41,6 +44,7 @@ def refused_offers() -> dict[str, Callable[[], list[int]]]:
         "memory that may lose pages": lambda: [memory(RING_FILE, 0x2 | 0x4)],
         "too short": lambda: [memory(RING_FILE - 1)],
         "empty": lambda: [memory(0)],
+        "huge pages": lambda: [memory(2 << 20, flags=os.MFD_HUGETLB)],
     }
 
 
@@ -116,6 +120,7 @@ def test_invalid_words_and_messages_end_only_their_stream(offer: Offer) -> None:
         with suppress(*GONE):
             for _ in range(RING // 8):
                 stuck.send(frame(PING))
+        assert stuck.wire.ended(SILENCE + SLACK), "the engine waits for room without end"
         assert good.ask(PING)["is"] == "Done"
         trial.judge(links=1, streams=8, busy=1, mapped=GENERATIONS)
         assert not trial.tender.ended, "the link itself goes on"
@@ -164,3 +169,65 @@ def test_needless_wake_ups_cost_their_stream_only(offer: Offer) -> None:
         assert wire.ask(PING)["is"] == "Done"
         assert good.ask(PING)["is"] == "Done"
         trial.judge(links=1, streams=2, busy=1, mapped=GENERATIONS)
+
+
+def lingering() -> int:
+    """Return a socket whose last `close` waits for half a minute: its peer reads nothing of what was sent."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        made = socket.create_connection(server.getsockname())
+        LINGERING.append(server.accept()[0])
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 30))
+    made.setblocking(False)
+    with suppress(BlockingIOError):
+        while True:
+            made.send(bytes(1 << 16))
+    return made.detach()
+
+
+LINGERING: list[socket.socket] = []  # the other ends
+
+
+def test_descriptors_that_close_slowly_hold_nobody_up(offer: Offer) -> None:
+    """Whatever comes of an offer, the thread that accepts connections closes none of its descriptors itself."""
+    with Trial() as trial:
+        link = local_link(trial, offer)
+        trial.begin()
+        rings = [link.ringed_call() for _ in range(MOST_RINGS)]
+        for unreadable in (False, True):
+            given = lingering()
+            wire = link.call(rings=True)
+            said = frame(b"unreadable" if unreadable else m.RING_OFFER)
+            # The engine has the descriptor, and closes it last: only then does closing it wait.
+            socket.send_fds(wire.socket, [said[:4]], [given])
+            os.close(given)
+            with suppress(*GONE):
+                wire.send(said[4:])
+                assert m.read_ring_answer(wire.hear()) is not None
+        time.sleep(SILENCE + SLACK)
+        for ring in rings:
+            assert ring.ask(PING)["is"] == "Done"
+        trial.judge(links=1, streams=MOST_RINGS + 2, busy=1, mapped=GENERATIONS)
+        assert not trial.tender.ended, "the link itself goes on"
+    while LINGERING:
+        LINGERING.pop().close()
+
+
+def test_zeros_before_a_payload_end_with_the_pace_of_the_peer(offer: Offer) -> None:
+    """A write whose bytes never come, though zeros keep its socket readable, holds its rows no longer than any other."""
+    with Trial() as trial:
+        link = local_link(trial, offer)
+        wire, good = link.ringed_call(), link.ringed_call()
+        name = m.name_blocks(1)
+        cache = int(good.ask(m.describe(name))["cache"])
+        trial.begin()
+        plan = m.plan_spans([1], [m.span(0, 0, PREY_BYTES)], 1)
+        wire.send(frame(m.write(name, cache, plan, 0, PREY_BYTES)))
+        assert m.read_reply(wire.body())["is"] == "Ready"
+        until = time.monotonic() + SILENCE + SLACK
+        with suppress(*GONE):
+            while time.monotonic() < until:
+                wire.wire.send(bytes(512))
+            raise TimeoutError("the stream goes on")
+        assert time.monotonic() < until, "the stream goes on"
+        assert good.ask(PING)["is"] == "Done"
+        trial.judge(links=1, streams=2, busy=2, mapped=GENERATIONS)

@@ -167,11 +167,15 @@ class RingWire:
                 time.sleep(0.001)
         return bytes(got)
 
-    def ask(self, request: bytes) -> dict[str, Any]:
-        self.send(frame(request))
+    def body(self) -> bytes:
+        """Return the body of the next message."""
         magic, version, kind, length = struct.unpack("<2sBBI", self.exactly(8))
         assert (magic, version, kind) == (MAGIC, VERSION, MESSAGE)
-        return m.read_reply(self.exactly(length))
+        return self.exactly(length)
+
+    def ask(self, request: bytes) -> dict[str, Any]:
+        self.send(frame(request))
+        return m.read_reply(self.body())
 
 
 class Link:
@@ -243,9 +247,9 @@ def take(wire: Wire, count: int) -> bytes:
     return bytes(out)
 
 
-def memory(length: int, seals: int = SEALS) -> int:
+def memory(length: int, seals: int = SEALS, flags: int = 0) -> int:
     """Return a sparse, sealed memfd of that many bytes. The caller closes it."""
-    descriptor = os.memfd_create("hostile", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = os.memfd_create("hostile", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
     os.ftruncate(descriptor, length)
     fcntl.fcntl(descriptor, F_ADD_SEALS, seals)
     return descriptor

@@ -1,17 +1,22 @@
 //! The environment in which UCX is loaded.
 
+use std::sync::{Mutex, PoisonError};
+
 /// Settings that UCX reads from the environment while it is loaded.
 ///
 /// The first keeps UCX from installing handlers of signals, and the second one from intercepting `mmap` and `munmap` of
 /// the whole process.
 const ENVIRONMENT: [(&str, &str); 2] = [("UCX_HANDLE_ERRORS", "none"), ("UCX_MEM_EVENTS", "n")];
 
-/// Calls `load`, which loads UCX. Sets variables of the environment for that time, unless the program has set them.
+/// Calls `load`, which loads UCX. Sets variables of the environment for that time, unless the program has set them. Calls of
+/// this function take turns.
 ///
 /// # Safety
 ///
 /// No other thread may access the environment through functions of C during the call.
 pub unsafe fn with_ucx_environment<T>(load: impl FnOnce() -> T) -> T {
+    static TURN: Mutex<()> = Mutex::new(());
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let unset: Vec<_> =
         ENVIRONMENT.into_iter().filter(|(name, _)| std::env::var_os(name).is_none()).collect();
     for (name, value) in &unset {

@@ -110,19 +110,19 @@ impl Readers {
         limits: &Limits<'_>,
         connect: impl FnOnce() -> Result<Reader, Error>,
     ) -> Result<Taken<'_>, Error> {
-        let mut state = self.lock();
-        loop {
+        let mut state = loop {
+            // Without the lock: this may run handlers of signals, which may call the engine.
             limits.check()?;
+            let mut state = self.lock();
             if state.closed {
                 return Err(Error::Closed);
             }
             let readers = state.peers.entry(peer).or_default();
             if readers.used < self.most {
-                break;
+                break state;
             }
-            let waited = self.freed.wait_timeout(state, limits.left(ASK));
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
-        }
+            drop(self.freed.wait_timeout(state, limits.left(ASK)));
+        };
         let (mapped, unmapped) = (state.mapped.clone(), state.unmapped);
         let readers = state.peers.entry(peer).or_default();
         readers.used += 1;

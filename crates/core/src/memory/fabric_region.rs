@@ -27,14 +27,14 @@ pub fn load_ucx(path: &Path) -> Result<ucx::Library> {
     static LOADED: LazyLock<Mutex<Vec<ucx::Library>>> = LazyLock::new(Mutex::default);
     let open = || {
         // SAFETY: the path is that of an option, or the name of UCX's library, so the user has chosen the code. Rust's functions
-        // lock the environment. That no other code of the process reads it meanwhile through functions of C cannot be checked,
-        // so this happens once in a process.
+        // lock the environment, and loads take turns. That no other code of the process reads it meanwhile through functions
+        // of C cannot be checked, so each library is loaded once.
         unsafe { ucx::Library::open(path) }
     };
     load(&LOADED, |library| library.path() == path, open)
 }
 
-/// The same with NIXL.
+/// Loads the library of NIXL, as [`load_ucx`] does that of UCX.
 pub fn load_nixl(path: &Path) -> Result<nixl::Library> {
     static LOADED: LazyLock<Mutex<Vec<nixl::Library>>> = LazyLock::new(Mutex::default);
     let open = || {

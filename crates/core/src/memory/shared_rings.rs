@@ -11,7 +11,7 @@ use std::os::fd::OwnedFd;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-use rustix::fs::MemfdFlags;
+use rustix::fs::{MemfdFlags, fstatfs};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
@@ -29,6 +29,9 @@ const WORDS: usize = 4096;
 const BYTES: usize = WORDS + RING;
 /// Number of polls of a ring before the thread yields.
 const POLLS: u32 = 64;
+
+/// The type of a file system of reserved huge pages (`HUGETLBFS_MAGIC` of Linux).
+const HUGETLBFS: rustix::fs::FsWord = 0x9584_58f6;
 
 /// A word of a process, by its offset in the file. Each has a cache line to itself.
 #[derive(Clone, Copy, Debug)]
@@ -89,6 +92,13 @@ impl OwnRing {
     /// or cannot be mapped.
     pub fn join(self, peer: &OwnedFd) -> Result<SharedRings> {
         refuse_shrinking(peer, BYTES as u64)?;
+        // The kernel maps whole huge pages, and unmaps nothing less.
+        if fstatfs(peer).map_or(true, |system| system.f_type == HUGETLBFS) {
+            return Err(Error::new(
+                ErrorKind::System,
+                "the ring of the peer consists of reserved huge pages",
+            ));
+        }
         let peer = File::map(peer, ProtFlags::READ).map_err(|error| {
             Error::new(ErrorKind::System, "the ring of the peer could not be mapped")
                 .with("bytes", BYTES)
@@ -115,7 +125,8 @@ impl SharedRings {
     pub fn write(&self, bytes: &[u8]) -> rustix::io::Result<usize> {
         let (written, room) = self.room(bytes.len())?;
         let len = bytes.len().min(room);
-        // SAFETY: `len` bytes of the borrowed slice, which is no memory of a ring.
+        // SAFETY: `len` bytes of the borrowed slice, which is no memory of a ring. The own file is mapped writable
+        // (`OwnRing::create`), and `room` returns at most the bytes of a ring.
         unsafe { self.own.put(written, bytes.as_ptr(), len) };
         self.own.publish(Word::Written, written + len as u64);
         Ok(len)
@@ -126,7 +137,7 @@ impl SharedRings {
     pub fn read(&self, bytes: &mut [u8]) -> rustix::io::Result<usize> {
         let (read, unread) = self.unread()?;
         let len = bytes.len().min(unread);
-        // SAFETY: `len` bytes of the slice, which is borrowed exclusively.
+        // SAFETY: `len` bytes of the slice, which is borrowed exclusively. `unread` returns at most the bytes of a ring.
         unsafe { self.peer.get(read, bytes.as_mut_ptr(), len) };
         self.note_read(read + len as u64, len == unread);
         Ok(len)
@@ -266,8 +277,9 @@ impl File {
     /// `to` must be valid for writes of `len` bytes.
     unsafe fn get(&self, at: u64, to: *mut u8, len: usize) {
         let (start, first) = split(at, len);
-        // SAFETY: the part lies inside the ring (`split`), which is mapped, and the destination is valid, as the caller
-        // promises.
+        // SAFETY: the part lies inside the ring (`split`), which is mapped and cannot shrink (`refuse_shrinking`), and the
+        // destination is valid, as the caller promises. The source may change meanwhile; it is read by its address, and no
+        // reference to it exists.
         unsafe { self.ring(start).copy_to_nonoverlapping(to, first) };
         // SAFETY: as above; this is the part after the end of the ring, from its start on.
         unsafe { self.ring(0).copy_to_nonoverlapping(to.wrapping_add(first), len - first) };
@@ -378,6 +390,9 @@ mod tests {
         assert!(refused(&file).contains("not sealed"), "{}", refused(&file));
         fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::FUTURE_WRITE).unwrap();
         assert!(refused(&file).contains("shorter"), "{}", refused(&file));
+        let huge = memfd::create("a test", 2 << 20, memfd::HUGE_2MB).unwrap();
+        assert!(seal(&huge));
+        assert!(refused(&huge).contains("reserved huge pages"), "{}", refused(&huge));
         let null = OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
         assert!(refused(&null).contains("not memory"), "{}", refused(&null));
     }

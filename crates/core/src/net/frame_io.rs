@@ -6,7 +6,7 @@
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
@@ -15,6 +15,7 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, recv, recvmsg, send, sendmsg,
 };
 
+use super::received_descriptors::ReceivedDescriptors;
 use super::step::{StepResult, Way};
 use super::stream::Stream;
 use super::transmission::Transmission;
@@ -30,7 +31,7 @@ pub const MAX_DESCRIPTORS: usize = 8;
 const FIRST_STEP: usize = 64 << 10;
 
 /// Kind, body and descriptors of one frame.
-pub type ReceivedFrame = (u8, Vec<u8>, Vec<OwnedFd>);
+pub type ReceivedFrame = (u8, Vec<u8>, ReceivedDescriptors);
 
 impl Stream {
     /// Sends one frame. Returns `Err(Timeout)` at the deadline, and `Err(NotLinked)` if the connection
@@ -143,7 +144,7 @@ impl Stream {
 
     /// Receives the next frame with its descriptors, at most [`MAX_DESCRIPTORS`].
     pub fn receive_with(&self, limit: usize, deadline: Deadline) -> Result<Option<ReceivedFrame>> {
-        let mut descriptors = Vec::new();
+        let mut descriptors = ReceivedDescriptors::default();
         // Descriptors are attached to the first byte of a frame, so the body has none.
         let step = |rest: &mut [u8]| self.pull_with(rest, &mut descriptors);
         let frame = self.frame(limit, Duration::ZERO, deadline, step, |_| Ok(((), deadline)))?;
@@ -282,7 +283,7 @@ impl Stream {
     pub(super) fn pull_with(
         &self,
         rest: &mut [u8],
-        descriptors: &mut Vec<OwnedFd>,
+        descriptors: &mut ReceivedDescriptors,
     ) -> io::Result<StepResult> {
         if self.has_rings() {
             return self.pull(rest);

@@ -1,9 +1,8 @@
 //! Assembles frames that arrive piece by piece, for a thread that serves many streams and must not wait for
 //! any of them. A thread with a stream of its own uses `Stream::receive`.
 
-use std::os::fd::OwnedFd;
-
 use super::frame_io::ReceivedFrame;
+use super::received_descriptors::ReceivedDescriptors;
 use super::step::StepResult;
 use super::stream::Stream;
 use crate::error::Result;
@@ -16,7 +15,7 @@ pub struct Inbox {
     body: Vec<u8>,
     /// Number of header and body bytes that have arrived.
     filled: usize,
-    descriptors: Vec<OwnedFd>,
+    descriptors: ReceivedDescriptors,
 }
 
 /// Result of [`Inbox::take`].

@@ -17,6 +17,7 @@ mod inbox;
 mod interference;
 mod pace;
 mod payload;
+mod received_descriptors;
 mod rings;
 mod step;
 mod stream;
@@ -33,6 +34,7 @@ pub use interference::Interference;
 #[cfg(feature = "testing")]
 pub use payload::LEAD;
 pub use payload::{LEAD_INTERVAL, leads};
+pub use received_descriptors::ReceivedDescriptors;
 #[cfg(feature = "testing")]
 pub use step::Way;
 #[cfg(feature = "testing")]

@@ -29,6 +29,18 @@ const PAYLOAD: u8 = 1;
 /// Zeros that are taken off the socket at once.
 const WAKES: usize = 64;
 
+/// What follows the zeros on a socket.
+enum Next {
+    /// Nothing so far.
+    Nothing,
+    /// A payload.
+    Payload,
+    /// The end of the stream.
+    End,
+    /// A byte that the protocol does not allow.
+    Other,
+}
+
 /// The shared memory of one stream.
 #[derive(Debug)]
 pub(super) struct Rings {
@@ -77,20 +89,20 @@ impl Rings {
 
     /// Prepares to move payload through the socket. Returns `Err(AGAIN)` if the socket is not ready for it.
     pub(super) fn begin_payload(&self, socket: BorrowedFd<'_>, way: Way) -> rustix::io::Result<()> {
-        let begun = self.moves_payload(way);
-        while !begun.load(Ordering::Relaxed) {
-            let mut byte = [PAYLOAD];
-            let moved = match way {
-                Way::Out => send(socket, &byte, SendFlags::DONTWAIT | SendFlags::NOSIGNAL),
-                Way::In => recv(socket, &mut byte, RecvFlags::DONTWAIT).map(|(bytes, _)| bytes),
-            }?;
-            match (moved, byte) {
-                (1, [PAYLOAD]) => begun.store(true, Ordering::Relaxed),
-                (1, [WAKE]) => {}
-                (0, _) => return Err(Errno::CONNRESET),
-                _ => return Err(Errno::PROTO),
-            }
+        if self.moves_payload(way).load(Ordering::Relaxed) {
+            return Ok(());
         }
+        match way {
+            Way::Out => send(socket, &[PAYLOAD], SendFlags::DONTWAIT | SendFlags::NOSIGNAL).map(|_| ()),
+            Way::In => take_wakes(socket, true).and_then(|next| match next {
+                Next::Payload => Ok(()),
+                // At most as many zeros as fit one call, so that a peer that sends more cannot keep this thread.
+                Next::Nothing => Err(Errno::AGAIN),
+                Next::End => Err(Errno::CONNRESET),
+                Next::Other => Err(Errno::PROTO),
+            }),
+        }?;
+        self.moves_payload(way).store(true, Ordering::Relaxed);
         Ok(())
     }
 
@@ -119,17 +131,14 @@ impl Rings {
         !self.has_ended() && self.memory.fall_asleep(way.awaited())
     }
 
-    /// Ends a sleep: removes the zeros from the socket, and notes whether the peer has closed its end.
-    pub(super) fn wake_up(&self, socket: BorrowedFd<'_>) {
+    /// Ends a sleep: removes the zeros from the socket, and notes whether the peer has closed its end or broken the protocol.
+    pub(super) fn wake_up(&self, socket: BorrowedFd<'_>, way: Way) {
         self.memory.awake();
-        let mut bytes = [0; WAKES];
-        let seen = recv(socket, &mut bytes, RecvFlags::PEEK | RecvFlags::DONTWAIT);
-        let zeros = |len: usize| bytes[..len].iter().take_while(|byte| **byte == WAKE).count();
-        let goes_on = match seen.map(|(len, _)| zeros(len)) {
-            // The end of the stream, or payload. The frame before a payload is still in the ring.
-            Ok(0) => self.memory.ready(Awaited::Bytes),
-            Ok(zeros) => recv(socket, &mut [0; WAKES][..zeros], RecvFlags::DONTWAIT).is_ok(),
-            Err(errno) => matches!(errno, Errno::AGAIN | Errno::INTR),
+        let goes_on = match take_wakes(socket, false) {
+            Ok(Next::Nothing) | Err(Errno::AGAIN | Errno::INTR) => true,
+            // The frame before a payload is still in the ring. While this side waits for room, no payload is due.
+            Ok(Next::Payload) => way == Way::In && self.memory.ready(Awaited::Bytes),
+            Ok(Next::End | Next::Other) | Err(_) => false,
         };
         if !goes_on {
             self.ended.store(true, Ordering::Release);
@@ -144,4 +153,23 @@ impl Rings {
     fn has_ended(&self) -> bool {
         self.ended.load(Ordering::Acquire)
     }
+}
+
+/// Removes zeros from the socket, at most [`WAKES`] of them, and returns what follows. With `begin`, also removes the one that
+/// precedes a payload.
+fn take_wakes(socket: BorrowedFd<'_>, begin: bool) -> rustix::io::Result<Next> {
+    let mut bytes = [0; WAKES];
+    let (len, _) = recv(socket, &mut bytes, RecvFlags::PEEK | RecvFlags::DONTWAIT)?;
+    let zeros = bytes[..len].iter().take_while(|byte| **byte == WAKE).count();
+    let next = match bytes[..len].get(zeros) {
+        _ if len == 0 => Next::End,
+        None => Next::Nothing,
+        Some(&PAYLOAD) => Next::Payload,
+        Some(_) => Next::Other,
+    };
+    let taken = zeros + usize::from(begin && matches!(next, Next::Payload));
+    if taken > 0 {
+        recv(socket, &mut bytes[..taken], RecvFlags::DONTWAIT)?;
+    }
+    Ok(next)
 }

@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
+use rustix::net::sockopt::set_socket_oobinline;
 use rustix::net::{Shutdown, shutdown};
 
 use super::interference::Interference;
@@ -113,6 +114,9 @@ impl Stream {
 
     /// Has all further frames go through `memory`. Both sides must do this at the same place of the stream.
     pub fn use_rings(&self, memory: SharedRings) {
+        // An urgent byte counts as any other byte. Otherwise it would keep the socket readable, and nobody would see it. Sockets
+        // without urgent bytes refuse this.
+        let _ = set_socket_oobinline(&self.socket, true);
         // A stream gets rings at most once: after its handshake.
         let _ = self.rings.set(Rings::new(memory));
     }
@@ -132,7 +136,7 @@ impl Stream {
     /// the stream. A peer may have woken this side more often than necessary.
     pub fn wake_up(&self) -> bool {
         let Some(rings) = self.rings.get() else { return true };
-        rings.wake_up(self.as_fd());
+        rings.wake_up(self.as_fd(), Way::In);
         rings.ready()
     }
 

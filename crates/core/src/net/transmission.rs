@@ -79,6 +79,9 @@ impl<'a> Transmission<'a> {
             match step() {
                 Ok(StepResult::Bytes(bytes)) => {
                     self.unpaced += bytes as u64;
+                    if self.rings.is_some() {
+                        self.since = None;
+                    }
                     return Ok(Some(bytes));
                 }
                 Ok(StepResult::Ended) => return Ok(None),
@@ -169,12 +172,16 @@ impl<'a> Transmission<'a> {
         let nap = self.deadline.nap().min(self.paced()?);
         let polled = poll(&mut socket, Some(&timespec(nap)));
         if let Some(rings) = rings {
-            rings.wake_up(self.stream.as_fd());
+            rings.wake_up(self.stream.as_fd(), self.way);
         }
+        // The peer reads no more frames once it has closed its end, though some of its own may be unread.
+        let gone = rings.is_some() && self.way == Way::Out && socket[0].revents().contains(PollFlags::RDHUP);
         match polled {
             // A stalled stream would return here again and again.
             Ok(1..) if stalled => Err(self.stream.broken(Errno::CONNRESET.into())),
-            Ok(1..) if socket[0].revents() == PollFlags::RDHUP => Err(self.stream.broken(Errno::PIPE.into())),
+            Ok(1..) if gone || socket[0].revents() == PollFlags::RDHUP => {
+                Err(self.stream.broken(Errno::PIPE.into()))
+            }
             Ok(_) | Err(Errno::INTR) => Ok(true),
             Err(errno) => Err(self.stream.broken(errno.into())),
         }

@@ -6,7 +6,6 @@
 //! Server threads perform those, a few at a time ([`LongStep`]). `pending` limits the number of connections and
 //! their time.
 
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use super::call_rings;
@@ -19,7 +18,7 @@ use crate::config::TransportChoice;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fabric::PeerFabric;
 use crate::model::{ClusterId, Deadline};
-use crate::net::{ReceivedFrame, Stream};
+use crate::net::{ReceivedDescriptors, ReceivedFrame, Stream};
 use crate::protocol::{
     self, Attach, Attached, Comm, Confirm, EnteredLink, HANDSHAKE_LIMIT, LinkAnswer, METADATA_LIMIT,
     Metadata, Purpose, RingOffer,
@@ -92,7 +91,7 @@ pub(super) struct LongStep {
 
 enum What {
     /// Map the memory that the peer offers.
-    Take(Attach, Vec<OwnedFd>),
+    Take(Attach, ReceivedDescriptors),
     /// Enter the link.
     Enter(Option<PeerMemory>, Readable<PeerFabric>),
 }

@@ -6,16 +6,15 @@
 use std::os::fd::{AsFd, OwnedFd};
 
 use super::message_io;
-use super::peer_memory::memory_files;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{OwnRing, SharedRings};
 use crate::model::{ClusterId, Deadline};
-use crate::net::{Address, Stream};
+use crate::net::{Address, ReceivedDescriptors, Stream};
 use crate::protocol::{self, HANDSHAKE_LIMIT, RingAnswer, RingOffer};
 
 /// Maximum number of call streams with rings of a link in each direction. Each costs memory, and only many simultaneous calls
 /// need more streams.
-const RINGED: usize = 4;
+pub(super) const RINGED: usize = 4;
 
 /// The ring of the dialing side, before the peer has it.
 pub(super) struct OfferedRing {
@@ -58,7 +57,7 @@ impl OfferedRing {
 pub(super) fn take(
     cluster: ClusterId,
     stream: &Stream,
-    descriptors: Vec<OwnedFd>,
+    descriptors: ReceivedDescriptors,
     ringed: usize,
 ) -> Result<()> {
     let made = || {
@@ -82,8 +81,8 @@ pub(super) fn take(
     Ok(())
 }
 
-fn joined(ring: OwnRing, descriptors: Vec<OwnedFd>) -> Result<SharedRings> {
-    let files = memory_files(descriptors);
+fn joined(ring: OwnRing, descriptors: ReceivedDescriptors) -> Result<SharedRings> {
+    let files = descriptors.memory_files();
     let missing = || Error::new(ErrorKind::System, "the peer offered a ring without its descriptor");
     ring.join(files.first().ok_or_else(missing)?)
 }

@@ -82,6 +82,7 @@ impl Link {
             let idle = streams.next_idle();
             if let Some((at, stream)) = idle
                 && !(room && spread && self.has_unused_address(&streams, &stream))
+                && !(room && !stream.has_rings() && self.may_ring(&streams))
             {
                 streams.idle.remove(at);
                 streams.busy.push(stream.clone());

@@ -84,6 +84,8 @@ pub struct Link {
     /// Notified when a stream is returned or arrives, the peer answers a ping, the link breaks, or the last
     /// transfer of an unlink ends.
     pub(super) changed: Condvar,
+    /// When the last attempt to open a stream with rings has ended with a stream without them.
+    pub(super) rings_refused: Mutex<Option<Instant>>,
     serving: Mutex<Serving>,
     broken: OnceLock<(Instant, String)>,
     /// Whether the streams were closed.
@@ -141,6 +143,7 @@ impl Link {
             dialer,
             streams: Mutex::default(),
             changed: Condvar::new(),
+            rings_refused: Mutex::default(),
             serving: Mutex::default(),
             broken: OnceLock::new(),
             closed: AtomicBool::new(false),
@@ -416,12 +419,10 @@ impl Link {
 
     /// Returns the number of streams with rings on which this side answers requests (`serves`) or sends them.
     pub(super) fn ringed(&self, serves: bool) -> usize {
-        let ringed = |stream: &&Arc<Stream>| stream.has_rings();
         if serves {
-            return self.serving.lock().streams.iter().filter(ringed).count();
+            return self.serving.lock().streams.iter().filter(|stream| stream.has_rings()).count();
         }
-        let streams = self.streams.lock();
-        streams.idle.iter().map(|(stream, _)| stream).chain(&streams.busy).filter(ringed).count()
+        self.streams.lock().ringed()
     }
 
     /// Removes a stream that has ended.

@@ -2,7 +2,6 @@
 //!
 //! The bytes of caches that follow some messages are moved by `copy`.
 
-use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use serde::Serialize;
@@ -10,7 +9,7 @@ use serde::de::DeserializeOwned;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
-use crate::net::Stream;
+use crate::net::{ReceivedDescriptors, Stream};
 use crate::protocol;
 
 /// Sends one message.
@@ -45,7 +44,7 @@ pub(crate) fn receive_message_with<T: DeserializeOwned>(
     stream: &Stream,
     limit: usize,
     deadline: Deadline,
-) -> Result<(T, Vec<OwnedFd>)> {
+) -> Result<(T, ReceivedDescriptors)> {
     let (kind, body, descriptors) = stream.receive_with(limit, deadline)?.ok_or_else(|| ended(stream))?;
     Ok((protocol::open(kind, &body)?, descriptors))
 }

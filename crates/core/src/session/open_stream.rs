@@ -1,13 +1,19 @@
 //! Opens call streams of a link as the dialing side: at which address of the peer, and with rings if both sides can use them.
 
-use super::call_rings::OfferedRing;
+use std::time::{Duration, Instant};
+
+use super::call_rings::{OfferedRing, RINGED};
 use super::dial::Dialer;
 use super::link::Link;
 use super::peer_addresses::FurtherAddress;
+use super::stream_set::StreamSet;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
-use crate::net::Stream;
+use crate::net::{Address, Stream};
 use crate::protocol::Purpose;
+
+/// How long calls use streams without rings, after one was to get them and did not, before another one is opened.
+const RETRY_TIME: Duration = Duration::from_secs(30);
 
 impl Link {
     /// Opens another stream of this link with `dialer`, at a further address or at the main one. With `reverse` the peer will
@@ -33,15 +39,26 @@ impl Link {
         })
     }
 
+    /// Whether another stream of `streams` may get rings: there are too few, and none was refused lately.
+    pub(super) fn may_ring(&self, streams: &StreamSet) -> bool {
+        let local = self.dialer.as_ref().is_some_and(|dialer| !matches!(dialer.address, Address::Tcp(_)));
+        let refused = || self.rings_refused.lock().is_some_and(|when| when.elapsed() < RETRY_TIME);
+        local && streams.ringed() + streams.opening.len() < RINGED && !refused()
+    }
+
     fn dial_call_stream(&self, dialer: &Dialer, reverse: bool, deadline: Deadline) -> Result<Stream> {
         let Some(ring) = OfferedRing::create(self.peer.cluster, &dialer.address, self.ringed(reverse)) else {
             return self.dial_with(dialer, (reverse, false), deadline);
         };
         let stream = self.dial_with(dialer, (reverse, true), deadline)?;
-        match ring.exchange(self.peer.cluster, &stream, deadline) {
+        let exchanged = ring.exchange(self.peer.cluster, &stream, deadline);
+        *self.rings_refused.lock() = (!stream.has_rings()).then(Instant::now);
+        match exchanged {
             Ok(()) => Ok(stream),
-            // The peer has switched to rings and this side cannot map them, so this stream is lost.
-            Err(error) if matches!(error.kind(), ErrorKind::System | ErrorKind::OutOfMemory) => {
+            Err(error) if matches!(error.kind(), ErrorKind::Timeout | ErrorKind::Interrupted) => Err(error),
+            // One side could not receive or map the ring of the other one, for example because it has no free descriptor. So
+            // this stream is lost.
+            Err(_) if self.alive() => {
                 drop(stream);
                 self.dial_with(dialer, (reverse, false), deadline)
             }

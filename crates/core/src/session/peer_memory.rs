@@ -7,18 +7,14 @@
 use std::borrow::Cow;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread::Builder;
 use std::time::Duration;
-
-use rustix::fs::fcntl_get_seals;
 
 use super::message_io;
 use crate::error::{Error, ErrorKind, Result};
 pub(crate) use crate::fabric::Readable;
 use crate::memory::{self, PeerGenerations, PeerMapping, PeerProcess, Probe, TensorBytes, Tensors};
 use crate::model::{Deadline, Placement};
-use crate::net::Stream;
+use crate::net::{ReceivedDescriptors, Stream};
 use crate::protocol::{self, Attach, Attached, HANDSHAKE_LIMIT, MAX_RUNS, Run, WireLocation};
 use crate::resources::{MemoryLocation, Resources};
 
@@ -97,11 +93,11 @@ impl PeerMemory {
     pub(crate) fn take(
         resources: &Resources,
         offered: &Attach,
-        descriptors: Vec<OwnedFd>,
+        descriptors: ReceivedDescriptors,
         stream: &Stream,
         deadline: Deadline,
     ) -> (TakenMemory, Attached) {
-        let taken = TakenMemory::of(resources, offered, memory_files(descriptors), stream, deadline);
+        let taken = TakenMemory::of(resources, offered, descriptors.memory_files(), stream, deadline);
         let attached = Attached {
             mapped: taken.unmapped.clone().map_or(Ok(()), Err),
             registered: taken.process.as_ref().map(|_| ()).map_err(Clone::clone),
@@ -292,36 +288,6 @@ fn missing() -> Error {
 /// Adds the option that raises the limit to `error`.
 fn bounded(error: Error) -> Error {
     error.with("option", "link_remote_memory")
-}
-
-/// Returns those of the descriptors from a peer that are memory, and discards the others.
-pub(super) fn memory_files(descriptors: Vec<OwnedFd>) -> Vec<OwnedFd> {
-    // Only memory files have seals. Other descriptors are not closed here, because closing one may take long.
-    let (files, others) = descriptors.into_iter().partition(|fd| fcntl_get_seals(fd).is_ok());
-    discard(others);
-    files
-}
-
-/// Closes descriptors that a peer sent and that are not memory. The sender can make closing one take
-/// arbitrarily long, so a separate thread does it. If too many such threads are running, the descriptors stay
-/// open.
-fn discard(descriptors: Vec<OwnedFd>) {
-    static RUNNING: AtomicUsize = AtomicUsize::new(0);
-    const MOST: usize = 4;
-    if descriptors.is_empty() {
-        return;
-    }
-    if RUNNING.fetch_add(1, Ordering::Relaxed) >= MOST {
-        RUNNING.fetch_sub(1, Ordering::Relaxed);
-        return std::mem::forget(descriptors);
-    }
-    let begun = Builder::new().name("llm-discard".into()).spawn(move || {
-        drop(descriptors);
-        RUNNING.fetch_sub(1, Ordering::Relaxed);
-    });
-    if begun.is_err() {
-        RUNNING.fetch_sub(1, Ordering::Relaxed);
-    }
 }
 
 /// Returns the location of a cache's tensors as sent to peers.

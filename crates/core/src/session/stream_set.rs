@@ -47,6 +47,12 @@ impl StreamSet {
         Some((at, self.idle[at].0.clone()))
     }
 
+    /// Returns the number of streams with rings.
+    pub(super) fn ringed(&self) -> usize {
+        let streams = self.idle.iter().map(|(stream, _)| stream).chain(&self.busy);
+        streams.filter(|stream| stream.has_rings()).count()
+    }
+
     /// Keeps a stream for later calls. Those with rings are taken first.
     pub(super) fn put_idle(&mut self, stream: Arc<Stream>) {
         let others = self.idle.iter().rposition(|(idle, _)| !idle.has_rings());

@@ -4,14 +4,13 @@ use std::io::Write;
 use std::thread;
 use std::time::Duration;
 
-use llm_datadist_core::ErrorKind;
 use llm_datadist_core::testing::net::{Address, Stream, Unix};
 use llm_datadist_core::testing::protocol::MESSAGE_LIMIT;
-
-use crate::fixtures::pattern;
+use llm_datadist_core::{Error, ErrorKind};
 
 use super::payload::Cut;
 use super::{body, connected, frame, kind_of, raw, receive, receive_by, share_rings, short, soon, unique};
+use crate::fixtures::{pattern, skipped};
 
 fn pair() -> (Stream, Stream) {
     let (_, local, remote) = connected(&Unix, &Address::Unix(unique("rings")));
@@ -125,4 +124,55 @@ fn a_poller_is_woken_by_the_first_byte_and_by_the_end() {
     assert!(readable(&remote) && remote.wake_up(), "the end is something to receive");
     assert!(remote.receive(MESSAGE_LIMIT, Duration::ZERO, soon()).unwrap().is_none());
     assert!(!remote.fall_asleep(), "the end has arrived already");
+}
+
+/// Fills the ring of `local`, whose peer has sent a frame that stays unread, while `meanwhile` runs. Returns the error of the
+/// sender, which has a long deadline.
+fn stuck(local: &Stream, remote: &Stream, meanwhile: impl FnOnce() + Send) -> Error {
+    remote.send(&frame(b"unread"), soon()).unwrap();
+    thread::scope(|scope| {
+        let sending = scope.spawn(|| local.send(&frame(&vec![1; 1 << 20]), soon()).unwrap_err());
+        thread::sleep(Duration::from_millis(5));
+        meanwhile();
+        sending.join().unwrap()
+    })
+}
+
+#[test]
+fn sender_without_room_notices_the_end() {
+    let (local, remote) = pair();
+    let error = stuck(&local, &remote, || remote.close());
+    assert_eq!(error.kind(), ErrorKind::NotLinked, "{error}");
+    let (local, remote) = pair();
+    let error = stuck(&local, &remote, || local.close());
+    assert_eq!(error.kind(), ErrorKind::NotLinked, "{error}");
+    assert!(error.to_string().contains("this side closed the connection"), "{error}");
+    let (local, remote) = pair();
+    let error = stuck(&local, &remote, || raw(&remote).write_all(&[1]).unwrap());
+    assert_eq!(error.kind(), ErrorKind::NotLinked, "a payload is not due: {error}");
+}
+
+#[test]
+fn endless_zeros_do_not_outlast_a_deadline() {
+    let (local, remote) = pair();
+    local.send(&frame(b"a payload follows"), soon()).unwrap();
+    assert_eq!(body(&remote), b"a payload follows");
+    thread::scope(|scope| {
+        let flood = scope.spawn(|| while raw(&local).write_all(&[0; 4096]).is_ok() {});
+        let target = Cut::new(&[10], 0, |_| 0);
+        assert_eq!(kind_of(remote.receive_windows(&target.windows(), short())), ErrorKind::Timeout);
+        remote.close();
+        flood.join().unwrap();
+    });
+}
+
+#[test]
+fn an_urgent_byte_ends_the_stream() {
+    let (local, remote) = pair();
+    assert!(remote.fall_asleep());
+    if rustix::net::send(&local, b"x", rustix::net::SendFlags::OOB).is_err() {
+        return skipped("this kernel has no urgent bytes for local sockets");
+    }
+    assert!(remote.wake_up(), "the end is something to receive");
+    assert!(receive(&remote).unwrap().is_none());
 }
