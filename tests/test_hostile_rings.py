@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 from contextlib import suppress
-from typing import Callable, Iterator
+from typing import TYPE_CHECKING, Callable
 
 import pytest
 
@@ -17,9 +17,11 @@ from hostile import messages as m
 from hostile.client import GENERATIONS, RING, RING_FILE, Link, Offer, RingWire, ask, frame, memory
 from hostile.trial import GONE, PREY_BYTES, SILENCE, SLACK, Trial
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 MOST_RINGS = 4  # call streams of a link, in one direction
 PING = m.ping()
-
 
 
 def local_link(trial: Trial, offer: Offer) -> Link:
@@ -37,7 +39,7 @@ def offer() -> Iterator[Offer]:
 
 def refused_offers() -> dict[str, Callable[[], list[int]]]:
     return {
-        "no descriptor": lambda: [],
+        "no descriptor": list,
         "a file descriptor of an event": lambda: [os.eventfd(0)],
         "a file that is no memory": lambda: [os.open("/dev/zero", os.O_RDONLY)],
         "memory that may shrink": lambda: [memory(RING_FILE, 0)],
@@ -213,7 +215,7 @@ def test_descriptors_that_close_slowly_hold_nobody_up(offer: Offer) -> None:
 
 
 def test_zeros_before_a_payload_end_with_the_pace_of_the_peer(offer: Offer) -> None:
-    """A write whose bytes never come, though zeros keep its socket readable, holds its rows no longer than any other."""
+    """A write whose bytes never come, though zeros keep its socket readable, ends as any other that stalls."""
     with Trial() as trial:
         link = local_link(trial, offer)
         wire, good = link.ringed_call(), link.ringed_call()

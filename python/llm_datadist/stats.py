@@ -138,7 +138,7 @@ class LinkStats(TypedDict):
     outgoing: bool
     """Whether this side opened the link."""
     call_rings: int
-    """Streams of calls, in either direction, whose messages go through shared memory."""
+    """Number of call streams, in both directions, whose messages go through rings in shared memory."""
     silent_ms: int
     """Milliseconds since the peer's last control message."""
     requests: OpStats

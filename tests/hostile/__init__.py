@@ -30,14 +30,14 @@ greeting over the local socket. The purpose says what follows:
   socket in `Welcome.local` and closes the stream. D dials that socket next.
 - `Link`: over the local socket, both sides send `Attach` with descriptors of their memory, then `Attached`. Then D
   sends `Confirm` with the metadata of its program, and A answers with `LinkAnswer::Entered` and its own, and with the
-  addresses at which it listens for call streams. Both may offer pools to be read by UCX or NIXL in these messages. From then on
-  the stream is the control stream of a link. If `ensure` is set, A may answer `LinkAnswer::Later` instead, because
-  another link between the two exists or is being made; then it closes the stream.
-- `Call`: a call stream of the link that it names. D calls on it, or A if `reverse` is set. With `rings`, over the local
-  socket, D sends `RingOffer` with the descriptor of its ring, and A answers with `RingAnswer::Used` and that of its own.
-  From then on, frames go through the rings. The socket carries zeros, each of which wakes the other side, and the cache
-  bytes. A byte of value one precedes each run of cache bytes. If A answers `RingAnswer::Refused` instead, the socket
-  carries everything.
+  addresses at which it listens for call streams. Both may offer pools to be read by UCX or NIXL in these messages.
+  From then on the stream is the control stream of a link. If `ensure` is set, A may answer `LinkAnswer::Later`
+  instead, because another link between the two exists or is being made; then it closes the stream.
+- `Call`: a call stream of the link that it names. D calls on it, or A if `reverse` is set. With `rings`, over the
+  local socket, D sends `RingOffer` with the descriptor of its ring, and A answers with `RingAnswer::Used` and that of
+  its own. From then on, frames go through the rings. The socket carries zeros, each of which wakes the other side, and
+  the cache bytes. A byte of value one precedes each run of cache bytes. If A answers `RingAnswer::Refused` instead,
+  the socket carries everything.
 - `Meet`: `Welcome.secret` holds the key for TCP streams to A. Nothing follows.
 - `Knock`: D tells A that it has entered a communicator of a rank table. Nothing follows.
 
@@ -50,7 +50,8 @@ comes; with `ahead` set, at most 48 KiB right behind the `Write`. With `shared` 
 after wave, in each wave tensor after tensor, in each tensor span after span. Where more than 48 KiB are still to come,
 64 zero bytes stand before byte 0 and before every 4 MiB after it.
 
-A ring is a sealed memfd that only its sender writes: 4,096 bytes with words, then 65,536 bytes that are used as a ring buffer.
-The words are `u64`: at 0 how many bytes the sender has written to this ring, at 64 how many it has read from the other
-one, at 128 whether it sleeps until there are bytes to read, and at 192 whether it sleeps until there is room to write.
+A ring is a sealed memfd that only its sender writes: 4,096 bytes with words, then 65,536 bytes that are used as a ring
+buffer. The words are `u64`: at 0 how many bytes the sender has written to this ring, at 64 how many it has read from
+the other one, at 128 whether it sleeps until there are bytes to read, and at 192 whether it sleeps until there is room
+to write.
 """

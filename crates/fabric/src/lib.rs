@@ -4,8 +4,8 @@
 //! Each side maps memory ([`Fabric::map`]), and sends the keys and the address of its fabric to the other one over a channel
 //! that the caller provides. The other side connects ([`Fabric::peer`]) and reads ([`Peer::read`]).
 //!
-//! When a read returns, also without success, the library no longer touches its memory. Nobody writes into memory of another
-//! process: there is no call for it.
+//! When a read returns, also without success, the library no longer writes to its destinations. These traits have no call that
+//! writes into memory of another process. NIXL cannot keep a peer that breaks the rules from writing (docs/networks.md).
 
 #![allow(unsafe_code, reason = "addresses")]
 
@@ -87,9 +87,9 @@ pub struct Counts {
     pub bytes: u64,
     /// Reads that failed or were given up.
     pub failures: u64,
-    /// Connections that were closed by force, to end a read.
+    /// Connections (UCX) or agents (NIXL) that were closed by force to end a read.
     pub forced_closes: u64,
-    /// Workers that were replaced, because of many forced closes. NIXL has none.
+    /// Workers of UCX that were replaced, after 100 forced closes or because requests did not end. Always 0 for NIXL.
     pub renewals: u64,
 }
 

@@ -181,7 +181,7 @@ impl Drop for Agent {
         let status = unsafe { (self.api.nixl_capi_destroy_agent)(self.handle) };
         // The library refuses only a null handle.
         if let Err(error) = check("nixl_capi_destroy_agent", status) {
-            tracing::error!(target: "llm_datadist::links", "an agent of NIXL may still touch memory: {error}");
+            tracing::error!(target: "llm_datadist::links", "NIXL could not destroy an agent, so unfinished reads may still write into this process: {error}; restart the process");
         }
     }
 }

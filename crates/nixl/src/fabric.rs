@@ -169,7 +169,7 @@ impl Drop for Mapping {
         // Without the agent, nothing is registered.
         let ended = self.shared.serving().as_ref().map(|serving| serving.deregister(registration));
         if let Some(Err(error)) = ended {
-            tracing::warn!(target: "llm_datadist::links", "cannot unmap memory: {error}");
+            tracing::warn!(target: "llm_datadist::links", "NIXL could not deregister a pool; peers may still read it: {error}");
         }
     }
 }

@@ -46,7 +46,7 @@ pub(crate) fn read(
             Ok(()) => reader.has_ended(),
             // Nothing arrives any more. The end of the agent ends its registrations too.
             Err(error) => {
-                tracing::warn!(target: "llm_datadist::links", "an agent of NIXL is replaced: {error}");
+                tracing::warn!(target: "llm_datadist::links", "NIXL could not deregister the destinations of a read, so the engine destroys its agent: {error}");
             }
         }
     }

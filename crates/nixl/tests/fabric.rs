@@ -88,7 +88,7 @@ fn a_read_that_is_given_up_waits_shortly_for_its_requests() {
     assert!(pair.arrived());
 }
 
-/// The negative control of the test above: a library that writes late is noticed.
+/// Negative control of `a_read_that_is_late_ends_at_its_deadline_and_no_byte_arrives_afterwards`: a library that writes late is noticed.
 #[test]
 fn late_bytes_are_noticed() {
     let mut pair = Pair::new(100, &[("LATE", "1"), ("STALL", "10")]);

@@ -63,7 +63,7 @@ pub use peer_process::{PeerProcess, Probe, allow_readers, own_probe};
 pub use process_id::{remember_process, this_process};
 pub use random::random;
 pub use region::Region;
-pub use shared_rings::{Awaited, OwnRing, SharedRings};
+pub use shared_rings::{OwnRing, RingWait, SharedRings};
 pub use tensors::{TensorBytes, Tensors};
 pub use window::{Access, Reach, Window, Windows};
 pub use window_bytes::read_bytes;

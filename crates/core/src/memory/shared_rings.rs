@@ -49,18 +49,18 @@ enum Word {
 
 /// What a thread waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Awaited {
+pub enum RingWait {
     /// Bytes to read.
     Bytes,
     /// Room to write.
     Room,
 }
 
-impl Awaited {
+impl RingWait {
     fn word(self) -> Word {
         match self {
-            Awaited::Bytes => Word::AwaitsBytes,
-            Awaited::Room => Word::AwaitsRoom,
+            RingWait::Bytes => Word::AwaitsBytes,
+            RingWait::Room => Word::AwaitsRoom,
         }
     }
 }
@@ -145,16 +145,16 @@ impl SharedRings {
 
     /// Returns whether `awaited` is there. Also returns `true` if the words of the peer are impossible, so that the next
     /// call reports the error.
-    pub fn ready(&self, awaited: Awaited) -> bool {
+    pub fn ready(&self, awaited: RingWait) -> bool {
         let found = match awaited {
-            Awaited::Bytes => self.unread(),
-            Awaited::Room => self.room(RING),
+            RingWait::Bytes => self.unread(),
+            RingWait::Room => self.room(RING),
         };
         !matches!(found, Err(Errno::AGAIN))
     }
 
     /// Polls [`ready`](Self::ready) a limited number of times, for a few microseconds at most.
-    pub fn ready_soon(&self, awaited: Awaited) -> bool {
+    pub fn ready_soon(&self, awaited: RingWait) -> bool {
         (0..POLLS).any(|_| {
             spin_loop();
             self.ready(awaited)
@@ -163,7 +163,7 @@ impl SharedRings {
 
     /// Announces that this side is about to sleep. Returns `false` if it must not, because `awaited` is there. Until
     /// [`awake`](Self::awake), [`wakes`](Self::wakes) returns `true` at the other side.
-    pub fn fall_asleep(&self, awaited: Awaited) -> bool {
+    pub fn fall_asleep(&self, awaited: RingWait) -> bool {
         self.own.word(awaited.word()).store(1, Ordering::Relaxed);
         // Either this side sees what the other one has published, or the other one sees the announcement.
         fence(Ordering::SeqCst);
@@ -176,13 +176,13 @@ impl SharedRings {
 
     /// Withdraws both announcements.
     pub fn awake(&self) {
-        for awaited in [Awaited::Bytes, Awaited::Room] {
+        for awaited in [RingWait::Bytes, RingWait::Room] {
             self.own.word(awaited.word()).store(0, Ordering::Relaxed);
         }
     }
 
     /// Returns whether the other side sleeps until `awaited` is there. Call it after a write or a read.
-    pub fn wakes(&self, awaited: Awaited) -> bool {
+    pub fn wakes(&self, awaited: RingWait) -> bool {
         fence(Ordering::SeqCst);
         self.peer.word(awaited.word()).load(Ordering::Relaxed) != 0
     }
@@ -346,7 +346,7 @@ mod tests {
         let (one, other) = pair();
         assert_eq!(one.write(&vec![1; RING + 5]), Ok(RING));
         assert_eq!(one.write(&[2]), Err(Errno::AGAIN));
-        assert!(!one.ready(Awaited::Room) && other.ready(Awaited::Bytes));
+        assert!(!one.ready(RingWait::Room) && other.ready(RingWait::Bytes));
         assert_eq!(other.read(&mut vec![0; CHUNK]), Ok(CHUNK));
         assert_eq!(one.write(&vec![2; CHUNK + 1]), Ok(CHUNK));
     }
@@ -354,15 +354,15 @@ mod tests {
     #[test]
     fn only_the_side_that_announces_is_woken() {
         let (one, other) = pair();
-        assert!(!one.wakes(Awaited::Bytes) && !one.wakes(Awaited::Room));
-        assert!(other.fall_asleep(Awaited::Bytes));
-        assert!(one.wakes(Awaited::Bytes) && !one.wakes(Awaited::Room));
-        assert!(!other.wakes(Awaited::Bytes), "nobody sleeps at the other side");
+        assert!(!one.wakes(RingWait::Bytes) && !one.wakes(RingWait::Room));
+        assert!(other.fall_asleep(RingWait::Bytes));
+        assert!(one.wakes(RingWait::Bytes) && !one.wakes(RingWait::Room));
+        assert!(!other.wakes(RingWait::Bytes), "nobody sleeps at the other side");
         other.awake();
-        assert!(!one.wakes(Awaited::Bytes));
+        assert!(!one.wakes(RingWait::Bytes));
         one.write(b"x").unwrap();
-        assert!(!other.fall_asleep(Awaited::Bytes), "the byte has arrived");
-        assert!(!one.wakes(Awaited::Bytes));
+        assert!(!other.fall_asleep(RingWait::Bytes), "the byte has arrived");
+        assert!(!one.wakes(RingWait::Bytes));
     }
 
     #[test]
@@ -378,7 +378,7 @@ mod tests {
         forge(Word::Read, RING as u64 + 1);
         assert_eq!(other.write(&vec![0; RING]), Ok(RING));
         assert_eq!(other.write(b"x"), Err(Errno::PROTO), "more was read than written");
-        assert!(other.ready(Awaited::Bytes) && other.ready(Awaited::Room), "the next call reports it");
+        assert!(other.ready(RingWait::Bytes) && other.ready(RingWait::Room), "the next call reports it");
     }
 
     #[test]
@@ -404,15 +404,20 @@ mod tests {
         assert!(File::map(&descriptor, ProtFlags::READ).is_ok());
     }
 
-    /// Waits for 8 bytes, asleep whenever the protocol allows it, and returns them as a number.
-    fn awaited(rings: &SharedRings) -> u64 {
+    /// Waits for `awaited`, asleep whenever the protocol allows it.
+    fn wait(rings: &SharedRings, awaited: RingWait) {
         const LOST: Duration = Duration::from_secs(20);
         let since = Instant::now();
-        while rings.fall_asleep(Awaited::Bytes) {
+        while rings.fall_asleep(awaited) {
             thread::park_timeout(LOST);
             rings.awake();
-            assert!(since.elapsed() < LOST, "a wake-up was lost");
+            assert!(since.elapsed() < LOST, "a wake-up for {awaited:?} was lost");
         }
+    }
+
+    /// Waits for 8 bytes, and returns them as a number.
+    fn hear(rings: &SharedRings) -> u64 {
+        wait(rings, RingWait::Bytes);
         let mut number = [0; 8];
         assert_eq!(rings.read(&mut number), Ok(8));
         u64::from_le_bytes(number)
@@ -420,7 +425,7 @@ mod tests {
 
     fn say(rings: &SharedRings, number: u64, to: &Thread) {
         assert_eq!(rings.write(&number.to_le_bytes()), Ok(8));
-        if rings.wakes(Awaited::Bytes) {
+        if rings.wakes(RingWait::Bytes) {
             to.unpark();
         }
     }
@@ -432,12 +437,41 @@ mod tests {
         let first = thread::current();
         let second = thread::spawn(move || {
             for _ in 0..ROUNDS {
-                say(&other, awaited(&other) + 1, &first);
+                say(&other, hear(&other) + 1, &first);
             }
         });
         for round in 0..ROUNDS {
             say(&one, round, second.thread());
-            assert_eq!(awaited(&one), round + 1);
+            assert_eq!(hear(&one), round + 1);
+        }
+        second.join().unwrap();
+    }
+
+    #[test]
+    fn sleeping_sender_is_woken_for_room() {
+        const ALL: usize = 400 * RING;
+        let (one, other) = pair();
+        let first = thread::current();
+        let second = thread::spawn(move || {
+            let (mut got, mut part) = (0, vec![0; CHUNK + 7]);
+            while got < ALL {
+                wait(&other, RingWait::Bytes);
+                let len = other.read(&mut part).unwrap();
+                assert!(part[..len].iter().zip(got..).all(|(byte, at)| *byte == at.to_le_bytes()[0]));
+                got += len;
+                if other.wakes(RingWait::Room) {
+                    first.unpark();
+                }
+            }
+        });
+        let message: Vec<u8> = (0..RING).map(|at| at.to_le_bytes()[0]).collect();
+        let mut sent = 0;
+        while sent < ALL {
+            wait(&one, RingWait::Room);
+            sent += one.write(&message[sent % RING..]).unwrap();
+            if one.wakes(RingWait::Bytes) {
+                second.thread().unpark();
+            }
         }
         second.join().unwrap();
     }

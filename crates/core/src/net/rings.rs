@@ -19,7 +19,7 @@ use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, recv, send};
 
 use super::step::Way;
-use crate::memory::{Awaited, SharedRings};
+use crate::memory::{RingWait, SharedRings};
 use crate::sync;
 
 /// Wakes the other side.
@@ -30,7 +30,7 @@ const PAYLOAD: u8 = 1;
 const WAKES: usize = 64;
 
 /// What follows the zeros on a socket.
-enum Next {
+enum OnSocket {
     /// Nothing so far.
     Nothing,
     /// A payload.
@@ -52,10 +52,10 @@ pub(super) struct Rings {
 }
 
 impl Way {
-    fn awaited(self) -> Awaited {
+    fn awaited(self) -> RingWait {
         match self {
-            Way::In => Awaited::Bytes,
-            Way::Out => Awaited::Room,
+            Way::In => RingWait::Bytes,
+            Way::Out => RingWait::Room,
         }
     }
 }
@@ -72,18 +72,18 @@ impl Rings {
         }
         let sent = self.memory.write(bytes)?;
         self.moves_payload(Way::Out).store(false, Ordering::Relaxed);
-        self.wake_peer(socket, Awaited::Bytes);
+        self.wake_peer(socket, RingWait::Bytes);
         Ok(sent)
     }
 
     pub(super) fn receive(&self, socket: BorrowedFd<'_>, bytes: &mut [u8]) -> rustix::io::Result<usize> {
         let received = match self.memory.read(bytes) {
             // The last bytes may have arrived after `read`.
-            Err(Errno::AGAIN) if self.has_ended() && !self.memory.ready(Awaited::Bytes) => return Ok(0),
+            Err(Errno::AGAIN) if self.has_ended() && !self.memory.ready(RingWait::Bytes) => return Ok(0),
             received => received?,
         };
         self.moves_payload(Way::In).store(false, Ordering::Relaxed);
-        self.wake_peer(socket, Awaited::Room);
+        self.wake_peer(socket, RingWait::Room);
         Ok(received)
     }
 
@@ -95,11 +95,11 @@ impl Rings {
         match way {
             Way::Out => send(socket, &[PAYLOAD], SendFlags::DONTWAIT | SendFlags::NOSIGNAL).map(|_| ()),
             Way::In => take_wakes(socket, true).and_then(|next| match next {
-                Next::Payload => Ok(()),
+                OnSocket::Payload => Ok(()),
                 // At most as many zeros as fit one call, so that a peer that sends more cannot keep this thread.
-                Next::Nothing => Err(Errno::AGAIN),
-                Next::End => Err(Errno::CONNRESET),
-                Next::Other => Err(Errno::PROTO),
+                OnSocket::Nothing => Err(Errno::AGAIN),
+                OnSocket::End => Err(Errno::CONNRESET),
+                OnSocket::Other => Err(Errno::PROTO),
             }),
         }?;
         self.moves_payload(way).store(true, Ordering::Relaxed);
@@ -110,7 +110,7 @@ impl Rings {
         &self.payload[usize::from(way == Way::Out)]
     }
 
-    fn wake_peer(&self, socket: BorrowedFd<'_>, awaited: Awaited) {
+    fn wake_peer(&self, socket: BorrowedFd<'_>, awaited: RingWait) {
         if self.memory.wakes(awaited) {
             // Fails if the peer is gone, or if its socket buffer is full; then the peer is awake anyway.
             let _ = send(socket, &[WAKE], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
@@ -135,10 +135,10 @@ impl Rings {
     pub(super) fn wake_up(&self, socket: BorrowedFd<'_>, way: Way) {
         self.memory.awake();
         let goes_on = match take_wakes(socket, false) {
-            Ok(Next::Nothing) | Err(Errno::AGAIN | Errno::INTR) => true,
+            Ok(OnSocket::Nothing) | Err(Errno::AGAIN | Errno::INTR) => true,
             // The frame before a payload is still in the ring. While this side waits for room, no payload is due.
-            Ok(Next::Payload) => way == Way::In && self.memory.ready(Awaited::Bytes),
-            Ok(Next::End | Next::Other) | Err(_) => false,
+            Ok(OnSocket::Payload) => way == Way::In && self.memory.ready(RingWait::Bytes),
+            Ok(OnSocket::End | OnSocket::Other) | Err(_) => false,
         };
         if !goes_on {
             self.ended.store(true, Ordering::Release);
@@ -147,7 +147,7 @@ impl Rings {
 
     /// Whether there is something to receive, or the end of the stream.
     pub(super) fn ready(&self) -> bool {
-        self.has_ended() || self.memory.ready(Awaited::Bytes)
+        self.has_ended() || self.memory.ready(RingWait::Bytes)
     }
 
     fn has_ended(&self) -> bool {
@@ -157,17 +157,17 @@ impl Rings {
 
 /// Removes zeros from the socket, at most [`WAKES`] of them, and returns what follows. With `begin`, also removes the one that
 /// precedes a payload.
-fn take_wakes(socket: BorrowedFd<'_>, begin: bool) -> rustix::io::Result<Next> {
+fn take_wakes(socket: BorrowedFd<'_>, begin: bool) -> rustix::io::Result<OnSocket> {
     let mut bytes = [0; WAKES];
     let (len, _) = recv(socket, &mut bytes, RecvFlags::PEEK | RecvFlags::DONTWAIT)?;
     let zeros = bytes[..len].iter().take_while(|byte| **byte == WAKE).count();
     let next = match bytes[..len].get(zeros) {
-        _ if len == 0 => Next::End,
-        None => Next::Nothing,
-        Some(&PAYLOAD) => Next::Payload,
-        Some(_) => Next::Other,
+        _ if len == 0 => OnSocket::End,
+        None => OnSocket::Nothing,
+        Some(&PAYLOAD) => OnSocket::Payload,
+        Some(_) => OnSocket::Other,
     };
-    let taken = zeros + usize::from(begin && matches!(next, Next::Payload));
+    let taken = zeros + usize::from(begin && matches!(next, OnSocket::Payload));
     if taken > 0 {
         recv(socket, &mut bytes[..taken], RecvFlags::DONTWAIT)?;
     }

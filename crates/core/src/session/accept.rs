@@ -194,23 +194,11 @@ fn admit(
     challenged: &ChallengedPeer,
     proven: bool,
 ) -> Result<Next, Refusal> {
-    let from = challenged.hello.from;
-    let cluster = ClusterId(from.cluster);
+    let cluster = ClusterId(challenged.hello.from.cluster);
     let welcome = |local, secret| challenged.welcome(&shared.me, local, secret);
     match &challenged.hello.purpose {
         Purpose::Call { link, reverse, rings } => {
-            let gone = || Error::new(ErrorKind::NotLinked, "this side no longer has that link; link again");
-            let link = shared.registry.by_id(cluster, from.instance, *link).ok_or_else(gone)?;
-            let call = NewCallStream { link, reverse: *reverse };
-            let rings = *rings && stream.carries_descriptors();
-            // The peer sends its ring right after it has received the welcome.
-            stream.expect_descriptors(rings);
-            let welcome = welcome(None, false)?;
-            if !rings {
-                return call.enter(shared, &stream, || stream.send_now(&welcome, &[])).map(|()| Next::Done);
-            }
-            stream.send_now(&welcome, &[])?;
-            Ok(Next::Proven(PendingStream { stream, local, until, step: Step::Ring(call) }))
+            admit_call(shared, (stream, local, until), challenged, (*link, *reverse, *rings))
         }
         Purpose::Meet => {
             // With `llm.LinkAcceptRemote` a peer of another user may be admitted; the secret is only for
@@ -246,7 +234,7 @@ fn admit(
             stream.expect_descriptors(true);
             stream.send_now(&welcome(None, false)?, &[])?;
             let (address, metadata) = (stream.peer().to_owned(), Arc::default());
-            let peer = Peer { cluster, instance: from.instance, address, metadata };
+            let peer = Peer { cluster, instance: challenged.hello.from.instance, address, metadata };
             let pending = Making { id: *link, kind, peer };
             if !stream.carries_descriptors() {
                 let step = Step::Confirm(pending, None);
@@ -256,6 +244,27 @@ fn admit(
             Ok(Next::Proven(PendingStream { stream, local, until, step: Step::Attach(pending) }))
         }
     }
+}
+
+/// Handles a stream for calls over an existing link.
+fn admit_call(
+    shared: &Arc<Shared>,
+    (stream, local, until): (Arc<Stream>, bool, Deadline),
+    challenged: &ChallengedPeer,
+    (link, reverse, rings): (u64, bool, bool),
+) -> Result<Next, Refusal> {
+    let from = challenged.hello.from;
+    let gone = || Error::new(ErrorKind::NotLinked, "this side no longer has that link; link again");
+    let link = shared.registry.by_id(ClusterId(from.cluster), from.instance, link).ok_or_else(gone)?;
+    let call = NewCallStream { link, reverse };
+    let welcome = challenged.welcome(&shared.me, None, false)?;
+    if !rings || !stream.carries_descriptors() {
+        return call.enter(shared, &stream, || stream.send_now(&welcome, &[])).map(|()| Next::Done);
+    }
+    // The peer sends its ring right after it has received the welcome.
+    stream.expect_descriptors(true);
+    stream.send_now(&welcome, &[])?;
+    Ok(Next::Proven(PendingStream { stream, local, until, step: Step::Ring(call) }))
 }
 
 impl NewCallStream {

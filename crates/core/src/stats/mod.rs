@@ -147,7 +147,7 @@ pub struct LinkState {
     pub refusal: Option<String>,
     /// Whether this process made the link.
     pub outgoing: bool,
-    /// Streams of calls in either direction whose messages go through shared memory.
+    /// Number of call streams, in both directions, whose messages go through rings in shared memory.
     pub call_rings: usize,
     /// Milliseconds since the last control message of the peer.
     pub silent_ms: u64,

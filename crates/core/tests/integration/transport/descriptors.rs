@@ -36,7 +36,7 @@ fn descriptors_travel_over_local_sockets_only() {
         local.send_with(&with, &fds, soon()).unwrap();
         local.send(&frame(b"after"), soon()).unwrap();
         expect(b"before", 0);
-        let mut got = expect(b"with three", 3);
+        let got = expect(b"with three", 3);
         assert!(got.iter().all(closes_on_exec));
         let mut text = String::new();
         std::fs::File::from(got[2].try_clone().unwrap()).read_to_string(&mut text).unwrap();
