@@ -164,7 +164,7 @@ pub enum Backend {
     Sockets,
     /// UCX; opening the engine, linking or a call fails if it cannot be used.
     Ucx,
-    /// NIXL, likewise. Nothing else chooses it.
+    /// NIXL; opening the engine, linking or a call fails if it cannot be used. [`Backend::Auto`] never chooses it.
     Nixl,
 }
 

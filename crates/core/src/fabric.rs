@@ -20,7 +20,8 @@ use crate::protocol::{FabricOffer, FabricPool, MAX_OFFER_BYTES, Run};
 const UCX: &str = "libucp.so.0";
 const NIXL: &str = "libnixl_capi.so";
 /// The transports of UCX that the engine allows, unless the program has chosen others: RDMA. UCX listens on all networks
-/// without authentication if it may use TCP. NIXL takes one word, which stands for all transports but `srd`.
+/// without authentication if it may use TCP. NIXL separates settings by
+/// commas, so it can take one name only; `ib` covers all of these except `srd`.
 const UCX_TRANSPORTS: &str = "rc,dc,ud,srd";
 const NIXL_TRANSPORTS: &str = "ib";
 /// What precedes the version in an offer of NIXL.

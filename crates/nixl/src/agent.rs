@@ -14,7 +14,7 @@ use crate::status::check;
 
 /// The plugin of NIXL that moves the bytes.
 const BACKEND: &CStr = c"UCX";
-/// The longest sleep of the thread of an agent that serves peers. A message of a peer wakes it before. NIXL uses a core for
+/// The longest sleep of the thread of an agent that serves peers. A message of a peer wakes it earlier. NIXL uses a core for
 /// delays of less than a millisecond, and no measurable time from 20 ms on.
 const SERVING_DELAY_US: u64 = 20_000;
 
@@ -51,7 +51,7 @@ impl Agent {
             };
             check("nixl_capi_params_add", status)?;
         }
-        // The handle is only a name of the backend, which lives as long as the agent.
+        // The handle only names the backend, which the agent owns.
         Owned::create(api, "nixl_capi_create_backend", api.nixl_capi_destroy_backend, |backend| {
             // SAFETY: the agent and the parameters are open; `backend` is written.
             unsafe { (api.nixl_capi_create_backend)(agent.handle, BACKEND.as_ptr(), params.handle, backend) }
@@ -63,7 +63,7 @@ impl Agent {
     pub(crate) fn without_backend(api: &Arc<Api>, role: Role) -> Result<Agent, Error> {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        // An agent that reads only knows agents that serve, so its name differs from theirs.
+        // A reading agent loads only serving agents, so the prefix keeps both names distinct.
         let prefix = if role == Role::Serving { "serving" } else { "reading" };
         let name = CString::new(format!("{prefix}-{}-{number}", std::process::id()));
         let name = name.map_err(|error| Error::System(error.to_string()))?;

@@ -18,9 +18,9 @@ use crate::readers::{Mapped, Reader, Readers};
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Settings of UCX, by their names without the prefix `UCX_`, for example `("TLS", "ib")`. NIXL separates them by commas,
-    /// so none may contain one. The environment counts more.
+    /// so neither a name nor a value may contain one. Environment variables take precedence.
     pub settings: Vec<(String, String)>,
-    /// Maximum number of agents that read one peer, and so of reads of it at the same time. Further reads wait.
+    /// Maximum number of reads of one peer at the same time, each with an agent. Further reads wait.
     pub readers: usize,
     /// How long a read that is given up waits for its requests in flight. After that, its agent is destroyed.
     pub drain: Duration,
@@ -46,7 +46,7 @@ struct Shared {
     readers: Readers,
     drain: Duration,
     closed: AtomicBool,
-    /// The last number of a mapping or a peer.
+    /// The number of the next mapping or peer.
     last: AtomicU64,
     reads: AtomicU64,
     bytes: AtomicU64,

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use llm_datadist_fabric::Error;
 
-/// How often a caller checks whether to give up.
+/// Interval between two calls of `cancelled`.
 pub(crate) const ASK: Duration = Duration::from_millis(100);
 /// How long a read polls before it sleeps.
 const POLL: Duration = Duration::from_micros(50);

@@ -1,5 +1,5 @@
-//! The agents that read peers. A read has one to itself; it is kept for the next read of the same peer, unless the read was
-//! given up.
+//! The agents that read peers. Each read has its own agent. The agent is kept for the next read of that peer if all requests
+//! have ended and no memory was unmapped meanwhile.
 
 use std::collections::HashMap;
 use std::ffi::CString;
@@ -25,8 +25,9 @@ pub(crate) struct Reader {
     pub(crate) agent: Agent,
     /// The name of the peer's agent.
     pub(crate) peer: CString,
-    /// Memory of this process when the read began, and what of it is registered with this agent.
+    /// Memory that the fabric had mapped when the read began.
     mapped: Vec<Mapped>,
+    /// Ids of the mapped memory that this agent has registered.
     registered: Vec<u64>,
     /// How often memory was unmapped before the read began.
     unmapped: u64,

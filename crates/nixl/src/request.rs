@@ -16,7 +16,7 @@ pub(crate) struct Request<'a> {
 }
 
 impl Request<'_> {
-    /// Posts a request for these pieces of a peer. Their destinations are registered with the agent, and writable until the
+    /// Posts a request for these pieces of a peer. The destinations must be registered with the agent, and writable until the
     /// request has succeeded or the agent is destroyed.
     pub(crate) fn post<'a>(
         agent: &'a Agent,

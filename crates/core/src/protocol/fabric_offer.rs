@@ -10,7 +10,7 @@ use super::convert::printable;
 use super::messages::text;
 use crate::fallible;
 
-/// Maximum number of bytes of an address or a key. Those of UCX and NIXL have some hundred.
+/// Maximum number of bytes of an address or a key. Those of UCX and NIXL have a few hundred bytes.
 pub const MAX_OFFER_BYTES: usize = 4 << 10;
 /// Longest encoding of an offer in bytes.
 pub const OFFER_LIMIT: usize = 3 * (MAX_OFFER_BYTES + 64) + 256;

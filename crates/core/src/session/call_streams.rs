@@ -5,7 +5,7 @@
 //! that no reply can be mistaken for the reply to another call.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::dial::Dialer;
 use super::link::Link;
@@ -37,18 +37,19 @@ impl Link {
     /// Returns a stream for one call, idle or new. Waits for its turn until `deadline`. Returns `Err` if the
     /// link has broken, the deadline passes or the caller is interrupted.
     pub(crate) fn lease(self: &Arc<Self>, deadline: Deadline) -> Result<StreamLease> {
-        match self.take_turn(deadline, true)? {
-            StreamGrant::Dial(dialer, Some(at)) => {
-                let lease = self.dial((dialer, Some(at)), deadline);
-                if !lease.as_ref().is_err_and(|error| error.kind() != ErrorKind::Interrupted) {
-                    return lease;
-                }
-                // The streams that there are, or the main address, may still work.
-                let turn = self.take_turn(deadline, false)?;
-                self.begin_turn(turn, deadline)
-            }
-            turn => self.begin_turn(turn, deadline),
+        let (dialer, at) = match self.take_turn(deadline, true)? {
+            StreamGrant::Dial(dialer, at) => (dialer, at),
+            idle => return self.begin_turn(idle, deadline),
+        };
+        let lease = self.dial((dialer, at), deadline);
+        let failed = lease.as_ref().is_err_and(|error| error.kind() != ErrorKind::Interrupted);
+        if !failed || (at.is_none() && self.streams.lock().idle.is_empty()) {
+            return lease;
         }
+        // The streams that there are, or the main address, may still work.
+        *self.rings_refused.lock() = Some(Instant::now());
+        let turn = self.take_turn(deadline, false)?;
+        self.begin_turn(turn, deadline)
     }
 
     fn begin_turn(self: &Arc<Self>, turn: StreamGrant<'_>, deadline: Deadline) -> Result<StreamLease> {
