@@ -39,7 +39,7 @@ impl Link {
     pub(crate) fn lease(self: &Arc<Self>, deadline: Deadline) -> Result<StreamLease> {
         let (dialer, at) = match self.take_turn(deadline, true)? {
             StreamGrant::Dial(dialer, at) => (dialer, at),
-            idle => return self.begin_turn(idle, deadline),
+            idle @ StreamGrant::Idle(_) => return self.begin_turn(idle, deadline),
         };
         let lease = self.dial((dialer, at), deadline);
         let failed = lease.as_ref().is_err_and(|error| error.kind() != ErrorKind::Interrupted);
