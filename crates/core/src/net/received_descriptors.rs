@@ -17,6 +17,10 @@ pub struct ReceivedDescriptors(Vec<OwnedFd>);
 impl ReceivedDescriptors {
     /// Returns those that are memory, and discards the others.
     pub fn memory_files(mut self) -> Vec<OwnedFd> {
+        self.take_memory_files()
+    }
+
+    fn take_memory_files(&mut self) -> Vec<OwnedFd> {
         // Only memory files have seals.
         self.0.extract_if(.., |descriptor| fcntl_get_seals(descriptor).is_ok()).collect()
     }
@@ -38,6 +42,7 @@ impl Extend<OwnedFd> for ReceivedDescriptors {
 
 impl Drop for ReceivedDescriptors {
     fn drop(&mut self) {
+        drop(self.take_memory_files());
         discard(std::mem::take(&mut self.0));
     }
 }
@@ -51,7 +56,7 @@ fn discard(descriptors: Vec<OwnedFd>) {
     }
     if RUNNING.fetch_add(1, Ordering::Relaxed) >= MOST {
         RUNNING.fetch_sub(1, Ordering::Relaxed);
-        return std::mem::forget(descriptors);
+        return descriptors.into_iter().for_each(std::mem::forget);
     }
     let begun = Builder::new().name("llm-discard".into()).spawn(move || {
         drop(descriptors);
