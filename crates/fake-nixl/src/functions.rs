@@ -45,7 +45,7 @@ pub unsafe extern "C" fn nixl_capi_create_configured_agent(
     0
 }
 
-/// Unlike a released request, the requests of a destroyed agent have ended.
+/// Ends all requests of the agent, even unfinished ones. Releasing a request does not end it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nixl_capi_destroy_agent(agent: Handle) -> c_int {
     if let Some(status) = refusal("nixl_capi_destroy_agent") {
