@@ -8,14 +8,12 @@ use std::sync::{Arc, OnceLock};
 use super::host_buffers::HostBuffers;
 use super::limit::Limit;
 use super::progress::{Progress, with_copied_bytes};
-use super::route::{PlacedTensors, ReadLimits, Route, Staging};
-use super::run::KeptAlive;
-use super::staged_copier::StagedCopier;
+use super::route::{PlacedTensors, Route, Staging};
 use super::tuner::{Source, Tuner};
 use super::workers::{Work, Workers};
 use super::{reader_threads, staging_ring};
 use crate::config::Config;
-use crate::device::{Copier, DeviceSet};
+use crate::device::DeviceSet;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Access, PeerProcess, Probe};
 use crate::model::Deadline;
@@ -87,6 +85,11 @@ impl CopyEngine {
         self.workers.run(work, units, limit)
     }
 
+    /// Returns the threads that read memory of other processes.
+    pub(super) fn readers(&self) -> &reader_threads::Readers {
+        &self.readers
+    }
+
     /// Returns the threads that copy.
     pub(super) fn copy_workers(&self) -> &Workers {
         &self.workers
@@ -103,7 +106,7 @@ impl CopyEngine {
     }
 
     /// Returns the choice of kernels, which also counts the bytes of all copies.
-    pub fn tuner(&self) -> &Tuner {
+    pub fn tuner(&self) -> &Arc<Tuner> {
         &self.tuner
     }
 
@@ -126,12 +129,11 @@ impl CopyEngine {
         opened.ok_or_else(|| Error::new(ErrorKind::System, "the peer's process was not opened"))
     }
 
-    /// Moves every byte of `plan`, one wave after the other.
+    /// Moves every byte of `plan` within this process, one wave after the other.
     ///
-    /// The caller must hold pins on both ends until this returns. The source may be memory of another
-    /// process; the destination may not. `progress` records which bytes are in place. `limit` decides whether
-    /// a copy that has begun is finished. An error carries the fact `copied_bytes`. It counts whole units, so
-    /// it never exceeds what arrived.
+    /// The caller must hold pins on both ends until this returns. Memory of a peer is read by a [`DataPath`](super::DataPath).
+    /// `progress` records which bytes are in place. `limit` decides whether a copy that has begun is finished. An error carries the
+    /// fact `copied_bytes`. It counts whole units, so it never exceeds what arrived.
     pub fn run(
         &self,
         plan: impl Into<Arc<CopyPlan>>,
@@ -141,76 +143,28 @@ impl CopyEngine {
         limit: impl Into<Limit>,
         progress: &Arc<Progress>,
     ) -> Result<CopyOutcome> {
-        self.run_holding(plan, src, dst, staging, limit, progress, Arc::new(()))
-    }
-
-    /// Does the same as [`run`](Self::run), and keeps `held` for as long as any byte may still be touched.
-    /// That is beyond the end of the call if its error carries [`STILL_READING`](super::STILL_READING).
-    #[expect(clippy::too_many_arguments, reason = "what a copy is made of")]
-    pub fn run_holding(
-        &self,
-        plan: impl Into<Arc<CopyPlan>>,
-        src: PlacedTensors<'_>,
-        dst: PlacedTensors<'_>,
-        staging: Staging,
-        limit: impl Into<Limit>,
-        progress: &Arc<Progress>,
-        held: KeptAlive,
-    ) -> Result<CopyOutcome> {
         let limit = limit.into();
         let route = super::route::choose(&self.devices, src, dst, staging.path)?;
         src.0.check_mapped(Access::Read)?;
         dst.0.check_mapped(Access::Write)?;
         let plan = plan.into();
         let bytes = plan.bytes();
-        let source = match route {
-            Route::Ring => Source::Buffer,
-            Route::Direct | Route::Staged if src.0.reach().is_peer() => Source::Peer,
-            Route::Direct | Route::Staged => Source::Own,
-        };
+        let device = super::route::device(&self.devices, src, dst);
         let copy = super::run::Copying {
             plan,
             src: src.0.clone(),
             dst: dst.0.clone(),
-            copier: self.copier(route, src, dst, (limit.deadline(), progress.silence)),
+            copier: device.clone(),
             tuner: self.tuner.clone(),
-            source,
+            source: if route == Route::Ring { Source::Buffer } else { Source::Own },
             progress: progress.clone(),
-            held,
+            held: Arc::new(()),
         };
         let ended = match route {
-            Route::Direct | Route::Staged => match src.0.process() {
-                Some(process) => {
-                    copy.read(&self.readers, process.pid(), self.workers.count(), limit.deadline())
-                }
-                // Copy workers must not wait for a network.
-                None if src.0.fabric().is_some() => copy.alone(limit),
-                None => copy.direct(&self.workers, limit),
-            },
-            Route::Ring => {
-                let device = super::route::device(&self.devices, src, dst).as_ref();
-                self.ring.run(&copy, device, staging.buffer_bytes, limit)
-            }
+            Route::Direct => copy.direct(&self.workers, limit),
+            Route::Ring => self.ring.run(&copy, device.as_ref(), staging.buffer_bytes, limit),
         };
         ended.map_err(|error| with_copied_bytes(error, progress, bytes))?;
         Ok(CopyOutcome { bytes, route })
-    }
-
-    /// Returns what copies from `src` to `dst` on `route`.
-    fn copier(
-        &self,
-        route: Route,
-        src: PlacedTensors<'_>,
-        dst: PlacedTensors<'_>,
-        limits: ReadLimits,
-    ) -> Arc<dyn Copier> {
-        if route != Route::Staged {
-            return super::route::copier(&self.devices, src, dst, limits);
-        }
-        Arc::new(StagedCopier {
-            first: super::route::reader(&self.devices, src, limits),
-            second: self.devices.at(dst.1).clone(),
-            buffers: self.host_buffers.clone(),
-        })
     }
 }

@@ -1,17 +1,61 @@
-//! Chooses the route of a copy, and the device that runs it.
+//! Chooses how bytes get from one kind of memory to another one.
 //!
-//! A swap-in goes directly if the device can read host memory in place, because that is one copy instead of
-//! two. Otherwise it goes through the ring. `docs/performance.md` has the measurements. Memory of another process
-//! goes through host buffers if the device cannot read it.
+//! Between two engines, where the owner's memory lies decides on the path, and the memory of this engine how it gets to that path:
+//!
+//! | memory of the owner | path | at the reader: host memory | memory of a device |
+//! | --- | --- | --- | --- |
+//! | a pool, which the reader has mapped | mapped | one copy | one, if the device reads host memory; else two |
+//! | other memory of a process that the reader may read | process | one copy | two |
+//! | a pool, over a link with UCX or NIXL | fabric | one read | a read and a copy |
+//! | anything else, or if the reader has none of these | sockets | received in place | received and copied |
+//!
+//! [`path`] is the first decision, which each side of a link makes for itself. [`DataPath::hops`](super::DataPath::hops) is the
+//! second one.
+//!
+//! Within an engine, only copies from host to device have a choice ([`Route`]). A swap-in goes directly if the device can read
+//! host memory in place, because that is one copy instead of two. Otherwise it goes through the ring. `docs/performance.md` has the
+//! measurements.
 
 use std::sync::Arc;
-use std::time::Duration;
 
+use super::paths::PathKind;
 use crate::config::SwapInPath;
-use crate::device::{Copier, Device, DeviceSet, FabricReader, HostReach, ProcessReader};
+use crate::device::{Device, DeviceSet, HostReach};
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::{Reach, Tensors};
-use crate::model::{Deadline, Placement};
+use crate::memory::Tensors;
+use crate::model::Placement;
+
+/// Where memory of a cache lies, as its owner tells the peer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OwnerMemory {
+    /// In a pool of the engine.
+    Pool,
+    /// Elsewhere in its process.
+    Process,
+    /// Where peers cannot reach it, such as in a device.
+    Hidden,
+}
+
+/// What one side of a link can read of the other one's memory, or the reasons why it cannot.
+#[derive(Clone, Copy, Debug)]
+pub struct ReadAccess<'a> {
+    /// The path for pools.
+    pub pools: std::result::Result<PathKind, &'a str>,
+    /// The path for other memory of the process.
+    pub process: std::result::Result<PathKind, &'a str>,
+    /// Why it cannot read memory that its owner has not located.
+    pub hidden: &'a str,
+}
+
+/// Returns the path on which the side with this access reads `memory` of the other one in place. Returns the reason if it must go
+/// through sockets.
+pub fn path(memory: OwnerMemory, access: ReadAccess<'_>) -> std::result::Result<PathKind, &str> {
+    match memory {
+        OwnerMemory::Pool => access.pools,
+        OwnerMemory::Process => access.process,
+        OwnerMemory::Hidden => Err(access.hidden),
+    }
+}
 
 /// How a copy from host to device may be staged.
 #[derive(Clone, Copy, Debug)]
@@ -30,20 +74,17 @@ impl Staging {
 /// Memory at one end of a copy, and its placement.
 pub type PlacedTensors<'a> = (&'a Arc<Tensors>, Placement);
 
-/// Route of a copy.
+/// Route of a copy within this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Route {
     /// From the source to the destination in one copy.
     Direct,
     /// From host memory to a ring buffer of the device, and from there to the destination.
     Ring,
-    /// From memory of another process to a host buffer, and from there to the destination.
-    Staged,
 }
 
-/// Returns the route from `src` to `dst`. Only copies from host to device of this process have a choice. Returns
-/// `Err(System)` if the destination is memory of another process, and `Err(NotEnabled)` if the device does
-/// not support the route that is forced.
+/// Returns the route from `src` to `dst`, both in this process. Returns `Err(System)` for memory of another process, and
+/// `Err(NotEnabled)` if the device does not support the route that is forced.
 pub(super) fn choose(
     devices: &DeviceSet,
     src: PlacedTensors<'_>,
@@ -54,7 +95,7 @@ pub(super) fn choose(
         return Err(Error::new(ErrorKind::System, "cannot write to memory of another process"));
     }
     if src.0.reach().is_peer() {
-        return Ok(from_peer(devices, src, dst));
+        return Err(Error::new(ErrorKind::System, "memory of a peer is read on a data path, not by a copy"));
     }
     if (src.1, dst.1) != (Placement::Host, Placement::Device) {
         return Ok(Route::Direct);
@@ -71,43 +112,6 @@ pub(super) fn choose(
     }
 }
 
-/// Memory of another process never passes the ring, which is for swap-ins: its stages do not leave a process whose memory
-/// does not answer (`reader_threads`).
-fn from_peer(devices: &DeviceSet, src: PlacedTensors<'_>, dst: PlacedTensors<'_>) -> Route {
-    let direct = device(devices, src, dst).host_reach() == HostReach::Direct;
-    if dst.0.host_addressable() || (src.0.host_addressable() && direct) {
-        Route::Direct
-    } else {
-        Route::Staged
-    }
-}
-
-/// The deadline of a read of a peer, and how long its memory may give no sign of life.
-pub(super) type ReadLimits = (Deadline, Option<Duration>);
-
-/// Returns what reads `src` into host memory: the system's kernel if it is read by process id, UCX if it is on another
-/// host, otherwise the CPU.
-pub(super) fn reader(devices: &DeviceSet, src: PlacedTensors<'_>, limits: ReadLimits) -> Arc<dyn Copier> {
-    match (src.0.process(), src.0.fabric()) {
-        (Some(process), _) => Arc::new(ProcessReader::new(process.clone())),
-        (None, Some(region)) => Arc::new(FabricReader::new(region.clone(), limits.0, limits.1)),
-        (None, None) => devices.at(Placement::Host).clone(),
-    }
-}
-
-/// Returns the copier for two ends: what reads a peer's memory if it is not mapped, otherwise the device.
-pub(super) fn copier(
-    devices: &DeviceSet,
-    src: PlacedTensors<'_>,
-    dst: PlacedTensors<'_>,
-    limits: ReadLimits,
-) -> Arc<dyn Copier> {
-    match src.0.reach() {
-        Reach::Process | Reach::Fabric => reader(devices, src, limits),
-        _ => device(devices, src, dst).clone(),
-    }
-}
-
 /// Returns the device for a copy: the CPU if it can address both ends, otherwise the device of the device
 /// placement.
 pub(super) fn device<'a>(
@@ -117,4 +121,30 @@ pub(super) fn device<'a>(
 ) -> &'a Arc<dyn Device> {
     let host = src.0.host_addressable() && dst.0.host_addressable();
     devices.at(if host { Placement::Host } else { Placement::Device })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NONE: std::result::Result<PathKind, &str> = Err("not shared");
+
+    #[test]
+    fn the_path_follows_from_the_memory_and_what_the_reader_can_read() {
+        let both =
+            ReadAccess { pools: Ok(PathKind::Mapped), process: Ok(PathKind::Process), hidden: "a device" };
+        let library = ReadAccess { pools: Ok(PathKind::Fabric), process: Err("only pools"), ..both };
+        let nothing = ReadAccess { pools: NONE, process: NONE, ..both };
+        for (access, pool, process) in [
+            (both, Ok(PathKind::Mapped), Ok(PathKind::Process)),
+            (ReadAccess { process: NONE, ..both }, Ok(PathKind::Mapped), NONE),
+            (ReadAccess { pools: NONE, ..both }, NONE, Ok(PathKind::Process)),
+            (library, Ok(PathKind::Fabric), Err("only pools")),
+            (nothing, NONE, NONE),
+        ] {
+            assert_eq!(path(OwnerMemory::Pool, access), pool, "{access:?}");
+            assert_eq!(path(OwnerMemory::Process, access), process, "{access:?}");
+            assert_eq!(path(OwnerMemory::Hidden, access), Err("a device"), "{access:?}");
+        }
+    }
 }

@@ -8,7 +8,7 @@ use super::message_io::send_message;
 use super::request_context::{Ended, NamedCache, RequestContext, bounded, check_plan, rows};
 use super::shared_writes::{SharedWrite, WritePart};
 use crate::cache::{Cache, Pin, RowUse};
-use crate::copy::{CopyEngine, Progress};
+use crate::copy::{DataPath, Sockets};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
 use crate::plan::{CopyPlan, LocalEnd};
@@ -34,7 +34,7 @@ impl RequestContext<'_> {
         let bytes = to.saturating_sub(from);
         let begun = bounded(plan, from, to).and_then(|plan| {
             let pinned = self.pin_for_write(call, &plan)?;
-            Ok(pinned.map(|(cache, pin)| (plan, cache, pin)))
+            Ok(pinned.map(|(cache, pin)| (Arc::new(plan), cache, pin)))
         });
         let begun = if ahead {
             self.begin_ahead(begun, bytes, call.deadline)
@@ -43,17 +43,7 @@ impl RequestContext<'_> {
         };
         let Some((plan, cache, pin)) = begun? else { return Err(Ended::Refused) };
         self.stream.restart_pace();
-        let progress = Progress::default();
-        let tensors = cache.tensors();
-        let taken = self.resources.copy_engine.receive(
-            &plan,
-            from..to,
-            tensors,
-            self.stream,
-            call.deadline,
-            &progress,
-        );
-        taken.map_err(Ended::Broken)?;
+        self.receive(&plan, from..to, &cache, call.deadline)?;
         drop(pin);
         self.resources.count_bytes(Op::Served, bytes);
         self.reply(&Reply::Done { bytes }, call.deadline)
@@ -64,7 +54,7 @@ impl RequestContext<'_> {
         self.pinned(call, |cache| {
             let geometry = cache.common_sizes(plan.tensors_at(LocalEnd::Destination))?;
             check_plan(plan, None, Some(geometry))?;
-            CopyEngine::can_receive(cache.tensors())?;
+            Sockets::check(LocalEnd::Destination, cache.tensors())?;
             let writes = rows(cache, geometry, |sizes| plan.dst_rows(sizes))?;
             self.pin(cache, RowUse { writes, ..RowUse::default() }, call.deadline)
         })
@@ -88,7 +78,14 @@ impl RequestContext<'_> {
                 ));
             }
             let Some((cache, pin)) = self.pin_for_write(call, &plan)? else { return Ok(None) };
-            let write = SharedWrite { id, plan, cache, deadline: call.deadline, _pin: pin, _held: held };
+            let write = SharedWrite {
+                id,
+                plan: Arc::new(plan),
+                cache,
+                deadline: call.deadline,
+                _pin: pin,
+                _held: held,
+            };
             self.link.shared_writes.begin(write, from..to).map(Some)
         });
         self.receive_part(begun, from..to, call.deadline)
@@ -111,14 +108,26 @@ impl RequestContext<'_> {
             return Err(Ended::Refused);
         };
         self.stream.restart_pace();
-        let (engine, write, progress) = (&self.resources.copy_engine, part.write(), Progress::default());
+        let write = part.write();
         let deadline = if write.deadline.at() < deadline.at() { write.deadline } else { deadline };
-        let taken =
-            engine.receive(&write.plan, range, write.cache.tensors(), self.stream, deadline, &progress);
-        taken.map_err(Ended::Broken)?;
+        self.receive(&write.plan, range, &write.cache, deadline)?;
         part.arrived();
         self.resources.count_bytes(Op::Served, bytes);
         self.reply(&Reply::Done { bytes }, deadline)
+    }
+
+    /// Receives the bytes `range` of a plan into rows of `cache`, which are pinned.
+    fn receive(
+        &self,
+        plan: &Arc<CopyPlan>,
+        range: Range<u64>,
+        cache: &Cache,
+        deadline: Deadline,
+    ) -> Result<(), Ended> {
+        let mut path = Sockets { stream: self.stream, range, sum: None };
+        let to = (cache.tensors(), cache.placement());
+        let read = path.read(self.job(plan, deadline), to, &Arc::default(), Arc::new(()));
+        read.map(drop).map_err(Ended::Broken)
     }
 
     /// Accepts bytes that follow the request, and returns `begun`. If the request is refused, discards these

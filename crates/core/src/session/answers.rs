@@ -15,7 +15,7 @@ use super::peer_memory::location;
 use super::request_context::{Ended, NamedCache, RequestContext, bounded, check_plan, rows};
 use crate::cache::{Cache, Origin, RowUse};
 use crate::checksums::Checksums;
-use crate::copy::{CopyEngine, Progress, Staging, StreamSum, with_arrived_rows};
+use crate::copy::{DataPath, Progress, Sockets, StreamSum, in_place, with_arrived_rows};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::grants::{GrantedRead, RowRanges};
@@ -222,9 +222,9 @@ impl RequestContext<'_> {
         record.allocated = cache.origin() == Origin::Allocated;
         record.accessible = cache.remote_accessible();
         record.layout = cache.kv().map(|kv| WireLayout::from(&**kv));
-        if let Some(memory) = self.link.peer_memory().filter(|_| record.accessible) {
+        if record.accessible && self.link.peer_memory().is_some() {
             let at = self.resources.memory_location(cache)?;
-            if memory.seen(&at).is_ok() {
+            if self.link.path_of_peer(&at).is_ok() {
                 self.resources.described_to_peer(cache, &at);
             }
             record.location = location(at)?;
@@ -263,7 +263,7 @@ impl RequestContext<'_> {
             let pinned = self.pinned(call, |cache| {
                 let geometry = cache.common_sizes(plan.tensors_at(LocalEnd::Source))?;
                 check_plan(&plan, Some(geometry), None)?;
-                CopyEngine::can_send(cache.tensors())?;
+                Sockets::check(LocalEnd::Source, cache.tensors())?;
                 let reads = rows(cache, geometry, |sizes| plan.src_rows(sizes))?;
                 self.pin(cache, RowUse { reads, ..RowUse::default() }, call.deadline)
             })?;
@@ -272,7 +272,7 @@ impl RequestContext<'_> {
             let lent = |id| self.begin_granted(&id, (&cache, sizes), |sizes| plan.src_rows(sizes));
             let granted = grant.map(lent).transpose()?;
             let sum = if summed { Some(self.stream_sum(call.name, &cache)?) } else { None };
-            Ok(Some((plan, cache, pin, granted, sum)))
+            Ok(Some((Arc::new(plan), cache, pin, granted, sum)))
         });
         let bytes = to.saturating_sub(from);
         // `Ready` is sent together with the bytes that follow it, which saves a packet when they are few.
@@ -282,9 +282,9 @@ impl RequestContext<'_> {
             return Err(Ended::Refused);
         };
         self.stream.restart_pace();
-        let engine = &self.resources.copy_engine;
         let adding = sum.as_mut().map(|(_, sum)| sum);
-        let sent = engine.send(&plan, from..to, cache.tensors(), self.stream, call.deadline, adding);
+        let mut path = Sockets { stream: self.stream, range: from..to, sum: adding };
+        let sent = path.serve(self.job(&plan, call.deadline), cache.tensors());
         sent.map_err(Ended::Broken)?;
         self.resources.count_bytes(Op::Served, bytes);
         if granted.is_none() && sum.is_none() {
@@ -327,15 +327,13 @@ impl RequestContext<'_> {
             self.pin(cache, RowUse { writes, ..RowUse::default() }, call.deadline)
         })?;
         let Some((cache, pin)) = pinned else { return Ok(Reply::Stale) };
-        let (from, to) = ((&tensors, cache.placement()), (cache.tensors(), cache.placement()));
         // Limited by `llm.LinkSilence`, so that a peer whose memory does not respond cannot occupy a thread
         // of this side.
         let progress = Arc::new(Progress::within(self.resources.config.links.silence));
-        let (engine, held) = (&self.resources.copy_engine, Arc::new(pin));
+        let to = (cache.tensors(), cache.placement());
         // The pin outlives this call if the kernel may still write to the rows afterwards.
-        let run =
-            engine.run_holding(plan.clone(), from, to, Staging::DEFAULT, call.deadline, &progress, held);
-        match run {
+        let read = in_place(&tensors)?.read(self.job(&plan, call.deadline), to, &progress, Arc::new(pin));
+        match read {
             Ok(outcome) => {
                 self.resources.count_bytes(Op::Served, outcome.bytes);
                 Ok(Reply::Done { bytes: outcome.bytes })

@@ -1,20 +1,15 @@
-//! Memory of a peer that UCX or NIXL reads: what both sides offer when a link is made, and where memory that is read in place lies.
+//! Memory of a peer that UCX or NIXL reads: what both sides offer when a link is made.
 
-use std::sync::Arc;
-
-use super::link::Link;
 use super::peer_memory::{NOTHING_SHARED, Readable};
 use super::shared::Shared;
 use crate::config::FabricLibrary;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fabric::{EngineFabric, PeerFabric};
-use crate::memory::{TensorBytes, Tensors};
 use crate::net::Stream;
-use crate::protocol::{FabricOffer, WireLocation};
-use crate::resources::MemoryLocation;
+use crate::protocol::FabricOffer;
 
 /// Returns the reason why registered memory is not read by a library.
-fn pools_only(library: FabricLibrary) -> &'static str {
+pub(super) fn pools_only(library: FabricLibrary) -> &'static str {
     match library {
         FabricLibrary::Ucx => "UCX reads only pools, not registered memory or memory of a device",
         FabricLibrary::Nixl => "NIXL reads only pools, not registered memory or memory of a device",
@@ -54,42 +49,6 @@ impl Shared {
                 _ => Ok(Err(reason)),
             },
             taken => Ok(taken),
-        }
-    }
-}
-
-impl Link {
-    /// Returns `count` tensors of these `bytes` at `location` of the peer, or the reason why this process cannot read them in
-    /// place. Returns `Err` if the location is invalid.
-    pub(crate) fn tensors(
-        &self,
-        location: &WireLocation,
-        count: u32,
-        bytes: impl Into<TensorBytes>,
-    ) -> Result<Readable<Arc<Tensors>>> {
-        if let Some(memory) = self.peer_memory() {
-            return memory.tensors(location, count, bytes);
-        }
-        Ok(match (self.fabric(), location) {
-            (Err(reason), _) => Err(reason.clone()),
-            (Ok(fabric), WireLocation::Region { region, runs }) => {
-                fabric.tensors(*region, runs, count, bytes)?.ok_or("the peer has offered no such pool".into())
-            }
-            (Ok(fabric), WireLocation::Process { .. } | WireLocation::Hidden) => {
-                Err(pools_only(fabric.library()).into())
-            }
-        })
-    }
-
-    /// Returns `Err` with the reason if the peer cannot read the memory at `location` of this process in place.
-    pub(crate) fn readable_by_peer(&self, location: &MemoryLocation) -> Readable<()> {
-        match (self.peer_memory(), self.fabric(), location) {
-            (Some(memory), _, _) => memory.seen(location),
-            (None, Err(reason), _) => Err(reason.clone()),
-            (None, Ok(_), MemoryLocation::Pool(..)) => Ok(()),
-            (None, Ok(fabric), MemoryLocation::Process(_) | MemoryLocation::Hidden) => {
-                Err(pools_only(fabric.library()).into())
-            }
         }
     }
 }

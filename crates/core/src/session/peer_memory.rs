@@ -4,12 +4,12 @@
 //! Both sides offer their memory over a socket that carries descriptors, try what they were offered, and
 //! report the result to each other. Memory that cannot be read in place is transferred over sockets.
 
-use std::borrow::Cow;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::message_io;
+use crate::copy::{PathKind, ReadAccess};
 use crate::error::{Error, ErrorKind, Result};
 pub(crate) use crate::fabric::Readable;
 use crate::memory::{self, PeerGenerations, PeerMapping, PeerProcess, Probe, TensorBytes, Tensors};
@@ -152,38 +152,45 @@ impl PeerMemory {
         self.taken.process.as_ref().err().map(String::as_str)
     }
 
-    /// Returns `Err` with the reason if the peer cannot read the memory at `memory_location` of this process.
-    pub(crate) fn seen(&self, memory_location: &MemoryLocation) -> Readable<()> {
-        match memory_location {
-            MemoryLocation::Pool(..) => self.seen.mapped.clone().map_err(Cow::from),
-            MemoryLocation::Process(_) => self.seen.registered.clone().map_err(Cow::from),
-            MemoryLocation::Hidden => Err(HIDDEN.into()),
+    /// Returns what this side reads of the peer.
+    pub(super) fn reads(&self) -> ReadAccess<'_> {
+        ReadAccess {
+            pools: self.unmapped().map_or(Ok(PathKind::Mapped), Err),
+            process: self.refusal().map_or(Ok(PathKind::Process), Err),
+            hidden: HIDDEN,
         }
     }
 
-    /// Returns `count` tensors of these `bytes` at `location` of the peer, or the reason why this process cannot read
-    /// them. Returns `Err` if the location is invalid.
-    pub(crate) fn tensors(
+    /// Returns what the peer reads of this side, as it has reported.
+    pub(super) fn read_by_peer(&self) -> ReadAccess<'_> {
+        let Attached { mapped, registered } = &self.seen;
+        ReadAccess {
+            pools: mapped.as_ref().map(|()| PathKind::Mapped).map_err(String::as_str),
+            process: registered.as_ref().map(|()| PathKind::Process).map_err(String::as_str),
+            hidden: HIDDEN,
+        }
+    }
+
+    /// Returns `count` tensors of these `bytes` at `location` of the peer, which this side can read; `None` if the peer has
+    /// offered no such memory. Returns `Err` if the location is invalid.
+    pub(super) fn tensors(
         &self,
         location: &WireLocation,
         count: u32,
         bytes: impl Into<TensorBytes>,
-    ) -> Result<Readable<Arc<Tensors>>> {
+    ) -> Result<Option<Arc<Tensors>>> {
         let tensors = match location {
             WireLocation::Region { region, runs } => {
-                let Some(Some(pool)) = self.taken.pools.get(usize::from(*region)) else {
-                    let unmapped = self.taken.unmapped.clone().map(Cow::from);
-                    return Ok(Err(unmapped.unwrap_or("the peer has offered no such pool".into())));
-                };
+                let Some(Some(pool)) = self.taken.pools.get(usize::from(*region)) else { return Ok(None) };
                 Tensors::mapped(pool.clone(), Run::unpack(runs, count)?, bytes)?
             }
-            WireLocation::Process { runs } => match &self.taken.process {
-                Ok(process) => Tensors::of_process(process.clone(), Run::unpack(runs, count)?, bytes)?,
-                Err(reason) => return Ok(Err(reason.clone().into())),
-            },
-            WireLocation::Hidden => return Ok(Err(HIDDEN.into())),
+            WireLocation::Process { runs } => {
+                let Ok(process) = &self.taken.process else { return Ok(None) };
+                Tensors::of_process(process.clone(), Run::unpack(runs, count)?, bytes)?
+            }
+            WireLocation::Hidden => return Ok(None),
         };
-        Ok(Ok(Arc::new(tensors)))
+        Ok(Some(Arc::new(tensors)))
     }
 }
 

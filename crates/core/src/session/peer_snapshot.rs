@@ -12,12 +12,10 @@
 //! (`memory::PeerGenerations::still`); the owner raises the number before it writes. If the owner writes into
 //! a cache without freeing it, peers that pull it may get a mix of old and new bytes (docs/links.md).
 
-use std::sync::Arc;
-
 use super::known_cache::KnownCache;
 use super::link::Link;
-use super::peer_memory::Readable;
-use crate::memory::{Reach, Tensors};
+use crate::copy::{DataPath, PathKind, in_place};
+use crate::error::Result;
 use crate::protocol::EntryVersion;
 
 /// Why a pull does not read a cache in place while this process pushes to it.
@@ -27,7 +25,7 @@ pub(crate) const BEING_PUSHED: &str = "this process pushes to the same cache";
 pub(crate) struct PeerSnapshot<'a> {
     link: &'a Link,
     known: &'a KnownCache,
-    tensors: &'a Arc<Tensors>,
+    path: Box<dyn DataPath + 'a>,
     /// The pushes of this process that had begun before.
     pushes: u64,
 }
@@ -43,23 +41,35 @@ pub(crate) enum Validity {
 }
 
 impl<'a> PeerSnapshot<'a> {
-    /// Begins a read. Returns the reason if this process cannot read the memory, or is pushing to the cache.
-    pub(crate) fn begin(link: &'a Link, known: &'a KnownCache) -> Readable<PeerSnapshot<'a>> {
-        let tensors = known.tensors.as_ref().map_err(Clone::clone)?;
-        let pushes = link.pushes.none_now(known.cache).ok_or(BEING_PUSHED)?;
-        Ok(PeerSnapshot { link, known, tensors, pushes })
+    /// Begins a read. Returns the inner `Err` with the reason if this process cannot read the memory, or is pushing to the cache.
+    pub(crate) fn begin(
+        link: &'a Link,
+        known: &'a KnownCache,
+    ) -> Result<std::result::Result<PeerSnapshot<'a>, &'a str>> {
+        let tensors = match &known.tensors {
+            Ok(tensors) => tensors,
+            Err(reason) => return Ok(Err(reason)),
+        };
+        let Some(pushes) = link.pushes.none_now(known.cache) else { return Ok(Err(BEING_PUSHED)) };
+        Ok(Ok(PeerSnapshot { link, known, path: in_place(tensors)?, pushes }))
     }
 
-    pub(crate) fn tensors(&self) -> &'a Arc<Tensors> {
-        self.tensors
+    /// Returns the path on which the memory is read.
+    pub(crate) fn path(&mut self) -> &mut dyn DataPath {
+        &mut *self.path
+    }
+
+    /// Returns which path that is.
+    pub(crate) fn kind(&self) -> PathKind {
+        self.path.kind()
     }
 
     /// Decides about everything that was read since [`begin`](Self::begin).
     pub(crate) fn validate(&self) -> Validity {
         if !self.link.pushes.none_since(self.known.cache, self.pushes) {
             Validity::Pushed
-        } else if self.tensors.reach() == Reach::Fabric {
-            // No generations of another host are visible here, so the owner must be asked.
+        } else if !self.kind().sees_generations() {
+            // The owner must be asked.
             Validity::Changed
         } else if self.link.current(self.known) {
             Validity::Valid

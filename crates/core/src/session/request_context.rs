@@ -6,6 +6,7 @@ use std::time::Duration;
 use super::link::Link;
 use super::message_io::send_message;
 use crate::cache::{Cache, CallRows, Pin, RowUse, rows_of_a_pin};
+use crate::copy::PathJob;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{CacheId, Deadline, Geometry, Name, RowSizes};
 use crate::net::Stream;
@@ -45,6 +46,11 @@ impl RequestContext<'_> {
         let asked = Duration::from_millis(limit_ms);
         let name = if asked > most { "llm.LinkPinLimit" } else { "the rest of the caller's sync_kv_timeout" };
         Deadline::after(asked.min(most)).named(name)
+    }
+
+    /// Returns what a path needs to move the bytes of `plan` for this request.
+    pub(super) fn job<'a>(&'a self, plan: &'a Arc<CopyPlan>, deadline: Deadline) -> PathJob<'a> {
+        PathJob { engine: &self.resources.copy_engine, plan, deadline }
     }
 
     /// Runs `call`, and sends its reply or its error.

@@ -9,7 +9,7 @@ mod paths;
 #[cfg(feature = "testing")]
 pub use counters::BUCKETS;
 pub use counters::{Counters, OpState};
-pub use paths::{DataPath, PathCounters, PathState};
+pub use paths::{PathCounters, PathState};
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};

@@ -1,40 +1,16 @@
 //! Counts the transfers of a link by the path on which their bytes moved.
 
-use std::borrow::Cow;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::copy::PathKind;
 use crate::sync::Mutex;
-
-macro_rules! paths {
-    ($($(#[$doc:meta])* $variant:ident = $name:literal;)*) => {
-        /// A path on which the bytes of a transfer move.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-        pub enum DataPath { $($(#[$doc])* $variant,)* }
-
-        impl DataPath {
-            /// Every path, with its name in reports.
-            pub const ALL: &'static [(DataPath, &'static str)] = &[$((DataPath::$variant, $name),)*];
-        }
-    };
-}
-
-paths! {
-    /// The receiver reads memory of the other process that is mapped here.
-    Mapped = "mapped";
-    /// The receiver has the kernel read memory of the other process.
-    Process = "process";
-    /// UCX or NIXL reads memory of the other process.
-    Fabric = "fabric";
-    /// The owner sends the bytes through a socket.
-    Sockets = "sockets";
-}
 
 /// The transfers of one link that succeeded, by path.
 #[derive(Debug, Default)]
 pub struct PathCounters {
-    counters: [PathCounter; DataPath::ALL.len()],
+    counters: [PathCounter; PathKind::ALL.len()],
     staged_bytes: AtomicU64,
-    reason: Mutex<Option<Cow<'static, str>>>,
+    reason: Mutex<Option<String>>,
 }
 
 #[derive(Debug, Default)]
@@ -54,7 +30,7 @@ pub struct PathState {
 
 impl PathCounters {
     /// Counts bytes that moved on `path`. `staged` is whether they passed a host buffer of this engine.
-    pub fn count(&self, path: DataPath, bytes: u64, staged: bool) {
+    pub fn count(&self, path: PathKind, bytes: u64, staged: bool) {
         let counter = &self.counters[path as usize];
         counter.transfers.fetch_add(1, Ordering::Relaxed);
         counter.bytes.fetch_add(bytes, Ordering::Relaxed);
@@ -64,23 +40,23 @@ impl PathCounters {
     }
 
     /// Records why a transfer uses sockets. Returns whether the reason differs from the previous one.
-    pub fn use_sockets(&self, reason: Cow<'static, str>) -> bool {
+    pub fn use_sockets(&self, reason: &str) -> bool {
         let mut known = self.reason.lock();
-        let is_new = known.as_ref() != Some(&reason);
+        let is_new = known.as_deref() != Some(reason);
         if is_new {
-            *known = Some(reason);
+            *known = Some(reason.to_owned());
         }
         is_new
     }
 
     /// Returns the transfers on each path, with its name.
     pub fn states(&self) -> Vec<(&'static str, PathState)> {
-        let state = |&(path, name): &(DataPath, &'static str)| {
+        let state = |&(path, name): &(PathKind, &'static str)| {
             let counter = &self.counters[path as usize];
             let transfers = counter.transfers.load(Ordering::Relaxed);
             (name, PathState { transfers, bytes: counter.bytes.load(Ordering::Relaxed) })
         };
-        DataPath::ALL.iter().map(state).collect()
+        PathKind::ALL.iter().map(state).collect()
     }
 
     /// Returns the number of bytes that passed a host buffer of this engine.
@@ -90,6 +66,6 @@ impl PathCounters {
 
     /// Returns why the latest transfer that used sockets did so.
     pub fn reason(&self) -> Option<String> {
-        self.reason.lock().as_deref().map(str::to_owned)
+        self.reason.lock().clone()
     }
 }

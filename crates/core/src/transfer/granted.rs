@@ -6,8 +6,8 @@
 use std::sync::Arc;
 
 use super::call::Call;
+use crate::copy::PathKind;
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::Reach;
 use crate::model::GrantId;
 use crate::plan::{CopyPlan, LocalEnd};
 use crate::session::{KnownCache, OpenedGrant};
@@ -34,11 +34,10 @@ impl Call {
         self.opened_grant().map_or(Ok(()), |opened| self.link.check_grant(opened))
     }
 
-    /// Checks that the grant has not ended, after a read in place of memory with this reach. No generations of another host
-    /// are visible here, so its owner is asked.
-    pub(super) fn granted_until_now(&self, reach: Reach) -> Result<()> {
+    /// Checks that the grant has not ended, after a read in place. Asks its owner if the path shows no generations.
+    pub(super) fn granted_until_now(&self, path: PathKind) -> Result<()> {
         match &self.grant {
-            Some(grant) if reach == Reach::Fabric => {
+            Some(grant) if !path.sees_generations() => {
                 self.link.ask_about_grant(&grant.given.token, self.deadline)
             }
             _ => self.still_granted(),

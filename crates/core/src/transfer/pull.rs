@@ -6,9 +6,8 @@ use std::sync::Arc;
 use super::call::{Call, Moved};
 use super::stream::Streams;
 use crate::cache::RowUse;
-use crate::copy::{KeptAlive, Progress, Route, STILL_READING, Staging, with_arrived_rows};
+use crate::copy::{Hops, KeptAlive, Progress, STILL_READING, with_arrived_rows};
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::Reach;
 use crate::model::{CacheKey, GrantId, Name};
 use crate::plan::{CacheCount, CopyPlan, LocalEnd, Moves};
 use crate::session::{BEING_PUSHED, CallEnd, KnownCache, PeerSnapshot, ReservedNotification, Validity};
@@ -169,7 +168,7 @@ impl Call {
         progress: &mut Arc<Progress>,
         pinned: &KeptAlive,
     ) -> Result<Moved> {
-        let snapshot = match self.in_place(known) {
+        let mut snapshot = match self.in_place(known)? {
             Ok(snapshot) => snapshot,
             Err(reason) => {
                 self.use_sockets(reason);
@@ -177,7 +176,7 @@ impl Call {
             }
         };
         self.still_granted()?;
-        if let Some(moved) = self.read_in_place(known, plan, &snapshot, progress, pinned)? {
+        if let Some(moved) = self.read_in_place(known, plan, &mut snapshot, progress, pinned)? {
             return Ok(moved);
         }
         *progress = self.attempt(plan.bytes());
@@ -189,22 +188,19 @@ impl Call {
         &self,
         known: &KnownCache,
         plan: &Arc<CopyPlan>,
-        snapshot: &PeerSnapshot<'_>,
+        snapshot: &mut PeerSnapshot<'_>,
         progress: &mut Arc<Progress>,
         pinned: &KeptAlive,
     ) -> Result<Option<Moved>> {
-        let from = (snapshot.tensors(), self.local.placement());
         let to = (self.local.tensors(), self.local.placement());
-        let (engine, held) = (&self.resources.copy_engine, pinned.clone());
-        let read =
-            engine.run_holding(plan.clone(), from, to, Staging::DEFAULT, self.deadline, progress, held);
-        let reach = snapshot.tensors().reach();
-        if reach == Reach::Fabric && read.as_ref().is_err_and(|error| error.kind() != ErrorKind::NotEnabled) {
+        let read = snapshot.path().read(self.job(plan), to, progress, pinned.clone());
+        let failed = |error: &Error| error.kind() != ErrorKind::NotEnabled;
+        if !snapshot.kind().sees_generations() && read.as_ref().is_err_and(failed) {
             // Whose bytes have arrived is unknown, and the owner is not asked about a read that has failed.
             *progress = self.attempt(plan.bytes());
             return read.map(|_| None);
         }
-        let granted = self.granted_until_now(reach);
+        let granted = self.granted_until_now(snapshot.kind());
         let validity = snapshot.validate();
         let read = match read {
             // The kernel may still write to the rows, so no other bytes may be written there.
@@ -220,7 +216,7 @@ impl Call {
             }
             // The kernel allowed the read when the link was made, but does not now, or UCX or NIXL has failed. Sockets always work.
             Err(error) if error.kind() == ErrorKind::NotEnabled && !self.only_fabric() => {
-                self.use_sockets(error.to_string());
+                self.use_sockets(&error.to_string());
                 return Ok(None);
             }
             Err(error) if error.kind() == ErrorKind::NotEnabled => return Err(error),
@@ -236,7 +232,7 @@ impl Call {
             }
         }
         let outcome = read?;
-        self.count_read(known, outcome.bytes, outcome.route == Route::Staged);
+        self.count(snapshot.kind(), outcome.bytes, outcome.hops == Hops::Two);
         Ok(Some(Moved::Bytes(outcome.bytes)))
     }
 

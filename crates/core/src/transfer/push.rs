@@ -8,7 +8,7 @@ use super::call::{Call, Moved};
 use super::pull::PullEnd;
 use super::stream::Streams;
 use crate::cache::RowUse;
-use crate::copy::KeptAlive;
+use crate::copy::{KeptAlive, PathKind};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Name;
 use crate::plan::{CacheCount, CopyPlan, LocalEnd, TensorSteps};
@@ -141,45 +141,64 @@ impl Call {
     /// Moves the bytes of a push by the available path.
     fn push_bytes(&self, known: &Arc<KnownCache>, plan: &Arc<CopyPlan>) -> Result<Moved> {
         let memory_location = self.resources.memory_location(&self.local)?;
-        let readable = self.readable_by_peer(&memory_location);
-        if readable.is_ok() {
-            self.resources.described_to_peer(&self.local, &memory_location);
-            let tensor_bytes = self.local.sizes_of(plan.src_tensor()).tensor_bytes();
-            let (plan, num_tensors, memory_location) = self.read_tensors(plan, memory_location)?;
-            let in_process = matches!(memory_location, MemoryLocation::Process(_));
-            let request = Request::Fetch {
-                name: self.name.into(),
-                cache: known.cache.0,
-                plan: WirePlan::try_from(&*plan)?,
-                source: location(memory_location)?,
-                num_tensors,
-                tensor_bytes,
-                limit_ms: limit_ms(self.deadline),
-            };
-            let reply = if self.to_the_end {
-                self.link.ask_to_the_end(&request, self.deadline)
-            } else {
-                self.link.ask(&request, self.deadline)
-            };
-            match reply? {
-                Reply::Done { bytes } => {
-                    self.count_fetched(in_process, bytes);
-                    return Ok(Moved::Bytes(bytes));
+        match self.link.path_of_peer(&memory_location) {
+            Ok(path) => {
+                if let Some(moved) = self.have_read(known, plan, memory_location, path)? {
+                    return Ok(moved);
                 }
-                Reply::Stale => return Ok(Moved::Stale),
-                // The peer could read this memory when the link was made, but cannot now. Sockets always
-                // work.
-                Reply::Unreachable { reason } if !self.only_fabric() => self.use_sockets(reason),
-                Reply::Unreachable { reason } => {
-                    let library = self.link.fabric().as_ref().map_or("", |fabric| fabric.library().name());
-                    let text = format!("the peer cannot read by {library}: {reason}");
-                    return Err(self.named(Error::new(ErrorKind::NotEnabled, text)));
-                }
-                reply => return Err(self.link.unexpected(&reply)),
             }
-        } else if let Err(reason) = readable {
-            self.use_sockets(reason);
+            Err(reason) => self.use_sockets(reason),
         }
+        self.send_bytes(known, plan)
+    }
+
+    /// Has the peer read the bytes of a push on `path`. Returns `None` if sockets have to move them.
+    fn have_read(
+        &self,
+        known: &Arc<KnownCache>,
+        plan: &Arc<CopyPlan>,
+        memory_location: MemoryLocation,
+        path: PathKind,
+    ) -> Result<Option<Moved>> {
+        self.resources.described_to_peer(&self.local, &memory_location);
+        let tensor_bytes = self.local.sizes_of(plan.src_tensor()).tensor_bytes();
+        let (plan, num_tensors, memory_location) = self.read_tensors(plan, memory_location)?;
+        let request = Request::Fetch {
+            name: self.name.into(),
+            cache: known.cache.0,
+            plan: WirePlan::try_from(&*plan)?,
+            source: location(memory_location)?,
+            num_tensors,
+            tensor_bytes,
+            limit_ms: limit_ms(self.deadline),
+        };
+        let reply = if self.to_the_end {
+            self.link.ask_to_the_end(&request, self.deadline)
+        } else {
+            self.link.ask(&request, self.deadline)
+        };
+        match reply? {
+            Reply::Done { bytes } => {
+                self.count(path, bytes, false);
+                Ok(Some(Moved::Bytes(bytes)))
+            }
+            Reply::Stale => Ok(Some(Moved::Stale)),
+            // The peer could read this memory when the link was made, but cannot now. Sockets always work.
+            Reply::Unreachable { reason } if !self.only_fabric() => {
+                self.use_sockets(&reason);
+                Ok(None)
+            }
+            Reply::Unreachable { reason } => {
+                let library = self.link.fabric().as_ref().map_or("", |fabric| fabric.library().name());
+                let text = format!("the peer cannot read by {library}: {reason}");
+                Err(self.named(Error::new(ErrorKind::NotEnabled, text)))
+            }
+            reply => Err(self.link.unexpected(&reply)),
+        }
+    }
+
+    /// Sends the bytes of a push through sockets.
+    fn send_bytes(&self, known: &Arc<KnownCache>, plan: &Arc<CopyPlan>) -> Result<Moved> {
         let sent = Streams { call: self.clone(), known: known.clone(), plan: plan.clone() }.send();
         if let Ok(Moved::Bytes(bytes)) = sent {
             self.count_sent(bytes);

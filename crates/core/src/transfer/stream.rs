@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use super::call::{Call, Moved};
 use crate::checksums::Checksums;
-use crate::copy::{Arrived, Progress, StreamSum};
+use crate::copy::{DataPath, Progress, Sockets, StreamSum};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::Verify;
@@ -127,7 +127,12 @@ impl Streams {
     }
 
     /// Sends one request and receives its bytes into place.
-    fn receive_range(&self, mut lease: StreamLease, range: Range<u64>, progress: &Progress) -> Result<Moved> {
+    fn receive_range(
+        &self,
+        mut lease: StreamLease,
+        range: Range<u64>,
+        progress: &Arc<Progress>,
+    ) -> Result<Moved> {
         let bytes = range.end - range.start;
         let mut sum = self.sum()?;
         let request = Request::Read {
@@ -144,10 +149,10 @@ impl Streams {
         if !self.ready(&mut lease, &request, bytes)? {
             return Ok(Moved::Stale);
         }
-        let (engine, tensors) = (&self.call.resources.copy_engine, self.call.local.tensors());
-        let arrived = Arrived { progress, sum: sum.as_mut() };
-        let received =
-            engine.receive(&self.plan, range, tensors, lease.stream(), self.call.deadline, arrived);
+        let to = (self.call.local.tensors(), self.call.local.placement());
+        let mut path = Sockets { stream: lease.stream(), range, sum: sum.as_mut() };
+        // The call holds the pins until this returns.
+        let received = path.read(self.call.job(&self.plan), to, progress, Arc::new(()));
         received.map_err(|error| self.late_or(error))?;
         let mut equal = false;
         if self.call.grant_id().is_some() || sum.is_some() {
@@ -243,8 +248,8 @@ impl Streams {
     }
 
     fn send_range(&self, lease: &StreamLease, range: Range<u64>) -> Result<()> {
-        let (engine, local) = (&self.call.resources.copy_engine, self.call.local.tensors());
-        engine.send(&self.plan, range, local, lease.stream(), self.call.deadline, None)
+        let mut path = Sockets { stream: lease.stream(), range, sum: None };
+        path.serve(self.call.job(&self.plan), self.call.local.tensors())
     }
 
     /// Takes the answer to a write whose bytes were sent.

@@ -20,6 +20,7 @@ use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
 use crate::fixtures::{local_streams, pattern, proptest_cases, tensors_over};
+use crate::socket_copies::SocketCopies as _;
 
 /// A cache and the blocks of one sequence in it.
 #[derive(Clone, Debug)]
@@ -682,7 +683,7 @@ fn plans_between_layouts_move_bytes() {
         for plan in &plans {
             std::thread::scope(|scope| {
                 scope.spawn(|| engine.send(plan, 0..plan.bytes(), &src, &local, soon(), None).unwrap());
-                let progress = Progress::default();
+                let progress = Arc::new(Progress::default());
                 engine.receive(plan, 0..plan.bytes(), &dst, &remote, soon(), &progress).unwrap();
             });
         }

@@ -65,6 +65,7 @@ mod row_strides;
 mod row_turns;
 mod short_windows;
 mod small_page_hint;
+mod socket_copies;
 mod staged_streams;
 mod stats;
 mod swap_ring;

@@ -10,7 +10,9 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use llm_datadist_core::testing::copy::{CopyEngine, CopyOutcome, Progress, Route, Staging};
+use llm_datadist_core::testing::copy::{
+    CopyEngine, CopyOutcome, Hops, PathJob, PathOutcome, Progress, Staging, in_place,
+};
 use llm_datadist_core::testing::device::{DeviceSet, HostReach};
 use llm_datadist_core::testing::memory::kernels::{Kernel, copy};
 use llm_datadist_core::testing::memory::{
@@ -186,9 +188,21 @@ fn run(
     dst: &Arc<Tensors>,
     progress: &Arc<Progress>,
 ) -> llm_datadist_core::Result<CopyOutcome> {
-    // The peer declares its memory as device memory, and this process can read it anyway.
-    let (src, dst) = ((src, Placement::Device), (dst, Placement::Host));
-    engine.run(plan(pairs), src, dst, STRAIGHT, soon(), progress)
+    let (from, to) = ((src, Placement::Device), (dst, Placement::Host));
+    engine.run(plan(pairs), from, to, STRAIGHT, soon(), progress)
+}
+
+/// Reads memory of a peer in place.
+fn read(
+    engine: &CopyEngine,
+    pairs: &[(u64, u64)],
+    src: &Arc<Tensors>,
+    dst: (&Arc<Tensors>, Placement),
+    progress: &Arc<Progress>,
+) -> llm_datadist_core::Result<PathOutcome> {
+    let plan = Arc::new(plan(pairs));
+    let job = PathJob { engine, plan: &plan, deadline: soon() };
+    in_place(src)?.read(job, dst, progress, Arc::new(()))
 }
 
 fn plan(pairs: &[(u64, u64)]) -> CopyPlan {
@@ -213,7 +227,8 @@ fn both_ways_of_reading_bring_the_bytes_of_the_peer() {
         for workers in [1, 2, 4] {
             let (buffer, tensors) = local();
             let progress = Arc::new(Progress::default());
-            let outcome = run(&engine(workers), &pairs(), &remote, &tensors, &progress).unwrap();
+            let outcome =
+                read(&engine(workers), &pairs(), &remote, (&tensors, Placement::Host), &progress).unwrap();
             assert_eq!((outcome.bytes, progress.bytes()), (plan.bytes(), plan.bytes()));
             let mut expected = vec![0xEE; TENSORS * TENSOR];
             for (src, dst) in pairs() {
@@ -283,8 +298,17 @@ fn tensors_of_a_peer_are_inside_its_memory_and_never_a_destination() {
     let (socket, _other) = UnixStream::pair().unwrap();
     for remote in [peer.mapped(), peer.read()] {
         assert!(!remote.reach().writable());
-        let error = run(&engine(2), &pairs(), &own, &remote, &Arc::default()).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::System);
+        // Nothing writes there: no copy, and no path that reads a peer. Nor does a copy read there.
+        let (progress, from) = (Arc::default(), (&remote, Placement::Host));
+        for error in [
+            run(&engine(2), &pairs(), &own, &remote, &progress).unwrap_err(),
+            run(&engine(2), &pairs(), &remote, &own, &progress).unwrap_err(),
+            read(&engine(2), &pairs(), &remote, from, &progress).unwrap_err(),
+            read(&engine(2), &pairs(), &own, (&own, Placement::Host), &progress).unwrap_err(),
+        ] {
+            assert_eq!(error.kind(), ErrorKind::System);
+        }
+        assert_eq!(progress.bytes(), 0);
         let (from, to) = (own.window(0, 0, 64).unwrap(), remote.window(0, 0, 64).unwrap());
         assert!(copy(from, to, Kernel::PLAIN).is_err());
         let error = socket_io::receive(socket.as_fd(), &[to], 0).unwrap_err();
@@ -355,7 +379,7 @@ fn a_peer_that_is_killed_while_it_is_read_is_an_error_with_its_reason() {
         let engine = engine(2);
         loop {
             let progress = Arc::default();
-            if let Err(error) = run(&engine, &pairs(), &remote, &own, &progress) {
+            if let Err(error) = read(&engine, &pairs(), &remote, (&own, Placement::Host), &progress) {
                 return (error, progress.bytes());
             }
         }
@@ -379,7 +403,7 @@ fn an_address_that_is_not_mapped_is_named_and_what_came_before_it_counts() {
     let progress = Arc::new(Progress::default());
     let reversed: Vec<_> = (0..ROWS as u64).map(|row| (row, ROWS as u64 - 1 - row)).collect();
     // One worker copies in the order of the plan.
-    let error = run(&engine(1), &reversed, &remote, &own, &progress).unwrap_err();
+    let error = read(&engine(1), &reversed, &remote, (&own, Placement::Host), &progress).unwrap_err();
     assert_eq!(["errno", "alive"].map(|name| error.fact(name)), [Some("14"), Some("true")], "{error}");
     assert!(error.fact("address").is_some(), "{error}");
     let arrived = progress.arrived(&plan(&reversed), ROW as u64).unwrap();
@@ -447,7 +471,7 @@ fn memory_that_a_device_cannot_read_goes_through_host_buffers() {
     pairs.extend([(3, 5), (4, 5)]);
     let host = CopyEngine::new(&config(1 << 20), DeviceSet::host_only()).unwrap();
     let (wanted, own) = local();
-    run(&host, &pairs, &peer.mapped(), &own, &Arc::default()).unwrap();
+    read(&host, &pairs, &peer.mapped(), (&own, Placement::Host), &Arc::default()).unwrap();
     for reach in [HostReach::Direct, HostReach::Staged] {
         let devices = DeviceSet::with_device(Arc::new(SimDevice::new(reach)));
         let region = Arc::new(devices.at(Placement::Device).allocate("test", 1 << 21).unwrap());
@@ -455,12 +479,10 @@ fn memory_that_a_device_cannot_read_goes_through_host_buffers() {
         let device = Arc::new(Tensors::carved(region, offsets, TENSOR as u64, Box::new(())).unwrap());
         assert_eq!(device.reach(), Reach::Device);
         let engine = CopyEngine::new(&config(1 << 20), devices).unwrap();
-        let forced = Staging { path: SwapInPath::Ring, ..STRAIGHT };
         for (remote, direct) in [(peer.mapped(), reach == HostReach::Direct), (peer.read(), false)] {
-            let (src, dst) = ((&remote, Placement::Host), (&device, Placement::Device));
             let progress = Arc::default();
-            let ran = engine.run(plan(&pairs), src, dst, forced, soon(), &progress).unwrap();
-            assert_eq!(ran.route, if direct { Route::Direct } else { Route::Staged });
+            let ran = read(&engine, &pairs, &remote, (&device, Placement::Device), &progress).unwrap();
+            assert_eq!(ran.hops, if direct { Hops::One } else { Hops::Two });
             assert_eq!((ran.bytes, engine.ring_bytes()), (progress.bytes(), 0));
             let (buffer, own) = local();
             let all: Vec<(u64, u64)> = (0..ROWS as u64).map(|row| (row, row)).collect();

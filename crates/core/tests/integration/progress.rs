@@ -5,6 +5,7 @@
 use std::collections::BTreeSet;
 use std::io::Read;
 use std::os::fd::AsFd;
+use std::sync::Arc;
 use std::time::Duration;
 
 use llm_datadist_core::testing::copy::Progress;
@@ -14,6 +15,7 @@ use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
 use crate::fixtures::{block_plan, copy_engine, local_streams, pattern, proptest_cases, tensors_over};
+use crate::socket_copies::SocketCopies as _;
 
 /// The rows whose planned bytes all lie at positions that are done, byte by byte.
 fn twin(plan: &CopyPlan, row_bytes: u64, done: impl Fn(u64) -> bool) -> Vec<(u32, BTreeSet<u64>)> {
@@ -62,7 +64,7 @@ fn what_arrived_is_what_the_twin_says() {
             let steps = TensorSteps { first, step };
             let plan = block_plan(&pairs, 6, tensors).in_tensor_steps(steps, steps, tensors);
             let unit = plan.bytes().div_ceil(taken.len() as u64);
-            let progress = Progress::default();
+            let progress = Arc::new(Progress::default());
             let mut order: Vec<usize> = (0..taken.len()).filter(|&unit| taken[unit]).collect();
             order.sort_by_key(|&index| (index as u64 ^ seed).wrapping_mul(0x9E37_79B9_7F4A_7C15));
             for index in order {
@@ -78,7 +80,7 @@ fn what_arrived_is_what_the_twin_says() {
         .unwrap();
     // A case that was computed by hand checks the model: of two tensors, the second row of the second one is missing.
     let plan = block_plan(&[(0, 4), (9, 2)], 10, 2);
-    let progress = Progress::default();
+    let progress = Arc::new(Progress::default());
     for (from, to, second) in [(0, 25, &[][..]), (25, 39, &[4]), (39, 40, &[2, 4])] {
         progress.done(from, to);
         let expected = [(0, &[2, 4][..]), (1, second)].into_iter().filter(|(_, rows)| !rows.is_empty());
@@ -125,7 +127,7 @@ fn a_plan_through_a_stream_ends_like_a_plan_in_memory() {
     for cuts in [vec![], vec![1_234_567, plan.bytes() - 17]] {
         let (buffer, dst) = tensors_over(3, ROWS, ROW, |_, _| 0xEE);
         let (local, remote) = local_streams("progress");
-        let progress = Progress::default();
+        let progress = Arc::new(Progress::default());
         let mut from = 0;
         for to in cuts.into_iter().chain([plan.bytes()]) {
             std::thread::scope(|scope| {
@@ -183,7 +185,7 @@ fn zeros_stand_before_each_stretch_however_it_is_cut() {
         let (buffer, dst) = tensors_over(1, blocks, BLOCK, |_, _| 0xEE);
         std::thread::scope(|scope| {
             scope.spawn(|| engine.send(&pieces, range.clone(), &src, &local, soon(), None).unwrap());
-            engine.receive(&whole, range.clone(), &dst, &remote, soon(), &Progress::default()).unwrap();
+            engine.receive(&whole, range.clone(), &dst, &remote, soon(), &Arc::default()).unwrap();
         });
         assert!(buffer.read(from, bytes - from) == order[from..], "{blocks} blocks from {from}");
     }

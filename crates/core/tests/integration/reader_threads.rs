@@ -7,11 +7,11 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use llm_datadist_core::testing::copy::{CopyEngine, STILL_READING, Staging};
+use llm_datadist_core::testing::copy::{CopyEngine, PathJob, STILL_READING, in_place};
 use llm_datadist_core::testing::device::DeviceSet;
 use llm_datadist_core::testing::memory::{PeerProcess, Probe, Tensors, own_probe};
 use llm_datadist_core::testing::plan::CopyPlan;
-use llm_datadist_core::{CacheKind, Config, Deadline, ErrorKind, Placement, Result, SwapInPath};
+use llm_datadist_core::{CacheKind, Config, Deadline, ErrorKind, Placement, Result};
 
 use llm_datadist_testing::Stall;
 
@@ -20,7 +20,6 @@ use crate::fixtures::{
 };
 use crate::peer_memory::{Peer, ROW, ROWS};
 
-const STRAIGHT: Staging = Staging { path: SwapInPath::Auto, buffer_bytes: 1 << 20 };
 /// Number of threads that one process can block, by default.
 const THREADS_OF_A_PROCESS: usize = 8;
 const SHORT: Duration = Duration::from_millis(60);
@@ -67,9 +66,10 @@ impl Read {
     }
 
     fn run(&self, engine: &CopyEngine, limit: Duration) -> Result<()> {
-        let (from, to) = ((&self.from, Placement::Host), (&self.to, Placement::Host));
-        let (deadline, progress, pins) = (Deadline::after(limit), Arc::default(), self.pins.clone());
-        let outcome = engine.run_holding(self.plan.clone(), from, to, STRAIGHT, deadline, &progress, pins)?;
+        let plan = Arc::new(self.plan.clone());
+        let job = PathJob { engine, plan: &plan, deadline: Deadline::after(limit) };
+        let to = (&self.to, Placement::Host);
+        let outcome = in_place(&self.from)?.read(job, to, &Arc::default(), self.pins.clone())?;
         assert_eq!(outcome.bytes, self.plan.bytes());
         assert!(self.dst.read(0, self.len()) == self.src.read(0, self.len()));
         Ok(())

@@ -3,10 +3,11 @@
 
 use std::io::Write;
 use std::os::fd::AsFd;
+use std::sync::Arc;
 use std::time::Duration;
 
 use llm_datadist_core::testing::checksums::Checksums;
-use llm_datadist_core::testing::copy::{Arrived, Progress, StreamSum};
+use llm_datadist_core::testing::copy::{Progress, StreamSum};
 use llm_datadist_core::testing::memory;
 use llm_datadist_core::testing::plan::{CopyPlan, Span};
 use llm_datadist_core::{CacheId, Deadline, ErrorKind, Name};
@@ -14,6 +15,7 @@ use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
 use crate::fixtures::{copied_bytes, copy_engine, local_streams, pattern, proptest_cases, tensors_over};
+use crate::socket_copies::{Arrived, SocketCopies as _};
 
 const TENSORS: usize = 2;
 /// Bytes of a tensor.
@@ -90,7 +92,7 @@ fn the_sum_of_a_receiver_is_that_of_its_memory() {
     std::thread::scope(|scope| {
         let sent = Some(&mut sent);
         scope.spawn(|| engine.send(&plan, 0..plan.bytes(), &src, &local, soon(), sent).unwrap());
-        let arrived = Arrived { progress: &Progress::default(), sum: Some(&mut placed) };
+        let arrived = Arrived { progress: &Arc::default(), sum: Some(&mut placed) };
         engine.receive(&plan, 0..plan.bytes(), &dst, &remote, soon(), arrived).unwrap();
     });
     let mut block = bound().block();
@@ -111,7 +113,7 @@ fn short_pieces_arrive_as_the_model_says() {
         let mut cuts: Vec<u64> = cuts.iter().map(|cut| plan.bytes() * cut / 1000).collect();
         cuts.extend([0, plan.bytes()]);
         cuts.sort_unstable();
-        let progress = Progress::default();
+        let progress = Arc::new(Progress::default());
         for range in cuts.windows(2).map(|two| two[0]..two[1]) {
             let (mut sent, mut placed) = (sum(), sum());
             std::thread::scope(|scope| {
@@ -152,7 +154,7 @@ fn whole_pieces_before_a_break_are_in_place() {
     let long = Span { src: 0, dst: 0, len: 100, count: 100, src_step: 100, dst_step: 200 };
     let short = Span { src: 0, dst: 20_000, len: 10, count: 100, src_step: 10, dst_step: 20 };
     let plan = CopyPlan::from_parts(1, 0, 0, vec![vec![long, short]]).unwrap();
-    let (engine, progress) = (copy_engine(), Progress::default());
+    let (engine, progress) = (copy_engine(), Arc::new(Progress::default()));
     let error = engine.receive(&plan, 0..plan.bytes(), &dst, &remote, soon(), &progress).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::NotLinked);
     assert_eq!(copied_bytes(&error), (1200, 11_000), "{error}");
@@ -173,7 +175,7 @@ fn through_buffers(spans: &[Vec<Span>]) -> (u64, u64) {
     let plan = CopyPlan::from_parts(1, 0, 0, spans.to_vec()).unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| sender.send(&plan, 0..plan.bytes(), &src, &local, soon(), None).unwrap());
-        receiver.receive(&plan, 0..plan.bytes(), &dst, &remote, soon(), &Progress::default()).unwrap();
+        receiver.receive(&plan, 0..plan.bytes(), &dst, &remote, soon(), &Arc::default()).unwrap();
     });
     let copied = |(plain, streaming): (u64, u64)| plain + streaming;
     (copied(sender.tuner().bytes()), copied(receiver.tuner().bytes()))
@@ -228,7 +230,7 @@ fn windows_of_two_tensors_are_not_joined() {
     let plan = CopyPlan::from_parts(16, 0, 0, vec![vec![whole]]).unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| sender.send(&plan, 0..plan.bytes(), &src, &local, soon(), None).unwrap());
-        receiver.receive(&plan, 0..plan.bytes(), &dst, &remote, soon(), &Progress::default()).unwrap();
+        receiver.receive(&plan, 0..plan.bytes(), &dst, &remote, soon(), &Arc::default()).unwrap();
     });
     // As one window, they would not go through the buffer.
     assert_eq!(sender.tuner().bytes(), (1600, 0));

@@ -15,6 +15,7 @@ use llm_datadist_core::testing::plan::CopyPlan;
 use llm_datadist_core::{ClusterId, Config, Deadline, ErrorKind, Role};
 
 use crate::fixtures::{Buffer, Gated, block_plan, copied_bytes, local_streams, pattern, tensors_over};
+use crate::socket_copies::SocketCopies as _;
 
 const TENSORS: usize = 3;
 const ROWS: usize = 300;
@@ -101,7 +102,7 @@ fn a_plan_through_a_stream_ends_like_a_plan_in_memory() {
         // In one range, and in three ranges that cut rows, waves and buffers.
         for cuts in [vec![], vec![1_234_567, plan.bytes() - 17]] {
             let (local, remote) = local_streams("staged");
-            let progress = Progress::default();
+            let progress = Arc::new(Progress::default());
             let mut from = 0;
             for to in cuts.into_iter().chain([plan.bytes()]) {
                 thread::scope(|scope| {
@@ -124,7 +125,7 @@ fn a_device_that_fails_ends_the_call_and_what_is_done_is_in_place() {
     for allowed in [0, 1, 150, 400] {
         let (src, dst) = (source(false), destination(true));
         let (local, remote) = local_streams("staged");
-        let progress = Progress::default();
+        let progress = Arc::new(Progress::default());
         dst.gate.fail_after(allowed);
         let error = thread::scope(|scope| {
             scope.spawn(|| {
@@ -152,7 +153,7 @@ fn a_device_that_fails_ends_the_call_and_what_is_done_is_in_place() {
         src.gate.fail_after(allowed);
         thread::scope(|scope| {
             scope.spawn(|| {
-                let progress = Progress::default();
+                let progress = Arc::new(Progress::default());
                 let _ = dst.engine.receive(&plan, 0..plan.bytes(), &dst.tensors, &remote, soon(), &progress);
             });
             let sent = src.engine.send(&plan, 0..plan.bytes(), &src.tensors, &local, soon(), None);
@@ -176,7 +177,7 @@ fn a_receive_ends_after_its_last_write() {
             local.close();
         });
         let receiving = scope.spawn(|| {
-            let progress = Progress::default();
+            let progress = Arc::new(Progress::default());
             let (engine, tensors) = (&dst.engine, &dst.tensors);
             engine.receive(&whole, 0..whole.bytes(), tensors, &remote, soon(), &progress).unwrap_err()
         });
@@ -197,7 +198,7 @@ fn a_device_that_panics_fails_the_call() {
     *src.gate.panics.lock().unwrap() = Some("llm-copy".into());
     thread::scope(|scope| {
         scope.spawn(|| {
-            let progress = Progress::default();
+            let progress = Arc::new(Progress::default());
             let _ = dst.engine.receive(&plan, 0..plan.bytes(), &dst.tensors, &remote, soon(), &progress);
         });
         // The hop that panics may also be run by this thread, if no worker has begun it.

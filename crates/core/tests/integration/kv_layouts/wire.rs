@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use llm_datadist_core::testing::checksums::Checksums;
-use llm_datadist_core::testing::copy::{CopyEngine, PairBlocks, Progress};
+use llm_datadist_core::testing::copy::{CopyEngine, PairBlocks};
 use llm_datadist_core::testing::device::{DeviceSet, HostReach};
 use llm_datadist_core::testing::memory::Tensors;
 use llm_datadist_core::testing::plan::{
@@ -24,6 +24,7 @@ use proptest::test_runner::TestRunner;
 
 use super::{Case, Moved, Side, between, block_list, cases, rank, whole};
 use crate::fixtures::{self, Buffer, copy_engine, local_streams, pattern, proptest_cases, tensors_over};
+use crate::socket_copies::SocketCopies as _;
 
 fn soon() -> Deadline {
     Deadline::after(Duration::from_secs(60))
@@ -133,7 +134,7 @@ fn a_plan_and_its_bytes_go_through_a_stream() {
                 let (kind, body) = remote.receive(MESSAGE_LIMIT, Duration::ZERO, soon()).unwrap().unwrap();
                 let plan = CopyPlan::try_from(protocol::open::<WirePlan>(kind, &body).unwrap()).unwrap();
                 let bytes = 0..plan.bytes();
-                engine.receive(&plan, bytes, &dst, &remote, soon(), &Progress::default()).unwrap();
+                engine.receive(&plan, bytes, &dst, &remote, soon(), &Arc::default()).unwrap();
             });
         }
         let all = case.dst.num_tensors() as usize * (case.dst.rows * case.dst.row_stride) as usize;

@@ -4,12 +4,12 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::alongside::Alongside;
-use super::engine::CopyEngine;
-use super::host_buffers::{BUFFER_BYTES, HostBuffer};
-use super::progress::{Progress, with_copied_bytes};
-use super::stream_sum::StreamSum;
-use super::workers::Workers;
+use super::data_path::PathJob;
+use crate::copy::alongside::Alongside;
+use crate::copy::host_buffers::{BUFFER_BYTES, HostBuffer};
+use crate::copy::progress::{Progress, with_copied_bytes};
+use crate::copy::stream_sum::StreamSum;
+use crate::copy::workers::Workers;
 use crate::device::{Copy, Device};
 use crate::error::Result;
 use crate::memory::kernels::Kernel;
@@ -26,7 +26,7 @@ const WINDOWS: usize = 1024;
 /// One end of a plan, in memory of a device.
 #[derive(Clone)]
 struct DeviceEnd {
-    plan: CopyPlan,
+    plan: Arc<CopyPlan>,
     end: LocalEnd,
     tensors: Arc<Tensors>,
     device: Arc<dyn Device>,
@@ -35,32 +35,32 @@ struct DeviceEnd {
 /// The hop between a device and a buffer, in progress. It returns the buffer.
 type Hop = Alongside<(HostBuffer, Result<()>)>;
 
-impl CopyEngine {
-    /// Sends the bytes at positions `range` of `plan` as [`send`](Self::send) does, from memory of a device.
-    pub(super) fn send_staged(
-        &self,
-        plan: &CopyPlan,
-        range: Range<u64>,
-        src: &Arc<Tensors>,
-        stream: &Stream,
-        deadline: Deadline,
-        mut sum: Option<&mut StreamSum>,
-    ) -> Result<()> {
-        let end = self.device_end(plan, LocalEnd::Source, src);
+/// A range of a plan that passes a socket and memory of a device.
+pub(super) struct StagedRange<'a> {
+    pub(super) job: PathJob<'a>,
+    pub(super) range: Range<u64>,
+    pub(super) stream: &'a Stream,
+}
+
+impl StagedRange<'_> {
+    /// Sends the bytes from memory of a device.
+    pub(super) fn send(&self, src: &Arc<Tensors>, mut sum: Option<&mut StreamSum>) -> Result<()> {
+        let (stream, range, PathJob { engine, deadline, .. }) = (self.stream, &self.range, self.job);
+        let end = self.device_end(LocalEnd::Source, src);
         let (progress, total) = (Progress::default(), range.end - range.start);
-        let mut cuts = cuts(&range).peekable();
-        let mut spare = Some(self.host_buffers().lend()?);
+        let mut cuts = cuts(range).peekable();
+        let mut spare = Some(engine.host_buffers().lend()?);
         // The socket has nothing to send yet, so this thread runs the first hop itself.
         let first = cuts.peek().map(|first| self.hop(&end, first.clone(), &mut spare, None));
         let mut filling = first.transpose()?;
-        let workers = Some(self.copy_workers());
+        let workers = Some(engine.copy_workers());
         let mut send = || -> Result<()> {
             while let (Some(cut), Some(hop)) = (cuts.next(), filling.take()) {
                 let (buffer, filled) = hop.finish()?;
                 filled?;
                 let next = cuts.peek().map(|next| self.hop(&end, next.clone(), &mut spare, workers));
                 filling = next.transpose()?;
-                begin(&range, &cut, deadline, || stream.send_lead(deadline))?;
+                begin(range, &cut, deadline, || stream.send_lead(deadline))?;
                 let window = buffer.window(0, cut.end - cut.start)?;
                 if let Some(sum) = &mut sum {
                     sum.add(&[window.into()])?;
@@ -74,24 +74,17 @@ impl CopyEngine {
         send().map_err(|error| with_copied_bytes(error, &progress, total))
     }
 
-    /// Receives the bytes at positions `range` of `plan` as [`receive`](Self::receive) does, into memory of a device.
-    pub(super) fn receive_staged(
-        &self,
-        plan: &CopyPlan,
-        range: Range<u64>,
-        dst: &Arc<Tensors>,
-        stream: &Stream,
-        deadline: Deadline,
-        progress: &Progress,
-    ) -> Result<()> {
-        let end = self.device_end(plan, LocalEnd::Destination, dst);
+    /// Receives the bytes into memory of a device.
+    pub(super) fn receive(&self, dst: &Arc<Tensors>, progress: &Progress) -> Result<()> {
+        let (stream, range, PathJob { engine, deadline, .. }) = (self.stream, &self.range, self.job);
+        let end = self.device_end(LocalEnd::Destination, dst);
         let total = range.end - range.start;
         let mut emptying: Option<(Range<u64>, Hop)> = None;
         let mut spare = None;
         let mut receive = || -> Result<()> {
-            for cut in cuts(&range) {
-                let buffer = spare.take().map_or_else(|| self.host_buffers().lend(), Ok)?;
-                begin(&range, &cut, deadline, || stream.receive_lead(deadline))?;
+            for cut in cuts(range) {
+                let buffer = spare.take().map_or_else(|| engine.host_buffers().lend(), Ok)?;
+                begin(range, &cut, deadline, || stream.receive_lead(deadline))?;
                 let received = {
                     let window = buffer.window(0, cut.end - cut.start)?;
                     stream.receive_counted(&[window], deadline, &mut 0)
@@ -99,7 +92,7 @@ impl CopyEngine {
                 spare = emptied(emptying.take(), progress)?;
                 received?;
                 // After the last cut the socket has nothing left to receive, so this thread runs the last hop itself.
-                let workers = (cut.end < range.end).then(|| self.copy_workers());
+                let workers = (cut.end < range.end).then(|| engine.copy_workers());
                 let hop = self.hop(&end, cut.clone(), &mut Some(buffer), workers)?;
                 emptying = Some((cut, hop));
             }
@@ -108,9 +101,9 @@ impl CopyEngine {
         receive().map_err(|error| with_copied_bytes(error, progress, total))
     }
 
-    fn device_end(&self, plan: &CopyPlan, end: LocalEnd, tensors: &Arc<Tensors>) -> DeviceEnd {
-        let device = self.devices().at(Placement::Device).clone();
-        DeviceEnd { plan: plan.clone(), end, tensors: tensors.clone(), device }
+    fn device_end(&self, end: LocalEnd, tensors: &Arc<Tensors>) -> DeviceEnd {
+        let device = self.job.engine.devices().at(Placement::Device).clone();
+        DeviceEnd { plan: self.job.plan.clone(), end, tensors: tensors.clone(), device }
     }
 
     /// Starts the hop of the bytes `cut`, through the buffer in `spare` or another one.
@@ -121,7 +114,7 @@ impl CopyEngine {
         spare: &mut Option<HostBuffer>,
         workers: Option<&Workers>,
     ) -> Result<Hop> {
-        let buffer = spare.take().map_or_else(|| self.host_buffers().lend(), Ok)?;
+        let buffer = spare.take().map_or_else(|| self.job.engine.host_buffers().lend(), Ok)?;
         let end = end.clone();
         Ok(Alongside::start(workers, move || {
             let hopped = end.hop(cut, &buffer);

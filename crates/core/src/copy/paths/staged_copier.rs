@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use super::host_buffers::{BUFFER_BYTES, HostBuffer, HostBuffers};
+use crate::copy::host_buffers::{BUFFER_BYTES, HostBuffer, HostBuffers};
 use crate::device::{Copier, Copy};
 use crate::error::Result;
 use crate::memory::Window;

@@ -1,0 +1,44 @@
+//! The path through UCX or NIXL, which reads a pool of a peer, perhaps on another host.
+
+use std::sync::Arc;
+
+use super::data_path::{DataPath, Hops, PathJob, PathOutcome};
+use super::in_place::{InPlaceRead, hops_into};
+use super::path_kind::PathKind;
+use crate::copy::progress::Progress;
+use crate::copy::route::PlacedTensors;
+use crate::copy::run::KeptAlive;
+use crate::device::{FabricReader, HostReach};
+use crate::error::Result;
+use crate::memory::{FabricRegion, Reach, Tensors};
+use crate::plan::LocalEnd;
+
+/// A pool of a peer that the library reads.
+#[derive(Debug)]
+pub struct Fabric<'a>(pub &'a Arc<Tensors>, pub &'a Arc<FabricRegion>);
+
+impl DataPath for Fabric<'_> {
+    fn kind(&self) -> PathKind {
+        PathKind::Fabric
+    }
+
+    fn hops(&self, end: LocalEnd, memory: Reach, _: HostReach) -> Option<Hops> {
+        hops_into(end, memory, Hops::Two)
+    }
+
+    /// Reads on the calling thread, because copy workers must not wait for a network.
+    fn read(
+        &mut self,
+        job: PathJob<'_>,
+        dst: PlacedTensors<'_>,
+        arrived: &Arc<Progress>,
+        held: KeptAlive,
+    ) -> Result<PathOutcome> {
+        let (region, silence) = (self.1, arrived.silence);
+        InPlaceRead { job, src: self.0, dst, arrived, held }.run(
+            self,
+            |_| Arc::new(FabricReader::new(region.clone(), job.deadline, silence)),
+            |_, copy| copy.alone(job.deadline.into()),
+        )
+    }
+}

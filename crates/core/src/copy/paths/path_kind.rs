@@ -1,0 +1,33 @@
+//! The names of the paths.
+
+macro_rules! paths {
+    ($($(#[$doc:meta])* $variant:ident = $name:literal;)*) => {
+        /// Which path it is, for statistics.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum PathKind { $($(#[$doc])* $variant,)* }
+
+        impl PathKind {
+            /// Every path, with its name in reports.
+            pub const ALL: &'static [(PathKind, &'static str)] = &[$((PathKind::$variant, $name),)*];
+        }
+    };
+}
+
+paths! {
+    /// The engine that reads has mapped the memory of the other process.
+    Mapped = "mapped";
+    /// The engine that reads has the kernel read memory of the other process.
+    Process = "process";
+    /// UCX or NIXL reads memory of the other process.
+    Fabric = "fabric";
+    /// The owner sends the bytes through a socket.
+    Sockets = "sockets";
+}
+
+impl PathKind {
+    /// Whether the engine that reads sees the owner's generations, and so need not ask whether the memory still belonged to the
+    /// cache. Only processes of one host share generations.
+    pub fn sees_generations(self) -> bool {
+        matches!(self, PathKind::Mapped | PathKind::Process)
+    }
+}

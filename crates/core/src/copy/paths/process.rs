@@ -1,0 +1,44 @@
+//! The path through the kernel, which copies memory of another process of this host that cannot be mapped.
+
+use std::sync::Arc;
+
+use super::data_path::{DataPath, Hops, PathJob, PathOutcome};
+use super::in_place::{InPlaceRead, hops_into};
+use super::path_kind::PathKind;
+use crate::copy::progress::Progress;
+use crate::copy::route::PlacedTensors;
+use crate::copy::run::KeptAlive;
+use crate::device::{HostReach, ProcessReader};
+use crate::error::Result;
+use crate::memory::{PeerProcess, Reach, Tensors};
+use crate::plan::LocalEnd;
+
+/// Memory of a peer's process.
+#[derive(Debug)]
+pub struct Process<'a>(pub &'a Arc<Tensors>, pub &'a Arc<PeerProcess>);
+
+impl DataPath for Process<'_> {
+    fn kind(&self) -> PathKind {
+        PathKind::Process
+    }
+
+    fn hops(&self, end: LocalEnd, memory: Reach, _: HostReach) -> Option<Hops> {
+        hops_into(end, memory, Hops::Two)
+    }
+
+    /// Reads on threads of their own, because nothing interrupts the kernel while the memory does not answer.
+    fn read(
+        &mut self,
+        job: PathJob<'_>,
+        dst: PlacedTensors<'_>,
+        arrived: &Arc<Progress>,
+        held: KeptAlive,
+    ) -> Result<PathOutcome> {
+        let process = self.1;
+        InPlaceRead { job, src: self.0, dst, arrived, held }.run(
+            self,
+            |_| Arc::new(ProcessReader::new(process.clone())),
+            |engine, copy| copy.read(engine.readers(), process.pid(), engine.workers(), job.deadline),
+        )
+    }
+}

@@ -1,0 +1,195 @@
+//! Moves a range of a plan through a socket: the sender reads its windows in the order of the plan, and the
+//! receiver writes its own.
+//!
+//! Both sides count along the same plan, so only the bytes travel, and zeros at positions that follow from
+//! the byte count alone ([`LEAD`](crate::net::LEAD)). The operating system copies the bytes directly between the socket
+//! and the windows (`a_plan_through_a_stream_ends_like_a_plan_in_memory`). Many short windows go through a buffer
+//! (`short_windows`). `protocol` and `session` agree on the plan.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::data_path::{DataPath, Hops, PathJob, PathOutcome};
+use super::path_kind::PathKind;
+use super::staged_sockets::StagedRange;
+use crate::copy::progress::{Progress, with_copied_bytes};
+use crate::copy::route::PlacedTensors;
+use crate::copy::run::KeptAlive;
+use crate::copy::short_windows::ShortWindowBuffer;
+use crate::copy::stream_sum::{SUMMED_BYTES, StreamSum};
+use crate::copy::window_batch::{PlanEnd, WindowBatch};
+use crate::device::HostReach;
+use crate::error::{Error, ErrorKind, Result};
+use crate::memory::{Access, Reach, Tensors};
+use crate::model::Deadline;
+use crate::net::{LEAD_INTERVAL, Stream, leads};
+use crate::plan::{CopyPlan, LocalEnd};
+
+/// The bytes `range` of a plan, through one stream.
+pub struct Sockets<'a> {
+    pub stream: &'a Stream,
+    /// Positions in the plan. Other streams may carry other ranges at the same time.
+    pub range: Range<u64>,
+    /// The checksum of the bytes, to which the end adds them in the order of the plan.
+    pub sum: Option<&'a mut StreamSum>,
+}
+
+impl Sockets<'_> {
+    /// Checks that a socket can carry the bytes of `memory` at `end` of a plan, before the peer is told to expect them. Returns
+    /// `Err(System)` for memory of another process, and `Err(InvalidArgument)` for memory that is not mapped.
+    pub fn check(end: LocalEnd, memory: &Tensors) -> Result<Hops> {
+        memory.check_mapped(if end == LocalEnd::Source { Access::Read } else { Access::Write })?;
+        hops(end, memory.reach()).ok_or_else(|| {
+            let done = if end == LocalEnd::Source { "sent" } else { "received" };
+            let text = format!("memory of another process cannot be {done} through a socket");
+            Error::new(ErrorKind::System, text).with("memory", format_args!("{:?}", memory.reach()))
+        })
+    }
+}
+
+fn hops(end: LocalEnd, memory: Reach) -> Option<Hops> {
+    match (end, memory) {
+        (_, Reach::Host) | (LocalEnd::Source, Reach::HostRead) => Some(Hops::One),
+        (_, Reach::Device) => Some(Hops::Two),
+        (LocalEnd::Destination, Reach::HostRead) | (_, Reach::Process | Reach::Fabric) => None,
+    }
+}
+
+impl DataPath for Sockets<'_> {
+    fn kind(&self) -> PathKind {
+        PathKind::Sockets
+    }
+
+    fn hops(&self, end: LocalEnd, memory: Reach, _: HostReach) -> Option<Hops> {
+        hops(end, memory)
+    }
+
+    /// Receives the bytes. An error carries how many are in place.
+    fn read(
+        &mut self,
+        job: PathJob<'_>,
+        (dst, _): PlacedTensors<'_>,
+        arrived: &Arc<Progress>,
+        _held: KeptAlive,
+    ) -> Result<PathOutcome> {
+        let hops = Self::check(LocalEnd::Destination, dst)?;
+        inside(job.plan, &self.range)?;
+        match (hops, &self.sum) {
+            (Hops::One, _) => self.receive(job, dst, arrived),
+            (Hops::Two, None) => {
+                StagedRange { job, range: self.range.clone(), stream: self.stream }.receive(dst, arrived)
+            }
+            (Hops::Two, Some(_)) => {
+                Err(Error::new(ErrorKind::System, "the CPU cannot hash what a device has received"))
+            }
+        }?;
+        Ok(PathOutcome { bytes: self.range.end - self.range.start, hops })
+    }
+
+    /// Sends the bytes. An error carries how many were sent.
+    fn serve(&mut self, job: PathJob<'_>, src: &Arc<Tensors>) -> Result<()> {
+        let hops = Self::check(LocalEnd::Source, src)?;
+        inside(job.plan, &self.range)?;
+        match hops {
+            Hops::One => self.send(job, src),
+            Hops::Two => {
+                let range = StagedRange { job, range: self.range.clone(), stream: self.stream };
+                range.send(src, self.sum.as_deref_mut())
+            }
+        }
+    }
+}
+
+impl Sockets<'_> {
+    fn send(&mut self, job: PathJob<'_>, src: &Arc<Tensors>) -> Result<()> {
+        let (stream, range, PathJob { engine, plan, deadline }) = (self.stream, self.range.clone(), job);
+        let sent = Progress::default();
+        let most = most_bytes(self.sum.is_some());
+        let end = PlanEnd { plan, end: LocalEnd::Source, tensors: src, most };
+        let (mut windows, mut short) = (Vec::new(), ShortWindowBuffer::new(engine.tuner(), &range));
+        let lead = || stream.send_lead(deadline);
+        in_batches(&end, range, &sent, deadline, lead, |batch, _| {
+            if let Some(sum) = &mut self.sum {
+                sum.add(&batch.runs)?;
+            }
+            if short.prepare(batch) {
+                return stream.send_windows(&[short.gather(batch)?], deadline);
+            }
+            batch.list_windows(&mut windows);
+            stream.send_windows(&windows, deadline)
+        })
+    }
+
+    fn receive(&mut self, job: PathJob<'_>, dst: &Arc<Tensors>, arrived: &Progress) -> Result<()> {
+        let (stream, range, PathJob { engine, plan, deadline }) = (self.stream, self.range.clone(), job);
+        let most = most_bytes(self.sum.is_some());
+        let end = PlanEnd { plan, end: LocalEnd::Destination, tensors: dst, most };
+        let (mut windows, mut short) = (Vec::new(), ShortWindowBuffer::new(engine.tuner(), &range));
+        let lead = || stream.receive_lead(deadline);
+        in_batches(&end, range, arrived, deadline, lead, |batch, done| {
+            if short.prepare(batch) {
+                let mut bytes = 0;
+                let received = stream.receive_counted(&[short.window(batch)?], deadline, &mut bytes);
+                *done = short.scatter(batch, bytes, self.sum.is_some())?;
+                received?;
+            } else {
+                batch.list_windows(&mut windows);
+                stream.receive_counted(&windows, deadline, done)?;
+            }
+            // The bytes as they are in place, not as they came.
+            self.sum.as_mut().map_or(Ok(()), |sum| sum.add(&batch.runs))
+        })
+    }
+}
+
+fn most_bytes(summed: bool) -> u64 {
+    if summed { SUMMED_BYTES } else { LEAD_INTERVAL }
+}
+
+/// Cuts `range` into batches of windows, moves them in order, and reports each, so that a failure leaves the
+/// state of at most one batch unknown. No batch crosses a multiple of [`LEAD_INTERVAL`] bytes from the start
+/// of `range`. `lead` is called at each such multiple that has a lead.
+fn in_batches<'a>(
+    plan_end: &PlanEnd<'a>,
+    range: Range<u64>,
+    progress: &Progress,
+    deadline: Deadline,
+    lead: impl Fn() -> Result<()>,
+    mut moved: impl FnMut(&WindowBatch<'a>, &mut u64) -> Result<()>,
+) -> Result<()> {
+    let of_bytes = range.end.saturating_sub(range.start);
+    let mut batch = WindowBatch::new();
+    let mut at = range.start;
+    while at < range.end {
+        let into = at - range.start;
+        let interval = LEAD_INTERVAL - into % LEAD_INTERVAL;
+        plan_end.list(at, range.end.min(at.saturating_add(interval)), &mut batch)?;
+        if batch.bytes == 0 {
+            let text = "the plan has no piece at this position";
+            return Err(Error::new(ErrorKind::System, text).with("at", at));
+        }
+        // A socket that always has bytes, or room for them, never waits. So the deadline is checked here.
+        let in_time =
+            if at == range.start { Ok(()) } else { deadline.waiting("moving bytes through a socket") };
+        let begun = in_time.and_then(|()| if leads(into, range.end - at) { lead() } else { Ok(()) });
+        let mut done = 0;
+        if let Err(error) = begun.and_then(|()| moved(&batch, &mut done)) {
+            progress.done(at, at + done);
+            return Err(with_copied_bytes(error, progress, of_bytes));
+        }
+        let end = at + batch.bytes;
+        progress.done(at, end);
+        at = end;
+    }
+    Ok(())
+}
+
+fn inside(plan: &CopyPlan, range: &Range<u64>) -> Result<()> {
+    if range.start <= range.end && range.end <= plan.bytes() {
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::System, "a range ends beyond its plan")
+        .with("start", range.start)
+        .with("end", range.end)
+        .with("plan_bytes", plan.bytes()))
+}

@@ -1,0 +1,69 @@
+//! Which memory each side of a link can read in place of the other one.
+
+use std::sync::Arc;
+
+use super::link::Link;
+use super::peer_fabric::pools_only;
+use super::peer_memory::Readable;
+use crate::copy::{OwnerMemory, PathKind, ReadAccess, path};
+use crate::error::Result;
+use crate::memory::{TensorBytes, Tensors};
+use crate::protocol::WireLocation;
+use crate::resources::MemoryLocation;
+
+impl Link {
+    /// Returns what this side reads of the peer.
+    fn reads(&self) -> ReadAccess<'_> {
+        self.peer_memory().map_or_else(|| self.fabric_access(), |memory| memory.reads())
+    }
+
+    /// Returns what the peer reads of this side.
+    fn read_by_peer(&self) -> ReadAccess<'_> {
+        self.peer_memory().map_or_else(|| self.fabric_access(), |memory| memory.read_by_peer())
+    }
+
+    /// Both sides use a library, or neither does.
+    fn fabric_access(&self) -> ReadAccess<'_> {
+        let (pools, reason) = match self.fabric() {
+            Ok(fabric) => (Ok(PathKind::Fabric), pools_only(fabric.library())),
+            Err(reason) => (Err(&**reason), &**reason),
+        };
+        ReadAccess { pools, process: Err(reason), hidden: reason }
+    }
+
+    /// Returns `count` tensors of these `bytes` at `location` of the peer, or the reason why this process cannot read them in
+    /// place. Returns `Err` if the location is invalid.
+    pub(crate) fn tensors(
+        &self,
+        location: &WireLocation,
+        count: u32,
+        bytes: impl Into<TensorBytes>,
+    ) -> Result<Readable<Arc<Tensors>>> {
+        let memory = match location {
+            WireLocation::Region { .. } => OwnerMemory::Pool,
+            WireLocation::Process { .. } => OwnerMemory::Process,
+            WireLocation::Hidden => OwnerMemory::Hidden,
+        };
+        if let Err(reason) = path(memory, self.reads()) {
+            return Ok(Err(reason.to_owned().into()));
+        }
+        let tensors = match (self.peer_memory(), self.fabric(), location) {
+            (Some(memory), ..) => memory.tensors(location, count, bytes)?,
+            (None, Ok(fabric), WireLocation::Region { region, runs }) => {
+                fabric.tensors(*region, runs, count, bytes)?
+            }
+            _ => None,
+        };
+        Ok(tensors.ok_or("the peer has offered no such pool".into()))
+    }
+
+    /// Returns the path on which the peer reads the memory at `location` of this process, or the reason why it cannot.
+    pub(crate) fn path_of_peer(&self, location: &MemoryLocation) -> std::result::Result<PathKind, &str> {
+        let memory = match location {
+            MemoryLocation::Pool(..) => OwnerMemory::Pool,
+            MemoryLocation::Process(_) => OwnerMemory::Process,
+            MemoryLocation::Hidden => OwnerMemory::Hidden,
+        };
+        path(memory, self.read_by_peer())
+    }
+}

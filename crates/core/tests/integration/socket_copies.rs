@@ -1,0 +1,78 @@
+//! Sends and receives plans through a stream, as the engines at its two ends do.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use llm_datadist_core::testing::copy::{CopyEngine, DataPath, PathJob, Progress, Sockets, StreamSum};
+use llm_datadist_core::testing::memory::{Reach, Tensors};
+use llm_datadist_core::testing::net::Stream;
+use llm_datadist_core::testing::plan::CopyPlan;
+use llm_datadist_core::{Deadline, Placement, Result};
+
+/// Where a receiver records what has arrived.
+pub struct Arrived<'a> {
+    pub progress: &'a Arc<Progress>,
+    pub sum: Option<&'a mut StreamSum>,
+}
+
+impl<'a> From<&'a Arc<Progress>> for Arrived<'a> {
+    fn from(progress: &'a Arc<Progress>) -> Self {
+        Arrived { progress, sum: None }
+    }
+}
+
+pub trait SocketCopies {
+    fn send(
+        &self,
+        plan: &CopyPlan,
+        range: Range<u64>,
+        src: &Arc<Tensors>,
+        stream: &Stream,
+        deadline: Deadline,
+        sum: Option<&mut StreamSum>,
+    ) -> Result<()>;
+
+    fn receive<'a>(
+        &self,
+        plan: &CopyPlan,
+        range: Range<u64>,
+        dst: &Arc<Tensors>,
+        stream: &Stream,
+        deadline: Deadline,
+        arrived: impl Into<Arrived<'a>>,
+    ) -> Result<()>;
+}
+
+impl SocketCopies for CopyEngine {
+    fn send(
+        &self,
+        plan: &CopyPlan,
+        range: Range<u64>,
+        src: &Arc<Tensors>,
+        stream: &Stream,
+        deadline: Deadline,
+        sum: Option<&mut StreamSum>,
+    ) -> Result<()> {
+        let plan = Arc::new(plan.clone());
+        Sockets { stream, range, sum }.serve(PathJob { engine: self, plan: &plan, deadline }, src)
+    }
+
+    fn receive<'a>(
+        &self,
+        plan: &CopyPlan,
+        range: Range<u64>,
+        dst: &Arc<Tensors>,
+        stream: &Stream,
+        deadline: Deadline,
+        arrived: impl Into<Arrived<'a>>,
+    ) -> Result<()> {
+        let (plan, bytes) = (Arc::new(plan.clone()), range.end - range.start);
+        let Arrived { progress, sum } = arrived.into();
+        let device = dst.reach() == Reach::Device;
+        let to = (dst, if device { Placement::Device } else { Placement::Host });
+        let job = PathJob { engine: self, plan: &plan, deadline };
+        let read = Sockets { stream, range, sum }.read(job, to, progress, Arc::new(()))?;
+        assert_eq!(read.bytes, bytes);
+        Ok(())
+    }
+}
