@@ -7,8 +7,8 @@ use std::cell::Cell;
 use std::fmt::Debug;
 
 use llm_datadist_core::testing::protocol::{
-    self, Attach, Attached, Challenge, Confirm, Control, Hello, LinkAnswer, Proof, Reply, Request, RingAnswer,
-    RingOffer, Welcome, WirePlan,
+    self, Attach, Attached, Challenge, Confirm, ControlMessage, Hello, LinkAnswer, Proof, Reply, Request,
+    RingAnswer, RingOffer, Welcome, WirePlan,
 };
 use llm_datadist_core::{Error, ErrorKind};
 use serde::Serialize;
@@ -105,7 +105,7 @@ pub fn any_message(which: u8, body: &[u8]) {
         3 => drop(decoded::<Welcome>(body)),
         4 => drop(decoded::<Attach>(body)),
         5 => drop(decoded::<Attached>(body)),
-        6 => drop(decoded::<Control>(body)),
+        6 => drop(decoded::<ControlMessage>(body)),
         7 => request(body),
         8 => reply(body),
         9 => drop(decoded::<Confirm>(body)),

@@ -7,9 +7,10 @@ use std::sync::Arc;
 use llm_datadist_core::testing::model::{AddressLocation, CacheId, GrantId};
 use llm_datadist_core::testing::plan::{Span, SpanList};
 use llm_datadist_core::testing::protocol::{
-    self, Attach, Attached, Challenge, Comm, Confirm, Control, EnteredLink, EntryVersion, Hello, LinkAnswer,
-    Metadata, Pairs, Party, Payload, Payloads, Proof, Purpose, Reply, Request, RingAnswer, RingOffer, Run, Welcome,
-    WireCache, WireLayout, WireLocation, WireName, WirePlan, WirePulled, WireRows, WireSizes, WireSteps, WireTemplate,
+    self, Attach, Attached, Challenge, Comm, Confirm, ControlMessage, EnteredLink, EntryVersion, Hello,
+    LinkAnswer, Metadata, Pairs, Party, Payload, Payloads, Proof, Purpose, Reply, Request, RingAnswer,
+    RingOffer, Run, Welcome, WireCache, WireLayout, WireLocation, WireName, WirePlan, WirePulled, WireRows,
+    WireSizes, WireSteps, WireTemplate,
 };
 use llm_datadist_core::{Error, ErrorKind};
 use serde::Serialize;
@@ -78,10 +79,10 @@ fn greeting(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
 }
 
 fn control(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
-    add(6, "ping", frame(&Control::Ping));
-    add(6, "bye", frame(&Control::Bye { reason: "done".into(), unlinked: true }));
-    add(6, "dial", frame(&Control::Dial));
-    add(6, "polled", frame(&Control::Polled { arrived: (3, 300), polled: (2, 1 << 40) }));
+    add(6, "ping", frame(&ControlMessage::Ping));
+    add(6, "bye", frame(&ControlMessage::Bye { reason: "done".into(), unlinked: true }));
+    add(6, "dial", frame(&ControlMessage::Dial));
+    add(6, "polled", frame(&ControlMessage::Polled { arrived: (3, 300), polled: (2, 1 << 40) }));
 }
 
 fn requests(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {

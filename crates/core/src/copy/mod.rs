@@ -22,7 +22,7 @@ mod workers;
 pub use block_sums::PairBlocks;
 pub use engine::{CopyEngine, CopyOutcome};
 pub use limit::Limit;
-pub use paths::{DataPath, Hops, PathJob, PathKind, PathOutcome, Sockets, in_place};
+pub use paths::{DataPath, Hops, PathJob, PathKind, PathOutcome, SocketPath, in_place};
 pub use peer_read::STILL_READING;
 pub use progress::{Progress, with_arrived_rows};
 pub use route::{OwnerMemory, ReadAccess, Route, Staging, path};

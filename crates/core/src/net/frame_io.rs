@@ -7,15 +7,17 @@
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, recv, recvmsg, send, sendmsg,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
+use super::control::Control;
 use super::received_descriptors::ReceivedDescriptors;
+use super::socket_control::SocketControl;
 use super::step::{StepResult, Way};
 use super::stream::Stream;
 use super::transmission::Transmission;
@@ -37,12 +39,12 @@ impl Stream {
     /// Sends one frame. Returns `Err(Timeout)` at the deadline, and `Err(NotLinked)` if the connection
     /// breaks.
     pub fn send(&self, frame: &[u8], deadline: Deadline) -> Result<()> {
-        self.send_from(frame, 0, SendFlags::empty(), deadline)
+        self.send_from(frame, 0, false, deadline)
     }
 
     /// Sends one frame that windows follow immediately, so that both may leave in one packet.
     pub fn send_before(&self, frame: &[u8], deadline: Deadline) -> Result<()> {
-        self.send_from(frame, 0, SendFlags::MORE, deadline)
+        self.send_from(frame, 0, true, deadline)
     }
 
     /// Sends one frame with copies of `descriptors`. Returns `Err(System)` if there are more than
@@ -52,7 +54,7 @@ impl Stream {
             return self.send(frame, deadline);
         }
         let (count, peer) = (descriptors.len(), &self.about.peer);
-        let carries = self.about.carries_descriptors && !self.has_rings();
+        let carries = self.about.carries_descriptors && self.control().carries_descriptors();
         let limit = if carries { MAX_DESCRIPTORS } else { 0 };
         if count > limit || frame.is_empty() {
             let text = format!("{count} descriptors cannot be sent with one frame to {peer}");
@@ -61,7 +63,7 @@ impl Stream {
         // The first bytes carry the descriptors. The rest of the frame follows without any.
         let mut transmission = Transmission::new(self, Way::Out, deadline);
         let first = transmission.next(0, || self.push_with(frame, descriptors))?;
-        self.send_from(frame, first, SendFlags::empty(), deadline)
+        self.send_from(frame, first, false, deadline)
     }
 
     /// Sends one frame with copies of `descriptors`, without waiting. If the socket does not take all of it
@@ -71,7 +73,7 @@ impl Stream {
         while sent < frame.len() {
             let step = match descriptors {
                 [_, ..] if sent == 0 => self.push_with(frame, descriptors),
-                _ => self.push(&frame[sent..], SendFlags::empty()),
+                _ => self.push(&frame[sent..], false),
             };
             match step {
                 Ok(StepResult::Bytes(bytes)) => sent += bytes,
@@ -88,27 +90,14 @@ impl Stream {
     /// Returns whether there is something to receive, or the end of the stream, within `poll_time`. Meanwhile
     /// the thread polls and yields to other threads.
     pub fn readable_within(&self, poll_time: Duration) -> bool {
-        if let Some(rings) = self.rings.get() {
-            return rings.ready_within(poll_time);
-        }
-        let since = Instant::now();
-        loop {
-            let peeked = recv(&self.socket, &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT);
-            if !matches!(peeked, Err(Errno::AGAIN | Errno::INTR)) {
-                return true;
-            }
-            if since.elapsed() >= poll_time {
-                return false;
-            }
-            std::thread::yield_now();
-        }
+        self.control().readable_within(self.as_fd(), poll_time)
     }
 
-    fn send_from(&self, frame: &[u8], from: usize, flags: SendFlags, deadline: Deadline) -> Result<()> {
+    fn send_from(&self, frame: &[u8], from: usize, more: bool, deadline: Deadline) -> Result<()> {
         let mut transmission = Transmission::new(self, Way::Out, deadline);
         let mut sent = from;
         while sent < frame.len() {
-            sent += transmission.next(sent as u64, || self.push(&frame[sent..], flags))?;
+            sent += transmission.next(sent as u64, || self.push(&frame[sent..], more))?;
         }
         Ok(())
     }
@@ -224,28 +213,22 @@ impl Stream {
 
 /// The system calls. None of them sleeps.
 impl Stream {
-    fn push(&self, bytes: &[u8], flags: SendFlags) -> io::Result<StepResult> {
-        let Some(rings) = self.rings.get() else { return self.push_socket(bytes, flags) };
-        self.pushed(bytes, |bytes| rings.send(self.as_fd(), bytes))
+    fn push(&self, bytes: &[u8], more: bool) -> io::Result<StepResult> {
+        self.push_by(self.control(), bytes, more)
     }
 
     /// Sends payload, which always goes through the socket.
-    pub(super) fn push_payload(&self, bytes: &[u8], flags: SendFlags) -> io::Result<StepResult> {
-        if self.begin_payload(Way::Out)? { self.push_socket(bytes, flags) } else { Ok(StepResult::NotYet) }
+    pub(super) fn push_payload(&self, bytes: &[u8], more: bool) -> io::Result<StepResult> {
+        if self.begin_payload(Way::Out)? {
+            self.push_by(&SocketControl, bytes, more)
+        } else {
+            Ok(StepResult::NotYet)
+        }
     }
 
-    fn push_socket(&self, bytes: &[u8], flags: SendFlags) -> io::Result<StepResult> {
-        let flags = flags | SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-        self.pushed(bytes, |bytes| send(&self.socket, bytes, flags))
-    }
-
-    fn pushed(
-        &self,
-        bytes: &[u8],
-        send: impl FnOnce(&[u8]) -> rustix::io::Result<usize>,
-    ) -> io::Result<StepResult> {
+    fn push_by(&self, control: &dyn Control, bytes: &[u8], more: bool) -> io::Result<StepResult> {
         let Some(most) = self.allowed(Way::Out, bytes.len())? else { return Ok(StepResult::NotYet) };
-        let moved = outcome(send(&self.garbled(&bytes[..most])))?;
+        let moved = outcome(control.send(self.as_fd(), &self.garbled(&bytes[..most]), more))?;
         Ok(self.passed(Way::Out, moved))
     }
 
@@ -263,20 +246,17 @@ impl Stream {
     }
 
     pub(super) fn pull(&self, rest: &mut [u8]) -> io::Result<StepResult> {
-        let Some(rings) = self.rings.get() else { return self.pull_socket(rest) };
-        let Some(most) = self.allowed(Way::In, rest.len())? else { return Ok(StepResult::NotYet) };
-        let got = rings.receive(self.as_fd(), &mut rest[..most]);
-        self.received(rest, got)
+        self.pull_by(self.control(), rest)
     }
 
     /// Receives payload, which always goes through the socket.
     pub(super) fn pull_payload(&self, rest: &mut [u8]) -> io::Result<StepResult> {
-        if self.begin_payload(Way::In)? { self.pull_socket(rest) } else { Ok(StepResult::NotYet) }
+        if self.begin_payload(Way::In)? { self.pull_by(&SocketControl, rest) } else { Ok(StepResult::NotYet) }
     }
 
-    fn pull_socket(&self, rest: &mut [u8]) -> io::Result<StepResult> {
+    fn pull_by(&self, control: &dyn Control, rest: &mut [u8]) -> io::Result<StepResult> {
         let Some(most) = self.allowed(Way::In, rest.len())? else { return Ok(StepResult::NotYet) };
-        let got = recv(&self.socket, &mut rest[..most], RecvFlags::DONTWAIT).map(|(bytes, _)| bytes);
+        let got = control.receive(self.as_fd(), &mut rest[..most]);
         self.received(rest, got)
     }
 
@@ -285,7 +265,7 @@ impl Stream {
         rest: &mut [u8],
         descriptors: &mut ReceivedDescriptors,
     ) -> io::Result<StepResult> {
-        if self.has_rings() {
+        if !self.control().carries_descriptors() {
             return self.pull(rest);
         }
         let Some(most) = self.allowed(Way::In, rest.len())? else { return Ok(StepResult::NotYet) };

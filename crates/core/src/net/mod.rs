@@ -4,14 +4,16 @@
 //!  Transport  tcp (hosts)   unix (one host, carries descriptors)   crates/testing: in_process (one process)
 //!      │ dial, accept
 //!      ▼
-//!   Stream    frames, descriptors, windows; one socket, whichever transport made it, and perhaps rings in
-//!             shared memory beside it
+//!   Stream    frames with deadlines, descriptors, windows; one socket, whichever transport made it
+//!      │ bytes of frames
+//!   Control   the socket, or rings in shared memory beside it
 //! ```
 //!
 //! The same tests check all transports (`tests/integration/transport.rs`). `protocol` defines the frames, and
 //! `session` decides which peers may connect.
 
 mod acceptor;
+mod control;
 mod frame_io;
 mod inbox;
 mod interference;
@@ -19,12 +21,14 @@ mod pace;
 mod payload;
 mod received_descriptors;
 mod rings;
+mod socket_control;
 mod step;
 mod stream;
 mod tcp;
 mod transmission;
 mod unix;
 
+pub use control::POLL_TIME;
 #[cfg(feature = "testing")]
 pub use frame_io::MAX_DESCRIPTORS;
 pub use frame_io::ReceivedFrame;
@@ -46,13 +50,10 @@ pub use unix::Unix;
 use std::fmt;
 use std::net::SocketAddr;
 use std::os::fd::BorrowedFd;
-use std::time::Duration;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
 
-/// How long a thread polls a socket before it sleeps: about the time of one switch between two processes.
-pub const POLL_TIME: Duration = Duration::from_micros(60);
 /// Connections that may wait to be accepted. The kernel reduces this to the administrator's limit.
 pub const BACKLOG: u16 = 1024;
 

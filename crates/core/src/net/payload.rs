@@ -4,8 +4,6 @@ use std::io;
 use std::os::fd::AsFd;
 use std::time::Duration;
 
-use rustix::net::SendFlags;
-
 use super::Stream;
 use super::step::{StepResult, Way};
 use super::transmission::Transmission;
@@ -69,7 +67,7 @@ impl Stream {
         let (mut transmission, mut sent) = (Transmission::of_payload(self, Way::Out, deadline), 0);
         while sent < LEAD {
             let rest = &[0; LEAD][sent..];
-            sent += transmission.next(sent as u64, || self.push_payload(rest, SendFlags::MORE))?;
+            sent += transmission.next(sent as u64, || self.push_payload(rest, true))?;
         }
         Ok(())
     }

@@ -15,9 +15,11 @@ use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, recv, send};
 
+use super::control::{Control, POLL_TIME};
 use super::step::Way;
 use crate::memory::{RingWait, SharedRings};
 use crate::sync;
@@ -60,13 +62,8 @@ impl Way {
     }
 }
 
-impl Rings {
-    pub(super) fn new(memory: SharedRings) -> Rings {
-        let payload = [AtomicBool::new(false), AtomicBool::new(false)];
-        Rings { memory, ended: AtomicBool::new(false), payload }
-    }
-
-    pub(super) fn send(&self, socket: BorrowedFd<'_>, bytes: &[u8]) -> rustix::io::Result<usize> {
+impl Control for Rings {
+    fn send(&self, socket: BorrowedFd<'_>, bytes: &[u8], _: bool) -> rustix::io::Result<usize> {
         if self.has_ended() {
             return Err(Errno::PIPE);
         }
@@ -76,7 +73,7 @@ impl Rings {
         Ok(sent)
     }
 
-    pub(super) fn receive(&self, socket: BorrowedFd<'_>, bytes: &mut [u8]) -> rustix::io::Result<usize> {
+    fn receive(&self, socket: BorrowedFd<'_>, bytes: &mut [u8]) -> rustix::io::Result<usize> {
         let received = match self.memory.read(bytes) {
             // The last bytes may have arrived after `read`.
             Err(Errno::AGAIN) if self.has_ended() && !self.memory.ready(RingWait::Bytes) => return Ok(0),
@@ -87,8 +84,7 @@ impl Rings {
         Ok(received)
     }
 
-    /// Prepares to move payload through the socket. Returns `Err(AGAIN)` if the socket is not ready for it.
-    pub(super) fn begin_payload(&self, socket: BorrowedFd<'_>, way: Way) -> rustix::io::Result<()> {
+    fn begin_payload(&self, socket: BorrowedFd<'_>, way: Way) -> rustix::io::Result<()> {
         if self.moves_payload(way).load(Ordering::Relaxed) {
             return Ok(());
         }
@@ -106,33 +102,34 @@ impl Rings {
         Ok(())
     }
 
-    fn moves_payload(&self, way: Way) -> &AtomicBool {
-        &self.payload[usize::from(way == Way::Out)]
+    fn carries_descriptors(&self) -> bool {
+        false
     }
 
-    fn wake_peer(&self, socket: BorrowedFd<'_>, awaited: RingWait) {
-        if self.memory.wakes(awaited) {
-            // Fails if the peer is gone, or if its socket buffer is full; then the peer is awake anyway.
-            let _ = send(socket, &[WAKE], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
-        }
+    /// The peer copies at the same time and usually continues within microseconds, so polling avoids a sleep.
+    fn poll_time(&self) -> Duration {
+        POLL_TIME
     }
 
-    /// Polls for a few microseconds at most. Returns whether a frame can move.
-    pub(super) fn ready_soon(&self, way: Way) -> bool {
+    fn ready_soon(&self, way: Way) -> bool {
         self.has_ended() || self.memory.ready_soon(way.awaited())
     }
 
-    pub(super) fn ready_within(&self, limit: Duration) -> bool {
-        sync::poll(limit, || self.ready())
+    fn readable_within(&self, _: BorrowedFd<'_>, limit: Duration) -> bool {
+        sync::poll(limit, || self.may_receive())
     }
 
-    /// Announces a sleep until the socket is readable. Returns `false` if this side must not sleep.
-    pub(super) fn fall_asleep(&self, way: Way) -> bool {
-        !self.has_ended() && self.memory.fall_asleep(way.awaited())
+    fn fall_asleep(&self, way: Way) -> Option<PollFlags> {
+        let sleeps = !self.has_ended() && self.memory.fall_asleep(way.awaited());
+        sleeps.then_some(match way {
+            Way::In => PollFlags::IN,
+            // The peer also sends a zero after it has read, so wait for input.
+            Way::Out => PollFlags::IN | PollFlags::RDHUP,
+        })
     }
 
-    /// Ends a sleep: removes the zeros from the socket, and notes whether the peer has closed its end or broken the protocol.
-    pub(super) fn wake_up(&self, socket: BorrowedFd<'_>, way: Way) {
+    /// Removes the zeros from the socket, and notes whether the peer has closed its end or broken the protocol.
+    fn wake_up(&self, socket: BorrowedFd<'_>, way: Way, events: PollFlags) -> bool {
         self.memory.awake();
         let goes_on = match take_wakes(socket, false) {
             Ok(OnSocket::Nothing) | Err(Errno::AGAIN | Errno::INTR) => true,
@@ -143,11 +140,30 @@ impl Rings {
         if !goes_on {
             self.ended.store(true, Ordering::Release);
         }
+        // The peer reads no more frames once it has closed its end, though some of its own may be unread.
+        way == Way::In || !events.contains(PollFlags::RDHUP)
     }
 
-    /// Whether there is something to receive, or the end of the stream.
-    pub(super) fn ready(&self) -> bool {
+    fn may_receive(&self) -> bool {
         self.has_ended() || self.memory.ready(RingWait::Bytes)
+    }
+}
+
+impl Rings {
+    pub(super) fn new(memory: SharedRings) -> Rings {
+        let payload = [AtomicBool::new(false), AtomicBool::new(false)];
+        Rings { memory, ended: AtomicBool::new(false), payload }
+    }
+
+    fn moves_payload(&self, way: Way) -> &AtomicBool {
+        &self.payload[usize::from(way == Way::Out)]
+    }
+
+    fn wake_peer(&self, socket: BorrowedFd<'_>, awaited: RingWait) {
+        if self.memory.wakes(awaited) {
+            // Fails if the peer is gone, or if its socket buffer is full; then the peer is awake anyway.
+            let _ = send(socket, &[WAKE], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+        }
     }
 
     fn has_ended(&self) -> bool {

@@ -16,9 +16,11 @@ use rustix::io::Errno;
 use rustix::net::sockopt::set_socket_oobinline;
 use rustix::net::{Shutdown, shutdown};
 
+use super::control::Control;
 use super::interference::Interference;
 use super::pace::Pace;
 use super::rings::Rings;
+use super::socket_control::SocketControl;
 use super::step::{StepResult, Way, timespec};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Credentials, Kept, SharedRings, take_descriptors};
@@ -126,24 +128,31 @@ impl Stream {
         self.rings.get().is_some()
     }
 
+    /// Returns what carries the frames.
+    pub(super) fn control(&self) -> &dyn Control {
+        match self.rings.get() {
+            Some(rings) => rings,
+            None => &SocketControl,
+        }
+    }
+
     /// Prepares for a wait until the descriptor is readable. Returns `false` if it may not become readable, because
     /// something has arrived already.
     pub fn fall_asleep(&self) -> bool {
-        self.rings.get().is_none_or(|rings| rings.fall_asleep(Way::In))
+        self.control().fall_asleep(Way::In).is_some()
     }
 
     /// Ends a wait, after the descriptor became readable. Returns whether there is something to receive, or the end of
     /// the stream. A peer may have woken this side more often than necessary.
     pub fn wake_up(&self) -> bool {
-        let Some(rings) = self.rings.get() else { return true };
-        rings.wake_up(self.as_fd(), Way::In);
-        rings.ready()
+        let control = self.control();
+        control.wake_up(self.as_fd(), Way::In, PollFlags::IN);
+        control.may_receive()
     }
 
     /// Prepares to move payload through the socket. Returns `false` if the socket is not ready for it.
     pub(super) fn begin_payload(&self, way: Way) -> io::Result<bool> {
-        let begun = self.rings.get().map_or(Ok(()), |rings| rings.begin_payload(self.as_fd(), way));
-        match begun {
+        match self.control().begin_payload(self.as_fd(), way) {
             Ok(()) => Ok(true),
             Err(Errno::AGAIN) => Ok(false),
             Err(errno) => Err(errno.into()),

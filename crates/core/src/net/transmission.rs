@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 
-use super::rings::Rings;
+use super::control::Control;
+use super::socket_control::SocketControl;
 use super::step::{StepResult, Way, timespec};
 use super::stream::Stream;
 use crate::error::{Error, ErrorKind, Result};
@@ -16,8 +17,8 @@ use crate::model::Deadline;
 /// One frame or one list of windows in transit.
 pub(super) struct Transmission<'a> {
     stream: &'a Stream,
-    /// The rings, if a frame moves through them.
-    rings: Option<&'a Rings>,
+    /// What carries the bytes.
+    control: &'a dyn Control,
     way: Way,
     deadline: Deadline,
     /// How long to poll for its first bytes without sleeping.
@@ -38,17 +39,19 @@ impl<'a> Transmission<'a> {
 
     /// Begins to move a frame.
     pub(super) fn new(stream: &'a Stream, way: Way, deadline: Deadline) -> Self {
-        let rings = stream.rings.get();
-        // The peer copies at the same time and usually continues within microseconds, so polling avoids a sleep.
-        let poll_time = if rings.is_some() { super::POLL_TIME.min(deadline.left()) } else { Duration::ZERO };
-        Transmission { rings, poll_time, ..Transmission::of_payload(stream, way, deadline) }
+        let control = stream.control();
+        let poll_time = match control.poll_time() {
+            Duration::ZERO => Duration::ZERO,
+            limit => limit.min(deadline.left()),
+        };
+        Transmission { control, poll_time, ..Transmission::of_payload(stream, way, deadline) }
     }
 
     /// Begins to move payload.
     pub(super) fn of_payload(stream: &'a Stream, way: Way, deadline: Deadline) -> Self {
         Transmission {
             stream,
-            rings: None,
+            control: &SocketControl,
             way,
             deadline,
             poll_time: Duration::ZERO,
@@ -79,7 +82,7 @@ impl<'a> Transmission<'a> {
             match step() {
                 Ok(StepResult::Bytes(bytes)) => {
                     self.unpaced += bytes as u64;
-                    if self.rings.is_some() {
+                    if !self.control.poll_time().is_zero() {
                         self.since = None;
                     }
                     return Ok(Some(bytes));
@@ -145,43 +148,27 @@ impl<'a> Transmission<'a> {
     /// polling time is left.
     fn wait(&mut self, slept: bool) -> Result<bool> {
         let stalled = self.stream.faults.as_ref().is_some_and(|faults| faults.stalled(self.way));
-        let rings = self.rings.filter(|_| !stalled);
         if !self.poll_time.is_zero() {
             let since = *self.since.get_or_insert_with(Instant::now);
             if since.elapsed() < self.poll_time {
-                if !rings.is_some_and(|rings| rings.ready_soon(self.way)) {
+                if stalled || !self.control.ready_soon(self.way) {
                     std::thread::yield_now();
                 }
                 return Ok(false);
             }
         }
         if slept { self.deadline.waiting(self.doing()) } else { self.deadline.check(self.doing()) }?;
-        let events = match self.way {
-            _ if stalled => PollFlags::empty(),
-            // The peer also sends a zero after it has read, so wait for input.
-            Way::Out if rings.is_some() => PollFlags::IN | PollFlags::RDHUP,
-            Way::In => PollFlags::IN,
-            // A peer that has closed its end reads nothing. Only RDHUP shows this before the window is full.
-            Way::Out => PollFlags::OUT | PollFlags::RDHUP,
-        };
-        if rings.is_some_and(|rings| !rings.fall_asleep(self.way)) {
-            return Ok(true);
-        }
+        let events = if stalled { Some(PollFlags::empty()) } else { self.control.fall_asleep(self.way) };
+        let Some(events) = events else { return Ok(true) };
         self.slept = true;
         let mut socket = [PollFd::new(self.stream, events)];
         let nap = self.deadline.nap().min(self.paced()?);
         let polled = poll(&mut socket, Some(&timespec(nap)));
-        if let Some(rings) = rings {
-            rings.wake_up(self.stream.as_fd(), self.way);
-        }
-        // The peer reads no more frames once it has closed its end, though some of its own may be unread.
-        let gone = rings.is_some() && self.way == Way::Out && socket[0].revents().contains(PollFlags::RDHUP);
+        let goes_on = stalled || self.control.wake_up(self.stream.as_fd(), self.way, socket[0].revents());
         match polled {
             // A stalled stream would return here again and again.
             Ok(1..) if stalled => Err(self.stream.broken(Errno::CONNRESET.into())),
-            Ok(1..) if gone || socket[0].revents() == PollFlags::RDHUP => {
-                Err(self.stream.broken(Errno::PIPE.into()))
-            }
+            Ok(1..) if !goes_on => Err(self.stream.broken(Errno::PIPE.into())),
             Ok(_) | Err(Errno::INTR) => Ok(true),
             Err(errno) => Err(self.stream.broken(errno.into())),
         }

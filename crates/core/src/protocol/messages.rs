@@ -175,8 +175,8 @@ pub struct Attached {
 
 /// Messages on the control stream after the handshake.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Control {
-    /// Asks for a [`Pong`](Control::Pong), as a heartbeat.
+pub enum ControlMessage {
+    /// Asks for a [`Pong`](ControlMessage::Pong), as a heartbeat.
     Ping,
     Pong,
     Bye {

@@ -18,9 +18,9 @@ pub use fabric_offer::{FabricOffer, FabricPool, MAX_OFFER_BYTES};
 pub use frame::{HANDSHAKE_LIMIT, HEADER, Header, MESSAGE_LIMIT, encode, open, refusal};
 pub use link_messages::{Confirm, EnteredLink, LinkAnswer, MAX_METADATA, METADATA_LIMIT, Metadata};
 pub use messages::{
-    Attach, Attached, Challenge, Comm, Control, EntryVersion, Hello, MAX_ADDRESSES, MAX_ADDRS, MAX_CHECKSUMS,
-    MAX_HASHED, MAX_RANGES, MAX_RUNS, MOST_AHEAD, Party, Proof, Purpose, Reply, Request, RingAnswer,
-    RingOffer, Run, Welcome, WireCache, WireLayout, WireLocation, WirePulled, WireSizes,
+    Attach, Attached, Challenge, Comm, ControlMessage, EntryVersion, Hello, MAX_ADDRESSES, MAX_ADDRS,
+    MAX_CHECKSUMS, MAX_HASHED, MAX_RANGES, MAX_RUNS, MOST_AHEAD, Party, Proof, Purpose, Reply, Request,
+    RingAnswer, RingOffer, Run, Welcome, WireCache, WireLayout, WireLocation, WirePulled, WireSizes,
 };
 pub use notification::{MAX_BATCH, MAX_NOTIFICATION, Payload, Payloads};
 pub use plan_codec::WirePlan;

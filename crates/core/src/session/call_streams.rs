@@ -14,7 +14,7 @@ use super::stream_set::{MOST_CALLS, StreamSet};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
 use crate::net::Stream;
-use crate::protocol::Control;
+use crate::protocol::ControlMessage;
 use crate::sync::MutexGuard;
 
 /// Maximum number of idle streams kept for later calls.
@@ -99,7 +99,7 @@ impl Link {
                     streams.asked += 1;
                     drop(streams);
                     // Never waits: if the peer does not read its control stream, the link breaks.
-                    let sent = self.send_control(&Control::Dial);
+                    let sent = self.send_control(&ControlMessage::Dial);
                     streams = self.streams.lock();
                     if let Err(error) = sent {
                         streams.asked = streams.asked.saturating_sub(1);

@@ -19,7 +19,7 @@ use super::poller::{Bell, Watching};
 use super::shared::Shared;
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::{Accepted, Address, Arrival, Inbox};
-use crate::protocol::{self, Control, HANDSHAKE_LIMIT};
+use crate::protocol::{self, ControlMessage, HANDSHAKE_LIMIT};
 
 /// How long the thread pauses after epoll failed or a connection could not be accepted.
 const REST: Duration = Duration::from_millis(100);
@@ -224,15 +224,15 @@ impl Watched {
         };
         link.record_sign_of_life();
         match protocol::open(kind, &body)? {
-            Control::Ping => link.send_control(&Control::Pong)?,
-            Control::Pong => link.answered(),
-            Control::Dial => {
+            ControlMessage::Ping => link.send_control(&ControlMessage::Pong)?,
+            ControlMessage::Pong => link.answered(),
+            ControlMessage::Dial => {
                 if link.dialer.is_some() && link.may_open() {
                     shared.server.dial(link);
                 }
             }
-            Control::Polled { arrived, polled } => link.notifications.note_polled(arrived, polled),
-            Control::Bye { reason, unlinked } => return Ok(Some((reason, unlinked))),
+            ControlMessage::Polled { arrived, polled } => link.notifications.note_polled(arrived, polled),
+            ControlMessage::Bye { reason, unlinked } => return Ok(Some((reason, unlinked))),
         }
         Ok(None)
     }
@@ -253,7 +253,7 @@ fn check_silence(shared: &Arc<Shared>, link: &Arc<Link>) {
         );
         member_search::link_died(shared, link, &text);
     } else if silent >= config.heartbeat / 2
-        && let Err(error) = link.send_control(&Control::Ping)
+        && let Err(error) = link.send_control(&ControlMessage::Ping)
     {
         member_search::link_died(shared, link, &error.to_string());
     }

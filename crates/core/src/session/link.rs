@@ -25,7 +25,7 @@ use crate::events::{LinkEnd, PeerInfo};
 use crate::fabric::PeerFabric;
 use crate::model::{ClusterId, Deadline, Name};
 use crate::net::Stream;
-use crate::protocol::{self, Control};
+use crate::protocol::{self, ControlMessage};
 use crate::stats::{Counters, LinkState, PathCounters};
 use crate::sync::{Condvar, Mutex, MutexGuard};
 
@@ -334,7 +334,7 @@ impl Link {
     }
 
     /// Sends one control message. The link breaks if the peer does not read its control stream.
-    pub(super) fn send_control(&self, message: &Control) -> Result<()> {
+    pub(super) fn send_control(&self, message: &ControlMessage) -> Result<()> {
         self.send_control_with(&self.sending.lock(), message)
     }
 
@@ -351,7 +351,7 @@ impl Link {
     /// for a while.
     pub(super) fn answers(&self, limit: Duration) -> bool {
         let (limit, before) = (Deadline::after(limit), self.pongs.load(Ordering::SeqCst));
-        if self.send_control(&Control::Ping).is_err() {
+        if self.send_control(&ControlMessage::Ping).is_err() {
             return false;
         }
         let mut streams = self.streams.lock();

@@ -10,7 +10,7 @@ use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::events::{EventQueue, Notification, NotificationSource};
 use crate::fallible;
 use crate::model::Deadline;
-use crate::protocol::{Control, MAX_NOTIFICATION, Payload, Payloads, Reply, Request};
+use crate::protocol::{ControlMessage, MAX_NOTIFICATION, Payload, Payloads, Reply, Request};
 
 /// How long a sender waits before it repeats what the peer has refused.
 const RETRY: Duration = Duration::from_millis(20);
@@ -158,7 +158,8 @@ impl NotificationSource for Link {
         let mut received = self.notifications.received.lock();
         received.polled = received.polled.plus(Load { messages, bytes });
         let pair = |load: Load| (load.messages, load.bytes);
-        let report = Control::Polled { arrived: pair(received.arrived), polled: pair(received.polled) };
+        let report =
+            ControlMessage::Polled { arrived: pair(received.arrived), polled: pair(received.polled) };
         let due = received.report_due();
         drop(received);
         if due && self.alive() {

@@ -17,7 +17,7 @@ use super::refusals::{Reason, Refusal};
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::{EventQueue, PeerInfo};
 use crate::model::{ClusterId, Deadline};
-use crate::protocol::{Comm, Control};
+use crate::protocol::{Comm, ControlMessage};
 use crate::stats::LinkState;
 use crate::sync::{Condvar, Mutex, MutexGuard};
 
@@ -290,7 +290,8 @@ impl Registry {
 
     /// Ends a link that this side no longer wants.
     pub(super) fn drop_link(&self, link: &Arc<Link>, why: &str) {
-        let _ = link.send_control(&Control::Bye { reason: "the peer unlinked".into(), unlinked: true });
+        let _ =
+            link.send_control(&ControlMessage::Bye { reason: "the peer unlinked".into(), unlinked: true });
         link.break_off(why);
         self.remove(link, why);
         self.forget_broken(link.peer.cluster);
@@ -436,7 +437,7 @@ impl Registry {
         }
         for link in links {
             let reason = "the peer was finalized".into();
-            let _ = link.send_control(&Control::Bye { reason, unlinked: false });
+            let _ = link.send_control(&ControlMessage::Bye { reason, unlinked: false });
             link.break_off("this engine was finalized");
         }
         self.changed.notify_all();

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use super::call::{Call, Moved};
 use crate::checksums::Checksums;
-use crate::copy::{DataPath, Progress, Sockets, StreamSum};
+use crate::copy::{DataPath, Progress, SocketPath, StreamSum};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::Verify;
@@ -150,7 +150,7 @@ impl Streams {
             return Ok(Moved::Stale);
         }
         let to = (self.call.local.tensors(), self.call.local.placement());
-        let mut path = Sockets { stream: lease.stream(), range, sum: sum.as_mut() };
+        let mut path = SocketPath { stream: lease.stream(), range, sum: sum.as_mut() };
         // The call holds the pins until this returns.
         let received = path.read(self.call.job(&self.plan), to, progress, Arc::new(()));
         received.map_err(|error| self.late_or(error))?;
@@ -248,7 +248,7 @@ impl Streams {
     }
 
     fn send_range(&self, lease: &StreamLease, range: Range<u64>) -> Result<()> {
-        let mut path = Sockets { stream: lease.stream(), range, sum: None };
+        let mut path = SocketPath { stream: lease.stream(), range, sum: None };
         path.serve(self.call.job(&self.plan), self.call.local.tensors())
     }
 

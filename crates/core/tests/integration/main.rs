@@ -30,6 +30,7 @@ mod copy_deadlines;
 mod copy_faults;
 mod counting_allocator;
 mod cpp;
+mod data_paths;
 mod described_layouts;
 mod errors;
 mod fixtures;

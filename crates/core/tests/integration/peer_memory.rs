@@ -28,10 +28,10 @@ use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap, mprotect};
 use crate::child_process::{self, Process, report};
 use crate::fixtures::{Buffer, block_plan, config, pattern, skipped, tensors_over};
 
-const TENSORS: usize = 3;
+pub(crate) const TENSORS: usize = 3;
 pub(crate) const ROWS: usize = 40;
 pub(crate) const ROW: usize = 16 << 10;
-const TENSOR: usize = ROWS * ROW;
+pub(crate) const TENSOR: usize = ROWS * ROW;
 const STRAIGHT: Staging = Staging { path: SwapInPath::Auto, buffer_bytes: 1 << 20 };
 
 /// Where tensor `tensor` starts in the region of the peer.
@@ -40,7 +40,7 @@ fn offset(tensor: usize) -> usize {
 }
 
 /// Bytes of tensor `tensor` of the peer.
-fn source(tensor: usize, at: usize, len: usize) -> Vec<u8> {
+pub(crate) fn source(tensor: usize, at: usize, len: usize) -> Vec<u8> {
     (at..at + len).map(|at| pattern(9, tensor, at)).collect()
 }
 
@@ -86,7 +86,7 @@ pub(crate) struct Peer {
 }
 
 impl Peer {
-    fn start() -> Peer {
+    pub fn start() -> Peer {
         Peer::start_as("peer")
     }
 
@@ -114,7 +114,7 @@ impl Peer {
         PeerMapping::map(self.descriptor(0), offset(TENSORS) as u64, &budget(), soon()).unwrap()
     }
 
-    fn mapped(&self) -> Arc<Tensors> {
+    pub fn mapped(&self) -> Arc<Tensors> {
         let offsets = (0..TENSORS).map(|tensor| offset(tensor) as u64);
         Arc::new(Tensors::mapped(self.mapping(), offsets, TENSOR as u64).unwrap())
     }
@@ -123,7 +123,7 @@ impl Peer {
         PeerProcess::open(self.process.pid(), self.probe).unwrap()
     }
 
-    fn read(&self) -> Arc<Tensors> {
+    pub fn read(&self) -> Arc<Tensors> {
         self.read_at((0..TENSORS).map(|tensor| self.base + offset(tensor) as u64).collect())
     }
 

@@ -7,10 +7,11 @@ use std::sync::Arc;
 use llm_datadist_core::testing::model::{AddressLocation, CacheLayout, GrantId, Name};
 use llm_datadist_core::testing::plan::{CopyPlan, MOST_TEMPLATE_SPANS, MOST_TEMPLATES, Span, SpanList};
 use llm_datadist_core::testing::protocol::{
-    self, Attach, Attached, Challenge, Comm, Confirm, Control, EnteredLink, EntryVersion, HANDSHAKE_LIMIT,
-    HEADER, Header, Hello, LinkAnswer, MAX_METADATA, MESSAGE, MESSAGE_LIMIT, METADATA_LIMIT, Metadata, Pairs,
-    Party, Payload, Payloads, Proof, Purpose, REFUSAL, Reply, Request, RingAnswer, RingOffer, Run, Welcome,
-    WireCache, WireLocation, WireName, WirePlan, WirePulled, WireRows, WireSpan, WireSteps, WireTemplate,
+    self, Attach, Attached, Challenge, Comm, Confirm, ControlMessage, EnteredLink, EntryVersion,
+    HANDSHAKE_LIMIT, HEADER, Header, Hello, LinkAnswer, MAX_METADATA, MESSAGE, MESSAGE_LIMIT, METADATA_LIMIT,
+    Metadata, Pairs, Party, Payload, Payloads, Proof, Purpose, REFUSAL, Reply, Request, RingAnswer,
+    RingOffer, Run, Welcome, WireCache, WireLocation, WireName, WirePlan, WirePulled, WireRows, WireSpan,
+    WireSteps, WireTemplate,
 };
 use llm_datadist_core::{CacheId, CacheKey, CacheKind, Error, ErrorKind, Placement};
 use serde::Serialize;
@@ -210,11 +211,11 @@ fn metadata_is_bounded() {
 
 #[test]
 fn control_stream_bytes() {
-    golden(&Control::Ping, "4c440c010100000000");
-    golden(&Control::Pong, "4c440c010100000001");
-    golden(&Control::Bye { reason: "end".into(), unlinked: true }, "4c440c01060000000203656e6401");
-    golden(&Control::Dial, "4c440c010100000003");
-    golden(&Control::Polled { arrived: (300, 5), polled: (1, 0) }, "4c440c010600000004ac02050100");
+    golden(&ControlMessage::Ping, "4c440c010100000000");
+    golden(&ControlMessage::Pong, "4c440c010100000001");
+    golden(&ControlMessage::Bye { reason: "end".into(), unlinked: true }, "4c440c01060000000203656e6401");
+    golden(&ControlMessage::Dial, "4c440c010100000003");
+    golden(&ControlMessage::Polled { arrived: (300, 5), polled: (1, 0) }, "4c440c010600000004ac02050100");
 }
 
 #[test]
@@ -470,7 +471,7 @@ fn invalid_headers_are_refused() {
 
 #[test]
 fn the_longest_message_is_written_and_a_longer_one_refused() {
-    let bye = |bytes| protocol::encode(&Control::Bye { reason: "x".repeat(bytes), unlinked: false });
+    let bye = |bytes| protocol::encode(&ControlMessage::Bye { reason: "x".repeat(bytes), unlinked: false });
     // Beside the text: the kind, four bytes for its length, and the flag.
     let longest = MESSAGE_LIMIT - 6;
     assert_eq!(bye(longest).unwrap().len(), HEADER + MESSAGE_LIMIT);

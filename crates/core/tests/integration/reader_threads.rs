@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use llm_datadist_core::testing::copy::{CopyEngine, PathJob, STILL_READING, in_place};
+use llm_datadist_core::testing::copy::{CopyEngine, PathJob, STILL_READING, Staging, in_place};
 use llm_datadist_core::testing::device::DeviceSet;
 use llm_datadist_core::testing::memory::{PeerProcess, Probe, Tensors, own_probe};
 use llm_datadist_core::testing::plan::CopyPlan;
@@ -66,11 +66,16 @@ impl Read {
     }
 
     fn run(&self, engine: &CopyEngine, limit: Duration) -> Result<()> {
-        let plan = Arc::new(self.plan.clone());
-        let job = PathJob { engine, plan: &plan, deadline: Deadline::after(limit) };
-        let to = (&self.to, Placement::Host);
-        let outcome = in_place(&self.from)?.read(job, to, &Arc::default(), self.pins.clone())?;
-        assert_eq!(outcome.bytes, self.plan.bytes());
+        let (to, deadline) = ((&self.to, Placement::Host), Deadline::after(limit));
+        let bytes = if self.from.reach().is_peer() {
+            let plan = Arc::new(self.plan.clone());
+            let job = PathJob { engine, plan: &plan, deadline };
+            in_place(&self.from)?.read(job, to, &Arc::default(), self.pins.clone())?.bytes
+        } else {
+            let from = (&self.from, Placement::Host);
+            engine.run(self.plan.clone(), from, to, Staging::DEFAULT, deadline, &Arc::default())?.bytes
+        };
+        assert_eq!(bytes, self.plan.bytes());
         assert!(self.dst.read(0, self.len()) == self.src.read(0, self.len()));
         Ok(())
     }

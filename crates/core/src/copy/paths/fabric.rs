@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::data_path::{DataPath, Hops, PathJob, PathOutcome};
-use super::in_place::{InPlaceRead, hops_into};
+use super::in_place_read::{InPlaceRead, hops_into};
 use super::path_kind::PathKind;
 use crate::copy::progress::Progress;
 use crate::copy::route::PlacedTensors;
@@ -15,9 +15,9 @@ use crate::plan::LocalEnd;
 
 /// A pool of a peer that the library reads.
 #[derive(Debug)]
-pub struct Fabric<'a>(pub &'a Arc<Tensors>, pub &'a Arc<FabricRegion>);
+pub struct FabricPath<'a>(pub &'a Arc<Tensors>, pub &'a Arc<FabricRegion>);
 
-impl DataPath for Fabric<'_> {
+impl DataPath for FabricPath<'_> {
     fn kind(&self) -> PathKind {
         PathKind::Fabric
     }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::data_path::{DataPath, Hops, PathJob, PathOutcome};
-use super::in_place::{InPlaceRead, hops_into};
+use super::in_place_read::{InPlaceRead, hops_into};
 use super::path_kind::PathKind;
 use crate::copy::progress::Progress;
 use crate::copy::route::PlacedTensors;
@@ -16,9 +16,9 @@ use crate::plan::LocalEnd;
 
 /// A pool of a peer, mapped read-only. The CPU copies from it; so does a device that reads host memory in place.
 #[derive(Debug)]
-pub struct Mapped<'a>(pub &'a Arc<Tensors>);
+pub struct MappedPath<'a>(pub &'a Arc<Tensors>);
 
-impl DataPath for Mapped<'_> {
+impl DataPath for MappedPath<'_> {
     fn kind(&self) -> PathKind {
         PathKind::Mapped
     }

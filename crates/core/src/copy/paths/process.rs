@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::data_path::{DataPath, Hops, PathJob, PathOutcome};
-use super::in_place::{InPlaceRead, hops_into};
+use super::in_place_read::{InPlaceRead, hops_into};
 use super::path_kind::PathKind;
 use crate::copy::progress::Progress;
 use crate::copy::route::PlacedTensors;
@@ -15,9 +15,9 @@ use crate::plan::LocalEnd;
 
 /// Memory of a peer's process.
 #[derive(Debug)]
-pub struct Process<'a>(pub &'a Arc<Tensors>, pub &'a Arc<PeerProcess>);
+pub struct ProcessPath<'a>(pub &'a Arc<Tensors>, pub &'a Arc<PeerProcess>);
 
-impl DataPath for Process<'_> {
+impl DataPath for ProcessPath<'_> {
     fn kind(&self) -> PathKind {
         PathKind::Process
     }

@@ -26,7 +26,7 @@ use crate::net::{LEAD_INTERVAL, Stream, leads};
 use crate::plan::{CopyPlan, LocalEnd};
 
 /// The bytes `range` of a plan, through one stream.
-pub struct Sockets<'a> {
+pub struct SocketPath<'a> {
     pub stream: &'a Stream,
     /// Positions in the plan. Other streams may carry other ranges at the same time.
     pub range: Range<u64>,
@@ -34,7 +34,7 @@ pub struct Sockets<'a> {
     pub sum: Option<&'a mut StreamSum>,
 }
 
-impl Sockets<'_> {
+impl SocketPath<'_> {
     /// Checks that a socket can carry the bytes of `memory` at `end` of a plan, before the peer is told to expect them. Returns
     /// `Err(System)` for memory of another process, and `Err(InvalidArgument)` for memory that is not mapped.
     pub fn check(end: LocalEnd, memory: &Tensors) -> Result<Hops> {
@@ -55,7 +55,7 @@ fn hops(end: LocalEnd, memory: Reach) -> Option<Hops> {
     }
 }
 
-impl DataPath for Sockets<'_> {
+impl DataPath for SocketPath<'_> {
     fn kind(&self) -> PathKind {
         PathKind::Sockets
     }
@@ -100,7 +100,7 @@ impl DataPath for Sockets<'_> {
     }
 }
 
-impl Sockets<'_> {
+impl SocketPath<'_> {
     fn send(&mut self, job: PathJob<'_>, src: &Arc<Tensors>) -> Result<()> {
         let (stream, range, PathJob { engine, plan, deadline }) = (self.stream, self.range.clone(), job);
         let sent = Progress::default();

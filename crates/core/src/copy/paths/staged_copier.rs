@@ -28,7 +28,7 @@ impl Copier for StagedCopier {
     fn copy(&self, batch: &[Copy<'_>], _: Kernel) -> Result<()> {
         let buffer = self.buffers.lend()?;
         let mut hops =
-            Hops { copier: self, buffer: &buffer, first: Vec::new(), second: Vec::new(), bytes: 0 };
+            StagedWindows { copier: self, buffer: &buffer, first: Vec::new(), second: Vec::new(), bytes: 0 };
         for (src, dst) in batch.iter().flat_map(|copy| copy.pairs()) {
             hops.add(src, dst)?;
         }
@@ -49,7 +49,7 @@ impl Copier for StagedCopier {
 }
 
 /// The windows that pass the buffer together.
-struct Hops<'a> {
+struct StagedWindows<'a> {
     copier: &'a StagedCopier,
     buffer: &'a HostBuffer,
     first: Vec<Copy<'a>>,
@@ -57,7 +57,7 @@ struct Hops<'a> {
     bytes: u64,
 }
 
-impl<'a> Hops<'a> {
+impl<'a> StagedWindows<'a> {
     /// Adds a copy. Runs both hops whenever the buffer is full.
     fn add(&mut self, src: Window<'a>, dst: Window<'a>) -> Result<()> {
         let mut done = 0;

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use llm_datadist_core::testing::net::{Address, Unix};
 use llm_datadist_core::testing::protocol::{
-    Confirm, Control, EnteredLink, LinkAnswer, MAX_METADATA, MESSAGE, Metadata, Purpose, encode,
+    Confirm, ControlMessage, EnteredLink, LinkAnswer, MAX_METADATA, MESSAGE, Metadata, Purpose, encode,
 };
 use llm_datadist_core::{
     ClusterId, DataDist, Deadline, EnsureOptions, ErrorKind, Event, PeerInfo, Result, Role, Token, Transfer,
@@ -397,7 +397,7 @@ fn a_cancelled_call_enters_no_link() {
         say(&stream, &LinkAnswer::Entered(EnteredLink::default()));
         assert_eq!(failed(&call).kind(), ErrorKind::Cancelled);
         assert!(engine.peers().is_empty());
-        assert!(hear::<Control>(&stream).is_err(), "the engine closes the connection");
+        assert!(hear::<ControlMessage>(&stream).is_err(), "the engine closes the connection");
     }
 }
 
@@ -474,7 +474,7 @@ fn the_lower_id_keeps_its_connection() {
         let entered = confirm(&second);
         if own < peer {
             assert_eq!(entered.unwrap_err().kind(), ErrorKind::AlreadyLinked);
-            assert!(hear::<Control>(&second).is_err(), "the connection is closed");
+            assert!(hear::<ControlMessage>(&second).is_err(), "the connection is closed");
             say(&first, &LinkAnswer::Entered(EnteredLink::default()));
             linked(&call).unwrap();
         } else {

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use llm_datadist_core::testing::net::{Address, Transport, Unix};
 use llm_datadist_core::testing::protocol::{
-    Challenge, Control, HANDSHAKE_LIMIT, Hello, Proof, Purpose, Welcome, decode,
+    Challenge, ControlMessage, HANDSHAKE_LIMIT, Hello, Proof, Purpose, Welcome, decode,
 };
 use llm_datadist_core::{CacheKind, ClusterId, Config, ErrorKind, Mode, Result, Token};
 
@@ -39,8 +39,8 @@ fn check_refused<T: std::fmt::Debug>(result: Result<T>, why: &str) {
 
 /// Checks that a link still answers.
 pub(super) fn answers(control: &llm_datadist_core::testing::net::Stream) {
-    say(control, &Control::Ping);
-    assert_eq!(hear::<Control>(control).unwrap(), Control::Pong);
+    say(control, &ControlMessage::Ping);
+    assert_eq!(hear::<ControlMessage>(control).unwrap(), ControlMessage::Pong);
 }
 
 #[test]

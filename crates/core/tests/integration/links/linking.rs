@@ -9,7 +9,7 @@ use std::thread;
 use std::time::Duration;
 
 use llm_datadist_core::testing::net::{Address, Unix};
-use llm_datadist_core::testing::protocol::{Control, Purpose, Reply, Request, WireName, encode};
+use llm_datadist_core::testing::protocol::{ControlMessage, Purpose, Reply, Request, WireName, encode};
 use llm_datadist_core::{CacheKind, ClusterId, ErrorKind, PeerAddress, Result, Role, Token};
 use rustix::net::{Shutdown, shutdown};
 
@@ -294,7 +294,7 @@ fn a_goodbye_that_is_read_late_counts() {
             shutdown(&control, Shutdown::Read).unwrap();
             drop(call);
             thread::sleep(Duration::from_millis(200));
-            say(&control, &Control::Bye { reason: "the peer unlinked".into(), unlinked: true });
+            say(&control, &ControlMessage::Bye { reason: "the peer unlinked".into(), unlinked: true });
         });
         local.unlink_clusters(&[listener.address()], LONG, false).remove(0).unwrap();
     });
@@ -332,10 +332,10 @@ fn half_a_control_message_is_no_sign_of_life() {
     (short.links.heartbeat, short.links.silence) = (Duration::from_millis(50), Duration::from_millis(400));
     let engine = open(short, Way::Tcp);
     let control = Fake::new(2, 1).link(&engine, 7).unwrap();
-    let ping = encode(&Control::Ping).unwrap();
+    let ping = encode(&ControlMessage::Ping).unwrap();
     control.send(&ping[..3], soon()).unwrap();
     control.send(&ping[3..], soon()).unwrap();
-    while hear::<Control>(&control).unwrap() != Control::Pong {}
+    while hear::<ControlMessage>(&control).unwrap() != ControlMessage::Pong {}
     control.send(&ping[..3], soon()).unwrap();
     eventually("the end of the link", || engine.stats().links.is_empty());
     let why = engine.check_link(ClusterId(2)).unwrap_err().to_string();

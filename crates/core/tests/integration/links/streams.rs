@@ -11,7 +11,8 @@ use std::time::Duration;
 use llm_datadist_core::testing::net::{Stream, Tcp, Transport};
 use llm_datadist_core::testing::plan::SpanList;
 use llm_datadist_core::testing::protocol::{
-    self, Control, EnteredLink, LinkAnswer, Purpose, Reply, Request, WireName, WirePlan, WireSpan, WireSteps,
+    self, ControlMessage, EnteredLink, LinkAnswer, Purpose, Reply, Request, WireName, WirePlan, WireSpan,
+    WireSteps,
 };
 use llm_datadist_core::{CacheKind, Config, DataDist, ErrorKind};
 
@@ -361,7 +362,7 @@ fn a_write_that_cannot_be_completed_frees_its_rows() {
     thread::scope(|scope| {
         scope.spawn(|| {
             while !freed.load(Ordering::Relaxed) {
-                say(&owner.control, &Control::Pong);
+                say(&owner.control, &ControlMessage::Pong);
                 thread::sleep(Duration::from_millis(100));
             }
         });

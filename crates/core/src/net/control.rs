@@ -1,0 +1,56 @@
+//! What carries the messages of a connection.
+
+use std::fmt;
+use std::os::fd::BorrowedFd;
+use std::time::Duration;
+
+use rustix::event::PollFlags;
+
+use super::step::Way;
+
+/// How long a thread polls before it sleeps: about the time of one switch between two processes.
+pub const POLL_TIME: Duration = Duration::from_micros(60);
+
+/// Carries the bytes of messages in both directions, in order. There is one file for each implementation: the socket of the
+/// connection (`socket_control`), and rings in shared memory beside it (`rings`).
+///
+/// [`Stream`](super::Stream) adds what is the same for all of them: frames, deadlines, the pace of the peer, and the end of the
+/// connection. So no function waits here. At most one thread sends and one receives at a time. The payload of a transfer is not the
+/// task of this trait but of a data path (`copy::paths`).
+///
+/// `socket` is that of the connection. Its end is the end of the connection, whatever carries the messages.
+pub(super) trait Control: fmt::Debug + Send + Sync {
+    /// Sends the first of `bytes`, and returns their number. `more` says that payload follows at once. Returns `Err(AGAIN)` if
+    /// there is no room now.
+    fn send(&self, socket: BorrowedFd<'_>, bytes: &[u8], more: bool) -> rustix::io::Result<usize>;
+
+    /// Receives at most `bytes.len()` bytes, and returns their number: 0 at the end of the connection. Returns `Err(AGAIN)` if there
+    /// is nothing now.
+    fn receive(&self, socket: BorrowedFd<'_>, bytes: &mut [u8]) -> rustix::io::Result<usize>;
+
+    /// Prepares to move payload through the socket. Returns `Err(AGAIN)` if the socket is not ready for it.
+    fn begin_payload(&self, socket: BorrowedFd<'_>, way: Way) -> rustix::io::Result<()>;
+
+    /// Whether descriptors can accompany messages.
+    fn carries_descriptors(&self) -> bool;
+
+    /// How long a thread polls for each part of a message before it sleeps.
+    fn poll_time(&self) -> Duration;
+
+    /// Polls for a few microseconds at most. Returns whether bytes can move.
+    fn ready_soon(&self, way: Way) -> bool;
+
+    /// Returns whether there is something to receive, or the end, within `limit`. Meanwhile the thread polls and yields to others.
+    fn readable_within(&self, socket: BorrowedFd<'_>, limit: Duration) -> bool;
+
+    /// Announces a sleep, and returns the events of the socket that end it. Returns `None` if the thread must not sleep, because
+    /// bytes can move already.
+    fn fall_asleep(&self, way: Way) -> Option<PollFlags>;
+
+    /// Ends a sleep in which the socket reported `events`. Returns `false` if the peer has left, so that nothing more can move this
+    /// way.
+    fn wake_up(&self, socket: BorrowedFd<'_>, way: Way, events: PollFlags) -> bool;
+
+    /// Whether there may be something to receive after a sleep, or the end. A peer may have woken this side for nothing.
+    fn may_receive(&self) -> bool;
+}
