@@ -12,16 +12,13 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::testing::copy::{CopyEngine, Progress, Staging};
+use llm_datadist_core::testing::copy::{CopyEngine, PathJob, PeerTensors, Progress};
 use llm_datadist_core::testing::device::DeviceSet;
 use llm_datadist_core::testing::memory::{Adopted, PeerProcess, Probe, Tensors, allow_readers, own_probe};
 use llm_datadist_core::testing::plan::{CacheCount, CopyPlan, Moves, Pieces};
-use llm_datadist_core::{
-    CacheDesc, CacheKind, ClusterId, Config, DataType, Deadline, Placement, Role, SwapInPath,
-};
+use llm_datadist_core::{CacheDesc, CacheKind, ClusterId, Config, DataType, Deadline, Placement, Role};
 
 const BYTES: usize = 64 << 20;
-const STRAIGHT: Staging = Staging { path: SwapInPath::Auto, buffer_bytes: 1 << 20 };
 
 fn child() {
     allow_readers();
@@ -51,7 +48,8 @@ fn main() {
     let number = |word: u128| u64::try_from(word).unwrap();
     let probe = Probe { address: number(address), secret: secret.to_le_bytes() };
     let process = PeerProcess::open(i32::try_from(other.id()).unwrap(), probe).unwrap();
-    let src = Arc::new(Tensors::of_process(process, [number(at)].into(), BYTES as u64).unwrap());
+    let tensors = Tensors::of_process(process.clone(), [number(at)].into(), BYTES as u64).unwrap();
+    let src = PeerTensors::Process(Arc::new(tensors), process);
     let mut memory = vec![1_u8; BYTES];
     let shape = vec![i64::try_from(BYTES).unwrap(), 1];
     let desc = CacheDesc {
@@ -88,10 +86,10 @@ fn main() {
                         std::thread::sleep(Duration::from_millis(1));
                     }
                     let started = Instant::now();
-                    let (from, to) = ((&src, Placement::Host), (&dst, Placement::Host));
-                    let limit = Deadline::after(Duration::from_secs(60));
-                    let progress = Arc::new(Progress::default());
-                    engine.run(plan.clone(), from, to, STRAIGHT, limit, &progress).unwrap();
+                    let deadline = Deadline::after(Duration::from_secs(60));
+                    let (job, to) =
+                        (PathJob { engine: &engine, plan: &plan, deadline }, (&dst, Placement::Host));
+                    src.path().read(job, to, &Arc::new(Progress::default()), Arc::new(())).unwrap();
                     started.elapsed()
                 })
                 .skip(calls / 10)

@@ -14,7 +14,7 @@ Descriptors travel as SCM_RIGHTS with the first byte of a frame, at most eight. 
 
 A *link* joins two engines. It has one *control stream*, and any number of *call streams*, each with one call at a time.
 Every stream starts with a greeting. The side that dialled the control stream also dials the call streams; the other
-side sends `Control::Dial` when it wants one more. (D is the side that dials, A is the side that accepts.)::
+side sends `ControlMessage::Dial` when it wants one more. (D is the side that dials, A is the side that accepts.)::
 
     D -> A   Hello      purpose, party, expected cluster, boot id of the host, nonce
     A -> D   Challenge  nonce

@@ -186,7 +186,7 @@ impl PeerFabric {
         self.pools.iter().flatten().for_each(|pool| pool.end());
     }
 
-    /// Returns `count` tensors of these `bytes` in pool `region` of the peer; `None` if the peer offers no such pool. Returns
+    /// Returns `count` tensors of these `bytes` in pool `region` of the peer, and that pool; `None` if the peer offers no such pool. Returns
     /// `Err` if the location is invalid.
     pub fn tensors(
         &self,
@@ -194,10 +194,10 @@ impl PeerFabric {
         runs: &[Run],
         count: u32,
         bytes: impl Into<TensorBytes>,
-    ) -> Result<Option<Arc<Tensors>>> {
+    ) -> Result<Option<(Arc<Tensors>, Arc<FabricRegion>)>> {
         let Some(Some(pool)) = self.pools.get(usize::from(region)) else { return Ok(None) };
         Tensors::of_fabric(pool.clone(), Run::unpack(runs, count)?, bytes)
-            .map(|tensors| Some(Arc::new(tensors)))
+            .map(|tensors| Some((Arc::new(tensors), pool.clone())))
     }
 }
 

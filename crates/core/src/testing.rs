@@ -61,6 +61,6 @@ macro_rules! internals {
 }
 
 internals! {
-    cache checksums config copy device error events fallible grants huge_pages memory model net plan pool protocol session stats
+    cache checksums config copy device error events fabric fallible grants huge_pages memory model net plan pool protocol session stats
     status token_file transfer validate
 }

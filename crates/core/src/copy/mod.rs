@@ -22,10 +22,12 @@ mod workers;
 pub use block_sums::PairBlocks;
 pub use engine::{CopyEngine, CopyOutcome};
 pub use limit::Limit;
-pub use paths::{DataPath, Hops, PathJob, PathKind, PathOutcome, SocketPath, in_place};
+#[cfg(feature = "testing")]
+pub use paths::PathOutcome;
+pub use paths::{DataPath, Hops, PathJob, PathKind, PeerTensors, SocketPath};
 pub use peer_read::STILL_READING;
 pub use progress::{Progress, with_arrived_rows};
-pub use route::{OwnerMemory, ReadAccess, Route, Staging, path};
+pub use route::{OwnerMemory, ReadAccess, Route, Staging, choose_path};
 pub use run::KeptAlive;
 pub use stream_sum::StreamSum;
 #[cfg(feature = "testing")]

@@ -1,16 +1,17 @@
 //! Chooses how bytes get from one kind of memory to another one.
 //!
-//! Between two engines, where the owner's memory lies decides on the path, and the memory of this engine how it gets to that path:
+//! Between two engines, the location of the owner's memory decides the path ([`choose_path`]). The kind of memory at the reader
+//! decides how many copies the path needs ([`DataPath::hops`](super::DataPath::hops)).
 //!
-//! | memory of the owner | path | at the reader: host memory | memory of a device |
+//! | memory of the owner | path | into host memory | into memory of a device |
 //! | --- | --- | --- | --- |
 //! | a pool, which the reader has mapped | mapped | one copy | one, if the device reads host memory; else two |
 //! | other memory of a process that the reader may read | process | one copy | two |
 //! | a pool, over a link with UCX or NIXL | fabric | one read | a read and a copy |
-//! | anything else, or if the reader has none of these | sockets | received in place | received and copied |
+//! | anything else, and memory that the reader cannot read | sockets | received in place | received and copied |
 //!
-//! [`path`] is the first decision, which each side of a link makes for itself. [`DataPath::hops`](super::DataPath::hops) is the
-//! second one.
+//! A pull also uses sockets while this engine pushes to the same cache (`session::peer_snapshot`), and any transfer does if the
+//! kernel or the library refuses a read that was possible when the link was made.
 //!
 //! Within an engine, only copies from host to device have a choice ([`Route`]). A swap-in goes directly if the device can read
 //! host memory in place, because that is one copy instead of two. Otherwise it goes through the ring. `docs/performance.md` has the
@@ -32,7 +33,7 @@ pub enum OwnerMemory {
     Pool,
     /// Elsewhere in its process.
     Process,
-    /// Where peers cannot reach it, such as in a device.
+    /// At a location that the owner does not send, such as in a device.
     Hidden,
 }
 
@@ -43,13 +44,12 @@ pub struct ReadAccess<'a> {
     pub pools: std::result::Result<PathKind, &'a str>,
     /// The path for other memory of the process.
     pub process: std::result::Result<PathKind, &'a str>,
-    /// Why it cannot read memory that its owner has not located.
+    /// Why it cannot read memory whose location the owner does not send.
     pub hidden: &'a str,
 }
 
-/// Returns the path on which the side with this access reads `memory` of the other one in place. Returns the reason if it must go
-/// through sockets.
-pub fn path(memory: OwnerMemory, access: ReadAccess<'_>) -> std::result::Result<PathKind, &str> {
+/// Returns the path on which a reader with `access` reads `memory` of its peer in place, or the reason why it uses sockets.
+pub fn choose_path(memory: OwnerMemory, access: ReadAccess<'_>) -> std::result::Result<PathKind, &str> {
     match memory {
         OwnerMemory::Pool => access.pools,
         OwnerMemory::Process => access.process,
@@ -95,7 +95,8 @@ pub(super) fn choose(
         return Err(Error::new(ErrorKind::System, "cannot write to memory of another process"));
     }
     if src.0.reach().is_peer() {
-        return Err(Error::new(ErrorKind::System, "memory of a peer is read on a data path, not by a copy"));
+        // The stages of the ring would wait for a process whose memory does not answer (`reader_threads`).
+        return Err(Error::new(ErrorKind::System, "a local copy cannot read memory of a peer"));
     }
     if (src.1, dst.1) != (Placement::Host, Placement::Device) {
         return Ok(Route::Direct);
@@ -121,30 +122,4 @@ pub(super) fn device<'a>(
 ) -> &'a Arc<dyn Device> {
     let host = src.0.host_addressable() && dst.0.host_addressable();
     devices.at(if host { Placement::Host } else { Placement::Device })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const NONE: std::result::Result<PathKind, &str> = Err("not shared");
-
-    #[test]
-    fn the_path_follows_from_the_memory_and_what_the_reader_can_read() {
-        let both =
-            ReadAccess { pools: Ok(PathKind::Mapped), process: Ok(PathKind::Process), hidden: "a device" };
-        let library = ReadAccess { pools: Ok(PathKind::Fabric), process: Err("only pools"), ..both };
-        let nothing = ReadAccess { pools: NONE, process: NONE, ..both };
-        for (access, pool, process) in [
-            (both, Ok(PathKind::Mapped), Ok(PathKind::Process)),
-            (ReadAccess { process: NONE, ..both }, Ok(PathKind::Mapped), NONE),
-            (ReadAccess { pools: NONE, ..both }, NONE, Ok(PathKind::Process)),
-            (library, Ok(PathKind::Fabric), Err("only pools")),
-            (nothing, NONE, NONE),
-        ] {
-            assert_eq!(path(OwnerMemory::Pool, access), pool, "{access:?}");
-            assert_eq!(path(OwnerMemory::Process, access), process, "{access:?}");
-            assert_eq!(path(OwnerMemory::Hidden, access), Err("a device"), "{access:?}");
-        }
-    }
 }

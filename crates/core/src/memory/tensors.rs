@@ -77,9 +77,9 @@ enum Memory {
     /// Memory of another process, mapped here read-only.
     Mapped,
     /// Memory of another process, not mapped here.
-    Process(Arc<PeerProcess>),
+    Process(#[expect(dead_code, reason = "held, not read")] Arc<PeerProcess>),
     /// Memory of another process, perhaps on another host, that UCX reads.
-    Fabric(Arc<FabricRegion>),
+    Fabric(#[expect(dead_code, reason = "held, not read")] Arc<FabricRegion>),
 }
 
 impl Tensors {
@@ -225,17 +225,6 @@ impl Tensors {
     /// Returns whether the CPU can dereference the addresses, at least to read.
     pub fn host_addressable(&self) -> bool {
         self.reach().host_addressable()
-    }
-
-    /// Returns the process through which the bytes must be read; `None` if they belong to this process or are
-    /// mapped here.
-    pub fn process(&self) -> Option<&Arc<PeerProcess>> {
-        if let Memory::Process(process) = &self.memory { Some(process) } else { None }
-    }
-
-    /// Returns the region through which UCX reads the bytes; `None` if another way is needed.
-    pub fn fabric(&self) -> Option<&Arc<FabricRegion>> {
-        if let Memory::Fabric(region) = &self.memory { Some(region) } else { None }
     }
 
     /// Returns `Err` of kind [`ErrorKind::InvalidArgument`] if adopted memory is not mapped in this process

@@ -15,17 +15,17 @@ pub const POLL_TIME: Duration = Duration::from_micros(60);
 /// connection (`socket_control`), and rings in shared memory beside it (`rings`).
 ///
 /// [`Stream`](super::Stream) adds what is the same for all of them: frames, deadlines, the pace of the peer, and the end of the
-/// connection. So no function waits here. At most one thread sends and one receives at a time. The payload of a transfer is not the
-/// task of this trait but of a data path (`copy::paths`).
+/// connection. No function sleeps; only `readable_within` and `ready_soon` poll. At most one thread sends and one receives at a time. Payload is the task
+/// of a data path (`copy::paths`); `begin_payload` only prepares the socket for it.
 ///
-/// `socket` is that of the connection. Its end is the end of the connection, whatever carries the messages.
+/// `socket` is the socket of the connection. When it ends, the connection has ended.
 pub(super) trait Control: fmt::Debug + Send + Sync {
-    /// Sends the first of `bytes`, and returns their number. `more` says that payload follows at once. Returns `Err(AGAIN)` if
-    /// there is no room now.
+    /// Sends as many of `bytes` as there is room for, and returns the number. `more` says that payload follows at once. Returns `Err(AGAIN)` if
+    /// there is no room yet.
     fn send(&self, socket: BorrowedFd<'_>, bytes: &[u8], more: bool) -> rustix::io::Result<usize>;
 
     /// Receives at most `bytes.len()` bytes, and returns their number: 0 at the end of the connection. Returns `Err(AGAIN)` if there
-    /// is nothing now.
+    /// is nothing to receive yet.
     fn receive(&self, socket: BorrowedFd<'_>, bytes: &mut [u8]) -> rustix::io::Result<usize>;
 
     /// Prepares to move payload through the socket. Returns `Err(AGAIN)` if the socket is not ready for it.
@@ -34,7 +34,7 @@ pub(super) trait Control: fmt::Debug + Send + Sync {
     /// Whether descriptors can accompany messages.
     fn carries_descriptors(&self) -> bool;
 
-    /// How long a thread polls for each part of a message before it sleeps.
+    /// How long a thread polls for each part of a message before it sleeps, unless the caller of a receive says otherwise.
     fn poll_time(&self) -> Duration;
 
     /// Polls for a few microseconds at most. Returns whether bytes can move.
@@ -51,6 +51,6 @@ pub(super) trait Control: fmt::Debug + Send + Sync {
     /// way.
     fn wake_up(&self, socket: BorrowedFd<'_>, way: Way, events: PollFlags) -> bool;
 
-    /// Whether there may be something to receive after a sleep, or the end. A peer may have woken this side for nothing.
+    /// Whether there may be something to receive after a sleep, or the end. A peer may have woken this side without reason.
     fn may_receive(&self) -> bool;
 }

@@ -1,4 +1,4 @@
-//! The socket of a connection, as the carrier of its messages.
+//! Carries messages over the socket of the connection.
 
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
@@ -10,7 +10,7 @@ use rustix::net::{RecvFlags, SendFlags, recv, send};
 use super::control::Control;
 use super::step::Way;
 
-/// Carries messages through the socket itself. Payload follows them there.
+/// The socket itself. Payload uses the same socket.
 #[derive(Debug)]
 pub(super) struct SocketControl;
 

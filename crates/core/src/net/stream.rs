@@ -35,8 +35,8 @@ const CLOSED: u8 = 2;
 pub struct Stream {
     _kept: Kept,
     pub(super) socket: OwnedFd,
-    /// The shared memory that carries the frames, if the stream has rings. Payload stays on the socket.
-    pub(super) rings: OnceLock<Rings>,
+    /// What carries the frames, unless the socket does. Payload stays on the socket.
+    control: OnceLock<Box<dyn Control>>,
     pub(super) about: About,
     /// [`OPEN`], [`BROKEN`] or [`CLOSED`].
     state: AtomicU8,
@@ -64,7 +64,7 @@ impl Stream {
         Stream {
             _kept: Kept::new(&socket),
             socket,
-            rings: OnceLock::new(),
+            control: OnceLock::new(),
             about,
             state: AtomicU8::new(OPEN),
             faults: None,
@@ -120,20 +120,17 @@ impl Stream {
         // without urgent bytes refuse this.
         let _ = set_socket_oobinline(&self.socket, true);
         // A stream gets rings at most once: after its handshake.
-        let _ = self.rings.set(Rings::new(memory));
+        let _ = self.control.set(Box::new(Rings::new(memory)));
     }
 
     /// Whether its frames go through shared memory.
     pub fn has_rings(&self) -> bool {
-        self.rings.get().is_some()
+        self.control.get().is_some()
     }
 
     /// Returns what carries the frames.
     pub(super) fn control(&self) -> &dyn Control {
-        match self.rings.get() {
-            Some(rings) => rings,
-            None => &SocketControl,
-        }
+        self.control.get().map_or(&SocketControl, |control| &**control)
     }
 
     /// Prepares for a wait until the descriptor is readable. Returns `false` if it may not become readable, because

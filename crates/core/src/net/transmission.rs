@@ -21,7 +21,7 @@ pub(super) struct Transmission<'a> {
     control: &'a dyn Control,
     way: Way,
     deadline: Deadline,
-    /// How long to poll for its first bytes without sleeping.
+    /// How long to poll without sleeping.
     pub(super) poll_time: Duration,
     /// Whether it has slept since [`Transmission::slept_after_polling`] was last called.
     slept: bool,
@@ -40,10 +40,7 @@ impl<'a> Transmission<'a> {
     /// Begins to move a frame.
     pub(super) fn new(stream: &'a Stream, way: Way, deadline: Deadline) -> Self {
         let control = stream.control();
-        let poll_time = match control.poll_time() {
-            Duration::ZERO => Duration::ZERO,
-            limit => limit.min(deadline.left()),
-        };
+        let poll_time = control.poll_time().min(deadline.left());
         Transmission { control, poll_time, ..Transmission::of_payload(stream, way, deadline) }
     }
 
@@ -82,6 +79,7 @@ impl<'a> Transmission<'a> {
             match step() {
                 Ok(StepResult::Bytes(bytes)) => {
                     self.unpaced += bytes as u64;
+                    // Polling starts again for each part of a message.
                     if !self.control.poll_time().is_zero() {
                         self.since = None;
                     }

@@ -15,7 +15,7 @@ use super::peer_memory::location;
 use super::request_context::{Ended, NamedCache, RequestContext, bounded, check_plan, rows};
 use crate::cache::{Cache, Origin, RowUse};
 use crate::checksums::Checksums;
-use crate::copy::{DataPath, Progress, SocketPath, StreamSum, in_place, with_arrived_rows};
+use crate::copy::{DataPath, Progress, SocketPath, StreamSum, with_arrived_rows};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::grants::{GrantedRead, RowRanges};
@@ -332,7 +332,7 @@ impl RequestContext<'_> {
         let progress = Arc::new(Progress::within(self.resources.config.links.silence));
         let to = (cache.tensors(), cache.placement());
         // The pin outlives this call if the kernel may still write to the rows afterwards.
-        let read = in_place(&tensors)?.read(self.job(&plan, call.deadline), to, &progress, Arc::new(pin));
+        let read = tensors.path().read(self.job(&plan, call.deadline), to, &progress, Arc::new(pin));
         match read {
             Ok(outcome) => {
                 self.resources.count_bytes(Op::Served, outcome.bytes);

@@ -1,11 +1,9 @@
 //! Descriptions of remote caches, as their owners sent them, and the limit on how many a link stores.
 
-use std::sync::Arc;
-
 use hashbrown::HashMap;
 
 use super::peer_memory::Readable;
-use crate::memory::Tensors;
+use crate::copy::PeerTensors;
 use crate::model::{CacheId, Name};
 use crate::protocol::EntryVersion;
 use crate::validate::RemoteCache;
@@ -37,7 +35,7 @@ pub(crate) struct KnownCache {
     /// Whether a pull of one of its slots may release a key.
     pub(crate) consumable: bool,
     /// Its memory, or the reason why this process cannot read it in place.
-    pub(crate) tensors: Readable<Arc<Tensors>>,
+    pub(crate) tensors: Readable<PeerTensors>,
 }
 
 #[cfg(test)]

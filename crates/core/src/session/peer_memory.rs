@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::message_io;
-use crate::copy::{PathKind, ReadAccess};
+use crate::copy::{PathKind, PeerTensors, ReadAccess};
 use crate::error::{Error, ErrorKind, Result};
 pub(crate) use crate::fabric::Readable;
 use crate::memory::{self, PeerGenerations, PeerMapping, PeerProcess, Probe, TensorBytes, Tensors};
@@ -25,7 +25,7 @@ const PROBE_LIMIT: Duration = Duration::from_millis(500);
 /// How long a new link waits for memory of ended links to be unmapped, if its own does not fit beside that.
 const UNMAP_LIMIT: Duration = Duration::from_secs(1);
 
-/// Why one side cannot read memory that its owner has not located.
+/// Why one side cannot read memory whose location the owner does not send.
 const HIDDEN: &str = "the memory belongs to a device, or lies in too many pieces to list";
 /// Why nothing is read in place over a link without [`PeerMemory`].
 pub(super) const NOTHING_SHARED: &str =
@@ -152,7 +152,7 @@ impl PeerMemory {
         self.taken.process.as_ref().err().map(String::as_str)
     }
 
-    /// Returns what this side reads of the peer.
+    /// Returns what this side can read of the peer's memory.
     pub(super) fn reads(&self) -> ReadAccess<'_> {
         ReadAccess {
             pools: self.unmapped().map_or(Ok(PathKind::Mapped), Err),
@@ -161,7 +161,7 @@ impl PeerMemory {
         }
     }
 
-    /// Returns what the peer reads of this side, as it has reported.
+    /// Returns what the peer can read of this side's memory, as it has reported.
     pub(super) fn read_by_peer(&self) -> ReadAccess<'_> {
         let Attached { mapped, registered } = &self.seen;
         ReadAccess {
@@ -178,19 +178,23 @@ impl PeerMemory {
         location: &WireLocation,
         count: u32,
         bytes: impl Into<TensorBytes>,
-    ) -> Result<Option<Arc<Tensors>>> {
-        let tensors = match location {
+    ) -> Result<Option<PeerTensors>> {
+        Ok(match location {
             WireLocation::Region { region, runs } => {
                 let Some(Some(pool)) = self.taken.pools.get(usize::from(*region)) else { return Ok(None) };
-                Tensors::mapped(pool.clone(), Run::unpack(runs, count)?, bytes)?
+                Some(PeerTensors::Mapped(Arc::new(Tensors::mapped(
+                    pool.clone(),
+                    Run::unpack(runs, count)?,
+                    bytes,
+                )?)))
             }
             WireLocation::Process { runs } => {
                 let Ok(process) = &self.taken.process else { return Ok(None) };
-                Tensors::of_process(process.clone(), Run::unpack(runs, count)?, bytes)?
+                let tensors = Tensors::of_process(process.clone(), Run::unpack(runs, count)?, bytes)?;
+                Some(PeerTensors::Process(Arc::new(tensors), process.clone()))
             }
-            WireLocation::Hidden => return Ok(None),
-        };
-        Ok(Some(Arc::new(tensors)))
+            WireLocation::Hidden => None,
+        })
     }
 }
 

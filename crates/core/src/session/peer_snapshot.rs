@@ -14,8 +14,7 @@
 
 use super::known_cache::KnownCache;
 use super::link::Link;
-use crate::copy::{DataPath, PathKind, in_place};
-use crate::error::Result;
+use crate::copy::{DataPath, PathKind};
 use crate::protocol::EntryVersion;
 
 /// Why a pull does not read a cache in place while this process pushes to it.
@@ -41,17 +40,14 @@ pub(crate) enum Validity {
 }
 
 impl<'a> PeerSnapshot<'a> {
-    /// Begins a read. Returns the inner `Err` with the reason if this process cannot read the memory, or is pushing to the cache.
+    /// Begins a read. Returns the reason if this process cannot read the memory, or is pushing to the cache.
     pub(crate) fn begin(
         link: &'a Link,
         known: &'a KnownCache,
-    ) -> Result<std::result::Result<PeerSnapshot<'a>, &'a str>> {
-        let tensors = match &known.tensors {
-            Ok(tensors) => tensors,
-            Err(reason) => return Ok(Err(reason)),
-        };
-        let Some(pushes) = link.pushes.none_now(known.cache) else { return Ok(Err(BEING_PUSHED)) };
-        Ok(Ok(PeerSnapshot { link, known, path: in_place(tensors)?, pushes }))
+    ) -> std::result::Result<PeerSnapshot<'a>, &'a str> {
+        let path = known.tensors.as_ref().map_err(|reason| &**reason)?.path();
+        let pushes = link.pushes.none_now(known.cache).ok_or(BEING_PUSHED)?;
+        Ok(PeerSnapshot { link, known, path, pushes })
     }
 
     /// Returns the path on which the memory is read.
@@ -69,7 +65,7 @@ impl<'a> PeerSnapshot<'a> {
         if !self.link.pushes.none_since(self.known.cache, self.pushes) {
             Validity::Pushed
         } else if !self.kind().sees_generations() {
-            // The owner must be asked.
+            // Generations are not visible here, so the owner must be asked.
             Validity::Changed
         } else if self.link.current(self.known) {
             Validity::Valid

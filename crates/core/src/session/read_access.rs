@@ -1,28 +1,27 @@
-//! Which memory each side of a link can read in place of the other one.
-
-use std::sync::Arc;
+//! Which memory of its peer each side of a link can read in place.
 
 use super::link::Link;
 use super::peer_fabric::pools_only;
 use super::peer_memory::Readable;
-use crate::copy::{OwnerMemory, PathKind, ReadAccess, path};
+use crate::copy::{OwnerMemory, PathKind, PeerTensors, ReadAccess, choose_path};
 use crate::error::Result;
-use crate::memory::{TensorBytes, Tensors};
+use crate::memory::TensorBytes;
 use crate::protocol::WireLocation;
 use crate::resources::MemoryLocation;
 
 impl Link {
-    /// Returns what this side reads of the peer.
+    /// Returns what this side can read of the peer's memory.
     fn reads(&self) -> ReadAccess<'_> {
         self.peer_memory().map_or_else(|| self.fabric_access(), |memory| memory.reads())
     }
 
-    /// Returns what the peer reads of this side.
+    /// Returns what the peer can read of this side's memory.
     fn read_by_peer(&self) -> ReadAccess<'_> {
         self.peer_memory().map_or_else(|| self.fabric_access(), |memory| memory.read_by_peer())
     }
 
-    /// Both sides use a library, or neither does.
+    /// Returns what either side can read through UCX or NIXL. The peer does not report this, so this side assumes the same of
+    /// the peer, which answers `Unreachable` if it cannot read.
     fn fabric_access(&self) -> ReadAccess<'_> {
         let (pools, reason) = match self.fabric() {
             Ok(fabric) => (Ok(PathKind::Fabric), pools_only(fabric.library())),
@@ -38,20 +37,20 @@ impl Link {
         location: &WireLocation,
         count: u32,
         bytes: impl Into<TensorBytes>,
-    ) -> Result<Readable<Arc<Tensors>>> {
+    ) -> Result<Readable<PeerTensors>> {
         let memory = match location {
             WireLocation::Region { .. } => OwnerMemory::Pool,
             WireLocation::Process { .. } => OwnerMemory::Process,
             WireLocation::Hidden => OwnerMemory::Hidden,
         };
-        if let Err(reason) = path(memory, self.reads()) {
+        if let Err(reason) = choose_path(memory, self.reads()) {
             return Ok(Err(reason.to_owned().into()));
         }
         let tensors = match (self.peer_memory(), self.fabric(), location) {
             (Some(memory), ..) => memory.tensors(location, count, bytes)?,
-            (None, Ok(fabric), WireLocation::Region { region, runs }) => {
-                fabric.tensors(*region, runs, count, bytes)?
-            }
+            (None, Ok(fabric), WireLocation::Region { region, runs }) => fabric
+                .tensors(*region, runs, count, bytes)?
+                .map(|(tensors, pool)| PeerTensors::Fabric(tensors, pool)),
             _ => None,
         };
         Ok(tensors.ok_or("the peer has offered no such pool".into()))
@@ -64,6 +63,6 @@ impl Link {
             MemoryLocation::Process(_) => OwnerMemory::Process,
             MemoryLocation::Hidden => OwnerMemory::Hidden,
         };
-        path(memory, self.read_by_peer())
+        choose_path(memory, self.read_by_peer())
     }
 }

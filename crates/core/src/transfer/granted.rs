@@ -34,7 +34,8 @@ impl Call {
         self.opened_grant().map_or(Ok(()), |opened| self.link.check_grant(opened))
     }
 
-    /// Checks that the grant has not ended, after a read in place. Asks its owner if the path shows no generations.
+    /// Checks that the grant has not ended, after a read in place. Asks its owner if this side does not see
+    /// generations on the path.
     pub(super) fn granted_until_now(&self, path: PathKind) -> Result<()> {
         match &self.grant {
             Some(grant) if !path.sees_generations() => {

@@ -20,7 +20,7 @@ mod local_copy;
 mod local_verify;
 mod notify;
 mod on_lane;
-mod paths;
+mod path_counting;
 mod place_table;
 mod pull;
 mod push;

@@ -168,7 +168,7 @@ impl Call {
         progress: &mut Arc<Progress>,
         pinned: &KeptAlive,
     ) -> Result<Moved> {
-        let mut snapshot = match self.in_place(known)? {
+        let mut snapshot = match PeerSnapshot::begin(&self.link, known) {
             Ok(snapshot) => snapshot,
             Err(reason) => {
                 self.use_sockets(reason);

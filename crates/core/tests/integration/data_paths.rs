@@ -1,21 +1,24 @@
-//! The contract of a data path, checked for each of them: which memory it reaches and in how many hops, and that the same plan
-//! ends in the same bytes on every path. `links/paths.rs` runs all paths over links, with UCX and NIXL among them.
+//! The contract of a data path, checked for each of them: which memory it reaches and in how many hops, that the same plan moves
+//! the same bytes on every path, and what is left after a read that was given up. `links/paths.rs` runs all paths over links.
 
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
 use llm_datadist_core::testing::copy::{
-    CopyEngine, DataPath, Hops, PathJob, PathKind, Progress, SocketPath, Staging, in_place,
+    CopyEngine, DataPath, Hops, PathJob, PathKind, PeerTensors, Progress, STILL_READING, SocketPath, Staging,
 };
 use llm_datadist_core::testing::device::{DeviceSet, HostReach};
-use llm_datadist_core::testing::memory::{Reach, Tensors};
+use llm_datadist_core::testing::fabric::{EngineFabric, PeerFabric};
+use llm_datadist_core::testing::memory::{PeerProcess, Reach, Region, Tensors, own_probe};
 use llm_datadist_core::testing::net::Stream;
 use llm_datadist_core::testing::plan::{CopyPlan, LocalEnd};
+use llm_datadist_core::testing::protocol::Run;
 use llm_datadist_core::{Config, Deadline, ErrorKind, Placement};
-use llm_datadist_testing::SimDevice;
+use llm_datadist_testing::{SimDevice, Stall};
 
-use crate::fixtures::{Buffer, block_plan, config, copy_engine, local_streams, tensors_over};
+use crate::fixtures::{Buffer, block_plan, config, copy_engine, eventually, local_streams, tensors_over};
+use crate::links::{fabric, fake_ucp};
 use crate::peer_memory::{Peer, ROW, ROWS, TENSOR, TENSORS, source};
 
 const REACHES: [Reach; 5] = [Reach::Host, Reach::HostRead, Reach::Process, Reach::Fabric, Reach::Device];
@@ -30,7 +33,7 @@ fn pairs() -> Vec<(u64, u64)> {
     (0..rows).map(|row| (row, row * 7 % rows)).chain([(3, 5)]).collect()
 }
 
-/// What the plan leaves in a tensor that held only this byte before, block after block in the order of the pairs.
+/// The bytes of a tensor filled with `before`, after the pairs were copied in order.
 fn expected(tensor: usize, before: u8) -> Vec<u8> {
     let mut bytes = vec![before; TENSOR];
     for (from, to) in pairs() {
@@ -40,13 +43,13 @@ fn expected(tensor: usize, before: u8) -> Vec<u8> {
     bytes
 }
 
-/// Where a read ends: an engine with its memory.
+/// An engine, and the memory into which it reads.
 struct Destination {
     engine: CopyEngine,
     device: HostReach,
     tensors: Arc<Tensors>,
     placement: Placement,
-    /// The memory, if the CPU addresses it.
+    /// The memory, if the CPU can address it.
     buffer: Option<Arc<Buffer>>,
 }
 
@@ -99,6 +102,7 @@ impl Destination {
         let progress = Arc::<Progress>::default();
         let job = PathJob { engine: &self.engine, plan, deadline: soon() };
         let to = (&self.tensors, self.placement);
+        let ring = self.engine.ring_bytes();
         let hops = path.hops(LocalEnd::Destination, self.tensors.reach(), self.device);
         let read = path.read(job, to, &progress, Arc::new(())).unwrap();
         assert_eq!(
@@ -106,7 +110,37 @@ impl Destination {
             (hops, plan.bytes(), plan.bytes()),
             "{what}"
         );
+        assert_eq!(self.engine.ring_bytes(), ring, "the ring is for swap-ins, {what}");
         self.check(what);
+    }
+}
+
+/// Memory of this process that the stand-in for UCX reads like that of a peer.
+struct Library {
+    name: &'static str,
+    source: PeerTensors,
+    _peer: PeerFabric,
+    _owner: EngineFabric,
+}
+
+impl Library {
+    /// `name` must be unique among the tests.
+    fn new(name: &'static str) -> Library {
+        let region = Arc::new(Region::shared("library", (TENSORS * TENSOR) as u64).unwrap());
+        let offsets: Vec<_> = (0..TENSORS).map(|tensor| (tensor * TENSOR) as u64).collect();
+        let own =
+            Tensors::carved(region.clone(), offsets.iter().copied(), TENSOR as u64, Box::new(())).unwrap();
+        let (_buffer, filled) = tensors_over(TENSORS, ROWS, ROW, |tensor, at| source(tensor, at, 1)[0]);
+        let all: Vec<_> = (0..ROWS as u64).map(|row| (row, row)).collect();
+        let (from, to) = ((&filled, Placement::Host), (&Arc::new(own), Placement::Host));
+        let plan = block_plan(&all, ROW as u64, TENSORS as u32);
+        copy_engine().run(plan, from, to, Staging::DEFAULT, soon(), &Arc::default()).unwrap();
+        let settings = fake_ucp(&[("FAKE_NAME", name)]);
+        let owner = EngineFabric::open(&settings, true, [Some(region), None]).unwrap().unwrap();
+        let peer = owner.take(&owner.offer()).unwrap();
+        let runs = Run::pack(&offsets).unwrap();
+        let (tensors, pool) = peer.tensors(0, &runs, TENSORS as u32, TENSOR as u64).unwrap().unwrap();
+        Library { name, source: PeerTensors::Fabric(tensors, pool), _peer: peer, _owner: owner }
     }
 }
 
@@ -118,20 +152,19 @@ fn serve(plan: &Arc<CopyPlan>, stream: &Stream) {
 }
 
 #[test]
-fn every_path_ends_in_the_same_bytes() {
-    let (peer, plan) = (Peer::start(), Arc::new(block_plan(&pairs(), ROW as u64, TENSORS as u32)));
+fn paths_move_equal_bytes() {
+    let (peer, library) = (Peer::start(), Library::new("paths move equal bytes"));
+    let plan = Arc::new(block_plan(&pairs(), ROW as u64, TENSORS as u32));
     assert!(plan.waves().len() > 1, "the order of the blocks matters");
     let destinations = || {
         let devices = [HostReach::Direct, HostReach::Staged].map(Destination::device);
         [Destination::host()].into_iter().chain(devices)
     };
-    for remote in [peer.mapped(), peer.read()] {
+    for remote in peer.sources().iter().chain([&library.source]) {
         for to in destinations() {
-            let mut path = in_place(&remote).unwrap();
+            let mut path = remote.path();
             let what = format!("{:?} to {:?}, {:?}", path.kind(), to.tensors.reach(), to.device);
             to.read(&mut *path, &plan, &what);
-            let job = PathJob { engine: &to.engine, plan: &plan, deadline: soon() };
-            path.serve(job, &remote).expect("the owner has nothing to do");
         }
     }
     for to in destinations() {
@@ -145,9 +178,9 @@ fn every_path_ends_in_the_same_bytes() {
 }
 
 #[test]
-fn a_path_says_which_memory_it_reaches_and_how() {
-    let peer = Peer::start();
-    let (mapped, process) = (peer.mapped(), peer.read());
+fn paths_report_reachable_memory_and_hops() {
+    let (peer, library) = (Peer::start(), Library::new("reachable memory"));
+    let [mapped, process] = peer.sources();
     let (stream, _other) = local_streams("which_memory");
     let into = |host, device| {
         move |memory| match memory {
@@ -161,12 +194,13 @@ fn a_path_says_which_memory_it_reaches_and_how() {
         for memory in REACHES {
             let what = format!("{memory:?}, {device:?}");
             let hops = |path: &dyn DataPath, end| path.hops(end, memory, device);
-            for (remote, kind, to_device) in [
-                (&mapped, PathKind::Mapped, if device == HostReach::Direct { one } else { two }),
-                (&process, PathKind::Process, two),
+            for (remote, kind, sees, to_device) in [
+                (&mapped, PathKind::Mapped, true, if device == HostReach::Direct { one } else { two }),
+                (&process, PathKind::Process, true, two),
+                (&library.source, PathKind::Fabric, false, two),
             ] {
-                let path = in_place(remote).unwrap();
-                assert_eq!((path.kind(), path.kind().sees_generations()), (kind, true));
+                let path = remote.path();
+                assert_eq!((path.kind(), path.kind().sees_generations()), (kind, sees));
                 assert_eq!(hops(&*path, LocalEnd::Destination), into(one, to_device)(memory), "{what}");
                 assert_eq!(hops(&*path, LocalEnd::Source), None, "{what}");
             }
@@ -177,29 +211,70 @@ fn a_path_says_which_memory_it_reaches_and_how() {
             assert_eq!(hops(&path, LocalEnd::Source), sent, "{what}");
         }
     }
-    assert!(!PathKind::Fabric.sees_generations());
 }
 
 #[test]
-fn a_path_refuses_memory_that_it_does_not_reach_and_moves_nothing() {
-    let (peer, plan) = (Peer::start(), Arc::new(block_plan(&pairs(), ROW as u64, TENSORS as u32)));
+fn paths_refuse_unreachable_memory() {
+    let (peer, library) = (Peer::start(), Library::new("unreachable memory"));
+    let plan = Arc::new(block_plan(&pairs(), ROW as u64, TENSORS as u32));
     let (stream, _other) = local_streams("refused");
     let (engine, progress) = (copy_engine(), Arc::<Progress>::default());
     let job = PathJob { engine: &engine, plan: &plan, deadline: soon() };
     for remote in [peer.mapped(), peer.read()] {
         let to = (&remote, Placement::Host);
-        let mut path = in_place(&remote).unwrap();
-        let error = path.read(job, to, &progress, Arc::new(())).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::System);
-        let mut path = SocketPath { stream: &stream, range: 0..plan.bytes(), sum: None };
-        let error = path.read(job, to, &progress, Arc::new(())).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::System);
-        assert!(error.to_string().contains("received"), "{error}");
+        let own_path = peer.source(&remote);
+        let mut socket = SocketPath { stream: &stream, range: 0..plan.bytes(), sum: None };
+        for path in [&mut *own_path.path(), &mut *library.source.path(), &mut socket] {
+            let error = path.read(job, to, &progress, Arc::new(())).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::System, "{:?}: {error}", path.kind());
+        }
     }
     let mut path = SocketPath { stream: &stream, range: 0..plan.bytes(), sum: None };
     let error = path.serve(job, &peer.read()).unwrap_err();
-    assert!(error.to_string().contains("sent"), "{error}");
-    let (_buffer, own) = tensors_over(TENSORS, ROWS, ROW, |_, _| 0);
-    assert_eq!(in_place(&own).err().map(|error| error.kind()), Some(ErrorKind::System));
+    assert!(error.to_string().contains("cannot be sent through a socket"), "{error}");
     assert_eq!(progress.bytes(), 0);
+}
+
+/// A source that does not answer costs a read its time, and nothing comes later unless the error says so.
+#[test]
+fn a_read_that_is_given_up_leaves_its_destination_alone() {
+    let plan = Arc::new(block_plan(&pairs(), ROW as u64, TENSORS as u32));
+    let engine = copy_engine();
+    let given_up = |path: &mut dyn DataPath, held: &Arc<()>| {
+        let (buffer, tensors) = tensors_over(TENSORS, ROWS, ROW, |_, _| 0xEE);
+        let deadline = Deadline::after(Duration::from_millis(100));
+        let job = PathJob { engine: &engine, plan: &plan, deadline };
+        let error = path.read(job, (&tensors, Placement::Host), &Arc::default(), held.clone()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Timeout, "{:?}: {error}", path.kind());
+        (buffer, tensors, error)
+    };
+    let unchanged = |buffer: &Buffer| buffer.read(0, TENSORS * TENSOR).iter().all(|&byte| byte == 0xEE);
+
+    let (library, held) = (Library::new("given up"), Arc::new(()));
+    fabric::set(library.name, "STALL", 0);
+    let (buffer, _tensors, error) = given_up(&mut *library.source.path(), &held);
+    fabric::set(library.name, "STALL", i64::MAX);
+    assert_eq!((error.fact(STILL_READING), Arc::strong_count(&held)), (None, 1));
+    assert!(unchanged(&buffer), "UCX wrote after the read was given up");
+
+    let (local, remote) = local_streams("given_up");
+    let mut path = SocketPath { stream: &remote, range: 0..plan.bytes(), sum: None };
+    let (buffer, _tensors, error) = given_up(&mut path, &held);
+    assert_eq!((error.fact(STILL_READING), Arc::strong_count(&held)), (None, 1));
+    let (_source, from) = tensors_over(TENSORS, ROWS, ROW, |_, _| 0x11);
+    let late = PathJob { engine: &engine, plan: &plan, deadline: soon() };
+    let _ = SocketPath { stream: &local, range: 0..4096, sum: None }.serve(late, &from);
+    assert!(unchanged(&buffer), "bytes arrived after the read was given up");
+
+    let (bytes, _own) = tensors_over(TENSORS, ROWS, ROW, |tensor, at| source(tensor, at, 1)[0]);
+    let process = PeerProcess::open(std::process::id().cast_signed(), own_probe().unwrap()).unwrap();
+    let addrs = (0..TENSORS).map(|tensor| bytes.addr() + (tensor * TENSOR) as u64).collect();
+    let remote = Arc::new(Tensors::of_process(process.clone(), addrs, TENSOR as u64).unwrap());
+    let stall = Stall::new(bytes.addr()..bytes.addr() + (TENSORS * TENSOR) as u64);
+    let (buffer, tensors, error) = given_up(&mut *PeerTensors::Process(remote, process).path(), &held);
+    assert!(error.fact(STILL_READING).is_some(), "{error}");
+    assert!(Arc::strong_count(&held) > 1 && Arc::strong_count(&tensors) > 1, "the kernel may still write");
+    assert!(unchanged(&buffer));
+    drop(stall);
+    eventually("the end of the kernel's calls", || Arc::strong_count(&held) == 1);
 }

@@ -7,7 +7,7 @@ mod broken_streams;
 mod communicators;
 mod deadlines;
 mod ensure_link;
-mod fabric;
+pub(crate) mod fabric;
 pub mod fake_peer;
 mod identity;
 mod kv_layouts;
@@ -181,7 +181,7 @@ fn config(cluster: u64, way: Way) -> Config {
 }
 
 /// Has an engine use the stand-in for UCX, with settings.
-fn fake_ucp(settings: &[(&str, &str)]) -> FabricConfig {
+pub(crate) fn fake_ucp(settings: &[(&str, &str)]) -> FabricConfig {
     let library = std::env::current_exe().unwrap().with_file_name("libfake_ucp.so");
     assert!(library.exists(), "{} was not built", library.display());
     let settings = settings.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect();

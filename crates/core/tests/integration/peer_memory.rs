@@ -11,7 +11,7 @@ use std::thread;
 use std::time::Duration;
 
 use llm_datadist_core::testing::copy::{
-    CopyEngine, CopyOutcome, Hops, PathJob, PathOutcome, Progress, Staging, in_place,
+    CopyEngine, CopyOutcome, DataPath, PathJob, PathOutcome, PeerTensors, Progress, Staging,
 };
 use llm_datadist_core::testing::device::{DeviceSet, HostReach};
 use llm_datadist_core::testing::memory::kernels::{Kernel, copy};
@@ -127,6 +127,19 @@ impl Peer {
         self.read_at((0..TENSORS).map(|tensor| self.base + offset(tensor) as u64).collect())
     }
 
+    /// Tensors of the peer, with what reads them.
+    pub fn source(&self, tensors: &Arc<Tensors>) -> PeerTensors {
+        match tensors.reach() {
+            Reach::HostRead => PeerTensors::Mapped(tensors.clone()),
+            _ => PeerTensors::Process(tensors.clone(), self.memory()),
+        }
+    }
+
+    /// All tensors of the peer, by each path.
+    pub fn sources(&self) -> [PeerTensors; 2] {
+        [self.mapped(), self.read()].map(|tensors| self.source(&tensors))
+    }
+
     /// The address of the first tensor in the peer.
     pub fn addr(&self) -> u64 {
         self.base + offset(0) as u64
@@ -196,13 +209,13 @@ fn run(
 fn read(
     engine: &CopyEngine,
     pairs: &[(u64, u64)],
-    src: &Arc<Tensors>,
+    src: &PeerTensors,
     dst: (&Arc<Tensors>, Placement),
     progress: &Arc<Progress>,
 ) -> llm_datadist_core::Result<PathOutcome> {
     let plan = Arc::new(plan(pairs));
     let job = PathJob { engine, plan: &plan, deadline: soon() };
-    in_place(src)?.read(job, dst, progress, Arc::new(()))
+    src.path().read(job, dst, progress, Arc::new(()))
 }
 
 fn plan(pairs: &[(u64, u64)]) -> CopyPlan {
@@ -223,7 +236,7 @@ fn both_ways_of_reading_bring_the_bytes_of_the_peer() {
     let peer = Peer::start();
     let plan = plan(&pairs());
     assert!(plan.waves().len() > 1);
-    for remote in [peer.mapped(), peer.read()] {
+    for remote in peer.sources() {
         for workers in [1, 2, 4] {
             let (buffer, tensors) = local();
             let progress = Arc::new(Progress::default());
@@ -298,13 +311,12 @@ fn tensors_of_a_peer_are_inside_its_memory_and_never_a_destination() {
     let (socket, _other) = UnixStream::pair().unwrap();
     for remote in [peer.mapped(), peer.read()] {
         assert!(!remote.reach().writable());
-        // Nothing writes there: no copy, and no path that reads a peer. Nor does a copy read there.
-        let (progress, from) = (Arc::default(), (&remote, Placement::Host));
+        // Neither a copy nor a data path writes to memory of a peer, and a copy does not read it.
+        let (progress, to) = (Arc::default(), (&remote, Placement::Host));
         for error in [
             run(&engine(2), &pairs(), &own, &remote, &progress).unwrap_err(),
             run(&engine(2), &pairs(), &remote, &own, &progress).unwrap_err(),
-            read(&engine(2), &pairs(), &remote, from, &progress).unwrap_err(),
-            read(&engine(2), &pairs(), &own, (&own, Placement::Host), &progress).unwrap_err(),
+            read(&engine(2), &pairs(), &peer.source(&remote), to, &progress).unwrap_err(),
         ] {
             assert_eq!(error.kind(), ErrorKind::System);
         }
@@ -372,7 +384,7 @@ fn a_refused_permission_is_distinguished() {
 #[test]
 fn a_peer_that_is_killed_while_it_is_read_is_an_error_with_its_reason() {
     let mut peer = Peer::start();
-    let (memory, remote) = (peer.memory(), peer.read());
+    let (memory, remote) = (peer.memory(), peer.source(&peer.read()));
     assert!(memory.alive());
     let reader = thread::spawn(move || {
         let (_buffer, own) = local();
@@ -398,7 +410,7 @@ fn a_peer_that_is_killed_while_it_is_read_is_an_error_with_its_reason() {
 #[test]
 fn an_address_that_is_not_mapped_is_named_and_what_came_before_it_counts() {
     let peer = Peer::start();
-    let remote = peer.read_at(vec![peer.addr(), 4096, peer.base + offset(2) as u64]);
+    let remote = peer.source(&peer.read_at(vec![peer.addr(), 4096, peer.base + offset(2) as u64]));
     let (buffer, own) = local();
     let progress = Arc::new(Progress::default());
     let reversed: Vec<_> = (0..ROWS as u64).map(|row| (row, ROWS as u64 - 1 - row)).collect();
@@ -461,36 +473,6 @@ fn generations_of_a_peer_are_seen_as_they_rise() {
     assert_eq!((own.of_grant(0), own.of_grant(last), own.of_grant(last + 1)), (0, 1, u64::MAX));
     assert!(mapped.grant_still(0, 0) && mapped.grant_still(last, 1) && !mapped.grant_still(last, 0));
     assert!(!mapped.grant_still(last + 1, u64::MAX) && !mapped.grant_still(u32::MAX, 0));
-}
-
-#[test]
-fn memory_that_a_device_cannot_read_goes_through_host_buffers() {
-    let peer = Peer::start();
-    // More than the buffers hold, and rows that are written twice.
-    let mut pairs: Vec<(u64, u64)> = (0..ROWS as u64).map(|row| (row, row * 7 % ROWS as u64)).collect();
-    pairs.extend([(3, 5), (4, 5)]);
-    let host = CopyEngine::new(&config(1 << 20), DeviceSet::host_only()).unwrap();
-    let (wanted, own) = local();
-    read(&host, &pairs, &peer.mapped(), (&own, Placement::Host), &Arc::default()).unwrap();
-    for reach in [HostReach::Direct, HostReach::Staged] {
-        let devices = DeviceSet::with_device(Arc::new(SimDevice::new(reach)));
-        let region = Arc::new(devices.at(Placement::Device).allocate("test", 1 << 21).unwrap());
-        let offsets = (0..TENSORS as u64).map(|tensor| tensor * TENSOR as u64);
-        let device = Arc::new(Tensors::carved(region, offsets, TENSOR as u64, Box::new(())).unwrap());
-        assert_eq!(device.reach(), Reach::Device);
-        let engine = CopyEngine::new(&config(1 << 20), devices).unwrap();
-        for (remote, direct) in [(peer.mapped(), reach == HostReach::Direct), (peer.read(), false)] {
-            let progress = Arc::default();
-            let ran = read(&engine, &pairs, &remote, (&device, Placement::Device), &progress).unwrap();
-            assert_eq!(ran.hops, if direct { Hops::One } else { Hops::Two });
-            assert_eq!((ran.bytes, engine.ring_bytes()), (progress.bytes(), 0));
-            let (buffer, own) = local();
-            let all: Vec<(u64, u64)> = (0..ROWS as u64).map(|row| (row, row)).collect();
-            run(&engine, &all, &device, &own, &Arc::default()).unwrap();
-            let len = TENSORS * TENSOR;
-            assert!(buffer.read(0, len) == wanted.read(0, len), "{reach:?} {direct}");
-        }
-    }
 }
 
 /// `progress.rs` sends plans in ranges that cut windows.

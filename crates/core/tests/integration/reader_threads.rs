@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use llm_datadist_core::testing::copy::{CopyEngine, PathJob, STILL_READING, Staging, in_place};
+use llm_datadist_core::testing::copy::{CopyEngine, DataPath, PathJob, PeerTensors, STILL_READING, Staging};
 use llm_datadist_core::testing::device::DeviceSet;
 use llm_datadist_core::testing::memory::{PeerProcess, Probe, Tensors, own_probe};
 use llm_datadist_core::testing::plan::CopyPlan;
@@ -34,11 +34,17 @@ fn own_pid() -> i32 {
     std::process::id() as i32
 }
 
+/// Memory that is copied or read.
+enum Source {
+    Own(Arc<Tensors>),
+    Peer(PeerTensors),
+}
+
 /// A copy of one tensor of `rows` rows, from a process into this one.
 struct Read {
     src: Arc<Buffer>,
     dst: Arc<Buffer>,
-    from: Arc<Tensors>,
+    from: Source,
     to: Arc<Tensors>,
     plan: CopyPlan,
     /// Stands for the pins of a call.
@@ -50,15 +56,17 @@ impl Read {
     fn new(rows: usize, row: usize) -> Read {
         let src = Buffer::new(rows * row, |at| pattern(5, 0, at));
         let own = PeerProcess::open(own_pid(), own_probe().unwrap()).unwrap();
-        let from = Tensors::of_process(own, vec![src.addr()], (rows * row) as u64).unwrap();
-        Read::from(from, src, rows, row)
+        Read::from(own, src.addr(), src, rows, row)
     }
 
-    fn from(from: Tensors, src: Arc<Buffer>, rows: usize, row: usize) -> Read {
+    /// Reads memory at `at` in `process`, which should hold what `src` holds.
+    fn from(process: Arc<PeerProcess>, at: u64, src: Arc<Buffer>, rows: usize, row: usize) -> Read {
+        let tensors = Tensors::of_process(process.clone(), vec![at], (rows * row) as u64).unwrap();
+        let from = Source::Peer(PeerTensors::Process(Arc::new(tensors), process));
         let (dst, to) = tensors_over(1, rows, row, |_, _| 0xEE);
         let pairs: Vec<_> = (0..rows as u64).map(|at| (at, at)).collect();
         let plan = block_plan(&pairs, row as u64, 1);
-        Read { src, dst, from: Arc::new(from), to, plan, pins: Arc::default() }
+        Read { src, dst, from, to, plan, pins: Arc::default() }
     }
 
     fn stall(&self) -> Stall {
@@ -67,13 +75,16 @@ impl Read {
 
     fn run(&self, engine: &CopyEngine, limit: Duration) -> Result<()> {
         let (to, deadline) = ((&self.to, Placement::Host), Deadline::after(limit));
-        let bytes = if self.from.reach().is_peer() {
-            let plan = Arc::new(self.plan.clone());
-            let job = PathJob { engine, plan: &plan, deadline };
-            in_place(&self.from)?.read(job, to, &Arc::default(), self.pins.clone())?.bytes
-        } else {
-            let from = (&self.from, Placement::Host);
-            engine.run(self.plan.clone(), from, to, Staging::DEFAULT, deadline, &Arc::default())?.bytes
+        let bytes = match &self.from {
+            Source::Peer(from) => {
+                let plan = Arc::new(self.plan.clone());
+                let job = PathJob { engine, plan: &plan, deadline };
+                from.path().read(job, to, &Arc::default(), self.pins.clone())?.bytes
+            }
+            Source::Own(from) => {
+                let from = (from, Placement::Host);
+                engine.run(self.plan.clone(), from, to, Staging::DEFAULT, deadline, &Arc::default())?.bytes
+            }
         };
         assert_eq!(bytes, self.plan.bytes());
         assert!(self.dst.read(0, self.len()) == self.src.read(0, self.len()));
@@ -103,8 +114,7 @@ impl Read {
 /// A copy of the first tensor of a peer, at `at` in its memory.
 fn of_peer(peer: &Peer, at: u64) -> Read {
     let process = PeerProcess::open(peer.process.pid(), peer.probe).unwrap();
-    let from = Tensors::of_process(process, vec![at], (ROWS * ROW) as u64).unwrap();
-    Read::from(from, Buffer::new(ROWS * ROW, |at| pattern(9, 0, at)), ROWS, ROW)
+    Read::from(process, at, Buffer::new(ROWS * ROW, |at| pattern(9, 0, at)), ROWS, ROW)
 }
 
 /// Makes calls until one runs out of time with a thread inside the kernel, which may not be the first.
@@ -156,7 +166,7 @@ fn one_process_costs_a_bounded_number_of_threads_and_then_fails_fast() {
     of_peer(&peer, peer.addr()).run(&engine, LONG).unwrap();
     let mut local = Read::new(4, 256 << 10);
     let adopted = adopt(&desc(Placement::Host, 1, 4, 256 << 10), CacheKind::Blocks, &[local.src.addr()]);
-    local.from = Arc::new(Tensors::adopted(adopted));
+    local.from = Source::Own(Arc::new(Tensors::adopted(adopted)));
     local.run(&engine, LONG).unwrap();
     drop(stall);
     silent.eventually_released();

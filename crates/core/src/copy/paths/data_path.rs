@@ -1,4 +1,4 @@
-//! What a path is, what it is given, and what it returns.
+//! The trait of data paths, with its input and its result.
 
 use std::sync::Arc;
 
@@ -13,16 +13,16 @@ use crate::memory::{Reach, Tensors};
 use crate::model::Deadline;
 use crate::plan::{CopyPlan, LocalEnd};
 
-/// How the bytes get between a path and memory at one end.
+/// How many copies lie between a path and the memory at one end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hops {
     /// The path reads or writes the memory itself.
     One,
-    /// The bytes pass a host buffer, and the device copies between the buffer and its memory.
+    /// The bytes pass through a host buffer, and the device copies between the buffer and its memory.
     Two,
 }
 
-/// What a path is to move, with which engine, and until when.
+/// The plan that a path moves, the engine that moves it, and the deadline.
 #[derive(Clone, Copy, Debug)]
 pub struct PathJob<'a> {
     pub engine: &'a CopyEngine,
@@ -35,23 +35,27 @@ pub struct PathJob<'a> {
 pub struct PathOutcome {
     /// Bytes moved. Each byte counts once.
     pub bytes: u64,
-    /// How they got to the destination.
+    /// How they reached the destination.
     pub hops: Hops,
 }
 
 /// A path for the bytes of one plan, seen from one end.
 pub trait DataPath {
-    /// Returns which path it is.
+    /// Returns the kind of the path.
     fn kind(&self) -> PathKind;
 
-    /// Returns how the path gets at memory of this engine at `end` of a plan, beside a device that reads host memory like this.
-    /// Returns `None` if it cannot.
+    /// Returns how the path reaches `memory` of this engine at `end` of a plan, or `None` if it cannot. `device` is how the
+    /// engine's device reaches host memory.
     fn hops(&self, end: LocalEnd, memory: Reach, device: HostReach) -> Option<Hops>;
 
-    /// Moves the bytes into `dst`, and records in `arrived` what is in place. The caller pins the rows of both ends.
+    /// Moves the bytes into `dst`, and records in `arrived` which are in place.
+    ///
+    /// The caller holds the pins of the rows of `dst`. The owner pins its own rows if it sends them. Nobody does if they are read
+    /// in place; then the caller checks afterwards whether they were unchanged (`session::peer_snapshot`).
     ///
     /// Returns `Err(Timeout)` at the deadline. When it returns, nothing touches `dst` any more, with one exception: after an error
-    /// with the fact [`STILL_READING`](crate::copy::STILL_READING), the kernel may still write there, and keeps `held` until it has ended.
+    /// with the fact [`STILL_READING`](crate::copy::STILL_READING), the kernel may still write there, and a reader thread keeps
+    /// `held` until the kernel has returned.
     fn read(
         &mut self,
         job: PathJob<'_>,
@@ -60,8 +64,8 @@ pub trait DataPath {
         held: KeptAlive,
     ) -> Result<PathOutcome>;
 
-    /// Moves the bytes out of `src`, at the engine that owns them. Paths on which the other engine reads them in place need
-    /// nothing from the owner.
+    /// Moves the bytes out of `src`, at the engine that owns them. The default does nothing: on paths in place, the other engine
+    /// reads the bytes itself.
     fn serve(&mut self, _job: PathJob<'_>, _src: &Arc<Tensors>) -> Result<()> {
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! The path through UCX or NIXL, which reads a pool of a peer, perhaps on another host.
+//! Reads a pool of a peer, perhaps on another host, through UCX or NIXL.
 
 use std::sync::Arc;
 

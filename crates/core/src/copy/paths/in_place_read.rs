@@ -1,4 +1,4 @@
-//! What the paths have in common on which this engine reads memory of the peer itself.
+//! The shared part of the paths on which this engine reads memory of the peer itself.
 
 use std::sync::Arc;
 
@@ -14,8 +14,8 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Access, Reach, Tensors};
 use crate::plan::LocalEnd;
 
-/// Returns how a path that reads a peer reaches memory of this engine, which is the destination. `device` is how it reaches that of
-/// a device.
+/// Returns how a path that reads a peer reaches memory of this engine, which is the destination. `device` is the answer for
+/// memory of a device.
 pub(super) fn hops_into(end: LocalEnd, memory: Reach, device: Hops) -> Option<Hops> {
     match (end, memory) {
         (LocalEnd::Destination, Reach::Host) => Some(Hops::One),
@@ -34,8 +34,8 @@ pub(super) struct InPlaceRead<'a> {
 }
 
 impl InPlaceRead<'_> {
-    /// Reads by `path`. `reader` copies from the source into host memory, and `run` runs the copy on the threads that may wait for
-    /// this source.
+    /// Reads on `path`. `reader` returns the copier from the source into host memory. `run` runs the copy on threads that may wait
+    /// for this source.
     pub(super) fn run(
         self,
         path: &dyn DataPath,

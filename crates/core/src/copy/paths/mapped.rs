@@ -1,4 +1,4 @@
-//! The path through memory of another process of this host that is mapped here.
+//! Reads a pool of another process on this host, which is mapped here.
 
 use std::sync::Arc;
 

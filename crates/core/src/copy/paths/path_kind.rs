@@ -1,8 +1,8 @@
-//! The names of the paths.
+//! The kinds of data paths, and their names in reports.
 
 macro_rules! paths {
     ($($(#[$doc:meta])* $variant:ident = $name:literal;)*) => {
-        /// Which path it is, for statistics.
+        /// The kind of a data path.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub enum PathKind { $($(#[$doc])* $variant,)* }
 

@@ -1,4 +1,4 @@
-//! The path through the kernel, which copies memory of another process of this host that cannot be mapped.
+//! Reads other memory of a process on this host through the kernel.
 
 use std::sync::Arc;
 
@@ -26,7 +26,7 @@ impl DataPath for ProcessPath<'_> {
         hops_into(end, memory, Hops::Two)
     }
 
-    /// Reads on threads of their own, because nothing interrupts the kernel while the memory does not answer.
+    /// Reads on the reader threads, because a kernel call cannot be interrupted while the memory does not respond.
     fn read(
         &mut self,
         job: PathJob<'_>,

@@ -35,7 +35,7 @@ struct DeviceEnd {
 /// The hop between a device and a buffer, in progress. It returns the buffer.
 type Hop = Alongside<(HostBuffer, Result<()>)>;
 
-/// A range of a plan that passes a socket and memory of a device.
+/// A range of a plan that moves between a socket and memory of a device.
 pub(super) struct StagedRange<'a> {
     pub(super) job: PathJob<'a>,
     pub(super) range: Range<u64>,

@@ -26,7 +26,7 @@ const BLOCKS: i64 = 64;
 const BLOCK: usize = 4096;
 
 /// Changes a setting of the stand-in in the engine with this name.
-fn set(name: &str, setting: &str, value: i64) {
+pub(crate) fn set(name: &str, setting: &str, value: i64) {
     type Set = unsafe extern "C" fn(*const c_char, *const c_char, i64) -> bool;
     let file = std::env::current_exe().unwrap().with_file_name("libfake_ucp.so");
     // SAFETY: the stand-in, which is loaded already.

@@ -1,26 +1,14 @@
-//! The path of a transfer: begins it, counts it, and notes why a transfer uses sockets.
-//!
-//! `copy::route` chooses the path.
+//! Counts transfers by path, and records why one uses sockets.
 
 use std::sync::Arc;
 
 use super::call::Call;
 use crate::copy::{PathJob, PathKind};
-use crate::error::Result;
 use crate::fabric::EngineFabric;
 use crate::memory::Reach;
 use crate::plan::CopyPlan;
-use crate::session::{KnownCache, PeerSnapshot};
 
 impl Call {
-    /// Begins a pull in place. Returns the inner `Err` with the reason if the owner must send the bytes.
-    pub(super) fn in_place<'a>(
-        &'a self,
-        known: &'a KnownCache,
-    ) -> Result<std::result::Result<PeerSnapshot<'a>, &'a str>> {
-        PeerSnapshot::begin(&self.link, known)
-    }
-
     /// Returns what a path needs to move the bytes of `plan` for this call.
     pub(super) fn job<'a>(&'a self, plan: &'a Arc<CopyPlan>) -> PathJob<'a> {
         PathJob { engine: &self.resources.copy_engine, plan, deadline: self.deadline }
