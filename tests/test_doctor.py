@@ -1,6 +1,6 @@
 """What `llm-datadist doctor` says about a host, from made-up `/proc` and `/sys` folders.
 
-Not for: measurements (`test_doctor_link.py`).
+Not for: NIXL (`test_doctor_nixl.py`), or measurements (`test_doctor_link.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 
 import llm_datadist
 from llm_datadist.__main__ import main
-from llm_datadist.doctor import cgroup, devices, host, kernel_calls, libraries, limits, paths, report
+from llm_datadist.doctor import cgroup, devices, fabrics, host, kernel_calls, libraries, limits, paths, report
 from llm_datadist.doctor.finding import NOTE, OK, PROBLEM, Finding
 from llm_datadist.doctor.kernel_calls import KernelCalls
 
@@ -80,11 +80,14 @@ def everything(root: Path, calls: KernelCalls = WORKS) -> list[Finding]:
     return [*host.findings(root), *limits.findings(root, calls), *devices.findings(root)]
 
 
-class Ucx(libraries.UcxLibrary):
+class Ucx(fabrics.UcxLibrary):
     """A stand-in for a library that was loaded."""
 
     def __init__(self, version: tuple[int, int, int] | None = (1, 17, 0), reason: str | None = None) -> None:
         self.name, self.version, self.reason = "libucp.so.0", version, reason
+
+
+NO_NIXL = fabrics.NixlLibrary("libnixl_capi_of_no_system.so")
 
 
 def test_a_host_without_limits_has_neither_notes_nor_problems(root: Path) -> None:
@@ -183,7 +186,7 @@ def test_yama_decides_about_reads_by_process_id(root: Path, scope: str | None, c
     assert found.verdict == (OK if permitted else NOTE)
     assert found.value.startswith("permitted" if permitted else "refused")
     assert ("with CAP_SYS_PTRACE" in found.value) == (caps == PTRACE)
-    registered = paths.paths(root, WORKS, Ucx(), {})[1]
+    registered = paths.paths(root, WORKS, Ucx(), NO_NIXL, {})[1]
     assert registered.path == ("process" if permitted else "sockets")
 
 
@@ -194,10 +197,10 @@ def test_calls_that_the_kernel_refuses_change_the_paths(root: Path) -> None:
     assert (shared.verdict, reads.verdict) == (PROBLEM, NOTE)
     assert "memfd_create failed" in shared.meaning
     assert "process_vm_readv failed" in reads.meaning
-    pools, registered, _ = paths.paths(root, calls, Ucx(), {})
+    pools, registered, _ = paths.paths(root, calls, Ucx(), NO_NIXL, {})
     assert (pools.path, pools.reasons) == ("sockets", ("memfd_create failed",))
     assert (registered.path, registered.reasons[0]) == ("sockets", "process_vm_readv failed")
-    handle = paths.paths(root, KernelCalls(process_handle="pidfd_open failed"), Ucx(), {})[1]
+    handle = paths.paths(root, KernelCalls(process_handle="pidfd_open failed"), Ucx(), NO_NIXL, {})[1]
     assert (handle.path, handle.reasons[0]) == ("sockets", "pidfd_open failed")
 
 
@@ -291,7 +294,7 @@ def test_an_empty_root_is_no_failure(tmp_path: Path) -> None:
     found = everything(tmp_path)
     assert named(found, "memory").value == "unknown"
     assert named(found, "kernel").verdict == PROBLEM
-    assert report.findings(found, paths.paths(tmp_path, WORKS, Ucx(), {}), 100)
+    assert report.findings(found, paths.paths(tmp_path, WORKS, Ucx(), NO_NIXL, {}), 100)
 
 
 TOKEN = {"LLM_DATADIST_TOKEN_FILE": "/run/token"}
@@ -299,15 +302,15 @@ TOKEN = {"LLM_DATADIST_TOKEN_FILE": "/run/token"}
 
 def test_ucx_is_used_only_with_a_device_a_library_and_a_token(root: Path) -> None:
     rdma(root)
-    assert paths.paths(root, WORKS, Ucx(), TOKEN)[2] == paths.PeerPath(
+    assert paths.paths(root, WORKS, Ucx(), NO_NIXL, TOKEN)[2] == paths.PeerPath(
         "other host, or other network namespace", "fabric", ()
     )
     lacking = {
-        "no token": paths.paths(root, WORKS, Ucx(), {}),
-        "too old": paths.paths(root, WORKS, Ucx((1, 12, 0), "too old"), TOKEN),
+        "no token": paths.paths(root, WORKS, Ucx(), NO_NIXL, {}),
+        "too old": paths.paths(root, WORKS, Ucx((1, 12, 0), "too old"), NO_NIXL, TOKEN),
     }
     (root / "dev/infiniband/uverbs0").unlink()
-    lacking["uverbs"] = paths.paths(root, WORKS, Ucx(), TOKEN)
+    lacking["uverbs"] = paths.paths(root, WORKS, Ucx(), NO_NIXL, TOKEN)
     for reason, found in lacking.items():
         assert found[2].path == "sockets"
         assert len(found[2].reasons) == 1
@@ -315,14 +318,14 @@ def test_ucx_is_used_only_with_a_device_a_library_and_a_token(root: Path) -> Non
 
 
 def test_ucx_that_is_missing_is_noted_only_beside_an_rdma_device(root: Path) -> None:
-    missing = libraries.UcxLibrary("libucp_of_no_system.so.0")
+    missing = fabrics.UcxLibrary("libucp_of_no_system.so.0")
     assert missing.version is None
     assert missing.reason is not None
     assert "libucp_of_no_system.so.0" in missing.reason
-    assert named(libraries.findings(root, missing, {}), "UCX").verdict == OK
+    assert named(libraries.findings(root, missing, NO_NIXL, {}), "UCX").verdict == OK
     rdma(root)
-    assert named(libraries.findings(root, missing, {}), "UCX").verdict == NOTE
-    assert named(libraries.findings(root, Ucx(), {}), "UCX").value == "1.17.0 (libucp.so.0)"
+    assert named(libraries.findings(root, missing, NO_NIXL, {}), "UCX").verdict == NOTE
+    assert named(libraries.findings(root, Ucx(), NO_NIXL, {}), "UCX").value == "1.17.0 (libucp.so.0)"
 
 
 @pytest.mark.parametrize(("version", "usable"), [((1, 12, 9), False), ((1, 13, 0), True), ((2, 0, 0), False)])
@@ -342,7 +345,7 @@ def test_versions_of_ucx_are_those_that_the_engine_accepts(
     monkeypatch.setattr(ctypes, "CDLL", Loaded)
     monkeypatch.delenv("UCX_HANDLE_ERRORS", raising=False)
     monkeypatch.setenv("UCX_MEM_EVENTS", "y")
-    found = libraries.UcxLibrary()
+    found = fabrics.UcxLibrary()
     assert found.version == version
     assert (found.reason is None) == usable
     assert "UCX_HANDLE_ERRORS" not in os.environ
@@ -350,10 +353,10 @@ def test_versions_of_ucx_are_those_that_the_engine_accepts(
 
 def test_the_token_is_never_shown(root: Path) -> None:
     secret = {"LLM_DATADIST_TOKEN": "a secret of this test"}
-    found = libraries.findings(root, Ucx(), secret)
+    found = libraries.findings(root, Ucx(), NO_NIXL, secret)
     assert named(found, "token").value == "LLM_DATADIST_TOKEN is set"
     assert "a secret" not in repr(found)
-    assert named(libraries.findings(root, Ucx(), {"LLM_DATADIST_TOKEN": ""}), "token").value.startswith("none")
+    assert named(libraries.findings(root, Ucx(), NO_NIXL, {"LLM_DATADIST_TOKEN": ""}), "token").value.startswith("none")
 
 
 def test_the_report_shows_meaning_and_remedy_and_fits_its_width() -> None:
@@ -429,6 +432,7 @@ def test_only_a_problem_is_exit_status_1(monkeypatch: pytest.MonkeyPatch, verdic
         ("--to 127.0.0.1:1 --seconds 1e3", "argument --seconds: '1e3' is not a number of seconds"),
         ("--to 127.0.0.1:1 --token-file /no/file", "argument --token-file: there is no file '/no/file'"),
         ("--ucx-library /no/file", "argument --ucx-library: there is no file '/no/file'"),
+        ("--nixl-library /no/file", "argument --nixl-library: there is no file '/no/file'"),
         ("--seconds 3", "--seconds belongs to --serve or --to"),
         ("--token-file /", "--token-file belongs to --serve or --to"),
         ("--to 127.0.0.1:1 --transfer-backend ucx", "--transfer-backend belongs to --serve"),
@@ -448,5 +452,14 @@ def test_options_that_cannot_be_used_exit_2(capsys: pytest.CaptureFixture[str], 
 def test_help_names_every_option() -> None:
     command = [sys.executable, "-m", "llm_datadist", "doctor", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)  # noqa: S603
-    options = ("--serve", "--to", "--token-file", "--ucx-library", "--transfer-backend", "--seconds", "--json")
+    options = (
+        "--serve",
+        "--to",
+        "--token-file",
+        "--ucx-library",
+        "--nixl-library",
+        "--transfer-backend",
+        "--seconds",
+        "--json",
+    )
     assert all(option in done.stdout for option in options)

@@ -69,7 +69,7 @@ pub extern "C" fn fake_nixl_open_handles(agents_only: bool) -> usize {
 
 #[unsafe(no_mangle)]
 pub extern "C" fn nixl_capi_is_stub() -> bool {
-    false
+    refusal("nixl_capi_is_stub").is_some()
 }
 
 #[unsafe(no_mangle)]

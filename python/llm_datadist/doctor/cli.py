@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llm_datadist import LLMException, LLMStatusCode
-from llm_datadist.doctor import devices, host, kernel_calls, libraries, limits, report
+from llm_datadist.doctor import devices, fabrics, host, kernel_calls, libraries, limits, report
 from llm_datadist.doctor.finding import PROBLEM
 from llm_datadist.doctor.measure import MeasureError, Target, measure
 from llm_datadist.doctor.paths import paths
@@ -42,7 +42,7 @@ _SERVED = "0.0.0.0:26500"
 _SECONDS = 10.0
 _LAST_PORT = 65535
 _NARROWEST, _WIDEST = 80, 120
-_BACKENDS = ("auto", "sockets", "ucx")
+_BACKENDS = ("auto", "sockets", "ucx", "nixl")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,10 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _examine(options: argparse.Namespace) -> int:
     """Print what was found on this host."""
     root, calls = Path("/"), kernel_calls.try_all()
-    ucx = libraries.UcxLibrary(options.ucx_library or libraries.LIBRARY)
+    ucx = fabrics.UcxLibrary(options.ucx_library or fabrics.UCX_LIBRARY)
+    nixl = fabrics.NixlLibrary(options.nixl_library or fabrics.NIXL_LIBRARY)
     found = [*host.findings(root), *limits.findings(root, calls), *devices.findings(root)]
-    found += libraries.findings(root, ucx, os.environ)
-    peers = paths(root, calls, ucx, os.environ)
+    found += libraries.findings(root, ucx, nixl, os.environ)
+    peers = paths(root, calls, ucx, nixl, os.environ)
     result = {"findings": [asdict(finding) for finding in found], "paths": [asdict(peer) for peer in peers]}
     _print(options, report.findings(found, peers, _width()), result)
     return int(any(finding.verdict == PROBLEM for finding in found))
@@ -77,7 +78,8 @@ def _examine(options: argparse.Namespace) -> int:
 
 def _measure(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Measure the link and print the table."""
-    target = Target(_resolved(parser, options.to), options.seconds or _SECONDS, options.token_file, options.ucx_library)
+    files = (options.token_file, options.ucx_library, options.nixl_library)
+    target = Target(_resolved(parser, options.to), options.seconds or _SECONDS, *files)
     logger = logging.getLogger("LLM_DATADIST")
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # the table has the reasons of failures
@@ -92,7 +94,8 @@ def _measure(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
 
 def _serve(options: argparse.Namespace) -> int:
     """Serve measurements. Ctrl-C is the usual end."""
-    choice = Choice(None, options.transfer_backend, options.token_file, options.ucx_library, options.serve)
+    files = (options.token_file, options.ucx_library, options.nixl_library)
+    choice = Choice(None, options.transfer_backend, *files, options.serve)
     try:
         serve(choice, options.seconds)
     except KeyboardInterrupt:
@@ -167,7 +170,9 @@ def _parser() -> argparse.ArgumentParser:
     token = "file with the token of both sides; needed between hosts and between users"  # noqa: S105
     add("--token-file", type=_file, metavar="FILE", help=token)
     add("--ucx-library", type=_file, metavar="FILE", help="library of UCX (libucp.so.0, which the system finds)")
-    backend = "with --serve: what may move bytes between hosts (auto); ucx fails if UCX cannot be used"
+    nixl = "library of NIXL (libnixl_capi.so, which the system finds); with --to, also measure NIXL"
+    add("--nixl-library", type=_file, metavar="FILE", help=nixl)
+    backend = "with --serve: what may move bytes between hosts (auto); ucx and nixl fail if the library cannot be used"
     add("--transfer-backend", choices=_BACKENDS, help=backend)
     limit = f"how long to measure ({_SECONDS:g}), or to serve (until Ctrl-C)"
     add("--seconds", type=_seconds, metavar="S", help=limit)

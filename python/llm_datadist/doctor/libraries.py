@@ -1,38 +1,33 @@
-"""Versions of Python packages and of UCX, and whether a token is set."""
+"""Versions of Python packages, of UCX and of NIXL, and whether a token is set."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import os
 import platform
 from importlib import metadata
 from typing import TYPE_CHECKING
 
 from llm_datadist import __version__
-from llm_datadist.doctor import devices
+from llm_datadist.doctor import devices, fabrics
 from llm_datadist.doctor.finding import NOTE, Finding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
+    from llm_datadist.doctor.fabrics import NixlLibrary, UcxLibrary
+
 _SECTION = "libraries"
-LIBRARY = "libucp.so.0"
-"""The library of UCX, as the system finds it."""
-_OLDEST = (1, 13)
-_LOADING = {"UCX_HANDLE_ERRORS": "none", "UCX_MEM_EVENTS": "n"}
-"""What the engine also sets while it loads UCX (docs/networks.md)."""
 _PACKAGES = ("numpy", "torch", "vllm")
-_WHEELS = ("libucx-cu12", "libucx-cu13")
+_UCX_WHEELS = ("libucx-cu12", "libucx-cu13")
+_NIXL_WHEELS = ("nixl-cu12", "nixl-cu13")
 _TOKENS = ("LLM_DATADIST_TOKEN_FILE", "LLM_DATADIST_TOKEN")
 
 
-def findings(root: Path, ucx: UcxLibrary, environment: Mapping[str, str]) -> list[Finding]:
+def findings(root: Path, ucx: UcxLibrary, nixl: NixlLibrary, environment: Mapping[str, str]) -> list[Finding]:
     """Return the facts about libraries and settings."""
     found = [Finding(_SECTION, "llm_datadist", __version__), Finding(_SECTION, "Python", platform.python_version())]
     found += [Finding(_SECTION, name, _installed(name) or "not installed") for name in _PACKAGES]
-    return [*found, _ucx(root, ucx), _token(environment)]
+    return [*found, _ucx(root, ucx), _nixl(root, nixl), _token(environment)]
 
 
 def no_token(environment: Mapping[str, str]) -> str | None:
@@ -40,47 +35,6 @@ def no_token(environment: Mapping[str, str]) -> str | None:
     if any(environment.get(name) for name in _TOKENS):
         return None
     return "no token is set (link_token_file, or LLM_DATADIST_TOKEN_FILE), and UCX needs one"
-
-
-class UcxLibrary:
-    """The library of UCX. Creating the object loads it.
-
-    Args:
-        name: path of the library, or its name for the search of the system.
-    """
-
-    def __init__(self, name: str = LIBRARY) -> None:
-        self.name = name
-        self.version: tuple[int, int, int] | None = None
-        self.reason: str | None = None
-        """Why the engine cannot use it."""
-        try:
-            with _environment(_LOADING):
-                library = ctypes.CDLL(name)
-            numbers = [ctypes.c_uint() for _ in range(3)]
-            library.ucp_get_version(*(ctypes.byref(number) for number in numbers))
-        except (OSError, AttributeError) as error:
-            self.reason = f"UCX cannot be loaded: {error}"
-            return
-        self.version = (numbers[0].value, numbers[1].value, numbers[2].value)
-        if self.version[:2] < _OLDEST or self.version[0] != _OLDEST[0]:
-            self.reason = f"UCX is of version {self.shown()}, and 1.13 or a later 1.x is needed"
-
-    def shown(self) -> str:
-        """Return the version as text."""
-        return "unknown" if self.version is None else ".".join(map(str, self.version))
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables that are not set, and remove them afterwards."""
-    added = {name: value for name, value in variables.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)
 
 
 def _installed(name: str) -> str | None:
@@ -96,11 +50,35 @@ def _ucx(root: Path, ucx: UcxLibrary) -> Finding:
     value = "not usable" if ucx.version is None else ucx.shown()
     if devices.no_rdma(root) is not None:
         return Finding(_SECTION, "UCX", f"{value}; not needed without an RDMA device")
-    wheels = [name for name in _WHEELS if _installed(name)]
+    wheels = [name for name in _UCX_WHEELS if _installed(name)]
     remedy = "install UCX 1.13 or later from your distribution, if you want RDMA"
     if wheels:
         remedy = f"name the libucp.so.0 of the installed package {wheels[0]} with the option ucx_library"
     return Finding(_SECTION, "UCX", value, NOTE, f"{ucx.reason}; sockets are used between hosts", remedy)
+
+
+def _nixl(root: Path, nixl: NixlLibrary) -> Finding:
+    if nixl.reason is None:
+        return Finding(_SECTION, "NIXL", f'{nixl.shown()} ({nixl.name}); used only with transfer_backend="nixl"')
+    value = "not usable" if nixl.version is None else nixl.shown()
+    packaged = _nixl_of_wheels()
+    if nixl.name == fabrics.NIXL_LIBRARY:  # otherwise the user has chosen the library, and gets the reason
+        if devices.no_rdma(root) is not None:
+            return Finding(_SECTION, "NIXL", f"{value}; not needed without an RDMA device")
+        if packaged is None and nixl.version is None:
+            return Finding(_SECTION, "NIXL", f'{value}; needed only with transfer_backend="nixl"')
+    meaning = f'{nixl.reason}; with transfer_backend="nixl", init fails'
+    remedy = "install NIXL 1.0 or a later 1.x" if packaged is None else f'set nixl_library="{packaged}"'
+    return Finding(_SECTION, "NIXL", value, NOTE, meaning, f"{remedy}, if you want NIXL")
+
+
+def _nixl_of_wheels() -> str | None:
+    """Return the path of the library in an installed package of NIXL."""
+    for name in filter(_installed, _NIXL_WHEELS):
+        for file in metadata.files(name) or ():
+            if file.name == fabrics.NIXL_LIBRARY:
+                return str(file.locate())
+    return None
 
 
 def _token(environment: Mapping[str, str]) -> Finding:
