@@ -101,21 +101,25 @@ impl EngineFabric {
         config: &FabricConfig,
         pools: [Option<Arc<Region>>; 2],
     ) -> Result<EngineFabric> {
-        let failed = |error: LibraryError| Error::new(ErrorKind::NotEnabled, error.to_string());
-        let fabric = open(library, config)?.map_err(failed)?;
+        let failed = |error: LibraryError| unusable(library, config, &error);
+        let fabric = open(library, config).map_err(failed)?;
         let mut shared = [None, None];
         for (place, region) in shared.iter_mut().zip(pools) {
             let region = region.filter(|region| region.host_addressable());
-            *place = region.map(|region| SharedRegion::share(&*fabric, region)).transpose()?;
+            *place =
+                region.map(|region| SharedRegion::share(&*fabric, library.name(), region)).transpose()?;
         }
         let address = fabric.address().map_err(failed)?;
         let keys = shared.iter().flatten().map(|region| region.offer().2.len());
         let longest = keys.chain([address.len()]).max().unwrap_or(0);
         if longest > MAX_OFFER_BYTES {
-            let text = "the address or a key is too long; UCX_NET_DEVICES and UCX_TLS make it shorter";
-            return Err(Error::new(ErrorKind::NotEnabled, format!("{}: {text}", library.name()))
-                .with("bytes", longest)
-                .with("limit", MAX_OFFER_BYTES));
+            let text = "its address or a key is too long; UCX_NET_DEVICES and UCX_TLS make it shorter";
+            return Err(Error::new(
+                ErrorKind::NotEnabled,
+                format!("{} cannot be used: {text}", library.name()),
+            )
+            .with("bytes", longest)
+            .with("limit", MAX_OFFER_BYTES));
         }
         let required = config.backend != Backend::Auto;
         Ok(EngineFabric { library, pools: shared, address, required, fabric })
@@ -201,11 +205,33 @@ impl PeerFabric {
     }
 }
 
-/// Opens a library with the settings of the configuration. The outer error is that of loading it.
-fn open(
-    library: FabricLibrary,
-    config: &FabricConfig,
-) -> Result<std::result::Result<Box<dyn Fabric>, LibraryError>> {
+/// Returns the error of a library that cannot be used, with what the user can do.
+fn unusable(library: FabricLibrary, config: &FabricConfig, error: &LibraryError) -> Error {
+    let (named, option, cause, transports) = match library {
+        FabricLibrary::Ucx => {
+            (&config.ucx_library, "llm.UcxLibrary", "UCX_LOG_LEVEL=info shows the cause", UCX_TRANSPORTS)
+        }
+        FabricLibrary::Nixl => (
+            &config.nixl_library,
+            "llm.NixlLibrary",
+            "NIXL writes the cause to the standard error output",
+            NIXL_TRANSPORTS,
+        ),
+    };
+    let text = match error {
+        LibraryError::Library(reason) if named.is_none() => format!("{reason}; {option} names another file"),
+        LibraryError::Library(reason) => reason.clone(),
+        error => {
+            let name = library.name();
+            let chosen = format!("UCX_TLS chooses the transports ({transports} if it is not set)");
+            format!("{name} cannot be used: {error}; {cause}, and {chosen}")
+        }
+    };
+    Error::new(ErrorKind::NotEnabled, text)
+}
+
+/// Opens a library with the settings of the configuration.
+fn open(library: FabricLibrary, config: &FabricConfig) -> Result<Box<dyn Fabric>, LibraryError> {
     let mut settings = config.settings.clone();
     let chosen = std::env::var_os("UCX_TLS").is_some() || settings.iter().any(|(name, _)| name == "TLS");
     let mut allow = |transports: &str| {
@@ -214,7 +240,7 @@ fn open(
         }
     };
     let path = |named: &Option<PathBuf>, known: &str| named.clone().unwrap_or_else(|| PathBuf::from(known));
-    Ok(match library {
+    match library {
         FabricLibrary::Ucx => {
             let loaded = load_ucx(&path(&config.ucx_library, UCX))?;
             tracing::info!(target: "llm_datadist::links", "links may use {loaded:?}");
@@ -229,10 +255,32 @@ fn open(
             let options = nixl::Options { settings, ..nixl::Options::default() };
             nixl::Fabric::open(&loaded, &options).map(|fabric| Box::new(fabric) as _)
         }
-    })
+    }
 }
 
 /// Whether the kernel lists an RDMA device.
 fn has_devices(listed: &Path) -> bool {
     std::fs::read_dir(listed).is_ok_and(|mut devices| devices.next().is_some())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_name_the_option_of_a_library_that_the_system_does_not_find() {
+        let missing = LibraryError::Library("it cannot be used".into());
+        let named = FabricConfig { nixl_library: Some("/nixl".into()), ..FabricConfig::default() };
+        for (library, config, text) in [
+            (FabricLibrary::Nixl, &named, "it cannot be used"),
+            (
+                FabricLibrary::Nixl,
+                &FabricConfig::default(),
+                "it cannot be used; llm.NixlLibrary names another file",
+            ),
+            (FabricLibrary::Ucx, &named, "it cannot be used; llm.UcxLibrary names another file"),
+        ] {
+            assert_eq!(unusable(library, config, &missing).to_string(), text);
+        }
+    }
 }

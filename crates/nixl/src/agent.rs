@@ -149,7 +149,8 @@ impl Agent {
         }
         // SAFETY: allocated by the library with `malloc`, and not used afterwards.
         unsafe { libc::free(data) };
-        reserved.map_err(|_| Error::System(format!("no memory for an address of {len} bytes")))?;
+        reserved
+            .map_err(|_| Error::System(format!("no memory for the address of a NIXL agent ({len} bytes)")))?;
         Ok(bytes)
     }
 

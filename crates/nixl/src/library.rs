@@ -47,22 +47,29 @@ impl Library {
             |reason: String| Error::Library(format!("NIXL cannot be used: {}: {reason}", path.display()));
         // SAFETY: a library of NIXL.
         let library = unsafe { libloading::Library::new(path) };
-        let library = library.map_err(|error| unusable(explained(&error)))?;
+        let library = library.map_err(|error| unusable(explained(&error, path)))?;
         // SAFETY: as above.
         let api = unsafe { Api::of(library) };
         let api =
-            api.map_err(|(name, error)| unusable(format!("it has no {name}: {}", explained(&error))))?;
+            api.map_err(|(name, error)| unusable(format!("it has no {name}: {}", explained(&error, path))))?;
         // SAFETY: a function without arguments.
         if unsafe { (api.nixl_capi_is_stub)() } {
-            return Err(unusable("it is a stub of NIXL".into()));
+            return Err(unusable("it is a stub, which contains no implementation of NIXL".into()));
         }
-        let version = version(&api).ok_or_else(|| unusable("its version is unknown".into()))?;
+        let version = version(&api).ok_or_else(|| {
+            unusable(format!(
+                "its version is unknown: neither it nor {VERSIONED} beside it contains a version"
+            ))
+        })?;
         if version < OLDEST || version.major != OLDEST.major {
             return Err(unusable(format!("its version is {version}; {OLDEST} or a later 1.x is needed")));
         }
         let api = Arc::new(api);
         let plugin = Agent::without_backend(&api, Role::Reading).and_then(|agent| agent.load_plugin());
-        plugin.map_err(|error| unusable(format!("it has no usable plugin for UCX: {error}")))?;
+        plugin.map_err(|error| {
+            let text = "NIXL_PLUGIN_DIR names another folder of plugins";
+            unusable(format!("it has no usable plugin for UCX: {error}; {text}"))
+        })?;
         Ok(Library { api, path: path.to_owned(), version })
     }
 
@@ -104,9 +111,10 @@ fn named_version(bytes: &[u8]) -> Option<Version> {
     Some(Version { major: next()?, minor: next()?, patch: next()? })
 }
 
-/// Returns the text of an error of the loader.
-fn explained(error: &libloading::Error) -> String {
-    std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
+/// Returns the text of an error of the loader, without the path that precedes it.
+fn explained(error: &libloading::Error, path: &Path) -> String {
+    let text = std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string);
+    text.strip_prefix(&format!("{}: ", path.display())).map_or(text.clone(), ToOwned::to_owned)
 }
 
 impl fmt::Debug for Library {

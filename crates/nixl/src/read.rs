@@ -134,9 +134,9 @@ pub(crate) fn covering(pieces: impl Iterator<Item = Piece>) -> Result<Vec<Range<
     for Piece { local, len, .. } in pieces {
         if ranges.len() == ranges.capacity() {
             let more = ranges.len().max(64);
-            ranges
-                .try_reserve(more)
-                .map_err(|_| Error::System("no memory for a list of destinations".into()))?;
+            ranges.try_reserve(more).map_err(|_| {
+                Error::System("no memory for the list of destinations of a read by NIXL".into())
+            })?;
         }
         ranges.push(local..local.saturating_add(len));
     }

@@ -6,6 +6,7 @@ use crate::abi::RawStatus;
 
 pub(crate) const OK: RawStatus = 0;
 pub(crate) const IN_PROGRESS: RawStatus = 1;
+const DISCONNECTED: RawStatus = -13;
 
 /// Returns a status with its meaning. Versions before 1.5 return -2 in place of those from -5 on.
 fn status(number: RawStatus) -> Status {
@@ -22,7 +23,7 @@ fn status(number: RawStatus) -> Status {
         -9 => "not allowed",
         -10 => "active already",
         -12 => "not supported",
-        -13 => "the peer has disconnected",
+        DISCONNECTED => "the peer has disconnected",
         -14 => "cancelled",
         _ => "unknown status",
     };
@@ -31,5 +32,9 @@ fn status(number: RawStatus) -> Status {
 
 /// Returns `Err` unless the status of `call` is good.
 pub(crate) fn check(call: &'static str, number: RawStatus) -> Result<(), Error> {
-    if number == OK { Ok(()) } else { Err(Error::Refused { call, status: status(number) }) }
+    match number {
+        OK => Ok(()),
+        DISCONNECTED => Err(Error::Peer(status(number))),
+        _ => Err(Error::Refused { call, status: status(number) }),
+    }
 }

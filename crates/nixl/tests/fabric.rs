@@ -189,7 +189,7 @@ fn a_peer_that_is_lost_fails_its_reads() {
         thread::sleep(Duration::from_millis(50));
         pair.set("RESET", 1);
         let error = read.join().unwrap().unwrap_err().to_string();
-        assert_eq!(error, "nixl_capi_get_xfer_status failed: the peer has disconnected (NIXL status -13)");
+        assert_eq!(error, "the peer cannot be read: the peer has disconnected (NIXL status -13)");
     });
     pair.set("RESET", 0);
     pair.set("STALL", i64::MAX);
@@ -361,17 +361,26 @@ fn settings_that_nixl_cannot_take_are_refused() {
 #[test]
 fn files_that_are_no_library_are_refused() {
     for (path, reason) in
-        [("/nowhere/libnixl_capi.so", "cannot open"), ("libc.so.6", "it has no nixl_capi_is_stub")]
+        [("/nowhere/libnixl_capi.so", "cannot open shared"), ("libc.so.6", "it has no nixl_capi_is_stub")]
     {
         // SAFETY: neither runs code of its own.
         let error = unsafe { Library::open(path.as_ref()) }.unwrap_err().to_string();
-        assert!(error.contains(path) && error.contains(reason), "{error}");
+        // The loader's text begins with the path, which the message has already.
+        assert!(error.starts_with(&format!("NIXL cannot be used: {path}: {reason}")), "{error}");
     }
-    refuse("nixl_capi_get_plugin_params", -6);
-    // SAFETY: the stand-in.
-    let error = unsafe { Library::open(&fake()) }.unwrap_err().to_string();
-    refuse("nixl_capi_get_plugin_params", 0);
-    assert!(error.contains("it has no usable plugin for UCX: nixl_capi_get_plugin_params"), "{error}");
+    for (call, reasons) in [
+        ("nixl_capi_is_stub", ["it is a stub", "no implementation of NIXL"]),
+        (
+            "nixl_capi_get_plugin_params",
+            ["it has no usable plugin for UCX: nixl_capi_get_pl", "NIXL_PLUGIN_DIR"],
+        ),
+    ] {
+        refuse(call, -6);
+        // SAFETY: the stand-in.
+        let error = unsafe { Library::open(&fake()) }.unwrap_err().to_string();
+        refuse(call, 0);
+        assert!(reasons.iter().all(|reason| error.contains(reason)), "{error}");
+    }
 }
 
 #[test]

@@ -37,11 +37,11 @@ impl Library {
         };
         // SAFETY: promised by the caller.
         let library = unsafe { with_ucx_environment(load) };
-        let library = library.map_err(|error| unusable(explained(&error)))?;
+        let library = library.map_err(|error| unusable(explained(&error, path)))?;
         // SAFETY: promised by the caller.
         let api = unsafe { Api::of(library) };
         let api =
-            api.map_err(|(name, error)| unusable(format!("it has no {name}: {}", explained(&error))))?;
+            api.map_err(|(name, error)| unusable(format!("it has no {name}: {}", explained(&error, path))))?;
         let mut found = Version { major: 0, minor: 0, patch: 0 };
         // SAFETY: the function writes three numbers.
         unsafe {
@@ -65,9 +65,10 @@ impl Library {
     }
 }
 
-/// Returns the text of an error of the loader.
-fn explained(error: &libloading::Error) -> String {
-    std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
+/// Returns the text of an error of the loader, without the path that precedes it.
+fn explained(error: &libloading::Error, path: &Path) -> String {
+    let text = std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string);
+    text.strip_prefix(&format!("{}: ", path.display())).map_or(text.clone(), ToOwned::to_owned)
 }
 
 impl fmt::Debug for Library {

@@ -63,7 +63,7 @@ impl Drop for MappedMemory {
         // SAFETY: mapped above, in a context that is still open.
         let status = unsafe { (self.api.ucp_mem_unmap)(self.context, self.handle) };
         if let Err(error) = check("ucp_mem_unmap", status) {
-            tracing::warn!(target: "llm_datadist::links", "cannot unmap {} bytes: {error}", self.len);
+            tracing::warn!(target: "llm_datadist::links", "UCX could not unmap {} bytes; peers may still read them: {error}", self.len);
         }
     }
 }

@@ -21,9 +21,9 @@ use crate::sync::Mutex;
 /// Name of lists of pieces in out-of-memory errors.
 const PIECES: &str = "the pieces of a read";
 
-/// Loads the library of UCX at `path`, or the one of this name that the system finds. Returns `Err(NotEnabled)` with the
-/// reason if it cannot be used.
-pub fn load_ucx(path: &Path) -> Result<ucx::Library> {
+/// Loads the library of UCX at `path`, or the one of this name that the system finds. Returns `Err` with the reason if it
+/// cannot be used.
+pub fn load_ucx(path: &Path) -> Result<ucx::Library, fabric::Error> {
     static LOADED: LazyLock<Mutex<Vec<ucx::Library>>> = LazyLock::new(Mutex::default);
     let open = || {
         // SAFETY: the path is that of an option, or the name of UCX's library, so the user has chosen the code. Rust's functions
@@ -35,7 +35,7 @@ pub fn load_ucx(path: &Path) -> Result<ucx::Library> {
 }
 
 /// Loads the library of NIXL, as [`load_ucx`] does that of UCX.
-pub fn load_nixl(path: &Path) -> Result<nixl::Library> {
+pub fn load_nixl(path: &Path) -> Result<nixl::Library, fabric::Error> {
     static LOADED: LazyLock<Mutex<Vec<nixl::Library>>> = LazyLock::new(Mutex::default);
     let open = || {
         // SAFETY: as above.
@@ -48,13 +48,13 @@ pub fn load_nixl(path: &Path) -> Result<nixl::Library> {
 fn load<L: Clone>(
     loaded: &Mutex<Vec<L>>,
     wanted: impl Fn(&L) -> bool,
-    open: impl FnOnce() -> std::result::Result<L, fabric::Error>,
-) -> Result<L> {
+    open: impl FnOnce() -> Result<L, fabric::Error>,
+) -> Result<L, fabric::Error> {
     let mut loaded = loaded.lock();
     if let Some(library) = loaded.iter().find(|library| wanted(library)) {
         return Ok(library.clone());
     }
-    let library = open().map_err(|error| not_enabled(&error))?;
+    let library = open()?;
     loaded.push(library.clone());
     Ok(library)
 }
@@ -68,13 +68,18 @@ pub struct SharedRegion {
 }
 
 impl SharedRegion {
-    /// Maps a region for reads of peers. Returns `Err(NotEnabled)` with the reason if the library refuses, for example
-    /// because the memory cannot be pinned.
-    pub fn share(fabric: &dyn Fabric, region: Arc<Region>) -> Result<SharedRegion> {
+    /// Maps a region for reads of peers by `library`. Returns `Err(NotEnabled)` with the reason if the library refuses, for
+    /// example because the memory cannot be pinned.
+    pub fn share(fabric: &dyn Fabric, library: &str, region: Arc<Region>) -> Result<SharedRegion> {
         // SAFETY: the region outlives the mapping, as the order of the fields ensures (promise 1). What a peer reads while
         // it is written is discarded (`session::peer_snapshot`).
         let mapping = unsafe { fabric.map(region.base(), region.len()) };
-        let mapping = mapping.map_err(|error| not_enabled(&error).with("bytes", region.len()))?;
+        let mapping = mapping.map_err(|error| {
+            let text = format!(
+                "{library} cannot map a pool: {error}; RDMA devices pin the pool, and `ulimit -l` must allow that"
+            );
+            Error::new(ErrorKind::NotEnabled, text).with("bytes", region.len())
+        })?;
         Ok(SharedRegion { mapping, region })
     }
 
@@ -104,8 +109,10 @@ impl FabricRegion {
         key: Arc<Vec<u8>>,
     ) -> Result<FabricRegion> {
         if base.checked_add(len).is_none() {
-            let text = format!("{len} bytes at {base:#x} exceed the address space");
-            return Err(Error::new(ErrorKind::System, text));
+            let text = format!("the peer offers {library} a pool that exceeds the address space");
+            return Err(Error::new(ErrorKind::System, text)
+                .with("address", format_args!("{base:#x}"))
+                .with("bytes", len));
         }
         Ok(FabricRegion { peer, library, base, len, key, ended: AtomicBool::new(false) })
     }
@@ -156,7 +163,7 @@ impl FabricRegion {
         read.map_err(|error| match error {
             fabric::Error::DeadlinePassed => deadline.error(&doing),
             fabric::Error::Cancelled => interruption.take().unwrap_or_else(|| deadline.error(&doing)),
-            other => not_enabled(&other),
+            other => Error::new(ErrorKind::NotEnabled, other.to_string()),
         })
     }
 
@@ -172,8 +179,4 @@ impl fmt::Debug for FabricRegion {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "FabricRegion({} bytes)", self.len)
     }
-}
-
-fn not_enabled(error: &fabric::Error) -> Error {
-    Error::new(ErrorKind::NotEnabled, error.to_string())
 }

@@ -35,7 +35,9 @@ impl Shared {
             return Ok(Err(NOTHING_SHARED.into()));
         }
         let taken = match (&self.resources.fabric, offer) {
-            (Err(reason), _) => Err(format!("{NOTHING_SHARED}, and UCX is not used: {reason}").into()),
+            (Err(reason), _) => {
+                Err(format!("{NOTHING_SHARED}, and this side uses neither UCX nor NIXL: {reason}").into())
+            }
             (Ok(fabric), None) => Err(format!("the peer does not use {}", fabric.library().name()).into()),
             (Ok(fabric), Some(offer)) => fabric.take(offer).map_err(|error| error.to_string().into()),
         };

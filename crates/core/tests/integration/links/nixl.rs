@@ -164,7 +164,7 @@ fn a_failure_of_nixl_fails_the_call() {
     let all: Vec<i64> = (0..BLOCKS).collect();
     let pushed = push_blocks(&both.remote, &both.far, &all, of(1, row(&both.near, 0)), &all);
     let error = pushed.unwrap_err().to_string();
-    assert!(error.contains("the peer cannot read by NIXL"), "{error}");
+    assert!(error.contains("the peer cannot read by NIXL, and reports: the peer cannot be read"), "{error}");
     assert_eq!(paths(&both.local), (0, 0));
 }
 
@@ -176,15 +176,17 @@ fn an_engine_that_cannot_use_nixl_says_why() {
     missing.links.fabric.nixl_library = Some("/nowhere/libnixl_capi.so".into());
     let refuses = with(1, fake_nixl(&[("REFUSE_nixl_capi_create_backend", "-2")]));
     let wants_rdma = with(1, fake_nixl(&[("REQUIRE_RDMA", "1"), ("TLS", "tcp")]));
-    for (config, reason) in [
-        (without_token, "NIXL needs a token"),
-        (missing, "NIXL cannot be used: /nowhere/libnixl_capi.so"),
-        (refuses, "nixl_capi_create_backend failed: the backend failed (NIXL status -2)"),
-        (wants_rdma, "nixl_capi_create_backend failed"),
+    let pinned = with(1, fake_nixl(&[("REFUSE_nixl_capi_register_mem", "-2")]));
+    for (config, reasons) in [
+        (without_token, ["NIXL needs a token", "llm.LinkToken"]),
+        (missing, ["NIXL cannot be used: /nowhere/libnixl_capi.so: cannot open shared", ""]),
+        (refuses, ["NIXL cannot be used: nixl_capi_create_backend failed: the backend", "(NIXL status -2)"]),
+        (wants_rdma, ["standard error output", "UCX_TLS chooses the transports (ib if it is not set)"]),
+        (pinned, ["NIXL cannot map a pool: nixl_capi_register_mem failed", "ulimit -l"]),
     ] {
         let error = opened(config).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NotEnabled, "{error}");
-        assert!(error.to_string().contains(reason), "{error}");
+        assert!(reasons.iter().all(|reason| error.to_string().contains(reason)), "{error}");
     }
     // The engine allows RDMA alone unless the program chooses.
     drop(opened(with(1, fake_nixl(&[("REQUIRE_RDMA", "1")]))).unwrap());

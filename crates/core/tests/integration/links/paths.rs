@@ -82,7 +82,10 @@ fn bytes_take_the_fastest_path_and_stats_show_it() {
         match way {
             Way::Tcp | Way::TcpDevice => {
                 let reason = reason.unwrap();
-                assert!(reason.contains("no memory is shared, and UCX is not used: "), "{way:?}: {reason}");
+                assert!(
+                    reason.contains("no memory is shared, and this side uses neither UCX nor NIXL: "),
+                    "{way:?}: {reason}"
+                );
             }
             Way::ShmDevice => assert!(reason.unwrap().contains("belongs to a device"), "{way:?}"),
             Way::Fabric | Way::Nixl => assert!(reason.unwrap().contains("only pools"), "{way:?}"),
