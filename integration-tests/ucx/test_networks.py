@@ -7,29 +7,20 @@ if there is one. UCX uses TCP, so these tests say nothing about RDMA devices.
 from __future__ import annotations
 
 import os
-import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from network_namespaces import Hosts, possible
-from peers import GRACE, LINK_FAILED, OK, TIMEOUT, UNLINKED, Ends, Peer, by_blocks, equal, eventually, pattern
+from peers import GRACE, LINK_FAILED, OK, TIMEOUT, UNLINKED, Ends, eventually
+from two_hosts import LIMIT_MS, arrived, check_late_pull, check_pull_moved_by_library, linked, options, pull
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LIBRARY = os.environ.get("LLM_DATADIST_UCX_LIBRARY", "")
 OTHER = os.environ.get("LLM_DATADIST_OTHER_UCX_LIBRARY", "")
-OPTIONS = {
-    "llm__LinkToken": "a shared token of some length",
-    "llm__TransferBackend": "ucx",
-    "llm__UcxLibrary": LIBRARY,
-    "llm__LinkHeartbeat": 100,
-    "llm__LinkSilence": 1500,
-    "pool": 64 << 20,
-    "accessible": True,
-}
-BLOCKS, ELEMENTS = 16, 1 << 20
+OPTIONS = options("ucx", LIBRARY)
 
 pytestmark = pytest.mark.skipif(not (LIBRARY and possible()), reason="needs a real UCX and network namespaces")
 
@@ -40,72 +31,39 @@ def hosts() -> Iterator[Hosts]:
         yield Hosts(ends, {"UCX_TLS": "tcp"})
 
 
-def linked(hosts: Hosts, limit_ms: int = 20_000) -> tuple[Peer, Peer]:
-    """Two engines with a cache of 16 MiB each."""
-    given = {**OPTIONS, "llm__SyncKvCacheWaitTime": limit_ms}
-    near, far = hosts.open(given, given)
-    assert near.link_clusters([far.at])[1] == [OK]
-    far.allocate("f", BLOCKS, ELEMENTS // 2, 2, blocks=True, keys=[by_blocks(0)], seed=5)
-    near.allocate("n", BLOCKS, ELEMENTS // 2, 2, blocks=True, seed=1)
-    return near, far
+def test_pulls_use_ucx(hosts: Hosts) -> None:
+    check_pull_moved_by_library(*linked(hosts, OPTIONS))
 
 
-def pull(near: Peer) -> Any:
-    """Pull all blocks. Return the status, and the seconds that it took."""
-    status, seconds, _ = near.timed("pull_blocks", by_blocks(2), "n", range(BLOCKS), range(BLOCKS))
-    return status, seconds
-
-
-def arrived(near: Peer) -> bool:
-    """Whether all bytes are in place."""
-    return bool(equal(near.read("n"), pattern(5, 2, BLOCKS, ELEMENTS // 2)))
-
-
-def test_pulls_and_pushes_use_ucx(hosts: Hosts) -> None:
-    near, far = linked(hosts)
-    assert pull(near)[0] == OK
-    assert arrived(near)
-    [link] = near.links()
-    assert link["paths"]["fabric"]["bytes"] == BLOCKS * ELEMENTS
-    assert link["paths"]["sockets"]["bytes"] == 0
-    assert link["sockets_reason"] is None
-    assert far.links()[0]["transport"] == "tcp"
-
-
-def test_a_throttled_cable(hosts: Hosts) -> None:
+def test_late_pulls_over_throttled_cable_write_nothing_afterwards(hosts: Hosts) -> None:
     """The pull needs more than a second, and has less."""
-    near, _ = linked(hosts, limit_ms=400)
+    reader, _ = linked(hosts, OPTIONS, LIMIT_MS)
     hosts.throttle(100)
     for seed in range(3):
-        status, seconds = pull(near)
-        assert status == TIMEOUT
-        assert seconds < 0.4 + GRACE
-        near.fill("n", seed)
-        time.sleep(0.5)
-        assert equal(near.read("n"), pattern(seed, 2, BLOCKS, ELEMENTS // 2)), "bytes came after the end"
+        check_late_pull(reader, seed)
     hosts.throttle(10_000)
-    eventually(lambda: pull(near)[0] == OK, what="a pull")
-    assert arrived(near)
+    eventually(lambda: pull(reader)[0] == OK, what="a pull")
+    assert arrived(reader)
 
 
-def test_a_cut_cable(hosts: Hosts) -> None:
-    near, far = linked(hosts, limit_ms=400)
-    assert pull(near)[0] == OK
+def test_cut_cable_ends_pull_and_link(hosts: Hosts) -> None:
+    reader, owner = linked(hosts, OPTIONS, LIMIT_MS)
+    assert pull(reader)[0] == OK
     hosts.plug(up=False)
-    status, seconds = pull(near)
+    status, seconds = pull(reader)
     assert status in {TIMEOUT, UNLINKED}
-    assert seconds < 0.4 + GRACE
-    near.fill("n", 3)
-    eventually(lambda: near.links() == far.links() == [], 5, "the end of the link")
+    assert seconds < LIMIT_MS / 1000 + GRACE
+    reader.fill("read", 3)
+    eventually(lambda: reader.links() == owner.links() == [], 5, "the end of the link")
     hosts.plug(up=True)
-    eventually(lambda: near.link_clusters([far.at], 1000)[1] == [OK], what="the link")
-    assert equal(near.read("n"), pattern(3, 2, BLOCKS, ELEMENTS // 2)), "bytes came after the end"
-    eventually(lambda: pull(near)[0] == OK, what="a pull")
-    assert arrived(near)
+    eventually(lambda: reader.link_clusters([owner.at], 1000)[1] == [OK], what="the link")
+    assert arrived(reader, 3), "bytes came after the end"
+    eventually(lambda: pull(reader)[0] == OK, what="a pull")
+    assert arrived(reader)
 
 
 @pytest.mark.skipif(not OTHER, reason="needs another version of UCX")
-def test_versions_that_differ(hosts: Hosts) -> None:
-    near, far = hosts.open(OPTIONS, {**OPTIONS, "llm__UcxLibrary": OTHER})
-    assert near.link_clusters([far.at])[1] == [LINK_FAILED]
-    assert "uses UCX" in near.said()
+def test_different_versions_refuse_to_link(hosts: Hosts) -> None:
+    reader, owner = hosts.open(OPTIONS, options("ucx", OTHER))
+    assert reader.link_clusters([owner.at])[1] == [LINK_FAILED]
+    assert "uses UCX" in reader.said()

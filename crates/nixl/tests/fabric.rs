@@ -5,23 +5,26 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs, reason = "tests")]
 
 mod fake;
+#[path = "../../fabric/tests/shared/pair.rs"]
+mod pair;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use fake::{LONG, PIECE, Pair, fake, fake_of_version, library, open_handles, refuse, runs_alone};
-use llm_datadist_fabric::{Error, Fabric as _, Peer, Piece};
+use fake::{fake, fake_of_version, library, map_target, new_pair, open_handles, pair_with, refuse};
+use llm_datadist_fabric::{Error, Peer, Piece};
 use llm_datadist_nixl::{Fabric, Library, Options};
+use pair::{LONG, PIECE, resident_pages, runs_alone};
 
 #[test]
 fn bytes_arrive_in_any_order_and_beyond_one_request() {
     for (pieces, settings) in [(1, &[][..]), (5000, &[][..]), (1500, &[("AT_ONCE", "1")][..])] {
-        let mut pair = Pair::new(pieces, settings);
+        let mut pair = new_pair(pieces, settings);
         let peer = pair.peer();
         for mapped in [false, true] {
-            pair.map_target(mapped);
+            map_target(&mut pair, mapped);
             pair.target.fill(0);
             pair.read(&*peer, LONG).unwrap();
             assert!(pair.arrived(), "{pieces} pieces, mapped {mapped}");
@@ -34,7 +37,7 @@ fn bytes_arrive_in_any_order_and_beyond_one_request() {
 
 #[test]
 fn long_and_empty_pieces_are_cut_into_requests() {
-    let pair = Pair::new(40_000, &[]);
+    let pair = new_pair(40_000, &[]);
     let lens = [0, 1, 20 << 20, 7, 0, 12 << 20, 0];
     let (mut pieces, mut at) = (Vec::new(), 0);
     for len in lens {
@@ -52,7 +55,7 @@ fn long_and_empty_pieces_are_cut_into_requests() {
 
 #[test]
 fn a_read_that_is_late_ends_at_its_deadline_and_no_byte_arrives_afterwards() {
-    let mut pair = Pair::new(2000, &[]);
+    let mut pair = new_pair(2000, &[]);
     for end in [0, 1, 700, 1999] {
         let peer = pair.peer();
         pair.set("STALL", end);
@@ -73,7 +76,7 @@ fn a_read_that_is_late_ends_at_its_deadline_and_no_byte_arrives_afterwards() {
 /// Requests in flight that end soon after the deadline cost no agent.
 #[test]
 fn a_read_that_is_given_up_waits_shortly_for_its_requests() {
-    let mut pair = Pair::with(10, &[("STALL", "5")], &Options { drain: LONG, ..Options::default() });
+    let mut pair = pair_with(10, &[("STALL", "5")], &Options { drain: LONG, ..Options::default() });
     let peer = pair.peer();
     thread::scope(|scope| {
         let late = scope.spawn(|| pair.read(&*peer, Duration::from_millis(30)));
@@ -91,7 +94,7 @@ fn a_read_that_is_given_up_waits_shortly_for_its_requests() {
 /// Negative control of `a_read_that_is_late_ends_at_its_deadline_and_no_byte_arrives_afterwards`: a library that writes late is noticed.
 #[test]
 fn late_bytes_are_noticed() {
-    let mut pair = Pair::new(100, &[("LATE", "1"), ("STALL", "10")]);
+    let mut pair = new_pair(100, &[("LATE", "1"), ("STALL", "10")]);
     pair.read(&*pair.peer(), Duration::from_millis(30)).unwrap_err();
     pair.target.fill(0xEE);
     thread::sleep(Duration::from_millis(300));
@@ -100,7 +103,7 @@ fn late_bytes_are_noticed() {
 
 #[test]
 fn a_caller_can_cancel() {
-    let pair = Pair::new(10, &[("STALL", "3")]);
+    let pair = new_pair(10, &[("STALL", "3")]);
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {
         let read = scope.spawn(|| {
@@ -117,7 +120,7 @@ fn a_caller_can_cancel() {
 #[test]
 fn the_deadline_is_checked_between_requests() {
     // Ten requests, each of which takes 40 ms to post.
-    let pair = Pair::new(5000, &[("SLOW_POST", "40")]);
+    let pair = new_pair(5000, &[("SLOW_POST", "40")]);
     let started = Instant::now();
     assert_eq!(pair.read(&*pair.peer(), Duration::from_millis(100)), Err(Error::DeadlinePassed));
     assert!(started.elapsed() < Duration::from_millis(250), "{:?}", started.elapsed());
@@ -125,7 +128,7 @@ fn the_deadline_is_checked_between_requests() {
 
 #[test]
 fn a_deadline_that_has_passed_costs_no_agent() {
-    let pair = Pair::new(1, &[]);
+    let pair = new_pair(1, &[]);
     let peer = pair.peer();
     pair.read(&*peer, LONG).unwrap();
     assert_eq!(pair.read(&*peer, Duration::ZERO), Err(Error::DeadlinePassed));
@@ -134,7 +137,7 @@ fn a_deadline_that_has_passed_costs_no_agent() {
 
 #[test]
 fn a_read_that_waits_sleeps() {
-    let pair = Pair::new(10, &[("STALL", "0")]);
+    let pair = new_pair(10, &[("STALL", "0")]);
     let used = || {
         // SAFETY: zeros are a time.
         let mut time: libc::timespec = unsafe { std::mem::zeroed() };
@@ -150,7 +153,7 @@ fn a_read_that_waits_sleeps() {
 
 #[test]
 fn giving_up_one_read_leaves_the_others_of_the_same_peer_alone() {
-    let pair = Pair::new(50, &[("STALL", "0")]);
+    let pair = new_pair(50, &[("STALL", "0")]);
     let peer = pair.peer();
     thread::scope(|scope| {
         let late = scope.spawn(|| pair.read(&*peer, Duration::from_millis(50)));
@@ -164,7 +167,7 @@ fn giving_up_one_read_leaves_the_others_of_the_same_peer_alone() {
 
 #[test]
 fn reads_beyond_the_agents_of_a_peer_wait() {
-    let pair = Pair::with(20, &[("STALL", "0")], &Options { readers: 2, ..Options::default() });
+    let pair = pair_with(20, &[("STALL", "0")], &Options { readers: 2, ..Options::default() });
     let peer = pair.peer();
     thread::scope(|scope| {
         let reads: Vec<_> = (0..6).map(|_| scope.spawn(|| pair.read(&*peer, LONG))).collect();
@@ -182,7 +185,7 @@ fn reads_beyond_the_agents_of_a_peer_wait() {
 
 #[test]
 fn a_peer_that_is_lost_fails_its_reads() {
-    let pair = Pair::new(500, &[("STALL", "20")]);
+    let pair = new_pair(500, &[("STALL", "20")]);
     let peer = pair.peer();
     thread::scope(|scope| {
         let read = scope.spawn(|| pair.read(&*peer, LONG));
@@ -199,7 +202,7 @@ fn a_peer_that_is_lost_fails_its_reads() {
 
 #[test]
 fn memory_that_was_not_mapped_cannot_be_read() {
-    let pair = Pair::new(10, &[]);
+    let pair = new_pair(10, &[]);
     let mut beyond = pair.pieces();
     beyond[3].remote += (10 * PIECE) as u64;
     // SAFETY: the destinations live longer.
@@ -213,7 +216,7 @@ fn memory_that_was_not_mapped_cannot_be_read() {
 
 #[test]
 fn a_fabric_that_is_dropped_ends_its_reads() {
-    let mut pair = Pair::new(100, &[("STALL", "10")]);
+    let mut pair = new_pair(100, &[("STALL", "10")]);
     let (peer, key, pieces) = (pair.peer(), pair.key(), pair.pieces());
     let again = pair.pieces();
     thread::scope(|scope| {
@@ -226,16 +229,11 @@ fn a_fabric_that_is_dropped_ends_its_reads() {
         });
         thread::sleep(Duration::from_millis(50));
         let other = Fabric::open(&library(), &Options::default()).unwrap();
-        let dropped = std::mem::replace(&mut pair.reader, other);
+        let dropped = std::mem::replace(&mut pair.reader, Box::new(other));
         assert!(!read.is_finished());
         drop(dropped);
         assert_eq!(read.join().unwrap(), (Err(Error::Closed), Err(Error::Closed)));
     });
-}
-
-fn resident_pages() -> u64 {
-    let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
-    statm.split(' ').nth(1).unwrap().parse().unwrap()
 }
 
 #[test]
@@ -244,7 +242,7 @@ fn a_thousand_give_ups_leave_nothing() {
         return;
     }
     let options = Options { drain: Duration::ZERO, ..Options::default() };
-    let pair = Pair::with(4, &[("STALL", "0")], &options);
+    let pair = pair_with(4, &[("STALL", "0")], &options);
     let give_up = |times: usize| {
         thread::scope(|scope| {
             for _ in 0..4 {
@@ -272,7 +270,7 @@ fn an_agent_is_kept_for_the_next_read_and_ends_with_its_peer_or_a_mapping() {
     if runs_alone("an_agent_is_kept_for_the_next_read_and_ends_with_its_peer_or_a_mapping") {
         return;
     }
-    let mut pair = Pair::new(10, &[]);
+    let mut pair = new_pair(10, &[]);
     assert_eq!(open_handles(true), 2);
     let peer = pair.peer();
     for _ in 0..3 {
@@ -280,9 +278,9 @@ fn an_agent_is_kept_for_the_next_read_and_ends_with_its_peer_or_a_mapping() {
         assert_eq!(open_handles(true), 3);
     }
     // The idle agent may have registered memory that is unmapped now.
-    pair.map_target(true);
+    map_target(&mut pair, true);
     pair.read(&*peer, LONG).unwrap();
-    pair.map_target(false);
+    map_target(&mut pair, false);
     assert_eq!(open_handles(true), 2);
     pair.read(&*peer, LONG).unwrap();
     assert_eq!(open_handles(true), 3);
@@ -313,7 +311,7 @@ fn calls_that_the_library_refuses_are_named_and_leave_no_handle() {
         "nixl_capi_post_xfer_req",
         "nixl_capi_get_xfer_status",
     ];
-    let pair = Pair::new(10, &[]);
+    let pair = new_pair(10, &[]);
     let handles = open_handles(false);
     for call in calls {
         let peer = pair.peer();
@@ -331,9 +329,11 @@ fn calls_that_the_library_refuses_are_named_and_leave_no_handle() {
     refuse("nixl_capi_deregister_mem", 0);
     assert_eq!(open_handles(false), handles);
     let (all, library) = (open_handles(false), library());
+    let settings = vec![("TLS".to_owned(), "tcp".to_owned())];
+    let options = Options { settings, ..Options::default() };
     for call in &calls[..4] {
         refuse(call, -2);
-        let error = Fabric::open(&library, &pair.options).unwrap_err().to_string();
+        let error = Fabric::open(&library, &options).unwrap_err().to_string();
         refuse(call, 0);
         assert!(error.starts_with(&format!("{call} failed")), "{error}");
         assert_eq!(open_handles(false), all, "{call}");
@@ -403,7 +403,7 @@ fn the_version_is_that_of_the_file() {
 /// Only for the types of the interface.
 #[test]
 fn a_peer_can_be_shared() {
-    let pair = Pair::new(3, &[]);
+    let pair = new_pair(3, &[]);
     let peer: Arc<dyn Peer> = pair.peer().into();
     thread::scope(|scope| {
         for _ in 0..3 {

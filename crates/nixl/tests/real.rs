@@ -7,19 +7,15 @@
 #![allow(clippy::cast_precision_loss, clippy::print_stdout, reason = "figures that are printed")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs, reason = "tests")]
 
-use std::fmt::Write as _;
-use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, ChildStdout, Command, Stdio};
-use std::sync::Arc;
+#[path = "../../fabric/tests/shared/owner.rs"]
+mod owner;
+
 use std::thread;
 use std::time::{Duration, Instant};
 
-use llm_datadist_fabric::{Error, Fabric as _, Peer, Piece};
+use llm_datadist_fabric::{Error, Fabric as _};
 use llm_datadist_nixl::{Fabric, Library, Options};
-
-const LONG: Duration = Duration::from_secs(20);
-const BLOCK: usize = 64 << 10;
-const BLOCKS: usize = 2048;
+use owner::{BLOCK, BLOCKS, LONG, Owner, arrived, descriptors, percentiles, serve};
 
 fn open() -> Fabric {
     let path = std::env::var("LLM_DATADIST_NIXL_LIBRARY").expect("it names libnixl_capi.so");
@@ -33,97 +29,15 @@ fn open() -> Fabric {
     fabric
 }
 
-fn pattern(at: usize) -> u8 {
-    (at * 31 + at / 4099) as u8
-}
-
-fn hex(bytes: &[u8]) -> String {
-    let mut text = String::new();
-    for byte in bytes {
-        write!(text, "{byte:02x}").unwrap();
-    }
-    text
-}
-
-fn bytes(hex: &str) -> Vec<u8> {
-    (0..hex.len()).step_by(2).map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap()).collect()
-}
-
-/// The other process: it maps memory, and waits.
 #[test]
 #[ignore = "started by the tests below"]
 fn owner() {
-    if std::env::var_os("OWNER").is_none() {
-        return;
-    }
-    let fabric = open();
-    let memory: Vec<u8> = (0..BLOCK * BLOCKS).map(pattern).collect();
-    // SAFETY: the memory lives until the end of the process.
-    let mapping = unsafe { fabric.map(memory.as_ptr() as u64, memory.len() as u64) }.unwrap();
-    println!("OWNER {} {}", hex(&fabric.address().unwrap()), memory.as_ptr() as u64);
-    std::io::stdout().flush().unwrap();
-    let _ = std::io::stdin().read_line(&mut String::new());
-    drop(mapping);
-}
-
-struct Owner {
-    process: Child,
-    /// Kept open: after a minute, the test program of the owner says that it is slow.
-    _output: BufReader<ChildStdout>,
-    address: Vec<u8>,
-    start: u64,
-}
-
-impl Owner {
-    fn start() -> Owner {
-        let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["owner", "--exact", "--ignored", "--nocapture"]).env("OWNER", "1");
-        let mut process = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        let mut output = BufReader::new(process.stdout.take().unwrap());
-        let found = (&mut output)
-            .lines()
-            .map(Result::unwrap)
-            .find_map(|line| line.split_once("OWNER ").map(|(_, rest)| rest.to_owned()));
-        let found = found.expect("the owner did not start");
-        let (address, start) = found.split_once(' ').unwrap();
-        Owner { process, _output: output, address: bytes(address), start: start.parse().unwrap() }
-    }
-
-    fn signal(&self, signal: i32) {
-        // SAFETY: a process of this test.
-        unsafe { libc::kill(self.process.id() as i32, signal) };
-    }
-}
-
-impl Drop for Owner {
-    fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
-    }
-}
-
-/// All blocks, in an order in which no two neighbours follow each other.
-fn pieces(target: &[u8], start: u64) -> Vec<Piece> {
-    let piece = |at: usize| Piece {
-        local: target.as_ptr() as u64 + (at * BLOCK) as u64,
-        remote: start + (at * BLOCK) as u64,
-        len: BLOCK as u64,
-    };
-    (0..BLOCKS).map(|at| piece(at * 1021 % BLOCKS)).collect()
-}
-
-fn read(peer: &dyn Peer, owner: &Owner, target: &[u8], deadline: Instant) -> Result<(), Error> {
-    // SAFETY: the destinations live longer.
-    unsafe { peer.read(&Arc::default(), pieces(target, owner.start), Some(deadline), &|| false) }
+    serve(open);
 }
 
 fn resident_mib() -> u64 {
     let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
     statm.split(' ').nth(1).unwrap().parse::<u64>().unwrap() / 256
-}
-
-fn descriptors(pid: u32) -> usize {
-    std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().count()
 }
 
 #[test]
@@ -138,10 +52,10 @@ fn bytes_arrive() {
         let mapping =
             registered.then(|| unsafe { fabric.map(target.as_ptr() as u64, target.len() as u64) }.unwrap());
         let started = Instant::now();
-        read(&*peer, &owner, &target, started + LONG).unwrap();
+        owner.read(&*peer, &target, started + LONG).unwrap();
         let rate = target.len() as f64 / started.elapsed().as_secs_f64() / 1e9;
         println!("registered {registered}: {rate:.2} GB/s");
-        assert!(target.iter().enumerate().all(|(at, &byte)| byte == pattern(at)));
+        assert!(arrived(&target));
         drop(mapping);
     }
 }
@@ -171,7 +85,7 @@ fn give_up(stops: bool) {
         target.fill(0);
         let deadline = Instant::now() + Duration::from_millis(35 + round % 29);
         let outcome = thread::scope(|scope| {
-            let reading = scope.spawn(|| read(&*peer, &owner, &target, deadline));
+            let reading = scope.spawn(|| owner.read(&*peer, &target, deadline));
             if stops {
                 thread::sleep(Duration::from_millis(27 + round % 11));
                 owner.signal(libc::SIGSTOP);
@@ -193,14 +107,11 @@ fn give_up(stops: bool) {
         }
         most_descriptors = most_descriptors.max(descriptors(std::process::id()));
         if round % 10 == 0 {
-            read(&*peer, &owner, &target, Instant::now() + LONG).unwrap();
-            assert!(target.iter().enumerate().all(|(at, &byte)| byte == pattern(at)), "round {round}");
+            owner.read(&*peer, &target, Instant::now() + LONG).unwrap();
+            assert!(arrived(&target), "round {round}");
         }
     }
-    late.sort();
-    let at =
-        |percent: usize| late.get(late.len() * percent / 100).or(late.last()).copied().unwrap_or_default();
-    let (given_up, rounds, times) = (late.len(), rounds(), [50, 99, 100].map(at));
+    let (given_up, rounds, times) = (late.len(), rounds(), percentiles(late));
     println!(
         "{given_up} of {rounds} reads were given up, {begun} of them in the middle; {aborted} owners aborted"
     );
@@ -233,7 +144,7 @@ fn an_owner_that_dies_fails_the_read() {
     owner.process.kill().unwrap();
     owner.process.wait().unwrap();
     let started = Instant::now();
-    let failed = read(&*peer, &owner, &target, started + LONG).unwrap_err();
+    let failed = owner.read(&*peer, &target, started + LONG).unwrap_err();
     println!("{failed}, after {:?}", started.elapsed());
 }
 
@@ -243,17 +154,9 @@ fn an_idle_fabric_takes_no_time() {
     let (owner, fabric) = (Owner::start(), open());
     let peer = fabric.peer(owner.address.clone());
     let target = vec![0u8; BLOCK * BLOCKS];
-    read(&*peer, &owner, &target, Instant::now() + LONG).unwrap();
+    owner.read(&*peer, &target, Instant::now() + LONG).unwrap();
     thread::sleep(Duration::from_millis(500));
-    let used = |pid: u32| -> u64 {
-        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
-        let words: Vec<&str> = stat.rsplit_once(") ").unwrap().1.split(' ').collect();
-        words[11].parse::<u64>().unwrap() + words[12].parse::<u64>().unwrap()
-    };
-    let both = || used(std::process::id()) + used(owner.process.id());
-    let before = both();
-    thread::sleep(Duration::from_secs(2));
-    let ticks = both() - before;
+    let ticks = owner.idle_ticks();
     println!("{ticks} ticks of 10 ms in two seconds, of both processes");
     assert!(ticks <= 2, "{ticks} ticks of 10 ms in two seconds");
 }

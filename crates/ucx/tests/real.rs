@@ -7,19 +7,16 @@
 #![allow(clippy::cast_precision_loss, clippy::print_stdout, reason = "a rate that is printed")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs, reason = "tests")]
 
-use std::fmt::Write as _;
-use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, ChildStdout, Command, Stdio};
-use std::sync::Arc;
+#[path = "../../fabric/tests/shared/owner.rs"]
+mod owner;
+
+use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use llm_datadist_fabric::{Error, Fabric as _, Piece};
+use llm_datadist_fabric::{Error, Fabric as _};
 use llm_datadist_ucx::{Fabric, Library, Options};
-
-const LONG: Duration = Duration::from_secs(20);
-const BLOCK: usize = 64 << 10;
-const BLOCKS: usize = 2048;
+use owner::{BLOCK, BLOCKS, LONG, Owner, arrived, descriptors, percentiles, serve};
 
 fn open() -> Fabric {
     let path = std::env::var("LLM_DATADIST_UCX_LIBRARY").expect("LLM_DATADIST_UCX_LIBRARY names libucp.so.0");
@@ -80,16 +77,12 @@ fn rates_beside_perftest() {
     for round in 0..7 {
         let started = Instant::now();
         for _ in 0..8 {
-            // SAFETY: the destinations live longer.
-            unsafe {
-                peer.read(&owner.key, pieces(&target, owner.start), Some(Instant::now() + LONG), &|| false)
-            }
-            .unwrap();
+            owner.read(&*peer, &target, Instant::now() + LONG).unwrap();
         }
         ours.push(8.0 * target.len() as f64 / started.elapsed().as_secs_f64() / 1e9);
         theirs.extend(perftest(13_400 + round));
     }
-    assert!(target.iter().enumerate().all(|(at, &byte)| byte == pattern(at)));
+    assert!(arrived(&target));
     let median = |rates: &mut Vec<f64>| {
         rates.sort_by(f64::total_cmp);
         rates.get(rates.len() / 2).copied()
@@ -98,88 +91,10 @@ fn rates_beside_perftest() {
     drop(mapping);
 }
 
-fn pattern(at: usize) -> u8 {
-    (at * 31 + at / 4099) as u8
-}
-
-fn hex(bytes: &[u8]) -> String {
-    let mut text = String::new();
-    for byte in bytes {
-        write!(text, "{byte:02x}").unwrap();
-    }
-    text
-}
-
-fn bytes(hex: &str) -> Vec<u8> {
-    (0..hex.len()).step_by(2).map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap()).collect()
-}
-
-/// The other process: it maps memory, and waits.
 #[test]
 #[ignore = "started by the tests below"]
 fn owner() {
-    if std::env::var_os("OWNER").is_none() {
-        return;
-    }
-    let fabric = open();
-    let memory: Vec<u8> = (0..BLOCK * BLOCKS).map(pattern).collect();
-    // SAFETY: the memory lives until the end of the process.
-    let mapping = unsafe { fabric.map(memory.as_ptr() as u64, memory.len() as u64) }.unwrap();
-    println!("OWNER {} {} {}", hex(&fabric.address().unwrap()), hex(mapping.key()), memory.as_ptr() as u64);
-    std::io::stdout().flush().unwrap();
-    let _ = std::io::stdin().read_line(&mut String::new());
-}
-
-struct Owner {
-    process: Child,
-    /// Kept open: after a minute, the test program of the owner says that it is slow.
-    _output: BufReader<ChildStdout>,
-    address: Vec<u8>,
-    key: Arc<Vec<u8>>,
-    start: u64,
-}
-
-impl Owner {
-    fn start() -> Owner {
-        let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["owner", "--exact", "--ignored", "--nocapture"]).env("OWNER", "1");
-        let mut process = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        let mut output = BufReader::new(process.stdout.take().unwrap());
-        let found = (&mut output)
-            .lines()
-            .map(Result::unwrap)
-            .find_map(|line| line.split_once("OWNER ").map(|(_, rest)| rest.to_owned()));
-        let found = found.expect("the owner did not start");
-        let words: Vec<&str> = found.split(' ').collect();
-        let (address, key) = (bytes(words[0]), Arc::new(bytes(words[1])));
-        Owner { process, _output: output, address, key, start: words[2].parse().unwrap() }
-    }
-
-    fn signal(&self, signal: i32) {
-        // SAFETY: a process of this test.
-        unsafe { libc::kill(self.process.id() as i32, signal) };
-    }
-}
-
-impl Drop for Owner {
-    fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
-    }
-}
-
-/// All blocks, in an order in which no two neighbours follow each other.
-fn pieces(target: &[u8], start: u64) -> Vec<Piece> {
-    let piece = |at: usize| Piece {
-        local: target.as_ptr() as u64 + (at * BLOCK) as u64,
-        remote: start + (at * BLOCK) as u64,
-        len: BLOCK as u64,
-    };
-    (0..BLOCKS).map(|at| piece(at * 1021 % BLOCKS)).collect()
-}
-
-fn descriptors(pid: u32) -> usize {
-    std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().count()
+    serve(open);
 }
 
 #[test]
@@ -199,14 +114,12 @@ fn bytes_arrive() {
         let mapping =
             registered.then(|| unsafe { fabric.map(target.as_ptr() as u64, target.len() as u64) }.unwrap());
         let started = Instant::now();
-        // SAFETY: the destinations live longer.
-        unsafe { peer.read(&owner.key, pieces(&target, owner.start), Some(started + LONG), &|| false) }
-            .unwrap();
+        owner.read(&*peer, &target, started + LONG).unwrap();
         println!(
             "registered {registered}: {:.2} GB/s",
             target.len() as f64 / started.elapsed().as_secs_f64() / 1e9
         );
-        assert!(target.iter().enumerate().all(|(at, &byte)| byte == pattern(at)));
+        assert!(arrived(&target));
         drop(mapping);
     }
 }
@@ -224,8 +137,7 @@ fn no_byte_arrives_after_a_read_was_given_up() {
     for round in 0..rounds {
         owner.signal(libc::SIGSTOP);
         let deadline = Instant::now() + Duration::from_millis(20 + round % 7);
-        // SAFETY: the destinations live longer.
-        let read = unsafe { peer.read(&owner.key, pieces(&target, owner.start), Some(deadline), &|| false) };
+        let read = owner.read(&*peer, &target, deadline);
         if let Err(error) = &read {
             assert_eq!(*error, Error::DeadlinePassed);
             late.push(deadline.elapsed());
@@ -242,22 +154,14 @@ fn no_byte_arrives_after_a_read_was_given_up() {
         if round % 10 > 0 {
             continue;
         }
-        // SAFETY: as above.
-        let again = unsafe {
-            peer.read(&owner.key, pieces(&target, owner.start), Some(Instant::now() + LONG), &|| false)
-        };
+        let again = owner.read(&*peer, &target, Instant::now() + LONG);
         again.unwrap();
-        assert!(target.iter().enumerate().all(|(at, &byte)| byte == pattern(at)), "round {round}");
+        assert!(arrived(&target), "round {round}");
     }
-    late.sort();
-    let at =
-        |percent: usize| late.get(late.len() * percent / 100).or(late.last()).copied().unwrap_or_default();
+    let times = percentiles(late);
     println!(
-        "UCX {}: {given_up} of {rounds} reads were given up, {:?} after their deadline (median), {:?} (99 %), {:?} at most",
-        fabric.version(),
-        at(50),
-        at(99),
-        at(100)
+        "UCX {}: {given_up} of {rounds} reads were given up, {times:?} after their deadline (median, 99 %, at most)",
+        fabric.version()
     );
     println!("{:?}; at most {most_descriptors:?} descriptors, of reader and owner", fabric.counts());
 }
@@ -270,10 +174,7 @@ fn an_owner_that_dies_fails_the_read() {
     let target = vec![0u8; BLOCK * BLOCKS];
     owner.process.kill().unwrap();
     owner.process.wait().unwrap();
-    // SAFETY: the destinations live longer.
-    let read = unsafe {
-        peer.read(&owner.key, pieces(&target, owner.start), Some(Instant::now() + LONG), &|| false)
-    };
+    let read = owner.read(&*peer, &target, Instant::now() + LONG);
     println!("{}", read.unwrap_err());
 }
 
@@ -283,18 +184,8 @@ fn an_idle_fabric_takes_no_time() {
     let (owner, fabric) = (Owner::start(), open());
     let peer = fabric.peer(owner.address.clone());
     let target = vec![0u8; BLOCK * BLOCKS];
-    // SAFETY: the destinations live longer.
-    unsafe { peer.read(&owner.key, pieces(&target, owner.start), Some(Instant::now() + LONG), &|| false) }
-        .unwrap();
+    owner.read(&*peer, &target, Instant::now() + LONG).unwrap();
     thread::sleep(Duration::from_millis(500));
-    let used = |pid: u32| -> u64 {
-        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
-        let words: Vec<&str> = stat.rsplit_once(") ").unwrap().1.split(' ').collect();
-        words[11].parse::<u64>().unwrap() + words[12].parse::<u64>().unwrap()
-    };
-    let both = || used(std::process::id()) + used(owner.process.id());
-    let before = both();
-    thread::sleep(Duration::from_secs(2));
-    let ticks = both() - before;
+    let ticks = owner.idle_ticks();
     assert!(ticks <= 2, "{ticks} ticks of 10 ms in two seconds");
 }

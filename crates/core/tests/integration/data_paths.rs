@@ -14,11 +14,11 @@ use llm_datadist_core::testing::memory::{PeerProcess, Reach, Region, Tensors, ow
 use llm_datadist_core::testing::net::Stream;
 use llm_datadist_core::testing::plan::{CopyPlan, LocalEnd};
 use llm_datadist_core::testing::protocol::Run;
-use llm_datadist_core::{Config, Deadline, ErrorKind, Placement};
+use llm_datadist_core::{Backend, Config, Deadline, ErrorKind, FabricConfig, Placement};
 use llm_datadist_testing::{SimDevice, Stall};
 
 use crate::fixtures::{Buffer, block_plan, config, copy_engine, eventually, local_streams, tensors_over};
-use crate::links::{fabric, fake_ucp};
+use crate::links::stand_ins::{self, stand_in};
 use crate::peer_memory::{Peer, ROW, ROWS, TENSOR, TENSORS, source};
 
 const REACHES: [Reach; 5] = [Reach::Host, Reach::HostRead, Reach::Process, Reach::Fabric, Reach::Device];
@@ -117,15 +117,14 @@ impl Destination {
 
 /// Memory of this process that the stand-in for UCX reads like that of a peer.
 struct Library {
-    name: &'static str,
+    config: FabricConfig,
     source: PeerTensors,
     _peer: PeerFabric,
     _owner: EngineFabric,
 }
 
 impl Library {
-    /// `name` must be unique among the tests.
-    fn new(name: &'static str) -> Library {
+    fn new() -> Library {
         let region = Arc::new(Region::shared("library", (TENSORS * TENSOR) as u64).unwrap());
         let offsets: Vec<_> = (0..TENSORS).map(|tensor| (tensor * TENSOR) as u64).collect();
         let own =
@@ -135,12 +134,12 @@ impl Library {
         let (from, to) = ((&filled, Placement::Host), (&Arc::new(own), Placement::Host));
         let plan = block_plan(&all, ROW as u64, TENSORS as u32);
         copy_engine().run(plan, from, to, Staging::DEFAULT, soon(), &Arc::default()).unwrap();
-        let settings = fake_ucp(&[("FAKE_NAME", name)]);
-        let owner = EngineFabric::open(&settings, true, [Some(region), None]).unwrap().unwrap();
+        let config = stand_in(Backend::Ucx, &[]);
+        let owner = EngineFabric::open(&config, true, [Some(region), None]).unwrap().unwrap();
         let peer = owner.take(&owner.offer()).unwrap();
         let runs = Run::pack(&offsets).unwrap();
         let (tensors, pool) = peer.tensors(0, &runs, TENSORS as u32, TENSOR as u64).unwrap().unwrap();
-        Library { name, source: PeerTensors::Fabric(tensors, pool), _peer: peer, _owner: owner }
+        Library { config, source: PeerTensors::Fabric(tensors, pool), _peer: peer, _owner: owner }
     }
 }
 
@@ -153,7 +152,7 @@ fn serve(plan: &Arc<CopyPlan>, stream: &Stream) {
 
 #[test]
 fn paths_move_equal_bytes() {
-    let (peer, library) = (Peer::start(), Library::new("paths move equal bytes"));
+    let (peer, library) = (Peer::start(), Library::new());
     let plan = Arc::new(block_plan(&pairs(), ROW as u64, TENSORS as u32));
     assert!(plan.waves().len() > 1, "the order of the blocks matters");
     let destinations = || {
@@ -179,7 +178,7 @@ fn paths_move_equal_bytes() {
 
 #[test]
 fn paths_report_reachable_memory_and_hops() {
-    let (peer, library) = (Peer::start(), Library::new("reachable memory"));
+    let (peer, library) = (Peer::start(), Library::new());
     let [mapped, process] = peer.sources();
     let (stream, _other) = local_streams("which_memory");
     let into = |host, device| {
@@ -215,7 +214,7 @@ fn paths_report_reachable_memory_and_hops() {
 
 #[test]
 fn paths_refuse_unreachable_memory() {
-    let (peer, library) = (Peer::start(), Library::new("unreachable memory"));
+    let (peer, library) = (Peer::start(), Library::new());
     let plan = Arc::new(block_plan(&pairs(), ROW as u64, TENSORS as u32));
     let (stream, _other) = local_streams("refused");
     let (engine, progress) = (copy_engine(), Arc::<Progress>::default());
@@ -250,10 +249,10 @@ fn a_read_that_is_given_up_leaves_its_destination_alone() {
     };
     let unchanged = |buffer: &Buffer| buffer.read(0, TENSORS * TENSOR).iter().all(|&byte| byte == 0xEE);
 
-    let (library, held) = (Library::new("given up"), Arc::new(()));
-    fabric::set(library.name, "STALL", 0);
+    let (library, held) = (Library::new(), Arc::new(()));
+    stand_ins::set(Backend::Ucx, &library.config, "STALL", 0);
     let (buffer, _tensors, error) = given_up(&mut *library.source.path(), &held);
-    fabric::set(library.name, "STALL", i64::MAX);
+    stand_ins::set(Backend::Ucx, &library.config, "STALL", i64::MAX);
     assert_eq!((error.fact(STILL_READING), Arc::strong_count(&held)), (None, 1));
     assert!(unchanged(&buffer), "UCX wrote after the read was given up");
 

@@ -7,7 +7,7 @@ mod broken_streams;
 mod communicators;
 mod deadlines;
 mod ensure_link;
-pub(crate) mod fabric;
+mod fabric;
 pub mod fake_peer;
 mod identity;
 mod kv_layouts;
@@ -24,6 +24,7 @@ mod push_ahead;
 mod races;
 mod rings;
 mod silent_memory;
+pub(crate) mod stand_ins;
 mod streams;
 mod verification;
 
@@ -36,13 +37,10 @@ use llm_datadist_core::testing::device::{DeviceSet, HostReach};
 use llm_datadist_core::testing::net::{Accepted, Address, Listener, Stream, Tcp, Transport, Unix};
 use llm_datadist_core::testing::session::Transports;
 use llm_datadist_core::{
-    Backend, Cache, CacheDesc, CacheKey, CacheKind, ClusterId, Config, DataDist, Deadline, End, FabricConfig,
-    Layers, Name, PeerAddress, Placement, PoolConfig, PullRows, PushRows, RemoteName, Result, Role, Token,
-    TransportChoice,
+    Backend, Cache, CacheDesc, CacheKey, CacheKind, ClusterId, Config, DataDist, Deadline, End, Layers, Name,
+    PeerAddress, Placement, PoolConfig, PullRows, PushRows, RemoteName, Result, Role, Token, TransportChoice,
 };
 
-// The tests need the file of the stand-in for UCX, and no symbol of it.
-use fake_ucp as _;
 use llm_datadist_testing::{Local, SimDevice};
 
 use crate::fixtures::{self, Gated, Own, eventually};
@@ -168,7 +166,8 @@ fn config(cluster: u64, way: Way) -> Config {
     config.copy_workers = Some(2);
     config.links.transport = if way.shares_sockets() { TransportChoice::Auto } else { TransportChoice::Tcp };
     if way.has_fabric() {
-        config.links.fabric = if way == Way::Nixl { nixl::fake_nixl(&[]) } else { fake_ucp(&[]) };
+        let backend = if way == Way::Nixl { Backend::Nixl } else { Backend::Ucx };
+        config.links.fabric = stand_ins::stand_in(backend, &[]);
         config.links.token = Some(Token::new(TOKEN));
     }
     config.links.listen = Some("127.0.0.1:0".parse().unwrap());
@@ -178,14 +177,6 @@ fn config(cluster: u64, way: Way) -> Config {
     // Peers that a test simulates prove nothing; `identity` covers which peers are admitted.
     config.links.accept_remote = true;
     config
-}
-
-/// Has an engine use the stand-in for UCX, with settings.
-pub(crate) fn fake_ucp(settings: &[(&str, &str)]) -> FabricConfig {
-    let library = std::env::current_exe().unwrap().with_file_name("libfake_ucp.so");
-    assert!(library.exists(), "{} was not built", library.display());
-    let settings = settings.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect();
-    FabricConfig { backend: Backend::Ucx, ucx_library: Some(library), settings, ..FabricConfig::default() }
 }
 
 fn open(config: Config, way: Way) -> DataDist {

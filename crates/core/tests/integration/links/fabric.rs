@@ -2,146 +2,73 @@
 //!
 //! The other tests of links run over it too (`Way::Fabric`). `crates/ucx` tests reads alone, and with the real library.
 
-#![allow(unsafe_code, reason = "functions of a library that a test loads")]
-
-use std::ffi::{CString, c_char};
 use std::fmt::Debug;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
+use llm_datadist_core::testing::protocol::{EnteredLink, FabricOffer, FabricPool, LinkAnswer};
 use llm_datadist_core::{
-    Backend, CacheKey, CacheKind, CallExtras, Config, DataDist, Error, ErrorKind, GrantUse, Layers, Name,
+    Backend, CacheKind, CallExtras, Config, DataDist, Error, ErrorKind, FabricConfig, GrantUse, Layers,
     PullRows, Result,
 };
 
-use llm_datadist_core::testing::protocol::{EnteredLink, FabricOffer, FabricPool, LinkAnswer};
-
 use super::fake_peer::Fake;
-use super::{Held, Pair, Way, address, config, device, fake_ucp, link, of, open, push_blocks, row};
-use crate::fixtures::eventually;
+use super::stand_ins::{ALL, BLOCK, BLOCKS, Controlled, stand_in};
+use super::{Held, LONG, Way, address, config, device, link, of, open, push_blocks, row};
 
-const KEY: CacheKey = CacheKey::Blocks { model: 1 };
-const BLOCKS: i64 = 64;
-const BLOCK: usize = 4096;
-
-/// Changes a setting of the stand-in in the engine with this name.
-pub(crate) fn set(name: &str, setting: &str, value: i64) {
-    type Set = unsafe extern "C" fn(*const c_char, *const c_char, i64) -> bool;
-    let file = std::env::current_exe().unwrap().with_file_name("libfake_ucp.so");
-    // SAFETY: the stand-in, which is loaded already.
-    let library = unsafe { libloading::Library::new(file) }.unwrap();
-    // SAFETY: the signature of the function.
-    let set = unsafe { library.get::<Set>("fake_ucp_set") }.unwrap();
-    let [name, setting] = [name, setting].map(|text| CString::new(text).unwrap());
-    // SAFETY: two texts that end with a zero byte.
-    assert!(unsafe { set(name.as_ptr(), setting.as_ptr(), value) }, "no context has this name");
+/// Calls `pull`, has `during` happen while its reads have stalled, and returns how the pull failed.
+fn fails<T: Send + Debug>(
+    pair: &Controlled,
+    pull: impl FnOnce() -> Result<T> + Send,
+    during: impl FnOnce(),
+) -> Error {
+    pair.set("STALL", 60);
+    thread::scope(|scope| {
+        let pulling = scope.spawn(pull);
+        thread::sleep(Duration::from_millis(100));
+        during();
+        pulling.join().unwrap().unwrap_err()
+    })
 }
-
-/// Cluster 1, whose reads a test controls, and cluster 2, linked by 1; and a cache of each.
-struct Controlled {
-    name: String,
-    pair: Pair,
-    near: Held,
-    far: Held,
-}
-
-impl Controlled {
-    fn new(change: impl Fn(&mut Config)) -> Controlled {
-        static NUMBER: AtomicU64 = AtomicU64::new(0);
-        let name = format!("engine {}", NUMBER.fetch_add(1, Ordering::Relaxed));
-        let pair = Pair::with(Way::Fabric, |config| {
-            config.remote_accessible = true;
-            if config.cluster.0 == 1 {
-                let settings = [("FAKE_NAME", name.as_str())];
-                config.links.fabric = fake_ucp(&settings);
-            }
-            change(config);
-        });
-        let shape = device(2, BLOCKS as usize, BLOCK);
-        let near = Held::pool(&pair.local, &shape, CacheKind::Blocks);
-        let far = Held::new(&pair.remote, false, &shape, CacheKind::Blocks, &[Some(KEY)]);
-        Controlled { name, pair, near, far }
-    }
-
-    fn set(&self, setting: &str, value: i64) {
-        set(&self.name, setting, value);
-    }
-
-    fn pull(&self, limit: Duration) -> Result<()> {
-        // Backwards, so that each block is a request of its own.
-        let rows = PullRows::Blocks { remote: (0..BLOCKS).rev().collect(), local: (0..BLOCKS).collect() };
-        let from = of(2, Name::Key(KEY));
-        let transfer =
-            self.pair.local.pull_async(from, &self.near.end(), rows, Layers::ALL, Some(limit)).unwrap();
-        eventually("the end of a pull", || transfer.outcome().is_some());
-        transfer.outcome().unwrap().map(|_| ())
-    }
-
-    /// Calls `pull`, has `during` happen while its reads have stalled, and returns how the pull failed.
-    fn fails<T: Send + Debug>(
-        &self,
-        pull: impl FnOnce() -> Result<T> + Send,
-        during: impl FnOnce(),
-    ) -> Error {
-        self.set("STALL", 60);
-        thread::scope(|scope| {
-            let pulling = scope.spawn(pull);
-            thread::sleep(Duration::from_millis(100));
-            during();
-            pulling.join().unwrap().unwrap_err()
-        })
-    }
-
-    /// Whether all blocks of a source are in place.
-    fn arrived(&self, source: &[Vec<u8>]) -> bool {
-        let backwards = |tensor: &Vec<u8>| tensor.chunks(BLOCK).rev().flatten().copied().collect::<Vec<u8>>();
-        self.near.read() == source.iter().map(backwards).collect::<Vec<_>>()
-    }
-
-    fn paths(&self) -> (u64, u64) {
-        let link = self.pair.local.stats().links.remove(0);
-        let bytes = |name| link.paths.iter().find(|(path, _)| *path == name).unwrap().1.bytes;
-        (bytes("fabric"), bytes("sockets"))
-    }
-}
-
-const LONG: Duration = Duration::from_secs(20);
-const ALL: u64 = 2 * BLOCKS as u64 * BLOCK as u64;
 
 #[test]
 fn a_pull_that_stalls_ends_at_its_deadline_and_writes_nothing_afterwards() {
-    let both = Controlled::new(|_| ());
-    let bytes = both.far.fill(1);
-    for end in [0, 1, 50, 127] {
-        both.set("STALL", end);
-        let error = both.pull(Duration::from_millis(60)).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
-        let after = both.near.fill(9);
-        both.set("STALL", i64::MAX);
-        thread::sleep(Duration::from_millis(100));
-        assert!(both.near.read() == after, "bytes came after the end");
-        both.pull(LONG).unwrap();
-        assert!(both.arrived(&bytes));
+    for way in [Way::Fabric, Way::Nixl] {
+        let pair = Controlled::new(way, |_| ());
+        let bytes = pair.remote_cache.fill(1);
+        for end in [0, 1, 50, 127] {
+            pair.set("STALL", end);
+            let error = pair.pull(Duration::from_millis(60)).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Timeout, "{way:?}: {error}");
+            let after = pair.local_cache.fill(9);
+            pair.set("STALL", i64::MAX);
+            thread::sleep(Duration::from_millis(100));
+            assert!(pair.local_cache.read() == after, "{way:?}: bytes came after the end");
+            pair.pull(LONG).unwrap();
+            assert!(pair.arrived(&bytes), "{way:?}");
+        }
+        assert_eq!(pair.paths(), (4 * ALL, 0), "{way:?}");
+        let stats = pair.local.stats();
+        let library = if way == Way::Nixl { stats.nixl } else { stats.ucx };
+        let counts = (library.reads, library.bytes, library.failures, library.forced_closes);
+        assert_eq!(counts, (4, 4 * ALL, 4, 4), "{way:?}");
+        assert!(library.version.is_some() && library.reason.is_none(), "{library:?}");
     }
-    assert_eq!(both.paths(), (4 * ALL, 0));
-    let ucx = both.pair.local.stats().ucx;
-    assert_eq!((ucx.reads, ucx.bytes, ucx.failures, ucx.forced_closes), (4, 4 * ALL, 4, 4));
-    assert!(ucx.version.is_some() && ucx.reason.is_none(), "{ucx:?}");
 }
 
 /// The owner releases the cache while it is read. No generations of another host are visible, so the owner is asked.
 #[test]
 fn a_cache_that_is_released_while_it_is_read_is_never_a_success() {
-    let both = Controlled::new(|_| ());
-    both.far.fill(1);
-    let error = both.fails(
-        || both.pull(LONG),
+    let pair = Controlled::new(Way::Fabric, |_| ());
+    pair.remote_cache.fill(1);
+    let error = fails(
+        &pair,
+        || pair.pull(LONG),
         || {
-            both.far.free(&both.pair.remote);
+            pair.remote_cache.free(&pair.remote);
             let shape = device(2, BLOCKS as usize, BLOCK);
-            Held::pool(&both.pair.remote, &shape, CacheKind::Blocks).fill(7);
-            both.set("STALL", i64::MAX);
+            Held::pool(&pair.remote, &shape, CacheKind::Blocks).fill(7);
+            pair.set("STALL", i64::MAX);
         },
     );
     assert_eq!(error.kind(), ErrorKind::CacheNotFound, "{error}");
@@ -149,38 +76,44 @@ fn a_cache_that_is_released_while_it_is_read_is_never_a_success() {
 
 #[test]
 fn a_link_that_ends_ends_its_reads() {
-    let both = Controlled::new(|_| ());
-    both.far.fill(1);
-    let local = [address(&both.pair.local)];
-    let unlink = || both.pair.remote.unlink_clusters(&local, Duration::from_secs(1), true).remove(0).unwrap();
-    let error = both.fails(|| both.pull(LONG), unlink);
+    let pair = Controlled::new(Way::Fabric, |_| ());
+    pair.remote_cache.fill(1);
+    let local = [address(&pair.local)];
+    let unlink = || pair.remote.unlink_clusters(&local, Duration::from_secs(1), true).remove(0).unwrap();
+    let error = fails(&pair, || pair.pull(LONG), unlink);
     assert_eq!(error.kind(), ErrorKind::NotLinked, "{error}");
-    let after = both.near.fill(9);
-    both.set("STALL", i64::MAX);
+    let after = pair.local_cache.fill(9);
+    pair.set("STALL", i64::MAX);
     thread::sleep(Duration::from_millis(100));
-    assert!(both.near.read() == after, "bytes came after the end");
+    assert!(pair.local_cache.read() == after, "bytes came after the end");
 }
 
 /// The owner revokes the grant while it is read.
 #[test]
 fn a_grant_that_ends_while_it_is_read_is_never_a_success() {
-    let both = Controlled::new(|_| ());
-    both.far.fill(1);
+    let pair = Controlled::new(Way::Fabric, |_| ());
+    pair.remote_cache.fill(1);
     let all: Vec<i64> = (0..BLOCKS).collect();
-    let remote = &both.pair.remote;
-    let grant = remote.grant(&both.far.end(), &all, LONG, 1).unwrap();
+    let remote = &pair.remote;
+    let grant = remote.grant(&pair.remote_cache.end(), &all, LONG, 1).unwrap();
     let token = remote.grant_token(&grant);
     let rows = PullRows::Blocks { remote: all.iter().rev().copied().collect(), local: all };
     let pull = || {
         let extras = CallExtras { grant: Some(GrantUse { token, done: false }), ..CallExtras::default() };
-        both.pair.local.pull_with(of(2, row(&both.far, 0)), &both.near.end(), &rows, Layers::ALL, extras)
+        pair.local.pull_with(
+            of(2, row(&pair.remote_cache, 0)),
+            &pair.local_cache.end(),
+            &rows,
+            Layers::ALL,
+            extras,
+        )
     };
     pull().unwrap();
     let revoke = || {
         remote.revoke(&grant, true).unwrap();
-        both.set("STALL", i64::MAX);
+        pair.set("STALL", i64::MAX);
     };
-    let error = both.fails(pull, revoke);
+    let error = fails(&pair, pull, revoke);
     assert_eq!(error.kind(), ErrorKind::GrantEnded, "{error}");
 }
 
@@ -207,7 +140,7 @@ fn ucx_is_not_used_without_a_token() {
 fn the_engine_allows_rdma_alone_unless_the_program_chooses() {
     let opened = |settings: &[(&str, &str)]| {
         let mut config = config(1, Way::Fabric);
-        config.links.fabric = fake_ucp(&[&[("REQUIRE_RDMA", "1")], settings].concat());
+        config.links.fabric = stand_in(Backend::Ucx, &[&[("REQUIRE_RDMA", "1")], settings].concat());
         DataDist::open_over(config, Way::Fabric.devices(), Way::Fabric.transports())
     };
     drop(opened(&[]).unwrap());
@@ -225,23 +158,23 @@ fn a_failure_of_ucx_fails_the_call_if_it_is_named_and_uses_sockets_otherwise() {
         (Backend::Auto, "REFUSE_ucp_ep_create", -6),
         (Backend::Auto, "REFUSE_ucp_get_nbx", -4),
     ] {
-        let both = Controlled::new(|config| {
+        let pair = Controlled::new(Way::Fabric, |config| {
             (config.links.fabric.backend, config.links.fabric.assume_device) = (backend, true);
         });
-        let bytes = both.far.fill(1);
-        both.set(setting, value);
-        let pulled = both.pull(LONG);
+        let bytes = pair.remote_cache.fill(1);
+        pair.set(setting, value);
+        let pulled = pair.pull(LONG);
         let reason = format!("UCX status {}", if setting == "RESET" { -25 } else { value });
         if backend == Backend::Ucx {
             let error = pulled.unwrap_err();
             assert_eq!(error.kind(), ErrorKind::NotEnabled, "{error}");
             assert!(error.to_string().contains(&reason), "{error}");
-            assert_eq!(both.paths(), (0, 0));
+            assert_eq!(pair.paths(), (0, 0));
         } else {
             pulled.unwrap();
-            assert!(both.arrived(&bytes));
-            assert_eq!(both.paths(), (0, ALL));
-            let link = both.pair.local.stats().links.remove(0);
+            assert!(pair.arrived(&bytes));
+            assert_eq!(pair.paths(), (0, ALL));
+            let link = pair.local.stats().links.remove(0);
             assert!(link.sockets_reason.unwrap().contains(&reason), "{setting}");
         }
     }
@@ -251,19 +184,20 @@ fn a_failure_of_ucx_fails_the_call_if_it_is_named_and_uses_sockets_otherwise() {
 #[test]
 fn a_push_uses_sockets_if_the_peer_cannot_read() {
     for backend in [Backend::Ucx, Backend::Auto] {
-        let both = Controlled::new(|config| {
+        let pair = Controlled::new(Way::Fabric, |config| {
             (config.links.fabric.backend, config.links.fabric.assume_device) = (backend, true);
         });
-        both.set("RESET", 1);
-        let source = both.far.fill(3);
+        pair.set("RESET", 1);
+        let source = pair.remote_cache.fill(3);
         let all: Vec<i64> = (0..BLOCKS).collect();
         // Cluster 1 reads.
-        let pushed = push_blocks(&both.pair.remote, &both.far, &all, of(1, row(&both.near, 0)), &all);
+        let pushed =
+            push_blocks(&pair.remote, &pair.remote_cache, &all, of(1, row(&pair.local_cache, 0)), &all);
         if backend == Backend::Ucx {
             assert_eq!(pushed.unwrap_err().kind(), ErrorKind::NotEnabled);
         } else {
             pushed.unwrap();
-            assert!(both.near.read() == source);
+            assert!(pair.local_cache.read() == source);
         }
     }
 }
@@ -276,13 +210,14 @@ fn both_sides_must_use_ucx() {
         (Backend::Sockets, Backend::Auto, None),
         (Backend::Auto, Backend::Auto, None),
     ];
-    for (near, far, refused) in cases {
+    for (local, remote, refused) in cases {
         let made = |cluster, backend| {
             let mut config = config(cluster, Way::Fabric);
             (config.links.fabric.backend, config.links.fabric.assume_device) = (backend, true);
             open(config, Way::Fabric)
         };
-        let (local, remote) = (made(1, near), made(2, far));
+        let both_choose = (local, remote) == (Backend::Auto, Backend::Auto);
+        let (local, remote) = (made(1, local), made(2, remote));
         match (link(&local, &remote), refused) {
             (Err(error), Some(reason)) => assert!(error.to_string().contains(reason), "{error}"),
             (linked, _) => {
@@ -290,7 +225,7 @@ fn both_sides_must_use_ucx() {
                 super::check_pull(&local, &remote);
                 let link = local.stats().links.remove(0);
                 let fabric = link.paths.iter().any(|(name, path)| *name == "fabric" && path.bytes > 0);
-                assert_eq!(fabric, (near, far) == (Backend::Auto, Backend::Auto));
+                assert_eq!(fabric, both_choose);
             }
         }
     }
@@ -357,9 +292,9 @@ fn an_engine_that_cannot_use_ucx_says_why() {
         ["ucp_init_version", "ucp_worker_create", "ucp_worker_get_address", "ucp_mem_map", "ucp_rkey_pack"]
     {
         let refuses = |config: &mut Config| {
-            config.links.fabric = llm_datadist_core::FabricConfig {
+            config.links.fabric = FabricConfig {
                 backend: config.links.fabric.backend,
-                ..fake_ucp(&[(&format!("REFUSE_{call}"), "-4")])
+                ..stand_in(Backend::Ucx, &[(&format!("REFUSE_{call}"), "-4")])
             };
         };
         let error = opened(Backend::Ucx, &refuses).unwrap_err().to_string();

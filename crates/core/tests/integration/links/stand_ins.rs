@@ -1,0 +1,111 @@
+//! Links on which a stand-in for UCX or NIXL reads pools, and on which a test controls the reads of one engine.
+
+#![allow(unsafe_code, reason = "functions of a library that a test loads")]
+
+use std::ffi::{CString, c_char};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use llm_datadist_core::{
+    Backend, CacheKey, CacheKind, Config, DataDist, FabricConfig, Layers, Name, PullRows, Result,
+};
+
+use super::{Held, Pair, Way, device, of};
+use crate::fixtures::eventually;
+
+pub(super) const KEY: CacheKey = CacheKey::Blocks { model: 1 };
+pub(super) const BLOCKS: i64 = 64;
+pub(super) const BLOCK: usize = 4096;
+/// The bytes of one cache.
+pub(super) const ALL: u64 = 2 * BLOCKS as u64 * BLOCK as u64;
+
+// The tests need the files, and no symbols of them.
+use {fake_nixl as _, fake_ucp as _};
+
+/// Returns the path of a stand-in.
+pub(super) fn library(file: &str) -> PathBuf {
+    let library = std::env::current_exe().unwrap().with_file_name(file);
+    assert!(library.exists(), "{} was not built", library.display());
+    library
+}
+
+/// Has an engine use a stand-in, with settings that no other engine has.
+pub(crate) fn stand_in(backend: Backend, settings: &[(&str, &str)]) -> FabricConfig {
+    static NUMBER: AtomicU64 = AtomicU64::new(0);
+    let name = format!("engine {}", NUMBER.fetch_add(1, Ordering::Relaxed));
+    let all = [("FAKE_NAME", name.as_str())].into_iter().chain(settings.iter().copied());
+    FabricConfig {
+        backend,
+        ucx_library: Some(library("libfake_ucp.so")),
+        nixl_library: Some(library("libfake_nixl.so")),
+        settings: all.map(|(name, value)| (name.to_owned(), value.to_owned())).collect(),
+        ..FabricConfig::default()
+    }
+}
+
+/// Changes a setting of the stand-in in the engine with this configuration.
+pub(crate) fn set(backend: Backend, config: &FabricConfig, setting: &str, value: i64) {
+    type Set = unsafe extern "C" fn(*const c_char, *const c_char, i64) -> bool;
+    let (file, function) = match backend {
+        Backend::Nixl => ("libfake_nixl.so", "fake_nixl_set"),
+        _ => ("libfake_ucp.so", "fake_ucp_set"),
+    };
+    // SAFETY: the stand-in, which is loaded already.
+    let library = unsafe { libloading::Library::new(library(file)) }.unwrap();
+    // SAFETY: the signature of the function.
+    let set = unsafe { library.get::<Set>(function) }.unwrap();
+    let [name, setting] = [&*config.settings[0].1, setting].map(|text| CString::new(text).unwrap());
+    // SAFETY: two texts that end with a zero byte.
+    assert!(unsafe { set(name.as_ptr(), setting.as_ptr(), value) }, "no engine has this name");
+}
+
+/// Cluster 1, whose reads a test controls, and cluster 2, linked by 1; and a cache of each.
+pub(super) struct Controlled {
+    pub(super) local: DataDist,
+    pub(super) remote: DataDist,
+    pub(super) local_cache: Held,
+    pub(super) remote_cache: Held,
+    way: Way,
+}
+
+impl Controlled {
+    pub(super) fn new(way: Way, change: impl Fn(&mut Config)) -> Controlled {
+        let Pair { local, remote } = Pair::with(way, |config| {
+            config.remote_accessible = true;
+            change(config);
+        });
+        let shape = device(2, BLOCKS as usize, BLOCK);
+        let local_cache = Held::pool(&local, &shape, CacheKind::Blocks);
+        let remote_cache = Held::new(&remote, false, &shape, CacheKind::Blocks, &[Some(KEY)]);
+        Controlled { local, remote, local_cache, remote_cache, way }
+    }
+
+    /// Changes a setting of the stand-in for cluster 1.
+    pub(super) fn set(&self, setting: &str, value: i64) {
+        let backend = if self.way == Way::Nixl { Backend::Nixl } else { Backend::Ucx };
+        set(backend, &self.local.config().links.fabric, setting, value);
+    }
+
+    pub(super) fn pull(&self, limit: Duration) -> Result<()> {
+        // Backwards, so that UCX reads each block with a request of its own.
+        let rows = PullRows::Blocks { remote: (0..BLOCKS).rev().collect(), local: (0..BLOCKS).collect() };
+        let (from, to) = (of(2, Name::Key(KEY)), self.local_cache.end());
+        let transfer = self.local.pull_async(from, &to, rows, Layers::ALL, Some(limit)).unwrap();
+        eventually("the end of a pull", || transfer.outcome().is_some());
+        transfer.outcome().unwrap().map(|_| ())
+    }
+
+    /// Whether a pull has put all blocks of a source in place.
+    pub(super) fn arrived(&self, source: &[Vec<u8>]) -> bool {
+        let backwards = |tensor: &Vec<u8>| tensor.chunks(BLOCK).rev().flatten().copied().collect::<Vec<u8>>();
+        self.local_cache.read() == source.iter().map(backwards).collect::<Vec<_>>()
+    }
+
+    /// Returns the bytes that the stand-in and sockets have moved over the link.
+    pub(super) fn paths(&self) -> (u64, u64) {
+        let link = self.local.stats().links.remove(0);
+        let bytes = |name| link.paths.iter().find(|(path, _)| *path == name).unwrap().1.bytes;
+        (bytes("fabric"), bytes("sockets"))
+    }
+}
