@@ -180,9 +180,10 @@ loom:  ## the model checker over pins and jobs, in a target folder of its own
 	RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=2 cargo test -p llm-datadist-core --test loom_pins --test loom_task --target-dir target/loom
 
 # -rdynamic: the stand-in for UCX is a library, and finds the functions of the sanitizer in the program that loads it.
-asan:  ## the Rust tests of the core and the C interface with the address sanitizer
+asan:  ## the Rust tests of the core, the C interface, UCX and NIXL with the address sanitizer
 	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address --cfg=sanitized -Clink-arg=-rdynamic" LSAN_OPTIONS="suppressions=$(CURDIR)/tests/lsan.txt" cargo test --locked --target $(TRIPLE) \
-		--target-dir "$(TARGET_DIR)/asan" -p llm-datadist-core -p llm-datadist-capi -p llm-datadist-embed --lib --test integration --test list_allocator
+		--target-dir "$(TARGET_DIR)/asan" -p llm-datadist-core -p llm-datadist-capi -p llm-datadist-embed \
+		-p llm-datadist-ucx -p llm-datadist-nixl --lib --test integration --test list_allocator --test fabric
 
 valgrind:  ## the Rust tests of the memory code under valgrind, shortened
 	tests/valgrind.sh

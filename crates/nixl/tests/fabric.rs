@@ -119,11 +119,11 @@ fn a_caller_can_cancel() {
 
 #[test]
 fn the_deadline_is_checked_between_requests() {
-    // Ten requests, each of which takes 40 ms to post.
+    // Ten requests, each of which takes 40 ms to post, so the deadline passes before the last one is posted.
     let pair = new_pair(5000, &[("SLOW_POST", "40")]);
-    let started = Instant::now();
     assert_eq!(pair.read(&*pair.peer(), Duration::from_millis(100)), Err(Error::DeadlinePassed));
-    assert!(started.elapsed() < Duration::from_millis(250), "{:?}", started.elapsed());
+    // Pieces are requested backwards, so the first one belongs to the last request.
+    assert!(pair.target[..PIECE].iter().all(|&byte| byte == 0), "every request was posted");
 }
 
 #[test]
@@ -261,7 +261,8 @@ fn a_thousand_give_ups_leave_nothing() {
     let (handles, descriptors, pages) = give_up(1_000);
     let after = give_up(4_000);
     assert_eq!((after.0, after.1), (handles, descriptors));
-    assert!(after.2 < pages + 512, "{pages} pages, then {}", after.2);
+    // The address sanitizer keeps memory that was freed, and reports memory that was not.
+    assert!(cfg!(sanitized) || after.2 < pages + 512, "{pages} pages, then {}", after.2);
     assert!(pair.reader.counts().forced_closes > 100, "{:?}", pair.reader.counts());
 }
 
