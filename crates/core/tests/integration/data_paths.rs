@@ -86,13 +86,12 @@ impl Destination {
     }
 
     fn check(&self, what: &str) {
-        let read = match &self.buffer {
-            Some(buffer) => buffer.read(0, TENSORS * TENSOR),
-            None => {
-                let (buffer, host) = tensors_over(TENSORS, ROWS, ROW, |_, _| 0);
-                self.copy((&self.tensors, Placement::Device), (&host, Placement::Host));
-                buffer.read(0, TENSORS * TENSOR)
-            }
+        let read = if let Some(buffer) = &self.buffer {
+            buffer.read(0, TENSORS * TENSOR)
+        } else {
+            let (buffer, host) = tensors_over(TENSORS, ROWS, ROW, |_, _| 0);
+            self.copy((&self.tensors, Placement::Device), (&host, Placement::Host));
+            buffer.read(0, TENSORS * TENSOR)
         };
         let wanted: Vec<u8> = (0..TENSORS).flat_map(|tensor| expected(tensor, 0xEE)).collect();
         assert!(read == wanted, "{what}");

@@ -11,9 +11,9 @@ use std::thread;
 use std::time::Duration;
 
 use llm_datadist_core::testing::copy::{
-    CopyEngine, CopyOutcome, DataPath, PathJob, PathOutcome, PeerTensors, Progress, Staging,
+    CopyEngine, CopyOutcome, PathJob, PathOutcome, PeerTensors, Progress, Staging,
 };
-use llm_datadist_core::testing::device::{DeviceSet, HostReach};
+use llm_datadist_core::testing::device::DeviceSet;
 use llm_datadist_core::testing::memory::kernels::{Kernel, copy};
 use llm_datadist_core::testing::memory::{
     Generations, MapBudget, PeerGenerations, PeerMapping, PeerProcess, Probe, Reach, Region, Tensors,
@@ -21,7 +21,6 @@ use llm_datadist_core::testing::memory::{
 };
 use llm_datadist_core::testing::plan::CopyPlan;
 use llm_datadist_core::{ArrivedRows, Config, Deadline, ErrorKind, Placement, SwapInPath};
-use llm_datadist_testing::SimDevice;
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap, mprotect};
 
