@@ -265,7 +265,20 @@ fn has_devices(listed: &Path) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
+
+    #[test]
+    fn a_host_without_entries_in_the_list_has_no_device() {
+        let list = std::env::temp_dir().join(format!("llm_datadist-devices-{}", std::process::id()));
+        assert!(!has_devices(&list), "the kernel has no list");
+        fs::create_dir(&list).unwrap();
+        assert!(!has_devices(&list), "the list is empty");
+        fs::create_dir(list.join("mlx5_0")).unwrap();
+        assert!(has_devices(&list));
+        fs::remove_dir_all(&list).unwrap();
+    }
 
     #[test]
     fn errors_name_the_option_of_a_library_that_the_system_does_not_find() {

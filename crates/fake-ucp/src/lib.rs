@@ -14,8 +14,6 @@
 //! | `STUCK` | 1: requests do not end by a forced close |
 //! | `REQUIRE_RDMA` | 1: no context is opened unless `TLS` names the transports of RDMA |
 //! | `REFUSE_…` | the status that this function returns, for example `REFUSE_ucp_mem_map` |
-//!
-//! The environment variable `FAKE_UCP_VERSION` sets the version, `1.13.0` by default.
 
 #![allow(unsafe_code, reason = "the interface of a library of C")]
 #![allow(clippy::missing_safety_doc, reason = "as in UCX")]
@@ -24,3 +22,8 @@
 
 mod functions;
 mod model;
+
+/// The version. A test that needs another version changes it in a copy of the file.
+#[used]
+#[unsafe(no_mangle)]
+pub static FAKE_UCP_VERSION: [u8; 20] = *b"UCX version: \x001.13.0";

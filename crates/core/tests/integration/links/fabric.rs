@@ -3,6 +3,7 @@
 //! The other tests of links run over it too (`Way::Fabric`). `crates/ucx` tests reads alone, and with the real library.
 
 use std::fmt::Debug;
+use std::path::PathBuf;
 use std::thread;
 use std::time::Duration;
 
@@ -13,7 +14,7 @@ use llm_datadist_core::{
 };
 
 use super::fake_peer::Fake;
-use super::stand_ins::{ALL, BLOCK, BLOCKS, Controlled, stand_in};
+use super::stand_ins::{ALL, BLOCK, BLOCKS, Controlled, library, stand_in};
 use super::{Held, LONG, Way, address, config, device, link, of, open, push_blocks, row};
 
 /// Calls `pull`, has `during` happen while its reads have stalled, and returns how the pull failed.
@@ -229,6 +230,80 @@ fn both_sides_must_use_ucx() {
             }
         }
     }
+}
+
+/// Pulls from the other engine in both directions. Returns whether UCX has moved the bytes, and why not, for each engine.
+fn moved_by_ucx(local: &DataDist, remote: &DataDist) -> [(bool, Option<String>); 2] {
+    link(local, remote).unwrap();
+    super::check_pull(local, remote);
+    super::check_pull(remote, local);
+    [local, remote].map(|engine| {
+        let link = engine.stats().links.remove(0);
+        let fabric = link.paths.iter().any(|(name, path)| *name == "fabric" && path.bytes > 0);
+        (fabric, link.sockets_reason)
+    })
+}
+
+#[test]
+fn auto_uses_ucx_if_both_hosts_have_a_device() {
+    const OWN: &str = "this host has no RDMA device";
+    const PEER: &str = "the peer does not use UCX";
+    for (devices, expected) in [
+        ([true, true], [None, None]),
+        ([true, false], [Some(PEER), Some(OWN)]),
+        ([false, true], [Some(OWN), Some(PEER)]),
+        ([false, false], [Some(OWN), Some(OWN)]),
+    ] {
+        let [local, remote] = [1, 2].map(|cluster| {
+            let mut config = config(cluster, Way::Fabric);
+            config.links.fabric.backend = Backend::Auto;
+            config.links.fabric.assume_device = devices[cluster as usize - 1];
+            open(config, Way::Fabric)
+        });
+        for ((by_ucx, reason), expected) in moved_by_ucx(&local, &remote).into_iter().zip(expected) {
+            assert_eq!(by_ucx, expected.is_none(), "{devices:?}: {reason:?}");
+            assert!(expected.is_none_or(|why| reason.unwrap().contains(why)), "{devices:?}");
+        }
+    }
+}
+
+/// Returns a copy of the stand-in with another version.
+fn other_version(version: [u8; 6]) -> PathBuf {
+    let mark = b"UCX version: \0";
+    let mut bytes = std::fs::read(library("libfake_ucp.so")).unwrap();
+    let at = bytes.windows(mark.len()).position(|window| window == mark).unwrap() + mark.len();
+    bytes[at..at + version.len()].copy_from_slice(&version);
+    let file = std::env::temp_dir().join(format!("libfake_ucp_other-{}.so", std::process::id()));
+    std::fs::write(&file, bytes).unwrap();
+    file
+}
+
+#[test]
+fn auto_uses_sockets_between_versions_of_ucx() {
+    let file = other_version(*b"1.14.2");
+    let made = |cluster, backend, library: Option<&PathBuf>| {
+        let mut config = config(cluster, Way::Fabric);
+        (config.links.fabric.backend, config.links.fabric.assume_device) = (backend, true);
+        config.links.fabric.ucx_library = library.or(config.links.fabric.ucx_library.as_ref()).cloned();
+        open(config, Way::Fabric)
+    };
+    let (local, remote) = (made(1, Backend::Auto, None), made(2, Backend::Auto, Some(&file)));
+    let reasons =
+        ["the peer uses UCX 1.14.2, and this side 1.13.0", "the peer uses UCX 1.13.0, and this side 1.14.2"];
+    for ((by_ucx, reason), expected) in moved_by_ucx(&local, &remote).into_iter().zip(reasons) {
+        assert!(!by_ucx && reason.as_ref().is_some_and(|reason| reason.contains(expected)), "{reason:?}");
+    }
+    // Equal versions that are not the default.
+    let (local, remote) = (made(3, Backend::Auto, Some(&file)), made(4, Backend::Auto, Some(&file)));
+    assert!(moved_by_ucx(&local, &remote).iter().all(|(by_ucx, _)| *by_ucx));
+    // Each side may be the one that names UCX.
+    for [dialling, listening] in [[Backend::Ucx, Backend::Auto], [Backend::Auto, Backend::Ucx]] {
+        let (local, remote) = (made(5, dialling, None), made(6, listening, Some(&file)));
+        let error = link(&local, &remote).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::LinkFailed, "{error}");
+        assert!(error.to_string().contains("llm.TransferBackend=ucx, but the peer uses UCX"), "{error}");
+    }
+    std::fs::remove_file(file).unwrap();
 }
 
 #[test]
