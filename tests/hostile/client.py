@@ -124,6 +124,22 @@ class Wire:
         self.socket.close()
 
 
+def own_ring() -> tuple[int, mmap.mmap]:
+    """A ring that this side writes, and its descriptor, which the caller closes."""
+    own = memory(RING_FILE, 0)
+    mapped = mmap.mmap(own, RING_FILE)
+    fcntl.fcntl(own, F_ADD_SEALS, SEALS)
+    return own, mapped
+
+
+def peer_ring(received: list[int]) -> mmap.mmap:
+    """Map the ring of the engine, whose descriptor was received, and close the descriptor."""
+    (other,) = received
+    theirs = mmap.mmap(other, RING_FILE, prot=mmap.PROT_READ)
+    os.close(other)
+    return theirs
+
+
 class RingWire:
     """A call stream with rings. `word` reads a word of the engine; `forge` writes a word of this side."""
 
@@ -131,13 +147,15 @@ class RingWire:
 
     def __init__(self, wire: Wire, own: mmap.mmap, theirs: mmap.mmap) -> None:
         self.wire, self.own, self.theirs = wire, own, theirs
+        self.words, self.their_words = memoryview(own).cast("Q"), memoryview(theirs).cast("Q")
         self.written = self.read = 0
 
     def word(self, at: int) -> int:
-        return int(struct.unpack_from("<Q", self.theirs, at)[0])
+        return self.their_words[at // 8]
 
     def forge(self, at: int, value: int) -> None:
-        struct.pack_into("<Q", self.own, at, value)
+        # At once: the engine might see half of a number that `struct` writes.
+        self.words[at // 8] = value
 
     def place(self, data: bytes) -> None:
         """Write bytes into the ring without checking the room or updating `WRITTEN`."""
@@ -153,18 +171,24 @@ class RingWire:
     def wake(self) -> None:
         self.wire.send(b"\0")
 
+    def wait(self, holds: Callable[[], bool]) -> None:
+        """Wait until the engine has changed its words in this way."""
+        until = time.monotonic() + LIMIT
+        while not holds():
+            words = [self.word(at) for at in (self.WRITTEN, self.READ, self.AWAITS_BYTES, self.AWAITS_ROOM)]
+            assert time.monotonic() < until, f"the engine does not go on: {words}, {self.written}, {self.read}"
+            time.sleep(0.001)
+
     def exactly(self, count: int) -> bytes:
-        got, until = bytearray(), time.monotonic() + LIMIT
+        got = bytearray()
         while len(got) < count:
+            self.wait(lambda: self.word(self.WRITTEN) > self.read)
             more = min(self.word(self.WRITTEN) - self.read, count - len(got))
             at = RING_WORDS + self.read % RING
             part = self.theirs[at : min(at + more, RING_FILE)]
             got += part
             self.read += len(part)
             self.forge(self.READ, self.read)
-            if not part:
-                assert time.monotonic() < until, "the engine does not answer"
-                time.sleep(0.001)
         return bytes(got)
 
     def body(self) -> bytes:
@@ -206,16 +230,11 @@ class Link:
 
     def ringed_call(self) -> RingWire:
         """Open a call stream with rings."""
-        own = memory(RING_FILE, 0)
-        mapped = mmap.mmap(own, RING_FILE)
-        fcntl.fcntl(own, F_ADD_SEALS, SEALS)
+        own, mapped = own_ring()
         wire, refused, received = self.offer_rings([own])
         os.close(own)
         assert refused is None, refused
-        (other,) = received
-        theirs = mmap.mmap(other, RING_FILE, prot=mmap.PROT_READ)
-        os.close(other)
-        return RingWire(wire, mapped, theirs)
+        return RingWire(wire, mapped, peer_ring(received))
 
     def close(self) -> None:
         for wire in [self.control, *self.calls]:
@@ -387,11 +406,21 @@ def dial_local(name: str, limit: float = LIMIT) -> Wire:
 class Listener:
     """A listener that an engine links to. It calls `serve` with each call stream, in a new thread.
 
-    With an offer of memory, it redirects the engine to a local socket and sends the offer there.
+    With an offer of memory, it redirects the engine to a local socket and sends the offer there. With `rings`, it
+    accepts the rings of call streams and calls that instead of `serve`. It calls `linked` with each link.
     """
 
-    def __init__(self, peer: Peer, serve: Callable[[Wire], None], offer: Offer | None = None) -> None:
+    def __init__(
+        self,
+        peer: Peer,
+        serve: Callable[[Wire], None],
+        offer: Offer | None = None,
+        *,
+        rings: Callable[[RingWire], None] | None = None,
+        linked: Callable[[Link], None] = lambda _: None,
+    ) -> None:
         self.peer, self.serve, self.offer = peer, serve, offer
+        self.rings, self.linked = rings, linked
         self.door = socket.create_server(("127.0.0.1", 0), backlog=256)
         self.address = f"127.0.0.1:{self.door.getsockname()[1]}"
         self.doors = [self.door]
@@ -435,12 +464,24 @@ class Listener:
                     wire.hear()
                 wire.hear()  # the confirmation
                 wire.say(self.answer_to_link)
-                self.links.append(Link(self.peer, told["link"], wire, None))
+                link = Link(self.peer, told["link"], wire, None)
+                self.links.append(link)
+                self.linked(link)
+                return
+            if told["rings"] and self.rings is not None:
+                self.rings(self._accept_rings(wire))
                 return
             if told["rings"]:
                 wire.hear()
                 wire.say(m.ring_refused("this listener has no rings"))
             self.serve(wire)
+
+    def _accept_rings(self, wire: Wire) -> RingWire:
+        _, received = wire.hear_with()
+        own, mapped = own_ring()
+        wire.say(m.RING_USED, [own])
+        os.close(own)
+        return RingWire(wire, mapped, peer_ring(received))
 
     def __enter__(self) -> Listener:  # noqa: PYI034
         return self

@@ -35,6 +35,7 @@ def purpose_call(link: int, rings: bool = False) -> bytes:
 
 
 RING_OFFER = b""
+RING_USED = uint(0)
 
 
 def ring_refused(reason: str) -> bytes:

@@ -1,15 +1,19 @@
 //! Streams with rings: frames, payload and wake-ups, and bytes that a peer must not send on the socket.
 
 use std::io::Write;
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
 use llm_datadist_core::testing::net::{Address, Stream, Unix};
-use llm_datadist_core::testing::protocol::MESSAGE_LIMIT;
+use llm_datadist_core::testing::protocol::{HEADER, MESSAGE_LIMIT};
 use llm_datadist_core::{Error, ErrorKind};
+use llm_datadist_testing::{Fault, Faults, Faulty};
 
 use super::payload::Cut;
-use super::{body, connected, frame, kind_of, raw, receive, receive_by, share_rings, short, soon, unique};
+use super::{
+    body, connected, frame, kind_of, raw, receive, receive_by, share_rings, short, soon, stopped, unique,
+};
 use crate::fixtures::{pattern, skipped};
 
 fn pair() -> (Stream, Stream) {
@@ -25,6 +29,24 @@ fn frame_sent_before_close_arrives() {
     drop(local);
     assert_eq!(body(&remote), b"the last words");
     assert!(receive(&remote).unwrap().is_none());
+}
+
+/// A process that dies leaves the part of a frame that it has written.
+#[test]
+fn half_a_frame_before_the_end_is_no_frame() {
+    for cut in [1, HEADER - 1, HEADER, HEADER + 1, HEADER + 99] {
+        let stall = move |_| Faults { sending: Some(Fault::Stall(cut as u64)), ..Faults::default() };
+        let transport = Faulty::new(Arc::new(Unix), stall);
+        let (_, local, remote) = connected(&transport, &Address::Unix(unique("rings")));
+        share_rings(&local, &remote);
+        assert_eq!(kind_of(local.send(&frame(&[3; 100]), short())), ErrorKind::Timeout, "{cut}");
+        drop(local);
+        let error = receive(&remote).unwrap_err();
+        assert!(error.to_string().starts_with("the peer closed the connection"), "{error}");
+        stopped::<()>(Err(error), ErrorKind::NotLinked, cut);
+        assert!(remote.is_closed());
+        assert_eq!(kind_of(remote.send(&frame(b"late"), soon())), ErrorKind::NotLinked, "{cut}");
+    }
 }
 
 #[test]

@@ -1,0 +1,136 @@
+"""A peer in a process of its own, which a test kills while a message is in a ring.
+
+`python -m hostile.mortal`, run in the folder of the tests, plays one of the roles. `Mortal` starts such a process.
+Not for: what the engine does afterwards (`tests/test_killed_ring_peers.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, Callable
+
+from . import messages as m
+from .client import LIMIT, RING, Link, Listener, Offer, Peer, RingWire, Tender, Wire, dial_local, frame
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WIDE_ROWS, WIDE_BYTES = 20_000, 8  # of the cache that `unread_request` describes
+
+
+def tell(text: str) -> None:
+    os.write(1, f"{text}\n".encode())
+
+
+def wait_until_full(wire: RingWire) -> None:
+    """Wait until the engine has filled its ring, and report it. Nothing is read meanwhile."""
+    wire.wait(lambda: wire.word(wire.WRITTEN) - wire.read == RING)
+    tell("ready")
+
+
+def half_request(wire: RingWire) -> None:
+    """Write half of a request."""
+    request = frame(m.describe(m.name_blocks(1)))
+    wire.send(request[: len(request) // 2])
+    # The engine has read it.
+    wire.wait(lambda: wire.word(wire.READ) == wire.written)
+    tell("ready")
+
+
+def unread_replies(wire: RingWire) -> None:
+    """Send requests and read none of the replies."""
+
+    def send() -> None:
+        while True:
+            wire.wait(lambda: wire.written - wire.word(wire.READ) <= RING // 2)
+            wire.send(frame(m.ping()))
+
+    threading.Thread(target=send, daemon=True).start()
+    wait_until_full(wire)
+
+
+def half_reply(wire: RingWire) -> None:
+    """Answer the first request with half of a reply."""
+    wire.body()
+    reply = frame(m.described())
+    wire.send(reply[: len(reply) // 2])
+    wire.wait(lambda: wire.word(wire.READ) == wire.written)
+    tell("ready")
+
+
+def unread_request(wire: RingWire) -> None:
+    """Describe a cache of many blocks, and do not read the request for them."""
+    wire.body()
+    wire.send(frame(m.described(rows=WIDE_ROWS, row_bytes=WIDE_BYTES)))
+    wait_until_full(wire)
+
+
+CALLERS: dict[str, Callable[[RingWire], None]] = {"half request": half_request, "unread replies": unread_replies}
+OWNERS: dict[str, Callable[[RingWire], None]] = {"half reply": half_reply, "unread request": unread_request}
+
+
+def call(role: str, given: dict[str, Any]) -> None:
+    """Open a call stream with rings of a link that another process holds."""
+    peer = Peer(given["cluster"], given["token"], instance=given["instance"])
+    unused = Wire(socket.socket())  # another process has the control stream
+    wire = Link(peer, given["link"], unused, lambda: dial_local(given["name"])).ringed_call()
+    CALLERS[role](wire)
+    rest()
+
+
+def serve(role: str, given: dict[str, Any]) -> None:
+    """Accept a link and call streams with rings. Report the address."""
+    peer = Peer(given["cluster"], given["token"])
+    listener = Listener(peer, lambda _: None, Offer(), rings=OWNERS[role], linked=Tender().add)
+    tell(listener.address)
+    rest()
+
+
+def rest() -> None:
+    """Wait to be killed."""
+    while True:
+        signal.pause()
+
+
+class Mortal:
+    """The process, until it is killed."""
+
+    def __init__(self, folder: Path, role: str, **given: Any) -> None:
+        command = [sys.executable, "-m", "hostile.mortal", role, json.dumps(given)]
+        self.process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE)  # noqa: S603
+
+    def line(self) -> str:
+        """Return the next line that it prints."""
+        assert self.process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            assert selector.select(6 * LIMIT), "the process reports nothing"
+        # Each line is written at once, and read before the next one.
+        text = os.read(self.process.stdout.fileno(), 1000).decode().strip()
+        assert text, f"the process ended with {self.process.wait(LIMIT)}"
+        return text
+
+    def kill(self) -> None:
+        self.process.kill()
+        assert self.process.wait(LIMIT) == -signal.SIGKILL
+
+    def __enter__(self) -> Mortal:  # noqa: PYI034
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait(LIMIT)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+if __name__ == "__main__":
+    role, given = sys.argv[1], json.loads(sys.argv[2])
+    (call if role in CALLERS else serve)(role, given)
