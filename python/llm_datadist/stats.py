@@ -139,6 +139,9 @@ class LinkStats(TypedDict):
     """Whether this side opened the link."""
     call_rings: int
     """Number of call streams, in both directions, whose messages go through rings in shared memory."""
+    call_rings_refusal: Optional[str]
+    """The reason why the latest call stream that was to get rings has none. ``None`` if it has them, or if none was to
+    get them."""
     silent_ms: int
     """Milliseconds since the peer's last control message."""
     requests: OpStats

@@ -62,6 +62,7 @@ fn link<'py>(py: Python<'py>, state: &LinkState) -> PyResult<Bound<'py, PyDict>>
     dict.set_item("address", &state.address)?;
     dict.set_item("refusal", state.refusal.as_deref())?;
     fields!(dict, state, transport pools registered outgoing call_rings silent_ms);
+    dict.set_item("call_rings_refusal", state.call_rings_refusal.as_deref())?;
     dict.set_item("requests", op(py, &state.requests)?)?;
     dict.set_item("transfers", op(py, &state.transfers)?)?;
     let paths = PyDict::new(py);

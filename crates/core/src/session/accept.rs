@@ -136,8 +136,8 @@ impl PendingStream {
             Step::Ring(call) => {
                 stream.expect_descriptors(false);
                 let RingOffer = protocol::open(kind, &body).map_err(Refusal::unreadable)?;
-                let (cluster, ringed) = (call.link.peer.cluster, call.link.ringed(!call.reverse));
-                let answer = || call_rings::take(cluster, &stream, descriptors, ringed);
+                let (link, ringed) = (call.link.clone(), call.link.ringed(!call.reverse));
+                let answer = || call_rings::take(&link, &stream, descriptors, ringed);
                 call.enter(shared, &stream, answer).map(|()| Next::Done)
             }
             Step::Attached(pending, offered) => {

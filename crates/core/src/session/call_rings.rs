@@ -4,17 +4,23 @@
 //! either side cannot use rings, the stream keeps its socket, which carries the same messages.
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant};
 
+use super::link::Link;
 use super::message_io;
+use super::stream_set::StreamSet;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{OwnRing, SharedRings};
-use crate::model::{ClusterId, Deadline};
+use crate::model::Deadline;
 use crate::net::{Address, ReceivedDescriptors, Stream};
 use crate::protocol::{self, HANDSHAKE_LIMIT, RingAnswer, RingOffer};
 
 /// Maximum number of call streams with rings of a link in each direction. Each costs memory, and only many simultaneous calls
 /// need more streams.
 pub(super) const RINGED: usize = 4;
+
+/// How long calls use streams without rings, after one was to get them and did not, before another one is opened.
+const RETRY_TIME: Duration = Duration::from_secs(30);
 
 /// The ring of the dialing side, before the peer has it.
 pub(super) struct OfferedRing {
@@ -23,39 +29,34 @@ pub(super) struct OfferedRing {
 }
 
 impl OfferedRing {
-    /// Creates a ring for a stream to `address` of `cluster`, whose link has `ringed` streams with rings in the same
-    /// direction. Returns `None` over TCP, if the link has enough rings, or if it fails.
-    pub(super) fn create(cluster: ClusterId, address: &Address, ringed: usize) -> Option<OfferedRing> {
+    /// Creates a ring for a stream to `address`, whose link has `ringed` streams with rings in the same direction. Returns
+    /// `None` over TCP, or if the link has enough rings.
+    pub(super) fn create(address: &Address, ringed: usize) -> Result<Option<OfferedRing>> {
         if matches!(address, Address::Tcp(_)) || ringed >= RINGED {
-            return None;
+            return Ok(None);
         }
-        match OwnRing::create() {
-            Ok((ring, descriptor)) => Some(OfferedRing { ring, descriptor }),
-            Err(error) => {
-                report(cluster, &error);
-                None
-            }
-        }
+        let (ring, descriptor) = OwnRing::create()?;
+        Ok(Some(OfferedRing { ring, descriptor }))
     }
 
     /// Offers the ring on `stream`, whose welcome has arrived. Afterwards the stream uses rings, unless the peer refuses
-    /// them. Returns `Err` if the stream is unusable.
-    pub(super) fn exchange(self, cluster: ClusterId, stream: &Stream, deadline: Deadline) -> Result<()> {
+    /// them. Returns the reason of the peer, or `Err` if the stream is unusable.
+    pub(super) fn exchange(self, stream: &Stream, deadline: Deadline) -> Result<Option<Error>> {
         stream.send_with(&protocol::encode(&RingOffer)?, &[self.descriptor.as_fd()], deadline)?;
         let (answer, descriptors) = message_io::receive_message_with(stream, HANDSHAKE_LIMIT, deadline)?;
         stream.expect_descriptors(false);
         match answer {
             RingAnswer::Used => stream.use_rings(joined(self.ring, descriptors)?),
-            RingAnswer::Refused { reason } => report(cluster, &Error::new(ErrorKind::System, reason)),
+            RingAnswer::Refused { reason } => return Ok(Some(Error::new(ErrorKind::System, reason))),
         }
-        Ok(())
+        Ok(None)
     }
 }
 
 /// Answers the offer of a dialing side, whose ring is among `descriptors`. Afterwards the stream uses rings, unless this
-/// side has refused them. The link to `cluster` has `ringed` streams with rings in the same direction.
+/// side has refused them. `link` has `ringed` streams with rings in the same direction.
 pub(super) fn take(
-    cluster: ClusterId,
+    link: &Link,
     stream: &Stream,
     descriptors: ReceivedDescriptors,
     ringed: usize,
@@ -72,21 +73,41 @@ pub(super) fn take(
         Ok((rings, descriptor)) => {
             stream.send_now(&protocol::encode(&RingAnswer::Used)?, &[descriptor.as_fd()])?;
             stream.use_rings(rings);
+            link.note_rings(None);
         }
         Err(error) => {
             stream.send_now(&protocol::encode(&RingAnswer::Refused { reason: error.to_string() })?, &[])?;
-            report(cluster, &error);
+            link.note_rings(Some(&error));
         }
     }
     Ok(())
+}
+
+impl Link {
+    /// Notes whether a stream that was to get rings has them, or why not.
+    pub(super) fn note_rings(&self, refused: Option<&Error>) {
+        if let Some(error) = refused {
+            let cluster = self.peer.cluster;
+            tracing::debug!(target: "llm_datadist::links", "a call stream of cluster {cluster} uses its socket: {error}");
+        }
+        *self.rings_refused.lock() = refused.map(|error| (Instant::now(), error.to_string()));
+    }
+
+    /// Whether another stream of `streams` may get rings: there are too few, and none was refused lately.
+    pub(super) fn may_ring(&self, streams: &StreamSet) -> bool {
+        let refused =
+            || self.rings_refused.lock().as_ref().is_some_and(|(when, _)| when.elapsed() < RETRY_TIME);
+        self.dials_locally() && streams.ringed() + streams.opening.len() < RINGED && !refused()
+    }
+
+    /// Whether this side opens call streams over a local socket.
+    pub(super) fn dials_locally(&self) -> bool {
+        self.dialer.as_ref().is_some_and(|dialer| !matches!(dialer.address, Address::Tcp(_)))
+    }
 }
 
 fn joined(ring: OwnRing, descriptors: ReceivedDescriptors) -> Result<SharedRings> {
     let files = descriptors.memory_files();
     let missing = || Error::new(ErrorKind::System, "the peer offered a ring without its descriptor");
     ring.join(files.first().ok_or_else(missing)?)
-}
-
-fn report(cluster: ClusterId, error: &Error) {
-    tracing::debug!(target: "llm_datadist::links", "a call stream of cluster {cluster} uses its socket: {error}");
 }

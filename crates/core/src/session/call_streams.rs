@@ -5,7 +5,7 @@
 //! that no reply can be mistaken for the reply to another call.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::dial::Dialer;
 use super::link::Link;
@@ -42,12 +42,14 @@ impl Link {
             idle @ StreamGrant::Idle(_) => return self.begin_turn(idle, deadline),
         };
         let lease = self.dial((dialer, at), deadline);
-        let failed = lease.as_ref().is_err_and(|error| error.kind() != ErrorKind::Interrupted);
-        if !failed || (at.is_none() && self.streams.lock().idle.is_empty()) {
+        let failed = lease.as_ref().err().filter(|error| error.kind() != ErrorKind::Interrupted);
+        let Some(error) = failed.filter(|_| at.is_some() || !self.streams.lock().idle.is_empty()) else {
             return lease;
-        }
+        };
         // The streams that there are, or the main address, may still work.
-        *self.rings_refused.lock() = Some(Instant::now());
+        if self.dials_locally() {
+            self.note_rings(Some(error));
+        }
         let turn = self.take_turn(deadline, false)?;
         self.begin_turn(turn, deadline)
     }

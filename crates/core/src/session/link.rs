@@ -84,8 +84,8 @@ pub struct Link {
     /// Notified when a stream is returned or arrives, the peer answers a ping, the link breaks, or the last
     /// transfer of an unlink ends.
     pub(super) changed: Condvar,
-    /// When the last attempt to open a stream with rings has ended with a stream without them.
-    pub(super) rings_refused: Mutex<Option<Instant>>,
+    /// When and why the last stream that was to get rings got none. `None` if it got them.
+    pub(super) rings_refused: Mutex<Option<(Instant, String)>>,
     serving: Mutex<Serving>,
     broken: OnceLock<(Instant, String)>,
     /// Whether the streams were closed.
@@ -262,6 +262,7 @@ impl Link {
             refusal: self.peer_memory.as_ref().and_then(PeerMemory::refused).map(str::to_owned),
             outgoing: self.dialer.is_some(),
             call_rings: self.ringed(false) + self.ringed(true),
+            call_rings_refusal: self.rings_refused.lock().as_ref().map(|(_, why)| why.clone()),
             silent_ms: u64::try_from(self.silent().as_millis()).unwrap_or(u64::MAX),
             requests: self.requests.state(),
             transfers: self.transfers.state(),

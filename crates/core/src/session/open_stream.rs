@@ -1,19 +1,15 @@
 //! Opens call streams of a link as the dialing side: at which address of the peer, and with rings if both sides can use them.
 
-use std::time::{Duration, Instant};
+use rustix::io::Errno;
 
-use super::call_rings::{OfferedRing, RINGED};
+use super::call_rings::OfferedRing;
 use super::dial::Dialer;
 use super::link::Link;
 use super::peer_addresses::FurtherAddress;
-use super::stream_set::StreamSet;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
-use crate::net::{Address, Stream};
+use crate::net::Stream;
 use crate::protocol::Purpose;
-
-/// How long calls use streams without rings, after one was to get them and did not, before another one is opened.
-const RETRY_TIME: Duration = Duration::from_secs(30);
 
 impl Link {
     /// Opens another stream of this link with `dialer`, at a further address or at the main one. With `reverse` the peer will
@@ -39,31 +35,32 @@ impl Link {
         })
     }
 
-    /// Whether another stream of `streams` may get rings: there are too few, and none was refused lately.
-    pub(super) fn may_ring(&self, streams: &StreamSet) -> bool {
-        let local = self.dialer.as_ref().is_some_and(|dialer| !matches!(dialer.address, Address::Tcp(_)));
-        let refused = || self.rings_refused.lock().is_some_and(|when| when.elapsed() < RETRY_TIME);
-        local && streams.ringed() + streams.opening.len() < RINGED && !refused()
-    }
-
+    /// Opens a stream, with rings if possible.
     fn dial_call_stream(&self, dialer: &Dialer, reverse: bool, deadline: Deadline) -> Result<Stream> {
-        let Some(ring) = OfferedRing::create(self.peer.cluster, &dialer.address, self.ringed(reverse)) else {
-            return self.dial_with(dialer, (reverse, false), deadline);
+        let ring = OfferedRing::create(&dialer.address, self.ringed(reverse)).transpose();
+        let Some(ring) = ring else { return self.dial_with(dialer, (reverse, false), deadline) };
+        let failed = match ring {
+            Err(error) => error,
+            // The ring is closed if the stream cannot be opened, so another one may have its descriptor.
+            Ok(ring) => match self.dial_with(dialer, (reverse, true), deadline) {
+                Err(error) if lacks_descriptors(&error) => error,
+                Err(error) => return Err(error),
+                Ok(stream) => match ring.exchange(&stream, deadline) {
+                    Ok(refused) => {
+                        self.note_rings(refused.as_ref());
+                        return Ok(stream);
+                    }
+                    // One side could not receive or map the ring of the other one, for example because it has no free
+                    // descriptor. So this stream is lost.
+                    Err(error) => error,
+                },
+            },
         };
-        let stream = self.dial_with(dialer, (reverse, true), deadline)?;
-        let exchanged = ring.exchange(self.peer.cluster, &stream, deadline);
-        *self.rings_refused.lock() = (!stream.has_rings()).then(Instant::now);
-        match exchanged {
-            Ok(()) => Ok(stream),
-            Err(error) if matches!(error.kind(), ErrorKind::Timeout | ErrorKind::Interrupted) => Err(error),
-            // One side could not receive or map the ring of the other one, for example because it has no free descriptor. So
-            // this stream is lost.
-            Err(_) if self.alive() => {
-                drop(stream);
-                self.dial_with(dialer, (reverse, false), deadline)
-            }
-            Err(error) => Err(error),
+        self.note_rings(Some(&failed));
+        if !self.alive() || matches!(failed.kind(), ErrorKind::Timeout | ErrorKind::Interrupted) {
+            return Err(failed);
         }
+        self.dial_with(dialer, (reverse, false), deadline)
     }
 
     fn dial_with(
@@ -89,4 +86,10 @@ impl Link {
         let text = "another process answers at the address of the peer: it was restarted; link again";
         Err(Error::new(ErrorKind::NotLinked, text))
     }
+}
+
+/// Whether a call failed because no descriptor was free.
+fn lacks_descriptors(error: &Error) -> bool {
+    let lacks = |errno: Errno| error.fact("errno") == Some(errno.raw_os_error().to_string().as_str());
+    lacks(Errno::MFILE) || lacks(Errno::NFILE)
 }
