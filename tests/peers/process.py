@@ -28,6 +28,10 @@ def _over(address: int, rows: int, row_bytes: int) -> np.ndarray:
 class Process:
     """The base of `End`."""
 
+    def __init__(self) -> None:
+        self.spare: list[int] = []  # descriptors that `limit_descriptors` holds
+        self.open_files_limit = 0
+
     def pid(self) -> int:
         return os.getpid()
 
@@ -40,6 +44,36 @@ class Process:
             except OSError as error:
                 return str(error)
         return ""
+
+    def limit_descriptors(self, free: int | None) -> None:
+        """Open files until only `free` descriptors are left below RLIMIT_NOFILE, which is lowered. None undoes this."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        while self.spare:
+            os.close(self.spare.pop())
+        self.open_files_limit = self.open_files_limit or soft
+        if free is None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (self.open_files_limit, hard))
+            return
+        highest = max(int(descriptor.name) for descriptor in Path("/proc/self/fd").iterdir())
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + free, hard))
+        with suppress(OSError):
+            while True:
+                self.spare.append(os.open("/dev/null", os.O_RDONLY))
+        for _ in range(free):
+            os.close(self.spare.pop())
+
+    def limit_files(self, size: int | None) -> None:
+        """Limit the size of files (RLIMIT_FSIZE). None removes the limit."""
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most if size is None else size, most))
+
+    def sockets(self) -> list[str]:
+        """The sockets that the process has open."""
+        seen = []
+        for descriptor in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):  # that of this listing
+                seen.append(str(descriptor.readlink()))
+        return sorted(name for name in seen if name.startswith("socket:"))
 
     def become(self, user: int) -> None:
         """Change to another user, and stay dumpable, so that the process may read its own files in /proc."""

@@ -55,6 +55,7 @@ class RowsWithGaps:
     """The base of `End` that makes such caches."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.poisoned: dict[str, list[Poisoned]] = {}
 
     def make_rows(

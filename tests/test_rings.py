@@ -1,0 +1,121 @@
+"""Call streams with rings where a process forks, or has no free descriptor.
+
+Not for: which calls use rings (`links/rings.rs` of the core), peers that are killed (`test_killed_ring_peers.py`),
+peers that break the protocol (`test_hostile_rings.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from hostile import messages as m
+from hostile.client import Offer
+from hostile.trial import SLACK, Trial
+from peers import Ends, by_slot, equal, eventually, linked, options, pattern
+
+ROW = (1, 5000, 2)
+NO_DESCRIPTOR = "no file descriptor is free for the ring of a call stream"
+TOO_LARGE = "the ring of a call stream is larger than a file of this process may be"
+
+
+class Sides:
+    """Clusters 1 and 2 in processes of their own; 1 has linked to 2. A push needs a call stream of its side."""
+
+    def __init__(self, ends: Ends) -> None:
+        self.near, self.far = (ends.peer(options(accessible=True), cluster) for cluster in (1, 2))
+        linked(self.near, self.far)
+        self.ids = [peer.allocate("cache", *ROW) for peer in (self.near, self.far)]
+        self.seed = 0
+
+    def push(self, *, back: bool = False) -> None:
+        """Push new bytes to the other side, which must have them."""
+        self.seed += 1
+        source, target = (self.far, self.near) if back else (self.near, self.far)
+        cluster, cache = (1, self.ids[0]) if back else (2, self.ids[1])
+        source.fill("cache", self.seed)
+        source.push_cache(by_slot(cluster, cache), "cache")
+        assert equal(target.read("cache"), pattern(self.seed, 2, *ROW[:2]))
+
+    def rings(self) -> list[int]:
+        return [peer.links()[0]["call_rings"] for peer in (self.near, self.far)]
+
+    def refusals(self) -> list[str | None]:
+        return [peer.links()[0]["call_rings_refusal"] for peer in (self.near, self.far)]
+
+
+def test_forked_child_leaves_the_streams_of_its_parent_alone(ends: Ends) -> None:
+    sides = Sides(ends)
+    sides.push()
+    sides.push(back=True)
+    assert sides.rings() == [2, 2]
+    for parent, cluster, cache in ((sides.near, 2, sides.ids[1]), (sides.far, 1, sides.ids[0])):
+        before = [peer.sockets() for peer in (sides.near, sides.far)]
+        status, text = parent.fork_and_try("push_cache", by_slot(cluster, cache), "cache")
+        assert (status, "forked" in text) == (7, True), text
+        sides.push()
+        sides.push(back=True)
+        assert [peer.sockets() for peer in (sides.near, sides.far)] == before, "a stream was replaced"
+        assert sides.rings() == [2, 2]
+
+
+@pytest.mark.parametrize("end", ["finalize", "kill"])
+def test_forked_child_does_not_keep_streams_open(end: str) -> None:
+    """The child lives on after its parent has closed the streams, or was killed."""
+    with Trial(honest=()) as trial:
+        offer = Offer()
+        link = trial.link(local=True, offer=offer)
+        offer.close()
+        rings = [link.ringed_call() for _ in range(2)]
+        child = trial.victim.linger(True)
+        try:
+            for ring in rings:
+                assert ring.ask(m.ping())["is"] == "Done"
+            getattr(trial.victim, end)()
+            for ring in rings:
+                assert ring.wire.ended(SLACK), "the child keeps the stream open"
+            os.kill(child, 0)  # the child is still there
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+# A limit of one process, and the reasons that the dialing and the accepting side show.
+SHORTAGES = [
+    ("near", "limit_descriptors", 1, "errno=24", None),  # the ring would take the descriptor of the stream
+    ("near", "limit_descriptors", 2, "errno=24", None),  # the ring of the peer cannot be received
+    ("near", "limit_files", 64 << 10, TOO_LARGE, None),
+    ("far", "limit_descriptors", 1, "the peer closed", None),  # the ring of the peer cannot be received
+    ("far", "limit_descriptors", 2, NO_DESCRIPTOR, NO_DESCRIPTOR),
+    ("far", "limit_files", 64 << 10, TOO_LARGE, TOO_LARGE),
+]
+
+
+def test_calls_do_without_rings_while_resources_are_short(ends: Ends) -> None:
+    sides = Sides(ends)
+    for name, limit, value, *reasons in SHORTAGES:
+        # The sockets of the side that can still list them.
+        limited, other = (sides.near, sides.far) if name == "near" else (sides.far, sides.near)
+        getattr(limited, limit)(value)
+        sides.push()
+        before = other.sockets()
+        for _ in range(3):
+            sides.push()
+        assert other.sockets() == before, f"{name}, {limit}({value}): each call opens a stream"
+        assert sides.rings() == [0, 0], f"{name}, {limit}({value})"
+        for shown, expected in zip(sides.refusals(), reasons):
+            matches = shown is None if expected is None else expected in (shown or "")
+            assert matches, f"{name}, {limit}({value}): {shown}"
+        getattr(limited, limit)(None)
+        if (name, limit, value) == SHORTAGES[-1][:3]:
+            break
+        sides.near.unlink_clusters([sides.far.at])
+        linked(sides.near, sides.far)
+
+    def rings_again() -> bool:
+        sides.push()
+        return sides.rings() == [1, 1]
+
+    eventually(rings_again, what="another attempt, after 30 s")
+    assert sides.refusals() == [None, None]
