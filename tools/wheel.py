@@ -22,6 +22,13 @@ FILE = "llm_datadist/THIRD-PARTY-LICENSES"
 MINORS = range(9, 15)
 PUBLIC_NAMES = 26
 LIMIT_S = 600
+# A build that takes little time. The wheel of the source distribution is checked for its contents and never run.
+UNOPTIMISED = {
+    "CARGO_PROFILE_RELEASE_CODEGEN_UNITS": "16",
+    "CARGO_PROFILE_RELEASE_DEBUG": "false",
+    "CARGO_PROFILE_RELEASE_LTO": "off",
+    "CARGO_PROFILE_RELEASE_OPT_LEVEL": "0",
+}
 
 
 class CheckError(Exception):
@@ -167,6 +174,7 @@ def sdist(path: Path) -> int:
     require(path.is_file(), path, "no such source distribution")
     # Nothing may come from the checkout, so neither its target folder nor its working directory is used.
     own = {name: value for name, value in os.environ.items() if name not in ("CARGO_TARGET_DIR", "PYTHONPATH")}
+    own.update(UNOPTIMISED)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-deps"]
         subprocess.run([*command, "--verbose", "--wheel-dir", folder, path.resolve()], cwd=folder, env=own, check=True)
