@@ -292,10 +292,22 @@ impl Tensors {
         len: u64,
         (count, step): (u64, i64),
     ) -> Result<Windows<'_>> {
-        let first = self.window(tensor, offset, len)?;
         if count == 1 {
-            return Ok(first.into());
+            return self.window(tensor, offset, len).map(Windows::from);
         }
+        self.windows_apart(tensor, offset, len, (count, step))
+    }
+
+    /// Returns any other number of windows than one. Not inlined, so that the usual case is.
+    #[inline(never)]
+    fn windows_apart(
+        &self,
+        tensor: usize,
+        offset: u64,
+        len: u64,
+        (count, step): (u64, i64),
+    ) -> Result<Windows<'_>> {
+        let first = self.window(tensor, offset, len)?;
         let distance = count.checked_sub(1).and_then(|steps| i64::try_from(steps).ok()?.checked_mul(step));
         let last = distance.and_then(|distance| offset.checked_add_signed(distance)).unwrap_or(u64::MAX);
         self.window(tensor, last, len)?;

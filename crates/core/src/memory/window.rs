@@ -6,7 +6,11 @@ use std::marker::PhantomData;
 pub(super) const ADDRESSES: &str = "the addresses of tensors";
 
 /// How this process can access the bytes of a window.
+///
+/// It is as wide as the other parts of a window, so that a window is copied word by word. With padding, the compiler copies
+/// parts of words that overlap, and each window of a plan costs a stall of the processor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u64)]
 pub enum Reach {
     /// Memory of this process: the CPU reads and writes it.
     Host,

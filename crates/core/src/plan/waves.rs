@@ -180,6 +180,7 @@ impl<'a> SpansBetween<'a> {
     }
 
     /// Returns the next span, not cut. `None` after the last one.
+    #[inline]
     fn next_span(&mut self) -> Option<Span> {
         let at = self.next;
         self.next += 1;
@@ -208,6 +209,7 @@ impl<'a> SpansBetween<'a> {
 impl Iterator for SpansBetween<'_> {
     type Item = Span;
 
+    #[inline]
     fn next(&mut self) -> Option<Span> {
         if self.left == 0 {
             return None;
