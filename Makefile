@@ -179,7 +179,7 @@ loom:  ## the model checker over pins and jobs, in a target folder of its own
 	RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=2 cargo test -p llm-datadist-core --lib --target-dir target/loom -- loom_tests::
 	RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=2 cargo test -p llm-datadist-core --test loom_pins --test loom_task --target-dir target/loom
 
-# -rdynamic: the stand-in for UCX is a library, and finds the functions of the sanitizer in the program that loads it.
+# -rdynamic: the stand-ins for UCX and NIXL are libraries, and find the functions of the sanitizer in the program that loads them.
 asan:  ## the Rust tests of the core, the C interface, UCX and NIXL with the address sanitizer
 	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address --cfg=sanitized -Clink-arg=-rdynamic" LSAN_OPTIONS="suppressions=$(CURDIR)/tests/lsan.txt" cargo test --locked --target $(TRIPLE) \
 		--target-dir "$(TARGET_DIR)/asan" -p llm-datadist-core -p llm-datadist-capi -p llm-datadist-embed \

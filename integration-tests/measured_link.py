@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def rows(backend: str, library: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return the rows of a measurement whose other side insists on this backend."""
     monkeypatch.setenv("UCX_TLS", "tcp")
-    monkeypatch.setenv("UCX_MODULES", "^efa")  # on some hosts, the module has the process crash at its end
+    monkeypatch.setenv("UCX_MODULES", "^efa")  # on some hosts, this module makes the process crash when it exits
     token = secret(folder / "token", "a shared token of some length")
     given = ["--token-file", token, f"--{backend}-library", library]
     with serving(*given, "--transfer-backend", backend) as other:

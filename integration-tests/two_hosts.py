@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 BLOCKS, ELEMENTS = 16, 1 << 20
 CACHE_BYTES = BLOCKS * ELEMENTS
 LIMIT_MS = 400
-"""Limit of a pull that is to fail."""
+"""Limit in milliseconds of a pull that must time out."""
 
 
 def options(backend: str, library: str) -> dict[str, Any]:

@@ -48,11 +48,11 @@ def test_the_header_compiles_in_every_dialect(
 ) -> None:
     flags = [f"-std={dialect}", level, *WARNINGS, *more.split(), "-I", INCLUDE]
 
-    def compiles(name: str) -> None:
+    def compile_source(name: str) -> None:
         run([compiler, *flags, "-c", SOURCES / f"{name}.cpp", "-o", tmp_path / f"{name}.o"])
 
     with ThreadPoolExecutor() as pool:
-        list(pool.map(compiles, ("every_method", "second")))
+        list(pool.map(compile_source, ("every_method", "second")))
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)

@@ -22,7 +22,7 @@ FILE = "llm_datadist/THIRD-PARTY-LICENSES"
 MINORS = range(9, 15)
 PUBLIC_NAMES = 26
 LIMIT_S = 600
-# A build that takes little time. The wheel of the source distribution is checked for its contents and never run.
+# Settings for a quick build. The wheel of the source distribution is checked for its contents and never run.
 UNOPTIMISED = {
     "CARGO_PROFILE_RELEASE_CODEGEN_UNITS": "16",
     "CARGO_PROFILE_RELEASE_DEBUG": "false",

@@ -36,7 +36,10 @@ def test_pulls_use_nixl(hosts: Hosts) -> None:
 
 
 def test_late_pull_over_throttled_cable_writes_nothing_afterwards(hosts: Hosts) -> None:
-    """The pull needs more than a second, and has less. UCX may abort the owner afterwards, so it is not asked again."""
+    """The pull needs more than a second, and its limit is shorter.
+
+    UCX may abort the owner afterwards, so it is not asked again.
+    """
     reader, _ = linked(hosts, OPTIONS, LIMIT_MS)
     hosts.throttle(100)
     check_late_pull(reader, 7)

@@ -36,7 +36,7 @@ def test_pulls_use_ucx(hosts: Hosts) -> None:
 
 
 def test_late_pulls_over_throttled_cable_write_nothing_afterwards(hosts: Hosts) -> None:
-    """The pull needs more than a second, and has less."""
+    """The pull needs more than a second, and its limit is shorter."""
     reader, _ = linked(hosts, OPTIONS, LIMIT_MS)
     hosts.throttle(100)
     for seed in range(3):

@@ -140,8 +140,8 @@ class LinkStats(TypedDict):
     call_rings: int
     """Number of call streams, in both directions, whose messages go through rings in shared memory."""
     call_rings_refusal: Optional[str]
-    """The reason why the latest call stream that was to get rings has none. ``None`` if it has them, or if none was to
-    get them."""
+    """The reason why the last attempt to give a call stream rings failed. ``None`` if it succeeded, or if there was
+    none. A side that could not even receive the offer of the other one has no reason."""
     silent_ms: int
     """Milliseconds since the peer's last control message."""
     requests: OpStats

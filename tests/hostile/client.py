@@ -114,7 +114,7 @@ class Wire:
             try:
                 if not self.socket.recv(1 << 16):
                     return True
-            except TimeoutError:
+            except (TimeoutError, socket.timeout):  # two classes before Python 3.10
                 return False
             except OSError:
                 return True
@@ -125,7 +125,7 @@ class Wire:
 
 
 def own_ring() -> tuple[int, mmap.mmap]:
-    """A ring that this side writes, and its descriptor, which the caller closes."""
+    """Return the descriptor of a ring that this side writes, which the caller closes, and its mapping."""
     own = memory(RING_FILE, 0)
     mapped = mmap.mmap(own, RING_FILE)
     fcntl.fcntl(own, F_ADD_SEALS, SEALS)
@@ -154,7 +154,7 @@ class RingWire:
         return self.their_words[at // 8]
 
     def forge(self, at: int, value: int) -> None:
-        # At once: the engine might see half of a number that `struct` writes.
+        # In one store: `struct.pack_into` stores zeros first, which the engine might see.
         self.words[at // 8] = value
 
     def place(self, data: bytes) -> None:
@@ -407,7 +407,7 @@ class Listener:
     """A listener that an engine links to. It calls `serve` with each call stream, in a new thread.
 
     With an offer of memory, it redirects the engine to a local socket and sends the offer there. With `rings`, it
-    accepts the rings of call streams and calls that instead of `serve`. It calls `linked` with each link.
+    accepts the rings of call streams and calls `rings` instead of `serve`. It calls `linked` with each link.
     """
 
     def __init__(

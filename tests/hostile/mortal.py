@@ -39,7 +39,7 @@ def half_request(wire: RingWire) -> None:
     """Write half of a request."""
     request = frame(m.describe(m.name_blocks(1)))
     wire.send(request[: len(request) // 2])
-    # The engine has read it.
+    # Wait until the engine has read it.
     wire.wait(lambda: wire.word(wire.READ) == wire.written)
     tell("ready")
 
@@ -100,7 +100,7 @@ def rest() -> None:
 
 
 class Mortal:
-    """The process, until it is killed."""
+    """A process that plays one role until the test kills it."""
 
     def __init__(self, folder: Path, role: str, **given: Any) -> None:
         command = [sys.executable, "-m", "hostile.mortal", role, json.dumps(given)]

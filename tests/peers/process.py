@@ -71,7 +71,7 @@ class Process:
         """The sockets that the process has open."""
         seen = []
         for descriptor in Path("/proc/self/fd").iterdir():
-            with suppress(OSError):  # that of this listing
+            with suppress(OSError):  # the descriptor of this listing is closed by now
                 seen.append(str(descriptor.readlink()))
         return sorted(name for name in seen if name.startswith("socket:"))
 

@@ -113,7 +113,8 @@ impl EngineFabric {
         let keys = shared.iter().flatten().map(|region| region.offer().2.len());
         let longest = keys.chain([address.len()]).max().unwrap_or(0);
         if longest > MAX_OFFER_BYTES {
-            let text = "its address or a key is too long; UCX_NET_DEVICES and UCX_TLS make it shorter";
+            let text =
+                "its address or a key is too long; restrict UCX_NET_DEVICES or UCX_TLS to make it shorter";
             return Err(Error::new(
                 ErrorKind::NotEnabled,
                 format!("{} cannot be used: {text}", library.name()),
@@ -190,8 +191,8 @@ impl PeerFabric {
         self.pools.iter().flatten().for_each(|pool| pool.end());
     }
 
-    /// Returns `count` tensors of these `bytes` in pool `region` of the peer, and that pool; `None` if the peer offers no such pool. Returns
-    /// `Err` if the location is invalid.
+    /// Returns `count` tensors of these `bytes` in pool `region` of the peer, and that pool; `None` if the peer offers no such
+    /// pool. Returns `Err` if the location is invalid.
     pub fn tensors(
         &self,
         region: u8,
@@ -205,7 +206,7 @@ impl PeerFabric {
     }
 }
 
-/// Returns the error of a library that cannot be used, with what the user can do.
+/// Returns the error of a library that cannot be used, and what the user can do about it.
 fn unusable(library: FabricLibrary, config: &FabricConfig, error: &LibraryError) -> Error {
     let (named, option, cause, transports) = match library {
         FabricLibrary::Ucx => {
@@ -214,12 +215,14 @@ fn unusable(library: FabricLibrary, config: &FabricConfig, error: &LibraryError)
         FabricLibrary::Nixl => (
             &config.nixl_library,
             "llm.NixlLibrary",
-            "NIXL writes the cause to the standard error output",
+            "NIXL writes the cause to standard error",
             NIXL_TRANSPORTS,
         ),
     };
     let text = match error {
-        LibraryError::Library(reason) if named.is_none() => format!("{reason}; {option} names another file"),
+        LibraryError::Library(reason) if named.is_none() => {
+            format!("{reason}; set {option} to use another file")
+        }
         LibraryError::Library(reason) => reason.clone(),
         error => {
             let name = library.name();
@@ -289,9 +292,9 @@ mod tests {
             (
                 FabricLibrary::Nixl,
                 &FabricConfig::default(),
-                "it cannot be used; llm.NixlLibrary names another file",
+                "it cannot be used; set llm.NixlLibrary to use another file",
             ),
-            (FabricLibrary::Ucx, &named, "it cannot be used; llm.UcxLibrary names another file"),
+            (FabricLibrary::Ucx, &named, "it cannot be used; set llm.UcxLibrary to use another file"),
         ] {
             assert_eq!(unusable(library, config, &missing).to_string(), text);
         }

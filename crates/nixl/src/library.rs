@@ -67,7 +67,7 @@ impl Library {
         let api = Arc::new(api);
         let plugin = Agent::without_backend(&api, Role::Reading).and_then(|agent| agent.load_plugin());
         plugin.map_err(|error| {
-            let text = "NIXL_PLUGIN_DIR names another folder of plugins";
+            let text = "set NIXL_PLUGIN_DIR to use another folder of plugins";
             unusable(format!("it has no usable plugin for UCX: {error}; {text}"))
         })?;
         Ok(Library { api, path: path.to_owned(), version })

@@ -1,4 +1,4 @@
-"""Loads UCX and NIXL as the engine does: their versions, or why the engine cannot use them.
+"""Loads UCX and NIXL as the engine does, and finds their versions, or why the engine cannot use them.
 
 The rules are those of the crates `ucx` and `nixl`: `Library::open`.
 """
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 UCX_LIBRARY = "libucp.so.0"
 NIXL_LIBRARY = "libnixl_capi.so"
-"""The libraries, as the system finds them."""
+"""The names under which the system finds the libraries."""
 _LOADING = {"UCX_HANDLE_ERRORS": "none", "UCX_MEM_EVENTS": "n"}
-"""What the engine also sets while it loads UCX, alone or with NIXL (docs/networks.md)."""
+"""Variables that the engine, too, sets while it loads UCX, alone or with NIXL (docs/networks.md)."""
 _MOST_DIGITS = 9
 
 
@@ -27,7 +27,7 @@ class FabricLibrary:
     """A library that reads memory of other hosts. Creating the object loads it.
 
     Args:
-        path: path of the library, or its name for the search of the system.
+        path: path of the library, or the name under which the system finds it.
     """
 
     title: str
@@ -58,7 +58,9 @@ class FabricLibrary:
         major, minor = self._oldest
         if self.version is not None and self.version[0] == major and self.version[:2] >= self._oldest:
             return None
-        return f"{self.title} is of version {self.shown()}, and {major}.{minor} or a later {major}.x is needed"
+        if self.version is None:
+            return f"{self.title} cannot be used: its version is unknown"
+        return f"{self.title} {self.shown()} cannot be used: {major}.{minor} or a later {major}.x is needed"
 
 
 class UcxLibrary(FabricLibrary):
@@ -147,7 +149,8 @@ def _no_plugin(library: ctypes.CDLL) -> str | None:
     try:
         status = library.nixl_capi_get_plugin_params(agent, b"UCX", ctypes.byref(kinds), ctypes.byref(params))
         if status:
-            return f"NIXL cannot be used: its plugin for UCX cannot be loaded (NIXL status {status})"
+            reason = f"its plugin for UCX cannot be loaded (NIXL status {status})"
+            return f"NIXL cannot be used: {reason}; set NIXL_PLUGIN_DIR to use another folder of plugins"
         library.nixl_capi_destroy_mem_list(kinds)
         library.nixl_capi_destroy_params(params)
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llm_datadist import __version__
@@ -12,7 +13,6 @@ from llm_datadist.doctor.finding import NOTE, Finding
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from llm_datadist.doctor.fabrics import NixlLibrary, UcxLibrary
 
@@ -62,6 +62,8 @@ def _nixl(root: Path, nixl: NixlLibrary) -> Finding:
         return Finding(_SECTION, "NIXL", f'{nixl.shown()} ({nixl.name}); used only with transfer_backend="nixl"')
     value = "not usable" if nixl.version is None else nixl.shown()
     packaged = _nixl_of_wheels()
+    if packaged is not None and Path(packaged).resolve() == Path(nixl.name).resolve():
+        packaged = None  # that is the library that cannot be used
     if nixl.name == fabrics.NIXL_LIBRARY:  # otherwise the user has chosen the library, and gets the reason
         if devices.no_rdma(root) is not None:
             return Finding(_SECTION, "NIXL", f"{value}; not needed without an RDMA device")

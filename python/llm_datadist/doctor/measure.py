@@ -27,7 +27,7 @@ LINK_LIMIT_MS = 3000
 _MESSAGE_LIMIT_S = 5.0
 _MOST_SAMPLES = 20_000
 _FIRST_BLOCKS, _GROWTH = 4, 4
-_ROWS = 4  # without that of NIXL
+_ROWS = 4  # without the row of NIXL
 DEFAULT, DEFAULT_REGISTERED, TCP, UCX, NIXL = "default", "default, registered memory", "TCP", "UCX", "NIXL"
 
 

@@ -109,7 +109,7 @@ impl FabricRegion {
         key: Arc<Vec<u8>>,
     ) -> Result<FabricRegion> {
         if base.checked_add(len).is_none() {
-            let text = format!("the peer offers {library} a pool that exceeds the address space");
+            let text = format!("the peer offers a pool for {library} that exceeds the address space");
             return Err(Error::new(ErrorKind::System, text)
                 .with("address", format_args!("{base:#x}"))
                 .with("bytes", len));

@@ -8,7 +8,7 @@ pub(super) const ADDRESSES: &str = "the addresses of tensors";
 /// How this process can access the bytes of a window.
 ///
 /// It is as wide as the other parts of a window, so that a window is copied word by word. With padding, the compiler copies
-/// parts of words that overlap, and each window of a plan costs a stall of the processor.
+/// overlapping parts, which stalls the processor at each window of a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
 pub enum Reach {
@@ -23,6 +23,8 @@ pub enum Reach {
     /// Memory of a device: only the device reads and writes it.
     Device,
 }
+
+const _: () = assert!(size_of::<Reach>() == size_of::<u64>(), "a window would have padding");
 
 /// Whether a copy reads or writes memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

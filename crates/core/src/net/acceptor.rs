@@ -42,7 +42,12 @@ impl ListeningSocket {
 
     /// Whether a connection waits to be accepted.
     fn is_waiting(&self) -> bool {
-        poll(&mut [PollFd::new(&self.socket, PollFlags::IN)], Some(&timespec(Duration::ZERO))) != Ok(0)
+        loop {
+            match poll(&mut [PollFd::new(&self.socket, PollFlags::IN)], Some(&timespec(Duration::ZERO))) {
+                Err(Errno::INTR) => {}
+                polled => return polled != Ok(0),
+            }
+        }
     }
 }
 
@@ -57,7 +62,7 @@ impl Listener for ListeningSocket {
                 }
                 Err(Errno::AGAIN) => return Ok(Accepted::Nobody),
                 Err(errno @ (Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM)) => {
-                    // The kernel looks for a descriptor first, also if no connection waits
+                    // The kernel looks for a descriptor first, even if no connection waits
                     // (`test_calls_do_without_rings_while_resources_are_short`).
                     let waits = self.is_waiting();
                     return Ok(if waits { Accepted::NoRoom(errno) } else { Accepted::Nobody });

@@ -15,17 +15,17 @@ pub const POLL_TIME: Duration = Duration::from_micros(60);
 /// connection (`socket_control`), and rings in shared memory beside it (`rings`).
 ///
 /// [`Stream`](super::Stream) adds what is the same for all of them: frames, deadlines, the pace of the peer, and the end of the
-/// connection. No function sleeps; only `readable_within` and `ready_soon` poll. At most one thread sends and one receives at a time. Payload is the task
-/// of a data path (`copy::paths`); `begin_payload` only prepares the socket for it.
+/// connection. No function sleeps; only `readable_within` and `ready_soon` poll. At most one thread sends and one receives at a
+/// time. Payload is the task of a data path (`copy::paths`); `begin_payload` only prepares the socket for it.
 ///
 /// `socket` is the socket of the connection. When it ends, the connection has ended.
 pub(super) trait Control: fmt::Debug + Send + Sync {
-    /// Sends as many of `bytes` as there is room for, and returns the number. `more` says that payload follows at once. Returns `Err(AGAIN)` if
-    /// there is no room yet.
+    /// Sends as many of `bytes` as there is room for, and returns the number. `more` says that payload follows at once. Returns
+    /// `Err(AGAIN)` if there is no room yet.
     fn send(&self, socket: BorrowedFd<'_>, bytes: &[u8], more: bool) -> rustix::io::Result<usize>;
 
-    /// Receives at most `bytes.len()` bytes, and returns their number: 0 at the end of the connection. Returns `Err(AGAIN)` if there
-    /// is nothing to receive yet.
+    /// Receives at most `bytes.len()` bytes, and returns their number: 0 at the end of the connection. Returns `Err(AGAIN)` if
+    /// there is nothing to receive yet.
     fn receive(&self, socket: BorrowedFd<'_>, bytes: &mut [u8]) -> rustix::io::Result<usize>;
 
     /// Prepares to move payload through the socket. Returns `Err(AGAIN)` if the socket is not ready for it.

@@ -19,7 +19,7 @@ use crate::protocol::{self, HANDSHAKE_LIMIT, RingAnswer, RingOffer};
 /// need more streams.
 pub(super) const RINGED: usize = 4;
 
-/// How long calls use streams without rings, after one was to get them and did not, before another one is opened.
+/// How long calls keep to streams without rings after an attempt to get rings has failed.
 const RETRY_TIME: Duration = Duration::from_secs(30);
 
 /// The ring of the dialing side, before the peer has it.
@@ -40,7 +40,7 @@ impl OfferedRing {
     }
 
     /// Offers the ring on `stream`, whose welcome has arrived. Afterwards the stream uses rings, unless the peer refuses
-    /// them. Returns the reason of the peer, or `Err` if the stream is unusable.
+    /// them. Returns the peer's reason if it refuses, or `Err` if the stream is unusable.
     pub(super) fn exchange(self, stream: &Stream, deadline: Deadline) -> Result<Option<Error>> {
         stream.send_with(&protocol::encode(&RingOffer)?, &[self.descriptor.as_fd()], deadline)?;
         let (answer, descriptors) = message_io::receive_message_with(stream, HANDSHAKE_LIMIT, deadline)?;
@@ -61,11 +61,13 @@ pub(super) fn take(
     descriptors: ReceivedDescriptors,
     ringed: usize,
 ) -> Result<()> {
-    let made = || {
-        if ringed >= RINGED {
-            let text = "the link already has the maximum number of call streams with rings in this direction";
-            return Err(Error::new(ErrorKind::System, text).with("limit", RINGED));
-        }
+    let refuse = |reason: String| -> Result<()> {
+        stream.send_now(&protocol::encode(&RingAnswer::Refused { reason })?, &[])
+    };
+    if ringed >= RINGED {
+        return refuse(format!("the link already has {RINGED} call streams with rings in this direction"));
+    }
+    let made = || -> Result<_> {
         let (ring, descriptor) = OwnRing::create()?;
         Ok((joined(ring, descriptors)?, descriptor))
     };
@@ -76,7 +78,7 @@ pub(super) fn take(
             link.note_rings(None);
         }
         Err(error) => {
-            stream.send_now(&protocol::encode(&RingAnswer::Refused { reason: error.to_string() })?, &[])?;
+            refuse(error.to_string())?;
             link.note_rings(Some(&error));
         }
     }
@@ -84,7 +86,7 @@ pub(super) fn take(
 }
 
 impl Link {
-    /// Notes whether a stream that was to get rings has them, or why not.
+    /// Records that a stream got its rings, or why it did not.
     pub(super) fn note_rings(&self, refused: Option<&Error>) {
         if let Some(error) = refused {
             let cluster = self.peer.cluster;
@@ -101,7 +103,7 @@ impl Link {
     }
 
     /// Whether this side opens call streams over a local socket.
-    pub(super) fn dials_locally(&self) -> bool {
+    fn dials_locally(&self) -> bool {
         self.dialer.as_ref().is_some_and(|dialer| !matches!(dialer.address, Address::Tcp(_)))
     }
 }

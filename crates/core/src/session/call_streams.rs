@@ -42,14 +42,11 @@ impl Link {
             idle @ StreamGrant::Idle(_) => return self.begin_turn(idle, deadline),
         };
         let lease = self.dial((dialer, at), deadline);
-        let failed = lease.as_ref().err().filter(|error| error.kind() != ErrorKind::Interrupted);
-        let Some(error) = failed.filter(|_| at.is_some() || !self.streams.lock().idle.is_empty()) else {
+        let failed = lease.as_ref().is_err_and(|error| error.kind() != ErrorKind::Interrupted);
+        if !failed || (at.is_none() && self.streams.lock().idle.is_empty()) {
             return lease;
-        };
-        // The streams that there are, or the main address, may still work.
-        if self.dials_locally() {
-            self.note_rings(Some(error));
         }
+        // The streams that there are, or the main address, may still work.
         let turn = self.take_turn(deadline, false)?;
         self.begin_turn(turn, deadline)
     }

@@ -84,7 +84,7 @@ pub struct Link {
     /// Notified when a stream is returned or arrives, the peer answers a ping, the link breaks, or the last
     /// transfer of an unlink ends.
     pub(super) changed: Condvar,
-    /// When and why the last stream that was to get rings got none. `None` if it got them.
+    /// When and why the last attempt to give a stream rings failed; `None` if it succeeded.
     pub(super) rings_refused: Mutex<Option<(Instant, String)>>,
     serving: Mutex<Serving>,
     broken: OnceLock<(Instant, String)>,

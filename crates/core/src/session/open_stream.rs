@@ -2,7 +2,7 @@
 
 use rustix::io::Errno;
 
-use super::call_rings::OfferedRing;
+use super::call_rings::{OfferedRing, RINGED};
 use super::dial::Dialer;
 use super::link::Link;
 use super::peer_addresses::FurtherAddress;
@@ -44,10 +44,18 @@ impl Link {
             // The ring is closed if the stream cannot be opened, so another one may have its descriptor.
             Ok(ring) => match self.dial_with(dialer, (reverse, true), deadline) {
                 Err(error) if lacks_descriptors(&error) => error,
-                Err(error) => return Err(error),
+                Err(error) => {
+                    if error.kind() != ErrorKind::Interrupted {
+                        self.note_rings(Some(&error));
+                    }
+                    return Err(error);
+                }
                 Ok(stream) => match ring.exchange(&stream, deadline) {
                     Ok(refused) => {
-                        self.note_rings(refused.as_ref());
+                        // A refusal of more streams than may have rings is no failure.
+                        if stream.has_rings() || self.ringed(reverse) < RINGED {
+                            self.note_rings(refused.as_ref());
+                        }
                         return Ok(stream);
                     }
                     // One side could not receive or map the ring of the other one, for example because it has no free
@@ -56,8 +64,11 @@ impl Link {
                 },
             },
         };
+        if !self.alive() || failed.kind() == ErrorKind::Interrupted {
+            return Err(failed);
+        }
         self.note_rings(Some(&failed));
-        if !self.alive() || matches!(failed.kind(), ErrorKind::Timeout | ErrorKind::Interrupted) {
+        if failed.kind() == ErrorKind::Timeout {
             return Err(failed);
         }
         self.dial_with(dialer, (reverse, false), deadline)

@@ -53,7 +53,7 @@ impl Link {
                 .map(|(tensors, pool)| PeerTensors::Fabric(tensors, pool)),
             _ => None,
         };
-        Ok(tensors.ok_or("the pool of the cache is not one that the peer has offered".into()))
+        Ok(tensors.ok_or("the cache lies in a pool that the peer has not offered".into()))
     }
 
     /// Returns the path on which the peer reads the memory at `location` of this process, or the reason why it cannot.

@@ -149,7 +149,7 @@ pub struct LinkState {
     pub outgoing: bool,
     /// Number of call streams, in both directions, whose messages go through rings in shared memory.
     pub call_rings: usize,
-    /// The reason why the latest call stream that was to get rings has none; `None` if it has them, or none was to get them.
+    /// The reason why the last attempt to give a call stream rings failed; `None` if it succeeded, or if there was none.
     pub call_rings_refusal: Option<String>,
     /// Milliseconds since the last control message of the peer.
     pub silent_ms: u64,

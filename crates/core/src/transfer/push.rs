@@ -190,7 +190,7 @@ impl Call {
             }
             Reply::Unreachable { reason } => {
                 let library = self.link.fabric().as_ref().map_or("", |fabric| fabric.library().name());
-                let text = format!("the peer cannot read by {library}, and reports: {reason}");
+                let text = format!("the peer reports that it cannot read through {library}: {reason}");
                 Err(self.named(Error::new(ErrorKind::NotEnabled, text)))
             }
             reply => Err(self.link.unexpected(&reply)),

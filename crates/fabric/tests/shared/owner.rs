@@ -34,7 +34,7 @@ fn bytes(hex: &str) -> Vec<u8> {
     (0..hex.len()).step_by(2).map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap()).collect()
 }
 
-/// What the test `owner` does in the other process: it maps memory, and waits. Otherwise it does nothing.
+/// Maps memory, and waits until standard input ends. Does nothing unless `OWNER` is set, as it is in the other process.
 pub(crate) fn serve<F: Fabric>(open: impl FnOnce() -> F) {
     if std::env::var_os("OWNER").is_none() {
         return;
@@ -51,7 +51,7 @@ pub(crate) fn serve<F: Fabric>(open: impl FnOnce() -> F) {
 /// The other process.
 pub(crate) struct Owner {
     pub(crate) process: Child,
-    /// Kept open: after a minute, the test program of the owner says that it is slow.
+    /// Kept open: after a minute, the test program of the owner prints a warning.
     _output: BufReader<ChildStdout>,
     pub(crate) address: Vec<u8>,
     pub(crate) key: Arc<Vec<u8>>,

@@ -21,7 +21,7 @@ pub(crate) fn stand_in(file: &str) -> PathBuf {
 
 /// Calls a function of a stand-in with which a test controls it.
 pub(crate) fn control<F: Copy, T>(file: &str, name: &str, call: impl FnOnce(F) -> T) -> T {
-    // SAFETY: the stand-in, loaded already or by this.
+    // SAFETY: the stand-in, loaded already, or by this call.
     let library = unsafe { libloading::Library::new(stand_in(file)) }.unwrap();
     // SAFETY: the caller names the type of the function.
     let function = unsafe { library.get::<F>(name) }.unwrap();
@@ -61,7 +61,7 @@ pub(crate) struct Pair {
     pub(crate) owner: Box<dyn Fabric>,
     pub(crate) source: Vec<u8>,
     pub(crate) target: Vec<u8>,
-    /// Those of the source, and of the target if a test has mapped it.
+    /// The mappings of the source, and of the target if a test has mapped it.
     pub(crate) mappings: [Option<Box<dyn Mapping>>; 2],
 }
 

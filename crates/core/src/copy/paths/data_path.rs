@@ -50,8 +50,8 @@ pub trait DataPath {
 
     /// Moves the bytes into `dst`, and records in `arrived` which are in place.
     ///
-    /// The caller holds the pins of the rows of `dst`. The owner pins its own rows if it sends them. Nobody does if they are read
-    /// in place; then the caller checks afterwards whether they were unchanged (`session::peer_snapshot`).
+    /// The caller holds the pins of the rows of `dst`. The owner pins its own rows if it sends them. No one pins rows
+    /// that are read in place; the caller checks afterwards that they were unchanged (`session::peer_snapshot`).
     ///
     /// Returns `Err(Timeout)` at the deadline. When it returns, nothing touches `dst` any more, with one exception: after an error
     /// with the fact [`STILL_READING`](crate::copy::STILL_READING), the kernel may still write there, and a reader thread keeps

@@ -25,7 +25,9 @@ mod source;
 mod staged_copier;
 mod staged_sockets;
 
-pub use data_path::{DataPath, Hops, PathJob, PathOutcome};
+#[cfg(feature = "testing")]
+pub use data_path::PathOutcome;
+pub use data_path::{DataPath, Hops, PathJob};
 pub use path_kind::PathKind;
 pub use sockets::SocketPath;
 pub use source::PeerTensors;

@@ -1,4 +1,4 @@
-//! Reads other memory of a process on this host through the kernel.
+//! Reads memory of another process on this host that is not in a mapped pool, through the kernel.
 
 use std::sync::Arc;
 

@@ -36,7 +36,7 @@ pub struct SocketPath<'a> {
 
 impl SocketPath<'_> {
     /// Checks that a socket can carry the bytes of `memory` at `end` of a plan, before the peer is told to expect them. Returns
-    /// `Err(System)` for memory of another process that the CPU cannot read, and for any as a destination. Returns
+    /// `Err(System)` for memory of another process that the CPU cannot read, and for any memory of another process as a destination. Returns
     /// `Err(InvalidArgument)` for memory that is not mapped.
     pub fn check(end: LocalEnd, memory: &Tensors) -> Result<Hops> {
         memory.check_mapped(if end == LocalEnd::Source { Access::Read } else { Access::Write })?;

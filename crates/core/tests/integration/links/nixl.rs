@@ -49,7 +49,10 @@ fn a_failure_of_nixl_fails_the_call() {
     let all: Vec<i64> = (0..BLOCKS).collect();
     let pushed = push_blocks(&pair.remote, &pair.remote_cache, &all, of(1, row(&pair.local_cache, 0)), &all);
     let error = pushed.unwrap_err().to_string();
-    assert!(error.contains("the peer cannot read by NIXL, and reports: the peer cannot be read"), "{error}");
+    assert!(
+        error.contains("the peer reports that it cannot read through NIXL: the peer cannot be read"),
+        "{error}"
+    );
     assert_eq!(pair.paths(), (0, 0));
 }
 
@@ -66,7 +69,7 @@ fn an_engine_that_cannot_use_nixl_says_why() {
         (without_token, ["NIXL needs a token", "llm.LinkToken"]),
         (missing, ["NIXL cannot be used: /nowhere/libnixl_capi.so: cannot open shared", ""]),
         (refuses, ["NIXL cannot be used: nixl_capi_create_backend failed: the backend", "(NIXL status -2)"]),
-        (wants_rdma, ["standard error output", "UCX_TLS chooses the transports (ib if it is not set)"]),
+        (wants_rdma, ["standard error", "UCX_TLS chooses the transports (ib if it is not set)"]),
         (pinned, ["NIXL cannot map a pool: nixl_capi_register_mem failed", "ulimit -l"]),
     ] {
         let error = opened(config).unwrap_err();

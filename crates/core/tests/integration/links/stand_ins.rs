@@ -20,7 +20,7 @@ pub(super) const BLOCK: usize = 4096;
 /// The bytes of one cache.
 pub(super) const ALL: u64 = 2 * BLOCKS as u64 * BLOCK as u64;
 
-// The tests need the files, and no symbols of them.
+// The tests need the files, but none of their symbols.
 use {fake_nixl as _, fake_ucp as _};
 
 /// Returns the path of a stand-in.
@@ -30,7 +30,7 @@ pub(super) fn library(file: &str) -> PathBuf {
     library
 }
 
-/// Has an engine use a stand-in, with settings that no other engine has.
+/// Returns a configuration that uses a stand-in, under a name that no other engine has.
 pub(crate) fn stand_in(backend: Backend, settings: &[(&str, &str)]) -> FabricConfig {
     static NUMBER: AtomicU64 = AtomicU64::new(0);
     let name = format!("engine {}", NUMBER.fetch_add(1, Ordering::Relaxed));
@@ -44,7 +44,7 @@ pub(crate) fn stand_in(backend: Backend, settings: &[(&str, &str)]) -> FabricCon
     }
 }
 
-/// Changes a setting of the stand-in in the engine with this configuration.
+/// Changes a setting of the stand-in for the engine with this configuration.
 pub(crate) fn set(backend: Backend, config: &FabricConfig, setting: &str, value: i64) {
     type Set = unsafe extern "C" fn(*const c_char, *const c_char, i64) -> bool;
     let (file, function) = match backend {
