@@ -164,6 +164,8 @@ fn a_call_uses_an_idle_stream_if_none_with_rings_can_be_opened() {
         gate.wait_for(1);
         let failing = scope.spawn(|| push_slot(&local, &second.0, 0, of(2, row(&second.1, 0))));
         eventually("a stream with rings", || rings(&local) == 1);
+        // Now the peer cannot answer before this side sees the end.
+        gate.wait_for(2);
         let last = unix.last.lock().unwrap();
         shutdown(last.as_ref().unwrap(), Shutdown::Both).unwrap();
         assert_eq!(failing.join().unwrap().unwrap_err().kind(), ErrorKind::NotLinked);
