@@ -65,7 +65,8 @@ pub(super) fn take(
         stream.send_now(&protocol::encode(&RingAnswer::Refused { reason })?, &[])
     };
     if ringed >= RINGED {
-        return refuse(format!("the link already has {RINGED} call streams with rings in this direction"));
+        let text = "the link already has the maximum number of call streams with rings in this direction";
+        return refuse(format!("{text}: {RINGED}"));
     }
     let made = || -> Result<_> {
         let (ring, descriptor) = OwnRing::create()?;
