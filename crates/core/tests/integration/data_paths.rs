@@ -73,7 +73,7 @@ impl Destination {
             placement: Placement::Device,
             buffer: None,
         };
-        let (_, blank) = tensors_over(TENSORS, ROWS, ROW, |_, _| 0xEE);
+        let (_buffer, blank) = tensors_over(TENSORS, ROWS, ROW, |_, _| 0xEE);
         destination.copy((&blank, Placement::Host), (&destination.tensors, Placement::Device));
         destination
     }
