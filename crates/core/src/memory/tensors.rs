@@ -261,24 +261,7 @@ impl Tensors {
     /// [`ErrorKind::System`] if they are not all inside the tensor, or there is no such tensor.
     #[inline]
     pub fn window(&self, tensor: usize, offset: u64, len: u64) -> Result<Window<'_>> {
-        let inside = offset.checked_add(len).is_some_and(|end| end <= self.tensor_bytes);
-        match self.addrs.get(tensor) {
-            Some(&addr) if inside => Ok(Window::inside(addr + offset, len, self.reach())),
-            _ => self.window_of_mixed(tensor, offset, len),
-        }
-    }
-
-    /// Returns a window of a tensor that is larger than the smallest one.
-    #[cold]
-    fn window_of_mixed(&self, tensor: usize, offset: u64, len: u64) -> Result<Window<'_>> {
-        let bytes = self.mixed.as_ref().map_or(0, |mixed| {
-            u32::try_from(tensor).map_or(0, |tensor| mixed.run(tensor).geometry().tensor_bytes())
-        });
-        let inside = offset.checked_add(len).is_some_and(|end| end <= bytes);
-        match self.addrs.get(tensor) {
-            Some(&addr) if inside => Ok(Window::inside(addr + offset, len, self.reach())),
-            _ => Err(self.outside(tensor, offset, len)),
-        }
+        Ok(Window::inside(self.address(tensor, offset, len)?, len, self.reach()))
     }
 
     /// Returns `count` windows of `len` bytes of one tensor, the first from `offset` on and each `step` bytes after the
@@ -292,26 +275,46 @@ impl Tensors {
         len: u64,
         (count, step): (u64, i64),
     ) -> Result<Windows<'_>> {
-        if count == 1 {
-            return self.window(tensor, offset, len).map(Windows::from);
+        let first = self.window(tensor, offset, len)?;
+        if count != 1 {
+            self.check_last(tensor, offset, len, (count, step))?;
         }
-        self.windows_apart(tensor, offset, len, (count, step))
+        Ok(Windows::inside(first, count, step))
     }
 
-    /// Returns several windows, or an error for none. It is not inlined, so that the usual case, one window, can be.
+    /// Returns the address of `len` bytes of one tensor from `offset` on.
+    ///
+    /// The result is a number, because a window in a `Result` would go through memory, which stalls the processor at each
+    /// window of a plan.
+    #[inline]
+    fn address(&self, tensor: usize, offset: u64, len: u64) -> Result<u64> {
+        let inside = offset.checked_add(len).is_some_and(|end| end <= self.tensor_bytes);
+        match self.addrs.get(tensor) {
+            Some(&addr) if inside => Ok(addr + offset),
+            _ => self.address_in_mixed(tensor, offset, len),
+        }
+    }
+
+    /// Returns the address of bytes of a tensor that is larger than the smallest one.
+    #[cold]
+    fn address_in_mixed(&self, tensor: usize, offset: u64, len: u64) -> Result<u64> {
+        let bytes = self.mixed.as_ref().map_or(0, |mixed| {
+            u32::try_from(tensor).map_or(0, |tensor| mixed.run(tensor).geometry().tensor_bytes())
+        });
+        let inside = offset.checked_add(len).is_some_and(|end| end <= bytes);
+        match self.addrs.get(tensor) {
+            Some(&addr) if inside => Ok(addr + offset),
+            _ => Err(self.outside(tensor, offset, len)),
+        }
+    }
+
+    /// Checks the last of several windows, whose first is inside the tensor. Returns `Err` if there are none. It is not
+    /// inlined, so that the usual case, one window, can be.
     #[inline(never)]
-    fn windows_apart(
-        &self,
-        tensor: usize,
-        offset: u64,
-        len: u64,
-        (count, step): (u64, i64),
-    ) -> Result<Windows<'_>> {
-        let first = self.window(tensor, offset, len)?;
+    fn check_last(&self, tensor: usize, offset: u64, len: u64, (count, step): (u64, i64)) -> Result<()> {
         let distance = count.checked_sub(1).and_then(|steps| i64::try_from(steps).ok()?.checked_mul(step));
         let last = distance.and_then(|distance| offset.checked_add_signed(distance)).unwrap_or(u64::MAX);
-        self.window(tensor, last, len)?;
-        Ok(Windows::inside(first, count, step))
+        self.address(tensor, last, len).map(drop)
     }
 
     #[cold]

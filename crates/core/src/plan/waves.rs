@@ -172,23 +172,36 @@ impl<'a> SpansBetween<'a> {
         };
         let none = Span { count: 0, ..Span::single(0, 0, 1) };
         let mut spans = SpansBetween { form, left: to.saturating_sub(from), span: none, skip: 0, next, pair };
-        if let Some(span) = spans.next_span() {
-            spans.span = span.after(inside / span.len);
-            spans.skip = inside % span.len;
+        if spans.advance() {
+            spans.skip = inside % spans.span.len;
+            spans.span = spans.span.after(inside / spans.span.len);
         }
         spans
     }
 
-    /// Returns the next span, not cut. `None` after the last one.
+    /// Makes the next span the current one, not cut. Returns `false` after the last one.
     #[inline]
-    fn next_span(&mut self) -> Option<Span> {
+    fn advance(&mut self) -> bool {
         let at = self.next;
         self.next += 1;
+        if let Form::Blocks(blocks) = self.form {
+            let Some(Piece { src, dst, len }) = blocks.piece(at) else { return false };
+            self.span = Span::single(src, dst, len);
+            return true;
+        }
+        match self.span_at(at) {
+            Some(span) => self.span = span,
+            None => return false,
+        }
+        true
+    }
+
+    /// Returns span `at`, which is no block, and finds the one after it. It is not inlined, so that the usual case, blocks,
+    /// can be.
+    #[inline(never)]
+    fn span_at(&mut self, at: usize) -> Option<Span> {
         match self.form {
-            Form::Blocks(blocks) => {
-                let Piece { src, dst, len } = blocks.piece(at)?;
-                Some(Span::single(src, dst, len))
-            }
+            Form::Blocks(_) => None,
             Form::Spans { spans, .. } => spans.get(at).copied(),
             Form::Template { template, .. } => {
                 let span = template.placed(*template.pairs.get(self.pair)?, template.spans.get(at)?);
@@ -214,8 +227,8 @@ impl Iterator for SpansBetween<'_> {
         if self.left == 0 {
             return None;
         }
-        if self.span.count == 0 {
-            self.span = self.next_span()?;
+        if self.span.count == 0 && !self.advance() {
+            return None;
         }
         let (Span { src, dst, len, .. }, skip) = (self.span, self.skip);
         let count = if self.left < self.span.bytes() { self.left / len } else { self.span.count };
