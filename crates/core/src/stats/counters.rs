@@ -81,6 +81,13 @@ impl Counters {
         self.histogram[bucket.min(BUCKETS - 1)].fetch_add(1, Ordering::Relaxed);
     }
 
+    /// Counts `count` calls whose work one request did in `took`, each with an equal share of that time. A request that
+    /// failed counts as one call.
+    pub fn count_each(&self, count: u32, took: Duration, ok: bool) {
+        let count = if ok { count.max(1) } else { 1 };
+        (0..count).for_each(|_| self.count(took / count, ok));
+    }
+
     pub fn add_bytes(&self, bytes: u64) {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
     }
@@ -118,4 +125,22 @@ fn percentile(histogram: &[u64], percent: u64) -> u64 {
         }
     }
     0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_for_several_calls_counts_each_of_them() {
+        let (counters, us) = (Counters::default(), Duration::from_micros);
+        counters.count_each(4, us(100), true);
+        counters.count_each(3, us(60), false);
+        counters.count_each(0, us(1), true);
+        let state = counters.state();
+        assert_eq!((state.calls, state.failures), (6, 1));
+        assert_eq!((state.total_nanos, state.max_nanos), (161_000, 60_000));
+        // 25 µs four times, 60 once, and 1 once: buckets of powers of two nanoseconds.
+        assert_eq!((state.buckets[15], state.buckets[16], state.buckets[10]), (4, 1, 1));
+    }
 }

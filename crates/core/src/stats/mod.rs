@@ -195,6 +195,11 @@ impl Stats {
         self.ops[op as usize].count(took, ok);
     }
 
+    /// Counts `count` calls whose work one request did (see [`Counters::count_each`]).
+    pub fn counted_each(&self, op: Op, count: u32, took: Duration, ok: bool) {
+        self.ops[op as usize].count_each(count, took, ok);
+    }
+
     /// Counts bytes that a call moved over a link.
     pub fn add_bytes(&self, op: Op, bytes: u64) {
         self.ops[op as usize].add_bytes(bytes);

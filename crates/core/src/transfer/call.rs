@@ -87,10 +87,15 @@ impl Call {
 
     /// Runs `call` and counts it with its link. An unlink does not remove the link before `call` has ended.
     pub(crate) fn counted(&self, call: impl FnOnce() -> Result<u64>) -> Result<u64> {
+        self.counted_as(1, call)
+    }
+
+    /// As [`counted`](Self::counted), for a call that does the work of `count` calls. If it fails, it counts as one.
+    pub(super) fn counted_as(&self, count: u32, call: impl FnOnce() -> Result<u64>) -> Result<u64> {
         let started = Instant::now();
         let _outgoing = self.resources.outgoing_calls.begin();
         let result = self.link.begin().and_then(|_active| call());
-        self.link.transfers.count(started.elapsed(), result.is_ok());
+        self.link.transfers.count_each(count, started.elapsed(), result.is_ok());
         if let Ok(bytes) = result {
             self.link.transfers.add_bytes(bytes);
         }

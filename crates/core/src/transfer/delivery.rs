@@ -19,13 +19,23 @@ pub trait Carrier: Send + Sync {
     /// usually before that layer is ready.
     fn find(&self, deadline: Deadline) -> Result<u64>;
 
-    /// Pushes one layer and returns the number of its bytes, which are in place then.
-    fn layer(&self, layer: u32, deadline: Deadline) -> Result<u64>;
+    /// Pushes the first of these layers, and as many of the next ones as the same request can push. Returns those that are in
+    /// place then.
+    fn layers(&self, ready: LayerRange, deadline: Deadline) -> Result<PushedLayers>;
 
     /// Adds to an error what is known of the peer.
     fn named(&self, error: Error) -> Error {
         error
     }
+}
+
+/// The first layers of a range, which are in place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PushedLayers {
+    /// Number of them, at least one.
+    pub layers: u32,
+    /// Bytes of all of them.
+    pub bytes: u64,
 }
 
 /// One destination of a task that is to start.
@@ -67,6 +77,15 @@ pub struct Carried {
 pub(super) struct ReadyLayer {
     pub(super) layer: u32,
     /// When it was reported.
+    pub(super) since: Instant,
+}
+
+/// Layers that follow each other and may be pushed.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ReadyRun {
+    /// Never empty.
+    pub(super) layers: LayerRange,
+    /// When the first of them was reported.
     pub(super) since: Instant,
 }
 
@@ -186,15 +205,30 @@ impl DeliveryState {
         None
     }
 
+    /// Returns the next layer to push, and at most `most` layers in all: those that became ready after it in ascending order.
+    pub(super) fn next_run(&mut self, layers: &ReportedLayers, most: u32) -> Option<ReadyRun> {
+        let ReadyLayer { layer: first, since } = self.next(layers)?;
+        let needed =
+            layers.ready.get(self.at..)?.iter().map(|ready| ready.layer).filter(|&layer| self.needs(layer));
+        let run =
+            needed.zip(first..first.saturating_add(most.max(1))).take_while(|(ready, next)| ready == next);
+        let end = run.last().map_or(first, |(last, _)| last) + 1;
+        Some(ReadyRun { layers: LayerRange { first, end }, since })
+    }
+
     /// Returns the first layer that it needs and that was not reported.
     pub(super) fn missing(&self, layers: &ReportedLayers) -> Option<u32> {
         layers.first_missing(self.range)
     }
 
-    /// Notes that the next layer is in place, with this many bytes.
-    pub(super) fn carried(&mut self, bytes: u64) {
-        self.at += 1;
-        self.pushed = (self.pushed.0 + 1, self.pushed.1 + bytes);
+    /// Notes that the next layers are in place.
+    pub(super) fn carried(&mut self, pushed: PushedLayers, layers: &ReportedLayers) {
+        for _ in 0..pushed.layers {
+            // Passes over layers for other destinations, which may lie between these.
+            self.next(layers);
+            self.at += 1;
+        }
+        self.pushed = (self.pushed.0 + pushed.layers, self.pushed.1 + pushed.bytes);
         self.end_if_complete();
     }
 
@@ -282,5 +316,72 @@ impl std::fmt::Debug for DeliveryState {
             .field("range", &self.range)
             .field("pushed", &self.pushed)
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use proptest::test_runner::TestRunner;
+
+    use super::*;
+
+    const LAYERS: u32 = 12;
+
+    fn delivery(first: u32, end: u32) -> DeliveryState {
+        let layers = LayerRange { first, end };
+        let carrier = Err(Error::new(ErrorKind::NotLinked, "none"));
+        DeliveryState {
+            outcome: None,
+            ..DeliveryState::new(Delivery { cluster: ClusterId(1), layers, carrier })
+        }
+    }
+
+    /// Layers become ready in any order, and requests push any number of those that they may push.
+    #[test]
+    fn runs_take_the_layers_in_the_order_in_which_they_became_ready() {
+        let order = Just((0..LAYERS).collect::<Vec<_>>()).prop_shuffle();
+        // Often almost ascending, so that there are runs.
+        let order = prop_oneof![order, (0..LAYERS).prop_map(|at| (at..LAYERS).chain(0..at).collect())];
+        let range = (0..LAYERS).prop_flat_map(|first| (Just(first), first + 1..=LAYERS));
+        let requests = prop::collection::vec((1..5u32, 1..5u32, 0..4usize), 100);
+        TestRunner::default()
+            .run(&(order, range, requests), |(order, (first, end), requests)| {
+                let (mut layers, mut state) = (ReportedLayers::new(LAYERS).unwrap(), delivery(first, end));
+                // The model: the layers that it needs, in the order in which they become ready.
+                let needed: Vec<_> =
+                    order.iter().copied().filter(|layer| (first..end).contains(layer)).collect();
+                let (mut reported, mut pushed) = (0, Vec::new());
+                for (most, takes, reports) in requests {
+                    for &layer in order.iter().skip(reported).take(reports) {
+                        layers.push_ready(layer, Instant::now());
+                        reported += 1;
+                    }
+                    let waiting: Vec<_> = order[..reported]
+                        .iter()
+                        .filter(|layer| needed[pushed.len()..].contains(layer))
+                        .collect();
+                    let run = state.next_run(&layers, most);
+                    let Some(&&start) = waiting.first() else {
+                        assert!(run.is_none());
+                        continue;
+                    };
+                    let follows = |&(next, waiting): &(u32, &&u32)| **waiting == start + next;
+                    let length =
+                        (0..most).zip(&waiting).take_while(follows).map(|(next, _)| next + 1).last().unwrap();
+                    assert_eq!(run.unwrap().layers, LayerRange { first: start, end: start + length });
+                    let takes = takes.min(length);
+                    state.carried(PushedLayers { layers: takes, bytes: u64::from(takes) }, &layers);
+                    pushed.extend(start..start + takes);
+                    assert_eq!(
+                        (state.progress().layers as usize, state.pushed.1),
+                        (pushed.len(), pushed.len() as u64)
+                    );
+                    assert_eq!(state.outcome.is_some(), pushed.len() == needed.len());
+                }
+                assert!(needed.starts_with(&pushed));
+                Ok(())
+            })
+            .unwrap();
     }
 }

@@ -1,12 +1,14 @@
-//! Pushes the layers of a layer-wise transfer to one destination, each as soon as it is ready.
+//! Pushes the layers of a layer-wise transfer to one destination, each as soon as it is ready. Several layers that are ready
+//! share a request if they lie in neighboring tensors at both ends.
 //!
 //! A layer is an ordinary push of the same plan in other tensors. It is planned once and resolved once. After
 //! that the remote cache is named by its id, so a transfer never spreads over two caches.
 
 use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
 use super::call::{Call, check_accessible};
-use super::delivery::Carrier;
+use super::delivery::{Carrier, PushedLayers};
 use crate::cache::Cache;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
@@ -15,7 +17,9 @@ use crate::plan::{CacheCount, CopyPlan};
 use crate::resources::Resources;
 use crate::session::{KnownCache, Link, LinkOfCall};
 use crate::stats::Op;
-use crate::validate::{self, Destination, LayerDestination, LayerRows, RemoteCache, SideSizes, Target};
+use crate::validate::{
+    self, Destination, LayerDestination, LayerRange, LayerRows, RemoteCache, SideSizes, Target,
+};
 
 /// Name of these lists in out-of-memory errors.
 const LAYERS: &str = "the layers of a transfer";
@@ -42,7 +46,8 @@ pub(crate) struct FoundDestination {
     layers: Vec<Vec<Part>>,
 }
 
-/// Tensors of a layer that go to one remote cache.
+/// Tensors of a layer, or of several ones, that go to one remote cache.
+#[derive(Clone)]
 struct Part {
     cache: CacheId,
     plan: Arc<CopyPlan>,
@@ -59,22 +64,15 @@ impl Carrier for LayerPush {
         Ok(bytes)
     }
 
-    fn layer(&self, layer: u32, deadline: Deadline) -> Result<u64> {
-        self.resources.stats.timed(Op::Layer, || {
-            let parts = self.found.get().and_then(|found| {
-                let index = layer.checked_sub(self.to.src_layers.first)?;
-                Some((found, found.layers.get(index as usize)?))
-            });
-            let Some((found, parts)) = parts else {
-                let text = "a layer of a transfer whose destination was not found";
-                return Err(Error::new(ErrorKind::System, text).with("layer", layer));
-            };
-            let push_part = |part: &Part| self.push_part(found, part, deadline);
-            let bytes = parts.iter().map(push_part).sum::<Result<u64>>();
-            let bytes = bytes.map_err(|error| found.link.named(error).with("layer", layer))?;
-            self.resources.count_bytes(Op::Layer, bytes);
-            Ok(bytes)
-        })
+    fn layers(&self, ready: LayerRange, deadline: Deadline) -> Result<PushedLayers> {
+        let started = Instant::now();
+        let pushed = self.push_layers(ready, deadline);
+        let layers = pushed.as_ref().map_or(1, |pushed| pushed.layers);
+        self.resources.stats.counted_each(Op::Layer, layers, started.elapsed(), pushed.is_ok());
+        if let Ok(pushed) = pushed {
+            self.resources.count_bytes(Op::Layer, pushed.bytes);
+        }
+        pushed
     }
 
     fn named(&self, error: Error) -> Error {
@@ -87,7 +85,36 @@ impl Carrier for LayerPush {
 }
 
 impl LayerPush {
-    fn push_part(&self, found: &FoundDestination, part: &Part, deadline: Deadline) -> Result<u64> {
+    /// Pushes the first of these layers, and as many of the next ones as one plan can copy.
+    fn push_layers(&self, ready: LayerRange, deadline: Deadline) -> Result<PushedLayers> {
+        let LayerRange { first, end } = ready;
+        let layers = self.found.get().and_then(|found| {
+            let index = |layer: u32| Some(layer.checked_sub(self.to.src_layers.first)? as usize);
+            Some((found, found.layers.get(index(first)?..index(end)?)?.split_first()?))
+        });
+        let Some((found, (parts, next))) = layers else {
+            let text = "a layer of a transfer whose destination was not found";
+            return Err(Error::new(ErrorKind::System, text).with("layer", first));
+        };
+        let named = |error: Error| found.link.named(error).with("layer", first);
+        if let [part] = &parts[..] {
+            let (layers, part) = joined(part, next);
+            let bytes = self.push_part(found, &part, layers, deadline).map_err(named)?;
+            return Ok(PushedLayers { layers, bytes });
+        }
+        let push_part = |part: &Part| self.push_part(found, part, 1, deadline);
+        let bytes = parts.iter().map(push_part).sum::<Result<u64>>().map_err(named)?;
+        Ok(PushedLayers { layers: 1, bytes })
+    }
+
+    /// Pushes a part of so many layers.
+    fn push_part(
+        &self,
+        found: &FoundDestination,
+        part: &Part,
+        layers: u32,
+        deadline: Deadline,
+    ) -> Result<u64> {
         let call = Call {
             resources: self.resources.clone(),
             link: found.link.clone(),
@@ -101,7 +128,7 @@ impl LayerPush {
             verify: self.resources.config.verify,
         };
         let (rows, plan) = (|| fallible::copied(LAYERS, &found.local_rows), part.plan.clone());
-        call.counted(|| call.rounds(|known| call.push(known, &plan, rows()?)))
+        call.counted_as(layers, || call.rounds(|known| call.push(known, &plan, rows()?)))
     }
 
     fn resolve(&self, link: Arc<Link>, deadline: Deadline) -> Result<FoundDestination> {
@@ -211,6 +238,19 @@ impl LayerPush {
     }
 }
 
+/// Joins the only part of a layer with those of the layers after it, as far as one plan can copy them. Returns the number of
+/// layers and their part.
+fn joined(part: &Part, next: &[Vec<Part>]) -> (u32, Part) {
+    let (mut layers, mut joined) = (1, part.clone());
+    for parts in next {
+        let [Part { cache, plan }] = &parts[..] else { break };
+        let Some(plan) = joined.plan.joined(plan).filter(|_| *cache == joined.cache) else { break };
+        joined.plan = Arc::new(plan);
+        layers += 1;
+    }
+    (layers, joined)
+}
+
 /// Asks the owner for the current description of a remote cache, and remembers it by the id of the cache.
 fn ask(link: &Arc<Link>, name: Name, deadline: Deadline) -> Result<Arc<KnownCache>> {
     let known = link.describe(name, deadline)?;
@@ -284,5 +324,48 @@ impl TensorPlans<'_> {
         let known = ask(link, by_id(cache), deadline)?;
         fallible::push(LAYERS, &mut self.known, known.clone())?;
         Ok(known)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::{Blocks, Moves, Pieces};
+
+    fn plan() -> CopyPlan {
+        let pieces =
+            Pieces::Blocks(Blocks { len: 64, src: 0, dst: 0, pairs: Arc::new(vec![(3, 1), (0, 2)]) });
+        CopyPlan::moves(&mut Moves { pieces, num_tensors: 2, ..Moves::default() }, CacheCount::Two).unwrap()
+    }
+
+    #[test]
+    fn a_request_takes_the_layers_in_neighboring_tensors_of_one_cache() {
+        let (plan, other) = (plan(), plan());
+        let part = |cache, plan: &CopyPlan, src, dst| {
+            vec![Part { cache: CacheId(cache), plan: Arc::new(plan.in_tensors(src, dst, 2)) }]
+        };
+        let begin = &part(1, &plan, 4, 10)[0];
+        let both = [part(1, &plan, 6, 12), part(1, &plan, 8, 14)].concat();
+        for (what, next, layers) in [
+            ("no other layer", vec![], 1),
+            ("two more", vec![part(1, &plan, 6, 12), part(1, &plan, 8, 14)], 3),
+            (
+                "a gap after one more",
+                vec![part(1, &plan, 6, 12), part(1, &plan, 9, 14), part(1, &plan, 8, 14)],
+                2,
+            ),
+            ("other sources", vec![part(1, &plan, 7, 12)], 1),
+            ("other destinations", vec![part(1, &plan, 6, 13)], 1),
+            ("the same tensors again", vec![part(1, &plan, 4, 10)], 1),
+            ("another cache", vec![part(2, &plan, 6, 12)], 1),
+            ("another plan", vec![part(1, &other, 6, 12)], 1),
+            ("a layer of two parts", vec![both], 1),
+            ("a layer without parts", vec![vec![]], 1),
+        ] {
+            let (count, whole) = joined(begin, &next);
+            assert_eq!(count, layers, "{what}");
+            assert_eq!(whole.cache, CacheId(1), "{what}");
+            assert_eq!(*whole.plan, plan.in_tensors(4, 10, 2 * layers), "{what}");
+        }
     }
 }

@@ -24,6 +24,7 @@ mod path_counting;
 mod place_table;
 mod pull;
 mod push;
+mod run_length;
 mod running_calls;
 mod running_tasks;
 mod stream;
@@ -36,6 +37,8 @@ pub use async_calls::AsyncCalls;
 pub(crate) use call::Call;
 pub(crate) use call_grant::CallGrant;
 pub use call_grant::GrantUse;
+#[cfg(feature = "testing")]
+pub use delivery::PushedLayers;
 pub use delivery::{Carried, Carrier, Delivery, Outcome, TaskLimits};
 pub use executor::Executor;
 #[cfg(feature = "testing")]

@@ -14,10 +14,11 @@ use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use super::clock::Alarmed;
-use super::delivery::{Carrier, Delivery, DeliveryState, ReadyLayer, ReportedLayers, TaskLimits};
+use super::delivery::{Carrier, Delivery, DeliveryState, PushedLayers, ReadyRun, ReportedLayers, TaskLimits};
 use super::executor::{ExecutorHandle, Job, LaneKey};
 use super::on_lane::OnLane;
 use super::place_table::Place;
+use super::run_length::RunLength;
 use super::running_calls::RunningCalls;
 use super::task_state::TaskState;
 use crate::error::{Error, ErrorKind, Result};
@@ -276,7 +277,7 @@ struct CarryJob {
 /// Next step of such a job. The moment is the one from which its limit counts.
 enum CarryStep {
     Find(Arc<dyn Carrier>, Instant),
-    Layer(Arc<dyn Carrier>, ReadyLayer),
+    Layers(Arc<dyn Carrier>, ReadyRun),
     Rest,
 }
 
@@ -290,17 +291,22 @@ impl Job for CarryJob {
             Outlet::Transfers { transfers, .. } => Some(&transfers[job.index]),
         };
         let _lane = transfer.map(OnLane::of);
+        let mut run_length = RunLength::new(task.limits.layer);
         loop {
-            match job.next() {
+            match job.next(run_length.most()) {
                 CarryStep::Find(carrier, since) => {
                     let found = carrier.find(job.deadline(since));
                     drop(carrier);
                     job.note_found(found, transfer);
                 }
-                CarryStep::Layer(carrier, ReadyLayer { layer, since }) => {
-                    let moved = carrier.layer(layer, job.deadline(since));
+                CarryStep::Layers(carrier, ReadyRun { layers, since }) => {
+                    let begin = Instant::now();
+                    let pushed = carrier.layers(layers, job.deadline(since));
                     drop(carrier);
-                    job.note_moved(moved, transfer);
+                    if let Ok(PushedLayers { layers, .. }) = pushed {
+                        run_length.learn(layers, begin.elapsed());
+                    }
+                    job.note_pushed(pushed, transfer);
                 }
                 CarryStep::Rest => break,
             }
@@ -325,18 +331,19 @@ impl CarryJob {
         }
     }
 
-    fn next(&self) -> CarryStep {
+    /// Returns the next step, which pushes at most `most` layers.
+    fn next(&self, most: u32) -> CarryStep {
         let mut state = self.task.state.lock();
         let TaskState { layers, deliveries, .. } = &mut *state;
         let delivery = &mut deliveries[self.index];
         (delivery.queued, delivery.busy) = (false, true);
-        let next = delivery.next(layers);
+        let next = delivery.next_run(layers, most);
         match (&delivery.outcome, &delivery.carrier, next) {
             (None, Some(carrier), next) if !delivery.found => {
                 let since = next.map_or_else(Instant::now, |ready| ready.since);
                 return CarryStep::Find(carrier.clone(), since);
             }
-            (None, Some(carrier), Some(ready)) => return CarryStep::Layer(carrier.clone(), ready),
+            (None, Some(carrier), Some(ready)) => return CarryStep::Layers(carrier.clone(), ready),
             _ => delivery.busy = false,
         }
         drop(state);
@@ -348,25 +355,25 @@ impl CarryJob {
         if let (Ok(bytes), Some(transfer)) = (&found, transfer) {
             transfer.expect(*bytes);
         }
-        self.record(found, |delivery, _| {
+        self.record(found, |delivery, _, _| {
             delivery.found = true;
             delivery.end_if_complete();
         });
     }
 
-    fn note_moved(&self, moved: Result<u64>, transfer: Option<&Arc<Transfer>>) {
-        if let (Ok(bytes), Some(transfer)) = (&moved, transfer) {
-            transfer.part_done(*bytes);
+    fn note_pushed(&self, pushed: Result<PushedLayers>, transfer: Option<&Arc<Transfer>>) {
+        if let (Ok(pushed), Some(transfer)) = (&pushed, transfer) {
+            transfer.part_done(pushed.bytes);
         }
-        self.record(moved, DeliveryState::carried);
+        self.record(pushed, DeliveryState::carried);
     }
 
-    fn record(&self, result: Result<u64>, success: impl FnOnce(&mut DeliveryState, u64)) {
+    fn record<T>(&self, result: Result<T>, success: impl FnOnce(&mut DeliveryState, T, &ReportedLayers)) {
         let mut state = self.task.state.lock();
         let TaskState { layers, deliveries, .. } = &mut *state;
         let delivery = &mut deliveries[self.index];
         match result {
-            Ok(bytes) => success(delivery, bytes),
+            Ok(value) => success(delivery, value, layers),
             Err(error) => delivery.fail(|| error, layers),
         }
     }

@@ -13,7 +13,9 @@ use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
 use llm_datadist_core::testing::begin_layer_task;
-use llm_datadist_core::testing::transfer::{AsyncCalls, Carrier, Delivery, Executor, LayerTask, TaskLimits};
+use llm_datadist_core::testing::transfer::{
+    AsyncCalls, Carrier, Delivery, Executor, LayerTask, PushedLayers, TaskLimits,
+};
 use llm_datadist_core::{
     ClusterId, Deadline, Error, ErrorKind, Event, EventQueue, LayerRange, Result, Transfer,
 };
@@ -29,6 +31,8 @@ const BYTES: u64 = 10;
 struct Script {
     find_fails: bool,
     fails_at: Option<u32>,
+    /// Number of layers that one request may push in addition to the first one.
+    more: u32,
     shut: Mutex<bool>,
     opened: Condvar,
     at_gate: AtomicBool,
@@ -68,7 +72,8 @@ impl Carrier for Scripted {
         if self.0.find_fails { Err(broken()) } else { Ok(u64::from(self.1) * BYTES) }
     }
 
-    fn layer(&self, layer: u32, deadline: Deadline) -> Result<u64> {
+    fn layers(&self, ready: LayerRange, deadline: Deadline) -> Result<PushedLayers> {
+        let layer = ready.first;
         assert!(Script::is(&self.0.found) && !Script::is(&self.0.dropped));
         self.0.at_gate.store(true, Ordering::SeqCst);
         let shut = self.0.shut.lock().unwrap();
@@ -79,8 +84,11 @@ impl Carrier for Scripted {
         if self.0.fails_at == Some(layer) {
             return Err(broken());
         }
-        self.0.pushed.lock().unwrap().push(layer);
-        Ok(BYTES)
+        let most = ready.end.min(layer + 1 + self.0.more);
+        let pushed: Vec<_> = (layer..most).take_while(|&layer| self.0.fails_at != Some(layer)).collect();
+        self.0.pushed.lock().unwrap().extend(&pushed);
+        let layers = pushed.len() as u32;
+        Ok(PushedLayers { layers, bytes: u64::from(layers) * BYTES })
     }
 
     fn named(&self, error: Error) -> Error {
@@ -218,17 +226,22 @@ impl Model {
     }
 }
 
-fn destinations() -> impl Strategy<Value = Vec<(u32, u32, bool, Option<u32>)>> {
+/// The first layer of a destination and the end of its layers, whether it cannot be found, the layer at which it fails, and
+/// how many layers more than one its requests push.
+type Given = (u32, u32, bool, Option<u32>, u32);
+
+fn destinations() -> impl Strategy<Value = Vec<Given>> {
     let range = (0..LAYERS).prop_flat_map(|first| (Just(first), first + 1..=LAYERS));
     let find_fails = prop::bool::weighted(0.1);
     let fails_at = prop_oneof![3 => Just(None), 1 => (0..LAYERS).prop_map(Some)];
-    let one = (range, find_fails, fails_at).prop_map(|((first, end), find, at)| (first, end, find, at));
+    let one = (range, find_fails, fails_at, 0..LAYERS)
+        .prop_map(|((first, end), find, at, more)| (first, end, find, at, more));
     prop::collection::vec(one, 1..6)
 }
 
-fn scripted(given: &[(u32, u32, bool, Option<u32>)]) -> Vec<To> {
-    let one = |&(first, end, find_fails, fails_at): &(u32, u32, bool, Option<u32>)| {
-        (first, end, Arc::new(Script { find_fails, fails_at, ..Script::default() }))
+fn scripted(given: &[Given]) -> Vec<To> {
+    let one = |&(first, end, find_fails, fails_at, more): &Given| {
+        (first, end, Arc::new(Script { find_fails, fails_at, more, ..Script::default() }))
     };
     given.iter().map(one).collect()
 }

@@ -30,8 +30,12 @@ use CacheKind::{Batch, Blocks};
 #[test]
 fn stream_fault_ends_only_its_own_destination() {
     const BYTES: usize = 3000;
-    let step = if times(1) > 1 { 7 } else { 83 };
-    let places = (150..700).step_by(step).chain([2 * BYTES as u64, 5 * BYTES as u64]);
+    // The request for the layers after the first one lies within the first 310 bytes, if the peer reads the payload itself.
+    let steps = if times(1) > 1 { (7, 7) } else { (20, 97) };
+    let places = (150..310)
+        .step_by(steps.0)
+        .chain((310..700).step_by(steps.1))
+        .chain([2 * BYTES as u64, 5 * BYTES as u64]);
     for way in SOCKETS {
         let pair = Fixture::new(way, Duration::from_millis(500));
         let (local, bad, good) = (&pair.local, &pair.remote, open(config(3, way), way));
