@@ -267,6 +267,11 @@ impl Drop for OpenedTurns {
 }
 
 impl Pin {
+    /// Whether the call had to wait for the rows.
+    pub fn waited(&self) -> bool {
+        self.0.0.all().iter().any(|rows| rows.waiter.is_some())
+    }
+
     /// Gives back the rows and the caches. The calls that may begin now are notified when the result is dropped.
     pub fn release(mut self) -> OpenedTurns {
         self.give_back()

@@ -96,9 +96,11 @@ impl RequestContext<'_> {
         self.still_wanted()?;
         let Some(cache) = self.opened(call)? else { return Ok(None) };
         let pin = pin(&cache)?;
-        // While `pin` waited for the rows, the cache may have been released, and the caller may have given
-        // up.
-        self.still_wanted()?;
+        // Meanwhile the cache may have been released. If `pin` waited for the rows, the caller may also have given up, which
+        // takes a system call to find out.
+        if pin.waited() {
+            self.still_wanted()?;
+        }
         Ok(self.opened(call)?.map(|cache| (cache, pin)))
     }
 
