@@ -113,7 +113,7 @@ class PathStats(TypedDict):
     """The pulls and pushes of a link whose bytes moved on one path."""
 
     transfers: int
-    """Number of pulls and pushes, and of requests that sent layers. One between caches with different KV layouts may
+    """Number of pulls, pushes and requests that sent layers. A transfer between caches with different KV layouts may
     count more than once."""
     bytes: int
     """Bytes moved."""

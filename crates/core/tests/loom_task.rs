@@ -9,7 +9,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use llm_datadist_core::testing::transfer::{
-    AsyncCalls, Carrier, Delivery, Executor, LayerTask, Outcome, PushedLayers, Task, TaskLimits,
+    AsyncCalls, Carrier, Delivery, Executor, LayerTask, Outcome, Task, TaskLimits,
 };
 use llm_datadist_core::testing::{begin_layer_task, refuse_layer, start_task};
 use llm_datadist_core::{ClusterId, Deadline, Error, ErrorKind, EventQueue, LayerRange, Result};
@@ -30,14 +30,14 @@ impl Carrier for Counts {
         Ok(2)
     }
 
-    fn layers(&self, ready: LayerRange, _: Deadline) -> Result<PushedLayers> {
-        let bit = 1 << ready.first;
+    fn push(&self, layers: LayerRange, _: Deadline) -> Result<u64> {
+        let bit = 1 << layers.first;
         assert_eq!(self.layers.fetch_or(bit, Ordering::SeqCst) & bit, 0, "once");
         assert_eq!(self.over.load(Ordering::SeqCst), 0, "a layer after the end");
-        if self.fails_at == Some(ready.first) {
+        if self.fails_at == Some(layers.first) {
             return Err(Error::new(ErrorKind::NotLinked, "injected"));
         }
-        Ok(PushedLayers { layers: 1, bytes: 1 })
+        Ok(1)
     }
 }
 

@@ -55,7 +55,7 @@ impl RowsOfCaches {
 struct CacheRows {
     cache: Arc<Cache>,
     used: UsedRows,
-    /// The place of the call in the queues of the cache; `None` unless it waits there.
+    /// The place of the call in the queues of the cache, if it waits there or has waited.
     waiter: Option<u32>,
 }
 
@@ -267,7 +267,7 @@ impl Drop for OpenedTurns {
 }
 
 impl Pin {
-    /// Whether the call had to wait for the rows.
+    /// Returns whether the call had to wait for the rows.
     pub fn waited(&self) -> bool {
         self.0.0.all().iter().any(|rows| rows.waiter.is_some())
     }

@@ -284,8 +284,8 @@ impl Tensors {
 
     /// Returns the address of `len` bytes of one tensor from `offset` on.
     ///
-    /// The result is a number, because a window in a `Result` would go through memory, which stalls the processor at each
-    /// window of a plan.
+    /// Returns a number instead of a window: the compiler would return a `Result` of a window through the stack, and reading it
+    /// back stalls the processor for each window of a plan.
     #[inline]
     fn address(&self, tensor: usize, offset: u64, len: u64) -> Result<u64> {
         let inside = offset.checked_add(len).is_some_and(|end| end <= self.tensor_bytes);
@@ -295,7 +295,7 @@ impl Tensors {
         }
     }
 
-    /// Returns the address of bytes of a tensor that is larger than the smallest one.
+    /// As [`address`](Self::address), for a tensor that is larger than the smallest one.
     #[cold]
     fn address_in_mixed(&self, tensor: usize, offset: u64, len: u64) -> Result<u64> {
         let bytes = self.mixed.as_ref().map_or(0, |mixed| {
@@ -308,8 +308,8 @@ impl Tensors {
         }
     }
 
-    /// Checks the last of several windows, whose first is inside the tensor. Returns `Err` if there are none. It is not
-    /// inlined, so that the usual case, one window, can be.
+    /// Checks that the last of `count` windows is inside the tensor. The caller has checked the first. Returns `Err` if `count` is
+    /// 0. Not inlined, so that the usual case, one window, can be inlined.
     #[inline(never)]
     fn check_last(&self, tensor: usize, offset: u64, len: u64, (count, step): (u64, i64)) -> Result<()> {
         let distance = count.checked_sub(1).and_then(|steps| i64::try_from(steps).ok()?.checked_mul(step));

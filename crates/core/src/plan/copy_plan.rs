@@ -78,16 +78,17 @@ impl CopyPlan {
         CopyPlan { num_tensors, src, dst, waves: self.waves.clone(), part: self.part }
     }
 
-    /// Returns one plan that does what this plan and `next` do, if both are the same plan in tensors that follow each other at
-    /// both ends.
+    /// Returns a plan that covers this plan and `next`. Returns `None` unless both are the same plan and `next` starts at the
+    /// following tensor on both sides.
     #[must_use]
-    pub fn joined(&self, next: &Self) -> Option<Self> {
+    pub fn followed_by(&self, next: &Self) -> Option<Self> {
         let same = Arc::ptr_eq(&self.waves, &next.waves) && self.part == next.part;
         let follows = |this: TensorSteps, next: TensorSteps| {
             this.step == next.step && this.number(self.num_tensors) == next.first
         };
         let joins = same && follows(self.src, next.src) && follows(self.dst, next.dst);
-        joins.then(|| self.in_tensor_steps(self.src, self.dst, self.num_tensors + next.num_tensors))
+        let num_tensors = self.num_tensors.checked_add(next.num_tensors).filter(|_| joins)?;
+        Some(self.in_tensor_steps(self.src, self.dst, num_tensors))
     }
 
     /// Returns a plan for each wave, which does what that wave does.

@@ -179,7 +179,7 @@ impl<'a> SpansBetween<'a> {
         spans
     }
 
-    /// Makes the next span the current one, not cut. Returns `false` after the last one.
+    /// Makes the next whole span the current one. Returns `false` if no span is left.
     #[inline]
     fn advance(&mut self) -> bool {
         let at = self.next;
@@ -196,8 +196,8 @@ impl<'a> SpansBetween<'a> {
         true
     }
 
-    /// Returns span `at`, which is no block, and finds the one after it. It is not inlined, so that the usual case, blocks,
-    /// can be.
+    /// Returns span `at` of a form other than blocks, and advances to the next one. Not inlined, so that the usual case, blocks,
+    /// can be inlined.
     #[inline(never)]
     fn span_at(&mut self, at: usize) -> Option<Span> {
         match self.form {

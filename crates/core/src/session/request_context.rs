@@ -96,9 +96,9 @@ impl RequestContext<'_> {
         self.still_wanted()?;
         let Some(cache) = self.opened(call)? else { return Ok(None) };
         let pin = pin(&cache)?;
-        // Meanwhile the cache may have been released. If `pin` waited for the rows, the caller may also have given up, which
-        // takes a system call to find out.
-        if pin.waited() {
+        // While `pin` ran, the cache may have been released, so it is looked up again. Whether the caller has given up takes a
+        // system call to find out, so this is asked again only after a wait.
+        if pin.waited() || !self.link.alive() {
             self.still_wanted()?;
         }
         Ok(self.opened(call)?.map(|cache| (cache, pin)))

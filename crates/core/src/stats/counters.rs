@@ -72,20 +72,20 @@ impl Default for OpState {
 impl Counters {
     /// Counts one call that took `took`; `ok` is whether it succeeded.
     pub fn count(&self, took: Duration, ok: bool) {
-        let nanos = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
-        let bucket = (u64::BITS - nanos.leading_zeros()) as usize;
-        self.calls.fetch_add(1, Ordering::Relaxed);
-        self.failures.fetch_add(u64::from(!ok), Ordering::Relaxed);
-        self.nanos.fetch_add(nanos, Ordering::Relaxed);
-        self.max_nanos.fetch_max(nanos, Ordering::Relaxed);
-        self.histogram[bucket.min(BUCKETS - 1)].fetch_add(1, Ordering::Relaxed);
+        self.count_each(1, took, ok);
     }
 
-    /// Counts `count` calls whose work one request did in `took`, each with an equal share of that time. A request that
-    /// failed counts as one call.
+    /// Counts one request that did the work of `count` calls in `took`. Each call gets an equal share of the time. A failed
+    /// request counts as one call.
     pub fn count_each(&self, count: u32, took: Duration, ok: bool) {
         let count = if ok { count.max(1) } else { 1 };
-        (0..count).for_each(|_| self.count(took / count, ok));
+        let nanos = u64::try_from((took / count).as_nanos()).unwrap_or(u64::MAX);
+        let (count, bucket) = (u64::from(count), (u64::BITS - nanos.leading_zeros()) as usize);
+        self.calls.fetch_add(count, Ordering::Relaxed);
+        self.failures.fetch_add(u64::from(!ok), Ordering::Relaxed);
+        self.nanos.fetch_add(nanos.saturating_mul(count), Ordering::Relaxed);
+        self.max_nanos.fetch_max(nanos, Ordering::Relaxed);
+        self.histogram[bucket.min(BUCKETS - 1)].fetch_add(count, Ordering::Relaxed);
     }
 
     pub fn add_bytes(&self, bytes: u64) {
@@ -132,7 +132,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_request_for_several_calls_counts_each_of_them() {
+    fn count_each_divides_the_time_and_counts_a_failure_once() {
         let (counters, us) = (Counters::default(), Duration::from_micros);
         counters.count_each(4, us(100), true);
         counters.count_each(3, us(60), false);
@@ -140,7 +140,7 @@ mod tests {
         let state = counters.state();
         assert_eq!((state.calls, state.failures), (6, 1));
         assert_eq!((state.total_nanos, state.max_nanos), (161_000, 60_000));
-        // 25 µs four times, 60 once, and 1 once: buckets of powers of two nanoseconds.
+        // Four calls of 25 µs, one of 60 µs, one of 1 µs. Buckets are powers of two in nanoseconds.
         assert_eq!((state.buckets[15], state.buckets[16], state.buckets[10]), (4, 1, 1));
     }
 }

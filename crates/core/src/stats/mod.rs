@@ -195,7 +195,7 @@ impl Stats {
         self.ops[op as usize].count(took, ok);
     }
 
-    /// Counts `count` calls whose work one request did (see [`Counters::count_each`]).
+    /// Counts one request that did the work of `count` calls (see [`Counters::count_each`]).
     pub fn counted_each(&self, op: Op, count: u32, took: Duration, ok: bool) {
         self.ops[op as usize].count_each(count, took, ok);
     }

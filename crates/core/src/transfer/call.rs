@@ -90,7 +90,7 @@ impl Call {
         self.counted_as(1, call)
     }
 
-    /// As [`counted`](Self::counted), for a call that does the work of `count` calls. If it fails, it counts as one.
+    /// Runs `call` like [`counted`](Self::counted), but counts it as `count` calls. A failure counts as one call.
     pub(super) fn counted_as(&self, count: u32, call: impl FnOnce() -> Result<u64>) -> Result<u64> {
         let started = Instant::now();
         let _outgoing = self.resources.outgoing_calls.begin();

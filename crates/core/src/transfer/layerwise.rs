@@ -1,5 +1,5 @@
-//! Pushes the layers of a layer-wise transfer to one destination, each as soon as it is ready. Several layers that are ready
-//! share a request if they lie in neighboring tensors at both ends.
+//! Pushes the layers of a layer-wise transfer to one destination, each as soon as it is ready. One request
+//! pushes several ready layers if they lie in neighboring tensors on both sides.
 //!
 //! A layer is an ordinary push of the same plan in other tensors. It is planned once and resolved once. After
 //! that the remote cache is named by its id, so a transfer never spreads over two caches.
@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use super::call::{Call, check_accessible};
-use super::delivery::{Carrier, PushedLayers};
+use super::delivery::Carrier;
 use crate::cache::Cache;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
@@ -46,11 +46,19 @@ pub(crate) struct FoundDestination {
     layers: Vec<Vec<Part>>,
 }
 
-/// Tensors of a layer, or of several ones, that go to one remote cache.
+/// Tensors of one or more layers that go to one remote cache.
 #[derive(Clone)]
 struct Part {
     cache: CacheId,
     plan: Arc<CopyPlan>,
+}
+
+impl FoundDestination {
+    /// Returns the parts of each of these layers, if the destination has them all. `first` is its first layer.
+    fn parts_of(&self, layers: LayerRange, first: u32) -> Option<&[Vec<Part>]> {
+        let index = |layer: u32| Some(layer.checked_sub(first)? as usize);
+        self.layers.get(index(layers.first)?..index(layers.end)?).filter(|parts| !parts.is_empty())
+    }
 }
 
 impl Carrier for LayerPush {
@@ -64,13 +72,17 @@ impl Carrier for LayerPush {
         Ok(bytes)
     }
 
-    fn layers(&self, ready: LayerRange, deadline: Deadline) -> Result<PushedLayers> {
-        let started = Instant::now();
-        let pushed = self.push_layers(ready, deadline);
-        let layers = pushed.as_ref().map_or(1, |pushed| pushed.layers);
-        self.resources.stats.counted_each(Op::Layer, layers, started.elapsed(), pushed.is_ok());
-        if let Ok(pushed) = pushed {
-            self.resources.count_bytes(Op::Layer, pushed.bytes);
+    fn layers_of_request(&self, ready: LayerRange, most_bytes: u64) -> u32 {
+        let parts = self.found.get().and_then(|found| found.parts_of(ready, self.to.src_layers.first));
+        parts.map_or(1, |parts| joined(parts, most_bytes).map_or(1, |(layers, _)| layers))
+    }
+
+    fn push(&self, layers: LayerRange, deadline: Deadline) -> Result<u64> {
+        let (started, count) = (Instant::now(), layers.end - layers.first);
+        let pushed = self.push_layers(layers, deadline);
+        self.resources.stats.counted_each(Op::Layer, count, started.elapsed(), pushed.is_ok());
+        if let Ok(bytes) = pushed {
+            self.resources.count_bytes(Op::Layer, bytes);
         }
         pushed
     }
@@ -85,29 +97,31 @@ impl Carrier for LayerPush {
 }
 
 impl LayerPush {
-    /// Pushes the first of these layers, and as many of the next ones as one plan can copy.
-    fn push_layers(&self, ready: LayerRange, deadline: Deadline) -> Result<PushedLayers> {
-        let LayerRange { first, end } = ready;
-        let layers = self.found.get().and_then(|found| {
-            let index = |layer: u32| Some(layer.checked_sub(self.to.src_layers.first)? as usize);
-            Some((found, found.layers.get(index(first)?..index(end)?)?.split_first()?))
+    /// Pushes one layer, or several ones with one request.
+    fn push_layers(&self, layers: LayerRange, deadline: Deadline) -> Result<u64> {
+        let parts = self.found.get().and_then(|found| {
+            let parts = found.parts_of(layers, self.to.src_layers.first)?;
+            Some((found, parts))
         });
-        let Some((found, (parts, next))) = layers else {
+        let Some((found, parts)) = parts else {
             let text = "a layer of a transfer whose destination was not found";
-            return Err(Error::new(ErrorKind::System, text).with("layer", first));
+            return Err(Error::new(ErrorKind::System, text).with("layer", layers.first));
         };
-        let named = |error: Error| found.link.named(error).with("layer", first);
-        if let [part] = &parts[..] {
-            let (layers, part) = joined(part, next);
-            let bytes = self.push_part(found, &part, layers, deadline).map_err(named)?;
-            return Ok(PushedLayers { layers, bytes });
+        let named = |error: Error| {
+            let error = found.link.named(error).with("layer", layers.first);
+            let several = layers.end - layers.first > 1;
+            if several { error.with("end_of_layers", layers.end) } else { error }
+        };
+        match joined(parts, u64::MAX) {
+            Some((count, part)) if count as usize == parts.len() => {
+                self.push_part(found, &part, count, deadline)
+            }
+            _ => parts.iter().flatten().map(|part| self.push_part(found, part, 1, deadline)).sum(),
         }
-        let push_part = |part: &Part| self.push_part(found, part, 1, deadline);
-        let bytes = parts.iter().map(push_part).sum::<Result<u64>>().map_err(named)?;
-        Ok(PushedLayers { layers: 1, bytes })
+        .map_err(named)
     }
 
-    /// Pushes a part of so many layers.
+    /// Pushes a part that covers `layers` layers.
     fn push_part(
         &self,
         found: &FoundDestination,
@@ -238,17 +252,19 @@ impl LayerPush {
     }
 }
 
-/// Joins the only part of a layer with those of the layers after it, as far as one plan can copy them. Returns the number of
-/// layers and their part.
-fn joined(part: &Part, next: &[Vec<Part>]) -> (u32, Part) {
-    let (mut layers, mut joined) = (1, part.clone());
+/// Joins the parts of the first layer and of those after it, as long as one plan can copy them and they have at most `most_bytes`
+/// bytes. Returns the number of layers and the joined part. `None` if the first layer does not have exactly one part.
+fn joined(layers: &[Vec<Part>], most_bytes: u64) -> Option<(u32, Part)> {
+    let (first, next) = layers.split_first()?;
+    let [Part { cache, plan }] = &first[..] else { return None };
+    let (mut count, mut joined) = (1, (**plan).clone());
     for parts in next {
-        let [Part { cache, plan }] = &parts[..] else { break };
-        let Some(plan) = joined.plan.joined(plan).filter(|_| *cache == joined.cache) else { break };
-        joined.plan = Arc::new(plan);
-        layers += 1;
+        let [part] = &parts[..] else { break };
+        let longer = joined.followed_by(&part.plan).filter(|longer| longer.bytes() <= most_bytes);
+        let Some(longer) = longer.filter(|_| part.cache == *cache) else { break };
+        (count, joined) = (count + 1, longer);
     }
-    (layers, joined)
+    Some((count, Part { cache: *cache, plan: Arc::new(joined) }))
 }
 
 /// Asks the owner for the current description of a remote cache, and remembers it by the id of the cache.
@@ -330,8 +346,9 @@ impl TensorPlans<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::{Blocks, Moves, Pieces};
+    use crate::plan::{Blocks, Moves, Pieces, TensorSteps};
 
+    /// The plan of a layer of two tensors, of 256 bytes.
     fn plan() -> CopyPlan {
         let pieces =
             Pieces::Blocks(Blocks { len: 64, src: 0, dst: 0, pairs: Arc::new(vec![(3, 1), (0, 2)]) });
@@ -339,33 +356,40 @@ mod tests {
     }
 
     #[test]
-    fn a_request_takes_the_layers_in_neighboring_tensors_of_one_cache() {
+    fn joined_stops_at_a_gap_or_another_cache_or_plan() {
         let (plan, other) = (plan(), plan());
-        let part = |cache, plan: &CopyPlan, src, dst| {
-            vec![Part { cache: CacheId(cache), plan: Arc::new(plan.in_tensors(src, dst, 2)) }]
+        let of = |cache, plan| vec![Part { cache: CacheId(cache), plan: Arc::new(plan) }];
+        let part = |cache, plan: &CopyPlan, src, dst| of(cache, plan.in_tensors(src, dst, 2));
+        let apart = |src, dst| {
+            let steps = |first| TensorSteps { first, step: 2 };
+            of(1, plan.in_tensor_steps(steps(src), steps(dst), 2))
         };
-        let begin = &part(1, &plan, 4, 10)[0];
-        let both = [part(1, &plan, 6, 12), part(1, &plan, 8, 14)].concat();
-        for (what, next, layers) in [
-            ("no other layer", vec![], 1),
-            ("two more", vec![part(1, &plan, 6, 12), part(1, &plan, 8, 14)], 3),
-            (
-                "a gap after one more",
-                vec![part(1, &plan, 6, 12), part(1, &plan, 9, 14), part(1, &plan, 8, 14)],
-                2,
-            ),
-            ("other sources", vec![part(1, &plan, 7, 12)], 1),
-            ("other destinations", vec![part(1, &plan, 6, 13)], 1),
-            ("the same tensors again", vec![part(1, &plan, 4, 10)], 1),
-            ("another cache", vec![part(2, &plan, 6, 12)], 1),
-            ("another plan", vec![part(1, &other, 6, 12)], 1),
-            ("a layer of two parts", vec![both], 1),
-            ("a layer without parts", vec![vec![]], 1),
+        let (first, second, third) = (part(1, &plan, 4, 10), part(1, &plan, 6, 12), part(1, &plan, 8, 14));
+        let both = [second.clone(), third.clone()].concat();
+        for (what, next, most_bytes, layers) in [
+            ("no other layer", vec![], u64::MAX, 1),
+            ("two neighboring layers", vec![second.clone(), third.clone()], 768, 3),
+            ("a byte too many", vec![second.clone(), third.clone()], 767, 2),
+            ("no bytes", vec![second.clone()], 0, 1),
+            ("a gap after the second layer", vec![second.clone(), part(1, &plan, 9, 14), third], u64::MAX, 2),
+            ("other sources", vec![part(1, &plan, 7, 12)], u64::MAX, 1),
+            ("other destinations", vec![part(1, &plan, 6, 13)], u64::MAX, 1),
+            ("the same tensors again", vec![first.clone()], u64::MAX, 1),
+            ("other steps", vec![apart(6, 12)], u64::MAX, 1),
+            ("another cache", vec![part(2, &plan, 6, 12)], u64::MAX, 1),
+            ("another plan", vec![part(1, &other, 6, 12)], u64::MAX, 1),
+            ("a layer of two parts", vec![both.clone()], u64::MAX, 1),
+            ("a layer without parts", vec![vec![]], u64::MAX, 1),
         ] {
-            let (count, whole) = joined(begin, &next);
+            let all = [vec![first.clone()], next].concat();
+            let (count, whole) = joined(&all, most_bytes).unwrap();
             assert_eq!(count, layers, "{what}");
             assert_eq!(whole.cache, CacheId(1), "{what}");
             assert_eq!(*whole.plan, plan.in_tensors(4, 10, 2 * layers), "{what}");
         }
+        let (_, whole) = joined(&[apart(4, 10), apart(8, 14)], u64::MAX).unwrap();
+        assert_eq!(whole.plan.num_tensors(), 4, "tensors with equal steps");
+        assert_eq!((whole.plan.src_tensor(), whole.plan.dst_tensor()), (4, 10));
+        assert!(joined(&[both], u64::MAX).is_none() && joined(&[vec![]], u64::MAX).is_none());
     }
 }

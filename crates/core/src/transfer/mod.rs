@@ -37,8 +37,6 @@ pub use async_calls::AsyncCalls;
 pub(crate) use call::Call;
 pub(crate) use call_grant::CallGrant;
 pub use call_grant::GrantUse;
-#[cfg(feature = "testing")]
-pub use delivery::PushedLayers;
 pub use delivery::{Carried, Carrier, Delivery, Outcome, TaskLimits};
 pub use executor::Executor;
 #[cfg(feature = "testing")]

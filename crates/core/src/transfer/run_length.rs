@@ -1,38 +1,37 @@
-//! How many layers one request pushes, if several are ready.
+//! Chooses how many ready layers one request pushes.
 //!
-//! Layers wait if they are computed faster than they are pushed. The messages for a layer cost as much as the bytes of a small
-//! one, so one request pushes several. It must stay short compared with the limit of a layer, because a layer of a longer
-//! request is in place later than it would be alone.
+//! Layers queue up if they are computed faster than they are pushed. The messages for a small layer cost as much as its bytes, so
+//! one request pushes several layers. A request must stay short compared with the limit of a layer, because all its layers are
+//! reported together, at its end.
 
 use std::time::Duration;
 
-/// Maximum time of a request for several layers. Its messages take less than a hundredth of this, so a longer one saves nothing.
+/// Maximum expected time of a request that pushes several layers. The messages take less than 1 % of it, so a longer request saves
+/// almost nothing.
 const LONGEST: Duration = Duration::from_millis(10);
-/// Minimum ratio of the limit of a layer to that time.
+/// Minimum ratio of the time that is left for a layer to the expected time of such a request.
 const SHARE_OF_LIMIT: u32 = 8;
 
-/// The number of layers in the next request, by the time of the last one.
-#[derive(Debug)]
+/// Bytes in the next request, derived from the time that the last request took.
+#[derive(Debug, Default)]
 pub(super) struct RunLength {
-    longest: Duration,
-    most: u32,
+    /// Bytes and time of the last request, if there was one.
+    last: Option<(u64, Duration)>,
 }
 
 impl RunLength {
-    /// Begins with a single layer, whose limit is `limit`.
-    pub(super) fn new(limit: Duration) -> Self {
-        RunLength { longest: LONGEST.min(limit / SHARE_OF_LIMIT), most: 1 }
+    /// Returns the maximum number of bytes of a request for several layers, of which the first one must be in place when `left`
+    /// has passed. It is 0 before the first request.
+    pub(super) fn most_bytes(&self, left: Duration) -> u64 {
+        let Some((bytes, took)) = self.last else { return 0 };
+        let longest = LONGEST.min(left / SHARE_OF_LIMIT).as_nanos();
+        let most = u128::from(bytes).saturating_mul(longest) / took.as_nanos().max(1);
+        u64::try_from(most).unwrap_or(u64::MAX)
     }
 
-    /// Returns the maximum number of layers in the next request.
-    pub(super) fn most(&self) -> u32 {
-        self.most
-    }
-
-    /// Learns that `layers` layers took this long.
-    pub(super) fn learn(&mut self, layers: u32, took: Duration) {
-        let each = (took / layers.max(1)).as_nanos().max(1);
-        self.most = u32::try_from(self.longest.as_nanos() / each).unwrap_or(u32::MAX).max(1);
+    /// Adapts to a request that pushed `bytes` bytes in `took`.
+    pub(super) fn learn(&mut self, bytes: u64, took: Duration) {
+        self.last = Some((bytes, took));
     }
 }
 
@@ -41,24 +40,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn requests_stay_short() {
+    fn requests_for_several_layers_stay_short() {
         let (second, us) = (Duration::from_secs(1), Duration::from_micros);
-        // (limit of a layer, layers of the last request, its time) → layers of the next one, by hand
-        for (limit, layers, took, most) in [
-            (second, 1, us(1000), 10),
-            (second, 4, us(4000), 10),
-            (second, 1, us(9_999), 1),
-            (second, 1, us(20_000), 1),
-            (us(8000), 1, us(250), 4),
-            (us(8000), 1, us(1001), 1),
-            (Duration::ZERO, 1, us(1), 1),
-            (Duration::MAX, 0, us(100), 100),
-            (second, 1, Duration::ZERO, 10_000_000),
+        assert_eq!(RunLength::default().most_bytes(second), 0, "the first request pushes one layer");
+        // (time that is left, bytes of the last request, its time) → bytes of the next one
+        for (left, bytes, took, most) in [
+            (second, 100, us(1000), 1000),
+            (second, 400, us(4000), 1000),
+            (second, 100, us(20_000), 50),
+            (us(8000), 100, us(250), 400),
+            (us(8000), 100, us(2000), 50),
+            (Duration::ZERO, 100, us(1), 0),
+            (Duration::MAX, 100, us(100), 10_000),
+            (second, 7, Duration::ZERO, 70_000_000),
+            (second, u64::MAX, us(1), u64::MAX),
+            (second, 0, us(1), 0),
         ] {
-            let mut run = RunLength::new(limit);
-            assert_eq!(run.most(), 1, "a request of unknown duration");
-            run.learn(layers, took);
-            assert_eq!(run.most(), most, "{limit:?}, {layers} layers in {took:?}");
+            let mut run = RunLength::default();
+            run.learn(bytes, took);
+            assert_eq!(run.most_bytes(left), most, "{left:?}, {bytes} bytes in {took:?}");
         }
     }
 }

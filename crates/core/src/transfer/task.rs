@@ -14,7 +14,7 @@ use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use super::clock::Alarmed;
-use super::delivery::{Carrier, Delivery, DeliveryState, PushedLayers, ReadyRun, ReportedLayers, TaskLimits};
+use super::delivery::{Carrier, Delivery, DeliveryState, ReadyRun, ReportedLayers, TaskLimits};
 use super::executor::{ExecutorHandle, Job, LaneKey};
 use super::on_lane::OnLane;
 use super::place_table::Place;
@@ -26,6 +26,7 @@ use crate::events::Transfer;
 use crate::fallible;
 use crate::model::Deadline;
 use crate::sync::{Condvar, Mutex};
+use crate::validate::LayerRange;
 
 /// One transfer to any number of destinations.
 #[derive(Debug)]
@@ -146,7 +147,7 @@ impl Task {
         self.lanes.carry(lanes, Arc::new(job));
     }
 
-    /// Fails the destination at `index` unless it has ended. A layer in transit is still pushed.
+    /// Fails the destination at `index` unless it has ended. Layers in transit are still pushed.
     pub(super) fn stop(&self, index: usize, error: Error) {
         let mut state = self.state.lock();
         let TaskState { layers, deliveries, .. } = &mut *state;
@@ -274,7 +275,7 @@ struct CarryJob {
     over: bool,
 }
 
-/// Next step of such a job. The moment is the one from which its limit counts.
+/// Next step of such a job. The moment is the one from which its limit counts; for several layers, that of the first one.
 enum CarryStep {
     Find(Arc<dyn Carrier>, Instant),
     Layers(Arc<dyn Carrier>, ReadyRun),
@@ -291,22 +292,26 @@ impl Job for CarryJob {
             Outlet::Transfers { transfers, .. } => Some(&transfers[job.index]),
         };
         let _lane = transfer.map(OnLane::of);
-        let mut run_length = RunLength::new(task.limits.layer);
+        let mut run_length = RunLength::default();
         loop {
-            match job.next(run_length.most()) {
+            match job.next() {
                 CarryStep::Find(carrier, since) => {
                     let found = carrier.find(job.deadline(since));
                     drop(carrier);
                     job.note_found(found, transfer);
                 }
-                CarryStep::Layers(carrier, ReadyRun { layers, since }) => {
+                CarryStep::Layers(carrier, ReadyRun { layers: ready, since }) => {
+                    let most_bytes = run_length.most_bytes(job.deadline(since).left());
+                    let count =
+                        carrier.layers_of_request(ready, most_bytes).clamp(1, ready.end - ready.first);
+                    let layers = LayerRange { end: ready.first + count, ..ready };
                     let begin = Instant::now();
-                    let pushed = carrier.layers(layers, job.deadline(since));
+                    let pushed = carrier.push(layers, job.deadline(since));
                     drop(carrier);
-                    if let Ok(PushedLayers { layers, .. }) = pushed {
-                        run_length.learn(layers, begin.elapsed());
+                    if let Ok(bytes) = pushed {
+                        run_length.learn(bytes, begin.elapsed());
                     }
-                    job.note_pushed(pushed, transfer);
+                    job.note_pushed(count, pushed, transfer);
                 }
                 CarryStep::Rest => break,
             }
@@ -331,13 +336,12 @@ impl CarryJob {
         }
     }
 
-    /// Returns the next step, which pushes at most `most` layers.
-    fn next(&self, most: u32) -> CarryStep {
+    fn next(&self) -> CarryStep {
         let mut state = self.task.state.lock();
         let TaskState { layers, deliveries, .. } = &mut *state;
         let delivery = &mut deliveries[self.index];
         (delivery.queued, delivery.busy) = (false, true);
-        let next = delivery.next_run(layers, most);
+        let next = delivery.next_run(layers);
         match (&delivery.outcome, &delivery.carrier, next) {
             (None, Some(carrier), next) if !delivery.found => {
                 let since = next.map_or_else(Instant::now, |ready| ready.since);
@@ -361,19 +365,19 @@ impl CarryJob {
         });
     }
 
-    fn note_pushed(&self, pushed: Result<PushedLayers>, transfer: Option<&Arc<Transfer>>) {
-        if let (Ok(pushed), Some(transfer)) = (&pushed, transfer) {
-            transfer.part_done(pushed.bytes);
+    fn note_pushed(&self, count: u32, pushed: Result<u64>, transfer: Option<&Arc<Transfer>>) {
+        if let (Ok(bytes), Some(transfer)) = (&pushed, transfer) {
+            transfer.part_done(*bytes);
         }
-        self.record(pushed, DeliveryState::carried);
+        self.record(pushed, |delivery, bytes, layers| delivery.carried(count, bytes, layers));
     }
 
-    fn record<T>(&self, result: Result<T>, success: impl FnOnce(&mut DeliveryState, T, &ReportedLayers)) {
+    fn record(&self, result: Result<u64>, success: impl FnOnce(&mut DeliveryState, u64, &ReportedLayers)) {
         let mut state = self.task.state.lock();
         let TaskState { layers, deliveries, .. } = &mut *state;
         let delivery = &mut deliveries[self.index];
         match result {
-            Ok(value) => success(delivery, value, layers),
+            Ok(bytes) => success(delivery, bytes, layers),
             Err(error) => delivery.fail(|| error, layers),
         }
     }

@@ -13,9 +13,7 @@ use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
 use llm_datadist_core::testing::begin_layer_task;
-use llm_datadist_core::testing::transfer::{
-    AsyncCalls, Carrier, Delivery, Executor, LayerTask, PushedLayers, TaskLimits,
-};
+use llm_datadist_core::testing::transfer::{AsyncCalls, Carrier, Delivery, Executor, LayerTask, TaskLimits};
 use llm_datadist_core::{
     ClusterId, Deadline, Error, ErrorKind, Event, EventQueue, LayerRange, Result, Transfer,
 };
@@ -31,13 +29,17 @@ const BYTES: u64 = 10;
 struct Script {
     find_fails: bool,
     fails_at: Option<u32>,
-    /// Number of layers that one request may push in addition to the first one.
+    /// Maximum number of layers that a request pushes after its first layer.
     more: u32,
     shut: Mutex<bool>,
     opened: Condvar,
     at_gate: AtomicBool,
     found: AtomicBool,
     pushed: Mutex<Vec<u32>>,
+    /// The layers of each request: the first one, and the one after the last.
+    requests: Mutex<Vec<(u32, u32)>>,
+    /// Whether the gate is in `find`, not in the pushes, and requests have as many layers as they may.
+    shut_at_find: bool,
     dropped: AtomicBool,
 }
 
@@ -55,6 +57,12 @@ impl Script {
         self.opened.notify_all();
     }
 
+    fn wait_for_gate(&self) {
+        let shut = self.shut.lock().unwrap();
+        let waited = self.opened.wait_timeout_while(shut, LONG, |shut| *shut).unwrap();
+        assert!(!waited.1.timed_out());
+    }
+
     fn pushed(&self) -> Vec<u32> {
         self.pushed.lock().unwrap().clone()
     }
@@ -69,26 +77,32 @@ struct Scripted(Arc<Script>, u32);
 impl Carrier for Scripted {
     fn find(&self, _: Deadline) -> Result<u64> {
         assert!(!self.0.found.swap(true, Ordering::SeqCst), "found twice");
+        if self.0.shut_at_find {
+            self.0.wait_for_gate();
+        }
         if self.0.find_fails { Err(broken()) } else { Ok(u64::from(self.1) * BYTES) }
     }
 
-    fn layers(&self, ready: LayerRange, deadline: Deadline) -> Result<PushedLayers> {
-        let layer = ready.first;
+    /// Also stops before the layer at which it fails.
+    fn layers_of_request(&self, ready: LayerRange, most_bytes: u64) -> u32 {
+        let fails_next = |&layer: &u32| self.0.fails_at != Some(layer + 1);
+        if self.0.shut_at_find {
+            return (most_bytes / BYTES) as u32;
+        }
+        1 + (ready.first..ready.end - 1).take(self.0.more as usize).take_while(fails_next).count() as u32
+    }
+
+    fn push(&self, layers: LayerRange, deadline: Deadline) -> Result<u64> {
         assert!(Script::is(&self.0.found) && !Script::is(&self.0.dropped));
         self.0.at_gate.store(true, Ordering::SeqCst);
-        let shut = self.0.shut.lock().unwrap();
-        let waited = self.0.opened.wait_timeout_while(shut, LONG, |shut| *shut).unwrap();
-        assert!(!waited.1.timed_out());
-        drop(waited);
+        self.0.wait_for_gate();
+        self.0.requests.lock().unwrap().push((layers.first, layers.end));
         deadline.check("pushing")?;
-        if self.0.fails_at == Some(layer) {
+        if self.0.fails_at == Some(layers.first) {
             return Err(broken());
         }
-        let most = ready.end.min(layer + 1 + self.0.more);
-        let pushed: Vec<_> = (layer..most).take_while(|&layer| self.0.fails_at != Some(layer)).collect();
-        self.0.pushed.lock().unwrap().extend(&pushed);
-        let layers = pushed.len() as u32;
-        Ok(PushedLayers { layers, bytes: u64::from(layers) * BYTES })
+        self.0.pushed.lock().unwrap().extend(layers.first..layers.end);
+        Ok(u64::from(layers.end - layers.first) * BYTES)
     }
 
     fn named(&self, error: Error) -> Error {
@@ -226,11 +240,11 @@ impl Model {
     }
 }
 
-/// The first layer of a destination and the end of its layers, whether it cannot be found, the layer at which it fails, and
-/// how many layers more than one its requests push.
-type Given = (u32, u32, bool, Option<u32>, u32);
+/// A destination: its first layer, the end of its layers, whether `find` fails, the layer at which a push fails, and the layers
+/// after the first one in a request.
+type DestinationCase = (u32, u32, bool, Option<u32>, u32);
 
-fn destinations() -> impl Strategy<Value = Vec<Given>> {
+fn destinations() -> impl Strategy<Value = Vec<DestinationCase>> {
     let range = (0..LAYERS).prop_flat_map(|first| (Just(first), first + 1..=LAYERS));
     let find_fails = prop::bool::weighted(0.1);
     let fails_at = prop_oneof![3 => Just(None), 1 => (0..LAYERS).prop_map(Some)];
@@ -239,8 +253,8 @@ fn destinations() -> impl Strategy<Value = Vec<Given>> {
     prop::collection::vec(one, 1..6)
 }
 
-fn scripted(given: &[Given]) -> Vec<To> {
-    let one = |&(first, end, find_fails, fails_at, more): &Given| {
+fn scripted(given: &[DestinationCase]) -> Vec<To> {
+    let one = |&(first, end, find_fails, fails_at, more): &DestinationCase| {
         (first, end, Arc::new(Script { find_fails, fails_at, more, ..Script::default() }))
     };
     given.iter().map(one).collect()
@@ -355,6 +369,29 @@ fn every_order_of_several_threads() {
             Ok(())
         })
         .unwrap();
+}
+
+/// Layers become ready while a destination is being found. Its first request pushes one layer. If that takes so little time that
+/// more layers fit the time of a request, the next request has several; on a busy machine, that may take more than one attempt.
+#[test]
+fn layers_that_wait_share_requests() {
+    for _ in 0..1000 {
+        let bed = Bed::new();
+        let script = Arc::new(Script { shut_at_find: true, shut: Mutex::new(true), ..Script::default() });
+        let task = bed.begin(&[(1, LAYERS, script.clone())]);
+        // Layer 0 is for nobody, and layer 4 comes late.
+        [0, 1, 2, 3, 5, 6, 7, 4].into_iter().for_each(|layer| task.ready(layer).unwrap());
+        script.open();
+        succeeded(&task.transfers()[0]);
+        assert_eq!(script.pushed(), [1, 2, 3, 5, 6, 7, 4]);
+        assert_eq!(task.transfers()[0].peek().unwrap().unwrap(), 7 * BYTES);
+        let requests = script.requests.lock().unwrap().clone();
+        assert_eq!(requests[0], (1, 2), "the first request pushes one layer");
+        if requests == [(1, 2), (2, 4), (5, 8), (4, 5)] {
+            return;
+        }
+    }
+    panic!("layers never shared a request");
 }
 
 #[test]

@@ -11,9 +11,7 @@ use std::{array, thread};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use llm_datadist_core::testing::transfer::{
-    Carried, Carrier, Delivery, Executor, Outcome, PushedLayers, Task,
-};
+use llm_datadist_core::testing::transfer::{Carried, Carrier, Delivery, Executor, Outcome, Task};
 use llm_datadist_core::testing::{refuse_layer, start_task};
 use llm_datadist_core::{ClusterId, Deadline, Error, ErrorKind, LayerRange, Result};
 
@@ -95,7 +93,7 @@ impl Carrier for Scripted {
         (self.0.find)().map(|()| 0)
     }
 
-    fn layers(&self, ready: LayerRange, _: Deadline) -> Result<PushedLayers> {
+    fn push(&self, layers: LayerRange, _: Deadline) -> Result<u64> {
         assert_eq!(self.0.finds(), 1, "a layer before the destination was found");
         self.0.at_gate.store(true, Ordering::SeqCst);
         let open = self.0.open.lock().unwrap();
@@ -104,8 +102,8 @@ impl Carrier for Scripted {
         drop(waited);
         let next = self.0.layers.lock().unwrap().pop_front();
         next.unwrap_or(PUSH)()?;
-        self.0.pushed.lock().unwrap().push(ready.first);
-        Ok(PushedLayers { layers: 1, bytes: 10 })
+        self.0.pushed.lock().unwrap().push(layers.first);
+        Ok(10)
     }
 }
 

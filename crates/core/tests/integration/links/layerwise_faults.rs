@@ -30,7 +30,8 @@ use CacheKind::{Batch, Blocks};
 #[test]
 fn stream_fault_ends_only_its_own_destination() {
     const BYTES: usize = 3000;
-    // The request for the layers after the first one lies within the first 310 bytes, if the peer reads the payload itself.
+    // If the peer reads the memory itself, the request for the layers after the first one ends before byte 310. There are more
+    // cuts there.
     let steps = if times(1) > 1 { (7, 7) } else { (20, 97) };
     let places = (150..310)
         .step_by(steps.0)
