@@ -107,18 +107,13 @@ impl LayerPush {
             let text = "a layer of a transfer whose destination was not found";
             return Err(Error::new(ErrorKind::System, text).with("layer", layers.first));
         };
-        let named = |error: Error| {
-            let error = found.link.named(error).with("layer", layers.first);
-            let several = layers.end - layers.first > 1;
-            if several { error.with("end_of_layers", layers.end) } else { error }
-        };
         match joined(parts, u64::MAX) {
             Some((count, part)) if count as usize == parts.len() => {
                 self.push_part(found, &part, count, deadline)
             }
             _ => parts.iter().flatten().map(|part| self.push_part(found, part, 1, deadline)).sum(),
         }
-        .map_err(named)
+        .map_err(|error| with_layers(found.link.named(error), layers))
     }
 
     /// Pushes a part that covers `layers` layers.
@@ -252,6 +247,12 @@ impl LayerPush {
     }
 }
 
+/// Adds to an error which layers the request was for.
+fn with_layers(error: Error, LayerRange { first, end }: LayerRange) -> Error {
+    let error = error.with("layer", first);
+    if end - first > 1 { error.with("end_of_layers", end) } else { error }
+}
+
 /// Joins the parts of the first layer and of those after it, as long as one plan can copy them and they have at most `most_bytes`
 /// bytes. Returns the number of layers and the joined part. `None` if the first layer does not have exactly one part.
 fn joined(layers: &[Vec<Part>], most_bytes: u64) -> Option<(u32, Part)> {
@@ -353,6 +354,16 @@ mod tests {
         let pieces =
             Pieces::Blocks(Blocks { len: 64, src: 0, dst: 0, pairs: Arc::new(vec![(3, 1), (0, 2)]) });
         CopyPlan::moves(&mut Moves { pieces, num_tensors: 2, ..Moves::default() }, CacheCount::Two).unwrap()
+    }
+
+    #[test]
+    fn an_error_names_the_layers_of_its_request() {
+        let facts = |first, end| {
+            let error = with_layers(Error::new(ErrorKind::Timeout, "late"), LayerRange { first, end });
+            ["layer", "end_of_layers"].map(|name| error.fact(name).map(str::to_owned))
+        };
+        assert_eq!(facts(3, 4), [Some("3".into()), None]);
+        assert_eq!(facts(3, 10), [Some("3".into()), Some("10".into())]);
     }
 
     #[test]
