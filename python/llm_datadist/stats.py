@@ -148,7 +148,8 @@ class LinkStats(TypedDict):
     requests: OpStats
     """Requests sent to the peer."""
     transfers: OpStats
-    """Pulls from and pushes to the peer."""
+    """Pulls from and pushes to the peer, and layers sent to it. Each layer of a request counts as a call with an equal
+    share of the time; a failed request counts as one call."""
     paths: dict[str, PathStats]
     """Transfers that succeeded, by path: ``mapped`` (the reader copies mapped memory of the owner), ``process`` (the
     reader uses ``process_vm_readv``), ``fabric`` (the reader uses UCX or NIXL) and ``sockets`` (the owner sends the
