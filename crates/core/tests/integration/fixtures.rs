@@ -142,6 +142,16 @@ pub struct Own {
     tensor_bytes: Vec<usize>,
 }
 
+/// Waits until no call uses the cache: the caller of a pull returns when the last byte has arrived, and its owner
+/// may still be in the system call that sent it.
+impl Drop for Own {
+    fn drop(&mut self) {
+        let in_a_minute = Deadline::after(Duration::from_secs(60));
+        let unused = pin_writes(&self.cache, (0..self.cache.rows()).collect(), in_a_minute);
+        assert!(unused.is_ok() || std::thread::panicking(), "the cache is in use: {:?}", unused.err());
+    }
+}
+
 /// The bytes of each tensor.
 pub fn tensor_bytes(desc: &CacheDesc) -> Vec<usize> {
     match MixedSizes::of(desc).unwrap() {
