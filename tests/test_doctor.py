@@ -187,7 +187,7 @@ def test_yama_decides_about_reads_by_process_id(root: Path, scope: str | None, c
     assert found.value.startswith("permitted" if permitted else "refused")
     assert ("with CAP_SYS_PTRACE" in found.value) == (caps == PTRACE)
     registered = paths.paths(root, WORKS, Ucx(), NO_NIXL, {})[1]
-    assert registered.path == ("process" if permitted else "sockets")
+    assert registered.path == ("process" if permitted else "rings")
 
 
 def test_calls_that_the_kernel_refuses_change_the_paths(root: Path) -> None:
@@ -201,7 +201,7 @@ def test_calls_that_the_kernel_refuses_change_the_paths(root: Path) -> None:
     assert (pools.path, pools.reasons) == ("sockets", ("memfd_create failed",))
     assert (registered.path, registered.reasons[0]) == ("sockets", "process_vm_readv failed")
     handle = paths.paths(root, KernelCalls(process_handle="pidfd_open failed"), Ucx(), NO_NIXL, {})[1]
-    assert (handle.path, handle.reasons[0]) == ("sockets", "pidfd_open failed")
+    assert (handle.path, handle.reasons[0]) == ("rings", "pidfd_open failed")
 
 
 def test_this_process_may_make_the_calls() -> None:

@@ -1,4 +1,4 @@
-"""Attacks as in `test_hostile_peers.py`, on the shared memory through which the messages of calls go within a host."""
+"""Attacks as in `test_hostile_peers.py`, on the shared memory through which the calls of a host go."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Callable
 import pytest
 
 from hostile import messages as m
-from hostile.client import GENERATIONS, RING, RING_FILE, Link, Offer, RingWire, ask, frame, memory
-from hostile.trial import GONE, PREY_BYTES, SILENCE, SLACK, Trial
+from hostile.client import GENERATIONS, PAYLOAD_RING, RING, RING_FILE, Link, Offer, RingWire, ask, frame, memory
+from hostile.trial import GONE, PREY, PREY_BYTES, SILENCE, SLACK, Trial
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -122,6 +122,101 @@ def test_invalid_words_and_messages_end_only_their_stream(offer: Offer) -> None:
         with suppress(*GONE):
             for _ in range(RING // 8):
                 stuck.send(frame(PING))
+        assert stuck.wire.ended(SILENCE + SLACK), "the engine waits for room without end"
+        assert good.ask(PING)["is"] == "Done"
+        trial.judge(links=1, streams=8, busy=1, mapped=GENERATIONS)
+        assert not trial.tender.ended, "the link itself goes on"
+
+
+def spans(start: int, count: int) -> bytes:
+    """A plan of these bytes of the first tensor, from and to the same place."""
+    return m.plan_spans([1], [m.span(start, start, count)], 1)
+
+
+def write(wire: RingWire, cache: int, plan: bytes, count: int) -> None:
+    """Ask for a write of `count` bytes, for which the engine gets ready."""
+    wire.send(frame(m.write(m.name_blocks(1), cache, plan, 0, count)))
+    assert m.read_reply(wire.body())["is"] == "Ready"
+
+
+def read(wire: RingWire, cache: int, plan: bytes, count: int) -> None:
+    """Ask for a read of `count` bytes, which the engine begins to send."""
+    wire.send(frame(m.read(m.name_blocks(1), cache, plan, 0, count)))
+    assert m.read_reply(wire.body())["is"] == "Ready"
+
+
+def test_cache_bytes_travel_through_their_own_rings(offer: Offer) -> None:
+    with Trial() as trial:
+        link = local_link(trial, offer)
+        trial.begin()
+        wire = link.ringed_call()
+        cache = int(wire.ask(m.describe(m.name_blocks(1)))["cache"])
+        chance = random.Random(3)  # noqa: S311
+        # The ring is passed several times, and the positions in it are aligned by zeros only before long transfers.
+        for count in (1, 5000, PREY_BYTES, 4097, 300_000, PREY_BYTES, 1_000_000, 1, 900_001):
+            data = chance.randbytes(count)
+            write(wire, cache, spans(0, count), count)
+            wire.payload.give(data)
+            assert m.read_reply(wire.body()) == {"is": "Done", "bytes": count}
+            read(wire, cache, spans(0, count), count)
+            assert wire.payload.take(count) == data, count
+        assert wire.ask(PING)["is"] == "Done"
+        trial.judge(links=1, streams=1, busy=1, mapped=GENERATIONS)
+
+
+def wrong_payload(wire: RingWire, cache: int) -> list[Callable[[], None]]:
+    """Ways to break the protocol of the rings for payload."""
+    rings = wire.payload
+
+    def while_written(forge: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            write(wire, cache, spans(0, PREY_BYTES), PREY_BYTES)
+            forge()
+
+        return run
+
+    def while_read(number: int) -> Callable[[], None]:
+        def run() -> None:
+            read(wire, cache, spans(0, PREY), PREY)
+            # The engine waits for room, and looks at this word next.
+            rings.wait(lambda: rings.word(rings.WRITTEN) == PAYLOAD_RING)
+            rings.forge(rings.READ, number)
+
+        return run
+
+    def no_zeros() -> None:
+        write(wire, cache, spans(0, 5), 5)
+        rings.give(bytes(5))
+        assert m.read_reply(wire.body())["is"] == "Done"
+        write(wire, cache, spans(0, PREY_BYTES), PREY_BYTES)
+        rings.send(b"\1" * (4096 + PREY_BYTES))
+
+    return [
+        while_written(lambda: rings.forge(rings.WRITTEN, PAYLOAD_RING + 1)),
+        while_written(lambda: rings.forge(rings.WRITTEN, 2**64 - 1)),
+        while_written(lambda: rings.forge(rings.WRITTEN, 2**63)),
+        while_read(PAYLOAD_RING + 1),
+        while_read(2**63),
+        no_zeros,
+    ]
+
+
+def test_invalid_payload_ends_only_its_stream(offer: Offer) -> None:
+    with Trial() as trial:
+        link = local_link(trial, offer)
+        trial.begin()
+        good = link.ringed_call()
+        cache = int(good.ask(m.describe(m.name_blocks(1)))["cache"])
+        for number in range(6):
+            bad = link.ringed_call()
+            with suppress(*GONE):
+                wrong_payload(bad, cache)[number]()
+                bad.wake()
+            assert bad.wire.ended(SLACK), f"case {number} goes on"
+            assert good.ask(PING)["is"] == "Done"
+        # This side reads nothing, so the engine runs out of room.
+        stuck = link.ringed_call()
+        read(stuck, cache, spans(0, PREY), PREY)
         assert stuck.wire.ended(SILENCE + SLACK), "the engine waits for room without end"
         assert good.ask(PING)["is"] == "Done"
         trial.judge(links=1, streams=8, busy=1, mapped=GENERATIONS)

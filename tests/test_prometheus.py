@@ -75,7 +75,7 @@ def test_links_are_named(served: tuple[End, Peer]) -> None:
     assert re.search(r'^llm_datadist_link\{cluster="2",.*\} 1.0$', text, re.MULTILINE)
     assert 'llm_datadist_link_silent_seconds{cluster="2"}' in text
     moved = re.findall(r'^llm_datadist_link_moved_bytes_total\{cluster="2",path="(\w+)"\} (\d)', text, re.MULTILINE)
-    assert sorted(path for path, _ in moved) == ["fabric", "mapped", "process", "sockets"]
+    assert sorted(path for path, _ in moved) == ["fabric", "mapped", "process", "rings", "sockets"]
 
 
 @pytest.mark.parametrize("library", ["ucx", "nixl"])

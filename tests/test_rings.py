@@ -18,8 +18,8 @@ from hostile.trial import SLACK, Trial
 from peers import Ends, Peer, by_slot, equal, eventually, linked, options, pattern
 
 ROW = (1, 5000, 2)
-NO_DESCRIPTOR = "no file descriptor is free for the ring of a call stream"
-TOO_LARGE = "the ring of a call stream is larger than a file of this process may be"
+NO_DESCRIPTOR = "no file descriptor is free for the ring memory of a call stream"
+TOO_LARGE = "the ring memory of a call stream is larger than a file of this process may be"
 
 
 class Sides:

@@ -71,6 +71,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--systems", default="", help="peers, beside ours and the limit; all by default")
     parser.add_argument("--rounds", type=int, default=0, help="rounds after the warm-up: 5, of faults 1; 2 when quick")
     parser.add_argument("--mib", type=int, default=256, help="moved in one round")
+    parser.add_argument("--apart", action="store_true", help="bind the two sides of each pair to different processors")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of peers.json and peers.md")
     parser.add_argument("--pictures", type=Path, help="folder of the pictures: docs/performance, or that of --out")
     parser.add_argument("--render", action="store_true", help="measure nothing: write table and picture anew")
@@ -98,6 +99,7 @@ def all_groups(options: argparse.Namespace, file: Path) -> None:
             rounds=rounds_of(options, group),
             systems=tuple(filter(None, options.systems.split(","))),
             mib=options.mib,
+            apart=options.apart,
         )
         began = time.monotonic()
         found = list(whole_group(group, ask, [word for word in options.parts.split(",") if word]))
@@ -109,6 +111,7 @@ def all_groups(options: argparse.Namespace, file: Path) -> None:
             "rounds": ask.rounds,
             "MiB a round": ask.mib,
             "quick": ask.quick,
+            "sides on different processors": ask.apart,
             "seconds": round(time.monotonic() - began),
         }
         rows.sort(key=lambda row: order(row.group))

@@ -21,6 +21,7 @@ class Ask:
     without: tuple[str, ...] = ()  # peers that ended the process of this part, and are left out when it runs again
     folder: str = ""  # of this part alone, removed after the run
     mib: int = 256  # MiB that are moved in one round
+    apart: bool = False  # whether the two sides of a pair are bound to different processors
 
     def wants(self, system: str) -> bool:
         """Whether this system is measured. Ours and the limit always are."""

@@ -78,7 +78,7 @@ def one(ask: Ask, peer: Peer, pattern: Pattern, fault: Fault) -> Row:
     """Measure one fault with a new pair."""
     row = Row("faults", fault.text, peer.system, peer.setting, unit="s")
     try:
-        pair = Pair(peer, pattern, ask.folder)
+        pair = Pair(peer, pattern, ask.folder, apart=ask.apart)
     except Exception as failure:  # noqa: BLE001  (a peer that is not here is a row with its reason)
         return dataclasses.replace(row, note=reason(failure))
     cut = QUICK_CUT_S if ask.quick else CUT_S

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ask import Ask
 
 MEMORY = 64 << 20
-CELLS = ((4 << 10, 1), (16 << 10, 1), (16 << 10, 64))
+CELLS = ((4 << 10, 1), (16 << 10, 1), (1 << 20, 1), (16 << 10, 64))
 FIGURES = ("p50", "p99", "slowest")
 CALLS, QUICK_CALLS = 1000, 100  # calls of a round
 FIRST = 20  # calls of the first turn of a system

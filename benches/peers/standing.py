@@ -64,7 +64,7 @@ def run(ask: Ask, part: str) -> Iterator[Row]:  # noqa: ARG001
                 if key in failed:
                     continue
                 try:
-                    pair = Pair(peer, pattern, ask.folder)
+                    pair = Pair(peer, pattern, ask.folder, apart=ask.apart)
                     note_all(figures[key], started(pair))
                 except Exception as failure:  # noqa: BLE001  (a peer that fails is a row with its reason)
                     failed[key] = reason(failure)

@@ -139,7 +139,7 @@ class LinkStats(TypedDict):
     outgoing: bool
     """Whether this side opened the link."""
     call_rings: int
-    """Number of call streams, in both directions, whose messages go through rings in shared memory."""
+    """Number of call streams, in both directions, whose messages and bytes go through rings in shared memory."""
     call_rings_refusal: Optional[str]
     """The reason why the last attempt to give a call stream rings failed. ``None`` if it succeeded, or if there was
     none. A side that could not even receive the offer of the other one has no reason."""
@@ -152,12 +152,13 @@ class LinkStats(TypedDict):
     share of the time; a failed request counts as one call."""
     paths: dict[str, PathStats]
     """Transfers that succeeded, by path: ``mapped`` (the reader copies mapped memory of the owner), ``process`` (the
-    reader uses ``process_vm_readv``), ``fabric`` (the reader uses UCX or NIXL) and ``sockets`` (the owner sends the
-    bytes)."""
+    reader uses ``process_vm_readv``), ``fabric`` (the reader uses UCX or NIXL), ``rings`` (the owner sends the bytes
+    through shared memory) and ``sockets`` (the owner sends them through a socket)."""
     staged_bytes: int
     """Bytes that passed a host buffer here, because no path reaches the memory of the device."""
     sockets_reason: Optional[str]
-    """The reason why the latest pull or push over sockets used no other path. ``None`` if none used sockets."""
+    """The reason why the owner had to send the bytes of the latest such pull or push, through rings or a socket.
+    ``None`` if it never had to. Rings that are used because they are faster do not count."""
 
 
 class FabricStats(TypedDict):

@@ -2,7 +2,7 @@
 
 The tests use this package to play peers that misbehave. `postcard` has the encoding, `messages` has every message,
 `client` has sockets, frames and greetings, `trial` has the honest peers that must not notice an attack, and `budgets`
-has the limits of what an attack may cost. The client implements version 12 of the protocol, as follows.
+has the limits of what an attack may cost. The client implements version 13 of the protocol, as follows.
 
 Two engines exchange frames over TCP, or over a Unix stream socket with an abstract name. A frame is a header of eight
 bytes (`b"LD"`, version, kind, length of the body as a little-endian `u32`) and a body. Kind 1 is a message: one value
@@ -34,10 +34,10 @@ greeting over the local socket. The purpose says what follows:
   From then on the stream is the control stream of a link. If `ensure` is set, A may answer `LinkAnswer::Later`
   instead, because another link between the two exists or is being made; then it closes the stream.
 - `Call`: a call stream of the link that it names. D calls on it, or A if `reverse` is set. With `rings`, over the
-  local socket, D sends `RingOffer` with the descriptor of its ring, and A answers with `RingAnswer::Used` and that of
-  its own. From then on, frames go through the rings. The socket carries zeros, each of which wakes the other side, and
-  the cache bytes. A byte of value one precedes each run of cache bytes. If A answers `RingAnswer::Refused` instead,
-  the socket carries everything.
+  local socket, D sends `RingOffer` with the descriptor of its rings, and A answers with `RingAnswer::Used` and that of
+  its own. From then on, frames go through the rings for messages, and cache bytes through those for payload. The socket
+  carries only zeros, each of which wakes the other side. If A answers `RingAnswer::Refused` instead, the socket carries
+  everything.
 - `Meet`: `Welcome.secret` holds the key for TCP streams to A. Nothing follows.
 - `Knock`: D tells A that it has entered a communicator of a rank table. Nothing follows.
 
@@ -48,10 +48,12 @@ after the `Ready` that answers a `Read`; from the caller after the `Ready` that 
 comes; with `ahead` set, at most 48 KiB right behind the `Write`. With `shared` set, further bytes of the plan follow in
 `WritePart`s on other streams, which are answered as a `Write` is. Cache bytes travel in the order of the plan: wave
 after wave, in each wave tensor after tensor, in each tensor span after span. Where more than 48 KiB are still to come,
-64 zero bytes stand before byte 0 and before every 4 MiB after it.
+zero bytes stand before byte 0 and before every 4 MiB after it: 64 on a socket, and in a ring as many as are left of a
+block of 4,096 bytes, counted from the first byte that was ever written to it.
 
-A ring is a sealed memfd that only its sender writes: 4,096 bytes with words, then 65,536 bytes that are used as a ring
-buffer. The words are `u64`: at 0 how many bytes the sender has written to this ring, at 64 how many it has read from
-the other one, at 128 whether it sleeps until there are bytes to read, and at 192 whether it sleeps until there is room
-to write.
+The rings of a side are a sealed memfd that only this side writes: 4,096 bytes with words, then a ring buffer of 65,536
+bytes for messages, then one of 1,048,576 bytes for payload. The words are `u64`, for messages from byte 0 on and for
+payload from byte 2,048 on: at 0 how many bytes the side has written to its ring, at 64 how many it has read from that
+of the other side, at 128 whether it sleeps until there are bytes to read, and at 192 whether it sleeps until there is
+room to write.
 """

@@ -27,7 +27,7 @@ from . import messages as m
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-VERSION = 12
+VERSION = 13
 MAGIC = b"LD"
 MESSAGE, REFUSAL = 1, 255
 LIMIT = 10.0  # seconds: the time limit of one step of an attack
@@ -37,8 +37,9 @@ STRETCH = 4 << 20  # bytes from one run of zeros to the next
 ZEROS = bytes(64)
 SEALS = 0x2 | 0x4 | 0x10  # F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE
 F_ADD_SEALS = 1033
-RING_WORDS, RING = 4096, 64 << 10  # bytes of a ring: its words, and what follows them
-RING_FILE = RING_WORDS + RING
+PAGE = 4096
+RING, PAYLOAD_RING = 64 << 10, 1 << 20  # bytes of the rings for messages and for cache bytes
+RING_FILE = PAGE + RING + PAYLOAD_RING
 
 # The steps of a greeting at which a dialler may stop. Before "welcome", it is not authenticated.
 STEPS = ("connect", "half header", "header", "half hello", "hello", "half proof", "proof", "welcome")
@@ -124,30 +125,31 @@ class Wire:
         self.socket.close()
 
 
-def own_ring() -> tuple[int, mmap.mmap]:
-    """Return the descriptor of a ring that this side writes, which the caller closes, and its mapping."""
+def own_rings() -> tuple[int, mmap.mmap]:
+    """Return the descriptor of the rings that this side writes, which the caller closes, and their mapping."""
     own = memory(RING_FILE, 0)
     mapped = mmap.mmap(own, RING_FILE)
     fcntl.fcntl(own, F_ADD_SEALS, SEALS)
     return own, mapped
 
 
-def peer_ring(received: list[int]) -> mmap.mmap:
-    """Map the ring of the engine, whose descriptor was received, and close the descriptor."""
+def peer_rings(received: list[int]) -> mmap.mmap:
+    """Map the rings of the engine, whose descriptor was received, and close the descriptor."""
     (other,) = received
     theirs = mmap.mmap(other, RING_FILE, prot=mmap.PROT_READ)
     os.close(other)
     return theirs
 
 
-class RingWire:
-    """A call stream with rings. `word` reads a word of the engine; `forge` writes a word of this side."""
+class Rings:
+    """One ring in each direction. `word` reads a word of the engine; `forge` writes a word of this side."""
 
     WRITTEN, READ, AWAITS_BYTES, AWAITS_ROOM = 0, 64, 128, 192
 
-    def __init__(self, wire: Wire, own: mmap.mmap, theirs: mmap.mmap) -> None:
+    def __init__(self, wire: Wire, own: mmap.mmap, theirs: mmap.mmap, words: int, start: int, size: int) -> None:
         self.wire, self.own, self.theirs = wire, own, theirs
-        self.words, self.their_words = memoryview(own).cast("Q"), memoryview(theirs).cast("Q")
+        self.start, self.size = start, size
+        self.words, self.their_words = (memoryview(file).cast("Q")[words // 8 :] for file in (own, theirs))
         self.written = self.read = 0
 
     def word(self, at: int) -> int:
@@ -159,9 +161,12 @@ class RingWire:
 
     def place(self, data: bytes) -> None:
         """Write bytes into the ring without checking the room or updating `WRITTEN`."""
-        for byte in data:
-            self.own[RING_WORDS + self.written % RING] = byte
-            self.written += 1
+        while data:
+            at = self.written % self.size
+            part = data[: self.size - at]
+            self.own[self.start + at : self.start + at + len(part)] = part
+            self.written += len(part)
+            data = data[len(part) :]
 
     def send(self, data: bytes) -> None:
         self.place(data)
@@ -184,12 +189,34 @@ class RingWire:
         while len(got) < count:
             self.wait(lambda: self.word(self.WRITTEN) > self.read)
             more = min(self.word(self.WRITTEN) - self.read, count - len(got))
-            at = RING_WORDS + self.read % RING
-            part = self.theirs[at : min(at + more, RING_FILE)]
+            at = self.start + self.read % self.size
+            part = self.theirs[at : min(at + more, self.start + self.size)]
             got += part
             self.read += len(part)
             self.forge(self.READ, self.read)
         return bytes(got)
+
+
+class PayloadRings(Rings):
+    """The rings for cache bytes. Where zeros stand before them, the bytes begin with a page of the ring."""
+
+    def give(self, data: bytes) -> None:
+        """Send cache bytes, all of which fit the ring."""
+        self.send(bytes(-self.written % PAGE if len(data) > AHEAD else 0) + data)
+
+    def take(self, count: int) -> bytes:
+        """Receive cache bytes."""
+        zeros = self.exactly(-self.read % PAGE if count > AHEAD else 0)
+        assert not any(zeros), zeros
+        return self.exactly(count)
+
+
+class RingWire(Rings):
+    """A call stream with rings: those for messages, and in `payload` those for cache bytes."""
+
+    def __init__(self, wire: Wire, own: mmap.mmap, theirs: mmap.mmap) -> None:
+        super().__init__(wire, own, theirs, 0, PAGE, RING)
+        self.payload = PayloadRings(wire, own, theirs, PAGE // 2, PAGE + RING, PAYLOAD_RING)
 
     def body(self) -> bytes:
         """Return the body of the next message."""
@@ -230,11 +257,11 @@ class Link:
 
     def ringed_call(self) -> RingWire:
         """Open a call stream with rings."""
-        own, mapped = own_ring()
+        own, mapped = own_rings()
         wire, refused, received = self.offer_rings([own])
         os.close(own)
         assert refused is None, refused
-        return RingWire(wire, mapped, peer_ring(received))
+        return RingWire(wire, mapped, peer_rings(received))
 
     def close(self) -> None:
         for wire in [self.control, *self.calls]:
@@ -478,10 +505,10 @@ class Listener:
 
     def _accept_rings(self, wire: Wire) -> RingWire:
         _, received = wire.hear_with()
-        own, mapped = own_ring()
+        own, mapped = own_rings()
         wire.say(m.RING_USED, [own])
         os.close(own)
-        return RingWire(wire, mapped, peer_ring(received))
+        return RingWire(wire, mapped, peer_rings(received))
 
     def __enter__(self) -> Listener:  # noqa: PYI034
         return self

@@ -1,4 +1,4 @@
-"""A peer in a process of its own, which a test kills while a message is in a ring.
+"""A peer in a process of its own, which a test kills while a message or payload is in a ring.
 
 `python -m hostile.mortal`, run in the folder of the tests, plays one of the roles. `Mortal` starts such a process.
 Not for: what the engine does afterwards (`tests/test_killed_ring_peers.py`).
@@ -17,7 +17,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Callable
 
 from . import messages as m
-from .client import LIMIT, RING, Link, Listener, Offer, Peer, RingWire, Tender, Wire, dial_local, frame
+from .client import LIMIT, PAYLOAD_RING, RING, Link, Listener, Offer, Peer, RingWire, Tender, Wire, dial_local, frame
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,6 +56,17 @@ def unread_replies(wire: RingWire) -> None:
     wait_until_full(wire)
 
 
+def unread_payload(wire: RingWire) -> None:
+    """Read more rows than the ring for payload holds, and take none of their bytes."""
+    name = m.name_blocks(1)
+    wire.send(frame(m.describe(name)))
+    cache = int(m.read_reply(wire.body())["cache"])
+    plan = m.plan_spans([1], [m.span(0, 0, 2 * PAYLOAD_RING)], 1)
+    wire.send(frame(m.read(name, cache, plan, 0, 2 * PAYLOAD_RING)))
+    wire.payload.wait(lambda: wire.payload.word(wire.WRITTEN) == PAYLOAD_RING)
+    tell("ready")
+
+
 def half_reply(wire: RingWire) -> None:
     """Answer the first request with half of a reply."""
     wire.body()
@@ -72,8 +83,27 @@ def unread_request(wire: RingWire) -> None:
     wait_until_full(wire)
 
 
-CALLERS: dict[str, Callable[[RingWire], None]] = {"half request": half_request, "unread replies": unread_replies}
-OWNERS: dict[str, Callable[[RingWire], None]] = {"half reply": half_reply, "unread request": unread_request}
+def half_payload(wire: RingWire) -> None:
+    """Send half of the bytes of one row."""
+    wire.body()
+    wire.send(frame(m.described(rows=WIDE_ROWS, row_bytes=WIDE_BYTES)))
+    wire.body()
+    wire.send(frame(m.ready(2 * WIDE_BYTES)))
+    wire.payload.send(bytes(WIDE_BYTES))
+    wire.payload.wait(lambda: wire.payload.word(wire.READ) == WIDE_BYTES)
+    tell("ready")
+
+
+CALLERS: dict[str, Callable[[RingWire], None]] = {
+    "half request": half_request,
+    "unread replies": unread_replies,
+    "unread payload": unread_payload,
+}
+OWNERS: dict[str, Callable[[RingWire], None]] = {
+    "half reply": half_reply,
+    "unread request": unread_request,
+    "half payload": half_payload,
+}
 
 
 def call(role: str, given: dict[str, Any]) -> None:

@@ -95,7 +95,7 @@ class Pairs:
             if not ask.wants(peer.asked_as):
                 continue
             try:
-                pair = Pair(peer, pattern, ask.folder)
+                pair = Pair(peer, pattern, ask.folder, apart=ask.apart)
             except Exception as failure:  # noqa: BLE001  (a peer that is not here is a row with its reason)
                 self.missing.append((peer, reason(failure)))
                 continue

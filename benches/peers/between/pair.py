@@ -28,6 +28,13 @@ PATIENCE_S = 60.0
 PROGRAM = "import sys; sys.path.insert(0, sys.argv.pop(1)); from between.side import main; main(sys.argv[1:])"
 
 
+def half(role: str) -> set[int]:
+    """The processors of one side: half of those of this process, or all if there is one."""
+    allowed = sorted(os.sched_getaffinity(0))
+    middle = len(allowed) // 2
+    return set(allowed[:middle] if role == NEAR else allowed[middle:]) or set(allowed)
+
+
 class Failed(Exception):  # noqa: N818  (a failure of a peer)
     """A side failed. The text has the reason."""
 
@@ -121,10 +128,14 @@ class Process:
 
 
 class Pair:
-    """Near and far side of one system in one setting."""
+    """Near and far side of one system in one setting.
 
-    def __init__(self, peer: Peer, pattern: Pattern, folder: str) -> None:
-        self.peer, self.pattern, self.folder = peer, pattern, Path(folder or ".")
+    With `apart`, each side is bound to one half of the processors. Otherwise Linux decides, and it sometimes runs two
+    processes that answer each other on one processor.
+    """
+
+    def __init__(self, peer: Peer, pattern: Pattern, folder: str, *, apart: bool = False) -> None:
+        self.peer, self.pattern, self.folder, self.apart = peer, pattern, Path(folder or "."), apart
         self.attendant: Optional[subprocess.Popen[bytes]] = None
         self.near: Optional[Process] = None
         self.far: Optional[Process] = None
@@ -145,6 +156,9 @@ class Pair:
         began = time.perf_counter()
         side = Process(self.peer, role, self.pattern, self.folder / name)
         try:
+            if self.apart:
+                # Threads inherit it, and the process has no other thread yet.
+                os.sched_setaffinity(side.pid, half(role))
             side.answer()
         except BaseException:
             side.end()

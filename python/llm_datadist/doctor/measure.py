@@ -223,12 +223,13 @@ class _Measurement:
 
 
 def _not_faster(moved: list[str], link: Any) -> str | None:
+    reason: str | None = link["refusal"] or link["sockets_reason"]
     if paths.SOCKETS in moved:
-        reason: str | None = link["refusal"] or link["sockets_reason"]
         return reason
-    if paths.PROCESS in moved:
-        return "only pools can be mapped: allocate caches from mem_pool_cfg"
-    return None
+    only_pools = "only pools can be mapped: allocate caches from mem_pool_cfg"
+    if paths.RINGS in moved:  # also used for registered memory that can be read by process id
+        return reason or only_pools
+    return only_pools if paths.PROCESS in moved else None
 
 
 def samples_us(call: Callable[[], None], limit_s: float) -> list[float]:

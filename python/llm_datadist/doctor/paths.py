@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from llm_datadist.doctor.fabrics import NixlLibrary, UcxLibrary
     from llm_datadist.doctor.kernel_calls import KernelCalls
 
-SHARED, PROCESS, SOCKETS, UCX = "mapped", "process", "sockets", "fabric"
+SHARED, PROCESS, RINGS, SOCKETS, UCX = "mapped", "process", "rings", "sockets", "fabric"
 """Names of the paths in ``stats()["links"]``."""
 MEANINGS = {
     SHARED: "shared memory: the reader copies mapped memory of the owner",
     PROCESS: "reads by process id: the reader calls process_vm_readv",
+    RINGS: "rings in shared memory: the owner sends the bytes",
     SOCKETS: "sockets: the owner sends the bytes",
     UCX: "UCX: the reader reads the memory of the owner by RDMA",
 }
@@ -58,7 +59,9 @@ def _registered(root: Path, calls: KernelCalls) -> PeerPath:
     peer = "same host, registered memory"
     reason = limits.no_process_reads(root, calls)
     shared = "only pools can be mapped: allocate caches from mem_pool_cfg"
-    return PeerPath(peer, PROCESS, (shared,)) if reason is None else PeerPath(peer, SOCKETS, (reason, shared))
+    if reason is None:
+        return PeerPath(peer, PROCESS, (shared,))
+    return PeerPath(peer, SOCKETS if calls.shared_memory else RINGS, (reason, shared))
 
 
 def _other_host(root: Path, ucx: UcxLibrary, nixl: NixlLibrary, environment: Mapping[str, str]) -> PeerPath:

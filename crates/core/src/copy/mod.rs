@@ -24,10 +24,10 @@ pub use engine::{CopyEngine, CopyOutcome};
 pub use limit::Limit;
 #[cfg(feature = "testing")]
 pub use paths::PathOutcome;
-pub use paths::{DataPath, Hops, PathJob, PathKind, PeerTensors, SocketPath};
+pub use paths::{DataPath, Hops, PathJob, PathKind, PeerTensors, StreamPath};
 pub use peer_read::STILL_READING;
 pub use progress::{Progress, with_arrived_rows};
-pub use route::{OwnerMemory, ReadAccess, Route, Staging, choose_path};
+pub use route::{OwnerMemory, ReadAccess, Route, Staging, choose_path, prefers_rings};
 pub use run::KeptAlive;
 pub use stream_sum::StreamSum;
 #[cfg(feature = "testing")]

@@ -6,12 +6,13 @@
 //! | memory of the owner | path | into host memory | into memory of a device |
 //! | --- | --- | --- | --- |
 //! | a pool, which the reader has mapped | mapped | one copy | one, if the device reads host memory; else two |
-//! | other memory of a process that the reader may read | process | one copy | two |
+//! | other memory of a process that the reader may read | process, or rings for some sizes ([`prefers_rings`]) | one copy | two |
 //! | a pool, over a link with UCX or NIXL | fabric | one read | a read and a copy |
-//! | anything else, and memory that the reader cannot read | sockets | received in place | received and copied |
+//! | anything else, and memory that the reader cannot read | rings, or sockets | received in place | received and copied |
 //!
-//! A pull also uses sockets while this engine pushes to the same cache (`session::peer_snapshot`), and any transfer does if the
-//! kernel or the library refuses a read that was possible when the link was made.
+//! Whether the owner sends the bytes through rings or a socket depends on the call stream. It also sends them while this engine
+//! pushes to the cache that it pulls from (`session::peer_snapshot`), and if the kernel or the library refuses a read that was
+//! possible when the link was made.
 //!
 //! Within an engine, only copies from host to device have a choice ([`Route`]). A swap-in goes directly if the device can read
 //! host memory in place, because that is one copy instead of two. Otherwise it goes through the ring. `docs/performance.md` has the
@@ -48,13 +49,27 @@ pub struct ReadAccess<'a> {
     pub hidden: &'a str,
 }
 
-/// Returns the path on which a reader with `access` reads `memory` of its peer in place, or the reason why it uses sockets.
+/// Returns the path on which a reader with `access` reads `memory` of its peer in place, or the reason why the owner has to send it.
 pub fn choose_path(memory: OwnerMemory, access: ReadAccess<'_>) -> std::result::Result<PathKind, &str> {
     match memory {
         OwnerMemory::Pool => access.pools,
         OwnerMemory::Process => access.process,
         OwnerMemory::Hidden => Err(access.hidden),
     }
+}
+
+/// Minimum number of bytes for which rings are preferred.
+const RING_FROM: u64 = 256 << 10;
+/// Maximum number of bytes for which rings are preferred.
+const RING_TO: u64 = 2 << 20;
+
+/// Whether a transfer of so many bytes is to use rings instead of `path`, if the link has an idle stream with rings.
+///
+/// The kernel examines each page that it reads in another process, which takes longer than two copies through the caches of two
+/// cores. For fewer bytes the messages take longer than that, and for more, several threads read at the same time
+/// (docs/performance.md).
+pub fn prefers_rings(path: PathKind, bytes: u64) -> bool {
+    path == PathKind::Process && (RING_FROM..=RING_TO).contains(&bytes)
 }
 
 /// How a copy from host to device may be staged.

@@ -11,9 +11,9 @@
 //!    exists.
 //! 3. A [`Window`] exists only inside the tensor or the [`BounceBuffer`] from which it was cut. Its bounds were checked
 //!    when it was made. The same holds for each of several [`Windows`].
-//! 4. Bytes move only in [`kernels::copy`], [`socket_io`], [`SharedRings`], [`PeerProcess::read`], [`FabricRegion::read`]
-//!    and [`read_bytes`], between two windows, between a window and the kernel, UCX or NIXL, between a private buffer and a
-//!    ring, or from a window into a private buffer, and by raw addresses. No slice is ever made over memory that others may
+//! 4. Bytes move only in [`kernels::copy`], [`socket_io`], [`RingPair`], [`PeerProcess::read`], [`FabricRegion::read`] and
+//!    [`read_bytes`], between two windows, between a window and the kernel, UCX or NIXL, between a ring and a window or a
+//!    private buffer, or from a window into a private buffer, and by raw addresses. No slice is ever made over memory that others may
 //!    write.
 //! 5. No process writes into the memory of another one. Memory of a peer is mapped read-only, or read through
 //!    the kernel. A window of it is refused as a destination.
@@ -63,7 +63,7 @@ pub use peer_process::{PeerProcess, Probe, allow_readers, own_probe};
 pub use process_id::{remember_process, this_process};
 pub use random::random;
 pub use region::Region;
-pub use shared_rings::{OwnRing, RingWait, SharedRings};
+pub use shared_rings::{OwnRings, RingPair, RingWait, SharedRings};
 pub use tensors::{TensorBytes, Tensors};
 pub use window::{Access, Reach, Window, Windows};
 pub use window_bytes::read_bytes;

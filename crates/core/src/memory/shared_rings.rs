@@ -1,14 +1,17 @@
-//! Two rings of bytes in memory that two processes share: each process writes one of them and reads the other.
+//! Rings of bytes in memory that two processes share: one pair for messages and one for payload. Each process writes one ring
+//! of a pair and reads the other one.
 //!
-//! Each process has a file with its own ring, sealed so that the other process can only read it and it cannot shrink. The
-//! file also says how far the process has read the ring of the other one, and for what it sleeps. So neither process
-//! writes into memory of the other (promise 5). Each checks the numbers of the other whenever it uses them, and copies the
-//! bytes out before it looks at them.
+//! Each process has a file with the rings that it writes, sealed so that the other process can only read it and it cannot
+//! shrink. The file also says how far the process has read the rings of the other one, and for what it sleeps. So neither
+//! process writes into memory of the other (promise 5). Each checks the numbers of the other whenever it uses them, and copies
+//! messages out before it looks at them. It does not look at payload, which it copies between rings and windows.
 
 use std::ffi::c_void;
 use std::hint::spin_loop;
+use std::io;
 use std::os::fd::OwnedFd;
 use std::ptr::null_mut;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use rustix::fs::{MemfdFlags, fstatfs};
@@ -17,23 +20,39 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use super::memfd::{self, seal};
 use super::peer_mapping::refuse_shrinking;
+use super::window::{Reach, Window};
 use crate::error::{Error, ErrorKind, Result};
 
-/// Bytes of a ring, a power of two. Almost all requests and replies are shorter.
-const RING: usize = 64 << 10;
-/// Bytes that this side reads before it tells the peer, unless the ring is empty earlier.
-const CHUNK: usize = 16 << 10;
-/// Bytes before the ring, for the words of its process.
-const WORDS: usize = 4096;
+/// Where a ring lies in the file of its process.
+#[derive(Clone, Copy, Debug)]
+struct RingPlace {
+    /// The first of its [`Word`]s.
+    words: usize,
+    start: usize,
+    /// Bytes of the ring, a power of two.
+    size: usize,
+}
+
+/// Almost all requests and replies are shorter.
+const MESSAGES: RingPlace = RingPlace { words: 0, start: PAGE, size: 64 << 10 };
+/// About as long as the private cache of a core. In a shorter ring, the two processes wait for each other more often
+/// (benches/results/log.md).
+const PAYLOAD: RingPlace = RingPlace { words: PAGE / 2, start: PAGE + MESSAGES.size, size: 1 << 20 };
 /// Bytes of the file of each process.
-const BYTES: usize = WORDS + RING;
+const BYTES: usize = PAYLOAD.start + PAYLOAD.size;
+/// Bytes of the words, and the bytes to which payload is aligned.
+const PAGE: usize = 4096;
+/// Bytes that this side reads or writes before it tells the peer, unless the ring is empty or the call ends earlier.
+const CHUNK: usize = 16 << 10;
+/// Maximum number of bytes that one call copies between a ring and windows, so that its caller can wake the peer.
+const STEP: usize = 64 << 10;
 /// Number of polls of a ring before the thread yields.
 const POLLS: u32 = 64;
 
 /// The type of a file system of reserved huge pages (`HUGETLBFS_MAGIC` of Linux).
 const HUGETLBFS: rustix::fs::FsWord = 0x9584_58f6;
 
-/// A word of a process, by its offset in the file. Each has a cache line to itself.
+/// A word about one pair of rings, by its offset from [`RingPlace::words`]. Each has a cache line to itself.
 #[derive(Clone, Copy, Debug)]
 #[repr(usize)]
 enum Word {
@@ -65,30 +84,34 @@ impl RingWait {
     }
 }
 
-/// The ring that this process writes, before it has the one of the peer.
+/// The rings that this process writes, before it has those of the peer.
 #[derive(Debug)]
-pub struct OwnRing(File);
+pub struct OwnRings(File);
 
-impl OwnRing {
-    /// Creates an empty ring and the descriptor with which the peer maps it.
+impl OwnRings {
+    /// Creates empty rings and the descriptor with which the peer maps them. They take memory when they are first used.
     ///
     /// Returns `Err` of kind [`ErrorKind::OutOfMemory`] if memory is short, and of kind [`ErrorKind::System`] if a limit
-    /// prevents the ring or the kernel cannot seal it.
-    pub fn create() -> Result<(OwnRing, OwnedFd)> {
+    /// prevents the rings or the kernel cannot seal them.
+    pub fn create() -> Result<(OwnRings, OwnedFd)> {
         let made = || {
             let descriptor = memfd::create("llm_datadist calls", BYTES as u64, MemfdFlags::empty())?;
             let file = File::map(&descriptor, ProtFlags::READ | ProtFlags::WRITE)?;
-            Ok((OwnRing(file), descriptor))
+            Ok((OwnRings(file), descriptor))
         };
         let made: rustix::io::Result<_> = made();
-        let made = made.map_err(|errno| memfd::refused("ring of a call stream", BYTES as u64, errno))?;
+        let made =
+            made.map_err(|errno| memfd::refused("ring memory of a call stream", BYTES as u64, errno))?;
         if !seal(&made.1) {
-            return Err(Error::new(ErrorKind::System, "the kernel cannot seal the ring of a call stream"));
+            return Err(Error::new(
+                ErrorKind::System,
+                "the kernel cannot seal the ring memory of a call stream",
+            ));
         }
         Ok(made)
     }
 
-    /// Maps the ring that the peer sent. Returns `Err` of kind [`ErrorKind::System`] if the descriptor is anything else,
+    /// Maps the rings that the peer sent. Returns `Err` of kind [`ErrorKind::System`] if the descriptor is anything else,
     /// or cannot be mapped.
     pub fn join(self, peer: &OwnedFd) -> Result<SharedRings> {
         refuse_shrinking(peer, BYTES as u64)?;
@@ -96,39 +119,55 @@ impl OwnRing {
         if fstatfs(peer).map_or(true, |system| system.f_type == HUGETLBFS) {
             return Err(Error::new(
                 ErrorKind::System,
-                "the ring of the peer consists of reserved huge pages",
+                "the ring memory of the peer consists of reserved huge pages",
             ));
         }
         let peer = File::map(peer, ProtFlags::READ).map_err(|error| {
-            Error::new(ErrorKind::System, "the ring of the peer could not be mapped")
+            Error::new(ErrorKind::System, "the ring memory of the peer could not be mapped")
                 .with("bytes", BYTES)
                 .because(std::io::Error::from(error))
         })?;
-        Ok(SharedRings { own: self.0, peer, seen_read: AtomicU64::new(0), read: AtomicU64::new(0) })
+        let (own, peer) = (Arc::new(self.0), Arc::new(peer));
+        let pair = |place| RingPair {
+            place,
+            own: own.clone(),
+            peer: peer.clone(),
+            seen_read: AtomicU64::new(0),
+            read: AtomicU64::new(0),
+        };
+        Ok(SharedRings { messages: pair(MESSAGES), payload: pair(PAYLOAD) })
     }
 }
 
-/// The rings of two processes, as one of them uses them. At most one thread writes and one reads at a time.
+/// The rings of two processes, as one of them uses them.
 #[derive(Debug)]
 pub struct SharedRings {
-    own: File,
-    peer: File,
+    pub messages: RingPair,
+    pub payload: RingPair,
+}
+
+/// One ring in each direction. At most one thread writes and one reads at a time.
+#[derive(Debug)]
+pub struct RingPair {
+    place: RingPlace,
+    own: Arc<File>,
+    peer: Arc<File>,
     /// The last value of the peer's `Read` word that this side loaded. Loading it rarely leaves its cache line with the peer.
     seen_read: AtomicU64,
     /// Position up to which this process has read. It is published when the ring is empty or after [`CHUNK`] bytes.
     read: AtomicU64,
 }
 
-impl SharedRings {
+impl RingPair {
     /// Writes as many of `bytes` as there is room for, and returns how many. Returns `Err(AGAIN)` if there is no room, and
     /// `Err(PROTO)` if the numbers of the peer are impossible.
     pub fn write(&self, bytes: &[u8]) -> rustix::io::Result<usize> {
         let (written, room) = self.room(bytes.len())?;
         let len = bytes.len().min(room);
         // SAFETY: `len` bytes of the borrowed slice, which is no memory of a ring. The own file is mapped writable
-        // (`OwnRing::create`), and `room` returns at most the bytes of a ring.
-        unsafe { self.own.put(written, bytes.as_ptr(), len) };
-        self.own.publish(Word::Written, written + len as u64);
+        // (`OwnRings::create`), and `room` returns at most the bytes of the ring.
+        unsafe { self.own.put(self.place, written, bytes.as_ptr(), len) };
+        self.publish(Word::Written, written + len as u64);
         Ok(len)
     }
 
@@ -137,10 +176,67 @@ impl SharedRings {
     pub fn read(&self, bytes: &mut [u8]) -> rustix::io::Result<usize> {
         let (read, unread) = self.unread()?;
         let len = bytes.len().min(unread);
-        // SAFETY: `len` bytes of the slice, which is borrowed exclusively. `unread` returns at most the bytes of a ring.
-        unsafe { self.peer.get(read, bytes.as_mut_ptr(), len) };
+        // SAFETY: `len` bytes of the slice, which is borrowed exclusively. `unread` returns at most the bytes of the ring.
+        unsafe { self.peer.get(self.place, read, bytes.as_mut_ptr(), len) };
         self.note_read(read + len as u64, len == unread);
         Ok(len)
+    }
+
+    /// Writes the bytes of `windows` that follow the first `skip` bytes, as many as there is room for, but not all at once.
+    /// Returns the number of bytes written.
+    ///
+    /// Fails as [`write`](Self::write) does, and with `InvalidInput` if the CPU cannot read one of the windows, or if no byte is
+    /// left to write.
+    pub fn write_windows(&self, windows: &[Window<'_>], skip: u64) -> io::Result<usize> {
+        if windows.iter().any(|window| !window.host_addressable()) {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "a window that the CPU cannot read"));
+        }
+        let (written, room) = self.room(STEP)?;
+        let (mut done, mut unpublished) = (0, 0);
+        for (addr, len) in parts(windows, skip, room.min(STEP)) {
+            // SAFETY: a part of a window of live tensors (promise 3) that the CPU can read (checked above), and no memory of a
+            // ring. The own file is mapped writable (`OwnRings::create`). All parts together have at most as many bytes as
+            // `room` returned.
+            unsafe { self.own.put(self.place, written + done as u64, addr as *const u8, len) };
+            (done, unpublished) = (done + len, unpublished + len);
+            if unpublished >= CHUNK {
+                self.publish(Word::Written, written + done as u64);
+                unpublished = 0;
+            }
+        }
+        self.publish(Word::Written, written + done as u64);
+        some_bytes(done, "nothing is left to write")
+    }
+
+    /// Reads into the bytes of `windows` that follow the first `skip` bytes, as many as have arrived, but not all at once.
+    /// Returns the number of bytes read.
+    ///
+    /// Fails as [`read`](Self::read) does, and with `InvalidInput` if the CPU cannot write one of the windows, or if no byte is
+    /// left to read.
+    pub fn read_windows(&self, windows: &[Window<'_>], skip: u64) -> io::Result<usize> {
+        if windows.iter().any(|window| window.reach() != Reach::Host) {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "a window that the CPU cannot write"));
+        }
+        let (read, unread) = self.unread()?;
+        let mut done = 0;
+        for (addr, len) in parts(windows, skip, unread.min(STEP)) {
+            // SAFETY: a part of a window of live tensors (promise 3) that the CPU can write (checked above). All parts together
+            // have at most as many bytes as `unread` returned.
+            unsafe { self.peer.get(self.place, read + done as u64, addr as *mut u8, len) };
+            done += len;
+            self.note_read(read + done as u64, done == unread);
+        }
+        some_bytes(done, "nothing is left to read")
+    }
+
+    /// Returns the bytes from the next one to write to the next page of the ring.
+    pub fn unwritten_of_page(&self) -> usize {
+        to_page(self.number(Word::Written))
+    }
+
+    /// Returns the bytes from the next one to read to the next page of the ring.
+    pub fn unread_of_page(&self) -> usize {
+        to_page(self.read.load(Ordering::Relaxed))
     }
 
     /// Returns whether `awaited` is there. Also returns `true` if the words of the peer are impossible, so that the next
@@ -148,7 +244,7 @@ impl SharedRings {
     pub fn ready(&self, awaited: RingWait) -> bool {
         let found = match awaited {
             RingWait::Bytes => self.unread(),
-            RingWait::Room => self.room(RING),
+            RingWait::Room => self.room(self.place.size),
         };
         !matches!(found, Err(Errno::AGAIN))
     }
@@ -164,7 +260,7 @@ impl SharedRings {
     /// Announces that this side is about to sleep. Returns `false` if it must not, because `awaited` is there. Until
     /// [`awake`](Self::awake), [`wakes`](Self::wakes) returns `true` at the other side.
     pub fn fall_asleep(&self, awaited: RingWait) -> bool {
-        self.own.word(awaited.word()).store(1, Ordering::Relaxed);
+        self.own.word(self.place, awaited.word()).store(1, Ordering::Relaxed);
         // Either this side sees what the other one has published, or the other one sees the announcement.
         fence(Ordering::SeqCst);
         if self.ready(awaited) {
@@ -177,26 +273,27 @@ impl SharedRings {
     /// Withdraws both announcements.
     pub fn awake(&self) {
         for awaited in [RingWait::Bytes, RingWait::Room] {
-            self.own.word(awaited.word()).store(0, Ordering::Relaxed);
+            self.own.word(self.place, awaited.word()).store(0, Ordering::Relaxed);
         }
     }
 
     /// Returns whether the other side sleeps until `awaited` is there. Call it after a write or a read.
     pub fn wakes(&self, awaited: RingWait) -> bool {
         fence(Ordering::SeqCst);
-        self.peer.word(awaited.word()).load(Ordering::Relaxed) != 0
+        self.peer.word(self.place, awaited.word()).load(Ordering::Relaxed) != 0
     }
 
     /// Returns the position of the next byte to write, and the room. The room may be underestimated, but is at least `wanted`
     /// if that much is free. Returns `Err(AGAIN)` if there is none.
     fn room(&self, wanted: usize) -> rustix::io::Result<(u64, usize)> {
-        let written = self.own.number(Word::Written);
+        let written = self.number(Word::Written);
         let room = |read: u64| {
-            usize::try_from(written.wrapping_sub(read)).ok().and_then(|unread| RING.checked_sub(unread))
+            let unread = usize::try_from(written.wrapping_sub(read)).ok();
+            unread.and_then(|unread| self.place.size.checked_sub(unread))
         };
         let mut found = room(self.seen_read.load(Ordering::Relaxed));
         if found.is_none_or(|room| room < wanted) {
-            let read = self.peer.number(Word::Read);
+            let read = self.peer.number(self.place, Word::Read);
             self.seen_read.store(read, Ordering::Relaxed);
             found = room(read);
         }
@@ -210,17 +307,26 @@ impl SharedRings {
     /// Notes that this process has read up to `read`. `all` is whether the ring is now empty.
     fn note_read(&self, read: u64, all: bool) {
         self.read.store(read, Ordering::Relaxed);
-        if all || read.wrapping_sub(self.own.number(Word::Read)) >= CHUNK as u64 {
-            self.own.publish(Word::Read, read);
+        if all || read.wrapping_sub(self.number(Word::Read)) >= CHUNK as u64 {
+            self.publish(Word::Read, read);
         }
+    }
+
+    /// Loads a word of this process.
+    fn number(&self, word: Word) -> u64 {
+        self.own.number(self.place, word)
+    }
+
+    fn publish(&self, word: Word, number: u64) {
+        self.own.publish(self.place, word, number);
     }
 
     /// Returns how much was read, and how many bytes can be read now. `Err(AGAIN)` if there are none.
     fn unread(&self) -> rustix::io::Result<(u64, usize)> {
         let read = self.read.load(Ordering::Relaxed);
-        match usize::try_from(self.peer.number(Word::Written).wrapping_sub(read)) {
+        match usize::try_from(self.peer.number(self.place, Word::Written).wrapping_sub(read)) {
             Ok(0) => Err(Errno::AGAIN),
-            Ok(unread) if unread <= RING => Ok((read, unread)),
+            Ok(unread) if unread <= self.place.size => Ok((read, unread)),
             _ => Err(Errno::PROTO),
         }
     }
@@ -237,65 +343,96 @@ impl File {
         Ok(File(at as usize))
     }
 
-    fn word(&self, word: Word) -> &AtomicU64 {
+    fn word(&self, place: RingPlace, word: Word) -> &AtomicU64 {
         // SAFETY: the word lies inside the mapping, which lives as long as `self`. Its file cannot shrink
         // (`refuse_shrinking` checks that of a peer). The word is aligned, and is accessed only as an atomic.
-        unsafe { &*((self.0 + word as usize) as *const AtomicU64) }
+        unsafe { &*((self.0 + place.words + word as usize) as *const AtomicU64) }
     }
 
-    fn number(&self, word: Word) -> u64 {
+    fn number(&self, place: RingPlace, word: Word) -> u64 {
         // Only a relaxed load is permitted on read-only memory; the fence makes it an acquire load.
-        let number = self.word(word).load(Ordering::Relaxed);
+        let number = self.word(place, word).load(Ordering::Relaxed);
         fence(Ordering::Acquire);
         number
     }
 
     /// Stores a word of this process. A peer that loads it sees every earlier write (release).
-    fn publish(&self, word: Word, number: u64) {
-        self.word(word).store(number, Ordering::Release);
+    fn publish(&self, place: RingPlace, word: Word, number: u64) {
+        self.word(place, word).store(number, Ordering::Release);
     }
 
-    /// Copies `len` bytes, at most [`RING`], to position `at` of the ring of this process.
+    /// Copies `len` bytes, at most those of the ring, to position `at` of a ring of this process.
     ///
     /// # Safety
     ///
     /// `from` must be valid for reads of `len` bytes, and this mapping must be writable.
-    unsafe fn put(&self, at: u64, from: *const u8, len: usize) {
-        let (start, first) = split(at, len);
+    unsafe fn put(&self, place: RingPlace, at: u64, from: *const u8, len: usize) {
+        let (start, first) = split(place, at, len);
         // SAFETY: the part lies inside the ring (`split`), and the source is valid, as the caller promises. Nobody else
         // writes the ring: the file is sealed, and one thread writes at a time.
-        unsafe { from.copy_to_nonoverlapping(self.ring(start), first) };
+        unsafe { from.copy_to_nonoverlapping(self.byte(start), first) };
         // SAFETY: as above; this is the part after the end of the ring, from its start on.
-        unsafe { from.wrapping_add(first).copy_to_nonoverlapping(self.ring(0), len - first) };
+        unsafe { from.wrapping_add(first).copy_to_nonoverlapping(self.byte(place.start), len - first) };
     }
 
-    /// Copies `len` bytes, at most [`RING`], from position `at` of the ring of the peer. A peer that breaks the protocol
+    /// Copies `len` bytes, at most those of the ring, from position `at` of a ring of the peer. A peer that breaks the protocol
     /// may write them meanwhile; the copy may then have any bytes.
     ///
     /// # Safety
     ///
     /// `to` must be valid for writes of `len` bytes.
-    unsafe fn get(&self, at: u64, to: *mut u8, len: usize) {
-        let (start, first) = split(at, len);
+    unsafe fn get(&self, place: RingPlace, at: u64, to: *mut u8, len: usize) {
+        let (start, first) = split(place, at, len);
         // SAFETY: the part lies inside the ring (`split`), which is mapped and cannot shrink (`refuse_shrinking`), and the
         // destination is valid, as the caller promises. The source may change meanwhile; it is read by its address, and no
         // reference to it exists.
-        unsafe { self.ring(start).copy_to_nonoverlapping(to, first) };
+        unsafe { self.byte(start).copy_to_nonoverlapping(to, first) };
         // SAFETY: as above; this is the part after the end of the ring, from its start on.
-        unsafe { self.ring(0).copy_to_nonoverlapping(to.wrapping_add(first), len - first) };
+        unsafe { self.byte(place.start).copy_to_nonoverlapping(to.wrapping_add(first), len - first) };
     }
 
-    /// Returns the address of a byte of the ring.
-    fn ring(&self, at: usize) -> *mut u8 {
-        (self.0 + WORDS + at) as *mut u8
+    /// Returns the address of a byte of the file.
+    fn byte(&self, offset: usize) -> *mut u8 {
+        (self.0 + offset) as *mut u8
     }
 }
 
-/// Returns the place of byte `at` in a ring, and how many of the `len` bytes from there on precede its end.
+/// Returns the offset of byte `at` of a ring in its file, and how many of the `len` bytes from there on precede the end of the
+/// ring.
 #[expect(clippy::cast_possible_truncation, reason = "the remainder is less than the bytes of a ring")]
-fn split(at: u64, len: usize) -> (usize, usize) {
-    let start = (at % RING as u64) as usize;
-    (start, len.min(RING - start))
+fn split(place: RingPlace, at: u64, len: usize) -> (usize, usize) {
+    let into = (at % place.size as u64) as usize;
+    (place.start + into, len.min(place.size - into))
+}
+
+/// Returns the bytes from position `at` to the next page of a ring.
+#[expect(clippy::cast_possible_truncation, reason = "the remainder is less than the bytes of a page")]
+fn to_page(at: u64) -> usize {
+    (at.wrapping_neg() % PAGE as u64) as usize
+}
+
+/// Returns the addresses and lengths of parts of `windows`: at most `most` bytes that follow the first `skip` ones. No part has
+/// more than [`CHUNK`] bytes.
+fn parts(windows: &[Window<'_>], mut skip: u64, mut most: usize) -> impl Iterator<Item = (u64, usize)> {
+    let left = windows.iter().map(move |window| {
+        let passed = skip.min(window.len());
+        skip -= passed;
+        (window.addr() + passed, window.len() - passed)
+    });
+    let chunks = left.flat_map(|(addr, len)| {
+        let chunk = move |at| (addr + at, usize::try_from(len - at).map_or(CHUNK, |len| len.min(CHUNK)));
+        (0..len).step_by(CHUNK).map(chunk)
+    });
+    chunks.map_while(move |(addr, len)| {
+        let len = len.min(most);
+        most -= len;
+        (len > 0).then_some((addr, len))
+    })
+}
+
+/// Returns `bytes`, or an error if they are none: 0 would be the end of the stream.
+fn some_bytes(bytes: usize, otherwise: &'static str) -> io::Result<usize> {
+    if bytes > 0 { Ok(bytes) } else { Err(io::Error::new(io::ErrorKind::InvalidInput, otherwise)) }
 }
 
 impl Drop for File {
@@ -314,9 +451,20 @@ mod tests {
 
     use super::*;
 
-    fn pair() -> (SharedRings, SharedRings) {
-        let ((one, of_one), (other, of_other)) = (OwnRing::create().unwrap(), OwnRing::create().unwrap());
+    fn rings() -> (SharedRings, SharedRings) {
+        let ((one, of_one), (other, of_other)) = (OwnRings::create().unwrap(), OwnRings::create().unwrap());
         (one.join(&of_other).unwrap(), other.join(&of_one).unwrap())
+    }
+
+    /// Both ends of the rings for messages, and of those for payload.
+    fn pairs() -> [(RingPair, RingPair); 2] {
+        let (one, other) = rings();
+        [(one.messages, other.messages), (one.payload, other.payload)]
+    }
+
+    fn pair() -> (RingPair, RingPair) {
+        let (one, other) = rings();
+        (one.messages, other.messages)
     }
 
     /// Returns `len` bytes that differ at every position from those of the next seed.
@@ -326,29 +474,127 @@ mod tests {
 
     #[test]
     fn bytes_arrive_in_order_over_the_end_of_the_ring() {
-        let (one, other) = pair();
-        let mut sizes = [1, 7, RING, CHUNK + 1, RING - 3, 64].into_iter().cycle();
-        let (mut sent, mut got) = (Vec::new(), Vec::new());
-        for round in 0..64 {
-            let message = bytes(round, sizes.next().unwrap());
-            assert_eq!(one.write(&message), Ok(message.len()));
-            sent.extend(message);
-            let mut part = vec![0; RING];
-            let len = other.read(&mut part).unwrap();
-            got.extend_from_slice(&part[..len]);
+        for (one, other) in pairs() {
+            let ring = one.place.size;
+            let mut sizes = [1, 7, ring, CHUNK + 1, ring - 3, 64].into_iter().cycle();
+            let (mut sent, mut got) = (Vec::new(), Vec::new());
+            for round in 0..32 {
+                let message = bytes(round, sizes.next().unwrap());
+                assert_eq!(one.write(&message), Ok(message.len()));
+                sent.extend(message);
+                let mut part = vec![0; ring];
+                let len = other.read(&mut part).unwrap();
+                got.extend_from_slice(&part[..len]);
+            }
+            assert!(got == sent, "{} bytes sent, {} received", sent.len(), got.len());
+            assert_eq!(other.read(&mut [0]), Err(Errno::AGAIN));
         }
-        assert!(got == sent, "{} bytes sent, {} received", sent.len(), got.len());
-        assert_eq!(other.read(&mut [0]), Err(Errno::AGAIN));
     }
 
     #[test]
     fn a_full_ring_takes_what_was_read() {
+        for (one, other) in pairs() {
+            let ring = one.place.size;
+            assert_eq!(one.write(&vec![1; ring + 5]), Ok(ring));
+            assert_eq!(one.write(&[2]), Err(Errno::AGAIN));
+            let full = one.write_windows(&[window(&mut [2])], 0).unwrap_err();
+            assert_eq!(full.kind(), io::ErrorKind::WouldBlock);
+            assert!(!one.ready(RingWait::Room) && other.ready(RingWait::Bytes));
+            assert_eq!(other.read(&mut vec![0; CHUNK]), Ok(CHUNK));
+            assert_eq!(one.write_windows(&[window(&mut vec![2; CHUNK + 1])], 0).unwrap(), CHUNK);
+        }
+    }
+
+    fn window(bytes: &mut [u8]) -> Window<'_> {
+        Window::inside(bytes.as_mut_ptr() as u64, bytes.len() as u64, Reach::Host)
+    }
+
+    #[test]
+    fn messages_and_payload_are_apart() {
+        let (one, other) = rings();
+        one.messages.write(b"a message").unwrap();
+        assert!(!other.payload.ready(RingWait::Bytes));
+        one.payload.write_windows(&[window(&mut [7; 5])], 0).unwrap();
+        let (mut message, mut payload) = ([0; 32], [0; 32]);
+        assert_eq!((other.messages.read(&mut message), &message[..9]), (Ok(9), &b"a message"[..]));
+        assert_eq!(
+            (other.payload.read(&mut payload), payload[..6].to_vec()),
+            (Ok(5), vec![7, 7, 7, 7, 7, 0])
+        );
+        assert!(other.payload.fall_asleep(RingWait::Bytes));
+        assert!(one.payload.wakes(RingWait::Bytes) && !one.messages.wakes(RingWait::Bytes));
+    }
+
+    /// Moves bytes from windows of some lengths into windows of others, in steps of either side, and compares them.
+    #[test]
+    fn windows_of_other_lengths_are_filled_in_order() {
+        let lengths: [&[usize]; 4] =
+            [&[3 * STEP + 1], &[1, CHUNK, 0, 5 * CHUNK - 7, 64], &[7; 1000], &[PAGE; 200]];
+        for (one, other) in pairs() {
+            for (seed, from) in lengths.iter().enumerate() {
+                let all: usize = from.iter().sum();
+                let to = [all / 3, 0, 1, all - all / 3 - 1];
+                let (sent, mut got) = (bytes(seed, all), vec![0; all]);
+                let mut source = sent.clone();
+                let cut = |bytes: &mut [u8], lengths: &[usize]| -> Vec<(u64, u64)> {
+                    let mut at = bytes.as_mut_ptr() as u64;
+                    let next = |len: &usize| {
+                        at += *len as u64;
+                        (at - *len as u64, *len as u64)
+                    };
+                    lengths.iter().map(next).collect()
+                };
+                let (source, target) = (cut(&mut source, from), cut(&mut got, &to));
+                let windows = |cuts: &[(u64, u64)]| -> Vec<Window<'static>> {
+                    cuts.iter().map(|&(at, len)| Window::inside(at, len, Reach::Host)).collect()
+                };
+                let (source, target) = (windows(&source), windows(&target));
+                let (mut written, mut read) = (0, 0);
+                while read < all as u64 {
+                    if written < all as u64 {
+                        let step = one.write_windows(&source, written).unwrap();
+                        assert!(step <= STEP, "{step}");
+                        written += step as u64;
+                    }
+                    read += other.read_windows(&target, read).unwrap() as u64;
+                    assert!(read <= written);
+                }
+                assert!(got == sent, "lengths {seed}");
+            }
+        }
+    }
+
+    #[test]
+    fn windows_that_the_cpu_cannot_use_are_refused() {
         let (one, other) = pair();
-        assert_eq!(one.write(&vec![1; RING + 5]), Ok(RING));
-        assert_eq!(one.write(&[2]), Err(Errno::AGAIN));
-        assert!(!one.ready(RingWait::Room) && other.ready(RingWait::Bytes));
-        assert_eq!(other.read(&mut vec![0; CHUNK]), Ok(CHUNK));
-        assert_eq!(one.write(&vec![2; CHUNK + 1]), Ok(CHUNK));
+        let invalid = |result: io::Result<usize>| result.unwrap_err().kind() == io::ErrorKind::InvalidInput;
+        let mut bytes = [0_u8; 8];
+        let at = bytes.as_mut_ptr() as u64;
+        let of = |reach| Window::inside(at, 8, reach);
+        one.write(b"abc").unwrap();
+        for reach in [Reach::Process, Reach::Fabric, Reach::Device] {
+            assert!(invalid(one.write_windows(&[of(Reach::Host), of(reach)], 0)), "{reach:?}");
+            assert!(invalid(other.read_windows(&[of(reach)], 0)), "{reach:?}");
+        }
+        assert!(invalid(other.read_windows(&[of(Reach::HostRead)], 0)), "it belongs to another process");
+        assert!(invalid(one.write_windows(&[of(Reach::HostRead)], 8)), "nothing is left");
+        assert!(invalid(other.read_windows(&[of(Reach::Host)], 8)), "nothing is left");
+        assert_eq!(other.read_windows(&[of(Reach::Host)], 6).unwrap(), 2, "the bytes are still there");
+    }
+
+    #[test]
+    fn both_sides_agree_on_the_next_page() {
+        for (one, other) in pairs() {
+            for len in [1, PAGE - 1, PAGE, PAGE + 1, 64] {
+                assert_eq!(one.write(&vec![0; len]), Ok(len));
+                assert_eq!(other.read(&mut vec![0; len]), Ok(len));
+                assert_eq!(one.unwritten_of_page(), other.unread_of_page(), "after {len} bytes");
+            }
+            // 3 pages and 65 bytes.
+            assert_eq!(one.unwritten_of_page(), PAGE - 65);
+            one.write(&vec![0; PAGE - 65]).unwrap();
+            assert_eq!(one.unwritten_of_page(), 0);
+        }
     }
 
     #[test]
@@ -367,24 +613,32 @@ mod tests {
 
     #[test]
     fn impossible_numbers_of_the_peer_are_refused() {
-        let (one, other) = pair();
-        one.write(b"abc").unwrap();
-        let forge = |word, number| one.own.publish(word, number);
-        forge(Word::Written, RING as u64 + 1);
-        assert_eq!(other.read(&mut [0; 8]), Err(Errno::PROTO));
-        other.read.store(3, Ordering::Relaxed);
-        forge(Word::Written, 2);
-        assert_eq!(other.read(&mut [0; 8]), Err(Errno::PROTO), "fewer than were read");
-        forge(Word::Read, RING as u64 + 1);
-        assert_eq!(other.write(&vec![0; RING]), Ok(RING));
-        assert_eq!(other.write(b"x"), Err(Errno::PROTO), "more was read than written");
-        assert!(other.ready(RingWait::Bytes) && other.ready(RingWait::Room), "the next call reports it");
+        for (one, other) in pairs() {
+            let ring = one.place.size;
+            let mut bytes = [0; 8];
+            let refused = |result: io::Result<usize>| {
+                assert_eq!(Errno::from_io_error(&result.unwrap_err()), Some(Errno::PROTO));
+            };
+            one.write(b"abc").unwrap();
+            one.publish(Word::Written, ring as u64 + 1);
+            assert_eq!(other.read(&mut [0; 8]), Err(Errno::PROTO));
+            refused(other.read_windows(&[window(&mut bytes)], 0));
+            other.read.store(3, Ordering::Relaxed);
+            one.publish(Word::Written, 2);
+            assert_eq!(other.read(&mut [0; 8]), Err(Errno::PROTO), "fewer than were read");
+            refused(other.read_windows(&[window(&mut bytes)], 0));
+            one.publish(Word::Read, ring as u64 + 1);
+            assert_eq!(other.write(&vec![0; ring]), Ok(ring));
+            assert_eq!(other.write(b"x"), Err(Errno::PROTO), "more was read than written");
+            refused(other.write_windows(&[window(&mut bytes)], 0));
+            assert!(other.ready(RingWait::Bytes) && other.ready(RingWait::Room), "the next call reports it");
+        }
     }
 
     #[test]
     fn other_descriptors_are_refused() {
         let refused =
-            |descriptor: &OwnedFd| OwnRing::create().unwrap().0.join(descriptor).unwrap_err().to_string();
+            |descriptor: &OwnedFd| OwnRings::create().unwrap().0.join(descriptor).unwrap_err().to_string();
         let file = memfd_create("a test", MemfdFlags::ALLOW_SEALING).unwrap();
         ftruncate(&file, BYTES as u64 - 1).unwrap();
         assert!(refused(&file).contains("not sealed"), "{}", refused(&file));
@@ -399,13 +653,13 @@ mod tests {
 
     #[test]
     fn the_peer_cannot_map_a_ring_for_writing() {
-        let (_ring, descriptor) = OwnRing::create().unwrap();
+        let (_ring, descriptor) = OwnRings::create().unwrap();
         assert_eq!(File::map(&descriptor, ProtFlags::READ | ProtFlags::WRITE).unwrap_err(), Errno::PERM);
         assert!(File::map(&descriptor, ProtFlags::READ).is_ok());
     }
 
     /// Waits for `awaited`, asleep whenever the protocol allows it.
-    fn wait(rings: &SharedRings, awaited: RingWait) {
+    fn wait(rings: &RingPair, awaited: RingWait) {
         const LOST: Duration = Duration::from_secs(20);
         let since = Instant::now();
         while rings.fall_asleep(awaited) {
@@ -416,14 +670,14 @@ mod tests {
     }
 
     /// Waits for 8 bytes, and returns them as a number.
-    fn hear(rings: &SharedRings) -> u64 {
+    fn hear(rings: &RingPair) -> u64 {
         wait(rings, RingWait::Bytes);
         let mut number = [0; 8];
         assert_eq!(rings.read(&mut number), Ok(8));
         u64::from_le_bytes(number)
     }
 
-    fn say(rings: &SharedRings, number: u64, to: &Thread) {
+    fn say(rings: &RingPair, number: u64, to: &Thread) {
         assert_eq!(rings.write(&number.to_le_bytes()), Ok(8));
         if rings.wakes(RingWait::Bytes) {
             to.unpark();
@@ -449,7 +703,7 @@ mod tests {
 
     #[test]
     fn sleeping_sender_is_woken_for_room() {
-        const ALL: usize = 400 * RING;
+        const ALL: usize = 400 * MESSAGES.size;
         let (one, other) = pair();
         let first = thread::current();
         let second = thread::spawn(move || {
@@ -464,11 +718,11 @@ mod tests {
                 }
             }
         });
-        let message: Vec<u8> = (0..RING).map(|at| at.to_le_bytes()[0]).collect();
+        let message: Vec<u8> = (0..MESSAGES.size).map(|at| at.to_le_bytes()[0]).collect();
         let mut sent = 0;
         while sent < ALL {
             wait(&one, RingWait::Room);
-            sent += one.write(&message[sent % RING..]).unwrap();
+            sent += one.write(&message[sent % MESSAGES.size..]).unwrap();
             if one.wakes(RingWait::Bytes) {
                 second.thread().unpark();
             }

@@ -1,22 +1,28 @@
-//! What carries the messages of a connection.
+//! What carries the messages, or the payload, of a connection.
 
 use std::fmt;
+use std::io;
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
 use rustix::event::PollFlags;
 
 use super::step::Way;
+use crate::memory::Window;
 
 /// How long a thread polls before it sleeps: about the time of one switch between two processes.
 pub const POLL_TIME: Duration = Duration::from_micros(60);
 
-/// Carries the bytes of messages in both directions, in order. There is one file for each implementation: the socket of the
-/// connection (`socket_control`), and rings in shared memory beside it (`rings`).
+/// Maximum number of zeros before payload.
+pub(super) const MOST_LEAD: usize = 4096;
+
+/// Carries bytes in both directions, in order. There is one file for each implementation: the socket of the connection
+/// (`socket_control`), which carries messages and payload, and rings in shared memory beside it (`rings`), of which a pair carries
+/// messages and a pair carries payload.
 ///
 /// [`Stream`](super::Stream) adds what is the same for all of them: frames, deadlines, the pace of the peer, and the end of the
 /// connection. No function sleeps; only `readable_within` and `ready_soon` poll. At most one thread sends and one receives at a
-/// time. Payload is the task of a data path (`copy::paths`); `begin_payload` only prepares the socket for it.
+/// time.
 ///
 /// `socket` is the socket of the connection. When it ends, the connection has ended.
 pub(super) trait Control: fmt::Debug + Send + Sync {
@@ -28,8 +34,18 @@ pub(super) trait Control: fmt::Debug + Send + Sync {
     /// there is nothing to receive yet.
     fn receive(&self, socket: BorrowedFd<'_>, bytes: &mut [u8]) -> rustix::io::Result<usize>;
 
-    /// Prepares to move payload through the socket. Returns `Err(AGAIN)` if the socket is not ready for it.
-    fn begin_payload(&self, socket: BorrowedFd<'_>, way: Way) -> rustix::io::Result<()>;
+    /// Sends some of the bytes of `windows` that follow the first `skip` bytes, and returns the number. Fails with `WouldBlock` if
+    /// there is no room yet.
+    fn send_windows(&self, socket: BorrowedFd<'_>, windows: &[Window<'_>], skip: u64) -> io::Result<usize>;
+
+    /// Receives into some of the bytes of `windows` that follow the first `skip` bytes, and returns the number: 0 at the end of the
+    /// connection. Fails with `WouldBlock` if there is nothing to receive yet.
+    fn receive_windows(&self, socket: BorrowedFd<'_>, windows: &[Window<'_>], skip: u64)
+    -> io::Result<usize>;
+
+    /// Returns the number of zeros, at most [`MOST_LEAD`], that are to precede the payload that moves next (see
+    /// [`leads`](super::leads)). It is the same at both ends.
+    fn lead(&self, way: Way) -> usize;
 
     /// Whether descriptors can accompany messages.
     fn carries_descriptors(&self) -> bool;

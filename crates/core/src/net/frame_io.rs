@@ -17,7 +17,6 @@ use rustix::net::{
 
 use super::control::Control;
 use super::received_descriptors::ReceivedDescriptors;
-use super::socket_control::SocketControl;
 use super::step::{StepResult, Way};
 use super::stream::Stream;
 use super::transmission::Transmission;
@@ -217,13 +216,9 @@ impl Stream {
         self.push_by(self.control(), bytes, more)
     }
 
-    /// Sends payload, which always goes through the socket.
+    /// Sends bytes among the payload.
     pub(super) fn push_payload(&self, bytes: &[u8], more: bool) -> io::Result<StepResult> {
-        if self.begin_payload(Way::Out)? {
-            self.push_by(&SocketControl, bytes, more)
-        } else {
-            Ok(StepResult::NotYet)
-        }
+        self.push_by(self.payload_control(), bytes, more)
     }
 
     fn push_by(&self, control: &dyn Control, bytes: &[u8], more: bool) -> io::Result<StepResult> {
@@ -249,9 +244,9 @@ impl Stream {
         self.pull_by(self.control(), rest)
     }
 
-    /// Receives payload, which always goes through the socket.
+    /// Receives bytes among the payload.
     pub(super) fn pull_payload(&self, rest: &mut [u8]) -> io::Result<StepResult> {
-        if self.begin_payload(Way::In)? { self.pull_by(&SocketControl, rest) } else { Ok(StepResult::NotYet) }
+        self.pull_by(self.payload_control(), rest)
     }
 
     fn pull_by(&self, control: &dyn Control, rest: &mut [u8]) -> io::Result<StepResult> {

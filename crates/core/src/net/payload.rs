@@ -1,10 +1,11 @@
-//! Moves bytes of caches through a socket, directly from and to windows of memory.
+//! Moves bytes of caches through a stream, directly from and to windows of memory.
 
 use std::io;
 use std::os::fd::AsFd;
 use std::time::Duration;
 
 use super::Stream;
+use super::control::MOST_LEAD;
 use super::step::{StepResult, Way};
 use super::transmission::Transmission;
 use crate::error::Result;
@@ -12,17 +13,11 @@ use crate::memory::{Window, socket_io};
 use crate::model::Deadline;
 use crate::protocol::MOST_AHEAD;
 
-/// Number of zero bytes before each [`LEAD_INTERVAL`] of a transmission (see [`leads`]). It is fixed by the
-/// protocol [`VERSION`](crate::protocol::VERSION).
-///
-/// The kernel copies the bytes into its own pages. Some processors do this at a fifth of their speed if the
-/// copy lies a few bytes further into its page than the original (benches/results/log.md). One cache line of
-/// zeros avoids this for page-aligned blocks, and realigns blocks that have drifted into this case.
-pub const LEAD: usize = 64;
-/// Bytes of a transmission from one [`LEAD`] to the next.
+/// Bytes of a transmission from one lead to the next.
 pub const LEAD_INTERVAL: u64 = 4 << 20;
 
-/// Whether a [`LEAD`] precedes byte `into` of a transmission of which `left` bytes remain.
+/// Whether a lead precedes byte `into` of a transmission of which `left` bytes remain: zeros that give what follows a good
+/// alignment. How many they are depends on what carries the payload.
 pub fn leads(into: u64, left: u64) -> bool {
     into.is_multiple_of(LEAD_INTERVAL) && left > MOST_AHEAD
 }
@@ -62,27 +57,29 @@ impl Stream {
         self.windows(windows, Way::In, deadline, done)
     }
 
-    /// Sends a [`LEAD`], which may leave together with the windows that follow.
+    /// Sends a lead, which may leave together with the windows that follow.
     pub fn send_lead(&self, deadline: Deadline) -> Result<()> {
         let (mut transmission, mut sent) = (Transmission::of_payload(self, Way::Out, deadline), 0);
-        while sent < LEAD {
-            let rest = &[0; LEAD][sent..];
+        let lead = self.payload_control().lead(Way::Out);
+        while sent < lead {
+            let rest = &[0; MOST_LEAD][sent..lead];
             sent += transmission.next(sent as u64, || self.push_payload(rest, true))?;
         }
         Ok(())
     }
 
-    /// Receives and discards a [`LEAD`]. Bytes other than zeros end the stream with `Err(NotLinked)`.
+    /// Receives and discards a lead. Bytes other than zeros end the stream with `Err(NotLinked)`.
     pub fn receive_lead(&self, deadline: Deadline) -> Result<()> {
         let mut transmission = Transmission::of_payload(self, Way::In, deadline);
         if self.about.same_host {
             transmission.poll_time = super::POLL_TIME.min(deadline.left());
         }
-        let (mut lead, mut done) = ([0; LEAD], 0);
-        while done < LEAD {
-            done += transmission.next(done as u64, || self.pull_payload(&mut lead[done..]))?;
+        let (mut bytes, mut done) = ([0; MOST_LEAD], 0);
+        let lead = self.payload_control().lead(Way::In);
+        while done < lead {
+            done += transmission.next(done as u64, || self.pull_payload(&mut bytes[done..lead]))?;
         }
-        if lead == [0; LEAD] {
+        if bytes.iter().all(|byte| *byte == 0) {
             return Ok(());
         }
         // A peer that counts differently has sent bytes of a cache here.
@@ -104,7 +101,7 @@ impl Stream {
         let mut wakes = Wakes { stream: self, at: 1 };
         let left: u64 = windows.iter().map(Window::len).sum();
         let mut transmission = Transmission::of_payload(self, way, deadline);
-        let mut polls = if way == Way::In && self.about.same_host { POLLS } else { 0 };
+        let mut polls = if way == Way::In && self.about.same_host && !self.has_rings() { POLLS } else { 0 };
         if polls > 0 || (way == Way::In && left <= FEW) {
             transmission.poll_time = super::POLL_TIME.min(deadline.left());
         }
@@ -138,13 +135,10 @@ impl Stream {
             }
         };
         let Some(most) = most else { return Ok(StepResult::NotYet) };
-        if !self.begin_payload(way)? {
-            return Ok(StepResult::NotYet);
-        }
-        let (socket, windows) = (self.socket.as_fd(), &windows[..most.min(MOST_WINDOWS)]);
+        let (control, windows) = (self.payload_control(), &windows[..most.min(MOST_WINDOWS)]);
         let result = match way {
-            Way::Out => socket_io::send(socket, windows, skip),
-            Way::In => socket_io::receive(socket, windows, skip),
+            Way::Out => control.send_windows(self.as_fd(), windows, skip),
+            Way::In => control.receive_windows(self.as_fd(), windows, skip),
         };
         let moved = match result {
             Ok(0) if way == Way::In => StepResult::Ended,

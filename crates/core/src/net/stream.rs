@@ -19,7 +19,7 @@ use rustix::net::{Shutdown, shutdown};
 use super::control::Control;
 use super::interference::Interference;
 use super::pace::Pace;
-use super::rings::Rings;
+use super::rings::StreamRings;
 use super::socket_control::SocketControl;
 use super::step::{StepResult, Way, timespec};
 use crate::error::{Error, ErrorKind, Result};
@@ -35,8 +35,8 @@ const CLOSED: u8 = 2;
 pub struct Stream {
     _kept: Kept,
     pub(super) socket: OwnedFd,
-    /// What carries the frames, unless the socket does. Payload stays on the socket.
-    control: OnceLock<Box<dyn Control>>,
+    /// What carries frames and payload, unless the socket does.
+    rings: OnceLock<Box<StreamRings>>,
     pub(super) about: About,
     /// [`OPEN`], [`BROKEN`] or [`CLOSED`].
     state: AtomicU8,
@@ -64,7 +64,7 @@ impl Stream {
         Stream {
             _kept: Kept::new(&socket),
             socket,
-            control: OnceLock::new(),
+            rings: OnceLock::new(),
             about,
             state: AtomicU8::new(OPEN),
             faults: None,
@@ -114,23 +114,28 @@ impl Stream {
         }
     }
 
-    /// Has all further frames go through `memory`. Both sides must do this at the same place of the stream.
+    /// Has all further frames and payload go through `memory`. Both sides must do this at the same place of the stream.
     pub fn use_rings(&self, memory: SharedRings) {
         // An urgent byte counts as any other byte. Otherwise it would keep the socket readable, and nobody would see it. Sockets
         // without urgent bytes refuse this.
         let _ = set_socket_oobinline(&self.socket, true);
         // A stream gets rings at most once: after its handshake.
-        let _ = self.control.set(Box::new(Rings::new(memory)));
+        let _ = self.rings.set(Box::new(StreamRings::new(memory)));
     }
 
-    /// Whether its frames go through shared memory.
+    /// Whether its frames and payload go through shared memory.
     pub fn has_rings(&self) -> bool {
-        self.control.get().is_some()
+        self.rings.get().is_some()
     }
 
     /// Returns what carries the frames.
     pub(super) fn control(&self) -> &dyn Control {
-        self.control.get().map_or(&SocketControl, |control| &**control)
+        self.rings.get().map_or(&SocketControl, |rings| &rings.messages)
+    }
+
+    /// Returns what carries the payload.
+    pub(super) fn payload_control(&self) -> &dyn Control {
+        self.rings.get().map_or(&SocketControl, |rings| &rings.payload)
     }
 
     /// Prepares for a wait until the descriptor is readable. Returns `false` if it may not become readable, because
@@ -145,15 +150,6 @@ impl Stream {
         let control = self.control();
         control.wake_up(self.as_fd(), Way::In, PollFlags::IN);
         control.may_receive()
-    }
-
-    /// Prepares to move payload through the socket. Returns `false` if the socket is not ready for it.
-    pub(super) fn begin_payload(&self, way: Way) -> io::Result<bool> {
-        match self.control().begin_payload(self.as_fd(), way) {
-            Ok(()) => Ok(true),
-            Err(Errno::AGAIN) => Ok(false),
-            Err(errno) => Err(errno.into()),
-        }
     }
 
     /// Makes the stream end if the peer moves less than [`Pace::LEAST`] bytes, or less than all that remain,

@@ -8,7 +8,6 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 
 use super::control::Control;
-use super::socket_control::SocketControl;
 use super::step::{StepResult, Way, timespec};
 use super::stream::Stream;
 use crate::error::{Error, ErrorKind, Result};
@@ -39,19 +38,21 @@ impl<'a> Transmission<'a> {
 
     /// Begins to move a frame.
     pub(super) fn new(stream: &'a Stream, way: Way, deadline: Deadline) -> Self {
-        let control = stream.control();
-        let poll_time = control.poll_time().min(deadline.left());
-        Transmission { control, poll_time, ..Transmission::of_payload(stream, way, deadline) }
+        Transmission::over(stream, stream.control(), way, deadline)
     }
 
     /// Begins to move payload.
     pub(super) fn of_payload(stream: &'a Stream, way: Way, deadline: Deadline) -> Self {
+        Transmission::over(stream, stream.payload_control(), way, deadline)
+    }
+
+    fn over(stream: &'a Stream, control: &'a dyn Control, way: Way, deadline: Deadline) -> Self {
         Transmission {
             stream,
-            control: &SocketControl,
+            control,
             way,
             deadline,
-            poll_time: Duration::ZERO,
+            poll_time: control.poll_time().min(deadline.left()),
             slept: false,
             since: None,
             asked: None,

@@ -13,7 +13,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 
 /// Version of the whole protocol except the header and the refusal.
-pub const VERSION: u8 = 12;
+pub const VERSION: u8 = 13;
 pub const HEADER: usize = 8;
 /// Kind of a frame whose body is a message.
 pub const MESSAGE: u8 = 1;

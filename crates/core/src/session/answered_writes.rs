@@ -8,7 +8,7 @@ use super::message_io::send_message;
 use super::request_context::{Ended, NamedCache, RequestContext, bounded, check_plan, rows};
 use super::shared_writes::{SharedWrite, WritePart};
 use crate::cache::{Cache, Pin, RowUse};
-use crate::copy::{DataPath, SocketPath};
+use crate::copy::{DataPath, StreamPath};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
 use crate::plan::{CopyPlan, LocalEnd};
@@ -54,7 +54,7 @@ impl RequestContext<'_> {
         self.pinned(call, |cache| {
             let geometry = cache.common_sizes(plan.tensors_at(LocalEnd::Destination))?;
             check_plan(plan, None, Some(geometry))?;
-            SocketPath::check(LocalEnd::Destination, cache.tensors())?;
+            StreamPath::check(LocalEnd::Destination, cache.tensors())?;
             let writes = rows(cache, geometry, |sizes| plan.dst_rows(sizes))?;
             self.pin(cache, RowUse { writes, ..RowUse::default() }, call.deadline)
         })
@@ -124,7 +124,7 @@ impl RequestContext<'_> {
         cache: &Cache,
         deadline: Deadline,
     ) -> Result<(), Ended> {
-        let mut path = SocketPath { stream: self.stream, range, sum: None };
+        let mut path = StreamPath { stream: self.stream, range, sum: None };
         let to = (cache.tensors(), cache.placement());
         let read = path.read(self.job(plan, deadline), to, &Arc::default(), Arc::new(()));
         read.map(drop).map_err(Ended::Broken)

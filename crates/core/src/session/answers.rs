@@ -15,7 +15,7 @@ use super::peer_memory::location;
 use super::request_context::{Ended, NamedCache, RequestContext, bounded, check_plan, rows};
 use crate::cache::{Cache, Origin, RowUse};
 use crate::checksums::Checksums;
-use crate::copy::{DataPath, Progress, SocketPath, StreamSum, with_arrived_rows};
+use crate::copy::{DataPath, Progress, StreamPath, StreamSum, with_arrived_rows};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::grants::{GrantedRead, RowRanges};
@@ -263,7 +263,7 @@ impl RequestContext<'_> {
             let pinned = self.pinned(call, |cache| {
                 let geometry = cache.common_sizes(plan.tensors_at(LocalEnd::Source))?;
                 check_plan(&plan, Some(geometry), None)?;
-                SocketPath::check(LocalEnd::Source, cache.tensors())?;
+                StreamPath::check(LocalEnd::Source, cache.tensors())?;
                 let reads = rows(cache, geometry, |sizes| plan.src_rows(sizes))?;
                 self.pin(cache, RowUse { reads, ..RowUse::default() }, call.deadline)
             })?;
@@ -283,7 +283,7 @@ impl RequestContext<'_> {
         };
         self.stream.restart_pace();
         let adding = sum.as_mut().map(|(_, sum)| sum);
-        let mut path = SocketPath { stream: self.stream, range: from..to, sum: adding };
+        let mut path = StreamPath { stream: self.stream, range: from..to, sum: adding };
         let sent = path.serve(self.job(&plan, call.deadline), cache.tensors());
         sent.map_err(Ended::Broken)?;
         self.resources.count_bytes(Op::Served, bytes);

@@ -1,6 +1,6 @@
 //! Puts the first call streams of a link within one host on rings in shared memory.
 //!
-//! After the welcome of such a stream, the dialing side offers its ring, and the accepting side answers with its own. If
+//! After the welcome of such a stream, the dialing side offers its rings, and the accepting side answers with its own. If
 //! either side cannot use rings, the stream keeps its socket, which carries the same messages.
 
 use std::os::fd::{AsFd, OwnedFd};
@@ -10,7 +10,7 @@ use super::link::Link;
 use super::message_io;
 use super::stream_set::StreamSet;
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::{OwnRing, SharedRings};
+use crate::memory::{OwnRings, SharedRings};
 use crate::model::Deadline;
 use crate::net::{Address, ReceivedDescriptors, Stream};
 use crate::protocol::{self, HANDSHAKE_LIMIT, RingAnswer, RingOffer};
@@ -22,38 +22,38 @@ pub(super) const RINGED: usize = 4;
 /// How long calls keep to streams without rings after an attempt to get rings has failed.
 const RETRY_TIME: Duration = Duration::from_secs(30);
 
-/// The ring of the dialing side, before the peer has it.
-pub(super) struct OfferedRing {
-    ring: OwnRing,
+/// The rings of the dialing side, before the peer has them.
+pub(super) struct OfferedRings {
+    rings: OwnRings,
     descriptor: OwnedFd,
 }
 
-impl OfferedRing {
-    /// Creates a ring for a stream to `address`, whose link has `ringed` streams with rings in the same direction. Returns
+impl OfferedRings {
+    /// Creates rings for a stream to `address`, whose link has `ringed` streams with rings in the same direction. Returns
     /// `None` over TCP, or if the link has enough rings.
-    pub(super) fn create(address: &Address, ringed: usize) -> Result<Option<OfferedRing>> {
+    pub(super) fn create(address: &Address, ringed: usize) -> Result<Option<OfferedRings>> {
         if matches!(address, Address::Tcp(_)) || ringed >= RINGED {
             return Ok(None);
         }
-        let (ring, descriptor) = OwnRing::create()?;
-        Ok(Some(OfferedRing { ring, descriptor }))
+        let (rings, descriptor) = OwnRings::create()?;
+        Ok(Some(OfferedRings { rings, descriptor }))
     }
 
-    /// Offers the ring on `stream`, whose welcome has arrived. Afterwards the stream uses rings, unless the peer refuses
+    /// Offers the rings on `stream`, whose welcome has arrived. Afterwards the stream uses rings, unless the peer refuses
     /// them. Returns the peer's reason if it refuses, or `Err` if the stream is unusable.
     pub(super) fn exchange(self, stream: &Stream, deadline: Deadline) -> Result<Option<Error>> {
         stream.send_with(&protocol::encode(&RingOffer)?, &[self.descriptor.as_fd()], deadline)?;
         let (answer, descriptors) = message_io::receive_message_with(stream, HANDSHAKE_LIMIT, deadline)?;
         stream.expect_descriptors(false);
         match answer {
-            RingAnswer::Used => stream.use_rings(joined(self.ring, descriptors)?),
+            RingAnswer::Used => stream.use_rings(joined(self.rings, descriptors)?),
             RingAnswer::Refused { reason } => return Ok(Some(Error::new(ErrorKind::System, reason))),
         }
         Ok(None)
     }
 }
 
-/// Answers the offer of a dialing side, whose ring is among `descriptors`. Afterwards the stream uses rings, unless this
+/// Answers the offer of a dialing side, whose rings are among `descriptors`. Afterwards the stream uses rings, unless this
 /// side has refused them. `link` has `ringed` streams with rings in the same direction.
 pub(super) fn take(
     link: &Link,
@@ -69,8 +69,8 @@ pub(super) fn take(
         return refuse(format!("{text}: {RINGED}"));
     }
     let made = || -> Result<_> {
-        let (ring, descriptor) = OwnRing::create()?;
-        Ok((joined(ring, descriptors)?, descriptor))
+        let (rings, descriptor) = OwnRings::create()?;
+        Ok((joined(rings, descriptors)?, descriptor))
     };
     match made() {
         Ok((rings, descriptor)) => {
@@ -103,14 +103,19 @@ impl Link {
         self.dials_locally() && streams.ringed() + streams.opening.len() < RINGED && !refused()
     }
 
+    /// Whether a call that begins now can take a stream with rings without waiting.
+    pub(crate) fn has_idle_rings(&self) -> bool {
+        self.streams.lock().idle.last().is_some_and(|(stream, _)| stream.has_rings())
+    }
+
     /// Whether this side opens call streams over a local socket.
     fn dials_locally(&self) -> bool {
         self.dialer.as_ref().is_some_and(|dialer| !matches!(dialer.address, Address::Tcp(_)))
     }
 }
 
-fn joined(ring: OwnRing, descriptors: ReceivedDescriptors) -> Result<SharedRings> {
+fn joined(rings: OwnRings, descriptors: ReceivedDescriptors) -> Result<SharedRings> {
     let files = descriptors.memory_files();
-    let missing = || Error::new(ErrorKind::System, "the peer offered a ring without its descriptor");
-    ring.join(files.first().ok_or_else(missing)?)
+    let missing = || Error::new(ErrorKind::System, "the peer offered rings without their descriptor");
+    rings.join(files.first().ok_or_else(missing)?)
 }

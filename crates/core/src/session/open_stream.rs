@@ -2,7 +2,7 @@
 
 use rustix::io::Errno;
 
-use super::call_rings::{OfferedRing, RINGED};
+use super::call_rings::{OfferedRings, RINGED};
 use super::dial::Dialer;
 use super::link::Link;
 use super::peer_addresses::FurtherAddress;
@@ -37,7 +37,7 @@ impl Link {
 
     /// Opens a stream, with rings if possible.
     fn dial_call_stream(&self, dialer: &Dialer, reverse: bool, deadline: Deadline) -> Result<Stream> {
-        let ring = OfferedRing::create(&dialer.address, self.ringed(reverse)).transpose();
+        let ring = OfferedRings::create(&dialer.address, self.ringed(reverse)).transpose();
         let Some(ring) = ring else { return self.dial_with(dialer, (reverse, false), deadline) };
         let failed = match ring {
             Err(error) => error,

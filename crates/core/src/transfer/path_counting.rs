@@ -1,9 +1,9 @@
-//! Counts transfers by path, and records why one uses sockets.
+//! Counts transfers by path, and records why none could be read in place.
 
 use std::sync::Arc;
 
 use super::call::Call;
-use crate::copy::{PathJob, PathKind};
+use crate::copy::{PathJob, PathKind, prefers_rings};
 use crate::fabric::EngineFabric;
 use crate::memory::Reach;
 use crate::plan::CopyPlan;
@@ -20,11 +20,11 @@ impl Call {
         required && self.link.fabric().is_ok()
     }
 
-    /// Records why this transfer uses sockets. Logs the reason when it differs from the previous one.
+    /// Records why the owner sends the bytes of this transfer. Logs the reason when it differs from the previous one.
     pub(super) fn use_sockets(&self, reason: &str) {
         if self.link.paths.use_sockets(reason) {
             let cluster = self.link.cluster();
-            tracing::info!(target: "llm_datadist::links", "transfers with cluster {cluster} use sockets: {reason}");
+            tracing::info!(target: "llm_datadist::links", "the owner sends the bytes of transfers with cluster {cluster}: {reason}");
         }
     }
 
@@ -33,8 +33,13 @@ impl Call {
         self.link.paths.count(path, bytes, staged);
     }
 
-    /// Counts a plan whose bytes went through sockets.
-    pub(super) fn count_sent(&self, bytes: u64) {
-        self.count(PathKind::Sockets, bytes, self.local.tensors().reach() == Reach::Device);
+    /// Counts a plan whose bytes went through streams on `path`.
+    pub(super) fn count_sent(&self, path: PathKind, bytes: u64) {
+        self.count(path, bytes, self.local.tensors().reach() == Reach::Device);
+    }
+
+    /// Whether the transfer uses rings although `bytes` bytes could take `path`.
+    pub(super) fn uses_rings(&self, path: PathKind, bytes: u64) -> bool {
+        prefers_rings(path, bytes) && self.local.tensors().host_addressable() && self.link.has_idle_rings()
     }
 }

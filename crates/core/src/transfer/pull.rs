@@ -169,6 +169,9 @@ impl Call {
         pinned: &KeptAlive,
     ) -> Result<Moved> {
         let mut snapshot = match PeerSnapshot::begin(&self.link, known) {
+            Ok(snapshot) if self.uses_rings(snapshot.kind(), plan.bytes()) => {
+                return self.receive(known, plan, progress);
+            }
             Ok(snapshot) => snapshot,
             Err(reason) => {
                 self.use_sockets(reason);
@@ -236,7 +239,7 @@ impl Call {
         Ok(Some(Moved::Bytes(outcome.bytes)))
     }
 
-    /// Receives the bytes over sockets. On this path the owner reads, under its own pins. `progress` ends empty if a grant
+    /// Receives the bytes through streams. On this path the owner reads, under its own pins. `progress` ends empty if a grant
     /// may have ended before some of the bytes were read.
     fn receive(
         &self,
@@ -246,9 +249,10 @@ impl Call {
     ) -> Result<Moved> {
         let streams = Streams { call: self.clone(), known: known.clone(), plan: plan.clone() };
         let received = streams.receive(progress.clone());
-        if let Ok(Moved::Bytes(bytes) | Moved::Equal(bytes)) = received {
-            self.count_sent(bytes);
+        if let Ok((Moved::Bytes(bytes) | Moved::Equal(bytes), path)) = received {
+            self.count_sent(path, bytes);
         }
+        let received = received.map(|(moved, _)| moved);
         if received.is_err() && self.grant.is_some() {
             *progress = self.attempt(plan.bytes());
         }

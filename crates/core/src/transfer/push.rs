@@ -143,7 +143,11 @@ impl Call {
         let memory_location = self.resources.memory_location(&self.local)?;
         match self.link.path_of_peer(&memory_location) {
             Ok(path) => {
-                if let Some(moved) = self.have_read(known, plan, memory_location, path)? {
+                // Pushes of other sizes are read by the peer, whatever moves this one.
+                self.resources.described_to_peer(&self.local, &memory_location);
+                if !self.uses_rings(path, plan.bytes())
+                    && let Some(moved) = self.have_read(known, plan, memory_location, path)?
+                {
                     return Ok(moved);
                 }
             }
@@ -160,7 +164,6 @@ impl Call {
         memory_location: MemoryLocation,
         path: PathKind,
     ) -> Result<Option<Moved>> {
-        self.resources.described_to_peer(&self.local, &memory_location);
         let tensor_bytes = self.local.sizes_of(plan.src_tensor()).tensor_bytes();
         let (plan, num_tensors, memory_location) = self.read_tensors(plan, memory_location)?;
         let request = Request::Fetch {
@@ -197,12 +200,13 @@ impl Call {
         }
     }
 
-    /// Sends the bytes of a push through sockets.
+    /// Sends the bytes of a push through streams.
     fn send_bytes(&self, known: &Arc<KnownCache>, plan: &Arc<CopyPlan>) -> Result<Moved> {
-        let sent = Streams { call: self.clone(), known: known.clone(), plan: plan.clone() }.send();
-        if let Ok(Moved::Bytes(bytes)) = sent {
-            self.count_sent(bytes);
+        let streams = Streams { call: self.clone(), known: known.clone(), plan: plan.clone() };
+        let (sent, path) = streams.send()?;
+        if let Moved::Bytes(bytes) = sent {
+            self.count_sent(path, bytes);
         }
-        sent
+        Ok(sent)
     }
 }

@@ -1,4 +1,4 @@
-//! Transfers through sockets: one request and one stream of bytes, or, for large ones, several.
+//! Transfers through streams: one request and one stream of bytes, or, for large ones, several.
 //!
 //! Each part of a pull names the whole plan and the range of it that it carries, so no part depends on another. The parts
 //! of a push share the pin of the first one, because the owner pins whole rows, and each part may write to all rows.
@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use super::call::{Call, Moved};
 use crate::checksums::Checksums;
-use crate::copy::{DataPath, Progress, SocketPath, StreamSum};
+use crate::copy::{DataPath, PathKind, Progress, StreamPath, StreamSum};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::Verify;
@@ -34,18 +34,25 @@ const STREAMS: &str = "the streams of a transfer";
 /// Maximum number of pieces in one tensor of a plan (a few KiB) whose bytes follow their request at once.
 const MOST_PIECES: u64 = 128;
 
-/// One transfer through sockets.
+/// One transfer through streams.
 pub(super) struct Streams {
     pub(super) call: Call,
     pub(super) known: Arc<KnownCache>,
     pub(super) plan: Arc<CopyPlan>,
 }
 
+/// Returns the path of a transfer over these streams. Those without rings are slower, so they decide.
+fn path(leases: &[StreamLease]) -> PathKind {
+    if leases.iter().all(|lease| lease.stream().has_rings()) { PathKind::Rings } else { PathKind::Sockets }
+}
+
 impl Streams {
-    /// Receives the bytes of the plan into the local cache.
-    pub(super) fn receive(self, progress: Arc<Progress>) -> Result<Moved> {
+    /// Receives the bytes of the plan into the local cache. Also returns the path that they took.
+    pub(super) fn receive(self, progress: Arc<Progress>) -> Result<(Moved, PathKind)> {
         let leases = self.leases()?;
-        self.in_parts(leases, move |streams, lease, range| streams.receive_range(lease, range, &progress))
+        let path = path(&leases);
+        let part = move |streams: &Streams, lease, range| streams.receive_range(lease, range, &progress);
+        Ok((self.in_parts(leases, part)?, path))
     }
 
     /// Returns the streams for the parts of the transfer. The first one is waited for. Others are used if they are there soon:
@@ -150,7 +157,7 @@ impl Streams {
             return Ok(Moved::Stale);
         }
         let to = (self.call.local.tensors(), self.call.local.placement());
-        let mut path = SocketPath { stream: lease.stream(), range, sum: sum.as_mut() };
+        let mut path = StreamPath { stream: lease.stream(), range, sum: sum.as_mut() };
         // The call holds the pins until this returns.
         let received = path.read(self.call.job(&self.plan), to, progress, Arc::new(()));
         received.map_err(|error| self.late_or(error))?;
@@ -180,21 +187,24 @@ impl Streams {
         StreamSum::new(&Checksums::bound_to(name, *cache, at.generation)?).map(Some)
     }
 
-    /// Sends the bytes of the plan from the local cache, and receives the reply that they are in place.
-    pub(super) fn send(self) -> Result<Moved> {
+    /// Sends the bytes of the plan from the local cache, and receives the reply that they are in place. Also returns the path that
+    /// they took.
+    pub(super) fn send(self) -> Result<(Moved, PathKind)> {
         let mut leases = self.leases()?;
+        let path = path(&leases);
         let (count, write) = (leases.len(), self.call.link.next_write());
         if count > 1 {
             let each = self.plan.bytes().div_ceil(count as u64);
             let request = self.write(0..each, false, Some(write))?;
             leases[0].reusable = false;
             if !self.ready(&mut leases[0], &request, each)? {
-                return Ok(Moved::Stale);
+                return Ok((Moved::Stale, path));
             }
         }
-        self.in_parts(leases, move |streams, lease, range| {
+        let moved = self.in_parts(leases, move |streams, lease, range| {
             if count == 1 { streams.send_alone(lease) } else { streams.send_part(write, lease, range) }
-        })
+        })?;
+        Ok((moved, path))
     }
 
     /// Sends a part of a shared write. The owner is ready for the first one.
@@ -248,7 +258,7 @@ impl Streams {
     }
 
     fn send_range(&self, lease: &StreamLease, range: Range<u64>) -> Result<()> {
-        let mut path = SocketPath { stream: lease.stream(), range, sum: None };
+        let mut path = StreamPath { stream: lease.stream(), range, sum: None };
         path.serve(self.call.job(&self.plan), self.call.local.tensors())
     }
 
@@ -283,7 +293,7 @@ impl Streams {
         let late =
             error.kind() == ErrorKind::NotLinked && self.call.deadline.passed() && self.call.link.alive();
         let error = self.call.link.break_reason_or(error);
-        if late { self.call.deadline.error("moving bytes through a socket").because(error) } else { error }
+        if late { self.call.deadline.error("moving bytes through a stream").because(error) } else { error }
     }
 
     /// Handles a reply other than the expected one: `Ok` if the remote cache has changed, otherwise an error.

@@ -6,7 +6,7 @@ use std::thread;
 use std::time::Duration;
 
 use llm_datadist_core::testing::copy::{
-    CopyEngine, DataPath, Hops, PathJob, PathKind, PeerTensors, Progress, STILL_READING, SocketPath, Staging,
+    CopyEngine, DataPath, Hops, PathJob, PathKind, PeerTensors, Progress, STILL_READING, Staging, StreamPath,
 };
 use llm_datadist_core::testing::device::{DeviceSet, HostReach};
 use llm_datadist_core::testing::fabric::{EngineFabric, PeerFabric};
@@ -145,7 +145,7 @@ impl Library {
 /// Sends the bytes of the peer from memory of this process.
 fn serve(plan: &Arc<CopyPlan>, stream: &Stream) {
     let (_buffer, tensors) = tensors_over(TENSORS, ROWS, ROW, |tensor, at| source(tensor, at, 1)[0]);
-    let mut path = SocketPath { stream, range: 0..plan.bytes(), sum: None };
+    let mut path = StreamPath { stream, range: 0..plan.bytes(), sum: None };
     path.serve(PathJob { engine: &copy_engine(), plan, deadline: soon() }, &tensors).unwrap();
 }
 
@@ -169,7 +169,7 @@ fn paths_move_equal_bytes() {
         let (local, remote) = local_streams("every_path");
         thread::scope(|scope| {
             scope.spawn(|| serve(&plan, &local));
-            let mut path = SocketPath { stream: &remote, range: 0..plan.bytes(), sum: None };
+            let mut path = StreamPath { stream: &remote, range: 0..plan.bytes(), sum: None };
             to.read(&mut path, &plan, &format!("sockets to {:?}, {:?}", to.tensors.reach(), to.device));
         });
     }
@@ -202,7 +202,7 @@ fn paths_report_reachable_memory_and_hops() {
                 assert_eq!(hops(&*path, LocalEnd::Destination), into(one, to_device)(memory), "{what}");
                 assert_eq!(hops(&*path, LocalEnd::Source), None, "{what}");
             }
-            let path = SocketPath { stream: &stream, range: 0..0, sum: None };
+            let path = StreamPath { stream: &stream, range: 0..0, sum: None };
             assert_eq!((path.kind(), path.kind().sees_generations()), (PathKind::Sockets, false));
             assert_eq!(hops(&path, LocalEnd::Destination), into(one, two)(memory), "{what}");
             let sent = if memory == Reach::HostRead { one } else { into(one, two)(memory) };
@@ -221,15 +221,15 @@ fn paths_refuse_unreachable_memory() {
     for remote in [peer.mapped(), peer.read()] {
         let to = (&remote, Placement::Host);
         let own_path = peer.source(&remote);
-        let mut socket = SocketPath { stream: &stream, range: 0..plan.bytes(), sum: None };
+        let mut socket = StreamPath { stream: &stream, range: 0..plan.bytes(), sum: None };
         for path in [&mut *own_path.path(), &mut *library.source.path(), &mut socket] {
             let error = path.read(job, to, &progress, Arc::new(())).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::System, "{:?}: {error}", path.kind());
         }
     }
-    let mut path = SocketPath { stream: &stream, range: 0..plan.bytes(), sum: None };
+    let mut path = StreamPath { stream: &stream, range: 0..plan.bytes(), sum: None };
     let error = path.serve(job, &peer.read()).unwrap_err();
-    assert!(error.to_string().contains("cannot be sent through a socket"), "{error}");
+    assert!(error.to_string().contains("cannot be sent through a stream"), "{error}");
     assert_eq!(progress.bytes(), 0);
 }
 
@@ -257,12 +257,12 @@ fn a_read_that_is_given_up_leaves_its_destination_alone() {
     assert!(unchanged(&buffer), "UCX wrote after the read was given up");
 
     let (local, remote) = local_streams("given_up");
-    let mut path = SocketPath { stream: &remote, range: 0..plan.bytes(), sum: None };
+    let mut path = StreamPath { stream: &remote, range: 0..plan.bytes(), sum: None };
     let (buffer, _tensors, error) = given_up(&mut path, &held);
     assert_eq!((error.fact(STILL_READING), Arc::strong_count(&held)), (None, 1));
     let (_source, from) = tensors_over(TENSORS, ROWS, ROW, |_, _| 0x11);
     let late = PathJob { engine: &engine, plan: &plan, deadline: soon() };
-    let _ = SocketPath { stream: &local, range: 0..4096, sum: None }.serve(late, &from);
+    let _ = StreamPath { stream: &local, range: 0..4096, sum: None }.serve(late, &from);
     assert!(unchanged(&buffer), "bytes arrived after the read was given up");
 
     let (bytes, _own) = tensors_over(TENSORS, ROWS, ROW, |tensor, at| source(tensor, at, 1)[0]);

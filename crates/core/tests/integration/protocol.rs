@@ -136,62 +136,62 @@ fn handshake_bytes() {
     let comm = Some(Comm { name: "c".into(), members: vec![(1, 0), (u64::MAX, 1)], listener: "a:1".into() });
     golden(
         &hello(Purpose::Link { link: 9, comm, probe_local: false, ensure: false }, Some(2)),
-        "4c440c01330000000009010163020100ffffffffffffffffff010103613a31000001ac020101020361626307070707070707070707070707070707",
+        "4c440d01330000000009010163020100ffffffffffffffffff010103613a31000001ac020101020361626307070707070707070707070707070707",
     );
     golden(
         &hello(Purpose::Link { link: 9, comm: None, probe_local: true, ensure: true }, None),
-        "4c440c011e000000000900010101ac0201000361626307070707070707070707070707070707",
+        "4c440d011e000000000900010101ac0201000361626307070707070707070707070707070707",
     );
     golden(
         &hello(Purpose::Call { link: 9, reverse: true, rings: false }, None),
-        "4c440c011d0000000109010001ac0201000361626307070707070707070707070707070707",
+        "4c440d011d0000000109010001ac0201000361626307070707070707070707070707070707",
     );
     golden(
         &hello(Purpose::Call { link: 9, reverse: false, rings: true }, None),
-        "4c440c011d0000000109000101ac0201000361626307070707070707070707070707070707",
+        "4c440d011d0000000109000101ac0201000361626307070707070707070707070707070707",
     );
-    golden(&RingOffer, "4c440c0100000000");
-    golden(&RingAnswer::Used, "4c440c010100000000");
-    golden(&RingAnswer::Refused { reason: "no".into() }, "4c440c010400000001026e6f");
-    golden(&Challenge { nonce: [8; 16] }, "4c440c011000000008080808080808080808080808080808");
+    golden(&RingOffer, "4c440d0100000000");
+    golden(&RingAnswer::Used, "4c440d010100000000");
+    golden(&RingAnswer::Refused { reason: "no".into() }, "4c440d010400000001026e6f");
+    golden(&Challenge { nonce: [8; 16] }, "4c440d011000000008080808080808080808080808080808");
     golden(
         &Proof { mac: [9; 32] },
-        "4c440c01200000000909090909090909090909090909090909090909090909090909090909090909",
+        "4c440d01200000000909090909090909090909090909090909090909090909090909090909090909",
     );
     golden(
         &Welcome { from: PARTY, mac: [1; 32], local: Some("x".into()), secret: None },
-        "4c440c012800000001ac0201010101010101010101010101010101010101010101010101010101010101010101017800",
+        "4c440d012800000001ac0201010101010101010101010101010101010101010101010101010101010101010101017800",
     );
     golden(
         &Welcome { from: PARTY, mac: [1; 32], local: None, secret: Some([3; 32]) },
-        "4c440c014600000001ac0201010101010101010101010101010101010101010101010101010101010101010100010303030303030303030303030303030303030303030303030303030303030303",
+        "4c440d014600000001ac0201010101010101010101010101010101010101010101010101010101010101010100010303030303030303030303030303030303030303030303030303030303030303",
     );
     golden(
         &hello(Purpose::Meet, None),
-        "4c440c011a0000000201ac0201000361626307070707070707070707070707070707",
+        "4c440d011a0000000201ac0201000361626307070707070707070707070707070707",
     );
     let comm = Comm { name: "c".into(), members: vec![(1, 0)], listener: "a".into() };
     golden(
         &hello(Purpose::Knock { comm }, None),
-        "4c440c0121000000030163010100016101ac0201000361626307070707070707070707070707070707",
+        "4c440d0121000000030163010100016101ac0201000361626307070707070707070707070707070707",
     );
     let probe = Some((0x7fff_0000, [2; 16]));
     golden(
         &Attach { generations: true, regions: [None, Some(1 << 30)], probe },
-        "4c440c011e0000000100018080808004018080fcff0702020202020202020202020202020202",
+        "4c440d011e0000000100018080808004018080fcff0702020202020202020202020202020202",
     );
     golden(
         &Attach { generations: false, regions: [Some(1), None], probe: None },
-        "4c440c01050000000001010000",
+        "4c440d01050000000001010000",
     );
-    golden(&Attached { mapped: Ok(()), registered: Err("no".into()) }, "4c440c01050000000001026e6f");
+    golden(&Attached { mapped: Ok(()), registered: Err("no".into()) }, "4c440d01050000000001026e6f");
     let metadata = Metadata(Arc::new(b"meta".to_vec()));
-    golden(&Confirm { metadata: metadata.clone(), fabric: None }, "4c440c0106000000046d65746100");
+    golden(&Confirm { metadata: metadata.clone(), fabric: None }, "4c440d0106000000046d65746100");
     golden(
         &LinkAnswer::Entered(EnteredLink { metadata, fabric: None, addresses: vec![] }),
-        "4c440c010800000000046d6574610000",
+        "4c440d010800000000046d6574610000",
     );
-    golden(&LinkAnswer::Later { reason: "no".into() }, "4c440c010400000001026e6f");
+    golden(&LinkAnswer::Later { reason: "no".into() }, "4c440d010400000001026e6f");
 }
 
 #[test]
@@ -211,11 +211,11 @@ fn metadata_is_bounded() {
 
 #[test]
 fn control_stream_bytes() {
-    golden(&ControlMessage::Ping, "4c440c010100000000");
-    golden(&ControlMessage::Pong, "4c440c010100000001");
-    golden(&ControlMessage::Bye { reason: "end".into(), unlinked: true }, "4c440c01060000000203656e6401");
-    golden(&ControlMessage::Dial, "4c440c010100000003");
-    golden(&ControlMessage::Polled { arrived: (300, 5), polled: (1, 0) }, "4c440c010600000004ac02050100");
+    golden(&ControlMessage::Ping, "4c440d010100000000");
+    golden(&ControlMessage::Pong, "4c440d010100000001");
+    golden(&ControlMessage::Bye { reason: "end".into(), unlinked: true }, "4c440d01060000000203656e6401");
+    golden(&ControlMessage::Dial, "4c440d010100000003");
+    golden(&ControlMessage::Polled { arrived: (300, 5), polled: (1, 0) }, "4c440d010600000004ac02050100");
 }
 
 #[test]
@@ -223,10 +223,10 @@ fn request_bytes() {
     let limit_ms = 1000;
     let named = WireName::Blocks { model: 1 };
     for (name, bytes) in [
-        (WireName::Request { model: 1, id: 2 }, "4c440c010600000000000102e807"),
-        (WireName::Prefix { model: 1, id: 2 }, "4c440c010600000000010102e807"),
-        (WireName::Blocks { model: 1 }, "4c440c0105000000000201e807"),
-        (WireName::Row { cache: -1, row: 2 }, "4c440c010600000000030102e807"),
+        (WireName::Request { model: 1, id: 2 }, "4c440d010600000000000102e807"),
+        (WireName::Prefix { model: 1, id: 2 }, "4c440d010600000000010102e807"),
+        (WireName::Blocks { model: 1 }, "4c440d0105000000000201e807"),
+        (WireName::Row { cache: -1, row: 2 }, "4c440d010600000000030102e807"),
     ] {
         golden(&Request::Describe { name, limit_ms }, bytes);
     }
@@ -241,7 +241,7 @@ fn request_bytes() {
             limit_ms,
             summed: false,
         },
-        "4c440c0132000000010201060200040002020103802000800403ff0f800800a84680040100008040808080808020800401000000803800e80700",
+        "4c440d0132000000010201060200040002020103802000800403ff0f800800a84680040100008040808080808020800401000000803800e80700",
     );
     golden(
         &Request::Read {
@@ -254,21 +254,21 @@ fn request_bytes() {
             limit_ms,
             summed: true,
         },
-        "4c440c0145000000010201060200040002020103802000800403ff0f800800a846800401000080408080808080208004010000008038012cd80407070707070707070707070707070707e80701",
+        "4c440d0145000000010201060200040002020103802000800403ff0f800800a846800401000080408080808080208004010000008038012cd80407070707070707070707070707070707e80701",
     );
     golden(
         &Request::OpenGrant { grant: GRANT, limit_ms },
-        "4c440c0116000000092cd80407070707070707070707070707070707e807",
+        "4c440d0116000000092cd80407070707070707070707070707070707e807",
     );
     golden(
         &Reply::Granted { cache: -2, rows: vec![(0, 300), (301, 302)] },
-        "4c440c010a00000007030200ac02ad02ae02",
+        "4c440d010a00000007030200ac02ad02ae02",
     );
     for (grant, bytes) in [
-        (None, "4c440c01100000000a02010601020200ac0280201000e807"),
+        (None, "4c440d01100000000a02010601020200ac0280201000e807"),
         (
             Some(GRANT),
-            "4c440c01230000000a02010601020200ac02802010012cd80407070707070707070707070707070707e807",
+            "4c440d01230000000a02010601020200ac02802010012cd80407070707070707070707070707070707e807",
         ),
     ] {
         let ranges = vec![(0, 300), (4096, 16)];
@@ -289,12 +289,12 @@ fn request_bytes() {
         (
             false,
             None,
-            "4c440c013b0000000b020106020104020201028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e070100000000e807",
+            "4c440d013b0000000b020106020104020201028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e070100000000e807",
         ),
         (
             true,
             Some(GRANT),
-            "4c440c014e0000000b020106020104020201028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e0701000001012cd80407070707070707070707070707070707e807",
+            "4c440d014e0000000b020106020104020201028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e0701000001012cd80407070707070707070707070707070707e807",
         ),
     ] {
         let (name, cache, plan) = (named, 3, layout_plan());
@@ -302,7 +302,7 @@ fn request_bytes() {
     }
     golden(
         &Reply::Checksums { generation: 300, sums: vec![1, u64::MAX] },
-        "4c440c010f00000008ac020201ffffffffffffffffff01",
+        "4c440d010f00000008ac020201ffffffffffffffffff01",
     );
     let write = |ahead, shared| Request::Write {
         name: named,
@@ -318,24 +318,24 @@ fn request_bytes() {
         (
             false,
             None,
-            "4c440c0132000000020201060200040002020103802000800403ff0f800800a8468004010000804080808080802080040100000080380000e807",
+            "4c440d0132000000020201060200040002020103802000800403ff0f800800a8468004010000804080808080802080040100000080380000e807",
         ),
         (
             true,
             None,
-            "4c440c0132000000020201060200040002020103802000800403ff0f800800a8468004010000804080808080802080040100000080380100e807",
+            "4c440d0132000000020201060200040002020103802000800403ff0f800800a8468004010000804080808080802080040100000080380100e807",
         ),
         (
             false,
             Some(300),
-            "4c440c0134000000020201060200040002020103802000800403ff0f800800a8468004010000804080808080802080040100000080380001ac02e807",
+            "4c440d0134000000020201060200040002020103802000800403ff0f800800a8468004010000804080808080802080040100000080380001ac02e807",
         ),
     ] {
         golden(&write(ahead, shared), bytes);
     }
     golden(
         &Request::WritePart { write: 300, from: 7168, to: 7169, limit_ms },
-        "4c440c01090000000cac0280388138e807",
+        "4c440d01090000000cac0280388138e807",
     );
     let source = WireLocation::Process { runs: vec![Run { start: 4096, step: 8192, count: 2 }] };
     golden(
@@ -348,28 +348,28 @@ fn request_bytes() {
             tensor_bytes: 8192,
             limit_ms,
         },
-        "4c440c0137000000030201060200040002020103802000800403ff0f800800a84680040100008040808080808020800401000001018020804002028040e807",
+        "4c440d0137000000030201060200040002020103802000800403ff0f800800a84680040100008040808080808020800401000001018020804002028040e807",
     );
     let name = WireName::Request { model: 0, id: 0 };
     let pulled = Some(WirePulled { name, cache: 3, first: 0, count: 80 });
     golden(
         &Request::Finish { pulled, grant: None, message: None, limit_ms },
-        "4c440c010c00000004010000000600500000e807",
+        "4c440d010c00000004010000000600500000e807",
     );
     golden(
         &Request::Finish { pulled, grant: Some(GRANT), message: Some(Payload(b"no".to_vec())), limit_ms },
-        "4c440c01220000000401000000060050012cd8040707070707070707070707070707070701026e6fe807",
+        "4c440d01220000000401000000060050012cd8040707070707070707070707070707070701026e6fe807",
     );
     golden(
         &Request::Notify { messages: Payloads(vec![Payload(b"no".to_vec()), Payload(vec![])]), limit_ms },
-        "4c440c01080000000802026e6f00e807",
+        "4c440d01080000000802026e6f00e807",
     );
-    golden(&Request::Unlink { limit_ms }, "4c440c010300000005e807");
-    golden(&Request::Ping { limit_ms: 0 }, "4c440c01020000000600");
-    golden(&Request::Locate { addrs: vec![4096, 300], limit_ms: 5 }, "4c440c010700000007028020ac0205");
+    golden(&Request::Unlink { limit_ms }, "4c440d010300000005e807");
+    golden(&Request::Ping { limit_ms: 0 }, "4c440d01020000000600");
+    golden(&Request::Locate { addrs: vec![4096, 300], limit_ms: 5 }, "4c440d010700000007028020ac0205");
     golden(
         &Reply::Located(vec![AddressLocation { cache: CacheId(3), tensor: 2, offset: 300 }]),
-        "4c440c010600000006010602ac02",
+        "4c440d010600000006010602ac02",
     );
 }
 
@@ -378,20 +378,20 @@ fn reply_bytes() {
     let runs = vec![Run { start: 0, step: u64::MAX, count: 80 }];
     golden(
         &Reply::Described(record(WireLocation::Region { region: 1, runs })),
-        "4c440c01240000000005d80406025080018080048080040101010000010100ffffffffffffffffff01500000",
+        "4c440d01240000000005d80406025080018080048080040101010000010100ffffffffffffffffff01500000",
     );
     golden(
         &Reply::Described(record(WireLocation::Hidden)),
-        "4c440c01160000000005d804060250800180800480800401010100020000",
+        "4c440d01160000000005d804060250800180800480800401010100020000",
     );
-    golden(&Reply::Ready { bytes: 300 }, "4c440c010300000001ac02");
-    golden(&Reply::Done { bytes: 1 << 63 }, "4c440c010b0000000280808080808080808001");
-    golden(&Reply::Stale, "4c440c010100000003");
-    golden(&Reply::Unreachable { reason: "no".into() }, "4c440c010400000004026e6f");
+    golden(&Reply::Ready { bytes: 300 }, "4c440d010300000001ac02");
+    golden(&Reply::Done { bytes: 1 << 63 }, "4c440d010b0000000280808080808080808001");
+    golden(&Reply::Stale, "4c440d010100000003");
+    golden(&Reply::Unreachable { reason: "no".into() }, "4c440d010400000004026e6f");
     let arrived = WireRows { tensor: 7, rows: vec![(2, 300)] };
     golden(
         &Reply::Failed { kind: 1, message: "no".into(), facts: 0, arrived: vec![arrived] },
-        "4c440c010c0000000501026e6f0001070102ac02",
+        "4c440d010c0000000501026e6f0001070102ac02",
     );
 }
 
@@ -408,7 +408,7 @@ fn error_kinds_keep_their_numbers() {
 fn a_refusal_crosses_versions() {
     let error = Error::new(ErrorKind::LinkFailed, "wrong token").with("peer", "x");
     let frame = protocol::refusal(&error);
-    assert_eq!(hex(&frame), "4c440cff1800000009000000".to_owned() + &hex(b"wrong token (peer=x)"));
+    assert_eq!(hex(&frame), "4c440dff1800000009000000".to_owned() + &hex(b"wrong token (peer=x)"));
     // The version that wrote it does not matter.
     for version in [0, 1, 2, 3, 4, 5, 6, 7, 8, 255] {
         let mut header: [u8; HEADER] = frame[..HEADER].try_into().unwrap();
@@ -445,7 +445,7 @@ fn a_refusal_fits_into_a_greeting() {
 
 #[test]
 fn invalid_headers_are_refused() {
-    let good = *b"LD\x0c\x01\x10\0\0\0";
+    let good = *b"LD\x0d\x01\x10\0\0\0";
     assert_eq!(Header::parse(good, 16).unwrap(), Header { kind: MESSAGE, length: 16 });
     let with = |at: usize, byte: u8| {
         let mut bytes = good;
@@ -457,7 +457,7 @@ fn invalid_headers_are_refused() {
     let version = with(2, 1);
     assert_eq!(version.kind(), ErrorKind::LinkFailed);
     assert!(
-        version.to_string().contains("version 12") && version.to_string().contains("version 1"),
+        version.to_string().contains("version 13") && version.to_string().contains("version 1"),
         "{version}"
     );
     assert_eq!(with(3, 2).kind(), ErrorKind::NotLinked);
@@ -554,9 +554,9 @@ fn plan_that_writes_a_byte_twice_is_an_invalid_argument() {
 #[test]
 fn block_bytes() {
     for (number, head, pairs) in [
-        (255, "4c440c01190000000102010602000401800480048020050101", "02ff00"),
-        (256, "4c440c011d00000001020106020004018004800480200902", "0100020000010000"),
-        (0x0102_0304, "4c440c012500000001020106020004018004800480201104", "01000000020000000403020100000000"),
+        (255, "4c440d01190000000102010602000401800480048020050101", "02ff00"),
+        (256, "4c440d011d00000001020106020004018004800480200902", "0100020000010000"),
+        (0x0102_0304, "4c440d012500000001020106020004018004800480201104", "01000000020000000403020100000000"),
     ] {
         golden(&read(blocks(512, vec![(1, 2), (number, 0)])), &format!("{head}{pairs}0000000000"));
     }
@@ -566,7 +566,7 @@ fn block_bytes() {
 fn template_bytes() {
     golden(
         &read(layout_plan()),
-        "4c440c013c00000001020106020104020201028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e070100000000000000",
+        "4c440d013c00000001020106020104020201028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e070100000000000000",
     );
 }
 

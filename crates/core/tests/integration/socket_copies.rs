@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use llm_datadist_core::testing::copy::{CopyEngine, DataPath, PathJob, Progress, SocketPath, StreamSum};
+use llm_datadist_core::testing::copy::{CopyEngine, DataPath, PathJob, Progress, StreamPath, StreamSum};
 use llm_datadist_core::testing::memory::{Reach, Tensors};
 use llm_datadist_core::testing::net::Stream;
 use llm_datadist_core::testing::plan::CopyPlan;
@@ -54,7 +54,7 @@ impl SocketCopies for CopyEngine {
         sum: Option<&mut StreamSum>,
     ) -> Result<()> {
         let plan = Arc::new(plan.clone());
-        SocketPath { stream, range, sum }.serve(PathJob { engine: self, plan: &plan, deadline }, src)
+        StreamPath { stream, range, sum }.serve(PathJob { engine: self, plan: &plan, deadline }, src)
     }
 
     fn receive<'a>(
@@ -71,7 +71,7 @@ impl SocketCopies for CopyEngine {
         let device = dst.reach() == Reach::Device;
         let to = (dst, if device { Placement::Device } else { Placement::Host });
         let job = PathJob { engine: self, plan: &plan, deadline };
-        let read = SocketPath { stream, range, sum }.read(job, to, progress, Arc::new(()))?;
+        let read = StreamPath { stream, range, sum }.read(job, to, progress, Arc::new(()))?;
         assert_eq!(read.bytes, bytes);
         Ok(())
     }

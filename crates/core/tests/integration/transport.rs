@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::testing::memory::OwnRing;
+use llm_datadist_core::testing::memory::OwnRings;
 use llm_datadist_core::testing::net::{Accepted, Address, Listener, Stream, Tcp, Transport, Unix};
 use llm_datadist_core::testing::protocol::{self, HANDSHAKE_LIMIT, HEADER, MESSAGE, MESSAGE_LIMIT, REFUSAL};
 use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
@@ -85,7 +85,7 @@ fn run(cases: impl IntoIterator<Item = Case>, judge: impl Fn(&Case, &dyn Listene
 /// Switches both ends of a stream to rings.
 fn share_rings(local: &Stream, remote: &Stream) {
     let ((of_local, local_file), (of_remote, remote_file)) =
-        (OwnRing::create().unwrap(), OwnRing::create().unwrap());
+        (OwnRings::create().unwrap(), OwnRings::create().unwrap());
     local.use_rings(of_local.join(&remote_file).unwrap());
     remote.use_rings(of_remote.join(&local_file).unwrap());
     assert!(local.has_rings() && remote.has_rings());
@@ -99,7 +99,7 @@ fn connected(transport: &dyn Transport, at: &Address) -> (Box<dyn Listener>, Str
 }
 
 fn frame(body: &[u8]) -> Vec<u8> {
-    let mut frame = b"LD\x0c\x01".to_vec();
+    let mut frame = b"LD\x0d\x01".to_vec();
     frame.extend(u32::try_from(body.len()).unwrap().to_le_bytes());
     frame.extend(body);
     frame
@@ -198,7 +198,7 @@ fn length_over_the_limit_ends_the_stream() {
         (HANDSHAKE_LIMIT + 1, HANDSHAKE_LIMIT),
     ] {
         each(|_, _, local, remote| {
-            let mut header = b"LD\x0c\x01".to_vec();
+            let mut header = b"LD\x0d\x01".to_vec();
             header.extend((claimed as u32).to_le_bytes());
             raw(&local).write_all(&header).unwrap();
             let error = remote.receive(limit, Duration::ZERO, soon()).unwrap_err();
@@ -226,7 +226,7 @@ fn longest_frame_passes() {
 fn claimed_length_allocates_no_memory() {
     // A frame announces 63 MiB, and a hundred bytes arrive. The memory is bounded by what arrived.
     each(|_, _, local, remote| {
-        let mut header = b"LD\x0c\x01".to_vec();
+        let mut header = b"LD\x0d\x01".to_vec();
         header.extend((63u32 << 20).to_le_bytes());
         header.extend([0; 100]);
         raw(&local).write_all(&header).unwrap();

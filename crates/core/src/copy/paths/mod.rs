@@ -5,14 +5,14 @@
 //! | `mapped` | the CPU copies a pool of the owner that is mapped here | does nothing |
 //! | `process` | the kernel copies other memory of the owner's process | does nothing |
 //! | `fabric` | UCX or NIXL reads a pool of the owner | does nothing |
-//! | `sockets` | receives the bytes | sends them |
+//! | `stream` | receives the bytes, through rings in shared memory or through a socket | sends them |
 //!
 //! No path writes into memory of another process. [`route`](super::route) chooses the path of a transfer. Another way to move
 //! bytes takes a file here, a [`PathKind`] and a place in that choice; if this engine reads in place, also a kind of
 //! [`PeerTensors`], and a [`Reach`](crate::memory::Reach) if nothing else can read that memory.
 //!
 //! Staging is no path of its own. If a path cannot touch the memory at one end, such as that of a device, the bytes pass through
-//! host buffers there ([`Hops::Two`]): `staged_copier` where this engine reads in place, and `staged_sockets` beside a socket.
+//! host buffers there ([`Hops::Two`]): `staged_copier` where this engine reads in place, and `staged_stream` beside a stream.
 
 mod data_path;
 mod fabric;
@@ -20,14 +20,14 @@ mod in_place_read;
 mod mapped;
 mod path_kind;
 mod process;
-mod sockets;
 mod source;
 mod staged_copier;
-mod staged_sockets;
+mod staged_stream;
+mod stream;
 
 #[cfg(feature = "testing")]
 pub use data_path::PathOutcome;
 pub use data_path::{DataPath, Hops, PathJob};
 pub use path_kind::PathKind;
-pub use sockets::SocketPath;
 pub use source::PeerTensors;
+pub use stream::StreamPath;

@@ -20,6 +20,8 @@ paths! {
     Process = "process";
     /// UCX or NIXL reads memory of the other process.
     Fabric = "fabric";
+    /// The owner sends the bytes through rings in memory that the two processes share.
+    Rings = "rings";
     /// The owner sends the bytes through a socket.
     Sockets = "sockets";
 }

@@ -26,6 +26,7 @@ fn path_from(way: Way, memory: Memory) -> &'static str {
     match (way.shares(), memory.registered, on_device(way, memory)) {
         (true, true, _) => "process",
         (true, false, false) => "mapped",
+        (true, false, true) => "rings",
         _ => "sockets",
     }
 }
@@ -91,6 +92,41 @@ fn bytes_take_the_fastest_path_and_stats_show_it() {
             Way::Fabric | Way::Nixl => assert!(reason.unwrap().contains("only pools"), "{way:?}"),
             Way::Local | Way::Shm => assert_eq!(reason, None),
         }
+    }
+}
+
+/// The bytes of registered memory take rings if they are neither few nor many, and a call stream with rings is idle.
+#[test]
+fn rings_carry_registered_memory_of_medium_size() {
+    const FROM: usize = 256 << 10;
+    const TO: usize = 2 << 20;
+    for way in [Way::Shm, Way::ShmDevice] {
+        let pair = Pair::new(way);
+        for (bytes, path) in [(FROM - 1, "process"), (FROM, "rings"), (TO, "rings"), (TO + 1, "process")] {
+            let shape = device(1, 1, bytes);
+            let [local, remote] = [&pair.local, &pair.remote]
+                .map(|engine| Held::new(engine, true, &shape, CacheKind::Batch, &[]));
+            let expected = |name: &str| if name == path { bytes as u64 } else { 0 };
+            let grown = |call: &dyn Fn()| {
+                let before = counted(&link(&pair));
+                call();
+                let after = counted(&link(&pair));
+                for (name, bytes) in after {
+                    assert_eq!(bytes - before[name], expected(name), "{way:?}, {name}, {path}");
+                }
+            };
+            let source = remote.fill(1);
+            // It opens the call stream.
+            pull_slot(&pair.local, of(2, row(&remote, 0)), &local).unwrap();
+            grown(&|| pull_slot(&pair.local, of(2, row(&remote, 0)), &local).unwrap());
+            assert!(local.read() == source, "{way:?}");
+            let source = local.fill(2);
+            grown(&|| push_slot(&pair.local, &local, 0, of(2, row(&remote, 0))).unwrap());
+            assert!(remote.read() == source, "{way:?}");
+            local.free(&pair.local);
+            remote.free(&pair.remote);
+        }
+        assert_eq!(link(&pair).sockets_reason, None, "{way:?}");
     }
 }
 

@@ -91,7 +91,9 @@ fn other_bytes_without_a_frame_end_the_stream() {
 fn payload_arrives_between_frames() {
     const ROUNDS: usize = 400;
     let (local, remote) = pair();
-    let length = |round: usize| [1, 64, 4096, 100_000][round % 4];
+    // The last one is longer than the ring.
+    let length =
+        |round: usize| if round % 40 == 39 { (3 << 20) + 5 } else { [1, 64, 4096, 100_000][round % 4] };
     thread::scope(|scope| {
         scope.spawn(|| {
             for round in 0..ROUNDS {
@@ -171,7 +173,7 @@ fn sender_without_room_notices_the_end() {
     assert!(error.to_string().contains("this side closed the connection"), "{error}");
     let (local, remote) = pair();
     let error = stuck(&local, &remote, || raw(&remote).write_all(&[1]).unwrap());
-    assert_eq!(error.kind(), ErrorKind::NotLinked, "a payload is not due: {error}");
+    assert_eq!(error.kind(), ErrorKind::NotLinked, "only zeros wake: {error}");
 }
 
 #[test]

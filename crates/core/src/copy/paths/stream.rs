@@ -1,9 +1,9 @@
-//! Moves a range of a plan through a socket: the sender reads its windows in the order of the plan, and the
+//! Moves a range of a plan through a stream: the sender reads its windows in the order of the plan, and the
 //! receiver writes its own.
 //!
 //! Both sides count along the same plan, so only the bytes travel, and zeros at positions that follow from
-//! the byte count alone ([`LEAD`](crate::net::LEAD)). The operating system copies the bytes directly between the socket
-//! and the windows (`a_plan_through_a_stream_ends_like_a_plan_in_memory`). Many short windows go through a buffer
+//! the byte count alone ([`leads`](crate::net::leads)). The bytes are copied directly between the windows and the
+//! socket, or the rings in shared memory of a stream that has them (`a_plan_through_a_stream_ends_like_a_plan_in_memory`). Many short windows go through a buffer
 //! (`short_windows`). `protocol` and `session` agree on the plan.
 
 use std::ops::Range;
@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use super::data_path::{DataPath, Hops, PathJob, PathOutcome};
 use super::path_kind::PathKind;
-use super::staged_sockets::StagedRange;
+use super::staged_stream::StagedRange;
 use crate::copy::progress::{Progress, with_copied_bytes};
 use crate::copy::route::PlacedTensors;
 use crate::copy::run::KeptAlive;
@@ -26,7 +26,7 @@ use crate::net::{LEAD_INTERVAL, Stream, leads};
 use crate::plan::{CopyPlan, LocalEnd};
 
 /// The bytes `range` of a plan, through one stream.
-pub struct SocketPath<'a> {
+pub struct StreamPath<'a> {
     pub stream: &'a Stream,
     /// Positions in the plan. Other streams may carry other ranges at the same time.
     pub range: Range<u64>,
@@ -34,15 +34,15 @@ pub struct SocketPath<'a> {
     pub sum: Option<&'a mut StreamSum>,
 }
 
-impl SocketPath<'_> {
-    /// Checks that a socket can carry the bytes of `memory` at `end` of a plan, before the peer is told to expect them. Returns
+impl StreamPath<'_> {
+    /// Checks that a stream can carry the bytes of `memory` at `end` of a plan, before the peer is told to expect them. Returns
     /// `Err(System)` for memory of another process that the CPU cannot read, and for any memory of another process as a destination. Returns
     /// `Err(InvalidArgument)` for memory that is not mapped.
     pub fn check(end: LocalEnd, memory: &Tensors) -> Result<Hops> {
         memory.check_mapped(if end == LocalEnd::Source { Access::Read } else { Access::Write })?;
         hops(end, memory.reach()).ok_or_else(|| {
             let done = if end == LocalEnd::Source { "sent" } else { "received" };
-            let text = format!("memory of another process cannot be {done} through a socket");
+            let text = format!("memory of another process cannot be {done} through a stream");
             Error::new(ErrorKind::System, text).with("memory", format_args!("{:?}", memory.reach()))
         })
     }
@@ -56,9 +56,9 @@ fn hops(end: LocalEnd, memory: Reach) -> Option<Hops> {
     }
 }
 
-impl DataPath for SocketPath<'_> {
+impl DataPath for StreamPath<'_> {
     fn kind(&self) -> PathKind {
-        PathKind::Sockets
+        if self.stream.has_rings() { PathKind::Rings } else { PathKind::Sockets }
     }
 
     fn hops(&self, end: LocalEnd, memory: Reach, _: HostReach) -> Option<Hops> {
@@ -101,7 +101,7 @@ impl DataPath for SocketPath<'_> {
     }
 }
 
-impl SocketPath<'_> {
+impl StreamPath<'_> {
     fn send(&mut self, job: PathJob<'_>, src: &Arc<Tensors>) -> Result<()> {
         let (stream, range, PathJob { engine, plan, deadline }) = (self.stream, self.range.clone(), job);
         let sent = Progress::default();
@@ -169,9 +169,9 @@ fn in_batches<'a>(
             let text = "the plan has no piece at this position";
             return Err(Error::new(ErrorKind::System, text).with("at", at));
         }
-        // A socket that always has bytes, or room for them, never waits. So the deadline is checked here.
+        // A stream that always has bytes, or room for them, never waits. So the deadline is checked here.
         let in_time =
-            if at == range.start { Ok(()) } else { deadline.waiting("moving bytes through a socket") };
+            if at == range.start { Ok(()) } else { deadline.waiting("moving bytes through a stream") };
         let begun = in_time.and_then(|()| if leads(into, range.end - at) { lead() } else { Ok(()) });
         let mut done = 0;
         if let Err(error) = begun.and_then(|()| moved(&batch, &mut done)) {
