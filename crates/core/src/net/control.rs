@@ -22,7 +22,7 @@ pub(super) const MOST_LEAD: usize = 4096;
 ///
 /// [`Stream`](super::Stream) adds what is the same for all of them: frames, deadlines, the pace of the peer, and the end of the
 /// connection. No function sleeps; only `readable_within` and `ready_soon` poll. At most one thread sends and one receives at a
-/// time.
+/// time; with rings, they are the same thread.
 ///
 /// `socket` is the socket of the connection. When it ends, the connection has ended.
 pub(super) trait Control: fmt::Debug + Send + Sync {

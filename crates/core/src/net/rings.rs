@@ -1,6 +1,9 @@
 //! A stream within one host whose bytes go through shared memory.
 //!
 //! One pair of rings carries frames, and one carries payload. The socket carries only zeros that wake the other side.
+//!
+//! One thread at a time uses such a stream (`session::call_streams`). A second one that sleeps might never wake, because the first
+//! one could take the zero that was sent for it.
 
 use std::io;
 use std::os::fd::BorrowedFd;

@@ -456,9 +456,10 @@ fn peer_is_described() {
     });
 }
 
+/// Control streams do this. Call streams, which alone have rings, are used by one thread at a time.
 #[test]
 fn stream_sends_and_receives_at_once() {
-    each_way(|_, _, local, remote| {
+    each(|_, _, local, remote| {
         thread::scope(|scope| {
             for (from, to) in [(&local, &remote), (&remote, &local)] {
                 scope.spawn(move || {
