@@ -10,7 +10,7 @@
 //! | a pool, over a link with UCX or NIXL | fabric | one read | a read and a copy |
 //! | anything else, and memory that the reader cannot read | rings, or sockets | received in place | received and copied |
 //!
-//! Whether the owner sends the bytes through rings or a socket depends on the call stream. It also sends them while this engine
+//! The call stream decides whether the owner sends the bytes through rings or a socket. The owner also sends them while this engine
 //! pushes to the cache that it pulls from (`session::peer_snapshot`), and if the kernel or the library refuses a read that was
 //! possible when the link was made.
 //!
@@ -63,11 +63,10 @@ const RING_FROM: u64 = 256 << 10;
 /// Maximum number of bytes for which rings are preferred.
 const RING_TO: u64 = 2 << 20;
 
-/// Whether a transfer of so many bytes is to use rings instead of `path`, if the link has an idle stream with rings.
+/// Returns whether a transfer of `bytes` bytes should use rings instead of `path`, if the link has an idle stream with rings.
 ///
-/// The kernel examines each page that it reads in another process, which takes longer than two copies through the caches of two
-/// cores. For fewer bytes the messages take longer than that, and for more, several threads read at the same time
-/// (docs/performance.md).
+/// The kernel examines each page that it reads in another process. From 256 KiB on, this takes longer than the messages and the
+/// two copies through a ring. Above 2 MiB, several threads read at the same time (docs/performance.md).
 pub fn prefers_rings(path: PathKind, bytes: u64) -> bool {
     path == PathKind::Process && (RING_FROM..=RING_TO).contains(&bytes)
 }

@@ -1,4 +1,4 @@
-//! The checksum of the bytes that pass a socket. Both ends calculate it while the bytes are in the CPU caches.
+//! The checksum of the bytes that pass a stream. Both ends calculate it while the bytes are in the CPU caches.
 
 use crate::checksums::{BlockChecksum, Checksums};
 use crate::error::Result;

@@ -4,7 +4,7 @@
 //! Each process has a file with the rings that it writes, sealed so that the other process can only read it and it cannot
 //! shrink. The file also says how far the process has read the rings of the other one, and for what it sleeps. So neither
 //! process writes into memory of the other (promise 5). Each checks the numbers of the other whenever it uses them, and copies
-//! messages out before it looks at them. It does not look at payload, which it copies between rings and windows.
+//! messages out before it looks at them. Payload is copied between rings and windows, and nobody looks at it.
 
 use std::ffi::c_void;
 use std::hint::spin_loop;
@@ -40,7 +40,7 @@ const MESSAGES: RingPlace = RingPlace { words: 0, start: PAGE, size: 64 << 10 };
 const PAYLOAD: RingPlace = RingPlace { words: PAGE / 2, start: PAGE + MESSAGES.size, size: 1 << 20 };
 /// Bytes of the file of each process.
 const BYTES: usize = PAYLOAD.start + PAYLOAD.size;
-/// Bytes of the words, and the bytes to which payload is aligned.
+/// Bytes of the words of a file, and the alignment of payload in its ring.
 const PAGE: usize = 4096;
 /// Bytes that this side reads or writes before it tells the peer, unless the ring is empty or the call ends earlier.
 const CHUNK: usize = 16 << 10;
@@ -182,7 +182,7 @@ impl RingPair {
         Ok(len)
     }
 
-    /// Writes the bytes of `windows` that follow the first `skip` bytes, as many as there is room for, but not all at once.
+    /// Writes the bytes of `windows` that follow the first `skip` bytes, as many as there is room for, and at most [`STEP`].
     /// Returns the number of bytes written.
     ///
     /// Fails as [`write`](Self::write) does, and with `InvalidInput` if the CPU cannot read one of the windows, or if no byte is
@@ -208,7 +208,7 @@ impl RingPair {
         some_bytes(done, "nothing is left to write")
     }
 
-    /// Reads into the bytes of `windows` that follow the first `skip` bytes, as many as have arrived, but not all at once.
+    /// Reads into the bytes of `windows` that follow the first `skip` bytes, as many as have arrived, and at most [`STEP`].
     /// Returns the number of bytes read.
     ///
     /// Fails as [`read`](Self::read) does, and with `InvalidInput` if the CPU cannot write one of the windows, or if no byte is
@@ -430,7 +430,7 @@ fn parts(windows: &[Window<'_>], mut skip: u64, mut most: usize) -> impl Iterato
     })
 }
 
-/// Returns `bytes`, or an error if they are none: 0 would be the end of the stream.
+/// Returns `bytes`, or an error of kind `InvalidInput` if it is 0, because callers take 0 for the end of the stream.
 fn some_bytes(bytes: usize, otherwise: &'static str) -> io::Result<usize> {
     if bytes > 0 { Ok(bytes) } else { Err(io::Error::new(io::ErrorKind::InvalidInput, otherwise)) }
 }
@@ -510,7 +510,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_and_payload_are_apart() {
+    fn messages_and_payload_use_separate_rings() {
         let (one, other) = rings();
         one.messages.write(b"a message").unwrap();
         assert!(!other.payload.ready(RingWait::Bytes));

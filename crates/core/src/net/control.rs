@@ -1,4 +1,4 @@
-//! What carries the messages, or the payload, of a connection.
+//! The carrier of the messages or the payload of a connection.
 
 use std::fmt;
 use std::io;
@@ -16,9 +16,9 @@ pub const POLL_TIME: Duration = Duration::from_micros(60);
 /// Maximum number of zeros before payload.
 pub(super) const MOST_LEAD: usize = 4096;
 
-/// Carries bytes in both directions, in order. There is one file for each implementation: the socket of the connection
-/// (`socket_control`), which carries messages and payload, and rings in shared memory beside it (`rings`), of which a pair carries
-/// messages and a pair carries payload.
+/// Carries bytes in both directions, in order. There is one file for each implementation. `socket_control` is the socket of the
+/// connection, for messages and payload. `rings` is a pair of rings in shared memory beside it: a stream has one pair for messages
+/// and one for payload.
 ///
 /// [`Stream`](super::Stream) adds what is the same for all of them: frames, deadlines, the pace of the peer, and the end of the
 /// connection. No function sleeps; only `readable_within` and `ready_soon` poll. At most one thread sends and one receives at a

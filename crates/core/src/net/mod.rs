@@ -5,7 +5,7 @@
 //!      │ dial, accept
 //!      ▼
 //!   Stream    frames with deadlines, descriptors, windows; one socket, whichever transport made it
-//!      │ bytes of frames
+//!      │ bytes of frames and payload
 //!   Control   the socket, or rings in shared memory beside it
 //! ```
 //!

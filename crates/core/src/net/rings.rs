@@ -99,8 +99,8 @@ impl Control for Rings {
         Ok(received)
     }
 
-    /// Payload begins with a page of the ring. If it lies a few bytes further into its page than the original, some processors copy
-    /// it at half their speed.
+    /// Payload begins at a page of the ring, as blocks usually begin at a page. Some processors copy at half their speed if the
+    /// destination lies a few bytes further into its page than the source (benches/results/log.md).
     fn lead(&self, way: Way) -> usize {
         match way {
             Way::In => self.memory.unread_of_page(),
@@ -165,8 +165,7 @@ impl Rings {
         self.ended.load(Ordering::Acquire)
     }
 
-    /// Whether the peer has ended and nothing is left to receive. The last bytes may have arrived after this side has looked
-    /// for some.
+    /// Whether the peer has ended and nothing is left to receive. The last bytes may have arrived after this side's last read.
     fn is_drained(&self) -> bool {
         self.has_ended() && !self.memory.ready(RingWait::Bytes)
     }

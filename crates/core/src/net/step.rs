@@ -1,4 +1,4 @@
-//! One attempt to move bytes through a socket, and its result.
+//! One attempt to move bytes of a connection, and its result.
 
 use std::time::Duration;
 

@@ -176,6 +176,11 @@ impl Stream {
         self.state.load(Ordering::Acquire) != OPEN
     }
 
+    /// Whether this side has closed a stream whose bytes could still move: rings are in memory, and know nothing of the socket.
+    pub(super) fn is_left(&self) -> bool {
+        self.has_rings() && self.state.load(Ordering::Acquire) == CLOSED
+    }
+
     /// Whether the peer has closed its end. It then no longer waits for an answer, even if some of its bytes
     /// are still unread (`a_peer_that_has_gone_is_seen_behind_what_it_left`).
     pub fn abandoned(&self) -> bool {

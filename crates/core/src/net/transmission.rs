@@ -1,4 +1,4 @@
-//! Moves one frame or one list of windows through a socket: tries, waits and gives up.
+//! Moves one frame or one list of windows through a stream: tries, waits and gives up.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -8,6 +8,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 
 use super::control::Control;
+use super::pace::Pace;
 use super::step::{StepResult, Way, timespec};
 use super::stream::Stream;
 use crate::error::{Error, ErrorKind, Result};
@@ -77,9 +78,18 @@ impl<'a> Transmission<'a> {
             if let Err(error) = on {
                 break error;
             }
+            if self.stream.is_left() {
+                match self.way {
+                    Way::In => return Ok(None),
+                    Way::Out => break self.stream.broken(Errno::PIPE.into()),
+                }
+            }
             match step() {
                 Ok(StepResult::Bytes(bytes)) => {
                     self.unpaced += bytes as u64;
+                    if self.unpaced >= Pace::LEAST {
+                        self.count_for_pace();
+                    }
                     // Polling starts again for each part of a message.
                     if !self.control.poll_time().is_zero() {
                         self.since = None;
@@ -127,11 +137,19 @@ impl<'a> Transmission<'a> {
         }
     }
 
+    /// Counts the bytes that have moved for the pace of the peer.
+    fn count_for_pace(&mut self) {
+        if let Some(pace) = self.stream.pace.lock().as_mut() {
+            pace.add(self.unpaced);
+        }
+        self.unpaced = 0;
+    }
+
     /// Returns how long the peer may still pause. Returns `Err(NotLinked)` if the peer has been too slow.
     fn paced(&mut self) -> Result<Duration> {
+        self.count_for_pace();
         let mut pace = self.stream.pace.lock();
         let Some(pace) = pace.as_mut() else { return Ok(Duration::MAX) };
-        pace.add(std::mem::take(&mut self.unpaced));
         let left = pace.left();
         if !left.is_zero() {
             return Ok(left);
@@ -170,6 +188,15 @@ impl<'a> Transmission<'a> {
             Ok(1..) if !goes_on => Err(self.stream.broken(Errno::PIPE.into())),
             Ok(_) | Err(Errno::INTR) => Ok(true),
             Err(errno) => Err(self.stream.broken(errno.into())),
+        }
+    }
+}
+
+/// What moved counts for the pace even if this never had to wait. The next one may have to.
+impl Drop for Transmission<'_> {
+    fn drop(&mut self) {
+        if self.unpaced > 0 {
+            self.count_for_pace();
         }
     }
 }

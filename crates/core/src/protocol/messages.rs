@@ -93,16 +93,15 @@ pub enum Purpose {
     Knock { comm: Comm },
 }
 
-/// Offer of a ring. The dialing side sends it after the welcome of a call stream within one host, with the descriptor of its
-/// ring.
+/// Offer of rings. The dialing side sends it after the welcome of a call stream within one host, with the descriptor of its
+/// rings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RingOffer;
 
 /// Answer of the accepting side to [`RingOffer`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RingAnswer {
-    /// Further frames go through the rings. Payload stays on the socket. The answer carries the descriptor of the accepting
-    /// side's ring.
+    /// Further frames and payload go through the rings. The answer carries the descriptor of the accepting side's rings.
     Used,
     /// Frames and payload stay on the socket.
     Refused {

@@ -1,7 +1,7 @@
 //! Puts the first call streams of a link within one host on rings in shared memory.
 //!
 //! After the welcome of such a stream, the dialing side offers its rings, and the accepting side answers with its own. If
-//! either side cannot use rings, the stream keeps its socket, which carries the same messages.
+//! either side cannot use rings, the stream keeps its socket, which then carries frames and payload.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};

@@ -204,7 +204,7 @@ impl Link {
         std::ptr::from_ref(self).addr()
     }
 
-    /// Returns which memory of the peer this process can read in place. `None` if the link has sockets only.
+    /// Returns which memory of the peer this process can read in place. `None` if it can read none.
     pub(crate) fn peer_memory(&self) -> Option<&PeerMemory> {
         self.peer_memory.as_ref()
     }

@@ -2,7 +2,7 @@
 //! read by process id; and the generations of its table.
 //!
 //! Both sides offer their memory over a socket that carries descriptors, try what they were offered, and
-//! report the result to each other. Memory that cannot be read in place is transferred over sockets.
+//! report the result to each other. The owner sends the bytes of memory that cannot be read in place.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -31,8 +31,7 @@ const HIDDEN: &str = "the memory belongs to a device, or lies in too many pieces
 pub(super) const NOTHING_SHARED: &str =
     "the link uses TCP, or the peer is on another host: no memory is shared";
 
-/// The offered memory of a peer that this process can read. The rest is transferred over sockets; the link is
-/// made anyway.
+/// The offered memory of a peer that this process can read. The owner sends the rest; the link is made anyway.
 #[derive(Debug)]
 pub(crate) struct TakenMemory {
     /// `None` if they could not be mapped. Then no memory of the peer is read in place.

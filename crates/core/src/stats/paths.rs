@@ -39,8 +39,8 @@ impl PathCounters {
         }
     }
 
-    /// Records why a transfer uses sockets. Returns whether the reason differs from the previous one.
-    pub fn use_sockets(&self, reason: &str) -> bool {
+    /// Records why the owner has to send the bytes of a transfer. Returns whether the reason differs from the previous one.
+    pub fn owner_sends(&self, reason: &str) -> bool {
         let mut known = self.reason.lock();
         let is_new = known.as_deref() != Some(reason);
         if is_new {
@@ -64,7 +64,7 @@ impl PathCounters {
         self.staged_bytes.load(Ordering::Relaxed)
     }
 
-    /// Returns why the latest transfer that used sockets did so.
+    /// Returns why the owner had to send the bytes of a transfer, the latest time it had to.
     pub fn reason(&self) -> Option<String> {
         self.reason.lock().clone()
     }

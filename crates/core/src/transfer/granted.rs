@@ -1,7 +1,7 @@
 //! Pulls under a grant: ask the owner what the grant lends, check that the plan reads nothing else, read, check that the
 //! grant has not ended, and report after the last pull.
 //!
-//! After a read in place, this side compares the grant's generation. Bytes from a socket come with the owner's own check.
+//! After a read in place, this side compares the grant's generation. Bytes from a stream come with the owner's own check.
 
 use std::sync::Arc;
 

@@ -1,11 +1,11 @@
-//! Counts transfers by path, and records why none could be read in place.
+//! Counts transfers by path, and records why the owner has to send the bytes of one.
 
 use std::sync::Arc;
 
 use super::call::Call;
 use crate::copy::{PathJob, PathKind, prefers_rings};
 use crate::fabric::EngineFabric;
-use crate::memory::Reach;
+use crate::memory::{Access, Reach};
 use crate::plan::CopyPlan;
 
 impl Call {
@@ -21,8 +21,8 @@ impl Call {
     }
 
     /// Records why the owner sends the bytes of this transfer. Logs the reason when it differs from the previous one.
-    pub(super) fn use_sockets(&self, reason: &str) {
-        if self.link.paths.use_sockets(reason) {
+    pub(super) fn owner_sends(&self, reason: &str) {
+        if self.link.paths.owner_sends(reason) {
             let cluster = self.link.cluster();
             tracing::info!(target: "llm_datadist::links", "the owner sends the bytes of transfers with cluster {cluster}: {reason}");
         }
@@ -38,8 +38,13 @@ impl Call {
         self.count(path, bytes, self.local.tensors().reach() == Reach::Device);
     }
 
-    /// Whether the transfer uses rings although `bytes` bytes could take `path`.
+    /// Returns whether a transfer of `bytes` bytes uses rings, although `path` could carry it.
     pub(super) fn uses_rings(&self, path: PathKind, bytes: u64) -> bool {
-        prefers_rings(path, bytes) && self.local.tensors().host_addressable() && self.link.has_idle_rings()
+        let local = self.local.tensors();
+        // A read by process id needs only the rows to be mapped that it names.
+        prefers_rings(path, bytes)
+            && local.host_addressable()
+            && local.check_mapped(Access::Read).is_ok()
+            && self.link.has_idle_rings()
     }
 }

@@ -2,6 +2,7 @@
 
 use std::borrow::Borrow;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::call::{Call, Moved};
 use super::stream::Streams;
@@ -13,6 +14,9 @@ use crate::plan::{CacheCount, CopyPlan, LocalEnd, Moves};
 use crate::session::{BEING_PUSHED, CallEnd, KnownCache, PeerSnapshot, ReservedNotification, Validity};
 use crate::stats::Op;
 use crate::validate::{CheckedPull, Conversion, PullRows};
+
+/// How long rings may take for bytes that could be read in place instead: many times as long as the bytes need.
+const RING_PATIENCE: Duration = Duration::from_millis(20);
 
 /// The key of a pull whose bytes are in place.
 pub(super) struct PulledKey {
@@ -169,15 +173,17 @@ impl Call {
         pinned: &KeptAlive,
     ) -> Result<Moved> {
         let mut snapshot = match PeerSnapshot::begin(&self.link, known) {
-            Ok(snapshot) if self.uses_rings(snapshot.kind(), plan.bytes()) => {
-                return self.receive(known, plan, progress);
-            }
             Ok(snapshot) => snapshot,
             Err(reason) => {
-                self.use_sockets(reason);
+                self.owner_sends(reason);
                 return self.receive(known, plan, progress);
             }
         };
+        if self.uses_rings(snapshot.kind(), plan.bytes())
+            && let Some(received) = self.receive_soon(known, plan, progress)
+        {
+            return received;
+        }
         self.still_granted()?;
         if let Some(moved) = self.read_in_place(known, plan, &mut snapshot, progress, pinned)? {
             return Ok(moved);
@@ -186,7 +192,7 @@ impl Call {
         self.receive(known, plan, progress)
     }
 
-    /// Reads the bytes of a pull in the memory of the owner. Returns `None` if sockets have to move them.
+    /// Reads the bytes of a pull in the memory of the owner. Returns `None` if the owner has to send them.
     fn read_in_place(
         &self,
         known: &KnownCache,
@@ -219,7 +225,7 @@ impl Call {
             }
             // The kernel allowed the read when the link was made, but does not now, or UCX or NIXL has failed. Sockets always work.
             Err(error) if error.kind() == ErrorKind::NotEnabled && !self.only_fabric() => {
-                self.use_sockets(&error.to_string());
+                self.owner_sends(&error.to_string());
                 return Ok(None);
             }
             Err(error) if error.kind() == ErrorKind::NotEnabled => return Err(error),
@@ -230,7 +236,7 @@ impl Call {
             Validity::Changed if self.confirm(known, progress)? => {}
             Validity::Changed => return Ok(Some(Moved::Stale)),
             Validity::Pushed => {
-                self.use_sockets(BEING_PUSHED);
+                self.owner_sends(BEING_PUSHED);
                 return Ok(None);
             }
         }
@@ -257,6 +263,27 @@ impl Call {
             *progress = self.attempt(plan.bytes());
         }
         received
+    }
+
+    /// Receives the bytes through rings, although they could be read in place. Returns `None` if that fails for a reason which does
+    /// not concern a read in place: the owner is busy or does not answer, its rows are in use, or not all of its cache is mapped.
+    fn receive_soon(
+        &self,
+        known: &Arc<KnownCache>,
+        plan: &Arc<CopyPlan>,
+        progress: &mut Arc<Progress>,
+    ) -> Option<Result<Moved>> {
+        let soon = Call { deadline: self.deadline.at_most(RING_PATIENCE), ..self.clone() };
+        let received = soon.receive(known, plan, progress);
+        let in_place = |error: &Error| {
+            matches!(error.kind(), ErrorKind::Timeout | ErrorKind::InvalidArgument) && !self.deadline.passed()
+        };
+        if received.as_ref().is_err_and(in_place) {
+            *progress = self.attempt(plan.bytes());
+            return None;
+        }
+        // A stream with rings may go on for a moment after its link has ended.
+        Some(received.and_then(|moved| self.link.check().map(|()| moved)))
     }
 
     /// Asks the owner, after a read with an outdated description, whether the memory belonged to the cache

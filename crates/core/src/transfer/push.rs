@@ -151,12 +151,12 @@ impl Call {
                     return Ok(moved);
                 }
             }
-            Err(reason) => self.use_sockets(reason),
+            Err(reason) => self.owner_sends(reason),
         }
         self.send_bytes(known, plan)
     }
 
-    /// Has the peer read the bytes of a push on `path`. Returns `None` if sockets have to move them.
+    /// Has the peer read the bytes of a push on `path`. Returns `None` if this side has to send them.
     fn have_read(
         &self,
         known: &Arc<KnownCache>,
@@ -188,7 +188,7 @@ impl Call {
             Reply::Stale => Ok(Some(Moved::Stale)),
             // The peer could read this memory when the link was made, but cannot now. Sockets always work.
             Reply::Unreachable { reason } if !self.only_fabric() => {
-                self.use_sockets(&reason);
+                self.owner_sends(&reason);
                 Ok(None)
             }
             Reply::Unreachable { reason } => {

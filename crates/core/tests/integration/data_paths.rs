@@ -17,7 +17,9 @@ use llm_datadist_core::testing::protocol::Run;
 use llm_datadist_core::{Backend, Config, Deadline, ErrorKind, FabricConfig, Placement};
 use llm_datadist_testing::{SimDevice, Stall};
 
-use crate::fixtures::{Buffer, block_plan, config, copy_engine, eventually, local_streams, tensors_over};
+use crate::fixtures::{
+    Buffer, block_plan, config, copy_engine, eventually, local_streams, ringed_streams, tensors_over,
+};
 use crate::links::stand_ins::{self, stand_in};
 use crate::peer_memory::{Peer, ROW, ROWS, TENSOR, TENSORS, source};
 
@@ -165,12 +167,13 @@ fn paths_move_equal_bytes() {
             to.read(&mut *path, &plan, &what);
         }
     }
-    for to in destinations() {
-        let (local, remote) = local_streams("every_path");
+    let streams = [local_streams, ringed_streams];
+    for (to, streams) in streams.into_iter().flat_map(|streams| destinations().map(move |to| (to, streams))) {
+        let (local, remote) = streams("every_path");
         thread::scope(|scope| {
             scope.spawn(|| serve(&plan, &local));
             let mut path = StreamPath { stream: &remote, range: 0..plan.bytes(), sum: None };
-            to.read(&mut path, &plan, &format!("sockets to {:?}, {:?}", to.tensors.reach(), to.device));
+            to.read(&mut path, &plan, &format!("streams to {:?}, {:?}", to.tensors.reach(), to.device));
         });
     }
 }
@@ -180,6 +183,7 @@ fn paths_report_reachable_memory_and_hops() {
     let (peer, library) = (Peer::start(), Library::new());
     let [mapped, process] = peer.sources();
     let (stream, _other) = local_streams("which_memory");
+    let (ringed, _other) = ringed_streams("which_memory");
     let into = |host, device| {
         move |memory| match memory {
             Reach::Host => host,
@@ -202,11 +206,13 @@ fn paths_report_reachable_memory_and_hops() {
                 assert_eq!(hops(&*path, LocalEnd::Destination), into(one, to_device)(memory), "{what}");
                 assert_eq!(hops(&*path, LocalEnd::Source), None, "{what}");
             }
-            let path = StreamPath { stream: &stream, range: 0..0, sum: None };
-            assert_eq!((path.kind(), path.kind().sees_generations()), (PathKind::Sockets, false));
-            assert_eq!(hops(&path, LocalEnd::Destination), into(one, two)(memory), "{what}");
-            let sent = if memory == Reach::HostRead { one } else { into(one, two)(memory) };
-            assert_eq!(hops(&path, LocalEnd::Source), sent, "{what}");
+            for (stream, kind) in [(&stream, PathKind::Sockets), (&ringed, PathKind::Rings)] {
+                let path = StreamPath { stream, range: 0..0, sum: None };
+                assert_eq!((path.kind(), path.kind().sees_generations()), (kind, false));
+                assert_eq!(hops(&path, LocalEnd::Destination), into(one, two)(memory), "{what}");
+                let sent = if memory == Reach::HostRead { one } else { into(one, two)(memory) };
+                assert_eq!(hops(&path, LocalEnd::Source), sent, "{what}");
+            }
         }
     }
 }

@@ -13,8 +13,8 @@ use llm_datadist_core::testing::cache::{CallRows, Pin, RowUse};
 use llm_datadist_core::testing::copy::CopyEngine;
 use llm_datadist_core::testing::device::{Copier, Copy, Device, DeviceSet, HostReach};
 use llm_datadist_core::testing::memory::kernels::Kernel;
-use llm_datadist_core::testing::memory::{Region, Tensors};
-use llm_datadist_core::testing::net::{Accepted, Address, Listener, Stream, Transport};
+use llm_datadist_core::testing::memory::{OwnRings, Region, Tensors};
+use llm_datadist_core::testing::net::{Accepted, Address, Listener, Stream, Transport, Unix};
 use llm_datadist_core::testing::plan::{CacheCount, CopyPlan, Moves, Pieces};
 use llm_datadist_core::testing::session::Transports;
 use llm_datadist_core::{
@@ -428,6 +428,25 @@ pub fn local_streams(name: &str) -> (Stream, Stream) {
     let listener = transport.listen(&at).unwrap();
     let dialled = transport.dial(&at, Deadline::after(Duration::from_secs(60))).unwrap();
     (dialled, accepted(&*listener).unwrap())
+}
+
+/// As [`local_streams`], with rings.
+pub fn ringed_streams(name: &str) -> (Stream, Stream) {
+    let at = Address::Unix(format!("llm_datadist-{name}-{}-{:?}", std::process::id(), Instant::now()));
+    let listener = Unix.listen(&at).unwrap();
+    let dialled = Unix.dial(&at, Deadline::after(Duration::from_secs(60))).unwrap();
+    let accepted = accepted(&*listener).unwrap();
+    share_rings(&dialled, &accepted);
+    (dialled, accepted)
+}
+
+/// Switches both ends of a stream to rings.
+pub fn share_rings(local: &Stream, remote: &Stream) {
+    let ((of_local, local_file), (of_remote, remote_file)) =
+        (OwnRings::create().unwrap(), OwnRings::create().unwrap());
+    local.use_rings(of_local.join(&remote_file).unwrap());
+    remote.use_rings(of_remote.join(&local_file).unwrap());
+    assert!(local.has_rings() && remote.has_rings());
 }
 
 /// A copy engine with its defaults.

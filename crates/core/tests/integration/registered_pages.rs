@@ -18,7 +18,7 @@ use crate::merger::{ended, merges};
 
 const UNIT: usize = Region::UNIT_BYTES as usize;
 pub(crate) const PAGE: usize = 4096;
-const SEED: u8 = 11;
+pub(crate) const SEED: u8 = 11;
 
 /// Pages that start at a whole unit, between one unit of address space on each side.
 pub(crate) struct Pages {

@@ -14,7 +14,9 @@ use llm_datadist_core::{CacheId, Deadline, ErrorKind, Name};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use crate::fixtures::{copied_bytes, copy_engine, local_streams, pattern, proptest_cases, tensors_over};
+use crate::fixtures::{
+    copied_bytes, copy_engine, local_streams, pattern, proptest_cases, ringed_streams, tensors_over,
+};
 use crate::socket_copies::{Arrived, SocketCopies as _};
 
 const TENSORS: usize = 2;
@@ -109,7 +111,8 @@ fn short_pieces_arrive_as_the_model_says() {
     let outcome = TestRunner::new(proptest_cases(60)).run(&input, |(waves, cuts)| {
         let plan = CopyPlan::from_parts(TENSORS as u32, 0, 0, waves.clone()).unwrap();
         let (buffer, dst) = tensors_over(TENSORS, 1, BYTES, |_, _| 0xEE);
-        let (local, remote) = local_streams("short_windows");
+        let streams = if waves.len() % 2 == 0 { local_streams } else { ringed_streams };
+        let (local, remote) = streams("short_windows");
         let mut cuts: Vec<u64> = cuts.iter().map(|cut| plan.bytes() * cut / 1000).collect();
         cuts.extend([0, plan.bytes()]);
         cuts.sort_unstable();

@@ -14,7 +14,9 @@ use llm_datadist_core::testing::memory::{Reach, Tensors};
 use llm_datadist_core::testing::plan::CopyPlan;
 use llm_datadist_core::{ClusterId, Config, Deadline, ErrorKind, Role};
 
-use crate::fixtures::{Buffer, Gated, block_plan, copied_bytes, local_streams, pattern, tensors_over};
+use crate::fixtures::{
+    Buffer, Gated, block_plan, copied_bytes, local_streams, pattern, ringed_streams, tensors_over,
+};
 use crate::socket_copies::SocketCopies as _;
 
 const TENSORS: usize = 3;
@@ -97,24 +99,28 @@ fn destination(on_device: bool) -> Side {
 fn a_plan_through_a_stream_ends_like_a_plan_in_memory() {
     let plan = block_plan(&pairs(), ROW as u64, TENSORS as u32);
     assert!(plan.waves().len() > 1 && plan.bytes() > 4 << 20);
-    for (from_device, to_device) in [(true, false), (false, true), (true, true)] {
-        let (src, dst) = (source(from_device), destination(to_device));
+    for (from_device, to_device) in [(true, false), (false, true), (true, true), (false, false)] {
+        let src = source(from_device);
         // In one range, and in three ranges that cut rows, waves and buffers.
         for cuts in [vec![], vec![1_234_567, plan.bytes() - 17]] {
-            let (local, remote) = local_streams("staged");
-            let progress = Arc::new(Progress::default());
-            let mut from = 0;
-            for to in cuts.into_iter().chain([plan.bytes()]) {
-                thread::scope(|scope| {
-                    let send = || src.engine.send(&plan, from..to, &src.tensors, &local, soon(), None);
-                    let sender = scope.spawn(send);
-                    dst.engine.receive(&plan, from..to, &dst.tensors, &remote, soon(), &progress).unwrap();
-                    sender.join().unwrap().unwrap();
-                });
-                from = to;
-                assert_eq!(progress.bytes(), to);
+            for (local, remote) in [local_streams("staged"), ringed_streams("staged")] {
+                let dst = destination(to_device);
+                let progress = Arc::new(Progress::default());
+                let mut from = 0;
+                for to in cuts.iter().copied().chain([plan.bytes()]) {
+                    thread::scope(|scope| {
+                        let send = || src.engine.send(&plan, from..to, &src.tensors, &local, soon(), None);
+                        let sender = scope.spawn(send);
+                        dst.engine
+                            .receive(&plan, from..to, &dst.tensors, &remote, soon(), &progress)
+                            .unwrap();
+                        sender.join().unwrap().unwrap();
+                    });
+                    from = to;
+                    assert_eq!(progress.bytes(), to);
+                }
+                assert!(dst.read() == expected(&plan), "{from_device} {to_device}");
             }
-            assert!(dst.read() == expected(&plan), "{from_device} {to_device}");
         }
     }
 }

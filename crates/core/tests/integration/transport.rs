@@ -12,14 +12,13 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::testing::memory::OwnRings;
 use llm_datadist_core::testing::net::{Accepted, Address, Listener, Stream, Tcp, Transport, Unix};
 use llm_datadist_core::testing::protocol::{self, HANDSHAKE_LIMIT, HEADER, MESSAGE, MESSAGE_LIMIT, REFUSAL};
 use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
 use llm_datadist_testing::Local;
 
 use crate::counting_allocator;
-use crate::fixtures::{accepted, pattern, skipped};
+use crate::fixtures::{accepted, pattern, share_rings, skipped};
 
 /// Long enough for anything that works, short enough for a test that hangs.
 fn soon() -> Deadline {
@@ -80,15 +79,6 @@ fn run(cases: impl IntoIterator<Item = Case>, judge: impl Fn(&Case, &dyn Listene
         }
         judge(&case, &*listener, local, remote);
     }
-}
-
-/// Switches both ends of a stream to rings.
-fn share_rings(local: &Stream, remote: &Stream) {
-    let ((of_local, local_file), (of_remote, remote_file)) =
-        (OwnRings::create().unwrap(), OwnRings::create().unwrap());
-    local.use_rings(of_local.join(&remote_file).unwrap());
-    remote.use_rings(of_remote.join(&local_file).unwrap());
-    assert!(local.has_rings() && remote.has_rings());
 }
 
 fn connected(transport: &dyn Transport, at: &Address) -> (Box<dyn Listener>, Stream, Stream) {

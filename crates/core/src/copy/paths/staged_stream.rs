@@ -1,5 +1,5 @@
-//! Moves a range of a plan between a socket and memory that the CPU cannot address, through two host buffers: while one
-//! is on the socket, the device fills or empties the other.
+//! Moves a range of a plan between a stream and memory that the CPU cannot address, through two host buffers: while the
+//! stream moves one, the device fills or empties the other.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -35,7 +35,7 @@ struct DeviceEnd {
 /// The hop between a device and a buffer, in progress. It returns the buffer.
 type Hop = Alongside<(HostBuffer, Result<()>)>;
 
-/// A range of a plan that moves between a socket and memory of a device.
+/// A range of a plan that moves between a stream and memory of a device.
 pub(super) struct StagedRange<'a> {
     pub(super) job: PathJob<'a>,
     pub(super) range: Range<u64>,
@@ -50,7 +50,7 @@ impl StagedRange<'_> {
         let (progress, total) = (Progress::default(), range.end - range.start);
         let mut cuts = cuts(range).peekable();
         let mut spare = Some(engine.host_buffers().lend()?);
-        // The socket has nothing to send yet, so this thread runs the first hop itself.
+        // The stream has nothing to send yet, so this thread runs the first hop itself.
         let first = cuts.peek().map(|first| self.hop(&end, first.clone(), &mut spare, None));
         let mut filling = first.transpose()?;
         let workers = Some(engine.copy_workers());
@@ -91,7 +91,7 @@ impl StagedRange<'_> {
                 };
                 spare = emptied(emptying.take(), progress)?;
                 received?;
-                // After the last cut the socket has nothing left to receive, so this thread runs the last hop itself.
+                // After the last cut the stream has nothing left to receive, so this thread runs the last hop itself.
                 let workers = (cut.end < range.end).then(|| engine.copy_workers());
                 let hop = self.hop(&end, cut.clone(), &mut Some(buffer), workers)?;
                 emptying = Some((cut, hop));
@@ -141,7 +141,7 @@ fn begin(
 ) -> Result<()> {
     let into = cut.start - range.start;
     if into > 0 {
-        deadline.waiting("moving bytes through a socket")?;
+        deadline.waiting("moving bytes through a stream")?;
     }
     if leads(into, range.end - cut.start) { lead() } else { Ok(()) }
 }

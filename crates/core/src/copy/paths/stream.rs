@@ -35,7 +35,7 @@ pub struct StreamPath<'a> {
 }
 
 impl StreamPath<'_> {
-    /// Checks that a stream can carry the bytes of `memory` at `end` of a plan, before the peer is told to expect them. Returns
+    /// Checks that a stream can carry the bytes of `memory` at `end` of a plan, before this side tells the peer to expect them. Returns
     /// `Err(System)` for memory of another process that the CPU cannot read, and for any memory of another process as a destination. Returns
     /// `Err(InvalidArgument)` for memory that is not mapped.
     pub fn check(end: LocalEnd, memory: &Tensors) -> Result<Hops> {

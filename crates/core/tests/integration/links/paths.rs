@@ -1,10 +1,13 @@
 //! Which path the bytes of a transfer take for each pair of memory kinds, and the reason that `stats()` gives.
 
 use std::collections::HashMap;
+use std::time::Duration;
 
-use llm_datadist_core::{CacheKind, LinkState, Placement};
+use llm_datadist_core::{CacheKind, DataDist, Deadline, LinkState, Placement};
 
-use super::{Held, Memory, Pair, WAYS, Way, device, of, pull_slot, push_slot, row};
+use super::{Held, Memory, Pair, WAYS, Way, device, of, pull_blocks, pull_slot, push_blocks, push_slot, row};
+use crate::fixtures::{adopt, desc, pattern, pin_writes};
+use crate::registered_pages::{Pages, SEED};
 
 const BYTES: u64 = 2 * 96;
 
@@ -95,7 +98,7 @@ fn bytes_take_the_fastest_path_and_stats_show_it() {
     }
 }
 
-/// The bytes of registered memory take rings if they are neither few nor many, and a call stream with rings is idle.
+/// Transfers of 256 KiB to 2 MiB of registered memory take rings if a call stream with rings is idle.
 #[test]
 fn rings_carry_registered_memory_of_medium_size() {
     const FROM: usize = 256 << 10;
@@ -116,7 +119,7 @@ fn rings_carry_registered_memory_of_medium_size() {
                 }
             };
             let source = remote.fill(1);
-            // It opens the call stream.
+            // The first pull opens the call stream.
             pull_slot(&pair.local, of(2, row(&remote, 0)), &local).unwrap();
             grown(&|| pull_slot(&pair.local, of(2, row(&remote, 0)), &local).unwrap());
             assert!(local.read() == source, "{way:?}");
@@ -128,6 +131,56 @@ fn rings_carry_registered_memory_of_medium_size() {
         }
         assert_eq!(link(&pair).sockets_reason, None, "{way:?}");
     }
+}
+
+/// A pull by process id does not wait for calls of the owner, so a pull that would rather use rings does not either.
+#[test]
+fn rows_that_the_owner_uses_are_read_by_process_id() {
+    const BYTES: usize = 512 << 10;
+    let pair = Pair::new(Way::Shm);
+    let shape = device(1, 1, BYTES);
+    let [local, remote] =
+        [&pair.local, &pair.remote].map(|engine| Held::new(engine, true, &shape, CacheKind::Batch, &[]));
+    let pull = || pull_slot(&pair.local, of(2, row(&remote, 0)), &local);
+    pull().unwrap();
+    let source = remote.fill(3);
+    let before = counted(&link(&pair));
+    let used = pin_writes(&remote.cache, vec![0], Deadline::after(Duration::ZERO)).unwrap();
+    pull().unwrap();
+    drop(used);
+    assert!(local.read() == source);
+    let after = counted(&link(&pair));
+    assert_eq!(after["process"] - before["process"], BYTES as u64);
+    assert_eq!(after["rings"], before["rings"]);
+}
+
+/// The kernel reads rows of registered memory of which other rows are not mapped, and so does a pull that would rather use
+/// rings.
+#[test]
+fn rows_beside_unmapped_ones_are_read_by_process_id() {
+    const BYTES: usize = 512 << 10;
+    let pair = Pair::new(Way::Shm);
+    // Behind the pages, nothing can be read.
+    let pages = [Pages::new(1, None), Pages::new(1, None)];
+    pages.iter().for_each(|pages| pages.write(0, 4 * BYTES));
+    let shape = desc(Placement::Host, 1, 5, BYTES);
+    let registered = |engine: &DataDist, pages: &Pages| {
+        let adopted = adopt(&shape, CacheKind::Blocks, &[pages.at() as u64]);
+        Held { cache: engine.register(adopted, &[], Some(true)).unwrap(), own: None }
+    };
+    let remote = registered(&pair.remote, &pages[0]);
+    let local = Held::pool(&pair.local, &shape, CacheKind::Blocks);
+    let expected = (0..BYTES).map(|at| pattern(SEED, 0, 2 * BYTES + at)).collect::<Vec<_>>();
+    for _ in 0..2 {
+        pull_blocks(&pair.local, of(2, row(&remote, 0)), &local, &[2], &[1]).unwrap();
+        assert!(local.read()[0][BYTES..2 * BYTES] == expected);
+    }
+    let source = registered(&pair.local, &pages[1]);
+    let target = Held::pool(&pair.remote, &shape, CacheKind::Blocks);
+    push_blocks(&pair.local, &source, &[2], of(2, row(&target, 0)), &[1]).unwrap();
+    assert!(target.read()[0][BYTES..2 * BYTES] == expected);
+    pair.remote.unregister(remote.cache.id()).unwrap();
+    pair.local.unregister(source.cache.id()).unwrap();
 }
 
 /// What fails is not counted.

@@ -176,6 +176,28 @@ fn sender_without_room_notices_the_end() {
     assert_eq!(error.kind(), ErrorKind::NotLinked, "only zeros wake: {error}");
 }
 
+/// There is room in the ring, and there are bytes. So no thread has to sleep, and none would hear from the socket that it was closed.
+#[test]
+fn a_stream_that_this_side_has_closed_moves_nothing() {
+    let ours = |error: Error| {
+        assert_eq!(error.kind(), ErrorKind::NotLinked, "{error}");
+        error.to_string()
+    };
+    let source = Cut::new(&[1000], 0, |_| 1);
+    let (local, remote) = pair();
+    local.send_windows(&source.windows(), soon()).unwrap();
+    local.close();
+    let error = ours(local.send_windows(&source.windows(), soon()).unwrap_err());
+    assert!(error.contains("this side closed the connection"), "{error}");
+    ours(local.send(&frame(b"late"), soon()).unwrap_err());
+    remote.close();
+    ours(remote.receive_windows(&source.windows(), soon()).unwrap_err());
+    let (local, remote) = pair();
+    local.send_windows(&source.windows(), soon()).unwrap();
+    local.close();
+    remote.receive_windows(&source.windows(), soon()).unwrap();
+}
+
 #[test]
 fn endless_zeros_do_not_outlast_a_deadline() {
     let (local, remote) = pair();
