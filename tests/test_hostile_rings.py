@@ -1,4 +1,4 @@
-"""Attacks as in `test_hostile_peers.py`, on the shared memory through which the calls of a host go."""
+"""Attacks as in `test_hostile_peers.py`, on the shared memory that carries calls between processes of one host."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def wrong_payload(wire: RingWire, cache: int) -> list[Callable[[], None]]:
     def while_read(number: int) -> Callable[[], None]:
         def run() -> None:
             read(wire, cache, spans(0, PREY), PREY)
-            # The engine waits for room, and looks at this word next.
+            # The engine waits for room, and reads this word next.
             rings.wait(lambda: rings.word(rings.WRITTEN) == PAYLOAD_RING)
             rings.forge(rings.READ, number)
 

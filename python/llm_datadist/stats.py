@@ -129,8 +129,8 @@ class LinkStats(TypedDict):
     transport: str
     """Transport of messages: ``"shm"``, ``"tcp"`` or ``"local"``."""
     pools: str
-    """How the peer's pools are read: ``"mapped"``, ``"stream"`` (UCX, NIXL or sockets; ``paths`` shows which), or
-    ``"none"`` if the peer offers no pool."""
+    """How the peer's pools are read: ``"mapped"``, ``"stream"`` (UCX, NIXL, rings or sockets; ``paths`` shows which),
+    or ``"none"`` if the peer offers no pool."""
     registered: str
     """How the peer's registered memory is read: ``"process"`` or ``"stream"``."""
     refusal: Optional[str]
@@ -157,8 +157,8 @@ class LinkStats(TypedDict):
     staged_bytes: int
     """Bytes that passed a host buffer here, because no path reaches the memory of the device."""
     sockets_reason: Optional[str]
-    """The reason why the owner had to send the bytes of the latest such pull or push, through rings or a socket.
-    ``None`` if it never had to. Rings that are used because they are faster do not count."""
+    """The reason why the owner had to send the bytes of a pull or push, through rings or a socket, the latest time it
+    had to. ``None`` if it never had to. Transfers that use rings only because they are faster do not count."""
 
 
 class FabricStats(TypedDict):

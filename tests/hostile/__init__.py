@@ -48,8 +48,8 @@ after the `Ready` that answers a `Read`; from the caller after the `Ready` that 
 comes; with `ahead` set, at most 48 KiB right behind the `Write`. With `shared` set, further bytes of the plan follow in
 `WritePart`s on other streams, which are answered as a `Write` is. Cache bytes travel in the order of the plan: wave
 after wave, in each wave tensor after tensor, in each tensor span after span. Where more than 48 KiB are still to come,
-zero bytes stand before byte 0 and before every 4 MiB after it: 64 on a socket, and in a ring as many as are left of a
-block of 4,096 bytes, counted from the first byte that was ever written to it.
+zero bytes stand before byte 0 and before every 4 MiB after it: 64 on a socket, and in a ring as many
+as bring the number of bytes that were ever written to it to a multiple of 4,096.
 
 The rings of a side are a sealed memfd that only this side writes: 4,096 bytes with words, then a ring buffer of 65,536
 bytes for messages, then one of 1,048,576 bytes for payload. The words are `u64`, for messages from byte 0 on and for

@@ -29,7 +29,7 @@ PROGRAM = "import sys; sys.path.insert(0, sys.argv.pop(1)); from between.side im
 
 
 def half(role: str) -> set[int]:
-    """The processors of one side: half of those of this process, or all if there is one."""
+    """The processors of one side: one half of those of this process, or all of them if there is only one."""
     allowed = sorted(os.sched_getaffinity(0))
     middle = len(allowed) // 2
     return set(allowed[:middle] if role == NEAR else allowed[middle:]) or set(allowed)
@@ -157,7 +157,7 @@ class Pair:
         side = Process(self.peer, role, self.pattern, self.folder / name)
         try:
             if self.apart:
-                # Threads inherit it, and the process has no other thread yet.
+                # Threads inherit the affinity. The process has only its first thread now.
                 os.sched_setaffinity(side.pid, half(role))
             side.answer()
         except BaseException:
