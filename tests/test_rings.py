@@ -1,4 +1,4 @@
-"""Call streams with rings when a process forks or has no free descriptor.
+"""Call streams with rings when a process forks, is stopped or has no free descriptor.
 
 Not for: which calls use rings (`links/rings.rs` of the core), peers that are killed (`test_killed_ring_peers.py`),
 peers that break the protocol (`test_hostile_rings.py`).
@@ -15,7 +15,7 @@ import pytest
 from hostile import messages as m
 from hostile.client import Offer
 from hostile.trial import SLACK, Trial
-from peers import Ends, Peer, by_slot, equal, eventually, linked, options, pattern
+from peers import Ends, Peer, by_blocks, by_slot, equal, eventually, linked, options, pattern
 
 ROW = (1, 5000, 2)
 NO_DESCRIPTOR = "no file descriptor is free for the ring memory of a call stream"
@@ -60,6 +60,26 @@ def test_forked_child_leaves_the_streams_of_its_parent_alone(ends: Ends) -> None
         sides.push(back=True)
         assert [peer.sockets() for peer in (sides.dialing, sides.accepting)] == before, "a stream was replaced"
         assert sides.rings() == [2, 2]
+
+
+def test_a_stopped_owner_does_not_fail_pulls_that_rings_usually_carry(ends: Ends) -> None:
+    """Registered memory of 300 KiB is read in place if its owner does not answer."""
+    near, far = ends.pair()
+    rows, row_bytes = 4, 150 << 10
+    far.register("far", rows, row_bytes, 2, blocks=True, keys=[by_blocks(0)], mapped=True)
+    near.register("near", rows, row_bytes, 2, blocks=True, seed=1, mapped=True)
+    near.pull_blocks(by_blocks(2), "near", [0], [0])  # opens a call stream
+    expected = near.read("near")
+    for seed in (10, 11):
+        before = near.links()[0]["paths"]["process"]["transfers"]
+        far.fill("far", seed)
+        source = far.read("far")
+        with far.stopped():
+            near.pull_blocks(by_blocks(2), "near", [2], [3])
+        for target, theirs in zip(expected, source):
+            target[3] = theirs[2]
+        assert equal(near.read("near"), expected)
+        assert near.links()[0]["paths"]["process"]["transfers"] == before + 1
 
 
 @pytest.mark.parametrize("end", ["finalize", "kill"])

@@ -171,9 +171,17 @@ class PullPushCalls(LayerCalls):
                 ``LLM_VERIFY_FAILED``: as for ``pull_cache``. For the other codes, the attribute ``arrived`` lists the
                 rows that were written.
         """
-        layers = (src_layer_range, dst_layer_range)
         self._engine.push_cache(
-            dst_cache_key, src_cache, src_batch_index, *layers, size, tensor_num_per_layer, notify, verify, layout
+            dst_cache_key,
+            src_cache,
+            src_batch_index,
+            src_layer_range,
+            dst_layer_range,
+            size,
+            tensor_num_per_layer,
+            notify,
+            verify,
+            layout,
         )
 
     @logged
@@ -231,12 +239,26 @@ class PullPushCalls(LayerCalls):
             LLMException: as for ``push_cache``; ``LLM_PARAM_INVALID`` also for a continuous cache, lists of
                 different lengths, an index outside a cache, different block sizes, or a part that exceeds a block.
         """
-        ranges: Any = (src_layer_range, dst_layer_range, tensor_num_per_layer)
-        rest: Any = (notify, verify, src_tokens, dst_tokens, layout)
         part = (src_offset, dst_offset, length)
         if isinstance(dst_cache_key, (list, tuple)):
+            ranges: Any = (src_layer_range, dst_layer_range, tensor_num_per_layer)
+            rest: Any = (notify, verify, src_tokens, dst_tokens, layout)
             moved: Any = (src_cache, src_blocks, dst_blocks, *ranges, *rest, None, True, part)
             finish(self._calls_async().push_owners(dst_cache_key, *moved))
-        else:
-            named: Any = (*ranges, *rest, part)
-            self._engine.push_blocks(dst_cache_key, src_cache, src_blocks, dst_blocks, *named)
+            return
+        # Unpacking tuples here would double the time of the Python part of a push.
+        self._engine.push_blocks(
+            dst_cache_key,
+            src_cache,
+            src_blocks,
+            dst_blocks,
+            src_layer_range,
+            dst_layer_range,
+            tensor_num_per_layer,
+            notify,
+            verify,
+            src_tokens,
+            dst_tokens,
+            layout,
+            part,
+        )

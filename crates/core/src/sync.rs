@@ -38,17 +38,25 @@ impl<T> Mutex<T> {
     }
 }
 
-/// A condition variable for [`Mutex`].
+/// A condition variable for [`Mutex`]. A notification takes a system call only if a thread waits.
 #[derive(Debug, Default)]
-pub(crate) struct Condvar(imp::Condvar);
+pub(crate) struct Condvar {
+    variable: imp::Condvar,
+    /// Threads that wait, or are about to wait and hold the lock. A thread that changes under the lock what they wait for, and
+    /// then notifies them, sees them here.
+    waiting: AtomicUsize,
+}
 
 impl Condvar {
     pub(crate) fn new() -> Self {
-        Condvar(imp::Condvar::new())
+        Condvar { variable: imp::Condvar::new(), waiting: AtomicUsize::new(0) }
     }
 
     pub(crate) fn wait<'a, T>(&self, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
-        self.0.wait(guard).unwrap_or_else(PoisonError::into_inner)
+        self.waiting.fetch_add(1, Ordering::SeqCst);
+        let guard = self.variable.wait(guard).unwrap_or_else(PoisonError::into_inner);
+        self.waiting.fetch_sub(1, Ordering::SeqCst);
+        guard
     }
 
     /// Returns the lock, and whether `limit` has passed without a notification.
@@ -57,16 +65,27 @@ impl Condvar {
         guard: MutexGuard<'a, T>,
         limit: Duration,
     ) -> (MutexGuard<'a, T>, bool) {
-        let (guard, waited) = self.0.wait_timeout(guard, limit).unwrap_or_else(PoisonError::into_inner);
+        self.waiting.fetch_add(1, Ordering::SeqCst);
+        let waited = self.variable.wait_timeout(guard, limit);
+        self.waiting.fetch_sub(1, Ordering::SeqCst);
+        let (guard, waited) = waited.unwrap_or_else(PoisonError::into_inner);
         (guard, waited.timed_out())
     }
 
     pub(crate) fn notify_one(&self) {
-        self.0.notify_one();
+        if self.is_awaited() {
+            self.variable.notify_one();
+        }
     }
 
     pub(crate) fn notify_all(&self) {
-        self.0.notify_all();
+        if self.is_awaited() {
+            self.variable.notify_all();
+        }
+    }
+
+    fn is_awaited(&self) -> bool {
+        self.waiting.load(Ordering::SeqCst) > 0
     }
 }
 

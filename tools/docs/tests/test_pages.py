@@ -50,7 +50,7 @@ NUMBERS = [
         "| calls of `ensure_link` that dial at a time | {} in each group ",
     ),
     ("docs/links.md", "engine/ensure_link.rs", "GROUPS", "| groups of addresses for `ensure_link` | {} |"),
-    ("CHANGELOG.md", "protocol/frame.rs", "VERSION", "The wire is version {}:"),
+    ("CHANGELOG.md", "protocol/frame.rs", "VERSION", "The wire is version {}."),
 ]
 
 

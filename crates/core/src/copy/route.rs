@@ -26,6 +26,7 @@ use crate::device::{Device, DeviceSet, HostReach};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::Tensors;
 use crate::model::Placement;
+use crate::plan::LocalEnd;
 
 /// Where memory of a cache lies, as its owner tells the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,17 +59,21 @@ pub fn choose_path(memory: OwnerMemory, access: ReadAccess<'_>) -> std::result::
     }
 }
 
-/// Minimum number of bytes for which rings are preferred.
-const RING_FROM: u64 = 256 << 10;
+/// Minimum number of bytes of a pull for which rings are preferred.
+const RING_PULLS_FROM: u64 = 256 << 10;
 /// Maximum number of bytes for which rings are preferred.
-const RING_TO: u64 = 2 << 20;
+const RINGS_TO: u64 = 2 << 20;
 
 /// Returns whether a transfer of `bytes` bytes should use rings instead of `path`, if the link has an idle stream with rings.
+/// `local` is the end of the transfer that lies in the calling process.
 ///
-/// The kernel examines each page that it reads in another process. From 256 KiB on, this takes longer than the messages and the
-/// two copies through a ring. Above 2 MiB, several threads read at the same time (docs/performance.md).
-pub fn prefers_rings(path: PathKind, bytes: u64) -> bool {
-    path == PathKind::Process && (RING_FROM..=RING_TO).contains(&bytes)
+/// The kernel examines each page that it reads in another process, and a thread of its own waits for it. For a push, the two
+/// copies through a ring take less time, because the peer has to take part in any case. A pull by process id needs nobody at the
+/// owner, so pulls use rings only from 256 KiB on, where this takes less time even if the owner sleeps (with pages of 4 KiB).
+/// Above 2 MiB, several threads read at the same time (docs/performance.md).
+pub fn prefers_rings(path: PathKind, bytes: u64, local: LocalEnd) -> bool {
+    let from = if local == LocalEnd::Source { 0 } else { RING_PULLS_FROM };
+    path == PathKind::Process && (from..=RINGS_TO).contains(&bytes)
 }
 
 /// How a copy from host to device may be staged.

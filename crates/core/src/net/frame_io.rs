@@ -152,7 +152,7 @@ impl Stream {
             return Ok(None);
         }
         let mut transmission = Transmission::new(self, Way::In, deadline);
-        transmission.poll_time = poll_time.min(deadline.left());
+        transmission.poll_time = poll_time;
         let (mut header, mut filled) = ([0; HEADER], 0);
         while filled < HEADER {
             match transmission.attempt(filled as u64, || step(&mut header[filled..]))? {

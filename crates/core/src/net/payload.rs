@@ -72,7 +72,7 @@ impl Stream {
     pub fn receive_lead(&self, deadline: Deadline) -> Result<()> {
         let mut transmission = Transmission::of_payload(self, Way::In, deadline);
         if self.about.same_host {
-            transmission.poll_time = super::POLL_TIME.min(deadline.left());
+            transmission.poll_time = super::POLL_TIME;
         }
         let (mut bytes, mut done) = ([0; MOST_LEAD], 0);
         let lead = self.payload_control().lead(Way::In);
@@ -103,7 +103,7 @@ impl Stream {
         let mut transmission = Transmission::of_payload(self, way, deadline);
         let mut polls = if way == Way::In && self.about.same_host && !self.has_rings() { POLLS } else { 0 };
         if polls > 0 || (way == Way::In && left <= FEW) {
-            transmission.poll_time = super::POLL_TIME.min(deadline.left());
+            transmission.poll_time = super::POLL_TIME;
         }
         // Finished windows leave the list, so that no step iterates over them again.
         let (mut windows, mut skip) = (windows, 0);

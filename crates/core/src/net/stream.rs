@@ -177,7 +177,7 @@ impl Stream {
     }
 
     /// Whether this side has closed a stream whose bytes could still move: rings are in memory, and know nothing of the socket.
-    pub(super) fn is_left(&self) -> bool {
+    pub(super) fn closed_here(&self) -> bool {
         self.has_rings() && self.state.load(Ordering::Acquire) == CLOSED
     }
 

@@ -25,8 +25,8 @@ pub(super) struct Transmission<'a> {
     pub(super) poll_time: Duration,
     /// Whether it has slept since [`Transmission::slept_after_polling`] was last called.
     slept: bool,
-    /// When it first found nothing to move.
-    since: Option<Instant>,
+    /// When it stops polling. `None` until it finds nothing to move.
+    polls_until: Option<Instant>,
     /// When it last checked the deadline between two steps.
     asked: Option<Instant>,
     /// Bytes that moved since the peer's pace was last updated.
@@ -34,7 +34,7 @@ pub(super) struct Transmission<'a> {
 }
 
 impl<'a> Transmission<'a> {
-    /// Interval at which a transmission that never has to wait checks its deadline.
+    /// Interval at which a transmission checks its deadline and for an interruption while bytes move.
     const ASK: Duration = Duration::from_millis(100);
 
     /// Begins to move a frame.
@@ -53,9 +53,9 @@ impl<'a> Transmission<'a> {
             control,
             way,
             deadline,
-            poll_time: control.poll_time().min(deadline.left()),
+            poll_time: control.poll_time(),
             slept: false,
-            since: None,
+            polls_until: None,
             asked: None,
             unpaced: 0,
         }
@@ -78,7 +78,7 @@ impl<'a> Transmission<'a> {
             if let Err(error) = on {
                 break error;
             }
-            if self.stream.is_left() {
+            if self.stream.closed_here() {
                 match self.way {
                     Way::In => return Ok(None),
                     Way::Out => break self.stream.broken(Errno::PIPE.into()),
@@ -92,7 +92,7 @@ impl<'a> Transmission<'a> {
                     }
                     // Polling starts again for each part of a message.
                     if !self.control.poll_time().is_zero() {
-                        self.since = None;
+                        self.polls_until = None;
                     }
                     return Ok(Some(bytes));
                 }
@@ -126,7 +126,7 @@ impl<'a> Transmission<'a> {
     /// Returns whether it slept for the last step, although it polled first. Polling starts again for the
     /// next step.
     pub(super) fn slept_after_polling(&mut self) -> bool {
-        self.since = None;
+        self.polls_until = None;
         std::mem::take(&mut self.slept)
     }
 
@@ -166,8 +166,8 @@ impl<'a> Transmission<'a> {
     fn wait(&mut self, slept: bool) -> Result<bool> {
         let stalled = self.stream.faults.as_ref().is_some_and(|faults| faults.stalled(self.way));
         if !self.poll_time.is_zero() {
-            let since = *self.since.get_or_insert_with(Instant::now);
-            if since.elapsed() < self.poll_time {
+            let now = Instant::now();
+            if now < *self.polls_until.get_or_insert(self.deadline.at().min(now + self.poll_time)) {
                 if stalled || !self.control.ready_soon(self.way) {
                     std::thread::yield_now();
                 }

@@ -10,9 +10,9 @@ use super::waves::Wave;
 use crate::error::Result;
 use crate::fallible;
 
-/// Lists with fewer blocks than this always become spans, because blocks would save nothing.
+/// Lists with fewer blocks than this become spans if any block joins its neighbour or continues a stride.
 const FEW: usize = 64;
-/// A list stays blocks if fewer than one block in this many joins its neighbour or continues a stride.
+/// A longer list stays blocks if fewer than one block in this many does so.
 const JOINED: usize = 8;
 
 /// Returns the waves of `pairs` of blocks. Running them has the same result as copying the pairs one by one
@@ -126,10 +126,12 @@ fn by_source(pairs: &mut Vec<(u32, u32)>) -> Result<()> {
 
 /// Returns whether joining neighbours would leave nearly as many spans as there are blocks.
 fn scattered(pairs: &[(u32, u32)]) -> bool {
-    if pairs.len() < FEW {
-        return false;
-    }
     let step = |a: (u32, u32), b: (u32, u32)| (b.0.wrapping_sub(a.0), b.1.wrapping_sub(a.1));
+    if pairs.len() < FEW {
+        let joins = |pairs: &[(u32, u32)]| step(pairs[0], pairs[1]) == (1, 1);
+        let continues = |pairs: &[(u32, u32)]| step(pairs[0], pairs[1]) == step(pairs[1], pairs[2]);
+        return !pairs.windows(2).any(joins) && !pairs.windows(3).any(continues);
+    }
     let (first, second, third) = (&pairs[..pairs.len() - 2], &pairs[1..], &pairs[2..]);
     // A step of one on both sides is a join; three blocks at one distance are a stride.
     let counted = first.iter().zip(second).zip(third).fold(0u32, |joined, ((&a, &b), &c)| {

@@ -25,6 +25,8 @@ pub const HANDSHAKE_LIMIT: usize = 4 << 10;
 pub const MESSAGE_LIMIT: usize = 64 << 20;
 
 const MAGIC: [u8; 2] = *b"LD";
+/// Bytes that are allocated for a frame at first. Almost all frames need no more.
+const FIRST_BYTES: usize = 256;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
@@ -77,7 +79,7 @@ impl Header {
 /// longer than [`MESSAGE_LIMIT`], `Err(OutOfMemory)` if the frame cannot be allocated.
 pub fn encode<T: Serialize + ?Sized>(message: &T) -> Result<Vec<u8>> {
     let mut frame = Frame(Vec::new());
-    frame.reserve(HEADER).map_err(no_room)?;
+    frame.reserve(FIRST_BYTES).map_err(no_room)?;
     frame.0.extend([0; HEADER]);
     let mut frame = postcard::serialize_with_flavor(message, frame).map_err(no_room)?;
     let header = Header { kind: MESSAGE, length: frame.len() - HEADER }.write()?;

@@ -4,6 +4,7 @@
 //! all bounds of the plan in the request before it moves a byte. Only this process writes into the memory of
 //! this cluster.
 
+use std::cell::Cell;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -46,8 +47,15 @@ impl Answers {
 
     /// Answers the next request on `stream`, which has arrived or is arriving. Returns `false` if the stream
     /// has ended. If the peer unlinks, calls `unlinked` before it sends the reply, so that no trace of the
-    /// link is left here when the peer receives the reply.
-    pub(super) fn answer(&self, link: &Arc<Link>, stream: &Stream, unlinked: &dyn Fn()) -> Result<bool> {
+    /// link is left here when the peer receives the reply. `replied` is when this thread replied to the request before, if it
+    /// did; the time of this reply replaces it.
+    pub(super) fn answer(
+        &self,
+        link: &Arc<Link>,
+        stream: &Stream,
+        unlinked: &dyn Fn(),
+        replied: &Cell<Option<Instant>>,
+    ) -> Result<bool> {
         let silence = self.resources.config.links.silence;
         // The request has arrived or begun to arrive. The budget of the link decides how much memory and time
         // a large one gets.
@@ -71,7 +79,7 @@ impl Answers {
         };
         stream.restart_pace();
         let started = Instant::now();
-        let call = RequestContext { resources: &self.resources, link, stream, unlinked };
+        let call = RequestContext { resources: &self.resources, link, stream, unlinked, replied };
         let served = call.serve(request, held);
         let done = matches!(served, Ok(()) | Err(Ended::Unlinked));
         self.resources.stats.counted(Op::Served, started.elapsed(), done);
@@ -201,7 +209,6 @@ impl RequestContext<'_> {
             self.pin(cache, RowUse { reads, ..RowUse::default() }, call.deadline)
         })?;
         let Some((cache, _pin)) = pinned else { return Ok(Reply::Stale) };
-        self.still_wanted()?;
         let sizes = cache.common_sizes(asked.tensors())?.row_sizes();
         let lent = |id| self.begin_granted(&id, (&cache, sizes), |sizes| asked.rows(sizes));
         let granted = grant.map(lent).transpose()?;

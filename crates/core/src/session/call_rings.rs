@@ -103,11 +103,6 @@ impl Link {
         self.dials_locally() && streams.ringed() + streams.opening.len() < RINGED && !refused()
     }
 
-    /// Whether a call that begins now can take a stream with rings without waiting.
-    pub(crate) fn has_idle_rings(&self) -> bool {
-        self.streams.lock().idle.last().is_some_and(|(stream, _)| stream.has_rings())
-    }
-
     /// Whether this side opens call streams over a local socket.
     fn dials_locally(&self) -> bool {
         self.dialer.as_ref().is_some_and(|dialer| !matches!(dialer.address, Address::Tcp(_)))

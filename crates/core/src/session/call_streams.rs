@@ -51,6 +51,15 @@ impl Link {
         self.begin_turn(turn, deadline)
     }
 
+    /// Returns an idle stream with rings for one call, if there is one. Does not wait.
+    pub(crate) fn lease_idle_rings(self: &Arc<Self>) -> Option<StreamLease> {
+        let mut streams = self.streams.lock();
+        // Those with rings are at the end.
+        let (stream, _) = streams.idle.pop_if(|(stream, _)| stream.has_rings())?;
+        streams.busy.push(stream.clone());
+        Some(StreamLease { link: self.clone(), stream, reusable: true })
+    }
+
     fn begin_turn(self: &Arc<Self>, turn: StreamGrant<'_>, deadline: Deadline) -> Result<StreamLease> {
         match turn {
             StreamGrant::Idle(stream) => Ok(StreamLease { link: self.clone(), stream, reusable: false }),

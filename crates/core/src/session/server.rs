@@ -5,9 +5,10 @@
 //! While it answers, another thread waits in its slot. Threads that are not needed end after 10 s.
 //! `call_slots` limits how many threads answer one peer at a time.
 
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hashbrown::HashMap;
 
@@ -290,13 +291,13 @@ impl Server {
     /// Answers the requests on one stream until none follows at once.
     fn take_call(&self, number: u64, call: &CallStream, slot: CallSlot) {
         let CallStream { link, stream } = call;
-        let mut arrived = stream.wake_up();
+        let (mut arrived, replied) = (stream.wake_up(), Cell::new(None));
         let on = loop {
             if !std::mem::replace(&mut arrived, true) {
                 break true;
             }
             stream.restart_pace();
-            if !self.serve(link, stream) {
+            if !self.serve(link, stream, &replied) {
                 break false;
             }
             // Stop if another turn waits for this slot, or if no request follows at once. The next request of
@@ -314,11 +315,12 @@ impl Server {
         link.stop_serving(stream);
     }
 
-    /// Answers the next request on `stream`. Returns `false` if no further request will arrive on it.
-    fn serve(&self, link: &Arc<Link>, stream: &Arc<Stream>) -> bool {
-        let gone = std::cell::Cell::new(false);
+    /// Answers the next request on `stream`. Returns `false` if no further request will arrive on it. `replied` is when this
+    /// thread replied to the request before, if it did.
+    fn serve(&self, link: &Arc<Link>, stream: &Arc<Stream>, replied: &Cell<Option<Instant>>) -> bool {
+        let gone = Cell::new(false);
         let unlinked = || gone.set(self.registry.remove(link, "the peer unlinked"));
-        let on = self.answers.answer(link, stream, &unlinked).unwrap_or_else(|error| {
+        let on = self.answers.answer(link, stream, &unlinked, replied).unwrap_or_else(|error| {
             // Logged only while the link is alive: the reason why a link broke is logged elsewhere.
             if link.alive() {
                 let cluster = link.peer.cluster;

@@ -1,4 +1,4 @@
-//! Counts transfers by path, and records why the owner has to send the bytes of one.
+//! Counts transfers by path, records why the owner has to send the bytes of one, and leases rings for those that prefer them.
 
 use std::sync::Arc;
 
@@ -6,7 +6,8 @@ use super::call::Call;
 use crate::copy::{PathJob, PathKind, prefers_rings};
 use crate::fabric::EngineFabric;
 use crate::memory::{Access, Reach};
-use crate::plan::CopyPlan;
+use crate::plan::{CopyPlan, LocalEnd};
+use crate::session::StreamLease;
 
 impl Call {
     /// Returns what a path needs to move the bytes of `plan` for this call.
@@ -38,13 +39,14 @@ impl Call {
         self.count(path, bytes, self.local.tensors().reach() == Reach::Device);
     }
 
-    /// Returns whether a transfer of `bytes` bytes uses rings, although `path` could carry it.
-    pub(super) fn uses_rings(&self, path: PathKind, bytes: u64) -> bool {
+    /// Returns an idle stream with rings if a transfer of `bytes` bytes should use it instead of `path`. `end` is the end of the
+    /// transfer that the local cache is.
+    pub(super) fn preferred_rings(&self, path: PathKind, bytes: u64, end: LocalEnd) -> Option<StreamLease> {
         let local = self.local.tensors();
-        // A read by process id needs only the rows to be mapped that it names.
-        prefers_rings(path, bytes)
+        // A stream needs the whole local cache to be mapped. For a push, a read by process id needs only the rows of the plan.
+        let usable = prefers_rings(path, bytes, end)
             && local.host_addressable()
-            && local.check_mapped(Access::Read).is_ok()
-            && self.link.has_idle_rings()
+            && local.check_mapped(Access::Read).is_ok();
+        if usable { self.link.lease_idle_rings() } else { None }
     }
 }

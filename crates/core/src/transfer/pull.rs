@@ -11,11 +11,13 @@ use crate::copy::{Hops, KeptAlive, Progress, STILL_READING, with_arrived_rows};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{CacheKey, GrantId, Name};
 use crate::plan::{CacheCount, CopyPlan, LocalEnd, Moves};
-use crate::session::{BEING_PUSHED, CallEnd, KnownCache, PeerSnapshot, ReservedNotification, Validity};
+use crate::session::{
+    BEING_PUSHED, CallEnd, KnownCache, PeerSnapshot, ReservedNotification, StreamLease, Validity,
+};
 use crate::stats::Op;
 use crate::validate::{CheckedPull, Conversion, PullRows};
 
-/// How long rings may take for bytes that could be read in place instead: many times as long as the bytes need.
+/// How long rings may take at most for bytes that could be read in place instead: many times as long as the bytes need.
 const RING_PATIENCE: Duration = Duration::from_millis(20);
 
 /// The key of a pull whose bytes are in place.
@@ -176,11 +178,11 @@ impl Call {
             Ok(snapshot) => snapshot,
             Err(reason) => {
                 self.owner_sends(reason);
-                return self.receive(known, plan, progress);
+                return self.receive(None, known, plan, progress);
             }
         };
-        if self.uses_rings(snapshot.kind(), plan.bytes())
-            && let Some(received) = self.receive_soon(known, plan, progress)
+        if let Some(rings) = self.preferred_rings(snapshot.kind(), plan.bytes(), LocalEnd::Destination)
+            && let Some(received) = self.receive_soon(rings, known, plan, progress)
         {
             return received;
         }
@@ -189,7 +191,7 @@ impl Call {
             return Ok(moved);
         }
         *progress = self.attempt(plan.bytes());
-        self.receive(known, plan, progress)
+        self.receive(None, known, plan, progress)
     }
 
     /// Reads the bytes of a pull in the memory of the owner. Returns `None` if the owner has to send them.
@@ -223,7 +225,7 @@ impl Call {
                 *progress = self.attempt(plan.bytes());
                 return granted.map(|()| None);
             }
-            // The kernel allowed the read when the link was made, but does not now, or UCX or NIXL has failed. Sockets always work.
+            // The kernel allowed the read when the link was made, but does not now, or UCX or NIXL has failed. The owner can always send.
             Err(error) if error.kind() == ErrorKind::NotEnabled && !self.only_fabric() => {
                 self.owner_sends(&error.to_string());
                 return Ok(None);
@@ -245,16 +247,19 @@ impl Call {
         Ok(Some(Moved::Bytes(outcome.bytes)))
     }
 
-    /// Receives the bytes through streams. On this path the owner reads, under its own pins. `progress` ends empty if a grant
-    /// may have ended before some of the bytes were read.
+    /// Receives the bytes through streams, of which `first` may be the first one. On this path the owner reads, under its own
+    /// pins. `progress` ends empty if a grant may have ended before some of the bytes were read.
     fn receive(
         &self,
+        first: Option<StreamLease>,
         known: &Arc<KnownCache>,
         plan: &Arc<CopyPlan>,
         progress: &mut Arc<Progress>,
     ) -> Result<Moved> {
         let streams = Streams { call: self.clone(), known: known.clone(), plan: plan.clone() };
-        let received = streams.receive(progress.clone());
+        let received = streams.receive(first, progress.clone());
+        // A stream with rings may go on for a moment after its link has ended.
+        let received = received.and_then(|received| self.link.check().map(|()| received));
         if let Ok((Moved::Bytes(bytes) | Moved::Equal(bytes), path)) = received {
             self.count_sent(path, bytes);
         }
@@ -265,25 +270,33 @@ impl Call {
         received
     }
 
-    /// Receives the bytes through rings, although they could be read in place. Returns `None` if that fails for a reason which does
-    /// not concern a read in place: the owner is busy or does not answer, its rows are in use, or not all of its cache is mapped.
+    /// Receives the bytes through `rings`, although they could be read in place. Returns `None` if that fails for a reason that
+    /// may not concern a read in place: the owner is busy or does not answer, its rows are in use, or not all of its cache is mapped.
     fn receive_soon(
         &self,
+        rings: StreamLease,
         known: &Arc<KnownCache>,
         plan: &Arc<CopyPlan>,
         progress: &mut Arc<Progress>,
     ) -> Option<Result<Moved>> {
-        let soon = Call { deadline: self.deadline.at_most(RING_PATIENCE), ..self.clone() };
-        let received = soon.receive(known, plan, progress);
-        let in_place = |error: &Error| {
-            matches!(error.kind(), ErrorKind::Timeout | ErrorKind::InvalidArgument) && !self.deadline.passed()
+        // Half of the time is left for the read in place.
+        let patience = RING_PATIENCE.min(self.deadline.left() / 2);
+        let soon = Call { deadline: self.deadline.at_most(patience), ..self.clone() };
+        let received = soon.receive(Some(rings), known, plan, progress);
+        let Some(error) = received.as_ref().err().filter(|_| self.link.check().is_ok()) else {
+            return Some(received);
         };
-        if received.as_ref().is_err_and(in_place) {
-            *progress = self.attempt(plan.bytes());
-            return None;
+        match error.kind() {
+            ErrorKind::Timeout
+            | ErrorKind::InvalidArgument
+            | ErrorKind::NotLinked
+            | ErrorKind::OutOfMemory
+            | ErrorKind::System => {
+                *progress = self.attempt(plan.bytes());
+                None
+            }
+            _ => Some(received),
         }
-        // A stream with rings may go on for a moment after its link has ended.
-        Some(received.and_then(|moved| self.link.check().map(|()| moved)))
     }
 
     /// Asks the owner, after a read with an outdated description, whether the memory belonged to the cache

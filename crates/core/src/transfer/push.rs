@@ -14,7 +14,7 @@ use crate::model::Name;
 use crate::plan::{CacheCount, CopyPlan, LocalEnd, TensorSteps};
 use crate::protocol::{Reply, Request, WirePlan};
 use crate::resources::MemoryLocation;
-use crate::session::{KnownCache, REPORTED_BY, limit_ms, location};
+use crate::session::{KnownCache, REPORTED_BY, StreamLease, limit_ms, location};
 use crate::stats::Op;
 use crate::validate::{CheckedPush, Conversion, PushRows, RemoteCache};
 
@@ -145,15 +145,16 @@ impl Call {
             Ok(path) => {
                 // Pushes of other sizes are read by the peer, whatever moves this one.
                 self.resources.described_to_peer(&self.local, &memory_location);
-                if !self.uses_rings(path, plan.bytes())
-                    && let Some(moved) = self.have_read(known, plan, memory_location, path)?
-                {
+                if let Some(rings) = self.preferred_rings(path, plan.bytes(), LocalEnd::Source) {
+                    return self.send_bytes(known, plan, Some(rings));
+                }
+                if let Some(moved) = self.have_read(known, plan, memory_location, path)? {
                     return Ok(moved);
                 }
             }
             Err(reason) => self.owner_sends(reason),
         }
-        self.send_bytes(known, plan)
+        self.send_bytes(known, plan, None)
     }
 
     /// Has the peer read the bytes of a push on `path`. Returns `None` if this side has to send them.
@@ -186,7 +187,7 @@ impl Call {
                 Ok(Some(Moved::Bytes(bytes)))
             }
             Reply::Stale => Ok(Some(Moved::Stale)),
-            // The peer could read this memory when the link was made, but cannot now. Sockets always work.
+            // The peer could read this memory when the link was made, but cannot now. This side can always send it.
             Reply::Unreachable { reason } if !self.only_fabric() => {
                 self.owner_sends(&reason);
                 Ok(None)
@@ -200,10 +201,15 @@ impl Call {
         }
     }
 
-    /// Sends the bytes of a push through streams.
-    fn send_bytes(&self, known: &Arc<KnownCache>, plan: &Arc<CopyPlan>) -> Result<Moved> {
+    /// Sends the bytes of a push through streams, of which `first` may be the first one.
+    fn send_bytes(
+        &self,
+        known: &Arc<KnownCache>,
+        plan: &Arc<CopyPlan>,
+        first: Option<StreamLease>,
+    ) -> Result<Moved> {
         let streams = Streams { call: self.clone(), known: known.clone(), plan: plan.clone() };
-        let (sent, path) = streams.send()?;
+        let (sent, path) = streams.send(first)?;
         if let Moved::Bytes(bytes) = sent {
             self.count_sent(path, bytes);
         }

@@ -47,17 +47,22 @@ fn path(leases: &[StreamLease]) -> PathKind {
 }
 
 impl Streams {
-    /// Receives the bytes of the plan into the local cache. Also returns the path that they took.
-    pub(super) fn receive(self, progress: Arc<Progress>) -> Result<(Moved, PathKind)> {
-        let leases = self.leases()?;
+    /// Receives the bytes of the plan into the local cache, over `first` or a stream that is waited for, and others. Also returns
+    /// the path that they took.
+    pub(super) fn receive(
+        self,
+        first: Option<StreamLease>,
+        progress: Arc<Progress>,
+    ) -> Result<(Moved, PathKind)> {
+        let leases = self.leases(first)?;
         let path = path(&leases);
         let part = move |streams: &Streams, lease, range| streams.receive_range(lease, range, &progress);
         Ok((self.in_parts(leases, part)?, path))
     }
 
-    /// Returns the streams for the parts of the transfer. The first one is waited for. Others are used if they are there soon:
+    /// Returns the streams for the parts of the transfer. The first one is `first`, or is waited for. Others are used if they are there soon:
     /// a call whose rows are pinned at the owner must not wait for streams of calls that wait for these rows.
-    fn leases(&self) -> Result<Vec<StreamLease>> {
+    fn leases(&self, first: Option<StreamLease>) -> Result<Vec<StreamLease>> {
         let (link, deadline) = (&self.call.link, self.call.deadline);
         let most = self.most_parts();
         let mut leases = fallible::with_capacity(STREAMS, most)?;
@@ -66,7 +71,7 @@ impl Streams {
             lease.reusable = true;
             lease
         };
-        leases.push(unused(link.lease(deadline)?));
+        leases.push(unused(first.map_or_else(|| link.lease(deadline), Ok)?));
         while leases.len() < most {
             match link.lease(deadline.at_most(FURTHER_STREAM)) {
                 Ok(lease) => leases.push(unused(lease)),
@@ -189,8 +194,8 @@ impl Streams {
 
     /// Sends the bytes of the plan from the local cache, and receives the reply that they are in place. Also returns the path that
     /// they took.
-    pub(super) fn send(self) -> Result<(Moved, PathKind)> {
-        let mut leases = self.leases()?;
+    pub(super) fn send(self, first: Option<StreamLease>) -> Result<(Moved, PathKind)> {
+        let mut leases = self.leases(first)?;
         let path = path(&leases);
         let (count, write) = (leases.len(), self.call.link.next_write());
         if count > 1 {

@@ -748,12 +748,22 @@ fn scattered_blocks_do_what_copying_one_by_one_does() {
     );
 }
 
-/// Long lists become spans if their blocks join or have a constant stride; short lists always do.
+/// Lists become spans if their blocks join or have a constant stride: a few of them in a short list, many in a long one.
 #[test]
 fn what_joins_is_joined() {
     let form = |pairs: &[(u64, u64)]| plan(pairs, 16, CacheCount::Two).waves()[0].blocks().is_some();
     let scattered = |count: u64| (0..count).map(|k| (k, (k * k * 7 + k) % 1009)).collect::<Pairs>();
-    assert!(form(&scattered(64)) && !form(&scattered(63)));
+    for count in [1, 2, 63, 64, 500] {
+        assert!(form(&scattered(count)), "{count}");
+    }
+    let joined_at = |count: u64, at: u64| {
+        let mut pairs = scattered(count);
+        let next = pairs[at as usize].1 + 1;
+        pairs[at as usize + 1].1 = next;
+        pairs
+    };
+    assert!(!form(&joined_at(2, 0)) && !form(&joined_at(63, 40)) && form(&joined_at(64, 40)), "one join");
+    assert!(!form(&[(0, 0), (2, 3), (4, 6)]) && form(&[(0, 0), (2, 3), (4, 7)]), "a short stride");
     assert!(!form(&(0..500).map(|k| (k, k + 9)).collect::<Pairs>()), "one run");
     assert!(!form(&(0..500).map(|k| (2 * k, 3 * k)).collect::<Pairs>()), "one stride");
     let runs: Pairs = scattered(100)

@@ -1,6 +1,7 @@
 //! Which path the bytes of a transfer take for each pair of memory kinds, and the reason that `stats()` gives.
 
 use std::collections::HashMap;
+use std::iter::repeat_with;
 use std::time::Duration;
 
 use llm_datadist_core::{CacheKind, DataDist, Deadline, LinkState, Placement};
@@ -73,7 +74,9 @@ fn bytes_take_the_fastest_path_and_stats_show_it() {
             assert!(local.read() == source, "{what}");
             let source = local.fill(2);
             let pushed = moved(&|| push_slot(&pair.local, &local, 0, of(2, row(&remote, 0))).unwrap());
-            assert_eq!(pushed, expected(path_from(way, here), on_device(way, here)), "push, {what}");
+            let by_rings = way.shares() && here.registered && way != Way::Local;
+            let path = if by_rings { "rings" } else { path_from(way, here) };
+            assert_eq!(pushed, expected(path, on_device(way, here)), "push, {what}");
             assert!(remote.read() == source, "{what}");
             if way.has_fabric() && there.registered {
                 pull_slot(&pair.local, of(2, row(&remote, 0)), &local).unwrap();
@@ -98,33 +101,44 @@ fn bytes_take_the_fastest_path_and_stats_show_it() {
     }
 }
 
-/// Transfers of 256 KiB to 2 MiB of registered memory take rings if a call stream with rings is idle.
+/// Pushes of at most 2 MiB of registered memory take rings if a call stream with rings is idle, and pulls of 256 KiB to 2 MiB.
 #[test]
-fn rings_carry_registered_memory_of_medium_size() {
+fn rings_carry_registered_memory_of_some_sizes() {
     const FROM: usize = 256 << 10;
     const TO: usize = 2 << 20;
     for way in [Way::Shm, Way::ShmDevice] {
         let pair = Pair::new(way);
-        for (bytes, path) in [(FROM - 1, "process"), (FROM, "rings"), (TO, "rings"), (TO + 1, "process")] {
+        for (bytes, pulled, pushed) in [
+            (64, "process", "rings"),
+            (FROM - 1, "process", "rings"),
+            (FROM, "rings", "rings"),
+            (TO, "rings", "rings"),
+            (TO + 1, "process", "process"),
+        ] {
             let shape = device(1, 1, bytes);
             let [local, remote] = [&pair.local, &pair.remote]
                 .map(|engine| Held::new(engine, true, &shape, CacheKind::Batch, &[]));
-            let expected = |name: &str| if name == path { bytes as u64 } else { 0 };
-            let grown = |call: &dyn Fn()| {
-                let before = counted(&link(&pair));
-                call();
-                let after = counted(&link(&pair));
-                for (name, bytes) in after {
-                    assert_eq!(bytes - before[name], expected(name), "{way:?}, {name}, {path}");
-                }
+            // On a busy machine the owner may take too long. The pull is then a read by process id.
+            let grown = |path: &'static str, call: &dyn Fn()| {
+                let taken = || {
+                    let before = counted(&link(&pair));
+                    call();
+                    let mut after = counted(&link(&pair));
+                    after.iter_mut().for_each(|(name, bytes)| *bytes -= before[name]);
+                    after.retain(|_, bytes| *bytes > 0);
+                    after
+                };
+                let expected = HashMap::from([(path, bytes as u64)]);
+                let tried = repeat_with(taken).take(20).find(|taken| *taken == expected);
+                assert!(tried.is_some(), "{way:?}, {bytes}: never {path}");
             };
             let source = remote.fill(1);
             // The first pull opens the call stream.
             pull_slot(&pair.local, of(2, row(&remote, 0)), &local).unwrap();
-            grown(&|| pull_slot(&pair.local, of(2, row(&remote, 0)), &local).unwrap());
+            grown(pulled, &|| pull_slot(&pair.local, of(2, row(&remote, 0)), &local).unwrap());
             assert!(local.read() == source, "{way:?}");
             let source = local.fill(2);
-            grown(&|| push_slot(&pair.local, &local, 0, of(2, row(&remote, 0))).unwrap());
+            grown(pushed, &|| push_slot(&pair.local, &local, 0, of(2, row(&remote, 0))).unwrap());
             assert!(remote.read() == source, "{way:?}");
             local.free(&pair.local);
             remote.free(&pair.remote);

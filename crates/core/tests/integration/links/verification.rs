@@ -286,6 +286,48 @@ fn a_grant_must_last_until_the_comparison() {
     }
 }
 
+/// Registered memory of 256 KiB to 2 MiB takes rings although it could be read in place. That changes neither rule.
+#[test]
+fn pulls_over_rings_are_verified_and_keep_to_their_grant() {
+    const ROW: usize = 300 << 10;
+    let pair = Pair::new(Way::Shm);
+    let [near, far] = [&pair.local, &pair.remote]
+        .map(|engine| Held::new(engine, true, &device(2, 8, ROW), CacheKind::Blocks, &[]));
+    let bytes = far.fill(3);
+    let grant = pair.remote.grant(&far.end(), &[1, 2], LONG, 1).unwrap();
+    let token = pair.remote.grant_token(&grant);
+    let from = of(2, row(&far, 0));
+    let pull = |block| {
+        let given = CallExtras { grant: Some(GrantUse { token, done: false }), ..extras(Verify::Full) };
+        pair.local.pull_with(from, &near.end(), &blocks(&[block], &[5]), Layers::ALL, given)
+    };
+    let by_rings = || {
+        let link = pair.local.stats().links.remove(0);
+        let bytes_on =
+            |(name, state): &(&str, llm_datadist_core::PathState)| (*name == "rings").then_some(state.bytes);
+        link.paths.iter().find_map(bytes_on).unwrap()
+    };
+    // The first pull opens the call stream. On a busy machine the owner may take too long, and the pull is a read in place.
+    let before = by_rings();
+    for _ in 0..20 {
+        pull(2).unwrap();
+        if by_rings() > before {
+            break;
+        }
+    }
+    assert!(by_rings() > before, "no pull used rings");
+    for (ours, theirs) in near.read().iter().zip(&bytes) {
+        assert!(ours[5 * ROW..6 * ROW] == theirs[2 * ROW..3 * ROW]);
+    }
+    after_the_move(&near.cache, |cache| flip(cache, 1, (5 * ROW + 77) as u64 * 8));
+    let error = pull(2).unwrap_err();
+    assert_eq!((error.kind(), error.fact("blocks")), (ErrorKind::VerifyFailed, Some("5")), "{error}");
+    let error = pull(3).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+    pair.remote.revoke(&grant, true).unwrap();
+    assert_eq!(pull(2).unwrap_err().kind(), ErrorKind::GrantEnded);
+}
+
 #[test]
 fn a_group_fails_with_the_part_that_differs_and_releases_nothing() {
     let pair = Pair::new(Way::Shm);
