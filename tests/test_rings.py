@@ -62,8 +62,8 @@ def test_forked_child_leaves_the_streams_of_its_parent_alone(ends: Ends) -> None
         assert sides.rings() == [2, 2]
 
 
-def test_a_stopped_owner_does_not_fail_pulls_that_rings_usually_carry(ends: Ends) -> None:
-    """Registered memory of 300 KiB is read in place if its owner does not answer."""
+def test_pull_from_stopped_owner_is_read_by_process_id(ends: Ends) -> None:
+    """A pull of 300 KiB of registered memory prefers rings. If the owner is stopped, the reader reads by process id."""
     near, far = ends.pair()
     rows, row_bytes = 4, 150 << 10
     far.register("far", rows, row_bytes, 2, blocks=True, keys=[by_blocks(0)], mapped=True)

@@ -274,7 +274,7 @@ class LlmConfig:
         int,
         "4 times the memory of the host",
         "Bytes of address space of this process in which the memory of all peers may be mapped. One link may use half "
-        "of it. Memory that does not fit is read through sockets.",
+        "of it. Memory that does not fit is sent by its owner.",
     )
     rank_port = OwnOption(
         "llm.RankPort",

@@ -157,8 +157,8 @@ class LinkStats(TypedDict):
     staged_bytes: int
     """Bytes that passed a host buffer here, because no path reaches the memory of the device."""
     sockets_reason: Optional[str]
-    """The reason why the owner had to send the bytes of a pull or push, through rings or a socket, the latest time it
-    had to. ``None`` if it never had to. Transfers that use rings only because they are faster do not count."""
+    """Why the owner most recently had to send the bytes of a pull or push, through rings or a socket. ``None`` if it
+    never had to. Transfers that use rings only because they are faster do not count."""
 
 
 class FabricStats(TypedDict):

@@ -262,8 +262,8 @@ pub struct LinkConfig {
     /// Whether both sides may link to each other (`llm.TransferBackend=hixl`).
     pub both_ways: bool,
     /// Bytes of address space that the memory of all peers may take in this process; one link may take half
-    /// of it. `None` means four times the memory of the machine. Memory that does not fit is read over
-    /// sockets.
+    /// of it. `None` means four times the memory of the machine. The owner sends the bytes of memory
+    /// that does not fit.
     pub remote_memory: Option<u64>,
     /// How bytes move between hosts.
     pub fabric: FabricConfig,

@@ -38,7 +38,7 @@ pub struct CopyEngine {
     tuner: Arc<Tuner>,
     ring: staging_ring::RingOwner,
     host_buffers: Arc<HostBuffers>,
-    /// Threads that wait for sockets, which copy workers must not do. Started by the first transfer that
+    /// Threads that wait for streams, which copy workers must not do. Started by the first transfer that
     /// needs them.
     streamers: OnceLock<Workers>,
     streams: usize,

@@ -289,7 +289,7 @@ fn all_lost(pid: i32, threads: usize) -> Error {
     Error::new(ErrorKind::Timeout, text).with("pid", pid).with("threads", threads)
 }
 
-/// Returns an error whose kind makes the caller have the owner send the bytes instead.
+/// Returns an error of kind [`ErrorKind::NotEnabled`], after which the owner sends the bytes.
 fn lost_to_others(threads: usize) -> Error {
     let text = "all reader threads are blocked in the kernel by peers whose memory does not respond";
     Error::new(ErrorKind::NotEnabled, text).with("threads", threads)

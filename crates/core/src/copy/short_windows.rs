@@ -1,4 +1,4 @@
-//! Moves short windows between a socket and memory through a buffer, which stays in the CPU caches.
+//! Moves short windows between a stream and memory through a buffer, which stays in the CPU caches.
 //!
 //! The operating system copies a list of short windows more slowly than the copy kernels do, so the additional copy
 //! saves time (docs/performance.md).
@@ -31,7 +31,7 @@ impl<'a> ShortWindowBuffer<'a> {
             return false;
         }
         if self.buffer.is_none() {
-            // Without memory for a buffer, the socket takes the windows themselves.
+            // Without memory for a buffer, the stream takes the windows themselves.
             self.buffer = BounceBuffer::new(self.total.min(SHORT_BYTES)).ok();
         }
         self.buffer.is_some()

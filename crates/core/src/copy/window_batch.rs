@@ -4,7 +4,7 @@ use crate::error::Result;
 use crate::memory::{Tensors, Window, Windows};
 use crate::plan::{CopyPlan, LocalEnd, PlannedSpan};
 
-/// Maximum number of windows in a batch, which a socket takes in one call.
+/// Maximum number of windows in a batch, which a stream takes in one call.
 const WINDOWS: u64 = 1024;
 /// Windows of fewer bytes than this are short.
 const SHORT: u64 = 8 << 10;

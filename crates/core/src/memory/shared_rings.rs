@@ -4,7 +4,7 @@
 //! Each process has a file with the rings that it writes, sealed so that the other process can only read it and it cannot
 //! shrink. The file also says how far the process has read the rings of the other one, and for what it sleeps. So neither
 //! process writes into memory of the other (promise 5). Each checks the numbers of the other whenever it uses them, and copies
-//! messages out before it looks at them. Payload is copied between rings and windows, and nobody looks at it.
+//! messages out before it looks at them. Payload is copied between rings and windows and is never interpreted.
 
 use std::ffi::c_void;
 use std::hint::spin_loop;

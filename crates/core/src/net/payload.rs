@@ -16,7 +16,7 @@ use crate::protocol::MOST_AHEAD;
 /// Bytes of a transmission from one lead to the next.
 pub const LEAD_INTERVAL: u64 = 4 << 20;
 
-/// Whether a lead precedes byte `into` of a transmission of which `left` bytes remain: zeros that align the bytes that follow.
+/// Whether a lead (zeros that align the bytes after it) precedes byte `into` of a transmission of which `left` bytes remain.
 /// `Control::lead` returns their number.
 pub fn leads(into: u64, left: u64) -> bool {
     into.is_multiple_of(LEAD_INTERVAL) && left > MOST_AHEAD

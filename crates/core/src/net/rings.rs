@@ -99,7 +99,7 @@ impl Control for Rings {
         Ok(received)
     }
 
-    /// Payload begins at a page of the ring, as blocks usually begin at a page. Some processors copy at half their speed if the
+    /// Lets payload start on a page boundary of the ring, because blocks usually start on a page boundary. Some processors copy at half their speed if the
     /// destination lies a few bytes further into its page than the source (benches/results/log.md).
     fn lead(&self, way: Way) -> usize {
         match way {

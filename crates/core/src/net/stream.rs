@@ -176,7 +176,8 @@ impl Stream {
         self.state.load(Ordering::Acquire) != OPEN
     }
 
-    /// Whether this side has closed a stream whose bytes could still move: rings are in memory, and know nothing of the socket.
+    /// Whether this side has closed a stream with rings. Closing the socket does not stop bytes in shared memory, so each step checks
+    /// this.
     pub(super) fn closed_here(&self) -> bool {
         self.has_rings() && self.state.load(Ordering::Acquire) == CLOSED
     }

@@ -192,7 +192,8 @@ impl<'a> Transmission<'a> {
     }
 }
 
-/// What moved counts for the pace even if this never had to wait. The next one may have to.
+/// Counts the remaining bytes for the pace. Otherwise a transmission that never waits would not count, and the next one could fail
+/// as too slow.
 impl Drop for Transmission<'_> {
     fn drop(&mut self) {
         if self.unpaced > 0 {

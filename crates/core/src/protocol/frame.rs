@@ -25,7 +25,7 @@ pub const HANDSHAKE_LIMIT: usize = 4 << 10;
 pub const MESSAGE_LIMIT: usize = 64 << 20;
 
 const MAGIC: [u8; 2] = *b"LD";
-/// Bytes that are allocated for a frame at first. Almost all frames need no more.
+/// Initial capacity of a frame, so that short messages need one allocation.
 const FIRST_BYTES: usize = 256;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -47,7 +47,7 @@ impl Answers {
 
     /// Answers the next request on `stream`, which has arrived or is arriving. Returns `false` if the stream
     /// has ended. If the peer unlinks, calls `unlinked` before it sends the reply, so that no trace of the
-    /// link is left here when the peer receives the reply. `replied` is when this thread replied to the request before, if it
+    /// link is left here when the peer receives the reply. `replied` is when this thread replied to the previous request, if it
     /// did; the time of this reply replaces it.
     pub(super) fn answer(
         &self,

@@ -32,11 +32,11 @@ pub(super) struct RequestContext<'a> {
     pub(super) link: &'a Arc<Link>,
     pub(super) stream: &'a Stream,
     pub(super) unlinked: &'a dyn Fn(),
-    /// When this thread began to send the reply to the request before, if it did. This request cannot be older.
+    /// When this thread last began to send a reply with [`reply`](Self::reply), if it did. The request is not older.
     pub(super) replied: &'a Cell<Option<Instant>>,
 }
 
-/// How old a request may be for this side to assume, without a system call, that its caller still waits.
+/// Maximum age of a request whose caller is assumed to be waiting still. It saves a system call.
 const RECENT: Duration = Duration::from_micros(200);
 
 impl RequestContext<'_> {
@@ -79,7 +79,7 @@ impl RequestContext<'_> {
     /// Returns `Err` with `NotLinked` if the caller is gone. A request that is read late, because this
     /// process was stopped, must not be executed any more (`tests/test_peer_faults.py`).
     pub(super) fn still_wanted(&self) -> Result<()> {
-        // A system call finds out whether the peer has closed the stream, so this is asked only if the request may be old.
+        // Checking whether the peer has closed the stream takes a system call, so recent requests skip it.
         let is_recent = || self.replied.get().is_some_and(|at| at.elapsed() < RECENT);
         if (!is_recent() && self.stream.abandoned()) || !self.link.alive() {
             return Err(Error::new(ErrorKind::NotLinked, "the caller has given up"));

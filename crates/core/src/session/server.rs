@@ -316,7 +316,7 @@ impl Server {
     }
 
     /// Answers the next request on `stream`. Returns `false` if no further request will arrive on it. `replied` is when this
-    /// thread replied to the request before, if it did.
+    /// thread replied to the previous request, if it did.
     fn serve(&self, link: &Arc<Link>, stream: &Arc<Stream>, replied: &Cell<Option<Instant>>) -> bool {
         let gone = Cell::new(false);
         let unlinked = || gone.set(self.registry.remove(link, "the peer unlinked"));

@@ -161,7 +161,7 @@ pub struct LinkState {
     pub paths: Vec<(&'static str, PathState)>,
     /// Bytes of them that passed a host buffer of this engine, because no path reaches the memory of a device.
     pub staged_bytes: u64,
-    /// Why the owner had to send the bytes of a pull or push, the latest time it had to; `None` if it never had to.
+    /// Why the owner most recently had to send the bytes of a pull or push; `None` if it never had to.
     pub sockets_reason: Option<String>,
 }
 

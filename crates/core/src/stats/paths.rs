@@ -64,7 +64,7 @@ impl PathCounters {
         self.staged_bytes.load(Ordering::Relaxed)
     }
 
-    /// Returns why the owner had to send the bytes of a transfer, the latest time it had to.
+    /// Returns why the owner most recently had to send the bytes of a transfer.
     pub fn reason(&self) -> Option<String> {
         self.reason.lock().clone()
     }

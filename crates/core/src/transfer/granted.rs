@@ -70,7 +70,7 @@ impl Call {
     pub(super) fn end_of_grant_or(&self, error: Error) -> Error {
         self.note_grant(Some(&error));
         let (Some(grant), ErrorKind::CacheNotFound) = (&self.grant, error.kind()) else { return error };
-        // Over sockets this side does not see the end.
+        // If the owner sends the bytes, this side does not see the end.
         self.grant_id().iter().for_each(|id| self.link.forget_grant(id));
         match self.link.open_grant(&grant.given.token, self.deadline) {
             Err(ended) if ended.kind() == ErrorKind::GrantEnded => self.named(ended),

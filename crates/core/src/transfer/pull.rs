@@ -1,4 +1,5 @@
-//! Pulls: this process reads the peer's memory if it can; otherwise it asks for a stream.
+//! Pulls: this process reads the peer's memory if it can, or asks the owner to send the bytes through streams. For some sizes it first
+//! tries rings.
 
 use std::borrow::Borrow;
 use std::sync::Arc;
@@ -17,7 +18,7 @@ use crate::session::{
 use crate::stats::Op;
 use crate::validate::{CheckedPull, Conversion, PullRows};
 
-/// How long rings may take at most for bytes that could be read in place instead: many times as long as the bytes need.
+/// Maximum time that a pull through rings may take before the bytes are read in place instead. It is many times what 2 MiB need.
 const RING_PATIENCE: Duration = Duration::from_millis(20);
 
 /// The key of a pull whose bytes are in place.
@@ -270,8 +271,8 @@ impl Call {
         received
     }
 
-    /// Receives the bytes through `rings`, although they could be read in place. Returns `None` if that fails for a reason that
-    /// may not concern a read in place: the owner is busy or does not answer, its rows are in use, or not all of its cache is mapped.
+    /// Receives the bytes through `rings`, although they could be read in place. Returns `None` if a read in place may still
+    /// succeed: the owner is busy, stopped or uses the rows, or part of its cache is not mapped.
     fn receive_soon(
         &self,
         rings: StreamLease,

@@ -47,8 +47,8 @@ fn path(leases: &[StreamLease]) -> PathKind {
 }
 
 impl Streams {
-    /// Receives the bytes of the plan into the local cache, over `first` or a stream that is waited for, and others. Also returns
-    /// the path that they took.
+    /// Receives the bytes of the plan into the local cache through `first`, or a stream that this waits for, and further streams.
+    /// Also returns the path that they took.
     pub(super) fn receive(
         self,
         first: Option<StreamLease>,
@@ -60,8 +60,8 @@ impl Streams {
         Ok((self.in_parts(leases, part)?, path))
     }
 
-    /// Returns the streams for the parts of the transfer. The first one is `first`, or is waited for. Others are used if they are there soon:
-    /// a call whose rows are pinned at the owner must not wait for streams of calls that wait for these rows.
+    /// Returns the streams for the parts of the transfer. The first is `first` if given; otherwise this waits for one. It waits at most
+    /// [`FURTHER_STREAM`] for each other one, because a call whose rows are pinned at the owner must not wait for streams of calls that wait for these rows.
     fn leases(&self, first: Option<StreamLease>) -> Result<Vec<StreamLease>> {
         let (link, deadline) = (&self.call.link, self.call.deadline);
         let most = self.most_parts();

@@ -748,9 +748,10 @@ fn scattered_blocks_do_what_copying_one_by_one_does() {
     );
 }
 
-/// Lists become spans if their blocks join or have a constant stride: a few of them in a short list, many in a long one.
+/// A list becomes spans if its blocks join or have a constant stride. In a list of fewer than 64 blocks one such block suffices; in a
+/// longer list one in eight is needed.
 #[test]
-fn what_joins_is_joined() {
+fn joining_blocks_become_spans() {
     let form = |pairs: &[(u64, u64)]| plan(pairs, 16, CacheCount::Two).waves()[0].blocks().is_some();
     let scattered = |count: u64| (0..count).map(|k| (k, (k * k * 7 + k) % 1009)).collect::<Pairs>();
     for count in [1, 2, 63, 64, 500] {

@@ -147,7 +147,7 @@ fn rings_carry_registered_memory_of_some_sizes() {
     }
 }
 
-/// A pull by process id does not wait for calls of the owner, so a pull that would rather use rings does not either.
+/// If a call of the owner uses the rows, a pull that prefers rings reads by process id after at most 20 ms.
 #[test]
 fn rows_that_the_owner_uses_are_read_by_process_id() {
     const BYTES: usize = 512 << 10;
@@ -168,13 +168,13 @@ fn rows_that_the_owner_uses_are_read_by_process_id() {
     assert_eq!(after["rings"], before["rings"]);
 }
 
-/// The kernel reads rows of registered memory of which other rows are not mapped, and so does a pull that would rather use
-/// rings.
+/// The kernel can read mapped rows of a cache whose other rows are not mapped. A pull that prefers rings falls back to it, and a
+/// push uses it at once.
 #[test]
 fn rows_beside_unmapped_ones_are_read_by_process_id() {
     const BYTES: usize = 512 << 10;
     let pair = Pair::new(Way::Shm);
-    // Behind the pages, nothing can be read.
+    // The memory after the pages is not mapped, so the fifth row cannot be read.
     let pages = [Pages::new(1, None), Pages::new(1, None)];
     pages.iter().for_each(|pages| pages.write(0, 4 * BYTES));
     let shape = desc(Placement::Host, 1, 5, BYTES);

@@ -286,7 +286,7 @@ fn a_grant_must_last_until_the_comparison() {
     }
 }
 
-/// Registered memory of 256 KiB to 2 MiB takes rings although it could be read in place. That changes neither rule.
+/// Pulls of 256 KiB to 2 MiB of registered memory use rings. They are verified, and a grant limits them, as a read in place is.
 #[test]
 fn pulls_over_rings_are_verified_and_keep_to_their_grant() {
     const ROW: usize = 300 << 10;

@@ -103,7 +103,7 @@ fn woken_at(stream: &Stream) -> i32 {
     value
 }
 
-/// Writes more bytes than the socket may take at once.
+/// Writes all of `bytes`, even if the socket does not take them at once.
 fn write_all(to: &Stream, mut bytes: &[u8]) {
     let until = Instant::now() + Duration::from_secs(10);
     while !bytes.is_empty() {
@@ -215,7 +215,7 @@ fn skipped_bytes_are_not_taken_for_a_frame() {
     });
 }
 
-/// A transfer that never has to wait keeps the pace too. The next one, which waits, is not blamed for the time before.
+/// Bytes that move without a wait count for the pace, so the next transmission, which waits, times out instead of failing as too slow.
 #[test]
 fn bytes_that_move_without_a_wait_keep_the_pace() {
     let source = Cut::new(&[64 << 10], 0, |_| 1);

@@ -176,9 +176,10 @@ fn sender_without_room_notices_the_end() {
     assert_eq!(error.kind(), ErrorKind::NotLinked, "only zeros wake: {error}");
 }
 
-/// There is room in the ring, and there are bytes. So no thread has to sleep, and none would hear from the socket that it was closed.
+/// The ring has room and bytes, so no thread sleeps and sees the closed socket. The stream must check that it is closed. The peer can
+/// still receive what was sent.
 #[test]
-fn a_stream_that_this_side_has_closed_moves_nothing() {
+fn closed_stream_with_rings_moves_nothing() {
     let ours = |error: Error| {
         assert_eq!(error.kind(), ErrorKind::NotLinked, "{error}");
         error.to_string()
