@@ -49,7 +49,7 @@ fn ordered(
     caches: CacheCount,
     wave: impl Fn(Arc<Vec<(u32, u32)>>, bool) -> Result<Wave>,
 ) -> Result<Vec<Wave>> {
-    let free = apart(&pairs, caches)? || !order::order_matters(&pairs, caches)?;
+    let free = pairs.len() < 2 || apart(&pairs, caches)? || !order::order_matters(&pairs, caches)?;
     let waves = if free { vec![pairs] } else { order::waves(&pairs, caches)? };
     let sorted = |mut pairs: Vec<(u32, u32)>| {
         by_source(&mut pairs)?;
