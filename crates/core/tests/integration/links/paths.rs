@@ -22,6 +22,16 @@ fn link(pair: &Pair) -> LinkState {
     pair.local.stats().links.remove(0)
 }
 
+/// Bytes that `call` moves by path, and those that it stages. Leaves out what is 0.
+fn moved(pair: &Pair, call: &dyn Fn()) -> HashMap<&'static str, u64> {
+    let before = counted(&link(pair));
+    call();
+    let mut after = counted(&link(pair));
+    after.iter_mut().for_each(|(name, bytes)| *bytes -= before[name]);
+    after.retain(|_, bytes| *bytes > 0);
+    after
+}
+
 /// The path on which bytes leave this memory.
 fn path_from(way: Way, memory: Memory) -> &'static str {
     if way.has_fabric() && !memory.registered {
@@ -53,14 +63,6 @@ fn bytes_take_the_fastest_path_and_stats_show_it() {
             let what = format!("{way:?}: {here:?}, {there:?}");
             let local = here.held(&pair.local, (2, 1, 96), CacheKind::Batch, &[]);
             let remote = there.held(&pair.remote, (2, 1, 96), CacheKind::Batch, &[]);
-            let moved = |call: &dyn Fn()| {
-                let before = counted(&link(&pair));
-                call();
-                let mut after = counted(&link(&pair));
-                after.iter_mut().for_each(|(name, bytes)| *bytes -= before[name]);
-                after.retain(|_, bytes| *bytes > 0);
-                after
-            };
             let expected = |path, staged: bool| {
                 let mut expected = HashMap::from([(path, BYTES)]);
                 if staged {
@@ -69,11 +71,11 @@ fn bytes_take_the_fastest_path_and_stats_show_it() {
                 expected
             };
             let source = remote.fill(1);
-            let pulled = moved(&|| pull_slot(&pair.local, of(2, row(&remote, 0)), &local).unwrap());
+            let pulled = moved(&pair, &|| pull_slot(&pair.local, of(2, row(&remote, 0)), &local).unwrap());
             assert_eq!(pulled, expected(path_from(way, there), on_device(way, here)), "pull, {what}");
             assert!(local.read() == source, "{what}");
             let source = local.fill(2);
-            let pushed = moved(&|| push_slot(&pair.local, &local, 0, of(2, row(&remote, 0))).unwrap());
+            let pushed = moved(&pair, &|| push_slot(&pair.local, &local, 0, of(2, row(&remote, 0))).unwrap());
             let by_rings = way.shares() && here.registered && way != Way::Local;
             let path = if by_rings { "rings" } else { path_from(way, here) };
             assert_eq!(pushed, expected(path, on_device(way, here)), "push, {what}");
@@ -120,16 +122,8 @@ fn rings_carry_registered_memory_of_some_sizes() {
                 .map(|engine| Held::new(engine, true, &shape, CacheKind::Batch, &[]));
             // On a busy machine the owner may take too long. The pull is then a read by process id.
             let grown = |path: &'static str, call: &dyn Fn()| {
-                let taken = || {
-                    let before = counted(&link(&pair));
-                    call();
-                    let mut after = counted(&link(&pair));
-                    after.iter_mut().for_each(|(name, bytes)| *bytes -= before[name]);
-                    after.retain(|_, bytes| *bytes > 0);
-                    after
-                };
                 let expected = HashMap::from([(path, bytes as u64)]);
-                let tried = repeat_with(taken).take(20).find(|taken| *taken == expected);
+                let tried = repeat_with(|| moved(&pair, call)).take(20).find(|moved| *moved == expected);
                 assert!(tried.is_some(), "{way:?}, {bytes}: never {path}");
             };
             let source = remote.fill(1);
