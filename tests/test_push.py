@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from peers import GONE, INVALID, OK, UNLINKED, End, Ends, Peer, by_blocks, by_request, by_slot, code, equal, pattern
+from peers.values import cache_key
 
 
 def test_what_was_pushed_is_the_peers_own(one_sided: tuple[End, Peer]) -> None:
@@ -95,3 +96,18 @@ def test_sixty_thousand_blocks_and_a_small_call_after(ends: Ends, transport: str
         near.push_blocks(by_blocks(2), "n", some.tolist(), others.tolist(), n=1)
         expected[others] = source[some]
         assert np.array_equal(far.read("f")[0], expected)
+
+
+def test_parts_of_many_blocks_may_go_to_one_block(ends: Ends) -> None:
+    """The last one wins. Each repeated block is a wave of its own in the plan that the peer gets."""
+    near, far = ends.pair(accessible=True)
+    count, row_bytes, length = 300, 256, 96
+    far.allocate("far", 8, row_bytes, 2, blocks=True, keys=[by_blocks(0)], seed=1)
+    near.allocate("near", count, row_bytes, 2, blocks=True, seed=2)
+    expected, source = far.read("far"), near.read("near")
+    near.manager.push_blocks(
+        cache_key(by_blocks(2)), near.held["near"].handle, list(range(count)), [7] * count, length=length
+    )
+    for target, ours in zip(expected, source):
+        target[7][:length] = ours[count - 1][:length]
+    assert equal(far.read("far"), expected)

@@ -39,7 +39,9 @@ pub(super) fn waves_of_rows(
     ordered(pairs, caches, |pairs, scattered| {
         let spans = fallible::copied(PLAN, &template.spans)?;
         let template = Template { src_unit, dst_unit, pairs, spans };
-        if scattered { Wave::of_template(template) } else { joined(template.first_pieces()) }
+        // A plan with templates is sent with few of them, and repeated blocks make one wave each.
+        let few = template.pairs.len() < FEW;
+        if scattered && !few { Wave::of_template(template) } else { joined(template.first_pieces()) }
     })
 }
 
