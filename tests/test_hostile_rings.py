@@ -164,6 +164,37 @@ def test_cache_bytes_travel_through_their_own_rings(offer: Offer) -> None:
         trial.judge(links=1, streams=1, busy=1, mapped=GENERATIONS)
 
 
+def test_requests_of_a_caller_that_has_closed_its_stream_are_refused(offer: Offer) -> None:
+    """A caller closes its stream when it gives up, and may repeat the call over another one.
+
+    The first request, which may still be in the ring, must not write after the second one.
+    """
+    with Trial() as trial:
+        link = local_link(trial, offer)
+        trial.begin()
+        other = link.ringed_call()
+        cache = int(other.ask(m.describe(m.name_blocks(1)))["cache"])
+        read(other, cache, spans(0, PREY_BYTES), PREY_BYTES)
+        before = other.payload.take(PREY_BYTES)
+        for count in (5, PREY_BYTES):
+            wire = link.ringed_call()
+            # The engine now polls the ring for the next request, which it finds at once.
+            assert wire.ask(PING)["is"] == "Done"
+            wire.forge(wire.CLOSED, 1)
+            request = m.write(m.name_blocks(1), cache, spans(0, count), 0, count, ahead=count == 5)
+            if count == 5:
+                wire.payload.place(b"after")
+                wire.payload.forge(wire.WRITTEN, 5)
+            answer = wire.ask(request)
+            assert answer["is"] == "Failed", answer
+            assert answer["message"] == "the caller has given up", answer
+            read(other, cache, spans(0, PREY_BYTES), PREY_BYTES)
+            assert other.payload.take(PREY_BYTES) == before
+            wire.wire.close()
+        assert other.ask(PING)["is"] == "Done"
+        trial.judge(links=1, streams=3, busy=1, mapped=GENERATIONS)
+
+
 def wrong_payload(wire: RingWire, cache: int) -> list[Callable[[], None]]:
     """Ways to break the protocol of the rings for payload."""
     rings = wire.payload

@@ -144,7 +144,7 @@ def peer_rings(received: list[int]) -> mmap.mmap:
 class Rings:
     """One ring in each direction. `word` reads a word of the engine; `forge` writes a word of this side."""
 
-    WRITTEN, READ, AWAITS_BYTES, AWAITS_ROOM = 0, 64, 128, 192
+    WRITTEN, READ, AWAITS_BYTES, AWAITS_ROOM, CLOSED = 0, 64, 128, 192, 256
 
     def __init__(self, wire: Wire, own: mmap.mmap, theirs: mmap.mmap, words: int, start: int, size: int) -> None:
         self.wire, self.own, self.theirs = wire, own, theirs

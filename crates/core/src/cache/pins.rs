@@ -272,6 +272,11 @@ impl Pin {
         self.0.0.all().iter().any(|rows| rows.waiter.is_some())
     }
 
+    /// Returns whether the call writes any of the rows.
+    pub fn writes(&self) -> bool {
+        self.0.0.all().iter().any(|rows| !rows.used.writes().is_empty())
+    }
+
     /// Gives back the rows and the caches. The calls that may begin now are notified when the result is dropped.
     pub fn release(mut self) -> OpenedTurns {
         self.give_back()

@@ -2,9 +2,10 @@
 //! of a pair and reads the other one.
 //!
 //! Each process has a file with the rings that it writes, sealed so that the other process can only read it and it cannot
-//! shrink. The file also says how far the process has read the rings of the other one, and for what it sleeps. So neither
-//! process writes into memory of the other (promise 5). Each checks the numbers of the other whenever it uses them, and copies
-//! messages out before it looks at them. Payload is copied between rings and windows and is never interpreted.
+//! shrink. The file also says how far the process has read the rings of the other one, for what it sleeps, and whether it has
+//! closed the stream. So neither process writes into memory of the other (promise 5). Each checks the numbers of the other
+//! whenever it uses them, and copies messages out before it looks at them. Payload is copied between rings and windows and is
+//! never interpreted.
 
 use std::ffi::c_void;
 use std::hint::spin_loop;
@@ -64,6 +65,8 @@ enum Word {
     AwaitsBytes = 128,
     /// 1 while it sleeps until it can write.
     AwaitsRoom = 192,
+    /// 1 once it has closed the stream.
+    Closed = 256,
 }
 
 /// What a thread waits for.
@@ -281,6 +284,16 @@ impl RingPair {
     pub fn wakes(&self, awaited: RingWait) -> bool {
         fence(Ordering::SeqCst);
         self.peer.word(self.place, awaited.word()).load(Ordering::Relaxed) != 0
+    }
+
+    /// Tells the other side that this one has closed the stream.
+    pub fn close(&self) {
+        self.publish(Word::Closed, 1);
+    }
+
+    /// Returns whether the other side has closed the stream. A process that was killed has not.
+    pub fn peer_closed(&self) -> bool {
+        self.peer.number(self.place, Word::Closed) != 0
     }
 
     /// Returns the position of the next byte to write, and the room. The room may be underestimated, but is at least `wanted`
@@ -609,6 +622,16 @@ mod tests {
         one.write(b"x").unwrap();
         assert!(!other.fall_asleep(RingWait::Bytes), "the byte has arrived");
         assert!(!one.wakes(RingWait::Bytes));
+    }
+
+    #[test]
+    fn only_the_other_side_sees_that_one_has_closed() {
+        for (one, other) in pairs() {
+            one.write(b"the last words").unwrap();
+            one.close();
+            assert!(other.peer_closed() && !one.peer_closed());
+            assert_eq!(other.read(&mut [0; 32]), Ok(14), "what it has written is still there");
+        }
     }
 
     #[test]

@@ -161,6 +161,16 @@ impl Rings {
         }
     }
 
+    /// Tells the peer that this side has closed the stream.
+    pub(super) fn close(&self) {
+        self.memory.close();
+    }
+
+    /// Whether the peer has said that it has closed the stream.
+    pub(super) fn peer_closed(&self) -> bool {
+        self.memory.peer_closed()
+    }
+
     fn has_ended(&self) -> bool {
         self.ended.load(Ordering::Acquire)
     }

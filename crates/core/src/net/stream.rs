@@ -185,11 +185,20 @@ impl Stream {
     /// Whether the peer has closed its end. It then no longer waits for an answer, even if some of its bytes
     /// are still unread (`a_peer_that_has_gone_is_seen_behind_what_it_left`).
     pub fn abandoned(&self) -> bool {
+        if self.peer_closed_rings() {
+            return true;
+        }
         let mut socket = [PollFd::new(&self.socket, PollFlags::RDHUP)];
         match poll(&mut socket, Some(&timespec(Duration::ZERO))) {
             Ok(0) | Err(Errno::INTR) => self.is_closed(),
             _ => true,
         }
+    }
+
+    /// Whether the peer has said in shared memory that it has closed its end. Makes no system call. A peer that was killed
+    /// says nothing.
+    pub fn peer_closed_rings(&self) -> bool {
+        self.rings.get().is_some_and(|rings| rings.messages.peer_closed())
     }
 
     /// Ends the stream after half a frame, because what follows would be read as something else.
@@ -199,6 +208,9 @@ impl Stream {
 
     fn end(&self, state: u8) {
         self.mark(state);
+        if let Some(rings) = self.rings.get() {
+            rings.messages.close();
+        }
         // Fails only if the peer is gone, which ends the stream as well.
         let _ = shutdown(&self.socket, Shutdown::Both);
     }

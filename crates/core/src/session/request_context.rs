@@ -36,7 +36,7 @@ pub(super) struct RequestContext<'a> {
     pub(super) replied: &'a Cell<Option<Instant>>,
 }
 
-/// Maximum age of a request whose caller is assumed to be waiting still. It saves a system call.
+/// Maximum age of a request that is not checked for the death of its caller.
 const RECENT: Duration = Duration::from_micros(200);
 
 impl RequestContext<'_> {
@@ -79,12 +79,17 @@ impl RequestContext<'_> {
     /// Returns `Err` with `NotLinked` if the caller is gone. A request that is read late, because this
     /// process was stopped, must not be executed any more (`tests/test_peer_faults.py`).
     pub(super) fn still_wanted(&self) -> Result<()> {
-        // Checking whether the peer has closed the stream takes a system call, so recent requests skip it.
-        let is_recent = || self.replied.get().is_some_and(|at| at.elapsed() < RECENT);
-        if (!is_recent() && self.stream.abandoned()) || !self.link.alive() {
+        let gone = if self.is_recent() { self.stream.peer_closed_rings() } else { self.stream.abandoned() };
+        if gone || !self.link.alive() {
             return Err(Error::new(ErrorKind::NotLinked, "the caller has given up"));
         }
         Ok(())
+    }
+
+    /// Whether the request arrived so soon after a reply that its caller can be gone only if it says so in shared memory, or was
+    /// killed. Asking the kernel takes a system call.
+    fn is_recent(&self) -> bool {
+        self.stream.has_rings() && self.replied.get().is_some_and(|at| at.elapsed() < RECENT)
     }
 
     /// Returns the cache of a request, or `None` if its name no longer resolves to that cache. Returns `Err`
@@ -105,11 +110,12 @@ impl RequestContext<'_> {
         self.still_wanted()?;
         let Some(cache) = self.opened(call)? else { return Ok(None) };
         let pin = pin(&cache)?;
-        // While `pin` ran, the cache may have been released, so it is looked up again. Whether the caller has given up takes a
-        // system call to find out, so this is asked again only after a wait.
-        if pin.waited() || !self.link.alive() {
+        // A caller that has given up may send the same bytes again by another request. While this one has the rows, that one
+        // waits. So if the caller has given up after this, the later request writes last.
+        if pin.waited() || pin.writes() || !self.link.alive() {
             self.still_wanted()?;
         }
+        // While `pin` ran, the cache may have been released, so it is looked up again.
         Ok(self.opened(call)?.map(|cache| (cache, pin)))
     }
 

@@ -367,3 +367,68 @@ fn push_pull_and_copy_do_not_deadlock() {
         assert!(remote.read() == rows);
     }
 }
+
+/// Both sides push registered memory to each other at the same time, which rings carry. Pushes of different rows wait for nothing.
+/// Two pushes whose rows are each other's wait until their deadline, and the rows can be used afterwards.
+#[test]
+fn pushes_through_rings_cross() {
+    const BYTES: usize = 512 << 10;
+    let pair = Pair::with(Way::Shm, |config| config.sync_timeout = Duration::from_secs(1));
+    let engines = [&pair.local, &pair.remote];
+    let caches = engines.map(|engine| Held::new(engine, true, &device(2, 2, BYTES), Batch, &[]));
+    let push = |side: usize, to_row| {
+        let (source, target) = (&caches[side], &caches[1 - side]);
+        push_slot(engines[side], source, 0, of(2 - side as u64, row(target, to_row)))
+    };
+    for side in [0, 1] {
+        // Opens the call stream.
+        push(side, 1).unwrap();
+    }
+    let bytes = [0, 1].map(|side: usize| caches[side].fill(side as u8));
+    let slot = |side: usize, held: &[Vec<u8>], row: usize| -> Vec<Vec<u8>> {
+        assert_eq!(held.len(), 2, "{side}");
+        held.iter().map(|tensor| tensor[row * BYTES..][..BYTES].to_vec()).collect()
+    };
+    together(4, |index| (0..times(100)).for_each(|_| push(index % 2, 1).unwrap()));
+    for side in [0, 1] {
+        let (own, theirs) = (caches[side].read(), &bytes[1 - side]);
+        assert!(slot(side, &own, 1) == slot(side, theirs, 0), "row 1 of side {side}");
+        assert!(slot(side, &own, 0) == slot(side, &bytes[side], 0), "row 0 of side {side}");
+    }
+    for _ in 0..times(3) {
+        together(2, |side| {
+            if let Err(error) = push(side, 0) {
+                assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+            }
+        });
+        eventually("the rows are free", || push(0, 0).is_ok() && push(1, 1).is_ok());
+        let [local, remote] = [0, 1].map(|side: usize| slot(side, &caches[side].read(), 0));
+        assert!(local == remote);
+    }
+    assert!(pair.local.stats().links[0].paths.iter().any(|(name, path)| *name == "rings" && path.bytes > 0));
+}
+
+/// More layers of registered memory are pushed at once than there are call streams with rings. The peer reads the others.
+#[test]
+fn layers_are_pushed_while_all_rings_are_busy() {
+    const TASKS: usize = 12;
+    const BYTES: usize = 300 << 10;
+    let pair = Pair::new(Way::Shm);
+    let shape = device(8, 1, BYTES);
+    let held = |engine| (0..TASKS).map(|_| Held::new(engine, true, &shape, Batch, &[])).collect::<Vec<_>>();
+    let (sources, targets) = (held(&pair.local), held(&pair.remote));
+    for round in 0..times(5) as u8 {
+        let bytes: Vec<_> =
+            sources.iter().zip(0..).map(|(source, at)| source.fill(round * 20 + at)).collect();
+        let start = |at: usize| {
+            let into = Target::Cache { name: row(&targets[at], 0), first_layer: 0 };
+            start(&pair.local, &sources[at], &SLOTS, &[to(2, into, 4)])
+        };
+        let tasks: Vec<_> = (0..TASKS).map(start).collect();
+        together(TASKS, |at| super::layerwise::finish(&tasks[at]));
+        for (at, task) in tasks.iter().enumerate() {
+            assert!(is_done(task, 0), "{:?}", task.outcomes());
+            assert!(targets[at].read() == bytes[at], "round {round}, task {at}");
+        }
+    }
+}
