@@ -1,7 +1,7 @@
 //! A stand-in for `libnixl_capi` in tests. It reads memory of processes of this host, and fails on request.
 //!
-//! Agents belong to a group. The setting `FAKE_NAME` of UCX (`engine_config`) names it. Further settings of its first agent, and the
-//! function `fake_nixl_set`, choose what goes wrong in the group:
+//! Agents belong to a group. The setting `FAKE_NAME` of UCX (`engine_config`) names it. Further settings of its first agent,
+//! and the function `fake_nixl_set`, choose what goes wrong in the group:
 //!
 //! | name | effect |
 //! | --- | --- |

@@ -50,7 +50,8 @@ pub struct ReadAccess<'a> {
     pub hidden: &'a str,
 }
 
-/// Returns the path on which a reader with `access` reads `memory` of its peer in place, or the reason why the owner has to send it.
+/// Returns the path on which a reader with `access` reads `memory` of its peer in place, or the reason why the owner has to
+/// send it.
 pub fn choose_path(memory: OwnerMemory, access: ReadAccess<'_>) -> std::result::Result<PathKind, &str> {
     match memory {
         OwnerMemory::Pool => access.pools,

@@ -304,8 +304,8 @@ impl DataDist {
         self.swap_sub_rows(src, dst, pairs, SubRow::default())
     }
 
-    /// Swaps a part of every block; otherwise like [`swap_blocks`](Self::swap_blocks). With a part, the blocks of both caches may have
-    /// different sizes.
+    /// Swaps a part of every block; otherwise like [`swap_blocks`](Self::swap_blocks). With a part, the blocks of both caches
+    /// may have different sizes.
     pub fn swap_sub_rows(&self, src: &End, dst: &End, pairs: &[(i64, i64)], part: SubRow) -> Result<()> {
         let deadline = self.deadline();
         let (src, dst) = (self.resolve(src), self.resolve(dst));

@@ -25,8 +25,8 @@ impl Adopted {
     ///
     /// # Safety
     ///
-    /// The rows of one tensor from each address on must stay readable and writable as long as this value, or
-    /// a cache made from it, is used in a copy. Gaps between rows are not touched. If tensors share bytes with other tensors, their pins do not
+    /// The rows of one tensor from each address on must stay readable and writable as long as this value, or a cache made from
+    /// it, is used in a copy. Gaps between rows are not touched. If tensors share bytes with other tensors, their pins do not
     /// exclude each other. Copies between them stay inside the given memory, but their order is undefined.
     pub unsafe fn new(desc: &CacheDesc, kind: CacheKind, addrs: &[u64]) -> Result<Adopted> {
         let (layout, mixed) = validate::addresses(desc, kind, addrs)?;

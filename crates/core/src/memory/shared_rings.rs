@@ -291,7 +291,7 @@ impl RingPair {
         self.publish(Word::Closed, 1);
     }
 
-    /// Returns whether the other side has closed the stream. A process that was killed has not.
+    /// Returns whether the other side has closed the stream. Returns `false` if its process was killed.
     pub fn peer_closed(&self) -> bool {
         self.peer.number(self.place, Word::Closed) != 0
     }

@@ -52,8 +52,8 @@ impl Reach {
     }
 }
 
-/// A bounds-checked range of bytes inside one tensor or [`BounceBuffer`](super::BounceBuffer). It describes a location only: there is no way to read
-/// it as a slice.
+/// A bounds-checked range of bytes inside one tensor or [`BounceBuffer`](super::BounceBuffer). It describes a location only:
+/// there is no way to read it as a slice.
 #[derive(Clone, Copy, Debug)]
 pub struct Window<'a> {
     addr: u64,

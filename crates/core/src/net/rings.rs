@@ -99,8 +99,8 @@ impl Control for Rings {
         Ok(received)
     }
 
-    /// Lets payload start on a page boundary of the ring, because blocks usually start on a page boundary. Some processors copy at half their speed if the
-    /// destination lies a few bytes further into its page than the source (benches/results/log.md).
+    /// Lets payload start on a page boundary of the ring, because blocks usually start on a page boundary. Some processors copy
+    /// at half their speed if the destination lies a few bytes further into its page than the source (benches/results/log.md).
     fn lead(&self, way: Way) -> usize {
         match way {
             Way::In => self.memory.unread_of_page(),
@@ -166,7 +166,7 @@ impl Rings {
         self.memory.close();
     }
 
-    /// Whether the peer has said that it has closed the stream.
+    /// Whether the peer has closed the stream, by its word in shared memory.
     pub(super) fn peer_closed(&self) -> bool {
         self.memory.peer_closed()
     }

@@ -176,8 +176,8 @@ impl Stream {
         self.state.load(Ordering::Acquire) != OPEN
     }
 
-    /// Whether this side has closed a stream with rings. Closing the socket does not stop bytes in shared memory, so each step checks
-    /// this.
+    /// Whether this side has closed a stream with rings. Closing the socket does not stop bytes in shared memory, so each step
+    /// checks this.
     pub(super) fn closed_here(&self) -> bool {
         self.has_rings() && self.state.load(Ordering::Acquire) == CLOSED
     }
@@ -195,8 +195,8 @@ impl Stream {
         }
     }
 
-    /// Whether the peer has said in shared memory that it has closed its end. Makes no system call. A peer that was killed
-    /// says nothing.
+    /// Whether the peer has set the word for a closed stream in shared memory. Makes no system call. Returns `false` for a peer
+    /// that was killed.
     pub fn peer_closed_rings(&self) -> bool {
         self.rings.get().is_some_and(|rings| rings.messages.peer_closed())
     }

@@ -84,9 +84,8 @@ impl<Link: Eq + Hash + Copy, Turn> Slots<Link, Turn> {
         None
     }
 
-    /// Releases a slot of `link`, and returns the waiting turn that takes it. The own slot passes to a turn
-    /// of the same link, and an extra slot to nobody. A shared slot passes to the link that has waited longest among those that may use
-    /// one more.
+    /// Releases a slot of `link`, and returns the waiting turn that takes it. The own slot passes to a turn of the same link,
+    /// and an extra slot to nobody. A shared slot passes to the link that has waited longest among those that may use one more.
     pub(super) fn leave(&mut self, link: Link, slot: CallSlot) -> Option<(Turn, CallSlot)> {
         let of_link = self.links.get_mut(&link)?;
         match slot {

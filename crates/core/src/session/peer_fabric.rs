@@ -17,8 +17,8 @@ pub(super) fn pools_only(library: FabricLibrary) -> &'static str {
 }
 
 impl Shared {
-    /// Returns what the peer on `stream` may read by UCX or NIXL. `None` if the stream carries descriptors, because the peer then maps
-    /// the memory.
+    /// Returns what the peer on `stream` may read by UCX or NIXL. `None` if the stream carries descriptors, because the peer
+    /// then maps the memory.
     pub(super) fn fabric_offer(&self, stream: &Stream) -> Option<FabricOffer> {
         let fabric = self.resources.fabric.as_ref().ok().filter(|_| !stream.carries_descriptors());
         fabric.map(EngineFabric::offer)

@@ -36,7 +36,7 @@ pub(super) struct RequestContext<'a> {
     pub(super) replied: &'a Cell<Option<Instant>>,
 }
 
-/// Maximum age of a request that is not checked for the death of its caller.
+/// Maximum age of a request through rings that is not checked with a system call, which also finds a caller that was killed.
 const RECENT: Duration = Duration::from_micros(200);
 
 impl RequestContext<'_> {
@@ -86,8 +86,8 @@ impl RequestContext<'_> {
         Ok(())
     }
 
-    /// Whether the request arrived so soon after a reply that its caller can be gone only if it says so in shared memory, or was
-    /// killed. Asking the kernel takes a system call.
+    /// Whether this side replied so recently, on a stream with rings, that it checks only the shared memory, which takes no
+    /// system call. It then misses only a caller that was killed.
     fn is_recent(&self) -> bool {
         self.stream.has_rings() && self.replied.get().is_some_and(|at| at.elapsed() < RECENT)
     }
@@ -110,8 +110,8 @@ impl RequestContext<'_> {
         self.still_wanted()?;
         let Some(cache) = self.opened(call)? else { return Ok(None) };
         let pin = pin(&cache)?;
-        // A caller that has given up may send the same bytes again by another request. While this one has the rows, that one
-        // waits. So if the caller has given up after this, the later request writes last.
+        // A caller that has given up may repeat the write on another stream. If its end is visible here, this request is refused.
+        // Otherwise the repeated write waits for these rows, and so writes last. Over TCP, the end may be visible late.
         if pin.waited() || pin.writes() || !self.link.alive() {
             self.still_wanted()?;
         }

@@ -1,5 +1,5 @@
-//! Pulls: this process reads the peer's memory if it can, or asks the owner to send the bytes through streams. For some sizes it first
-//! tries rings.
+//! Pulls: this process reads the peer's memory if it can, or asks the owner to send the bytes through streams. For some sizes
+//! it first tries rings.
 
 use std::borrow::Borrow;
 use std::sync::Arc;
@@ -226,7 +226,8 @@ impl Call {
                 *progress = self.attempt(plan.bytes());
                 return granted.map(|()| None);
             }
-            // The kernel allowed the read when the link was made, but does not now, or UCX or NIXL has failed. The owner can always send.
+            // The kernel allowed the read when the link was made, but does not now, or UCX or NIXL has failed. The owner can
+            // always send.
             Err(error) if error.kind() == ErrorKind::NotEnabled && !self.only_fabric() => {
                 self.owner_sends(&error.to_string());
                 return Ok(None);

@@ -60,8 +60,9 @@ impl Streams {
         Ok((self.in_parts(leases, part)?, path))
     }
 
-    /// Returns the streams for the parts of the transfer. The first is `first` if given; otherwise this waits for one. It waits at most
-    /// [`FURTHER_STREAM`] for each other one, because a call whose rows are pinned at the owner must not wait for streams of calls that wait for these rows.
+    /// Returns the streams for the parts of the transfer. The first is `first` if given; otherwise this waits for one. It waits
+    /// at most [`FURTHER_STREAM`] for each other one, because a call whose rows are pinned at the owner must not wait for
+    /// streams of calls that wait for these rows.
     fn leases(&self, first: Option<StreamLease>) -> Result<Vec<StreamLease>> {
         let (link, deadline) = (&self.call.link, self.call.deadline);
         let most = self.most_parts();

@@ -1,7 +1,7 @@
 //! Copies within one engine, compared with the naive twin, on every device, path and kernel.
 //!
-//! After each case every byte of every cache is read, and so are the bytes around the caller's memory and the
-//! neighbouring caches. Refused calls are covered by `arguments.rs`, failures by `copy_faults.rs`, and limits by `copy_deadlines.rs`.
+//! After each case every byte of every cache is read, and so are the bytes around the caller's memory and the neighbouring
+//! caches. Refused calls are covered by `arguments.rs`, failures by `copy_faults.rs`, and limits by `copy_deadlines.rs`.
 
 use std::cell::Cell;
 use std::sync::Arc;

@@ -748,8 +748,8 @@ fn scattered_blocks_do_what_copying_one_by_one_does() {
     );
 }
 
-/// A list becomes spans if its blocks join or have a constant stride. In a list of fewer than 64 blocks one such block suffices; in a
-/// longer list one in eight is needed.
+/// A list becomes spans if its blocks join or have a constant stride. In a list of fewer than 64 blocks one such block
+/// suffices; in a longer list one in eight is needed.
 #[test]
 fn joining_blocks_become_spans() {
     let form = |pairs: &[(u64, u64)]| plan(pairs, 16, CacheCount::Two).waves()[0].blocks().is_some();

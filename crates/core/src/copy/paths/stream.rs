@@ -1,10 +1,10 @@
 //! Moves a range of a plan through a stream: the sender reads its windows in the order of the plan, and the
 //! receiver writes its own.
 //!
-//! Both sides count along the same plan, so only the bytes travel, and zeros at positions that follow from
-//! the byte count alone ([`leads`](crate::net::leads)). The bytes are copied directly between the windows and the
-//! socket, or the rings in shared memory of a stream that has them (`a_plan_through_a_stream_ends_like_a_plan_in_memory`). Many short windows go through a buffer
-//! (`short_windows`). `protocol` and `session` agree on the plan.
+//! Both sides count along the same plan, so only the bytes travel, and zeros at positions that follow from the byte count alone
+//! ([`leads`](crate::net::leads)). The bytes are copied directly between the windows and the socket, or the rings in shared
+//! memory of a stream that has them (`a_plan_through_a_stream_ends_like_a_plan_in_memory`). Many short windows go through a
+//! buffer (`short_windows`). `protocol` and `session` agree on the plan.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -35,9 +35,9 @@ pub struct StreamPath<'a> {
 }
 
 impl StreamPath<'_> {
-    /// Checks that a stream can carry the bytes of `memory` at `end` of a plan, before this side tells the peer to expect them. Returns
-    /// `Err(System)` for memory of another process that the CPU cannot read, and for any memory of another process as a destination. Returns
-    /// `Err(InvalidArgument)` for memory that is not mapped.
+    /// Checks that a stream can carry the bytes of `memory` at `end` of a plan, before this side tells the peer to expect them.
+    /// Returns `Err(System)` for memory of another process that the CPU cannot read, and for any memory of another process as a
+    /// destination. Returns `Err(InvalidArgument)` for memory that is not mapped.
     pub fn check(end: LocalEnd, memory: &Tensors) -> Result<Hops> {
         memory.check_mapped(if end == LocalEnd::Source { Access::Read } else { Access::Write })?;
         hops(end, memory.reach()).ok_or_else(|| {

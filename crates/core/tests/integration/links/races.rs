@@ -8,10 +8,11 @@ use std::time::{Duration, Instant};
 
 use llm_datadist_core::testing::device::HostReach;
 use llm_datadist_core::{
-    CacheId, CacheKind, ClusterId, Config, CopyArgs, ErrorKind, LayerRange, Layers, Name, PullRows, Target,
+    CacheId, CacheKind, ClusterId, Config, CopyArgs, Error, ErrorKind, LayerRange, Layers, Name, PullRows,
+    Target,
 };
 
-use super::layerwise::{SLOTS, is_done, start, to, wait};
+use super::layerwise::{SLOTS, finish, is_done, start, to, wait};
 use super::{
     Held, LONG, Pair, WAYS, Way, address, check_pull, config, device, eventually, link, of, open, open_gated,
     pairs, pull_slot, push_slot, request, row, times, unlink,
@@ -368,56 +369,73 @@ fn push_pull_and_copy_do_not_deadlock() {
     }
 }
 
-/// Both sides push registered memory to each other at the same time, which rings carry. Pushes of different rows wait for nothing.
-/// Two pushes whose rows are each other's wait until their deadline, and the rows can be used afterwards.
+/// Both sides push registered memory to each other through rings. Pushes in opposite directions that use different rows do not
+/// wait for each other. Two pushes that each write the row that the other one reads may time out; the rows are then free.
 #[test]
-fn pushes_through_rings_cross() {
+fn crossing_pushes_through_rings_free_their_rows() {
     const BYTES: usize = 512 << 10;
-    let pair = Pair::with(Way::Shm, |config| config.sync_timeout = Duration::from_secs(1));
-    let engines = [&pair.local, &pair.remote];
-    let caches = engines.map(|engine| Held::new(engine, true, &device(2, 2, BYTES), Batch, &[]));
-    let push = |side: usize, to_row| {
-        let (source, target) = (&caches[side], &caches[1 - side]);
-        push_slot(engines[side], source, 0, of(2 - side as u64, row(target, to_row)))
-    };
-    for side in [0, 1] {
-        // Opens the call stream.
-        push(side, 1).unwrap();
+    struct Sides {
+        pair: Pair,
+        caches: [Held; 2],
     }
-    let bytes = [0, 1].map(|side: usize| caches[side].fill(side as u8));
-    let slot = |side: usize, held: &[Vec<u8>], row: usize| -> Vec<Vec<u8>> {
-        assert_eq!(held.len(), 2, "{side}");
-        held.iter().map(|tensor| tensor[row * BYTES..][..BYTES].to_vec()).collect()
-    };
-    together(4, |index| (0..times(100)).for_each(|_| push(index % 2, 1).unwrap()));
-    for side in [0, 1] {
-        let (own, theirs) = (caches[side].read(), &bytes[1 - side]);
-        assert!(slot(side, &own, 1) == slot(side, theirs, 0), "row 1 of side {side}");
-        assert!(slot(side, &own, 0) == slot(side, &bytes[side], 0), "row 0 of side {side}");
+    impl Sides {
+        fn new(change: impl Fn(&mut Config)) -> Sides {
+            let pair = Pair::with(Way::Shm, change);
+            let caches = [&pair.local, &pair.remote]
+                .map(|engine| Held::new(engine, true, &device(2, 2, BYTES), Batch, &[]));
+            Sides { pair, caches }
+        }
+
+        /// Pushes row 0 of `side` to a row of the other side.
+        fn push(&self, side: usize, to_row: u32) -> Result<(), Error> {
+            let engine = [&self.pair.local, &self.pair.remote][side];
+            let target = row(&self.caches[1 - side], to_row);
+            push_slot(engine, &self.caches[side], 0, of(2 - side as u64, target))
+        }
+
+        fn row(&self, side: usize, row: usize) -> Vec<Vec<u8>> {
+            self.caches[side].read().iter().map(|tensor| tensor[row * BYTES..][..BYTES].to_vec()).collect()
+        }
     }
-    for _ in 0..times(3) {
+    let sides = Sides::new(|_| ());
+    (0..2).for_each(|side| _ = sides.caches[side].fill(side as u8));
+    let sources = [0, 1].map(|side| sides.row(side, 0));
+    together(4, |index| (0..times(100)).for_each(|_| sides.push(index % 2, 1).unwrap()));
+    for side in [0, 1] {
+        assert!(sides.row(side, 1) == sources[1 - side], "row 1 of side {side}");
+        assert!(sides.row(side, 0) == sources[side], "row 0 of side {side}");
+    }
+    let link = sides.pair.local.stats().links.remove(0);
+    assert!(link.paths.iter().any(|(name, path)| *name == "rings" && path.bytes > 0));
+
+    let sides = Sides::new(|config| config.sync_timeout = Duration::from_secs(1));
+    let both = || sides.push(0, 1).is_ok() && sides.push(1, 1).is_ok();
+    eventually("the call streams", both);
+    for round in 0..3 {
+        (0..2).for_each(|side| _ = sides.caches[side].fill(2 + 2 * round + side as u8));
         together(2, |side| {
-            if let Err(error) = push(side, 0) {
+            if let Err(error) = sides.push(side, 0) {
                 assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
             }
         });
-        eventually("the rows are free", || push(0, 0).is_ok() && push(1, 1).is_ok());
-        let [local, remote] = [0, 1].map(|side: usize| slot(side, &caches[side].read(), 0));
-        assert!(local == remote);
+        let source = sides.row(0, 0);
+        eventually("the rows are free", || sides.push(0, 0).is_ok());
+        assert!(sides.row(1, 0) == source, "round {round}");
+        eventually("the other rows are free", both);
     }
-    assert!(pair.local.stats().links[0].paths.iter().any(|(name, path)| *name == "rings" && path.bytes > 0));
 }
 
-/// More layers of registered memory are pushed at once than there are call streams with rings. The peer reads the others.
+/// More layers of registered memory are pushed at once than there are call streams with rings. The peer reads the others by process
+/// id.
 #[test]
-fn layers_are_pushed_while_all_rings_are_busy() {
+fn layers_are_pushed_through_rings_and_by_process() {
     const TASKS: usize = 12;
     const BYTES: usize = 300 << 10;
     let pair = Pair::new(Way::Shm);
     let shape = device(8, 1, BYTES);
     let held = |engine| (0..TASKS).map(|_| Held::new(engine, true, &shape, Batch, &[])).collect::<Vec<_>>();
     let (sources, targets) = (held(&pair.local), held(&pair.remote));
-    for round in 0..times(5) as u8 {
+    for round in 0..5 {
         let bytes: Vec<_> =
             sources.iter().zip(0..).map(|(source, at)| source.fill(round * 20 + at)).collect();
         let start = |at: usize| {
@@ -425,10 +443,14 @@ fn layers_are_pushed_while_all_rings_are_busy() {
             start(&pair.local, &sources[at], &SLOTS, &[to(2, into, 4)])
         };
         let tasks: Vec<_> = (0..TASKS).map(start).collect();
-        together(TASKS, |at| super::layerwise::finish(&tasks[at]));
+        together(TASKS, |at| finish(&tasks[at]));
         for (at, task) in tasks.iter().enumerate() {
             assert!(is_done(task, 0), "{:?}", task.outcomes());
             assert!(targets[at].read() == bytes[at], "round {round}, task {at}");
         }
     }
+    let link = pair.local.stats().links.remove(0);
+    let moved: u64 = link.paths.iter().map(|(_, path)| path.bytes).sum();
+    assert_eq!(moved, 5 * TASKS as u64 * 8 * BYTES as u64);
+    assert!(link.paths.iter().any(|(name, path)| *name == "rings" && path.bytes > 0));
 }

@@ -215,7 +215,8 @@ fn skipped_bytes_are_not_taken_for_a_frame() {
     });
 }
 
-/// Bytes that move without a wait count for the pace, so the next transmission, which waits, times out instead of failing as too slow.
+/// Bytes that move without a wait count for the pace, so the next transmission, which waits, times out instead of failing as
+/// too slow.
 #[test]
 fn bytes_that_move_without_a_wait_keep_the_pace() {
     let source = Cut::new(&[64 << 10], 0, |_| 1);

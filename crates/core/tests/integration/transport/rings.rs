@@ -176,8 +176,8 @@ fn sender_without_room_notices_the_end() {
     assert_eq!(error.kind(), ErrorKind::NotLinked, "only zeros wake: {error}");
 }
 
-/// The ring has room and bytes, so no thread sleeps and sees the closed socket. The stream must check that it is closed. The peer can
-/// still receive what was sent.
+/// The ring has room and bytes, so no thread sleeps and sees the closed socket. The stream must check that it is closed. The
+/// peer can still receive what was sent.
 #[test]
 fn closed_stream_with_rings_moves_nothing() {
     let ours = |error: Error| {
