@@ -60,8 +60,9 @@ pub fn choose_path(memory: OwnerMemory, access: ReadAccess<'_>) -> std::result::
     }
 }
 
-/// Minimum number of bytes of a pull for which rings are preferred.
-const RING_PULLS_FROM: u64 = 256 << 10;
+/// Minimum number of bytes for which the speeds of rings and of reads by process id are compared. Pulls of fewer bytes do not use
+/// rings, and pushes always prefer them.
+const COMPARED_FROM: u64 = 256 << 10;
 /// Maximum number of bytes for which rings are preferred.
 const RINGS_TO: u64 = 2 << 20;
 
@@ -71,10 +72,17 @@ const RINGS_TO: u64 = 2 << 20;
 /// The kernel examines each page that it reads in another process, and a thread of its own waits for it. For a push, the two
 /// copies through a ring take less time, because the peer has to take part in any case. A pull by process id needs nobody at the
 /// owner, so pulls use rings only from 256 KiB on, where this takes less time even if the owner sleeps (with pages of 4 KiB).
-/// Above 2 MiB, several threads read at the same time (docs/performance.md).
+/// Above 2 MiB, several threads read at the same time (docs/performance.md). From 256 KiB on, the link also compares both paths
+/// ([`compares_rings`]).
 pub fn prefers_rings(path: PathKind, bytes: u64, local: LocalEnd) -> bool {
-    let from = if local == LocalEnd::Source { 0 } else { RING_PULLS_FROM };
+    let from = if local == LocalEnd::Source { 0 } else { COMPARED_FROM };
     path == PathKind::Process && (from..=RINGS_TO).contains(&bytes)
+}
+
+/// Returns whether the faster path of a transfer of `bytes` bytes that may use rings depends on where the two threads run
+/// ([`FasterPath`](super::FasterPath)).
+pub fn compares_rings(bytes: u64) -> bool {
+    (COMPARED_FROM..=RINGS_TO).contains(&bytes)
 }
 
 /// How a copy from host to device may be staged.

@@ -1,11 +1,13 @@
-//! Counts transfers by path, records why the owner has to send the bytes of one, and leases rings for those that prefer them.
+//! Counts transfers by path, records why the owner has to send the bytes of one, and leases rings for those that should use them.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use super::call::Call;
-use crate::copy::{PathJob, PathKind, prefers_rings};
+use crate::copy::{FasterPath, PathJob, PathKind, compares_rings, prefers_rings};
 use crate::fabric::EngineFabric;
 use crate::memory::{Access, Reach};
+use crate::model::Verify;
 use crate::plan::{CopyPlan, LocalEnd};
 use crate::session::StreamLease;
 
@@ -47,6 +49,26 @@ impl Call {
         let usable = prefers_rings(path, bytes, end)
             && local.host_addressable()
             && local.check_mapped(Access::Read).is_ok();
-        if usable { self.link.lease_idle_rings() } else { None }
+        if !usable || (compares_rings(bytes) && !self.faster_path(end).rings_next()) {
+            return None;
+        }
+        self.link.lease_idle_rings()
+    }
+
+    /// Returns the time if the speed of a transfer of `bytes` bytes is to be noted.
+    pub(super) fn timed(&self, bytes: u64) -> Option<Instant> {
+        // A comparison of all bytes is part of some transfers through rings.
+        (compares_rings(bytes) && self.verify == Verify::Off).then(Instant::now)
+    }
+
+    /// Notes the speed of a transfer for which [`timed`](Self::timed) returned `started`.
+    pub(super) fn note_speed(&self, end: LocalEnd, path: PathKind, bytes: u64, started: Option<Instant>) {
+        if let Some(started) = started {
+            self.faster_path(end).note(path, bytes, started.elapsed());
+        }
+    }
+
+    fn faster_path(&self, end: LocalEnd) -> &FasterPath {
+        if end == LocalEnd::Source { &self.link.push_path } else { &self.link.pull_path }
     }
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::call::{Call, Moved};
 use super::stream::Streams;
 use crate::cache::RowUse;
-use crate::copy::{Hops, KeptAlive, Progress, STILL_READING, with_arrived_rows};
+use crate::copy::{Hops, KeptAlive, PathKind, Progress, STILL_READING, with_arrived_rows};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{CacheKey, GrantId, Name};
 use crate::plan::{CacheCount, CopyPlan, LocalEnd, Moves};
@@ -182,9 +182,13 @@ impl Call {
                 return self.receive(None, known, plan, progress);
             }
         };
+        let started = self.timed(plan.bytes());
         if let Some(rings) = self.preferred_rings(snapshot.kind(), plan.bytes(), LocalEnd::Destination)
             && let Some(received) = self.receive_soon(rings, known, plan, progress)
         {
+            if let Ok(Moved::Bytes(bytes)) = received {
+                self.note_speed(LocalEnd::Destination, PathKind::Rings, bytes, started);
+            }
             return received;
         }
         self.still_granted()?;
@@ -205,6 +209,7 @@ impl Call {
         pinned: &KeptAlive,
     ) -> Result<Option<Moved>> {
         let to = (self.local.tensors(), self.local.placement());
+        let started = self.timed(plan.bytes());
         let read = snapshot.path().read(self.job(plan), to, progress, pinned.clone());
         let failed = |error: &Error| error.kind() != ErrorKind::NotEnabled;
         if !snapshot.kind().sees_generations() && read.as_ref().is_err_and(failed) {
@@ -245,6 +250,7 @@ impl Call {
             }
         }
         let outcome = read?;
+        self.note_speed(LocalEnd::Destination, snapshot.kind(), outcome.bytes, started);
         self.count(snapshot.kind(), outcome.bytes, outcome.hops == Hops::Two);
         Ok(Some(Moved::Bytes(outcome.bytes)))
     }

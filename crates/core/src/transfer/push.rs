@@ -176,6 +176,7 @@ impl Call {
             tensor_bytes,
             limit_ms: limit_ms(self.deadline),
         };
+        let started = self.timed(plan.bytes());
         let reply = if self.to_the_end {
             self.link.ask_to_the_end(&request, self.deadline)
         } else {
@@ -183,6 +184,7 @@ impl Call {
         };
         match reply? {
             Reply::Done { bytes } => {
+                self.note_speed(LocalEnd::Source, path, bytes, started);
                 self.count(path, bytes, false);
                 Ok(Some(Moved::Bytes(bytes)))
             }
@@ -209,8 +211,10 @@ impl Call {
         first: Option<StreamLease>,
     ) -> Result<Moved> {
         let streams = Streams { call: self.clone(), known: known.clone(), plan: plan.clone() };
+        let started = self.timed(plan.bytes());
         let (sent, path) = streams.send(first)?;
         if let Moved::Bytes(bytes) = sent {
+            self.note_speed(LocalEnd::Source, path, bytes, started);
             self.count_sent(path, bytes);
         }
         Ok(sent)
