@@ -54,6 +54,6 @@ as bring the number of bytes that were ever written to it to a multiple of 4,096
 The rings of a side are a sealed memfd that only this side writes: 4,096 bytes with words, then a ring buffer of 65,536
 bytes for messages, then one of 1,048,576 bytes for payload. The words are `u64`, for messages from byte 0 on and for
 payload from byte 2,048 on: at 0 how many bytes the side has written to its ring, at 64 how many it has read from that
-of the other side, at 128 whether it sleeps until there are bytes to read, and at 192 whether it sleeps until there is
-room to write. At 256, for messages only, is whether the side has closed the stream.
+of the other side, at 128 whether it sleeps until there are bytes to read, at 192 whether it sleeps until there is room
+to write, and at 256, for messages only, whether it has closed the stream.
 """

@@ -65,7 +65,7 @@ enum Word {
     AwaitsBytes = 128,
     /// 1 while it sleeps until it can write.
     AwaitsRoom = 192,
-    /// 1 once it has closed the stream.
+    /// 1 once it has closed the stream. Used only for messages.
     Closed = 256,
 }
 
@@ -627,7 +627,7 @@ mod tests {
     #[test]
     fn only_the_other_side_sees_that_one_has_closed() {
         for (one, other) in pairs() {
-            one.write(b"the last words").unwrap();
+            one.write(b"fourteen bytes").unwrap();
             one.close();
             assert!(other.peer_closed() && !one.peer_closed());
             assert_eq!(other.read(&mut [0; 32]), Ok(14), "what it has written is still there");

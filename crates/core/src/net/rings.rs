@@ -166,7 +166,7 @@ impl Rings {
         self.memory.close();
     }
 
-    /// Whether the peer has closed the stream, by its word in shared memory.
+    /// Whether the peer has set its word for a closed stream.
     pub(super) fn peer_closed(&self) -> bool {
         self.memory.peer_closed()
     }

@@ -189,9 +189,12 @@ impl Stream {
             return true;
         }
         let mut socket = [PollFd::new(&self.socket, PollFlags::RDHUP)];
-        match poll(&mut socket, Some(&timespec(Duration::ZERO))) {
-            Ok(0) | Err(Errno::INTR) => self.is_closed(),
-            _ => true,
+        loop {
+            match poll(&mut socket, Some(&timespec(Duration::ZERO))) {
+                Ok(0) => return self.is_closed(),
+                Err(Errno::INTR) => {}
+                _ => return true,
+            }
         }
     }
 
@@ -208,6 +211,7 @@ impl Stream {
 
     fn end(&self, state: u8) {
         self.mark(state);
+        // Before the call returns to its caller, so that the peer sees the word before any request that repeats the call.
         if let Some(rings) = self.rings.get() {
             rings.messages.close();
         }

@@ -36,7 +36,7 @@ pub(super) struct RequestContext<'a> {
     pub(super) replied: &'a Cell<Option<Instant>>,
 }
 
-/// Maximum age of a request through rings that is not checked with a system call, which also finds a caller that was killed.
+/// Maximum time since the last reply for which a request through rings skips the system call that finds a killed caller.
 const RECENT: Duration = Duration::from_micros(200);
 
 impl RequestContext<'_> {
@@ -110,8 +110,9 @@ impl RequestContext<'_> {
         self.still_wanted()?;
         let Some(cache) = self.opened(call)? else { return Ok(None) };
         let pin = pin(&cache)?;
-        // A caller that has given up may repeat the write on another stream. If its end is visible here, this request is refused.
-        // Otherwise the repeated write waits for these rows, and so writes last. Over TCP, the end may be visible late.
+        // A caller that has given up may repeat the write on another stream. If this side sees here that the stream has ended, it
+        // refuses the request. Otherwise the repeated write waits for these rows, and so writes last
+        // (`test_repeated_write_is_the_last_one`). Over TCP, this side may see the end late.
         if pin.waited() || pin.writes() || !self.link.alive() {
             self.still_wanted()?;
         }
