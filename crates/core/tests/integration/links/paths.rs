@@ -155,7 +155,7 @@ fn both_paths_of_registered_memory_are_tried() {
         assert!(paths.contains_key("rings") && paths.contains_key("process"), "{paths:?}");
     };
     let source = remote.fill(1);
-    tried(&|| _ = pull_slot(&pair.local, of(2, row(&remote, 0)), &local).unwrap());
+    tried(&|| pull_slot(&pair.local, of(2, row(&remote, 0)), &local).unwrap());
     assert!(local.read() == source);
     let source = local.fill(2);
     tried(&|| push_slot(&pair.local, &local, 0, of(2, row(&remote, 0))).unwrap());
