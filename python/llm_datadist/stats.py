@@ -158,7 +158,7 @@ class LinkStats(TypedDict):
     """Bytes that passed a host buffer here, because no path reaches the memory of the device."""
     sockets_reason: Optional[str]
     """Why the owner most recently had to send the bytes of a pull or push, through rings or a socket. ``None`` if it
-    never had to. Transfers that use rings only because they are faster do not count."""
+    never had to. Transfers that use rings although the memory can be read do not count."""
 
 
 class FabricStats(TypedDict):

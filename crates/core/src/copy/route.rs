@@ -60,8 +60,8 @@ pub fn choose_path(memory: OwnerMemory, access: ReadAccess<'_>) -> std::result::
     }
 }
 
-/// Minimum number of bytes for which the speeds of rings and of reads by process id are compared. Pulls of fewer bytes do not use
-/// rings, and pushes always prefer them.
+/// Minimum number of bytes for which the speeds of rings and of reads by process id are compared. Shorter pulls do not use rings,
+/// and shorter pushes always prefer them.
 const COMPARED_FROM: u64 = 256 << 10;
 /// Maximum number of bytes for which rings are preferred.
 const RINGS_TO: u64 = 2 << 20;
@@ -79,8 +79,8 @@ pub fn prefers_rings(path: PathKind, bytes: u64, local: LocalEnd) -> bool {
     path == PathKind::Process && (from..=RINGS_TO).contains(&bytes)
 }
 
-/// Returns whether the faster path of a transfer of `bytes` bytes that may use rings depends on where the two threads run
-/// ([`FasterPath`](super::FasterPath)).
+/// Returns whether a link compares the speeds of both paths ([`FasterPath`](super::FasterPath)) for a transfer of `bytes` bytes
+/// that may use rings.
 pub fn compares_rings(bytes: u64) -> bool {
     (COMPARED_FROM..=RINGS_TO).contains(&bytes)
 }

@@ -211,7 +211,7 @@ impl Stream {
 
     fn end(&self, state: u8) {
         self.mark(state);
-        // Before the call returns to its caller, so that the peer sees the word before any request that repeats the call.
+        // Set before the call returns, so that the peer sees the word before a request that repeats the call.
         if let Some(rings) = self.rings.get() {
             rings.messages.close();
         }

@@ -1,7 +1,8 @@
-//! Counts transfers by path, records why the owner has to send the bytes of one, and leases rings for those that should use them.
+//! Counts transfers by path, notes their speed, records why the owner has to send the bytes of one, and leases rings for those that
+//! should use them.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::call::Call;
 use crate::copy::{FasterPath, PathJob, PathKind, compares_rings, prefers_rings};
@@ -49,7 +50,7 @@ impl Call {
         let usable = prefers_rings(path, bytes, end)
             && local.host_addressable()
             && local.check_mapped(Access::Read).is_ok();
-        if !usable || (compares_rings(bytes) && !self.faster_path(end).rings_next()) {
+        if !usable || (self.compares(bytes) && !self.faster_path(end).rings_next()) {
             return None;
         }
         self.link.lease_idle_rings()
@@ -57,15 +58,20 @@ impl Call {
 
     /// Returns the time if the speed of a transfer of `bytes` bytes is to be noted.
     pub(super) fn timed(&self, bytes: u64) -> Option<Instant> {
-        // A comparison of all bytes is part of some transfers through rings.
-        (compares_rings(bytes) && self.verify == Verify::Off).then(Instant::now)
+        self.compares(bytes).then(Instant::now)
     }
 
-    /// Notes the speed of a transfer for which [`timed`](Self::timed) returned `started`.
-    pub(super) fn note_speed(&self, end: LocalEnd, path: PathKind, bytes: u64, started: Option<Instant>) {
-        if let Some(started) = started {
-            self.faster_path(end).note(path, bytes, started.elapsed());
+    /// Notes the speed of a transfer of `bytes` bytes, if its `time` was taken.
+    pub(super) fn note_speed(&self, end: LocalEnd, path: PathKind, bytes: u64, time: Option<Duration>) {
+        if let Some(time) = time {
+            self.faster_path(end).note(path, bytes, time);
         }
+    }
+
+    /// Whether the link compares the paths of this transfer.
+    fn compares(&self, bytes: u64) -> bool {
+        // With `Verify::Full`, some transfers through rings also sum the bytes.
+        compares_rings(bytes) && self.verify != Verify::Full
     }
 
     fn faster_path(&self, end: LocalEnd) -> &FasterPath {

@@ -183,13 +183,19 @@ impl Call {
             }
         };
         let started = self.timed(plan.bytes());
-        if let Some(rings) = self.preferred_rings(snapshot.kind(), plan.bytes(), LocalEnd::Destination)
-            && let Some(received) = self.receive_soon(rings, known, plan, progress)
-        {
-            if let Ok(Moved::Bytes(bytes)) = received {
-                self.note_speed(LocalEnd::Destination, PathKind::Rings, bytes, started);
+        if let Some(rings) = self.preferred_rings(snapshot.kind(), plan.bytes(), LocalEnd::Destination) {
+            let received = self.receive_soon(rings, known, plan, progress);
+            let time = started.map(|started| started.elapsed());
+            match received {
+                Some(received) => {
+                    if let Ok(Moved::Bytes(bytes)) = received {
+                        self.note_speed(LocalEnd::Destination, PathKind::Rings, bytes, time);
+                    }
+                    return received;
+                }
+                // This time was in vain.
+                None => self.note_speed(LocalEnd::Destination, PathKind::Rings, plan.bytes(), time),
             }
-            return received;
         }
         self.still_granted()?;
         if let Some(moved) = self.read_in_place(known, plan, &mut snapshot, progress, pinned)? {
@@ -211,6 +217,7 @@ impl Call {
         let to = (self.local.tensors(), self.local.placement());
         let started = self.timed(plan.bytes());
         let read = snapshot.path().read(self.job(plan), to, progress, pinned.clone());
+        let time = started.map(|started| started.elapsed());
         let failed = |error: &Error| error.kind() != ErrorKind::NotEnabled;
         if !snapshot.kind().sees_generations() && read.as_ref().is_err_and(failed) {
             // Whose bytes have arrived is unknown, and the owner is not asked about a read that has failed.
@@ -250,7 +257,7 @@ impl Call {
             }
         }
         let outcome = read?;
-        self.note_speed(LocalEnd::Destination, snapshot.kind(), outcome.bytes, started);
+        self.note_speed(LocalEnd::Destination, snapshot.kind(), outcome.bytes, time);
         self.count(snapshot.kind(), outcome.bytes, outcome.hops == Hops::Two);
         Ok(Some(Moved::Bytes(outcome.bytes)))
     }

@@ -184,7 +184,7 @@ impl Call {
         };
         match reply? {
             Reply::Done { bytes } => {
-                self.note_speed(LocalEnd::Source, path, bytes, started);
+                self.note_speed(LocalEnd::Source, path, bytes, started.map(|started| started.elapsed()));
                 self.count(path, bytes, false);
                 Ok(Some(Moved::Bytes(bytes)))
             }
@@ -211,10 +211,10 @@ impl Call {
         first: Option<StreamLease>,
     ) -> Result<Moved> {
         let streams = Streams { call: self.clone(), known: known.clone(), plan: plan.clone() };
-        let started = self.timed(plan.bytes());
+        let started = first.as_ref().and_then(|_| self.timed(plan.bytes()));
         let (sent, path) = streams.send(first)?;
         if let Moved::Bytes(bytes) = sent {
-            self.note_speed(LocalEnd::Source, path, bytes, started);
+            self.note_speed(LocalEnd::Source, path, bytes, started.map(|started| started.elapsed()));
             self.count_sent(path, bytes);
         }
         Ok(sent)

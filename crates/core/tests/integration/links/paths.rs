@@ -103,7 +103,7 @@ fn bytes_take_the_fastest_path_and_stats_show_it() {
     }
 }
 
-/// Pushes of at most 2 MiB of registered memory take rings if a call stream with rings is idle, and pulls of 256 KiB to 2 MiB.
+/// Pushes of at most 2 MiB of registered memory may take rings if a call stream with rings is idle, and pulls of 256 KiB to 2 MiB.
 #[test]
 fn rings_carry_registered_memory_of_some_sizes() {
     const FROM: usize = 256 << 10;
@@ -121,7 +121,7 @@ fn rings_carry_registered_memory_of_some_sizes() {
             let [local, remote] = [&pair.local, &pair.remote]
                 .map(|engine| Held::new(engine, true, &shape, CacheKind::Batch, &[]));
             // On a busy machine the owner may take too long. The pull is then a read by process id. If that is faster here, one
-            // in 32 transfers uses rings.
+            // in 31 transfers uses rings.
             let grown = |path: &'static str, call: &dyn Fn()| {
                 let expected = HashMap::from([(path, bytes as u64)]);
                 let tried = repeat_with(|| moved(&pair, call)).take(100).find(|moved| *moved == expected);
@@ -142,23 +142,28 @@ fn rings_carry_registered_memory_of_some_sizes() {
     }
 }
 
-/// A link compares the speeds of rings and of reads by process id: one in 32 transfers uses the slower path.
+/// A link compares the speeds of rings and of reads by process id: one in 31 transfers uses the slower path.
 #[test]
 fn both_paths_of_registered_memory_are_tried() {
     const BYTES: usize = 512 << 10;
     let pair = Pair::new(Way::Shm);
     let [local, remote] = [&pair.local, &pair.remote]
         .map(|engine| Held::new(engine, true, &device(1, 1, BYTES), CacheKind::Batch, &[]));
+    let push = || push_slot(&pair.local, &local, 0, of(2, row(&remote, 0))).unwrap();
     let tried = |call: &dyn Fn()| {
+        // A pull whose owner is too busy closes its stream. The push opens one again.
+        push();
         let paths = moved(&pair, &|| (0..100).for_each(|_| call()));
         assert_eq!(paths.values().sum::<u64>(), 100 * BYTES as u64, "{paths:?}");
-        assert!(paths.contains_key("rings") && paths.contains_key("process"), "{paths:?}");
+        paths.contains_key("rings") && paths.contains_key("process")
     };
     let source = remote.fill(1);
-    tried(&|| pull_slot(&pair.local, of(2, row(&remote, 0)), &local).unwrap());
+    let pull = || pull_slot(&pair.local, of(2, row(&remote, 0)), &local).unwrap();
+    pull();
+    assert!((0..20).any(|_| tried(&pull)), "pulls");
     assert!(local.read() == source);
     let source = local.fill(2);
-    tried(&|| push_slot(&pair.local, &local, 0, of(2, row(&remote, 0))).unwrap());
+    assert!((0..20).any(|_| tried(&push)), "pushes");
     assert!(remote.read() == source);
 }
 
