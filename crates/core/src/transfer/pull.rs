@@ -193,7 +193,7 @@ impl Call {
                     }
                     return received;
                 }
-                // This time was in vain.
+                // A failed attempt counts with the time that it took.
                 None => self.note_speed(LocalEnd::Destination, PathKind::Rings, plan.bytes(), time),
             }
         }
