@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 import cpp_programs
+from ids import short
 from llm_datadist import LLMDataDist, LLMRole
 from peers import Ends
 
@@ -117,7 +118,7 @@ def ends() -> Iterator[Ends]:
         yield made
 
 
-@pytest.fixture(params=[(False, "auto"), (False, "tcp"), (True, "auto"), (True, "tcp")], ids=str)
+@pytest.fixture(params=[(False, "auto"), (False, "tcp"), (True, "auto"), (True, "tcp")], ids=short)
 def way(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Mode and transport."""
     accessible, transport = request.param

@@ -14,6 +14,7 @@ from typing import Any, Callable
 import numpy as np
 import pytest
 
+from ids import short
 from llm_datadist import (
     BlocksCacheKey,
     Cache,
@@ -250,11 +251,6 @@ TABLE: dict[tuple[str, str], list[tuple[Any, Expected]]] = {
     ("tensor_views", "cache"): CACHES,
 }  # fmt: skip
 ROWS = [(call, argument, bad, expected) for (call, argument), rows in TABLE.items() for bad, expected in rows]
-
-
-def short(value: Any) -> str:
-    text = repr(value) if isinstance(value, (Built, int, float, str, type(None), list, dict, tuple)) else ""
-    return text if 0 < len(text) < 50 else type(value).__name__
 
 
 @pytest.mark.contract(

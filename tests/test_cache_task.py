@@ -20,6 +20,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from ids import short
 from layers import FAILED, WAIT, Steps, Transfer, layer_threads, layers_done, names, results
 from llm_datadist import CacheTask, LLMException, LLMStatusCode, layerwise
 from memory import UINT32_MAX
@@ -140,7 +141,7 @@ def source_is_released(transfer: Transfer) -> None:
     eventually(lambda: transfer.near.used() == 0, what="the release of the source")
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no more threads"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("error", [RuntimeError("no more threads"), KeyboardInterrupt()], ids=short)
 def test_a_thread_that_does_not_start(
     transfer: Transfer, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Callable
 import numpy as np
 import pytest
 
+from ids import short
 from llm_datadist import CacheDesc, DataType, LLMException, Placement
 from memory import INT64_MAX, LE, TE, UINT64_MAX, contents, desc, fill, refused, same
 
@@ -118,7 +119,7 @@ def test_blocks_are_copied_in_the_order_given(manager: Any, form: str, placement
 
 @pytest.mark.parametrize("kind", [Tensor, Interface])
 @pytest.mark.parametrize(
-    "bad", [np.ones((2, 2)), np.ones((2, 2), dtype=bool), np.ones((2, 3), dtype=int), np.ones(2, dtype=int)], ids=repr
+    "bad", [np.ones((2, 2)), np.ones((2, 2), dtype=bool), np.ones((2, 3), dtype=int), np.ones(2, dtype=int)], ids=short
 )
 def test_other_arrays_of_no_pairs(manager: Any, kind: type, bad: np.ndarray) -> None:
     cache = manager.allocate_blocks_cache(desc(8, 100, 3))
@@ -155,7 +156,7 @@ class Lying:
         return bytes(32)
 
 
-@pytest.mark.parametrize("bad", [Lying(), object(), memoryview(b"ab"), np.int64(3)], ids=repr)
+@pytest.mark.parametrize("bad", [Lying(), object(), memoryview(b"ab"), np.int64(3)], ids=short)
 def test_what_is_no_array_of_pairs(manager: Any, bad: Any) -> None:
     cache = manager.allocate_blocks_cache(desc(8, 100, 3))
     with pytest.raises(TypeError, match="only support"):

@@ -7,6 +7,7 @@ from typing import Any, Callable
 import pytest
 
 from conftest import PAGE, options
+from ids import short
 from llm_datadist import LLMDataDist, LLMException, LLMRole, LLMStatusCode, MemInfo, Memtype
 from memory import LE, TE, VE, Expected, contents, desc, fill, raising, run_fresh, same
 from mistakes import Row, check, coded, fails, info
@@ -34,7 +35,7 @@ MANAGED = {"EnableCacheManager": "1"}
         ({"LocalCommRes": "", "EnableCacheManager": "0"}, ""),
         ({**MANAGED, "listenIpInfo": "127.0.0.1"}, ""),
     ],
-    ids=str,
+    ids=short,
 )
 def test_init_names_the_first_missing_option(given: dict[str, str], text: str) -> None:
     dist = LLMDataDist(LLMRole.PROMPT, 1)

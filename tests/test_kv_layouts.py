@@ -11,6 +11,7 @@ from typing import Any, Callable
 
 import pytest
 
+from ids import short
 from kv_model import HEADS, LAYERS, blank, latent, layout, owner, put, rank, reader, sequence
 from llm_datadist import (
     BlocksCacheKey,
@@ -110,7 +111,7 @@ def pushes(near: End, far: Any, src: KvLayout, dst: KvLayout, **given: Any) -> N
         ({"src_tokens": [3, 63], "dst_tokens": range(12, 72)}, (3, 12, 60)),
         ({"src_tokens": None, "dst_tokens": range(24, 48)}, (0, 24, 24)),
     ],
-    ids=str,
+    ids=short,
 )
 def test_ranges_of_tokens(served: tuple[End, Peer], given: dict[str, Any], moved: tuple[int, int, int]) -> None:
     """Ranges need not start or end with a block."""
@@ -145,7 +146,7 @@ def ranks(ends: Ends, count: int, **given: Any) -> tuple[End, list[Peer]]:
     return near, far
 
 
-@pytest.mark.parametrize(("owners", "readers"), SPLITS, ids=str)
+@pytest.mark.parametrize(("owners", "readers"), SPLITS, ids=short)
 def test_tensor_parallel_ranks(ends: Ends, transport: str, owners: int, readers: int) -> None:
     """Each rank of the readers names all owners, also those without its heads. Blocks and orders differ."""
     near, far = ranks(ends, owners, llm__LinkTransport=transport)
@@ -403,7 +404,7 @@ def test_pushes_of_caches_with_one_tensor_for_a_layer(one_sided: tuple[End, Peer
         ({"total_kv_heads": 16}, ("total_kv_heads differs", "of 16", "of 8")),
         ({"layers": range(3, 6)}, ("layers", "3..6", "0..3")),
     ],
-    ids=str,
+    ids=short,
 )
 def test_what_does_not_fit(served: tuple[End, Peer], other: dict[str, Any], text: tuple[str, ...]) -> None:
     near, far = served
@@ -643,7 +644,7 @@ GOOD: dict[str, Any] = {"head_dim": 8, "layers": range(4), "total_kv_heads": 8}
         ({"order": 1}, TypeError, "order"),
         ({"model": b"a"}, TypeError, "model"),
     ],
-    ids=str,
+    ids=short,
 )
 def test_values_that_a_layout_refuses(given: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error) as caught:
@@ -675,7 +676,7 @@ def test_a_layout_is_a_value() -> None:
         ({"kv": "k_then_v", "order": "HND", "layers": (2, 3)}, 1, [5, 2, 8, 16, 8]),
         ({"kv": "latent", "total_kv_heads": None}, 4, [5, 16, 8]),
     ],
-    ids=str,
+    ids=short,
 )
 def test_the_descriptor_of_a_layout(manager: Any, given: dict[str, Any], tensors: int, shape: list[int]) -> None:
     of = KvLayout(16, **{**GOOD, **given})

@@ -10,6 +10,7 @@ from typing import Any, Callable
 import pytest
 
 from conftest import PAGE, options, pool
+from ids import short
 from llm_datadist import BlocksCacheKey, CacheKey, LLMDataDist, LLMException, LLMRole, LLMStatusCode, Placement
 from memory import (
     AE,
@@ -142,7 +143,7 @@ def test_init_again_with_the_same_dictionary_starts_from_nothing(again: str) -> 
             for bad in ("not json", "[" * 100_000, '{"memory_size": 0}', pool(1023, 10), pool((2**32 - 1) << 10, 10))
         ],
     ],
-    ids=str,
+    ids=short,
 )
 def test_init_refuses_and_can_be_tried_again(given: Any, expected: Expected) -> None:
     dist = LLMDataDist(LLMRole.PROMPT, 1)

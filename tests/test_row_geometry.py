@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ids import short
 from llm_datadist import (
     BlocksCacheKey,
     CacheDesc,
@@ -403,7 +404,7 @@ BAD_STRIDES: dict[Any, tuple[type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("stride", BAD_STRIDES, ids=repr)
+@pytest.mark.parametrize("stride", BAD_STRIDES, ids=short)
 def test_invalid_strides(ends: Ends, stride: Any) -> None:
     kind, text = BAD_STRIDES[stride]
     manager = ends.near().manager
@@ -437,7 +438,7 @@ BAD_PARTS: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize("bad", BAD_PARTS, ids=str)
+@pytest.mark.parametrize("bad", BAD_PARTS, ids=short)
 def test_invalid_parts(one_sided: tuple[End, Peer], bad: tuple[dict[str, Any], type[Exception], str]) -> None:
     part, kind, text = bad
     near, far = one_sided

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from conftest import PAGE, options, pool
+from ids import short
 from llm_datadist import BlocksCacheKey, Cache, CacheKey, LLMConfig, LLMDataDist, LLMException, LLMRole, LLMStatusCode
 from memory import LE, UINT64_MAX, UserTensors, desc, raising, used
 from peers import LIMIT, Ends, by_request, code, equal, meanwhile, pattern, together
@@ -138,7 +139,7 @@ def test_transfer_of_blocks(pair: Pair, size: int | None) -> None:
         *[(blocks, [1, 2][: len(blocks)], None) for blocks in ([6], [0, 2**32], [UINT64_MAX])],
         *[([0, 1], [1, block], None) for block in (6, 2**40, UINT64_MAX)],
     ],
-    ids=str,
+    ids=short,
 )
 def test_block_sizes_and_ranges_are_checked(pair: Pair, src_blocks: Any, dst_blocks: Any, size: Any) -> None:
     src, addrs = pair.caches(rows=6, blocks=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Callable
 
 import pytest
 
+from ids import short
 from llm_datadist import (
     BlocksCacheKey,
     Cache,
@@ -327,7 +328,7 @@ def test_addresses_are_the_same_list_until_the_cache_goes(manager: Any) -> None:
         BlocksCacheKey(prompt_cluster_id=3),
         CacheKeyByIdAndIndex(1, 2, 3),
     ],
-    ids=repr,
+    ids=short,
 )
 def test_descriptors_and_keys_can_be_copied_and_pickled(value: Any) -> None:
     for other in (copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value))):  # noqa: S301  (our own)
