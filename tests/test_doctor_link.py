@@ -23,7 +23,7 @@ from conftest import options
 from llm_datadist import LLMException
 from llm_datadist.doctor import kernel_calls, limits, measure, probe, report
 from llm_datadist.doctor.measure import Row
-from peers import eventually, free_ports
+from peers import eventually, refusing_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -160,7 +160,7 @@ def test_an_address_in_use_is_a_failure_of_the_engine() -> None:
 
 
 def test_nobody_listens() -> None:
-    address = f"127.0.0.1:{free_ports()}"
+    address = f"127.0.0.1:{refusing_port()}"
     done = to(address)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(f"doctor: cannot link to {address}: LLM_TIMEOUT: ")

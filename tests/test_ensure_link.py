@@ -32,9 +32,10 @@ from peers import (
     by_blocks,
     check_pull,
     eventually,
-    free_port,
+    free_ports,
     kv_options,
     options,
+    refusing_port,
 )
 
 LIMIT_MS = int(LIMIT * 1000)
@@ -65,7 +66,7 @@ def refused(expected: str, call: Callable[[], Any]) -> str:
 
 def nowhere() -> str:
     """An address at which nobody listens."""
-    return f"127.0.0.1:{free_port()}"
+    return f"127.0.0.1:{refusing_port()}"
 
 
 @pytest.fixture
@@ -174,7 +175,7 @@ def test_metadata_goes_both_ways(apart: tuple[End, Peer]) -> None:
 
 def test_a_peer_may_start_later(ends: Ends, transport: str) -> None:
     near, spare = ends.near(options(llm__LinkTransport=transport)), ends.spare()
-    address = nowhere()
+    address = f"127.0.0.1:{free_ports(1)}"
     calls = [near.dist.ensure_link(address, timeout_ms=LIMIT_MS) for _ in range(2)]
     time.sleep(0.3)
     assert not any(call.done() for call in calls)

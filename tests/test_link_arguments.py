@@ -16,7 +16,7 @@ from conftest import options
 from llm_datadist import LLMDataDist, LLMException, LLMRole, LLMStatusCode, RegisterMemStatus
 from memory import AE, LE, TE, UINT32_MAX, UINT64_MAX, VE, Expected, raising, run_fresh
 from mistakes import Row, check, coded, fails, info
-from peers import free_port
+from peers import free_ports, refusing_port
 
 SUCCESS, INVALID = LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_PARAM_INVALID
 LINK_FAILED, NOT_LINKED = LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_NOT_YET_LINK
@@ -80,7 +80,7 @@ TABLE = """{"version": "1.0", "server_count": "1", "status": "completed", "serve
 
 
 def test_a_communicator_without_its_peer_is_preparing_and_can_be_left(begin: Callable[..., LLMDataDist]) -> None:
-    dist = begin(llm__RankPort=str(free_port()))
+    dist = begin(llm__RankPort=str(free_ports()))
     manager = dist.cache_manager
     assert manager._is_call_linked is False
     first = dist.link("first", {1: 0, 2: 1}, TABLE)
@@ -114,7 +114,7 @@ def test_addresses_put_into_the_lists_by_hand_are_judged_when_linking(begin: Cal
 def test_a_link_that_fails_raises_nothing_and_says_why(
     begin: Callable[..., LLMDataDist], caplog: pytest.LogCaptureFixture
 ) -> None:
-    dist, port = begin(), free_port()
+    dist, port = begin(), refusing_port()
     caplog.set_level(logging.ERROR, logger="LLM_DATADIST")
     before = time.monotonic()
     overall, each = dist.link_clusters([info(UINT64_MAX, port=port)], 5000)
@@ -128,7 +128,7 @@ def test_a_link_that_fails_raises_nothing_and_says_why(
 
 
 def test_how_many_own_addresses_a_link_takes(begin: Callable[..., LLMDataDist]) -> None:
-    dist, port = begin(), free_port()
+    dist, port = begin(), refusing_port()
     assert dist.link_clusters([info(local=2), info(port=port)], timeout=2000) == (LINK_FAILED, [INVALID, LINK_FAILED])
     assert dist.link_clusters([info(3, port=port)] * 20)[1] == [LINK_FAILED] * 20, "more than 16 wait their turn"
     dist.finalize()
@@ -145,7 +145,7 @@ def test_how_many_own_addresses_a_link_takes(begin: Callable[..., LLMDataDist]) 
 def test_unlinking_what_is_not_linked(begin: Callable[..., LLMDataDist]) -> None:
     dist = begin()
     for force in (True, None, False):
-        assert dist.unlink_clusters([info(port=free_port())], 1000, force) == (SUCCESS, [SUCCESS])
+        assert dist.unlink_clusters([info(port=refusing_port())], 1000, force) == (SUCCESS, [SUCCESS])
     assert dist.unlink_clusters([info(remote=0, local=0)], force=True) == (SUCCESS, [SUCCESS])
     assert dist.unlink_clusters(clusters=(info(0), info(3)), timeout=1, force=True) == (SUCCESS, [SUCCESS] * 2)
 
@@ -156,7 +156,7 @@ def test_without_the_cache_manager_only_the_decoder_links(begin: Callable[..., L
         assert dist.link_clusters([info()]) == (INVALID, [])
         dist.finalize()
     dist = begin(LLMRole.DECODER, V1)
-    port = free_port()
+    port = refusing_port()
     assert dist.link_clusters([info(port=port)], 2000) == (LINK_FAILED, [LINK_FAILED])
     assert dist.link_clusters([info(local=0, port=port)]) == (INVALID, [INVALID])
     exceeded = LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT
@@ -235,7 +235,7 @@ def test_the_hixl_backend_has_no_rank_tables_and_keeps_its_address(begin: Callab
     with raising(TE):
         dist.unlink("1")
     with raising(NOT_ENABLED):
-        dist.switch_role(LLMRole.DECODER, listening(free_port()))
+        dist.switch_role(LLMRole.DECODER, listening(free_ports(1)))
     assert dist._role is LLMRole.PROMPT
     for given in (None, {"llm.listenIpInfo": now}, listening()):
         dist.switch_role(LLMRole.DECODER, given)
@@ -331,7 +331,7 @@ def test_a_signal_handler_may_use_the_engine_while_a_call_waits() -> None:
         dist.finalize()
         """,
         TABLE=TABLE,
-        LLM_DATADIST_RANK_PORT=str(free_port()),
+        LLM_DATADIST_RANK_PORT=str(free_ports()),
     )
     assert unlogged(out) == ["0 LLM_NOT_YET_LINK LLM_NOT_YET_LINK"]
 

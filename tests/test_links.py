@@ -26,10 +26,10 @@ from peers import (
     check_pull,
     code,
     eventually,
-    free_port,
     linked,
     no_link,
     options,
+    refusing_port,
     split,
     together,
 )
@@ -39,7 +39,7 @@ EXISTS = "LLM_EXIST_LINK"
 
 
 def dead(cluster: int) -> tuple[int, str]:
-    return cluster, f"127.0.0.1:{free_port()}"
+    return cluster, f"127.0.0.1:{refusing_port()}"
 
 
 def answers(at: str) -> bool:

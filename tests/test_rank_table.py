@@ -29,7 +29,6 @@ from peers import (
     code,
     equal,
     eventually,
-    free_port,
     free_ports,
     options,
     outcome,
@@ -213,7 +212,7 @@ def test_tables_of_clients(ends: Ends, port: int, shape: str, transport: str) ->
 
 
 def test_rank_hosts_outrank_the_table(ends: Ends, port: int) -> None:
-    hosts = json.dumps({str(cluster): f"127.0.0.1:{free_port()}" for cluster in RANKS})
+    hosts = json.dumps({str(cluster): f"127.0.0.1:{free_ports(1)}" for cluster in RANKS})
     far, near = opened(ends, port, llm__LinkTransport="tcp", llm__RankHosts=hosts)
     both(near, far, table(device(0, 0), device(1, 1), server="203.0.113.1"))
     moves(near, far)

@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from typing import Any, Callable
 
 import numpy as np
@@ -17,11 +15,23 @@ from conftest import PAGE, options, pool
 from ids import short
 from llm_datadist import BlocksCacheKey, Cache, CacheKey, LLMConfig, LLMDataDist, LLMException, LLMRole, LLMStatusCode
 from memory import LE, UINT64_MAX, UserTensors, desc, raising, used
-from peers import LIMIT, Ends, by_request, code, equal, meanwhile, pattern, together
+from peers import (
+    LIMIT,
+    Ends,
+    by_blocks,
+    by_request,
+    by_slot,
+    code,
+    equal,
+    eventually,
+    meanwhile,
+    pattern,
+    together,
+)
+from peers.values import cache_key
 from two_modes import CACHE_MANAGER, KV_OPTIONS, MODES, SUCCESS, Gate, Pair, config, sent, synchronizer
 
 INVALID = LLMStatusCode.LLM_PARAM_INVALID
-BIG = 512 << 20
 
 
 @pytest.fixture(params=MODES)
@@ -68,26 +78,33 @@ def test_each_slot_has_its_key(ends: Ends) -> None:
 
 
 @pytest.mark.contract("19.copy-cache", "19.copy-blocks", "19.sync-kv-timeout")
-def test_sync_kv_timeout_ends_the_wait_of_a_copy(start: Callable[..., LLMDataDist]) -> None:
+def test_sync_kv_timeout_ends_the_wait_of_a_copy(ends: Ends) -> None:
     """A copy that waits for rows ends with the limit. One that has begun is finished (`copy_deadlines.rs`)."""
-    manager = start(options(pool(2 * BIG, 21), None, llm__SyncKvCacheWaitTime="20")).cache_manager
-    cache = manager.allocate_cache(desc(2, BIG // 2, 1))
-    blocks = manager.allocate_blocks_cache(desc(2, BIG // 2, 1))
-    for call in (lambda: manager.copy_cache(cache, cache, 1, 0), lambda: manager.copy_blocks(blocks, {0: [1]})):
-        waits_behind_another(call)
+    near, far = ends.pair(llm__LinkTransport="tcp", llm__SyncKvCacheWaitTime="20")
+    source = by_slot(2, far.allocate("slots", 2, 64, 1))
+    far.allocate("blocks", 2, 64, 1, blocks=True, keys=[by_blocks(2)])
+    near.allocate("slots", 2, 64, 1)
+    near.allocate("blocks", 2, 64, 1, blocks=True)
+    slots, blocks = (near.held[name].handle for name in ("slots", "blocks"))
+    limit_ms = int(LIMIT * 1000)
 
+    def pulls() -> list[Any]:
+        """Pulls into row 0 of both caches."""
+        return [
+            near.manager.pull_cache_async(cache_key(source), slots, timeout_ms=limit_ms),
+            near.manager.pull_blocks_async(cache_key(by_blocks(2)), blocks, [0], [0], timeout_ms=limit_ms),
+        ]
 
-def waits_behind_another(call: Callable[[], object]) -> None:
-    """Two threads repeat a call of many milliseconds over the same rows, until one exceeds the limit of 20 ms."""
-    ended, until = threading.Event(), time.monotonic() + 60
-
-    def again(_: int) -> None:
-        while not ended.is_set() and time.monotonic() < until:
-            if code(call) == LLMStatusCode.LLM_TIMEOUT.name:
-                ended.set()
-
-    together(2, again)
-    assert ended.is_set(), "no call ended with its limit in a minute"
+    for pull in pulls():
+        pull.result(limit_ms)
+    with far.stopped():  # a pull from a stopped peer has its rows until the limit of the pull
+        held = pulls()
+        for copy in (
+            lambda: near.manager.copy_cache(slots, slots, 1, 0),
+            lambda: near.manager.copy_blocks(blocks, {0: [1]}),
+        ):
+            eventually(lambda copy=copy: code(copy) == LLMStatusCode.LLM_TIMEOUT.name, what="a copy that timed out")
+        assert all(pull.cancel() for pull in held)
 
 
 @pytest.mark.contract("19.allocate-cache", "19.deallocate-cache", "19.remove-cache-key", "19.allocate-blocks-cache")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import random
 import socket
 import threading
-import time
 from contextlib import ExitStack, suppress
 
 from .values import LIMIT
@@ -18,24 +15,38 @@ def split(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+PORTS = range(12_000, 32_000, 16)  # first ports of what `free_ports` returns, below the ephemeral ports
+_claims: list[socket.socket] = []
+_refusing: list[socket.socket] = []
+
+
 def free_ports(count: int = 12) -> int:
-    """Return the first of `count` consecutive ports that are free and outside the range of ephemeral ports."""
-    chance = random.Random(time.time_ns() ^ os.getpid())  # noqa: S311
-    while True:
-        first = chance.randrange(12_000, 30_000)
-        with ExitStack() as doors:
-            try:
-                for port in range(first, first + count):
-                    doors.enter_context(socket.create_server(("127.0.0.1", port)))
-            except OSError:
-                continue
+    """Return the first of `count` consecutive free ports, which no other caller gets while this process runs.
+
+    A name in the abstract namespace of Unix sockets claims them, so tests in other processes choose others.
+    """
+    assert count <= PORTS.step
+    for first in PORTS:
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0llm_datadist tests: ports from {first}")
+        except OSError:
+            claim.close()
+            continue
+        _claims.append(claim)  # also if another program uses one of the ports: then nobody need try again
+        with ExitStack() as doors, suppress(OSError):
+            for port in range(first, first + count):
+                doors.enter_context(socket.create_server(("127.0.0.1", port)))
             return first
+    raise AssertionError("no free ports")
 
 
-def free_port() -> int:
-    """Return a port that is free now."""
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        return int(door.getsockname()[1])
+def refusing_port() -> int:
+    """Return a port at which every connection is refused while this process runs: it is bound, and nobody listens."""
+    door = socket.socket()
+    door.bind(("127.0.0.1", 0))
+    _refusing.append(door)
+    return int(door.getsockname()[1])
 
 
 class _Door:

@@ -3,7 +3,9 @@
 //! `tests/test_rank_table.py` covers their results between processes.
 
 use std::net::{TcpListener, TcpStream};
-use std::sync::atomic::{AtomicU16, Ordering};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener};
+use std::sync::Mutex;
 use std::thread;
 use std::time::Duration;
 
@@ -22,11 +24,21 @@ const ELSEWHERE: &str = r#"{"server_count": "2", "server_list": [
     {"server_id": "192.0.2.1", "device": [{"device_id": "0", "rank_id": "0"}]},
     {"server_id": "192.0.2.2", "device": [{"device_id": "0", "rank_id": "1"}]}], "status": "completed", "version": "1.0"}"#;
 const LIMIT: Duration = Duration::from_secs(15);
-static PORTS: AtomicU16 = AtomicU16::new(0);
 
-/// Returns a port below those that the system assigns, which no other test of this file uses.
+/// Returns a port below those that the system assigns. It and the next ones are used by no other test while this process runs: a
+/// name in the abstract namespace of Unix sockets claims them, as `free_ports` of the Python tests does.
 fn port() -> u16 {
-    10_000 + (std::process::id() % 50) as u16 * 440 + PORTS.fetch_add(20, Ordering::Relaxed) % 440
+    static CLAIMS: Mutex<Vec<UnixListener>> = Mutex::new(Vec::new());
+    for first in (12_000..32_000).step_by(16) {
+        let name = SocketAddr::from_abstract_name(format!("llm_datadist tests: ports from {first}")).unwrap();
+        if let Ok(claim) = UnixListener::bind_addr(&name) {
+            CLAIMS.lock().unwrap().push(claim);
+            if (first..first + 16).all(|port| TcpListener::bind(("127.0.0.1", port)).is_ok()) {
+                return first;
+            }
+        }
+    }
+    panic!("no free ports");
 }
 
 fn member_with(cluster: u64, way: Way, port: u16, change: impl Fn(&mut Config)) -> DataDist {
