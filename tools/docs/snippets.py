@@ -2,7 +2,8 @@
 
 The `python` blocks of a page run in order, in one new process, in an empty folder, as a reader would type them. A block
 whose preceding line is `<!-- not run: reason -->` is left out; the reasons are printed. Example programs that a page
-includes run too, each in its own process. Ends with 1 if anything fails, or if no block was found at all.
+includes run too, each in its own process. The output of a program is shown only if it fails, because many blocks show
+errors on purpose. Ends with 1 if anything fails, or if no block was found at all.
 """
 
 from __future__ import annotations
@@ -35,28 +36,48 @@ def blocks(page: Path) -> tuple[list[tuple[int, str]], list[str]]:
     return run, left_out
 
 
+def run(program: Path, folder: Path) -> None:
+    """Runs a program in a folder. If it fails, its output is part of the `RuntimeError`."""
+    # A file, because a pipe would be read until the last process that has it open has ended.
+    with tempfile.TemporaryFile() as output:
+        try:
+            done = subprocess.run(
+                [sys.executable, program],
+                cwd=folder,
+                check=False,
+                timeout=LIMIT_S,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            failure = f"ended with {done.returncode}" if done.returncode else ""
+        except subprocess.TimeoutExpired:
+            failure = f"ran longer than {LIMIT_S} s"
+        if failure:
+            output.seek(0)
+            raise RuntimeError(f"{program.name} {failure}\n{output.read().decode(errors='replace')}")
+
+
 def run_page(page: Path) -> int:
     """Runs the blocks of one page and the programs that it includes. Returns their number. Raises if one fails."""
-    run, left_out = blocks(page)
+    found, left_out = blocks(page)
     for reason in left_out:
         print("not run:", reason)
     programs = INCLUDED.findall(page.read_text(encoding="utf-8"))
     for program in programs:
-        subprocess.run([sys.executable, ROOT / program], check=True, timeout=LIMIT_S, stdin=subprocess.DEVNULL)
-    if not run:
+        run(ROOT / program, ROOT)
+    if not found:
         return len(programs)
     # Blank lines keep the line numbers of the page in tracebacks.
     code = ""
-    for line, text in run:
+    for line, text in found:
         code += "\n" * (line - 1 - code.count("\n")) + text
     with tempfile.TemporaryDirectory() as folder:
         # The prefix is needed because a program named logging.py would hide the module of the standard library.
         program = Path(folder) / f"page_{page.stem.replace('-', '_')}.py"
         program.write_text(code, encoding="utf-8")
-        subprocess.run(
-            [sys.executable, program.name], cwd=folder, check=True, timeout=LIMIT_S, stdin=subprocess.DEVNULL
-        )
-    return len(run) + len(programs)
+        run(program, Path(folder))
+    return len(found) + len(programs)
 
 
 def main() -> int:
@@ -66,8 +87,11 @@ def main() -> int:
     count, failed = 0, []
     for page in parser.parse_args().pages:
         try:
-            count += run_page(page)
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:  # noqa: PERF203
+            ran = run_page(page)
+            count += ran
+            if ran:
+                print(f"{page}: {ran} ran", flush=True)
+        except RuntimeError as error:  # noqa: PERF203
             failed.append(f"{page}: {error}")
     print(f"{count} blocks and programs ran")
     for line in failed:
