@@ -101,3 +101,39 @@ def test_links_between_pages_lead_somewhere() -> None:
         here = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
         broken += [f"{page.relative_to(ROOT)}: {target}" for target in here]
     assert not broken
+
+
+def test_readme_explains_before_it_builds() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 120
+    first_screen = "\n".join(lines[:30])
+    assert "![" in first_screen, "the picture"
+    assert not re.search(r"rustup|build-essential|compiler|cargo|apt-get", first_screen)
+    assert "Huawei" not in first_screen
+
+
+def test_pages_repeat_the_durations_of_the_readme() -> None:
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    found = re.search(r"the first build takes ([\w ]+?), the replay ([\w ]+?), and the tests ([\w ]+?)\.", readme)
+    assert found, "the README says how long its two commands take"
+    build, demo, test = found.groups()
+
+    def text(page: str) -> str:
+        return " ".join((ROOT / page).read_text().split())
+
+    assert f"the build takes {build}" in text("docs/quick-start.md")
+    assert f"in about {demo} on two cores" in text("docs/quick-start.md")
+    assert f"After the build, it takes {test} on two cores" in text("docs/quick-start.md")
+    assert f"takes about {demo} on two cores" in text("docs/how-to/replay-a-trace.md")
+    assert re.search(rf"\| `make demo` \| [^|]+ \| {demo} \|", text("docs/performance.md"))
+    assert re.search(rf"\| `make test` \| [^|]+ \| {test} on two cores \|", text("CONTRIBUTING.md"))
+
+
+def test_pages_name_the_packages_of_the_readme() -> None:
+    def packages(page: str) -> list[str]:
+        text = (ROOT / page).read_text().replace("\\\n", " ")
+        (found,) = re.findall(r"apt-get install (.+)", text)
+        return str(found).split()
+
+    assert packages("README.md") == packages("docs/quick-start.md")
+    assert {"git", "build-essential", "pkg-config", "cmake", "python3-venv", "iproute2"} <= set(packages("README.md"))
