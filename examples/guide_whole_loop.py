@@ -130,7 +130,7 @@ class Decode:
         self.process = subprocess.Popen(  # noqa: S603  (this program)
             program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self.linking = self.engine.ensure_link(self.process.stdout.readline().strip(), timeout_ms=10_000)
+        self.linking = self.engine.ensure_link(self.process.stdout.readline().strip(), timeout_ms=30_000)
         self.linked = False
 
     def run(self) -> None:

@@ -16,7 +16,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 GUIDES = ROOT / "docs" / "how-to"
-EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name != "transformers_torch.py")
+ELSEWHERE = {"transformers_torch.py", "guide_whole_loop.py"}
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name not in ELSEWHERE)
 assert len(EXAMPLES) >= 2
 
 
@@ -32,6 +33,14 @@ def run(arguments: list[str]) -> str:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_example_runs(path: Path) -> None:
     assert run([str(path)]).strip(), "an example shows something"
+
+
+def test_whole_loop_survives_an_expired_grant_and_a_killed_peer() -> None:
+    output = run([str(ROOT / "examples" / "guide_whole_loop.py")])
+    assert "24 right, 0 wrong, 64 of 64 blocks of decode are free" in output
+    assert "prefill: 64 of 64 blocks are free" in output
+    assert "computed again: 1 after LLM_GRANT_ENDED" in output
+    assert output.count("the link has ended") == 1
 
 
 def test_readme_example_runs() -> None:
