@@ -62,20 +62,20 @@ class Prefill:
         self.cache = self.manager.allocate_blocks_cache(DESC, BlocksCacheKey(PREFILL))
         self.tensors = [view.numpy() for view in self.manager.tensor_views(self.cache)]
         self.free = list(range(BLOCKS))
-        self.lent: dict[Any, tuple[int, list[int]]] = {}  # grant: reader, blocks
+        self.granted: dict[Any, tuple[int, list[int]]] = {}  # grant: reader, blocks
         self.waiting: deque[tuple[int, Any]] = deque()  # reader, what it asks for
 
     def run(self) -> None:
         """Serve until decode has closed the pipe, and every grant has ended."""
         print(self.engine.listen_ip_info, flush=True)
         serve = True
-        while serve or self.lent:
+        while serve or self.granted:
             ready, _, _ = select.select([self.engine, sys.stdin] if serve else [self.engine], [], [])
             serve = serve and sys.stdin not in ready
             for event in self.engine.poll():
                 self.handle(event)
             while self.waiting and len(self.free) >= BLOCKS_OF_REQUEST:
-                self.lend(*self.waiting.popleft())
+                self.grant(*self.waiting.popleft())
         print(f"prefill: {len(self.free)} of {BLOCKS} blocks are free")
         self.engine.finalize()
 
@@ -84,20 +84,20 @@ class Prefill:
         if isinstance(event, Notification):  # decode asks for a request
             self.waiting.append((event.cluster_id, json.loads(event.payload)))
         elif isinstance(event, GrantEnded):  # done, expired, revoked or released
-            self.free += self.lent.pop(event.grant)[1]
+            self.free += self.granted.pop(event.grant)[1]
         elif isinstance(event, LinkDown):  # a dead reader does not report: without `revoke`, its blocks wait for TTL_MS
             gone = event.peer.cluster_id
             self.waiting = deque(entry for entry in self.waiting if entry[0] != gone)
-            for grant in [grant for grant, (reader, _) in self.lent.items() if reader == gone]:
+            for grant in [grant for grant, (reader, _) in self.granted.items() if reader == gone]:
                 grant.revoke(wait=False)
 
-    def lend(self, reader: int, asked: dict[str, Any]) -> None:
+    def grant(self, reader: int, asked: dict[str, Any]) -> None:
         """Compute a request, and tell decode where it is."""
         blocks, self.free = self.free[:BLOCKS_OF_REQUEST], self.free[BLOCKS_OF_REQUEST:]
         for number, tensor in enumerate(self.tensors):
             tensor[blocks] = kv_of(asked["request"], number)  # where a model computes
         grant = self.manager.grant(self.cache, blocks, ttl_ms=asked["ttl_ms"])
-        self.lent[grant] = reader, blocks
+        self.granted[grant] = reader, blocks
         try:
             self.engine.notify(reader, json.dumps({**asked, "blocks": blocks, "token": grant.token.hex()}).encode())
         except LLMException:  # the link has just ended
