@@ -10,11 +10,15 @@ KILL ?=
 PEERS ?=
 SUBSET ?=
 BENCH_VLLM ?=
+MUTANTS ?=
 FUZZ_SECONDS ?= 60
 FUZZ_JOBS ?= 2
 REPEAT ?= 10
 BUSY ?= 2
 SKIP_CPP ?=
+export SKIP_CPP
+# Measured on two cores. The README has the same figure, and a test compares them.
+TEST_MINUTES := under 10 minutes
 TARGET_DIR := $(or $(CARGO_TARGET_DIR),target)
 TRIPLE := x86_64-unknown-linux-gnu
 PREFIX ?= /usr/local
@@ -65,12 +69,19 @@ demo-plan:
 check-tools:
 	@tools/build/check.sh $(VENV) $(RUST_VERSION) "$(PYTHON)"
 
-# Tests that run at the same time open more descriptors than the usual soft limit of 1,024 allows.
-OPEN_FILES = hard=$$(ulimit -Hn); case $$hard in unlimited) hard=20000;; esac; ulimit -Sn $$((hard < 20000 ? hard : 20000))
+test: test-plan check-test-tools build capi $(VENV)/.test-tools  ## every test: Rust, Python, C++ (SKIP_CPP=1 without a C++ compiler)
+	@$(call QUIET,"Rust tests",build-tests) cargo test --locked --workspace --exclude llm-datadist-py --no-run || true
+	@$(BIN)/python tools/build/run_tests.py --logs $(LOG)
 
-test: check-tools cpp-tools build capi $(VENV)/.test-tools  ## every test: Rust, Python, C++ (SKIP_CPP=1 without a C++ compiler)
-	@$(OPEN_FILES); set -x; cargo test --workspace --exclude llm-datadist-py
-	$(BIN)/python -m pytest
+test-plan:
+	@echo "make test:"
+	@echo "  1. Builds the engine, the C library and the Rust tests: about 7 minutes on two cores the first time."
+	@echo "  2. Runs the Rust tests, and beside them the Python and C++ tests in three processes: $(TEST_MINUTES) on two cores."
+	@echo "  3. Runs the tests that need the machine for themselves: a minute."
+	@echo "It prints what was skipped and why, what failed, and the total. Logs are in $(LOG)."
+
+test-root: build capi $(VENV)/.test-tools  ## the tests that need root, and those that compare with documents beside the checkout
+	$(BIN)/python -m pytest -q -m "root or shared_documents"
 
 # NIXL is installed alone, because it asks for gigabytes of CUDA that it does not use here. The tests with latent vectors
 # are compared with it.
@@ -118,17 +129,12 @@ test-benches: build $(VENV)/.test-tools  ## the tests of the benchmarks and of t
 test-docs: build $(VENV)/.test-tools  ## the tests of the pages: numbers, references, and the programs that they show
 	$(BIN)/python -m pytest tools/docs/tests
 
-# Without these programs, some sixty tests would be skipped without notice.
-cpp-tools:
-	@missing=; command -v g++ > /dev/null || command -v clang++ > /dev/null || missing="g++"; \
-	command -v pkg-config > /dev/null || missing="$$missing pkg-config"; \
-	if [ -z "$$missing" ]; then exit 0; fi; \
-	if [ -n "$(SKIP_CPP)" ]; then echo "WARNING: the C++ tests are skipped; not found: $$missing"; exit 0; fi; \
-	echo "The C++ tests need programs that were not found: $$missing" >&2; \
-	echo "Install them (Debian: apt-get install g++ pkg-config), or leave the C++ tests out: make $(or $(MAKECMDGOALS),test) SKIP_CPP=1" >&2; \
-	exit 1
+# Names every missing program before anything is built, also those that only tests need.
+check-test-tools:
+	@TESTS=1 tools/build/check.sh $(VENV) $(RUST_VERSION) "$(PYTHON)"
 
-stress-tests: cpp-tools build capi $(VENV)/.test-tools  ## the test phases REPEAT times beside BUSY busy loops; target/stress has the logs
+stress-tests: check-test-tools build capi $(VENV)/.test-tools  ## the test phases REPEAT times beside BUSY busy loops; target/stress has the logs
+	@cargo test --locked --workspace --exclude llm-datadist-py --no-run --quiet
 	tests/stress.sh $(REPEAT) "$(TARGET_DIR)/stress" $(BIN)/python $(BUSY)
 
 fast: build capi $(VENV)/.test-tools  ## the tests that take under a minute
@@ -151,6 +157,7 @@ lint: build $(VENV)/.test-tools  ## formatting, clippy, ruff, mypy, stubs; warni
 	MYPYPATH=benches $(BIN)/mypy benches/serving_latency.py
 	$(BIN)/python -m mypy.stubtest llm_datadist._core
 	$(BIN)/python tools/mutants/run.py --check
+	$(BIN)/python -m pytest -q tools/lint tools/build/tests
 
 docs: build $(VENV)/.test-tools .venv-docs/.tools  ## the documentation site in target/docs: runs every snippet, checks every link; warnings are errors
 	$(BIN)/python tools/docs/options.py --check
@@ -158,6 +165,7 @@ docs: build $(VENV)/.test-tools .venv-docs/.tools  ## the documentation site in 
 	$(BIN)/python tools/docs/snippets.py docs/*.md docs/*/*.md
 	.venv-docs/bin/zensical build --strict --clean
 	$(BIN)/python tools/docs/links.py target/docs *.md
+	@echo "The site is in target/docs. View it with its search: python3 -m http.server --directory target/docs, then open http://localhost:8000"
 
 docs-options: build  ## write docs/options.md anew
 	$(BIN)/python tools/docs/options.py
@@ -173,7 +181,12 @@ docs-stats: build  ## write docs/stats.md anew
 	@touch $@
 
 mutants: build $(VENV)/.test-tools  ## run the mutants of tools/mutants, each against the tests of its area (up to an hour)
-	$(BIN)/python tools/mutants/run.py --out $(TARGET_DIR)/mutants/results.json
+	$(BIN)/python tools/mutants/run.py --out $(TARGET_DIR)/mutants/results.json $(MUTANTS)
+
+nightly:  ## every long job, one after another; CI runs one of them in turn (hours)
+	@failed=; for job in asan sanitize valgrind loom fuzz test-vllm test-lmcache mutants test-wheel sdist; do \
+		echo "== $$job"; $(MAKE) --no-print-directory $$job || failed="$$failed $$job"; done; \
+	[ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 loom:  ## the model checker over pins and jobs, in a target folder of its own
 	RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=2 cargo test -p llm-datadist-core --lib --target-dir target/loom -- loom_tests::
@@ -190,6 +203,9 @@ valgrind:  ## the Rust tests of the memory code under valgrind, shortened
 
 fuzz:  ## each fuzz target for FUZZ_SECONDS, FUZZ_JOBS at a time (needs a C++ compiler)
 	$(PYTHON) fuzz/run.py --seconds $(FUZZ_SECONDS) --jobs $(FUZZ_JOBS)
+
+fuzz-replay:  ## each fuzz target over its seeds and what earlier runs found, without libFuzzer
+	$(PYTHON) fuzz/run.py --replay
 
 fuzz-seeds:  ## write the seed corpora anew, after a change of the messages
 	cargo run --quiet --manifest-path fuzz/Cargo.toml --target-dir "$(TARGET_DIR)/fuzz/seeds" --bin seeds
@@ -247,7 +263,7 @@ bench-peers: .venv-peers/.tools  ## ours beside NIXL, Mooncake, LMCache, UCXX, t
 	.venv-peers/bin/python -m compileall -q python/llm_datadist # pip compiles the packages of the peers, too
 	.venv-peers/bin/python benches/peers $(PEERS)
 
-sanitize: build capi $(VENV)/.test-tools  ## the C++ programs with the address and undefined-behaviour sanitizers
+sanitize: check-test-tools build capi $(VENV)/.test-tools  ## the C++ programs with the address and undefined-behaviour sanitizers
 	LLM_DATADIST_SANITIZE=1 $(BIN)/python -m pytest tests/test_cpp.py tests/test_cpp_install.py
 
 header:  ## write the C header anew
@@ -256,7 +272,7 @@ header:  ## write the C header anew
 capi: check-tools  ## build the libraries for C and C++ (release)
 	@$(call QUIET,"C and C++ libraries",capi) cargo build -p llm-datadist-capi --release --locked
 	@ln -sf libllm_datadist.so "$(RELEASE)/$(SONAME)"
-	@cargo run --quiet --locked -p llm-datadist-licenses -- write "$(RELEASE)/THIRD-PARTY-LICENSES"
+	@$(call QUIET,"licence texts",licenses) cargo run --locked -p llm-datadist-licenses -- write "$(RELEASE)/THIRD-PARTY-LICENSES"
 
 install: capi  ## libraries, headers, pkg-config and CMake files into PREFIX (LIBDIR, INCLUDEDIR, DOCDIR, DESTDIR)
 	@$(MAKE) --no-print-directory install-files
@@ -334,4 +350,4 @@ $(VENV)/.wheel-tools: requirements-wheel.txt $(VENV)/.build-tools
 clean:  ## remove everything that was built
 	rm -rf target fuzz/target $(VENV) .venv-docs .venv-torch .venv-peers .venv-vllm dist python/llm_datadist/_core*.so
 
-.PHONY: help demo demo-plan check-tools test-wheel sdist uninstall test test-vllm test-lmcache test-ucx test-nixl bench-networks bench-vllm test-benches test-docs docs docs-options docs-stats mutants cpp-tools stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance lint loom thorough soak bench bench-latency bench-peers example example-tensor-parallel example-torch wheel build sanitize header capi install install-files clean
+.PHONY: help demo demo-plan test-plan check-tools check-test-tools test-root fuzz-replay nightly test-wheel sdist uninstall test test-vllm test-lmcache test-ucx test-nixl bench-networks bench-vllm test-benches test-docs docs docs-options docs-stats mutants stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance lint loom thorough soak bench bench-latency bench-peers example example-tensor-parallel example-torch wheel build sanitize header capi install install-files clean

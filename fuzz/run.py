@@ -1,10 +1,12 @@
 """Builds the fuzz targets with coverage and the address sanitizer, and runs each of them for a while.
 
-Usage: run.py [--seconds 60] [--jobs 2] [target ...]
+Usage: run.py [--replay] [--seconds 60] [--jobs 2] [target ...]
 
 Needs stable Rust and a C++ compiler (libFuzzer is compiled from source). `RUSTC_BOOTSTRAP=1` lets the stable compiler
 link its own sanitizer runtime. Found inputs stay below `target/fuzz`; a crash is a file in `target/fuzz/crashes` that
-`target/fuzz/bin/<target> <file>` replays. Not for: what the targets assert (`targets`).
+`target/fuzz/build/x86_64-unknown-linux-gnu/release/<target> <file>` replays. `--replay` runs the targets once over the
+seeds and over what earlier runs found, without libFuzzer, coverage or sanitizer; it needs a C compiler only. Not for:
+what the targets assert (`targets`).
 """
 
 from __future__ import annotations
@@ -75,13 +77,39 @@ def fuzz(target: str, seconds: int) -> tuple[str, int, int, float, Path]:
     return target, done.returncode, int(counted[1]) if counted else 0, time.monotonic() - began, log
 
 
+def replay(targets: list[str]) -> int:
+    """Run targets over their seeds and corpora, with a `main` that reads files in the place of libFuzzer."""
+    library, folder = WORK / "replay" / "libreplay.a", WORK / "replay"
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["cc", "-O1", "-c", str(HERE / "replay.c"), "-o", str(folder / "replay.o")], check=True)  # noqa: S603, S607
+    subprocess.run(["ar", "rcs", str(library), str(folder / "replay.o")], check=True)  # noqa: S603, S607
+    command = ["cargo", "build", "--locked", "--quiet", "--manifest-path", str(HERE / "Cargo.toml"), "--bins"]
+    subprocess.run(  # noqa: S603
+        [*command, "--target-dir", str(folder / "build")],
+        env=dict(os.environ, CUSTOM_LIBFUZZER_PATH=str(library)),
+        check=True,
+    )
+    failed = 0
+    for target in targets:
+        folders = [HERE / "seeds" / target, WORK / "corpus" / target]
+        inputs = sorted(path for top in folders if top.is_dir() for path in top.iterdir())
+        done = subprocess.run([str(folder / "build" / "debug" / target), *map(str, inputs)], check=False)  # noqa: S603
+        good = done.returncode == 0 and len(inputs) > 0
+        failed += not good
+        print(f"fuzz: {target}: {len(inputs)} inputs replayed{'' if good else ', FAILED'}", flush=True)
+    return 1 if failed else 0
+
+
 def main() -> int:
     """Build, run, and report; 1 if any target failed or executed nothing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=int, default=60, help="for each target")
     parser.add_argument("--jobs", type=int, default=2, help="targets at a time")
     parser.add_argument("targets", nargs="*", choices=[*TARGETS, []], help="all of them if none is named")
+    parser.add_argument("--replay", action="store_true", help="run over seeds and corpora once, without fuzzing")
     given = parser.parse_args()
+    if given.replay:
+        return replay(given.targets or list(TARGETS))
     began = time.monotonic()
     build()
     print(f"fuzz: built in {time.monotonic() - began:.0f} s", flush=True)

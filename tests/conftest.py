@@ -63,6 +63,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(contract.Witness(), "contract")
 
 
+def pytest_report_header() -> list[str]:
+    there = contract.SHARED.is_dir()
+    return [] if there else ["no documents beside the checkout: the tests that compare with them are left out"]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests that compare with documents beside the checkout, if there are none."""
+    absent = [item for item in items if not contract.SHARED.is_dir() and item.get_closest_marker("shared_documents")]
+    if absent:
+        config.hook.pytest_deselected(items=absent)
+        items[:] = [item for item in items if item not in absent]
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     witness: Any = session.config.pluginmanager.get_plugin("contract")
     if session.config.getoption("--show-contract"):

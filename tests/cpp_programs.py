@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 ROOT = Path(__file__).resolve().parents[1]
-SEEDS = ROOT.parent / "shared" / "seeds"
 SOURCES = ROOT / "tests" / "cpp"
 INCLUDE = ROOT / "crates" / "capi" / "include"
 LIBRARY = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release"
@@ -39,7 +38,6 @@ SUCCESS, FAILED, GONE, INVALID, UNLINKED = "0", "ffffffff", "5010b002", "5010b00
 FULL, DISABLED, LINKED, LATE = "5010b00e", "5010b019", "5010b018", "5010b01a"
 UINT8 = 4
 HOST, DEVICE = 0, 1
-present = pytest.mark.skipif(not SEEDS.is_dir(), reason="the founding documents are not beside the repository")
 
 packaged = pytest.mark.skipif(not shutil.which("pkg-config"), reason="no pkg-config")
 readable = pytest.mark.skipif(not shutil.which("readelf"), reason="no readelf")

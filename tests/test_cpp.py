@@ -12,7 +12,7 @@ import subprocess
 from typing import TYPE_CHECKING, Any, Callable
 
 import pytest
-from contract import NO_COMPILER
+from contract import NO_COMPILER, SEEDS, present
 
 from cpp_programs import (
     COMPILERS,
@@ -28,14 +28,12 @@ from cpp_programs import (
     LINKED,
     MIX,
     PROMPT,
-    SEEDS,
     SOURCES,
     SUCCESS,
     UINT8,
     UNLINKED,
     Cpp,
     listed,
-    present,
     run,
 )
 from peers import LIMIT, OK, End, Ends, by_blocks, by_slot, equal, eventually, options, pattern

@@ -249,6 +249,7 @@ def namespaces() -> bool:
     return os.geteuid() == 0 and tools and subprocess.run(made, capture_output=True, check=False).returncode == 0  # noqa: S603
 
 
+@pytest.mark.root
 @pytest.mark.skipif(not namespaces(), reason="this machine allows no network namespaces")
 def test_another_host_is_measured_over_sockets(token: str, held: ExitStack) -> None:
     holder = subprocess.Popen(["unshare", "--net", "sleep", "600"])  # noqa: S607

@@ -10,6 +10,8 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from hostile import budgets
 from hostile import messages as m
 from hostile.client import Listener, Peer, Tender, ask
@@ -19,6 +21,8 @@ from peers import Peer as Process
 
 ROOT = Path(__file__).resolve().parents[1]
 LINKS = 200
+
+pytestmark = pytest.mark.serial
 
 
 def refuse(wire: object) -> None:

@@ -16,7 +16,7 @@ from llm_datadist.replay.table import BlockTable
 from llm_datadist.replay.trace import Request, TraceError, describe, make_trace, read_trace
 
 PUBLIC_TRACE = Path(__file__).resolve().parents[2] / "shared" / "data" / "conversation_trace.jsonl"
-public_trace = pytest.mark.skipif(not PUBLIC_TRACE.exists(), reason="needs ../shared/data/conversation_trace.jsonl")
+public_trace = pytest.mark.shared_documents
 
 
 def test_made_trace_has_the_shape_of_the_public_one():

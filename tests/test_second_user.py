@@ -34,7 +34,10 @@ from peers import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start processes of another user")
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root can start processes of another user"),
+]
 
 NOBODY, SOMEBODY = 65534, 12345  # the user that stands for all unmapped ones, and an ordinary user
 TOKEN = "a token that both users know"  # noqa: S105

@@ -28,7 +28,7 @@ USED: set[str] = set()
 
 
 def example(*keys: str) -> Callable[[Any], Any]:
-    """A test that runs these examples; skipped where the documents are absent."""
+    """A test that runs these examples; left out where the documents are absent."""
     USED.update(keys)
     return present
 

@@ -35,7 +35,7 @@ TOKEN = "a shared token of some length"  # noqa: S105
 FURTHER = ("10.231.8.1", "10.231.8.2")
 
 
-pytestmark = pytest.mark.skipif(not possible(), reason="this machine allows no network namespaces")
+pytestmark = [pytest.mark.root, pytest.mark.skipif(not possible(), reason="this machine allows no network namespaces")]
 
 
 @pytest.fixture

@@ -98,7 +98,7 @@ pub fn decoded<T: Serialize + DeserializeOwned + PartialEq + Debug>(body: &[u8])
 
 /// Decodes `body` as the message with the number `which`, and converts what can be converted.
 pub fn any_message(which: u8, body: &[u8]) {
-    match which % 12 {
+    match which % 14 {
         0 => drop(decoded::<Hello>(body)),
         1 => drop(decoded::<Challenge>(body)),
         2 => drop(decoded::<Proof>(body)),

@@ -1,6 +1,7 @@
 #!/bin/sh
 # Checks that the programs a build needs are present: check.sh VENV RUST_VERSION PYTHON
-# Prints one line with the remedy for each that is missing, and ends with 1. Not for: the C++ tests (`make cpp-tools`).
+# Prints one line with the remedy for each that is missing, and ends with 1. TESTS=1 also checks what only tests need; SKIP_CPP=1
+# leaves out what the C++ tests need.
 venv=$1 rust=$2 python=$3
 failed=
 
@@ -61,6 +62,21 @@ if ! command -v cc > /dev/null; then
 	missing "cc (a C compiler, with which Rust links). Debian: apt-get install build-essential"
 elif ! echo 'int main(void) { return 0; }' | cc -x c -o /dev/null - 2> /dev/null; then
 	missing "a cc that can link (are the C library's files there?). Debian: apt-get install build-essential"
+fi
+
+if [ -n "$TESTS" ] && [ -z "$SKIP_CPP" ]; then
+	if ! command -v g++ > /dev/null && ! command -v clang++ > /dev/null; then
+		missing "g++ or clang++, for the C++ tests (make test SKIP_CPP=1 leaves them out). Debian: apt-get install build-essential"
+	fi
+	for program in pkg-config cmake readelf; do
+		command -v "$program" > /dev/null && continue
+		package=$program
+		[ "$program" = readelf ] && package=binutils
+		missing "$program, for the C++ tests (make test SKIP_CPP=1 leaves them out). Debian: apt-get install $package"
+	done
+fi
+if [ -n "$TESTS" ] && [ "$(id -u)" = 0 ] && ! command -v ip > /dev/null; then
+	missing "ip, for the tests of network namespaces, which run as root. Debian: apt-get install iproute2"
 fi
 
 [ -z "$failed" ] && exit 0

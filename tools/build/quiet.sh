@@ -27,7 +27,8 @@ state() {
 	local seen
 	seen=$(tail -c 4000 "$log" | tr '\r' '\n' | sed -n -E \
 		-e 's/.*Building \[.*\] ([0-9]+)\/([0-9]+): ([^(,.]*).*/\1 of \2 crates, now \3/;Tx;s/ +$//p;:x' \
-		-e 's/^ *Downloading ([0-9]+) crates.*/downloading crates/p' | tail -n 1)
+		-e 's/^ *Downloading ([0-9]+) crates.*/downloading crates/p' \
+		-e 's/^ *Blocking waiting for file lock.*/waiting for another cargo in this folder to end/p' | tail -n 1)
 	echo "$label: ${seen:+$seen, }$((SECONDS - began)) s"
 }
 

@@ -23,9 +23,8 @@ HEAD = 15  # lines of the table's page above its rows
 SHARED = ROOT.parent / "shared"
 SEEDS = SHARED / "seeds"
 SPEC = SHARED / "spec" / "python-api.md"
-ABSENT = "the founding documents are not beside the repository"
 NO_COMPILER = "no C++ compiler"
-present = pytest.mark.skipif(not SEEDS.is_dir(), reason=ABSENT)
+present = pytest.mark.shared_documents
 
 
 class Item(NamedTuple):
@@ -143,13 +142,12 @@ class Witness:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Record the marked tests, and move the tests of the table to the end, because they check all outcomes."""
+        """Record the marked tests."""
         for test in items:
             for key in claims(test):
                 tests = self.proofs.setdefault(key, [])
                 if named(test) not in tests:
                     tests.append(named(test))
-        items.sort(key=lambda test: test.path.name == "test_conformance.py")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:

@@ -11,7 +11,7 @@
 //! ```
 //!
 //! A module uses only modules of its own row or of rows below. `docs/architecture.md` has the exact table, which
-//! `tests/test_architecture.py` checks. The modules are private; this page is the whole interface:
+//! `tools/lint/test_architecture.py` checks. The modules are private; this page is the whole interface:
 //!
 //! - **Open an engine:** [`DataDist::open`] with a [`Config`]: [`Role`], [`ClusterId`], [`Mode`],
 //!   [`PoolConfig`] or [`Share`], [`LinkConfig`] with [`Token`] and [`TransportChoice`], and the choices

@@ -1,6 +1,6 @@
 """Numbers and references in the documentation that can become stale, compared with the code.
 
-Not for: snippets (`test_examples.py`, `tools/docs/snippets.py`), or generated pages (`tests/test_conformance.py`,
+Not for: snippets (`test_examples.py`, `tools/docs/snippets.py`), or generated pages (`test_conformance.py`,
 `benches/tests`).
 """
 

@@ -17,7 +17,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "crates" / "core" / "src"
 BINDING = ROOT / "crates" / "py" / "src"
 INTERFACE = ROOT / "crates" / "capi" / "src"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CRATES = ROOT / "crates"
 # A name in backticks that may be a test: at least three words joined by underscores. Names that end in `_t` are
 # types of libraries in C.
@@ -23,7 +23,7 @@ def test_comments_name_what_exists() -> None:
     sources = sorted(CRATES.rglob("*.rs"))
     lines = {path: path.read_text(encoding="utf-8").splitlines() for path in sources}
     code = [split(line)[0] for path in sources for line in lines[path]]
-    code += [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")]
+    code += [path.read_text(encoding="utf-8") for top in ("tests", "tools") for path in (ROOT / top).rglob("*.py")]
     known = set(re.findall(r"\w+", "\n".join(code)))
     looked, missing = 0, []
     for path in sources:
