@@ -58,7 +58,9 @@ struct Destination {
 impl Destination {
     fn host() -> Destination {
         let (buffer, tensors) = tensors_over(TENSORS, ROWS, ROW, |_, _| 0xEE);
-        let (engine, device, placement) = (copy_engine(), HostReach::Direct, Placement::Host);
+        let config = config(1 << 20);
+        let engine = CopyEngine::new(&config, DeviceSet::host_only()).unwrap();
+        let (device, placement) = (HostReach::Direct, Placement::Host);
         Destination { engine, device, tensors, placement, buffer: Some(buffer) }
     }
 
@@ -148,7 +150,7 @@ impl Library {
 fn serve(plan: &Arc<CopyPlan>, stream: &Stream) {
     let (_buffer, tensors) = tensors_over(TENSORS, ROWS, ROW, |tensor, at| source(tensor, at, 1)[0]);
     let mut path = StreamPath { stream, range: 0..plan.bytes(), sum: None };
-    path.serve(PathJob { engine: &copy_engine(), plan, deadline: soon() }, &tensors).unwrap();
+    path.serve(PathJob { engine: copy_engine(), plan, deadline: soon() }, &tensors).unwrap();
 }
 
 #[test]

@@ -6,7 +6,7 @@
 use std::cell::UnsafeCell;
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, LazyLock, Mutex};
 use std::time::{Duration, Instant};
 
 use llm_datadist_core::testing::cache::{CallRows, Pin, RowUse};
@@ -449,9 +449,12 @@ pub fn share_rings(local: &Stream, remote: &Stream) {
     assert!(local.has_rings() && remote.has_rings());
 }
 
-/// A copy engine with its defaults.
-pub fn copy_engine() -> CopyEngine {
-    CopyEngine::new(&Config::new(Role::Mix, ClusterId(1)), DeviceSet::host_only()).unwrap()
+/// A copy engine with its defaults, whose workers all tests share.
+pub fn copy_engine() -> &'static CopyEngine {
+    static SHARED: LazyLock<CopyEngine> = LazyLock::new(|| {
+        CopyEngine::new(&Config::new(Role::Mix, ClusterId(1)), DeviceSet::host_only()).unwrap()
+    });
+    &SHARED
 }
 
 /// Tensors of rows over one buffer, which `fill` fills by tensor and offset.

@@ -9,17 +9,16 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use llm_datadist_core::testing::copy::{CopyEngine, Progress, Staging};
-use llm_datadist_core::testing::device::DeviceSet;
+use llm_datadist_core::testing::copy::{Progress, Staging};
 use llm_datadist_core::testing::plan::{CopyPlan, KvPart, KvSequence, LayoutPlan, Template, assign_owners};
 use llm_datadist_core::{
-    CacheDesc, ClusterId, Config, DataType, Deadline, Geometry, KvGeometry, KvLayout, KvPlanes, Placement,
-    Result, Role, SwapInPath, TokenOrder,
+    CacheDesc, DataType, Deadline, Geometry, KvGeometry, KvLayout, KvPlanes, Placement, Result, SwapInPath,
+    TokenOrder,
 };
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use crate::fixtures::{local_streams, pattern, proptest_cases, tensors_over};
+use crate::fixtures::{copy_engine, local_streams, pattern, proptest_cases, tensors_over};
 use crate::socket_copies::SocketCopies as _;
 
 /// A cache and the blocks of one sequence in it.
@@ -670,8 +669,7 @@ fn plans_between_layouts_move_bytes() {
         }
         let soon = || Deadline::after(Duration::from_secs(60));
         let (buffer, dst) = over(&case.dst, 2);
-        let config = Config::new(Role::Prompt, ClusterId(1));
-        let engine = CopyEngine::new(&config, DeviceSet::host_only()).unwrap();
+        let engine = copy_engine();
         for plan in &plans {
             let (from, to) = ((&src, Placement::Host), (&dst, Placement::Host));
             let staging = Staging { path: SwapInPath::Auto, buffer_bytes: 1 << 20 };

@@ -288,8 +288,8 @@ fn odd_sizes_and_many_units() {
         (7, 33, 80),
         (4097, 12, 1),
         (4097, 12, 80),
-        ((2 << 20) + 3, 5, 2),
-        (65_537, 96, 4),
+        ((1 << 20) + 3, 5, 1),
+        (65_537, 40, 2),
     ] {
         let caches = [blocks(Host, tensors, rows, row_bytes, 1), blocks(Device, tensors, rows, row_bytes, 2)];
         let (third, end) = (rows as i64 / 3, rows as i64);

@@ -208,7 +208,7 @@ fn the_checksum_of_a_pair_is_that_of_its_pieces_in_order() {
         }
         block.value()
     });
-    assert_eq!(sums(&copy_engine(), plan, LocalEnd::Source, &src), expected.collect::<Vec<_>>());
+    assert_eq!(sums(copy_engine(), plan, LocalEnd::Source, &src), expected.collect::<Vec<_>>());
     let passed = Deadline::after(Duration::ZERO);
     let blocks = PairBlocks::of(plan, LocalEnd::Source).unwrap();
     let late = copy_engine().pair_sums((&src, Placement::Host), blocks, bound(), passed).unwrap_err();

@@ -22,9 +22,9 @@ const KEY: CacheKey = CacheKey::Blocks { model: 7 };
 /// Whichever side's clock is first, a call that runs out of time reports a timeout.
 #[test]
 fn late_calls_time_out() {
-    let shape = desc(Placement::Host, 1, 48, 1 << 20);
+    let shape = desc(Placement::Host, 1, 48, 256 << 10);
     let all: Vec<i64> = (0..48).collect();
-    for (way, millis) in WAYS.into_iter().flat_map(|way| [1, 2, 3, 5, 8, 13].map(|millis| (way, millis))) {
+    for (way, millis) in WAYS.into_iter().flat_map(|way| [1, 2, 5].map(|millis| (way, millis))) {
         let pair = Pair::with(way, |config| config.sync_timeout = Duration::from_millis(millis));
         let local = Held::pool(&pair.local, &shape, Blocks);
         let remote = Held::new(&pair.remote, false, &shape, Blocks, &[Some(KEY)]);
