@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TRACE ?=
 REPLAY ?=
-KILL ?=
+KILL ?= 1
 PEERS ?=
 SUBSET ?=
 BENCH_VLLM ?=
@@ -51,18 +51,25 @@ help:  ## list the targets
 # cores themselves.
 .NOTPARALLEL:
 
-demo: demo-plan build  ## the main job: replay a trace through two processes (TRACE=file, KILL=1, REPLAY="options")
-	@$(BIN)/python -m llm_datadist replay $(if $(TRACE),"$(TRACE)") \
-		$(if $(KILL),--kill-prefill-at $(if $(filter 1,$(KILL)),half,$(KILL))) $(REPLAY)
+# The request during whose pull prefill is killed: KILL=1 is the middle one, KILL=0 none.
+KILL_AT = $(if $(filter 1,$(KILL)),half,$(filter-out 0,$(KILL)))
+
+demo: demo-plan build  ## the main job: replay a trace through two processes, and kill one (TRACE=file, KILL=0, REPLAY="options")
+	@$(BIN)/python -m llm_datadist replay $(if $(TRACE),"$(TRACE)") $(if $(KILL_AT),--kill-prefill-at $(KILL_AT)) \
+		--offer "Next: make example runs a transformer in two processes, bit-identical to one." $(REPLAY)
 
 demo-plan:
 	@echo "make demo:"
 	@if [ -e $(VENV)/.build-tools ] && ls python/llm_datadist/_core*.so > /dev/null 2>&1; then \
-		echo "  1. Builds the engine again where its source changed, and installs it into $(VENV): seconds to a minute."; \
+		echo "  1. Builds the engine again where its source changed, and installs it into"; \
+		echo "     $(VENV): seconds to a minute."; \
 	else \
-		echo "  1. Downloads Rust crates and Python packages, builds the engine and installs it into $(VENV): one to two minutes on two cores."; \
+		echo "  1. Downloads Rust crates and Python packages, builds the engine and installs"; \
+		echo "     it into $(VENV): one to two minutes on two cores."; \
 	fi
-	@echo "  2. Replays a request trace through a prefill and a decode process, and verifies every byte: half a minute on two cores$(if $(TRACE)$(REPLAY), for the built-in trace)."
+	@echo "  2. Replays a request trace through a prefill and a decode process, and"
+	@echo "     compares every byte: half a minute on two cores for the built-in trace."$(if $(KILL_AT),; \
+		echo "     Kills the prefill process on the way (KILL=0 does not).")
 	@echo "The output of the build tools goes to $(LOG); V=1 shows it."
 
 # Names every missing program before anything is built.

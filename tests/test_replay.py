@@ -11,10 +11,17 @@ import textwrap
 
 import pytest
 
-from llm_datadist.replay import prefill
+from llm_datadist.replay import plain_copy, prefill
 from llm_datadist.replay.cli import main
 from llm_datadist.replay.node import Node
 from test_replay_parts import GOOD, PUBLIC_TRACE, public_trace, write_trace
+
+
+@pytest.fixture(autouse=True)
+def short_copy(monkeypatch):
+    """The plain copy at the start of a replay takes a moment instead of a second."""
+    monkeypatch.setattr(plain_copy, "_ROUNDS", 1)
+
 
 # 16 KiB a block, pools under pressure.
 SMALL = ["--layers", "1", "--head-dim", "8", "--device-pool", "8MiB", "--host-pool", "20MiB", "--quiet"]
@@ -61,7 +68,7 @@ def test_replay_ends_with_every_byte_right(tmp_path, capsys, options):
     for name in ("swap in", "swap out", "copy blocks"):
         assert calls[name]["bytes"] == engine["ops"][name.replace(" ", "_")]["bytes"], "counted on both sides"
     assert calls["pull blocks"]["blocks"] == other["computed"] == blocks["computed"] > 0
-    pulled = calls["pull blocks"]["bytes"] + calls["pull cache"]["bytes"]
+    pulled = sum(calls[name]["bytes"] for name in ("pull blocks", "pull lent", "pull cache"))
     assert pulled == engine["ops"]["pull"]["bytes"] == other["link"]["transfers"]["bytes"]
     served = {calls[name]["calls"] for name in ("allocate cache", "free cache", "pull cache")}
     assert served == {requests - found["requests_too_large"]}
@@ -71,14 +78,11 @@ def test_replay_ends_with_every_byte_right(tmp_path, capsys, options):
         total = blocks["device_hits"] + blocks["host_hits"] + blocks["computed"]
         assert total == found["setting"]["block_references"]
     text = capsys.readouterr().out
-    for shown in (
-        "bytes are scaled 1 : ",
-        "swapped in from host",
-        "pulled from prefill",
-        "\npull blocks ",
-        "\ntransport ",
-    ):
+    for shown in ("swapped in from host", "pulled from prefill", "\npull blocks ", "\nplain copy ", "\ntransport "):
         assert shown in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert text.splitlines()[-1] == found["verdict"]
+    assert blocks["wrong"] == 0
 
 
 def test_requests_larger_than_the_device_are_counted(tmp_path, capsys):
@@ -86,7 +90,7 @@ def test_requests_larger_than_the_device_are_counted(tmp_path, capsys):
     too_large = found["requests_too_large"]
     assert 0 < too_large < 100
     said = capsys.readouterr()
-    assert f"{too_large} NOT SERVED: larger than the device pool" in said.out
+    assert re.fullmatch(rf"FAIL {100 - too_large} requests, .* compared, 0 wrong", said.out.splitlines()[-1])
     needed, size = found["largest_request_blocks"], re.search(r"use --device-pool (\d+MiB) or more", said.err)
     assert f"NOT SERVED: {too_large} of 100 requests, because the device pool is too small" in said.err
     assert f"needs {needed} blocks, and the pool has {found['setting']['device_blocks']};" in said.err
@@ -104,7 +108,7 @@ def test_one_wrong_byte_ends_the_replay(capsys, option, hits, tiers):
         said = _failed(capsys, "--requests", "300", "--device-pool", "6MiB", option, str(hit))
         assert "WRONG BYTE: request " in said.err
         assert "tensor 1, first wrong byte at offset 4099: expected 0x" in said.err
-        assert said.out == ""
+        assert re.fullmatch(r"FAIL [0-9]+ requests?, [0-9.]+ [KM]iB compared, 1 wrong\n", said.out)
         found.add(said.err.split("(")[1].split(",")[0])
     assert found == tiers
 
@@ -160,7 +164,7 @@ def test_killed_prefill_is_replaced_in_the_middle_of_a_pull(tmp_path, capsys, at
     request = {"1": 1, "half": 60, "100": 100}[at]
     said = capsys.readouterr()
     (restart,) = found["prefill"]["restarts"]
-    assert restart["request"] == request
+    assert (restart["request"], restart["kill"]) == (request, True)
     assert restart["ended"] == "it was killed by signal 9 (SIGKILL), exit status -9"
     assert restart["code"] == "LLM_NOT_YET_LINK"
     assert restart["gap_ms"] > 0
@@ -168,21 +172,25 @@ def test_killed_prefill_is_replaced_in_the_middle_of_a_pull(tmp_path, capsys, at
     assert found["calls"]["pull blocks"]["blocks"] >= found["blocks"]["computed"]
     assert found["prefill"]["computed"] >= found["blocks"]["computed"]
     for shown in (
-        f"prefill: lost at request {request}: it was killed by signal 9",
-        "LLM_NOT_YET_LINK: ",
-        "restart 1 of at most 3",
-        f"prefill: recovered: request {request} computed again and pulled ",
+        f"in the middle of the pull of request {request}\n",
+        f"decode: lost prefill at request {request}: a call failed with LLM_NOT_YET_LINK: ",
+        "decode: it was killed by signal 9 (SIGKILL), exit status -9; starting prefill again (1 of at most 3)\n",
+        f"decode: request {request} was computed again and pulled, ",
     ):
         assert shown in said.err
-    assert f"at request {request}: it was killed by signal 9" in said.out
+    seconds = f"{restart['gap_ms'] / 1000:.1f}"
+    assert re.fullmatch(
+        rf"PASS 120 requests, .* compared, 0 wrong, 1 kill survived in {seconds} s", said.out.splitlines()[-1]
+    )
 
 
 def test_prefill_that_always_dies_is_given_up(faulty, capsys):
     faulty("if number == 20: os._exit(7)")
-    said = _failed(capsys, "--requests", "100").err
-    assert said.count("; restart ") == 3
-    assert "replay: the prefill process failed: lost at request " in said
-    assert said.rstrip().endswith("gave up after 3 restarts")
+    said = _failed(capsys, "--requests", "100")
+    assert said.err.count("; starting prefill again (") == 3
+    assert "replay: the prefill process failed: lost at request " in said.err
+    assert said.err.rstrip().endswith("gave up after 3 restarts")
+    assert said.out.startswith("FAIL ")
 
 
 @pytest.mark.parametrize(
@@ -193,7 +201,7 @@ def test_prefill_that_always_dies_is_given_up(faulty, capsys):
         ("time.sleep(1000)", "killed by decode", "did not answer within 2 s"),
     ],
 )
-def test_prefill_that_ends_or_hangs_is_replaced(tmp_path, monkeypatch, faulty, fault, ended, reason):
+def test_prefill_that_ends_or_hangs_is_replaced(tmp_path, capsys, monkeypatch, faulty, fault, ended, reason):
     monkeypatch.setattr(prefill, "_GRACE_S", 0.1)
     once = f"once = Path({str(tmp_path / 'once')!r})\nif number == 50 and not once.exists():\n    once.touch()\n"
     faulty(f"{once}    {fault}")
@@ -203,6 +211,7 @@ def test_prefill_that_ends_or_hangs_is_replaced(tmp_path, monkeypatch, faulty, f
     # The pull of the previous request may detect the loss first. The restart then has a code.
     assert reason in restart["reason"] or restart["code"] is not None
     assert found["prefill"]["leaked_bytes"] == 0
+    assert ", 1 crash survived in " in capsys.readouterr().out.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -243,7 +252,7 @@ def test_wrong_bytes_of_prefill_are_found(faulty, capsys, lines, slots, reason):
     said = _failed(capsys, "--requests", "100")
     assert "replay: WRONG BYTE: request " in said.err
     assert reason in said.err
-    assert said.out == ""
+    assert re.fullmatch(r"FAIL .*, 1 wrong\n", said.out)
 
 
 def test_leak_of_prefill_is_found(faulty, capsys):

@@ -3,7 +3,7 @@
 | exit status | meaning                                                                                    |
 | ----------- | ------------------------------------------------------------------------------------------ |
 | 0           | every request was served, and every byte was correct                                       |
-| 1           | a wrong byte, a leak, a failure of the engine, or a prefill process that keeps dying       |
+| 1           | a wrong byte, a leak, a late pull that is not refused, or a failure of engine or prefill   |
 | 2           | the options or the trace cannot be used                                                    |
 | 3           | every byte was correct, but some requests did not fit the device pool and were not served  |
 """
@@ -15,27 +15,23 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import secrets
 import sys
-import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llm_datadist import LLMException
 from llm_datadist.replay import report, trace
-from llm_datadist.replay.geometry import DTYPES, POOLS, PREFILL_REQUESTS, Geometry
-from llm_datadist.replay.node import Node
-from llm_datadist.replay.prefill import Prefill, PrefillError
-from llm_datadist.replay.serve import Server, WrongByteError
-from llm_datadist.replay.table import BlockTable
-from llm_datadist.replay.worker import Setup
+from llm_datadist.replay.geometry import DTYPES, POOLS, Geometry
+from llm_datadist.replay.late_pull import LatePullError
+from llm_datadist.replay.prefill import PrefillError
+from llm_datadist.replay.run import replay
+from llm_datadist.replay.serve import Outcome, WrongByteError
 from llm_datadist.standard_output import write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-BUILT_IN_REQUESTS = 12_000
+BUILT_IN_REQUESTS = 8_000
 _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _LARGEST_POOL = 20 * 2**30
 _HALF_WAY = 0
@@ -51,40 +47,62 @@ def main(arguments: Sequence[str] | None = None) -> int:
     geometry = Geometry(options.layers, options.heads, options.head_dim, options.dtype, options.block_tokens)
     blocks = _check(parser, options, geometry)
     requests = _requests(parser, options, geometry)
+    outcome, found = Outcome(), None
     try:
-        found = _replay(options, geometry, blocks, requests)
-    except WrongByteError as error:
-        return _failed(f"WRONG BYTE: {error}")
-    except PrefillError as error:
-        return _failed(f"the prefill process failed: {error}")
-    except LLMException as error:
-        return _failed(f"the engine failed: {error.status_code.name}: {error}")
+        found = replay(options, geometry, blocks, requests, outcome)
+        status, problem = _judged(options, geometry, found)
     except KeyboardInterrupt:
-        return _failed("interrupted", 130)
-    _print(options, found)
-    return _status(options, geometry, found)
+        status, problem = 130, "interrupted"
+    except (WrongByteError, LatePullError, PrefillError, LLMException) as error:
+        status, problem = 1, _failure(error)
+    verdict = report.verdict(outcome, geometry.block_bytes, passed=not status)
+    if found is not None:
+        _print(options, {**found, "verdict": verdict})
+    if problem:
+        print(f"replay: {problem}", file=sys.stderr)
+    elif options.offer:
+        _say(options, options.offer)
+    _say(options, verdict)
+    return status
 
 
-def _status(options: argparse.Namespace, geometry: Geometry, found: dict[str, Any]) -> int:
-    """Return the exit status of a completed replay, and print the reason if it is not 0."""
+def _failure(error: Exception) -> str:
+    """Return the reason why a replay did not end."""
+    if isinstance(error, WrongByteError):
+        return f"WRONG BYTE: {error}"
+    if isinstance(error, PrefillError):
+        return f"the prefill process failed: {error}"
+    if isinstance(error, LLMException):
+        return f"the engine failed: {error.status_code.name}: {error}"
+    return f"LATE PULL: {error}"
+
+
+def _judged(options: argparse.Namespace, geometry: Geometry, found: dict[str, Any]) -> tuple[int, str]:
+    """Return the exit status of a replay that ended, and the reason if it is not 0."""
     for name, leaked in (("decode", found["leaked_bytes"]), ("prefill", found["prefill"]["leaked_bytes"])):
         if leaked:
-            return _failed(f"LEAK: {name}: {leaked:,} bytes in use after all was freed")
+            return 1, f"LEAK: {name}: {leaked:,} bytes in use after all was freed"
     if found["requests_too_large"]:
-        return _failed(_too_small(options, geometry, found), _NOT_SERVED)
-    return 0
+        return _NOT_SERVED, _too_small(options, geometry, found)
+    return 0, ""
 
 
 def _print(options: argparse.Namespace, found: dict[str, Any]) -> None:
-    """Print the table, and write the JSON. With ``--json -``, standard output gets only the JSON."""
+    """Print the table, and write the JSON."""
+    _say(options, f"{report.table(found)}\n")
     text = json.dumps(found, indent=2)
     if options.json == _STANDARD_OUTPUT:
-        print(report.table(found), file=sys.stderr)
         write(text)
-        return
-    write(report.table(found))
-    if options.json is not None:
-        Path(options.json).write_text(text + "\n", encoding="utf-8")
+    elif options.json is not None:
+        Path(options.json).write_text(f"{text}\n", encoding="utf-8")
+
+
+def _say(options: argparse.Namespace, text: str) -> None:
+    """Print a text. With ``--json -``, standard output gets only the JSON."""
+    if options.json == _STANDARD_OUTPUT:
+        print(text, file=sys.stderr)
+    else:
+        write(text)
 
 
 def _too_small(options: argparse.Namespace, geometry: Geometry, found: dict[str, Any]) -> str:
@@ -111,98 +129,6 @@ def _requests(parser: argparse.ArgumentParser, options: argparse.Namespace, geom
     if options.kill_prefill_at is not None and options.kill_prefill_at > len(requests):
         parser.error(f"--kill-prefill-at: the trace has only {len(requests):,} requests")
     return requests
-
-
-def _failed(text: str, status: int = 1) -> int:
-    print(f"replay: {text}", file=sys.stderr)
-    return status
-
-
-def _replay(
-    options: argparse.Namespace, geometry: Geometry, blocks: tuple[int, int], requests: list[trace.Request]
-) -> dict[str, Any]:
-    extra, token = _extra(options), secrets.token_hex(16)
-    setup = _setup(options, geometry, blocks, requests, extra)
-    pools = (options.device_pool, options.host_pool)
-    node = Node(geometry, blocks, pools, {**extra, "llm.LinkToken": token})
-    progress = report.Progress(len(requests), sys.stderr, options.quiet)
-    prefill = Prefill(node, setup, token, options.prefill_limit, progress.tell, options.kill_prefill_at)
-    leaked = 0
-    try:
-        prefill.start()
-        corrupt = (options.corrupt_at, options.corrupt_pulled_at)
-        server = Server(node, prefill, BlockTable(*blocks), options.concurrency, options.seed, corrupt)
-        start = time.perf_counter()
-        server.run(requests, progress)
-        wall_s = time.perf_counter() - start
-        other = prefill.end()
-        stats = node.stats()
-    finally:
-        progress.close()
-        prefill.close()
-        leaked = node.close()
-    other["waited_s"] = prefill.waited_s
-    other["restarts"] = [asdict(restart) for restart in prefill.restarts]
-    setting = _setting(options, geometry, blocks, requests)
-    setting.update(prefill_pool_bytes=setup.pool_bytes, prefill_blocks=setup.blocks)
-    found = report.results(setting, server.outcome, node.calls, stats, other, wall_s)
-    found["leaked_bytes"] = leaked
-    return found
-
-
-def _extra(options: argparse.Namespace) -> dict[str, str]:
-    """Return the options of both engines, apart from their pools."""
-    given = {
-        "llm.SwapInPath": options.swap_in if options.swap_in != "auto" else None,
-        "llm.CopyWorkers": options.workers,
-        "llm.LinkTransport": options.transport if options.transport != "auto" else None,
-    }
-    return {name: str(value) for name, value in given.items() if value is not None}
-
-
-def _setup(
-    options: argparse.Namespace,
-    geometry: Geometry,
-    blocks: tuple[int, int],
-    requests: list[trace.Request],
-    extra: dict[str, str],
-) -> Setup:
-    """Return the setup of the prefill process. Its pool holds the largest requests that decode can serve."""
-    largest = min(max(len(request.blocks) for request in requests), blocks[0])
-    held = PREFILL_REQUESTS * largest
-    return Setup(geometry, options.seed, held, geometry.prefill_bytes(held), extra)
-
-
-def _setting(
-    options: argparse.Namespace, geometry: Geometry, blocks: tuple[int, int], requests: list[trace.Request]
-) -> dict[str, Any]:
-    shape = (
-        f"{geometry.block_bytes / 1024:,g} KiB a block of {geometry.tokens} tokens: "
-        f"{geometry.layers} layers, K and V, heads {geometry.heads} x {geometry.head_dim}, {geometry.dtype}"
-    )
-    return {
-        "trace": options.trace or f"built-in, seed {options.seed}",
-        **trace.describe(requests),
-        "geometry": shape,
-        "layers": geometry.layers,
-        "heads": geometry.heads,
-        "head_dim": geometry.head_dim,
-        "dtype": geometry.dtype,
-        "block_tokens": geometry.tokens,
-        "block_bytes": geometry.block_bytes,
-        "scale": report.scale(geometry),
-        "real_model": report.REAL_MODEL,
-        "device_pool_bytes": options.device_pool,
-        "device_blocks": blocks[0],
-        "host_pool_bytes": options.host_pool,
-        "host_blocks": blocks[1],
-        "concurrency": options.concurrency,
-        "seed": options.seed,
-        "swap_in": options.swap_in,
-        "workers": options.workers,
-        "transport": options.transport,
-        "kill_prefill_at": options.kill_prefill_at,
-    }
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace, geometry: Geometry) -> tuple[int, int]:
@@ -233,7 +159,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="llm-datadist replay",
         description="Replay a request trace through a prefill and a decode process. The prefill process writes blocks; "
         "the decode process pulls them, and swaps blocks when its device pool is full. The command verifies every byte "
-        "of every block, and reports pulls, hits, swaps and latencies. Use it to choose the sizes of pools.",
+        "of every block, and reports pulls, hits, swaps and latencies. Use it to choose the sizes of pools. The last "
+        "line is the verdict: PASS or FAIL.",
         epilog="Exit status: 0 if every request was served and every byte was right; 1 for a wrong byte, a leak or a "
         "failure; 2 for options or a trace that cannot be used; 3 if requests did not fit the device pool.",
     )
@@ -301,6 +228,7 @@ def _add_run(add: Callable[..., Any]) -> None:
     )
     add("--json", metavar="FILE", help="also write the results to FILE as JSON; - prints them in place of the table")
     add("--quiet", action="store_true", help="show no progress")
+    add("--offer", help=argparse.SUPPRESS)  # a line before the verdict, if every byte was right
     add("--corrupt-at", type=_whole(1, 2**63), help=argparse.SUPPRESS)
     add("--corrupt-pulled-at", type=_whole(1, 2**63), help=argparse.SUPPRESS)
 

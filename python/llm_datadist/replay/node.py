@@ -21,6 +21,7 @@ from llm_datadist import (
     LLMStatusCode,
     Placement,
 )
+from llm_datadist.replay import plain_copy
 from llm_datadist.replay.engine import Engine
 from llm_datadist.replay.geometry import STAGING_TOKENS
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from llm_datadist.replay.content import Words
     from llm_datadist.replay.geometry import Geometry
+    from llm_datadist.replay.plain_copy import PlainCopy
 
 PREFILL, DECODE = 1, 2
 """Cluster ids of the two processes."""
@@ -40,6 +42,7 @@ LINK_LIMIT_MS = 10_000
 
 _HOST_MODEL = 1
 _STAGING_MODEL = 0
+_BLOCKS_KEY = BlocksCacheKey(PREFILL, BLOCKS_MODEL)
 
 
 class Calls:
@@ -47,12 +50,14 @@ class Calls:
 
     def __init__(self) -> None:
         self.nanoseconds: list[int] = []
+        self.total_ns = 0
         self.blocks = 0
         self.bytes = 0
 
     def add(self, nanoseconds: int, blocks: int, size: int) -> None:
         """Record one call that took `nanoseconds` and moved `blocks` blocks with `size` bytes in total."""
         self.nanoseconds.append(nanoseconds)
+        self.total_ns += nanoseconds
         self.blocks += blocks
         self.bytes += size
 
@@ -66,7 +71,7 @@ class Node:
         """Start the engine. `blocks` and `pools` (bytes) are for device and host; `extra` has further options."""
         self.geometry = geometry
         self._address = ""
-        names = ("pull blocks", "pull cache", "swap out", "swap in", "copy blocks", "copy cache")
+        names = ("pull blocks", "pull lent", "pull cache", "swap out", "swap in", "copy blocks", "copy cache")
         self.calls = {name: Calls() for name in ("allocate cache", "free cache", *names)}
         self._staging_bytes = geometry.tensors * STAGING_TOKENS * geometry.token_bytes
         self._engine = Engine(LLMRole.DECODER, DECODE, geometry, pools, extra)
@@ -77,6 +82,13 @@ class Node:
         except BaseException:
             self._engine.close()
             raise
+
+    def copy_plainly(self, amount: int) -> PlainCopy:
+        """Measure a plain copy of `amount` bytes at a time from host to device, with as many threads as the engine has.
+
+        This overwrites the device cache.
+        """
+        return plain_copy.measure(self.host_rows, self.device_rows, self.stats()["copy_workers"], amount)
 
     def link(self, address: str) -> None:
         """Link to the prefill process that listens at ``ip:port``. Raises LLMException."""
@@ -91,9 +103,13 @@ class Node:
 
     def pull_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Pull blocks from slots of prefill into device slots of this node."""
-        key = BlocksCacheKey(PREFILL, BLOCKS_MODEL)
         with self._timed("pull blocks", len(targets), len(targets) * self.geometry.block_bytes):
-            self._manager.pull_blocks(key, self._device, list(sources), list(targets))
+            self._manager.pull_blocks(_BLOCKS_KEY, self._device, list(sources), list(targets))
+
+    def pull_lent(self, source: int, target: int, token: bytes) -> None:
+        """Pull one block under the grant with this token."""
+        with self._timed("pull lent", 1, self.geometry.block_bytes):
+            self._manager.pull_blocks(_BLOCKS_KEY, self._device, [source], [target], grant=token, grant_done=True)
 
     def pull_staging(self, request: int, staging: Staging) -> None:
         """Pull the request's staging cache into row 0 of the local one. The pull releases the cache of prefill."""

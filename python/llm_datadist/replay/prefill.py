@@ -56,11 +56,13 @@ class PrefillError(Exception):
 class Restart:
     """One loss of the process: the request (from 1), how the process ended, and the error that revealed the loss.
 
-    `code` is the status of the pull that failed, or None if a message failed. `gap_ms` is the time in milliseconds from
-    the kill, or from the detection of the loss, to the next successful pull.
+    `kill` is whether the replay itself killed it. `code` is the status of the pull that failed, or None if a message
+    failed. `gap_ms` is the time in milliseconds from the kill, or from the detection of the loss, to the next
+    successful pull.
     """
 
     request: int
+    kill: bool
     ended: str
     code: str | None
     reason: str
@@ -76,6 +78,7 @@ class Prefill:
         token: the token of the link.
         limit_s: time limit of an answer in seconds.
         tell: shows a line of text.
+        restarts: each loss of the process is added here.
         kill_at: the request (from 1) during whose pull the process is killed.
     """
 
@@ -86,15 +89,16 @@ class Prefill:
         token: str,
         limit_s: float,
         tell: Callable[[str], None],
+        restarts: list[Restart],
         kill_at: int | None = None,
     ) -> None:
-        self.restarts: list[Restart] = []
         self.waited_s = 0.0
         self._node = node
         self._setup = setup
         self._token = token
         self._limit_s = limit_s
         self._tell = tell
+        self._restarts = restarts
         self._kill_at = kill_at
         self._asked: dict[int, list[int]] = {}
         self._slots: dict[int, list[int]] = {}
@@ -131,10 +135,26 @@ class Prefill:
             self._recover(number, error)
         del self._asked[number], self._slots[number]
         self._pulled.append(number)
-        if self._lost_at is not None:
-            gap_ms = self.restarts[-1].gap_ms = (time.monotonic() - self._lost_at) * 1e3
-            self._lost_at = None
-            self._tell(f"prefill: recovered: request {number + 1:,} computed again and pulled {gap_ms:,.0f} ms later")
+        recovered = [restart for restart in self._restarts if restart.gap_ms is None]
+        if recovered and self._lost_at is not None:
+            gap_s, self._lost_at = time.monotonic() - self._lost_at, None
+            for restart in recovered:
+                restart.gap_ms = gap_s * 1e3
+            since = "the kill" if recovered[0].kill else "the loss"
+            self._tell(f"decode: request {number + 1:,} was computed again and pulled, {gap_s:.2f} s after {since}")
+
+    def lend(self, block: int, ttl_ms: int, reuse: int | None = None) -> tuple[int, bytes, str | None]:
+        """Have the process compute a block and lend it. Return its slot, the token, and why the grant has ended.
+
+        With `reuse`, the answer comes after the end of the grant, when that block has been written over the first one.
+        Raises PrefillError.
+        """
+        try:
+            self._channel.send({"lend": block, "ttl_ms": ttl_ms, "reuse": reuse}, self._limit_s)
+            answer = self._channel.receive(self._limit_s, "slot", "token", "ended")
+        except ChannelError as error:
+            raise PrefillError(f"it lent no block: {_said(error)}; {self._stop(_GRACE_S, _GRACE_S)}") from error
+        return answer["slot"], bytes.fromhex(answer["token"]), answer["ended"]
 
     def end(self) -> dict[str, Any]:
         """Unlink, ask the process to free its caches and end, and return its report.
@@ -204,6 +224,8 @@ class Prefill:
         latest = self._node.calls["pull blocks"].nanoseconds[-_LATEST_PULLS:]
         delay_s = statistics.median(latest) / 2e9 if latest else 0.0
 
+        self._tell(f"kill -9 {process.pid}: the prefill process, in the middle of the pull of request {number + 1:,}")
+
         def kill() -> None:
             time.sleep(delay_s)
             self._lost_at = time.monotonic()
@@ -237,19 +259,22 @@ class Prefill:
 
         Raises `error` if the process is alive and reachable, and PrefillError after `MOST_RESTARTS` restarts.
         """
-        if self._lost_at is None:
+        kill = self._lost_at is not None
+        if not kill:
             self._lost_at = time.monotonic()
         while True:
             if isinstance(error, LLMException) and not self._is_lost(error):
                 raise error
             ended = self._stop(_GRACE_S, _GRACE_S)
             code = error.status_code.name if isinstance(error, LLMException) else None
-            lost = Restart(number + 1, ended, code, str(error))
-            text = f"lost at request {number + 1:,}: {ended}; {_said(error)}"
-            if len(self.restarts) == MOST_RESTARTS:
-                raise PrefillError(f"{text}; gave up after {MOST_RESTARTS} restarts") from error
-            self.restarts.append(lost)
-            self._tell(f"prefill: {text}; restart {len(self.restarts)} of at most {MOST_RESTARTS}")
+            lost = Restart(number + 1, kill, ended, code, str(error))
+            text = f"at request {number + 1:,}: {_said(error)}"
+            if len(self._restarts) == MOST_RESTARTS:
+                raise PrefillError(f"lost {text}; {ended}; gave up after {MOST_RESTARTS} restarts") from error
+            self._restarts.append(lost)
+            self._tell(f"decode: lost prefill {text}")
+            self._tell(f"decode: {ended}; starting prefill again ({len(self._restarts)} of at most {MOST_RESTARTS})")
+            kill = False
             try:
                 self._node.unlink(force=True)
                 self._start()
@@ -274,11 +299,21 @@ class _Process:
     def __init__(self, token: str) -> None:
         environment = {**os.environ, "LLM_DATADIST_TOKEN": token}
         self._popen = subprocess.Popen(  # noqa: S603  (this interpreter, this package)
-            COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=0
+            COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            bufsize=0,
+            start_new_session=True,  # so that Ctrl-C reaches decode alone; the process ends with its input
         )
         if self._popen.stdin is None or self._popen.stdout is None:
             raise ChannelError("has no pipes")
         self.channel = Channel(self._popen.stdout.fileno(), self._popen.stdin.fileno())
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._popen.pid
 
     def kill(self) -> None:
         """Kill the process."""

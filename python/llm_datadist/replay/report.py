@@ -1,18 +1,14 @@
-"""The results of a replay, as a table and as JSON, and the progress display."""
+"""The results of a replay: a table, JSON, and the verdict."""
 
 from __future__ import annotations
 
 import contextlib
 import resource
-import shutil
 import sys
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
-from llm_datadist.replay.geometry import POOLS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,10 +22,6 @@ REAL_BYTES_PER_TOKEN = 2 * 80 * 8 * 128 * 2
 """Bytes of K and V of one token in `REAL_MODEL`, to which byte counts are compared."""
 
 _GB = 1e9
-_BAR = 20
-_WIDE = 110
-"""Columns from which a terminal has room for a bar beside the text."""
-
 _WAYS = {
     "mapped": "read in place",
     "none": "absent",
@@ -37,50 +29,6 @@ _WAYS = {
     "stream": "sent through the socket",
 }
 """Value in the counters of a link (`LinkStats`) → text of the report."""
-
-
-class Progress:
-    """A progress bar on a terminal, at most ten updates a second; elsewhere a line every few seconds."""
-
-    def __init__(self, total: int, stream: TextIO, quiet: bool) -> None:
-        self._total = total
-        self._stream = stream
-        self._quiet = quiet
-        self._bar = not quiet and stream.isatty()
-        self._every = 0.1 if self._bar else 5.0
-        self._start = self._last = time.monotonic()
-
-    def __call__(self, done: int, computed: int) -> None:
-        """Show how many requests decode served and how many blocks prefill computed, if an update is due."""
-        now = time.monotonic()
-        if self._quiet or now - self._last < self._every:
-            return
-        self._last = now
-        rate = max(done, 1) / (now - self._start)
-        decode = f"{done:,}/{self._total:,} requests, {rate:,.0f}/s, {(self._total - done) / rate:,.0f} s left"
-        prefill = f"{computed:,} blocks computed"
-        if self._bar:
-            text = f"decode: {decode}; prefill: {prefill}"
-            columns = shutil.get_terminal_size().columns - 1  # a line that wraps could not be cleared
-            width = _BAR if columns >= _WIDE else 0
-            full = width * done // self._total
-            bar = f"[{'#' * full}{'.' * (width - full)}] " if width else ""
-            self._stream.write(f"\r{(bar + text)[:columns]}\x1b[K")
-        else:
-            self._stream.write(f"replay: decode: {decode}\nreplay: prefill: {prefill}\n")
-        self._stream.flush()
-
-    def tell(self, text: str) -> None:
-        """Show a line of text, even if progress is not shown."""
-        self.close()
-        self._stream.write(f"replay: {text}\n")
-        self._stream.flush()
-
-    def close(self) -> None:
-        """Clear the bar."""
-        if self._bar:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
 
 
 def scale(geometry: Geometry) -> float:
@@ -106,9 +54,10 @@ def results(
     stats: Mapping[str, Any],
     prefill: Mapping[str, Any],
     wall_s: float,
+    **more: Any,
 ) -> dict[str, Any]:
-    """Return the results of a replay: sizes in bytes, times in seconds or microseconds, GB = 10^9 bytes."""
-    engine_s = sum(sum(call.nanoseconds) for call in calls.values()) / 1e9
+    """Return the results of a replay: bytes, times in seconds or microseconds, GB = 10^9 bytes. `more` adds some."""
+    engine_s = sum(call.total_ns for call in calls.values()) / 1e9
     seconds = {"engine": engine_s, **outcome.seconds, "wait for prefill": prefill["waited_s"]}
     seconds["other"] = max(wall_s - sum(seconds.values()), 0.0)
     return {
@@ -129,18 +78,21 @@ def results(
             "diverged": outcome.diverged,
             "private": outcome.private_blocks,
             "verified": outcome.verified_blocks,
+            "wrong": outcome.wrong_blocks,
         },
+        "compared_bytes": outcome.verified_blocks * setting["block_bytes"],
         "calls": {name: _cost(call) for name, call in calls.items()},
         "peak_memory_bytes": peak_memory_bytes(),
         "prefill": dict(prefill),
         "engine": dict(stats),
+        **more,
     }
 
 
 def _cost(call: Calls) -> dict[str, int | float | None]:
     times = np.array(call.nanoseconds, dtype=np.int64)
     p50, p99 = np.percentile(times, (50, 99)) / 1e3 if len(times) else (None, None)
-    total_s = float(times.sum()) / 1e9
+    total_s = call.total_ns / 1e9
     return {
         "calls": len(times),
         "blocks": call.blocks,
@@ -153,104 +105,88 @@ def _cost(call: Calls) -> dict[str, int | float | None]:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """Return the results as aligned plain text."""
+    """Return the results as aligned plain text of at most 80 columns."""
     setting, blocks = found["setting"], found["blocks"]
     references = blocks["device_hits"] + blocks["host_hits"] + blocks["computed"]
+    real = f"{setting['real_model'].split(' (')[0]}: {size(setting['block_bytes'] * setting['scale'])}"
     pairs = [
-        ("trace", f"{setting['trace']}, {setting['span_s']:,.0f} s of arrivals"),
-        ("geometry", setting["geometry"]),
-        ("scale", f"bytes are scaled 1 : {setting['scale']:,.0f} against {REAL_MODEL}"),
+        ("trace", f"{setting['trace']}; at most {found['most_running']} requests at a time"),
+        ("block", f"{size(setting['block_bytes'])} for {setting['block_tokens']:,} tokens ({real})"),
         ("device pool", _pool(setting, "device")),
         ("host pool", _pool(setting, "host")),
-        ("prefill pool", f"{_size(setting['prefill_pool_bytes'])} = {setting['prefill_blocks']:,} blocks"),
-        ("requests", _requests(found)),
         ("block references", f"{references:,}"),
         ("  hit on device", _share(blocks["device_hits"], references)),
         ("  swapped in from host", _share(blocks["host_hits"], references)),
         ("  pulled from prefill", _share(blocks["computed"], references)),
-        (
-            "evicted from host",
-            f"{blocks['evicted']:,} blocks, {blocks['dropped']:,} dropped without a host slot",
-        ),
-        ("copied on divergence", f"{blocks['diverged']:,} of {blocks['private']:,} private blocks"),
-        (
-            "verified",
-            f"{blocks['verified']:,} blocks, {_size(blocks['verified'] * setting['block_bytes'])}: right",
-        ),
+        ("transport", _transport(found["prefill"]["link"])),
+        ("time", f"{found['wall_s']:.1f} s ({_longest(found['seconds'])})"),
     ]
     width = max(len(name) for name, _ in pairs) + 2
-    lines = [f"{name:<{width}}{text}" for name, text in pairs]
-    lines += ["", *_calls(found["calls"]), ""]
-    lines += [f"{name:<{width}}{text}" for name, text in _prefill(found["prefill"])]
-    spent = ", ".join(f"{name} {seconds:.1f}" for name, seconds in found["seconds"].items())
-    lines.append(f"{'time':<{width}}{found['wall_s']:.1f} s ({spent})")
-    engine = found["engine"]
-    pools = ", ".join(f"{name} pool {_size(engine['pools'][name]['peak_used_bytes'])}" for name in POOLS)
-    lines.append(f"{'peak memory':<{width}}process {_size(found['peak_memory_bytes'])}, {pools}")
-    ways = f"{engine['swap_in']['direct']:,} swap-ins direct, {engine['swap_in']['ring']:,} by ring"
-    stores = ", ".join(f"{_size(engine[f'{name}_bytes'])} by {name} stores" for name in ("plain", "streaming"))
-    lines.append(f"{'engine':<{width}}{engine['copy_workers']} copy workers; {ways}; copied {stores}")
-    return "\n".join(lines)
+    return "\n".join([*(f"{name:<{width}}{text}" for name, text in pairs), "", *_calls(found)])
 
 
-def _prefill(prefill: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the lines about the prefill process and the transport to it."""
-    link = prefill["link"]
-    ways = f"{link['transport']} to {link['address']}"
-    if link["refusal"]:
-        ways += f" ({link['refusal']})"
-    ways += f"; pool memory {_WAYS[link['pools']]}, registered memory {_WAYS[link['registered']]}"
-    work = f"{prefill['computed']:,} blocks computed, written in {prefill['seconds']:.1f} s"
-    lines = [("prefill", f"{work}; process {_size(prefill['peak_memory_bytes'])}"), ("transport", ways)]
-    for restart in prefill["restarts"]:
-        code = f"; the pull failed with {restart['code']}" if restart["code"] else ""
-        gap = "" if restart["gap_ms"] is None else f"; recovered after {restart['gap_ms']:,.0f} ms"
-        lines.append(("restart", f"at request {restart['request']:,}: {restart['ended']}{code}{gap}"))
-    return lines
-
-
-def _requests(found: Mapping[str, Any]) -> str:
-    text = f"{found['requests']:,}, at most {found['most_running']} at a time"
-    if found["requests_too_large"]:
-        text += f"; {found['requests_too_large']:,} NOT SERVED: larger than the device pool"
+def verdict(outcome: Outcome, block_bytes: int, *, passed: bool) -> str:
+    """Return the last line of a replay, also of one that did not end."""
+    text = f"{'PASS' if passed else 'FAIL'} {_counted(outcome.requests - outcome.too_large, 'request', 'requests')}"
+    text += f", {size(outcome.verified_blocks * block_bytes)} compared, {outcome.wrong_blocks} wrong"
+    for kill, names in ((True, ("kill", "kills")), (False, ("crash", "crashes"))):
+        gaps = [restart.gap_ms for restart in outcome.restarts if restart.kill == kill and restart.gap_ms is not None]
+        if gaps:
+            text += f", {_counted(len(gaps), *names)} survived in {max(gaps) / 1e3:.1f} s"
     return text
 
 
+def rate(moved: float, nanoseconds: float = 1e9) -> str:
+    """Return a rate in GiB/s with two digits at least, so that a small one is not shown as 0."""
+    number = moved / 2**30 / (nanoseconds / 1e9)
+    return f"{number:.1f}" if number >= 1 else f"{number:.2g}"
+
+
+def size(count: float) -> str:
+    """Return a number of bytes in a unit that suits it."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= factor:
+            return f"{count / factor:,.1f} {unit}"
+    return f"{count:,.0f} B"
+
+
+def _counted(count: int, name: str, names: str) -> str:
+    return f"{count:,} {name if count == 1 else names}"
+
+
+def _transport(link: Mapping[str, Any]) -> str:
+    refusal = f" ({link['refusal']})" if link["refusal"] else ""
+    return f"{link['transport']}{refusal}; pool memory is {_WAYS[link['pools']]}"
+
+
 def _pool(setting: Mapping[str, Any], name: str) -> str:
-    real = setting[f"{name}_blocks"] * setting["block_bytes"] * setting["scale"]
-    return (
-        f"{_size(setting[f'{name}_pool_bytes'])} = {setting[f'{name}_blocks']:,} blocks "
-        f"(stands for {real / 2**30:,.0f} GiB of the real model)"
-    )
+    blocks = setting[f"{name}_blocks"]
+    real = blocks * setting["block_bytes"] * setting["scale"]
+    return f"{size(setting[f'{name}_pool_bytes'])}, {blocks:,} blocks (stands for {real / 2**30:,.0f} GiB)"
 
 
 def _share(part: int, whole: int) -> str:
     return f"{part:>9,} {100 * part / whole if whole else 0.0:5.1f} %"
 
 
-def _calls(calls: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    rows: list[Sequence[str]] = [("engine call", "calls", "blocks", "bytes", "GB/s", "us p50", "us p99")]
-    for name, cost in calls.items():
-        rows.append(
-            (
-                name,
-                f"{cost['calls']:,}",
-                f"{cost['blocks']:,}" if cost["blocks"] else "-",
-                _size(cost["bytes"]) if cost["bytes"] else "-",
-                "-" if cost["gb_per_s"] is None else f"{cost['gb_per_s']:.2f}",
-                "-" if cost["p50_us"] is None else f"{cost['p50_us']:,.1f}",
-                "-" if cost["p99_us"] is None else f"{cost['p99_us']:,.1f}",
-            )
-        )
+def _longest(seconds: Mapping[str, float]) -> str:
+    """Return the activities that took the most time."""
+    return ", ".join(f"{name} {seconds[name]:.1f}" for name in sorted(seconds, key=seconds.__getitem__)[:-4:-1])
+
+
+def _calls(found: Mapping[str, Any]) -> list[str]:
+    """Return a table of the calls that move blocks, with the plain copy that they are compared with."""
+    rows: list[Sequence[str]] = [("call", "calls", "blocks", "bytes", "GiB/s", "us p50", "us p99")]
+    for name in ("pull blocks", "swap out", "swap in", "copy blocks"):
+        cost = found["calls"][name]
+        if cost["calls"]:
+            times = (f"{cost[key]:,.1f}" for key in ("p50_us", "p99_us"))
+            moved = rate(cost["bytes"], cost["seconds"] * 1e9)
+            rows.append((name, f"{cost['calls']:,}", f"{cost['blocks']:,}", size(cost["bytes"]), moved, *times))
+    copy = found["plain_copy"]
+    rows.append(("plain copy", "-", "-", "-", rate(copy["bytes_per_s"]), "-", "-"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))])
         for row in rows
     ]
-
-
-def _size(size: float) -> str:
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= factor:
-            return f"{size / factor:,.1f} {unit}"
-    return f"{size:,.0f} B"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from llm_datadist.replay.content import Words
     from llm_datadist.replay.node import Node, Staging
-    from llm_datadist.replay.prefill import Prefill
+    from llm_datadist.replay.prefill import Prefill, Restart
     from llm_datadist.replay.table import BlockTable, Plan
 
 MS_PER_TOKEN = 25.0
@@ -76,11 +76,15 @@ class Outcome:
     diverged: int = 0
     private_blocks: int = 0
     verified_blocks: int = 0
+    wrong_blocks: int = 0
+    restarts: list[Restart] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: {"plan": 0.0, "write": 0.0, "verify": 0.0})
 
 
 class Server:
     """Serves requests on a node, at most `concurrency` at a time, with blocks that a prefill process computes.
+
+    `outcome` is updated while requests are served, so that it is also right when the replay fails.
 
     `corrupt` is for tests. It has the numbers of a hit and of a pulled block, both counted from 1. One byte of each of
     these blocks is flipped before the check.
@@ -93,9 +97,10 @@ class Server:
         table: BlockTable,
         concurrency: int,
         seed: int,
+        outcome: Outcome,
         corrupt: tuple[int | None, int | None] = (None, None),
     ) -> None:
-        self.outcome = Outcome()
+        self.outcome = outcome
         shape = node.geometry
         self._node = node
         self._prefill = prefill
@@ -108,11 +113,8 @@ class Server:
         self._admitted: Admitted | None = None
         self._next_private = MAX_ID + 1
 
-    def run(self, requests: Sequence[Request], progress: Callable[[int, int], None]) -> None:
-        """Serve all requests in order, then check every block that is still cached. Raises WrongByteError.
-
-        `progress` is called with the numbers of requests served and of blocks computed so far.
-        """
+    def run(self, requests: Sequence[Request], progress: Callable[[Outcome], None]) -> None:
+        """Serve all requests in order, then check every block that is still cached. Raises WrongByteError."""
         for number, request in enumerate(requests):
             while self._running and self._running[0][0] <= request.arrival_ms:
                 self._finish_first()
@@ -120,7 +122,7 @@ class Server:
                 self._finish_first()
                 self.outcome.finished_early += 1
             self._admit(number, request)
-            progress(number, self._prefill.computed)
+            progress(self.outcome)
         while self._running:
             self._finish_first()
         self._check_cached(len(requests))
@@ -171,11 +173,11 @@ class Server:
         node.turn_staging(live.staging)
         with self._timed("verify"):
             for block, slot in plan.hits:
-                self._verify(live.number, block, slot, "device")
+                self.verify(live.number, block, slot, "device")
             for block, _, slot in plan.swap_in:
-                self._verify(live.number, block, slot, "host")
+                self.verify(live.number, block, slot, "host")
             for block, slot in plan.writes:
-                self._verify(live.number, block, slot, "pulled")
+                self.verify(live.number, block, slot, "pulled")
         outcome.device_hits += len(plan.hits)
         outcome.host_hits += len(plan.swap_in)
         outcome.computed += len(plan.writes)
@@ -207,8 +209,8 @@ class Server:
             with self._timed("write"):
                 self._pattern.append(node.device_rows, copy, tail)
             with self._timed("verify"):
-                self._verify(live.number, shared, source, "device, shared, after divergence")
-                self._verify(live.number, shared, copy, "device, private copy", tail=tail)
+                self.verify(live.number, shared, source, "device, shared, after divergence")
+                self.verify(live.number, shared, copy, "device, private copy", tail=tail)
             live.own.append(Own(copy, shared, tail))
             self.outcome.diverged += 1
         with self._timed("write"):
@@ -224,9 +226,10 @@ class Server:
             self._serve_admitted()
         with self._timed("verify"):
             for own in live.own:
-                self._verify(number, own.content, own.slot, "device, private", tail=own.tail)
+                self.verify(number, own.content, own.slot, "device, private", tail=own.tail)
             wrong = self._staging_pattern.mismatch(live.staging.rows, 1, number)
         if wrong is not None:
+            self.outcome.wrong_blocks += 1
             raise WrongByteError(f"request {number}: staging cache: {wrong}")
         self._node.close_staging(live.staging)
         with self._timed("plan"):
@@ -236,11 +239,11 @@ class Server:
         device, host = self._table.cached()
         with self._timed("verify"):
             for block, slot in device.items():
-                self._verify(number, block, slot, "device, last check")
+                self.verify(number, block, slot, "device, last check")
             for block, slot in host.items():
-                self._verify(number, block, slot, "host, last check", on_host=True)
+                self.verify(number, block, slot, "host, last check", on_host=True)
 
-    def _verify(
+    def verify(
         self,
         number: int,
         block: int,
@@ -250,10 +253,12 @@ class Server:
         tail: Tail | None = None,
         on_host: bool = False,
     ) -> None:
+        """Compare every byte of a block with what was written to it. Raises WrongByteError."""
         rows = self._node.host_rows if on_host else self._node.device_rows
         wrong = self._pattern.mismatch(rows, slot, block, tail)
         self.outcome.verified_blocks += 1
         if wrong is not None:
+            self.outcome.wrong_blocks += 1
             raise WrongByteError(
                 f"request {number}: block {block} ({tier}, slot {slot}): tensor {wrong.tensor}, "
                 f"first wrong byte at offset {wrong.offset}: "

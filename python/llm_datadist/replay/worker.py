@@ -8,6 +8,7 @@ to standard error. The process ends at the end of its input, so that it never ou
 | ``geometry``, ``seed``, ``blocks``, ...  | ``address``: where this engine listens                        |
 | ``compute``: a request, ``blocks``: ids, | ``computed``: the request, ``slots``: the slot of each block, |
 | ``free``: requests that were pulled      | ``total``: blocks computed so far                             |
+| ``lend``: an id, ``ttl_ms``, ``reuse``   | ``slot``, ``token`` of the grant, ``ended``: why it has ended |
 | ``end``                                  | ``leaked_bytes``, seconds and memory; then the process ends   |
 """
 
@@ -15,12 +16,13 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import select
 import sys
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llm_datadist import CacheKey, LLMException, LLMRole, Placement
+from llm_datadist.events import Grant, GrantEnded
 from llm_datadist.replay.content import Pattern
 from llm_datadist.replay.engine import Engine
 from llm_datadist.replay.geometry import STAGING_TOKENS, Geometry
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from llm_datadist.replay.channel import Message
+
+GRANT_LIMIT_S = 10.0
+"""Time limit of the wait for the end of a grant, beyond its own duration."""
 
 
 class Setup(NamedTuple):
@@ -74,6 +79,8 @@ class Worker:
             self._forget(message["free"])
             slots = self._compute(number, message["blocks"])
             return {"computed": number, "slots": slots, "total": self._computed}
+        if "lend" in message:
+            return self._lend(message["lend"], message["ttl_ms"], message["reuse"])
         if "end" in message:
             return self._report()
         raise ValueError(f"unknown message: {message!r}")
@@ -110,6 +117,28 @@ class Worker:
         cache = manager.allocate_cache(self._engine.staging(), [key])
         self._staging_pattern.fill(self._engine.rows(cache), 0, number)
         manager.deallocate_cache(cache)
+
+    def _lend(self, block: int, ttl_ms: int, reuse: int | None) -> Message:
+        """Compute a block and lend it. With `reuse`, also wait until the grant has ended, and write that block over it.
+
+        The slot stays free, because no request is being computed.
+        """
+        slot, dist = self._free[-1], self._engine.dist
+        self._pattern.fill(self._rows, slot, block)
+        dist.poll()  # from now on, the engine keeps events
+        grant = self._engine.manager.grant(self._cache, [slot], ttl_ms)
+        if reuse is not None and self._wait_for_end(grant):
+            self._pattern.fill(self._rows, slot, reuse)
+        return {"slot": slot, "token": grant.token.hex(), "ended": grant.ended}
+
+    def _wait_for_end(self, grant: Grant) -> bool:
+        """Wait until the engine says that a grant has ended. Return False if it does not in time."""
+        dist, until = self._engine.dist, time.monotonic() + GRANT_LIMIT_S
+        while (left_s := until - time.monotonic()) > 0:
+            select.select([dist], [], [], left_s)
+            if any(isinstance(event, GrantEnded) and event.grant == grant for event in dist.poll()):
+                return True
+        return False
 
     def _report(self) -> Message:
         self._rows.clear()
@@ -148,7 +177,6 @@ def _send(replies: Any, message: Message) -> None:
 
 def main() -> int:
     """Run the process and return its exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # decode handles Ctrl-C; its end closes this process's input
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as replies:
         os.dup2(2, 1)
         try:
