@@ -77,7 +77,7 @@ def _compared_with(copied: PlainCopy) -> str:
     """Return the line about the plain copy, before the pulls that are compared with it."""
     amount = report.size(copied.bytes_at_a_time)
     return (
-        f"plain copy: {report.rate(copied.bytes_per_s)} GiB/s, the memory limit here "
+        f"memory limit: {report.rate(copied.bytes_per_s)} GiB/s, by a plain copy "
         f"({copied.threads} threads, {amount} at a time)"
     )
 
