@@ -203,6 +203,11 @@ def test_rates_are_lines_without_a_capable_terminal(shown, stream, variables):
     assert "\x1b" not in text
 
 
+@pytest.mark.parametrize("columns", ["1", "21"])
+def test_narrow_terminal_is_no_error(shown, columns):
+    assert "word" in shown(Terminal(), TERM="xterm", COLUMNS=columns)
+
+
 @pytest.mark.parametrize(
     ("moved", "text"), [(2**30, "1.0"), (3 * 2**20, "0.0029"), (1, "9.3e-10"), (12.34 * 2**30, "12.3")]
 )

@@ -46,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     geometry = Geometry(options.layers, options.heads, options.head_dim, options.dtype, options.block_tokens)
     blocks = _check(parser, options, geometry)
-    requests = _requests(parser, options, geometry)
     outcome, found = Outcome(), None
     try:
+        requests = _requests(parser, options, geometry)
         found = replay(options, geometry, blocks, requests, outcome)
         status, problem = _judged(options, geometry, found)
     except KeyboardInterrupt:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from llm_datadist.replay.serve import Outcome
 
 _IN_PLACE_S, _LINES_S = 0.25, 5.0
+_FEWEST_COLUMNS = 20
 
 
 class Progress:
@@ -89,4 +90,5 @@ class Progress:
 
 
 def _columns() -> int:
-    return shutil.get_terminal_size().columns - 1  # a line that wraps could not be updated in place
+    columns = shutil.get_terminal_size().columns - 1  # a line that wraps could not be updated in place
+    return max(columns, _FEWEST_COLUMNS)
