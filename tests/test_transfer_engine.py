@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import multiprocessing
 import random
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -252,36 +253,98 @@ def test_calls_before_initialize() -> None:
     assert TransferEngine({"no_such": 1}).initialize("127.0.0.1", "", "", "") == -1
 
 
-def test_pieces_follow_a_search_through_all_regions() -> None:
+Ranges = list[tuple[int, int, int]]
+
+
+def owner(side: list[Region], start: int, length: int) -> int | None:
+    """Return the number of the region that owns all bytes of a range, found byte by byte."""
+    owners = {region.number: set(range(region.address, region.end)) for region in side}
+    return next((number for number, owned in owners.items() if owned.issuperset(range(start, start + length))), None)
+
+
+def expected_pieces(sides: tuple[list[Region], list[Region]], ranges: Ranges) -> list[list[tuple[int, int]]] | None:
+    """Return the pairs of addresses of each piece, or `None` if a range is not inside one region."""
+    found: list[tuple[tuple[int, int], list[tuple[int, int]]]] = []
+    for mine, theirs, length in ranges:
+        here, there = owner(sides[0], mine, length), owner(sides[1], theirs, length)
+        if here is None or there is None:
+            return None
+        pairs = [(mine + at, theirs + at) for at in range(length)]
+        if found and found[-1][0] == (here, there) and found[-1][1][-1] == (mine - 1, theirs - 1):
+            found[-1][1].extend(pairs)
+        else:
+            found.append(((here, there), pairs))
+    return [pairs for _, pairs in found]
+
+
+def drawn_regions(rng: random.Random) -> list[Region]:
+    """Return regions of 1 to 9 bytes. Half of them touch the one before them."""
+    made, start = [], rng.randrange(4)
+    for number in range(6):
+        length = rng.randint(1, 9)
+        made.append(Region(start, length, number))
+        start += length + rng.choice([0, rng.randint(1, 4)])
+    return made
+
+
+def drawn_ranges(rng: random.Random) -> Ranges:
+    """Return ranges of which most follow the one before them on both sides."""
+    ranges: Ranges = []
+    for _ in range(rng.randint(1, 8)):
+        mine, theirs = rng.randrange(40), rng.randrange(40)
+        if ranges and rng.random() < 0.8:
+            mine, theirs = (start + ranges[-1][2] for start in ranges[-1][:2])
+        ranges.append((mine, theirs, rng.randint(1, 4)))
+    return ranges
+
+
+def test_pieces_follow_a_search_byte_by_byte() -> None:
     rng = random.Random(2)  # noqa: S311
-    for _ in range(300):
-        sides = []
-        for _ in range(2):
-            cuts = sorted(rng.sample(range(60), 6))
-            made = [
-                Region(start, end - start, number) for number, (start, end) in enumerate(zip(cuts[::2], cuts[1::2]))
-            ]
-            sides.append(made)
-        ranges = [(rng.randrange(60), rng.randrange(60), rng.randint(1, 6)) for _ in range(rng.randint(1, 4))]
+    refused = moved_pieces = kept_apart = 0
+    for _ in range(5_000):
+        sides, ranges = (drawn_regions(rng), drawn_regions(rng)), drawn_ranges(rng)
         columns = [list(column) for column in zip(*ranges)]
-        outside = any(
-            not any(region.address <= at and at + length <= region.end for region in side)
-            for item in ranges
-            for side, at, length in ((sides[0], item[0], item[2]), (sides[1], item[1], item[2]))
-        )
-        try:
-            found = pieces(Regions(sides[0]), Regions(sides[1]), *columns)
-        except LookupError:
-            # Ranges that follow each other are one range, which two adjacent regions do not hold.
-            assert outside or any(a.end == b.address for side in sides for a in side for b in side)
+        expected = expected_pieces(sides, ranges)
+        if expected is None:
+            refused += 1
+            with pytest.raises(LookupError, match="not registered"):
+                pieces(Regions(sides[0]), Regions(sides[1]), *columns)
             continue
-        assert not outside
-        bytes_of = [
-            (piece.local.address + piece.local_offset + at, piece.remote.address + piece.remote_offset + at)
+        found = pieces(Regions(sides[0]), Regions(sides[1]), *columns)
+        assert [
+            [
+                (piece.local.address + piece.local_offset + at, piece.remote.address + piece.remote_offset + at)
+                for at in range(piece.length)
+            ]
             for piece in found
-            for at in range(piece.length)
-        ]
-        assert bytes_of == [(mine + at, theirs + at) for mine, theirs, length in ranges for at in range(length)]
+        ] == expected
+        moved_pieces += len(found)
+        pairs = zip(expected, expected[1:])
+        kept_apart += sum(a[-1][0] + 1 == b[0][0] and a[-1][1] + 1 == b[0][1] for a, b in pairs)
+    # The draw has all three outcomes: a refusal, pieces, and ranges that touch at the border of a region.
+    assert min(refused, moved_pieces, kept_apart) > 100
+
+
+@pytest.mark.parametrize("parts_here", [1, 4])
+@pytest.mark.parametrize("parts_there", [1, 4])
+def test_ranges_that_touch_at_the_border_of_a_region_move(
+    ends: tuple[Near, Far], parts_here: int, parts_there: int
+) -> None:
+    near, far = ends
+    for parts, register, address in (
+        (parts_here, near.engine.batch_register_memory, near.address),
+        (parts_there, partial(far, "batch_register_memory"), far.address),
+    ):
+        step = SIZE // parts
+        assert register([address + start for start in range(0, SIZE, step)], [step] * parts) == 0
+    length = SIZE // 8
+    starts = range(0, SIZE, length)
+    ranges = ([near.address + at for at in starts], [far.address + at for at in starts], [length] * 8)
+    assert near.engine.batch_transfer_sync_write(far.session, *ranges) == 0
+    assert np.array_equal(far("bytes"), near.memory)
+    far("fill", 3)
+    assert near.engine.batch_transfer_sync_read(far.session, *ranges) == 0
+    assert np.array_equal(near.memory, np.full(SIZE, 3, np.uint8))
 
 
 @pytest.mark.parametrize(

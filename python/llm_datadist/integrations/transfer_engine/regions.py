@@ -110,7 +110,7 @@ class Piece:
 def pieces(
     local: Regions, remote: Regions, addresses: Sequence[int], peers: Sequence[int], lengths: Sequence[int]
 ) -> list[Piece]:
-    """Return the pieces of a transfer. Ranges that follow each other on both sides are joined.
+    """Return the pieces of a transfer. Ranges that follow each other inside one region on both sides are joined.
 
     Args:
         local: the regions here.
@@ -125,22 +125,30 @@ def pieces(
     """
     if not len(addresses) == len(peers) == len(lengths):
         raise ValueError(f"lists of {len(addresses)}, {len(peers)} and {len(lengths)} entries must be equally long")
-    joined: list[list[int]] = []
-    for address, peer, length in zip(addresses, peers, lengths):
+    for length in lengths:
         if length <= 0:
             raise ValueError(f"length={length} must be above 0")
-        last = joined[-1] if joined else None
-        if last is not None and last[0] + last[2] == address and last[1] + last[2] == peer:
-            last[2] += length
-        else:
-            joined.append([address, peer, length])
-    return [_piece(local, remote, *item) for item in joined]
+    # Of each piece: its regions, its first address on both sides, and its length.
+    joined: list[tuple[Region, Region, int, int, int]] = []
+    for address, peer, length in zip(addresses, peers, lengths):
+        if joined:
+            here, there, start, peer_start, before = joined[-1]
+            follows = start + before == address and peer_start + before == peer
+            # Adjacent regions are different caches, so a piece must not cross their border.
+            if follows and address + length <= here.end and peer + length <= there.end:
+                joined[-1] = (here, there, start, peer_start, before + length)
+                continue
+        joined.append((*_regions_of(local, remote, address, peer, length), address, peer, length))
+    return [
+        Piece(here, there, address - here.address, peer - there.address, length)
+        for here, there, address, peer, length in joined
+    ]
 
 
-def _piece(local: Regions, remote: Regions, address: int, peer: int, length: int) -> Piece:
+def _regions_of(local: Regions, remote: Regions, address: int, peer: int, length: int) -> tuple[Region, Region]:
     here, there = local.holding(address, length), remote.holding(peer, length)
     if here is None:
         raise LookupError(f"{length} bytes at {address:#x} are not registered here")
     if there is None:
         raise LookupError(f"{length} bytes at {peer:#x} are not registered at the peer")
-    return Piece(here, there, address - here.address, peer - there.address, length)
+    return here, there
