@@ -22,6 +22,7 @@ from llm_datadist import (
     LLMStatusCode,
 )
 from llm_datadist.groups import GroupPart
+from llm_datadist.integrations.addresses import engine_address, host_and_port
 from llm_datadist.integrations.engine_options import apply_engine_options
 from llm_datadist.integrations.transfer_engine.peers import Peers
 from llm_datadist.integrations.transfer_engine.regions import Region, Regions, pieces
@@ -84,8 +85,9 @@ class TransferEngine:
         """Open the engine.
 
         Args:
-            local_hostname: address at which peers reach this process, ``ip`` or ``ip:port``. Without a port, a free
-                one is taken; ``get_rpc_port`` returns it.
+            local_hostname: address at which peers reach this process: ``host``, ``host:port``, ``ipv6``, ``[ipv6]`` or
+                ``[ipv6]:port``, where ``host`` is an IPv4 address or a host name. Without a port, a free one is taken;
+                ``get_rpc_port`` returns it.
             metadata_server: ignored; peers ask each other, as with ``"P2PHANDSHAKE"``.
             protocol: ``"tcp"`` for TCP inside a host too; any other text leaves the choice to the engine.
             device_name: ignored.
@@ -100,8 +102,12 @@ class TransferEngine:
         return int(str(self._engine.listen_ip_info).rsplit(":", 1)[1]) if self._engine is not None else FAILED
 
     def get_session_id(self) -> str:
-        """Return the session id of this process, ``host:port``. The original does not have this method."""
-        return f"{self._host}:{self.get_rpc_port()}"
+        """Return the session id of this process, ``host:port`` or ``[ipv6]:port``.
+
+        The host is that of ``initialize``. The original does not have this method.
+        """
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"{host}:{self.get_rpc_port()}"
 
     def register_memory(self, buffer_addr: int, capacity: int, location: str = "*") -> int:  # noqa: ARG002
         """Register memory of this process, so that transfers may use it on both sides.
@@ -192,7 +198,7 @@ class TransferEngine:
         """Move ranges between this process and a peer, and wait until all bytes are in place.
 
         Args:
-            target_hostname: the session id of the peer, ``ip:port``.
+            target_hostname: the session id of the peer, ``host:port`` or ``[ipv6]:port``.
             buffers: the first address of each range here. Each range lies in one registered range.
             peer_buffer_addresses: the first address of each range at the peer.
             lengths: the bytes of each range.
@@ -296,7 +302,9 @@ class TransferEngine:
 
     def send_probe(self, peer_server_name: str) -> int:
         """Return 0 if a peer can be reached, and -1 otherwise."""
-        return self._outcome(f"probe of {peer_server_name}", lambda: self._cluster_of(peer_server_name))
+        return self._outcome(
+            f"probe of {peer_server_name}", lambda: self._cluster_of(peer_server_name, "peer_server_name")
+        )
 
     def get_notifies(self) -> list[TransferNotify]:
         """Return the messages that peers have sent with their transfers, and forget them. At most 65,536 are kept."""
@@ -304,29 +312,40 @@ class TransferEngine:
         return [] if peers is None else [TransferNotify(*pair) for pair in peers.take_notifies()]
 
     def close(self) -> None:
-        """Close the engine. Running transfers fail. The original closes with the object."""
+        """Close the engine. Running transfers fail, and no memory is registered any more.
+
+        The original closes with the object.
+        """
         engine, peers, self._engine, self._peers = self._engine, self._peers, None, None
-        if peers is not None:
-            peers.close()
-        if engine is not None:
-            engine.finalize()
+        try:
+            if peers is not None:
+                peers.close()
+        finally:
+            if engine is not None:
+                engine.finalize()
+            with self._lock:
+                self._regions, self._caches, self._clusters = Regions(), {}, {}
 
     def _open(self, local_hostname: str, protocol: str) -> None:
         if self._engine is not None:
             raise ValueError("it is initialized")
-        host, colon, port = local_hostname.rpartition(":")
-        self._host = host if colon else local_hostname
+        host, port = host_and_port("local_hostname", local_hostname)
         config = LLMConfig()
         config.enable_cache_manager = True
         config.enable_remote_cache_accessible = True  # peers write
-        config.listen_ip_info = f"{self._host}:{port if colon else 0}"
+        config.listen_ip_info = engine_address("local_hostname", host, port or 0)
         config.sync_kv_timeout = _TIMEOUT_MS
         if protocol == "tcp":
             config.link_transport = "tcp"
         apply_engine_options(config, self._options)
         engine = LLMDataDist(LLMRole.MIX, secrets.randbits(63))
-        engine.init(config.generate_options())
-        self._engine, self._peers = engine, Peers(engine, lambda: self._regions)
+        try:
+            engine.init(config.generate_options())
+            peers = Peers(engine, lambda: self._regions)
+        except BaseException:
+            engine.finalize()  # an engine that stays open would make every later attempt fail
+            raise
+        self._engine, self._peers, self._host = engine, peers, host
 
     def _register(self, addresses: Sequence[int], lengths: Sequence[int]) -> None:
         if len(addresses) != len(lengths):
@@ -409,12 +428,15 @@ class TransferEngine:
         cache = self._caches[piece.local.number]
         return GroupPart(key, cache, [0], [0], src_offset=src, dst_offset=dst, length=piece.length)
 
-    def _cluster_of(self, session: str) -> int:
+    def _cluster_of(self, session: str, name: str = "target_hostname") -> int:
         """Return the cluster of a peer, and link to it unless there is a link."""
         engine, known = self._opened_engine(), self._clusters.get(session)
         if known is not None and any(peer.cluster_id == known for peer in engine.peers()):
             return known
-        found = engine.ensure_link(session, timeout_ms=_LINK_MS).result()
+        host, port = host_and_port(name, session)
+        if port is None:
+            raise ValueError(f"{name}={session!r} has no port: give host:port or [ipv6]:port")
+        found = engine.ensure_link(engine_address(name, host, port), timeout_ms=_LINK_MS).result()
         if found is None:
             raise RuntimeError(f"no peer at {session}")
         self._clusters[session] = found.cluster_id

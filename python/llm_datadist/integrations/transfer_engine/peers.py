@@ -56,9 +56,13 @@ class Peers:
         self._notifies: list[tuple[str, str]] = []
         self._closing = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        engine.poll()  # from now on, the engine keeps news about links
-        self._thread = threading.Thread(target=self._run, name="llm_datadist-transfer-engine", daemon=True)
-        self._thread.start()
+        try:
+            engine.poll()  # from now on, the engine keeps news about links
+            self._thread = threading.Thread(target=self._run, name="llm_datadist-transfer-engine", daemon=True)
+            self._thread.start()
+        except Exception:
+            os.close(self._wake)
+            raise
 
     def regions(self, cluster: int, limit_s: float, *, anew: bool = False) -> Regions:
         """Return the regions of a linked peer, and ask it unless they are known.
@@ -141,6 +145,8 @@ class Peers:
                 self._take_list(cluster, value)
             elif kind == "notify":
                 self._take_notify(cluster, *map(str, value))
+        except LLMException as error:  # the link is busy or broken; the peer gives up after its time limit
+            logger.warning("cannot answer cluster %d: %s", cluster, error)
         except Exception as error:  # noqa: BLE001 - whatever a peer sends, the thread goes on
             logger.warning("cluster %d sent what cannot be read: %s", cluster, error)
 

@@ -1,0 +1,84 @@
+"""Addresses that users give to the integrations: host names, IPv4 and IPv6, with or without a port.
+
+The engine itself takes ``ip:port`` and ``[ipv6]:port`` only.
+"""
+
+from __future__ import annotations
+
+import socket
+
+__all__ = ["engine_address", "host_and_port"]
+
+_MAX_PORT = 65_535
+
+
+def host_and_port(name: str, text: str) -> tuple[str, int | None]:
+    """Split an address into its host, without brackets, and its port.
+
+    Args:
+        name: name of the argument, for error texts.
+        text: ``host``, ``host:port``, ``ipv6``, ``[ipv6]`` or ``[ipv6]:port``. A host is a name or an IPv4 address.
+
+    Returns:
+        The host and the port, which is ``None`` if the text has none.
+
+    Raises:
+        TypeError: the address is not a ``str``.
+        ValueError: the text is not an address.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"{name} must be a str, not {type(text).__name__}")
+    if text.startswith("["):
+        host, closed, rest = text[1:].partition("]")
+        valid = bool(closed) and _is_ipv6(host) and (not rest or rest.startswith(":"))
+        colon, port = bool(rest), rest[1:]
+    elif text.count(":") > 1:
+        # Where the address would end and a port begin cannot be known, so all of it is the address.
+        host, colon, port, valid = text, False, "", _is_ipv6(text)
+    else:
+        host, found, port = text.partition(":")
+        colon, valid = bool(found), bool(host)
+    if not valid or (colon and not _is_port(port)):
+        raise ValueError(
+            f"{name}={text!r} is not an address: give host, host:port, ipv6 or [ipv6]:port, with a port of 0 to "
+            f"{_MAX_PORT} and an IPv6 address without a zone"
+        )
+    return host, int(port) if colon else None
+
+
+def engine_address(name: str, host: str, port: int) -> str:
+    """Return an address for the engine. A host name is looked up; its first IPv4 address counts before IPv6.
+
+    Args:
+        name: name of the argument, for error texts.
+        host: a host name or an IP address, without brackets.
+        port: the port.
+
+    Returns:
+        ``ip:port`` or ``[ipv6]:port``.
+
+    Raises:
+        ValueError: the host name cannot be looked up.
+    """
+    if ":" in host:
+        return f"[{host}]:{port}"
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, ValueError) as error:  # ValueError: a NUL, or a label that no host name can have
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{name}: cannot look up the host {host!r}: {reason}") from error
+    # The same order on every host, so that a name that has both means the same address to both sides.
+    family, *_, place = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    return f"[{place[0]}]:{port}" if family == socket.AF_INET6 else f"{place[0]}:{port}"
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= len(str(_MAX_PORT)) and int(text) <= _MAX_PORT
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        socket.inet_pton(socket.AF_INET6, text)
+    except (OSError, ValueError):  # ValueError: a NUL, or a character without an encoding
+        return False
+    return True
