@@ -42,6 +42,8 @@ DONE, PENDING, FAILED = 1, 0, -1
 _TIMEOUT_MS = 30_000
 _LINK_MS = 5_000
 _MAX_BATCHES = 65_536
+# Calls besides batches: synchronous transfers and links. The engine refuses more calls than all of them together.
+_OTHER_CALLS = 4_096
 
 
 class TransferOpcode(enum.Enum):
@@ -265,13 +267,16 @@ class TransferEngine:
 
         Returns:
             The number of the batch, above 0, for ``transfer_check_status``; or -1 if it was not started. At most 65,536
-            batches are remembered.
+            batches run or have a status that nobody has asked for.
         """
         started: list[int] = []
 
         def start() -> None:
             if len(self._batches) >= _MAX_BATCHES:
-                raise RuntimeError(f"{_MAX_BATCHES} batches whose status nobody has asked for")
+                raise RuntimeError(
+                    f"{_MAX_BATCHES} batches run or have a status that nobody has asked for, which is the limit; "
+                    "get_batch_transfer_status and transfer_check_status forget those that have ended"
+                )
             transfer = self._start(target_hostname, (buffers, peer_buffer_addresses, lengths), opcode)
             with self._lock:
                 started.append(next(self._numbers))
@@ -335,6 +340,7 @@ class TransferEngine:
         config.enable_remote_cache_accessible = True  # peers write
         config.listen_ip_info = engine_address("local_hostname", host, port or 0)
         config.sync_kv_timeout = _TIMEOUT_MS
+        config.max_transfers = _MAX_BATCHES + _OTHER_CALLS
         if protocol == "tcp":
             config.link_transport = "tcp"
         apply_engine_options(config, self._options)
