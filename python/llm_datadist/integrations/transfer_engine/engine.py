@@ -143,10 +143,11 @@ class TransferEngine:
         return self._outcome("register memory", lambda: self._register(buffer_addresses, capacities))
 
     def unregister_memory(self, buffer_addr: int) -> int:
-        """Take a range back. Transfers that use it have ended when the call returns.
+        """Take a range back. Transfers that use it have ended when the call returns 0.
 
         Returns:
-            0, or -1 if no registered range starts at the address.
+            0, or -1 if no registered range starts at the address, or a transfer used the range for longer than 30 s.
+            The range then stays registered, and its memory must stay valid. Call again.
         """
         return self._outcome("unregister memory", lambda: self._unregister(buffer_addr))
 
@@ -357,34 +358,48 @@ class TransferEngine:
         if len(addresses) != len(lengths):
             raise ValueError(f"{len(addresses)} addresses and {len(lengths)} lengths")
         with self._lock:
-            engine, before, made = self._opened_engine(), self._regions, []
+            engine, regions = self._opened_engine(), self._regions
+            made: list[tuple[Region, Cache]] = []
             try:
                 for address, length in zip(addresses, lengths):
-                    made.append(self._register_one(engine, address, length))
-            except Exception:
-                self._regions = before
-                for number in made:
-                    engine.cache_manager.unregister_cache(self._caches.pop(number).cache_id)
+                    made.append(self._register_one(engine, regions, address, length))
+                    regions = regions.with_region(made[-1][0])
+            except BaseException:
+                for region, cache in made:
+                    self._take_back(engine, region, cache)
                 raise
+            self._caches.update((region.number, cache) for region, cache in made)
+            self._regions = regions
 
-    def _register_one(self, engine: LLMDataDist, address: int, length: int) -> int:
-        if self._regions.meets(address, length):
+    def _register_one(self, engine: LLMDataDist, regions: Regions, address: int, length: int) -> tuple[Region, Cache]:
+        if regions.meets(address, length):
             raise ValueError(f"{length} bytes at {address:#x} meet a registered range")
-        number = next(self._numbers)
-        key = BlocksCacheKey(engine.cluster_id, number)
+        region = Region(address, length, next(self._numbers))
+        key = BlocksCacheKey(engine.cluster_id, region.number)
         desc = CacheDesc(1, [1, length], DataType.DT_UINT8)
-        self._caches[number] = engine.cache_manager.register_blocks_cache(desc, [address], key, True)
-        self._regions = self._regions.with_region(Region(address, length, number))
-        return number
+        return region, engine.cache_manager.register_blocks_cache(desc, [address], key, True)
+
+    def _take_back(self, engine: LLMDataDist, region: Region, cache: Cache) -> None:
+        """Unregister a range of a list that was refused. If that fails, the range is known, so it can be repeated."""
+        try:
+            engine.cache_manager.unregister_cache(cache.cache_id)
+        except LLMException as error:
+            logger.error("%d bytes at %#x stay registered: %s", region.length, region.address, error)  # noqa: TRY400
+            self._caches[region.number] = cache
+            self._regions = self._regions.with_region(region)
 
     def _unregister(self, address: int) -> None:
         with self._lock:
-            region = self._regions.holding(address, 1)
+            engine, region = self._opened_engine(), self._regions.holding(address, 1)
             if region is None or region.address != address:
                 raise LookupError(f"no registered range starts at {address:#x}")
-            self._regions = self._regions.without(address)
-            cache = self._caches.pop(region.number)
-        self._opened_engine().cache_manager.unregister_cache(cache.cache_id)
+            cache = self._caches[region.number]
+        # Without the lock, because this waits for transfers. If it fails, the range stays known, for the next attempt.
+        engine.cache_manager.unregister_cache(cache.cache_id)
+        with self._lock:
+            if self._caches.pop(region.number, None) is None:
+                raise LookupError(f"another thread has taken the range at {address:#x} back")
+            self._regions = self._regions.without(region.number)
 
     def _ended(self, number: int) -> None:
         """Wait for a batch, and forget its number."""

@@ -66,9 +66,9 @@ class Regions:
         """Return these regions and another one."""
         return Regions([*self._regions, region])
 
-    def without(self, address: int) -> Regions:
-        """Return these regions without the one that starts at an address."""
-        return Regions(region for region in self._regions if region.address != address)
+    def without(self, number: int) -> Regions:
+        """Return these regions without the one with a number."""
+        return Regions(region for region in self._regions if region.number != number)
 
     def to_json(self, first: int, most: int) -> str:
         """Return a part of the list for a peer: at most ``most`` regions from number ``first`` of the list on."""
