@@ -24,6 +24,7 @@ from llm_datadist import (
 from llm_datadist.groups import GroupPart
 from llm_datadist.integrations.addresses import engine_address, host_and_port
 from llm_datadist.integrations.engine_options import apply_engine_options
+from llm_datadist.integrations.interrupts import cancelled_if_interrupted
 from llm_datadist.integrations.transfer_engine.peers import Peers
 from llm_datadist.integrations.transfer_engine.regions import Region, Regions, pieces
 
@@ -200,6 +201,8 @@ class TransferEngine:
     ) -> int:
         """Move ranges between this process and a peer, and wait until all bytes are in place.
 
+        Ctrl-C cancels the transfer. ``KeyboardInterrupt`` is raised when nothing touches the ranges any more.
+
         Args:
             target_hostname: the session id of the peer, ``host:port`` or ``[ipv6]:port``.
             buffers: the first address of each range here. Each range lies in one registered range.
@@ -215,11 +218,11 @@ class TransferEngine:
         def moved() -> None:
             ranges = (buffers, peer_buffer_addresses, lengths)
             try:
-                self._start(target_hostname, ranges, opcode).result()
+                _finish(self._start(target_hostname, ranges, opcode))
             except LLMException as error:
                 if not self._forgotten(target_hostname, error):
                     raise
-                self._start(target_hostname, ranges, opcode).result()
+                _finish(self._start(target_hostname, ranges, opcode))
             if notify is not None:
                 self._opened().notify(self._clusters[target_hostname], notify.name, notify.msg)
 
@@ -279,7 +282,7 @@ class TransferEngine:
                     "get_batch_transfer_status and transfer_check_status forget those that have ended"
                 )
             transfer = self._start(target_hostname, (buffers, peer_buffer_addresses, lengths), opcode)
-            with self._lock:
+            with cancelled_if_interrupted([transfer], logger), self._lock:
                 started.append(next(self._numbers))
                 self._batches[started[0]] = (target_hostname, transfer)
 
@@ -301,10 +304,17 @@ class TransferEngine:
     def get_batch_transfer_status(self, batch_ids: Sequence[int]) -> int:
         """Wait until all batches have ended. Their numbers are forgotten.
 
+        Ctrl-C cancels all of these batches. ``KeyboardInterrupt`` is raised when nothing touches their ranges any more.
+
         Returns:
             0, or -1 if one of them failed or does not exist.
         """
-        return min([self._outcome(f"batch {batch}", partial(self._ended, batch)) for batch in batch_ids], default=0)
+        numbers = list(batch_ids)
+        with self._lock:
+            transfers = [batch[1] for batch in map(self._batches.get, numbers) if batch is not None]
+        with cancelled_if_interrupted(transfers, logger):
+            outcomes = [self._outcome(f"batch {number}", partial(self._ended, number)) for number in numbers]
+        return min(outcomes, default=0)
 
     def send_probe(self, peer_server_name: str) -> int:
         """Return 0 if a peer can be reached, and -1 otherwise."""
@@ -404,11 +414,14 @@ class TransferEngine:
     def _ended(self, number: int) -> None:
         """Wait for a batch, and forget its number."""
         with self._lock:
-            batch = self._batches.pop(number, None)
+            batch = self._batches.get(number)
         if batch is None:
             raise LookupError("there is no such batch")
         session, transfer = batch
         failure = transfer.exception()
+        with self._lock:
+            if self._batches.pop(number, None) is None:
+                raise LookupError("another thread has asked for the status of the batch")
         self._forgotten(session, failure)
         if failure is not None:
             raise failure
@@ -481,3 +494,9 @@ class TransferEngine:
             logger.error("%s: %s", what, error)  # noqa: TRY400 - the caller's mistakes need no traceback
             return FAILED
         return 0
+
+
+def _finish(transfer: Transfer) -> None:
+    """Wait for a transfer, and raise its failure."""
+    with cancelled_if_interrupted([transfer], logger):
+        transfer.result()

@@ -1,0 +1,108 @@
+"""What the integrations share: the texts of addresses, and waits for transfers that are interrupted."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from typing import Any
+
+import pytest
+
+from llm_datadist.integrations.addresses import engine_address, host_and_port
+from llm_datadist.integrations.interrupts import cancelled_if_interrupted
+
+
+@pytest.mark.parametrize(
+    ("text", "split"),
+    [
+        ("10.0.0.1", ("10.0.0.1", None)),
+        ("10.0.0.1:7600", ("10.0.0.1", 7600)),
+        ("node-7.example", ("node-7.example", None)),
+        ("node-7.example:65535", ("node-7.example", 65535)),
+        ("localhost:0", ("localhost", 0)),
+        ("::", ("::", None)),
+        ("::1", ("::1", None)),
+        ("[::1]", ("::1", None)),
+        ("[fd00::2]:7600", ("fd00::2", 7600)),
+        ("fd00::2:7600", ("fd00::2:7600", None)),
+    ],
+)
+def test_hosts_and_ports(text: str, split: tuple[str, int | None]) -> None:
+    assert host_and_port("address", text) == split
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", ":", ":1", "a:", "a:b", "a:1.5", "a:-1", "a:65536", "a:1" + "0" * 5000, "a:\u0661", "a:b:1"),
+        *("[]", "[]:1", "[::1", "[::1]1", "[::1]:", "[::1]:x", "[10.0.0.1]:1", "[\0]:1", "[fe80::1%1]:1"),
+        *("::1%lo", "::1]:1", "1::2::3"),
+    ],
+)
+def test_texts_that_are_no_addresses(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^listen=.* is not an address: give host, .* or \[ipv6\]:port"):
+        host_and_port("listen", text)
+
+
+@pytest.mark.parametrize("value", [None, 7, b"::1"])
+def test_addresses_are_texts(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"^listen must be a str, not "):
+        host_and_port("listen", value)
+
+
+V4, V6 = (socket.AF_INET, 1, 6, "", ("10.0.0.1", 0)), (socket.AF_INET6, 1, 6, "", ("fd00::2", 0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("found", "address"),
+    [([V4], "10.0.0.1:7"), ([V6, V4], "10.0.0.1:7"), ([V4, V6], "10.0.0.1:7"), ([V6], "[fd00::2]:7")],
+)
+def test_a_name_means_the_same_address_on_every_host(
+    monkeypatch: pytest.MonkeyPatch, found: list[Any], address: str
+) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    assert engine_address("listen", "node-7", 7) == address
+
+
+def test_ipv6_addresses_get_brackets() -> None:
+    assert engine_address("listen", "::1", 7) == "[::1]:7"
+
+
+def test_a_name_that_cannot_be_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: Any, **__: Any) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    with pytest.raises(ValueError, match=r"^listen: cannot look up the host "):
+        engine_address("listen", "a" * 64, 7)
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(ValueError, match=r"^listen: cannot look up the host 'node-7': Name or service not known$"):
+        engine_address("listen", "node-7", 7)
+
+
+class Running:
+    """A transfer that never ends, or raises while it is waited for."""
+
+    def __init__(self, failure: type[BaseException]) -> None:
+        self.cancelled = False
+        self.failure = failure
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def done(self) -> bool:
+        return False
+
+    def exception(self, limit_ms: int) -> None:
+        assert limit_ms >= 0
+        raise self.failure
+
+
+@pytest.mark.parametrize("failure", [TimeoutError, KeyboardInterrupt])
+def test_memory_that_is_still_used_after_an_interrupt_is_logged(
+    failure: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    transfers: list[Any] = [Running(failure), Running(failure)]
+    with pytest.raises(KeyboardInterrupt), cancelled_if_interrupted(transfers, logging.getLogger("test")):
+        raise KeyboardInterrupt
+    assert [transfer.cancelled for transfer in transfers] == [True, True]
+    assert "2 cancelled transfers still use their memory" in caplog.text
