@@ -59,13 +59,18 @@ class LlmDatadistOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         self._tensors = tensors  # the engine reads their memory
         self._jobs: dict[Transfer, int] = {}
         rows, (blocks, page) = num_chunks * blocks_per_chunk, tensors[0].shape
-        self._engine = _open(rows * page * len(tensors), engine_options)
-        manager = self._engine.cache_manager
-        desc = CacheDesc(len(tensors), [blocks, page], DataType.DT_INT8)
-        self._device = manager.register_blocks_cache(desc, [tensor.data_ptr() for tensor in tensors])
-        host = CacheDesc(len(tensors), [rows, page], DataType.DT_INT8, Placement.HOST)
-        self._host = manager.allocate_blocks_cache(host)
-        self._engine.poll()
+        self._engine = LLMDataDist(LLMRole.MIX, _CLUSTER)
+        try:
+            self._engine.init(_options(rows * page * len(tensors), engine_options))
+            manager = self._engine.cache_manager
+            desc = CacheDesc(len(tensors), [blocks, page], DataType.DT_INT8)
+            self._device = manager.register_blocks_cache(desc, [tensor.data_ptr() for tensor in tensors])
+            host = CacheDesc(len(tensors), [rows, page], DataType.DT_INT8, Placement.HOST)
+            self._host = manager.allocate_blocks_cache(host)
+            self._engine.poll()
+        except BaseException:
+            self._engine.finalize()  # an engine that stays open would make every later attempt fail
+            raise
         logger.info(
             "llm_datadist offloads %d tensors of %d blocks to %d rows of %d bytes", *host.shape[:1], blocks, rows, page
         )
@@ -152,12 +157,10 @@ def _check_layout(tensors: list[Any], groups: list[Any]) -> None:
         raise RuntimeError("llm_datadist does not offload KV cache groups with tensors of their own")
 
 
-def _open(host_bytes: int, engine_options: Mapping[str, Any]) -> LLMDataDist:
+def _options(host_bytes: int, engine_options: Mapping[str, Any]) -> dict[str, str]:
     config = LLMConfig()
     config.enable_cache_manager = True
     config.mem_pool_cfg = f'{{"memory_size": {1 << 20}}}'
     config.host_mem_pool_cfg = f'{{"memory_size": {(host_bytes + _SLACK) >> 20 << 20}}}'
     apply_engine_options(config, engine_options)
-    engine = LLMDataDist(LLMRole.MIX, _CLUSTER)
-    engine.init(config.generate_options())
-    return engine
+    return config.generate_options()
