@@ -109,3 +109,12 @@ def test_reason_of_a_peer_is_fit_for_the_log(decode: Decode) -> None:
     assert "line?break ?" in failure
     assert failure.isprintable()
     assert len(failure) < MAX_REASON + 100
+
+
+def test_a_done_that_cannot_be_sent_is_logged(decode: Decode, caplog: pytest.LogCaptureFixture) -> None:
+    decode.begin("one")
+    decode.link_up()
+    decode.refuses = True
+    decode.receiving.heard(CLUSTER, Gone("t", 0, "over"))
+    assert f"cannot send Done of t to cluster {CLUSTER}, so its blocks wait for the end of the lease: " in caplog.text
+    assert [outcome.request for outcome in decode.outcomes] == ["one"]

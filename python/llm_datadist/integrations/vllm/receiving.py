@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -372,8 +371,12 @@ class Receiving:
         """Send ``Done`` to the ranks that no other receive reads. Without a link, the lease ends the loan."""
         for cluster, source in ongoing.sources.items():
             if cluster in self._linked and cluster not in still_read:
-                with suppress(LLMException):
-                    self._notify(cluster, Done(ongoing.receive.handover.ticket, source.readers))
+                ticket = ongoing.receive.handover.ticket
+                try:
+                    self._notify(cluster, Done(ticket, source.readers))
+                except LLMException as error:
+                    text = "cannot send Done of %s to cluster %d, so its blocks wait for the end of the lease: %s"
+                    logger.warning(text, ticket, cluster, error)
 
     def _report(self, receive: Receive, failure: str, figures: tuple[float, float, int, int]) -> None:
         if failure:
