@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import multiprocessing
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from llm_datadist import LLMException
+from llm_datadist import LLMDataDist, LLMException
 from peers import LIMIT, eventually
 
 if TYPE_CHECKING:
@@ -138,8 +141,11 @@ def test_a_peer_may_be_restarted(near: Any, far: Far) -> None:
 
 
 def test_bad_arguments() -> None:
-    for url in ("127.0.0.1", "tcp://host:", ":7600", "host:port"):
-        with pytest.raises(ValueError, match="must be ip:port"):
+    for url in ("tcp://host:", ":7600", "host:port", "[::1"):
+        with pytest.raises(ValueError, match=r"url=.* is not an address: give .* or \[ipv6\]:port"):
+            load().Arena(url, 4096, 8, {})
+    for url in ("127.0.0.1", "tcp://[::1]", "::1"):
+        with pytest.raises(ValueError, match=r"url=.* has no port: give host:port or \[ipv6\]:port"):
             load().Arena(url, 4096, 8, {})
     with pytest.raises(ValueError, match="no option 'no_such'"):
         load().Arena("127.0.0.1:0", 4096, 8, {"no_such": 1})
@@ -148,3 +154,104 @@ def test_bad_arguments() -> None:
 def test_nobody_listens(near: Any) -> None:
     with pytest.raises(LLMException, match=r"127\.0\.0\.1:1"):
         load().ArenaReader(near, "127.0.0.1:1", 200)
+
+
+@pytest.mark.parametrize("host", ["localhost", "[::1]"])
+def test_peers_are_reached_by_names_and_by_ipv6(near: Any, memory: np.ndarray, host: str) -> None:
+    far = Far(f"tcp://{host}:0")
+    try:
+        port = far.address.rpartition(":")[2]
+        reader = load().ArenaReader(near, f"tcp://{host}:{port}", LIMIT_MS)
+        assert ended(reader, reader.submit([(0, 8)], [(8, 8)])) == [True]
+        assert memory[:8].any()
+    finally:
+        far.close()
+
+
+@pytest.mark.parametrize("pointer", [0, -1])
+def test_a_failed_opening_does_not_keep_later_ones_from_working(memory: np.ndarray, pointer: int) -> None:
+    with pytest.raises((LLMException, ValueError)):
+        load().Arena("127.0.0.1:0", pointer, SIZE, {})
+    assert LLMDataDist.llm_engine_instance is None
+    load().Arena("127.0.0.1:0", memory.ctypes.data, SIZE, {}).close()
+
+
+def test_the_engine_allows_the_reads_that_a_reader_promises(near: Any) -> None:
+    assert int(near._engine._engine_options["llm.MaxTransfers"]) > load()._MAX_TASKS == 65_536
+
+
+def test_the_log_says_why_a_read_failed(near: Any, far: Far, caplog: pytest.LogCaptureFixture) -> None:
+    reader = load().ArenaReader(near, far.address, LIMIT_MS)
+    # The peer refuses what leaves its arena.
+    assert ended(reader, reader.submit([(0, 8), (8, 8)], [(4, 8), (SIZE - 4, 8)])) == [False, False]
+    record = next(record for record in caplog.records if record.name == "llm_datadist.lmcache")
+    assert record.levelno >= logging.WARNING  # visible if the program has not configured `logging`
+    text = record.getMessage()
+    assert f"a read of the peer at {far.address} failed: 2 ranges, 16 bytes, the first at offset 4: " in text
+    assert text.partition("offset 4: ")[2]
+    reader.close()
+
+
+def test_the_log_says_why_a_read_was_not_started(near: Any, far: Far, caplog: pytest.LogCaptureFixture) -> None:
+    reader = load().ArenaReader(near, far.address, LIMIT_MS)
+    far.kill()
+    eventually(lambda: not near.is_linked(reader._cluster))
+    assert reader.outcome(reader.submit([(0, 8)], [(8, 8)])) == [False]
+    assert f"a read of the peer at {far.address} failed: 1 ranges, 8 bytes, the first at offset 8: " in caplog.text
+    assert "cannot connect" in caplog.text
+
+
+def test_a_dead_peer_does_not_flood_the_log(
+    near: Any, far: Far, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time of the reader stands still until the test moves it."""
+    now = 100.0
+    reader = load().ArenaReader(near, far.address, LIMIT_MS)
+    monkeypatch.setattr(load(), "time", SimpleNamespace(monotonic=lambda: now))
+
+    def fails() -> None:
+        assert ended(reader, reader.submit([(0, 8)], [(SIZE - 4, 8)])) == [False]
+
+    def lines() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.name == "llm_datadist.lmcache"]
+
+    for _ in range(5):
+        fails()
+    assert len(lines()) == 1
+    assert "more reads" not in lines()[0]
+    now += 1.5
+    fails()
+    assert lines()[1].endswith("(4 more reads failed since the last such line)")
+    for _ in range(3):
+        fails()
+    assert len(lines()) == 2
+    reader.close()
+    assert lines()[2:] == [f"3 more reads of the peer at {far.address} failed"]
+
+
+def test_ctrl_c_while_a_reader_closes_waits_for_its_reads() -> None:
+    """The first wait is interrupted. The reader still waits for both reads, and raises `KeyboardInterrupt`."""
+    waits: list[int] = []
+
+    class Read:
+        ended = cancelled = False
+
+        def cancel(self) -> None:
+            self.cancelled = True
+
+        def done(self) -> bool:
+            return self.ended
+
+        def exception(self, *_: int) -> None:
+            waits.append(1)
+            if len(waits) == 1:
+                raise KeyboardInterrupt
+            self.ended = True
+
+    reads = [Read(), Read()]
+    reader = load().ArenaReader.__new__(load().ArenaReader)
+    reader._lock, reader._left_out, reader._url = threading.Lock(), 0, "peer"
+    reader._tasks = {number: (read, [(0, 8)]) for number, read in enumerate(reads)}
+    with pytest.raises(KeyboardInterrupt):
+        reader.close()
+    assert [(read.cancelled, read.ended) for read in reads] == [(True, True)] * 2

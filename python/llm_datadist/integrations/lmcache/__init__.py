@@ -30,7 +30,7 @@ class LlmDatadistChannelServer(TransferChannelServer):  # type: ignore[misc]
     """The server of a process: its engine, which serves reads of the L1 memory.
 
     Args:
-        listen_url: where the engine listens, ``ip:port``.
+        listen_url: where the engine listens, ``host:port`` or ``[ipv6]:port``.
         advertise_url: where peers reach it.
         l1_memory_desc: the L1 memory.
         engine_options: attributes of ``LLMConfig`` for the engine.
@@ -65,7 +65,7 @@ class LlmDatadistChannelClient(TransferChannelClient):  # type: ignore[misc]
         return self._reader.submit(_ranges(local_addresses), _ranges(remote_addresses))
 
     def query_read_status(self, task_id: int) -> TransferChannelReadResult:
-        """Return whether a read has ended, and which objects are in place."""
+        """Return whether a read has ended, and which objects are in place. The log says why a read failed."""
         outcome = self._reader.outcome(task_id)
         return TransferChannelReadResult(finished=outcome is not None, succeeded_mask=outcome or [])
 
@@ -79,7 +79,7 @@ class LlmDatadistChannelContext(TransferChannelContext):  # type: ignore[misc]
 
     Args:
         l1_memory_desc: the L1 memory.
-        listen_url: where the engine listens, ``ip:port``.
+        listen_url: where the engine listens, ``host:port`` or ``[ipv6]:port``.
         advertise_url: where peers reach it.
         engine_options: attributes of ``LLMConfig`` for the engine, for example ``{"link_token_file": "/path"}``.
     """
@@ -122,9 +122,11 @@ class LlmDatadistChannelContext(TransferChannelContext):  # type: ignore[misc]
 
     def close(self) -> None:
         """Close all clients and the server."""
-        for url in list(self._clients):
-            self.remove_transfer_channel_client(url)
-        self._server.close()
+        try:
+            for url in list(self._clients):
+                self.remove_transfer_channel_client(url)
+        finally:
+            self._server.close()
 
 
 def _ranges(addresses: list[TransferChannelAddress]) -> list[tuple[int, int]]:

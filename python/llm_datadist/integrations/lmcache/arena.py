@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMConfig, LLMDataDist, LLMException, LLMRole
 from llm_datadist.groups import GroupPart
+from llm_datadist.integrations.addresses import engine_address, host_and_port
 from llm_datadist.integrations.engine_options import apply_engine_options
+from llm_datadist.integrations.interrupts import cancelled_if_interrupted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -18,30 +22,35 @@ if TYPE_CHECKING:
 
 __all__ = ["Arena", "ArenaReader", "address_of"]
 
+logger = logging.getLogger("llm_datadist.lmcache")
+
 _MODEL = 0
 _MAX_TASKS = 65_536
+# Calls besides reads: links. The engine refuses more calls than all of them together.
+_OTHER_CALLS = 4_096
 _RELINK_MS = 1000
+# At most one line about failed reads of a peer in this time, because every read of a dead peer fails.
+_QUIET_S = 1.0
 Range = tuple[int, int]
 
 
 def address_of(url: str) -> str:
-    """Return ``ip:port`` of a URL with or without a scheme.
+    """Return the address for the engine of a URL with or without a scheme. A host name is looked up.
 
     Raises:
-        ValueError: there is no port.
+        ValueError: there is no port, or the host cannot be looked up.
     """
-    address = url.split("://", 1)[-1]
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise ValueError(f"url={url!r} must be ip:port")
-    return address
+    host, port = host_and_port("url", url.split("://", 1)[-1])
+    if port is None:
+        raise ValueError(f"url={url!r} has no port: give host:port or [ipv6]:port")
+    return engine_address("url", host, port)
 
 
 class Arena:
     """The memory of this process that peers read, and the engine that serves them.
 
     Args:
-        listen_url: where peers reach this process, ``ip:port``; port 0 takes a free one.
+        listen_url: where peers reach this process, ``host:port`` or ``[ipv6]:port``; port 0 takes a free one.
         pointer: the first address of the arena.
         size: its bytes.
         engine_options: attributes of ``LLMConfig`` for the engine.
@@ -55,13 +64,18 @@ class Arena:
         config = LLMConfig()
         config.enable_cache_manager = True
         config.listen_ip_info = address_of(listen_url)
+        config.max_transfers = _MAX_TASKS + _OTHER_CALLS
         apply_engine_options(config, engine_options)
         self.size = size
         self._engine = LLMDataDist(LLMRole.MIX, secrets.randbits(63))
-        self._engine.init(config.generate_options())
-        desc = CacheDesc(1, [1, size], DataType.DT_UINT8)
-        key = BlocksCacheKey(self._engine.cluster_id, _MODEL)
-        self._cache = self._engine.cache_manager.register_blocks_cache(desc, [pointer], key, True)
+        try:
+            self._engine.init(config.generate_options())
+            desc = CacheDesc(1, [1, size], DataType.DT_UINT8)
+            key = BlocksCacheKey(self._engine.cluster_id, _MODEL)
+            self._cache = self._engine.cache_manager.register_blocks_cache(desc, [pointer], key, True)
+        except BaseException:
+            self._engine.finalize()  # an engine that stays open would make every later attempt fail
+            raise
 
     @property
     def address(self) -> str:
@@ -108,7 +122,7 @@ class Arena:
 
 
 class ArenaReader:
-    """Reads the arena of one peer.
+    """Reads the arena of one peer. The log (logger ``llm_datadist.lmcache``) says why a read failed.
 
     Args:
         arena: the arena of this process.
@@ -125,11 +139,13 @@ class ArenaReader:
         self._timeout_ms = timeout_ms
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._tasks: dict[int, tuple[Transfer | None, int]] = {}
+        self._tasks: dict[int, tuple[Transfer | None, Sequence[Range]]] = {}
+        self._quiet_until = 0.0
+        self._left_out = 0
         self._cluster = arena.link(url, timeout_ms)
 
     def submit(self, local: Sequence[Range], remote: Sequence[Range]) -> int:
-        """Start a read, and return its number. A peer that cannot be reached is the outcome of the read.
+        """Start a read, and return its number. A peer that cannot be reached is the outcome of the read, and logged.
 
         If the link has broken, for example because the peer was restarted, the call first links again, within 1 s.
 
@@ -143,33 +159,56 @@ class ArenaReader:
             if not self._arena.is_linked(self._cluster):
                 self._cluster = self._arena.link(self._url, _RELINK_MS)
             transfer: Transfer | None = self._arena.read(self._cluster, local, remote, self._timeout_ms)
-        except LLMException:
+        except LLMException as error:
             transfer = None
+            self._log(remote, error)
         with self._lock:
             number = next(self._numbers)
-            self._tasks[number] = (transfer, len(local))
+            self._tasks[number] = (transfer, remote)
         return number
 
     def outcome(self, number: int) -> list[bool] | None:
         """Return which ranges of a read are in place, or ``None`` while it runs. Ended reads are forgotten.
 
+        Why a read failed is in the log.
+
         Raises:
             KeyError: there is no such read.
         """
         with self._lock:
-            transfer, count = self._tasks[number]
+            transfer, remote = self._tasks[number]
             if transfer is not None and not transfer.done():
                 return None
             del self._tasks[number]
+        failure = None if transfer is None else transfer.exception()
+        if failure is not None:
+            self._log(remote, failure)
         # After a failure, no range of the group is known to be complete.
-        return [transfer is not None and transfer.exception() is None] * count
+        return [transfer is not None and failure is None] * len(remote)
 
     def close(self) -> None:
         """Cancel the reads that run, and wait until nothing of them writes to the arena any more."""
         with self._lock:
             tasks, self._tasks = self._tasks, {}
+            left_out, self._left_out = self._left_out, 0
+        if left_out:
+            logger.warning("%d more reads of the peer at %s failed", left_out, self._url)
         transfers = [transfer for transfer, _ in tasks.values() if transfer is not None]
         for transfer in transfers:
             transfer.cancel()
-        for transfer in transfers:
-            transfer.exception()
+        with cancelled_if_interrupted(transfers, logger):
+            for transfer in transfers:
+                transfer.exception()
+
+    def _log(self, remote: Sequence[Range], reason: LLMException) -> None:
+        """Log that a read failed, unless another line about this peer is less than a second old."""
+        now = time.monotonic()
+        with self._lock:
+            if now < self._quiet_until:
+                self._left_out += 1
+                return
+            self._quiet_until = now + _QUIET_S
+            left_out, self._left_out = self._left_out, 0
+        earlier = f" ({left_out} more reads failed since the last such line)" if left_out else ""
+        what = f"{len(remote)} ranges, {sum(size for _, size in remote)} bytes, the first at offset {remote[0][0]}"
+        logger.warning("a read of the peer at %s failed: %s: %s%s", self._url, what, reason, earlier)
