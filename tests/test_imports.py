@@ -29,6 +29,21 @@ def test_importing_opens_nothing_and_loads_no_array_library() -> None:
     )
 
 
+def test_an_import_loads_no_large_module_of_the_standard_library() -> None:
+    """`typing`, `logging` and `threading` cannot be avoided, so what they import is not counted."""
+    run_fresh(
+        """
+        import atexit, collections.abc, contextlib, enum, functools, io, logging, sys, textwrap, threading, time, typing
+        before = set(sys.modules)
+        import llm_datadist
+        added = set(sys.modules) - before
+        assert "llm_datadist.kv_layout" in added, "this test looked at nothing"
+        large = {"ast", "asyncio", "dataclasses", "inspect", "json", "numpy", "pathlib", "selectors", "socket", "torch"}
+        assert not large & added, large & added
+        """
+    )
+
+
 def test_local_calls_need_no_numpy() -> None:
     run_fresh(
         """

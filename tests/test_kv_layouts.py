@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import FrozenInstanceError
 from typing import Any, Callable
 
 import pytest
@@ -662,8 +663,14 @@ def test_a_layout_is_a_value() -> None:
     assert pickle.loads(pickle.dumps(one)) == copy.deepcopy(one) == one  # noqa: S301
     assert eval(repr(one), {"KvLayout": KvLayout}) == one  # noqa: S307
     assert (same.layers, same.kv_heads, one.model) == (range(4), range(8), "")
-    with pytest.raises(AttributeError):
+    with pytest.raises(FrozenInstanceError, match="cannot assign to field 'order'"):
         one.order = "HND"  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError, match="cannot delete field 'order'"):
+        del one.order
+    assert one == same
+    assert one != "a layout"
+    assert list(KvLayout.__match_args__) == list(vars(one))
+    assert one.__replace__(model="b") == KvLayout(16, **GOOD, model="b")  # what `copy.replace` of Python 3.13 calls
     assert KvLayout(16, head_dim=8, layers=range(1), kv="latent").kv_heads == range(1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from typing import TYPE_CHECKING, Optional, Union
 
 from llm_datadist import _core, log
@@ -38,6 +37,8 @@ def trans_str_ip(ip: Union[str, int]) -> int:
     """
     if isinstance(ip, int):
         return ip
+    import socket  # noqa: PLC0415  (imported when it is needed)
+
     try:
         return int.from_bytes(socket.inet_aton(ip), "little")
     except (OSError, ValueError) as error:  # ValueError: a NUL, or a character without an encoding
@@ -140,6 +141,8 @@ def _address(ip: Union[str, int], port: int) -> Address:
 
 
 def _ipv6(ip: str) -> str:
+    import socket  # noqa: PLC0415  (imported when it is needed)
+
     try:
         return socket.inet_ntop(socket.AF_INET6, socket.inet_pton(socket.AF_INET6, ip))
     except (OSError, ValueError) as error:  # ValueError: a NUL, or a character without an encoding
@@ -147,6 +150,8 @@ def _ipv6(ip: str) -> str:
 
 
 def _address_text(address: Address) -> str:
+    import socket  # noqa: PLC0415  (imported when it is needed)
+
     ip, port = address
     if isinstance(ip, str):
         return f"[{ip}]:{port}"

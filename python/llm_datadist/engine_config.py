@@ -6,9 +6,7 @@ write the description of the machine that the original writes (``ge.resourceConf
 
 from __future__ import annotations
 
-import json
 import re
-import socket
 from typing import Any, Optional
 
 from llm_datadist import _core, log
@@ -56,6 +54,8 @@ class ClusterConfig:
 
     def to_json(self, cluster_id: int) -> str:
         """Return the text of ``llm.ClusterInfo`` for the cluster with this id (contract §9.7)."""
+        import json  # noqa: PLC0415  (imported when it is needed)
+
         info: dict[str, Any] = {
             "cluster_id": cluster_id,
             "logic_device_id": [f"0:0:{device}:0" for device in self._device_ids],
@@ -148,6 +148,8 @@ def listens_at(cluster_info: str) -> Optional[str]:
     Raises:
         LLMException: ``LLM_PARAM_INVALID``: the text is not a description of a cluster.
     """
+    import socket  # noqa: PLC0415  (imported when it is needed)
+
     try:
         info = read_json(cluster_info)
         listeners = info.get("listen_ip_info") or []

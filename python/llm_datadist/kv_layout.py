@@ -5,18 +5,36 @@ The original does not have this class. A cache without a layout is rows of bytes
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, TypeVar, Union
 
 from llm_datadist._core import check_kv_layout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from typing_extensions import dataclass_transform
+else:
+
+    def dataclass_transform(**_: bool) -> Any:
+        """Stand in for the decorator for type checkers, which ``typing`` has since Python 3.11."""
+        return lambda of: of
+
+
 __all__ = ["KvLayout"]
 
+_Class = TypeVar("_Class", bound=type)
 
-@dataclass(frozen=True, init=False)
+
+@dataclass_transform(frozen_default=True)
+def _read_only(of: _Class) -> _Class:
+    """Mark a class whose attributes cannot be assigned, for type checkers.
+
+    ``dataclasses.dataclass`` would import ``inspect``, which takes a tenth of the time of importing this package.
+    """
+    return of
+
+
+@_read_only
 class KvLayout:
     """The meaning of each row of a cache: a block of tokens, with some heads of some layers of a model.
 
@@ -66,6 +84,8 @@ class KvLayout:
     kv: str
     model: str
 
+    __match_args__ = ("tokens_per_block", "head_dim", "layers", "total_kv_heads", "kv_heads", "order", "kv", "model")
+
     def __init__(
         self,
         tokens_per_block: int,
@@ -92,6 +112,26 @@ class KvLayout:
         object.__setattr__(self, "layers", _range(layers))
         object.__setattr__(self, "kv_heads", _range(heads))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise _frozen(f"cannot assign to field {name!r}")
+
+    def __delattr__(self, name: str) -> None:
+        raise _frozen(f"cannot delete field {name!r}")
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, KvLayout) and type(other) is type(self)
+        return vars(self) == vars(other) if same else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(getattr(self, name) for name in KvLayout.__match_args__))
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__qualname__}({values})"
+
+    def __replace__(self, /, **changes: Any) -> KvLayout:
+        return type(self)(**{**vars(self), **changes})
+
     @property
     def num_tensors(self) -> int:
         """Number of tensors of a cache with this layout: one or two for each layer."""
@@ -114,3 +154,9 @@ class KvLayout:
 
 def _range(given: Union[range, Sequence[int]]) -> range:
     return given if isinstance(given, range) else range(given[0], given[1])
+
+
+def _frozen(text: str) -> AttributeError:
+    from dataclasses import FrozenInstanceError  # noqa: PLC0415  (imported when it is needed)
+
+    return FrozenInstanceError(text)

@@ -7,7 +7,6 @@ variable ``ASCEND_GLOBAL_LOG_LEVEL`` sets it: 0 DEBUG, 1 INFO, 2 WARNING, 3 ERRO
 from __future__ import annotations
 
 import functools
-import inspect
 import io
 import logging
 import os
@@ -34,6 +33,9 @@ DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
 
 _NAME = "LLM_DATADIST"
 _LEVELS = {"0": logging.DEBUG, "1": logging.INFO, "2": logging.WARNING, "3": logging.ERROR}
+
+# The values of `inspect.CO_VARARGS` and `inspect.CO_VARKEYWORDS`, because that module takes long to import.
+_VARARGS, _VARKEYWORDS = 0x04, 0x08
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
@@ -83,7 +85,7 @@ def _make_logger() -> logging.Logger:
 
 def _find_caller(stack_info: bool = False, stack_level: int = 1) -> tuple[str, int, str, Optional[str]]:
     """Return file, line, function and stack text of the first caller outside ``logging`` and this file."""
-    frame = _outside(inspect.currentframe())
+    frame = _outside(sys._getframe())  # noqa: SLF001  (what `inspect.currentframe` returns)
     for _ in range(stack_level - 1):
         frame = _outside(frame.f_back) if frame is not None else None
     if frame is None:
@@ -216,14 +218,14 @@ def _of_same_parameters(method: Callable[..., Any]) -> Callable[..., Any]:
     """
     code = method.__code__
     count, named = code.co_argcount, code.co_kwonlyargcount
-    if code.co_posonlyargcount or code.co_flags & inspect.CO_VARARGS or named != len(method.__kwdefaults__ or ()):
+    if code.co_posonlyargcount or code.co_flags & _VARARGS or named != len(method.__kwdefaults__ or ()):
         msg = f"{method.__qualname__} cannot be logged: each parameter needs a name, and a keyword-only one a default"
         raise TypeError(msg)
     names, by_name = list(code.co_varnames[:count]), list(code.co_varnames[count : count + named])
     required = count - len(method.__defaults__ or ())
     parameters = names[:required] + [f"{name}=None" for name in names[required:]]
     parameters += ["*"][:named] + [f"{name}=None" for name in by_name]
-    keywords = [f"**{code.co_varnames[count + named]}"] if code.co_flags & inspect.CO_VARKEYWORDS else []
+    keywords = [f"**{code.co_varnames[count + named]}"] if code.co_flags & _VARKEYWORDS else []
     text = _LOGGED.format(
         name=method.__name__,
         parameters=", ".join(parameters + keywords),
@@ -240,6 +242,8 @@ def _of_same_parameters(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _arguments(method: _Call, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, object]:
+    import inspect  # noqa: PLC0415  (imported when it is needed)
+
     bound = inspect.signature(method).bind(*args, **kwargs)
     bound.apply_defaults()
     return dict(list(bound.arguments.items())[1:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any, Generic, Optional, TypeVar, Union, overload
 
 from llm_datadist import _core, log
@@ -38,6 +37,8 @@ def read_json(text: str) -> Any:
     Raises:
         json.JSONDecodeError: the text is not JSON, or is nested deeper than 64 levels.
     """
+    import json  # noqa: PLC0415  (imported when it is needed)
+
     too_deep = f"nested deeper than {_DEEPEST_JSON} levels"
     try:
         value = json.loads(text)
@@ -228,6 +229,8 @@ class ClusterInfo(Option[str]):
     """``cluster_info``: a JSON text. The setter converts its addresses to integers (contract §4.1)."""
 
     def __set__(self, config: object, value: Optional[str]) -> None:
+        import json  # noqa: PLC0415  (imported when it is needed)
+
         _core.check_isinstance(self._name, value, str, allow_none=False)
         description = read_json(value or "")
         _core.check_isinstance("cluster_info", description, dict, allow_none=False)

@@ -6,7 +6,6 @@ leave no trace. ``warn_of_misspelt`` logs one WARNING with the closest valid nam
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Optional
 
 from llm_datadist import log
@@ -74,7 +73,7 @@ def warn_of_misspelt_pool_keys(options: Mapping[str, object]) -> None:
         text = options.get(option)
         try:
             fields = read_json(text) if isinstance(text, str) else None
-        except json.JSONDecodeError:
+        except ValueError:  # not JSON
             continue  # the engine raises LLM_PARAM_INVALID
         if isinstance(fields, dict):
             warn_of_misspelt(f"key of {option}", fields, _POOL_KEYS)
