@@ -10,6 +10,7 @@ import array
 import ctypes
 import gc
 import mmap
+import re
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any, Callable, Union
@@ -656,3 +657,38 @@ class TestKvCacheManager:
             assert tensor[:, 0].tolist() == [10 * number + block for block in (0, 0, 2, 0)]
         if signed(make([[0, 0]])):
             fails(lambda: kv.copy_blocks(cache, make([[0, 1], [2, -3]])), VE, "pair 1: -3", "negative")
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda m, c, n: m.pull_blocks(BlocksCacheKey(2), c, [0, 1], [2, n]),
+            "dst_blocks inner type only support ['int']",
+        ),
+        (
+            lambda m, c, n: m.pull_blocks(BlocksCacheKey(2), c, (0, n), [2, 3]),
+            "src_blocks inner type only support ['int']",
+        ),
+        (lambda m, c, n: m.copy_blocks(c, {0: [1, n]}), "dict value inner type only support ['int']"),
+        (lambda m, c, n: m.grant(c, [0, n]), "blocks inner type only support ['int']"),
+    ],
+)
+def test_integer_of_numpy_in_a_list_is_refused_with_its_position_and_a_remedy(
+    manager: Any, call: Any, text: str
+) -> None:
+    cache = manager.allocate_blocks_cache(desc())
+    actual = ", but the actual type of element 1 is <class 'numpy.int64'>; convert it with int()"
+    with pytest.raises(TypeError) as caught:
+        call(manager, cache, np.int64(3))
+    assert str(caught.value) == f"{text}{actual}, or a whole array with tolist()"
+    with pytest.raises(TypeError) as caught:
+        call(manager, cache, "3")
+    assert str(caught.value) == f"{text}{actual.partition('<')[0]}<class 'str'>"
+
+
+def test_integer_of_numpy_in_place_of_a_number_is_refused_with_a_remedy(manager: Any) -> None:
+    cache = manager.allocate_cache(desc())
+    text = "dst_batch_index only support ['int'], but the actual type is <class 'numpy.int64'>; convert it with int()"
+    with pytest.raises(TypeError, match=re.escape(text)):
+        manager.copy_cache(cache, cache, np.int64(1))

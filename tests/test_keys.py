@@ -18,6 +18,18 @@ from mistakes import fails
         (CacheKey, "cluster_id is required"),
         (BlocksCacheKey, "cluster_id is required"),
         (lambda: CacheKey(1), "req_id is required"),
+        (
+            lambda: CacheKey(1, request_id=5),
+            "req_id is required (got ['request_id']; the keywords are cluster_id, req_id, model_id, prefix_id)",
+        ),
+        (
+            lambda: BlocksCacheKey(cluster=1),
+            "cluster_id is required (got ['cluster']; the keywords are cluster_id, model_id)",
+        ),
+        (
+            lambda: CacheKey(1, 2, modell_id=5),
+            "Unsupported arguments: ['modell_id']; the keywords are cluster_id, req_id, model_id, prefix_id",
+        ),
         (lambda: CacheKey(prompt_cluster_id=1, model_id=2), "req_id is required"),
         (lambda: CacheKey(cluster_id=1, req_id=2, wrong=None), "Unsupported"),
         (lambda: BlocksCacheKey(cluster_id=1, req_id=3), "Unsupported"),

@@ -13,7 +13,15 @@ from typing import Any, Callable
 import pytest
 
 from conftest import options
-from llm_datadist import LLMDataDist, LLMException, LLMRole, LLMStatusCode, RegisterMemStatus
+from llm_datadist import (
+    LLMClusterInfo,
+    LLMConfig,
+    LLMDataDist,
+    LLMException,
+    LLMRole,
+    LLMStatusCode,
+    RegisterMemStatus,
+)
 from memory import AE, LE, TE, UINT32_MAX, UINT64_MAX, VE, Expected, raising, run_fresh
 from mistakes import Row, check, coded, fails, info
 from peers import free_ports, refusing_port
@@ -394,3 +402,88 @@ def test_a_forked_child_is_told_and_holds_no_socket_of_its_parent() -> None:
         """
     )
     assert out.strip() == "parent"
+
+
+PORTS = "ip:port or [ipv6]:port with a port of {} to 65535"
+WRONG_ADDRESSES = {
+    "::1:26000": "; write an IPv6 address in brackets, such as [::1]:26000",
+    "fe80::1": "; write an IPv6 address in brackets, such as [::1]:26000",
+    "[::1]": "",
+    "[fe80::1%eth0]:26000": "; zones such as %eth0 are not supported, so give an address that is not link-local",
+    "localhost:26000": ", not a host name; names are not resolved, so give the IP address",
+    "127.0.0.1:65536": "",
+    "127.0.0.1:1;127.0.0.1:2": "",
+    "127.0.0.1": "",
+}
+
+
+@pytest.mark.parametrize("address", [*WRONG_ADDRESSES, "127.0.0.1:0", "[::1]:0"])
+def test_address_to_dial_says_what_is_wrong_with_it(begin: Callable[..., LLMDataDist], address: str) -> None:
+    text = f'address="{address}" must be {PORTS.format(1)}{WRONG_ADDRESSES.get(address, "")}'
+    with pytest.raises(LLMException) as caught:
+        begin().ensure_link(address)
+    assert (str(caught.value), caught.value.status_code) == (text, INVALID)
+
+
+@pytest.mark.parametrize("address", ["[fe80::1%eth0]:26000", "localhost:26000"])
+def test_address_to_listen_at_says_what_is_wrong_with_it(start: Callable[..., LLMDataDist], address: str) -> None:
+    with pytest.raises(LLMException) as caught:
+        start(options(llm__listenIpInfo=address))
+    assert WRONG_ADDRESSES[address] in str(caught.value)
+    assert f'llm.listenIpInfo="{address}"' in str(caught.value)
+
+
+@pytest.mark.parametrize("address", ["::1:26000", "[::1]"])
+def test_form_of_an_ipv6_listener_is_shown(start: Callable[..., LLMDataDist], address: str) -> None:
+    fails(
+        lambda: start(options(llm__listenIpInfo=address)),
+        LE,
+        "ip:port or [ipv6]:port, such as 127.0.0.1:26000 or [::1]:26000",
+    )
+
+
+def test_port_0_of_a_peer_is_an_argument_error(
+    begin: Callable[..., LLMDataDist], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody listens at port 0, so the call does not dial it."""
+    dist = begin()
+    with caplog.at_level(logging.ERROR, logger="LLM_DATADIST"):
+        assert dist.link_clusters([info(2, port=0)]) == (INVALID, [INVALID])
+    assert "port=0 is out of range (1 to 65535)" in caplog.text
+    assert "cluster=2" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("ip", "text"),
+    [
+        ("localhost", "host names are not resolved"),
+        ("[::1]", "without brackets"),
+        ("::1:26000:x", "without brackets, port and zone"),
+        ("fe80::1%eth0", "zone"),
+    ],
+)
+def test_ip_of_a_cluster_says_what_is_wrong_with_it(ip: str, text: str) -> None:
+    with pytest.raises(RuntimeError, match=text):
+        LLMClusterInfo().append_remote_ip_info(ip, 26000)
+
+
+def test_unknown_transfer_backend_is_named_before_the_listener_that_it_would_need(
+    start: Callable[..., LLMDataDist],
+) -> None:
+    fails(
+        lambda: start(options(llm__TransferBackend="rdma")),
+        LE,
+        'llm.TransferBackend="rdma" must be hixl or auto or sockets or ucx or nixl',
+    )
+    fails(lambda: start(options(llm__TransferBackend="sockets")), LE, "needs llm.listenIpInfo")
+
+
+def test_several_devices_are_refused_with_the_reason(start: Callable[..., LLMDataDist]) -> None:
+    config = LLMConfig()
+    config.enable_cache_manager = True
+    config.device_id = [0, 1]
+    fails(
+        lambda: start(config.generate_options()),
+        LE,
+        'ge.exec.deviceId="0;1" must be one device number: an engine has one device, so set device_id to one number',
+    )

@@ -42,7 +42,8 @@ def trans_str_ip(ip: Union[str, int]) -> int:
     try:
         return int.from_bytes(socket.inet_aton(ip), "little")
     except (OSError, ValueError) as error:  # ValueError: a NUL, or a character without an encoding
-        raise RuntimeError(f"ip={log.shown(ip)} is not an IPv4 address") from error
+        text = f"ip={log.shown(ip)} is not an IPv4 address; host names are not resolved (socket.gethostbyname does)"
+        raise RuntimeError(text) from error
 
 
 class LLMClusterInfo:
@@ -146,7 +147,8 @@ def _ipv6(ip: str) -> str:
     try:
         return socket.inet_ntop(socket.AF_INET6, socket.inet_pton(socket.AF_INET6, ip))
     except (OSError, ValueError) as error:  # ValueError: a NUL, or a character without an encoding
-        raise RuntimeError(f"ip={log.shown(ip)} is not an IPv6 address") from error
+        text = f"ip={log.shown(ip)} is not an IPv6 address; write it without brackets, port and zone, such as '::1'"
+        raise RuntimeError(text) from error
 
 
 def _address_text(address: Address) -> str:

@@ -52,6 +52,8 @@ def resolve(options: dict[str, str], role: str) -> dict[str, str]:
         raise_if_false(cache_manager, "llm.TransferBackend needs {}=1", CACHE_MANAGER)
         resolved.setdefault(REMOTE_ACCESS, "1")
         raise_if_false(resolved[REMOTE_ACCESS] != "0", "llm.TransferBackend needs {}=1", REMOTE_ACCESS)
+        if LISTEN not in resolved and isinstance(resolved[BACKEND], str):
+            _core.check_option("transfer_backend", resolved[BACKEND])  # an unknown value is the mistake to report
         raise_if_false(LISTEN in resolved, "llm.TransferBackend needs {}", LISTEN)
     if cache_manager and LISTEN in resolved:
         resolved["llm.ListenIp"], resolved["llm.ListenPort"] = listen_address(resolved[LISTEN])
@@ -90,7 +92,8 @@ def listen_address(info: str) -> tuple[str, str]:
     ip, colon, port = info.rpartition(":")
     plain = bool(ip) and not set(ip) & set(":[]")
     bracketed = ip.startswith("[") and ip.endswith("]") and ip != "[]"
-    raise_if_false(colon and (plain or bracketed), "{}={} is not of the form ip:port", LISTEN, log.shown(info))
+    form = "{}={} is not of the form ip:port or [ipv6]:port, such as 127.0.0.1:26000 or [::1]:26000"
+    raise_if_false(colon and (plain or bracketed), form, LISTEN, log.shown(info))
     if not (port.isascii() and port.isdigit()):
         raise ValueError(f"{LISTEN}={log.shown(info)}: the port is not a decimal number")
     _core.check_uint16("listen port", int(port))

@@ -17,6 +17,7 @@ from llm_datadist.cache_parts import DescOfParts
 from llm_datadist.caches import CacheHandle
 from llm_datadist.data_type import DataType
 from llm_datadist.kv_layout import KvLayout
+from llm_datadist.log import shown
 from llm_datadist.status import LLMException, LLMStatusCode, NamedIntEnum, raise_if_false
 
 if TYPE_CHECKING:
@@ -254,10 +255,14 @@ def _key_arguments(
     if "prompt_cluster_id" in given:
         given.setdefault("cluster_id", given.pop("prompt_cluster_id"))
     given.update(zip(positions, args))
-    for name in required:
-        raise_if_false(name in given, "{} is required", name)
     unknown = sorted(given.keys() - set(positions))
-    raise_if_false(not unknown, "Unsupported arguments: {}", unknown)
+    known = ", ".join(positions)
+    for name in required:
+        if name not in given:
+            text = f"{name} is required"
+            text += f" (got {shown(unknown)}; the keywords are {known})" if unknown else ""
+            raise_if_false(False, "{}", text)
+    raise_if_false(not unknown, "Unsupported arguments: {}; the keywords are {}", unknown, known)
     return given
 
 

@@ -13,8 +13,8 @@ pub mod validate {
     pub use crate::validate::{
         batch_cache, block_bytes_alone, block_lists, blocks_cache, config, copy_size, destination,
         dimensions, equally_many, kv_layout, layerwise, mem_utilization, not_empty, number, on_device,
-        one_address, push_size, push_spans, socket_address, tensors_per_layer, text, timeout_ms, verify,
-        whole_layers,
+        one_address, peer_address, push_size, push_spans, socket_address, tensors_per_layer, text,
+        timeout_ms, verify, whole_layers,
     };
 
     /// The rules for the table of a communicator.

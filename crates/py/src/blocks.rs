@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
-use crate::convert::{self, Any, held_int, inner_only_support, is_int, only_support, shown};
+use crate::convert::{self, Any, held_int, inner_only_support, is_int, not_int, only_support, shown};
 use crate::error::{self, invalid, raise};
 use crate::{engine, index_arrays, raw};
 
@@ -93,9 +93,9 @@ impl BlocksArg<'_, '_> {
             let list = list
                 .cast::<PyList>()
                 .map_err(|_| only_support(format_args!("{name} dict value"), "['list']", &list))?;
-            for dst in list.iter() {
+            for (at, dst) in list.iter().enumerate() {
                 if !is_int(&dst) {
-                    return Err(inner_only_support("dict value", "['int']", &dst));
+                    return Err(inner_only_support("dict value", at, "['int']", &dst));
                 }
                 let dst = held_int(name, &dst)?;
                 convert::push(py, &mut pairs, (src, dst))?;
@@ -115,14 +115,14 @@ fn listed(name: &str, list: &Bound<'_, PyList>) -> PyResult<Vec<i64>> {
 fn one_by_one<'py>(name: &str, count: usize, items: impl Iterator<Item = Any<'py>>) -> PyResult<Vec<i64>> {
     let mut indices: Option<Vec<i64>> = None;
     let mut wide = None;
-    for item in items {
+    for (at, item) in items.enumerate() {
         let indices = match &mut indices {
             Some(indices) => indices,
             // Allocated at the first item, because an error needs an interpreter, which an item has.
             none => none.insert(convert::room(item.py(), count)?),
         };
         if !is_int(&item) {
-            return Err(inner_only_support(name, "['int']", &item));
+            return Err(inner_only_support(name, at, "['int']", &item));
         }
         match item.extract() {
             Ok(index) => indices.push(index),
@@ -140,7 +140,7 @@ fn dict_int(name: &str, part: &str, value: &Any<'_>) -> PyResult<i64> {
     if is_int(value) {
         held_int(name, value)
     } else {
-        Err(only_support(format_args!("{name} dict {part}"), "['int']", value))
+        Err(not_int(format_args!("{name} dict {part}"), value))
     }
 }
 

@@ -68,10 +68,10 @@ pub(crate) fn check_isinstance<'py>(
 #[pyfunction]
 pub(crate) fn check_inner(arg_name: &str, arg_value: &Any<'_>, inner_class: &Any<'_>) -> PyResult<()> {
     let allowed = classes(inner_class)?;
-    for item in arg_value.try_iter()? {
+    for (at, item) in arg_value.try_iter()?.enumerate() {
         let item = item?;
         if !belongs(&item, &allowed)? {
-            return Err(inner_only_support(arg_name, names(&allowed)?, &item));
+            return Err(inner_only_support(arg_name, at, names(&allowed)?, &item));
         }
     }
     Ok(())

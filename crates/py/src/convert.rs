@@ -45,10 +45,33 @@ pub(crate) fn shown(value: &Any<'_>) -> String {
     }
 }
 
-/// Creates the `TypeError` for an element of the wrong type. Clients match the words `inner type only support`.
+/// Creates the `TypeError` for the element `index` of the wrong type. Clients match the words `inner type only support`.
 #[cold]
-pub(crate) fn inner_only_support(name: &str, allowed: impl Display, value: &Any<'_>) -> PyErr {
-    only_support(format_args!("{name} inner type"), allowed, value)
+pub(crate) fn inner_only_support(name: &str, index: usize, allowed: impl Display, value: &Any<'_>) -> PyErr {
+    PyTypeError::new_err(format!(
+        "{name} inner type only support {allowed}, but the actual type of element {index} is {}{}",
+        shown(&value.get_type()),
+        as_plain_int(value)
+    ))
+}
+
+/// Creates the `TypeError` for a value that is not an `int`.
+#[cold]
+pub(crate) fn not_int(name: impl Display, value: &Any<'_>) -> PyErr {
+    PyTypeError::new_err(format!(
+        "{name} only support ['int'], but the actual type is {}{}",
+        shown(&value.get_type()),
+        as_plain_int(value)
+    ))
+}
+
+/// Returns what to do with a value that stands for an integer without being one, such as an integer of numpy.
+#[cold]
+fn as_plain_int(value: &Any<'_>) -> &'static str {
+    let stands_for_int = !value.is_exact_instance_of::<PyBool>()
+        && !value.is_instance_of::<PyInt>()
+        && value.call_method0(intern!(value.py(), "__index__")).is_ok_and(|index| is_int(&index));
+    if stands_for_int { "; convert it with int(), or a whole array with tolist()" } else { "" }
 }
 
 /// Whether `value` is an integer and not a `bool`.
@@ -81,7 +104,7 @@ widths! { u8, "uint8"; u16, "uint16"; u32, "uint32"; u64, "uint64"; i32, "int32"
 /// Reads an integer of type `T`. Anything else is a `TypeError`, and a value out of range a `ValueError`.
 pub(crate) fn int<T: Width>(name: &str, value: &Any<'_>) -> PyResult<T> {
     if !is_int(value) {
-        return Err(only_support(name, "['int']", value));
+        return Err(not_int(name, value));
     }
     value.extract().map_err(|_| {
         let (low, high) = (T::MIN, T::MAX);
@@ -98,7 +121,7 @@ pub(crate) fn optional_int<T: Width>(name: &str, value: &Any<'_>) -> PyResult<Op
 /// Reads an integer without a documented range. Anything else is a `TypeError`; a value that does not fit 64 bits is an
 /// argument error.
 pub(crate) fn any_int(name: &str, value: &Any<'_>) -> PyResult<i64> {
-    if is_int(value) { held_int(name, value) } else { Err(only_support(name, "['int']", value)) }
+    if is_int(value) { held_int(name, value) } else { Err(not_int(name, value)) }
 }
 
 /// Reads `value`, which is an integer, as [`any_int`] does.
@@ -229,8 +252,8 @@ pub(crate) fn listed<'py>(name: &str, value: &Any<'py>) -> PyResult<Vec<Any<'py>
 /// Reads a list or tuple of unsigned integers. A wrong type anywhere is reported before a value out of range.
 pub(crate) fn numbers(name: &str, value: &Any<'_>) -> PyResult<Vec<u64>> {
     let items = listed(name, value)?;
-    match items.iter().find(|item| !is_int(item)) {
-        Some(other) => Err(inner_only_support(name, "['int']", other)),
+    match items.iter().enumerate().find(|(_, item)| !is_int(item)) {
+        Some((at, other)) => Err(inner_only_support(name, at, "['int']", other)),
         None => gathered(value.py(), items.len(), items.iter().map(|item| int(name, item))),
     }
 }

@@ -98,15 +98,15 @@ impl KeysArg<'_, '_> {
     /// The keys, each of which must be a `CacheKey`. A placeholder is `None`.
     pub(crate) fn keys(self) -> PyResult<Vec<Option<CacheKey>>> {
         let class = &PythonTypes::get(self.py())?.cache_key;
-        let key = |item: &Any<'_>| {
+        let key = |(at, item): (usize, &Any<'_>)| {
             if convert::instance(item, class)? {
                 cache_key(item)
             } else {
-                Err(inner_only_support("cache_keys", "['CacheKey']", item))
+                Err(inner_only_support("cache_keys", at, "['CacheKey']", item))
             }
         };
         let items = convert::listed("cache_keys", &self.0)?;
-        convert::gathered(self.py(), items.len(), items.iter().map(key))
+        convert::gathered(self.py(), items.len(), items.iter().enumerate().map(key))
     }
 }
 

@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 
 use crate::arguments::IntArg;
 use crate::blocks::BlocksArg;
-use crate::convert::{self, Any, inner_only_support, optional_int};
+use crate::convert::{self, Any, inner_only_support, only_support, optional_int};
 use crate::engine::Engine;
 use crate::error::{invalid, of_item, raise};
 use crate::layerwise_arguments::{self, LayerSource};
@@ -70,9 +70,9 @@ impl<'py> DestinationsArg<'_, 'py> {
             return Err(invalid(py, "len(destinations)", 0, "at least 1"));
         }
         let class = &PythonTypes::get(py)?.layer_destination;
-        for item in &items {
+        for (at, item) in items.iter().enumerate() {
             if !convert::instance(item, class)? {
-                return Err(inner_only_support(DESTINATIONS, "['LayerDestination']", item));
+                return Err(inner_only_support(DESTINATIONS, at, "['LayerDestination']", item));
             }
         }
         Ok(items)
@@ -95,7 +95,8 @@ fn receiver(
     let args = LayerwiseArgs { src_blocks, dst_blocks, dst_block_bytes, tensors_per_layer };
     let config = item.getattr(intern!(py, "config"))?;
     validate::block_lists(&args).map_err(|error| raise(py, &error))?;
-    layerwise_arguments::checked_config("config of destinations", &config, engine)?;
+    let wrong = |allowed: &str| only_support("config of destinations inner type", allowed, &config);
+    layerwise_arguments::checked_config(&config, engine, wrong)?;
     source.lists(&args)?;
     let to = source.destination(&config, &args, engine)?;
     Ok(LayerReceiver { to, args })

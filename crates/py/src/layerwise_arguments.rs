@@ -152,20 +152,28 @@ impl<'py> ConfigsArg<'_, 'py> {
     /// Row 10: the configs, each of the class of the engine's mode.
     fn configs(self, engine: &Engine) -> PyResult<Vec<Any<'py>>> {
         let configs = convert::listed("transfer_configs", &self.0)?;
-        configs.iter().try_for_each(|config| checked_config("transfer_configs", config, engine))?;
+        for (at, config) in configs.iter().enumerate() {
+            checked_config(config, engine, |allowed| {
+                inner_only_support("transfer_configs", at, allowed, config)
+            })?;
+        }
         Ok(configs)
     }
 }
 
-/// Checks that a config has the class of the engine's mode. `name` is the list with the config.
-pub(crate) fn checked_config(name: &str, config: &Any<'_>, engine: &Engine) -> PyResult<()> {
+/// Checks that a config has the class of the engine's mode. `wrong` makes the error from the allowed class.
+pub(crate) fn checked_config(
+    config: &Any<'_>,
+    engine: &Engine,
+    wrong: impl FnOnce(&str) -> PyErr,
+) -> PyResult<()> {
     let types = PythonTypes::get(config.py())?;
     let (class, allowed) = if engine.one_sided() {
         (&types.transfer_key_config, "['TransferWithCacheKeyConfig']")
     } else {
         (&types.transfer_config, "['TransferConfig']")
     };
-    if convert::instance(config, class)? { Ok(()) } else { Err(inner_only_support(name, allowed, config)) }
+    if convert::instance(config, class)? { Ok(()) } else { Err(wrong(allowed)) }
 }
 
 /// Reads a config.

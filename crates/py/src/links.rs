@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyString};
 
 use crate::arguments::{IntArg, TextArg};
-use crate::convert::{self, Any, inner_only_support, int, is_int, only_support, shown, text};
+use crate::convert::{self, Any, inner_only_support, int, is_int, not_int, only_support, shown, text};
 use crate::error::{Codes, invalid, raise};
 use crate::python_types::PythonTypes;
 
@@ -41,9 +41,9 @@ impl<'py> ClustersArg<'_, 'py> {
     pub(crate) fn infos(self) -> PyResult<ClusterInfos<'py>> {
         let infos = convert::listed("clusters", &self.0)?;
         let class = &PythonTypes::get(self.py())?.cluster_info;
-        for info in &infos {
+        for (at, info) in infos.iter().enumerate() {
             if !convert::instance(info, class)? {
-                return Err(inner_only_support("clusters", "['LLMClusterInfo']", info));
+                return Err(inner_only_support("clusters", at, "['LLMClusterInfo']", info));
             }
         }
         Ok(ClusterInfos(infos))
@@ -81,12 +81,12 @@ impl ClusterInfos<'_> {
 
 fn addresses(name: &str, list: &Any<'_>) -> PyResult<Vec<SocketAddr>> {
     let list = list.cast::<PyList>().map_err(|_| only_support(name, "['list']", list))?;
-    let address = |item: Any<'_>| {
+    let address = |(at, item): (usize, Any<'_>)| {
         let pair = item.extract::<(Any<'_>, Any<'_>)>();
-        let (ip, port) = pair.map_err(|_| inner_only_support(name, "['tuple']", &item))?;
+        let (ip, port) = pair.map_err(|_| inner_only_support(name, at, "['tuple']", &item))?;
         Ok(SocketAddr::new(ip_address(&ip)?, int("port", &port)?))
     };
-    list.iter().map(address).collect()
+    list.iter().enumerate().map(address).collect()
 }
 
 /// Reads a little-endian IPv4 address, or the text of an address (contract §4.1).
@@ -226,7 +226,7 @@ impl RanksArg<'_, '_> {
         for (cluster, rank) in dict.iter() {
             for (part, number) in [("key", cluster), ("value", rank)] {
                 if !is_int(&number) {
-                    return Err(only_support(format_args!("{NAME} dict {part}"), "['int']", &number));
+                    return Err(not_int(format_args!("{NAME} dict {part}"), &number));
                 }
             }
         }
@@ -239,10 +239,10 @@ impl RanksArg<'_, '_> {
     }
 }
 
-/// Reads the address of a peer: `ip:port`.
+/// Reads the address of a peer: `ip:port` or `[ipv6]:port`.
 pub(crate) fn address(value: TextArg<'_, '_>) -> PyResult<SocketAddr> {
     let given = value.text("address")?;
-    validate::socket_address("address", &given).map_err(|error| raise(value.py(), &error))
+    validate::peer_address("address", &given).map_err(|error| raise(value.py(), &error))
 }
 
 /// Reads the address at which to listen from now on; `None` for no listener.

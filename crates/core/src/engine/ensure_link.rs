@@ -8,12 +8,13 @@ use std::time::Duration;
 use super::DataDist;
 use super::links::link_failed;
 use crate::cache::CallRows;
-use crate::error::{Error, Result, ensure};
+use crate::error::{Error, Result};
 use crate::events::Transfer;
 use crate::model::ClusterId;
 use crate::session::check_metadata;
 use crate::stats::Op;
 use crate::transfer::{CallPurpose, Execution, LaneKey};
+use crate::validate;
 
 /// The optional arguments of [`DataDist::ensure_link`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -48,7 +49,7 @@ impl DataDist {
         options: EnsureOptions,
     ) -> Result<Arc<Transfer>> {
         let deadline = self.limited(Some(limit));
-        ensure(address.port() > 0, || Error::argument("address", address, "an address with a port above 0"))?;
+        validate::peer_port(address)?;
         if options.cluster == Some(self.resources.config.cluster) {
             let cluster = self.resources.config.cluster;
             return Err(Error::argument("cluster_id", cluster, "another cluster; this one needs no link"));

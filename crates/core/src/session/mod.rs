@@ -132,6 +132,7 @@ impl Links {
     /// exists whose peer still answers.
     pub(crate) fn link(&self, peer: &PeerAddress, deadline: Deadline) -> Result<()> {
         let address = one_address(peer)?;
+        validate::peer_port(peer.remote[0]).map_err(|error| error.with("cluster", peer.cluster))?;
         let _turn = self.shared.registry.turn_to_link(peer.cluster, deadline)?;
         self.shared.unless_linked(peer.cluster, deadline)?;
         control_thread::start(&self.shared)?;

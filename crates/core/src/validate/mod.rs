@@ -51,5 +51,6 @@ pub(crate) use values::link_token;
 #[cfg(feature = "testing")]
 pub use values::page_shift;
 pub use values::{
-    dimensions, mem_utilization, number, one_address, socket_address, text, timeout_ms, verify,
+    dimensions, mem_utilization, number, one_address, peer_address, peer_port, socket_address, text,
+    timeout_ms, verify,
 };

@@ -41,6 +41,10 @@ pub fn config(role: Role, cluster: ClusterId, options: &BTreeMap<String, String>
     if let Some(limit) = number(&text, "llm.SyncKvCacheWaitTime", "sync_kv_timeout")? {
         config.sync_timeout = Duration::from_millis(limit);
     }
+    if let Some(devices) = text("ge.exec.deviceId").filter(|given| given.contains(';')) {
+        let allowed = "one device number: an engine has one device, so set device_id to one number";
+        return Err(Error::argument("ge.exec.deviceId", format_args!("{:?}", clipped(devices)), allowed));
+    }
     if let Some(device) = number(&text, "ge.exec.deviceId", "device_id")? {
         config.device_id = u32::try_from(device).unwrap_or_default();
     }
@@ -178,8 +182,9 @@ fn listen<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<Option<SocketAd
                     given("llm.listenIpInfo").map_or((key, value), |whole| ("llm.listenIpInfo", whole));
                 Error::argument(key, format_args!("{:?}", clipped(value)), allowed)
             };
-            let at = ip_address(ip)
-                .ok_or_else(|| refused("llm.ListenIp", ip, "an IP address, not a host name"))?;
+            let at = ip_address(ip).ok_or_else(|| {
+                refused("llm.ListenIp", ip, &format!("an IP address{}", values::fault_of_ip(ip)))
+            })?;
             let port = decimal(port).ok_or_else(|| refused("llm.ListenPort", port, "a port, 0 to 65535"))?;
             Ok(Some(SocketAddr::new(at, port)))
         }

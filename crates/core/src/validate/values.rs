@@ -95,6 +95,7 @@ pub fn text(name: &str, text: &str) -> Result<()> {
         "nixl_library" | "ucx_library" => path(name, text).map(drop),
         "rank_hosts" => rank_hosts(text).map(drop),
         "swap_in_path" => one_of(name, text, &SWAP_IN_PATHS).map(drop),
+        "transfer_backend" => one_of("llm.TransferBackend", text, &TRANSFER_BACKENDS).map(drop),
         "verify" => verify(text).map(drop),
         _ => Err(Error::invalid(format!("{name} is not a text option"))),
     }
@@ -162,20 +163,50 @@ pub fn rank_hosts(text: &str) -> Result<BTreeMap<String, SocketAddr>> {
     let host = |(name, host): (String, Value)| {
         let reason = || format!("{:?} is {}", clipped(&name), clipped(&host.to_string()));
         let at = host.as_str().ok_or_else(|| invalid(&reason()))?;
-        let at = socket_address("rank_hosts", at).map_err(|error| invalid(&reason()).because(error))?;
-        if at.port() == 0 { Err(invalid(&reason())) } else { Ok((name.clone(), at)) }
+        let at = peer_address("rank_hosts", at).map_err(|error| invalid(&reason()).because(error))?;
+        Ok((name.clone(), at))
     };
     hosts.into_iter().map(host).collect()
 }
 
-/// Reads `ip:port` or `[ipv6]:port`. Host names are not resolved.
+/// Reads the address of a listener: `ip:port` or `[ipv6]:port`. Host names are not resolved.
 pub fn socket_address(name: &str, text: &str) -> Result<SocketAddr> {
+    address(name, text, 0)
+}
+
+/// Reads the address of a peer as [`socket_address`] does. Port 0 is invalid, because nobody listens there.
+pub fn peer_address(name: &str, text: &str) -> Result<SocketAddr> {
+    address(name, text, 1)
+}
+
+fn address(name: &str, text: &str, least_port: u16) -> Result<SocketAddr> {
     let parts = text.rsplit_once(':').filter(|(ip, _)| !ip.contains(':') || ip.starts_with('['));
     let read = parts.and_then(|(ip, port)| Some(SocketAddr::new(ip_address(ip)?, decimal(port)?)));
-    read.ok_or_else(|| {
-        let allowed = "ip:port or [ipv6]:port with a port of 0 to 65535, not a host name";
+    read.filter(|at| at.port() >= least_port).ok_or_else(|| {
+        let ip = text.rsplit_once(':').map_or(text, |(ip, _)| ip);
+        let allowed =
+            format!("ip:port or [ipv6]:port with a port of {least_port} to 65535{}", fault_of_ip(ip));
         Error::argument(name, format_args!("{:?}", clipped(text)), allowed)
     })
+}
+
+/// Returns what is wrong with the text of an IP address and what to write, or nothing if it looks right.
+pub(super) fn fault_of_ip(ip: &str) -> &'static str {
+    if ip.contains('%') {
+        "; zones such as %eth0 are not supported, so give an address that is not link-local"
+    } else if ip.starts_with('[') || ip_address(ip).is_some_and(|ip| ip.is_ipv4()) {
+        ""
+    } else if ip.contains(':') {
+        let six = ip.chars().all(|part| part.is_ascii_hexdigit() || part == ':' || part == '.');
+        if six { "; write an IPv6 address in brackets, such as [::1]:26000" } else { "" }
+    } else {
+        ", not a host name; names are not resolved, so give the IP address"
+    }
+}
+
+/// Checks the port of a peer to which a link is made.
+pub fn peer_port(at: SocketAddr) -> Result<()> {
+    ensure(at.port() > 0, || Error::out_of_range("port", 0, "1 to 65535").with("address", at))
 }
 
 /// Reads a list of IP addresses, separated by commas.
