@@ -1,7 +1,12 @@
-"""Unknown options and keyword arguments are ignored; one that looks misspelt is named in one WARNING."""
+"""Unknown names of options, attributes and keyword arguments: what is logged at ERROR, and what raises.
+
+The original ignores unknown options and unknown keyword arguments of pulls, so they do not raise. A name that only this
+package can have meant does, because the call would run without what it asks for.
+"""
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 from typing import Any, Callable
@@ -9,14 +14,25 @@ from typing import Any, Callable
 import pytest
 
 from conftest import options
-from llm_datadist import CacheKeyByIdAndIndex, LLMConfig, LLMDataDist, LLMException
+from llm_datadist import (
+    BlocksCacheKey,
+    CacheKeyByIdAndIndex,
+    CacheManager,
+    KvCacheManager,
+    LLMConfig,
+    LLMDataDist,
+    LLMException,
+    LLMRole,
+)
 from llm_datadist.option_table import KNOWN_KEYS, rows
-from llm_datadist.spelling import closest, edit_distance, warn_of_misspelt_pool_keys
-from memory import desc
+from llm_datadist.spelling import OWN_KEYWORDS, closest, edit_distance, nearest, report_unknown_pool_keys
+from memory import desc, run_fresh
+from peers import kv_options
 
 
-def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the lines at ERROR, which the default level of the log shows."""
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
 
 
 def test_closest_name_is_at_most_two_edits_away() -> None:
@@ -27,6 +43,9 @@ def test_closest_name_is_at_most_two_edits_away() -> None:
         assert closest(word, known) == "memory"
     assert closest("memoriys", known) == "memories"
     assert closest("mmr", known) is closest("anything", known) is None
+    assert nearest("memry", known) == "memory"
+    assert nearest("the_memory", known) == "memory"
+    assert nearest("anything", known) is None
 
 
 def page_size(key: str) -> str:
@@ -34,42 +53,46 @@ def page_size(key: str) -> str:
 
 
 OPTION = "unknown option '{}' is ignored; did you mean '{}'?"
+UNLIKE = "unknown option '{}' is ignored; llm-datadist options lists every option"
 POOL_KEY = "unknown key of {} '{}' is ignored; did you mean '{}'?"
+OTHER_POOL_KEY = "unknown key of {} 'other' is ignored; the keys are memory_size and page_shift"
 MISSPELT = [
     *[
-        (key, "value of it", OPTION.format(key, meant))
+        (key, "value of it", [OPTION.format(key, meant)])
         for key, meant in [
             *[("llm.MemPoolConfg", "llm.MemPoolConfig"), ("llm.memPoolConfig", "llm.MemPoolConfig")],
-            *[("llm.CopyWorker", "llm.CopyWorkers"), ("lm.LinkTokn", "llm.LinkToken")],
+            *[("llm.CopyWorker", "llm.CopyWorkers"), ("lm.LinkTokn", "llm.LinkToken"), ("llm.Verifyy", "llm.Verify")],
+            ("llm.ListenInfo", "llm.ListenIpInfo"),
         ]
     ],
     *[
-        (option, page_size(key), POOL_KEY.format(option, key, meant))
+        (option, page_size(key), [POOL_KEY.format(option, key, meant), OTHER_POOL_KEY.format(option)])
         for option in ("llm.MemPoolConfig", "llm.HostMemPoolConfig")
         for key, meant in [("page_shfit", "page_shift"), ("memory_sizes", "memory_size")]
     ],
-    ("llm.ListenIpInfo", "127.0.0.1:0", None),
-    *[(key, "1", None) for key in ("ge.exec.deviceld", "llm.BufPoolCfg", "llm.OutputMaxSize", "mine", "llm.Nothing")],
+    *[("mine", "1", [UNLIKE.format("mine")])],
+    ("llm.ListenIpInfo", "127.0.0.1:0", []),
+    *[(key, "1", []) for key in ("ge.exec.deviceld", "llm.BufPoolCfg", "llm.OutputMaxSize")],
 ]
 
 
 @pytest.mark.parametrize(("key", "value", "said"), MISSPELT)
 def test_init_names_the_option_or_pool_key_that_was_meant(
-    start: Callable[..., LLMDataDist], caplog: pytest.LogCaptureFixture, key: str, value: str, said: str | None
+    start: Callable[..., LLMDataDist], caplog: pytest.LogCaptureFixture, key: str, value: str, said: list[str]
 ) -> None:
-    with caplog.at_level(logging.WARNING, logger="LLM_DATADIST"):
+    with caplog.at_level(logging.ERROR, logger="LLM_DATADIST"):
         dist = start({**options(), key: value})
-        assert warnings(caplog) == ([said] if said else [])
+        assert errors(caplog) == said
         assert "value of it" not in caplog.text
         caplog.clear()
         dist.switch_role(dist._role, {"llm.listenIpInf": "127.0.0.1:0"})
-    assert warnings(caplog)[0] == OPTION.format("llm.listenIpInf", "llm.listenIpInfo")
+    assert errors(caplog)[0] == OPTION.format("llm.listenIpInf", "llm.listenIpInfo")
 
 
 @pytest.mark.parametrize("text", ["no JSON", "[1]", "[" * 100, 5])
 def test_pool_text_that_is_no_object_is_left_to_the_engine(caplog: pytest.LogCaptureFixture, text: object) -> None:
-    warn_of_misspelt_pool_keys({"llm.MemPoolConfig": text})
-    assert warnings(caplog) == []
+    report_unknown_pool_keys({"llm.MemPoolConfig": text})
+    assert errors(caplog) == []
 
 
 def test_options_that_a_config_writes_are_known() -> None:
@@ -78,26 +101,126 @@ def test_options_that_a_config_writes_are_known() -> None:
     assert written <= KNOWN_KEYS
 
 
-def test_attribute_of_a_config_that_looks_misspelt_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_attribute_of_a_config_is_named(caplog: pytest.LogCaptureFixture) -> None:
     config: Any = LLMConfig()
-    with caplog.at_level(logging.WARNING, logger="LLM_DATADIST"):
+    with caplog.at_level(logging.ERROR, logger="LLM_DATADIST"):
         config.mem_pool_cgf = "{}"
+        config.lisen_ip_info = "127.0.0.1:0"
+        config.listen_ip = "127.0.0.1:0"
         config.note_of_mine = "kept"
         config.mem_pool_cfg = "{}"
         config._enable_remote_cache_accessible = True
-    assert warnings(caplog) == [
-        "unknown attribute of LLMConfig 'mem_pool_cgf' is ignored; did you mean 'mem_pool_cfg'?"
+    unknown = "unknown attribute of LLMConfig '{}' is ignored; "
+    assert errors(caplog) == [
+        unknown.format("mem_pool_cgf") + "did you mean 'mem_pool_cfg'?",
+        unknown.format("lisen_ip_info") + "did you mean 'listen_ip_info'?",
+        unknown.format("listen_ip") + "did you mean 'listen_ip_info'?",
+        unknown.format("note_of_mine") + "llm-datadist options lists every option",
     ]
     assert config.note_of_mine == "kept"
 
 
-def test_keyword_argument_of_a_pull_that_looks_misspelt_is_named_once(
-    manager: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "meant"), [("verifyy", "verify"), ("link_tokn", "link_token"), ("copyworkers", "copy_workers")]
+)
+def test_attribute_that_looks_like_an_option_of_this_package_raises(name: str, meant: str) -> None:
+    config = LLMConfig()
+    with pytest.raises(AttributeError, match=f"LLMConfig has no attribute '{name}'; did you mean '{meant}'"):
+        setattr(config, name, "full")
+    assert not hasattr(config, name)
+
+
+def test_default_level_shows_an_ignored_name() -> None:
+    """In a program that configures no logging, the line is on standard output."""
+    out = run_fresh("from llm_datadist import LLMConfig; LLMConfig().listen_ip = '127.0.0.1:0'")
+    assert "[ERROR]" in out
+    assert "did you mean 'listen_ip_info'?" in out
+
+
+def test_unknown_keyword_argument_of_a_pull_is_named_once(manager: Any, caplog: pytest.LogCaptureFixture) -> None:
     cache = manager.allocate_cache(desc())
-    with caplog.at_level(logging.WARNING, logger="LLM_DATADIST"):
+    with caplog.at_level(logging.ERROR, logger="LLM_DATADIST"):
         for _ in range(3):
             with pytest.raises(LLMException, match="no link"):
                 manager.pull_cache(CacheKeyByIdAndIndex(2, 1), cache, src_layer_rang=range(1), other=1)
-    said = "unknown keyword argument of pull_cache 'src_layer_rang' is ignored; did you mean 'src_layer_range'?"
-    assert warnings(caplog) == [said]
+    listed = "dst_layer_range, layout, notify, src_layer_range, tensor_num_per_layer, verify"
+    ignored = [line for line in errors(caplog) if "ignores" in line]
+    assert ignored == [
+        "pull_cache() ignores the unknown keyword argument 'src_layer_rang'; did you mean 'src_layer_range'?",
+        f"pull_cache() ignores the unknown keyword argument 'other'; its keyword arguments are {listed}",
+    ]
+
+
+NEAR = {
+    "grants": "grant",
+    "grnat": "grant",
+    "Grant": "grant",
+    "grants_done": "grant_done",
+    "grant_token": "grant",
+    "verifyy": "verify",
+    "verfy": "verify",
+    "notfy": "notify",
+    "src_token": "src_tokens",
+    "dst_offsets": "dst_offset",
+}
+
+
+@pytest.mark.parametrize("name", NEAR)
+@pytest.mark.parametrize("call", ["pull_blocks", "pull_blocks_async"])
+def test_keyword_argument_that_looks_like_one_of_this_package_raises(manager: Any, call: str, name: str) -> None:
+    """A pull with a misspelt ``grant`` must not run without the grant."""
+    cache = manager.allocate_blocks_cache(desc())
+    calls = manager.stats()["ops"]["pull"]["calls"]
+    with pytest.raises(TypeError, match=f"{call}\\(\\) .*'{name}'") as caught:
+        getattr(manager, call)(BlocksCacheKey(2), cache, [0], [1], **{name: b"token"})
+    if call == "pull_blocks":
+        assert f"did you mean '{NEAR[name]}'?" in str(caught.value)
+    assert manager.stats()["ops"]["pull"]["calls"] == calls
+
+
+@pytest.mark.parametrize("name", ["grant", "src_tokens", "dst_offset", "timeout_ms", "grantss"])
+def test_keyword_argument_of_another_call_raises(manager: Any, name: str) -> None:
+    cache = manager.allocate_cache(desc())
+    with pytest.raises(TypeError, match=f"pull_cache\\(\\) has no keyword argument '{name}'; "):
+        manager.pull_cache(CacheKeyByIdAndIndex(2, 1), cache, **{name: 1})
+
+
+@pytest.mark.parametrize("name", ["grant", "verify", "verifi", "notify"])
+def test_kv_cache_manager_refuses_what_only_the_other_manager_can_do(name: str) -> None:
+    cluster = LLMDataDist(LLMRole.DECODER, 1)
+    cluster.init(kv_options())
+    try:
+        manager: Any = cluster.kv_cache_manager
+        blocks = manager.allocate_blocks_cache(desc())
+        for call, arguments in (
+            (manager.pull_blocks, (BlocksCacheKey(2), blocks, [0], [0])),
+            (manager.pull_cache, (CacheKeyByIdAndIndex(2, 1), blocks)),
+        ):
+            with pytest.raises(TypeError, match=f"has no keyword argument '{name}'; "):
+                call(*arguments, **{name: None})
+    finally:
+        cluster.finalize()
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["pull_blocks_async", "pull_cache_async", "push_blocks", "push_cache", "pull_group", "push_group_async", "grant"],
+)
+def test_calls_of_this_package_take_no_unknown_keyword_argument(call: str) -> None:
+    found = inspect.signature(getattr(CacheManager, call)).parameters.values()
+    assert not any(one.kind is one.VAR_KEYWORD for one in found)
+
+
+def test_own_keyword_arguments_are_those_of_the_signatures() -> None:
+    """A keyword argument that is added to a pull must be protected against misspelling as well."""
+    original = {"src_layer_range", "dst_layer_range", "tensor_num_per_layer"}
+    found: set[str] = set()
+    for call in ("pull_cache", "pull_blocks"):
+        method = getattr(CacheManager, call)
+        found |= set(inspect.signature(method).parameters) - set(
+            inspect.signature(getattr(KvCacheManager, call)).parameters
+        )
+        asynchronous = set(inspect.signature(getattr(CacheManager, f"{call}_async")).parameters)
+        assert asynchronous - {"timeout_ms"} == set(inspect.signature(method).parameters) - {"kwargs"}
+    found -= {*original, "cache", "src_cache_key", "dst_cache", "src_blocks", "dst_blocks"}
+    assert found | {"timeout_ms", "grants_done"} == OWN_KEYWORDS

@@ -140,8 +140,10 @@ OF_CLASS: dict[str, dict[str, str]] = {
     },
     "KvCacheManager": {
         **SIGNATURES,
-        "pull_cache": "cache_key, kv_cache, batch_index=0, size=-1, **kwargs",
-        "pull_blocks": "prompt_cache_key, decoder_kv_cache, prompt_blocks, decoder_blocks, **kwargs",
+        "pull_cache": "cache_key, kv_cache, batch_index=0, size=-1, src_layer_range=None, dst_layer_range=None, "
+        "tensor_num_per_layer=2, src_cache_offset=None, dst_cache_offset=None, **kwargs",
+        "pull_blocks": "prompt_cache_key, decoder_kv_cache, prompt_blocks, decoder_blocks, src_layer_range=None, "
+        "dst_layer_range=None, tensor_num_per_layer=2, **kwargs",
         "swap_blocks": "src, dst, src_to_dst",
         "get_cache_tensors": "cache, tensor_index=0",
         "is_initialized": "",

@@ -184,7 +184,12 @@ class DataDist:
         cache: Cache,
         batch_index: int,
         size: int,
-        options: dict[str, Any],
+        src_layer_range: range | None,
+        dst_layer_range: range | None,
+        tensor_num_per_layer: int,
+        notify: bytes | bytearray | None,
+        verify: str | None,
+        layout: str | None,
     ) -> None:
         """Read a batch slot of a peer into a local slot (contract §7.12)."""
 
@@ -194,7 +199,17 @@ class DataDist:
         dst_cache: Cache,
         src_blocks: list[int] | tuple[int, ...] | Any,
         dst_blocks: list[int] | tuple[int, ...] | Any,
-        options: dict[str, Any],
+        src_layer_range: range | None,
+        dst_layer_range: range | None,
+        tensor_num_per_layer: int,
+        notify: bytes | bytearray | None,
+        verify: str | None,
+        layout: str | None,
+        grant: bytes | list[bytes | None] | tuple[bytes | None, ...] | None,
+        grant_done: bool,
+        src_tokens: _Tokens | None,
+        dst_tokens: _Tokens | None,
+        part: tuple[int, int, int | None] | None,
     ) -> None:
         """Read blocks of a peer into local blocks (contract §7.13)."""
 
@@ -414,7 +429,8 @@ class Transfer:
 class Completed:
     """The event that an asynchronous call has ended. ``LLMDataDist.poll`` returns it, once for each call.
 
-    The original does not have this class. It supports ``match``: ``case Completed(transfer)``.
+    It comes for every call that returns a ``Transfer``, ``LLMDataDist.ensure_link`` included. The original does not
+    have this class. It supports ``match``: ``case Completed(transfer)``.
     """
 
     __match_args__: ClassVar[tuple[str, ...]] = ("transfer",)
@@ -485,7 +501,10 @@ class LinkUp:
 class LinkDown:
     """The event that a link has ended, for whatever reason. The original does not have this class.
 
-    One event stands for all links to the peer that have ended since the last ``LLMDataDist.poll``.
+    One event stands for all links to the peer that have ended since the last ``LLMDataDist.poll``. Calls over the link
+    fail, and the ``Completed`` of each may come before or after this event. A peer that has ended does not report that
+    it is done with a grant (``grant_done``): the blocks stay lent until the time limit of the grant, unless
+    ``Grant.revoke`` ends it.
     """
 
     __match_args__: ClassVar[tuple[str, ...]] = ("peer", "reason", "unacknowledged")
@@ -496,7 +515,7 @@ class LinkDown:
 
     @property
     def reason(self) -> str:
-        """Why the link ended."""
+        """Why the link ended, for people: one cause may have several texts, so do not compare them."""
 
     @property
     def unacknowledged(self) -> int:
@@ -609,7 +628,12 @@ class AsyncCalls:
         batch_index: int,
         size: int,
         timeout_ms: int | None,
-        options: dict[str, Any],
+        src_layer_range: range | None,
+        dst_layer_range: range | None,
+        tensor_num_per_layer: int,
+        notify: bytes | bytearray | None,
+        verify: str | None,
+        layout: str | None,
     ) -> Transfer:
         """Start a pull of a slot (contract §7.12)."""
 
@@ -620,7 +644,17 @@ class AsyncCalls:
         src_blocks: list[int] | tuple[int, ...] | Any,
         dst_blocks: list[int] | tuple[int, ...] | Any,
         timeout_ms: int | None,
-        options: dict[str, Any],
+        src_layer_range: range | None,
+        dst_layer_range: range | None,
+        tensor_num_per_layer: int,
+        notify: bytes | bytearray | None,
+        verify: str | None,
+        layout: str | None,
+        grant: bytes | list[bytes | None] | tuple[bytes | None, ...] | None,
+        grant_done: bool,
+        src_tokens: _Tokens | None,
+        dst_tokens: _Tokens | None,
+        part: tuple[int, int, int | None] | None,
     ) -> Transfer:
         """Start a pull of blocks (contract §7.13)."""
 
@@ -667,7 +701,17 @@ class AsyncCalls:
         dst_blocks: list[int] | tuple[int, ...] | Any,
         timeout_ms: int | None,
         quiet: bool,
-        options: dict[str, Any],
+        src_layer_range: range | None,
+        dst_layer_range: range | None,
+        tensor_num_per_layer: int,
+        notify: bytes | bytearray | None,
+        verify: str | None,
+        layout: str | None,
+        grant: bytes | list[bytes | None] | tuple[bytes | None, ...] | None,
+        grant_done: bool,
+        src_tokens: _Tokens | None,
+        dst_tokens: _Tokens | None,
+        part: tuple[int, int, int | None] | None,
     ) -> Transfer:
         """Start a pull of one sequence from several owners; ``src_blocks`` has one list of blocks for each."""
 
@@ -935,7 +979,11 @@ class KvCaches:
         kv_cache: KvCache,
         batch_index: int,
         size: int,
-        options: dict[str, Any],
+        src_layer_range: range | None,
+        dst_layer_range: range | None,
+        tensor_num_per_layer: int,
+        src_cache_offset: int | None,
+        dst_cache_offset: int | None,
     ) -> None:
         """Read a batch slot of a peer into a local slot (contract §9.1)."""
 
@@ -945,7 +993,9 @@ class KvCaches:
         decoder_kv_cache: KvCache,
         prompt_blocks: list[int] | Any,
         decoder_blocks: list[int] | Any,
-        options: dict[str, Any],
+        src_layer_range: range | None,
+        dst_layer_range: range | None,
+        tensor_num_per_layer: int,
     ) -> None:
         """Read blocks of a peer into local blocks (contract §9.1)."""
 

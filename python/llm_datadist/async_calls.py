@@ -10,14 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Optional, Union
 
 from llm_datadist import _core
-from llm_datadist.caches import BLOCK_PULL_KEYWORDS, NOTIFYING_PULL_KEYWORDS
 from llm_datadist.grants import GrantCalls
 from llm_datadist.log import logged
-from llm_datadist.spelling import warn_of_misspelt
 
 if TYPE_CHECKING:
     from llm_datadist.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex
 
+    Tokens = Union[range, tuple[int, int]]
     AnyKey = Union[CacheKey, CacheKeyByIdAndIndex, BlocksCacheKey]
 
 __all__ = ["AsyncCalls"]
@@ -61,7 +60,13 @@ class AsyncCalls(GrantCalls):
         batch_index: int = 0,
         size: int = -1,
         timeout_ms: Optional[int] = None,
-        **kwargs: Any,
+        *,
+        src_layer_range: Optional[range] = None,
+        dst_layer_range: Optional[range] = None,
+        tensor_num_per_layer: int = 2,
+        notify: Optional[bytes] = None,
+        verify: Optional[str] = None,
+        layout: Optional[str] = None,
     ) -> _core.Transfer:
         """Start ``pull_cache``: read a remote batch slot into a local one (contract §7.12).
 
@@ -71,19 +76,25 @@ class AsyncCalls(GrantCalls):
             batch_index: batch slot that is written (uint32).
             size: bytes of each tensor, from the start of the slot, or -1 for the size of the local slot (int64).
             timeout_ms: time limit of the whole call in milliseconds, or ``None``.
-            **kwargs: as for ``pull_cache``.
+            src_layer_range: remote layers, as for ``pull_cache``.
+            dst_layer_range: local layers, as for ``pull_cache``.
+            tensor_num_per_layer: tensors of one layer (uint32, above 0).
+            notify: notification for the owner, at most 64 KiB (``LLMDataDist.notify``), delivered when the bytes are in
+                place and the key is released, before the transfer succeeds.
+            verify: as for the call without ``_async``.
+            layout: as for the call without ``_async``.
 
         Returns:
             The call that was started.
 
         Raises:
-            TypeError, ValueError, AttributeError: as for ``pull_cache``.
+            TypeError, ValueError, AttributeError: as for ``pull_cache``; ``TypeError`` also for every unknown argument.
             LLMException: what the arguments and the local cache decide (``LLM_PARAM_INVALID``,
                 ``LLM_KV_CACHE_NOT_EXIST``), and ``LLM_LINK_BUSY``. Other failures are the outcome of the transfer.
         """
-        if kwargs:
-            warn_of_misspelt("keyword argument of pull_cache_async", kwargs, NOTIFYING_PULL_KEYWORDS, once=True)
-        return self._calls_async().pull_cache(cache_key, cache, batch_index, size, timeout_ms, kwargs)
+        layers = (src_layer_range, dst_layer_range, tensor_num_per_layer)
+        rest = (*layers, notify, verify, layout)
+        return self._calls_async().pull_cache(cache_key, cache, batch_index, size, timeout_ms, *rest)
 
     @logged
     def pull_blocks_async(
@@ -93,7 +104,20 @@ class AsyncCalls(GrantCalls):
         src_blocks: Union[list[int], tuple[int, ...], Any] = (),
         dst_blocks: Union[list[int], tuple[int, ...], Any] = (),
         timeout_ms: Optional[int] = None,
-        **kwargs: Any,
+        *,
+        src_layer_range: Optional[range] = None,
+        dst_layer_range: Optional[range] = None,
+        tensor_num_per_layer: int = 2,
+        notify: Optional[bytes] = None,
+        verify: Optional[str] = None,
+        layout: Optional[str] = None,
+        grant: Optional[Union[bytes, list[Optional[bytes]], tuple[Optional[bytes], ...]]] = None,
+        grant_done: bool = False,
+        src_tokens: Optional[Tokens] = None,
+        dst_tokens: Optional[Tokens] = None,
+        src_offset: int = 0,
+        dst_offset: int = 0,
+        length: Optional[int] = None,
     ) -> _core.Transfer:
         """Start ``pull_blocks``: read remote blocks, or a slot, into local blocks (contract §7.13).
 
@@ -103,22 +127,37 @@ class AsyncCalls(GrantCalls):
             src_blocks: remote block for each entry of ``dst_blocks``; empty for a slot.
             dst_blocks: local blocks that are written, at least one.
             timeout_ms: time limit of the whole call in milliseconds, or ``None``.
-            **kwargs: as for ``pull_blocks``, ``grant``, ``grant_done`` and ranges of tokens included.
+            src_layer_range: remote layers, as for ``pull_cache``.
+            dst_layer_range: local layers, as for ``pull_cache``.
+            tensor_num_per_layer: tensors of one layer (uint32, above 0).
+            notify: notification for the owner, at most 64 KiB (``LLMDataDist.notify``), delivered when the bytes are in
+                place and the key is released, before the transfer succeeds.
+            verify: as for the call without ``_async``.
+            layout: as for the call without ``_async``.
+            grant: token of a grant of the source blocks, or a list for several keys, as for ``pull_blocks``.
+            grant_done: whether this pull is the last one under its grant.
+            src_tokens: tokens of the remote sequence that are read, as for ``pull_blocks``.
+            dst_tokens: tokens of the local sequence that are written, as for ``pull_blocks``.
+            src_offset: which part of every block moves, in bytes (uint64), as for the call without ``_async``.
+            dst_offset: as for the call without ``_async``.
+            length: as for the call without ``_async``.
 
         Returns:
             The call that was started.
 
         Raises:
-            TypeError, ValueError, AttributeError: as for ``pull_blocks``.
+            TypeError, ValueError, AttributeError: as for ``pull_blocks``; ``TypeError`` also for every unknown
+                argument.
             LLMException: what the arguments and the local cache decide (``LLM_PARAM_INVALID``,
                 ``LLM_KV_CACHE_NOT_EXIST``), and ``LLM_LINK_BUSY``. Other failures are the outcome of the transfer.
         """
-        if kwargs:
-            warn_of_misspelt("keyword argument of pull_blocks_async", kwargs, BLOCK_PULL_KEYWORDS, once=True)
-        calls, lists = self._calls_async(), (src_blocks, dst_blocks)
+        calls, moved = self._calls_async(), (dst_cache, src_blocks, dst_blocks, timeout_ms)
+        layers = (src_layer_range, dst_layer_range, tensor_num_per_layer)
+        grants: Any = (grant, grant_done)
+        rest: Any = (notify, verify, layout, *grants, src_tokens, dst_tokens, (src_offset, dst_offset, length))
         if isinstance(src_cache_key, (list, tuple)):
-            return calls.pull_owners(src_cache_key, dst_cache, *lists, timeout_ms, False, kwargs)
-        return calls.pull_blocks(src_cache_key, dst_cache, *lists, timeout_ms, kwargs)
+            return calls.pull_owners(src_cache_key, *moved, False, *layers, *rest)
+        return calls.pull_blocks(src_cache_key, *moved, *layers, *rest)
 
     @logged
     def push_cache_async(
@@ -176,8 +215,8 @@ class AsyncCalls(GrantCalls):
         timeout_ms: Optional[int] = None,
         notify: Optional[bytes] = None,
         verify: Optional[str] = None,
-        src_tokens: Optional[Union[range, tuple[int, int]]] = None,
-        dst_tokens: Optional[Union[range, tuple[int, int]]] = None,
+        src_tokens: Optional[Tokens] = None,
+        dst_tokens: Optional[Tokens] = None,
         layout: Optional[str] = None,
         *,
         src_offset: int = 0,

@@ -20,28 +20,10 @@ if TYPE_CHECKING:
     from llm_datadist.types import CacheDesc, CacheKey
 
 __all__ = [
-    "BLOCK_PULL_KEYWORDS",
-    "NOTIFYING_PULL_KEYWORDS",
-    "PULL_KEYWORDS",
     "CacheHandle",
     "EngineCaches",
     "release_on_exit",
 ]
-
-# The keyword arguments of every pull; others are ignored (contract §7.12, §9.1).
-PULL_KEYWORDS = frozenset({"src_layer_range", "dst_layer_range", "tensor_num_per_layer"})
-# Those of a pull of the CacheManager.
-NOTIFYING_PULL_KEYWORDS = PULL_KEYWORDS | {"notify", "verify", "layout"}
-# Those of a pull of blocks of the CacheManager.
-BLOCK_PULL_KEYWORDS = NOTIFYING_PULL_KEYWORDS | {
-    "grant",
-    "grant_done",
-    "src_tokens",
-    "dst_tokens",
-    "src_offset",
-    "dst_offset",
-    "length",
-}
 
 _Calls = TypeVar("_Calls")
 

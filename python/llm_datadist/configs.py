@@ -24,7 +24,7 @@ from llm_datadist.option_types import (
     Token,
     Uint32,
 )
-from llm_datadist.spelling import closest, warn_of_misspelt
+from llm_datadist.spelling import closest, report_unknown
 
 __all__ = ["LLMClusterInfo", "LLMConfig", "LLMRole", "LlmConfig", "trans_str_ip"]
 
@@ -34,9 +34,11 @@ class LlmConfig:
 
     A setter keeps the old value if it raises. ``init`` checks the content of a text. Where ``None`` is allowed, it
     unsets the option, but a key that was written stays in the dict. Assigning an attribute that does not exist has no
-    effect; if its name is at most two edits away from that of an option, one WARNING is logged.
+    effect, and is logged at ERROR with the nearest name of an option.
 
     Raises:
+        AttributeError: the assigned attribute does not exist, and its name is at most two edits away from that of an
+            option which the original does not have, such as ``verify`` or ``link_token``.
         TypeError: a setter was given a value of a wrong type.
         ValueError: a setter was given an integer outside its width, or ``cluster_info`` a text that is not JSON.
         RuntimeError: ``cluster_info`` was given an invalid address.
@@ -49,7 +51,8 @@ class LlmConfig:
         [int, list, tuple],
         None,
         "0 in CacheManager mode; KvCacheManager mode needs it",
-        "Number of the device (int32, 0 or above), or a list of them. ``init`` accepts one device.",
+        "Number of the device (int32, 0 or above), or a list of them. An engine has one device: ``init`` refuses a "
+        "longer list.",
         none=False,
     )
     sync_kv_timeout = SyncTimeout(
@@ -96,8 +99,9 @@ class LlmConfig:
         str,
         "",
         "no listener",
-        "Address at which the engine listens for peers: ``ip:port``, or ``[ip]:port`` for IPv6, which the original "
-        "does not have. Port 0 takes a free port, which ``LLMDataDist.listen_ip_info`` returns.",
+        "Address at which the engine listens for peers: ``ip:port``, or ``[ipv6]:port``, which the original does not "
+        "have. Host names and zones (``%eth0``) are not supported. Port 0 takes a free port, which "
+        "``LLMDataDist.listen_ip_info`` returns.",
     )
     link_total_time = Checked(
         "llm.LinkTotalTime",
@@ -324,7 +328,10 @@ class LlmConfig:
     def __setattr__(self, name: str, value: Any) -> None:
         # A name with an underscore in front is an attribute of the class itself, or of a subclass.
         if not name.startswith("_") and not hasattr(type(self), name):
-            warn_of_misspelt("attribute of LLMConfig", [name], _NAMES)
+            meant = closest(name, _NAMES)
+            if meant in _OWN_NAMES:
+                raise AttributeError(f"LLMConfig has no attribute {log.shown(name)}; did you mean {log.shown(meant)}?")
+            report_unknown("attribute of LLMConfig", [name], _NAMES, "llm-datadist options lists every option")
         super().__setattr__(name, value)
 
     @property
@@ -390,5 +397,6 @@ def _is_secret(key: object) -> bool:
 
 _OPTIONS: tuple[Option[Any], ...] = tuple(option for option in vars(LlmConfig).values() if isinstance(option, Option))
 _NAMES = frozenset([*(option.name for option in _OPTIONS), "ge_options"])
+_OWN_NAMES = frozenset(option.name for option in _OPTIONS if option.own)
 
 LLMConfig = LlmConfig

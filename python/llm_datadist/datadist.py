@@ -20,11 +20,11 @@ from llm_datadist.init_options import (
     LISTEN,
     LISTEN_TOO,
     LOCAL_RESOURCES,
-    warn_of_misspelt_options,
+    report_unknown_options,
 )
 from llm_datadist.kv_cache_manager import KvCacheManager
 from llm_datadist.log import logged
-from llm_datadist.spelling import warn_of_misspelt_pool_keys
+from llm_datadist.spelling import report_unknown_pool_keys
 from llm_datadist.status import LLMException, LLMStatusCode, raise_if_false, raise_if_true
 from llm_datadist.types import RegisterMemStatus, int_to_mem_status_dict
 
@@ -124,8 +124,8 @@ class LLMDataDist(EngineEvents):
     def init(self, options: dict[str, str]) -> None:
         """Open the engine (contract §6.2).
 
-        The call has no effect on an initialized object, and may be repeated after a failure. Unknown keys are ignored.
-        If an unknown key is at most two edits away from a known one, one WARNING names the known key (contract §5.2).
+        The call has no effect on an initialized object, and may be repeated after a failure. Unknown keys are ignored,
+        and each is logged at ERROR with the nearest known key. Keys that start with ``ge.`` are not (contract §5.2).
 
         Args:
             options: keys and texts, usually from ``LLMConfig.generate_options``. The dict is copied; in KvCacheManager
@@ -157,8 +157,8 @@ class LLMDataDist(EngineEvents):
                 status_code=LLMStatusCode.LLM_FAILED,
             )
             check_dict("options", options, str, object)
-            warn_of_misspelt_options(options)
-            warn_of_misspelt_pool_keys(options)
+            report_unknown_options(options)
+            report_unknown_pool_keys(options)
             init_options.check_graph_memory(options.get("ge.flowGraphMemMaxSize"))
             resolved = init_options.resolve(options, self._role_to_str(self._role))
             cache_manager = resolved.get(CACHE_MANAGER) == "1"
@@ -419,7 +419,7 @@ class LLMDataDist(EngineEvents):
         _core.check_isinstance("role", role, LLMRole, allow_none=False)
         _core.check_isinstance("switch_options", switch_options, dict)
         options = switch_options or {}
-        warn_of_misspelt_options(options)
+        report_unknown_options(options)
         listen = options.get(LISTEN, options.get(LISTEN_TOO))
         if listen is not None:
             init_options.listen_address(listen)

@@ -9,7 +9,7 @@ import os
 
 from llm_datadist import _core, log
 from llm_datadist.option_table import ENVIRONMENT, KNOWN_KEYS, TOKEN_VARIABLES, is_known
-from llm_datadist.spelling import warn_of_misspelt
+from llm_datadist.spelling import report_unknown
 from llm_datadist.status import raise_if_false, raise_if_true
 
 __all__ = [
@@ -20,8 +20,8 @@ __all__ = [
     "LOCAL_RESOURCES",
     "check_graph_memory",
     "listen_address",
+    "report_unknown_options",
     "resolve",
-    "warn_of_misspelt_options",
 ]
 
 CACHE_MANAGER = "llm.EnableCacheManager"
@@ -60,9 +60,10 @@ def resolve(options: dict[str, str], role: str) -> dict[str, str]:
     return resolved
 
 
-def warn_of_misspelt_options(options: dict[str, str]) -> None:
-    """Log a WARNING for each unknown key that looks like a misspelt option (contract §5.2)."""
-    warn_of_misspelt("option", [key for key in options if isinstance(key, str) and not is_known(key)], KNOWN_KEYS)
+def report_unknown_options(options: dict[str, str]) -> None:
+    """Log one line at ERROR for each unknown key (contract §5.2)."""
+    unknown = [key for key in options if isinstance(key, str) and not is_known(key)]
+    report_unknown("option", unknown, KNOWN_KEYS, "llm-datadist options lists every option")
 
 
 def _token_of_the_environment() -> dict[str, str]:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 
 from llm_datadist import _core, layerwise
 from llm_datadist.arguments import refuse_none
-from llm_datadist.caches import PULL_KEYWORDS, CacheHandle, EngineCaches
+from llm_datadist.caches import CacheHandle, EngineCaches
 from llm_datadist.cluster_info import LLMRole
 from llm_datadist.log import logged
-from llm_datadist.spelling import warn_of_misspelt
+from llm_datadist.spelling import check_keywords
 from llm_datadist.status import LLMException, LLMStatusCode, raise_if_false, raise_if_true
 from llm_datadist.tensors import Tensor
 from llm_datadist.types import CacheDesc, Placement
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from llm_datadist.types import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
 
 __all__ = ["KvCache", "KvCacheManager"]
-
-# The keyword arguments that only `KvCacheManager.pull_cache` has (contract §9.1).
-_OFFSETS = frozenset({"src_cache_offset", "dst_cache_offset"})
 
 _UINT64_MAX = 2**64 - 1
 
@@ -288,6 +285,12 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
         kv_cache: KvCache,
         batch_index: int = 0,
         size: int = -1,
+        *,
+        src_layer_range: Optional[range] = None,
+        dst_layer_range: Optional[range] = None,
+        tensor_num_per_layer: int = 2,
+        src_cache_offset: Optional[int] = None,
+        dst_cache_offset: Optional[int] = None,
         **kwargs: Any,
     ) -> None:
         """Read a batch slot of a linked prompt cluster into a local slot (contract §9.1, §7.12).
@@ -300,14 +303,17 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
             kv_cache: continuous cache that is written.
             batch_index: batch slot that is written (uint32).
             size: bytes of each tensor, or -1 for the rest of the local slot (int64).
-            **kwargs: ``src_layer_range`` and ``dst_layer_range``, the remote and local layers as a ``range``; ``None``
-                or an empty range means all. ``tensor_num_per_layer``, tensors of one layer (uint32, above 0, 2 by
-                default). ``src_cache_offset`` and ``dst_cache_offset``, bytes that are skipped at the start of the
-                remote and the local slot (int64, 0 or above, 0 by default). Others are ignored, with a WARNING if a
-                name looks misspelt.
+            src_layer_range: remote layers; ``None`` or an empty range means all.
+            dst_layer_range: local layers; ``None`` or an empty range means all.
+            tensor_num_per_layer: tensors of one layer (uint32, above 0).
+            src_cache_offset: bytes to skip at the start of the remote slot (int64, 0 or above); ``None`` for 0.
+            dst_cache_offset: bytes to skip at the start of the local slot (int64, 0 or above); ``None`` for 0.
+            **kwargs: ignored, as in the original. Each name is logged once at ERROR. A name that resembles a keyword
+                argument which only ``CacheManager`` has raises ``TypeError``.
 
         Raises:
-            TypeError: an argument has the wrong type.
+            TypeError: an argument has the wrong type, or a keyword argument is unknown and looks like ``grant``,
+                ``verify`` or another addition of this package.
             ValueError: an integer is outside its width, or an offset is below 0.
             AttributeError: ``cache_key`` or ``kv_cache`` is ``None``.
             LLMException: ``LLM_PARAM_INVALID``: another role, a cache in ``HOST`` memory, a blocks cache, a range
@@ -318,8 +324,10 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
         """
         self._check_role(LLMRole.DECODER, "pull_cache")
         if kwargs:
-            warn_of_misspelt("keyword argument of pull_cache", kwargs, PULL_KEYWORDS | _OFFSETS, once=True)
-        self._engine.pull_cache(cache_key, kv_cache, batch_index, size, kwargs)
+            check_keywords(KvCacheManager.pull_cache, kwargs)
+        layers = (src_layer_range, dst_layer_range, tensor_num_per_layer)
+        offsets = (src_cache_offset, dst_cache_offset)
+        self._engine.pull_cache(cache_key, kv_cache, batch_index, size, *layers, *offsets)
 
     @logged
     def pull_blocks(
@@ -328,6 +336,10 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
         decoder_kv_cache: KvCache,
         prompt_blocks: Union[list[int], Any],
         decoder_blocks: Union[list[int], Any],
+        *,
+        src_layer_range: Optional[range] = None,
+        dst_layer_range: Optional[range] = None,
+        tensor_num_per_layer: int = 2,
         **kwargs: Any,
     ) -> None:
         """Read blocks of a linked prompt cluster into local blocks (contract §9.1, §7.13).
@@ -340,10 +352,13 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
             prompt_blocks: remote blocks that are read, at least one. Each list of blocks may be an array, as for
                 ``CacheManager``, but not a tuple.
             decoder_blocks: local block for each entry of ``prompt_blocks``.
-            **kwargs: ``src_layer_range``, ``dst_layer_range`` and ``tensor_num_per_layer`` as for ``pull_cache``.
+            src_layer_range: as for ``pull_cache``.
+            dst_layer_range: as for ``pull_cache``.
+            tensor_num_per_layer: as for ``pull_cache``.
+            **kwargs: as for ``pull_cache``.
 
         Raises:
-            TypeError: an argument has the wrong type.
+            TypeError: as for ``pull_cache``.
             ValueError: an integer is outside its width.
             AttributeError: ``prompt_cache_key`` or ``decoder_kv_cache`` is ``None``.
             LLMException: as for ``pull_cache``; ``LLM_PARAM_INVALID`` also for an empty list, lists of different
@@ -351,8 +366,9 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
         """
         self._check_role(LLMRole.DECODER, "pull_blocks")
         if kwargs:
-            warn_of_misspelt("keyword argument of pull_blocks", kwargs, PULL_KEYWORDS, once=True)
-        self._engine.pull_blocks(prompt_cache_key, decoder_kv_cache, prompt_blocks, decoder_blocks, kwargs)
+            check_keywords(KvCacheManager.pull_blocks, kwargs)
+        layers = (src_layer_range, dst_layer_range, tensor_num_per_layer)
+        self._engine.pull_blocks(prompt_cache_key, decoder_kv_cache, prompt_blocks, decoder_blocks, *layers)
 
     @logged
     def copy_cache(

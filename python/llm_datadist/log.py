@@ -15,6 +15,7 @@ import threading
 import traceback
 from enum import IntEnum
 from itertools import islice
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar, cast
 
 from llm_datadist.arguments import clarify  # noqa: F401  (used by the text of `_LOGGED`)
@@ -166,13 +167,14 @@ def _first(texts: Iterator[str], count: int, depth: int) -> str:
 
 
 # The source of the wrapper that `logged` makes. The wrapper has the same parameters as the method, because one with
-# `*args` and `**kwargs` would take as long as all checks of the arguments.
+# `*args` and `**kwargs` would take as long as all checks of the arguments. `plain` is the method with all of its
+# parameters by position: passing a dozen of them by name would take as long again.
 _LOGGED = """
-def logged(method, with_log):
+def logged(plain, with_log):
     def {name}({parameters}):
         try:
             if (_logger or _make_logger()).level > {info}:
-                return method({arguments})
+                return {call}
             return with_log(({positional}), {{{keywords}}})
         except (AttributeError, TypeError) as error:
             clarify(error, {{{required}}}, {{{optional}}})
@@ -204,7 +206,7 @@ def logged(method: _Call) -> _Call:
         info("[%s] %s%s", name, end, "" if request is None else f", req_id = {shown(request)}")
         return result
 
-    call = functools.wraps(method)(_of_same_parameters(method)(method, with_log))
+    call = functools.wraps(method)(_of_same_parameters(method)(_by_position(method), with_log))
     call.__defaults__ = method.__defaults__  # type: ignore[attr-defined]
     call.__kwdefaults__ = method.__kwdefaults__  # type: ignore[attr-defined]
     return cast("_Call", call)
@@ -226,10 +228,14 @@ def _of_same_parameters(method: Callable[..., Any]) -> Callable[..., Any]:
     parameters = names[:required] + [f"{name}=None" for name in names[required:]]
     parameters += ["*"][:named] + [f"{name}=None" for name in by_name]
     keywords = [f"**{code.co_varnames[count + named]}"] if code.co_flags & _VARKEYWORDS else []
+    passed = ", ".join(names + by_name)
+    call = f"plain({passed})"
+    if keywords:  # rarely given, and slow to unpack
+        call = f"plain({passed}, {keywords[0]}) if {keywords[0][2:]} else {call}"
     text = _LOGGED.format(
         name=method.__name__,
         parameters=", ".join(parameters + keywords),
-        arguments=", ".join(names + [f"{name}={name}" for name in by_name] + keywords),
+        call=call,
         positional="".join(f"{name}, " for name in names),
         keywords=", ".join([f"{name!r}: {name}" for name in by_name] + keywords),
         required=", ".join(f"{argument!r}: {argument}" for argument in names[1:required]),
@@ -239,6 +245,14 @@ def _of_same_parameters(method: Callable[..., Any]) -> Callable[..., Any]:
     made: dict[str, Callable[..., Any]] = {}
     exec(compile(text, _LOGGED_FILE, "exec"), globals(), made)  # noqa: S102  (names of our own methods only)
     return made["logged"]
+
+
+def _by_position(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method with its keyword-only parameters as positional ones, in the same order."""
+    code = method.__code__
+    every = code.co_argcount + code.co_kwonlyargcount
+    plain = code.replace(co_argcount=every, co_kwonlyargcount=0)
+    return FunctionType(plain, method.__globals__, method.__name__, None, method.__closure__)
 
 
 def _arguments(method: _Call, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, object]:

@@ -53,7 +53,7 @@ def rows() -> list[Row]:
         Row(option.name, option.key, option.type_names, option.default, _markdown(option.__doc__), option.own)
         for option in configs._OPTIONS  # noqa: SLF001  (the table of this module's options)
     ]
-    further = "Further keys and texts, which are written before all others. Keys without a property are ignored."
+    further = "Further keys and texts, which are written before all others. Unknown keys are ignored and logged."
     return [*made, Row("ge_options", "", ["dict"], "`{}`", further, own=False)]
 
 

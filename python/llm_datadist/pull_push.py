@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Optional, Union
 
-from llm_datadist.caches import BLOCK_PULL_KEYWORDS, NOTIFYING_PULL_KEYWORDS
 from llm_datadist.groups import finish
 from llm_datadist.layer_tasks import LayerCalls
 from llm_datadist.log import logged
-from llm_datadist.spelling import warn_of_misspelt
+from llm_datadist.spelling import check_keywords
 
 if TYPE_CHECKING:
     from llm_datadist.groups import Tokens
@@ -32,6 +31,13 @@ class PullPushCalls(LayerCalls):
         cache: Cache,
         batch_index: int = 0,
         size: int = -1,
+        *,
+        src_layer_range: Optional[range] = None,
+        dst_layer_range: Optional[range] = None,
+        tensor_num_per_layer: int = 2,
+        notify: Optional[bytes] = None,
+        verify: Optional[str] = None,
+        layout: Optional[str] = None,
         **kwargs: Any,
     ) -> None:
         """Read a batch slot of a linked cluster into a local slot (contract §7.12).
@@ -44,18 +50,22 @@ class PullPushCalls(LayerCalls):
             cache: continuous cache that is written.
             batch_index: batch slot that is written (uint32).
             size: bytes of each tensor, from the start of the slot, or -1 for the size of the local slot (int64).
-            **kwargs: ``src_layer_range`` and ``dst_layer_range``, the remote and local layers as a ``range``; ``None``
-                or an empty range means all. ``tensor_num_per_layer``, tensors of one layer (uint32, above 0, 2 by
-                default). ``notify``, a notification for the owner, ``bytes`` of at most 64 KiB
-                (``LLMDataDist.notify``), delivered when the bytes are in place and the key is released, before the call
-                returns. ``verify``: how thoroughly the bytes are compared with those of the owner, before the key is
-                released and the notification delivered: ``"off"``, ``"sample"`` (one block in 64), ``"full"``, or
-                ``None`` for the option ``verify`` of the engine. ``layout="raw"``: rows move as they are, whatever
-                ``KvLayout`` the two caches have; by default they are converted. The original does not have these three.
-                Others are ignored, with a WARNING if a name looks misspelt.
+            src_layer_range: remote layers; ``None`` or an empty range means all.
+            dst_layer_range: local layers; ``None`` or an empty range means all.
+            tensor_num_per_layer: tensors of one layer (uint32, above 0).
+            notify: notification for the owner, at most 64 KiB (``LLMDataDist.notify``), delivered when the bytes are in
+                place and the key is released, before the call returns; ``None`` for none. The original has none of
+                ``notify``, ``verify`` and ``layout``.
+            verify: how thoroughly the bytes are compared with those of the owner, before the key is released and the
+                notification delivered: ``"off"``, ``"sample"`` (one block in 64), ``"full"``, or ``None`` for the
+                option ``verify`` of the engine.
+            layout: ``"raw"`` moves rows as they are, whatever ``KvLayout`` the two caches have; ``None`` converts.
+            **kwargs: ignored, as in the original. Each name is logged once at ERROR. A name that resembles a keyword
+                argument which only this package has raises ``TypeError``.
 
         Raises:
-            TypeError: an argument has the wrong type.
+            TypeError: an argument has the wrong type, or a keyword argument is unknown and looks like ``notify``,
+                ``verify``, ``grant`` or another addition of this package.
             ValueError: an integer is outside its width.
             AttributeError: ``cache_key`` or ``cache`` is ``None``.
             LLMException: ``LLM_PARAM_INVALID``: the engine's own cluster, a blocks cache, a range outside a slot,
@@ -68,8 +78,19 @@ class PullPushCalls(LayerCalls):
                 empty. For the other codes, the attribute ``arrived`` lists the rows that were written.
         """
         if kwargs:
-            warn_of_misspelt("keyword argument of pull_cache", kwargs, NOTIFYING_PULL_KEYWORDS, once=True)
-        self._engine.pull_cache(cache_key, cache, batch_index, size, kwargs)
+            check_keywords(PullPushCalls.pull_cache, kwargs)
+        self._engine.pull_cache(
+            cache_key,
+            cache,
+            batch_index,
+            size,
+            src_layer_range,
+            dst_layer_range,
+            tensor_num_per_layer,
+            notify,
+            verify,
+            layout,
+        )
 
     @logged
     def pull_blocks(
@@ -78,6 +99,20 @@ class PullPushCalls(LayerCalls):
         dst_cache: Cache,
         src_blocks: Union[list[int], tuple[int, ...], Any] = (),
         dst_blocks: Union[list[int], tuple[int, ...], Any] = (),
+        *,
+        src_layer_range: Optional[range] = None,
+        dst_layer_range: Optional[range] = None,
+        tensor_num_per_layer: int = 2,
+        notify: Optional[bytes] = None,
+        verify: Optional[str] = None,
+        layout: Optional[str] = None,
+        grant: Optional[Union[bytes, list[Optional[bytes]], tuple[Optional[bytes], ...]]] = None,
+        grant_done: bool = False,
+        src_tokens: Optional[Tokens] = None,
+        dst_tokens: Optional[Tokens] = None,
+        src_offset: int = 0,
+        dst_offset: int = 0,
+        length: Optional[int] = None,
         **kwargs: Any,
     ) -> None:
         """Read blocks of a linked cluster, or a slot that is split into blocks, into local blocks (contract §7.13).
@@ -97,16 +132,27 @@ class PullPushCalls(LayerCalls):
             src_blocks: remote block for each entry of ``dst_blocks``; empty for a slot, which is split into pieces of
                 the local block size.
             dst_blocks: local blocks that are written, at least one.
-            **kwargs: as for ``pull_cache``; also ``grant``, the token of a grant (``CacheManager.grant``) of the source
-                blocks, or a list of tokens or ``None`` for several keys, and ``grant_done=True``, which reports that
-                this pull is the last one under it; ``src_tokens`` and ``dst_tokens``, which tokens of the remote and
-                of the local sequence move: a ``range`` of step 1 or a pair ``(first, end)``, both of the same length.
-                Without one, as many tokens move as the other has, from the first token on. Without both, as many as
-                both lists hold. They need layouts. ``src_offset``, ``dst_offset`` and ``length``: which part of every
-                block moves, in bytes, as for ``push_blocks``. They need a ``BlocksCacheKey`` and equal layouts.
+            src_layer_range: as for ``pull_cache``.
+            dst_layer_range: as for ``pull_cache``.
+            tensor_num_per_layer: as for ``pull_cache``.
+            notify: as for ``pull_cache``. The original has none of the arguments from here on.
+            verify: as for ``pull_cache``.
+            layout: as for ``pull_cache``.
+            grant: token of a grant (``CacheManager.grant``) of the source blocks; the pull fails if it has ended. With
+                several keys, a list that has a token or ``None`` for each. ``None`` for a pull without a grant.
+            grant_done: whether this pull is the last one under its grant, which the owner may then end.
+            src_tokens: tokens of the remote sequence that are read: a ``range`` of step 1 or a pair ``(first, end)``.
+                Both ranges have the same length. Without one, as many tokens move as the other has, from the first
+                token on. Without both, as many as both lists hold. A range needs layouts.
+            dst_tokens: tokens of the local sequence that are written.
+            src_offset: bytes to skip at the start of each block that is read, as for ``push_blocks``. It needs a
+                ``BlocksCacheKey`` and equal layouts, and so do ``dst_offset`` and ``length``.
+            dst_offset: bytes to skip at the start of each block that is written, as for ``push_blocks``.
+            length: bytes of each block that move in each tensor, as for ``push_blocks``.
+            **kwargs: as for ``pull_cache``.
 
         Raises:
-            TypeError: an argument has the wrong type.
+            TypeError: as for ``pull_cache``.
             ValueError: an integer is outside its width.
             AttributeError: ``src_cache_key`` or ``dst_cache`` is ``None``.
             LLMException: as for ``pull_cache``; ``LLM_PARAM_INVALID`` also for a continuous ``dst_cache``, lists of
@@ -115,12 +161,32 @@ class PullPushCalls(LayerCalls):
                 bytes were read.
         """
         if kwargs:
-            warn_of_misspelt("keyword argument of pull_blocks", kwargs, BLOCK_PULL_KEYWORDS, once=True)
+            check_keywords(PullPushCalls.pull_blocks, kwargs)
+        part = (src_offset, dst_offset, length)
         if isinstance(src_cache_key, (list, tuple)):
-            lists = (src_blocks, dst_blocks)
-            finish(self._calls_async().pull_owners(src_cache_key, dst_cache, *lists, None, True, kwargs))
-        else:
-            self._engine.pull_blocks(src_cache_key, dst_cache, src_blocks, dst_blocks, kwargs)
+            layers: Any = (src_layer_range, dst_layer_range, tensor_num_per_layer)
+            rest: Any = (notify, verify, layout, grant, grant_done, src_tokens, dst_tokens, part)
+            moved: Any = (dst_cache, src_blocks, dst_blocks, None, True)
+            finish(self._calls_async().pull_owners(src_cache_key, *moved, *layers, *rest))
+            return
+        # Unpacking tuples here would double the time of the Python part of a pull.
+        self._engine.pull_blocks(
+            src_cache_key,
+            dst_cache,
+            src_blocks,
+            dst_blocks,
+            src_layer_range,
+            dst_layer_range,
+            tensor_num_per_layer,
+            notify,
+            verify,
+            layout,
+            grant,
+            grant_done,
+            src_tokens,
+            dst_tokens,
+            part,
+        )
 
     @logged
     def push_cache(

@@ -1,12 +1,13 @@
-"""Warnings about unknown names that look like a misspelt option.
+"""Reports of unknown options, attributes and keyword arguments, with the nearest valid name.
 
-Unknown options and keyword arguments are ignored (contract §5.2, §7.12), so a misspelt name would have no effect and
-leave no trace. ``warn_of_misspelt`` logs one WARNING with the closest valid name.
+Unknown options and unknown keyword arguments of the original's pulls are ignored (contract §5.2, §7.12). Each is logged
+at ERROR, so that the default level of the log shows it. A name that resembles one which only this package has raises an
+exception, because no program of the original contains it, and the call would run without what it asks for.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Callable, Optional
 
 from llm_datadist import log
 from llm_datadist.option_types import read_json
@@ -14,16 +15,45 @@ from llm_datadist.option_types import read_json
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-__all__ = ["closest", "edit_distance", "warn_of_misspelt", "warn_of_misspelt_pool_keys"]
+__all__ = [
+    "OWN_KEYWORDS",
+    "check_keywords",
+    "closest",
+    "edit_distance",
+    "nearest",
+    "report_unknown",
+    "report_unknown_pool_keys",
+]
+
+OWN_KEYWORDS = frozenset(
+    {
+        "dst_offset",
+        "dst_tokens",
+        "grant",
+        "grant_done",
+        "grants_done",
+        "layout",
+        "length",
+        "notify",
+        "src_offset",
+        "src_tokens",
+        "timeout_ms",
+        "verify",
+    }
+)
+"""Keyword arguments of pulls that the original does not have."""
 
 _MOST_EDITS = 2
+_ALIKE = 0.7
 _POOLS = ("llm.MemPoolConfig", "llm.HostMemPoolConfig")
 _POOL_KEYS = frozenset({"memory_size", "page_shift"})
+# A name with one of these parts asks for a protection, however it goes on.
+_PROTECTIONS = ("grant", "verif")
 
-# Names that were reported with `once`, for calls that run thousands of times a second. The limit bounds the memory,
+# Keyword arguments that were reported, because a call may run thousands of times a second. The limit bounds the memory,
 # because the caller chooses the names.
 _MOST_REMEMBERED = 1000
-_warned: set[tuple[str, str]] = set()
+_reported: set[tuple[str, str]] = set()
 
 
 def edit_distance(left: str, right: str) -> int:
@@ -49,26 +79,65 @@ def closest(name: str, known: Collection[str]) -> Optional[str]:
     return best if edits <= _MOST_EDITS else None
 
 
-def warn_of_misspelt(kind: str, given: Iterable[str], known: Collection[str], *, once: bool = False) -> None:
-    """Log one WARNING for each unknown name that is at most two edits away from a known one.
+def nearest(name: str, known: Collection[str]) -> Optional[str]:
+    """Return the ``closest`` known name, else one that ``name`` contains or that shares most of its characters.
+
+    ``None`` if there is none.
+    """
+    import difflib  # noqa: PLC0415  (only mistakes need it)
+
+    contained = max((other for other in known if other in name), key=len, default=None)
+    alike = difflib.get_close_matches(name, sorted(known), 1, _ALIKE)
+    return closest(name, known) or contained or next(iter(alike), None)
+
+
+def report_unknown(kind: str, given: Iterable[str], known: Collection[str], remedy: str) -> None:
+    """Log one line at ERROR for each unknown name.
 
     Args:
         kind: the kind of name, for the text, such as ``"option"``.
         given: the names that the program gave. Values are never logged, because they may be secret.
         known: the valid names.
-        once: whether a name is reported only the first time in this process.
+        remedy: the end of the line if no valid name is near.
     """
     for name in given:
-        if name in known or (kind, name) in _warned:
+        if name not in known:
+            log.error("unknown %s %s is ignored; %s", kind, log.shown(name), _advice(name, known, remedy))
+
+
+def check_keywords(call: Callable[..., Any], given: Iterable[str]) -> None:
+    """Refuse or report the unknown keyword arguments of a pull (contract §7.12).
+
+    Args:
+        call: the method. Its keyword-only parameters are the valid names.
+        given: the names that are not parameters of the method.
+
+    Raises:
+        TypeError: a name belongs to another call of this package, is at most two edits away from one that only this
+            package has, or contains ``grant`` or ``verif``.
+    """
+    known = frozenset(call.__kwdefaults__ or ())
+    listed = "its keyword arguments are " + ", ".join(sorted(known))
+    for name in given:
+        advice = _advice(name, known, listed)
+        asks = closest(name, known | OWN_KEYWORDS) in OWN_KEYWORDS or any(part in name.lower() for part in _PROTECTIONS)
+        if asks:
+            msg = f"{call.__name__}() has no keyword argument {log.shown(name)}; {advice}"
+            raise TypeError(msg)
+        if (call.__qualname__, name) in _reported:
             continue
-        if once and len(_warned) < _MOST_REMEMBERED:
-            _warned.add((kind, name))
-        if (best := closest(name, known)) is not None:
-            log.warn("unknown %s %s is ignored; did you mean %s?", kind, log.shown(name), log.shown(best))
+        if len(_reported) < _MOST_REMEMBERED:
+            _reported.add((call.__qualname__, name))
+        log.error("%s() ignores the unknown keyword argument %s; %s", call.__name__, log.shown(name), advice)
 
 
-def warn_of_misspelt_pool_keys(options: Mapping[str, object]) -> None:
-    """Log one WARNING for each unknown key of a memory pool that looks misspelt (contract §5.1)."""
+def _advice(name: str, known: Collection[str], remedy: str) -> str:
+    best = nearest(name, known)
+    return remedy if best is None else f"did you mean {log.shown(best)}?"
+
+
+def report_unknown_pool_keys(options: Mapping[str, object]) -> None:
+    """Log one line at ERROR for each unknown key of a memory pool (contract §5.1)."""
     for option in _POOLS:
         text = options.get(option)
         try:
@@ -76,4 +145,4 @@ def warn_of_misspelt_pool_keys(options: Mapping[str, object]) -> None:
         except ValueError:  # not JSON
             continue  # the engine raises LLM_PARAM_INVALID
         if isinstance(fields, dict):
-            warn_of_misspelt(f"key of {option}", fields, _POOL_KEYS)
+            report_unknown(f"key of {option}", fields, _POOL_KEYS, "the keys are memory_size and page_shift")

@@ -21,9 +21,9 @@ options` ([Command line](cli.md)) prints the same list.
 
 In each row, the first line is the attribute of `LLMConfig`, and the second one is the key in the dict.
 
-`init` ignores unknown keys. If a key is at most two edits away from a known one, `init` logs one WARNING with that key,
-which the default log level (ERROR) hides ([Logging](logging.md)). Setting an attribute of `LLMConfig` that does not
-exist logs the same kind of WARNING.
+`init` ignores unknown keys, and logs one line at ERROR for each, with the nearest known key ([Logging](logging.md)).
+Setting an attribute of `LLMConfig` that does not exist logs the same kind of line. It raises `AttributeError` if the
+name looks like an option that the original does not have, such as `verify`.
 
 The page is generated from the code by `make docs-options`.
 """

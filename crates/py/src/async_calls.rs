@@ -12,11 +12,10 @@ use llm_datadist_core::{
     CallOptions, ClusterId, DataDist as CoreDataDist, EnsureOptions, Grant, Result, Transfer,
 };
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
 
 use crate::arguments::{FlagArg, IntArg, TextArg};
 use crate::blocks::BlocksArg;
-use crate::call_extras::{self, VerifyArg};
+use crate::call_extras::{self, GivenExtras, GrantArg, VerifyArg};
 use crate::copy_arguments;
 use crate::datadist::DataDist;
 use crate::engine::Engine;
@@ -30,7 +29,7 @@ use crate::links;
 use crate::local_cache::CacheArg;
 use crate::notify::NotifyArg;
 use crate::owners::{self, BlockListsArg, OwnersArg};
-use crate::pull_push_arguments::{self, LayersArg};
+use crate::pull_push_arguments::{self, BlocksOptions, LayersArg};
 use crate::selection::Selection;
 use crate::sub_rows::SubRowArg;
 use crate::token_ranges::{RawArg, TokensArg};
@@ -52,6 +51,7 @@ impl AsyncMethods {
         AsyncMethods { native }
     }
 
+    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
     fn pull_cache(
         &self,
         cache_key: KeyArg<'_, '_>,
@@ -59,16 +59,24 @@ impl AsyncMethods {
         batch_index: IntArg<'_, '_>,
         size: IntArg<'_, '_>,
         timeout_ms: IntArg<'_, '_>,
-        options: &Bound<'_, PyDict>,
+        src_layer_range: LayersArg<'_, '_>,
+        dst_layer_range: LayersArg<'_, '_>,
+        tensor_num_per_layer: IntArg<'_, '_>,
+        notify: NotifyArg<'_, '_>,
+        verify: VerifyArg<'_, '_>,
+        layout: RawArg<'_, '_>,
     ) -> PyResult<Py<TransferHandle>> {
         let (slot, engine) = ((batch_index, size), self.engine());
-        let pull = pull_push_arguments::pull_cache(engine, (cache_key, cache), slot, options)?;
+        let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
+        let extras = (notify, verify, layout);
+        let pull = pull_push_arguments::pull_cache(engine, (cache_key, cache), slot, layers, extras)?;
         let call = CallOptions { limit: limit(timeout_ms)?, extras: pull.extras, quiet: false };
-        self.start(options.py(), 1, |engine| {
+        self.start(cache.py(), 1, |engine| {
             engine.pull_async(pull.from, &pull.to, pull.rows, pull.layers, call)
         })
     }
 
+    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
     fn pull_blocks(
         &self,
         src_cache_key: KeyArg<'_, '_>,
@@ -76,13 +84,29 @@ impl AsyncMethods {
         src_blocks: BlocksArg<'_, '_>,
         dst_blocks: BlocksArg<'_, '_>,
         timeout_ms: IntArg<'_, '_>,
-        options: &Bound<'_, PyDict>,
+        src_layer_range: LayersArg<'_, '_>,
+        dst_layer_range: LayersArg<'_, '_>,
+        tensor_num_per_layer: IntArg<'_, '_>,
+        notify: NotifyArg<'_, '_>,
+        verify: VerifyArg<'_, '_>,
+        layout: RawArg<'_, '_>,
+        grant: GrantArg<'_, '_>,
+        grant_done: FlagArg<'_, '_>,
+        src_tokens: TokensArg<'_, '_>,
+        dst_tokens: TokensArg<'_, '_>,
+        part: SubRowArg<'_, '_>,
     ) -> PyResult<Py<TransferHandle>> {
         let (blocks, engine) = ((src_blocks, dst_blocks), self.engine());
+        let options = BlocksOptions {
+            layers: (src_layer_range, dst_layer_range, tensor_num_per_layer),
+            extras: (notify, verify, layout),
+            grant: Some((grant, grant_done)),
+            selected: (src_tokens, dst_tokens, part),
+        };
         let pull = pull_push_arguments::pull_blocks(engine, (src_cache_key, dst_cache), blocks, options)?;
         let call = CallOptions { limit: limit(timeout_ms)?, extras: pull.extras, quiet: false };
         let count = pull.rows.num_blocks();
-        self.start(options.py(), count, |engine| {
+        self.start(dst_cache.py(), count, |engine| {
             engine.pull_async(pull.from, &pull.to, pull.rows, pull.layers, call)
         })
     }
@@ -131,7 +155,7 @@ impl AsyncMethods {
     ) -> PyResult<Py<TransferHandle>> {
         let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
         let (ends, blocks) = ((dst_cache_key, src_cache), (src_blocks, dst_blocks));
-        let selected = Selection::given((src_tokens, dst_tokens), part)?;
+        let selected = Selection::of((src_tokens, dst_tokens, part))?;
         let push = pull_push_arguments::push_blocks(self.engine(), ends, blocks, layers, selected)?;
         let call = options(limit(timeout_ms)?, (notify, verify, layout), false)?;
         let count = push.rows.num_blocks();
@@ -150,12 +174,28 @@ impl AsyncMethods {
         dst_blocks: BlocksArg<'_, '_>,
         timeout_ms: IntArg<'_, '_>,
         quiet: bool,
-        options: &Bound<'_, PyDict>,
+        src_layer_range: LayersArg<'_, '_>,
+        dst_layer_range: LayersArg<'_, '_>,
+        tensor_num_per_layer: IntArg<'_, '_>,
+        notify: NotifyArg<'_, '_>,
+        verify: VerifyArg<'_, '_>,
+        layout: RawArg<'_, '_>,
+        grant: GrantArg<'_, '_>,
+        grant_done: FlagArg<'_, '_>,
+        src_tokens: TokensArg<'_, '_>,
+        dst_tokens: TokensArg<'_, '_>,
+        part: SubRowArg<'_, '_>,
     ) -> PyResult<Py<TransferHandle>> {
+        let options = BlocksOptions {
+            layers: (src_layer_range, dst_layer_range, tensor_num_per_layer),
+            extras: (notify, verify, layout),
+            grant: None,
+            selected: (src_tokens, dst_tokens, part),
+        };
         let (ends, blocks) = ((src_cache_keys, dst_cache), (src_blocks, dst_blocks));
-        let pull = owners::pull(self.engine(), ends, blocks, options)?;
+        let pull = owners::pull(self.engine(), ends, blocks, (grant, grant_done), options)?;
         let call = CallOptions { limit: limit(timeout_ms)?, extras: pull.extras, quiet };
-        self.start(options.py(), usize::MAX, |engine| engine.pull_owners_async(pull.parts, call))
+        self.start(dst_cache.py(), usize::MAX, |engine| engine.pull_owners_async(pull.parts, call))
     }
 
     /// Pushes one sequence to several owners.
@@ -180,7 +220,7 @@ impl AsyncMethods {
     ) -> PyResult<Py<TransferHandle>> {
         let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
         let (ends, blocks) = ((dst_cache_keys, src_cache), (src_blocks, dst_blocks));
-        let selected = Selection::given((src_tokens, dst_tokens), part)?;
+        let selected = Selection::of((src_tokens, dst_tokens, part))?;
         let pushes = owners::push(self.engine(), ends, blocks, layers, &selected)?;
         let call = options(limit(timeout_ms)?, (notify, verify, layout), quiet)?;
         self.start(src_cache.py(), usize::MAX, |engine| engine.push_group_async(pushes, call))
@@ -347,12 +387,8 @@ impl AsyncMethods {
 }
 
 /// Returns the options of a call without a grant of its own.
-fn options(
-    limit: Option<Duration>,
-    (notify, verify, layout): (NotifyArg<'_, '_>, VerifyArg<'_, '_>, RawArg<'_, '_>),
-    quiet: bool,
-) -> PyResult<CallOptions> {
-    Ok(CallOptions { limit, extras: call_extras::of_push(notify, verify, layout)?, quiet })
+fn options(limit: Option<Duration>, given: GivenExtras<'_, '_>, quiet: bool) -> PyResult<CallOptions> {
+    Ok(CallOptions { limit, extras: call_extras::without_grant(given)?, quiet })
 }
 
 /// Returns the time limit of a call in milliseconds; `None` for `sync_kv_timeout`.

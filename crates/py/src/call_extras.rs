@@ -3,20 +3,27 @@
 
 use llm_datadist_core::bindings::validate;
 use llm_datadist_core::{CallExtras, Error, ErrorKind, GrantToken, GrantUse, Verify};
-use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict};
+use pyo3::types::PyBytes;
 
 use crate::arguments::FlagArg;
 use crate::convert::{self, Any, only_support};
 use crate::error::raise;
 use crate::notify::NotifyArg;
-use crate::token_ranges::{RawArg, TokenRanges};
+use crate::token_ranges::RawArg;
 
 arguments! {
     /// How a call checks the bytes that it has moved, or `None`.
     VerifyArg;
+    /// The token of a grant, a list of tokens if a call has several keys, or `None`.
+    GrantArg;
 }
+
+/// The unchecked `notify`, `verify` and `layout` of a call.
+pub(crate) type GivenExtras<'a, 'py> = (NotifyArg<'a, 'py>, VerifyArg<'a, 'py>, RawArg<'a, 'py>);
+
+/// The unchecked `grant` and `grant_done` of a pull of blocks.
+pub(crate) type GivenGrant<'a, 'py> = (GrantArg<'a, 'py>, FlagArg<'a, 'py>);
 
 impl VerifyArg<'_, '_> {
     /// `"off"`, `"sample"`, `"full"` or `None`, which means the option of the engine.
@@ -29,55 +36,41 @@ impl VerifyArg<'_, '_> {
     }
 }
 
-/// Reads what a push, a group, or another call without a grant of its own does beside moving bytes.
-pub(crate) fn of_push(
-    notify: NotifyArg<'_, '_>,
-    verify: VerifyArg<'_, '_>,
-    layout: RawArg<'_, '_>,
-) -> PyResult<CallExtras> {
+impl<'py> GrantArg<'_, 'py> {
+    /// Returns one token, or `None`.
+    fn token(self, name: &str) -> PyResult<Option<GrantToken>> {
+        if self.0.is_none() { Ok(None) } else { token(name, &self.0).map(Some) }
+    }
+
+    /// Returns a list with one object for each key, or `None`.
+    pub(crate) fn tokens(self, name: &str) -> PyResult<Option<Vec<Any<'py>>>> {
+        if self.0.is_none() { Ok(None) } else { convert::listed(name, &self.0).map(Some) }
+    }
+}
+
+/// Reads what a call without a grant of its own does beside moving bytes.
+pub(crate) fn without_grant((notify, verify, layout): GivenExtras<'_, '_>) -> PyResult<CallExtras> {
     let (notify, verify) = (notify.bytes("notify")?, verify.optional()?);
     Ok(CallExtras { notify, grant: None, verify, raw_layout: layout.raw()? })
 }
 
-/// Reads `notify`, `verify`, `layout`, `grant` and `grant_done` among the keyword arguments of a pull of blocks.
-pub(crate) fn of_blocks(options: &Bound<'_, PyDict>) -> PyResult<CallExtras> {
-    let mut extras = CallExtras::default();
-    if options.is_empty() {
-        return Ok(extras);
-    }
-    let py = options.py();
-    if let Some(given) = options.get_item(intern!(py, "notify"))? {
-        extras.notify = NotifyArg::extract(given.as_borrowed())?.bytes("notify")?;
-    }
-    if let Some(given) = options.get_item(intern!(py, "verify"))? {
-        extras.verify = VerifyArg::extract(given.as_borrowed())?.optional()?;
-    }
-    if let Some(given) = options.get_item(intern!(py, "layout"))? {
-        extras.raw_layout = RawArg::extract(given.as_borrowed())?.raw()?;
-    }
-    let done = match options.get_item(intern!(py, "grant_done"))? {
-        Some(given) => FlagArg::extract(given.as_borrowed())?.required("grant_done")?,
-        None => false,
-    };
-    if let Some(given) = options.get_item(intern!(py, "grant"))?.filter(|given| !given.is_none()) {
-        extras.grant = Some(GrantUse { token: token("grant", &given)?, done });
-    } else if done {
-        let text = "grant_done=True needs a grant";
-        return Err(raise(py, &Error::new(ErrorKind::InvalidArgument, text)));
+/// Reads what a pull of blocks does beside moving bytes.
+pub(crate) fn of_blocks(
+    given: GivenExtras<'_, '_>,
+    (grant, done): GivenGrant<'_, '_>,
+) -> PyResult<CallExtras> {
+    let mut extras = without_grant(given)?;
+    let (py, done) = (done.py(), done.required("grant_done")?);
+    extras.grant = grant.token("grant")?.map(|token| GrantUse { token, done });
+    if done && extras.grant.is_none() {
+        return Err(done_without_grant(py));
     }
     Ok(extras)
 }
 
-/// Reads `notify`, `verify` and `layout` among the keyword arguments of a pull of a slot, which takes no grant and no
-/// ranges of tokens.
-pub(crate) fn of_slot(options: &Bound<'_, PyDict>) -> PyResult<CallExtras> {
-    let extras = of_blocks(options)?;
-    TokenRanges::of(options)?.refused(options.py(), "a slot")?;
-    if extras.grant.is_none() {
-        return Ok(extras);
-    }
-    let text = "pull_cache takes no grant: grants are for blocks";
-    Err(raise(options.py(), &Error::new(ErrorKind::InvalidArgument, text)))
+#[cold]
+pub(crate) fn done_without_grant(py: Python<'_>) -> PyErr {
+    raise(py, &Error::new(ErrorKind::InvalidArgument, "grant_done=True needs a grant"))
 }
 
 /// Reads a token.

@@ -12,7 +12,7 @@ use pyo3::types::{IntoPyDict, PyDict, PyList, PyString};
 use crate::arguments::{AddressesArg, DescArg, FlagArg, IntArg, RoleArg, TextArg};
 use crate::blocks::BlocksArg;
 use crate::cache::{ManagedCache, TensorView};
-use crate::call_extras::{self, VerifyArg};
+use crate::call_extras::{self, GrantArg, VerifyArg};
 use crate::convert;
 use crate::engine::Engine;
 use crate::error::{self, raise};
@@ -22,7 +22,7 @@ use crate::layerwise_arguments::{self, CheckedArguments, ConfigsArg, RawArgument
 use crate::links::{self, ClustersArg, Membership, RanksArg, by_rank};
 use crate::local_cache::CacheArg;
 use crate::notify::NotifyArg;
-use crate::pull_push_arguments::{self, LayersArg};
+use crate::pull_push_arguments::{self, BlocksOptions, LayersArg};
 use crate::selection::Selection;
 use crate::sub_rows::SubRowArg;
 use crate::task::TransferTask;
@@ -163,34 +163,55 @@ impl DataDist {
         self.engine.enter(py, llm_datadist_core::DataDist::remap)
     }
 
+    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
     fn pull_cache(
         &self,
         cache_key: KeyArg<'_, '_>,
         cache: CacheArg<'_, '_>,
         batch_index: IntArg<'_, '_>,
         size: IntArg<'_, '_>,
-        options: &Bound<'_, PyDict>,
+        src_layer_range: LayersArg<'_, '_>,
+        dst_layer_range: LayersArg<'_, '_>,
+        tensor_num_per_layer: IntArg<'_, '_>,
+        notify: NotifyArg<'_, '_>,
+        verify: VerifyArg<'_, '_>,
+        layout: RawArg<'_, '_>,
     ) -> PyResult<()> {
-        let pull =
-            pull_push_arguments::pull_cache(&self.engine, (cache_key, cache), (batch_index, size), options)?;
-        self.engine.pull(options.py(), pull)
+        let (ends, slot) = ((cache_key, cache), (batch_index, size));
+        let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
+        let extras = (notify, verify, layout);
+        let pull = pull_push_arguments::pull_cache(&self.engine, ends, slot, layers, extras)?;
+        self.engine.pull(cache.py(), pull)
     }
 
+    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
     fn pull_blocks(
         &self,
         src_cache_key: KeyArg<'_, '_>,
         dst_cache: CacheArg<'_, '_>,
         src_blocks: BlocksArg<'_, '_>,
         dst_blocks: BlocksArg<'_, '_>,
-        options: &Bound<'_, PyDict>,
+        src_layer_range: LayersArg<'_, '_>,
+        dst_layer_range: LayersArg<'_, '_>,
+        tensor_num_per_layer: IntArg<'_, '_>,
+        notify: NotifyArg<'_, '_>,
+        verify: VerifyArg<'_, '_>,
+        layout: RawArg<'_, '_>,
+        grant: GrantArg<'_, '_>,
+        grant_done: FlagArg<'_, '_>,
+        src_tokens: TokensArg<'_, '_>,
+        dst_tokens: TokensArg<'_, '_>,
+        part: SubRowArg<'_, '_>,
     ) -> PyResult<()> {
-        let pull = pull_push_arguments::pull_blocks(
-            &self.engine,
-            (src_cache_key, dst_cache),
-            (src_blocks, dst_blocks),
-            options,
-        )?;
-        self.engine.pull(options.py(), pull)
+        let options = BlocksOptions {
+            layers: (src_layer_range, dst_layer_range, tensor_num_per_layer),
+            extras: (notify, verify, layout),
+            grant: Some((grant, grant_done)),
+            selected: (src_tokens, dst_tokens, part),
+        };
+        let (ends, blocks) = ((src_cache_key, dst_cache), (src_blocks, dst_blocks));
+        let pull = pull_push_arguments::pull_blocks(&self.engine, ends, blocks, options)?;
+        self.engine.pull(dst_cache.py(), pull)
     }
 
     #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
@@ -210,7 +231,7 @@ impl DataDist {
         let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
         let slot = (src_batch_index, size);
         let push = pull_push_arguments::push_cache(&self.engine, (dst_cache_key, src_cache), slot, layers)?;
-        self.engine.push(src_cache.py(), &push, call_extras::of_push(notify, verify, layout)?)
+        self.engine.push(src_cache.py(), &push, call_extras::without_grant((notify, verify, layout))?)
     }
 
     #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
@@ -232,9 +253,9 @@ impl DataDist {
     ) -> PyResult<()> {
         let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
         let (ends, blocks) = ((dst_cache_key, src_cache), (src_blocks, dst_blocks));
-        let selected = Selection::given((src_tokens, dst_tokens), part)?;
+        let selected = Selection::of((src_tokens, dst_tokens, part))?;
         let push = pull_push_arguments::push_blocks(&self.engine, ends, blocks, layers, selected)?;
-        self.engine.push(src_cache.py(), &push, call_extras::of_push(notify, verify, layout)?)
+        self.engine.push(src_cache.py(), &push, call_extras::without_grant((notify, verify, layout))?)
     }
 
     fn transfer_cache_async(

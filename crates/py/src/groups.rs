@@ -3,19 +3,22 @@
 use llm_datadist_core::{GrantUse, GroupMember, PullRows, PushRows};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyTuple};
+use pyo3::types::{PyList, PyTuple};
 
 use crate::arguments::IntArg;
 use crate::blocks::BlocksArg;
-use crate::call_extras;
+use crate::call_extras::{self, VerifyArg};
 use crate::convert::{self, Any, only_support};
 use crate::engine::Engine;
 use crate::error::{invalid, of_item};
 use crate::keys::KeyArg;
 use crate::local_cache::CacheArg;
-use crate::pull_push_arguments::{self, LayersArg};
+use crate::notify::NotifyArg;
+use crate::pull_push_arguments::{self, BlocksOptions, LayersArg};
 use crate::python_types::PythonTypes;
-use crate::selection::Selection;
+use crate::selection::{GivenSelection, Selection};
+use crate::sub_rows::SubRowArg;
+use crate::token_ranges::{RawArg, TokensArg};
 
 arguments! {
     /// A list or tuple of parts.
@@ -28,8 +31,8 @@ struct GivenPart<'py> {
     four: [Any<'py>; 4],
     /// The token of a grant, or `None`.
     grant: Option<Any<'py>>,
-    /// The keyword arguments of a pull that a `GroupPart` has.
-    options: Bound<'py, PyDict>,
+    /// The tokens of the source and of the destination, and the part of every block; `None` each in a tuple.
+    selected: [Any<'py>; 3],
 }
 
 /// The arguments of a pull or push.
@@ -40,9 +43,19 @@ impl PartsArg<'_, '_> {
     /// Checks the parts of a pull. Each obeys the rules of `pull_blocks` (contract §7.13).
     /// `done` says that it is the last pull under their grants.
     pub(crate) fn pulls(self, engine: &Engine, done: bool) -> PyResult<Vec<GroupMember<PullRows>>> {
+        let py = self.py();
+        let (none, two) = (py.None(), 2_u32.into_pyobject(py)?.into_any());
         self.read(5, |part| {
+            let none = none.bind_borrowed(py);
+            let all = LayersArg::extract(none)?;
+            let options = BlocksOptions {
+                layers: (all, all, IntArg::extract(two.as_borrowed())?),
+                extras: (NotifyArg::extract(none)?, VerifyArg::extract(none)?, RawArg::extract(none)?),
+                grant: None,
+                selected: part.selected()?,
+            };
             let (ends, blocks) = part.arguments()?;
-            let pull = pull_push_arguments::pull_blocks(engine, ends, blocks, &part.options)?;
+            let pull = pull_push_arguments::pull_blocks(engine, ends, blocks, options)?;
             let token = part.grant.as_ref().filter(|given| !given.is_none());
             let token = token.map(|given| call_extras::token("grant", given)).transpose()?;
             let grant = token.map(|token| GrantUse { token, done });
@@ -58,7 +71,7 @@ impl PartsArg<'_, '_> {
             let all = LayersArg::extract(all.bind_borrowed(py))?;
             let layers = (all, all, IntArg::extract(two.as_borrowed())?);
             part.without_grant()?;
-            let ((ends, blocks), selected) = (part.arguments()?, Selection::of(&part.options)?);
+            let ((ends, blocks), selected) = (part.arguments()?, Selection::of(part.selected()?)?);
             let push = pull_push_arguments::push_blocks(engine, ends, blocks, layers, selected)?;
             Ok(GroupMember { remote: push.to, local: push.from, rows: push.rows, grant: None })
         })
@@ -88,15 +101,14 @@ impl<'py> GivenPart<'py> {
     /// Reads the values of a `GroupPart`, or of a tuple of four to `most`.
     fn of(item: &Any<'py>, index: usize, most: usize) -> PyResult<Self> {
         let py = item.py();
-        let options = PyDict::new(py);
         if convert::instance(item, &PythonTypes::get(py)?.group_part)? {
             let of = |name| item.getattr(name);
             let cache = (of(intern!(py, "key"))?, of(intern!(py, "cache"))?);
             let four = [cache.0, cache.1, of(intern!(py, "src_blocks"))?, of(intern!(py, "dst_blocks"))?];
-            for name in ["src_tokens", "dst_tokens", "src_offset", "dst_offset", "length"] {
-                options.set_item(name, item.getattr(name)?)?;
-            }
-            return Ok(GivenPart { four, grant: Some(of(intern!(py, "grant"))?), options });
+            let (src_offset, dst_offset) = (of(intern!(py, "src_offset"))?, of(intern!(py, "dst_offset"))?);
+            let bytes = (src_offset, dst_offset, of(intern!(py, "length"))?).into_pyobject(py)?.into_any();
+            let selected = [of(intern!(py, "src_tokens"))?, of(intern!(py, "dst_tokens"))?, bytes];
+            return Ok(GivenPart { four, grant: Some(of(intern!(py, "grant"))?), selected });
         }
         let name = format!("parts[{index}]");
         let part = item.cast::<PyTuple>().map_err(|_| only_support(&name, "['tuple', 'GroupPart']", item))?;
@@ -105,7 +117,14 @@ impl<'py> GivenPart<'py> {
         }
         let at = |index| part.get_item(index);
         let grant = if part.len() > 4 { Some(at(4)?) } else { None };
-        Ok(GivenPart { four: [at(0)?, at(1)?, at(2)?, at(3)?], grant, options })
+        let selected = [(); 3].map(|()| py.None().into_bound(py));
+        Ok(GivenPart { four: [at(0)?, at(1)?, at(2)?, at(3)?], grant, selected })
+    }
+
+    /// Returns what moves of each block.
+    fn selected(&self) -> PyResult<GivenSelection<'_, 'py>> {
+        let [src, dst, bytes] = self.selected.each_ref().map(Bound::as_borrowed);
+        Ok((TokensArg::extract(src)?, TokensArg::extract(dst)?, SubRowArg::extract(bytes)?))
     }
 
     /// Returns the ends and the blocks.

@@ -3,22 +3,20 @@
 //! The same engine carries them out. Roles are checked in the Python package; other differences are in `core::config::Mode`.
 
 use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{CacheKind, CallExtras, End, Error, ErrorKind, PullRows};
+use llm_datadist_core::{CacheKind, CallExtras, End, Error, ErrorKind, Layers, PullRows};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
 
 use crate::arguments::{DescArg, IntArg};
 use crate::blocks::BlocksArg;
 use crate::cache::{ManagedCache, TensorView};
-use crate::convert::int;
 use crate::copy_arguments;
 use crate::datadist::DataDist;
 use crate::engine::Engine;
 use crate::error::{self, raise};
 use crate::keys::{KeyArg, KeyClass, KeysArg};
 use crate::local_cache::CacheArg;
-use crate::pull_push_arguments::{Pull, PullLayers};
+use crate::pull_push_arguments::{self, GivenLayers, LayersArg, Pull};
 
 /// The caches of an engine as a `KvCacheManager` names them.
 #[pyclass(frozen, module = "llm_datadist._core")]
@@ -74,29 +72,40 @@ impl KvCaches {
         self.engine().deallocate(cache.py(), cache.local()?.id(self.engine())?)
     }
 
+    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
     fn pull_cache(
         &self,
         cache_key: KeyArg<'_, '_>,
         kv_cache: CacheArg<'_, '_>,
         batch_index: IntArg<'_, '_>,
         size: IntArg<'_, '_>,
-        options: &Bound<'_, PyDict>,
+        src_layer_range: LayersArg<'_, '_>,
+        dst_layer_range: LayersArg<'_, '_>,
+        tensor_num_per_layer: IntArg<'_, '_>,
+        src_cache_offset: IntArg<'_, '_>,
+        dst_cache_offset: IntArg<'_, '_>,
     ) -> PyResult<()> {
-        let pull = pull_cache(self.engine(), (cache_key, kv_cache), (batch_index, size), options)?;
-        self.engine().pull(options.py(), pull)
+        let (ends, slot) = ((cache_key, kv_cache), (batch_index, size));
+        let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
+        let pull = pull_cache(self.engine(), ends, slot, layers, (src_cache_offset, dst_cache_offset))?;
+        self.engine().pull(kv_cache.py(), pull)
     }
 
+    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
     fn pull_blocks(
         &self,
         prompt_cache_key: KeyArg<'_, '_>,
         decoder_kv_cache: CacheArg<'_, '_>,
         prompt_blocks: BlocksArg<'_, '_>,
         decoder_blocks: BlocksArg<'_, '_>,
-        options: &Bound<'_, PyDict>,
+        src_layer_range: LayersArg<'_, '_>,
+        dst_layer_range: LayersArg<'_, '_>,
+        tensor_num_per_layer: IntArg<'_, '_>,
     ) -> PyResult<()> {
-        let blocks = (prompt_blocks, decoder_blocks);
-        let pull = pull_blocks(self.engine(), (prompt_cache_key, decoder_kv_cache), blocks, options)?;
-        self.engine().pull(options.py(), pull)
+        let (ends, blocks) = ((prompt_cache_key, decoder_kv_cache), (prompt_blocks, decoder_blocks));
+        let layers = (src_layer_range, dst_layer_range, tensor_num_per_layer);
+        let pull = pull_blocks(self.engine(), ends, blocks, layers)?;
+        self.engine().pull(decoder_kv_cache.py(), pull)
     }
 
     #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
@@ -174,19 +183,19 @@ fn pull_cache(
     engine: &Engine,
     (cache_key, cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
     (batch_index, size): (IntArg<'_, '_>, IntArg<'_, '_>),
-    options: &Bound<'_, PyDict>,
+    given: GivenLayers<'_, '_>,
+    (src_cache_offset, dst_cache_offset): (IntArg<'_, '_>, IntArg<'_, '_>),
 ) -> PyResult<Pull> {
-    let py = options.py();
+    let py = cache.py();
     let key = cache_key.of("cache_key", &[KeyClass::Cache, KeyClass::Row])?;
     device_cache("kv_cache", cache)?;
     let size = size.int("size")?;
     let row = batch_index.int("batch_index")?;
     validate::copy_size(size).map_err(|error| raise(py, &error))?;
-    let remote_offset = offset(options, "src_cache_offset")?;
-    let local_offset = offset(options, "dst_cache_offset")?;
+    let remote_offset = offset(src_cache_offset, "src_cache_offset")?;
+    let local_offset = offset(dst_cache_offset, "dst_cache_offset")?;
     key.check_ids()?;
-    let given = PullLayers::of(options)?;
-    let layers = given.layers(given.per_layer()?)?;
+    let layers = layers(given)?;
     let local = cache.slots("kv_cache")?;
     let rows = PullRows::Slot { local: row, remote_offset, local_offset, size };
     Ok(Pull { from: key.name()?, to: local.end(engine)?, rows, layers, extras: CallExtras::default() })
@@ -197,9 +206,9 @@ fn pull_blocks(
     engine: &Engine,
     (key, cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
     (prompt_blocks, decoder_blocks): (BlocksArg<'_, '_>, BlocksArg<'_, '_>),
-    options: &Bound<'_, PyDict>,
+    given: GivenLayers<'_, '_>,
 ) -> PyResult<Pull> {
-    let py = options.py();
+    let py = cache.py();
     let checked = |result: llm_datadist_core::Result<()>| result.map_err(|error| raise(py, &error));
     let key = key.of("prompt_cache_key", &[KeyClass::Blocks])?;
     cache.kv_typed("decoder_kv_cache")?;
@@ -209,8 +218,7 @@ fn pull_blocks(
     checked(validate::not_empty("prompt_blocks", &remote))?;
     checked(validate::not_empty("decoder_blocks", &local))?;
     checked(validate::equally_many(("prompt_blocks", remote.len()), ("decoder_blocks", local.len())))?;
-    let given = PullLayers::of(options)?;
-    let layers = given.layers(given.per_layer()?)?;
+    let layers = layers(given)?;
     let from = key.name()?;
     Ok(Pull {
         from,
@@ -219,6 +227,11 @@ fn pull_blocks(
         layers,
         extras: CallExtras::default(),
     })
+}
+
+/// Reads which layers a pull moves.
+fn layers(given: GivenLayers<'_, '_>) -> PyResult<Layers> {
+    pull_push_arguments::pull_layers(given, pull_push_arguments::per_layer(given.2)?)
 }
 
 /// The argument called `name` must be a `KvCache` in memory of the device.
@@ -233,9 +246,8 @@ fn nameless(py: Python<'_>, name: &str, why: &str) -> PyErr {
 }
 
 /// Reads a byte offset: an int64 of 0 or above, or `None` for 0.
-fn offset(options: &Bound<'_, PyDict>, name: &str) -> PyResult<u64> {
-    let Some(given) = options.get_item(name)?.filter(|given| !given.is_none()) else { return Ok(0) };
-    let value: i64 = int(name, &given)?;
+fn offset(given: IntArg<'_, '_>, name: &str) -> PyResult<u64> {
+    let value: i64 = given.optional(name)?.unwrap_or(0);
     u64::try_from(value).map_err(|_| negative(name, value))
 }
 

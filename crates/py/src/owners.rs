@@ -1,19 +1,16 @@
 //! Pulls from several owners, and pushes to several: a list of keys, and as many lists of blocks.
 
 use llm_datadist_core::{CallExtras, Error, ErrorKind, GrantUse, GroupMember, PullRows, PushRows};
-use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
 
-use crate::arguments::FlagArg;
 use crate::blocks::BlocksArg;
-use crate::call_extras;
+use crate::call_extras::{self, GivenGrant};
 use crate::convert::{self, Any};
 use crate::engine::Engine;
 use crate::error::{invalid, of_item, raise};
 use crate::keys::KeyArg;
 use crate::local_cache::CacheArg;
-use crate::pull_push_arguments::{self, PushLayers};
+use crate::pull_push_arguments::{self, BlocksOptions, GivenLayers};
 use crate::selection::Selection;
 
 arguments! {
@@ -36,19 +33,20 @@ pub(crate) fn pull(
     engine: &Engine,
     (keys, cache): (OwnersArg<'_, '_>, CacheArg<'_, '_>),
     (src_blocks, dst_blocks): (BlockListsArg<'_, '_>, BlocksArg<'_, '_>),
-    options: &Bound<'_, PyDict>,
+    grant: GivenGrant<'_, '_>,
+    options: BlocksOptions<'_, '_>,
 ) -> PyResult<OwnersPull> {
     const KEYS: &str = "src_cache_key";
-    let py = options.py();
+    let py = cache.py();
     let keys = keys.keys(KEYS)?;
     let lists = src_blocks.lists("src_blocks", keys.len())?;
-    let (grants, options) = (OwnerGrants::of(options, keys.len())?, without_grants(options)?);
+    let grants = OwnerGrants::of(grant, keys.len())?;
     let mut owners = OwnersPull { parts: convert::room(py, keys.len())?, extras: CallExtras::default() };
     for (index, (key, blocks)) in keys.iter().zip(&lists).enumerate() {
         let one = || {
             let blocks = (BlocksArg::extract(blocks.as_borrowed())?, dst_blocks);
             let key = KeyArg::extract(key.as_borrowed())?;
-            let pull = pull_push_arguments::pull_blocks(engine, (key, cache), blocks, &options)?;
+            let pull = pull_push_arguments::pull_blocks(engine, (key, cache), blocks, options)?;
             no_layers(py, pull.layers.src.or(pull.layers.dst).is_some())?;
             let part =
                 GroupMember { remote: pull.from, local: pull.to, rows: pull.rows, grant: grants.at(index)? };
@@ -66,7 +64,7 @@ pub(crate) fn push(
     engine: &Engine,
     (keys, cache): (OwnersArg<'_, '_>, CacheArg<'_, '_>),
     (src_blocks, dst_blocks): (BlocksArg<'_, '_>, BlockListsArg<'_, '_>),
-    layers: PushLayers<'_, '_>,
+    layers: GivenLayers<'_, '_>,
     selected: &Selection,
 ) -> PyResult<Vec<GroupMember<PushRows>>> {
     const KEYS: &str = "dst_cache_key";
@@ -116,23 +114,16 @@ struct OwnerGrants<'py> {
 }
 
 impl<'py> OwnerGrants<'py> {
-    fn of(options: &Bound<'py, PyDict>, count: usize) -> PyResult<Self> {
-        let py = options.py();
-        let done = match options.get_item(intern!(py, "grant_done"))? {
-            Some(given) => FlagArg::extract(given.as_borrowed())?.required("grant_done")?,
-            None => false,
-        };
-        let tokens = match options.get_item(intern!(py, "grant"))? {
-            Some(given) if !given.is_none() => Some(convert::listed("grant", &given)?),
-            _ => None,
-        };
+    fn of((tokens, done): GivenGrant<'_, 'py>, count: usize) -> PyResult<Self> {
+        let (py, done) = (done.py(), done.required("grant_done")?);
+        let tokens = tokens.tokens("grant")?;
         if let Some(listed) = &tokens
             && listed.len() != count
         {
             return Err(invalid(py, "len(grant)", listed.len(), &format!("{count}, one for each key")));
         }
         if done && tokens.is_none() {
-            return Err(raise(py, &Error::new(ErrorKind::InvalidArgument, "grant_done=True needs a grant")));
+            return Err(call_extras::done_without_grant(py));
         }
         Ok(OwnerGrants { tokens, done })
     }
@@ -146,17 +137,6 @@ impl<'py> OwnerGrants<'py> {
             _ => Ok(None),
         }
     }
-}
-
-/// Returns the options of one owner: its grant is among the parts.
-fn without_grants<'py>(options: &Bound<'py, PyDict>) -> PyResult<Bound<'py, PyDict>> {
-    let (py, rest) = (options.py(), options.copy()?);
-    for name in [intern!(py, "grant"), intern!(py, "grant_done")] {
-        if rest.contains(name)? {
-            rest.del_item(name)?;
-        }
-    }
-    Ok(rest)
 }
 
 fn no_layers(py: Python<'_>, given: bool) -> PyResult<()> {

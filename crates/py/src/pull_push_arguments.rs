@@ -8,17 +8,17 @@ use llm_datadist_core::{
 };
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyRange, PyRangeMethods, PyString};
+use pyo3::types::{PyRange, PyRangeMethods, PyString};
 
 use crate::arguments::IntArg;
 use crate::blocks::BlocksArg;
-use crate::call_extras;
+use crate::call_extras::{self, GivenExtras, GivenGrant};
 use crate::convert::{Any, int, only_support, shown};
 use crate::engine::Engine;
 use crate::error::{invalid, raise};
 use crate::keys::{KeyArg, KeyClass};
 use crate::local_cache::CacheArg;
-use crate::selection::Selection;
+use crate::selection::{GivenSelection, Selection};
 
 arguments! {
     /// A range of layers, or `None`.
@@ -51,23 +51,29 @@ pub(crate) struct Push {
     pub(crate) layers: Layers,
 }
 
-/// The unchecked arguments of a pull that choose layers.
-pub(crate) struct PullLayers<'py> {
-    src: Option<Any<'py>>,
-    dst: Option<Any<'py>>,
-    /// 2 if it is not given.
-    per_layer: Option<Any<'py>>,
-}
+/// The unchecked arguments of a call that choose layers: of the source, of the destination, and tensors per layer.
+pub(crate) type GivenLayers<'a, 'py> = (LayersArg<'a, 'py>, LayersArg<'a, 'py>, IntArg<'a, 'py>);
 
-/// The unchecked arguments of a push that choose layers: of the source, of the destination, and tensors per layer.
-pub(crate) type PushLayers<'a, 'py> = (LayersArg<'a, 'py>, LayersArg<'a, 'py>, IntArg<'a, 'py>);
+/// The unchecked keyword arguments of a pull of blocks.
+#[derive(Clone, Copy)]
+pub(crate) struct BlocksOptions<'a, 'py> {
+    /// `src_layer_range`, `dst_layer_range` and `tensor_num_per_layer`.
+    pub(crate) layers: GivenLayers<'a, 'py>,
+    /// `notify`, `verify` and `layout`.
+    pub(crate) extras: GivenExtras<'a, 'py>,
+    /// `grant` and `grant_done`; `None` for a part of a call, whose grant is read with the part.
+    pub(crate) grant: Option<GivenGrant<'a, 'py>>,
+    /// `src_tokens`, `dst_tokens`, and the part of every block.
+    pub(crate) selected: GivenSelection<'a, 'py>,
+}
 
 /// Checks the arguments of `pull_cache` (contract §7.12).
 pub(crate) fn pull_cache(
     engine: &Engine,
     (cache_key, cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
     (batch_index, size): (IntArg<'_, '_>, IntArg<'_, '_>),
-    options: &Bound<'_, PyDict>,
+    given: GivenLayers<'_, '_>,
+    extras: GivenExtras<'_, '_>,
 ) -> PyResult<Pull> {
     let allowed: &[KeyClass] =
         if engine.one_sided() { &[KeyClass::Row] } else { &[KeyClass::Cache, KeyClass::Row] };
@@ -75,12 +81,11 @@ pub(crate) fn pull_cache(
     cache.typed("cache")?;
     let (row, size) = (batch_index.int("batch_index")?, size.int("size")?);
     let local = cache.slots("cache")?;
-    validate::copy_size(size).map_err(|error| raise(options.py(), &error))?;
-    let given = PullLayers::of(options)?;
-    let per_layer = given.per_layer()?;
+    validate::copy_size(size).map_err(|error| raise(cache.py(), &error))?;
+    let per_layer = per_layer(given.2)?;
     key.check_ids()?;
-    let layers = given.layers(per_layer)?;
-    let extras = call_extras::of_slot(options)?;
+    let layers = pull_layers(given, per_layer)?;
+    let extras = call_extras::without_grant(extras)?;
     let from = key.name()?;
     Ok(Pull { from, to: local.end(engine)?, rows: PullRows::slot(row, size), layers, extras })
 }
@@ -90,7 +95,7 @@ pub(crate) fn pull_blocks(
     engine: &Engine,
     (src_cache_key, dst_cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
     (src_blocks, dst_blocks): (BlocksArg<'_, '_>, BlocksArg<'_, '_>),
-    options: &Bound<'_, PyDict>,
+    options: BlocksOptions<'_, '_>,
 ) -> PyResult<Pull> {
     let allowed = [KeyClass::Blocks, KeyClass::Cache, KeyClass::Row];
     let key = src_cache_key.of("src_cache_key", &allowed)?;
@@ -99,19 +104,21 @@ pub(crate) fn pull_blocks(
     let local = dst_blocks.listed_or_none("dst_blocks")?;
     let cache = dst_cache.blocks("dst_cache")?;
     let local = at_least_one("dst_blocks", local, dst_blocks)?;
-    let given = PullLayers::of(options)?;
-    let per_layer = given.per_layer()?;
-    let selected = Selection::of(options)?;
+    let per_layer = per_layer(options.layers.2)?;
+    let selected = Selection::of(options.selected)?;
     let rows = if key.is(KeyClass::Blocks) {
         selected.pull(at_least_one("src_blocks", remote, src_blocks)?, local)
     } else {
-        selected.refused_for_slot(options.py())?;
+        selected.refused_for_slot(dst_cache.py())?;
         no_blocks(remote, src_blocks)?;
         key.check_ids()?;
         PullRows::SlotToBlocks { local }
     };
-    let layers = given.layers(per_layer)?;
-    let extras = call_extras::of_blocks(options)?;
+    let layers = pull_layers(options.layers, per_layer)?;
+    let extras = match options.grant {
+        Some(grant) => call_extras::of_blocks(options.extras, grant)?,
+        None => call_extras::without_grant(options.extras)?,
+    };
     Ok(Pull { from: key.name()?, to: cache.end(engine)?, rows, layers, extras })
 }
 
@@ -120,7 +127,7 @@ pub(crate) fn push_cache(
     engine: &Engine,
     (dst_cache_key, src_cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
     (src_batch_index, size): (IntArg<'_, '_>, IntArg<'_, '_>),
-    layers: PushLayers<'_, '_>,
+    layers: GivenLayers<'_, '_>,
 ) -> PyResult<Push> {
     one_sided(src_cache.py(), engine, "push_cache")?;
     let key = dst_cache_key.required("dst_cache_key", &[KeyClass::Row])?;
@@ -137,7 +144,7 @@ pub(crate) fn push_blocks(
     engine: &Engine,
     (dst_cache_key, src_cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
     (src_blocks, dst_blocks): (BlocksArg<'_, '_>, BlocksArg<'_, '_>),
-    layers: PushLayers<'_, '_>,
+    layers: GivenLayers<'_, '_>,
     selected: Selection,
 ) -> PyResult<Push> {
     one_sided(src_cache.py(), engine, "push_blocks")?;
@@ -181,38 +188,14 @@ fn no_blocks(blocks: Option<Vec<i64>>, value: BlocksArg<'_, '_>) -> PyResult<()>
     }
 }
 
-impl<'py> PullLayers<'py> {
-    /// Reads the layer arguments among the keyword arguments of a pull. Others are ignored (contract §7.12).
-    pub(crate) fn of(options: &Bound<'py, PyDict>) -> PyResult<Self> {
-        if options.is_empty() {
-            return Ok(PullLayers { src: None, dst: None, per_layer: None });
-        }
-        let py = options.py();
-        Ok(PullLayers {
-            src: options.get_item(intern!(py, "src_layer_range"))?,
-            dst: options.get_item(intern!(py, "dst_layer_range"))?,
-            per_layer: options.get_item(intern!(py, "tensor_num_per_layer"))?,
-        })
-    }
-
-    /// Returns how many tensors a layer has.
-    pub(crate) fn per_layer(&self) -> PyResult<u32> {
-        self.per_layer.as_ref().map_or(Ok(2), |given| per_layer(given.extract()?))
-    }
-
-    /// Returns the layers. An empty range means all layers.
-    pub(crate) fn layers(&self, tensors_per_layer: u32) -> PyResult<Layers> {
-        let range = |name: &str, value: &Option<Any<'py>>| match value {
-            Some(value) if !value.is_none() => pull_range(name, value).map(Some),
-            _ => Ok(None),
-        };
-        let (src, dst) = (range("src_layer_range", &self.src)?, range("dst_layer_range", &self.dst)?);
-        Ok(Layers { src, dst, tensors_per_layer })
-    }
+/// Returns the layers of a pull. An empty range means all layers.
+pub(crate) fn pull_layers((src, dst, _): GivenLayers<'_, '_>, tensors_per_layer: u32) -> PyResult<Layers> {
+    let (src, dst) = (src.pulled("src_layer_range")?, dst.pulled("dst_layer_range")?);
+    Ok(Layers { src, dst, tensors_per_layer })
 }
 
 /// Returns the layers of a push: both ranges or none, of the same length, and not empty.
-fn push_layers((src, dst, given): PushLayers<'_, '_>) -> PyResult<Layers> {
+fn push_layers((src, dst, given): GivenLayers<'_, '_>) -> PyResult<Layers> {
     let tensors_per_layer = per_layer(given)?;
     let (src, dst) = (src.pushed("src_layer_range")?, dst.pushed("dst_layer_range")?);
     let layers = Layers { src, dst, tensors_per_layer };
@@ -221,13 +204,18 @@ fn push_layers((src, dst, given): PushLayers<'_, '_>) -> PyResult<Layers> {
 }
 
 /// Reads how many tensors a layer has.
-fn per_layer(given: IntArg<'_, '_>) -> PyResult<u32> {
+pub(crate) fn per_layer(given: IntArg<'_, '_>) -> PyResult<u32> {
     let count = given.int("tensor_num_per_layer")?;
     validate::tensors_per_layer(count).map_err(|error| raise(given.py(), &error))?;
     Ok(count)
 }
 
 impl LayersArg<'_, '_> {
+    /// The layers of a pull, or `None`.
+    fn pulled(self, name: &str) -> PyResult<Option<LayerRange>> {
+        if self.0.is_none() { Ok(None) } else { pull_range(name, &self.0).map(Some) }
+    }
+
     /// The layers of a push, or `None`.
     fn pushed(self, name: &str) -> PyResult<Option<LayerRange>> {
         if self.0.is_none() { Ok(None) } else { push_range(name, &self.0).map(Some) }

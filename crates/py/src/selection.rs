@@ -2,7 +2,6 @@
 
 use llm_datadist_core::{Error, ErrorKind, PullRows, PushRows, SubRow};
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
 
 use crate::error::raise;
 use crate::sub_rows::{self, SubRowArg};
@@ -15,19 +14,13 @@ pub(crate) struct Selection {
     part: SubRow,
 }
 
-impl Selection {
-    /// Reads the keyword arguments of a pull.
-    pub(crate) fn of(options: &Bound<'_, PyDict>) -> PyResult<Self> {
-        let (tokens, part) = (TokenRanges::of(options)?, sub_rows::of_options(options)?);
-        Selection { tokens, part }.checked(options.py())
-    }
+/// The unchecked `src_tokens` and `dst_tokens`, and the part of every block.
+pub(crate) type GivenSelection<'a, 'py> = (TokensArg<'a, 'py>, TokensArg<'a, 'py>, SubRowArg<'a, 'py>);
 
-    /// Reads the arguments of a push.
-    pub(crate) fn given(
-        tokens: (TokensArg<'_, '_>, TokensArg<'_, '_>),
-        part: SubRowArg<'_, '_>,
-    ) -> PyResult<Self> {
-        Selection { tokens: TokenRanges::given(tokens)?, part: part.part()? }.checked(part.py())
+impl Selection {
+    /// Reads the arguments of a pull or push.
+    pub(crate) fn of((src, dst, part): GivenSelection<'_, '_>) -> PyResult<Self> {
+        Selection { tokens: TokenRanges::given((src, dst))?, part: part.part()? }.checked(part.py())
     }
 
     fn checked(self, py: Python<'_>) -> PyResult<Self> {

@@ -1,11 +1,10 @@
 //! The part of every block that a call moves: `src_offset`, `dst_offset` and `length`, in bytes.
 
 use llm_datadist_core::{Error, ErrorKind, SubRow};
-use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::PyTuple;
 
-use crate::convert::{self, Any, only_support};
+use crate::convert::{self, only_support};
 use crate::error::{invalid, raise};
 
 arguments! {
@@ -29,21 +28,6 @@ impl SubRowArg<'_, '_> {
             length: convert::optional_int("length", &tuple.get_item(2)?)?,
         })
     }
-}
-
-/// Reads `src_offset`, `dst_offset` and `length` among the keyword arguments of a pull.
-pub(crate) fn of_options(options: &Bound<'_, PyDict>) -> PyResult<SubRow> {
-    if options.is_empty() {
-        return Ok(SubRow::default());
-    }
-    let py = options.py();
-    let offset = |name: &str, given: Option<Any<'_>>| given.map_or(Ok(0), |given| convert::int(name, &given));
-    let length = options.get_item(intern!(py, "length"))?;
-    Ok(SubRow {
-        src_offset: offset("src_offset", options.get_item(intern!(py, "src_offset"))?)?,
-        dst_offset: offset("dst_offset", options.get_item(intern!(py, "dst_offset"))?)?,
-        length: length.map_or(Ok(None), |given| convert::optional_int("length", &given))?,
-    })
 }
 
 /// Refuses a part of blocks in a pull of a slot.

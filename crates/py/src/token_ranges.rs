@@ -3,9 +3,7 @@
 use std::ops::Range;
 
 use llm_datadist_core::{Error, ErrorKind, PullRows, PushRows};
-use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
 
 use crate::convert::{self, Any};
 use crate::error::{invalid, raise};
@@ -25,20 +23,7 @@ pub(crate) struct TokenRanges {
 }
 
 impl TokenRanges {
-    /// Reads `src_tokens` and `dst_tokens` among the keyword arguments of a pull.
-    pub(crate) fn of(options: &Bound<'_, PyDict>) -> PyResult<Self> {
-        if options.is_empty() {
-            return Ok(TokenRanges::default());
-        }
-        let py = options.py();
-        let given = |name: &Bound<'_, _>| match options.get_item(name)? {
-            Some(value) => optional(&name.to_string(), &value),
-            None => Ok(None),
-        };
-        Ok(TokenRanges { src: given(intern!(py, "src_tokens"))?, dst: given(intern!(py, "dst_tokens"))? })
-    }
-
-    /// Reads the two arguments of a push.
+    /// Reads the two arguments of a pull or push.
     pub(crate) fn given((src, dst): (TokensArg<'_, '_>, TokensArg<'_, '_>)) -> PyResult<Self> {
         Ok(TokenRanges { src: optional("src_tokens", &src.0)?, dst: optional("dst_tokens", &dst.0)? })
     }

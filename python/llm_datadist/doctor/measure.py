@@ -193,10 +193,10 @@ class _Measurement:
             raise LLMException("the link has ended", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
         return found[0]
 
-    def _pull(self, blocks: int, **more: str) -> None:
+    def _pull(self, blocks: int, verify: str | None = None) -> None:
         moved = list(range(blocks))
         key = BlocksCacheKey(self._peer.cluster_id, self._model)
-        self._engine.manager.pull_blocks(key, self._pool, moved, moved, **more)
+        self._engine.manager.pull_blocks(key, self._pool, moved, moved, verify=verify)
 
     def _push(self, blocks: int) -> None:
         moved = list(range(blocks))
