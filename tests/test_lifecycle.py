@@ -332,7 +332,6 @@ def test_a_forked_child_knows_itself_from_its_parent_also_in_the_second_generati
             child = fork()
             if child == 0:
                 assert refused(*first)
-                LLMDataDist.llm_engine_instance = None
                 second = engine()
                 grandchild = fork()
                 if grandchild == 0:
@@ -347,6 +346,47 @@ def test_a_forked_child_knows_itself_from_its_parent_also_in_the_second_generati
         """
     )
     assert out == "told"
+
+
+FORKED = """
+import multiprocessing, threading
+first = engine()
+def child():
+    assert LLMDataDist.llm_engine_instance is None
+    second = engine()
+    assert LLMDataDist.llm_engine_instance is second[0]
+    first[0].finalize()  # the object of the parent, whose engine is another one
+    assert LLMDataDist.llm_engine_instance is second[0]
+    second[0].cache_manager.copy_cache(second[1], second[1], 2, 0)
+    second[0].finalize()
+    first[0].init(OPTIONS)  # the same object may have an engine of its own here
+    first[0].cache_manager.allocate_cache(DESC)
+    first[0].finalize()
+"""
+FORKS = {
+    "os.fork": "pid = os.fork()\nif pid == 0:\n    child()\n    os._exit(0)\nended(pid)",
+    "the fork of the C library": (
+        "pid = ctypes.PyDLL(None).fork()\n"
+        "if pid == 0:\n    LLMDataDist(LLMRole.MIX, 9).finalize()\n    child()\n    os._exit(0)\nended(pid)"
+    ),
+    "multiprocessing": (
+        "one = multiprocessing.get_context('fork').Process(target=child)\n"
+        "one.start(); one.join(60)\nassert one.exitcode == 0, one.exitcode"
+    ),
+    "os.fork while another thread opens an engine": (
+        "held, over = threading.Event(), threading.Event()\n"
+        "def hold():\n    with LLMDataDist._life:\n        held.set(); over.wait()\n"
+        "thread = threading.Thread(target=hold); thread.start(); held.wait()\n"
+        "pid = os.fork()\nif pid == 0:\n    child()\n    os._exit(0)\n"
+        "over.set(); thread.join(); ended(pid)"
+    ),
+}
+
+
+@pytest.mark.parametrize("how", FORKS)
+def test_a_forked_child_opens_an_engine_of_its_own(how: str) -> None:
+    going_on = "first[0].cache_manager.copy_cache(first[1], first[1], 2, 0)\nfirst[0].finalize()\nprint('both')"
+    assert run_fresh(f"{ENGINE}\n{FORKED}\n{FORKS[how]}\n{going_on}").strip() == "both"
 
 
 def test_a_signal_handler_may_finalize_at_any_moment() -> None:

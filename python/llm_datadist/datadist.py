@@ -67,8 +67,10 @@ class LLMDataDist(EngineEvents):
     """
 
     llm_engine_instance: ClassVar[Optional[LLMDataDist]] = None
-    """The initialized instance of the process, or ``None`` (contract §6)."""
+    """The initialized instance of the process, or ``None`` (contract §6). A forked child begins with ``None``."""
 
+    # The process to which `llm_engine_instance` and `_life` belong.
+    _process: ClassVar[int] = os.getpid()
     # Held while `init` opens an engine and while `finalize` unsets `llm_engine_instance`, so that at most one instance
     # is initialized. Re-entrant, because a signal handler may call `finalize` meanwhile.
     _life: ClassVar[threading.RLock] = threading.RLock()
@@ -79,6 +81,7 @@ class LLMDataDist(EngineEvents):
         self._role = role
         self._cluster_id = cluster_id
         self._is_initialized = False
+        self._opened_by = 0
         self._enable_cache_mgr = False
         self._enable_local_comm_res = False
         self._engine_options: dict[str, str] = {}
@@ -124,8 +127,10 @@ class LLMDataDist(EngineEvents):
     def init(self, options: dict[str, str]) -> None:
         """Open the engine (contract §6.2).
 
-        The call has no effect on an initialized object, and may be repeated after a failure. Unknown keys are ignored,
-        and each is logged at ERROR with the nearest known key. Keys that start with ``ge.`` are not (contract §5.2).
+        The call has no effect on an initialized object, and may be repeated after a failure. In a forked child it opens
+        an engine of the child's own, also on an object that the parent initialized (contract §16). Unknown keys are
+        ignored, and each is logged at ERROR with the nearest known key. Keys that start with ``ge.`` are not (contract
+        §5.2).
 
         Args:
             options: keys and texts, usually from ``LLMConfig.generate_options``. The dict is copied; in KvCacheManager
@@ -145,10 +150,11 @@ class LLMDataDist(EngineEvents):
                 ``LLM_OUT_OF_MEMORY``, or ``LLM_DEVICE_OUT_OF_MEMORY`` in KvCacheManager mode: the system has no memory
                 for a pool; ``LLM_FEATURE_NOT_ENABLED``: the CPU lacks the stores that ``llm.CopyKernel`` names.
         """
-        if self._is_initialized:
+        _forget_parent()  # the C library's `fork` runs no hooks of Python
+        if self._is_initialized and self._opened_by == os.getpid():
             return
         with LLMDataDist._life:
-            if self._is_initialized:
+            if self._is_initialized and self._opened_by == os.getpid():
                 return  # another thread called init first
             raise_if_false(
                 LLMDataDist.llm_engine_instance is None,
@@ -169,6 +175,7 @@ class LLMDataDist(EngineEvents):
             self._engine_options = resolved
             self._enable_cache_mgr = cache_manager
             self._enable_local_comm_res = LOCAL_RESOURCES in resolved
+            self._cache_manager = self._kv_cache_manager = None  # those of the parent, in a forked child
             if cache_manager:
                 self._cache_manager = CacheManager(self._llm_datadist, resolved)
             else:
@@ -176,6 +183,7 @@ class LLMDataDist(EngineEvents):
                 options[_CLUSTER_INFO] = resolved[_CLUSTER_INFO]
             engine_log.start()
             LLMDataDist.llm_engine_instance = self
+            self._opened_by = os.getpid()
             self._is_initialized = True
 
     def _describe_cluster(self, resolved: dict[str, str]) -> None:
@@ -197,12 +205,15 @@ class LLMDataDist(EngineEvents):
         one of their layers arrives within each ``sync_kv_timeout``. Unfinished configs then get
         ``LLM_ENGINE_FINALIZED``. Asynchronous calls end with that code at once, and their events are dropped. Managers,
         caches and cache ids of the engine are invalid afterwards. Memory stays mapped as long as a view of it exists.
-        ``finalize`` must not run at the same time as other calls.
+        ``finalize`` must not run at the same time as other calls. In a forked child, the engine of the parent stays as
+        it is.
         """
+        _forget_parent()
         with LLMDataDist._life:
             if not self._is_initialized:
                 return
             self._is_initialized = False
+            forked = self._opened_by != os.getpid()
             managers = (self._cache_manager, self._kv_cache_manager)
             self._cache_manager = self._kv_cache_manager = None
             native, self._llm_datadist = self._llm_datadist, None
@@ -210,8 +221,10 @@ class LLMDataDist(EngineEvents):
                 if manager is not None:
                     manager._initialized = False  # noqa: SLF001  (an old manager never reaches a later engine)
             # This must be the last step, because another object, or a signal handler, may call `init` from here on.
-            LLMDataDist.llm_engine_instance = None
-        if native is not None:
+            if LLMDataDist.llm_engine_instance is self:
+                LLMDataDist.llm_engine_instance = None
+        # The log thread of a forked child, if there is one, belongs to another engine.
+        if native is not None and not forked:
             try:
                 layerwise.drain(native)
             finally:
@@ -541,6 +554,16 @@ def _shutdown_handler() -> None:
         LLMDataDist.llm_engine_instance = None
 
 
+def _forget_parent() -> None:
+    """Let a forked child begin without an initialized instance. A thread of the parent may hold the old lock."""
+    process = os.getpid()
+    if LLMDataDist._process != process:  # noqa: SLF001  (the state of the class)
+        LLMDataDist._life = threading.RLock()  # noqa: SLF001
+        LLMDataDist.llm_engine_instance = None
+        LLMDataDist._process = process  # noqa: SLF001
+
+
 atexit.register(_shutdown_handler)
+os.register_at_fork(after_in_child=_forget_parent)
 # A forked child closes its copies of the parent's sockets, so that peers notice at once when the parent dies.
 os.register_at_fork(after_in_child=_core.abandon_sockets)
