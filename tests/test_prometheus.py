@@ -13,11 +13,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from llm_datadist import CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole
 from llm_datadist.integrations.prometheus import EngineCollector
+from peers import free_ports, one_server, options
 
 if TYPE_CHECKING:
     from typing import Literal
 
-    from peers import End, Peer
+    from peers import End, Ends, Peer
 
 DASHBOARD = Path(__file__).parents[1] / "docs" / "monitoring" / "dashboard.json"
 # Names of `integrations/vllm/metrics.py`. Prometheus adds the endings.
@@ -76,6 +77,29 @@ def test_links_are_named(served: tuple[End, Peer]) -> None:
     assert 'llm_datadist_link_silent_seconds{cluster="2"}' in text
     moved = re.findall(r'^llm_datadist_link_moved_bytes_total\{cluster="2",path="(\w+)"\} (\d)', text, re.MULTILINE)
     assert sorted(path for path, _ in moved) == ["fabric", "mapped", "process", "rings", "sockets"]
+
+
+def test_two_links_to_one_cluster_are_one_series_each(ends: Ends) -> None:
+    """Prometheus drops series with equal labels, so the links of a cluster are combined."""
+    given = options(llm__RankPort=free_ports())
+    far, near = ends.peer(given), ends.near(given)
+    for name in ("one", "two"):  # each communicator has a link of its own
+        comms = near.link(name, {1: 0, 2: 1}, one_server()), far.link(name, {1: 0, 2: 1}, one_server())
+        assert near.settled(comms[0]) == far.settled(comms[1]) == "OK"
+    links = near.dist.stats()["links"]
+    assert [link["cluster"] for link in links] == [2, 2]
+    families = list(EngineCollector(near.dist).collect())
+    series = [(sample.name, *sample.labels.items()) for family in families for sample in family.samples]
+    assert len(series) == len(set(series))
+    registry = CollectorRegistry()
+    ages = iter([2500, 700])
+    counted = [{**link, "silent_ms": next(ages), "paths": {"rings": {"transfers": 1, "bytes": 30}}} for link in links]
+    registry.register(EngineCollector(SimpleNamespace(stats=lambda: {**near.dist.stats(), "links": counted})))  # type: ignore[arg-type]
+    kind = {name: str(links[0][name]) for name in ("cluster", "transport", "pools", "registered")}  # type: ignore[literal-required]
+    assert registry.get_sample_value("llm_datadist_link", kind) == 2
+    assert registry.get_sample_value("llm_datadist_link_silent_seconds", {"cluster": "2"}) == 2.5
+    moved = {"cluster": "2", "path": "rings"}
+    assert registry.get_sample_value("llm_datadist_link_moved_bytes_total", moved) == 60
 
 
 @pytest.mark.parametrize("library", ["ucx", "nixl"])

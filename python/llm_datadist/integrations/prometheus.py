@@ -10,6 +10,7 @@ how-to page "Monitoring" lists them, and ``docs/monitoring/dashboard.json`` is a
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -123,18 +124,23 @@ def _fabrics(stats: Stats) -> Iterator[Metric]:
 
 
 def _links(stats: Stats) -> Iterator[Metric]:
-    labels = ["cluster", "transport", "pools", "registered"]
-    links = GaugeMetricFamily("llm_datadist_link", "1 for each current link, and how bytes travel.", labels=labels)
-    silent = GaugeMetricFamily(
-        "llm_datadist_link_silent_seconds", "Time since the peer's last control message.", labels=["cluster"]
-    )
-    paths = CounterMetricFamily(
-        "llm_datadist_link_moved_bytes", "Bytes of pulls and pushes, by path.", labels=["cluster", "path"]
-    )
+    """Yield the metrics of the links. A cluster may have several links, so values with equal labels are combined."""
+    kinds: Counter[tuple[str, ...]] = Counter()
+    moved: Counter[tuple[str, ...]] = Counter()
+    silence: dict[tuple[str, ...], float] = {}
     for link in stats["links"]:
         cluster = str(link["cluster"])
-        links.add_metric([cluster, link["transport"], link["pools"], link["registered"]], 1)
-        silent.add_metric([cluster], link["silent_ms"] / 1000)
-        for path, moved in link["paths"].items():
-            paths.add_metric([cluster, path], moved["bytes"])
-    yield from (links, silent, paths)
+        kinds[cluster, link["transport"], link["pools"], link["registered"]] += 1
+        silence[cluster,] = max(silence.get((cluster,), 0.0), link["silent_ms"] / 1000)
+        for path, carried in link["paths"].items():
+            moved[cluster, path] += carried["bytes"]
+    labels = ["cluster", "transport", "pools", "registered"]
+    links = GaugeMetricFamily("llm_datadist_link", "Current links, by how bytes travel.", labels=labels)
+    text = "Time since the peer's last control message, of its most silent link."
+    silent = GaugeMetricFamily("llm_datadist_link_silent_seconds", text, labels=["cluster"])
+    text = "Bytes of pulls and pushes over the current links, by path."
+    paths = CounterMetricFamily("llm_datadist_link_moved_bytes", text, labels=["cluster", "path"])
+    for family, values in ((links, kinds), (silent, silence), (paths, moved)):
+        for key, value in values.items():
+            family.add_metric(key, value)
+        yield family
