@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ import pytest
 
 import llm_datadist
 from llm_datadist.__main__ import main
-from llm_datadist.doctor import cgroup, devices, fabrics, host, kernel_calls, libraries, limits, paths, report
+from llm_datadist.doctor import cgroup, devices, fabrics, host, kernel_calls, libraries, limits, paths, report, trial
 from llm_datadist.doctor.finding import NOTE, OK, PROBLEM, Finding
 from llm_datadist.doctor.kernel_calls import KernelCalls
 
@@ -29,6 +30,7 @@ Limit                     Soft Limit           Hard Limit           Units
 Max open files            {files:<20} 1048576              files
 Max locked memory         {locked:<20} unlimited            bytes
 Max address space         {space:<20} unlimited            bytes
+Max file size             unlimited            unlimited            bytes
 """
 STATUS = "Name:\tpython\nUid:\t1000\t1001\t1000\t1000\nNSpid:\t77\nCapEff:\t{caps}\nCpus_allowed_list:\t{cpus}\n"
 PTRACE = f"{1 << 19:016x}"
@@ -463,3 +465,52 @@ def test_help_names_every_option() -> None:
         "--json",
     )
     assert all(option in done.stdout for option in options)
+
+
+def test_limit_of_file_sizes_is_a_note(root: Path) -> None:
+    text = LIMITS.format(files=65536, locked="unlimited", space="unlimited")
+    write(root, "proc/self/limits", re.sub(r"(Max file size +)unlimited", r"\g<1>1073741824", text))
+    found = named(limits.findings(root, WORKS), "file size (ulimit -f)")
+    assert (found.value, found.verdict) == ("1.0 GiB", NOTE)
+    assert "init fails if a pool is larger" in found.meaning
+
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.{0}, ({1}, {1}))
+from llm_datadist.__main__ import main
+sys.exit(main(["doctor"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("RLIMIT_FSIZE", 1 << 20, "raise the limit of file sizes"),
+        ("RLIMIT_NOFILE", 8, "Too many open files"),
+        ("RLIMIT_AS", None, "no memory for"),
+    ],
+)
+def test_limit_under_which_no_engine_opens_is_a_problem(name: str, value: int | None, text: str) -> None:
+    """The report opens an engine, so that it cannot say "0 problems" where every `init` fails."""
+    if value is None:
+        used = "int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()"
+        program = LIMITED.format(name, f"({used} + (16 << 20))")
+        # The modules take address space themselves, so they are loaded before the limit is set.
+        program = "import resource, llm_datadist.doctor.cli\n" + program
+    else:
+        program = LIMITED.format(name, value)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)  # noqa: S603
+    report_text = " ".join(done.stdout.split())
+    assert done.returncode == 1, (done.stdout, done.stderr)
+    assert "PROBLEM an engine with a pool cannot be opened" in report_text
+    assert text in report_text
+    assert "Traceback" not in done.stderr
+
+
+def test_report_opens_an_engine_and_closes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert trial.open_engine() is None
+    assert llm_datadist.LLMDataDist.llm_engine_instance is None
+    monkeypatch.setenv("LLM_DATADIST_TOKEN", "")
+    assert "LLM_DATADIST_TOKEN is set, but empty" in (trial.open_engine() or "")

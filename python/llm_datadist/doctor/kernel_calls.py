@@ -1,4 +1,4 @@
-"""Tries the system calls that the engine needs, because containers may forbid them (seccomp)."""
+"""Tries the system calls that the engine needs, because containers may forbid them (seccomp), and opens an engine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import errno
 import fcntl
 import os
 from dataclasses import dataclass
+
+from llm_datadist.doctor.trial import open_engine
 
 _F_ADD_SEALS = 1033
 _SEAL_SHRINK, _SEAL_FUTURE_WRITE = 0x0002, 0x0010
@@ -21,16 +23,18 @@ class KernelCalls:
         shared_memory: ``memfd_create``, and sealing such a file against writes of others.
         process_read: ``process_vm_readv``, tried with this process.
         process_handle: ``pidfd_open``, tried with this process.
+        engine: ``LLMDataDist.init``, with a pool and a listener.
     """
 
     shared_memory: str | None = None
     process_read: str | None = None
     process_handle: str | None = None
+    engine: str | None = None
 
 
 def try_all() -> KernelCalls:
     """Try the calls."""
-    return KernelCalls(_shared_memory(), _process_read(), _process_handle())
+    return KernelCalls(_shared_memory(), _process_read(), _process_handle(), open_engine())
 
 
 def _reason(call: str, error: OSError) -> str:

@@ -29,9 +29,11 @@ def findings(root: Path, calls: KernelCalls) -> list[Finding]:
         _open_files(root),
         _locked_memory(root),
         _address_space(root),
+        _file_size(root),
         _shared_memory(root, calls),
         _process_reads(root, calls),
         *_huge_pages(root),
+        _engine(calls),
     ]
 
 
@@ -86,8 +88,25 @@ def _address_space(root: Path) -> Finding:
     soft, _ = limit(root, "Max address space")
     if soft is None:
         return Finding(_SECTION, name, "unlimited")
-    meaning = "pools of peers that do not fit into it are read through sockets"
+    meaning = "init fails if the pools do not fit into it; pools of peers that do not fit are read through sockets"
     return Finding(_SECTION, name, size(soft), NOTE, meaning, "remove the limit")
+
+
+def _file_size(root: Path) -> Finding:
+    name = "file size (ulimit -f)"
+    soft, _ = limit(root, "Max file size")
+    if soft is None:
+        return Finding(_SECTION, name, "unlimited")
+    meaning = "pools are files in memory, so init fails if a pool is larger"
+    return Finding(_SECTION, name, size(soft), NOTE, meaning, "remove the limit (ulimit -f unlimited)")
+
+
+def _engine(calls: KernelCalls) -> Finding:
+    name = "an engine with a pool"
+    if calls.engine is None:
+        return Finding(_SECTION, name, "can be opened")
+    remedy = "follow the text of the error; the limits above may be the cause"
+    return Finding(_SECTION, name, "cannot be opened as it should", PROBLEM, calls.engine, remedy)
 
 
 def _shared_memory(root: Path, calls: KernelCalls) -> Finding:
