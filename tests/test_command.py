@@ -4,9 +4,12 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -75,3 +78,73 @@ def test_reader_that_closes_the_pipe_early_is_no_error(arguments: str, errors: i
     assert done.returncode == 0
     assert "BrokenPipe" not in done.stderr
     assert bool(done.stderr) == bool(errors)
+
+
+EVERY_COMMAND = [
+    "--version",
+    "--help",
+    "options",
+    "doctor",
+    "doctor --help",
+    "doctor --json -",
+    "doctor --serve 127.0.0.1:0 --seconds 0.1",
+    "replay --quiet --requests 10 --layers 1 --head-dim 8",
+    "replay --quiet --requests 10 --layers 1 --head-dim 8 --json -",
+]
+
+
+def ends_with_one_line(done: subprocess.CompletedProcess[str], what: str) -> None:
+    """Check that a command which could not write a result said so and failed."""
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    assert done.stderr.splitlines()[-1].endswith(f"cannot write the results to {what}: {FULL}")
+
+
+FULL = f"{os.strerror(errno.ENOSPC)} (errno={errno.ENOSPC})"
+
+
+@pytest.mark.parametrize("arguments", EVERY_COMMAND)
+def test_full_standard_output_is_an_error_of_one_line(arguments: str) -> None:
+    command = [sys.executable, "-m", "llm_datadist", *arguments.split()]
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)  # noqa: S603
+    ends_with_one_line(done, "standard output")
+
+
+@pytest.mark.parametrize("arguments", ["doctor", "replay --quiet --requests 10 --layers 1 --head-dim 8"])
+def test_json_on_a_full_disk_is_an_error_of_one_line_after_the_table(arguments: str) -> None:
+    command = [sys.executable, "-m", "llm_datadist", *arguments.split(), "--json", "/dev/full"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)  # noqa: S603
+    ends_with_one_line(done, "/dev/full")
+    assert len(done.stdout) > 500
+
+
+def test_closed_standard_output_is_an_error() -> None:
+    command = f"{sys.executable} -m llm_datadist options >&-"
+    done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, timeout=60, check=False)  # noqa: S602
+    assert (done.returncode, done.stderr) == (
+        1,
+        "llm-datadist: cannot write the results: standard output is closed\n",
+    )
+
+
+def test_full_standard_error_does_not_end_a_replay() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "llm_datadist",
+        *["replay", "--requests", "10", "--layers", "1", "--head-dim", "8"],
+    ]
+    command += ["--json", "-"]
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True, timeout=60, check=False)  # noqa: S603
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["leaked_bytes"] == 0
+
+
+def test_output_that_cannot_show_a_character_shows_a_question_mark() -> None:
+    command = [sys.executable, "-m", "llm_datadist", "options"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)  # noqa: S603
+    assert "default: 50 ?s" in done.stdout

@@ -5,7 +5,6 @@ Sub-commands are imported when they are called, so that the other commands do no
 
 from __future__ import annotations
 
-import argparse
 import logging
 import shutil
 import sys
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from llm_datadist import __version__
 from llm_datadist.log import DATE_FORMAT, LOG_FORMAT
-from llm_datadist.standard_output import write
+from llm_datadist.standard_output import CommandParser, OutputError, complain, write
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,8 +28,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the arguments without the name of the program; those of the process by default.
 
     Returns:
-        The exit status: 0 for success, 2 for wrong arguments, else the status of the sub-command.
+        The exit status: 0 for success, 1 if the results cannot be written, 2 for wrong arguments, else the status of
+        the sub-command.
     """
+    try:
+        return _run(arguments)
+    except OutputError as error:
+        complain(f"llm-datadist: {error}")
+        return 1
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     # Log lines go to standard error, because standard output is for results. Handlers that the program set stay.
@@ -51,10 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return replay(rest)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> CommandParser:
     called = Path(sys.argv[0]).name
     program = "python -m llm_datadist" if called == "__main__.py" else "llm-datadist"
-    parser = argparse.ArgumentParser(prog=program, description="Commands of llm_datadist.")
+    parser = CommandParser(prog=program, description="Commands of llm_datadist.")
     parser.add_argument("--version", action="version", version=f"llm_datadist {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands.add_parser("replay", add_help=False, help="replay a request trace through a prefill and a decode process")

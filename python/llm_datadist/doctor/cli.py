@@ -3,12 +3,10 @@
 | exit status | meaning                                                                                       |
 | ----------- | --------------------------------------------------------------------------------------------- |
 | 0           | no problem was found; the default path was measured; or ``--serve`` has ended                 |
-| 1           | a problem was found, the peer cannot be measured, or the engine failed                        |
+| 1           | a problem was found, the peer cannot be measured, the engine failed, or a result was not written |
 | 2           | the options cannot be used                                                                    |
 | 130         | a measurement was interrupted by Ctrl-C                                                       |
 """
-
-# ruff: noqa: T201  (a command prints)
 
 from __future__ import annotations
 
@@ -20,7 +18,6 @@ import os
 import re
 import shutil
 import socket
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +29,7 @@ from llm_datadist.doctor.measure import MeasureError, Target, measure
 from llm_datadist.doctor.paths import paths
 from llm_datadist.doctor.probe import Choice
 from llm_datadist.doctor.serve import serve
-from llm_datadist.standard_output import write
+from llm_datadist.standard_output import CommandParser, OutputError, complain, write, write_results
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _examine(options) if options.to is None else _measure(parser, options)
     except MeasureError as error:
         return _failed(str(error), 2 if error.invalid else 1)
+    except OutputError as error:
+        return _failed(str(error), 1)
     except LLMException as error:
         status = 2 if error.status_code == LLMStatusCode.LLM_PARAM_INVALID else 1
         return _failed(f"the engine failed: {error.status_code.name}: {error}", status)
@@ -104,7 +103,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _failed(text: str, status: int) -> int:
-    print(f"doctor: {text}", file=sys.stderr)
+    complain(f"doctor: {text}")
     return status
 
 
@@ -114,14 +113,7 @@ def _width() -> int:
 
 def _print(options: argparse.Namespace, text: str, result: dict[str, Any]) -> None:
     """Print the text, and write the JSON. With ``--json -``, standard output gets only the JSON."""
-    data = json.dumps(result, indent=2)
-    if options.json == _STANDARD_OUTPUT:
-        print(text, file=sys.stderr)
-        write(data)
-        return
-    write(text)
-    if options.json is not None:
-        Path(options.json).write_text(data + "\n", encoding="utf-8")
+    write_results(text, json.dumps(result, indent=2), options.json)
 
 
 def _resolved(parser: argparse.ArgumentParser, address: str) -> str:
@@ -154,7 +146,7 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="llm-datadist doctor",
         description="Examine this host: devices, networks, libraries, limits, and which path the bytes of each kind of "
         "peer would take and why not a faster one. With --to, measure the link to another machine, on which --serve "

@@ -3,12 +3,11 @@
 | exit status | meaning                                                                                    |
 | ----------- | ------------------------------------------------------------------------------------------ |
 | 0           | every request was served, and every byte was correct                                       |
-| 1           | a wrong byte, a leak, a late pull that is not refused, or a failure of engine or prefill   |
+| 1           | a wrong byte, a leak, a late pull that is not refused, a failure of engine or prefill, or  |
+|             | a result that was not written                                                              |
 | 2           | the options or the trace cannot be used                                                    |
 | 3           | every byte was correct, but some requests did not fit the device pool and were not served  |
 """
-
-# ruff: noqa: T201  (a command prints)
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from llm_datadist.replay.late_pull import LatePullError
 from llm_datadist.replay.prefill import PrefillError
 from llm_datadist.replay.run import replay
 from llm_datadist.replay.serve import Outcome, WrongByteError
-from llm_datadist.standard_output import write
+from llm_datadist.standard_output import CommandParser, complain, write, write_results
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if found is not None:
         _print(options, {**found, "verdict": verdict})
     if problem:
-        print(f"replay: {problem}", file=sys.stderr)
+        complain(f"replay: {problem}")
     elif options.offer:
         _say(options, options.offer)
     _say(options, verdict)
@@ -89,18 +88,13 @@ def _judged(options: argparse.Namespace, geometry: Geometry, found: dict[str, An
 
 def _print(options: argparse.Namespace, found: dict[str, Any]) -> None:
     """Print the table, and write the JSON."""
-    _say(options, f"{report.table(found)}\n")
-    text = json.dumps(found, indent=2)
-    if options.json == _STANDARD_OUTPUT:
-        write(text)
-    elif options.json is not None:
-        Path(options.json).write_text(f"{text}\n", encoding="utf-8")
+    write_results(f"{report.table(found)}\n", json.dumps(found, indent=2), options.json)
 
 
 def _say(options: argparse.Namespace, text: str) -> None:
     """Print a text. With ``--json -``, standard output gets only the JSON."""
     if options.json == _STANDARD_OUTPUT:
-        print(text, file=sys.stderr)
+        complain(text)
     else:
         write(text)
 
@@ -155,7 +149,7 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace, geometr
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="llm-datadist replay",
         description="Replay a request trace through a prefill and a decode process. The prefill process writes blocks; "
         "the decode process pulls them, and swaps blocks when its device pool is full. The command verifies every byte "

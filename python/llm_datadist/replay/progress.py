@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, TextIO
 
 from llm_datadist.replay.report import rate, size
+from llm_datadist.standard_output import tell
 
 if TYPE_CHECKING:
     from llm_datadist.replay.node import Calls
@@ -26,18 +27,19 @@ class Progress:
         total: number of requests.
         pulls: the cost of all pulls so far.
         block_bytes: bytes of a block.
-        stream: where the lines go.
+        stream: where the lines go; ``None`` if it is closed. A stream that takes no more does not end the replay.
         quiet: whether only `tell` shows something.
     """
 
-    def __init__(self, total: int, pulls: Calls, block_bytes: int, stream: TextIO, *, quiet: bool) -> None:
+    def __init__(self, total: int, pulls: Calls, block_bytes: int, stream: TextIO | None, *, quiet: bool) -> None:
         self.plain_copy: PlainCopy | None = None
         self._total = total
         self._pulls = pulls
         self._block_bytes = block_bytes
         self._stream = stream
         self._quiet = quiet
-        self._in_place = not quiet and stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self._terminal = stream is not None and stream.isatty()
+        self._in_place = not quiet and self._terminal and os.environ.get("TERM", "dumb") != "dumb"
         self._every_s = _IN_PLACE_S if self._in_place else _LINES_S
         self._start = self._last = time.monotonic()
         self._bytes = self._nanoseconds = 0
@@ -52,10 +54,9 @@ class Progress:
         text += f"{size(outcome.verified_blocks * self._block_bytes)} right, {left_s:,.0f} s left"
         if self._in_place:
             columns = _columns()
-            self._stream.write(f"\r{text[:columns]:<{columns}}")
+            tell(self._stream, f"\r{text[:columns]:<{columns}}")
         else:
-            self._stream.write(f"{text}\n")
-        self._stream.flush()
+            tell(self._stream, f"{text}\n")
         self._last, self._bytes, self._nanoseconds = now, self._pulls.bytes, self._pulls.total_ns
 
     def start(self) -> float:
@@ -71,16 +72,14 @@ class Progress:
     def tell(self, text: str) -> None:
         """Show a line of text, even if progress is not shown."""
         self.close()
-        if self._stream.isatty():
+        if self._terminal:
             text = textwrap.fill(text, _columns(), subsequent_indent="  ", break_on_hyphens=False)
-        self._stream.write(f"{text}\n")
-        self._stream.flush()
+        tell(self._stream, f"{text}\n")
 
     def close(self) -> None:
         """Clear the line that is updated in place."""
         if self._in_place:
-            self._stream.write(f"\r{'':<{_columns()}}\r")
-            self._stream.flush()
+            tell(self._stream, f"\r{'':<{_columns()}}\r")
 
     def _rates(self) -> str:
         """Return the rate of the pulls since the last update, beside that of a plain copy."""
