@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from typing import Any
 
 import pytest
@@ -249,3 +250,42 @@ def test_engine_config() -> None:
     with pytest.raises(RuntimeError) as caught:
         EngineConfig.parse_listen_ip_info("nowhere:1")
     assert not isinstance(caught.value, LLMException)
+
+
+SECTIONS = ("Args:", "Returns:", "Raises:")
+
+
+def sections_of(documented: str) -> dict[str, list[str]]:
+    """Return the lines of each section of a docstring. A line that is not indented ends a section."""
+    found: dict[str, list[str]] = {}
+    current: list[str] | None = None
+    for line in documented.splitlines():
+        if line in SECTIONS:
+            current = found.setdefault(line, [])
+        elif line and not line.startswith(" "):
+            assert current is None, f"text after a section: {line!r}"
+        elif current is not None:
+            current.append(line)
+    return found
+
+
+PUBLIC_CLASSES = [
+    value for value in (getattr(llm_datadist, name) for name in (*llm_datadist.__all__, "CacheManager", "GroupPart"))
+    if inspect.isclass(value) and value.__module__.startswith("llm_datadist.")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("owner", PUBLIC_CLASSES, ids=lambda owner: owner.__name__)
+def test_every_parameter_of_a_public_method_is_documented_under_args(owner: type) -> None:
+    looked_at = 0
+    for name, method in inspect.getmembers(owner, inspect.isfunction):
+        documented = inspect.getdoc(method) or ""
+        if name.startswith("_") or "Args:" not in documented:
+            continue
+        arguments = sections_of(documented)["Args:"]
+        named = [match[1] for line in arguments if (match := re.match(r"    ([*]{0,2}\w+): ", line))]
+        parameters = inspect.signature(method).parameters.values()
+        expected = [str(one).partition(":")[0].partition("=")[0].strip() for one in parameters if one.name != "self"]
+        assert named == expected, f"{owner.__name__}.{name}"
+        looked_at += 1
+    assert looked_at or owner.__name__ not in ("CacheManager", "KvCacheManager", "LLMDataDist")

@@ -23,9 +23,10 @@ __all__ = ["CacheManager"]
 class CacheManager(PullPushCalls):
     """The caches of an engine in CacheManager mode (contract §7). ``LLMDataDist.cache_manager`` returns it.
 
-    Any number of threads may use a manager. All calls are synchronous except ``transfer_cache_async``: when a call
-    returns, the bytes are in place. "Remote-accessible mode" is the option ``llm.EnableRemoteCacheAccessible``.
-    ``sync_kv_timeout`` is the time limit of a call in milliseconds (1000 by default).
+    Any number of threads may use a manager. Calls whose names end in ``_async`` and ``begin_layers`` start a transfer
+    and return at once. When any other call returns, the bytes are in place. "Remote-accessible mode" is the option
+    ``llm.EnableRemoteCacheAccessible``. ``sync_kv_timeout`` is the time limit of a call in milliseconds (1000 by
+    default).
 
     Each list of blocks may be an array of shape ``(n,)``, which the original does not accept: a buffer
     (``array.array``, a numpy array, a ``memoryview``) or a DLPack tensor in CPU memory, pinned or not, with native
@@ -52,10 +53,6 @@ class CacheManager(PullPushCalls):
             f"CacheManager(initialized={self._initialized}, "
             f"enable_remote_cache_accessible={self._enable_remote_cache_accessible})"
         )
-
-    def set_is_call_linked(self) -> None:
-        """Note that ``LLMDataDist.link`` was called (contract §7.18). It has no other effect."""
-        self._is_call_linked = True
 
     @logged
     def allocate_cache(
@@ -459,6 +456,10 @@ class CacheManager(PullPushCalls):
             LLMException: ``LLM_ENGINE_FINALIZED``.
         """
         return self._engine.huge_page_bytes()
+
+    def set_is_call_linked(self) -> None:
+        """Note that ``LLMDataDist.link`` was called (contract §7.18). It has no other effect."""
+        self._is_call_linked = True
 
 
 def _check_mem_info(info: object) -> None:

@@ -33,12 +33,12 @@ class EngineEvents:
         method.
 
         Args:
-            address: ``"ip:port"`` or ``"[ipv6]:port"`` of the peer. Host names are not resolved.
+            address: ``"ip:port"`` or ``"[ipv6]:port"`` of the peer, with a port of 1 to 65535. Host names and zones
+                (``%eth0``) are not supported.
             metadata: ``bytes`` or ``bytearray`` of at most 16 KiB that the peer gets as ``Peer.metadata``. With
                 ``None``, it gets the metadata of ``set_metadata``.
             cluster_id: the cluster that must answer (uint64). With ``None``, any cluster may. With a ``cluster_id``,
-                the call also succeeds if that peer links to this engine meanwhile, even if
-        the peer does not listen.
+                the call also succeeds if that peer links to this engine meanwhile, even if the peer does not listen.
             timeout_ms: time limit of the whole call in milliseconds (uint32, above 0).
 
         Returns:
@@ -48,8 +48,8 @@ class EngineEvents:
             RuntimeError: not initialized.
             TypeError: an argument has the wrong type.
             ValueError: ``cluster_id`` is outside uint64, or ``timeout_ms`` outside uint32.
-            LLMException: ``LLM_PARAM_INVALID``: ``address`` is not of the form ``ip:port`` or has port 0, ``metadata``
-                is too long, ``cluster_id`` is this cluster, ``timeout_ms`` is 0, or the engine is in KvCacheManager
+            LLMException: ``LLM_PARAM_INVALID``: ``address`` is not of that form or has port 0, ``metadata`` is too
+                long, ``cluster_id`` is this cluster, ``timeout_ms`` is 0, or the engine is in KvCacheManager
                 mode; ``LLM_LINK_BUSY``: ``max_transfers`` calls run or have an outcome that was not taken;
                 ``LLM_OUT_OF_MEMORY``: no memory for the call; ``LLM_FAILED``: no thread could be started, or a forked
                 child (contract §16). The outcome of the call may be ``LLM_TIMEOUT``; ``LLM_LINK_FAILED``: the peer
@@ -130,9 +130,9 @@ class EngineEvents:
 
         The call never waits. Any thread may call it; each event goes to one caller. News about links and grants are
         kept only after the first call of ``poll`` or ``fileno``, and at most the latest ``LinkDown`` and ``LinkUp`` of
-        each peer.
-        Messages that had arrived before a link broke are still returned. An outcome that ``Transfer.result``,
-        ``Transfer.exception`` or ``await`` has taken is no event any more. The original does not have this method.
+        each peer. Messages that had arrived before a link broke are still returned. An outcome that
+        ``Transfer.result``, ``Transfer.exception`` or ``await`` has taken is no event any more. The original does not
+        have this method.
 
         Args:
             max_events: maximum number of events (uint32).

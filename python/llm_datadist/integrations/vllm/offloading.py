@@ -71,9 +71,8 @@ class LlmDatadistOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         except BaseException:
             self._engine.finalize()  # an engine that stays open would make every later attempt fail
             raise
-        logger.info(
-            "llm_datadist offloads %d tensors of %d blocks to %d rows of %d bytes", *host.shape[:1], blocks, rows, page
-        )
+        text = "llm_datadist offloads %d tensors of %d blocks to %d rows of %d bytes"
+        logger.info(text, len(tensors), blocks, rows, page)
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         """Start to swap blocks out."""
