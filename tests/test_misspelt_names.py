@@ -211,6 +211,18 @@ def test_calls_of_this_package_take_no_unknown_keyword_argument(call: str) -> No
     assert not any(one.kind is one.VAR_KEYWORD for one in found)
 
 
+def test_own_keyword_arguments_are_given_by_name_only() -> None:
+    """A later argument of the original cannot collide with them."""
+    found = {
+        (name, one.name): one.kind
+        for name, method in inspect.getmembers(CacheManager, inspect.isfunction)
+        for one in inspect.signature(method).parameters.values()
+        if one.name in OWN_KEYWORDS
+    }
+    assert len(found) > 50
+    assert {name for name, kind in found.items() if kind is not inspect.Parameter.KEYWORD_ONLY} == set()
+
+
 def test_own_keyword_arguments_are_those_of_the_signatures() -> None:
     """A keyword argument that is added to a pull must be protected against misspelling as well."""
     original = {"src_layer_range", "dst_layer_range", "tensor_num_per_layer"}

@@ -100,6 +100,7 @@ class GroupCalls(AsyncCalls):
     def pull_group_async(
         self,
         parts: Sequence[PullPart],
+        *,
         timeout_ms: Optional[int] = None,
         notify: Optional[bytes] = None,
         grants_done: bool = False,
@@ -137,6 +138,7 @@ class GroupCalls(AsyncCalls):
     def push_group_async(
         self,
         parts: Sequence[PushPart],
+        *,
         timeout_ms: Optional[int] = None,
         notify: Optional[bytes] = None,
         verify: Optional[str] = None,
@@ -170,6 +172,7 @@ class GroupCalls(AsyncCalls):
     def pull_group(
         self,
         parts: Sequence[PullPart],
+        *,
         timeout_ms: Optional[int] = None,
         notify: Optional[bytes] = None,
         grants_done: bool = False,
@@ -196,6 +199,7 @@ class GroupCalls(AsyncCalls):
     def push_group(
         self,
         parts: Sequence[PushPart],
+        *,
         timeout_ms: Optional[int] = None,
         notify: Optional[bytes] = None,
         verify: Optional[str] = None,
