@@ -467,13 +467,13 @@ def test_ip_of_a_cluster_says_what_is_wrong_with_it(ip: str, text: str) -> None:
         LLMClusterInfo().append_remote_ip_info(ip, 26000)
 
 
-def test_unknown_transfer_backend_is_named_before_the_listener_that_it_would_need(
+def test_unknown_transfer_backend_is_named_beside_the_listener_that_it_would_need(
     start: Callable[..., LLMDataDist],
 ) -> None:
     fails(
         lambda: start(options(llm__TransferBackend="rdma")),
         LE,
-        'llm.TransferBackend="rdma" must be hixl or auto or sockets or ucx or nixl',
+        'needs llm.listenIpInfo; besides, llm.TransferBackend="rdma" must be hixl or auto or sockets or ucx or nixl',
     )
     fails(lambda: start(options(llm__TransferBackend="sockets")), LE, "needs llm.listenIpInfo")
 

@@ -13,6 +13,7 @@ import pytest
 
 from llm_datadist import CacheKey, KvCacheManager, LLMClusterInfo, LLMDataDist, LLMException, LLMStatusCode
 from llm_datadist.cache_manager import CacheManager
+from llm_datadist.log import logged
 from llm_datadist.utils import log
 from memory import desc, run_fresh
 
@@ -259,13 +260,44 @@ def test_the_level_may_change_at_any_time_and_by_any_logger_above(
     assert len(caplog.records) == count
 
 
+class Example:
+    """A class with a logged method of every kind of parameter that the package uses."""
+
+    @logged
+    def call(self, first: Any, second: Any = 2, *, third: Any = 3, fourth: Any = 4, **rest: Any) -> Any:
+        return first, second, third, fourth, rest
+
+    @logged
+    def strict(self, first: Any, *, third: Any = 3) -> Any:
+        return first, third
+
+
+@pytest.mark.parametrize("level", [logging.ERROR, logging.INFO])
+def test_a_logged_method_gets_its_arguments(level: int, caplog: pytest.LogCaptureFixture) -> None:
+    example = Example()
+    with caplog.at_level(level, logger="LLM_DATADIST"):
+        assert example.call(1) == (1, 2, 3, 4, {})
+        assert example.call(second=7, first=8) == (8, 7, 3, 4, {})
+        assert example.call(1, 5, fourth=6) == (1, 5, 3, 6, {})
+        assert example.call(1, third=None, other=9) == (1, 2, None, 4, {"other": 9})
+        assert (example.strict(1), example.strict(1, third=2)) == ((1, 3), (1, 2))
+        with pytest.raises(TypeError, match="got an unexpected keyword argument 'thrid'"):
+            example.strict(1, thrid=2)  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match="positional argument"):
+            example.strict(1, 2)  # type: ignore[misc]
+
+
 @pytest.mark.parametrize("owner", [CacheManager, KvCacheManager, LLMDataDist])
 def test_a_logged_method_has_the_parameters_of_its_own(owner: type) -> None:
     logged_methods = [method for method in vars(owner).values() if inspect.isfunction(method)]
     pairs = [(method, method.__wrapped__) for method in logged_methods if hasattr(method, "__wrapped__")]
     assert pairs
     for method, own in pairs:
-        made, its = (inspect.signature(of, follow_wrapped=False).parameters for of in (method, own))
-        assert [(of.name, of.kind) for of in made.values()] == [(of.name, of.kind) for of in its.values()]
-        assert (method.__defaults__, method.__kwdefaults__) == (own.__defaults__, own.__kwdefaults__)
+        made = inspect.signature(method, follow_wrapped=False).parameters.values()
+        its = [of for of in inspect.signature(own).parameters.values() if of.kind is of.POSITIONAL_OR_KEYWORD]
+        assert [(of.name, of.kind) for of in made if of.kind is not of.VAR_KEYWORD] == [
+            (of.name, of.kind) for of in its
+        ]
+        assert method.__defaults__ == own.__defaults__
+        assert inspect.signature(method) == inspect.signature(own)
         assert (method.__doc__, method.__qualname__) == (own.__doc__, own.__qualname__)

@@ -10,7 +10,7 @@ import os
 from llm_datadist import _core, log
 from llm_datadist.option_table import ENVIRONMENT, KNOWN_KEYS, TOKEN_VARIABLES, is_known
 from llm_datadist.spelling import report_unknown
-from llm_datadist.status import raise_if_false, raise_if_true
+from llm_datadist.status import LLMException, raise_if_false, raise_if_true
 
 __all__ = [
     "BACKEND",
@@ -52,9 +52,7 @@ def resolve(options: dict[str, str], role: str) -> dict[str, str]:
         raise_if_false(cache_manager, "llm.TransferBackend needs {}=1", CACHE_MANAGER)
         resolved.setdefault(REMOTE_ACCESS, "1")
         raise_if_false(resolved[REMOTE_ACCESS] != "0", "llm.TransferBackend needs {}=1", REMOTE_ACCESS)
-        if LISTEN not in resolved and isinstance(resolved[BACKEND], str):
-            _core.check_option("transfer_backend", resolved[BACKEND])  # an unknown value is the mistake to report
-        raise_if_false(LISTEN in resolved, "llm.TransferBackend needs {}", LISTEN)
+        raise_if_false(LISTEN in resolved, "{} needs {}{}", BACKEND, LISTEN, _unknown_backend(resolved[BACKEND]))
     if cache_manager and LISTEN in resolved:
         resolved["llm.ListenIp"], resolved["llm.ListenPort"] = listen_address(resolved[LISTEN])
     return resolved
@@ -64,6 +62,15 @@ def report_unknown_options(options: dict[str, str]) -> None:
     """Log one line at ERROR for each unknown key (contract §5.2)."""
     unknown = [key for key in options if isinstance(key, str) and not is_known(key)]
     report_unknown("option", unknown, KNOWN_KEYS, "llm-datadist options lists every option")
+
+
+def _unknown_backend(backend: object) -> str:
+    """Return the end of an error text that says why ``backend`` is no transfer backend, or an empty text."""
+    try:
+        _core.check_option("transfer_backend", str(backend))
+    except LLMException as error:
+        return f"; besides, {error}"
+    return ""
 
 
 def _token_of_the_environment() -> dict[str, str]:

@@ -166,16 +166,17 @@ def _first(texts: Iterator[str], count: int, depth: int) -> str:
     return ", ".join(kept + rest)
 
 
-# The source of the wrapper that `logged` makes. The wrapper has the same parameters as the method, because one with
-# `*args` and `**kwargs` would take as long as all checks of the arguments. `plain` is the method with all of its
-# parameters by position: passing a dozen of them by name would take as long again.
+# The source of the wrapper that `logged` makes. The wrapper has the same positional parameters as the method, because
+# one with `*args` would take as long as all checks of the arguments. A dozen keyword-only parameters would take as long
+# as well, even if none is given, so the wrapper has `**keywords` in their place. If none is given, it calls `plain`,
+# which takes all parameters by position.
 _LOGGED = """
-def logged(plain, with_log):
+def logged(method, plain, with_log):
     def {name}({parameters}):
         try:
             if (_logger or _make_logger()).level > {info}:
                 return {call}
-            return with_log(({positional}), {{{keywords}}})
+            return with_log(({positional}), {keywords})
         except (AttributeError, TypeError) as error:
             clarify(error, {{{required}}}, {{{optional}}})
             raise
@@ -206,14 +207,13 @@ def logged(method: _Call) -> _Call:
         info("[%s] %s%s", name, end, "" if request is None else f", req_id = {shown(request)}")
         return result
 
-    call = functools.wraps(method)(_of_same_parameters(method)(_by_position(method), with_log))
+    call = functools.wraps(method)(_wrapper_of(method)(method, _by_position(method), with_log))
     call.__defaults__ = method.__defaults__  # type: ignore[attr-defined]
-    call.__kwdefaults__ = method.__kwdefaults__  # type: ignore[attr-defined]
     return cast("_Call", call)
 
 
-def _of_same_parameters(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that makes a wrapper with the parameters of ``method``.
+def _wrapper_of(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that makes a wrapper with the positional parameters of ``method``.
 
     Raises:
         TypeError: ``method`` has ``*args`` or positional-only parameters, or keyword-only ones without a default.
@@ -223,23 +223,19 @@ def _of_same_parameters(method: Callable[..., Any]) -> Callable[..., Any]:
     if code.co_posonlyargcount or code.co_flags & _VARARGS or named != len(method.__kwdefaults__ or ()):
         msg = f"{method.__qualname__} cannot be logged: each parameter needs a name, and a keyword-only one a default"
         raise TypeError(msg)
-    names, by_name = list(code.co_varnames[:count]), list(code.co_varnames[count : count + named])
+    names = list(code.co_varnames[:count])
     required = count - len(method.__defaults__ or ())
-    parameters = names[:required] + [f"{name}=None" for name in names[required:]]
-    parameters += ["*"][:named] + [f"{name}=None" for name in by_name]
-    keywords = [f"**{code.co_varnames[count + named]}"] if code.co_flags & _VARKEYWORDS else []
-    passed = ", ".join(names + by_name)
-    call = f"plain({passed})"
-    if keywords:  # rarely given, and slow to unpack
-        call = f"plain({passed}, {keywords[0]}) if {keywords[0][2:]} else {call}"
+    parameters, passed = names[:required] + [f"{name}=None" for name in names[required:]], ", ".join(names)
+    optional = [f"{name!r}: {name}" for name in names[required:]]
+    by_name = bool(named or code.co_flags & _VARKEYWORDS)
     text = _LOGGED.format(
         name=method.__name__,
-        parameters=", ".join(parameters + keywords),
-        call=call,
-        positional="".join(f"{name}, " for name in names),
-        keywords=", ".join([f"{name!r}: {name}" for name in by_name] + keywords),
-        required=", ".join(f"{argument!r}: {argument}" for argument in names[1:required]),
-        optional=", ".join(f"{argument!r}: {argument}" for argument in names[required:] + by_name),
+        parameters=", ".join(parameters + ["**keywords"] * by_name),
+        call=f"method({passed}, **keywords) if keywords else plain({passed})" if by_name else f"plain({passed})",
+        positional=f"{passed},",
+        keywords="keywords" if by_name else "{}",
+        required=", ".join(f"{name!r}: {name}" for name in names[1:required]),
+        optional=", ".join(optional + ["**keywords"] * by_name),
         info=int(logging.INFO),
     )
     made: dict[str, Callable[..., Any]] = {}
@@ -248,11 +244,13 @@ def _of_same_parameters(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _by_position(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method with its keyword-only parameters as positional ones, in the same order."""
-    code = method.__code__
+    """Return the method with its keyword-only parameters as positional ones, in the same order, with their defaults."""
+    code, by_name = method.__code__, method.__kwdefaults__ or {}
     every = code.co_argcount + code.co_kwonlyargcount
+    defaults = [by_name[name] for name in code.co_varnames[code.co_argcount : every]]
     plain = code.replace(co_argcount=every, co_kwonlyargcount=0)
-    return FunctionType(plain, method.__globals__, method.__name__, None, method.__closure__)
+    every_default = (*(method.__defaults__ or ()), *defaults)
+    return FunctionType(plain, method.__globals__, method.__name__, every_default, method.__closure__)
 
 
 def _arguments(method: _Call, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, object]:

@@ -116,7 +116,10 @@ def check_keywords(call: Callable[..., Any], given: Iterable[str]) -> None:
         TypeError: a name belongs to another call of this package, is at most two edits away from one that only this
             package has, or contains ``grant`` or ``verif``.
     """
-    known = frozenset(call.__kwdefaults__ or ())
+    import inspect  # noqa: PLC0415  (only mistakes need it)
+
+    parameters = inspect.signature(call).parameters.values()
+    known = frozenset(one.name for one in parameters if one.kind is one.KEYWORD_ONLY)
     listed = "its keyword arguments are " + ", ".join(sorted(known))
     for name in given:
         advice = _advice(name, known, listed)
