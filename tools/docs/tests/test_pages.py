@@ -127,6 +127,7 @@ def test_pages_repeat_the_durations_of_the_readme() -> None:
     assert f"takes about {demo} on two cores" in text("docs/how-to/replay-a-trace.md")
     assert re.search(rf"\| `make demo` \| [^|]+ \| {demo} \|", text("docs/performance.md"))
     assert re.search(rf"\| `make test` \| [^|]+ \| {test} on two cores \|", text("CONTRIBUTING.md"))
+    assert f"TEST_MINUTES := {test} " in text("Makefile")
 
 
 def test_pages_name_the_packages_of_the_readme() -> None:
