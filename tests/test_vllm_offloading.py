@@ -72,3 +72,13 @@ def test_a_failed_opening_does_not_keep_later_ones_from_working(
             opened(offloading)
     assert LLMDataDist.llm_engine_instance is None
     opened(offloading).shutdown()
+
+
+def test_jobs_that_shutdown_cancels_are_logged(
+    offloading: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = opened(offloading)
+    monkeypatch.setattr(LLMDataDist, "drain", lambda *_: False)
+    worker.shutdown()
+    assert "jobs of the offloading that run for longer than 60000 ms are cancelled" in caplog.text
+    assert LLMDataDist.llm_engine_instance is None

@@ -210,5 +210,7 @@ class ArenaReader:
             self._quiet_until = now + _QUIET_S
             left_out, self._left_out = self._left_out, 0
         earlier = f" ({left_out} more reads failed since the last such line)" if left_out else ""
-        what = f"{len(remote)} ranges, {sum(size for _, size in remote)} bytes, the first at offset {remote[0][0]}"
+        what = f"{len(remote)} ranges, {sum(size for _, size in remote)} bytes"
+        if remote:
+            what += f", the first at offset {remote[0][0]}"
         logger.warning("a read of the peer at %s failed: %s: %s%s", self._url, what, reason, earlier)

@@ -344,7 +344,7 @@ class TransferEngine:
 
     def _open(self, local_hostname: str, protocol: str) -> None:
         if self._engine is not None:
-            raise ValueError("it is initialized")
+            raise ValueError("initialize was called before: call close first")
         host, port = host_and_port("local_hostname", local_hostname)
         config = LLMConfig()
         config.enable_cache_manager = True

@@ -95,8 +95,11 @@ class LlmDatadistOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Close the engine, after the jobs that run."""
-        self._engine.drain(_WAIT_MS)
-        self._engine.finalize()
+        try:
+            if not self._engine.drain(_WAIT_MS):
+                logger.warning("jobs of the offloading that run for longer than %d ms are cancelled", _WAIT_MS)
+        finally:
+            self._engine.finalize()
 
     def _submit(self, job_id: int, caches: tuple[Cache, Cache], gpu: Any, chunks: Any, *, store: bool) -> bool:
         rows = host_rows(chunks.block_ids, gpu.group_sizes, gpu.block_indices, self._blocks_per_chunk)

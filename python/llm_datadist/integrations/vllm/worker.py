@@ -97,9 +97,11 @@ class WorkerSide:
 
     def close(self) -> None:
         """End all transfers, and close the engine."""
-        if self._transfers is not None:
-            self._transfers.close()
-        self._engine.finalize()
+        try:
+            if self._transfers is not None:
+                self._transfers.close()
+        finally:
+            self._engine.finalize()
 
     def _open(self) -> LLMDataDist:
         config = LLMConfig()
