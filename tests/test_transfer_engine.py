@@ -94,8 +94,8 @@ class Far:
 class Near:
     """The transfer engine of this process, with memory of `SIZE` bytes."""
 
-    def __init__(self, protocol: str) -> None:
-        self.engine = TransferEngine()
+    def __init__(self, protocol: str, **engine_options: Any) -> None:
+        self.engine = TransferEngine(engine_options)
         assert self.engine.initialize("127.0.0.1:0", "P2PHANDSHAKE", protocol, "") == 0
         self.memory = np.random.default_rng(1).integers(1, 256, SIZE, np.uint8)
         self.address = self.memory.ctypes.data
