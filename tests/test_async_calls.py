@@ -11,7 +11,6 @@ import select
 import signal
 import threading
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
 import numpy as np
@@ -48,13 +47,6 @@ def refused(call: Callable[[], Any]) -> bool:
 
 def pull(near: End, far_key: Any, src: list[int], dst: list[int], **kwargs: Any) -> Transfer:
     return near.manager.pull_blocks_async(key(far_key), near.held["near"].handle, src, dst, **kwargs)
-
-
-def stop(far: Peer) -> None:
-    """Stop a peer, and return when all its threads stand still."""
-    os.kill(far.process.pid, signal.SIGSTOP)
-    stat = Path(f"/proc/{far.process.pid}/stat")
-    eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
 
 
 def blocks_at_both_ends(pair: tuple[End, Peer]) -> tuple[End, Peer]:
@@ -202,7 +194,7 @@ class TestAStoppedPeer:
         near, far = ends.pair(llm__LinkTransport="tcp", llm__SyncKvCacheWaitTime=str(LIMIT_MS))
         blocks_at_both_ends((near, far))
         pull(near, by_blocks(2), [0], [0]).result(LIMIT_MS)
-        stop(far)
+        far.stop()
         yield near
         os.kill(far.process.pid, signal.SIGCONT)
 
@@ -259,7 +251,7 @@ class TestAStoppedPeer:
 
 def test_a_peer_that_dies_ends_its_transfers(served: tuple[End, Peer]) -> None:
     near, far = blocks_at_both_ends(served)
-    stop(far)
+    far.stop()
     waiting = [pull(near, by_blocks(2), [0], [block], timeout_ms=LIMIT_MS) for block in range(40)]
     far.kill()
     outcomes = {transfer.exception(LIMIT_MS) is None for transfer in waiting}

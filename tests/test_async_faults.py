@@ -18,7 +18,7 @@ import pytest
 
 from llm_datadist import LLMException
 from llm_datadist.events import Completed, Transfer
-from peers import LIMIT, OK, SOAK, End, Ends, by_blocks, eventually, options, pattern
+from peers import LIMIT, OK, SOAK, End, Ends, by_blocks, eventually, options, pattern, stop_process
 from peers.values import cache_key as key
 
 BLOCKS, BLOCK_BYTES, TENSORS = 2048, 16384, 2
@@ -84,7 +84,7 @@ def disturb(child: int, moment: str) -> None:
     if moment == "kill":
         os.kill(child, signal.SIGKILL)
     elif moment == "stop":
-        os.kill(child, signal.SIGSTOP)
+        stop_process(child)
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])

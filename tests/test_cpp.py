@@ -36,7 +36,7 @@ from cpp_programs import (
     listed,
     run,
 )
-from peers import LIMIT, OK, End, Ends, by_blocks, by_slot, equal, eventually, options, pattern
+from peers import LIMIT, OK, End, Ends, by_blocks, by_slot, equal, eventually, options, pattern, stop_process
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -178,8 +178,8 @@ def test_a_peer_that_hangs_is_a_timeout(cpp: Callable[..., Cpp], calls: str) -> 
     near, far = pair(cpp, calls, llm__SyncKvCacheWaitTime=300, llm__LinkTransport="tcp")
     near.make("n", 2, 2, 8, 1)
     far.make("f", 2, 2, 8, 2)
-    far.process.send_signal(signal.SIGSTOP)
     try:
+        stop_process(far.process.pid)
         for command in ("push n 2 1 0 0 -1", "pull 2 1 0 n 0 -1"):
             refused(near, [(LATE, "limit_ms=300", command)])
     finally:

@@ -23,7 +23,7 @@ from conftest import options
 from llm_datadist import LLMException
 from llm_datadist.doctor import kernel_calls, limits, measure, probe, report
 from llm_datadist.doctor.measure import Row
-from peers import eventually, refusing_port
+from peers import eventually, refusing_port, stop_process
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -220,7 +220,7 @@ def test_a_peer_that_returns_no_message_is_an_error(
     dist = start(options(llm__EnableRemoteCacheAccessible="1"))
     dist.poll()
     peer = dist.ensure_link(f"127.0.0.1:{other.port}").result()
-    other.send_signal(signal.SIGSTOP)
+    stop_process(other.pid)
 
     class Engine:
         caches: dict[int, Any] = {measure.POOL_MODEL: None}  # noqa: RUF012

@@ -12,7 +12,7 @@ import pytest
 
 from layers import FINALIZED, Decoder, Steps, Transfer, finish, layers_done, results, unlinked
 from llm_datadist import LLMStatusCode
-from peers import OK, THOROUGH, Ends, equal, eventually, linked, options, pattern, together
+from peers import OK, THOROUGH, Ends, equal, eventually, linked, options, pattern, stop_process, together
 
 ASYNCIO = """
 import asyncio
@@ -258,7 +258,7 @@ def test_a_prefill_that_stood_still_does_not_write_where_others_live_now(ends: E
     program = decoder.start(FLOWS, until="flows")
     try:
         time.sleep(0.05 + random.Random(1).random() * 0.02)  # noqa: S311
-        program.send_signal(signal.SIGSTOP)
+        stop_process(program.pid)
         unlinked(near, 2)
         near.deallocate("f")
         for seed, name in ((3, "g"), (4, "h")):

@@ -5,8 +5,6 @@ The hostile side is in `test_hostile_requests.py`; the C++ interface has tests o
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from typing import Any, Callable
 
@@ -204,7 +202,7 @@ def test_links_come_and_go(served: tuple[End, Peer]) -> None:
     assert near.dist.poll() == [], "news are kept from the first poll on"
     peer = near.dist.peers()[0]
     assert (peer.cluster_id, peer.transport in ("shm", "tcp"), ":" in peer.address) == (2, True, True)
-    os.kill(far.process.pid, signal.SIGSTOP)
+    far.stop()
     for number in range(5):
         near.dist.notify(2, bytes([number]))
     far.kill()

@@ -21,7 +21,7 @@ from llm_datadist import CacheManager, LLMDataDist, LLMException, LLMStatusCode
 from llm_datadist.integrations.transfer_engine import TransferEngine
 from llm_datadist.integrations.transfer_engine import engine as engine_module
 from llm_datadist.integrations.transfer_engine import peers as peers_module
-from peers import LIMIT, eventually
+from peers import LIMIT, stop_process
 from test_transfer_engine import SIZE, Far, Near
 
 if TYPE_CHECKING:
@@ -45,12 +45,10 @@ def ends() -> Iterator[tuple[Near, Far]]:
 
 @contextmanager
 def stopped(far: Far) -> Iterator[None]:
-    """Stop the other process while the block runs. It runs on for a moment after the signal, so wait until it stops."""
+    """Stop the other process while the block runs."""
     assert far.process.pid is not None
-    state = Path(f"/proc/{far.process.pid}/stat")
-    os.kill(far.process.pid, signal.SIGSTOP)
     try:
-        eventually(lambda: state.read_text().rsplit(")", 1)[1].split()[0] == "T", what="the stop")
+        stop_process(far.process.pid)
         yield
     finally:
         os.kill(far.process.pid, signal.SIGCONT)

@@ -37,5 +37,6 @@ from .values import (
     options,
     outcome,
     pattern,
+    stop_process,
     together,
 )

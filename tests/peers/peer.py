@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, ClassVar
 
 from .end import End
-from .values import LIMIT, OK, Refused, by_blocks, equal, eventually, options, pattern
+from .values import LIMIT, OK, Refused, by_blocks, equal, eventually, options, pattern, stop_process
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -101,9 +101,7 @@ class Peer:
     def stop(self) -> None:
         """Stop the process (SIGSTOP), and wait until it has stopped."""
         self.spoiled = True
-        self.signal(signal.SIGSTOP)
-        state = Path(f"/proc/{self.process.pid}/stat")
-        eventually(lambda: state.read_text().rsplit(")", 1)[1].split()[0] == "T", what="the stop")
+        stop_process(self.process.pid)
 
     def go_on(self) -> None:
         self.signal(signal.SIGCONT)

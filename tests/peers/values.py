@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import threading
 import time
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
 import numpy as np
@@ -126,6 +128,17 @@ def eventually(holds: Callable[[], Any], limit: float = LIMIT, what: str = "it")
             return value
         assert time.monotonic() < until, f"{what} did not come true in {limit} s"
         time.sleep(0.005)
+
+
+def stop_process(pid: int) -> None:
+    """Send SIGSTOP, and wait until every thread of the process stands still, which takes a moment."""
+    os.kill(pid, signal.SIGSTOP)
+
+    def stands_still() -> bool:
+        threads = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+        return bool(threads) and all(text.rsplit(")", 1)[1].split()[0] == "T" for text in threads)
+
+    eventually(stands_still, what="the stop")
 
 
 @contextmanager
