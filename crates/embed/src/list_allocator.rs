@@ -1,7 +1,13 @@
-//! An allocator for the Python and C libraries that keeps the memory of a few long lists between calls.
+//! An allocator for the Python and C libraries that keeps the memory of a few long lists between calls, and returns that of
+//! other long lists to the kernel at once.
 //!
 //! A call with thousands of blocks builds lists of up to a few MiB. The C library returns such memory to the
 //! kernel after each call, and faulting it in again took longer than planning the call (DESIGN.md, "Memory").
+//!
+//! The C library has many heaps, and keeps up to 64 MiB of freed memory in each of them. It serves lists below 128 KiB from these
+//! heaps, and longer ones after the first one was freed. So the memory of many messages of peers would remain in the process
+//! (`test_hostile_memory.py`). Here, each list of more than 16 KiB is a mapping of its own.
+//!
 //! The thresholds of the C library belong to the host process, so they are not changed
 //! (`test_opening_an_engine_leaves_malloc_alone`). Only allocations of the library that declares this
 //! allocator use it. The memory of caches does not.
@@ -9,6 +15,8 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicPtr, Ordering};
+
+use rustix::mm::{MapFlags, MremapFlags, ProtFlags, mmap_anonymous, mremap, munmap};
 
 /// Bytes of a kept block of the first class. Each further class doubles the size. Smaller lists remain in the
 /// heap anyway.
@@ -19,9 +27,11 @@ const CLASSES: usize = 7;
 const SLOTS: usize = 4;
 /// The alignment that the system allocator guarantees by default on every 64-bit target.
 const ALIGN: usize = 16;
+/// The alignment of every mapping.
+const PAGE: usize = 4096;
 
 /// A global allocator that delegates to the system allocator, but keeps freed blocks of 32 KiB to 2 MiB for
-/// reuse.
+/// reuse, and maps blocks of more than 16 KiB.
 ///
 /// It keeps at most four blocks of each size, and at most [`KeptLists::MOST_BYTES`] in all. It takes no lock,
 /// so a fork is harmless at any moment.
@@ -74,7 +84,7 @@ impl KeptLists {
             while let Some(block) = self.take(class) {
                 // SAFETY: `take` returns each kept block once, and kept blocks were allocated with this
                 // layout (`fresh`).
-                unsafe { System.dealloc(block, whole(class)) };
+                unsafe { release(block, whole(class)) };
             }
         }
     }
@@ -83,9 +93,8 @@ impl KeptLists {
     /// null if that fails too.
     fn fresh(&self, class: usize, zeroed: bool) -> *mut u8 {
         let ask = || {
-            let layout = whole(class);
             // SAFETY: the size of the layout is not zero.
-            if zeroed { unsafe { System.alloc_zeroed(layout) } } else { unsafe { System.alloc(layout) } }
+            unsafe { obtain(whole(class), zeroed) }
         };
         let made = ask();
         if !made.is_null() {
@@ -96,7 +105,44 @@ impl KeptLists {
     }
 }
 
-/// Returns the class whose blocks can hold `layout`; `None` if the system allocator serves it.
+/// Whether blocks of `layout` are mappings. This depends on the layout alone, so each block is freed as it was allocated.
+fn is_mapped(layout: Layout) -> bool {
+    layout.size() > SMALLEST / 2 && layout.align() <= PAGE
+}
+
+/// Allocates a block that is not a kept one. Returns null if there is no memory.
+///
+/// # Safety
+///
+/// The size of `layout` must not be 0.
+unsafe fn obtain(layout: Layout, zeroed: bool) -> *mut u8 {
+    if is_mapped(layout) {
+        let (rights, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE);
+        // SAFETY: a new mapping at an address that the kernel chooses.
+        let made = unsafe { mmap_anonymous(null_mut(), layout.size(), rights, flags) };
+        return made.map_or(null_mut(), <*mut _>::cast);
+    }
+    // SAFETY: the caller's promise about the layout.
+    if zeroed { unsafe { System.alloc_zeroed(layout) } } else { unsafe { System.alloc(layout) } }
+}
+
+/// Frees a block.
+///
+/// # Safety
+///
+/// The block must come from [`obtain`] with this layout, and nothing may use it any more.
+unsafe fn release(block: *mut u8, layout: Layout) {
+    if is_mapped(layout) {
+        // SAFETY: the mapping is one of `obtain`. The kernel rounds the length to pages, as it did there. It cannot fail for a
+        // whole mapping, and an allocator cannot report a failure.
+        let _ = unsafe { munmap(block.cast(), layout.size()) };
+        return;
+    }
+    // SAFETY: the caller's promise; the system allocator served the layout.
+    unsafe { System.dealloc(block, layout) };
+}
+
+/// Returns the class whose blocks can hold `layout`; `None` if no block for it is kept.
 fn class_of(layout: Layout) -> Option<usize> {
     let size = layout.size();
     if size <= SMALLEST / 2 || size > SMALLEST << (CLASSES - 1) || layout.align() > ALIGN {
@@ -112,14 +158,14 @@ fn whole(class: usize) -> Layout {
     unsafe { Layout::from_size_align_unchecked(SMALLEST << class, ALIGN) }
 }
 
-// SAFETY: requests outside the classes are served by the system allocator. A block of a class can hold every
+// SAFETY: requests outside the classes are served by the system allocator, or by a mapping of their own. A block of a class can hold every
 // layout it is returned for (`class_of`). It belongs to one owner at a time, because a slot returns each
 // block once (`take`). It is freed under its own class, because `class_of` depends on the layout alone.
 unsafe impl GlobalAlloc for KeptLists {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         match class_of(layout) {
             // SAFETY: the caller's promise about the layout.
-            None => unsafe { System.alloc(layout) },
+            None => unsafe { obtain(layout, false) },
             Some(class) => self.take(class).unwrap_or_else(|| self.fresh(class, false)),
         }
     }
@@ -127,7 +173,7 @@ unsafe impl GlobalAlloc for KeptLists {
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         let Some(class) = class_of(layout) else {
             // SAFETY: the caller's promise about the layout.
-            return unsafe { System.alloc_zeroed(layout) };
+            return unsafe { obtain(layout, true) };
         };
         let Some(block) = self.take(class) else { return self.fresh(class, true) };
         // SAFETY: the block can hold the layout, and belongs to this caller alone.
@@ -137,12 +183,11 @@ unsafe impl GlobalAlloc for KeptLists {
 
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
         match class_of(layout) {
-            // SAFETY: the caller promises that the block came from this allocator with this layout, so the
-            // system allocator served it.
-            None => unsafe { System.dealloc(block, layout) },
+            // SAFETY: the caller promises that the block came from this allocator with this layout.
+            None => unsafe { release(block, layout) },
             Some(class) if self.give(class, block) => {}
             // SAFETY: blocks of a class are allocated with this layout (`fresh`).
-            Some(class) => unsafe { System.dealloc(block, whole(class)) },
+            Some(class) => unsafe { release(block, whole(class)) },
         }
     }
 
@@ -150,9 +195,16 @@ unsafe impl GlobalAlloc for KeptLists {
         // SAFETY: the caller promises that `size`, rounded up to the alignment, does not overflow.
         let now = unsafe { Layout::from_size_align_unchecked(size, layout.align()) };
         match (class_of(layout), class_of(now)) {
-            // SAFETY: the caller's promise; the system allocator serves both layouts.
-            (None, None) => unsafe { System.realloc(block, layout, size) },
-            (from, to) if from == to => block,
+            (None, None) if is_mapped(layout) && is_mapped(now) => {
+                // SAFETY: the mapping is one of `obtain`, and the caller gives it up.
+                let moved = unsafe { mremap(block.cast(), layout.size(), size, MremapFlags::MAYMOVE) };
+                moved.map_or(null_mut(), <*mut _>::cast)
+            }
+            (None, None) if !is_mapped(layout) && !is_mapped(now) => {
+                // SAFETY: the caller's promise; the system allocator serves both layouts.
+                unsafe { System.realloc(block, layout, size) }
+            }
+            (Some(from), Some(to)) if from == to => block,
             _ => {
                 // SAFETY: the caller promises that `size` is not 0.
                 let moved = unsafe { self.alloc(now) };

@@ -81,7 +81,10 @@ impl Held {
 #[test]
 fn no_two_owners_share_a_block() {
     let kept = KeptLists::new();
-    let sizes = [1, 4096, 16_384, 16_385, 32_768, 33_792, 100_000, 524_288, 2_097_152, 2_097_153];
+    let sizes = [
+        1, 4096, 16_384, 16_385, 32_768, 33_792, 100_000, 131_072, 131_073, 524_288, 2_097_152, 2_097_153,
+        3_000_000,
+    ];
     thread::scope(|scope| {
         for thread in 0..4_u64 {
             let kept = &kept;
