@@ -28,8 +28,20 @@ BUDGETS: dict[str, Budget] = {
     "streams": Budget(8, "", "call streams of all links, in addition to 1 for each link; 8 to 8,192"),
     "link_streams": Budget(128, "call streams", "call streams of one link"),
     "link_descriptors": Budget(2, "descriptors", "file descriptors of one link, in addition to its call streams"),
-    "link_frames": Budget(64 * MIB, "bytes", "requests of one link that have begun to arrive and are not answered yet"),
-    "all_frames": Budget(256 * MIB, "bytes", "the same, of all links"),
+    "common_memory": Budget(
+        288 * MIB,
+        "bytes",
+        "memory for which all links compete; one link may use three quarters of what the others leave",
+    ),
+    "notification_memory": Budget(
+        96 * MIB, "bytes", "the part of it that notifications may take, of all links together"
+    ),
+    "reserved_memory": Budget(
+        64 * MIB,
+        "bytes",
+        "memory for calls, divided equally among the links that peers may make; at most 1 MiB for each",
+    ),
+    "reserved_notifications": Budget(32 * MIB, "bytes", "the same, for notifications"),
     "peak_memory": Budget(512 * MIB, "bytes", "resident memory that all peers together can cost"),
     "mapped": Budget(
         4, "times the memory of the host", "mapped memory of all peers, unless `link_remote_memory` is set"

@@ -258,6 +258,12 @@ class Trial:
         over = [name for name, (value, limit) in seen.items() if value > limit]
         assert over == [], f"over budget: {over}; {seen_text}; {dict(watch.names)}"
 
+    def releases(self, most: int) -> None:
+        """Check that the victim returns its memory to the system, up to `most` bytes."""
+        assert self.watch is not None
+        before, pid = self.watch.before["resident"], self.victim.process.pid
+        eventually(lambda: usage(pid)["resident"] <= before + most, what=f"the return to {before:,} bytes")
+
     def recovers(self) -> None:
         """Check that threads and descriptors return to their numbers before the attack."""
         assert self.watch is not None

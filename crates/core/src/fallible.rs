@@ -1,11 +1,15 @@
 //! Lists whose length a caller or a peer chooses: every list of a plan, a message or the cache table. If an
 //! allocation fails, the call returns `Err(OutOfMemory)` and does not abort
 //! (`tests/integration/allocation_failures.rs` fails each in turn). `what` names the list in the error.
+//!
+//! On a thread that works for a peer, each list is charged to the budget for peers before it is allocated.
 
 use std::hash::Hash;
 
 use hashbrown::HashMap;
 
+use crate::budget::charge;
+pub(crate) use crate::budget::temporary;
 use crate::error::{Error, ErrorKind, Result};
 
 /// Returns the error for a failed allocation of `bytes` bytes for `what`.
@@ -16,7 +20,7 @@ pub fn out_of_memory(what: &str, bytes: usize) -> Error {
 /// Returns an empty list with room for `count` items.
 pub fn with_capacity<T>(what: &str, count: usize) -> Result<Vec<T>> {
     let mut list = Vec::new();
-    list.try_reserve_exact(count).map_err(|_| out_of_memory(what, count.saturating_mul(size_of::<T>())))?;
+    grow_exact(what, &mut list, count)?;
     Ok(list)
 }
 
@@ -72,13 +76,22 @@ pub fn grow<T>(what: &str, list: &mut Vec<T>, more: usize) -> Result<()> {
     if list.capacity() - list.len() >= more {
         return Ok(());
     }
-    list.try_reserve(more)
-        .map_err(|_| out_of_memory(what, (list.len() + more).saturating_mul(size_of::<T>())))
+    // Doubled, so that a list that grows item by item rarely moves.
+    let doubled = list.capacity().saturating_mul(2).max(4) - list.len();
+    grow_exact(what, list, doubled.max(more))
+}
+
+/// Makes room for `more` further items and no others.
+pub fn grow_exact<T>(what: &str, list: &mut Vec<T>, more: usize) -> Result<()> {
+    let items = list.len().saturating_add(more);
+    charge(items.saturating_sub(list.capacity()).saturating_mul(size_of::<T>()))?;
+    list.try_reserve_exact(more).map_err(|_| out_of_memory(what, items.saturating_mul(size_of::<T>())))
 }
 
 /// Returns an empty map with room for `count` entries.
 pub fn map<K: Eq + Hash, V>(what: &str, count: usize) -> Result<HashMap<K, V>> {
     let mut map = HashMap::new();
+    charge(count.saturating_mul(size_of::<(K, V)>()))?;
     map.try_reserve(count).map_err(|_| out_of_memory(what, count.saturating_mul(size_of::<(K, V)>())))?;
     Ok(map)
 }

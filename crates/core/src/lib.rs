@@ -137,6 +137,7 @@
 compile_error!("llm_datadist supports Linux on 64-bit little-endian processors only");
 
 pub mod bindings;
+mod budget;
 mod cache;
 mod checksums;
 mod config;

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::sync::{Arc, Weak};
 
+use crate::budget::BudgetShare;
 use crate::model::ClusterId;
 
 /// A message that a peer sent with `notify`.
@@ -14,6 +15,8 @@ pub struct Notification {
     pub payload: Vec<u8>,
     /// Who wants to know that it was polled. `None` once it was.
     source: Option<Weak<dyn NotificationSource>>,
+    /// The memory that it takes of the budget for peers. `None` once it was polled.
+    share: Option<Arc<BudgetShare>>,
 }
 
 /// The link over which notifications arrive. It tells the peer how many of them were polled.
@@ -49,12 +52,18 @@ pub struct LinkEnd {
 }
 
 impl Notification {
-    pub(crate) fn new(cluster: ClusterId, payload: Vec<u8>, source: Weak<dyn NotificationSource>) -> Self {
-        Notification { cluster, payload, source: Some(source) }
+    pub(crate) fn new(
+        cluster: ClusterId,
+        payload: Vec<u8>,
+        source: Weak<dyn NotificationSource>,
+        share: BudgetShare,
+    ) -> Self {
+        Notification { cluster, payload, source: Some(source), share: Some(Arc::new(share)) }
     }
 
-    /// Returns who wants to know that it was polled, once.
-    pub(super) fn take_source(&mut self) -> Option<Arc<dyn NotificationSource>> {
+    /// Notes that the program has it, and so owns its memory. Returns who wants to know that, once.
+    pub(super) fn note_polled(&mut self) -> Option<Arc<dyn NotificationSource>> {
+        self.share = None;
         self.source.take()?.upgrade()
     }
 }

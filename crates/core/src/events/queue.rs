@@ -16,9 +16,6 @@ use crate::sync::Mutex;
 /// Name of the list in out-of-memory errors.
 const EVENTS: &str = "the events of an engine";
 
-/// What is kept of messages of peers that were not polled, of all links together, ended ones included.
-const MOST_MESSAGES: usize = 1 << 16;
-const MOST_MESSAGE_BYTES: usize = 256 << 20;
 /// What is kept of news about links. Beyond that, the oldest are dropped.
 const MOST_NEWS: usize = 4096;
 /// Number of taken outcomes that are never worth removing.
@@ -56,8 +53,8 @@ struct State {
     untaken: usize,
     /// Number of transfers that run or were not taken.
     open: usize,
-    /// Number and bytes of the messages of peers in `events`.
-    messages: (usize, usize),
+    /// Number of messages of peers in `events`. The budget for peers bounds their memory.
+    messages: usize,
     /// Number of news about links in `events`.
     news: usize,
     /// Number of ends of grants in `events`.
@@ -120,15 +117,10 @@ impl EventQueue {
         if state.closed {
             return Err(Error::closed());
         }
-        if state.messages.0 + messages.len() > MOST_MESSAGES || state.messages.1 >= MOST_MESSAGE_BYTES {
-            let text = "too many notifications of all peers were not polled";
-            return Err(Error::new(ErrorKind::Busy, text).with("messages", state.messages.0));
-        }
         state.make_room(messages.len())?;
         first()?;
         for message in messages {
-            state.messages.0 += 1;
-            state.messages.1 += message.payload.len();
+            state.messages += 1;
             state.push(Event::Notification(Box::new(message)));
         }
         Ok(())
@@ -199,10 +191,7 @@ impl EventQueue {
                     transfer.untake();
                     state.open += 1;
                 }
-                Event::Notification(message) => {
-                    state.messages.0 += 1;
-                    state.messages.1 += message.payload.len();
-                }
+                Event::Notification(_) => state.messages += 1,
                 Event::LinkUp(_) | Event::LinkDown(_) => state.news += 1,
                 Event::GrantEnded(..) => state.grant_ends += 1,
             }
@@ -296,7 +285,7 @@ impl State {
     /// memory (`the_end_of_a_transfer_needs_no_memory`). There is at least an eighth more room than needed, so that the list
     /// rarely moves.
     fn make_room(&mut self, more: usize) -> Result<()> {
-        let needed = self.open + self.messages.0 + self.news + self.grant_ends + more;
+        let needed = self.open + self.messages + self.news + self.grant_ends + more;
         if self.events.capacity() > needed + needed / 8 + 2 {
             return Ok(());
         }
@@ -321,10 +310,7 @@ impl State {
                 self.open -= usize::from(first);
                 return first;
             }
-            Event::Notification(message) => {
-                self.messages.0 -= 1;
-                self.messages.1 -= message.payload.len();
-            }
+            Event::Notification(_) => self.messages -= 1,
             Event::LinkUp(_) | Event::LinkDown(_) => self.news -= 1,
             Event::GrantEnded(..) => self.grant_ends -= 1,
         }
@@ -383,7 +369,7 @@ fn tell_sources(events: &mut [Event]) {
     for event in events {
         let Event::Notification(notification) = event else { continue };
         let bytes = notification.payload.len() as u64;
-        let Some(source) = notification.take_source() else { continue };
+        let Some(source) = notification.note_polled() else { continue };
         match polled.iter_mut().find(|(known, _, _)| Arc::ptr_eq(known, &source)) {
             Some((_, messages, all)) => (*messages, *all) = (*messages + 1, *all + bytes),
             None => polled.push((source, 1, bytes)),

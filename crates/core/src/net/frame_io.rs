@@ -118,16 +118,17 @@ impl Stream {
             .map(|frame| frame.map(|(kind, body, ())| (kind, body)))
     }
 
-    /// As [`receive`](Self::receive), for requests of a peer. Once the length of the body is known, `admit`
-    /// is called with it. `admit` returns a value to hold for as long as the body exists, and the deadline by
+    /// As [`receive`](Self::receive), for requests and replies. Once the length of the body is known, `admit` is
+    /// called with it. `admit` returns a value to hold for as long as the body exists, and the deadline by
     /// which all of the body must have arrived.
     pub fn receive_admitted<T>(
         &self,
         limit: usize,
+        poll_time: Duration,
         deadline: Deadline,
         admit: impl FnOnce(usize) -> Result<(T, Deadline)>,
     ) -> Result<Option<(u8, Vec<u8>, T)>> {
-        self.frame(limit, Duration::ZERO, deadline, |rest| self.pull(rest), admit)
+        self.frame(limit, poll_time, deadline, |rest| self.pull(rest), admit)
     }
 
     /// Receives the next frame with its descriptors, at most [`MAX_DESCRIPTORS`].

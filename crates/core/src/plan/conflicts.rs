@@ -17,14 +17,14 @@ const LEAST: u64 = 16 << 20;
 
 /// Returns `Err(InvalidArgument)` if two of `blocks` are written to the same place.
 pub(super) fn check_blocks(blocks: &Blocks) -> Result<()> {
-    check_places(&blocks.pairs, blocks.dst, blocks.len)
+    fallible::temporary(|| check_places(&blocks.pairs, blocks.dst, blocks.len))
 }
 
 /// Returns `Err(InvalidArgument)` if two pieces of `template` write the same byte. Its spans must have passed the
 /// checks of `span_limits`, and its end offsets must fit 64 bits. `plan_bytes` as in [`check_spans`].
 pub(super) fn check_template(template: &Template, plan_bytes: usize) -> Result<()> {
     if !interleaves(template) {
-        check_places(&template.pairs, 0, template.dst_unit)?;
+        fallible::temporary(|| check_places(&template.pairs, 0, template.dst_unit))?;
         return check_spans(&template.spans.iter().copied(), plan_bytes);
     }
     let written = || template.placed_spans().map(|span| WrittenSpan::of(&span));
@@ -215,11 +215,13 @@ fn check_written<I: Iterator<Item = WrittenSpan>>(
     }
     extent.check_size(plan_bytes)?;
     let (of_bits, of_list) = extent.needed();
-    if of_bits <= of_list {
-        by_bits(written(), extent.low, extent.grid, extent.units())
-    } else {
-        by_sorting(written(), extent.pieces)
-    }
+    fallible::temporary(|| {
+        if of_bits <= of_list {
+            by_bits(written(), extent.low, extent.grid, extent.units())
+        } else {
+            by_sorting(written(), extent.pieces)
+        }
+    })
 }
 
 /// Checks with one bit for each unit of the grid. Every piece starts on the grid, so two pieces that share a

@@ -74,7 +74,7 @@ impl SpanList {
         if capacity - len < packed.len() {
             // Grow by a quarter instead of doubling, because reserved memory counts as used.
             let more = (len / 4).max(64 * LONGEST);
-            self.bytes.try_reserve_exact(more).map_err(|_| fallible::out_of_memory("a plan", len + more))?;
+            fallible::grow_exact("a plan", &mut self.bytes, more)?;
         }
         self.bytes.extend_from_slice(packed);
         self.count += 1;

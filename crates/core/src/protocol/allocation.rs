@@ -1,32 +1,36 @@
-//! Lists of messages that are allocated while a message is read.
+//! Memory that is allocated while a message is read or written.
 
 use std::cell::Cell;
 
+use crate::error::Error;
 use crate::fallible;
 
+/// Name of these lists in out-of-memory errors.
+pub(super) const MESSAGE: &str = "a message of a peer";
+
 thread_local! {
-    /// Number of bytes that could not be allocated for a list of the message being read. Kept here because
-    /// errors of postcard carry no data.
-    static SHORT: Cell<Option<usize>> = const { Cell::new(None) };
+    /// Why memory for the message being read or written could not be allocated. Kept here because errors of postcard carry
+    /// no data.
+    static SHORT: Cell<Option<Error>> = const { Cell::new(None) };
 }
 
-/// Returns and clears the number of bytes that could not be allocated for a list of the last message, if that
-/// is why it could not be read.
-pub(super) fn short_of() -> Option<usize> {
+/// Returns and clears the error of an allocation that failed, if that is why the last message could not be read or written.
+pub(super) fn short_of() -> Option<Error> {
     SHORT.take()
 }
 
-/// Returns the error for `bytes` bytes that could not be allocated, and records them.
-pub(super) fn no_memory<E: serde::de::Error>(bytes: usize) -> E {
-    SHORT.set(Some(bytes));
+/// Records why a list could not be allocated, and returns the error for the reader of the message.
+pub(super) fn no_memory<E: serde::de::Error>(error: Error) -> E {
+    record(error);
     E::custom("no memory")
+}
+
+/// Records why memory for the message being read or written could not be allocated.
+pub(super) fn record(error: Error) {
+    SHORT.set(Some(error));
 }
 
 /// Adds an item. If it cannot be allocated, returns the error of [`no_memory`].
 pub(super) fn append<T, E: serde::de::Error>(list: &mut Vec<T>, item: T) -> Result<(), E> {
-    if fallible::grow("", list, 1).is_err() {
-        return Err(no_memory(2 * list.len().max(1) * size_of::<T>()));
-    }
-    list.push(item);
-    Ok(())
+    fallible::push(MESSAGE, list, item).map_err(no_memory)
 }

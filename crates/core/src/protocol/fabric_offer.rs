@@ -91,7 +91,7 @@ impl<'de> Deserialize<'de> for OfferBytes {
                     return Err(E::invalid_length(bytes.len(), &self));
                 }
                 let copy = fallible::copied("an offer of a peer", bytes);
-                copy.map(OfferBytes).map_err(|_| super::allocation::no_memory(bytes.len()))
+                copy.map(OfferBytes).map_err(super::allocation::no_memory)
             }
         }
 

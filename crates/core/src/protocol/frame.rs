@@ -7,7 +7,7 @@
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::allocation::short_of;
+use super::allocation::{record, short_of};
 use super::convert::{kind_number, kind_of, local_kind, printable};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
@@ -93,7 +93,10 @@ struct Frame(Vec<u8>);
 impl Frame {
     #[inline]
     fn reserve(&mut self, more: usize) -> postcard::Result<()> {
-        fallible::grow("a message", &mut self.0, more).map_err(|_| postcard::Error::SerializeBufferFull)
+        fallible::grow("a message to a peer", &mut self.0, more).map_err(|error| {
+            record(error);
+            postcard::Error::SerializeBufferFull
+        })
     }
 }
 
@@ -124,9 +127,8 @@ impl postcard::ser_flavors::Flavor for Frame {
 fn no_room(error: postcard::Error) -> Error {
     use postcard::Error::{SerdeSerCustom, SerializeBufferFull};
     match error {
-        SerializeBufferFull | SerdeSerCustom => {
-            Error::new(ErrorKind::OutOfMemory, "no memory for a message to a peer")
-        }
+        SerializeBufferFull | SerdeSerCustom => short_of()
+            .unwrap_or_else(|| Error::new(ErrorKind::OutOfMemory, "no memory for a message to a peer")),
         other => Error::new(ErrorKind::System, "a message cannot be written as bytes").because(other),
     }
 }
@@ -139,7 +141,7 @@ pub fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T> {
         Error::new(ErrorKind::NotLinked, text).with("bytes", body.len())
     };
     let (message, rest) = postcard::take_from_bytes(body).map_err(|error| match short_of() {
-        Some(bytes) => fallible::out_of_memory("a message of a peer", bytes).with("bytes", body.len()),
+        Some(error) => error.with("bytes", body.len()),
         None => unreadable("not the expected message").because(error),
     })?;
     if rest.is_empty() { Ok(message) } else { Err(unreadable("extra bytes").with("unread", rest.len())) }

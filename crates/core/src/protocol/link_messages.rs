@@ -91,7 +91,7 @@ impl<'de> Deserialize<'de> for Metadata {
                     return Err(E::invalid_length(bytes.len(), &self));
                 }
                 let copy = fallible::copied("the metadata of a peer", bytes);
-                let copy = copy.map_err(|_| super::allocation::no_memory(bytes.len()))?;
+                let copy = copy.map_err(super::allocation::no_memory)?;
                 Ok(Metadata(Arc::new(copy)))
             }
         }

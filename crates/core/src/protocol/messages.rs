@@ -40,6 +40,8 @@ pub const MAX_CHECKSUMS: usize = 1 << 16;
 pub const MAX_HASHED: u64 = 1 << 28;
 /// Maximum number of addresses at which one side listens for the streams of a link.
 pub const MAX_ADDRESSES: usize = 16;
+/// Maximum number of bytes of a reply without a long list: an error with the rows that have arrived, or checksums.
+pub const SHORT_REPLY: usize = 2 << 20;
 /// Maximum number of bytes that are kept of each text from a peer.
 const MAX_TEXT: usize = 16 << 10;
 
@@ -289,6 +291,19 @@ pub enum Request {
     /// Sends further bytes of the plan of a shared write, on another stream. The caller sends it after the
     /// [`Reply::Ready`] to the [`Write`](Request::Write).
     WritePart { write: u64, from: u64, to: u64, limit_ms: u64 },
+}
+
+impl Request {
+    /// Returns the maximum number of bytes of the body of a reply. A number takes up to 10 bytes, one of 32 bits up to 5.
+    pub fn longest_reply(&self) -> usize {
+        let list = match self {
+            Request::Describe { .. } => 25 * (MAX_RUNS + MixedSizes::MAX_RUNS),
+            Request::Locate { addrs, .. } => 25 * addrs.len(),
+            Request::OpenGrant { .. } => 20 * MAX_RANGES,
+            _ => 0,
+        };
+        SHORT_REPLY + list
+    }
 }
 
 /// The tensors of a cache that a caller has pulled under a name.

@@ -20,7 +20,8 @@ pub use link_messages::{Confirm, EnteredLink, LinkAnswer, MAX_METADATA, METADATA
 pub use messages::{
     Attach, Attached, Challenge, Comm, ControlMessage, EntryVersion, Hello, MAX_ADDRESSES, MAX_ADDRS,
     MAX_CHECKSUMS, MAX_HASHED, MAX_RANGES, MAX_RUNS, MOST_AHEAD, Party, Proof, Purpose, Reply, Request,
-    RingAnswer, RingOffer, Run, Welcome, WireCache, WireLayout, WireLocation, WirePulled, WireSizes,
+    RingAnswer, RingOffer, Run, SHORT_REPLY, Welcome, WireCache, WireLayout, WireLocation, WirePulled,
+    WireSizes,
 };
 pub use notification::{MAX_BATCH, MAX_NOTIFICATION, Payload, Payloads};
 pub use plan_codec::WirePlan;

@@ -41,8 +41,7 @@ impl<'de> Deserialize<'de> for Payload {
                 if bytes.len() > MAX_NOTIFICATION {
                     return Err(E::invalid_length(bytes.len(), &self));
                 }
-                let copy = fallible::copied("a notification", bytes);
-                copy.map(Payload).map_err(|_| super::allocation::no_memory(bytes.len()))
+                fallible::copied("a notification", bytes).map(Payload).map_err(super::allocation::no_memory)
             }
         }
 

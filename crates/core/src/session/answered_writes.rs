@@ -3,7 +3,6 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::limits::BudgetShare;
 use super::message_io::send_message;
 use super::request_context::{Ended, NamedCache, RequestContext, bounded, check_plan, rows};
 use super::shared_writes::{SharedWrite, WritePart};
@@ -17,22 +16,21 @@ use crate::stats::Op;
 
 impl RequestContext<'_> {
     /// Receives bytes into a cache: bytes that follow the request (`ahead`), or bytes that this side then asks for. `shared`
-    /// is the number of a shared write, and `held` the share of the budget for the plan.
+    /// is the number of a shared write.
     pub(super) fn write(
         &self,
         call: &NamedCache,
         (plan, range): (WirePlan, Range<u64>),
         ahead: bool,
-        (shared, held): (Option<u64>, BudgetShare),
+        shared: Option<u64>,
     ) -> Result<(), Ended> {
         let Range { start: from, end: to } = range;
         if let Some(id) = shared {
-            return self.begin_shared_write(call, plan, (from, to), (id, held));
+            return self.begin_shared_write(call, plan, (from, to), id);
         }
-        // Lasts as long as the request.
-        let _held = held;
         let bytes = to.saturating_sub(from);
-        let begun = bounded(plan, from, to).and_then(|plan| {
+        let begun = self.charged(|| {
+            let plan = bounded(plan, from, to)?;
             let pinned = self.pin_for_write(call, &plan)?;
             Ok(pinned.map(|(cache, pin)| (Arc::new(plan), cache, pin)))
         });
@@ -66,9 +64,10 @@ impl RequestContext<'_> {
         call: &NamedCache,
         plan: WirePlan,
         (from, to): (u64, u64),
-        (id, held): (u64, BudgetShare),
+        id: u64,
     ) -> Result<(), Ended> {
-        let begun = bounded(plan, from, to).and_then(|plan| {
+        let begun = self.charged(|| {
+            let plan = bounded(plan, from, to)?;
             // The parts arrive in any order, and the waves of a plan have one.
             if plan.waves().len() > 1 {
                 return Err(Error::argument(
@@ -84,7 +83,7 @@ impl RequestContext<'_> {
                 cache,
                 deadline: call.deadline,
                 _pin: pin,
-                _held: held,
+                _share: self.share.clone(),
             };
             self.link.shared_writes.begin(write, from..to).map(Some)
         });

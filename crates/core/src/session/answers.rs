@@ -9,15 +9,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::asked_blocks::AskedBlocks;
-use super::limits::BudgetShare;
 use super::link::Link;
 use super::message_io::{send_message, send_message_before};
 use super::peer_memory::location;
 use super::request_context::{Ended, NamedCache, RequestContext, bounded, check_plan, rows};
+use crate::budget::BudgetShare;
 use crate::cache::{Cache, Origin, RowUse};
 use crate::checksums::Checksums;
 use crate::copy::{DataPath, Progress, StreamPath, StreamSum, with_arrived_rows};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{ErrorKind, Result};
 use crate::fallible;
 use crate::grants::{GrantedRead, RowRanges};
 use crate::model::{CacheId, Deadline, GrantId, Name, RowSizes};
@@ -60,13 +60,9 @@ impl Answers {
         // The request has arrived or begun to arrive. The budget of the link decides how much memory and time
         // a large one gets.
         let begun = Deadline::after(silence).named("the time limit of a request");
-        let frame = stream.receive_admitted(MESSAGE_LIMIT, begun, |bytes| link.admit(bytes, silence));
-        let received = frame.and_then(|frame| {
-            let read =
-                |(kind, body, held): (_, Vec<u8>, _)| Ok((protocol::open::<Request>(kind, &body)?, held));
-            frame.map(read).transpose()
-        });
-        let (request, held) = match received {
+        let frame =
+            stream.receive_admitted(MESSAGE_LIMIT, Duration::ZERO, begun, |bytes| link.admit(bytes, silence));
+        let (request, share) = match frame.and_then(|frame| frame.map(read_frame).transpose()) {
             Ok(Some(received)) => received,
             Ok(None) => return Ok(false),
             // The body was read completely, so the stream remains usable: report the error, and the next
@@ -79,8 +75,8 @@ impl Answers {
         };
         stream.restart_pace();
         let started = Instant::now();
-        let call = RequestContext { resources: &self.resources, link, stream, unlinked, replied };
-        let served = call.serve(request, held);
+        let call = RequestContext { resources: &self.resources, link, stream, share, unlinked, replied };
+        let served = call.serve(request);
         let done = matches!(served, Ok(()) | Err(Ended::Unlinked));
         self.resources.stats.counted(Op::Served, started.elapsed(), done);
         match served {
@@ -92,8 +88,7 @@ impl Answers {
 }
 
 impl RequestContext<'_> {
-    /// Serves `request`, whose memory has the share `held` of the budget of the link.
-    fn serve(&self, request: Request, held: BudgetShare) -> Result<(), Ended> {
+    fn serve(&self, request: Request) -> Result<(), Ended> {
         let named = |name, cache, limit_ms| self.named(name, CacheId(cache), limit_ms);
         match request {
             Request::Describe { name, limit_ms } => {
@@ -119,7 +114,7 @@ impl RequestContext<'_> {
             }
             Request::Write { name, cache, plan, from, to, ahead, shared, limit_ms } => {
                 let call = named(name.into(), cache, limit_ms);
-                self.write(&call, (plan, from..to), ahead, (shared, held))
+                self.write(&call, (plan, from..to), ahead, shared)
             }
             Request::WritePart { write, from, to, limit_ms } => {
                 self.write_part(write, from..to, self.limit(limit_ms))
@@ -133,7 +128,7 @@ impl RequestContext<'_> {
                 self.checksums(&named(name.into(), cache, limit_ms), asked, grant)
             }
             Request::Locate { addrs, limit_ms } => {
-                self.answer_with(self.limit(limit_ms), || self.locate(&addrs))
+                self.answer_with(self.limit(limit_ms), move || self.locate(&addrs))
             }
             Request::Ping { limit_ms } => {
                 self.answer_with(self.limit(limit_ms), || Ok(Reply::Done { bytes: 0 }))
@@ -250,11 +245,7 @@ impl RequestContext<'_> {
     /// Finds the caches in which addresses lie. Returns `Err` with `InvalidArgument` if an address lies in no
     /// cache that peers may access.
     fn locate(&self, addrs: &[u64]) -> Result<Reply> {
-        let locations = self.resources.table.locate(addrs)?;
-        let located = |(at, found): (usize, Option<_>)| found.ok_or_else(|| unknown_address(at, addrs[at]));
-        let locations =
-            fallible::try_collect("the places of addresses", locations.into_iter().enumerate().map(located));
-        locations.map(Reply::Located)
+        self.resources.table.locate(addrs).map(Reply::Located)
     }
 
     /// Sends bytes of a cache. With a grant, also sends whether it lasted until they were sent. Sends their checksum if it
@@ -266,7 +257,8 @@ impl RequestContext<'_> {
         (from, to): (u64, u64),
         (grant, summed): (Option<GrantId>, bool),
     ) -> Result<(), Ended> {
-        let begun = bounded(plan, from, to).and_then(|plan| {
+        let begun = self.charged(|| {
+            let plan = bounded(plan, from, to)?;
             let pinned = self.pinned(call, |cache| {
                 let geometry = cache.common_sizes(plan.tensors_at(LocalEnd::Source))?;
                 check_plan(&plan, Some(geometry), None)?;
@@ -357,7 +349,9 @@ impl RequestContext<'_> {
     }
 }
 
-fn unknown_address(at: usize, addr: u64) -> Error {
-    let text = format!("dst_addrs[{at}]={addr:#x} lies in no cache that peers may reach");
-    Error::new(ErrorKind::InvalidArgument, text)
+/// Decodes a request, and frees its frame.
+fn read_frame((kind, body, share): (u8, Vec<u8>, Arc<BudgetShare>)) -> Result<(Request, Arc<BudgetShare>)> {
+    let request = share.charged(|| protocol::open(kind, &body))?;
+    share.freed(body.len() as u64);
+    Ok((request, share))
 }

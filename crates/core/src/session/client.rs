@@ -10,17 +10,20 @@ use super::call_streams::StreamLease;
 use super::known_cache::KnownCache;
 use super::link::Link;
 use super::message_io;
+use crate::budget::BudgetShare;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::memory::TensorBytes;
 use crate::model::{AddressLocation, CacheId, Deadline, GrantId, Name};
 use crate::net::POLL_TIME;
-use crate::protocol::{MAX_ADDRS, MESSAGE_LIMIT, Payload, Reply, Request, WireCache, WirePulled};
+use crate::protocol::{MAX_ADDRS, Payload, Reply, Request, SHORT_REPLY, WireCache, WirePulled};
 use crate::validate::RemoteCache;
 
 /// Extra time in milliseconds that the owner keeps trying after the caller's deadline. A caller checks its
 /// deadline every 100 ms while bytes flow.
 const GRACE_MS: u64 = 150;
+/// Maximum number of bytes of a description that is kept for later calls: that of a cache of 8,192 tensors.
+const MOST_REMEMBERED: u64 = 64 << 10;
 /// Name of the error fact that marks an error reported by the peer. Such an error implies that the peer has
 /// ended the request.
 pub(crate) const REPORTED_BY: &str = "reported_by";
@@ -66,10 +69,15 @@ impl Link {
     pub(crate) fn describe(self: &Arc<Self>, name: Name, deadline: Deadline) -> Result<Arc<KnownCache>> {
         self.forget(&name);
         let limit_ms = limit_ms(deadline);
-        let reply = self.ask(&Request::Describe { name: name.into(), limit_ms }, deadline)?;
+        let (reply, share) = self.ask_for(&Request::Describe { name: name.into(), limit_ms }, deadline)?;
         let Reply::Described(record) = reply else { return Err(self.unexpected(&reply)) };
-        let known = Arc::new(self.read_record(&record).map_err(|error| self.named(error))?);
-        self.remember(name, known.clone());
+        let before = share.used();
+        let known = share.charged(|| self.read_record(&record, &share)).map_err(|error| self.named(error))?;
+        share.shrink_to(share.used() - before);
+        let known = Arc::new(known);
+        if share.used() <= MOST_REMEMBERED {
+            self.remember(name, known.clone());
+        }
         Ok(known)
     }
 
@@ -118,12 +126,23 @@ impl Link {
     /// Sends one request on a stream of its own, and returns the reply. Returns `Err` with the peer's error
     /// if the peer refuses.
     pub(crate) fn ask(self: &Arc<Self>, request: &Request, deadline: Deadline) -> Result<Reply> {
+        self.ask_for(request, deadline).map(|(reply, _)| reply)
+    }
+
+    /// Does the same as [`ask`](Self::ask) for a reply that may be long. Also returns the memory that it takes.
+    pub(super) fn ask_for(
+        self: &Arc<Self>,
+        request: &Request,
+        deadline: Deadline,
+    ) -> Result<(Reply, Arc<BudgetShare>)> {
         let mut lease = self.lease(deadline)?;
-        let reply = self.exchange(&lease, request, deadline);
+        let send = || message_io::send_message(lease.stream(), request, deadline);
+        let reply = self.exchange_for(&lease, request.longest_reply(), deadline, send);
         lease.reusable = reply.is_ok();
         drop(lease);
         // A refusal is a complete reply: the call fails, but the stream remains usable.
-        reply.and_then(|reply| self.refusal(reply))
+        let (reply, share) = reply.map_err(|error| self.break_reason_or(error))?;
+        Ok((self.refusal(reply)?, share))
     }
 
     /// Does the same as [`ask`](Self::ask) for a request during which the peer reads memory of this process. If the
@@ -136,15 +155,22 @@ impl Link {
             .as_ref()
             .is_err_and(|error| matches!(error.kind(), ErrorKind::Timeout | ErrorKind::Interrupted))
         {
-            // Whatever arrives, or the end of the stream, says that the peer has ended the request.
-            let _ = reply(&lease, Deadline::after(Duration::MAX));
+            // Whatever arrives, or the end of the stream, says that the peer has ended the request. It is not worth waiting for
+            // memory.
+            let ended = Deadline::after(Duration::ZERO);
+            let _ = message_io::receive_reply(
+                lease.stream(),
+                (SHORT_REPLY, Duration::ZERO),
+                Deadline::after(Duration::MAX),
+                |bytes| self.admit_reply(bytes, ended),
+            );
         }
         lease.reusable = answer.is_ok();
         drop(lease);
         answer.and_then(|reply| self.refusal(reply))
     }
 
-    /// Sends `request` on the stream of `lease`, and waits for the reply.
+    /// Sends `request` on the stream of `lease`, and waits for the reply, which must be short.
     pub(crate) fn exchange(
         &self,
         lease: &StreamLease,
@@ -155,20 +181,48 @@ impl Link {
         self.exchange_with(lease, deadline, send).map_err(|error| self.break_reason_or(error))
     }
 
-    /// Sends a message with `send` on the stream of `lease`, waits for the reply, and counts the request.
+    /// Sends a message with `send` on the stream of `lease`, waits for the reply, which must be short, and counts the request.
     pub(crate) fn exchange_with(
         &self,
         lease: &StreamLease,
         deadline: Deadline,
         send: impl FnOnce() -> Result<()>,
     ) -> Result<Reply> {
+        self.exchange_for(lease, SHORT_REPLY, deadline, send).map(|(reply, _)| reply)
+    }
+
+    /// Does the same as [`exchange_with`](Self::exchange_with) for a reply of at most `limit` bytes. Also returns the memory that
+    /// it takes.
+    fn exchange_for(
+        &self,
+        lease: &StreamLease,
+        limit: usize,
+        deadline: Deadline,
+        send: impl FnOnce() -> Result<()>,
+    ) -> Result<(Reply, Arc<BudgetShare>)> {
         let started = Instant::now();
-        let reply = send().and_then(|()| reply(lease, deadline));
+        let reply = send().and_then(|()| self.receive_reply(lease, limit, deadline));
         self.requests.count(started.elapsed(), reply.is_ok());
-        if let Ok(Reply::Ready { bytes } | Reply::Done { bytes }) = reply {
+        if let Ok((Reply::Ready { bytes } | Reply::Done { bytes }, _)) = reply {
             self.requests.add_bytes(bytes);
         }
         reply
+    }
+
+    /// Waits for a short reply on the stream of `lease`.
+    pub(crate) fn reply(&self, lease: &StreamLease, deadline: Deadline) -> Result<Reply> {
+        self.receive_reply(lease, SHORT_REPLY, deadline).map(|(reply, _)| reply)
+    }
+
+    fn receive_reply(
+        &self,
+        lease: &StreamLease,
+        limit: usize,
+        deadline: Deadline,
+    ) -> Result<(Reply, Arc<BudgetShare>)> {
+        message_io::receive_reply(lease.stream(), (limit, POLL_TIME), deadline, |bytes| {
+            self.admit_reply(bytes, deadline)
+        })
     }
 
     /// Turns a reply that reports a failure into `Err`.
@@ -186,7 +240,7 @@ impl Link {
         self.named(Error::new(ErrorKind::System, text))
     }
 
-    fn read_record(&self, record: &WireCache) -> Result<KnownCache> {
+    fn read_record(&self, record: &WireCache, share: &Arc<BudgetShare>) -> Result<KnownCache> {
         let (layout, mixed) = (record.layout()?, record.mixed_sizes()?);
         let kv = record.kv_geometry(&layout.geometry)?.map(Arc::new);
         let equal = || TensorBytes::Equal(layout.geometry.tensor_bytes());
@@ -198,13 +252,9 @@ impl Link {
             remote: RemoteCache { layout, mixed, kv, row: record.row, accessible: record.accessible },
             consumable: record.allocated && !record.blocks,
             tensors,
+            _share: share.clone(),
         })
     }
-}
-
-/// Waits for a reply on the stream of `lease`.
-pub(crate) fn reply(lease: &StreamLease, deadline: Deadline) -> Result<Reply> {
-    message_io::receive_message(lease.stream(), MESSAGE_LIMIT, POLL_TIME, deadline)
 }
 
 /// Returns the remaining time in milliseconds, plus [`GRACE_MS`]. The peer receives a duration because the

@@ -33,14 +33,16 @@ impl Link {
     /// Asks the owner what a grant lends, whatever is known of it here. Returns `Err(GrantEnded)` if it has ended.
     fn ask_for_grant(self: &Arc<Self>, id: GrantId, deadline: Deadline) -> Result<Arc<OpenedGrant>> {
         let request = Request::OpenGrant { grant: id, limit_ms: limit_ms(deadline) };
-        let reply = self.ask(&request, deadline)?;
+        let (reply, share) = self.ask_for(&request, deadline)?;
         let Reply::Granted { cache, rows } = reply else { return Err(self.unexpected(&reply)) };
-        let ranges = fallible::collect(RowRanges::LIST, rows.into_iter().map(|(first, end)| first..end))?;
+        let ranges = rows.into_iter().map(|(first, end)| first..end);
+        let ranges = share.charged(|| fallible::collect(RowRanges::LIST, ranges));
+        let ranges = ranges.map_err(|error| self.named(error))?;
         let Some(rows) = RowRanges::from_ranges(ranges) else {
             let text = "the peer sent the rows of a grant in a form that this version does not know";
             return Err(self.named(Error::new(ErrorKind::System, text)));
         };
-        let grant = OpenedGrant::new(id, CacheId(cache), rows);
+        let grant = OpenedGrant::new(id, CacheId(cache), rows, share);
         self.grants.lock().keep(&grant, |other| self.grant_still(other));
         Ok(grant)
     }

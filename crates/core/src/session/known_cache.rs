@@ -1,8 +1,11 @@
 //! Descriptions of remote caches, as their owners sent them, and the limit on how many a link stores.
 
+use std::sync::Arc;
+
 use hashbrown::HashMap;
 
 use super::peer_memory::Readable;
+use crate::budget::BudgetShare;
 use crate::copy::PeerTensors;
 use crate::model::{CacheId, Name};
 use crate::protocol::EntryVersion;
@@ -36,6 +39,8 @@ pub(crate) struct KnownCache {
     pub(crate) consumable: bool,
     /// Its memory, or the reason why this process cannot read it in place.
     pub(crate) tensors: Readable<PeerTensors>,
+    /// The memory that it takes.
+    pub(super) _share: Arc<BudgetShare>,
 }
 
 #[cfg(test)]

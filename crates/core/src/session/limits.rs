@@ -1,30 +1,17 @@
-//! Limits on what peers may cost this process: numbers of connections, and memory for large requests.
+//! Limits on what peers may cost this process: numbers of connections, and the time of a request.
 //!
 //! The limits on connections follow from the number of descriptors that the process may open. The numbers are
 //! published in docs/security.md (`tests/test_hostile_*.py` check them).
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::process::{Resource, getrlimit};
 
-use crate::error::{Error, ErrorKind, Result};
-use crate::model::Deadline;
-use crate::sync::{Condvar, Mutex};
-
-/// Largest request, in bytes, that needs no budget. The number of serving threads bounds the memory of such
-/// requests.
-const FREE: u64 = 64 << 10;
-/// Bytes of large requests, received completely or in part, that one peer and all peers together may have
-/// here at a time.
-const LARGE: Bounds = Bounds { of_one: 64 << 20, of_all: 192 << 20 };
-/// The same for requests of up to [`Bounds::of_one`] bytes. They have their own budget, so that peers that
-/// exhaust the other one do not delay usual requests
-/// (`test_slow_requests_of_others_do_not_starve_a_long_one`).
-const MEDIUM: Bounds = Bounds { of_one: 1 << 20, of_all: 64 << 20 };
 /// Bytes per second at which the body of a request must arrive, after the time for which a peer may be
 /// silent.
 const BODY_RATE: u64 = 8 << 20;
+/// A frame above this size takes memory for its content before it arrives.
+const LONG_FRAME: usize = 1 << 20;
 
 /// The largest number of connections of each kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,95 +49,21 @@ impl Connections {
     }
 }
 
-/// The budget for one size class of requests, in bytes.
-#[derive(Debug)]
-struct Bounds {
-    of_one: u64,
-    of_all: u64,
+/// Returns how many bytes to take from the budget, beside its frame, for a frame of `bytes` bytes that is about to arrive. What
+/// a long message contains, and what it takes to check a plan, is at most twice as long as the message
+/// (`a_plan_takes_a_bounded_multiple_of_its_bytes`), so it need not be refused after it has arrived.
+pub(super) fn ahead(bytes: usize) -> u64 {
+    if bytes > LONG_FRAME { 2 * bytes as u64 } else { 0 }
 }
 
-/// The size classes that have a budget, in the order of the counts.
-const CLASSES: [Bounds; 2] = [MEDIUM, LARGE];
-
-/// The bytes in use by requests of all peers, for each size class.
-#[derive(Debug, Default)]
-pub(super) struct Budget {
-    used: Mutex<[u64; 2]>,
-    freed: Condvar,
-}
-
-/// The part of the budget that one peer uses.
-#[derive(Debug)]
-pub(super) struct PeerBudget {
-    all: Arc<Budget>,
-    used: Mutex<[u64; 2]>,
-}
-
-/// A share of the budget, returned when dropped.
-#[derive(Debug)]
-pub(crate) struct BudgetShare {
-    /// The peer, the size class and the number of bytes.
-    of: Option<(Arc<PeerBudget>, usize, u64)>,
-}
-
-impl PeerBudget {
-    pub(super) fn new(all: &Arc<Budget>) -> Arc<PeerBudget> {
-        Arc::new(PeerBudget { all: all.clone(), used: Mutex::default() })
-    }
-
-    /// Waits until a request of `bytes` fits. Returns the share of the budget, and the deadline by which all
-    /// of the request must have arrived from a peer that may be silent for `silence`. Returns `Err` with
-    /// `OutOfMemory` if it does not fit by then.
-    pub(super) fn admit(
-        self: &Arc<Self>,
-        bytes: usize,
-        silence: Duration,
-    ) -> Result<(BudgetShare, Deadline)> {
-        let bytes = bytes as u64;
-        let until = Deadline::after(silence + Duration::from_secs(bytes / BODY_RATE))
-            .named("the time limit of a request body");
-        if bytes <= FREE {
-            return Ok((BudgetShare { of: None }, until));
-        }
-        let class = usize::from(bytes > MEDIUM.of_one);
-        let Bounds { of_one, of_all } = CLASSES[class];
-        let mut all = self.all.used.lock();
-        // Both counts change only under the lock of the first one.
-        while all[class] + bytes > of_all || self.used.lock()[class] + bytes > of_one {
-            if until.passed() {
-                let used = self.used.lock()[class];
-                let text = "the peer, or all peers together, have too many unfinished requests";
-                return Err(Error::new(ErrorKind::OutOfMemory, text)
-                    .with("bytes", bytes)
-                    .with("used_by_peer", used)
-                    .with("limit_of_peer", of_one)
-                    .with("limit_of_all", of_all));
-            }
-            all = self.all.freed.wait_timeout(all, until.left()).0;
-        }
-        all[class] += bytes;
-        self.used.lock()[class] += bytes;
-        drop(all);
-        Ok((BudgetShare { of: Some((self.clone(), class, bytes)) }, until))
-    }
-}
-
-impl Drop for BudgetShare {
-    fn drop(&mut self) {
-        let Some((peer, class, bytes)) = self.of.take() else { return };
-        let mut all = peer.all.used.lock();
-        all[class] -= bytes;
-        peer.used.lock()[class] -= bytes;
-        drop(all);
-        peer.all.freed.notify_all();
-    }
+/// Returns the time within which the body of a request must arrive from a peer that may be silent for `silence`.
+pub(super) fn body_time(bytes: usize, silence: Duration) -> Duration {
+    silence + Duration::from_secs(bytes as u64 / BODY_RATE)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    const MIB: usize = 1 << 20;
 
     #[test]
     fn connections_leave_room_for_the_application() {
@@ -163,25 +76,5 @@ mod tests {
             let taken = pending + (2 + Connections::OF_EACH) * incoming + calls;
             assert!(taken <= descriptors * 15 / 16, "{taken} of {descriptors}");
         }
-    }
-
-    #[test]
-    fn peers_have_a_budget_each_and_one_together_by_class() {
-        let all = Arc::new(Budget::default());
-        let peers: Vec<_> = (0..4).map(|_| PeerBudget::new(&all)).collect();
-        let now = Duration::ZERO;
-        assert!(peers[0].admit(64 << 10, now).unwrap().0.of.is_none(), "small requests are free");
-        let large: Vec<_> = peers[..3].iter().map(|peer| peer.admit(60 * MIB, now).unwrap()).collect();
-        assert_eq!(*all.used.lock(), [0, 180 << 20]);
-        // A medium request does not wait for large ones, but a peer may have only one medium request of this
-        // size at a time.
-        let medium = peers[0].admit(MIB, now).unwrap();
-        assert_eq!(peers[0].admit(MIB, now).unwrap_err().kind(), ErrorKind::OutOfMemory);
-        let _other = peers[1].admit(MIB / 2, now).unwrap();
-        drop(medium);
-        let _again = peers[0].admit(MIB, now).unwrap();
-        drop(large);
-        let (_whole, _) = peers[3].admit(64 * MIB, now).unwrap();
-        assert_eq!(*all.used.lock(), [3 << 19, 64 << 20]);
     }
 }

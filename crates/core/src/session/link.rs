@@ -13,13 +13,14 @@ use serde::Serialize;
 
 use super::dial::Dialer;
 use super::known_cache::{self, KnownCache};
-use super::limits::{Budget, BudgetShare, PeerBudget};
+use super::limits::{ahead, body_time};
 use super::notification_window::Notifications;
 use super::opened_grants::OpenedGrants;
 use super::peer_memory::{PeerMemory, Readable};
 use super::pushes_in_flight::PushesInFlight;
 use super::shared_writes::SharedWrites;
 use super::stream_set::{self, MOST_CALLS, StreamSet};
+use crate::budget::{Budget, BudgetShare, PeerBudget};
 use crate::copy::FasterPath;
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::{LinkEnd, PeerInfo};
@@ -108,8 +109,8 @@ pub struct Link {
     active: AtomicUsize,
     /// Whether new transfers are refused because the link is about to be unlinked.
     unlinking: AtomicBool,
-    /// The budget for large requests of the peer.
-    budget: Arc<PeerBudget>,
+    /// The memory that the peer makes this process hold.
+    pub(super) budget: Arc<PeerBudget>,
     pub(super) requests: Counters,
     pub(crate) transfers: Counters,
     pub(crate) paths: PathCounters,
@@ -334,10 +335,27 @@ impl Link {
         self.notifications.wake();
     }
 
-    /// Waits until a request of `bytes` fits the budget of the peer. Returns the share of the budget and the
-    /// deadline by which the request must have arrived.
-    pub(crate) fn admit(&self, bytes: usize, silence: Duration) -> Result<(BudgetShare, Deadline)> {
-        self.budget.admit(bytes, silence).map_err(|error| self.named(error))
+    /// Waits until a request of `bytes` fits the budget of the peer, which may be silent for `silence`. Returns the share of
+    /// the budget and the deadline by which the request must have arrived.
+    pub(super) fn admit(&self, bytes: usize, silence: Duration) -> Result<(Arc<BudgetShare>, Deadline)> {
+        let until = Deadline::after(body_time(bytes, silence)).named("the time limit of a request body");
+        let share = self.budget.admit(bytes as u64, ahead(bytes), until.left());
+        share.map(|share| (share, until)).map_err(|error| self.named(error))
+    }
+
+    /// Waits until a reply of `bytes` fits the budget of the peer, until the deadline of the call.
+    pub(super) fn admit_reply(
+        &self,
+        bytes: usize,
+        deadline: Deadline,
+    ) -> Result<(Arc<BudgetShare>, Deadline)> {
+        loop {
+            match self.budget.admit(bytes as u64, ahead(bytes), deadline.nap()) {
+                Ok(share) => return Ok((share, deadline)),
+                Err(error) if deadline.passed() => return Err(self.named(error)),
+                Err(_) => deadline.interruption("waiting for memory for a reply")?,
+            }
+        }
     }
 
     /// Sends one control message. The link breaks if the peer does not read its control stream.

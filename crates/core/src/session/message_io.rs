@@ -2,15 +2,17 @@
 //!
 //! The bytes of caches that follow some messages are moved by `copy`.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use crate::budget::BudgetShare;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
 use crate::net::{ReceivedDescriptors, Stream};
-use crate::protocol;
+use crate::protocol::{self, Reply};
 
 /// Sends one message.
 pub(crate) fn send_message<T: Serialize>(stream: &Stream, message: &T, deadline: Deadline) -> Result<()> {
@@ -37,6 +39,23 @@ pub(crate) fn receive_message<T: DeserializeOwned>(
 ) -> Result<T> {
     let (kind, body) = stream.receive(limit, poll_time, deadline)?.ok_or_else(|| ended(stream))?;
     protocol::open(kind, &body)
+}
+
+/// Receives a reply of at most `limit` bytes as [`receive_message`] does. Also returns the memory that it takes, which `admit`
+/// returns for the length of the frame, with the deadline of its body.
+pub(super) fn receive_reply(
+    stream: &Stream,
+    (limit, poll_time): (usize, Duration),
+    deadline: Deadline,
+    admit: impl FnOnce(usize) -> Result<(Arc<BudgetShare>, Deadline)>,
+) -> Result<(Reply, Arc<BudgetShare>)> {
+    let frame = stream.receive_admitted(limit, poll_time, deadline, admit)?;
+    let (kind, body, share) = frame.ok_or_else(|| ended(stream))?;
+    let reply = share.charged(|| protocol::open(kind, &body))?;
+    share.freed(body.len() as u64);
+    drop(body);
+    share.trim();
+    Ok((reply, share))
 }
 
 /// Receives one message as [`receive_message`] does, with the descriptors that arrived with it.

@@ -15,7 +15,7 @@ pub(super) const WINDOW: Load = Load { messages: 1024, bytes: 4 << 20 };
 /// What is kept of a peer. It is more than the window, because the peer learns late of what was polled.
 pub(super) const MOST_KEPT: Load = Load { messages: 2 * WINDOW.messages, bytes: 2 * WINDOW.bytes };
 /// Bytes of one request with notifications, unless a single one has more.
-pub(super) const BATCH_BYTES: usize = 256 << 10;
+pub(super) const BATCH_BYTES: usize = 64 << 10;
 
 /// The notifications of one link.
 #[derive(Debug, Default)]

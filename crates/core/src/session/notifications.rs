@@ -12,6 +12,8 @@ use crate::fallible;
 use crate::model::Deadline;
 use crate::protocol::{ControlMessage, MAX_NOTIFICATION, Payload, Payloads, Reply, Request};
 
+/// Bytes that a queued notification takes beside its message.
+const NOTIFICATION_BYTES: u64 = 256;
 /// How long a sender waits before it repeats what the peer has refused.
 const RETRY: Duration = Duration::from_millis(20);
 
@@ -145,9 +147,20 @@ impl Link {
         let weak: Weak<Self> = Arc::downgrade(self);
         let source: Weak<dyn NotificationSource> = weak;
         let cluster = self.cluster();
-        let new = messages.into_iter().map(|message| Notification::new(cluster, message.0, source.clone()));
+        let new = messages.into_iter().map(|Payload(message)| {
+            let share = self.budget.notification(message.len() as u64 + NOTIFICATION_BYTES)?;
+            Ok(Notification::new(cluster, message, source.clone(), share))
+        });
+        let new = fallible::try_collect("notifications", new).map_err(|refused| {
+            let text =
+                "too many notifications of all peers were not polled; the program has to poll its events";
+            Error::new(ErrorKind::Busy, text)
+                .with("bytes", load.bytes)
+                .with("used_by_peer", refused.fact("used_by_peer").unwrap_or("0"))
+                .with("used_by_all", refused.fact("used_by_all").unwrap_or("0"))
+        })?;
         // Under the lock, so that messages of one link keep their order.
-        events.notify(new, first)?;
+        events.notify(new.into_iter(), first)?;
         received.arrived = received.arrived.plus(load);
         Ok(Reply::Done { bytes: 0 })
     }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use hashbrown::HashMap;
 
+use crate::budget::BudgetShare;
 use crate::error::Result;
 use crate::grants::{RowRanges, covers};
 use crate::model::{CacheId, GrantId};
@@ -18,6 +19,8 @@ pub(crate) struct OpenedGrant {
     id: GrantId,
     cache: CacheId,
     rows: RowRanges,
+    /// The memory that it takes.
+    _share: Arc<BudgetShare>,
 }
 
 /// The grants of the peer of one link.
@@ -51,8 +54,14 @@ impl OpenedGrants {
 }
 
 impl OpenedGrant {
-    pub(super) fn new(id: GrantId, cache: CacheId, rows: RowRanges) -> Arc<OpenedGrant> {
-        Arc::new(OpenedGrant { id, cache, rows })
+    pub(super) fn new(
+        id: GrantId,
+        cache: CacheId,
+        rows: RowRanges,
+        share: Arc<BudgetShare>,
+    ) -> Arc<OpenedGrant> {
+        share.shrink_to(size_of_val(rows.ranges()) as u64);
+        Arc::new(OpenedGrant { id, cache, rows, _share: share })
     }
 
     pub(crate) fn id(&self) -> GrantId {

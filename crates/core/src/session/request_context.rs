@@ -6,13 +6,14 @@ use std::time::{Duration, Instant};
 
 use super::link::Link;
 use super::message_io::send_message;
+use crate::budget::BudgetShare;
 use crate::cache::{Cache, CallRows, Pin, RowUse, rows_of_a_pin};
 use crate::copy::PathJob;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{CacheId, Deadline, Geometry, Name, RowSizes};
 use crate::net::Stream;
 use crate::plan::CopyPlan;
-use crate::protocol::{Reply, WirePlan};
+use crate::protocol::{self, Reply, WirePlan};
 use crate::resources::Resources;
 use crate::validate;
 
@@ -31,6 +32,8 @@ pub(super) struct RequestContext<'a> {
     pub(super) resources: &'a Resources,
     pub(super) link: &'a Arc<Link>,
     pub(super) stream: &'a Stream,
+    /// The memory that the request takes.
+    pub(super) share: Arc<BudgetShare>,
     pub(super) unlinked: &'a dyn Fn(),
     /// When this thread last began to send a reply with [`reply`](Self::reply), if it did. The request is not older.
     pub(super) replied: &'a Cell<Option<Instant>>,
@@ -59,21 +62,40 @@ impl RequestContext<'_> {
         PathJob { engine: &self.resources.copy_engine, plan, deadline }
     }
 
-    /// Runs `call`, and sends its reply or its error.
+    /// Runs `call`, and sends its reply or its error. What `call` contains is freed before the reply is sent.
     pub(super) fn answer_with(
         &self,
         deadline: Deadline,
         call: impl FnOnce() -> Result<Reply>,
     ) -> Result<(), Ended> {
-        let reply = call();
-        let refused = reply.is_err();
-        self.reply(&reply.unwrap_or_else(|error| Reply::failed(&error)), deadline)?;
-        if refused { Err(Ended::Refused) } else { Ok(()) }
+        // The peer may read its reply slowly, so only the frame stays in memory.
+        let (before, frame) =
+            (self.share.used(), self.share.charged(|| call().and_then(|reply| protocol::encode(&reply))));
+        match frame {
+            Ok(frame) => {
+                self.share.shrink_to(before + frame.capacity() as u64);
+                self.replied.set(Some(Instant::now()));
+                self.stream.send(&frame, deadline).map_err(Ended::Broken)
+            }
+            Err(error) => {
+                self.share.shrink_to(before);
+                self.reply(&Reply::failed(&error), deadline)?;
+                Err(Ended::Refused)
+            }
+        }
     }
 
+    /// Sends a short reply.
     pub(super) fn reply(&self, reply: &Reply, deadline: Deadline) -> Result<(), Ended> {
         self.replied.set(Some(Instant::now()));
         send_message(self.stream, reply, deadline).map_err(Ended::Broken)
+    }
+
+    /// Runs `work`, and charges what it allocates to the request. What it does not need afterwards returns to the budget.
+    pub(super) fn charged<T>(&self, work: impl FnOnce() -> T) -> T {
+        let result = self.share.charged(work);
+        self.share.trim();
+        result
     }
 
     /// Returns `Err` with `NotLinked` if the caller is gone. A request that is read late, because this

@@ -15,12 +15,13 @@ use hashbrown::HashMap;
 use super::answers::Answers;
 use super::call_slots::{CallSlot, Slots};
 use super::handshake::HANDSHAKE_TIME;
-use super::limits::{Budget, Connections};
+use super::limits::Connections;
 use super::link::Link;
 use super::poller::{Bell, Poller, Watching};
 use super::refusals::{Reason, Refusal, Refusals};
 use super::registry::Registry;
 use super::threads::Threads;
+use crate::budget::Budget;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
 use crate::net::{POLL_TIME, Stream};
@@ -107,11 +108,11 @@ impl Server {
         let (poller, work, closed) = (Poller::new()?, Bell::counting()?, Bell::new()?);
         poller.add("the descriptor that wakes a thread", &work, WORK, Watching::Always)?;
         poller.add("the descriptor that ends the threads", &closed, CLOSED, Watching::Always)?;
-        let (state, budget) = (Mutex::default(), Arc::default());
+        let (state, budget) = (Mutex::default(), Budget::new(limits.incoming));
         Ok(Server { poller, work, closed, state, answers, registry, refusals, threads, budget, limits })
     }
 
-    /// Returns the budget for large requests of all peers.
+    /// Returns the budget for the memory of all peers.
     pub(super) fn budget(&self) -> &Arc<Budget> {
         &self.budget
     }

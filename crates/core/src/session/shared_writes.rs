@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::limits::BudgetShare;
+use crate::budget::BudgetShare;
 use crate::cache::{Cache, Pin};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
@@ -56,7 +56,7 @@ pub(super) struct SharedWrite {
     pub(super) deadline: Deadline,
     /// Released with the write, as is the share of the budget for the memory of the plan.
     pub(super) _pin: Pin,
-    pub(super) _held: BudgetShare,
+    pub(super) _share: Arc<BudgetShare>,
 }
 
 /// A part that is arriving. Dropping it without [`arrived`](Self::arrived) ends the write.

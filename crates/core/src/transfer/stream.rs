@@ -16,7 +16,7 @@ use crate::fallible;
 use crate::model::Verify;
 use crate::plan::{CopyPlan, Wave};
 use crate::protocol::{MOST_AHEAD, Reply, Request, WirePlan};
-use crate::session::{KnownCache, StreamLease, limit_ms, reply, send_message_before};
+use crate::session::{KnownCache, StreamLease, limit_ms, send_message_before};
 use crate::sync::Mutex;
 
 /// Minimum size of a part in bytes: a stream moves this many while another one is being requested.
@@ -169,7 +169,8 @@ impl Streams {
         received.map_err(|error| self.late_or(error))?;
         let mut equal = false;
         if self.call.grant_id().is_some() || sum.is_some() {
-            let sent = reply(&lease, self.call.deadline).map_err(|error| self.late_or(error))?;
+            let sent =
+                self.call.link.reply(&lease, self.call.deadline).map_err(|error| self.late_or(error))?;
             equal = match (&sent, sum) {
                 (Reply::Done { .. }, None) => false,
                 (Reply::Checksums { generation, sums }, Some(sum)) => {
@@ -224,7 +225,7 @@ impl Streams {
                 return Ok(Moved::Stale);
             }
         }
-        let sent = self.send_range(&lease, range).and_then(|()| reply(&lease, deadline));
+        let sent = self.send_range(&lease, range).and_then(|()| self.call.link.reply(&lease, deadline));
         self.sent(lease, sent)
     }
 
@@ -245,7 +246,7 @@ impl Streams {
             if !self.ready(&mut lease, &request, bytes)? {
                 return Ok(Moved::Stale);
             }
-            self.send_range(&lease, 0..bytes).and_then(|()| reply(&lease, deadline))
+            self.send_range(&lease, 0..bytes).and_then(|()| self.call.link.reply(&lease, deadline))
         };
         self.sent(lease, answer)
     }

@@ -47,13 +47,17 @@ impl Table {
     }
 
     /// Returns the location of each of `addrs` among the caches that peers may access. If several caches
-    /// share the memory, selects the one with the most bytes after the address.
+    /// share the memory, selects the one with the most bytes after the address. Returns `Err(InvalidArgument)` if one of
+    /// `addrs` lies in no such cache.
     ///
     /// This visits every cache, so it is used at the start of a transfer and not for each layer.
-    pub fn locate(&self, addrs: &[u64]) -> Result<Vec<Option<AddressLocation>>> {
+    pub fn locate(&self, addrs: &[u64]) -> Result<Vec<AddressLocation>> {
         /// Name of these lists in out-of-memory errors.
         const FOUND_ADDRESSES: &str = "the places of addresses";
-        let mut found = fallible::filled(FOUND_ADDRESSES, None, addrs.len())?;
+        let nowhere = AddressLocation { cache: CacheId(0), tensor: 0, offset: 0 };
+        let mut found = fallible::filled(FOUND_ADDRESSES, nowhere, addrs.len())?;
+        // The bytes from each address to the end of its tensor; 0 if no cache has it.
+        let mut rooms = fallible::filled(FOUND_ADDRESSES, 0u64, addrs.len())?;
         let mut order = fallible::collect(FOUND_ADDRESSES, 0..addrs.len())?;
         order.sort_unstable_by_key(|&at| addrs[at]);
         // Most caches contain none of the addresses. They are excluded by their lowest and highest address,
@@ -82,17 +86,18 @@ impl Table {
                     let (bytes, rows) = (sizes.tensor_bytes(), sizes.row_sizes());
                     let first = order.partition_point(|&at| addrs[at] < base);
                     for &at in order[first..].iter().take_while(|&&at| addrs[at] - base < bytes) {
-                        let (spot, offset) = (&mut found[at], addrs[at] - base);
+                        let offset = addrs[at] - base;
                         // A gap between two rows belongs to another tensor, or to nobody.
-                        if rows.hold(offset, 1) && spot.is_none_or(|(room, _)| room < bytes - offset) {
-                            *spot =
-                                Some((bytes - offset, AddressLocation { cache: cache.id(), tensor, offset }));
+                        if rows.hold(offset, 1) && rooms[at] < bytes - offset {
+                            rooms[at] = bytes - offset;
+                            found[at] = AddressLocation { cache: cache.id(), tensor, offset };
                         }
                     }
                 }
             }
         }
-        fallible::collect(FOUND_ADDRESSES, found.into_iter().map(|spot| spot.map(|(_, spot)| spot)))
+        let unknown = rooms.iter().position(|&room| room == 0);
+        unknown.map_or(Ok(found), |at| Err(unknown_address(at, addrs[at])))
     }
 
     /// Records that a peer has pulled `count` tensors, from tensor `first` on, of `cache`, to which `name`
@@ -184,4 +189,9 @@ impl State {
         let live = self.keys.get(&key) == Some(&(index, row));
         (live && matches!(key, CacheKey::Request { .. })).then_some(key)
     }
+}
+
+fn unknown_address(at: usize, addr: u64) -> Error {
+    let text = format!("dst_addrs[{at}]={addr:#x} lies in no cache that peers may reach");
+    Error::new(ErrorKind::InvalidArgument, text)
 }
