@@ -4,13 +4,14 @@
 //! userfaultfd, or on a network file system that hangs). Its thread is lost until that process ends. So
 //! neither a caller's thread nor a copy worker makes this call. A call that leaves at its deadline abandons
 //! its job. The job keeps the destination memory and its pins until the kernel has finished. One process can
-//! cost only a limited number of threads. Threads start on demand and end when idle.
+//! cost only a limited number of threads. Threads start on demand, and a thread ends when it has had no work for one second,
+//! whatever the others do (`work_of_one_reader_keeps_no_other_reader`).
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::{Builder, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hashbrown::HashMap;
 
@@ -18,13 +19,13 @@ use super::peer_read::{PeerRead, ReadJob};
 use super::workers::Work;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
-use crate::sync::{Condvar, Mutex, PATIENCE, poll};
+use crate::sync::{Condvar, Mutex, PATIENCE, Sleeper, Sleepers, poll};
 
 /// Threads that may read one process at the same time, and so be lost to it: minimum and maximum.
 const THREADS_OF_ONE: (usize, usize) = (8, 32);
 /// Limit on the reader threads of one engine, as a multiple of the limit for one process.
 const FACTOR_OF_ALL: usize = 8;
-/// How long an idle reader thread sleeps before it ends.
+/// How long a reader thread is kept after its last ticket.
 const IDLE: Duration = Duration::from_secs(1);
 /// Stack size in bytes: enough for one unit, whose lists are on the heap.
 const READER_STACK: usize = 256 << 10;
@@ -34,11 +35,11 @@ pub(super) struct Readers(Arc<Shared>);
 
 struct Shared {
     of_a_process: usize,
+    /// How long a thread is kept after its last ticket.
+    idle: Duration,
     state: Mutex<State>,
     /// Number of tickets in the queue, which a reader polls before it sleeps.
     queued: AtomicUsize,
-    /// Notified when there is a ticket, or when the engine ends.
-    work: Condvar,
     /// Notified when a ticket is finished.
     freed: Condvar,
 }
@@ -53,7 +54,7 @@ struct State {
     /// Readers that poll for a ticket, readers that sleep, and readers that were started or woken but have
     /// not arrived yet.
     polling: usize,
-    sleeping: usize,
+    sleeping: Sleepers,
     starting: usize,
     /// Callers that wait for a free thread, and whether the engine has ended.
     waiting: usize,
@@ -70,12 +71,17 @@ struct Ticket {
 impl Readers {
     /// Creates the set without any thread. `workers` is the number of copy workers of the engine.
     pub(super) fn new(workers: usize) -> Self {
+        Readers::keeping(workers, IDLE)
+    }
+
+    /// Creates a set whose threads end when they have had no ticket for `idle`.
+    fn keeping(workers: usize, idle: Duration) -> Self {
         let (least, most) = THREADS_OF_ONE;
         Readers(Arc::new(Shared {
             of_a_process: workers.clamp(least, most),
+            idle,
             state: Mutex::default(),
             queued: AtomicUsize::new(0),
-            work: Condvar::new(),
             freed: Condvar::new(),
         }))
     }
@@ -112,7 +118,10 @@ impl Drop for Readers {
     fn drop(&mut self) {
         let mut state = self.0.state.lock();
         state.closed = true;
-        self.0.work.notify_all();
+        while let Some(reader) = state.sleeping.pop() {
+            state.starting += 1;
+            reader.wake();
+        }
         // Every job has ended or was abandoned, and a job that was not abandoned ends by itself.
         while state.running.iter().any(|(_, ticket)| !ticket.job.abandoned()) {
             state = self.0.freed.wait(state);
@@ -164,12 +173,11 @@ impl Shared {
         for _ in 0..count.min(allowance.threads) {
             state.queue.push_back(ticket.clone());
         }
-        let mut wake = 0;
+        let mut woken = Vec::new();
         while state.queue.len() > state.polling + state.starting {
             state.starting += 1;
-            if state.sleeping > 0 {
-                state.sleeping -= 1;
-                wake += 1;
+            if let Some(reader) = state.sleeping.pop() {
+                woken.push(reader);
             } else if let Err(error) = self.start(&mut state) {
                 state.starting -= 1;
                 // Existing threads take the tickets. Without any thread, the tickets would wait forever.
@@ -183,7 +191,7 @@ impl Shared {
         let queued = state.queue.len();
         drop(state);
         self.queued.store(queued, Ordering::Release);
-        (0..wake).for_each(|_| self.work.notify_one());
+        woken.iter().for_each(|reader| reader.wake());
         Ok(())
     }
 
@@ -202,13 +210,15 @@ impl Shared {
     /// Body of reader `id`, until it is idle or the engine ends.
     fn serve(&self, id: u64) {
         let mut state = self.state.lock();
-        state.count_started();
+        state.starting -= 1;
+        let (sleeper, mut until) = (Arc::<Sleeper>::default(), Instant::now() + self.idle);
         loop {
             if let Some(ticket) = state.queue.pop_front() {
                 self.queued.store(state.queue.len(), Ordering::Release);
                 state.running.push((id, ticket.clone()));
                 drop(state);
                 ticket.job.help();
+                until = Instant::now() + self.idle;
                 state = self.state.lock();
                 state.running.retain(|&(running, _)| running != id);
                 if state.waiting > 0 || state.closed {
@@ -227,11 +237,11 @@ impl Shared {
             if !state.queue.is_empty() || state.closed {
                 continue;
             }
-            state.sleeping += 1;
-            let (woken, slept) = self.work.wait_timeout(state, IDLE);
-            state = woken;
-            let called = state.count_started();
-            if slept && !called && state.queue.is_empty() && !state.closed {
+            let (rested, called) = sleeper.sleep(state, |state| &mut state.sleeping, until);
+            state = rested;
+            if called {
+                state.starting -= 1;
+            } else if state.queue.is_empty() && !state.closed {
                 // Nobody waits for this thread, so it drops its own handle.
                 state.threads.remove(&id);
                 return;
@@ -248,18 +258,6 @@ struct Allowance {
 }
 
 impl State {
-    /// Counts a reader that has started or woken. Returns `true` if a call has started or woken a reader: the
-    /// first one to arrive takes its place. Returns `false` if a sleeping reader woke by itself.
-    fn count_started(&mut self) -> bool {
-        let called = self.starting > 0;
-        if called {
-            self.starting -= 1;
-        } else {
-            self.sleeping -= 1;
-        }
-        called
-    }
-
     fn allowance(&self, pid: i32, of_a_process: usize) -> Allowance {
         let in_all = of_a_process * FACTOR_OF_ALL;
         let (mut own, mut own_lost, mut lost) = (0, 0, 0);
@@ -354,5 +352,24 @@ mod tests {
         readers.run(1, Arc::new(|_| Ok(())), 100, 4, limit(60_000)).unwrap();
         // Joins the threads.
         drop(readers);
+    }
+
+    /// Work that one reader can do, more often than a reader is kept.
+    #[test]
+    fn work_of_one_reader_keeps_no_other_reader() {
+        let readers = Readers::keeping(8, Duration::from_millis(200));
+        let barrier = Arc::new(std::sync::Barrier::new(8));
+        let meets = Arc::new(move |_| {
+            barrier.wait();
+            Ok(())
+        });
+        readers.run(1, meets, 8, 8, limit(3_600_000)).unwrap();
+        let until = Instant::now() + Duration::from_secs(60);
+        let count = || readers.0.state.lock().threads.len();
+        while count() > 1 {
+            assert!(Instant::now() < until, "{} readers are left", count());
+            readers.run(1, Arc::new(|_| Ok(())), 1, 1, limit(3_600_000)).unwrap();
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 }

@@ -2,7 +2,8 @@
 //! together.
 //!
 //! An idle stream costs one descriptor and no thread. When a request arrives, the kernel wakes one thread.
-//! While it answers, another thread waits in its slot. Threads that are not needed end after 10 s.
+//! While it answers, another thread waits in its slot. A thread that has had no work for 10 s ends, unless no other waits.
+//! The kernel wakes the thread that began to wait last, so that those which are not needed grow old.
 //! `call_slots` limits how many threads answer one peer at a time.
 
 use std::cell::Cell;
@@ -29,7 +30,7 @@ use crate::sync::Mutex;
 
 /// Maximum number of handshake steps in progress at a time.
 const STEPS: usize = 8;
-/// How long a thread that is not needed is kept.
+/// How long a thread that is not needed is kept after its last work.
 const KEPT: Duration = Duration::from_secs(10);
 /// Poller numbers of the bells. Streams have higher numbers.
 const WORK: u64 = 0;
@@ -213,67 +214,79 @@ impl Server {
 
     /// The body of a thread: waits for requests and work as long as the thread is needed.
     fn run(self: &Arc<Self>) {
-        let (mut ready, mut limit) = (Vec::with_capacity(1), Some(KEPT));
+        // When this thread ends; `None` for a thread that must stay.
+        let (mut ready, mut until) = (Vec::with_capacity(1), Some(Instant::now() + KEPT));
         loop {
             ready.clear();
+            let limit = until.map(|until| until.saturating_duration_since(Instant::now()));
             let waited = self.poller.wait(&mut ready, 1, limit);
+            let expired = until.is_some_and(|until| until <= Instant::now());
             let mut state = self.state.lock();
             // One thread always stays to wait. If waiting fails, the thread ends, and the next stream starts
             // another.
-            if state.is_closed || waited.is_err() || (ready.is_empty() && state.idle > 1) {
+            if state.is_closed || waited.is_err() || (ready.is_empty() && expired && state.idle > 1) {
                 state.idle -= 1;
                 return;
             }
             let Some(&number) = ready.first() else {
-                limit = None;
+                until = until.filter(|_| !expired);
                 continue;
             };
             state.idle -= 1;
             drop(state);
-            limit = Some(KEPT);
             if let Err(error) = self.keep_one() {
                 // Logged as a refusal, which limits it to one line per second.
                 self.refusals.log("further peers", &error.into());
             }
-            match number {
+            let worked = match number {
                 WORK => self.take_work(),
                 number => self.answer(number),
-            }
+            };
+            // A wake-up without work restarts nothing. Otherwise a thread could be kept by the work of the others.
+            until = if worked { Some(Instant::now() + KEPT) } else { until.or_else(|| Some(Instant::now())) };
             self.state.lock().idle += 1;
         }
     }
 
-    /// Performs pieces of work until none is left, or enough threads do so.
-    fn take_work(self: &Arc<Self>) {
+    /// Performs pieces of work until none is left, or enough threads do so. Returns `false` if there was none.
+    fn take_work(self: &Arc<Self>) -> bool {
         self.work.silence();
+        let mut worked = false;
         loop {
             let mut state = self.state.lock();
             if let Some((turn, slot)) = state.ready.pop_front() {
                 drop(state);
                 self.take_turns(turn, slot);
+                worked = true;
                 continue;
             }
             let next = if state.working < STEPS { state.work.pop_front() } else { None };
             let Some(step) = next else {
                 let ended = std::mem::take(&mut state.ended);
                 drop(state);
-                return drop(ended);
+                worked |= !ended.is_empty();
+                drop(ended);
+                return worked;
             };
             state.working += 1;
             drop(state);
             step();
+            worked = true;
             self.state.lock().working -= 1;
         }
     }
 
-    /// Answers the requests on the stream `number`, or queues it until a slot is free.
-    fn answer(self: &Arc<Self>, number: u64) {
+    /// Answers the requests on the stream `number`, or queues it until a slot is free. Returns `false` if the stream has
+    /// ended.
+    fn answer(self: &Arc<Self>, number: u64) -> bool {
         let mut state = self.state.lock();
-        let Some(call) = state.calls.get(&number).cloned() else { return };
+        let Some(call) = state.calls.get(&number).cloned() else { return false };
         let (link, extra) = (call.link.key(), call.link.shared_writes.any());
-        let Some((turn, slot)) = state.slots.enter(link, Turn::Answer(number, call), extra) else { return };
-        drop(state);
-        self.take_turns(turn, slot);
+        if let Some((turn, slot)) = state.slots.enter(link, Turn::Answer(number, call), extra) {
+            drop(state);
+            self.take_turns(turn, slot);
+        }
+        true
     }
 
     /// Takes `turn`, and then the turns that inherit its slot.

@@ -1,5 +1,8 @@
 //! Lanes: threads that run the jobs of transfers and stay for a while when idle.
 //!
+//! A lane ends when it has had no job for 30 s, whatever the other lanes do. The lane that fell asleep last takes the next
+//! job, so that lanes which are not needed end (`work_of_one_lane_keeps_no_other_lane`).
+//!
 //! One of the idle lanes polls for a short time before it sleeps
 //! (`the_polling_lane_takes_the_next_job_and_no_lane_is_woken`). A caller who starts a call meanwhile wakes no thread.
 //! Waking one takes longer than the rest of starting a call.
@@ -23,9 +26,11 @@ use crate::error::{Error, Result};
 use crate::fallible;
 use crate::model::ClusterId;
 use crate::session::{CLOSE_WAIT, THREAD_STACK};
-use crate::sync::{AtomicBool, Builder, Condvar, Mutex, MutexGuard, Ordering, PATIENCE, poll};
+use crate::sync::{
+    AtomicBool, Builder, Condvar, Mutex, MutexGuard, Ordering, PATIENCE, Sleeper, Sleepers, poll,
+};
 
-/// How long an idle lane is kept.
+/// How long a lane is kept after its last job.
 const KEEP: Duration = Duration::from_secs(30);
 /// Maximum number of lanes of one engine. Further jobs wait, except the first one of a cluster.
 const MOST: usize = 512;
@@ -74,10 +79,12 @@ struct Shared {
     state: Mutex<State>,
     /// How long an idle lane polls before it sleeps.
     poll: Duration,
+    /// How long a lane is kept after its last job.
+    keep: Duration,
     /// What the polling lane looks at: whether there is a job, or the executor closes. Changes under the lock.
     called: AtomicBool,
-    /// Notified when there is a job, when a thread ends, and when the executor closes.
-    changed: Condvar,
+    /// Notified when a lane ends.
+    ended: Condvar,
     clock: Clock,
     /// Test only: behave as if no thread could be started.
     #[cfg(feature = "testing")]
@@ -106,6 +113,8 @@ struct IdleLanes {
     /// Whether one was woken that does not run yet. It wakes the next one if there are more jobs, so that a caller who
     /// hands over many jobs wakes only one lane.
     waking: bool,
+    /// Those that sleep. They are woken one at a time, or all together when the executor closes.
+    asleep: Sleepers,
 }
 
 /// A destination of jobs.
@@ -199,11 +208,17 @@ impl State {
 impl Executor {
     /// Creates an executor without any lane. An idle lane polls for `poll` before it sleeps.
     pub fn new(poll: Duration) -> Self {
+        Executor::keeping(poll, KEEP)
+    }
+
+    /// Creates an executor whose lanes end when they have had no job for `keep`.
+    fn keeping(poll: Duration, keep: Duration) -> Self {
         let shared = Shared {
             state: Mutex::default(),
             poll,
+            keep,
             called: AtomicBool::new(false),
-            changed: Condvar::new(),
+            ended: Condvar::new(),
             clock: Clock::default(),
             #[cfg(feature = "testing")]
             no_threads: std::sync::atomic::AtomicBool::new(false),
@@ -266,11 +281,9 @@ impl ExecutorHandle {
                 Err(_) => {}
             }
         }
-        let wakes = self.0.call_lane(&mut state);
+        let woken = self.0.call_lane(&mut state);
         drop(state);
-        if wakes {
-            self.0.changed.notify_one();
-        }
+        wake(woken);
         None
     }
 
@@ -327,8 +340,9 @@ impl Drop for Executor {
         state.closed = true;
         shared.called.store(true, Ordering::Relaxed);
         let jobs = state.all();
+        let sleepers = std::mem::take(&mut state.idle.asleep);
         drop(state);
-        shared.changed.notify_all();
+        sleepers.wake_all();
         // Without the lock, because the jobs report their end.
         for job in jobs {
             job.refused(Error::closed());
@@ -341,7 +355,7 @@ impl Drop for Executor {
             if left.is_zero() {
                 return;
             }
-            state = shared.changed.wait_timeout(state, left).0;
+            state = shared.ended.wait_timeout(state, left).0;
         }
         drop(state);
         shared.clock.join(until);
@@ -353,24 +367,23 @@ impl Shared {
     fn work(&self) {
         let mut state = self.state.lock();
         state.idle.woken();
-        let mut last = None;
+        let (mut last, sleeper, mut until) = (None, Arc::default(), Instant::now() + self.keep);
         loop {
             if let Some((cluster, job)) = state.next(last.take()) {
-                let wakes = self.call_lane(&mut state);
+                let woken = self.call_lane(&mut state);
                 drop(state);
-                if wakes {
-                    self.changed.notify_one();
-                }
+                wake(woken);
                 run(job);
+                until = Instant::now() + self.keep;
                 state = self.state.lock();
                 state.over(cluster);
                 last = Some(cluster);
             } else if state.closed {
                 break;
             } else {
-                let (rested, waited) = self.rest(state);
+                let (rested, called) = self.rest(state, &sleeper, until);
                 state = rested;
-                if waited && state.jobs.is_empty() {
+                if !called && state.jobs.is_empty() {
                     break;
                 }
             }
@@ -378,12 +391,17 @@ impl Shared {
         // Under the same lock under which it found no work.
         state.lanes -= 1;
         drop(state);
-        self.changed.notify_all();
+        self.ended.notify_all();
     }
 
-    /// Waits until there is a job or the executor closes, and returns `true` if neither happened for a while. Polls at
-    /// first, unless another lane does.
-    fn rest<'a>(&'a self, mut state: MutexGuard<'a, State>) -> (MutexGuard<'a, State>, bool) {
+    /// Waits until this lane is called or the executor closes, and returns `false` if neither happened before `until`. Polls
+    /// at first, unless another lane does.
+    fn rest<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+        sleeper: &Arc<Sleeper>,
+        until: Instant,
+    ) -> (MutexGuard<'a, State>, bool) {
         if !self.poll.is_zero() && !state.idle.polling {
             (state.idle.count, state.idle.polling) = (state.idle.count + 1, true);
             self.called.store(false, Ordering::Relaxed);
@@ -392,28 +410,41 @@ impl Shared {
             state = self.state.lock();
             (state.idle.count, state.idle.polling) = (state.idle.count - 1, false);
             if !state.jobs.is_empty() || state.closed {
-                return (state, false);
+                return (state, true);
             }
         }
         state.idle.count += 1;
-        let (mut state, waited) = self.changed.wait_timeout(state, KEEP);
-        state.idle.woken();
-        (state, waited)
+        let (mut state, called) = sleeper.sleep(state, |state| &mut state.idle.asleep, until);
+        state.idle.count -= 1;
+        if called {
+            state.idle.waking = false;
+        }
+        (state, called)
     }
 
-    /// Tells an idle lane that there are jobs, if there are any. Returns whether the caller must also wake a lane, after it
-    /// has released the lock.
-    fn call_lane(&self, state: &mut State) -> bool {
+    /// Tells an idle lane that there are jobs, if there are any. Returns the lane that the caller must wake after it has
+    /// released the lock.
+    fn call_lane(&self, state: &mut State) -> Option<Arc<Sleeper>> {
         if state.jobs.is_empty() {
-            return false;
+            return None;
         }
         if state.idle.polling {
             self.called.store(true, Ordering::Relaxed);
-            return false;
+            return None;
         }
-        let wakes = !state.idle.waking && state.idle.count > 0;
-        state.idle.waking |= wakes;
-        wakes
+        if state.idle.waking {
+            return None;
+        }
+        let woken = state.idle.asleep.pop();
+        state.idle.waking = woken.is_some();
+        woken
+    }
+}
+
+/// Wakes a lane that was called.
+fn wake(lane: Option<Arc<Sleeper>>) {
+    if let Some(lane) = lane {
+        lane.wake();
     }
 }
 

@@ -3,7 +3,7 @@
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Barrier};
 use std::thread::{self, ThreadId};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::{Executor, ExecutorHandle, Job, LaneKey, MOST_OF_ONE, SPARE};
 use crate::error::Error;
@@ -91,6 +91,58 @@ fn without_a_limit_no_lane_polls() {
         meet(executor.handle(), 2);
         assert!(!executor.handle().0.state.lock().idle.polling);
     }
+}
+
+/// Waits until `count` lanes are asleep.
+fn await_sleep(lanes: &ExecutorHandle, count: usize) {
+    while lanes.0.state.lock().idle.asleep.len() < count {
+        thread::yield_now();
+    }
+}
+
+/// Calls `step` until one lane is left. Fails after a minute, many times longer than the lanes are kept.
+fn until_one_lane_is_left(lanes: &ExecutorHandle, mut step: impl FnMut()) {
+    let limit = Instant::now() + Duration::from_secs(60);
+    while lanes.threads() > 1 {
+        assert!(Instant::now() < limit, "{} lanes are left", lanes.threads());
+        step();
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn the_lane_that_fell_asleep_last_takes_the_next_job() {
+    let executor = Executor::keeping(Duration::ZERO, HOUR);
+    let lanes = executor.handle();
+    meet(lanes, 8);
+    await_sleep(lanes, 8);
+    let [last] = meet(lanes, 1)[..] else { panic!() };
+    for _ in 0..100 {
+        await_sleep(lanes, 8);
+        assert_eq!(meet(lanes, 1), [last]);
+    }
+}
+
+/// Jobs that one lane can do, more often than a lane is kept.
+#[test]
+fn work_of_one_lane_keeps_no_other_lane() {
+    let executor = Executor::keeping(Duration::ZERO, Duration::from_millis(200));
+    let lanes = executor.handle();
+    meet(lanes, 16);
+    until_one_lane_is_left(lanes, || drop(meet(lanes, 1)));
+}
+
+/// A lane whose sleep is interrupted without a job sleeps on, and its time goes on.
+#[test]
+fn wake_ups_without_a_job_keep_no_lane() {
+    let executor = Executor::keeping(Duration::ZERO, Duration::from_millis(200));
+    let lanes = executor.handle();
+    meet(lanes, 16);
+    until_one_lane_is_left(lanes, || {
+        let state = lanes.0.state.lock();
+        state.idle.asleep.interrupt();
+        drop(state);
+    });
 }
 
 /// A job that sends its number and blocks until the other end of `gate` is dropped.
