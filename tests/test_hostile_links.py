@@ -1,19 +1,22 @@
-"""Peers that misbehave at the end of the handshake, where the metadata of the programs travels.
+"""Peers that misbehave at the end of the handshake, where the metadata of the programs travels, or that end a link.
 
 Not for: stalled connections (`test_hostile_peers.py`), what an honest program may send (`test_ensure_link.py`).
 """
 
 from __future__ import annotations
 
+import socket
+import struct
+import time
 from contextlib import suppress
 
 import pytest
 
 from hostile import messages as m
-from hostile.client import GENERATIONS, EndedError, Listener, Wire, dial_tcp, frame, header
+from hostile.client import GENERATIONS, EndedError, Listener, Offer, Wire, dial_tcp, frame, header
 from hostile.client import Peer as Attacker
 from hostile.trial import GONE, TOKEN, Trial
-from peers import LINK_FAILED, TIMEOUT, Ends, eventually, options
+from peers import LINK_FAILED, OK, TIMEOUT, Ends, eventually, options
 
 MOST = 16 << 10
 
@@ -171,3 +174,61 @@ def test_answers_that_are_no_link(ends: Ends, answer: bytes, expected: str) -> N
         assert near.dist.peers() == []
         assert near.ensure_links([far.address]) == ["LLM_SUCCESS"]
         assert [peer.cluster_id for peer in near.dist.peers()] == [far.cluster]
+
+
+def resets(wire: Wire) -> None:
+    """Close the connection with a reset, as the kernel does for a process that has not read all."""
+    wire.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    wire.close()
+
+
+def test_connections_that_end_before_a_greeting_are_no_errors() -> None:
+    """A peer that gives up an attempt to link resets its connection, also before it has said anything."""
+    with Trial(honest=()) as trial:
+        for stop in ("connect", "half header", "hello", "proof") * 10:
+            wire = dial_tcp(trial.victim.address)
+            trial.attacker().greet(wire, m.purpose_link(1), stop=stop)
+            resets(wire)
+        link = trial.link()
+        assert link.control.socket.fileno() >= 0
+        said = [line for line in trial.victim.said().splitlines() if "refused a connection" in line and "ERROR" in line]
+        assert not [line for line in said if "reset" in line or "errno=" in line], said
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["tcp", "local"])
+@pytest.mark.parametrize("way", ["close", "reset", "half a message", "unread pings"])
+def test_links_of_processes_that_end_have_one_reason(way: str, local: bool) -> None:
+    """The kernel closes the connections of a killed process in one of these ways. The reason of `LinkDown` is the same."""
+    if way == "reset" and local:
+        pytest.skip("local sockets have no reset")
+    with Trial(honest=()) as trial:
+        trial.victim.downs()
+        link = trial.link(local=local, offer=Offer() if local else None)
+        if way == "half a message":
+            link.control.send(header(100) + b"x")
+        if way == "unread pings":
+            link.control.socket.recv(1, socket.MSG_PEEK)  # a ping of the engine, which this side never reads
+        (resets if way == "reset" else Wire.close)(link.control)
+        downs: list[tuple[int, str]] = []
+        eventually(lambda: downs.extend(trial.victim.downs()) or downs)
+        reason = "the peer closed the connection: its process ended or was killed, or it dropped the link"
+        assert downs == [(66, reason)]
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_side_that_unlinks_is_told_so_though_the_peer_says_goodbye_first(force: bool) -> None:
+    """The peer says goodbye before it answers the request to unlink, or to the goodbye of the engine."""
+    with Trial(honest=()) as trial:
+        trial.victim.downs()
+
+        def serve(wire: Wire) -> None:
+            wire.hear()  # the request to unlink
+            link.control.say(m.bye("the peer unlinked", unlinked=True))
+            time.sleep(0.3)  # the engine has read the goodbye by now
+            wire.say(m.done())
+
+        listener, link = trial.listen(serve)
+        assert trial.victim.unlink_clusters([(77, listener.address)], 5000, force)[0] == OK
+        downs: list[tuple[int, str]] = []
+        eventually(lambda: downs.extend(trial.victim.downs()) or downs)
+        assert downs == [(77, "it was unlinked here")]

@@ -6,6 +6,8 @@ use std::error::Error as StdError;
 use std::fmt;
 use std::sync::Arc;
 
+use rustix::io::Errno;
+
 /// Result type of every fallible function in the crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -95,8 +97,12 @@ struct Report {
     message: String,
     context: Vec<(&'static str, String)>,
     arrived: Vec<ArrivedRows>,
+    permanent: bool,
     source: Option<Arc<dyn StdError + Send + Sync>>,
 }
+
+/// System errors for a lack of descriptors or memory.
+const SHORTAGES: [Errno; 4] = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM];
 
 impl Error {
     /// Returns an error of `kind` with the text `message`.
@@ -108,6 +114,7 @@ impl Error {
             message: message.into(),
             context: Vec::new(),
             arrived: Vec::new(),
+            permanent: false,
             source: None,
         }))
     }
@@ -154,8 +161,51 @@ impl Error {
     }
 
     /// Adds the number of a system error, and sets it as the cause.
-    pub(crate) fn errno(self, errno: rustix::io::Errno) -> Self {
+    pub(crate) fn errno(self, errno: Errno) -> Self {
         self.with("errno", errno.raw_os_error()).because(std::io::Error::from(errno))
+    }
+
+    /// Returns the error for a thread that the system did not start.
+    #[cold]
+    pub(crate) fn no_thread(thread: &str, error: std::io::Error) -> Self {
+        let text = format!(
+            "{thread} could not be started; end threads or raise their limit (ulimit -u, RLIMIT_NPROC, or pids.max of the \
+             control group), and try again"
+        );
+        let errno = error.raw_os_error().unwrap_or(0);
+        Error::new(ErrorKind::System, text).with("errno", errno).because(error)
+    }
+
+    /// Whether this process or its host had no descriptor or memory for a socket. This says nothing about the peer.
+    pub(crate) fn is_shortage(&self) -> bool {
+        let errno = self.fact("errno").and_then(|number| number.parse().ok()).map(Errno::from_raw_os_error);
+        errno.is_some_and(|errno| SHORTAGES.contains(&errno))
+    }
+
+    /// Whether the peer has closed a connection, or its process has ended.
+    pub(crate) fn is_hang_up(&self) -> bool {
+        let errno = self.fact("errno").and_then(|number| number.parse().ok()).map(Errno::from_raw_os_error);
+        let cut = self.fact("bytes_before").is_some();
+        self.kind() == ErrorKind::NotLinked && (cut || matches!(errno, Some(Errno::CONNRESET | Errno::PIPE)))
+    }
+
+    /// Marks a failure to link that only another configuration of a side can change.
+    #[must_use]
+    pub(crate) fn permanent(mut self) -> Self {
+        self.0.permanent = true;
+        self
+    }
+
+    /// Whether the error was marked by [`permanent`](Self::permanent).
+    pub(crate) fn is_permanent(&self) -> bool {
+        self.0.permanent
+    }
+
+    /// Returns the same error with another kind.
+    #[must_use]
+    pub(crate) fn of_kind(mut self, kind: ErrorKind) -> Self {
+        self.0.kind = kind;
+        self
     }
 
     /// Sets the complete rows that the failed transfer had written.

@@ -12,7 +12,7 @@ use hashbrown::HashMap;
 
 use super::control_poller::{BELL, ControlPoller};
 use super::limits::Connections;
-use super::link::Link;
+use super::link::{HUNG_UP, Link};
 use super::member_search;
 use super::pending::PendingStreams;
 use super::poller::{Bell, Watching};
@@ -213,11 +213,11 @@ impl Watched {
     /// unlinked.
     fn read(&mut self, shared: &Arc<Shared>) -> Result<Option<(String, bool)>> {
         let link = &self.link;
-        let gone = || {
-            Error::new(ErrorKind::NotLinked, "the peer closed the connection: it was unlinked there or ended")
-        };
+        let gone = || Error::new(ErrorKind::NotLinked, HUNG_UP);
         // Only one message at a time, so that a peer that sends many does not delay the others.
-        let (kind, body) = match self.inbox.take(&link.control, HANDSHAKE_LIMIT, false)? {
+        let arrived = self.inbox.take(&link.control, HANDSHAKE_LIMIT, false);
+        let arrived = arrived.map_err(|error| if error.is_hang_up() { gone() } else { error })?;
+        let (kind, body) = match arrived {
             Arrival::Frame((kind, body, _)) => (kind, body),
             Arrival::Partial => return Ok(None),
             Arrival::Ended => return Err(gone()),

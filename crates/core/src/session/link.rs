@@ -235,10 +235,14 @@ impl Link {
         Ok(active)
     }
 
-    /// Refuses new pulls and pushes, and waits for those in progress. Returns `Err` if the deadline passes or
-    /// the caller is interrupted.
-    pub(super) fn drain(&self, deadline: Deadline) -> Result<()> {
+    /// Records that this side unlinks the link, which is then the reason of its end. Refuses new pulls and pushes.
+    pub(super) fn begin_unlink(&self) {
         self.unlinking.store(true, Ordering::SeqCst);
+    }
+
+    /// Waits for the pulls and pushes in progress, after [`begin_unlink`](Self::begin_unlink). Returns `Err` if the deadline
+    /// passes or the caller is interrupted.
+    pub(super) fn drain(&self, deadline: Deadline) -> Result<()> {
         let mut streams = self.streams.lock();
         while self.active.load(Ordering::SeqCst) > 0 && self.alive() {
             drop(self.changed.wait_timeout(streams, deadline.nap()));
@@ -296,10 +300,16 @@ impl Link {
         self.alive() && !self.control.abandoned() && recent()
     }
 
-    /// Returns the reason why the link broke, if it did; otherwise `error`.
+    /// Returns the reason why the link broke, if it did; otherwise `error`. A lack of local resources fails the call with kind
+    /// `System`, because the link still stands.
     pub(crate) fn break_reason_or(&self, error: Error) -> Error {
         match self.check() {
             Err(broke) if error.kind() == ErrorKind::NotLinked => self.named(broke),
+            _ if error.is_shortage()
+                && matches!(error.kind(), ErrorKind::NotLinked | ErrorKind::LinkFailed) =>
+            {
+                self.named(error.of_kind(ErrorKind::System))
+            }
             _ => self.named(error),
         }
     }
@@ -312,8 +322,10 @@ impl Link {
     /// Has all calls fail from now on. Only the first reason is kept. The streams stay open until
     /// [`break_off`](Self::break_off).
     fn mark_broken(&self, why: impl Into<String>) {
+        // The peer ends the link as well, and may be first.
+        let why = if self.unlinks() { UNLINKED_HERE.to_owned() } else { why.into() };
         // Fails if it is broken already.
-        let _ = self.broken.set((Instant::now(), why.into()));
+        let _ = self.broken.set((Instant::now(), why));
     }
 
     /// Ends the link. Only the first call has an effect, and its reason is kept. Wakes all threads that wait
@@ -368,7 +380,11 @@ impl Link {
         let frame = protocol::encode(message)?;
         self.control.send_now(&frame, &[]).inspect_err(|error| {
             // Part of the message may have been sent, and the peer would misread whatever follows.
-            self.break_off(format!("a control message could not be sent: {error}"));
+            if error.is_hang_up() {
+                self.break_off(HUNG_UP);
+            } else {
+                self.break_off(format!("a control message could not be sent: {error}"));
+            }
         })
     }
 
@@ -509,6 +525,12 @@ impl Drop for Active<'_> {
         }
     }
 }
+
+/// Why a link has ended that this side unlinked.
+pub(super) const UNLINKED_HERE: &str = "it was unlinked here";
+/// Why a link has ended whose connection the peer closed without a goodbye, in whatever way this side noticed it.
+pub(super) const HUNG_UP: &str =
+    "the peer closed the connection: its process ended or was killed, or it dropped the link";
 
 /// Returns the error of a call over a link that has broken.
 pub(super) fn broken(cluster: ClusterId, when: Instant, why: &str) -> Error {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::communicator::{CommState, Communicator};
-use super::link::Kind;
+use super::link::{Kind, UNLINKED_HERE};
 use super::member_search::start_search;
 use super::shared::Shared;
 use crate::config::TransportChoice;
@@ -54,7 +54,8 @@ pub(super) fn leave(shared: &Arc<Shared>, id: u64) -> Result<()> {
     for member in &comm.members {
         for link in shared.registry.links_to(member.cluster) {
             if link.kind == Kind::Communicator(id) {
-                shared.registry.drop_link(&link, "it was unlinked here");
+                link.begin_unlink();
+                shared.registry.drop_link(&link, UNLINKED_HERE);
             }
         }
     }

@@ -172,11 +172,12 @@ impl Links {
             if let Kind::Communicator(_) = link.kind {
                 continue;
             }
+            link.begin_unlink();
             if !force {
                 let done = link.drain(deadline).and_then(|()| link.unlink(deadline));
                 result = result.and(done.or_else(|error| unlinked(&link, error, deadline)));
             }
-            self.shared.registry.drop_link(&link, "it was unlinked here");
+            self.shared.registry.drop_link(&link, link::UNLINKED_HERE);
         }
         result
     }

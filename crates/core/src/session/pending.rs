@@ -149,6 +149,11 @@ impl PendingStreams {
             // A connection that its peer closes was not refused; it may be the probe of a load balancer.
             Ok(Arrival::Ended) => return self.end(shared, poller, number, None),
             Ok(Arrival::Frame(frame)) => pending.step(shared, frame),
+            // The peer has given up its attempt, or ended.
+            Err(error) if error.is_hang_up() => {
+                tracing::debug!(target: "llm_datadist::links", "a connection ended during its handshake: {error}");
+                return self.end(shared, poller, number, None);
+            }
             Err(error) => Err(Refusal::unreadable(error)),
         };
         self.apply(shared, poller, number, next);
