@@ -62,6 +62,27 @@ class Process:
         for _ in range(free):
             os.close(self.spare.pop())
 
+    def close_standard_streams(self) -> None:
+        """Close the descriptors 0 to 2, as some daemons start."""
+        for descriptor in range(3):
+            with suppress(OSError):
+                os.close(descriptor)
+
+    def standard_streams(self) -> list[str]:
+        """What the descriptors 0 to 2 refer to, of those that are open."""
+        found = []
+        for descriptor in range(3):
+            with suppress(FileNotFoundError):
+                found.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+        return found
+
+    def open_standard_streams(self) -> None:
+        """Open the null device as the descriptors 0 to 2, in place of what they refer to."""
+        null = os.open("/dev/null", os.O_RDWR)
+        for descriptor in range(3):
+            if descriptor != null:
+                os.dup2(null, descriptor)
+
     def limit_files(self, size: int | None) -> None:
         """Limit the size of files (RLIMIT_FSIZE). None removes the limit."""
         _, most = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,7 +1,7 @@
 //! Items for `crates/py` and `crates/capi` only: argument rules that their setters and constructors share
 //! with the engine, and support for libraries that are loaded into another program.
 
-pub use crate::memory::{abandon as abandon_sockets, remember_process, this_process};
+pub use crate::memory::{abandon as abandon_sockets, above_standard_streams, remember_process, this_process};
 
 /// Builds lists whose length the caller chooses. A failed allocation returns an error and does not abort.
 pub mod fallible {

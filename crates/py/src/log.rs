@@ -4,7 +4,7 @@
 //! (`llm_datadist.engine_log`). Levels and formats are those of Python's logging.
 
 use std::collections::VecDeque;
-use std::io::Write;
+use std::io::{self, Write};
 use std::net::Shutdown;
 use std::os::fd::IntoRawFd;
 use std::os::unix::net::UnixStream;
@@ -13,6 +13,7 @@ use std::sync::{Mutex, MutexGuard, Once, OnceLock, PoisonError};
 use std::thread;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use llm_datadist_core::bindings::above_standard_streams;
 use llm_datadist_embed::{Level, Line, Sink, install_log};
 use pyo3::prelude::*;
 
@@ -122,6 +123,9 @@ pub(crate) fn drain(py: Python<'_>) -> PyResult<()> {
 pub(crate) fn open_log() -> PyResult<i32> {
     let mut queue = queue();
     let (wake, reader) = UnixStream::pair()?;
+    let [wake, reader] =
+        [wake, reader].map(|end| above_standard_streams(end.into()).map_err(io::Error::from));
+    let (wake, reader) = (UnixStream::from(wake?), reader?);
     wake.set_nonblocking(true)?;
     queue.wake = Some(wake);
     queue.woken = false;

@@ -1,6 +1,6 @@
 //! The interface of a fabric: what other threads may ask of its thread.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -134,7 +134,11 @@ impl Fabric {
     pub fn open(library: &Library, options: Options) -> Result<Fabric, Error> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|errno| Error::System(format!("cannot open an eventfd: {errno}")))?;
-        let heard = wake.as_fd().try_clone_to_owned();
+        // A copy never has the number of a standard stream.
+        let wake = wake
+            .try_clone()
+            .map_err(|error| Error::System(format!("cannot duplicate an eventfd: {error}")))?;
+        let heard = wake.try_clone();
         let heard = heard.map_err(|error| Error::System(format!("cannot duplicate an eventfd: {error}")))?;
         let (sender, orders) = channel();
         let counts = Arc::new(SharedCounts::default());

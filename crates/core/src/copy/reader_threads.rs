@@ -199,10 +199,9 @@ impl Shared {
         state.last_reader += 1;
         let (id, shared) = (state.last_reader, self.clone());
         let named = Builder::new().name("llm-read".into()).stack_size(READER_STACK);
-        let thread = named.spawn(move || shared.serve(id)).map_err(|error| {
-            let text = "the thread that reads the memory of the peer could not be started";
-            Error::new(ErrorKind::System, text).because(error)
-        })?;
+        let thread = named
+            .spawn(move || shared.serve(id))
+            .map_err(|error| Error::no_thread("the thread that reads the memory of the peer", error))?;
         state.threads.insert(id, thread);
         Ok(())
     }

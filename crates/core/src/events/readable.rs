@@ -2,15 +2,18 @@
 
 use std::os::fd::OwnedFd;
 
-use rustix::event::{EventfdFlags, eventfd};
+use rustix::event::EventfdFlags;
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::memory;
 
 /// Creates a descriptor that is not readable yet. It does not block, and a new program does not inherit it. Returns
 /// `Err(System)` if there is no descriptor left.
 pub(super) fn new_eventfd() -> Result<OwnedFd> {
-    eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-        .map_err(|errno| Error::new(ErrorKind::System, "cannot create an event descriptor").errno(errno))
+    memory::new_eventfd(EventfdFlags::empty()).map_err(|errno| {
+        let failed = || Error::new(ErrorKind::System, "cannot create an event descriptor").errno(errno);
+        memory::shortage("an event descriptor", errno).unwrap_or_else(failed)
+    })
 }
 
 /// Makes a descriptor readable.

@@ -8,6 +8,7 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
 
+use super::descriptors::{above_standard_streams, limit_text, shortage};
 use crate::error::{Error, ErrorKind};
 
 /// Flags that request reserved huge pages by size. Without the size, a machine whose default is 1 GiB would
@@ -20,7 +21,7 @@ pub(super) fn create(name: &str, len: u64, kind: MemfdFlags) -> rustix::io::Resu
     if file_limit().is_some_and(|limit| len > limit) {
         return Err(Errno::FBIG);
     }
-    let descriptor = sealable(kind, |kind| memfd_create(name, kind))?;
+    let descriptor = above_standard_streams(sealable(kind, |kind| memfd_create(name, kind))?)?;
     ftruncate(&descriptor, len)?;
     Ok(descriptor)
 }
@@ -44,19 +45,13 @@ fn sealable<T>(
 pub(super) fn refused(what: &str, len: u64, errno: Errno) -> Error {
     let system = |text: String| Error::new(ErrorKind::System, text);
     let error = match errno {
+        Errno::MFILE | Errno::NFILE if let Some(error) = shortage(&format!("the {what}"), errno) => error,
         Errno::NOMEM | Errno::NOSPC => Error::new(ErrorKind::OutOfMemory, format!("no memory for the {what}")),
-        Errno::MFILE => system(format!(
-            "no file descriptor is free for the {what}; raise the limit of open files (ulimit -n, RLIMIT_NOFILE)"
-        ))
-        .with("limit_open_files", text(getrlimit(Resource::Nofile).current)),
-        Errno::NFILE => system(format!(
-            "no file descriptor of the whole system is free for the {what}; raise fs.file-max"
-        )),
         Errno::FBIG => system(format!(
             "the {what} is larger than a file of this process may be; raise the limit of file sizes (ulimit -f, \
              RLIMIT_FSIZE)"
         ))
-        .with("limit_file_bytes", text(file_limit())),
+        .with("limit_file_bytes", limit_text(file_limit())),
         _ => system(format!("the kernel refused the {what}")),
     };
     error.with("bytes", len).errno(errno)
@@ -64,10 +59,6 @@ pub(super) fn refused(what: &str, len: u64, errno: Errno) -> Error {
 
 fn file_limit() -> Option<u64> {
     getrlimit(Resource::Fsize).current
-}
-
-fn text(limit: Option<u64>) -> String {
-    limit.map_or_else(|| "unlimited".into(), |limit| limit.to_string())
 }
 
 /// Seals a file that this process has already mapped. From then on others can only read it, and its length is

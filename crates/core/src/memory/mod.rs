@@ -22,6 +22,7 @@
 
 mod adopted;
 mod bounce_buffer;
+mod descriptors;
 mod fabric_region;
 mod fork;
 mod generations;
@@ -46,6 +47,7 @@ mod window_bytes;
 
 pub use adopted::Adopted;
 pub use bounce_buffer::BounceBuffer;
+pub use descriptors::{above_standard_streams, new_eventfd, shortage};
 pub use fabric_region::{FabricRegion, SharedRegion, load_nixl, load_ucx};
 pub use fork::{Kept, abandon};
 pub use generations::{Generations, PeerGenerations};

@@ -16,6 +16,7 @@ use rustix::fs::{FallocateFlags, SeekFrom, fallocate, seek};
 use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
 use rustix::param::page_size;
 
+use super::descriptors::above_standard_streams;
 use super::region::HUGE_PAGE;
 use super::{Adopted, Region, Tensors};
 use crate::error::{Error, ErrorKind, Result};
@@ -200,7 +201,8 @@ impl OwnPages {
     /// Opens the page map; `None` if the kernel has none or the page size is not supported.
     pub fn open() -> Option<OwnPages> {
         let known = HUGE_PAGE / page_size() == UNIT_PAGES;
-        File::open("/proc/self/pagemap").ok().filter(|_| known).map(OwnPages)
+        let file = File::open("/proc/self/pagemap").ok().filter(|_| known)?;
+        above_standard_streams(file.into()).ok().map(|file| OwnPages(file.into()))
     }
 
     /// Merges the unit at `at` into one huge page if that commits no additional memory: all of its pages are

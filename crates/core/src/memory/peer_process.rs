@@ -12,6 +12,7 @@ use std::sync::{Arc, OnceLock};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{PTracer, Pid, PidfdFlags, pidfd_open, set_ptracer};
 
+use super::descriptors::above_standard_streams;
 use super::random::random;
 use super::window::{Reach, Window};
 use crate::error::{Error, ErrorKind, Result};
@@ -75,8 +76,10 @@ impl PeerProcess {
         let text = "the peer's process has no id in this pid namespace";
         let no_such = || Error::new(ErrorKind::System, text).with("pid", pid);
         let named = Some(pid).filter(|&pid| pid > 0).and_then(Pid::from_raw).ok_or_else(no_such)?;
-        let descriptor =
-            pidfd_open(named, PidfdFlags::empty()).map_err(io::Error::from).map_err(|error| {
+        let descriptor = pidfd_open(named, PidfdFlags::empty())
+            .and_then(above_standard_streams)
+            .map_err(io::Error::from)
+            .map_err(|error| {
                 refused(refusal(&error), "pidfd_open failed for the peer's process", pid, error)
             })?;
         let process = PeerProcess { pid, probe, descriptor };

@@ -13,7 +13,7 @@ use rustix::net::{Shutdown, SocketFlags, accept_with, listen, shutdown};
 use super::step::timespec;
 use super::{Accepted, Address, BACKLOG, Listener, Stream, unavailable};
 use crate::error::Result;
-use crate::memory::Kept;
+use crate::memory::{Kept, above_standard_streams};
 
 /// Makes a stream of an accepted socket; `None` if the peer is already gone.
 type MakeStream = fn(OwnedFd, &Address) -> Option<Stream>;
@@ -54,7 +54,7 @@ impl ListeningSocket {
 impl Listener for ListeningSocket {
     fn accept(&self) -> Result<Accepted> {
         while !self.closed.load(Ordering::Acquire) {
-            match accept_with(&self.socket, SocketFlags::CLOEXEC) {
+            match accept_with(&self.socket, SocketFlags::CLOEXEC).and_then(above_standard_streams) {
                 Ok(socket) => {
                     if let Some(stream) = (self.welcome)(socket, &self.address) {
                         return Ok(Accepted::Stream(Box::new(stream)));

@@ -22,6 +22,7 @@ use super::stream::Stream;
 use super::transmission::Transmission;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
+use crate::memory::above_standard_streams;
 use crate::model::Deadline;
 use crate::protocol::{HEADER, Header};
 
@@ -271,7 +272,9 @@ impl Stream {
         let message = recvmsg(&self.socket, &mut [IoSliceMut::new(&mut rest[..most])], &mut control, flags);
         for part in control.drain() {
             if let RecvAncillaryMessage::ScmRights(more) = part {
-                descriptors.extend(more);
+                for descriptor in more {
+                    descriptors.extend([above_standard_streams(descriptor)?]);
+                }
             }
         }
         let cut = message.as_ref().is_ok_and(|message| message.flags.contains(ReturnFlags::CTRUNC));

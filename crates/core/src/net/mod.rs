@@ -52,6 +52,7 @@ use std::net::SocketAddr;
 use std::os::fd::BorrowedFd;
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::memory::shortage;
 use crate::model::Deadline;
 
 /// Connections that may wait to be accepted. The kernel reduces this to the administrator's limit.
@@ -124,12 +125,20 @@ pub trait Listener: fmt::Debug + Send + Sync {
 
 /// Error of a socket call at a local address.
 pub fn unavailable(address: &Address, doing: &str, errno: rustix::io::Errno) -> Error {
-    Error::new(ErrorKind::System, format!("cannot {doing} {address}")).errno(errno)
+    failed(ErrorKind::System, address, doing, errno)
 }
 
 /// Error of a socket call on the way to `address`.
 pub fn unreachable(address: &Address, doing: &str, errno: rustix::io::Errno) -> Error {
-    Error::new(ErrorKind::LinkFailed, format!("cannot {doing} {address}")).errno(errno)
+    failed(ErrorKind::LinkFailed, address, doing, errno)
+}
+
+fn failed(kind: ErrorKind, address: &Address, doing: &str, errno: rustix::io::Errno) -> Error {
+    let failed = || Error::new(kind, format!("cannot {doing} {address}")).errno(errno);
+    match shortage("a socket", errno) {
+        Some(error) => error.of_kind(kind).with("address", address),
+        None => failed(),
+    }
 }
 
 /// Error for an address of another transport.

@@ -23,7 +23,7 @@ use super::rings::StreamRings;
 use super::socket_control::SocketControl;
 use super::step::{StepResult, Way, timespec};
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::{Credentials, Kept, SharedRings, take_descriptors};
+use crate::memory::{Credentials, Kept, SharedRings, shortage, take_descriptors};
 use crate::sync::Mutex;
 
 const OPEN: u8 = 0;
@@ -260,8 +260,14 @@ impl Stream {
 
     /// Error that the socket reported.
     pub(super) fn broken(&self, error: io::Error) -> Error {
-        let broken = self.over("the connection broke").with("errno", error.raw_os_error().unwrap_or(0));
-        broken.because(error)
+        let broken = self.over("the connection broke");
+        match error
+            .raw_os_error()
+            .and_then(|errno| shortage("the next message", Errno::from_raw_os_error(errno)))
+        {
+            Some(shortage) => shortage.of_kind(broken.kind()),
+            None => broken.with("errno", error.raw_os_error().unwrap_or(0)).because(error),
+        }
     }
 
     /// Ends the stream, and returns the error for that: `how`, unless this side closed the stream before.

@@ -16,6 +16,7 @@ use super::step::timespec;
 use super::stream::About;
 use super::{Address, Listener, Stream, Transport, unavailable, unreachable, unsupported_address};
 use crate::error::{Error, Result};
+use crate::memory::above_standard_streams;
 use crate::model::Deadline;
 
 /// Sizes in bytes of the receive buffer and the send buffer of a connection within one host
@@ -72,7 +73,8 @@ impl Transport for Tcp {
 
 fn open(address: SocketAddr) -> rustix::io::Result<OwnedFd> {
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
-    socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, None)
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    above_standard_streams(socket_with(family, SocketType::STREAM, flags, None)?)
 }
 
 /// Waits until a pending connection is established.

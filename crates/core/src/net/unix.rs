@@ -12,7 +12,7 @@ use super::acceptor::ListeningSocket;
 use super::stream::About;
 use super::{Address, Listener, Stream, Transport, unavailable, unreachable, unsupported_address};
 use crate::error::{Error, Result};
-use crate::memory::{peer_credentials, take_descriptors};
+use crate::memory::{above_standard_streams, peer_credentials, take_descriptors};
 use crate::model::Deadline;
 
 /// Streams between processes of one host.
@@ -59,7 +59,8 @@ impl Transport for Unix {
 /// Creates a socket that receives no descriptors until it is asked to. So do the sockets that a listener
 /// accepts.
 fn open(flags: SocketFlags) -> rustix::io::Result<OwnedFd> {
-    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC | flags, None)?;
+    let flags = SocketFlags::CLOEXEC | flags;
+    let socket = above_standard_streams(socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?)?;
     take_descriptors(socket.as_fd(), false);
     Ok(socket)
 }

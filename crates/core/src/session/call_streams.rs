@@ -159,9 +159,10 @@ impl Link {
         }
         drop(streams);
         let opened = opened.inspect_err(|_| self.changed.notify_all());
-        // A dial that fails means that the peer is gone (`a_peer_that_no_longer_listens_cannot_be_called`).
+        // A dial that fails means that the peer is gone (`a_peer_that_no_longer_listens_cannot_be_called`), unless this
+        // side has no resources to dial (`test_calls_without_free_descriptors_fail_and_the_link_stands`).
         let gone = |error: Error| match error.kind() {
-            ErrorKind::LinkFailed => {
+            ErrorKind::LinkFailed if !error.is_shortage() => {
                 Error::new(ErrorKind::NotLinked, "the peer cannot be reached any more").because(error)
             }
             _ => error,

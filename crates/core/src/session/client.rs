@@ -135,7 +135,17 @@ impl Link {
         request: &Request,
         deadline: Deadline,
     ) -> Result<(Reply, Arc<BudgetShare>)> {
-        let mut lease = self.lease(deadline)?;
+        let lease = self.lease(deadline)?;
+        self.ask_over(lease, request, deadline)
+    }
+
+    /// Does the same as [`ask_for`](Self::ask_for) on the stream of `lease`.
+    pub(super) fn ask_over(
+        &self,
+        mut lease: StreamLease,
+        request: &Request,
+        deadline: Deadline,
+    ) -> Result<(Reply, Arc<BudgetShare>)> {
         let send = || message_io::send_message(lease.stream(), request, deadline);
         let reply = self.exchange_for(&lease, request.longest_reply(), deadline, send);
         lease.reusable = reply.is_ok();

@@ -112,8 +112,11 @@ impl LinkOnDemand {
 }
 
 /// Whether another attempt may succeed. A peer that refuses for good, for example because of its token, sends a refusal
-/// of kind `LinkFailed` or `InvalidArgument`.
+/// of kind `LinkFailed` or `InvalidArgument`. A lack of local resources is for the caller to decide.
 fn may_pass(error: &Error) -> bool {
+    if error.is_shortage() {
+        return false;
+    }
     let errno = || error.fact("errno").and_then(|number| number.parse().ok()).map(Errno::from_raw_os_error);
     match error.kind() {
         // The peer keeps another link; it closed the connection; it dropped the connection because it took too long.

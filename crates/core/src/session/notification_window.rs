@@ -38,6 +38,8 @@ pub(super) struct SentMessages {
     pub(super) waiting: VecDeque<Payload>,
     /// Whether a lane sends what waits.
     pub(super) sending: bool,
+    /// Why the lane cannot send now, although the link stands: this process lacks descriptors or memory.
+    pub(super) shortage: Option<Error>,
     /// Number of messages of `notify` that were accepted, and that the peer has confirmed.
     pub(super) accepted: u64,
     pub(super) acknowledged: u64,
@@ -108,6 +110,9 @@ impl Load {
 
 impl SentMessages {
     pub(super) fn reserve(&mut self, message: &[u8]) -> Result<()> {
+        if let Some(shortage) = &self.shortage {
+            return Err(shortage.clone());
+        }
         let held = self.under_way.plus(self.confirmed.max(self.reported).minus(self.polled));
         if held.plus(Load::one(message)).exceeds(WINDOW) {
             let text = "the peer has not polled the notifications that it has got";

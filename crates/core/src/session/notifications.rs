@@ -4,7 +4,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use super::client::{CallEnd, REPORTED_BY, limit_ms};
-use super::link::Link;
+use super::link::{ANSWER_TIME, Link};
 use super::notification_window::{Load, MOST_KEPT};
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::events::{EventQueue, Notification, NotificationSource};
@@ -79,13 +79,24 @@ impl Link {
     }
 
     /// Sends the notifications that wait, until none does. Each request may take `limit`. What the peer refuses, because it
-    /// has no memory, is sent again. If it is unknown what has arrived, the link breaks.
+    /// has no memory, is sent again. While this process has no descriptor or memory for a stream, nothing is sent, and further
+    /// notifications are refused. If it is unknown what has arrived, the link breaks.
     pub(crate) fn send_notifications(self: &Arc<Self>, limit: Duration) {
         let mut deadline = Deadline::after(limit).named("llm.LinkPinLimit");
         while let Some(batch) = self.notifications.next_batch() {
+            let lease = match self.lease(deadline) {
+                Err(error) if error.is_shortage() && self.alive() => {
+                    self.notifications.put_back(batch);
+                    self.wait_for_resources(error);
+                    deadline = Deadline::after(limit).named("llm.LinkPinLimit");
+                    continue;
+                }
+                lease => lease,
+            };
+            self.notifications.sent.lock().shortage = None;
             let (count, load) = (batch.len() as u64, Load::of(&batch));
             let request = Request::Notify { messages: Payloads(batch), limit_ms: limit_ms(deadline) };
-            let delivered = self.done(&request, deadline);
+            let delivered = lease.and_then(|lease| self.ask_over(lease, &request, deadline));
             let Request::Notify { messages: Payloads(batch), .. } = request else { return };
             match delivered {
                 Ok(_) => deadline = Deadline::after(limit).named("llm.LinkPinLimit"),
@@ -95,6 +106,10 @@ impl Link {
                     continue;
                 }
                 Err(error) => {
+                    // If the peer has ended, the control stream says so at once, and that is the reason.
+                    if error.kind() == ErrorKind::NotLinked {
+                        self.wait_until_broken(Deadline::after(ANSWER_TIME));
+                    }
                     return self.break_off(format!("notifications could not be delivered: {error}"));
                 }
             }
@@ -107,9 +122,34 @@ impl Link {
         }
     }
 
-    /// Breaks the link, because no thread can send its notifications.
-    pub(crate) fn give_up_notifications(&self, why: &Error) {
+    /// Pauses the sending of notifications, which fails because of `shortage`.
+    fn wait_for_resources(&self, shortage: Error) {
+        let mut sent = self.notifications.sent.lock();
+        let first = sent.shortage.is_none();
+        if first {
+            let cluster = self.peer.cluster;
+            tracing::warn!(target: "llm_datadist::links", "notifications for cluster {cluster} wait: {shortage}");
+        }
+        sent.shortage = Some(shortage);
+        drop(sent);
+        std::thread::sleep(RETRY);
+    }
+
+    /// Takes back the only notification that waits, because no thread can send it. Returns `false` if there are others, which
+    /// other calls have accepted; then the link breaks, because their messages are lost.
+    pub(crate) fn take_back_notification(&self, why: &Error) -> bool {
+        let mut sent = self.notifications.sent.lock();
+        sent.sending = false;
+        if let [message] = &*sent.waiting.make_contiguous() {
+            let load = Load::one(&message.0);
+            sent.waiting.clear();
+            sent.accepted -= 1;
+            sent.under_way = sent.under_way.minus(load);
+            return true;
+        }
+        drop(sent);
         self.break_off(format!("notifications could not be sent: {why}"));
+        false
     }
 
     /// Waits until the peer has confirmed all notifications that were accepted so far.

@@ -1,7 +1,5 @@
 //! Opens call streams of a link as the dialing side: at which address of the peer, and with rings if both sides can use them.
 
-use rustix::io::Errno;
-
 use super::call_rings::{OfferedRings, RINGED};
 use super::dial::Dialer;
 use super::link::Link;
@@ -27,7 +25,7 @@ impl Link {
             let blamed = match error.kind() {
                 ErrorKind::Interrupted => false,
                 ErrorKind::Timeout => !hurried,
-                _ => true,
+                _ => !error.is_shortage(),
             };
             if blamed && self.alive() {
                 at.note_failure(self.peer.cluster, error);
@@ -43,7 +41,7 @@ impl Link {
             Err(error) => error,
             // The ring is closed if the stream cannot be opened, so another one may have its descriptor.
             Ok(ring) => match self.dial_with(dialer, (reverse, true), deadline) {
-                Err(error) if lacks_descriptors(&error) => error,
+                Err(error) if error.is_shortage() => error,
                 Err(error) => {
                     if error.kind() != ErrorKind::Interrupted {
                         self.note_rings(Some(&error));
@@ -97,10 +95,4 @@ impl Link {
         let text = "another process answers at the address of the peer: it was restarted; link again";
         Err(Error::new(ErrorKind::NotLinked, text))
     }
-}
-
-/// Whether a call failed because no descriptor was free.
-fn lacks_descriptors(error: &Error) -> bool {
-    let lacks = |errno: Errno| error.fact("errno") == Some(errno.raw_os_error().to_string().as_str());
-    lacks(Errno::MFILE) || lacks(Errno::NFILE)
 }

@@ -8,10 +8,11 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
 use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
-use rustix::event::{EventfdFlags, Timespec, eventfd};
+use rustix::event::{EventfdFlags, Timespec};
 use rustix::io::Errno;
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::memory::{above_standard_streams, new_eventfd, shortage};
 
 /// How often a descriptor is reported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,8 +41,8 @@ pub(super) struct Poller(OwnedFd);
 
 impl Poller {
     pub(super) fn new() -> Result<Poller> {
-        let made = epoll::create(CreateFlags::CLOEXEC).map(Poller);
-        made.map_err(|errno| system("cannot create an epoll descriptor", errno))
+        let made = epoll::create(CreateFlags::CLOEXEC).and_then(above_standard_streams).map(Poller);
+        made.map_err(|errno| uncreated("an epoll descriptor", errno))
     }
 
     /// Adds `descriptor`, and reports `number` when it is readable. `what` names it in the error.
@@ -105,8 +106,7 @@ impl Bell {
     }
 
     fn make(flags: EventfdFlags) -> Result<Bell> {
-        let made = eventfd(0, flags | EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
-        made.map(Bell).map_err(|errno| system("cannot create an eventfd", errno))
+        new_eventfd(flags).map(Bell).map_err(|errno| uncreated("an eventfd", errno))
     }
 
     pub(super) fn ring(&self) {
@@ -124,6 +124,10 @@ impl AsFd for Bell {
     fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
         self.0.as_fd()
     }
+}
+
+fn uncreated(what: &str, errno: Errno) -> Error {
+    shortage(what, errno).unwrap_or_else(|| system(&format!("cannot create {what}"), errno))
 }
 
 fn system(text: &str, errno: Errno) -> Error {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use hashbrown::HashSet;
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::sync::{Condvar, Mutex};
 
 /// Stack size in bytes. Requests and their plans are on the heap.
@@ -35,10 +35,7 @@ impl Threads {
             leaving.begin();
             work();
         });
-        started.map(|_| ()).map_err(|error| {
-            let text = format!("the thread {name} could not be started");
-            Error::new(ErrorKind::System, text).because(error)
-        })
+        started.map(|_| ()).map_err(|error| Error::no_thread(&format!("the thread {name}"), error))
     }
 
     /// Waits until all threads have ended, at most `limit`. A thread that closes its own engine does not wait

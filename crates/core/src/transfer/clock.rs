@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::place_table::{Place, PlaceTable};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::fallible;
 use crate::session::THREAD_STACK;
 use crate::sync::{Builder, Condvar, Mutex};
@@ -231,9 +231,9 @@ impl Shared {
 
 /// Returns the error for a thread that could not be started.
 pub(super) fn no_thread(error: &io::Error) -> Error {
-    let text = format!("no thread for a transfer could be started: {error}");
-    let errno = error.raw_os_error().unwrap_or(0);
-    Error::new(ErrorKind::System, text).with("errno", errno)
+    // Each refused job gets its own error.
+    let error = error.raw_os_error().map_or_else(|| error.kind().into(), io::Error::from_raw_os_error);
+    Error::no_thread("a thread for a transfer", error)
 }
 
 #[cfg(all(test, not(loom)))]

@@ -6,13 +6,14 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, eventfd};
+use rustix::event::EventfdFlags;
 
 use super::delivery::{Carried, Delivery, DeliveryState, Outcome, ReportedLayers, TaskLimits};
 use super::executor::ExecutorHandle;
 use super::task::{Outlet, Task};
 use super::task_state::{Awaited, TaskState};
 use crate::error::{Error, ErrorKind, Result};
+use crate::memory;
 use crate::model::Deadline;
 
 impl Task {
@@ -25,8 +26,10 @@ impl Task {
         deliveries: Vec<Delivery>,
         limits: TaskLimits,
     ) -> Result<Arc<Task>> {
-        let ended = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|errno| {
-            Error::new(ErrorKind::System, "cannot create the event descriptor of a transfer").because(errno)
+        let ended = memory::new_eventfd(EventfdFlags::empty()).map_err(|errno| {
+            let what = "the event descriptor of a transfer";
+            let failed = || Error::new(ErrorKind::System, format!("cannot create {what}")).errno(errno);
+            memory::shortage(what, errno).unwrap_or_else(failed)
         })?;
         let task = Task::new(lanes, layers, deliveries, limits, Outlet::List(ended))?;
         if task.done() {

@@ -1,13 +1,14 @@
 //! Sends notifications on a lane, so that `notify` does not wait.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use super::executor::{ExecutorHandle, Job, LaneKey};
 use crate::error::{Error, Result};
 use crate::session::Link;
 
-/// Accepts a notification for the peer of `link`, and returns. A lane sends it behind those that were accepted before.
+/// Accepts a notification for the peer of `link`, and returns. A lane sends it behind those that were accepted before. Returns
+/// `Err(System)` if no lane can be started.
 pub(crate) fn notify(
     lanes: &ExecutorHandle,
     link: &Arc<Link>,
@@ -15,8 +16,13 @@ pub(crate) fn notify(
     limit: Duration,
 ) -> Result<()> {
     if link.accept_notification(message)? {
-        lanes
-            .carry(LaneKey::Notifications(link.cluster()), Arc::new(NotifyJob { link: link.clone(), limit }));
+        let refused = Arc::default();
+        let job = NotifyJob { link: link.clone(), limit, refused: Arc::clone(&refused) };
+        lanes.carry(LaneKey::Notifications(link.cluster()), Arc::new(job));
+        // A refusal comes before `carry` returns, unless the engine closes.
+        if let Some(error) = OnceLock::<Error>::get(&refused) {
+            return Err(error.clone());
+        }
     }
     Ok(())
 }
@@ -25,6 +31,8 @@ pub(crate) fn notify(
 struct NotifyJob {
     link: Arc<Link>,
     limit: Duration,
+    /// Why the notification was taken back, for the call that is still running.
+    refused: Arc<OnceLock<Error>>,
 }
 
 impl Job for NotifyJob {
@@ -33,6 +41,8 @@ impl Job for NotifyJob {
     }
 
     fn refused(self: Arc<Self>, why: Error) {
-        self.link.give_up_notifications(&why);
+        if self.link.take_back_notification(&why) {
+            let _ = self.refused.set(why);
+        }
     }
 }
