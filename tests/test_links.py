@@ -66,6 +66,16 @@ def test_one_code_for_each_and_the_last_failing_overall(ends: Ends) -> None:
     assert near.links() == []
 
 
+def test_another_engine_with_the_own_cluster_id_is_refused(ends: Ends) -> None:
+    """No transfer could name that engine. A process may link to itself, as the contract has it."""
+    far, near = ends.peer(cluster=1), ends.peer(cluster=1)
+    near.spoiled = True
+    assert near.link_clusters([far.at]) == (LINK_FAILED, [LINK_FAILED])
+    assert near.links() == far.links() == []
+    assert "two engines cannot share an id" in near.said()
+    assert near.link_clusters([near.at]) == (OK, [OK])
+
+
 def test_twenty_clusters_in_one_call_with_dead_ones_among_them(ends: Ends) -> None:
     live = [ends.peer(cluster=101), ends.peer(cluster=120)]
     near = ends.near()

@@ -26,6 +26,7 @@ from peers import (
     by_blocks,
     equal,
     eventually,
+    free_ports,
     linked,
     options,
     pattern,
@@ -111,6 +112,25 @@ def test_another_user_is_refused_without_a_token(ends: Ends, user: int, transpor
     for setting in SETTINGS:
         assert re.search(setting, told, re.IGNORECASE), told
     assert str(user) in told, f"who was refused: {told}"
+
+
+@pytest.mark.parametrize("dials", [True, False])
+def test_rank_table_with_another_user_fails_at_once_and_both_log_why(ends: Ends, dials: bool) -> None:
+    """The member that dials does not wait for its limit, and both sides log the setting that would admit the other."""
+    given = {"llm__RankPort": free_ports(), "llm__LinkTotalTime": 600}
+    device = [{"device_id": str(rank), "rank_id": str(rank)} for rank in (0, 1)]
+    server = {"server_id": "127.0.0.1", "device": device}
+    text = json.dumps({"version": "1.2", "server_count": "1", "status": "completed", "server_list": [server]})
+    own, other = ends.peer(options(**given), 1), as_user(ends, SOMEBODY, 2, **given)
+    ranks = {1: 0, 2: 1} if dials else {2: 0, 1: 1}
+    listening, dialing = (own, other) if dials else (other, own)
+    listening.link("users", ranks, text)
+    assert dialing.settled(dialing.link("users", ranks, text)) == "FAILED"
+    for peer in (own, other):
+        uid = f"_uid={SOMEBODY}"
+        told = eventually(lambda peer=peer, uid=uid: errors(peer, uid), what=f"a reason in the log: {peer.said()}")
+        assert all(re.search(setting, told[-1], re.IGNORECASE) for setting in SETTINGS), told
+    assert own.links() == other.links() == []
 
 
 def test_a_refused_user_does_not_keep_the_owner_out(ends: Ends) -> None:

@@ -4,7 +4,8 @@
 
 use libfuzzer_sys::fuzz_target;
 use llm_datadist_core::testing::protocol::{
-    self, HANDSHAKE_LIMIT, HEADER, Header, MESSAGE, MESSAGE_LIMIT, REFUSAL, VERSION,
+    self, HANDSHAKE_LIMIT, HEADER, Header, MESSAGE, MESSAGE_LIMIT, REFUSAL,
+    REFUSAL_OF_ANOTHER_VERSION, VERSION,
 };
 use llm_datadist_core::{Error, ErrorKind};
 use llm_datadist_fuzz::any_message;
@@ -15,7 +16,8 @@ fn model(header: &[u8; HEADER], limit: usize) -> Result<(u8, usize), ErrorKind> 
     match header {
         [b'L', b'D', version, kind, ..] if *version == VERSION || *kind == REFUSAL => {
             if [MESSAGE, REFUSAL].contains(kind) && length <= limit {
-                Ok((*kind, length))
+                let other = *version != VERSION;
+                Ok((if other { REFUSAL_OF_ANOTHER_VERSION } else { *kind }, length))
             } else {
                 Err(ErrorKind::NotLinked)
             }
@@ -37,7 +39,7 @@ fuzz_target!(|input: &[u8]| {
         // A closed connection leaves a body that is cut short. It must not be accepted as complete by
         // accident.
         let (body, after) = rest.split_at(length.min(rest.len()));
-        if kind == REFUSAL {
+        if protocol::is_refusal(kind) {
             refusal(body);
         } else {
             any_message(which & 0x7f, body);

@@ -19,6 +19,8 @@ pub const HEADER: usize = 8;
 pub const MESSAGE: u8 = 1;
 /// Kind of a frame whose body is a refusal; the same in every version.
 pub const REFUSAL: u8 = 255;
+/// Kind of a refusal from a peer of another version. Exists in this process only, not in frames.
+pub const REFUSAL_OF_ANOTHER_VERSION: u8 = 254;
 /// Longest body, in bytes, of a frame from a peer that is not yet authenticated.
 pub const HANDSHAKE_LIMIT: usize = 4 << 10;
 /// Longest body of any frame, in bytes.
@@ -30,7 +32,7 @@ const FIRST_BYTES: usize = 256;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// [`MESSAGE`] or [`REFUSAL`].
+    /// [`MESSAGE`], [`REFUSAL`] or [`REFUSAL_OF_ANOTHER_VERSION`].
     pub kind: u8,
     pub length: usize,
 }
@@ -46,7 +48,7 @@ impl Header {
         if version != VERSION && kind != REFUSAL {
             let text =
                 format!("the peer uses protocol version {version}, this process uses version {VERSION}");
-            return Err(Error::new(ErrorKind::LinkFailed, text));
+            return Err(Error::new(ErrorKind::LinkFailed, text).permanent());
         }
         if kind != MESSAGE && kind != REFUSAL {
             return Err(Error::new(
@@ -56,7 +58,10 @@ impl Header {
         }
         let bytes = u32::from_le_bytes(length);
         match usize::try_from(bytes) {
-            Ok(length) if length <= limit => Ok(Header { kind, length }),
+            Ok(length) if length <= limit => {
+                let kind = if version == VERSION { kind } else { REFUSAL_OF_ANOTHER_VERSION };
+                Ok(Header { kind, length })
+            }
             _ => {
                 let text = "the peer sent a frame that is too long";
                 Err(Error::new(ErrorKind::NotLinked, text).with("bytes", bytes).with("limit", limit))
@@ -149,7 +154,16 @@ pub fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T> {
 
 /// Decodes the message in a received frame. If the frame is a refusal, returns its error.
 pub fn open<T: DeserializeOwned>(kind: u8, body: &[u8]) -> Result<T> {
-    if kind == REFUSAL { Err(refused(body)) } else { decode(body) }
+    match kind {
+        REFUSAL => Err(refused(body)),
+        REFUSAL_OF_ANOTHER_VERSION => Err(refused(body).permanent()),
+        _ => decode(body),
+    }
+}
+
+/// Whether a frame of `kind` is a refusal.
+pub fn is_refusal(kind: u8) -> bool {
+    matches!(kind, REFUSAL | REFUSAL_OF_ANOTHER_VERSION)
 }
 
 /// Returns the frame of a refusal: the kind of `error` as a little-endian `u32`, then its text. The text is

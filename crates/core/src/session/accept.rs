@@ -9,7 +9,7 @@
 use std::sync::Arc;
 
 use super::call_rings;
-use super::handshake::ChallengedPeer;
+use super::handshake::{self, ChallengedPeer};
 use super::link::{Kind, Link, Peer};
 use super::peer_memory::{PeerMemory, Readable, TakenMemory};
 use super::refusals::{Reason, Refusal};
@@ -20,7 +20,7 @@ use crate::fabric::PeerFabric;
 use crate::model::{ClusterId, Deadline};
 use crate::net::{ReceivedDescriptors, ReceivedFrame, Stream};
 use crate::protocol::{
-    self, Attach, Attached, Comm, Confirm, EnteredLink, HANDSHAKE_LIMIT, LinkAnswer, METADATA_LIMIT,
+    self, Attach, Attached, Comm, Confirm, EnteredLink, HANDSHAKE_LIMIT, Hello, LinkAnswer, METADATA_LIMIT,
     Metadata, Purpose, RingOffer,
 };
 
@@ -115,18 +115,20 @@ impl PendingStream {
     pub(super) fn step(self, shared: &Arc<Shared>, frame: ReceivedFrame) -> Result<Next, Refusal> {
         let PendingStream { stream, local, until, step } = self;
         let (kind, body, descriptors) = frame;
+        if protocol::is_refusal(kind) {
+            return Err(given_up(shared, &step, (kind, &body)));
+        }
         match step {
             Step::Hello => {
-                let config = &shared.resources.config.links;
-                let (challenged, answer) =
-                    ChallengedPeer::challenge(&stream, &shared.me, config, (kind, body))?;
+                let (challenged, answer) = greeted(shared, &stream, (kind, body))?;
                 stream.send_now(&answer, &[])?;
                 Ok(Next::Wait(PendingStream { stream, local, until, step: Step::Proof(challenged) }))
             }
             Step::Proof(mut challenged) => {
                 let proven = challenged.prove(&stream, &shared.me, (kind, &body));
-                let proven = proven.inspect_err(|refusal| fail_communicator(shared, &challenged, refusal))?;
-                admit(shared, PendingStream { stream, local, until, step: Step::Hello }, &challenged, proven)
+                let pending = PendingStream { stream, local, until, step: Step::Hello };
+                let admitted = proven.and_then(|proven| admit(shared, pending, &challenged, proven));
+                admitted.map_err(|refusal| of_member(shared, &challenged.hello, refusal))
             }
             Step::Attach(pending) => {
                 stream.expect_descriptors(false);
@@ -186,6 +188,28 @@ impl LongStep {
     }
 }
 
+/// Reads the hello of a peer. Returns the peer, and the challenge to send to it.
+fn greeted(
+    shared: &Arc<Shared>,
+    stream: &Stream,
+    (kind, body): (u8, Vec<u8>),
+) -> Result<(ChallengedPeer, Vec<u8>), Refusal> {
+    let hello: Hello = protocol::open(kind, &body).map_err(Refusal::unreadable)?;
+    let keys = handshake::accepted_keys(stream, &shared.me, &shared.resources.config.links, &hello);
+    let keys = keys.map_err(|refusal| of_member(shared, &hello, refusal))?;
+    ChallengedPeer::challenge(keys, (hello, body))
+}
+
+/// Returns the refusal of this side by a peer that dialed.
+fn given_up(shared: &Arc<Shared>, step: &Step, (kind, body): (u8, &[u8])) -> Refusal {
+    let error = protocol::open::<()>(kind, body).err().unwrap_or_else(Error::closed);
+    let refusal = Refusal::new(Reason::ByPeer, error);
+    match step {
+        Step::Proof(challenged) => of_member(shared, &challenged.hello, refusal),
+        _ => refusal,
+    }
+}
+
 /// Handles a stream according to its purpose, once the proof was checked. If `proven` is false, the peer may
 /// only learn the name of the local socket.
 fn admit(
@@ -223,7 +247,7 @@ fn admit(
                 return Ok(Next::Done);
             }
             if !proven {
-                return Err(Refusal::new(Reason::Unproven, super::handshake::unproven(&stream)));
+                return Err(challenged.unproven(&stream, &shared.me));
             }
             if local && shared.resources.config.links.transport == TransportChoice::Tcp {
                 let text = "llm.LinkTransport=tcp: this side links over TCP only";
@@ -340,13 +364,29 @@ fn kind(shared: &Arc<Shared>, comm: Option<&Comm>, ensure: bool) -> Result<Kind>
     Ok(Kind::Communicator(known.id))
 }
 
-/// Marks the communicator as failed if a member was refused because of its mode: it can never be linked.
-fn fail_communicator(shared: &Arc<Shared>, challenged: &ChallengedPeer, refusal: &Refusal) {
-    let Purpose::Link { comm: Some(comm), .. } = &challenged.hello.purpose else { return };
-    if refusal.reason == Reason::Mode
-        && let Some(known) = shared.registry.comm(comm)
-    {
-        known.fail(ClusterId(challenged.hello.from.cluster), &refusal.error.to_string());
-        shared.registry.announce();
+/// Returns the refusal of the peer that sent `hello`. If it is a member of a communicator that this side has entered, and only
+/// another configuration can change the refusal, the peer learns by the kind `InvalidArgument` that further attempts are useless.
+/// The communicator fails here only if the peer is authenticated. Otherwise it keeps the reason for its report.
+fn of_member(shared: &Arc<Shared>, hello: &Hello, mut refusal: Refusal) -> Refusal {
+    let Purpose::Link { comm: Some(comm), .. } = &hello.purpose else { return refusal };
+    let cluster = ClusterId(hello.from.cluster);
+    let other_host = hello.host != shared.me.host;
+    match refusal.reason {
+        Reason::Mode => {
+            if let Some(known) = shared.registry.comm(comm) {
+                known.fail(cluster, &refusal.error.to_string());
+                shared.registry.announce();
+            }
+        }
+        // A peer of this host may hold the secret of an engine that was here before. It gets the new one when it dials again.
+        Reason::Unproven if !other_host => {}
+        Reason::User | Reason::Token | Reason::Unproven | Reason::ByPeer => {
+            if let Some(known) = shared.registry.comm(comm) {
+                refusal.error = refusal.error.of_kind(ErrorKind::InvalidArgument).permanent();
+                known.note(cluster, &refusal.error);
+            }
+        }
+        _ => {}
     }
+    refusal
 }

@@ -63,8 +63,38 @@ pub(super) struct CommState {
     pub(super) searching: bool,
     /// Whether a member has reported, since the last check, that it is listening.
     pub(super) member_listens: bool,
-    /// The latest failure for each member.
-    pub(super) why: BTreeMap<ClusterId, String>,
+    /// Why each member that is missing could not be linked.
+    pub(super) why: BTreeMap<ClusterId, FailedAttempt>,
+}
+
+/// Why an attempt to link a member failed.
+#[derive(Debug)]
+pub(super) struct FailedAttempt {
+    cause: Cause,
+    pub(super) text: String,
+}
+
+/// What ended an attempt to link a member. A later one says more than those before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Cause {
+    /// The member was not reached, or is not ready.
+    Unreached,
+    /// A side refused the other one.
+    Refused,
+    /// A side refused the other one, and only another configuration can change that.
+    Permanent,
+}
+
+impl FailedAttempt {
+    fn new(error: &Error) -> FailedAttempt {
+        let cause = match error.kind() {
+            _ if error.is_permanent() => Cause::Permanent,
+            ErrorKind::InvalidArgument => Cause::Permanent,
+            ErrorKind::LinkFailed if error.fact("errno").is_none() => Cause::Refused,
+            _ => Cause::Unreached,
+        };
+        FailedAttempt { cause, text: error.to_string() }
+    }
 }
 
 /// Returns the entry of a member in the table and its first port, which distinguishes jobs on one host that
@@ -93,6 +123,26 @@ impl Communicator {
         self.changed.notify_all();
     }
 
+    /// Keeps why a missing member could not be linked: the first refusal, which later failures to reach the member do not
+    /// replace (`first_refusal_of_member_is_kept`). Without a refusal, the latest failure.
+    pub(super) fn note(&self, cluster: ClusterId, error: &Error) {
+        let mut progress = self.progress.lock();
+        if !progress.missing.contains(&cluster) {
+            return;
+        }
+        let (new, known) = (FailedAttempt::new(error), progress.why.get(&cluster));
+        if known.is_none_or(|known| {
+            new.cause > known.cause || new.cause == Cause::Unreached && known.cause == new.cause
+        }) {
+            progress.why.insert(cluster, new);
+        }
+    }
+
+    /// Returns why the member `cluster` could not be linked, if it is known.
+    pub(super) fn reason(&self, cluster: ClusterId) -> Option<String> {
+        self.progress.lock().why.get(&cluster).map(|attempt| attempt.text.clone())
+    }
+
     /// Marks the communicator as failed because a member can never be linked.
     pub(super) fn fail(&self, cluster: ClusterId, why: &str) {
         let mut progress = self.progress.lock();
@@ -101,7 +151,7 @@ impl Communicator {
             return;
         }
         progress.missing.retain(|&missing| missing != cluster);
-        progress.why.insert(cluster, why.to_owned());
+        progress.why.insert(cluster, FailedAttempt { cause: Cause::Permanent, text: why.to_owned() });
         progress.status = CommStatus::Failed;
         drop(progress);
         tracing::error!(
@@ -141,8 +191,7 @@ impl Communicator {
         }
         let text =
             format!("the link to cluster {cluster} by link({:?}) is still being prepared", self.comm.name);
-        let why = self.progress.lock().why.get(&cluster).cloned();
-        let why = why.unwrap_or_else(|| "the member has not connected".into());
+        let why = self.reason(cluster).unwrap_or_else(|| "the member has not connected".into());
         Error::new(ErrorKind::NotLinked, text).with("comm_id", self.id).with("because", why)
     }
 
@@ -160,6 +209,7 @@ impl Communicator {
     pub(super) fn join(&self, cluster: ClusterId) {
         let mut progress = self.progress.lock();
         progress.missing.retain(|&missing| missing != cluster);
+        progress.why.remove(&cluster);
         if !progress.linked_before.contains(&cluster) {
             progress.linked_before.push(cluster);
         }
@@ -203,5 +253,44 @@ impl Communicator {
             let _ = write!(name, "{byte:02x}");
         }
         Address::Unix(name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn first_refusal_of_member_is_kept() {
+        let member = ClusterId(2);
+        let comm = Communicator {
+            id: 1,
+            comm: Comm { name: "c".into(), members: vec![(1, 0), (2, 1)], listener: String::new() },
+            own: ClusterId(1),
+            members: vec![],
+            limit: Duration::ZERO,
+            one_try: Duration::ZERO,
+            progress: Mutex::new(CommState { missing: vec![member], ..CommState::default() }),
+            changed: Condvar::new(),
+        };
+        let failed = |text: &str| Error::new(ErrorKind::LinkFailed, text);
+        let unreached = |text: &str| failed(text).with("errno", 111);
+        for (error, expected) in [
+            (unreached("first"), "first (errno=111)"),
+            (unreached("second"), "second (errno=111)"),
+            (failed("refused"), "refused"),
+            (failed("refused again"), "refused"),
+            (unreached("third"), "refused"),
+            (failed("for good").permanent(), "for good"),
+            (failed("again").permanent(), "for good"),
+            (unreached("fourth"), "for good"),
+        ] {
+            comm.note(member, &error);
+            assert_eq!(comm.reason(member).as_deref(), Some(expected));
+        }
+        comm.join(member);
+        assert_eq!(comm.reason(member), None);
+        comm.note(member, &failed("a member that is linked"));
+        assert_eq!(comm.reason(member), None);
     }
 }

@@ -74,14 +74,19 @@ impl Dialer {
         let local = stream.carries_descriptors();
         let known = self.key.proves() || self.accept_remote || stream.credentials().is_some_and(same_user);
         if local && !known {
-            return Err(handshake::other_user("the process at the local socket", &stream));
+            let error = handshake::other_user("the process at the local socket", &stream).permanent();
+            let links = matches!(purpose, Purpose::Link { .. });
+            handshake::decline(&stream, links.then_some((&self.me, asked, purpose)), &error);
+            return Err(error);
         }
         // The peer sends its offer of memory right after its welcome, and its ring when it has that of this side.
         let shares = matches!(purpose, Purpose::Link { .. } | Purpose::Call { rings: true, .. });
         stream.expect_descriptors(shares);
         let welcome = handshake::dial(&stream, &self.me, &self.key, asked, purpose, deadline)?;
         if !known && welcome.local.is_none() {
-            return Err(handshake::unproven(&stream));
+            let error = handshake::unproven(&stream, [&self.me.host; 2]).permanent();
+            handshake::decline(&stream, None, &error);
+            return Err(error);
         }
         Ok((stream, welcome))
     }

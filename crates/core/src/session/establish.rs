@@ -8,14 +8,14 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::dial::Dialer;
-use super::handshake::Key;
+use super::handshake::{self, Key};
 use super::link::{ANSWER_TIME, EngineId, Kind, Link, Peer};
 use super::message_io;
 use super::peer_addresses::PeerAddresses;
 use super::peer_memory::{self, PeerMemory};
 use super::registry::{DialStart, RIVAL_LINK, replaced_because};
 use super::shared::Shared;
-use crate::config::TransportChoice;
+use crate::config::{Mode, TransportChoice};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::random;
 use crate::model::{ClusterId, Deadline};
@@ -77,15 +77,18 @@ impl Shared {
         deadline: Deadline,
     ) -> Result<Arc<Link>> {
         let asked = request.asked;
-        let choice = self.resources.config.links.transport;
-        let token = self.resources.config.links.token.is_some();
+        let config = &self.resources.config;
+        let (choice, token) = (config.links.transport, config.links.token.is_some());
         let link = u64::from_le_bytes(random()?);
         let purpose = |probe_local| request.purpose(link, probe_local);
         // Without a token, the two sides first connect at the local socket, even if they use TCP afterwards.
         let meet = matches!(address, Address::Tcp(_)) && (choice != TransportChoice::Tcp || !token);
         let dialer = self.dialer(address.clone());
         let (stream, welcome) = dialer.handshake(asked, purpose(meet), deadline)?;
-        if request.kind == Kind::Ensured {
+        // With `link_clusters`, a process may link to itself, and without the cache manager to an engine of the same id, which
+        // the link identifies.
+        let may_be_own = welcome.from.instance == self.me.party.instance || config.mode != Mode::CacheManager;
+        if request.kind == Kind::Ensured || (request.kind == Kind::Outgoing && !may_be_own) {
             self.check_is_other(&welcome.from)?;
         }
         let Some(name) = welcome.local.filter(|_| meet) else {
@@ -159,7 +162,9 @@ impl Shared {
         }
         if memory.is_none() && self.resources.config.links.transport == TransportChoice::Shm {
             let text = "llm.LinkTransport=shm, but the peer is reachable only over TCP";
-            return Err(Error::new(ErrorKind::LinkFailed, text).with("peer", stream.peer()));
+            let error = Error::new(ErrorKind::LinkFailed, text).with("peer", stream.peer());
+            handshake::decline(&stream, None, &error);
+            return Err(error);
         }
         let EnteredLink { metadata, fabric, addresses } =
             confirm(&stream, request, self.fabric_offer(&stream), deadline)?;
@@ -229,11 +234,14 @@ fn check_is_same(socket: &Dialer, peer: &Party, other: &Party) -> Result<()> {
     Err(Error::new(ErrorKind::LinkFailed, text).with("socket", &socket.address))
 }
 
-/// Whether another transport does not help: the call was stopped, or the peer keeps another link.
+/// Whether another transport does not help: the call was stopped, the peer keeps another link, or one side refuses the other.
 fn is_final(error: &Error) -> bool {
     let is_stopped =
         matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::Cancelled | ErrorKind::Closed);
-    is_stopped || error.kind() == ErrorKind::AlreadyLinked || error.fact(RIVAL_LINK).is_some()
+    is_stopped
+        || error.is_permanent()
+        || error.kind() == ErrorKind::AlreadyLinked
+        || error.fact(RIVAL_LINK).is_some()
 }
 
 /// Asks the peer to enter the link, and returns its metadata and its offer once it has.

@@ -26,6 +26,11 @@ use crate::protocol::{self, Challenge, HANDSHAKE_LIMIT, HEADER, Hello, Party, Pr
 /// How long a peer may take for the handshake.
 pub(super) const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
 
+/// The file that identifies the host.
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+/// Beginning of the host name of a process that cannot read [`BOOT_ID`].
+const UNKNOWN: &str = "unknown ";
+
 /// The identity of this engine.
 #[derive(Clone, Debug)]
 pub(crate) struct Identity {
@@ -43,8 +48,8 @@ impl Identity {
     pub(crate) fn new(cluster: ClusterId, remote_accessible: bool) -> Result<Identity> {
         let instance = u64::from_le_bytes(random()?);
         // Without a boot id, two processes never recognize that they share a host, and use TCP.
-        let host = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
-            .map_or_else(|_| format!("unknown {instance}"), |text| text.trim().to_owned());
+        let host = std::fs::read_to_string(BOOT_ID)
+            .map_or_else(|_| format!("{UNKNOWN}{instance}"), |text| text.trim().to_owned());
         let party = Party { cluster: cluster.0, instance, remote_accessible };
         Ok(Identity { party, host, secret: Key::Secret(random()?) })
     }
@@ -105,14 +110,7 @@ pub(super) fn dial(
     purpose: Purpose,
     deadline: Deadline,
 ) -> Result<Welcome> {
-    let hello = Hello {
-        purpose,
-        from: me.party,
-        asked: asked.map(|id| id.0),
-        host: me.host.clone(),
-        nonce: random()?,
-    };
-    let frame = protocol::encode(&hello)?;
+    let frame = hello(me, asked, purpose)?;
     stream.send(&frame, deadline)?;
     let hello = &frame[HEADER..];
     let challenge: Challenge =
@@ -130,6 +128,26 @@ pub(super) fn dial(
     Ok(welcome)
 }
 
+/// Returns the frame with which the dialing side begins.
+fn hello(me: &Identity, asked: Option<ClusterId>, purpose: Purpose) -> Result<Vec<u8>> {
+    let (from, asked, host) = (me.party, asked.map(|id| id.0), me.host.clone());
+    protocol::encode(&Hello { purpose, from, asked, host, nonce: random()? })
+}
+
+/// Tells the peer why this side, which dialed, does not link to it, so that the peer can log the reason. Does not wait. If the
+/// peer does not know yet who dialed, `greeting` says it.
+pub(super) fn decline(
+    stream: &Stream,
+    greeting: Option<(&Identity, Option<ClusterId>, Purpose)>,
+    error: &Error,
+) {
+    let greeted = greeting.map_or(Ok(()), |(me, asked, purpose)| {
+        hello(me, asked, purpose).and_then(|frame| stream.send_now(&frame, &[]))
+    });
+    // Fails if the peer has ended the connection.
+    let _ = greeted.and_then(|()| stream.send_now(&protocol::refusal(error), &[]));
+}
+
 /// A peer whose hello was received and answered with a challenge.
 #[derive(Debug)]
 pub(super) struct ChallengedPeer {
@@ -144,23 +162,18 @@ pub(super) struct ChallengedPeer {
 
 /// A key that admits the peer.
 #[derive(Debug)]
-struct AcceptedKey {
+pub(super) struct AcceptedKey {
     key: Key,
     /// Whether this key only entitles the peer to learn the name of the local socket.
     name_only: bool,
 }
 
 impl ChallengedPeer {
-    /// Reads the hello in a frame of `kind` with the body `hello_body`. Returns the peer and the challenge frame to
-    /// send.
+    /// Returns the peer that sent `hello`, whose encoded form is `hello_body`, and the challenge frame to send.
     pub(super) fn challenge(
-        stream: &Stream,
-        me: &Identity,
-        config: &LinkConfig,
-        (kind, hello_body): (u8, Vec<u8>),
+        accepted_keys: Vec<AcceptedKey>,
+        (hello, hello_body): (Hello, Vec<u8>),
     ) -> Result<(ChallengedPeer, Vec<u8>), Refusal> {
-        let hello: Hello = protocol::open(kind, &hello_body).map_err(Refusal::unreadable)?;
-        let accepted_keys = accepted_keys(stream, me, config, &hello)?;
         let challenge = Challenge { nonce: random()? };
         let frame = protocol::encode(&challenge)?;
         Ok((ChallengedPeer { hello_body, challenge, accepted_keys, key: Key::Empty, hello }, frame))
@@ -183,7 +196,7 @@ impl ChallengedPeer {
             }
         }
         let Some((key, name_only)) = open else {
-            return Err(self.unproved(stream));
+            return Err(self.unproved(stream, me));
         };
         self.key = key;
         if let Some(asked) = self.hello.asked.filter(|&asked| asked != me.party.cluster) {
@@ -195,7 +208,7 @@ impl ChallengedPeer {
         Ok(!name_only)
     }
 
-    fn unproved(&self, stream: &Stream) -> Refusal {
+    fn unproved(&self, stream: &Stream, me: &Identity) -> Refusal {
         if self.accepted_keys.iter().any(|accepted| matches!(accepted.key, Key::Token(_))) {
             return Refusal::new(Reason::Token, other_token("the peer that dialled", stream.peer()));
         }
@@ -203,7 +216,12 @@ impl ChallengedPeer {
         if self.accepted_keys.iter().any(|accepted| matches!(accepted.key, Key::Empty)) {
             return Refusal::new(Reason::Token, unexpected_token(stream.peer()));
         }
-        Refusal::new(Reason::Unproven, unproven(stream))
+        self.unproven(stream, me)
+    }
+
+    /// Refuses the peer because it has not proved that it is on this host.
+    pub(super) fn unproven(&self, stream: &Stream, me: &Identity) -> Refusal {
+        Refusal::new(Reason::Unproven, unproven(stream, [&me.host, &self.hello.host]))
     }
 
     /// Returns the welcome frame. `local` is the name of the local socket that the peer should use instead;
@@ -222,7 +240,7 @@ impl ChallengedPeer {
 
 /// Returns the keys that admit the peer that sent `hello` on `stream`, or a refusal if there are none
 /// (docs/security.md).
-fn accepted_keys(
+pub(super) fn accepted_keys(
     stream: &Stream,
     me: &Identity,
     config: &LinkConfig,
@@ -243,7 +261,7 @@ fn accepted_keys(
         };
     }
     if !stream.same_host() {
-        return Err(Refusal::new(Reason::Unproven, unproven(stream)));
+        return Err(Refusal::new(Reason::Unproven, unproven(stream, [&me.host, &hello.host])));
     }
     let mut accepted_keys = vec![accepted(me.secret.clone())];
     // Two processes of one host first connect at the local socket; its name is no secret.
@@ -293,8 +311,17 @@ fn unexpected_token(address: &str) -> Error {
 /// Refuses a peer on a local socket: no token is set, and the kernel does not report that the peer runs as
 /// the same user.
 pub(super) fn other_user(who: &str, stream: &Stream) -> Error {
-    let text = format!("{who} is not known to run as this process's user, and no token is set; {REMEDY}");
     let own = rustix::process::geteuid().as_raw();
+    // The numbers are equal, and still prove nothing (`same_user`).
+    let same = stream.credentials().is_some_and(|peer| peer.uid == own);
+    let cause = if same {
+        ": both have the user number that the kernel shows for all users without a number here, and /proc/self/uid_map does \
+         not say that every user has one (is /proc mounted?)"
+    } else {
+        ""
+    };
+    let text =
+        format!("{who} is not known to run as this process's user{cause}, and no token is set; {REMEDY}");
     let uid = stream.credentials().map_or_else(|| "unknown".into(), |peer| peer.uid.to_string());
     Error::new(ErrorKind::LinkFailed, text)
         .with("peer", stream.peer())
@@ -303,10 +330,19 @@ pub(super) fn other_user(who: &str, stream: &Stream) -> Error {
 }
 
 /// Refuses a peer outside the local socket: no token is set, and the peer has not proved that it is on this
-/// host.
-pub(super) fn unproven(stream: &Stream) -> Error {
+/// host. `hosts` are the names of the hosts of both sides, as far as they are known.
+pub(super) fn unproven(stream: &Stream, hosts: [&str; 2]) -> Error {
+    let cause = if hosts.iter().any(|host| host.starts_with(UNKNOWN)) {
+        format!(
+            ": the processes cannot find out whether they run on one host, because one of them cannot read {BOOT_ID}; \
+             mount /proc there,"
+        )
+    } else {
+        ";".to_owned()
+    };
+    let or = if cause == ";" { "" } else { " or" };
     let text = format!(
-        "no token is set, and the other side has not proved that it runs on this host as the same user; {REMEDY}"
+        "no token is set, and the other side has not proved that it runs on this host as the same user{cause}{or} {REMEDY}"
     );
     Error::new(ErrorKind::LinkFailed, text).with("peer", stream.peer())
 }

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::communicator::{CommState, CommStatus, Communicator};
+use super::communicator::{CommState, CommStatus, Communicator, FailedAttempt};
 use super::establish::LinkRequest;
 use super::link::{Kind, Link};
 use super::shared::Shared;
@@ -113,11 +113,12 @@ impl Communicator {
                     shared.registry.announce();
                 }
                 // The two configurations do not match, so further attempts are useless.
-                Err(error) if error.kind() == ErrorKind::InvalidArgument => {
+                Err(error) if is_useless(&error) => {
+                    self.note(member.cluster, &error);
                     self.fail(member.cluster, &error.to_string());
                     shared.registry.announce();
                 }
-                Err(error) => drop(self.progress.lock().why.insert(member.cluster, error.to_string())),
+                Err(error) => self.note(member.cluster, &error),
             }
         }
     }
@@ -169,6 +170,9 @@ impl Communicator {
                 Ok(link) => return Ok(link),
                 Err(error) => error,
             };
+            if is_useless(&error) {
+                return Err(error.with("chosen_by", member.why));
+            }
             // If the host does not answer, its other ports need no attempt. An unrelated process may accept
             // the connection at this port and stay silent; that says nothing about the other ports.
             let silent = error.kind() == ErrorKind::Timeout && error.fact("address").is_some();
@@ -204,17 +208,23 @@ impl Communicator {
     }
 
     /// Returns what was tried for one member, for the log.
-    fn view(&self, cluster: ClusterId, why: &BTreeMap<ClusterId, String>) -> String {
+    fn view(&self, cluster: ClusterId, why: &BTreeMap<ClusterId, FailedAttempt>) -> String {
         let Some(member) = self.members.iter().find(|member| member.cluster == cluster) else {
             return cluster.to_string();
         };
         let at: Vec<String> = member.host.iter().map(ToString::to_string).collect();
         let way =
             if self.dials(cluster) { "was searched for at" } else { "did not connect; it would listen at" };
-        let last = why.get(&cluster).map_or(String::new(), |why| format!(" (last: {why})"));
+        let reason =
+            why.get(&cluster).map_or(String::new(), |attempt| format!(" (reason: {})", attempt.text));
         let (rank, why) = (member.rank, member.why);
-        format!("cluster {cluster}, rank {rank}, {way} {}, chosen by {why}{last}", at.join(" "))
+        format!("cluster {cluster}, rank {rank}, {way} {}, chosen by {why}{reason}", at.join(" "))
     }
+}
+
+/// Whether only another configuration can link the two members.
+fn is_useless(error: &Error) -> bool {
+    error.is_permanent() || error.kind() == ErrorKind::InvalidArgument
 }
 
 #[cfg(test)]

@@ -23,6 +23,8 @@ pub(super) enum Reason {
     Mode,
     /// The peer uses another protocol or another version.
     Protocol,
+    /// The peer, which dialed, refuses this side.
+    ByPeer,
     /// The handshake was not finished in time.
     Late,
     /// There are too many links, streams or unfinished connections.
@@ -90,7 +92,10 @@ impl Refusals {
             tracing::info!(target: "llm_datadist::links", "refused a connection from {who}: {}", refusal.error);
             return;
         }
-        let line = format!("refused a connection from {who}: {}", refusal.error);
+        let line = match refusal.reason {
+            Reason::ByPeer => format!("{who}, which dialed, does not link to this side: {}", refusal.error),
+            _ => format!("refused a connection from {who}: {}", refusal.error),
+        };
         if let Some(line) = self.turn(refusal.reason, line, Instant::now()) {
             say(&line);
         }

@@ -531,7 +531,10 @@ impl Entries {
         }
         let known: Vec<u64> = self.links.keys().map(|id| id.0).take(16).collect();
         let error = Error::new(ErrorKind::NotLinked, format!("there is no link to cluster {cluster}"));
-        error.with("linked", format_args!("{known:?}"))
+        let error = error.with("linked", format_args!("{known:?}"));
+        // A member of a communicator whose link has failed.
+        let reason = self.comms.values().find_map(|comm| comm.reason(cluster));
+        reason.into_iter().fold(error, |error, reason| error.with("because", reason))
     }
 }
 

@@ -9,9 +9,9 @@ use llm_datadist_core::testing::plan::{CopyPlan, MOST_TEMPLATE_SPANS, MOST_TEMPL
 use llm_datadist_core::testing::protocol::{
     self, Attach, Attached, Challenge, Comm, Confirm, ControlMessage, EnteredLink, EntryVersion,
     HANDSHAKE_LIMIT, HEADER, Header, Hello, LinkAnswer, MAX_METADATA, MESSAGE, MESSAGE_LIMIT, METADATA_LIMIT,
-    Metadata, Pairs, Party, Payload, Payloads, Proof, Purpose, REFUSAL, Reply, Request, RingAnswer,
-    RingOffer, Run, Welcome, WireCache, WireLocation, WireName, WirePlan, WirePulled, WireRows, WireSpan,
-    WireSteps, WireTemplate,
+    Metadata, Pairs, Party, Payload, Payloads, Proof, Purpose, REFUSAL, REFUSAL_OF_ANOTHER_VERSION, Reply,
+    Request, RingAnswer, RingOffer, Run, Welcome, WireCache, WireLocation, WireName, WirePlan, WirePulled,
+    WireRows, WireSpan, WireSteps, WireTemplate,
 };
 use llm_datadist_core::{CacheId, CacheKey, CacheKind, Error, ErrorKind, Placement};
 use serde::Serialize;
@@ -409,12 +409,13 @@ fn a_refusal_crosses_versions() {
     let error = Error::new(ErrorKind::LinkFailed, "wrong token").with("peer", "x");
     let frame = protocol::refusal(&error);
     assert_eq!(hex(&frame), "4c440dff1800000009000000".to_owned() + &hex(b"wrong token (peer=x)"));
+    assert_eq!(frame[3], REFUSAL);
     // The version that wrote it does not matter.
     for version in [0, 1, 2, 3, 4, 5, 6, 7, 8, 255] {
         let mut header: [u8; HEADER] = frame[..HEADER].try_into().unwrap();
         header[2] = version;
         let header = Header::parse(header, HANDSHAKE_LIMIT).unwrap();
-        assert_eq!(header, Header { kind: REFUSAL, length: 24 });
+        assert_eq!(header, Header { kind: REFUSAL_OF_ANOTHER_VERSION, length: 24 });
         let refused = protocol::open::<Welcome>(header.kind, &frame[HEADER..]).unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::LinkFailed);
         assert_eq!(refused.to_string(), "the peer refused: wrong token (peer=x)");

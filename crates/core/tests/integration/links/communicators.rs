@@ -13,6 +13,8 @@ use llm_datadist_core::{
     CacheKind, ClusterId, CommStatus, Config, DataDist, Deadline, EnsureOptions, ErrorKind, Role, Token,
 };
 
+use llm_datadist_core::testing::protocol::{REFUSAL, VERSION};
+
 use super::{Held, Way, check_pull, config, device, eventually, of, open, pull_slot, row};
 use crate::log;
 
@@ -170,6 +172,60 @@ fn members_of_different_modes_fail_at_once() {
         let lines = || log::errors(&[&name, "llm.EnableRemoteCacheAccessible is"]).len();
         eventually("the errors of both in the log", || lines() >= 2);
     }
+}
+
+/// Tokens do not match later, so the member that dials does not wait for its limit. The other one cannot know who the refused
+/// peer is, so it waits, and its report has the reason.
+#[test]
+fn dialing_member_with_another_token_fails_at_once() {
+    for (way, token) in
+        [(Way::Tcp, Some("the second token, long enough")), (Way::Shm, None), (Way::Tcp, None)]
+    {
+        let (port, name) = (port(), format!("tokens {way:?} {}", token.is_some()));
+        let members = [1, 2].map(|cluster| {
+            member_with(cluster, way, port, |config| {
+                let known = if cluster == 1 { Some("the first token, long enough") } else { token };
+                config.links.token = known.map(Token::new);
+                config.links.accept_remote = false;
+                config.links.total =
+                    if cluster == 1 { Duration::from_secs(3) } else { Duration::from_secs(3600) };
+            })
+        });
+        members.iter().for_each(|member| _ = enter(member, &name));
+        eventually("the failure", || members[1].comm_status(1).unwrap() == CommStatus::Failed);
+        let error = members[1].check_link(ClusterId(1)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NotLinked);
+        let text = error.to_string();
+        assert!(text.contains("token") && text.contains("llm.LinkToken"), "{text}");
+        let of_dialer = [name.as_str(), "cluster 1 cannot be linked", "llm.LinkToken"];
+        eventually("the error of the dialing member", || !log::errors(&of_dialer).is_empty());
+        eventually("the failure", || members[0].comm_status(1).unwrap() == CommStatus::Failed);
+        let of_listener = [name.as_str(), "did not connect", "(reason: ", "llm.LinkToken"];
+        eventually("the report of the listening member", || !log::errors(&of_listener).is_empty());
+    }
+}
+
+/// The process at the port of the member refuses as an engine of another version does.
+#[test]
+fn member_of_another_version_is_given_up_at_once() {
+    let (port, name) = (port(), "other version");
+    let listener = TcpListener::bind(("127.0.0.1", port)).unwrap();
+    let answer = thread::spawn(move || {
+        use std::io::{Read, Write};
+        let (mut stream, _) = listener.accept().unwrap();
+        let _ = stream.read(&mut [0; 4096]).unwrap();
+        let text = b"\x09\0\0\0the peer uses another version";
+        let mut frame = vec![b'L', b'D', VERSION + 1, REFUSAL];
+        frame.extend(u32::try_from(text.len()).unwrap().to_le_bytes());
+        frame.extend(text);
+        stream.write_all(&frame).unwrap();
+    });
+    let member = member_with(2, Way::Tcp, port, |config| config.links.total = Duration::from_secs(3600));
+    enter(&member, name);
+    answer.join().unwrap();
+    eventually("the failure", || member.comm_status(1).unwrap() == CommStatus::Failed);
+    let text = member.check_link(ClusterId(1)).unwrap_err().to_string();
+    assert!(text.contains("the peer uses another version"), "{text}");
 }
 
 #[test]

@@ -156,8 +156,13 @@ impl Fake {
 
     /// Returns the local socket to which `engine` directs a peer on its host.
     pub fn local_of(&self, engine: &DataDist, host: String) -> Option<String> {
+        self.try_local_of(engine, host).unwrap()
+    }
+
+    /// As [`local_of`](Self::local_of), for a process that `engine` may refuse.
+    pub fn try_local_of(&self, engine: &DataDist, host: String) -> Result<Option<String>> {
         let purpose = Purpose::Link { link: 1, comm: None, probe_local: true, ensure: false };
-        self.welcomed((engine, &Tcp), b"", purpose, host).unwrap().1.local
+        Ok(self.welcomed((engine, &Tcp), b"", purpose, host)?.1.local)
     }
 
     fn welcomed(

@@ -64,6 +64,18 @@ fn a_stranger_is_refused_for_the_reason_that_is_logged() {
     assert!(!log::errors(&["refused a connection from 127.0.0.1:", "no token is set"]).is_empty());
 }
 
+/// Without `/proc`, a process has no name of its host to compare. The refusal says so.
+#[test]
+fn refusal_of_process_without_proc_names_the_cause() {
+    let engine = open(strict(1, Way::Tcp), Way::Tcp);
+    let text = Fake::new(9, 1).try_local_of(&engine, "unknown 5".into()).unwrap_err().to_string();
+    for part in ["boot_id", "mount /proc", "llm.LinkToken"] {
+        assert!(text.contains(part), "{text}");
+    }
+    let text = Fake::new(9, 1).try_local_of(&engine, "another host".into()).unwrap_err().to_string();
+    assert!(!text.contains("/proc"), "{text}");
+}
+
 #[test]
 fn a_peer_with_a_token_learns_that_the_other_side_has_none() {
     for accept_remote in [false, true] {
