@@ -23,7 +23,7 @@ BUDGETS: dict[str, Budget] = {
     "idle_threads": Budget(12, "threads", "threads of an idle engine, whatever the number of its links"),
     "serving_threads": Budget(32, "threads", "additional threads that answer calls, shared by all links"),
     "call_threads": Budget(1, "thread", "additional threads for each link whose peer is calling"),
-    "pending": Budget(16, "", "connections that are not yet a link or a call stream; 4 to 256"),
+    "pending": Budget(16, "", "connections that are not yet a link or a call stream; 16 to 256"),
     "incoming": Budget(4, "", "links that peers made, after 48 is subtracted from the open-file limit; 4 to 4,096"),
     "streams": Budget(8, "", "call streams of all links, in addition to 1 for each link; 8 to 8,192"),
     "link_streams": Budget(128, "call streams", "call streams of one link"),
@@ -85,7 +85,7 @@ def open_files(limit: int | None) -> int:
 
 def pending(limit: int | None = None) -> int:
     """Connections of an engine that are not yet a link, under a soft limit of open files."""
-    return max(4, min(open_files(limit) // value("pending"), 256))
+    return max(16, min(open_files(limit) // value("pending"), 256))
 
 
 def incoming(limit: int | None) -> int:

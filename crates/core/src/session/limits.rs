@@ -42,7 +42,7 @@ impl Connections {
 
     fn of(descriptors: usize) -> Connections {
         Connections {
-            pending: (descriptors / 16).clamp(4, 256),
+            pending: (descriptors / 16).clamp(16, 256),
             incoming: (descriptors.saturating_sub(48) / 4).clamp(4, 4096),
             calls: (descriptors / 8).clamp(8, 8192),
         }
@@ -68,7 +68,7 @@ mod tests {
     #[test]
     fn connections_leave_room_for_the_application() {
         for (descriptors, pending, incoming, calls) in
-            [(64, 4, 4, 8), (1024, 64, 244, 128), (1 << 20, 256, 4096, 8192)]
+            [(64, 16, 4, 8), (128, 16, 20, 16), (1024, 64, 244, 128), (1 << 20, 256, 4096, 8192)]
         {
             let expected = Connections { pending, incoming, calls };
             assert_eq!(Connections::of(descriptors), expected, "of {descriptors}");
