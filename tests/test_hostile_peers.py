@@ -24,7 +24,7 @@ from hostile import budgets
 from hostile import messages as m
 from hostile.client import GENERATIONS, ask, dial_local, dial_tcp, frame, payload, take
 from hostile.trial import GONE, PREY, PREY_BYTES, PREY_ROWS, SILENCE, SLACK, VICTIM, Trial, usage
-from peers import SOAK, pattern
+from peers import OK, SOAK, options, pattern
 
 if TYPE_CHECKING:
     from hostile.client import Wire
@@ -113,6 +113,16 @@ def test_floods_of_stalled_connections_keep_nobody_out(steps: tuple[str, ...], o
         # A peer that has sent the last message of the handshake has a link, even if it has not read the last answer.
         made = count // len(AFTER) if steps == AFTER else 0
         trial.judge(links=made + 4, mapped=(budgets.pending(open_files) + made + 2) * GENERATIONS)
+
+
+@pytest.mark.parametrize("open_files", [64, 128])
+def test_idle_strangers_keep_no_peer_out_of_small_process(open_files: int) -> None:
+    """200 strangers connect and say nothing. An honest peer that comes behind them gets its link in one attempt."""
+    with Trial(open_files=open_files, honest=["tcp"]) as trial:
+        honest = trial.ends.peer(options(**{**trial.common, "llm__LinkTransport": "tcp"}), 40)
+        for _ in range(200):
+            trial.held.callback(dial_tcp(trial.victim.address).close)
+        assert honest.link_clusters([trial.victim.at], 5000)[1] == [OK]
 
 
 def test_connections_that_stall_are_ended() -> None:
