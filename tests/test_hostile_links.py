@@ -198,7 +198,7 @@ def test_connections_that_end_before_a_greeting_are_no_errors() -> None:
 @pytest.mark.parametrize("local", [False, True], ids=["tcp", "local"])
 @pytest.mark.parametrize("way", ["close", "reset", "half a message", "unread pings"])
 def test_links_of_processes_that_end_have_one_reason(way: str, local: bool) -> None:
-    """The kernel closes the connections of a killed process in one of these ways. The reason of `LinkDown` is the same."""
+    """The kernel closes the connections of a killed process in one of these ways. `LinkDown` has one reason for all."""
     if way == "reset" and local:
         pytest.skip("local sockets have no reset")
     with Trial(honest=()) as trial:
