@@ -191,7 +191,9 @@ impl Shared {
         let queued = state.queue.len();
         drop(state);
         self.queued.store(queued, Ordering::Release);
-        woken.iter().for_each(|reader| reader.wake());
+        for reader in woken {
+            reader.wake();
+        }
         Ok(())
     }
 
