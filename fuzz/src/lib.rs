@@ -71,10 +71,10 @@ pub fn peak<T>(work: impl FnOnce() -> T) -> (T, usize) {
     (result, usize::try_from(most).unwrap_or(0))
 }
 
-/// Decodes `body` as a `T` and asserts what holds for every message: bounded memory, one error kind, and a stable
+/// Decodes `body`, which has no checksum, as a `T` and asserts what holds for every message: bounded memory, one error kind, and a stable
 /// encoding.
 pub fn decoded<T: Serialize + DeserializeOwned + PartialEq + Debug>(body: &[u8]) -> Option<T> {
-    let (result, most) = peak(|| protocol::decode::<T>(body));
+    let (result, most) = peak(|| protocol::decode_message::<T>(body));
     // serde reserves at most one megabyte for a length without the bytes for it, on each of two nested
     // levels.
     assert!(most < 64 * body.len() + (3 << 20), "{most} bytes of memory for {} of a message", body.len());
@@ -91,6 +91,8 @@ pub fn decoded<T: Serialize + DeserializeOwned + PartialEq + Debug>(body: &[u8])
         return Some(message);
     };
     let again: T = protocol::decode(&frame[protocol::HEADER..]).expect("an encoded message is decoded again");
+    // Without its checksum, it is refused.
+    assert!(protocol::decode::<T>(&frame[protocol::HEADER..frame.len() - protocol::CHECKSUM]).is_err());
     assert_eq!(message, again);
     assert_eq!(frame, protocol::encode(&again).expect("encoded twice"));
     Some(message)

@@ -4,7 +4,7 @@
 
 use libfuzzer_sys::fuzz_target;
 use llm_datadist_core::testing::protocol::{
-    self, HANDSHAKE_LIMIT, HEADER, Header, MESSAGE, MESSAGE_LIMIT, REFUSAL,
+    self, CHECKSUM, HANDSHAKE_LIMIT, HEADER, Header, MESSAGE, MESSAGE_LIMIT, REFUSAL,
     REFUSAL_OF_ANOTHER_VERSION, VERSION,
 };
 use llm_datadist_core::{Error, ErrorKind};
@@ -42,7 +42,8 @@ fuzz_target!(|input: &[u8]| {
         if protocol::is_refusal(kind) {
             refusal(body);
         } else {
-            any_message(which & 0x7f, body);
+            // The checksum would hide every other change of the fuzzer.
+            any_message(which & 0x7f, &body[..body.len().saturating_sub(CHECKSUM)]);
         }
         stream = after;
     }

@@ -27,7 +27,7 @@ fn main() {
     replies(&mut add);
     for (which, name, frame) in &messages {
         write("frames", name, &[&[*which][..], frame].concat());
-        write("messages", name, &[&[*which][..], &frame[protocol::HEADER..]].concat());
+        write("messages", name, &[&[*which][..], message(frame)].concat());
     }
     let refusal = protocol::refusal(&Error::new(ErrorKind::LinkFailed, "no token was proved"));
     write("frames", "refusal", &[&[0x80][..], &refusal].concat());
@@ -35,7 +35,7 @@ fn main() {
     write("frames", "two", &two);
     for (name, plan) in plans() {
         let sizes = [0, 8, 0, 64, 0, 0, 8, 0, 64, 0, 2, 0]; // 8 tensors of 16 KiB at each end, rows of 512 bytes
-        write("plans", name, &[&sizes[..], &frame(&plan)[protocol::HEADER..]].concat());
+        write("plans", name, &[&sizes[..], message(&frame(&plan))].concat());
     }
     texts();
 }
@@ -44,6 +44,11 @@ fn write(target: &str, name: &str, bytes: &[u8]) {
     let folder: PathBuf = Path::new(env!("CARGO_MANIFEST_DIR")).join("seeds").join(target);
     fs::create_dir_all(&folder).expect("the folder of the seeds");
     fs::write(folder.join(name), bytes).expect("a seed");
+}
+
+/// Returns the bytes of the message in `frame`, without its checksum.
+fn message(frame: &[u8]) -> &[u8] {
+    &frame[protocol::HEADER..frame.len() - protocol::CHECKSUM]
 }
 
 fn frame<T: Serialize>(message: &T) -> Vec<u8> {

@@ -1,13 +1,15 @@
 """A client of the wire protocol that shares no code with the engine, and a description of the protocol.
 
 The tests use this package to play peers that misbehave. `postcard` has the encoding, `messages` has every message,
-`client` has sockets, frames and greetings, `trial` has the honest peers that must not notice an attack, and `budgets`
-has the limits of what an attack may cost. The client implements version 13 of the protocol, as follows.
+`xxh64` has the checksum of a message, `client` has sockets, frames and greetings, `trial` has the honest peers that
+must not notice an attack, and `budgets` has the limits of what an attack may cost. The client implements version 14 of
+the protocol, as follows.
 
 Two engines exchange frames over TCP, or over a Unix stream socket with an abstract name. A frame is a header of eight
 bytes (`b"LD"`, version, kind, length of the body as a little-endian `u32`) and a body. Kind 1 is a message: one value
-in the postcard format, which the state of the stream names. A body has at most 4 KiB during a greeting and on control
-streams (`Confirm` and its answer: 29,184 bytes), and at most 64 MiB on call streams. Kind 255 is a refusal,
+in the postcard format, which the state of the stream names, and the XXH64 of its bytes as a little-endian `u64`. A side
+that receives a message with another checksum ends the stream. A body has at most 4 KiB during a greeting and on control
+streams (`Confirm` and its answer: 29,192 bytes), and at most 64 MiB on call streams. Kind 255 is a refusal,
 which may come in place of any message, from any version: the number of an error kind as a `u32`, then UTF-8 text.
 Descriptors travel as SCM_RIGHTS with the first byte of a frame, at most eight. Only `Attach`, `RingOffer` and
 `RingAnswer` carry any.
@@ -22,9 +24,9 @@ side sends `ControlMessage::Dial` when it wants one more. (D is the side that di
     A -> D   Welcome    party, HMAC-SHA256(key, "acceptor" 00 hello-body challenge-nonce welcome-body with a zero mac),
                         name of the local socket, secret
 
-The key is the token if there is one. Without a token, the key is empty over the local socket, where the kernel names
-the user of each side, and over TCP it is the *secret* of A, which a process of the same user obtains with a `Meet`
-greeting over the local socket. The purpose says what follows:
+The bodies in the HMAC include their checksums. The key is the token if there is one. Without a token, the key is empty
+over the local socket, where the kernel names the user of each side, and over TCP it is the *secret* of A, which a
+process of the same user obtains with a `Meet` greeting over the local socket. The purpose says what follows:
 
 - `Link` with `probe_local`, over TCP: if `host` equals the boot id of A, A answers with the abstract name of its local
   socket in `Welcome.local` and closes the stream. D dials that socket next.

@@ -23,13 +23,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
 from . import messages as m
+from .xxh64 import xxh64
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-VERSION = 13
+VERSION = 14
 MAGIC = b"LD"
 MESSAGE, REFUSAL = 1, 255
+CHECKSUM = 8  # bytes of the checksum that ends the body of a message
 LIMIT = 10.0  # seconds: the time limit of one step of an attack
 GENERATIONS = 1 << 27  # bytes of the generations: 2^24 numbers of 8 bytes
 AHEAD = 48 << 10  # most cache bytes that may directly follow a `Write`
@@ -50,7 +52,21 @@ def header(length: int, kind: int = MESSAGE, version: int = VERSION) -> bytes:
     return MAGIC + bytes([version, kind]) + struct.pack("<I", length)
 
 
-def frame(body: bytes, kind: int = MESSAGE, version: int = VERSION) -> bytes:
+def sealed(message: bytes) -> bytes:
+    """Return the body of a message: its bytes and their checksum."""
+    return message + struct.pack("<Q", xxh64(message))
+
+
+def opened(body: bytes) -> bytes:
+    """Check and remove the checksum of a body."""
+    message = body[:-CHECKSUM]
+    assert sealed(message) == body, "the checksum of a message is wrong"
+    return message
+
+
+def frame(message: bytes, kind: int = MESSAGE, version: int = VERSION) -> bytes:
+    """Return the frame of a message, with its checksum. The body of a refusal has none."""
+    body = message if kind == REFUSAL else sealed(message)
     return header(len(body), kind, version) + body
 
 
@@ -96,7 +112,7 @@ class Wire:
         if kind == REFUSAL:
             raise EndedError(body[4:].decode())
         assert version == VERSION, f"the engine speaks version {version}, this client {VERSION}"
-        return body
+        return opened(body)
 
     def exactly(self, count: int) -> bytes:
         got = bytearray()
@@ -222,7 +238,7 @@ class RingWire(Rings):
         """Return the body of the next message."""
         magic, version, kind, length = struct.unpack("<2sBBI", self.exactly(8))
         assert (magic, version, kind) == (MAGIC, VERSION, MESSAGE)
-        return self.exactly(length)
+        return opened(self.exactly(length))
 
     def ask(self, request: bytes) -> dict[str, Any]:
         self.send(frame(request))
@@ -332,8 +348,8 @@ class Peer:
 
     def greet(self, wire: Wire, purpose: bytes, *, stop: str = "welcome") -> dict[str, Any]:
         """Greet as the side that dials, up to the step `stop`. Return the `Welcome`, or `{}` if it stops before."""
-        body = m.hello(purpose, self.party, self.host, os.urandom(16))
-        said = frame(body)
+        hello = m.hello(purpose, self.party, self.host, os.urandom(16))
+        said, body = frame(hello), sealed(hello)
         cut = {"connect": 0, "half header": 4, "header": 8, "half hello": 8 + len(body) // 2}.get(stop)
         wire.send(said[:cut])
         if cut is not None or stop == "hello":
@@ -345,7 +361,7 @@ class Peer:
         if stop in {"half proof", "proof"}:
             return {}
         told = m.read_welcome(wire.hear())
-        signed = hmac.new(self.key, b"acceptor\0" + body + challenge + told["unsigned"], hashlib.sha256)
+        signed = hmac.new(self.key, b"acceptor\0" + body + challenge + sealed(told["unsigned"]), hashlib.sha256)
         told["proved"] = hmac.compare_digest(signed.digest(), told["mac"])
         return told
 
@@ -403,14 +419,15 @@ class Peer:
 
     def answer(self, wire: Wire, local: str | None = None) -> dict[str, Any]:
         """Greet as the side that accepts, and return the `Hello` of the engine that dialled."""
-        body = wire.hear()
+        hello = wire.hear()
         challenge = os.urandom(16)
         wire.say(challenge)
         wire.hear()  # the proof, which is not checked
         unsigned = m.welcome(self.party, bytes(32), local)
-        mac = hmac.new(self.key, b"acceptor\0" + body + challenge + unsigned, hashlib.sha256).digest()
+        said = sealed(hello) + challenge + sealed(unsigned)
+        mac = hmac.new(self.key, b"acceptor\0" + said, hashlib.sha256).digest()
         wire.say(m.welcome(self.party, mac, local))
-        return m.read_hello(body)
+        return m.read_hello(hello)
 
 
 def dial_tcp(address: str, window: int | None = None, limit: float = LIMIT) -> Wire:

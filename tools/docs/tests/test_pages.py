@@ -43,6 +43,9 @@ NUMBERS = [
     ),
     ("docs/links.md", "engine/links.rs", "AT_ONCE", "| any number; {} are linked at a time |"),
     ("docs/links.md", "protocol/frame.rs", "VERSION", "The version is {}."),
+    ("docs/links.md", "protocol/frame.rs", "VERSION", "\n| --- | --- |\n| {} | "),
+    ("docs/deployment.md", "protocol/frame.rs", "VERSION", "Every frame carries a wire version, now {}."),
+    ("docs/deployment.md", "protocol/frame.rs", "VERSION", "this process uses version {}`"),
     (
         "docs/links.md",
         "transfer/executor.rs",

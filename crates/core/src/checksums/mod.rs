@@ -47,16 +47,18 @@ pub struct BlockChecksum(RawHasher<[u8; DEFAULT_SECRET_LENGTH]>);
 
 impl Checksums {
     /// Returns the checksums that are bound to the cache `cache` of the owner, to the name by which the caller finds
-    /// it, and to the generation of its entry in the owner's table.
-    pub fn bound_to(name: Name, cache: CacheId, generation: u64) -> Result<Checksums> {
+    /// it, to the generation of its entry in the owner's table, and to the digest of the request (`protocol::digest`): as
+    /// the caller means it on one side, and as the owner has understood it on the other. So the checksums of two sides that
+    /// disagree about rows, order, tensors or direction differ. 0 if there is no request.
+    pub fn bound_to(name: Name, cache: CacheId, generation: u64, request: u64) -> Result<Checksums> {
         let (kind, first, second) = match name {
             Name::Key(CacheKey::Request { model, id }) => (0, model, id),
             Name::Key(CacheKey::Prefix { model, id }) => (1, model, id),
             Name::Key(CacheKey::Blocks { model }) => (2, model, 0),
             Name::Row { cache, row } => (3, cache.0.cast_unsigned(), u64::from(row)),
         };
-        let mut bytes = [0; 40];
-        let words: [u64; 5] = [kind, first, second, cache.0.cast_unsigned(), generation];
+        let mut bytes = [0; 48];
+        let words: [u64; 6] = [kind, first, second, cache.0.cast_unsigned(), generation, request];
         for (place, word) in bytes.chunks_exact_mut(8).zip(words) {
             place.copy_from_slice(&word.to_le_bytes());
         }

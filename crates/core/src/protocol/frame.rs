@@ -1,11 +1,15 @@
 //! Frames: a header of 8 bytes (`L`, `D`, version, kind, and the length in little endian) and a body.
 //!
-//! The body of a message is encoded by postcard. The body of a refusal has its own layout, which no version may
-//! change. So two incompatible versions can still report why they do not connect
-//! (`a_refusal_crosses_versions`).
+//! The body of a message is encoded by postcard, and ends with a checksum of the bytes before it. So no message that was
+//! damaged on its way is acted on: a damaged request could name other rows, keys or tensors, and still be valid
+//! (`damaged_requests_move_no_wrong_bytes_of_blocks`). The body of a refusal has its own layout, which no version may change. So two
+//! incompatible versions can still report why they do not connect (`a_refusal_crosses_versions`).
+
+use std::hash::Hasher;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use twox_hash::XxHash64;
 
 use super::allocation::{record, short_of};
 use super::convert::{kind_number, kind_of, local_kind, printable};
@@ -13,8 +17,10 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 
 /// Version of the whole protocol except the header and the refusal.
-pub const VERSION: u8 = 13;
+pub const VERSION: u8 = 14;
 pub const HEADER: usize = 8;
+/// Number of bytes of the checksum that ends the body of a message: XXH64 with seed 0, in little endian.
+pub const CHECKSUM: usize = 8;
 /// Kind of a frame whose body is a message.
 pub const MESSAGE: u8 = 1;
 /// Kind of a frame whose body is a refusal; the same in every version.
@@ -80,16 +86,48 @@ impl Header {
     }
 }
 
-/// Returns the frame of a message, header and body, ready to send. `Err(InvalidArgument)` if the body is
+/// Returns the frame of a message, header and body with checksum, ready to send. `Err(InvalidArgument)` if the body is
 /// longer than [`MESSAGE_LIMIT`], `Err(OutOfMemory)` if the frame cannot be allocated.
 pub fn encode<T: Serialize + ?Sized>(message: &T) -> Result<Vec<u8>> {
     let mut frame = Frame(Vec::new());
     frame.reserve(FIRST_BYTES).map_err(no_room)?;
     frame.0.extend([0; HEADER]);
     let mut frame = postcard::serialize_with_flavor(message, frame).map_err(no_room)?;
+    fallible::grow("a message", &mut frame, CHECKSUM)?;
+    let checksum = XxHash64::oneshot(0, &frame[HEADER..]);
+    frame.extend_from_slice(&checksum.to_le_bytes());
     let header = Header { kind: MESSAGE, length: frame.len() - HEADER }.write()?;
     frame[..HEADER].copy_from_slice(&header);
     Ok(frame)
+}
+
+/// Returns the digest of a message: the checksum that its frame has. A message that was decoded has the digest of the one that
+/// was encoded, so two sides that have understood a request in the same way have the same digest.
+pub fn digest<T: Serialize + ?Sized>(message: &T) -> Result<u64> {
+    postcard::serialize_with_flavor(message, Digest(XxHash64::with_seed(0))).map_err(no_room)
+}
+
+/// Hashes a message instead of storing it.
+struct Digest(XxHash64);
+
+impl postcard::ser_flavors::Flavor for Digest {
+    type Output = u64;
+
+    #[inline]
+    fn try_extend(&mut self, data: &[u8]) -> postcard::Result<()> {
+        self.0.write(data);
+        Ok(())
+    }
+
+    #[inline]
+    fn try_push(&mut self, data: u8) -> postcard::Result<()> {
+        self.0.write(&[data]);
+        Ok(())
+    }
+
+    fn finalize(self) -> postcard::Result<u64> {
+        Ok(self.0.finish())
+    }
 }
 
 /// A frame that grows while it is written. Growing is fallible because messages have any length.
@@ -139,8 +177,22 @@ fn no_room(error: postcard::Error) -> Error {
 }
 
 /// Decodes the message in a body. `Err(OutOfMemory)` if one of its lists could not be allocated,
-/// `Err(NotLinked)` unless the body is exactly one such message.
+/// `Err(NotLinked)` unless the body is exactly one such message and its checksum.
 pub fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T> {
+    match body.split_last_chunk() {
+        Some((message, checksum)) if XxHash64::oneshot(0, message).to_le_bytes() == *checksum => {
+            decode_message(message)
+        }
+        _ => {
+            let text = "a message was damaged on its way, so it was not acted on: its checksum does not fit its \
+                        bytes; repeat the call, and check the network and the memory of both hosts";
+            Err(Error::new(ErrorKind::NotLinked, text).with("bytes", body.len()))
+        }
+    }
+}
+
+/// Decodes a message without its checksum; otherwise as [`decode`].
+pub fn decode_message<T: DeserializeOwned>(body: &[u8]) -> Result<T> {
     let unreadable = |why: &str| {
         let text = format!("the peer sent a message that cannot be read: {why}");
         Error::new(ErrorKind::NotLinked, text).with("bytes", body.len())

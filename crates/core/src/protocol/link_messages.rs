@@ -12,6 +12,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::convert::printable;
 use super::fabric_offer::{FabricOffer, OFFER_LIMIT};
+use super::frame::CHECKSUM;
 use super::messages::{MAX_ADDRESSES, listening_addresses, text};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
@@ -19,7 +20,7 @@ use crate::fallible;
 /// Maximum number of bytes of the metadata of one side.
 pub const MAX_METADATA: usize = 16 << 10;
 /// Longest body, in bytes, of a frame with one of these messages.
-pub const METADATA_LIMIT: usize = MAX_METADATA + 64 + OFFER_LIMIT + 24 * MAX_ADDRESSES;
+pub const METADATA_LIMIT: usize = MAX_METADATA + 64 + OFFER_LIMIT + 24 * MAX_ADDRESSES + CHECKSUM;
 
 /// What the program of one side tells the program of the other about itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -15,7 +15,9 @@ mod notification;
 mod plan_codec;
 
 pub use fabric_offer::{FabricOffer, FabricPool, MAX_OFFER_BYTES};
-pub use frame::{HANDSHAKE_LIMIT, HEADER, Header, MESSAGE_LIMIT, encode, is_refusal, open, refusal};
+pub use frame::{
+    HANDSHAKE_LIMIT, HEADER, Header, MESSAGE_LIMIT, digest, encode, is_refusal, open, refusal,
+};
 pub use link_messages::{Confirm, EnteredLink, LinkAnswer, MAX_METADATA, METADATA_LIMIT, Metadata};
 pub use messages::{
     Attach, Attached, Challenge, Comm, ControlMessage, EntryVersion, Hello, MAX_ADDRESSES, MAX_ADDRS,
@@ -28,7 +30,9 @@ pub use plan_codec::WirePlan;
 #[cfg(feature = "testing")]
 pub use {
     convert::{kind_number, kind_of},
-    frame::{MESSAGE, REFUSAL, REFUSAL_OF_ANOTHER_VERSION, VERSION, decode, refused},
+    frame::{
+        CHECKSUM, MESSAGE, REFUSAL, REFUSAL_OF_ANOTHER_VERSION, VERSION, decode, decode_message, refused,
+    },
     messages::{WireName, WireRows},
     plan_codec::{Pairs, WireSpan, WireSteps, WireTemplate},
 };

@@ -76,7 +76,8 @@ impl Answers {
         stream.restart_pace();
         let started = Instant::now();
         let call = RequestContext { resources: &self.resources, link, stream, share, unlinked, replied };
-        let served = call.serve(request);
+        let digest = digest_of_summed(&request);
+        let served = call.serve(request, digest);
         let done = matches!(served, Ok(()) | Err(Ended::Unlinked));
         self.resources.stats.counted(Op::Served, started.elapsed(), done);
         match served {
@@ -88,7 +89,8 @@ impl Answers {
 }
 
 impl RequestContext<'_> {
-    fn serve(&self, request: Request) -> Result<(), Ended> {
+    /// Serves `request`. `digest` is that of a request for checksums.
+    fn serve(&self, request: Request, digest: Result<u64>) -> Result<(), Ended> {
         let named = |name, cache, limit_ms| self.named(name, CacheId(cache), limit_ms);
         match request {
             Request::Describe { name, limit_ms } => {
@@ -110,7 +112,7 @@ impl RequestContext<'_> {
                 self.answer_with(call.deadline, || self.fetch(&call, plan, source))
             }
             Request::Read { name, cache, plan, from, to, grant, limit_ms, summed } => {
-                self.read(&named(name.into(), cache, limit_ms), plan, (from, to), (grant, summed))
+                self.read(&named(name.into(), cache, limit_ms), plan, (from, to), (grant, summed, digest))
             }
             Request::Write { name, cache, plan, from, to, ahead, shared, limit_ms } => {
                 let call = named(name.into(), cache, limit_ms);
@@ -120,11 +122,11 @@ impl RequestContext<'_> {
                 self.write_part(write, from..to, self.limit(limit_ms))
             }
             Request::Checksums { name, cache, first_tensor, num_tensors, ranges, grant, limit_ms } => {
-                let asked = || AskedBlocks::ranges((first_tensor, num_tensors), ranges);
+                let asked = || Ok((AskedBlocks::ranges((first_tensor, num_tensors), ranges)?, digest?));
                 self.checksums(&named(name.into(), cache, limit_ms), asked, grant)
             }
             Request::PairChecksums { name, cache, plan, written, grant, limit_ms } => {
-                let asked = || AskedBlocks::pairs(plan, written);
+                let asked = || Ok((AskedBlocks::pairs(plan, written)?, digest?));
                 self.checksums(&named(name.into(), cache, limit_ms), asked, grant)
             }
             Request::Locate { addrs, limit_ms } => {
@@ -190,13 +192,18 @@ impl RequestContext<'_> {
     fn checksums(
         &self,
         call: &NamedCache,
-        asked: impl FnOnce() -> Result<AskedBlocks>,
+        asked: impl FnOnce() -> Result<(AskedBlocks, u64)>,
         grant: Option<GrantId>,
     ) -> Result<(), Ended> {
         self.answer_with(call.deadline, || self.sums_of(call, asked()?, grant))
     }
 
-    fn sums_of(&self, call: &NamedCache, asked: AskedBlocks, grant: Option<GrantId>) -> Result<Reply> {
+    fn sums_of(
+        &self,
+        call: &NamedCache,
+        (asked, request): (AskedBlocks, u64),
+        grant: Option<GrantId>,
+    ) -> Result<Reply> {
         let pinned = self.pinned(call, |cache| {
             let geometry = cache.common_sizes(asked.tensors())?;
             asked.check_bounds(geometry)?;
@@ -207,7 +214,7 @@ impl RequestContext<'_> {
         let sizes = cache.common_sizes(asked.tensors())?.row_sizes();
         let lent = |id| self.begin_granted(&id, (&cache, sizes), |sizes| asked.rows(sizes));
         let granted = grant.map(lent).transpose()?;
-        let reply = asked.reply(self.resources, call.name, &cache, call.deadline)?;
+        let reply = asked.reply(self.resources, (call.name, &cache), request, call.deadline)?;
         granted.map_or(Ok(()), GrantedRead::finish)?;
         // Hashing took time in which the caller could not be expected to read.
         self.stream.restart_pace();
@@ -248,14 +255,14 @@ impl RequestContext<'_> {
         self.resources.table.locate(addrs).map(Reply::Located)
     }
 
-    /// Sends bytes of a cache. With a grant, also sends whether it lasted until they were sent. Sends their checksum if it
-    /// is asked for.
+    /// Sends bytes of a cache. With a grant, also sends whether it lasted until they were sent. If their checksum is asked
+    /// for (`summed`), sends it too, bound to the digest of the request.
     fn read(
         &self,
         call: &NamedCache,
         plan: WirePlan,
         (from, to): (u64, u64),
-        (grant, summed): (Option<GrantId>, bool),
+        (grant, summed, digest): (Option<GrantId>, bool, Result<u64>),
     ) -> Result<(), Ended> {
         let begun = self.charged(|| {
             let plan = bounded(plan, from, to)?;
@@ -270,7 +277,7 @@ impl RequestContext<'_> {
             let sizes = cache.common_sizes(plan.tensors_at(LocalEnd::Source))?.row_sizes();
             let lent = |id| self.begin_granted(&id, (&cache, sizes), |sizes| plan.src_rows(sizes));
             let granted = grant.map(lent).transpose()?;
-            let sum = if summed { Some(self.stream_sum(call.name, &cache)?) } else { None };
+            let sum = if summed { Some(self.stream_sum(call.name, &cache, digest?)?) } else { None };
             Ok(Some((Arc::new(plan), cache, pin, granted, sum)))
         });
         let bytes = to.saturating_sub(from);
@@ -299,10 +306,11 @@ impl RequestContext<'_> {
         })
     }
 
-    /// Begins a checksum that is bound to `cache`, which has this name, and to the generation of its entry.
-    fn stream_sum(&self, name: Name, cache: &Cache) -> Result<(u64, StreamSum)> {
+    /// Begins a checksum that is bound to `cache`, which has this name, to the generation of its entry, and to the digest of
+    /// the request.
+    fn stream_sum(&self, name: Name, cache: &Cache, request: u64) -> Result<(u64, StreamSum)> {
         let generation = self.resources.table.describe(name)?.generation;
-        let checksums = Checksums::bound_to(name, cache.id(), generation)?;
+        let checksums = Checksums::bound_to(name, cache.id(), generation, request)?;
         Ok((generation, StreamSum::new(&checksums)?))
     }
 
@@ -354,4 +362,16 @@ fn read_frame((kind, body, share): (u8, Vec<u8>, Arc<BudgetShare>)) -> Result<(R
     let request = share.charged(|| protocol::open(kind, &body))?;
     share.freed(body.len() as u64);
     Ok((request, share))
+}
+
+/// Returns the digest of a request for checksums as this side has understood it. 0 for other requests. `Err` also if its plan
+/// is invalid.
+fn digest_of_summed(request: &Request) -> Result<u64> {
+    let summed = match request {
+        Request::Read { summed, .. } => *summed,
+        Request::Checksums { .. } | Request::PairChecksums { .. } => true,
+        _ => false,
+    };
+    if summed { protocol::digest(request) } else { Ok(0) }
+}
 }

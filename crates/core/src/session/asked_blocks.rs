@@ -74,19 +74,20 @@ impl AskedBlocks {
         }
     }
 
-    /// Hashes the blocks of `cache`, to which `name` must resolve. The caller holds pins on the rows.
+    /// Hashes the blocks of `cache`, to which `name` must resolve, for the request with the digest `request`. The caller holds
+    /// pins on the rows.
     pub(super) fn reply(
         self,
         resources: &Resources,
-        name: Name,
-        cache: &Cache,
+        (name, cache): (Name, &Cache),
+        request: u64,
         deadline: Deadline,
     ) -> Result<Reply> {
         let found = resources.table.describe(name)?;
         if found.cache.id() != cache.id() {
             return Ok(Reply::Stale);
         }
-        let checksums = Checksums::bound_to(name, cache.id(), found.generation)?;
+        let checksums = Checksums::bound_to(name, cache.id(), found.generation, request)?;
         let (engine, memory) = (&resources.copy_engine, (cache.tensors(), cache.placement()));
         let sums = match self {
             AskedBlocks::Ranges(AskedRanges { first_tensor, num_tensors, ranges }) => {

@@ -5,7 +5,7 @@ use crate::checksums::Checksums;
 use crate::error::Result;
 use crate::fallible;
 use crate::plan::Piece;
-use crate::protocol::{Reply, Request};
+use crate::protocol::{Reply, Request, digest};
 use crate::session::{KnownCache, send_message};
 
 /// Name of these lists in out-of-memory errors.
@@ -43,7 +43,8 @@ impl Call {
         count: usize,
         own_sums: impl Fn(Checksums) -> Result<Vec<u64>>,
     ) -> Result<Option<Vec<bool>>> {
-        let bound = |generation| Checksums::bound_to(self.name, known.cache, generation);
+        let asked = digest(request)?;
+        let bound = |generation| Checksums::bound_to(self.name, known.cache, generation, asked);
         let mut lease = self.link.lease(self.deadline)?;
         let mut own = Ok(Vec::new());
         let send = || {

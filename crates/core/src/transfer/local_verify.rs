@@ -30,7 +30,7 @@ impl LocalCopy {
         let sample = if sampled { Some(u64::from_ne_bytes(random()?)) } else { None };
         let blocks = wave.final_blocks(block_sizes(dst, wave, LocalEnd::Destination), sample)?;
         let (name, tensors) = (Name::Row { cache: dst.id(), row: 0 }, wave.num_tensors());
-        let checksums = Checksums::bound_to(name, dst.id(), 0)?;
+        let checksums = Checksums::bound_to(name, dst.id(), 0, 0)?;
         let sums = |cache: &Cache, first: u32, start: fn(&Piece) -> u64| {
             let ranges = blocks.iter().map(|block| ByteRange { start: start(block), len: block.len });
             let (memory, ranges) = ((cache.tensors(), cache.placement()), fallible::collect(BLOCKS, ranges)?);

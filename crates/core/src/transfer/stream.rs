@@ -15,7 +15,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::Verify;
 use crate::plan::{CopyPlan, Wave};
-use crate::protocol::{MOST_AHEAD, Reply, Request, WirePlan};
+use crate::protocol::{MOST_AHEAD, Reply, Request, WirePlan, digest};
 use crate::session::{KnownCache, StreamLease, limit_ms, send_message_before};
 use crate::sync::Mutex;
 
@@ -147,7 +147,7 @@ impl Streams {
         progress: &Arc<Progress>,
     ) -> Result<Moved> {
         let bytes = range.end - range.start;
-        let mut sum = self.sum()?;
+        let summed = self.is_summed();
         let request = Request::Read {
             name: self.call.name.into(),
             cache: self.known.cache.0,
@@ -156,8 +156,9 @@ impl Streams {
             to: range.end,
             grant: self.call.grant_id(),
             limit_ms: limit_ms(self.call.deadline),
-            summed: sum.is_some(),
+            summed,
         };
+        let mut sum = if summed { Some(self.sum(&request)?) } else { None };
         lease.reusable = false;
         if !self.ready(&mut lease, &request, bytes)? {
             return Ok(Moved::Stale);
@@ -183,15 +184,17 @@ impl Streams {
         Ok(if equal { Moved::Equal(bytes) } else { Moved::Bytes(bytes) })
     }
 
-    /// Begins the checksum of the bytes that arrive, if the call compares all of them. With several waves, a later piece may
-    /// write what an earlier one has written. What is in memory of a device is compared afterwards.
-    fn sum(&self) -> Result<Option<StreamSum>> {
+    /// Whether the bytes are hashed when they arrive, because the call compares all of them. With several waves, a later piece
+    /// may write what an earlier one has written. What is in memory of a device is compared afterwards.
+    fn is_summed(&self) -> bool {
         let host = self.call.local.tensors().host_addressable();
-        if self.call.verify != Verify::Full || self.plan.waves().len() != 1 || !host {
-            return Ok(None);
-        }
+        self.call.verify == Verify::Full && self.plan.waves().len() == 1 && host
+    }
+
+    /// Begins the checksum of the bytes that answer `request`.
+    fn sum(&self, request: &Request) -> Result<StreamSum> {
         let (name, KnownCache { cache, at, .. }) = (self.call.name, &*self.known);
-        StreamSum::new(&Checksums::bound_to(name, *cache, at.generation)?).map(Some)
+        StreamSum::new(&Checksums::bound_to(name, *cache, at.generation, digest(request)?)?)
     }
 
     /// Sends the bytes of the plan from the local cache, and receives the reply that they are in place. Also returns the path that

@@ -88,32 +88,33 @@ proptest! {
 /// Checksums are a part of the protocol: both sides must calculate the same.
 #[test]
 fn checksums_keep_their_values() {
-    let value = |name, cache, generation, bytes: &[u8]| {
-        let mut block = Checksums::bound_to(name, CacheId(cache), generation).unwrap().block();
+    let value = |name, cache, generation, request, bytes: &[u8]| {
+        let mut block = Checksums::bound_to(name, CacheId(cache), generation, request).unwrap().block();
         bytes.iter().for_each(|byte| block.add(&[*byte]));
         block.value()
     };
     let bytes: Vec<u8> = (0..=255).cycle().take(1000).collect();
     let blocks = Name::Key(CacheKey::Blocks { model: 1 });
-    let known = value(blocks, 3, 600, &bytes);
-    // The seed is the unseeded XXH3 of five words.
-    let words: Vec<u8> = [2u64, 1, 0, 3, 600].iter().flat_map(|word| word.to_le_bytes()).collect();
+    let known = value(blocks, 3, 600, 77, &bytes);
+    // The seed is the unseeded XXH3 of six words.
+    let words: Vec<u8> = [2u64, 1, 0, 3, 600, 77].iter().flat_map(|word| word.to_le_bytes()).collect();
     let seed = twox_hash::XxHash3_64::oneshot(&words);
     assert_eq!(known, twox_hash::XxHash3_64::oneshot_with_seed(seed, &bytes));
-    let mut whole = Checksums::bound_to(blocks, CacheId(3), 600).unwrap().block();
+    let mut whole = Checksums::bound_to(blocks, CacheId(3), 600, 77).unwrap().block();
     whole.add(&bytes);
     assert_eq!(whole.value(), known, "it does not matter how the bytes are cut");
     let others = [
-        value(Name::Key(CacheKey::Blocks { model: 2 }), 3, 600, &bytes),
-        value(Name::Row { cache: CacheId(3), row: 1 }, 3, 600, &bytes),
-        value(Name::Key(CacheKey::Request { model: 1, id: 0 }), 3, 600, &bytes),
-        value(Name::Key(CacheKey::Prefix { model: 1, id: 0 }), 3, 600, &bytes),
-        value(blocks, 4, 600, &bytes),
-        value(blocks, 3, 601, &bytes),
-        value(blocks, 3, 600, &bytes[1..]),
-        value(blocks, 3, 600, &[]),
+        value(Name::Key(CacheKey::Blocks { model: 2 }), 3, 600, 77, &bytes),
+        value(Name::Row { cache: CacheId(3), row: 1 }, 3, 600, 77, &bytes),
+        value(Name::Key(CacheKey::Request { model: 1, id: 0 }), 3, 600, 77, &bytes),
+        value(Name::Key(CacheKey::Prefix { model: 1, id: 0 }), 3, 600, 77, &bytes),
+        value(blocks, 4, 600, 77, &bytes),
+        value(blocks, 3, 601, 77, &bytes),
+        value(blocks, 3, 600, 78, &bytes),
+        value(blocks, 3, 600, 77, &bytes[1..]),
+        value(blocks, 3, 600, 77, &[]),
     ];
-    assert!(others.iter().all(|&other| other != known), "another cache, generation or content");
+    assert!(others.iter().all(|&other| other != known), "another cache, generation, request or content");
 }
 
 #[test]
@@ -137,7 +138,7 @@ fn memory_of_a_device_has_the_checksums_of_its_bytes() {
     let copies =
         CopyEngine::new(&Config::new(Role::Mix, ClusterId(1)), DeviceSet::with_device(device)).unwrap();
     let blocks = vec![ByteRange { start: 0, len: 40_000 }, ByteRange { start: 39_000, len: 100_001 }];
-    let checksums = Checksums::bound_to(Name::Row { cache: CacheId(1), row: 0 }, CacheId(1), 0).unwrap();
+    let checksums = Checksums::bound_to(Name::Row { cache: CacheId(1), row: 0 }, CacheId(1), 0, 0).unwrap();
     let expected: Vec<u64> = blocks
         .iter()
         .map(|&ByteRange { start, len }| {

@@ -5,6 +5,7 @@
 mod asynchronous;
 mod broken_streams;
 mod communicators;
+mod damaged_messages;
 mod deadlines;
 mod ensure_link;
 mod fabric;

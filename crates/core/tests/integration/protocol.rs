@@ -7,7 +7,7 @@ use std::sync::Arc;
 use llm_datadist_core::testing::model::{AddressLocation, CacheLayout, GrantId, Name};
 use llm_datadist_core::testing::plan::{CopyPlan, MOST_TEMPLATE_SPANS, MOST_TEMPLATES, Span, SpanList};
 use llm_datadist_core::testing::protocol::{
-    self, Attach, Attached, Challenge, Comm, Confirm, ControlMessage, EnteredLink, EntryVersion,
+    self, Attach, Attached, CHECKSUM, Challenge, Comm, Confirm, ControlMessage, EnteredLink, EntryVersion,
     HANDSHAKE_LIMIT, HEADER, Header, Hello, LinkAnswer, MAX_METADATA, MESSAGE, MESSAGE_LIMIT, METADATA_LIMIT,
     Metadata, Pairs, Party, Payload, Payloads, Proof, Purpose, REFUSAL, REFUSAL_OF_ANOTHER_VERSION, Reply,
     Request, RingAnswer, RingOffer, Run, Welcome, WireCache, WireLocation, WireName, WirePlan, WirePulled,
@@ -29,10 +29,18 @@ fn golden<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(message
     for cut in HEADER..frame.len() {
         assert_eq!(protocol::decode::<T>(&frame[HEADER..cut]).unwrap_err().kind(), ErrorKind::NotLinked);
     }
-    let mut longer = frame[HEADER..].to_vec();
-    longer.push(0);
-    let error = protocol::decode::<T>(&longer).unwrap_err();
+    let bytes = message_bytes(&frame);
+    let error = protocol::decode_message::<T>(&[bytes, &[0]].concat()).unwrap_err();
     assert_eq!((error.kind(), error.fact("unread")), (ErrorKind::NotLinked, Some("1")));
+    for cut in 0..bytes.len() {
+        let error = protocol::decode_message::<T>(&bytes[..cut]).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NotLinked);
+    }
+}
+
+/// Returns the bytes of a message in its frame, without header and checksum.
+fn message_bytes(frame: &[u8]) -> &[u8] {
+    &frame[HEADER..frame.len() - CHECKSUM]
 }
 
 fn hex(bytes: &[u8]) -> String {
@@ -136,62 +144,68 @@ fn handshake_bytes() {
     let comm = Some(Comm { name: "c".into(), members: vec![(1, 0), (u64::MAX, 1)], listener: "a:1".into() });
     golden(
         &hello(Purpose::Link { link: 9, comm, probe_local: false, ensure: false }, Some(2)),
-        "4c440d01330000000009010163020100ffffffffffffffffff010103613a31000001ac020101020361626307070707070707070707070707070707",
+        "4c440e013b0000000009010163020100ffffffffffffffffff010103613a31000001ac02010102036162630707070707070707070707070707070791f86caccdde744f",
     );
     golden(
         &hello(Purpose::Link { link: 9, comm: None, probe_local: true, ensure: true }, None),
-        "4c440d011e000000000900010101ac0201000361626307070707070707070707070707070707",
+        "4c440e0126000000000900010101ac0201000361626307070707070707070707070707070707a1bd2c3d40a7c5a1",
     );
     golden(
         &hello(Purpose::Call { link: 9, reverse: true, rings: false }, None),
-        "4c440d011d0000000109010001ac0201000361626307070707070707070707070707070707",
+        "4c440e01250000000109010001ac020100036162630707070707070707070707070707070702e07ad5e4431963",
     );
     golden(
         &hello(Purpose::Call { link: 9, reverse: false, rings: true }, None),
-        "4c440d011d0000000109000101ac0201000361626307070707070707070707070707070707",
+        "4c440e01250000000109000101ac020100036162630707070707070707070707070707070781f705a9b921343e",
     );
-    golden(&RingOffer, "4c440d0100000000");
-    golden(&RingAnswer::Used, "4c440d010100000000");
-    golden(&RingAnswer::Refused { reason: "no".into() }, "4c440d010400000001026e6f");
-    golden(&Challenge { nonce: [8; 16] }, "4c440d011000000008080808080808080808080808080808");
+    golden(&RingOffer, "4c440e010800000099e9d85137db46ef");
+    golden(&RingAnswer::Used, "4c440e010900000000682705db4aa834e9");
+    golden(&RingAnswer::Refused { reason: "no".into() }, "4c440e010c00000001026e6f9514a6d342ee1590");
+    golden(&Challenge { nonce: [8; 16] }, "4c440e011800000008080808080808080808080808080808fefe117c61ef0c50");
     golden(
         &Proof { mac: [9; 32] },
-        "4c440d01200000000909090909090909090909090909090909090909090909090909090909090909",
+        "4c440e012800000009090909090909090909090909090909090909090909090909090909090909099931dd9a98964551",
     );
     golden(
         &Welcome { from: PARTY, mac: [1; 32], local: Some("x".into()), secret: None },
-        "4c440d012800000001ac0201010101010101010101010101010101010101010101010101010101010101010101017800",
+        "4c440e013000000001ac0201010101010101010101010101010101010101010101010101010101010101010101017800213c7818afedefe0",
     );
     golden(
         &Welcome { from: PARTY, mac: [1; 32], local: None, secret: Some([3; 32]) },
-        "4c440d014600000001ac0201010101010101010101010101010101010101010101010101010101010101010100010303030303030303030303030303030303030303030303030303030303030303",
+        "4c440e014e00000001ac020101010101010101010101010101010101010101010101010101010101010101010001030303030303030303030303030303030303030303030303030303030303030349d99ce0e0951f11",
     );
     golden(
         &hello(Purpose::Meet, None),
-        "4c440d011a0000000201ac0201000361626307070707070707070707070707070707",
+        "4c440e01220000000201ac020100036162630707070707070707070707070707070746cea1058af59ff4",
     );
     let comm = Comm { name: "c".into(), members: vec![(1, 0)], listener: "a".into() };
     golden(
         &hello(Purpose::Knock { comm }, None),
-        "4c440d0121000000030163010100016101ac0201000361626307070707070707070707070707070707",
+        "4c440e0129000000030163010100016101ac020100036162630707070707070707070707070707070738268c13af26b742",
     );
     let probe = Some((0x7fff_0000, [2; 16]));
     golden(
         &Attach { generations: true, regions: [None, Some(1 << 30)], probe },
-        "4c440d011e0000000100018080808004018080fcff0702020202020202020202020202020202",
+        "4c440e01260000000100018080808004018080fcff07020202020202020202020202020202021bca9c9a97d736e4",
     );
     golden(
         &Attach { generations: false, regions: [Some(1), None], probe: None },
-        "4c440d01050000000001010000",
+        "4c440e010d0000000001010000007584748f6bdc5d",
     );
-    golden(&Attached { mapped: Ok(()), registered: Err("no".into()) }, "4c440d01050000000001026e6f");
+    golden(
+        &Attached { mapped: Ok(()), registered: Err("no".into()) },
+        "4c440e010d0000000001026e6f0b5a75b00ad9038a",
+    );
     let metadata = Metadata(Arc::new(b"meta".to_vec()));
-    golden(&Confirm { metadata: metadata.clone(), fabric: None }, "4c440d0106000000046d65746100");
+    golden(
+        &Confirm { metadata: metadata.clone(), fabric: None },
+        "4c440e010e000000046d657461006e67d92b1470f428",
+    );
     golden(
         &LinkAnswer::Entered(EnteredLink { metadata, fabric: None, addresses: vec![] }),
-        "4c440d010800000000046d6574610000",
+        "4c440e011000000000046d657461000027838596321dd4d0",
     );
-    golden(&LinkAnswer::Later { reason: "no".into() }, "4c440d010400000001026e6f");
+    golden(&LinkAnswer::Later { reason: "no".into() }, "4c440e010c00000001026e6f9514a6d342ee1590");
 }
 
 #[test]
@@ -204,18 +218,25 @@ fn metadata_is_bounded() {
     assert_eq!(error.kind(), ErrorKind::NotLinked);
     // Nothing is allocated for a length that is not there.
     let claimed = b"\xff\xff\xff\xff\x0f";
-    let (error, peak) = counting_allocator::peak(|| protocol::decode::<Confirm>(claimed).unwrap_err());
+    let (error, peak) =
+        counting_allocator::peak(|| protocol::decode_message::<Confirm>(claimed).unwrap_err());
     assert_eq!(error.kind(), ErrorKind::NotLinked);
     assert!(peak < 4096, "{peak}");
 }
 
 #[test]
 fn control_stream_bytes() {
-    golden(&ControlMessage::Ping, "4c440d010100000000");
-    golden(&ControlMessage::Pong, "4c440d010100000001");
-    golden(&ControlMessage::Bye { reason: "end".into(), unlinked: true }, "4c440d01060000000203656e6401");
-    golden(&ControlMessage::Dial, "4c440d010100000003");
-    golden(&ControlMessage::Polled { arrived: (300, 5), polled: (1, 0) }, "4c440d010600000004ac02050100");
+    golden(&ControlMessage::Ping, "4c440e010900000000682705db4aa834e9");
+    golden(&ControlMessage::Pong, "4c440e01090000000130e7211b8127418a");
+    golden(
+        &ControlMessage::Bye { reason: "end".into(), unlinked: true },
+        "4c440e010e0000000203656e640183993e3cd2bdc751",
+    );
+    golden(&ControlMessage::Dial, "4c440e010900000003b64b1fbcd0c8251f");
+    golden(
+        &ControlMessage::Polled { arrived: (300, 5), polled: (1, 0) },
+        "4c440e010e00000004ac0205010069e2463648ad344e",
+    );
 }
 
 #[test]
@@ -223,10 +244,10 @@ fn request_bytes() {
     let limit_ms = 1000;
     let named = WireName::Blocks { model: 1 };
     for (name, bytes) in [
-        (WireName::Request { model: 1, id: 2 }, "4c440d010600000000000102e807"),
-        (WireName::Prefix { model: 1, id: 2 }, "4c440d010600000000010102e807"),
-        (WireName::Blocks { model: 1 }, "4c440d0105000000000201e807"),
-        (WireName::Row { cache: -1, row: 2 }, "4c440d010600000000030102e807"),
+        (WireName::Request { model: 1, id: 2 }, "4c440e010e00000000000102e807eddb365e34ef42ff"),
+        (WireName::Prefix { model: 1, id: 2 }, "4c440e010e00000000010102e8071a3239bc869924f5"),
+        (WireName::Blocks { model: 1 }, "4c440e010d000000000201e80702cb8796a3ddbdfc"),
+        (WireName::Row { cache: -1, row: 2 }, "4c440e010e00000000030102e807b7e7fa28c22e690a"),
     ] {
         golden(&Request::Describe { name, limit_ms }, bytes);
     }
@@ -241,7 +262,7 @@ fn request_bytes() {
             limit_ms,
             summed: false,
         },
-        "4c440d0132000000010201060200040002020103802000800403ff0f800800a84680040100008040808080808020800401000000803800e80700",
+        "4c440e013a000000010201060200040002020103802000800403ff0f800800a84680040100008040808080808020800401000000803800e807005aa8103cf776a1ce",
     );
     golden(
         &Request::Read {
@@ -254,21 +275,21 @@ fn request_bytes() {
             limit_ms,
             summed: true,
         },
-        "4c440d0145000000010201060200040002020103802000800403ff0f800800a846800401000080408080808080208004010000008038012cd80407070707070707070707070707070707e80701",
+        "4c440e014d000000010201060200040002020103802000800403ff0f800800a846800401000080408080808080208004010000008038012cd80407070707070707070707070707070707e80701566393e09ebbadde",
     );
     golden(
         &Request::OpenGrant { grant: GRANT, limit_ms },
-        "4c440d0116000000092cd80407070707070707070707070707070707e807",
+        "4c440e011e000000092cd80407070707070707070707070707070707e807ba8c469faa687826",
     );
     golden(
         &Reply::Granted { cache: -2, rows: vec![(0, 300), (301, 302)] },
-        "4c440d010a00000007030200ac02ad02ae02",
+        "4c440e011200000007030200ac02ad02ae02b5b25cab178938aa",
     );
     for (grant, bytes) in [
-        (None, "4c440d01100000000a02010601020200ac0280201000e807"),
+        (None, "4c440e01180000000a02010601020200ac0280201000e807597c09afd2a563e0"),
         (
             Some(GRANT),
-            "4c440d01230000000a02010601020200ac02802010012cd80407070707070707070707070707070707e807",
+            "4c440e012b0000000a02010601020200ac02802010012cd80407070707070707070707070707070707e807701405322a802f94",
         ),
     ] {
         let ranges = vec![(0, 300), (4096, 16)];
@@ -289,12 +310,12 @@ fn request_bytes() {
         (
             false,
             None,
-            "4c440d013b0000000b020106020104020201028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e070100000000e807",
+            "4c440e01430000000b020106020104020201028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e070100000000e80708a92156d5ea7907",
         ),
         (
             true,
             Some(GRANT),
-            "4c440d014e0000000b020106020104020201028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e0701000001012cd80407070707070707070707070707070707e807",
+            "4c440e01560000000b020106020104020201028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e0701000001012cd80407070707070707070707070707070707e807114fffa4f0edca50",
         ),
     ] {
         let (name, cache, plan) = (named, 3, layout_plan());
@@ -302,7 +323,7 @@ fn request_bytes() {
     }
     golden(
         &Reply::Checksums { generation: 300, sums: vec![1, u64::MAX] },
-        "4c440d010f00000008ac020201ffffffffffffffffff01",
+        "4c440e011700000008ac020201ffffffffffffffffff01a5ede15b9774f5a8",
     );
     let write = |ahead, shared| Request::Write {
         name: named,
@@ -318,24 +339,24 @@ fn request_bytes() {
         (
             false,
             None,
-            "4c440d0132000000020201060200040002020103802000800403ff0f800800a8468004010000804080808080802080040100000080380000e807",
+            "4c440e013a000000020201060200040002020103802000800403ff0f800800a8468004010000804080808080802080040100000080380000e80740acb6be91f6f0a9",
         ),
         (
             true,
             None,
-            "4c440d0132000000020201060200040002020103802000800403ff0f800800a8468004010000804080808080802080040100000080380100e807",
+            "4c440e013a000000020201060200040002020103802000800403ff0f800800a8468004010000804080808080802080040100000080380100e80799e7875e59befe7e",
         ),
         (
             false,
             Some(300),
-            "4c440d0134000000020201060200040002020103802000800403ff0f800800a8468004010000804080808080802080040100000080380001ac02e807",
+            "4c440e013c000000020201060200040002020103802000800403ff0f800800a8468004010000804080808080802080040100000080380001ac02e807c149af967d990580",
         ),
     ] {
         golden(&write(ahead, shared), bytes);
     }
     golden(
         &Request::WritePart { write: 300, from: 7168, to: 7169, limit_ms },
-        "4c440d01090000000cac0280388138e807",
+        "4c440e01110000000cac0280388138e8072f8fe089107b7002",
     );
     let source = WireLocation::Process { runs: vec![Run { start: 4096, step: 8192, count: 2 }] };
     golden(
@@ -348,28 +369,31 @@ fn request_bytes() {
             tensor_bytes: 8192,
             limit_ms,
         },
-        "4c440d0137000000030201060200040002020103802000800403ff0f800800a84680040100008040808080808020800401000001018020804002028040e807",
+        "4c440e013f000000030201060200040002020103802000800403ff0f800800a84680040100008040808080808020800401000001018020804002028040e807871383b99a351af6",
     );
     let name = WireName::Request { model: 0, id: 0 };
     let pulled = Some(WirePulled { name, cache: 3, first: 0, count: 80 });
     golden(
         &Request::Finish { pulled, grant: None, message: None, limit_ms },
-        "4c440d010c00000004010000000600500000e807",
+        "4c440e011400000004010000000600500000e8075bfa60b668af16be",
     );
     golden(
         &Request::Finish { pulled, grant: Some(GRANT), message: Some(Payload(b"no".to_vec())), limit_ms },
-        "4c440d01220000000401000000060050012cd8040707070707070707070707070707070701026e6fe807",
+        "4c440e012a0000000401000000060050012cd8040707070707070707070707070707070701026e6fe8077b3ceb3898cae265",
     );
     golden(
         &Request::Notify { messages: Payloads(vec![Payload(b"no".to_vec()), Payload(vec![])]), limit_ms },
-        "4c440d01080000000802026e6f00e807",
+        "4c440e01100000000802026e6f00e80716690139ce3902aa",
     );
-    golden(&Request::Unlink { limit_ms }, "4c440d010300000005e807");
-    golden(&Request::Ping { limit_ms: 0 }, "4c440d01020000000600");
-    golden(&Request::Locate { addrs: vec![4096, 300], limit_ms: 5 }, "4c440d010700000007028020ac0205");
+    golden(&Request::Unlink { limit_ms }, "4c440e010b00000005e80799a0bd26084f7b0b");
+    golden(&Request::Ping { limit_ms: 0 }, "4c440e010a00000006009e3b5aa932e7ab99");
+    golden(
+        &Request::Locate { addrs: vec![4096, 300], limit_ms: 5 },
+        "4c440e010f00000007028020ac02050bf7bc002db5f390",
+    );
     golden(
         &Reply::Located(vec![AddressLocation { cache: CacheId(3), tensor: 2, offset: 300 }]),
-        "4c440d010600000006010602ac02",
+        "4c440e010e00000006010602ac02128526901f217672",
     );
 }
 
@@ -378,20 +402,20 @@ fn reply_bytes() {
     let runs = vec![Run { start: 0, step: u64::MAX, count: 80 }];
     golden(
         &Reply::Described(record(WireLocation::Region { region: 1, runs })),
-        "4c440d01240000000005d80406025080018080048080040101010000010100ffffffffffffffffff01500000",
+        "4c440e012c0000000005d80406025080018080048080040101010000010100ffffffffffffffffff015000004fac5cba3bdf4e37",
     );
     golden(
         &Reply::Described(record(WireLocation::Hidden)),
-        "4c440d01160000000005d804060250800180800480800401010100020000",
+        "4c440e011e0000000005d8040602508001808004808004010101000200003fc9a24f0a8d4197",
     );
-    golden(&Reply::Ready { bytes: 300 }, "4c440d010300000001ac02");
-    golden(&Reply::Done { bytes: 1 << 63 }, "4c440d010b0000000280808080808080808001");
-    golden(&Reply::Stale, "4c440d010100000003");
-    golden(&Reply::Unreachable { reason: "no".into() }, "4c440d010400000004026e6f");
+    golden(&Reply::Ready { bytes: 300 }, "4c440e010b00000001ac02a57aa03f0e4fd958");
+    golden(&Reply::Done { bytes: 1 << 63 }, "4c440e01130000000280808080808080808001bca39e98960948cc");
+    golden(&Reply::Stale, "4c440e010900000003b64b1fbcd0c8251f");
+    golden(&Reply::Unreachable { reason: "no".into() }, "4c440e010c00000004026e6f2e15cdeed14fe459");
     let arrived = WireRows { tensor: 7, rows: vec![(2, 300)] };
     golden(
         &Reply::Failed { kind: 1, message: "no".into(), facts: 0, arrived: vec![arrived] },
-        "4c440d010c0000000501026e6f0001070102ac02",
+        "4c440e01140000000501026e6f0001070102ac02e64b2f86f9307c92",
     );
 }
 
@@ -408,7 +432,7 @@ fn error_kinds_keep_their_numbers() {
 fn a_refusal_crosses_versions() {
     let error = Error::new(ErrorKind::LinkFailed, "wrong token").with("peer", "x");
     let frame = protocol::refusal(&error);
-    assert_eq!(hex(&frame), "4c440dff1800000009000000".to_owned() + &hex(b"wrong token (peer=x)"));
+    assert_eq!(hex(&frame), "4c440eff1800000009000000".to_owned() + &hex(b"wrong token (peer=x)"));
     assert_eq!(frame[3], REFUSAL);
     // The version that wrote it does not matter.
     for version in [0, 1, 2, 3, 4, 5, 6, 7, 8, 255] {
@@ -446,7 +470,7 @@ fn a_refusal_fits_into_a_greeting() {
 
 #[test]
 fn invalid_headers_are_refused() {
-    let good = *b"LD\x0d\x01\x10\0\0\0";
+    let good = *b"LD\x0e\x01\x10\0\0\0";
     assert_eq!(Header::parse(good, 16).unwrap(), Header { kind: MESSAGE, length: 16 });
     let with = |at: usize, byte: u8| {
         let mut bytes = good;
@@ -458,7 +482,7 @@ fn invalid_headers_are_refused() {
     let version = with(2, 1);
     assert_eq!(version.kind(), ErrorKind::LinkFailed);
     assert!(
-        version.to_string().contains("version 13") && version.to_string().contains("version 1"),
+        version.to_string().contains("version 14") && version.to_string().contains("version 1"),
         "{version}"
     );
     assert_eq!(with(3, 2).kind(), ErrorKind::NotLinked);
@@ -473,8 +497,8 @@ fn invalid_headers_are_refused() {
 #[test]
 fn the_longest_message_is_written_and_a_longer_one_refused() {
     let bye = |bytes| protocol::encode(&ControlMessage::Bye { reason: "x".repeat(bytes), unlinked: false });
-    // Beside the text: the kind, four bytes for its length, and the flag.
-    let longest = MESSAGE_LIMIT - 6;
+    // Beside the text: the kind, four bytes for its length, the flag, and the checksum.
+    let longest = MESSAGE_LIMIT - 6 - CHECKSUM;
     assert_eq!(bye(longest).unwrap().len(), HEADER + MESSAGE_LIMIT);
     let error = bye(longest + 1).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
@@ -555,11 +579,19 @@ fn plan_that_writes_a_byte_twice_is_an_invalid_argument() {
 #[test]
 fn block_bytes() {
     for (number, head, pairs) in [
-        (255, "4c440d01190000000102010602000401800480048020050101", "02ff00"),
-        (256, "4c440d011d00000001020106020004018004800480200902", "0100020000010000"),
-        (0x0102_0304, "4c440d012500000001020106020004018004800480201104", "01000000020000000403020100000000"),
+        (255, "4c440e01210000000102010602000401800480048020050101", "02ff000000000000ba0a897c914ad089"),
+        (
+            256,
+            "4c440e012500000001020106020004018004800480200902",
+            "0100020000010000000000000071f351c955dec966",
+        ),
+        (
+            0x0102_0304,
+            "4c440e012d00000001020106020004018004800480201104",
+            "01000000020000000403020100000000000000000011e5756e5c186348",
+        ),
     ] {
-        golden(&read(blocks(512, vec![(1, 2), (number, 0)])), &format!("{head}{pairs}0000000000"));
+        golden(&read(blocks(512, vec![(1, 2), (number, 0)])), &format!("{head}{pairs}"));
     }
 }
 
@@ -567,7 +599,7 @@ fn block_bytes() {
 fn template_bytes() {
     golden(
         &read(layout_plan()),
-        "4c440d013c00000001020106020104020201028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e070100000000000000",
+        "4c440e014400000001020106020104020201028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e070100000000000000227c24ab35aaf6e4",
     );
 }
 
@@ -719,8 +751,9 @@ fn pairs_without_a_width_or_cut_short_are_refused() {
     let at = HEADER + 14;
     assert_eq!(frame[at..][..2], [1, 1], "one byte: the width of no number");
     let decoded = |packed: &[u8]| {
-        let body = [&frame[HEADER..at], &[packed.len() as u8], packed, &frame[at + 2..]].concat();
-        protocol::decode::<Request>(&body)
+        let rest = &message_bytes(&frame)[at + 2 - HEADER..];
+        let body = [&frame[HEADER..at], &[packed.len() as u8], packed, rest].concat();
+        protocol::decode_message::<Request>(&body)
     };
     // A width larger than needed is allowed.
     for (packed, pairs) in
@@ -935,9 +968,10 @@ fn the_rows_of_a_plan_take_memory_for_each_row_once() {
 fn counts_without_elements_reserve_bounded_memory() {
     fn one<T: DeserializeOwned + Serialize>(message: &T) {
         let frame = protocol::encode(message).unwrap();
-        for at in HEADER..frame.len() {
-            let body = [&frame[HEADER..at], &[0xFF; 9], &[1]].concat();
-            let (result, peak) = counting_allocator::peak(|| protocol::decode::<T>(&body).map(drop));
+        let bytes = message_bytes(&frame);
+        for at in 0..bytes.len() {
+            let body = [&bytes[..at], &[0xFF; 9], &[1]].concat();
+            let (result, peak) = counting_allocator::peak(|| protocol::decode_message::<T>(&body).map(drop));
             assert!(peak < 3 << 20, "{peak} bytes at {at}");
             assert!(result.err().is_none_or(|error| error.kind() == ErrorKind::NotLinked), "{at}");
         }

@@ -65,7 +65,7 @@ fn wave() -> impl Strategy<Value = Vec<Span>> {
 }
 
 fn bound() -> Checksums {
-    Checksums::bound_to(Name::Row { cache: CacheId(3), row: 1 }, CacheId(3), 7).unwrap()
+    Checksums::bound_to(Name::Row { cache: CacheId(3), row: 1 }, CacheId(3), 7, 0).unwrap()
 }
 
 fn sum() -> StreamSum {

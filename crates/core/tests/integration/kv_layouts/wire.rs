@@ -67,7 +67,7 @@ fn move_elements(case: &Case, moved: &[Moved], src: &Buffer, dst: &Buffer) {
 }
 
 fn bound() -> Checksums {
-    Checksums::bound_to(Name::Row { cache: CacheId(1), row: 0 }, CacheId(1), 0).unwrap()
+    Checksums::bound_to(Name::Row { cache: CacheId(1), row: 0 }, CacheId(1), 0, 0).unwrap()
 }
 
 fn sums(engine: &CopyEngine, plan: &CopyPlan, end: LocalEnd, memory: &Arc<Tensors>) -> Vec<u64> {

@@ -60,15 +60,15 @@ fn described(layout: &KvLayout, rows: u64, gap: u64) -> CacheDesc {
 }
 
 /// A cache and the blocks of one sequence in it.
-struct Rank {
-    held: Held,
+pub(super) struct Rank {
+    pub(super) held: Held,
     layout: KvLayout,
-    blocks: Vec<i64>,
+    pub(super) blocks: Vec<i64>,
     row_stride: u64,
 }
 
 impl Rank {
-    fn new(engine: &DataDist, layout: KvLayout, rows: u64, blocks: Vec<i64>) -> Rank {
+    pub(super) fn new(engine: &DataDist, layout: KvLayout, rows: u64, blocks: Vec<i64>) -> Rank {
         Self::with_gaps(engine, layout, rows, blocks, 0)
     }
 
@@ -121,7 +121,7 @@ impl Rank {
     }
 
     /// Writes the value of every element of the sequence.
-    fn fill(&self) {
+    pub(super) fn fill(&self) {
         let mut bytes = self.held.fill(9);
         for element in self.elements(0..self.capacity()) {
             let (tensor, at) = self.place(element);
@@ -131,13 +131,13 @@ impl Rank {
     }
 
     /// Fills the cache with other bytes, and returns them.
-    fn clear(&self) -> Vec<Vec<u8>> {
+    pub(super) fn clear(&self) -> Vec<Vec<u8>> {
         self.held.fill(200)
     }
 
     /// Checks that the elements of `parts` at the tokens from `to` on have the values of those from `from` on, and that
     /// all other bytes are still those of `before`.
-    fn check(
+    pub(super) fn check(
         &self,
         mut before: Vec<Vec<u8>>,
         (from, to, count): (u64, u64, u64),
@@ -301,7 +301,7 @@ fn pull(pair: &Pair, far: &Rank, near: &Rank, extras: CallExtras) -> Result<()> 
     pair.local.pull_with(of(2, row(&far.held, 0)), &near.held.end(), &rows, Layers::ALL, extras)
 }
 
-fn good() -> KvLayout {
+pub(super) fn good() -> KvLayout {
     KvLayout {
         tokens_per_block: 4,
         heads: 0..4,

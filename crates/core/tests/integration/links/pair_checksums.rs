@@ -9,7 +9,7 @@ use llm_datadist_core::testing::checksums::Checksums;
 use llm_datadist_core::testing::net::{Stream, Tcp};
 use llm_datadist_core::testing::plan::SpanList;
 use llm_datadist_core::testing::protocol::{
-    MAX_CHECKSUMS, Pairs, Reply, Request, WireName, WirePlan, WireSpan, WireSteps, WireTemplate,
+    MAX_CHECKSUMS, Pairs, Reply, Request, WireName, WirePlan, WireSpan, WireSteps, WireTemplate, digest,
 };
 use llm_datadist_core::{CacheId, CacheKind, ErrorKind};
 
@@ -36,18 +36,16 @@ impl Owner {
     }
 
     fn ask(&self, cache: CacheId, plan: WirePlan, written: bool) -> Reply {
-        let name = WireName::Row { cache: cache.0, row: 0 };
-        let grant = None;
-        say(
-            &self.call,
-            &Request::PairChecksums { name, cache: cache.0, plan, written, grant, limit_ms: 20_000 },
-        );
+        say(&self.call, &request(cache, plan, written));
         hear(&self.call).unwrap()
     }
 
-    fn sums(&self, plan: WirePlan, written: bool) -> Vec<u64> {
-        match self.ask(self.into.cache.id(), plan, written) {
-            Reply::Checksums { generation: 0, sums } => sums,
+    /// Returns the checksums, and the digest of the request.
+    fn sums(&self, plan: WirePlan, written: bool) -> (Vec<u64>, u64) {
+        let cache = self.into.cache.id();
+        let asked = digest(&request(cache, plan.clone(), written)).unwrap();
+        match self.ask(cache, plan, written) {
+            Reply::Checksums { generation: 0, sums } => (sums, asked),
             reply => panic!("{reply:?}"),
         }
     }
@@ -62,6 +60,11 @@ impl Owner {
             reply => panic!("{reply:?}"),
         }
     }
+}
+
+fn request(cache: CacheId, plan: WirePlan, written: bool) -> Request {
+    let name = WireName::Row { cache: cache.0, row: 0 };
+    Request::PairChecksums { name, cache: cache.0, plan, written, grant: None, limit_ms: 20_000 }
 }
 
 fn single(src: u64, dst: u64, len: u64) -> WireSpan {
@@ -122,26 +125,26 @@ fn an_owner_hashes_the_pairs_that_a_plan_names() {
         .try_into()
         .unwrap();
     let name = row(&owner.into, 0);
-    let expected = |bytes: &[Vec<u8>], pairs: &[Ranges; 3], tensors: [usize; 2]| {
-        let sum = |ranges: &Ranges| {
-            let mut block = Checksums::bound_to(name, owner.into.cache.id(), 0).unwrap().block();
-            for tensor in tensors {
-                for &(start, len) in ranges {
-                    block.add(&bytes[tensor][start as usize..][..len as usize]);
+    let check =
+        |(sums, asked): (Vec<u64>, u64), bytes: &[Vec<u8>], pairs: &[Ranges; 3], tensors: [usize; 2]| {
+            let sum = |ranges: &Ranges| {
+                let mut block = Checksums::bound_to(name, owner.into.cache.id(), 0, asked).unwrap().block();
+                for tensor in tensors {
+                    for &(start, len) in ranges {
+                        block.add(&bytes[tensor][start as usize..][..len as usize]);
+                    }
                 }
-            }
-            block.value()
+                block.value()
+            };
+            assert_eq!(sums, pairs.each_ref().map(sum));
         };
-        pairs.each_ref().map(sum)
-    };
-    assert_eq!(owner.sums(asked(), false), expected(&bytes, &read, [1, 3]));
-    assert_eq!(owner.sums(asked(), true), expected(&bytes, &written, [2, 3]));
+    check(owner.sums(asked(), false), &bytes, &read, [1, 3]);
+    check(owner.sums(asked(), true), &bytes, &written, [2, 3]);
     // One bit of the second pair of the source.
     bytes[3][5 * ROW as usize + 39] ^= 4;
     owner.into.write(&bytes);
-    let now = owner.sums(asked(), false);
-    assert_eq!(now, expected(&bytes, &read, [1, 3]));
-    assert!(owner.sums(plan(vec![]), false).is_empty());
+    check(owner.sums(asked(), false), &bytes, &read, [1, 3]);
+    assert!(owner.sums(plan(vec![]), false).0.is_empty());
 }
 
 #[test]
@@ -161,11 +164,11 @@ fn an_owner_refuses_pairs_that_it_must_not_hash() {
     let tensor = ROWS * ROW;
     let one = |span: WireSpan| plan(vec![template((ROW, ROW), &[(0, 0)], &[span])]);
     let whole = one(single(0, 0, tensor));
-    assert_eq!(owner.sums(whole.clone(), false).len(), 1);
-    assert_eq!(owner.sums(whole.clone(), true).len(), 1);
+    assert_eq!(owner.sums(whole.clone(), false).0.len(), 1);
+    assert_eq!(owner.sums(whole.clone(), true).0.len(), 1);
     // Bounds at the end that is asked for; the other end is not here.
     for (written, span) in [(false, single(1, 0, tensor)), (true, single(0, 1, tensor))] {
-        assert_eq!(owner.sums(one(span), !written).len(), 1);
+        assert_eq!(owner.sums(one(span), !written).0.len(), 1);
         let refused = owner.refusal(one(span), written);
         assert!(refused.contains("exceeds the bounds"), "{refused}");
     }
@@ -192,10 +195,10 @@ fn an_owner_refuses_pairs_that_it_must_not_hash() {
     };
     let refused = owner.refusal(many(MAX_CHECKSUMS + 1), false);
     assert!(refused.contains("too many pairs (pairs=65537, limit=65536"), "{refused}");
-    let sums = owner.sums(many(MAX_CHECKSUMS), false);
+    let sums = owner.sums(many(MAX_CHECKSUMS), false).0;
     assert!(sums.len() == MAX_CHECKSUMS && sums.iter().all(|sum| *sum == sums[0]));
     assert_eq!(owner.ask(CacheId(owner.into.cache.id().0 + 1), whole.clone(), false), Reply::Stale);
-    assert_eq!(owner.sums(whole, false).len(), 1);
+    assert_eq!(owner.sums(whole, false).0.len(), 1);
 }
 
 /// A read sends the checksum of its bytes in the order of the plan, if it is asked for. Otherwise nothing follows the bytes.
@@ -228,7 +231,8 @@ fn an_owner_sums_the_bytes_that_it_sends() {
         read_exactly(&owner.call, &mut got);
         assert_eq!(got, right);
         if summed {
-            let mut block = Checksums::bound_to(name.into(), cache, 0).unwrap().block();
+            let asked = digest(&read).unwrap();
+            let mut block = Checksums::bound_to(name.into(), cache, 0, asked).unwrap().block();
             block.add(right);
             assert_eq!(
                 hear::<Reply>(&owner.call).unwrap(),

@@ -6,7 +6,7 @@ use std::os::fd::AsFd;
 use std::time::Duration;
 
 use llm_datadist_core::testing::checksums::Checksums;
-use llm_datadist_core::testing::protocol::{EntryVersion, Reply, Request, WireCache};
+use llm_datadist_core::testing::protocol::{EntryVersion, Reply, Request, WireCache, digest};
 use llm_datadist_core::{
     CacheId, CacheKind, CacheLayout, CallExtras, DataDist, Error, ErrorKind, Event, Geometry, GrantUse,
     GroupMember, Layers, Name, Outcome, Placement, PullRows, PushRows, RemoteName, Result, Target, Verify,
@@ -412,17 +412,22 @@ fn blocks_are_compared_only_if_the_bytes_may_differ() {
     };
     let name = Name::Row { cache: FAR, row: 0 };
     let bytes: Vec<u8> = (0..4000_u32).map(|at| (at % 251) as u8).collect();
-    let mut block = Checksums::bound_to(name, FAR, 0).unwrap().block();
-    block.add(&bytes);
-    let right = block.value();
-    // The checksums that follow the bytes, and whether those of the blocks are asked for.
-    let cases = [
-        (0, vec![right], false),
-        (0, vec![right ^ 1], true),
-        (1, vec![right], true),
-        (0, vec![], true),
-        (0, vec![right, right], true),
-        (0, vec![right], false),
+    let right = |request: u64| {
+        let mut block = Checksums::bound_to(name, FAR, 0, request).unwrap().block();
+        block.add(&bytes);
+        block.value()
+    };
+    type Sums = fn(u64, u64) -> Vec<u64>;
+    // The checksums that follow the bytes, from the right one and from that of another request, and whether those of the
+    // blocks are asked for.
+    let cases: [(u64, Sums, bool); 7] = [
+        (0, |right, _| vec![right], false),
+        (0, |right, _| vec![right ^ 1], true),
+        (0, |_, other| vec![other], true),
+        (1, |right, _| vec![right], true),
+        (0, |_, _| vec![], true),
+        (0, |right, _| vec![right, right], true),
+        (0, |right, _| vec![right], false),
     ];
     let fake = Fake::new(2, 1);
     let (linked, _control) = fake.linked_by(&engine, || fake.linked());
@@ -436,13 +441,15 @@ fn blocks_are_compared_only_if_the_bytes_may_differ() {
             say(&call, &Reply::Described(record));
             for (generation, sums, compares) in &cases {
                 let request: Request = hear(&call).unwrap();
+                let asked = digest(&request).unwrap();
                 let Request::Read { from: 0, to: 4000, summed: true, .. } = request else {
                     panic!("{request:?}")
                 };
                 say(&call, &Reply::Ready { bytes: 4000 });
                 let mut socket = std::fs::File::from(call.as_fd().try_clone_to_owned().unwrap());
                 socket.write_all(&bytes).unwrap();
-                say(&call, &Reply::Checksums { generation: *generation, sums: sums.clone() });
+                let sums = sums(right(asked), right(asked ^ 1));
+                say(&call, &Reply::Checksums { generation: *generation, sums });
                 if *compares {
                     let request: Request = hear(&call).unwrap();
                     let Request::Checksums { .. } = request else { panic!("{request:?}") };
@@ -450,13 +457,13 @@ fn blocks_are_compared_only_if_the_bytes_may_differ() {
                 }
             }
         });
-        for (_, sums, compares) in &cases {
+        for (at, (.., compares)) in cases.iter().enumerate() {
             let pulled = pull(&engine, of(2, name), &near, &blocks(&[0, 1], &[0, 1]), Verify::Full);
             let kind = pulled.map_err(|error| error.kind());
-            assert_eq!(kind, if *compares { Err(ErrorKind::VerifyFailed) } else { Ok(()) }, "{sums:?}");
+            assert_eq!(kind, if *compares { Err(ErrorKind::VerifyFailed) } else { Ok(()) }, "case {at}");
             assert_eq!(near.read().concat(), bytes);
         }
     });
     let counted = engine.stats();
-    assert_eq!((counted.verified_blocks, counted.mismatched_blocks), (12, 8), "2 blocks of each pull");
+    assert_eq!((counted.verified_blocks, counted.mismatched_blocks), (14, 10), "2 blocks of each pull");
 }
