@@ -6,7 +6,10 @@ arguments that are refused before the peer is asked (`test_transfer_arguments.py
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
+import pytest
 
 from peers import GONE, INVALID, OK, UNLINKED, End, Ends, Peer, by_blocks, by_request, by_slot, code, equal, pattern
 from peers.values import cache_key
@@ -98,8 +101,30 @@ def test_sixty_thousand_blocks_and_a_small_call_after(ends: Ends, transport: str
         assert np.array_equal(far.read("f")[0], expected)
 
 
+@pytest.mark.parametrize("pushed", [False, True])
+def test_a_destination_named_many_times_has_the_last_block(ends: Ends, transport: str, pushed: bool) -> None:
+    """On each path, for more repetitions than a plan may have waves. Blocks in between stay where they are."""
+    near, far = ends.pair(accessible=True, llm__LinkTransport=transport, llm__SyncKvCacheWaitTime=9999)
+    far.allocate("f", 64, 24, 1, blocks=True, keys=[by_blocks(2)], seed=1)
+    near.allocate("n", 64, 24, 1, blocks=True, seed=2)
+    src = [at % 61 for at in range(70_000)] + [5, 6, 7, 8]
+    dst = [9] * 70_000 + [10, 11, 9, 12]
+    key, mine = cache_key(by_blocks(2)), near.held["n"].handle
+    if pushed:
+        read, expected = near.read("n"), far.read("f")
+        near.manager.push_blocks(key, mine, src, dst, tensor_num_per_layer=1, verify="full")
+        written = far.read("f")
+    else:
+        read, expected = far.read("f"), near.read("n")
+        near.manager.pull_blocks(key, mine, src, dst, verify="full")
+        written = near.read("n")
+    for block, row in zip((5, 6, 7, 8), (10, 11, 9, 12)):
+        expected[0][row] = read[0][block]
+    assert equal(written, expected)
+
+
 def test_parts_of_many_blocks_may_go_to_one_block(ends: Ends) -> None:
-    """The last one wins. Each repeated block is a wave of its own in the plan that the peer gets."""
+    """The last one wins."""
     near, far = ends.pair(accessible=True)
     count, row_bytes, length = 300, 256, 96
     far.allocate("far", 8, row_bytes, 2, blocks=True, keys=[by_blocks(0)], seed=1)

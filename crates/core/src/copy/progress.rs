@@ -139,7 +139,11 @@ pub fn with_arrived_rows(error: Error, progress: &Progress, plan: &CopyPlan, siz
         }
         text += if tensor.rows.len() > SHOWN { " …; " } else { "; " };
     }
-    let rest = if whole.len() > SHOWN { "…" } else { "nothing else" };
+    let rest = match whole.len() {
+        0 => "nothing",
+        1..=SHOWN => "nothing else",
+        _ => "…",
+    };
     error.with("arrived", format_args!("{text}{rest}")).with_arrived(whole)
 }
 

@@ -39,20 +39,28 @@ pub(super) fn waves_of_rows(
     ordered(pairs, caches, |pairs, scattered| {
         let spans = fallible::copied(PLAN, &template.spans)?;
         let template = Template { src_unit, dst_unit, pairs, spans };
-        // A plan with templates is sent with few of them, and repeated blocks make one wave each.
+        // Repeated blocks within one cache make one wave each, and a short wave is a list of spans.
         let few = template.pairs.len() < FEW;
         if scattered && !few { Wave::of_template(template) } else { joined(template.first_pieces()) }
     })
 }
 
-/// Splits pairs into waves, sorts each, and has `wave` make it from its pairs and from whether they are scattered.
+/// Splits pairs into waves, sorts each, and has `wave` make it from its pairs and from whether they are scattered. Pairs
+/// between two caches are one wave.
 fn ordered(
-    pairs: Vec<(u32, u32)>,
+    mut pairs: Vec<(u32, u32)>,
     caches: CacheCount,
     wave: impl Fn(Arc<Vec<(u32, u32)>>, bool) -> Result<Wave>,
 ) -> Result<Vec<Wave>> {
     let free = pairs.len() < 2 || apart(&pairs, caches)? || !order::order_matters(&pairs, caches)?;
-    let waves = if free { vec![pairs] } else { order::waves(&pairs, caches)? };
+    let waves = match caches {
+        CacheCount::One if !free => order::waves(&pairs)?,
+        CacheCount::Two if !free => {
+            order::keep_last(&mut pairs)?;
+            vec![pairs]
+        }
+        _ => vec![pairs],
+    };
     let sorted = |mut pairs: Vec<(u32, u32)>| {
         by_source(&mut pairs)?;
         let scattered = scattered(&pairs);

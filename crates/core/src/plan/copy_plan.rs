@@ -33,7 +33,7 @@ pub struct CopyPlan {
 
 impl CopyPlan {
     /// Plans the moves of a call, with the same result as moving piece after piece in the order given. A piece
-    /// that is copied onto itself is left out. Takes the pieces out of `moves`.
+    /// that is copied onto itself is left out, and so are bytes between two caches that a later piece writes again. Takes the pieces out of `moves`.
     pub fn moves(moves: &mut Moves, caches: CacheCount) -> Result<Self> {
         let one_cache = caches == CacheCount::One;
         // The pieces are taken, not copied: allocating memory for a long list costs more than planning it.
@@ -193,9 +193,15 @@ fn row_waves(mut template: Template, caches: CacheCount) -> Result<Vec<Wave>> {
 }
 
 /// Returns the waves of `pieces`, with neighbours joined.
-fn in_order(pieces: Vec<Piece>, caches: CacheCount) -> Result<Vec<Wave>> {
-    let waves =
-        if order::order_matters(&pieces, caches)? { order::waves(&pieces, caches)? } else { vec![pieces] };
+fn in_order(mut pieces: Vec<Piece>, caches: CacheCount) -> Result<Vec<Wave>> {
+    let waves = match caches {
+        CacheCount::One if order::order_matters(&pieces, caches)? => order::waves(&pieces)?,
+        CacheCount::Two if order::order_matters(&pieces, caches)? => {
+            order::keep_last_bytes(&mut pieces)?;
+            vec![pieces]
+        }
+        _ => vec![pieces],
+    };
     let wave = |mut wave: Vec<Piece>| {
         order::by_source(&mut wave)?;
         Wave::new(order::strided(order::contiguous(wave.into_iter())?)?)

@@ -1,6 +1,7 @@
 //! Decides which pieces must wait for others, and joins those that need not wait.
 //!
-//! Pieces that touch the same bytes keep the order in which the request names them.
+//! Within one cache, pieces that touch the same bytes keep the order in which the request names them. Between two caches,
+//! no byte is both read and written, so only the last piece that writes a byte is copied, and nothing has to wait.
 
 use hashbrown::{HashMap, HashSet};
 
@@ -39,6 +40,30 @@ pub(super) fn order_matters<T: Pair>(pairs: &[T], caches: CacheCount) -> Result<
         return Ok(true);
     }
     Ok(caches == CacheCount::One && pairs.iter().any(|pair| written.has(pair.places().0)))
+}
+
+/// Keeps, of the pairs that write one place, only the last one. All pairs must have the same length. The order of the rest is
+/// undefined.
+pub(super) fn keep_last<T: Pair>(pairs: &mut Vec<T>) -> Result<()> {
+    let mut written = PlaceSet::of(pairs)?;
+    pairs.reverse();
+    pairs.retain(|pair| written.add(pair.places().1));
+    Ok(())
+}
+
+/// Keeps of each piece only the bytes that no later piece writes. The order of the rest is undefined.
+pub(super) fn keep_last_bytes(pieces: &mut Vec<Piece>) -> Result<()> {
+    // The length of the longest piece so far, by the place that it writes.
+    let mut written: HashMap<u64, u64> = fallible::map(PLAN, pieces.len())?;
+    pieces.reverse();
+    pieces.retain_mut(|piece| {
+        let longest = written.entry(piece.dst).or_default();
+        let covered = piece.len.min(*longest);
+        *longest = piece.len.max(*longest);
+        *piece = Piece { src: piece.src + covered, dst: piece.dst + covered, len: piece.len - covered };
+        piece.len > 0
+    });
+    Ok(())
 }
 
 /// A set of places: a bitmap if they are dense, as blocks of a cache are, else a hash set.
@@ -153,31 +178,29 @@ fn sort_by_number<T: Copy>(items: &mut Vec<T>, number: impl Fn(&T) -> u64) -> Re
     Ok(())
 }
 
-/// Splits pairs into waves. Each pair runs as early as the pairs before it that touch its blocks allow.
-pub(super) fn waves<T: Pair>(pairs: &[T], caches: CacheCount) -> Result<Vec<Vec<T>>> {
+/// Splits pairs within one cache into waves. Each pair runs as early as the pairs before it that touch its blocks allow.
+pub(super) fn waves<T: Pair>(pairs: &[T]) -> Result<Vec<Vec<T>>> {
     /// The first wave in which a block may be read, and the first in which it may be written.
     #[derive(Default)]
     struct Free {
         read: usize,
         write: usize,
     }
-    let mut blocks: HashMap<(bool, u64), Free> = fallible::map(PLAN, 2 * pairs.len())?;
-    // In two caches, block 3 that is read and block 3 that is written are different blocks.
-    let apart = caches == CacheCount::Two;
+    let mut blocks: HashMap<u64, Free> = fallible::map(PLAN, 2 * pairs.len())?;
     let mut waves: Vec<Vec<T>> = Vec::new();
     for &pair in pairs {
         let (src, dst) = pair.places();
-        let earliest_read = blocks.entry((apart, src)).or_default().read;
-        let earliest_write = blocks.entry((false, dst)).or_default().write;
+        let earliest_read = blocks.entry(src).or_default().read;
+        let earliest_write = blocks.entry(dst).or_default().write;
         let level = earliest_read.max(earliest_write);
         if waves.len() <= level {
             // At most one wave is missing, because every wave before it has a pair for which this one waits.
             fallible::push(PLAN, &mut waves, Vec::new())?;
         }
         fallible::push(PLAN, &mut waves[level], pair)?;
-        let source = blocks.entry((apart, src)).or_default();
+        let source = blocks.entry(src).or_default();
         source.write = source.write.max(level + 1);
-        let target = blocks.entry((false, dst)).or_default();
+        let target = blocks.entry(dst).or_default();
         (target.read, target.write) = (level + 1, level + 1);
     }
     Ok(waves)
