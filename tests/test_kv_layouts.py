@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import pickle
 from dataclasses import FrozenInstanceError
+from functools import partial
 from typing import Any, Callable
 
 import pytest
@@ -253,6 +254,46 @@ def test_owners_with_different_numbers_of_tokens(ends: Ends, transport: str) -> 
     assert equal(near.read("n"), before), "nothing has moved"
     pull(keys, handle(near, "n"), [[0, 1], [0]], [1], src_tokens=range(16))
     assert equal(near.read("n"), put(before, of, [1], whole, count=16))
+
+
+@pytest.mark.parametrize("pushed", [False, True])
+def test_copies_of_the_same_heads_need_lists_of_the_same_tokens(ends: Ends, transport: str, pushed: bool) -> None:
+    """Whichever of the owners is read, the other list does not decide silently how many tokens move."""
+    near, far = ranks(ends, 2, accessible=True, llm__LinkTransport=transport)
+    for peer in far:
+        owner(peer, "f", layout(16), [0, 1], sequence(32, 31), keys=[by_blocks(0)])
+    of, keys = layout(16), [key(by_blocks(2)), key(by_blocks(3))]
+    before, theirs = reader(near, "n", of, 2), far[0].read("f")
+    for lists in ([[0, 1], [0]], [[0], [0, 1]]):
+        call = near.manager.push_blocks if pushed else near.manager.pull_blocks
+        given = ([0, 1], lists) if pushed else (lists, [0, 1])
+        status, said = outcome(partial(call, keys, handle(near, "n"), *given))
+        assert (status, "different numbers of tokens" in said, "part=1" in said) == (INVALID, True, True), said
+        assert equal(near.read("n"), before), "nothing has moved"
+        assert all(equal(peer.read("f"), theirs) for peer in far), "nothing has moved"
+
+
+def test_a_push_skips_owners_without_a_common_head(ends: Ends, transport: str) -> None:
+    """As a pull does. A push of which no owner gets anything is refused, as is one that does not fit an owner."""
+    near, far = ranks(ends, 3, accessible=True, llm__LinkTransport=transport)
+    whole = sequence(32, 32)
+    src = layout(16, (0, 4), layers=range(2))
+    owner(near, "n", src, [1, 0], whole)
+    forms = [layout(16, (2, 6)), layout(16, (4, 8)), layout(16, layers=range(2, 3))]
+    expected = [reader(peer, "f", of, 4, keys=[by_blocks(0)]) for peer, of in zip(far, forms)]
+    keys, lists = [key(by_blocks(2 + index)) for index in range(3)], [[3, 1], [0, 1], [0, 1]]
+    push = near.manager.push_blocks
+    status, said = outcome(lambda: push(keys[1:], handle(near, "n"), [1, 0], lists[1:]))
+    assert (status, "no key-value head in common" in said, "part=0" in said) == (INVALID, True, True), said
+    # The last owner has fewer blocks than the push names, so no owner is written.
+    status, said = outcome(lambda: push(keys, handle(near, "n"), [1, 0], [*lists[:2], [0, 4]]))
+    assert (status, "dst_blocks[1]=4" in said, "part=2" in said) == (INVALID, True, True), said
+    assert all(equal(peer.read("f"), before) for peer, before in zip(far, expected)), "nothing has moved"
+    push(keys, handle(near, "n"), [1, 0], lists, verify="full")
+    put(expected[0], forms[0], [3, 1], whole)
+    for at, tensor in enumerate(expected[0]):  # heads 2 and 3 of layers 0 and 1 are in both caches
+        tensor.reshape(4, 16, 4, -1)[:, :, 2 if at < 4 else 0 :] = 0x55
+    assert all(equal(peer.read("f"), before) for peer, before in zip(far, expected))
 
 
 def test_a_push_to_several_owners(ends: Ends, transport: str) -> None:

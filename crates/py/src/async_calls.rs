@@ -223,7 +223,7 @@ impl AsyncMethods {
         let selected = Selection::of((src_tokens, dst_tokens, part))?;
         let pushes = owners::push(self.engine(), ends, blocks, layers, &selected)?;
         let call = options(limit(timeout_ms)?, (notify, verify, layout), quiet)?;
-        self.start(src_cache.py(), usize::MAX, |engine| engine.push_group_async(pushes, call))
+        self.start(src_cache.py(), usize::MAX, |engine| engine.push_owners_async(pushes, call))
     }
 
     #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]

@@ -104,7 +104,30 @@ impl DataDist {
         parts: Vec<GroupMember<PushRows>>,
         options: impl Into<CallOptions>,
     ) -> Result<Arc<Transfer>> {
-        let CallOptions { limit, extras, quiet } = options.into();
+        self.push_members(parts, options.into(), false)
+    }
+
+    /// Starts one call that pushes the blocks of a sequence to several `owners`, each of which gets the layers and heads that
+    /// both caches hold, possibly none. All members name the same rows of one local cache. Otherwise like
+    /// [`push_group_async`](Self::push_group_async).
+    ///
+    /// The transfer fails with `InvalidArgument` before any byte moves if the push does not fit the cache of an owner, if
+    /// no owner holds a layer and head of the local cache, or if the owners get different numbers of tokens.
+    pub fn push_owners_async(
+        &self,
+        owners: Vec<GroupMember<PushRows>>,
+        options: impl Into<CallOptions>,
+    ) -> Result<Arc<Transfer>> {
+        self.push_members(owners, options.into(), true)
+    }
+
+    fn push_members(
+        &self,
+        parts: Vec<GroupMember<PushRows>>,
+        options: CallOptions,
+        owners: bool,
+    ) -> Result<Arc<Transfer>> {
+        let CallOptions { limit, extras, quiet } = options;
         let deadline = self.limited(limit);
         let (mut checked, mut used) = lists(&parts)?;
         for (index, GroupMember { remote, local, rows, grant }) in parts.into_iter().enumerate() {
@@ -127,8 +150,7 @@ impl DataDist {
         let verify = self.verify(&extras);
         let (lanes, notify) = (lanes_of(&checked), group_notification(&checked, extras.notify)?);
         let purpose = CallPurpose { event: !quiet, ..self.outgoing(Op::Push, lanes, deadline) };
-        let group =
-            Group { resources: self.resources.clone(), parts: checked, notify, verify, owners: false };
+        let group = Group { resources: self.resources.clone(), parts: checked, notify, verify, owners };
         let work = move |execution: &Arc<Execution>, deadline| group.push(execution, deadline);
         self.start(purpose, CallRows::of_all(used)?, Box::new(work))
     }

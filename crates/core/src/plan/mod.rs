@@ -32,7 +32,7 @@ pub use blocks::Blocks;
 pub use compared_pairs::{PartLimits, parts};
 pub use copy_plan::{CopyPlan, PlannedSpan};
 pub use final_blocks::BlockSizes;
-pub use layouts::{KvPart, KvSequence, LayoutPlan, assign_owners, check_same_model};
+pub use layouts::{KvPart, KvSequence, LayoutPlan, assign_owners, check_same_model, moved_tokens};
 pub use local_end::LocalEnd;
 pub use order::CacheCount;
 pub use packed_spans::{ReceivedSpans, SpanList, read_list};

@@ -374,4 +374,3 @@ fn digest_of_summed(request: &Request) -> Result<u64> {
     };
     if summed { protocol::digest(request) } else { Ok(0) }
 }
-}

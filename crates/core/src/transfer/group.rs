@@ -17,10 +17,22 @@ use crate::plan::{KvPart, assign_owners, check_same_model};
 use crate::resources::Resources;
 use crate::session::{KnownCache, Link, LinkOfCall};
 use crate::stats::Op;
-use crate::validate::{CheckedPull, CheckedPush, PullRows, PushRows};
+use crate::validate::{CheckedPull, CheckedPush, OwnerShare, PullRows, PushRows};
 
 /// Name of these lists in out-of-memory errors.
 const PARTS: &str = "the parts of a group";
+
+/// How the description of an owner's cache is found: as it is known here, or as the owner gives it now.
+type Describe = fn(&Arc<Link>, Name, Deadline) -> Result<Arc<KnownCache>>;
+
+/// Runs `check` with the descriptions that are known here, and if they are refused, with those that the owners give now: the
+/// known ones may be outdated, as in `Call::rounds`.
+fn checked_by_description<T>(check: impl Fn(Describe) -> Result<T>) -> Result<T> {
+    match check(Link::known) {
+        Err(error) if error.kind() == ErrorKind::InvalidArgument => check(Link::describe),
+        checked => checked,
+    }
+}
 
 /// One part of a group: the cache of a peer, the local cache, and what moves between them.
 pub(crate) struct GroupPart<Checked> {
@@ -42,7 +54,8 @@ pub(crate) struct Group<Checked> {
     pub(crate) notify: Option<Arc<Vec<u8>>>,
     /// How thoroughly it checks the bytes that it has moved.
     pub(crate) verify: Verify,
-    /// Whether the parts are several owners of one local cache: each layer and head is then read from one of them.
+    /// Whether the parts are several owners of one local cache, which are checked before the first byte moves. Each layer and
+    /// head is read from one of them, and written to all that hold it.
     pub(crate) owners: bool,
 }
 
@@ -124,19 +137,13 @@ impl Group<CheckedPull<PullRows>> {
         execution: &Arc<Execution>,
         deadline: Deadline,
     ) -> Result<Vec<CheckedPull<&PullRows>>> {
-        match self.assigned_by(Link::known, execution, deadline) {
-            // The stored description of an owner may be outdated, as in `Call::rounds`.
-            Err(error) if error.kind() == ErrorKind::InvalidArgument => {
-                self.assigned_by(Link::describe, execution, deadline)
-            }
-            assigned => assigned,
-        }
+        checked_by_description(|describe| self.assigned_by(describe, execution, deadline))
     }
 
     /// Finds out the layout of every owner's cache with `describe`, and returns what to read from each owner.
     fn assigned_by(
         &self,
-        describe: fn(&Arc<Link>, Name, Deadline) -> Result<Arc<KnownCache>>,
+        describe: Describe,
         execution: &Arc<Execution>,
         deadline: Deadline,
     ) -> Result<Vec<CheckedPull<&PullRows>>> {
@@ -179,13 +186,55 @@ impl Group<CheckedPull<PullRows>> {
 impl Group<CheckedPush<PushRows>> {
     /// Pushes all parts.
     pub(crate) fn push(&self, execution: &Arc<Execution>, deadline: Deadline) -> Result<u64> {
-        let part = |_, call: &Call, part: &GroupPart<CheckedPush<PushRows>>| {
+        let shares = if self.owners { Some(self.shares(execution, deadline)?) } else { None };
+        let part = |index: usize, call: &Call, part: &GroupPart<CheckedPush<PushRows>>| {
             let call = Call { name: part.name.without_slot().0, ..call.clone() };
-            call.push_checked(part.name, &part.checked)
+            match shares.as_ref().map(|shares| shares[index]) {
+                Some(OwnerShare::Nothing(_)) => Ok((0, None)),
+                Some(OwnerShare::Tokens(tokens)) => {
+                    call.push_checked(part.name, &part.checked.of_owner(Some(tokens)))
+                }
+                Some(OwnerShare::Rows) | None => call.push_checked(part.name, &part.checked),
+            }
         };
         let bytes = self.run(execution, deadline, part, Call::release_slot)?;
         self.resources.count_bytes(Op::Push, bytes);
         Ok(bytes)
+    }
+
+    /// Checks the push to each owner, and returns what it writes there. `Err(InvalidArgument)` also if nothing is written to
+    /// any of them, or if the lists of the owners hold different numbers of tokens.
+    fn shares(&self, execution: &Arc<Execution>, deadline: Deadline) -> Result<Vec<OwnerShare>> {
+        checked_by_description(|describe| self.shares_by(describe, execution, deadline))
+    }
+
+    fn shares_by(
+        &self,
+        describe: Describe,
+        execution: &Arc<Execution>,
+        deadline: Deadline,
+    ) -> Result<Vec<OwnerShare>> {
+        let mut shares = fallible::with_capacity(PARTS, self.parts.len())?;
+        let (mut expected, mut nothing) = (None, None);
+        for (index, part) in self.parts.iter().enumerate() {
+            let mut share = || {
+                let call = self.call(part, execution, deadline)?;
+                let named = |error: Error| call.named(error.with("name", part.name));
+                let (name, row) = part.name.without_slot();
+                let remote = describe(&call.link, name, deadline)?.remote.with_row(row);
+                let share = part.checked.of_owner(expected).share(&remote).map_err(named)?;
+                if let (OwnerShare::Nothing(_), Some(src), Some(dst)) = (share, part.local.kv(), &remote.kv) {
+                    let reason = KvPart::common(src.layout(), dst.layout()).err().map(named);
+                    nothing = nothing.take().or(reason.map(|reason| of_part(index, reason)));
+                }
+                Ok(share)
+            };
+            let share: OwnerShare = share().map_err(|error| of_part(index, error))?;
+            expected = expected.or(share.tokens());
+            shares.push(share);
+        }
+        let all = shares.iter().all(|share| matches!(share, OwnerShare::Nothing(_)));
+        nothing.filter(|_| all).map_or(Ok(shares), Err)
     }
 }
 

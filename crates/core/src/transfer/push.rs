@@ -16,7 +16,7 @@ use crate::protocol::{Reply, Request, WirePlan};
 use crate::resources::MemoryLocation;
 use crate::session::{KnownCache, REPORTED_BY, StreamLease, limit_ms, location};
 use crate::stats::Op;
-use crate::validate::{CheckedPush, Conversion, PushRows, RemoteCache};
+use crate::validate::{CheckedPush, Conversion, PushRows};
 
 impl Call {
     /// Pushes rows of the local cache to the cache `to`, which is the name of this call with its slot, and then delivers
@@ -42,7 +42,7 @@ impl Call {
         let (_, row) = to.without_slot();
         let mut slot = None;
         let bytes = self.rounds(|known| {
-            let remote = RemoteCache { row: row.unwrap_or(known.remote.row), ..known.remote.clone() };
+            let remote = known.remote.with_row(row);
             let with_name = |error: Error| error.with("name", to);
             if let Some(conversion) = checked.conversion(&remote).map_err(with_name)? {
                 let all = conversion.whole_source;

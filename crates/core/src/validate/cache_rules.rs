@@ -27,6 +27,11 @@ pub struct RemoteCache {
 }
 
 impl RemoteCache {
+    /// Returns the same cache with the batch slot `row`, if it is given.
+    pub fn with_row(&self, row: Option<u32>) -> RemoteCache {
+        RemoteCache { row: row.unwrap_or(self.row), ..self.clone() }
+    }
+
     /// Returns the sizes, kind and placement of a cache whose tensors are equal. `Err(InvalidArgument)` if they differ, for
     /// calls that do not support such caches.
     pub fn equal_tensors(&self) -> Result<CacheLayout> {

@@ -9,7 +9,7 @@ use super::sub_rows::fits_row;
 use crate::error::{Error, Result, ensure};
 use crate::fallible;
 use crate::model::{CacheLayout, EqualTensors, KvGeometry, KvLayout, MixedSizes, SubRow};
-use crate::plan::{CopyPlan, KvPart, KvSequence, LayoutPlan, REQUEST, check_same_model};
+use crate::plan::{CopyPlan, KvPart, KvSequence, LayoutPlan, REQUEST, check_same_model, moved_tokens};
 
 /// The cache of this engine that a pull writes or a push reads.
 #[derive(Clone, Debug)]
@@ -178,11 +178,21 @@ impl TokenMove<'_> {
         Ok(plain && (layers_given || src.layers == dst.layers))
     }
 
+    /// Returns how many tokens move, whichever layers and heads they have.
+    pub(super) fn tokens(&self) -> Result<u64> {
+        let (src, dst) = self.sequences();
+        moved_tokens(&src, &dst)
+    }
+
+    fn sequences(&self) -> (KvSequence<'_>, KvSequence<'_>) {
+        let src = KvSequence { geometry: self.src, blocks: self.src_blocks, tokens: self.src_tokens.clone() };
+        let dst = KvSequence { geometry: self.dst, blocks: self.dst_blocks, tokens: self.dst_tokens.clone() };
+        (src, dst)
+    }
+
     /// Plans the moves of `parts`, which have no layer and head in common.
-    pub(super) fn plan(self, parts: &[KvPart]) -> Result<Conversion> {
-        let sequence = |geometry, blocks, tokens| KvSequence { geometry, blocks, tokens };
-        let src = sequence(self.src, self.src_blocks, self.src_tokens);
-        let dst = sequence(self.dst, self.dst_blocks, self.dst_tokens);
+    pub(super) fn plan(&self, parts: &[KvPart]) -> Result<Conversion> {
+        let (src, dst) = self.sequences();
         let mut plans = Vec::new();
         for part in parts {
             for plan in LayoutPlan::new(&src, &dst, part)?.plans {
@@ -191,15 +201,8 @@ impl TokenMove<'_> {
         }
         let heads = |part: &KvPart| part.layers.len() as u64 * part.heads.len() as u64;
         let read = parts.iter().map(heads).sum::<u64>();
-        // The product is at most the bytes of the destination cache.
-        let vectors = u64::from(self.dst.layout().vectors());
-        let tokens = plans
-            .iter()
-            .map(CopyPlan::bytes)
-            .sum::<u64>()
-            .checked_div(read * vectors * self.dst.head_bytes());
         let whole_source = read == heads(&KvPart::of(self.src.layout()));
-        Ok(Conversion { plans, whole_source, read_tensors: None, tokens })
+        Ok(Conversion { plans, whole_source, read_tensors: None, tokens: Some(self.tokens()?) })
     }
 }
 
@@ -211,8 +214,20 @@ pub struct Conversion {
     pub whole_source: bool,
     /// The first tensor of the source that is read, and the number of them, if rows move as they are.
     pub read_tensors: Option<(u32, u32)>,
-    /// How many tokens move. `None` if no head does, or if rows move as they are.
+    /// How many tokens move. `None` if rows move as they are.
     pub tokens: Option<u64>,
+}
+
+/// Checks that as many `tokens` move between the caches of one owner as between those of the owners before it, if there is
+/// one and if both have KV layouts.
+pub(super) fn equally_many_tokens(tokens: u64, expected: Option<u64>) -> Result<()> {
+    ensure(expected.is_none_or(|expected| tokens == expected), || {
+        let expected = expected.unwrap_or_default();
+        Error::invalid(format!(
+            "the lists of the owners hold different numbers of tokens, {expected} and {tokens}: name the tokens \
+             that move (src_tokens, dst_tokens)"
+        ))
+    })
 }
 
 /// Checks a range of tokens that a caller gave.

@@ -46,7 +46,7 @@ pub use layerwise::{
 };
 pub use options::config;
 pub use pull::{CheckedPull, PullRows};
-pub use push::{CheckedPush, PushRows};
+pub use push::{CheckedPush, OwnerShare, PushRows};
 pub(crate) use values::link_token;
 #[cfg(feature = "testing")]
 pub use values::page_shift;

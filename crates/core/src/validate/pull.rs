@@ -8,7 +8,7 @@ use super::cache_rules::{
     RemoteCache, batch_cache, blocks_cache, check_accessible, copy_size, cut, equally_many, in_range,
     not_empty, numbers, remote_row, row, too_long,
 };
-use super::conversion::{Conversion, LocalCache, TokenMove, parts_alike, some_tokens};
+use super::conversion::{Conversion, LocalCache, TokenMove, equally_many_tokens, parts_alike, some_tokens};
 use super::layer_ranges::{Layers, TensorRun, layers_given, pull_layers, tensors_per_layer, within};
 use super::sub_rows::between;
 use crate::error::{Error, ErrorKind, Result, ensure};
@@ -227,18 +227,8 @@ impl<R: Borrow<PullRows>> CheckedPull<R> {
             Some(parts) => tokens.plan(parts),
             None => tokens.plan(&[KvPart::of(dst.layout())]),
         }?;
-        self.check_tokens(conversion.tokens)?;
+        conversion.tokens.map_or(Ok(()), |tokens| equally_many_tokens(tokens, self.tokens))?;
         Ok(Some(conversion))
-    }
-
-    fn check_tokens(&self, tokens: Option<u64>) -> Result<()> {
-        let (Some(tokens), Some(expected)) = (tokens, self.tokens) else { return Ok(()) };
-        ensure(tokens == expected, || {
-            Error::invalid(format!(
-                "the lists of the owners hold different numbers of tokens, {expected} and {tokens}: name the tokens \
-                 that move (src_tokens, dst_tokens)"
-            ))
-        })
     }
 
     /// Checks kind, slot and access of the remote cache.

@@ -8,11 +8,11 @@ use super::cache_rules::{
     RemoteCache, batch_cache, blocks_cache, check_accessible, equally_many, in_range, not_empty, numbers,
     remote_row, row,
 };
-use super::conversion::{Conversion, LocalCache, TokenMove, parts_alike, some_tokens};
+use super::conversion::{Conversion, LocalCache, TokenMove, equally_many_tokens, parts_alike, some_tokens};
 use super::layer_ranges::{Layers, TensorRun, push_layers, within};
 use super::sub_rows::between;
 use crate::error::{Error, ErrorKind, Result};
-use crate::model::{Geometry, SubRow};
+use crate::model::{Geometry, KvGeometry, SubRow};
 use crate::plan::{CacheCount, KvPart, Moves, Piece, Pieces};
 
 /// The rows that a push reads and writes: `local` rows, into `remote` rows of the peer's cache.
@@ -40,9 +40,34 @@ pub enum PushRows {
 pub struct CheckedPush<R> {
     rows: R,
     local: LocalCache,
+    /// How many tokens must move if both caches have KV layouts, because as many are written to the other owners.
+    tokens: Option<u64>,
     tensors: TensorRun,
+    /// Number of tensors of a layer.
+    tensors_per_layer: u32,
     /// Whether the caller named layers.
     layers_given: bool,
+}
+
+/// What a push writes to one of several owners.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OwnerShare {
+    /// Rows as they are, because no cache has a KV layout.
+    Rows,
+    /// This many tokens, of the layers and heads that both caches hold.
+    Tokens(u64),
+    /// Nothing, because the caches have no layer or no head in common. As many tokens would move.
+    Nothing(u64),
+}
+
+impl OwnerShare {
+    /// Returns how many tokens move, or would.
+    pub fn tokens(self) -> Option<u64> {
+        match self {
+            OwnerShare::Rows => None,
+            OwnerShare::Tokens(tokens) | OwnerShare::Nothing(tokens) => Some(tokens),
+        }
+    }
 }
 
 impl PushRows {
@@ -119,7 +144,8 @@ impl<R: Borrow<PushRows>> CheckedPush<R> {
             }
         }
         let layers_given = layers.src.or(layers.dst).is_some();
-        Ok(CheckedPush { rows, local: cache, tensors, layers_given })
+        let tensors_per_layer = layers.tensors_per_layer;
+        Ok(CheckedPush { rows, local: cache, tokens: None, tensors, tensors_per_layer, layers_given })
     }
 
     /// Returns what moves if it takes several plans, as [`CheckedPull::conversion`](super::CheckedPull::conversion) does.
@@ -134,6 +160,66 @@ impl<R: Borrow<PushRows>> CheckedPush<R> {
         if let PushRows::SubRows { .. } = rows {
             return parts_alike(src, remote, self.layers_given).map(|()| None);
         }
+        self.with_tokens((src, dst), remote, |tokens| {
+            let plain = tokens.is_plain(self.layers_given)?;
+            if self.tokens.is_some() {
+                equally_many_tokens(tokens.tokens()?, self.tokens)?;
+            }
+            if plain {
+                return Ok(None);
+            }
+            let part = KvPart::common(src.layout(), dst.layout())?;
+            tokens.plan(&[part]).map(Some)
+        })
+    }
+
+    /// Checks everything about the push that can be checked before it begins, for one of several owners, and returns what
+    /// it writes there.
+    pub fn share(&self, remote: &RemoteCache) -> Result<OwnerShare> {
+        let layouts = if self.local.is_mixed_with(remote) { None } else { self.local.layouts(remote)? };
+        let tokens = match layouts {
+            Some((src, dst)) => {
+                self.check_remote(remote)?;
+                let tokens = self.with_tokens((src, dst), remote, |tokens| {
+                    tokens.is_plain(self.layers_given)?;
+                    let count = tokens.tokens()?;
+                    equally_many_tokens(count, self.tokens).map(|()| count)
+                })?;
+                let whole_rows = !matches!(self.rows(), PushRows::SubRows { .. });
+                if whole_rows && KvPart::common(src.layout(), dst.layout()).is_err() {
+                    return Ok(OwnerShare::Nothing(tokens));
+                }
+                Some(tokens)
+            }
+            None => None,
+        };
+        if self.conversion(remote)?.is_none() {
+            self.moves(remote)?;
+        }
+        Ok(tokens.map_or(OwnerShare::Rows, OwnerShare::Tokens))
+    }
+
+    /// Returns the same push for one of several owners, to each of which `tokens` tokens move.
+    pub fn of_owner(&self, tokens: Option<u64>) -> CheckedPush<&PushRows> {
+        let local = self.local.clone();
+        CheckedPush {
+            rows: self.rows(),
+            local,
+            tokens,
+            tensors: self.tensors,
+            tensors_per_layer: self.tensors_per_layer,
+            layers_given: self.layers_given,
+        }
+    }
+
+    /// Calls `work` with the tokens that move between the layouts of the local and the remote cache.
+    fn with_tokens<T>(
+        &self,
+        (src, dst): (&KvGeometry, &KvGeometry),
+        remote: &RemoteCache,
+        work: impl FnOnce(&TokenMove<'_>) -> Result<T>,
+    ) -> Result<T> {
+        let rows = self.rows();
         let dst_blocks = match rows {
             PushRows::Slot { .. } => vec![u64::from(remote.row)],
             PushRows::Blocks { remote: blocks, .. }
@@ -151,13 +237,14 @@ impl<R: Borrow<PushRows>> CheckedPush<R> {
             _ => (None, None),
         };
         let src_blocks = rows.local_rows()?;
-        let tokens =
-            TokenMove { src, dst, src_blocks: &src_blocks, dst_blocks: &dst_blocks, src_tokens, dst_tokens };
-        if tokens.is_plain(self.layers_given)? {
-            return Ok(None);
-        }
-        let part = KvPart::common(src.layout(), dst.layout())?;
-        tokens.plan(&[part]).map(Some)
+        work(&TokenMove {
+            src,
+            dst,
+            src_blocks: &src_blocks,
+            dst_blocks: &dst_blocks,
+            src_tokens,
+            dst_tokens,
+        })
     }
 
     /// Checks kind, slot and access of the remote cache.
@@ -173,6 +260,12 @@ impl<R: Borrow<PushRows>> CheckedPush<R> {
             }
             PushRows::Rows { .. } => Ok(()),
         }
+    }
+
+    /// Returns the number of tensors of a layer if the local cache has fewer tensors. Then nothing moves, which is no error
+    /// (contract §7.14).
+    pub fn layer_without_tensors(&self) -> Option<u32> {
+        (self.tensors.count == 0).then_some(self.tensors_per_layer)
     }
 
     /// Returns the rows that the caller named.

@@ -86,6 +86,12 @@ pub(super) fn token_runs(src: &KvSequence<'_>, dst: &KvSequence<'_>) -> Result<V
     Ok(runs)
 }
 
+/// Returns how many tokens a move copies. `Err(InvalidArgument)` for token ranges that do not fit the lists or each other.
+pub fn moved_tokens(src: &KvSequence<'_>, dst: &KvSequence<'_>) -> Result<u64> {
+    let (src_tokens, _) = token_ranges(src, dst)?;
+    Ok(src_tokens.end - src_tokens.start)
+}
+
 fn token_ranges(src: &KvSequence<'_>, dst: &KvSequence<'_>) -> Result<(Range<u64>, Range<u64>)> {
     let of_length = |range: &Range<u64>| 0..range.end.saturating_sub(range.start);
     let both = 0..src.capacity().min(dst.capacity());
