@@ -7,8 +7,9 @@ from typing import Any, Callable
 import numpy as np
 import pytest
 
+from conftest import options
 from ids import short
-from llm_datadist import CacheDesc, DataType, LLMException, Placement
+from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMException, LLMStatusCode, Placement
 from memory import INT64_MAX, LE, TE, UINT64_MAX, contents, desc, fill, refused, same
 
 
@@ -115,6 +116,18 @@ def test_blocks_are_copied_in_the_order_given(manager: Any, form: str, placement
         array = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         assert manager.copy_blocks(cache, mapping if form == "dictionary" else FORMS[form](array)) is None
         assert same(contents(cache), expected)
+
+
+def test_a_time_limit_that_passes_while_a_copy_is_planned_says_so(start: Callable[..., LLMDataDist]) -> None:
+    """Planning half a million pairs takes more than a millisecond on every machine."""
+    manager = start(options(llm__SyncKvCacheWaitTime="1")).cache_manager
+    cache = manager.allocate_blocks_cache(desc(8, 100, 1))
+    before = fill(cache, 1)
+    pairs = np.array([(step % 7, 7) for step in range(500_000)])
+    with pytest.raises(LLMException, match="sync_kv_timeout passed while planning the copy") as caught:
+        manager.copy_blocks(cache, pairs)
+    assert caught.value.status_code == LLMStatusCode.LLM_TIMEOUT
+    assert same(contents(cache), before), "nothing was copied"
 
 
 @pytest.mark.parametrize("kind", [Tensor, Interface])

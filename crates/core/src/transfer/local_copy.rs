@@ -13,6 +13,9 @@ use crate::resources::Resources;
 use crate::stats::Op;
 use crate::validate::{self, CopyArgs, PlannedRuns, SideSizes};
 
+/// Name of the planning in errors of the deadline.
+const PLANNING: &str = "planning the copy";
+
 /// What a copy or swap moves.
 pub(crate) enum LocalMoves {
     /// The same in every tensor.
@@ -85,6 +88,7 @@ impl LocalCopy {
         if plan.waves().is_empty() {
             return Ok(0);
         }
+        deadline.check(PLANNING)?;
         let (reads, writes) = moves.take_rows();
         let _pin = CallRows::copy((self.src.clone(), reads), (self.dst.clone(), writes)).pin(deadline)?;
         self.copy_all(plan, more, &Arc::default(), deadline)
@@ -101,6 +105,7 @@ impl LocalCopy {
         if plan.waves().is_empty() {
             return Ok(0);
         }
+        deadline.check(PLANNING)?;
         execution.pin(deadline)?;
         let bytes = more.iter().map(CopyPlan::bytes).sum::<u64>();
         let progress = execution.transfer().attempt(plan.bytes().saturating_add(bytes));
