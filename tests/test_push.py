@@ -28,14 +28,38 @@ def test_what_was_pushed_is_the_peers_own(one_sided: tuple[End, Peer]) -> None:
         assert equal(far.read(f"f{registered}"), pattern(2, 2, 1, 5000)), "something wrote after the push had ended"
 
 
-def test_one_tensor_and_the_default_of_two_a_layer_is_no_layer(one_sided: tuple[End, Peer]) -> None:
+def test_one_tensor_and_the_default_of_two_a_layer_is_no_layer(
+    one_sided: tuple[End, Peer], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing moves, which is no error. A WARNING says so, and the peer gets no notification of bytes that it lacks."""
     near, far = one_sided
+    caplog.set_level(logging.WARNING, logger="LLM_DATADIST")
     cache = far.allocate("f", 1, 64, 1, seed=1)
+    far.allocate("fb", 2, 64, 1, blocks=True, keys=[by_blocks(0)], seed=1)
     near.allocate("n", 1, 64, 1, seed=2)
-    assert code(near.push_cache, by_slot(2, cache), "n") == OK
+    near.allocate("b", 2, 64, 1, blocks=True, seed=2)
+
+    def warnings() -> list[str]:
+        near.dist.stats()  # passes the lines of the engine on
+        lines = [record.getMessage() for record in caplog.records if "moved nothing" in record.getMessage()]
+        caplog.clear()
+        return lines
+
+    handles, mine = cache_key(by_slot(2, cache)), near.held["b"].handle
+    assert code(near.manager.push_cache, handles, near.held["n"].handle, notify=b"arrived") == OK
+    (line,) = warnings()
+    assert "cluster 2 " in line, line
+    assert "num_tensors=1, tensor_num_per_layer=2); pass tensor_num_per_layer=1" in line, line
+    assert code(near.manager.push_blocks, cache_key(by_blocks(2)), mine, [0], [0], notify=b"arrived") == OK
+    assert len(warnings()) == 1
+    near.manager.push_blocks_async(cache_key(by_blocks(2)), mine, [0], [0], notify=b"arrived").result(10_000)
+    assert len(warnings()) == 1
     assert equal(far.read("f"), pattern(1, 1, 1, 64)), "no layer, but bytes"
-    near.push_cache(by_slot(2, cache), "n", n=1)
+    assert equal(far.read("fb"), pattern(1, 1, 2, 64)), "no layer, but bytes"
+    near.manager.push_cache(handles, near.held["n"].handle, tensor_num_per_layer=1, notify=b"arrived")
     assert equal(far.read("f"), pattern(2, 1, 1, 64))
+    assert far.polled() == [(1, b"arrived")], "only with the bytes"
+    assert warnings() == []
 
 
 def test_what_is_refused_moves_nothing(one_sided: tuple[End, Peer]) -> None:

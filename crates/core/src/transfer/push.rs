@@ -20,9 +20,21 @@ use crate::validate::{CheckedPush, Conversion, PushRows};
 
 impl Call {
     /// Pushes rows of the local cache to the cache `to`, which is the name of this call with its slot, and then delivers
-    /// the notification. Returns the number of bytes.
+    /// the notification. Returns the number of bytes. A push without a tensor succeeds, as in the original, but it delivers
+    /// no notification, because the peer has got nothing.
     pub(crate) fn push_rows(&self, to: Name, checked: &CheckedPush<impl Borrow<PushRows>>) -> Result<u64> {
         let bytes = self.counted(|| {
+            if let Some(tensors_per_layer) = checked.layer_without_tensors() {
+                self.push_checked(to, checked)?;
+                tracing::warn!(
+                    target: "llm_datadist::transfers",
+                    "a push to {to} of cluster {} moved nothing and delivers no notification, because the source cache has \
+                     fewer tensors than one layer (cache_id={}, num_tensors={}, tensor_num_per_layer={tensors_per_layer}); \
+                     pass tensor_num_per_layer=1 to push all of its tensors",
+                    self.link.cluster(), self.local.id(), self.local.num_tensors()
+                );
+                return Ok(0);
+            }
             let notification = self.reserve_notification()?;
             let (bytes, slot) = self.push_checked(to, checked)?;
             self.finish(&PullEnd::default(), notification).map_err(|error| self.named(error))?;
