@@ -144,6 +144,7 @@ def test_the_dashboard_has_names_that_exist() -> None:
         "llm_datadist_keys",
         "llm_datadist_pool_failures",
         "llm_datadist_pool_peak_used_bytes",
+        "llm_datadist_pool_released_bytes",
         "vllm:llm_datadist_receive_blocks",
     }
 

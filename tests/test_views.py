@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from conftest import PAGE, POOL, options, pool
-from llm_datadist import Cache, CacheDesc, DataType, Placement
+from llm_datadist import Cache, CacheDesc, DataType, LLMDataDist, LLMException, LLMStatusCode, Placement
 from memory import GONE, LE, OOM, UserTensors, at, desc, fill, pool_facts, raising, tensors, used
 from peers import meanwhile
 
@@ -83,6 +83,34 @@ def test_memory_stays_while_anything_looks_at_it(manager: Any, through: str) -> 
     del held, heirs
     gc.collect()
     assert used(manager)["device"] == 0
+
+
+def test_a_full_pool_names_the_memory_of_released_caches(manager: Any, dist: LLMDataDist) -> None:
+    def released() -> int:
+        return dist.stats()["pools"]["device"]["released_bytes"]
+
+    caches = [manager.allocate_cache(desc(1, POOL // 4, 1)) for _ in range(3)]
+    views = [manager.tensor_views(cache)[0] for cache in caches]
+    arrays = [views[0].numpy(), np.from_dlpack(views[1])]
+    del views
+    assert released() == 0, "the caches are not released yet"
+    for cache in caches:
+        manager.deallocate_cache(cache)
+    gc.collect()
+    assert released() == POOL // 2, "nothing uses the third cache"
+    with pytest.raises(LLMException) as caught:
+        manager.allocate_cache(desc(1, POOL, 1))
+    assert caught.value.status_code == LLMStatusCode.LLM_OUT_OF_MEMORY
+    text = str(caught.value)
+    assert "arrays, views or running calls still use released caches" in text, text
+    assert f"released_bytes={POOL // 2}, released_caches=2" in text, text
+    del arrays
+    gc.collect()
+    assert released() == 0
+    manager.allocate_cache(desc(1, POOL, 1))
+    with pytest.raises(LLMException) as caught:
+        manager.allocate_cache(desc(1, POOL, 1))
+    assert "released" not in str(caught.value)
 
 
 def test_memory_stays_after_finalize_and_a_new_engine(start: Callable[..., Any]) -> None:

@@ -71,6 +71,9 @@ class PoolStats(TypedDict):
     """Runs of pages released since the engine was opened."""
     failures: int
     """Requests refused for lack of free pages."""
+    released_bytes: int
+    """Bytes of released caches that arrays, views or running calls still use, without the rounding to whole pages. They
+    return to the pool when the last of these is gone."""
     huge_pages: str
     """How the engine asked the kernel for huge pages."""
     committed_bytes: int

@@ -153,6 +153,13 @@ impl Error {
         self
     }
 
+    /// Adds to the text, before the facts.
+    #[must_use]
+    pub(crate) fn with_text(mut self, more: &str) -> Self {
+        self.0.message += more;
+        self
+    }
+
     /// Sets the error that caused this one.
     #[must_use]
     pub fn because(mut self, source: impl StdError + Send + Sync + 'static) -> Self {

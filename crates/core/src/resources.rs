@@ -155,6 +155,16 @@ impl Resources {
         self.pool(placement).ok_or_else(missing)
     }
 
+    /// Adds to an error of a pool without room how many bytes released caches still take, if there are any.
+    pub fn with_released(&self, error: Error, placement: Placement) -> Error {
+        let (bytes, count) = self.table.released(placement);
+        if bytes == 0 || error.kind() != ErrorKind::OutOfMemory {
+            return error;
+        }
+        let text = "; arrays, views or running calls still use released caches, whose memory is free once they are gone";
+        error.with_text(text).with("released_bytes", bytes).with("released_caches", count)
+    }
+
     /// Counts bytes that a call moved over a link, and makes the merger check for work at intervals.
     pub fn count_bytes(&self, op: Op, bytes: u64) {
         self.stats.add_bytes(op, bytes);

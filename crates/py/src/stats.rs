@@ -52,7 +52,7 @@ fn pool<'py>(py: Python<'py>, report: &PoolReport) -> PyResult<Bound<'py, PyDict
     let dict = PyDict::new(py);
     fields!(dict, report.pool, capacity_bytes page_bytes used_bytes free_bytes peak_used_bytes largest_free_run_bytes);
     fields!(dict, report.pool, used_ranges free_ranges allocations frees failures);
-    fields!(dict, report, huge_pages committed_bytes merged_bytes merge_errno);
+    fields!(dict, report, released_bytes huge_pages committed_bytes merged_bytes merge_errno);
     Ok(dict)
 }
 

@@ -81,6 +81,7 @@ _POOLS: dict[str, tuple[str, Any]] = {
     "used_bytes": ("Allocated bytes.", GaugeMetricFamily),
     "peak_used_bytes": ("Largest number of allocated bytes so far.", GaugeMetricFamily),
     "largest_free_run_bytes": ("Bytes of the largest request that would succeed now.", GaugeMetricFamily),
+    "released_bytes": ("Bytes of released caches that are still in use.", GaugeMetricFamily),
     "failures": ("Requests refused for lack of free pages.", CounterMetricFamily),
 }
 

@@ -19,7 +19,7 @@ use super::shards::{Shards, TABLE};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::memory::{Adopted, Generations, Tensors};
-use crate::model::{CacheDesc, CacheId, CacheKey, CacheKind, CacheLayout};
+use crate::model::{CacheDesc, CacheId, CacheKey, CacheKind, CacheLayout, Placement};
 use crate::sync::Mutex;
 
 /// What to do with a key that already names a cache.
@@ -51,6 +51,17 @@ struct State {
     /// Registered caches that were removed and may still be in use. Only calls that wait for the end of that
     /// use need this.
     leaving: HashMap<CacheId, Weak<Cache>>,
+    /// Allocated caches that were removed while something still used them: an array, a view or a call. Only reports need
+    /// this.
+    released: Vec<ReleasedCache>,
+}
+
+/// An allocated cache that was removed while something still used it.
+#[derive(Debug)]
+struct ReleasedCache {
+    cache: Weak<Cache>,
+    placement: Placement,
+    bytes: u64,
 }
 
 /// Index of an entry. Ids and keys map to an index and not to each other, so a lookup takes one hash and one
@@ -121,6 +132,7 @@ impl Table {
             entries: Vec::new(),
             free: Vec::new(),
             leaving: HashMap::new(),
+            released: Vec::new(),
         };
         Table { state: Mutex::new(state) }
     }
@@ -227,6 +239,7 @@ impl Table {
             CacheKind::Batch => state.remove_if_unreferenced(index),
             CacheKind::Blocks => state.remove(index),
         };
+        state.note_released(released.as_ref());
         drop(state);
         drop(released);
     }
@@ -237,6 +250,7 @@ impl Table {
         let mut state = self.state.lock();
         let allocated = state.named(key).is_some_and(|(entry, _)| entry.cache.origin() == Origin::Allocated);
         let released = if allocated { state.unbind(key) } else { None };
+        state.note_released(released.as_ref());
         drop(state);
         drop(released);
     }
@@ -274,6 +288,13 @@ impl Table {
     /// Forgets a cache that was unregistered and is no longer in use.
     pub fn forget_unregistered(&self, id: CacheId) {
         self.state.lock().leaving.remove(&id);
+    }
+
+    /// Returns the bytes and the number of the released caches of a placement whose memory is still in use.
+    pub fn released(&self, placement: Placement) -> (u64, usize) {
+        let state = self.state.lock();
+        let used = |of: &&ReleasedCache| of.placement == placement && of.cache.strong_count() > 0;
+        state.released.iter().filter(used).fold((0, 0), |(bytes, count), of| (bytes + of.bytes, count + 1))
     }
 
     pub fn state(&self) -> TableState {
@@ -366,6 +387,21 @@ impl State {
     fn forget(&mut self, index: EntryIndex, key: CacheKey) {
         self.pulled.remove(&key);
         self.generations.bump(index);
+    }
+
+    /// Notes a cache that was removed, if something still uses it. Without memory for the note, reports lack the cache.
+    fn note_released(&mut self, entry: Option<&TableEntry>) {
+        let Some(entry) = entry.filter(|entry| Arc::strong_count(&entry.cache) > 1) else { return };
+        // Checking all of them only when there is no room for another takes constant time on average.
+        if self.released.len() == self.released.capacity() {
+            self.released.retain(|released| released.cache.strong_count() > 0);
+            // Room for as many again.
+            let _ = self.released.try_reserve(self.released.len().max(16));
+        }
+        if self.released.len() < self.released.capacity() {
+            let (placement, bytes) = (entry.cache.placement(), entry.cache.bytes());
+            self.released.push(ReleasedCache { cache: Arc::downgrade(&entry.cache), placement, bytes });
+        }
     }
 
     fn take(&mut self, index: EntryIndex) -> Option<TableEntry> {

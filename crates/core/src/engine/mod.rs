@@ -175,9 +175,10 @@ impl DataDist {
             let request = validate::allocate(desc, kind, keys, pools)?;
             let arena = self.resources.arena(desc.placement)?;
             let tensors = match &request.mixed {
-                Some(sizes) => mixed(arena, sizes)?,
-                None => allocate(arena, &request.layout.geometry)?,
+                Some(sizes) => mixed(arena, sizes),
+                None => allocate(arena, &request.layout.geometry),
             };
+            let tensors = tensors.map_err(|error| self.resources.with_released(error, desc.placement))?;
             let bytes = request.mixed.map_or_else(|| request.layout.geometry.bytes(), |sizes| sizes.bytes());
             // Caches that were allocated before may have been touched since, perhaps by the caller's own
             // code.
@@ -438,6 +439,7 @@ impl DataDist {
         let merged = self.resources.merger.merged(region);
         PoolReport {
             pool: arena.state(),
+            released_bytes: self.resources.table.released(arena.placement()).0,
             huge_pages: region.huge_pages().name(),
             committed_bytes: region.committed_bytes(),
             merged_bytes: merged.bytes,

@@ -95,6 +95,11 @@ impl Arena {
         Tensors::contiguous(self.region.clone(), offset, count, bytes, Box::new(lease))
     }
 
+    /// Returns the placement of its memory.
+    pub fn placement(&self) -> Placement {
+        self.placement
+    }
+
     /// Returns the region, for the descriptor behind it.
     pub fn region(&self) -> &Region {
         &self.region

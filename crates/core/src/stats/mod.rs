@@ -170,6 +170,8 @@ pub struct LinkState {
 pub struct PoolReport {
     /// Sizes and counters of the pool.
     pub pool: PoolState,
+    /// Bytes of released caches that arrays, views or calls still use, without rounding to pages.
+    pub released_bytes: u64,
     /// How the engine asked the kernel for huge pages.
     pub huge_pages: &'static str,
     /// Bytes that the engine committed by touching them.
