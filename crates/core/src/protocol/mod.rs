@@ -15,9 +15,7 @@ mod notification;
 mod plan_codec;
 
 pub use fabric_offer::{FabricOffer, FabricPool, MAX_OFFER_BYTES};
-pub use frame::{
-    HANDSHAKE_LIMIT, HEADER, Header, MESSAGE_LIMIT, digest, encode, is_refusal, open, refusal,
-};
+pub use frame::{HANDSHAKE_LIMIT, HEADER, Header, MESSAGE_LIMIT, digest, encode, is_refusal, open, refusal};
 pub use link_messages::{Confirm, EnteredLink, LinkAnswer, MAX_METADATA, METADATA_LIMIT, Metadata};
 pub use messages::{
     Attach, Attached, Challenge, Comm, ControlMessage, EntryVersion, Hello, MAX_ADDRESSES, MAX_ADDRS,

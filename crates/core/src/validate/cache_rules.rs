@@ -28,6 +28,7 @@ pub struct RemoteCache {
 
 impl RemoteCache {
     /// Returns the same cache with the batch slot `row`, if it is given.
+    #[must_use]
     pub fn with_row(&self, row: Option<u32>) -> RemoteCache {
         RemoteCache { row: row.unwrap_or(self.row), ..self.clone() }
     }

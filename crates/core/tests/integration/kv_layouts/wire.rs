@@ -163,8 +163,8 @@ fn pairs_have_equal_checksums_on_both_sides() {
         let asked: Vec<CopyPlan> = plans.iter().map(asked).collect();
         let both = || -> Vec<(u64, u64)> {
             let of_plan = |plan: &CopyPlan| {
-                let read = sums(&engine, plan, LocalEnd::Source, &src);
-                let written = sums(&engine, &received(plan), LocalEnd::Destination, &dst);
+                let read = sums(engine, plan, LocalEnd::Source, &src);
+                let written = sums(engine, &received(plan), LocalEnd::Destination, &dst);
                 assert_eq!((read.len(), written.len()), (plan.num_pairs(), plan.num_pairs()));
                 read.into_iter().zip(written).collect::<Vec<_>>()
             };
