@@ -225,7 +225,7 @@ fn paths_refuse_unreachable_memory() {
     let plan = Arc::new(block_plan(&pairs(), ROW as u64, TENSORS as u32));
     let (stream, _other) = local_streams("refused");
     let (engine, progress) = (copy_engine(), Arc::<Progress>::default());
-    let job = PathJob { engine: engine, plan: &plan, deadline: soon() };
+    let job = PathJob { engine, plan: &plan, deadline: soon() };
     for remote in [peer.mapped(), peer.read()] {
         let to = (&remote, Placement::Host);
         let own_path = peer.source(&remote);
@@ -249,7 +249,7 @@ fn a_read_that_is_given_up_leaves_its_destination_alone() {
     let given_up = |path: &mut dyn DataPath, held: &Arc<()>| {
         let (buffer, tensors) = tensors_over(TENSORS, ROWS, ROW, |_, _| 0xEE);
         let deadline = Deadline::after(Duration::from_millis(100));
-        let job = PathJob { engine: engine, plan: &plan, deadline };
+        let job = PathJob { engine, plan: &plan, deadline };
         let error = path.read(job, (&tensors, Placement::Host), &Arc::default(), held.clone()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Timeout, "{:?}: {error}", path.kind());
         (buffer, tensors, error)
@@ -269,7 +269,7 @@ fn a_read_that_is_given_up_leaves_its_destination_alone() {
     let (buffer, _tensors, error) = given_up(&mut path, &held);
     assert_eq!((error.fact(STILL_READING), Arc::strong_count(&held)), (None, 1));
     let (_source, from) = tensors_over(TENSORS, ROWS, ROW, |_, _| 0x11);
-    let late = PathJob { engine: engine, plan: &plan, deadline: soon() };
+    let late = PathJob { engine, plan: &plan, deadline: soon() };
     let _ = StreamPath { stream: &local, range: 0..4096, sum: None }.serve(late, &from);
     assert!(unchanged(&buffer), "bytes arrived after the read was given up");
 
