@@ -22,8 +22,9 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
+import xxhash
+
 from . import messages as m
-from .xxh64 import xxh64
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +55,7 @@ def header(length: int, kind: int = MESSAGE, version: int = VERSION) -> bytes:
 
 def sealed(message: bytes) -> bytes:
     """Return the body of a message: its bytes and their checksum."""
-    return message + struct.pack("<Q", xxh64(message))
+    return message + struct.pack("<Q", xxhash.xxh64_intdigest(message))
 
 
 def opened(body: bytes) -> bytes:
