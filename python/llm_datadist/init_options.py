@@ -66,8 +66,10 @@ def report_unknown_options(options: dict[str, str]) -> None:
 
 def _unknown_backend(backend: object) -> str:
     """Return the end of an error text that says why ``backend`` is no transfer backend, or an empty text."""
+    if not isinstance(backend, str):  # the engine says so
+        return ""
     try:
-        _core.check_option("transfer_backend", str(backend))
+        _core.check_option("transfer_backend", backend)
     except LLMException as error:
         return f"; besides, {error}"
     return ""
