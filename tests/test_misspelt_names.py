@@ -151,6 +151,22 @@ def test_unknown_keyword_argument_of_a_pull_is_named_once(manager: Any, caplog: 
     ]
 
 
+def test_a_name_that_was_reported_is_not_looked_up_again(manager: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding the nearest name takes far longer than the other checks of a pull."""
+    cache, key = manager.allocate_cache(desc()), CacheKeyByIdAndIndex(2, 1)
+    with pytest.raises(LLMException, match="no link"):
+        manager.pull_cache(key, cache, src_cache_offset=0, dst_cache_offset=0)
+
+    def looked_up(_: object) -> None:
+        raise AssertionError("the signature was read again")
+
+    monkeypatch.setattr(inspect, "signature", looked_up)
+    with pytest.raises(LLMException, match="no link"):
+        manager.pull_cache(key, cache, src_cache_offset=0, dst_cache_offset=0)
+    with pytest.raises(AssertionError, match="read again"):
+        manager.pull_cache(key, cache, src_cache_offset=0, a_new_name=0)
+
+
 NEAR = {
     "grants": "grant",
     "grnat": "grant",

@@ -116,6 +116,10 @@ def check_keywords(call: Callable[..., Any], given: Iterable[str]) -> None:
         TypeError: a name belongs to another call of this package, is at most two edits away from one that only this
             package has, or contains ``grant`` or ``verif``.
     """
+    # First, because an ignored name may come with every pull of a program of the original.
+    given = [name for name in given if (call.__qualname__, name) not in _reported]
+    if not given:
+        return
     import inspect  # noqa: PLC0415  (only mistakes need it)
 
     parameters = inspect.signature(call).parameters.values()
@@ -127,8 +131,6 @@ def check_keywords(call: Callable[..., Any], given: Iterable[str]) -> None:
         if asks:
             msg = f"{call.__name__}() has no keyword argument {log.shown(name)}; {advice}"
             raise TypeError(msg)
-        if (call.__qualname__, name) in _reported:
-            continue
         if len(_reported) < _MOST_REMEMBERED:
             _reported.add((call.__qualname__, name))
         log.error("%s() ignores the unknown keyword argument %s; %s", call.__name__, log.shown(name), advice)
