@@ -11,7 +11,16 @@ import pytest
 
 from conftest import PAGE, options, pool
 from ids import short
-from llm_datadist import BlocksCacheKey, CacheKey, LLMDataDist, LLMException, LLMRole, LLMStatusCode, Placement
+from llm_datadist import (
+    BlocksCacheKey,
+    CacheKey,
+    LLMDataDist,
+    LLMException,
+    LLMRole,
+    LLMStatusCode,
+    Placement,
+    engine_log,
+)
 from memory import (
     AE,
     LE,
@@ -29,7 +38,7 @@ from memory import (
     same,
     used,
 )
-from peers import together
+from peers import kv_options, together
 
 ENGINE = """
 import ctypes, os, sys, warnings
@@ -460,6 +469,29 @@ def test_a_handler_inside_the_locked_part_of_finalize_does_not_wait_for_itself(
     dist.finalize()
     assert closed == [True]
     assert LLMDataDist.llm_engine_instance is None
+
+
+@pytest.mark.parametrize("settings", [options(), kv_options()], ids=["CacheManager", "KvCacheManager"])
+def test_an_interrupted_init_leaves_no_engine_open(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]
+) -> None:
+    dist = LLMDataDist(LLMRole.PROMPT, 1)
+    given = {**settings, "llm.listenIpInfo": "127.0.0.1:0"}
+    listened: list[str] = []
+
+    def interrupted() -> None:
+        listened.append(dist._llm_datadist.listening())  # type: ignore[union-attr,arg-type]
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine_log, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            dist.init(given)
+    assert repr(dist).endswith("initialized=False)")
+    assert LLMDataDist.llm_engine_instance is None
+    assert "llm.ClusterInfo" not in given
+    again = {**given, "llm.listenIpInfo": listened[0]}
+    assert start(again).listen_ip_info == listened[0], "the address is free again"
 
 
 def test_concurrent_init_of_one_object_is_one_init(start: Callable[..., Any]) -> None:

@@ -170,21 +170,38 @@ class LLMDataDist(EngineEvents):
             cache_manager = resolved.get(CACHE_MANAGER) == "1"
             if not cache_manager:
                 self._describe_cluster(resolved)
-            self._llm_datadist = _core.DataDist(self._role, self._cluster_id, resolved)
-            resolved.pop(_TOKEN, None)  # only the engine needs it
-            self._engine_options = resolved
-            self._enable_cache_mgr = cache_manager
-            self._enable_local_comm_res = LOCAL_RESOURCES in resolved
-            self._cache_manager = self._kv_cache_manager = None  # those of the parent, in a forked child
-            if cache_manager:
-                self._cache_manager = CacheManager(self._llm_datadist, resolved)
-            else:
-                self._kv_cache_manager = KvCacheManager(self._llm_datadist, self._role)
-                options[_CLUSTER_INFO] = resolved[_CLUSTER_INFO]
-            engine_log.start()
-            LLMDataDist.llm_engine_instance = self
-            self._opened_by = os.getpid()
-            self._is_initialized = True
+            native = _core.DataDist(self._role, self._cluster_id, resolved)
+            try:
+                resolved.pop(_TOKEN, None)  # only the engine needs it
+                self._llm_datadist, self._engine_options = native, resolved
+                self._enable_cache_mgr = cache_manager
+                self._enable_local_comm_res = LOCAL_RESOURCES in resolved
+                self._cache_manager = self._kv_cache_manager = None  # those of the parent, in a forked child
+                if cache_manager:
+                    self._cache_manager = CacheManager(native, resolved)
+                else:
+                    self._kv_cache_manager = KvCacheManager(native, self._role)
+                engine_log.start()
+                if not cache_manager:
+                    options[_CLUSTER_INFO] = resolved[_CLUSTER_INFO]
+                LLMDataDist.llm_engine_instance = self
+                self._opened_by = os.getpid()
+                self._is_initialized = True
+            except BaseException:
+                self._close_half_opened(native)
+                raise
+
+    def _close_half_opened(self, native: _core.DataDist) -> None:
+        """Close an engine whose ``init`` was interrupted, so that the next ``init`` finds its address free."""
+        self._is_initialized = False
+        self._llm_datadist = self._cache_manager = self._kv_cache_manager = None
+        self._engine_options = {}
+        if LLMDataDist.llm_engine_instance is self:
+            LLMDataDist.llm_engine_instance = None
+        try:
+            native.close()
+        finally:
+            engine_log.stop()
 
     def _describe_cluster(self, resolved: dict[str, str]) -> None:
         """Add ``llm.ClusterInfo``. If it is given, take the listen address from it (contract §9.7)."""
