@@ -323,3 +323,24 @@ def test_addresses_that_are_refused_name_the_argument(caplog: pytest.LogCaptureF
             assert f"peer_server_name={session!r} has no port" in caplog.text
     finally:
         engine.close()
+
+
+def test_a_request_for_regions_that_was_interrupted_is_repeated(
+    ends: tuple[Near, Far], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, far = ends
+    engine = near.engine._engine
+    assert engine is not None
+    assert far("unregister_memory", far.address) == 0
+    assert far("register_memory", far.address, 64) == 0
+    near.engine._opened().forget(near.engine._clusters[far.session])
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "notify", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            near.engine.transfer_sync_read(far.session, near.address, far.address, 8)
+    assert near.engine._opened()._answers == {}
+    assert near.engine.transfer_sync_read(far.session, near.address, far.address, 8) == 0

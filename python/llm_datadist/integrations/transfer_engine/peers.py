@@ -117,7 +117,7 @@ class Peers:
     def _ask(self, cluster: int) -> None:
         try:
             self._engine.notify(cluster, json.dumps({"list": 0}).encode())
-        except LLMException:
+        except BaseException:  # also Ctrl-C: the next transfer must ask again, and not wait for this answer
             self._answers.pop(cluster, None)
             raise
 
