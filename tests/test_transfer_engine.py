@@ -208,8 +208,8 @@ def test_mistakes_are_minus_one_and_move_nothing(ends: tuple[Near, Far], caplog:
     engine, mine, theirs = near.engine, near.address, far.address
     step = SIZE // 4
     for args, reason in [
-        ((far.session, [mine], [theirs], [0]), "length=0 must be above 0"),
-        ((far.session, [mine], [theirs], [-1]), "length=-1 must be above 0"),
+        ((far.session, [mine], [theirs], [0]), "lengths[0]=0 must be above 0"),
+        ((far.session, [mine], [theirs], [-1]), "lengths[0]=-1 must be above 0"),
         ((far.session, [mine], [theirs], [step + 1]), "are not registered here"),
         ((far.session, [mine - 1], [theirs], [8]), "are not registered here"),
         ((far.session, [mine], [theirs + SIZE - 4], [8]), "are not registered at the peer"),
@@ -232,6 +232,41 @@ def test_mistakes_are_minus_one_and_move_nothing(ends: tuple[Near, Far], caplog:
     assert engine.batch_unregister_memory([mine, mine]) == -1
     assert engine.transfer_check_status(99) == -1
     assert engine.get_batch_transfer_status([99]) == -1
+
+
+def test_bad_numbers_are_named_as_the_caller_named_them(
+    ends: tuple[Near, Far], caplog: pytest.LogCaptureFixture
+) -> None:
+    near, far = ends
+    engine, mine, wide = near.engine, near.address, np.int64(near.address)
+    convert = "is numpy.int64, not int; convert it with int()"
+
+    def said(call: Any, *args: Any) -> str:
+        caplog.clear()
+        assert call(*args) == -1
+        return caplog.text
+
+    for addresses, capacities, text in [
+        ([mine, mine + 8, wide], [8, 8, 8], f"buffer_addresses[2] {convert}"),
+        ([mine], [np.int64(8)], f"capacities[0] {convert}"),
+        ([mine], [0], "capacities[0]=0 must be above 0"),
+        ([mine], [2**63], f"capacities[0]={2**63} must be below 2^63"),
+        ([0], [8], "buffer_addresses[0]=0 must be above 0"),
+        ([2**64], [8], f"buffer_addresses[0]={2**64} must be below 2^64"),
+        ([2**64 - 4], [8], f"buffer_addresses[0]={2**64 - 4} and capacities[0]=8 end above 2^64"),
+        ([None], [8], "buffer_addresses[0] is NoneType, not int\n"),
+        ([mine], [True], "capacities[0] is bool, not int\n"),
+    ]:
+        assert text in said(engine.batch_register_memory, addresses, capacities)
+    assert f"buffer_addresses[0] {convert}" in said(engine.register_memory, wide, 8)
+    for ranges, text in [
+        (([wide], [mine], [8]), f"buffers[0] {convert}"),
+        (([-1], [mine], [8]), "buffers[0]=-1 must be 0 or above"),
+        (([mine], [mine, wide], [8, 8]), f"peer_buffer_addresses[1] {convert}"),
+        (([mine], [mine], [1.5]), "lengths[0] is float, not int\n"),
+    ]:
+        assert text in said(engine.batch_transfer_sync_read, far.session, *ranges)
+        assert text in said(engine.batch_transfer_async_write, far.session, *ranges)
 
 
 def test_a_peer_that_is_gone_is_minus_one(ends: tuple[Near, Far]) -> None:

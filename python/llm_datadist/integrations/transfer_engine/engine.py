@@ -26,7 +26,7 @@ from llm_datadist.integrations.addresses import engine_address, host_and_port
 from llm_datadist.integrations.engine_options import apply_engine_options
 from llm_datadist.integrations.interrupts import cancelled_if_interrupted
 from llm_datadist.integrations.transfer_engine.peers import Peers
-from llm_datadist.integrations.transfer_engine.regions import Region, Regions, pieces
+from llm_datadist.integrations.transfer_engine.regions import MAX_ADDRESS, Region, Regions, pieces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -367,6 +367,11 @@ class TransferEngine:
     def _register(self, addresses: Sequence[int], lengths: Sequence[int]) -> None:
         if len(addresses) != len(lengths):
             raise ValueError(f"{len(addresses)} addresses and {len(lengths)} lengths")
+        _check_numbers("buffer_addresses", addresses, least=1)
+        _check_numbers("capacities", lengths, least=1, limit=63)
+        for at, (address, length) in enumerate(zip(addresses, lengths)):
+            if address + length > MAX_ADDRESS:
+                raise ValueError(f"buffer_addresses[{at}]={address} and capacities[{at}]={length} end above 2^64")
         with self._lock:
             engine, regions = self._opened_engine(), self._regions
             made: list[tuple[Region, Cache]] = []
@@ -408,7 +413,7 @@ class TransferEngine:
         engine.cache_manager.unregister_cache(cache.cache_id)
         with self._lock:
             if self._caches.pop(region.number, None) is None:
-                raise LookupError(f"another thread has taken the range at {address:#x} back")
+                raise LookupError(f"another thread has unregistered the range at {address:#x}")
             self._regions = self._regions.without(region.number)
 
     def _ended(self, number: int) -> None:
@@ -421,7 +426,7 @@ class TransferEngine:
         failure = transfer.exception()
         with self._lock:
             if self._batches.pop(number, None) is None:
-                raise LookupError("another thread has asked for the status of the batch")
+                raise LookupError("another thread has read the status of this batch, which forgets it")
         self._forgotten(session, failure)
         if failure is not None:
             raise failure
@@ -432,6 +437,8 @@ class TransferEngine:
         ranges: tuple[Sequence[int], Sequence[int], Sequence[int]],
         opcode: TransferOpcode,
     ) -> Transfer:
+        for name, numbers, least in zip(("buffers", "peer_buffer_addresses", "lengths"), ranges, (0, 0, 1)):
+            _check_numbers(name, numbers, least=least)
         cluster = self._cluster_of(session)
         parts = [self._part(cluster, piece, opcode) for piece in self._pieces(cluster, ranges)]
         if not parts:
@@ -494,6 +501,20 @@ class TransferEngine:
             logger.error("%s: %s", what, error)  # noqa: TRY400 - the caller's mistakes need no traceback
             return FAILED
         return 0
+
+
+def _check_numbers(name: str, numbers: Sequence[int], *, least: int, limit: int = 64) -> None:
+    """Refuse entries that are no integers from ``least`` (0 or 1) to ``2**limit - 1``, by the name of the argument."""
+    for at, number in enumerate(numbers):
+        if not isinstance(number, int) or isinstance(number, bool):
+            kind = type(number)
+            named = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+            advice = "; convert it with int()" if hasattr(kind, "__index__") and kind is not bool else ""
+            raise TypeError(f"{name}[{at}] is {named}, not int{advice}")
+        if number < least:
+            raise ValueError(f"{name}[{at}]={number} must be {'above 0' if least else '0 or above'}")
+        if number >= 1 << limit:
+            raise ValueError(f"{name}[{at}]={number} must be below 2^{limit}")
 
 
 def _finish(transfer: Transfer) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["Piece", "Region", "Regions", "pieces"]
+__all__ = ["MAX_ADDRESS", "Piece", "Region", "Regions", "pieces"]
 
 MAX_ADDRESS = 2**64
 
