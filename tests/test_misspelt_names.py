@@ -23,6 +23,7 @@ from llm_datadist import (
     LLMDataDist,
     LLMException,
     LLMRole,
+    LLMStatusCode,
 )
 from llm_datadist.option_table import KNOWN_KEYS, rows
 from llm_datadist.spelling import OWN_KEYWORDS, closest, edit_distance, nearest, report_unknown_pool_keys
@@ -61,7 +62,6 @@ MISSPELT = [
         (key, "value of it", [OPTION.format(key, meant)])
         for key, meant in [
             *[("llm.MemPoolConfg", "llm.MemPoolConfig"), ("llm.memPoolConfig", "llm.MemPoolConfig")],
-            *[("llm.CopyWorker", "llm.CopyWorkers"), ("lm.LinkTokn", "llm.LinkToken"), ("llm.Verifyy", "llm.Verify")],
             ("llm.ListenInfo", "llm.ListenIpInfo"),
         ]
     ],
@@ -87,6 +87,34 @@ def test_init_names_the_option_or_pool_key_that_was_meant(
         caplog.clear()
         dist.switch_role(dist._role, {"llm.listenIpInf": "127.0.0.1:0"})
     assert errors(caplog)[0] == OPTION.format("llm.listenIpInf", "llm.listenIpInfo")
+
+
+ASKS_FOR_OWN = {
+    "llm.CopyWorker": "llm.CopyWorkers",
+    "lm.LinkTokn": "llm.LinkToken",
+    "llm.linktoken": "llm.LinkToken",
+    "llm.Verifyy": "llm.Verify",
+    "LLM.VERIFY": "llm.Verify",
+}
+IS_LIKE_OWN = ("llm.Verification", "llm.TokenPath", "llm.Checksum")
+
+
+@pytest.mark.parametrize("name", [*ASKS_FOR_OWN, *IS_LIKE_OWN])
+def test_init_refuses_a_key_that_resembles_an_option_of_this_package(dist: LLMDataDist, name: str) -> None:
+    """Otherwise the engine would run without a token or without the comparison of bytes."""
+    config = LLMConfig()
+    config.ge_options = {name: "value of it"}
+    meant = ASKS_FOR_OWN.get(name)
+    dist.finalize()
+    for call in (lambda: dist.init({**options(), name: "value of it"}), lambda: dist.init(config.generate_options())):
+        with pytest.raises(LLMException, match=f"there is no option '{name}'; ") as caught:
+            call()
+        assert caught.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
+        assert meant is None or f"did you mean '{meant}'?" in str(caught.value)
+        assert "value of it" not in str(caught.value)
+    dist.init(options())
+    with pytest.raises(LLMException, match=f"there is no option '{name}'; "):
+        dist.switch_role(dist._role, {name: "value of it"})
 
 
 @pytest.mark.parametrize("text", ["no JSON", "[1]", "[" * 100, 5])
@@ -126,6 +154,14 @@ def test_unknown_attribute_of_a_config_is_named(caplog: pytest.LogCaptureFixture
 def test_attribute_that_looks_like_an_option_of_this_package_raises(name: str, meant: str) -> None:
     config = LLMConfig()
     with pytest.raises(AttributeError, match=f"LLMConfig has no attribute '{name}'; did you mean '{meant}'"):
+        setattr(config, name, "full")
+    assert not hasattr(config, name)
+
+
+@pytest.mark.parametrize("name", ["verification", "verify_mode", "VERIFY", "link_token_path", "token", "checksum"])
+def test_attribute_that_asks_for_a_protection_raises(name: str) -> None:
+    config = LLMConfig()
+    with pytest.raises(AttributeError, match=f"LLMConfig has no attribute '{name}'; "):
         setattr(config, name, "full")
     assert not hasattr(config, name)
 
@@ -194,7 +230,44 @@ def test_keyword_argument_that_looks_like_one_of_this_package_raises(manager: An
     assert manager.stats()["ops"]["pull"]["calls"] == calls
 
 
-@pytest.mark.parametrize("name", ["grant", "src_tokens", "dst_offset", "timeout_ms", "grantss"])
+@pytest.mark.parametrize("name", ["token", "checksum", "NOTIFY", "VERIFYING", "notification"])
+def test_keyword_argument_that_asks_for_a_protection_raises(manager: Any, name: str) -> None:
+    cache = manager.allocate_blocks_cache(desc())
+    with pytest.raises(TypeError, match=f"pull_blocks\\(\\) has no keyword argument '{name}'; "):
+        manager.pull_blocks(BlocksCacheKey(2), cache, [0], [1], **{name: b"value"})
+
+
+def test_the_token_of_a_grant_is_never_ignored(manager: Any, caplog: pytest.LogCaptureFixture) -> None:
+    blocks, cache = manager.allocate_blocks_cache(desc()), manager.allocate_cache(desc())
+    token = manager.grant(blocks, [0]).token
+    with pytest.raises(LLMException, match="no link"):
+        manager.pull_blocks(BlocksCacheKey(2), blocks, [0], [1], permit=None)
+    for given in (token, [None, token]):
+        with pytest.raises(TypeError, match=r"'permit', and its value is a grant; did you mean 'grant'\?") as caught:
+            manager.pull_blocks(BlocksCacheKey(2), blocks, [0], [1], permit=given)
+        assert repr(token) not in str(caught.value)
+    with pytest.raises(TypeError, match=r"pull_cache\(\) takes no permit: grants are for blocks \(pull_blocks\)"):
+        manager.pull_cache(CacheKeyByIdAndIndex(2, 1), cache, permit=token)
+    assert repr(token) not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["grant", "grants"])
+def test_pull_of_a_slot_says_that_grants_are_for_blocks(manager: Any, name: str) -> None:
+    cache = manager.allocate_cache(desc())
+    with pytest.raises(TypeError, match=rf"pull_cache\(\) takes no {name}: grants are for blocks \(pull_blocks\)"):
+        manager.pull_cache(CacheKeyByIdAndIndex(2, 1), cache, **{name: b"token"})
+
+
+def test_synchronous_pull_says_where_its_time_limit_is(manager: Any) -> None:
+    cache, blocks = manager.allocate_cache(desc()), manager.allocate_blocks_cache(desc())
+    text = r"{0}\(\) has no keyword argument 'timeout_ms'; use {0}_async\(timeout_ms=...\) or LLMConfig.sync_kv_timeout"
+    with pytest.raises(TypeError, match=text.format("pull_cache")):
+        manager.pull_cache(CacheKeyByIdAndIndex(2, 1), cache, timeout_ms=5)
+    with pytest.raises(TypeError, match=text.format("pull_blocks")):
+        manager.pull_blocks(BlocksCacheKey(2), blocks, [0], [1], timeout_ms=5)
+
+
+@pytest.mark.parametrize("name", ["src_tokens", "dst_offset", "timeout_ms"])
 def test_keyword_argument_of_another_call_raises(manager: Any, name: str) -> None:
     cache = manager.allocate_cache(desc())
     with pytest.raises(TypeError, match=f"pull_cache\\(\\) has no keyword argument '{name}'; "):
@@ -212,7 +285,8 @@ def test_kv_cache_manager_refuses_what_only_the_other_manager_can_do(name: str) 
             (manager.pull_blocks, (BlocksCacheKey(2), blocks, [0], [0])),
             (manager.pull_cache, (CacheKeyByIdAndIndex(2, 1), blocks)),
         ):
-            with pytest.raises(TypeError, match=f"has no keyword argument '{name}'; "):
+            said = r"takes no grant: grants are for blocks \(CacheManager.pull_blocks\)"
+            with pytest.raises(TypeError, match=said if name == "grant" else f"has no keyword argument '{name}'; "):
                 call(*arguments, **{name: None})
     finally:
         cluster.finalize()

@@ -7,6 +7,7 @@ peers that break the protocol (`test_hostile_rings.py`).
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 
@@ -107,7 +108,8 @@ SHORTAGES = [
     ("dialing", "limit_descriptors", 1, "errno=24", None),  # the ring would take the descriptor of the stream
     ("dialing", "limit_descriptors", 2, "errno=24", None),  # the ring of the peer cannot be received
     ("dialing", "limit_files", 64 << 10, TOO_LARGE, None),
-    ("accepting", "limit_descriptors", 1, "the peer closed", None),  # the ring of the peer cannot be received
+    # The ring of the peer cannot be received. The end of the stream shows in one of two ways.
+    ("accepting", "limit_descriptors", 1, "the peer closed|the connection broke", None),
     ("accepting", "limit_descriptors", 2, NO_DESCRIPTOR, NO_DESCRIPTOR),
     ("accepting", "limit_files", 64 << 10, TOO_LARGE, TOO_LARGE),
 ]
@@ -142,7 +144,7 @@ def test_calls_do_without_rings_while_resources_are_short(ends: Ends) -> None:
         assert other.sockets() == before, f"{name}, {limit}({value}): each call opens a stream"
         assert sides.rings() == [0, 0], f"{name}, {limit}({value})"
         for shown, expected in zip(sides.refusals(), reasons):
-            matches = shown is None if expected is None else expected in (shown or "")
+            matches = shown is None if expected is None else re.search(expected, shown or "") is not None
             assert matches, f"{name}, {limit}({value}): {shown}"
         getattr(limited, limit)(None)
         if (name, limit, value) == SHORTAGES[-1][:3]:

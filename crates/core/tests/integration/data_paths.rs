@@ -58,9 +58,7 @@ struct Destination {
 impl Destination {
     fn host() -> Destination {
         let (buffer, tensors) = tensors_over(TENSORS, ROWS, ROW, |_, _| 0xEE);
-        let config = config(1 << 20);
-        let engine = CopyEngine::new(&config, DeviceSet::host_only()).unwrap();
-        let (device, placement) = (HostReach::Direct, Placement::Host);
+        let (engine, device, placement) = (copy_engine(), HostReach::Direct, Placement::Host);
         Destination { engine, device, tensors, placement, buffer: Some(buffer) }
     }
 
@@ -150,7 +148,7 @@ impl Library {
 fn serve(plan: &Arc<CopyPlan>, stream: &Stream) {
     let (_buffer, tensors) = tensors_over(TENSORS, ROWS, ROW, |tensor, at| source(tensor, at, 1)[0]);
     let mut path = StreamPath { stream, range: 0..plan.bytes(), sum: None };
-    path.serve(PathJob { engine: copy_engine(), plan, deadline: soon() }, &tensors).unwrap();
+    path.serve(PathJob { engine: &copy_engine(), plan, deadline: soon() }, &tensors).unwrap();
 }
 
 #[test]
@@ -225,7 +223,7 @@ fn paths_refuse_unreachable_memory() {
     let plan = Arc::new(block_plan(&pairs(), ROW as u64, TENSORS as u32));
     let (stream, _other) = local_streams("refused");
     let (engine, progress) = (copy_engine(), Arc::<Progress>::default());
-    let job = PathJob { engine, plan: &plan, deadline: soon() };
+    let job = PathJob { engine: &engine, plan: &plan, deadline: soon() };
     for remote in [peer.mapped(), peer.read()] {
         let to = (&remote, Placement::Host);
         let own_path = peer.source(&remote);
@@ -249,7 +247,7 @@ fn a_read_that_is_given_up_leaves_its_destination_alone() {
     let given_up = |path: &mut dyn DataPath, held: &Arc<()>| {
         let (buffer, tensors) = tensors_over(TENSORS, ROWS, ROW, |_, _| 0xEE);
         let deadline = Deadline::after(Duration::from_millis(100));
-        let job = PathJob { engine, plan: &plan, deadline };
+        let job = PathJob { engine: &engine, plan: &plan, deadline };
         let error = path.read(job, (&tensors, Placement::Host), &Arc::default(), held.clone()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Timeout, "{:?}: {error}", path.kind());
         (buffer, tensors, error)
@@ -269,7 +267,7 @@ fn a_read_that_is_given_up_leaves_its_destination_alone() {
     let (buffer, _tensors, error) = given_up(&mut path, &held);
     assert_eq!((error.fact(STILL_READING), Arc::strong_count(&held)), (None, 1));
     let (_source, from) = tensors_over(TENSORS, ROWS, ROW, |_, _| 0x11);
-    let late = PathJob { engine, plan: &plan, deadline: soon() };
+    let late = PathJob { engine: &engine, plan: &plan, deadline: soon() };
     let _ = StreamPath { stream: &local, range: 0..4096, sum: None }.serve(late, &from);
     assert!(unchanged(&buffer), "bytes arrived after the read was given up");
 

@@ -450,11 +450,14 @@ pub fn share_rings(local: &Stream, remote: &Stream) {
     assert!(local.has_rings() && remote.has_rings());
 }
 
-/// A copy engine with its defaults, whose workers all tests share.
-pub fn copy_engine() -> &'static CopyEngine {
-    static SHARED: LazyLock<CopyEngine> = LazyLock::new(|| {
-        CopyEngine::new(&Config::new(Role::Mix, ClusterId(1)), DeviceSet::host_only()).unwrap()
-    });
+/// A copy engine with its defaults, and counters of its own.
+pub fn copy_engine() -> CopyEngine {
+    CopyEngine::new(&Config::new(Role::Mix, ClusterId(1)), DeviceSet::host_only()).unwrap()
+}
+
+/// A copy engine whose workers all tests share that count nothing.
+pub fn shared_copy_engine() -> &'static CopyEngine {
+    static SHARED: LazyLock<CopyEngine> = LazyLock::new(copy_engine);
     &SHARED
 }
 

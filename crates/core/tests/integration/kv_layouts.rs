@@ -18,7 +18,7 @@ use llm_datadist_core::{
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use crate::fixtures::{copy_engine, local_streams, pattern, proptest_cases, tensors_over};
+use crate::fixtures::{local_streams, pattern, proptest_cases, shared_copy_engine, tensors_over};
 use crate::socket_copies::SocketCopies as _;
 
 /// A cache and the blocks of one sequence in it.
@@ -669,7 +669,7 @@ fn plans_between_layouts_move_bytes() {
         }
         let soon = || Deadline::after(Duration::from_secs(60));
         let (buffer, dst) = over(&case.dst, 2);
-        let engine = copy_engine();
+        let engine = shared_copy_engine();
         for plan in &plans {
             let (from, to) = ((&src, Placement::Host), (&dst, Placement::Host));
             let staging = Staging { path: SwapInPath::Auto, buffer_bytes: 1 << 20 };

@@ -23,7 +23,9 @@ use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
 use super::{Case, Moved, Side, between, block_list, cases, rank, whole};
-use crate::fixtures::{self, Buffer, copy_engine, local_streams, pattern, proptest_cases, tensors_over};
+use crate::fixtures::{
+    self, Buffer, local_streams, pattern, proptest_cases, shared_copy_engine, tensors_over,
+};
 use crate::socket_copies::SocketCopies as _;
 
 fn soon() -> Deadline {
@@ -115,7 +117,7 @@ fn a_plan_and_its_bytes_go_through_a_stream() {
     let fused = KvLayout { kv: KvPlanes::KThenV, order: TokenOrder::Hnd, ..rank(8, 4, 1) };
     let there = between(shuffled(whole(rank(8, 2, 0), 50)), shuffled(whole(fused, 50)));
     let back = between(there.dst.clone(), there.src.clone());
-    let engine = copy_engine();
+    let engine = shared_copy_engine();
     for case in [there, back] {
         let part = part(&case);
         let plans = case.plan(&part).unwrap().plans;
@@ -147,7 +149,7 @@ fn a_plan_and_its_bytes_go_through_a_stream() {
 #[test]
 fn pairs_have_equal_checksums_on_both_sides() {
     let seen = std::cell::Cell::new(0u32);
-    let engine = copy_engine();
+    let engine = shared_copy_engine();
     let positions = (cases(), any::<prop::sample::Index>(), any::<u32>(), prop::option::of(any::<u64>()));
     let outcome = TestRunner::new(proptest_cases(600)).run(&positions, |(case, element, bit, sample)| {
         let part = part(&case);
@@ -208,10 +210,10 @@ fn the_checksum_of_a_pair_is_that_of_its_pieces_in_order() {
         }
         block.value()
     });
-    assert_eq!(sums(copy_engine(), plan, LocalEnd::Source, &src), expected.collect::<Vec<_>>());
+    assert_eq!(sums(shared_copy_engine(), plan, LocalEnd::Source, &src), expected.collect::<Vec<_>>());
     let passed = Deadline::after(Duration::ZERO);
     let blocks = PairBlocks::of(plan, LocalEnd::Source).unwrap();
-    let late = copy_engine().pair_sums((&src, Placement::Host), blocks, bound(), passed).unwrap_err();
+    let late = shared_copy_engine().pair_sums((&src, Placement::Host), blocks, bound(), passed).unwrap_err();
     assert_eq!(late.kind(), llm_datadist_core::ErrorKind::Timeout);
 }
 
