@@ -24,7 +24,7 @@ from llm_datadist.option_types import (
     Token,
     Uint32,
 )
-from llm_datadist.spelling import closest, report_unknown
+from llm_datadist.spelling import LISTED, closest, refusal, report_unknown, resembles
 
 __all__ = ["LLMClusterInfo", "LLMConfig", "LLMRole", "LlmConfig", "trans_str_ip"]
 
@@ -37,8 +37,8 @@ class LlmConfig:
     effect, and is logged at ERROR with the nearest name of an option.
 
     Raises:
-        AttributeError: the assigned attribute does not exist, and its name is at most two edits away from that of an
-            option which the original does not have, such as ``verify`` or ``link_token``.
+        AttributeError: the assigned attribute does not exist, and its name resembles that of an option which the
+            original does not have, such as ``verify`` or ``link_token`` (contract §5.2).
         TypeError: a setter was given a value of a wrong type.
         ValueError: a setter was given an integer outside its width, or ``cluster_info`` a text that is not JSON.
         RuntimeError: ``cluster_info`` was given an invalid address.
@@ -328,10 +328,9 @@ class LlmConfig:
     def __setattr__(self, name: str, value: Any) -> None:
         # A name with an underscore in front is an attribute of the class itself, or of a subclass.
         if not name.startswith("_") and not hasattr(type(self), name):
-            meant = closest(name, _NAMES)
-            if meant in _OWN_NAMES:
-                raise AttributeError(f"LLMConfig has no attribute {log.shown(name)}; did you mean {log.shown(meant)}?")
-            report_unknown("attribute of LLMConfig", [name], _NAMES, "llm-datadist options lists every option")
+            if resembles(name, _NAMES, _OWN_NAMES):
+                raise AttributeError(f"LLMConfig has no attribute {refusal(name, _NAMES, LISTED)}")
+            report_unknown("attribute of LLMConfig", [name], _NAMES, LISTED)
         super().__setattr__(name, value)
 
     @property

@@ -20,7 +20,6 @@ from llm_datadist.init_options import (
     LISTEN,
     LISTEN_TOO,
     LOCAL_RESOURCES,
-    report_unknown_options,
 )
 from llm_datadist.kv_cache_manager import KvCacheManager
 from llm_datadist.log import logged
@@ -129,8 +128,8 @@ class LLMDataDist(EngineEvents):
 
         The call has no effect on an initialized object, and may be repeated after a failure. In a forked child it opens
         an engine of the child's own, also on an object that the parent initialized (contract §16). Unknown keys are
-        ignored, and each is logged at ERROR with the nearest known key. Keys that start with ``ge.`` are not (contract
-        §5.2).
+        ignored, and each is logged at ERROR with the nearest known key. Keys that start with ``ge.`` are not. A key
+        that resembles an option which the original does not have is an error (contract §5.2).
 
         Args:
             options: keys and texts, usually from ``LLMConfig.generate_options``. The dict is copied; in KvCacheManager
@@ -163,7 +162,7 @@ class LLMDataDist(EngineEvents):
                 status_code=LLMStatusCode.LLM_FAILED,
             )
             check_dict("options", options, str, object)
-            report_unknown_options(options)
+            init_options.check_names(options)
             report_unknown_pool_keys(options)
             init_options.check_graph_memory(options.get("ge.flowGraphMemMaxSize"))
             resolved = init_options.resolve(options, self._role_to_str(self._role))
@@ -440,8 +439,9 @@ class LLMDataDist(EngineEvents):
             TypeError: an argument has the wrong type.
             ValueError: the port is not a uint16.
             LLMException: ``LLM_EXIST_LINK``: a link exists, or a communicator is ``PREPARING``;
-                ``LLM_PARAM_INVALID``: the address is not of the form ``ip:port``, or, in KvCacheManager mode, the role
-                is the current one, or ``PROMPT`` has no address;
+                ``LLM_PARAM_INVALID``: the address is not of the form ``ip:port``, a key resembles an option which the
+                original does not have (contract §5.2), or, in KvCacheManager mode, the role is the current one, or
+                ``PROMPT`` has no address;
                 ``LLM_FEATURE_NOT_ENABLED``: another address with transfer backend ``hixl``, or, in KvCacheManager
                 mode, ``init`` had no ``llm.EnableSwitchRole``; ``LLM_FAILED``: the address cannot be bound.
         """
@@ -449,7 +449,7 @@ class LLMDataDist(EngineEvents):
         _core.check_isinstance("role", role, LLMRole, allow_none=False)
         _core.check_isinstance("switch_options", switch_options, dict)
         options = switch_options or {}
-        report_unknown_options(options)
+        init_options.check_names(options)
         listen = options.get(LISTEN, options.get(LISTEN_TOO))
         if listen is not None:
             init_options.listen_address(listen)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 
 from llm_datadist import _core, log
-from llm_datadist.option_table import ENVIRONMENT, KNOWN_KEYS, TOKEN_VARIABLES, is_known
-from llm_datadist.spelling import report_unknown
+from llm_datadist.option_table import ENVIRONMENT, KNOWN_KEYS, OWN_KEYS, TOKEN_VARIABLES, is_known
+from llm_datadist.spelling import LISTED, refusal, report_unknown, resembles
 from llm_datadist.status import LLMException, raise_if_false, raise_if_true
 
 __all__ = [
@@ -19,8 +19,8 @@ __all__ = [
     "LISTEN_TOO",
     "LOCAL_RESOURCES",
     "check_graph_memory",
+    "check_names",
     "listen_address",
-    "report_unknown_options",
     "resolve",
 ]
 
@@ -58,10 +58,17 @@ def resolve(options: dict[str, str], role: str) -> dict[str, str]:
     return resolved
 
 
-def report_unknown_options(options: dict[str, str]) -> None:
-    """Log one line at ERROR for each unknown key (contract §5.2)."""
+def check_names(options: dict[str, str]) -> None:
+    """Log one line at ERROR for each unknown key, or refuse it (contract §5.2).
+
+    Raises:
+        LLMException: ``LLM_PARAM_INVALID``: a key resembles an option which the original does not have.
+    """
     unknown = [key for key in options if isinstance(key, str) and not is_known(key)]
-    report_unknown("option", unknown, KNOWN_KEYS, "llm-datadist options lists every option")
+    for key in unknown:
+        if resembles(key, KNOWN_KEYS, OWN_KEYS):
+            raise_if_true(True, "there is no option {}", refusal(key, KNOWN_KEYS, LISTED))
+    report_unknown("option", unknown, KNOWN_KEYS, LISTED)
 
 
 def _unknown_backend(backend: object) -> str:

@@ -10,7 +10,17 @@ from typing import NamedTuple
 
 from llm_datadist import configs
 
-__all__ = ["ENVIRONMENT", "KNOWN_KEYS", "OTHER_VARIABLES", "TOKEN_VARIABLES", "Row", "is_known", "rows", "table"]
+__all__ = [
+    "ENVIRONMENT",
+    "KNOWN_KEYS",
+    "OTHER_VARIABLES",
+    "OWN_KEYS",
+    "TOKEN_VARIABLES",
+    "Row",
+    "is_known",
+    "rows",
+    "table",
+]
 
 TOKEN_VARIABLES = {"llm.LinkTokenFile": "LLM_DATADIST_TOKEN_FILE", "llm.LinkToken": "LLM_DATADIST_TOKEN"}
 """Option → environment variable of the token. ``init`` reads the variables only if neither option is given."""
@@ -66,6 +76,9 @@ _FURTHER_KEYS = ("llm.ListenIpInfo", "llm.Role", "llm.ListenIp", "llm.ListenPort
 
 KNOWN_KEYS = frozenset([*(row.key for row in rows() if row.key), *ENVIRONMENT, *_FURTHER_KEYS])
 """Every key that ``init`` reads, or that the original knows and ``init`` ignores (contract §5.2)."""
+
+OWN_KEYS = frozenset(row.key for row in rows() if row.own)
+"""Every key that the original lacks."""
 
 
 def is_known(key: str) -> bool:

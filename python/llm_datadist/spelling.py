@@ -2,7 +2,8 @@
 
 Unknown options and unknown keyword arguments of the original's pulls are ignored (contract §5.2, §7.12). Each is logged
 at ERROR, so that the default level of the log shows it. A name that resembles one which only this package has raises an
-exception, because no program of the original contains it, and the call would run without what it asks for.
+exception, because no program of the original contains it, and the call would run without what it asks for. The rule is
+the same for options, attributes and keyword arguments (``resembles``).
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
 __all__ = [
+    "LISTED",
     "OWN_KEYWORDS",
     "check_keywords",
     "closest",
     "edit_distance",
     "nearest",
+    "refusal",
     "report_unknown",
     "report_unknown_pool_keys",
+    "resembles",
 ]
 
 OWN_KEYWORDS = frozenset(
@@ -43,12 +47,15 @@ OWN_KEYWORDS = frozenset(
 )
 """Keyword arguments of pulls that the original does not have."""
 
+LISTED = "llm-datadist options lists every option"
+"""What to do about an unknown option that resembles no valid one."""
+
 _MOST_EDITS = 2
 _ALIKE = 0.7
 _POOLS = ("llm.MemPoolConfig", "llm.HostMemPoolConfig")
 _POOL_KEYS = frozenset({"memory_size", "page_shift"})
-# A name with one of these parts asks for a protection, however it goes on.
-_PROTECTIONS = ("grant", "verif")
+# A name with one of these parts asks for something that only this package has, however it goes on.
+_OWN_PARTS = ("grant", "verif", "token", "checksum", "notif")
 
 # Keyword arguments that were reported, because a call may run thousands of times a second. The limit bounds the memory,
 # because the caller chooses the names.
@@ -72,10 +79,12 @@ def edit_distance(left: str, right: str) -> int:
 def closest(name: str, known: Collection[str]) -> Optional[str]:
     """Return the known name that is nearest to ``name`` and at most two edits away; ``None`` if there is none.
 
-    Of several equally near names, the first in alphabetical order is returned.
+    The case of letters counts only between equally near names, of which the first in alphabetical order is returned.
     """
-    near = [other for other in known if abs(len(other) - len(name)) <= _MOST_EDITS]
-    edits, best = min(((edit_distance(name, other), other) for other in near), default=(_MOST_EDITS + 1, None))
+    folded = name.casefold()
+    near = [other for other in known if abs(len(other.casefold()) - len(folded)) <= _MOST_EDITS]
+    distances = ((edit_distance(folded, other.casefold()), edit_distance(name, other), other) for other in near)
+    edits, _, best = min(distances, default=(_MOST_EDITS + 1, 0, None))
     return best if edits <= _MOST_EDITS else None
 
 
@@ -89,6 +98,22 @@ def nearest(name: str, known: Collection[str]) -> Optional[str]:
     contained = max((other for other in known if other in name), key=len, default=None)
     alike = difflib.get_close_matches(name, sorted(known), 1, _ALIKE)
     return closest(name, known) or contained or next(iter(alike), None)
+
+
+def resembles(name: str, known: Collection[str], own: Collection[str]) -> bool:
+    """Return whether an unknown name resembles one that only this package has (contract §5.2, §7.12).
+
+    Args:
+        name: the name.
+        known: the valid names.
+        own: the names that only this package has. They need not be valid here.
+    """
+    return closest(name, {*known, *own}) in own or any(part in name.casefold() for part in _OWN_PARTS)
+
+
+def refusal(name: str, known: Collection[str], remedy: str) -> str:
+    """Return the end of an error text: the unknown name, and the nearest valid one or else ``remedy``."""
+    return f"{log.shown(name)}; {_advice(name, known, remedy)}"
 
 
 def report_unknown(kind: str, given: Iterable[str], known: Collection[str], remedy: str) -> None:
@@ -105,35 +130,55 @@ def report_unknown(kind: str, given: Iterable[str], known: Collection[str], reme
             log.error("unknown %s %s is ignored; %s", kind, log.shown(name), _advice(name, known, remedy))
 
 
-def check_keywords(call: Callable[..., Any], given: Iterable[str]) -> None:
+def check_keywords(call: Callable[..., Any], given: Mapping[str, object]) -> None:
     """Refuse or report the unknown keyword arguments of a pull (contract §7.12).
 
     Args:
         call: the method. Its keyword-only parameters are the valid names.
-        given: the names that are not parameters of the method.
+        given: the arguments whose names are not parameters of the method.
 
     Raises:
-        TypeError: a name belongs to another call of this package, is at most two edits away from one that only this
-            package has, or contains ``grant`` or ``verif``.
+        TypeError: a name resembles one that only this package has (``resembles``), or a value is the token of a grant.
     """
     # First, because an ignored name may come with every pull of a program of the original.
-    given = [name for name in given if (call.__qualname__, name) not in _reported]
-    if not given:
+    unseen = [name for name, value in given.items() if (call.__qualname__, name) not in _reported or _has_token(value)]
+    if not unseen:
         return
     import inspect  # noqa: PLC0415  (only mistakes need it)
 
     parameters = inspect.signature(call).parameters.values()
     known = frozenset(one.name for one in parameters if one.kind is one.KEYWORD_ONLY)
     listed = "its keyword arguments are " + ", ".join(sorted(known))
-    for name in given:
-        advice = _advice(name, known, listed)
-        asks = closest(name, known | OWN_KEYWORDS) in OWN_KEYWORDS or any(part in name.lower() for part in _PROTECTIONS)
-        if asks:
-            msg = f"{call.__name__}() has no keyword argument {log.shown(name)}; {advice}"
-            raise TypeError(msg)
+    for name in unseen:
+        if _has_token(given[name]) or resembles(name, known, OWN_KEYWORDS):
+            raise TypeError(_refused(call, name, known, listed, token=_has_token(given[name])))
         if len(_reported) < _MOST_REMEMBERED:
             _reported.add((call.__qualname__, name))
+        advice = _advice(name, known, listed)
         log.error("%s() ignores the unknown keyword argument %s; %s", call.__name__, log.shown(name), advice)
+
+
+def _has_token(value: object) -> bool:
+    """Return whether an argument is the token of a grant, or a list of them."""
+    if isinstance(value, (list, tuple)):
+        return any(map(log.is_grant_token, value))
+    return log.is_grant_token(value)
+
+
+def _refused(call: Callable[..., Any], name: str, known: frozenset[str], listed: str, *, token: bool) -> str:
+    """Return the text for a keyword argument that must not be ignored."""
+    called, kv_cache_manager = call.__name__, call.__qualname__.startswith("KvCacheManager.")
+    meant = "grant" if token else closest(name, known | OWN_KEYWORDS)
+    if meant == "grant" and "grant" not in known:
+        blocks = "CacheManager.pull_blocks" if kv_cache_manager else "pull_blocks"
+        return f"{called}() takes no {log.shown(name)[1:-1]}: grants are for blocks ({blocks})"
+    if meant == "timeout_ms":
+        asynchronous = "" if kv_cache_manager else f"{called}_async(timeout_ms=...) or "
+        advice = f"use {asynchronous}LLMConfig.sync_kv_timeout"
+        return f"{called}() has no keyword argument {log.shown(name)}; {advice}"
+    if token:
+        return f"{called}() has no keyword argument {log.shown(name)}, and its value is a grant; did you mean 'grant'?"
+    return f"{called}() has no keyword argument {refusal(name, known, listed)}"
 
 
 def _advice(name: str, known: Collection[str], remedy: str) -> str:

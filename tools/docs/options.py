@@ -22,8 +22,9 @@ options` ([Command line](cli.md)) prints the same list.
 In each row, the first line is the attribute of `LLMConfig`, and the second one is the key in the dict.
 
 `init` ignores unknown keys, and logs one line at ERROR for each, with the nearest known key ([Logging](logging.md)).
-Setting an attribute of `LLMConfig` that does not exist logs the same kind of line. It raises `AttributeError` if the
-name looks like an option that the original does not have, such as `verify`.
+Setting an attribute of `LLMConfig` that does not exist logs the same kind of line. A name that looks like an option
+which the original does not have, such as `verify`, is refused ([contract §5.2](contract.md#5.2)): `init` raises
+`LLM_PARAM_INVALID`, and the attribute raises `AttributeError`.
 
 The page is generated from the code by `make docs-options`.
 """
