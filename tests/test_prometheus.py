@@ -102,6 +102,36 @@ def test_two_links_to_one_cluster_are_one_series_each(ends: Ends) -> None:
     assert registry.get_sample_value("llm_datadist_link_moved_bytes_total", moved) == 60
 
 
+def test_a_counter_does_not_fall_when_one_of_two_links_ends(dist: LLMDataDist) -> None:
+    """`rate()` takes a counter that falls for a new one, and would count the other link twice."""
+    stats = dist.stats()
+    links: list[dict[str, object]] = []
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(SimpleNamespace(stats=lambda: {**stats, "links": links})))  # type: ignore[arg-type]
+
+    def moved(*given: tuple[int, dict[str, int]]) -> list[float | None]:
+        """Return the counters of cluster 2, rings and sockets, for links with a cluster and the bytes of each path."""
+        kind = {"transport": "shm", "pools": "stream", "registered": "stream", "silent_ms": 1}
+        links[:] = [
+            {"cluster": cluster, **kind, "paths": {path: {"bytes": moved} for path, moved in paths.items()}}
+            for cluster, paths in given
+        ]
+        samples = {
+            (sample.labels["cluster"], sample.labels["path"]): sample.value
+            for family in registry.collect()
+            for sample in family.samples
+            if sample.name == "llm_datadist_link_moved_bytes_total"
+        }
+        return [samples.get(("2", path)) for path in ("rings", "sockets")]
+
+    assert moved((2, {"rings": 30}), (2, {"rings": 100, "sockets": 5})) == [130, 5]
+    assert moved((2, {"rings": 30}), (3, {"rings": 7})) == [130, 5]
+    assert moved((2, {"rings": 50})) == [150, 5]
+    assert moved((2, {"rings": 50}), (2, {"sockets": 1})) == [150, 6]
+    assert moved((3, {"rings": 8})) == [None, None]
+    assert moved((2, {"rings": 4})) == [4, None]
+
+
 @pytest.mark.parametrize("library", ["ucx", "nixl"])
 def test_a_library_has_metrics_if_it_is_used(served: tuple[End, Peer], library: Literal["ucx", "nixl"]) -> None:
     near, _ = served

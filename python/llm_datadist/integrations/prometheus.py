@@ -10,6 +10,7 @@ how-to page "Monitoring" lists them, and ``docs/monitoring/dashboard.json`` is a
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ class EngineCollector(Collector):
 
     def __init__(self, engine: LLMDataDist) -> None:
         self._engine = engine
+        self._moved = _Growing()
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of this moment."""
@@ -49,10 +51,12 @@ class EngineCollector(Collector):
             stats = self._engine.stats()
         except (LLMException, RuntimeError):  # not initialized, or finalized
             return
+        # Before the first metric, because the caller may stop in between.
+        moved = self._moved.grown(_moved_by(stats), {str(link["cluster"]) for link in stats["links"]})
         yield from _calls(stats)
         yield from _pools(stats)
         yield from _tables(stats)
-        yield from _links(stats)
+        yield from _links(stats, moved)
         yield from _fabrics(stats)
 
 
@@ -124,22 +128,54 @@ def _fabrics(stats: Stats) -> Iterator[Metric]:
                 yield CounterMetricFamily(f"llm_datadist_{library}_{name}", described, counted[name])
 
 
-def _links(stats: Stats) -> Iterator[Metric]:
+class _Growing:
+    """Keeps sums over the links of a cluster from falling when one of its links ends.
+
+    Prometheus takes a counter that falls for one that began again at 0, and would count the other links twice.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last: dict[tuple[str, str], int] = {}
+        self._ended: dict[tuple[str, str], int] = {}
+
+    def grown(self, sums: dict[tuple[str, str], int], clusters: set[str]) -> dict[tuple[str, str], int]:
+        """Return sums by cluster and path, each with what has ended while the cluster was listed.
+
+        Args:
+            sums: the sums of the current links.
+            clusters: the clusters with a link. The others are forgotten, so they begin again at 0.
+        """
+        with self._lock:
+            last = {key: sum_ for key, sum_ in self._last.items() if key[0] in clusters}
+            self._last = {key: sums.get(key, 0) for key in {**last, **sums}}
+            ended = {key: self._ended.get(key, 0) + max(last.get(key, 0) - now, 0) for key, now in self._last.items()}
+            self._ended = ended
+            return {key: now + ended[key] for key, now in self._last.items()}
+
+
+def _moved_by(stats: Stats) -> dict[tuple[str, str], int]:
+    """Return the bytes of the current links by cluster and path."""
+    moved: Counter[tuple[str, str]] = Counter()
+    for link in stats["links"]:
+        for path, carried in link["paths"].items():
+            moved[str(link["cluster"]), path] += carried["bytes"]
+    return moved
+
+
+def _links(stats: Stats, moved: dict[tuple[str, str], int]) -> Iterator[Metric]:
     """Yield the metrics of the links. A cluster may have several links, so values with equal labels are combined."""
     kinds: Counter[tuple[str, ...]] = Counter()
-    moved: Counter[tuple[str, ...]] = Counter()
     silence: dict[tuple[str, ...], float] = {}
     for link in stats["links"]:
         cluster = str(link["cluster"])
         kinds[cluster, link["transport"], link["pools"], link["registered"]] += 1
         silence[cluster,] = max(silence.get((cluster,), 0.0), link["silent_ms"] / 1000)
-        for path, carried in link["paths"].items():
-            moved[cluster, path] += carried["bytes"]
     labels = ["cluster", "transport", "pools", "registered"]
     links = GaugeMetricFamily("llm_datadist_link", "Current links, by how bytes travel.", labels=labels)
     text = "Time since the peer's last control message, of its most silent link."
     silent = GaugeMetricFamily("llm_datadist_link_silent_seconds", text, labels=["cluster"])
-    text = "Bytes of pulls and pushes over the current links, by path."
+    text = "Bytes of pulls and pushes over the links of a cluster since it was linked, by path."
     paths = CounterMetricFamily("llm_datadist_link_moved_bytes", text, labels=["cluster", "path"])
     for family, values in ((links, kinds), (silent, silence), (paths, moved)):
         for key, value in values.items():
