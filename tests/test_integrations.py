@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import re
 import socket
 from typing import Any
 
 import pytest
 
-from llm_datadist.integrations.addresses import engine_address, host_and_port
+from llm_datadist import LLMConfig
+from llm_datadist.integrations.addresses import engine_address, host_and_port, listen_address
+from llm_datadist.integrations.engine_options import apply_engine_options
 from llm_datadist.integrations.interrupts import cancelled_if_interrupted
 
 
@@ -77,6 +80,43 @@ def test_a_name_that_cannot_be_looked_up(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(ValueError, match=r"^listen: cannot look up the host 'node-7': Name or service not known$"):
         engine_address("listen", "node-7", 7)
+
+
+@pytest.mark.parametrize(
+    ("host", "found", "warned"),
+    [
+        ("node1", "127.0.1.1", True),
+        ("node1.example", "::1", True),
+        ("node1", "10.0.0.1", False),
+        ("localhost", "127.0.0.1", False),
+        ("localhost.localdomain", "::1", False),
+        ("127.0.0.1", "127.0.0.1", False),
+    ],
+)
+def test_a_name_that_means_the_loopback_interface_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, host: str, found: str, *, warned: bool
+) -> None:
+    """Debian gives its own name the address 127.0.1.1, which no other host reaches."""
+    family = socket.AF_INET6 if ":" in found else socket.AF_INET
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(family, 1, 6, "", (found, 0))])
+    assert listen_address("local_hostname", host, 7, logging.getLogger("a test")) in (f"{found}:7", f"[{found}]:7")
+    text = f"local_hostname={host!r} means {found} here (see /etc/hosts): peers on other hosts cannot reach it; "
+    said = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert said == ([("WARNING", text + "give the IP address")] if warned else [])
+
+
+def test_an_ipv6_address_of_the_loopback_interface_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    assert listen_address("local_hostname", "::1", 7, logging.getLogger("a test")) == "[::1]:7"
+    assert caplog.records == []
+
+
+def test_an_unknown_engine_option_is_named_with_the_nearest_one() -> None:
+    text = "engine_options: LLMConfig has no option 'link_tokn'; did you mean 'link_token'? llm-datadist options lists"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        apply_engine_options(LLMConfig(), {"link_tokn": "value"})
+    text = "engine_options: LLMConfig has no option 'anything'; llm-datadist options lists every option"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        apply_engine_options(LLMConfig(), {"anything": 1})
 
 
 class Running:

@@ -5,9 +5,14 @@ The engine itself takes ``ip:port`` and ``[ipv6]:port`` only.
 
 from __future__ import annotations
 
+import ipaddress
 import socket
+from typing import TYPE_CHECKING
 
-__all__ = ["engine_address", "host_and_port"]
+if TYPE_CHECKING:
+    import logging
+
+__all__ = ["engine_address", "host_and_port", "listen_address"]
 
 _MAX_PORT = 65_535
 
@@ -70,6 +75,29 @@ def engine_address(name: str, host: str, port: int) -> str:
     # The same order on every host, so that a name that has both means the same address to both sides.
     family, *_, place = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     return f"[{place[0]}]:{port}" if family == socket.AF_INET6 else f"{place[0]}:{port}"
+
+
+def listen_address(name: str, host: str, port: int, logger: logging.Logger) -> str:
+    """Return ``engine_address``, at which this process listens.
+
+    A line at WARNING is logged if only this host can reach the address although the name of a host was given. Debian,
+    for example, gives its own name the address 127.0.1.1.
+    """
+    address = engine_address(name, host, port)
+    found = address.rpartition(":")[0].strip("[]")
+    if not _is_local(host) and ipaddress.ip_address(found).is_loopback:
+        text = "%s=%r means %s here (see /etc/hosts): peers on other hosts cannot reach it; give the IP address"
+        logger.warning(text, name, host, found)
+    return address
+
+
+def _is_local(host: str) -> bool:
+    """Return whether a host is an IP address, or a name of the host itself that no other host knows it by."""
+    try:
+        socket.inet_aton(host)
+    except OSError:
+        return ":" in host or host.casefold().partition(".")[0] in {"localhost", "ip6-localhost"}
+    return True
 
 
 def _is_port(text: str) -> bool:

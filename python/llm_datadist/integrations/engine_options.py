@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from llm_datadist.option_table import rows
+from llm_datadist.spelling import LISTED, nearest
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -20,5 +23,7 @@ def apply_engine_options(config: LLMConfig, options: Mapping[str, Any]) -> None:
     """
     for name, value in options.items():
         if not hasattr(type(config), name):
-            raise ValueError(f"engine_options: LLMConfig has no option {name!r}")
+            best = nearest(name, [row.attribute for row in rows()])
+            advice = "" if best is None else f"did you mean {best!r}? "
+            raise ValueError(f"engine_options: LLMConfig has no option {name!r}; {advice}{LISTED}")
         setattr(config, name, value)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMConfig, LLMDataDist, LLMException, LLMRole
 from llm_datadist.groups import GroupPart
-from llm_datadist.integrations.addresses import engine_address, host_and_port
+from llm_datadist.integrations.addresses import engine_address, host_and_port, listen_address
 from llm_datadist.integrations.engine_options import apply_engine_options
 from llm_datadist.integrations.interrupts import cancelled_if_interrupted
 
@@ -40,10 +40,14 @@ def address_of(url: str) -> str:
     Raises:
         ValueError: there is no port, or the host cannot be looked up.
     """
+    return engine_address("url", *_host_and_port(url))
+
+
+def _host_and_port(url: str) -> tuple[str, int]:
     host, port = host_and_port("url", url.split("://", 1)[-1])
     if port is None:
         raise ValueError(f"url={url!r} has no port: give host:port or [ipv6]:port")
-    return engine_address("url", host, port)
+    return host, port
 
 
 class Arena:
@@ -63,7 +67,7 @@ class Arena:
     def __init__(self, listen_url: str, pointer: int, size: int, engine_options: Mapping[str, Any]) -> None:
         config = LLMConfig()
         config.enable_cache_manager = True
-        config.listen_ip_info = address_of(listen_url)
+        config.listen_ip_info = listen_address("url", *_host_and_port(listen_url), logger)
         config.max_transfers = _MAX_TASKS + _OTHER_CALLS
         apply_engine_options(config, engine_options)
         self.size = size

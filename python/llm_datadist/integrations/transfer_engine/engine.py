@@ -22,7 +22,7 @@ from llm_datadist import (
     LLMStatusCode,
 )
 from llm_datadist.groups import GroupPart
-from llm_datadist.integrations.addresses import engine_address, host_and_port
+from llm_datadist.integrations.addresses import engine_address, host_and_port, listen_address
 from llm_datadist.integrations.engine_options import apply_engine_options
 from llm_datadist.integrations.interrupts import cancelled_if_interrupted
 from llm_datadist.integrations.transfer_engine.peers import Peers
@@ -349,7 +349,7 @@ class TransferEngine:
         config = LLMConfig()
         config.enable_cache_manager = True
         config.enable_remote_cache_accessible = True  # peers write
-        config.listen_ip_info = engine_address("local_hostname", host, port or 0)
+        config.listen_ip_info = listen_address("local_hostname", host, port or 0, logger)
         config.sync_kv_timeout = _TIMEOUT_MS
         config.max_transfers = _MAX_BATCHES + _OTHER_CALLS
         if protocol == "tcp":
