@@ -54,7 +54,7 @@ help:  ## list the targets
 # The request during whose pull prefill is killed: KILL=1 is the middle one, KILL=0 none.
 KILL_AT = $(if $(filter 1,$(KILL)),half,$(filter-out 0,$(KILL)))
 
-demo: demo-plan build  ## the main job: replay a trace through two processes, and kill one (TRACE=file, KILL=0, REPLAY="options")
+demo: demo-plan build  ## replay a request trace through two processes, and kill one of them (TRACE=file, KILL=0, REPLAY="options")
 	@$(BIN)/python -m llm_datadist replay $(if $(TRACE),"$(TRACE)") $(if $(KILL_AT),--kill-prefill-at $(KILL_AT)) \
 		--offer "Next: make example runs a transformer in two processes, bit-identical to one." $(REPLAY)
 

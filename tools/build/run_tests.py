@@ -198,7 +198,7 @@ def summary(parts: list[Part], began: float) -> int:
             part.report()
     wrong = unexpected(parts)
     for line in wrong:
-        print(f"NOT ALLOWED to be skipped here ({SKIPS.relative_to(ROOT)}): {line}")
+        print(f"skipped without permission: {line}; install what it names, or add it to {SKIPS.relative_to(ROOT)}")
     empty = [part.name for part in parts if not part.counts.passed]
     for name in empty:
         print(f"{name}: no test ran")
