@@ -30,7 +30,7 @@ PREFILL, DECODE = 1, 2  # cluster ids
 BLOCKS, BLOCKS_OF_REQUEST = 64, 4
 DESC = CacheDesc(8, [BLOCKS, 16, 2, 64], DataType.DT_FLOAT16)  # K and V of 4 layers
 REQUESTS, IN_FLIGHT = 24, 6
-TTL_MS = 30_000  # how long prefill lends blocks; a healthy decode process never needs so long
+TTL_MS = 30_000  # how long a grant of prefill lasts; a healthy decode process never needs so long
 
 
 def open_engine(role: LLMRole, cluster_id: int, listen: str = "") -> LLMDataDist:
@@ -54,7 +54,7 @@ def kv_of(request: int, tensor: int) -> float:
 
 
 class Prefill:
-    """Computes requests into blocks, lends the blocks, and reuses them when the grant has ended."""
+    """Computes requests into blocks, grants the blocks, and reuses them when the grant has ended."""
 
     def __init__(self) -> None:
         self.engine = open_engine(LLMRole.PROMPT, PREFILL, "127.0.0.1:0")  # port 0: any free port
@@ -121,7 +121,7 @@ class Decode:
         self.pulling: dict[Any, tuple[int, list[int]]] = {}  # transfer: request, destination blocks
         self.attempts = 0
         self.right = self.wrong = 0
-        self.again: Counter[str] = Counter()  # why requests were computed again
+        self.again: Counter[str] = Counter()  # why requests were recomputed
         self.start_prefill()
 
     def start_prefill(self) -> None:
@@ -163,7 +163,7 @@ class Decode:
             self.start_prefill()
 
     def ask(self) -> None:
-        """Ask prefill for the next requests. The blocks of the first one are lent for 100 ms only, and expire."""
+        """Ask prefill for the next requests. The blocks of the first one are granted for 100 ms only, and expire."""
         while self.linked and self.waiting and len(self.asked) + len(self.pulling) < IN_FLIGHT:
             asked = {"attempt": self.attempts, "request": self.waiting[0], "ttl_ms": TTL_MS if self.attempts else 100}
             try:
@@ -194,7 +194,7 @@ class Decode:
         self.pulling[transfer] = announced["request"], blocks
 
     def end_pull(self, transfer: Any) -> None:
-        """Check the bytes of a pull, or have its request computed again."""
+        """Check the bytes of a pull, or have its request recomputed."""
         request, blocks = self.pulling.pop(transfer)
         failure = transfer.exception()
         if failure is not None:
@@ -224,7 +224,7 @@ def main() -> int:
     decode.run()
     decode.close()
     print(f"{decode.right} right, {decode.wrong} wrong, {len(decode.free)} of {BLOCKS} blocks of decode are free")
-    print("computed again:", ", ".join(f"{count} after {reason}" for reason, count in sorted(decode.again.items())))
+    print("recomputed:", ", ".join(f"{count} after {reason}" for reason, count in sorted(decode.again.items())))
     return 1 if decode.wrong else 0
 
 
