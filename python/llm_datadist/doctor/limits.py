@@ -106,7 +106,7 @@ def _engine(calls: KernelCalls) -> Finding:
     if calls.engine is None:
         return Finding(_SECTION, name, "can be opened")
     remedy = "follow the text of the error; the limits above may be the cause"
-    return Finding(_SECTION, name, "cannot be opened as it should", PROBLEM, calls.engine, remedy)
+    return Finding(_SECTION, name, "cannot be opened without errors", PROBLEM, calls.engine, remedy)
 
 
 def _shared_memory(root: Path, calls: KernelCalls) -> Finding:
