@@ -68,7 +68,7 @@ def test_replay_ends_with_every_byte_right(tmp_path, capsys, options):
     for name in ("swap in", "swap out", "copy blocks"):
         assert calls[name]["bytes"] == engine["ops"][name.replace(" ", "_")]["bytes"], "counted on both sides"
     assert calls["pull blocks"]["blocks"] == other["computed"] == blocks["computed"] > 0
-    pulled = sum(calls[name]["bytes"] for name in ("pull blocks", "pull lent", "pull cache"))
+    pulled = sum(calls[name]["bytes"] for name in ("pull blocks", "pull granted", "pull cache"))
     assert pulled == engine["ops"]["pull"]["bytes"] == other["link"]["transfers"]["bytes"]
     served = {calls[name]["calls"] for name in ("allocate cache", "free cache", "pull cache")}
     assert served == {requests - found["requests_too_large"]}
@@ -175,7 +175,7 @@ def test_killed_prefill_is_replaced_in_the_middle_of_a_pull(tmp_path, capsys, at
         f"in the middle of the pull of request {request}\n",
         f"decode: lost prefill at request {request}: a call failed with LLM_NOT_YET_LINK: ",
         "decode: it was killed by signal 9 (SIGKILL), exit status -9; starting prefill again (1 of at most 3)\n",
-        f"decode: request {request} was computed again and pulled, ",
+        f"decode: request {request} was recomputed and pulled, ",
     ):
         assert shown in said.err
     seconds = f"{restart['gap_ms'] / 1000:.1f}"

@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llm_datadist.replay import plain_copy, prefill, progress, report
+from llm_datadist import LLMDataDist
+from llm_datadist.replay import cli, plain_copy, prefill, progress, report
 from llm_datadist.replay.cli import main
 from llm_datadist.replay.node import Calls, Node
 from llm_datadist.replay.serve import Outcome
@@ -96,14 +97,14 @@ def test_engine_refuses_the_late_pull_and_nothing_else(replay, capsys, transport
     status, found = replay("--transport", transport)
     assert status == 0
     assert found["engine"]["ops"]["pull"]["failures"] == 1, "counted by the engine"
-    assert found["calls"]["pull lent"]["calls"] == 1, "the pull in time"
+    assert found["calls"]["pull granted"]["calls"] == 1, "the pull in time"
     assert found["late_pull"]["error"].startswith("the grant has ended")
     assert "PASS 10 requests" in capsys.readouterr().out
 
 
 def test_late_pull_that_is_not_refused_fails_the_replay(replay, capsys, monkeypatch):
     unguarded = lambda node, source, target, _token: node.pull_blocks([source], [target])  # noqa: E731
-    monkeypatch.setattr(Node, "pull_lent", unguarded)
+    monkeypatch.setattr(Node, "pull_granted", unguarded)
     status, _ = replay()
     said = capsys.readouterr()
     assert status == 1
@@ -119,13 +120,13 @@ def worker(lines):
     ]
 
 
-WRONG_LENT_BYTE = """
-lend = worker.Worker._lend
+WRONG_GRANTED_BYTE = """
+grant = worker.Worker._grant
 def wrong(self, *given):
-    answer = lend(self, *given)
+    answer = grant(self, *given)
     content.flip(self._rows, answer["slot"], 0, 5)
     return answer
-worker.Worker._lend = wrong
+worker.Worker._grant = wrong
 """
 
 
@@ -134,12 +135,12 @@ worker.Worker._lend = wrong
     [
         ("worker.GRANT_LIMIT_S = 0", "LATE PULL: the grant of 100 ms did not end"),
         (
-            WRONG_LENT_BYTE,
-            "WRONG BYTE: request 10: block 0 (lent, slot 0): tensor 0, first wrong byte at offset 5",
+            WRONG_GRANTED_BYTE,
+            "WRONG BYTE: request 10: block 0 (granted, slot 0): tensor 0, first wrong byte at offset 5",
         ),
         (
-            "worker.Worker._lend = lambda *_: sys.exit(9)",
-            "the prefill process failed: it lent no block: it closed the channel",
+            "worker.Worker._grant = lambda *_: sys.exit(9)",
+            "the prefill process failed: it granted no block: it closed the channel",
         ),
     ],
 )
@@ -149,6 +150,29 @@ def test_fault_of_prefill_in_the_late_pull_fails_the_replay(replay, capsys, monk
     said = capsys.readouterr()
     assert f"replay: {reason}" in said.err
     assert said.out.startswith("FAIL 10 requests")
+
+
+def test_an_interrupt_while_prefill_is_closed_still_closes_the_engine(replay, capsys, monkeypatch):
+    close = prefill.Prefill.close
+
+    def interrupted(self):
+        close(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prefill.Prefill, "close", interrupted)
+    assert replay() == (130, {})
+    said = capsys.readouterr()
+    assert said.err == "replay: interrupted\n"
+    assert said.out.startswith("FAIL 10 requests")
+    assert LLMDataDist.llm_engine_instance is None
+
+
+def test_help_and_the_module_list_every_exit_status(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert re.findall(r"\b(\d+) (?:if|for)\b", said[said.index("Exit status") :]) == ["0", "1", "2", "3", "130"]
+    assert re.findall(r"^\| (\d+) ", cli.__doc__, re.MULTILINE) == ["0", "1", "2", "3", "130"]
 
 
 class Terminal(io.StringIO):
@@ -265,7 +289,7 @@ def test_interrupted_replay_leaves_no_process_and_no_shared_memory(number, early
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as decode:
         try:
-            while not early and "was computed again and pulled" not in decode.stderr.readline():
+            while not early and "was recomputed and pulled" not in decode.stderr.readline():
                 assert decode.poll() is None
             (other,) = eventually(lambda: children(decode.pid))
             os.killpg(decode.pid, number)  # as a terminal does

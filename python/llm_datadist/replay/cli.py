@@ -7,6 +7,7 @@
 |             | a result that was not written                                                              |
 | 2           | the options or the trace cannot be used                                                    |
 | 3           | every byte was correct, but some requests did not fit the device pool and were not served  |
+| 130         | Ctrl-C interrupted the replay                                                              |
 """
 
 from __future__ import annotations
@@ -155,7 +156,8 @@ def _parser() -> argparse.ArgumentParser:
         "of every block, and reports pulls, hits, swaps and latencies. Use it to choose the sizes of pools. The last "
         "line is the verdict: PASS or FAIL.",
         epilog="Exit status: 0 if every request was served and every byte was right; 1 for a wrong byte, a leak or a "
-        "failure; 2 for options or a trace that cannot be used; 3 if requests did not fit the device pool.",
+        "failure; 2 for options or a trace that cannot be used; 3 if requests did not fit the device pool; "
+        "130 for Ctrl-C.",
     )
     _add_workload(parser.add_argument)
     _add_run(parser.add_argument)

@@ -33,16 +33,16 @@ class Refusal(NamedTuple):
 
 def check(node: Node, prefill: Prefill, server: Server, note: Callable[[str], None]) -> Refusal:
     """Pull a block in time and too late. Overwrites a device slot. Raises WrongByteError, LatePullError."""
-    slot, token, _ = prefill.lend(_BLOCK, _LONG_MS)
-    node.pull_lent(slot, _SLOT, token)
-    server.verify(server.outcome.requests, _BLOCK, _SLOT, "lent")
-    note(f"grant: prefill lends a block for {_LONG_MS // 1000} s, decode pulls it: every byte is right")
-    slot, token, ended = prefill.lend(_BLOCK, _SHORT_MS, _LATER_BLOCK)
-    note(f"grant: prefill lends it for {_SHORT_MS} ms, then reuses it; decode pulls it too late")
+    slot, token, _ = prefill.grant(_BLOCK, _LONG_MS)
+    node.pull_granted(slot, _SLOT, token)
+    server.verify(server.outcome.requests, _BLOCK, _SLOT, "granted")
+    note(f"grant: prefill grants a block for {_LONG_MS // 1000} s, decode pulls it: every byte is right")
+    slot, token, ended = prefill.grant(_BLOCK, _SHORT_MS, _LATER_BLOCK)
+    note(f"grant: prefill grants it for {_SHORT_MS} ms, then reuses it; decode pulls it too late")
     if ended is None:
         raise LatePullError(f"the grant of {_SHORT_MS} ms did not end")
     try:
-        node.pull_lent(slot, _SLOT, token)
+        node.pull_granted(slot, _SLOT, token)
     except LLMException as error:
         if error.status_code != LLMStatusCode.LLM_GRANT_ENDED:
             raise

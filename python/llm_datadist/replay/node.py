@@ -71,7 +71,7 @@ class Node:
         """Start the engine. `blocks` and `pools` (bytes) are for device and host; `extra` has further options."""
         self.geometry = geometry
         self._address = ""
-        names = ("pull blocks", "pull lent", "pull cache", "swap out", "swap in", "copy blocks", "copy cache")
+        names = ("pull blocks", "pull granted", "pull cache", "swap out", "swap in", "copy blocks", "copy cache")
         self.calls = {name: Calls() for name in ("allocate cache", "free cache", *names)}
         self._staging_bytes = geometry.tensors * STAGING_TOKENS * geometry.token_bytes
         self._engine = Engine(LLMRole.DECODER, DECODE, geometry, pools, extra)
@@ -106,9 +106,9 @@ class Node:
         with self._timed("pull blocks", len(targets), len(targets) * self.geometry.block_bytes):
             self._manager.pull_blocks(_BLOCKS_KEY, self._device, list(sources), list(targets))
 
-    def pull_lent(self, source: int, target: int, token: bytes) -> None:
+    def pull_granted(self, source: int, target: int, token: bytes) -> None:
         """Pull one block under the grant with this token."""
-        with self._timed("pull lent", 1, self.geometry.block_bytes):
+        with self._timed("pull granted", 1, self.geometry.block_bytes):
             self._manager.pull_blocks(_BLOCKS_KEY, self._device, [source], [target], grant=token, grant_done=True)
 
     def pull_staging(self, request: int, staging: Staging) -> None:

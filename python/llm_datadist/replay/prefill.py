@@ -128,7 +128,7 @@ class Prefill:
     def bring(self, number: int, targets: Sequence[int], staging: Staging) -> None:
         """Pull the blocks of a request into slots of the node, in order, and its staging cache.
 
-        If the process is lost meanwhile, it is replaced and the request is computed again. Raises PrefillError after
+        If the process is lost meanwhile, it is replaced and the request is recomputed. Raises PrefillError after
         more than `MOST_RESTARTS` losses.
         """
         while (error := self._pull(number, targets, staging)) is not None:
@@ -141,19 +141,19 @@ class Prefill:
             for restart in recovered:
                 restart.gap_ms = gap_s * 1e3
             since = "the kill" if recovered[0].kill else "the loss"
-            self._tell(f"decode: request {number + 1:,} was computed again and pulled, {gap_s:.2f} s after {since}")
+            self._tell(f"decode: request {number + 1:,} was recomputed and pulled, {gap_s:.2f} s after {since}")
 
-    def lend(self, block: int, ttl_ms: int, reuse: int | None = None) -> tuple[int, bytes, str | None]:
-        """Have the process compute a block and lend it. Return its slot, the token, and why the grant has ended.
+    def grant(self, block: int, ttl_ms: int, reuse: int | None = None) -> tuple[int, bytes, str | None]:
+        """Have the process compute a block and grant it. Return its slot, the token, and why the grant has ended.
 
         With `reuse`, the answer comes after the end of the grant, when that block has been written over the first one.
         Raises PrefillError.
         """
         try:
-            self._channel.send({"lend": block, "ttl_ms": ttl_ms, "reuse": reuse}, self._limit_s)
+            self._channel.send({"grant": block, "ttl_ms": ttl_ms, "reuse": reuse}, self._limit_s)
             answer = self._channel.receive(self._limit_s, "slot", "token", "ended")
         except ChannelError as error:
-            raise PrefillError(f"it lent no block: {_said(error)}; {self._stop(_GRACE_S, _GRACE_S)}") from error
+            raise PrefillError(f"it granted no block: {_said(error)}; {self._stop(_GRACE_S, _GRACE_S)}") from error
         return answer["slot"], bytes.fromhex(answer["token"]), answer["ended"]
 
     def end(self) -> dict[str, Any]:

@@ -56,9 +56,14 @@ def replay(
         other = prefill.end()
         stats = node.stats()
     finally:
-        progress.close()
-        prefill.close()
-        leaked = node.close()
+        # Nested, because Ctrl-C may interrupt each of them.
+        try:
+            progress.close()
+        finally:
+            try:
+                prefill.close()
+            finally:
+                leaked = node.close()
     other["waited_s"] = prefill.waited_s
     other["restarts"] = [asdict(restart) for restart in outcome.restarts]
     setting = _setting(options, geometry, blocks, requests)

@@ -8,7 +8,7 @@ to standard error. The process ends at the end of its input, so that it never ou
 | ``geometry``, ``seed``, ``blocks``, ...  | ``address``: where this engine listens                        |
 | ``compute``: a request, ``blocks``: ids, | ``computed``: the request, ``slots``: the slot of each block, |
 | ``free``: requests that were pulled      | ``total``: blocks computed so far                             |
-| ``lend``: an id, ``ttl_ms``, ``reuse``   | ``slot``, ``token`` of the grant, ``ended``: why it has ended |
+| ``grant``: an id, ``ttl_ms``, ``reuse``  | ``slot``, ``token`` of the grant, ``ended``: why it has ended |
 | ``end``                                  | ``leaked_bytes``, seconds and memory; then the process ends   |
 """
 
@@ -79,8 +79,8 @@ class Worker:
             self._forget(message["free"])
             slots = self._compute(number, message["blocks"])
             return {"computed": number, "slots": slots, "total": self._computed}
-        if "lend" in message:
-            return self._lend(message["lend"], message["ttl_ms"], message["reuse"])
+        if "grant" in message:
+            return self._grant(message["grant"], message["ttl_ms"], message["reuse"])
         if "end" in message:
             return self._report()
         raise ValueError(f"unknown message: {message!r}")
@@ -118,10 +118,11 @@ class Worker:
         self._staging_pattern.fill(self._engine.rows(cache), 0, number)
         manager.deallocate_cache(cache)
 
-    def _lend(self, block: int, ttl_ms: int, reuse: int | None) -> Message:
-        """Compute a block and lend it. With `reuse`, also wait until the grant has ended, and write that block over it.
+    def _grant(self, block: int, ttl_ms: int, reuse: int | None) -> Message:
+        """Compute a block and grant it.
 
-        The slot stays free, because no request is being computed.
+        With `reuse`, also wait until the grant has ended, and write that block over it. The slot stays free,
+        because no request is being computed.
         """
         slot, dist = self._free[-1], self._engine.dist
         self._pattern.fill(self._rows, slot, block)
