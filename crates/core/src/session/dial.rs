@@ -16,6 +16,9 @@ use crate::protocol::{Purpose, Welcome};
 /// How long connecting to a further address of a peer may take.
 const FURTHER_TIME: Duration = Duration::from_secs(2);
 
+/// Name of the error fact with the cluster that answered, if this side refuses it.
+pub(super) const ANSWERED_AS: &str = "peer_cluster";
+
 /// The transports over which streams reach peers.
 #[derive(Clone, Debug)]
 pub struct Transports {
@@ -85,6 +88,7 @@ impl Dialer {
         let welcome = handshake::dial(&stream, &self.me, &self.key, asked, purpose, deadline)?;
         if !known && welcome.local.is_none() {
             let error = handshake::unproven(&stream, [&self.me.host; 2]).permanent();
+            let error = error.with(ANSWERED_AS, welcome.from.cluster);
             handshake::decline(&stream, None, &error);
             return Err(error);
         }

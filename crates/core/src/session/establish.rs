@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use super::dial::Dialer;
+use super::dial::{ANSWERED_AS, Dialer};
 use super::handshake::{self, Key};
 use super::link::{ANSWER_TIME, EngineId, Kind, Link, Peer};
 use super::message_io;
@@ -105,6 +105,7 @@ impl Shared {
                 self.establish(made, &answer.from, link, shown, request, deadline)
             });
             let Err(why) = answer else { return answer };
+            let why = if why.is_permanent() { why.with(ANSWERED_AS, welcome.from.cluster) } else { why };
             if choice == TransportChoice::Shm || deadline.passed() || is_final(&why) {
                 return Err(why);
             }

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::communicator::{CommState, CommStatus, Communicator, FailedAttempt};
+use super::dial::ANSWERED_AS;
 use super::establish::LinkRequest;
 use super::link::{Kind, Link};
 use super::shared::Shared;
@@ -113,7 +114,7 @@ impl Communicator {
                     shared.registry.announce();
                 }
                 // The two configurations do not match, so further attempts are useless.
-                Err(error) if is_useless(&error) => {
+                Err(error) if is_useless(&error, member.cluster) => {
                     self.note(member.cluster, &error);
                     self.fail(member.cluster, &error.to_string());
                     shared.registry.announce();
@@ -170,14 +171,19 @@ impl Communicator {
                 Ok(link) => return Ok(link),
                 Err(error) => error,
             };
-            if is_useless(&error) {
+            if is_useless(&error, member.cluster) {
                 return Err(error.with("chosen_by", member.why));
             }
             // If the host does not answer, its other ports need no attempt. An unrelated process may accept
             // the connection at this port and stay silent; that says nothing about the other ports.
             let silent = error.kind() == ErrorKind::Timeout && error.fact("address").is_some();
-            if matches!(address, Address::Tcp(_)) {
-                first = first.or(Some(error.with("chosen_by", member.why)));
+            // Another process may have refused, so the other addresses are tried too. Its reason says more than an address where
+            // nobody listens.
+            let (tcp, permanent) = (matches!(address, Address::Tcp(_)), error.is_permanent());
+            if permanent && first.as_ref().is_none_or(|first: &Error| !first.is_permanent())
+                || tcp && first.is_none()
+            {
+                first = Some(error.with("chosen_by", member.why));
             }
             if silent {
                 break;
@@ -222,9 +228,11 @@ impl Communicator {
     }
 }
 
-/// Whether only another configuration can link the two members.
-fn is_useless(error: &Error) -> bool {
-    error.is_permanent() || error.kind() == ErrorKind::InvalidArgument
+/// Whether only another configuration can link the two members: `member` has entered the communicator and refuses, or this side
+/// refuses the process that answers as `member`. Any other process may answer at an address at which the member may listen.
+fn is_useless(error: &Error, member: ClusterId) -> bool {
+    let answered = || error.fact(ANSWERED_AS).is_some_and(|cluster| cluster == member.to_string());
+    error.kind() == ErrorKind::InvalidArgument || error.is_permanent() && answered()
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@
 use std::net::{TcpListener, TcpStream};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener};
-use std::sync::Mutex;
+use std::sync::{Mutex, mpsc};
 use std::thread;
 use std::time::Duration;
 
@@ -205,27 +205,50 @@ fn dialing_member_with_another_token_fails_at_once() {
     }
 }
 
-/// The process at the port of the member refuses as an engine of another version does.
+/// Refuses the next connection at `listener` as an engine of another version does.
+fn refuse_as_another_version(listener: &TcpListener) {
+    use std::io::{Read, Write};
+    let (mut stream, _) = listener.accept().unwrap();
+    let _ = stream.read(&mut [0; 4096]).unwrap();
+    let text = b"\x09\0\0\0the peer uses another version";
+    let mut frame = vec![b'L', b'D', VERSION + 1, REFUSAL];
+    frame.extend(u32::try_from(text.len()).unwrap().to_le_bytes());
+    frame.extend(text);
+    // Fails if the member has stopped.
+    let _ = stream.write_all(&frame);
+}
+
+/// The process at the first port of the member refuses as an engine of another version does. The member may be at another port,
+/// or start later, so the refusal is only the reason that is reported at the limit.
 #[test]
-fn member_of_another_version_is_given_up_at_once() {
-    let (port, name) = (port(), "other version");
+fn engine_of_another_version_does_not_end_the_search() {
+    let port = port();
     let listener = TcpListener::bind(("127.0.0.1", port)).unwrap();
-    let answer = thread::spawn(move || {
-        use std::io::{Read, Write};
-        let (mut stream, _) = listener.accept().unwrap();
-        let _ = stream.read(&mut [0; 4096]).unwrap();
-        let text = b"\x09\0\0\0the peer uses another version";
-        let mut frame = vec![b'L', b'D', VERSION + 1, REFUSAL];
-        frame.extend(u32::try_from(text.len()).unwrap().to_le_bytes());
-        frame.extend(text);
-        stream.write_all(&frame).unwrap();
+    let (refusing, refused) = mpsc::channel();
+    // Ends with the test process.
+    thread::spawn(move || {
+        loop {
+            refuse_as_another_version(&listener);
+            let _ = refusing.send(());
+        }
     });
-    let member = member_with(2, Way::Tcp, port, |config| config.links.total = Duration::from_secs(3600));
-    enter(&member, name);
-    answer.join().unwrap();
-    eventually("the failure", || member.comm_status(1).unwrap() == CommStatus::Failed);
-    let text = member.check_link(ClusterId(1)).unwrap_err().to_string();
+    let high = member_with(2, Way::Tcp, port, |config| config.links.total = Duration::from_millis(600));
+    let alone = enter(&high, "other version alone");
+    eventually("the failure", || high.comm_status(alone).unwrap() == CommStatus::Failed);
+    let text = high.check_link(ClusterId(1)).unwrap_err().to_string();
     assert!(text.contains("the peer uses another version"), "{text}");
+    let line = ["other version alone", "failed after 600 ms", "the peer uses another version"];
+    eventually("the reason in the log", || !log::errors(&line).is_empty());
+
+    drop(high);
+    while refused.try_recv().is_ok() {}
+    let high = member_with(2, Way::Tcp, port, |_| ());
+    let searching = enter(&high, "other version and member");
+    refused.recv().unwrap();
+    let low = member_with(1, Way::Tcp, port, |_| ());
+    let listening = enter(&low, "other version and member");
+    ready(&low, listening);
+    ready(&high, searching);
 }
 
 #[test]
