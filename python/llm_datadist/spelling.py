@@ -170,8 +170,8 @@ def _refused(call: Callable[..., Any], name: str, known: frozenset[str], listed:
     called, kv_cache_manager = call.__name__, call.__qualname__.startswith("KvCacheManager.")
     meant = "grant" if token else closest(name, known | OWN_KEYWORDS)
     if meant == "grant" and "grant" not in known:
-        blocks = "CacheManager.pull_blocks" if kv_cache_manager else "pull_blocks"
-        return f"{called}() takes no {log.shown(name)[1:-1]}: grants are for blocks ({blocks})"
+        taker = "CacheManager.pull_blocks" if kv_cache_manager else "blocks (pull_blocks)"
+        return f"{called}() takes no {log.shown(name)[1:-1]}: grants are for {taker}"
     if meant == "timeout_ms":
         asynchronous = "" if kv_cache_manager else f"{called}_async(timeout_ms=...) or "
         advice = f"use {asynchronous}LLMConfig.sync_kv_timeout"
