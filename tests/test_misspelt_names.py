@@ -96,7 +96,7 @@ ASKS_FOR_OWN = {
     "llm.Verifyy": "llm.Verify",
     "LLM.VERIFY": "llm.Verify",
 }
-IS_LIKE_OWN = ("llm.Verification", "llm.TokenPath", "llm.Checksum")
+IS_LIKE_OWN = ("llm.Verification", "llm.LinkTokenPath", "llm.Checksum")
 
 
 @pytest.mark.parametrize("name", [*ASKS_FOR_OWN, *IS_LIKE_OWN])
@@ -158,7 +158,7 @@ def test_attribute_that_looks_like_an_option_of_this_package_raises(name: str, m
     assert not hasattr(config, name)
 
 
-@pytest.mark.parametrize("name", ["verification", "verify_mode", "VERIFY", "link_token_path", "token", "checksum"])
+@pytest.mark.parametrize("name", ["verification", "verify_mode", "VERIFY", "link_token_path", "checksum"])
 def test_attribute_that_asks_for_a_protection_raises(name: str) -> None:
     config = LLMConfig()
     with pytest.raises(AttributeError, match=f"LLMConfig has no attribute '{name}'; "):
@@ -230,7 +230,7 @@ def test_keyword_argument_that_looks_like_one_of_this_package_raises(manager: An
     assert manager.stats()["ops"]["pull"]["calls"] == calls
 
 
-@pytest.mark.parametrize("name", ["token", "checksum", "NOTIFY", "VERIFYING", "notification"])
+@pytest.mark.parametrize("name", ["checksum", "NOTIFY", "VERIFYING", "notification"])
 def test_keyword_argument_that_asks_for_a_protection_raises(manager: Any, name: str) -> None:
     cache = manager.allocate_blocks_cache(desc())
     with pytest.raises(TypeError, match=f"pull_blocks\\(\\) has no keyword argument '{name}'; "):

@@ -54,8 +54,9 @@ _MOST_EDITS = 2
 _ALIKE = 0.7
 _POOLS = ("llm.MemPoolConfig", "llm.HostMemPoolConfig")
 _POOL_KEYS = frozenset({"memory_size", "page_shift"})
-# A name with one of these parts asks for something that only this package has, however it goes on.
-_OWN_PARTS = ("grant", "verif", "token", "checksum", "notif")
+# A name with one of these parts asks for something that only this package has, however it goes on. "token" alone is not
+# among them, because programs for language models use it for other things.
+_OWN_PARTS = ("grant", "verif", "linktoken", "checksum", "notif")
 
 # Keyword arguments that were reported, because a call may run thousands of times a second. The limit bounds the memory,
 # because the caller chooses the names.
@@ -108,7 +109,7 @@ def resembles(name: str, known: Collection[str], own: Collection[str]) -> bool:
         known: the valid names.
         own: the names that only this package has. They need not be valid here.
     """
-    return closest(name, {*known, *own}) in own or any(part in name.casefold() for part in _OWN_PARTS)
+    return closest(name, {*known, *own}) in own or any(part in name.casefold().replace("_", "") for part in _OWN_PARTS)
 
 
 def refusal(name: str, known: Collection[str], remedy: str) -> str:

@@ -85,7 +85,12 @@ def test_every_line_of_the_list_names_a_condition() -> None:
             0,
             "   1 started by the test below (Rust)",
         ),
-        ("test a ... ok\ntest b ... ignored, no reason that is known\n", 0, 1, "skipped without permission: Rust: no reason that is known"),
+        (
+            "test a ... ok\ntest b ... ignored, no reason that is known\n",
+            0,
+            1,
+            "skipped without permission: Rust: no reason",
+        ),
         ("test a ... ok\n", 101, 1, "exit status 101"),
         ("test a ... FAILED\n", 0, 1, "FAILED a"),
         ("", 0, 1, "X: no test ran"),
