@@ -6,7 +6,7 @@
 
 use std::cell::RefCell;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind, Result};
@@ -23,7 +23,8 @@ const TIMES_FREE: u64 = 3;
 const RESERVED: [u64; 2] = [64 << 20, 32 << 20];
 /// The largest part of one link in [`RESERVED`].
 const LARGEST_PART: u64 = 1 << 20;
-/// Bytes of a call that are not charged. The number of threads bounds how many calls there are.
+/// Bytes of a call that are not charged. The number of threads bounds how many calls there are. What is kept for later calls is
+/// charged ([`BudgetShare::keep`]).
 const FREE: u64 = 16 << 10;
 
 /// What memory is for. The values are the positions in lists of two.
@@ -44,6 +45,15 @@ pub struct Budget {
     freed: Condvar,
 }
 
+/// The bytes that a peer holds for one purpose.
+#[derive(Clone, Copy, Debug, Default)]
+struct Held {
+    /// Bytes of [`RESERVED`]: at most the part of one link.
+    reserved: u64,
+    /// Bytes of [`COMMON`].
+    common: u64,
+}
+
 #[derive(Debug, Default)]
 struct Used {
     common: u64,
@@ -57,7 +67,7 @@ struct Used {
 pub struct PeerBudget {
     all: Arc<Budget>,
     /// Bytes for each purpose. They change only under the lock of [`Budget::used`].
-    held: Mutex<[u64; 2]>,
+    held: Mutex<[Held; 2]>,
 }
 
 /// A part of the budget, returned when dropped.
@@ -67,8 +77,10 @@ pub struct BudgetShare {
     purpose: MemoryUse,
     /// Bytes that were allocated.
     used: AtomicU64,
-    /// Bytes that were taken from the budget: at least `used`, unless that is at most [`FREE`].
+    /// Bytes that were taken from the budget: at least `used`, unless that is at most [`FREE`] and not kept.
     held: AtomicU64,
+    /// Whether what was allocated is kept for later calls, so that all of it is charged.
+    kept: AtomicBool,
 }
 
 thread_local! {
@@ -113,12 +125,6 @@ impl Budget {
         let used = self.used.lock();
         used.common + used.reserved.iter().sum::<u64>()
     }
-
-    /// Returns how many of the `held` bytes of a peer belong to its own part, and how many are common.
-    fn split(&self, purpose: MemoryUse, held: u64) -> (u64, u64) {
-        let part = self.part[purpose as usize];
-        (held.min(part), held.saturating_sub(part))
-    }
 }
 
 impl PeerBudget {
@@ -156,26 +162,32 @@ impl PeerBudget {
     }
 
     fn share(self: &Arc<Self>, purpose: MemoryUse, used: u64) -> BudgetShare {
-        BudgetShare { peer: self.clone(), purpose, used: AtomicU64::new(used), held: AtomicU64::new(0) }
+        BudgetShare {
+            peer: self.clone(),
+            purpose,
+            used: AtomicU64::new(used),
+            held: AtomicU64::new(0),
+            kept: AtomicBool::new(false),
+        }
     }
 
     fn take(&self, used: &mut Used, purpose: MemoryUse, bytes: u64) -> Result<()> {
         let mut held = self.held.lock();
-        let now = held[purpose as usize].saturating_add(bytes);
-        let (before, after) = (self.all.split(purpose, held[purpose as usize]), self.all.split(purpose, now));
-        let (reserved, common) = (after.0 - before.0, after.1 - before.1);
-        let own_common = self.all.split(MemoryUse::Call, held[0]).1
-            + self.all.split(MemoryUse::Notification, held[1]).1
-            + common;
+        // More links than planned may have used up what is reserved. The rest is common.
+        let part_left = self.all.part[purpose as usize].saturating_sub(held[purpose as usize].reserved);
+        let reserved = bytes.min(part_left).min(RESERVED[purpose as usize] - used.reserved[purpose as usize]);
+        let common = bytes - reserved;
+        let own_common = held.iter().map(|held| held.common).sum::<u64>().saturating_add(common);
         let is_notification = purpose == MemoryUse::Notification;
         let fits = common == 0
             || (COMMON.checked_sub(used.common.saturating_add(common)))
                 .is_some_and(|left| own_common <= TIMES_FREE * left)
                 && (!is_notification || used.notifications + common <= NOTIFICATIONS);
-        if !fits || used.reserved[purpose as usize] + reserved > RESERVED[purpose as usize] {
-            return Err(refusal(bytes, held.iter().sum(), used));
+        if !fits {
+            return Err(refusal(bytes, held.iter().map(|held| held.reserved + held.common).sum(), used));
         }
-        held[purpose as usize] = now;
+        held[purpose as usize].reserved += reserved;
+        held[purpose as usize].common += common;
         used.reserved[purpose as usize] += reserved;
         used.common += common;
         used.notifications += if is_notification { common } else { 0 };
@@ -185,12 +197,14 @@ impl PeerBudget {
     fn give_back(&self, purpose: MemoryUse, bytes: u64) {
         let mut used = self.all.used.lock();
         let mut held = self.held.lock();
-        let now = held[purpose as usize].saturating_sub(bytes);
-        let (before, after) = (self.all.split(purpose, held[purpose as usize]), self.all.split(purpose, now));
-        held[purpose as usize] = now;
-        used.reserved[purpose as usize] -= before.0 - after.0;
-        used.common -= before.1 - after.1;
-        used.notifications -= if purpose == MemoryUse::Notification { before.1 - after.1 } else { 0 };
+        let own = &mut held[purpose as usize];
+        let common = bytes.min(own.common);
+        let reserved = (bytes - common).min(own.reserved);
+        own.common -= common;
+        own.reserved -= reserved;
+        used.reserved[purpose as usize] -= reserved;
+        used.common -= common;
+        used.notifications -= if purpose == MemoryUse::Notification { common } else { 0 };
         drop(held);
         drop(used);
         self.all.freed.notify_all();
@@ -235,6 +249,13 @@ impl BudgetShare {
         self.shrink_to(u64::MAX);
     }
 
+    /// Charges all that was allocated and `more` bytes, however few they are, because they are kept for later calls. Returns
+    /// `Err(OutOfMemory)` if the budget does not allow them; then they must not be kept.
+    pub fn keep(&self, more: u64) -> Result<()> {
+        self.kept.store(true, Ordering::Relaxed);
+        self.grow(more).inspect_err(|_| self.kept.store(false, Ordering::Relaxed))
+    }
+
     fn grow(&self, bytes: u64) -> Result<()> {
         let used = self.used().saturating_add(bytes);
         let more = self.needed(used).saturating_sub(self.held.load(Ordering::Relaxed));
@@ -248,7 +269,8 @@ impl BudgetShare {
 
     /// Returns the bytes to take from the budget for a share of `used` bytes.
     fn needed(&self, used: u64) -> u64 {
-        if self.purpose == MemoryUse::Call && used <= FREE { 0 } else { used }
+        let free = self.purpose == MemoryUse::Call && used <= FREE && !self.kept.load(Ordering::Relaxed);
+        if free { 0 } else { used }
     }
 
     fn give_back_to(&self, held: u64) {
@@ -338,13 +360,47 @@ mod tests {
             );
             held.push(share);
         }
-        // More links than expected get no part.
+        // More links than planned may get no part.
         let late = PeerBudget::new(&all);
         for peer in &peers[1..60] {
             held.extend(peer.admit(part, 0, NOW));
         }
         assert!(late.admit(part, 0, NOW).is_err());
         drop(held);
+        assert_eq!(all.used(), 0);
+    }
+
+    #[test]
+    fn links_beyond_those_planned_use_common_memory() {
+        let (all, peers) = peers(64, 65);
+        let part = RESERVED[0] / 64;
+        let common = || all.used.lock().common;
+        let mut held: Vec<_> = peers[..64].iter().map(|peer| peer.admit(part, 0, NOW).unwrap()).collect();
+        assert_eq!(common(), 0);
+        held.push(peers[64].admit(part, 0, NOW).unwrap());
+        assert_eq!((common(), all.used()), (part, RESERVED[0] + part));
+        // What is returned is common first.
+        held.push(peers[0].admit(part, 0, NOW).unwrap());
+        held.remove(0);
+        assert_eq!((common(), all.used()), (part, RESERVED[0] + part));
+        drop(held);
+        assert_eq!((common(), all.used()), (0, 0));
+    }
+
+    #[test]
+    fn what_is_kept_is_charged_as_a_whole() {
+        let (all, peers) = peers(64, 1);
+        let share = peers[0].admit(100, 0, NOW).unwrap();
+        share.shrink_to(40);
+        assert_eq!(all.used(), 0);
+        share.keep(2).unwrap();
+        assert_eq!((share.used(), all.used()), (42, 42));
+        share.trim();
+        assert_eq!(all.used(), 42);
+        let other = peers[0].admit(1, 0, NOW).unwrap();
+        assert!(other.keep(1 << 40).is_err());
+        assert_eq!((other.used(), all.used()), (1, 42), "what is not kept is not charged");
+        drop((share, other));
         assert_eq!(all.used(), 0);
     }
 

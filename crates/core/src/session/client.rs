@@ -22,8 +22,6 @@ use crate::validate::RemoteCache;
 /// Extra time in milliseconds that the owner keeps trying after the caller's deadline. A caller checks its
 /// deadline every 100 ms while bytes flow.
 const GRACE_MS: u64 = 150;
-/// Maximum number of bytes of a description that is kept for later calls: that of a cache of 8,192 tensors.
-const MOST_REMEMBERED: u64 = 64 << 10;
 /// Name of the error fact that marks an error reported by the peer. Such an error implies that the peer has
 /// ended the request.
 pub(crate) const REPORTED_BY: &str = "reported_by";
@@ -75,28 +73,26 @@ impl Link {
         let known = share.charged(|| self.read_record(&record, &share)).map_err(|error| self.named(error))?;
         share.shrink_to(share.used() - before);
         let known = Arc::new(known);
-        if share.used() <= MOST_REMEMBERED {
-            self.remember(name, known.clone());
-        }
+        self.remember(name, known.clone());
         Ok(known)
     }
 
-    /// Asks in which caches of the peer `addrs` lie, and returns one answer for each. Returns `Err` with
-    /// `InvalidArgument` if there are more than `MAX_ADDRS`.
+    /// Asks in which caches of the peer `addrs` lie, and returns one answer for each, with the memory that they take. Returns
+    /// `Err` with `InvalidArgument` if there are more than `MAX_ADDRS`.
     pub(crate) fn locate(
         self: &Arc<Self>,
         addrs: &[u64],
         deadline: Deadline,
-    ) -> Result<Vec<AddressLocation>> {
+    ) -> Result<(Vec<AddressLocation>, Arc<BudgetShare>)> {
         if addrs.len() > MAX_ADDRS {
             let allowed = format!("at most {MAX_ADDRS} for one destination");
             return Err(Error::argument("len(dst_addrs)", addrs.len(), allowed));
         }
         let addrs_asked = fallible::copied("the lists of a request", addrs)?;
         let request = Request::Locate { addrs: addrs_asked, limit_ms: limit_ms(deadline) };
-        match self.ask(&request, deadline)? {
-            Reply::Located(locations) if locations.len() == addrs.len() => Ok(locations),
-            reply => Err(self.unexpected(&reply)),
+        match self.ask_for(&request, deadline)? {
+            (Reply::Located(locations), share) if locations.len() == addrs.len() => Ok((locations, share)),
+            (reply, _) => Err(self.unexpected(&reply)),
         }
     }
 
@@ -262,7 +258,7 @@ impl Link {
             remote: RemoteCache { layout, mixed, kv, row: record.row, accessible: record.accessible },
             consumable: record.allocated && !record.blocks,
             tensors,
-            _share: share.clone(),
+            share: share.clone(),
         })
     }
 }

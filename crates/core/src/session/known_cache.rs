@@ -11,18 +11,65 @@ use crate::model::{CacheId, Name};
 use crate::protocol::EntryVersion;
 use crate::validate::RemoteCache;
 
-/// Maximum number of descriptions that a link stores.
-const MOST_RECORDS: usize = 1 << 16;
+/// Maximum number of bytes of a description that is kept for later calls: that of a cache of 8,192 tensors.
+const MOST_REMEMBERED: u64 = 64 << 10;
+/// Maximum number of bytes of all descriptions that a link stores.
+const MOST_BYTES: u64 = 4 << 20;
+/// Bytes that a description takes beside its lists.
+const RECORD_BYTES: u64 =
+    (size_of::<KnownCache>() + size_of::<BudgetShare>() + 2 * size_of::<(Name, Arc<KnownCache>)>()) as u64;
 
-/// Discards an arbitrary half of the descriptions if there is no room for another. Each discarded one costs a
-/// request when it is next needed.
-pub(super) fn make_room<T>(records: &mut HashMap<Name, T>) {
-    if records.len() >= MOST_RECORDS {
-        let mut kept = false;
-        records.retain(|_, _| {
-            kept = !kept;
-            kept
-        });
+/// The descriptions that a link stores.
+pub(super) type KnownCaches = Records<Arc<KnownCache>>;
+
+/// A bounded map. Each entry has a number of bytes.
+#[derive(Debug)]
+pub(super) struct Records<T> {
+    entries: HashMap<Name, (T, u64)>,
+    bytes: u64,
+}
+
+impl<T> Default for Records<T> {
+    fn default() -> Self {
+        Records { entries: HashMap::new(), bytes: 0 }
+    }
+}
+
+impl<T> Records<T> {
+    pub(super) fn get(&self, name: &Name) -> Option<&T> {
+        self.entries.get(name).map(|(value, _)| value)
+    }
+
+    /// Stores `value`, which takes `bytes` bytes: at most [`MOST_BYTES`]. If there is no room for it, discards an arbitrary half of
+    /// the others. Each discarded one costs a request when it is next needed.
+    fn insert(&mut self, name: Name, value: T, bytes: u64) {
+        self.remove(&name);
+        while self.bytes + bytes > MOST_BYTES && !self.entries.is_empty() {
+            let mut kept = true;
+            self.entries.retain(|_, (_, bytes)| {
+                kept = !kept;
+                self.bytes -= if kept { 0 } else { *bytes };
+                kept
+            });
+        }
+        self.bytes += bytes;
+        self.entries.insert(name, (value, bytes));
+    }
+
+    pub(super) fn remove(&mut self, name: &Name) {
+        if let Some((_, bytes)) = self.entries.remove(name) {
+            self.bytes -= bytes;
+        }
+    }
+}
+
+impl KnownCaches {
+    /// Stores a description, unless it is too long or the budget of the peer has no memory for it.
+    pub(super) fn remember(&mut self, name: Name, known: Arc<KnownCache>) {
+        let share = known.share.clone();
+        if share.used() <= MOST_REMEMBERED && share.keep(RECORD_BYTES).is_ok() {
+            self.insert(name, known, share.used());
+        }
     }
 }
 
@@ -40,7 +87,7 @@ pub(crate) struct KnownCache {
     /// Its memory, or the reason why this process cannot read it in place.
     pub(crate) tensors: Readable<PeerTensors>,
     /// The memory that it takes.
-    pub(super) _share: Arc<BudgetShare>,
+    pub(super) share: Arc<BudgetShare>,
 }
 
 #[cfg(test)]
@@ -48,16 +95,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn more_names_than_are_kept_cost_half_of_them() {
-        let (mut records, mut least) = (HashMap::new(), usize::MAX);
-        for name in 0..3 * MOST_RECORDS as u64 {
-            make_room(&mut records);
-            records.insert(Name::Row { cache: CacheId(name.cast_signed()), row: 0 }, name);
-            assert!(records.len() <= MOST_RECORDS);
-            if name >= MOST_RECORDS as u64 {
-                least = least.min(records.len());
+    fn more_bytes_than_are_kept_cost_half_of_the_names() {
+        let name = |number: u64| Name::Row { cache: CacheId(number.cast_signed()), row: 0 };
+        let (mut records, mut least) = (Records::default(), usize::MAX);
+        let (bytes, most) = (1 << 10, MOST_BYTES >> 10);
+        for number in 0..3 * most {
+            records.insert(name(number), number, bytes);
+            assert!(records.bytes <= MOST_BYTES && records.bytes == bytes * records.entries.len() as u64);
+            if number >= most {
+                least = least.min(records.entries.len());
             }
         }
-        assert_eq!(least, MOST_RECORDS / 2 + 1);
+        assert_eq!(least as u64, most / 2 + 1);
+        // The same name replaces what was stored, and a long description makes as much room as it needs.
+        records.insert(name(0), 1, MOST_BYTES);
+        records.insert(name(0), 2, MOST_BYTES);
+        assert_eq!((records.get(&name(0)), records.entries.len(), records.bytes), (Some(&2), 1, MOST_BYTES));
+        records.remove(&name(0));
+        assert_eq!(records.bytes, 0);
     }
 }

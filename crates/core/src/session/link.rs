@@ -8,11 +8,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use hashbrown::HashMap;
 use serde::Serialize;
 
 use super::dial::Dialer;
-use super::known_cache::{self, KnownCache};
+use super::known_cache::{KnownCache, KnownCaches};
 use super::limits::{ahead, body_time};
 use super::notification_window::Notifications;
 use super::opened_grants::OpenedGrants;
@@ -97,7 +96,7 @@ pub struct Link {
     last_sign_of_life: AtomicU64,
     /// Number of answered pings.
     pongs: AtomicU64,
-    records: Mutex<HashMap<Name, Arc<KnownCache>>>,
+    records: Mutex<KnownCaches>,
     pub(super) grants: Mutex<OpenedGrants>,
     pub(crate) pushes: PushesInFlight,
     /// Writes of the peer over several streams.
@@ -495,11 +494,9 @@ impl Link {
         self.records.lock().get(name).cloned()
     }
 
-    /// Stores the description of a remote cache.
+    /// Stores the description of a remote cache if there is room.
     pub(crate) fn remember(&self, name: Name, known: Arc<KnownCache>) {
-        let mut records = self.records.lock();
-        known_cache::make_room(&mut records);
-        records.insert(name, known);
+        self.records.lock().remember(name, known);
     }
 
     /// Removes the description of a remote cache.

@@ -12,6 +12,10 @@ use crate::model::{CacheId, GrantId};
 /// Maximum number of grants that a link keeps, and of ranges of rows of one of them: 16 MiB. Others are asked for anew.
 const MOST_KEPT: usize = 256;
 const MOST_KEPT_RANGES: usize = 1 << 12;
+/// Bytes that a grant takes beside its rows.
+const GRANT_BYTES: u64 = (size_of::<OpenedGrant>()
+    + size_of::<BudgetShare>()
+    + 2 * size_of::<(GrantId, Arc<OpenedGrant>)>()) as u64;
 
 /// What a grant of a peer lends.
 #[derive(Debug)]
@@ -20,7 +24,7 @@ pub(crate) struct OpenedGrant {
     cache: CacheId,
     rows: RowRanges,
     /// The memory that it takes.
-    _share: Arc<BudgetShare>,
+    share: Arc<BudgetShare>,
 }
 
 /// The grants of the peer of one link.
@@ -32,9 +36,9 @@ impl OpenedGrants {
         self.0.get(id).cloned()
     }
 
-    /// Keeps a grant. `lasts` says whether another one, as far as is known, has not ended.
+    /// Keeps a grant, unless it has too many rows or the budget of the peer has no memory for it. `lasts` says whether another one, as far as is known, has not ended.
     pub(super) fn keep(&mut self, grant: &Arc<OpenedGrant>, lasts: impl Fn(&OpenedGrant) -> bool) {
-        if grant.rows.ranges().len() > MOST_KEPT_RANGES {
+        if grant.rows.ranges().len() > MOST_KEPT_RANGES || grant.share.keep(GRANT_BYTES).is_err() {
             return;
         }
         if self.0.len() >= MOST_KEPT {
@@ -61,7 +65,7 @@ impl OpenedGrant {
         share: Arc<BudgetShare>,
     ) -> Arc<OpenedGrant> {
         share.shrink_to(size_of_val(rows.ranges()) as u64);
-        Arc::new(OpenedGrant { id, cache, rows, _share: share })
+        Arc::new(OpenedGrant { id, cache, rows, share })
     }
 
     pub(crate) fn id(&self) -> GrantId {

@@ -217,7 +217,7 @@ impl LayerPush {
     }
 
     fn to_addresses(&self, link: Arc<Link>, addrs: &[u64], deadline: Deadline) -> Result<FoundDestination> {
-        let locations = link.locate(addrs, deadline)?;
+        let (locations, _share) = link.locate(addrs, deadline)?;
         let mut plans_of_tensors =
             TensorPlans { push: self, known: Vec::new(), plans: Vec::new(), local_rows: Vec::new() };
         let (per_layer, first) = (self.per_layer.max(1) as usize, self.to.src_layers.first as usize);
