@@ -76,7 +76,8 @@ impl Answers {
         stream.restart_pace();
         let started = Instant::now();
         let call = RequestContext { resources: &self.resources, link, stream, share, unlinked, replied };
-        let digest = digest_of_summed(&request);
+        // The plan of a request is written as bytes for its digest, which may take as much memory as its frame.
+        let digest = call.share.charged(|| fallible::temporary(|| digest_of_summed(&request)));
         let served = call.serve(request, digest);
         let done = matches!(served, Ok(()) | Err(Ended::Unlinked));
         self.resources.stats.counted(Op::Served, started.elapsed(), done);

@@ -144,6 +144,8 @@ impl RequestContext<'_> {
 
     /// Takes rows for a request. While this engine calls peers, the request passes calls that only wait.
     pub(super) fn pin(&self, cache: &Arc<Cache>, rows: RowUse, deadline: Deadline) -> Result<Pin> {
+        // This may wait as long as `llm.LinkPinLimit`. Meanwhile the request keeps only what it has allocated.
+        self.share.trim();
         CallRows::of(cache.clone(), rows).pin_for_peer(deadline, || self.resources.outgoing_calls.any())
     }
 
