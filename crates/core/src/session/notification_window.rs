@@ -7,15 +7,17 @@
 use std::collections::VecDeque;
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::protocol::{MAX_BATCH, Payload};
+use crate::protocol::Payload;
 use crate::sync::{Condvar, Mutex};
 
 /// What may be on its way to a peer or wait there to be polled.
 pub(super) const WINDOW: Load = Load { messages: 1024, bytes: 4 << 20 };
 /// What is kept of a peer. It is more than the window, because the peer learns late of what was polled.
 pub(super) const MOST_KEPT: Load = Load { messages: 2 * WINDOW.messages, bytes: 2 * WINDOW.bytes };
-/// Bytes of one request with notifications, unless a single one has more.
-pub(super) const BATCH_BYTES: usize = 64 << 10;
+/// Bytes that a queued notification takes beside its message.
+pub(super) const NOTIFICATION_BYTES: u64 = 256;
+/// Bytes that the notifications of one request take in the queue of the peer, unless a single one takes more.
+const BATCH_BYTES: u64 = 64 << 10;
 
 /// The notifications of one link.
 #[derive(Debug, Default)]
@@ -109,6 +111,12 @@ impl Load {
 }
 
 impl SentMessages {
+    /// Whether the peer has not confirmed all of the first `last` messages that were accepted. Messages that were taken back need
+    /// no confirmation.
+    pub(super) fn awaits(&self, last: u64) -> bool {
+        self.acknowledged < last.min(self.accepted)
+    }
+
     pub(super) fn reserve(&mut self, message: &[u8]) -> Result<()> {
         if let Some(shortage) = &self.shortage {
             return Err(shortage.clone());
@@ -127,12 +135,12 @@ impl SentMessages {
 }
 
 impl Notifications {
-    /// Returns the notifications of the next request, or `None` if none waits. The caller sends them in that order.
-    pub(super) fn next_batch(&self) -> Option<Vec<Payload>> {
+    /// Returns the notifications of the next request, at most `most`, or `None` if none waits. The caller sends them in that order.
+    pub(super) fn next_batch(&self, most: usize) -> Option<Vec<Payload>> {
         let mut sent = self.sent.lock();
         let (mut count, mut bytes) = (0, 0);
-        for message in sent.waiting.iter().take(MAX_BATCH) {
-            bytes += message.0.len();
+        for message in sent.waiting.iter().take(most) {
+            bytes += message.0.len() as u64 + NOTIFICATION_BYTES;
             if count > 0 && bytes > BATCH_BYTES {
                 break;
             }
@@ -177,5 +185,38 @@ impl Notifications {
         let mut sent = self.sent.lock();
         sent.reported = sent.reported.max(load(arrived));
         sent.polled = sent.polled.max(load(polled));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn waiting(lengths: impl IntoIterator<Item = usize>) -> Notifications {
+        let notifications = Notifications::default();
+        notifications.sent.lock().waiting.extend(lengths.into_iter().map(|length| Payload(vec![0; length])));
+        notifications
+    }
+
+    /// The peer charges each message of a request with more than its length, and takes all or none. So a request stays below the
+    /// memory that is reserved for a link.
+    #[test]
+    fn short_messages_count_with_what_they_take_at_the_peer() {
+        let short = waiting([1; 1000]);
+        let batch = short.next_batch(1000).unwrap();
+        assert_eq!(batch.len() as u64, BATCH_BYTES / (1 + NOTIFICATION_BYTES));
+        short.put_back(batch);
+        assert_eq!(short.next_batch(1).unwrap().len(), 1);
+        assert_eq!(waiting([128 << 10, 1]).next_batch(2).unwrap().len(), 1);
+        assert!(waiting([]).next_batch(1).is_none());
+    }
+
+    #[test]
+    fn messages_that_were_taken_back_are_not_awaited() {
+        let mut sent = SentMessages { accepted: 2, acknowledged: 1, ..SentMessages::default() };
+        let last = sent.accepted;
+        assert!(sent.awaits(last));
+        sent.accepted -= 1;
+        assert!(!sent.awaits(last));
     }
 }

@@ -5,15 +5,13 @@ use std::time::Duration;
 
 use super::client::{CallEnd, REPORTED_BY, limit_ms};
 use super::link::{ANSWER_TIME, Link};
-use super::notification_window::{Load, MOST_KEPT};
+use super::notification_window::{Load, MOST_KEPT, NOTIFICATION_BYTES};
 use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::events::{EventQueue, Notification, NotificationSource};
 use crate::fallible;
 use crate::model::Deadline;
-use crate::protocol::{ControlMessage, MAX_NOTIFICATION, Payload, Payloads, Reply, Request};
+use crate::protocol::{ControlMessage, MAX_BATCH, MAX_NOTIFICATION, Payload, Payloads, Reply, Request};
 
-/// Bytes that a queued notification takes beside its message.
-const NOTIFICATION_BYTES: u64 = 256;
 /// How long a sender waits before it repeats what the peer has refused.
 const RETRY: Duration = Duration::from_millis(20);
 
@@ -79,11 +77,12 @@ impl Link {
     }
 
     /// Sends the notifications that wait, until none does. Each request may take `limit`. What the peer refuses, because it
-    /// has no memory, is sent again. While this process has no descriptor or memory for a stream, nothing is sent, and further
+    /// has no memory, is sent again, one message at a time until one has arrived. While this process has no descriptor or memory for a stream, nothing is sent, and further
     /// notifications are refused. If it is unknown what has arrived, the link breaks.
     pub(crate) fn send_notifications(self: &Arc<Self>, limit: Duration) {
         let mut deadline = Deadline::after(limit).named("llm.LinkPinLimit");
-        while let Some(batch) = self.notifications.next_batch() {
+        let mut most = MAX_BATCH;
+        while let Some(batch) = self.notifications.next_batch(most) {
             let lease = match self.lease(deadline) {
                 Err(error) if error.is_shortage() && self.alive() => {
                     self.notifications.put_back(batch);
@@ -99,9 +98,13 @@ impl Link {
             let delivered = lease.and_then(|lease| self.ask_over(lease, &request, deadline));
             let Request::Notify { messages: Payloads(batch), .. } = request else { return };
             match delivered {
-                Ok(_) => deadline = Deadline::after(limit).named("llm.LinkPinLimit"),
+                Ok(_) => {
+                    most = MAX_BATCH;
+                    deadline = Deadline::after(limit).named("llm.LinkPinLimit");
+                }
                 Err(error) if error.fact(REPORTED_BY).is_some() && !deadline.passed() && self.alive() => {
                     self.notifications.put_back(batch);
+                    most = 1;
                     std::thread::sleep(RETRY);
                     continue;
                 }
@@ -145,6 +148,8 @@ impl Link {
             sent.waiting.clear();
             sent.accepted -= 1;
             sent.under_way = sent.under_way.minus(load);
+            drop(sent);
+            self.notifications.confirmed.notify_all();
             return true;
         }
         drop(sent);
@@ -156,7 +161,7 @@ impl Link {
     fn await_acknowledged(&self, deadline: Deadline) -> Result<()> {
         let mut sent = self.notifications.sent.lock();
         let last = sent.accepted;
-        while sent.acknowledged < last {
+        while sent.awaits(last) {
             self.check()?;
             drop(self.notifications.confirmed.wait_timeout(sent, deadline.nap()));
             deadline.waiting("waiting for earlier notifications").map_err(|error| self.named(error))?;
