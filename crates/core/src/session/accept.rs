@@ -382,8 +382,10 @@ fn of_member(shared: &Arc<Shared>, hello: &Hello, mut refusal: Refusal) -> Refus
         Reason::Unproven if !other_host => {}
         Reason::User | Reason::Token | Reason::Unproven | Reason::ByPeer => {
             if let Some(known) = shared.registry.comm(comm) {
+                // Whoever dialed is not known to be the member. So a permanent reason of this side's own attempt is kept or replaces
+                // this one, whatever the peer claims.
+                known.note(cluster, &Error::new(ErrorKind::LinkFailed, refusal.error.to_string()));
                 refusal.error = refusal.error.of_kind(ErrorKind::InvalidArgument).permanent();
-                known.note(cluster, &refusal.error);
             }
         }
         _ => {}
