@@ -133,8 +133,9 @@ unsafe fn obtain(layout: Layout, zeroed: bool) -> *mut u8 {
 /// The block must come from [`obtain`] with this layout, and nothing may use it any more.
 unsafe fn release(block: *mut u8, layout: Layout) {
     if is_mapped(layout) {
-        // SAFETY: the mapping is one of `obtain`. The kernel rounds the length to pages, as it did there. It cannot fail for a
-        // whole mapping, and an allocator cannot report a failure.
+        // SAFETY: the mapping is one of `obtain`. The kernel rounds the length to pages, as it did there. It may have merged the
+        // mapping with its neighbours. If the process then has as many mappings as it may have (vm.max_map_count), it cannot split
+        // them and refuses (ENOMEM). An allocator cannot report that, so the block then stays mapped and is not used any more.
         let _ = unsafe { munmap(block.cast(), layout.size()) };
         return;
     }
