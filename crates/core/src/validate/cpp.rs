@@ -22,6 +22,58 @@ const LISTEN: &str = "llm.ListenIpInfo";
 const BUFFERS: &str = "llm.BufPoolCfg";
 const SWITCH: &str = "llm.EnableSwitchRole";
 const ONE_SIDED: &str = "llm.EnableRemoteCacheAccessible";
+/// Every option that the engine reads, or that the original knows and the engine ignores. Besides, every name that starts with `ge.`
+/// is one of the original.
+const NAMES: [&str; 46] = [
+    "env.HCCL_CONNECT_TIMEOUT",
+    "llm.BufPoolCfg",
+    "llm.ClusterInfo",
+    "llm.CopyKernel",
+    "llm.CopyWorkers",
+    "llm.DeviceId",
+    "llm.EnableCacheManager",
+    "llm.EnableRemoteCacheAccessible",
+    "llm.EnableSwitchRole",
+    "llm.GlobalResourceConfig",
+    "llm.HostMemPoolConfig",
+    "llm.HugePages",
+    "llm.LinkAcceptRemote",
+    "llm.LinkAddresses",
+    "llm.LinkHeartbeat",
+    "llm.LinkPinLimit",
+    "llm.LinkRemoteMemory",
+    "llm.LinkRetryCount",
+    "llm.LinkSilence",
+    "llm.LinkStreams",
+    "llm.LinkToken",
+    "llm.LinkTokenFile",
+    "llm.LinkTotalTime",
+    "llm.LinkTransport",
+    "llm.ListenIp",
+    "llm.ListenIpInfo",
+    "llm.ListenPort",
+    "llm.LocalCommRes",
+    "llm.MaxTransfers",
+    "llm.MemPoolConfig",
+    "llm.MemoryUtilization",
+    "llm.NixlLibrary",
+    "llm.OutputMaxSize",
+    "llm.RankHosts",
+    "llm.RankPort",
+    "llm.RdmaServiceLevel",
+    "llm.RdmaTrafficClass",
+    "llm.Role",
+    "llm.SwapInPath",
+    "llm.SyncKvCacheWaitTime",
+    "llm.TransferBackend",
+    "llm.TransferPollUs",
+    "llm.UcxLibrary",
+    "llm.Verify",
+    "llm.deployResPath",
+    "llm.listenIpInfo",
+];
+/// Maximum number of edits between an unknown name and the valid one that is meant.
+const MOST_EDITS: usize = 2;
 /// `total_size` must be a multiple of this number of bytes, and `blk_size` must not exceed it.
 const STEP: u64 = 2 << 20;
 
@@ -42,9 +94,45 @@ pub fn role(number: i32) -> Result<Role> {
     Role::from_value(i64::from(number)).ok_or_else(|| Error::argument("role", number, allowed))
 }
 
+/// Logs one line for each unknown option, which is ignored, with the nearest valid name. Values are never logged, because they may
+/// be secret.
+fn report_unknown(given: &BTreeMap<String, String>) {
+    for name in given.keys().filter(|name| !NAMES.contains(&name.as_str()) && !name.starts_with("ge.")) {
+        let shown = clipped(name);
+        let advice = match nearest(name) {
+            Some(valid) => format!("did you mean {valid:?}?"),
+            None => "docs/options.md lists every option".into(),
+        };
+        tracing::error!(target: "llm_datadist::options", "unknown option {shown:?} is ignored; {advice}");
+    }
+}
+
+/// Returns the valid name that is nearest to `name` and at most [`MOST_EDITS`] away. The case of letters does not count.
+fn nearest(name: &str) -> Option<&'static str> {
+    let near = NAMES.iter().filter(|valid| valid.len().abs_diff(name.len()) <= MOST_EDITS);
+    let name = name.to_ascii_lowercase();
+    let edits = near.map(|valid| (edits(name.as_bytes(), valid.to_ascii_lowercase().as_bytes()), *valid));
+    edits.min().filter(|(edits, _)| *edits <= MOST_EDITS).map(|(_, valid)| valid)
+}
+
+/// Returns the least number of bytes to insert, delete or replace.
+fn edits(left: &[u8], right: &[u8]) -> usize {
+    let mut row: Vec<usize> = (0..=right.len()).collect();
+    for (at, byte) in left.iter().enumerate() {
+        let mut diagonal = std::mem::replace(&mut row[0], at + 1);
+        for (column, other) in right.iter().enumerate() {
+            let replaced = diagonal + usize::from(byte != other);
+            diagonal = row[column + 1];
+            row[column + 1] = replaced.min(diagonal + 1).min(row[column] + 1);
+        }
+    }
+    row[right.len()]
+}
+
 /// Reads the options of `Initialize` (contract, C++ §2, §4). `Err(NotEnabled)` if `llm.DeviceId` names
-/// several devices; `Err(InvalidArgument)` for any other option that breaks a rule.
+/// several devices; `Err(InvalidArgument)` for any other option that breaks a rule. Unknown options are ignored and logged.
 pub fn options(role: Role, cluster: ClusterId, given: &BTreeMap<String, String>) -> Result<Options> {
+    report_unknown(given);
     let text = |key: &str| given.get(key).map(String::as_str);
     let filled = |key: &str| text(key).filter(|text| !text.is_empty());
     let mut resolved = given.clone();
@@ -151,6 +239,7 @@ pub fn set_role(
     given: &BTreeMap<String, String>,
     now: Option<SocketAddr>,
 ) -> Result<Option<SocketAddr>> {
+    report_unknown(given);
     if !options.may_switch {
         return Err(Error::new(ErrorKind::NotEnabled, format!("SetRole needs {SWITCH}=1")));
     }
@@ -338,4 +427,31 @@ pub fn block_lists(src: &[u64], lists: &[&[u64]]) -> Result<Vec<(i64, i64)>> {
         pairs.extend(src.iter().copied().zip(dst));
     }
     Ok(pairs)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every option that the two modules read has its name in the list.
+    #[test]
+    fn names_of_all_options_are_known() {
+        let mut count = 0;
+        for text in [include_str!("options.rs"), include_str!("cpp.rs")] {
+            let text = text.split("#[cfg(test)]").next().unwrap_or_default();
+            for literal in text.split('"').filter(|text| text.starts_with("llm.") && !text.contains(' ')) {
+                assert!(NAMES.contains(&literal), "{literal} is missing");
+                count += 1;
+            }
+        }
+        assert!(count > NAMES.len());
+    }
+
+    #[test]
+    fn nearest_name_is_at_most_two_edits_away() {
+        assert_eq!(nearest("llm.LinkStream"), Some("llm.LinkStreams"));
+        assert_eq!(nearest("LLM.linkstreamss"), Some("llm.LinkStreams"));
+        assert_eq!(nearest("llm.LinkXYZ"), None);
+        assert_eq!(nearest(""), None);
+    }
 }

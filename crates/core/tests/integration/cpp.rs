@@ -9,6 +9,36 @@ use llm_datadist_core::testing::validate::cpp;
 use llm_datadist_core::{ClusterId, Role};
 
 use crate::arguments::refused;
+use crate::log;
+
+#[test]
+fn unknown_options_are_logged_with_the_nearest_name() {
+    log::collect();
+    let names = [
+        "llm.DeviceId",
+        "llm.LinkStreems",
+        "llm.NothingLikeIt",
+        "llm.RdmaServiceLevel",
+        "ge.exec.rankId",
+        "llm.OutputMaxSize",
+    ];
+    let given: BTreeMap<_, _> = names.iter().map(|&name| (name.to_owned(), "7".to_owned())).collect();
+    cpp::options(Role::Mix, ClusterId(1), &given).unwrap();
+    let lines = |name| log::errors(&["unknown option", name]);
+    assert_eq!(
+        lines("llm.LinkStreems"),
+        [r#"unknown option "llm.LinkStreems" is ignored; did you mean "llm.LinkStreams"?"#]
+    );
+    assert_eq!(
+        lines("llm.NothingLikeIt"),
+        [r#"unknown option "llm.NothingLikeIt" is ignored; docs/options.md lists every option"#]
+    );
+    assert!(
+        ["llm.RdmaServiceLevel", "ge.exec.rankId", "llm.OutputMaxSize"]
+            .iter()
+            .all(|name| lines(name).is_empty())
+    );
+}
 
 #[test]
 fn options_of_the_class_become_a_configuration() {
