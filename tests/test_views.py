@@ -102,7 +102,7 @@ def test_a_full_pool_names_the_memory_of_released_caches(manager: Any, dist: LLM
         manager.allocate_cache(desc(1, POOL, 1))
     assert caught.value.status_code == LLMStatusCode.LLM_OUT_OF_MEMORY
     text = str(caught.value)
-    assert "arrays, views or running calls still use released caches" in text, text
+    assert "released caches are still used by arrays, views or running calls" in text, text
     assert f"released_bytes={POOL // 2}, released_caches=2" in text, text
     del arrays
     gc.collect()

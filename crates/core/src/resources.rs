@@ -161,7 +161,8 @@ impl Resources {
         if bytes == 0 || error.kind() != ErrorKind::OutOfMemory {
             return error;
         }
-        let text = "; arrays, views or running calls still use released caches, whose memory is free once they are gone";
+        let text = "; released caches are still used by arrays, views or running calls: delete the arrays and views to free \
+                    their memory";
         error.with_text(text).with("released_bytes", bytes).with("released_caches", count)
     }
 

@@ -184,8 +184,8 @@ pub fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T> {
             decode_message(message)
         }
         _ => {
-            let text = "a message was damaged on its way, so it was not acted on: its checksum does not fit its \
-                        bytes; repeat the call, and check the network and the memory of both hosts";
+            let text = "a message was damaged on its way and discarded: its checksum does not match; repeat the call, and \
+                        check the network and the memory of both hosts";
             Err(Error::new(ErrorKind::NotLinked, text).with("bytes", body.len()))
         }
     }

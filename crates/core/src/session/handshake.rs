@@ -315,13 +315,13 @@ pub(super) fn other_user(who: &str, stream: &Stream) -> Error {
     // The numbers are equal, and still prove nothing (`same_user`).
     let same = stream.credentials().is_some_and(|peer| peer.uid == own);
     let cause = if same {
-        ": both have the user number that the kernel shows for all users without a number here, and /proc/self/uid_map does \
-         not say that every user has one (is /proc mounted?)"
+        ": both run under the overflow user id, which several users may share, and /proc/self/uid_map does not map every \
+         user; use another user, or mount /proc if it is missing"
     } else {
         ""
     };
     let text =
-        format!("{who} is not known to run as this process's user{cause}, and no token is set; {REMEDY}");
+        format!("{who} is not known to run as this process's user, and no token is set{cause}; {REMEDY}");
     let uid = stream.credentials().map_or_else(|| "unknown".into(), |peer| peer.uid.to_string());
     Error::new(ErrorKind::LinkFailed, text)
         .with("peer", stream.peer())
