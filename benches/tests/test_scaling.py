@@ -67,9 +67,9 @@ def test_exact_times_give_the_rate_of_the_busiest_stage(stages, servers, rates):
     ("file", "constant", "said"),
     [
         ("session/registry.rs", "MOST_LINKS: usize = 4096;", "4,096"),
-        ("session/limits.rs", "pending: (descriptors / 16).clamp(4, 256)", "a sixteenth of the open-file limit"),
+        ("session/limits.rs", "pending: (descriptors / 16).clamp(16, 256)", "a sixteenth of the open-file limit"),
         ("session/call_slots.rs", "const SHARED: usize = 32;", "up to 32 shared threads"),
-        ("session/known_cache.rs", "MOST_RECORDS: usize = 1 << 16;", "65,536 names"),
+        ("session/known_cache.rs", "MOST_BYTES: u64 = 4 << 20;", "more than 4 MiB of descriptions"),
         ("session/stream_set.rs", "MOST_CALLS: usize = 64;", "at most 64"),
         ("session/call_streams.rs", "IDLE_STREAMS: usize = 2;", "two are kept once idle"),
         ("net/mod.rs", "BACKLOG: u16 = 1024;", "1,024 connections wait"),

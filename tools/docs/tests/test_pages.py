@@ -38,8 +38,8 @@ NUMBERS = [
     (
         "docs/links.md",
         "session/known_cache.rs",
-        "MOST_RECORDS",
-        "| descriptions of remote caches kept for each link | {} |",
+        "MOST_BYTES",
+        "| bytes of descriptions of remote caches kept for each link | {} |",
     ),
     ("docs/links.md", "engine/links.rs", "AT_ONCE", "| any number; {} are linked at a time |"),
     ("docs/links.md", "protocol/frame.rs", "VERSION", "The version is {}."),
