@@ -17,6 +17,8 @@ import llm_datadist
 from llm_datadist.__main__ import main
 from llm_datadist.option_table import ENVIRONMENT, OTHER_VARIABLES, TOKEN_VARIABLES, rows, table
 
+REPLAY = "replay --quiet --requests 10 --layers 1 --head-dim 8 --device-pool 8MiB --host-pool 16MiB"
+
 
 def test_options_prints_every_option_with_type_default_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["options"]) == 0
@@ -63,8 +65,8 @@ def test_wrong_arguments_exit_2(capsys: pytest.CaptureFixture[str], arguments: l
     [
         ("options", 0),
         ("doctor", 0),
-        ("replay --quiet --requests 10 --layers 1 --head-dim 8", 0),
-        ("replay --quiet --requests 10 --layers 1 --head-dim 8 --json -", 1),  # the table goes to standard error
+        (REPLAY, 0),
+        (f"{REPLAY} --json -", 1),  # the table goes to standard error
     ],
 )
 def test_reader_that_closes_the_pipe_early_is_no_error(arguments: str, errors: int) -> None:
@@ -88,8 +90,8 @@ EVERY_COMMAND = [
     "doctor --help",
     "doctor --json -",
     "doctor --serve 127.0.0.1:0 --seconds 0.1",
-    "replay --quiet --requests 10 --layers 1 --head-dim 8",
-    "replay --quiet --requests 10 --layers 1 --head-dim 8 --json -",
+    REPLAY,
+    f"{REPLAY} --json -",
 ]
 
 
@@ -112,7 +114,7 @@ def test_full_standard_output_is_an_error_of_one_line(arguments: str) -> None:
     ends_with_one_line(done, "standard output")
 
 
-@pytest.mark.parametrize("arguments", ["doctor", "replay --quiet --requests 10 --layers 1 --head-dim 8"])
+@pytest.mark.parametrize("arguments", ["doctor", REPLAY])
 def test_json_on_a_full_disk_is_an_error_of_one_line_after_the_table(arguments: str) -> None:
     command = [sys.executable, "-m", "llm_datadist", *arguments.split(), "--json", "/dev/full"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)  # noqa: S603
@@ -134,7 +136,7 @@ def test_full_standard_error_does_not_end_a_replay() -> None:
         sys.executable,
         "-m",
         "llm_datadist",
-        *["replay", "--requests", "10", "--layers", "1", "--head-dim", "8"],
+        *REPLAY.replace(" --quiet", "").split(),
     ]
     command += ["--json", "-"]
     with Path("/dev/full").open("w", encoding="utf-8") as full:

@@ -26,7 +26,8 @@ from llm_datadist.replay.trace import make_trace
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 300
 REQUESTS = 60
-SMALL = ["--layers", "1", "--head-dim", "8", "--quiet"]  # 16 KiB a block
+# 16 KiB a block
+SMALL = ["--layers", "1", "--head-dim", "8", "--device-pool", "8MiB", "--host-pool", "20MiB", "--quiet"]
 BLOCK_BYTES, BLOCK_TOKENS = 16384, 512
 LARGE_POOL = "64MiB"  # holds every block of the requests, so that none is dropped
 
