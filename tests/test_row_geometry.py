@@ -207,7 +207,7 @@ def test_pushed_slots_agree_with_numpy(one_sided: tuple[End, Peer]) -> None:
 
 
 def test_copies_and_swaps_agree_with_numpy(ends: Ends) -> None:
-    near = ends.near(options(verify="full", pool=POOL))
+    near = ends.near(options(llm__Verify="full", pool=POOL))
     chance = random.Random(11)  # noqa: S311
     for number in range(4 * ROUNDS):
         src, dst = shapes(chance)
