@@ -372,12 +372,9 @@ def child():
     first[0].cache_manager.allocate_cache(DESC)
     first[0].finalize()
 """
+# Not the fork of the C library: it resets no lock of Python that another thread holds.
 FORKS = {
     "os.fork": "pid = os.fork()\nif pid == 0:\n    child()\n    os._exit(0)\nended(pid)",
-    "the fork of the C library": (
-        "pid = ctypes.PyDLL(None).fork()\n"
-        "if pid == 0:\n    LLMDataDist(LLMRole.MIX, 9).finalize()\n    child()\n    os._exit(0)\nended(pid)"
-    ),
     "multiprocessing": (
         "one = multiprocessing.get_context('fork').Process(target=child)\n"
         "one.start(); one.join(60)\nassert one.exitcode == 0, one.exitcode"

@@ -33,10 +33,10 @@ SHOWN_LINES = 80  # of the log of a failed part
 RUST_ENDED = re.compile(r"^test (.+?) \.\.\. (ok|FAILED|ignored)(?:, (.*))?$")
 # "[gw0] [  5%] PASSED tests/a.py::b" beside other processes; "tests/a.py::b PASSED [  5%]" alone
 PYTHON_ENDED = re.compile(
-    r"^(?:\[gw\d+\] \[ *\d+%\] |.* )(PASSED|FAILED|ERROR|SKIPPED)(?: [^\[]\S.*|(?: \(.*\))? +\[ *\d+%\])$"
+    r"^(?:\[gw\d+\] \[ *\d+%\] |\S+::.* )(PASSED|FAILED|ERROR|SKIPPED)(?: [^\[]\S.*|(?: \(.*\))? +\[ *\d+%\])$"
 )
 PYTHON_SKIPS = re.compile(r"^SKIPPED \[(\d+)\] (\S+?)(?::\d+)?: (.*)$")
-PYTHON_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S.*)$")
+PYTHON_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+::.*)$")
 
 
 class Counts(NamedTuple):
