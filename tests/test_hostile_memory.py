@@ -39,7 +39,7 @@ def ends(trial: Trial, wires: Sequence[Wire] = ()) -> None:
     for wire in wires:
         wire.close()
     trial.held.close()
-    trial.victim.polled()  # the victim keeps the result of its last call
+    trial.victim.polled(0)  # the victim keeps the result of its last call
     trial.releases(BESIDE)
 
 
@@ -180,7 +180,7 @@ def test_notifications_of_hostile_links_leave_room_for_others() -> None:
         got: list[tuple[int, bytes]] = []
 
         def arrived() -> bool:
-            got.extend(one for one in trial.victim.polled() if len(one[1]) < 100)
+            got.extend(one for one in trial.victim.polled(100) if len(one[1]) < 100)
             return len(got) >= 2
 
         eventually(arrived)
@@ -205,5 +205,5 @@ def test_notifications_and_long_frames_share_one_budget() -> None:
         together(len(wires), send)
         most = budgets.value("common_memory") + 26 * part() + BESIDE
         trial.judge(links=24, streams=24, busy=24, memory=most)
-        assert trial.victim.polled()
+        assert trial.victim.polled(0)
         ends(trial, wires)
