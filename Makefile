@@ -144,9 +144,12 @@ stress-tests: check-test-tools build capi $(VENV)/.test-tools  ## the test phase
 	@cargo test --locked --workspace --exclude llm-datadist-py --no-run --quiet
 	tests/stress.sh $(REPEAT) "$(TARGET_DIR)/stress" $(BIN)/python $(BUSY)
 
-fast: build capi $(VENV)/.test-tools  ## the tests that take under a minute
-	cargo test -p llm-datadist-core --test integration
-	$(BIN)/python -m pytest -x -q --deselect tests/test_replay.py
+# What these words name takes most of the time of the Rust tests. tests/slow.txt does the same for Python.
+SLOW_RUST = a_plan_takes broken_streams damaged_messages deadlines ensure_link kernels kv_layouts layerwise_faults linking local_copies merger \
+	payload races reader_threads row_strides short_windows silent_memory streams task transport verification
+fast: build $(VENV)/.test-tools  ## the tests that take under a minute
+	cargo test --quiet --locked -p llm-datadist-core --lib --test integration -- $(addprefix --skip ,$(SLOW_RUST))
+	$(BIN)/python -m pytest -q -n 3 -m "not serial and not root" $(filter-out $(shell sed /^\#/d tests/slow.txt),$(wildcard tests/test_*.py))
 
 conformance: build capi $(VENV)/.test-tools  ## run the tests that prove the contract and write docs/conformance.md
 	$(BIN)/python -m pytest -q -m contract --write-contract

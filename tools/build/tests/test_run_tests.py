@@ -117,3 +117,9 @@ def test_variables_of_make_do_not_reach_the_tests(monkeypatch: pytest.MonkeyPatc
     for name in ("MAKE_TERMOUT", "MAKEFLAGS", "MAKELEVEL"):
         monkeypatch.setenv(name, "x")
     assert not [name for name in run_tests.environment() if name.startswith("MAKE")]
+
+
+def test_every_slow_file_exists() -> None:
+    names = [line for line in (run_tests.ROOT / "tests" / "slow.txt").read_text().splitlines() if line[0] != "#"]
+    assert names == sorted(names)
+    assert [name for name in names if not (run_tests.ROOT / name).is_file()] == []
