@@ -2,8 +2,8 @@
 //!
 //! The kernel is asked once in every process. The answer lies in a page that a fork wipes
 //! (`MADV_WIPEONFORK`), so a child never takes its parent's id for its own, however it was forked
-//! (`tests/test_lifecycle.py`, `test_a_forked_child_is_told_and_the_parent_goes_on`). A system call took
-//! longer than all other checks of a small call together.
+//! (`a_child_and_its_child_know_their_own_ids`). A system call took longer than all other checks of a small
+//! call together.
 
 use std::process;
 use std::ptr::null_mut;
@@ -47,5 +47,38 @@ pub fn remember_process() {
     if !kept {
         // SAFETY: the range is the mapping made above, which was not published.
         let _unmapped = unsafe { munmap(page, len) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whether `child()` returns true in a forked process.
+    fn holds_in_a_child(child: fn() -> bool) -> bool {
+        // SAFETY: the child asks for its id, forks again at most, and ends with `_exit`. It takes no lock.
+        let pid = unsafe { libc::fork() };
+        if pid == 0 {
+            let status = i32::from(!child());
+            // SAFETY: nothing of the parent needs to be unwound.
+            unsafe { libc::_exit(status) };
+        }
+        let mut status = -1;
+        // SAFETY: the child belongs to this test, and the status is a valid pointer.
+        assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
+        status == 0
+    }
+
+    fn knows_itself() -> bool {
+        (0..2).all(|_| this_process() == process::id())
+    }
+
+    #[test]
+    fn a_child_and_its_child_know_their_own_ids() {
+        remember_process();
+        assert!(knows_itself());
+        // The C library's fork, of which Python and other languages are not told.
+        assert!(holds_in_a_child(|| knows_itself() && holds_in_a_child(knows_itself)));
+        assert!(knows_itself());
     }
 }
