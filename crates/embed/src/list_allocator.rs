@@ -33,7 +33,7 @@ const PAGE: usize = 4096;
 /// A global allocator that delegates to the system allocator, but keeps freed blocks of 32 KiB to 2 MiB for
 /// reuse, and maps blocks of more than 16 KiB.
 ///
-/// It keeps at most four blocks of each size, and at most [`KeptLists::MOST_BYTES`] in all. It takes no lock,
+/// It keeps at most four blocks of each size, and at most [`KeptLists::MAX_BYTES`] in all. It takes no lock,
 /// so a fork is harmless at any moment.
 #[derive(Debug)]
 pub struct KeptLists {
@@ -48,7 +48,7 @@ impl Default for KeptLists {
 
 impl KeptLists {
     /// Maximum number of bytes that are kept.
-    pub const MOST_BYTES: usize = SLOTS * SMALLEST * ((1 << CLASSES) - 1);
+    pub const MAX_BYTES: usize = SLOTS * SMALLEST * ((1 << CLASSES) - 1);
 
     /// Creates an allocator that keeps no blocks yet.
     #[must_use]

@@ -38,7 +38,7 @@ NUMBERS = [
     (
         "docs/links.md",
         "session/known_cache.rs",
-        "MOST_BYTES",
+        "MAX_STORED_BYTES",
         "| bytes of descriptions of remote caches kept for each link | {} |",
     ),
     ("docs/links.md", "engine/links.rs", "AT_ONCE", "| any number; {} are linked at a time |"),

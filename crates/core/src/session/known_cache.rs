@@ -12,9 +12,9 @@ use crate::protocol::EntryVersion;
 use crate::validate::RemoteCache;
 
 /// Maximum number of bytes of a description that is kept for later calls: that of a cache of 8,192 tensors.
-const MOST_REMEMBERED: u64 = 64 << 10;
+const MAX_DESCRIPTION_BYTES: u64 = 64 << 10;
 /// Maximum number of bytes of all descriptions that a link stores.
-const MOST_BYTES: u64 = 4 << 20;
+const MAX_STORED_BYTES: u64 = 4 << 20;
 /// Bytes that a description takes beside its lists.
 const RECORD_BYTES: u64 =
     (size_of::<KnownCache>() + size_of::<BudgetShare>() + 2 * size_of::<(Name, Arc<KnownCache>)>()) as u64;
@@ -40,11 +40,11 @@ impl<T> Records<T> {
         self.entries.get(name).map(|(value, _)| value)
     }
 
-    /// Stores `value`, which takes `bytes` bytes: at most [`MOST_BYTES`]. If there is no room for it, discards an arbitrary half of
+    /// Stores `value`, which takes `bytes` bytes: at most [`MAX_STORED_BYTES`]. If there is no room for it, discards an arbitrary half of
     /// the others. Each discarded one costs a request when it is next needed.
     fn insert(&mut self, name: Name, value: T, bytes: u64) {
         self.remove(&name);
-        while self.bytes + bytes > MOST_BYTES && !self.entries.is_empty() {
+        while self.bytes + bytes > MAX_STORED_BYTES && !self.entries.is_empty() {
             let mut kept = true;
             self.entries.retain(|_, (_, bytes)| {
                 kept = !kept;
@@ -67,7 +67,7 @@ impl KnownCaches {
     /// Stores a description, unless it is too long or the budget of the peer has no memory for it.
     pub(super) fn remember(&mut self, name: Name, known: Arc<KnownCache>) {
         let share = known.share.clone();
-        if share.used() <= MOST_REMEMBERED && share.keep(RECORD_BYTES).is_ok() {
+        if share.used() <= MAX_DESCRIPTION_BYTES && share.keep(RECORD_BYTES).is_ok() {
             self.insert(name, known, share.used());
         }
     }
@@ -98,19 +98,19 @@ mod tests {
     fn more_bytes_than_are_kept_cost_half_of_the_names() {
         let name = |number: u64| Name::Row { cache: CacheId(number.cast_signed()), row: 0 };
         let (mut records, mut least) = (Records::default(), usize::MAX);
-        let (bytes, most) = (1 << 10, MOST_BYTES >> 10);
+        let (bytes, most) = (1 << 10, MAX_STORED_BYTES >> 10);
         for number in 0..3 * most {
             records.insert(name(number), number, bytes);
-            assert!(records.bytes <= MOST_BYTES && records.bytes == bytes * records.entries.len() as u64);
+            assert!(records.bytes <= MAX_STORED_BYTES && records.bytes == bytes * records.entries.len() as u64);
             if number >= most {
                 least = least.min(records.entries.len());
             }
         }
         assert_eq!(least as u64, most / 2 + 1);
         // The same name replaces what was stored, and a long description makes as much room as it needs.
-        records.insert(name(0), 1, MOST_BYTES);
-        records.insert(name(0), 2, MOST_BYTES);
-        assert_eq!((records.get(&name(0)), records.entries.len(), records.bytes), (Some(&2), 1, MOST_BYTES));
+        records.insert(name(0), 1, MAX_STORED_BYTES);
+        records.insert(name(0), 2, MAX_STORED_BYTES);
+        assert_eq!((records.get(&name(0)), records.entries.len(), records.bytes), (Some(&2), 1, MAX_STORED_BYTES));
         records.remove(&name(0));
         assert_eq!(records.bytes, 0);
     }
