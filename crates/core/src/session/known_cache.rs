@@ -101,7 +101,9 @@ mod tests {
         let (bytes, most) = (1 << 10, MAX_STORED_BYTES >> 10);
         for number in 0..3 * most {
             records.insert(name(number), number, bytes);
-            assert!(records.bytes <= MAX_STORED_BYTES && records.bytes == bytes * records.entries.len() as u64);
+            assert!(
+                records.bytes <= MAX_STORED_BYTES && records.bytes == bytes * records.entries.len() as u64
+            );
             if number >= most {
                 least = least.min(records.entries.len());
             }
@@ -110,7 +112,10 @@ mod tests {
         // The same name replaces what was stored, and a long description makes as much room as it needs.
         records.insert(name(0), 1, MAX_STORED_BYTES);
         records.insert(name(0), 2, MAX_STORED_BYTES);
-        assert_eq!((records.get(&name(0)), records.entries.len(), records.bytes), (Some(&2), 1, MAX_STORED_BYTES));
+        assert_eq!(
+            (records.get(&name(0)), records.entries.len(), records.bytes),
+            (Some(&2), 1, MAX_STORED_BYTES)
+        );
         records.remove(&name(0));
         assert_eq!(records.bytes, 0);
     }
