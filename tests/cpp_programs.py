@@ -84,6 +84,7 @@ class Cpp:
         """Initialize with a small pool and a listener at any port."""
         pool = '{"memory_size":2097152,"page_shift":12}'
         made = {"llm.DeviceId": 0, "llm.MemPoolConfig": pool, "llm.ListenIpInfo": "127.0.0.1:0"}
+        made["llm.SyncKvCacheWaitTime"] = 5000  # the default of 1 s is short beside other programs
         made.update({key.replace("__", "."): value for key, value in given.items()})
         status, port = self.ask("init", *(f"{key}={value}" for key, value in made.items()))
         assert status == SUCCESS, self.reason

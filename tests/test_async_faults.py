@@ -189,7 +189,7 @@ def test_a_push_to_a_peer_that_stops_ends_once_and_never_passes_for_a_success(
     it has the bytes of the push.
     """
     rows, named, row_bytes = 20, 16, 1 << 20
-    settings = {"llm__LinkTransport": transport, "llm__LinkHeartbeat": 100, "llm__LinkSilence": 2000}
+    settings = {"llm__LinkTransport": transport, "llm__LinkHeartbeat": 100, "llm__LinkSilence": 6000}
     near, far = ends.pair(accessible=True, pool=48 << 20, **settings)
     far.allocate("f", rows, row_bytes, TENSORS, blocks=True, keys=[by_blocks(0)], seed=2)
     near.allocate("n", rows, row_bytes, TENSORS, blocks=True, seed=1)
@@ -199,7 +199,7 @@ def test_a_push_to_a_peer_that_stops_ends_once_and_never_passes_for_a_success(
         if delay is None:
             stopped.enter_context(far.stopped())
         transfer = near.manager.push_blocks_async(
-            key(by_blocks(2)), handle, blocks, blocks, timeout_ms=500, notify=b"pushed"
+            key(by_blocks(2)), handle, blocks, blocks, timeout_ms=1500, notify=b"pushed"
         )
         if delay is not None:
             time.sleep(delay)

@@ -104,7 +104,7 @@ def test_a_layer_that_does_not_get_ready(
 
 
 def test_the_time_that_one_layer_may_take(transfer: Transfer) -> None:
-    to, steps = transfer.to, Steps(allowed=2, timeout_in_millis=500)
+    to, steps = transfer.to, Steps(allowed=2, timeout_in_millis=2000)
     task = transfer.start(steps, [to.to(range(2)), to.to(range(4), slot=1), to.to(range(3, 4), slot=2)])
     assert results(task) == [OK, TIMEOUT, None], "while the synchronizer waits"
     assert layer_threads()
@@ -113,7 +113,7 @@ def test_the_time_that_one_layer_may_take(transfer: Transfer) -> None:
     assert names(task.errors()[1], layer=2)
     steps.allow()
     eventually(lambda: not layer_threads(), what="the end of the thread")
-    assert steps.asked == [(0, 500), (1, 500), (2, 500)]
+    assert steps.asked == [(0, 2000), (1, 2000), (2, 2000)]
     for slot in range(2):
         to.slot(transfer.source, range(2), slot=slot)
     transfer.peer.rest(0.1)
@@ -257,6 +257,7 @@ def test_cancel_between_layers(ends: Ends, way: dict[str, Any]) -> None:
     to, steps = transfer.to, Steps(allowed=1)
     task = transfer.start(steps, [to.to(range(4)), to.to(range(1), slot=1), to.to(range(2, 4), slot=2)])
     eventually(lambda: layers_done(task) == [1, 1, 0], what="layer 0")
+    steps.reached(1)
     assert task.cancel()
     assert not task.cancel(), "it had ended"
     assert task.synchronize().name == FAILED
@@ -279,8 +280,8 @@ def test_ctrl_c_interrupts_a_wait_and_not_the_transfer(transfer: Transfer, call:
     steps = Steps(allowed=0)
     task = transfer.start(steps)
     timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012  (the signal must not come before)
+        timer.start()
         getattr(task, call)(WAIT)
     timer.join()
     assert not task.done()
@@ -347,7 +348,8 @@ def test_loops_in_several_threads_and_a_loop_that_is_closed(transfer: Transfer) 
 
     for _ in range(5):
         asyncio.run(abandon())
-    assert transfer.near.resources()["descriptors"] <= before + 1
+    # A call stream that is being opened has up to three more.
+    eventually(lambda: transfer.near.resources()["descriptors"] <= before + 1, what="the descriptors")
     with ThreadPoolExecutor(3) as crew:
         waiting = [crew.submit(lambda: asyncio.run(asyncio.wait_for(wait(task), LIMIT))) for _ in range(3)]
         assert task.synchronize(50) is LATE

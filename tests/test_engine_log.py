@@ -17,7 +17,7 @@ import pytest
 
 from llm_datadist import BlocksCacheKey, LLMDataDist, LLMException, _core, engine_log
 from memory import UserTensors, desc, run_fresh
-from peers import Ends, options
+from peers import Ends, eventually, options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -139,14 +139,14 @@ def log_threads() -> list[threading.Thread]:
 def test_the_thread_lives_as_long_as_the_engine(start: Callable[..., LLMDataDist]) -> None:
     files = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(3):
-        assert not log_threads()
+        eventually(lambda: not log_threads(), what="the end of the thread")
         dist = start()
         (thread,) = log_threads()
         assert thread.daemon
         dist.finalize()
     with pytest.raises(LLMException):
         start({"llm.EnableCacheManager": "1", "llm.MemPoolConfig": "x"})
-    assert not log_threads()
+    eventually(lambda: not log_threads(), what="the end of the thread")
     assert len(list(Path("/proc/self/fd").iterdir())) == files
     engine_log.stop()
     engine_log.drain()

@@ -92,7 +92,9 @@ def test_one_event_for_the_group(served: tuple[End, Peer]) -> None:
     assert near.dist.drain(LIMIT_MS)
     events = near.dist.poll()
     assert all(isinstance(event, Completed) for event in events)
-    assert [event.transfer for event in events] == started, "they meet, so they end in the order of their start"
+    # A call releases its rows before it reports its end, so the events of two calls that meet may change places.
+    assert len(events) == 20
+    assert {event.transfer for event in events} == set(started)
     assert all(transfer.exception(0) is None for transfer in started)
 
 

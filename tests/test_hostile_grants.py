@@ -108,7 +108,7 @@ def test_a_reader_that_takes_no_bytes_holds_a_revocation_no_longer_than_its_limi
 
     With `wait=False` it does not wait, and the bytes do not count either.
     """
-    with Trial(honest=["tcp"], llm__SyncKvCacheWaitTime=700) as trial:
+    with Trial(honest=["tcp"], llm__SyncKvCacheWaitTime=700, llm__LinkSilence=10_000) as trial:
         _, call = trial.fair_call(window=4096)
         cache, name = prey_of(call), m.name_blocks(1)
         token = trial.victim.grant("prey", list(range(PREY_ROWS)))
@@ -145,7 +145,7 @@ LIES: dict[str, bytes] = {
 
 def test_owners_that_lie_about_a_grant_fail_the_call_and_nothing_else() -> None:
     """The victim pulls under a grant of a hostile owner, whose answers mean nothing or do not fit the pull."""
-    with Trial(honest=["tcp"], llm__SyncKvCacheWaitTime=1000) as trial:
+    with Trial(honest=["tcp"]) as trial:
         answer = b""
 
         def serve(wire: Wire) -> None:

@@ -105,7 +105,7 @@ def test_floods_of_stalled_connections_keep_nobody_out(steps: tuple[str, ...], o
             if number % 50 == 49:
                 assert trial.victim.open_files(16) == "", f"after {number + 1} connections"
         took = time.monotonic() - began
-        assert took < 30, f"{count} connections took {took:.1f} s"
+        assert took < 120, f"{count} connections took {took:.1f} s"
         trial.join(40, "tcp")
         if open_files is None:
             trial.join(41, "auto")
@@ -183,14 +183,15 @@ def test_peers_that_do_not_read_their_control_stream_are_dropped(local: bool, co
         window = {} if local else {"window": 1}
         left = [trial.link(100 + number, local=local, **window) for number in range(count)]
         trial.begin()
-        storm = frame(m.PING) * 2000
+        ping = frame(m.PING)
+        storm = ping * 2000
         until = time.monotonic() + 2 * SILENCE
         while left and time.monotonic() < until:
             for link in list(left):
                 link.control.socket.settimeout(0)
                 try:
                     # Whole pings only, because a partial message would be closed for another reason.
-                    link.control.socket.send(storm[: 9 * random.randint(1, 2000)])  # noqa: S311
+                    link.control.socket.send(storm[: len(ping) * random.randint(1, 2000)])  # noqa: S311
                 except BlockingIOError:
                     pass
                 except OSError:

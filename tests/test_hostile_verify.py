@@ -208,7 +208,7 @@ LIES: dict[str, tuple[bytes, set[str]]] = {
 
 def test_owners_that_lie_about_checksums_fail_the_call_and_nothing_else() -> None:
     """The victim pulls from a hostile owner, which sends bytes, and then answers that mean nothing or do not fit."""
-    with Trial(honest=["tcp"], llm__SyncKvCacheWaitTime=1000) as trial:
+    with Trial(honest=["tcp"]) as trial:
         answer = of_bytes = m.sums(0, [1])
 
         def serve(wire: Wire) -> None:

@@ -170,12 +170,12 @@ def test_a_layer_goes_as_soon_as_it_is_ready_and_not_before(ends: Ends, way: dic
 
 
 def test_sync_kv_timeout_is_for_layers_and_not_for_the_model(ends: Ends, way: dict[str, Any]) -> None:
-    transfer = Transfer(ends, way, llm__SyncKvCacheWaitTime=150)
+    transfer = Transfer(ends, way, llm__SyncKvCacheWaitTime=1000)
     steps = Steps(allowed=0)
     task = transfer.start(steps)
     for layer in range(2):
         steps.reached(layer)
-        assert task.synchronize(400) == LLMStatusCode.LLM_TIMEOUT
+        assert task.synchronize(1200) == LLMStatusCode.LLM_TIMEOUT
         steps.allow(layer + 1)
     steps.allow()
     assert results(task) == [OK]

@@ -42,7 +42,7 @@ def compute():
 
 
 def test_finalize_with_a_synchronizer_that_blocks(ends: Ends, way: dict[str, Any]) -> None:
-    transfer = Transfer(ends, way, 3, llm__SyncKvCacheWaitTime=300)
+    transfer = Transfer(ends, way, 3, llm__SyncKvCacheWaitTime=3000)
     near, to, steps = transfer.near, transfer.to, Steps(allowed=2)
     task = transfer.start(steps, [to.to(range(4)), to.to(range(1), slot=1), to.to(range(3, 4), slot=2)])
     steps.reached(2)
@@ -120,7 +120,8 @@ def test_a_process_ends_though_a_synchronizer_does_not_return(ends: Ends, blocks
     for got, good in zip(decoder.near.read("f")[:6], decoder.good):
         assert np.array_equal(got, good)
     decoder.near.deallocate("f")
-    assert decoder.near.used() == 0
+    # The engine answers the last layer before it lets go of the cache.
+    eventually(lambda: decoder.near.used() == 0, what="the memory")
 
 
 def test_a_synchronizer_that_ends_the_process(ends: Ends) -> None:
@@ -247,7 +248,7 @@ def test_a_prefill_that_is_killed_holds_nothing_of_the_decoder(ends: Ends, way: 
     assert decoder.whole()
     for name in ("f", "g"):
         near.deallocate(name)
-    assert near.used() == 0
+    eventually(lambda: near.used() == 0, what="the memory")
 
 
 def test_a_prefill_that_stood_still_does_not_write_where_others_live_now(ends: Ends, way: dict[str, Any]) -> None:

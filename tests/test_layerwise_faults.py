@@ -64,7 +64,7 @@ def test_nobody_is_asked_for_layers_that_only_the_dead_needed(ends: Ends) -> Non
     ("end", "code"), [("goes on", OK), ("cancel", FAILED), ("force", UNLINKED), ("timeout", TIMEOUT)]
 )
 def test_a_peer_that_stops_with_a_layer_under_way(ends: Ends, way: dict[str, Any], end: str, code: str) -> None:
-    settings = {"llm__SyncKvCacheWaitTime": 700 if end == "timeout" else 15000, "llm__LinkSilence": 60000}
+    settings = {"llm__SyncKvCacheWaitTime": 3000 if end == "timeout" else 15000, "llm__LinkSilence": 60000}
     transfer = Transfer(ends, way, 1, 400_000, pool=16 << 20, **settings)
     near, peer, to = transfer.near, transfer.peer, transfer.to
     transfer.again()

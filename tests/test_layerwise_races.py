@@ -108,7 +108,7 @@ def test_a_synchronizer_that_uses_the_engine(ends: Ends, way: dict[str, Any]) ->
     ("how", "code"), [("cancel", FAILED), ("finalize", FINALIZED), ("deallocate", OK), ("unlink", UNLINKED)]
 )
 def test_a_synchronizer_that_ends_its_own_transfer(ends: Ends, how: str, code: str) -> None:
-    transfer = Transfer(ends, None, 1, 640, llm__SyncKvCacheWaitTime=500)
+    transfer = Transfer(ends, None, 1, 640, llm__SyncKvCacheWaitTime=3000)
     near, started = transfer.near, threading.Event()
 
     class Model(Steps):

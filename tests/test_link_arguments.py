@@ -278,9 +278,9 @@ peer = LLMClusterInfo()
 peer.remote_cluster_id = 2
 peer.append_local_ip_info("127.0.0.1", 0)
 peer.append_remote_ip_info("127.0.0.1", silent.getsockname()[1])
-threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 before = time.monotonic()
 try:
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     print(dist.link_clusters([peer], 30000))
 except KeyboardInterrupt:
     print("interrupted")
@@ -293,13 +293,13 @@ def handler(*_):
     raise Mine
 
 signal.signal(signal.SIGALRM, handler)
-signal.setitimer(signal.ITIMER_REAL, 0.3)
 try:
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
     print(dist.link_clusters([peer], 30000))
 except Mine:
     print("mine")
 with ThreadPoolExecutor() as pool:
-    waiting = pool.submit(dist.link_clusters, [peer], 1000)
+    waiting = pool.submit(dist.link_clusters, [peer], 5000)
     print(dist.stats()["table"]["caches"], waiting.done())
 print(waiting.result()[0])
 silent.close()

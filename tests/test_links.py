@@ -82,8 +82,8 @@ def test_twenty_clusters_in_one_call_with_dead_ones_among_them(ends: Ends) -> No
     with Stranger() as door:
         clusters = [(cluster, door.at) if cluster % 2 else dead(cluster) for cluster in range(102, 120)]
         began = time.monotonic()
-        overall, codes = near.link_clusters([live[0].at, *clusters, live[1].at], 2000)
-        assert time.monotonic() - began < 2 + GRACE, "dead peers waited for one after the other"
+        overall, codes = near.link_clusters([live[0].at, *clusters, live[1].at], 5000)
+        assert time.monotonic() - began < 5 + GRACE, "dead peers waited for one after the other"
     expected = [OK, *(TIMEOUT if cluster % 2 else LINK_FAILED for cluster, _ in clusters), OK]
     assert codes == expected
     assert overall == expected[-2]
@@ -91,7 +91,9 @@ def test_twenty_clusters_in_one_call_with_dead_ones_among_them(ends: Ends) -> No
 
 
 def test_a_cluster_linked_several_times_at_once_makes_one_link(ends: Ends) -> None:
-    far, near = ends.peer(), ends.near()
+    # So long that no answer to the question whether a link lives is late.
+    patient = options(llm__LinkHeartbeat=5000, llm__LinkSilence=60_000)
+    far, near = ends.peer(patient), ends.near(patient)
     for _ in range(10):
         codes = near.link_clusters([far.at, far.at, far.at])[1]
         assert codes.count(OK) == 1, codes

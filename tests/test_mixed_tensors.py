@@ -47,6 +47,7 @@ def engine(cluster: int, role: LLMRole, transport: str = "auto") -> LLMDataDist:
     config.listen_ip_info = "127.0.0.1:0"
     options = config.generate_options()
     options["llm.LinkTransport"] = transport
+    options["llm.SyncKvCacheWaitTime"] = "5000"
     options["llm.EnableRemoteCacheAccessible"] = "1"
     made = LLMDataDist(role, cluster_id=cluster)
     made.init(options)

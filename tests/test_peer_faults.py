@@ -41,7 +41,7 @@ from peers import (
     pattern,
 )
 
-QUICK = {"llm__LinkHeartbeat": 100, "llm__LinkSilence": 1500}
+QUICK = {"llm__LinkHeartbeat": 100, "llm__LinkSilence": 4000}
 
 
 def caches(near: Any, far: Any) -> None:
@@ -136,17 +136,17 @@ def test_a_puller_that_dies_holds_no_memory_and_takes_no_key(ends: Ends, way: di
 
 @pytest.mark.contract("19.sync-kv-timeout")
 def test_a_served_pull_from_a_stopped_peer_times_out_and_keeps_the_key(ends: Ends, transport: str) -> None:
-    near, far = ends.pair(llm__LinkTransport=transport, llm__SyncKvCacheWaitTime=500)
+    near, far = ends.pair(llm__LinkTransport=transport, llm__SyncKvCacheWaitTime=2000)
     far.allocate("f", 1, 64, 2, keys=[by_request(2, 1)], seed=1)
     near.allocate("n", 1, 64, 2, seed=2)
     with far.stopped():
         told, seconds, text = near.timed("pull_cache", by_request(2, 1), "n")
         assert told == TIMEOUT
-        assert 0.45 < seconds < 0.5 + GRACE
+        assert 1.95 < seconds < 2 + GRACE
         assert "2" in text
         began = time.monotonic()
         assert near.at_once([["pull_cache", [by_request(2, 1), "n"], {}]] * 16) == [TIMEOUT] * 16
-        assert time.monotonic() - began < 0.5 + 2 * GRACE, "one waited for the other"
+        assert time.monotonic() - began < 2 + 2 * GRACE, "one waited for the other"
     assert equal(near.read("n"), pattern(2, 2, 1, 64))
     time.sleep(0.1)
     near.unlink_clusters([far.at], 2000, force=True)
@@ -157,16 +157,16 @@ def test_a_served_pull_from_a_stopped_peer_times_out_and_keeps_the_key(ends: End
 
 
 def test_one_sided_calls_to_a_stopped_peer_end(ends: Ends, transport: str) -> None:
-    near, far = ends.pair(accessible=True, llm__LinkTransport=transport, llm__SyncKvCacheWaitTime=500)
+    near, far = ends.pair(accessible=True, llm__LinkTransport=transport, llm__SyncKvCacheWaitTime=2000)
     caches(near, far)
     cold = far.allocate("cold", 1, 64, 2)
     near.allocate("n1", 1, 64, 2)
     works(near)
     with far.stopped():
-        told, _ = near.within(0.5, "pull_blocks", by_blocks(2), "n", [0], [0])
+        told, _ = near.within(2, "pull_blocks", by_blocks(2), "n", [0], [0])
         assert told in ({OK} if transport == "auto" else {OK, TIMEOUT}), "it takes no part in it"
-        assert near.within(0.5, "pull_cache", by_slot(2, cold), "n1")[0] == TIMEOUT, "nobody tells where it lies"
-        assert near.within(0.5, "push_blocks", by_blocks(2), "n", [0], [0])[0] == TIMEOUT, "a push needs the peer"
+        assert near.within(2, "pull_cache", by_slot(2, cold), "n1")[0] == TIMEOUT, "nobody tells where it lies"
+        assert near.within(2, "push_blocks", by_blocks(2), "n", [0], [0])[0] == TIMEOUT, "a push needs the peer"
         began = time.monotonic()
         (told,) = near.unlink_clusters([far.at], 400)[1]
         assert time.monotonic() - began < 0.4 + GRACE
@@ -178,13 +178,13 @@ def test_one_sided_calls_to_a_stopped_peer_end(ends: Ends, transport: str) -> No
 @pytest.mark.parametrize("rows", [4, 40], ids=["40 KB", "400 KB"])
 def test_a_push_that_timed_out_is_not_carried_out_when_the_peer_goes_on(ends: Ends, transport: str, rows: int) -> None:
     """Also if the socket of the stopped peer already has the request and all bytes."""
-    near, far = ends.pair(accessible=True, llm__LinkTransport=transport, llm__SyncKvCacheWaitTime=400)
+    near, far = ends.pair(accessible=True, llm__LinkTransport=transport, llm__SyncKvCacheWaitTime=2000)
     far.allocate("f", rows, 5000, 2, blocks=True, keys=[by_blocks(0)], seed=1)
     near.allocate("n", rows, 5000, 2, blocks=True, seed=2)
     near.allocate("again", rows, 5000, 2, blocks=True)
     near.pull_blocks(by_blocks(2), "again", range(rows), range(rows))
     with far.stopped():
-        assert near.within(0.4, "push_blocks", by_blocks(2), "n", range(rows), range(rows))[0] == TIMEOUT
+        assert near.within(2, "push_blocks", by_blocks(2), "n", range(rows), range(rows))[0] == TIMEOUT
     time.sleep(0.2)
     assert equal(far.read("f"), pattern(1, 2, rows, 5000)), "a push of which nobody waited for the end"
     eventually(lambda: near.link_clusters([far.at])[1][0] in {OK, "LLM_ALREADY_LINK"}, what="the link")
@@ -197,7 +197,7 @@ def test_a_silent_peer_breaks_the_link_and_comes_back(ends: Ends, accessible: bo
     near, far = ends.pair(accessible=accessible, llm__LinkTransport=transport, **QUICK)
     caches(near, far)
     works(near)
-    time.sleep(2.0)  # longer than the silence that breaks a link
+    time.sleep(4.5)  # longer than the silence that breaks a link
     assert len(near.links()) == len(far.links()) == 1, "a living peer is not silent"
     with far.stopped():
         began = time.monotonic()
@@ -223,7 +223,7 @@ def test_finalize_with_a_stopped_peer_ends(pair: tuple[End, Peer]) -> None:
 def interrupted(user: Peer, *call: Any) -> None:
     """Send SIGINT while a call waits. The call must end with `KeyboardInterrupt`."""
     answer = user.begin(*call)
-    time.sleep(0.4)
+    time.sleep(1.5)  # a signal before the call would end the wait for the command
     user.signal(signal.SIGINT)
     with pytest.raises(Refused) as caught:
         answer.result(GRACE)

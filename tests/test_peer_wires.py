@@ -28,7 +28,7 @@ def tcp(accessible: bool, **extra: object) -> dict[str, str]:
 @pytest.mark.parametrize("cut", [True, False])
 @pytest.mark.parametrize("accessible", [False, True])
 def test_a_pull_that_breaks_says_what_arrived(ends: Ends, accessible: bool, cut: bool) -> None:
-    settings = tcp(accessible, llm__SyncKvCacheWaitTime=700)
+    settings = tcp(accessible, llm__SyncKvCacheWaitTime=60_000 if cut else 3000)
     far, near = ends.peer(settings), ends.near(settings)
     far.allocate("f", ROWS, ROW_BYTES, 2, blocks=True, keys=[by_blocks(0)], seed=1)
     near.allocate("n", ROWS, ROW_BYTES, 2, blocks=True)
@@ -51,7 +51,7 @@ def test_a_pull_that_breaks_says_what_arrived(ends: Ends, accessible: bool, cut:
 
 @pytest.mark.parametrize("cut", [True, False])
 def test_a_push_that_breaks_ends_in_time(ends: Ends, cut: bool) -> None:
-    settings = tcp(accessible=True, llm__SyncKvCacheWaitTime=700)
+    settings = tcp(accessible=True, llm__SyncKvCacheWaitTime=60_000 if cut else 700)
     far, near = ends.peer(settings), ends.near(settings)
     far.allocate("f", ROWS, ROW_BYTES, 2, blocks=True, keys=[by_blocks(0)])
     near.allocate("n", ROWS, ROW_BYTES, 2, blocks=True, seed=1)

@@ -46,7 +46,7 @@ def port() -> int:
 
 def given(port: int, **extra: Any) -> dict[str, str]:
     """Options of an end of a rank-table link."""
-    return options(**{"llm__RankPort": port, "llm__LinkTotalTime": 6, **extra})
+    return options(**{"llm__RankPort": port, "llm__LinkTotalTime": 60, **extra})
 
 
 def opened(ends: Ends, port: int, **extra: Any) -> tuple[Peer, Any]:
@@ -117,7 +117,7 @@ def test_three_clusters_in_one_communicator(ends: Ends, port: int) -> None:
 
 
 def test_without_a_peer_the_link_fails_and_can_be_left(ends: Ends, port: int) -> None:
-    near = ends.near(given(port, llm__LinkTotalTime=2, llm__LinkRetryCount=3, llm__SyncKvCacheWaitTime=300))
+    near = ends.near(given(port, llm__LinkTotalTime=5, llm__LinkRetryCount=3, llm__SyncKvCacheWaitTime=300))
     near.allocate("n")
     comm = near.link("alone", RANKS, PLAIN)
     assert near.status(comm) == "PREPARING", "link returns before its search ends"
@@ -132,7 +132,7 @@ def test_without_a_peer_the_link_fails_and_can_be_left(ends: Ends, port: int) ->
 
 
 def test_members_with_other_maps_do_not_meet(ends: Ends, port: int) -> None:
-    far, near = opened(ends, port, llm__LinkTotalTime=1)
+    far, near = opened(ends, port, llm__LinkTotalTime=4)
     comm, other = near.link("map", RANKS, PLAIN), far.link("map", {2: 0, 1: 1}, PLAIN)
     assert near.settled(comm) == far.settled(other) == "FAILED"
     both(near, far)

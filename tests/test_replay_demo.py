@@ -129,12 +129,17 @@ def wrong(self, *given):
     return answer
 worker.Worker._grant = wrong
 """
+LASTING_GRANT = """
+worker.GRANT_LIMIT_S = 0
+grant = worker.Worker._grant
+worker.Worker._grant = lambda self, block, _, reuse: grant(self, block, 60_000, reuse)
+"""
 
 
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [
-        ("worker.GRANT_LIMIT_S = 0", "LATE PULL: the grant of 100 ms did not end"),
+        (LASTING_GRANT, "LATE PULL: the grant of 100 ms did not end"),
         (
             WRONG_GRANTED_BYTE,
             "WRONG BYTE: request 10: block 0 (granted, slot 0): tensor 0, first wrong byte at offset 5",

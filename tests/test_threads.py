@@ -217,7 +217,7 @@ def test_finalize_during_swaps(start: Callable[..., Any]) -> None:
     given = user.snapshot()
     everything = {block: block for block in range(16)}
     for _ in range(ROUNDS):
-        dist = start(options(pool(8 << 20), None))
+        dist = start(options(pool(8 << 20), None, llm__SyncKvCacheWaitTime="60000"))
         manager = dist.cache_manager
         blocks = manager.allocate_blocks_cache(desc(16, 20_000))
         swapped = threading.Event()

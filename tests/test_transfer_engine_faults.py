@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 @pytest.fixture
 def ends() -> Iterator[tuple[Near, Far]]:
     """Yield two linked engines whose whole memory is registered. They use TCP, so a stopped peer moves nothing."""
-    near, far = Near("tcp", sync_kv_timeout=600_000), Far("tcp")  # no transfer ends by its own limit
+    # No transfer ends by a limit.
+    near, far = Near("tcp", sync_kv_timeout=600_000, link_silence=600_000), Far("tcp")
     assert near.engine.register_memory(near.address, SIZE) == 0
     assert far("register_memory", far.address, SIZE) == 0
     assert near.engine.transfer_sync_read(far.session, near.address, far.address, 8) == 0

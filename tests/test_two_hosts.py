@@ -81,8 +81,8 @@ def test_a_pulled_cable(hosts: Hosts) -> None:
     given = {
         "llm__LinkToken": TOKEN,
         "llm__LinkHeartbeat": 100,
-        "llm__LinkSilence": 1500,
-        "llm__SyncKvCacheWaitTime": 400,
+        "llm__LinkSilence": 4000,
+        "llm__SyncKvCacheWaitTime": 3000,
     }
     near, far = hosts.open(given, given)
     assert near.link_clusters([far.at])[1] == [OK]
@@ -92,9 +92,9 @@ def test_a_pulled_cable(hosts: Hosts) -> None:
     hosts.plug(up=False)
     status, seconds, _ = near.timed("pull_blocks", by_blocks(2), "n", range(8), range(8))
     assert status in {TIMEOUT, UNLINKED}
-    assert seconds < 0.4 + GRACE
+    assert seconds < 3 + GRACE
     for end in (near, far):
-        eventually(lambda end=end: end.links() == [], 5, "the end of the link")  # type: ignore[misc]
+        eventually(lambda end=end: end.links() == [], what="the end of the link")  # type: ignore[misc]
     began = time.monotonic()
     assert near.link_clusters([far.at], 300)[1][0] in {TIMEOUT, LINK_FAILED}
     assert time.monotonic() - began < 0.3 + GRACE

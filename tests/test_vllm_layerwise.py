@@ -334,25 +334,25 @@ def test_the_kv_cache_of_another_prompt_is_not_lent() -> None:
 
 def test_a_prefill_that_makes_no_progress_fails_the_receive() -> None:
     """The time limit begins anew with each sign of progress."""
-    with sides({}, {"timeout_ms": 700}, **LAYERWISE) as (prefill, decode):
+    with sides({}, {"timeout_ms": 3000}, **LAYERWISE) as (prefill, decode):
         computing = Prefill(prefill)
         decode.do(receives=[receive(decode, prefill.handover("there"), TOKENS)])
         for block in range(4):
-            time.sleep(0.4)
+            time.sleep(1)
             computing.step(block, block + 1)
         assert not decode.workers[0].look().received
         eventually(lambda: decode.all_ended("here", "failed"))
-        assert "no progress within 0.7 s" in decode.workers[0].lines()
+        assert "no progress within 3 s" in decode.workers[0].lines()
 
 
 def test_computed_layers_are_progress() -> None:
     """Also if decode can only pull a part when all of its layers are computed, because the block sizes differ."""
-    with sides({}, {"timeout_ms": 1500, "block_size": 64}, **LAYERWISE) as (prefill, decode):
+    with sides({}, {"timeout_ms": 4000, "block_size": 64}, **LAYERWISE) as (prefill, decode):
         computing = Prefill(prefill)
         decode.do(receives=[receive(decode, prefill.handover("there"), TOKENS)])
         computing.schedule(0, 5)
         for layer in range(LAYERS):
-            time.sleep(0.9)
+            time.sleep(2.2)
             computing.compute(0, 5, layer)
         computing.save()
         computing.finish()
@@ -361,11 +361,11 @@ def test_computed_layers_are_progress() -> None:
 
 def test_decode_asks_again_when_the_grants_have_ended() -> None:
     """Grants of the first part are made for as long as the lease, and prefill computes longer than that."""
-    with sides({"lease_ms": 500}, **LAYERWISE) as (prefill, decode):
+    with sides({"lease_ms": 4000}, **LAYERWISE) as (prefill, decode):
         computing = Prefill(prefill)
         decode.do(receives=[receive(decode, prefill.handover("there"), TOKENS)])
         computing.schedule(0, 5)
-        time.sleep(0.8)
+        time.sleep(4.5)
         for layer in range(LAYERS):
             computing.compute(0, 5, layer)
         computing.save()

@@ -257,7 +257,7 @@ def test_another_model_is_refused(ranks: int) -> None:
 
 def test_receives_are_spans() -> None:
     pytest.importorskip("opentelemetry.sdk", reason="opentelemetry-sdk needs Python 3.10")
-    with sides({}, {"spans": True, "timeout_ms": 1000}) as (prefill, decode):
+    with sides({}, {"spans": True, "timeout_ms": 5000}) as (prefill, decode):
         prefill.send("there", [4, 5])
         decode.do(receives=[receive(decode, prefill.handover("there"), 60)])
         eventually(lambda: decode.all_ended("here", "received"))

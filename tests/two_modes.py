@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 CACHE_MANAGER, KV_CACHE_MANAGER = "CacheManager", "KvCacheManager"
 MODES = (CACHE_MANAGER, KV_CACHE_MANAGER)
-KV_OPTIONS = {"ge.exec.deviceId": "0", "ge.flowGraphMemMaxSize": str(64 << 20)}
+KV_OPTIONS = {
+    "ge.exec.deviceId": "0",
+    "ge.flowGraphMemMaxSize": str(64 << 20),
+    "llm.SyncKvCacheWaitTime": "5000",
+}
 SUCCESS = LLMStatusCode.LLM_SUCCESS
 
 

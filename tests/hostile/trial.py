@@ -29,12 +29,12 @@ TOKEN = "a token that the hostile peer knows"  # noqa: S105
 VICTIM = 2
 HEARTBEAT = 500  # ms
 SILENCE = 3.0  # seconds after which the link to a silent peer breaks
-PULL_LIMIT = 3000  # ms: the deadline of each honest pull
+PULL_LIMIT = 10_000  # ms: the deadline of each honest pull
 ROWS, ROW_BYTES = 8, 8192  # of the cache that honest peers pull; it holds pattern 1
 PREY_ROWS, PREY_BYTES = 64, 64 << 10  # of the cache that hostile peers ask for, model 1; it holds pattern 5
 POOL = 32 << 20
 MIB = 1 << 20
-SLACK = 3.0  # seconds beyond a limit of the engine that a loaded machine may need
+SLACK = 10.0  # seconds beyond a limit of the engine that a loaded machine may need
 PREY = PREY_ROWS * PREY_BYTES  # bytes of each of the two tensors of the cache under attack
 GONE = (OSError, AssertionError)  # exceptions of an attacker whose stream the engine closed
 
@@ -132,6 +132,8 @@ class Trial:
             "llm__LinkToken": TOKEN,
             **given,
         }
+        # Honest peers keep a long limit where a test gives the victim a short one.
+        self.pull_limit = max(PULL_LIMIT, int(self.common["llm__SyncKvCacheWaitTime"]))
         self.answers: list[Any] = []
         self.watch: Watch | None = None
         self.told: list[dict[str, Any]] = []
@@ -155,7 +157,8 @@ class Trial:
 
     def join(self, cluster: int, transport: str, **given: Any) -> peers.Peer:
         """Start an honest peer, link it to the victim, and pull once."""
-        made = self.ends.peer(options(**{**self.common, "llm__LinkTransport": transport, **given}), cluster)
+        mine = {"llm__LinkTransport": transport, "llm__SyncKvCacheWaitTime": self.pull_limit}
+        made = self.ends.peer(options(**{**self.common, **mine, **given}), cluster)
         made.allocate("n", ROWS, ROW_BYTES, 2, blocks=True)
         eventually(lambda: made.link_clusters([self.victim.at])[1][0] == OK, what="the link of an honest peer")
         self._pull(made)
@@ -250,7 +253,7 @@ class Trial:
             assert set(one["codes"]) == {OK}, f"an honest pull failed: {one}; {seen_text}"
             assert one["wrong"] == 0, one
             assert one["pulls"] > 0, one
-            assert one["slowest"] * 1000 < float(self.common["llm__SyncKvCacheWaitTime"]) + 500, one
+            assert one["slowest"] * 1000 < self.pull_limit + 500, one
         for each in self.honest:
             links_now = [link["cluster"] for link in each.links()]
             assert links_now == [VICTIM], f"an honest peer lost its link: {links_now}"

@@ -41,6 +41,7 @@ def options(*, accessible: Any = False, pool: Any = POOL, listen: Any = None, **
     size = json.dumps({"memory_size": pool, "page_shift": 12})
     made = {"llm.EnableCacheManager": "1", "ge.exec.deviceId": "0", "llm.MemPoolConfig": size}
     made |= {"llm.HostMemPoolConfig": size, "llm.EnableRemoteCacheAccessible": "1" if accessible else "0"}
+    made |= {"llm.SyncKvCacheWaitTime": "5000"}  # the default of 1 s is short beside other programs
     return made | _more(listen, extra)
 
 
