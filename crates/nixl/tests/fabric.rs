@@ -59,7 +59,7 @@ fn a_read_that_is_late_ends_at_its_deadline_and_no_byte_arrives_afterwards() {
     for end in [0, 1, 700, 1999] {
         let peer = pair.peer();
         pair.set("STALL", end);
-        assert_eq!(pair.read(&*peer, Duration::from_millis(30)), Err(Error::DeadlinePassed));
+        assert_eq!(pair.read(&*peer, Duration::from_secs(1)), Err(Error::DeadlinePassed));
         // Whatever arrives from now on is noticed.
         pair.target.fill(0xEE);
         pair.set("STALL", i64::MAX);
@@ -95,10 +95,13 @@ fn a_read_that_is_given_up_waits_shortly_for_its_requests() {
 #[test]
 fn late_bytes_are_noticed() {
     let mut pair = new_pair(100, &[("LATE", "1"), ("STALL", "10")]);
-    pair.read(&*pair.peer(), Duration::from_millis(30)).unwrap_err();
-    pair.target.fill(0xEE);
-    thread::sleep(Duration::from_millis(300));
-    assert!(pair.target.iter().any(|&byte| byte != 0xEE));
+    let noticed = (0..10).any(|_| {
+        pair.read(&*pair.peer(), Duration::from_millis(300)).unwrap_err();
+        pair.target.fill(0xEE);
+        thread::sleep(Duration::from_millis(300));
+        pair.target.iter().any(|&byte| byte != 0xEE)
+    });
+    assert!(noticed);
 }
 
 #[test]

@@ -63,7 +63,8 @@ fn a_read_that_is_late_ends_at_its_deadline_and_no_byte_arrives_afterwards() {
     for end in [0, 1, 700, 1999] {
         let peer = pair.peer();
         pair.set("STALL", end);
-        assert_eq!(pair.read(&*peer, Duration::from_millis(30)), Err(Error::DeadlinePassed));
+        // So long that the read has begun.
+        assert_eq!(pair.read(&*peer, Duration::from_secs(1)), Err(Error::DeadlinePassed));
         // Whatever arrives from now on is noticed.
         pair.target.fill(0xEE);
         pair.set("STALL", i64::MAX);
@@ -81,10 +82,14 @@ fn a_read_that_is_late_ends_at_its_deadline_and_no_byte_arrives_afterwards() {
 #[test]
 fn late_bytes_are_noticed() {
     let mut pair = new_pair(100, &[("LATE", "1"), ("STALL", "10")]);
-    pair.read(&*pair.peer(), Duration::from_millis(30)).unwrap_err();
-    pair.target.fill(0xEE);
-    thread::sleep(Duration::from_millis(300));
-    assert!(pair.target.iter().any(|&byte| byte != 0xEE));
+    // The bytes may come before the target is filled, or long afterwards.
+    let noticed = (0..10).any(|_| {
+        pair.read(&*pair.peer(), Duration::from_millis(300)).unwrap_err();
+        pair.target.fill(0xEE);
+        thread::sleep(Duration::from_millis(300));
+        pair.target.iter().any(|&byte| byte != 0xEE)
+    });
+    assert!(noticed);
 }
 
 #[test]
@@ -215,7 +220,7 @@ fn memory_that_was_not_mapped_cannot_be_read() {
 fn requests_that_a_closed_endpoint_does_not_end_cost_the_worker() {
     let pair = new_pair(100, &[("STALL", "10"), ("STUCK", "1")]);
     let peer = pair.peer();
-    assert_eq!(pair.read(&*peer, Duration::from_millis(20)), Err(Error::DeadlinePassed));
+    assert_eq!(pair.read(&*peer, Duration::from_secs(1)), Err(Error::DeadlinePassed));
     assert_eq!(pair.reader.counts().renewals, 1);
     pair.set("STALL", i64::MAX);
     pair.read(&*peer, LONG).unwrap();

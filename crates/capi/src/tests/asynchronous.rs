@@ -194,9 +194,13 @@ fn events_and_their_descriptor() {
     let engine = with_cache(Engine::new());
     let early = descriptor(&engine);
     assert!(!readable(early));
-    // They write the same row, so they end in this order.
-    let transfers: Vec<u64> = (0..4).map(|_| copy(&engine, 2)).collect();
-    assert_eq!(llm_datadist_drain(engine.0, LONG), 0);
+    // Each ends before the next one begins.
+    let ended = |_| {
+        let transfer = copy(&engine, 2);
+        assert_eq!(llm_datadist_drain(engine.0, LONG), 0);
+        transfer
+    };
+    let transfers: Vec<u64> = (0..4).map(ended).collect();
     assert!(readable(early) && descriptor(&engine) == early);
     assert!(transfers.iter().all(|&transfer| llm_datadist_transfer_done(transfer)), "takes no outcome");
     assert!(matches!(polled(&engine, 0), (0, events) if events.is_empty()));

@@ -129,11 +129,10 @@ fn a_running_pull_is_cancelled_or_late() {
             let late = pull(Some(Duration::from_millis(50)));
             if way == Way::Tcp {
                 let error = outcome(&late).unwrap_err();
-                assert_eq!(
-                    (error.kind(), error.fact("limit_ms")),
-                    (ErrorKind::Timeout, Some("50")),
-                    "{error}"
-                );
+                assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+                // The owner's own answer, that it could not read in time, may come first.
+                let told = error.fact("reported_by").is_some() || error.fact("limit_ms") == Some("50");
+                assert!(told, "{error}");
                 let cancelled = pull(None);
                 eventually("the pull has begun", || local.stats().links[0].requests.calls > 1);
                 assert!(cancelled.cancel());

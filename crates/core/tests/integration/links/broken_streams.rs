@@ -123,7 +123,8 @@ fn a_greeting_that_breaks_anywhere_leaves_nothing() {
             }
             pair.clean();
             link(&pair.local, &pair.remote).unwrap_or_else(|error| panic!("after {}: {error}", broken.what));
-            pair.local.check_link(pair.remote.config().cluster).unwrap();
+            // Calls of this pair have little time.
+            eventually("an answer", || pair.local.check_link(pair.remote.config().cluster).is_ok());
             pair.clean();
         }
         assert!(failed > 20 && linked > 0, "{way:?}: {failed} failed, {linked} did not");

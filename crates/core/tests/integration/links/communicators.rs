@@ -138,7 +138,7 @@ fn members_exchange_metadata() {
 #[test]
 fn members_of_different_names_fail_and_may_enter_again() {
     for way in [Way::Shm, Way::Tcp] {
-        let (_, members) = members(way, Duration::from_millis(400));
+        let (_, members) = members(way, Duration::from_secs(3));
         enter(&members[0], "one");
         enter(&members[1], "another");
         assert_eq!(members[1].check_link(ClusterId(1)).unwrap_err().kind(), ErrorKind::NotLinked);
@@ -232,12 +232,12 @@ fn engine_of_another_version_does_not_end_the_search() {
             let _ = refusing.send(());
         }
     });
-    let high = member_with(2, Way::Tcp, port, |config| config.links.total = Duration::from_millis(600));
+    let high = member_with(2, Way::Tcp, port, |config| config.links.total = Duration::from_secs(3));
     let alone = enter(&high, "other version alone");
     eventually("the failure", || high.comm_status(alone).unwrap() == CommStatus::Failed);
     let text = high.check_link(ClusterId(1)).unwrap_err().to_string();
     assert!(text.contains("the peer uses another version"), "{text}");
-    let line = ["other version alone", "failed after 600 ms", "the peer uses another version"];
+    let line = ["other version alone", "failed after 3000 ms", "the peer uses another version"];
     eventually("the reason in the log", || !log::errors(&line).is_empty());
 
     drop(high);
@@ -253,7 +253,7 @@ fn engine_of_another_version_does_not_end_the_search() {
 
 #[test]
 fn a_member_that_returns_after_the_limit_is_linked_again() {
-    let (port, members) = members(Way::Tcp, Duration::from_millis(600));
+    let (port, members) = members(Way::Tcp, Duration::from_secs(3));
     let comms = meet(&members, "long");
     let dialled = members.each_ref().map(|engine| engine.stats().links[0].outgoing);
     assert_eq!(dialled, [false, true], "the higher rank dials");

@@ -94,7 +94,7 @@ fn interrupted_call_ends() {
     let ends = |call: &dyn Fn() -> Result<()>| {
         thread::scope(|scope| {
             scope.spawn(|| {
-                thread::sleep(Duration::from_millis(120));
+                thread::sleep(Duration::from_millis(600));
                 STOP.store(true, Ordering::SeqCst);
             });
             assert_eq!(call().unwrap_err().kind(), ErrorKind::Interrupted);
@@ -133,7 +133,7 @@ fn interrupted_call_ends() {
 #[test]
 fn unanswered_push_keeps_reads_out_of_place() {
     for way in WAYS.into_iter().filter(|way| way.shares()) {
-        let slow = Slow::new(way, Duration::from_secs(1));
+        let slow = Slow::new(way, Duration::from_secs(2));
         let shape = desc(Placement::Host, 2, 4, 64);
         let [source, into] = [(); 2].map(|()| Held::pool(&slow.local, &shape, Blocks));
         let remote = Held::new(&slow.remote, false, &shape, Blocks, &[Some(KEY)]);

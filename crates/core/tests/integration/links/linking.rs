@@ -329,7 +329,7 @@ fn a_silent_link_is_replaced() {
 #[test]
 fn half_a_control_message_is_no_sign_of_life() {
     let mut short = config(1, Way::Tcp);
-    (short.links.heartbeat, short.links.silence) = (Duration::from_millis(50), Duration::from_millis(400));
+    (short.links.heartbeat, short.links.silence) = (Duration::from_millis(50), Duration::from_secs(2));
     let engine = open(short, Way::Tcp);
     let control = Fake::new(2, 1).link(&engine, 7).unwrap();
     let ping = encode(&ControlMessage::Ping).unwrap();

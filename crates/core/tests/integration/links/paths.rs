@@ -154,7 +154,8 @@ fn rows_that_the_owner_uses_are_read_by_process_id() {
     pull().unwrap();
     let source = remote.fill(3);
     let before = counted(&link(&pair));
-    let used = pin_writes(&remote.cache, vec![0], Deadline::after(Duration::ZERO)).unwrap();
+    // The owner sends the last byte before it lets go of the row.
+    let used = pin_writes(&remote.cache, vec![0], Deadline::after(super::LONG)).unwrap();
     pull().unwrap();
     drop(used);
     assert!(local.read() == source);

@@ -366,7 +366,7 @@ fn a_write_that_cannot_be_completed_frees_its_rows() {
                 thread::sleep(Duration::from_millis(100));
             }
         });
-        for (id, limit_ms) in [(2, 50), (3, 60_000)] {
+        for (id, limit_ms) in [(2, 1000), (3, 60_000)] {
             assert_eq!(owner.begin_with(&third, id, plan(2), (0, 1), limit_ms), Reply::Ready { bytes: 1 });
             third.send(&[7], soon()).unwrap();
             assert_eq!(hear::<Reply>(&third).unwrap(), Reply::Done { bytes: 1 });

@@ -244,11 +244,11 @@ fn a_remote_cache_that_changes_before_the_comparison_is_pulled_again_or_gone() {
 #[test]
 fn the_comparison_belongs_to_the_time_limit_of_the_call() {
     for way in WAYS {
-        let pair = Pair::with(way, |config| config.sync_timeout = Duration::from_secs(1));
+        let pair = Pair::with(way, |config| config.sync_timeout = Duration::from_secs(2));
         let [near, far] = [&pair.local, &pair.remote]
             .map(|engine| Held::pool(engine, &device(2, 8, 4096), CacheKind::Blocks));
         let from = of(2, row(&far, 0));
-        after_the_move(&near.cache, |_| std::thread::sleep(Duration::from_millis(1001)));
+        after_the_move(&near.cache, |_| std::thread::sleep(Duration::from_millis(2001)));
         let error = pull(&pair.local, from, &near, &blocks(&[1], &[1]), Verify::Full).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
         pull(&pair.local, from, &near, &blocks(&[1], &[1]), Verify::Full).unwrap();
