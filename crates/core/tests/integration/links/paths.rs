@@ -1,7 +1,6 @@
 //! Which path the bytes of a transfer take for each pair of memory kinds, and the reason that `stats()` gives.
 
 use std::collections::HashMap;
-use std::time::Duration;
 
 use llm_datadist_core::{CacheKind, DataDist, Deadline, LinkState, Placement};
 
