@@ -157,7 +157,8 @@ def test_a_served_pull_from_a_stopped_peer_times_out_and_keeps_the_key(ends: End
 
 
 def test_one_sided_calls_to_a_stopped_peer_end(ends: Ends, transport: str) -> None:
-    near, far = ends.pair(accessible=True, llm__LinkTransport=transport, llm__SyncKvCacheWaitTime=2000)
+    limits = {"llm__SyncKvCacheWaitTime": 2000, "llm__LinkSilence": 60_000}
+    near, far = ends.pair(accessible=True, llm__LinkTransport=transport, **limits)
     caches(near, far)
     cold = far.allocate("cold", 1, 64, 2)
     near.allocate("n1", 1, 64, 2)
