@@ -114,14 +114,6 @@ test-ucx: build $(VENV)/.test-tools .venv-peers/.tools  ## reads by a real UCX o
 	LLM_DATADIST_UCX_LIBRARY=$(UCX_LIBRARY) LLM_DATADIST_OTHER_UCX_LIBRARY=$(OTHER_UCX) \
 		$(BIN)/python -m pytest -c integration-tests/ucx/pytest.ini integration-tests/ucx
 
-# NIXL=path of libnixl_capi.so and OTHER_NIXL=that of another version.
-test-nixl: NIXL_LIBRARY = $(if $(filter /%,$(NIXL)),$(NIXL),$(error name the library: make test-nixl NIXL=/path/to/libnixl_capi.so))
-test-nixl: build $(VENV)/.test-tools  ## reads by a real NIXL over TCP, also between network namespaces (NIXL=libnixl_capi.so; ROUNDS=5 give-ups)
-	LLM_DATADIST_NIXL_LIBRARY=$(NIXL_LIBRARY) \
-		cargo test -p llm-datadist-nixl --test real -- --ignored --nocapture --test-threads 1
-	LLM_DATADIST_NIXL_LIBRARY=$(NIXL_LIBRARY) LLM_DATADIST_OTHER_NIXL_LIBRARY=$(OTHER_NIXL) \
-		$(BIN)/python -m pytest -c integration-tests/nixl/pytest.ini integration-tests/nixl
-
 bench-networks: build  ## pulls and pushes over shaped links between two network namespaces; needs root (BENCH_NETWORKS="options")
 	$(BIN)/python benches/networks.py $(BENCH_NETWORKS)
 
@@ -202,11 +194,11 @@ loom:  ## the model checker over pins and jobs, in a target folder of its own
 	RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=2 cargo test -p llm-datadist-core --lib --target-dir target/loom -- loom_tests::
 	RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=2 cargo test -p llm-datadist-core --test loom_pins --test loom_task --target-dir target/loom
 
-# -rdynamic: the stand-ins for UCX and NIXL are libraries, and find the functions of the sanitizer in the program that loads them.
-asan:  ## the Rust tests of the core, the C interface, UCX and NIXL with the address sanitizer
+# -rdynamic: the stand-in for UCX is a library, and finds the functions of the sanitizer in the program that loads it.
+asan:  ## the Rust tests of the core, the C interface and UCX with the address sanitizer
 	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address --cfg=sanitized -Clink-arg=-rdynamic" LSAN_OPTIONS="suppressions=$(CURDIR)/tests/lsan.txt" cargo test --locked --target $(TRIPLE) \
 		--target-dir "$(TARGET_DIR)/asan" -p llm-datadist-core -p llm-datadist-capi -p llm-datadist-embed \
-		-p llm-datadist-ucx -p llm-datadist-nixl --lib --test integration --test list_allocator --test fabric
+		-p llm-datadist-ucx --lib --test integration --test list_allocator --test fabric
 
 valgrind:  ## the Rust tests of the memory code under valgrind, shortened
 	tests/valgrind.sh
@@ -360,4 +352,4 @@ $(VENV)/.wheel-tools: requirements-wheel.txt $(VENV)/.build-tools
 clean:  ## remove everything that was built
 	rm -rf target fuzz/target $(VENV) .venv-docs .venv-torch .venv-peers .venv-vllm dist python/llm_datadist/_core*.so
 
-.PHONY: help demo demo-plan test-plan check-tools check-test-tools test-root fuzz-replay nightly test-wheel sdist uninstall test test-vllm test-lmcache test-ucx test-nixl bench-networks bench-vllm test-benches test-docs docs docs-options docs-stats mutants stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance lint loom thorough soak bench bench-latency bench-peers example example-tensor-parallel example-torch wheel build sanitize header capi install install-files clean
+.PHONY: help demo demo-plan test-plan check-tools check-test-tools test-root fuzz-replay nightly test-wheel sdist uninstall test test-vllm test-lmcache test-ucx bench-networks bench-vllm test-benches test-docs docs docs-options docs-stats mutants stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance lint loom thorough soak bench bench-latency bench-peers example example-tensor-parallel example-torch wheel build sanitize header capi install install-files clean

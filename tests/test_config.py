@@ -24,7 +24,7 @@ TEXTS = (
 FLAGS = ("enable_cache_manager", "enable_remote_cache_accessible", "enable_switch_role")
 WIDTH32 = ("rdma_traffic_class", "rdma_service_level")
 LINK_INTEGERS = ("link_heartbeat", "link_pin_limit", "link_silence", "link_streams", "rank_port")
-LINK_TEXTS = ("link_addresses", "link_token", "link_transport", "nixl_library", "rank_hosts", "ucx_library")
+LINK_TEXTS = ("link_addresses", "link_token", "link_transport", "rank_hosts", "ucx_library")
 LINK_OPTIONS = (*LINK_INTEGERS, *LINK_TEXTS, "link_accept_remote", "link_remote_memory")
 CHOICES = {
     "swap_in_path": ("auto", "direct", "ring"),
@@ -80,7 +80,6 @@ EMITTED: dict[str, tuple[str, list[tuple[Any, str | None]]]] = {
     "link_pin_limit": ("llm.LinkPinLimit", [(1, "1"), (86_400_000, "86400000")]),
     "link_transport": ("llm.LinkTransport", [(word, word) for word in ("auto", "shm", "tcp")]),
     "ucx_library": ("llm.UcxLibrary", [("/opt/libucp.so.0", "/opt/libucp.so.0")]),
-    "nixl_library": ("llm.NixlLibrary", [("/opt/libnixl_capi.so", "/opt/libnixl_capi.so")]),
     "link_streams": ("llm.LinkStreams", [(0, "0"), (16, "16")]),
     "link_addresses": ("llm.LinkAddresses", [(ips, ips) for ips in ("10.0.0.1", "10.0.0.1, 10.0.1.1,fd00::1")]),
     "link_remote_memory": ("llm.LinkRemoteMemory", [(0, "0"), (2**63 - 1, str(2**63 - 1))]),
@@ -146,7 +145,7 @@ WRONG: dict[Expected, dict[str | tuple[str, ...], tuple[Any, ...]]] = {
         "link_token": ("", "x" * 15),
         "link_silence": (1,),
         "link_transport": ("", "TCP", "rdma", " tcp", "\ud800", LONG),
-        ("nixl_library", "ucx_library"): ("", "libucp.so.0", "/a\0b", "\ud800", "/" + LONG),
+        "ucx_library": ("", "libucp.so.0", "/a\0b", "\ud800", "/" + LONG),
         "link_streams": (-1, 17),
         "link_addresses": ("", "localhost", "::", "10.0.0.1;10.0.0.2", "10.0.0.1,10.0.0.1", SIXTEEN_IPS),
         "link_remote_memory": (-1, 2**63, 2**70),

@@ -89,9 +89,6 @@ class Ucx(fabrics.UcxLibrary):
         self.name, self.version, self.reason = "libucp.so.0", version, reason
 
 
-NO_NIXL = fabrics.NixlLibrary("libnixl_capi_of_no_system.so")
-
-
 def test_a_host_without_limits_has_neither_notes_nor_problems(root: Path) -> None:
     found = everything(root)
     assert len(found) > 15
@@ -188,7 +185,7 @@ def test_yama_decides_about_reads_by_process_id(root: Path, scope: str | None, c
     assert found.verdict == (OK if permitted else NOTE)
     assert found.value.startswith("permitted" if permitted else "refused")
     assert ("with CAP_SYS_PTRACE" in found.value) == (caps == PTRACE)
-    registered = paths.paths(root, WORKS, Ucx(), NO_NIXL, {})[1]
+    registered = paths.paths(root, WORKS, Ucx(), {})[1]
     assert registered.path == ("process" if permitted else "rings")
 
 
@@ -199,10 +196,10 @@ def test_calls_that_the_kernel_refuses_change_the_paths(root: Path) -> None:
     assert (shared.verdict, reads.verdict) == (PROBLEM, NOTE)
     assert "memfd_create failed" in shared.meaning
     assert "process_vm_readv failed" in reads.meaning
-    pools, registered, _ = paths.paths(root, calls, Ucx(), NO_NIXL, {})
+    pools, registered, _ = paths.paths(root, calls, Ucx(), {})
     assert (pools.path, pools.reasons) == ("sockets", ("memfd_create failed",))
     assert (registered.path, registered.reasons[0]) == ("sockets", "process_vm_readv failed")
-    handle = paths.paths(root, KernelCalls(process_handle="pidfd_open failed"), Ucx(), NO_NIXL, {})[1]
+    handle = paths.paths(root, KernelCalls(process_handle="pidfd_open failed"), Ucx(), {})[1]
     assert (handle.path, handle.reasons[0]) == ("rings", "pidfd_open failed")
 
 
@@ -296,7 +293,7 @@ def test_an_empty_root_is_no_failure(tmp_path: Path) -> None:
     found = everything(tmp_path)
     assert named(found, "memory").value == "unknown"
     assert named(found, "kernel").verdict == PROBLEM
-    assert report.findings(found, paths.paths(tmp_path, WORKS, Ucx(), NO_NIXL, {}), 100)
+    assert report.findings(found, paths.paths(tmp_path, WORKS, Ucx(), {}), 100)
 
 
 TOKEN = {"LLM_DATADIST_TOKEN_FILE": "/run/token"}
@@ -304,15 +301,15 @@ TOKEN = {"LLM_DATADIST_TOKEN_FILE": "/run/token"}
 
 def test_ucx_is_used_only_with_a_device_a_library_and_a_token(root: Path) -> None:
     rdma(root)
-    assert paths.paths(root, WORKS, Ucx(), NO_NIXL, TOKEN)[2] == paths.PeerPath(
+    assert paths.paths(root, WORKS, Ucx(), TOKEN)[2] == paths.PeerPath(
         "other host, or other network namespace", "fabric", ()
     )
     lacking = {
-        "no token": paths.paths(root, WORKS, Ucx(), NO_NIXL, {}),
-        "too old": paths.paths(root, WORKS, Ucx((1, 12, 0), "too old"), NO_NIXL, TOKEN),
+        "no token": paths.paths(root, WORKS, Ucx(), {}),
+        "too old": paths.paths(root, WORKS, Ucx((1, 12, 0), "too old"), TOKEN),
     }
     (root / "dev/infiniband/uverbs0").unlink()
-    lacking["uverbs"] = paths.paths(root, WORKS, Ucx(), NO_NIXL, TOKEN)
+    lacking["uverbs"] = paths.paths(root, WORKS, Ucx(), TOKEN)
     for reason, found in lacking.items():
         assert found[2].path == "sockets"
         assert len(found[2].reasons) == 1
@@ -324,10 +321,10 @@ def test_ucx_that_is_missing_is_noted_only_beside_an_rdma_device(root: Path) -> 
     assert missing.version is None
     assert missing.reason is not None
     assert "libucp_of_no_system.so.0" in missing.reason
-    assert named(libraries.findings(root, missing, NO_NIXL, {}), "UCX").verdict == OK
+    assert named(libraries.findings(root, missing, {}), "UCX").verdict == OK
     rdma(root)
-    assert named(libraries.findings(root, missing, NO_NIXL, {}), "UCX").verdict == NOTE
-    assert named(libraries.findings(root, Ucx(), NO_NIXL, {}), "UCX").value == "1.17.0 (libucp.so.0)"
+    assert named(libraries.findings(root, missing, {}), "UCX").verdict == NOTE
+    assert named(libraries.findings(root, Ucx(), {}), "UCX").value == "1.17.0 (libucp.so.0)"
 
 
 @pytest.mark.parametrize(("version", "usable"), [((1, 12, 9), False), ((1, 13, 0), True), ((2, 0, 0), False)])
@@ -355,10 +352,10 @@ def test_versions_of_ucx_are_those_that_the_engine_accepts(
 
 def test_the_token_is_never_shown(root: Path) -> None:
     secret = {"LLM_DATADIST_TOKEN": "a secret of this test"}
-    found = libraries.findings(root, Ucx(), NO_NIXL, secret)
+    found = libraries.findings(root, Ucx(), secret)
     assert named(found, "token").value == "LLM_DATADIST_TOKEN is set"
     assert "a secret" not in repr(found)
-    assert named(libraries.findings(root, Ucx(), NO_NIXL, {"LLM_DATADIST_TOKEN": ""}), "token").value.startswith("none")
+    assert named(libraries.findings(root, Ucx(), {"LLM_DATADIST_TOKEN": ""}), "token").value.startswith("none")
 
 
 def test_the_report_shows_meaning_and_remedy_and_fits_its_width() -> None:
@@ -434,7 +431,6 @@ def test_only_a_problem_is_exit_status_1(monkeypatch: pytest.MonkeyPatch, verdic
         ("--to 127.0.0.1:1 --seconds 1e3", "argument --seconds: '1e3' is not a number of seconds"),
         ("--to 127.0.0.1:1 --token-file /no/file", "argument --token-file: there is no file '/no/file'"),
         ("--ucx-library /no/file", "argument --ucx-library: there is no file '/no/file'"),
-        ("--nixl-library /no/file", "argument --nixl-library: there is no file '/no/file'"),
         ("--seconds 3", "--seconds belongs to --serve or --to"),
         ("--token-file /", "--token-file belongs to --serve or --to"),
         ("--to 127.0.0.1:1 --transfer-backend ucx", "--transfer-backend belongs to --serve"),
@@ -459,7 +455,6 @@ def test_help_names_every_option() -> None:
         "--to",
         "--token-file",
         "--ucx-library",
-        "--nixl-library",
         "--transfer-backend",
         "--seconds",
         "--json",

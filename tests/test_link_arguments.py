@@ -473,7 +473,7 @@ def test_unknown_transfer_backend_is_named_beside_the_listener_that_it_would_nee
     fails(
         lambda: start(options(llm__TransferBackend="rdma")),
         LE,
-        'needs llm.listenIpInfo; besides, llm.TransferBackend="rdma" must be hixl or auto or sockets or ucx or nixl',
+        'needs llm.listenIpInfo; besides, llm.TransferBackend="rdma" must be hixl or auto or sockets or ucx',
     )
     fails(lambda: start(options(llm__TransferBackend="sockets")), LE, "needs llm.listenIpInfo")
 

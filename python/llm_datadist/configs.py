@@ -142,9 +142,9 @@ class LlmConfig:
         str,
         "",
         "none",
-        'What moves bytes between hosts: ``"sockets"``; ``"ucx"`` or ``"nixl"``, which fails if that library cannot '
-        'be used; or ``"auto"`` (default): UCX if both ends have a token, an RDMA device and equal, usable versions of '
-        'it. ``"hixl"`` is ``"auto"`` with the rules of contract §6.12.',
+        'What moves bytes between hosts: ``"sockets"``; ``"ucx"``, which fails if UCX cannot be used; or ``"auto"`` '
+        '(default): UCX if both ends have a token, an RDMA device and equal, usable versions of it. ``"hixl"`` is '
+        '``"auto"`` with the rules of contract §6.12.',
         empty=True,
     )
     global_resource_config = Option(
@@ -252,12 +252,6 @@ class LlmConfig:
         str,
         "`libucp.so.0`, which the system finds",
         "Absolute path of the library of UCX.",
-    )
-    nixl_library = OwnOption(
-        "llm.NixlLibrary",
-        str,
-        "`libnixl_capi.so`, which the system finds",
-        "Absolute path of the library of NIXL.",
     )
     link_streams = OwnOption(
         "llm.LinkStreams",

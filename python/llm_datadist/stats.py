@@ -132,7 +132,7 @@ class LinkStats(TypedDict):
     transport: str
     """Transport of messages: ``"shm"``, ``"tcp"`` or ``"local"``."""
     pools: str
-    """How the peer's pools are read: ``"mapped"``, ``"stream"`` (UCX, NIXL, rings or sockets; ``paths`` shows which),
+    """How the peer's pools are read: ``"mapped"``, ``"stream"`` (UCX, rings or sockets; ``paths`` shows which),
     or ``"none"`` if the peer offers no pool."""
     registered: str
     """How the peer's registered memory is read: ``"process"`` or ``"stream"``."""
@@ -155,7 +155,7 @@ class LinkStats(TypedDict):
     share of the time; a failed request counts as one call."""
     paths: dict[str, PathStats]
     """Transfers that succeeded, by path: ``mapped`` (the reader copies mapped memory of the owner), ``process`` (the
-    reader uses ``process_vm_readv``), ``fabric`` (the reader uses UCX or NIXL), ``rings`` (the owner sends the bytes
+    reader uses ``process_vm_readv``), ``fabric`` (the reader uses UCX), ``rings`` (the owner sends the bytes
     through shared memory) and ``sockets`` (the owner sends them through a socket)."""
     staged_bytes: int
     """Bytes that passed a host buffer here, because no path reaches the memory of the device."""
@@ -165,10 +165,10 @@ class LinkStats(TypedDict):
 
 
 class FabricStats(TypedDict):
-    """A library that reads other hosts, UCX or NIXL (option ``transfer_backend``)."""
+    """UCX, which reads pools of other hosts (option ``transfer_backend``)."""
 
     version: Optional[str]
-    """Version of the library. ``None`` if this engine does not use it."""
+    """Its version. ``None`` if this engine does not use it."""
     reason: Optional[str]
     """The reason why this engine does not use it. ``None`` if it does."""
     reads: int
@@ -180,7 +180,7 @@ class FabricStats(TypedDict):
     forced_closes: int
     """Connections that were closed by force, to end a read."""
     renewals: int
-    """Workers of UCX that were replaced: after 100 forced closes, or because requests did not end. 0 for NIXL."""
+    """Workers of UCX that were replaced: after 100 forced closes, or because requests did not end."""
 
 
 class Stats(TypedDict):
@@ -200,8 +200,6 @@ class Stats(TypedDict):
     """Blocks that this engine has compared with their source."""
     ucx: FabricStats
     """UCX of this engine."""
-    nixl: FabricStats
-    """NIXL of this engine."""
     links: list[LinkStats]
     """The current links."""
     registered_merged_bytes: int

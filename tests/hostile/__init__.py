@@ -31,7 +31,7 @@ process of the same user obtains with a `Meet` greeting over the local socket. T
   socket in `Welcome.local` and closes the stream. D dials that socket next.
 - `Link`: over the local socket, both sides send `Attach` with descriptors of their memory, then `Attached`. Then D
   sends `Confirm` with the metadata of its program, and A answers with `LinkAnswer::Entered` and its own, and with the
-  addresses at which it listens for call streams. Both may offer pools to be read by UCX or NIXL in these messages.
+  addresses at which it listens for call streams. Both may offer pools to be read by UCX in these messages.
   From then on the stream is the control stream of a link. If `ensure` is set, A may answer `LinkAnswer::Later`
   instead, because another link between the two exists or is being made; then it closes the stream.
 - `Call`: a call stream of the link that it names. D calls on it, or A if `reverse` is set. With `rings`, over the

@@ -164,27 +164,6 @@ pub enum Backend {
     Sockets,
     /// UCX; opening the engine, linking or a call fails if it cannot be used.
     Ucx,
-    /// NIXL; opening the engine, linking or a call fails if it cannot be used. [`Backend::Auto`] never chooses it.
-    Nixl,
-}
-
-/// A library that reads memory of other hosts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FabricLibrary {
-    /// UCX.
-    Ucx,
-    /// NIXL, which uses UCX.
-    Nixl,
-}
-
-impl FabricLibrary {
-    /// Returns its name.
-    pub fn name(self) -> &'static str {
-        match self {
-            FabricLibrary::Ucx => "UCX",
-            FabricLibrary::Nixl => "NIXL",
-        }
-    }
 }
 
 /// How bytes move between hosts.
@@ -194,8 +173,6 @@ pub struct FabricConfig {
     pub backend: Backend,
     /// The path of UCX's library; `None` for `libucp.so.0`, which the system finds.
     pub ucx_library: Option<PathBuf>,
-    /// The path of NIXL's library; `None` for `libnixl_capi.so`, which the system finds.
-    pub nixl_library: Option<PathBuf>,
     /// Settings of UCX, by their names without the prefix `UCX_`.
     pub settings: Vec<(String, String)>,
     /// Whether [`Backend::Auto`] counts an RDMA device that does not exist. For tests.

@@ -1,89 +1,78 @@
-//! UCX or NIXL for one engine: whether it is used, the pools that peers may read by it, and the pools that peers offer.
+//! UCX for one engine: whether it is used, the pools that peers may read by it, and the pools that peers offer.
 //!
 //! Each side offers its pools in the last messages of the handshake (`protocol::FabricOffer`), after the other one was
 //! admitted.
 
 use std::borrow::Cow;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
-use llm_datadist_fabric::{Counts, Error as LibraryError, Fabric, Peer};
-use llm_datadist_nixl as nixl;
-use llm_datadist_ucx as ucx;
+use llm_datadist_ucx::{Counts, Error as UcxError, Fabric, Options};
 
-use crate::config::{Backend, FabricConfig, FabricLibrary};
+use crate::config::{Backend, FabricConfig};
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::{FabricRegion, Region, SharedRegion, TensorBytes, Tensors, load_nixl, load_ucx};
+use crate::memory::{FabricRegion, Region, SharedRegion, TensorBytes, Tensors, load_ucx};
 use crate::protocol::{FabricOffer, FabricPool, MAX_OFFER_BYTES, Run};
 
-/// The names under which the system finds the libraries.
-const UCX: &str = "libucp.so.0";
-const NIXL: &str = "libnixl_capi.so";
+/// The name under which the system finds the library.
+const LIBRARY: &str = "libucp.so.0";
 /// The transports of UCX that the engine allows, unless the program has chosen others: RDMA. UCX listens on all networks
-/// without authentication if it may use TCP. NIXL separates settings by
-/// commas, so it can take one name only; `ib` covers all of these except `srd`.
-const UCX_TRANSPORTS: &str = "rc,dc,ud,srd";
-const NIXL_TRANSPORTS: &str = "ib";
-/// What precedes the version in an offer of NIXL.
-const NIXL_OFFER: &str = "nixl ";
+/// without authentication if it may use TCP.
+const TRANSPORTS: &str = "rc,dc,ud,srd";
 /// The kernel lists RDMA devices here.
 const DEVICES: &str = "/sys/class/infiniband";
-/// The reasons why an engine uses neither UCX nor NIXL: the configuration, or the lack of a device.
+/// The reasons why an engine does not use UCX: the configuration, or the lack of a device.
 const SOCKETS_CHOSEN: &str = "llm.TransferBackend=sockets";
 const NO_DEVICE: &str = "this host has no RDMA device (/sys/class/infiniband)";
 
 /// What this process can read in place, or the reason why it cannot.
 pub type Readable<T> = std::result::Result<T, Cow<'static, str>>;
 
-/// UCX or NIXL of one engine.
+/// UCX of one engine.
 #[derive(Debug)]
 pub struct EngineFabric {
-    library: FabricLibrary,
     pools: [Option<SharedRegion>; 2],
     address: Vec<u8>,
     required: bool,
     // Dropped last: the pools are mapped with it.
-    fabric: Box<dyn Fabric>,
+    fabric: Fabric,
 }
 
-/// The pools of one peer that UCX or NIXL reads, by placement.
+/// The pools of one peer that UCX reads, by placement.
 #[derive(Debug)]
 pub struct PeerFabric {
-    library: FabricLibrary,
     pools: [Option<Arc<FabricRegion>>; 2],
 }
 
 impl EngineFabric {
-    /// Opens UCX or NIXL if the configuration names it, or UCX if it leaves the choice to the engine and there is an RDMA
-    /// device. Maps the pools that the CPU can address.
+    /// Opens UCX if the configuration names it, or leaves the choice to the engine and there is an RDMA device. Maps the pools
+    /// that the CPU can address.
     ///
-    /// If the library cannot be used, returns `Err(NotEnabled)` if the configuration names it. Otherwise returns the reason,
+    /// If UCX cannot be used, returns `Err(NotEnabled)` if the configuration names it. Otherwise returns the reason,
     /// and logs a warning unless there is no device.
     ///
-    /// Without a `token`, no library is used: a process that gets a key is trusted with the whole pool (docs/networks.md).
+    /// Without a `token`, UCX is not used: a process that gets a key is trusted with the whole pool (docs/networks.md).
     pub fn open(
         config: &FabricConfig,
         token: bool,
         pools: [Option<Arc<Region>>; 2],
     ) -> Result<Readable<EngineFabric>> {
-        let library = match config.backend {
+        match config.backend {
             Backend::Sockets => return Ok(Err(SOCKETS_CHOSEN.into())),
             Backend::Auto if !config.assume_device && !has_devices(Path::new(DEVICES)) => {
                 return Ok(Err(NO_DEVICE.into()));
             }
-            Backend::Ucx | Backend::Auto => FabricLibrary::Ucx,
-            Backend::Nixl => FabricLibrary::Nixl,
-        };
+            Backend::Ucx | Backend::Auto => (),
+        }
         let opened = if token {
-            Self::opened(library, config, pools)
+            Self::opened(config, pools)
         } else {
-            let why =
-                "needs a token (llm.LinkToken or llm.LinkTokenFile), because it does not authenticate peers";
-            Err(Error::new(ErrorKind::NotEnabled, format!("{} {why}", library.name())))
+            let why = "UCX needs a token (llm.LinkToken or llm.LinkTokenFile), because it does not authenticate peers";
+            Err(Error::new(ErrorKind::NotEnabled, why))
         };
         match opened {
             Ok(fabric) => Ok(Ok(fabric)),
-            Err(error) if config.backend != Backend::Auto => Err(error),
+            Err(error) if config.backend == Backend::Ucx => Err(error),
             Err(error) => {
                 tracing::warn!(target: "llm_datadist::links", "links without shared memory use sockets instead of UCX: {error}");
                 Ok(Err(error.to_string().into()))
@@ -91,55 +80,36 @@ impl EngineFabric {
         }
     }
 
-    /// Returns the version of the library, and what was done with it.
+    /// Returns the version of UCX, and what was done with it.
     pub fn state(&self) -> (String, Counts) {
         (self.fabric.version().to_string(), self.fabric.counts())
     }
 
-    fn opened(
-        library: FabricLibrary,
-        config: &FabricConfig,
-        pools: [Option<Arc<Region>>; 2],
-    ) -> Result<EngineFabric> {
-        let failed = |error: LibraryError| unusable(library, config, &error);
-        let fabric = open(library, config).map_err(failed)?;
+    fn opened(config: &FabricConfig, pools: [Option<Arc<Region>>; 2]) -> Result<EngineFabric> {
+        let failed = |error: UcxError| unusable(config, &error);
+        let fabric = open(config).map_err(failed)?;
         let mut shared = [None, None];
         for (place, region) in shared.iter_mut().zip(pools) {
             let region = region.filter(|region| region.host_addressable());
-            *place =
-                region.map(|region| SharedRegion::share(&*fabric, library.name(), region)).transpose()?;
+            *place = region.map(|region| SharedRegion::share(&fabric, region)).transpose()?;
         }
         let address = fabric.address().map_err(failed)?;
         let keys = shared.iter().flatten().map(|region| region.offer().2.len());
         let longest = keys.chain([address.len()]).max().unwrap_or(0);
         if longest > MAX_OFFER_BYTES {
-            let text =
-                "its address or a key is too long; restrict UCX_NET_DEVICES or UCX_TLS to make it shorter";
-            return Err(Error::new(
-                ErrorKind::NotEnabled,
-                format!("{} cannot be used: {text}", library.name()),
-            )
-            .with("bytes", longest)
-            .with("limit", MAX_OFFER_BYTES));
+            let text = "UCX cannot be used: its address or a key is too long; restrict UCX_NET_DEVICES or UCX_TLS to make \
+                it shorter";
+            return Err(Error::new(ErrorKind::NotEnabled, text)
+                .with("bytes", longest)
+                .with("limit", MAX_OFFER_BYTES));
         }
-        let required = config.backend != Backend::Auto;
-        Ok(EngineFabric { library, pools: shared, address, required, fabric })
+        let required = config.backend == Backend::Ucx;
+        Ok(EngineFabric { pools: shared, address, required, fabric })
     }
 
-    /// Returns the library.
-    pub fn library(&self) -> FabricLibrary {
-        self.library
-    }
-
-    /// Whether the configuration requires the library, so that its failure fails the link or the call.
+    /// Whether the configuration requires UCX, so that its failure fails the link or the call.
     pub fn is_required(&self) -> bool {
         self.required
-    }
-
-    /// Returns the version in offers. That of NIXL begins with its name.
-    fn offered_version(&self) -> String {
-        let prefix = if self.library == FabricLibrary::Nixl { NIXL_OFFER } else { "" };
-        format!("{prefix}{}", self.fabric.version())
     }
 
     /// Returns what this engine offers to a peer.
@@ -149,7 +119,7 @@ impl EngineFabric {
             FabricPool { base, len, key: (**key).clone().into() }
         };
         FabricOffer {
-            version: self.offered_version(),
+            version: self.fabric.version().to_string(),
             address: self.address.clone().into(),
             pools: self.pools.each_ref().map(|region| region.as_ref().map(pool)),
         }
@@ -157,35 +127,25 @@ impl EngineFabric {
 
     /// Takes the offer of a peer. Returns `Err(NotEnabled)` with the reason if it cannot be used.
     pub fn take(&self, offer: &FabricOffer) -> Result<PeerFabric> {
-        if offer.version != self.offered_version() {
+        let version = self.fabric.version();
+        if offer.version != version.to_string() {
             // Versions that differ may not understand each other.
-            let (own, shown) = (self.fabric.version(), offer.shown_version());
-            let (theirs, version) = match shown.strip_prefix(NIXL_OFFER) {
-                Some(version) => (FabricLibrary::Nixl, version),
-                None => (FabricLibrary::Ucx, shown.as_str()),
-            };
-            let also = if theirs == self.library { "" } else { &format!("{} ", self.library.name()) };
-            let text = format!("the peer uses {} {version}, and this side {also}{own}", theirs.name());
+            let text = format!("the peer uses UCX {}, and this side {version}", offer.shown_version());
             return Err(Error::new(ErrorKind::NotEnabled, text));
         }
-        let peer: Arc<dyn Peer> = self.fabric.peer(offer.address.to_vec()).into();
+        let peer = Arc::new(self.fabric.peer(offer.address.to_vec()));
         let region = |pool: &FabricPool| {
             let key = Arc::new(pool.key.to_vec());
-            FabricRegion::new(peer.clone(), self.library.name(), (pool.base, pool.len), key).map(Arc::new)
+            FabricRegion::new(peer.clone(), (pool.base, pool.len), key).map(Arc::new)
         };
         let [host, device] = &offer.pools;
         let (host, device) =
             (host.as_ref().map(region).transpose()?, device.as_ref().map(region).transpose()?);
-        Ok(PeerFabric { library: self.library, pools: [host, device] })
+        Ok(PeerFabric { pools: [host, device] })
     }
 }
 
 impl PeerFabric {
-    /// Returns the library that reads the peer.
-    pub fn library(&self) -> FabricLibrary {
-        self.library
-    }
-
     /// Has all reads of the peer fail soon.
     pub fn end(&self) {
         self.pools.iter().flatten().for_each(|pool| pool.end());
@@ -206,59 +166,30 @@ impl PeerFabric {
     }
 }
 
-/// Returns the error of a library that cannot be used, and what the user can do about it.
-fn unusable(library: FabricLibrary, config: &FabricConfig, error: &LibraryError) -> Error {
-    let (named, option, cause, transports) = match library {
-        FabricLibrary::Ucx => {
-            (&config.ucx_library, "llm.UcxLibrary", "UCX_LOG_LEVEL=info shows the cause", UCX_TRANSPORTS)
-        }
-        FabricLibrary::Nixl => (
-            &config.nixl_library,
-            "llm.NixlLibrary",
-            "NIXL writes the cause to standard error",
-            NIXL_TRANSPORTS,
-        ),
-    };
+/// Returns the error of UCX if it cannot be used, and what the user can do about it.
+fn unusable(config: &FabricConfig, error: &UcxError) -> Error {
     let text = match error {
-        LibraryError::Library(reason) if named.is_none() => {
-            format!("{reason}; set {option} to use another file")
+        UcxError::Library(reason) if config.ucx_library.is_none() => {
+            format!("{reason}; set llm.UcxLibrary to use another file")
         }
-        LibraryError::Library(reason) => reason.clone(),
-        error => {
-            let name = library.name();
-            let chosen = format!("UCX_TLS chooses the transports ({transports} if it is not set)");
-            format!("{name} cannot be used: {error}; {cause}, and {chosen}")
-        }
+        UcxError::Library(reason) => reason.clone(),
+        error => format!(
+            "UCX cannot be used: {error}; UCX_LOG_LEVEL=info shows the cause, and UCX_TLS chooses the transports \
+            ({TRANSPORTS} if it is not set)"
+        ),
     };
     Error::new(ErrorKind::NotEnabled, text)
 }
 
-/// Opens a library with the settings of the configuration.
-fn open(library: FabricLibrary, config: &FabricConfig) -> Result<Box<dyn Fabric>, LibraryError> {
+/// Opens UCX with the settings of the configuration.
+fn open(config: &FabricConfig) -> Result<Fabric, UcxError> {
+    let library = load_ucx(config.ucx_library.as_deref().unwrap_or(Path::new(LIBRARY)))?;
+    tracing::info!(target: "llm_datadist::links", "links may use {library:?}");
     let mut settings = config.settings.clone();
-    let chosen = std::env::var_os("UCX_TLS").is_some() || settings.iter().any(|(name, _)| name == "TLS");
-    let mut allow = |transports: &str| {
-        if !chosen {
-            settings.push(("TLS".into(), transports.into()));
-        }
-    };
-    let path = |named: &Option<PathBuf>, known: &str| named.clone().unwrap_or_else(|| PathBuf::from(known));
-    match library {
-        FabricLibrary::Ucx => {
-            let loaded = load_ucx(&path(&config.ucx_library, UCX))?;
-            tracing::info!(target: "llm_datadist::links", "links may use {loaded:?}");
-            allow(UCX_TRANSPORTS);
-            let options = ucx::Options { settings, ..ucx::Options::default() };
-            ucx::Fabric::open(&loaded, options).map(|fabric| Box::new(fabric) as _)
-        }
-        FabricLibrary::Nixl => {
-            let loaded = load_nixl(&path(&config.nixl_library, NIXL))?;
-            tracing::info!(target: "llm_datadist::links", "links may use {loaded:?}");
-            allow(NIXL_TRANSPORTS);
-            let options = nixl::Options { settings, ..nixl::Options::default() };
-            nixl::Fabric::open(&loaded, &options).map(|fabric| Box::new(fabric) as _)
-        }
+    if std::env::var_os("UCX_TLS").is_none() && !settings.iter().any(|(name, _)| name == "TLS") {
+        settings.push(("TLS".into(), TRANSPORTS.into()));
     }
+    Fabric::open(&library, Options { settings, ..Options::default() })
 }
 
 /// Whether the kernel lists an RDMA device.
@@ -285,18 +216,13 @@ mod tests {
 
     #[test]
     fn errors_name_the_option_of_a_library_that_the_system_does_not_find() {
-        let missing = LibraryError::Library("it cannot be used".into());
-        let named = FabricConfig { nixl_library: Some("/nixl".into()), ..FabricConfig::default() };
-        for (library, config, text) in [
-            (FabricLibrary::Nixl, &named, "it cannot be used"),
-            (
-                FabricLibrary::Nixl,
-                &FabricConfig::default(),
-                "it cannot be used; set llm.NixlLibrary to use another file",
-            ),
-            (FabricLibrary::Ucx, &named, "it cannot be used; set llm.UcxLibrary to use another file"),
+        let missing = UcxError::Library("it cannot be used".into());
+        let named = FabricConfig { ucx_library: Some("/ucx".into()), ..FabricConfig::default() };
+        for (config, text) in [
+            (&named, "it cannot be used"),
+            (&FabricConfig::default(), "it cannot be used; set llm.UcxLibrary to use another file"),
         ] {
-            assert_eq!(unusable(library, config, &missing).to_string(), text);
+            assert_eq!(unusable(config, &missing).to_string(), text);
         }
     }
 }

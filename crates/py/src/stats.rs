@@ -37,13 +37,11 @@ pub(crate) fn dict<'py>(py: Python<'py>, snapshot: &Snapshot) -> PyResult<Bound<
     dict.set_item("verify", verify)?;
     let links = snapshot.links.iter().map(|state| link(py, state));
     dict.set_item("links", links.collect::<PyResult<Vec<_>>>()?)?;
-    for (name, state) in [("ucx", &snapshot.ucx), ("nixl", &snapshot.nixl)] {
-        let library = PyDict::new(py);
-        library.set_item("version", state.version.as_deref())?;
-        library.set_item("reason", state.reason.as_deref())?;
-        fields!(library, state, reads bytes failures forced_closes renewals);
-        dict.set_item(name, library)?;
-    }
+    let ucx = PyDict::new(py);
+    ucx.set_item("version", snapshot.ucx.version.as_deref())?;
+    ucx.set_item("reason", snapshot.ucx.reason.as_deref())?;
+    fields!(ucx, snapshot.ucx, reads bytes failures forced_closes renewals);
+    dict.set_item("ucx", ucx)?;
     fields!(dict, snapshot, registered_merged_bytes ring_bytes plain_bytes streaming_bytes copy_workers);
     Ok(dict)
 }

@@ -5,13 +5,12 @@ use std::collections::HashMap;
 use std::ptr::null_mut;
 use std::sync::Arc;
 
-use llm_datadist_fabric::{Error, Status};
-
 use crate::abi::{
     Api, CLOSE_FORCE, EP_ERROR_HANDLER, EP_ERROR_MODE, EP_REMOTE_ADDRESS, ERROR_MODE_NONE, ERROR_MODE_PEER,
     EndpointParams, Handle, OP_FLAGS, RawStatus, RequestParams,
 };
-use crate::error::{IN_PROGRESS, OK, check, peer_failed};
+use crate::error::{Error, Status};
+use crate::status::{IN_PROGRESS, OK, check, peer_failed};
 use crate::worker::Worker;
 
 /// Zeros behind bytes from a peer that the library reads without a length.
@@ -133,7 +132,7 @@ pub(crate) fn request_of(returned: Handle) -> Result<Option<Handle>, Status> {
     match returned as isize {
         0 => Ok(None),
         status @ -127..=-1 => {
-            Err(crate::error::status(RawStatus::try_from(status).unwrap_or(RawStatus::MIN)))
+            Err(crate::status::status(RawStatus::try_from(status).unwrap_or(RawStatus::MIN)))
         }
         _ => Ok(Some(returned)),
     }

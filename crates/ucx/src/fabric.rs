@@ -7,11 +7,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use llm_datadist_fabric as fabric;
-use llm_datadist_fabric::{Counts, Error, Piece, Version};
 use rustix::event::{EventfdFlags, eventfd};
 
-use crate::library::Library;
+use crate::error::Error;
+use crate::library::{Library, Version};
 use crate::thread;
 
 /// How a fabric works.
@@ -34,6 +33,32 @@ impl Default for Options {
     fn default() -> Self {
         Options { settings: Vec::new(), window: 1024, endpoints: 8, renew_after: 100, peer_failures: true }
     }
+}
+
+/// One piece of a read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// The address of the destination in this process.
+    pub local: u64,
+    /// The address of the source in the process of the peer.
+    pub remote: u64,
+    /// Number of bytes.
+    pub len: u64,
+}
+
+/// What a fabric has done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Reads that succeeded.
+    pub reads: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Reads that failed or were given up.
+    pub failures: u64,
+    /// Connections that were closed by force to end a read.
+    pub forced_closes: u64,
+    /// Workers that were replaced, after 100 forced closes or because requests did not end.
+    pub renewals: u64,
 }
 
 #[derive(Debug, Default)]
@@ -155,29 +180,35 @@ impl Fabric {
         let orders = Arc::new(Orders { sender: Mutex::new(sender), wake, numbers: AtomicU64::new(1) });
         Ok(Fabric { orders, counts, version: library.version(), thread: Some(thread) })
     }
-}
 
-impl fabric::Fabric for Fabric {
-    fn version(&self) -> Version {
+    /// Returns the version of the library.
+    pub fn version(&self) -> Version {
         self.version
     }
 
     /// Returns the address of the worker that serves peers. It never changes.
-    fn address(&self) -> Result<Vec<u8>, Error> {
+    pub fn address(&self) -> Result<Vec<u8>, Error> {
         self.orders.ask(|reply| Order::Address { reply })
     }
 
-    unsafe fn map(&self, start: u64, len: u64) -> Result<Box<dyn fabric::Mapping>, Error> {
+    /// Maps memory of this process, so that peers with its key and the address of the fabric can read it.
+    ///
+    /// # Safety
+    ///
+    /// The memory must stay mapped until the value is dropped, and may be read by others at any time.
+    pub unsafe fn map(&self, start: u64, len: u64) -> Result<Mapping, Error> {
         let (id, key) = self.orders.ask(|reply| Order::Map { start, len, reply })??;
-        Ok(Box::new(Mapping { orders: self.orders.clone(), id, key: Arc::new(key) }))
+        Ok(Mapping { orders: self.orders.clone(), id, key: Arc::new(key) })
     }
 
-    fn peer(&self, address: Vec<u8>) -> Box<dyn fabric::Peer> {
+    /// Returns a peer with the fabric of this address. Nothing is connected until it is read.
+    pub fn peer(&self, address: Vec<u8>) -> Peer {
         let (orders, id) = (self.orders.clone(), self.orders.next_number());
-        Box::new(Peer { orders, id, address: Arc::new(address) })
+        Peer { orders, id, address: Arc::new(address) }
     }
 
-    fn counts(&self) -> Counts {
+    /// Returns what the fabric has done.
+    pub fn counts(&self) -> Counts {
         let SharedCounts { reads, bytes, failures, forced_closes, renewals } = &*self.counts;
         let load = |number: &AtomicU64| number.load(Ordering::Relaxed);
         Counts {
@@ -200,16 +231,18 @@ impl Drop for Fabric {
     }
 }
 
-/// Mapped memory.
+/// Mapped memory. Drop unmaps it, and waits for that.
 #[derive(Debug)]
-struct Mapping {
+pub struct Mapping {
     orders: Arc<Orders>,
     id: u64,
     key: Arc<Vec<u8>>,
 }
 
-impl fabric::Mapping for Mapping {
-    fn key(&self) -> &Arc<Vec<u8>> {
+impl Mapping {
+    /// Returns the key with which peers read the memory. Any process that has the key and the address of the fabric can
+    /// read it.
+    pub fn key(&self) -> &Arc<Vec<u8>> {
         &self.key
     }
 }
@@ -222,14 +255,22 @@ impl Drop for Mapping {
 
 /// A peer that can be read. Drop closes its endpoints.
 #[derive(Debug)]
-struct Peer {
+pub struct Peer {
     orders: Arc<Orders>,
     id: u64,
     address: Arc<Vec<u8>>,
 }
 
-impl fabric::Peer for Peer {
-    unsafe fn read(
+impl Peer {
+    /// Reads `pieces` with `key`, and returns when all bytes are in place.
+    ///
+    /// `cancelled` is called about every 100 ms. When it returns `true`, the read ends with [`Error::Cancelled`]. Whatever the
+    /// result, nothing of the read touches memory after the return.
+    ///
+    /// # Safety
+    ///
+    /// The destinations must be memory of this process that is writable until the return.
+    pub unsafe fn read(
         &self,
         key: &Arc<Vec<u8>>,
         pieces: Vec<Piece>,
@@ -243,9 +284,7 @@ impl fabric::Peer for Peer {
         self.orders.give(Order::Read { read, reply })?;
         self.outcome(&replied, number, cancelled)
     }
-}
 
-impl Peer {
     fn outcome(
         &self,
         replied: &Receiver<Result<(), Error>>,

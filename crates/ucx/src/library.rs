@@ -4,12 +4,29 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use llm_datadist_fabric::{Error, Version, with_ucx_environment};
-
 use crate::abi::Api;
+use crate::environment::with_ucx_environment;
+use crate::error::Error;
 
 /// The oldest version whose structures are those of `abi`.
 const OLDEST: Version = Version { major: 1, minor: 13, patch: 0 };
+
+/// The version of UCX.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Version {
+    /// Versions with other numbers are incompatible.
+    pub major: u32,
+    /// Raised by new features.
+    pub minor: u32,
+    /// Raised by corrections.
+    pub patch: u32,
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}.{}", self.major, self.minor, self.patch)
+    }
+}
 
 /// The loaded library. It stays loaded while a `Library` or a `Fabric` uses it.
 #[derive(Clone)]

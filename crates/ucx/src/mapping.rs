@@ -3,12 +3,11 @@
 use std::ptr::null_mut;
 use std::sync::Arc;
 
-use llm_datadist_fabric::Error;
-
 use crate::abi::{
     Api, Handle, LOCAL_READ, LOCAL_WRITE, MAP_ADDRESS, MAP_LENGTH, MAP_PROTECTION, MapParams, REMOTE_READ,
 };
-use crate::error::check;
+use crate::error::Error;
+use crate::status::check;
 use crate::worker::Context;
 
 /// Mapped memory. Drop unmaps it.

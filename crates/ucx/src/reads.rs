@@ -6,15 +6,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::SyncSender;
 use std::time::Instant;
 
-use llm_datadist_fabric::{Error, Piece};
-
 use crate::abi::{
     Api, Handle, OP_CALLBACK, OP_MEMORY, OP_MULTI_SEND, OP_USER_DATA, RawStatus, RequestParams,
 };
 use crate::endpoints::{Closing, Endpoint, request_of};
-use crate::error::{CANCELED, OK, peer_failed};
-use crate::fabric::{ReadOrder, SharedCounts};
+use crate::error::Error;
+use crate::fabric::{Piece, ReadOrder, SharedCounts};
 use crate::mapping::MappedMemory;
+use crate::status::{CANCELED, OK, peer_failed};
 
 /// Number of requests that are posted between two checks of the deadline.
 const POSTS: usize = 64;

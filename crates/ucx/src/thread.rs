@@ -7,10 +7,10 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, SyncSender, TryRecvError};
 use std::time::{Duration, Instant};
 
-use llm_datadist_fabric::Error;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::endpoints::{Closing, Endpoint};
+use crate::error::Error;
 use crate::fabric::{Options, Order, ReadOrder, SharedCounts};
 use crate::library::Library;
 use crate::mapping::MappedMemory;

@@ -5,11 +5,10 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::ptr::null_mut;
 use std::sync::Arc;
 
-use llm_datadist_fabric::Error;
-
 use crate::abi::{API, Api, FEATURE_RMA, FEATURE_WAKEUP, Handle, PARAM_FEATURES, Params, WorkerParams};
-use crate::error::{BUSY, OK, check};
+use crate::error::Error;
 use crate::library::Library;
+use crate::status::{BUSY, OK, check};
 
 /// A context: the devices and transports of this process.
 pub(crate) struct Context {

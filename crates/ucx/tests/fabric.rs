@@ -4,7 +4,7 @@
 #![allow(clippy::cast_possible_truncation, clippy::cast_possible_wrap, reason = "small numbers")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs, reason = "tests")]
 
-#[path = "../../fabric/tests/shared/pair.rs"]
+#[path = "shared/pair.rs"]
 mod pair;
 
 use std::sync::Arc;
@@ -12,8 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use llm_datadist_fabric::{Error, Peer, Piece};
-use llm_datadist_ucx::{Fabric, Library, Options};
+use llm_datadist_ucx::{Error, Fabric, Library, Options, Peer, Piece};
 use pair::{LONG, PIECE, Pair, control, named, resident_pages, runs_alone, stand_in};
 
 const FILE: &str = "libfake_ucp.so";
@@ -32,7 +31,7 @@ fn new_pair(pieces: usize, settings: &[(&str, &str)]) -> Pair {
 
 fn pair_with(pieces: usize, settings: &[(&str, &str)], options: &Options) -> Pair {
     let (name, settings) = named(settings);
-    let open = |options| Box::new(Fabric::open(&library(), options).unwrap()) as _;
+    let open = |options| Fabric::open(&library(), options).unwrap();
     let fabrics = [open(Options { settings, ..options.clone() }), open(Options::default())];
     Pair::of((FILE, "fake_ucp_set"), name, fabrics, pieces)
 }
@@ -49,7 +48,7 @@ fn bytes_arrive_in_any_order_and_beyond_the_window() {
     {
         let pair = pair_with(pieces, settings, &Options { window, ..Options::default() });
         let peer = pair.peer();
-        pair.read(&*peer, LONG).unwrap();
+        pair.read(&peer, LONG).unwrap();
         assert!(pair.arrived(), "{pieces} pieces");
         let counts = pair.reader.counts();
         assert_eq!((counts.reads, counts.bytes), (1, (pieces * PIECE) as u64));
@@ -64,14 +63,14 @@ fn a_read_that_is_late_ends_at_its_deadline_and_no_byte_arrives_afterwards() {
         let peer = pair.peer();
         pair.set("STALL", end);
         // So long that the read has begun.
-        assert_eq!(pair.read(&*peer, Duration::from_secs(1)), Err(Error::DeadlinePassed));
+        assert_eq!(pair.read(&peer, Duration::from_secs(1)), Err(Error::DeadlinePassed));
         // Whatever arrives from now on is noticed.
         pair.target.fill(0xEE);
         pair.set("STALL", i64::MAX);
         thread::sleep(Duration::from_millis(100));
         assert!(pair.target.iter().all(|&byte| byte == 0xEE), "a byte came after the end");
         // The peer is still usable.
-        pair.read(&*peer, LONG).unwrap();
+        pair.read(&peer, LONG).unwrap();
         assert!(pair.arrived());
     }
     let counts = pair.reader.counts();
@@ -84,7 +83,7 @@ fn late_bytes_are_noticed() {
     let mut pair = new_pair(100, &[("LATE", "1"), ("STALL", "10")]);
     // The bytes may come before the target is filled, or long afterwards.
     let noticed = (0..10).any(|_| {
-        pair.read(&*pair.peer(), Duration::from_millis(300)).unwrap_err();
+        pair.read(&pair.peer(), Duration::from_millis(300)).unwrap_err();
         pair.target.fill(0xEE);
         thread::sleep(Duration::from_millis(300));
         pair.target.iter().any(|&byte| byte != 0xEE)
@@ -113,8 +112,8 @@ fn giving_up_one_read_leaves_the_others_of_the_same_peer_alone() {
     let pair = new_pair(50, &[("STALL", "0")]);
     let peer = pair.peer();
     thread::scope(|scope| {
-        let late = scope.spawn(|| pair.read(&*peer, Duration::from_millis(50)));
-        let other = scope.spawn(|| pair.read(&*peer, LONG));
+        let late = scope.spawn(|| pair.read(&peer, Duration::from_millis(50)));
+        let other = scope.spawn(|| pair.read(&peer, LONG));
         assert_eq!(late.join().unwrap(), Err(Error::DeadlinePassed));
         pair.set("STALL", i64::MAX);
         other.join().unwrap().unwrap();
@@ -133,15 +132,15 @@ fn a_peer_that_does_not_respond_leaves_room_for_other_reads() {
     };
     pair.set("HOLD", free.last().unwrap().remote as i64);
     let (silent, other) = (pair.peer(), pair.peer());
-    let read = |peer: &dyn Peer, pieces: &[Piece]| {
+    let read = |peer: &Peer, pieces: &[Piece]| {
         // SAFETY: the destinations are the target, which lives longer.
         unsafe { peer.read(&pair.key(), pieces.to_vec(), Some(Instant::now() + LONG), &|| false) }
     };
     thread::scope(|scope| {
-        let waiting = scope.spawn(|| read(&*silent, &held));
+        let waiting = scope.spawn(|| read(&silent, &held));
         // The first read takes the whole window before the second one begins.
         thread::sleep(Duration::from_millis(50));
-        assert_eq!(read(&*other, &free), Ok(()));
+        assert_eq!(read(&other, &free), Ok(()));
         pair.set("HOLD", 0);
         assert_eq!(waiting.join().unwrap(), Ok(()));
     });
@@ -154,8 +153,8 @@ fn reads_beyond_the_endpoints_of_a_peer_wait() {
     let pair = pair_with(20, &[("STALL", "0")], &options);
     let peer = pair.peer();
     thread::scope(|scope| {
-        let reads: Vec<_> = (0..6).map(|_| scope.spawn(|| pair.read(&*peer, LONG))).collect();
-        let waiting = pair.read(&*peer, Duration::from_millis(50));
+        let reads: Vec<_> = (0..6).map(|_| scope.spawn(|| pair.read(&peer, LONG))).collect();
+        let waiting = pair.read(&peer, Duration::from_millis(50));
         assert_eq!(waiting, Err(Error::DeadlinePassed));
         pair.set("STALL", i64::MAX);
         for read in reads {
@@ -170,7 +169,7 @@ fn a_peer_that_is_lost_fails_its_reads() {
     let pair = new_pair(500, &[("STALL", "20")]);
     let peer = pair.peer();
     thread::scope(|scope| {
-        let read = scope.spawn(|| pair.read(&*peer, LONG));
+        let read = scope.spawn(|| pair.read(&peer, LONG));
         thread::sleep(Duration::from_millis(50));
         pair.set("RESET", 1);
         let error = read.join().unwrap().unwrap_err();
@@ -178,7 +177,7 @@ fn a_peer_that_is_lost_fails_its_reads() {
     });
     pair.set("RESET", 0);
     pair.set("STALL", i64::MAX);
-    pair.read(&*peer, LONG).unwrap();
+    pair.read(&peer, LONG).unwrap();
     assert!(pair.arrived());
 }
 
@@ -190,13 +189,13 @@ fn requests_that_are_refused_fail_the_read() {
         let pair = new_pair(10, &[]);
         let peer = pair.peer();
         pair.set(setting, status);
-        let error = pair.read(&*peer, LONG).unwrap_err().to_string();
+        let error = pair.read(&peer, LONG).unwrap_err().to_string();
         assert!(error.contains(&format!("UCX status {status}")), "{setting}: {error}");
         pair.set(setting, 0);
     }
     // The library has room for fewer requests than the window.
     let pair = new_pair(100, &[("REQUESTS", "10"), ("STALL", "0")]);
-    let error = pair.read(&*pair.peer(), LONG).unwrap_err();
+    let error = pair.read(&pair.peer(), LONG).unwrap_err();
     assert!(matches!(error, Error::Peer(status) if status.number == -2), "{error}");
 }
 
@@ -213,17 +212,17 @@ fn memory_that_was_not_mapped_cannot_be_read() {
     let read = unsafe { pair.peer().read(&nonsense, pair.pieces(), None, &|| false) };
     assert!(matches!(read, Err(Error::Refused { call: "ucp_ep_rkey_unpack", .. })));
     let nowhere = pair.reader.peer(vec![7; 24]);
-    assert!(matches!(pair.read(&*nowhere, LONG), Err(Error::Refused { call: "ucp_ep_create", .. })));
+    assert!(matches!(pair.read(&nowhere, LONG), Err(Error::Refused { call: "ucp_ep_create", .. })));
 }
 
 #[test]
 fn requests_that_a_closed_endpoint_does_not_end_cost_the_worker() {
     let pair = new_pair(100, &[("STALL", "10"), ("STUCK", "1")]);
     let peer = pair.peer();
-    assert_eq!(pair.read(&*peer, Duration::from_secs(1)), Err(Error::DeadlinePassed));
+    assert_eq!(pair.read(&peer, Duration::from_secs(1)), Err(Error::DeadlinePassed));
     assert_eq!(pair.reader.counts().renewals, 1);
     pair.set("STALL", i64::MAX);
-    pair.read(&*peer, LONG).unwrap();
+    pair.read(&peer, LONG).unwrap();
     assert!(pair.arrived());
 }
 
@@ -235,12 +234,12 @@ fn the_worker_is_replaced_after_many_give_ups() {
     for renewals in 1..4 {
         // A read that gets no endpoint in time closes none.
         while pair.reader.counts().forced_closes < renewals * 5 {
-            assert_eq!(pair.read(&*peer, Duration::from_millis(2)), Err(Error::DeadlinePassed));
+            assert_eq!(pair.read(&peer, Duration::from_millis(2)), Err(Error::DeadlinePassed));
         }
         // The thread sleeps when the next read arrives, for which it replaces the worker. It must not sleep again then.
         thread::sleep(Duration::from_millis(20));
         pair.set("STALL", i64::MAX);
-        pair.read(&*peer, LONG).unwrap();
+        pair.read(&peer, LONG).unwrap();
         pair.set("STALL", 0);
         assert!(pair.arrived());
         assert_eq!(pair.reader.counts().renewals, renewals);
@@ -256,7 +255,7 @@ fn a_fabric_that_is_dropped_ends_its_reads() {
         let read = scope.spawn(move || unsafe { peer.read(&key, pieces, None, &|| false) });
         thread::sleep(Duration::from_millis(50));
         let other = Fabric::open(&library(), Options::default()).unwrap();
-        let dropped = std::mem::replace(&mut pair.reader, Box::new(other));
+        let dropped = std::mem::replace(&mut pair.reader, other);
         assert!(!read.is_finished());
         drop(dropped);
         assert_eq!(read.join().unwrap(), Err(Error::Closed));
@@ -275,7 +274,7 @@ fn ten_thousand_give_ups_leave_nothing() {
                 scope.spawn(|| {
                     let peer = pair.peer();
                     for _ in 0..times / 8 {
-                        let read = pair.read(&*peer, Duration::from_micros(300));
+                        let read = pair.read(&peer, Duration::from_micros(300));
                         assert_eq!(read, Err(Error::DeadlinePassed));
                     }
                 });
@@ -294,7 +293,7 @@ fn ten_thousand_give_ups_leave_nothing() {
     // A worker is replaced after 100 forced closes, and those of the reads that are in progress then.
     assert!(counts.forced_closes > 100 && counts.renewals >= counts.forced_closes / 108, "{counts:?}");
     pair.set("STALL", i64::MAX);
-    pair.read(&*pair.peer(), LONG).unwrap();
+    pair.read(&pair.peer(), LONG).unwrap();
     assert!(pair.arrived());
     drop(pair);
     assert_eq!(open_handles(), 0);
@@ -308,9 +307,9 @@ fn nothing_is_left_open() {
     for round in 0..20 {
         let pair = new_pair(50, &[("STALL", "10")]);
         let peer = pair.peer();
-        pair.read(&*peer, Duration::from_millis(5)).unwrap_err();
+        pair.read(&peer, Duration::from_millis(5)).unwrap_err();
         pair.set("STALL", i64::MAX);
-        pair.read(&*peer, LONG).unwrap();
+        pair.read(&peer, LONG).unwrap();
         drop(peer);
         drop(pair);
         assert_eq!(open_handles(), 0, "after round {round}");

@@ -7,15 +7,14 @@
 #![allow(clippy::cast_precision_loss, clippy::print_stdout, reason = "a rate that is printed")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs, reason = "tests")]
 
-#[path = "../../fabric/tests/shared/owner.rs"]
+#[path = "shared/owner.rs"]
 mod owner;
 
 use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use llm_datadist_fabric::{Error, Fabric as _};
-use llm_datadist_ucx::{Fabric, Library, Options};
+use llm_datadist_ucx::{Error, Fabric, Library, Options};
 use owner::{BLOCK, BLOCKS, LONG, Owner, arrived, descriptors, percentiles, serve};
 
 fn open() -> Fabric {
@@ -77,7 +76,7 @@ fn rates_beside_perftest() {
     for round in 0..7 {
         let started = Instant::now();
         for _ in 0..8 {
-            owner.read(&*peer, &target, Instant::now() + LONG).unwrap();
+            owner.read(&peer, &target, Instant::now() + LONG).unwrap();
         }
         ours.push(8.0 * target.len() as f64 / started.elapsed().as_secs_f64() / 1e9);
         theirs.extend(perftest(13_400 + round));
@@ -114,7 +113,7 @@ fn bytes_arrive() {
         let mapping =
             registered.then(|| unsafe { fabric.map(target.as_ptr() as u64, target.len() as u64) }.unwrap());
         let started = Instant::now();
-        owner.read(&*peer, &target, started + LONG).unwrap();
+        owner.read(&peer, &target, started + LONG).unwrap();
         println!(
             "registered {registered}: {:.2} GB/s",
             target.len() as f64 / started.elapsed().as_secs_f64() / 1e9
@@ -137,7 +136,7 @@ fn no_byte_arrives_after_a_read_was_given_up() {
     for round in 0..rounds {
         owner.signal(libc::SIGSTOP);
         let deadline = Instant::now() + Duration::from_millis(20 + round % 7);
-        let read = owner.read(&*peer, &target, deadline);
+        let read = owner.read(&peer, &target, deadline);
         if let Err(error) = &read {
             assert_eq!(*error, Error::DeadlinePassed);
             late.push(deadline.elapsed());
@@ -154,7 +153,7 @@ fn no_byte_arrives_after_a_read_was_given_up() {
         if round % 10 > 0 {
             continue;
         }
-        let again = owner.read(&*peer, &target, Instant::now() + LONG);
+        let again = owner.read(&peer, &target, Instant::now() + LONG);
         again.unwrap();
         assert!(arrived(&target), "round {round}");
     }
@@ -174,7 +173,7 @@ fn an_owner_that_dies_fails_the_read() {
     let target = vec![0u8; BLOCK * BLOCKS];
     owner.process.kill().unwrap();
     owner.process.wait().unwrap();
-    let read = owner.read(&*peer, &target, Instant::now() + LONG);
+    let read = owner.read(&peer, &target, Instant::now() + LONG);
     println!("{}", read.unwrap_err());
 }
 
@@ -184,7 +183,7 @@ fn an_idle_fabric_takes_no_time() {
     let (owner, fabric) = (Owner::start(), open());
     let peer = fabric.peer(owner.address.clone());
     let target = vec![0u8; BLOCK * BLOCKS];
-    owner.read(&*peer, &target, Instant::now() + LONG).unwrap();
+    owner.read(&peer, &target, Instant::now() + LONG).unwrap();
     thread::sleep(Duration::from_millis(500));
     let ticks = owner.idle_ticks();
     assert!(ticks <= 2, "{ticks} ticks of 10 ms in two seconds");

@@ -11,8 +11,8 @@ package at its top level.
 | kernel_calls | tries the system calls that the engine needs                                   |
 | limits       | open files, locked memory, reads of other processes, huge pages                |
 | devices      | networks, RDMA devices, accelerators                                           |
-| fabrics      | loads UCX and NIXL: their versions, or why they cannot be used                 |
-| libraries    | versions of Python packages, of UCX and of NIXL; whether a token is set        |
+| fabrics      | loads UCX: its version, or why it cannot be used                               |
+| libraries    | versions of Python packages and of UCX; whether a token is set                 |
 | paths        | which path each kind of peer would use, and why not a faster one               |
 | probe        | what both ends of a measurement share: caches, options, metadata               |
 | serve        | the end that waits for measurements: ``--serve``                               |

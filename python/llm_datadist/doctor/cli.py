@@ -39,7 +39,7 @@ _SERVED = "0.0.0.0:26500"
 _SECONDS = 10.0
 _LAST_PORT = 65535
 _NARROWEST, _WIDEST = 80, 120
-_BACKENDS = ("auto", "sockets", "ucx", "nixl")
+_BACKENDS = ("auto", "sockets", "ucx")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,10 +66,9 @@ def _examine(options: argparse.Namespace) -> int:
     """Print what was found on this host."""
     root, calls = Path("/"), kernel_calls.try_all()
     ucx = fabrics.UcxLibrary(options.ucx_library or fabrics.UCX_LIBRARY)
-    nixl = fabrics.NixlLibrary(options.nixl_library or fabrics.NIXL_LIBRARY)
     found = [*host.findings(root), *limits.findings(root, calls), *devices.findings(root)]
-    found += libraries.findings(root, ucx, nixl, os.environ)
-    peers = paths(root, calls, ucx, nixl, os.environ)
+    found += libraries.findings(root, ucx, os.environ)
+    peers = paths(root, calls, ucx, os.environ)
     result = {"findings": [asdict(finding) for finding in found], "paths": [asdict(peer) for peer in peers]}
     _print(options, report.findings(found, peers, _width()), result)
     return int(any(finding.verdict == PROBLEM for finding in found))
@@ -77,7 +76,7 @@ def _examine(options: argparse.Namespace) -> int:
 
 def _measure(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Measure the link and print the table."""
-    files = (options.token_file, options.ucx_library, options.nixl_library)
+    files = (options.token_file, options.ucx_library)
     target = Target(_resolved(parser, options.to), options.seconds or _SECONDS, *files)
     logger = logging.getLogger("LLM_DATADIST")
     level = logger.level
@@ -93,7 +92,7 @@ def _measure(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
 
 def _serve(options: argparse.Namespace) -> int:
     """Serve measurements. Ctrl-C is the usual end."""
-    files = (options.token_file, options.ucx_library, options.nixl_library)
+    files = (options.token_file, options.ucx_library)
     choice = Choice(None, options.transfer_backend, *files, options.serve)
     try:
         serve(choice, options.seconds)
@@ -162,9 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     token = "file with the token of both sides; needed between hosts and between users"  # noqa: S105
     add("--token-file", type=_file, metavar="FILE", help=token)
     add("--ucx-library", type=_file, metavar="FILE", help="library of UCX (libucp.so.0, which the system finds)")
-    nixl = "library of NIXL (libnixl_capi.so, which the system finds); with --to, also measure NIXL"
-    add("--nixl-library", type=_file, metavar="FILE", help=nixl)
-    backend = "with --serve: what may move bytes between hosts (auto); ucx and nixl fail if the library cannot be used"
+    backend = "with --serve: what may move bytes between hosts (auto); ucx fails if UCX cannot be used"
     add("--transfer-backend", choices=_BACKENDS, help=backend)
     limit = f"how long to measure ({_SECONDS:g}), or to serve (until Ctrl-C)"
     add("--seconds", type=_seconds, metavar="S", help=limit)

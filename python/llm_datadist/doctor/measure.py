@@ -27,8 +27,8 @@ LINK_LIMIT_MS = 3000
 _MESSAGE_LIMIT_S = 5.0
 _MOST_SAMPLES = 20_000
 _FIRST_BLOCKS, _GROWTH = 4, 4
-_ROWS = 4  # without the row of NIXL
-DEFAULT, DEFAULT_REGISTERED, TCP, UCX, NIXL = "default", "default, registered memory", "TCP", "UCX", "NIXL"
+_ROWS = 4
+DEFAULT, DEFAULT_REGISTERED, TCP, UCX = "default", "default, registered memory", "TCP", "UCX"
 
 
 class MeasureError(Exception):
@@ -82,34 +82,28 @@ class Target:
         seconds: time for all paths together, without the time to open engines and to link.
         token_file: the option ``link_token_file``, or ``None``.
         ucx_library: the option ``ucx_library``, or ``None``.
-        nixl_library: the option ``nixl_library``. Without it, NIXL is not measured.
     """
 
     address: str
     seconds: float
     token_file: str | None = None
     ucx_library: str | None = None
-    nixl_library: str | None = None
 
 
 def measure(target: Target) -> list[Row]:
     """Measure all paths to the peer. Raises MeasureError if the default path cannot be used."""
-    named = {UCX: "ucx"} if target.nixl_library is None else {UCX: "ucx", NIXL: "nixl"}
-    limit_s = target.seconds / (_ROWS - 1 + len(named))
-    given = {name: getattr(target, name) for name in ("token_file", "ucx_library", "nixl_library")}
+    limit_s = target.seconds / _ROWS
+    given = {name: getattr(target, name) for name in ("token_file", "ucx_library")}
     rows = _measured(target, Choice(**given), [(DEFAULT, POOL_MODEL), (DEFAULT_REGISTERED, REGISTERED_MODEL)], limit_s)
-    # Neither UCX nor NIXL is used with peers that share memory, so these links must not look for shared memory. A
+    # UCX is not used with peers that share memory, so these links must not look for shared memory. A
     # transfer backend needs a listener.
     over = {"transport": "tcp", "listen": "127.0.0.1:0"}
     if (rows[0].transport, rows[0].moved_by) != ("tcp", [paths.SOCKETS]):  # otherwise it would be measured twice
         rows += _optional(target, Choice(**given, **over, backend="sockets"), TCP, limit_s)
     reason = None if "UCX_TLS" in os.environ else devices.no_rdma(Path("/"))  # the variable may allow other transports
-    for name, backend in named.items():
-        if reason is not None:
-            rows.append(Row(name, unusable=reason))
-        else:
-            rows += _optional(target, Choice(**given, **over, backend=backend), name, limit_s)
-    return rows
+    if reason is not None:
+        return [*rows, Row(UCX, unusable=reason)]
+    return rows + _optional(target, Choice(**given, **over, backend="ucx"), UCX, limit_s)
 
 
 def _optional(target: Target, choice: Choice, name: str, limit_s: float) -> list[Row]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from llm_datadist.doctor.fabrics import NixlLibrary, UcxLibrary
+    from llm_datadist.doctor.fabrics import UcxLibrary
     from llm_datadist.doctor.kernel_calls import KernelCalls
 
 SHARED, PROCESS, RINGS, SOCKETS, UCX = "mapped", "process", "rings", "sockets", "fabric"
@@ -43,11 +43,9 @@ class PeerPath:
     reasons: tuple[str, ...] = ()
 
 
-def paths(
-    root: Path, calls: KernelCalls, ucx: UcxLibrary, nixl: NixlLibrary, environment: Mapping[str, str]
-) -> list[PeerPath]:
+def paths(root: Path, calls: KernelCalls, ucx: UcxLibrary, environment: Mapping[str, str]) -> list[PeerPath]:
     """Return the path for each kind of peer, with the default options."""
-    return [_pools(calls), _registered(root, calls), _other_host(root, ucx, nixl, environment)]
+    return [_pools(calls), _registered(root, calls), _other_host(root, ucx, environment)]
 
 
 def _pools(calls: KernelCalls) -> PeerPath:
@@ -64,11 +62,8 @@ def _registered(root: Path, calls: KernelCalls) -> PeerPath:
     return PeerPath(peer, SOCKETS if calls.shared_memory else RINGS, (reason, shared))
 
 
-def _other_host(root: Path, ucx: UcxLibrary, nixl: NixlLibrary, environment: Mapping[str, str]) -> PeerPath:
+def _other_host(root: Path, ucx: UcxLibrary, environment: Mapping[str, str]) -> PeerPath:
     peer = "other host, or other network namespace"
-    device = devices.no_rdma(root)
-    found = (device, ucx.reason, libraries.no_token(environment))
+    found = (devices.no_rdma(root), ucx.reason, libraries.no_token(environment))
     reasons = tuple(reason for reason in found if reason is not None)
-    if ucx.reason is not None and nixl.reason is None and device is None:
-        reasons += (f'NIXL {nixl.shown()}, which is usable, is used only with transfer_backend="nixl" on both sides',)
     return PeerPath(peer, SOCKETS if reasons else UCX, reasons)

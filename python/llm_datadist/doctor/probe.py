@@ -37,7 +37,6 @@ class Choice:
         backend: the option ``transfer_backend``.
         token_file: the option ``link_token_file``.
         ucx_library: the option ``ucx_library``.
-        nixl_library: the option ``nixl_library``.
         listen: the option ``listen_ip_info``.
     """
 
@@ -45,7 +44,6 @@ class Choice:
     backend: str | None = None
     token_file: str | None = None
     ucx_library: str | None = None
-    nixl_library: str | None = None
     listen: str | None = None
 
     def options(self) -> dict[str, str]:
@@ -61,7 +59,6 @@ class Choice:
             "transfer_backend": self.backend,
             "link_token_file": self.token_file,
             "ucx_library": self.ucx_library,
-            "nixl_library": self.nixl_library,
             "listen_ip_info": self.listen,
         }
         for name, value in given.items():

@@ -57,7 +57,7 @@ class EngineCollector(Collector):
         yield from _pools(stats)
         yield from _tables(stats)
         yield from _links(stats, moved)
-        yield from _fabrics(stats)
+        yield from _ucx(stats)
 
 
 def _calls(stats: Stats) -> Iterator[Metric]:
@@ -111,21 +111,15 @@ def _tables(stats: Stats) -> Iterator[Metric]:
     yield CounterMetricFamily("llm_datadist_mismatched_blocks", "Blocks that differed.", verify["mismatches"])
 
 
-_FABRIC = {
-    "reads": "Reads by {} that succeeded.",
-    "failures": "Reads by {} that failed or were given up.",
-    "forced_closes": "Connections of {} that were closed by force, to end a read.",
-    "renewals": "Workers of {} that were replaced.",
-}
-
-
-def _fabrics(stats: Stats) -> Iterator[Metric]:
-    for library, state in (("ucx", stats["ucx"]), ("nixl", stats["nixl"])):
-        if state["version"] is not None:
-            counted: dict[str, Any] = {**state}
-            for name, text in _FABRIC.items():
-                described = text.format(library.upper())
-                yield CounterMetricFamily(f"llm_datadist_{library}_{name}", described, counted[name])
+def _ucx(stats: Stats) -> Iterator[Metric]:
+    ucx = stats["ucx"]
+    if ucx["version"] is not None:
+        yield CounterMetricFamily("llm_datadist_ucx_reads", "Reads by UCX that succeeded.", ucx["reads"])
+        failures = "Reads by UCX that failed or were given up."
+        yield CounterMetricFamily("llm_datadist_ucx_failures", failures, ucx["failures"])
+        closes = "Connections of UCX that were closed by force, to end a read."
+        yield CounterMetricFamily("llm_datadist_ucx_forced_closes", closes, ucx["forced_closes"])
+        yield CounterMetricFamily("llm_datadist_ucx_renewals", "Workers of UCX that were replaced.", ucx["renewals"])
 
 
 class _Growing:

@@ -7,7 +7,7 @@
 //! | --- | --- | --- | --- |
 //! | a pool, which the reader has mapped | mapped | one copy | one, if the device reads host memory; else two |
 //! | other memory of a process that the reader may read | process, or rings for some sizes ([`prefers_rings`]) | one copy | two |
-//! | a pool, over a link with UCX or NIXL | fabric | one read | a read and a copy |
+//! | a pool, over a link with UCX | fabric | one read | a read and a copy |
 //! | anything else, and memory that the reader cannot read | rings, or sockets | received in place | received and copied |
 //!
 //! The call stream decides whether the owner sends the bytes through rings or a socket. The owner also sends them while this engine

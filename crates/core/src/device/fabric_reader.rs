@@ -1,4 +1,4 @@
-//! Copies out of memory of another host by UCX or NIXL.
+//! Copies out of memory of another host by UCX.
 //!
 //! This is a copier and no device: nothing is allocated from a peer.
 

@@ -24,7 +24,7 @@ pub use transfer::RemoteName;
 use std::sync::Arc;
 
 use crate::cache::{Cache, unpinned};
-use crate::config::{Config, FabricLibrary, HugeChoice, Mode, Role};
+use crate::config::{Config, HugeChoice, Mode, Role};
 use crate::copy::Staging;
 use crate::device::DeviceSet;
 use crate::error::Result;
@@ -360,19 +360,15 @@ impl DataDist {
             plain_bytes,
             streaming_bytes,
             copy_workers: self.resources.copy_engine.workers() as u64,
-            ucx: self.fabric(FabricLibrary::Ucx),
-            nixl: self.fabric(FabricLibrary::Nixl),
+            ucx: self.fabric(),
             links: self.links.states(),
         }
     }
 
-    fn fabric(&self, library: FabricLibrary) -> FabricState {
-        let unused = |reason: &str| FabricState { reason: Some(reason.into()), ..FabricState::default() };
-        let fabric = match (&self.resources.fabric, library) {
-            (Ok(fabric), _) if fabric.library() == library => fabric,
-            (_, FabricLibrary::Nixl) => return unused("llm.TransferBackend is not nixl"),
-            (Ok(_), FabricLibrary::Ucx) => return unused("llm.TransferBackend=nixl"),
-            (Err(reason), FabricLibrary::Ucx) => return unused(reason),
+    fn fabric(&self) -> FabricState {
+        let fabric = match &self.resources.fabric {
+            Ok(fabric) => fabric,
+            Err(reason) => return FabricState { reason: Some(reason.to_string()), ..FabricState::default() },
         };
         let (version, counts) = fabric.state();
         FabricState {

@@ -12,7 +12,7 @@
 //! 3. A [`Window`] exists only inside the tensor or the [`BounceBuffer`] from which it was cut. Its bounds were checked
 //!    when it was made. The same holds for each of several [`Windows`].
 //! 4. Bytes move only in [`kernels::copy`], [`socket_io`], [`RingPair`], [`PeerProcess::read`], [`FabricRegion::read`] and
-//!    [`read_bytes`], between two windows, between a window and the kernel, UCX or NIXL, between a ring and a window or a
+//!    [`read_bytes`], between two windows, between a window and the kernel or UCX, between a ring and a window or a
 //!    private buffer, or from a window into a private buffer, and by raw addresses. No slice is ever made over memory that others may
 //!    write.
 //! 5. No process writes into the memory of another one. Memory of a peer is mapped read-only, or read through
@@ -48,7 +48,7 @@ mod window_bytes;
 pub use adopted::Adopted;
 pub use bounce_buffer::BounceBuffer;
 pub use descriptors::{above_standard_streams, new_eventfd, shortage};
-pub use fabric_region::{FabricRegion, SharedRegion, load_nixl, load_ucx};
+pub use fabric_region::{FabricRegion, SharedRegion, load_ucx};
 pub use fork::{Kept, abandon};
 pub use generations::{Generations, PeerGenerations};
 #[cfg(feature = "testing")]

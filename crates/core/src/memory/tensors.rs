@@ -78,7 +78,7 @@ enum Memory {
     Mapped,
     /// Memory of another process, not mapped here.
     Process(#[expect(dead_code, reason = "held, not read")] Arc<PeerProcess>),
-    /// Memory of another process, perhaps on another host, that UCX or NIXL reads.
+    /// Memory of another process, perhaps on another host, that UCX reads.
     Fabric(#[expect(dead_code, reason = "held, not read")] Arc<FabricRegion>),
 }
 
@@ -146,7 +146,7 @@ impl Tensors {
         Ok(Tensors { addrs, tensor_bytes, mixed, contiguous: false, memory, _owner: None })
     }
 
-    /// Creates read-only tensors of `tensor_bytes` bytes at `offsets` of a peer's memory that UCX or NIXL reads. Returns `Err` if a
+    /// Creates read-only tensors of `tensor_bytes` bytes at `offsets` of a peer's memory that UCX reads. Returns `Err` if a
     /// tensor exceeds the region, or if there is no memory for the list.
     pub fn of_fabric(
         region: Arc<FabricRegion>,

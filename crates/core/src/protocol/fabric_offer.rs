@@ -1,4 +1,4 @@
-//! What one side offers to be read by UCX or NIXL. It is part of the last messages of the handshake of a link.
+//! What one side offers to be read by UCX. It is part of the last messages of the handshake of a link.
 
 use std::fmt;
 use std::ops::Deref;
@@ -10,7 +10,7 @@ use super::convert::printable;
 use super::messages::text;
 use crate::fallible;
 
-/// Maximum number of bytes of an address or a key. Those of UCX and NIXL have a few hundred bytes.
+/// Maximum number of bytes of an address or a key. Those of UCX have a few hundred bytes.
 pub const MAX_OFFER_BYTES: usize = 4 << 10;
 /// Longest encoding of an offer in bytes.
 pub const OFFER_LIMIT: usize = 3 * (MAX_OFFER_BYTES + 64) + 256;
@@ -18,10 +18,10 @@ pub const OFFER_LIMIT: usize = 3 * (MAX_OFFER_BYTES + 64) + 256;
 /// The pools that one side offers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FabricOffer {
-    /// The version of the library, after its name if it is NIXL (`nixl 1.5.1`). Other versions may not understand each other.
+    /// The version of UCX. Other versions may not understand each other.
     #[serde(deserialize_with = "text")]
     pub version: String,
-    /// The address of the worker, or of the agent.
+    /// The address of the worker.
     pub address: OfferBytes,
     /// The host pool, and the device pool.
     pub pools: [Option<FabricPool>; 2],
@@ -34,7 +34,7 @@ pub struct FabricPool {
     pub base: u64,
     /// Number of bytes.
     pub len: u64,
-    /// The key with which it is read. That of NIXL is empty, because the address of the agent has it.
+    /// The key with which it is read.
     pub key: OfferBytes,
 }
 

@@ -1,5 +1,5 @@
 //! The last messages of the handshake of a link: they carry the metadata of the two programs, and what each side offers
-//! to be read by UCX or NIXL.
+//! to be read by UCX.
 //!
 //! Each side sends them only after the other side has proved its identity.
 

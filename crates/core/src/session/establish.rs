@@ -276,9 +276,7 @@ impl Link {
                 format!("{transport}: {pools}registered memory by {why}")
             }
             None => match self.fabric() {
-                Ok(fabric) => {
-                    format!("{transport}: pools by {}, registered memory by sockets", fabric.library().name())
-                }
+                Ok(_) => format!("{transport}: pools by UCX, registered memory by sockets"),
                 Err(_) => format!("{transport}: sockets"),
             },
         };

@@ -215,7 +215,7 @@ impl Link {
         self.peer_memory.as_ref()
     }
 
-    /// Returns what UCX or NIXL reads of the peer, or the reason why it reads nothing.
+    /// Returns what UCX reads of the peer, or the reason why it reads nothing.
     pub(crate) fn fabric(&self) -> &Readable<PeerFabric> {
         &self.fabric
     }

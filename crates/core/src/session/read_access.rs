@@ -1,7 +1,7 @@
 //! Which memory of its peer each side of a link can read in place.
 
 use super::link::Link;
-use super::peer_fabric::pools_only;
+use super::peer_fabric::POOLS_ONLY;
 use super::peer_memory::Readable;
 use crate::copy::{OwnerMemory, PathKind, PeerTensors, ReadAccess, choose_path};
 use crate::error::Result;
@@ -20,11 +20,11 @@ impl Link {
         self.peer_memory().map_or_else(|| self.fabric_access(), |memory| memory.read_by_peer())
     }
 
-    /// Returns what either side can read through UCX or NIXL. The peer does not report this, so this side assumes the same of
+    /// Returns what either side can read through UCX. The peer does not report this, so this side assumes the same of
     /// the peer, which answers `Unreachable` if it cannot read.
     fn fabric_access(&self) -> ReadAccess<'_> {
         let (pools, reason) = match self.fabric() {
-            Ok(fabric) => (Ok(PathKind::Fabric), pools_only(fabric.library())),
+            Ok(_) => (Ok(PathKind::Fabric), POOLS_ONLY),
             Err(reason) => (Err(&**reason), &**reason),
         };
         ReadAccess { pools, process: Err(reason), hidden: reason }

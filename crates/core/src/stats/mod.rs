@@ -103,8 +103,6 @@ pub struct Snapshot {
     pub copy_workers: u64,
     /// UCX of this engine.
     pub ucx: FabricState,
-    /// NIXL of this engine.
-    pub nixl: FabricState,
     /// All live links.
     pub links: Vec<LinkState>,
 }

@@ -238,7 +238,7 @@ impl Call {
                 *progress = self.attempt(plan.bytes());
                 return granted.map(|()| None);
             }
-            // The kernel allowed the read when the link was made, but does not now, or UCX or NIXL has failed. The owner can
+            // The kernel allowed the read when the link was made, but does not now, or UCX has failed. The owner can
             // always send.
             Err(error) if error.kind() == ErrorKind::NotEnabled && !self.only_fabric() => {
                 self.owner_sends(&error.to_string());

@@ -207,8 +207,7 @@ impl Call {
                 Ok(None)
             }
             Reply::Unreachable { reason } => {
-                let library = self.link.fabric().as_ref().map_or("", |fabric| fabric.library().name());
-                let text = format!("the peer reports that it cannot read through {library}: {reason}");
+                let text = format!("the peer reports that it cannot read through UCX: {reason}");
                 Err(self.named(Error::new(ErrorKind::NotEnabled, text)))
             }
             reply => Err(self.link.unexpected(&reply)),

@@ -24,7 +24,7 @@ const SWITCH: &str = "llm.EnableSwitchRole";
 const ONE_SIDED: &str = "llm.EnableRemoteCacheAccessible";
 /// Every option that the engine reads, or that the original knows and the engine ignores. Besides, every name that starts with `ge.`
 /// is one of the original.
-const NAMES: [&str; 46] = [
+const NAMES: [&str; 45] = [
     "env.HCCL_CONNECT_TIMEOUT",
     "llm.BufPoolCfg",
     "llm.ClusterInfo",
@@ -56,7 +56,6 @@ const NAMES: [&str; 46] = [
     "llm.MaxTransfers",
     "llm.MemPoolConfig",
     "llm.MemoryUtilization",
-    "llm.NixlLibrary",
     "llm.OutputMaxSize",
     "llm.RankHosts",
     "llm.RankPort",

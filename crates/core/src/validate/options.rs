@@ -118,14 +118,11 @@ fn links<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<LinkConfig> {
         links.retries = u32::try_from(count).unwrap_or(1);
     }
     if let Some(backend) = text("llm.TransferBackend") {
-        links.fabric.backend = one_of("llm.TransferBackend", backend, &values::TRANSFER_BACKENDS)?;
+        links.fabric.backend = values::transfer_backend(backend)?;
         links.both_ways = backend == "hixl";
     }
     if let Some(path) = text("llm.UcxLibrary") {
         links.fabric.ucx_library = Some(values::path("ucx_library", path)?);
-    }
-    if let Some(path) = text("llm.NixlLibrary") {
-        links.fabric.nixl_library = Some(values::path("nixl_library", path)?);
     }
     token(&mut links, text)?;
     links.accept_remote = flag("llm.LinkAcceptRemote", text("llm.LinkAcceptRemote"))?;

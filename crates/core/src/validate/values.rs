@@ -35,13 +35,8 @@ pub(super) const HUGE_PAGES: [(&str, HugeChoice); 5] = [
 ];
 pub(super) const VERIFY: [(&str, Verify); 3] =
     [("off", Verify::Off), ("sample", Verify::Sample), ("full", Verify::Full)];
-pub(super) const TRANSFER_BACKENDS: [(&str, Backend); 5] = [
-    ("hixl", Backend::Auto),
-    ("auto", Backend::Auto),
-    ("sockets", Backend::Sockets),
-    ("ucx", Backend::Ucx),
-    ("nixl", Backend::Nixl),
-];
+const TRANSFER_BACKENDS: [(&str, Backend); 4] =
+    [("hixl", Backend::Auto), ("auto", Backend::Auto), ("sockets", Backend::Sockets), ("ucx", Backend::Ucx)];
 pub(super) const LINK_TRANSPORTS: [(&str, TransportChoice); 3] =
     [("auto", TransportChoice::Auto), ("shm", TransportChoice::Shm), ("tcp", TransportChoice::Tcp)];
 
@@ -92,10 +87,10 @@ pub fn text(name: &str, text: &str) -> Result<()> {
         "link_token" => link_token(text).map(drop),
         "link_token_file" => link_token_file(text).map(drop),
         "link_transport" => one_of(name, text, &LINK_TRANSPORTS).map(drop),
-        "nixl_library" | "ucx_library" => path(name, text).map(drop),
+        "ucx_library" => path(name, text).map(drop),
         "rank_hosts" => rank_hosts(text).map(drop),
         "swap_in_path" => one_of(name, text, &SWAP_IN_PATHS).map(drop),
-        "transfer_backend" => one_of("llm.TransferBackend", text, &TRANSFER_BACKENDS).map(drop),
+        "transfer_backend" => transfer_backend(text).map(drop),
         "verify" => verify(text).map(drop),
         _ => Err(Error::invalid(format!("{name} is not a text option"))),
     }
@@ -104,6 +99,16 @@ pub fn text(name: &str, text: &str) -> Result<()> {
 /// Reads `verify`, of the engine or of one call: `off`, `sample` or `full`.
 pub fn verify(text: &str) -> Result<Verify> {
     one_of("verify", text, &VERIFY)
+}
+
+/// Reads `transfer_backend`. The refusal of NIXL, which earlier versions used, says what to use instead.
+pub(super) fn transfer_backend(text: &str) -> Result<Backend> {
+    if text == "nixl" {
+        let allowed = "hixl or auto or sockets or ucx. Use ucx: NIXL itself moves bytes by UCX, and to give up one of its \
+            reads can end the process of the owner";
+        return Err(Error::argument("llm.TransferBackend", "\"nixl\"", allowed));
+    }
+    one_of("llm.TransferBackend", text, &TRANSFER_BACKENDS)
 }
 
 /// Checks `mem_utilization`: a share from 0.0 to 1.0.

@@ -14,7 +14,7 @@ use llm_datadist_core::testing::memory::{PeerProcess, Reach, Region, Tensors, ow
 use llm_datadist_core::testing::net::Stream;
 use llm_datadist_core::testing::plan::{CopyPlan, LocalEnd};
 use llm_datadist_core::testing::protocol::Run;
-use llm_datadist_core::{Backend, Config, Deadline, ErrorKind, FabricConfig, Placement};
+use llm_datadist_core::{Config, Deadline, ErrorKind, FabricConfig, Placement};
 use llm_datadist_testing::{SimDevice, Stall};
 
 use crate::fixtures::{
@@ -135,7 +135,7 @@ impl Library {
         let (from, to) = ((&filled, Placement::Host), (&Arc::new(own), Placement::Host));
         let plan = block_plan(&all, ROW as u64, TENSORS as u32);
         copy_engine().run(plan, from, to, Staging::DEFAULT, soon(), &Arc::default()).unwrap();
-        let config = stand_in(Backend::Ucx, &[]);
+        let config = stand_in(&[]);
         let owner = EngineFabric::open(&config, true, [Some(region), None]).unwrap().unwrap();
         let peer = owner.take(&owner.offer()).unwrap();
         let runs = Run::pack(&offsets).unwrap();
@@ -255,9 +255,9 @@ fn a_read_that_is_given_up_leaves_its_destination_alone() {
     let unchanged = |buffer: &Buffer| buffer.read(0, TENSORS * TENSOR).iter().all(|&byte| byte == 0xEE);
 
     let (library, held) = (Library::new(), Arc::new(()));
-    stand_ins::set(Backend::Ucx, &library.config, "STALL", 0);
+    stand_ins::set(&library.config, "STALL", 0);
     let (buffer, _tensors, error) = given_up(&mut *library.source.path(), &held);
-    stand_ins::set(Backend::Ucx, &library.config, "STALL", i64::MAX);
+    stand_ins::set(&library.config, "STALL", i64::MAX);
     assert_eq!((error.fact(STILL_READING), Arc::strong_count(&held)), (None, 1));
     thread::sleep(Duration::from_millis(100));
     assert!(unchanged(&buffer), "UCX wrote after the read was given up");

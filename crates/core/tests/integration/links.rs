@@ -17,7 +17,6 @@ mod layerwise_faults;
 mod linking;
 mod memory_offers;
 mod mixed_tensors;
-mod nixl;
 mod pair_checksums;
 mod paths;
 mod pull_and_push;
@@ -38,7 +37,7 @@ use llm_datadist_core::testing::device::{DeviceSet, HostReach};
 use llm_datadist_core::testing::net::{Accepted, Address, Listener, Stream, Tcp, Transport, Unix};
 use llm_datadist_core::testing::session::Transports;
 use llm_datadist_core::{
-    Backend, Cache, CacheDesc, CacheKey, CacheKind, ClusterId, Config, DataDist, Deadline, End, Layers, Name,
+    Cache, CacheDesc, CacheKey, CacheKind, ClusterId, Config, DataDist, Deadline, End, Layers, Name,
     PeerAddress, Placement, PoolConfig, PullRows, PushRows, RemoteName, Result, Role, Token, TransportChoice,
 };
 
@@ -65,15 +64,12 @@ enum Way {
     TcpDevice,
     /// As `Tcp`, with pools that are read by a stand-in for UCX.
     Fabric,
-    /// As `Fabric`, with a stand-in for NIXL.
-    Nixl,
 }
 
-const WAYS: [Way; 7] =
-    [Way::Local, Way::Shm, Way::Tcp, Way::ShmDevice, Way::TcpDevice, Way::Fabric, Way::Nixl];
+const WAYS: [Way; 6] = [Way::Local, Way::Shm, Way::Tcp, Way::ShmDevice, Way::TcpDevice, Way::Fabric];
 
 /// The ways with sockets of the kernel.
-const SOCKETS: [Way; 6] = [Way::Shm, Way::Tcp, Way::ShmDevice, Way::TcpDevice, Way::Fabric, Way::Nixl];
+const SOCKETS: [Way; 5] = [Way::Shm, Way::Tcp, Way::ShmDevice, Way::TcpDevice, Way::Fabric];
 
 /// The local transport with ports as addresses, because links use ports.
 #[derive(Debug)]
@@ -132,9 +128,9 @@ impl Way {
         !matches!(self, Way::Tcp | Way::TcpDevice) && !self.has_fabric()
     }
 
-    /// Whether UCX or NIXL reads pools.
+    /// Whether UCX reads pools.
     fn has_fabric(self) -> bool {
-        matches!(self, Way::Fabric | Way::Nixl)
+        self == Way::Fabric
     }
 
     /// Whether the engines use local sockets.
@@ -167,8 +163,7 @@ fn config(cluster: u64, way: Way) -> Config {
     config.copy_workers = Some(2);
     config.links.transport = if way.shares_sockets() { TransportChoice::Auto } else { TransportChoice::Tcp };
     if way.has_fabric() {
-        let backend = if way == Way::Nixl { Backend::Nixl } else { Backend::Ucx };
-        config.links.fabric = stand_ins::stand_in(backend, &[]);
+        config.links.fabric = stand_ins::stand_in(&[]);
         config.links.token = Some(Token::new(TOKEN));
     }
     config.links.listen = Some("127.0.0.1:0".parse().unwrap());

@@ -144,7 +144,6 @@ fn link_options() {
         ("llm.LinkRemoteMemory", "12345678901"),
         ("llm.RankPort", "65535"),
         ("llm.UcxLibrary", "/opt/libucp.so.0"),
-        ("llm.NixlLibrary", "/opt/libnixl_capi.so"),
         ("llm.RankHosts", r#"{"5": "[::1]:70", "192.0.2.9": "192.0.2.8:1"}"#),
     ]);
     let hosts = [("192.0.2.9", "192.0.2.8:1"), ("5", "[::1]:70")];
@@ -168,18 +167,12 @@ fn link_options() {
         fabric: FabricConfig {
             backend: Backend::Auto,
             ucx_library: Some("/opt/libucp.so.0".into()),
-            nixl_library: Some("/opt/libnixl_capi.so".into()),
             settings: vec![],
             assume_device: false,
         },
     };
     assert_eq!(all.unwrap(), expected);
-    for (name, backend) in [
-        ("auto", Backend::Auto),
-        ("sockets", Backend::Sockets),
-        ("ucx", Backend::Ucx),
-        ("nixl", Backend::Nixl),
-    ] {
+    for (name, backend) in [("auto", Backend::Auto), ("sockets", Backend::Sockets), ("ucx", Backend::Ucx)] {
         let links = links(&[("llm.TransferBackend", name)]).unwrap();
         assert_eq!((links.fabric.backend, links.both_ways), (backend, false));
     }
@@ -221,7 +214,7 @@ fn malformed_values_are_refused() {
         ("llm.SwapInPath", "swap_in_path", &["Auto", "ring ", "directly"]),
         ("llm.CopyKernel", "copy_kernel", &["PLAIN", "fast"]),
         ("llm.HugePages", "huge_pages", &["Auto", "merge-registered"]),
-        ("llm.TransferBackend", "llm.TransferBackend", &["HIXL", "NIXL"]),
+        ("llm.TransferBackend", "llm.TransferBackend", &["HIXL", "nixl"]),
         ("llm.LinkAcceptRemote", "llm.LinkAcceptRemote", &["2", "yes"]),
         ("llm.LinkHeartbeat", "link_heartbeat", &["0", "3600001"]),
         ("llm.LinkSilence", "link_silence", &["0", "1999", "86400001"]),

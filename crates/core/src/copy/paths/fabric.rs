@@ -1,4 +1,4 @@
-//! Reads a pool of a peer, perhaps on another host, through UCX or NIXL.
+//! Reads a pool of a peer, perhaps on another host, through UCX.
 
 use std::sync::Arc;
 

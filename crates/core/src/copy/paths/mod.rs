@@ -4,7 +4,7 @@
 //! | --- | --- | --- |
 //! | `mapped` | the CPU copies a pool of the owner that is mapped here | does nothing |
 //! | `process` | the kernel copies other memory of the owner's process | does nothing |
-//! | `fabric` | UCX or NIXL reads a pool of the owner | does nothing |
+//! | `fabric` | UCX reads a pool of the owner | does nothing |
 //! | `stream` | receives the bytes, through rings in shared memory or through a socket | sends them |
 //!
 //! No path writes into memory of another process. [`route`](super::route) chooses the path of a transfer. Another way to move

@@ -18,7 +18,7 @@ paths! {
     Mapped = "mapped";
     /// The engine that reads has the kernel read memory of the other process.
     Process = "process";
-    /// UCX or NIXL reads memory of the other process.
+    /// UCX reads memory of the other process.
     Fabric = "fabric";
     /// The owner sends the bytes through rings in memory that the two processes share.
     Rings = "rings";

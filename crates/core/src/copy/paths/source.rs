@@ -15,7 +15,7 @@ pub enum PeerTensors {
     Mapped(Arc<Tensors>),
     /// Elsewhere in the process of the peer.
     Process(Arc<Tensors>, Arc<PeerProcess>),
-    /// In a pool that UCX or NIXL reads.
+    /// In a pool that UCX reads.
     Fabric(Arc<Tensors>, Arc<FabricRegion>),
 }
 

@@ -1,4 +1,4 @@
-//! Links on which a stand-in for UCX or NIXL reads pools, and on which a test controls the reads of one engine.
+//! Links on which a stand-in for UCX reads pools, and on which a test controls the reads of one engine.
 
 #![allow(unsafe_code, reason = "functions of a library that a test loads")]
 
@@ -20,8 +20,8 @@ pub(super) const BLOCK: usize = 4096;
 /// The bytes of one cache.
 pub(super) const ALL: u64 = 2 * BLOCKS as u64 * BLOCK as u64;
 
-// The tests need the files, but none of their symbols.
-use {fake_nixl as _, fake_ucp as _};
+// The tests need the file, but none of its symbols.
+use fake_ucp as _;
 
 /// Returns the path of a stand-in.
 pub(super) fn library(file: &str) -> PathBuf {
@@ -31,30 +31,25 @@ pub(super) fn library(file: &str) -> PathBuf {
 }
 
 /// Returns a configuration that uses a stand-in, under a name that no other engine has.
-pub(crate) fn stand_in(backend: Backend, settings: &[(&str, &str)]) -> FabricConfig {
+pub(crate) fn stand_in(settings: &[(&str, &str)]) -> FabricConfig {
     static NUMBER: AtomicU64 = AtomicU64::new(0);
     let name = format!("engine {}", NUMBER.fetch_add(1, Ordering::Relaxed));
     let all = [("FAKE_NAME", name.as_str())].into_iter().chain(settings.iter().copied());
     FabricConfig {
-        backend,
+        backend: Backend::Ucx,
         ucx_library: Some(library("libfake_ucp.so")),
-        nixl_library: Some(library("libfake_nixl.so")),
         settings: all.map(|(name, value)| (name.to_owned(), value.to_owned())).collect(),
         ..FabricConfig::default()
     }
 }
 
 /// Changes a setting of the stand-in for the engine with this configuration.
-pub(crate) fn set(backend: Backend, config: &FabricConfig, setting: &str, value: i64) {
+pub(crate) fn set(config: &FabricConfig, setting: &str, value: i64) {
     type Set = unsafe extern "C" fn(*const c_char, *const c_char, i64) -> bool;
-    let (file, function) = match backend {
-        Backend::Nixl => ("libfake_nixl.so", "fake_nixl_set"),
-        _ => ("libfake_ucp.so", "fake_ucp_set"),
-    };
     // SAFETY: the stand-in, which is loaded already.
-    let library = unsafe { libloading::Library::new(library(file)) }.unwrap();
+    let library = unsafe { libloading::Library::new(library("libfake_ucp.so")) }.unwrap();
     // SAFETY: the signature of the function.
-    let set = unsafe { library.get::<Set>(function) }.unwrap();
+    let set = unsafe { library.get::<Set>("fake_ucp_set") }.unwrap();
     let [name, setting] = [&*config.settings[0].1, setting].map(|text| CString::new(text).unwrap());
     // SAFETY: two texts that end with a zero byte.
     assert!(unsafe { set(name.as_ptr(), setting.as_ptr(), value) }, "no engine has this name");
@@ -66,25 +61,23 @@ pub(super) struct Controlled {
     pub(super) remote: DataDist,
     pub(super) local_cache: Held,
     pub(super) remote_cache: Held,
-    way: Way,
 }
 
 impl Controlled {
-    pub(super) fn new(way: Way, change: impl Fn(&mut Config)) -> Controlled {
-        let Pair { local, remote } = Pair::with(way, |config| {
+    pub(super) fn new(change: impl Fn(&mut Config)) -> Controlled {
+        let Pair { local, remote } = Pair::with(Way::Fabric, |config| {
             config.remote_accessible = true;
             change(config);
         });
         let shape = device(2, BLOCKS as usize, BLOCK);
         let local_cache = Held::pool(&local, &shape, CacheKind::Blocks);
         let remote_cache = Held::new(&remote, false, &shape, CacheKind::Blocks, &[Some(KEY)]);
-        Controlled { local, remote, local_cache, remote_cache, way }
+        Controlled { local, remote, local_cache, remote_cache }
     }
 
     /// Changes a setting of the stand-in for cluster 1.
     pub(super) fn set(&self, setting: &str, value: i64) {
-        let backend = if self.way == Way::Nixl { Backend::Nixl } else { Backend::Ucx };
-        set(backend, &self.local.config().links.fabric, setting, value);
+        set(&self.local.config().links.fabric, setting, value);
     }
 
     pub(super) fn pull(&self, limit: Duration) -> Result<()> {

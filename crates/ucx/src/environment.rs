@@ -14,7 +14,7 @@ const ENVIRONMENT: [(&str, &str); 2] = [("UCX_HANDLE_ERRORS", "none"), ("UCX_MEM
 /// # Safety
 ///
 /// No other thread may access the environment through functions of C during the call.
-pub unsafe fn with_ucx_environment<T>(load: impl FnOnce() -> T) -> T {
+pub(crate) unsafe fn with_ucx_environment<T>(load: impl FnOnce() -> T) -> T {
     static TURN: Mutex<()> = Mutex::new(());
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let unset: Vec<_> =

@@ -1,5 +1,4 @@
-//! A process that maps memory, which a test reads with a real library. The tests of the crates `ucx` and `nixl` include this
-//! file.
+//! A process that maps memory, which a test reads with the real UCX.
 
 use std::fmt::Write as _;
 use std::io::{BufRead, BufReader, Write};
@@ -7,7 +6,7 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use llm_datadist_fabric::{Error, Fabric, Peer, Piece};
+use llm_datadist_ucx::{Error, Fabric, Peer, Piece};
 
 pub(crate) const LONG: Duration = Duration::from_secs(20);
 pub(crate) const BLOCK: usize = 64 << 10;
@@ -35,7 +34,7 @@ fn bytes(hex: &str) -> Vec<u8> {
 }
 
 /// Maps memory, and waits until standard input ends. Does nothing unless `OWNER` is set, as it is in the other process.
-pub(crate) fn serve<F: Fabric>(open: impl FnOnce() -> F) {
+pub(crate) fn serve(open: impl FnOnce() -> Fabric) {
     if std::env::var_os("OWNER").is_none() {
         return;
     }
@@ -81,7 +80,7 @@ impl Owner {
     }
 
     /// Reads all blocks, in an order in which no two neighbours follow each other.
-    pub(crate) fn read(&self, peer: &dyn Peer, target: &[u8], deadline: Instant) -> Result<(), Error> {
+    pub(crate) fn read(&self, peer: &Peer, target: &[u8], deadline: Instant) -> Result<(), Error> {
         let piece = |at: usize| Piece {
             local: target.as_ptr() as u64 + (at * BLOCK) as u64,
             remote: self.start + (at * BLOCK) as u64,

@@ -1,5 +1,4 @@
-//! Two fabrics of a stand-in for a library, one of which reads the other. The tests of the crates `ucx` and `nixl` include this
-//! file.
+//! Two fabrics of the stand-in for UCX, one of which reads the other.
 
 use std::ffi::{CString, c_char};
 use std::path::PathBuf;
@@ -7,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use llm_datadist_fabric::{Error, Fabric, Mapping, Peer, Piece};
+use llm_datadist_ucx::{Error, Fabric, Mapping, Peer, Piece};
 
 pub(crate) const LONG: Duration = Duration::from_secs(20);
 pub(crate) const PIECE: usize = 1000;
@@ -57,12 +56,12 @@ pub(crate) struct Pair {
     name: String,
     /// The file of the stand-in, and its function that changes a setting.
     control: (&'static str, &'static str),
-    pub(crate) reader: Box<dyn Fabric>,
-    pub(crate) owner: Box<dyn Fabric>,
+    pub(crate) reader: Fabric,
+    pub(crate) owner: Fabric,
     pub(crate) source: Vec<u8>,
     pub(crate) target: Vec<u8>,
     /// The mappings of the source, and of the target if a test has mapped it.
-    pub(crate) mappings: [Option<Box<dyn Mapping>>; 2],
+    pub(crate) mappings: [Option<Mapping>; 2],
 }
 
 impl Pair {
@@ -70,7 +69,7 @@ impl Pair {
     pub(crate) fn of(
         control: (&'static str, &'static str),
         name: String,
-        [reader, owner]: [Box<dyn Fabric>; 2],
+        [reader, owner]: [Fabric; 2],
         pieces: usize,
     ) -> Pair {
         let source: Vec<u8> = (0..pieces * PIECE).map(|at| (at * 7 + at / 251) as u8).collect();
@@ -80,7 +79,7 @@ impl Pair {
         Pair { name, control, reader, owner, source, target, mappings: [Some(mapping), None] }
     }
 
-    pub(crate) fn peer(&self) -> Box<dyn Peer> {
+    pub(crate) fn peer(&self) -> Peer {
         self.reader.peer(self.owner.address().unwrap())
     }
 
@@ -99,7 +98,7 @@ impl Pair {
         (0..count).rev().map(piece).collect()
     }
 
-    pub(crate) fn read(&self, peer: &dyn Peer, limit: Duration) -> Result<(), Error> {
+    pub(crate) fn read(&self, peer: &Peer, limit: Duration) -> Result<(), Error> {
         // SAFETY: the destinations are the target, which lives longer.
         unsafe { peer.read(&self.key(), self.pieces(), Some(Instant::now() + limit), &|| false) }
     }
