@@ -9,7 +9,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use llm_datadist_core::testing::model::Geometry;
-use llm_datadist_core::testing::plan::{CacheCount, CopyPlan, Moves};
+use llm_datadist_core::testing::plan::{CacheCount, CopyPlan, Moves, Side};
 use llm_datadist_core::testing::protocol::{self, HEADER, Request, Run, WireLocation, WireName, WirePlan};
 use llm_datadist_core::testing::validate::{CheckedPush, Layers, PushRows, RemoteCache};
 use llm_datadist_core::{CacheKind, CacheLayout, DataDist, Placement};
@@ -118,13 +118,14 @@ fn taken(request: Request) -> CopyPlan {
 
 #[inline(never)]
 fn bounds(plan: &CopyPlan, of: Geometry) {
-    let end = Some((of.num_tensors(), of.tensor_bytes()));
-    plan.check_bounds(end, end).unwrap();
+    for side in [Side::Source, Side::Destination] {
+        plan.check_bounds(side, (of.num_tensors(), of.tensor_bytes())).unwrap();
+    }
 }
 
 #[inline(never)]
 fn rows(plan: &CopyPlan, of: Geometry) -> Vec<u64> {
-    plan.dst_rows(of.row_bytes()).unwrap()
+    plan.touched_rows(Side::Destination, of.row_bytes()).unwrap()
 }
 
 /// Returns the number of page faults of this thread so far.

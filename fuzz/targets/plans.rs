@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use libfuzzer_sys::fuzz_target;
 use llm_datadist_core::ErrorKind;
 use llm_datadist_core::testing::model::RowSizes;
-use llm_datadist_core::testing::plan::CopyPlan;
+use llm_datadist_core::testing::plan::{CopyPlan, Side};
 use llm_datadist_core::testing::protocol::{self, WirePlan, WireSteps, WireTemplate};
 use llm_datadist_fuzz::{decoded, peak, refused_as};
 
@@ -120,7 +120,9 @@ fuzz_target!(|input: &[u8]| {
         Ok(plan) => plan,
         Err(error) => return refused_as(&error, &[ErrorKind::InvalidArgument, ErrorKind::NotLinked]),
     };
-    let fits = plan.check_bounds(Some((src_tensors, src_bytes)), Some((dst_tensors, dst_bytes)));
+    let fits = plan
+        .check_bounds(Side::Source, (src_tensors, src_bytes))
+        .and_then(|()| plan.check_bounds(Side::Destination, (dst_tensors, dst_bytes)));
     if let Err(error) = &fits {
         refused_as(error, &[ErrorKind::InvalidArgument]);
     }
@@ -142,16 +144,17 @@ fuzz_target!(|input: &[u8]| {
         let sizes = RowSizes::new(row_bytes, row_bytes + 8 * u64::from(sizes[4] % 3));
         let (row, stride) = (i128::from(sizes.bytes()), i128::from(sizes.stride()));
         let in_a_row = |at: i128, len: i128| row == stride || at % stride + len <= row;
-        let checked = plan.check_rows(Some(sizes), Some(sizes));
+        let checked =
+            plan.check_rows(Side::Source, sizes).and_then(|()| plan.check_rows(Side::Destination, sizes));
         let outside = pieces.iter().find(|p| !(in_a_row(p.src, p.len) && in_a_row(p.dst, p.len)));
         assert_eq!(checked.is_err(), outside.is_some(), "{wire:?} in {sizes:?}");
         if let Err(error) = &checked {
             refused_as(error, &[ErrorKind::InvalidArgument]);
         } else {
             let expected = rows(pieces.iter().map(|p| (p.src, p.len)), sizes.stride());
-            assert_eq!(plan.src_rows(sizes).expect("memory"), expected);
+            assert_eq!(plan.touched_rows(Side::Source, sizes).expect("memory"), expected);
             let expected = rows(pieces.iter().map(|p| (p.dst, p.len)), sizes.stride());
-            assert_eq!(plan.dst_rows(sizes).expect("memory"), expected);
+            assert_eq!(plan.touched_rows(Side::Destination, sizes).expect("memory"), expected);
         }
         same_bytes(&plan, &pieces);
     } else {

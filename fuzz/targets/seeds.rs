@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use llm_datadist_core::testing::model::{AddressLocation, CacheId, GrantId};
-use llm_datadist_core::testing::plan::{Span, SpanList};
+use llm_datadist_core::testing::plan::{Side, Span, SpanList};
 use llm_datadist_core::testing::protocol::{
     self, Attach, Attached, Challenge, Comm, Confirm, ControlMessage, EnteredLink, EntryVersion, Hello,
     LinkAnswer, Metadata, Pairs, Party, Payload, Payloads, Proof, Purpose, Reply, Request, RingAnswer,
@@ -137,7 +137,8 @@ fn requests(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     add(7, "checksums", frame(&checksums));
     let (_, of_pairs) =
         plans().into_iter().find(|(name, _)| *name == "templates").expect("a plan of templates");
-    let checksums = Request::PairChecksums { name, cache, plan: of_pairs, written: true, grant, limit_ms };
+    let checksums =
+        Request::PairChecksums { name, cache, plan: of_pairs, side: Side::Destination, grant, limit_ms };
     add(7, "pair-checksums", frame(&checksums));
     add(7, "open-grant", frame(&Request::OpenGrant { grant: GRANT, limit_ms }));
     add(

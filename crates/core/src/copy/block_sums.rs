@@ -17,7 +17,7 @@ use crate::fallible;
 use crate::memory::kernels::Kernel;
 use crate::memory::{Access, Reach, Tensors, Window, read_bytes};
 use crate::model::Placement;
-use crate::plan::{CopyPlan, LocalEnd, Template, TensorSteps};
+use crate::plan::{CopyPlan, Side, Template, TensorSteps};
 
 /// Name of these lists in out-of-memory errors.
 const SUMS: &str = "the checksums of blocks";
@@ -35,14 +35,13 @@ pub struct PairBlocks {
     tensors: TensorSteps,
     num_tensors: u32,
     templates: Vec<Template>,
-    end: LocalEnd,
+    end: Side,
 }
 
 impl PairBlocks {
     /// Returns the blocks of a plan of templates, at one end.
-    pub fn of(plan: &CopyPlan, end: LocalEnd) -> Result<PairBlocks> {
-        let tensors = if end == LocalEnd::Source { plan.src_tensors() } else { plan.dst_tensors() };
-        let num_tensors = plan.num_tensors();
+    pub fn of(plan: &CopyPlan, end: Side) -> Result<PairBlocks> {
+        let (tensors, num_tensors) = (plan.tensors(end), plan.num_tensors());
         Ok(PairBlocks { tensors, num_tensors, templates: plan.templates()?, end })
     }
 }

@@ -26,7 +26,7 @@ use crate::device::{Device, DeviceSet, HostReach};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::Tensors;
 use crate::model::Placement;
-use crate::plan::LocalEnd;
+use crate::plan::Side;
 
 /// Where memory of a cache lies, as its owner tells the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,8 +74,8 @@ const RINGS_TO: u64 = 2 << 20;
 /// owner, so pulls use rings only from 256 KiB on, where this takes less time even if the owner sleeps (with pages of 4 KiB).
 /// Above 2 MiB, several threads read at the same time (docs/performance.md). From 256 KiB on, the link also compares both paths
 /// ([`compares_rings`]).
-pub fn prefers_rings(path: PathKind, bytes: u64, local: LocalEnd) -> bool {
-    let from = if local == LocalEnd::Source { 0 } else { COMPARED_FROM };
+pub fn prefers_rings(path: PathKind, bytes: u64, local: Side) -> bool {
+    let from = if local == Side::Source { 0 } else { COMPARED_FROM };
     path == PathKind::Process && (from..=RINGS_TO).contains(&bytes)
 }
 

@@ -2,7 +2,7 @@
 
 use crate::error::Result;
 use crate::memory::{Tensors, Window, Windows};
-use crate::plan::{CopyPlan, LocalEnd, PlannedSpan};
+use crate::plan::{CopyPlan, PlannedSpan, Side};
 
 /// Maximum number of windows in a batch, which a stream takes in one call.
 const WINDOWS: u64 = 1024;
@@ -18,7 +18,7 @@ const _: () = assert!(FEW * SHORT <= SHORT_BYTES, "a batch of windows just below
 /// One end of a plan.
 pub(super) struct PlanEnd<'a> {
     pub(super) plan: &'a CopyPlan,
-    pub(super) end: LocalEnd,
+    pub(super) end: Side,
     pub(super) tensors: &'a Tensors,
     /// Maximum number of bytes in a batch.
     pub(super) most: u64,
@@ -45,10 +45,7 @@ impl<'a> PlanEnd<'a> {
         for PlannedSpan { wave, tensor, span } in
             self.plan.spans(from, to.min(from.saturating_add(self.most)))
         {
-            let (number, start, step) = match self.end {
-                LocalEnd::Source => (self.plan.src_tensors().tensor(tensor), span.src, span.src_step),
-                LocalEnd::Destination => (self.plan.dst_tensors().tensor(tensor), span.dst, span.dst_step),
-            };
+            let (number, (start, step)) = (self.plan.tensors(self.end).tensor(tensor), span.start(self.end));
             let run = self.tensors.windows(number, start, span.len, (span.count, step))?;
             if !batch.add(run.joined(), (wave, tensor)) {
                 break;

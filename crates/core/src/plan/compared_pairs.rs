@@ -8,7 +8,6 @@ use std::sync::Arc;
 
 use super::copy_plan::CopyPlan;
 use super::final_blocks::{BlockSizes, Sampled, cut};
-use super::local_end::LocalEnd;
 use super::spans::{PLAN, Piece, Span, common_divisor};
 use super::template::Template;
 use super::template_list::{MOST_TEMPLATE_SPANS, MOST_TEMPLATES};
@@ -45,13 +44,11 @@ impl CopyPlan {
 /// Spans that cross rows, for example of neighbouring blocks that were joined, are cut into blocks again.
 fn cut_at_rows(wave: &Template, sizes: BlockSizes, blocks: &mut Vec<Template>) -> Result<()> {
     let mut pieces = Vec::new();
-    let row = |span: &Span| {
-        sizes.rows.row_of(sizes.local.of(&Piece { src: span.src, dst: span.dst, len: span.len }))
-    };
+    let row = |span: &Span| sizes.rows.row_of(span.start(sizes.local).0);
     for spans in wave.spans.chunk_by(|a, b| row(a) == row(b)) {
         let inside = |span: &Span| {
-            let range = if sizes.local == LocalEnd::Source { span.reads() } else { span.writes() };
-            range.is_some_and(|range| sizes.rows.row_of(range.start) == sizes.rows.row_of(range.end - 1))
+            span.hull(sizes.local)
+                .is_some_and(|range| sizes.rows.row_of(range.start) == sizes.rows.row_of(range.end - 1))
         };
         if matches!(spans, [_, _, ..] | [Span { count: 2.., .. }]) && spans.iter().all(inside) {
             let (spans, pairs) = (fallible::copied(PLAN, spans)?, wave.pairs.clone());

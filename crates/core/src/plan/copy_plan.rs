@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use super::block_waves;
 use super::blocks::Blocks;
-use super::local_end::LocalEnd;
 use super::order::{self, CacheCount};
 use super::request::{Moves, Pieces};
+use super::side::Side;
 use super::spans::{PLAN, Piece, Span};
 use super::template::Template;
 use super::tensor_steps::TensorSteps;
@@ -111,12 +111,14 @@ impl CopyPlan {
         self.dst
     }
 
-    /// Returns the tensors of the cache at one end that the plan touches.
-    pub fn tensors_at(&self, end: LocalEnd) -> TensorSpan {
-        let TensorSteps { first, step } = match end {
-            LocalEnd::Source => self.src,
-            LocalEnd::Destination => self.dst,
-        };
+    /// Returns the tensors of one side.
+    pub fn tensors(&self, side: Side) -> TensorSteps {
+        side.of((self.src, self.dst))
+    }
+
+    /// Returns the tensors of the cache of one side that the plan touches.
+    pub fn tensors_at(&self, side: Side) -> TensorSpan {
+        let TensorSteps { first, step } = self.tensors(side);
         TensorSpan { first, step, count: self.num_tensors }
     }
 

@@ -6,7 +6,7 @@
 use std::collections::BinaryHeap;
 
 use super::copy_plan::CopyPlan;
-use super::local_end::LocalEnd;
+use super::side::Side;
 use super::spans::{PLAN, Piece};
 use crate::error::Result;
 use crate::fallible;
@@ -18,8 +18,8 @@ const SAMPLED: u64 = 64;
 /// How pieces are cut into blocks: at the rows of the local cache, and after each `most` bytes of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockSizes {
-    /// Which end of the plan is the local cache.
-    pub local: LocalEnd,
+    /// Which side of the plan is the local cache.
+    pub local: Side,
     /// Where the rows of the local cache lie.
     pub rows: RowSizes,
     /// Most bytes of a block.
@@ -85,7 +85,7 @@ pub(super) fn cut(piece: Piece, sizes: BlockSizes) -> impl Iterator<Item = Piece
     let mut done = 0;
     std::iter::from_fn(move || {
         let left = piece.len.checked_sub(done).filter(|&left| left > 0)?;
-        let in_row = sizes.rows.place_in_row(sizes.local.of(&piece) + done);
+        let in_row = sizes.rows.place_in_row(piece.start(sizes.local) + done);
         let most = sizes.most.max(1);
         let room = (sizes.rows.bytes() - in_row).min(most - in_row % most);
         let block = Piece { src: piece.src + done, dst: piece.dst + done, len: left.min(room) };

@@ -1,6 +1,7 @@
 //! Limits on the spans of a peer's plan: the number of pieces, the number of bytes, and the fields of each
 //! span.
 
+use super::side::Side;
 use super::spans::Span;
 use super::template::Template;
 use crate::error::{Error, Result, ensure};
@@ -58,7 +59,7 @@ pub(super) fn check_pieces(pieces: u64, most: u64) -> Result<()> {
 
 fn sound(span: &Span) -> bool {
     let apart = span.count == 1 || span.dst_step.unsigned_abs() >= span.len;
-    span.len > 0 && span.count > 0 && apart && span.reads().is_some() && span.writes().is_some()
+    span.len > 0 && span.count > 0 && apart && Side::BOTH.iter().all(|&side| span.hull(side).is_some())
 }
 
 pub(super) fn refused(what: &str) -> Error {

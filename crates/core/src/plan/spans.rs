@@ -4,6 +4,8 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
+use super::side::Side;
+
 /// Name of the lists of a plan in out-of-memory errors.
 pub(super) const PLAN: &str = "a plan";
 
@@ -36,14 +38,18 @@ impl Span {
         self.len * self.count
     }
 
-    /// Returns the smallest range that contains all bytes read; `None` if it exceeds 64 bits.
-    pub(super) fn reads(&self) -> Option<Range<u64>> {
-        hull(self.src, self.src_step, self.count, self.len)
+    /// Returns the smallest range of one side that contains all bytes; `None` if it exceeds 64 bits.
+    pub(super) fn hull(&self, side: Side) -> Option<Range<u64>> {
+        let (start, step) = self.start(side);
+        // Positions are linear in `k`, so the first and the last piece are the outermost ones.
+        let last = i128::from(start) + i128::from(step) * i128::from(self.count - 1);
+        let last = u64::try_from(last).ok()?;
+        Some(start.min(last)..start.max(last).checked_add(self.len)?)
     }
 
-    /// Returns the smallest range that contains all bytes written; `None` if it exceeds 64 bits.
-    pub(super) fn writes(&self) -> Option<Range<u64>> {
-        hull(self.dst, self.dst_step, self.count, self.len)
+    /// Returns where the first piece starts on one side, and the distance to the next piece.
+    pub fn start(&self, side: Side) -> (u64, i64) {
+        side.of(((self.src, self.src_step), (self.dst, self.dst_step)))
     }
 
     pub(super) fn piece(&self, k: u64) -> (u64, u64) {
@@ -76,11 +82,11 @@ pub struct Piece {
     pub len: u64,
 }
 
-pub(super) fn hull(start: u64, step: i64, count: u64, len: u64) -> Option<Range<u64>> {
-    // Positions are linear in `k`, so the first and the last piece are the outermost ones.
-    let last = i128::from(start) + i128::from(step) * i128::from(count - 1);
-    let last = u64::try_from(last).ok()?;
-    Some(start.min(last)..start.max(last).checked_add(len)?)
+impl Piece {
+    /// Returns where the piece starts on one side.
+    pub fn start(&self, side: Side) -> u64 {
+        side.of((self.src, self.dst))
+    }
 }
 
 /// Returns the greatest common divisor; that of a number and 0 is the number.

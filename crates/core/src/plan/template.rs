@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::blocks::Blocks;
-use super::local_end::LocalEnd;
+use super::side::Side;
 use super::spans::{Piece, Span};
 
 /// Spans that are repeated at pairs of places. For the pair `(s, d)`, each span is read `s·src_unit` bytes and
@@ -53,17 +53,14 @@ impl Template {
 
     /// Returns the ranges that the template reads (`Source`) or writes at a pair of places, in the order of its spans:
     /// the first byte of each and its number of bytes. Together they are the bytes that the pair copies, in order.
-    pub fn ranges(&self, pair: (u32, u32), end: LocalEnd) -> impl Iterator<Item = (u64, u64)> + '_ {
+    pub fn ranges(&self, pair: (u32, u32), side: Side) -> impl Iterator<Item = (u64, u64)> + '_ {
         self.spans.iter().flat_map(move |span| {
             let span = self.placed(pair, span);
-            let step = if end == LocalEnd::Source { span.src_step } else { span.dst_step };
+            let (_, step) = span.start(side);
             // Pieces without gaps are one range, which is read faster.
             let whole = i64::try_from(span.len).is_ok_and(|len| len == step);
             let (count, len) = if whole { (1, span.bytes()) } else { (span.count, span.len) };
-            (0..count).map(move |k| {
-                let (src, dst) = span.piece(k);
-                (end.of(&Piece { src, dst, len }), len)
-            })
+            (0..count).map(move |k| (side.of(span.piece(k)), len))
         })
     }
 
@@ -104,7 +101,8 @@ impl Template {
     /// there are no spans or a range exceeds 64 bits.
     pub(super) fn hulls(&self) -> Option<(Range<u64>, Range<u64>)> {
         let join = |a: Range<u64>, b: Range<u64>| a.start.min(b.start)..a.end.max(b.end);
-        let mut spans = self.spans.iter().map(|span| Some((span.reads()?, span.writes()?)));
+        let mut spans =
+            self.spans.iter().map(|span| Some((span.hull(Side::Source)?, span.hull(Side::Destination)?)));
         let first = spans.next()??;
         spans.try_fold(first, |(reads, writes), span| {
             let (read, written) = span?;

@@ -1,4 +1,4 @@
-//! Checks plans that come from a peer, and lists the rows that a plan touches.
+//! Checks plans that come from a peer.
 //!
 //! The checks of positions are in closed form, so a larger count in a span does not make them slower.
 //! `protocol` decodes the bytes of a message.
@@ -9,9 +9,9 @@ use super::blocks::Blocks;
 use super::conflicts::{check_blocks, check_spans, check_template};
 use super::copy_plan::CopyPlan;
 use super::packed_spans::{Packed, SpanList};
-use super::range_list::RangeList;
+use super::side::Side;
 use super::span_limits::{MOST_PIECES, Tally, check_pieces, refused};
-use super::spans::{PLAN, Span, hull};
+use super::spans::{PLAN, Span};
 use super::template::Template;
 use super::tensor_steps::TensorSteps;
 use super::waves::Wave;
@@ -23,8 +23,6 @@ use crate::model::RowSizes;
 pub const MOST_WAVES: usize = 1 << 16;
 /// A plan with up to this many spans is unpacked.
 const FEW: usize = 4096;
-/// Name of the lists of rows in out-of-memory errors.
-const ROWS: &str = "the rows of a plan";
 
 impl CopyPlan {
     /// Builds the plan of a peer from unpacked spans.
@@ -137,168 +135,83 @@ impl CopyPlan {
         Ok(CopyPlan::new(num_tensors, waves).in_tensor_steps(src, dst, num_tensors))
     }
 
-    /// Checks that every piece lies inside the tensors that are read and written. `src` and `dst` are the
-    /// number of tensors and the bytes of each; `None` for a cache that is checked elsewhere. Returns
+    /// Checks that every piece of one side lies inside the tensors of a cache: their number, and the bytes of each. Returns
     /// `Err(InvalidArgument)` if a piece lies outside.
-    pub fn check_bounds(&self, src: Option<(u32, u64)>, dst: Option<(u32, u64)>) -> Result<()> {
-        for (access, of, steps) in
-            [(PlanAccess::Read, src, self.src_tensors()), (PlanAccess::Written, dst, self.dst_tensors())]
-        {
-            let Some((tensors, tensor_bytes)) = of else { continue };
-            if steps.end(self.num_tensors()).is_none_or(|end| end > tensors) {
-                let (count, first) = (self.num_tensors(), steps.first);
-                let text = format!("{count} tensors from tensor {first} are not in a cache");
-                return Err(Error::invalid(text).with("which", access.name()).with("num_tensors", tensors));
+    pub fn check_bounds(&self, side: Side, (tensors, tensor_bytes): (u32, u64)) -> Result<()> {
+        let steps = self.tensors(side);
+        if steps.end(self.num_tensors()).is_none_or(|end| end > tensors) {
+            let (count, first) = (self.num_tensors(), steps.first);
+            let text = format!("{count} tensors from tensor {first} are not in a cache");
+            return Err(Error::invalid(text).with("which", side.verb()).with("num_tensors", tensors));
+        }
+        for wave in self.waves() {
+            // No byte is written twice within a wave, so a wave cannot write more bytes than the tensor has.
+            if side == Side::Destination && wave.tensor_bytes() > tensor_bytes {
+                return Err(outside(side, tensor_bytes).with("wave_bytes", wave.tensor_bytes()));
             }
-            for wave in self.waves() {
-                // No byte is written twice within a wave, so a wave cannot write more bytes than the tensor
-                // has.
-                if access == PlanAccess::Written && wave.tensor_bytes() > tensor_bytes {
-                    return Err(outside(access, tensor_bytes).with("wave_bytes", wave.tensor_bytes()));
-                }
-                access.check(wave, tensor_bytes)?;
-            }
+            check_inside(wave, side, tensor_bytes)?;
         }
         Ok(())
     }
 
-    /// Returns the rows that are read, in ascending order, each once; `sizes` says where they lie. A peer's plan must
-    /// have passed [`check_bounds`](Self::check_bounds) and [`check_rows`](Self::check_rows); then there are at most as
-    /// many rows as the cache has.
-    pub fn src_rows(&self, sizes: impl Into<RowSizes>) -> Result<Vec<u64>> {
-        rows(self.waves(), sizes.into().stride(), PlanAccess::Read)
-    }
-
-    /// Returns the rows that are written; otherwise like [`src_rows`](Self::src_rows).
-    pub fn dst_rows(&self, sizes: impl Into<RowSizes>) -> Result<Vec<u64>> {
-        rows(self.waves(), sizes.into().stride(), PlanAccess::Written)
+    /// Checks that every piece of one side lies inside one row if there are gaps between the rows of the cache. The plan must
+    /// have passed [`check_bounds`](Self::check_bounds). Returns `Err(InvalidArgument)` if a piece touches a gap.
+    pub fn check_rows(&self, side: Side, rows: RowSizes) -> Result<()> {
+        if rows.has_gaps() {
+            self.waves().iter().try_for_each(|wave| check_gaps(wave, side, rows))?;
+        }
+        Ok(())
     }
 }
 
-/// Places of `len` bytes in one tensor: one at `first + unit·number`, for a number of each pair. All of them lie
-/// inside the tensor.
-struct Places<'a> {
-    pairs: &'a [(u32, u32)],
-    first: u64,
-    unit: u64,
-    len: u64,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum PlanAccess {
-    Read,
-    Written,
-}
-
-impl PlanAccess {
-    pub(super) fn name(self) -> &'static str {
-        if self == PlanAccess::Read { "read" } else { "written" }
+/// Checks that every piece of `wave` lies inside a tensor.
+fn check_inside(wave: &Wave, side: Side, tensor_bytes: u64) -> Result<()> {
+    let inside = |ends: Option<(u64, u64)>| ends.is_some_and(|ends| side.of(ends) <= tensor_bytes);
+    if let Some(blocks) = wave.blocks() {
+        let text = || outside(side, tensor_bytes).with("block_bytes", blocks.len);
+        return ensure(inside(blocks.end_offsets()), text);
     }
-
-    pub(super) fn of<T>(self, ends: (T, T)) -> T {
-        if self == PlanAccess::Read { ends.0 } else { ends.1 }
+    if let Some(template) = wave.template() {
+        let text = || outside(side, tensor_bytes).with("places", template.pairs.len());
+        return ensure(inside(template.end_offsets()), text);
     }
-
-    /// Checks that every piece of `wave` lies inside a tensor.
-    fn check(self, wave: &Wave, tensor_bytes: u64) -> Result<()> {
-        let inside = |ends: Option<(u64, u64)>| ends.is_some_and(|ends| self.of(ends) <= tensor_bytes);
-        if let Some(blocks) = wave.blocks() {
-            let text = || outside(self, tensor_bytes).with("block_bytes", blocks.len);
-            return ensure(inside(blocks.end_offsets()), text);
-        }
-        if let Some(template) = wave.template() {
-            let text = || outside(self, tensor_bytes).with("places", template.pairs.len());
-            return ensure(inside(template.end_offsets()), text);
-        }
-        let reach = |span: &Span| if self == PlanAccess::Read { span.reads() } else { span.writes() };
-        let beyond = |span: &Span| reach(span).is_none_or(|range| range.end > tensor_bytes);
-        match wave.spans().find(beyond) {
-            Some(span) => Err(outside(self, tensor_bytes).with("span", format_args!("{span:?}"))),
-            None => Ok(()),
-        }
-    }
-
-    /// Returns the start of the first piece of `span`, and the distance to the next piece.
-    pub(super) fn start(self, span: &Span) -> (u64, i64) {
-        self.of(((span.src, span.src_step), (span.dst, span.dst_step)))
-    }
-
-    /// Returns the rows of `blocks` if they are in ascending order and each block is exactly one row.
-    fn rows_if_sorted(self, blocks: &Blocks, row_stride: u64) -> Result<Option<Vec<u64>>> {
-        let first = self.of((blocks.src, blocks.dst));
-        let numbers = || blocks.pairs.iter().map(|&pair| u64::from(self.of(pair)));
-        if blocks.len != row_stride
-            || !first.is_multiple_of(row_stride)
-            || !numbers().is_sorted_by(|a, b| a < b)
-        {
-            return Ok(None);
-        }
-        fallible::collect(ROWS, numbers().map(|number| first / row_stride + number)).map(Some)
-    }
-
-    /// Returns the bytes from the first to the last byte of a template, at each of its places.
-    fn template_places(self, wave: &Wave) -> Option<Places<'_>> {
-        let template = wave.template()?;
-        let (hull, unit) = (self.of(template.hulls()?), self.of((template.src_unit, template.dst_unit)));
-        Some(Places { pairs: &template.pairs, first: hull.start, unit, len: hull.end - hull.start })
-    }
-
-    /// Returns the rows of a wave of blocks or of a template. `None` if a list of ranges takes less memory.
-    fn rows_of_places(self, wave: &Wave, row_stride: u64) -> Result<Option<Vec<u64>>> {
-        if let Some(blocks) = wave.blocks() {
-            let sorted = self.rows_if_sorted(blocks, row_stride)?;
-            if sorted.is_some() || blocks.end_offsets().is_none() {
-                return Ok(sorted);
-            }
-            let (first, len) = (self.of((blocks.src, blocks.dst)), blocks.len);
-            return self.rows_by_bitmap(&Places { pairs: &blocks.pairs, first, unit: len, len }, row_stride);
-        }
-        let places = self.template_places(wave);
-        places.map_or(Ok(None), |places| self.rows_by_bitmap(&places, row_stride))
-    }
-
-    /// Returns the rows of `places` by marking one bit for each row, which takes a fraction of the time and
-    /// memory of sorting. `None` if the bitmap has more words than there are places, or if a place may touch
-    /// more than two rows.
-    fn rows_by_bitmap(self, places: &Places<'_>, row_stride: u64) -> Result<Option<Vec<u64>>> {
-        let Places { pairs, first, unit, len } = *places;
-        let numbers = || pairs.iter().map(|&pair| u64::from(self.of(pair)));
-        let end = numbers().fold(0, u64::max) * unit + first + len;
-        let words = usize::try_from(end.div_ceil(row_stride).div_ceil(64)).unwrap_or(usize::MAX);
-        if len > row_stride || words > pairs.len() {
-            return Ok(None);
-        }
-        let mut bits = fallible::filled(ROWS, 0u64, words)?;
-        let mut set = |row: u64| {
-            // No row lies beyond the end of the places, so every row has its word.
-            if let Some(word) = usize::try_from(row / 64).ok().and_then(|at| bits.get_mut(at)) {
-                *word |= 1 << (row % 64);
-            }
-        };
-        if unit == row_stride && first % row_stride + len <= row_stride {
-            numbers().for_each(|number| set(first / row_stride + number));
-        } else {
-            for start in numbers().map(|number| first + number * unit) {
-                set(start / row_stride);
-                set((start + (len - 1)) / row_stride);
-            }
-        }
-        let mut rows =
-            fallible::with_capacity(ROWS, bits.iter().map(|word| word.count_ones() as usize).sum())?;
-        for (at, mut word) in (0u64..).step_by(64).zip(bits) {
-            while word != 0 {
-                rows.push(at + u64::from(word.trailing_zeros()));
-                word &= word - 1;
-            }
-        }
-        Ok(Some(rows))
+    let beyond = |span: &Span| span.hull(side).is_none_or(|range| range.end > tensor_bytes);
+    match wave.spans().find(beyond) {
+        Some(span) => Err(outside(side, tensor_bytes).with("span", format_args!("{span:?}"))),
+        None => Ok(()),
     }
 }
 
-fn outside(access: PlanAccess, tensor_bytes: u64) -> Error {
+fn outside(side: Side, tensor_bytes: u64) -> Error {
     Error::invalid("the plan exceeds the bounds of its tensors")
-        .with("which", access.name())
+        .with("which", side.verb())
         .with("tensor_bytes", tensor_bytes)
+}
+
+/// Checks that every piece of `wave` lies inside one row.
+fn check_gaps(wave: &Wave, side: Side, rows: RowSizes) -> Result<()> {
+    let template = wave.template().filter(|template| {
+        // Then every place is as far into a row as place 0.
+        side.of((template.src_unit, template.dst_unit)).is_multiple_of(rows.stride())
+    });
+    let outside = match template {
+        Some(template) => template.spans.iter().copied().find(|span| touches_gap(span, side, rows)),
+        None => wave.spans().find(|span| touches_gap(span, side, rows)),
+    };
+    let Some(span) = outside else { return Ok(()) };
+    Err(Error::invalid("the plan touches bytes between two rows of its tensors")
+        .with("which", side.verb())
+        .with("row_bytes", rows.bytes())
+        .with("row_stride", rows.stride())
+        .with("span", format_args!("{span:?}")))
+}
+
+/// Returns whether a piece of `span` is not inside one row. A span whose pieces are not a multiple of the row stride
+/// apart is visited piece by piece; a plan has at most `MOST_PIECES`, or `MOST_TEMPLATE_PIECES` if it has templates.
+fn touches_gap(span: &Span, side: Side, rows: RowSizes) -> bool {
+    let (_, step) = span.start(side);
+    let count = if step.unsigned_abs().is_multiple_of(rows.stride()) { 1 } else { span.count };
+    (0..count).any(|k| !rows.hold(side.of(span.piece(k)), span.len))
 }
 
 fn check_wave_count(count: usize) -> Result<()> {
@@ -322,46 +235,4 @@ fn total(bytes: u64, tensors: u32) -> Result<()> {
     ensure(total.is_some_and(|total| i64::try_from(total).is_ok()), || {
         refused(&format!("{bytes} bytes in each of {tensors} tensors, 2^63 or more in all"))
     })
-}
-
-/// Returns the rows that `access` touches. Row `r` is the bytes from `r·row_stride` on, up to the next row. That includes
-/// the gap after it, which no piece touches.
-fn rows(waves: &[Wave], row_stride: u64, access: PlanAccess) -> Result<Vec<u64>> {
-    if let [wave] = waves
-        && let Some(rows) = access.rows_of_places(wave, row_stride)?
-    {
-        return Ok(rows);
-    }
-    let mut touched = RangeList::new(ROWS);
-    let mut add =
-        |start: u64, bytes: u64| touched.add(start / row_stride..(start + (bytes - 1)) / row_stride + 1);
-    for wave in waves {
-        if let Some(blocks) = wave.blocks() {
-            blocks.pieces().try_for_each(|piece| add(access.of((piece.src, piece.dst)), piece.len))?;
-            continue;
-        }
-        if let Some(Places { pairs, first, unit, len }) = access.template_places(wave)
-            && len <= row_stride
-        {
-            // Each place touches the rows of its first and of its last byte, and there is none in between.
-            pairs.iter().try_for_each(|&pair| add(first + unit * u64::from(access.of(pair)), len))?;
-            continue;
-        }
-        for span in wave.spans() {
-            let (start, step) = access.start(&span);
-            // Steps of at most one row skip no row in between. With longer steps every piece is visited, of which
-            // there are at most `MOST_PIECES`, or `MOST_TEMPLATE_PIECES` in a plan of templates.
-            if step.unsigned_abs() <= row_stride {
-                if let Some(range) = hull(start, step, span.count, span.len) {
-                    add(range.start, range.end - range.start)?;
-                }
-            } else {
-                (0..span.count).try_for_each(|k| add(access.of(span.piece(k)), span.len))?;
-            }
-        }
-    }
-    let touched = touched.joined();
-    let count: u64 = touched.iter().map(|rows| rows.end - rows.start).sum();
-    let rows = touched.into_iter().flatten();
-    fallible::collect_growing(ROWS, usize::try_from(count).unwrap_or(usize::MAX), rows)
 }

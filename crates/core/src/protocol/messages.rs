@@ -17,6 +17,7 @@ use super::allocation::append;
 use super::notification::{Payload, Payloads};
 use super::plan_codec::WirePlan;
 use crate::model::{AddressLocation, GrantId, MixedSizes};
+use crate::plan::Side;
 
 /// Maximum number of cache bytes that follow a [`Request::Write`] without a [`Reply::Ready`].
 ///
@@ -282,8 +283,8 @@ pub enum Request {
         cache: i64,
         /// A plan of the pairs that are asked for. A wave of spans counts as one pair.
         plan: WirePlan,
-        /// Whether the cache is the one that the plan writes. Otherwise it is the one that the plan reads.
-        written: bool,
+        /// Which side of the plan the cache is.
+        side: Side,
         /// The grant under which the caller has read them.
         grant: Option<GrantId>,
         limit_ms: u64,

@@ -10,7 +10,7 @@ use crate::cache::{Cache, Pin, RowUse};
 use crate::copy::{DataPath, StreamPath};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
-use crate::plan::{CopyPlan, LocalEnd};
+use crate::plan::{CopyPlan, Side};
 use crate::protocol::{MOST_AHEAD, Reply, WirePlan};
 use crate::stats::Op;
 
@@ -50,10 +50,10 @@ impl RequestContext<'_> {
     /// Pins the rows that a plan of the peer writes.
     fn pin_for_write(&self, call: &NamedCache, plan: &CopyPlan) -> Result<Option<(Arc<Cache>, Pin)>> {
         self.pinned(call, |cache| {
-            let geometry = cache.common_sizes(plan.tensors_at(LocalEnd::Destination))?;
-            check_plan(plan, None, Some(geometry))?;
-            StreamPath::check(LocalEnd::Destination, cache.tensors())?;
-            let writes = rows(cache, geometry, |sizes| plan.dst_rows(sizes))?;
+            let geometry = cache.common_sizes(plan.tensors_at(Side::Destination))?;
+            check_plan(plan, Side::Destination, geometry)?;
+            StreamPath::check(Side::Destination, cache.tensors())?;
+            let writes = rows(cache, geometry, |sizes| plan.touched_rows(Side::Destination, sizes))?;
             self.pin(cache, RowUse { writes, ..RowUse::default() }, call.deadline)
         })
     }

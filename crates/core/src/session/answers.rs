@@ -22,7 +22,7 @@ use crate::fallible;
 use crate::grants::{GrantedRead, RowRanges};
 use crate::model::{CacheId, Deadline, GrantId, Name, RowSizes};
 use crate::net::Stream;
-use crate::plan::{CopyPlan, LocalEnd};
+use crate::plan::{CopyPlan, Side};
 use crate::protocol::{
     self, EntryVersion, MESSAGE_LIMIT, Payload, Reply, Request, WireCache, WireLayout, WireLocation,
     WirePlan, WirePulled, WireSizes,
@@ -126,8 +126,8 @@ impl RequestContext<'_> {
                 let asked = || Ok((AskedBlocks::ranges((first_tensor, num_tensors), ranges)?, digest?));
                 self.checksums(&named(name.into(), cache, limit_ms), asked, grant)
             }
-            Request::PairChecksums { name, cache, plan, written, grant, limit_ms } => {
-                let asked = || Ok((AskedBlocks::pairs(plan, written)?, digest?));
+            Request::PairChecksums { name, cache, plan, side, grant, limit_ms } => {
+                let asked = || Ok((AskedBlocks::pairs(plan, side)?, digest?));
                 self.checksums(&named(name.into(), cache, limit_ms), asked, grant)
             }
             Request::Locate { addrs, limit_ms } => {
@@ -268,15 +268,16 @@ impl RequestContext<'_> {
         let begun = self.charged(|| {
             let plan = bounded(plan, from, to)?;
             let pinned = self.pinned(call, |cache| {
-                let geometry = cache.common_sizes(plan.tensors_at(LocalEnd::Source))?;
-                check_plan(&plan, Some(geometry), None)?;
-                StreamPath::check(LocalEnd::Source, cache.tensors())?;
-                let reads = rows(cache, geometry, |sizes| plan.src_rows(sizes))?;
+                let geometry = cache.common_sizes(plan.tensors_at(Side::Source))?;
+                check_plan(&plan, Side::Source, geometry)?;
+                StreamPath::check(Side::Source, cache.tensors())?;
+                let reads = rows(cache, geometry, |sizes| plan.touched_rows(Side::Source, sizes))?;
                 self.pin(cache, RowUse { reads, ..RowUse::default() }, call.deadline)
             })?;
             let Some((cache, pin)) = pinned else { return Ok(None) };
-            let sizes = cache.common_sizes(plan.tensors_at(LocalEnd::Source))?.row_sizes();
-            let lent = |id| self.begin_granted(&id, (&cache, sizes), |sizes| plan.src_rows(sizes));
+            let sizes = cache.common_sizes(plan.tensors_at(Side::Source))?.row_sizes();
+            let lent =
+                |id| self.begin_granted(&id, (&cache, sizes), |sizes| plan.touched_rows(Side::Source, sizes));
             let granted = grant.map(lent).transpose()?;
             let sum = if summed { Some(self.stream_sum(call.name, &cache, digest?)?) } else { None };
             Ok(Some((Arc::new(plan), cache, pin, granted, sum)))
@@ -328,10 +329,10 @@ impl RequestContext<'_> {
             Err(reason) => return Ok(Reply::Unreachable { reason: reason.into_owned() }),
         };
         let pinned = self.pinned(call, |cache| {
-            plan.check_bounds(Some((num_tensors, tensor_bytes)), None)?;
-            let geometry = cache.common_sizes(plan.tensors_at(LocalEnd::Destination))?;
-            check_plan(&plan, None, Some(geometry))?;
-            let writes = rows(cache, geometry, |sizes| plan.dst_rows(sizes))?;
+            plan.check_bounds(Side::Source, (num_tensors, tensor_bytes))?;
+            let geometry = cache.common_sizes(plan.tensors_at(Side::Destination))?;
+            check_plan(&plan, Side::Destination, geometry)?;
+            let writes = rows(cache, geometry, |sizes| plan.touched_rows(Side::Destination, sizes))?;
             self.pin(cache, RowUse { writes, ..RowUse::default() }, call.deadline)
         })?;
         let Some((cache, pin)) = pinned else { return Ok(Reply::Stale) };

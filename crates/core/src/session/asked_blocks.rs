@@ -1,12 +1,13 @@
 //! The blocks whose checksums a peer asks for. Every bound is checked here.
 
+use super::request_context::check_plan;
 use crate::cache::Cache;
 use crate::checksums::{ByteRange, Checksums};
 use crate::copy::PairBlocks;
 use crate::error::{Error, Result, ensure};
 use crate::fallible;
 use crate::model::{Deadline, Geometry, Name, RowSizes, TensorSpan};
-use crate::plan::{CopyPlan, LocalEnd};
+use crate::plan::{CopyPlan, Side};
 use crate::protocol::{MAX_CHECKSUMS, MAX_HASHED, Reply, WirePlan};
 use crate::resources::Resources;
 
@@ -29,10 +30,10 @@ impl AskedBlocks {
         Ok(AskedBlocks::Ranges(AskedRanges { first_tensor: first, num_tensors: count, ranges }))
     }
 
-    /// Checks the plan as any plan of a peer. `written` says whether the cache here is the one that it writes. Returns
+    /// Checks the plan as any plan of a peer. The cache here is on `side` of it. Returns
     /// `Err(InvalidArgument)` also if the plan has more than [`MAX_CHECKSUMS`] pairs, or if it is not a plan of templates:
     /// a list of spans would take several times as much memory here as in the message.
-    pub(super) fn pairs(plan: WirePlan, written: bool) -> Result<AskedBlocks> {
+    pub(super) fn pairs(plan: WirePlan, side: Side) -> Result<AskedBlocks> {
         ensure(plan.has_templates(), || {
             Error::invalid("a request for checksums of pairs needs a plan of templates")
         })?;
@@ -42,8 +43,7 @@ impl AskedBlocks {
             let text = "a request for checksums asks for too many pairs";
             Error::invalid(text).with("pairs", num_pairs).with("limit", MAX_CHECKSUMS)
         })?;
-        let here = if written { LocalEnd::Destination } else { LocalEnd::Source };
-        Ok(AskedBlocks::Pairs(AskedPairs { plan, here, num_pairs }))
+        Ok(AskedBlocks::Pairs(AskedPairs { plan, side, num_pairs }))
     }
 
     /// Checks that the blocks lie inside the rows of a cache, and that they have few enough bytes together. So a
@@ -61,7 +61,7 @@ impl AskedBlocks {
             AskedBlocks::Ranges(AskedRanges { first_tensor, num_tensors, .. }) => {
                 TensorSpan { first: *first_tensor, step: 1, count: *num_tensors }
             }
-            AskedBlocks::Pairs(AskedPairs { plan, here, .. }) => plan.tensors_at(*here),
+            AskedBlocks::Pairs(AskedPairs { plan, side, .. }) => plan.tensors_at(*side),
         }
     }
 
@@ -94,8 +94,8 @@ impl AskedBlocks {
                 let tensors = first_tensor..first_tensor + num_tensors;
                 engine.block_sums(memory, tensors, ranges, checksums, deadline)?
             }
-            AskedBlocks::Pairs(AskedPairs { plan, here, .. }) => {
-                engine.pair_sums(memory, PairBlocks::of(&plan, here)?, checksums, deadline)?
+            AskedBlocks::Pairs(AskedPairs { plan, side, .. }) => {
+                engine.pair_sums(memory, PairBlocks::of(&plan, side)?, checksums, deadline)?
             }
         };
         Ok(Reply::Checksums { generation: found.generation, sums })
@@ -151,10 +151,10 @@ impl AskedRanges {
     }
 }
 
-/// The pairs of a plan between layouts, at the end that is a cache here.
+/// The pairs of a plan between layouts, of which a cache here is one side.
 pub(super) struct AskedPairs {
     plan: CopyPlan,
-    here: LocalEnd,
+    side: Side,
     num_pairs: usize,
 }
 
@@ -162,17 +162,7 @@ impl AskedPairs {
     /// Checks that the pairs lie inside the tensors, which the cache must have, touch no gap between rows, and have
     /// together at most [`MAX_HASHED`] bytes; or, if it is a single pair, those of a tensor, in each tensor.
     fn check_bounds(&self, geometry: Geometry) -> Result<()> {
-        let (sizes, rows) = ((geometry.num_tensors(), geometry.tensor_bytes()), geometry.row_sizes());
-        match self.here {
-            LocalEnd::Source => {
-                self.plan.check_bounds(Some(sizes), None)?;
-                self.plan.check_rows(Some(rows), None)?;
-            }
-            LocalEnd::Destination => {
-                self.plan.check_bounds(None, Some(sizes))?;
-                self.plan.check_rows(None, Some(rows))?;
-            }
-        }
+        check_plan(&self.plan, self.side, geometry)?;
         let tensors = u64::from(self.plan.num_tensors());
         // A plan has at least one tensor.
         let asked = self.plan.bytes() / tensors.max(1);
@@ -181,10 +171,7 @@ impl AskedPairs {
     }
 
     fn rows(&self, sizes: RowSizes) -> Result<Vec<u64>> {
-        match self.here {
-            LocalEnd::Source => self.plan.src_rows(sizes),
-            LocalEnd::Destination => self.plan.dst_rows(sizes),
-        }
+        self.plan.touched_rows(self.side, sizes)
     }
 }
 

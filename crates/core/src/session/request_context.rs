@@ -12,7 +12,7 @@ use crate::copy::PathJob;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{CacheId, Deadline, Geometry, Name, RowSizes};
 use crate::net::Stream;
-use crate::plan::CopyPlan;
+use crate::plan::{CopyPlan, Side};
 use crate::protocol::{self, Reply, WirePlan};
 use crate::resources::Resources;
 use crate::validate;
@@ -205,10 +205,8 @@ pub(super) fn bounded(plan: WirePlan, from: u64, to: u64) -> Result<CopyPlan> {
     Err(Error::argument("the range of a transfer", format_args!("{from} to {to}"), allowed))
 }
 
-/// Checks that a plan from a peer stays inside the rows of the caches that it reads and writes. `None` stands for a cache
-/// that is checked elsewhere.
-pub(super) fn check_plan(plan: &CopyPlan, src: Option<Geometry>, dst: Option<Geometry>) -> Result<()> {
-    let sizes = |geometry: Geometry| (geometry.num_tensors(), geometry.tensor_bytes());
-    plan.check_bounds(src.map(sizes), dst.map(sizes))?;
-    plan.check_rows(src.as_ref().map(Geometry::row_sizes), dst.as_ref().map(Geometry::row_sizes))
+/// Checks that one side of a plan from a peer stays inside the rows of a cache of this engine.
+pub(super) fn check_plan(plan: &CopyPlan, side: Side, geometry: Geometry) -> Result<()> {
+    plan.check_bounds(side, (geometry.num_tensors(), geometry.tensor_bytes()))?;
+    plan.check_rows(side, geometry.row_sizes())
 }

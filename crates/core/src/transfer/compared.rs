@@ -3,7 +3,7 @@
 use crate::cache::Cache;
 use crate::error::{Error, ErrorKind};
 use crate::model::CacheKind;
-use crate::plan::{BlockSizes, CopyPlan, LocalEnd, Piece};
+use crate::plan::{BlockSizes, CopyPlan, Piece, Side};
 
 /// Most bytes of a slot that have one checksum. Caches of blocks have one for each block.
 const SLOT_PIECE: u64 = 64 << 10;
@@ -12,7 +12,7 @@ const SHOWN: usize = 8;
 
 /// Returns how pieces are cut into blocks of `cache`, which is the end `local` of the plan. All tensors of a plan have equal
 /// rows.
-pub(super) fn block_sizes(cache: &Cache, plan: &CopyPlan, local: LocalEnd) -> BlockSizes {
+pub(super) fn block_sizes(cache: &Cache, plan: &CopyPlan, local: Side) -> BlockSizes {
     let rows = cache.sizes_of(plan.tensors_at(local).first).row_sizes();
     let most = if cache.kind() == CacheKind::Blocks { rows.bytes() } else { SLOT_PIECE };
     BlockSizes { local, rows, most }
@@ -23,7 +23,7 @@ pub(super) fn block_sizes(cache: &Cache, plan: &CopyPlan, local: LocalEnd) -> Bl
 pub(super) fn differ(
     cache: &Cache,
     plan: &CopyPlan,
-    local: LocalEnd,
+    local: Side,
     checked: usize,
     different: &[Piece],
 ) -> Error {
@@ -31,7 +31,7 @@ pub(super) fn differ(
     let of_blocks = cache.kind() == CacheKind::Blocks;
     let mut first: Vec<(u64, u64)> = Vec::with_capacity(SHOWN + 1);
     for block in different {
-        let place = (local.of(block), block.len);
+        let place = (block.start(local), block.len);
         first.insert(first.partition_point(|known| *known < place), place);
         first.truncate(SHOWN);
     }

@@ -9,7 +9,7 @@ use super::call::Call;
 use crate::copy::PathKind;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::GrantId;
-use crate::plan::{CopyPlan, LocalEnd};
+use crate::plan::{CopyPlan, Side};
 use crate::session::{KnownCache, OpenedGrant};
 
 impl Call {
@@ -25,8 +25,8 @@ impl Call {
     /// Checks that the plan reads only what the grant lends.
     pub(super) fn check_covered(&self, known: &KnownCache, plan: &CopyPlan) -> Result<()> {
         let Some(opened) = self.opened_grant() else { return Ok(()) };
-        let sizes = known.remote.common_sizes(plan.tensors_at(LocalEnd::Source))?;
-        opened.covers(known.cache, &plan.src_rows(sizes.row_sizes())?)
+        let sizes = known.remote.common_sizes(plan.tensors_at(Side::Source))?;
+        opened.covers(known.cache, &plan.touched_rows(Side::Source, sizes.row_sizes())?)
     }
 
     /// Checks that the grant has not ended, as far as this side sees.

@@ -8,7 +8,7 @@ use super::compared::block_sizes;
 use super::compared_sums::{COMPARING, Compared};
 use crate::copy::PairBlocks;
 use crate::error::Result;
-use crate::plan::{CopyPlan, LocalEnd, PartLimits, Template, parts};
+use crate::plan::{CopyPlan, PartLimits, Side, Template, parts};
 use crate::protocol::{MAX_CHECKSUMS, MAX_HASHED, Request, WirePlan};
 use crate::session::{KnownCache, limit_ms};
 
@@ -18,7 +18,7 @@ impl Call {
         &self,
         known: &KnownCache,
         plan: &CopyPlan,
-        local: LocalEnd,
+        local: Side,
         sample: Option<u64>,
     ) -> Result<Option<Compared>> {
         let templates = plan.compared_templates(block_sizes(&self.local, plan, local), sample)?;
@@ -35,17 +35,12 @@ impl Call {
     }
 
     /// Returns for each pair of `part` whether both sides have the same bytes; `None` if the remote cache has changed.
-    fn compare_part(
-        &self,
-        known: &KnownCache,
-        part: &CopyPlan,
-        local: LocalEnd,
-    ) -> Result<Option<Vec<bool>>> {
+    fn compare_part(&self, known: &KnownCache, part: &CopyPlan, local: Side) -> Result<Option<Vec<bool>>> {
         let request = Request::PairChecksums {
             name: self.name.into(),
             cache: known.cache.0,
             plan: WirePlan::try_from(part)?,
-            written: local == LocalEnd::Source,
+            side: local.other(),
             grant: self.grant_id(),
             limit_ms: limit_ms(self.deadline),
         };

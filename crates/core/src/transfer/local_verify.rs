@@ -12,7 +12,7 @@ use crate::error::Result;
 use crate::fallible;
 use crate::memory::random;
 use crate::model::{Name, Verify};
-use crate::plan::{CopyPlan, LocalEnd, Piece};
+use crate::plan::{CopyPlan, Piece, Side};
 
 /// Name of these lists in out-of-memory errors.
 const BLOCKS: &str = "the blocks that are compared";
@@ -28,7 +28,7 @@ impl LocalCopy {
         }
         let sampled = resources.config.verify == Verify::Sample;
         let sample = if sampled { Some(u64::from_ne_bytes(random()?)) } else { None };
-        let blocks = wave.final_blocks(block_sizes(dst, wave, LocalEnd::Destination), sample)?;
+        let blocks = wave.final_blocks(block_sizes(dst, wave, Side::Destination), sample)?;
         let (name, tensors) = (Name::Row { cache: dst.id(), row: 0 }, wave.num_tensors());
         let checksums = Checksums::bound_to(name, dst.id(), 0, 0)?;
         let sums = |cache: &Cache, first: u32, start: fn(&Piece) -> u64| {
@@ -48,6 +48,6 @@ impl LocalCopy {
         if different.is_empty() {
             return Ok(());
         }
-        Err(differ(dst, wave, LocalEnd::Destination, blocks.len(), &different))
+        Err(differ(dst, wave, Side::Destination, blocks.len(), &different))
     }
 }

@@ -9,7 +9,7 @@ use crate::copy::{FasterPath, PathJob, PathKind, compares_rings, prefers_rings};
 use crate::fabric::EngineFabric;
 use crate::memory::{Access, Reach};
 use crate::model::Verify;
-use crate::plan::{CopyPlan, LocalEnd};
+use crate::plan::{CopyPlan, Side};
 use crate::session::StreamLease;
 
 impl Call {
@@ -44,7 +44,7 @@ impl Call {
 
     /// Returns an idle stream with rings if a transfer of `bytes` bytes should use it instead of `path`. `end` is the end of the
     /// transfer that the local cache is.
-    pub(super) fn preferred_rings(&self, path: PathKind, bytes: u64, end: LocalEnd) -> Option<StreamLease> {
+    pub(super) fn preferred_rings(&self, path: PathKind, bytes: u64, end: Side) -> Option<StreamLease> {
         let local = self.local.tensors();
         // A stream needs the whole local cache to be mapped. For a push, a read by process id needs only the rows of the plan.
         let usable = prefers_rings(path, bytes, end)
@@ -62,7 +62,7 @@ impl Call {
     }
 
     /// Notes the speed of a transfer of `bytes` bytes, if its `time` was taken.
-    pub(super) fn note_speed(&self, end: LocalEnd, path: PathKind, bytes: u64, time: Option<Duration>) {
+    pub(super) fn note_speed(&self, end: Side, path: PathKind, bytes: u64, time: Option<Duration>) {
         if let Some(time) = time {
             self.faster_path(end).note(path, bytes, time);
         }
@@ -74,7 +74,7 @@ impl Call {
         compares_rings(bytes) && self.verify != Verify::Full
     }
 
-    fn faster_path(&self, end: LocalEnd) -> &FasterPath {
-        if end == LocalEnd::Source { &self.link.push_path } else { &self.link.pull_path }
+    fn faster_path(&self, end: Side) -> &FasterPath {
+        if end == Side::Source { &self.link.push_path } else { &self.link.pull_path }
     }
 }

@@ -11,7 +11,7 @@ use crate::cache::RowUse;
 use crate::copy::{Hops, KeptAlive, PathKind, Progress, STILL_READING, with_arrived_rows};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{CacheKey, GrantId, Name};
-use crate::plan::{CacheCount, CopyPlan, LocalEnd, Moves};
+use crate::plan::{CacheCount, CopyPlan, Moves, Side};
 use crate::session::{
     BEING_PUSHED, CallEnd, KnownCache, PeerSnapshot, ReservedNotification, StreamLease, Validity,
 };
@@ -119,7 +119,7 @@ impl Call {
         let mut progress = self.attempt(plan.bytes());
         let outcome = self.pull_bytes(known, &plan, &mut progress, &pinned);
         let outcome = outcome.map_err(|error| self.with_arrived(error, &plan, &progress))?;
-        let outcome = self.verified(outcome, known, &plan, LocalEnd::Destination)?;
+        let outcome = self.verified(outcome, known, &plan, Side::Destination)?;
         let (first_tensor, num_tensors) = (moves.src_tensor, moves.num_tensors);
         let key =
             PulledKey { known: known.clone(), first_tensor, num_tensors, copied: Some((plan, progress)) };
@@ -143,7 +143,7 @@ impl Call {
             let plan = Arc::new(plan);
             self.check_covered(known, &plan)?;
             let moved = self.pull_bytes(known, &plan, &mut progress, &pinned)?;
-            match self.verified(moved, known, &plan, LocalEnd::Destination)? {
+            match self.verified(moved, known, &plan, Side::Destination)? {
                 Moved::Bytes(moved) | Moved::Equal(moved) => bytes += moved,
                 Moved::Stale => return Ok((Moved::Stale, None)),
             }
@@ -162,7 +162,7 @@ impl Call {
 
     /// Adds the rows that have arrived to the error of a pull.
     fn with_arrived(&self, error: Error, plan: &CopyPlan, progress: &Progress) -> Error {
-        let sizes = self.local.sizes_of(plan.tensors_at(LocalEnd::Destination).first);
+        let sizes = self.local.sizes_of(plan.tensors_at(Side::Destination).first);
         with_arrived_rows(error, progress, plan, sizes.row_sizes())
     }
 
@@ -183,18 +183,18 @@ impl Call {
             }
         };
         let started = self.timed(plan.bytes());
-        if let Some(rings) = self.preferred_rings(snapshot.kind(), plan.bytes(), LocalEnd::Destination) {
+        if let Some(rings) = self.preferred_rings(snapshot.kind(), plan.bytes(), Side::Destination) {
             let received = self.receive_soon(rings, known, plan, progress);
             let time = started.map(|started| started.elapsed());
             match received {
                 Some(received) => {
                     if let Ok(Moved::Bytes(bytes)) = received {
-                        self.note_speed(LocalEnd::Destination, PathKind::Rings, bytes, time);
+                        self.note_speed(Side::Destination, PathKind::Rings, bytes, time);
                     }
                     return received;
                 }
                 // A failed attempt counts with the time that it took.
-                None => self.note_speed(LocalEnd::Destination, PathKind::Rings, plan.bytes(), time),
+                None => self.note_speed(Side::Destination, PathKind::Rings, plan.bytes(), time),
             }
         }
         self.still_granted()?;
@@ -257,7 +257,7 @@ impl Call {
             }
         }
         let outcome = read?;
-        self.note_speed(LocalEnd::Destination, snapshot.kind(), outcome.bytes, time);
+        self.note_speed(Side::Destination, snapshot.kind(), outcome.bytes, time);
         self.count(snapshot.kind(), outcome.bytes, outcome.hops == Hops::Two);
         Ok(Some(Moved::Bytes(outcome.bytes)))
     }

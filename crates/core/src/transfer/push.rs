@@ -11,7 +11,7 @@ use crate::cache::RowUse;
 use crate::copy::{KeptAlive, PathKind};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Name;
-use crate::plan::{CacheCount, CopyPlan, LocalEnd, TensorSteps};
+use crate::plan::{CacheCount, CopyPlan, Side, TensorSteps};
 use crate::protocol::{Reply, Request, WirePlan};
 use crate::resources::MemoryLocation;
 use crate::session::{KnownCache, REPORTED_BY, StreamLease, limit_ms, location};
@@ -131,7 +131,7 @@ impl Call {
             // The bytes are in place, so pulls may read them in place while they are compared.
             drop(writing);
         }
-        self.verified(taken?, known, plan, LocalEnd::Source)
+        self.verified(taken?, known, plan, Side::Source)
     }
 
     /// Returns the plan for the peer, and the number and the location of the tensors that it may read. If the tensors of the
@@ -144,7 +144,7 @@ impl Call {
         if self.local.mixed().is_none() {
             return Ok((plan.clone(), self.local.num_tensors(), memory_location));
         }
-        let tensors = plan.tensors_at(LocalEnd::Source);
+        let tensors = plan.tensors_at(Side::Source);
         let first = TensorSteps::consecutive(0);
         let plan = plan.in_tensor_steps(first, plan.dst_tensors(), tensors.count);
         Ok((Arc::new(plan), tensors.count, memory_location.only(tensors)?))
@@ -157,7 +157,7 @@ impl Call {
             Ok(path) => {
                 // Pushes of other sizes are read by the peer, whatever moves this one.
                 self.resources.described_to_peer(&self.local, &memory_location);
-                if let Some(rings) = self.preferred_rings(path, plan.bytes(), LocalEnd::Source) {
+                if let Some(rings) = self.preferred_rings(path, plan.bytes(), Side::Source) {
                     return self.send_bytes(known, plan, Some(rings));
                 }
                 if let Some(moved) = self.have_read(known, plan, memory_location, path)? {
@@ -196,7 +196,7 @@ impl Call {
         };
         match reply? {
             Reply::Done { bytes } => {
-                self.note_speed(LocalEnd::Source, path, bytes, started.map(|started| started.elapsed()));
+                self.note_speed(Side::Source, path, bytes, started.map(|started| started.elapsed()));
                 self.count(path, bytes, false);
                 Ok(Some(Moved::Bytes(bytes)))
             }
@@ -225,7 +225,7 @@ impl Call {
         let started = first.as_ref().and_then(|_| self.timed(plan.bytes()));
         let (sent, path) = streams.send(first)?;
         if let Moved::Bytes(bytes) = sent {
-            self.note_speed(LocalEnd::Source, path, bytes, started.map(|started| started.elapsed()));
+            self.note_speed(Side::Source, path, bytes, started.map(|started| started.elapsed()));
             self.count_sent(path, bytes);
         }
         Ok(sent)

@@ -14,7 +14,7 @@ use crate::error::Result;
 use crate::fallible;
 use crate::memory::random;
 use crate::model::Verify;
-use crate::plan::{CopyPlan, LocalEnd, Piece};
+use crate::plan::{CopyPlan, Piece, Side};
 use crate::protocol::{MAX_CHECKSUMS, MAX_HASHED, Request};
 use crate::session::{KnownCache, limit_ms};
 
@@ -23,7 +23,7 @@ const BLOCKS: &str = "the blocks that are compared";
 
 /// The tensors of both ends of a transfer, and the end that is here.
 struct Ends {
-    local: LocalEnd,
+    local: Side,
     here: Range<u32>,
     there: u32,
 }
@@ -39,7 +39,7 @@ impl Call {
         moved: Moved,
         known: &KnownCache,
         plan: &CopyPlan,
-        local: LocalEnd,
+        local: Side,
     ) -> Result<Moved> {
         if self.verify == Verify::Off || matches!(moved, Moved::Stale) {
             return Ok(moved);
@@ -65,7 +65,7 @@ impl Call {
     }
 
     /// Returns the number of blocks of a plan that are compared.
-    fn num_blocks(&self, plan: &CopyPlan, local: LocalEnd) -> Result<usize> {
+    fn num_blocks(&self, plan: &CopyPlan, local: Side) -> Result<usize> {
         let sizes = block_sizes(&self.local, plan, local);
         if !plan.is_compared_by_pairs() {
             return Ok(plan.final_blocks(sizes, None)?.len());
@@ -78,13 +78,13 @@ impl Call {
         &self,
         known: &KnownCache,
         plan: &CopyPlan,
-        local: LocalEnd,
+        local: Side,
         sample: Option<u64>,
     ) -> Result<Option<Compared>> {
         let blocks = plan.final_blocks(block_sizes(&self.local, plan, local), sample)?;
         let (here, there) = match local {
-            LocalEnd::Source => (plan.src_tensor(), plan.dst_tensor()),
-            LocalEnd::Destination => (plan.dst_tensor(), plan.src_tensor()),
+            Side::Source => (plan.src_tensor(), plan.dst_tensor()),
+            Side::Destination => (plan.dst_tensor(), plan.src_tensor()),
         };
         let ends = Ends { local, here: here..here + plan.num_tensors(), there };
         let most = (MAX_HASHED / u64::from(plan.num_tensors()).max(1))
@@ -101,8 +101,8 @@ impl Call {
     /// Returns for each of `blocks` whether both sides have the same bytes; `None` if the remote cache has changed.
     fn compare_chunk(&self, known: &KnownCache, blocks: &[Piece], ends: &Ends) -> Result<Option<Vec<bool>>> {
         let remote = |piece: &Piece| match ends.local {
-            LocalEnd::Source => (piece.dst, piece.len),
-            LocalEnd::Destination => (piece.src, piece.len),
+            Side::Source => (piece.dst, piece.len),
+            Side::Destination => (piece.src, piece.len),
         };
         let request = Request::Checksums {
             name: self.name.into(),
@@ -113,7 +113,7 @@ impl Call {
             grant: self.grant_id(),
             limit_ms: limit_ms(self.deadline),
         };
-        let range = |piece: &Piece| ByteRange { start: ends.local.of(piece), len: piece.len };
+        let range = |piece: &Piece| ByteRange { start: piece.start(ends.local), len: piece.len };
         let (engine, memory) = (&self.resources.copy_engine, (self.local.tensors(), self.local.placement()));
         self.compare(known, &request, blocks.len(), |checksums| {
             let ranges = fallible::collect(BLOCKS, blocks.iter().map(range))?;

@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use llm_datadist_core::testing::model::{AddressLocation, CacheLayout};
 use llm_datadist_core::testing::plan::{
-    Blocks, CacheCount, CopyPlan, KvPart, KvSequence, LayoutPlan, Moves, Piece, Pieces, Span, SpanList, Wave,
+    Blocks, CacheCount, CopyPlan, KvPart, KvSequence, LayoutPlan, Moves, Piece, Pieces, Side, Span, SpanList,
+    Wave,
 };
 use llm_datadist_core::testing::protocol::{
     self, EntryVersion, HEADER, MESSAGE_LIMIT, Reply, Request, Run, WireCache, WireLocation, WireName,
@@ -194,7 +195,7 @@ fn fetch(plan: WirePlan) -> Request {
 fn served(body: &[u8]) -> Result<(Vec<u64>, Vec<u64>)> {
     let Request::Fetch { plan, .. } = protocol::decode(body)? else { panic!("another request") };
     let plan = CopyPlan::try_from(plan)?;
-    Ok((plan.src_rows(16)?, plan.dst_rows(16)?))
+    Ok((plan.touched_rows(Side::Source, 16)?, plan.touched_rows(Side::Destination, 16)?))
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use llm_datadist_core::testing::checksums::{ByteRange, Checksums, canonical};
 use llm_datadist_core::testing::copy::CopyEngine;
 use llm_datadist_core::testing::device::{DeviceSet, HostReach};
-use llm_datadist_core::testing::plan::{BlockSizes, CacheCount, CopyPlan, LocalEnd, Moves, Piece, Pieces};
+use llm_datadist_core::testing::plan::{BlockSizes, CacheCount, CopyPlan, Moves, Piece, Pieces, Side};
 use llm_datadist_core::testing::tensors;
 use llm_datadist_core::{
     CacheId, CacheKey, CacheKind, ClusterId, Config, Deadline, ErrorKind, Name, Placement, Role,
@@ -24,11 +24,11 @@ fn last_sources(pieces: &[Piece]) -> BTreeMap<u64, u64> {
     pieces.iter().flat_map(bytes).collect()
 }
 
-fn judge(plan: &CopyPlan, expected: &BTreeMap<u64, u64>, local: LocalEnd, row_bytes: u64, most: u64) {
+fn judge(plan: &CopyPlan, expected: &BTreeMap<u64, u64>, local: Side, row_bytes: u64, most: u64) {
     let blocks = plan.final_blocks(BlockSizes { local, rows: row_bytes.into(), most }, None).unwrap();
     let mut found = BTreeMap::new();
     for block in &blocks {
-        let at = local.of(block);
+        let at = block.start(local);
         assert!(block.len > 0 && block.len <= most, "{block:?}");
         assert_eq!(at / row_bytes, (at + block.len - 1) / row_bytes, "{block:?} is in one row");
         for byte in 0..block.len {
@@ -58,7 +58,7 @@ proptest! {
         let plan = block_plan(&pairs, ROW, 2);
         let pieces: Vec<_> =
             pairs.iter().map(|&(src, dst)| Piece { src: src * ROW, dst: dst * ROW, len: ROW }).collect();
-        let local = if source { LocalEnd::Source } else { LocalEnd::Destination };
+        let local = if source { Side::Source } else { Side::Destination };
         judge(&plan, &last_sources(&pieces), local, ROW, most);
     }
 
@@ -80,7 +80,7 @@ proptest! {
         let mut moves = Moves { pieces: Pieces::Listed(pieces.clone()), num_tensors: 1, ..Moves::default() };
         let plan = CopyPlan::moves(&mut moves, CacheCount::Two).unwrap();
         // The rows of a slot need not have the size of the blocks.
-        let (local, row) = if source { (LocalEnd::Source, slot) } else { (LocalEnd::Destination, ROW) };
+        let (local, row) = if source { (Side::Source, slot) } else { (Side::Destination, ROW) };
         judge(&plan, &last_sources(&pieces), local, row, most);
     }
 }

@@ -12,7 +12,7 @@ use llm_datadist_core::testing::device::{DeviceSet, HostReach};
 use llm_datadist_core::testing::fabric::{EngineFabric, PeerFabric};
 use llm_datadist_core::testing::memory::{PeerProcess, Reach, Region, Tensors, own_probe};
 use llm_datadist_core::testing::net::Stream;
-use llm_datadist_core::testing::plan::{CopyPlan, LocalEnd};
+use llm_datadist_core::testing::plan::{CopyPlan, Side};
 use llm_datadist_core::testing::protocol::Run;
 use llm_datadist_core::{Config, Deadline, ErrorKind, FabricConfig, Placement};
 use llm_datadist_testing::{SimDevice, Stall};
@@ -104,7 +104,7 @@ impl Destination {
         let job = PathJob { engine: &self.engine, plan, deadline: soon() };
         let to = (&self.tensors, self.placement);
         let ring = self.engine.ring_bytes();
-        let hops = path.hops(LocalEnd::Destination, self.tensors.reach(), self.device);
+        let hops = path.hops(Side::Destination, self.tensors.reach(), self.device);
         let read = path.read(job, to, &progress, Arc::new(())).unwrap();
         assert_eq!(
             (Some(read.hops), read.bytes, progress.bytes()),
@@ -203,15 +203,15 @@ fn paths_report_reachable_memory_and_hops() {
             ] {
                 let path = remote.path();
                 assert_eq!((path.kind(), path.kind().sees_generations()), (kind, sees));
-                assert_eq!(hops(&*path, LocalEnd::Destination), into(one, to_device)(memory), "{what}");
-                assert_eq!(hops(&*path, LocalEnd::Source), None, "{what}");
+                assert_eq!(hops(&*path, Side::Destination), into(one, to_device)(memory), "{what}");
+                assert_eq!(hops(&*path, Side::Source), None, "{what}");
             }
             for (stream, kind) in [(&stream, PathKind::Sockets), (&ringed, PathKind::Rings)] {
                 let path = StreamPath { stream, range: 0..0, sum: None };
                 assert_eq!((path.kind(), path.kind().sees_generations()), (kind, false));
-                assert_eq!(hops(&path, LocalEnd::Destination), into(one, two)(memory), "{what}");
+                assert_eq!(hops(&path, Side::Destination), into(one, two)(memory), "{what}");
                 let sent = if memory == Reach::HostRead { one } else { into(one, two)(memory) };
-                assert_eq!(hops(&path, LocalEnd::Source), sent, "{what}");
+                assert_eq!(hops(&path, Side::Source), sent, "{what}");
             }
         }
     }

@@ -10,7 +10,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use llm_datadist_core::testing::copy::{Progress, Staging};
-use llm_datadist_core::testing::plan::{CopyPlan, KvPart, KvSequence, LayoutPlan, Template, assign_owners};
+use llm_datadist_core::testing::plan::{
+    CopyPlan, KvPart, KvSequence, LayoutPlan, Side, Template, assign_owners,
+};
 use llm_datadist_core::{
     CacheDesc, DataType, Deadline, Geometry, KvGeometry, KvLayout, KvPlanes, Placement, Result, SwapInPath,
     TokenOrder,
@@ -23,7 +25,7 @@ use crate::socket_copies::SocketCopies as _;
 
 /// A cache and the blocks of one sequence in it.
 #[derive(Clone, Debug)]
-struct Side {
+struct Holder {
     layout: KvLayout,
     data_type: DataType,
     rows: u64,
@@ -32,7 +34,7 @@ struct Side {
     tokens: Option<Range<u64>>,
 }
 
-impl Side {
+impl Holder {
     fn row_bytes(&self) -> u64 {
         let KvLayout { tokens_per_block, heads, head_dim, kv, .. } = &self.layout;
         let planes = if *kv == KvPlanes::KThenV { 2 } else { 1 };
@@ -101,8 +103,8 @@ type Moved = ((u32, u64), (u32, u64));
 /// A move of tokens between two sides.
 #[derive(Clone, Debug)]
 struct Case {
-    src: Side,
-    dst: Side,
+    src: Holder,
+    dst: Holder,
     /// Where the elements of a plan are cut in two.
     cut: u64,
 }
@@ -113,7 +115,7 @@ impl Case {
         let len = |range: &Range<u64>| range.end - range.start;
         let both = self.src.capacity().min(self.dst.capacity());
         let count = self.src.tokens.as_ref().or(self.dst.tokens.as_ref()).map_or(both, len);
-        let first = |side: &Side| side.tokens.as_ref().map_or(0, |range| range.start);
+        let first = |side: &Holder| side.tokens.as_ref().map_or(0, |range| range.start);
         (first(&self.src), first(&self.dst), count)
     }
 
@@ -140,7 +142,7 @@ impl Case {
 
     fn plan(&self, part: &KvPart) -> Result<LayoutPlan> {
         let (src, dst) = (self.src.geometry()?, self.dst.geometry()?);
-        let sequence = |geometry, side: &Side| (geometry, side.blocks.clone(), side.tokens.clone());
+        let sequence = |geometry, side: &Holder| (geometry, side.blocks.clone(), side.tokens.clone());
         let ((src, src_blocks, src_tokens), (dst, dst_blocks, dst_tokens)) =
             (sequence(&src, &self.src), sequence(&dst, &self.dst));
         let src = KvSequence { geometry: src, blocks: &src_blocks, tokens: src_tokens };
@@ -176,11 +178,13 @@ impl Case {
         prop_assert!(moved == expected, "the plan moves other elements than the twin{}", layouts());
         let mut rows = (BTreeSet::new(), BTreeSet::new());
         for plan in &plan.plans {
-            let tensors = |side: &Side| Some((side.num_tensors(), side.rows * side.row_stride));
-            plan.check_bounds(tensors(&self.src), tensors(&self.dst))
-                .map_err(|error| TestCaseError::fail(format!("{error}{}", layouts())))?;
-            rows.0.extend(plan.src_rows(self.src.row_stride).unwrap());
-            rows.1.extend(plan.dst_rows(self.dst.row_stride).unwrap());
+            for (side, of, rows) in
+                [(Side::Source, &self.src, &mut rows.0), (Side::Destination, &self.dst, &mut rows.1)]
+            {
+                plan.check_bounds(side, (of.num_tensors(), of.rows * of.row_stride))
+                    .map_err(|error| TestCaseError::fail(format!("{error}{}", layouts())))?;
+                rows.extend(plan.touched_rows(side, of.row_stride).unwrap());
+            }
             let waves: Vec<Template> =
                 plan.waves().iter().filter_map(|wave| wave.template().cloned()).collect();
             let (src, dst) = (plan.src_tensors(), plan.dst_tensors());
@@ -188,7 +192,7 @@ impl Case {
             prop_assert!(received.is_ok(), "{:?}{}", received, layouts());
             prop_assert_eq!(received.unwrap().waves().len(), waves.len());
         }
-        let expected = |side: &Side, at: fn(&Moved) -> u64| -> BTreeSet<u64> {
+        let expected = |side: &Holder, at: fn(&Moved) -> u64| -> BTreeSet<u64> {
             expected.iter().map(|moved| at(moved) / side.row_stride).collect()
         };
         prop_assert_eq!(rows.0, expected(&self.src, |moved| moved.1.1), "{}", layouts());
@@ -276,7 +280,7 @@ fn model() -> impl Strategy<Value = Model> {
 }
 
 /// Builds one side: a rank that holds the head and the layer of the model, with blocks for its tokens.
-fn side(model: &Model, numbers: &Numbers, is_src: bool) -> Side {
+fn side(model: &Model, numbers: &Numbers, is_src: bool) -> Holder {
     let ranks = if model.kv == Some(KvPlanes::Latent) { 1 } else { numbers.ranks };
     let holders: Vec<Range<u32>> = (0..ranks)
         .map(|rank| heads_of_rank(model.total_heads, ranks, rank))
@@ -297,7 +301,7 @@ fn side(model: &Model, numbers: &Numbers, is_src: bool) -> Side {
     let rows = (count + numbers.spare.1).max(1);
     let blocks = block_list(count as usize, rows, numbers.seed, is_src);
     let tokens = Some(numbers.skip..needed).filter(|_| numbers.skip > 0 || !numbers.whole);
-    let mut side = Side { layout, data_type: model.data_type, rows, row_stride: 0, blocks, tokens };
+    let mut side = Holder { layout, data_type: model.data_type, rows, row_stride: 0, blocks, tokens };
     side.row_stride = side.row_bytes() + numbers.padding * side.data_type.bytes();
     side
 }
@@ -389,7 +393,7 @@ fn groups() -> impl Strategy<Value = Group> {
 
 impl Group {
     /// One side of a move with these heads and layers. The block size, order and planes of owners differ by `variant`.
-    fn side(&self, numbers: &Numbers, heads: Range<u32>, layers: Range<u32>, variant: u32) -> Side {
+    fn side(&self, numbers: &Numbers, heads: Range<u32>, layers: Range<u32>, variant: u32) -> Holder {
         let order = if variant.is_multiple_of(2) { TokenOrder::Nhd } else { TokenOrder::Hnd };
         let tokens_per_block = (numbers.tokens_per_block + variant) % 64 + 1;
         let skip = numbers.skip % u64::from(tokens_per_block);
@@ -403,7 +407,7 @@ impl Group {
         side
     }
 
-    fn owners(&self) -> Vec<Side> {
+    fn owners(&self) -> Vec<Holder> {
         let (all, second) = self.layers;
         let stages = [0..second, second..all];
         let ranks = |layers: Range<u32>| {
@@ -464,8 +468,8 @@ fn rank(total_heads: u32, ranks: u32, rank: u32) -> KvLayout {
 }
 
 /// The first `blocks` blocks of a cache.
-fn whole(layout: KvLayout, blocks: u64) -> Side {
-    let mut side = Side {
+fn whole(layout: KvLayout, blocks: u64) -> Holder {
+    let mut side = Holder {
         layout,
         data_type: DataType::Float16,
         rows: blocks,
@@ -477,7 +481,7 @@ fn whole(layout: KvLayout, blocks: u64) -> Side {
     side
 }
 
-fn between(src: Side, dst: Side) -> Case {
+fn between(src: Holder, dst: Holder) -> Case {
     Case { src, dst, cut: 0 }
 }
 
@@ -535,13 +539,13 @@ fn stored(plan: &CopyPlan) -> (usize, usize) {
 
 #[test]
 fn plans_are_as_small_as_the_layouts_allow() {
-    let plans = |src: Side, dst: Side| {
+    let plans = |src: Holder, dst: Holder| {
         let case = between(src, dst);
         let part = KvPart::common(&case.src.layout, &case.dst.layout).unwrap();
         case.check(&part).unwrap();
         case.plan(&part).unwrap().plans
     };
-    let one = |src: Side, dst: Side| {
+    let one = |src: Holder, dst: Holder| {
         let plans = plans(src, dst);
         assert_eq!(plans.len(), 1);
         (stored(&plans[0]), plans[0].waves()[0].count())
@@ -644,7 +648,7 @@ fn large_tensors_with_uneven_strides_are_planned_as_spans() {
 /// The copy engine copies the templates, and the alternating tensors, of a plan: in memory and through a stream.
 #[test]
 fn plans_between_layouts_move_bytes() {
-    let shuffled = |side: Side| Side { blocks: block_list(50, 60, 5, false), rows: 60, ..side };
+    let shuffled = |side: Holder| Holder { blocks: block_list(50, 60, 5, false), rows: 60, ..side };
     let fused = KvLayout { kv: KvPlanes::KThenV, order: TokenOrder::Hnd, ..rank(8, 4, 1) };
     let there = between(shuffled(whole(rank(8, 2, 0), 50)), shuffled(whole(fused, 50)));
     let back = between(there.dst.clone(), there.src.clone());
@@ -652,7 +656,7 @@ fn plans_between_layouts_move_bytes() {
         let part = KvPart::common(&case.src.layout, &case.dst.layout).unwrap();
         let plans = case.plan(&part).unwrap().plans;
         assert!(plans.len() == 2 && plans[0].waves()[0].template().is_some());
-        let over = |side: &Side, seed: u8| {
+        let over = |side: &Holder, seed: u8| {
             let (tensors, row) = (side.num_tensors() as usize, side.row_stride as usize);
             tensors_over(tensors, side.rows as usize, row, |tensor, at| pattern(seed, tensor, at))
         };

@@ -7,7 +7,7 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 
 use llm_datadist_core::Result;
 use llm_datadist_core::testing::plan::{
-    Blocks, CacheCount, CopyPlan, Moves, Piece, Pieces, Span, SpanList, Template, TensorSteps, Wave,
+    Blocks, CacheCount, CopyPlan, Moves, Piece, Pieces, Side, Span, SpanList, Template, TensorSteps, Wave,
 };
 use llm_datadist_core::testing::protocol::WirePlan;
 use proptest::prelude::*;
@@ -417,7 +417,9 @@ impl Seen {
             && waves.iter().all(|wave| bytes(wave) <= i128::from(dst_bytes))
             && src + count <= 4
             && dst + count <= 4;
-        let checked = plan.check_bounds(Some((4, src_bytes)), Some((4, dst_bytes)));
+        let checked = plan
+            .check_bounds(Side::Source, (4, src_bytes))
+            .and_then(|()| plan.check_bounds(Side::Destination, (4, dst_bytes)));
         prop_assert_eq!(checked.is_ok(), fits, "{:?}", checked);
         self.0.set((self.0.get().0 + 1, self.0.get().1 + u32::from(fits)));
         if fits {
@@ -425,7 +427,10 @@ impl Seen {
             let read = rows_of(pieces().map(|[src, _, len]| (src, len)), row_bytes);
             let written = rows_of(pieces().map(|[_, dst, len]| (dst, len)), row_bytes);
             prop_assert_eq!(
-                (plan.src_rows(row_bytes).unwrap(), plan.dst_rows(row_bytes).unwrap()),
+                (
+                    plan.touched_rows(Side::Source, row_bytes).unwrap(),
+                    plan.touched_rows(Side::Destination, row_bytes).unwrap()
+                ),
                 (read, written)
             );
             let walked: u64 = plan.pieces(0, u64::MAX).map(|(_, piece)| piece.len).sum();
@@ -581,9 +586,10 @@ fn plans_step_over_tensors() {
     let every_second = plan(3, (1, 2), (4, 1)).unwrap();
     assert_eq!([0, 1, 2].map(|index| every_second.src_tensors().tensor(index)), [1, 3, 5]);
     assert_eq!([0, 1, 2].map(|index| every_second.dst_tensors().tensor(index)), [4, 5, 6]);
-    every_second.check_bounds(Some((6, 1)), Some((7, 1))).unwrap();
-    every_second.check_bounds(Some((5, 1)), None).unwrap_err();
-    every_second.check_bounds(None, Some((6, 1))).unwrap_err();
+    every_second.check_bounds(Side::Source, (6, 1)).unwrap();
+    every_second.check_bounds(Side::Destination, (7, 1)).unwrap();
+    every_second.check_bounds(Side::Source, (5, 1)).unwrap_err();
+    every_second.check_bounds(Side::Destination, (6, 1)).unwrap_err();
     // A cut by layer keeps the steps.
     let cut = every_second.in_tensors(3, 5, 2);
     assert_eq!(
@@ -627,13 +633,16 @@ fn what_a_plan_of_a_peer_may_not_say() {
     // A large count costs nothing: positions and rows are computed, not enumerated.
     let wide = Span { src: 5, len: 1, count: 1 << 24, src_step: 0, dst_step: 1 << 20, ..span };
     let plan = plan(vec![vec![wide]]).unwrap();
-    let error = plan.check_bounds(None, Some((1, 1 << 44))).map(|()| plan.src_rows(4).unwrap()).unwrap();
+    let error = plan
+        .check_bounds(Side::Destination, (1, 1 << 44))
+        .map(|()| plan.touched_rows(Side::Source, 4).unwrap())
+        .unwrap();
     assert_eq!(error, [1]);
-    let error = plan.check_bounds(None, Some((1, (1 << 44) - (1 << 20)))).unwrap_err();
+    let error = plan.check_bounds(Side::Destination, (1, (1 << 44) - (1 << 20))).unwrap_err();
     assert_eq!((error.fact("which"), error.fact("tensor_bytes")), (Some("written"), Some("17592184995840")));
-    let error = plan.check_bounds(Some((1, 5)), None).unwrap_err();
+    let error = plan.check_bounds(Side::Source, (1, 5)).unwrap_err();
     assert_eq!(error.fact("which"), Some("read"));
-    let error = plan.check_bounds(Some((0, 6)), None).unwrap_err();
+    let error = plan.check_bounds(Side::Source, (0, 6)).unwrap_err();
     assert_eq!((error.fact("which"), error.fact("num_tensors")), (Some("read"), Some("0")));
 }
 
@@ -747,16 +756,20 @@ fn scattered_blocks_do_what_copying_one_by_one_does() {
                 let rows = |start: fn(&Piece) -> u64| {
                     rows_of(naive.iter().map(|piece| (start(piece), len)), row_bytes)
                 };
-                prop_assert_eq!(plan.src_rows(row_bytes).unwrap(), rows(|piece| piece.src));
-                prop_assert_eq!(plan.dst_rows(row_bytes).unwrap(), rows(|piece| piece.dst));
+                prop_assert_eq!(plan.touched_rows(Side::Source, row_bytes).unwrap(), rows(|piece| piece.src));
+                prop_assert_eq!(
+                    plan.touched_rows(Side::Destination, row_bytes).unwrap(),
+                    rows(|piece| piece.dst)
+                );
             }
             let ends = |start: fn(&Piece) -> u64| naive.iter().map(|piece| start(piece) + len).max().unwrap();
             let (read, written) =
                 (ends(|piece| piece.src), ends(|piece| piece.dst).max(naive.len() as u64 * len));
-            plan.check_bounds(Some((tensors, read)), Some((tensors, written))).unwrap();
-            prop_assert!(plan.check_bounds(Some((tensors, read - 1)), None).is_err());
+            plan.check_bounds(Side::Source, (tensors, read)).unwrap();
+            plan.check_bounds(Side::Destination, (tensors, written)).unwrap();
+            prop_assert!(plan.check_bounds(Side::Source, (tensors, read - 1)).is_err());
             let last = ends(|piece| piece.dst);
-            prop_assert!(plan.check_bounds(None, Some((tensors, last - 1))).is_err());
+            prop_assert!(plan.check_bounds(Side::Destination, (tensors, last - 1)).is_err());
             in_blocks
                 .set(in_blocks.get() + plan.waves().iter().filter(|wave| wave.blocks().is_some()).count());
             Ok(())
@@ -806,8 +819,8 @@ fn rows_of_blocks_are_ascending_each_once() {
         let plan = CopyPlan::from_blocks(1, 0, 0, blocks).unwrap();
         let rows =
             |first: u64, count: u64| (0..count).map(|k| first + k * u64::from(remote)).collect::<Vec<_>>();
-        assert_eq!(plan.src_rows(8).unwrap(), rows(2, 50));
-        assert_eq!(plan.dst_rows(8).unwrap(), rows(3, 100));
+        assert_eq!(plan.touched_rows(Side::Source, 8).unwrap(), rows(2, 50));
+        assert_eq!(plan.touched_rows(Side::Destination, 8).unwrap(), rows(3, 100));
     }
     let many = std::sync::Arc::new(vec![(0, 0); (1 << 24) + 1]);
     let error = CopyPlan::from_blocks(1, 0, 0, Blocks { len: 1, src: 0, dst: 0, pairs: many }).unwrap_err();
@@ -882,11 +895,14 @@ fn packed_plans_are_what_their_spans_are() {
             let at = below(left.tensor_bytes());
             assert!(left.pieces(at, at + 100).eq(right.pieces(at, at + 100)));
         }
-        assert_eq!(packed.dst_rows(100).unwrap(), unpacked.dst_rows(100).unwrap());
+        assert_eq!(
+            packed.touched_rows(Side::Destination, 100).unwrap(),
+            unpacked.touched_rows(Side::Destination, 100).unwrap()
+        );
         let reach = waves.iter().flatten().map(|span| span.dst + scale / 2 + scale / 8).max().unwrap();
-        packed.check_bounds(None, Some((5, reach + scale))).unwrap();
-        packed.check_bounds(None, Some((5, reach / 2))).unwrap_err();
-        packed.check_bounds(None, Some((4, reach + scale))).unwrap_err();
+        packed.check_bounds(Side::Destination, (5, reach + scale)).unwrap();
+        packed.check_bounds(Side::Destination, (5, reach / 2)).unwrap_err();
+        packed.check_bounds(Side::Destination, (4, reach + scale)).unwrap_err();
     }
     assert!(taken >= 4 && refused >= 2, "{taken} taken, {refused} refused");
     let span = Span { src: 0, dst: 0, len: 1, count: 1, src_step: 0, dst_step: 0 };

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use llm_datadist_core::testing::model::{AddressLocation, CacheLayout, GrantId, Name};
-use llm_datadist_core::testing::plan::{CopyPlan, MOST_TEMPLATE_SPANS, MOST_TEMPLATES, Span, SpanList};
+use llm_datadist_core::testing::plan::{CopyPlan, MOST_TEMPLATE_SPANS, MOST_TEMPLATES, Side, Span, SpanList};
 use llm_datadist_core::testing::protocol::{
     self, Attach, Attached, CHECKSUM, Challenge, Comm, Confirm, ControlMessage, EnteredLink, EntryVersion,
     HANDSHAKE_LIMIT, HEADER, Header, Hello, LinkAnswer, MAX_METADATA, MESSAGE, MESSAGE_LIMIT, METADATA_LIMIT,
@@ -306,20 +306,20 @@ fn request_bytes() {
             bytes,
         );
     }
-    for (written, grant, bytes) in [
+    for (side, grant, bytes) in [
         (
-            false,
+            Side::Source,
             None,
             "4c440e01430000000b020106020104020201028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e070100000000e80708a92156d5ea7907",
         ),
         (
-            true,
+            Side::Destination,
             Some(GRANT),
             "4c440e01560000000b020106020104020201028001100902010000002c01020002400810031fd8046080804010010000000003010000018827f02e0701000001012cd80407070707070707070707070707070707e807114fffa4f0edca50",
         ),
     ] {
         let (name, cache, plan) = (named, 3, layout_plan());
-        golden(&Request::PairChecksums { name, cache, plan, written, grant, limit_ms }, bytes);
+        golden(&Request::PairChecksums { name, cache, plan, side, grant, limit_ms }, bytes);
     }
     golden(
         &Reply::Checksums { generation: 300, sums: vec![1, u64::MAX] },
@@ -935,8 +935,13 @@ fn a_plan_takes_a_bounded_multiple_of_its_bytes() {
             let Request::Read { plan, .. } = protocol::decode(&body).unwrap() else { panic!() };
             drop(body);
             let plan = CopyPlan::try_from(plan)?;
-            plan.check_bounds(Some((8, 1 << 48)), Some((8, 1 << 48)))?;
-            Ok((plan.src_rows(ROW)?.len(), plan.dst_rows(ROW)?.len(), plan))
+            plan.check_bounds(Side::Source, (8, 1 << 48))?;
+            plan.check_bounds(Side::Destination, (8, 1 << 48))?;
+            Ok((
+                plan.touched_rows(Side::Source, ROW)?.len(),
+                plan.touched_rows(Side::Destination, ROW)?.len(),
+                plan,
+            ))
         };
         let (result, peak): (Result<_, Error>, usize) = counting_allocator::peak(work);
         assert_eq!(result.is_ok(), taken, "{name}: {result:?}");
@@ -956,8 +961,8 @@ fn the_rows_of_a_plan_take_memory_for_each_row_once() {
     let span = Span { src: 0, dst: 0, len: 1, count, src_step: step, dst_step: -step };
     let spans = (0..16).map(|k| Span { src: k, dst: k + 2 * ROW * (count - 1), ..span });
     let plan = CopyPlan::from_parts(1, 0, 0, spans.map(|span| vec![span]).collect()).unwrap();
-    for rows in [CopyPlan::src_rows, CopyPlan::dst_rows] {
-        let (rows, peak) = counting_allocator::peak(|| rows(&plan, ROW).unwrap());
+    for side in [Side::Source, Side::Destination] {
+        let (rows, peak) = counting_allocator::peak(|| plan.touched_rows(side, ROW).unwrap());
         assert!(rows.iter().copied().eq((0..count).map(|k| 2 * k)));
         assert!(peak < 128 * rows.len(), "{peak} for {} rows", rows.len());
     }

@@ -10,7 +10,7 @@ use llm_datadist_core::testing::copy::Progress;
 use llm_datadist_core::testing::device::HostReach;
 use llm_datadist_core::testing::memory::Tensors;
 use llm_datadist_core::testing::plan::{
-    Blocks, CacheCount, CopyPlan, Moves, Piece, Pieces, Span, SpanList, Template, TensorSteps,
+    Blocks, CacheCount, CopyPlan, Moves, Piece, Pieces, Side, Span, SpanList, Template, TensorSteps,
 };
 use llm_datadist_core::testing::validate;
 use llm_datadist_core::{
@@ -145,8 +145,8 @@ fn plans_that_touch_a_gap_are_refused() {
             let pieces: Vec<Piece> =
                 plan.waves().iter().flat_map(|wave| wave.pieces(0, wave.tensor_bytes())).collect();
             for (rows, result, start) in [
-                (src, plan.check_rows(Some(src), None), (|piece| piece.src) as fn(&Piece) -> u64),
-                (dst, plan.check_rows(None, Some(dst)), |piece| piece.dst),
+                (src, plan.check_rows(Side::Source, src), (|piece| piece.src) as fn(&Piece) -> u64),
+                (dst, plan.check_rows(Side::Destination, dst), |piece| piece.dst),
             ] {
                 let fits =
                     !rows.has_gaps() || pieces.iter().all(|piece| in_rows(rows, start(piece), piece.len));
@@ -158,17 +158,23 @@ fn plans_that_touch_a_gap_are_refused() {
                     passed.set(passed.get() + usize::from(rows.has_gaps()));
                 }
             }
-            for (rows, named) in [(src, plan.src_rows(src).unwrap()), (dst, plan.dst_rows(dst).unwrap())] {
+            for (rows, named) in [
+                (src, plan.touched_rows(Side::Source, src).unwrap()),
+                (dst, plan.touched_rows(Side::Destination, dst).unwrap()),
+            ] {
                 prop_assert!(named.is_sorted_by(|a, b| a < b), "{:?} in {:?}", named, rows);
             }
-            if plan.check_rows(Some(src), Some(dst)).is_ok() {
+            if plan.check_rows(Side::Source, src).is_ok() && plan.check_rows(Side::Destination, dst).is_ok() {
                 let touched = |rows: RowSizes, start: fn(&Piece) -> u64| {
                     let bytes = pieces.iter().flat_map(|piece| start(piece)..start(piece) + piece.len);
                     bytes.map(|at| at / rows.stride()).collect::<std::collections::BTreeSet<_>>()
                 };
                 let by_plan = |rows: Vec<u64>| rows.into_iter().collect::<std::collections::BTreeSet<_>>();
                 let all = (touched(src, |piece| piece.src), touched(dst, |piece| piece.dst));
-                let named = (by_plan(plan.src_rows(src).unwrap()), by_plan(plan.dst_rows(dst).unwrap()));
+                let named = (
+                    by_plan(plan.touched_rows(Side::Source, src).unwrap()),
+                    by_plan(plan.touched_rows(Side::Destination, dst).unwrap()),
+                );
                 prop_assert_eq!(all, named);
             }
             Ok(())

@@ -6,7 +6,7 @@ use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
 
-use llm_datadist_core::testing::plan::{CacheCount, CopyPlan, Moves, Piece};
+use llm_datadist_core::testing::plan::{CacheCount, CopyPlan, Moves, Piece, Side};
 use llm_datadist_core::testing::validate::{
     self, CheckedPull, CheckedPush, ExtParam, LayerRange, Layers, PullRows, PushRows, RemoteCache,
     accessible, pull_kv_layers, push_kv_alone, push_kv_cache,
@@ -259,9 +259,10 @@ fn plan_does(moves: &Moves, bytes: &[Byte], (src, dst): (CacheLayout, CacheLayou
     // Only the last byte that is written to a place is copied.
     let last: BTreeMap<_, _> = bytes.iter().map(|&(read, written)| (written, read)).collect();
     assert_eq!(plan.bytes(), last.len() as u64);
-    let ends = |layout: CacheLayout| Some((layout.geometry.num_tensors(), layout.geometry.tensor_bytes()));
-    plan.check_bounds(ends(src), ends(dst)).unwrap();
-    plan.check_rows(Some(src.geometry.row_sizes()), Some(dst.geometry.row_sizes())).unwrap();
+    for (side, of) in [(Side::Source, src.geometry), (Side::Destination, dst.geometry)] {
+        plan.check_bounds(side, (of.num_tensors(), of.tensor_bytes())).unwrap();
+        plan.check_rows(side, of.row_sizes()).unwrap();
+    }
 
     let copy = |to: &mut Memory, tensor: usize, piece: Piece| {
         let read = &from[moves.src_tensor as usize + tensor][piece.src as usize..][..piece.len as usize];
@@ -287,9 +288,9 @@ fn plan_does(moves: &Moves, bytes: &[Byte], (src, dst): (CacheLayout, CacheLayou
     assert_eq!(in_cuts, expected, "in cuts of {cut}: {plan:?}");
 
     let read = last.values().map(|(_, at)| at / src.geometry.row_stride());
-    assert_eq!(plan.src_rows(src.geometry.row_sizes()).unwrap(), sorted(read));
+    assert_eq!(plan.touched_rows(Side::Source, src.geometry.row_sizes()).unwrap(), sorted(read));
     let written = last.keys().map(|(_, at)| at / dst.geometry.row_stride());
-    assert_eq!(plan.dst_rows(dst.geometry.row_sizes()).unwrap(), sorted(written));
+    assert_eq!(plan.touched_rows(Side::Destination, dst.geometry.row_sizes()).unwrap(), sorted(written));
 }
 
 fn sorted(rows: impl IntoIterator<Item = u64>) -> Vec<u64> {
@@ -404,9 +405,9 @@ fn agrees_with_the_model(pulls: bool, answer: impl Fn(&Case) -> Answers) {
                     let plan = CopyPlan::moves(&mut moves.clone(), CacheCount::Two).unwrap();
                     let stride = case.local.geometry.row_sizes();
                     let (rows, planned) = if pulls {
-                        (&moves.dst_rows, plan.dst_rows(stride))
+                        (&moves.dst_rows, plan.touched_rows(Side::Destination, stride))
                     } else {
-                        (&moves.src_rows, plan.src_rows(stride))
+                        (&moves.src_rows, plan.touched_rows(Side::Source, stride))
                     };
                     // A push also takes rows whose bytes are overwritten by later ones.
                     let (rows, planned) = (sorted(rows.clone()), planned.unwrap());

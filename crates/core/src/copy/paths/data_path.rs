@@ -11,7 +11,7 @@ use crate::device::HostReach;
 use crate::error::Result;
 use crate::memory::{Reach, Tensors};
 use crate::model::Deadline;
-use crate::plan::{CopyPlan, LocalEnd};
+use crate::plan::{CopyPlan, Side};
 
 /// How many copies lie between a path and the memory at one end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,7 +46,7 @@ pub trait DataPath {
 
     /// Returns how the path reaches `memory` of this engine at `end` of a plan, or `None` if it cannot. `device` is how the
     /// engine's device reaches host memory.
-    fn hops(&self, end: LocalEnd, memory: Reach, device: HostReach) -> Option<Hops>;
+    fn hops(&self, end: Side, memory: Reach, device: HostReach) -> Option<Hops>;
 
     /// Moves the bytes into `dst`, and records in `arrived` which are in place.
     ///

@@ -11,7 +11,7 @@ use crate::copy::run::KeptAlive;
 use crate::device::{FabricReader, HostReach};
 use crate::error::Result;
 use crate::memory::{FabricRegion, Reach, Tensors};
-use crate::plan::LocalEnd;
+use crate::plan::Side;
 
 /// A pool of a peer that the library reads.
 #[derive(Debug)]
@@ -22,7 +22,7 @@ impl DataPath for FabricPath<'_> {
         PathKind::Fabric
     }
 
-    fn hops(&self, end: LocalEnd, memory: Reach, _: HostReach) -> Option<Hops> {
+    fn hops(&self, end: Side, memory: Reach, _: HostReach) -> Option<Hops> {
         hops_into(end, memory, Hops::Two)
     }
 

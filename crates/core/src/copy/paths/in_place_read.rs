@@ -12,14 +12,14 @@ use crate::copy::tuner::Source;
 use crate::device::Copier;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Access, Reach, Tensors};
-use crate::plan::LocalEnd;
+use crate::plan::Side;
 
 /// Returns how a path that reads a peer reaches memory of this engine, which is the destination. `device` is the answer for
 /// memory of a device.
-pub(super) fn hops_into(end: LocalEnd, memory: Reach, device: Hops) -> Option<Hops> {
+pub(super) fn hops_into(end: Side, memory: Reach, device: Hops) -> Option<Hops> {
     match (end, memory) {
-        (LocalEnd::Destination, Reach::Host) => Some(Hops::One),
-        (LocalEnd::Destination, Reach::Device) => Some(device),
+        (Side::Destination, Reach::Host) => Some(Hops::One),
+        (Side::Destination, Reach::Device) => Some(device),
         _ => None,
     }
 }
@@ -44,7 +44,7 @@ impl InPlaceRead<'_> {
     ) -> Result<PathOutcome> {
         let InPlaceRead { job, src, dst, arrived, held } = self;
         let device = job.engine.devices().at(dst.1).host_reach();
-        let Some(hops) = path.hops(LocalEnd::Destination, dst.0.reach(), device) else {
+        let Some(hops) = path.hops(Side::Destination, dst.0.reach(), device) else {
             return Err(Error::new(ErrorKind::System, "cannot write to memory of another process"));
         };
         dst.0.check_mapped(Access::Write)?;

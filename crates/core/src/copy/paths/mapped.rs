@@ -12,7 +12,7 @@ use crate::device::HostReach;
 use crate::error::Result;
 use crate::memory::{Reach, Tensors};
 use crate::model::Placement;
-use crate::plan::LocalEnd;
+use crate::plan::Side;
 
 /// A pool of a peer, mapped read-only. The CPU copies from it; so does a device that reads host memory in place.
 #[derive(Debug)]
@@ -23,7 +23,7 @@ impl DataPath for MappedPath<'_> {
         PathKind::Mapped
     }
 
-    fn hops(&self, end: LocalEnd, memory: Reach, device: HostReach) -> Option<Hops> {
+    fn hops(&self, end: Side, memory: Reach, device: HostReach) -> Option<Hops> {
         hops_into(end, memory, if device == HostReach::Direct { Hops::One } else { Hops::Two })
     }
 

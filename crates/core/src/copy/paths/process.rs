@@ -11,7 +11,7 @@ use crate::copy::run::KeptAlive;
 use crate::device::{HostReach, ProcessReader};
 use crate::error::Result;
 use crate::memory::{PeerProcess, Reach, Tensors};
-use crate::plan::LocalEnd;
+use crate::plan::Side;
 
 /// Memory of a peer's process.
 #[derive(Debug)]
@@ -22,7 +22,7 @@ impl DataPath for ProcessPath<'_> {
         PathKind::Process
     }
 
-    fn hops(&self, end: LocalEnd, memory: Reach, _: HostReach) -> Option<Hops> {
+    fn hops(&self, end: Side, memory: Reach, _: HostReach) -> Option<Hops> {
         hops_into(end, memory, Hops::Two)
     }
 

@@ -16,7 +16,7 @@ use crate::memory::kernels::Kernel;
 use crate::memory::{Tensors, Window};
 use crate::model::{Deadline, Placement};
 use crate::net::{LEAD_INTERVAL, Stream, leads};
-use crate::plan::{CopyPlan, LocalEnd, PlannedSpan};
+use crate::plan::{CopyPlan, PlannedSpan, Side};
 
 const _: () = assert!(LEAD_INTERVAL.is_multiple_of(BUFFER_BYTES), "a buffer never crosses a lead");
 
@@ -27,7 +27,7 @@ const WINDOWS: usize = 1024;
 #[derive(Clone)]
 struct DeviceEnd {
     plan: Arc<CopyPlan>,
-    end: LocalEnd,
+    end: Side,
     tensors: Arc<Tensors>,
     device: Arc<dyn Device>,
 }
@@ -46,7 +46,7 @@ impl StagedRange<'_> {
     /// Sends the bytes from memory of a device.
     pub(super) fn send(&self, src: &Arc<Tensors>, mut sum: Option<&mut StreamSum>) -> Result<()> {
         let (stream, range, PathJob { engine, deadline, .. }) = (self.stream, &self.range, self.job);
-        let end = self.device_end(LocalEnd::Source, src);
+        let end = self.device_end(Side::Source, src);
         let (progress, total) = (Progress::default(), range.end - range.start);
         let mut cuts = cuts(range).peekable();
         let mut spare = Some(engine.host_buffers().lend()?);
@@ -77,7 +77,7 @@ impl StagedRange<'_> {
     /// Receives the bytes into memory of a device.
     pub(super) fn receive(&self, dst: &Arc<Tensors>, progress: &Progress) -> Result<()> {
         let (stream, range, PathJob { engine, deadline, .. }) = (self.stream, &self.range, self.job);
-        let end = self.device_end(LocalEnd::Destination, dst);
+        let end = self.device_end(Side::Destination, dst);
         let total = range.end - range.start;
         let mut emptying: Option<(Range<u64>, Hop)> = None;
         let mut spare = None;
@@ -101,7 +101,7 @@ impl StagedRange<'_> {
         receive().map_err(|error| with_copied_bytes(error, progress, total))
     }
 
-    fn device_end(&self, end: LocalEnd, tensors: &Arc<Tensors>) -> DeviceEnd {
+    fn device_end(&self, end: Side, tensors: &Arc<Tensors>) -> DeviceEnd {
         let device = self.job.engine.devices().at(Placement::Device).clone();
         DeviceEnd { plan: self.job.plan.clone(), end, tensors: tensors.clone(), device }
     }
@@ -160,10 +160,7 @@ impl DeviceEnd {
     fn hop(&self, cut: Range<u64>, buffer: &HostBuffer) -> Result<()> {
         let (mut copies, mut at, mut wave_now) = (Vec::new(), 0, None);
         for PlannedSpan { wave, tensor, span } in self.plan.spans(cut.start, cut.end) {
-            let (number, start, step) = match self.end {
-                LocalEnd::Source => (self.plan.src_tensors().tensor(tensor), span.src, span.src_step),
-                LocalEnd::Destination => (self.plan.dst_tensors().tensor(tensor), span.dst, span.dst_step),
-            };
+            let (number, (start, step)) = (self.plan.tensors(self.end).tensor(tensor), span.start(self.end));
             // A batch is copied in any order, but a later wave may write where an earlier one did.
             if wave_now.replace(wave).is_some_and(|before| before != wave) {
                 self.copy(&mut copies)?;
@@ -182,8 +179,8 @@ impl DeviceEnd {
 
     fn one<'a>(&self, window: Window<'a>, between: Window<'a>) -> Copy<'a> {
         match self.end {
-            LocalEnd::Source => Copy::one(window, between),
-            LocalEnd::Destination => Copy::one(between, window),
+            Side::Source => Copy::one(window, between),
+            Side::Destination => Copy::one(between, window),
         }
     }
 

@@ -23,7 +23,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Access, Reach, Tensors};
 use crate::model::Deadline;
 use crate::net::{LEAD_INTERVAL, Stream, leads};
-use crate::plan::{CopyPlan, LocalEnd};
+use crate::plan::{CopyPlan, Side};
 
 /// The bytes `range` of a plan, through one stream.
 pub struct StreamPath<'a> {
@@ -38,21 +38,21 @@ impl StreamPath<'_> {
     /// Checks that a stream can carry the bytes of `memory` at `end` of a plan, before this side tells the peer to expect them.
     /// Returns `Err(System)` for memory of another process that the CPU cannot read, and for any memory of another process as a
     /// destination. Returns `Err(InvalidArgument)` for memory that is not mapped.
-    pub fn check(end: LocalEnd, memory: &Tensors) -> Result<Hops> {
-        memory.check_mapped(if end == LocalEnd::Source { Access::Read } else { Access::Write })?;
+    pub fn check(end: Side, memory: &Tensors) -> Result<Hops> {
+        memory.check_mapped(if end == Side::Source { Access::Read } else { Access::Write })?;
         hops(end, memory.reach()).ok_or_else(|| {
-            let done = if end == LocalEnd::Source { "sent" } else { "received" };
+            let done = if end == Side::Source { "sent" } else { "received" };
             let text = format!("memory of another process cannot be {done} through a stream");
             Error::new(ErrorKind::System, text).with("memory", format_args!("{:?}", memory.reach()))
         })
     }
 }
 
-fn hops(end: LocalEnd, memory: Reach) -> Option<Hops> {
+fn hops(end: Side, memory: Reach) -> Option<Hops> {
     match (end, memory) {
-        (_, Reach::Host) | (LocalEnd::Source, Reach::HostRead) => Some(Hops::One),
+        (_, Reach::Host) | (Side::Source, Reach::HostRead) => Some(Hops::One),
         (_, Reach::Device) => Some(Hops::Two),
-        (LocalEnd::Destination, Reach::HostRead) | (_, Reach::Process | Reach::Fabric) => None,
+        (Side::Destination, Reach::HostRead) | (_, Reach::Process | Reach::Fabric) => None,
     }
 }
 
@@ -61,7 +61,7 @@ impl DataPath for StreamPath<'_> {
         if self.stream.has_rings() { PathKind::Rings } else { PathKind::Sockets }
     }
 
-    fn hops(&self, end: LocalEnd, memory: Reach, _: HostReach) -> Option<Hops> {
+    fn hops(&self, end: Side, memory: Reach, _: HostReach) -> Option<Hops> {
         hops(end, memory)
     }
 
@@ -73,7 +73,7 @@ impl DataPath for StreamPath<'_> {
         arrived: &Arc<Progress>,
         _held: KeptAlive,
     ) -> Result<PathOutcome> {
-        let hops = Self::check(LocalEnd::Destination, dst)?;
+        let hops = Self::check(Side::Destination, dst)?;
         inside(job.plan, &self.range)?;
         match (hops, &self.sum) {
             (Hops::One, _) => self.receive(job, dst, arrived),
@@ -89,7 +89,7 @@ impl DataPath for StreamPath<'_> {
 
     /// Sends the bytes. An error carries how many were sent.
     fn serve(&mut self, job: PathJob<'_>, src: &Arc<Tensors>) -> Result<()> {
-        let hops = Self::check(LocalEnd::Source, src)?;
+        let hops = Self::check(Side::Source, src)?;
         inside(job.plan, &self.range)?;
         match hops {
             Hops::One => self.send(job, src),
@@ -106,7 +106,7 @@ impl StreamPath<'_> {
         let (stream, range, PathJob { engine, plan, deadline }) = (self.stream, self.range.clone(), job);
         let sent = Progress::default();
         let most = most_bytes(self.sum.is_some());
-        let end = PlanEnd { plan, end: LocalEnd::Source, tensors: src, most };
+        let end = PlanEnd { plan, end: Side::Source, tensors: src, most };
         let (mut windows, mut short) = (Vec::new(), ShortWindowBuffer::new(engine.tuner(), &range));
         let lead = || stream.send_lead(deadline);
         in_batches(&end, range, &sent, deadline, lead, |batch, _| {
@@ -124,7 +124,7 @@ impl StreamPath<'_> {
     fn receive(&mut self, job: PathJob<'_>, dst: &Arc<Tensors>, arrived: &Progress) -> Result<()> {
         let (stream, range, PathJob { engine, plan, deadline }) = (self.stream, self.range.clone(), job);
         let most = most_bytes(self.sum.is_some());
-        let end = PlanEnd { plan, end: LocalEnd::Destination, tensors: dst, most };
+        let end = PlanEnd { plan, end: Side::Destination, tensors: dst, most };
         let (mut windows, mut short) = (Vec::new(), ShortWindowBuffer::new(engine.tuner(), &range));
         let lead = || stream.receive_lead(deadline);
         in_batches(&end, range, arrived, deadline, lead, |batch, done| {

@@ -10,7 +10,7 @@ use llm_datadist_core::testing::copy::{CopyEngine, PairBlocks};
 use llm_datadist_core::testing::device::{DeviceSet, HostReach};
 use llm_datadist_core::testing::memory::Tensors;
 use llm_datadist_core::testing::plan::{
-    BlockSizes, CopyPlan, KvPart, LocalEnd, MOST_TEMPLATES, PartLimits, Span, Template, TensorSteps, parts,
+    BlockSizes, CopyPlan, KvPart, MOST_TEMPLATES, PartLimits, Side, Span, Template, TensorSteps, parts,
 };
 use llm_datadist_core::testing::protocol::{self, HEADER, MESSAGE_LIMIT, WirePlan};
 use llm_datadist_core::testing::tensors;
@@ -22,7 +22,7 @@ use llm_datadist_testing::SimDevice;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use super::{Case, Moved, Side, between, block_list, cases, rank, whole};
+use super::{Case, Holder, Moved, between, block_list, cases, rank, whole};
 use crate::fixtures::{
     self, Buffer, local_streams, pattern, proptest_cases, shared_copy_engine, tensors_over,
 };
@@ -43,17 +43,17 @@ fn part(case: &Case) -> KvPart {
 }
 
 /// Where the rows of one side lie.
-fn rows_of(side: &Side) -> RowSizes {
+fn rows_of(side: &Holder) -> RowSizes {
     RowSizes::new(side.row_bytes(), side.row_stride)
 }
 
 /// Memory of one side: byte `at` of each tensor has the value of the pattern `seed`.
-fn memory(side: &Side, seed: u8) -> (Arc<Buffer>, Arc<Tensors>) {
+fn memory(side: &Holder, seed: u8) -> (Arc<Buffer>, Arc<Tensors>) {
     let (tensors, row) = (side.num_tensors() as usize, side.row_stride as usize);
     tensors_over(tensors, side.rows as usize, row, |tensor, at| pattern(seed, tensor, at))
 }
 
-fn offset(side: &Side, (tensor, at): (u32, u64)) -> usize {
+fn offset(side: &Holder, (tensor, at): (u32, u64)) -> usize {
     tensor as usize * (side.rows * side.row_stride) as usize + at as usize
 }
 
@@ -72,7 +72,7 @@ fn bound() -> Checksums {
     Checksums::bound_to(Name::Row { cache: CacheId(1), row: 0 }, CacheId(1), 0, 0).unwrap()
 }
 
-fn sums(engine: &CopyEngine, plan: &CopyPlan, end: LocalEnd, memory: &Arc<Tensors>) -> Vec<u64> {
+fn sums(engine: &CopyEngine, plan: &CopyPlan, end: Side, memory: &Arc<Tensors>) -> Vec<u64> {
     let blocks = PairBlocks::of(plan, end).unwrap();
     engine.pair_sums((memory, Placement::Host), blocks, bound(), soon()).unwrap()
 }
@@ -96,7 +96,10 @@ fn plans_in_messages_move_what_the_twin_moves() {
         for (sent, received) in sent.iter().zip(&plan.plans) {
             prop_assert_eq!(pieces(sent), pieces(received), "in the same order");
             let rows = |plan: &CopyPlan| {
-                (plan.src_rows(case.src.row_stride).unwrap(), plan.dst_rows(case.dst.row_stride).unwrap())
+                (
+                    plan.touched_rows(Side::Source, case.src.row_stride).unwrap(),
+                    plan.touched_rows(Side::Destination, case.dst.row_stride).unwrap(),
+                )
             };
             prop_assert_eq!(rows(sent), rows(received));
         }
@@ -113,7 +116,7 @@ fn plans_in_messages_move_what_the_twin_moves() {
 /// The request and then the bytes go through a stream. The receiver knows the plan only from the request.
 #[test]
 fn a_plan_and_its_bytes_go_through_a_stream() {
-    let shuffled = |side: Side| Side { blocks: block_list(50, 60, 5, false), rows: 60, ..side };
+    let shuffled = |side: Holder| Holder { blocks: block_list(50, 60, 5, false), rows: 60, ..side };
     let fused = KvLayout { kv: KvPlanes::KThenV, order: TokenOrder::Hnd, ..rank(8, 4, 1) };
     let there = between(shuffled(whole(rank(8, 2, 0), 50)), shuffled(whole(fused, 50)));
     let back = between(there.dst.clone(), there.src.clone());
@@ -157,7 +160,7 @@ fn pairs_have_equal_checksums_on_both_sides() {
         let moved = case.twin(&part);
         let ((source, src), (copied, dst)) = (memory(&case.src, 1), memory(&case.dst, 2));
         move_elements(&case, &moved, &source, &copied);
-        let sizes = BlockSizes { local: LocalEnd::Destination, rows: rows_of(&case.dst), most: u64::MAX };
+        let sizes = BlockSizes { local: Side::Destination, rows: rows_of(&case.dst), most: u64::MAX };
         let asked = |plan: &CopyPlan| {
             let pairs = plan.compared_templates(sizes, sample).unwrap();
             plan.with_templates(pairs).unwrap()
@@ -165,8 +168,8 @@ fn pairs_have_equal_checksums_on_both_sides() {
         let asked: Vec<CopyPlan> = plans.iter().map(asked).collect();
         let both = || -> Vec<(u64, u64)> {
             let of_plan = |plan: &CopyPlan| {
-                let read = sums(engine, plan, LocalEnd::Source, &src);
-                let written = sums(engine, &received(plan), LocalEnd::Destination, &dst);
+                let read = sums(engine, plan, Side::Source, &src);
+                let written = sums(engine, &received(plan), Side::Destination, &dst);
                 assert_eq!((read.len(), written.len()), (plan.num_pairs(), plan.num_pairs()));
                 read.into_iter().zip(written).collect::<Vec<_>>()
             };
@@ -210,9 +213,9 @@ fn the_checksum_of_a_pair_is_that_of_its_pieces_in_order() {
         }
         block.value()
     });
-    assert_eq!(sums(shared_copy_engine(), plan, LocalEnd::Source, &src), expected.collect::<Vec<_>>());
+    assert_eq!(sums(shared_copy_engine(), plan, Side::Source, &src), expected.collect::<Vec<_>>());
     let passed = Deadline::after(Duration::ZERO);
-    let blocks = PairBlocks::of(plan, LocalEnd::Source).unwrap();
+    let blocks = PairBlocks::of(plan, Side::Source).unwrap();
     let late = shared_copy_engine().pair_sums((&src, Placement::Host), blocks, bound(), passed).unwrap_err();
     assert_eq!(late.kind(), llm_datadist_core::ErrorKind::Timeout);
 }
@@ -237,7 +240,7 @@ fn pairs_on_a_device_have_the_checksums_of_their_bytes() {
     let config = Config::new(Role::Mix, ClusterId(1));
     let copies = CopyEngine::new(&config, DeviceSet::with_device(device)).unwrap();
     let sums = |cache, placement| {
-        let blocks = PairBlocks::of(&plan, LocalEnd::Source).unwrap();
+        let blocks = PairBlocks::of(&plan, Side::Source).unwrap();
         copies.pair_sums((tensors(cache), placement), blocks, bound(), soon()).unwrap()
     };
     let on_host = sums(&host, Placement::Host);
@@ -261,8 +264,7 @@ fn the_pairs_of_all_requests_are_those_of_the_plan() {
     let outcome = TestRunner::new(proptest_cases(600)).run(
         &(cases(), limits),
         |(case, (bytes, pairs, read, random))| {
-            let (local, side) =
-                if read { (LocalEnd::Source, &case.src) } else { (LocalEnd::Destination, &case.dst) };
+            let (local, side) = if read { (Side::Source, &case.src) } else { (Side::Destination, &case.dst) };
             let sizes = BlockSizes { local, rows: rows_of(side), most: u64::MAX };
             for plan in case.plan(&part(&case)).unwrap().plans {
                 let all = plan.compared_templates(sizes, None).unwrap();
@@ -275,7 +277,7 @@ fn the_pairs_of_all_requests_are_those_of_the_plan() {
                     blocks += part.num_pairs();
                     for template in part.templates().unwrap() {
                         for (pair, block) in template.pairs.iter().zip(template.pair_blocks()) {
-                            let row = local.of(&block) / side.row_stride;
+                            let row = block.start(local) / side.row_stride;
                             let mut ranges = template.ranges(*pair, local);
                             let inside = |at| at / side.row_stride == row;
                             prop_assert!(ranges.all(|(at, len)| inside(at) && inside(at + len - 1)));
@@ -305,7 +307,7 @@ fn plans_with_too_many_pieces_are_not_sent() {
         (layout.head_dim, layout.layers) = (1, 0..1);
         whole(layout, (1 << 22) / u64::from(tokens_per_block))
     };
-    let sent = |src: Side, mut dst: Side, stride: u64| {
+    let sent = |src: Holder, mut dst: Holder, stride: u64| {
         dst.row_stride = stride;
         let case = between(src, dst);
         let plan = case.plan(&part(&case)).unwrap().plans.remove(0);

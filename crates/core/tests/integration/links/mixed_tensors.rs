@@ -2,7 +2,7 @@
 //! row has it, and no other byte changes.
 
 use llm_datadist_core::testing::net::Tcp;
-use llm_datadist_core::testing::plan::SpanList;
+use llm_datadist_core::testing::plan::{Side, SpanList};
 use llm_datadist_core::testing::protocol::{
     Pairs, Reply, Request, WireName, WirePlan, WireSpan, WireSteps, WireTemplate,
 };
@@ -50,19 +50,19 @@ fn random_rows(chance: &mut Chance) -> Rows {
 }
 
 /// A cache, and where the rows of each of its tensors lie.
-struct Side {
+struct MixedCache {
     held: Held,
     rows: Vec<usize>,
     strides: Vec<usize>,
 }
 
-impl Side {
+impl MixedCache {
     fn new(
         engine: &llm_datadist_core::DataDist,
         chance: &mut Chance,
         rows: &Rows,
         (kind, count): (CacheKind, u64),
-    ) -> Side {
+    ) -> MixedCache {
         let mut strides = Vec::new();
         let tensors = rows
             .iter()
@@ -76,7 +76,7 @@ impl Side {
             .collect();
         let desc = CacheDesc::of_tensors(tensors, Placement::Device).unwrap();
         let held = Held::new(engine, chance.below(2) == 0, &desc, kind, &[]);
-        Side { held, rows: rows.iter().map(|&row| bytes_of(row)).collect(), strides }
+        MixedCache { held, rows: rows.iter().map(|&row| bytes_of(row)).collect(), strides }
     }
 
     /// The bytes `skip..skip + len` of a row of a tensor.
@@ -88,8 +88,8 @@ impl Side {
 
 /// What copying `part` of each row of `pairs`, tensor after tensor, leaves in `into`.
 fn naive(
-    (from, src): (&[Vec<u8>], &Side),
-    (into, dst): (&mut [Vec<u8>], &Side),
+    (from, src): (&[Vec<u8>], &MixedCache),
+    (into, dst): (&mut [Vec<u8>], &MixedCache),
     pairs: &[(i64, i64)],
     part: SubRow,
     (src_tensor, dst_tensor, count): (usize, usize, usize),
@@ -135,7 +135,7 @@ fn blocks_of_tensors_that_differ_are_pulled_and_pushed() {
             let sizes = random_rows(&mut chance);
             let count = 2 + chance.below(90);
             let [here, there] = [&pair.local, &pair.remote]
-                .map(|engine| Side::new(engine, &mut chance, &sizes, (CacheKind::Blocks, count)));
+                .map(|engine| MixedCache::new(engine, &mut chance, &sizes, (CacheKind::Blocks, count)));
             let moved = 1 + chance.below(count) as usize;
             let (reads, writes) = (chance.shuffled(moved, count), chance.shuffled(moved, count));
             let pairs: Vec<(i64, i64)> = reads.iter().copied().zip(writes.iter().copied()).collect();
@@ -176,7 +176,7 @@ fn slots_of_tensors_that_differ_are_pulled_and_pushed() {
             let sizes = random_rows(&mut chance);
             let count = 1 + chance.below(4);
             let [here, there] = [&pair.local, &pair.remote]
-                .map(|engine| Side::new(engine, &mut chance, &sizes, (CacheKind::Batch, count)));
+                .map(|engine| MixedCache::new(engine, &mut chance, &sizes, (CacheKind::Batch, count)));
             let (read, written) = (chance.below(count) as u32, chance.below(count) as u32);
             let all = (0, 0, sizes.len());
             let (bytes, mut expected) = (there.held.fill(1), here.held.fill(2));
@@ -214,8 +214,8 @@ fn slots_of_tensors_that_differ_are_cut_into_blocks() {
         let mut chance = Chance(7);
         let sizes = random_rows(&mut chance);
         let slots: Rows = sizes.iter().map(|&(data_type, elements)| (data_type, 4 * elements)).collect();
-        let here = Side::new(&pair.local, &mut chance, &sizes, (CacheKind::Blocks, 9));
-        let there = Side::new(&pair.remote, &mut chance, &slots, (CacheKind::Batch, 3));
+        let here = MixedCache::new(&pair.local, &mut chance, &sizes, (CacheKind::Blocks, 9));
+        let there = MixedCache::new(&pair.remote, &mut chance, &slots, (CacheKind::Batch, 3));
         let (bytes, mut expected) = (there.held.fill(1), here.held.fill(2));
         for tensor in 0..sizes.len() {
             for (index, block) in [5, 0, 8].into_iter().enumerate() {
@@ -250,7 +250,7 @@ fn tensors_of_other_sizes_are_refused() {
         let mut chance = Chance(8);
         for (mine, theirs) in [(0, 1), (1, 0), (0, 2), (2, 0)] {
             let [here, there] = [(&pair.local, mine), (&pair.remote, theirs)].map(|(engine, shape)| {
-                Side::new(engine, &mut chance, &shapes[shape], (CacheKind::Blocks, 6))
+                MixedCache::new(engine, &mut chance, &shapes[shape], (CacheKind::Blocks, 6))
             });
             let before = (here.held.fill(1), there.held.fill(2));
             let name = of(2, row(&there.held, 0));
@@ -302,7 +302,7 @@ fn layers_of_tensors_that_differ_are_transferred() {
             let kind = if chance.below(2) == 0 { CacheKind::Blocks } else { CacheKind::Batch };
             let count = 2 + chance.below(5);
             let [here, there] = [&pair.local, &pair.remote]
-                .map(|engine| Side::new(engine, &mut chance, &sizes, (kind, count)));
+                .map(|engine| MixedCache::new(engine, &mut chance, &sizes, (kind, count)));
             let moved = 1 + chance.below(count) as usize;
             let (reads, writes) = (chance.shuffled(moved, count), chance.shuffled(moved, count));
             let unsigned = |list: &[i64]| list.iter().map(|&block| block as u64).collect::<Vec<_>>();
@@ -344,15 +344,15 @@ fn layers_of_tensors_that_differ_are_transferred() {
             there.held.free(&pair.remote);
         }
         let rows = |bytes: &[u64]| bytes.iter().map(|&bytes| (DataType::Uint8, bytes)).collect::<Rows>();
-        let here = Side::new(&pair.local, &mut chance, &rows(&[8, 4]), (CacheKind::Batch, 1));
-        let there = Side::new(&pair.remote, &mut chance, &rows(&[8, 2]), (CacheKind::Batch, 1));
+        let here = MixedCache::new(&pair.local, &mut chance, &rows(&[8, 4]), (CacheKind::Batch, 1));
+        let there = MixedCache::new(&pair.remote, &mut chance, &rows(&[8, 2]), (CacheKind::Batch, 1));
         let args = LayerwiseArgs { tensors_per_layer: 2, ..LayerwiseArgs::default() };
         let task = start(&pair.local, &here.held, &args, &[to(2, named(&there.held), 1)]);
         finish(&task);
         refused(&failure(&task, 0), &["tensor=1", "4 bytes", "2 in"]);
         // Addresses in another order: a block of 8 bytes would cover two blocks of 4.
-        let here = Side::new(&pair.local, &mut chance, &rows(&[8, 4]), (CacheKind::Blocks, 4));
-        let there = Side::new(&pair.remote, &mut chance, &rows(&[4, 8]), (CacheKind::Blocks, 4));
+        let here = MixedCache::new(&pair.local, &mut chance, &rows(&[8, 4]), (CacheKind::Blocks, 4));
+        let there = MixedCache::new(&pair.remote, &mut chance, &rows(&[4, 8]), (CacheKind::Blocks, 4));
         let before = there.held.fill(3);
         let args = LayerwiseArgs { src_blocks: vec![0], dst_blocks: vec![1], dst_block_bytes: None, ..args };
         let task = start(&pair.local, &here.held, &args, &[to(2, addressed(&there.held), 1)]);
@@ -367,7 +367,7 @@ fn layers_of_tensors_that_differ_are_transferred() {
 fn keys_of_tensors_that_differ_are_released() {
     let pair = Pair::new(super::Way::Shm);
     let rows: Rows = vec![(DataType::Uint8, 64), (DataType::Uint8, 64), (DataType::Uint8, 16)];
-    let desc = |engine, chance: &mut Chance| Side::new(engine, chance, &rows, (CacheKind::Batch, 1));
+    let desc = |engine, chance: &mut Chance| MixedCache::new(engine, chance, &rows, (CacheKind::Batch, 1));
     let into = desc(&pair.local, &mut Chance(10));
     let tensors: Vec<TensorDesc> = rows
         .iter()
@@ -464,7 +464,7 @@ fn plans_over_tensors_that_differ_are_refused() {
         name,
         cache,
         plan: WirePlan { steps: templates(len), ..plan(first, num_tensors, len) },
-        written: false,
+        side: Side::Source,
         grant: None,
         limit_ms,
     };

@@ -7,7 +7,7 @@ use std::os::fd::AsFd;
 
 use llm_datadist_core::testing::checksums::Checksums;
 use llm_datadist_core::testing::net::{Stream, Tcp};
-use llm_datadist_core::testing::plan::SpanList;
+use llm_datadist_core::testing::plan::{Side, SpanList};
 use llm_datadist_core::testing::protocol::{
     MAX_CHECKSUMS, Pairs, Reply, Request, WireName, WirePlan, WireSpan, WireSteps, WireTemplate, digest,
 };
@@ -35,23 +35,23 @@ impl Owner {
         Owner { into, call, _open: (engine, control) }
     }
 
-    fn ask(&self, cache: CacheId, plan: WirePlan, written: bool) -> Reply {
-        say(&self.call, &request(cache, plan, written));
+    fn ask(&self, cache: CacheId, plan: WirePlan, side: Side) -> Reply {
+        say(&self.call, &request(cache, plan, side));
         hear(&self.call).unwrap()
     }
 
     /// Returns the checksums, and the digest of the request.
-    fn sums(&self, plan: WirePlan, written: bool) -> (Vec<u64>, u64) {
+    fn sums(&self, plan: WirePlan, side: Side) -> (Vec<u64>, u64) {
         let cache = self.into.cache.id();
-        let asked = digest(&request(cache, plan.clone(), written)).unwrap();
-        match self.ask(cache, plan, written) {
+        let asked = digest(&request(cache, plan.clone(), side)).unwrap();
+        match self.ask(cache, plan, side) {
             Reply::Checksums { generation: 0, sums } => (sums, asked),
             reply => panic!("{reply:?}"),
         }
     }
 
-    fn refusal(&self, plan: WirePlan, written: bool) -> String {
-        match self.ask(self.into.cache.id(), plan, written) {
+    fn refusal(&self, plan: WirePlan, side: Side) -> String {
+        match self.ask(self.into.cache.id(), plan, side) {
             Reply::Failed { kind, message, .. } => {
                 let kind = llm_datadist_core::testing::protocol::kind_of(kind);
                 assert_eq!(kind, ErrorKind::InvalidArgument, "{message}");
@@ -62,9 +62,9 @@ impl Owner {
     }
 }
 
-fn request(cache: CacheId, plan: WirePlan, written: bool) -> Request {
+fn request(cache: CacheId, plan: WirePlan, side: Side) -> Request {
     let name = WireName::Row { cache: cache.0, row: 0 };
-    Request::PairChecksums { name, cache: cache.0, plan, written, grant: None, limit_ms: 20_000 }
+    Request::PairChecksums { name, cache: cache.0, plan, side, grant: None, limit_ms: 20_000 }
 }
 
 fn single(src: u64, dst: u64, len: u64) -> WireSpan {
@@ -138,13 +138,13 @@ fn an_owner_hashes_the_pairs_that_a_plan_names() {
             };
             assert_eq!(sums, pairs.each_ref().map(sum));
         };
-    check(owner.sums(asked(), false), &bytes, &read, [1, 3]);
-    check(owner.sums(asked(), true), &bytes, &written, [2, 3]);
+    check(owner.sums(asked(), Side::Source), &bytes, &read, [1, 3]);
+    check(owner.sums(asked(), Side::Destination), &bytes, &written, [2, 3]);
     // One bit of the second pair of the source.
     bytes[3][5 * ROW as usize + 39] ^= 4;
     owner.into.write(&bytes);
-    check(owner.sums(asked(), false), &bytes, &read, [1, 3]);
-    assert!(owner.sums(plan(vec![]), false).0.is_empty());
+    check(owner.sums(asked(), Side::Source), &bytes, &read, [1, 3]);
+    assert!(owner.sums(plan(vec![]), Side::Source).0.is_empty());
 }
 
 #[test]
@@ -158,47 +158,47 @@ fn an_owner_refuses_pairs_that_it_must_not_hash() {
     let pairs = Pairs(vec![(0, 0), (1, 1), (0, 2)].into());
     let blocks = WireSteps::Blocks { len: 8, src: 0, dst: 0, pairs };
     for steps in [spans, blocks] {
-        let refused = owner.refusal(WirePlan { steps, ..plan(vec![]) }, false);
+        let refused = owner.refusal(WirePlan { steps, ..plan(vec![]) }, Side::Source);
         assert!(refused.contains("needs a plan of templates"), "{refused}");
     }
     let tensor = ROWS * ROW;
     let one = |span: WireSpan| plan(vec![template((ROW, ROW), &[(0, 0)], &[span])]);
     let whole = one(single(0, 0, tensor));
-    assert_eq!(owner.sums(whole.clone(), false).0.len(), 1);
-    assert_eq!(owner.sums(whole.clone(), true).0.len(), 1);
+    assert_eq!(owner.sums(whole.clone(), Side::Source).0.len(), 1);
+    assert_eq!(owner.sums(whole.clone(), Side::Destination).0.len(), 1);
     // Bounds at the end that is asked for; the other end is not here.
-    for (written, span) in [(false, single(1, 0, tensor)), (true, single(0, 1, tensor))] {
-        assert_eq!(owner.sums(one(span), !written).0.len(), 1);
-        let refused = owner.refusal(one(span), written);
+    for (side, span) in [(Side::Source, single(1, 0, tensor)), (Side::Destination, single(0, 1, tensor))] {
+        assert_eq!(owner.sums(one(span), side.other()).0.len(), 1);
+        let refused = owner.refusal(one(span), side);
         assert!(refused.contains("exceeds the bounds"), "{refused}");
     }
     let far = plan(vec![template((ROW, ROW), &[(0, 0), (ROWS as u32, 1)], &[single(0, 0, ROW)])]);
-    assert!(owner.refusal(far, false).contains("exceeds the bounds"));
+    assert!(owner.refusal(far, Side::Source).contains("exceeds the bounds"));
     let tensors = |src_tensor, dst_tensor| WirePlan { src_tensor, dst_tensor, ..whole.clone() };
-    assert!(owner.refusal(tensors(2, 0), false).contains("2 tensors from tensor 2"));
-    assert!(owner.refusal(tensors(0, 3), true).contains("2 tensors from tensor 3"));
+    assert!(owner.refusal(tensors(2, 0), Side::Source).contains("2 tensors from tensor 2"));
+    assert!(owner.refusal(tensors(0, 3), Side::Destination).contains("2 tensors from tensor 3"));
     let twice = plan(vec![template((0, ROW), &[(0, 1), (0, 1)], &[single(0, 0, 8)])]);
-    assert!(owner.refusal(twice, false).contains("twice"));
+    assert!(owner.refusal(twice, Side::Source).contains("twice"));
     // More bytes than a request may ask for, although the cache has few: each pair reads the same row.
     let same = |count: u32| {
         let pairs: Vec<_> = (0..count).map(|at| (0, at)).collect();
         plan(vec![template((0, ROW), &pairs, &[single(0, 0, ROW)])])
     };
-    let refused = owner.refusal(same(40_000), false);
+    let refused = owner.refusal(same(40_000), Side::Source);
     assert!(refused.contains("too many bytes") && refused.contains("limit=134217728"), "{refused}");
     let long = WireSpan { count: 40_000, dst_step: ROW.cast_signed(), ..single(0, 0, ROW) };
-    let refused = owner.refusal(one(long), false);
+    let refused = owner.refusal(one(long), Side::Source);
     assert!(refused.contains("too many bytes"), "{refused}");
     let many = |count: usize| {
         let pairs: Vec<_> = (0..count as u32).map(|at| (0, at)).collect();
         plan(vec![template((0, 1), &pairs, &[single(0, 0, 1)])])
     };
-    let refused = owner.refusal(many(MAX_CHECKSUMS + 1), false);
+    let refused = owner.refusal(many(MAX_CHECKSUMS + 1), Side::Source);
     assert!(refused.contains("too many pairs (pairs=65537, limit=65536"), "{refused}");
-    let sums = owner.sums(many(MAX_CHECKSUMS), false).0;
+    let sums = owner.sums(many(MAX_CHECKSUMS), Side::Source).0;
     assert!(sums.len() == MAX_CHECKSUMS && sums.iter().all(|sum| *sum == sums[0]));
-    assert_eq!(owner.ask(CacheId(owner.into.cache.id().0 + 1), whole.clone(), false), Reply::Stale);
-    assert_eq!(owner.sums(whole, false).0.len(), 1);
+    assert_eq!(owner.ask(CacheId(owner.into.cache.id().0 + 1), whole.clone(), Side::Source), Reply::Stale);
+    assert_eq!(owner.sums(whole, Side::Source).0.len(), 1);
 }
 
 /// A read sends the checksum of its bytes in the order of the plan, if it is asked for. Otherwise nothing follows the bytes.

@@ -1,0 +1,141 @@
+//! Lists the rows that a plan touches.
+
+use super::blocks::Blocks;
+use super::copy_plan::CopyPlan;
+use super::range_list::RangeList;
+use super::side::Side;
+use super::waves::Wave;
+use crate::error::Result;
+use crate::fallible;
+use crate::model::RowSizes;
+
+/// Name of the lists of rows in out-of-memory errors.
+const ROWS: &str = "the rows of a plan";
+
+impl CopyPlan {
+    /// Returns the rows of one side that the plan touches, in ascending order, each once; `sizes` says where they lie. A
+    /// peer's plan must have passed [`check_bounds`](Self::check_bounds) and [`check_rows`](Self::check_rows); then there are
+    /// at most as many rows as the cache has.
+    pub fn touched_rows(&self, side: Side, sizes: impl Into<RowSizes>) -> Result<Vec<u64>> {
+        rows(self.waves(), side, sizes.into().stride())
+    }
+}
+
+/// Returns the rows that one side touches. Row `r` is the bytes from `r·row_stride` on, up to the next row. That includes
+/// the gap after it, which no piece touches.
+fn rows(waves: &[Wave], side: Side, row_stride: u64) -> Result<Vec<u64>> {
+    if let [wave] = waves
+        && let Some(rows) = rows_of_places(wave, side, row_stride)?
+    {
+        return Ok(rows);
+    }
+    let mut touched = RangeList::new(ROWS);
+    let mut add =
+        |start: u64, bytes: u64| touched.add(start / row_stride..(start + (bytes - 1)) / row_stride + 1);
+    for wave in waves {
+        if let Some(blocks) = wave.blocks() {
+            blocks.pieces().try_for_each(|piece| add(piece.start(side), piece.len))?;
+            continue;
+        }
+        if let Some(Places { pairs, first, unit, len }) = template_places(wave, side)
+            && len <= row_stride
+        {
+            // Each place touches the rows of its first and of its last byte, and there is none in between.
+            pairs.iter().try_for_each(|&pair| add(first + unit * u64::from(side.of(pair)), len))?;
+            continue;
+        }
+        for span in wave.spans() {
+            let (_, step) = span.start(side);
+            // Steps of at most one row skip no row in between. With longer steps every piece is visited, of which
+            // there are at most `MOST_PIECES`, or `MOST_TEMPLATE_PIECES` in a plan of templates.
+            if step.unsigned_abs() <= row_stride {
+                if let Some(range) = span.hull(side) {
+                    add(range.start, range.end - range.start)?;
+                }
+            } else {
+                (0..span.count).try_for_each(|k| add(side.of(span.piece(k)), span.len))?;
+            }
+        }
+    }
+    let touched = touched.joined();
+    let count: u64 = touched.iter().map(|rows| rows.end - rows.start).sum();
+    let rows = touched.into_iter().flatten();
+    fallible::collect_growing(ROWS, usize::try_from(count).unwrap_or(usize::MAX), rows)
+}
+
+/// Places of `len` bytes in one tensor: one at `first + unit·number`, for a number of each pair. All of them lie
+/// inside the tensor.
+struct Places<'a> {
+    pairs: &'a [(u32, u32)],
+    first: u64,
+    unit: u64,
+    len: u64,
+}
+
+/// Returns the rows of `blocks` if they are in ascending order and each block is exactly one row.
+fn rows_if_sorted(blocks: &Blocks, side: Side, row_stride: u64) -> Result<Option<Vec<u64>>> {
+    let first = side.of((blocks.src, blocks.dst));
+    let numbers = || blocks.pairs.iter().map(|&pair| u64::from(side.of(pair)));
+    if blocks.len != row_stride || !first.is_multiple_of(row_stride) || !numbers().is_sorted_by(|a, b| a < b)
+    {
+        return Ok(None);
+    }
+    fallible::collect(ROWS, numbers().map(|number| first / row_stride + number)).map(Some)
+}
+
+/// Returns the bytes from the first to the last byte of a template, at each of its places.
+fn template_places(wave: &Wave, side: Side) -> Option<Places<'_>> {
+    let template = wave.template()?;
+    let (hull, unit) = (side.of(template.hulls()?), side.of((template.src_unit, template.dst_unit)));
+    Some(Places { pairs: &template.pairs, first: hull.start, unit, len: hull.end - hull.start })
+}
+
+/// Returns the rows of a wave of blocks or of a template. `None` if a list of ranges takes less memory.
+fn rows_of_places(wave: &Wave, side: Side, row_stride: u64) -> Result<Option<Vec<u64>>> {
+    if let Some(blocks) = wave.blocks() {
+        let sorted = rows_if_sorted(blocks, side, row_stride)?;
+        if sorted.is_some() || blocks.end_offsets().is_none() {
+            return Ok(sorted);
+        }
+        let (first, len) = (side.of((blocks.src, blocks.dst)), blocks.len);
+        return rows_by_bitmap(&Places { pairs: &blocks.pairs, first, unit: len, len }, side, row_stride);
+    }
+    let places = template_places(wave, side);
+    places.map_or(Ok(None), |places| rows_by_bitmap(&places, side, row_stride))
+}
+
+/// Returns the rows of `places` by marking one bit for each row, which takes a fraction of the time and
+/// memory of sorting. `None` if the bitmap has more words than there are places, or if a place may touch
+/// more than two rows.
+fn rows_by_bitmap(places: &Places<'_>, side: Side, row_stride: u64) -> Result<Option<Vec<u64>>> {
+    let Places { pairs, first, unit, len } = *places;
+    let numbers = || pairs.iter().map(|&pair| u64::from(side.of(pair)));
+    let end = numbers().fold(0, u64::max) * unit + first + len;
+    let words = usize::try_from(end.div_ceil(row_stride).div_ceil(64)).unwrap_or(usize::MAX);
+    if len > row_stride || words > pairs.len() {
+        return Ok(None);
+    }
+    let mut bits = fallible::filled(ROWS, 0u64, words)?;
+    let mut set = |row: u64| {
+        // No row lies beyond the end of the places, so every row has its word.
+        if let Some(word) = usize::try_from(row / 64).ok().and_then(|at| bits.get_mut(at)) {
+            *word |= 1 << (row % 64);
+        }
+    };
+    if unit == row_stride && first % row_stride + len <= row_stride {
+        numbers().for_each(|number| set(first / row_stride + number));
+    } else {
+        for start in numbers().map(|number| first + number * unit) {
+            set(start / row_stride);
+            set((start + (len - 1)) / row_stride);
+        }
+    }
+    let mut rows = fallible::with_capacity(ROWS, bits.iter().map(|word| word.count_ones() as usize).sum())?;
+    for (at, mut word) in (0u64..).step_by(64).zip(bits) {
+        while word != 0 {
+            rows.push(at + u64::from(word.trailing_zeros()));
+            word &= word - 1;
+        }
+    }
+    Ok(Some(rows))
+}
