@@ -137,7 +137,7 @@ stress-tests: check-test-tools build capi $(VENV)/.test-tools  ## the test phase
 	tests/stress.sh $(REPEAT) "$(TARGET_DIR)/stress" $(BIN)/python $(BUSY)
 
 # What these words name takes most of the time of the Rust tests. tests/slow.txt does the same for Python.
-SLOW_RUST = a_plan_takes broken_streams damaged_messages deadlines ensure_link kernels kv_layouts layerwise_faults linking local_copies merger \
+SLOW_RUST = a_plan_takes broken_streams damaged_messages deadlines ensure_link kernels kv_layouts layerwise_faults linking local_copies \
 	payload races reader_threads row_strides short_windows silent_memory streams task transport verification
 fast: build $(VENV)/.test-tools  ## the tests that take under a minute
 	cargo test --quiet --locked -p llm-datadist-core --lib --test integration -- $(addprefix --skip ,$(SLOW_RUST))

@@ -1,8 +1,8 @@
 //! Measures the benefit of huge pages and the cost of making them: first touch, copies, first reads of a
-//! peer's pool, reads through the kernel, and calls while a merger works. Everything runs with `huge_pages`
-//! off and on in turn, in one run. Prints medians.
+//! peer's pool, and reads through the kernel. Everything runs with `huge_pages` off and eager in turn, in one
+//! run. Prints medians.
 //!
-//! `cargo bench -p llm-datadist-core --bench huge [-- --only first,copies,cold,process,beside --mib 256 --rounds 5]`
+//! `cargo bench -p llm-datadist-core --bench huge [-- --only first,copies,cold,process --mib 256 --rounds 5]`
 //!
 //! Both engines are in this process; a mapping of the other's pool still has its own page tables. Every byte
 //! that was pulled or copied is verified outside the timed part. `copy` and `transfer` compare with limits of
@@ -25,7 +25,6 @@
 )]
 
 use std::sync::Arc;
-use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 #[path = "hand.rs"]
@@ -223,7 +222,7 @@ fn cold(options: &Options) {
             link(&local, engine, false);
             speeds
         });
-        for (name, [cold, warm]) in [("off", off), ("merged", huge)] {
+        for (name, [cold, warm]) in [("off", off), ("eager", huge)] {
             let (best, block) = (off[1].max(huge[1]), block >> 10);
             println!(
                 "  {block:5} KiB  {name:6} cold {cold:5.1}  warm {warm:5.1}  cold/warm {:.2}  cold/best warm {:.2}",
@@ -267,57 +266,12 @@ fn process(options: &Options) {
     }
 }
 
-fn beside(options: &Options) {
-    println!("\nswap_out of one block out of {} MiB, at random places, microseconds", options.mib);
-    for block in [16 << 10, 256 << 10] {
-        for (name, choice) in [("no merger", HugeChoice::Off), ("merging", HugeChoice::Merge)] {
-            let engine = engine(1, options.mib, choice);
-            let caches =
-                [Placement::Device, Placement::Host].map(|at| allocate(&engine, at, options.mib, block));
-            for cache in &caches {
-                fill(cache, 6);
-            }
-            let ends = [0, 1].map(|at: usize| End::Managed(caches[at].id()));
-            let blocks = (options.mib << 20) / block;
-            let mut shuffle = Shuffle(0x1357_9BDF_0246_8ACE);
-            let merged = || engine.stats().device_pool.unwrap().merged_bytes;
-            let (mut calls, started) = (Vec::new(), Instant::now());
-            // A merger is done once it has merged both pools. The run without a merger takes three seconds.
-            while (choice == HugeChoice::Off && started.elapsed() < Duration::from_secs(3))
-                || (choice == HugeChoice::Merge
-                    && merged() < options.mib << 20
-                    && started.elapsed().as_secs() < 30)
-            {
-                for _ in 0..1000 {
-                    let pair = [((shuffle.next() % blocks) as i64, (shuffle.next() % blocks) as i64)];
-                    calls.push(clocked(|| engine.swap_blocks(&ends[0], &ends[1], &pair).unwrap()) * 1e6);
-                }
-            }
-            let took = started.elapsed().as_secs_f64();
-            calls.sort_by(f64::total_cmp);
-            let at = |share: f64| calls[((calls.len() - 1) as f64 * share) as usize];
-            println!(
-                "  {:4} KiB  {name:9}  p50 {:5.1}  p99 {:5.1}  p99.9 {:6.1}  p99.99 {:7.1}  max {:7.1}   {} calls in {took:.1} s, merged {} MiB",
-                block >> 10,
-                at(0.5),
-                at(0.99),
-                at(0.999),
-                at(0.9999),
-                at(1.0),
-                calls.len(),
-                engine.stats().device_pool.unwrap().merged_bytes >> 20,
-            );
-            sleep(Duration::from_millis(10));
-        }
-    }
-}
-
 type Part = fn(&Options);
 
 fn main() {
     let options = options();
-    let parts: [(&str, Part); 5] =
-        [("first", first), ("copies", copies), ("cold", cold), ("process", process), ("beside", beside)];
+    let parts: [(&str, Part); 4] =
+        [("first", first), ("copies", copies), ("cold", cold), ("process", process)];
     for (name, part) in parts {
         if options.only.is_empty() || options.only.iter().any(|only| only == name) {
             part(&options);

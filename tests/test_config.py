@@ -30,7 +30,7 @@ CHOICES = {
     "swap_in_path": ("auto", "direct", "ring"),
     "verify": ("off", "sample", "full"),
     "copy_kernel": ("auto", "plain", "streaming"),
-    "huge_pages": ("auto", "off", "merge", "merge_registered", "eager"),
+    "huge_pages": ("auto", "off", "eager"),
 }
 ADDITIONS = ("copy_workers", "max_transfers", "transfer_poll_us", *CHOICES)
 HOSTS = '{"10.0.0.1": "127.0.0.1:5000", "7": "[::1]:5001"}'
@@ -139,7 +139,7 @@ WRONG: dict[Expected, dict[str | tuple[str, ...], tuple[Any, ...]]] = {
         "swap_in_path": ("Ring", "fast", " ring", "nan", "", "\ud800", LONG),
         "verify": ("Full", "on", " off", "samples", "", "full\0", "\ud800", LONG),
         "copy_kernel": ("Plain", "avx", "streaming ", "nan", "", "plain\0"),
-        "huge_pages": ("Auto", "on", "eager ", "1", "", "off\0", "\ud800", LONG),
+        "huge_pages": ("Auto", "on", "merge", "merge_registered", "eager ", "1", "", "off\0", "\ud800", LONG),
         LINK_INTEGERS: (-1, 2**31, 2**70),
         ("link_heartbeat", "link_pin_limit", "link_silence", "rank_port"): (0,),
         "link_token": ("", "x" * 15),
@@ -192,6 +192,12 @@ def test_engine_accepts_the_options_of_links(name: str, value: Any, start: Calla
     if name == "link_silence":
         config.link_heartbeat = 1
     start({**options(None, None), **config.generate_options()})
+
+
+@pytest.mark.parametrize("word", ["merge", "merge_registered"])
+def test_huge_pages_refuses_merging_in_the_background(word: str) -> None:
+    config = LLMConfig()
+    fails(lambda: setattr(config, "huge_pages", word), LE, f'huge_pages="{word}" must be auto or off or eager')
 
 
 def test_a_device_list_names_a_device() -> None:

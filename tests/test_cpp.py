@@ -336,12 +336,12 @@ def test_initialize_reads_its_options(cpp: Callable[..., Cpp]) -> None:
     end = cpp(1)
     for given, fact in [
         (["llm.DeviceId=x"], 'llm.DeviceId="x"'),
-        (["llm.DeviceId=0", "llm.HugePages=on"], 'huge_pages="on" must be auto or off or merge or'),
+        (["llm.DeviceId=0", "llm.HugePages=on"], 'huge_pages="on" must be auto or off or eager'),
     ]:
         # The program calls `ListeningPort` before `LastErrorMessage`, which must keep the reason.
         assert end.ask("init", *given) == [INVALID, "0"]
         assert fact in end.reason
-    assert end.ask("init", "llm.DeviceId=0", "llm.HugePages=merge") == [SUCCESS, "0"], end.reason
+    assert end.ask("init", "llm.DeviceId=0", "llm.HugePages=off") == [SUCCESS, "0"], end.reason
     assert end.ask("allocate", "x", DEVICE, 4, UINT8, 1, 64 << 20)[0] == SUCCESS, "the machine's pool"
     sized = cpp(2)
     assert sized.ask("init", "llm.DeviceId=0", 'llm.BufPoolCfg={"buf_pool_size":1048576}') == [SUCCESS, "0"]

@@ -196,9 +196,7 @@ class LlmConfig:
         '`"auto"`',
         'Whether memory is put into huge pages. ``"auto"``: the kernel decides; one hint is logged if peers read '
         'registered memory from small pages, which takes twice as long. ``"off"``: the same without the hint. '
-        '``"merge"``: a background thread merges pool memory in use; calls that meet a page that is being merged wait '
-        'for some milliseconds. ``"merge_registered"``: as ``"merge"``, also for registered memory that peers read by '
-        'process id. ``"eager"``: ``init`` commits and merges the pools, and ``register_*`` merges its memory.',
+        '``"eager"``: ``init`` commits and merges the pools, and ``register_*`` merges its memory.',
     )
     link_token = Token(
         "llm.LinkToken",

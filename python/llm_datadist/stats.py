@@ -202,9 +202,6 @@ class Stats(TypedDict):
     """UCX of this engine."""
     links: list[LinkStats]
     """The current links."""
-    registered_merged_bytes: int
-    """Bytes of registered memory that the engine put into huge pages for peers, or found in huge pages.
-    Memory that was unregistered later is still counted."""
     ring_bytes: int
     """Bytes of device memory that the staging ring holds."""
     plain_bytes: int

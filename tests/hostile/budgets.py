@@ -65,7 +65,6 @@ ROLES = frozenset(
         "llm-lane",  # sends layers that are ready
         "llm-layers",  # asks a synchronizer of the program whether a layer is ready
         "llm-log",  # passes log lines of the engine to the logging of the program
-        "llm-merge",  # merges memory into huge pages
         "llm-read",  # reads the memory of another process
         "llm-ring",  # drains the buffers of a swap
         "llm-search",  # connects to the members of a communicator

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from between.adapter import AUTO, HUGE, PAGES, PULL, PUSH, Case
+from between.adapter import AUTO, HUGE, PULL, PUSH, Case
 from between.pair import Failed, Pair, Pattern, Process
 from between.systems import POOL, REGISTERED, TCP, Peer, of_kind
 from rows import LIMIT, Row
@@ -156,8 +156,6 @@ def entries_of(pair: Pair, case: Case) -> Iterator[Entry]:
     """The entries of a pair for a cell: one, or one for each loop of the limit and for each way to make a request."""
     pair.wake()
     settings = pair.lay(case)
-    if pair.peer.environment.get(PAGES) == AUTO:
-        pair.settle(settings[0][0])
     target = pair.destination(case.op)
     pair.rest()
     for variant, threads in settings:

@@ -182,9 +182,6 @@ class Adapter(ABC):
         """(expected bytes, destination) addresses."""
         return case.moves(address(self.pattern), address(self.memory))
 
-    def settle(self) -> None:  # noqa: B027  (not every system needs it)
-        """Wait, with a time limit, until background work of the system has ended."""
-
     def close(self) -> None:  # noqa: B027  (not every system needs it)
         """Stop the system."""
 

@@ -5,11 +5,9 @@ Not for: keys that are used up by their pull (``benches/transfer_latency.py``).
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import time
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
 
 CLUSTERS = {"near": 1, FAR: 2}
 SLACK = 64 << 20
-SETTLED_S = 15.0
 
 
 class Ours(Adapter):
@@ -50,7 +47,7 @@ class Ours(Adapter):
             "llm.SyncKvCacheWaitTime": "20000",
             "llm.CopyWorkers": str(THREADS),
             "llm.LinkTransport": "tcp" if self.setting == "tcp" else "shm",
-            # The engine must not merge pages in a series of small pages.
+            # In a series of small pages, the hint about them has no use.
             "llm.HugePages": {HUGE: "eager", AUTO: "auto"}.get(self.pages, "off"),
         }
         self.dist.init(options)
@@ -196,14 +193,6 @@ class Ours(Adapter):
         manager.unregister_cache(cache.cache_id)
         return {"prepare": took}
 
-    def settle(self) -> None:
-        """Wait until the thread that merges pages has ended."""
-        until = time.monotonic() + SETTLED_S
-        while merging():
-            if time.monotonic() > until:
-                raise RuntimeError(f"it was still merging after {SETTLED_S:.0f} s")
-            time.sleep(0.01)
-
     def close(self) -> None:
         """In order."""
         self.memory, self.parts = np.zeros(0, dtype=np.int64), []
@@ -213,12 +202,3 @@ class Ours(Adapter):
 def number_of(case: Sequence, index: int) -> int:
     """The number of an owner's key. It differs between layouts, because a peer may keep the description of a key."""
     return case.block + index
-
-
-def merging() -> bool:
-    """Whether the merging thread of the engine is running."""
-    for name in Path("/proc/self/task").glob("*/comm"):
-        with contextlib.suppress(OSError):  # the thread has ended meanwhile
-            if name.read_text() == "llm-merge\n":
-                return True
-    return False

@@ -206,12 +206,6 @@ class Pair:
         found: list[tuple[str, int]] = near.do("ask", fresh)
         return found
 
-    def settle(self, variant: str) -> None:
-        """Make one transfer, and wait until the background work of both sides has ended."""
-        self.timed("go", variant, times=1)
-        for side in self.both:
-            side.do("settle")
-
     def lay_once(self, case: Case, fresh: bool) -> list[tuple[str, int]]:
         """As ``lay``, unless both sides are already prepared for this case."""
         if self.laid is None or self.laid[0] is not case or self.laid[1] != fresh:

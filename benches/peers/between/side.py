@@ -129,10 +129,6 @@ class Side:
         """Whether the next message has arrived."""
         return self.conn.poll(0)
 
-    def settle(self) -> None:
-        """Wait until background work has ended."""
-        self.adapter.settle()
-
     def destination(self, op: str) -> bool:
         """Whether this side poisons and verifies the destination."""
         return self.adapter.is_destination(op)

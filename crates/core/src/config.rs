@@ -132,11 +132,6 @@ pub enum HugeChoice {
     Auto,
     /// Only huge pages that the kernel gives by itself, without the hint.
     Off,
-    /// Pool memory that has been touched is merged in the background. A call that uses a page while it is
-    /// merged waits, up to milliseconds.
-    Merge,
-    /// Like `Merge`, and also registered memory that peers read by process id.
-    MergeRegistered,
     /// Pools are committed and merged completely before the engine is open, and registered memory when it is
     /// registered.
     Eager,

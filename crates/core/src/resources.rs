@@ -13,11 +13,11 @@ use crate::events::EventQueue;
 use crate::fabric::{EngineFabric, Readable};
 use crate::fallible;
 use crate::grants::Grants;
-use crate::huge_pages::Merger;
+use crate::huge_pages::{Merged, SmallPageHint, commit_pools};
 use crate::memory::{self, Generations, MapBudget};
 use crate::model::{Placement, TensorSpan};
 use crate::pool::Arena;
-use crate::stats::{Op, Stats};
+use crate::stats::Stats;
 
 /// What one engine owns.
 #[derive(Debug)]
@@ -26,8 +26,6 @@ pub struct Resources {
     pub table: Table,
     pub copy_engine: CopyEngine,
     pub stats: Stats,
-    /// Puts the pools, and registered memory, into huge pages.
-    pub merger: Merger,
     /// Limit on the address space for memory of peers that is mapped here.
     pub remote_memory: Arc<MapBudget>,
     pub outgoing_calls: OutgoingCalls,
@@ -37,6 +35,10 @@ pub struct Resources {
     pub fabric: Readable<EngineFabric>,
     host: Option<Arc<Arena>>,
     device: Option<Arc<Arena>>,
+    /// What was merged of the host pool and of the device pool when they were committed.
+    merged: [Merged; 2],
+    /// Present if the engine leaves registered memory alone but may log a hint about it.
+    small_page_hint: Option<SmallPageHint>,
     generations: Arc<Generations>,
 }
 
@@ -111,18 +113,12 @@ impl Resources {
         let generations = Arc::new(Generations::new()?);
         let (host, device) =
             (arena(config.host_pool, Placement::Host)?, arena(config.device_pool, Placement::Device)?);
-        let pools: Vec<_> = [&host, &device].into_iter().flatten().map(|arena| arena.shared()).collect();
-        let copy_engine = CopyEngine::new(&config, devices)?;
-        let merger = match config.huge_pages {
-            HugeChoice::Off => Merger::default(),
-            HugeChoice::Auto => Merger::default().hinting(),
-            HugeChoice::Merge => Merger::new(pools).hinting(),
-            HugeChoice::MergeRegistered | HugeChoice::Eager => Merger::with_registered(pools),
-        };
-        if config.huge_pages == HugeChoice::Eager {
-            merger.commit(&copy_engine)?;
-        }
         let regions = [&host, &device].map(|arena| arena.as_ref().map(|arena| arena.shared()));
+        let copy_engine = CopyEngine::new(&config, devices)?;
+        let eager = config.huge_pages == HugeChoice::Eager;
+        let merged =
+            if eager { commit_pools(regions.clone(), &copy_engine)? } else { <[Merged; 2]>::default() };
+        let small_page_hint = (config.huge_pages == HugeChoice::Auto).then(SmallPageHint::default);
         let fabric = EngineFabric::open(&config.links.fabric, config.links.token.is_some(), regions)?;
         let events = Arc::new(EventQueue::new(config.max_transfers));
         Ok(Resources {
@@ -130,8 +126,9 @@ impl Resources {
             host,
             device,
             table: Table::new(generations.clone()),
+            merged,
+            small_page_hint,
             copy_engine,
-            merger,
             stats: Stats::default(),
             remote_memory: MapBudget::new(config.links.remote_memory),
             outgoing_calls: OutgoingCalls::default(),
@@ -146,6 +143,15 @@ impl Resources {
         match placement {
             Placement::Host => self.host.as_ref(),
             Placement::Device => self.device.as_ref(),
+        }
+    }
+
+    /// Returns what was merged of the pool with a placement when it was committed.
+    pub fn merged(&self, placement: Placement) -> Merged {
+        let [host, device] = self.merged;
+        match placement {
+            Placement::Host => host,
+            Placement::Device => device,
         }
     }
 
@@ -166,12 +172,6 @@ impl Resources {
         error.with_text(text).with("released_bytes", bytes).with("released_caches", count)
     }
 
-    /// Counts bytes that a call moved over a link, and makes the merger check for work at intervals.
-    pub fn count_bytes(&self, op: Op, bytes: u64) {
-        self.stats.add_bytes(op, bytes);
-        self.merger.note_use(bytes);
-    }
-
     /// Returns the generation numbers of all entries of the table.
     pub fn generations(&self) -> &Generations {
         &self.generations
@@ -186,15 +186,13 @@ impl Resources {
 
     /// Records that the description of `cache` is sent to a peer that can read `location`.
     ///
-    /// If the peer reads registered memory by process id, huge pages double its speed. The engine then merges
-    /// that memory or logs a hint, according to `huge_pages`.
+    /// If the peer reads registered memory by process id, huge pages double its speed. The engine then logs a
+    /// hint if `huge_pages` is `auto`.
     pub fn described_to_peer(&self, cache: &Cache, location: &MemoryLocation) {
         let through_kernel =
             cache.origin() == Origin::Registered && matches!(location, MemoryLocation::Process(_));
-        if through_kernel
-            && self.merger.lend(cache.id(), cache.tensors(), || self.still_registered(cache).is_ok())
-        {
-            self.merger.check_for_work();
+        if let Some(hint) = self.small_page_hint.as_ref().filter(|_| through_kernel) {
+            hint.described_to_peer(cache.id(), cache.tensors());
         }
     }
 

@@ -42,7 +42,7 @@ pub(crate) fn dict<'py>(py: Python<'py>, snapshot: &Snapshot) -> PyResult<Bound<
     ucx.set_item("reason", snapshot.ucx.reason.as_deref())?;
     fields!(ucx, snapshot.ucx, reads bytes failures forced_closes renewals);
     dict.set_item("ucx", ucx)?;
-    fields!(dict, snapshot, registered_merged_bytes ring_bytes plain_bytes streaming_bytes copy_workers);
+    fields!(dict, snapshot, ring_bytes plain_bytes streaming_bytes copy_workers);
     Ok(dict)
 }
 

@@ -155,7 +155,7 @@ def _huge_pages(root: Path) -> list[Finding]:
         )
     elif "never" in chosen.values():
         meaning = "that memory has small pages; its first touch, and reads by process id, take longer"
-        remedy = 'huge_pages="merge", "merge_registered" or "eager" puts it into huge pages'
+        remedy = 'huge_pages="eager" puts it into huge pages'
         found = Finding(_SECTION, name, value, NOTE, meaning, remedy)
     return [found, Finding(_SECTION, "reserved huge pages", f"{reserved} (not needed)")]
 

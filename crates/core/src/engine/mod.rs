@@ -179,10 +179,6 @@ impl DataDist {
                 None => allocate(arena, &request.layout.geometry),
             };
             let tensors = tensors.map_err(|error| self.resources.with_released(error, desc.placement))?;
-            let bytes = request.mixed.map_or_else(|| request.layout.geometry.bytes(), |sizes| sizes.bytes());
-            // Caches that were allocated before may have been touched since, perhaps by the caller's own
-            // code.
-            self.resources.merger.note_use(bytes);
             self.resources.table.allocate(desc, request.layout, tensors, &request.keys)
         })
     }
@@ -233,7 +229,6 @@ impl DataDist {
         self.resources.stats.timed(Op::Register, || {
             let Some(cache) = self.resources.table.unregister(id)? else { return Ok(()) };
             self.end_grants(id);
-            self.resources.merger.give_back(id);
             unpinned(&cache, self.deadline())?;
             self.resources.table.forget_unregistered(id);
             Ok(())
@@ -356,7 +351,6 @@ impl DataDist {
             verified_blocks,
             mismatched_blocks,
             ring_bytes: self.resources.copy_engine.ring_bytes(),
-            registered_merged_bytes: self.resources.merger.lent_bytes(),
             plain_bytes,
             streaming_bytes,
             copy_workers: self.resources.copy_engine.workers() as u64,
@@ -432,7 +426,7 @@ impl DataDist {
 
     fn report(&self, arena: &Arena) -> PoolReport {
         let region = arena.region();
-        let merged = self.resources.merger.merged(region);
+        let merged = self.resources.merged(arena.placement());
         PoolReport {
             pool: arena.state(),
             released_bytes: self.resources.table.released(arena.placement()).0,
@@ -462,7 +456,6 @@ impl Drop for DataDist {
         self.resources.grants.close();
         self.tasks.close();
         self.calls.close();
-        self.resources.merger.close();
     }
 }
 

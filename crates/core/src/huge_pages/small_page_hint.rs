@@ -1,8 +1,8 @@
 //! Logs one hint if peers read registered memory at half speed because it lies in small pages.
 //!
 //! Reads through the kernel leave no trace at the owner, so the check runs when the address of the memory is
-//! sent to a peer. The pages belong to the caller and are not changed here; `registered` merges them if the
-//! option `huge_pages` requests it.
+//! sent to a peer. The pages belong to the caller and are not changed here. `huge_pages="eager"` merges them
+//! when the memory is registered.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
@@ -16,16 +16,16 @@ const SAMPLES: usize = 32;
 
 /// Whether the hint was logged, and how often pages were checked.
 #[derive(Debug, Default)]
-pub(super) struct Hint {
+pub struct SmallPageHint {
     given: AtomicBool,
     checks: AtomicU32,
 }
 
-impl Hint {
+impl SmallPageHint {
     /// Records that the address of `tensors` is sent to a peer which reads through the kernel. Logs the hint,
     /// once, if most of the pages that are present are small. Logs nothing if the kernel does not report page
     /// sizes (before Linux 6.7).
-    pub(super) fn described_to_peer(&self, cache: CacheId, tensors: &Tensors) {
+    pub fn described_to_peer(&self, cache: CacheId, tensors: &Tensors) {
         let done = self.given.load(Ordering::Relaxed) || self.checks.load(Ordering::Relaxed) >= MOST_CHECKS;
         if done || self.checks.fetch_add(1, Ordering::Relaxed) >= MOST_CHECKS {
             return;
@@ -34,8 +34,8 @@ impl Hint {
             tracing::warn!(
                 target: "llm_datadist::huge_pages",
                 "cache {cache}: peers read this registered memory by process id, and it lies in small pages: such reads \
-                 reach about half the speed. huge_pages=\"merge_registered\" puts it into huge pages, and so does \
-                 madvise(MADV_HUGEPAGE) before it is first written. This hint is given once"
+                 reach about half the speed. huge_pages=\"eager\" puts it into huge pages when it is registered, \
+                 and so does madvise(MADV_HUGEPAGE) before it is first written. This hint is given once"
             );
         }
     }

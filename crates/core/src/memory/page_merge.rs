@@ -1,18 +1,16 @@
-//! Huge pages on request: finds the parts of a mapping that were touched, and has the kernel merge them into
-//! huge pages.
+//! Huge pages on request: has the kernel merge memory into huge pages, and asks it for the size of pages.
 //!
 //! A unit is an aligned range of the size of one huge page. From Linux 6.1 on, the kernel merges a unit into
 //! one huge page if any page of it was touched, regardless of the system's settings for automatic merging,
 //! and commits all of it. Meanwhile readers and writers in this process and others see the same bytes; at
-//! most they wait for it. The module `crate::huge_pages` decides when merging is worthwhile.
+//! most they wait for it (`readers_and_writers_do_not_notice_merging`).
 
 use std::ffi::c_void;
 use std::fs::File;
 use std::io;
 use std::os::fd::BorrowedFd;
-use std::os::unix::fs::FileExt;
 
-use rustix::fs::{FallocateFlags, SeekFrom, fallocate, seek};
+use rustix::fs::{FallocateFlags, fallocate};
 use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
 use rustix::param::page_size;
 
@@ -26,13 +24,8 @@ const MADV_COLLAPSE: libc::c_int = 25;
 /// Number of units of registered memory that are merged between two calls of `check`.
 const UNITS_AT_ONCE: usize = 32;
 
-/// Pages of a unit in the page map; [`OwnPages`] supports no other number.
+/// Pages of a unit; [`OwnPages`] supports no other number.
 const UNIT_PAGES: usize = 512;
-/// Bits of a page map entry: the page is present; it belongs to a file or to shared memory; it is mapped by
-/// this process alone (the kernel's admin-guide/mm/pagemap.rst).
-const PRESENT: u64 = 1 << 63;
-const FILE: u64 = 1 << 61;
-const EXCLUSIVE: u64 = 1 << 56;
 
 const PAGEMAP_SCAN: Opcode = opcode::read_write::<PagemapScan>(b'f', 16);
 const SCAN_PRESENT: u64 = 1 << 3;
@@ -41,11 +34,9 @@ const SCAN_HUGE: u64 = 1 << 6;
 /// Why the kernel did not merge a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MergeRefusal {
-    /// A page of the unit is in use. A later attempt may succeed.
-    Busy,
-    /// No huge page is free, or the control group has no room. Another attempt would make the kernel search
-    /// again.
-    NoMemory,
+    /// A page of the unit is in use, no huge page is free, or the control group has no room. A later attempt
+    /// may succeed.
+    Temporary,
     /// The kernel does not support or does not permit it; with the error number.
     Unable(i32),
 }
@@ -53,8 +44,7 @@ pub enum MergeRefusal {
 impl From<io::Error> for MergeRefusal {
     fn from(error: io::Error) -> Self {
         match error.raw_os_error() {
-            Some(libc::EAGAIN | libc::EINTR) => MergeRefusal::Busy,
-            Some(libc::ENOMEM | libc::EBUSY) => MergeRefusal::NoMemory,
+            Some(libc::EAGAIN | libc::EINTR | libc::ENOMEM | libc::EBUSY) => MergeRefusal::Temporary,
             other => MergeRefusal::Unable(other.unwrap_or(0)),
         }
     }
@@ -69,35 +59,9 @@ impl Region {
         if self.host_addressable() { self.len().div_ceil(Self::UNIT_BYTES) } else { 0 }
     }
 
-    /// Returns whether the region consists of ordinary pages, which can be merged into huge pages.
-    pub fn merges(&self) -> bool {
-        self.ordinary().is_some()
-    }
-
-    /// Returns the first unit, from `from` on, of which any page was touched.
-    pub fn touched_unit(&self, from: u64) -> Option<u64> {
-        // This moves the offset of the descriptor, which nothing else uses.
-        let start = from.checked_mul(Self::UNIT_BYTES)?;
-        let at = seek(self.ordinary()?, SeekFrom::Data(start)).ok()?;
-        Some(at / Self::UNIT_BYTES).filter(|&unit| unit < self.units())
-    }
-
-    /// Returns the committed bytes of `unit`; 0 if the kernel does not report them.
-    pub fn touched_bytes(&self, unit: u64) -> u64 {
-        let mut pages = [0_u8; 512];
-        let Some(at) = self.unit_at(unit).filter(|_| HUGE_PAGE / page_size() <= pages.len()) else {
-            return 0;
-        };
-        // SAFETY: the unit lies in this region's mapping (`unit_at`), and `pages` has a byte for each of its
-        // pages.
-        let status = unsafe { libc::mincore(at as *mut c_void, HUGE_PAGE, pages.as_mut_ptr().cast()) };
-        let resident = pages.iter().filter(|&&page| page & 1 == 1).count();
-        if status == 0 { (resident * page_size()) as u64 } else { 0 }
-    }
-
     /// Merges `unit` into one huge page, which commits all of it. Succeeds without effect if it already is
     /// one. The error states why the kernel did not merge it.
-    pub fn merge(&self, unit: u64) -> std::result::Result<(), MergeRefusal> {
+    fn merge(&self, unit: u64) -> std::result::Result<(), MergeRefusal> {
         let at = self.unit_at(unit).ok_or(MergeRefusal::Unable(libc::EINVAL))?;
         Ok(merge(at, HUGE_PAGE)?)
     }
@@ -203,23 +167,6 @@ impl OwnPages {
         let known = HUGE_PAGE / page_size() == UNIT_PAGES;
         let file = File::open("/proc/self/pagemap").ok().filter(|_| known)?;
         above_standard_streams(file.into()).ok().map(|file| OwnPages(file.into()))
-    }
-
-    /// Merges the unit at `at` into one huge page if that commits no additional memory: all of its pages are
-    /// present, and they are private memory of this process alone.
-    ///
-    /// Returns `None` if this is not so. For example, a page that was read and never written is the kernel's
-    /// zero page, and a page from before a fork is shared. Otherwise the inner result states whether the
-    /// kernel merged it.
-    pub fn merge(&self, at: u64) -> Option<std::result::Result<(), MergeRefusal>> {
-        let from = usize::try_from(at).ok().filter(|at| at.is_multiple_of(HUGE_PAGE))?;
-        let mut entries = [0_u8; UNIT_PAGES * 8];
-        self.0.read_exact_at(&mut entries, at / page_size() as u64 * 8).ok()?;
-        let (entries, _) = entries.as_chunks::<8>();
-        let own = |entry: &[u8; 8]| {
-            u64::from_ne_bytes(*entry) & (PRESENT | FILE | EXCLUSIVE) == PRESENT | EXCLUSIVE
-        };
-        entries.iter().all(own).then(|| Ok(merge(from, HUGE_PAGE)?))
     }
 
     /// Returns whether the page at `at` is a huge page; `None` if no page is present, or the kernel does not

@@ -141,10 +141,9 @@ impl Region {
 }
 
 impl Region {
-    /// Returns the descriptor if the memory consists of ordinary pages, which can be merged into huge pages.
-    pub(super) fn ordinary(&self) -> Option<BorrowedFd<'_>> {
-        let mapping = self.mapping.as_ref().filter(|mapping| mapping.huge != HugePages::Reserved);
-        mapping.map(|mapping| mapping.descriptor.as_fd())
+    /// Returns whether the region consists of ordinary pages, which can be merged into huge pages.
+    pub fn merges(&self) -> bool {
+        self.mapping.as_ref().is_some_and(|mapping| mapping.huge != HugePages::Reserved)
     }
 
     /// Test only: treats this region as memory in reserved huge pages, which few machines have.

@@ -145,7 +145,7 @@ impl PendingStream {
             Step::Attached(pending, offered) => {
                 let seen: Attached = protocol::open(kind, &body).map_err(Refusal::unreadable)?;
                 shared.note_readers();
-                let memory = PeerMemory::complete(&shared.resources, offered, seen);
+                let memory = PeerMemory::complete(offered, seen);
                 let step = Step::Confirm(pending, Some(memory));
                 Ok(Next::Proven(PendingStream { stream, local, until, step }))
             }

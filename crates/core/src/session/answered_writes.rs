@@ -43,7 +43,7 @@ impl RequestContext<'_> {
         self.stream.restart_pace();
         self.receive(&plan, from..to, &cache, call.deadline)?;
         drop(pin);
-        self.resources.count_bytes(Op::Served, bytes);
+        self.resources.stats.add_bytes(Op::Served, bytes);
         self.reply(&Reply::Done { bytes }, call.deadline)
     }
 
@@ -111,7 +111,7 @@ impl RequestContext<'_> {
         let deadline = if write.deadline.at() < deadline.at() { write.deadline } else { deadline };
         self.receive(&write.plan, range, &write.cache, deadline)?;
         part.arrived();
-        self.resources.count_bytes(Op::Served, bytes);
+        self.resources.stats.add_bytes(Op::Served, bytes);
         self.reply(&Reply::Done { bytes }, deadline)
     }
 

@@ -238,9 +238,6 @@ impl RequestContext<'_> {
                 self.resources.described_to_peer(cache, &at);
             }
             record.location = location(at)?;
-            // The peer will probably read the cache, perhaps in place, which this side cannot observe. So
-            // count the bytes now.
-            self.resources.merger.note_use(cache.bytes());
         } else if record.accessible && self.link.fabric().is_ok() {
             let at = self.resources.memory_location(cache)?;
             if matches!(at, MemoryLocation::Pool(..)) {
@@ -294,7 +291,7 @@ impl RequestContext<'_> {
         let mut path = StreamPath { stream: self.stream, range: from..to, sum: adding };
         let sent = path.serve(self.job(&plan, call.deadline), cache.tensors());
         sent.map_err(Ended::Broken)?;
-        self.resources.count_bytes(Op::Served, bytes);
+        self.resources.stats.add_bytes(Op::Served, bytes);
         if granted.is_none() && sum.is_none() {
             return Ok(());
         }
@@ -344,7 +341,7 @@ impl RequestContext<'_> {
         let read = tensors.path().read(self.job(&plan, call.deadline), to, &progress, Arc::new(pin));
         match read {
             Ok(outcome) => {
-                self.resources.count_bytes(Op::Served, outcome.bytes);
+                self.resources.stats.add_bytes(Op::Served, outcome.bytes);
                 Ok(Reply::Done { bytes: outcome.bytes })
             }
             // The kernel permitted this when the link was made, and refuses it now.

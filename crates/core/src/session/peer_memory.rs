@@ -63,7 +63,7 @@ impl PeerMemory {
         let (taken, attached) = PeerMemory::take(resources, &offered, descriptors, stream, deadline);
         message_io::send_message(stream, &attached, deadline)?;
         let seen: Attached = message_io::receive_message(stream, HANDSHAKE_LIMIT, Duration::ZERO, deadline)?;
-        Ok(PeerMemory::complete(resources, taken, seen))
+        Ok(PeerMemory::complete(taken, seen))
     }
 
     /// Sends the offer of `resources` with the function `send`.
@@ -105,9 +105,7 @@ impl PeerMemory {
     }
 
     /// Combines the memory taken with the peer's report.
-    pub(crate) fn complete(resources: &Resources, taken: TakenMemory, seen: Attached) -> PeerMemory {
-        // The peer has to map each touched page of a pool at its first read, so look for pages to merge now.
-        resources.merger.check_for_work();
+    pub(crate) fn complete(taken: TakenMemory, seen: Attached) -> PeerMemory {
         PeerMemory { taken, seen }
     }
 

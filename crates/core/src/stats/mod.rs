@@ -92,9 +92,6 @@ pub struct Snapshot {
     pub mismatched_blocks: u64,
     /// Bytes of device memory that the staging ring holds.
     pub ring_bytes: u64,
-    /// Bytes of registered memory that the engine put into huge pages for peers, or found in huge pages.
-    /// Memory that was unregistered later is still counted.
-    pub registered_merged_bytes: u64,
     /// Bytes copied with ordinary stores.
     pub plain_bytes: u64,
     /// Bytes copied with streaming stores.

@@ -127,7 +127,7 @@ impl Group<CheckedPull<PullRows>> {
         };
         let finish = |call: &Call, end| call.finish(&end, None);
         let bytes = self.run(execution, deadline, part, finish)?;
-        self.resources.count_bytes(Op::Pull, bytes);
+        self.resources.stats.add_bytes(Op::Pull, bytes);
         Ok(bytes)
     }
 
@@ -198,7 +198,7 @@ impl Group<CheckedPush<PushRows>> {
             }
         };
         let bytes = self.run(execution, deadline, part, Call::release_slot)?;
-        self.resources.count_bytes(Op::Push, bytes);
+        self.resources.stats.add_bytes(Op::Push, bytes);
         Ok(bytes)
     }
 

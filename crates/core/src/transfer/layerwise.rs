@@ -82,7 +82,7 @@ impl Carrier for LayerPush {
         let pushed = self.push_layers(layers, deadline);
         self.resources.stats.counted_each(Op::Layer, count, started.elapsed(), pushed.is_ok());
         if let Ok(bytes) = pushed {
-            self.resources.count_bytes(Op::Layer, bytes);
+            self.resources.stats.add_bytes(Op::Layer, bytes);
         }
         pushed
     }

@@ -149,7 +149,6 @@ impl LocalCopy {
             all = CopyOutcome { bytes: all.bytes + outcome.bytes, ..outcome };
         }
         resources.stats.count_copy(self.op, &all);
-        resources.merger.note_use(all.bytes);
         Ok(all.bytes)
     }
 

@@ -49,7 +49,7 @@ impl Call {
             self.finish(&end, notification).map_err(|error| self.named(error))?;
             Ok(bytes)
         })?;
-        self.resources.count_bytes(Op::Pull, bytes);
+        self.resources.stats.add_bytes(Op::Pull, bytes);
         Ok(bytes)
     }
 

@@ -41,7 +41,7 @@ impl Call {
             self.release_slot(slot)?;
             Ok(bytes)
         })?;
-        self.resources.count_bytes(Op::Push, bytes);
+        self.resources.stats.add_bytes(Op::Push, bytes);
         Ok(bytes)
     }
 

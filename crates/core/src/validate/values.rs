@@ -26,13 +26,8 @@ pub(super) const SWAP_IN_PATHS: [(&str, SwapInPath); 3] =
     [("auto", SwapInPath::Auto), ("direct", SwapInPath::Direct), ("ring", SwapInPath::Ring)];
 pub(super) const COPY_KERNELS: [(&str, KernelChoice); 3] =
     [("auto", KernelChoice::Auto), ("plain", KernelChoice::Plain), ("streaming", KernelChoice::Streaming)];
-pub(super) const HUGE_PAGES: [(&str, HugeChoice); 5] = [
-    ("auto", HugeChoice::Auto),
-    ("off", HugeChoice::Off),
-    ("merge", HugeChoice::Merge),
-    ("merge_registered", HugeChoice::MergeRegistered),
-    ("eager", HugeChoice::Eager),
-];
+pub(super) const HUGE_PAGES: [(&str, HugeChoice); 3] =
+    [("auto", HugeChoice::Auto), ("off", HugeChoice::Off), ("eager", HugeChoice::Eager)];
 pub(super) const VERIFY: [(&str, Verify); 3] =
     [("off", Verify::Off), ("sample", Verify::Sample), ("full", Verify::Full)];
 const TRANSFER_BACKENDS: [(&str, Backend); 4] =

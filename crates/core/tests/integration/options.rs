@@ -112,13 +112,8 @@ fn local_options() {
     assert_eq!((config.max_transfers, config.transfer_poll), (1 << 20, Duration::from_millis(10)));
     assert!(config.remote_accessible);
     assert_eq!((config.swap_in, config.kernel), (SwapInPath::Ring, KernelChoice::Plain));
-    for (word, choice) in [
-        ("auto", HugeChoice::Auto),
-        ("off", HugeChoice::Off),
-        ("merge", HugeChoice::Merge),
-        ("merge_registered", HugeChoice::MergeRegistered),
-        ("eager", HugeChoice::Eager),
-    ] {
+    for (word, choice) in [("auto", HugeChoice::Auto), ("off", HugeChoice::Off), ("eager", HugeChoice::Eager)]
+    {
         assert_eq!(read(&[("llm.HugePages", word)]).unwrap().huge_pages, choice);
     }
 }
@@ -241,6 +236,14 @@ fn malformed_values_are_refused() {
             let message = refused(read(&[(key, text)]), &[]).to_string();
             assert!(message.contains(key) || message.contains(name), "{key}={text:?}: {message}");
         }
+    }
+}
+
+#[test]
+fn huge_pages_refuses_merging_in_the_background() {
+    for word in ["merge", "merge_registered"] {
+        let facts = [&format!("huge_pages={word:?}"), "auto or off or eager"];
+        refused(read(&[("llm.HugePages", word)]), &facts);
     }
 }
 

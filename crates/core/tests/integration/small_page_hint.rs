@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use llm_datadist_core::testing::config::Token;
-use llm_datadist_core::testing::huge_pages::Merger;
+use llm_datadist_core::testing::huge_pages::SmallPageHint;
 use llm_datadist_core::testing::memory::{OwnPages, Region};
 use llm_datadist_core::{
     CacheId, CacheKind, ClusterId, Config, DataDist, End, HugeChoice, Layers, Name, PeerAddress, Placement,
@@ -13,7 +13,7 @@ use tracing::Level;
 
 use crate::child_process::{self, report};
 use crate::fixtures::{EventLog, adopt, desc, skipped};
-use crate::merger::CHOICES;
+use crate::huge_pages::CHOICES;
 use crate::registered_pages::Pages;
 
 const UNIT: usize = Region::UNIT_BYTES as usize;
@@ -25,7 +25,7 @@ fn log() -> EventLog {
 
 /// Units of registered memory in small pages, whatever this system prefers.
 fn small(units: usize) -> Pages {
-    let pages = Pages::new(units, None);
+    let pages = Pages::new(units);
     pages.advise(libc::MADV_NOHUGEPAGE);
     pages
 }
@@ -48,27 +48,24 @@ fn one_hint_is_given_where_registered_memory_lies_in_small_pages() {
     }
     let heard = log();
     let _on_this_thread = tracing::subscriber::set_default(heard.clone());
-    let merger = Merger::default().hinting();
+    let hint = SmallPageHint::default();
     let (pages, other) = (small(4), small(2));
-    let tell = |merger: &Merger, id, pages: &Pages| merger.lend(CacheId(id), &pages.tensors(), || true);
-    assert!(!tell(&merger, 7, &pages), "nothing is merged");
+    let tell =
+        |hint: &SmallPageHint, id, pages: &Pages| hint.described_to_peer(CacheId(id), &pages.tensors());
+    tell(&hint, 7, &pages);
     assert_eq!(heard.lines(), [], "no page is there yet");
     pages.write(0, 4 * UNIT);
     other.write(0, 2 * UNIT);
-    tell(&merger, 7, &pages);
+    tell(&hint, 7, &pages);
     let lines = heard.lines();
     let [(level, text)] = &lines[..] else { panic!("{lines:?}") };
     assert_eq!(*level, Level::WARN);
-    assert!(text.contains("cache 7") && text.contains("huge_pages=\"merge_registered\""), "{text}");
-    tell(&merger, 7, &pages);
-    tell(&merger, 8, &other);
+    assert!(text.contains("cache 7") && text.contains("huge_pages=\"eager\""), "{text}");
+    tell(&hint, 7, &pages);
+    tell(&hint, 8, &other);
     assert_eq!(heard.lines().len(), 1, "once");
-    // No hint if registered memory is merged, or if the merger gives no hints.
-    tell(&Merger::with_registered([]), 7, &pages);
-    tell(&Merger::default(), 7, &pages);
-    assert_eq!(heard.lines().len(), 1);
     // Each engine has a hint of its own.
-    tell(&Merger::default().hinting(), 7, &pages);
+    tell(&SmallPageHint::default(), 7, &pages);
     assert_eq!(heard.lines().len(), 2);
 }
 
@@ -116,7 +113,7 @@ fn hints() {
 #[test]
 fn an_engine_hints_where_it_leaves_registered_memory_alone() {
     if reports_page_size() {
-        // Auto, off, merge, merge_registered, eager.
-        assert_eq!(child_process::run("small_page_hint::hints", "owner"), ["1", "0", "1", "0", "0"]);
+        // Auto, off, eager.
+        assert_eq!(child_process::run("small_page_hint::hints", "owner"), ["1", "0", "0"]);
     }
 }

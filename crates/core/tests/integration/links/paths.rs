@@ -170,7 +170,7 @@ fn rows_beside_unmapped_ones_are_read_by_process_id() {
     const BYTES: usize = 512 << 10;
     let pair = Pair::new(Way::Shm);
     // The memory after the pages is not mapped, so the fifth row cannot be read.
-    let pages = [Pages::new(1, None), Pages::new(1, None)];
+    let pages = [Pages::new(1), Pages::new(1)];
     pages.iter().for_each(|pages| pages.write(0, 4 * BYTES));
     let shape = desc(Placement::Host, 1, 5, BYTES);
     let registered = |engine: &DataDist, pages: &Pages| {
