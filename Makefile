@@ -123,7 +123,7 @@ bench-vllm: build .venv-vllm/.tools  ## the connector for vLLM beside that of NI
 	.venv-vllm/bin/python benches/vllm $(BENCH_VLLM)
 
 test-benches: build $(VENV)/.test-tools  ## the tests of the benchmarks and of the pages written from their figures
-	$(BIN)/python -m pytest benches/tests
+	$(BIN)/python -m pytest benches/tests tools/differential/tests
 
 test-docs: build $(VENV)/.test-tools  ## the tests of the pages: numbers, references, and the programs that they show
 	$(BIN)/python -m pytest tools/docs/tests
@@ -257,6 +257,13 @@ bench: build capi $(VENV)/.test-tools  ## every benchmark; figures go to benches
 	$(BIN)/python benches/layerwise_latency.py
 	$(BIN)/python benches/serving_latency.py
 
+# BASE=commit to compare with; it is built in an environment of its own.
+differential: CALLS = 50000
+differential: SEED = 1
+differential: build $(VENV)/.test-tools  ## the same random calls on this tree and on BASE=commit: codes, rows and bytes must be equal
+	PYTHONPATH=tools:tests $(BIN)/python -m differential --base $(or $(BASE),$(error name a commit: make differential BASE=commit)) \
+		--folder "$(TARGET_DIR)/differential" --calls $(CALLS) --seed $(SEED)
+
 bench-latency:  ## p50, p99 and p99.99 of single calls beside a bare copy loop (BASE=commit compares; five minutes)
 	$(PYTHON) benches/latency.py $(if $(BASE),--base "$(BASE)")
 
@@ -352,4 +359,4 @@ $(VENV)/.wheel-tools: requirements-wheel.txt $(VENV)/.build-tools
 clean:  ## remove everything that was built
 	rm -rf target fuzz/target $(VENV) .venv-docs .venv-torch .venv-peers .venv-vllm dist python/llm_datadist/_core*.so
 
-.PHONY: help demo demo-plan test-plan check-tools check-test-tools test-root fuzz-replay nightly test-wheel sdist uninstall test test-vllm test-lmcache test-ucx bench-networks bench-vllm test-benches test-docs docs docs-options docs-stats mutants stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance lint loom thorough soak bench bench-latency bench-peers example example-tensor-parallel example-torch wheel build sanitize header capi install install-files clean
+.PHONY: help demo demo-plan test-plan check-tools check-test-tools test-root fuzz-replay nightly test-wheel sdist uninstall test test-vllm test-lmcache test-ucx bench-networks bench-vllm test-benches test-docs docs docs-options docs-stats mutants stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance differential lint loom thorough soak bench bench-latency bench-peers example example-tensor-parallel example-torch wheel build sanitize header capi install install-files clean

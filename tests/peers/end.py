@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import time
+import zlib
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from llm_datadist import (
     KvLayout,
     LLMClusterInfo,
     LLMDataDist,
+    LLMException,
     LLMRole,
     LLMStatusCode,
     Placement,
@@ -335,6 +337,50 @@ class End(RowsWithGaps, Process):
 
     def push_blocks(self, key: Key, name: str, src: Sequence[int], dst: Sequence[int], **kwargs: Any) -> None:
         self.manager.push_blocks(cache_key(key), self.held[name].handle, list(src), list(dst), **_layers(kwargs))
+
+    def recorded(self, method: str, *args: Any, **kwargs: Any) -> tuple[str, str, list[Any]]:
+        """Call a method of the cache manager, an asynchronous one to its end. Return its code, text and arrived rows.
+
+        `"$name"` stands for a cache, what `by_blocks` and the like make for a key, and a pair for a layer range.
+        """
+        given = [self._given(value) for value in args]
+        named = {
+            name: range(*value) if name.endswith("_range") else self._given(value) for name, value in kwargs.items()
+        }
+
+        def call() -> None:
+            result = getattr(self.manager, method)(*given, **named)
+            if method.endswith("_async"):
+                result.result(int(LIMIT * 1000))
+
+        arrived: list[Any] = []
+
+        def noted() -> None:
+            try:
+                call()
+            except LLMException as error:
+                arrived.extend(error.arrived)
+                raise
+
+        return *outcome(noted), arrived
+
+    def _given(self, value: Any) -> Any:
+        if isinstance(value, str) and value.startswith("$"):
+            return self.held[value[1:]].handle
+        if isinstance(value, tuple) and value[:1] in (("request",), ("slot",), ("blocks",)):
+            return cache_key(value)
+        return value
+
+    def sums(self) -> dict[str, int]:
+        """Return a checksum of the bytes of each cache that is held."""
+        return {name: self._sum(held.arrays) for name, held in self.held.items() if held.arrays}
+
+    @staticmethod
+    def _sum(arrays: list[np.ndarray]) -> int:
+        total = 0
+        for array in arrays:
+            total = zlib.crc32(np.ascontiguousarray(array), total)
+        return total
 
     def timed(self, call: str, *args: Any, **kwargs: Any) -> tuple[str, float, str]:
         """Return the outcome of a call, its seconds, and the text of its error."""
