@@ -1,6 +1,6 @@
 """What `llm-datadist doctor` says about a host, from made-up `/proc` and `/sys` folders.
 
-Not for: NIXL (`test_doctor_nixl.py`), or measurements (`test_doctor_link.py`).
+Not for: measurements (`test_doctor_link.py`).
 """
 
 from __future__ import annotations

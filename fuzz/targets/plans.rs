@@ -168,7 +168,10 @@ fuzz_target!(|input: &[u8]| {
     if matches!(wire.steps, WireSteps::Templates { .. }) {
         // Templates of equal blocks are blocks, and several waves of blocks are sent as spans.
         same_bytes(&read, &pieces);
-        assert_eq!((read.src_tensors(), read.dst_tensors()), (plan.src_tensors(), plan.dst_tensors()));
+        assert_eq!(
+            (read.tensors(Side::Source), read.tensors(Side::Destination)),
+            (plan.tensors(Side::Source), plan.tensors(Side::Destination))
+        );
     } else {
         assert_eq!(read, plan);
     }

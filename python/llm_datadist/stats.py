@@ -168,7 +168,7 @@ class FabricStats(TypedDict):
     """UCX, which reads pools of other hosts (option ``transfer_backend``)."""
 
     version: Optional[str]
-    """Its version. ``None`` if this engine does not use it."""
+    """Version of UCX. ``None`` if this engine does not use it."""
     reason: Optional[str]
     """The reason why this engine does not use it. ``None`` if it does."""
     reads: int

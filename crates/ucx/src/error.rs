@@ -1,4 +1,4 @@
-//! Why a library, a mapping or a read failed.
+//! Why UCX, a mapping or a read failed.
 
 use std::fmt;
 

@@ -13,7 +13,7 @@ use std::time::Duration;
 use crate::error::{ArrivedRows, Error, Result};
 use crate::fallible;
 use crate::model::RowSizes;
-use crate::plan::{CopyPlan, RangeList};
+use crate::plan::{CopyPlan, RangeList, Side};
 use crate::sync::Mutex;
 
 /// Maximum number of tensors, and of row ranges per tensor, that the text of an error lists.
@@ -81,7 +81,7 @@ impl Progress {
                 .try_for_each(|piece| planned.add(sizes.touched(piece.dst, piece.len)))?;
         }
         let (planned, mut count) = (planned.joined(), 0);
-        let tensors = plan.dst_tensors();
+        let tensors = plan.tensors(Side::Destination);
         for index in 0..plan.num_tensors() {
             let tensor = u32::try_from(tensors.tensor(index as usize)).unwrap_or(u32::MAX);
             let rows = without(&planned, &missing(plan, index, &gaps, sizes)?)?;

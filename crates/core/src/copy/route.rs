@@ -11,7 +11,7 @@
 //! | anything else, and memory that the reader cannot read | rings, or sockets | received in place | received and copied |
 //!
 //! The call stream decides whether the owner sends the bytes through rings or a socket. The owner also sends them while this engine
-//! pushes to the cache that it pulls from (`session::peer_snapshot`), and if the kernel or the library refuses a read that was
+//! pushes to the cache that it pulls from (`session::peer_snapshot`), and if the kernel or UCX refuses a read that was
 //! possible when the link was made.
 //!
 //! Within an engine, only copies from host to device have a choice ([`Route`]). A swap-in goes directly if the device can read

@@ -15,7 +15,7 @@ use crate::error::Result;
 use crate::memory::kernels::Kernel;
 use crate::memory::{Tensors, Window, faulted};
 use crate::model::Deadline;
-use crate::plan::{CopyPlan, Piece, Span};
+use crate::plan::{CopyPlan, Piece, Side, Span};
 
 /// Copies of at most this many bytes run on the calling thread. A sleeping worker needs about 50 µs to start.
 /// In that time the caller copies half a MiB that is not cached, or a whole MiB that is.
@@ -110,7 +110,7 @@ pub(super) fn read_window<'a>(
     index: usize,
     piece: Piece,
 ) -> Result<Window<'a>> {
-    src.window(plan.src_tensors().tensor(index), piece.src, piece.len)
+    src.window(plan.tensors(Side::Source).tensor(index), piece.src, piece.len)
 }
 
 /// Returns the window of `dst` that a piece of the `index`-th tensor of `plan` writes.
@@ -120,7 +120,7 @@ pub(super) fn write_window<'a>(
     index: usize,
     piece: Piece,
 ) -> Result<Window<'a>> {
-    dst.window(plan.dst_tensors().tensor(index), piece.dst, piece.len)
+    dst.window(plan.tensors(Side::Destination).tensor(index), piece.dst, piece.len)
 }
 
 /// One wave of a direct copy, cut into units.
@@ -178,8 +178,18 @@ impl DirectWave {
         plan.waves()[self.wave].spans_across_tensors(from, to).try_for_each(|(tensor, span)| {
             let Span { len, count, .. } = span;
             batch.push(Copy {
-                src: src.windows(plan.src_tensors().tensor(tensor), span.src, len, (count, span.src_step))?,
-                dst: dst.windows(plan.dst_tensors().tensor(tensor), span.dst, len, (count, span.dst_step))?,
+                src: src.windows(
+                    plan.tensors(Side::Source).tensor(tensor),
+                    span.src,
+                    len,
+                    (count, span.src_step),
+                )?,
+                dst: dst.windows(
+                    plan.tensors(Side::Destination).tensor(tensor),
+                    span.dst,
+                    len,
+                    (count, span.dst_step),
+                )?,
             });
             if batch.len() == most {
                 copier.copy(&batch, kernel)?;

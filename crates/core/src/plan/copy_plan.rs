@@ -101,16 +101,6 @@ impl CopyPlan {
         self.num_tensors
     }
 
-    /// Returns the tensors that are read.
-    pub fn src_tensors(&self) -> TensorSteps {
-        self.src
-    }
-
-    /// Returns the tensors that are written.
-    pub fn dst_tensors(&self) -> TensorSteps {
-        self.dst
-    }
-
     /// Returns the tensors of one side.
     pub fn tensors(&self, side: Side) -> TensorSteps {
         side.of((self.src, self.dst))

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use super::blocks::Blocks;
 use super::conflicts::check_template_size;
 use super::copy_plan::CopyPlan;
+use super::side::Side;
 use super::span_limits::{MOST_PIECES, Tally, check_pieces};
 use super::spans::{PLAN, Span};
 use super::template::Template;
@@ -20,7 +21,7 @@ pub const MOST_TEMPLATE_SPANS: usize = 1 << 16;
 impl CopyPlan {
     /// Returns whether only templates describe the plan: it has a wave that is one, or it skips tensors.
     pub fn needs_templates(&self) -> bool {
-        (self.src_tensors().step, self.dst_tensors().step) != (1, 1)
+        (self.tensors(Side::Source).step, self.tensors(Side::Destination).step) != (1, 1)
             || self.waves().iter().any(|wave| wave.template().is_some())
     }
 
@@ -29,7 +30,7 @@ impl CopyPlan {
     /// (`final_blocks`), which also knows which of several writes of a row is the last one.
     pub fn is_compared_by_pairs(&self) -> bool {
         let one_piece = |template: &Template| matches!(template.spans[..], [Span { count: 1, .. }]);
-        (self.src_tensors().step, self.dst_tensors().step) != (1, 1)
+        (self.tensors(Side::Source).step, self.tensors(Side::Destination).step) != (1, 1)
             || self.waves().iter().filter_map(Wave::template).any(|template| !one_piece(template))
     }
 
@@ -68,7 +69,11 @@ impl CopyPlan {
     pub fn with_templates(&self, templates: Vec<Template>) -> Result<CopyPlan> {
         let waves = fallible::try_collect(PLAN, templates.into_iter().map(Wave::of_template))?;
         let plan = CopyPlan::new(self.num_tensors(), waves);
-        Ok(plan.in_tensor_steps(self.src_tensors(), self.dst_tensors(), self.num_tensors()))
+        Ok(plan.in_tensor_steps(
+            self.tensors(Side::Source),
+            self.tensors(Side::Destination),
+            self.num_tensors(),
+        ))
     }
 }
 

@@ -8,7 +8,7 @@ use super::plan_codec::{Pairs, WirePlan, WireSteps, WireTemplate};
 use crate::error::{ArrivedRows, Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::{CacheId, CacheKey, Geometry, Name};
-use crate::plan::{Blocks, CopyPlan, SpanList, Template, TensorSteps, Wave};
+use crate::plan::{Blocks, CopyPlan, Side, SpanList, Template, TensorSteps, Wave};
 
 /// Largest number of tensors for which a failure reports the rows that arrived.
 const MOST_ARRIVED: usize = 1 << 12;
@@ -79,7 +79,8 @@ impl TryFrom<&CopyPlan> for WirePlan {
             (plan.num_tensors(), plan.src_tensor(), plan.dst_tensor());
         if plan.needs_templates() {
             let templates = plan.sendable_templates()?.into_iter().map(WireTemplate::try_from);
-            let (src_step, dst_step) = (plan.src_tensors().step, plan.dst_tensors().step);
+            let (src_step, dst_step) =
+                (plan.tensors(Side::Source).step, plan.tensors(Side::Destination).step);
             let templates = fallible::try_collect("a request", templates)?;
             let steps = WireSteps::Templates { src_step, dst_step, templates };
             return Ok(WirePlan { num_tensors, src_tensor, dst_tensor, steps });

@@ -104,10 +104,10 @@ pub struct Snapshot {
     pub links: Vec<LinkState>,
 }
 
-/// A library that reads other hosts: whether an engine uses it, and what it has done.
+/// UCX: whether an engine uses it, and what it has done.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FabricState {
-    /// Version of the library, if it is used.
+    /// Version of UCX, if it is used.
     pub version: Option<String>,
     /// The reason why it is not used.
     pub reason: Option<String>,

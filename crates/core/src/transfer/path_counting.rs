@@ -18,7 +18,7 @@ impl Call {
         PathJob { engine: &self.resources.copy_engine, plan, deadline: self.deadline }
     }
 
-    /// Whether a failure of the library fails the call: the configuration requires it, and this link uses it.
+    /// Whether a failure of UCX fails the call: the configuration requires it, and this link uses it.
     pub(super) fn only_fabric(&self) -> bool {
         let required = self.resources.fabric.as_ref().is_ok_and(EngineFabric::is_required);
         required && self.link.fabric().is_ok()

@@ -146,7 +146,7 @@ impl Call {
         }
         let tensors = plan.tensors_at(Side::Source);
         let first = TensorSteps::consecutive(0);
-        let plan = plan.in_tensor_steps(first, plan.dst_tensors(), tensors.count);
+        let plan = plan.in_tensor_steps(first, plan.tensors(Side::Destination), tensors.count);
         Ok((Arc::new(plan), tensors.count, memory_location.only(tensors)?))
     }
 

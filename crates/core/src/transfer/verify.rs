@@ -82,10 +82,7 @@ impl Call {
         sample: Option<u64>,
     ) -> Result<Option<Compared>> {
         let blocks = plan.final_blocks(block_sizes(&self.local, plan, local), sample)?;
-        let (here, there) = match local {
-            Side::Source => (plan.src_tensor(), plan.dst_tensor()),
-            Side::Destination => (plan.dst_tensor(), plan.src_tensor()),
-        };
+        let (here, there) = (plan.tensors(local).first, plan.tensors(local.other()).first);
         let ends = Ends { local, here: here..here + plan.num_tensors(), there };
         let most = (MAX_HASHED / u64::from(plan.num_tensors()).max(1))
             .min(known.remote.sizes_of(there).tensor_bytes());
@@ -100,10 +97,7 @@ impl Call {
 
     /// Returns for each of `blocks` whether both sides have the same bytes; `None` if the remote cache has changed.
     fn compare_chunk(&self, known: &KnownCache, blocks: &[Piece], ends: &Ends) -> Result<Option<Vec<bool>>> {
-        let remote = |piece: &Piece| match ends.local {
-            Side::Source => (piece.dst, piece.len),
-            Side::Destination => (piece.src, piece.len),
-        };
+        let remote = |piece: &Piece| (piece.start(ends.local.other()), piece.len);
         let request = Request::Checksums {
             name: self.name.into(),
             cache: known.cache.0,

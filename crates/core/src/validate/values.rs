@@ -99,8 +99,8 @@ pub fn verify(text: &str) -> Result<Verify> {
 /// Reads `transfer_backend`. The refusal of NIXL, which earlier versions used, says what to use instead.
 pub(super) fn transfer_backend(text: &str) -> Result<Backend> {
     if text == "nixl" {
-        let allowed = "hixl or auto or sockets or ucx. Use ucx: NIXL itself moves bytes by UCX, and to give up one of its \
-            reads can end the process of the owner";
+        let allowed = "hixl or auto or sockets or ucx. Use ucx: the engine used NIXL only over UCX, and giving up a NIXL \
+            read can end the process of the peer";
         return Err(Error::argument("llm.TransferBackend", "\"nixl\"", allowed));
     }
     one_of("llm.TransferBackend", text, &TRANSFER_BACKENDS)

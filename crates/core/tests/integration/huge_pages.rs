@@ -2,13 +2,8 @@
 //!
 //! `tests/test_huge_pages.py` covers pools. The tests first check with plain system calls whether the kernel
 //! merges at all; if not, they report that they are skipped.
-#![allow(unsafe_code, reason = "the test's own mapping of a descriptor, and its own question to the kernel")]
+#![allow(unsafe_code, reason = "the test's own question to the kernel")]
 
-use std::ffi::c_void;
-use std::fs::File;
-use std::os::fd::AsRawFd;
-use std::os::unix::fs::FileExt;
-use std::ptr::null_mut;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -20,68 +15,36 @@ use llm_datadist_core::testing::memory::{
     MergeRefusal, PeerProcess, Region, Tensors, allow_readers, own_probe,
 };
 use llm_datadist_core::{CacheKind, Config, DataDist, HugeChoice, Placement};
-use rustix::fs::{MemfdFlags, memfd_create};
 
 use crate::fixtures::{Buffer, StopOnDrop, adopt, config, desc, pattern, skipped};
 use crate::registered_pages::{PAGE, Pages, SEED};
 use Placement::Host;
 
 const UNIT: usize = Region::UNIT_BYTES as usize;
+/// `MADV_COLLAPSE` of Linux 6.1.
+const MADV_COLLAPSE: libc::c_int = 25;
 pub(crate) const CHOICES: [HugeChoice; 3] = [HugeChoice::Auto, HugeChoice::Off, HugeChoice::Eager];
 
-/// Returns why this kernel does not merge shared memory into huge pages on request and only then, according
-/// to what the kernel reports about itself.
-fn excused() -> Option<&'static str> {
-    let setting =
-        std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled").unwrap_or_default();
+/// Returns whether this kernel merges private memory into huge pages on request. Checked without the engine. A kernel that
+/// reports no reason against it must merge.
+fn merges() -> bool {
     let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
     let mut numbers = release.split(['.', '-']).map_while(|number| number.parse::<u32>().ok());
-    // SAFETY: the call takes plain numbers.
-    let forbidden = unsafe { libc::prctl(libc::PR_GET_THP_DISABLE, 0, 0, 0, 0) } != 0;
-    match setting {
-        _ if (numbers.next(), numbers.next()) < (Some(6), Some(1)) => Some("the kernel is older than 6.1"),
-        _ if forbidden => Some("huge pages are forbidden to this process"),
-        setting if setting.is_empty() => Some("the kernel has no huge pages for shared memory"),
-        setting if !setting.contains("[never]") && !setting.contains("[advise]") => {
-            Some("the kernel makes huge pages unasked")
-        }
-        _ if reserve() > 0 => Some("pools are made of reserved huge pages"),
-        _ => None,
-    }
-}
-
-/// Returns the number of reserved huge pages that are not in use.
-fn reserve() -> u64 {
-    let facts = std::fs::read_to_string("/proc/meminfo").unwrap();
-    let line = facts.lines().find_map(|line| line.strip_prefix("HugePages_Free:"));
-    line.map_or(0, |number| number.trim().parse().unwrap())
-}
-
-/// Returns whether this kernel merges shared memory into huge pages on request and only then. Checked without
-/// the engine. A kernel that reports no reason against it must merge.
-fn merges() -> bool {
-    if let Some(why) = excused() {
-        skipped(why);
+    if (numbers.next(), numbers.next()) < (Some(6), Some(1)) {
+        skipped("the kernel is older than 6.1");
         return false;
     }
-    let file = memfd_create("probe", MemfdFlags::CLOEXEC).unwrap();
-    let file = File::from(file);
-    file.set_len(UNIT as u64).unwrap();
-    file.write_all_at(&[1], 0).unwrap();
-    // SAFETY: no address is requested, so the kernel chooses an unused range.
-    let held = unsafe {
-        libc::mmap(null_mut(), 2 * UNIT, libc::PROT_NONE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0)
-    };
-    assert_ne!(held, libc::MAP_FAILED);
-    let unit = (held as usize).next_multiple_of(UNIT) as *mut c_void;
-    let (rights, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
-    // SAFETY: the unit lies inside the mapping just made, which nothing else uses.
-    assert_eq!(unsafe { libc::mmap(unit, UNIT, rights, flags, file.as_raw_fd(), 0) }, unit);
-    // SAFETY: advice on the same mapping.
-    let merged = unsafe { libc::madvise(unit, UNIT, 25) } == 0;
-    // SAFETY: the mapping was made above, and nothing refers to it any more.
-    unsafe { libc::munmap(held, 2 * UNIT) };
-    assert!(merged, "this kernel should put memory into huge pages on request, and does not");
+    // SAFETY: the call takes plain numbers.
+    if unsafe { libc::prctl(libc::PR_GET_THP_DISABLE, 0, 0, 0, 0) } != 0 {
+        skipped("huge pages are forbidden to this process");
+        return false;
+    }
+    let pages = Pages::new(1);
+    pages.advise(libc::MADV_NOHUGEPAGE);
+    pages.write(0, 1);
+    pages.advise(libc::MADV_HUGEPAGE);
+    pages.advise(MADV_COLLAPSE);
+    assert_eq!(pages.huge(), UNIT, "this kernel should put memory into huge pages on request, and does not");
     true
 }
 

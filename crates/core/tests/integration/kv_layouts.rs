@@ -155,7 +155,7 @@ impl Case {
         let bytes = self.src.data_type.bytes();
         let mut moved = Vec::new();
         for plan in &plan.plans {
-            let (src, dst) = (plan.src_tensors(), plan.dst_tensors());
+            let (src, dst) = (plan.tensors(Side::Source), plan.tensors(Side::Destination));
             let cut = self.cut % (plan.bytes() / bytes + 1) * bytes;
             for (index, piece) in plan.pieces(0, cut).chain(plan.pieces(cut, plan.bytes())) {
                 assert!(piece.len > 0 && piece.len.is_multiple_of(bytes));
@@ -187,7 +187,7 @@ impl Case {
             }
             let waves: Vec<Template> =
                 plan.waves().iter().filter_map(|wave| wave.template().cloned()).collect();
-            let (src, dst) = (plan.src_tensors(), plan.dst_tensors());
+            let (src, dst) = (plan.tensors(Side::Source), plan.tensors(Side::Destination));
             let received = CopyPlan::from_templates(plan.num_tensors(), src, dst, waves.clone());
             prop_assert!(received.is_ok(), "{:?}{}", received, layouts());
             prop_assert_eq!(received.unwrap().waves().len(), waves.len());
@@ -591,7 +591,8 @@ fn plans_are_as_small_as_the_layouts_allow() {
     assert_eq!(one(nhd(2, 0, 512), with(|layout| layout.tokens_per_block = 64, 128)), ((1, 0), 1));
     // Keys and values apart on one side only: a plan for each.
     let apart = plans(nhd(2, 0, 512), with(|layout| layout.kv = KvPlanes::KThenV, 512));
-    let steps = |plan: &CopyPlan| (plan.src_tensors(), plan.dst_tensors(), plan.num_tensors());
+    let steps =
+        |plan: &CopyPlan| (plan.tensors(Side::Source), plan.tensors(Side::Destination), plan.num_tensors());
     let named: Vec<_> =
         apart.iter().map(steps).map(|(src, dst, n)| (src.first, src.step, dst.step, n)).collect();
     assert_eq!(named, [(0, 2, 1, 4), (1, 2, 1, 4)]);

@@ -240,7 +240,9 @@ fn malformed_values_are_refused() {
 }
 
 #[test]
-fn huge_pages_refuses_merging_in_the_background() {
+fn values_that_were_removed_are_refused_with_those_that_remain() {
+    let facts = ["hixl or auto or sockets or ucx", "Use ucx", "giving up a NIXL read"];
+    refused(read(&[("llm.TransferBackend", "nixl")]), &facts);
     for word in ["merge", "merge_registered"] {
         let facts = [&format!("huge_pages={word:?}"), "auto or off or eager"];
         refused(read(&[("llm.HugePages", word)]), &facts);

@@ -584,8 +584,8 @@ fn plans_step_over_tensors() {
         CopyPlan::from_templates(count, steps(src), steps(dst), vec![template.clone()])
     };
     let every_second = plan(3, (1, 2), (4, 1)).unwrap();
-    assert_eq!([0, 1, 2].map(|index| every_second.src_tensors().tensor(index)), [1, 3, 5]);
-    assert_eq!([0, 1, 2].map(|index| every_second.dst_tensors().tensor(index)), [4, 5, 6]);
+    assert_eq!([0, 1, 2].map(|index| every_second.tensors(Side::Source).tensor(index)), [1, 3, 5]);
+    assert_eq!([0, 1, 2].map(|index| every_second.tensors(Side::Destination).tensor(index)), [4, 5, 6]);
     every_second.check_bounds(Side::Source, (6, 1)).unwrap();
     every_second.check_bounds(Side::Destination, (7, 1)).unwrap();
     every_second.check_bounds(Side::Source, (5, 1)).unwrap_err();
@@ -593,7 +593,10 @@ fn plans_step_over_tensors() {
     // A cut by layer keeps the steps.
     let cut = every_second.in_tensors(3, 5, 2);
     assert_eq!(
-        [0, 1].map(|index| (cut.src_tensors().tensor(index), cut.dst_tensors().tensor(index))),
+        [0, 1].map(|index| (
+            cut.tensors(Side::Source).tensor(index),
+            cut.tensors(Side::Destination).tensor(index)
+        )),
         [(3, 5), (5, 6)]
     );
     plan(1 << 31, (1, 2), (0, 1)).unwrap_err();

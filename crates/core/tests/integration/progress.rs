@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use llm_datadist_core::testing::copy::Progress;
-use llm_datadist_core::testing::plan::{CopyPlan, Span, TensorSteps};
+use llm_datadist_core::testing::plan::{CopyPlan, Side, Span, TensorSteps};
 use llm_datadist_core::{ArrivedRows, Deadline, ErrorKind};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
@@ -37,7 +37,7 @@ fn twin(plan: &CopyPlan, row_bytes: u64, done: impl Fn(u64) -> bool) -> Vec<(u32
     }
     assert_eq!(at, plan.bytes());
     let rows = planned.iter().zip(&missing).map(|(planned, missing)| planned - missing);
-    let tensors = (0..).map(|index| plan.dst_tensors().tensor(index) as u32);
+    let tensors = (0..).map(|index| plan.tensors(Side::Destination).tensor(index) as u32);
     tensors.zip(rows).filter(|(_, rows)| !rows.is_empty()).collect()
 }
 

@@ -607,7 +607,8 @@ fn template_bytes() {
 fn plans_of_templates_round_trip() {
     let plan = CopyPlan::try_from(layout_plan()).unwrap();
     assert_eq!((plan.num_tensors(), plan.bytes()), (2, 2 * (2 * 4 * 16 + 7)));
-    let tensors = |index| (plan.src_tensors().tensor(index), plan.dst_tensors().tensor(index));
+    let tensors =
+        |index| (plan.tensors(Side::Source).tensor(index), plan.tensors(Side::Destination).tensor(index));
     assert_eq!([0, 1].map(tensors), [(1, 4), (3, 5)]);
     let pieces: Vec<_> = plan.waves()[0].pieces(0, 999).map(|piece| (piece.src, piece.dst)).collect();
     let of = |src: u64, dst: u64| {

@@ -31,8 +31,6 @@ impl Pages {
         let (at, rights) = (pages.at() as *mut c_void, libc::PROT_READ | libc::PROT_WRITE);
         // SAFETY: the range lies inside the mapping just made, which nothing else uses.
         assert_eq!(unsafe { libc::mmap(at, len, rights, flags | libc::MAP_FIXED, -1, 0) }, at);
-        // Another test forks: its child must not share these.
-        pages.advise(libc::MADV_DONTFORK);
         pages
     }
 

@@ -13,7 +13,7 @@ use crate::error::Result;
 use crate::memory::{FabricRegion, Reach, Tensors};
 use crate::plan::Side;
 
-/// A pool of a peer that the library reads.
+/// A pool of a peer that UCX reads.
 #[derive(Debug)]
 pub struct FabricPath<'a>(pub &'a Arc<Tensors>, pub &'a Arc<FabricRegion>);
 
