@@ -69,7 +69,7 @@ def test_exact_times_give_the_rate_of_the_busiest_stage(stages, servers, rates):
         ("session/registry.rs", "MOST_LINKS: usize = 4096;", "4,096"),
         ("session/limits.rs", "pending: (descriptors / 16).clamp(16, 256)", "a sixteenth of the open-file limit"),
         ("session/call_slots.rs", "const SHARED: usize = 32;", "up to 32 shared threads"),
-        ("session/known_cache.rs", "MOST_BYTES: u64 = 4 << 20;", "more than 4 MiB of descriptions"),
+        ("session/known_cache.rs", "MAX_STORED_BYTES: u64 = 4 << 20;", "more than 4 MiB of descriptions"),
         ("session/stream_set.rs", "MOST_CALLS: usize = 64;", "at most 64"),
         ("session/call_streams.rs", "IDLE_STREAMS: usize = 2;", "two are kept once idle"),
         ("net/mod.rs", "BACKLOG: u16 = 1024;", "1,024 connections wait"),
