@@ -50,7 +50,7 @@ OWN_KEYWORDS = frozenset(
 LISTED = "llm-datadist options lists every option"
 """What to do about an unknown option that resembles no valid one."""
 
-_MOST_EDITS = 2
+_MAX_EDITS = 2
 _ALIKE = 0.7
 _POOLS = ("llm.MemPoolConfig", "llm.HostMemPoolConfig")
 _POOL_KEYS = frozenset({"memory_size", "page_shift"})
@@ -60,7 +60,7 @@ _OWN_PARTS = ("grant", "verif", "linktoken", "checksum", "notif")
 
 # Keyword arguments that were reported, because a call may run thousands of times a second. The limit bounds the memory,
 # because the caller chooses the names.
-_MOST_REMEMBERED = 1000
+_MAX_REMEMBERED = 1000
 _reported: set[tuple[str, str]] = set()
 
 
@@ -83,10 +83,10 @@ def closest(name: str, known: Collection[str]) -> Optional[str]:
     The case of letters counts only between equally near names, of which the first in alphabetical order is returned.
     """
     folded = name.casefold()
-    near = [other for other in known if abs(len(other.casefold()) - len(folded)) <= _MOST_EDITS]
+    near = [other for other in known if abs(len(other.casefold()) - len(folded)) <= _MAX_EDITS]
     distances = ((edit_distance(folded, other.casefold()), edit_distance(name, other), other) for other in near)
-    edits, _, best = min(distances, default=(_MOST_EDITS + 1, 0, None))
-    return best if edits <= _MOST_EDITS else None
+    edits, _, best = min(distances, default=(_MAX_EDITS + 1, 0, None))
+    return best if edits <= _MAX_EDITS else None
 
 
 def nearest(name: str, known: Collection[str]) -> Optional[str]:
@@ -153,7 +153,7 @@ def check_keywords(call: Callable[..., Any], given: Mapping[str, object]) -> Non
     for name in unseen:
         if _has_token(given[name]) or resembles(name, known, OWN_KEYWORDS):
             raise TypeError(_refused(call, name, known, listed, token=_has_token(given[name])))
-        if len(_reported) < _MOST_REMEMBERED:
+        if len(_reported) < _MAX_REMEMBERED:
             _reported.add((call.__qualname__, name))
         advice = _advice(name, known, listed)
         log.error("%s() ignores the unknown keyword argument %s; %s", call.__name__, log.shown(name), advice)

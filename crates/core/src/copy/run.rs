@@ -177,19 +177,10 @@ impl DirectWave {
         let (src, dst) = (&self.copying.src, &self.copying.dst);
         plan.waves()[self.wave].spans_across_tensors(from, to).try_for_each(|(tensor, span)| {
             let Span { len, count, .. } = span;
+            let [read, written] = Side::BOTH.map(|side| plan.tensors(side).tensor(tensor));
             batch.push(Copy {
-                src: src.windows(
-                    plan.tensors(Side::Source).tensor(tensor),
-                    span.src,
-                    len,
-                    (count, span.src_step),
-                )?,
-                dst: dst.windows(
-                    plan.tensors(Side::Destination).tensor(tensor),
-                    span.dst,
-                    len,
-                    (count, span.dst_step),
-                )?,
+                src: src.windows(read, span.src, len, (count, span.src_step))?,
+                dst: dst.windows(written, span.dst, len, (count, span.dst_step))?,
             });
             if batch.len() == most {
                 copier.copy(&batch, kernel)?;

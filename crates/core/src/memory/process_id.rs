@@ -77,7 +77,7 @@ mod tests {
     fn a_child_and_its_child_know_their_own_ids() {
         remember_process();
         assert!(knows_itself());
-        // The C library's fork, of which Python and other languages are not told.
+        // The fork of the C library: no hook of Python or of another language runs.
         assert!(holds_in_a_child(|| knows_itself() && holds_in_a_child(knows_itself)));
         assert!(knows_itself());
     }

@@ -72,7 +72,7 @@ const NAMES: [&str; 45] = [
     "llm.listenIpInfo",
 ];
 /// Maximum number of edits between an unknown name and the valid one that is meant.
-const MOST_EDITS: usize = 2;
+const MAX_EDITS: usize = 2;
 /// `total_size` must be a multiple of this number of bytes, and `blk_size` must not exceed it.
 const STEP: u64 = 2 << 20;
 
@@ -106,12 +106,12 @@ fn report_unknown(given: &BTreeMap<String, String>) {
     }
 }
 
-/// Returns the valid name that is nearest to `name` and at most [`MOST_EDITS`] away. The case of letters does not count.
+/// Returns the valid name that is nearest to `name` and at most [`MAX_EDITS`] away. The case of letters does not count.
 fn nearest(name: &str) -> Option<&'static str> {
-    let near = NAMES.iter().filter(|valid| valid.len().abs_diff(name.len()) <= MOST_EDITS);
+    let near = NAMES.iter().filter(|valid| valid.len().abs_diff(name.len()) <= MAX_EDITS);
     let name = name.to_ascii_lowercase();
     let edits = near.map(|valid| (edits(name.as_bytes(), valid.to_ascii_lowercase().as_bytes()), *valid));
-    edits.min().filter(|(edits, _)| *edits <= MOST_EDITS).map(|(_, valid)| valid)
+    edits.min().filter(|(edits, _)| *edits <= MAX_EDITS).map(|(_, valid)| valid)
 }
 
 /// Returns the least number of bytes to insert, delete or replace.
