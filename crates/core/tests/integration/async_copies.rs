@@ -9,7 +9,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::fixtures::{Gated, config, contents, desc, end, engine_on, fill, patterned};
 
-const LONG: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(60);
 const ROW: usize = 4096;
 
 /// An engine whose device copies wait while the gate is shut, and a blocks cache of each placement.

@@ -18,7 +18,7 @@ use CacheKind::{Batch, Blocks};
 use ErrorKind::InvalidArgument;
 use Placement::{Device, Host};
 
-const LONG: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(60);
 
 fn read(options: &[(&str, &str)]) -> llm_datadist_core::Result<Config> {
     let options: BTreeMap<String, String> =

@@ -21,7 +21,7 @@ use llm_datadist_core::{
 use crate::fixtures::eventually;
 
 const LAYERS: u32 = 8;
-const LONG: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(60);
 const BYTES: u64 = 10;
 
 /// A carrier that may stall at a gate, and the record of what it did.

@@ -47,7 +47,7 @@ use crate::fixtures::{self, Gated, Own, eventually};
 use crate::log;
 
 /// Long enough for anything that works on a machine that is busy, short enough for a test that hangs.
-pub const LONG: Duration = Duration::from_secs(20);
+pub const LONG: Duration = Duration::from_secs(60);
 
 /// How two engines reach each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
