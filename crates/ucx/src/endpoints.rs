@@ -3,6 +3,7 @@
 use std::cell::Cell;
 use std::collections::HashMap;
 use std::ptr::null_mut;
+use std::rc::Rc;
 use std::sync::Arc;
 
 use crate::abi::{
@@ -20,8 +21,9 @@ const PADDING: usize = 64 << 10;
 pub(crate) struct Endpoint {
     api: Arc<Api>,
     pub(crate) handle: Handle,
-    /// Set by the library when the endpoint has failed.
-    failure: Box<Cell<RawStatus>>,
+    /// Set by the library when the endpoint has failed. Not a `Box`: moving a `Box` asserts unique access to
+    /// its content, and the library holds a pointer to it.
+    failure: Rc<Cell<RawStatus>>,
     /// Unpacked keys of the peer's memory.
     keys: HashMap<Arc<Vec<u8>>, Handle>,
 }
@@ -36,13 +38,13 @@ extern "C" fn endpoint_failed(argument: Handle, _endpoint: Handle, status: RawSt
 impl Endpoint {
     /// Begins to connect to the worker at `address`. With `peer_failures`, UCX reports that the peer has failed.
     pub(crate) fn connect(worker: &Worker, address: &[u8], peer_failures: bool) -> Result<Endpoint, Error> {
-        let (failure, padded) = (Box::new(Cell::new(OK)), padded(address));
+        let (failure, padded) = (Rc::new(Cell::new(OK)), padded(address));
         let params = EndpointParams {
             mask: EP_REMOTE_ADDRESS | EP_ERROR_MODE | EP_ERROR_HANDLER,
             address: padded.as_ptr().cast(),
             error_mode: if peer_failures { ERROR_MODE_PEER } else { ERROR_MODE_NONE },
             error_handler: Some(endpoint_failed),
-            error_argument: (&raw const *failure).cast_mut().cast(),
+            error_argument: Rc::as_ptr(&failure).cast_mut().cast(),
             rest: [0; 8],
         };
         let mut handle = null_mut();
@@ -96,7 +98,7 @@ pub(crate) struct Closing {
     /// The keys of its requests, which have ended when the endpoint is closed.
     keys: Vec<Handle>,
     /// The library may still report that the endpoint has failed.
-    _failure: Box<Cell<RawStatus>>,
+    _failure: Rc<Cell<RawStatus>>,
 }
 
 impl Closing {

@@ -1,6 +1,7 @@
 //! A read in progress.
 
 use std::cell::Cell;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::SyncSender;
@@ -27,7 +28,9 @@ pub(crate) struct ActiveRead {
     /// Whether it counts as a user of an endpoint of its peer.
     uses_endpoint: bool,
     posted: usize,
-    requests: Box<Requests>,
+    /// Not a `Box`: moving a `Box` asserts unique access to its content, and the library holds a pointer to it while requests are
+    /// in flight.
+    requests: Rc<Requests>,
     ending: Option<Ending>,
     /// Whether the outcome was sent.
     ended: bool,
@@ -66,7 +69,7 @@ impl ActiveRead {
         reply: SyncSender<Result<(), Error>>,
         counts: Arc<SharedCounts>,
     ) -> Self {
-        let requests = Box::new(Requests {
+        let requests = Rc::new(Requests {
             outstanding: Cell::new(0),
             failure: Cell::new(OK),
             free: api.ucp_request_free,
@@ -127,7 +130,7 @@ impl ActiveRead {
         let mut params: RequestParams = unsafe { std::mem::zeroed() };
         params.mask = OP_CALLBACK | OP_USER_DATA | OP_MULTI_SEND;
         params.completed = Some(request_ended);
-        params.user_data = (&raw const *self.requests).cast_mut().cast();
+        params.user_data = Rc::as_ptr(&self.requests).cast_mut().cast();
         for &Piece { local, remote, len } in self.order.pieces.iter().skip(self.posted).take(most) {
             self.posted += 1;
             if len == 0 {

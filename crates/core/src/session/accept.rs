@@ -324,7 +324,8 @@ fn enter(
         let text = "the connection was dropped before its link was complete";
         return Err(Error::new(ErrorKind::NotLinked, text).into());
     }
-    let bounds = (shared.server.budget(), shared.resources.config.links.silence);
+    let pushes = shared.pushes.to((cluster, peer.instance));
+    let bounds = (shared.server.budget(), shared.resources.config.links.silence, pushes);
     let link = Link::new(id, kind, peer, memory, stream.clone(), None, bounds);
     // Held until the answer is sent: another thread may find the link, and must not send before the answer.
     // The peer uses the link only after it (`test_either_side_comes_seconds_later`).

@@ -83,10 +83,12 @@ impl Link {
         deadline: Deadline,
         spread: bool,
     ) -> (Locked<'a>, Result<StreamGrant<'a>>) {
+        let mut request = None;
         loop {
             if let Err(error) = self.check() {
                 return (streams, Err(error));
             }
+            let late = streams.forget_late_requests().unwrap_or(Duration::MAX);
             let room = streams.in_use() < MOST_CALLS;
             let idle = streams.next_idle();
             if let Some((at, stream)) = idle
@@ -103,29 +105,30 @@ impl Link {
                     streams.opening.push(dialer.addresses.ip_of(at));
                     return (streams, Ok(StreamGrant::Dial(dialer, at)));
                 }
-                if streams.asked < streams.waiting {
-                    streams.asked += 1;
+                if let Some(made) = streams.ask() {
+                    request = Some(made);
                     drop(streams);
                     // Never waits: if the peer does not read its control stream, the link breaks.
                     let sent = self.send_control(&ControlMessage::Dial);
                     streams = self.streams.lock();
                     if let Err(error) = sent {
-                        streams.asked = streams.asked.saturating_sub(1);
+                        streams.take_back(made);
                         return (streams, Err(self.named(error)));
                     }
                     continue;
                 }
             }
-            drop(self.changed.wait_timeout(streams, deadline.nap()));
-            let late = deadline.waiting("waiting for a stream to the peer");
+            drop(self.changed.wait_timeout(streams, deadline.nap().min(late)));
+            let passed = deadline.waiting("waiting for a stream to the peer");
             streams = self.streams.lock();
             // A stream that arrived at the last moment is still used. An interruption is returned in any
             // case, because it is reported only once.
-            if let Err(error) = late
+            if let Err(error) = passed
                 && (streams.idle.is_empty() || error.kind() == ErrorKind::Interrupted)
             {
-                // The requested stream may never arrive, so let the next call request one again.
-                streams.asked = streams.asked.saturating_sub(1);
+                if let Some(made) = request {
+                    streams.take_back(made);
+                }
                 return (streams, Err(self.named(error)));
             }
         }
@@ -177,9 +180,8 @@ impl Link {
     pub(super) fn lend(&self, stream: &Arc<Stream>) {
         let mut streams = self.streams.lock();
         // Streams beyond the requested number are closed; peers of this version open none.
-        let asked = streams.asked > 0;
-        streams.asked = streams.asked.saturating_sub(1);
-        let welcome = asked && self.alive() && streams.idle.len() + streams.busy.len() < MOST_CALLS;
+        let welcome =
+            streams.fulfil_request() && self.alive() && streams.idle.len() + streams.busy.len() < MOST_CALLS;
         if welcome {
             streams.note_address(stream);
             streams.put_idle(stream.clone());

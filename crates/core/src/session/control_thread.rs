@@ -17,6 +17,7 @@ use super::member_search;
 use super::pending::PendingStreams;
 use super::poller::{Bell, Watching};
 use super::shared::Shared;
+use super::threads::guarded;
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::{Accepted, Address, Arrival, Inbox};
 use crate::protocol::{self, ControlMessage, HANDSHAKE_LIMIT};
@@ -39,24 +40,17 @@ fn run(control: &ControlPoller, weak: &Weak<Shared>, mut watch: Watch) {
     let mut ready = vec![BELL];
     while let Some(shared) = weak.upgrade() {
         for number in std::mem::take(&mut ready) {
-            match number {
-                BELL => {
-                    // Silenced before the links are read, so that later changes ring again.
-                    control.bell().silence();
-                    let Some(links) = shared.registry.all() else {
-                        return watch.pending.close(&control.poller);
-                    };
-                    watch.change(control, &shared, links);
-                    watch.pending.take_back(&shared, &control.poller);
+            let goes_on = guarded("attending to links", || watch.handle(control, &shared, number));
+            match goes_on {
+                Some(true) => {}
+                Some(false) => return watch.pending.close(&control.poller),
+                None => {
+                    guarded("giving up a link", || watch.give_up(control, &shared, number));
                 }
-                number if watch.pending.has(number) => {
-                    watch.pending.read(&shared, &control.poller, number);
-                }
-                number if watch.links.contains_key(&number) => watch.attend(control, &shared, number),
-                number => accept(control, &shared, &mut watch, number),
             }
         }
-        let limit = watch.keep_time(control, &shared);
+        let limit = guarded("checking the timeouts of links", || watch.keep_time(control, &shared));
+        let limit = limit.unwrap_or(Some(REST));
         drop(shared);
         if control.poller.wait(&mut ready, AT_ONCE, limit).is_err() {
             std::thread::sleep(REST);
@@ -126,6 +120,47 @@ impl Watch {
         }
     }
 
+    /// Handles the descriptor `number`, which the poller reported. Returns `false` if the engine closes.
+    fn handle(&mut self, control: &ControlPoller, shared: &Arc<Shared>, number: u64) -> bool {
+        match number {
+            BELL => {
+                // Silenced before the links are read, so that later changes ring again.
+                control.bell().silence();
+                let Some(links) = shared.registry.all() else { return false };
+                self.change(control, shared, links);
+                self.pending.take_back(shared, &control.poller);
+            }
+            number if self.pending.has(number) => self.pending.read(shared, &control.poller, number),
+            number if self.links.contains_key(&number) => self.attend(control, shared, number),
+            number => accept(control, shared, self, number),
+        }
+        true
+    }
+
+    /// Ends the link or the connection `number`, whose handling has panicked. Pauses the listeners, or the thread, if it is one of
+    /// these that has panicked.
+    fn give_up(&mut self, control: &ControlPoller, shared: &Arc<Shared>, number: u64) {
+        if number == BELL {
+            std::thread::sleep(REST);
+            self.numbers = self.links.iter().map(|(&number, watched)| (watched.link.key(), number)).collect();
+            return control.bell().ring();
+        }
+        if !self.links.contains_key(&number) && !self.pending.has(number) {
+            return self.rest(control, REST);
+        }
+        if let Some(Watched { link, .. }) = self.links.remove(&number) {
+            self.numbers.remove(&link.key());
+            control.poller.remove(&*link.control);
+            member_search::link_died(
+                shared,
+                &link,
+                "this engine panicked while it handled a message of the peer",
+            );
+            shared.server.release(link);
+        }
+        self.pending.give_up(shared, &control.poller, number);
+    }
+
     /// Watches exactly the given links from now on.
     fn change(&mut self, control: &ControlPoller, shared: &Arc<Shared>, links: Vec<Arc<Link>>) {
         let mut before = std::mem::take(&mut self.numbers);
@@ -180,7 +215,15 @@ impl Watch {
         self.pending.expire(shared, &control.poller);
         if self.beat.elapsed() >= config.heartbeat {
             self.beat = Instant::now();
-            self.links.values().for_each(|watched| check_silence(shared, &watched.link));
+            let panics = |(&number, watched): (&u64, &Watched)| {
+                guarded("checking a link", || check_silence(shared, &watched.link))
+                    .is_none()
+                    .then_some(number)
+            };
+            let panicked: Vec<u64> = self.links.iter().filter_map(panics).collect();
+            for number in panicked {
+                self.give_up(control, shared, number);
+            }
         }
         // Without links, no heartbeat is due.
         let beat = config.heartbeat.saturating_sub(self.beat.elapsed());

@@ -173,7 +173,8 @@ impl Shared {
         dialer.addresses = Arc::new(PeerAddresses::new(stream.listened_at(), addresses));
         let address = shown.unwrap_or_else(|| dialer.address.to_string());
         let peer = Peer { cluster, instance, address, metadata: metadata.0 };
-        let bounds = (self.server.budget(), self.resources.config.links.silence);
+        let pushes = self.pushes.to((cluster, instance));
+        let bounds = (self.server.budget(), self.resources.config.links.silence, pushes);
         let link = Link::new(id, kind, peer, (memory, fabric), Arc::new(stream), Some(dialer), bounds);
         (request.commit)()?;
         self.enroll(&link)?;

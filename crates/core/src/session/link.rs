@@ -98,7 +98,8 @@ pub struct Link {
     pongs: AtomicU64,
     records: Mutex<KnownCaches>,
     pub(super) grants: Mutex<OpenedGrants>,
-    pub(crate) pushes: PushesInFlight,
+    /// The pushes to the engine of the peer, over any link.
+    pub(crate) pushes: Arc<PushesInFlight>,
     /// Writes of the peer over several streams.
     pub(super) shared_writes: SharedWrites,
     /// Number of the next write of this side over several streams.
@@ -134,7 +135,7 @@ impl Link {
         (peer_memory, fabric): (Option<PeerMemory>, Readable<PeerFabric>),
         control: Arc<Stream>,
         dialer: Option<Dialer>,
-        (budget, silence): (&Arc<Budget>, Duration),
+        (budget, silence, pushes): (&Arc<Budget>, Duration, Arc<PushesInFlight>),
     ) -> Arc<Link> {
         Arc::new(Link {
             id,
@@ -156,7 +157,7 @@ impl Link {
             pongs: AtomicU64::new(0),
             records: Mutex::default(),
             grants: Mutex::default(),
-            pushes: PushesInFlight::default(),
+            pushes,
             shared_writes: SharedWrites::new(silence),
             next_write: AtomicU64::new(0),
             notifications: Notifications::default(),

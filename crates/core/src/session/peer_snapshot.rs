@@ -5,10 +5,11 @@
 //! owner's generation number unchanged and no push of this process to the same cache in between. Otherwise it
 //! discards them. This is a sequence lock across processes (`pull_never_mixes_generations`).
 //!
-//! Why racing reads are acceptable: the memory belongs to another process, so no rule of this program's
-//! memory model orders its writes. The copy moves bytes through raw pointers or a system call, never through
-//! a reference, and every bit pattern is a valid byte. Nothing depends on the bytes before they are
-//! validated. An acquire fence separates the copy from the load of the generation, as a sequence lock needs
+//! The copies of this lock are not atomic. If the owner is another engine of this process and writes meanwhile, this is a data
+//! race by the rules of Rust. For another process, the rules say nothing. The copy uses the instructions of
+//! `memory::kernels`, `memmove` or a system call, through raw pointers and never through a reference. So the compiler
+//! cannot assume that a value is stable, and a torn byte is only a wrong byte. Nothing depends on the bytes before they
+//! are validated. An acquire fence separates the copy from the load of the generation
 //! (`memory::PeerGenerations::still`); the owner raises the number before it writes. If the owner writes into
 //! a cache without freeing it, peers that pull it may get a mix of old and new bytes (docs/links.md).
 

@@ -13,6 +13,7 @@ use super::handshake::HANDSHAKE_TIME;
 use super::poller::{Bell, Poller, Watching};
 use super::refusals::{Reason, Refusal};
 use super::shared::Shared;
+use super::threads::guarded;
 use crate::error::{Error, ErrorKind};
 use crate::model::Deadline;
 use crate::net::{Arrival, Inbox, Stream};
@@ -161,8 +162,9 @@ impl PendingStreams {
 
     /// Takes back the connections for which server threads have performed a step.
     pub(super) fn take_back(&mut self, shared: &Arc<Shared>, poller: &Poller) {
-        let returned = std::mem::take(&mut *self.returned.steps.lock());
-        for (number, next) in returned {
+        loop {
+            // One at a time, so that a panic loses no other.
+            let Some((number, next)) = self.returned.steps.lock().pop() else { return };
             if self.has(number) {
                 self.apply(shared, poller, number, next);
             }
@@ -200,7 +202,9 @@ impl PendingStreams {
         let (weak, returned, stream) = (Arc::downgrade(shared), self.returned.clone(), work.stream().clone());
         let step = Box::new(move || {
             if let Some(shared) = weak.upgrade() {
-                returned.push(number, work.run(&shared));
+                let next = guarded("performing a step of a handshake", || work.run(&shared));
+                let panicked = || Error::new(ErrorKind::System, "a step of the handshake panicked");
+                returned.push(number, next.unwrap_or_else(|| Err(panicked().into())));
             }
         });
         if let Err(error) = shared.server.work(step) {
@@ -220,6 +224,12 @@ impl PendingStreams {
             entry.watched = false;
             self.end(shared, poller, number, Some(&error.into()));
         }
+    }
+
+    /// Drops the connection `number`, if there is one, because its handling has panicked.
+    pub(super) fn give_up(&mut self, shared: &Shared, poller: &Poller, number: u64) {
+        let error = Error::new(ErrorKind::System, "the handling of the connection panicked");
+        self.end(shared, poller, number, Some(&error.into()));
     }
 
     fn end(&mut self, shared: &Shared, poller: &Poller, number: u64, refusal: Option<&Refusal>) {

@@ -1,4 +1,4 @@
-//! Tracks pushes in flight per remote cache, over one link.
+//! Tracks pushes in flight per remote cache, over all links to one engine.
 //!
 //! An owner pins the rows that it writes or sends, but a mapped read does not ask the owner. If such a read
 //! overlaps with a push or a layer from the same process, its bytes are discarded and requested from the
@@ -6,18 +6,33 @@
 //! as the peer may still be executing it (`unanswered_push_keeps_reads_out_of_place`). Writes by the owner itself are not
 //! tracked; docs/links.md states what is guaranteed for those.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use hashbrown::HashMap;
 
-use crate::model::CacheId;
+use crate::model::{CacheId, ClusterId};
 use crate::sync::Mutex;
 
 /// Maximum number of remembered caches. Beyond that, caches that are not being written are forgotten.
 const MOST: usize = 1 << 10;
 
-/// The pushes over one link.
+/// The pushes of this engine, keyed by the engine that receives them: its cluster and instance number. Two links may lead to one
+/// engine, and a link that has ended may have left a push that the peer still executes.
+#[derive(Debug, Default)]
+pub(super) struct PushesByEngine(Mutex<HashMap<(ClusterId, u64), Arc<PushesInFlight>>>);
+
+impl PushesByEngine {
+    /// Returns the pushes to `engine`, for a new link to it. Forgets engines without links and pushes.
+    pub(super) fn to(&self, engine: (ClusterId, u64)) -> Arc<PushesInFlight> {
+        let mut engines = self.0.lock();
+        engines.retain(|_, pushes| Arc::strong_count(pushes) > 1 || pushes.any_now());
+        engines.entry(engine).or_default().clone()
+    }
+}
+
+/// The pushes to one engine.
 #[derive(Debug, Default)]
 pub(crate) struct PushesInFlight {
     /// Number of pushes begun.
@@ -74,6 +89,11 @@ impl PushesInFlight {
         (!written).then_some(begun)
     }
 
+    /// Whether a push to any cache is in progress.
+    fn any_now(&self) -> bool {
+        self.caches.lock().written.values().any(CachePushes::now)
+    }
+
     /// Whether no push to `cache` has begun since [`none_now`](Self::none_now) returned `before`.
     pub(crate) fn none_since(&self, cache: CacheId, before: u64) -> bool {
         if self.begun.load(Ordering::SeqCst) == before {
@@ -105,5 +125,36 @@ impl Drop for PushInFlight<'_> {
         if let Some(written) = self.pushes.caches.lock().written.get_mut(&self.cache) {
             written.under_way -= 1;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CACHE: CacheId = CacheId(7);
+
+    #[test]
+    fn links_to_one_engine_share_their_pushes() {
+        let (engines, engine) = (PushesByEngine::default(), (ClusterId(2), 300));
+        let (first, second) = (engines.to(engine), engines.to(engine));
+        let restarted = engines.to((ClusterId(2), 301));
+        let before = second.none_now(CACHE).unwrap();
+        let push = first.begin(CACHE);
+        assert_eq!((second.none_now(CACHE), second.none_since(CACHE, before)), (None, false));
+        assert_eq!((restarted.none_now(CACHE), second.none_now(CacheId(8))), (Some(0), Some(1)));
+        drop(push);
+        assert_eq!(second.none_now(CACHE), Some(1));
+    }
+
+    #[test]
+    fn an_unconfirmed_push_outlasts_its_link() {
+        let (engines, engine) = (PushesByEngine::default(), (ClusterId(2), 300));
+        engines.to(engine).begin(CACHE).unanswered(Duration::from_secs(3600));
+        assert_eq!(engines.to(engine).none_now(CACHE), None);
+        engines.to((ClusterId(3), 1)).begin(CACHE).unanswered(Duration::ZERO);
+        drop(engines.to(engine));
+        let known: Vec<_> = engines.0.lock().keys().copied().collect();
+        assert_eq!(known, [engine], "nothing is kept of an engine without links and pushes");
     }
 }

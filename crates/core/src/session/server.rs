@@ -2,7 +2,8 @@
 //! together.
 //!
 //! An idle stream costs one descriptor and no thread. When a request arrives, the kernel wakes one thread.
-//! While it answers, another thread waits in its slot. A thread that has had no work for 10 s ends, unless no other waits.
+//! While it answers, another thread waits. The number of threads exceeds the largest number that were at work at once by at most
+//! one, however late the kernel runs them. A thread that has had no work for 10 s ends, unless all others are at work.
 //! The kernel wakes the thread that began to wait last, so that those which are not needed grow old.
 //! `call_slots` limits how many threads answer one peer at a time.
 
@@ -21,11 +22,12 @@ use super::link::Link;
 use super::poller::{Bell, Poller, Watching};
 use super::refusals::{Reason, Refusal, Refusals};
 use super::registry::Registry;
-use super::threads::Threads;
+use super::threads::{Threads, guarded};
 use crate::budget::Budget;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
 use crate::net::{POLL_TIME, Stream};
+use crate::protocol::ControlMessage;
 use crate::sync::Mutex;
 
 /// Maximum number of handshake steps in progress at a time.
@@ -58,8 +60,10 @@ struct State {
     /// The streams on which peers may send requests, by poller number.
     calls: HashMap<u64, CallStream>,
     last: u64,
-    /// Threads that wait for work, including those that are starting.
-    idle: usize,
+    /// Number of threads, including those that are starting.
+    threads: usize,
+    /// Number of threads that are at work.
+    busy: usize,
     /// The slots in which turns are taken, and the turns that wait for one, keyed by [`Link::key`].
     slots: Slots<usize, Turn>,
     /// Turns that have a slot and wait for a thread.
@@ -70,6 +74,30 @@ struct State {
     /// Links that have ended and are to be dropped.
     ended: Vec<Arc<Link>>,
     is_closed: bool,
+}
+
+/// Everything that waits for a thread, or for a request.
+struct Taken {
+    calls: HashMap<u64, CallStream>,
+    work: VecDeque<HandshakeStep>,
+    #[expect(dead_code, reason = "dropped without the lock")]
+    slots: Slots<usize, Turn>,
+    #[expect(dead_code, reason = "dropped without the lock")]
+    ready: VecDeque<(Turn, CallSlot)>,
+    #[expect(dead_code, reason = "dropped without the lock")]
+    ended: Vec<Arc<Link>>,
+}
+
+impl State {
+    fn take(&mut self) -> Taken {
+        Taken {
+            calls: std::mem::take(&mut self.calls),
+            work: std::mem::take(&mut self.work),
+            slots: std::mem::take(&mut self.slots),
+            ready: std::mem::take(&mut self.ready),
+            ended: std::mem::take(&mut self.ended),
+        }
+    }
 }
 
 /// A handshake step that may take long.
@@ -182,38 +210,43 @@ impl Server {
     pub(super) fn close(&self) {
         let mut state = self.state.lock();
         state.is_closed = true;
-        let calls = std::mem::take(&mut state.calls);
-        let waiting = (
-            std::mem::take(&mut state.slots),
-            std::mem::take(&mut state.ready),
-            std::mem::take(&mut state.work),
-            std::mem::take(&mut state.ended),
-        );
+        let taken = state.take();
         drop(state);
         self.closed.ring();
-        for call in calls.into_values() {
+        for call in taken.calls.into_values() {
             self.poller.remove(&*call.stream);
             call.stream.close();
         }
-        drop(waiting);
     }
 
-    /// Ensures that a thread waits for work. Returns `Err` with `System` if none can be started.
+    /// Ensures that not all threads are at work. Returns `Err` with `System` if none can be started.
     fn keep_one(self: &Arc<Self>) -> Result<()> {
         let mut state = self.state.lock();
-        if state.idle > 0 || state.is_closed {
+        if state.threads > state.busy || state.is_closed {
             return Ok(());
         }
         // Counted before the thread runs, so that only one is started.
-        state.idle += 1;
+        state.threads += 1;
         drop(state);
         let server = self.clone();
         let begun = self.threads.spawn("llm-serve", move || server.run());
-        begun.inspect_err(|_| self.state.lock().idle -= 1)
+        begun.inspect_err(|_| self.state.lock().threads -= 1)
+    }
+
+    /// Counts this thread as busy until the result is dropped, and has another one wait.
+    fn work_begins(self: &Arc<Self>) -> AtWork<'_> {
+        self.state.lock().busy += 1;
+        let at_work = AtWork(self);
+        if let Err(error) = self.keep_one() {
+            // Logged as a refusal, which limits it to one line per second.
+            self.refusals.log("further peers", &error.into());
+        }
+        at_work
     }
 
     /// The body of a thread: waits for requests and work as long as the thread is needed.
     fn run(self: &Arc<Self>) {
+        let mut counted = CountedThread { server: self, leaves: true };
         // When this thread ends; `None` for a thread that must stay.
         let (mut ready, mut until) = (Vec::with_capacity(1), Some(Instant::now() + KEPT));
         loop {
@@ -222,29 +255,50 @@ impl Server {
             let waited = self.poller.wait(&mut ready, 1, limit);
             let expired = until.is_some_and(|until| until <= Instant::now());
             let mut state = self.state.lock();
-            // One thread always stays to wait. If waiting fails, the thread ends, and the next stream starts
-            // another.
-            if state.is_closed || waited.is_err() || (ready.is_empty() && expired && state.idle > 1) {
-                state.idle -= 1;
-                return;
+            // One thread always stays to wait.
+            if state.is_closed
+                || waited.is_err()
+                || (ready.is_empty() && expired && state.threads > state.busy + 1)
+            {
+                state.threads -= 1;
+                counted.leaves = false;
+                let closed = state.is_closed;
+                drop(state);
+                return waited.err().filter(|_| !closed).map_or((), |error| self.fail(&error));
             }
             let Some(&number) = ready.first() else {
                 until = until.filter(|_| !expired);
                 continue;
             };
-            state.idle -= 1;
             drop(state);
-            if let Err(error) = self.keep_one() {
-                // Logged as a refusal, which limits it to one line per second.
-                self.refusals.log("further peers", &error.into());
-            }
             let worked = match number {
                 WORK => self.take_work(),
                 number => self.answer(number),
             };
             // A wake-up without work restarts nothing. Otherwise a thread could be kept by the work of the others.
             until = if worked { Some(Instant::now() + KEPT) } else { until.or_else(|| Some(Instant::now())) };
-            self.state.lock().idle += 1;
+        }
+    }
+
+    /// Ends all links with the reason, because no thread can wait for their requests. The control thread notices their end. The next
+    /// link starts another thread, which tries again.
+    fn fail(&self, error: &Error) {
+        let (links, taken) = (self.registry.all().unwrap_or_default(), self.state.lock().take());
+        if links.is_empty() && taken.calls.is_empty() && taken.work.is_empty() {
+            return;
+        }
+        tracing::error!(target: "llm_datadist::links", "no request can be answered, so all links end: {error}");
+        let reason = format!("this engine cannot wait for requests: {error}");
+        for link in links {
+            let _ = link.send_control(&ControlMessage::Bye { reason: reason.clone(), unlinked: false });
+            link.break_off(&reason);
+        }
+        for step in taken.work {
+            guarded("performing a step of a handshake", step);
+        }
+        for call in taken.calls.into_values() {
+            self.poller.remove(&*call.stream);
+            call.stream.close();
         }
     }
 
@@ -264,14 +318,19 @@ impl Server {
             let Some(step) = next else {
                 let ended = std::mem::take(&mut state.ended);
                 drop(state);
-                worked |= !ended.is_empty();
-                drop(ended);
+                if !ended.is_empty() {
+                    let _at_work = self.work_begins();
+                    worked = true;
+                    guarded("dropping links that have ended", || drop(ended));
+                }
                 return worked;
             };
             state.working += 1;
             drop(state);
-            step();
+            let at_work = self.work_begins();
+            guarded("performing a step of a handshake", step);
             worked = true;
+            drop(at_work);
             self.state.lock().working -= 1;
         }
     }
@@ -291,19 +350,27 @@ impl Server {
 
     /// Takes `turn`, and then the turns that inherit its slot.
     fn take_turns(self: &Arc<Self>, turn: Turn, slot: CallSlot) {
+        let _at_work = self.work_begins();
         let mut next = Some((turn, slot));
         while let Some((turn, slot)) = next {
             let link = turn.link().clone();
             match turn {
-                Turn::Answer(number, call) => self.take_call(number, &call, slot),
-                Turn::Dial(link) => self.take_dial(&link),
+                Turn::Answer(number, call) => {
+                    let goes_on = guarded("answering a peer", || self.take_call(number, &call, slot));
+                    if goes_on != Some(true) {
+                        self.end_call(number, &call);
+                    }
+                }
+                Turn::Dial(link) => {
+                    guarded("opening a stream to a peer", || self.take_dial(&link));
+                }
             }
             next = self.state.lock().slots.leave(link.key(), slot);
         }
     }
 
-    /// Answers the requests on one stream until none follows at once.
-    fn take_call(&self, number: u64, call: &CallStream, slot: CallSlot) {
+    /// Answers the requests on one stream until none follows at once. Returns `false` if no further request will arrive on it.
+    fn take_call(&self, number: u64, call: &CallStream, slot: CallSlot) -> bool {
         let CallStream { link, stream } = call;
         let (mut arrived, replied) = (stream.wake_up(), Cell::new(None));
         let on = loop {
@@ -320,9 +387,10 @@ impl Server {
                 break true;
             }
         };
-        if on && self.poller.again(&**stream, number, watching(stream)).is_ok() {
-            return;
-        }
+        on && self.poller.again(&**stream, number, watching(stream)).is_ok()
+    }
+
+    fn end_call(&self, number: u64, CallStream { link, stream }: &CallStream) {
         self.poller.remove(&**stream);
         self.state.lock().calls.remove(&number);
         stream.close();
@@ -351,7 +419,8 @@ impl Server {
     }
 
     fn take_dial(self: &Arc<Self>, link: &Arc<Link>) {
-        let Some(dialer) = link.dialer.as_ref().filter(|_| link.alive()) else { return link.opened() };
+        let opening = Opening(link);
+        let Some(dialer) = link.dialer.as_ref().filter(|_| link.alive()) else { return };
         let deadline = Deadline::after(HANDSHAKE_TIME).named("the handshake limit");
         let at = dialer.addresses.choose(|ip| link.serves_at(ip));
         let mut opened = link.open_call_stream(dialer, at, true, deadline);
@@ -359,7 +428,7 @@ impl Server {
             opened = link.open_call_stream(dialer, None, true, deadline);
         }
         let opened = opened.map(Arc::new);
-        link.opened();
+        drop(opening);
         let served = opened.and_then(|stream| {
             self.admit(link, &stream).map_err(|refusal| refusal.error)?;
             self.watch(link, &stream)
@@ -368,6 +437,38 @@ impl Server {
             let cluster = link.peer.cluster;
             tracing::warn!(target: "llm_datadist::links", "cannot open a call stream for cluster {cluster}: {error}");
         }
+    }
+}
+
+/// A thread in the count of all threads, until this is dropped. `leaves` is false once the thread has left the count.
+struct CountedThread<'a> {
+    server: &'a Server,
+    leaves: bool,
+}
+
+impl Drop for CountedThread<'_> {
+    fn drop(&mut self) {
+        if self.leaves {
+            self.server.state.lock().threads -= 1;
+        }
+    }
+}
+
+/// A thread that is at work, until this is dropped.
+struct AtWork<'a>(&'a Server);
+
+impl Drop for AtWork<'_> {
+    fn drop(&mut self) {
+        self.0.state.lock().busy -= 1;
+    }
+}
+
+/// A stream that is being opened at the request of the peer of a link, until this is dropped.
+struct Opening<'a>(&'a Link);
+
+impl Drop for Opening<'_> {
+    fn drop(&mut self) {
+        self.0.opened();
     }
 }
 

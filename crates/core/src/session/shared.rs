@@ -11,6 +11,7 @@ use super::handshake::Identity;
 use super::limits::Connections;
 use super::link::Link;
 use super::listeners::Listeners;
+use super::pushes_in_flight::PushesByEngine;
 use super::refusals::Refusals;
 use super::registry::Registry;
 use super::server::Server;
@@ -30,6 +31,7 @@ pub(crate) struct Shared {
     pub(super) registry: Arc<Registry>,
     pub(super) control: Arc<ControlPoller>,
     pub(super) server: Arc<Server>,
+    pub(super) pushes: PushesByEngine,
     pub(super) limits: Connections,
     pub(super) refusals: Arc<Refusals>,
     pub(super) listeners: Listeners,
@@ -62,6 +64,7 @@ impl Shared {
             registry,
             control,
             server: Arc::new(server),
+            pushes: PushesByEngine::default(),
             limits,
             refusals,
             opened_to_readers: AtomicBool::default(),

@@ -1,14 +1,19 @@
 //! The set of call streams of one link: those of calls in progress, and idle ones.
 
+use std::collections::VecDeque;
 use std::net::IpAddr;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use super::handshake::HANDSHAKE_TIME;
 use crate::error::{Error, ErrorKind};
 use crate::net::Stream;
 
 /// Maximum number of calls of one link in progress at a time. Further calls wait.
 pub(super) const MOST_CALLS: usize = 64;
+
+/// How long this side expects a stream after a request: twice the handshake limit, so that the peer has time to start a dial.
+const DIAL_LIMIT: Duration = HANDSHAKE_TIME.saturating_mul(2);
 
 /// The call streams of one link.
 #[derive(Debug, Default)]
@@ -20,8 +25,9 @@ pub(super) struct StreamSet {
     pub(super) opening: Vec<Option<IpAddr>>,
     /// Whether the streams lead to different addresses of the listening end.
     several_addresses: bool,
-    /// Streams that the peer was asked to open.
-    pub(super) asked: usize,
+    /// The requests for streams that the peer has not opened yet, the oldest first: a number, and when each was made.
+    asked: VecDeque<(u64, Instant)>,
+    last_request: u64,
     /// Calls that wait for a stream.
     pub(super) waiting: usize,
 }
@@ -29,7 +35,34 @@ pub(super) struct StreamSet {
 impl StreamSet {
     /// Returns the number of streams in use, with those that are being opened.
     pub(super) fn in_use(&self) -> usize {
-        self.busy.len() + self.opening.len() + self.asked
+        self.busy.len() + self.opening.len() + self.asked.len()
+    }
+
+    /// Records a request for one more stream, unless there are as many requests as waiting calls. Returns its number.
+    pub(super) fn ask(&mut self) -> Option<u64> {
+        if self.asked.len() >= self.waiting {
+            return None;
+        }
+        self.last_request += 1;
+        self.asked.push_back((self.last_request, Instant::now()));
+        Some(self.last_request)
+    }
+
+    /// Forgets a request whose stream has not arrived, so that the next call makes another one.
+    pub(super) fn take_back(&mut self, request: u64) {
+        self.asked.retain(|&(number, _)| number != request);
+    }
+
+    /// Forgets requests that are older than [`DIAL_LIMIT`]. Their calls have found another stream. Returns how long the oldest of
+    /// the others is still expected.
+    pub(super) fn forget_late_requests(&mut self) -> Option<Duration> {
+        self.asked.retain(|(_, since)| since.elapsed() < DIAL_LIMIT);
+        self.asked.front().map(|(_, since)| DIAL_LIMIT.saturating_sub(since.elapsed()))
+    }
+
+    /// Removes the oldest request, because a stream has arrived. Returns `false` if there is none.
+    pub(super) fn fulfil_request(&mut self) -> bool {
+        self.asked.pop_front().is_some()
     }
 
     /// Returns the number of streams over one address of the listening end, with those that are being opened.
@@ -141,6 +174,27 @@ mod tests {
         }
         set.busy.extend(busy.iter().map(|last| stream(*last)));
         set
+    }
+
+    #[test]
+    fn a_request_is_met_once_or_taken_back_by_the_call_that_made_it() {
+        let mut set = StreamSet { waiting: 1, ..StreamSet::default() };
+        let request = set.ask().unwrap();
+        assert_eq!((set.ask(), set.in_use()), (None, 1));
+        set.waiting = 2;
+        let other = set.ask().unwrap();
+        assert!(set.fulfil_request() && set.fulfil_request() && !set.fulfil_request());
+        set.take_back(other);
+        let again = set.ask().unwrap();
+        set.take_back(request);
+        assert_eq!(set.in_use(), 1, "only its own request");
+        set.take_back(again);
+        assert!(!set.fulfil_request());
+        assert_eq!(set.forget_late_requests(), None);
+        set.asked.push_back((100, Instant::now().checked_sub(DIAL_LIMIT).unwrap()));
+        set.ask().unwrap();
+        assert!(set.forget_late_requests().is_some_and(|left| left <= DIAL_LIMIT));
+        assert_eq!(set.in_use(), 1);
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Starts the threads of an engine's links by name, counts them, and waits for them to end.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::{Builder, ThreadId};
 use std::time::{Duration, Instant};
@@ -52,6 +53,22 @@ impl Threads {
             running = self.ended.wait_timeout(running, left).0;
         }
     }
+}
+
+/// Runs `work`. If it panics, logs the panic and returns `None`, so that the thread continues with other work.
+pub(super) fn guarded<T>(doing: &str, work: impl FnOnce() -> T) -> Option<T> {
+    catch_unwind(AssertUnwindSafe(work))
+        .map_err(|payload| {
+            let text = payload.downcast_ref::<&str>().copied();
+            let text = text.or_else(|| payload.downcast_ref::<String>().map(|text| &**text)).unwrap_or("no text");
+            tracing::error!(
+                target: "llm_datadist::links",
+                "panic while {doing}: {text}; the engine abandoned this work and continues. Please report this error"
+            );
+            // Dropping the payload may panic, too.
+            std::mem::forget(payload);
+        })
+        .ok()
 }
 
 /// Removes a thread from the count when dropped, even if the thread was never started.

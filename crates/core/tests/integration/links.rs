@@ -3,6 +3,7 @@
 //! `tests/test_peer_faults.py` covers real processes that die.
 
 mod asynchronous;
+mod broken_poller;
 mod broken_streams;
 mod communicators;
 mod damaged_messages;
@@ -18,6 +19,7 @@ mod linking;
 mod memory_offers;
 mod mixed_tensors;
 mod pair_checksums;
+mod panics;
 mod paths;
 mod pull_and_push;
 mod push_ahead;
