@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use llm_datadist_core::testing::copy::{CopyEngine, PathJob, PeerTensors, Progress};
 use llm_datadist_core::testing::device::DeviceSet;
 use llm_datadist_core::testing::memory::{Adopted, PeerProcess, Probe, Tensors, allow_readers, own_probe};
-use llm_datadist_core::testing::plan::{CacheCount, CopyPlan, Moves, Pieces};
+use llm_datadist_core::testing::plan::{CopyPlan, Moves, Pieces};
 use llm_datadist_core::{CacheDesc, CacheKind, ClusterId, Config, DataType, Deadline, Placement, Role};
 
 const BYTES: usize = 64 << 20;
@@ -77,7 +77,7 @@ fn main() {
         let pairs: Vec<(u64, u64)> = (0..blocks).map(|at| (at, at)).collect();
         let pieces = Pieces::blocks(block, pairs.iter().copied()).unwrap();
         let mut moves = Moves { pieces, num_tensors: 1, ..Moves::default() };
-        let plan = Arc::new(CopyPlan::moves(&mut moves, CacheCount::Two).unwrap());
+        let plan = Arc::new(CopyPlan::moves(&mut moves).unwrap());
         for pause in [false, true].into_iter().filter(|pause| pauses || !pause) {
             let calls = if pause { 300 } else { calls };
             let mut times: Vec<Duration> = (0..calls + calls / 10)

@@ -153,13 +153,14 @@ fn planning() {
         ("shuffled, two caches", shuffled.clone(), CacheCount::Two),
         ("shuffled, one cache", shuffled, CacheCount::One),
         ("ascending", ascending, CacheCount::Two),
-        ("chain of 4,096 waves", chain, CacheCount::One),
+        ("chain of 4,096 plans", chain, CacheCount::One),
     ];
     for (name, pairs, caches) in lists {
         // From the checked list on: its pieces, and the plan.
         let planned = || {
             let pieces = Pieces::blocks(65536, pairs.iter().copied()).unwrap();
-            CopyPlan::moves(&mut Moves { pieces, num_tensors: 80, ..Moves::default() }, caches).unwrap()
+            let mut moves = Moves { pieces, num_tensors: 80, ..Moves::default() };
+            CopyPlan::moves_in_order(&mut moves, caches).unwrap()
         };
         let times = (0..101).map(|_| each(1, || drop(std::hint::black_box(planned())))).collect();
         println!("{name:24} {:9.0}", median(times) / 1e3);

@@ -26,7 +26,7 @@ def id_of(token: bytes, **changed: Any) -> bytes:
 
 
 def plan_of(row: int, rows: int = 1) -> bytes:
-    return m.plan_spans([1], [m.span(row * PREY_BYTES, 0, rows * PREY_BYTES)], 1)
+    return m.plan_spans([m.span(row * PREY_BYTES, 0, rows * PREY_BYTES)], 1)
 
 
 def test_forged_and_replayed_grants() -> None:
@@ -112,7 +112,7 @@ def test_a_reader_that_takes_no_bytes_holds_a_revocation_no_longer_than_its_limi
         _, call = trial.fair_call(window=4096)
         cache, name = prey_of(call), m.name_blocks(1)
         token = trial.victim.grant("prey", list(range(PREY_ROWS)))
-        plan = m.plan_spans([1], [m.span(0, 0, PREY)], 2)
+        plan = m.plan_spans([m.span(0, 0, PREY)], 2)
         trial.begin()
         assert ask(call, m.read(name, cache, plan, 0, 2 * PREY, grant=id_of(token)))["is"] == "Ready"
         assert code(trial.victim.revoke, token, wait=wait) == outcome

@@ -48,7 +48,7 @@ def test_a_fair_peer_reads_and_writes(local: bool) -> None:
         assert ask(call, m.ping()) == {"is": "Done", "bytes": 0}
         cache = ask(call, m.describe(m.name_blocks(1)))
         assert (cache["tensors"], cache["rows"], cache["row_bytes"]) == (2, PREY_ROWS, PREY_BYTES)
-        range_ = (m.name_blocks(1), cache["cache"], m.plan_spans([1], [m.span(0, 0, PREY)], 2), 0, 2 * PREY)
+        range_ = (m.name_blocks(1), cache["cache"], m.plan_spans([m.span(0, 0, PREY)], 2), 0, 2 * PREY)
         assert ask(call, m.read(*range_)) == {"is": "Ready", "bytes": 2 * PREY}
         right = b"".join(tensor.tobytes() for tensor in pattern(5, 2, PREY_ROWS, PREY_BYTES))
         assert take(call, 2 * PREY) == right

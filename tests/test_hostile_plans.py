@@ -16,17 +16,11 @@ from hostile.trial import MIB, PREY, PREY_BYTES, PREY_ROWS, PULL_LIMIT, SLACK, T
 from peers import OK, by_blocks, equal, meanwhile, pattern, together
 
 ONE = m.span(0, 0, 1, 1, 0, 0)
-START = m.uint(1) + m.uint(0) + m.uint(0) + m.uint(0)
 
 
 def _spans() -> bytes:
     count = 60 * MIB // len(ONE)
-    return START + m.many([m.uint(count)]) + m.uint(count) + ONE * count
-
-
-def _waves() -> bytes:
-    count = 1 << 22
-    return START + m.uint(count) + b"\1" * count + m.uint(count) + ONE * count
+    return m.plan_start(1, (0, 0)) + m.uint(0) + m.uint(count) + ONE * count
 
 
 def _interleaved_places() -> bytes:
@@ -35,16 +29,22 @@ def _interleaved_places() -> bytes:
     return m.plan_templates([m.template((1, 64), wide, spans)])
 
 
+def _templates_side_by_side() -> bytes:
+    """Templates whose places lie between each other, in no order: one in each 64 bytes, of 4,096 places."""
+    count, places = 200, [(0, place * 1789 % 4096) for place in range(4096)]
+    return m.plan_templates([m.template((0, count * 64), places, [m.span(0, at * 64, 64)]) for at in range(count)])
+
+
 # Plans that fill a frame of 60 MiB.
 PLANS = {
     "spans": _spans,
-    "waves": _waves,
     "wide pairs": lambda: m.plan_blocks(1, b"\4" + bytes(8 * (7 * MIB))),
     "pairs that are allowed": lambda: m.plan_blocks(1, b"\1" + bytes(2 * ((1 << 24) - 1))),
     "templates": lambda: m.plan_templates([m.template((0, 0), b"\1", [])] * (10 * MIB)),
     "pairs of templates": lambda: m.plan_templates([m.template((1, 1), b"\2" + bytes(4 << 16), [ONE])] * 220),
     "spans of a template": lambda: m.plan_templates([m.template((1, 1), [(0, 0)], [ONE] * (60 * MIB // len(ONE)))]),
     "places that interleave": _interleaved_places,
+    "templates side by side": _templates_side_by_side,
 }
 
 
@@ -74,7 +74,7 @@ def test_plans_of_millions_of_pieces_take_bounded_memory(kind: str) -> None:
 
 
 U32, U64 = 2**32 - 1, 2**64 - 1
-one_span = m.plan_spans([1], [m.span(0, 0, 64)])
+one_span = m.plan_spans([m.span(0, 0, 64)])
 two_pieces = [m.span(0, 0, 64), m.span(64, 512, 64)]
 
 
@@ -87,14 +87,14 @@ BOUNDS: dict[str, tuple[bytes, int, int]] = {
     "backwards": (one_span, 64, 0),
     "beyond the plan": (one_span, 0, 65),
     "a block written twice": (m.plan_blocks(64, [(0, 3), (1, 4), (2, 3)]), 0, 192),
-    "spans that overlap": (m.plan_spans([2], [m.span(0, 500, 1000), m.span(1000, 1000, 1000)]), 0, 2000),
-    "a step shorter than its pieces": (m.plan_spans([1], [m.span(0, 0, 100, 10, 100, 50)]), 0, 1000),
-    "a step of zero": (m.plan_spans([1], [m.span(0, 0, 100, 10, 100, 0)]), 0, 1000),
-    "no tensors": (m.plan_spans([1], [m.span(0, 0, 64)], 0), 0, 0),
-    "a tensor that is not there": (m.plan_spans([1], [m.span(0, 0, 64)], 1, 2, 2), 0, 64),
-    "past the end": (m.plan_spans([1], [m.span(PREY - 63, PREY - 63, 64)]), 0, 64),
-    "from 2^64-1": (m.plan_spans([1], [m.span(U64, U64, 64)]), 0, 64),
-    "2^40 pieces of a byte": (m.plan_spans([1], [m.span(0, 0, 1, 1 << 40, 1, 1)]), 0, 64),
+    "spans that overlap": (m.plan_spans([m.span(0, 500, 1000), m.span(1000, 1000, 1000)]), 0, 2000),
+    "a step shorter than its pieces": (m.plan_spans([m.span(0, 0, 100, 10, 100, 50)]), 0, 1000),
+    "a step of zero": (m.plan_spans([m.span(0, 0, 100, 10, 100, 0)]), 0, 1000),
+    "no tensors": (m.plan_spans([m.span(0, 0, 64)], 0), 0, 0),
+    "a tensor that is not there": (m.plan_spans([m.span(0, 0, 64)], 1, 2, 2), 0, 64),
+    "past the end": (m.plan_spans([m.span(PREY - 63, PREY - 63, 64)]), 0, 64),
+    "from 2^64-1": (m.plan_spans([m.span(U64, U64, 64)]), 0, 64),
+    "2^40 pieces of a byte": (m.plan_spans([m.span(0, 0, 1, 1 << 40, 1, 1)]), 0, 64),
     "a block past the end": (m.plan_blocks(PREY_BYTES, [(PREY_ROWS, PREY_ROWS)]), 0, PREY_BYTES),
     "block 2^32-1": (m.plan_blocks(PREY_BYTES, [(U32, U32)]), 0, PREY_BYTES),
     "blocks of 2^63 bytes": (m.plan_blocks(2**63, [(2, 2)]), 0, 64),
@@ -108,20 +108,24 @@ BOUNDS: dict[str, tuple[bytes, int, int]] = {
     "place 2^32-1": (_templates((U64, U64), [(U32, U32)], [m.span(0, 0, 64)]), 0, 64),
     "a template without places": (_templates((64, 64), [], [m.span(0, 0, 64)]), 0, 0),
     "a template without spans": (_templates((64, 64), [(0, 0)], []), 0, 0),
+    "two templates that meet": (
+        m.plan_templates([m.template((64, 64), [(0, 0)], [m.span(0, at, 64)]) for at in (0, 63)]),
+        0,
+        128,
+    ),
     "257 templates": (m.plan_templates([m.template((0, 0), [(0, 0)], [m.span(0, 0, 64)])] * 257), 0, 64),
     "65,537 spans": (_templates((0, 0), [(0, 0)], [m.span(0, at, 1) for at in range(65537)]), 0, 64),
     "2^50 pieces in places": (_templates((0, 1 << 24), [(0, 0), (0, 1)], [m.span(0, 0, 1, 1 << 49, 0, 1)]), 0, 64),
-    "fewer waves than spans": (m.plan_spans([1], [m.span(0, 0, 64), m.span(64, 64, 64)]), 0, 128),
 }
 
 # Bytes that are not messages: the engine may end the stream.
 UNREADABLE: dict[str, bytes] = {
     "half a pair": m.plan_blocks(64, b"\4" + bytes(6)),
-    "a list longer than its frame": m.uint(1) + m.uint(0) * 3 + m.uint(U64),
+    "a list longer than its frame": m.plan_start(1, (0, 0)) + m.uint(0) + m.uint(U64),
     "half a template": m.plan_templates([m.template((64, 64), [(0, 0)], [m.span(0, 0, 64)])[:-4]]),
     "pairs of half numbers": m.plan_templates([m.template((64, 64), b"\4" + bytes(7), [m.span(0, 0, 64)])]),
-    "templates without end": m.uint(1) + m.uint(0) * 2 + m.uint(2) + m.uint(1) * 2 + m.uint(U64),
-    "steps of a fourth kind": m.uint(1) + m.uint(0) + m.uint(0) + m.uint(3),
+    "templates without end": m.plan_start(1, (0, 0)) + m.uint(1) + m.uint(U64),
+    "pieces of a third kind": m.plan_start(1, (0, 0)) + m.uint(2),
 }
 
 
@@ -249,12 +253,12 @@ def test_generations_that_never_rest_end_the_pull_in_time() -> None:
 GAP_ROW, GAP_STRIDE, GAP_ROWS = 256, 640, 8
 # Positions in a cache whose rows of 256 bytes are 640 bytes apart: in a gap, or across one.
 INTO_GAPS: dict[str, tuple[bytes, int]] = {
-    "a byte after a row": (m.plan_spans([1], [m.span(GAP_ROW, GAP_ROW, 1)]), 1),
-    "a row and a byte": (m.plan_spans([1], [m.span(0, 0, GAP_ROW + 1)]), GAP_ROW + 1),
-    "from the end of a row": (m.plan_spans([1], [m.span(GAP_ROW - 1, GAP_ROW - 1, 2)]), 2),
-    "up to the next row": (m.plan_spans([1], [m.span(GAP_STRIDE - 1, GAP_STRIDE - 1, 2)]), 2),
-    "two rows at once": (m.plan_spans([1], [m.span(0, 0, GAP_STRIDE + 1)]), GAP_STRIDE + 1),
-    "steps of another length": (m.plan_spans([1], [m.span(0, 0, 8, 4, 248, 248)]), 32),
+    "a byte after a row": (m.plan_spans([m.span(GAP_ROW, GAP_ROW, 1)]), 1),
+    "a row and a byte": (m.plan_spans([m.span(0, 0, GAP_ROW + 1)]), GAP_ROW + 1),
+    "from the end of a row": (m.plan_spans([m.span(GAP_ROW - 1, GAP_ROW - 1, 2)]), 2),
+    "up to the next row": (m.plan_spans([m.span(GAP_STRIDE - 1, GAP_STRIDE - 1, 2)]), 2),
+    "two rows at once": (m.plan_spans([m.span(0, 0, GAP_STRIDE + 1)]), GAP_STRIDE + 1),
+    "steps of another length": (m.plan_spans([m.span(0, 0, 8, 4, 248, 248)]), 32),
     "every byte of the tensor": (m.plan_blocks(1, [(at, at) for at in range(7 * GAP_STRIDE)]), 7 * GAP_STRIDE),
     "blocks as long as rows": (m.plan_blocks(GAP_ROW, [(0, 0), (1, 1)]), 2 * GAP_ROW),
 }
@@ -291,8 +295,12 @@ def test_checksums_of_gaps_are_refused() -> None:
         _, call = trial.fair_call()
         cache, name = int(ask(call, m.describe(m.name_blocks(7)))["cache"]), m.name_blocks(7)
         trial.begin()
+
+        def asked(start: int, length: int) -> bytes:
+            return m.checksums(name, cache, _templates((0, 0), [(0, 0)], [m.span(start, 0, length)], tensors=2))
+
         for start, length in ((GAP_ROW, 1), (0, GAP_ROW + 1), (GAP_STRIDE - 1, 2), (0, GAP_STRIDE + 1)):
-            reply = ask(call, m.checksums(name, cache, (0, 2), [(start, length)]))
+            reply = ask(call, asked(start, length))
             assert reply["is"] == "Failed", (start, length, reply)
-        assert ask(call, m.checksums(name, cache, (0, 2), [(GAP_STRIDE, GAP_ROW)]))["is"] == "Checksums"
+        assert ask(call, asked(GAP_STRIDE, GAP_ROW))["is"] == "Checksums"
         trial.judge(links=1, streams=1, busy=1)

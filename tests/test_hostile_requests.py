@@ -119,7 +119,7 @@ def test_a_peer_that_stalls_loses_its_rows(verb: str, trickles: bool) -> None:
         writer.allocate("w", PREY_ROWS, PREY_BYTES, 2, blocks=True, seed=9)
         _link, call = trial.fair_call(window=4096)
         cache, name = prey_of(call), m.name_blocks(1)
-        plan = m.plan_spans([1], [m.span(0, 0, PREY)], 2)
+        plan = m.plan_spans([m.span(0, 0, PREY)], 2)
         trial.begin()
         if verb == "write ahead":
             call.say(m.write(name, cache, plan, 0, AHEAD, ahead=True))
@@ -148,7 +148,7 @@ def test_a_slow_reader_that_makes_progress_keeps_its_rows() -> None:
     """It reads 0.5 MiB/s for more than three times `link_silence`, and gets the bytes of the rows."""
     with Trial(honest=["tcp"]) as trial:
         _link, call = trial.fair_call(window=128 << 10)
-        plan = m.plan_spans([1], [m.span(0, 0, PREY)], 2)
+        plan = m.plan_spans([m.span(0, 0, PREY)], 2)
         cache = prey_of(call)
         trial.begin()
         assert ask(call, m.read(m.name_blocks(1), cache, plan, 0, 2 * PREY)) == {"is": "Ready", "bytes": 2 * PREY}

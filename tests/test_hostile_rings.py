@@ -137,7 +137,7 @@ def test_invalid_words_and_messages_end_only_their_stream(offer: Offer) -> None:
 
 def spans(start: int, count: int) -> bytes:
     """A plan of these bytes of the first tensor, from and to the same place."""
-    return m.plan_spans([1], [m.span(start, start, count)], 1)
+    return m.plan_spans([m.span(start, start, count)], 1)
 
 
 def write(wire: RingWire, cache: int, plan: bytes, count: int) -> None:
@@ -317,7 +317,7 @@ def test_request_changed_during_read_stays_within_the_cache(offer: Offer) -> Non
             thread.start()
             with suppress(*GONE, AssertionError):
                 for row in range(20):
-                    plan = m.plan_spans([1], [m.span(row * PREY_BYTES, 0, PREY_BYTES)], 1)
+                    plan = m.plan_spans([m.span(row * PREY_BYTES, 0, PREY_BYTES)], 1)
                     wire.send(frame(m.read(name, cache, plan, 0, PREY_BYTES)))
             stop.set()
             thread.join()
@@ -391,7 +391,7 @@ def test_zeros_before_a_payload_end_with_the_pace_of_the_peer(offer: Offer) -> N
         name = m.name_blocks(1)
         cache = int(good.ask(m.describe(name))["cache"])
         trial.begin()
-        plan = m.plan_spans([1], [m.span(0, 0, PREY_BYTES)], 1)
+        plan = m.plan_spans([m.span(0, 0, PREY_BYTES)], 1)
         wire.send(frame(m.write(name, cache, plan, 0, PREY_BYTES)))
         assert m.read_reply(wire.body())["is"] == "Ready"
         # The engine never finds the socket empty, so only a bound on what it takes at once ends its loop.

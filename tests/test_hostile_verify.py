@@ -14,82 +14,6 @@ from test_hostile_grants import GRANT_ENDED_KIND, INVALID_KIND, id_of
 U32, U64 = 2**32 - 1, 2**64 - 1
 FAILED = "LLM_VERIFY_FAILED"
 TIMEOUT_KIND = 3
-WHOLE = (0, 2)
-
-
-def test_checksums_of_what_is_not_there_are_refused() -> None:
-    with Trial(honest=["tcp"]) as trial:
-        _, call = trial.fair_call()
-        cache, name = prey_of(call), m.name_blocks(1)
-        trial.begin()
-        row = [(0, PREY_BYTES)]
-        for tensors, ranges in (
-            ((0, 0), row),
-            ((0, 3), row),
-            ((2, 1), row),
-            ((U32, U32), row),
-            ((1, U32), row),
-            (WHOLE, [(0, PREY + 1)]),
-            (WHOLE, [(PREY, 1)]),
-            (WHOLE, [(1, PREY)]),
-            (WHOLE, [(U64, 2)]),
-            (WHOLE, [(2, U64)]),
-            (WHOLE, [(0, 0)]),
-            (WHOLE, [(0, PREY), (0, 1)]),
-            (WHOLE, [(0, PREY_BYTES)] * (PREY_ROWS + 1)),
-        ):
-            reply = ask(call, m.checksums(name, cache, tensors, ranges))
-            assert (reply["is"], reply["kind"]) == ("Failed", INVALID_KIND), (tensors, ranges[:2], reply)
-        assert ask(call, m.checksums(name, cache + 99, WHOLE, row))["is"] == "Stale"
-        assert ask(call, m.checksums(m.name_blocks(77), cache, WHOLE, row))["is"] == "Stale"
-        reply = ask(call, m.checksums(name, cache, WHOLE, [(0, 5), (PREY_BYTES - 1, 2), (PREY - 1, 1), (0, 5)]))
-        assert len(set(reply["sums"])) == 3, "equal ranges have equal checksums, and others do not"
-        assert ask(call, m.checksums(name, cache, WHOLE, []))["sums"] == []
-        whole = ask(call, m.checksums(name, cache, WHOLE, [(row * PREY_BYTES, PREY_BYTES) for row in range(PREY_ROWS)]))
-        assert len(whole["sums"]) == PREY_ROWS
-        # A caller whose limit has passed gets an error, and not a checksum of half a block.
-        late = ask(call, m.checksums(name, cache, WHOLE, [(0, PREY // 2), (PREY // 2, PREY // 2)], limit_ms=0))
-        assert late["is"] == "Checksums" or (late["is"], late["kind"]) == ("Failed", TIMEOUT_KIND), late
-        trial.judge(links=1, streams=1, busy=1)
-
-
-def test_checksums_obey_grants() -> None:
-    with Trial(honest=["tcp"]) as trial:
-        _, call = trial.fair_call()
-        cache, name = prey_of(call), m.name_blocks(1)
-        grant = id_of(trial.victim.grant("prey", [1, 2]))
-        old = trial.victim.grant("prey", [0])
-        trial.victim.revoke(old)
-        trial.begin()
-        for start, length in ((0, 1), (PREY_BYTES - 1, 2), (3 * PREY_BYTES - 1, 2), (PREY - 1, 1), (0, PREY)):
-            reply = ask(call, m.checksums(name, cache, WHOLE, [(PREY_BYTES, 1), (start, length)], grant))
-            assert (reply["is"], reply["kind"]) == ("Failed", INVALID_KIND), reply
-        assert len(ask(call, m.checksums(name, cache, WHOLE, [(PREY_BYTES, 2 * PREY_BYTES)], grant))["sums"]) == 1
-        for ended in (id_of(old), id_of(old, secret=bytes(16))):
-            reply = ask(call, m.checksums(name, cache, WHOLE, [(0, 1)], ended))
-            assert (reply["is"], reply["kind"]) == ("Failed", GRANT_ENDED_KIND), reply
-        trial.judge(links=1, streams=1, busy=1)
-
-
-def test_endless_lists_end_the_stream_alone() -> None:
-    with Trial(honest=["tcp"]) as trial:
-        link, call = trial.fair_call()
-        cache, name = prey_of(call), m.name_blocks(1)
-        trial.begin()
-        many = [(0, 1)] * ((1 << 16) + 1)
-        for broken in (
-            m.checksums(name, cache, WHOLE, [(0, 1)], count=U32),
-            m.checksums(name, cache, WHOLE, [(0, 1)], count=U64),
-            m.checksums(name, cache, WHOLE, [(0, 1)], count=2),
-            m.checksums(name, cache, WHOLE, many),
-            m.checksums(name, cache, WHOLE, [(0, 1)])[:-3],
-        ):
-            wire = link.call()
-            wire.say(broken)
-            assert wire.ended(SLACK), broken[:20]
-        assert ask(call, m.checksums(name, cache, WHOLE, many[:-1]))["is"] == "Checksums"
-        trial.judge(links=1, streams=6, busy=1)
-        assert not trial.tender.ended, "the link itself goes on"
 
 
 def test_the_heaviest_requests_do_not_hold_up_honest_peers() -> None:
@@ -97,10 +21,10 @@ def test_the_heaviest_requests_do_not_hold_up_honest_peers() -> None:
         link, call = trial.fair_call()
         cache, name = prey_of(call), m.name_blocks(1)
         # As a whole, and in pieces of 64 bytes: the slowest to hash that a layout may have.
-        whole = m.checksums(name, cache, WHOLE, [(0, PREY)])
+        whole = m.checksums(name, cache, _pairs([(0, 0)], [m.span(0, 0, PREY)]))
         half = PREY_BYTES // 2
         small = [m.span(at, at // 64 * half, 64, half // 64, 128, 64) for at in (0, 64)]
-        pieces = m.pair_checksums(name, cache, _pairs([(row, row) for row in range(PREY_ROWS)], small))
+        pieces = m.checksums(name, cache, _pairs([(row, row) for row in range(PREY_ROWS)], small))
         wires = [link.call() for _ in range(4)]
         trial.begin()
         for turn in range(20):
@@ -123,7 +47,7 @@ def _pairs(pairs: list[tuple[int, int]] | bytes, spans: list[bytes], unit: int =
 ROW = m.span(0, 0, PREY_BYTES)
 
 
-def test_pairs_that_are_not_there_are_refused() -> None:
+def test_checksums_of_what_is_not_there_are_refused() -> None:
     with Trial(honest=["tcp"]) as trial:
         link, call = trial.fair_call()
         cache, name = prey_of(call), m.name_blocks(1)
@@ -145,30 +69,30 @@ def test_pairs_that_are_not_there_are_refused() -> None:
             m.plan_templates([m.template((1, 1), [(0, 0)], [m.span(0, 0, 1)])] * 257),
         ):
             for written in (False, True):
-                reply = ask(call, m.pair_checksums(name, cache, plan, written))
+                reply = ask(call, m.checksums(name, cache, plan, written))
                 assert (reply["is"], reply["kind"]) == ("Failed", INVALID_KIND), (plan[:20], reply)
         for broken in (
-            m.pair_checksums(name, cache, _pairs([(0, 0)], [ROW])[:-3]),
-            m.pair_checksums(name, cache, _pairs([(0, 0)], [ROW]))[:-1],
+            m.checksums(name, cache, _pairs([(0, 0)], [ROW])[:-3]),
+            m.checksums(name, cache, _pairs([(0, 0)], [ROW]))[:-1],
         ):
             wire = link.call()
             wire.say(broken)
             assert wire.ended(SLACK), broken[:20]
         good = _pairs([(0, 1), (1, 0), (0, 2)], [m.span(7, 100, 5, 3, 100, -20), m.span(900, 1, 6)])
-        assert ask(call, m.pair_checksums(name, cache + 99, good))["is"] == "Stale"
-        assert ask(call, m.pair_checksums(m.name_blocks(77), cache, good))["is"] == "Stale"
-        first, second, third = ask(call, m.pair_checksums(name, cache, good))["sums"]
+        assert ask(call, m.checksums(name, cache + 99, good))["is"] == "Stale"
+        assert ask(call, m.checksums(m.name_blocks(77), cache, good))["is"] == "Stale"
+        first, second, third = ask(call, m.checksums(name, cache, good))["sums"]
         assert first == third != second, "equal ranges have equal checksums, and others do not"
         # A checksum covers its request: the same bytes, asked for in another way, have another one.
         halves = _pairs([(3, 0)], [m.span(0, 0, 100, 2, 100, 200), m.span(200, 300, PREY_BYTES - 200)])
-        (reply,) = ask(call, m.pair_checksums(name, cache, halves))["sums"]
-        assert [reply] != ask(call, m.checksums(name, cache, WHOLE, [(3 * PREY_BYTES, PREY_BYTES)]))["sums"]
-        late = ask(call, m.pair_checksums(name, cache, _pairs([(0, 0)], [m.span(0, 0, PREY)]), limit_ms=0))
+        (reply,) = ask(call, m.checksums(name, cache, halves))["sums"]
+        assert [reply] != ask(call, m.checksums(name, cache, _pairs([(3, 0)], [ROW])))["sums"]
+        late = ask(call, m.checksums(name, cache, _pairs([(0, 0)], [m.span(0, 0, PREY)]), limit_ms=0))
         assert late["is"] == "Checksums" or (late["is"], late["kind"]) == ("Failed", TIMEOUT_KIND), late
         trial.judge(links=1, streams=3, busy=1)
 
 
-def test_pairs_obey_grants() -> None:
+def test_checksums_obey_grants() -> None:
     with Trial(honest=["tcp"]) as trial:
         _, call = trial.fair_call()
         cache, name = prey_of(call), m.name_blocks(1)
@@ -182,12 +106,12 @@ def test_pairs_obey_grants() -> None:
             ([(1, 0)], [m.span(PREY_BYTES - 1, 0, 2, 2, PREY_BYTES, 2)]),
             ([(0, 0)], [m.span(PREY_BYTES - 1, 0, 1), m.span(PREY_BYTES, 1, 1)]),
         ):
-            reply = ask(call, m.pair_checksums(name, cache, _pairs(pairs, spans), grant=grant))
+            reply = ask(call, m.checksums(name, cache, _pairs(pairs, spans), grant=grant))
             assert (reply["is"], reply["kind"]) == ("Failed", INVALID_KIND), reply
-        reply = ask(call, m.pair_checksums(name, cache, _pairs([(2, 0), (1, 1)], [ROW]), grant=grant))
+        reply = ask(call, m.checksums(name, cache, _pairs([(2, 0), (1, 1)], [ROW]), grant=grant))
         assert len(reply["sums"]) == 2
         for ended in (id_of(old), id_of(old, secret=bytes(16))):
-            reply = ask(call, m.pair_checksums(name, cache, _pairs([(0, 0)], [ROW]), grant=ended))
+            reply = ask(call, m.checksums(name, cache, _pairs([(0, 0)], [ROW]), grant=ended))
             assert (reply["is"], reply["kind"]) == ("Failed", GRANT_ENDED_KIND), reply
         trial.judge(links=1, streams=1, busy=1)
 

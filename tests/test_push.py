@@ -127,7 +127,7 @@ def test_sixty_thousand_blocks_and_a_small_call_after(ends: Ends, transport: str
 
 @pytest.mark.parametrize("pushed", [False, True])
 def test_a_destination_named_many_times_has_the_last_block(ends: Ends, transport: str, pushed: bool) -> None:
-    """On each path, for more repetitions than a plan may have waves. Blocks in between stay where they are."""
+    """The last of 70,000 writes of one block counts, on each path. Blocks in between stay unchanged."""
     near, far = ends.pair(accessible=True, llm__LinkTransport=transport, llm__SyncKvCacheWaitTime=9999)
     far.allocate("f", 64, 24, 1, blocks=True, keys=[by_blocks(2)], seed=1)
     near.allocate("n", 64, 24, 1, blocks=True, seed=2)

@@ -9,7 +9,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use llm_datadist_core::testing::model::Geometry;
-use llm_datadist_core::testing::plan::{CacheCount, CopyPlan, Moves, Side};
+use llm_datadist_core::testing::plan::{CopyPlan, Moves, Side};
 use llm_datadist_core::testing::protocol::{self, HEADER, Request, Run, WireLocation, WireName, WirePlan};
 use llm_datadist_core::testing::validate::{CheckedPush, Layers, PushRows, RemoteCache};
 use llm_datadist_core::{CacheKind, CacheLayout, DataDist, Placement};
@@ -87,7 +87,7 @@ fn checked(layout: CacheLayout, list: &PushRows) -> Moves {
 
 #[inline(never)]
 fn planned(moves: &mut Moves) -> CopyPlan {
-    CopyPlan::moves(moves, CacheCount::Two).unwrap()
+    CopyPlan::moves(moves).unwrap()
 }
 
 #[inline(never)]

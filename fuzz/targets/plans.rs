@@ -6,8 +6,8 @@ use std::collections::BTreeSet;
 use libfuzzer_sys::fuzz_target;
 use llm_datadist_core::ErrorKind;
 use llm_datadist_core::testing::model::RowSizes;
-use llm_datadist_core::testing::plan::{CopyPlan, Side};
-use llm_datadist_core::testing::protocol::{self, WirePlan, WireSteps, WireTemplate};
+use llm_datadist_core::testing::plan::{CopyPlan, Segment, Side, Span, TensorSteps};
+use llm_datadist_core::testing::protocol::{self, WirePieces, WirePlan, WireTemplate};
 use llm_datadist_fuzz::{decoded, peak, refused_as};
 
 /// Bytes before the plan: tensors (2), bytes of a tensor (3) for each end, and bytes of a row (2).
@@ -17,7 +17,6 @@ const MOST_PIECES: u64 = 1 << 14;
 
 /// One piece of a plan, from its definition.
 struct Piece {
-    wave: usize,
     src: i128,
     dst: i128,
     len: i128,
@@ -25,75 +24,45 @@ struct Piece {
 
 /// Pieces of a plan in one tensor, or `None` where there are too many.
 fn pieces(plan: &WirePlan) -> Option<Vec<Piece>> {
-    match &plan.steps {
-        WireSteps::Blocks { len, src, dst, pairs } => {
-            let piece = |&(from, to): &(u32, u32)| {
-                let at = |start: u64, number: u32| i128::from(start) + i128::from(number) * i128::from(*len);
-                Piece { wave: 0, src: at(*src, from), dst: at(*dst, to), len: i128::from(*len) }
-            };
-            (pairs.0.len() as u64 <= MOST_PIECES).then(|| pairs.0.iter().map(piece).collect())
-        }
-        WireSteps::Spans { waves, spans } => {
+    match &plan.pieces {
+        WirePieces::Spans(spans) => {
             let count = spans.iter().fold(0u64, |sum, span| sum.saturating_add(span.count));
-            if count > MOST_PIECES {
-                return None;
-            }
-            let wave_of = waves.iter().enumerate().flat_map(|(wave, &count)| (0..count).map(move |_| wave));
-            let all = wave_of.zip(spans.iter()).flat_map(|(wave, span)| {
-                (0..i128::from(span.count)).map(move |k| Piece {
-                    wave,
-                    src: i128::from(span.src) + k * i128::from(span.src_step),
-                    dst: i128::from(span.dst) + k * i128::from(span.dst_step),
-                    len: i128::from(span.len),
-                })
-            });
-            Some(all.collect())
+            (count <= MOST_PIECES).then(|| spans.iter().flat_map(|span| pieces_of(span, (0, 0))).collect())
         }
-        WireSteps::Templates { templates, .. } => {
+        WirePieces::Templates(templates) => {
             let count = |template: &WireTemplate| {
                 let one = template.spans.iter().fold(0u64, |sum, span| sum.saturating_add(span.count));
                 one.saturating_mul(template.pairs.0.len() as u64)
             };
             let all = templates.iter().map(count).fold(0, u64::saturating_add);
-            (all <= MOST_PIECES)
-                .then(|| (0..).zip(templates).flat_map(|(wave, template)| places(wave, template)).collect())
+            (all <= MOST_PIECES).then(|| templates.iter().flat_map(places).collect())
         }
-        WireSteps::Unusable(_) => None,
+        WirePieces::Unusable(_) => None,
     }
 }
 
 /// The pieces of one template.
-fn places(wave: usize, template: &WireTemplate) -> Vec<Piece> {
-    let mut pieces = Vec::new();
-    for &(from, to) in &*template.pairs.0 {
-        let read = i128::from(from) * i128::from(template.src_unit);
-        let written = i128::from(to) * i128::from(template.dst_unit);
-        for span in template.spans.iter() {
-            pieces.extend((0..i128::from(span.count)).map(|k| Piece {
-                wave,
-                src: i128::from(span.src) + read + k * i128::from(span.src_step),
-                dst: i128::from(span.dst) + written + k * i128::from(span.dst_step),
-                len: i128::from(span.len),
-            }));
-        }
-    }
-    pieces
+fn places(template: &WireTemplate) -> Vec<Piece> {
+    let at = |unit: u64, number: u32| i128::from(number) * i128::from(unit);
+    let pairs = template.pairs.0.iter();
+    let from = pairs.map(|&(src, dst)| (at(template.src_unit, src), at(template.dst_unit, dst)));
+    from.flat_map(|from| template.spans.iter().flat_map(move |span| pieces_of(span, from))).collect()
 }
 
-/// Distances of the tensors that a plan reads and writes.
-fn steps(plan: &WirePlan) -> (u32, u32) {
-    match plan.steps {
-        WireSteps::Templates { src_step, dst_step, .. } => (src_step, dst_step),
-        _ => (1, 1),
-    }
+/// The pieces of a span that is read and written `from` bytes later.
+fn pieces_of(span: Span, from: (i128, i128)) -> impl Iterator<Item = Piece> {
+    (0..i128::from(span.count)).map(move |k| Piece {
+        src: from.0 + i128::from(span.src) + k * i128::from(span.src_step),
+        dst: from.1 + i128::from(span.dst) + k * i128::from(span.dst_step),
+        len: i128::from(span.len),
+    })
 }
 
-/// Whether some byte is written twice inside one wave.
+/// Whether some byte is written twice.
 fn written_twice(pieces: &[Piece]) -> bool {
-    let mut ranges: Vec<_> =
-        pieces.iter().map(|piece| (piece.wave, piece.dst, piece.dst + piece.len)).collect();
+    let mut ranges: Vec<_> = pieces.iter().map(|piece| (piece.dst, piece.dst + piece.len)).collect();
     ranges.sort_unstable();
-    ranges.windows(2).any(|two| two[0].0 == two[1].0 && two[1].1 < two[0].2)
+    ranges.windows(2).any(|two| two[1].0 < two[0].1)
 }
 
 /// The rows that the ranges touch, one by one.
@@ -128,12 +97,11 @@ fuzz_target!(|input: &[u8]| {
     }
     let Some(pieces) = pieces(&wire) else { return };
     let inside = |at: i128, len: i128, bytes: u64| at >= 0 && len > 0 && at + len <= i128::from(bytes);
-    let steps = steps(&wire);
-    let end = |first: u32, step: u32| {
+    let end = |TensorSteps { first, step }: TensorSteps| {
         u64::from(first) + u64::from(wire.num_tensors).saturating_sub(1) * u64::from(step) + 1
     };
-    let all_inside = end(wire.src_tensor, steps.0) <= u64::from(src_tensors)
-        && end(wire.dst_tensor, steps.1) <= u64::from(dst_tensors)
+    let all_inside = end(wire.src) <= u64::from(src_tensors)
+        && end(wire.dst) <= u64::from(dst_tensors)
         && pieces
             .iter()
             .all(|piece| inside(piece.src, piece.len, src_bytes) && inside(piece.dst, piece.len, dst_bytes));
@@ -165,23 +133,19 @@ fuzz_target!(|input: &[u8]| {
     let frame = protocol::encode(&again).expect("a plan that was received can be sent");
     let read: WirePlan = protocol::decode(&frame[protocol::HEADER..]).expect("and read");
     let read = CopyPlan::try_from(read).expect("and accepted");
-    if matches!(wire.steps, WireSteps::Templates { .. }) {
-        // Templates of equal blocks are blocks, and several waves of blocks are sent as spans.
-        same_bytes(&read, &pieces);
-        assert_eq!(
-            (read.tensors(Side::Source), read.tensors(Side::Destination)),
-            (plan.tensors(Side::Source), plan.tensors(Side::Destination))
-        );
-    } else {
-        assert_eq!(read, plan);
-    }
+    // Spans that are not repeated are sent as a list.
+    same_bytes(&read, &pieces);
+    assert_eq!(
+        (read.tensors(Side::Source), read.tensors(Side::Destination)),
+        (plan.tensors(Side::Source), plan.tensors(Side::Destination))
+    );
 });
 
-/// The waves of an accepted plan move exactly the pieces that the message names.
+/// An accepted plan moves exactly the pieces that the message names.
 fn same_bytes(plan: &CopyPlan, pieces: &[Piece]) {
     let wide = |number: u64| i128::from(number);
-    let mut planned: Vec<_> = (plan.waves().iter())
-        .flat_map(|wave| wave.pieces(0, wave.tensor_bytes()).collect::<Vec<_>>())
+    let mut planned: Vec<_> = (plan.segments().iter())
+        .flat_map(Segment::pieces)
         .map(|piece| (wide(piece.src), wide(piece.dst), wide(piece.len)))
         .collect();
     let mut named: Vec<_> = pieces.iter().map(|piece| (piece.src, piece.dst, piece.len)).collect();

@@ -5,12 +5,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use llm_datadist_core::testing::model::{AddressLocation, CacheId, GrantId};
-use llm_datadist_core::testing::plan::{Side, Span, SpanList};
+use llm_datadist_core::testing::plan::{Side, Span, SpanList, TensorSteps};
 use llm_datadist_core::testing::protocol::{
     self, Attach, Attached, Challenge, Comm, Confirm, ControlMessage, EnteredLink, EntryVersion, Hello,
     LinkAnswer, Metadata, Pairs, Party, Payload, Payloads, Proof, Purpose, Reply, Request, RingAnswer,
-    RingOffer, Run, Welcome, WireCache, WireLayout, WireLocation, WireName, WirePlan, WirePulled, WireRows,
-    WireSizes, WireSteps, WireTemplate,
+    RingOffer, Run, Welcome, WireCache, WireLayout, WireLocation, WireName, WirePieces, WirePlan, WirePulled, WireRows,
+    WireSizes, WireTemplate,
 };
 use llm_datadist_core::{Error, ErrorKind};
 use serde::Serialize;
@@ -131,15 +131,11 @@ fn requests(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     add(7, "finish", frame(&Request::Finish { pulled, grant: None, message: None, limit_ms }));
     let all = Request::Finish { pulled, grant, message: Some(message.clone()), limit_ms };
     add(7, "finish-all", frame(&all));
-    let ranges = vec![(0, 4096), (1 << 20, 300)];
-    let checksums =
-        Request::Checksums { name, cache, first_tensor: 1, num_tensors: 2, ranges, grant, limit_ms };
-    add(7, "checksums", frame(&checksums));
     let (_, of_pairs) =
         plans().into_iter().find(|(name, _)| *name == "templates").expect("a plan of templates");
     let checksums =
-        Request::PairChecksums { name, cache, plan: of_pairs, side: Side::Destination, grant, limit_ms };
-    add(7, "pair-checksums", frame(&checksums));
+        Request::Checksums { name, cache, plan: of_pairs, side: Side::Destination, grant, limit_ms };
+    add(7, "checksums", frame(&checksums));
     add(7, "open-grant", frame(&Request::OpenGrant { grant: GRANT, limit_ms }));
     add(
         7,
@@ -212,7 +208,12 @@ fn replies(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
 }
 
 fn plans() -> Vec<(&'static str, WirePlan)> {
-    let plan = |steps| WirePlan { num_tensors: 2, src_tensor: 0, dst_tensor: 4, steps };
+    let plan = |pieces| WirePlan {
+        num_tensors: 2,
+        src: TensorSteps::consecutive(0),
+        dst: TensorSteps::consecutive(4),
+        pieces,
+    };
     let span = Span { src: 4096, dst: 0, len: 512, count: 3, src_step: -1024, dst_step: 512 };
     let one = |src, dst| Span { src, dst, len: 512, count: 1, src_step: 0, dst_step: 0 };
     let pairs = |pairs: &[(u32, u32)]| Pairs(Arc::new(pairs.to_vec()));
@@ -220,14 +221,18 @@ fn plans() -> Vec<(&'static str, WirePlan)> {
         let (src_unit, dst_unit) = units;
         WireTemplate { src_unit, dst_unit, pairs, spans: packed(spans) }
     };
-    let templates = |templates| plan(WireSteps::Templates { src_step: 2, dst_step: 1, templates });
+    let templates = |templates| WirePlan {
+        src: TensorSteps { first: 0, step: 2 },
+        ..plan(WirePieces::Templates(templates))
+    };
+    let spans = |spans| plan(WirePieces::Spans(packed(spans)));
     let heads = Span { src: 0, dst: 64, len: 64, count: 4, src_step: 128, dst_step: 256 };
-    let blocks = |pairs| plan(WireSteps::Blocks { len: 512, src: 512, dst: 1024, pairs });
+    let blocks = |pairs| {
+        let one = Span { src: 512, dst: 1024, ..one(0, 0) };
+        plan(WirePieces::Templates(vec![template((512, 512), pairs, &[one])]))
+    };
     vec![
-        (
-            "spans",
-            plan(WireSteps::Spans { waves: vec![2, 1], spans: packed(&[span, one(0, 9000), one(8192, 0)]) }),
-        ),
+        ("spans", spans(&[span, one(0, 9000), one(8192, 20_000)])),
         ("blocks", blocks(pairs(&[(0, 1), (5, 2), (3, 9)]))),
         (
             "templates",
@@ -246,14 +251,8 @@ fn plans() -> Vec<(&'static str, WirePlan)> {
         ),
         ("same-destination", blocks(pairs(&[(0, 4), (5, 4)]))),
         ("wide-pairs", blocks(pairs(&[(0, 1), (300, 70_000)]))),
-        (
-            "past-the-end",
-            plan(WireSteps::Spans { waves: vec![1], spans: packed(&[one(u64::MAX - 10, 16_384)]) }),
-        ),
-        (
-            "fan-out",
-            plan(WireSteps::Spans { waves: vec![1], spans: packed(&[Span { src_step: 0, ..span }]) }),
-        ),
+        ("past-the-end", spans(&[one(u64::MAX - 10, 16_384)])),
+        ("fan-out", spans(&[Span { src_step: 0, ..span }])),
     ]
 }
 

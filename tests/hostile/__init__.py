@@ -2,7 +2,7 @@
 
 The tests use this package to play peers that misbehave. `postcard` has the encoding, `messages` has every message,
 `client` has sockets, frames and greetings, `trial` has the honest peers that must not notice an attack, and `budgets`
-has the limits of what an attack may cost. The client implements version 14 of the protocol, as follows.
+has the limits of what an attack may cost. The client implements version 15 of the protocol, as follows.
 
 Two engines exchange frames over TCP, or over a Unix stream socket with an abstract name. A frame is a header of eight
 bytes (`b"LD"`, version, kind, length of the body as a little-endian `u32`) and a body. Kind 1 is a message: one value
@@ -47,8 +47,8 @@ reports how many have arrived and were polled, and `Bye`, which ends the link. O
 caller sends one `Request`, the owner answers with one `Reply`. Cache bytes follow some of them, outside of any frame:
 after the `Ready` that answers a `Read`; from the caller after the `Ready` that answers a `Write`, and then `Done`
 comes; with `ahead` set, at most 48 KiB right behind the `Write`. With `shared` set, further bytes of the plan follow in
-`WritePart`s on other streams, which are answered as a `Write` is. Cache bytes travel in the order of the plan: wave
-after wave, in each wave tensor after tensor, in each tensor span after span. Where more than 48 KiB are still to come,
+`WritePart`s on other streams, which are answered as a `Write` is. Cache bytes travel in the order of the plan:
+tensor after tensor, in each tensor span after span. Where more than 48 KiB are still to come,
 zero bytes stand before byte 0 and before every 4 MiB after it: 64 on a socket, and in a ring as many
 as bring the number of bytes that were ever written to it to a multiple of 4,096.
 

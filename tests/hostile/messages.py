@@ -170,9 +170,14 @@ def span(src: int, dst: int, length: int, count: int = 1, src_step: int = 0, dst
     return uint(src) + uint(dst) + uint(length) + uint(count) + sint(src_step) + sint(dst_step)
 
 
-def plan_spans(waves: list[int], spans: list[bytes], tensors: int = 1, src: int = 0, dst: int = 0) -> bytes:
-    """A plan of spans. `waves` has the number of spans of each wave."""
-    return uint(tensors) + uint(src) + uint(dst) + uint(0) + many([uint(wave) for wave in waves]) + many(spans)
+def plan_start(tensors: int, first: tuple[int, int], steps: tuple[int, int] = (1, 1)) -> bytes:
+    """Number of tensors, then the first tensor and the step of the source, then those of the destination."""
+    return uint(tensors) + b"".join(uint(first[side]) + uint(steps[side]) for side in (0, 1))
+
+
+def plan_spans(spans: list[bytes], tensors: int = 1, src: int = 0, dst: int = 0) -> bytes:
+    """A plan of spans."""
+    return plan_start(tensors, (src, dst)) + uint(0) + many(spans)
 
 
 def plan_blocks(
@@ -186,9 +191,8 @@ def plan_blocks(
 
     `pairs` are numbers, or the byte string of the message, whose first byte is the width of the numbers.
     """
-    packed = pairs if isinstance(pairs, bytes) else pack(pairs)
-    start = uint(tensors) + uint(first[0]) + uint(first[1])
-    return start + uint(1) + uint(length) + uint(base[0]) + uint(base[1]) + blob(packed)
+    blocks = template((length, length), pairs, [span(*base, length)])
+    return plan_templates([blocks], tensors, first)
 
 
 def template(units: tuple[int, int], pairs: list[tuple[int, int]] | bytes, spans: list[bytes]) -> bytes:
@@ -203,8 +207,7 @@ def plan_templates(
     steps: tuple[int, int] = (1, 1),
 ) -> bytes:
     """A plan of templates. `steps` are the distances of the tensors that are read and written."""
-    start = uint(tensors) + uint(first[0]) + uint(first[1])
-    return start + uint(2) + uint(steps[0]) + uint(steps[1]) + many(templates)
+    return plan_start(tensors, first, steps) + uint(1) + many(templates)
 
 
 def pack(pairs: list[tuple[int, int]]) -> bytes:
@@ -244,8 +247,8 @@ def write(
 
 
 def write_part(write: int, start: int, end: int, limit_ms: int = NEVER) -> bytes:
-    """Request 12: further bytes of a shared write, on another stream."""
-    return uint(12) + uint(write) + uint(start) + uint(end) + uint(limit_ms)
+    """Request 11: further bytes of a shared write, on another stream."""
+    return uint(11) + uint(write) + uint(start) + uint(end) + uint(limit_ms)
 
 
 def fetch(
@@ -297,25 +300,10 @@ def open_grant(grant: bytes, limit_ms: int = NEVER) -> bytes:
 
 
 def checksums(
-    name: bytes,
-    cache: int,
-    tensors: tuple[int, int],
-    ranges: list[tuple[int, int]],
-    grant: bytes | None = None,
-    limit_ms: int = NEVER,
-    count: int | None = None,
-) -> bytes:
-    """Request 10: ask for the checksums of ranges of bytes. `count` is their number, if it is to be wrong."""
-    asked = name + sint(cache) + uint(tensors[0]) + uint(tensors[1])
-    listed = b"".join(uint(start) + uint(length) for start, length in ranges)
-    return uint(10) + asked + uint(len(ranges) if count is None else count) + listed + some(grant) + uint(limit_ms)
-
-
-def pair_checksums(
     name: bytes, cache: int, plan: bytes, written: bool = False, grant: bytes | None = None, limit_ms: int = NEVER
 ) -> bytes:
-    """Request 11: ask for the checksums of the pairs of a plan, at the end that it reads or writes."""
-    return uint(11) + name + sint(cache) + plan + flag(written) + some(grant) + uint(limit_ms)
+    """Request 10: ask for the checksums of the pairs of a plan, on the side that it reads or writes."""
+    return uint(10) + name + sint(cache) + plan + flag(written) + some(grant) + uint(limit_ms)
 
 
 def polled(arrived: tuple[int, int], of_those: tuple[int, int]) -> bytes:

@@ -61,7 +61,7 @@ def unread_payload(wire: RingWire) -> None:
     name = m.name_blocks(1)
     wire.send(frame(m.describe(name)))
     cache = int(m.read_reply(wire.body())["cache"])
-    plan = m.plan_spans([1], [m.span(0, 0, 2 * PAYLOAD_RING)], 1)
+    plan = m.plan_spans([m.span(0, 0, 2 * PAYLOAD_RING)], 1)
     wire.send(frame(m.read(name, cache, plan, 0, 2 * PAYLOAD_RING)))
     wire.payload.wait(lambda: wire.payload.word(wire.WRITTEN) == PAYLOAD_RING)
     tell("ready")

@@ -1,40 +1,14 @@
-//! The checksum of a block: XXH3 of its bytes in canonical order, with a seed that binds it to the cache.
+//! The checksum of a block: XXH3 of its bytes in the order of the plan, with a seed that binds it to the cache.
 //!
 //! Both sides of a transfer calculate it over their own memory. It finds bytes that changed by accident. It is not a
 //! message authentication code: an attacker who can change the bytes can also change the checksum.
 
 use std::hash::Hasher;
-use std::ops::Range;
 
 use twox_hash::xxhash3_64::{self, DEFAULT_SECRET_LENGTH, RawHasher, SecretBuffer};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{CacheId, CacheKey, Name};
-
-/// A range of bytes of one tensor. A block is this range of every tensor that moves.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ByteRange {
-    /// First byte, from the start of the tensor.
-    pub start: u64,
-    /// Number of bytes.
-    pub len: u64,
-}
-
-/// Returns the ranges of a block in canonical order, each with its tensor: the tensors in ascending order, and in each
-/// the bytes in ascending order. Both sides hash in this order, whatever the layout of their memory.
-pub fn canonical(range: ByteRange, tensors: Range<u32>) -> impl Iterator<Item = (u32, ByteRange)> {
-    canonical_pieces(move || std::iter::once(range), tensors)
-}
-
-/// Returns the ranges of a block between two layouts in canonical order: the tensors in the order of the plan that
-/// moves the block, and in each the ranges in the order of the plan. The two sides have the bytes in different places,
-/// but the plan has them in the same order for both.
-pub fn canonical_pieces<I: Iterator<Item = ByteRange>>(
-    pieces: impl Fn() -> I,
-    tensors: impl Iterator<Item = u32>,
-) -> impl Iterator<Item = (u32, ByteRange)> {
-    tensors.flat_map(move |tensor| pieces().map(move |range| (tensor, range)))
-}
 
 type Secret = SecretBuffer<[u8; DEFAULT_SECRET_LENGTH]>;
 
@@ -75,7 +49,7 @@ impl Checksums {
 }
 
 impl BlockChecksum {
-    /// Adds the next bytes in canonical order.
+    /// Adds the next bytes in the order of the plan.
     pub fn add(&mut self, bytes: &[u8]) {
         self.0.write(bytes);
     }

@@ -3,21 +3,21 @@
 //! The bytes are copied into a small buffer before they are hashed, because no slice may be made over memory that
 //! others may write. The buffer stays in the first-level cache, so the copy costs little beside reading the memory.
 
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::engine::CopyEngine;
+use super::host_buffers::{BUFFER_BYTES, HostBuffer};
 use super::limit::Limit;
 use super::route::PlacedTensors;
-use crate::checksums::{BlockChecksum, ByteRange, Checksums, canonical, canonical_pieces};
+use crate::checksums::{BlockChecksum, Checksums};
 use crate::device::{Copy, Device};
 use crate::error::Result;
 use crate::fallible;
 use crate::memory::kernels::Kernel;
 use crate::memory::{Access, Reach, Tensors, Window, read_bytes};
 use crate::model::Placement;
-use crate::plan::{CopyPlan, Side, Template, TensorSteps};
+use crate::plan::{CopyPlan, Segment, Side};
 
 /// Name of these lists in out-of-memory errors.
 const SUMS: &str = "the checksums of blocks";
@@ -28,70 +28,24 @@ const PIECES: usize = 256;
 /// A unit has blocks of about this many bytes. The deadline is checked before each unit, and within larger blocks.
 const UNIT: u64 = 1 << 20;
 
-/// The blocks of a plan between layouts, at one end: one block for each pair of each template.
-#[derive(Clone, Debug)]
-pub struct PairBlocks {
-    /// The tensors at this end.
-    tensors: TensorSteps,
-    num_tensors: u32,
-    templates: Vec<Template>,
-    end: Side,
-}
-
-impl PairBlocks {
-    /// Returns the blocks of a plan of templates, at one end.
-    pub fn of(plan: &CopyPlan, end: Side) -> Result<PairBlocks> {
-        let (tensors, num_tensors) = (plan.tensors(end), plan.num_tensors());
-        Ok(PairBlocks { tensors, num_tensors, templates: plan.templates()?, end })
-    }
-}
-
 impl CopyEngine {
-    /// Returns the checksum of each of `blocks` of the tensors `tensors` of `memory`. The caller must hold pins on the
-    /// rows until this returns. Returns `Err(Timeout)` if `limit` covers the whole
-    /// call and has passed.
+    /// Returns the checksums of the blocks of `plan`, one for each pair, template after template. `memory` is the side `side` of
+    /// the plan, every segment of which must be a template. Equal bytes give equal checksums on both sides. The caller must
+    /// hold pins on the rows until this returns. Returns `Err(Timeout)` if `limit` covers the whole call and has passed.
     pub fn block_sums(
         &self,
         memory: PlacedTensors<'_>,
-        tensors: Range<u32>,
-        blocks: Vec<ByteRange>,
+        (plan, side): (&CopyPlan, Side),
         checksums: Checksums,
         limit: impl Into<Limit>,
     ) -> Result<Vec<u64>> {
-        let bytes = blocks.iter().map(|block| block.len).fold(0, u64::saturating_add);
-        let total = (blocks.len(), bytes.saturating_mul(tensors.len() as u64));
-        self.sums(memory, HashedBlocks::Ranges { tensors, ranges: blocks }, total, checksums, limit.into())
-    }
-
-    /// Returns the checksum of each pair of `blocks`, template after template; otherwise as
-    /// [`block_sums`](Self::block_sums). It is the same at both ends of a plan if the bytes are.
-    pub fn pair_sums(
-        &self,
-        memory: PlacedTensors<'_>,
-        blocks: PairBlocks,
-        checksums: Checksums,
-        limit: impl Into<Limit>,
-    ) -> Result<Vec<u64>> {
-        let (mut ends, mut bytes) = (Vec::new(), 0u64);
-        for template in &blocks.templates {
+        let (mut ends, limit) = (Vec::new(), limit.into());
+        plan.check_templates()?;
+        for template in plan.templates() {
             let before = ends.last().copied().unwrap_or(0);
             fallible::push(SUMS, &mut ends, before + template.pairs.len())?;
-            bytes = bytes.saturating_add(template.bytes().unwrap_or(u64::MAX));
         }
-        let count = ends.last().copied().unwrap_or(0);
-        let total = (count, bytes.saturating_mul(blocks.num_tensors.into()));
-        self.sums(memory, HashedBlocks::Pairs { blocks, ends }, total, checksums, limit.into())
-    }
-
-    /// Returns the checksums of `count` blocks with about `bytes` bytes.
-    fn sums(
-        &self,
-        memory: PlacedTensors<'_>,
-        blocks: HashedBlocks,
-        (count, bytes): (usize, u64),
-        checksums: Checksums,
-        limit: Limit,
-    ) -> Result<Vec<u64>> {
+        let (count, bytes) = (ends.last().copied().unwrap_or(0), plan.bytes());
         memory.0.check_mapped(Access::Read)?;
         let per_unit = (UNIT.saturating_mul(count as u64) / bytes.max(1)).max(1);
         let per_unit = usize::try_from(per_unit).unwrap_or(usize::MAX);
@@ -99,12 +53,21 @@ impl CopyEngine {
         let sums = fallible::try_collect(SUMS, (0..count).map(|_| Ok(AtomicU64::new(0))))?;
         let device =
             (memory.0.reach() == Reach::Device).then(|| self.devices().at(Placement::Device).clone());
-        let host = self.devices().at(Placement::Host).clone();
-        let hashing = Arc::new(Hashing { memory: memory.0.clone(), blocks, checksums, limit, sums });
+        let buffers = self.host_buffers().clone();
+        let hashing = Arc::new(Hashing {
+            memory: memory.0.clone(),
+            plan: plan.clone(),
+            side,
+            ends,
+            checksums,
+            limit,
+            sums,
+        });
         let work = {
             let hashing = hashing.clone();
             move |unit: usize| {
-                let scratch = device.clone().map(|device| Scratch::new(device, &*host)).transpose()?;
+                let scratch = |device| Ok(Scratch { device, buffer: buffers.lend()? });
+                let scratch = device.clone().map(scratch).transpose()?;
                 let first = unit * per_unit;
                 let last = count.min(first + per_unit);
                 hashing.limit.check("hashing a block")?;
@@ -117,21 +80,13 @@ impl CopyEngine {
     }
 }
 
-/// The blocks that are hashed.
-enum HashedBlocks {
-    /// The same range of each tensor.
-    Ranges { tensors: Range<u32>, ranges: Vec<ByteRange> },
-    Pairs {
-        blocks: PairBlocks,
-        /// For each template, the number of pairs up to its end.
-        ends: Vec<usize>,
-    },
-}
-
 /// The blocks that are hashed, and their checksums.
 struct Hashing {
     memory: Arc<Tensors>,
-    blocks: HashedBlocks,
+    plan: CopyPlan,
+    side: Side,
+    /// For each template of the plan, the number of pairs up to its end.
+    ends: Vec<usize>,
     checksums: Checksums,
     limit: Limit,
     sums: Vec<AtomicU64>,
@@ -141,21 +96,16 @@ impl Hashing {
     /// Hashes block `at`.
     fn hash(&self, at: usize, buffer: &mut [u8; BUFFER], scratch: Option<&Scratch>) -> Result<()> {
         let mut feed = Feed::new(self, buffer, scratch);
-        match &self.blocks {
-            HashedBlocks::Ranges { tensors, ranges } => {
-                let Some(&range) = ranges.get(at) else { return Ok(()) };
-                canonical(range, tensors.clone()).try_for_each(|(tensor, range)| feed.add(tensor, range))?;
-            }
-            HashedBlocks::Pairs { blocks, ends } => {
-                let template = ends.partition_point(|&end| end <= at);
-                let first = template.checked_sub(1).map_or(0, |before| ends[before]);
-                let Some(template) = blocks.templates.get(template) else { return Ok(()) };
-                let Some(&pair) = template.pairs.get(at - first) else { return Ok(()) };
-                let ranges =
-                    || template.ranges(pair, blocks.end).map(|(start, len)| ByteRange { start, len });
-                let tensors = (0..blocks.num_tensors).map(|index| blocks.tensors.number(index));
-                canonical_pieces(ranges, tensors).try_for_each(|(tensor, range)| feed.add(tensor, range))?;
-            }
+        let template = self.ends.partition_point(|&end| end <= at);
+        let first = template.checked_sub(1).map_or(0, |before| self.ends[before]);
+        let Some(template) = self.plan.segments().get(template).and_then(Segment::template) else {
+            return Ok(());
+        };
+        let Some(&pair) = template.pairs.get(at - first) else { return Ok(()) };
+        // The order of the plan is the same on both sides, wherever the bytes lie.
+        for index in 0..self.plan.num_tensors() {
+            let tensor = self.plan.tensors(self.side).number(index);
+            template.ranges(pair, self.side).try_for_each(|range| feed.add(tensor, range))?;
         }
         let value = feed.finish()?;
         if let Some(sum) = self.sums.get(at) {
@@ -185,13 +135,13 @@ impl<'a> Feed<'a> {
         Feed { hashing, checksum, buffer, filled: 0, scratch, copies, unchecked: 0 }
     }
 
-    /// Adds a range of a tensor.
-    fn add(&mut self, tensor: u32, range: ByteRange) -> Result<()> {
+    /// Adds a range of a tensor: its first byte and its number of bytes.
+    fn add(&mut self, tensor: u32, (start, bytes): (u64, u64)) -> Result<()> {
         let mut done = 0;
-        while done < range.len {
+        while done < bytes {
             let room = (BUFFER - self.filled) as u64;
-            let len = (range.len - done).min(room);
-            let window = self.hashing.memory.window(tensor as usize, range.start + done, len)?;
+            let len = (bytes - done).min(room);
+            let window = self.hashing.memory.window(tensor as usize, start + done, len)?;
             self.take(&window)?;
             done += len;
         }
@@ -203,7 +153,7 @@ impl<'a> Feed<'a> {
         let end = self.filled + usize::try_from(window.len()).unwrap_or(BUFFER);
         match self.scratch {
             Some(scratch) => {
-                let dst = scratch.memory.window(0, self.filled as u64, window.len())?;
+                let dst = scratch.buffer.window(self.filled as u64, window.len())?;
                 fallible::push(SUMS, &mut self.copies, Copy::one(*window, dst))?;
             }
             None => self.buffer.get_mut(self.filled..end).map_or(Ok(()), |room| read_bytes(window, room))?,
@@ -218,7 +168,7 @@ impl<'a> Feed<'a> {
         if let Some(scratch) = self.scratch.filter(|_| !bytes.is_empty()) {
             scratch.device.copy(&self.copies, Kernel::PLAIN)?;
             self.copies.clear();
-            read_bytes(&scratch.memory.window(0, 0, bytes.len() as u64)?, bytes)?;
+            read_bytes(&scratch.buffer.window(0, bytes.len() as u64)?, bytes)?;
         }
         self.checksum.add(bytes);
         self.unchecked += bytes.len() as u64;
@@ -237,16 +187,10 @@ impl<'a> Feed<'a> {
     }
 }
 
-/// Host memory through which the bytes of a device are read.
+/// A buffer of host memory, through which the bytes of a device are read.
 struct Scratch {
     device: Arc<dyn Device>,
-    memory: Tensors,
+    buffer: HostBuffer,
 }
 
-impl Scratch {
-    fn new(device: Arc<dyn Device>, host: &dyn Device) -> Result<Scratch> {
-        let region = Arc::new(host.allocate("llm_datadist verification", BUFFER as u64)?);
-        let memory = Tensors::carved(region, [0], BUFFER as u64, Box::new(()))?;
-        Ok(Scratch { device, memory })
-    }
-}
+const _: () = assert!(BUFFER as u64 <= BUFFER_BYTES, "what is hashed at a time fits a host buffer");

@@ -129,7 +129,7 @@ impl CopyEngine {
         opened.ok_or_else(|| Error::new(ErrorKind::System, "the peer's process was not opened"))
     }
 
-    /// Moves every byte of `plan` within this process, one wave after the other.
+    /// Moves every byte of `plan` within this process.
     ///
     /// The caller must hold pins on both ends until this returns. Memory of a peer is read by a [`DataPath`](super::DataPath).
     /// `progress` records which bytes are in place. `limit` decides whether a copy that has begun is finished. An error carries the

@@ -20,7 +20,6 @@ mod tuner;
 mod window_batch;
 mod workers;
 
-pub use block_sums::PairBlocks;
 pub use engine::{CopyEngine, CopyOutcome};
 pub use faster_path::FasterPath;
 pub use limit::Limit;

@@ -1,9 +1,8 @@
 //! Records which bytes of a transfer are in place, and so which destination rows a caller may use after a
 //! failure.
 //!
-//! A position is the number of a byte in the whole plan: wave after wave, and in each wave all spans of the
-//! first tensor, then of the next. A successful transfer adds one entry per unit, and most entries are merged
-//! with an earlier one (`what_arrived_is_what_the_twin_says`).
+//! A position is the number of a byte in the plan: first all pieces of the first tensor, then those of the next. A successful
+//! transfer adds one entry per unit, and most entries are merged with an earlier one (`what_arrived_is_what_the_twin_says`).
 
 use std::fmt::Write;
 use std::ops::Range;
@@ -13,7 +12,7 @@ use std::time::Duration;
 use crate::error::{ArrivedRows, Error, Result};
 use crate::fallible;
 use crate::model::RowSizes;
-use crate::plan::{CopyPlan, RangeList, Side};
+use crate::plan::{CopyPlan, RangeList, Segment, Side};
 use crate::sync::Mutex;
 
 /// Maximum number of tensors, and of row ranges per tensor, that the text of an error lists.
@@ -65,9 +64,8 @@ impl Progress {
 
     /// Returns the destination rows whose bytes in `plan` are all in place; `sizes` says where the rows lie.
     ///
-    /// Tensors without such a row are left out, and so is everything after 2^20 ranges of rows. A row that
-    /// the plan writes twice counts once both writes have happened. Returns `Err(OutOfMemory)` if there is no
-    /// memory for the lists.
+    /// Tensors without such a row are left out, and so is everything after 2^20 ranges of rows. Returns `Err(OutOfMemory)` if
+    /// there is no memory for the lists.
     pub fn arrived(&self, plan: &CopyPlan, sizes: impl Into<RowSizes>) -> Result<Vec<ArrivedRows>> {
         let mut arrived = Vec::new();
         if self.bytes() == 0 {
@@ -76,10 +74,8 @@ impl Progress {
         let gaps = self.gaps(plan.bytes())?;
         let sizes = sizes.into();
         let mut planned = RangeList::new(ARRIVED);
-        for wave in plan.waves() {
-            wave.pieces(0, wave.tensor_bytes())
-                .try_for_each(|piece| planned.add(sizes.touched(piece.dst, piece.len)))?;
-        }
+        let pieces = plan.segments().iter().flat_map(Segment::pieces);
+        pieces.map(|piece| sizes.touched(piece.dst, piece.len)).try_for_each(|rows| planned.add(rows))?;
         let (planned, mut count) = (planned.joined(), 0);
         let tensors = plan.tensors(Side::Destination);
         for index in 0..plan.num_tensors() {
@@ -109,17 +105,14 @@ impl Progress {
 /// Returns the rows of the `index`-th tensor of `plan` with a planned byte in `gaps`, which are positions of
 /// the plan.
 fn missing(plan: &CopyPlan, index: u32, gaps: &[Range<u64>], sizes: RowSizes) -> Result<Vec<Range<u64>>> {
-    let (mut missing, mut start) = (RangeList::new(ARRIVED), 0u64);
-    for wave in plan.waves() {
-        let one = wave.tensor_bytes();
-        let from = start + one * u64::from(index);
-        let first = gaps.partition_point(|gap| gap.end <= from);
-        for gap in gaps[first..].iter().take_while(|gap| gap.start < from + one) {
-            let (first, last) = (gap.start.max(from) - from, gap.end.min(from + one) - from);
-            wave.pieces(first, last)
-                .try_for_each(|piece| missing.add(sizes.touched(piece.dst, piece.len)))?;
-        }
-        start += one * u64::from(plan.num_tensors());
+    let mut missing = RangeList::new(ARRIVED);
+    let one = plan.tensor_bytes();
+    let from = one * u64::from(index);
+    let first = gaps.partition_point(|gap| gap.end <= from);
+    for gap in gaps[first..].iter().take_while(|gap| gap.start < from + one) {
+        let (first, last) = (gap.start.max(from) - from, gap.end.min(from + one) - from);
+        plan.tensor_pieces(first, last)
+            .try_for_each(|piece| missing.add(sizes.touched(piece.dst, piece.len)))?;
     }
     Ok(missing.joined())
 }

@@ -43,55 +43,33 @@ pub(super) struct Copying {
 }
 
 impl Copying {
-    /// Copies directly from the source to the destination, one wave after the other.
-    pub(super) fn direct(&self, workers: &Workers, limit: Limit) -> Result<()> {
+    /// Copies directly from the source to the destination.
+    pub(super) fn direct(self, workers: &Workers, limit: Limit) -> Result<()> {
         limit.begin()?;
-        for (wave, units) in self.waves(workers.count()) {
-            let last = wave.wave + 1 == self.plan.waves().len();
-            if wave.total <= INLINE || units == 1 {
-                wave.all(units)?;
-            } else {
-                workers.run(wave.work(), units, limit)?;
-            }
-            if !last {
-                limit.check("copying")?;
-            }
+        let units = CopyUnits::of(self, workers.count());
+        let count = units.count();
+        if units.total <= INLINE || count <= 1 {
+            units.run_all()
+        } else {
+            workers.run(units.work(), count, limit)
         }
-        Ok(())
     }
 
     /// Does the same on the calling thread alone.
-    pub(super) fn alone(&self, limit: Limit) -> Result<()> {
+    pub(super) fn alone(self, limit: Limit) -> Result<()> {
         limit.begin()?;
-        self.waves(1).try_for_each(|(wave, units)| wave.all(units))
+        CopyUnits::of(self, 1).run_all()
     }
 
     /// Does the same from the memory of process `pid`, on reader threads. At its deadline, the caller leaves
     /// those threads.
-    pub(super) fn read(&self, readers: &Readers, pid: i32, workers: usize, deadline: Deadline) -> Result<()> {
+    pub(super) fn read(self, readers: &Readers, pid: i32, workers: usize, deadline: Deadline) -> Result<()> {
         let limits = (deadline, self.progress.silence);
-        let small = self.plan.bytes() <= INLINE;
-        if small && self.plan.waves().len() > 1 {
-            // All waves, one after the other, as one unit.
-            let copying = self.clone();
-            let whole = move |_| copying.waves(workers).try_for_each(|(wave, units)| wave.all(units));
-            return readers.run(pid, Arc::new(whole), 1, 1, limits);
-        }
+        let units = CopyUnits::of(self, workers);
         // One thread does a small read alone, because sharing it costs as much as copying a block.
-        let most = if small { 1 } else { workers };
-        let mut waves = self.waves(workers);
-        waves.try_for_each(|(wave, units)| readers.run(pid, wave.work(), units, most, limits))
-    }
-
-    /// Returns each wave with the number of units into which it is cut.
-    fn waves(&self, workers: usize) -> impl Iterator<Item = (DirectWave, usize)> + '_ {
-        let mut start = 0;
-        (0..self.plan.waves().len()).map(move |index| {
-            let wave = DirectWave::new(self.clone(), index, start, workers);
-            start += wave.total;
-            let units = wave.units();
-            (wave, units)
-        })
+        let most = if units.total <= INLINE { 1 } else { workers };
+        let count = units.count();
+        readers.run(pid, units.work(), count, most, limits)
     }
 
     pub(super) fn read_window(&self, index: usize, piece: Piece) -> Result<Window<'_>> {
@@ -123,43 +101,40 @@ pub(super) fn write_window<'a>(
     dst.window(plan.tensors(Side::Destination).tensor(index), piece.dst, piece.len)
 }
 
-/// One wave of a direct copy, cut into units.
-struct DirectWave {
+/// A direct copy, cut into units.
+struct CopyUnits {
     copying: Copying,
-    wave: usize,
-    /// Position of its first byte in the whole plan.
-    start: u64,
+    /// Bytes of the copy.
     total: u64,
+    /// Bytes of a unit.
     unit: u64,
     /// Average size of a piece in bytes, for the choice of the kernel.
     piece: u64,
 }
 
-impl DirectWave {
-    fn new(copying: Copying, wave: usize, start: u64, workers: usize) -> Self {
-        let this = &copying.plan.waves()[wave];
-        let total = this.tensor_bytes().saturating_mul(u64::from(copying.plan.num_tensors()));
+impl CopyUnits {
+    fn of(copying: Copying, workers: usize) -> Self {
+        let total = copying.plan.bytes();
         let (least, most) = copying.copier.unit();
         let unit = (total / (workers as u64 * UNITS_PER_WORKER)).clamp(least, most.max(least));
-        let piece = this.tensor_bytes().checked_div(this.count()).unwrap_or(0);
+        let piece = copying.plan.tensor_bytes().checked_div(copying.plan.num_pieces()).unwrap_or(0);
         // Whole pages, so that a cut piece stays aligned for the kernels.
-        DirectWave { wave, start, total, unit: unit.next_multiple_of(4096), piece, copying }
+        CopyUnits { total, unit: unit.next_multiple_of(4096), piece, copying }
     }
 
-    fn units(&self) -> usize {
+    fn count(&self) -> usize {
         usize::try_from(self.total.div_ceil(self.unit)).unwrap_or(usize::MAX)
     }
 
     fn work(self) -> Arc<impl Work> {
-        Arc::new(move |unit| self.unit(unit))
+        Arc::new(move |unit| self.run(unit))
     }
 
-    /// Runs all units on this thread.
-    fn all(&self, units: usize) -> Result<()> {
-        (0..units).try_for_each(|unit| self.unit(unit))
+    fn run_all(&self) -> Result<()> {
+        (0..self.count()).try_for_each(|unit| self.run(unit))
     }
 
-    fn unit(&self, index: usize) -> Result<()> {
+    fn run(&self, index: usize) -> Result<()> {
         let Copying { plan, copier, tuner, source, progress, .. } = &self.copying;
         let from = index as u64 * self.unit;
         let to = (from + self.unit).min(self.total);
@@ -175,7 +150,7 @@ impl DirectWave {
         let about = usize::try_from((to - from) / self.piece.max(1)).unwrap_or(usize::MAX).saturating_add(2);
         let mut batch = Vec::with_capacity(most.min(about));
         let (src, dst) = (&self.copying.src, &self.copying.dst);
-        plan.waves()[self.wave].spans_across_tensors(from, to).try_for_each(|(tensor, span)| {
+        plan.spans(from, to).try_for_each(|(tensor, span)| {
             let Span { len, count, .. } = span;
             let [read, written] = Side::BOTH.map(|side| plan.tensors(side).tensor(tensor));
             batch.push(Copy {
@@ -195,7 +170,7 @@ impl DirectWave {
         } else if learns {
             tuner.count(kernel, to - from);
         }
-        progress.done(self.start + from, self.start + to);
+        progress.done(from, to);
         Ok(())
     }
 }

@@ -3,7 +3,6 @@
 //! It follows the original's documentation (`deprecated.md`, `swap_blocks`): the calling thread fills buffers
 //! from host memory, while a thread of the ring drains them into place. The first swap-in that needs the
 //! buffers and the thread creates them; later ones reuse them. Swap-ins that share the ring take turns.
-//! Pieces leave the ring in the order in which they entered it, so the waves of a plan need no barrier.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
@@ -52,7 +51,7 @@ impl RingOwner {
         block_bytes: u64,
         limit: Limit,
     ) -> Result<()> {
-        if copying.plan.waves().is_empty() {
+        if copying.plan.is_empty() {
             return Ok(());
         }
         let loan = self.borrow(device, block_bytes, limit.deadline())?;

@@ -2,7 +2,7 @@
 
 use crate::error::Result;
 use crate::memory::{Tensors, Window, Windows};
-use crate::plan::{CopyPlan, PlannedSpan, Side};
+use crate::plan::{CopyPlan, Side};
 
 /// Maximum number of windows in a batch, which a stream takes in one call.
 const WINDOWS: u64 = 1024;
@@ -31,10 +31,8 @@ pub(super) struct WindowBatch<'a> {
     /// Number of windows in all runs, at most [`WINDOWS`].
     pub(super) windows: u64,
     pub(super) bytes: u64,
-    /// Whether all windows belong to one wave, so that they may be written in any order.
-    is_one_wave: bool,
-    /// Wave and tensor of the last run.
-    last: Option<(usize, usize)>,
+    /// Tensor of the last run.
+    last: Option<usize>,
 }
 
 impl<'a> PlanEnd<'a> {
@@ -42,12 +40,10 @@ impl<'a> PlanEnd<'a> {
     /// tensor are joined.
     pub(super) fn list(&self, from: u64, to: u64, batch: &mut WindowBatch<'a>) -> Result<()> {
         batch.clear();
-        for PlannedSpan { wave, tensor, span } in
-            self.plan.spans(from, to.min(from.saturating_add(self.most)))
-        {
+        for (tensor, span) in self.plan.spans(from, to.min(from.saturating_add(self.most))) {
             let (number, (start, step)) = (self.plan.tensors(self.end).tensor(tensor), span.start(self.end));
             let run = self.tensors.windows(number, start, span.len, (span.count, step))?;
-            if !batch.add(run.joined(), (wave, tensor)) {
+            if !batch.add(run.joined(), tensor) {
                 break;
             }
         }
@@ -57,24 +53,23 @@ impl<'a> PlanEnd<'a> {
 
 impl<'a> WindowBatch<'a> {
     pub(super) fn new() -> Self {
-        WindowBatch { runs: Vec::new(), windows: 0, bytes: 0, is_one_wave: true, last: None }
+        WindowBatch { runs: Vec::new(), windows: 0, bytes: 0, last: None }
     }
 
     fn clear(&mut self) {
         self.runs.clear();
-        (self.windows, self.bytes, self.is_one_wave, self.last) = (0, 0, true, None);
+        (self.windows, self.bytes, self.last) = (0, 0, None);
     }
 
-    /// Adds as many windows of `run` as fit. Returns whether more may follow. A long window, or one of another wave, does
-    /// not follow enough short ones.
-    fn add(&mut self, run: Windows<'a>, (wave, tensor): (usize, usize)) -> bool {
-        let (short, last) = (run.first().len() < SHORT, self.last.unwrap_or((wave, tensor)));
-        if self.is_short() && !(short && wave == last.0) {
+    /// Adds as many windows of `run` as fit. Returns whether more may follow. Once a batch has
+    /// enough short windows, a long window is not added to it.
+    fn add(&mut self, run: Windows<'a>, tensor: usize) -> bool {
+        if self.is_short() && run.first().len() >= SHORT {
             return false;
         }
         let room = self.short_room(&run).unwrap_or(u64::MAX);
-        let joined =
-            self.runs.last().filter(|_| last == (wave, tensor)).and_then(|last| last.followed_by(&run));
+        let before = self.runs.last().filter(|_| self.last == Some(tensor));
+        let joined = before.and_then(|before| before.followed_by(&run));
         if let (Some(both), Some(last), 1..) = (joined, self.runs.last_mut(), room) {
             *last = both;
             self.bytes += run.bytes();
@@ -88,8 +83,7 @@ impl<'a> WindowBatch<'a> {
         self.runs.push(some);
         self.windows += some.count();
         self.bytes += some.bytes();
-        self.is_one_wave &= wave == last.0;
-        self.last = Some((wave, tensor));
+        self.last = Some(tensor);
         some.count() == run.count()
     }
 
@@ -105,10 +99,10 @@ impl<'a> WindowBatch<'a> {
             .then_some(room)
     }
 
-    /// Returns whether the windows are short and many, and may be written in any order.
+    /// Returns whether the windows are short and many.
     pub(super) fn is_short(&self) -> bool {
         let short = self.windows >= FEW && self.bytes < self.windows * SHORT;
-        short && self.bytes <= SHORT_BYTES && self.is_one_wave
+        short && self.bytes <= SHORT_BYTES
     }
 
     /// Lists every window in `windows`.

@@ -1,10 +1,9 @@
-//! Refuses a peer's plan that writes a byte twice in one wave, because two workers would then write it at the
-//! same time.
+//! Refuses a peer's plan that writes a byte twice, because two workers would then write it at the same time.
 //!
-//! Waves planned in this process never do so (`order`). The check needs memory in proportion to the plan or to
+//! Plans made in this process never do so (`order`). The check needs memory in proportion to the plan or to
 //! the range it writes, whichever is less.
 
-use super::blocks::Blocks;
+use super::segment::Segment;
 use super::spans::{Span, common_divisor};
 use super::template::Template;
 use crate::error::{Error, Result};
@@ -12,38 +11,66 @@ use crate::fallible;
 
 /// Name of the lists of this check in out-of-memory errors.
 const CHECK: &str = "checking a plan";
-/// Bytes of memory that the check of a wave may always use, however small the plan.
+/// Bytes of memory that the check of a plan may always use, however small the plan.
 const LEAST: u64 = 16 << 20;
 
-/// Returns `Err(InvalidArgument)` if two of `blocks` are written to the same place.
-pub(super) fn check_blocks(blocks: &Blocks) -> Result<()> {
-    fallible::temporary(|| check_places(&blocks.pairs, blocks.dst, blocks.len))
+/// Returns `Err(InvalidArgument)` if two pieces of `segments` write the same byte. Their spans must have passed the checks of
+/// `span_limits`, and the end offsets of templates must fit 64 bits. `plan_bytes` is about the size of the plan
+/// in its message. The plan is refused if its check would need more than one and a half times that and more than 16 MiB.
+pub(super) fn check_segments(segments: &[Segment], plan_bytes: usize) -> Result<()> {
+    if are_apart(segments, plan_bytes) {
+        return segments.iter().try_for_each(|segment| check_alone(segment, plan_bytes));
+    }
+    let written = || segments.iter().flat_map(Segment::spans).map(|span| WrittenSpan::of(&span));
+    check_written(&written, || extent_of(segments), plan_bytes)
 }
 
-/// Returns `Err(InvalidArgument)` if two pieces of `template` write the same byte. Its spans must have passed the
-/// checks of `span_limits`, and its end offsets must fit 64 bits. `plan_bytes` as in [`check_spans`].
-pub(super) fn check_template(template: &Template, plan_bytes: usize) -> Result<()> {
-    if !interleaves(template) {
-        fallible::temporary(|| check_places(&template.pairs, 0, template.dst_unit))?;
-        return check_spans(&template.spans.iter().copied(), plan_bytes);
+/// Returns `Err(InvalidArgument)` if [`check_segments`] might refuse templates without overlaps, because its check would need
+/// too much memory. The sender checks, before it sends a plan, whether the receiver would refuse it.
+pub(super) fn check_size(segments: &[Segment]) -> Result<()> {
+    if !are_apart(segments, 0) {
+        return extent_of(segments).map_or(Ok(()), |extent| extent.check_size(0));
     }
-    let written = || template.placed_spans().map(|span| WrittenSpan::of(&span));
-    if in_order(written()) {
-        return Ok(());
-    }
-    let extent = extent_of_template(template);
-    extent.map_or(Ok(()), |extent| check_written(&written, &extent, plan_bytes))
+    let each = segments.iter().filter_map(Segment::template).map(written_once);
+    each.filter_map(WrittenExtent::of).try_for_each(|extent| extent.check_size(0))
 }
 
-/// Returns `Err(InvalidArgument)` if [`check_template`] might refuse a template without overlaps, because its check would
-/// need too much memory. The sender checks in closed form, before it sends a plan, whether the receiver would refuse it.
-pub(super) fn check_template_size(template: &Template) -> Result<()> {
-    let extent = if interleaves(template) {
-        extent_of_template(template)
-    } else {
-        WrittenExtent::of(written_once(template))
+/// Returns whether no place of a template lies between pieces of another place or segment. Then each segment can be checked alone,
+/// and of a template the pieces of one place and the numbers of the places. This takes a step for each place, and for each span
+/// that is not repeated.
+fn are_apart(segments: &[Segment], plan_bytes: usize) -> bool {
+    if segments.iter().filter_map(Segment::template).any(interleaves) {
+        return false;
+    }
+    let written = || segments.iter().flat_map(hulls);
+    segments.len() < 2 || check_written(&written, || WrittenExtent::of(written()), plan_bytes).is_ok()
+}
+
+/// Returns what each place of a segment writes, with the bytes between its pieces; or each span, if the spans are not repeated.
+fn hulls(segment: &Segment) -> impl Iterator<Item = WrittenSpan> {
+    let repeated = segment.template().filter(|template| template.pairs.len() > 1);
+    let places = repeated.into_iter().flat_map(|template| {
+        let hull = template.hulls().map_or(0..0, |(_, written)| written);
+        let place = move |&(_, number): &(u32, u32)| WrittenSpan {
+            low: hull.start + u64::from(number) * template.dst_unit,
+            step: 0,
+            len: hull.end - hull.start,
+            count: 1,
+        };
+        template.pairs.iter().map(place)
+    });
+    let spans = repeated.is_none().then(|| segment.spans().map(|span| WrittenSpan::of(&span)));
+    places.chain(spans.into_iter().flatten())
+}
+
+fn check_alone(segment: &Segment, plan_bytes: usize) -> Result<()> {
+    let Some(template) = segment.template() else {
+        let written = || segment.spans().map(|span| WrittenSpan::of(&span));
+        return check_written(&written, || WrittenExtent::of(written()), plan_bytes);
     };
-    extent.map_or(Ok(()), |extent| extent.check_size(0))
+    fallible::temporary(|| check_places(template))?;
+    let written = || written_once(template);
+    check_written(&written, || WrittenExtent::of(written()), plan_bytes)
 }
 
 /// Returns whether a place of the template may lie between pieces of another one, for example small blocks inside larger
@@ -57,7 +84,15 @@ fn written_once(template: &Template) -> impl Iterator<Item = WrittenSpan> {
     template.spans.iter().map(WrittenSpan::of)
 }
 
-/// Returns what all places of a template write. This visits each span and each pair once, and not their combinations.
+/// Returns what all segments write. This visits each span and each pair of a template once, and not their combinations.
+fn extent_of(segments: &[Segment]) -> Option<WrittenExtent> {
+    let each = segments.iter().filter_map(|segment| match segment.template() {
+        Some(template) => extent_of_template(template),
+        None => WrittenExtent::of(segment.spans().map(|span| WrittenSpan::of(&span))),
+    });
+    each.reduce(|all, next| all.joined(&next))
+}
+
 fn extent_of_template(template: &Template) -> Option<WrittenExtent> {
     let WrittenExtent { low, end, grid, pieces } = WrittenExtent::of(written_once(template))?;
     let numbers = || template.pairs.iter().map(|&(_, dst)| u64::from(dst));
@@ -71,15 +106,16 @@ fn extent_of_template(template: &Template) -> Option<WrittenExtent> {
     })
 }
 
-/// Returns `Err(InvalidArgument)` if two of `pairs` are written to the same place. Place 0 is at byte `first`, and the
-/// places are `unit` bytes apart.
-fn check_places(pairs: &[(u32, u32)], first: u64, unit: u64) -> Result<()> {
-    let written = || pairs.iter().map(|&(_, dst)| dst);
+/// Returns `Err(InvalidArgument)` if two pairs of the template write the same place.
+fn check_places(template: &Template) -> Result<()> {
+    let written = || template.pairs.iter().map(|&(_, dst)| dst);
     if written().is_sorted_by(|a, b| a < b) {
         return Ok(());
     }
-    let (count, most) = (pairs.len(), written().fold(0, u32::max));
-    let again = |place: u32| Err(written_twice(first.saturating_add(unit.saturating_mul(place.into()))));
+    let (count, most) = (template.pairs.len(), written().fold(0, u32::max));
+    let first = template.spans.first().map_or(0, |span| span.dst);
+    let again =
+        |place: u32| Err(written_twice(first.saturating_add(template.dst_unit.saturating_mul(place.into()))));
     let words = most as usize / 64 + 1;
     // A bitmap up to the last block costs less than sorting, unless most of its bits would belong to blocks
     // that are not in the list.
@@ -136,7 +172,7 @@ impl WrittenSpan {
     }
 }
 
-/// What a wave writes: the range of its bytes, a number of which the distances of its pieces are multiples, and the
+/// What a list of spans writes: the range of its bytes, a number of which the distances of its pieces are multiples, and the
 /// number of pieces.
 struct WrittenExtent {
     low: u64,
@@ -160,6 +196,16 @@ impl WrittenExtent {
             extent.pieces = extent.pieces.saturating_add(span.count);
         }
         Some(extent)
+    }
+
+    /// Returns what two lists of spans write.
+    fn joined(self, other: &Self) -> Self {
+        WrittenExtent {
+            low: self.low.min(other.low),
+            end: self.end.max(other.end),
+            grid: common_divisor(common_divisor(self.grid, other.grid), self.low.abs_diff(other.low)),
+            pieces: self.pieces.saturating_add(other.pieces),
+        }
     }
 
     /// Returns the number of units of the grid.
@@ -187,28 +233,21 @@ impl WrittenExtent {
     }
 }
 
-/// Returns `Err(InvalidArgument)` if two pieces of `spans` write the same byte. The spans must have passed
-/// the checks of `span_limits`. `plan_bytes` is the memory that the spans of the plan take; a wave is refused
-/// if its check would need more than one and a half times that and more than 16 MiB.
-pub(super) fn check_spans(spans: &(impl Iterator<Item = Span> + Clone), plan_bytes: usize) -> Result<()> {
-    let written = || spans.clone().map(|span| WrittenSpan::of(&span));
-    // Waves are sorted by source, and in most plans this is also the order of the destinations.
-    if in_order(written()) {
-        return Ok(());
-    }
-    WrittenExtent::of(written()).map_or(Ok(()), |extent| check_written(&written, &extent, plan_bytes))
-}
-
 fn in_order(written: impl Iterator<Item = WrittenSpan>) -> bool {
     written.is_sorted_by(|a, b| a.end() <= b.low)
 }
 
-/// Checks what is written within `extent`, in any order, as [`check_spans`] does.
+/// Checks spans in any order. `extent` returns what they write.
 fn check_written<I: Iterator<Item = WrittenSpan>>(
     written: &impl Fn() -> I,
-    extent: &WrittenExtent,
+    extent: impl FnOnce() -> Option<WrittenExtent>,
     plan_bytes: usize,
 ) -> Result<()> {
+    // Plans are sorted by source, and in most of them this is also the order of the destinations.
+    if in_order(written()) {
+        return Ok(());
+    }
+    let Some(extent) = extent() else { return Ok(()) };
     if extent.grid == 0 {
         // Several spans of one piece each, all at the same place.
         return Err(written_twice(extent.low));
@@ -260,6 +299,6 @@ fn by_sorting(written: impl Iterator<Item = WrittenSpan>, pieces: u64) -> Result
 }
 
 fn written_twice(at: u64) -> Error {
-    let text = "a plan writes one destination twice in one wave";
+    let text = "a plan writes one destination twice";
     Error::invalid(text).with("dst_offset", at)
 }

@@ -5,7 +5,6 @@
 
 use std::fmt;
 use std::marker::PhantomData;
-use std::sync::Arc;
 
 use serde::de::{SeqAccess, Visitor};
 use serde::ser::SerializeSeq;
@@ -18,7 +17,7 @@ use crate::fallible;
 
 /// Maximum size of a packed span in bytes: six 64-bit numbers, each in up to 10 bytes of 7 bits.
 const LONGEST: usize = 60;
-/// Number of spans between two marks of a wave.
+/// Number of spans between two marks.
 const STRIDE: usize = 64;
 
 #[derive(Clone, Default, PartialEq, Eq)]
@@ -72,8 +71,8 @@ impl SpanList {
         })?;
         let (capacity, len) = (self.bytes.capacity(), self.bytes.len());
         if capacity - len < packed.len() {
-            // Grow by a quarter instead of doubling, because reserved memory counts as used.
-            let more = (len / 4).max(64 * LONGEST);
+            // Most lists have one span. Others grow by a quarter instead of doubling, because reserved memory counts as used.
+            let more = if len == 0 { LONGEST } else { (len / 4).max(64 * LONGEST) };
             fallible::grow_exact("a plan", &mut self.bytes, more)?;
         }
         self.bytes.extend_from_slice(packed);
@@ -142,14 +141,10 @@ impl<'de, L, F: FnMut(&mut L, T) -> Result<()>, T: Deserialize<'de>> Visitor<'de
     }
 }
 
-/// One wave of packed spans.
+/// Packed spans with marks, so that a position in a tensor is found without decoding all of them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Packed {
-    spans: Arc<SpanList>,
-    /// The byte at which the first span starts, and the byte after the last one.
-    first: usize,
-    end: usize,
-    pub(super) count: usize,
+    spans: SpanList,
     pub(super) pieces: u64,
     /// For every `STRIDE`-th span except the first: the byte at which it starts, and the bytes of one tensor
     /// before it.
@@ -157,41 +152,33 @@ pub(super) struct Packed {
 }
 
 impl Packed {
-    /// Builds the wave of `count` spans from byte `first` of `spans`. Returns the wave, its bytes in one
-    /// tensor, and the byte at which the next wave starts; `None` if the list has fewer spans.
-    pub(super) fn new(
-        spans: &Arc<SpanList>,
-        first: usize,
-        count: usize,
-    ) -> Result<Option<(Packed, u64, usize)>> {
-        let mut wave =
-            Packed { spans: spans.clone(), first, end: first, count, pieces: 0, marks: Vec::new() };
-        let (mut bytes, mut at) = (0, first);
-        for index in 0..count {
-            let Some((span, next)) = spans.at(at) else { return Ok(None) };
+    /// Returns the packed spans of `spans`, and their bytes in one tensor.
+    pub(super) fn new(spans: SpanList) -> Result<(Packed, u64)> {
+        let (mut marks, mut pieces, mut bytes, mut at) = (Vec::new(), 0, 0, 0);
+        for (index, (span, next)) in spans.from(0).enumerate() {
             if index > 0 && index.is_multiple_of(STRIDE) {
-                fallible::push("a plan", &mut wave.marks, (at, bytes))?;
+                fallible::push("a plan", &mut marks, (at, bytes))?;
             }
             bytes += span.bytes();
-            wave.pieces += span.count;
+            pieces += span.count;
             at = next;
         }
-        wave.end = at;
-        Ok(Some((wave, bytes, at)))
+        Ok((Packed { spans, pieces, marks }, bytes))
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.spans.len()
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = Span> + Clone + '_ {
-        self.spans.from(self.first).take(self.count).map(|(span, _)| span)
+        self.spans.iter()
     }
 
     /// Returns the byte at which the span with byte `from` of one tensor starts, and the bytes of one tensor
     /// before that span.
     pub(super) fn seek(&self, from: u64) -> (usize, u64) {
         let marked = self.marks.partition_point(|&(_, before)| before <= from);
-        let (mut at, mut before) = match marked.checked_sub(1) {
-            Some(mark) => self.marks[mark],
-            None => (self.first, 0),
-        };
+        let (mut at, mut before) = marked.checked_sub(1).map_or((0, 0), |mark| self.marks[mark]);
         while let Some((span, next)) = self.at(at).filter(|(span, _)| before + span.bytes() <= from) {
             before += span.bytes();
             at = next;
@@ -201,6 +188,6 @@ impl Packed {
 
     /// Returns the span at byte `at` and the byte at which the next one starts.
     pub(super) fn at(&self, at: usize) -> Option<(Span, usize)> {
-        if at < self.end { self.spans.at(at) } else { None }
+        self.spans.at(at)
     }
 }

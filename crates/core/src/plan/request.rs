@@ -5,7 +5,6 @@
 
 use std::sync::Arc;
 
-use super::blocks::Blocks;
 use super::spans::{Piece, Span};
 use super::template::Template;
 use crate::error::{Error, Result};
@@ -34,9 +33,8 @@ pub struct Moves {
 pub enum Pieces {
     /// Pieces of any size and position.
     Listed(Vec<Piece>),
-    Blocks(Blocks),
-    /// The same part of many rows that are not copied whole or do not follow each other: one span of one piece.
-    Rows(Template),
+    /// Equal blocks, or the same part of many rows: a template of one span of one piece.
+    Repeated(Template),
 }
 
 impl Default for Pieces {
@@ -46,40 +44,30 @@ impl Default for Pieces {
 }
 
 impl Pieces {
+    #[cfg(feature = "testing")]
     /// Returns blocks of `len` bytes from pairs of source and destination block numbers, each of which must
     /// lie inside its tensor. `Err(InvalidArgument)` if they have 2^63 bytes or more in all.
     pub fn blocks(len: u64, pairs: impl ExactSizeIterator<Item = (u64, u64)> + Clone) -> Result<Pieces> {
-        total_bytes(pairs.len() as u64, len)?;
-        let any = pairs.clone().fold(0, |any, (src, dst)| any | src | dst);
-        if u32::try_from(any).is_ok() {
-            #[expect(clippy::cast_possible_truncation, reason = "no number has a higher bit")]
-            let pairs = fallible::collect(REQUEST, pairs.map(|(src, dst)| (src as u32, dst as u32)))?;
-            return Ok(Pieces::Blocks(Blocks { len, src: 0, dst: 0, pairs: Arc::new(pairs) }));
-        }
-        let one = |(src, dst): (u64, u64)| Piece { src: src * len, dst: dst * len, len };
-        fallible::collect(REQUEST, pairs.map(one)).map(Pieces::Listed)
+        Self::rows(Piece { src: 0, dst: 0, len }, (len, len), pairs)
     }
 
     /// Returns the same part of many rows: `first` says which part of row 0 of the source goes to which part of row 0 of
-    /// the destination, and `strides` how far apart the rows of both are. Each row must lie inside its tensor. Whole rows
-    /// without gaps become [`blocks`](Self::blocks). `Err(InvalidArgument)` as there.
+    /// the destination, and `strides` how far apart the rows of both are. Each row must lie inside its tensor.
+    /// `Err(InvalidArgument)` if the parts have 2^63 bytes or more in all.
     pub fn rows(
         first: Piece,
         strides: (u64, u64),
         pairs: impl ExactSizeIterator<Item = (u64, u64)> + Clone,
     ) -> Result<Pieces> {
         let Piece { src, dst, len } = first;
-        if strides == (len, len) && (src, dst) == (0, 0) {
-            return Self::blocks(len, pairs);
-        }
         total_bytes(pairs.len() as u64, len)?;
-        let narrow = |row: u64| u32::try_from(row).ok();
-        if pairs.clone().all(|(src, dst)| narrow(src | dst).is_some()) {
-            let pairs =
-                pairs.map(|(src, dst)| (narrow(src).unwrap_or(u32::MAX), narrow(dst).unwrap_or(u32::MAX)));
-            let pairs = Arc::new(fallible::collect(REQUEST, pairs)?);
+        let any = pairs.clone().fold(0, |any, (src, dst)| any | src | dst);
+        if u32::try_from(any).is_ok() {
+            #[expect(clippy::cast_possible_truncation, reason = "no number has a higher bit")]
+            let pairs = fallible::collect(REQUEST, pairs.map(|(src, dst)| (src as u32, dst as u32)))?;
             let spans = fallible::collect(REQUEST, std::iter::once(Span::single(src, dst, len)))?;
-            return Ok(Pieces::Rows(Template { src_unit: strides.0, dst_unit: strides.1, pairs, spans }));
+            let (src_unit, dst_unit, pairs) = (strides.0, strides.1, Arc::new(pairs));
+            return Ok(Pieces::Repeated(Template { src_unit, dst_unit, pairs, spans }));
         }
         let one =
             |(from, to): (u64, u64)| Piece { src: src + from * strides.0, dst: dst + to * strides.1, len };
@@ -89,16 +77,14 @@ impl Pieces {
     pub fn count(&self) -> usize {
         match self {
             Pieces::Listed(pieces) => pieces.len(),
-            Pieces::Blocks(blocks) => blocks.pairs.len(),
-            Pieces::Rows(template) => template.pairs.len() * template.spans.len(),
+            Pieces::Repeated(template) => template.num_spans(),
         }
     }
 
     pub fn iter(&self) -> impl Iterator<Item = Piece> + '_ {
         (0..self.count()).map(|at| match self {
             Pieces::Listed(pieces) => pieces[at],
-            Pieces::Blocks(blocks) => blocks.piece_of(blocks.pairs[at]),
-            Pieces::Rows(template) => template.first_piece_at(template.pairs[at]),
+            Pieces::Repeated(template) => template.first_piece_at(template.pairs[at]),
         })
     }
 
@@ -106,8 +92,7 @@ impl Pieces {
     pub(crate) fn shifted(mut self, by: u64) -> Pieces {
         match &mut self {
             Pieces::Listed(pieces) => pieces.iter_mut().for_each(|piece| piece.dst += by),
-            Pieces::Blocks(blocks) => blocks.dst += by,
-            Pieces::Rows(template) => template.spans.iter_mut().for_each(|span| span.dst += by),
+            Pieces::Repeated(template) => template.spans.iter_mut().for_each(|span| span.dst += by),
         }
         self
     }

@@ -1,14 +1,16 @@
 //! The same few spans at each of many pairs of places, stored once.
 //!
-//! Blocks of two layouts differ in the order or the number of their heads, so one block takes several pieces. All
-//! blocks take the same ones. As spans, 4,096 blocks of 64 spans would take 12 MiB; as a template, 35 KiB.
+//! Equal blocks are a template of one span. Blocks of two layouts differ in the order or the number of their heads, so
+//! one block takes several spans, and all blocks take the same ones. A pair takes 8 bytes, a span 48: 4,096 blocks of 64
+//! spans would take 12 MiB as spans, and take 35 KiB as a template.
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::blocks::Blocks;
 use super::side::Side;
-use super::spans::{Piece, Span};
+use super::spans::{PLAN, Piece, Span};
+use crate::error::Result;
+use crate::fallible;
 
 /// Spans that are repeated at pairs of places. For the pair `(s, d)`, each span is read `s·src_unit` bytes and
 /// written `d·dst_unit` bytes later than it says.
@@ -18,7 +20,7 @@ pub struct Template {
     pub src_unit: u64,
     /// Bytes from one destination place to the next.
     pub dst_unit: u64,
-    /// Numbers of the source and destination places.
+    /// Numbers of the source and destination places. Shared with the message that carries the plan.
     pub pairs: Arc<Vec<(u32, u32)>>,
     /// The spans at place 0 of source and destination.
     pub spans: Vec<Span>,
@@ -34,21 +36,25 @@ impl Template {
         }
     }
 
-    /// Returns equal blocks that are read and written as the template says; the template if there are none.
-    pub(super) fn into_blocks(self) -> Result<Blocks, Template> {
-        match self.spans[..] {
-            [Span { src, dst, len, count: 1, .. }] if self.src_unit == len && self.dst_unit == len => {
-                Ok(Blocks { len, src, dst, pairs: self.pairs })
-            }
-            _ => Err(self),
-        }
+    /// Returns the template of equal blocks: pair `(s, d)` copies `len` bytes from `src + len·s` to `dst + len·d`.
+    pub(super) fn of_blocks(
+        len: u64,
+        (src, dst): (u64, u64),
+        pairs: Arc<Vec<(u32, u32)>>,
+    ) -> Result<Template> {
+        let spans = fallible::collect(PLAN, std::iter::once(Span::single(src, dst, len)))?;
+        Ok(Template { src_unit: len, dst_unit: len, pairs, spans })
     }
 
-    /// Returns the template of equal blocks.
-    pub(super) fn of_blocks(blocks: &Blocks) -> Template {
-        let Blocks { len, src, dst, pairs } = blocks;
-        let spans = vec![Span::single(*src, *dst, *len)];
-        Template { src_unit: *len, dst_unit: *len, pairs: pairs.clone(), spans }
+    /// Returns the template of spans that are not repeated. It has one pair, (0, 0).
+    pub(super) fn of_spans(spans: Vec<Span>) -> Result<Template> {
+        let pairs = Arc::new(fallible::collect(PLAN, std::iter::once((0, 0)))?);
+        Ok(Template { src_unit: 0, dst_unit: 0, pairs, spans })
+    }
+
+    /// Returns the same spans at other pairs of places.
+    pub(super) fn at_pairs(&self, pairs: Arc<Vec<(u32, u32)>>) -> Result<Template> {
+        Ok(Template { pairs, spans: fallible::copied(PLAN, &self.spans)?, ..*self })
     }
 
     /// Returns the ranges that the template reads (`Source`) or writes at a pair of places, in the order of its spans:

@@ -1,10 +1,12 @@
 //! Which tensors of a cache a plan touches.
 
+use serde::{Deserialize, Serialize};
+
 /// Tensors at a constant distance: the plan's tensor `t` is tensor `first + t·step` of the cache.
 ///
 /// The step is 1 in most plans. It is 2 if a plan touches only the keys, or only the values, of a cache that
-/// has them in alternating tensors.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// has them in alternating tensors. In a message, the fields are encoded in this order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TensorSteps {
     /// The plan's tensor 0.
     pub first: u32,

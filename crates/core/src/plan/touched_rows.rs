@@ -1,10 +1,9 @@
 //! Lists the rows that a plan touches.
 
-use super::blocks::Blocks;
 use super::copy_plan::CopyPlan;
 use super::range_list::RangeList;
+use super::segment::Segment;
 use super::side::Side;
-use super::waves::Wave;
 use crate::error::Result;
 use crate::fallible;
 use crate::model::RowSizes;
@@ -17,34 +16,31 @@ impl CopyPlan {
     /// peer's plan must have passed [`check_bounds`](Self::check_bounds) and [`check_rows`](Self::check_rows); then there are
     /// at most as many rows as the cache has.
     pub fn touched_rows(&self, side: Side, sizes: impl Into<RowSizes>) -> Result<Vec<u64>> {
-        rows(self.waves(), side, sizes.into().stride())
+        rows(self.segments(), side, sizes.into().stride())
     }
 }
 
 /// Returns the rows that one side touches. Row `r` is the bytes from `r·row_stride` on, up to the next row. That includes
 /// the gap after it, which no piece touches.
-fn rows(waves: &[Wave], side: Side, row_stride: u64) -> Result<Vec<u64>> {
-    if let [wave] = waves
-        && let Some(rows) = rows_of_places(wave, side, row_stride)?
+fn rows(segments: &[Segment], side: Side, row_stride: u64) -> Result<Vec<u64>> {
+    if let [segment] = segments
+        && let Some(places) = places(segment, side)
+        && let Some(rows) = rows_of_places(&places, side, row_stride)?
     {
         return Ok(rows);
     }
     let mut touched = RangeList::new(ROWS);
     let mut add =
         |start: u64, bytes: u64| touched.add(start / row_stride..(start + (bytes - 1)) / row_stride + 1);
-    for wave in waves {
-        if let Some(blocks) = wave.blocks() {
-            blocks.pieces().try_for_each(|piece| add(piece.start(side), piece.len))?;
-            continue;
-        }
-        if let Some(Places { pairs, first, unit, len }) = template_places(wave, side)
+    for segment in segments {
+        if let Some(Places { pairs, first, unit, len }) = places(segment, side)
             && len <= row_stride
         {
             // Each place touches the rows of its first and of its last byte, and there is none in between.
             pairs.iter().try_for_each(|&pair| add(first + unit * u64::from(side.of(pair)), len))?;
             continue;
         }
-        for span in wave.spans() {
+        for span in segment.spans() {
             let (_, step) = span.start(side);
             // Steps of at most one row skip no row in between. With longer steps every piece is visited, of which
             // there are at most `MOST_PIECES`, or `MOST_TEMPLATE_PIECES` in a plan of templates.
@@ -72,36 +68,30 @@ struct Places<'a> {
     len: u64,
 }
 
-/// Returns the rows of `blocks` if they are in ascending order and each block is exactly one row.
-fn rows_if_sorted(blocks: &Blocks, side: Side, row_stride: u64) -> Result<Option<Vec<u64>>> {
-    let first = side.of((blocks.src, blocks.dst));
-    let numbers = || blocks.pairs.iter().map(|&pair| u64::from(side.of(pair)));
-    if blocks.len != row_stride || !first.is_multiple_of(row_stride) || !numbers().is_sorted_by(|a, b| a < b)
-    {
-        return Ok(None);
-    }
-    fallible::collect(ROWS, numbers().map(|number| first / row_stride + number)).map(Some)
-}
-
 /// Returns the bytes from the first to the last byte of a template, at each of its places.
-fn template_places(wave: &Wave, side: Side) -> Option<Places<'_>> {
-    let template = wave.template()?;
+fn places(segment: &Segment, side: Side) -> Option<Places<'_>> {
+    let template = segment.template()?;
     let (hull, unit) = (side.of(template.hulls()?), side.of((template.src_unit, template.dst_unit)));
     Some(Places { pairs: &template.pairs, first: hull.start, unit, len: hull.end - hull.start })
 }
 
-/// Returns the rows of a wave of blocks or of a template. `None` if a list of ranges takes less memory.
-fn rows_of_places(wave: &Wave, side: Side, row_stride: u64) -> Result<Option<Vec<u64>>> {
-    if let Some(blocks) = wave.blocks() {
-        let sorted = rows_if_sorted(blocks, side, row_stride)?;
-        if sorted.is_some() || blocks.end_offsets().is_none() {
-            return Ok(sorted);
-        }
-        let (first, len) = (side.of((blocks.src, blocks.dst)), blocks.len);
-        return rows_by_bitmap(&Places { pairs: &blocks.pairs, first, unit: len, len }, side, row_stride);
+/// Returns the rows of places, or `None` if a list of ranges takes less memory.
+fn rows_of_places(places: &Places<'_>, side: Side, row_stride: u64) -> Result<Option<Vec<u64>>> {
+    let sorted = rows_if_sorted(places, side, row_stride)?;
+    if sorted.is_some() { Ok(sorted) } else { rows_by_bitmap(places, side, row_stride) }
+}
+
+/// Returns the rows if they are in ascending order and each place is inside one row.
+fn rows_if_sorted(places: &Places<'_>, side: Side, row_stride: u64) -> Result<Option<Vec<u64>>> {
+    let Places { pairs, first, unit, len } = *places;
+    let numbers = || pairs.iter().map(|&pair| u64::from(side.of(pair)));
+    let starts = || numbers().map(|number| first + unit * number);
+    // The places of a template are as far into a row as the first one if they are a row apart.
+    let in_rows = starts().next().is_some_and(|start| start % row_stride + len <= row_stride);
+    if !in_rows || !(unit == row_stride || pairs.len() == 1) || !numbers().is_sorted_by(|a, b| a < b) {
+        return Ok(None);
     }
-    let places = template_places(wave, side);
-    places.map_or(Ok(None), |places| rows_by_bitmap(&places, side, row_stride))
+    fallible::collect(ROWS, starts().map(|start| start / row_stride)).map(Some)
 }
 
 /// Returns the rows of `places` by marking one bit for each row, which takes a fraction of the time and

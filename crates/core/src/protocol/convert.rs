@@ -4,11 +4,11 @@
 //! check the bounds; `messages` defines the bytes.
 
 use super::messages::{MAX_ARRIVED, Reply, Run, WireName, WireRows};
-use super::plan_codec::{Pairs, WirePlan, WireSteps, WireTemplate};
+use super::plan_codec::{Pairs, WirePieces, WirePlan, WireTemplate};
 use crate::error::{ArrivedRows, Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::{CacheId, CacheKey, Geometry, Name};
-use crate::plan::{Blocks, CopyPlan, Side, SpanList, Template, TensorSteps, Wave};
+use crate::plan::{CopyPlan, Side, SpanList, Template};
 
 /// Largest number of tensors for which a failure reports the rows that arrived.
 const MOST_ARRIVED: usize = 1 << 12;
@@ -75,30 +75,26 @@ impl TryFrom<&CopyPlan> for WirePlan {
     type Error = Error;
 
     fn try_from(plan: &CopyPlan) -> Result<WirePlan> {
-        let (num_tensors, src_tensor, dst_tensor) =
-            (plan.num_tensors(), plan.src_tensor(), plan.dst_tensor());
-        if plan.needs_templates() {
-            let templates = plan.sendable_templates()?.into_iter().map(WireTemplate::try_from);
-            let (src_step, dst_step) =
-                (plan.tensors(Side::Source).step, plan.tensors(Side::Destination).step);
-            let templates = fallible::try_collect("a request", templates)?;
-            let steps = WireSteps::Templates { src_step, dst_step, templates };
-            return Ok(WirePlan { num_tensors, src_tensor, dst_tensor, steps });
+        let Some(segment) = plan.only_spans() else { return WirePlan::of_templates(plan) };
+        plan.check_span_pieces()?;
+        Ok(WirePlan::of(plan, WirePieces::Spans(SpanList::pack(segment.spans())?)))
+    }
+}
+
+impl WirePlan {
+    /// Encodes a plan as templates, even if its spans are not repeated.
+    pub fn of_templates(plan: &CopyPlan) -> Result<WirePlan> {
+        plan.check_sendable()?;
+        let mut templates = fallible::with_capacity("a request", plan.segments().len())?;
+        for template in plan.templates() {
+            templates.push(WireTemplate::try_from(template)?);
         }
-        let only = if let [wave] = plan.waves() { wave.blocks() } else { None };
-        let steps = if let Some(Blocks { len, src, dst, pairs }) = only {
-            WireSteps::Blocks { len: *len, src: *src, dst: *dst, pairs: Pairs(pairs.clone()) }
-        } else {
-            plan.check_span_pieces()?;
-            // A plan with more spans than fit in a `u32` does not fit in a frame, and is refused when the
-            // frame is written.
-            let count = |wave: &Wave| u32::try_from(wave.num_spans()).unwrap_or(u32::MAX);
-            WireSteps::Spans {
-                waves: fallible::collect("a request", plan.waves().iter().map(count))?,
-                spans: SpanList::pack(plan.waves().iter().flat_map(Wave::spans))?,
-            }
-        };
-        Ok(WirePlan { num_tensors, src_tensor, dst_tensor, steps })
+        Ok(WirePlan::of(plan, WirePieces::Templates(templates)))
+    }
+
+    fn of(plan: &CopyPlan, pieces: WirePieces) -> WirePlan {
+        let (src, dst) = (plan.tensors(Side::Source), plan.tensors(Side::Destination));
+        WirePlan { num_tensors: plan.num_tensors(), src, dst, pieces }
     }
 }
 
@@ -106,32 +102,25 @@ impl TryFrom<WirePlan> for CopyPlan {
     type Error = Error;
 
     fn try_from(plan: WirePlan) -> Result<CopyPlan> {
-        let (num_tensors, src_tensor, dst_tensor) = (plan.num_tensors, plan.src_tensor, plan.dst_tensor);
-        match plan.steps {
-            WireSteps::Blocks { len, src, dst, pairs } => {
-                let blocks = Blocks { len, src, dst, pairs: pairs.0 };
-                CopyPlan::from_blocks(num_tensors, src_tensor, dst_tensor, blocks)
-            }
-            WireSteps::Spans { waves, spans } => {
-                CopyPlan::from_list(num_tensors, src_tensor, dst_tensor, &waves, spans)
-            }
-            WireSteps::Templates { src_step, dst_step, templates } => {
-                let src = TensorSteps { first: src_tensor, step: src_step };
-                let dst = TensorSteps { first: dst_tensor, step: dst_step };
+        let WirePlan { num_tensors, src, dst, pieces } = plan;
+        match pieces {
+            WirePieces::Spans(spans) => CopyPlan::from_spans(num_tensors, src, dst, spans),
+            WirePieces::Templates(templates) => {
                 let templates = fallible::try_collect(PLAN, templates.into_iter().map(Template::try_from))?;
                 CopyPlan::from_templates(num_tensors, src, dst, templates)
             }
-            WireSteps::Unusable(error) => Err(error),
+            WirePieces::Unusable(error) => Err(error),
         }
     }
 }
 
-impl TryFrom<Template> for WireTemplate {
+impl TryFrom<&Template> for WireTemplate {
     type Error = Error;
 
-    fn try_from(template: Template) -> Result<WireTemplate> {
+    fn try_from(template: &Template) -> Result<WireTemplate> {
         let Template { src_unit, dst_unit, pairs, spans } = template;
-        Ok(WireTemplate { src_unit, dst_unit, pairs: Pairs(pairs), spans: SpanList::pack(spans)? })
+        let (pairs, spans) = (Pairs(pairs.clone()), SpanList::pack(spans.iter().copied())?);
+        Ok(WireTemplate { src_unit: *src_unit, dst_unit: *dst_unit, pairs, spans })
     }
 }
 

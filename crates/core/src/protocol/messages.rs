@@ -34,10 +34,9 @@ pub const MAX_RUNS: usize = 1 << 20;
 pub const MAX_ARRIVED: usize = 1 << 16;
 /// Maximum number of ranges of rows of a grant: 16 MiB.
 pub const MAX_RANGES: usize = 1 << 20;
-/// Maximum number of ranges in one [`Request::Checksums`], of pairs in one [`Request::PairChecksums`], and of checksums in
-/// their reply: 1 MiB.
+/// Maximum number of pairs in one [`Request::Checksums`], and of checksums in its reply: 512 KiB.
 pub const MAX_CHECKSUMS: usize = 1 << 16;
-/// Maximum number of bytes, in all tensors together, that one request asks to hash. One row, or one pair, may have more.
+/// Maximum number of bytes, in all tensors together, that one request asks to hash. One pair may have more.
 pub const MAX_HASHED: u64 = 1 << 28;
 /// Maximum number of addresses at which one side listens for the streams of a link.
 pub const MAX_ADDRESSES: usize = 16;
@@ -263,25 +262,12 @@ pub enum Request {
     Notify { messages: Payloads, limit_ms: u64 },
     /// Asks what a grant lends.
     OpenGrant { grant: GrantId, limit_ms: u64 },
-    /// Asks for the checksums of ranges of bytes, as they are now. With a grant, the owner checks that it covers them.
+    /// Asks for the checksums of the blocks of a plan, as they are now: one for each pair of each template. With a grant, the
+    /// owner checks that it covers them.
     Checksums {
         name: WireName,
         cache: i64,
-        first_tensor: u32,
-        num_tensors: u32,
-        /// The first byte in each tensor, and the number of bytes.
-        #[serde(deserialize_with = "blocks")]
-        ranges: Vec<(u64, u64)>,
-        /// The grant under which the caller has read them.
-        grant: Option<GrantId>,
-        limit_ms: u64,
-    },
-    /// Asks for the checksums of the blocks of a plan between layouts, as they are now: one for each pair of each template.
-    /// With a grant, the owner checks that it covers them.
-    PairChecksums {
-        name: WireName,
-        cache: i64,
-        /// A plan of the pairs that are asked for. A wave of spans counts as one pair.
+        /// A plan of the pairs that are asked for.
         plan: WirePlan,
         /// Which side of the plan the cache is.
         side: Side,
@@ -354,11 +340,10 @@ pub enum Reply {
         #[serde(deserialize_with = "ranges")]
         rows: Vec<(u64, u64)>,
     },
-    /// Reply to [`Request::Checksums`] and [`Request::PairChecksums`]: one checksum for each range or pair, bound to this
-    /// generation of the entry.
+    /// Reply to [`Request::Checksums`]: one checksum for each pair, bound to this generation of the entry.
     Checksums {
         generation: u64,
-        #[serde(deserialize_with = "blocks")]
+        #[serde(deserialize_with = "checksums")]
         sums: Vec<u64>,
     },
 }
@@ -501,8 +486,8 @@ fn ranges<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<(u64, u64)>, D::Erro
     from.deserialize_seq(AtMost::<(u64, u64), MAX_RANGES>(PhantomData))
 }
 
-fn blocks<'de, T: Deserialize<'de>, D: Deserializer<'de>>(from: D) -> Result<Vec<T>, D::Error> {
-    from.deserialize_seq(AtMost::<T, MAX_CHECKSUMS>(PhantomData))
+fn checksums<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<u64>, D::Error> {
+    from.deserialize_seq(AtMost::<u64, MAX_CHECKSUMS>(PhantomData))
 }
 
 fn arrived<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<WireRows>, D::Error> {

@@ -32,5 +32,5 @@ pub use {
         CHECKSUM, MESSAGE, REFUSAL, REFUSAL_OF_ANOTHER_VERSION, VERSION, decode, decode_message, refused,
     },
     messages::{WireName, WireRows},
-    plan_codec::{Pairs, WireSpan, WireSteps, WireTemplate},
+    plan_codec::{Pairs, WirePieces, WireSpan, WireTemplate},
 };

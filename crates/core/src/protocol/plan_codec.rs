@@ -7,64 +7,44 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use crate::error::{Error, Result, ensure};
+use crate::error::{Error, Result};
 use crate::fallible;
 #[cfg(feature = "testing")]
 pub use crate::plan::Span as WireSpan;
-use crate::plan::{MOST_WAVES, ReceivedSpans, SpanList, check_counts, read_list};
+use crate::plan::{ReceivedSpans, SpanList, TensorSteps, check_counts, read_list};
 
 /// A plan as it is encoded.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WirePlan {
     pub num_tensors: u32,
-    pub src_tensor: u32,
-    pub dst_tensor: u32,
-    pub steps: WireSteps,
+    pub src: TensorSteps,
+    pub dst: TensorSteps,
+    pub pieces: WirePieces,
 }
 
 impl WirePlan {
     /// Returns whether the plan is a list of templates.
     pub fn has_templates(&self) -> bool {
-        matches!(self.steps, WireSteps::Templates { .. })
+        matches!(self.pieces, WirePieces::Templates(_))
     }
 }
 
-/// What a plan moves in each tensor.
+/// What a plan copies in each tensor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(from = "ReceivedSteps")]
-pub enum WireSteps {
-    /// Any waves. Their spans are one packed list, so that the size of the message bounds their memory
+#[serde(from = "ReceivedPieces")]
+pub enum WirePieces {
+    /// A packed list, so that the size of the message bounds the memory of the spans
     /// (`a_plan_takes_a_bounded_multiple_of_its_bytes`).
-    Spans {
-        waves: Vec<u32>,
-        /// The spans of all waves, wave after wave.
-        spans: SpanList,
-    },
-    /// One wave of equal blocks.
-    Blocks {
-        len: u64,
-        /// Offset in bytes at which source block 0 starts.
-        src: u64,
-        /// Offset in bytes at which destination block 0 starts.
-        dst: u64,
-        pairs: Pairs,
-    },
-    /// A plan between layouts: waves that are templates, and tensors that may be skipped.
-    Templates {
-        /// Distance of two tensors that are read.
-        src_step: u32,
-        /// Distance of two tensors that are written.
-        dst_step: u32,
-        /// At most as many, with as many spans in all, as [`check_counts`] allows.
-        templates: Vec<WireTemplate>,
-    },
+    Spans(SpanList),
+    /// At most as many, with as many spans in all, as [`check_counts`] allows.
+    Templates(Vec<WireTemplate>),
     /// A plan that was read to its end, but is invalid or could not be allocated. The rest of its message can
     /// be read, so the peer still gets a reply. Never sent.
     #[serde(skip)]
     Unusable(Error),
 }
 
-/// One wave: spans that are repeated at pairs of places.
+/// Spans that are repeated at pairs of places.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct WireTemplate {
     /// Bytes from one source place to the next.
@@ -77,44 +57,20 @@ pub struct WireTemplate {
     pub spans: SpanList,
 }
 
-/// [`WireSteps`] as they are read. Each list is checked and bounded before memory is allocated for it.
+/// [`WirePieces`] as they are read. Each list is checked and bounded before memory is allocated for it.
 #[derive(Deserialize)]
-enum ReceivedSteps {
-    Spans { waves: ReceivedCounts, spans: ReceivedSpans },
-    Blocks { len: u64, src: u64, dst: u64, pairs: ReceivedPairs },
-    Templates { src_step: u32, dst_step: u32, templates: ReceivedTemplates },
+enum ReceivedPieces {
+    Spans(ReceivedSpans),
+    Templates(ReceivedTemplates),
 }
 
-impl From<ReceivedSteps> for WireSteps {
-    fn from(received: ReceivedSteps) -> Self {
-        let steps = match received {
-            ReceivedSteps::Spans { waves, spans } => {
-                waves.0.and_then(|waves| Ok(WireSteps::Spans { waves, spans: spans.0? }))
-            }
-            ReceivedSteps::Blocks { len, src, dst, pairs } => {
-                pairs.0.map(|pairs| WireSteps::Blocks { len, src, dst, pairs: Pairs(Arc::new(pairs)) })
-            }
-            ReceivedSteps::Templates { src_step, dst_step, templates } => {
-                templates.0.map(|templates| WireSteps::Templates { src_step, dst_step, templates })
-            }
+impl From<ReceivedPieces> for WirePieces {
+    fn from(received: ReceivedPieces) -> Self {
+        let pieces = match received {
+            ReceivedPieces::Spans(spans) => spans.0.map(WirePieces::Spans),
+            ReceivedPieces::Templates(templates) => templates.0.map(WirePieces::Templates),
         };
-        steps.unwrap_or_else(WireSteps::Unusable)
-    }
-}
-
-/// The number of spans in each wave; an error if there are more waves than [`MOST_WAVES`].
-struct ReceivedCounts(Result<Vec<u32>>);
-
-impl<'de> Deserialize<'de> for ReceivedCounts {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        read_list(from, Vec::new(), |counts, count: u32| {
-            let fits = counts.len() < MOST_WAVES;
-            ensure(fits, || {
-                Error::invalid(format!("the plan is not valid: it has more than {MOST_WAVES} waves"))
-            })?;
-            fallible::push("a plan", counts, count)
-        })
-        .map(ReceivedCounts)
+        pieces.unwrap_or_else(WirePieces::Unusable)
     }
 }
 
@@ -211,7 +167,7 @@ fn unpacked<const WIDTH: usize>(
         return None;
     }
     if pairs.len() as u64 > 1 << (8 * WIDTH) {
-        let text = "a plan writes one destination twice in one wave: it has more blocks than numbers";
+        let text = "a plan writes one destination twice: it has more pairs than there are block numbers of this width";
         let error = Error::invalid(text);
         return Some(Err(error.with("blocks", pairs.len()).with("width", WIDTH)));
     }

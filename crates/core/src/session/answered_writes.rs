@@ -68,14 +68,6 @@ impl RequestContext<'_> {
     ) -> Result<(), Ended> {
         let begun = self.charged(|| {
             let plan = bounded(plan, from, to)?;
-            // The parts arrive in any order, and the waves of a plan have one.
-            if plan.waves().len() > 1 {
-                return Err(Error::argument(
-                    "the waves of a write over several streams",
-                    plan.waves().len(),
-                    "1",
-                ));
-            }
             let Some((cache, pin)) = self.pin_for_write(call, &plan)? else { return Ok(None) };
             let write = SharedWrite {
                 id,

@@ -122,12 +122,8 @@ impl RequestContext<'_> {
             Request::WritePart { write, from, to, limit_ms } => {
                 self.write_part(write, from..to, self.limit(limit_ms))
             }
-            Request::Checksums { name, cache, first_tensor, num_tensors, ranges, grant, limit_ms } => {
-                let asked = || Ok((AskedBlocks::ranges((first_tensor, num_tensors), ranges)?, digest?));
-                self.checksums(&named(name.into(), cache, limit_ms), asked, grant)
-            }
-            Request::PairChecksums { name, cache, plan, side, grant, limit_ms } => {
-                let asked = || Ok((AskedBlocks::pairs(plan, side)?, digest?));
+            Request::Checksums { name, cache, plan, side, grant, limit_ms } => {
+                let asked = || Ok((AskedBlocks::new(plan, side)?, digest?));
                 self.checksums(&named(name.into(), cache, limit_ms), asked, grant)
             }
             Request::Locate { addrs, limit_ms } => {
@@ -368,7 +364,7 @@ fn read_frame((kind, body, share): (u8, Vec<u8>, Arc<BudgetShare>)) -> Result<(R
 fn digest_of_summed(request: &Request) -> Result<u64> {
     let summed = match request {
         Request::Read { summed, .. } => *summed,
-        Request::Checksums { .. } | Request::PairChecksums { .. } => true,
+        Request::Checksums { .. } => true,
         _ => false,
     };
     if summed { protocol::digest(request) } else { Ok(0) }

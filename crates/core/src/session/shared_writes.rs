@@ -3,7 +3,7 @@
 //! The first request of a shared write pins the rows and brings the plan; the other ones name the write and a range of
 //! the plan's bytes. The pin lasts until all bytes are in place, one of the parts fails, no part has been arriving for the
 //! time that a peer may be silent, the deadline passes or the link ends. No two threads write the same bytes: parts do not
-//! overlap, and a plan of one wave writes no byte twice (`plan::conflicts`).
+//! overlap, and a plan writes no byte twice (`plan::conflicts`).
 
 use std::ops::Range;
 use std::sync::Arc;

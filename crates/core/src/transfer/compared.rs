@@ -1,8 +1,9 @@
 //! The blocks of a cache of this engine that are compared with their source, and the error that names those that differ.
 
 use crate::cache::Cache;
-use crate::error::{Error, ErrorKind};
-use crate::model::CacheKind;
+use crate::error::{Error, ErrorKind, Result};
+use crate::memory::random;
+use crate::model::{CacheKind, Verify};
 use crate::plan::{BlockSizes, CopyPlan, Piece, Side};
 
 /// Most bytes of a slot that have one checksum. Caches of blocks have one for each block.
@@ -16,6 +17,11 @@ pub(super) fn block_sizes(cache: &Cache, plan: &CopyPlan, local: Side) -> BlockS
     let rows = cache.sizes_of(plan.tensors_at(local).first).row_sizes();
     let most = if cache.kind() == CacheKind::Blocks { rows.bytes() } else { SLOT_PIECE };
     BlockSizes { local, rows, most }
+}
+
+/// Returns the random number of a sample; `None` if all blocks are compared.
+pub(super) fn sample(verify: Verify) -> Result<Option<u64>> {
+    if verify == Verify::Sample { Ok(Some(u64::from_ne_bytes(random()?))) } else { Ok(None) }
 }
 
 /// Returns the error for the blocks `different` among `checked` ones. It names the first ones by their place in `cache`,

@@ -13,7 +13,7 @@ use crate::cache::Cache;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::{AddressLocation, CacheId, CacheLayout, Deadline, Name, RowSizes};
-use crate::plan::{CacheCount, CopyPlan};
+use crate::plan::CopyPlan;
 use crate::resources::Resources;
 use crate::session::{KnownCache, Link, LinkOfCall};
 use crate::stats::Op;
@@ -171,7 +171,7 @@ impl LayerPush {
             self.to.src_row,
             &LayerDestination::Cache(remote),
         )?;
-        let plan = CopyPlan::moves(&mut moves, CacheCount::Two)?;
+        let plan = CopyPlan::moves(&mut moves)?;
         let part = |index: u32| {
             let src = (range.first + index) * self.per_layer;
             let dst = (first_layer + index) * self.per_layer;
@@ -328,7 +328,7 @@ impl TensorPlans<'_> {
         let local = CacheLayout { geometry: here, ..self.push.local.layout_of_first() };
         let to = LayerDestination::Memory { offset, tensor_bytes, rows };
         let mut moves = validate::layer_moves(local, &self.push.rows, self.push.to.src_row, &to)?;
-        let plan = CopyPlan::moves(&mut moves, CacheCount::Two)?;
+        let plan = CopyPlan::moves(&mut moves)?;
         self.local_rows = moves.src_rows;
         fallible::push(LAYERS, &mut self.plans, (place, plan.clone()))?;
         Ok(plan)
@@ -347,13 +347,12 @@ impl TensorPlans<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::{Blocks, Moves, Pieces, TensorSteps};
+    use crate::plan::{Moves, Pieces, TensorSteps};
 
     /// The plan of a layer of two tensors, of 256 bytes.
     fn plan() -> CopyPlan {
-        let pieces =
-            Pieces::Blocks(Blocks { len: 64, src: 0, dst: 0, pairs: Arc::new(vec![(3, 1), (0, 2)]) });
-        CopyPlan::moves(&mut Moves { pieces, num_tensors: 2, ..Moves::default() }, CacheCount::Two).unwrap()
+        let pieces = Pieces::blocks(64, [(3, 1), (0, 2)].into_iter()).unwrap();
+        CopyPlan::moves(&mut Moves { pieces, num_tensors: 2, ..Moves::default() }).unwrap()
     }
 
     #[test]

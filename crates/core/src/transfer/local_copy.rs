@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use super::async_call::Execution;
 use crate::cache::{Cache, CallRows};
-use crate::copy::{CopyOutcome, Limit, Progress, Staging};
-use crate::error::{Error, ErrorKind, Result};
+use crate::copy::{CopyOutcome, Limit, Progress, Route, Staging};
+use crate::error::Result;
 use crate::model::{CacheLayout, Deadline, Verify};
 use crate::plan::{CacheCount, CopyPlan, Moves};
 use crate::resources::Resources;
@@ -84,14 +84,14 @@ impl LocalCopy {
     /// Plans the moves, pins both ends, moves the bytes, and counts them.
     pub(crate) fn run(&self, moves: impl Into<LocalMoves>, deadline: Deadline) -> Result<u64> {
         let mut moves = moves.into();
-        let (plan, more) = self.plan(&mut moves)?;
-        if plan.waves().is_empty() {
+        let plans = self.plan(&mut moves)?;
+        if plans.is_empty() {
             return Ok(0);
         }
         deadline.check(PLANNING)?;
         let (reads, writes) = moves.take_rows();
         let _pin = CallRows::copy((self.src.clone(), reads), (self.dst.clone(), writes)).pin(deadline)?;
-        self.copy_all(plan, more, &Arc::default(), deadline)
+        self.copy_all(plans, &Arc::default(), deadline)
     }
 
     /// Does the same for an asynchronous call, which has its rows already.
@@ -101,90 +101,53 @@ impl LocalCopy {
         execution: &Execution,
         deadline: Deadline,
     ) -> Result<u64> {
-        let (plan, more) = self.plan(&mut moves)?;
-        if plan.waves().is_empty() {
+        let plans = self.plan(&mut moves)?;
+        if plans.is_empty() {
             return Ok(0);
         }
         deadline.check(PLANNING)?;
         execution.pin(deadline)?;
-        let bytes = more.iter().map(CopyPlan::bytes).sum::<u64>();
-        let progress = execution.transfer().attempt(plan.bytes().saturating_add(bytes));
-        self.copy_all(plan, more, &progress, deadline)
+        let progress = execution.transfer().attempt(plans.iter().map(CopyPlan::bytes).sum());
+        self.copy_all(plans, &progress, deadline)
     }
 
-    /// Returns the first plan, and those after it if the tensors of a cache differ.
-    fn plan(&self, moves: &mut LocalMoves) -> Result<(CopyPlan, Vec<CopyPlan>)> {
-        let one_cache = Arc::ptr_eq(&self.src, &self.dst);
-        let caches = if one_cache { CacheCount::One } else { CacheCount::Two };
+    /// Returns the plans, which run one after the other. None of them is empty.
+    fn plan(&self, moves: &mut LocalMoves) -> Result<Vec<CopyPlan>> {
         match moves {
-            LocalMoves::Equal(moves) => Ok((CopyPlan::moves(moves, caches)?, Vec::new())),
-            LocalMoves::Runs(planned) => {
-                let mut plans = std::mem::take(&mut planned.plans);
-                match plans.pop() {
-                    Some(first) => Ok((first, plans)),
-                    None => Ok((CopyPlan::moves(&mut Moves::default(), caches)?, Vec::new())),
-                }
+            LocalMoves::Equal(moves) => {
+                let one_cache = Arc::ptr_eq(&self.src, &self.dst);
+                let caches = if one_cache { CacheCount::One } else { CacheCount::Two };
+                CopyPlan::moves_in_order(moves, caches)
             }
+            LocalMoves::Runs(planned) => Ok(std::mem::take(&mut planned.plans)),
         }
     }
 
-    /// Copies by the first plan and then by the others, which write other tensors.
-    fn copy_all(
-        &self,
-        first: CopyPlan,
-        more: Vec<CopyPlan>,
-        progress: &Arc<Progress>,
-        deadline: Deadline,
-    ) -> Result<u64> {
+    /// Runs the plans one after the other. `deadline` is that of the first one: the rest of a copy that has begun has no
+    /// limit.
+    fn copy_all(&self, plans: Vec<CopyPlan>, progress: &Arc<Progress>, deadline: Deadline) -> Result<u64> {
         let LocalCopy { resources, src, dst, .. } = self;
         resources.still_registered(src)?;
         resources.still_registered(dst)?;
-        let mut all = self.copy(first, progress, Limit::Start(deadline))?;
-        for plan in more {
-            // The rest of a copy that has begun has no limit.
-            let limit = Limit::Start(Deadline::after(Duration::MAX));
-            let part = Arc::default();
-            let outcome = self.copy(plan, &part, limit)?;
-            progress.done(all.bytes, all.bytes + outcome.bytes);
+        let (from, to) = ((src.tensors(), src.placement()), (dst.tensors(), dst.placement()));
+        let verifies = resources.config.verify != Verify::Off;
+        // Positions of a plan that runs alone and is not compared are those of the whole copy.
+        let alone = plans.len() == 1 && !verifies;
+        let mut all = CopyOutcome { bytes: 0, route: Route::Direct };
+        let mut limit = Limit::Start(deadline);
+        for plan in plans {
+            let (plan, part) = (Arc::new(plan), if alone { progress.clone() } else { Arc::default() });
+            let outcome = resources.copy_engine.run(plan.clone(), from, to, self.staging, limit, &part)?;
+            if verifies {
+                self.compare(&plan, limit)?;
+            }
+            if !alone {
+                progress.done(all.bytes, all.bytes + outcome.bytes);
+            }
             all = CopyOutcome { bytes: all.bytes + outcome.bytes, ..outcome };
+            limit = Limit::Start(Deadline::after(Duration::MAX));
         }
         resources.stats.count_copy(self.op, &all);
         Ok(all.bytes)
-    }
-
-    fn copy(&self, plan: CopyPlan, progress: &Arc<Progress>, limit: Limit) -> Result<CopyOutcome> {
-        let LocalCopy { resources, src, dst, .. } = self;
-        let (from, to) = ((src.tensors(), src.placement()), (dst.tensors(), dst.placement()));
-        let run = |plan: Arc<CopyPlan>, limit: Limit, progress: &Arc<Progress>| {
-            resources.copy_engine.run(plan, from, to, self.staging, limit, progress)
-        };
-        if resources.config.verify == Verify::Off {
-            run(Arc::new(plan), limit, progress)
-        } else {
-            self.copy_compared(&plan, limit, progress, run)
-        }
-    }
-
-    /// Copies wave after wave with `run`, and compares each before the next one. `limit` is that of the first one.
-    fn copy_compared(
-        &self,
-        plan: &CopyPlan,
-        mut limit: Limit,
-        progress: &Progress,
-        run: impl Fn(Arc<CopyPlan>, Limit, &Arc<Progress>) -> Result<CopyOutcome>,
-    ) -> Result<CopyOutcome> {
-        let (mut bytes, mut last) = (0, None);
-        for wave in plan.each_wave() {
-            let wave = Arc::new(wave);
-            let outcome = run(wave.clone(), limit, &Arc::default())?;
-            self.compare(&wave, limit)?;
-            progress.done(bytes, bytes + outcome.bytes);
-            (bytes, last) = (bytes + outcome.bytes, Some(outcome.route));
-            // The rest of a copy that has begun has no limit.
-            limit = Limit::Start(Deadline::after(Duration::MAX));
-        }
-        // Every plan that gets here has a wave.
-        let route = last.ok_or_else(|| Error::new(ErrorKind::System, "a copy without a wave"))?;
-        Ok(CopyOutcome { bytes, route })
     }
 }

@@ -15,7 +15,6 @@ mod group;
 mod layer_task;
 mod layer_walk;
 mod layerwise;
-mod layout_verify;
 mod local_copy;
 mod local_verify;
 mod notify;

@@ -11,7 +11,7 @@ use crate::cache::RowUse;
 use crate::copy::{Hops, KeptAlive, PathKind, Progress, STILL_READING, with_arrived_rows};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{CacheKey, GrantId, Name};
-use crate::plan::{CacheCount, CopyPlan, Moves, Side};
+use crate::plan::{CopyPlan, Moves, Side};
 use crate::session::{
     BEING_PUSHED, CallEnd, KnownCache, PeerSnapshot, ReservedNotification, StreamLease, Validity,
 };
@@ -108,9 +108,9 @@ impl Call {
         known: &Arc<KnownCache>,
         moves: &mut Moves,
     ) -> Result<(Moved, Option<PulledKey>)> {
-        let plan = Arc::new(CopyPlan::moves(moves, CacheCount::Two)?);
+        let plan = Arc::new(CopyPlan::moves(moves)?);
         self.check_covered(known, &plan)?;
-        if plan.waves().is_empty() {
+        if plan.is_empty() {
             return Ok((Moved::Bytes(0), None));
         }
         let writes = std::mem::take(&mut moves.dst_rows);

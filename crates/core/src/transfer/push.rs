@@ -11,7 +11,7 @@ use crate::cache::RowUse;
 use crate::copy::{KeptAlive, PathKind};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Name;
-use crate::plan::{CacheCount, CopyPlan, Side, TensorSteps};
+use crate::plan::{CopyPlan, Side, TensorSteps};
 use crate::protocol::{Reply, Request, WirePlan};
 use crate::resources::MemoryLocation;
 use crate::session::{KnownCache, REPORTED_BY, StreamLease, limit_ms, location};
@@ -64,7 +64,7 @@ impl Call {
             }
             let mut moves = checked.moves(&remote).map_err(with_name)?;
             let local_rows = std::mem::take(&mut moves.src_rows);
-            let plan = Arc::new(CopyPlan::moves(&mut moves, CacheCount::Two)?);
+            let plan = Arc::new(CopyPlan::moves(&mut moves)?);
             let outcome = self.push(known, &plan, local_rows)?;
             slot =
                 checked.rows().slot().filter(|_| moves.all_tensors && matches!(outcome, Moved::Bytes(1..)));
@@ -110,7 +110,7 @@ impl Call {
         plan: &Arc<CopyPlan>,
         local_rows: Vec<u64>,
     ) -> Result<Moved> {
-        if plan.waves().is_empty() {
+        if plan.is_empty() {
             return Ok(Moved::Bytes(0));
         }
         let pinned = self.pin(RowUse { reads: local_rows, ..RowUse::default() })?;

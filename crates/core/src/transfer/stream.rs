@@ -14,7 +14,7 @@ use crate::copy::{DataPath, PathKind, Progress, StreamPath, StreamSum};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::Verify;
-use crate::plan::{CopyPlan, Wave};
+use crate::plan::CopyPlan;
 use crate::protocol::{MOST_AHEAD, Reply, Request, WirePlan, digest};
 use crate::session::{KnownCache, StreamLease, limit_ms, send_message_before};
 use crate::sync::Mutex;
@@ -25,14 +25,14 @@ const PART: u64 = 8 << 20;
 /// How long a call waits for each stream beyond its first one.
 const FURTHER_STREAM: Duration = Duration::from_secs(1);
 
-/// Maximum number of pieces in one tensor of a plan that is sent with each part: some 300 KiB.
-const MOST_PIECES_OF_PARTS: u64 = 1 << 16;
+/// Maximum number of spans and pairs of a plan that is sent with each part: some 300 KiB.
+const MAX_ENTRIES_OF_PARTS: usize = 1 << 16;
 
 /// Name of the list of streams in out-of-memory errors.
 const STREAMS: &str = "the streams of a transfer";
 
-/// Maximum number of pieces in one tensor of a plan (a few KiB) whose bytes follow their request at once.
-const MOST_PIECES: u64 = 128;
+/// Maximum number of pieces in one tensor of a plan whose bytes follow their request at once.
+const MAX_PIECES_AHEAD: u64 = 128;
 
 /// One transfer through streams.
 pub(super) struct Streams {
@@ -85,9 +85,8 @@ impl Streams {
 
     /// Returns the largest number of streams for the transfer.
     fn most_parts(&self) -> usize {
-        let pieces = self.plan.waves().iter().map(Wave::count).sum::<u64>();
-        // Waves have an order, which parts that run at the same time would not keep. Each part of a pull sends the plan.
-        if self.plan.waves().len() > 1 || pieces > MOST_PIECES_OF_PARTS {
+        // Each part of a pull sends the plan.
+        if self.plan.num_entries() > MAX_ENTRIES_OF_PARTS {
             return 1;
         }
         let most = self.call.resources.config.links.most_streams(self.call.link.addresses());
@@ -184,11 +183,11 @@ impl Streams {
         Ok(if equal { Moved::Equal(bytes) } else { Moved::Bytes(bytes) })
     }
 
-    /// Whether the bytes are hashed when they arrive, because the call compares all of them. With several waves, a later piece
-    /// may write what an earlier one has written. What is in memory of a device is compared afterwards.
+    /// Whether the bytes are hashed when they arrive, because the call compares all of them. What is in memory of a device is
+    /// compared afterwards.
     fn is_summed(&self) -> bool {
         let host = self.call.local.tensors().host_addressable();
-        self.call.verify == Verify::Full && self.plan.waves().len() == 1 && host
+        self.call.verify == Verify::Full && host
     }
 
     /// Begins the checksum of the bytes that answer `request`.
@@ -285,7 +284,7 @@ impl Streams {
 
     /// Whether `bytes` bytes of the plan may follow their request without waiting for a reply.
     fn ahead(&self, bytes: u64) -> bool {
-        bytes <= MOST_AHEAD && self.plan.waves().iter().map(Wave::count).sum::<u64>() <= MOST_PIECES
+        bytes <= MOST_AHEAD && self.plan.num_pieces() <= MAX_PIECES_AHEAD
     }
 
     /// Sends the request, and waits until the peer is ready for its `bytes`. Returns `false` if the remote cache has

@@ -61,7 +61,8 @@ impl<'a> From<&'a RemoteCache> for SideSizes<'a> {
 /// What moves between two caches of which one or both have tensors that differ.
 #[derive(Debug)]
 pub struct PlannedRuns {
-    /// The plans. They write different tensors and may run in any order.
+    /// The plans. Those of different tensors may run in any order; within one cache, those of the same tensors run one after
+    /// the other ([`CopyPlan::moves_in_order`]).
     pub plans: Vec<CopyPlan>,
     /// Rows of the source cache that are read, if the check of a run returned them.
     pub src_rows: Vec<u64>,
@@ -78,7 +79,7 @@ pub(super) fn planned(
     mut moves: impl FnMut(CacheLayout, CacheLayout) -> Result<Moves>,
 ) -> Result<PlannedRuns> {
     let mut planned = PlannedRuns { plans: Vec::new(), src_rows: Vec::new(), dst_rows: Vec::new() };
-    let mut known: Vec<((Geometry, Geometry), CopyPlan)> = Vec::new();
+    let mut known: Vec<((Geometry, Geometry), Vec<CopyPlan>)> = Vec::new();
     let mut done = 0;
     while done < tensors.count {
         let at = |first: u64| u32::try_from(first + u64::from(done)).unwrap_or(u32::MAX);
@@ -86,20 +87,17 @@ pub(super) fn planned(
         let room = (src.run_end(from).saturating_sub(from)).min(dst.run_end(to).saturating_sub(to));
         let count = room.clamp(1, tensors.count - done);
         let sizes = (src.of(from), dst.of(to));
-        let plan = if let Some((_, plan)) = known.iter().find(|(known, _)| *known == sizes) {
-            plan.clone()
-        } else {
+        if !known.iter().any(|(known, _)| *known == sizes) {
             ensure(known.len() < MOST_SIZES, || {
                 Error::invalid(format!("the tensors of a call have more than {MOST_SIZES} different sizes"))
             })?;
             let named = |error: Error| error.with("tensor", from);
             let mut moves = moves(src.layout_of(from), dst.layout_of(to)).map_err(named)?;
-            let plan = CopyPlan::moves(&mut moves, caches).map_err(named)?;
+            let plans = CopyPlan::moves_in_order(&mut moves, caches).map_err(named)?;
             (planned.src_rows, planned.dst_rows) = (moves.src_rows, moves.dst_rows);
-            fallible::push(REQUEST, &mut known, (sizes, plan.clone()))?;
-            plan
-        };
-        if !plan.waves().is_empty() {
+            fallible::push(REQUEST, &mut known, (sizes, plans))?;
+        }
+        for plan in known.iter().filter(|(known, _)| *known == sizes).flat_map(|(_, plans)| plans) {
             fallible::push(REQUEST, &mut planned.plans, plan.in_tensors(from, to, count))?;
         }
         done += count;

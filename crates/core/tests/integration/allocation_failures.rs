@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use llm_datadist_core::testing::model::{AddressLocation, CacheLayout};
 use llm_datadist_core::testing::plan::{
-    Blocks, CacheCount, CopyPlan, KvPart, KvSequence, LayoutPlan, Moves, Piece, Pieces, Side, Span, SpanList,
-    Wave,
+    CacheCount, CopyPlan, KvPart, KvSequence, LayoutPlan, Moves, Piece, Pieces, Side, Span, SpanList,
+    Template, TensorSteps,
 };
 use llm_datadist_core::testing::protocol::{
     self, EntryVersion, HEADER, MESSAGE_LIMIT, Reply, Request, Run, WireCache, WireLocation, WireName,
@@ -25,7 +25,8 @@ use llm_datadist_core::{
 
 use crate::counting_allocator;
 use crate::fixtures::{
-    Own, block_moves, block_plan, config, desc, local_streams, patterned, pin_reads, pin_writes, try_adopt,
+    Own, block_moves, block_plan, config, desc, local_streams, patterned, pin_reads, pin_writes,
+    plan_of_peer, try_adopt,
 };
 
 /// The least size of a list of these tests. Allocations of a constant size are smaller.
@@ -111,7 +112,7 @@ fn planning_fails_whole() {
             [(&blocks, CacheCount::One), (&blocks, CacheCount::Two), (&pieces, CacheCount::Two)]
         {
             let planned = |_: &Moves, plan: Result<_>, failed| assert_eq!(plan.is_err(), failed, "{name}");
-            let plan = |moves: &mut Moves| CopyPlan::moves(moves, caches);
+            let plan = |moves: &mut Moves| CopyPlan::moves_in_order(moves, caches);
             assert!(each_judged(|| moves.clone(), plan, planned) > 0, "{name}");
         }
     }
@@ -204,12 +205,12 @@ fn plans_are_sent_and_served_whole() {
         let plan = block_plan(&pairs, 16, 2);
         let written = || protocol::encode(&fetch(WirePlan::try_from(&plan)?));
         let failed = each_fails(written, || ());
-        let long = plan.waves().iter().map(Wave::num_spans).sum::<usize>() > 4000;
+        let long = plan.segments()[0].num_spans() > 4000;
         assert!(failed >= 2 || !long, "{name}: {failed} allocations");
         let frame = protocol::encode(&fetch(WirePlan::try_from(&plan).unwrap())).unwrap();
         each_fails(|| served(&frame[HEADER..]), || ());
     }
-    // Spans in no order, on no grid, and packed: each way in which a wave is checked.
+    // Spans in no order, on no grid, and packed: each way in which a plan is checked.
     let span = |k: u64| Span {
         src: k,
         dst: shuffled(k) * 6 + shuffled(k) % 2,
@@ -224,15 +225,17 @@ fn plans_are_sent_and_served_whole() {
         ("far apart", (0..MANY).map(|k| Span { dst: span(k).dst << 20, ..span(k) }).collect()),
         ("combs", (0..MANY).map(comb).collect()),
     ] {
-        let plan = CopyPlan::from_parts(2, 0, 0, vec![spans]).unwrap();
+        let plan = plan_of_peer(2, 0, 0, spans).unwrap();
         let frame = protocol::encode(&fetch(WirePlan::try_from(&plan).unwrap())).unwrap();
         only_fails(name, 3, || served(&frame[HEADER..]));
     }
     let pairs: Vec<(u32, u32)> = (0..MANY).map(|k| (k as u32, (shuffled(k) as u32) << 18)).collect();
     let pairs = Arc::new(pairs);
-    let blocks = || Blocks { len: 1, src: 0, dst: 0, pairs: pairs.clone() };
+    let single = Span { len: 1, dst: 0, ..span(0) };
+    let blocks = || Template { src_unit: 1, dst_unit: 1, pairs: pairs.clone(), spans: vec![single] };
+    let first = TensorSteps::consecutive(0);
     only_fails("blocks far apart", 2, || {
-        CopyPlan::from_blocks(1, 0, 0, blocks())?;
+        CopyPlan::from_templates(1, first, first, vec![blocks()])?;
         SpanList::pack((0..MANY).map(span))
     });
 }

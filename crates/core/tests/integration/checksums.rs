@@ -2,10 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use llm_datadist_core::testing::checksums::{ByteRange, Checksums, canonical};
+use llm_datadist_core::testing::checksums::Checksums;
 use llm_datadist_core::testing::copy::CopyEngine;
 use llm_datadist_core::testing::device::{DeviceSet, HostReach};
-use llm_datadist_core::testing::plan::{BlockSizes, CacheCount, CopyPlan, Moves, Piece, Pieces, Side};
+use llm_datadist_core::testing::plan::{
+    BlockSizes, CopyPlan, Moves, Piece, Pieces, Side, Span, Template, TensorSteps,
+};
 use llm_datadist_core::testing::tensors;
 use llm_datadist_core::{
     CacheId, CacheKey, CacheKind, ClusterId, Config, Deadline, ErrorKind, Name, Placement, Role,
@@ -25,9 +27,13 @@ fn last_sources(pieces: &[Piece]) -> BTreeMap<u64, u64> {
 }
 
 fn judge(plan: &CopyPlan, expected: &BTreeMap<u64, u64>, local: Side, row_bytes: u64, most: u64) {
-    let blocks = plan.final_blocks(BlockSizes { local, rows: row_bytes.into(), most }, None).unwrap();
+    let blocks = |sample| -> Vec<Piece> {
+        let compared = plan.compared(BlockSizes { local, rows: row_bytes.into(), most }, sample).unwrap();
+        compared.templates().flat_map(Template::pair_blocks).collect()
+    };
+    let all = blocks(None);
     let mut found = BTreeMap::new();
-    for block in &blocks {
+    for block in &all {
         let at = block.start(local);
         assert!(block.len > 0 && block.len <= most, "{block:?}");
         assert_eq!(at / row_bytes, (at + block.len - 1) / row_bytes, "{block:?} is in one row");
@@ -38,11 +44,10 @@ fn judge(plan: &CopyPlan, expected: &BTreeMap<u64, u64>, local: Side, row_bytes:
     assert_eq!(&found, expected);
     // A sample is a part of the blocks, and never none of them.
     for random in 0..4 {
-        let some =
-            plan.final_blocks(BlockSizes { local, rows: row_bytes.into(), most }, Some(random)).unwrap();
-        assert!(some.iter().all(|block| blocks.contains(block)));
-        assert_eq!(some.is_empty(), blocks.is_empty());
-        assert!(some.len() <= blocks.len().div_ceil(64));
+        let some = blocks(Some(random));
+        assert!(some.iter().all(|block| all.contains(block)));
+        assert_eq!(some.is_empty(), all.is_empty());
+        assert!(some.len() <= all.len().div_ceil(64));
     }
 }
 
@@ -78,7 +83,7 @@ proptest! {
         };
         let pieces: Vec<_> = (0..).zip(&to).map(piece).collect();
         let mut moves = Moves { pieces: Pieces::Listed(pieces.clone()), num_tensors: 1, ..Moves::default() };
-        let plan = CopyPlan::moves(&mut moves, CacheCount::Two).unwrap();
+        let plan = CopyPlan::moves(&mut moves).unwrap();
         // The rows of a slot need not have the size of the blocks.
         let (local, row) = if source { (Side::Source, slot) } else { (Side::Destination, ROW) };
         judge(&plan, &last_sources(&pieces), local, row, most);
@@ -117,12 +122,6 @@ fn checksums_keep_their_values() {
     assert!(others.iter().all(|&other| other != known), "another cache, generation, request or content");
 }
 
-#[test]
-fn the_canonical_order_is_by_tensor_and_then_by_byte() {
-    let range = ByteRange { start: 4, len: 8 };
-    assert_eq!(canonical(range, 2..4).collect::<Vec<_>>(), [(2, range), (3, range)]);
-}
-
 /// Memory of a device is hashed through host memory, with the same result.
 #[test]
 fn memory_of_a_device_has_the_checksums_of_its_bytes() {
@@ -137,11 +136,21 @@ fn memory_of_a_device_has_the_checksums_of_its_bytes() {
     engine.swap_blocks(&crate::fixtures::end(&host), &crate::fixtures::end(&far), &pairs).unwrap();
     let copies =
         CopyEngine::new(&Config::new(Role::Mix, ClusterId(1)), DeviceSet::with_device(device)).unwrap();
-    let blocks = vec![ByteRange { start: 0, len: 40_000 }, ByteRange { start: 39_000, len: 100_001 }];
+    let blocks = [(0, 40_000), (39_000, 100_001)];
+    let template = |dst_unit, pairs: Vec<(u32, u32)>, src, len| {
+        let spans = vec![Span { src, dst: 0, len, count: 1, src_step: 0, dst_step: 0 }];
+        Template { src_unit: 0, dst_unit, pairs: pairs.into(), spans }
+    };
+    let plan = |first, count, templates| {
+        let tensors = TensorSteps::consecutive(first);
+        CopyPlan::from_templates(count, tensors, tensors, templates).unwrap()
+    };
+    let asked = (0..).zip(blocks).map(|(at, (start, len))| template(1 << 20, vec![(0, at)], start, len));
+    let asked = plan(1, 2, asked.collect());
     let checksums = Checksums::bound_to(Name::Row { cache: CacheId(1), row: 0 }, CacheId(1), 0, 0).unwrap();
     let expected: Vec<u64> = blocks
         .iter()
-        .map(|&ByteRange { start, len }| {
+        .map(|&(start, len)| {
             let mut block = checksums.block();
             bytes[1..].iter().for_each(|tensor| block.add(&tensor[start as usize..(start + len) as usize]));
             block.value()
@@ -150,12 +159,14 @@ fn memory_of_a_device_has_the_checksums_of_its_bytes() {
     let deadline = Deadline::after(std::time::Duration::from_secs(20));
     for (cache, placement) in [(&host, Placement::Host), (&far, Placement::Device)] {
         let memory = (tensors(cache), placement);
-        let sums = copies.block_sums(memory, 1..3, blocks.clone(), checksums.clone(), deadline).unwrap();
+        let sums = copies.block_sums(memory, (&asked, Side::Source), checksums.clone(), deadline).unwrap();
         assert_eq!(sums, expected);
         let passed = Deadline::after(std::time::Duration::ZERO);
         for count in [1, 64] {
-            let late = vec![ByteRange { start: 0, len: 200_000 }; count];
-            let late = copies.block_sums(memory, 0..3, late, checksums.clone(), passed).unwrap_err();
+            let pairs = (0..count).map(|at| (0, at)).collect();
+            let late = plan(0, 3, vec![template(200_000, pairs, 0, 200_000)]);
+            let blocks = (&late, Side::Source);
+            let late = copies.block_sums(memory, blocks, checksums.clone(), passed).unwrap_err();
             assert_eq!(late.kind(), ErrorKind::Timeout);
         }
     }

@@ -29,7 +29,7 @@ fn soon() -> Deadline {
     Deadline::after(Duration::from_secs(60))
 }
 
-/// Blocks in a shuffled order. One destination is written twice, so there are two waves.
+/// Blocks in a shuffled order. Two pairs write one destination, of which the plan keeps the last.
 fn pairs() -> Vec<(u64, u64)> {
     let rows = ROWS as u64;
     (0..rows).map(|row| (row, row * 7 % rows)).chain([(3, 5)]).collect()
@@ -155,7 +155,6 @@ fn serve(plan: &Arc<CopyPlan>, stream: &Stream) {
 fn paths_move_equal_bytes() {
     let (peer, library) = (Peer::start(), Library::new());
     let plan = Arc::new(block_plan(&pairs(), ROW as u64, TENSORS as u32));
-    assert!(plan.waves().len() > 1, "the order of the blocks matters");
     let destinations = || {
         let devices = [HostReach::Direct, HostReach::Staged].map(Destination::device);
         [Destination::host()].into_iter().chain(devices)

@@ -4,7 +4,6 @@
 #![allow(unsafe_code, reason = "the caller's side of the promise of Adopted")]
 
 use std::cell::UnsafeCell;
-use std::collections::HashMap;
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, LazyLock, Mutex};
@@ -16,7 +15,7 @@ use llm_datadist_core::testing::device::{Copier, Copy, Device, DeviceSet, HostRe
 use llm_datadist_core::testing::memory::kernels::Kernel;
 use llm_datadist_core::testing::memory::{OwnRings, Region, Tensors};
 use llm_datadist_core::testing::net::{Accepted, Address, Listener, Stream, Transport, Unix};
-use llm_datadist_core::testing::plan::{CacheCount, CopyPlan, Moves, Pieces, Span};
+use llm_datadist_core::testing::plan::{CopyPlan, Moves, Pieces, Span, SpanList, TensorSteps};
 use llm_datadist_core::testing::session::Transports;
 use llm_datadist_core::{
     Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, Deadline, End, Error,
@@ -481,23 +480,15 @@ pub fn block_moves(pairs: &[(u64, u64)], block_bytes: u64, num_tensors: u32) -> 
     Moves { pieces, num_tensors, ..Moves::default() }
 }
 
-/// The plan of pairs of blocks between two caches. If pairs write the same block, it is a plan of several waves, as a peer may
-/// send it: the engine leaves out what is overwritten.
+/// The plan of pairs of blocks between two caches.
 pub fn block_plan(pairs: &[(u64, u64)], block_bytes: u64, num_tensors: u32) -> CopyPlan {
-    let (mut written, mut waves) = (HashMap::new(), Vec::<Vec<Span>>::new());
-    for &(src, dst) in pairs {
-        let times: &mut usize = written.entry(dst).or_default();
-        if *times == waves.len() {
-            waves.push(Vec::new());
-        }
-        let (src, dst) = (src * block_bytes, dst * block_bytes);
-        waves[*times].push(Span { src, dst, len: block_bytes, count: 1, src_step: 0, dst_step: 0 });
-        *times += 1;
-    }
-    if waves.len() > 1 {
-        return CopyPlan::from_parts(num_tensors, 0, 0, waves).unwrap();
-    }
-    CopyPlan::moves(&mut block_moves(pairs, block_bytes, num_tensors), CacheCount::Two).unwrap()
+    CopyPlan::moves(&mut block_moves(pairs, block_bytes, num_tensors)).unwrap()
+}
+
+/// The plan of a peer that sends a list of spans.
+pub fn plan_of_peer(num_tensors: u32, src: u32, dst: u32, spans: Vec<Span>) -> Result<CopyPlan, Error> {
+    let [src, dst] = [src, dst].map(TensorSteps::consecutive);
+    CopyPlan::from_spans(num_tensors, src, dst, SpanList::pack(spans)?)
 }
 
 /// Returns the next stream at `listener`, which a peer has dialled or is about to dial; `None` once it is closed.

@@ -1,6 +1,6 @@
 //! Moves between KV layouts give the same result as moving element after element by the definitions of the layouts.
 //!
-//! Not for: waves and pieces of a plan (`plan.rs`), messages and checksums (`wire`).
+//! Not for: the pieces and the order of plans (`plan.rs`), messages and checksums (`wire`).
 
 mod wire;
 
@@ -185,12 +185,11 @@ impl Case {
                     .map_err(|error| TestCaseError::fail(format!("{error}{}", layouts())))?;
                 rows.extend(plan.touched_rows(side, of.row_stride).unwrap());
             }
-            let waves: Vec<Template> =
-                plan.waves().iter().filter_map(|wave| wave.template().cloned()).collect();
+            let templates: Vec<Template> = plan.templates().cloned().collect();
             let (src, dst) = (plan.tensors(Side::Source), plan.tensors(Side::Destination));
-            let received = CopyPlan::from_templates(plan.num_tensors(), src, dst, waves.clone());
+            let received = CopyPlan::from_templates(plan.num_tensors(), src, dst, templates.clone());
             prop_assert!(received.is_ok(), "{:?}{}", received, layouts());
-            prop_assert_eq!(received.unwrap().waves().len(), waves.len());
+            prop_assert_eq!(received.unwrap().segments().len(), templates.len());
         }
         let expected = |side: &Holder, at: fn(&Moved) -> u64| -> BTreeSet<u64> {
             expected.iter().map(|moved| at(moved) / side.row_stride).collect()
@@ -531,10 +530,10 @@ fn a_head_without_owner_is_named() {
     assign_owners(&wanted(0..1, 0..1), &[], 0).unwrap_err();
 }
 
-/// What a plan of one wave stores: spans of a template and its pairs, or spans or blocks.
+/// What a plan of one segment stores: spans, and pairs of places.
 fn stored(plan: &CopyPlan) -> (usize, usize) {
-    let [wave] = plan.waves() else { panic!("{} waves", plan.waves().len()) };
-    wave.template().map_or((wave.num_spans(), 0), |template| (template.spans.len(), template.pairs.len()))
+    let [segment] = plan.segments() else { panic!("{} segments", plan.segments().len()) };
+    segment.template().map(|template| (template.spans.len(), template.pairs.len())).unwrap()
 }
 
 #[test]
@@ -548,7 +547,7 @@ fn plans_are_as_small_as_the_layouts_allow() {
     let one = |src: Holder, dst: Holder| {
         let plans = plans(src, dst);
         assert_eq!(plans.len(), 1);
-        (stored(&plans[0]), plans[0].waves()[0].count())
+        (stored(&plans[0]), plans[0].num_pieces())
     };
     let nhd = |ranks, at, blocks| whole(rank(8, ranks, at), blocks);
     let with = |change: fn(&mut KvLayout), blocks| {
@@ -572,7 +571,7 @@ fn plans_are_as_small_as_the_layouts_allow() {
         side.layout.order = TokenOrder::Hnd;
         side
     };
-    assert_eq!(one(hnd(2, 0), hnd(4, 1)), ((1, 0), 512));
+    assert_eq!(one(hnd(2, 0), hnd(4, 1)), ((1, 1), 512));
     // The other order: a span for each token, so that the source is read in order; or for each of few heads.
     assert_eq!(one(nhd(1, 0, 512), hnd(1, 0)), ((16, 512), 512 * 128));
     assert_eq!(one(hnd(1, 0), nhd(1, 0, 512)), ((8, 512), 512 * 128));
@@ -587,8 +586,8 @@ fn plans_are_as_small_as_the_layouts_allow() {
     };
     assert_eq!(one(long(TokenOrder::Nhd), long(TokenOrder::Hnd)), ((8, 3), 3 * 8 * 2048));
     // Equal layouts, and blocks that divide each other: all is one piece.
-    assert_eq!(one(nhd(2, 0, 512), nhd(2, 0, 512)), ((1, 0), 1));
-    assert_eq!(one(nhd(2, 0, 512), with(|layout| layout.tokens_per_block = 64, 128)), ((1, 0), 1));
+    assert_eq!(one(nhd(2, 0, 512), nhd(2, 0, 512)), ((1, 1), 1));
+    assert_eq!(one(nhd(2, 0, 512), with(|layout| layout.tokens_per_block = 64, 128)), ((1, 1), 1));
     // Keys and values apart on one side only: a plan for each.
     let apart = plans(nhd(2, 0, 512), with(|layout| layout.kv = KvPlanes::KThenV, 512));
     let steps =
@@ -596,7 +595,7 @@ fn plans_are_as_small_as_the_layouts_allow() {
     let named: Vec<_> =
         apart.iter().map(steps).map(|(src, dst, n)| (src.first, src.step, dst.step, n)).collect();
     assert_eq!(named, [(0, 2, 1, 4), (1, 2, 1, 4)]);
-    assert!(apart.iter().all(|plan| stored(plan) == (1, 0)));
+    assert!(apart.iter().all(|plan| stored(plan) == (1, 1)));
 }
 
 /// Between the orders of heads and tokens, the pieces of a block are read one after the other.
@@ -608,27 +607,26 @@ fn the_source_is_read_in_order() {
         let case = between(sides[src].clone(), sides[dst].clone());
         let part = KvPart::common(&case.src.layout, &case.dst.layout).unwrap();
         let plans = case.plan(&part).unwrap().plans;
-        assert_eq!(plans.iter().flat_map(CopyPlan::waves).count(), 1);
-        for wave in plans.iter().flat_map(CopyPlan::waves) {
-            let mut read = 0;
-            for piece in wave.pieces(0, wave.tensor_bytes()) {
-                assert_eq!(piece.src, read);
-                read += piece.len;
-            }
-            assert_eq!(read, wave.tensor_bytes());
+        let [plan] = &plans[..] else { panic!("{} plans", plans.len()) };
+        let mut read = 0;
+        for piece in plan.tensor_pieces(0, plan.tensor_bytes()) {
+            assert_eq!(piece.src, read);
+            read += piece.len;
         }
+        assert_eq!(read, plan.tensor_bytes());
     }
 }
 
-/// An unaligned range has a few waves: one for each length of its runs of tokens.
+/// An unaligned range has a few segments: one for each length of its runs of tokens.
 #[test]
-fn an_unaligned_range_has_few_waves() {
+fn an_unaligned_range_has_few_segments() {
     let mut case = between(whole(rank(8, 2, 0), 512), whole(rank(8, 4, 0), 512));
     (case.src.tokens, case.dst.tokens) = (Some(5..8000), Some(3..7998));
     let part = KvPart::common(&case.src.layout, &case.dst.layout).unwrap();
     case.check(&part).unwrap();
     let plans = case.plan(&part).unwrap().plans;
-    let sizes: Vec<_> = plans[0].waves().iter().map(|wave| (wave.num_spans(), wave.count())).collect();
+    let sizes: Vec<_> =
+        plans[0].segments().iter().map(|segment| (segment.num_spans(), segment.count())).collect();
     assert!(sizes.len() <= 4 && sizes.iter().map(|size| size.0).sum::<usize>() <= 1001, "{sizes:?}");
 }
 
@@ -643,7 +641,7 @@ fn large_tensors_with_uneven_strides_are_planned_as_spans() {
     let part = KvPart::common(&case.src.layout, &case.dst.layout).unwrap();
     case.check(&part).unwrap();
     let plan = case.plan(&part).unwrap();
-    assert_eq!(plan.plans[0].waves().iter().map(|wave| wave.template()).collect::<Vec<_>>(), [None]);
+    assert_eq!(stored(&plan.plans[0]).1, 1);
 }
 
 /// The copy engine copies the templates, and the alternating tensors, of a plan: in memory and through a stream.
@@ -656,7 +654,10 @@ fn plans_between_layouts_move_bytes() {
     for case in [there, back] {
         let part = KvPart::common(&case.src.layout, &case.dst.layout).unwrap();
         let plans = case.plan(&part).unwrap().plans;
-        assert!(plans.len() == 2 && plans[0].waves()[0].template().is_some());
+        assert!(
+            plans.len() == 2
+                && plans[0].segments()[0].template().is_some_and(|template| template.pairs.len() > 1)
+        );
         let over = |side: &Holder, seed: u8| {
             let (tensors, row) = (side.num_tensors() as usize, side.row_stride as usize);
             tensors_over(tensors, side.rows as usize, row, |tensor, at| pattern(seed, tensor, at))

@@ -2,7 +2,7 @@
 //!
 //! `links/layerwise.rs` covers engines.
 
-use llm_datadist_core::testing::plan::{CacheCount, CopyPlan, Moves};
+use llm_datadist_core::testing::plan::{CopyPlan, Moves};
 use llm_datadist_core::testing::validate::{
     LayerDestination, LayerRows, RemoteCache, destination_layers, layer_moves,
 };
@@ -27,11 +27,7 @@ fn carried(
     src: &[Vec<u8>],
     dst: &mut [Vec<u8>],
 ) -> u64 {
-    let plan = CopyPlan::moves(&mut moves, CacheCount::Two).unwrap().in_tensors(
-        layer * per_layer,
-        to * per_layer,
-        per_layer,
-    );
+    let plan = CopyPlan::moves(&mut moves).unwrap().in_tensors(layer * per_layer, to * per_layer, per_layer);
     for (tensor, piece) in plan.pieces(0, plan.bytes()) {
         let from = &src[plan.src_tensor() as usize + tensor][piece.src as usize..][..piece.len as usize];
         dst[plan.dst_tensor() as usize + tensor][piece.dst as usize..][..from.len()].copy_from_slice(from);

@@ -2,6 +2,7 @@
 //!
 //! `tests/test_peer_faults.py` covers real processes that die.
 
+mod asked_checksums;
 mod asynchronous;
 mod broken_poller;
 mod broken_streams;
@@ -18,7 +19,7 @@ mod layerwise_faults;
 mod linking;
 mod memory_offers;
 mod mixed_tensors;
-mod pair_checksums;
+
 mod panics;
 mod paths;
 mod pull_and_push;

@@ -297,7 +297,7 @@ fn odd_sizes_and_many_units() {
             // Every second block in, in reverse; then scattered ones.
             Swap(0, 1, (0..end).step_by(2).map(|row| (row, end - 1 - row)).collect()),
             Swap(0, 1, (0..end).filter(|row| row % 7 != 3).map(|row| (row, row * 35 % end)).collect()),
-            // Two waves: the second half of the pairs reads what the first wrote.
+            // Two plans: the second half of the pairs reads what the first wrote.
             Step::Blocks(1, (0..2 * third).map(|row| (row, row + third)).collect()),
             Step::Blocks(1, vec![(end - 1, 1), (1, 2)]),
             Swap(1, 0, vec![(2, 0), (end - 2, 1)]),

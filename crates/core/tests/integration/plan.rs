@@ -1,4 +1,4 @@
-//! Plans, run wave by wave, give the same result as copying pair by pair; neighbours are merged.
+//! Plans, run one after the other, give the same result as copying pair by pair; neighbours are merged.
 //!
 //! Not for: memory or workers (`local_copies.rs`).
 
@@ -7,22 +7,28 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 
 use llm_datadist_core::Result;
 use llm_datadist_core::testing::plan::{
-    Blocks, CacheCount, CopyPlan, Moves, Piece, Pieces, Side, Span, SpanList, Template, TensorSteps, Wave,
+    CacheCount, CopyPlan, Moves, Piece, Pieces, Segment, Side, Span, Template, TensorSteps,
 };
 use llm_datadist_core::testing::protocol::WirePlan;
 use proptest::prelude::*;
 use proptest::test_runner::{TestCaseResult, TestRunner};
 
-use crate::fixtures::{block_moves, proptest_cases};
+use crate::fixtures::{block_moves, plan_of_peer, proptest_cases};
 
 type Pairs = Vec<(u64, u64)>;
 
-fn plan(pairs: &[(u64, u64)], block_bytes: u64, caches: CacheCount) -> CopyPlan {
-    CopyPlan::moves(&mut block_moves(pairs, block_bytes, 3), caches).unwrap()
+/// The plan of a copy between two caches.
+fn plan(pairs: &[(u64, u64)], block_bytes: u64) -> CopyPlan {
+    CopyPlan::moves(&mut block_moves(pairs, block_bytes, 3)).unwrap()
 }
 
-fn pieces(wave: &Wave) -> Vec<Piece> {
-    wave.pieces(0, wave.tensor_bytes()).collect()
+/// The plans of a copy, in order.
+fn plans(pairs: &[(u64, u64)], block_bytes: u64, caches: CacheCount) -> Vec<CopyPlan> {
+    CopyPlan::moves_in_order(&mut block_moves(pairs, block_bytes, 3), caches).unwrap()
+}
+
+fn pieces(plan: &CopyPlan) -> Vec<Piece> {
+    plan.tensor_pieces(0, plan.tensor_bytes()).collect()
 }
 
 /// Two tensors as bytes; with one cache both are the same.
@@ -56,10 +62,10 @@ impl Model {
         self
     }
 
-    /// Copies piece after piece, each wave in the order in which `shuffle` leaves it.
-    fn in_order(mut self, plan: &CopyPlan, mut shuffle: impl FnMut(&mut Vec<Piece>)) -> Self {
-        for wave in plan.waves() {
-            let mut pieces = pieces(wave);
+    /// Copies piece after piece, those of each plan in the order in which `shuffle` leaves them.
+    fn in_order(mut self, plans: &[CopyPlan], mut shuffle: impl FnMut(&mut Vec<Piece>)) -> Self {
+        for plan in plans {
+            let mut pieces = pieces(plan);
             shuffle(&mut pieces);
             for Piece { src, dst, len } in pieces {
                 for at in 0..len {
@@ -70,10 +76,10 @@ impl Model {
         self
     }
 
-    /// Makes all reads of a wave before all of its writes.
-    fn reads_first(mut self, plan: &CopyPlan) -> Self {
-        for wave in plan.waves() {
-            let pieces = pieces(wave);
+    /// Makes all reads of a plan before all of its writes.
+    fn reads_first(mut self, plans: &[CopyPlan]) -> Self {
+        for plan in plans {
+            let pieces = pieces(plan);
             let read: Vec<Vec<u8>> = pieces
                 .iter()
                 .map(|piece| (0..piece.len).map(|at| self.get(piece.src + at)).collect())
@@ -119,7 +125,7 @@ fn long_lists_are_planned_as_short_ones_are() {
         (0..count).map(|k| Piece { src: place(k) * len, dst: (k * 991 % count) * len, len }).collect();
     let request =
         |pieces: Vec<Piece>| Moves { pieces: Pieces::Listed(pieces), num_tensors: 1, ..Moves::default() };
-    let plan = CopyPlan::moves(&mut request(pieces.clone()), CacheCount::Two).unwrap();
+    let plan = CopyPlan::moves(&mut request(pieces.clone())).unwrap();
     let moved: Vec<(u64, u64, u64)> =
         plan.pieces(0, plan.bytes()).map(|(_, piece)| (piece.src, piece.dst, piece.len)).collect();
     let mut expected: Vec<(u64, u64, u64)> =
@@ -131,12 +137,11 @@ fn long_lists_are_planned_as_short_ones_are() {
             .collect()
     };
     assert_eq!(bytes(&moved), bytes(&expected));
-    assert_eq!(plan.waves().len(), 1);
     // One destination occurs twice, so its first piece is left out.
     let mut twice = pieces;
     twice[2999].dst = twice[0].dst;
-    let plan = CopyPlan::moves(&mut request(twice.clone()), CacheCount::Two).unwrap();
-    assert_eq!((plan.waves().len(), plan.bytes()), (1, 2999 * len));
+    let plan = CopyPlan::moves(&mut request(twice.clone())).unwrap();
+    assert_eq!(plan.bytes(), 2999 * len);
     let source = |of: u64| {
         let mut pieces = plan.pieces(0, plan.bytes()).map(|(_, piece)| piece);
         pieces
@@ -155,46 +160,46 @@ fn does_what_copying_pair_by_pair_does() {
     runner
         .run(&input, |(pairs, block_bytes, one_cache, seed, cuts)| {
             let caches = if one_cache { CacheCount::One } else { CacheCount::Two };
-            let plan = plan(&pairs, block_bytes, caches);
+            let plans = plans(&pairs, block_bytes, caches);
             let start = Model::new(14, block_bytes, caches);
             let expected = start.clone().one_by_one(&pairs, block_bytes);
-            prop_assert_eq!(&start.clone().in_order(&plan, |_| {}), &expected);
-            prop_assert_eq!(&start.clone().in_order(&plan, |pieces| pieces.reverse()), &expected);
+            prop_assert_eq!(&start.clone().in_order(&plans, |_| {}), &expected);
+            prop_assert_eq!(&start.clone().in_order(&plans, |pieces| pieces.reverse()), &expected);
             let mut random = seed;
-            let shuffled = start.clone().in_order(&plan, |pieces| {
+            let shuffled = start.clone().in_order(&plans, |pieces| {
                 for at in (1..pieces.len()).rev() {
                     random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
                     pieces.swap(at, (random >> 33) as usize % (at + 1));
                 }
             });
             prop_assert_eq!(&shuffled, &expected);
-            prop_assert_eq!(&start.clone().reads_first(&plan), &expected);
-            for wave in plan.waves() {
-                independent(wave, caches, 14 * block_bytes)?;
-                spans_say_what_pieces_say(wave)?;
-                cut_anywhere_the_pieces_tile(wave, &cuts)?;
+            prop_assert_eq!(&start.clone().reads_first(&plans), &expected);
+            for plan in &plans {
+                independent(plan, caches, 14 * block_bytes)?;
+                spans_say_what_pieces_say(plan)?;
+                cut_anywhere_the_pieces_tile(plan, &cuts)?;
+                prop_assert_eq!(plan.bytes(), 3 * plan.tensor_bytes());
             }
-            let moved: u64 = plan.waves().iter().map(Wave::tensor_bytes).sum();
+            let moved: u64 = plans.iter().map(CopyPlan::tensor_bytes).sum();
             let useful = match caches {
                 CacheCount::One => pairs.iter().filter(|(src, dst)| src != dst).count(),
                 CacheCount::Two => pairs.iter().map(|(_, dst)| dst).collect::<HashSet<_>>().len(),
             } as u64;
-            prop_assert!(one_cache || plan.waves().len() <= 1, "between two caches, nothing waits");
+            prop_assert!(one_cache || plans.len() <= 1, "between two caches, nothing waits");
             prop_assert_eq!(moved, useful * block_bytes);
-            prop_assert_eq!(plan.bytes(), 3 * moved);
-            let (looked_at, with_waves) = ran.get();
-            ran.set((looked_at + useful, with_waves + u64::from(plan.waves().len() > 1)));
+            let (looked_at, in_order) = ran.get();
+            ran.set((looked_at + useful, in_order + u64::from(plans.len() > 1)));
             Ok(())
         })
         .unwrap();
-    let (looked_at, with_waves) = ran.get();
-    assert!(looked_at > 1000 && with_waves > 50, "{looked_at} pairs, {with_waves} plans of several waves");
+    let (looked_at, in_order) = ran.get();
+    assert!(looked_at > 1000 && in_order > 50, "{looked_at} pairs, {in_order} copies of several plans");
 }
 
-/// Checks that in one wave no byte is written twice, none is both written and read, and none is outside the tensors.
-fn independent(wave: &Wave, caches: CacheCount, tensor_bytes: u64) -> Result<(), TestCaseError> {
+/// Checks that no byte is written twice, none is both written and read, and none is outside the tensors.
+fn independent(plan: &CopyPlan, caches: CacheCount, tensor_bytes: u64) -> Result<(), TestCaseError> {
     let mut written = HashSet::new();
-    let all = pieces(wave);
+    let all = pieces(plan);
     prop_assert!(!all.is_empty());
     for piece in &all {
         prop_assert!(piece.len > 0);
@@ -213,9 +218,11 @@ fn independent(wave: &Wave, caches: CacheCount, tensor_bytes: u64) -> Result<(),
     Ok(())
 }
 
-fn spans_say_what_pieces_say(wave: &Wave) -> Result<(), TestCaseError> {
-    let by_hand: Vec<Piece> = wave
-        .spans()
+fn spans_say_what_pieces_say(plan: &CopyPlan) -> Result<(), TestCaseError> {
+    let by_hand: Vec<Piece> = plan
+        .segments()
+        .iter()
+        .flat_map(Segment::spans)
         .flat_map(|span| {
             (0..span.count.cast_signed()).map(move |k| Piece {
                 src: (span.src.cast_signed() + k * span.src_step) as u64,
@@ -224,31 +231,32 @@ fn spans_say_what_pieces_say(wave: &Wave) -> Result<(), TestCaseError> {
             })
         })
         .collect();
-    prop_assert_eq!(by_hand, pieces(wave));
+    prop_assert_eq!(by_hand, pieces(plan));
     Ok(())
 }
 
-fn cut_anywhere_the_pieces_tile(wave: &Wave, cuts: &[u64]) -> Result<(), TestCaseError> {
+fn cut_anywhere_the_pieces_tile(plan: &CopyPlan, cuts: &[u64]) -> Result<(), TestCaseError> {
     let byte_pairs = |pieces: &[Piece]| -> Vec<(u64, u64)> {
         pieces.iter().flat_map(|piece| (0..piece.len).map(|at| (piece.src + at, piece.dst + at))).collect()
     };
-    let total = wave.tensor_bytes();
+    let total = plan.tensor_bytes();
     let mut cuts: Vec<u64> = cuts.iter().map(|cut| cut % (total + 1)).chain([0, total]).collect();
     cuts.sort_unstable();
     let mut parts = Vec::new();
     for two in cuts.windows(2) {
-        let part: Vec<Piece> = wave.pieces(two[0], two[1]).collect();
+        let part: Vec<Piece> = plan.tensor_pieces(two[0], two[1]).collect();
         prop_assert_eq!(part.iter().map(|piece| piece.len).sum::<u64>(), two[1] - two[0]);
         prop_assert!(part.iter().all(|piece| piece.len > 0));
         parts.extend(part);
     }
-    prop_assert_eq!(byte_pairs(&parts), byte_pairs(&pieces(wave)));
-    prop_assert_eq!(wave.pieces(total, total + 10).count(), 0);
+    prop_assert_eq!(byte_pairs(&parts), byte_pairs(&pieces(plan)));
+    prop_assert_eq!(plan.tensor_pieces(total, total + 10).count(), 0);
     Ok(())
 }
 
 fn spans(pairs: &[(u64, u64)], caches: CacheCount) -> Vec<Vec<Span>> {
-    plan(pairs, 16, caches).waves().iter().map(|wave| wave.spans().collect()).collect()
+    let spans = |plan: &CopyPlan| plan.segments().iter().flat_map(Segment::spans).collect();
+    plans(pairs, 16, caches).iter().map(spans).collect()
 }
 
 /// `count` pieces of `blocks` blocks of 16 bytes.
@@ -325,25 +333,22 @@ fn merges_to_the_fewest_spans() {
 fn a_range_is_one_span_and_onto_itself_nothing() {
     let range = |src, dst, caches| {
         let pieces = Pieces::Listed(vec![Piece { src, dst, len: 7 }]);
-        CopyPlan::moves(&mut Moves { pieces, num_tensors: 5, ..Moves::default() }, caches).unwrap()
+        CopyPlan::moves_in_order(&mut Moves { pieces, num_tensors: 5, ..Moves::default() }, caches).unwrap()
     };
-    let plan = range(3, 9, CacheCount::One);
-    assert_eq!(
-        plan.waves()[0].spans().collect::<Vec<_>>(),
-        [Span { src: 3, dst: 9, len: 7, count: 1, src_step: 0, dst_step: 0 }]
-    );
-    assert_eq!((plan.waves().len(), plan.bytes(), plan.num_tensors()), (1, 35, 5));
-    assert_eq!(range(3, 3, CacheCount::Two).bytes(), 35);
-    let onto_itself = range(3, 3, CacheCount::One);
-    assert_eq!((onto_itself.waves().len(), onto_itself.bytes()), (0, 0));
+    let plans = range(3, 9, CacheCount::One);
+    let [plan] = &plans[..] else { panic!("{plans:?}") };
+    let spans: Vec<Span> = plan.segments().iter().flat_map(Segment::spans).collect();
+    assert_eq!(spans, [Span { src: 3, dst: 9, len: 7, count: 1, src_step: 0, dst_step: 0 }]);
+    assert_eq!((plan.bytes(), plan.num_tensors()), (35, 5));
+    assert_eq!(range(3, 3, CacheCount::Two)[0].bytes(), 35);
+    assert!(range(3, 3, CacheCount::One).is_empty());
 }
 
 #[test]
 fn offsets_near_two_to_the_63_do_not_overflow() {
     let block_bytes = 1u64 << 40;
     let last = (1u64 << 23) - 1;
-    let plan = plan(&[(last, 0), (last - 1, 1), (0, last)], block_bytes, CacheCount::Two);
-    let all: Vec<Piece> = plan.waves().iter().flat_map(pieces).collect();
+    let all = pieces(&plan(&[(last, 0), (last - 1, 1), (0, last)], block_bytes));
     assert_eq!(all.len(), 3);
     for (src, dst) in [(last, 0), (last - 1, 1), (0, last)] {
         assert!(all.contains(&Piece { src: src * block_bytes, dst: dst * block_bytes, len: block_bytes }));
@@ -360,7 +365,7 @@ fn foreign_spans() -> impl Strategy<Value = Span> {
     )
 }
 
-/// Source, destination and length of each piece of a wave, in numbers that cannot overflow.
+/// Source, destination and length of each piece, in numbers that cannot overflow.
 type Walked = Vec<[i128; 3]>;
 
 /// The pieces of a span, one by one; `None` if they are too many or empty.
@@ -392,29 +397,28 @@ fn given() -> impl Strategy<Value = Given> {
 
 impl Seen {
     /// Checks that a plan is refused, or all its pieces lie inside the tensors and touch the named rows.
-    fn check(&self, made: &Result<CopyPlan>, given: Given, waves: Option<&[Walked]>) -> TestCaseResult {
+    fn check(&self, made: &Result<CopyPlan>, given: Given, walked: Option<&Walked>) -> TestCaseResult {
         let ([count, src, dst], [src_bytes, dst_bytes, row_bytes]) = given;
         let inside = |piece: &[i128; 3], ends: [u64; 2]| {
             (0..2).all(|end| piece[end] >= 0 && piece[end] + piece[2] <= i128::from(ends[end]))
         };
         let apart = |a: &[i128; 3], b: &[i128; 3]| a[1] + a[2] <= b[1] || b[1] + b[2] <= a[1];
-        let once =
-            |wave: &Walked| (0..wave.len()).all(|at| wave[at + 1..].iter().all(|b| apart(&wave[at], b)));
-        let bytes = |wave: &Walked| wave.iter().map(|piece| piece[2]).sum::<i128>();
-        let all = waves.map_or(0, |waves| waves.iter().map(bytes).sum::<i128>() * i128::from(count));
+        let once = |all: &Walked| (0..all.len()).all(|at| all[at + 1..].iter().all(|b| apart(&all[at], b)));
+        let bytes = walked.map_or(0, |walked| walked.iter().map(|piece| piece[2]).sum::<i128>());
+        let all = bytes * i128::from(count);
         let sound = count > 0
             && src.checked_add(count).is_some()
             && dst.checked_add(count).is_some()
             && all < 1 << 63
-            && waves.is_some_and(|waves| {
-                waves.iter().flatten().all(|piece| inside(piece, [u64::MAX; 2])) && waves.iter().all(once)
+            && walked.is_some_and(|walked| {
+                walked.iter().all(|piece| inside(piece, [u64::MAX; 2])) && once(walked)
             });
         prop_assert_eq!(made.is_ok(), sound, "{:?}", made);
-        let (Ok(plan), Some(waves)) = (made, waves) else { return Ok(()) };
+        let (Ok(plan), Some(walked)) = (made, walked) else { return Ok(()) };
         prop_assert_eq!((plan.num_tensors(), plan.src_tensor(), plan.dst_tensor()), (count, src, dst));
         prop_assert_eq!(i128::from(plan.bytes()), all);
-        let fits = waves.iter().flatten().all(|piece| inside(piece, [src_bytes, dst_bytes]))
-            && waves.iter().all(|wave| bytes(wave) <= i128::from(dst_bytes))
+        let fits = walked.iter().all(|piece| inside(piece, [src_bytes, dst_bytes]))
+            && bytes <= i128::from(dst_bytes)
             && src + count <= 4
             && dst + count <= 4;
         let checked = plan
@@ -423,7 +427,7 @@ impl Seen {
         prop_assert_eq!(checked.is_ok(), fits, "{:?}", checked);
         self.0.set((self.0.get().0 + 1, self.0.get().1 + u32::from(fits)));
         if fits {
-            let pieces = || waves.iter().flatten().map(|piece| piece.map(|number| number as u64));
+            let pieces = || walked.iter().map(|piece| piece.map(|number| number as u64));
             let read = rows_of(pieces().map(|[src, _, len]| (src, len)), row_bytes);
             let written = rows_of(pieces().map(|[_, dst, len]| (dst, len)), row_bytes);
             prop_assert_eq!(
@@ -447,16 +451,13 @@ impl Seen {
 
 #[test]
 fn spans_of_peers() {
-    let waves = prop::collection::vec(prop::collection::vec(foreign_spans(), 0..3), 0..3);
     let seen = Seen::default();
     TestRunner::new(proptest_cases(6000))
-        .run(&(given(), waves), |(given, waves)| {
+        .run(&(given(), prop::collection::vec(foreign_spans(), 0..4)), |(given, spans)| {
             let ([count, src, dst], _) = given;
-            let made = CopyPlan::from_parts(count, src, dst, waves.clone());
-            let wave = |wave: &Vec<Span>| wave.iter().map(one_by_one).collect::<Option<Vec<_>>>();
-            let walked: Option<Vec<Walked>> =
-                waves.iter().map(|spans| wave(spans).map(|pieces| pieces.concat())).collect();
-            seen.check(&made, given, walked.as_deref())
+            let walked: Option<Vec<Walked>> = spans.iter().map(one_by_one).collect();
+            let made = plan_of_peer(count, src, dst, spans);
+            seen.check(&made, given, walked.map(|pieces| pieces.concat()).as_ref())
         })
         .unwrap();
     seen.enough();
@@ -470,16 +471,20 @@ fn blocks_of_peers() {
     let seen = Seen::default();
     TestRunner::new(proptest_cases(6000))
         .run(&(given(), blocks), |(given, ([len, src, dst], pairs))| {
-            let at = |first: u64, number: u32| i128::from(first) + i128::from(number) * i128::from(len);
-            let pieces = pairs.iter().map(|&(s, d)| [at(src, s), at(dst, d), i128::from(len)]);
-            let wave: Option<Walked> = (len > 0 && !pairs.is_empty()).then(|| pieces.collect());
             let ([count, src_tensor, dst_tensor], _) = given;
-            let blocks = Blocks { len, src, dst, pairs: std::sync::Arc::new(pairs.clone()) };
-            let made = CopyPlan::from_blocks(count, src_tensor, dst_tensor, blocks);
-            seen.check(&made, given, wave.as_ref().map(std::slice::from_ref))
+            let blocks = blocks_of(len, (src, dst), pairs);
+            let walked = walk_template(&blocks);
+            let first = |tensor| TensorSteps::consecutive(tensor);
+            let made = CopyPlan::from_templates(count, first(src_tensor), first(dst_tensor), vec![blocks]);
+            seen.check(&made, given, walked.as_ref())
         })
         .unwrap();
     seen.enough();
+}
+
+fn blocks_of(len: u64, (src, dst): (u64, u64), pairs: Vec<(u32, u32)>) -> Template {
+    let spans = vec![Span { src, dst, len, count: 1, src_step: 0, dst_step: 0 }];
+    Template { src_unit: len, dst_unit: len, pairs: pairs.into(), spans }
 }
 
 /// Every piece of a template, one by one; `None` if it has none, or a span is not valid where it stands.
@@ -522,7 +527,7 @@ fn templates_of_peers() {
             let walked: Option<Vec<Walked>> = templates.iter().map(walk_template).collect();
             let (src, dst) = (TensorSteps::consecutive(src), TensorSteps::consecutive(dst));
             let made = CopyPlan::from_templates(count, src, dst, templates);
-            seen.check(&made, given, walked.as_deref())
+            seen.check(&made, given, walked.map(|pieces| pieces.concat()).as_ref())
         })
         .unwrap();
     seen.enough();
@@ -556,7 +561,7 @@ fn spans_of_a_range_of_a_template_are_its_bytes() {
             let total = all.len() as u64 + 1;
             let (from, to) = ((ends.0 % total).min(ends.1 % total), (ends.0 % total).max(ends.1 % total));
             let mut part = Vec::new();
-            for (tensor, span) in plan.waves()[0].spans_across_tensors(from, to) {
+            for (tensor, span) in plan.spans(from, to) {
                 prop_assert!(span.len > 0 && span.count > 0);
                 let pieces = one_by_one(&span).unwrap();
                 whole.set(whole.get() + u32::from(span.count > 1));
@@ -564,7 +569,7 @@ fn spans_of_a_range_of_a_template_are_its_bytes() {
                 part.extend(pieces.into_iter().flat_map(|piece| bytes(tensor, piece)));
             }
             prop_assert_eq!(&part[..], &all[from as usize..to as usize]);
-            let pieces = plan.waves()[0].across_tensors(from, to);
+            let pieces = plan.pieces(from, to);
             let piece = |Piece { src, dst, len }: Piece| [src.into(), dst.into(), len.into()];
             let part: Vec<_> = pieces.flat_map(|(tensor, one)| bytes(tensor, piece(one))).collect();
             prop_assert_eq!(&part[..], &all[from as usize..to as usize]);
@@ -605,15 +610,18 @@ fn plans_step_over_tensors() {
     plan(0, (0, 1), (0, 1)).unwrap_err();
     // A message carries the steps.
     for plan in [every_second, cut, plan(3, (1, 1), (4, 1)).unwrap()] {
-        assert_eq!(CopyPlan::try_from(WirePlan::try_from(&plan).unwrap()).unwrap(), plan);
+        let sent = CopyPlan::try_from(WirePlan::try_from(&plan).unwrap()).unwrap();
+        let all =
+            |plan: &CopyPlan| (Side::BOTH.map(|side| plan.tensors(side)), plan.num_tensors(), pieces(plan));
+        assert_eq!(all(&sent), all(&plan));
     }
 }
 
 #[test]
 fn what_a_plan_of_a_peer_may_not_say() {
     let span = Span { src: 0, dst: 0, len: 1, count: 1, src_step: 0, dst_step: 0 };
-    let plan = |waves: Vec<Vec<Span>>| CopyPlan::from_parts(1, 0, 0, waves);
-    assert_eq!(plan(vec![vec![], vec![span], vec![]]).unwrap().waves().len(), 1);
+    let plan = |spans: Vec<Span>| plan_of_peer(1, 0, 0, spans);
+    assert!(plan(vec![]).unwrap().is_empty() && !plan(vec![span]).unwrap().is_empty());
     for (bad, why) in [
         (Span { len: 0, ..span }, "no bytes"),
         (Span { count: 0, ..span }, "no pieces"),
@@ -626,16 +634,16 @@ fn what_a_plan_of_a_peer_may_not_say() {
         (Span { src: u64::MAX, ..span }, "beyond 64 bits"),
         (Span { count: u64::MAX, len: u64::MAX, dst_step: i64::MIN, ..span }, "everything at once"),
     ] {
-        let error = plan(vec![vec![span], vec![bad]]).expect_err(why);
+        let error = plan(vec![Span { dst: 1 << 62, ..span }, bad]).expect_err(why);
         assert_eq!(error.kind(), llm_datadist_core::ErrorKind::InvalidArgument, "{why}");
         assert!(error.to_string().contains("the plan is not valid"), "{error}");
     }
     for (tensors, src, dst) in [(0, 0, 0), (1, u32::MAX, 0), (u32::MAX, 0, 1)] {
-        CopyPlan::from_parts(tensors, src, dst, vec![vec![span]]).unwrap_err();
+        plan_of_peer(tensors, src, dst, vec![span]).unwrap_err();
     }
     // A large count costs nothing: positions and rows are computed, not enumerated.
     let wide = Span { src: 5, len: 1, count: 1 << 24, src_step: 0, dst_step: 1 << 20, ..span };
-    let plan = plan(vec![vec![wide]]).unwrap();
+    let plan = plan(vec![wide]).unwrap();
     let error = plan
         .check_bounds(Side::Destination, (1, 1 << 44))
         .map(|()| plan.touched_rows(Side::Source, 4).unwrap())
@@ -649,18 +657,18 @@ fn what_a_plan_of_a_peer_may_not_say() {
     assert_eq!((error.fact("which"), error.fact("num_tensors")), (Some("read"), Some("0")));
 }
 
-/// Byte positions count wave after wave, and each wave along all of its tensors.
+/// Byte positions count along all segments of a tensor, then along the next tensor.
 #[test]
-fn positions_across_waves() {
-    let plan = plan(&[(0, 1), (5, 2), (6, 1)], 5, CacheCount::One);
-    assert_eq!((plan.waves().len(), plan.bytes()), (2, 3 * 3 * 5));
+fn positions_across_segments_and_tensors() {
+    let first = TensorSteps::consecutive(0);
+    let templates =
+        vec![blocks_of(5, (0, 0), vec![(0, 1), (3, 2)]), blocks_of(3, (40, 20), vec![(1, 0), (0, 1)])];
+    let plan = CopyPlan::from_templates(3, first, first, templates).unwrap();
+    assert_eq!((plan.segments().len(), plan.bytes()), (2, 3 * 16));
+    let piece = |src, dst, len| Piece { src, dst, len };
+    let one = [piece(0, 5, 5), piece(15, 10, 5), piece(43, 20, 3), piece(40, 23, 3)];
+    let expected: Vec<_> = (0..3).flat_map(|tensor| one.map(|piece| (tensor, piece))).collect();
     let all: Vec<_> = plan.pieces(0, plan.bytes()).collect();
-    let mut expected = vec![];
-    for wave in plan.waves() {
-        for tensor in 0..3 {
-            expected.extend(pieces(wave).into_iter().map(|piece| (tensor, piece)));
-        }
-    }
     assert_eq!(all, expected);
     let bytes = |list: Vec<(usize, Piece)>| -> Vec<(usize, u64, u64)> {
         let byte = |(tensor, piece): (usize, Piece)| {
@@ -669,10 +677,10 @@ fn positions_across_waves() {
         list.into_iter().flat_map(byte).collect()
     };
     let all = bytes(all);
-    for from in 0..=45 {
-        for to in from..=46 {
+    for from in 0..=48 {
+        for to in from..=49 {
             let part = bytes(plan.pieces(from as u64, to as u64).collect());
-            assert_eq!(part, all[from..to.min(45)], "{from} to {to}");
+            assert_eq!(part, all[from..to.min(48)], "{from} to {to}");
         }
     }
 }
@@ -713,47 +721,40 @@ fn scattered_blocks_do_what_copying_one_by_one_does() {
                     len,
                 })
                 .collect();
-            let blocks = Blocks { len, src: first.0, dst: first.1, pairs: pairs.into() };
-            let pieces = Pieces::Blocks(blocks);
+            let pieces = Pieces::Repeated(blocks_of(len, first, pairs));
             prop_assert_eq!(pieces.iter().collect::<Vec<_>>(), naive.clone());
-            let plan = CopyPlan::moves(
-                &mut Moves { pieces, num_tensors: tensors, ..Moves::default() },
-                CacheCount::Two,
-            )
-            .unwrap();
+            let plan =
+                CopyPlan::moves(&mut Moves { pieces, num_tensors: tensors, ..Moves::default() }).unwrap();
             let bytes = 20 + 320 * len;
             let mut expected: Vec<Option<u64>> = vec![None; bytes as usize];
             for piece in &naive {
                 (0..len).for_each(|k| expected[(piece.dst + k) as usize] = Some(piece.src + k));
             }
             let mut got = vec![None; bytes as usize];
-            for wave in plan.waves() {
-                independent(wave, CacheCount::Two, bytes)?;
-                spans_say_what_pieces_say(wave)?;
-                let total = wave.tensor_bytes();
-                let mut cuts: Vec<u64> = cuts.iter().map(|cut| cut % (total + 1)).chain([0, total]).collect();
-                cuts.sort_unstable();
-                let parts = cuts.windows(2).rev().flat_map(|two| wave.pieces(two[0], two[1]));
-                let mut walked = 0;
-                for piece in parts {
-                    prop_assert!(piece.len > 0);
-                    walked += piece.len;
-                    (0..piece.len).for_each(|k| got[(piece.dst + k) as usize] = Some(piece.src + k));
-                }
-                prop_assert_eq!(walked, total);
-                prop_assert_eq!(wave.pieces(total, total + 10).count(), 0);
-                let across = wave.across_tensors(total / 2, total * u64::from(tensors));
-                prop_assert_eq!(
-                    across.map(|(_, piece)| piece.len).sum::<u64>(),
-                    total * u64::from(tensors) - total / 2
-                );
+            independent(&plan, CacheCount::Two, bytes)?;
+            spans_say_what_pieces_say(&plan)?;
+            let total = plan.tensor_bytes();
+            let mut cuts: Vec<u64> = cuts.iter().map(|cut| cut % (total + 1)).chain([0, total]).collect();
+            cuts.sort_unstable();
+            let parts = cuts.windows(2).rev().flat_map(|two| plan.tensor_pieces(two[0], two[1]));
+            let mut walked = 0;
+            for piece in parts {
+                prop_assert!(piece.len > 0);
+                walked += piece.len;
+                (0..piece.len).for_each(|k| got[(piece.dst + k) as usize] = Some(piece.src + k));
             }
+            prop_assert_eq!(walked, total);
+            prop_assert_eq!(plan.tensor_pieces(total, total + 10).count(), 0);
+            let across = plan.pieces(total / 2, total * u64::from(tensors));
+            prop_assert_eq!(
+                across.map(|(_, piece)| piece.len).sum::<u64>(),
+                total * u64::from(tensors) - total / 2
+            );
             prop_assert_eq!(got, expected);
             // Only the last piece that writes a block is copied.
             let last: HashMap<u64, Piece> = naive.iter().map(|piece| (piece.dst, *piece)).collect();
             repeated.set(repeated.get() + usize::from(last.len() < naive.len()));
             let naive: Vec<Piece> = last.into_values().collect();
-            prop_assert_eq!(plan.waves().len(), 1);
             prop_assert_eq!(plan.bytes(), naive.len() as u64 * len * u64::from(tensors));
             for row_bytes in [1, len, len * 2, len + 1] {
                 let rows = |start: fn(&Piece) -> u64| {
@@ -773,22 +774,26 @@ fn scattered_blocks_do_what_copying_one_by_one_does() {
             prop_assert!(plan.check_bounds(Side::Source, (tensors, read - 1)).is_err());
             let last = ends(|piece| piece.dst);
             prop_assert!(plan.check_bounds(Side::Destination, (tensors, last - 1)).is_err());
-            in_blocks
-                .set(in_blocks.get() + plan.waves().iter().filter(|wave| wave.blocks().is_some()).count());
+            in_blocks.set(in_blocks.get() + usize::from(is_repeated(&plan)));
             Ok(())
         })
         .unwrap();
     assert!(
         in_blocks.get() > 100 && repeated.get() > 50,
-        "{in_blocks:?} waves of blocks, {repeated:?} lists that repeat a block"
+        "{in_blocks:?} plans of blocks, {repeated:?} lists that repeat a block"
     );
+}
+
+/// Whether a plan has equal blocks instead of spans.
+fn is_repeated(plan: &CopyPlan) -> bool {
+    plan.templates().any(|template| template.src_unit > 0)
 }
 
 /// A list becomes spans if its blocks join or have a constant stride. In a list of fewer than 64 blocks one such block
 /// suffices; in a longer list one in eight is needed.
 #[test]
 fn joining_blocks_become_spans() {
-    let form = |pairs: &[(u64, u64)]| plan(pairs, 16, CacheCount::Two).waves()[0].blocks().is_some();
+    let form = |pairs: &[(u64, u64)]| is_repeated(&plan(pairs, 16));
     let scattered = |count: u64| (0..count).map(|k| (k, (k * k * 7 + k) % 1009)).collect::<Pairs>();
     for count in [1, 2, 63, 64, 500] {
         assert!(form(&scattered(count)), "{count}");
@@ -807,7 +812,7 @@ fn joining_blocks_become_spans() {
         .iter()
         .flat_map(|&(src, dst)| (0..4).map(move |k| (4 * src + k, 4 * dst + k)))
         .collect();
-    assert!(!form(&runs) && plan(&runs, 16, CacheCount::Two).waves()[0].num_spans() <= 100, "runs of four");
+    assert!(!form(&runs) && plan(&runs, 16).num_pieces() <= 100, "runs of four");
     // Block numbers that do not fit 32 bits always become spans.
     let remote: Pairs = scattered(100).iter().map(|&(src, dst)| (src + (1 << 32), dst)).collect();
     assert!(!form(&remote));
@@ -816,17 +821,20 @@ fn joining_blocks_become_spans() {
 /// Distant rows are sorted, close ones are marked in a bitmap. Each row is listed once either way.
 #[test]
 fn rows_of_blocks_are_ascending_each_once() {
+    let first = TensorSteps::consecutive(0);
+    let plan = |blocks: Template| CopyPlan::from_templates(1, first, first, vec![blocks]);
     for remote in [1u32, 1000, 1 << 20] {
         let pairs: Vec<(u32, u32)> = (0..100u32).map(|k| (k * 37 % 50 * remote, (99 - k) * remote)).collect();
-        let blocks = Blocks { len: 8, src: 16, dst: 24, pairs: std::sync::Arc::new(pairs) };
-        let plan = CopyPlan::from_blocks(1, 0, 0, blocks).unwrap();
+        let plan = plan(blocks_of(8, (16, 24), pairs)).unwrap();
         let rows =
             |first: u64, count: u64| (0..count).map(|k| first + k * u64::from(remote)).collect::<Vec<_>>();
         assert_eq!(plan.touched_rows(Side::Source, 8).unwrap(), rows(2, 50));
         assert_eq!(plan.touched_rows(Side::Destination, 8).unwrap(), rows(3, 100));
     }
-    let many = std::sync::Arc::new(vec![(0, 0); (1 << 24) + 1]);
-    let error = CopyPlan::from_blocks(1, 0, 0, Blocks { len: 1, src: 0, dst: 0, pairs: many }).unwrap_err();
+    let pieces = Span { src: 0, dst: 0, len: 1, count: 1 << 24, src_step: 1, dst_step: 1 };
+    let pairs: Vec<(u32, u32)> = (0..5).map(|place| (0, place)).collect();
+    let many = Template { src_unit: 0, dst_unit: 1 << 24, pairs: pairs.into(), spans: vec![pieces] };
+    let error = plan(many).unwrap_err();
     assert!(error.to_string().contains("the plan is not valid"), "{error}");
 }
 
@@ -839,7 +847,7 @@ fn packed_plans_are_what_their_spans_are() {
         (random >> 33) % most
     };
     let (mut taken, mut refused) = (0, 0);
-    // How far places are apart, how irregular they are, and how many of a wave write to the place of another.
+    // How far places are apart, how irregular they are, and how many pieces write to the place of another.
     for (scale, odd, again) in [
         (8, 1, 0),
         (8, 8, 0),
@@ -849,37 +857,31 @@ fn packed_plans_are_what_their_spans_are() {
         (1 << 20, 1 << 19, 1),
         (8, 1, 1),
     ] {
-        let mut waves: Vec<Vec<Span>> = Vec::new();
-        for count in [1, 64, 65, 3000, 2000] {
-            let mut places: Vec<u64> = (0..count).collect();
-            (1..places.len()).rev().for_each(|at| places.swap(at, below(at as u64 + 1) as usize));
-            let wave = places.into_iter().map(|place| {
-                // Two pieces of at most an eighth of the place each, half of it apart.
-                let (comb, len) = (below(2) == 0, 1 + below(scale / 8));
-                let dst = place * scale + below(odd).min(scale / 4);
-                let (count, dst_step) = if comb { (2, (scale / 2).cast_signed()) } else { (1, 0) };
-                let src_step = if comb { 3 } else { 0 };
-                Span { src: below(1 << 30), dst, len, count, src_step, dst_step }
-            });
-            waves.push(wave.collect());
-        }
-        for _ in 0..again {
-            let (from, to) = (below(3000) as usize, below(2000) as usize);
-            waves[3][from].dst = waves[3][to + 500].dst + waves[3][to + 500].len - 1;
-        }
-        let counts: Vec<u32> = waves.iter().map(|wave| wave.len() as u32).collect();
-        let list = SpanList::pack(waves.iter().flatten().copied()).unwrap();
-        let packed = CopyPlan::from_list(3, 1, 2, &counts, list);
-        let unpacked = CopyPlan::from_parts(3, 1, 2, waves.clone());
-        let written_once = |wave: &Vec<Span>| {
-            let mut pieces: Vec<(u64, u64)> = wave
-                .iter()
-                .flat_map(|span| (0..span.count).map(|k| (span.dst + k * span.dst_step as u64, span.len)))
-                .collect();
-            pieces.sort_unstable();
-            pieces.windows(2).all(|two| two[0].0 + two[0].1 <= two[1].0)
+        let mut places: Vec<u64> = (0..5130).collect();
+        (1..places.len()).rev().for_each(|at| places.swap(at, below(at as u64 + 1) as usize));
+        let span = |place: u64| {
+            // Two pieces of at most an eighth of the place each, half of it apart.
+            let (comb, len) = (below(2) == 0, 1 + below(scale / 8));
+            let dst = place * scale + below(odd).min(scale / 4);
+            let (count, dst_step) = if comb { (2, (scale / 2).cast_signed()) } else { (1, 0) };
+            let src_step = if comb { 3 } else { 0 };
+            Span { src: below(1 << 30), dst, len, count, src_step, dst_step }
         };
-        let sound = waves.iter().all(written_once);
+        let mut spans: Vec<Span> = places.into_iter().map(span).collect();
+        for _ in 0..again {
+            let (from, to) = (below(3000) as usize, below(2000) as usize + 3000);
+            spans[from].dst = spans[to].dst + spans[to].len - 1;
+        }
+        let packed = plan_of_peer(3, 1, 2, spans.clone());
+        let (src, dst) = (TensorSteps::consecutive(1), TensorSteps::consecutive(2));
+        let one = Template { src_unit: 0, dst_unit: 0, pairs: vec![(0, 0)].into(), spans: spans.clone() };
+        let unpacked = CopyPlan::from_templates(3, src, dst, vec![one]);
+        let mut pieces: Vec<(u64, u64)> = spans
+            .iter()
+            .flat_map(|span| (0..span.count).map(|k| (span.dst + k * span.dst_step as u64, span.len)))
+            .collect();
+        pieces.sort_unstable();
+        let sound = pieces.windows(2).all(|two| two[0].0 + two[0].1 <= two[1].0);
         assert_eq!((packed.is_ok(), unpacked.is_ok()), (sound, sound), "{scale} {odd} {again}");
         let (Ok(packed), Ok(unpacked)) = (packed, unpacked) else {
             refused += 1;
@@ -892,46 +894,42 @@ fn packed_plans_are_what_their_spans_are() {
         for two in cuts.windows(2) {
             assert!(packed.pieces(two[0], two[1]).eq(unpacked.pieces(two[0], two[1])), "{two:?}");
         }
-        for (left, right) in packed.waves().iter().zip(unpacked.waves()) {
-            assert!(left.spans().eq(right.spans()));
-            assert_eq!((left.num_spans(), left.count()), (right.num_spans(), right.count()));
+        let ([left], [right]) = (packed.segments(), unpacked.segments()) else { panic!("{packed:?}") };
+        assert!(left.template().is_none() && right.template().is_some() && left.spans().eq(right.spans()));
+        assert_eq!((left.num_spans(), left.count()), (right.num_spans(), right.count()));
+        for _ in 0..5 {
             let at = below(left.tensor_bytes());
-            assert!(left.pieces(at, at + 100).eq(right.pieces(at, at + 100)));
+            assert!(packed.tensor_pieces(at, at + 100).eq(unpacked.tensor_pieces(at, at + 100)));
         }
         assert_eq!(
             packed.touched_rows(Side::Destination, 100).unwrap(),
             unpacked.touched_rows(Side::Destination, 100).unwrap()
         );
-        let reach = waves.iter().flatten().map(|span| span.dst + scale / 2 + scale / 8).max().unwrap();
+        let reach = spans.iter().map(|span| span.dst + scale / 2 + scale / 8).max().unwrap();
         packed.check_bounds(Side::Destination, (5, reach + scale)).unwrap();
         packed.check_bounds(Side::Destination, (5, reach / 2)).unwrap_err();
         packed.check_bounds(Side::Destination, (4, reach + scale)).unwrap_err();
     }
     assert!(taken >= 4 && refused >= 2, "{taken} taken, {refused} refused");
     let span = Span { src: 0, dst: 0, len: 1, count: 1, src_step: 0, dst_step: 0 };
-    let list = |count: u64| SpanList::pack((0..count).map(|k| Span { dst: k, ..span })).unwrap();
-    for counts in [vec![5000], vec![4998, 2], vec![5001, 0], vec![u32::MAX, u32::MAX]] {
-        let error = CopyPlan::from_list(1, 0, 0, &counts, list(5001)).unwrap_err();
-        assert_eq!(error.kind(), llm_datadist_core::ErrorKind::NotLinked, "{counts:?}");
-    }
-    let bad = SpanList::pack((0..5000).map(|k| Span { dst: k, len: u64::from(k != 4321), ..span })).unwrap();
-    let error = CopyPlan::from_list(1, 0, 0, &[5000], bad).unwrap_err();
+    let bad = (0..5000).map(|k| Span { dst: k, len: u64::from(k != 4321), ..span }).collect();
+    let error = plan_of_peer(1, 0, 0, bad).unwrap_err();
     assert!(error.to_string().contains("the plan is not valid"), "{error}");
 }
 
-/// A wave that no list of blocks produces, and whose check would need more memory than the plan takes, is refused.
+/// A plan that no list of blocks produces, and whose check would need more memory than the plan takes, is refused.
 #[test]
 fn what_cannot_be_checked_is_refused() {
     // Sixteen million pieces of a byte from two spans, on no grid and in no order.
     let comb = |dst: u64| Span { src: 0, dst, len: 1, count: 1 << 23, src_step: 0, dst_step: 1_000_003 };
-    let error = CopyPlan::from_parts(1, 0, 0, vec![vec![comb(1), comb(0)]]).unwrap_err();
+    let error = plan_of_peer(1, 0, 0, vec![comb(1), comb(0)]).unwrap_err();
     assert!(error.to_string().contains("too irregular"), "{error}");
     // The same number of pieces on a grid is checked with a bit for each; a few pieces on no grid are sorted.
     let few = [1 << 30, 0, (1 << 30) + 1].map(|dst| Span { len: 2, count: 1, ..comb(dst) });
     let even = |dst: u64| Span { len: 512, dst_step: 2048, dst: dst * 1024, ..comb(0) };
-    CopyPlan::from_parts(1, 0, 0, vec![vec![even(1), even(0)]]).unwrap();
+    plan_of_peer(1, 0, 0, vec![even(1), even(0)]).unwrap();
     for twice in [vec![even(1), even(3)], few.to_vec()] {
-        let error = CopyPlan::from_parts(1, 0, 0, vec![twice]).unwrap_err();
+        let error = plan_of_peer(1, 0, 0, twice).unwrap_err();
         assert!(error.to_string().contains("twice"), "{error}");
     }
 }

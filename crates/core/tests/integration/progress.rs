@@ -9,12 +9,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use llm_datadist_core::testing::copy::Progress;
-use llm_datadist_core::testing::plan::{CopyPlan, Side, Span, TensorSteps};
+use llm_datadist_core::testing::plan::{CopyPlan, Segment, Side, Span, TensorSteps};
 use llm_datadist_core::{ArrivedRows, Deadline, ErrorKind};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use crate::fixtures::{block_plan, copy_engine, local_streams, pattern, proptest_cases, tensors_over};
+use crate::fixtures::{
+    block_plan, copy_engine, local_streams, pattern, plan_of_peer, proptest_cases, tensors_over,
+};
 use crate::socket_copies::SocketCopies as _;
 
 /// The rows whose planned bytes all lie at positions that are done, byte by byte.
@@ -22,16 +24,14 @@ fn twin(plan: &CopyPlan, row_bytes: u64, done: impl Fn(u64) -> bool) -> Vec<(u32
     let mut at = 0;
     let mut planned = vec![BTreeSet::new(); plan.num_tensors() as usize];
     let mut missing = planned.clone();
-    for wave in plan.waves() {
-        for tensor in 0..plan.num_tensors() as usize {
-            for piece in wave.pieces(0, wave.tensor_bytes()) {
-                for byte in piece.dst..piece.dst + piece.len {
-                    planned[tensor].insert(byte / row_bytes);
-                    if !done(at) {
-                        missing[tensor].insert(byte / row_bytes);
-                    }
-                    at += 1;
+    for tensor in 0..plan.num_tensors() as usize {
+        for piece in plan.segments().iter().flat_map(Segment::pieces) {
+            for byte in piece.dst..piece.dst + piece.len {
+                planned[tensor].insert(byte / row_bytes);
+                if !done(at) {
+                    missing[tensor].insert(byte / row_bytes);
                 }
+                at += 1;
             }
         }
     }
@@ -98,7 +98,7 @@ fn soon() -> Deadline {
 const ROWS: usize = 300;
 const ROW: usize = 5000;
 
-/// More pieces than one batch takes, with waves.
+/// More pieces than one batch takes. Several pairs write one block, of which the plan keeps the last.
 fn shuffled() -> Vec<(u64, u64)> {
     let mut pairs: Vec<(u64, u64)> = (0..ROWS as u64).map(|row| (row, row * 77 % ROWS as u64)).collect();
     pairs.extend([(8, 77), (9, 77)]);
@@ -121,9 +121,8 @@ fn expected(pairs: &[(u64, u64)], tensors: usize) -> Vec<u8> {
 #[test]
 fn a_plan_through_a_stream_ends_like_a_plan_in_memory() {
     let (engine, plan) = (copy_engine(), block_plan(&shuffled(), ROW as u64, 3));
-    assert!(plan.waves().len() > 1);
     let (_kept, src) = tensors_over(3, ROWS, ROW, |tensor, at| pattern(4, tensor, at));
-    // In one range, and in three ranges that cut pieces and waves.
+    // In one range, and in three ranges that cut pieces.
     for cuts in [vec![], vec![1_234_567, plan.bytes() - 17]] {
         let (buffer, dst) = tensors_over(3, ROWS, ROW, |_, _| 0xEE);
         let (local, remote) = local_streams("progress");
@@ -159,7 +158,7 @@ fn zeros_stand_before_each_stretch_however_it_is_cut() {
         let backwards: Vec<(u64, u64)> = (0..blocks as u64).rev().zip(0..).collect();
         let pieces = block_plan(&backwards, BLOCK as u64, 1);
         let whole = Span { src: 0, dst: 0, len: bytes as u64, count: 1, src_step: 0, dst_step: 0 };
-        let whole = CopyPlan::from_parts(1, 0, 0, vec![vec![whole]]).unwrap();
+        let whole = plan_of_peer(1, 0, 0, vec![whole]).unwrap();
         let (_kept, src) = tensors_over(1, blocks, BLOCK, |_, at| pattern(4, 0, at) | 1);
         // In the order of the plan.
         let order: Vec<u8> = pieces

@@ -10,7 +10,7 @@ use llm_datadist_core::testing::copy::Progress;
 use llm_datadist_core::testing::device::HostReach;
 use llm_datadist_core::testing::memory::Tensors;
 use llm_datadist_core::testing::plan::{
-    Blocks, CacheCount, CopyPlan, Moves, Piece, Pieces, Side, Span, SpanList, Template, TensorSteps,
+    CopyPlan, Moves, Piece, Pieces, Segment, Side, Span, Template, TensorSteps,
 };
 use llm_datadist_core::testing::validate;
 use llm_datadist_core::{
@@ -21,7 +21,9 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use crate::fixtures::{Buffer, Own, adopt, config, desc, end, engine_on, patterned, proptest_cases};
+use crate::fixtures::{
+    Buffer, Own, adopt, config, desc, end, engine_on, patterned, plan_of_peer, proptest_cases,
+};
 
 fn with_stride(desc: CacheDesc, row_stride: u64) -> CacheDesc {
     CacheDesc { row_stride: Some(row_stride), ..desc }
@@ -73,24 +75,17 @@ fn in_rows(rows: RowSizes, start: u64, len: u64) -> bool {
         && (start / rows.stride() == (start + len - 1) / rows.stride() || !rows.has_gaps())
 }
 
-/// One wave of pieces, in one of the forms that a peer can send.
+/// Pieces, in one of the forms that a peer can send.
 #[derive(Clone, Debug)]
 enum Sent {
     Spans(Vec<Span>),
-    Packed(Vec<Span>),
-    Blocks(Blocks),
     Template(Template),
 }
 
 impl Sent {
     fn plan(&self) -> llm_datadist_core::Result<CopyPlan> {
         match self.clone() {
-            Sent::Spans(spans) => CopyPlan::from_parts(1, 0, 0, vec![spans]),
-            Sent::Packed(spans) => {
-                let count = spans.len() as u32;
-                CopyPlan::from_list(1, 0, 0, &[count], SpanList::pack(spans)?)
-            }
-            Sent::Blocks(blocks) => CopyPlan::from_blocks(1, 0, 0, blocks),
+            Sent::Spans(spans) => plan_of_peer(1, 0, 0, spans),
             Sent::Template(template) => {
                 let first = TensorSteps::consecutive(0);
                 CopyPlan::from_templates(1, first, first, vec![template])
@@ -118,14 +113,12 @@ fn sent() -> impl Strategy<Value = Sent> {
         // Long enough to stay packed.
         spans.clone().prop_map(|spans| {
             let repeated = (0..5000u64).map(|k| Span { dst: spans[0].dst + 160 * k, ..spans[0] });
-            Sent::Packed(repeated.collect())
+            Sent::Spans(repeated.collect())
         }),
-        (1..9u64, 0..20u64, 0..20u64, pairs()).prop_map(|(len, src, dst, pairs)| Sent::Blocks(Blocks {
-            len,
-            src,
-            dst,
-            pairs: pairs.into()
-        })),
+        (1..9u64, 0..20u64, 0..20u64, pairs()).prop_map(|(len, src, dst, pairs)| {
+            let spans = vec![Span { src, dst, len, count: 1, src_step: 0, dst_step: 0 }];
+            Sent::Template(Template { src_unit: len, dst_unit: len, pairs: pairs.into(), spans })
+        }),
         (unit(), unit(), pairs(), spans).prop_map(|(src_unit, dst_unit, pairs, spans)| {
             Sent::Template(Template { src_unit, dst_unit, pairs: pairs.into(), spans })
         }),
@@ -142,8 +135,7 @@ fn plans_that_touch_a_gap_are_refused() {
         .run(&(sent(), rows(), rows()), |(sent, src, dst)| {
             // Plans that write a byte twice are refused before.
             let Ok(plan) = sent.plan() else { return Ok(()) };
-            let pieces: Vec<Piece> =
-                plan.waves().iter().flat_map(|wave| wave.pieces(0, wave.tensor_bytes())).collect();
+            let pieces: Vec<Piece> = plan.segments().iter().flat_map(Segment::pieces).collect();
             for (rows, result, start) in [
                 (src, plan.check_rows(Side::Source, src), (|piece| piece.src) as fn(&Piece) -> u64),
                 (dst, plan.check_rows(Side::Destination, dst), |piece| piece.dst),
@@ -183,31 +175,30 @@ fn plans_that_touch_a_gap_are_refused() {
     assert!(passed.get() > 100 && refused.get() > 100, "{passed:?} passed, {refused:?} refused");
 }
 
-/// Whole rows that follow each other stay blocks. Others become templates if they are scattered, and strided spans if not.
+/// Scattered rows become templates, others strided spans.
 #[test]
 fn forms_of_plans_of_rows() {
     let scattered: Vec<(u64, u64)> = (0..200).map(|k| (k * 77 % 200, k * 131 % 200)).collect();
-    let wave = |len, strides, pairs: &[(u64, u64)]| {
+    let segment = |len, strides, pairs: &[(u64, u64)]| {
         let first = Piece { src: 0, dst: 0, len };
         let pieces = Pieces::rows(first, strides, pairs.iter().copied()).unwrap();
         let listed: Vec<Piece> = pieces.iter().collect();
         let at = |&(src, dst): &(u64, u64)| Piece { src: src * strides.0, dst: dst * strides.1, len };
         assert_eq!(listed, pairs.iter().map(at).collect::<Vec<_>>());
         let mut moves = Moves { pieces, num_tensors: 2, ..Moves::default() };
-        let plan = CopyPlan::moves(&mut moves, CacheCount::Two).unwrap();
-        assert_eq!((plan.waves().len(), plan.bytes()), (1, 2 * len * pairs.len() as u64));
-        plan.waves()[0].clone()
+        let plan = CopyPlan::moves(&mut moves).unwrap();
+        assert_eq!((plan.segments().len(), plan.bytes()), (1, 2 * len * pairs.len() as u64));
+        plan.segments()[0].clone()
     };
-    assert!(wave(64, (64, 64), &scattered).blocks().is_some());
-    for strides in [(64, 80), (80, 64), (128, 128)] {
-        let wave = wave(64, strides, &scattered);
-        assert_eq!(wave.template().map(|template| (template.src_unit, template.dst_unit)), Some(strides));
-        assert_eq!(wave.num_spans(), 200);
+    for strides in [(64, 64), (64, 80), (80, 64), (128, 128)] {
+        let segment = segment(64, strides, &scattered);
+        assert_eq!(segment.template().map(|template| (template.src_unit, template.dst_unit)), Some(strides));
+        assert_eq!(segment.num_spans(), 200);
     }
     let even: Vec<(u64, u64)> = (0..200).map(|row| (row, row)).collect();
-    assert_eq!(wave(64, (64, 80), &even).num_spans(), 1);
+    assert_eq!(segment(64, (64, 80), &even).num_spans(), 1);
     let wide = [(1 << 40, 0), (3, 1 << 33)];
-    assert_eq!(wave(16, (64, 80), &wide).num_spans(), 2);
+    assert_eq!(segment(16, (64, 80), &wide).num_spans(), 2);
 }
 
 /// Rows that have arrived are counted by the stride.
@@ -216,7 +207,7 @@ fn rows_that_arrived_are_found_between_gaps() {
     let pieces =
         Pieces::rows(Piece { src: 0, dst: 8, len: 16 }, (64, 100), [(0, 7), (1, 3), (2, 9)].into_iter());
     let mut moves = Moves { pieces: pieces.unwrap(), num_tensors: 1, ..Moves::default() };
-    let plan = CopyPlan::moves(&mut moves, CacheCount::Two).unwrap();
+    let plan = CopyPlan::moves(&mut moves).unwrap();
     let progress = Progress::default();
     progress.done(0, 16);
     progress.done(20, 48);

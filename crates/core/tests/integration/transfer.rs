@@ -6,7 +6,7 @@ use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
 
-use llm_datadist_core::testing::plan::{CacheCount, CopyPlan, Moves, Piece, Side};
+use llm_datadist_core::testing::plan::{CopyPlan, Moves, Piece, Side};
 use llm_datadist_core::testing::validate::{
     self, CheckedPull, CheckedPush, ExtParam, LayerRange, Layers, PullRows, PushRows, RemoteCache,
     accessible, pull_kv_layers, push_kv_alone, push_kv_cache,
@@ -247,14 +247,14 @@ fn memory(layout: CacheLayout, mark: u16) -> Memory {
 }
 
 /// Checks that the plan of the moves leaves in `dst` what copying `bytes` one after the other leaves, whatever
-/// the order inside a wave and wherever the byte positions are cut, and that it reports the rows it touches.
+/// the order of the pieces and wherever the byte positions are cut, and that it reports the rows it touches.
 fn plan_does(moves: &Moves, bytes: &[Byte], (src, dst): (CacheLayout, CacheLayout), cut: u64) {
     let (from, before) = (memory(src, 0), memory(dst, 1 << 15));
     let mut expected = before.clone();
     for &((tensor, read), (into, written)) in bytes {
         expected[into as usize][written as usize] = from[tensor as usize][read as usize];
     }
-    let plan = CopyPlan::moves(&mut moves.clone(), CacheCount::Two).unwrap();
+    let plan = CopyPlan::moves(&mut moves.clone()).unwrap();
     assert_eq!((plan.src_tensor(), plan.dst_tensor()), (moves.src_tensor, moves.dst_tensor));
     // Only the last byte that is written to a place is copied.
     let last: BTreeMap<_, _> = bytes.iter().map(|&(read, written)| (written, read)).collect();
@@ -269,13 +269,10 @@ fn plan_does(moves: &Moves, bytes: &[Byte], (src, dst): (CacheLayout, CacheLayou
         let written = &mut to[moves.dst_tensor as usize + tensor][piece.dst as usize..];
         written[..piece.len as usize].copy_from_slice(read);
     };
-    let mut in_waves = before.clone();
-    for wave in plan.waves() {
-        let total = wave.tensor_bytes() * u64::from(plan.num_tensors());
-        let pieces: Vec<_> = wave.across_tensors(0, total).collect();
-        pieces.into_iter().rev().for_each(|(tensor, piece)| copy(&mut in_waves, tensor, piece));
-    }
-    assert_eq!(in_waves, expected, "{plan:?}");
+    let mut backwards = before.clone();
+    let pieces: Vec<_> = plan.pieces(0, plan.bytes()).collect();
+    pieces.into_iter().rev().for_each(|(tensor, piece)| copy(&mut backwards, tensor, piece));
+    assert_eq!(backwards, expected, "{plan:?}");
 
     let mut in_cuts = before;
     for at in (0..plan.bytes()).step_by(cut as usize) {
@@ -402,7 +399,7 @@ fn agrees_with_the_model(pulls: bool, answer: impl Fn(&Case) -> Answers) {
                 }
                 (Ok(moves), Ok(bytes)) => {
                     plan_does(&moves, &bytes, (src, dst), case.cut);
-                    let plan = CopyPlan::moves(&mut moves.clone(), CacheCount::Two).unwrap();
+                    let plan = CopyPlan::moves(&mut moves.clone()).unwrap();
                     let stride = case.local.geometry.row_sizes();
                     let (rows, planned) = if pulls {
                         (&moves.dst_rows, plan.touched_rows(Side::Destination, stride))

@@ -40,7 +40,7 @@ impl InPlaceRead<'_> {
         self,
         path: &dyn DataPath,
         reader: impl FnOnce(&CopyEngine) -> Arc<dyn Copier>,
-        run: impl FnOnce(&CopyEngine, &Copying) -> Result<()>,
+        run: impl FnOnce(&CopyEngine, Copying) -> Result<()>,
     ) -> Result<PathOutcome> {
         let InPlaceRead { job, src, dst, arrived, held } = self;
         let device = job.engine.devices().at(dst.1).host_reach();
@@ -59,7 +59,7 @@ impl InPlaceRead<'_> {
             held,
         };
         let bytes = copy.plan.bytes();
-        run(job.engine, &copy).map_err(|error| with_copied_bytes(error, arrived, bytes))?;
+        run(job.engine, copy).map_err(|error| with_copied_bytes(error, arrived, bytes))?;
         Ok(PathOutcome { bytes, hops })
     }
 }

@@ -16,7 +16,7 @@ use crate::memory::kernels::Kernel;
 use crate::memory::{Tensors, Window};
 use crate::model::{Deadline, Placement};
 use crate::net::{LEAD_INTERVAL, Stream, leads};
-use crate::plan::{CopyPlan, PlannedSpan, Side};
+use crate::plan::{CopyPlan, Side};
 
 const _: () = assert!(LEAD_INTERVAL.is_multiple_of(BUFFER_BYTES), "a buffer never crosses a lead");
 
@@ -158,13 +158,9 @@ fn emptied(emptying: Option<(Range<u64>, Hop)>, progress: &Progress) -> Result<O
 impl DeviceEnd {
     /// Has the device copy the bytes `cut` of the plan between its memory and the start of the buffer.
     fn hop(&self, cut: Range<u64>, buffer: &HostBuffer) -> Result<()> {
-        let (mut copies, mut at, mut wave_now) = (Vec::new(), 0, None);
-        for PlannedSpan { wave, tensor, span } in self.plan.spans(cut.start, cut.end) {
+        let (mut copies, mut at) = (Vec::new(), 0);
+        for (tensor, span) in self.plan.spans(cut.start, cut.end) {
             let (number, (start, step)) = (self.plan.tensors(self.end).tensor(tensor), span.start(self.end));
-            // A batch is copied in any order, but a later wave may write where an earlier one did.
-            if wave_now.replace(wave).is_some_and(|before| before != wave) {
-                self.copy(&mut copies)?;
-            }
             for window in self.tensors.windows(number, start, span.len, (span.count, step))?.iter() {
                 if copies.len() == WINDOWS {
                     self.copy(&mut copies)?;

@@ -2,13 +2,12 @@
 
 use std::sync::Arc;
 
-use super::super::block_waves;
 use super::super::copy_plan::CopyPlan;
-use super::super::order::CacheCount;
+use super::super::moves::repeated;
+use super::super::segment::Segment;
 use super::super::spans::{PLAN, Span, common_divisor};
 use super::super::template::Template;
 use super::super::tensor_steps::TensorSteps;
-use super::super::waves::Wave;
 use super::axes::{self, Axis};
 use super::part::{KvPart, check_same_model};
 use super::tokens::{KvSequence, TokenRun, token_runs};
@@ -21,7 +20,7 @@ const FEW: usize = 2;
 
 /// A move between two caches, which may have different KV layouts.
 ///
-/// The plans write different bytes and may run in any order. Source and destination must be different caches.
+/// The plans write different bytes and may run in any order. Source and destination are different caches.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LayoutPlan {
     /// One plan, or one for the keys and one for the values if only one side has them in tensors of their own. None if
@@ -44,8 +43,8 @@ impl LayoutPlan {
         }
         let pair = LayoutPair { src: src.geometry, dst: dst.geometry, part };
         let plan = |planes: Planes| {
-            let waves = pair.waves(&runs, &planes)?;
-            Ok(CopyPlan::new(planes.num_tensors, waves).in_tensor_steps(
+            let segments = pair.segments(&runs, &planes)?;
+            Ok(CopyPlan::new(planes.num_tensors, segments).in_tensor_steps(
                 planes.src.tensors,
                 planes.dst.tensors,
                 planes.num_tensors,
@@ -142,9 +141,9 @@ impl LayoutPair<'_> {
         axes::spans(self.src.head_bytes(), &axes, first)
     }
 
-    /// Returns the waves that copy all runs of tokens. They write different bytes.
-    fn waves(&self, runs: &[TokenRun], planes: &Planes) -> Result<Vec<Wave>> {
-        let (mut waves, mut rest) = (Vec::new(), Vec::new());
+    /// Returns the segments that copy all runs of tokens.
+    fn segments(&self, runs: &[TokenRun], planes: &Planes) -> Result<Vec<Segment>> {
+        let (mut segments, mut rest) = (Vec::new(), Vec::new());
         for group in runs.chunk_by(|a, b| a.tokens == b.tokens) {
             let spans = self.spans(group[0].tokens, planes)?;
             let units = Units::of(group);
@@ -155,16 +154,14 @@ impl LayoutPair<'_> {
                         |span: &Span| Span { src: span.src + run.src, dst: span.dst + run.dst, ..*span };
                     rest.extend(spans.iter().map(placed));
                 }
-                continue;
+            } else if let Some(segment) = segment_of_group(group, spans, units)? {
+                fallible::push(PLAN, &mut segments, segment)?;
             }
-            let of_group = waves_of_group(group, spans, units)?;
-            fallible::grow(PLAN, &mut waves, of_group.len())?;
-            waves.extend(of_group);
         }
         if !rest.is_empty() {
-            fallible::push(PLAN, &mut waves, Wave::new(rest)?)?;
+            fallible::push(PLAN, &mut segments, Segment::of_spans(rest)?)?;
         }
-        Ok(waves)
+        Ok(segments)
     }
 }
 
@@ -199,20 +196,21 @@ impl Units {
     }
 }
 
-/// Returns the waves of runs of equal length: blocks if each is one piece that is as long as the distance of the
-/// places, so that neighbours can be joined; else a template.
-fn waves_of_group(runs: &[TokenRun], spans: Vec<Span>, units: Units) -> Result<Vec<Wave>> {
+/// Returns the segment of runs of equal length. If each run is one piece and all places are multiples of its length,
+/// neighbours can be joined. `None` if nothing is copied.
+fn segment_of_group(runs: &[TokenRun], spans: Vec<Span>, units: Units) -> Result<Option<Segment>> {
     if let [Span { src, dst, len, count: 1, .. }] = spans[..]
         && units.multiple_of(len)
     {
         let of_len = Units { src: len, dst: len };
         if of_len.fit(runs) {
-            return block_waves::waves(len, (src, dst), pairs(runs, of_len)?, CacheCount::Two);
+            let blocks = Template::of_blocks(len, (src, dst), Arc::default())?;
+            return repeated(blocks, pairs(runs, of_len)?);
         }
     }
     let pairs = Arc::new(pairs(runs, units)?);
     let template = Template { src_unit: units.src, dst_unit: units.dst, pairs, spans };
-    fallible::try_collect(PLAN, std::iter::once(Wave::of_template(template)))
+    Segment::of_template(template).map(Some)
 }
 
 /// Returns the numbers of the places of `runs`, which must fit 32 bits.

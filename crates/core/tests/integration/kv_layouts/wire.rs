@@ -6,11 +6,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use llm_datadist_core::testing::checksums::Checksums;
-use llm_datadist_core::testing::copy::{CopyEngine, PairBlocks};
+use llm_datadist_core::testing::copy::CopyEngine;
 use llm_datadist_core::testing::device::{DeviceSet, HostReach};
 use llm_datadist_core::testing::memory::Tensors;
 use llm_datadist_core::testing::plan::{
-    BlockSizes, CopyPlan, KvPart, MOST_TEMPLATES, PartLimits, Side, Span, Template, TensorSteps, parts,
+    BlockSizes, CopyPlan, KvPart, MOST_TEMPLATES, PartLimits, Segment, Side, Span, Template, TensorSteps,
 };
 use llm_datadist_core::testing::protocol::{self, HEADER, MESSAGE_LIMIT, WirePlan};
 use llm_datadist_core::testing::tensors;
@@ -73,14 +73,12 @@ fn bound() -> Checksums {
 }
 
 fn sums(engine: &CopyEngine, plan: &CopyPlan, end: Side, memory: &Arc<Tensors>) -> Vec<u64> {
-    let blocks = PairBlocks::of(plan, end).unwrap();
-    engine.pair_sums((memory, Placement::Host), blocks, bound(), soon()).unwrap()
+    engine.block_sums((memory, Placement::Host), (plan, end), bound(), soon()).unwrap()
 }
 
 /// The pieces of a plan in one tensor.
 fn pieces(plan: &CopyPlan) -> Vec<(u64, u64, u64)> {
-    let all = plan.waves().iter().flat_map(|wave| wave.pieces(0, wave.tensor_bytes()).collect::<Vec<_>>());
-    all.map(|piece| (piece.src, piece.dst, piece.len)).collect()
+    plan.segments().iter().flat_map(Segment::pieces).map(|piece| (piece.src, piece.dst, piece.len)).collect()
 }
 
 #[test]
@@ -89,7 +87,7 @@ fn plans_in_messages_move_what_the_twin_moves() {
     let outcome = TestRunner::new(proptest_cases(3000)).run(&cases(), |case| {
         let part = part(&case);
         let mut plan = case.plan(&part).unwrap();
-        let templates = plan.plans.iter().any(CopyPlan::needs_templates);
+        let templates = plan.plans.iter().any(|plan| plan.only_spans().is_none());
         let sent = plan.plans.clone();
         plan.plans = sent.iter().map(received).collect();
         prop_assert!(case.moved(&plan) == case.twin(&part), "the received plan moves other elements");
@@ -110,7 +108,7 @@ fn plans_in_messages_move_what_the_twin_moves() {
         panic!("{error}");
     }
     let (all, templates) = seen.get();
-    assert!(all < 1000 || templates >= all / 4, "{templates} of {all} have templates or steps");
+    assert!(all < 1000 || templates >= all / 4, "{templates} of {all} have templates");
 }
 
 /// The request and then the bytes go through a stream. The receiver knows the plan only from the request.
@@ -124,7 +122,7 @@ fn a_plan_and_its_bytes_go_through_a_stream() {
     for case in [there, back] {
         let part = part(&case);
         let plans = case.plan(&part).unwrap().plans;
-        assert!(plans.iter().all(CopyPlan::needs_templates));
+        assert!(plans.iter().all(|plan| plan.only_spans().is_none()));
         let ((source, src), (expected, _)) = (memory(&case.src, 1), memory(&case.dst, 2));
         move_elements(&case, &case.twin(&part), &source, &expected);
         let (written, dst) = memory(&case.dst, 2);
@@ -161,10 +159,7 @@ fn pairs_have_equal_checksums_on_both_sides() {
         let ((source, src), (copied, dst)) = (memory(&case.src, 1), memory(&case.dst, 2));
         move_elements(&case, &moved, &source, &copied);
         let sizes = BlockSizes { local: Side::Destination, rows: rows_of(&case.dst), most: u64::MAX };
-        let asked = |plan: &CopyPlan| {
-            let pairs = plan.compared_templates(sizes, sample).unwrap();
-            plan.with_templates(pairs).unwrap()
-        };
+        let asked = |plan: &CopyPlan| plan.compared(sizes, sample).unwrap();
         let asked: Vec<CopyPlan> = plans.iter().map(asked).collect();
         let both = || -> Vec<(u64, u64)> {
             let of_plan = |plan: &CopyPlan| {
@@ -200,14 +195,14 @@ fn the_checksum_of_a_pair_is_that_of_its_pieces_in_order() {
     let hnd = KvLayout { order: TokenOrder::Hnd, ..rank(8, 2, 0) };
     let case = between(whole(rank(8, 2, 0), 6), whole(hnd, 6));
     let plan = &case.plan(&part(&case)).unwrap().plans[0];
-    let template = plan.waves()[0].template().unwrap();
+    let template = plan.segments()[0].template().unwrap();
     assert_eq!((template.pairs.len(), template.spans.len()), (6, 4));
     let (source, src) = memory(&case.src, 1);
-    let per_pair = plan.waves()[0].tensor_bytes() / 6;
+    let per_pair = plan.tensor_bytes() / 6;
     let expected = (0..6).map(|pair| {
         let mut block = bound().block();
         for tensor in 0..plan.num_tensors() {
-            for piece in plan.waves()[0].pieces(pair * per_pair, (pair + 1) * per_pair) {
+            for piece in plan.tensor_pieces(pair * per_pair, (pair + 1) * per_pair) {
                 block.add(&source.read(offset(&case.src, (tensor, piece.src)), piece.len as usize));
             }
         }
@@ -215,8 +210,8 @@ fn the_checksum_of_a_pair_is_that_of_its_pieces_in_order() {
     });
     assert_eq!(sums(shared_copy_engine(), plan, Side::Source, &src), expected.collect::<Vec<_>>());
     let passed = Deadline::after(Duration::ZERO);
-    let blocks = PairBlocks::of(plan, Side::Source).unwrap();
-    let late = shared_copy_engine().pair_sums((&src, Placement::Host), blocks, bound(), passed).unwrap_err();
+    let blocks = (plan, Side::Source);
+    let late = shared_copy_engine().block_sums((&src, Placement::Host), blocks, bound(), passed).unwrap_err();
     assert_eq!(late.kind(), llm_datadist_core::ErrorKind::Timeout);
 }
 
@@ -240,8 +235,7 @@ fn pairs_on_a_device_have_the_checksums_of_their_bytes() {
     let config = Config::new(Role::Mix, ClusterId(1));
     let copies = CopyEngine::new(&config, DeviceSet::with_device(device)).unwrap();
     let sums = |cache, placement| {
-        let blocks = PairBlocks::of(&plan, Side::Source).unwrap();
-        copies.pair_sums((tensors(cache), placement), blocks, bound(), soon()).unwrap()
+        copies.block_sums((tensors(cache), placement), (&plan, Side::Source), bound(), soon()).unwrap()
     };
     let on_host = sums(&host, Placement::Host);
     assert_eq!(sums(&on_device, Placement::Device), on_host);
@@ -267,15 +261,15 @@ fn the_pairs_of_all_requests_are_those_of_the_plan() {
             let (local, side) = if read { (Side::Source, &case.src) } else { (Side::Destination, &case.dst) };
             let sizes = BlockSizes { local, rows: rows_of(side), most: u64::MAX };
             for plan in case.plan(&part(&case)).unwrap().plans {
-                let all = plan.compared_templates(sizes, None).unwrap();
+                let all = plan.compared(sizes, None).unwrap();
                 let (mut found, mut blocks) = (BTreeMap::new(), 0);
-                for part in parts(&all, PartLimits { bytes, pairs }) {
-                    let part = plan.with_templates(part.unwrap()).unwrap();
+                for part in all.parts(PartLimits { bytes, pairs }) {
+                    let part = part.unwrap();
                     let total: u64 = part.bytes() / u64::from(part.num_tensors());
                     prop_assert!(part.num_pairs() == 1 || part.num_pairs() <= pairs && total <= bytes);
-                    prop_assert!(part.num_pairs() > 0 && part.waves().len() <= MOST_TEMPLATES);
+                    prop_assert!(part.num_pairs() > 0 && part.segments().len() <= MOST_TEMPLATES);
                     blocks += part.num_pairs();
-                    for template in part.templates().unwrap() {
+                    for template in part.templates() {
                         for (pair, block) in template.pairs.iter().zip(template.pair_blocks()) {
                             let row = block.start(local) / side.row_stride;
                             let mut ranges = template.ranges(*pair, local);
@@ -286,8 +280,7 @@ fn the_pairs_of_all_requests_are_those_of_the_plan() {
                     found.extend(bytes_of(&part));
                 }
                 prop_assert_eq!(&found, &bytes_of(&plan));
-                let some = plan.compared_templates(sizes, Some(random)).unwrap();
-                let some = plan.with_templates(some).unwrap();
+                let some = plan.compared(sizes, Some(random)).unwrap();
                 prop_assert!(some.num_pairs() > 0 && some.num_pairs() <= blocks.div_ceil(64));
                 prop_assert!(bytes_of(&some).into_iter().all(|(dst, src)| found.get(&dst) == Some(&src)));
             }
@@ -311,13 +304,13 @@ fn plans_with_too_many_pieces_are_not_sent() {
         dst.row_stride = stride;
         let case = between(src, dst);
         let plan = case.plan(&part(&case)).unwrap().plans.remove(0);
-        (plan.waves()[0].count(), WirePlan::try_from(&plan))
+        (plan.num_pieces(), WirePlan::try_from(&plan))
     };
     let (nhd, hnd) = (TokenOrder::Nhd, TokenOrder::Hnd);
     // Every head of every token is a piece: as many as may be.
     let (pieces, wire) = sent(tokens(nhd, 16), tokens(hnd, 16), 512);
     assert_eq!(pieces, 1 << 26);
-    assert_eq!(CopyPlan::try_from(wire.unwrap()).unwrap().waves()[0].count(), pieces);
+    assert_eq!(CopyPlan::try_from(wire.unwrap()).unwrap().num_pieces(), pieces);
     let mut longer = (tokens(nhd, 16), tokens(hnd, 16));
     for side in [&mut longer.0, &mut longer.1] {
         side.rows += 1;
@@ -326,6 +319,19 @@ fn plans_with_too_many_pieces_are_not_sent() {
     let (_, wire) = sent(longer.0, longer.1, 512);
     let error = wire.unwrap_err();
     assert!(error.to_string().contains("more than 67108864 pieces in one tensor"), "{error}");
+    // Full blocks and the tail of another one are checked by their places, however many pieces they have.
+    let rows_with_gaps = |order| {
+        let mut layout = KvLayout { order, kv: KvPlanes::KThenV, ..rank(8, 1, 0) };
+        (layout.head_dim, layout.layers) = (128, 0..1);
+        let mut side = whole(layout, 4101);
+        side.row_stride = side.row_bytes() + 2;
+        side
+    };
+    let mut case = between(rows_with_gaps(nhd), rows_with_gaps(hnd));
+    (case.src.tokens, case.dst.tokens) = (Some(0..4100 * 16 + 5), Some(0..4100 * 16 + 5));
+    let plan = case.plan(&part(&case)).unwrap().plans.remove(0);
+    assert_eq!((plan.segments().len(), plan.num_pieces()), (2, 4100 * 256 + 80));
+    assert!(CopyPlan::try_from(WirePlan::try_from(&plan).unwrap()).is_ok());
     // Blocks inside larger ones, at distances without a common divisor, cannot be checked for overlaps.
     let (_, wire) = sent(tokens(hnd, 16), tokens(hnd, 64), 4096);
     assert!(wire.is_ok(), "{wire:?}");

@@ -1,4 +1,4 @@
-//! An owner answers for the checksums of the pairs of a plan between layouts, and refuses what it must not answer.
+//! An owner answers for the checksums of the pairs of a plan, and refuses what it must not answer.
 //!
 //! `kv_layouts::wire` tests that both sides calculate the same, `tests/test_hostile_verify.py` grants and load.
 
@@ -7,9 +7,9 @@ use std::os::fd::AsFd;
 
 use llm_datadist_core::testing::checksums::Checksums;
 use llm_datadist_core::testing::net::{Stream, Tcp};
-use llm_datadist_core::testing::plan::{Side, SpanList};
+use llm_datadist_core::testing::plan::{Side, SpanList, TensorSteps};
 use llm_datadist_core::testing::protocol::{
-    MAX_CHECKSUMS, Pairs, Reply, Request, WireName, WirePlan, WireSpan, WireSteps, WireTemplate, digest,
+    MAX_CHECKSUMS, Pairs, Reply, Request, WireName, WirePieces, WirePlan, WireSpan, WireTemplate, digest,
 };
 use llm_datadist_core::{CacheId, CacheKind, ErrorKind};
 
@@ -64,7 +64,7 @@ impl Owner {
 
 fn request(cache: CacheId, plan: WirePlan, side: Side) -> Request {
     let name = WireName::Row { cache: cache.0, row: 0 };
-    Request::PairChecksums { name, cache: cache.0, plan, side, grant: None, limit_ms: 20_000 }
+    Request::Checksums { name, cache: cache.0, plan, side, grant: None, limit_ms: 20_000 }
 }
 
 fn single(src: u64, dst: u64, len: u64) -> WireSpan {
@@ -82,8 +82,8 @@ fn template(units: (u64, u64), pairs: &[(u32, u32)], spans: &[WireSpan]) -> Wire
 
 /// A plan that reads tensors 1 and 3, and writes tensors 2 and 3.
 fn plan(templates: Vec<WireTemplate>) -> WirePlan {
-    let steps = WireSteps::Templates { src_step: 2, dst_step: 1, templates };
-    WirePlan { num_tensors: 2, src_tensor: 1, dst_tensor: 2, steps }
+    let (src, dst) = (TensorSteps { first: 1, step: 2 }, TensorSteps { first: 2, step: 1 });
+    WirePlan { num_tensors: 2, src, dst, pieces: WirePieces::Templates(templates) }
 }
 
 /// Ranges of bytes at one end, each of a first byte and a length.
@@ -98,7 +98,7 @@ fn an_owner_hashes_the_pairs_that_a_plan_names() {
     let asked = || {
         plan(vec![
             template((ROW, 2048), &[(2, 3), (5, 0)], &spans),
-            template((8, 8), &[(1, 90)], &[single(8, 0, 8)]),
+            template((8, 8), &[(1, 100)], &[single(8, 0, 8)]),
         ])
     };
     // What each pair reads and writes in a tensor.
@@ -120,7 +120,7 @@ fn an_owner_hashes_the_pairs_that_a_plan_names() {
                 .collect()
         })
         .into_iter()
-        .chain([vec![(720, 8)]])
+        .chain([vec![(800, 8)]])
         .collect::<Vec<_>>()
         .try_into()
         .unwrap();
@@ -151,16 +151,9 @@ fn an_owner_hashes_the_pairs_that_a_plan_names() {
 fn an_owner_refuses_pairs_that_it_must_not_hash() {
     let owner = Owner::new();
     // Lists of spans would take several times as much memory as their message.
-    let spans = WireSteps::Spans {
-        waves: vec![2],
-        spans: SpanList::pack([single(0, 0, 8), single(8, 8, 8)]).unwrap(),
-    };
-    let pairs = Pairs(vec![(0, 0), (1, 1), (0, 2)].into());
-    let blocks = WireSteps::Blocks { len: 8, src: 0, dst: 0, pairs };
-    for steps in [spans, blocks] {
-        let refused = owner.refusal(WirePlan { steps, ..plan(vec![]) }, Side::Source);
-        assert!(refused.contains("needs a plan of templates"), "{refused}");
-    }
+    let pieces = WirePieces::Spans(SpanList::pack([single(0, 0, 8), single(8, 8, 8)]).unwrap());
+    let refused = owner.refusal(WirePlan { pieces, ..plan(vec![]) }, Side::Source);
+    assert!(refused.contains("needs a plan of templates"), "{refused}");
     let tensor = ROWS * ROW;
     let one = |span: WireSpan| plan(vec![template((ROW, ROW), &[(0, 0)], &[span])]);
     let whole = one(single(0, 0, tensor));
@@ -174,7 +167,11 @@ fn an_owner_refuses_pairs_that_it_must_not_hash() {
     }
     let far = plan(vec![template((ROW, ROW), &[(0, 0), (ROWS as u32, 1)], &[single(0, 0, ROW)])]);
     assert!(owner.refusal(far, Side::Source).contains("exceeds the bounds"));
-    let tensors = |src_tensor, dst_tensor| WirePlan { src_tensor, dst_tensor, ..whole.clone() };
+    let tensors = |src, dst| WirePlan {
+        src: TensorSteps { first: src, ..whole.src },
+        dst: TensorSteps { first: dst, ..whole.dst },
+        ..whole.clone()
+    };
     assert!(owner.refusal(tensors(2, 0), Side::Source).contains("2 tensors from tensor 2"));
     assert!(owner.refusal(tensors(0, 3), Side::Destination).contains("2 tensors from tensor 3"));
     let twice = plan(vec![template((0, ROW), &[(0, 1), (0, 1)], &[single(0, 0, 8)])]);

@@ -6,9 +6,9 @@ use std::thread;
 
 use llm_datadist_core::testing::memory::Tensors;
 use llm_datadist_core::testing::net::{Stream, Tcp, Transport};
-use llm_datadist_core::testing::plan::SpanList;
+use llm_datadist_core::testing::plan::{SpanList, TensorSteps};
 use llm_datadist_core::testing::protocol::{
-    self, EntryVersion, MOST_AHEAD, Reply, Request, WireCache, WireName, WirePlan, WireSpan, WireSteps,
+    self, EntryVersion, MOST_AHEAD, Reply, Request, WireCache, WireName, WirePieces, WirePlan, WireSpan,
 };
 use llm_datadist_core::{
     CacheId, CacheKind, CacheLayout, DataDist, Error, ErrorKind, Geometry, Name, Placement,
@@ -48,11 +48,9 @@ fn each(judge: impl Fn(&Owner)) {
 /// `len` bytes from the start of the source to `dst`, in each tensor.
 fn plan(dst: u64, len: u64) -> WirePlan {
     let span = WireSpan { src: 0, dst, len, count: 1, src_step: 0, dst_step: 0 };
-    plan_of(WireSteps::Spans { waves: vec![1], spans: SpanList::pack([span]).unwrap() })
-}
-
-fn plan_of(steps: WireSteps) -> WirePlan {
-    WirePlan { num_tensors: TENSORS, src_tensor: 0, dst_tensor: 0, steps }
+    let first = TensorSteps::consecutive(0);
+    let pieces = WirePieces::Spans(SpanList::pack([span]).unwrap());
+    WirePlan { num_tensors: TENSORS, src: first, dst: first, pieces }
 }
 
 fn bytes(count: u64) -> Vec<u8> {
@@ -133,7 +131,7 @@ fn bytes_up_to_the_limit_are_written() {
 /// The owner checks every bound of a request before it writes. It skips the bytes of a refused request.
 #[test]
 fn bytes_behind_a_refused_request_are_skipped() {
-    use ErrorKind::{InvalidArgument as Wrong, NotLinked};
+    use ErrorKind::InvalidArgument as Wrong;
     each(|owner| {
         let before = owner.into.fill(1);
         let shape = device(TENSORS, BLOCKS as usize, BLOCK as usize);
@@ -141,7 +139,6 @@ fn bytes_behind_a_refused_request_are_skipped() {
         let closed = Own::new(&shape, CacheKind::Blocks, register);
         let shut = closed.read();
         let good = || plan(0, BLOCK);
-        let uneven = WireSteps::Spans { waves: vec![2], spans: SpanList::default() };
         let open = owner.into.cache.id();
         let all = (0, WHOLE);
         let cases = [
@@ -149,11 +146,16 @@ fn bytes_behind_a_refused_request_are_skipped() {
             ("closed to peers", closed.cache.id(), good(), all, Some(Wrong)),
             ("behind the tensor", open, plan(BLOCKS * BLOCK - 1, BLOCK), all, Some(Wrong)),
             ("past every address", open, plan(u64::MAX, BLOCK), all, Some(Wrong)),
-            ("a tensor too many", open, WirePlan { dst_tensor: 1, ..good() }, all, Some(Wrong)),
+            (
+                "a tensor too many",
+                open,
+                WirePlan { dst: TensorSteps::consecutive(1), ..good() },
+                all,
+                Some(Wrong),
+            ),
             ("more than the plan has", open, good(), (0, WHOLE + 1), Some(Wrong)),
             ("behind the plan", open, good(), (WHOLE + 1, WHOLE + 9), Some(Wrong)),
             ("a range that ends before it begins", open, good(), (9, 1), Some(Wrong)),
-            ("waves without spans", open, plan_of(uneven), (0, MOST_AHEAD), Some(NotLinked)),
         ];
         // What follows looks like requests.
         let unlink = protocol::encode(&Request::Unlink { limit_ms: 1 }).unwrap();

@@ -9,10 +9,10 @@ use std::thread;
 use std::time::Duration;
 
 use llm_datadist_core::testing::net::{Stream, Tcp, Transport};
-use llm_datadist_core::testing::plan::SpanList;
+use llm_datadist_core::testing::plan::{SpanList, TensorSteps};
 use llm_datadist_core::testing::protocol::{
-    self, ControlMessage, EnteredLink, LinkAnswer, Purpose, Reply, Request, WireName, WirePlan, WireSpan,
-    WireSteps,
+    self, ControlMessage, EnteredLink, LinkAnswer, Purpose, Reply, Request, WireName, WirePieces, WirePlan,
+    WireSpan,
 };
 use llm_datadist_core::{CacheKind, Config, DataDist, ErrorKind};
 
@@ -260,8 +260,13 @@ impl Owner {
 /// A plan that writes `blocks` blocks from the first on.
 fn plan(blocks: u64) -> WirePlan {
     let spans = [WireSpan { src: 0, dst: 0, len: BLOCK * blocks, count: 1, src_step: 0, dst_step: 0 }];
-    let steps = WireSteps::Spans { waves: vec![1], spans: SpanList::pack(spans).unwrap() };
-    WirePlan { num_tensors: 1, src_tensor: 0, dst_tensor: 0, steps }
+    let first = TensorSteps::consecutive(0);
+    WirePlan {
+        num_tensors: 1,
+        src: first,
+        dst: first,
+        pieces: WirePieces::Spans(SpanList::pack(spans).unwrap()),
+    }
 }
 
 fn part(stream: &Stream, write: u64, (from, to): (u64, u64)) -> Reply {
@@ -318,18 +323,6 @@ fn parts_that_do_not_fit_are_refused() {
     }
     let again = owner.begin_with(second, 1, plan(2), (0, 1), 100);
     assert!(matches!(again, Reply::Failed { .. }), "two writes of one number: {again:?}");
-    let elsewhere = [0, 4].map(|dst| WireSpan {
-        src: 0,
-        dst: dst * BLOCK,
-        len: BLOCK,
-        count: 1,
-        src_step: 0,
-        dst_step: 0,
-    });
-    let steps = WireSteps::Spans { waves: vec![1, 1], spans: SpanList::pack(elsewhere).unwrap() };
-    let waves = WirePlan { steps, ..plan(2) };
-    let (kind, text) = refused(owner.begin_with(second, 3, waves, (0, 1), 10_000), "two waves");
-    assert!(kind == Wrong && text.contains("waves"), "{text}");
     // The write goes on.
     assert_eq!(part(second, 1, (100, 2 * BLOCK)), Reply::Ready { bytes: 2 * BLOCK - 100 });
     for (stream, bytes) in [(first, 100), (second, 2 * BLOCK - 100)] {
@@ -388,10 +381,7 @@ fn the_writes_of_a_peer_are_bounded() {
     let [stream, _] = &owner.calls;
     let to_block = |block: u64| {
         let span = WireSpan { src: 0, dst: block * BLOCK, len: 2, count: 1, src_step: 0, dst_step: 0 };
-        WirePlan {
-            steps: WireSteps::Spans { waves: vec![1], spans: SpanList::pack([span]).unwrap() },
-            ..plan(1)
-        }
+        WirePlan { pieces: WirePieces::Spans(SpanList::pack([span]).unwrap()), ..plan(1) }
     };
     let one_byte = || {
         stream.send(&[1], soon()).unwrap();
