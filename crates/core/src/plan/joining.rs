@@ -5,7 +5,7 @@ use crate::error::Result;
 use crate::fallible;
 
 /// Lists with fewer blocks than this become spans if any block joins its neighbour or continues a stride.
-const FEW: usize = 64;
+const SHORT_LIST: usize = 64;
 /// A longer list stays blocks if fewer than one block in this many does so.
 const JOINED: usize = 8;
 
@@ -17,7 +17,7 @@ pub(super) fn joined(pieces: impl ExactSizeIterator<Item = Piece>) -> Result<Vec
 /// Returns whether joining neighbours would leave nearly as many spans as there are blocks.
 pub(super) fn scattered(pairs: &[(u32, u32)]) -> bool {
     let step = |a: (u32, u32), b: (u32, u32)| (b.0.wrapping_sub(a.0), b.1.wrapping_sub(a.1));
-    if pairs.len() < FEW {
+    if pairs.len() < SHORT_LIST {
         let joins = |pairs: &[(u32, u32)]| step(pairs[0], pairs[1]) == (1, 1);
         let continues = |pairs: &[(u32, u32)]| step(pairs[0], pairs[1]) == step(pairs[1], pairs[2]);
         return !pairs.windows(2).any(joins) && !pairs.windows(3).any(continues);

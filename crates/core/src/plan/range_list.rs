@@ -17,10 +17,10 @@ pub(crate) struct RangeList {
 
 impl RangeList {
     /// Shorter lists are joined only at the end.
-    const FEW: usize = 1024;
+    const MIN_JOINED: usize = 1024;
 
     pub(crate) fn new(name: &'static str) -> Self {
-        RangeList { name, all: Vec::new(), most: Self::FEW }
+        RangeList { name, all: Vec::new(), most: Self::MIN_JOINED }
     }
 
     pub(crate) fn add(&mut self, range: Range<u64>) -> Result<()> {
@@ -34,7 +34,7 @@ impl RangeList {
         }
         if self.all.len() >= self.most {
             self.join();
-            self.most = Self::FEW.max(2 * self.all.len());
+            self.most = Self::MIN_JOINED.max(2 * self.all.len());
         }
         fallible::push(self.name, &mut self.all, range)
     }

@@ -19,11 +19,11 @@ pub(super) fn by_source<T: Pair>(pairs: &mut Vec<T>) -> Result<()> {
 /// Lists of blocks are long and their numbers differ in few bits. So long lists are sorted by radix, in a
 /// fraction of the time of a comparison sort (`tests/integration/plan.rs` compares the results).
 fn sort_by_number<T: Copy>(items: &mut Vec<T>, number: impl Fn(&T) -> u64) -> Result<()> {
-    const FEW: usize = 512;
+    const MIN_RADIX: usize = 512;
     if items.is_sorted_by_key(&number) {
         return Ok(());
     }
-    if items.len() < FEW {
+    if items.len() < MIN_RADIX {
         items.sort_by_key(number);
         return Ok(());
     }

@@ -17,7 +17,7 @@ use crate::fallible;
 use crate::model::RowSizes;
 
 /// A plan with up to this many spans is unpacked.
-const FEW: usize = 4096;
+const MAX_UNPACKED: usize = 4096;
 
 impl CopyPlan {
     /// Builds the plan of a peer from spans, for the first `num_tensors` tensors of `src` and `dst`.
@@ -34,7 +34,7 @@ impl CopyPlan {
         let (mut tally, packed_bytes) = (Tally::default(), spans.packed_bytes());
         spans.iter().try_for_each(|span| tally.add(&span))?;
         check_total(tally.bytes(), num_tensors)?;
-        let (segment, taken) = if spans.len() <= FEW {
+        let (segment, taken) = if spans.len() <= MAX_UNPACKED {
             let spans = fallible::collect_growing(PLAN, spans.len(), spans.iter())?;
             let taken = size_of_val(&spans[..]);
             (Segment::of_spans(spans)?, taken)

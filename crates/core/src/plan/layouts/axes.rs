@@ -11,7 +11,7 @@ use crate::fallible;
 const MOST: u64 = 1024;
 /// A dimension of fewer indices becomes the innermost one only if all dimensions have fewer: handling each span would cost
 /// more than reading in order saves.
-const FEW: u64 = 8;
+const MIN_INNERMOST: u64 = 8;
 
 /// One dimension of a run of tokens: its planes, tokens or heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,7 +38,7 @@ impl Axis {
 /// spans (docs/performance.md).
 pub(super) fn spans(len: u64, axes: &[Axis], (src, dst): (u64, u64)) -> Result<Vec<Span>> {
     let (len, mut axes) = joined(len, axes);
-    axes.sort_unstable_by_key(|axis| (axis.count < FEW, axis.src_step, axis.count));
+    axes.sort_unstable_by_key(|axis| (axis.count < MIN_INNERMOST, axis.src_step, axis.count));
     let outer = |axes: &[Axis]| axes.iter().skip(1).map(|axis| axis.count).product::<u64>();
     if outer(&axes) > MOST {
         axes.sort_unstable_by_key(|axis| Reverse(axis.count));

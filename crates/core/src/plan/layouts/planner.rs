@@ -16,7 +16,7 @@ use crate::fallible;
 use crate::model::{KvGeometry, KvPlanes};
 
 /// Up to this many equal runs of tokens become plain spans, because a template would save nothing.
-const FEW: usize = 2;
+const MAX_PLAIN_RUNS: usize = 2;
 
 /// A move between two caches, which may have different KV layouts.
 ///
@@ -147,7 +147,7 @@ impl LayoutPair<'_> {
         for group in runs.chunk_by(|a, b| a.tokens == b.tokens) {
             let spans = self.spans(group[0].tokens, planes)?;
             let units = Units::of(group);
-            if group.len() <= FEW || !units.fit(group) {
+            if group.len() <= MAX_PLAIN_RUNS || !units.fit(group) {
                 fallible::grow(PLAN, &mut rest, group.len().saturating_mul(spans.len()))?;
                 for run in group {
                     let placed =
