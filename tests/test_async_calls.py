@@ -26,7 +26,6 @@ from peers.values import cache_key as key
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-BUSY = "LLM_LINK_BUSY"
 LIMIT_MS = int(LIMIT * 1000)
 
 
@@ -168,25 +167,6 @@ def test_failures_are_outcomes(served: tuple[End, Peer]) -> None:
         assert "failed" in repr(transfer)
 
 
-def test_transfers_are_limited(start: Callable[..., LLMDataDist]) -> None:
-    dist = start(options(llm__MaxTransfers="3"))
-    manager = dist.cache_manager
-    cache = manager.allocate_blocks_cache(CacheDesc(1, [8, 64], DataType.DT_UINT8))
-    kept = [manager.copy_blocks_async(cache, {0: [number]}) for number in (1, 2, 3)]
-    assert dist.drain(LIMIT_MS)
-    before = manager.tensor_views(cache)[0].numpy().copy()
-    with code(BUSY):
-        manager.copy_blocks_async(cache, {1: [4]})
-    assert (manager.tensor_views(cache)[0].numpy() == before).all()
-    (event,) = dist.poll(1)
-    kept.remove(event.transfer)
-    kept.append(manager.copy_blocks_async(cache, {1: [4]}))
-    with code(BUSY):
-        manager.copy_blocks_async(cache, {1: [4]})
-    kept[0].result(0)
-    manager.copy_blocks_async(cache, {1: [4]}).result(LIMIT_MS)
-
-
 class TestAStoppedPeer:
     """A peer that does not answer holds its transfers, until they are cancelled or late, and no others."""
 
@@ -248,17 +228,6 @@ class TestAStoppedPeer:
         asyncio.run(give_up())
         assert not transfer.done()
         assert transfer.cancel()
-
-
-def test_a_peer_that_dies_ends_its_transfers(served: tuple[End, Peer]) -> None:
-    near, far = blocks_at_both_ends(served)
-    far.stop()
-    waiting = [pull(near, by_blocks(2), [0], [block], timeout_ms=LIMIT_MS) for block in range(40)]
-    far.kill()
-    outcomes = {transfer.exception(LIMIT_MS) is None for transfer in waiting}
-    assert outcomes <= {True, False}
-    assert near.dist.drain(LIMIT_MS)
-    assert len(near.dist.poll()) == 0
 
 
 def test_a_call_uses_only_the_link_over_which_it_was_started(ends: Any) -> None:

@@ -194,12 +194,6 @@ def test_engine_accepts_the_options_of_links(name: str, value: Any, start: Calla
     start({**options(None, None), **config.generate_options()})
 
 
-@pytest.mark.parametrize("word", ["merge", "merge_registered"])
-def test_huge_pages_refuses_merging_in_the_background(word: str) -> None:
-    config = LLMConfig()
-    fails(lambda: setattr(config, "huge_pages", word), LE, f'huge_pages="{word}" must be auto or off or eager')
-
-
 def test_a_device_list_names_a_device() -> None:
     """An empty list is refused when it is set. A list that is emptied later is refused when the options are written."""
     config = LLMConfig()

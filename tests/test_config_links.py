@@ -15,23 +15,9 @@ import pytest
 
 from conftest import options
 from llm_datadist import LLMClusterInfo, LLMConfig, LLMException, LLMRole
-from memory import LE, TE, raising, run_fresh
+from memory import TE, raising, run_fresh
 
 TOKEN = "correct horse battery staple"  # noqa: S105  (the one under test)
-
-
-@pytest.mark.parametrize(
-    ("key", "text"),
-    [
-        *[("llm.LinkHeartbeat", text) for text in ("0", "x")],
-        *[("llm.LinkRemoteMemory", text) for text in ("-1", "4G")],
-        *[("llm.LinkToken", "short"), ("llm.LinkAcceptRemote", "true"), ("llm.LinkSilence", "1999")],
-        *[("llm.LinkTransport", "rdma"), ("llm.LinkStreams", "17"), ("llm.RankPort", "0"), ("llm.RankHosts", "x")],
-    ],
-)
-def test_init_refuses_texts_written_by_hand(key: str, text: str, start: Callable[..., Any]) -> None:
-    with raising(LE):
-        start({**options(), key: text})
 
 
 def test_silence_is_compared_with_the_heartbeat_at_init(start: Callable[..., Any]) -> None:

@@ -24,7 +24,6 @@ from llm_datadist import (
     CacheKey,
     DataType,
     LLMDataDist,
-    LLMException,
     LLMStatusCode,
     Placement,
     _core,
@@ -36,18 +35,16 @@ from memory import (
     TE,
     UserTensors,
     at,
-    contents,
     desc,
     fill,
     pool_facts,
     raising,
     refused,
-    same,
     tensors,
     used,
 )
 from mistakes import coded, fails
-from peers import End, Peer, by_blocks, by_request, by_slot, equal, eventually, pattern
+from peers import End, Peer, by_blocks, equal, pattern
 
 FINALIZED = coded(LLMStatusCode.LLM_ENGINE_FINALIZED)
 SHAPES = [(1, 1, 1), (2, 4, 256), (3, 5, 7), (4, 1, PAGE), (2, 3, PAGE + 1), (61, 2, 33)]
@@ -80,46 +77,6 @@ def test_tensors_follow_one_another(
     del view
     gc.collect()
     assert used(manager) == {"device": 0, "host": 0}
-
-
-@pytest.mark.parametrize("data_type", list(DataType))
-def test_elements_are_aligned(manager: Any, data_type: DataType) -> None:
-    cache = manager.allocate_blocks_cache(CacheDesc(7, [3, 5], data_type), contiguous=True)
-    size = cache.cache_desc.size // 15
-    assert all(address % size == 0 for address in cache.tensor_addrs)
-    assert cache.buffer().nbytes == 7 * 15 * size
-    if data_type is not DataType.DT_STRING:
-        for number, view in enumerate(manager.tensor_views(cache)):
-            view.numpy()[:] = number
-            assert view.numpy().flags.aligned
-        whole = np.frombuffer(cache.buffer(), view.numpy().dtype).reshape(7, 15)
-        assert all((part == part.dtype.type(number)).all() for number, part in enumerate(whole))
-
-
-def test_it_takes_no_more_pages_than_its_bytes(manager: Any) -> None:
-    """Tensors of one byte more than half a page take a page each, or together about half of that."""
-    made_of = desc(1, PAGE // 2 + 1, 8)
-    manager.allocate_cache(made_of, contiguous=True)
-    assert used(manager)["device"] == 5 * PAGE
-    manager.allocate_cache(made_of)
-    assert used(manager)["device"] == 13 * PAGE
-
-
-def test_a_pool_without_a_long_run_says_so(manager: Any) -> None:
-    caches = [manager.allocate_cache(desc(1, 32 * PAGE, 1)) for _ in range(POOL // PAGE // 32)]
-    for cache in caches[::2]:
-        manager.deallocate_cache(cache)
-    facts = pool_facts(manager)
-    assert (facts["free_bytes"], facts["largest_free_run_bytes"]) == (POOL // 2, 32 * PAGE)
-    made_of = desc(1, 32 * PAGE, 2)
-    with refused(manager, OOM):
-        manager.allocate_cache(made_of, [CacheKey(1, 1)], contiguous=True)
-    with pytest.raises(LLMException) as caught:
-        manager.allocate_cache(made_of, contiguous=True)
-    for fact in (f"asked_bytes={64 * PAGE}", f"largest_free_run_bytes={32 * PAGE}", f"free_bytes={POOL // 2}"):
-        assert fact in str(caught.value)
-    manager.deallocate_cache(manager.allocate_cache(made_of, [CacheKey(1, 1)]))
-    manager.allocate_cache(desc(1, 16 * PAGE, 2), [CacheKey(1, 2)], contiguous=True)
 
 
 @pytest.mark.parametrize("bad", [None, 0, 1, "True", 1.0, [], np.True_])
@@ -348,21 +305,6 @@ def test_a_buffer_is_made_from_a_view_only(manager: Any) -> None:
         _core.CacheBuffer(manager.tensor_views(manager.allocate_cache(desc()))[0])
 
 
-def test_copies_and_swaps_stay_inside_the_tensors(manager: Any) -> None:
-    """Rows of a tensor border on those of the next one. The same calls on a cache with gaps give the same bytes."""
-    made = [manager.allocate_blocks_cache(desc(5, 33, 4), contiguous=one) for one in (False, True)]
-    slots = [manager.allocate_cache(desc(5, 33, 4), contiguous=one) for one in (False, True)]
-    user = UserTensors(5, 33, 4)
-    for apart, together in (made, slots):
-        assert same(fill(apart, 1), fill(together, 1))
-    for cache, slot in zip(made, slots):
-        manager.copy_blocks(cache, {0: [4, 1], 4: [3]})
-        manager.swap_blocks(user.cpu_cache(), cache, {4: 0, 0: 2})
-        manager.copy_cache(slot, slot, 4, 0, 1, 32)
-    for apart, together in (made, slots):
-        assert same(contents(apart), contents(together))
-
-
 def test_peers_read_and_write_it(pair: tuple[End, Peer], way: dict[str, Any]) -> None:
     near, far = pair
     near.allocate("near", 6, 33, 5, blocks=True, seed=1, contiguous=True)
@@ -384,19 +326,3 @@ def test_peers_read_and_write_it(pair: tuple[End, Peer], way: dict[str, Any]) ->
             target[[4, 2]] = source[[0, 1]]
         assert equal(far.read("far"), theirs)
         assert equal(near.read("near"), expected)
-
-
-def test_slots_and_layers_of_peers(pair: tuple[End, Peer], way: dict[str, Any]) -> None:
-    near, far = pair
-    near.allocate("near", 3, 50, 4, contiguous=True, seed=1)
-    cache = far.allocate("far", 3, 50, 4, contiguous=True, seed=2, keys=[by_request(2, 5)])
-    expected, theirs = near.read("near"), pattern(2, 4, 3, 50)
-    name = by_slot(2, cache, 0) if way["accessible"] else by_request(2, 5)
-    near.pull_cache(name, "near", 2, src_layers=(1, 2), dst_layers=(0, 1))
-    for number in (0, 1):
-        expected[number][2] = theirs[number + 2][0]
-    assert equal(near.read("near"), expected)
-    far.release("far")
-    far.remove_key(by_request(2, 5))
-    # The owner sends the last bytes before it lets go of the cache.
-    eventually(lambda: far.used() == 0, what="the memory")

@@ -37,6 +37,7 @@ from cpp_programs import (
     run,
 )
 from peers import LIMIT, OK, End, Ends, by_blocks, by_slot, equal, eventually, options, pattern, stop_process
+from test_notifications import received as python_received
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -438,25 +439,12 @@ def test_notifications_and_events_of_links(built: Callable[..., Path], compiler:
     assert run([built("notifications", compiler)]) == "done\n"
 
 
-BUSY = "5010b01b"
 NOTIFICATION = "2"
 
 
 def word(message: bytes) -> str:
     """A message, as the program reads and writes it."""
     return f"-{message.hex()}"
-
-
-def python_received(near: End, count: int) -> list[tuple[int, bytes]]:
-    """Wait for messages. Return them with their clusters."""
-    got: list[tuple[int, bytes]] = []
-
-    def enough() -> bool:
-        got.extend(near.polled())
-        return len(got) >= count
-
-    eventually(enough)
-    return got
 
 
 def received(end: Cpp, count: int, most: int = 100) -> list[tuple[int, bytes]]:
@@ -495,17 +483,6 @@ def test_messages_between_the_class_and_a_python_process(ends: Ends, cpp: Callab
     refused(far, [(INVALID, "65537", f"notify 9 {word(longest + b'x')}"), (UNLINKED, "7", "notify 7 -")])
 
 
-def test_messages_that_a_python_process_does_not_poll_refuse_more(ends: Ends, cpp: Callable[..., Cpp]) -> None:
-    near, far = python_end(ends), cpp(2).open()
-    assert near.link_clusters([far.at])[0] == OK
-    for number in range(1024):
-        assert far.ask("notify", 9, word(number.to_bytes(2, "big"))) == [SUCCESS], far.reason
-    refused(far, [(BUSY, "1024 messages", "notify 9 -")])
-    assert python_received(near, 1024) == [(2, number.to_bytes(2, "big")) for number in range(1024)]
-    eventually(lambda: far.ask("notify", 9, "-01") == [SUCCESS])
-    assert python_received(near, 1) == [(2, b"\x01")]
-
-
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_messages_come_with_transfers_between_the_class_and_a_python_process(
     ends: Ends, cpp: Callable[..., Cpp], transport: str
@@ -537,21 +514,3 @@ def test_messages_come_with_transfers_between_the_class_and_a_python_process(
     assert equal(far.read("f"), theirs)
     near.pull_cache(by_slot(2, 1, 0), "n", notify=b"from Python")
     assert received(far, 1) == [(9, b"from Python")]
-
-
-def test_the_class_gets_events_of_links_to_a_python_process(ends: Ends, cpp: Callable[..., Cpp]) -> None:
-    near, far = python_end(ends), cpp(2).open()
-    assert far.ask("poll", 9) == [SUCCESS], "events of links are kept from now on"
-    assert near.link_clusters([far.at])[0] == OK
-    assert near.unlink_clusters([far.at])[0] == OK
-    assert near.link_clusters([far.at])[0] == OK
-    seen: list[str] = []
-
-    def up_again() -> bool:
-        seen.extend(far.ask("poll", 9)[1:])
-        return bool(seen) and seen[-1] == "3:9:-"
-
-    eventually(up_again)
-    # Of events that were not polled, only the latest ones of a peer are kept.
-    assert set(seen) <= {"3:9:-", "4:9:-"}
-    assert "4:9:-" in seen

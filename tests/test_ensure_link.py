@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import threading
 import time
 from contextlib import ExitStack, closing
 from typing import Any, Callable
@@ -22,17 +21,14 @@ from llm_datadist.events import Peer as PeerHandle
 from peers import (
     INVALID,
     LIMIT,
-    LINK_FAILED,
     OK,
     TIMEOUT,
     End,
     Ends,
     Peer,
     Stranger,
-    by_blocks,
     check_pull,
     eventually,
-    free_ports,
     kv_options,
     options,
     refusing_port,
@@ -41,7 +37,6 @@ from peers import (
 LIMIT_MS = int(LIMIT * 1000)
 LINKED = "LLM_ALREADY_LINK"
 FINALIZED = "LLM_ENGINE_FINALIZED"
-TOKEN = "a shared token of some length"  # noqa: S105
 
 
 def ensure(near: End, address: str, **given: Any) -> PeerHandle:
@@ -97,12 +92,6 @@ def test_a_link_is_made_and_found_again(apart: tuple[End, Peer]) -> None:
     assert isinstance(event, LinkDown)
 
 
-def test_a_link_of_link_clusters_is_a_success(served: tuple[End, Peer]) -> None:
-    near, far = served
-    assert ensure(near, far.address) == near.dist.peers()[0]
-    assert len(far.links()) == 1
-
-
 def test_the_outcome_is_an_event(apart: tuple[End, Peer]) -> None:
     near, far = apart
     call = near.dist.ensure_link(far.address)
@@ -135,22 +124,6 @@ def test_await_returns_the_peer(apart: tuple[End, Peer]) -> None:
     assert error.status_code.name == TIMEOUT
 
 
-def test_both_sides_at_once(apart: tuple[End, Peer]) -> None:
-    """Two processes dial each other, each with several calls. There is one link each time, and nobody sees it end."""
-    near, far = apart
-    assert near.dist.poll() == []
-    for round_ in range(30):
-        theirs = far.begin("ensure_links", [near.dist.listen_ip_info] * 3, timeout_ms=LIMIT_MS)
-        ours = near.ensure_links([far.address] * 3, timeout_ms=LIMIT_MS)
-        assert (ours, theirs.result()) == ([OK] * 3, [OK] * 3), round_
-        assert (len(near.dist.peers()), len(far.links())) == (1, 1), round_
-        assert [type(event) for event in near.dist.poll()] == [LinkUp], round_
-        check_pull(near, far)
-        assert near.unlink_clusters([far.at], 3000) == (OK, [OK])
-        eventually(lambda: not far.links())
-        assert [type(event) for event in near.dist.poll()] == [LinkDown], round_
-
-
 def test_metadata_goes_both_ways(apart: tuple[End, Peer]) -> None:
     near, far = apart
     near.dist.poll()
@@ -171,61 +144,6 @@ def test_metadata_goes_both_ways(apart: tuple[End, Peer]) -> None:
     assert near.link_clusters([far.at]) == (OK, [OK])
     assert [metadata for _, _, metadata in far.peers()] == [b"near"]
     assert "metadata=<16384 bytes>" in repr(near.dist.peers()[0])
-
-
-def test_a_peer_may_start_later(ends: Ends, transport: str) -> None:
-    near, spare = ends.near(options(llm__LinkTransport=transport)), ends.spare()
-    address = f"127.0.0.1:{free_ports(1)}"
-    calls = [near.dist.ensure_link(address, timeout_ms=LIMIT_MS) for _ in range(2)]
-    time.sleep(0.3)
-    assert not any(call.done() for call in calls)
-    spare.open(options(llm__LinkTransport=transport, listen=address))
-    assert [call.result(LIMIT_MS).cluster_id for call in calls] == [2, 2]
-    assert len(spare.links()) == 1
-
-
-def test_a_restarted_peer_is_another_incarnation(apart: tuple[End, Peer], ends: Ends) -> None:
-    near, far = apart
-    near.dist.poll()
-    before = ensure(near, far.address)
-    far.kill()
-    again = near.dist.ensure_link(far.address, timeout_ms=LIMIT_MS)
-    ends.peer(options(listen=far.address))
-    after = again.result(LIMIT_MS)
-    assert (after.cluster_id, near.dist.peers()) == (2, [after])
-    assert after.incarnation != before.incarnation
-    assert [type(event) for event in near.dist.poll()] == [LinkUp, LinkDown, LinkUp][-2:]
-
-
-def test_a_broken_link_is_not_made_again(apart: tuple[End, Peer]) -> None:
-    near, far = apart
-    near.dist.poll()
-    ensure(near, far.address)
-    assert far.unlink_clusters([(1, near.dist.listen_ip_info)], 3000, True) == (OK, [OK])
-    eventually(lambda: not near.dist.peers())
-    time.sleep(0.3)
-    assert [type(event) for event in near.dist.poll()] == [LinkDown]
-    ensure(near, far.address)
-    assert [type(event) for event in near.dist.poll()] == [LinkUp]
-
-
-def test_refusals_end_the_call_at_once(ends: Ends) -> None:
-    near = ends.near(options(listen="127.0.0.1:0"))
-    secret = ends.peer(options(llm__LinkToken=TOKEN), cluster=3)
-    other_mode = ends.peer(options(accessible=True), cluster=4)
-    far = ends.peer(options())
-    minute = 600_000  # the calls end long before
-    start = near.dist.ensure_link
-    calls = {
-        LINK_FAILED: [start(secret.address, timeout_ms=minute), start(far.address, cluster_id=9, timeout_ms=minute)],
-        INVALID: [start(other_mode.address, timeout_ms=minute), start(near.dist.listen_ip_info, timeout_ms=minute)],
-    }
-    for expected, failing in calls.items():
-        assert [code(call) for call in failing] == [expected] * 2
-    error = calls[LINK_FAILED][1].exception()
-    assert "cluster=9" in str(error)
-    assert f"address={far.address}" in str(error)
-    assert near.dist.peers() == []
 
 
 def test_the_deadline_counts_from_the_call(ends: Ends) -> None:
@@ -297,38 +215,6 @@ def test_finalize_ends_the_calls(ends: Ends) -> None:
         assert [code(call) for call in calls] == [FINALIZED] * 50
 
 
-def test_calls_count_as_transfers(ends: Ends) -> None:
-    near = ends.near(options(llm__MaxTransfers=2))
-    calls = [near.dist.ensure_link(nowhere(), timeout_ms=600_000) for _ in range(2)]
-    refused("LLM_LINK_BUSY", lambda: near.dist.ensure_link(nowhere()))
-    for call in calls:
-        call.cancel()
-        assert code(call) == "LLM_FAILED"
-    near.dist.ensure_link(nowhere(), timeout_ms=600_000).cancel()
-
-
-def test_a_role_cannot_be_switched_while_linked(apart: tuple[End, Peer]) -> None:
-    near, far = apart
-    ensure(near, far.address)
-    refused("LLM_EXIST_LINK", lambda: near.switch_role("DECODER"))
-
-
-def test_many_threads_make_one_link(apart: tuple[End, Peer]) -> None:
-    near, far = apart
-    barrier, codes = threading.Barrier(8), []
-
-    def work() -> None:
-        barrier.wait()
-        codes.extend(near.ensure_links([far.address] * 4, timeout_ms=LIMIT_MS))
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (codes, len(near.dist.peers()), len(far.links())) == ([OK] * 32, 1, 1)
-
-
 def test_bad_arguments(dist: LLMDataDist) -> None:
     start: Any = dist.ensure_link
     for wrong in (None, 7, b"127.0.0.1:1", ("127.0.0.1", 1)):
@@ -387,13 +273,3 @@ def test_a_forked_child_cannot_call(dist: LLMDataDist) -> None:
             os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
     assert call.cancel()
-
-
-def test_a_pull_runs_over_the_link(apart: tuple[End, Peer]) -> None:
-    """The calls after `ensure_link` use the link at once, also from the side that was dialled."""
-    near, far = apart
-    near.allocate("near", 4, 96, blocks=True, keys=[by_blocks(0)], seed=1)
-    far.allocate("far", 4, 96, blocks=True, keys=[by_blocks(0)], seed=2)
-    assert far.ensure_links([near.dist.listen_ip_info]) == [OK]
-    near.pull_blocks(by_blocks(2), "near", [0], [1])
-    assert (near.read("near")[0][1] == far.read("far")[0][0]).all()

@@ -11,7 +11,6 @@ import time
 
 import pytest
 
-from llm_datadist import LLMClusterInfo, LLMStatusCode
 from peers import (
     GRACE,
     INVALID,
@@ -149,15 +148,6 @@ def test_ipv6(ends: Ends) -> None:
     linked(near, far)
     check_pull(near, far)
     assert near.unlink_clusters([far.at])[0] == OK
-
-
-def test_an_address_without_an_own_one_will_do_with_local_resources(ends: Ends) -> None:
-    far = ends.peer(options(accessible=True))
-    near = ends.near(options(accessible=True, llm__LocalCommRes='{"version": "1.3"}'))
-    info = LLMClusterInfo()
-    info.remote_cluster_id = 2
-    info.append_remote_ip_info(*split(far.address))
-    assert near.dist.link_clusters([info])[0] == LLMStatusCode.LLM_SUCCESS
 
 
 @pytest.mark.parametrize(("asked", "named"), [("auto", "shm"), ("shm", "shm"), ("tcp", "tcp")])

@@ -1,6 +1,7 @@
-"""Caches whose tensors differ (`CacheDesc.of_parts`): every call, compared with numpy.
+"""Caches whose tensors differ (`CacheDesc.of_parts`): descriptors, views, and calls between peers.
 
-`links::mixed_tensors` of the core has random shapes on every transport, and peers that lie about their tensors.
+`mixed_tensors` and `links::mixed_tensors` of the core have copies, swaps, slots, random shapes on every transport,
+and peers that lie about their tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from llm_datadist import (
     BlocksCacheKey,
     Cache,
     CacheDesc,
-    CacheKeyByIdAndIndex,
     DataType,
     GroupPart,
     LayerSynchronizer,
@@ -95,8 +95,6 @@ def serve(pipe: Any, transport: str) -> None:
         what, *given = pipe.recv()
         if what == "blocks":
             cache = manager.allocate_blocks_cache(*given)
-        elif what == "slots":
-            cache = manager.allocate_cache(*given)
         elif what == "free":
             manager.deallocate_blocks_cache(cache)
         elif what == "fill":
@@ -234,36 +232,6 @@ def test_views_have_the_shape_and_type_of_their_tensor(alone: Any) -> None:
         alone.deallocate_blocks_cache(cache)
 
 
-def test_copies_and_swaps_agree_with_numpy(alone: Any) -> None:
-    chance = random.Random(2)  # noqa: S311
-    for number in range(20):
-        parts = parts_of(chance)
-        host_parts = [CacheDesc(p.num_tensors, p.shape, p.data_type, Placement.HOST) for p in parts]
-        device = alone.allocate_blocks_cache(CacheDesc.of_parts(padded(chance, parts)))
-        host = alone.allocate_blocks_cache(CacheDesc.of_parts(padded(chance, host_parts)))
-        here, there = filled(alone, device, number), filled(alone, host, number + 100)
-        source, target = chance.sample(range(BLOCKS), 2)
-        expected = copies(here)
-        for tensor in expected:
-            tensor[target] = tensor[source]
-        alone.copy_blocks(device, {source: [target]})
-        assert equal(here, expected)
-        pairs = dict(zip(chance.sample(range(BLOCKS), 9), chance.sample(range(BLOCKS), 9)))
-        swapped = copies(there)
-        for read, written in pairs.items():
-            for into, out_of in zip(swapped, here):
-                into[written] = out_of[read]
-        alone.swap_blocks(device, host, pairs)
-        assert equal(there, swapped)
-        alone.swap_blocks_async(host, device, pairs).result(20_000)
-        for read, written in pairs.items():
-            for into, out_of in zip(expected, there):
-                into[written] = out_of[read]
-        assert equal(here, expected)
-        alone.deallocate_blocks_cache(device)
-        alone.deallocate_blocks_cache(host)
-
-
 def test_registered_memory_keeps_its_gaps(alone: Any) -> None:
     # Keys and values of two layers and a small index beside them, as one page of each block.
     pages = np.zeros((BLOCKS, 4096), np.uint8)
@@ -330,22 +298,6 @@ def test_pulls_and_pushes_agree_with_numpy(pair: tuple[Owner, Any], verify: str)
         owner.ask("free")
 
 
-def test_slots_are_pulled_whole(pair: tuple[Owner, Any]) -> None:
-    owner, reader = pair
-    parts = [CacheDesc(2, [2, 64], DataType.DT_FLOAT), CacheDesc(1, [2, 24], DataType.DT_UINT8)]
-    desc = CacheDesc.of_parts(parts)
-    key = CacheKeyByIdAndIndex(1, owner.ask("slots", desc), 0)
-    near = reader.allocate_cache(desc)
-    there, here = owner.ask("fill", 1), filled(reader, near, 2)
-    with pytest.raises(LLMException, match="move whole slots"):
-        reader.pull_cache(key, near, batch_index=1, size=8)
-    expected = copies(here)
-    for into, out_of in zip(expected, there):
-        into[1] = out_of[0]
-    reader.pull_cache(key, near, batch_index=1)
-    assert equal(here, expected)
-
-
 def test_grants_lend_rows_of_every_tensor(pair: tuple[Owner, Any]) -> None:
     owner, reader = pair
     parts = padded(random.Random(5), parts_of(random.Random(5)))  # noqa: S311
@@ -386,22 +338,3 @@ def test_layers_are_transferred(pair: tuple[Owner, Any]) -> None:
     task = reader.transfer_cache_async(near, synchronizer, [config], [1, 2], [4, 9])
     assert task.synchronize(20_000) == LLMStatusCode.LLM_SUCCESS
     assert equal(owner.ask("read"), expected)
-
-
-def test_rows_of_other_sizes_are_refused_before_a_byte_moves(pair: tuple[Owner, Any]) -> None:
-    owner, reader = pair
-    part = CacheDesc(2, [BLOCKS, 64], DataType.DT_UINT8)
-    desc = CacheDesc.of_parts([part, CacheDesc(1, [BLOCKS, 16], DataType.DT_UINT8)])
-    owner.ask("blocks", desc, BlocksCacheKey(1, 1))
-    near = reader.allocate_blocks_cache(CacheDesc.of_parts([part, CacheDesc(1, [BLOCKS, 8], DataType.DT_UINT8)]))
-    there, here = owner.ask("fill", 1), filled(reader, near, 2)
-    before = copies(here)
-    for call in (
-        lambda: reader.pull_blocks(BlocksCacheKey(1, 1), near, [1], [2]),
-        lambda: reader.push_blocks(BlocksCacheKey(1, 1), near, [1], [2], tensor_num_per_layer=1),
-    ):
-        with pytest.raises(LLMException, match="tensor=2") as refused:
-            call()
-        assert refused.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
-    assert equal(here, before)
-    assert equal(owner.ask("read"), there)

@@ -13,7 +13,7 @@ import pytest
 from llm_datadist import LLMException
 from llm_datadist.events import Completed, LinkDown, LinkUp, Notification
 from llm_datadist.events import Peer as PeerHandle
-from peers import GONE, INVALID, LIMIT, OK, UNLINKED, End, Peer, by_blocks, by_request, by_slot, eventually, options
+from peers import GONE, INVALID, LIMIT, OK, UNLINKED, End, Peer, by_blocks, by_request, by_slot, eventually
 from peers.values import cache_key as key
 
 BUSY = "LLM_LINK_BUSY"
@@ -35,8 +35,8 @@ def accepted(near: End, message: bytes) -> bool:
     return True
 
 
-def received(far: Peer, count: int) -> list[tuple[int, bytes]]:
-    """Wait until a peer has polled `count` notifications."""
+def received(far: End | Peer, count: int) -> list[tuple[int, bytes]]:
+    """Wait until an engine has polled `count` notifications. Return them with their clusters."""
     got: list[tuple[int, bytes]] = []
 
     def enough() -> bool:
@@ -220,25 +220,6 @@ def test_links_come_and_go(served: tuple[End, Peer]) -> None:
     assert event.reason
     assert near.dist.peers() == []
     refused(UNLINKED, lambda: near.dist.notify(2, b"x"))
-
-
-def test_a_peer_that_returns_is_another_incarnation(ends: Any) -> None:
-    near, far = ends.pair()
-    assert near.dist.poll() == []
-    first = near.dist.peers()[0]
-    far.kill()
-    (_, address) = ends.peer(options()).at
-    eventually(lambda: not near.dist.peers())
-    assert near.link_clusters([(2, address)], 3000) == (OK, [OK])
-    second = near.dist.peers()[0]
-    assert (first.cluster_id, first.incarnation == second.incarnation) == (2, False)
-    kinds = [type(event) for event in near.dist.poll()]
-    assert kinds == [LinkDown, LinkUp]
-    assert near.unlink_clusters([(2, address)], 3000) == (OK, [OK])
-    (event,) = near.dist.poll()
-    assert isinstance(event, LinkDown)
-    assert event.peer == second
-    assert event.reason
 
 
 def test_the_other_side_learns_of_an_unlink(served: tuple[End, Peer]) -> None:

@@ -25,8 +25,8 @@ from llm_datadist import (
     TransferConfig,
     TransferWithCacheKeyConfig,
 )
-from memory import INT64_MAX, UINT64_MAX
-from peers import GRACE, INVALID, LIMIT, End, Ends, Peer, by_blocks, by_request, by_slot, equal, options
+from memory import INT64_MAX
+from peers import GRACE, INVALID, LIMIT, End, Ends, Peer, by_blocks, by_request, equal, options
 from peers.values import THOROUGH, cache_key
 
 LIMIT_MS = int((LIMIT + GRACE) * 1000)
@@ -101,107 +101,30 @@ def shapes(chance: random.Random) -> tuple[Shape, Shape]:
 
 
 @pytest.mark.parametrize("verify", ["off", "full"])
-def test_pulls_agree_with_numpy(served: tuple[End, Peer], verify: str) -> None:
-    near, far = served
-    chance = random.Random(7)  # noqa: S311
+@pytest.mark.parametrize("call", ["pull", "push"])
+def test_pulls_and_pushes_agree_with_numpy(ends: Ends, transport: str, call: str, verify: str) -> None:
+    pulls = call == "pull"
+    near, far = ends.pair(accessible=not pulls, llm__LinkTransport=transport, pool=POOL)
+    chance = random.Random(7 if pulls else 8)  # noqa: S311
     for number in range(ROUNDS):
-        there, here = shapes(chance)
-        pairs, part = drawn_pairs(chance, there, here, repeats=chance.random() < 0.3), drawn_part(chance, there, here)
-        note = f"{number}: {there} to {here}, {part}"
+        src, dst = shapes(chance)
+        there, here = (src, dst) if pulls else (dst, src)
+        pairs, part = drawn_pairs(chance, src, dst, repeats=chance.random() < 0.3), drawn_part(chance, src, dst)
         there.make(far, "far", number, keys=[by_blocks(0, 9)])
         here.make(near, "near", 1000 + number)
-        expected = near.read("near")
-        copied(far.read("far"), expected, pairs, part)
-        src, dst = [list(blocks) for blocks in zip(*pairs)]
+        theirs, ours = far.read("far"), near.read("near")
+        copied(theirs if pulls else ours, ours if pulls else theirs, pairs, part)
+        read, written = [list(blocks) for blocks in zip(*pairs)]
         manager, handle, key = near.manager, near.held["near"].handle, BlocksCacheKey(2, 9)
-        way = chance.choice(("pull", "async", "group"))
-        if way == "pull":
-            manager.pull_blocks(key, handle, src, dst, verify=verify, tensor_num_per_layer=1, **part)
-        elif way == "async":
-            pulled = manager.pull_blocks_async(key, handle, src, dst, verify=verify, tensor_num_per_layer=1, **part)
-            pulled.result(LIMIT_MS)
+        given = {"verify": verify, "tensor_num_per_layer": 1, **part}
+        way = chance.choice(("plain", "async", "group"))
+        if way == "async":
+            getattr(manager, f"{call}_blocks_async")(key, handle, read, written, **given).result(LIMIT_MS)
+        elif way == "group" and (pulls or here.tensors % 2 == 0):
+            getattr(manager, f"{call}_group")([GroupPart(key, handle, read, written, **part)], verify=verify)
         else:
-            manager.pull_group([GroupPart(key, handle, src, dst, **part)], verify=verify)
-        assert equal(near.read("near"), expected), note
-        near.drop_rows("near")
-        far.drop_rows("far")
-
-
-@pytest.mark.parametrize("verify", ["off", "full"])
-def test_pushes_agree_with_numpy(one_sided: tuple[End, Peer], verify: str) -> None:
-    near, far = one_sided
-    chance = random.Random(8)  # noqa: S311
-    for number in range(ROUNDS):
-        here, there = shapes(chance)
-        pairs, part = drawn_pairs(chance, here, there, repeats=chance.random() < 0.3), drawn_part(chance, here, there)
-        note = f"{number}: {here} to {there}, {part}"
-        there.make(far, "far", number, keys=[by_blocks(0, 9)])
-        here.make(near, "near", 1000 + number)
-        expected = far.read("far")
-        copied(near.read("near"), expected, pairs, part)
-        src, dst = [list(blocks) for blocks in zip(*pairs)]
-        manager, handle, key = near.manager, near.held["near"].handle, BlocksCacheKey(2, 9)
-        way = chance.choice(("push", "async", "group"))
-        if way == "push":
-            manager.push_blocks(key, handle, src, dst, verify=verify, tensor_num_per_layer=1, **part)
-        elif way == "async":
-            pushed = manager.push_blocks_async(key, handle, src, dst, verify=verify, tensor_num_per_layer=1, **part)
-            pushed.result(LIMIT_MS)
-        elif here.tensors % 2:
-            manager.push_blocks(key, handle, src, dst, tensor_num_per_layer=1, **part)
-        else:
-            manager.push_group([GroupPart(key, handle, src, dst, **part)], verify=verify)
-        assert equal(far.read("far"), expected), note
-        near.drop_rows("near")
-        far.drop_rows("far")
-
-
-def test_slots_agree_with_numpy(served: tuple[End, Peer]) -> None:
-    """Slots of both ends have gaps: whole, in part, and cut into blocks."""
-    near, far = served
-    chance = random.Random(9)  # noqa: S311
-    for number in range(ROUNDS):
-        tensors = chance.randint(1, 4)
-        there = Shape(chance, tensors)
-        blocks = chance.random() < 0.5
-        here = Shape(chance, tensors, max(there.row_bytes // 3, 1) if blocks else there.row_bytes)
-        row, key = chance.randrange(there.rows), by_request(2, number)
-        keys = [*[by_request(2, UINT64_MAX)] * row, key]
-        there.make(far, "far", number, blocks=False, keys=keys)
-        here.make(near, "near", 1000 + number, blocks=blocks)
-        expected, source = near.read("near"), far.read("far")
-        if blocks:
-            count = min(-(-there.row_bytes // here.row_bytes), here.rows)
-            targets = chance.sample(range(here.rows), count)
-            for ours, theirs in zip(expected, source):
-                for at, target in enumerate(targets):
-                    piece = theirs[row, at * here.row_bytes : (at + 1) * here.row_bytes]
-                    ours[target, : len(piece)] = piece
-            near.pull_blocks(key, "near", [], targets)
-        else:
-            target, size = chance.randrange(here.rows), chance.choice((-1, chance.randint(1, there.row_bytes)))
-            for ours, theirs in zip(expected, source):
-                ours[target, : size if size > 0 else None] = theirs[row, : size if size > 0 else None]
-            near.pull_cache(key, "near", target, size)
-        assert equal(near.read("near"), expected), f"{number}: {there} to {here}"
-        near.drop_rows("near")
-        far.drop_rows("far")
-
-
-def test_pushed_slots_agree_with_numpy(one_sided: tuple[End, Peer]) -> None:
-    near, far = one_sided
-    chance = random.Random(10)  # noqa: S311
-    for number in range(ROUNDS // 2):
-        here, there = shapes(chance)
-        there.row_bytes, there.stride = max(there.row_bytes, here.row_bytes), there.stride + here.row_bytes * 4
-        there.make(far, "far", number, blocks=False)
-        here.make(near, "near", 1000 + number, blocks=False)
-        source, target = chance.randrange(here.rows), chance.randrange(there.rows)
-        expected = far.read("far")
-        for theirs, ours in zip(expected, near.read("near")):
-            theirs[target, : here.row_bytes] = ours[source]
-        near.push_cache(by_slot(2, far.held_id("far"), target), "near", source, n=1)
-        assert equal(far.read("far"), expected), f"{number}: {here} to {there}"
+            getattr(manager, f"{call}_blocks")(key, handle, read, written, **given)
+        assert equal([*near.read("near"), *far.read("far")], [*ours, *theirs]), f"{number}: {src} to {dst}, {part}"
         near.drop_rows("near")
         far.drop_rows("far")
 

@@ -78,28 +78,6 @@ def test_own_caches_from_allocation_to_release(manager: Any) -> None:
     assert used(manager) == {"device": 0, "host": 0}
 
 
-def test_disjoint_blocks_of_shared_caches(manager: Any) -> None:
-    each = 4
-    rows = THREADS * each
-    user = UserTensors(rows, 1500, 2, 1)
-    npu = manager.allocate_blocks_cache(desc(rows, 1500))
-    fill(npu, 2)
-    original = user.snapshot()
-
-    def work(number: int) -> None:
-        first = number * each
-        own = {first + block: first + each - 1 - block for block in range(each)}
-        for _ in range(ROUNDS):
-            manager.swap_blocks(user.cpu_cache(), npu, own)
-            manager.copy_blocks(npu, {first: [first]})
-            manager.swap_blocks(npu, user.cpu_cache(), own)
-            manager.swap_blocks(user.cpu_cache(), npu, {block: block for block in own})
-
-    together(THREADS, work)
-    assert same(contents(npu), user.arrays)
-    assert same(user.snapshot(), original)
-
-
 def test_one_key_is_bound_by_one_thread(start: Callable[..., Any]) -> None:
     manager = start().cache_manager
 

@@ -120,17 +120,8 @@ fn planning_fails_whole() {
 
 /// A cache of `MANY` blocks of 16 tokens, with these heads of 8.
 fn kv_geometry(heads: Range<u32>, order: TokenOrder) -> KvGeometry {
-    let row = 16 * i64::from(heads.end - heads.start) * 8;
-    let (num_tensors, data_type) = (4, DataType::Float16);
-    let desc = CacheDesc {
-        num_tensors,
-        shape: vec![MANY as i64, row],
-        data_type,
-        placement: Placement::Device,
-        row_stride: None,
-        kv_layout: None,
-        tensors: Vec::new(),
-    };
+    let (elements, data_type) = (16 * heads.len() * 8, DataType::Float16);
+    let desc = CacheDesc { data_type, ..desc(Placement::Device, 4, MANY as usize, elements) };
     let layout = KvLayout {
         tokens_per_block: 16,
         heads,

@@ -1,6 +1,6 @@
 //! Caches whose tensors are one range of bytes of a pool.
 //!
-//! Copies, views and peers: `tests/test_contiguous.py`. Failed allocations: `allocation_failures.rs`.
+//! Views and peers: `tests/test_contiguous.py`. Copies: `tests/test_row_geometry.py`. Failed allocations: `allocation_failures.rs`.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -66,15 +66,7 @@ fn tensors_follow_one_another_in_one_extent() {
 fn elements_need_no_gap_for_their_alignment() {
     let engine = engine(64);
     for &data_type in DataType::ALL {
-        let spec = CacheDesc {
-            num_tensors: 7,
-            shape: vec![3, 5],
-            data_type,
-            placement: Device,
-            row_stride: None,
-            kv_layout: None,
-            tensors: Vec::new(),
-        };
+        let spec = CacheDesc { data_type, ..desc(Device, 7, 3, 5) };
         let cache = engine.allocate_contiguous(&spec, Blocks, &[]).unwrap();
         assert!(cache.addrs().iter().all(|addr| addr % data_type.bytes() == 0), "{data_type:?}");
     }

@@ -10,6 +10,9 @@ use llm_datadist_core::{
     KvPlanes, Placement, TokenOrder,
 };
 
+use crate::fixtures::desc;
+use crate::kv_layouts::{num_tensors, row_elements};
+
 fn layout(order: TokenOrder, kv: KvPlanes) -> KvLayout {
     let latent = kv == KvPlanes::Latent;
     KvLayout {
@@ -26,16 +29,10 @@ fn layout(order: TokenOrder, kv: KvPlanes) -> KvLayout {
 
 /// A description of a cache with this layout, of 16-bit floats.
 fn record(layout: &KvLayout) -> (WireCache, KvGeometry) {
-    let planes = if layout.kv == KvPlanes::KThenV { 2 } else { 1 };
-    let per_layer = if layout.kv == KvPlanes::Separate { 2 } else { 1 };
+    let elements = row_elements(layout) as usize;
     let desc = CacheDesc {
-        num_tensors: 4 * per_layer,
-        shape: vec![9, planes * 16 * layout.heads.len() as i64, 128],
         data_type: DataType::Float16,
-        placement: Placement::Device,
-        row_stride: None,
-        kv_layout: None,
-        tensors: Vec::new(),
+        ..desc(Placement::Device, num_tensors(layout), 9, elements)
     };
     let geometry = Geometry::new(&desc).unwrap();
     let cache = CacheLayout { geometry, kind: CacheKind::Blocks, placement: Placement::Device };

@@ -46,6 +46,28 @@ pub fn eventually(what: &str, mut there: impl FnMut() -> bool) {
     }
 }
 
+/// A small random number generator, so that a failure can be reproduced.
+pub struct Chance(pub u64);
+
+impl Chance {
+    pub fn below(&mut self, most: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % most
+    }
+
+    pub fn shuffle<T>(&mut self, all: &mut [T]) {
+        (1..all.len()).rev().for_each(|at| all.swap(at, self.below(at as u64 + 1) as usize));
+    }
+
+    /// `count` of `rows` rows, in any order.
+    pub fn shuffled(&mut self, count: usize, rows: u64) -> Vec<i64> {
+        let mut all: Vec<i64> = (0..rows.cast_signed()).collect();
+        self.shuffle(&mut all);
+        all.truncate(count);
+        all
+    }
+}
+
 /// Bytes that raw addresses may write. Read only while no copy runs.
 pub struct Buffer(Box<[UnsafeCell<u8>]>);
 

@@ -7,6 +7,8 @@ use llm_datadist_core::{
     CacheDesc, DataType, ErrorKind, Geometry, KvGeometry, KvLayout, KvPlanes, Placement, TokenOrder,
 };
 
+use crate::fixtures::desc;
+
 fn layout() -> KvLayout {
     KvLayout {
         tokens_per_block: 16,
@@ -24,24 +26,16 @@ fn layout() -> KvLayout {
 #[test]
 fn layouts_that_do_not_fit_their_cache_are_refused() {
     let elements = 16 * 4 * 8;
-    let checked = |layout: KvLayout, num_tensors: u32, elements: i64| {
-        let (shape, data_type) = (vec![4, elements], DataType::Float16);
-        let desc = CacheDesc {
-            num_tensors,
-            shape,
-            data_type,
-            placement: Placement::Device,
-            row_stride: None,
-            kv_layout: None,
-            tensors: Vec::new(),
-        };
+    let checked = |layout: KvLayout, num_tensors: u32, elements: usize| {
+        let data_type = DataType::Float16;
+        let desc = CacheDesc { data_type, ..desc(Placement::Device, num_tensors, 4, elements) };
         KvGeometry::new(layout, &Geometry::new(&desc).unwrap(), data_type)
     };
     let good = checked(layout(), 8, elements).unwrap();
     assert_eq!((good.rows(), good.row_bytes(), good.row_stride()), (4, 1024, 1024));
     assert_eq!((good.plane_bytes(), good.head_bytes(), good.data_type()), (1024, 16, DataType::Float16));
     assert_eq!((good.token_step(), good.head_step()), (64, 16));
-    let cases: [(fn(&mut KvLayout), u32, i64, &str); 14] = [
+    let cases: [(fn(&mut KvLayout), u32, usize, &str); 14] = [
         (|layout| layout.tokens_per_block = 0, 8, elements, "tokens_per_block=0 must be above 0"),
         (|layout| layout.total_heads = 0, 8, elements, "total_kv_heads=0 must be above 0"),
         (|layout| layout.head_dim = 0, 8, elements, "head_dim=0 must be above 0"),
@@ -102,16 +96,8 @@ fn local_rows_of_different_layouts_are_not_alike() {
     let geometry = |change: fn(&mut KvLayout), data_type: DataType| {
         let mut layout = layout();
         change(&mut layout);
-        let row = u64::from(layout.tokens_per_block) * layout.heads.len() as u64 * u64::from(layout.head_dim);
-        let desc = CacheDesc {
-            num_tensors: 8,
-            shape: vec![4, i64::try_from(row).unwrap()],
-            data_type,
-            placement: Placement::Device,
-            row_stride: None,
-            kv_layout: None,
-            tensors: Vec::new(),
-        };
+        let elements = layout.tokens_per_block as usize * layout.heads.len() * layout.head_dim as usize;
+        let desc = CacheDesc { data_type, ..desc(Placement::Device, 8, 4, elements) };
         KvGeometry::new(layout, &Geometry::new(&desc).unwrap(), data_type).unwrap()
     };
     let alike = |change, data_type| {

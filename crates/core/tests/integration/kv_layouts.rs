@@ -20,7 +20,9 @@ use llm_datadist_core::{
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use crate::fixtures::{local_streams, pattern, proptest_cases, shared_copy_engine, tensors_over};
+use crate::fixtures::{
+    Chance, desc, local_streams, pattern, proptest_cases, shared_copy_engine, tensors_over,
+};
 use crate::socket_copies::SocketCopies as _;
 
 /// A cache and the blocks of one sequence in it.
@@ -36,29 +38,19 @@ struct Holder {
 
 impl Holder {
     fn row_bytes(&self) -> u64 {
-        let KvLayout { tokens_per_block, heads, head_dim, kv, .. } = &self.layout;
-        let planes = if *kv == KvPlanes::KThenV { 2 } else { 1 };
-        planes
-            * u64::from(*tokens_per_block)
-            * heads.len() as u64
-            * u64::from(*head_dim)
-            * self.data_type.bytes()
+        row_elements(&self.layout) * self.data_type.bytes()
     }
 
     fn num_tensors(&self) -> u32 {
-        self.layout.layers.len() as u32 * if self.layout.kv == KvPlanes::Separate { 2 } else { 1 }
+        num_tensors(&self.layout)
     }
 
     fn geometry(&self) -> Result<KvGeometry> {
-        let elements = self.row_bytes() / self.data_type.bytes();
+        let elements = row_elements(&self.layout) as usize;
         let desc = CacheDesc {
-            num_tensors: self.num_tensors(),
-            shape: vec![self.rows as i64, elements as i64],
             data_type: self.data_type,
-            placement: Placement::Device,
             row_stride: Some(self.row_stride),
-            kv_layout: None,
-            tensors: Vec::new(),
+            ..desc(Placement::Device, self.num_tensors(), self.rows as usize, elements)
         };
         KvGeometry::new(self.layout.clone(), &Geometry::new(&desc)?, self.data_type)
     }
@@ -67,34 +59,43 @@ impl Holder {
         self.blocks.len() as u64 * u64::from(self.layout.tokens_per_block)
     }
 
-    /// Tensor and first byte of an element, from the definition of the layout: an index into nested arrays.
-    fn place(&self, element: &Element) -> (u32, u64) {
-        let KvLayout { tokens_per_block, heads, head_dim, order, kv, layers, .. } = &self.layout;
-        let (tokens, num_heads) = (u64::from(*tokens_per_block), heads.len() as u64);
-        let block = self.blocks[(element.token / tokens) as usize];
-        let (token, head) = (element.token % tokens, u64::from(element.head - heads.start));
-        let layer = element.layer - layers.start;
-        let (tensor, plane) = match kv {
-            KvPlanes::Separate => (2 * layer + element.plane, 0),
-            KvPlanes::KThenV => (layer, u64::from(element.plane)),
-            KvPlanes::Latent | KvPlanes::Single => (layer, 0),
-        };
-        let index = match order {
-            TokenOrder::Nhd => (plane * tokens + token) * num_heads + head,
-            TokenOrder::Hnd => (plane * num_heads + head) * tokens + token,
-        };
-        let element = index * u64::from(*head_dim) + u64::from(element.dim);
-        (tensor, block * self.row_stride + element * self.data_type.bytes())
+    /// Tensor and first byte of an element.
+    fn place(&self, element: Element) -> (u32, u64) {
+        let (tensor, block, index) = index_of(&self.layout, element);
+        (tensor, self.blocks[block] * self.row_stride + index * self.data_type.bytes())
     }
 }
 
-/// One element of a model: `token` counts along the sequence of one side.
-struct Element {
-    layer: u32,
-    plane: u32,
-    token: u64,
-    head: u32,
-    dim: u32,
+/// One element of a model: layer, plane, token of the sequence of one side, head, and index in the head.
+pub type Element = (u32, u32, u64, u32, u32);
+
+/// The tensor of an element, its block in the sequence, and its index in the row, from the definition of the layout: an
+/// index into nested arrays.
+pub fn index_of(layout: &KvLayout, (layer, plane, token, head, dim): Element) -> (u32, usize, u64) {
+    let KvLayout { tokens_per_block, heads, head_dim, order, kv, layers, .. } = layout;
+    let (tokens, num_heads) = (u64::from(*tokens_per_block), heads.len() as u64);
+    let (block, token) = ((token / tokens) as usize, token % tokens);
+    let (layer, head) = (layer - layers.start, u64::from(head - heads.start));
+    let (tensor, plane) = match kv {
+        KvPlanes::Separate => (2 * layer + plane, 0),
+        KvPlanes::KThenV => (layer, u64::from(plane)),
+        KvPlanes::Latent | KvPlanes::Single => (layer, 0),
+    };
+    let index = match order {
+        TokenOrder::Nhd => (plane * tokens + token) * num_heads + head,
+        TokenOrder::Hnd => (plane * num_heads + head) * tokens + token,
+    };
+    (tensor, block, index * u64::from(*head_dim) + u64::from(dim))
+}
+
+/// The elements of one row.
+pub fn row_elements(layout: &KvLayout) -> u64 {
+    let planes = if layout.kv == KvPlanes::KThenV { 2 } else { 1 };
+    u64::from(planes * layout.tokens_per_block * layout.heads.len() as u32 * layout.head_dim)
+}
+
+pub fn num_tensors(layout: &KvLayout) -> u32 {
+    layout.layers.len() as u32 * if layout.kv == KvPlanes::Separate { 2 } else { 1 }
 }
 
 /// Tensor and byte written, then tensor and byte read, of one element.
@@ -129,8 +130,8 @@ impl Case {
                 for token in 0..count {
                     for head in part.heads.clone() {
                         for dim in 0..self.src.layout.head_dim {
-                            let at = |first| Element { layer, plane, token: first + token, head, dim };
-                            moved.push((self.dst.place(&at(to)), self.src.place(&at(from))));
+                            let at = |first| (layer, plane, first + token, head, dim);
+                            moved.push((self.dst.place(at(to)), self.src.place(at(from))));
                         }
                     }
                 }
@@ -202,7 +203,7 @@ impl Case {
 
 /// The heads of one rank of a tensor-parallel group. If there are fewer heads than ranks, several ranks hold the
 /// same head.
-fn heads_of_rank(total: u32, ranks: u32, rank: u32) -> Range<u32> {
+pub fn heads_of_rank(total: u32, ranks: u32, rank: u32) -> Range<u32> {
     let start = rank * total / ranks;
     start..((rank + 1) * total / ranks).max(start + 1)
 }
@@ -307,17 +308,13 @@ fn side(model: &Model, numbers: &Numbers, is_src: bool) -> Holder {
 
 /// `count` of `rows` blocks: ascending, shuffled or, in a source, repeated.
 fn block_list(count: usize, rows: u64, seed: u64, is_src: bool) -> Vec<u64> {
-    let mut random = seed;
-    let mut below = |most: u64| {
-        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (random >> 33) % most
-    };
+    let mut chance = Chance(seed);
     match seed % 8 {
         0 | 1 => (0..count as u64).collect(),
-        2 if is_src => (0..count).map(|_| below(rows)).collect(),
+        2 if is_src => (0..count).map(|_| chance.below(rows)).collect(),
         _ => {
             let mut all: Vec<u64> = (0..rows).collect();
-            (1..all.len()).rev().for_each(|at| all.swap(at, below(at as u64 + 1) as usize));
+            chance.shuffle(&mut all);
             all.truncate(count);
             all
         }

@@ -13,7 +13,7 @@ use llm_datadist_core::testing::protocol::WirePlan;
 use proptest::prelude::*;
 use proptest::test_runner::{TestCaseResult, TestRunner};
 
-use crate::fixtures::{block_moves, plan_of_peer, proptest_cases};
+use crate::fixtures::{Chance, block_moves, plan_of_peer, proptest_cases};
 
 type Pairs = Vec<(u64, u64)>;
 
@@ -165,13 +165,8 @@ fn does_what_copying_pair_by_pair_does() {
             let expected = start.clone().one_by_one(&pairs, block_bytes);
             prop_assert_eq!(&start.clone().in_order(&plans, |_| {}), &expected);
             prop_assert_eq!(&start.clone().in_order(&plans, |pieces| pieces.reverse()), &expected);
-            let mut random = seed;
-            let shuffled = start.clone().in_order(&plans, |pieces| {
-                for at in (1..pieces.len()).rev() {
-                    random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                    pieces.swap(at, (random >> 33) as usize % (at + 1));
-                }
-            });
+            let mut chance = Chance(seed);
+            let shuffled = start.clone().in_order(&plans, |pieces| chance.shuffle(pieces));
             prop_assert_eq!(&shuffled, &expected);
             prop_assert_eq!(&start.clone().reads_first(&plans), &expected);
             for plan in &plans {
@@ -841,11 +836,8 @@ fn rows_of_blocks_are_ascending_each_once() {
 /// A long plan of a peer stays packed. It moves the same bytes as its spans, and is refused like them.
 #[test]
 fn packed_plans_are_what_their_spans_are() {
-    let mut random = 1u64;
-    let mut below = |most: u64| {
-        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (random >> 33) % most
-    };
+    let mut chance = Chance(1);
+    let mut below = |most| chance.below(most);
     let (mut taken, mut refused) = (0, 0);
     // How far places are apart, how irregular they are, and how many pieces write to the place of another.
     for (scale, odd, again) in [

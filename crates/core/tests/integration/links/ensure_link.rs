@@ -318,8 +318,10 @@ fn permanent_refusals_end_the_call() {
 
     let remote = open(config(2, Way::Tcp), Way::Tcp);
     let three = EnsureOptions { cluster: Some(ClusterId(3)), ..EnsureOptions::default() };
-    let error = failed(&local.ensure_link(remote.listening().unwrap(), LONG, three).unwrap());
+    let port = remote.listening().unwrap();
+    let error = failed(&local.ensure_link(port, LONG, three).unwrap());
     assert_eq!((error.kind(), error.fact("cluster")), (ErrorKind::LinkFailed, Some("3")), "{error}");
+    assert_eq!(error.fact("address"), Some(port.to_string().as_str()), "{error}");
 
     let twin = open(config(1, Way::Tcp), Way::Tcp);
     let error = failed(&ensure(&local, &twin));

@@ -4,14 +4,13 @@ use std::ops::Range;
 
 use llm_datadist_core::{
     CacheDesc, CacheKind, CallExtras, CallOptions, DataDist, DataType, ErrorKind, GroupMember, KvLayout,
-    KvPlanes, Layers, Name, Placement, PullRows, PushRows, RemoteName, Result, TokenOrder, Verify,
+    KvPlanes, Layers, Name, PullRows, PushRows, RemoteName, Result, TokenOrder, Verify,
 };
 
 use super::asynchronous::outcome;
-use super::{Held, LONG, Pair, WAYS, Way, of, request, row, times};
-
-/// One element of the model: layer, plane, token of the sequence, head, and index in the head.
-type Element = (u32, u32, u64, u32, u32);
+use super::{Held, LONG, Pair, WAYS, Way, device, of, request, row, times};
+use crate::fixtures::Chance;
+use crate::kv_layouts::{Element, heads_of_rank, index_of, num_tensors, row_elements};
 
 /// The value of an element, different from those around it.
 fn value((layer, plane, token, head, dim): Element) -> u8 {
@@ -21,41 +20,14 @@ fn value((layer, plane, token, head, dim): Element) -> u8 {
     (number >> 40) as u8
 }
 
-/// A random generator that is good enough for cases.
-struct Chance(u64);
-
-impl Chance {
-    fn below(&mut self, most: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) % most
-    }
-
-    fn shuffled(&mut self, count: usize, rows: u64) -> Vec<i64> {
-        let mut all: Vec<i64> = (0..rows.cast_signed()).collect();
-        (1..all.len()).rev().for_each(|at| all.swap(at, self.below(at as u64 + 1) as usize));
-        all.truncate(count);
-        all
-    }
-}
-
-/// The bytes of one row, of elements of one byte.
-fn row_bytes(layout: &KvLayout) -> u64 {
-    let planes = if layout.kv == KvPlanes::KThenV { 2 } else { 1 };
-    u64::from(planes * layout.tokens_per_block * layout.heads.len() as u32 * layout.head_dim)
-}
-
-/// The description of a cache of `rows` blocks, with `gap` bytes between two rows.
+/// The description of a cache of `rows` blocks of elements of one byte, with `gap` bytes between two rows.
 fn described(layout: &KvLayout, rows: u64, gap: u64) -> CacheDesc {
-    let elements = row_bytes(layout).cast_signed();
-    let per_layer = if layout.kv == KvPlanes::Separate { 2 } else { 1 };
+    let elements = row_elements(layout);
     CacheDesc {
-        num_tensors: layout.layers.len() as u32 * per_layer,
-        shape: vec![rows.cast_signed(), elements],
         data_type: DataType::Int8,
-        placement: Placement::Device,
-        row_stride: Some(row_bytes(layout) + gap),
+        row_stride: Some(elements + gap),
         kv_layout: Some(Box::new(layout.clone())),
-        tensors: Vec::new(),
+        ..device(num_tensors(layout), rows as usize, elements as usize)
     }
 }
 
@@ -82,22 +54,10 @@ impl Rank {
         Rank { held, layout, blocks, row_stride }
     }
 
-    /// Tensor and byte of an element, as the documentation of the layout says: the index into nested arrays.
-    fn place(&self, (layer, plane, token, head, dim): Element) -> (usize, usize) {
-        let KvLayout { tokens_per_block, heads, head_dim, order, kv, layers, .. } = &self.layout;
-        let (tokens, num_heads) = (u64::from(*tokens_per_block), heads.len() as u64);
-        let (block, token) = (self.blocks[(token / tokens) as usize] as u64, token % tokens);
-        let (layer, head) = (layer - layers.start, u64::from(head - heads.start));
-        let (tensor, plane) = match kv {
-            KvPlanes::Separate => (2 * layer + plane, 0),
-            KvPlanes::KThenV => (layer, u64::from(plane)),
-            KvPlanes::Latent | KvPlanes::Single => (layer, 0),
-        };
-        let index = match order {
-            TokenOrder::Nhd => (plane * tokens + token) * num_heads + head,
-            TokenOrder::Hnd => (plane * num_heads + head) * tokens + token,
-        };
-        (tensor as usize, (block * self.row_stride + index * u64::from(*head_dim) + u64::from(dim)) as usize)
+    /// Tensor and byte of an element.
+    fn place(&self, element: Element) -> (usize, usize) {
+        let (tensor, block, index) = index_of(&self.layout, element);
+        (tensor as usize, (self.blocks[block] as u64 * self.row_stride + index) as usize)
     }
 
     /// The elements of the tokens `tokens` of the sequence that the cache holds.
@@ -150,12 +110,6 @@ impl Rank {
         }
         assert!(self.held.read() == before, "{}", self.layout);
     }
-}
-
-/// The heads of one rank. If there are fewer heads than ranks, several ranks hold the same head.
-fn heads_of(total: u32, ranks: u32, rank: u32) -> Range<u32> {
-    let start = rank * total / ranks;
-    start..((rank + 1) * total / ranks).max(start + 1)
 }
 
 /// Where both sides of a round may have their keys and values.
@@ -227,14 +181,14 @@ fn several_owners_fill_any_other_layout() {
             let (ranks, stages) = (1 + chance.below(5) as u32, 1 + chance.below(2) as u32);
             let mut owners = Vec::new();
             for (rank, stage) in (0..ranks).flat_map(|rank| (0..stages).map(move |stage| (rank, stage))) {
-                let (heads, layers) = (heads_of(total, ranks, rank), heads_of(4, stages, stage));
+                let (heads, layers) = (heads_of_rank(total, ranks, rank), heads_of_rank(4, stages, stage));
                 let layout = KvLayout { heads, layers, ..src.clone() };
                 let owner = random_rank(&mut chance, &pair.remote, layout, 20);
                 owner.fill();
                 owners.push(owner);
             }
             let (readers, reader) = (1 + chance.below(5) as u32, chance.below(5) as u32);
-            let layout = KvLayout { heads: heads_of(total, readers, reader % readers), ..dst };
+            let layout = KvLayout { heads: heads_of_rank(total, readers, reader % readers), ..dst };
             let into = random_rank(&mut chance, &pair.local, layout, 20);
             let before = into.clear();
             let least = owners.iter().map(Rank::capacity).min().unwrap();
@@ -263,7 +217,7 @@ fn one_owner_is_pulled_and_pushed_in_any_other_layout() {
             let total = if planes == [KvPlanes::Latent] { 1 } else { 1 + chance.below(8) as u32 };
             let [wide, narrow] = [0, 1].map(|_| random_layout(&mut chance, total, planes));
             let rank = chance.below(3) as u32;
-            let part = KvLayout { heads: heads_of(total, 3, rank), layers: 1..3, ..narrow };
+            let part = KvLayout { heads: heads_of_rank(total, 3, rank), layers: 1..3, ..narrow };
             // A pull takes a part of what the owner has; a push writes a part of what the owner has.
             let near = random_rank(&mut chance, &pair.local, part.clone(), 20);
             let far = random_rank(&mut chance, &pair.remote, wide, 20);

@@ -14,23 +14,7 @@ use llm_datadist_core::{
 use super::fake_peer::{Fake, hear, say};
 use super::layerwise::{addressed, failure, finish, is_done, named, start, to};
 use super::{Held, Pair, WAYS, of, row, times};
-
-/// A random generator that is good enough for cases.
-struct Chance(u64);
-
-impl Chance {
-    fn below(&mut self, most: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) % most
-    }
-
-    fn shuffled(&mut self, count: usize, rows: u64) -> Vec<i64> {
-        let mut all: Vec<i64> = (0..rows.cast_signed()).collect();
-        (1..all.len()).rev().for_each(|at| all.swap(at, self.below(at as u64 + 1) as usize));
-        all.truncate(count);
-        all
-    }
-}
+use crate::fixtures::Chance;
 
 /// Element sizes and element counts of the rows of each tensor.
 type Rows = Vec<(DataType, u64)>;

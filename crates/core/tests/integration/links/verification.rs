@@ -12,6 +12,7 @@ use llm_datadist_core::{
     GroupMember, Layers, Name, Outcome, Placement, PullRows, PushRows, RemoteName, Result, Target, Verify,
 };
 
+use crate::fixtures::Chance;
 use crate::moved::{after_the_move, flip};
 
 use super::fake_peer::{Fake, hear, say};
@@ -34,16 +35,6 @@ fn pull(
     verify: Verify,
 ) -> Result<(), Error> {
     local.pull_with(from, &into.end(), rows, Layers::ALL, extras(verify))
-}
-
-/// A generator of numbers that is good enough for positions.
-struct Chance(u64);
-
-impl Chance {
-    fn below(&mut self, most: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) % most
-    }
 }
 
 fn all() -> impl Iterator<Item = (Way, Memory)> {
