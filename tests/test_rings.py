@@ -16,7 +16,7 @@ import pytest
 from hostile import messages as m
 from hostile.client import Offer
 from hostile.trial import SLACK, Trial
-from peers import Ends, Peer, by_blocks, by_slot, equal, eventually, linked, options, pattern
+from peers import GRACE, TIMEOUT, Ends, Peer, by_blocks, by_slot, equal, eventually, linked, options, pattern
 
 ROW = (1, 5000, 2)
 NO_DESCRIPTOR = "no file descriptor is free for the ring memory of a call stream"
@@ -63,24 +63,26 @@ def test_forked_child_leaves_the_streams_of_its_parent_alone(ends: Ends) -> None
         assert sides.rings() == [2, 2]
 
 
-def test_pull_from_stopped_owner_is_read_by_process_id(ends: Ends) -> None:
-    """A pull of 300 KiB of registered memory prefers rings. If the owner is stopped, the reader reads by process id."""
-    near, far = ends.pair()
-    rows, row_bytes = 4, 150 << 10
+def test_only_short_pulls_of_registered_memory_need_the_owner(ends: Ends) -> None:
+    """A stopped owner does not send 300 KiB through rings, so the pull times out. 2.3 MiB are read by process id."""
+    near, far = ends.pair(llm__SyncKvCacheWaitTime=2000, llm__LinkSilence=60_000)
+    rows, row_bytes = 16, 150 << 10
     far.register("far", rows, row_bytes, 2, blocks=True, keys=[by_blocks(0)], mapped=True)
     near.register("near", rows, row_bytes, 2, blocks=True, seed=1, mapped=True)
-    near.pull_blocks(by_blocks(2), "near", [0], [0])  # opens a call stream
-    expected = near.read("near")
-    for seed in (10, 11):
-        before = near.links()[0]["paths"]["process"]["transfers"]
-        far.fill("far", seed)
-        source = far.read("far")
-        with far.stopped():
-            near.pull_blocks(by_blocks(2), "near", [2], [3])
-        for target, theirs in zip(expected, source):
-            target[3] = theirs[2]
+    near.pull_blocks(by_blocks(2), "near", [0], [0])
+    assert near.links()[0]["paths"]["rings"]["transfers"] == 1
+    far.fill("far", 10)
+    expected, source = near.read("near"), far.read("far")
+    with far.stopped():
+        result, seconds, _ = near.timed("pull_blocks", by_blocks(2), "near", [2], [3])
+        assert result == TIMEOUT
+        assert 1.95 < seconds < 2 + GRACE
         assert equal(near.read("near"), expected)
-        assert near.links()[0]["paths"]["process"]["transfers"] == before + 1
+        near.pull_blocks(by_blocks(2), "near", range(8), range(8, 16))
+        assert near.links()[0]["paths"]["process"]["transfers"] == 1
+    for target, theirs in zip(expected, source):
+        target[8:] = theirs[:8]
+    assert equal(near.read("near"), expected)
 
 
 @pytest.mark.parametrize("end", ["finalize", "kill"])

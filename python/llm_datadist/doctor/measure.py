@@ -222,7 +222,7 @@ def _not_faster(moved: list[str], link: Any) -> str | None:
         return reason
     only_pools = "only pools can be mapped: allocate caches from mem_pool_cfg"
     if paths.RINGS in moved:
-        # Rings also carry registered memory that could be read by process id, because they are faster.
+        # Rings also carry short transfers of registered memory that could be read by process id.
         return reason if "stream" in (link["pools"], link["registered"]) else only_pools
     return only_pools if paths.PROCESS in moved else None
 

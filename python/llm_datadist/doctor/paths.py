@@ -21,7 +21,7 @@ SHARED, PROCESS, RINGS, SOCKETS, UCX = "mapped", "process", "rings", "sockets", 
 """Names of the paths in ``stats()["links"]``."""
 MEANINGS = {
     SHARED: "shared memory: the reader copies mapped memory of the owner",
-    PROCESS: "reads by process id (process_vm_readv); some sizes through rings in shared memory",
+    PROCESS: "reads by process id (process_vm_readv); at most 2 MiB through rings in shared memory",
     RINGS: "rings in shared memory: the owner sends the bytes",
     SOCKETS: "sockets: the owner sends the bytes",
     UCX: "UCX: the reader reads the memory of the owner by RDMA",

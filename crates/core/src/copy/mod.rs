@@ -4,7 +4,6 @@
 mod alongside;
 mod block_sums;
 mod engine;
-mod faster_path;
 mod host_buffers;
 mod limit;
 mod paths;
@@ -21,14 +20,13 @@ mod window_batch;
 mod workers;
 
 pub use engine::{CopyEngine, CopyOutcome};
-pub use faster_path::FasterPath;
 pub use limit::Limit;
 #[cfg(feature = "testing")]
 pub use paths::PathOutcome;
 pub use paths::{DataPath, Hops, PathJob, PathKind, PeerTensors, StreamPath};
 pub use peer_read::STILL_READING;
 pub use progress::{Progress, with_arrived_rows};
-pub use route::{OwnerMemory, ReadAccess, Route, Staging, choose_path, compares_rings, prefers_rings};
+pub use route::{OwnerMemory, ReadAccess, Route, Staging, choose_path, takes_rings};
 pub use run::KeptAlive;
 pub use stream_sum::StreamSum;
 #[cfg(feature = "testing")]

@@ -1,18 +1,20 @@
 //! Chooses how bytes get from one kind of memory to another one.
 //!
-//! Between two engines, the location of the owner's memory decides the path ([`choose_path`]). The kind of memory at the reader
-//! decides how many copies the path needs ([`DataPath::hops`](super::DataPath::hops)).
+//! Between two engines, the first rule of this table that fits decides the path. [`choose_path`] applies those for the location of
+//! the owner's memory, and [`takes_rings`] the one for the size of a transfer. The rules are the same for pulls and pushes.
 //!
-//! | memory of the owner | path | into host memory | into memory of a device |
-//! | --- | --- | --- | --- |
-//! | a pool, which the reader has mapped | mapped | one copy | one, if the device reads host memory; else two |
-//! | other memory of a process that the reader may read | process, or rings for some sizes ([`prefers_rings`]) | one copy | two |
-//! | a pool, over a link with UCX | fabric | one read | a read and a copy |
-//! | anything else, and memory that the reader cannot read | rings, or sockets | received in place | received and copied |
+//! | memory of the owner | path | why |
+//! | --- | --- | --- |
+//! | a pool that the reader has mapped | mapped | one copy, and the owner does nothing |
+//! | a pool, over a link with UCX | fabric | one read, and the owner does nothing |
+//! | readable by process id, at most 2 MiB, and rings are free | rings | the kernel need not examine each page |
+//! | readable by process id | process | the owner does nothing, and several threads read at once |
+//! | anything else | rings, or sockets | only the owner can read it; the call stream decides which of the two |
 //!
-//! The call stream decides whether the owner sends the bytes through rings or a socket. The owner also sends them while this engine
-//! pushes to the cache that it pulls from (`session::peer_snapshot`), and if the kernel or UCX refuses a read that was
-//! possible when the link was made.
+//! Rings are free if a call stream that has some is idle, this side's memory is host memory, and all of its cache is mapped. A
+//! transfer that has begun keeps its path. There are two exceptions, after which the owner sends the bytes: this engine pushes to
+//! the cache that it pulls from (`session::peer_snapshot`), and the kernel or UCX refuses a read that was possible when the link
+//! was made. The kind of memory at the reader decides how many copies a path needs ([`DataPath::hops`](super::DataPath::hops)).
 //!
 //! Within an engine, only copies from host to device have a choice ([`Route`]). A swap-in goes directly if the device can read
 //! host memory in place, because that is one copy instead of two. Otherwise it goes through the ring. `docs/performance.md` has the
@@ -26,7 +28,6 @@ use crate::device::{Device, DeviceSet, HostReach};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::Tensors;
 use crate::model::Placement;
-use crate::plan::Side;
 
 /// Where memory of a cache lies, as its owner tells the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,29 +61,16 @@ pub fn choose_path(memory: OwnerMemory, access: ReadAccess<'_>) -> std::result::
     }
 }
 
-/// Minimum number of bytes for which the speeds of rings and of reads by process id are compared. Shorter pulls do not use rings,
-/// and shorter pushes always prefer them.
-const COMPARED_FROM: u64 = 256 << 10;
-/// Maximum number of bytes for which rings are preferred.
-const RINGS_TO: u64 = 2 << 20;
-
-/// Returns whether a transfer of `bytes` bytes should use rings instead of `path`, if the link has an idle stream with rings.
-/// `local` is the end of the transfer that lies in the calling process.
+/// Maximum number of bytes that take rings although the reader may read the memory by process id.
 ///
-/// The kernel examines each page that it reads in another process, and a thread of its own waits for it. For a push, the two
-/// copies through a ring take less time, because the peer has to take part in any case. A pull by process id needs nobody at the
-/// owner, so pulls use rings only from 256 KiB on, where this takes less time even if the owner sleeps (with pages of 4 KiB).
-/// Above 2 MiB, several threads read at the same time (docs/performance.md). From 256 KiB on, the link also compares both paths
-/// ([`compares_rings`]).
-pub fn prefers_rings(path: PathKind, bytes: u64, local: Side) -> bool {
-    let from = if local == Side::Source { 0 } else { COMPARED_FROM };
-    path == PathKind::Process && (from..=RINGS_TO).contains(&bytes)
-}
+/// Measured with 4 KiB pages (`benches/results/log.md`, "Payload in a ring"): through rings, 2 MiB took 230 µs (by process id 312),
+/// 1 MiB 120 (175 to 201), 256 KiB 38 (73 to 88), and 16 KiB 6 (12). 4 MiB took 480 µs, where several threads read in 348
+/// (`benches/results/figures.md`, `pull_registered`). An owner that sleeps has to be woken: then 16 KiB took 38 µs (17).
+const RINGS_UP_TO: u64 = 2 << 20;
 
-/// Returns whether a link compares the speeds of both paths ([`FasterPath`](super::FasterPath)) for a transfer of `bytes` bytes
-/// that may use rings.
-pub fn compares_rings(bytes: u64) -> bool {
-    (COMPARED_FROM..=RINGS_TO).contains(&bytes)
+/// Returns whether a transfer of `bytes` bytes takes rings, if they are free, instead of the path `in_place` of [`choose_path`].
+pub fn takes_rings(in_place: PathKind, bytes: u64) -> bool {
+    in_place == PathKind::Process && bytes <= RINGS_UP_TO
 }
 
 /// How a copy from host to device may be staged.

@@ -20,7 +20,6 @@ use super::pushes_in_flight::PushesInFlight;
 use super::shared_writes::SharedWrites;
 use super::stream_set::{self, MOST_CALLS, StreamSet};
 use crate::budget::{Budget, BudgetShare, PeerBudget};
-use crate::copy::FasterPath;
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::{LinkEnd, PeerInfo};
 use crate::fabric::PeerFabric;
@@ -114,9 +113,6 @@ pub struct Link {
     pub(super) requests: Counters,
     pub(crate) transfers: Counters,
     pub(crate) paths: PathCounters,
-    /// The faster path of pulls and of pushes that can use rings or a read by process id.
-    pub(crate) pull_path: FasterPath,
-    pub(crate) push_path: FasterPath,
 }
 
 /// The streams on which requests of the peer are answered.
@@ -167,8 +163,6 @@ impl Link {
             requests: Counters::default(),
             transfers: Counters::default(),
             paths: PathCounters::default(),
-            pull_path: FasterPath::default(),
-            push_path: FasterPath::default(),
         })
     }
 

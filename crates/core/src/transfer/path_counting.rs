@@ -1,15 +1,12 @@
-//! Counts transfers by path, notes their speed, records why the owner has to send the bytes of one, and leases rings for those that
-//! should use them.
+//! Counts transfers by path, records why the owner has to send the bytes of one, and leases rings for those that take them.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use super::call::Call;
-use crate::copy::{FasterPath, PathJob, PathKind, compares_rings, prefers_rings};
+use crate::copy::{PathJob, PathKind, takes_rings};
 use crate::fabric::EngineFabric;
 use crate::memory::{Access, Reach};
-use crate::model::Verify;
-use crate::plan::{CopyPlan, Side};
+use crate::plan::CopyPlan;
 use crate::session::StreamLease;
 
 impl Call {
@@ -42,39 +39,12 @@ impl Call {
         self.count(path, bytes, self.local.tensors().reach() == Reach::Device);
     }
 
-    /// Returns an idle stream with rings if a transfer of `bytes` bytes should use it instead of `path`. `end` is the end of the
-    /// transfer that the local cache is.
-    pub(super) fn preferred_rings(&self, path: PathKind, bytes: u64, end: Side) -> Option<StreamLease> {
+    /// Returns an idle stream with rings if a transfer of `bytes` bytes takes it instead of `path`.
+    pub(super) fn rings_instead_of(&self, path: PathKind, bytes: u64) -> Option<StreamLease> {
         let local = self.local.tensors();
         // A stream needs the whole local cache to be mapped. For a push, a read by process id needs only the rows of the plan.
-        let usable = prefers_rings(path, bytes, end)
-            && local.host_addressable()
-            && local.check_mapped(Access::Read).is_ok();
-        if !usable || (self.compares(bytes) && !self.faster_path(end).rings_next()) {
-            return None;
-        }
-        self.link.lease_idle_rings()
-    }
-
-    /// Returns the time if the speed of a transfer of `bytes` bytes is to be noted.
-    pub(super) fn timed(&self, bytes: u64) -> Option<Instant> {
-        self.compares(bytes).then(Instant::now)
-    }
-
-    /// Notes the speed of a transfer of `bytes` bytes, if its `time` was taken.
-    pub(super) fn note_speed(&self, end: Side, path: PathKind, bytes: u64, time: Option<Duration>) {
-        if let Some(time) = time {
-            self.faster_path(end).note(path, bytes, time);
-        }
-    }
-
-    /// Whether the link compares the paths of this transfer.
-    fn compares(&self, bytes: u64) -> bool {
-        // With `Verify::Full`, some transfers through rings also sum the bytes.
-        compares_rings(bytes) && self.verify != Verify::Full
-    }
-
-    fn faster_path(&self, end: Side) -> &FasterPath {
-        if end == Side::Source { &self.link.push_path } else { &self.link.pull_path }
+        let usable =
+            takes_rings(path, bytes) && local.host_addressable() && local.check_mapped(Access::Read).is_ok();
+        if usable { self.link.lease_idle_rings() } else { None }
     }
 }

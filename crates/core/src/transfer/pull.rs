@@ -1,14 +1,12 @@
-//! Pulls: this process reads the peer's memory if it can, or asks the owner to send the bytes through streams. For some sizes
-//! it first tries rings.
+//! Pulls: this process reads the peer's memory, or asks the owner to send the bytes through streams. `copy::route` says which.
 
 use std::borrow::Borrow;
 use std::sync::Arc;
-use std::time::Duration;
 
 use super::call::{Call, Moved};
 use super::stream::Streams;
 use crate::cache::RowUse;
-use crate::copy::{Hops, KeptAlive, PathKind, Progress, STILL_READING, with_arrived_rows};
+use crate::copy::{Hops, KeptAlive, Progress, STILL_READING, with_arrived_rows};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{CacheKey, GrantId, Name};
 use crate::plan::{CopyPlan, Moves, Side};
@@ -17,9 +15,6 @@ use crate::session::{
 };
 use crate::stats::Op;
 use crate::validate::{CheckedPull, Conversion, PullRows};
-
-/// Maximum time that a pull through rings may take before the bytes are read in place instead. It is many times what 2 MiB need.
-const RING_PATIENCE: Duration = Duration::from_millis(20);
 
 /// The key of a pull whose bytes are in place.
 pub(super) struct PulledKey {
@@ -182,20 +177,8 @@ impl Call {
                 return self.receive(None, known, plan, progress);
             }
         };
-        let started = self.timed(plan.bytes());
-        if let Some(rings) = self.preferred_rings(snapshot.kind(), plan.bytes(), Side::Destination) {
-            let received = self.receive_soon(rings, known, plan, progress);
-            let time = started.map(|started| started.elapsed());
-            match received {
-                Some(received) => {
-                    if let Ok(Moved::Bytes(bytes)) = received {
-                        self.note_speed(Side::Destination, PathKind::Rings, bytes, time);
-                    }
-                    return received;
-                }
-                // A failed attempt counts with the time that it took.
-                None => self.note_speed(Side::Destination, PathKind::Rings, plan.bytes(), time),
-            }
+        if let Some(rings) = self.rings_instead_of(snapshot.kind(), plan.bytes()) {
+            return self.receive(Some(rings), known, plan, progress);
         }
         self.still_granted()?;
         if let Some(moved) = self.read_in_place(known, plan, &mut snapshot, progress, pinned)? {
@@ -215,9 +198,7 @@ impl Call {
         pinned: &KeptAlive,
     ) -> Result<Option<Moved>> {
         let to = (self.local.tensors(), self.local.placement());
-        let started = self.timed(plan.bytes());
         let read = snapshot.path().read(self.job(plan), to, progress, pinned.clone());
-        let time = started.map(|started| started.elapsed());
         let failed = |error: &Error| error.kind() != ErrorKind::NotEnabled;
         if !snapshot.kind().sees_generations() && read.as_ref().is_err_and(failed) {
             // Whose bytes have arrived is unknown, and the owner is not asked about a read that has failed.
@@ -257,7 +238,6 @@ impl Call {
             }
         }
         let outcome = read?;
-        self.note_speed(Side::Destination, snapshot.kind(), outcome.bytes, time);
         self.count(snapshot.kind(), outcome.bytes, outcome.hops == Hops::Two);
         Ok(Some(Moved::Bytes(outcome.bytes)))
     }
@@ -283,35 +263,6 @@ impl Call {
             *progress = self.attempt(plan.bytes());
         }
         received
-    }
-
-    /// Receives the bytes through `rings`, although they could be read in place. Returns `None` if a read in place may still
-    /// succeed: the owner is busy, stopped or uses the rows, or part of its cache is not mapped.
-    fn receive_soon(
-        &self,
-        rings: StreamLease,
-        known: &Arc<KnownCache>,
-        plan: &Arc<CopyPlan>,
-        progress: &mut Arc<Progress>,
-    ) -> Option<Result<Moved>> {
-        // Half of the time is left for the read in place.
-        let patience = RING_PATIENCE.min(self.deadline.left() / 2);
-        let soon = Call { deadline: self.deadline.at_most(patience), ..self.clone() };
-        let received = soon.receive(Some(rings), known, plan, progress);
-        let Some(error) = received.as_ref().err().filter(|_| self.link.check().is_ok()) else {
-            return Some(received);
-        };
-        match error.kind() {
-            ErrorKind::Timeout
-            | ErrorKind::InvalidArgument
-            | ErrorKind::NotLinked
-            | ErrorKind::OutOfMemory
-            | ErrorKind::System => {
-                *progress = self.attempt(plan.bytes());
-                None
-            }
-            _ => Some(received),
-        }
     }
 
     /// Asks the owner, after a read with an outdated description, whether the memory belonged to the cache

@@ -157,7 +157,7 @@ impl Call {
             Ok(path) => {
                 // Pushes of other sizes are read by the peer, whatever moves this one.
                 self.resources.described_to_peer(&self.local, &memory_location);
-                if let Some(rings) = self.preferred_rings(path, plan.bytes(), Side::Source) {
+                if let Some(rings) = self.rings_instead_of(path, plan.bytes()) {
                     return self.send_bytes(known, plan, Some(rings));
                 }
                 if let Some(moved) = self.have_read(known, plan, memory_location, path)? {
@@ -188,7 +188,6 @@ impl Call {
             tensor_bytes,
             limit_ms: limit_ms(self.deadline),
         };
-        let started = self.timed(plan.bytes());
         let reply = if self.to_the_end {
             self.link.ask_to_the_end(&request, self.deadline)
         } else {
@@ -196,7 +195,6 @@ impl Call {
         };
         match reply? {
             Reply::Done { bytes } => {
-                self.note_speed(Side::Source, path, bytes, started.map(|started| started.elapsed()));
                 self.count(path, bytes, false);
                 Ok(Some(Moved::Bytes(bytes)))
             }
@@ -222,10 +220,8 @@ impl Call {
         first: Option<StreamLease>,
     ) -> Result<Moved> {
         let streams = Streams { call: self.clone(), known: known.clone(), plan: plan.clone() };
-        let started = first.as_ref().and_then(|_| self.timed(plan.bytes()));
         let (sent, path) = streams.send(first)?;
         if let Moved::Bytes(bytes) = sent {
-            self.note_speed(Side::Source, path, bytes, started.map(|started| started.elapsed()));
             self.count_sent(path, bytes);
         }
         Ok(sent)

@@ -1,9 +1,11 @@
 //! Which path the bytes of a transfer take for each pair of memory kinds, and the reason that `stats()` gives.
 
 use std::collections::HashMap;
+use std::time::Duration;
 
-use llm_datadist_core::{CacheKind, DataDist, Deadline, LinkState, Placement};
+use llm_datadist_core::{CacheKind, DataDist, Deadline, ErrorKind, Layers, LinkState, Placement, PullRows};
 
+use super::asynchronous::outcome;
 use super::{Held, Memory, Pair, WAYS, Way, device, of, pull_blocks, pull_slot, push_blocks, push_slot, row};
 use crate::fixtures::{adopt, desc, pattern, pin_writes};
 use crate::registered_pages::{Pages, SEED};
@@ -30,15 +32,15 @@ fn moved(pair: &Pair, call: &dyn Fn()) -> HashMap<&'static str, u64> {
     after
 }
 
-/// The path on which bytes leave this memory.
-fn path_from(way: Way, memory: Memory) -> &'static str {
+/// The path on which few bytes leave `memory`, in a transfer of a caller whose cache lies in `callers`.
+fn path_from(way: Way, memory: Memory, callers: Memory) -> &'static str {
     if way.has_fabric() && !memory.registered {
         return "fabric";
     }
     match (way.shares(), memory.registered, on_device(way, memory)) {
-        (true, true, _) => "process",
+        (true, true, _) if way == Way::Local || on_device(way, callers) => "process",
         (true, false, false) => "mapped",
-        (true, false, true) => "rings",
+        (true, ..) => "rings",
         _ => "sockets",
     }
 }
@@ -48,7 +50,7 @@ fn on_device(way: Way, memory: Memory) -> bool {
 }
 
 #[test]
-fn bytes_take_the_fastest_path_and_stats_show_it() {
+fn bytes_take_the_path_of_their_memory_and_stats_show_it() {
     let kinds = || {
         [false, true]
             .into_iter()
@@ -70,13 +72,11 @@ fn bytes_take_the_fastest_path_and_stats_show_it() {
             };
             let source = remote.fill(1);
             let pulled = moved(&pair, &|| pull_slot(&pair.local, of(2, row(&remote, 0)), &local).unwrap());
-            assert_eq!(pulled, expected(path_from(way, there), on_device(way, here)), "pull, {what}");
+            assert_eq!(pulled, expected(path_from(way, there, here), on_device(way, here)), "pull, {what}");
             assert!(local.read() == source, "{what}");
             let source = local.fill(2);
             let pushed = moved(&pair, &|| push_slot(&pair.local, &local, 0, of(2, row(&remote, 0))).unwrap());
-            let by_rings = way.shares() && here.registered && way != Way::Local;
-            let path = if by_rings { "rings" } else { path_from(way, here) };
-            assert_eq!(pushed, expected(path, on_device(way, here)), "push, {what}");
+            assert_eq!(pushed, expected(path_from(way, here, here), on_device(way, here)), "push, {what}");
             assert!(remote.read() == source, "{what}");
             if way.has_fabric() && there.registered {
                 pull_slot(&pair.local, of(2, row(&remote, 0)), &local).unwrap();
@@ -101,37 +101,27 @@ fn bytes_take_the_fastest_path_and_stats_show_it() {
     }
 }
 
-/// Pulls of 256 KiB to 2 MiB of registered memory, and pushes of at most 2 MiB, take rings or are reads by process id. Which of the
-/// two depends on their recent speeds and on how busy the owner is. Others are reads by process id.
+/// The owner sends registered memory through rings, up to 2 MiB. Longer transfers are reads by process id.
 #[test]
-fn rings_carry_registered_memory_of_some_sizes_only() {
-    const FROM: usize = 256 << 10;
-    const TO: usize = 2 << 20;
-    const EITHER: &[&str] = &["process", "rings"];
-    const PROCESS: &[&str] = &["process"];
+fn rings_carry_short_transfers_of_registered_memory() {
+    const MOST: usize = 2 << 20;
     for way in [Way::Shm, Way::ShmDevice] {
         let pair = Pair::new(way);
-        for (bytes, pulled, pushed) in [
-            (64, PROCESS, EITHER),
-            (FROM - 1, PROCESS, EITHER),
-            (FROM, EITHER, EITHER),
-            (TO, EITHER, EITHER),
-            (TO + 1, PROCESS, PROCESS),
-        ] {
+        for (bytes, path) in [(64, "rings"), (MOST, "rings"), (MOST + 1, "process")] {
             let shape = device(1, 1, bytes);
             let [local, remote] = [&pair.local, &pair.remote]
                 .map(|engine| Held::new(engine, true, &shape, CacheKind::Batch, &[]));
-            let takes = |allowed: &[&str], call: &dyn Fn()| {
-                let paths = moved(&pair, call);
-                assert!(paths.keys().all(|path| allowed.contains(path)), "{way:?}, {bytes}: {paths:?}");
-                assert_eq!(paths.values().sum::<u64>(), bytes as u64, "{way:?}: {paths:?}");
-            };
+            let expected = HashMap::from([(path, bytes as u64)]);
             for seed in 0..4 {
                 let source = remote.fill(seed);
-                takes(pulled, &|| pull_slot(&pair.local, of(2, row(&remote, 0)), &local).unwrap());
+                let pulled =
+                    moved(&pair, &|| pull_slot(&pair.local, of(2, row(&remote, 0)), &local).unwrap());
+                assert_eq!(pulled, expected, "{way:?}, pull of {bytes}");
                 assert!(local.read() == source, "{way:?}, {bytes}");
                 let source = local.fill(seed + 4);
-                takes(pushed, &|| push_slot(&pair.local, &local, 0, of(2, row(&remote, 0))).unwrap());
+                let pushed =
+                    moved(&pair, &|| push_slot(&pair.local, &local, 0, of(2, row(&remote, 0))).unwrap());
+                assert_eq!(pushed, expected, "{way:?}, push of {bytes}");
                 assert!(remote.read() == source, "{way:?}, {bytes}");
             }
             local.free(&pair.local);
@@ -141,36 +131,43 @@ fn rings_carry_registered_memory_of_some_sizes_only() {
     }
 }
 
-/// If a call of the owner uses the rows, a pull that prefers rings reads by process id after at most 20 ms.
+/// A short pull waits until its deadline for rows that a call of the owner uses, because the owner pins what it sends. A longer
+/// pull is a read by process id, and does not wait.
 #[test]
-fn rows_that_the_owner_uses_are_read_by_process_id() {
-    const BYTES: usize = 512 << 10;
+fn only_short_pulls_wait_for_rows_that_the_owner_uses() {
     let pair = Pair::new(Way::Shm);
-    let shape = device(1, 1, BYTES);
-    let [local, remote] =
-        [&pair.local, &pair.remote].map(|engine| Held::new(engine, true, &shape, CacheKind::Batch, &[]));
-    let pull = || pull_slot(&pair.local, of(2, row(&remote, 0)), &local);
-    pull().unwrap();
-    let source = remote.fill(3);
-    let before = counted(&link(&pair));
-    // The owner sends the last byte before it lets go of the row.
-    let used = pin_writes(&remote.cache, vec![0], Deadline::after(super::LONG)).unwrap();
-    pull().unwrap();
-    drop(used);
-    assert!(local.read() == source);
-    let after = counted(&link(&pair));
-    assert_eq!(after["process"] - before["process"], BYTES as u64);
-    assert_eq!(after["rings"], before["rings"]);
+    for (bytes, waits) in [(512 << 10, true), (3 << 20, false)] {
+        let shape = device(1, 1, bytes);
+        let [local, remote] =
+            [&pair.local, &pair.remote].map(|engine| Held::new(engine, true, &shape, CacheKind::Batch, &[]));
+        let from = of(2, row(&remote, 0));
+        pull_slot(&pair.local, from, &local).unwrap();
+        let source = remote.fill(3);
+        // The owner sends the last byte before it lets go of the row.
+        let used = pin_writes(&remote.cache, vec![0], Deadline::after(super::LONG)).unwrap();
+        if waits {
+            let limit = Some(Duration::from_millis(200));
+            let pulling =
+                pair.local.pull_async(from, &local.end(), PullRows::slot(0, -1), Layers::ALL, limit).unwrap();
+            assert_eq!(outcome(&pulling).unwrap_err().kind(), ErrorKind::Timeout);
+            drop(used);
+            pull_slot(&pair.local, from, &local).unwrap();
+        } else {
+            pull_slot(&pair.local, from, &local).unwrap();
+            drop(used);
+        }
+        assert!(local.read() == source, "{bytes}");
+    }
 }
 
-/// The kernel can read mapped rows of a cache whose other rows are not mapped. A pull that prefers rings falls back to it, and a
-/// push uses it at once.
+/// The kernel can read mapped rows of a cache whose other rows are not mapped, and the owner cannot. So the owner refuses a short
+/// pull, and has the peer read a push by process id.
 #[test]
-fn rows_beside_unmapped_ones_are_read_by_process_id() {
-    const BYTES: usize = 512 << 10;
+fn rows_beside_unmapped_ones_are_only_read_by_process_id() {
+    const BYTES: usize = 1 << 20;
     let pair = Pair::new(Way::Shm);
     // The memory after the pages is not mapped, so the fifth row cannot be read.
-    let pages = [Pages::new(1), Pages::new(1)];
+    let pages = [Pages::new(2), Pages::new(2)];
     pages.iter().for_each(|pages| pages.write(0, 4 * BYTES));
     let shape = desc(Placement::Host, 1, 5, BYTES);
     let registered = |engine: &DataDist, pages: &Pages| {
@@ -179,10 +176,14 @@ fn rows_beside_unmapped_ones_are_read_by_process_id() {
     };
     let remote = registered(&pair.remote, &pages[0]);
     let local = Held::pool(&pair.local, &shape, CacheKind::Blocks);
+    let from = of(2, row(&remote, 0));
     let expected = (0..BYTES).map(|at| pattern(SEED, 0, 2 * BYTES + at)).collect::<Vec<_>>();
     for _ in 0..2 {
-        pull_blocks(&pair.local, of(2, row(&remote, 0)), &local, &[2], &[1]).unwrap();
+        pull_blocks(&pair.local, from, &local, &[0, 2, 3], &[0, 1, 2]).unwrap();
         assert!(local.read()[0][BYTES..2 * BYTES] == expected);
+        let refused = pull_blocks(&pair.local, from, &local, &[2], &[1]).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::InvalidArgument, "{refused}");
+        assert!(refused.to_string().contains("not mapped readable"), "{refused}");
     }
     let source = registered(&pair.local, &pages[1]);
     let target = Held::pool(&pair.remote, &shape, CacheKind::Blocks);
